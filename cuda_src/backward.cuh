@@ -1,0 +1,63 @@
+// backward.cuh -- the argument of every backward kernel, and the gradient of one row
+//
+// With x_hat = (x - mean) * rstd and wdy = dy * weight:
+//   dx = rstd * (wdy - x_hat * mean(wdy * x_hat) - mean(wdy))     (RMSNorm: without the last term)
+//   dweight = sum over rows of dy * x_hat,  dbias = sum over rows of dy
+#pragma once
+#include "load_store.cuh"
+#include "row.cuh"
+#include "statistics.cuh"
+
+template <class LoadX, class LoadDy, class Scale, class StoreDx>
+struct Backward {
+  using Compute = typename LoadX::Compute;
+
+  LoadX load_x;
+  LoadDy load_dy;
+  Scale scale;
+  StoreDx store;
+  const Compute* mean;  // [num_rows]; null in RMSNorm
+  const Compute* rstd;  // [num_rows]
+  // One partial row of sums for each block (each cluster): [grid_size / cluster_size, num_cols], null if not wanted.
+  Compute* dweight_partials;
+  Compute* dbias_partials;
+  long long num_rows;
+  long long num_cols;
+};
+
+template <class Compute>
+struct RowGradient {
+  Compute mean;
+  Compute rstd;
+  Compute mean_wdy;
+  Compute mean_wdy_x_hat;
+
+  template <bool centered>
+  __device__ __forceinline__ Compute x_hat(Compute x) const {
+    if constexpr (centered) return (x - mean) * rstd;
+    return x * rstd;
+  }
+
+  // sums: of wdy * x_hat and of wdy over the row
+  __device__ __forceinline__ void finish(const Sum<Compute, 2>& sums, Compute num_cols) {
+    mean_wdy_x_hat = divide(sums.part[0], num_cols);
+    mean_wdy = divide(sums.part[1], num_cols);
+  }
+
+  template <bool centered>
+  __device__ __forceinline__ Compute dx(Compute x_hat, Compute wdy) const {
+    const Compute straight = wdy - x_hat * mean_wdy_x_hat;
+    if constexpr (centered) return (straight - mean_wdy) * rstd;
+    return straight * rstd;
+  }
+};
+
+// sums[...] += values, in shared memory; the thread owns the pack.
+template <class Compute, int pack_size>
+__device__ __forceinline__ void add_pack(Compute* sums, const Compute (&values)[pack_size]) {
+  Compute added[pack_size];
+  unpack(load_pack<pack_size>(sums), added);
+#pragma unroll
+  for (int at = 0; at < pack_size; ++at) added[at] += values[at];
+  store_pack<pack_size>(sums, repack<Compute>(added));
+}

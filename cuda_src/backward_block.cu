@@ -1,0 +1,17 @@
+// backward_block -- dx, and partial sums of dweight and dbias; a block owns a row
+// owns:  each thread keeps packs_per_thread packs of x and dy, and float sums for its columns over all rows it meets
+// moves: x and dy once in, dx once out; 2 * num_cols * 4 bytes of partial sums a block
+// takes: num_cols <= pack_size * threads_per_row * packs_per_thread; wider rows: backward_cluster.cu
+// needs: num_cols and all row strides multiples of pack_size, addresses aligned to a pack; BlockReduce::smem_bytes
+#include "register_gradient.cuh"
+
+template <class LoadX, class LoadDy, class Scale, class StoreDx, Gradients gradients, bool centered, Tile tile>
+__global__ void __launch_bounds__(tile.block_size(), tile.blocks_per_sm)
+    backward_block(const Backward<LoadX, LoadDy, Scale, StoreDx> problem) {
+  using Problem = Backward<LoadX, LoadDy, Scale, StoreDx>;
+  BlockReduce<tile.threads_per_row, typename Problem::Compute> reduce(dynamic_smem());
+  RegisterGradient<Problem, gradients, centered, tile> gradient;
+
+  for (long long row = blockIdx.x; row < problem.num_rows; row += gridDim.x) gradient.add_row(problem, row, true, reduce);
+  gradient.write_partials(problem, nullptr);
+}

@@ -1,0 +1,114 @@
+// backward_parameters -- dweight and dbias: sums over rows, a few columns a block, in a fixed order
+// owns:  threads_per_row neighbouring packs of columns; group g of a block's rows_per_block groups adds rows g,
+//        g + rows_per_block, ...; then the groups are added one after the other
+// moves: PartialSums: the partial rows of another backward kernel, once in; RowProducts: x and dy, once in
+// takes: any number of rows and columns
+// needs: num_cols and all row strides multiples of pack_size, addresses aligned to a pack; shared memory for
+//        2 * pack_size * block_size sums
+#include "backward.cuh"
+
+// Rows of partial sums. Either pointer may be null, if its store is absent (void).
+template <class C>
+struct PartialSums {
+  using Compute = C;
+  const Compute* dweight_partials;
+  const Compute* dbias_partials;
+  long long stride;
+
+  template <bool dweight, bool dbias, int pack_size>
+  __device__ __forceinline__ void add(long long row, long long col, Compute (&dweights)[pack_size],
+                                      Compute (&dbiases)[pack_size]) const {
+    if constexpr (dweight) add_to(dweights, dweight_partials + row * stride + col);
+    if constexpr (dbias) add_to(dbiases, dbias_partials + row * stride + col);
+  }
+
+ private:
+  template <int pack_size>
+  __device__ __forceinline__ static void add_to(Compute (&sums)[pack_size], const Compute* partials) {
+    Compute values[pack_size];
+    unpack(load_pack<pack_size>(partials), values);
+#pragma unroll
+    for (int at = 0; at < pack_size; ++at) sums[at] += values[at];
+  }
+};
+
+// dy * x_hat and dy of the rows themselves.
+template <class LoadX, class LoadDy, bool centered>
+struct RowProducts {
+  using Compute = typename LoadX::Compute;
+  LoadX load_x;
+  LoadDy load_dy;
+  const Compute* mean;
+  const Compute* rstd;
+
+  template <bool dweight, bool dbias, int pack_size>
+  __device__ __forceinline__ void add(long long row, long long col, Compute (&dweights)[pack_size],
+                                      Compute (&dbiases)[pack_size]) const {
+    Compute dys[pack_size];
+    unpack(load_dy.template load<pack_size>(row, col), dys);
+    if constexpr (dweight) {
+      Compute xs[pack_size];
+      unpack(load_x.template load<pack_size>(row, col), xs);
+      RowGradient<Compute> gradient{};
+      if constexpr (centered) gradient.mean = mean[row];
+      gradient.rstd = rstd[row];
+#pragma unroll
+      for (int at = 0; at < pack_size; ++at) dweights[at] += dys[at] * gradient.template x_hat<centered>(xs[at]);
+    }
+    if constexpr (dbias) {
+#pragma unroll
+      for (int at = 0; at < pack_size; ++at) dbiases[at] += dys[at];
+    }
+  }
+};
+
+template <class Rows, class Dweight, class Dbias>
+struct Parameters {
+  Rows rows;
+  Dweight* dweight;  // [num_cols]; void: not wanted
+  Dbias* dbias;      // [num_cols]; void: not wanted
+  long long num_rows;
+  long long num_cols;
+};
+
+template <class Rows, class Dweight, class Dbias, Tile tile>
+__global__ void __launch_bounds__(tile.block_size(), tile.blocks_per_sm)
+    backward_parameters(const Parameters<Rows, Dweight, Dbias> problem) {
+  using Compute = typename Rows::Compute;
+  constexpr bool has_dweight = !is_same<Dweight, void>;
+  constexpr bool has_dbias = !is_same<Dbias, void>;
+  constexpr int pack_size = tile.pack_size;
+  const int lane = threadIdx.x % tile.threads_per_row;
+  const int group = threadIdx.x / tile.threads_per_row;
+  const long long col = (static_cast<long long>(blockIdx.x) * tile.threads_per_row + lane) * pack_size;
+
+  Compute dweights[pack_size] = {}, dbiases[pack_size] = {};
+  if (col < problem.num_cols) {
+#pragma unroll 4
+    for (long long row = group; row < problem.num_rows; row += tile.rows_per_block) {
+      problem.rows.template add<has_dweight, has_dbias>(row, col, dweights, dbiases);
+    }
+  }
+
+  // [at][group][lane]: neighbouring lanes on neighbouring banks
+  auto* sums = reinterpret_cast<Compute*>(dynamic_smem());
+  constexpr int num_sums = tile.block_size() * pack_size;
+#pragma unroll
+  for (int at = 0; at < pack_size; ++at) {
+    sums[at * tile.block_size() + threadIdx.x] = dweights[at];
+    sums[num_sums + at * tile.block_size() + threadIdx.x] = dbiases[at];
+  }
+  __syncthreads();
+  if (group == 0 && col < problem.num_cols) {
+    for (int other = 1; other < tile.rows_per_block; ++other) {
+#pragma unroll
+      for (int at = 0; at < pack_size; ++at) {
+        const int source = at * tile.block_size() + other * tile.threads_per_row + lane;
+        dweights[at] += sums[source];
+        dbiases[at] += sums[num_sums + source];
+      }
+    }
+    if constexpr (has_dweight) store_pack<pack_size>(problem.dweight + col, repack<Dweight>(dweights));
+    if constexpr (has_dbias) store_pack<pack_size>(problem.dbias + col, repack<Dbias>(dbiases));
+  }
+}

@@ -1,0 +1,46 @@
+// backward_uncached -- dx; a block owns a row that fits nowhere
+// owns:  nothing but two sums; dweight and dbias are left to backward_parameters.cu, which reads x and dy itself
+// moves: x and dy twice in, dx once out
+// takes: any row
+// needs: num_cols and all row strides multiples of pack_size, addresses aligned to a pack
+#include "backward.cuh"
+
+template <class LoadX, class LoadDy, class Scale, class StoreDx, Gradients gradients, bool centered, Tile tile>
+__global__ void __launch_bounds__(tile.block_size(), tile.blocks_per_sm)
+    backward_uncached(const Backward<LoadX, LoadDy, Scale, StoreDx> problem) {
+  static_assert(gradients.dx && !gradients.dweight && !gradients.dbias, "backward_parameters sums dweight and dbias");
+  using Compute = typename LoadX::Compute;
+  constexpr int pack_size = tile.pack_size;
+  BlockReduce<tile.threads_per_row, Compute> reduce(dynamic_smem());
+
+  for (long long row = blockIdx.x; row < problem.num_rows; row += gridDim.x) {
+    RowGradient<Compute> gradient{};
+    if constexpr (centered) gradient.mean = problem.mean[row];
+    gradient.rstd = problem.rstd[row];
+    GlobalRow<LoadX, tile> x{problem.load_x, row, problem.num_cols};
+
+    Sum<Compute, 2> sums{};
+    x.for_each_pack([&](long long col, const Compute(&values)[pack_size]) {
+      Compute dys[pack_size], weights[pack_size];
+      unpack(problem.load_dy.template load<pack_size>(row, col), dys);
+      problem.scale.load(col, weights);
+#pragma unroll
+      for (int at = 0; at < pack_size; ++at) {
+        const Compute wdy = dys[at] * weights[at];
+        sums.part[0] += wdy * gradient.template x_hat<centered>(values[at]);
+        if constexpr (centered) sums.part[1] += wdy;
+      }
+    });
+    gradient.finish(reduce.all(sums), static_cast<Compute>(problem.num_cols));
+    x.for_each_pack([&](long long col, const Compute(&values)[pack_size]) {
+      Compute dys[pack_size], weights[pack_size], dx[pack_size];
+      unpack(problem.load_dy.template reload<pack_size>(row, col), dys);
+      problem.scale.load(col, weights);
+#pragma unroll
+      for (int at = 0; at < pack_size; ++at) {
+        dx[at] = gradient.template dx<centered>(gradient.template x_hat<centered>(values[at]), dys[at] * weights[at]);
+      }
+      problem.store.store(row, col, dx);
+    });
+  }
+}

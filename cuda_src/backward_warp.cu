@@ -1,0 +1,23 @@
+// backward_warp -- dx, and partial sums of dweight and dbias; a warp, or 2 to 16 lanes of one, owns a row
+// owns:  each lane keeps packs_per_thread packs of x and dy, and float sums for its columns over all rows it meets
+// moves: x and dy once in, dx once out; 2 * num_cols * 4 bytes of partial sums a block
+// takes: num_cols <= pack_size * threads_per_row * packs_per_thread; wider rows: backward_block.cu
+// needs: num_cols and all row strides multiples of pack_size, addresses aligned to a pack; whole warps in a block;
+//        shared memory for one row of sums
+#include "register_gradient.cuh"
+
+template <class LoadX, class LoadDy, class Scale, class StoreDx, Gradients gradients, bool centered, Tile tile>
+__global__ void __launch_bounds__(tile.block_size(), tile.blocks_per_sm)
+    backward_warp(const Backward<LoadX, LoadDy, Scale, StoreDx> problem) {
+  using Problem = Backward<LoadX, LoadDy, Scale, StoreDx>;
+  WarpReduce<tile.threads_per_row> reduce;
+  RegisterGradient<Problem, gradients, centered, tile> gradient;
+  const long long step = static_cast<long long>(gridDim.x) * tile.rows_per_block;
+
+  for (long long first = static_cast<long long>(blockIdx.x) * tile.rows_per_block; first < problem.num_rows;
+       first += step) {
+    const long long row = first + threadIdx.x / tile.threads_per_row;
+    gradient.add_row(problem, row, row < problem.num_rows, reduce);
+  }
+  gradient.write_partials(problem, reinterpret_cast<typename Problem::Compute*>(dynamic_smem()));
+}

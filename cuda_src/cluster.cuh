@@ -1,0 +1,42 @@
+// cluster.cuh -- shared memory, the blocks of a cluster, and their barrier (PTX ISA: mapa, barrier.cluster; sm_90+)
+//
+// dynamic_smem()            this block's dynamic shared memory, 128-byte aligned
+// cluster_rank()            this block's rank in its cluster
+// cluster_sync()            every thread of every block of the cluster; orders shared memory of all of them
+// cluster_map(at, rank)     the address of `at` in the shared memory of block `rank`
+#pragma once
+
+#ifdef CUPYNORM_ON_CPU
+
+__device__ __forceinline__ unsigned cluster_rank() { return on_cpu::cluster_rank(); }
+__device__ __forceinline__ void cluster_sync() {
+  on_cpu::cluster_arrive();
+  on_cpu::cluster_wait();
+}
+template <class T>
+__device__ __forceinline__ T* cluster_map(T* at, unsigned rank) {
+  return static_cast<T*>(on_cpu::cluster_map(at, rank));
+}
+
+#else
+
+__device__ __forceinline__ unsigned char* dynamic_smem() {
+  extern __shared__ __align__(128) unsigned char smem[];
+  return smem;
+}
+__device__ __forceinline__ unsigned cluster_rank() {
+  unsigned rank;
+  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return rank;
+}
+__device__ __forceinline__ void cluster_sync() {
+  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+template <class T>
+__device__ __forceinline__ T* cluster_map(T* at, unsigned rank) {
+  T* mapped;
+  asm volatile("mapa.u64 %0, %1, %2;" : "=l"(mapped) : "l"(at), "r"(rank));
+  return mapped;
+}
+
+#endif

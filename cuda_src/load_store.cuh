@@ -1,0 +1,134 @@
+// load_store.cuh -- the functors through which a kernel reads a row and writes its result
+//
+// A kernel knows only its row. dtype, affine, residual and zero-centred weight live here; a functor is a struct of
+// 8-byte words, passed by value, and any struct with the same members can stand in for these.
+//
+// load     Held: the type that keeps a loaded value exactly;  load(row, col), reload(row, col) -> Pack<Held, pack_size>
+//          (reload: of a kernel that reads a row again; has no side effect)
+//          plain: row_start(row) is the row itself, in Held, so that a copy engine may fetch it
+// store    store(row, col, values): values are in the compute type; applies what belongs to the output, rounds once
+// scale    load(col, values): the weight, or 1, in the compute type
+// Offsets are 64-bit everywhere. `void` for a parameter's type means that it is absent.
+#pragma once
+#include "pack.cuh"
+
+// y = x_hat * weight + bias reads its parameters with this: 1 + weight when zero_centered, `missing` when absent.
+template <int pack_size, bool zero_centered, class Parameter, class Compute>
+__device__ __forceinline__ void load_parameter(const Parameter* parameter, long long col, float missing,
+                                               Compute (&values)[pack_size]) {
+  if constexpr (is_same<Parameter, void>) {
+#pragma unroll
+    for (int at = 0; at < pack_size; ++at) values[at] = static_cast<Compute>(missing);
+  } else {
+    unpack(load_pack<pack_size>(parameter + col), values);
+    if constexpr (zero_centered) {
+#pragma unroll
+      for (int at = 0; at < pack_size; ++at) values[at] += static_cast<Compute>(1);
+    }
+  }
+}
+
+template <class X>
+struct Load {
+  using Held = X;
+  using Compute = typename ComputeOf<X>::type;
+  static constexpr bool plain = true;
+
+  const X* x;
+  long long x_stride;
+
+  __device__ __forceinline__ const X* row_start(long long row) const { return x + row * x_stride; }
+
+  template <int pack_size>
+  __device__ __forceinline__ Pack<X, pack_size> load(long long row, long long col) const {
+    return load_pack<pack_size>(row_start(row) + col);
+  }
+  template <int pack_size>
+  __device__ __forceinline__ Pack<X, pack_size> reload(long long row, long long col) const {
+    return load<pack_size>(row, col);
+  }
+};
+
+// x + residual, rounded once to their dtype: that sum is what is normalised, so that a fused call gives the same bits
+// as normalising the sum it returns, and backward sees the very row that forward saw. `sum` may be null.
+template <class X>
+struct ResidualLoad {
+  using Held = X;
+  using Compute = typename ComputeOf<X>::type;
+  static constexpr bool plain = false;
+
+  const X* x;
+  long long x_stride;
+  const X* residual;
+  long long residual_stride;
+  X* sum;
+  long long sum_stride;
+
+  template <int pack_size>
+  __device__ __forceinline__ Pack<X, pack_size> load(long long row, long long col) const {
+    const Pack<X, pack_size> added = reload<pack_size>(row, col);
+    if (sum != nullptr) store_pack<pack_size>(sum + row * sum_stride + col, added);
+    return added;
+  }
+  template <int pack_size>
+  __device__ __forceinline__ Pack<X, pack_size> reload(long long row, long long col) const {
+    Compute left[pack_size], right[pack_size];
+    unpack(load_pack<pack_size>(x + row * x_stride + col), left);
+    unpack(load_pack<pack_size>(residual + row * residual_stride + col), right);
+#pragma unroll
+    for (int at = 0; at < pack_size; ++at) left[at] += right[at];
+    return repack<X>(left);
+  }
+};
+
+template <class Y, class Weight, class Bias, bool zero_centered>
+struct Store {
+  Y* y;
+  long long y_stride;
+  const Weight* weight;
+  const Bias* bias;
+
+  template <int pack_size, class Compute>
+  __device__ __forceinline__ void store(long long row, long long col, const Compute (&values)[pack_size]) const {
+    Compute scaled[pack_size];
+    if constexpr (is_same<Weight, void> && is_same<Bias, void>) {
+#pragma unroll
+      for (int at = 0; at < pack_size; ++at) scaled[at] = values[at];
+    } else {
+      Compute weights[pack_size], biases[pack_size];
+      load_parameter<pack_size, zero_centered>(weight, col, 1.0f, weights);
+      load_parameter<pack_size, false>(bias, col, 0.0f, biases);
+#pragma unroll
+      for (int at = 0; at < pack_size; ++at) scaled[at] = values[at] * weights[at] + biases[at];
+    }
+    store_pack<pack_size>(y + row * y_stride + col, repack<Y>(scaled));
+  }
+};
+
+// dx plus the gradient that reaches the sum x + residual from elsewhere, added before the one rounding.
+template <class Dx, class Dsum>
+struct AddStore {
+  Dx* dx;
+  long long dx_stride;
+  const Dsum* dsum;
+  long long dsum_stride;
+
+  template <int pack_size, class Compute>
+  __device__ __forceinline__ void store(long long row, long long col, const Compute (&values)[pack_size]) const {
+    Compute added[pack_size];
+    unpack(load_pack<pack_size>(dsum + row * dsum_stride + col), added);
+#pragma unroll
+    for (int at = 0; at < pack_size; ++at) added[at] += values[at];
+    store_pack<pack_size>(dx + row * dx_stride + col, repack<Dx>(added));
+  }
+};
+
+template <class Weight, bool zero_centered>
+struct Scale {
+  const Weight* weight;
+
+  template <int pack_size, class Compute>
+  __device__ __forceinline__ void load(long long col, Compute (&values)[pack_size]) const {
+    load_parameter<pack_size, zero_centered>(weight, col, 1.0f, values);
+  }
+};

@@ -1,0 +1,129 @@
+// reduce.cuh -- all-reduce over the threads that share a row: part of a warp, a block, a cluster
+//
+// What is reduced is a struct with `Compute part[size]`, `merge(other)` and `ordered`: Sum below, Moments in statistics.cuh.
+// Every thread gets the same bits: partners merge the same two operands, in the same order where the order matters.
+// The order depends on the tile alone, never on the number of rows.
+#pragma once
+#include "cluster.cuh"
+
+template <class Compute, int num_parts>
+struct Sum {
+  static constexpr int size = num_parts;
+  static constexpr bool ordered = false;  // a + b is b + a, to the bit
+  Compute part[num_parts];
+
+  __device__ __forceinline__ void merge(const Sum& other) {
+#pragma unroll
+    for (int at = 0; at < size; ++at) part[at] += other.part[at];
+  }
+};
+
+// Butterfly over groups of `threads` neighbouring lanes; all 32 lanes of the warp must call it.
+template <int threads, class Value>
+__device__ __forceinline__ Value warp_reduce(Value value) {
+#pragma unroll
+  for (int distance = 1; distance < threads; distance *= 2) {
+    Value other;
+#pragma unroll
+    for (int at = 0; at < Value::size; ++at) other.part[at] = __shfl_xor_sync(0xffffffffu, value.part[at], distance);
+    if constexpr (Value::ordered) {
+      // The lower lane's value comes first in both lanes.
+      if (threadIdx.x & distance) {
+        other.merge(value);
+        value = other;
+      } else {
+        value.merge(other);
+      }
+    } else {
+      value.merge(other);
+    }
+  }
+  return value;
+}
+
+constexpr int power_of_two_from(int count) {
+  int power = 1;
+  while (power < count) power *= 2;
+  return power;
+}
+
+template <int threads>
+struct WarpReduce {
+  static_assert(threads <= 32 && (threads & (threads - 1)) == 0, "lanes that share a row: a power of two up to 32");
+  template <class Value>
+  __device__ __forceinline__ Value all(Value value) const {
+    return warp_reduce<threads>(value);
+  }
+};
+
+// One barrier a reduction: two buffers in turn, so that a fast warp's next value cannot overwrite what a slow one reads.
+template <int threads, class Compute>
+struct BlockReduce {
+  static_assert(threads % 32 == 0 && threads <= 1024, "a block of whole warps");
+  static constexpr int num_warps = threads / 32;
+  static constexpr int max_parts = 3;
+  static constexpr int smem_bytes = 2 * max_parts * num_warps * sizeof(Compute);
+
+  Compute* buffers;
+  int turn = 0;
+
+  __device__ __forceinline__ explicit BlockReduce(unsigned char* smem) : buffers(reinterpret_cast<Compute*>(smem)) {}
+
+  template <class Value>
+  __device__ __forceinline__ Value all(Value value) {
+    static_assert(Value::size <= max_parts, "the buffers hold max_parts values a warp");
+    value = warp_reduce<32>(value);
+    if constexpr (num_warps > 1) {
+      const int lane = threadIdx.x % 32;
+      const int warp = threadIdx.x / 32;
+      Compute* buffer = buffers + turn * max_parts * num_warps;
+      turn ^= 1;
+      if (lane == 0) {
+#pragma unroll
+        for (int at = 0; at < Value::size; ++at) buffer[at * num_warps + warp] = value.part[at];
+      }
+      __syncthreads();
+      constexpr int width = power_of_two_from(num_warps);
+      const int source = lane % width;
+#pragma unroll
+      for (int at = 0; at < Value::size; ++at) {
+        value.part[at] = source < num_warps ? buffer[at * num_warps + source] : Compute(0);
+      }
+      value = warp_reduce<width>(value);
+    }
+    return value;
+  }
+};
+
+// Each block pushes its value into the shared memory of all its peers; two buffers in turn, as above.
+template <int threads, int cluster_size, class Compute>
+struct ClusterReduce {
+  using Block = BlockReduce<threads, Compute>;
+  static constexpr int smem_bytes = Block::smem_bytes + 2 * Block::max_parts * cluster_size * sizeof(Compute);
+
+  Block block;
+  Compute* buffers;
+  int turn = 0;
+
+  // Peers may only be written to once they run: the caller synchronises the cluster before the first all().
+  __device__ __forceinline__ explicit ClusterReduce(unsigned char* smem)
+      : block(smem), buffers(reinterpret_cast<Compute*>(smem + Block::smem_bytes)) {}
+
+  template <class Value>
+  __device__ __forceinline__ Value all(Value value) {
+    value = block.all(value);
+    Compute* buffer = buffers + turn * Block::max_parts * cluster_size;
+    turn ^= 1;
+    if (threadIdx.x < cluster_size) {
+      Compute* peer = cluster_map(buffer, threadIdx.x);
+      const int rank = cluster_rank();
+#pragma unroll
+      for (int at = 0; at < Value::size; ++at) peer[at * cluster_size + rank] = value.part[at];
+    }
+    cluster_sync();
+    const int source = threadIdx.x % cluster_size;
+#pragma unroll
+    for (int at = 0; at < Value::size; ++at) value.part[at] = buffer[at * cluster_size + source];
+    return warp_reduce<cluster_size>(value);
+  }
+};

@@ -1,0 +1,136 @@
+// row.cuh -- where a row waits between its first and its last use
+//
+// RegisterRow   packs_per_thread packs in each thread
+// SmemRow       a slice of the row in this block's shared memory
+// GlobalRow     nowhere: each pass reads it again
+// The first two keep the type that holds the row exactly, and unpack it in each pass.
+// All have for_each_pack(f): f(col, values) for each pack that this thread owns, always in the same order.
+#pragma once
+#include "bulk.cuh"
+#include "pack.cuh"
+#include "tile.cuh"
+
+// The first column of pack `pack` of this thread: neighbouring threads take neighbouring packs.
+template <Tile tile>
+__device__ __forceinline__ int register_col(int pack) {
+  return (pack * tile.threads_per_row + static_cast<int>(threadIdx.x) % tile.threads_per_row) * tile.pack_size;
+}
+
+template <class Load, Tile tile>
+struct RegisterRow {
+  using Compute = typename Load::Compute;
+  Pack<typename Load::Held, tile.pack_size> packs[tile.packs_per_thread];
+  int num_cols;
+
+  // All loads before the first use, so that they are in flight together. num_cols 0: no row, nothing is read.
+  __device__ __forceinline__ RegisterRow(const Load& load, long long row, int num_cols) : num_cols(num_cols) {
+#pragma unroll
+    for (int pack = 0; pack < tile.packs_per_thread; ++pack) {
+      const int col = register_col<tile>(pack);
+      if (col < num_cols) packs[pack] = load.template load<tile.pack_size>(row, col);
+    }
+  }
+
+  template <class F>
+  __device__ __forceinline__ void for_each_pack(F f) {
+#pragma unroll
+    for (int pack = 0; pack < tile.packs_per_thread; ++pack) {
+      const int col = register_col<tile>(pack);
+      if (col < num_cols) {
+        Compute values[tile.pack_size];
+        unpack(packs[pack], values);
+        f(col, values);
+      }
+    }
+    forget_unpacked();
+  }
+
+  __device__ __forceinline__ void forget_unpacked() {
+#pragma unroll
+    for (int pack = 0; pack < tile.packs_per_thread; ++pack) ::forget_unpacked(packs[pack]);
+  }
+};
+
+// Columns [first_col, last_col) of a row. A plain, aligned slice is fetched by the copy engine, any other by the threads.
+template <class Held, class Compute, Tile tile>
+struct SmemRow {
+  Held* held;
+  unsigned long long* barrier;
+  unsigned phase = 0;
+  int first_col = 0;
+  int last_col = 0;
+
+  __device__ __forceinline__ SmemRow(unsigned char* smem, unsigned long long* barrier)
+      : held(reinterpret_cast<Held*>(smem)), barrier(barrier) {}
+
+  // The caller has synchronised the block since the last use of what the slice held before.
+  template <class Load>
+  __device__ __forceinline__ void fetch(const Load& load, long long row, int first, int last) {
+    first_col = first;
+    last_col = last;
+    if constexpr (Load::plain && tile.bulk) {
+      // The plan sets tile.bulk only where every row starts and ends on 16 bytes.
+      if (threadIdx.x == 0 && first < last) {
+        bulk_load(held, load.row_start(row) + first, (last - first) * static_cast<unsigned>(sizeof(Held)), barrier);
+      }
+    } else {
+      for (int col = first + threadIdx.x * tile.pack_size; col < last; col += tile.threads_per_row * tile.pack_size) {
+        store_pack<tile.pack_size>(held + (col - first), load.template load<tile.pack_size>(row, col));
+      }
+    }
+  }
+
+  // What a thread copied itself it may read at once: it owns the same packs in fetch and in for_each_pack.
+  template <class Load>
+  __device__ __forceinline__ void wait() {
+    if constexpr (Load::plain && tile.bulk) {
+      if (first_col < last_col) bulk_wait(barrier, phase++);
+    }
+  }
+
+  template <class F>
+  __device__ __forceinline__ void for_each_pack(F f) const {
+    for (int col = first_col + threadIdx.x * tile.pack_size; col < last_col;
+         col += tile.threads_per_row * tile.pack_size) {
+      Compute values[tile.pack_size];
+      unpack(load_pack<tile.pack_size>(held + (col - first_col)), values);
+      f(col, values);
+    }
+  }
+};
+
+// The columns of a row that block `rank` of its cluster owns: whole packs, as even as they come.
+struct Slice {
+  int first_col;
+  int last_col;
+};
+template <Tile tile>
+__device__ __forceinline__ Slice slice(int num_cols, int rank) {
+  const int num_packs = (num_cols + tile.pack_size - 1) / tile.pack_size;
+  const int slice_cols = (num_packs + tile.cluster_size - 1) / tile.cluster_size * tile.pack_size;
+  return {min(rank * slice_cols, num_cols), min((rank + 1) * slice_cols, num_cols)};
+}
+
+template <class Load, Tile tile>
+struct GlobalRow {
+  using Compute = typename Load::Compute;
+  const Load& load;
+  long long row;
+  long long num_cols;
+  bool first_pass = true;
+
+  template <class F>
+  __device__ __forceinline__ void for_each_pack(F f) {
+    const long long step = static_cast<long long>(tile.threads_per_row) * tile.pack_size;
+    for (long long col = static_cast<long long>(threadIdx.x) * tile.pack_size; col < num_cols; col += step) {
+      Compute values[tile.pack_size];
+      if (first_pass) {
+        unpack(load.template load<tile.pack_size>(row, col), values);
+      } else {
+        unpack(load.template reload<tile.pack_size>(row, col), values);
+      }
+      f(col, values);
+    }
+    first_pass = false;
+  }
+};

@@ -1,0 +1,27 @@
+// tile.cuh -- the compile-time integers of one kernel, and what a kernel is asked to do
+//
+// A Tile is a template argument with designated initialisers, so a kernel's name explains itself:
+//   forward_warp<..., Tile{.pack_size = 8, .threads_per_row = 32, .packs_per_thread = 4}>
+#pragma once
+
+struct Tile {
+  int pack_size;             // elements moved by one memory instruction
+  int threads_per_row;       // threads of one block that share a row
+  int packs_per_thread = 0;  // packs of a row that one thread keeps in registers; 0: the row waits elsewhere
+  int rows_per_block = 1;    // rows that one block works on at a time
+  int cluster_size = 1;      // blocks that share a row
+  int blocks_per_sm = 1;     // blocks that must fit on a multiprocessor: bounds the registers of a thread
+  int bulk = 0;              // 1: rows start and end on 16 bytes, the copy engine may fetch them (sm_90+)
+
+  constexpr int block_size() const { return threads_per_row * rows_per_block; }
+};
+
+// How mean and variance are formed. Both subtract before they square.
+enum class Statistics { two_pass, welford };
+
+// Which gradients a backward kernel is asked for.
+struct Gradients {
+  bool dx;
+  bool dweight;
+  bool dbias;
+};

@@ -1,0 +1,46 @@
+"""cupynorm: LayerNorm and RMSNorm for NVIDIA GPUs. Importing it imports neither torch nor CuPy, and makes no CUDA context."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+
+__version__ = "0.1.0"
+
+# In a checkout, reference/ and cuda_src/ lie beside the package; installed, they lie inside it.
+if not (Path(__file__).parent / "reference").is_dir():
+    __path__.append(str(Path(__file__).parents[1]))
+
+_NAMES = {
+    "layer_norm": "norm",
+    "rms_norm": "norm",
+    "layer_norm_forward": "norm",
+    "layer_norm_backward": "norm",
+    "rms_norm_forward": "norm",
+    "rms_norm_backward": "norm",
+    "Forward": "norm",
+    "Backward": "norm",
+    "plan": "dispatch",
+    "Plan": "dispatch",
+    "Tile": "dispatch",
+    "Device": "dispatch",
+    "DEVICES": "dispatch",
+    "STRATEGIES": "dispatch",
+    "check": "gradient_check",
+    "CheckResult": "gradient_check",
+    "MissingLibraryError": "nvrtc",
+}
+
+__all__ = ["__version__", *_NAMES]
+
+
+def __getattr__(name: str) -> object:
+    if name not in _NAMES:
+        raise AttributeError(f"module 'cupynorm' has no attribute {name!r}")
+    value = getattr(importlib.import_module(f".{_NAMES[name]}", __name__), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

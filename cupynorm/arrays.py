@@ -1,0 +1,234 @@
+"""What came in, as pointers and strides; and new arrays of the same library.
+
+An array is CuPy's, torch's, NumPy's, or of any other exporter of DLPack, which is taken as a CuPy array. What a call returns
+is allocated by the library that owns its input and launched on that library's current stream.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import NamedTuple
+
+import numpy as np
+
+from . import nvrtc
+from .dtypes import DTYPES, decode, encode
+
+
+class View(NamedTuple):
+    """Where an array lies. strides are in elements. device is None on the host."""
+
+    pointer: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: str
+    device: int | None
+
+
+class Rows(NamedTuple):
+    """An array as [num_rows, num_cols] with contiguous columns; row_stride in elements."""
+
+    pointer: int
+    num_rows: int
+    num_cols: int
+    row_stride: int
+    dtype: str
+
+    def layout(self) -> tuple[int, int, int]:
+        """For dispatch.pack_limit: address, row stride, itemsize."""
+        return self.pointer, self.row_stride if self.num_rows > 1 else 0, DTYPES[self.dtype].itemsize
+
+
+def product(shape: tuple[int, ...]) -> int:
+    total = 1
+    for extent in shape:
+        total *= extent
+    return total
+
+
+def _collapse(shape: tuple[int, ...], strides: tuple[int, ...]) -> int | None:
+    """The one stride that steps through these dimensions in order, or None. Extents of 1 have no stride that matters."""
+    step = None
+    expected = None
+    for extent, stride in zip(reversed(shape), reversed(strides)):
+        if extent == 1:
+            continue
+        if step is None:
+            step = stride
+        elif stride != expected:
+            return None
+        expected = stride * extent
+    return 0 if step is None else step
+
+
+def rows(view: View, num_dims: int) -> Rows | None:
+    """The array as rows of its last num_dims dimensions, or None if only a copy has contiguous rows."""
+    split = len(view.shape) - num_dims
+    num_rows, num_cols = product(view.shape[:split]), product(view.shape[split:])
+    if num_rows == 0 or num_cols == 0:
+        return Rows(view.pointer, num_rows, num_cols, num_cols, view.dtype)
+    col_step = _collapse(view.shape[split:], view.strides[split:])
+    row_stride = _collapse(view.shape[:split], view.strides[:split])
+    if row_stride is None or (num_cols > 1 and col_step != 1):
+        return None
+    return Rows(view.pointer, num_rows, num_cols, row_stride, view.dtype)
+
+
+def extent(view: View) -> tuple[int, int]:
+    """First and last-but-one byte address that an array may touch."""
+    low = high = view.pointer
+    if 0 in view.shape:
+        return low, high
+    itemsize = DTYPES[view.dtype].itemsize
+    for size, stride in zip(view.shape, view.strides):
+        if stride > 0:
+            high += (size - 1) * stride * itemsize
+        else:
+            low += (size - 1) * stride * itemsize
+    return low, high + itemsize
+
+
+class CuPyLibrary:
+    """CuPy arrays: CuPy's memory pool, CuPy's current stream."""
+
+    name = "CuPy array"
+
+    @staticmethod
+    def view(array: object) -> View:
+        itemsize = array.dtype.itemsize
+        strides = tuple(stride // itemsize for stride in array.strides)
+        return View(array.data.ptr, array.shape, strides, array.dtype.name, array.device.id)
+
+    @staticmethod
+    def empty(shape: tuple[int, ...], dtype: str, device: int) -> object:
+        cupy = nvrtc.cupy()
+        with cupy.cuda.Device(device):
+            return cupy.empty(shape, dtype=_numpy_dtype(dtype))
+
+    @staticmethod
+    def zero(array: object) -> None:
+        with array.device:
+            array.fill(0)
+
+    @staticmethod
+    def contiguous(array: object) -> object:
+        with array.device:
+            return nvrtc.cupy().ascontiguousarray(array)
+
+    @staticmethod
+    def stream(device: int) -> int:
+        cupy = nvrtc.cupy()
+        with cupy.cuda.Device(device):
+            return cupy.cuda.get_current_stream().ptr
+
+
+class TorchLibrary:
+    """torch CUDA tensors: torch's caching allocator, torch's current stream."""
+
+    name = "torch tensor"
+
+    @staticmethod
+    def view(tensor: object) -> View:
+        return View(
+            tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), _torch_dtype_name(tensor.dtype), tensor.get_device()
+        )
+
+    @staticmethod
+    def empty(shape: tuple[int, ...], dtype: str, device: int) -> object:
+        torch = sys.modules["torch"]
+        return torch.empty(shape, dtype=getattr(torch, dtype), device=f"cuda:{device}")
+
+    @staticmethod
+    def zero(tensor: object) -> None:
+        tensor.zero_()
+
+    @staticmethod
+    def contiguous(tensor: object) -> object:
+        return tensor.contiguous()
+
+    @staticmethod
+    def stream(device: int) -> int:
+        return sys.modules["torch"].cuda.current_stream(device).cuda_stream
+
+
+def _torch_dtype_name(dtype: object) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _numpy_dtype(name: str) -> np.dtype:
+    if name != "bfloat16":
+        return np.dtype(name)
+    try:
+        import ml_dtypes
+    except ImportError as error:
+        raise nvrtc.MissingLibraryError(
+            "bfloat16 CuPy and NumPy arrays need the dtype of ml_dtypes: pip install ml_dtypes"
+        ) from error
+    return np.dtype(ml_dtypes.bfloat16)
+
+
+def is_torch(array: object) -> bool:
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(array, torch.Tensor)
+
+
+def is_cupy(array: object) -> bool:
+    cupy = sys.modules.get("cupy")
+    return cupy is not None and isinstance(array, cupy.ndarray)
+
+
+def on_host(array: object) -> bool:
+    """NumPy arrays and CPU torch tensors: computed by the reference."""
+    return isinstance(array, np.ndarray) or (is_torch(array) and array.device.type == "cpu")
+
+
+def take(array: object, name: str) -> object:
+    """The array itself if CuPy, torch or NumPy owns it, else a CuPy array that shares its memory through DLPack.
+
+    TypeError: not an array, or a torch tensor of a device that is neither a CPU nor CUDA.
+    """
+    if is_torch(array):
+        if array.device.type not in ("cpu", "cuda"):
+            raise TypeError(f"{name} is a torch tensor on {array.device}; expected one on the CPU or on a CUDA device")
+        return array
+    if isinstance(array, np.ndarray) or is_cupy(array):
+        return array
+    if hasattr(array, "__dlpack__"):
+        return nvrtc.cupy().from_dlpack(array)
+    raise TypeError(f"{name} is a {type(array).__name__}; expected a CuPy, torch or NumPy array, or an object with __dlpack__")
+
+
+def library(array: object) -> type[CuPyLibrary] | type[TorchLibrary]:
+    """Who allocates and whose stream is used, for an array on a GPU."""
+    return TorchLibrary if is_torch(array) else CuPyLibrary
+
+
+def dtype_name(array: object) -> str:
+    return _torch_dtype_name(array.dtype) if is_torch(array) else array.dtype.name
+
+
+def where(array: object) -> str:
+    """Library and device in words, for messages."""
+    if is_torch(array):
+        return f"a torch tensor on {array.device}"
+    return f"a CuPy array on cuda:{array.device.id}" if is_cupy(array) else "a NumPy array"
+
+
+def to_float64(array: object) -> np.ndarray:
+    """The values of a host array."""
+    if is_torch(array):
+        return array.detach().double().numpy()
+    if array.dtype.name == "bfloat16":
+        return decode(np.ascontiguousarray(array).view(np.uint16), "bfloat16")
+    return array.astype(np.float64)
+
+
+def from_float64(values: np.ndarray, dtype: str, like: object) -> object:
+    """A new host array of `like`'s library: the values rounded once."""
+    raw = encode(np.ascontiguousarray(values), dtype)
+    if is_torch(like):
+        torch = sys.modules["torch"]
+        if dtype == "bfloat16":
+            return torch.from_numpy(raw.view(np.int16)).view(torch.bfloat16)
+        return torch.from_numpy(raw)
+    return raw.view(_numpy_dtype(dtype)) if dtype == "bfloat16" else raw

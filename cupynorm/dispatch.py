@@ -1,0 +1,636 @@
+"""Which kernel, tile and grid a problem gets: the table STRATEGIES, and plans made from it. Pure Python, no GPU needed.
+
+The table is read from top to bottom: the first strategy that is wide enough for the row wins and the last takes any row.
+num_rows changes the grid, never the arithmetic of a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, fields, replace
+from functools import lru_cache
+
+from .dtypes import DTYPES, compute_dtype
+
+
+@dataclass(frozen=True)
+class Device:
+    """What a plan must know of a GPU. smem_per_block: the opt-in limit of one block, in bytes.
+
+    clusters: how many clusters of 2, 4, 8 and 16 blocks are resident at once with one block a multiprocessor; empty
+    where the device has no clusters. One cluster more would wait for a second wave.
+    """
+
+    name: str
+    compute_capability: int
+    num_sms: int
+    smem_per_block: int
+    smem_per_sm: int
+    threads_per_sm: int
+    clusters: tuple[tuple[int, int], ...] = ()
+    registers_per_sm: int = 65536
+
+
+def _device(name: str, compute_capability: int, num_sms: int, **changes: object) -> Device:
+    family = _FAMILIES[compute_capability]
+    device = Device(name, compute_capability, num_sms, *family)
+    if compute_capability >= 90:
+        sizes = (2, 4, 8, 16) if compute_capability < 120 else (2, 4, 8)
+        # A cluster lives in one graphics processing cluster, some of which lack multiprocessors: 10% are left out.
+        device = replace(device, clusters=tuple((size, max(1, int(num_sms * 0.9) // size)) for size in sizes))
+    return replace(device, **changes)
+
+
+# (smem_per_block, smem_per_sm, threads_per_sm), CUDA C++ Programming Guide, "Technical Specifications per Compute Capability"
+_FAMILIES = {
+    80: (166912, 167936, 2048),
+    86: (101376, 102400, 1536),
+    89: (101376, 102400, 1536),
+    90: (232448, 233472, 2048),
+    100: (232448, 233472, 2048),
+    120: (101376, 102400, 1536),
+}
+
+DEVICES = {
+    device.name: device
+    for device in (
+        _device("A100", 80, 108),
+        _device("A10", 86, 72),
+        _device("RTX 3090", 86, 82),
+        _device("RTX 4090", 89, 128),
+        _device("L40S", 89, 142),
+        # cuOccupancyMaxActiveClusters on an H200, one block a multiprocessor.
+        _device("H100", 90, 132, clusters=((2, 66), (4, 30), (8, 15), (16, 7))),
+        _device("H200", 90, 132, clusters=((2, 66), (4, 30), (8, 15), (16, 7))),
+        _device("B200", 100, 148),
+        _device("RTX 5090", 120, 170),
+    )
+}
+
+
+def device_like(
+    name: str, compute_capability: int, num_sms: int, smem_per_block: int, smem_per_sm: int, threads_per_sm: int
+) -> Device:
+    """The Device of a GPU that is present, from what its driver says; numbers only measured come from its namesake in DEVICES."""
+    known = next((device for key, device in DEVICES.items() if key in name and device.num_sms == num_sms), None)
+    if known is not None:
+        return known
+    family = max((key for key in _FAMILIES if key <= compute_capability), default=80)
+    return replace(
+        _device(name, family, num_sms),
+        compute_capability=compute_capability,
+        smem_per_block=smem_per_block,
+        smem_per_sm=smem_per_sm,
+        threads_per_sm=threads_per_sm,
+    )
+
+
+@dataclass(frozen=True)
+class Tile:
+    """The compile-time integers of one kernel, as in cuda_src/tile.cuh.
+
+    pack_size: elements moved by one memory instruction. threads_per_row: threads of one block that share a row.
+    packs_per_thread: packs of a row in one thread's registers, 0 where the row waits elsewhere. rows_per_block: rows that
+    a block works on at a time. cluster_size: blocks that share a row. blocks_per_sm: blocks that must fit on a
+    multiprocessor, which bounds the registers of a thread. bulk: whether the copy engine fetches rows.
+    """
+
+    pack_size: int
+    threads_per_row: int
+    packs_per_thread: int = 0
+    rows_per_block: int = 1
+    cluster_size: int = 1
+    blocks_per_sm: int = 1
+    bulk: int = 0
+
+    @property
+    def block_size(self) -> int:
+        return self.threads_per_row * self.rows_per_block
+
+    @property
+    def cols(self) -> int:
+        """Columns that fit the registers of the threads of a row."""
+        return self.pack_size * self.threads_per_row * self.packs_per_thread
+
+    @property
+    def cpp(self) -> str:
+        return "Tile{" + ", ".join(f".{field.name} = {getattr(self, field.name)}" for field in fields(self)) + "}"
+
+    def __str__(self) -> str:
+        shown = {field.name: getattr(self, field.name) for field in fields(self)}
+        return ", ".join(f"{name} {value}" for name, value in shown.items() if value != getattr(Tile, name, None))
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What decides the kernel: one direction, one norm, the dtypes, which tensors are there, and how they lie.
+
+    dtypes are names of cupynorm.dtypes.DTYPES, None for a tensor that is absent. dy, dx, dweight, dbias are of the
+    backward direction alone (None: not wanted). pack_limit: the largest pack_size that num_cols, addresses and row
+    strides allow, a power of two.
+    """
+
+    direction: str
+    centered: bool
+    num_cols: int
+    x: str
+    y: str | None = None
+    weight: str | None = None
+    bias: str | None = None
+    zero_centered: bool = False
+    residual: bool = False
+    dy: str | None = None
+    dx: str | None = None
+    dweight: str | None = None
+    dbias: str | None = None
+    dsum: str | None = None
+    pack_limit: int = 16
+
+    @property
+    def compute(self) -> str:
+        return DTYPES[self.x].compute
+
+    @property
+    def forward(self) -> bool:
+        return self.direction == "forward"
+
+    @property
+    def widest_pack(self) -> int:
+        """16 bytes of the narrowest of the streamed tensors, or what their layout allows."""
+        streamed = [self.x, self.y if self.forward else self.dy] + ([self.dx] if self.dx else [])
+        return min(self.pack_limit, 16 // min(DTYPES[name].itemsize for name in streamed))
+
+    @property
+    def bytes_per_row(self) -> int:
+        """Bytes that any implementation must move for a row: each streamed tensor once."""
+        streamed = [self.x, self.y] if self.forward else [self.x, self.dy, self.dx, self.dsum]
+        if self.residual:
+            streamed += [self.x, self.x]
+        return self.num_cols * sum(DTYPES[name].itemsize for name in streamed if name)
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """One row of the dispatch table: where a row waits, and the tile for a problem, or None if the row does not fit."""
+
+    name: str
+    row_waits_in: str
+    tile: Callable[[Problem, Device], Tile | None]
+    first_capability: int = 0
+
+
+# Bytes of x that one thread keeps, at most: 64 elements of 16 bits. As few threads as that leaves was the fastest shape of a
+# plain forward kernel on an H200 (bf16: 4096 columns on 64 threads 0.96 of a copy, 8192 on 128 threads 0.95, on 512
+# threads 0.60). Backward keeps x, dy and two float sums for each element: 16 of them fit 128 registers, 32 fit 255.
+_WARP_ELEMENTS = 32
+_BLOCK_BYTES = 128
+_BLOCK_BACKWARD_ELEMENTS = 16
+_BLOCK_THREADS = 512
+
+
+def _ceil(value: int, step: int) -> int:
+    return -(-value // step)
+
+
+def _register_bytes(problem: Problem, name: str, pack_size: int) -> int:
+    """Bytes that one element takes in registers: a lone 16-bit element fills a register of 32."""
+    return max(DTYPES[name].itemsize, 4 if pack_size == 1 else 0)
+
+
+def _blocks_per_sm(problem: Problem, block_size: int, elements: int, device: Device) -> int:
+    """As many blocks as their registers allow: what a thread keeps of each element, and a base for the rest of its work."""
+    pack_size = problem.widest_pack
+    kept = _register_bytes(problem, problem.x, pack_size)
+    work = DTYPES[problem.compute].itemsize
+    if not problem.forward:
+        kept += _register_bytes(problem, problem.dy, pack_size) + work * (bool(problem.dweight) + bool(problem.dbias))
+    registers = 40 + elements * kept // 4 + 4 * pack_size * work // 4 + 2 * _ceil(elements, pack_size)
+    registers = min(255, _ceil(registers, 8) * 8)
+    by_registers = device.registers_per_sm // (registers * block_size)
+    return max(1, min(by_registers, device.threads_per_sm // block_size, 16))
+
+
+def _register_tile(problem: Problem, device: Device, threads_per_row: int, rows_per_block: int) -> Tile:
+    pack_size = problem.widest_pack
+    packs_per_thread = _ceil(problem.num_cols, pack_size * threads_per_row)
+    block_size = threads_per_row * rows_per_block
+    blocks_per_sm = _blocks_per_sm(problem, block_size, pack_size * packs_per_thread, device)
+    return Tile(pack_size, threads_per_row, packs_per_thread, rows_per_block, blocks_per_sm=blocks_per_sm)
+
+
+def _warp_tile(problem: Problem, device: Device) -> Tile | None:
+    elements = _WARP_ELEMENTS // (2 if problem.compute == "float64" else 1)
+    if problem.num_cols > 32 * elements:
+        return None
+    # Two packs a lane before more lanes share a row: their loads are in flight together.
+    wanted = _ceil(problem.num_cols, 2 * problem.widest_pack)
+    threads_per_row = next(lanes for lanes in (1, 2, 4, 8, 16, 32) if lanes >= min(wanted, 32))
+    return _register_tile(problem, device, threads_per_row, 128 // threads_per_row)
+
+
+def _bulk(problem: Problem, device: Device) -> int:
+    """Rows of whole, aligned 16-byte units, fetched as they are."""
+    itemsize = DTYPES[problem.x].itemsize
+    whole = problem.widest_pack * itemsize >= 16 and not problem.residual
+    if not problem.forward:
+        whole = whole and problem.widest_pack * DTYPES[problem.dy].itemsize >= 16
+    return int(whole and device.compute_capability >= 90)
+
+
+def reduce_bytes(problem: Problem, threads_per_row: int, cluster_size: int = 1) -> int:
+    """Shared memory of BlockReduce (cluster_size 1) or ClusterReduce, as in cuda_src/reduce.cuh."""
+    values = threads_per_row // 32 + (cluster_size if cluster_size > 1 else 0)
+    return 2 * 3 * values * DTYPES[problem.compute].itemsize
+
+
+def _smem_bytes(problem: Problem, tile: Tile, strategy: str) -> int:
+    """Dynamic shared memory of one block."""
+    compute_bytes = DTYPES[problem.compute].itemsize
+    if strategy == "parameters":
+        return 2 * tile.pack_size * tile.block_size * compute_bytes
+    if strategy == "warp":
+        return 0 if problem.forward or tile.rows_per_block == 1 else problem.num_cols * compute_bytes
+    if strategy == "uncached" or (strategy == "block" and not problem.forward):
+        return reduce_bytes(problem, tile.threads_per_row)
+    scratch = _ceil(16 + reduce_bytes(problem, tile.threads_per_row, tile.cluster_size), 16) * 16
+    if strategy == "block" and tile.packs_per_thread:
+        return scratch
+    slice_cols = _ceil(_ceil(problem.num_cols, tile.pack_size), tile.cluster_size) * tile.pack_size
+    kept = [DTYPES[problem.x].itemsize]
+    if not problem.forward:
+        kept += [DTYPES[problem.dy].itemsize]
+        kept += [compute_bytes] * (bool(problem.dweight) + bool(problem.dbias))
+    return scratch + sum(_ceil(slice_cols * itemsize, 16) * 16 for itemsize in kept)
+
+
+def _block_tile(problem: Problem, device: Device) -> Tile | None:
+    if problem.forward:
+        elements = _BLOCK_BYTES // _register_bytes(problem, problem.x, problem.widest_pack)
+    else:
+        elements = _BLOCK_BACKWARD_ELEMENTS // (2 if problem.compute == "float64" else 1)
+    if problem.num_cols <= _BLOCK_THREADS * elements:
+        threads_per_row = max(32, _ceil(_ceil(problem.num_cols, elements), 32) * 32)
+        # An odd pack count may leave the last pack of some threads beyond `elements`: one more warp takes it.
+        while _ceil(problem.num_cols, problem.widest_pack * threads_per_row) * problem.widest_pack > elements:
+            threads_per_row += 32
+        return _register_tile(problem, device, threads_per_row, 1)
+    if not problem.forward:
+        return None
+    tile = Tile(problem.widest_pack, _BLOCK_THREADS, bulk=_bulk(problem, device))
+    return tile if _smem_bytes(problem, tile, "block") <= device.smem_per_block else None
+
+
+def _cluster_tile(problem: Problem, device: Device) -> Tile | None:
+    for cluster_size, _ in device.clusters:
+        tile = Tile(problem.widest_pack, _BLOCK_THREADS, cluster_size=cluster_size, bulk=_bulk(problem, device))
+        if _smem_bytes(problem, tile, "cluster") <= device.smem_per_block:
+            return tile
+    return None
+
+
+def _uncached_tile(problem: Problem, device: Device) -> Tile:
+    return Tile(problem.widest_pack, 512, blocks_per_sm=2)
+
+
+STRATEGIES = {
+    strategy.name: strategy
+    for strategy in (
+        Strategy("warp", "the registers of a warp, or of part of one", _warp_tile),
+        Strategy("block", "one block's registers or shared memory", _block_tile),
+        Strategy("cluster", "the shared memory of a thread-block cluster", _cluster_tile, first_capability=90),
+        Strategy("uncached", "nowhere: it is read again", _uncached_tile),
+    )
+}
+STATISTICS = ("two_pass", "welford")
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One instance of a kernel template: the file that holds it and its C++ name expression."""
+
+    source: str
+    name_expression: str
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One kernel launch: grid_size blocks of block_size threads, each with smem_bytes of dynamic shared memory."""
+
+    kernel: Kernel
+    tile: Tile
+    grid_size: int
+    block_size: int
+    smem_bytes: int
+    cluster_size: int = 1
+
+
+@dataclass(frozen=True)
+class Choice:
+    """All of a plan that does not depend on num_rows: the strategy, its tile, its kernel, and why."""
+
+    strategy: str
+    tile: Tile
+    statistics: str
+    kernel: Kernel | None
+    smem_bytes: int
+    resident: int  # blocks of this kernel that are resident on one multiprocessor, at least
+    parameters_tile: Tile | None
+    parameters_kernel: Kernel | None
+    reason: str
+
+
+def _cpp(name: str | None) -> str:
+    return DTYPES[name].cpp if name else "void"
+
+
+def _bool(value: object) -> str:
+    return "true" if value else "false"
+
+
+def _kernel(problem: Problem, strategy: str, tile: Tile, statistics: str) -> Kernel:
+    zero_centered = _bool(problem.zero_centered)
+    load_x = f"Load<{_cpp(problem.x)}>"
+    if problem.forward:
+        if problem.residual:
+            load_x = f"ResidualLoad<{_cpp(problem.x)}>"
+        store = f"Store<{_cpp(problem.y)}, {_cpp(problem.weight)}, {_cpp(problem.bias)}, {zero_centered}>"
+        arguments = f"{load_x}, {store}, {_bool(problem.centered)}, Statistics::{statistics}"
+    else:
+        store = f"Store<{_cpp(problem.dx or problem.x)}, void, void, false>"
+        if problem.dsum:
+            store = f"AddStore<{_cpp(problem.dx or problem.x)}, {_cpp(problem.dsum)}>"
+        scale = f"Scale<{_cpp(problem.weight)}, {zero_centered}>"
+        sums = strategy != "uncached"
+        gradients = (
+            f"Gradients{{.dx = {_bool(problem.dx)}, .dweight = {_bool(problem.dweight and sums)}, "
+            f".dbias = {_bool(problem.dbias and sums)}}}"
+        )
+        arguments = f"{load_x}, Load<{_cpp(problem.dy)}>, {scale}, {store}, {gradients}, {_bool(problem.centered)}"
+    name = f"{problem.direction}_{strategy}"
+    return Kernel(f"{name}.cu", f"{name}<{arguments}, {tile.cpp}>")
+
+
+def _parameters_kernel(problem: Problem, strategy: str) -> tuple[Tile | None, Kernel | None]:
+    if not (problem.dweight or problem.dbias):
+        return None, None
+    pack_size = min(problem.widest_pack, 4)
+    tile = Tile(pack_size, 32, rows_per_block=16)
+    compute = _cpp(problem.compute)
+    if strategy == "uncached":
+        rows = f"RowProducts<Load<{_cpp(problem.x)}>, Load<{_cpp(problem.dy)}>, {_bool(problem.centered)}>"
+    else:
+        rows = f"PartialSums<{compute}>"
+    outputs = f"{_cpp(problem.dweight)}, {_cpp(problem.dbias)}"
+    return tile, Kernel("backward_parameters.cu", f"backward_parameters<{rows}, {outputs}, {tile.cpp}>")
+
+
+def _check_tile(problem: Problem, strategy: str, tile: Tile, device: Device) -> None:
+    """Raise a ValueError that says what does not fit."""
+
+    def power_of_two(value: int) -> bool:
+        return value > 0 and value & (value - 1) == 0
+
+    if not power_of_two(tile.pack_size) or tile.pack_size > problem.pack_limit:
+        raise ValueError(
+            f"tile has pack_size {tile.pack_size}; num_cols {problem.num_cols} and the alignment of the arrays allow a "
+            f"power of two up to {problem.pack_limit}"
+        )
+    if tile.threads_per_row < 1 or tile.rows_per_block < 1 or tile.block_size > 1024 or tile.block_size % 32:
+        raise ValueError(
+            f"tile has threads_per_row {tile.threads_per_row} and rows_per_block {tile.rows_per_block}; their product "
+            "must be a multiple of 32 up to 1024"
+        )
+    if strategy == "warp" and (tile.threads_per_row > 32 or not power_of_two(tile.threads_per_row)):
+        raise ValueError(f"tile has threads_per_row {tile.threads_per_row}; strategy 'warp' takes a power of two up to 32")
+    if strategy != "warp" and tile.rows_per_block != 1:
+        raise ValueError(f"tile has rows_per_block {tile.rows_per_block}; strategy {strategy!r} works on one row a block")
+    if strategy == "cluster":
+        if tile.cluster_size not in dict(device.clusters):
+            sizes = ", ".join(str(size) for size, _ in device.clusters)
+            raise ValueError(f"tile has cluster_size {tile.cluster_size}; {device.name} runs clusters of {sizes}")
+    elif tile.cluster_size != 1:
+        raise ValueError(f"tile has cluster_size {tile.cluster_size}; strategy {strategy!r} has no clusters, use 1")
+    in_registers = strategy == "warp" or (strategy == "block" and (tile.packs_per_thread or not problem.forward))
+    if in_registers and tile.cols < problem.num_cols:
+        raise ValueError(
+            f"tile holds {tile.cols} columns (pack_size {tile.pack_size} x threads_per_row {tile.threads_per_row} x "
+            f"packs_per_thread {tile.packs_per_thread}), the row has {problem.num_cols}"
+        )
+    if in_registers and tile.pack_size * tile.packs_per_thread > 256:
+        raise ValueError(
+            f"tile keeps {tile.pack_size * tile.packs_per_thread} elements in each thread, more than its 255 registers"
+        )
+    if not in_registers and tile.packs_per_thread:
+        raise ValueError(f"tile has packs_per_thread {tile.packs_per_thread}; here the row is not kept in registers, use 0")
+    if tile.blocks_per_sm < 1 or tile.blocks_per_sm * tile.block_size > device.threads_per_sm:
+        raise ValueError(
+            f"tile asks for blocks_per_sm {tile.blocks_per_sm} of {tile.block_size} threads; a multiprocessor of "
+            f"{device.name} holds {device.threads_per_sm} threads"
+        )
+    if tile.bulk not in (0, 1) or tile.bulk > _bulk(replace(problem, pack_limit=tile.pack_size), device):
+        raise ValueError(f"tile has bulk {tile.bulk}; the copy engine takes plain rows of whole 16-byte units, sm_90 and later")
+    smem_bytes = _smem_bytes(problem, tile, strategy)
+    if smem_bytes > device.smem_per_block:
+        raise ValueError(f"tile needs {smem_bytes} bytes of shared memory a block, {device.name} has {device.smem_per_block}")
+
+
+@lru_cache(maxsize=4096)
+def choose(
+    problem: Problem, device: Device, strategy: str | None = None, tile: Tile | None = None, statistics: str | None = None
+) -> Choice:
+    """The kernel for a problem. A given strategy, tile or statistics is used as it is, or refused with a ValueError."""
+    if strategy is not None and strategy not in STRATEGIES:
+        raise ValueError(f"strategy is {strategy!r}; it is one of {', '.join(STRATEGIES)}, or None to let the width decide")
+    if statistics is not None and statistics not in STATISTICS:
+        raise ValueError(f"statistics is {statistics!r}; it is one of {', '.join(STATISTICS)}, or None")
+    if tile is not None and strategy is None:
+        raise ValueError("tile is given without strategy; a tile belongs to one strategy, so name it too")
+
+    reason = "as asked for"
+    if strategy is not None:
+        row = STRATEGIES[strategy]
+        if device.compute_capability < row.first_capability or (strategy == "cluster" and not device.clusters):
+            raise ValueError(
+                f"strategy {strategy!r} needs compute capability {row.first_capability / 10:.1f} or later; {device.name} has "
+                f"{device.compute_capability / 10:.1f}"
+            )
+        if tile is None:
+            tile = row.tile(problem, device)
+            if tile is None:
+                raise ValueError(
+                    f"strategy {strategy!r} is too narrow for {problem.num_cols} columns of {problem.x} on {device.name} "
+                    f"({problem.direction}); its widest row has {widest(strategy, problem, device)}"
+                )
+        else:
+            _check_tile(problem, strategy, tile, device)
+    else:
+        for row in STRATEGIES.values():
+            tile = row.tile(problem, device) if device.compute_capability >= row.first_capability else None
+            if tile is not None:
+                break
+        strategy = row.name
+        reason = f"the first strategy wide enough: a row waits in {row.row_waits_in}"
+
+    statistics = statistics or ("welford" if strategy == "uncached" else "two_pass")
+    smem_bytes = _smem_bytes(problem, tile, strategy)
+    resident = tile.blocks_per_sm if smem_bytes == 0 else min(tile.blocks_per_sm, device.smem_per_sm // (smem_bytes + 1024))
+    kernel = None
+    if problem.forward or problem.dx or strategy != "uncached":
+        kernel = _kernel(problem, strategy, tile, statistics)
+    parameters_tile, parameters_kernel = (None, None) if problem.forward else _parameters_kernel(problem, strategy)
+    return Choice(strategy, tile, statistics, kernel, smem_bytes, max(1, resident), parameters_tile, parameters_kernel, reason)
+
+
+def widest(strategy: str, problem: Problem, device: Device) -> int | None:
+    """The most columns that a strategy takes with a problem's dtypes, or None if it takes any or lacks the device."""
+    row = STRATEGIES[strategy]
+    if strategy == "uncached" or device.compute_capability < row.first_capability:
+        return None
+
+    def fits(num_cols: int) -> bool:
+        return row.tile(replace(problem, num_cols=num_cols), device) is not None
+
+    step = problem.widest_pack
+    low, high = 0, 1
+    while fits(high * step):
+        low, high = high, high * 2
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle * step) else (low, middle)
+    return low * step
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How one problem is computed. launches: the kernels in order; bytes_moved: what they read and write in global memory.
+
+    bytes_needed: what any implementation must move, each streamed tensor once: the roofline.
+    """
+
+    problem: Problem
+    device: Device
+    num_rows: int
+    strategy: str
+    tile: Tile
+    statistics: str
+    launches: tuple[Launch, ...]
+    num_partials: int
+    bytes_moved: int
+    bytes_needed: int
+    reason: str
+
+    def __str__(self) -> str:
+        norm = "layer_norm" if self.problem.centered else "rms_norm"
+        tensors = ", ".join(
+            f"{name} {value}"
+            for name, value in asdict(self.problem).items()
+            if name in ("x", "y", "weight", "bias", "dy", "dx", "dweight", "dbias", "dsum") and value
+        )
+        lines = [
+            ("problem", f"{norm} {self.problem.direction}, {self.num_rows} rows x {self.problem.num_cols} columns"),
+            ("tensors", tensors),
+            ("device", f"{self.device.name}, {self.device.num_sms} multiprocessors, sm_{self.device.compute_capability}"),
+            ("strategy", f"{self.strategy}: {self.reason}"),
+            ("tile", str(self.tile)),
+            ("statistics", self.statistics if self.problem.forward else "given"),
+        ]
+        for launch in self.launches:
+            shape = f"grid {launch.grid_size} x block {launch.block_size}"
+            if launch.cluster_size > 1:
+                shape += f" in clusters of {launch.cluster_size}"
+            lines.append((launch.kernel.source, f"{shape}, {launch.smem_bytes} bytes of shared memory"))
+        if not self.launches:
+            lines.append(("launches", "none: there is nothing to compute"))
+        ratio = f", {self.bytes_moved / self.bytes_needed:.3f} of what is needed" if self.bytes_needed else ""
+        lines.append(("bytes moved", f"{self.bytes_moved:,}{ratio}"))
+        width = max(len(name) for name, _ in lines)
+        return "\n".join(f"{name:<{width}}  {value}" for name, value in lines)
+
+
+def grid_size(choice: Choice, problem: Problem, device: Device, num_rows: int, sm_margin: int) -> int:
+    """Blocks of the first kernel. Forward takes one block for each group of rows and lets the hardware queue them, unless a
+    margin of multiprocessors is to stay free; backward keeps its sums from row to row, so its blocks are all resident."""
+    tile = choice.tile
+    if tile.cluster_size > 1:
+        resident = dict(device.clusters)[tile.cluster_size]
+        free = _ceil(sm_margin * resident, device.num_sms)
+        return min(num_rows, max(1, resident - free)) * tile.cluster_size
+    groups = _ceil(num_rows, tile.rows_per_block)
+    if problem.forward and sm_margin == 0:
+        return min(groups, 2**31 - 1)
+    return min(groups, (device.num_sms - sm_margin) * choice.resident)
+
+
+def make_plan(
+    problem: Problem,
+    device: Device,
+    num_rows: int,
+    *,
+    strategy: str | None = None,
+    tile: Tile | None = None,
+    statistics: str | None = None,
+    sm_margin: int = 0,
+) -> Plan:
+    """The plan of one problem on one device. ValueError: strategy, tile or statistics unknown or not fitting, or an
+    sm_margin that leaves no multiprocessor."""
+    choice = choose(problem, device, strategy, tile, statistics)
+    if not 0 <= sm_margin < device.num_sms:
+        raise ValueError(
+            f"sm_margin is {sm_margin}; {device.name} has {device.num_sms} multiprocessors, so 0 to {device.num_sms - 1} can be left free"
+        )
+    launches = []
+    num_partials = 0
+    needed = moved = num_rows * problem.bytes_per_row
+    row_elements = num_rows * problem.num_cols
+    if row_elements and choice.kernel is not None:
+        grid = grid_size(choice, problem, device, num_rows, sm_margin)
+        cluster_size = choice.tile.cluster_size
+        launches.append(Launch(choice.kernel, choice.tile, grid, choice.tile.block_size, choice.smem_bytes, cluster_size))
+        if choice.parameters_kernel is not None and choice.strategy != "uncached":
+            num_partials = grid // cluster_size
+    if choice.strategy == "uncached":
+        if problem.forward:
+            passes = 3 if choice.statistics == "two_pass" and problem.centered else 2
+            moved += (passes - 1) * row_elements * DTYPES[problem.x].itemsize
+        else:
+            both = DTYPES[problem.x].itemsize + DTYPES[problem.dy].itemsize
+            reads = 2 * bool(problem.dx) + bool(problem.dweight or problem.dbias)
+            moved += (reads - 1) * row_elements * both
+    if row_elements and choice.parameters_kernel is not None:
+        parameters = choice.parameters_tile
+        grid = _ceil(problem.num_cols, parameters.threads_per_row * parameters.pack_size)
+        smem_bytes = _smem_bytes(problem, parameters, "parameters")
+        launches.append(Launch(choice.parameters_kernel, parameters, grid, parameters.block_size, smem_bytes))
+        wanted = bool(problem.dweight) + bool(problem.dbias)
+        moved += 2 * wanted * num_partials * problem.num_cols * DTYPES[problem.compute].itemsize
+    parameters = [problem.weight, problem.bias if problem.forward else None, problem.dweight, problem.dbias]
+    once = problem.num_cols * sum(DTYPES[name].itemsize for name in parameters if name)
+    statistics_bytes = num_rows * (1 + problem.centered) * compute_dtype(problem.x).itemsize
+    return Plan(
+        problem,
+        device,
+        num_rows,
+        choice.strategy,
+        choice.tile,
+        choice.statistics,
+        tuple(launches),
+        num_partials,
+        moved + once + statistics_bytes,
+        needed + once + statistics_bytes,
+        choice.reason,
+    )
+
+
+def pack_limit(num_cols: int, layouts: Iterable[tuple[int, int, int]]) -> int:
+    """The largest power of two that divides num_cols and keeps every tensor's packs aligned.
+
+    layouts: (address, row stride in elements, itemsize) of each tensor; a pack's address is a multiple of its bytes,
+    or of 16 if it has more.
+    """
+    limit = 16
+    while limit > 1 and num_cols % limit:
+        limit //= 2
+    for address, row_stride, itemsize in layouts:
+        while limit > 1 and (address % min(16, limit * itemsize) or row_stride * itemsize % min(16, limit * itemsize)):
+            limit //= 2
+    return limit

@@ -1,0 +1,76 @@
+"""The element types of x, y, weight and bias: one table, and exact conversion from and to float64 on the host.
+
+NumPy has no bfloat16 of its own: on the host its values travel as uint16 bit patterns (`encode`, `decode`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class DType:
+    """One element type.
+
+    name: as NumPy and torch spell it. cpp: as the kernels spell it. compute: the type of its arithmetic and of saved
+    statistics. dlpack: (type code, bits). digits: bits of the significand, the hidden one included.
+    smallest: the smallest positive value, a subnormal. largest: the largest finite value.
+    """
+
+    name: str
+    cpp: str
+    itemsize: int
+    compute: str
+    dlpack: tuple[int, int]
+    digits: int
+    smallest: float
+    largest: float
+
+    @property
+    def half_ulp(self) -> float:
+        """Largest relative error of rounding to nearest: 2**-digits."""
+        return 2.0**-self.digits
+
+    @property
+    def storage(self) -> np.dtype:
+        """The NumPy dtype whose arrays carry this type's bits."""
+        return np.dtype("uint16" if self.name == "bfloat16" else self.name)
+
+
+DTYPES = {
+    dtype.name: dtype
+    for dtype in (
+        DType("float16", "__half", 2, "float32", (2, 16), 11, 2.0**-24, 65504.0),
+        DType("bfloat16", "__nv_bfloat16", 2, "float32", (4, 16), 8, 2.0**-133, (2 - 2.0**-7) * 2.0**127),
+        DType("float32", "float", 4, "float32", (2, 32), 24, 2.0**-149, (2 - 2.0**-23) * 2.0**127),
+        DType("float64", "double", 8, "float64", (2, 64), 53, 5e-324, float(np.finfo(np.float64).max)),
+    )
+}
+
+
+def compute_dtype(name: str) -> DType:
+    """The type in which rows of dtype `name` are computed: float64 for float64, else float32."""
+    return DTYPES[DTYPES[name].compute]
+
+
+def encode(values: np.ndarray, name: str) -> np.ndarray:
+    """float64 `values` rounded once, to nearest even, to dtype `name`, in its storage dtype."""
+    values = np.asarray(values, dtype=np.float64)
+    if name != "bfloat16":
+        with np.errstate(over="ignore"):
+            return values.astype(DTYPES[name].storage)
+    # Round to a multiple of the spacing at each value; float32 then holds the result exactly, its upper half is bfloat16.
+    with np.errstate(over="ignore", invalid="ignore"):
+        exponent = np.maximum(np.frexp(values)[1], -125)
+        rounded = np.ldexp(np.rint(np.ldexp(values, 8 - exponent)), exponent - 8)
+        rounded = np.where(np.isfinite(values), rounded, values)
+        return (rounded.astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)
+
+
+def decode(raw: np.ndarray, name: str) -> np.ndarray:
+    """The float64 values of an array in the storage dtype of `name`."""
+    if name == "bfloat16":
+        return (raw.view(np.uint16).astype(np.uint32) << 16).view(np.float32).astype(np.float64)
+    return raw.astype(np.float64)

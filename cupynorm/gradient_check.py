@@ -1,0 +1,553 @@
+"""The gradient check: kernels, or any callable like layer_norm, against float64, in units of the error that the dtypes allow.
+
+What is allowed, element by element, with u the rounding error of the arithmetic (2^-24; 2^-53 for float64), h(v) half a unit in the
+last place of the output dtype at v, n = num_cols and g = u * (4 + sqrt(n)): a sum of n rounded terms errs like a random walk.
+
+    x_hat    e = g * a * (1 + |x_hat|) + u * |mean| * rstd      the last term where the mean is used as rounded to u: in backward,
+             and in forward with welford. a = max(1, var / |var + eps|) is what a negative eps takes from rstd.
+    y        |w| * e + 2u * (|x_hat * w| + |bias|) + h(y)
+    mean     u * |mean| + g * mean(|x - mean|)                  welford: g * |mean| in place of u * |mean|
+    rstd     rstd * (g * a + u)
+    dx       rstd * (4u * |wdy| + g * mean(|wdy|) + |x_hat| * (g * mean(|wdy * x_hat|) + mean(|wdy| * e)) + e * |mean(wdy * x_hat)|)
+             + g * a * |dx| + h(dx)
+    dweight  2 * sqrt(sum (dy * e)^2) + s(dy * x_hat) + h(dweight)
+    dbias    s(dy) + h(dbias)          s(t) = u * (4 + sqrt(num_rows)) * max(|sum t|, sqrt(num_rows) * rms(t)): sums over rows
+
+A NaN must be a NaN, an infinity the same infinity. Below the smallest normal float32 the GPU's arithmetic may flush to zero.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from . import arrays, launch, norm, nvrtc, on_cpu, reference
+from .arrays import Rows
+from .dispatch import DEVICES, Device, Kernel, Launch, Tile
+from .dtypes import DTYPES, compute_dtype, decode, encode
+from .reference.layer_norm import scale
+
+NORMS = ("layer_norm", "rms_norm")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One problem to check. None: absent (dtypes) or left to the width (strategy, tile, statistics)."""
+
+    norm: str
+    num_rows: int
+    num_cols: int
+    x: str
+    y: str | None = None
+    weight: str | None = "same"
+    bias: str | None = "same"
+    strategy: str | None = None
+    tile: Tile | None = None
+    statistics: str | None = None
+    zero_centered_weight: bool = False
+    residual: bool = False
+    eps: float = 1e-5
+    sm_margin: int = 0
+
+    def dtype(self, name: str) -> str | None:
+        value = getattr(self, name)
+        return self.x if value == "same" or (name == "y" and value is None) else value
+
+    def __str__(self) -> str:
+        extras = [self.dtype("y") if self.dtype("y") != self.x else "", self.strategy or "", self.statistics or ""]
+        extras += ["residual" if self.residual else "", "1 + weight" if self.zero_centered_weight else ""]
+        return " ".join(filter(None, [self.norm, f"{self.num_rows} x {self.num_cols}", self.x, *extras]))
+
+
+@dataclass(frozen=True)
+class Finding:
+    """The worst element of one tensor of one case. error: |got - expected| / allowed, NaN where the kinds differ."""
+
+    case: str
+    tensor: str
+    error: float
+    where: tuple[int, ...]
+    got: float
+    expected: float
+    allowed: float
+    num_off: int
+
+    @property
+    def ok(self) -> bool:
+        return self.num_off == 0
+
+
+@dataclass
+class CheckResult:
+    """Findings of a check; true if every element of every tensor is within what is allowed. Prints as a table."""
+
+    findings: list[Finding] = field(default_factory=list)
+
+    @property
+    def ok(self) -> bool:
+        return bool(self.findings) and all(finding.ok for finding in self.findings)
+
+    def __bool__(self) -> bool:
+        return self.ok
+
+    def __str__(self) -> str:
+        header = ("case", "tensor", "error", "where", "got", "expected", "allowed", "verdict")
+        table = [header]
+        for found in self.findings:
+            verdict = "ok" if found.ok else f"OFF: {found.num_off} elements"
+            where = ",".join(map(str, found.where)) or "-"
+            numbers = (f"{found.got:.6g}", f"{found.expected:.6g}", f"{found.allowed:.2g}")
+            table.append((found.case, found.tensor, f"{found.error:.3f}", where, *numbers, verdict))
+        widths = [max(len(line[at]) for line in table) for at in range(len(header))]
+        lines = ["  ".join(f"{cell:<{width}}" for cell, width in zip(line, widths)).rstrip() for line in table]
+        num_off = sum(not found.ok for found in self.findings)
+        verdict = "all within what their dtypes allow" if not num_off else f"{num_off} off"
+        lines.append(f"{len(self.findings)} tensors checked, {verdict}; error is in units of what is allowed")
+        return "\n".join(lines)
+
+    def summary(self) -> str:
+        """One line for each tensor name: its worst finding over all cases."""
+        worst: dict[str, Finding] = {}
+        for found in self.findings:
+            known = worst.get(found.tensor)
+            if known is None or (not found.ok, found.error) > (not known.ok, known.error):
+                worst[found.tensor] = found
+        lines = str(CheckResult(list(worst.values()))).splitlines()
+        num_off = sum(not found.ok for found in self.findings)
+        lines[-1] = f"{len(self.findings)} tensors checked, {num_off} off; shown is the worst of each name"
+        return "\n".join(lines)
+
+
+# Where kernels run.
+
+
+class CpuMachine:
+    """Runs the kernels on the CPU as they would be planned for `device`. Arrays are NumPy's, in storage dtypes."""
+
+    def __init__(self, device: Device = DEVICES["H200"], seed: int = 0, sanitize: tuple[str, ...] = ()) -> None:
+        self.device = device
+        self.seed = seed
+        self.sanitize = sanitize
+
+    def empty(self, shape: tuple[int, ...], dtype: str) -> tuple[np.ndarray, int]:
+        array = np.empty(shape, DTYPES[dtype].storage)
+        array.view(np.uint8).reshape(-1)[...] = 0xFF if array.size else 0
+        return array, array.ctypes.data
+
+    def put(self, array: np.ndarray) -> tuple[np.ndarray, int]:
+        array = np.ascontiguousarray(array)
+        return array, array.ctypes.data
+
+    def get(self, array: np.ndarray) -> np.ndarray:
+        return array
+
+    def launch(self, kernel_launch: Launch, words: tuple) -> None:
+        instance = _cpu_kernel(kernel_launch.kernel, self.sanitize)
+        instance.launch(
+            kernel_launch.grid_size, kernel_launch.block_size, launch.pack(words), smem_bytes=kernel_launch.smem_bytes,
+            cluster_size=kernel_launch.cluster_size, seed=self.seed,
+        )  # fmt: skip
+
+
+@cache
+def _cpu_kernel(kernel: Kernel, sanitize: tuple[str, ...]) -> on_cpu.CpuKernel:
+    return on_cpu.kernel(kernel.source, kernel.name_expression, sanitize=sanitize)
+
+
+class GpuCheckMachine:
+    """Runs the kernels on a GPU. Arrays are CuPy's, in storage dtypes, filled with NaN."""
+
+    def __init__(self, device_index: int = 0) -> None:
+        self.device_index = device_index
+        self.device = launch.device(device_index)
+
+    def empty(self, shape: tuple[int, ...], dtype: str) -> tuple[Any, int]:
+        cupy = nvrtc.cupy()
+        with cupy.cuda.Device(self.device_index):
+            array = cupy.empty(shape, DTYPES[dtype].storage)
+            if array.size:
+                array.view(cupy.uint8).fill(0xFF)
+        return array, array.data.ptr
+
+    def put(self, array: np.ndarray) -> tuple[Any, int]:
+        cupy = nvrtc.cupy()
+        with cupy.cuda.Device(self.device_index):
+            there = cupy.asarray(array)
+        return there, there.data.ptr
+
+    def get(self, array: Any) -> np.ndarray:
+        return array.get()
+
+    def launch(self, kernel_launch: Launch, words: tuple) -> None:
+        cupy = nvrtc.cupy()
+        with cupy.cuda.Device(self.device_index):
+            stream = cupy.cuda.get_current_stream().ptr
+        launch.launch(kernel_launch, self.device_index, stream, words)
+
+
+def has_gpu() -> bool:
+    """Whether CuPy is installed and finds a device."""
+    try:
+        return nvrtc.cupy().cuda.runtime.getDeviceCount() > 0
+    except Exception:
+        return False
+
+
+def machine(on: str | None = None) -> CpuMachine | GpuCheckMachine:
+    """on: "gpu", "cpu", or None for a GPU if there is one."""
+    if on not in (None, "gpu", "cpu"):
+        raise ValueError(f"on is {on!r}; expected 'gpu', 'cpu' or None for a GPU if there is one")
+    if on == "gpu" or (on is None and has_gpu()):
+        return GpuCheckMachine()
+    return CpuMachine()
+
+
+# What is computed: by the kernels, by the reference, by a callable.
+
+
+@dataclass
+class Problem:
+    """float64 values of one case's tensors, each exactly representable in its dtype."""
+
+    case: Case
+    x: np.ndarray
+    dy: np.ndarray
+    weight: np.ndarray | None
+    bias: np.ndarray | None
+    residual: np.ndarray | None = None
+
+
+def random_problem(case: Case, seed: int = 0) -> Problem:
+    """Fresh random values, rows of different mean and spread."""
+    generator = np.random.default_rng([seed, case.num_rows, case.num_cols])
+
+    def draw(shape: tuple[int, ...], dtype: str | None, center: object = 0.0, spread: object = 1.0) -> np.ndarray | None:
+        if dtype is None:
+            return None
+        return decode(encode(generator.standard_normal(shape) * spread + center, dtype), dtype)
+
+    shape = (case.num_rows, case.num_cols)
+    centers = generator.uniform(-2, 2, (case.num_rows, 1))
+    spreads = generator.uniform(0.25, 4, (case.num_rows, 1))
+    x = draw(shape, case.x, centers, spreads)
+    dy = draw(shape, case.dtype("y"))
+    weight = draw(shape[1:], case.dtype("weight"), 0.0 if case.zero_centered_weight else 1.0, 0.5)
+    bias = draw(shape[1:], case.dtype("bias"))
+    return Problem(case, x, dy, weight, bias, draw(shape, case.x) if case.residual else None)
+
+
+def run_kernels(problem: Problem, where: CpuMachine | GpuCheckMachine) -> dict[str, np.ndarray]:
+    """y, mean, rstd, dx, dweight, dbias of the kernels, as float64; outputs are NaN before they run."""
+    case = problem.case
+    shape = (case.num_rows, case.num_cols)
+    centered = case.norm == "layer_norm"
+    compute = compute_dtype(case.x).name
+    kept = []  # arrays must outlive the launches that use their addresses
+
+    def put(values: np.ndarray | None, dtype: str | None) -> int:
+        if values is None:
+            return 0
+        array, pointer = where.put(encode(values, dtype))
+        kept.append(array)
+        return pointer
+
+    def as_rows(pointer: int, dtype: str) -> Rows:
+        return Rows(pointer, case.num_rows, case.num_cols, case.num_cols, dtype)
+
+    outputs: dict[str, tuple[Any, str]] = {}
+
+    def make(name: str, shape: tuple[int, ...], dtype: str) -> int:
+        array, pointer = where.empty(shape, dtype)
+        outputs[name] = (array, dtype)
+        return pointer
+
+    options = norm.Options(case.strategy, case.tile, case.statistics, case.sm_margin)
+    weight = (put(problem.weight, case.dtype("weight")), case.dtype("weight")) if problem.weight is not None else None
+    bias = (put(problem.bias, case.dtype("bias")), case.dtype("bias")) if problem.bias is not None else None
+    x = as_rows(put(problem.x, case.x), case.x)
+    residual = added = None
+    if problem.residual is not None:
+        residual = as_rows(put(problem.residual, case.x), case.x)
+        added = as_rows(make("sum", shape, case.x), case.x)
+    y = as_rows(make("y", shape, case.dtype("y")), case.dtype("y"))
+    mean = make("mean", shape[:1], compute) if centered else 0
+    rstd = make("rstd", shape[:1], compute)
+    norm.run_forward(
+        where, centered, x, y, weight, bias, mean, rstd, case.eps, case.zero_centered_weight, residual, added, options
+    )
+
+    dy = as_rows(put(problem.dy, case.dtype("y")), case.dtype("y"))
+    dx = as_rows(make("dx", shape, case.x), case.x)
+    dweight = (make("dweight", shape[1:], weight[1]), weight[1]) if weight else None
+    dbias = (make("dbias", shape[1:], bias[1]), bias[1]) if bias else None
+    norm.run_backward(
+        where, centered, added or x, dy, mean, rstd, weight, case.zero_centered_weight, dx, dweight, dbias, None,
+        options._replace(tile=None),
+    )  # fmt: skip
+    return {name: decode(where.get(array), dtype) for name, (array, dtype) in outputs.items()}
+
+
+def run_callable(function: Callable, problem: Problem) -> dict[str, np.ndarray]:
+    """y and, if torch is installed, the gradients of function(input, normalized_shape, weight, bias, eps)."""
+    case = problem.case
+    try:
+        import torch
+    except ImportError:
+        given = [
+            None if values is None else arrays.from_float64(values, dtype, np.empty(0))
+            for values, dtype in (
+                (problem.x, case.x),
+                (problem.weight, case.dtype("weight")),
+                (problem.bias, case.dtype("bias")),
+            )
+        ]
+        return {"y": arrays.to_float64(function(given[0], (case.num_cols,), given[1], given[2], case.eps))}
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+
+    def tensor(values: np.ndarray | None, dtype: str | None) -> Any:
+        if values is None:
+            return None
+        return arrays.from_float64(values, dtype, torch.empty(0)).to(device).requires_grad_(True)
+
+    x, weight, bias = (
+        tensor(problem.x, case.x),
+        tensor(problem.weight, case.dtype("weight")),
+        tensor(problem.bias, case.dtype("bias")),
+    )
+    y = function(x, (case.num_cols,), weight, bias, case.eps)
+    wanted = {"dx": x, "dweight": weight, "dbias": bias}
+    wanted = {name: value for name, value in wanted.items() if value is not None}
+    dy = torch.from_numpy(problem.dy).to(device=device, dtype=y.dtype)
+    gradients = torch.autograd.grad(y, list(wanted.values()), dy)
+    results = {"y": y, **dict(zip(wanted, gradients))}
+    return {name: value.detach().double().cpu().numpy() for name, value in results.items()}
+
+
+def expect(problem: Problem, *, rounded_mean: bool = False) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    """float64 truth and what is allowed, for each tensor: formulas in this module's docstring.
+
+    rounded_mean: allow forward the rounding of its mean, as for welford and for other people's kernels.
+    """
+    case = problem.case
+    centered = case.norm == "layer_norm"
+    x = problem.x
+    if problem.residual is not None:
+        x = decode(encode(x + problem.residual, case.x), case.x)
+    forward = (reference.layer_norm if centered else reference.rms_norm)(
+        x, problem.weight, problem.bias, case.eps, zero_centered_weight=case.zero_centered_weight
+    )
+    rstd = forward.rstd
+    mean = forward.mean if centered else np.zeros(case.num_rows)
+    if centered:
+        gradients = reference.layer_norm_backward(
+            problem.dy, x, mean, rstd, problem.weight, zero_centered_weight=case.zero_centered_weight
+        )
+    else:
+        gradients = reference.rms_norm_backward(
+            problem.dy, x, rstd, problem.weight, zero_centered_weight=case.zero_centered_weight
+        )
+
+    u = compute_dtype(case.x).half_ulp
+    g = u * (4 + np.sqrt(case.num_cols))
+
+    def half_ulp(values: np.ndarray, dtype: str) -> np.ndarray:
+        kind = DTYPES[dtype]
+        floor = kind.smallest / 2 if dtype in ("float16", "float64") else 2.0**-126  # float32's subnormals may be flushed
+        return np.maximum(np.abs(values) * kind.half_ulp, floor)
+
+    with np.errstate(all="ignore"):
+        columns = rstd[:, None]
+        centered_x = x - mean[:, None]
+        x_hat = centered_x * columns
+        amplified = np.maximum(1.0, np.abs((centered_x**2).mean(axis=1) * rstd**2))[:, None]
+        of_mean = u * np.abs(mean)[:, None] * columns
+        e_backward = g * amplified * (1 + np.abs(x_hat)) + of_mean
+        e = e_backward if rounded_mean else e_backward - of_mean
+        w = np.broadcast_to(scale(problem.weight, case.zero_centered_weight), (case.num_cols,))
+        b = np.zeros(case.num_cols) if problem.bias is None else problem.bias
+        wdy = problem.dy * w
+        mean_wdy_x_hat = (wdy * x_hat).mean(axis=1, keepdims=True)
+        dx_allowed = columns * (
+            4 * u * np.abs(wdy)
+            + g * np.abs(wdy).mean(axis=1, keepdims=True)
+            + np.abs(x_hat)
+            * (g * np.abs(wdy * x_hat).mean(axis=1, keepdims=True) + (np.abs(wdy) * e_backward).mean(axis=1, keepdims=True))
+            + e_backward * np.abs(mean_wdy_x_hat)
+        )
+        dx_allowed = dx_allowed + g * amplified * np.abs(gradients.dx)
+
+        def of_sum(terms: np.ndarray) -> np.ndarray:
+            num_rows = max(1, case.num_rows)
+            size = np.maximum(np.abs(terms.sum(axis=0)), np.sqrt((terms**2).sum(axis=0)))
+            return u * (4 + np.sqrt(num_rows)) * size
+
+        expected = {
+            "y": (forward.y, np.abs(w) * e + 2 * u * (np.abs(x_hat * w) + np.abs(b)) + half_ulp(forward.y, case.dtype("y"))),
+            "rstd": (rstd, rstd * (g * amplified[:, 0] + u)),
+            "dx": (gradients.dx, dx_allowed + half_ulp(gradients.dx, case.x)),
+        }
+        if centered:
+            of_rounding = (g if rounded_mean else u) * np.abs(mean)
+            spread = g * np.abs(centered_x).mean(axis=1)
+            expected["mean"] = (mean, of_rounding + spread + half_ulp(mean, compute_dtype(case.x).name))
+        if problem.weight is not None:
+            allowed = 2 * np.sqrt(((problem.dy * e_backward) ** 2).sum(axis=0)) + of_sum(problem.dy * x_hat)
+            expected["dweight"] = (gradients.dweight, allowed + half_ulp(gradients.dweight, case.dtype("weight")))
+        if problem.bias is not None:
+            allowed = of_sum(problem.dy) + half_ulp(gradients.dbias, case.dtype("bias"))
+            expected["dbias"] = (gradients.dbias, allowed)
+        if problem.residual is not None:
+            expected["sum"] = (x, np.zeros_like(x) + np.finfo(np.float64).tiny)
+    return expected
+
+
+def judge(
+    case: object, tensor: str, got: np.ndarray, expected: np.ndarray, allowed: np.ndarray, largest: float = np.inf
+) -> Finding:
+    """The worst element of one tensor. largest: the output dtype's, beyond which infinity is right too."""
+    if got.shape != expected.shape:
+        raise ValueError(f"{tensor} of {case} has shape {got.shape}; expected {expected.shape}")
+    if not got.size:
+        return Finding(str(case), tensor, 0.0, (), 0.0, 0.0, 0.0, 0)
+    with np.errstate(all="ignore"):
+        error = np.abs(got - expected) / allowed
+        same = (np.isnan(got) & np.isnan(expected)) | (got == expected)
+        overflown = np.isinf(got) & (np.sign(got) == np.sign(expected)) & (np.abs(expected) * (1 + 2.0**-9) >= largest)
+        error = np.where(same | overflown, 0.0, error)
+        off = ~(error <= 1.0)
+    order = np.where(off, np.where(np.isfinite(error), error, np.inf), np.where(np.isnan(error), np.inf, error))
+    at = np.unravel_index(int(np.argmax(order)), order.shape)
+    where = tuple(int(index) for index in at)
+    numbers = (float(values[at]) for values in (got, expected, allowed))
+    return Finding(str(case), tensor, float(error[at]), where, *numbers, int(off.sum()))
+
+
+def judge_all(problem: Problem, results: dict[str, np.ndarray], *, rounded_mean: bool = False) -> list[Finding]:
+    case = problem.case
+    dtypes = {"dx": case.x, "sum": case.x, "dweight": case.dtype("weight"), "dbias": case.dtype("bias"), "y": case.dtype("y")}
+    findings = []
+    for name, (expected, allowed) in expect(problem, rounded_mean=rounded_mean).items():
+        if name in results:
+            largest = DTYPES[dtypes.get(name) or compute_dtype(case.x).name].largest
+            findings.append(judge(case, name, results[name], expected, allowed, largest))
+    return findings
+
+
+def check(
+    input: Any = None,
+    weight: Any = None,
+    bias: Any = None,
+    dy: Any = None,
+    *,
+    eps: float = 1e-5,
+    norm: str | Sequence[str] = "layer_norm",
+    function: Callable | None = None,
+    shapes: Iterable[tuple[int, int]] = ((64, 768),),
+    dtypes: Iterable[str] = ("float32",),
+    strategies: Iterable[str | None] = (None,),
+    statistics: Iterable[str | None] = (None,),
+    zero_centered_weight: bool = False,
+    on: str | None = None,
+    seed: int = 0,
+    progress: Callable[[Iterable], Iterable] | None = None,
+) -> CheckResult:
+    """Compare y, mean, rstd, dx, dweight and dbias with float64, in units of the error that the dtypes allow.
+
+    Either of given arrays: input [..., num_cols] of any library, weight and bias [num_cols] or None, dy as input (random if None);
+    or of random ones: every combination of shapes (num_rows, num_cols), dtypes, strategies and statistics, with weight and bias.
+    norm: "layer_norm", "rms_norm" or both. function: judge this callable in place of the kernels; it is called as
+    function(input, normalized_shape, weight, bias, eps) on torch tensors (on NumPy arrays without torch: y alone).
+    on: "gpu" or "cpu" (the same kernels, run on the CPU), None for a GPU if there is one. progress: wraps the cases, as tqdm does.
+
+    Returns a CheckResult: true if all is within bounds; prints as a table. What is allowed: the docstring of cupynorm.check's module.
+    Raises ValueError for what a kernel call would refuse too.
+    """
+    norms = (norm,) if isinstance(norm, str) else tuple(norm)
+    for name in norms:
+        if name not in NORMS:
+            raise ValueError(f"norm is {name!r}; expected {' or '.join(NORMS)}")
+    if input is not None:
+        problems = [_given(name, input, weight, bias, dy, eps, strategy, kind, zero_centered_weight, seed)
+                    for name in norms for strategy in strategies for kind in statistics]  # fmt: skip
+    else:
+        problems = [
+            random_problem(
+                Case(name, *shape, dtype, strategy=strategy, statistics=kind, zero_centered_weight=zero_centered_weight, eps=eps), seed
+            )
+            for name in norms for shape in shapes for dtype in dtypes for strategy in strategies for kind in statistics
+        ]  # fmt: skip
+    result = CheckResult()
+    if function is None:
+        where = machine(on)
+        if isinstance(where, CpuMachine):
+            on_cpu.compiler()  # says what to install before anything else happens
+    for problem in progress(problems) if progress else problems:
+        if function is not None:
+            result.findings += judge_all(problem, run_callable(function, problem), rounded_mean=True)
+        else:
+            # uncached forms its statistics by welford unless told otherwise
+            welford = problem.case.statistics == "welford" or uses_welford(problem.case, where.device)
+            result.findings += judge_all(problem, run_kernels(problem, where), rounded_mean=welford)
+    return result
+
+
+def uses_welford(case: Case, device: Device) -> bool:
+    from . import dispatch
+
+    problem = dispatch.Problem(
+        "forward", case.norm == "layer_norm", case.num_cols, case.x, y=case.dtype("y"), weight=case.dtype("weight"),
+        bias=case.dtype("bias"), residual=case.residual, pack_limit=dispatch.pack_limit(case.num_cols, ()),
+    )  # fmt: skip
+    return dispatch.choose(problem, device, case.strategy, case.tile, case.statistics).statistics == "welford"
+
+
+def _given(name, input, weight, bias, dy, eps, strategy, statistics, zero_centered_weight, seed) -> Problem:
+    """A problem of a user's own arrays."""
+
+    def host(array: Any, label: str) -> tuple[np.ndarray | None, str | None]:
+        if array is None:
+            return None, None
+        array = arrays.take(array, label)
+        dtype = arrays.dtype_name(array)
+        if dtype not in DTYPES:
+            raise TypeError(f"{label} is of dtype {dtype}; expected one of {', '.join(DTYPES)}")
+        if arrays.is_torch(array):
+            return array.detach().double().cpu().numpy(), dtype
+        return arrays.to_float64(array.get() if arrays.is_cupy(array) else array), dtype
+
+    x, x_dtype = host(input, "input")
+    if x.ndim < 1:
+        raise ValueError("input has no dimension to normalise over; expected at least one")
+    num_cols = x.shape[-1]
+    x = x.reshape(-1, num_cols)
+    weight64, weight_dtype = host(weight, "weight")
+    bias64, bias_dtype = host(bias, "bias")
+    for label, values in (("weight", weight64), ("bias", bias64)):
+        if values is not None and values.shape != (num_cols,):
+            raise ValueError(f"{label} has shape {values.shape}; expected ({num_cols},)")
+    case = Case(
+        name,
+        len(x),
+        num_cols,
+        x_dtype,
+        None,
+        weight_dtype,
+        bias_dtype,
+        strategy,
+        None,
+        statistics,
+        zero_centered_weight,
+        eps=eps,
+    )
+    dy64, dy_dtype = host(dy, "dy")
+    if dy64 is None:
+        dy64 = random_problem(case, seed).dy
+    elif dy64.size != x.size:
+        raise ValueError(f"dy has shape {dy64.shape}; expected the input's, {tuple(input.shape)}")
+    elif dy_dtype != x_dtype:
+        dy64 = decode(encode(dy64, x_dtype), x_dtype)
+    return Problem(case, x, dy64.reshape(x.shape), weight64, bias64)

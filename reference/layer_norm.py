@@ -1,0 +1,103 @@
+"""LayerNorm (Ba, Kiros, Hinton 2016) of the rows of x, forward and backward, in float64.
+
+Forward, for each row of num_cols values:
+
+    mean  = sum(x) / num_cols
+    var   = sum((x - mean)^2) / num_cols
+    rstd  = 1 / sqrt(var + eps)
+    x_hat = (x - mean) * rstd
+    y     = x_hat * w + bias                       with w = weight, or 1 + weight if zero-centred
+
+Backward. Write wdy = dy * w for the gradient that reaches x_hat. y depends on x through x - mean and through rstd:
+
+    d mean / d x_k  = 1 / num_cols
+    d rstd / d x_k  = -rstd^3 * (x_k - mean) / num_cols = -rstd^2 * x_hat_k / num_cols
+
+    dx_k = sum_c wdy_c * d x_hat_c / d x_k
+         = sum_c wdy_c * ((delta_ck - 1 / num_cols) * rstd + (x_c - mean) * d rstd / d x_k)
+         = rstd * (wdy_k - sum_c wdy_c / num_cols - x_hat_k * sum_c wdy_c * x_hat_c / num_cols)
+
+    dweight = sum over rows of dy * x_hat,         dbias = sum over rows of dy
+
+A residual is added before all this: of s = x + residual both addends have the gradient of s, to which comes what reaches s
+from elsewhere (dsum), as in a pre-norm block that passes s on.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+
+class Normalized(NamedTuple):
+    """y: [num_rows, num_cols]. mean, rstd: [num_rows] (mean is None for RMSNorm). sum: x + residual, or x."""
+
+    y: np.ndarray
+    mean: np.ndarray | None
+    rstd: np.ndarray
+    sum: np.ndarray
+
+
+class Gradients(NamedTuple):
+    """dx: [num_rows, num_cols], of x and of the residual alike. dweight, dbias: [num_cols]."""
+
+    dx: np.ndarray
+    dweight: np.ndarray
+    dbias: np.ndarray
+
+
+def affine(x_hat: np.ndarray, weight: np.ndarray | None, bias: np.ndarray | None, zero_centered_weight: bool) -> np.ndarray:
+    """x_hat * weight + bias; an absent weight is 1, an absent bias 0."""
+    return x_hat * scale(weight, zero_centered_weight) + (0.0 if bias is None else bias)
+
+
+def scale(weight: np.ndarray | None, zero_centered_weight: bool) -> np.ndarray | float:
+    if weight is None:
+        return 1.0
+    return 1.0 + weight if zero_centered_weight else weight
+
+
+def layer_norm(
+    x: np.ndarray,
+    weight: np.ndarray | None = None,
+    bias: np.ndarray | None = None,
+    eps: float = 1e-5,
+    *,
+    residual: np.ndarray | None = None,
+    zero_centered_weight: bool = False,
+) -> Normalized:
+    """Normalise each row of float64 x [num_rows, num_cols]; weight, bias [num_cols]; residual as x."""
+    x = np.asarray(x, dtype=np.float64)
+    added = x if residual is None else x + residual
+    with np.errstate(all="ignore"):
+        mean = added.mean(axis=1)
+        # The mean is itself rounded: the mean of what is left after subtracting it is subtracted too.
+        centered = added - mean[:, None]
+        rest = centered.mean(axis=1)
+        centered = centered - rest[:, None]
+        rstd = 1.0 / np.sqrt((centered**2).mean(axis=1) + eps)
+        y = affine(centered * rstd[:, None], weight, bias, zero_centered_weight)
+    return Normalized(y, mean + rest, rstd, added)
+
+
+def layer_norm_backward(
+    dy: np.ndarray,
+    x: np.ndarray,
+    mean: np.ndarray,
+    rstd: np.ndarray,
+    weight: np.ndarray | None = None,
+    *,
+    zero_centered_weight: bool = False,
+    dsum: np.ndarray | None = None,
+) -> Gradients:
+    """Gradients of layer_norm at x (the sum, if there was a residual), for dy [num_rows, num_cols] and its mean and rstd."""
+    with np.errstate(all="ignore"):
+        x_hat = (x - mean[:, None]) * rstd[:, None]
+        wdy = dy * scale(weight, zero_centered_weight)
+        mean_wdy = wdy.mean(axis=1, keepdims=True)
+        mean_wdy_x_hat = (wdy * x_hat).mean(axis=1, keepdims=True)
+        dx = rstd[:, None] * (wdy - mean_wdy - x_hat * mean_wdy_x_hat)
+        if dsum is not None:
+            dx = dx + dsum
+        return Gradients(dx, (dy * x_hat).sum(axis=0), dy.sum(axis=0))

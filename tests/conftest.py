@@ -1,0 +1,34 @@
+"""Markers: `gpu` and `multi_gpu` tests are skipped where there is no GPU, or only one, and counted in one line."""
+
+from __future__ import annotations
+
+import pytest
+
+
+def _num_gpus() -> int:
+    try:
+        import cupy
+
+        return cupy.cuda.runtime.getDeviceCount()
+    except Exception:
+        return 0
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    num_gpus = _num_gpus()
+    skipped = 0
+    for item in items:
+        needed = 2 if item.get_closest_marker("multi_gpu") else 1 if item.get_closest_marker("gpu") else 0
+        if needed > num_gpus:
+            item.add_marker(pytest.mark.skip(reason=f"needs {needed} GPU{'s' if needed > 1 else ''}, found {num_gpus}"))
+            skipped += 1
+    config.stash[_SKIPPED] = (skipped, num_gpus)
+
+
+_SKIPPED = pytest.StashKey[tuple[int, int]]()
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    skipped, num_gpus = config.stash.get(_SKIPPED, (0, 0))
+    if skipped:
+        terminalreporter.write_line(f"{skipped} tests need more GPUs than the {num_gpus} found and were skipped")
