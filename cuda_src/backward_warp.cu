@@ -14,8 +14,7 @@ __global__ void __launch_bounds__(tile.block_size(), tile.blocks_per_sm)
   RegisterGradient<Problem, gradients, centered, tile> gradient;
   const long long step = static_cast<long long>(gridDim.x) * tile.rows_per_block;
 
-  for (long long first = static_cast<long long>(blockIdx.x) * tile.rows_per_block; first < problem.num_rows;
-       first += step) {
+  for (long long first = static_cast<long long>(blockIdx.x) * tile.rows_per_block; first < problem.num_rows; first += step) {
     const long long row = first + threadIdx.x / tile.threads_per_row;
     gradient.add_row(problem, row, row < problem.num_rows, reduce);
   }

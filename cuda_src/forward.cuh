@@ -23,8 +23,7 @@ struct Forward {
   }
 
   template <bool centered, class Row>
-  __device__ __forceinline__ void write(long long row, Row& values_of_row,
-                                        const RowStatistics<Compute>& statistics) const {
+  __device__ __forceinline__ void write(long long row, Row& values_of_row, const RowStatistics<Compute>& statistics) const {
     values_of_row.for_each_pack([&](long long col, const auto& values) {
       constexpr int pack_size = sizeof(values) / sizeof(Compute);
       Compute normalized[pack_size];

@@ -7,8 +7,7 @@
 #include "forward.cuh"
 
 template <class Load, class Store, bool centered, Statistics statistics, Tile tile>
-__global__ void __launch_bounds__(tile.block_size(), tile.blocks_per_sm)
-    forward_block(const Forward<Load, Store> problem) {
+__global__ void __launch_bounds__(tile.block_size(), tile.blocks_per_sm) forward_block(const Forward<Load, Store> problem) {
   using Compute = typename Load::Compute;
   unsigned char* smem = dynamic_smem();
   auto* barrier = reinterpret_cast<unsigned long long*>(smem);

@@ -6,8 +6,7 @@
 #include "forward.cuh"
 
 template <class Load, class Store, bool centered, Statistics statistics, Tile tile>
-__global__ void __launch_bounds__(tile.block_size(), tile.blocks_per_sm)
-    forward_uncached(const Forward<Load, Store> problem) {
+__global__ void __launch_bounds__(tile.block_size(), tile.blocks_per_sm) forward_uncached(const Forward<Load, Store> problem) {
   using Compute = typename Load::Compute;
   BlockReduce<tile.threads_per_row, Compute> reduce(dynamic_smem());
 

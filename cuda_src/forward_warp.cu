@@ -6,14 +6,12 @@
 #include "forward.cuh"
 
 template <class Load, class Store, bool centered, Statistics statistics, Tile tile>
-__global__ void __launch_bounds__(tile.block_size(), tile.blocks_per_sm)
-    forward_warp(const Forward<Load, Store> problem) {
+__global__ void __launch_bounds__(tile.block_size(), tile.blocks_per_sm) forward_warp(const Forward<Load, Store> problem) {
   using Compute = typename Load::Compute;
   WarpReduce<tile.threads_per_row> reduce;
   const long long step = static_cast<long long>(gridDim.x) * tile.rows_per_block;
 
-  for (long long first = static_cast<long long>(blockIdx.x) * tile.rows_per_block; first < problem.num_rows;
-       first += step) {
+  for (long long first = static_cast<long long>(blockIdx.x) * tile.rows_per_block; first < problem.num_rows; first += step) {
     const long long row = first + threadIdx.x / tile.threads_per_row;
     // Lanes beyond the last row have no columns, but take part in the shuffles of their warp.
     const bool present = row < problem.num_rows;

@@ -90,8 +90,7 @@ struct SmemRow {
 
   template <class F>
   __device__ __forceinline__ void for_each_pack(F f) const {
-    for (int col = first_col + threadIdx.x * tile.pack_size; col < last_col;
-         col += tile.threads_per_row * tile.pack_size) {
+    for (int col = first_col + threadIdx.x * tile.pack_size; col < last_col; col += tile.threads_per_row * tile.pack_size) {
       Compute values[tile.pack_size];
       unpack(load_pack<tile.pack_size>(held + (col - first_col)), values);
       f(col, values);

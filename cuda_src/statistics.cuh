@@ -60,8 +60,7 @@ struct Moments {
 
 // `row` has for_each_pack(f): f(col, values) for each pack of the row that this thread owns.
 template <bool centered, Statistics statistics, class Compute, class Row, class Reduce>
-__device__ __forceinline__ RowStatistics<Compute> row_statistics(Row& row, Reduce& reduce, long long num_cols,
-                                                                 double eps) {
+__device__ __forceinline__ RowStatistics<Compute> row_statistics(Row& row, Reduce& reduce, long long num_cols, double eps) {
   const Compute count = static_cast<Compute>(num_cols);
   if constexpr (!centered) {
     Sum<Compute, 1> squares{};

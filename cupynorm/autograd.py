@@ -16,6 +16,8 @@ def apply(centered, input, normalized_shape, weight, bias, eps, residual, zero_c
     """(y, input + residual), differentiable in input, weight, bias and residual."""
     if out is not None:
         raise ValueError("out was given for tensors that require gradients; expected out=None, or torch.no_grad()")
+    # A tile belongs to one kernel; backward takes its own. A strategy is meant for both, and must fit both before either runs.
+    norm.check_backward(centered, input, normalized_shape, weight, bias, residual, out_dtype, options)
     arguments = (centered, normalized_shape, eps, zero_centered_weight, out_dtype, options)
     y, added = _Norm.apply(input, weight, bias, residual, arguments)
     return y, input if residual is None else added
@@ -48,7 +50,7 @@ class _Norm(torch.autograd.Function):
         result = norm.backward(
             centered, dy, x, mean, rstd, normalized_shape, weight, zero_centered_weight, dsum,
             [name for name, is_wanted in wanted.items() if is_wanted], None, ctx.bias_dtype,
-            options._replace(strategy=None, tile=None) if options.tile else options,
+            options._replace(tile=None),
         )  # fmt: skip
         return (
             result.dx if wants_input else None,

@@ -634,3 +634,60 @@ def pack_limit(num_cols: int, layouts: Iterable[tuple[int, int, int]]) -> int:
         while limit > 1 and (address % min(16, limit * itemsize) or row_stride * itemsize % min(16, limit * itemsize)):
             limit //= 2
     return limit
+
+
+def plan(
+    num_cols: int,
+    num_rows: int = 4096,
+    dtype: str = "bfloat16",
+    *,
+    norm: str = "layer_norm",
+    direction: str = "forward",
+    device: str | Device | None = None,
+    weight_dtype: str | None = "same",
+    bias_dtype: str | None = "same",
+    out_dtype: str | None = None,
+    residual: bool = False,
+    zero_centered_weight: bool = False,
+    alignment: int = 256,
+    strategy: str | None = None,
+    tile: Tile | None = None,
+    statistics: str | None = None,
+    sm_margin: int = 0,
+) -> Plan:
+    """Which kernel, tile and grid a problem gets, the bytes it moves, and why. Prints as a short table. Needs no GPU.
+
+    num_cols, num_rows: the problem. dtype: of x; weight_dtype and bias_dtype are the same unless given, None if absent;
+    out_dtype: of y. norm: "layer_norm" or "rms_norm". direction: "forward", or "backward" with all three gradients. device: a
+    name of cupynorm.DEVICES or a Device; None is the current GPU. alignment: bytes that every base address is a multiple of.
+    strategy, tile, statistics, sm_margin: as in layer_norm.
+    Returns a Plan. Raises ValueError for unknown names and for what does not fit.
+    """
+    if norm not in ("layer_norm", "rms_norm"):
+        raise ValueError(f"norm is {norm!r}; expected 'layer_norm' or 'rms_norm'")
+    if direction not in ("forward", "backward"):
+        raise ValueError(f"direction is {direction!r}; expected 'forward' or 'backward'")
+    for name, extent in (("num_cols", num_cols), ("num_rows", num_rows)):
+        if extent < 0:
+            raise ValueError(f"{name} is {extent}; expected 0 or more")
+    weight, bias = (dtype if name == "same" else name for name in (weight_dtype, bias_dtype))
+    y = out_dtype or dtype
+    for name in filter(None, (dtype, weight, bias, y)):
+        if name not in DTYPES:
+            raise ValueError(f"dtype is {name!r}; expected one of {', '.join(DTYPES)}")
+    if device is None:
+        from .launch import current_device
+
+        device = current_device()
+    elif not isinstance(device, Device):
+        if device not in DEVICES:
+            raise ValueError(f"device is {device!r}; expected one of {', '.join(DEVICES)}, a Device, or None for the current GPU")
+        device = DEVICES[device]
+    tensors = {"y": y, "bias": bias, "residual": residual}
+    if direction == "backward":
+        tensors = {"dy": y, "dx": dtype, "dweight": weight, "dbias": bias}
+    limit = pack_limit(num_cols, [(alignment, 0, DTYPES[name].itemsize) for name in filter(None, (dtype, y, weight, bias))])
+    problem = Problem(
+        direction, norm == "layer_norm", num_cols, dtype, weight=weight, zero_centered=zero_centered_weight, pack_limit=limit, **tensors
+    )  # fmt: skip
+    return make_plan(problem, device, num_rows, strategy=strategy, tile=tile, statistics=statistics, sm_margin=sm_margin)

@@ -139,3 +139,12 @@ def _format(words: tuple) -> str:
 def pack(words: tuple) -> bytes:
     """A kernel's argument as bytes, for a launch that is not made here (cupynorm.on_cpu)."""
     return struct.pack(_format(words), *words)
+
+
+def current_device() -> Device:
+    """The Device of CuPy's current GPU. Raises MissingLibraryError without CuPy, ValueError without a GPU."""
+    runtime = nvrtc.cupy().cuda.runtime
+    try:
+        return device(runtime.getDevice())
+    except runtime.CUDARuntimeError as error:
+        raise ValueError(f"no GPU was found ({error}); name a device, for example device='H200'") from error

@@ -14,7 +14,7 @@ import numpy as np
 
 from . import arrays, launch
 from .arrays import Rows, View
-from .dispatch import STATISTICS, STRATEGIES, Device, Launch, Plan, Problem, Tile, make_plan, pack_limit
+from .dispatch import STATISTICS, STRATEGIES, Device, Launch, Plan, Problem, Tile, choose, make_plan, pack_limit
 from .dtypes import DTYPES, compute_dtype
 
 Array = Any  # a CuPy array, torch tensor, NumPy array, or any object with __dlpack__
@@ -607,6 +607,21 @@ def backward(
             zero_centered_weight, dx_rows, _parameter(dweight), _parameter(dbias), dsum_rows, options,
         )  # fmt: skip
     return Backward(dx, dweight, dbias)
+
+
+def check_backward(centered, x, normalized_shape, weight, bias, residual, out_dtype, options) -> None:
+    """Raises ValueError now if a strategy forced on a differentiable forward does not fit its backward."""
+    if options.strategy is None or arrays.on_host(x):
+        return
+    num_cols = arrays.product(_check_shape(tuple(x.shape), normalized_shape, "input"))
+    dtype = _check_dtype(x, "input")
+    dtypes = {"dweight": weight, "dbias": bias}
+    problem = Problem(
+        "backward", centered, num_cols, dtype, dy=_check_dtype_name(out_dtype, "out_dtype") if out_dtype is not None else dtype,
+        dx=dtype, weight=None if weight is None else arrays.dtype_name(weight), pack_limit=pack_limit(num_cols, ()),
+        **{name: None if array is None else arrays.dtype_name(array) for name, array in dtypes.items()},
+    )  # fmt: skip
+    choose(problem, launch.device(_view(x).device), options.strategy)
 
 
 def run_backward(
