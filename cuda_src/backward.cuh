@@ -40,8 +40,8 @@ struct RowGradient {
 
   // sums: of wdy * x_hat and of wdy over the row
   __device__ __forceinline__ void finish(const Sum<Compute, 2>& sums, Compute num_cols) {
-    mean_wdy_x_hat = divide(sums.part[0], num_cols);
-    mean_wdy = divide(sums.part[1], num_cols);
+    mean_wdy_x_hat = sums.part[0] * (Compute(1) / num_cols);
+    mean_wdy = sums.part[1] * (Compute(1) / num_cols);
   }
 
   template <bool centered>

@@ -18,7 +18,7 @@ struct Forward {
 
   // One thread of those that share the row calls this.
   __device__ __forceinline__ void save(long long row, const RowStatistics<Compute>& statistics) const {
-    if (mean != nullptr) mean[row] = statistics.mean + statistics.correction;
+    if (mean != nullptr) mean[row] = statistics.mean;
     if (rstd != nullptr) rstd[row] = statistics.rstd;
   }
 

@@ -13,11 +13,13 @@ __global__ void __launch_bounds__(tile.block_size(), tile.blocks_per_sm) forward
 
   for (long long first = static_cast<long long>(blockIdx.x) * tile.rows_per_block; first < problem.num_rows; first += step) {
     const long long row = first + threadIdx.x / tile.threads_per_row;
-    // Lanes beyond the last row have no columns, but take part in the shuffles of their warp.
+    // Lanes beyond the last row take part in the shuffles of their warp with a row that others own, and write nothing.
     const bool present = row < problem.num_rows;
-    RegisterRow<Load, tile> values(problem.load, row, present ? static_cast<int>(problem.num_cols) : 0);
+    RegisterRow<Load, tile> values(problem.load, present ? row : problem.num_rows - 1, static_cast<int>(problem.num_cols));
     const auto found = row_statistics<centered, statistics, Compute>(values, reduce, problem.num_cols, problem.eps);
-    if (present && threadIdx.x % tile.threads_per_row == 0) problem.save(row, found);
-    problem.template write<centered>(row, values, found);
+    if (present) {
+      if (threadIdx.x % tile.threads_per_row == 0) problem.save(row, found);
+      problem.template write<centered>(row, values, found);
+    }
   }
 }

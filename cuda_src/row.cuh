@@ -16,18 +16,29 @@ __device__ __forceinline__ int register_col(int pack) {
   return (pack * tile.threads_per_row + static_cast<int>(threadIdx.x) % tile.threads_per_row) * tile.pack_size;
 }
 
+// Only a thread's last pack can lie beyond the row, and none can if the row fills the tile.
+template <Tile tile>
+__device__ __forceinline__ bool register_pack_in_row(int pack, int num_cols) {
+  if constexpr (tile.exact) return true;
+  return pack < tile.packs_per_thread - 1 || register_col<tile>(pack) < num_cols;
+}
+
 template <class Load, Tile tile>
 struct RegisterRow {
   using Compute = typename Load::Compute;
+  // Beyond 32 elements a thread the unpacked values of 16-bit types would not fit the registers.
+  static constexpr bool unpack_each_pass = tile.pack_size * tile.packs_per_thread > 32;
+
   Pack<typename Load::Held, tile.pack_size> packs[tile.packs_per_thread];
   int num_cols;
 
-  // All loads before the first use, so that they are in flight together. num_cols 0: no row, nothing is read.
+  // All loads before the first use, so that they are in flight together.
   __device__ __forceinline__ RegisterRow(const Load& load, long long row, int num_cols) : num_cols(num_cols) {
 #pragma unroll
     for (int pack = 0; pack < tile.packs_per_thread; ++pack) {
-      const int col = register_col<tile>(pack);
-      if (col < num_cols) packs[pack] = load.template load<tile.pack_size>(row, col);
+      if (register_pack_in_row<tile>(pack, num_cols)) {
+        packs[pack] = load.template load<tile.pack_size>(row, register_col<tile>(pack));
+      }
     }
   }
 
@@ -35,19 +46,16 @@ struct RegisterRow {
   __device__ __forceinline__ void for_each_pack(F f) {
 #pragma unroll
     for (int pack = 0; pack < tile.packs_per_thread; ++pack) {
-      const int col = register_col<tile>(pack);
-      if (col < num_cols) {
+      if (register_pack_in_row<tile>(pack, num_cols)) {
         Compute values[tile.pack_size];
         unpack(packs[pack], values);
-        f(col, values);
+        f(register_col<tile>(pack), values);
       }
     }
-    forget_unpacked();
-  }
-
-  __device__ __forceinline__ void forget_unpacked() {
+    if constexpr (unpack_each_pass) {
 #pragma unroll
-    for (int pack = 0; pack < tile.packs_per_thread; ++pack) ::forget_unpacked(packs[pack]);
+      for (int pack = 0; pack < tile.packs_per_thread; ++pack) forget_unpacked(packs[pack]);
+    }
   }
 };
 

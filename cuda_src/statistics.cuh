@@ -1,8 +1,8 @@
 // statistics.cuh -- mean and rstd of one row, whatever it waits in
 //
 // two_pass   mean first, then the squares of the centred values. The second pass also sums the centred values, whose
-//            mean is what rounding took from the first (Chan, Golub, LeVeque 1983, "corrected two-pass"): it is
-//            subtracted again, so y does not lose a digit to a large mean and a constant row gives exactly zero.
+//            mean is what rounding took from the first (Chan, Golub, LeVeque 1983, "corrected two-pass"): with it
+//            y does not lose a digit to a large mean, and a constant row gives exactly zero.
 // welford    one pass and one exchange: moments of each pack, merged pairwise (Chan et al. 1979).
 // Without a mean (RMSNorm) both are the mean of squares. E[x^2] - E[x]^2 is used nowhere.
 #pragma once
@@ -11,22 +11,48 @@
 
 __device__ __forceinline__ float rsqrt_rounded(float value) { return __frsqrt_rn(value); }
 __device__ __forceinline__ double rsqrt_rounded(double value) { return 1.0 / sqrt(value); }
-__device__ __forceinline__ float divide(float numerator, float denominator) { return __fdiv_rn(numerator, denominator); }
-__device__ __forceinline__ double divide(double numerator, double denominator) { return numerator / denominator; }
+// numerator / denominator from the denominator's reciprocal, rounded as a division is (Markstein 1990): exact multiples of
+// the denominator give exact quotients. An infinite numerator gives NaN.
+template <class Compute>
+__device__ __forceinline__ Compute divide(Compute numerator, Compute denominator, Compute reciprocal) {
+  const Compute quotient = numerator * reciprocal;
+  return fma(fma(-quotient, denominator, numerator), reciprocal, quotient);
+}
 
-// x_hat = ((value - mean) - correction) * rstd
+// x_hat = (value - mean) * rstd + shift
 template <class Compute>
 struct RowStatistics {
   Compute mean;
-  Compute correction;
   Compute rstd;
+  Compute shift;  // -rest * rstd, where rest is what mean lacks of the exact mean: exactly 0 for a constant row
 
   template <bool centered>
   __device__ __forceinline__ Compute normalize(Compute value) const {
-    if constexpr (centered) return ((value - mean) - correction) * rstd;
+    if constexpr (centered) return (value - mean) * rstd + shift;
     return value * rstd;
   }
 };
+
+// Of one pack. A tree and a chain of its own: packs do not wait for one another.
+template <int pack_size, class Compute>
+__device__ __forceinline__ Compute sum_of(const Compute (&values)[pack_size]) {
+  Compute sums[pack_size];
+#pragma unroll
+  for (int at = 0; at < pack_size; ++at) sums[at] = values[at];
+#pragma unroll
+  for (int width = pack_size / 2; width > 0; width /= 2) {
+#pragma unroll
+    for (int at = 0; at < width; ++at) sums[at] += sums[at + width];
+  }
+  return sums[0];
+}
+template <int pack_size, class Compute>
+__device__ __forceinline__ Compute squares_of(const Compute (&values)[pack_size]) {
+  Compute squares = values[0] * values[0];
+#pragma unroll
+  for (int at = 1; at < pack_size; ++at) squares += values[at] * values[at];
+  return squares;
+}
 
 // count, mean and sum of squared deviations of some values of a row
 template <class Compute>
@@ -37,7 +63,7 @@ struct Moments {
 
   __device__ __forceinline__ void merge(const Moments& other) {
     const Compute count = part[0] + other.part[0];
-    const Compute share = count > 0 ? divide(other.part[0], count) : Compute(0);
+    const Compute share = count > 0 ? other.part[0] / count : Compute(0);
     const Compute delta = other.part[1] - part[1];
     part[1] += delta * share;
     part[2] += other.part[2] + delta * delta * (part[0] * share);
@@ -62,36 +88,37 @@ struct Moments {
 template <bool centered, Statistics statistics, class Compute, class Row, class Reduce>
 __device__ __forceinline__ RowStatistics<Compute> row_statistics(Row& row, Reduce& reduce, long long num_cols, double eps) {
   const Compute count = static_cast<Compute>(num_cols);
+  const Compute reciprocal = Compute(1) / count;
   if constexpr (!centered) {
     Sum<Compute, 1> squares{};
-    row.for_each_pack([&](long long, const auto& values) {
-      for (const Compute value : values) squares.part[0] += value * value;
-    });
+    row.for_each_pack([&](long long, const auto& values) { squares.part[0] += squares_of(values); });
     squares = reduce.all(squares);
-    return {0, 0, rsqrt_rounded(divide(squares.part[0], count) + static_cast<Compute>(eps))};
+    return {0, rsqrt_rounded(squares.part[0] * reciprocal + static_cast<Compute>(eps)), 0};
   } else if constexpr (statistics == Statistics::two_pass) {
     Sum<Compute, 1> total{};
-    row.for_each_pack([&](long long, const auto& values) {
-      for (const Compute value : values) total.part[0] += value;
-    });
-    const Compute mean = divide(reduce.all(total).part[0], count);
+    row.for_each_pack([&](long long, const auto& values) { total.part[0] += sum_of(values); });
+    const Compute first = divide(reduce.all(total).part[0], count, reciprocal);
     Sum<Compute, 2> deviations{};
     row.for_each_pack([&](long long, const auto& values) {
-      for (const Compute value : values) {
-        const Compute deviation = value - mean;
-        deviations.part[0] += deviation;
-        deviations.part[1] += deviation * deviation;
-      }
+      constexpr int pack_size = sizeof(values) / sizeof(Compute);
+      Compute centered_values[pack_size];
+#pragma unroll
+      for (int at = 0; at < pack_size; ++at) centered_values[at] = values[at] - first;
+      deviations.part[0] += sum_of(centered_values);
+      deviations.part[1] += squares_of(centered_values);
     });
     deviations = reduce.all(deviations);
-    const Compute correction = divide(deviations.part[0], count);
-    const Compute variance = divide(deviations.part[1], count) - correction * correction;
+    const Compute correction = divide(deviations.part[0], count, reciprocal);
+    const Compute variance = deviations.part[1] * reciprocal - correction * correction;
     // Rounding can leave a constant row a hair below zero; the comparison lets NaN through, where a maximum would not.
-    return {mean, correction, rsqrt_rounded((variance < 0 ? Compute(0) : variance) + static_cast<Compute>(eps))};
+    const Compute rstd = rsqrt_rounded((variance < 0 ? Compute(0) : variance) + static_cast<Compute>(eps));
+    const Compute mean = first + correction;
+    const Compute rest = correction - (mean - first);
+    return {mean, rstd, -rest * rstd};
   } else {
     Moments<Compute> moments{};
     row.for_each_pack([&](long long, const auto& values) { moments.merge(Moments<Compute>::of(values)); });
     moments = reduce.all(moments);
-    return {moments.part[1], 0, rsqrt_rounded(divide(moments.part[2], count) + static_cast<Compute>(eps))};
+    return {moments.part[1], rsqrt_rounded(moments.part[2] * reciprocal + static_cast<Compute>(eps)), 0};
   }
 }
