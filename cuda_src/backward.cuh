@@ -29,8 +29,8 @@ template <class Compute>
 struct RowGradient {
   Compute mean;
   Compute rstd;
-  Compute mean_wdy;
-  Compute mean_wdy_x_hat;
+  Compute slope;   // -rstd * mean(wdy * x_hat)
+  Compute offset;  // -rstd * mean(wdy)
 
   template <bool centered>
   __device__ __forceinline__ Compute x_hat(Compute x) const {
@@ -40,15 +40,15 @@ struct RowGradient {
 
   // sums: of wdy * x_hat and of wdy over the row
   __device__ __forceinline__ void finish(const Sum<Compute, 2>& sums, Compute num_cols) {
-    mean_wdy_x_hat = sums.part[0] * (Compute(1) / num_cols);
-    mean_wdy = sums.part[1] * (Compute(1) / num_cols);
+    const Compute share = rstd / num_cols;
+    slope = -sums.part[0] * share;
+    offset = -sums.part[1] * share;
   }
 
   template <bool centered>
   __device__ __forceinline__ Compute dx(Compute x_hat, Compute wdy) const {
-    const Compute straight = wdy - x_hat * mean_wdy_x_hat;
-    if constexpr (centered) return (straight - mean_wdy) * rstd;
-    return straight * rstd;
+    if constexpr (centered) return wdy * rstd + (x_hat * slope + offset);
+    return wdy * rstd + x_hat * slope;
   }
 };
 

@@ -8,10 +8,11 @@
 template <class LoadX, class LoadDy, class Scale, class StoreDx, Gradients gradients, bool centered, Tile tile>
 __global__ void __launch_bounds__(tile.block_size(), tile.blocks_per_sm)
     backward_block(const Backward<LoadX, LoadDy, Scale, StoreDx> problem) {
-  using Problem = Backward<LoadX, LoadDy, Scale, StoreDx>;
-  BlockReduce<tile.threads_per_row, typename Problem::Compute> reduce(dynamic_smem());
-  RegisterGradient<Problem, gradients, centered, tile> gradient;
+  RegisterGradient<LoadX, LoadDy, Scale, StoreDx, gradients, centered, tile> gradient(problem);
+  BlockReduce<tile.threads_per_row, typename LoadX::Compute> reduce(dynamic_smem());
 
-  for (long long row = blockIdx.x; row < problem.num_rows; row += gridDim.x) gradient.add_row(problem, row, true, reduce);
-  gradient.write_partials(problem, nullptr);
+  long long row = blockIdx.x;
+  gradient.start(row);
+  for (; row < problem.num_rows; row += gridDim.x) gradient.add_row(row, row + gridDim.x, reduce);
+  gradient.write_partials(nullptr);
 }

@@ -9,14 +9,13 @@
 template <class LoadX, class LoadDy, class Scale, class StoreDx, Gradients gradients, bool centered, Tile tile>
 __global__ void __launch_bounds__(tile.block_size(), tile.blocks_per_sm)
     backward_warp(const Backward<LoadX, LoadDy, Scale, StoreDx> problem) {
-  using Problem = Backward<LoadX, LoadDy, Scale, StoreDx>;
+  RegisterGradient<LoadX, LoadDy, Scale, StoreDx, gradients, centered, tile> gradient(problem);
   WarpReduce<tile.threads_per_row> reduce;
-  RegisterGradient<Problem, gradients, centered, tile> gradient;
   const long long step = static_cast<long long>(gridDim.x) * tile.rows_per_block;
+  const int group = threadIdx.x / tile.threads_per_row;
 
-  for (long long first = static_cast<long long>(blockIdx.x) * tile.rows_per_block; first < problem.num_rows; first += step) {
-    const long long row = first + threadIdx.x / tile.threads_per_row;
-    gradient.add_row(problem, row, row < problem.num_rows, reduce);
-  }
-  gradient.write_partials(problem, reinterpret_cast<typename Problem::Compute*>(dynamic_smem()));
+  long long first = static_cast<long long>(blockIdx.x) * tile.rows_per_block;
+  gradient.start(first + group);
+  for (; first < problem.num_rows; first += step) gradient.add_row(first + group, first + step + group, reduce);
+  gradient.write_partials(reinterpret_cast<typename LoadX::Compute*>(dynamic_smem()));
 }

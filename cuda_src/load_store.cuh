@@ -7,7 +7,7 @@
 //          (reload: of a kernel that reads a row again; has no side effect)
 //          plain: row_start(row) is the row itself, in Held, so that a copy engine may fetch it
 // store    store(row, col, values): values are in the compute type; applies what belongs to the output, rounds once
-// scale    load(col, values): the weight, or 1, in the compute type
+// scale    load(col, values): the weight, or 1, in the compute type; keep(col) -> Kept, for use in many rows
 // Offsets are 64-bit everywhere. `void` for a parameter's type means that it is absent.
 #pragma once
 #include "pack.cuh"
@@ -127,8 +127,50 @@ template <class Weight, bool zero_centered>
 struct Scale {
   const Weight* weight;
 
+  // What a thread keeps of a pack of weights from row to row: the weights as they lie in memory.
+  template <int pack_size>
+  struct Kept {
+    Pack<Weight, pack_size> pack;
+
+    template <class Compute>
+    __device__ __forceinline__ void unpack_to(Compute (&values)[pack_size]) const {
+      unpack(pack, values);
+      if constexpr (zero_centered) {
+#pragma unroll
+        for (int at = 0; at < pack_size; ++at) values[at] += static_cast<Compute>(1);
+      }
+    }
+  };
+  template <int pack_size>
+  __device__ __forceinline__ Kept<pack_size> keep(long long col) const {
+    return {load_pack<pack_size>(weight + col)};
+  }
+
   template <int pack_size, class Compute>
   __device__ __forceinline__ void load(long long col, Compute (&values)[pack_size]) const {
-    load_parameter<pack_size, zero_centered>(weight, col, 1.0f, values);
+    keep<pack_size>(col).unpack_to(values);
+  }
+};
+
+template <bool zero_centered>
+struct Scale<void, zero_centered> {
+  const void* weight;
+
+  template <int pack_size>
+  struct Kept {
+    template <class Compute>
+    __device__ __forceinline__ void unpack_to(Compute (&values)[pack_size]) const {
+#pragma unroll
+      for (int at = 0; at < pack_size; ++at) values[at] = static_cast<Compute>(1);
+    }
+  };
+  template <int pack_size>
+  __device__ __forceinline__ Kept<pack_size> keep(long long) const {
+    return {};
+  }
+
+  template <int pack_size, class Compute>
+  __device__ __forceinline__ void load(long long, Compute (&values)[pack_size]) const {
+    Kept<pack_size>{}.unpack_to(values);
   }
 };

@@ -1,95 +1,124 @@
 // register_gradient.cuh -- backward of the rows that wait in registers (backward_warp.cu, backward_block.cu)
 //
-// RegisterGradient: packs_per_thread packs of x and of dy in each thread, and as many float sums of dweight and dbias
-// that live from the first row to the last.
+// RegisterGradient: packs_per_thread packs of x and of dy in each thread, and as many sums of dweight and dbias that live
+// from the first row to the last. Where registers allow, the next row is on its way while this one is computed.
 #pragma once
 #include "backward.cuh"
 
-template <class Problem, Gradients gradients, bool centered, Tile tile>
+template <class LoadX, class LoadDy, class Weights, class StoreDx, Gradients gradients, bool centered, Tile tile>
 struct RegisterGradient {
-  using Compute = typename Problem::Compute;
+  using Compute = typename LoadX::Compute;
+  using Problem = Backward<LoadX, LoadDy, Weights, StoreDx>;
+  using Sums = Compute[tile.packs_per_thread][tile.pack_size];
 
-  Compute dweight[tile.packs_per_thread][tile.pack_size] = {};
-  Compute dbias[tile.packs_per_thread][tile.pack_size] = {};
+  // Packs of 16-bit elements leave registers for a second row; those of 32 bits, and lone elements, do not.
+  static constexpr bool fetch_ahead = sizeof(typename LoadX::Held) + sizeof(typename LoadDy::Held) <= 4 && tile.pack_size > 1;
 
-  template <class Reduce>
-  __device__ __forceinline__ void add_row(const Problem& problem, long long row, bool present, Reduce& reduce) {
-    const int num_cols = present ? static_cast<int>(problem.num_cols) : 0;
-    RegisterRow<decltype(problem.load_x), tile> x(problem.load_x, row, num_cols);
-    RegisterRow<decltype(problem.load_dy), tile> dy(problem.load_dy, row, num_cols);
-    RowGradient<Compute> gradient{};
-    if (present) {
-      if constexpr (centered) gradient.mean = problem.mean[row];
-      gradient.rstd = problem.rstd[row];
+  const Problem& problem;
+  int num_cols;
+  Sums dweight = {};
+  Sums dbias = {};
+  typename Weights::template Kept<tile.pack_size> weights[tile.packs_per_thread];
+  RegisterRow<LoadX, tile> x;
+  RegisterRow<LoadDy, tile> dy;
+  RowGradient<Compute> next;
+
+  __device__ __forceinline__ explicit RegisterGradient(const Problem& problem)
+      : problem(problem), num_cols(static_cast<int>(problem.num_cols)) {
+    if constexpr (gradients.dx) {
+#pragma unroll
+      for (int pack = 0; pack < tile.packs_per_thread; ++pack) {
+        if (in_row(pack)) weights[pack] = problem.scale.template keep<tile.pack_size>(register_col<tile>(pack));
+      }
     }
+  }
 
+  __device__ __forceinline__ bool in_row(int pack) const { return register_pack_in_row<tile>(pack, num_cols); }
+
+  // Before the first row.
+  __device__ __forceinline__ void start(long long row) {
+    if constexpr (fetch_ahead) fetch(row);
+  }
+
+  // Starts the loads of a row. Beyond the last row it is the last one again, which `add_row` then leaves out.
+  __device__ __forceinline__ void fetch(long long row) {
+    if (row >= problem.num_rows) row = problem.num_rows - 1;
+    x.fetch(problem.load_x, row, num_cols);
+    dy.fetch(problem.load_dy, row, num_cols);
+    if constexpr (centered) next.mean = problem.mean[row];
+    next.rstd = problem.rstd[row];
+  }
+
+  // Adds a row to the sums and writes its dx; `following` is the row that this thread takes next.
+  template <class Reduce>
+  __device__ __forceinline__ void add_row(long long row, long long following, Reduce& reduce) {
+    if constexpr (!fetch_ahead) fetch(row);
+    const bool present = row < problem.num_rows;
+    RowGradient<Compute> gradient = next;
+    Sums x_hats, wdys;
     Sum<Compute, 2> sums{};
 #pragma unroll
     for (int pack = 0; pack < tile.packs_per_thread; ++pack) {
-      const int col = register_col<tile>(pack);
-      if (col >= num_cols) continue;
-      Compute xs[tile.pack_size], dys[tile.pack_size], weights[tile.pack_size];
-      unpack(x.packs[pack], xs);
-      unpack(dy.packs[pack], dys);
-      if constexpr (gradients.dx) problem.scale.load(col, weights);
+      if (!in_row(pack)) continue;
+      Compute scales[tile.pack_size];
+      unpack(x.packs[pack], x_hats[pack]);
+      unpack(dy.packs[pack], wdys[pack]);
+      if constexpr (gradients.dx) weights[pack].unpack_to(scales);
+      Compute partial[2] = {};
 #pragma unroll
       for (int at = 0; at < tile.pack_size; ++at) {
-        const Compute x_hat = gradient.template x_hat<centered>(xs[at]);
-        if constexpr (gradients.dweight) dweight[pack][at] += dys[at] * x_hat;
-        if constexpr (gradients.dbias) dbias[pack][at] += dys[at];
+        const Compute x_hat = x_hats[pack][at] = gradient.template x_hat<centered>(x_hats[pack][at]);
+        const Compute value = present ? wdys[pack][at] : Compute(0);
+        if constexpr (gradients.dweight) dweight[pack][at] += value * x_hat;
+        if constexpr (gradients.dbias) dbias[pack][at] += value;
         if constexpr (gradients.dx) {
-          const Compute wdy = dys[at] * weights[at];
-          sums.part[0] += wdy * x_hat;
-          if constexpr (centered) sums.part[1] += wdy;
+          const Compute wdy = wdys[pack][at] = value * scales[at];
+          partial[0] += wdy * x_hat;
+          if constexpr (centered) partial[1] += wdy;
         }
       }
+      sums.part[0] += partial[0];
+      sums.part[1] += partial[1];
     }
+    if constexpr (fetch_ahead) fetch(following);
     if constexpr (gradients.dx) {
-      gradient.finish(reduce.all(sums), static_cast<Compute>(problem.num_cols));
-      x.forget_unpacked();
-      dy.forget_unpacked();
+      gradient.finish(reduce.all(sums), static_cast<Compute>(num_cols));
+      if (!present) return;
 #pragma unroll
       for (int pack = 0; pack < tile.packs_per_thread; ++pack) {
-        const int col = register_col<tile>(pack);
-        if (col >= num_cols) continue;
-        Compute xs[tile.pack_size], dys[tile.pack_size], weights[tile.pack_size], dx[tile.pack_size];
-        unpack(x.packs[pack], xs);
-        unpack(dy.packs[pack], dys);
-        problem.scale.load(col, weights);
+        if (!in_row(pack)) continue;
+        Compute dx[tile.pack_size];
 #pragma unroll
         for (int at = 0; at < tile.pack_size; ++at) {
-          const Compute x_hat = gradient.template x_hat<centered>(xs[at]);
-          dx[at] = gradient.template dx<centered>(x_hat, dys[at] * weights[at]);
+          dx[at] = gradient.template dx<centered>(x_hats[pack][at], wdys[pack][at]);
         }
-        problem.store.store(row, col, dx);
+        problem.store.store(row, register_col<tile>(pack), dx);
       }
     }
   }
 
   // This block's partial row. Groups of threads that took different rows add theirs one after the other, in order.
-  __device__ __forceinline__ void write_partials(const Problem& problem, Compute* smem) {
+  __device__ __forceinline__ void write_partials(Compute* smem) {
     const long long offset = static_cast<long long>(blockIdx.x) * problem.num_cols;
-    if constexpr (gradients.dweight) write(problem.dweight_partials + offset, dweight, problem.num_cols, smem);
-    if constexpr (gradients.dbias) write(problem.dbias_partials + offset, dbias, problem.num_cols, smem);
+    if constexpr (gradients.dweight) write(problem.dweight_partials + offset, dweight, smem);
+    if constexpr (gradients.dbias) write(problem.dbias_partials + offset, dbias, smem);
   }
 
  private:
-  using Sums = Compute[tile.packs_per_thread][tile.pack_size];
-
-  __device__ __forceinline__ void write(Compute* partials, Sums& sums, long long num_cols, Compute* smem) {
+  __device__ __forceinline__ void write(Compute* partials, Sums& sums, Compute* smem) {
     const int group = threadIdx.x / tile.threads_per_row;
     for (int turn = 0; turn < tile.rows_per_block; ++turn) {
       if (group == turn) {
 #pragma unroll
         for (int pack = 0; pack < tile.packs_per_thread; ++pack) {
+          if (!in_row(pack)) continue;
           const int col = register_col<tile>(pack);
-          if (col >= num_cols) continue;
           if (turn > 0) {
 #pragma unroll
             for (int at = 0; at < tile.pack_size; ++at) sums[pack][at] += smem[col + at];
           }
           if (turn == tile.rows_per_block - 1) {
-            // Partial rows are num_cols long: only a pack_size that divides num_cols keeps them aligned, as it does here.
+            // pack_size divides num_cols, so the packs of every partial row are aligned.
             store_pack<tile.pack_size>(partials + col, repack<Compute>(sums[pack]));
           } else {
 #pragma unroll

@@ -33,7 +33,8 @@ struct RegisterRow {
   int num_cols;
 
   // All loads before the first use, so that they are in flight together.
-  __device__ __forceinline__ RegisterRow(const Load& load, long long row, int num_cols) : num_cols(num_cols) {
+  __device__ __forceinline__ void fetch(const Load& load, long long row, int cols) {
+    num_cols = cols;
 #pragma unroll
     for (int pack = 0; pack < tile.packs_per_thread; ++pack) {
       if (register_pack_in_row<tile>(pack, num_cols)) {

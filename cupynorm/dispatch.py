@@ -92,7 +92,8 @@ class Tile:
     pack_size: elements moved by one memory instruction. threads_per_row: threads of one block that share a row.
     packs_per_thread: packs of a row in one thread's registers, 0 where the row waits elsewhere. rows_per_block: rows that
     a block works on at a time. cluster_size: blocks that share a row. blocks_per_sm: blocks that must fit on a
-    multiprocessor, which bounds the registers of a thread. bulk: whether the copy engine fetches rows.
+    multiprocessor, which bounds the registers of a thread. exact: 1 if the row fills the registers, so that no pack lies beyond
+    it. bulk: 1 if the copy engine fetches rows.
     """
 
     pack_size: int
@@ -101,6 +102,7 @@ class Tile:
     rows_per_block: int = 1
     cluster_size: int = 1
     blocks_per_sm: int = 1
+    exact: int = 0
     bulk: int = 0
 
     @property
@@ -179,53 +181,79 @@ class Strategy:
     first_capability: int = 0
 
 
-# Bytes of x that one thread keeps, at most: 64 elements of 16 bits. As few threads as that leaves was the fastest shape of a
-# plain forward kernel on an H200 (bf16: 4096 columns on 64 threads 0.96 of a copy, 8192 on 128 threads 0.95, on 512
-# threads 0.60). Backward keeps x, dy and two float sums for each element: 16 of them fit 128 registers, 32 fit 255.
-_WARP_ELEMENTS = 32
-_BLOCK_BYTES = 128
-_BLOCK_BACKWARD_ELEMENTS = 16
+# Bytes of x that one lane keeps at most, by itemsize, where a warp or part of it owns the row. Forward: more would fit, but from
+# there on a block of two warps is as fast (H200, bf16: 2048 columns 0.997 of a copy on 64 threads, 0.989 on 32).
+_BACKWARD_BYTES = {2: 48, 4: 64, 8: 64}
+_WARP_BYTES = {"forward": {2: 64, 4: 64, 8: 64}, "backward": _BACKWARD_BYTES}
+# The same for a thread of a block. Forward: 4096 columns 0.98 on 64 threads x 64 elements, 0.76 on 256 x 16 (H200, bf16).
+_BLOCK_BYTES = {"forward": {2: 128, 4: 128, 8: 128}, "backward": _BACKWARD_BYTES}
 _BLOCK_THREADS = 512
+# Bytes of x in flight on a multiprocessor beyond which more do not help: 4.15 TB/s times the latency of memory, twice over
+# (H200: fp32 1024 columns 0.99 with 16 elements a thread and 64 KB in flight, 0.97 with 32 and 96 KB).
+_ENOUGH_BYTES = 60 * 1024
 
 
 def _ceil(value: int, step: int) -> int:
     return -(-value // step)
 
 
-def _register_bytes(problem: Problem, name: str, pack_size: int) -> int:
-    """Bytes that one element takes in registers: a lone 16-bit element fills a register of 32."""
-    return max(DTYPES[name].itemsize, 4 if pack_size == 1 else 0)
+def _registers(problem: Problem, pack_size: int, elements: int) -> int:
+    """Registers of a thread that keeps `elements` of a row, with no spills: fitted to what ptxas reports, which tests hold.
+
+    Forward keeps a 16-bit row unpacked up to 32 elements and packed beyond; backward keeps x_hat, wdy and two sums of each.
+    """
+    words = DTYPES[problem.compute].itemsize // 4
+    lone = elements if pack_size == 1 else 0  # each lone element has an address of its own
+    wide_weight = int(problem.weight is not None and DTYPES[problem.weight].itemsize > DTYPES[problem.x].itemsize)
+    if problem.forward:
+        per_element = 1.25 if elements > 40 or DTYPES[problem.x].itemsize > 2 else 1.0
+        extra = 8 * (problem.residual + wide_weight)
+        return int(40 + per_element * words * elements + extra + lone)
+    extra = 8 * bool(problem.dsum) + 0.3 * wide_weight * elements
+    return int(36 + 5.25 * words * elements + extra + lone)
 
 
-def _blocks_per_sm(problem: Problem, block_size: int, elements: int, device: Device) -> int:
-    """As many blocks as their registers allow: what a thread keeps of each element, and a base for the rest of its work."""
+def _blocks_per_sm(problem: Problem, device: Device, pack_size: int, elements: int, block_size: int) -> int:
+    """Blocks whose registers fit a multiprocessor, 0 if not even one does: each of its four parts holds whole warps."""
+    registers = min(_ceil(_registers(problem, pack_size, elements), 8) * 8, 255 + 1)
+    warps = 4 * (device.registers_per_sm // 4 // 32 // registers)
+    return min(warps * 32 // block_size, device.threads_per_sm // block_size, 32)
+
+
+def _register_tile(problem: Problem, device: Device, threads: Iterable[int], max_bytes: int, block_size: int) -> Tile | None:
+    """Of the given threads_per_row, those that keep most of x in flight on a multiprocessor; at enough, those with most threads.
+
+    A row that fills its threads is preferred: packs beyond the row cost their instructions all the same.
+    """
     pack_size = problem.widest_pack
-    kept = _register_bytes(problem, problem.x, pack_size)
-    work = DTYPES[problem.compute].itemsize
-    if not problem.forward:
-        kept += _register_bytes(problem, problem.dy, pack_size) + work * (bool(problem.dweight) + bool(problem.dbias))
-    registers = 40 + elements * kept // 4 + 4 * pack_size * work // 4 + 2 * _ceil(elements, pack_size)
-    registers = min(255, _ceil(registers, 8) * 8)
-    by_registers = device.registers_per_sm // (registers * block_size)
-    return max(1, min(by_registers, device.threads_per_sm // block_size, 16))
-
-
-def _register_tile(problem: Problem, device: Device, threads_per_row: int, rows_per_block: int) -> Tile:
-    pack_size = problem.widest_pack
-    packs_per_thread = _ceil(problem.num_cols, pack_size * threads_per_row)
-    block_size = threads_per_row * rows_per_block
-    blocks_per_sm = _blocks_per_sm(problem, block_size, pack_size * packs_per_thread, device)
-    return Tile(pack_size, threads_per_row, packs_per_thread, rows_per_block, blocks_per_sm=blocks_per_sm)
+    itemsize = DTYPES[problem.x].itemsize
+    # A lone element needs an address of its own, and fills a register of 32 bits if it has 16.
+    max_elements = max_bytes // (itemsize if pack_size > 1 else 2 * max(itemsize, 4))
+    best, best_score = None, None
+    for threads_per_row in threads:
+        packs_per_thread = max(1, _ceil(problem.num_cols, pack_size * threads_per_row))
+        elements = pack_size * packs_per_thread
+        rows_per_block = max(1, block_size // threads_per_row)
+        blocks_per_sm = _blocks_per_sm(problem, device, pack_size, elements, threads_per_row * rows_per_block)
+        if elements > max(max_elements, pack_size) or blocks_per_sm == 0:
+            continue
+        tile = Tile(pack_size, threads_per_row, packs_per_thread, rows_per_block, blocks_per_sm=blocks_per_sm)
+        tile = replace(tile, exact=int(tile.cols == problem.num_cols))
+        in_flight = blocks_per_sm * rows_per_block * problem.num_cols * itemsize
+        score = (min(in_flight, _ENOUGH_BYTES) * (1.0 if tile.exact else 0.9), threads_per_row)
+        if best_score is None or score > best_score:
+            best, best_score = tile, score
+    return best
 
 
 def _warp_tile(problem: Problem, device: Device) -> Tile | None:
-    elements = _WARP_ELEMENTS // (2 if problem.compute == "float64" else 1)
-    if problem.num_cols > 32 * elements:
-        return None
-    # Two packs a lane before more lanes share a row: their loads are in flight together.
-    wanted = _ceil(problem.num_cols, 2 * problem.widest_pack)
-    threads_per_row = next(lanes for lanes in (1, 2, 4, 8, 16, 32) if lanes >= min(wanted, 32))
-    return _register_tile(problem, device, threads_per_row, 128 // threads_per_row)
+    # The lanes of a row move at least 64 bytes of it together, or half the row if it is shorter (H200, bf16: 64 columns 0.88 of
+    # a copy on 4 lanes, 0.84 on 2).
+    pack_bytes = problem.widest_pack * DTYPES[problem.x].itemsize
+    row_bytes = problem.num_cols * DTYPES[problem.x].itemsize
+    fewest = min(64, row_bytes // 2, 32 * pack_bytes) // pack_bytes
+    lanes = [lanes for lanes in (1, 2, 4, 8, 16, 32) if lanes >= fewest]
+    return _register_tile(problem, device, lanes, _WARP_BYTES[problem.direction][DTYPES[problem.x].itemsize], 128)
 
 
 def _bulk(problem: Problem, device: Device) -> int:
@@ -264,18 +292,11 @@ def _smem_bytes(problem: Problem, tile: Tile, strategy: str) -> int:
 
 
 def _block_tile(problem: Problem, device: Device) -> Tile | None:
-    if problem.forward:
-        elements = _BLOCK_BYTES // _register_bytes(problem, problem.x, problem.widest_pack)
-    else:
-        elements = _BLOCK_BACKWARD_ELEMENTS // (2 if problem.compute == "float64" else 1)
-    if problem.num_cols <= _BLOCK_THREADS * elements:
-        threads_per_row = max(32, _ceil(_ceil(problem.num_cols, elements), 32) * 32)
-        # An odd pack count may leave the last pack of some threads beyond `elements`: one more warp takes it.
-        while _ceil(problem.num_cols, problem.widest_pack * threads_per_row) * problem.widest_pack > elements:
-            threads_per_row += 32
-        return _register_tile(problem, device, threads_per_row, 1)
-    if not problem.forward:
-        return None
+    tile = _register_tile(
+        problem, device, range(32, 1024 + 1, 32), _BLOCK_BYTES[problem.direction][DTYPES[problem.x].itemsize], 1
+    )
+    if tile is not None or not problem.forward:
+        return tile
     tile = Tile(problem.widest_pack, _BLOCK_THREADS, bulk=_bulk(problem, device))
     return tile if _smem_bytes(problem, tile, "block") <= device.smem_per_block else None
 
@@ -415,6 +436,15 @@ def _check_tile(problem: Problem, strategy: str, tile: Tile, device: Device) -> 
         raise ValueError(
             f"tile holds {tile.cols} columns (pack_size {tile.pack_size} x threads_per_row {tile.threads_per_row} x "
             f"packs_per_thread {tile.packs_per_thread}), the row has {problem.num_cols}"
+        )
+    if in_registers and tile.cols - tile.pack_size * tile.threads_per_row >= max(problem.num_cols, 1):
+        raise ValueError(
+            f"tile has packs_per_thread {tile.packs_per_thread}; the last pack of every thread lies beyond the row of "
+            f"{problem.num_cols} columns, use fewer"
+        )
+    if tile.exact not in (0, 1) or (tile.exact and not (in_registers and tile.cols == problem.num_cols)):
+        raise ValueError(
+            f"tile has exact {tile.exact}; 1 is for a row that fills the {tile.cols} columns of the registers, else 0"
         )
     if in_registers and tile.pack_size * tile.packs_per_thread > 256:
         raise ValueError(
@@ -681,7 +711,9 @@ def plan(
         device = current_device()
     elif not isinstance(device, Device):
         if device not in DEVICES:
-            raise ValueError(f"device is {device!r}; expected one of {', '.join(DEVICES)}, a Device, or None for the current GPU")
+            raise ValueError(
+                f"device is {device!r}; expected one of {', '.join(DEVICES)}, a Device, or None for the current GPU"
+            )
         device = DEVICES[device]
     tensors = {"y": y, "bias": bias, "residual": residual}
     if direction == "backward":
