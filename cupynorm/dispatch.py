@@ -173,10 +173,10 @@ class Problem:
 
 @dataclass(frozen=True)
 class Strategy:
-    """One row of the dispatch table: where a row waits, and the tile for a problem, or None if the row does not fit."""
+    """One row of the dispatch table: where a row waits between its uses, and the tile for a problem, or None if the row does not fit."""
 
     name: str
-    row_waits_in: str
+    row_waits: str
     tile: Callable[[Problem, Device], Tile | None]
     first_capability: int = 0
 
@@ -316,9 +316,9 @@ def _uncached_tile(problem: Problem, device: Device) -> Tile:
 STRATEGIES = {
     strategy.name: strategy
     for strategy in (
-        Strategy("warp", "the registers of a warp, or of part of one", _warp_tile),
-        Strategy("block", "one block's registers or shared memory", _block_tile),
-        Strategy("cluster", "the shared memory of a thread-block cluster", _cluster_tile, first_capability=90),
+        Strategy("warp", "in the registers of a warp, or of part of one", _warp_tile),
+        Strategy("block", "in one block's registers or shared memory", _block_tile),
+        Strategy("cluster", "in the shared memory of a thread-block cluster", _cluster_tile, first_capability=90),
         Strategy("uncached", "nowhere: it is read again", _uncached_tile),
     )
 }
@@ -499,7 +499,7 @@ def choose(
             if tile is not None:
                 break
         strategy = row.name
-        reason = f"the first strategy wide enough: a row waits in {row.row_waits_in}"
+        reason = f"the first that is wide enough; a row waits {row.row_waits}"
 
     statistics = statistics or ("welford" if strategy == "uncached" else "two_pass")
     smem_bytes = _smem_bytes(problem, tile, strategy)

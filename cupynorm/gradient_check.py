@@ -25,7 +25,7 @@ from typing import Any
 
 import numpy as np
 
-from . import arrays, launch, norm, nvrtc, on_cpu, reference
+from . import arrays, calls, launch, nvrtc, on_cpu, reference
 from .arrays import Rows
 from .dispatch import DEVICES, Device, Kernel, Launch, Tile
 from .dtypes import DTYPES, compute_dtype, decode, encode
@@ -186,7 +186,7 @@ class GpuCheckMachine:
         cupy = nvrtc.cupy()
         with cupy.cuda.Device(self.device_index):
             stream = cupy.cuda.get_current_stream().ptr
-        launch.launch(kernel_launch, self.device_index, stream, words)
+        launch.run(kernel_launch, self.device_index, stream, words)
 
 
 def has_gpu() -> bool:
@@ -201,9 +201,12 @@ def machine(on: str | None = None) -> CpuMachine | GpuCheckMachine:
     """on: "gpu", "cpu", or None for a GPU if there is one."""
     if on not in (None, "gpu", "cpu"):
         raise ValueError(f"on is {on!r}; expected 'gpu', 'cpu' or None for a GPU if there is one")
-    if on == "gpu" or (on is None and has_gpu()):
-        return GpuCheckMachine()
-    return CpuMachine()
+    if on == "cpu" or (on is None and not has_gpu()):
+        return CpuMachine()
+    nvrtc.cupy()  # without it: says what to install
+    if not has_gpu():
+        raise ValueError("on is 'gpu', and CuPy finds none; use on='cpu' to run the same kernels on the CPU")
+    return GpuCheckMachine()
 
 
 # What is computed: by the kernels, by the reference, by a callable.
@@ -265,7 +268,7 @@ def run_kernels(problem: Problem, where: CpuMachine | GpuCheckMachine) -> dict[s
         outputs[name] = (array, dtype)
         return pointer
 
-    options = norm.Options(case.strategy, case.tile, case.statistics, case.sm_margin)
+    options = calls.Options(case.strategy, case.tile, case.statistics, case.sm_margin)
     weight = (put(problem.weight, case.dtype("weight")), case.dtype("weight")) if problem.weight is not None else None
     bias = (put(problem.bias, case.dtype("bias")), case.dtype("bias")) if problem.bias is not None else None
     x = as_rows(put(problem.x, case.x), case.x)
@@ -276,7 +279,7 @@ def run_kernels(problem: Problem, where: CpuMachine | GpuCheckMachine) -> dict[s
     y = as_rows(make("y", shape, case.dtype("y")), case.dtype("y"))
     mean = make("mean", shape[:1], compute) if centered else 0
     rstd = make("rstd", shape[:1], compute)
-    norm.run_forward(
+    calls.run_forward(
         where, centered, x, y, weight, bias, mean, rstd, case.eps, case.zero_centered_weight, residual, added, options
     )
 
@@ -284,7 +287,7 @@ def run_kernels(problem: Problem, where: CpuMachine | GpuCheckMachine) -> dict[s
     dx = as_rows(make("dx", shape, case.x), case.x)
     dweight = (make("dweight", shape[1:], weight[1]), weight[1]) if weight else None
     dbias = (make("dbias", shape[1:], bias[1]), bias[1]) if bias else None
-    norm.run_backward(
+    calls.run_backward(
         where, centered, added or x, dy, mean, rstd, weight, case.zero_centered_weight, dx, dweight, dbias, None,
         options._replace(tile=None),
     )  # fmt: skip
@@ -463,7 +466,7 @@ def check(
     function(input, normalized_shape, weight, bias, eps) on torch tensors (on NumPy arrays without torch: y alone).
     on: "gpu" or "cpu" (the same kernels, run on the CPU), None for a GPU if there is one. progress: wraps the cases, as tqdm does.
 
-    Returns a CheckResult: true if all is within bounds; prints as a table. What is allowed: the docstring of cupynorm.check's module.
+    Returns a CheckResult: true if all is within bounds; prints as a table. What is allowed: the docstring of cupynorm.gradient_check.
     Raises ValueError for what a kernel call would refuse too.
     """
     norms = (norm,) if isinstance(norm, str) else tuple(norm)

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from functools import cache
 
 from . import nvrtc
-from .dispatch import Device, Launch, device_like
+from .dispatch import Device, Kernel, Launch, device_like
 
 _MAX_WORDS = 32
 _RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
@@ -79,57 +79,64 @@ def _relaxed_capture():
         driver.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
 
 
+class LoadedKernel:
+    """One planned launch on one device, compiled and loaded: `enqueue` only needs a stream and the argument."""
+
+    def __init__(self, launch: Launch, device_index: int) -> None:
+        from cupy_backends.cuda.api import driver
+
+        self.device_index = device_index
+        with on_device(device_index):
+            self.function = _function(launch.kernel, device_index)  # keeps the module alive
+            if launch.smem_bytes > 48 * 1024:
+                # The device's limit, not this launch's need: another plan of the same kernel may need more.
+                self.function.max_dynamic_shared_size_bytes = device(device_index).smem_per_block
+            if launch.cluster_size > 8:
+                driver.funcSetAttribute(self.function.kernel.ptr, _NON_PORTABLE_CLUSTER_SIZE_ALLOWED, 1)
+            self.pointer = self.function.kernel.ptr
+        self.sizes = (launch.grid_size, 1, 1, launch.block_size, 1, 1, launch.smem_bytes)
+        self.launch_kernel = driver.launchKernel
+        self.runtime = nvrtc.cupy().cuda.runtime
+        self.format: struct.Struct | None = None
+
+    def enqueue(self, stream: int, words: tuple) -> None:
+        """words: the argument, ints (addresses, counts) and floats of 8 bytes each, of the same kinds in every call."""
+        if self.format is None:
+            self.format = struct.Struct(_format(words))
+        thread = _thread()
+        self.format.pack_into(thread.words, 0, *words)
+        if self.runtime.getDevice() == self.device_index:
+            self.launch_kernel(self.pointer, *self.sizes, stream, thread.address, 0)
+        else:
+            with on_device(self.device_index):
+                self.launch_kernel(self.pointer, *self.sizes, stream, thread.address, 0)
+
+
 _functions: dict = {}
 _loading = threading.Lock()
 
 
-def _function(launch: Launch, device_index: int):
-    key = (launch.kernel, device_index)
-    function = _functions.get(key)
+def _function(kernel: Kernel, device_index: int):
+    """The cupy.RawKernel of a kernel; the caller has made the device current."""
+    function = _functions.get((kernel, device_index))
     if function is None:
-        with _loading:
-            function = _functions.get(key)
+        with _loading, _relaxed_capture():
+            function = _functions.get((kernel, device_index))
             if function is None:
-                function = _functions[key] = _load(launch, device_index)
-    if launch.smem_bytes > function.allowed_smem_bytes:
-        # The device's limit at once, so that it is never set again for this function.
-        with on_device(device_index):
-            function.kernel.max_dynamic_shared_size_bytes = device(device_index).smem_per_block
-        function.allowed_smem_bytes = device(device_index).smem_per_block
+                function = nvrtc.module(kernel).get_function(kernel.name_expression)
+                function.kernel  # noqa: B018  (compiles and loads it now)
+                _functions[kernel, device_index] = function
     return function
 
 
-class _Function:
-    """A loaded kernel; keeps its module alive."""
-
-    def __init__(self, kernel: object) -> None:
-        self.kernel = kernel
-        self.pointer = kernel.kernel.ptr
-        self.allowed_smem_bytes = 48 * 1024
+def load(launch: Launch, device_index: int) -> LoadedKernel:
+    """Compiles (or finds) and loads the kernel of a planned launch."""
+    return LoadedKernel(launch, device_index)
 
 
-def _load(launch: Launch, device_index: int) -> _Function:
-    from cupy_backends.cuda.api import driver
-
-    with on_device(device_index), _relaxed_capture():
-        kernel = nvrtc.module(launch.kernel).get_function(launch.kernel.name_expression)
-        function = _Function(kernel)
-        if launch.cluster_size > 8:
-            driver.funcSetAttribute(function.pointer, _NON_PORTABLE_CLUSTER_SIZE_ALLOWED, 1)
-    return function
-
-
-def launch(launch: Launch, device_index: int, stream: int, words: tuple) -> None:
-    """Enqueues one kernel. words: its argument, ints (pointers, counts) and floats, each 8 bytes."""
-    from cupy_backends.cuda.api import driver
-
-    thread = _thread()
-    struct.pack_into(_format(words), thread.words, 0, *words)
-    with on_device(device_index):
-        function = _function(launch, device_index)
-        driver.launchKernel(
-            function.pointer, launch.grid_size, 1, 1, launch.block_size, 1, 1, launch.smem_bytes, stream, thread.address, 0
-        )
+def run(launch: Launch, device_index: int, stream: int, words: tuple) -> None:
+    """Loads and enqueues one kernel."""
+    load(launch, device_index).enqueue(stream, words)
 
 
 def _format(words: tuple) -> str:

@@ -1,6 +1,8 @@
-"""layer_norm, rms_norm and their explicit forward and backward: check, allocate, plan, launch.
+"""layer_norm, rms_norm and their explicit forward and backward: check, plan, allocate, launch.
 
-Reading order: `layer_norm` (what users call) -> `normalize` (checks, then host or GPU) -> `run_forward` (plan and launch).
+Reading order: `layer_norm` (what users call) -> `normalize` (autograd or not) -> `forward`. The first call of a kind is checked
+and planned (`_prepare_forward`); what it found is kept under all that it depends on, and later calls go straight to
+`_PreparedForward.run`: allocate, fill in the addresses, launch.
 """
 
 from __future__ import annotations
@@ -8,13 +10,14 @@ from __future__ import annotations
 import math
 import numbers
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from . import arrays, launch
 from .arrays import Rows, View
-from .dispatch import STATISTICS, STRATEGIES, Device, Launch, Plan, Problem, Tile, choose, make_plan, pack_limit
+from .calls import BackwardCall, ForwardCall, Options, Parameter
+from .dispatch import STATISTICS, STRATEGIES, Problem, Tile, choose, pack_limit
 from .dtypes import DTYPES, compute_dtype
 
 Array = Any  # a CuPy array, torch tensor, NumPy array, or any object with __dlpack__
@@ -38,44 +41,6 @@ class Backward(NamedTuple):
     dx: Array | None
     dweight: Array | None
     dbias: Array | None
-
-
-class Options(NamedTuple):
-    """How, not what: none of these changes the result beyond rounding."""
-
-    strategy: str | None = None
-    tile: Tile | None = None
-    statistics: str | None = None
-    sm_margin: int = 0
-
-
-class Machine(Protocol):
-    """Where kernels run: a GPU (GpuMachine below) or the CPU (cupynorm.on_cpu)."""
-
-    device: Device
-
-    def empty(self, shape: tuple[int, ...], dtype: str) -> tuple[Array, int]:
-        """A new array and its address."""
-
-    def launch(self, launch: Launch, words: tuple) -> None:
-        """Runs one kernel on its packed argument."""
-
-
-class GpuMachine:
-    """The device that an array lies on and the current stream of the library that owns it."""
-
-    def __init__(self, array: Array, device_index: int) -> None:
-        self.library = arrays.library(array)
-        self.device_index = device_index
-        self.device = launch.device(device_index)
-        self.stream = self.library.stream(device_index)
-
-    def empty(self, shape: tuple[int, ...], dtype: str) -> tuple[Array, int]:
-        array = self.library.empty(shape, dtype, self.device_index)
-        return array, self.library.view(array).pointer
-
-    def launch(self, kernel_launch: Launch, words: tuple) -> None:
-        launch.launch(kernel_launch, self.device_index, self.stream, words)
 
 
 # What users call.
@@ -358,7 +323,7 @@ def _check_eps(eps: object, dtype: str) -> float:
     return float(eps)
 
 
-def _check_out(out: Array, x: Array, dtype: str, num_dims: int, others: Mapping[str, Array | None]) -> None:
+def _check_out(out: Array | None, x: Array, dtype: str, num_dims: int) -> None:
     if out is None:
         return
     if not (arrays.is_torch(out) or arrays.is_cupy(out) or isinstance(out, np.ndarray)):
@@ -372,7 +337,12 @@ def _check_out(out: Array, x: Array, dtype: str, num_dims: int, others: Mapping[
     rows = arrays.rows(view, num_dims)
     if rows is None or (rows.num_rows > 1 and abs(rows.row_stride) < rows.num_cols):
         raise ValueError(f"out has strides {view.strides}; expected rows that are contiguous and do not overlap")
-    low, high = arrays.extent(view)
+
+
+def _check_overlap(out: Array | None, others: Mapping[str, Array | None]) -> None:
+    if out is None:
+        return
+    low, high = arrays.extent(_view(out))
     for name, other in others.items():
         if other is not None:
             other_low, other_high = arrays.extent(_view(other))
@@ -387,124 +357,184 @@ def _view(array: Array) -> View:
     return arrays.library(array).view(array)
 
 
+# What a call depends on besides addresses. Calls that agree in all of it share their checks and their plan.
+
+_MOST_PREPARED = 4096  # then all are dropped: shapes without end must not fill the memory
+
+
+def _lie(array: Array | None) -> tuple | None:
+    """How an array lies: library, dtype, shape, strides, device and what alignment can matter. TypeError: not on a GPU."""
+    if array is None:
+        return None
+    if arrays.is_torch(array):
+        if array.is_cuda:
+            return array.dtype, array.shape, array.stride(), array.data_ptr() & 15, array.get_device()
+    elif arrays.is_cupy(array):
+        return array.dtype, array.shape, array.strides, array.data.ptr & 15, array.data.device_id
+    raise TypeError("not on a GPU")
+
+
+def _find(prepared: dict, *key: object) -> tuple[tuple | None, Any]:
+    """(key, what is kept under it); the key is None where a call is not to be kept."""
+    try:
+        return key, prepared.get(key)
+    except TypeError:  # an unhashable normalized_shape: it may be wrong, or a list
+        return None, None
+
+
+def _keep(prepared: dict, key: tuple | None, value: object) -> None:
+    if key is not None:
+        if len(prepared) >= _MOST_PREPARED:
+            prepared.clear()
+        prepared[key] = value
+
+
+def _rows(array: Array | None, num_dims: int) -> tuple[Rows | None, bool]:
+    """An array's rows, and whether they are those of a contiguous copy, whose address is aligned whatever it will be."""
+    if array is None:
+        return None, False
+    view = _view(array)
+    found = arrays.rows(view, num_dims)
+    if found is not None:
+        return found, False
+    return arrays.contiguous_rows(view.shape, num_dims, view.dtype), True
+
+
+def _parameter(array: Array | None) -> tuple[Parameter | None, bool]:
+    """Address and dtype of a weight, bias or statistic, and whether they are those of a contiguous copy."""
+    if array is None:
+        return None, False
+    view = _view(array)
+    copied = arrays.rows(view, len(view.shape)) is None
+    return (0 if copied else view.pointer, view.dtype), copied
+
+
 # Forward.
 
 
 def normalize(
-    centered,
-    input,
-    normalized_shape,
-    weight,
-    bias,
-    eps,
-    residual,
-    return_residual,
-    zero_centered_weight,
-    out_dtype,
-    out,
-    options,
-):
+    centered, input, normalized_shape, weight, bias, eps, residual, return_residual, zero_centered_weight, out_dtype, out, options
+):  # fmt: skip
     """layer_norm and rms_norm: through autograd where torch asks for it, else straight to `forward`."""
     input = arrays.take(input, "input")
-    arguments = (normalized_shape, weight, bias, eps, residual, zero_centered_weight, out_dtype, out, options)
     if arrays.is_torch(input):
-        from .autograd import apply, wants_gradient
+        from . import autograd
 
-        if wants_gradient(input, weight, bias, residual):
-            y, added = apply(centered, input, *arguments)
+        if autograd.wants_gradient(input, weight, bias, residual):
+            y, added = autograd.apply(
+                centered, input, normalized_shape, weight, bias, eps, residual, zero_centered_weight, out_dtype, out, options
+            )  # fmt: skip
             return (y, added) if return_residual else y
-    result = forward(centered, input, *arguments)
+    result = forward(
+        centered, input, normalized_shape, weight, bias, eps, residual, zero_centered_weight, out_dtype, out, options,
+        wants_statistics=False,
+    )  # fmt: skip
     return (result.y, result.sum) if return_residual else result.y
 
 
+_forwards: dict[tuple, _PreparedForward] = {}
+
+
 def forward(
-    centered, x, normalized_shape, weight, bias, eps, residual, zero_centered_weight, out_dtype, out, options
-) -> Forward:
+    centered, x, normalized_shape, weight, bias, eps, residual, zero_centered_weight, out_dtype, out, options, wants_statistics=True
+) -> Forward:  # fmt: skip
     """Checks everything, then computes on the host or on the GPU."""
-    x = arrays.take(x, "input")
-    dtype = _check_dtype(x, "input")
-    shape = tuple(x.shape)
-    normalized = _check_shape(shape, normalized_shape, "input")
-    weight = _take_like(weight, x, normalized, "weight", "input")
-    bias = _take_like(bias, x, normalized, "bias", "input")
-    residual = _take_like(residual, x, shape, "residual", "input")
-    if residual is not None and arrays.dtype_name(residual) != dtype:
-        raise TypeError(f"residual is of dtype {arrays.dtype_name(residual)}; expected the input's, {dtype}")
-    eps = _check_eps(eps, dtype)
-    y_dtype = _check_dtype_name(out_dtype, "out_dtype") if out_dtype is not None else dtype
-    num_dims = len(normalized)
-    _check_out(out, x, y_dtype, num_dims, {"input": x, "weight": weight, "bias": bias, "residual": residual})
-
-    leading = shape[: len(shape) - num_dims]
-    if arrays.on_host(x):
-        return _forward_on_host(centered, x, leading, weight, bias, eps, residual, zero_centered_weight, y_dtype, out)
-
-    x_rows, x = _rows(x, num_dims)
-    machine = GpuMachine(x, _view(x).device)
-    residual_rows = sum_rows = None
-    added = x
-    if residual is not None:
-        residual_rows, residual = _rows(residual, num_dims)
-        added, _ = machine.empty(shape, dtype)
-        sum_rows, _ = _rows(added, num_dims)
-    y = out if out is not None else machine.empty(shape, y_dtype)[0]
-    y_rows, _ = _rows(y, num_dims)
-    compute = compute_dtype(dtype).name
-    mean, mean_pointer = machine.empty(leading, compute) if centered else (None, 0)
-    rstd, rstd_pointer = machine.empty(leading, compute)
-    weight, bias = _contiguous(weight), _contiguous(bias)
-    run_forward(
-        machine, centered, x_rows, y_rows, _parameter(weight), _parameter(bias), mean_pointer, rstd_pointer, eps,
-        zero_centered_weight, residual_rows, sum_rows, options,
-    )  # fmt: skip
-    return Forward(y, mean, rstd, added)
+    key = prepared = None
+    try:
+        lie = (_lie(x), _lie(weight), _lie(bias), _lie(residual), _lie(out))
+        key, prepared = _find(
+            _forwards, centered, lie, normalized_shape, normalized_shape.__class__, eps, eps.__class__, zero_centered_weight,
+            out_dtype, options, wants_statistics,
+        )  # fmt: skip
+    except TypeError:
+        pass  # on the host, or no array at all: the checks below find words for it
+    if prepared is None:
+        x = arrays.take(x, "input")
+        dtype = _check_dtype(x, "input")
+        shape = tuple(x.shape)
+        normalized = _check_shape(shape, normalized_shape, "input")
+        weight = _take_like(weight, x, normalized, "weight", "input")
+        bias = _take_like(bias, x, normalized, "bias", "input")
+        residual = _take_like(residual, x, shape, "residual", "input")
+        if residual is not None and arrays.dtype_name(residual) != dtype:
+            raise TypeError(f"residual is of dtype {arrays.dtype_name(residual)}; expected the input's, {dtype}")
+        eps = _check_eps(eps, dtype)
+        y_dtype = _check_dtype_name(out_dtype, "out_dtype") if out_dtype is not None else dtype
+        _check_out(out, x, y_dtype, len(normalized))
+        if arrays.on_host(x):
+            _check_overlap(out, {"input": x, "weight": weight, "bias": bias, "residual": residual})
+            leading = shape[: len(shape) - len(normalized)]
+            return _forward_on_host(centered, x, leading, weight, bias, eps, residual, zero_centered_weight, y_dtype, out)
+        prepared = _PreparedForward(
+            centered, x, len(normalized), weight, bias, eps, residual, zero_centered_weight, y_dtype, out, options, wants_statistics
+        )  # fmt: skip
+        _keep(_forwards, key, prepared)
+    if out is not None:
+        _check_overlap(out, {"input": x, "weight": weight, "bias": bias, "residual": residual})
+    return prepared.run(x, weight, bias, residual, out)
 
 
-def _rows(array: Array, num_dims: int) -> tuple[Rows, Array]:
-    """An array's rows, and the array that holds them: the same, or a contiguous copy."""
-    found = arrays.rows(_view(array), num_dims)
-    if found is None:
-        array = arrays.library(array).contiguous(array)
-        found = arrays.rows(_view(array), num_dims)
-    return found, array
+class _PreparedForward:
+    """A forward that is checked, planned and compiled: `run` takes any arrays that lie as those it was made from."""
 
+    def __init__(
+        self, centered, x, num_dims, weight, bias, eps, residual, zero_centered_weight, y_dtype, out, options, wants_statistics
+    ) -> None:  # fmt: skip
+        self.library = library = arrays.library(x)
+        view = _view(x)
+        self.device_index = view.device
+        self.shape = view.shape
+        self.leading = view.shape[: len(view.shape) - num_dims]
+        x_rows, self.copy_x = _rows(x, num_dims)
+        residual_rows, self.copy_residual = _rows(residual, num_dims)
+        weight_parameter, self.copy_weight = _parameter(weight)
+        bias_parameter, self.copy_bias = _parameter(bias)
+        self.copies = self.copy_x or self.copy_residual or self.copy_weight or self.copy_bias
+        y_rows = arrays.contiguous_rows(view.shape, num_dims, y_dtype) if out is None else _rows(out, num_dims)[0]
+        sum_rows = arrays.contiguous_rows(view.shape, num_dims, view.dtype) if residual is not None else None
+        call = ForwardCall(
+            launch.device(view.device), centered, x_rows, y_rows, weight_parameter, bias_parameter, eps, zero_centered_weight,
+            residual_rows, sum_rows, options,
+        )  # fmt: skip
+        self.call = call
+        self.kernels = [launch.load(each, view.device) for each in call.plan.launches]
+        # The cheapest of torch's allocations where it does.
+        self.like_x = y_dtype == view.dtype and library is arrays.TorchLibrary and x.is_contiguous()
+        self.y_dtype = library.dtype(y_dtype)
+        self.x_dtype = library.dtype(view.dtype)
+        compute = library.dtype(compute_dtype(view.dtype).name)
+        self.mean_dtype = compute if centered and wants_statistics else None
+        self.rstd_dtype = compute if wants_statistics else None
 
-def _contiguous(array: Array | None) -> Array | None:
-    return None if array is None else arrays.library(array).contiguous(array)
-
-
-def _parameter(array: Array | None) -> tuple[int, str] | None:
-    """Address and dtype of a contiguous weight or bias."""
-    if array is None:
-        return None
-    view = _view(array)
-    return view.pointer, view.dtype
-
-
-def _parameter_layouts(*parameters: tuple[int, str] | None) -> list[tuple[int, int, int]]:
-    return [(pointer, 0, DTYPES[dtype].itemsize) for pointer, dtype in filter(None, parameters)]
-
-
-def run_forward(
-    machine: Machine, centered: bool, x: Rows, y: Rows, weight: tuple[int, str] | None, bias: tuple[int, str] | None,
-    mean: int, rstd: int, eps: float, zero_centered: bool = False, residual: Rows | None = None, sum: Rows | None = None,
-    options: Options = Options(),
-) -> Plan:  # fmt: skip
-    """Plans and launches a forward on arrays that are checked and allocated; mean and rstd are addresses, 0 if not wanted."""
-    layouts = [rows.layout() for rows in (x, y, residual, sum) if rows] + _parameter_layouts(weight, bias)
-    problem = Problem(
-        "forward", centered, x.num_cols, x.dtype, y=y.dtype, weight=weight[1] if weight else None,
-        bias=bias[1] if bias else None, zero_centered=bool(zero_centered), residual=residual is not None,
-        pack_limit=pack_limit(x.num_cols, layouts),
-    )  # fmt: skip
-    plan = make_plan(problem, machine.device, x.num_rows, **options._asdict())
-    load = (x.pointer, x.row_stride)
-    if residual:
-        load += (residual.pointer, residual.row_stride, *((sum.pointer, sum.row_stride) if sum else (0, 0)))
-    store = (y.pointer, y.row_stride, weight[0] if weight else 0, bias[0] if bias else 0)
-    for kernel_launch in plan.launches:
-        machine.launch(kernel_launch, (*load, *store, mean, rstd, x.num_rows, x.num_cols, float(eps)))
-    return plan
+    def run(self, x: Array, weight: Array | None, bias: Array | None, residual: Array | None, out: Array | None) -> Forward:
+        library, device_index = self.library, self.device_index
+        if self.copies:
+            x = library.contiguous(x) if self.copy_x else x
+            weight = library.contiguous(weight) if self.copy_weight else weight
+            bias = library.contiguous(bias) if self.copy_bias else bias
+            residual = library.contiguous(residual) if self.copy_residual else residual
+        address = library.address
+        if out is not None:
+            y = out
+        elif self.like_x:
+            y = library.empty_like(x)
+        else:
+            y = library.empty(self.shape, self.y_dtype, device_index)
+        mean = library.empty(self.leading, self.mean_dtype, device_index) if self.mean_dtype else None
+        rstd = library.empty(self.leading, self.rstd_dtype, device_index) if self.rstd_dtype else None
+        added = x if residual is None else library.empty(self.shape, self.x_dtype, device_index)
+        if self.kernels:
+            words = self.call.words(
+                address(x),
+                address(y),
+                0 if weight is None else address(weight),
+                0 if bias is None else address(bias),
+                0 if mean is None else address(mean),
+                0 if rstd is None else address(rstd),
+                *(() if residual is None else (address(residual), address(added))),
+            )
+            self.kernels[0].enqueue(library.stream(device_index), words)
+        return Forward(y, mean, rstd, added)
 
 
 def _forward_on_host(centered, x, leading, weight, bias, eps, residual, zero_centered_weight, y_dtype, out) -> Forward:
@@ -537,76 +567,119 @@ def _forward_on_host(centered, x, leading, weight, bias, eps, residual, zero_cen
 # Backward.
 
 
+_backwards: dict[tuple, _PreparedBackward] = {}
+
+
 def backward(
     centered, dy, x, mean, rstd, normalized_shape, weight, zero_centered_weight, dsum, gradients, dweight_dtype, dbias_dtype, options
 ) -> Backward:  # fmt: skip
     """Checks everything, then computes the gradients asked for on the host or on the GPU."""
-    x = arrays.take(x, "x")
-    dtype = _check_dtype(x, "x")
-    shape = tuple(x.shape)
-    normalized = _check_shape(shape, normalized_shape, "x")
-    num_dims = len(normalized)
-    leading = shape[: len(shape) - num_dims]
-    dy = _take_like(dy, x, shape, "dy", "x")
-    if dy is None:
-        raise TypeError("dy is None; expected the gradient of y")
-    dsum = _take_like(dsum, x, shape, "dsum", "x")
-    weight = _take_like(weight, x, normalized, "weight", "x")
-    compute = compute_dtype(dtype).name
-    for name, array in (("mean", mean), ("rstd", rstd)):
-        if array is None:
-            if name == "mean" and not centered:
-                continue
-            raise TypeError(f"{name} is None; expected the statistic that the forward returned")
-        _take_like(array, x, leading, name, "x")
-        if arrays.dtype_name(array) != compute:
-            raise TypeError(f"{name} is of dtype {arrays.dtype_name(array)}; expected {compute} for x of {dtype}")
-    unknown = [name for name in gradients if name not in Backward._fields]
-    if unknown or isinstance(gradients, str):
-        raise ValueError(f"gradients is {gradients!r}; expected some of {', '.join(Backward._fields)}")
-    parameter_dtype = arrays.dtype_name(weight) if weight is not None else dtype
-    dweight_dtype = _check_dtype_name(dweight_dtype, "dweight_dtype") if dweight_dtype is not None else parameter_dtype
-    dbias_dtype = _check_dtype_name(dbias_dtype, "dbias_dtype") if dbias_dtype is not None else parameter_dtype
-
-    wanted = (
-        dtype if "dx" in gradients else None,
-        dweight_dtype if "dweight" in gradients else None,
-        dbias_dtype if "dbias" in gradients else None,
-    )
-    if not any(wanted):
-        return Backward(None, None, None)
-    if arrays.on_host(x):
-        return _backward_on_host(centered, dy, x, mean, rstd, weight, zero_centered_weight, dsum, wanted, normalized)
-
-    dy_rows, dy = _rows(dy, num_dims)
-    x_rows, x = _rows(x, num_dims)
-    machine = GpuMachine(x, _view(x).device)
-    dsum_rows = None
-    if dsum is not None:
-        dsum_rows, dsum = _rows(dsum, num_dims)
-    weight, mean, rstd = (
-        _contiguous(weight),
-        _contiguous(arrays.take(mean, "mean")) if centered else None,
-        _contiguous(arrays.take(rstd, "rstd")),
-    )
-    dx = dweight = dbias = dx_rows = None
-    if wanted[0]:
-        dx, _ = machine.empty(shape, dtype)
-        dx_rows, _ = _rows(dx, num_dims)
-    if wanted[1]:
-        dweight, _ = machine.empty(normalized, dweight_dtype)
-    if wanted[2]:
-        dbias, _ = machine.empty(normalized, dbias_dtype)
-    if x_rows.num_rows == 0:
-        for array in (dweight, dbias):
-            if array is not None:
-                machine.library.zero(array)
-    else:
-        run_backward(
-            machine, centered, x_rows, dy_rows, _parameter(mean)[0] if centered else 0, _parameter(rstd)[0], _parameter(weight),
-            zero_centered_weight, dx_rows, _parameter(dweight), _parameter(dbias), dsum_rows, options,
+    key = prepared = None
+    try:
+        lie = (_lie(dy), _lie(x), _lie(mean), _lie(rstd), _lie(weight), _lie(dsum))
+        key, prepared = _find(
+            _backwards, centered, lie, normalized_shape, normalized_shape.__class__, zero_centered_weight, tuple(gradients),
+            gradients.__class__, dweight_dtype, dbias_dtype, options,
         )  # fmt: skip
-    return Backward(dx, dweight, dbias)
+    except TypeError:
+        pass  # on the host, or no array at all: the checks below find words for it
+    if prepared is None:
+        x = arrays.take(x, "x")
+        dtype = _check_dtype(x, "x")
+        shape = tuple(x.shape)
+        normalized = _check_shape(shape, normalized_shape, "x")
+        leading = shape[: len(shape) - len(normalized)]
+        dy = _take_like(dy, x, shape, "dy", "x")
+        if dy is None:
+            raise TypeError("dy is None; expected the gradient of y")
+        dsum = _take_like(dsum, x, shape, "dsum", "x")
+        weight = _take_like(weight, x, normalized, "weight", "x")
+        mean = _take_statistic(mean, x, leading, "mean") if centered else None
+        rstd = _take_statistic(rstd, x, leading, "rstd")
+        if isinstance(gradients, str) or any(name not in Backward._fields for name in gradients):
+            raise ValueError(f"gradients is {gradients!r}; expected some of {', '.join(Backward._fields)}")
+        own = arrays.dtype_name(weight) if weight is not None else dtype
+        dtypes = (
+            dtype,
+            own if dweight_dtype is None else _check_dtype_name(dweight_dtype, "dweight_dtype"),
+            own if dbias_dtype is None else _check_dtype_name(dbias_dtype, "dbias_dtype"),
+        )
+        wanted = tuple(each if name in gradients else None for name, each in zip(Backward._fields, dtypes))
+        if not any(wanted):
+            return Backward(None, None, None)
+        if arrays.on_host(x):
+            return _backward_on_host(centered, dy, x, mean, rstd, weight, zero_centered_weight, dsum, wanted, normalized)
+        prepared = _PreparedBackward(
+            centered, dy, x, mean, rstd, normalized, weight, zero_centered_weight, dsum, wanted, options
+        )
+        _keep(_backwards, key, prepared)
+    return prepared.run(dy, x, mean, rstd, weight, dsum)
+
+
+def _take_statistic(array: Array | None, x: Array, leading: tuple[int, ...], name: str) -> Array:
+    if array is None:
+        raise TypeError(f"{name} is None; expected the statistic that the forward returned")
+    array = _take_like(array, x, leading, name, "x")
+    expected = compute_dtype(arrays.dtype_name(x)).name
+    if arrays.dtype_name(array) != expected:
+        raise TypeError(f"{name} is of dtype {arrays.dtype_name(array)}; expected {expected} for x of {arrays.dtype_name(x)}")
+    return array
+
+
+class _PreparedBackward:
+    """A backward that is checked, planned and compiled: `run` takes any arrays that lie as those it was made from."""
+
+    def __init__(
+        self, centered, dy, x, mean, rstd, normalized, weight, zero_centered_weight, dsum, wanted, options
+    ) -> None:  # fmt: skip
+        self.library = library = arrays.library(x)
+        view = _view(x)
+        num_dims = len(normalized)
+        self.device_index = view.device
+        self.shape, self.normalized = view.shape, normalized
+        dy_rows, copy_dy = _rows(dy, num_dims)
+        x_rows, copy_x = _rows(x, num_dims)
+        dsum_rows, copy_dsum = _rows(dsum if wanted[0] else None, num_dims)
+        weight_parameter, copy_weight = _parameter(weight)
+        # In the order of run's arguments.
+        self.copy = (copy_dy, copy_x, _parameter(mean)[1], _parameter(rstd)[1], copy_weight, copy_dsum)
+        dx_rows = arrays.contiguous_rows(view.shape, num_dims, view.dtype) if wanted[0] else None
+        dweight, dbias = ((0, dtype) if dtype else None for dtype in wanted[1:])  # fresh arrays are aligned
+        call = BackwardCall(
+            launch.device(view.device), centered, x_rows, dy_rows, weight_parameter, zero_centered_weight, dx_rows, dweight,
+            dbias, dsum_rows, options,
+        )  # fmt: skip
+        self.call = call
+        self.kernels = [launch.load(each, view.device) for each in call.plan.launches]
+        self.dtypes = tuple(library.dtype(name) if name else None for name in wanted)
+        self.partials_dtype = library.dtype(call.plan.problem.compute)
+
+    def run(self, dy: Array, x: Array, mean: Array | None, rstd: Array, weight: Array | None, dsum: Array | None) -> Backward:
+        library, device_index = self.library, self.device_index
+        if any(self.copy):
+            given = (dy, x, mean, rstd, weight, dsum)
+            dy, x, mean, rstd, weight, dsum = (
+                library.contiguous(array) if copied else array for array, copied in zip(given, self.copy)
+            )
+        shapes = (self.shape, self.normalized, self.normalized)
+        dx, dweight, dbias = (
+            library.empty(shape, dtype, device_index) if dtype else None for shape, dtype in zip(shapes, self.dtypes)
+        )
+        if not self.kernels:  # no rows, or no columns: sums of nothing
+            for array in (dweight, dbias):
+                if array is not None:
+                    library.zero(array)
+            return Backward(dx, dweight, dbias)
+        shape = self.call.partials_shape
+        partials = library.empty(shape, self.partials_dtype, device_index) if shape else None
+        addresses = (
+            0 if array is None else library.address(array)
+            for array in (x, dy, weight, dx, mean, rstd, dweight, dbias, dsum, partials)
+        )
+        stream = library.stream(device_index)
+        for kernel, words in zip(self.kernels, self.call.words(*addresses)):
+            kernel.enqueue(stream, words)
+        return Backward(dx, dweight, dbias)
 
 
 def check_backward(centered, x, normalized_shape, weight, bias, residual, out_dtype, options) -> None:
@@ -622,46 +695,6 @@ def check_backward(centered, x, normalized_shape, weight, bias, residual, out_dt
         **{name: None if array is None else arrays.dtype_name(array) for name, array in dtypes.items()},
     )  # fmt: skip
     choose(problem, launch.device(_view(x).device), options.strategy)
-
-
-def run_backward(
-    machine: Machine, centered: bool, x: Rows, dy: Rows, mean: int, rstd: int, weight: tuple[int, str] | None,
-    zero_centered: bool, dx: Rows | None, dweight: tuple[int, str] | None, dbias: tuple[int, str] | None,
-    dsum: Rows | None = None, options: Options = Options(),
-) -> Plan:  # fmt: skip
-    """Plans and launches a backward on arrays that are checked and allocated; None for a gradient that is not wanted."""
-    dsum = dsum if dx else None
-    layouts = [rows.layout() for rows in (x, dy, dx, dsum) if rows] + _parameter_layouts(weight, dweight, dbias)
-    problem = Problem(
-        "backward", centered, x.num_cols, x.dtype, weight=weight[1] if weight else None, zero_centered=bool(zero_centered),
-        dy=dy.dtype, dx=dx.dtype if dx else None, dweight=dweight[1] if dweight else None, dbias=dbias[1] if dbias else None,
-        dsum=dsum.dtype if dsum else None, pack_limit=pack_limit(x.num_cols, layouts),
-    )  # fmt: skip
-    plan = make_plan(problem, machine.device, x.num_rows, **options._asdict())
-    partials = partials_pointer = None
-    if plan.num_partials:
-        count = bool(dweight) + bool(dbias)
-        partials, partials_pointer = machine.empty((count, plan.num_partials, x.num_cols), problem.compute)
-    bytes_of_one = plan.num_partials * x.num_cols * DTYPES[problem.compute].itemsize
-    dweight_partials = partials_pointer if partials_pointer and dweight else 0
-    dbias_partials = (partials_pointer + (bytes_of_one if dweight else 0)) if partials_pointer and dbias else 0
-
-    rows = (x.pointer, x.row_stride, dy.pointer, dy.row_stride)
-    for kernel_launch in plan.launches:
-        if kernel_launch.kernel.source == "backward_parameters.cu":
-            outputs = (dweight[0] if dweight else 0, dbias[0] if dbias else 0)
-            if plan.num_partials:
-                words = (dweight_partials, dbias_partials, x.num_cols, *outputs, plan.num_partials, x.num_cols)
-            else:
-                words = (*rows, mean, rstd, *outputs, x.num_rows, x.num_cols)
-        else:
-            store = (dx.pointer, dx.row_stride) if dx else (0, 0)
-            store += (dsum.pointer, dsum.row_stride) if dsum else (0, 0)
-            words = (
-                *rows, weight[0] if weight else 0, *store, mean, rstd, dweight_partials, dbias_partials, x.num_rows, x.num_cols,
-            )  # fmt: skip
-        machine.launch(kernel_launch, words)
-    return plan
 
 
 def _backward_on_host(centered, dy, x, mean, rstd, weight, zero_centered_weight, dsum, wanted, normalized) -> Backward:

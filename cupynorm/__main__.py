@@ -1,0 +1,418 @@
+"""python -m cupynorm [check | plan | bench]: the gradient check, dispatch plans, the benchmark.
+
+Exit codes: 0 all is well; 1 a kernel is off or failed; 2 what was asked for is not possible, with a sentence on stderr.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from tqdm import tqdm
+
+from . import __version__, activations, bench, dispatch, gradient_check, launch, on_cpu
+from .dispatch import DEVICES, STRATEGIES, Device, Plan
+from .dtypes import DTYPES
+from .gradient_check import NORMS, Case, CheckResult, CpuMachine, Finding, Problem
+from .nvrtc import MissingLibraryError
+
+COMMANDS = ("check", "plan", "bench")
+DIRECTIONS = bench.DIRECTIONS
+# Elements of x in one case. A grid case costs its float64 reference on the host, and on the CPU its kernels, most of its time.
+_GRID_ELEMENTS = {"gpu": 2**20, "cpu": 2**16}
+_GRID_ROWS = {"gpu": 1021, "cpu": 61}
+_FILE_ELEMENTS = {"gpu": 2**24, "cpu": 2**20}
+_WIDEST_ON_CPU = 2**19
+_SHOWN_OFF = 12
+
+
+# check
+
+
+class Entry(NamedTuple):
+    """One case of the check. name: its line of the table. make: its tensors, made when its turn comes."""
+
+    name: str
+    case: Case
+    make: Callable[[], Problem]
+
+
+def given_entries(
+    given: Iterable[activations.Activations], dtypes: Sequence[str | None], max_elements: int, seed: int
+) -> list[Entry]:
+    """Activations in each norm and dtype (None: as stored)."""
+    entries = []
+    for norm in NORMS:
+        for each in given:
+            for dtype in dtypes:
+                problem = each.problem(norm, dtype, max_elements=max_elements, seed=seed)
+                taken = f"{problem.case.num_rows} of " if problem.case.num_rows < len(each.x) else ""
+                name = f"{each.name.rpartition('layer_norms/')[2]}, {taken}{len(each.x)} x {each.x.shape[1]}"
+                entries.append(Entry(name, problem.case, lambda problem=problem: problem))
+    return entries
+
+
+def grid_shapes(device: Device, on: str) -> list[tuple[int, int, str | None]]:
+    """(num_rows, num_cols, strategy) that reach every strategy of a device in both directions; None: the width decides.
+
+    A few narrow and odd widths; then for each strategy and direction the first width beyond it in all dtypes. Where that is
+    too wide for the CPU, the strategy that it would reach is forced on a narrower row.
+    """
+    widths = {1, 33, 768, 4095}
+    forced = set()
+    names = [name for name, row in STRATEGIES.items() if device.compute_capability >= row.first_capability]
+    for direction in DIRECTIONS:
+        problems = [dispatch.plan(4096, dtype=dtype, device=device, direction=direction).problem for dtype in DTYPES]
+        for name, following in zip(names, names[1:]):
+            widest = max(dispatch.widest(name, problem, device) for problem in problems)
+            beyond = (widest // 16 + 1) * 16  # whole packs in every dtype
+            if on == "cpu" and beyond > _WIDEST_ON_CPU:
+                forced.add(following)
+            else:
+                widths.add(beyond)
+    shapes = []
+    for num_cols in sorted(widths):
+        num_rows = min(_GRID_ROWS[on], max(_GRID_ELEMENTS[on] // num_cols, 1 if num_cols >= 2**20 else 2))
+        shapes.append((num_rows, num_cols, None))
+    return shapes + [(3, 4096, name) for name in names if name in forced]
+
+
+def quick_shapes(device: Device) -> list[tuple[int, int, str | None]]:
+    """Every strategy of a device once, the wide ones forced on narrower rows."""
+    wide = [name for name, row in STRATEGIES.items() if name != "warp" and device.compute_capability >= row.first_capability]
+    return [(61, 33, None), *((3, 4096, name) for name in wide)]
+
+
+def grid_entries(shapes: Iterable[tuple[int, int, str | None]], dtypes: Sequence[str], seed: int) -> list[Entry]:
+    """Random tensors of these shapes in each norm and dtype."""
+    shapes = list(shapes)
+    entries = []
+    for norm in NORMS:
+        for num_rows, num_cols, strategy in shapes:
+            for dtype in dtypes:
+                case = Case(norm, num_rows, num_cols, dtype, strategy=strategy)
+                name = f"random, {num_rows} x {num_cols}" + (f", {strategy} forced" if strategy else "")
+                entries.append(Entry(name, case, lambda case=case: gradient_check.random_problem(case, seed)))
+    return entries
+
+
+def plan_of(case: Case, device: Device, direction: str) -> Plan:
+    return dispatch.plan(
+        case.num_cols, case.num_rows, case.x, norm=case.norm, direction=direction, device=device,
+        weight_dtype=case.dtype("weight"), bias_dtype=case.dtype("bias"), strategy=case.strategy,
+    )  # fmt: skip
+
+
+def compile_on_cpu(entries: Iterable[Entry], device: Device) -> None:
+    """Compiles all that the entries will run, on all CPUs at once: a kernel takes a compiler a third of a second."""
+    launches = [launch for entry in entries for way in DIRECTIONS for launch in plan_of(entry.case, device, way).launches]
+    instances = list(dict.fromkeys((launch.kernel.source, launch.kernel.name_expression) for launch in launches))
+    batch = 4 * (os.cpu_count() or 1)
+    with tqdm(total=len(instances), desc="compiling", unit="kernel", leave=False) as bar:
+        for first in range(0, len(instances), batch):
+            on_cpu.compile_many(instances[first : first + batch])
+            bar.update(len(instances[first : first + batch]))
+
+
+def table(results: Sequence[tuple[Entry, list[Finding]]], device: Device) -> str:
+    """One line for each problem, one column for each dtype: the worst error and whose it is."""
+    dtypes = [dtype for dtype in DTYPES if any(entry.case.x == dtype for entry, _ in results)]
+    lines: dict[tuple[str, str], dict[str, str]] = {}
+    strategies: dict[tuple[str, str], dict[str, list[str]]] = {}
+    for entry, findings in results:
+        key = (entry.case.norm, entry.name)
+        worst = worst_of(findings)
+        verdict = f"{worst.error:.2f} {worst.tensor}" if worst.ok else f"OFF: {worst.tensor} {worst.error:.3g}"
+        lines.setdefault(key, {})[entry.case.x] = verdict
+        for direction in DIRECTIONS:
+            found = strategies.setdefault(key, {name: [] for name in DIRECTIONS})[direction]
+            strategy = plan_of(entry.case, device, direction).strategy
+            if strategy not in found:
+                found.append(strategy)
+    rows = [["norm", "rows x columns", *DIRECTIONS, *dtypes]]
+    for (norm, name), verdicts in lines.items():
+        used = ["/".join(strategies[norm, name][direction]) for direction in DIRECTIONS]
+        rows.append([norm, name, *used, *(verdicts.get(dtype, "-") for dtype in dtypes)])
+    widths = [max(len(row[at]) for row in rows) for at in range(len(rows[0]))]
+    return "\n".join("  ".join(f"{text:<{width}}" for text, width in zip(row, widths)).rstrip() for row in rows)
+
+
+def worst_of(findings: Iterable[Finding]) -> Finding:
+    return max(findings, key=lambda found: (not found.ok, found.error))
+
+
+def describe(on: str, device: Device) -> str:
+    """What was found: the GPU and the libraries, and where the kernels run."""
+    found = bench.environment()
+    libraries = [
+        f"{label} {found[name]}" if found[name] else f"no {label}"
+        for name, label in (("cupy", "CuPy"), ("cuda_runtime", "CUDA runtime"), ("nvrtc", "NVRTC"), ("torch", "torch"))
+    ]
+    gpu = f"{found['gpu']}, driver {found['driver']}" if found["gpu"] else "no GPU"
+    lines = [f"cupynorm {__version__} found {gpu}, {', '.join(libraries)}"]
+    if on == "cpu":
+        lines.append(
+            f"the same .cu files, planned for an {device.name}, are compiled by {on_cpu.compiler()} and run on the CPU: slow, "
+            "but every index and every sum is the real one"
+        )
+    return "\n".join(lines)
+
+
+def check(arguments: argparse.Namespace) -> int:
+    on = arguments.on or ("gpu" if gradient_check.has_gpu() else "cpu")
+    if on == "gpu" and not gradient_check.has_gpu():
+        raise ValueError("--on gpu: CuPy finds no GPU (or is not installed); --on cpu runs the same kernels on the CPU")
+    seed = arguments.seed
+    where = gradient_check.machine("gpu") if on == "gpu" else CpuMachine(seed=seed)
+    print(describe(on, where.device), end="\n\n", flush=True)
+
+    if arguments.files:
+        given = [each for path in arguments.files for each in activations.read(path, print)]
+        if not given:
+            raise ValueError(f"{', '.join(arguments.files)}: no floating-point array was found")
+        entries = given_entries(given, [None], _FILE_ELEMENTS[on], seed)
+    elif arguments.quick:
+        entries = given_entries(activations.shipped(), ["float32", "bfloat16"], _FILE_ELEMENTS[on], seed)
+        entries += grid_entries(quick_shapes(where.device), ["bfloat16"], seed)
+    else:
+        entries = given_entries(activations.shipped(), list(DTYPES), _FILE_ELEMENTS[on], seed)
+        entries += grid_entries(grid_shapes(where.device, on), list(DTYPES), seed)
+    if on == "cpu":
+        compile_on_cpu(entries, where.device)
+
+    results = []
+    for entry in tqdm(entries, desc="checking", unit="case", leave=False):
+        problem = entry.make()
+        welford = gradient_check.uses_welford(problem.case, where.device)
+        got = gradient_check.run_kernels(problem, where)
+        results.append((entry, gradient_check.judge_all(problem, got, rounded_mean=welford)))
+
+    print(table(results, where.device), end="\n\n")
+    findings = [found for _, each in results for found in each]
+    print(CheckResult(findings).summary(), end="\n\n")
+    off = [found for found in findings if not found.ok]
+    if not off:
+        print(f"OK: every element of {len(findings)} tensors in {len(results)} cases is within what its dtype allows")
+        return 0
+    print(CheckResult(off[:_SHOWN_OFF]), end="\n\n")
+    num_cases = sum(not all(found.ok for found in each) for _, each in results)
+    print(
+        f"OFF: {len(off)} of {len(findings)} tensors in {num_cases} of {len(results)} cases are beyond what their dtypes allow"
+    )
+    return 1
+
+
+# plan
+
+
+def find_device(name: str | None) -> Device:
+    if name is None:
+        return launch.current_device()
+    known = {key.lower(): device for key, device in DEVICES.items()}
+    if name.lower() not in known:
+        raise ValueError(f"--device is {name!r}; expected one of {', '.join(DEVICES)}")
+    return known[name.lower()]
+
+
+def plan(arguments: argparse.Namespace) -> int:
+    try:
+        device = find_device(arguments.device)
+    except MissingLibraryError as error:
+        raise ValueError(f"no GPU was found ({error}); name a device, for example --device H200") from error
+    if arguments.table:
+        print(strategy_table(device))
+        return 0
+    if arguments.num_cols is None:
+        raise ValueError("plan needs a number of columns, or --table")
+    directions = DIRECTIONS if arguments.direction == "both" else (arguments.direction,)
+    plans = [
+        dispatch.plan(
+            arguments.num_cols, arguments.rows, arguments.dtype, norm=arguments.norm, direction=direction, device=device,
+            strategy=arguments.strategy, sm_margin=arguments.sm_margin,
+            bias_dtype="same" if arguments.norm == "layer_norm" else None,
+        )
+        for direction in directions
+    ]  # fmt: skip
+    print("\n\n".join(map(str, plans)))
+    return 0
+
+
+def strategy_table(device: Device) -> str:
+    """The dispatch table of a device: the widest row of each strategy, by dtype and direction."""
+    rows = [["dtype", "direction", *STRATEGIES]]
+    for dtype in DTYPES:
+        for direction in DIRECTIONS:
+            problem = dispatch.plan(4096, dtype=dtype, device=device, direction=direction).problem
+            widest = [dispatch.widest(name, problem, device) for name in STRATEGIES]
+            last = list(STRATEGIES)[-1]
+            shown = ["any" if name == last else "-" if cols is None else f"{cols:,}" for name, cols in zip(STRATEGIES, widest)]
+            rows.append([dtype, direction, *shown])
+    widths = [max(len(row[at]) for row in rows) for at in range(len(rows[0]))]
+    lines = [
+        f"{device.name}, {device.num_sms} multiprocessors, sm_{device.compute_capability}: the most columns that a row may have"
+    ]
+    for row in rows:
+        names = [f"{text:<{width}}" for text, width in zip(row[:2], widths)]
+        numbers = [f"{text:>{width}}" for text, width in zip(row[2:], widths[2:])]
+        lines.append("  ".join([*names, *numbers]))
+    lines.append("the first strategy that is wide enough wins; a row waits in")
+    name_width = max(map(len, STRATEGIES))
+    lines += [f"  {row.name:<{name_width}}  {row.row_waits}" for row in STRATEGIES.values()]
+    return "\n".join(lines)
+
+
+# bench
+
+
+def run_bench(arguments: argparse.Namespace) -> int:
+    readme = Path("README.md")
+    if arguments.readme:  # before any time is spent
+        if not readme.is_file():
+            raise ValueError(f"--readme: there is no README.md in {Path.cwd()}")
+        bench.rewrite_readme(readme.read_text(encoding="utf-8"), "")
+    if arguments.json and not Path(arguments.json).absolute().parent.is_dir():
+        raise ValueError(f"--json: there is no folder {Path(arguments.json).absolute().parent}")
+    result = bench.bench(
+        norms=arguments.norm,
+        dtypes=arguments.dtype,
+        directions=arguments.direction,
+        cols=arguments.cols,
+        elements=arguments.elements,
+        runs=arguments.runs,
+        seed=arguments.seed,
+        progress=lambda cells: tqdm(cells, desc="measuring", unit="cell", leave=False),
+        command=shlex.join(["python", "-m", "cupynorm", *arguments.given]),
+    )
+    print(result)
+    if arguments.json:
+        Path(arguments.json).write_text(result.to_json() + "\n", encoding="utf-8")
+    if arguments.readme and result.ok:
+        text = bench.rewrite_readme(readme.read_text(encoding="utf-8"), result.markdown())
+        readme.write_text(text, encoding="utf-8")
+    if not result.ok:
+        print("OFF: cupynorm is beyond what its dtypes allow" + ("; README.md is left as it was" if arguments.readme else ""))
+    return 0 if result.ok else 1
+
+
+# The command line.
+
+
+def number(text: str) -> int:
+    """An integer, or a power as 2**28 or 2^28."""
+    base, power, exponent = text.replace("^", "**").partition("**")
+    try:
+        value = int(base) ** int(exponent) if power and 0 <= int(exponent) <= 64 else int(base if not power else "")
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number, or a power such as 2**28") from error
+    if value < 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is negative; expected 0 or more")
+    return value
+
+
+def positive(text: str) -> int:
+    value = number(text)
+    if value == 0:
+        raise argparse.ArgumentTypeError("0 is too few; expected 1 or more")
+    return value
+
+
+def several(names: Sequence[str]) -> Callable[[str], list[str]]:
+    def parse(text: str) -> list[str]:
+        found = text.split(",")
+        for name in found:
+            if name not in names:
+                raise argparse.ArgumentTypeError(f"{name!r} is unknown; expected some of {','.join(names)}")
+        return list(dict.fromkeys(found))
+
+    return parse
+
+
+def numbers(text: str) -> list[int]:
+    return list(dict.fromkeys(positive(each) for each in text.split(",")))
+
+
+def parser() -> argparse.ArgumentParser:
+    top = argparse.ArgumentParser(
+        prog="python -m cupynorm", description="LayerNorm and RMSNorm kernels: check them, see which is chosen, measure them."
+    )
+    top.add_argument("--version", action="version", version=f"cupynorm {__version__}")
+    commands = top.add_subparsers(dest="command", metavar="{check,plan,bench}")
+
+    about = "compare the kernels, forward and backward, with float64 (this is what runs without a command)"
+    one = commands.add_parser("check", help=about, description=about)
+    one.add_argument(
+        "files", metavar="FILE", nargs="*", help=".npy, .npz, .safetensors or .pt: check on its arrays, in their own dtypes"
+    )
+    one.add_argument("--on", choices=("gpu", "cpu"), help="where the kernels run; by default a GPU if there is one")
+    one.add_argument("--seed", type=number, default=0, help="of random tensors, and of the order of threads on the CPU")
+    one.add_argument("--quick", action="store_true", help="fewer dtypes and widths")
+    one.set_defaults(run=check)
+
+    about = "show which kernel, tile and grid a problem gets, and why"
+    one = commands.add_parser("plan", help=about, description=about)
+    one.add_argument("num_cols", metavar="NUM_COLS", type=number, nargs="?")
+    one.add_argument("--rows", type=number, default=4096, help="num_rows (4096)")
+    one.add_argument("--dtype", choices=tuple(DTYPES), default="bfloat16", help="of all tensors (bfloat16)")
+    one.add_argument("--device", help=f"one of {', '.join(DEVICES)}; by default the GPU that is there")
+    one.add_argument("--norm", choices=NORMS, default=NORMS[0])
+    one.add_argument("--direction", choices=(*DIRECTIONS, "both"), default="both")
+    one.add_argument("--strategy", choices=tuple(STRATEGIES), help="by default the width of a row decides")
+    one.add_argument("--sm-margin", type=number, default=0, help="multiprocessors to leave free (0)")
+    one.add_argument("--table", action="store_true", help="the widest row of each strategy instead")
+    one.set_defaults(run=plan)
+
+    about = "measure kernel time on a GPU, beside torch and a copy of the same bytes"
+    one = commands.add_parser("bench", help=about, description=about)
+    one.add_argument(
+        "--direction", type=several(DIRECTIONS), default=DIRECTIONS, help="forward, backward, or both with a comma"
+    )
+    one.add_argument("--dtype", type=several(tuple(DTYPES)), default=("bfloat16",), help="one or more, with commas (bfloat16)")
+    one.add_argument("--norm", type=several(NORMS), default=NORMS[:1], help="one or more, with commas (layer_norm)")
+    one.add_argument("--cols", type=numbers, default=bench.COLS, help="widths, with commas (32,64,...,262144)")
+    one.add_argument("--elements", type=positive, help="of x, as 2**28; num_rows = elements // num_cols (512 MiB of x)")
+    one.add_argument("--runs", type=positive, default=30, help="of each library in each cell (30)")
+    one.add_argument("--seed", type=number, help="of the random data (fresh)")
+    one.add_argument("--json", metavar="FILE", help="write all samples and the environment")
+    one.add_argument("--readme", action="store_true", help="rewrite the table between the bench markers of ./README.md")
+    one.set_defaults(run=run_bench)
+    return top
+
+
+def kernel_errors() -> tuple[type[Exception], ...]:
+    """What compiling, launching or running a kernel raises. CUDA's errors are RuntimeErrors, CuPy's compiler's are not."""
+    compiler = sys.modules.get("cupy.cuda.compiler")
+    return (RuntimeError, compiler.CompileException) if compiler else (RuntimeError,)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs one command and returns its exit code."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    if not given or (given[0] not in COMMANDS and given[0] not in ("-h", "--help", "--version")):
+        given = ["check", *given]
+    parsed = parser().parse_args(given)
+    parsed.given = given
+    try:
+        code = parsed.run(parsed)
+        sys.stdout.flush()
+        return code
+    except KeyboardInterrupt:
+        print("cupynorm: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # whoever read the output has seen enough; nothing more can be written, not even at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except (MissingLibraryError, on_cpu.NoCompilerError, ValueError, OSError) as error:
+        print(f"cupynorm: {error}", file=sys.stderr)
+        return 2
+    except kernel_errors() as error:
+        print(f"cupynorm: a kernel failed: {error}", file=sys.stderr)
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,149 @@
+"""A call that is checked and planned: the kernels to launch, and the words of their arguments in the order of the structs
+in cuda_src (forward.cuh, backward.cuh, backward_parameters.cu). Every word has 8 bytes.
+
+The same calls run on a GPU (cupynorm.norm) and on the CPU (cupynorm.gradient_check): a Machine says where.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, Protocol
+
+from .arrays import Rows
+from .dispatch import Device, Launch, Plan, Problem, Tile, make_plan, pack_limit
+from .dtypes import DTYPES
+
+Parameter = tuple[int, str]  # address and dtype of a contiguous weight, bias, dweight or dbias
+
+
+class Options(NamedTuple):
+    """How, not what: none of these changes the result beyond rounding."""
+
+    strategy: str | None = None
+    tile: Tile | None = None
+    statistics: str | None = None
+    sm_margin: int = 0
+
+
+DEFAULTS = Options()
+
+
+class Machine(Protocol):
+    """Where kernels run."""
+
+    device: Device
+
+    def empty(self, shape: tuple[int, ...], dtype: str) -> tuple[Any, int]:
+        """A new array and its address."""
+
+    def launch(self, launch: Launch, words: tuple) -> None:
+        """Runs one kernel on its argument."""
+
+
+def _layouts(rows: tuple[Rows | None, ...], parameters: tuple[Parameter | None, ...]) -> list[tuple[int, int, int]]:
+    """For dispatch.pack_limit."""
+    return [each.layout() for each in rows if each] + [
+        (address, 0, DTYPES[dtype].itemsize) for address, dtype in filter(None, parameters)
+    ]
+
+
+class ForwardCall:
+    """A planned forward of given shapes, dtypes, strides and alignment; addresses come with each run."""
+
+    def __init__(
+        self, device: Device, centered: bool, x: Rows, y: Rows, weight: Parameter | None, bias: Parameter | None, eps: float,
+        zero_centered: bool, residual: Rows | None, sum: Rows | None, options: Options,
+    ) -> None:  # fmt: skip
+        problem = Problem(
+            "forward", centered, x.num_cols, x.dtype, y=y.dtype, weight=weight[1] if weight else None,
+            bias=bias[1] if bias else None, zero_centered=bool(zero_centered), residual=residual is not None,
+            pack_limit=pack_limit(x.num_cols, _layouts((x, y, residual, sum), (weight, bias))),
+        )  # fmt: skip
+        self.plan: Plan = make_plan(problem, device, x.num_rows, **options._asdict())
+        self.x_stride, self.y_stride = x.row_stride, y.row_stride
+        self.residual_stride = residual.row_stride if residual else None
+        self.sum_stride = sum.row_stride if sum else 0
+        self.tail = (x.num_rows, x.num_cols, float(eps))
+
+    def words(self, x: int, y: int, weight: int, bias: int, mean: int, rstd: int, residual: int = 0, sum: int = 0) -> tuple:
+        """struct Forward of forward.cuh; an address is 0 for what is absent or not wanted."""
+        if self.residual_stride is None:
+            return (x, self.x_stride, y, self.y_stride, weight, bias, mean, rstd, *self.tail)
+        return (
+            x, self.x_stride, residual, self.residual_stride, sum, self.sum_stride, y, self.y_stride, weight, bias, mean, rstd,
+            *self.tail,
+        )  # fmt: skip
+
+
+class BackwardCall:
+    """A planned backward of given shapes, dtypes, strides and alignment; addresses come with each run."""
+
+    def __init__(
+        self, device: Device, centered: bool, x: Rows, dy: Rows, weight: Parameter | None, zero_centered: bool,
+        dx: Rows | None, dweight: Parameter | None, dbias: Parameter | None, dsum: Rows | None, options: Options,
+    ) -> None:  # fmt: skip
+        dsum = dsum if dx else None
+        problem = Problem(
+            "backward", centered, x.num_cols, x.dtype, weight=weight[1] if weight else None, zero_centered=bool(zero_centered),
+            dy=dy.dtype, dx=dx.dtype if dx else None, dweight=dweight[1] if dweight else None,
+            dbias=dbias[1] if dbias else None, dsum=dsum.dtype if dsum else None,
+            pack_limit=pack_limit(x.num_cols, _layouts((x, dy, dx, dsum), (weight, dweight, dbias))),
+        )  # fmt: skip
+        self.plan: Plan = make_plan(problem, device, x.num_rows, **options._asdict())
+        self.x_stride, self.dy_stride = x.row_stride, dy.row_stride
+        self.dx_stride = dx.row_stride if dx else 0
+        self.dsum_stride = dsum.row_stride if dsum else None
+        self.num_rows, self.num_cols = x.num_rows, x.num_cols
+        # One partial row of sums for each block or cluster, of dweight first.
+        self.partials_shape = (
+            (bool(dweight) + bool(dbias), self.plan.num_partials, x.num_cols) if self.plan.num_partials else None
+        )
+        self.dbias_offset = self.plan.num_partials * x.num_cols * DTYPES[problem.compute].itemsize if dweight else 0
+
+    def words(
+        self, x: int, dy: int, weight: int, dx: int, mean: int, rstd: int, dweight: int, dbias: int, dsum: int, partials: int
+    ) -> tuple[tuple, ...]:  # fmt: skip
+        """For each launch of the plan: struct Backward of backward.cuh, struct Parameters of backward_parameters.cu."""
+        rows = (x, self.x_stride, dy, self.dy_stride)
+        dweight_partials = partials if partials and dweight else 0
+        dbias_partials = partials + self.dbias_offset if partials and dbias else 0
+        # struct Store without parameters, or struct AddStore
+        store = (dx, self.dx_stride, 0, 0) if self.dsum_stride is None else (dx, self.dx_stride, dsum, self.dsum_stride)
+        return tuple(
+            (*rows, weight, *store, mean, rstd, dweight_partials, dbias_partials, self.num_rows, self.num_cols)
+            if launch.kernel.source != "backward_parameters.cu"
+            else (*rows, mean, rstd, dweight, dbias, self.num_rows, self.num_cols)
+            if self.partials_shape is None
+            else (dweight_partials, dbias_partials, self.num_cols, dweight, dbias, self.plan.num_partials, self.num_cols)
+            for launch in self.plan.launches
+        )
+
+
+def run_forward(
+    machine: Machine, centered: bool, x: Rows, y: Rows, weight: Parameter | None, bias: Parameter | None, mean: int, rstd: int,
+    eps: float, zero_centered: bool = False, residual: Rows | None = None, sum: Rows | None = None, options: Options = DEFAULTS,
+) -> Plan:  # fmt: skip
+    """Plans and launches a forward on arrays that are checked and allocated; mean and rstd are addresses, 0 if not wanted."""
+    call = ForwardCall(machine.device, centered, x, y, weight, bias, eps, zero_centered, residual, sum, options)
+    words = call.words(
+        x.pointer, y.pointer, weight[0] if weight else 0, bias[0] if bias else 0, mean, rstd,
+        residual.pointer if residual else 0, sum.pointer if sum else 0,
+    )  # fmt: skip
+    for launch in call.plan.launches:
+        machine.launch(launch, words)
+    return call.plan
+
+
+def run_backward(
+    machine: Machine, centered: bool, x: Rows, dy: Rows, mean: int, rstd: int, weight: Parameter | None, zero_centered: bool,
+    dx: Rows | None, dweight: Parameter | None, dbias: Parameter | None, dsum: Rows | None = None, options: Options = DEFAULTS,
+) -> Plan:  # fmt: skip
+    """Plans and launches a backward on arrays that are checked and allocated; None for a gradient that is not wanted."""
+    call = BackwardCall(machine.device, centered, x, dy, weight, zero_centered, dx, dweight, dbias, dsum, options)
+    partials, address = machine.empty(call.partials_shape, call.plan.problem.compute) if call.partials_shape else (None, 0)
+    words = call.words(
+        x.pointer, dy.pointer, weight[0] if weight else 0, dx.pointer if dx else 0, mean, rstd, dweight[0] if dweight else 0,
+        dbias[0] if dbias else 0, dsum.pointer if dsum else 0, address,
+    )  # fmt: skip
+    for launch, launch_words in zip(call.plan.launches, words):
+        machine.launch(launch, launch_words)
+    return call.plan

@@ -1,0 +1,300 @@
+"""python -m cupynorm: what it prints, its exit codes, and that a wrong kernel makes the check fail."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import cupynorm
+from cupynorm import __main__ as command
+from cupynorm import dispatch, gradient_check, on_cpu
+from cupynorm.activations import shipped
+from cupynorm.dispatch import DEVICES, STRATEGIES
+from cupynorm.dtypes import DTYPES
+
+ROOT = Path(__file__).parents[1]
+
+try:
+    on_cpu.compiler()
+    no_compiler = ""
+except on_cpu.NoCompilerError as error:
+    no_compiler = str(error)
+needs_compiler = pytest.mark.skipif(bool(no_compiler), reason=no_compiler)
+
+
+def run(*arguments, cwd=None, **environment):
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), **environment}
+    return subprocess.run(
+        [sys.executable, "-m", "cupynorm", *map(str, arguments)], capture_output=True, text=True, env=environment, cwd=cwd
+    )
+
+
+def refused(*arguments, code=2, **options):
+    """The last line on stderr of a command that is refused without a traceback."""
+    result = run(*arguments, **options)
+    assert result.returncode == code and "Traceback" not in result.stderr, result.stderr
+    return result.stderr.strip().splitlines()[-1]
+
+
+def call(capsys, *arguments):
+    """The command in this process: exit code, stdout, stderr."""
+    code = command.main(arguments)
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+# -- check -----------------------------------------------------------------------------------------------
+
+
+@needs_compiler
+@pytest.mark.parametrize("arguments", [("--quick", "--on", "cpu"), ("check", "--quick", "--on", "cpu", "--seed", "7")])
+def test_quick_check(arguments):
+    result = run(*arguments)
+    assert result.returncode == 0, result.stdout + result.stderr
+    lines = result.stdout.splitlines()
+    assert lines[0].startswith(f"cupynorm {cupynorm.__version__} found") and "run on the CPU" in lines[1]
+    assert lines[-1].startswith("OK: every element of ")
+    for word in ("embeddings, 96 x 384", "layer2_attention", "layer5_output", "bfloat16", "float32", "rms_norm", *STRATEGIES):
+        assert word in result.stdout
+    assert max(map(len, lines)) < 170 and len(lines) < 60
+
+
+@needs_compiler
+def test_a_seed_decides_the_output():
+    first, again, other = (run("--quick", "--on", "cpu", "--seed", seed).stdout for seed in (1, 1, 2))
+    assert first == again != other
+
+
+@pytest.mark.gpu
+def test_quick_check_on_a_gpu():
+    result = run("--quick", "--on", "gpu")
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert result.stdout.splitlines()[-1].startswith("OK: ") and "run on the CPU" not in result.stdout
+
+
+@needs_compiler
+@pytest.mark.parametrize("tensor", ["y", "rstd", "dx", "dweight"])
+def test_a_wrong_kernel_fails(monkeypatch, capsys, tensor):
+    run_kernels = gradient_check.run_kernels
+
+    def wrong(problem, where):
+        results = run_kernels(problem, where)
+        if problem.case.norm == "rms_norm" and problem.case.x == "float32" and tensor in results:
+            flat = results[tensor].reshape(-1)
+            flat[np.abs(flat).argmax()] *= 1 + 1e-4
+        return results
+
+    monkeypatch.setattr(gradient_check, "run_kernels", wrong)
+    code, out, _ = call(capsys, "check", "--quick", "--on", "cpu")
+    assert code == 1
+    assert out.splitlines()[-1].startswith("OFF: 3 of ") and " in 3 of " in out.splitlines()[-1]
+    for line in out.splitlines():
+        if line.startswith("layer_norm") and "96 x 384" in line:
+            assert "OFF" not in line
+    assert sum(f"OFF: {tensor} " in line for line in out.splitlines()) == 3
+
+
+@needs_compiler
+def test_a_result_left_unwritten_fails(monkeypatch, capsys):
+    run_kernels = gradient_check.run_kernels
+
+    def forgetful(problem, where):
+        results = run_kernels(problem, where)
+        results["dx"][0, 0] = np.nan
+        return results
+
+    monkeypatch.setattr(gradient_check, "run_kernels", forgetful)
+    code, out, _ = call(capsys, "--quick", "--on", "cpu")
+    assert code == 1 and "OFF: dx nan" in out
+
+
+@needs_compiler
+def test_a_kernel_that_fails_is_one_sentence(monkeypatch, capsys):
+    def fails(problem, where):
+        raise on_cpu.OnCpuError("a thread never reached the barrier")
+
+    monkeypatch.setattr(gradient_check, "run_kernels", fails)
+    code, _, err = call(capsys, "--quick", "--on", "cpu")
+    assert code == 1 and err.strip().splitlines()[-1].endswith("cupynorm: a kernel failed: a thread never reached the barrier")
+
+
+@needs_compiler
+def test_interrupted(monkeypatch, capsys):
+    def interrupt(problem, where):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(gradient_check, "run_kernels", interrupt)
+    code, _, err = call(capsys, "--quick", "--on", "cpu")
+    assert code == 130 and err.strip().endswith("cupynorm: interrupted")
+
+
+@needs_compiler
+def test_files(tmp_path):
+    torch = pytest.importorskip("torch")
+    layer = shipped()[0]
+    tensors = {name: getattr(layer, name)[..., :384].astype(np.float32) for name in ("x", "dy", "weight", "bias")}
+    np.save(tmp_path / "one.npy", tensors["x"][:8])
+    np.savez(tmp_path / "two.npz", **tensors, ids=np.arange(3))
+    torch.save({"three": torch.from_numpy(tensors["x"][:8]).bfloat16()}, tmp_path / "three.pt")
+    safetensors = pytest.importorskip("safetensors.numpy")
+    safetensors.save_file({"x": tensors["x"][:8].astype(np.float16)}, tmp_path / "four.safetensors")
+    result = run("check", *sorted(tmp_path.iterdir()), "--on", "cpu")
+    assert result.returncode == 0, result.stdout + result.stderr
+    for name in ("one, 8 x 384", "two, 96 x 384", "three/three, 8 x 384", "four, 8 x 384"):
+        assert result.stdout.count(name) == 2  # both norms
+    assert "two.npz: ids is left out" in result.stdout and "embeddings" not in result.stdout
+    for dtype in ("float16", "bfloat16", "float32"):
+        assert dtype in result.stdout
+    assert run(tmp_path / "one.npy", "--on", "cpu").returncode == 0  # "check" may be left out
+
+
+@needs_compiler
+def test_large_files_are_sampled(tmp_path):
+    np.save(tmp_path / "large.npy", np.random.default_rng(0).standard_normal((3000, 768)).astype(np.float32))
+    result = run(tmp_path / "large.npy", "--on", "cpu")
+    assert result.returncode == 0 and "large, 1365 of 3000 x 768" in result.stdout
+
+
+@needs_compiler
+def test_files_that_cannot_be_read(tmp_path):
+    assert "there is no file" in refused(tmp_path / "none.npy", "--on", "cpu")
+    np.save(tmp_path / "objects.npy", np.array([{}]), allow_pickle=True)
+    assert "pickled objects, which are not read" in refused(tmp_path / "objects.npy", "--on", "cpu")
+    np.save(tmp_path / "ids.npy", np.arange(4))
+    assert "no floating-point array was found" in refused(tmp_path / "ids.npy", "--on", "cpu")
+    (tmp_path / "weights.bin").write_bytes(b"")
+    assert "ends in one of .npy" in refused(tmp_path / "weights.bin", "--on", "cpu")
+
+
+def test_without_gpu_or_compiler(tmp_path):
+    assert "needs a C++20 compiler" in refused("--quick", "--on", "cpu", CXX=str(tmp_path / "no-compiler"))
+    if not gradient_check.has_gpu():
+        assert "finds no GPU" in refused("--on", "gpu")
+        assert "none was found" in refused("bench")
+
+
+@pytest.mark.parametrize("on", ["cpu", "gpu"])
+@pytest.mark.parametrize("device", DEVICES.values(), ids=str)
+def test_the_grid_reaches_every_strategy(device, on):
+    entries = command.grid_entries(command.grid_shapes(device, on), list(DTYPES), 0)
+    expected = {name for name, row in STRATEGIES.items() if device.compute_capability >= row.first_capability}
+    for norm in gradient_check.NORMS:
+        for dtype in DTYPES:
+            for direction in command.DIRECTIONS:
+                cases = [entry.case for entry in entries if (entry.case.norm, entry.case.x) == (norm, dtype)]
+                reached = {command.plan_of(case, device, direction).strategy for case in cases}
+                assert reached == expected, (norm, dtype, direction)
+    elements = [entry.case.num_rows * entry.case.num_cols for entry in entries]
+    assert max(elements) <= (2**20 if on == "cpu" else 2**22)
+
+
+# -- plan ------------------------------------------------------------------------------------------------
+
+
+def test_plan(capsys):
+    code, out, _ = call(capsys, "plan", "4096", "--rows", "8192", "--device", "h200", "--dtype", "float32")
+    expected = [
+        str(dispatch.plan(4096, 8192, "float32", device="H200", direction=direction)) for direction in ("forward", "backward")
+    ]
+    assert code == 0 and out.strip() == "\n\n".join(expected)
+
+
+def test_plan_options(capsys):
+    code, out, _ = call(
+        capsys, "plan", "5000", "--device", "H200", "--norm", "rms_norm", "--direction", "backward", "--strategy", "uncached",
+        "--sm-margin", "32",
+    )  # fmt: skip
+    plan = dispatch.plan(
+        5000, device="H200", norm="rms_norm", direction="backward", strategy="uncached", sm_margin=32, bias_dtype=None
+    )
+    assert code == 0 and out.strip() == str(plan) and "dbias" not in out
+
+
+@pytest.mark.parametrize("device", ["A100", "H200", "RTX 4090"])
+def test_plan_table(capsys, device):
+    code, out, _ = call(capsys, "plan", "--table", "--device", device)
+    assert code == 0 and out.startswith(device)
+    for dtype in DTYPES:
+        for direction in command.DIRECTIONS:
+            problem = dispatch.plan(4096, dtype=dtype, device=device, direction=direction).problem
+            (line,) = [line for line in out.splitlines() if line.split()[:2] == [dtype, direction]]
+            shown = line.split()[2:]
+            for name, text in zip(STRATEGIES, shown):
+                widest = dispatch.widest(name, problem, DEVICES[device])
+                assert text == ("any" if name == "uncached" else "-" if widest is None else f"{widest:,}")
+    for row in STRATEGIES.values():
+        assert row.row_waits in out
+
+
+def test_the_table_says_where_the_strategy_changes():
+    for device in ("A100", "H200"):
+        for direction in command.DIRECTIONS:
+            problem = dispatch.plan(4096, device=device, direction=direction).problem
+            for name in STRATEGIES:
+                widest = dispatch.widest(name, problem, DEVICES[device])
+                if widest is not None:
+                    plans = [dispatch.plan(cols, device=device, direction=direction) for cols in (widest, widest + 8)]
+                    assert plans[0].strategy == name != plans[1].strategy
+
+
+# -- usage -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "arguments,sentence",
+    [
+        (("plan", "4096", "--device", "H9000"), "expected one of A100"),
+        (("plan", "--device", "H200"), "plan needs a number of columns"),
+        (("plan", "many", "--device", "H200"), "'many' is not a whole number"),
+        (("plan", "-5", "--device", "H200"), "-5"),
+        (("plan", "90000", "--device", "H200", "--strategy", "warp"), "'warp' is too narrow for 90000 columns"),
+        (("plan", "64", "--device", "H200", "--sm-margin", "132"), "sm_margin is 132"),
+        (("plan", "64", "--device", "H200", "--strategy", "fast"), "invalid choice: 'fast'"),
+        (("bench", "--dtype", "float8"), "'float8' is unknown"),
+        (("bench", "--cols", "0"), "expected 1 or more"),
+        (("bench", "--cols", "64,,"), "not a whole number"),
+        (("bench", "--elements", "2**"), "not a whole number"),
+        (("--on", "tpu"), "invalid choice: 'tpu'"),
+        (("--fast",), "unrecognized arguments: --fast"),
+    ],
+)
+def test_bad_usage(arguments, sentence):
+    assert sentence in refused(*arguments)
+
+
+def test_plan_without_a_device():
+    if gradient_check.has_gpu():
+        pytest.skip("there is a GPU")
+    assert "no GPU was found" in refused("plan", "4096")
+
+
+def test_readme_is_looked_at_before_anything_is_measured(tmp_path):
+    assert "there is no README.md" in refused("bench", "--readme", cwd=tmp_path)
+    (tmp_path / "README.md").write_text("no markers")
+    assert "needs the markers" in refused("bench", "--readme", cwd=tmp_path)
+    assert "there is no folder" in refused("bench", "--json", tmp_path / "none" / "a.json")
+
+
+def test_numbers():
+    assert [command.number(text) for text in ("0", "28", "2**28", "2^10")] == [0, 28, 2**28, 1024]
+    assert command.numbers("64,32,2**6") == [64, 32]
+
+
+def test_version_and_help():
+    assert run("--version").stdout == f"cupynorm {cupynorm.__version__}\n"
+    shown = run("--help").stdout
+    assert all(name in shown for name in command.COMMANDS)
+
+
+def test_a_reader_that_stops_early():
+    reading, writing = os.pipe()
+    os.close(reading)
+    result = subprocess.run(
+        [sys.executable, "-m", "cupynorm", "plan", "--table", "--device", "H200"],
+        stdout=writing, stderr=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    os.close(writing)
+    assert result.returncode == 0 and result.stderr == ""
