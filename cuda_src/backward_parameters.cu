@@ -80,35 +80,39 @@ __global__ void __launch_bounds__(tile.block_size(), tile.blocks_per_sm)
   constexpr int pack_size = tile.pack_size;
   const int lane = threadIdx.x % tile.threads_per_row;
   const int group = threadIdx.x / tile.threads_per_row;
-  const long long col = (static_cast<long long>(blockIdx.x) * tile.threads_per_row + lane) * pack_size;
-
-  Compute dweights[pack_size] = {}, dbiases[pack_size] = {};
-  if (col < problem.num_cols) {
-#pragma unroll 4
-    for (long long row = group; row < problem.num_rows; row += tile.rows_per_block) {
-      problem.rows.template add<has_dweight, has_dbias>(row, col, dweights, dbiases);
-    }
-  }
-
   // [at][group][lane]: neighbouring lanes on neighbouring banks
   auto* sums = reinterpret_cast<Compute*>(dynamic_smem());
   constexpr int num_sums = tile.block_size() * pack_size;
-#pragma unroll
-  for (int at = 0; at < pack_size; ++at) {
-    sums[at * tile.block_size() + threadIdx.x] = dweights[at];
-    sums[num_sums + at * tile.block_size() + threadIdx.x] = dbiases[at];
-  }
-  __syncthreads();
-  if (group == 0 && col < problem.num_cols) {
-    for (int other = 1; other < tile.rows_per_block; ++other) {
-#pragma unroll
-      for (int at = 0; at < pack_size; ++at) {
-        const int source = at * tile.block_size() + other * tile.threads_per_row + lane;
-        dweights[at] += sums[source];
-        dbiases[at] += sums[num_sums + source];
+  constexpr int block_cols = tile.threads_per_row * pack_size;
+  const long long step = static_cast<long long>(gridDim.x) * block_cols;
+
+  for (long long first_col = static_cast<long long>(blockIdx.x) * block_cols; first_col < problem.num_cols; first_col += step) {
+    const long long col = first_col + lane * pack_size;
+    Compute dweights[pack_size] = {}, dbiases[pack_size] = {};
+    if (col < problem.num_cols) {
+#pragma unroll 4
+      for (long long row = group; row < problem.num_rows; row += tile.rows_per_block) {
+        problem.rows.template add<has_dweight, has_dbias>(row, col, dweights, dbiases);
       }
     }
-    if constexpr (has_dweight) store_pack<pack_size>(problem.dweight + col, repack<Dweight>(dweights));
-    if constexpr (has_dbias) store_pack<pack_size>(problem.dbias + col, repack<Dbias>(dbiases));
+#pragma unroll
+    for (int at = 0; at < pack_size; ++at) {
+      sums[at * tile.block_size() + threadIdx.x] = dweights[at];
+      sums[num_sums + at * tile.block_size() + threadIdx.x] = dbiases[at];
+    }
+    __syncthreads();
+    if (group == 0 && col < problem.num_cols) {
+      for (int other = 1; other < tile.rows_per_block; ++other) {
+#pragma unroll
+        for (int at = 0; at < pack_size; ++at) {
+          const int source = at * tile.block_size() + other * tile.threads_per_row + lane;
+          dweights[at] += sums[source];
+          dbiases[at] += sums[num_sums + source];
+        }
+      }
+      if constexpr (has_dweight) store_pack<pack_size>(problem.dweight + col, repack<Dweight>(dweights));
+      if constexpr (has_dbias) store_pack<pack_size>(problem.dbias + col, repack<Dbias>(dbiases));
+    }
+    __syncthreads();
   }
 }

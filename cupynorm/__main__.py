@@ -260,7 +260,7 @@ def strategy_table(device: Device) -> str:
         names = [f"{text:<{width}}" for text, width in zip(row[:2], widths)]
         numbers = [f"{text:>{width}}" for text, width in zip(row[2:], widths[2:])]
         lines.append("  ".join([*names, *numbers]))
-    lines.append("the first strategy that is wide enough wins; a row waits in")
+    lines.append("the first strategy that is wide enough wins; a row waits")
     name_width = max(map(len, STRATEGIES))
     lines += [f"  {row.name:<{name_width}}  {row.row_waits}" for row in STRATEGIES.values()]
     return "\n".join(lines)

@@ -281,9 +281,7 @@ def environment() -> dict[str, str | None]:
         found["cupy"] = cupy.__version__
         version = cupy.cuda.runtime.runtimeGetVersion()
         found["cuda_runtime"] = f"{version // 1000}.{version % 1000 // 10}"
-        from cupy_backends.cuda.libs import nvrtc as library
-
-        found["nvrtc"] = ".".join(map(str, library.getVersion()))
+        found["nvrtc"] = ".".join(map(str, nvrtc.version()))
     except Exception:  # whichever library is absent or does not load: what was found until then is the answer
         pass
     if gradient_check.has_gpu():

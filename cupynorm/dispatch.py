@@ -37,7 +37,8 @@ def _device(name: str, compute_capability: int, num_sms: int, **changes: object)
     if compute_capability >= 90:
         sizes = (2, 4, 8, 16) if compute_capability < 120 else (2, 4, 8)
         # A cluster lives in one graphics processing cluster, some of which lack multiprocessors: 10% are left out.
-        device = replace(device, clusters=tuple((size, max(1, int(num_sms * 0.9) // size)) for size in sizes))
+        clusters = ((size, int(num_sms * 0.9) // size) for size in sizes)
+        device = replace(device, clusters=tuple((size, count) for size, count in clusters if count))
     return replace(device, **changes)
 
 
@@ -197,25 +198,27 @@ def _ceil(value: int, step: int) -> int:
     return -(-value // step)
 
 
-def _registers(problem: Problem, pack_size: int, elements: int) -> int:
+def _registers(problem: Problem, device: Device, pack_size: int, elements: int) -> int:
     """Registers of a thread that keeps `elements` of a row, with no spills: fitted to what ptxas reports, which tests hold.
 
     Forward keeps a 16-bit row unpacked up to 32 elements and packed beyond; backward keeps x_hat, wdy and two sums of each.
     """
     words = DTYPES[problem.compute].itemsize // 4
-    lone = elements if pack_size == 1 else 0  # each lone element has an address of its own
+    lone = 3 * elements // 2 + 8 if pack_size == 1 else 0  # each lone element has an address of its own
     wide_weight = int(problem.weight is not None and DTYPES[problem.weight].itemsize > DTYPES[problem.x].itemsize)
     if problem.forward:
         per_element = 1.25 if elements > 40 or DTYPES[problem.x].itemsize > 2 else 1.0
         extra = 8 * (problem.residual + wide_weight)
         return int(40 + per_element * words * elements + extra + lone)
-    extra = 8 * bool(problem.dsum) + 0.3 * wide_weight * elements
+    # float16 takes more instructions to unpack than bfloat16, and sm_120's compiler keeps more.
+    tight = (problem.x == "float16") + (device.compute_capability >= 120)
+    extra = 8 * bool(problem.dsum) + (0.3 * wide_weight + 0.35 * tight) * elements
     return int(36 + 5.25 * words * elements + extra + lone)
 
 
 def _blocks_per_sm(problem: Problem, device: Device, pack_size: int, elements: int, block_size: int) -> int:
     """Blocks whose registers fit a multiprocessor, 0 if not even one does: each of its four parts holds whole warps."""
-    registers = min(_ceil(_registers(problem, pack_size, elements), 8) * 8, 255 + 1)
+    registers = min(_ceil(_registers(problem, device, pack_size, elements), 8) * 8, 255 + 1)
     warps = 4 * (device.registers_per_sm // 4 // 32 // registers)
     return min(warps * 32 // block_size, device.threads_per_sm // block_size, 32)
 
@@ -395,7 +398,7 @@ def _parameters_kernel(problem: Problem, strategy: str) -> tuple[Tile | None, Ke
     if not (problem.dweight or problem.dbias):
         return None, None
     pack_size = min(problem.widest_pack, 4)
-    tile = Tile(pack_size, 32, rows_per_block=16)
+    tile = Tile(pack_size, 32, rows_per_block=16, blocks_per_sm=2)
     compute = _cpp(problem.compute)
     if strategy == "uncached":
         rows = f"RowProducts<Load<{_cpp(problem.x)}>, Load<{_cpp(problem.dy)}>, {_bool(problem.centered)}>"
@@ -479,11 +482,13 @@ def choose(
     reason = "as asked for"
     if strategy is not None:
         row = STRATEGIES[strategy]
-        if device.compute_capability < row.first_capability or (strategy == "cluster" and not device.clusters):
+        if device.compute_capability < row.first_capability:
             raise ValueError(
                 f"strategy {strategy!r} needs compute capability {row.first_capability / 10:.1f} or later; {device.name} has "
                 f"{device.compute_capability / 10:.1f}"
             )
+        if strategy == "cluster" and not device.clusters:
+            raise ValueError(f"strategy 'cluster' needs 2 multiprocessors for a cluster; {device.name} has {device.num_sms}")
         if tile is None:
             tile = row.tile(problem, device)
             if tile is None:
@@ -499,7 +504,7 @@ def choose(
             if tile is not None:
                 break
         strategy = row.name
-        reason = f"the first that is wide enough; a row waits {row.row_waits}"
+        reason = f"the first strategy wide enough; a row waits {row.row_waits}"
 
     statistics = statistics or ("welford" if strategy == "uncached" else "two_pass")
     smem_bytes = _smem_bytes(problem, tile, strategy)
@@ -583,8 +588,13 @@ def grid_size(choice: Choice, problem: Problem, device: Device, num_rows: int, s
     tile = choice.tile
     if tile.cluster_size > 1:
         resident = dict(device.clusters)[tile.cluster_size]
-        free = _ceil(sm_margin * resident, device.num_sms)
-        return min(num_rows, max(1, resident - free)) * tile.cluster_size
+        left = resident - _ceil(sm_margin * resident, device.num_sms)
+        if left < 1:
+            raise ValueError(
+                f"sm_margin is {sm_margin}; it leaves {device.num_sms - sm_margin} multiprocessors of {device.name}, too few for a "
+                f"cluster of {tile.cluster_size}"
+            )
+        return min(num_rows, left) * tile.cluster_size
     groups = _ceil(num_rows, tile.rows_per_block)
     if problem.forward and sm_margin == 0:
         return min(groups, 2**31 - 1)
@@ -621,14 +631,17 @@ def make_plan(
     if choice.strategy == "uncached":
         if problem.forward:
             passes = 3 if choice.statistics == "two_pass" and problem.centered else 2
-            moved += (passes - 1) * row_elements * DTYPES[problem.x].itemsize
+            moved += (passes - 1) * row_elements * DTYPES[problem.x].itemsize * (1 + problem.residual)
         else:
-            both = DTYPES[problem.x].itemsize + DTYPES[problem.dy].itemsize
-            reads = 2 * bool(problem.dx) + bool(problem.dweight or problem.dbias)
-            moved += (reads - 1) * row_elements * both
+            x_size, dy_size = DTYPES[problem.x].itemsize, DTYPES[problem.dy].itemsize
+            reads_of_x = 2 * bool(problem.dx) + bool(problem.dweight)
+            reads_of_dy = 2 * bool(problem.dx) + bool(problem.dweight or problem.dbias)
+            moved += row_elements * ((reads_of_x - 1) * x_size + (reads_of_dy - 1) * dy_size)
     if row_elements and choice.parameters_kernel is not None:
         parameters = choice.parameters_tile
         grid = _ceil(problem.num_cols, parameters.threads_per_row * parameters.pack_size)
+        if sm_margin:
+            grid = min(grid, (device.num_sms - sm_margin) * parameters.blocks_per_sm)
         smem_bytes = _smem_bytes(problem, parameters, "parameters")
         launches.append(Launch(choice.parameters_kernel, parameters, grid, parameters.block_size, smem_bytes))
         wanted = bool(problem.dweight) + bool(problem.dbias)
@@ -723,3 +736,16 @@ def plan(
         direction, norm == "layer_norm", num_cols, dtype, weight=weight, zero_centered=zero_centered_weight, pack_limit=limit, **tensors
     )  # fmt: skip
     return make_plan(problem, device, num_rows, strategy=strategy, tile=tile, statistics=statistics, sm_margin=sm_margin)
+
+
+def strategies_markdown() -> str:
+    """The dispatch table as the README shows it: the widest rows of bfloat16 on an H200."""
+    device = DEVICES["H200"]
+    lines = ["| strategy | a row waits | widest row, forward | widest row, backward |", "|---|---|---|---|"]
+    for row in STRATEGIES.values():
+        problems = (plan(4096, direction=direction, device=device).problem for direction in ("forward", "backward"))
+        cols = (widest(row.name, problem, device) for problem in problems)
+        lines.append(
+            " | ".join([f"| {row.name}", row.row_waits, *("any" if each is None else f"{each:,}" for each in cols)]) + " |"
+        )
+    return "\n".join(lines)

@@ -464,7 +464,8 @@ def check(
     or of random ones: every combination of shapes (num_rows, num_cols), dtypes, strategies and statistics, with weight and bias.
     norm: "layer_norm", "rms_norm" or both. function: judge this callable in place of the kernels; it is called as
     function(input, normalized_shape, weight, bias, eps) on torch tensors (on NumPy arrays without torch: y alone).
-    on: "gpu" or "cpu" (the same kernels, run on the CPU), None for a GPU if there is one. progress: wraps the cases, as tqdm does.
+    on: "gpu" or "cpu" (the same kernels, run on the CPU), None for a GPU if there is one. seed: of the random
+    values. progress: wraps the cases, as tqdm does.
 
     Returns a CheckResult: true if all is within bounds; prints as a table. What is allowed: the docstring of cupynorm.gradient_check.
     Raises ValueError for what a kernel call would refuse too.

@@ -64,8 +64,23 @@ def cupy():
     return cupy
 
 
+@cache
+def version() -> tuple[int, int]:
+    """NVRTC's version, or a MissingLibraryError that says what to install."""
+    cupy()
+    try:
+        from cupy_backends.cuda.libs import nvrtc
+
+        return nvrtc.getVersion()
+    except Exception as error:
+        raise MissingLibraryError(
+            f"NVRTC could not be loaded ({error}); it compiles the kernels: pip install 'cupynorm[cuda12]' or 'cupynorm[cuda13]'"
+        ) from error
+
+
 def module(kernel: Kernel, folder: Path | None = None):
     """The cupy.RawModule that holds one kernel, not yet compiled."""
+    version()
     text = source(kernel, folder) if folder else _installed_source(kernel)
     return cupy().RawModule(code=text, options=options(folder), name_expressions=(kernel.name_expression,))
 
@@ -84,16 +99,9 @@ def compile_for(kernel: Kernel, compute_capability: int, folder: Path | None = N
 
     Raises MissingLibraryError without CuPy or NVRTC, RuntimeError with the compiler's own words if it refuses the source.
     """
-    cupy()
-    try:
-        from cupy.cuda import get_cuda_path
-        from cupy_backends.cuda.libs import nvrtc
-
-        nvrtc.getVersion()
-    except Exception as error:
-        raise MissingLibraryError(
-            f"NVRTC could not be loaded ({error}); it compiles the kernels: pip install 'cupynorm[cuda12]' or 'cupynorm[cuda13]'"
-        ) from error
+    version()
+    from cupy.cuda import get_cuda_path
+    from cupy_backends.cuda.libs import nvrtc
 
     flags = [*options(folder), "-ftz=true", f"-arch=sm_{compute_capability}", "-Xptxas=-v", *_include_options(get_cuda_path())]
     program = nvrtc.createProgram(source(kernel, folder), "instance.cu", (), ())

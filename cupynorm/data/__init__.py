@@ -1,0 +1,1 @@
+"""Real activations: 20 rows each, the outliers among them, of three LayerNorms of a pretrained sentence encoder (MiniLM)."""

@@ -1,0 +1,376 @@
+"""nvrtc.py: every kernel that plan can choose compiles without spills for six architectures, with no GPU; and the cache's key.
+
+0 bytes of spills, not 0 bytes of stack: the division and square root of float64 are subroutines that may keep a frame.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+import cupynorm
+from cupynorm import nvrtc
+from cupynorm.dispatch import Kernel, plan
+from cupynorm.nvrtc import Resources, compile_for, cuda_src, source
+
+REPOSITORY = Path(__file__).parents[1]
+
+
+def _nvrtc_is_missing() -> str:
+    try:
+        nvrtc.cupy()
+        from cupy_backends.cuda.libs import nvrtc as library
+
+        library.getVersion()
+    except Exception as error:
+        return f"NVRTC is needed to compile: {error}"
+    return ""
+
+
+needs_nvrtc = pytest.mark.skipif(bool(_nvrtc_is_missing()), reason=_nvrtc_is_missing() or "NVRTC is there")
+
+# Every instance that plan can choose.
+
+ARCHITECTURES = {80: "A100", 86: "A10", 89: "RTX 4090", 90: "H200", 100: "B200", 120: "RTX 5090"}
+# Odd and even, both sides of every border of the table, and rows that only fit a cluster or nothing.
+WIDTHS = (
+    1, 7, 33, 64, 768, 1000, 1023, 1024, 1025, 2048, 4096, 5120, 8192, 12288, 16384, 32768, 65536, 131072, 262144, 1 << 20,
+)  # fmt: skip
+MIXED = {"weight_dtype": "float32", "bias_dtype": "float32"}
+BARE = {"weight_dtype": None, "bias_dtype": None}
+
+
+def _problems() -> list[dict]:
+    found = []
+    for dtype in ("float32", "float16", "bfloat16", "float64"):
+        for norm in ("layer_norm", "rms_norm"):
+            found += [{"dtype": dtype, "norm": norm}, {"dtype": dtype, "norm": norm, "direction": "backward"}]
+        found.append({"dtype": dtype, "residual": True})
+    for norm in ("layer_norm", "rms_norm"):
+        for options in (MIXED, BARE):
+            found += [{"norm": norm, **options}, {"norm": norm, "direction": "backward", **options}]
+    found += [{"residual": True, **MIXED}, {"residual": True, "norm": "rms_norm"}]
+    for dtype, out_dtype in (("float32", "bfloat16"), ("bfloat16", "float32"), ("float32", "float16")):
+        found += [{"dtype": dtype, "out_dtype": out_dtype}, {"dtype": dtype, "out_dtype": out_dtype, "direction": "backward"}]
+    return found
+
+
+PROBLEMS = _problems()
+# The architectures differ in shared memory and in what ptxas makes of the same code; these are the tightest in registers.
+FEWER_WIDTHS = (7, 768, 1000, 1023, 1025, 4096, 8192, 65536, 1 << 20)
+FEWER_PROBLEMS = (
+    {}, {"direction": "backward"}, {"dtype": "float16", "direction": "backward"},
+    {"dtype": "float16", "norm": "rms_norm", "direction": "backward"}, {"residual": True, **MIXED}, {"dtype": "float32", "direction": "backward"},
+    {"dtype": "float64"}, {"dtype": "float64", "direction": "backward"},
+)  # fmt: skip
+# sm_80 and sm_90 stand for GPUs without and with clusters: all of the grid. Parts, so that pytest-xdist can share them out.
+PARTS = {80: 8, 86: 1, 89: 1, 90: 8, 100: 1, 120: 1}
+
+
+@cache
+def instances(compute_capability: int) -> dict[Kernel, str]:
+    """The distinct kernels of the grid, each with the first problem that asks for it."""
+    full = PARTS[compute_capability] > 1
+    found: dict[Kernel, str] = {}
+    for problem in PROBLEMS if full else FEWER_PROBLEMS:
+        for num_cols in WIDTHS if full else FEWER_WIDTHS:
+            made = plan(num_cols, 4096, device=ARCHITECTURES[compute_capability], **problem)
+            for launch in made.launches:
+                words = " ".join(f"{key}={value}" for key, value in problem.items())
+                text = f"{num_cols:>7} {words:<60} {launch.kernel.source:<23} {launch.tile}"
+                found.setdefault(launch.kernel, text)
+    return found
+
+
+@needs_nvrtc
+@pytest.mark.parametrize(
+    ("compute_capability", "part"),
+    [(key, part) for key, parts in PARTS.items() for part in range(parts)],
+    ids=lambda value: str(value),
+)
+def test_every_chosen_kernel_compiles_without_spills(compute_capability, part):
+    """A spill is a row that does not wait in registers after all: dispatch asked for too many elements or too many blocks."""
+    found = instances(compute_capability)
+    kernels = sorted(found, key=lambda kernel: kernel.name_expression)[part :: PARTS[compute_capability]]
+
+    def compiled(kernel: Kernel) -> Resources:
+        cubin, resources = compile_for(kernel, compute_capability)
+        assert cubin[:4] == b"\x7fELF"
+        return resources
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        reports = dict(zip(kernels, pool.map(compiled, kernels)))
+    spilled = [
+        f"{found[kernel]}: {used.registers} registers, {used.spill_store_bytes} + {used.spill_load_bytes} bytes spilled"
+        for kernel, used in reports.items()
+        if used.spill_store_bytes or used.spill_load_bytes
+    ]
+    assert not spilled, f"{len(spilled)} of {len(kernels)} kernels spill on sm_{compute_capability}:\n" + "\n".join(spilled)
+    for kernel, used in reports.items():
+        assert 0 < used.registers <= 255, found[kernel]
+        if "double" not in kernel.name_expression:
+            assert used.stack_bytes == 0, f"{found[kernel]}: a stack frame of {used.stack_bytes} bytes"
+
+
+def test_the_grid_meets_every_strategy():
+    """What is compiled above is every .cu file (but what needs clusters where there are none), and not a handful."""
+    for compute_capability in ARCHITECTURES:
+        found = instances(compute_capability)
+        files = {kernel.source for kernel in found}
+        clusters = {"forward_cluster.cu", "backward_cluster.cu"}
+        everything = {path.name for path in cuda_src().glob("*.cu")}
+        assert files == (everything if compute_capability >= 90 else everything - clusters)
+        assert len(found) >= (400 if PARTS[compute_capability] > 1 else 50)
+
+
+@needs_nvrtc
+def test_spills_are_seen():
+    """The check above can fail: 16 rows of sums in each of 1024 threads cannot fit 64 registers, and the report says so."""
+    tile = cupynorm.Tile(pack_size=8, threads_per_row=1024, packs_per_thread=4)
+    made = plan(32768, 8, "float32", direction="backward", device="H200", strategy="block", tile=tile)
+    used = compile_for(made.launches[0].kernel, 90)[1]
+    assert used.registers == 64 and used.spill_store_bytes > 0 and used.spill_load_bytes > 0
+
+
+@needs_nvrtc
+def test_what_the_compiler_refuses_is_said_in_its_words():
+    with pytest.raises(RuntimeError, match=r"(?s)forward_warp<nonsense>.*nonsense"):
+        compile_for(Kernel("forward_warp.cu", "forward_warp<nonsense>"), 90)
+
+
+# The cache's key.
+
+KERNEL = plan(768, 8, device="H200").launches[0].kernel
+
+
+@pytest.fixture
+def folder(tmp_path):
+    copy = tmp_path / "cuda_src"
+    shutil.copytree(cuda_src(), copy)
+    return copy
+
+
+def edit(path: Path, old: str, new: str) -> None:
+    text = path.read_text()
+    assert old in text, f"{path.name} no longer has {old!r}"
+    path.write_text(text.replace(old, new, 1))
+
+
+def test_source_is_a_digest_and_one_include(folder):
+    lines = source(KERNEL).splitlines()
+    assert len(lines) == 2 and lines[1] == '#include "forward_warp.cu"'
+    assert lines[0].startswith("// ") and len(bytes.fromhex(lines[0][3:])) == 32
+    assert source(KERNEL, folder) == source(KERNEL), "the digest is of what files hold, not of where they lie"
+
+
+@pytest.mark.parametrize("name", sorted(path.name for path in cuda_src().iterdir() if path.suffix in (".cu", ".cuh")))
+def test_every_source_file_counts_in_the_digest(folder, name):
+    before = source(KERNEL, folder)
+    with (folder / name).open("a") as file:
+        file.write("// changed\n")
+    assert source(KERNEL, folder).splitlines()[0] != before.splitlines()[0]
+    assert source(KERNEL, folder).splitlines()[1] == before.splitlines()[1]
+
+
+def test_renaming_and_swapping_files_change_the_digest(folder):
+    before = source(KERNEL, folder)
+    tile, cluster = (folder / "tile.cuh").read_bytes(), (folder / "cluster.cuh").read_bytes()
+    (folder / "tile.cuh").write_bytes(cluster)
+    (folder / "cluster.cuh").write_bytes(tile)
+    assert source(KERNEL, folder) != before
+    (folder / "tile.cuh").write_bytes(tile)
+    (folder / "cluster.cuh").write_bytes(cluster)
+    assert source(KERNEL, folder) == before
+    (folder / "tile.cuh").rename(folder / "tiles.cuh")
+    assert source(KERNEL, folder) != before
+
+
+@needs_nvrtc
+def test_a_changed_header_gives_another_cubin(folder):
+    """Compiled from a copy of the sources: the same cubin, until a header that the kernel only includes is changed."""
+    original = compile_for(KERNEL, 90)[0]
+    assert compile_for(KERNEL, 90, folder)[0] == original
+    edit(folder / "load_store.cuh", "values[at] * weights[at] + biases[at]", "values[at] * weights[at] - biases[at]")
+    assert compile_for(KERNEL, 90, folder)[0] != original
+    assert compile_for(KERNEL, 90)[0] == original
+
+
+COMPILE = """
+import hashlib, sys
+from cupynorm.dispatch import plan
+from cupynorm.nvrtc import compile_for
+for line in sys.stdin:  # wait until both processes are up
+    break
+for num_cols in (768, 1000, 8192):
+    print(hashlib.sha256(compile_for(plan(num_cols, 8, device="H200").launches[0].kernel, 90)[0]).hexdigest(), flush=True)
+"""
+
+
+@needs_nvrtc
+def test_two_processes_compile_at_once():
+    """Both get, bit for bit, what one process alone gets."""
+
+    def start() -> subprocess.Popen:
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        return subprocess.Popen([sys.executable, "-c", COMPILE], cwd=REPOSITORY, env=environment(), text=True, **pipes)
+
+    processes = [start(), start()]
+    for process in processes:
+        process.stdin.write("go\n")
+        process.stdin.flush()
+    outputs = [process.communicate(timeout=300) for process in processes]
+    for process, (_, errors) in zip(processes, outputs):
+        assert process.returncode == 0, errors
+    alone = start().communicate("go\n", timeout=300)[0]
+    assert len(set(alone.split())) == 3
+    assert [output for output, _ in outputs] == [alone, alone]
+
+
+@pytest.mark.gpu
+def test_two_processes_share_an_empty_cache(tmp_path):
+    """CuPy writes its disk cache by renaming whole files: two processes that meet a new kernel at once both get y right."""
+    script = """
+import cupy, cupynorm, numpy
+x = cupy.arange(24, dtype="float32").reshape(3, 8) ** 2
+y = cupynorm.layer_norm(x, 8).get()
+expected = cupynorm.layer_norm(x.get(), 8)
+print(float(numpy.abs(y - expected).max()))
+"""
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-c", script], cwd=REPOSITORY, env=environment(CUPY_CACHE_DIR=str(tmp_path)), text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        )
+        for _ in range(2)
+    ]  # fmt: skip
+    for process in started:
+        output, errors = process.communicate(timeout=300)
+        assert process.returncode == 0, errors
+        assert float(output) < 1e-5
+    assert len(list(tmp_path.glob("*.cubin"))) == 1
+
+
+# Without CuPy, without NVRTC.
+
+
+def environment(**changes: str) -> dict[str, str]:
+    path = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))
+    return os.environ | {"PYTHONPATH": path} | changes
+
+
+REFUSE = """
+import importlib.abc, json, sys
+
+class Refuse(importlib.abc.MetaPathFinder):
+    def __init__(self, *names):
+        self.names = names
+    def find_spec(self, name, path=None, target=None):
+        if any(name == refused or name.startswith(refused + ".") for refused in self.names):
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+def outcome(call):
+    try:
+        return ["returned", repr(call())]
+    except Exception as error:
+        return [type(error).__module__ + "." + type(error).__name__, str(error)]
+"""
+
+
+def run_script(script: str) -> dict:
+    done = subprocess.run(
+        [sys.executable, "-c", REFUSE + script], cwd=REPOSITORY, env=environment(), capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_without_cupy():
+    """NumPy input is computed; all that needs a GPU says what to install; nothing says so at import."""
+    found = run_script("""
+sys.meta_path.insert(0, Refuse("cupy", "cupy_backends"))
+import numpy
+import cupynorm
+from cupynorm.nvrtc import compile_for
+
+class Exporter:
+    shape, dtype = (2, 4), numpy.dtype("float32")
+    def __dlpack__(self, **options):
+        raise AssertionError("never asked")
+    def __dlpack_device__(self):
+        return 2, 0
+
+x = numpy.array([[1.0, 2.0, 3.0, 6.0]])
+forward = cupynorm.layer_norm_forward(x, eps=0.0)
+backward = cupynorm.layer_norm_backward(x, x, forward.mean, forward.rstd)
+kernel = cupynorm.plan(768, 8, device="H200").launches[0].kernel
+print(json.dumps({
+    "y": cupynorm.layer_norm(x, 4, eps=0.0).tolist(), "dbias": backward.dbias.tolist(),
+    "layer_norm": outcome(lambda: cupynorm.layer_norm(Exporter(), 4)),
+    "rms_norm_forward": outcome(lambda: cupynorm.rms_norm_forward(Exporter())),
+    "backward": outcome(lambda: cupynorm.rms_norm_backward(Exporter(), Exporter(), Exporter())),
+    "plan": outcome(lambda: cupynorm.plan(768)),
+    "compile_for": outcome(lambda: compile_for(kernel, 90)),
+    "is ImportError": issubclass(cupynorm.MissingLibraryError, ImportError),
+    "cupy": "cupy" in sys.modules,
+}))
+""")
+    assert found["cupy"] is False and found["is ImportError"] is True
+    # mean 3, deviations -2 -1 0 3, variance 14 / 4
+    assert found["y"] == [pytest.approx([value / 3.5**0.5 for value in (-2, -1, 0, 3)], rel=1e-15, abs=0)]
+    assert found["dbias"] == [1.0, 2.0, 3.0, 6.0]
+    for call in ("layer_norm", "rms_norm_forward", "backward", "plan", "compile_for"):
+        kind, message = found[call]
+        assert kind == "cupynorm.nvrtc.MissingLibraryError", (call, kind, message)
+        assert "pip install 'cupynorm[cuda12]'" in message and "CuPy" in message and "No module named 'cupy'" in message
+
+
+@pytest.mark.skipif("CuPy could not" in _nvrtc_is_missing(), reason="CuPy is needed to take NVRTC from it")
+@pytest.mark.parametrize("way", ("import", "library"))
+def test_without_nvrtc(way):
+    """Whether its binding cannot be imported or the shared library cannot be found: compile_for says what to install."""
+    hide = {
+        "import": """
+import cupy_backends.cuda.libs
+sys.modules.pop("cupy_backends.cuda.libs.nvrtc", None)
+vars(cupy_backends.cuda.libs).pop("nvrtc", None)
+sys.meta_path.insert(0, Refuse("cupy_backends.cuda.libs.nvrtc"))
+""",
+        "library": """
+from cupy_backends.cuda.libs import nvrtc as binding
+class Missing:
+    def __getattr__(self, name):
+        raise RuntimeError("CuPy failed to load libnvrtc.so.12")
+import cupy_backends.cuda.libs
+sys.modules["cupy_backends.cuda.libs.nvrtc"] = cupy_backends.cuda.libs.nvrtc = Missing()
+""",
+    }[way]
+    found = run_script(f"""
+import cupy, numpy
+{hide}
+import cupynorm
+from cupynorm.nvrtc import compile_for
+kernel = cupynorm.plan(768, 8, device="H200").launches[0].kernel
+print(json.dumps({{
+    "compile_for": outcome(lambda: compile_for(kernel, 90)),
+    "y": cupynorm.rms_norm(numpy.array([[3.0, 4.0]]), 2, eps=0.0).tolist(),
+}}))
+""")
+    kind, message = found["compile_for"]
+    assert kind == "cupynorm.nvrtc.MissingLibraryError", message
+    assert "NVRTC could not be loaded" in message and "pip install 'cupynorm[cuda12]'" in message
+    assert ("libnvrtc.so.12" if way == "library" else "cupy_backends.cuda.libs.nvrtc") in message
+    assert found["y"] == [pytest.approx([3 / 12.5**0.5, 4 / 12.5**0.5], rel=1e-15, abs=0)]
+
+
+def test_missing_sources_are_said(monkeypatch, tmp_path):
+    monkeypatch.setattr(nvrtc, "__file__", str(tmp_path / "cupynorm" / "nvrtc.py"))
+    with pytest.raises(FileNotFoundError, match=rf"neither {tmp_path}/cupynorm/cuda_src nor {tmp_path}/cuda_src"):
+        cuda_src.__wrapped__()

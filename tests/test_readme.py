@@ -1,0 +1,40 @@
+"""The README says what the code says: its dispatch table, its commands, its calls."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import cupynorm
+from cupynorm.__main__ import main
+from cupynorm.dispatch import strategies_markdown
+
+README = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
+
+
+def block(name: str) -> str:
+    found = re.search(rf"<!-- {name} -->\n(.*?)<!-- /{name} -->", README, re.DOTALL)
+    assert found, f"README.md has no block {name}"
+    return found[1].strip()
+
+
+def test_the_dispatch_table_is_generated():
+    assert block("strategies") == strategies_markdown()
+
+
+def test_ci_runs_the_command_of_the_readme():
+    script = (Path(__file__).parents[1] / ".ci" / "run").read_text(encoding="utf-8")
+    assert "<!-- test -->" in script and "README.md" in script
+    command = block("test").removeprefix("```sh\n").removesuffix("\n```")
+    assert command.startswith("pip install") and "pytest" in command and "\n" not in command
+
+
+def test_every_call_it_names_exists():
+    named = set(re.findall(r"^\| `([a-z_]+)`(?:, `([a-z_]+)`)*", README, re.MULTILINE)[0]) | {"plan", "check", "rms_norm"}
+    for name in filter(None, named):
+        assert callable(getattr(cupynorm, name)), name
+
+
+def test_its_plan_command_prints_a_plan(capsys):
+    assert main(["plan", "4096", "--device", "H200"]) == 0
+    assert "forward_block.cu" in capsys.readouterr().out

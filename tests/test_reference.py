@@ -1,0 +1,209 @@
+"""reference/: forward against the textbook formula, every gradient against central differences, and no import of the package.
+
+The reference is the truth that kernels are held to, so nothing here is compared with the package or with another library.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from cupynorm import reference
+
+REPOSITORY = Path(__file__).parents[1]
+NORMS = ("layer_norm", "rms_norm")
+SHAPES = ((1, 1), (1, 2), (3, 7), (5, 33), (2, 128))
+EPS = 1e-5
+
+
+def forward(norm, x, weight, bias, **options):
+    return getattr(reference, norm)(x, weight, bias, EPS, **options)
+
+
+def backward(norm, dy, result, weight, **options):
+    if norm == "layer_norm":
+        return reference.layer_norm_backward(dy, result.sum, result.mean, result.rstd, weight, **options)
+    return reference.rms_norm_backward(dy, result.sum, result.rstd, weight, **options)
+
+
+def textbook(norm, x, weight, bias, eps):
+    """One row at a time in Python floats summed without rounding (math.fsum): no code in common with reference/."""
+    rows = []
+    for row in x.tolist():
+        mean = math.fsum(row) / len(row) if norm == "layer_norm" else 0.0
+        var = math.fsum((value - mean) ** 2 for value in row) / len(row)
+        rstd = 1 / math.sqrt(var + eps)
+        rows.append(([(v - mean) * rstd * w + b for v, w, b in zip(row, weight, bias)], mean, rstd))
+    return tuple(np.array(part) for part in zip(*rows))
+
+
+def draw(shape, seed=0):
+    """x, dy of `shape`; weight, bias of a row: away from zero in mean and spread, so that no term of a formula vanishes."""
+    generator = np.random.default_rng([seed, *shape])
+    x, dy = 3 * generator.standard_normal(shape) + 1.5, generator.standard_normal(shape)
+    return x, dy, generator.uniform(0.5, 2, shape[1]), generator.standard_normal(shape[1])
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("norm", NORMS)
+def test_forward_is_the_textbook_formula(norm, shape):
+    x, _, weight, bias = draw(shape)
+    result = forward(norm, x, weight, bias)
+    y, mean, rstd = textbook(norm, x, weight, bias, EPS)
+    # Sums of at most 128 terms err by less than 128 * 2^-53 = 1.4e-14 of the terms, which are of size 10 here.
+    np.testing.assert_allclose(result.y, y, rtol=1e-12, atol=1e-12)
+    np.testing.assert_allclose(result.rstd, rstd, rtol=1e-12)
+    np.testing.assert_array_equal(result.sum, x)
+    if norm == "layer_norm":
+        np.testing.assert_allclose(result.mean, mean, rtol=1e-12)
+    else:
+        assert result.mean is None
+
+
+@pytest.mark.parametrize("norm", NORMS)
+def test_options_of_forward(norm):
+    """Absent weight is 1, absent bias 0, a zero-centred weight w multiplies by 1 + w, a residual is added first."""
+    shape = (4, 9)
+    x, residual, weight, bias = draw(shape)
+    ones, zeros = np.ones(9), np.zeros(9)
+    for given, formula in (
+        ({"weight": None, "bias": None}, (x, ones, zeros)),
+        ({"weight": weight, "bias": None}, (x, weight, zeros)),
+        ({"weight": None, "bias": bias}, (x, ones, bias)),
+        ({"weight": weight, "bias": bias, "zero_centered_weight": True}, (x, 1 + weight, bias)),
+        ({"weight": None, "bias": bias, "zero_centered_weight": True}, (x, ones, bias)),
+        ({"weight": weight, "bias": bias, "residual": residual}, (x + residual, weight, bias)),
+    ):
+        result = forward(norm, x, **given)
+        np.testing.assert_allclose(result.y, textbook(norm, *formula, EPS)[0], rtol=1e-12, atol=1e-12)
+        np.testing.assert_array_equal(result.sum, formula[0])
+
+
+def test_layer_norm_of_a_far_mean_keeps_its_digits():
+    """x = 2^27 + small, each exact in float64: what E[x^2] - E[x]^2 loses altogether is held to the digits of small alone."""
+    small = np.round(np.random.default_rng(1).standard_normal((3, 64)) * 2**20) / 2**20
+    far = small + 2.0**27
+    np.testing.assert_array_equal(far - 2.0**27, small)
+    result = reference.layer_norm(far, None, None, EPS)
+    expected, mean, rstd = textbook("layer_norm", small, np.ones(64), np.zeros(64), EPS)
+    np.testing.assert_allclose(result.y, expected, rtol=0, atol=1e-12)
+    np.testing.assert_allclose(result.rstd, rstd, rtol=1e-12)
+    np.testing.assert_allclose(result.mean, 2.0**27 + mean, rtol=2.0**-52)
+
+
+@pytest.mark.parametrize("norm", NORMS)
+def test_rows_that_cannot_be_normalised(norm):
+    """A constant row, a row with NaN, a row with infinity, a variance below -eps: each as the formula says, and alone."""
+    x = np.array([[2.0, 2.0, 2.0, 2.0], [1.0, np.nan, 2.0, 3.0], [1.0, np.inf, 2.0, 3.0], [1.0, 2.0, 3.0, 5.0]])
+    result = forward(norm, x, None, None)
+    assert np.isnan(result.y[1]).all()
+    assert (
+        np.isnan(result.y[2]).all() if norm == "layer_norm" else np.isnan(result.y[2, 1]) and not result.y[2, [0, 2, 3]].any()
+    )
+    np.testing.assert_array_equal(result.y[3], forward(norm, x[3:], None, None).y[0])
+    constant = 0.0 if norm == "layer_norm" else 2 / math.sqrt(4 + EPS)
+    np.testing.assert_allclose(result.y[0], constant, rtol=1e-15, atol=0)
+    assert np.isnan(getattr(reference, norm)(x[3:], eps=-1e3).rstd).all()
+    assert np.isinf(getattr(reference, norm)(np.zeros((1, 3)), eps=0.0).rstd).all()
+
+
+def central_differences(function, at):
+    """The gradient of a scalar function of an array, element by element, to about 1e-9 of the function's size.
+
+    The fourth-order stencil errs by h^4 f^(5) / 30 and by eps64 * |f| / h from rounding: h = 1e-3 makes both about 1e-13,
+    for functions whose fifth derivative is of order 1 to 1e3 (rows of a spread of 0.5 or more).
+    """
+    h = 1e-3
+    gradient = np.empty_like(at)
+    for index in np.ndindex(at.shape):
+        values = []
+        for step in (-2, -1, 1, 2):
+            moved = at.copy()
+            moved[index] += step * h
+            values.append(function(moved))
+        gradient[index] = (values[0] - 8 * values[1] + 8 * values[2] - values[3]) / (12 * h)
+    return gradient
+
+
+def relative_error(got, expected):
+    return np.linalg.norm(got - expected) / max(np.linalg.norm(expected), 1e-300)
+
+
+# Two orders above the 1e-9 that central_differences promises at worst, seven below a wrong term.
+BOUND = 1e-8
+
+
+@pytest.mark.parametrize("zero_centered", (False, True), ids=("weight", "1+weight"))
+@pytest.mark.parametrize("shape", ((3, 7), (2, 3), (4, 33), (1, 16)), ids=str)
+@pytest.mark.parametrize("norm", NORMS)
+def test_gradients_by_central_differences(norm, shape, zero_centered):
+    """loss = sum(dy * y) + sum(dsum * (x + residual)): every argument that has a gradient is moved element by element."""
+    x, dy, weight, bias = draw(shape)
+    residual, dsum, *_ = draw(shape, seed=1)
+
+    def loss(x=x, residual=residual, weight=weight, bias=bias):
+        result = forward(norm, x, weight, bias, residual=residual, zero_centered_weight=zero_centered)
+        return float((dy * result.y).sum() + (dsum * result.sum).sum())
+
+    result = forward(norm, x, weight, bias, residual=residual, zero_centered_weight=zero_centered)
+    gradients = backward(norm, dy, result, weight, zero_centered_weight=zero_centered, dsum=dsum)
+    for name, got in (
+        ("x", gradients.dx),
+        ("residual", gradients.dx),
+        ("weight", gradients.dweight),
+        ("bias", gradients.dbias),
+    ):
+        at = {"x": x, "residual": residual, "weight": weight, "bias": bias}[name]
+        expected = central_differences(lambda moved: loss(**{name: moved}), at)  # noqa: B023
+        assert got.shape == at.shape
+        assert relative_error(got, expected) < BOUND, name
+
+
+@pytest.mark.parametrize("norm", NORMS)
+def test_gradient_without_weight(norm):
+    """No weight: dx as for ones, and dweight is still the gradient of the ones that are not there."""
+    x, dy, _, _ = draw((3, 7))
+    result = forward(norm, x, None, None)
+    got = backward(norm, dy, result, None)
+    expected = central_differences(lambda moved: float((dy * forward(norm, moved, None, None).y).sum()), x)
+    assert relative_error(got.dx, expected) < BOUND
+    expected = central_differences(lambda moved: float((dy * forward(norm, x, moved, None).y).sum()), np.ones(7))
+    assert relative_error(got.dweight, expected) < BOUND
+    np.testing.assert_array_equal(got.dbias, dy.sum(axis=0))
+
+
+@pytest.mark.parametrize("norm", NORMS)
+def test_the_bound_tells_right_from_wrong(norm):
+    """The comparison above can fail: each gradient with one term left out, or of another eps, is far outside the bound."""
+    x, dy, weight, bias = draw((3, 7))
+    result = forward(norm, x, weight, bias)
+    expected = central_differences(lambda moved: float((dy * forward(norm, moved, weight, bias).y).sum()), x)
+    assert relative_error(backward(norm, dy, result, weight).dx, expected) < BOUND
+    wdy = dy * weight
+    assert relative_error(result.rstd[:, None] * wdy, expected) > 1e3 * BOUND
+    assert relative_error(backward(norm, dy, result, weight, zero_centered_weight=True).dx, expected) > 1e3 * BOUND
+    other = getattr(reference, norm)(x, weight, bias, 1e-3)
+    assert relative_error(backward(norm, dy, other, weight).dx, expected) > 1e3 * BOUND
+
+
+def test_the_reference_imports_nothing_of_the_package():
+    """Loaded from its folder as a package of its own, it brings NumPy and itself, and nothing named cupynorm, cupy or torch."""
+    script = f"""
+import json, sys
+sys.path.insert(0, {str(REPOSITORY)!r})
+import numpy
+before = set(sys.modules)
+import reference
+brought = sorted(set(sys.modules) - before - {{"__future__"}})
+print(json.dumps([brought, float(reference.layer_norm([[1.0, 3.0]], eps=0.0).y[0, 1])]))
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=120)
+    brought, value = json.loads(done.stdout)
+    assert brought == ["reference", "reference.layer_norm", "reference.rms_norm"]
+    assert value == 1.0

@@ -1,0 +1,384 @@
+"""What holds the whole together: import arrows, import time, words, headers, formatting, and what kernels may not do."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import cupynorm
+
+REPOSITORY = Path(__file__).parents[1]
+PACKAGE = REPOSITORY / "cupynorm"
+CUDA_SRC = REPOSITORY / "cuda_src"
+MODULES = {path.stem: path for path in sorted(PACKAGE.glob("*.py"))}
+KERNELS = sorted(CUDA_SRC.glob("*.cu"))
+SOURCES = sorted(path for path in CUDA_SRC.rglob("*") if path.suffix in (".cu", ".cuh", ".h", ".cpp"))
+DEVICE_SOURCES = sorted(path for path in CUDA_SRC.iterdir() if path.suffix in (".cu", ".cuh"))
+PYTHON = sorted(path for folder in ("cupynorm", "reference", "tests") for path in (REPOSITORY / folder).rglob("*.py"))
+
+
+def names_of(paths):
+    return {"argvalues": paths, "ids": [str(path.relative_to(REPOSITORY)) for path in paths]}
+
+
+# What an import brings.
+
+
+def python(script: str) -> str:
+    path = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, cwd=REPOSITORY, env=os.environ | {"PYTHONPATH": path}
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+HEAVY = ("torch", "cupy", "cupy_backends", "triton", "scipy", "pandas", "matplotlib", "ml_dtypes", "IPython", "pytest", "jax")
+
+
+def brought_by(statements: str) -> set[str]:
+    """Top-level names of the modules that statements bring beyond what Python starts with."""
+    script = f"""
+import json, sys
+before = set(sys.modules)
+{statements}
+print(json.dumps(sorted({{name.partition(".")[0] for name in set(sys.modules) - before}})))
+"""
+    return set(json.loads(python(script)))
+
+
+def test_import_brings_nothing_heavy():
+    """`import cupynorm` is itself and the standard library, not even NumPy."""
+    brought = brought_by("import cupynorm")
+    assert "cupynorm" in brought
+    assert brought - {"cupynorm"} <= set(sys.stdlib_module_names)
+
+
+def test_plans_and_numpy_input_bring_only_numpy():
+    """Every public name, a plan, and a NumPy array normalised there and back: no torch, no CuPy."""
+    brought = brought_by("""
+import numpy, cupynorm
+for name in cupynorm.__all__:
+    getattr(cupynorm, name)
+cupynorm.plan(768, device="H200")
+x = numpy.ones((2, 8), "float32")
+made = cupynorm.layer_norm_forward(x)
+cupynorm.layer_norm_backward(x, x, made.mean, made.rstd)
+""")
+    assert {"cupynorm", "numpy"} <= brought
+    assert brought.isdisjoint(HEAVY)
+
+
+def test_import_takes_less_than_50_milliseconds_beyond_numpy():
+    """The best of several fresh processes, because a busy machine only ever adds; the same for NumPy and the public names."""
+
+    def best(statements: str, before: str = "") -> float:
+        script = f"import time\n{before}\nstart = time.perf_counter()\n{statements}\nprint(time.perf_counter() - start)"
+        return min(float(python(script)) for _ in range(5))
+
+    assert best("import cupynorm", "import numpy") < 0.050
+    names = best("for name in cupynorm.__all__: getattr(cupynorm, name)", "import numpy, cupynorm")
+    # All modules together: allowed as much again as NumPy itself takes here, whatever the machine.
+    assert names < max(0.050, best("import numpy"))
+
+
+# Arrows.
+
+# From the bottom up; an import at module level goes to the same row or below. pure, CuPy, calls, norm, torch, tools.
+ROWS = (
+    ("dtypes", "dispatch"),
+    ("nvrtc", "launch", "arrays", "on_cpu"),
+    ("calls",),
+    ("norm",),
+    ("autograd", "modules", "fp8", "linear", "parallel"),
+    ("gradient_check", "activations", "check", "bench", "__main__"),
+)
+ROW_OF = {name: row for row, names in enumerate(ROWS) for name in names} | {"reference": -1, "data": -1}
+# Upward only inside a function that needs it: plan() of the current GPU, and torch tensors that require gradients.
+UPWARD = {("dispatch", "launch"), ("norm", "autograd")}
+TORCH = {"autograd", "modules", "linear", "parallel"}
+CUPY = {"nvrtc", "launch"}
+
+
+def imports(path: Path) -> list[tuple[str, bool]]:
+    """(module, whether at module level) of every import of a file; modules of this package as cupynorm.<module>."""
+    tree = ast.parse(path.read_text(), str(path))
+    inside = {
+        id(node)
+        for function in ast.walk(tree)
+        if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+        for node in ast.walk(function)
+    }
+    found = []
+    for node in ast.walk(tree):
+        at_module_level = id(node) not in inside
+        if isinstance(node, ast.Import):
+            found += [(alias.name, at_module_level) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                base = f"cupynorm.{base}" if base else "cupynorm"
+            if base == "cupynorm":
+                found += [(f"cupynorm.{alias.name}", at_module_level) for alias in node.names]
+            else:
+                found.append((base, at_module_level))
+        elif isinstance(node, ast.Call) and getattr(node.func, "attr", "") in ("import_module", "__import__"):
+            found.append((ast.unparse(node.args[0]), at_module_level))
+    return found
+
+
+def test_imports_sees_every_kind(tmp_path):
+    """The parser that the tests below trust."""
+    path = tmp_path / "sample.py"
+    path.write_text(
+        "import a.b, c\nfrom . import d\nfrom .e import f\nfrom g.h import k\nif True:\n    import m\n"
+        "def function():\n    import n\n    from .o import p\nclass C:\n    import q\nimportlib.import_module('r')\n"
+    )
+    assert sorted(imports(path)) == sorted([
+        ("a.b", True), ("c", True), ("cupynorm.d", True), ("cupynorm.e", True), ("g.h", True), ("m", True), ("q", True),
+        ("'r'", True), ("n", False), ("cupynorm.o", False),
+    ])  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [name for name in MODULES if name != "__init__"])
+def test_arrows_go_one_way(name):
+    assert name in ROW_OF, f"cupynorm/{name}.py has no row in ROWS: say where it stands"
+    for imported, at_module_level in imports(MODULES[name]):
+        if not imported.startswith("cupynorm.") or imported == "cupynorm.__version__":
+            continue
+        other = imported.split(".")[1]
+        assert other in ROW_OF, f"{name} imports {other}, which is no module of the package"
+        upward = ROW_OF[other] > ROW_OF[name]
+        assert not upward or (not at_module_level and (name, other) in UPWARD), f"{name} imports {other} from a row above"
+
+
+def test_modules_do_not_import_in_circles():
+    arrows = {
+        name: {imported.split(".")[1] for imported, top in imports(path) if top and imported.startswith("cupynorm.")}
+        for name, path in MODULES.items()
+    }
+    assert arrows["norm"] >= {"arrays", "dispatch", "dtypes"}
+    left = dict(arrows)
+    while free := [name for name, others in left.items() if not others & set(left)]:
+        for name in free:
+            del left[name]
+    assert not left, f"in a circle: {', '.join(left)}"
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_who_may_import_torch_and_cupy(name):
+    for imported, at_module_level in imports(MODULES[name]):
+        library = imported.partition(".")[0]
+        if library == "torch":
+            assert not at_module_level or name in TORCH, f"{name} imports torch at module level"
+            assert name not in ("dispatch", "dtypes"), f"{name} imports torch"
+        if library in ("cupy", "cupy_backends", "cupyx"):
+            assert name in CUPY, f"{name} imports {imported}; nvrtc.cupy() is the way to it"
+            assert not at_module_level, f"{name} imports {imported} at module level"
+    assert any(MODULES[user].read_text().count("import cupy") for user in CUPY)
+
+
+def test_the_pure_modules_need_only_numpy_and_the_standard_library():
+    for name in ("dispatch", "dtypes"):
+        outside = {imported.partition(".")[0] for imported, _ in imports(MODULES[name])} - {"cupynorm"}
+        assert outside <= set(sys.stdlib_module_names) | {"numpy"}, name
+    assert "numpy" not in {imported for imported, _ in imports(MODULES["dispatch"])}
+
+
+def test_reference_imports_only_numpy_and_itself():
+    for path in sorted((REPOSITORY / "reference").glob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                assert {alias.name for alias in node.names} == {"numpy"}, path.name
+            if isinstance(node, ast.ImportFrom):
+                assert node.level == 1 or node.module in ("__future__", "typing"), path.name
+
+
+def test_no_module_is_a_drawer():
+    for path in REPOSITORY.rglob("*"):
+        inside = path.relative_to(REPOSITORY).parts
+        if path.suffix in (".py", ".cu", ".cuh", ".h") and not inside[0].startswith("."):
+            assert path.stem.lower() not in ("utils", "util", "common", "helpers", "helper", "core", "misc"), path
+
+
+# Kernels.
+
+
+@pytest.mark.parametrize("path", **names_of(KERNELS))
+def test_header_of_a_kernel(path):
+    """At most 12 comment lines: `// name -- formula, who owns a row`, then owns, moves, takes, needs, in that order, once."""
+    lines = path.read_text().splitlines()
+    header = lines[: next(at for at, line in enumerate(lines) if not line.startswith("//"))]
+    assert len(header) <= 12
+    assert re.match(rf"// {path.stem} -- \S", header[0])
+    keys = [match[1] for line in header[1:] if (match := re.match(r"// (\w+):\s+\S", line))]
+    assert keys == ["owns", "moves", "takes", "needs"]
+    for line in header[1:]:
+        assert re.match(r"//( (owns|moves|takes|needs): |        )\s*\S", line), f"neither a key nor its continuation: {line}"
+    for file in re.findall(r"\w+\.cuh?\b", "\n".join(header)):
+        assert (CUDA_SRC / file).is_file(), f"the header names {file}, which is not there"
+
+
+@pytest.mark.parametrize("path", **names_of([path for path in DEVICE_SOURCES if path.suffix == ".cuh"]))
+def test_header_of_a_header(path):
+    text = path.read_text()
+    assert re.match(rf"// {re.escape(path.name)} -- \S", text)
+    assert text.count("#pragma once") == 1
+
+
+def code(path: Path) -> str:
+    """Without comments; strings stay."""
+    return re.sub(r"//[^\n]*|/\*.*?\*/", "", path.read_text(), flags=re.S)
+
+
+ATOMIC = re.compile(r"\batomic[A-Z]\w*|\batomic_ref\b|\bred\.(global|shared|async)|\batom\.")
+ASM = re.compile(r"\b(?:asm|__asm__|__asm)\b(?:\s+(?:volatile|__volatile__))?\s*\(\s*\"([^\"]*)\"")
+
+
+def test_the_patterns_find_what_they_seek():
+    for text in ("atomicAdd(&sum, value);", 'asm("red.global.add.f32 [%0], %1;" :: "l"(at), "f"(v));', "atomicCAS(a, b, c)"):
+        assert ATOMIC.search(text), text
+    assert ASM.findall('asm("" : "+r"(word)); asm volatile("mov.u32 %0, %%r;" : "=r"(rank));') == ["", "mov.u32 %0, %%r;"]
+    assert ASM.findall('asm volatile(\n "mbarrier.init\\n"\n "more"') == ["mbarrier.init\\n"]
+
+
+@pytest.mark.parametrize("path", **names_of(DEVICE_SOURCES))
+def test_sums_are_made_in_a_fixed_order(path):
+    """No atomics: an atomic sum of floats depends on who comes first, and results are to repeat to the bit."""
+    assert not ATOMIC.search(code(path))
+
+
+@pytest.mark.parametrize("path", **names_of(DEVICE_SOURCES))
+def test_ptx_is_in_two_headers(path):
+    """cluster.cuh and bulk.cuh, each instruction with a plain C++ twin; pack.cuh has an empty statement, which is none."""
+    text = code(path)
+    statements = ASM.findall(text)
+    assert len(re.findall(r"\b(?:asm|__asm__|__asm)\b", text)) == len(statements), "an asm that the pattern does not understand"
+    if path.name in ("cluster.cuh", "bulk.cuh"):
+        assert statements and all(statements)
+        assert "#ifdef CUPYNORM_ON_CPU" in text
+    else:
+        assert not any(statements)
+        assert not statements or path.name == "pack.cuh"
+
+
+def declared(text: str) -> set[str]:
+    return set(re.findall(r"__device__ __forceinline__ [\w:*<> ]+?[ *&](\w+)\(", text))
+
+
+@pytest.mark.parametrize("name", ("cluster.cuh", "bulk.cuh"))
+def test_every_ptx_function_has_a_twin(name):
+    """The branch for the CPU declares what the branch for the GPU does, but for what only PTX needs or the runtime provides."""
+    _, on_cpu, on_gpu = re.split(r"#ifdef CUPYNORM_ON_CPU|#else", code(CUDA_SRC / name))
+    extra = {"smem_address", "dynamic_smem"}
+    assert len(declared(on_cpu)) >= 3
+    assert declared(on_gpu) - extra == declared(on_cpu) - extra
+
+
+@pytest.mark.parametrize("path", **names_of(DEVICE_SOURCES))
+def test_kernels_are_chosen_by_templates_not_by_macros(path):
+    """No #if on a dtype, no macro: what changes code is a template parameter."""
+    text = code(path)
+    assert not re.search(r"^\s*#\s*(define|if|elif|ifndef)\b", text, re.M)
+    assert set(re.findall(r"#ifdef (\w+)", text)) <= {"CUPYNORM_ON_CPU"}
+
+
+# Words.
+
+NEVER = r"hidden_size|gamma|beta|grad_output|invvar|rsigma|epsilon|ctas?|nblks|is_rms_norm|smem_size|qscale|prologue|epilogue"
+
+
+@pytest.mark.parametrize("path", **names_of(DEVICE_SOURCES + sorted((REPOSITORY / "reference").glob("*.py"))))
+def test_one_word_for_one_thing(path):
+    """The words that the design rules out, in kernels and reference (elsewhere other libraries' spellings are part of the API).
+    PTX's own spellings are not ours: strings are left out."""
+    text = re.sub(r"\"[^\"\n]*\"", "", path.read_text())
+    assert not re.findall(rf"\b({NEVER})\b", text, re.I)
+
+
+# Formatting.
+
+
+def tool(name: str) -> str:
+    found = shutil.which(name, path=os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]))
+    if not found:
+        pytest.skip(f"{name} is not installed: pip install {name}")
+    return found
+
+
+def complaint(*command: str) -> str:
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
+    return "" if done.returncode == 0 else (done.stdout + done.stderr)[-4000:] or f"exit {done.returncode}"
+
+
+@pytest.mark.parametrize("path", **names_of(SOURCES))
+def test_cuda_sources_are_formatted(path):
+    assert not complaint(tool("clang-format"), "--dry-run", "-Werror", str(path))
+
+
+def test_clang_format_objects_to_what_is_not_formatted(tmp_path):
+    path = tmp_path / "sample.cu"
+    path.write_text("int  main( ){return 0 ;}\n")
+    assert "code should be clang-formatted" in complaint(tool("clang-format"), "--dry-run", "-Werror", str(path))
+
+
+@pytest.mark.parametrize("command", (("format", "--check"), ("check",)), ids=" ".join)
+def test_python_sources_are_formatted_and_linted(command):
+    assert len(PYTHON) > 10
+    assert not complaint(tool("ruff"), *command, "--no-cache", *map(str, PYTHON))
+
+
+def test_ruff_objects_to_what_is_wrong(tmp_path):
+    path = tmp_path / "sample.py"
+    path.write_text("import os\nx = [ 1,2 ]\n")
+    config = ("--no-cache", "--config", str(REPOSITORY / "pyproject.toml"), str(path))
+    assert "F401" in complaint(tool("ruff"), "check", *config)
+    assert "1 file would be reformatted" in complaint(tool("ruff"), "format", "--check", *config)
+    path.write_text("x = [1, 2]\n")
+    assert not complaint(tool("ruff"), "check", *config) and not complaint(tool("ruff"), "format", "--check", *config)
+
+
+# Public names.
+
+PUBLIC = [name for name in cupynorm.__all__ if not name.startswith("_")]
+
+
+def documented(function: object, seen: frozenset[str] = frozenset()) -> str:
+    """A function's docstring, and those of the public functions that it refers to for the rest ("as for layer_norm")."""
+    text = inspect.getdoc(function) or ""
+    referred = [name for name in PUBLIC if name not in seen and re.search(rf"\b{name}\b", text)]
+    functions = [getattr(cupynorm, name) for name in referred if inspect.isfunction(getattr(cupynorm, name))]
+    return "\n".join([text, *(documented(other, seen | set(referred)) for other in functions)])
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_public_names_are_documented(name):
+    """A docstring; and for a function every argument, in it or in that of a function that it names, and what is raised."""
+    value = getattr(cupynorm, name)
+    if not (inspect.isfunction(value) or inspect.isclass(value)):
+        assert value, f"{name} is empty"
+        return
+    assert len((value.__doc__ or "").split()) >= 5
+    # What dataclasses and NamedTuples write of themselves is no documentation.
+    assert not re.match(rf"{name}\(\w+", value.__doc__)
+    if inspect.isfunction(value):
+        text = documented(value)
+        missing = [argument for argument in inspect.signature(value).parameters if not re.search(rf"\b{argument}\b", text)]
+        assert not missing, f"{name} does not say what {', '.join(missing)} is"
+        assert "Raises" in text or "Error" in text
+
+
+def test_public_names_are_the_ones_that_resolve():
+    assert set(dir(cupynorm)) >= set(cupynorm.__all__)
+    assert len(set(cupynorm.__all__)) == len(cupynorm.__all__)
+    with pytest.raises(AttributeError, match="module 'cupynorm' has no attribute 'layernorm'"):
+        _ = cupynorm.layernorm

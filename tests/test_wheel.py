@@ -1,0 +1,63 @@
+"""A wheel works outside the repository: sources, reference and data inside, and small."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("wheel")
+    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", str(folder), str(ROOT)]
+    built = subprocess.run(command, capture_output=True, text=True)
+    if built.returncode and ("setuptools" in built.stderr or "No matching distribution" in built.stderr):
+        pytest.skip("no network: setuptools, which builds the wheel, cannot be fetched")
+    assert built.returncode == 0, built.stderr
+    return next(folder.glob("cupynorm-*.whl"))
+
+
+def test_it_holds_all_sources_and_is_small(wheel: Path):
+    assert wheel.stat().st_size < 300_000
+    held = set(zipfile.ZipFile(wheel).namelist())
+    for folder, pattern, inside in (
+        ("cuda_src", "*.cu*", "cupynorm/cuda_src"),
+        ("cuda_src/on_cpu", "*", "cupynorm/cuda_src/on_cpu"),
+        ("reference", "*.py", "cupynorm/reference"),
+        ("cupynorm", "*.py", "cupynorm"),
+        ("cupynorm/data", "*.npz", "cupynorm/data"),
+    ):
+        paths = list((ROOT / folder).glob(pattern))
+        assert paths, folder
+        for path in filter(Path.is_file, paths):
+            assert f"{inside}/{path.name}" in held, path
+
+
+def test_it_works_outside_the_repository(wheel: Path, tmp_path: Path):
+    """Unpacked where nothing of the checkout is in sight, it computes, plans and checks kernels on the CPU."""
+    zipfile.ZipFile(wheel).extractall(tmp_path / "site")
+    code = (
+        "import numpy, cupynorm, cupynorm.reference, pathlib\n"
+        "assert pathlib.Path(cupynorm.__file__).is_relative_to(pathlib.Path.cwd()), cupynorm.__file__\n"
+        "assert pathlib.Path(cupynorm.reference.__file__).is_relative_to(pathlib.Path.cwd())\n"
+        "assert abs(cupynorm.layer_norm(numpy.array([[1.0, 3.0]]), 2, eps=0.0) - [[-1, 1]]).max() < 1e-15\n"
+        "result = cupynorm.check(shapes=[(3, 33)], on='cpu')\n"
+        "assert result.ok and len(result.findings) == 6\n"
+        "print('works')\n"
+    )
+    ran = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path / "site", env=_environment(), capture_output=True, text=True
+    )
+    assert ran.stdout.strip().endswith("works"), ran.stderr
+
+
+def _environment() -> dict[str, str]:
+    import os
+
+    return {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
