@@ -29,8 +29,8 @@ template <class Compute>
 struct RowGradient {
   Compute mean;
   Compute rstd;
-  Compute slope;   // -rstd * mean(wdy * x_hat)
-  Compute offset;  // -rstd * mean(wdy)
+  Compute mean_wdy;
+  Compute mean_wdy_x_hat;
 
   template <bool centered>
   __device__ __forceinline__ Compute x_hat(Compute x) const {
@@ -40,15 +40,15 @@ struct RowGradient {
 
   // sums: of wdy * x_hat and of wdy over the row
   __device__ __forceinline__ void finish(const Sum<Compute, 2>& sums, Compute num_cols) {
-    const Compute share = rstd / num_cols;
-    slope = -sums.part[0] * share;
-    offset = -sums.part[1] * share;
+    mean_wdy_x_hat = sums.part[0] / num_cols;
+    mean_wdy = sums.part[1] / num_cols;
   }
 
+  // The differences first, then the scale: a row of one column has exactly no gradient.
   template <bool centered>
   __device__ __forceinline__ Compute dx(Compute x_hat, Compute wdy) const {
-    if constexpr (centered) return wdy * rstd + (x_hat * slope + offset);
-    return wdy * rstd + x_hat * slope;
+    if constexpr (centered) return ((wdy - mean_wdy) - x_hat * mean_wdy_x_hat) * rstd;
+    return (wdy - x_hat * mean_wdy_x_hat) * rstd;
   }
 };
 

@@ -66,7 +66,8 @@ struct Moments {
     const Compute share = count > 0 ? other.part[0] / count : Compute(0);
     const Compute delta = other.part[1] - part[1];
     part[1] += delta * share;
-    part[2] += other.part[2] + delta * delta * (part[0] * share);
+    // In this order: an infinite square times the zero of an empty side would be NaN.
+    part[2] += other.part[2] + delta * (part[0] * share) * delta;
     part[0] = count;
   }
 
@@ -109,7 +110,10 @@ __device__ __forceinline__ RowStatistics<Compute> row_statistics(Row& row, Reduc
     });
     deviations = reduce.all(deviations);
     const Compute correction = divide(deviations.part[0], count, reciprocal);
-    const Compute variance = deviations.part[1] * reciprocal - correction * correction;
+    const Compute mean_square = deviations.part[1] * reciprocal;
+    const Compute excess = correction * correction;
+    // An excess that overflowed is left out (x - x is 0 for finite x alone): the variance is infinite then, not NaN.
+    const Compute variance = excess - excess == 0 ? mean_square - excess : mean_square;
     // Rounding can leave a constant row a hair below zero; the comparison lets NaN through, where a maximum would not.
     const Compute rstd = rsqrt_rounded((variance < 0 ? Compute(0) : variance) + static_cast<Compute>(eps));
     const Compute mean = first + correction;

@@ -122,9 +122,9 @@ class CuPyLibrary:
             return cupy.ndarray(shape, dtype)
 
     @staticmethod
-    def zero(array: Any) -> None:
+    def fill(array: Any, value: float) -> None:
         with array.device:
-            array.fill(0)
+            array.fill(value)
 
     @staticmethod
     def contiguous(array: Any) -> Any:
@@ -164,8 +164,8 @@ class TorchLibrary:
         return sys.modules["torch"].empty_like(tensor)
 
     @staticmethod
-    def zero(tensor: Any) -> None:
-        tensor.zero_()
+    def fill(tensor: Any, value: float) -> None:
+        tensor.fill_(value)
 
     @staticmethod
     def contiguous(tensor: Any) -> Any:
@@ -252,7 +252,7 @@ def to_float64(array: Any) -> np.ndarray:
 
 def from_float64(values: np.ndarray, dtype: str, like: Any) -> Any:
     """A new host array of `like`'s library: the values rounded once."""
-    raw = encode(np.ascontiguousarray(values), dtype)
+    raw = encode(np.asarray(values, order="C"), dtype)  # ascontiguousarray would make a scalar one-dimensional
     if is_torch(like):
         torch = sys.modules["torch"]
         if dtype == "bfloat16":

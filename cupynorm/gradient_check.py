@@ -3,11 +3,12 @@
 What is allowed, element by element, with u the rounding error of the arithmetic (2^-24; 2^-53 for float64), h(v) half a unit in the
 last place of the output dtype at v, n = num_cols and g = u * (4 + sqrt(n)): a sum of n rounded terms errs like a random walk.
 
-    x_hat    e = g * a * (1 + |x_hat|) + u * |mean| * rstd      the last term where the mean is used as rounded to u: in backward,
-             and in forward with welford. a = max(1, var / |var + eps|) is what a negative eps takes from rstd.
+    x_hat    e = g * a * (1 + |x_hat|) + m + m^2 * |x_hat|
+             a = max(1, var / |var + eps|) is what a negative eps takes from rstd. m is what the rounding of the mean takes: in
+             backward u * |mean| * rstd, in forward nothing; with welford, whose mean errs more, g * |mean| * rstd in both.
     y        |w| * e + 2u * (|x_hat * w| + |bias|) + h(y)
     mean     u * |mean| + g * mean(|x - mean|)                  welford: g * |mean| in place of u * |mean|
-    rstd     rstd * (g * a + u)
+    rstd     rstd * (g * a + u + m^2)                           m of forward
     dx       rstd * (4u * |wdy| + g * mean(|wdy|) + |x_hat| * (g * mean(|wdy * x_hat|) + mean(|wdy| * e)) + e * |mean(wdy * x_hat)|)
              + g * a * |dx| + h(dx)
     dweight  2 * sqrt(sum (dy * e)^2) + s(dy * x_hat) + h(dweight)
@@ -366,10 +367,11 @@ def expect(problem: Problem, *, rounded_mean: bool = False) -> dict[str, tuple[n
         columns = rstd[:, None]
         centered_x = x - mean[:, None]
         x_hat = centered_x * columns
-        amplified = np.maximum(1.0, np.abs((centered_x**2).mean(axis=1) * rstd**2))[:, None]
-        of_mean = u * np.abs(mean)[:, None] * columns
-        e_backward = g * amplified * (1 + np.abs(x_hat)) + of_mean
-        e = e_backward if rounded_mean else e_backward - of_mean
+        amplified = np.fmax(1.0, np.abs((centered_x**2).mean(axis=1) * rstd**2))[:, None]
+        # What the rounding of the mean does to x_hat, and its square to rstd.
+        of_mean = (g if rounded_mean else u) * np.abs(mean)[:, None] * columns
+        e_backward = g * amplified * (1 + np.abs(x_hat)) + of_mean + of_mean**2 * np.abs(x_hat)
+        e = e_backward if rounded_mean else g * amplified * (1 + np.abs(x_hat))
         w = np.broadcast_to(scale(problem.weight, case.zero_centered_weight), (case.num_cols,))
         b = np.zeros(case.num_cols) if problem.bias is None else problem.bias
         wdy = problem.dy * w
@@ -390,7 +392,7 @@ def expect(problem: Problem, *, rounded_mean: bool = False) -> dict[str, tuple[n
 
         expected = {
             "y": (forward.y, np.abs(w) * e + 2 * u * (np.abs(x_hat * w) + np.abs(b)) + half_ulp(forward.y, case.dtype("y"))),
-            "rstd": (rstd, rstd * (g * amplified[:, 0] + u)),
+            "rstd": (rstd, rstd * (g * amplified[:, 0] + u + (of_mean[:, 0] ** 2 if rounded_mean else 0.0))),
             "dx": (gradients.dx, dx_allowed + half_ulp(gradients.dx, case.x)),
         }
         if centered:

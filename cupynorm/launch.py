@@ -86,6 +86,7 @@ class LoadedKernel:
         from cupy_backends.cuda.api import driver
 
         self.device_index = device_index
+        _thread()  # before anything that needs a context
         with on_device(device_index):
             self.function = _function(launch.kernel, device_index)  # keeps the module alive
             if launch.smem_bytes > 48 * 1024:

@@ -116,7 +116,8 @@ def rms_norm(
     """Root-mean-square normalisation (Zhang, Sennrich 2019; formula in cupynorm.reference.rms_norm): layer_norm without the mean.
 
     eps: by default the machine epsilon of the arithmetic, 2**-23 (2**-52 for float64 input), as torch.nn.functional.rms_norm.
-    All else, returns and errors too, as for layer_norm. A row whose squares sum beyond 3.4e38 gives 0 * weight.
+    All else, returns and errors too, as for layer_norm. A row that holds NaN is NaN; one that holds Inf is NaN there and 0 * weight
+    elsewhere, as in float64. So is, elsewhere too, a row whose squares sum beyond 3.4e38.
     """
     return normalize(
         False, input, normalized_shape, weight, bias, eps, residual, return_residual, zero_centered_weight, out_dtype, out,
@@ -255,7 +256,7 @@ def _default_shape(x: Array, weight: Array | None, bias: Array | None, normalize
     for parameter in (weight, bias):
         if hasattr(parameter, "shape"):
             return tuple(parameter.shape)
-    shape = getattr(x, "shape", None)
+    shape = arrays.take(x, "x").shape
     if not shape:
         raise ValueError("x has no dimension to normalise over; expected at least one, or normalized_shape")
     return tuple(shape)[-1:]
@@ -315,8 +316,8 @@ def _take_like(array: Array | None, x: Array, shape: tuple[int, ...], name: str,
     return array
 
 
-def _check_eps(eps: object, dtype: str) -> float:
-    if eps is None:
+def _check_eps(eps: object, dtype: str, has_default: bool) -> float:
+    if eps is None and has_default:
         return 2.0 ** (1 - compute_dtype(dtype).digits)
     if isinstance(eps, bool) or not isinstance(eps, numbers.Real) or math.isnan(eps):
         raise TypeError(f"eps is {eps!r}; expected a real number")
@@ -458,7 +459,7 @@ def forward(
         residual = _take_like(residual, x, shape, "residual", "input")
         if residual is not None and arrays.dtype_name(residual) != dtype:
             raise TypeError(f"residual is of dtype {arrays.dtype_name(residual)}; expected the input's, {dtype}")
-        eps = _check_eps(eps, dtype)
+        eps = _check_eps(eps, dtype, has_default=not centered)
         y_dtype = _check_dtype_name(out_dtype, "out_dtype") if out_dtype is not None else dtype
         _check_out(out, x, y_dtype, len(normalized))
         if arrays.on_host(x):
@@ -534,6 +535,10 @@ class _PreparedForward:
                 *(() if residual is None else (address(residual), address(added))),
             )
             self.kernels[0].enqueue(library.stream(device_index), words)
+        else:  # no rows, or rows of no columns, which have no statistics
+            for array in (mean, rstd):
+                if array is not None:
+                    library.fill(array, math.nan)
         return Forward(y, mean, rstd, added)
 
 
@@ -554,6 +559,11 @@ def _forward_on_host(centered, x, leading, weight, bias, eps, residual, zero_cen
         added = arrays.from_float64(matrix.reshape(tuple(x.shape)) + arrays.to_float64(residual), dtype, x)
         matrix = arrays.to_float64(added).reshape(matrix.shape)
     weight64, bias64 = (None if array is None else arrays.to_float64(array).reshape(-1) for array in (weight, bias))
+    if matrix.shape[1] == 0:
+        nothing = np.full(leading, np.nan)
+        y = out if out is not None else arrays.from_float64(np.empty(tuple(x.shape)), y_dtype, x)
+        mean, rstd = (arrays.from_float64(nothing, compute, x) for _ in range(2))
+        return Forward(y, mean if centered else None, rstd, added)
     norm = reference.layer_norm if centered else reference.rms_norm
     result = norm(matrix, weight64, bias64, eps, zero_centered_weight=bool(zero_centered_weight))
     y = arrays.from_float64(result.y.reshape(tuple(x.shape)), y_dtype, x)
@@ -575,11 +585,13 @@ def backward(
 ) -> Backward:  # fmt: skip
     """Checks everything, then computes the gradients asked for on the host or on the GPU."""
     key = prepared = None
+    if not isinstance(gradients, str):
+        gradients = tuple(gradients)
     try:
         lie = (_lie(dy), _lie(x), _lie(mean), _lie(rstd), _lie(weight), _lie(dsum))
         key, prepared = _find(
-            _backwards, centered, lie, normalized_shape, normalized_shape.__class__, zero_centered_weight, tuple(gradients),
-            gradients.__class__, dweight_dtype, dbias_dtype, options,
+            _backwards, centered, lie, normalized_shape, normalized_shape.__class__, zero_centered_weight, gradients,
+            dweight_dtype, dbias_dtype, options,
         )  # fmt: skip
     except TypeError:
         pass  # on the host, or no array at all: the checks below find words for it
@@ -668,7 +680,7 @@ class _PreparedBackward:
         if not self.kernels:  # no rows, or no columns: sums of nothing
             for array in (dweight, dbias):
                 if array is not None:
-                    library.zero(array)
+                    library.fill(array, 0.0)
             return Backward(dx, dweight, dbias)
         shape = self.call.partials_shape
         partials = library.empty(shape, self.partials_dtype, device_index) if shape else None
@@ -704,6 +716,11 @@ def _backward_on_host(centered, dy, x, mean, rstd, weight, zero_centered_weight,
     num_cols = arrays.product(normalized)
     num_rows = arrays.product(tuple(x.shape)[: len(x.shape) - len(normalized)])
 
+    shapes = (tuple(x.shape), normalized, normalized)
+    if num_cols == 0:
+        empty = (arrays.from_float64(np.empty(shape), dtype, x) if dtype else None for shape, dtype in zip(shapes, wanted))
+        return Backward(*empty)
+
     def matrix(array: Array) -> np.ndarray:
         return arrays.to_float64(array).reshape(num_rows, num_cols)
 
@@ -716,7 +733,6 @@ def _backward_on_host(centered, dy, x, mean, rstd, weight, zero_centered_weight,
         )
     else:
         result = reference.rms_norm_backward(matrix(dy), matrix(x), rstd64, weight64, **options)
-    shapes = (tuple(x.shape), normalized, normalized)
     return Backward(
         *(
             arrays.from_float64(values.reshape(shape), dtype, x) if dtype else None

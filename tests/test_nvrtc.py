@@ -255,7 +255,9 @@ print(float(numpy.abs(y - expected).max()))
         output, errors = process.communicate(timeout=300)
         assert process.returncode == 0, errors
         assert float(output) < 1e-5
-    assert len(list(tmp_path.glob("*.cubin"))) == 1
+    # Ours, and two that CuPy made for the test's own arithmetic (arange, power).
+    ours = [path for path in tmp_path.glob("*.cubin") if b"forward_warp" in path.read_bytes()]
+    assert len(ours) == 1
 
 
 # Without CuPy, without NVRTC.

@@ -1,0 +1,43 @@
+"""Runs every kernel once on small problems, for a tool that watches a whole process:
+
+    compute-sanitizer --tool memcheck  python tests/every_kernel.py      (also racecheck, initcheck, synccheck)
+
+Exits with 1 if a result is wrong; the tool says what else is.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from cupynorm.dispatch import STRATEGIES
+from cupynorm.gradient_check import Case, CheckResult, GpuCheckMachine, judge_all, random_problem, run_kernels
+
+
+def cases() -> list[Case]:
+    every = []
+    for strategy in STRATEGIES:
+        for norm in ("layer_norm", "rms_norm"):
+            # Whole packs (copied in bulk where the strategy can), then lone elements and mixed dtypes.
+            every.append(Case(norm, 300, 512, "bfloat16", strategy=strategy))
+            every.append(Case(norm, 5, 333, "float32", weight="float64", strategy=strategy))
+        every.append(Case("layer_norm", 7, 504, "float16", weight="float32", strategy=strategy, residual=True))
+        every.append(Case("layer_norm", 3, 256, "float64", strategy=strategy, statistics="welford"))
+        every.append(Case("layer_norm", 9, 500, "bfloat16", y="float32", strategy=strategy, zero_centered_weight=True))
+    # A row in one block's shared memory, and clusters of 2 to 16 blocks.
+    every += [Case("layer_norm", 2, num_cols, "bfloat16") for num_cols in (40000, 20000, 66000, 131072, 262144)]
+    return every
+
+
+def main() -> int:
+    where = GpuCheckMachine()
+    result = CheckResult()
+    for case in cases():
+        problem = random_problem(case)
+        welford = case.statistics == "welford" or case.strategy == "uncached"
+        result.findings += judge_all(problem, run_kernels(problem, where), rounded_mean=welford)
+    print(result.summary())
+    return 0 if result.ok else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,400 @@
+"""Every kernel against float64: strategies, edges of width, dtypes, options; the same bits again, alone and in any batch."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from cupynorm import calls, dispatch
+from cupynorm.dispatch import DEVICES, STATISTICS, STRATEGIES, Device, Tile
+from cupynorm.dtypes import DTYPES
+from cupynorm.gradient_check import (
+    NORMS,
+    Case,
+    CheckResult,
+    CpuMachine,
+    GpuCheckMachine,
+    Problem,
+    judge_all,
+    random_problem,
+    run_kernels,
+    uses_welford,
+)
+
+H200 = DEVICES["H200"]
+# Two multiprocessors and one cluster of each size: a few rows are enough for every block to take several.
+SMALL = replace(H200, name="small", num_sms=2, clusters=tuple((size, 1) for size, _ in H200.clusters))
+OUTPUTS = {"y", "mean", "rstd", "dx", "dweight", "dbias"}
+SEEDS = range(5)
+
+
+@pytest.fixture(params=["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
+def where(request):
+    return CpuMachine() if request.param == "cpu" else GpuCheckMachine()
+
+
+def check(case: Case, where: CpuMachine | GpuCheckMachine, seed: int = 0) -> dict[str, np.ndarray]:
+    problem = random_problem(case, seed)
+    results = run_kernels(problem, where)
+    welford = case.statistics == "welford" or uses_welford(case, where.device)
+    result = CheckResult(judge_all(problem, results, rounded_mean=welford))
+    missing = OUTPUTS - set(results)
+    allowed = {"mean"} if case.norm == "rms_norm" else set()
+    allowed |= {f"d{name}" for name in ("weight", "bias") if case.dtype(name) is None}
+    assert missing == allowed
+    assert len(result.findings) == len(results)
+    assert result.ok, f"\n{result}"
+    return results
+
+
+def problem_of(direction: str, dtype: str, centered: bool = True, pack_limit: int = 16) -> dispatch.Problem:
+    others = (
+        {"y": dtype, "bias": dtype} if direction == "forward" else {"dy": dtype, "dx": dtype, "dweight": dtype, "dbias": dtype}
+    )
+    return dispatch.Problem(direction, centered, 1, dtype, weight=dtype, pack_limit=pack_limit, **others)
+
+
+def strategy_of(direction: str, dtype: str, num_cols: int, device: Device) -> str:
+    problem = problem_of(direction, dtype, pack_limit=dispatch.pack_limit(num_cols, ()))
+    return dispatch.choose(replace(problem, num_cols=num_cols), device).strategy
+
+
+# -- widths ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_cols", [1, 2, 3, 5, 7, 33, 127, 768, 1000, 1023, 1025])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", NORMS)
+def test_width(name, dtype, num_cols, where):
+    check(Case(name, 5, num_cols, dtype), where)
+
+
+@pytest.mark.parametrize("num_cols", [1, 2, 7, 33, 768, 1000, 1025])
+@pytest.mark.parametrize("strategy", ["block", "cluster", "uncached"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", NORMS)
+def test_strategy_at_widths_where_it_would_not_be_chosen(name, dtype, strategy, num_cols, where):
+    check(Case(name, 3, num_cols, dtype, strategy=strategy), where)
+
+
+EDGES = [("warp", "forward"), ("warp", "backward"), ("block", "backward")]
+
+
+@pytest.mark.parametrize("step", [-1, 0, 1])
+@pytest.mark.parametrize("strategy, direction", EDGES)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", NORMS)
+def test_edge_of_a_strategy(name, dtype, strategy, direction, step, where):
+    # Where rows are read in packs; a neighbour of an even width is odd and read element by element.
+    widest = dispatch.widest(strategy, problem_of(direction, dtype), where.device)
+    assert strategy_of(direction, dtype, widest, where.device) == strategy
+    assert strategy_of(direction, dtype, widest + 16, where.device) != strategy
+    check(Case(name, 2, widest + step, dtype), where)
+
+
+@pytest.mark.parametrize("step", [-1, 0, 1])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_edge_of_block_forward(dtype, step, where):
+    widest = dispatch.widest("block", problem_of("forward", dtype), where.device)
+    assert strategy_of("forward", dtype, widest, where.device) == "block"
+    assert strategy_of("forward", dtype, widest + 16, where.device) != "block"
+    check(Case("layer_norm", 1, widest + step, dtype), where)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_last_width_of_registers_and_first_of_shared_memory(dtype, where):
+    # Within block forward, rows move from registers to shared memory: a second edge with another kernel on each side.
+    problem = problem_of("forward", dtype, pack_limit=8)
+
+    def in_registers(num_cols: int) -> bool:
+        choice = dispatch.choose(replace(problem, num_cols=num_cols), where.device)
+        assert choice.strategy == "block"
+        return choice.tile.packs_per_thread > 0
+
+    low, high = 2048, dispatch.widest("block", problem, where.device)
+    assert in_registers(low) and not in_registers(high)
+    while high - low > 8:
+        middle = (low + high) // 16 * 8
+        low, high = (middle, high) if in_registers(middle) else (low, middle)
+    for num_cols in (low - 1, low, low + 1, high):
+        check(Case("layer_norm", 2, num_cols, dtype), where)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float64"])
+def test_a_row_that_needs_a_cluster_and_one_that_fits_nowhere(dtype, where):
+    widest = {name: dispatch.widest(name, problem_of("backward", dtype), where.device) for name in ("block", "cluster")}
+    two = 2 * widest["block"] + 8
+    assert strategy_of("backward", dtype, two, where.device) == "cluster"
+    check(Case("layer_norm", 2, two, dtype), where)
+    beyond = widest["cluster"] + 16
+    assert strategy_of("backward", dtype, beyond, where.device) == "uncached"
+    check(Case("layer_norm", 1, beyond, dtype), where)
+
+
+@pytest.mark.parametrize("device", ["A100", "RTX 4090", "RTX 5090"])
+@pytest.mark.parametrize("dtype", ["float16", "float64"])
+def test_kernels_planned_for_other_devices(dtype, device):
+    # No cluster, no copy engine, or less shared memory: other tiles and other edges.
+    where = CpuMachine(DEVICES[device])
+    widest = dispatch.widest("block", problem_of("backward", dtype), where.device)
+    for num_cols in (96, widest + 8):
+        check(Case("layer_norm", 3, num_cols, dtype), where)
+
+
+@pytest.mark.parametrize("name", NORMS)
+@pytest.mark.parametrize("num_rows, num_cols", [(1000, 1), (515, 3), (257, 8), (131, 64)])
+def test_many_rows_of_few_columns(name, num_rows, num_cols, where):
+    check(Case(name, num_rows, num_cols, "float16"), where)
+
+
+# -- dtypes, parameters, options -------------------------------------------------------------------------
+
+
+MIXED = [
+    (x, weight)
+    for x, weights in (
+        ("bfloat16", ("float32", "float64", "float16")),
+        ("float16", ("float32", "float64", "bfloat16")),
+        ("float32", ("bfloat16", "float16", "float64")),
+        ("float64", ("bfloat16", "float32")),
+    )
+    for weight in weights
+]
+
+
+@pytest.mark.parametrize("x, weight", MIXED)
+def test_weight_of_another_dtype(x, weight, where):
+    check(Case("layer_norm", 4, 96, x, weight=weight, bias=weight), where)
+
+
+def test_weight_and_bias_of_two_dtypes(where):
+    check(Case("layer_norm", 4, 96, "float16", weight="float32", bias="bfloat16"), where)
+    check(Case("rms_norm", 4, 97, "bfloat16", weight="float64", bias="float16"), where)
+
+
+@pytest.mark.parametrize("y", DTYPES)
+@pytest.mark.parametrize("x", DTYPES)
+def test_out_dtype(x, y, where):
+    check(Case("layer_norm", 4, 72, x, y=y), where)
+
+
+@pytest.mark.parametrize("weight, bias", [("same", None), (None, "same"), (None, None)])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("name", NORMS)
+def test_absent_parameters(name, strategy, weight, bias, where):
+    check(Case(name, 4, 100, "bfloat16", weight=weight, bias=bias, strategy=strategy), where)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float64"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_zero_centered_weight(strategy, dtype, where):
+    case = Case("rms_norm", 4, 100, dtype, strategy=strategy, zero_centered_weight=True)
+    results = check(case, where)
+    # The option matters: the same numbers without it are another result.
+    plain = run_kernels(replace(random_problem(case), case=replace(case, zero_centered_weight=False)), where)
+    assert not np.array_equal(results["y"], plain["y"])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_residual(strategy, dtype, where):
+    for name, num_cols in (("layer_norm", 120), ("rms_norm", 77)):
+        case = Case(name, 4, num_cols, dtype, strategy=strategy, residual=True)
+        problem = random_problem(case)
+        fused = check(case, where)
+        # As normalising the sum that it returns, to the bit.
+        alone = replace(problem, case=replace(case, residual=False), x=fused["sum"], residual=None)
+        if dispatch.choose(_forward_problem(case), where.device, strategy).tile.bulk == 0:
+            assert run_kernels(alone, where)["y"].tobytes() == fused["y"].tobytes()
+
+
+def _forward_problem(case: Case) -> dispatch.Problem:
+    return replace(
+        problem_of("forward", case.x, case.norm == "layer_norm", dispatch.pack_limit(case.num_cols, ())),
+        num_cols=case.num_cols, residual=case.residual,
+    )  # fmt: skip
+
+
+# A warp of any dtype takes 240.
+@pytest.mark.parametrize("num_cols", [57, 240])
+@pytest.mark.parametrize("statistics", STATISTICS)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float64"])
+def test_statistics(dtype, strategy, statistics, num_cols, where):
+    check(Case("layer_norm", 4, num_cols, dtype, strategy=strategy, statistics=statistics), where)
+
+
+@pytest.mark.parametrize("statistics", STATISTICS)
+def test_rows_in_the_shared_memory_of_one_block(statistics, where):
+    tile = Tile(8, 128, bulk=1)
+    check(Case("layer_norm", 4, 1000, "float16", strategy="block", tile=tile, statistics=statistics), where)
+    check(Case("layer_norm", 4, 1001, "float16", strategy="block", tile=Tile(1, 96), statistics=statistics), where)
+
+
+@pytest.mark.parametrize(
+    "strategy, num_cols, tile",
+    [
+        ("warp", 64, Tile(2, 4, packs_per_thread=8, rows_per_block=8)),
+        ("warp", 64, Tile(8, 1, packs_per_thread=8, rows_per_block=32)),
+        ("warp", 64, Tile(1, 32, packs_per_thread=2, rows_per_block=1)),
+        ("warp", 33, Tile(1, 16, packs_per_thread=3, rows_per_block=2)),
+        ("block", 96, Tile(4, 32, packs_per_thread=1)),
+        ("block", 1000, Tile(8, 96, packs_per_thread=2)),
+        ("block", 1024, Tile(1, 1024, packs_per_thread=1)),
+        ("cluster", 1000, Tile(8, 32, cluster_size=16)),
+        ("cluster", 24, Tile(8, 64, cluster_size=8)),
+        ("cluster", 1024, Tile(8, 512, cluster_size=4, bulk=1)),
+        ("cluster", 999, Tile(1, 96, cluster_size=2)),
+        ("uncached", 1000, Tile(2, 1024)),
+        ("uncached", 1000, Tile(8, 32)),
+    ],
+)  # fmt: skip
+def test_explicit_tile(strategy, num_cols, tile, where):
+    check(Case("layer_norm", 5, num_cols, "float16", strategy=strategy, tile=tile), where)
+
+
+@pytest.mark.parametrize(
+    "strategy, num_cols, tile",
+    [
+        ("warp", 64, Tile(2, 4, packs_per_thread=8, rows_per_block=8)),
+        ("warp", 33, Tile(1, 32, packs_per_thread=2, rows_per_block=1)),
+        ("block", 1000, Tile(8, 96, packs_per_thread=2)),
+        ("block", 96, Tile(1, 1024, packs_per_thread=1)),
+        ("cluster", 1024, Tile(8, 64, cluster_size=16, bulk=1)),
+        ("cluster", 24, Tile(8, 32, cluster_size=8)),
+        ("cluster", 999, Tile(1, 96, cluster_size=2)),
+        ("uncached", 1000, Tile(4, 96)),
+    ],
+)
+def test_explicit_tile_of_backward(strategy, num_cols, tile, where, monkeypatch):
+    seen = []
+    plain = calls.make_plan
+
+    def make_plan(problem, device, num_rows, **options):
+        plan = plain(problem, device, num_rows, **(options | {"tile": None if problem.forward else tile}))
+        seen.append(plan.tile)
+        return plan
+
+    monkeypatch.setattr(calls, "make_plan", make_plan)
+    check(Case("layer_norm", 5, num_cols, "bfloat16", strategy=strategy), where)
+    assert seen[-1] == tile
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("name", NORMS)
+def test_blocks_that_take_many_rows(name, strategy):
+    # One multiprocessor or cluster is left, so a block comes round to row after row with the same buffers.
+    where = CpuMachine(SMALL)
+    num_rows, num_cols = (3000, 40) if strategy == "warp" else (37, 264)
+    # There is but one cluster, which needs both multiprocessors.
+    margin = 0 if strategy == "cluster" else 1
+    case = Case(name, num_rows, num_cols, "float16", strategy=strategy, sm_margin=margin)
+    plan = dispatch.make_plan(_forward_problem(case), SMALL, num_rows, strategy=strategy, sm_margin=margin)
+    assert plan.launches[0].grid_size // plan.tile.cluster_size * plan.tile.rows_per_block < num_rows
+    results = check(case, where)
+    for seed in SEEDS:
+        assert identical(results, run_kernels(random_problem(case), CpuMachine(SMALL, seed=seed)))
+    # A margin shrinks the grid and never changes a row.
+    full = run_kernels(random_problem(replace(case, sm_margin=0)), CpuMachine())
+    for tensor in ("y", "rstd", "dx"):
+        assert results[tensor].tobytes() == full[tensor].tobytes()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("name", NORMS)
+def test_margin_on_a_gpu(name, strategy):
+    where = GpuCheckMachine()
+    # Two multiprocessors are left, which a cluster of two needs.
+    case = Case(name, 3001, 760, "float16", strategy=strategy, sm_margin=where.device.num_sms - 2)
+    results = check(case, where)
+    full = run_kernels(random_problem(replace(case, sm_margin=0)), where)
+    for tensor in ("y", "rstd", "dx"):
+        assert results[tensor].tobytes() == full[tensor].tobytes()
+
+
+# -- the same bits ---------------------------------------------------------------------------------------
+
+
+def identical(left: dict[str, np.ndarray], right: dict[str, np.ndarray]) -> bool:
+    return left.keys() == right.keys() and all(left[name].tobytes() == right[name].tobytes() for name in left)
+
+
+@pytest.mark.parametrize("statistics", STATISTICS)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_twenty_runs_give_the_same_bits(dtype, strategy, statistics):
+    # The seed draws the order in which threads run, within what their barriers allow.
+    problem = random_problem(Case("layer_norm", 9, 104, dtype, strategy=strategy, statistics=statistics))
+    first = run_kernels(problem, CpuMachine(SMALL))
+    assert all(np.isfinite(values).all() for values in first.values())
+    for seed in range(1, 20):
+        assert identical(first, run_kernels(problem, CpuMachine(SMALL, seed=seed))), f"seed {seed}"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("name", NORMS)
+def test_twenty_runs_on_a_gpu_give_the_same_bits(name, strategy):
+    where = GpuCheckMachine()
+    problem = random_problem(Case(name, 2049, 760, "float16", strategy=strategy))
+    first = run_kernels(problem, where)
+    assert all(np.isfinite(values).all() for values in first.values())
+    for _ in range(19):
+        assert identical(first, run_kernels(problem, where))
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("num_cols", [3, 40, 264])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("name", NORMS)
+def test_any_order_of_threads(name, strategy, num_cols, seed):
+    check(Case(name, 5, num_cols, "bfloat16", strategy=strategy), CpuMachine(SMALL, seed=seed), seed)
+
+
+def only_row(problem: Problem, row: int) -> Problem:
+    one = slice(row, row + 1)
+    return replace(problem, case=replace(problem.case, num_rows=1), x=problem.x[one], dy=problem.dy[one])
+
+
+def assert_rows_alone_are_rows_of_a_batch(problem: Problem, where, rows) -> None:
+    together = run_kernels(problem, where)
+    for row in rows:
+        alone = run_kernels(only_row(problem, row), where)
+        for tensor in ("y", "mean", "rstd", "dx"):
+            assert alone[tensor][0].tobytes() == together[tensor][row].tobytes(), f"{tensor} of row {row}"
+
+
+@pytest.mark.parametrize("num_rows", [1, 7, 132])
+@pytest.mark.parametrize("statistics", STATISTICS)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_row_is_the_same_alone_and_in_a_batch(strategy, statistics, num_rows):
+    problem = random_problem(Case("layer_norm", num_rows, 40, "float32", strategy=strategy, statistics=statistics))
+    # Another order of threads, and fewer multiprocessors, change nothing either.
+    for machine in (CpuMachine(), CpuMachine(SMALL, seed=1)):
+        assert_rows_alone_are_rows_of_a_batch(problem, machine, {0, num_rows // 2, num_rows - 1})
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_rows", [1, 7, 132, 4097])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_a_row_is_the_same_alone_and_in_a_batch_on_a_gpu(dtype, strategy, num_rows):
+    problem = random_problem(Case("layer_norm", num_rows, 504, dtype, strategy=strategy))
+    assert_rows_alone_are_rows_of_a_batch(problem, GpuCheckMachine(), {0, num_rows // 2, num_rows - 1})
+
+
+# -- this file can fail ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tensor", sorted(OUTPUTS))
+def test_one_wrong_element_is_seen(tensor):
+    problem = random_problem(Case("layer_norm", 4, 100, "float32"))
+    results = run_kernels(problem, CpuMachine())
+    assert CheckResult(judge_all(problem, results)).ok
+    wrong = results[tensor].reshape(-1)
+    wrong[-1] = wrong[-1] * (1 + 1e-4) + 1e-4
+    result = CheckResult(judge_all(problem, results))
+    assert [found.tensor for found in result.findings if not found.ok] == [tensor]
