@@ -62,8 +62,9 @@ __global__ void __cluster_dims__(tile.cluster_size, 1, 1) __launch_bounds__(tile
         const Compute x_hat = gradient.template x_hat<centered>(values[at]);
         products[at] = dys[at] * x_hat;
         if constexpr (gradients.dx) {
-          sums.part[0] += dys[at] * weights[at] * x_hat;
-          if constexpr (centered) sums.part[1] += dys[at] * weights[at];
+          const Compute wdy = times(dys[at], weights[at]);
+          sums.part[0] += wdy * x_hat;
+          if constexpr (centered) sums.part[1] += wdy;
         }
       }
       if constexpr (gradients.dweight) add_pack(dweight + (col - first_col), products);
@@ -77,7 +78,7 @@ __global__ void __cluster_dims__(tile.cluster_size, 1, 1) __launch_bounds__(tile
         problem.scale.load(col, weights);
 #pragma unroll
         for (int at = 0; at < pack_size; ++at) {
-          dx[at] = gradient.template dx<centered>(gradient.template x_hat<centered>(values[at]), dys[at] * weights[at]);
+          dx[at] = gradient.template dx<centered>(gradient.template x_hat<centered>(values[at]), times(dys[at], weights[at]));
         }
         problem.store.store(row, col, dx);
       });

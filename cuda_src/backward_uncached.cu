@@ -26,7 +26,7 @@ __global__ void __launch_bounds__(tile.block_size(), tile.blocks_per_sm)
       problem.scale.load(col, weights);
 #pragma unroll
       for (int at = 0; at < pack_size; ++at) {
-        const Compute wdy = dys[at] * weights[at];
+        const Compute wdy = times(dys[at], weights[at]);
         sums.part[0] += wdy * gradient.template x_hat<centered>(values[at]);
         if constexpr (centered) sums.part[1] += wdy;
       }
@@ -38,7 +38,7 @@ __global__ void __launch_bounds__(tile.block_size(), tile.blocks_per_sm)
       problem.scale.load(col, weights);
 #pragma unroll
       for (int at = 0; at < pack_size; ++at) {
-        dx[at] = gradient.template dx<centered>(gradient.template x_hat<centered>(values[at]), dys[at] * weights[at]);
+        dx[at] = gradient.template dx<centered>(gradient.template x_hat<centered>(values[at]), times(dys[at], weights[at]));
       }
       problem.store.store(row, col, dx);
     });

@@ -72,7 +72,7 @@ struct RegisterGradient {
         if constexpr (gradients.dweight) dweight[pack][at] += value * x_hat;
         if constexpr (gradients.dbias) dbias[pack][at] += value;
         if constexpr (gradients.dx) {
-          const Compute wdy = wdys[pack][at] = value * scales[at];
+          const Compute wdy = wdys[pack][at] = times(value, scales[at]);
           partial[0] += wdy * x_hat;
           if constexpr (centered) partial[1] += wdy;
         }
