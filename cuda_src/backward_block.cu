@@ -8,11 +8,12 @@
 template <class LoadX, class LoadDy, class Scale, class StoreDx, Gradients gradients, bool centered, Tile tile>
 __global__ void __launch_bounds__(tile.block_size(), tile.blocks_per_sm)
     backward_block(const Backward<LoadX, LoadDy, Scale, StoreDx> problem) {
-  RegisterGradient<LoadX, LoadDy, Scale, StoreDx, gradients, centered, tile> gradient(problem);
+  RegisterGradient<LoadX, LoadDy, Scale, StoreDx, gradients, centered, tile> gradient(problem,
+                                                                                      {0, static_cast<int>(problem.num_cols)});
   BlockReduce<tile.threads_per_row, typename LoadX::Compute> reduce(dynamic_smem());
 
   long long row = blockIdx.x;
   gradient.start(row);
   for (; row < problem.num_rows; row += gridDim.x) gradient.add_row(row, row + gridDim.x, reduce);
-  gradient.write_partials(nullptr);
+  gradient.write_partials(blockIdx.x, nullptr);
 }

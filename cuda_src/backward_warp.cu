@@ -9,7 +9,8 @@
 template <class LoadX, class LoadDy, class Scale, class StoreDx, Gradients gradients, bool centered, Tile tile>
 __global__ void __launch_bounds__(tile.block_size(), tile.blocks_per_sm)
     backward_warp(const Backward<LoadX, LoadDy, Scale, StoreDx> problem) {
-  RegisterGradient<LoadX, LoadDy, Scale, StoreDx, gradients, centered, tile> gradient(problem);
+  RegisterGradient<LoadX, LoadDy, Scale, StoreDx, gradients, centered, tile> gradient(problem,
+                                                                                      {0, static_cast<int>(problem.num_cols)});
   WarpReduce<tile.threads_per_row> reduce;
   const long long step = static_cast<long long>(gridDim.x) * tile.rows_per_block;
   const int group = threadIdx.x / tile.threads_per_row;
@@ -17,5 +18,5 @@ __global__ void __launch_bounds__(tile.block_size(), tile.blocks_per_sm)
   long long first = static_cast<long long>(blockIdx.x) * tile.rows_per_block;
   gradient.start(first + group);
   for (; first < problem.num_rows; first += step) gradient.add_row(first + group, first + step + group, reduce);
-  gradient.write_partials(reinterpret_cast<typename LoadX::Compute*>(dynamic_smem()));
+  gradient.write_partials(blockIdx.x, reinterpret_cast<typename LoadX::Compute*>(dynamic_smem()));
 }

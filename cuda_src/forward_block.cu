@@ -17,7 +17,7 @@ __global__ void __launch_bounds__(tile.block_size(), tile.blocks_per_sm) forward
   if constexpr (tile.packs_per_thread > 0) {
     for (long long row = blockIdx.x; row < problem.num_rows; row += gridDim.x) {
       RegisterRow<Load, tile> values;
-      values.fetch(problem.load, row, num_cols);
+      values.fetch(problem.load, row, {0, num_cols});
       const auto found = row_statistics<centered, statistics, Compute>(values, reduce, problem.num_cols, problem.eps);
       if (threadIdx.x == 0) problem.save(row, found);
       problem.template write<centered>(row, values, found);

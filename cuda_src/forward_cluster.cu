@@ -1,7 +1,9 @@
 // forward_cluster -- y = (x - mean) * rstd * weight + bias; a thread-block cluster owns a row
-// owns:  each of cluster_size blocks keeps a slice of the row in its shared memory; sums cross through remote shared memory
+// owns:  each of cluster_size blocks keeps a slice of the row: packs_per_thread packs in each thread's registers or, if
+//        packs_per_thread is 0, all of it in shared memory; sums cross through remote shared memory
 // moves: x once in, y once out: num_cols * (itemsize of x + itemsize of y) bytes a row
-// takes: slices that fit a block's shared memory beside ClusterReduce::smem_bytes + 16; wider rows: forward_uncached.cu
+// takes: slices of pack_size * threads_per_row * packs_per_thread columns, or that fit a block's shared memory beside
+//        ClusterReduce::smem_bytes + 16; wider rows: forward_uncached.cu
 // needs: sm_90 or later; the grid a multiple of cluster_size; num_cols and all row strides multiples of pack_size,
 //        addresses aligned to a pack
 #include "forward.cuh"
@@ -13,22 +15,36 @@ __global__ void __cluster_dims__(tile.cluster_size, 1, 1) __launch_bounds__(tile
   unsigned char* smem = dynamic_smem();
   auto* barrier = reinterpret_cast<unsigned long long*>(smem);
   ClusterReduce<tile.threads_per_row, tile.cluster_size, Compute> reduce(smem + 16);
-  constexpr int row_offset = (16 + decltype(reduce)::smem_bytes + 15) / 16 * 16;
-  SmemRow<typename Load::Held, Compute, tile> values(smem + row_offset, barrier);
-  if constexpr (tile.bulk) {
-    if (threadIdx.x == 0) bulk_barrier_init(barrier);
-  }
-  cluster_sync();
+  const Slice cols = slice<tile>(static_cast<int>(problem.num_cols), cluster_rank());
+  const bool saves = threadIdx.x == 0 && cluster_rank() == 0;
+  const long long step = gridDim.x / tile.cluster_size;
 
-  const int num_cols = static_cast<int>(problem.num_cols);
-  const auto [first_col, last_col] = slice<tile>(num_cols, cluster_rank());
-  for (long long row = blockIdx.x / tile.cluster_size; row < problem.num_rows; row += gridDim.x / tile.cluster_size) {
-    values.fetch(problem.load, row, first_col, last_col);
-    values.template wait<Load>();
-    const auto found = row_statistics<centered, statistics, Compute>(values, reduce, problem.num_cols, problem.eps);
-    if (threadIdx.x == 0 && cluster_rank() == 0) problem.save(row, found);
-    problem.template write<centered>(row, values, found);
-    if constexpr (tile.bulk) bulk_reuse();
-    __syncthreads();
+  if constexpr (tile.packs_per_thread > 0) {
+    RegisterRow<Load, tile> values;
+    bool peers_run = false;
+    for (long long row = blockIdx.x / tile.cluster_size; row < problem.num_rows; row += step) {
+      values.fetch(problem.load, row, cols);
+      if (!peers_run) cluster_sync();  // while the first row is on its way
+      peers_run = true;
+      const auto found = row_statistics<centered, statistics, Compute>(values, reduce, problem.num_cols, problem.eps);
+      if (saves) problem.save(row, found);
+      problem.template write<centered>(row, values, found);
+    }
+  } else {
+    constexpr int row_offset = (16 + decltype(reduce)::smem_bytes + 15) / 16 * 16;
+    SmemRow<typename Load::Held, Compute, tile> values(smem + row_offset, barrier);
+    if constexpr (tile.bulk) {
+      if (threadIdx.x == 0) bulk_barrier_init(barrier);
+    }
+    cluster_sync();
+    for (long long row = blockIdx.x / tile.cluster_size; row < problem.num_rows; row += step) {
+      values.fetch(problem.load, row, cols.first_col, cols.last_col);
+      values.template wait<Load>();
+      const auto found = row_statistics<centered, statistics, Compute>(values, reduce, problem.num_cols, problem.eps);
+      if (saves) problem.save(row, found);
+      problem.template write<centered>(row, values, found);
+      if constexpr (tile.bulk) bulk_reuse();
+      __syncthreads();
+    }
   }
 }

@@ -16,7 +16,7 @@ __global__ void __launch_bounds__(tile.block_size(), tile.blocks_per_sm) forward
     // Lanes beyond the last row take part in the shuffles of their warp with a row that others own, and write nothing.
     const bool present = row < problem.num_rows;
     RegisterRow<Load, tile> values;
-    values.fetch(problem.load, present ? row : problem.num_rows - 1, static_cast<int>(problem.num_cols));
+    values.fetch(problem.load, present ? row : problem.num_rows - 1, {0, static_cast<int>(problem.num_cols)});
     const auto found = row_statistics<centered, statistics, Compute>(values, reduce, problem.num_cols, problem.eps);
     if (present) {
       if (threadIdx.x % tile.threads_per_row == 0) problem.save(row, found);

@@ -1,4 +1,4 @@
-// register_gradient.cuh -- backward of the rows that wait in registers (backward_warp.cu, backward_block.cu)
+// register_gradient.cuh -- backward of the rows that wait in registers (backward_warp.cu, _block.cu, _cluster.cu)
 //
 // RegisterGradient: packs_per_thread packs of x and of dy in each thread, and as many sums of dweight and dbias that live
 // from the first row to the last. Where registers allow, the next row is on its way while this one is computed.
@@ -15,7 +15,7 @@ struct RegisterGradient {
   static constexpr bool fetch_ahead = sizeof(typename LoadX::Held) + sizeof(typename LoadDy::Held) <= 4 && tile.pack_size > 1;
 
   const Problem& problem;
-  int num_cols;
+  Slice cols;  // of this block
   Sums dweight = {};
   Sums dbias = {};
   typename Weights::template Kept<tile.pack_size> weights[tile.packs_per_thread];
@@ -23,17 +23,17 @@ struct RegisterGradient {
   RegisterRow<LoadDy, tile> dy;
   RowGradient<Compute> next;
 
-  __device__ __forceinline__ explicit RegisterGradient(const Problem& problem)
-      : problem(problem), num_cols(static_cast<int>(problem.num_cols)) {
+  __device__ __forceinline__ RegisterGradient(const Problem& problem, Slice cols) : problem(problem), cols(cols) {
     if constexpr (gradients.dx) {
 #pragma unroll
       for (int pack = 0; pack < tile.packs_per_thread; ++pack) {
-        if (in_row(pack)) weights[pack] = problem.scale.template keep<tile.pack_size>(register_col<tile>(pack));
+        if (in_row(pack)) weights[pack] = problem.scale.template keep<tile.pack_size>(col(pack));
       }
     }
   }
 
-  __device__ __forceinline__ bool in_row(int pack) const { return register_pack_in_row<tile>(pack, num_cols); }
+  __device__ __forceinline__ bool in_row(int pack) const { return register_pack_in_row<tile>(pack, cols.size()); }
+  __device__ __forceinline__ int col(int pack) const { return cols.first_col + register_col<tile>(pack); }
 
   // Before the first row.
   __device__ __forceinline__ void start(long long row) {
@@ -43,8 +43,8 @@ struct RegisterGradient {
   // Starts the loads of a row. Beyond the last row it is the last one again, which `add_row` then leaves out.
   __device__ __forceinline__ void fetch(long long row) {
     if (row >= problem.num_rows) row = problem.num_rows - 1;
-    x.fetch(problem.load_x, row, num_cols);
-    dy.fetch(problem.load_dy, row, num_cols);
+    x.fetch(problem.load_x, row, cols);
+    dy.fetch(problem.load_dy, row, cols);
     if constexpr (centered) next.mean = problem.mean[row];
     next.rstd = problem.rstd[row];
   }
@@ -82,7 +82,7 @@ struct RegisterGradient {
     }
     if constexpr (fetch_ahead) fetch(following);
     if constexpr (gradients.dx) {
-      gradient.finish(reduce.all(sums), static_cast<Compute>(num_cols));
+      gradient.finish(reduce.all(sums), static_cast<Compute>(problem.num_cols));
       if (!present) return;
 #pragma unroll
       for (int pack = 0; pack < tile.packs_per_thread; ++pack) {
@@ -92,14 +92,15 @@ struct RegisterGradient {
         for (int at = 0; at < tile.pack_size; ++at) {
           dx[at] = gradient.template dx<centered>(x_hats[pack][at], wdys[pack][at]);
         }
-        problem.store.store(row, register_col<tile>(pack), dx);
+        problem.store.store(row, col(pack), dx);
       }
     }
   }
 
-  // This block's partial row. Groups of threads that took different rows add theirs one after the other, in order.
-  __device__ __forceinline__ void write_partials(Compute* smem) {
-    const long long offset = static_cast<long long>(blockIdx.x) * problem.num_cols;
+  // Partial row `partial`, of this block or cluster. Groups of threads that took different rows add theirs one after the
+  // other, in order.
+  __device__ __forceinline__ void write_partials(long long partial, Compute* smem) {
+    const long long offset = partial * problem.num_cols + cols.first_col;
     if constexpr (gradients.dweight) write(problem.dweight_partials + offset, dweight, smem);
     if constexpr (gradients.dbias) write(problem.dbias_partials + offset, dbias, smem);
   }
@@ -112,17 +113,17 @@ struct RegisterGradient {
 #pragma unroll
         for (int pack = 0; pack < tile.packs_per_thread; ++pack) {
           if (!in_row(pack)) continue;
-          const int col = register_col<tile>(pack);
+          const int at_col = register_col<tile>(pack);
           if (turn > 0) {
 #pragma unroll
-            for (int at = 0; at < tile.pack_size; ++at) sums[pack][at] += smem[col + at];
+            for (int at = 0; at < tile.pack_size; ++at) sums[pack][at] += smem[at_col + at];
           }
           if (turn == tile.rows_per_block - 1) {
             // pack_size divides num_cols, so the packs of every partial row are aligned.
-            store_pack<tile.pack_size>(partials + col, repack<Compute>(sums[pack]));
+            store_pack<tile.pack_size>(partials + at_col, repack<Compute>(sums[pack]));
           } else {
 #pragma unroll
-            for (int at = 0; at < tile.pack_size; ++at) smem[col + at] = sums[pack][at];
+            for (int at = 0; at < tile.pack_size; ++at) smem[at_col + at] = sums[pack][at];
           }
         }
       }

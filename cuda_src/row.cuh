@@ -10,17 +10,32 @@
 #include "pack.cuh"
 #include "tile.cuh"
 
-// The first column of pack `pack` of this thread: neighbouring threads take neighbouring packs.
+// The columns of a row that block `rank` of its cluster owns: whole packs, as even as they come.
+struct Slice {
+  int first_col;
+  int last_col;
+
+  __device__ __forceinline__ int size() const { return last_col - first_col; }
+};
+template <Tile tile>
+__device__ __forceinline__ Slice slice(int num_cols, int rank) {
+  const int num_packs = (num_cols + tile.pack_size - 1) / tile.pack_size;
+  const int slice_cols = (num_packs + tile.cluster_size - 1) / tile.cluster_size * tile.pack_size;
+  return {min(rank * slice_cols, num_cols), min((rank + 1) * slice_cols, num_cols)};
+}
+
+// Where pack `pack` of this thread begins in its block's columns: neighbouring threads take neighbouring packs.
 template <Tile tile>
 __device__ __forceinline__ int register_col(int pack) {
   return (pack * tile.threads_per_row + static_cast<int>(threadIdx.x) % tile.threads_per_row) * tile.pack_size;
 }
 
-// Only a thread's last pack can lie beyond the row, and none can if the row fills the tile.
+// Only a thread's last pack can lie beyond the block's columns, and none can if they fill the tile. (Slices of a cluster need
+// not be even: there any pack can.)
 template <Tile tile>
 __device__ __forceinline__ bool register_pack_in_row(int pack, int num_cols) {
   if constexpr (tile.exact) return true;
-  return pack < tile.packs_per_thread - 1 || register_col<tile>(pack) < num_cols;
+  return (tile.cluster_size == 1 && pack < tile.packs_per_thread - 1) || register_col<tile>(pack) < num_cols;
 }
 
 template <class Load, Tile tile>
@@ -30,15 +45,15 @@ struct RegisterRow {
   static constexpr bool unpack_each_pass = tile.pack_size * tile.packs_per_thread > 32;
 
   Pack<typename Load::Held, tile.pack_size> packs[tile.packs_per_thread];
-  int num_cols;
+  Slice cols;
 
   // All loads before the first use, so that they are in flight together.
-  __device__ __forceinline__ void fetch(const Load& load, long long row, int cols) {
-    num_cols = cols;
+  __device__ __forceinline__ void fetch(const Load& load, long long row, Slice columns) {
+    cols = columns;
 #pragma unroll
     for (int pack = 0; pack < tile.packs_per_thread; ++pack) {
-      if (register_pack_in_row<tile>(pack, num_cols)) {
-        packs[pack] = load.template load<tile.pack_size>(row, register_col<tile>(pack));
+      if (register_pack_in_row<tile>(pack, cols.size())) {
+        packs[pack] = load.template load<tile.pack_size>(row, cols.first_col + register_col<tile>(pack));
       }
     }
   }
@@ -47,10 +62,10 @@ struct RegisterRow {
   __device__ __forceinline__ void for_each_pack(F f) {
 #pragma unroll
     for (int pack = 0; pack < tile.packs_per_thread; ++pack) {
-      if (register_pack_in_row<tile>(pack, num_cols)) {
+      if (register_pack_in_row<tile>(pack, cols.size())) {
         Compute values[tile.pack_size];
         unpack(packs[pack], values);
-        f(register_col<tile>(pack), values);
+        f(cols.first_col + register_col<tile>(pack), values);
       }
     }
     if constexpr (unpack_each_pass) {
@@ -106,18 +121,6 @@ struct SmemRow {
     }
   }
 };
-
-// The columns of a row that block `rank` of its cluster owns: whole packs, as even as they come.
-struct Slice {
-  int first_col;
-  int last_col;
-};
-template <Tile tile>
-__device__ __forceinline__ Slice slice(int num_cols, int rank) {
-  const int num_packs = (num_cols + tile.pack_size - 1) / tile.pack_size;
-  const int slice_cols = (num_packs + tile.cluster_size - 1) / tile.cluster_size * tile.pack_size;
-  return {min(rank * slice_cols, num_cols), min((rank + 1) * slice_cols, num_cols)};
-}
 
 template <class Load, Tile tile>
 struct GlobalRow {

@@ -112,7 +112,7 @@ class Tile:
 
     @property
     def cols(self) -> int:
-        """Columns that fit the registers of the threads of a row."""
+        """Columns that fit the registers of the threads of a block that share a row."""
         return self.pack_size * self.threads_per_row * self.packs_per_thread
 
     @property
@@ -216,6 +216,11 @@ def _registers(problem: Problem, device: Device, pack_size: int, elements: int) 
     return int(36 + 5.25 * words * elements + extra + lone)
 
 
+def _slice_cols(problem: Problem, pack_size: int, cluster_size: int) -> int:
+    """The most columns that one block of a cluster owns, as slice() in cuda_src/row.cuh divides them."""
+    return _ceil(_ceil(problem.num_cols, pack_size), cluster_size) * pack_size
+
+
 def _blocks_per_sm(problem: Problem, device: Device, pack_size: int, elements: int, block_size: int) -> int:
     """Blocks whose registers fit a multiprocessor, 0 if not even one does: each of its four parts holds whole warps."""
     registers = min(_ceil(_registers(problem, device, pack_size, elements), 8) * 8, 255 + 1)
@@ -223,7 +228,9 @@ def _blocks_per_sm(problem: Problem, device: Device, pack_size: int, elements: i
     return min(warps * 32 // block_size, device.threads_per_sm // block_size, 32)
 
 
-def _register_tile(problem: Problem, device: Device, threads: Iterable[int], max_bytes: int, block_size: int) -> Tile | None:
+def _register_tile(
+    problem: Problem, device: Device, threads: Iterable[int], max_bytes: int, block_size: int, cluster_size: int = 1
+) -> Tile | None:
     """Of the given threads_per_row, those that keep most of x in flight on a multiprocessor; at enough, those with most threads.
 
     A row that fills its threads is preferred: packs beyond the row cost their instructions all the same.
@@ -232,17 +239,18 @@ def _register_tile(problem: Problem, device: Device, threads: Iterable[int], max
     itemsize = DTYPES[problem.x].itemsize
     # A lone element needs an address of its own, and fills a register of 32 bits if it has 16.
     max_elements = max_bytes // (itemsize if pack_size > 1 else 2 * max(itemsize, 4))
+    num_cols = _slice_cols(problem, pack_size, cluster_size)
     best, best_score = None, None
     for threads_per_row in threads:
-        packs_per_thread = max(1, _ceil(problem.num_cols, pack_size * threads_per_row))
+        packs_per_thread = max(1, _ceil(num_cols, pack_size * threads_per_row))
         elements = pack_size * packs_per_thread
         rows_per_block = max(1, block_size // threads_per_row)
         blocks_per_sm = _blocks_per_sm(problem, device, pack_size, elements, threads_per_row * rows_per_block)
         if elements > max(max_elements, pack_size) or blocks_per_sm == 0:
             continue
-        tile = Tile(pack_size, threads_per_row, packs_per_thread, rows_per_block, blocks_per_sm=blocks_per_sm)
-        tile = replace(tile, exact=int(tile.cols == problem.num_cols))
-        in_flight = blocks_per_sm * rows_per_block * problem.num_cols * itemsize
+        tile = Tile(pack_size, threads_per_row, packs_per_thread, rows_per_block, cluster_size, blocks_per_sm)
+        tile = replace(tile, exact=int(tile.cols * cluster_size == problem.num_cols))
+        in_flight = blocks_per_sm * rows_per_block * num_cols * itemsize
         score = (min(in_flight, _ENOUGH_BYTES) * (1.0 if tile.exact else 0.9), threads_per_row)
         if best_score is None or score > best_score:
             best, best_score = tile, score
@@ -284,9 +292,9 @@ def _smem_bytes(problem: Problem, tile: Tile, strategy: str) -> int:
     if strategy == "uncached" or (strategy == "block" and not problem.forward):
         return reduce_bytes(problem, tile.threads_per_row)
     scratch = _ceil(16 + reduce_bytes(problem, tile.threads_per_row, tile.cluster_size), 16) * 16
-    if strategy == "block" and tile.packs_per_thread:
+    if tile.packs_per_thread:
         return scratch
-    slice_cols = _ceil(_ceil(problem.num_cols, tile.pack_size), tile.cluster_size) * tile.pack_size
+    slice_cols = _slice_cols(problem, tile.pack_size, tile.cluster_size)
     kept = [DTYPES[problem.x].itemsize]
     if not problem.forward:
         kept += [DTYPES[problem.dy].itemsize]
@@ -305,6 +313,11 @@ def _block_tile(problem: Problem, device: Device) -> Tile | None:
 
 
 def _cluster_tile(problem: Problem, device: Device) -> Tile | None:
+    max_bytes = _BLOCK_BYTES[problem.direction][DTYPES[problem.x].itemsize]
+    for cluster_size, _ in device.clusters:
+        tile = _register_tile(problem, device, range(32, 512 + 1, 32), max_bytes, 1, cluster_size)
+        if tile is not None:
+            return tile
     for cluster_size, _ in device.clusters:
         tile = Tile(problem.widest_pack, _BLOCK_THREADS, cluster_size=cluster_size, bulk=_bulk(problem, device))
         if _smem_bytes(problem, tile, "cluster") <= device.smem_per_block:
@@ -434,18 +447,20 @@ def _check_tile(problem: Problem, strategy: str, tile: Tile, device: Device) -> 
             raise ValueError(f"tile has cluster_size {tile.cluster_size}; {device.name} runs clusters of {sizes}")
     elif tile.cluster_size != 1:
         raise ValueError(f"tile has cluster_size {tile.cluster_size}; strategy {strategy!r} has no clusters, use 1")
-    in_registers = strategy == "warp" or (strategy == "block" and (tile.packs_per_thread or not problem.forward))
-    if in_registers and tile.cols < problem.num_cols:
+    in_registers = strategy == "warp" or (strategy == "block" and not problem.forward)
+    in_registers = in_registers or (strategy != "uncached" and tile.packs_per_thread > 0)
+    num_cols = _slice_cols(problem, tile.pack_size, tile.cluster_size)
+    if in_registers and tile.cols < num_cols:
         raise ValueError(
             f"tile holds {tile.cols} columns (pack_size {tile.pack_size} x threads_per_row {tile.threads_per_row} x "
-            f"packs_per_thread {tile.packs_per_thread}), the row has {problem.num_cols}"
+            f"packs_per_thread {tile.packs_per_thread}), the row has {num_cols}" + " for each block" * (strategy == "cluster")
         )
-    if in_registers and tile.cols - tile.pack_size * tile.threads_per_row >= max(problem.num_cols, 1):
+    if in_registers and tile.cols - tile.pack_size * tile.threads_per_row >= max(num_cols, 1):
         raise ValueError(
             f"tile has packs_per_thread {tile.packs_per_thread}; the last pack of every thread lies beyond the row of "
             f"{problem.num_cols} columns, use fewer"
         )
-    if tile.exact not in (0, 1) or (tile.exact and not (in_registers and tile.cols == problem.num_cols)):
+    if tile.exact not in (0, 1) or (tile.exact and not (in_registers and tile.cols * tile.cluster_size == problem.num_cols)):
         raise ValueError(
             f"tile has exact {tile.exact}; 1 is for a row that fills the {tile.cols} columns of the registers, else 0"
         )
@@ -586,19 +601,22 @@ def grid_size(choice: Choice, problem: Problem, device: Device, num_rows: int, s
     """Blocks of the first kernel. Forward takes one block for each group of rows and lets the hardware queue them, unless a
     margin of multiprocessors is to stay free; backward keeps its sums from row to row, so its blocks are all resident."""
     tile = choice.tile
+    groups = _ceil(num_rows, tile.rows_per_block)
+    most = (2**31 - 1) // tile.cluster_size
     if tile.cluster_size > 1:
-        resident = dict(device.clusters)[tile.cluster_size]
-        left = resident - _ceil(sm_margin * resident, device.num_sms)
+        clusters = dict(device.clusters)[tile.cluster_size]
+        left = clusters - _ceil(sm_margin * clusters, device.num_sms)
         if left < 1:
             raise ValueError(
                 f"sm_margin is {sm_margin}; it leaves {device.num_sms - sm_margin} multiprocessors of {device.name}, too few for a "
                 f"cluster of {tile.cluster_size}"
             )
-        return min(num_rows, left) * tile.cluster_size
-    groups = _ceil(num_rows, tile.rows_per_block)
-    if problem.forward and sm_margin == 0:
-        return min(groups, 2**31 - 1)
-    return min(groups, (device.num_sms - sm_margin) * choice.resident)
+        resident = left * choice.resident
+    else:
+        resident = (device.num_sms - sm_margin) * choice.resident
+    # What waits in shared memory is worth a block that stays: the hardware need not set it up again.
+    queued = problem.forward and sm_margin == 0 and (tile.packs_per_thread or tile.cluster_size == 1)
+    return min(groups, most if queued else resident) * tile.cluster_size
 
 
 def make_plan(
