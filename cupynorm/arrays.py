@@ -7,7 +7,7 @@ is allocated by the library that owns its input and launched on that library's c
 from __future__ import annotations
 
 import sys
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -157,11 +157,10 @@ class TorchLibrary:
 
     @staticmethod
     def empty(shape: tuple[int, ...], dtype: Any, device_index: int) -> Any:
-        return sys.modules["torch"].empty(shape, dtype=dtype, device=_torch_device(device_index))
-
-    @staticmethod
-    def empty_like(tensor: Any) -> Any:
-        return sys.modules["torch"].empty_like(tensor)
+        # A microsecond faster than torch.empty.
+        return sys.modules["torch"].empty_strided(
+            shape, _contiguous_strides(shape), dtype=dtype, device=_torch_device(device_index)
+        )
 
     @staticmethod
     def fill(tensor: Any, value: float) -> None:
@@ -175,6 +174,14 @@ class TorchLibrary:
     def stream(device_index: int) -> int:
         # What torch's compilers call: torch.cuda.current_stream() takes 3 microseconds to make an object of it.
         return sys.modules["torch"]._C._cuda_getCurrentRawStream(device_index)
+
+
+@lru_cache(maxsize=4096)
+def _contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    strides = [1] * len(shape)
+    for at in range(len(shape) - 2, -1, -1):
+        strides[at] = strides[at + 1] * max(1, shape[at + 1])
+    return tuple(strides)
 
 
 @cache

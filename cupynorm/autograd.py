@@ -9,7 +9,11 @@ from . import norm
 
 def wants_gradient(*tensors: object) -> bool:
     """Whether torch would record an operation on these; None and arrays of other libraries count as constants."""
-    return torch.is_grad_enabled() and any(isinstance(tensor, torch.Tensor) and tensor.requires_grad for tensor in tensors)
+    if torch.is_grad_enabled():
+        for tensor in tensors:
+            if tensor is not None and getattr(tensor, "requires_grad", False):
+                return True
+    return False
 
 
 def apply(centered, input, normalized_shape, weight, bias, eps, residual, zero_centered_weight, out_dtype, out, options):

@@ -231,7 +231,7 @@ def _blocks_per_sm(problem: Problem, device: Device, pack_size: int, elements: i
 def _register_tile(
     problem: Problem, device: Device, threads: Iterable[int], max_bytes: int, block_size: int, cluster_size: int = 1
 ) -> Tile | None:
-    """Of the given threads_per_row, those that keep most of x in flight on a multiprocessor; at enough, those with most threads.
+    """Of the given threads_per_row, those that keep most of x in flight on a multiprocessor.
 
     A row that fills its threads is preferred: packs beyond the row cost their instructions all the same.
     """
@@ -251,7 +251,13 @@ def _register_tile(
         tile = Tile(pack_size, threads_per_row, packs_per_thread, rows_per_block, cluster_size, blocks_per_sm)
         tile = replace(tile, exact=int(tile.cols * cluster_size == problem.num_cols))
         in_flight = blocks_per_sm * rows_per_block * num_cols * itemsize
-        score = (min(in_flight, _ENOUGH_BYTES) * (1.0 if tile.exact else 0.9), threads_per_row)
+        enough = in_flight >= _ENOUGH_BYTES
+        # Blocks of a cluster wait for one another: for them more is better without end.
+        counted = _ENOUGH_BYTES if enough and cluster_size == 1 else in_flight
+        # Of equals, most threads; but forward with too little in flight, or one block alone, wants long threads: 48 elements were
+        # best (H200, bf16, 12288 columns: 24, 32, 48 and 64 elements gave 0.82, 0.84, 0.86 and 0.81 of a copy).
+        many_threads = not problem.forward or (enough and blocks_per_sm > 1)
+        score = (counted * (1.0 if tile.exact else 0.9), threads_per_row if many_threads else -abs(elements - 48))
         if best_score is None or score > best_score:
             best, best_score = tile, score
     return best
@@ -308,16 +314,29 @@ def _block_tile(problem: Problem, device: Device) -> Tile | None:
     )
     if tile is not None or not problem.forward:
         return tile
-    tile = Tile(problem.widest_pack, _BLOCK_THREADS, bulk=_bulk(problem, device))
+    if device.clusters:
+        return None  # a cluster's registers are faster than one block's shared memory (H200, bf16: 65536 columns 0.61, 0.54)
+    tile = Tile(problem.widest_pack, _BLOCK_THREADS)
     return tile if _smem_bytes(problem, tile, "block") <= device.smem_per_block else None
 
 
 def _cluster_tile(problem: Problem, device: Device) -> Tile | None:
-    max_bytes = _BLOCK_BYTES[problem.direction][DTYPES[problem.x].itemsize]
-    for cluster_size, _ in device.clusters:
+    itemsize = DTYPES[problem.x].itemsize
+    max_bytes = _BLOCK_BYTES[problem.direction][itemsize]
+    # The most bytes in flight; where clusters of several sizes have as many, this order. Backward of 16-bit rows spends so little
+    # time on a row's bytes that several small blocks a multiprocessor are needed to hide the exchange (H200, bf16: 16384 columns
+    # 0.73 of a copy on clusters of 8, 0.69 on 2; fp32: 0.79 and 0.86).
+    order = (8, 4, 2, 16) if itemsize == 2 and not problem.forward else (2, 4, 8, 16)
+    best, best_score = None, (0, False)
+    for cluster_size in (size for size in order if size in dict(device.clusters)):
         tile = _register_tile(problem, device, range(32, 512 + 1, 32), max_bytes, 1, cluster_size)
         if tile is not None:
-            return tile
+            in_flight = _slice_cols(problem, tile.pack_size, cluster_size) * tile.blocks_per_sm * (10 if tile.exact else 9)
+            score = (in_flight, order[0] == 8 and tile.blocks_per_sm > 1)
+            if score > best_score:
+                best, best_score = tile, score
+    if best is not None:
+        return best
     for cluster_size, _ in device.clusters:
         tile = Tile(problem.widest_pack, _BLOCK_THREADS, cluster_size=cluster_size, bulk=_bulk(problem, device))
         if _smem_bytes(problem, tile, "cluster") <= device.smem_per_block:

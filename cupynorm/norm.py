@@ -16,7 +16,7 @@ import numpy as np
 
 from . import arrays, launch
 from .arrays import Rows, View
-from .calls import BackwardCall, ForwardCall, Options, Parameter
+from .calls import DEFAULTS, BackwardCall, ForwardCall, Options, Parameter
 from .dispatch import STATISTICS, STRATEGIES, Problem, Tile, choose, pack_limit
 from .dtypes import DTYPES, compute_dtype
 
@@ -232,6 +232,8 @@ def rms_norm_backward(
 
 
 def _options(strategy: str | None, tile: object, statistics: str | None, sm_margin: int) -> Options:
+    if strategy is None and tile is None and statistics is None and sm_margin == 0:
+        return DEFAULTS
     if strategy is not None and strategy not in STRATEGIES:
         raise ValueError(f"strategy is {strategy!r}; it is one of {', '.join(STRATEGIES)}, or None to let the width decide")
     if statistics is not None and statistics not in STATISTICS:
@@ -367,11 +369,13 @@ def _lie(array: Array | None) -> tuple | None:
     """How an array lies: library, dtype, shape, strides, device and what alignment can matter. TypeError: not on a GPU."""
     if array is None:
         return None
-    if arrays.is_torch(array):
-        if array.is_cuda:
-            return array.dtype, array.shape, array.stride(), array.data_ptr() & 15, array.get_device()
-    elif arrays.is_cupy(array):
-        return array.dtype, array.shape, array.strides, array.data.ptr & 15, array.data.device_id
+    try:
+        device_index = array.get_device()  # torch tensors alone have it; -1 on the CPU
+        if device_index >= 0:
+            return array.dtype, array.shape, array.stride(), array.data_ptr() & 15, device_index
+    except AttributeError:
+        if arrays.is_cupy(array):
+            return array.dtype, array.shape, array.strides, array.data.ptr & 15, array.data.device_id
     raise TypeError("not on a GPU")
 
 
@@ -499,8 +503,6 @@ class _PreparedForward:
         )  # fmt: skip
         self.call = call
         self.kernels = [launch.load(each, view.device) for each in call.plan.launches]
-        # The cheapest of torch's allocations where it does.
-        self.like_x = y_dtype == view.dtype and library is arrays.TorchLibrary and x.is_contiguous()
         self.y_dtype = library.dtype(y_dtype)
         self.x_dtype = library.dtype(view.dtype)
         compute = library.dtype(compute_dtype(view.dtype).name)
@@ -517,8 +519,6 @@ class _PreparedForward:
         address = library.address
         if out is not None:
             y = out
-        elif self.like_x:
-            y = library.empty_like(x)
         else:
             y = library.empty(self.shape, self.y_dtype, device_index)
         mean = library.empty(self.leading, self.mean_dtype, device_index) if self.mean_dtype else None
