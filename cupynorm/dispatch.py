@@ -353,7 +353,7 @@ STRATEGIES = {
     for strategy in (
         Strategy("warp", "in the registers of a warp, or of part of one", _warp_tile),
         Strategy("block", "in one block's registers or shared memory", _block_tile),
-        Strategy("cluster", "in the shared memory of a thread-block cluster", _cluster_tile, first_capability=90),
+        Strategy("cluster", "in the registers or shared memory of a thread-block cluster", _cluster_tile, first_capability=90),
         Strategy("uncached", "nowhere: it is read again", _uncached_tile),
     )
 }
@@ -476,8 +476,8 @@ def _check_tile(problem: Problem, strategy: str, tile: Tile, device: Device) -> 
         )
     if in_registers and tile.cols - tile.pack_size * tile.threads_per_row >= max(num_cols, 1):
         raise ValueError(
-            f"tile has packs_per_thread {tile.packs_per_thread}; the last pack of every thread lies beyond the row of "
-            f"{problem.num_cols} columns, use fewer"
+            f"tile has packs_per_thread {tile.packs_per_thread}; the last pack of every thread lies beyond the {num_cols} columns of "
+            "its block, use fewer"
         )
     if tile.exact not in (0, 1) or (tile.exact and not (in_registers and tile.cols * tile.cluster_size == problem.num_cols)):
         raise ValueError(

@@ -43,35 +43,39 @@ def problem_of(num_cols: int, dtype: str = "bfloat16", direction: str = "forward
 # Which strategy.
 
 # The widest row that waits in registers: (warp, block), of any of the GPUs. Tuned numbers: these are dispatch.py's choice, held
-# here so that no change of them goes unseen. Forward has no limit of its own on block: there shared memory takes over.
+# here so that no change of them goes unseen. block forward, by hand: 128 bytes a thread are 64, 32 or 16 elements, whose 120, 80
+# or 80 registers leave each quarter of a multiprocessor 512 // 120 = 4 or 512 // 80 = 6 warps: 512 threads x 64, 768 x 32, 768 x 16.
 IN_REGISTERS = {
-    ("bfloat16", "forward"): (1024, None),
-    ("float16", "forward"): (1024, None),
-    ("float32", "forward"): (512, None),
-    ("float64", "forward"): (256, None),
+    ("bfloat16", "forward"): (1024, 32768),
+    ("float16", "forward"): (1024, 32768),
+    ("float32", "forward"): (512, 24576),
+    ("float64", "forward"): (256, 12288),
     ("bfloat16", "backward"): (768, 9216),
     ("float16", "backward"): (768, 8192),
     ("float32", "backward"): (512, 8192),
     ("float64", "backward"): (256, 4096),
 }
-# The widest row that waits in shared memory, by hand. block: what one block may have (166912, 101376 or 232448 bytes) less 16
+# The widest row that waits in shared memory, by hand: (block, cluster). block, only where there are no clusters: what one block may have (166912, 101376 or 232448 bytes) less 16
 # bytes of barrier and 2 x 3 x 16 sums. cluster: that of 16 blocks (8 on an RTX 5090) less as many sums again; backward keeps x,
-# dy and two rows of sums: 12, 16 or 32 bytes a column.
+# dy and two rows of sums: 12, 16 or 32 bytes a column. RTX 5090, float32 backward: 6,288 columns fit a block's shared memory, but
+# 512 threads x 16 elements its registers, so 8 x 8192.
 IN_SHARED_MEMORY = {
     ("A100", "bfloat16", "forward"): (83256, None),
     ("A100", "float32", "forward"): (41628, None),
     ("A100", "float64", "forward"): (20766, None),
     ("RTX 4090", "float16", "forward"): (50488, None),
     ("RTX 4090", "float32", "forward"): (25244, None),
-    ("H200", "bfloat16", "forward"): (116024, 1853312),
-    ("H200", "float32", "forward"): (58012, 926656),
-    ("H200", "float64", "forward"): (28958, 461792),
+    ("H200", "bfloat16", "forward"): (None, 1853312),
+    ("H200", "float32", "forward"): (None, 926656),
+    ("H200", "float64", "forward"): (None, 461792),
     ("H200", "bfloat16", "backward"): (None, 308864),
     ("H200", "float32", "backward"): (None, 231616),
     ("H200", "float64", "backward"): (None, 115424),
-    ("H100", "bfloat16", "forward"): (116024, 1853312),
+    ("H100", "bfloat16", "forward"): (None, 1853312),
     ("B200", "bfloat16", "backward"): (None, 308864),
-    ("RTX 5090", "bfloat16", "forward"): (50488, 403136),
+    ("RTX 5090", "bfloat16", "forward"): (None, 403136),
+    ("RTX 5090", "bfloat16", "backward"): (None, 67136),
+    ("RTX 5090", "float32", "backward"): (None, 65536),
 }
 
 
@@ -84,8 +88,48 @@ def test_widest_rows_in_registers(case):
         # sm_120's compiler keeps more registers: fewer elements a thread.
         tighter = {"bfloat16": 8192, "float16": 6144} if device.compute_capability == 120 and case[1] == "backward" else {}
         expected = tighter.get(case[0], block)
-        assert block is None or widest("block", problem, device) == expected, device.name
+        last = choose(replace(problem, num_cols=expected), device)
+        beyond = choose(replace(problem, num_cols=expected + problem.widest_pack), device)
+        assert last.strategy == "block" and last.tile.packs_per_thread > 0, device.name
+        if case[1] == "forward" and not device.clusters:  # shared memory takes over
+            assert beyond.strategy == "block" and beyond.tile.packs_per_thread == 0, device.name
+        else:
+            assert widest("block", problem, device) == expected and beyond.strategy != "block", device.name
         assert widest("uncached", problem, device) is None
+
+
+def slice_of(num_cols: int, tile: Tile) -> int:
+    """Columns of the first, widest slice: whole packs, divided among the blocks of a cluster."""
+    return -(-num_cols // (tile.pack_size * tile.cluster_size)) * tile.pack_size
+
+
+# The widest row that a cluster keeps in registers: cluster size x elements a thread x the 512 threads that it has at most, or
+# fewer where a multiprocessor has no registers for 512: backward of bfloat16, 24 elements in 36 + 126 = 162 -> 168 registers, 3 warps
+# a quarter, 384 threads; of float16, 36 + 134.4 = 170 -> 176 for 24 elements, 2 warps, 256 threads, and 16 elements in
+# 36 + 89.6 = 125 -> 128, 4 warps, 512 threads, which is more.
+CLUSTER_REGISTERS = {
+    ("H200", "bfloat16", "forward"): 16 * 64 * 512,
+    ("H200", "float32", "forward"): 16 * 32 * 512,
+    ("H200", "float64", "forward"): 16 * 16 * 512,
+    ("H200", "bfloat16", "backward"): 16 * 24 * 384,
+    ("H200", "float16", "backward"): 16 * 16 * 512,
+    ("H200", "float32", "backward"): 16 * 16 * 512,
+    ("RTX 5090", "bfloat16", "forward"): 8 * 64 * 512,
+}
+
+
+@pytest.mark.parametrize("case", CLUSTER_REGISTERS, ids="-".join)
+def test_widest_rows_in_the_registers_of_a_cluster(case):
+    """Beyond them the row waits in shared memory, fetched by the copy engine where it is plain and aligned."""
+    device, dtype, direction = case
+    problem = problem_of(CLUSTER_REGISTERS[case], dtype, direction)
+    last = choose(problem, DEVICES[device], "cluster").tile
+    assert last.cols * last.cluster_size == problem.num_cols and (last.exact, last.bulk) == (1, 0)
+    wider = replace(problem, num_cols=problem.num_cols + problem.widest_pack)
+    first = choose(wider, DEVICES[device], "cluster").tile
+    assert (first.packs_per_thread, first.exact, first.bulk) == (0, 0, 1)
+    if problem.forward:
+        assert choose(replace(wider, residual=True), DEVICES[device], "cluster").tile.bulk == 0
 
 
 @pytest.mark.parametrize("case", IN_SHARED_MEMORY, ids="-".join)
@@ -123,16 +167,17 @@ def test_the_first_strategy_wide_enough_wins(device, dtype, direction):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("device", GPUS)
 def test_the_table_is_monotone(device, dtype, direction):
-    """A wider row never goes back to a narrower strategy, nor to fewer threads within a cluster size."""
+    """A wider row never goes back to a narrower strategy. (Cluster size and threads do go up and down: most bytes in flight win.)"""
     gpu = DEVICES[device]
     for step in (1, 8):
         ranks = []
         for num_cols in np.unique(np.geomspace(step, 4e6, 400).astype(int) // step * step).tolist():
             problem = replace(problem_of(num_cols, dtype, direction), pack_limit=step)
             choice = choose(problem, gpu)
-            ranks.append((TABLE.index(choice.strategy), choice.tile.cluster_size, num_cols))
+            ranks.append(TABLE.index(choice.strategy))
+            assert (choice.tile.cluster_size > 1) == (choice.strategy == "cluster")
         assert ranks == sorted(ranks)
-        assert {TABLE[rank[0]] for rank in ranks} == {
+        assert {TABLE[rank] for rank in ranks} == {
             name for name in TABLE if gpu.compute_capability >= STRATEGIES[name].first_capability
         }
 
@@ -157,8 +202,8 @@ def test_every_plan_covers_its_row_and_fits_its_device(device, direction, norm):
             tile = made.tile
             assert num_cols % tile.pack_size == 0 and tile.pack_size <= made.problem.pack_limit
             if tile.packs_per_thread:  # in registers: all columns have a place, and no pack is idle in every thread
-                assert tile.cols >= num_cols > tile.cols - tile.pack_size * tile.threads_per_row
-                assert tile.exact == (tile.cols == num_cols)
+                assert tile.cols >= slice_of(num_cols, tile) > tile.cols - tile.pack_size * tile.threads_per_row
+                assert tile.exact == (tile.cols * tile.cluster_size == num_cols) and tile.bulk == 0
             else:
                 assert made.strategy in ("block", "cluster", "uncached") and tile.exact == 0
             for launch in made.launches:
@@ -208,13 +253,16 @@ def test_literal_plans():
     assert "dweight = false, .dbias = false" in made.launches[0].kernel.name_expression
     assert "RowProducts<Load<float>, Load<float>, true>" in made.launches[1].kernel.name_expression
 
-    made = plan(65536, 64, "float16", device="H200", residual=True, out_dtype="float32", statistics="welford")
+    made = plan(1 << 20, 64, "float16", device="H200", residual=True, out_dtype="float32", statistics="welford")
     assert "ResidualLoad<__half>, Store<float, __half, __half, false>" in made.launches[0].kernel.name_expression
     assert "Statistics::welford" in made.launches[0].kernel.name_expression
-    assert made.tile.bulk == 0  # the copy engine cannot add
-    assert plan(65536, 64, "float16", device="H200").tile.bulk == 1
-    assert plan(65536, 64, "float16", device="A100").tile.bulk == 0
-    assert plan(65535, 64, "float16", device="H200").tile.bulk == 0
+    # Too wide for the registers of 16 blocks: shared memory.
+    assert (made.strategy, made.tile.packs_per_thread, made.tile.bulk) == ("cluster", 0, 0)  # the copy engine cannot add
+    assert plan(1 << 20, 64, "float16", device="H200").tile == Tile(8, 512, cluster_size=16, bulk=1)
+    assert plan((1 << 20) - 1, 64, "float16", device="H200").tile == Tile(1, 512, cluster_size=16)
+    assert plan(65536, 64, "float16", device="A100").tile == Tile(8, 512)
+    # 64 elements a thread on 512 threads fill a multiprocessor; 4 blocks of which two are resident keep no more in flight.
+    assert plan(65536, 64, "float16", device="H200").tile == Tile(8, 512, packs_per_thread=8, cluster_size=2, exact=1)
 
 
 def test_cpp_of_a_tile_names_every_field_in_the_order_of_the_struct():
@@ -257,8 +305,12 @@ def test_num_rows_changes_the_grid_and_nothing_else():
             for first, second in zip(earlier.launches, later.launches):
                 assert 1 <= first.grid_size <= second.grid_size < 2**31
         assert made[0].launches[0].grid_size == made[0].tile.cluster_size
-        if problem.forward and made[0].tile.cluster_size == 1:
-            assert made[-1].launches[0].grid_size == 2**31 - 1
+        tile = made[0].tile
+        if problem.forward and (tile.cluster_size == 1 or tile.packs_per_thread):  # queued: as many as a grid may have
+            assert made[-1].launches[0].grid_size == (2**31 - 1) // tile.cluster_size * tile.cluster_size
+        else:  # all resident
+            resident = dict(device.clusters)[tile.cluster_size] * tile.cluster_size if tile.cluster_size > 1 else device.num_sms
+            assert made[-1].launches[0].grid_size == resident * choose(problem, device).resident
 
 
 def test_problems_of_nothing_launch_nothing():
@@ -290,16 +342,29 @@ def test_sm_margin_shrinks_the_grid(device, direction):
                 assert per_sm <= made.tile.blocks_per_sm
                 assert grids[-1] == (gpu.num_sms - margin) * per_sm
             else:
-                assert grids[-1] <= gpu.num_sms - margin
+                # The share of clusters that the share of multiprocessors left has room for, rounded down.
+                clusters = dict(gpu.clusters)[cluster_size]
+                left = clusters * (gpu.num_sms - margin) // gpu.num_sms
+                assert 1 <= left * cluster_size <= gpu.num_sms - margin
+                assert grids[-1] == left * choose(made.problem, gpu).resident * cluster_size
             if full.num_partials:
                 assert made.num_partials == grids[-1] // cluster_size
         assert full.launches[0].grid_size > grids[0] > grids[1] > 0 and grids[0] == grids[2]
         assert grids[1] >= grids[3] > 0
 
 
-def test_sm_margin_that_leaves_no_cluster():
-    with pytest.raises(ValueError, match="leaves 1 multiprocessors of H200, too few for a cluster of 2"):
-        plan(20000, device="H200", direction="backward", sm_margin=131)
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_sm_margin_that_leaves_no_cluster(direction):
+    """66 clusters of 2 and 7 of 16 are resident on an H200: one of 2 needs 2 multiprocessors of 132, one of 16 needs 132 / 7."""
+    for packs_per_thread in (3, 0):  # in registers and in shared memory
+        # 3 packs of 8 columns for each thread of the cluster: 2 x 128 threads, 16 x 32.
+        for cluster_size, num_cols, threads, margin in ((2, 6144, 128, 130), (16, 12288, 32, 113)):
+            tile = Tile(8, threads, packs_per_thread, cluster_size=cluster_size)
+            options = {"device": "H200", "direction": direction, "strategy": "cluster", "tile": tile}
+            assert plan(num_cols, sm_margin=margin, **options).launches[0].grid_size == cluster_size
+            message = f"sm_margin is {margin + 1}; it leaves {131 - margin} multiprocessors of H200, too few for a cluster of {cluster_size}$"
+            with pytest.raises(ValueError, match=message):
+                plan(num_cols, sm_margin=margin + 1, **options)
 
 
 def test_sm_margin_does_not_make_a_small_grid_larger():
@@ -458,8 +523,8 @@ def test_smem_bytes_are_what_the_kernels_lay_out():
     for file in ("forward_block.cu", "forward_cluster.cu"):
         assert row_offset in (CUDA_SRC / file).read_text()
 
-    def smem(num_cols, dtype, direction="forward", at=0, **options):
-        made = plan(num_cols, 1000, dtype, direction=direction, device="H200", **options)
+    def smem(num_cols, dtype, direction="forward", at=0, device="H200", **options):
+        made = plan(num_cols, 1000, dtype, direction=direction, device=device, **options)
         return made.launches[at].smem_bytes, made
 
     assert smem(128, "float32", strategy="warp")[0] == 0  # forward_warp reduces by shuffles
@@ -473,16 +538,25 @@ def test_smem_bytes_are_what_the_kernels_lay_out():
         assert got == aligned(16 + 24 * made.tile.threads_per_row // 32) and made.tile.packs_per_thread
     got, made = smem(2048, "float32", "backward", strategy="block")
     assert got == 24 * made.tile.threads_per_row // 32
-    got, made = smem(100000, "bfloat16")
-    assert got == aligned(16 + 24 * 16) + aligned(100000 * 2) and made.strategy == "block"
-    got, made = smem(33331, "float32")
+    # Without clusters, block keeps what is too wide for registers in shared memory: 512 threads, 16 warps.
+    got, made = smem(80000, "bfloat16", device="A100")
+    assert got == aligned(16 + 24 * 16) + aligned(80000 * 2) and made.strategy == "block"
+    got, made = smem(33331, "float32", device="A100")
     assert got == aligned(16 + 24 * 16) + aligned(33331 * 4) and made.strategy == "block"
     assert smem(1 << 22, "float32")[0] == smem(1 << 22, "float32", "backward")[0] == 24 * 16  # uncached
-    got, made = smem(200000, "bfloat16")
-    assert made.tile.cluster_size == 2
+    # A cluster whose rows wait in registers: the sums of its warps and of its blocks, forward and backward, and no row.
+    for direction in DIRECTIONS:
+        got, made = smem(65536, "bfloat16", direction)
+        assert made.strategy == "cluster" and made.tile.packs_per_thread
+        assert got == aligned(16 + 24 * made.tile.threads_per_row // 32 + 24 * made.tile.cluster_size)
+    got, made = smem(200000, "bfloat16", strategy="cluster", tile=Tile(8, 512, cluster_size=2))
     assert got == aligned(16 + 24 * 16 + 24 * 2) + aligned(100000 * 2)
+    got, made = smem(1 << 20, "bfloat16")
+    assert made.tile.cluster_size == 16
+    assert got == aligned(16 + 24 * 16 + 24 * 16) + (1 << 20) // 16 * 2
     # 70001 single columns over 4 blocks: slices of 17501. x, dy, and two rows of float sums.
     got, made = smem(70001, "bfloat16", "backward", strategy="cluster")
+    assert made.tile == Tile(1, 512, cluster_size=4)  # two blocks would need 35001 x 12 bytes each
     slice_cols = -(-70001 // made.tile.cluster_size)
     assert got == aligned(16 + 24 * 16 + 24 * made.tile.cluster_size) + 2 * aligned(slice_cols * 2) + 2 * aligned(
         slice_cols * 4
@@ -539,10 +613,17 @@ CLUSTER = Tile(pack_size=8, threads_per_row=512, cluster_size=2)
          replace(WARP, packs_per_thread=2), {}),
         (r"holds 512 columns", "block", replace(BLOCK, threads_per_row=64), {}),
         (r"holds 0 columns", "warp", replace(WARP, packs_per_thread=0), {}),
-        (r"holds -1024 columns", "block", replace(BLOCK, packs_per_thread=-1), {}),
+        (r"holds -1024 columns", "warp", replace(WARP, packs_per_thread=-4), {}),
+        (r"packs_per_thread -1; here the row is not kept", "block", replace(BLOCK, packs_per_thread=-1), {}),
+        (r"holds 512 columns \(.* x packs_per_thread 2\), the row has 1024 for each block$", "cluster",
+         Tile(8, 32, packs_per_thread=2, cluster_size=2), {"num_cols": 2048}),
+        (r"packs_per_thread 2; the last pack of every thread lies beyond", "cluster",
+         replace(CLUSTER, threads_per_row=64, packs_per_thread=2), {}),
+        (r"exact 1; 1 is for a row that fills the 512 columns", "cluster",
+         replace(CLUSTER, threads_per_row=64, packs_per_thread=1, exact=1), {"num_cols": 1008}),
         (r"keeps 512 elements in each thread, more than its 255 registers", "block",
          replace(BLOCK, threads_per_row=32, packs_per_thread=64), {"num_cols": 16384}),
-        (r"packs_per_thread 5; the last pack of every thread lies beyond the row of 1024", "warp",
+        (r"packs_per_thread 5; the last pack of every thread lies beyond the 1024 columns", "warp",
          replace(WARP, packs_per_thread=5), {}),
         (r"packs_per_thread 1; here the row is not kept in registers", "uncached", replace(UNCACHED, packs_per_thread=1), {}),
         (r"packs_per_thread -1; here", "cluster", replace(CLUSTER, packs_per_thread=-1), {}),
@@ -573,6 +654,8 @@ def test_tiles_beside_the_refused_ones_are_taken():
         assert (choice.strategy, choice.tile, choice.reason) == (strategy, tile, "as asked for")
     assert choose(problem, DEVICES["H200"], "warp", replace(WARP, exact=1)).tile.exact == 1
     assert choose(problem, DEVICES["H200"], "cluster", replace(CLUSTER, bulk=1)).tile.bulk == 1
+    in_registers = replace(CLUSTER, threads_per_row=64, packs_per_thread=1, exact=1)  # 2 x 64 threads x 8 = 1024
+    assert choose(problem, DEVICES["H200"], "cluster", in_registers).tile == in_registers
     with pytest.raises(ValueError, match=r"bulk 1"):
         choose(problem, DEVICES["A100"], "block", replace(UNCACHED, bulk=1))
 

@@ -26,6 +26,10 @@ from cupynorm.gradient_check import (
 H200 = DEVICES["H200"]
 # Two multiprocessors and one cluster of each size: a few rows are enough for every block to take several.
 SMALL = replace(H200, name="small", num_sms=2, clusters=tuple((size, 1) for size, _ in H200.clusters))
+# Room for two clusters of any size: a margin of half of it leaves one.
+TWO_CLUSTERS = replace(SMALL, name="two clusters", num_sms=32, clusters=tuple((size, 2) for size, _ in H200.clusters))
+# No row fits its registers, so that clusters keep theirs in shared memory.
+NO_REGISTERS = replace(SMALL, name="no registers", registers_per_sm=0)
 OUTPUTS = {"y", "mean", "rstd", "dx", "dweight", "dbias"}
 SEEDS = range(5)
 
@@ -103,22 +107,28 @@ def test_edge_of_block_forward(dtype, step, where):
     check(Case("layer_norm", 1, widest + step, dtype), where)
 
 
+@pytest.mark.parametrize("strategy", ["block", "cluster"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_last_width_of_registers_and_first_of_shared_memory(dtype, where):
-    # Within block forward, rows move from registers to shared memory: a second edge with another kernel on each side.
+def test_last_width_of_registers_and_first_of_shared_memory(dtype, strategy, where):
+    # Within a strategy, rows move from registers to shared memory: a second edge with another kernel on each side. block has it
+    # where there are no clusters; clusters of two have it at fewer columns.
+    if strategy == "block":
+        where = CpuMachine(DEVICES["A100"])
+    elif isinstance(where, CpuMachine):
+        where = CpuMachine(replace(SMALL, clusters=((2, 1),)))
     problem = problem_of("forward", dtype, pack_limit=8)
 
     def in_registers(num_cols: int) -> bool:
-        choice = dispatch.choose(replace(problem, num_cols=num_cols), where.device)
-        assert choice.strategy == "block"
+        choice = dispatch.choose(replace(problem, num_cols=num_cols), where.device, strategy)
         return choice.tile.packs_per_thread > 0
 
-    low, high = 2048, dispatch.widest("block", problem, where.device)
+    low, high = 2048, dispatch.widest(strategy, problem, where.device)
     assert in_registers(low) and not in_registers(high)
     while high - low > 8:
         middle = (low + high) // 16 * 8
         low, high = (middle, high) if in_registers(middle) else (low, middle)
     for num_cols in (low - 1, low, low + 1, high):
+        assert strategy_of("forward", dtype, num_cols, where.device) == strategy
         check(Case("layer_norm", 2, num_cols, dtype), where)
 
 
@@ -244,6 +254,11 @@ def test_rows_in_the_shared_memory_of_one_block(statistics, where):
         ("block", 1000, Tile(8, 96, packs_per_thread=2)),
         ("block", 1024, Tile(1, 1024, packs_per_thread=1)),
         ("cluster", 1000, Tile(8, 32, cluster_size=16)),
+        ("cluster", 1000, Tile(8, 32, packs_per_thread=1, cluster_size=16)),
+        ("cluster", 1032, Tile(8, 32, packs_per_thread=2, cluster_size=4)),
+        ("cluster", 1024, Tile(8, 32, packs_per_thread=2, cluster_size=2, exact=1)),
+        ("cluster", 999, Tile(1, 96, packs_per_thread=6, cluster_size=2)),
+        ("cluster", 24, Tile(8, 64, packs_per_thread=1, cluster_size=8)),
         ("cluster", 24, Tile(8, 64, cluster_size=8)),
         ("cluster", 1024, Tile(8, 512, cluster_size=4, bulk=1)),
         ("cluster", 999, Tile(1, 96, cluster_size=2)),
@@ -263,6 +278,11 @@ def test_explicit_tile(strategy, num_cols, tile, where):
         ("block", 1000, Tile(8, 96, packs_per_thread=2)),
         ("block", 96, Tile(1, 1024, packs_per_thread=1)),
         ("cluster", 1024, Tile(8, 64, cluster_size=16, bulk=1)),
+        ("cluster", 1000, Tile(8, 32, packs_per_thread=1, cluster_size=16)),
+        ("cluster", 1032, Tile(8, 32, packs_per_thread=2, cluster_size=4)),
+        ("cluster", 1024, Tile(8, 32, packs_per_thread=2, cluster_size=2, exact=1)),
+        ("cluster", 999, Tile(1, 96, packs_per_thread=6, cluster_size=2)),
+        ("cluster", 24, Tile(8, 32, packs_per_thread=1, cluster_size=8)),
         ("cluster", 24, Tile(8, 32, cluster_size=8)),
         ("cluster", 999, Tile(1, 96, cluster_size=2)),
         ("uncached", 1000, Tile(4, 96)),
@@ -282,22 +302,34 @@ def test_explicit_tile_of_backward(strategy, num_cols, tile, where, monkeypatch)
     assert seen[-1] == tile
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(
+    "strategy, device, num_rows, num_cols, margin",
+    [
+        ("warp", SMALL, 3000, 40, 1),
+        ("block", SMALL, 37, 264, 1),
+        # One cluster is left, up to 32 times on its multiprocessors.
+        ("cluster", TWO_CLUSTERS, 75, 264, 16),
+        # There is but one cluster, which needs both multiprocessors; in shared memory it stays.
+        ("cluster", NO_REGISTERS, 37, 264, 0),
+        ("uncached", SMALL, 37, 264, 1),
+    ],
+    ids=lambda value: value.name if isinstance(value, Device) else None,
+)
 @pytest.mark.parametrize("name", NORMS)
-def test_blocks_that_take_many_rows(name, strategy):
+def test_blocks_that_take_many_rows(name, strategy, device, num_rows, num_cols, margin):
     # One multiprocessor or cluster is left, so a block comes round to row after row with the same buffers.
-    where = CpuMachine(SMALL)
-    num_rows, num_cols = (3000, 40) if strategy == "warp" else (37, 264)
-    # There is but one cluster, which needs both multiprocessors.
-    margin = 0 if strategy == "cluster" else 1
+    where = CpuMachine(device)
     case = Case(name, num_rows, num_cols, "float16", strategy=strategy, sm_margin=margin)
-    plan = dispatch.make_plan(_forward_problem(case), SMALL, num_rows, strategy=strategy, sm_margin=margin)
+    plan = dispatch.make_plan(_forward_problem(case), device, num_rows, strategy=strategy, sm_margin=margin)
+    assert (plan.tile.packs_per_thread == 0) == (device is NO_REGISTERS or strategy == "uncached")
     assert plan.launches[0].grid_size // plan.tile.cluster_size * plan.tile.rows_per_block < num_rows
     results = check(case, where)
     for seed in SEEDS:
-        assert identical(results, run_kernels(random_problem(case), CpuMachine(SMALL, seed=seed)))
+        assert identical(results, run_kernels(random_problem(case), CpuMachine(device, seed=seed)))
     # A margin shrinks the grid and never changes a row.
-    full = run_kernels(random_problem(replace(case, sm_margin=0)), CpuMachine())
+    full = run_kernels(
+        random_problem(replace(case, sm_margin=0)), CpuMachine(replace(device, num_sms=132, clusters=H200.clusters))
+    )
     for tensor in ("y", "rstd", "dx"):
         assert results[tensor].tobytes() == full[tensor].tobytes()
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from cupynorm import nvrtc, on_cpu
-from cupynorm.dispatch import DEVICES, Launch, Tile
+from cupynorm.dispatch import DEVICES, Device, Launch, Tile
 from cupynorm.dtypes import DTYPES
 from cupynorm.gradient_check import Case, CheckResult, CpuMachine, judge_all, random_problem, run_kernels, uses_welford
 from cupynorm.launch import pack
@@ -22,6 +22,8 @@ ROOT = Path(__file__).parents[1]
 H200 = DEVICES["H200"]
 # Few multiprocessors: blocks and clusters take several rows each, so that what is missing between rows shows.
 SMALL = replace(H200, name="small", num_sms=2, clusters=tuple((size, 1) for size, _ in H200.clusters))
+# No row fits its registers, so that clusters keep theirs in shared memory, forward and backward.
+NO_REGISTERS = replace(SMALL, name="no registers", registers_per_sm=0)
 SEEDS = range(20)
 _GUARD = 1 << 16  # bytes: more than all rows of a block that a wrong bound may add
 
@@ -29,8 +31,8 @@ _GUARD = 1 << 16  # bytes: more than all rows of a block that a wrong bound may 
 class MutatedMachine(CpuMachine):
     """Runs the kernels of a folder of sources. A wrong index must not hurt this process: memory around arrays is watched."""
 
-    def __init__(self, folder: Path, seed: int = 0) -> None:
-        super().__init__(SMALL, seed)
+    def __init__(self, folder: Path, seed: int = 0, device: Device = SMALL) -> None:
+        super().__init__(device, seed)
         self.folder = folder
         self.guarded = []
 
@@ -60,14 +62,14 @@ class MutatedMachine(CpuMachine):
         return all((around[:start] == 0xFF).all() and (around[end:] == 0xFF).all() for around, start, end in self.guarded)
 
 
-def sees_a_bug(folder: Path, case: Case, center: float) -> bool:
+def sees_a_bug(folder: Path, case: Case, center: float, device: Device = SMALL) -> bool:
     problem = random_problem(case)
     if center:
         # Values about a large mean, exact in float32: what is computed carelessly loses digits here.
         problem = replace(problem, x=np.float64(np.float32(problem.x + center)))
-    welford = case.statistics == "welford" or uses_welford(case, SMALL)
+    welford = case.statistics == "welford" or uses_welford(case, device)
     for seed in SEEDS:
-        machine = MutatedMachine(folder, seed)
+        machine = MutatedMachine(folder, seed, device)
         try:
             results = run_kernels(problem, machine)
         except OnCpuError:
@@ -103,6 +105,8 @@ ODD = Case("layer_norm", 5, 37, "float32", strategy="warp")
 BLOCK = Case("layer_norm", 5, 1040, "float32", strategy="block", tile=Tile(4, 96, packs_per_thread=3), sm_margin=1)
 SHARED = Case("layer_norm", 5, 264, "float32", strategy="block", tile=Tile(4, 96, bulk=1), sm_margin=1)
 CLUSTER = Case("layer_norm", 5, 264, "float32", strategy="cluster")
+# 129 packs over 4 blocks: slices of 33, and a last one of 30, in which two of 32 threads have not even a first pack.
+UNEVEN = Case("layer_norm", 5, 516, "float32", strategy="cluster", tile=Tile(4, 32, packs_per_thread=2, cluster_size=4))
 UNCACHED = Case("layer_norm", 20, 2052, "float32", strategy="uncached", sm_margin=1)
 
 
@@ -113,6 +117,7 @@ class Mutation:
     new: str
     case: Case
     center: float = 0.0
+    device: Device = SMALL
 
 
 MUTATIONS = {
@@ -138,10 +143,22 @@ MUTATIONS = {
         "reduce.cuh", "distance < threads; distance *= 2", "distance < threads / 2; distance *= 2", WARP
     ),
     "cluster forward without a barrier between rows": Mutation(
-        "forward_cluster.cu", "if constexpr (tile.bulk) bulk_reuse();\n    __syncthreads();", "", CLUSTER
+        "forward_cluster.cu", "if constexpr (tile.bulk) bulk_reuse();\n      __syncthreads();", "", CLUSTER, device=NO_REGISTERS
     ),
     "cluster backward without a barrier between rows": Mutation(
-        "backward_cluster.cu", "if constexpr (tile.bulk) bulk_reuse();\n    __syncthreads();", "", CLUSTER
+        "backward_cluster.cu", "if constexpr (tile.bulk) bulk_reuse();\n      __syncthreads();", "", CLUSTER, device=NO_REGISTERS
+    ),
+    "cluster forward in registers that does not wait for its peers to run": Mutation(
+        "forward_cluster.cu", "if (!peers_run) cluster_sync();", "", CLUSTER
+    ),
+    "cluster backward in registers that does not wait for its peers to run": Mutation(
+        "backward_cluster.cu", "cluster_sync();  // peers run", "", CLUSTER
+    ),
+    "cluster in registers with slices taken for even": Mutation(
+        "row.cuh", "tile.cluster_size == 1 && pack <", "pack <", UNEVEN
+    ),
+    "cluster in registers that begins at the first column": Mutation(
+        "row.cuh", "(row, cols.first_col + register_col<tile>(pack))", "(row, register_col<tile>(pack))", CLUSTER
     ),
     "block forward without a barrier between rows of shared memory": Mutation(
         "forward_block.cu", "if constexpr (tile.bulk) bulk_reuse();\n      __syncthreads();", "", SHARED
@@ -191,13 +208,13 @@ def test_mutation_is_seen(name, tmp_path):
     mutation = MUTATIONS[name]
     folder = copy_of_sources(tmp_path / "cuda_src")
     mutate(folder, mutation.file, mutation.old, mutation.new)
-    assert sees_a_bug(folder, mutation.case, mutation.center)
+    assert sees_a_bug(folder, mutation.case, mutation.center, mutation.device)
 
 
 def test_sources_as_they_are_pass(tmp_path):
     folder = copy_of_sources(tmp_path / "cuda_src")
-    for case, center in {(mutation.case, mutation.center) for mutation in MUTATIONS.values()}:
-        assert not sees_a_bug(folder, case, center), case
+    for case, center, device in {(mutation.case, mutation.center, mutation.device) for mutation in MUTATIONS.values()}:
+        assert not sees_a_bug(folder, case, center, device), case
 
 
 # -- sanitizers ------------------------------------------------------------------------------------------
@@ -240,6 +257,8 @@ SMALL_CASES = [
     Case("layer_norm", 3, 264, "float16", strategy="block", tile=Tile(8, 64, bulk=1)),
     Case("layer_norm", 3, 263, "float64", strategy="block", tile=Tile(1, 64)),
     Case("layer_norm", 3, 264, "bfloat16", strategy="cluster"),
+    Case("layer_norm", 3, 264, "bfloat16", strategy="cluster", tile=Tile(8, 64, cluster_size=4, bulk=1)),
+    Case("layer_norm", 3, 264, "float16", strategy="cluster", tile=Tile(8, 32, packs_per_thread=1, cluster_size=8)),
     Case("rms_norm", 3, 129, "float32", strategy="cluster"),
     Case("layer_norm", 3, 264, "float32", strategy="uncached"),
 ]
@@ -253,7 +272,7 @@ def test_every_kernel_passes_the_sanitizers():
 def test_address_sanitizer_sees_a_read_past_the_last_row(tmp_path):
     # The value read is not used: only the sanitizer can see it.
     folder = copy_of_sources(tmp_path / "cuda_src")
-    condition = "if (register_pack_in_row<tile>(pack, num_cols)) {\n        packs[pack] ="
+    condition = "if (register_pack_in_row<tile>(pack, cols.size())) {\n        packs[pack] ="
     mutate(folder, "row.cuh", condition, "{\n        packs[pack] =")
     assert not sees_a_bug(folder, ODD, 0.0)
     result = run_sanitized([ODD], str(folder))
