@@ -12,7 +12,25 @@
 #pragma once
 #include "pack.cuh"
 
-// y = x_hat * weight + bias reads its parameters with this: 1 + weight when zero_centered, `missing` when absent.
+// A pack of weights or biases in the compute type; 1 + each when zero_centered, which is added in the wider of the two types: a
+// weight may be near -1.
+template <bool zero_centered, int pack_size, class Parameter, class Compute>
+__device__ __forceinline__ void unpack_parameter(const Pack<Parameter, pack_size>& pack, Compute (&values)[pack_size]) {
+  if constexpr (zero_centered && is_same<Parameter, double> && !is_same<Compute, double>) {
+    double wide[pack_size];
+    unpack(pack, wide);
+#pragma unroll
+    for (int at = 0; at < pack_size; ++at) values[at] = static_cast<Compute>(1 + wide[at]);
+  } else {
+    unpack(pack, values);
+    if constexpr (zero_centered) {
+#pragma unroll
+      for (int at = 0; at < pack_size; ++at) values[at] += static_cast<Compute>(1);
+    }
+  }
+}
+
+// y = x_hat * weight + bias reads its parameters with this: `missing` when absent.
 template <int pack_size, bool zero_centered, class Parameter, class Compute>
 __device__ __forceinline__ void load_parameter(const Parameter* parameter, long long col, float missing,
                                                Compute (&values)[pack_size]) {
@@ -20,11 +38,7 @@ __device__ __forceinline__ void load_parameter(const Parameter* parameter, long 
 #pragma unroll
     for (int at = 0; at < pack_size; ++at) values[at] = static_cast<Compute>(missing);
   } else {
-    unpack(load_pack<pack_size>(parameter + col), values);
-    if constexpr (zero_centered) {
-#pragma unroll
-      for (int at = 0; at < pack_size; ++at) values[at] += static_cast<Compute>(1);
-    }
+    unpack_parameter<zero_centered>(load_pack<pack_size>(parameter + col), values);
   }
 }
 
@@ -134,11 +148,7 @@ struct Scale {
 
     template <class Compute>
     __device__ __forceinline__ void unpack_to(Compute (&values)[pack_size]) const {
-      unpack(pack, values);
-      if constexpr (zero_centered) {
-#pragma unroll
-        for (int at = 0; at < pack_size; ++at) values[at] += static_cast<Compute>(1);
-      }
+      unpack_parameter<zero_centered>(pack, values);
     }
   };
   template <int pack_size>

@@ -9,7 +9,7 @@ import pytest
 
 from cupynorm import calls, dispatch
 from cupynorm.dispatch import DEVICES, STATISTICS, STRATEGIES, Device, Tile
-from cupynorm.dtypes import DTYPES
+from cupynorm.dtypes import DTYPES, decode, encode
 from cupynorm.gradient_check import (
     NORMS,
     Case,
@@ -205,6 +205,16 @@ def test_zero_centered_weight(strategy, dtype, where):
     # The option matters: the same numbers without it are another result.
     plain = run_kernels(replace(random_problem(case), case=replace(case, zero_centered_weight=False)), where)
     assert not np.array_equal(results["y"], plain["y"])
+
+
+@pytest.mark.parametrize("x, weight", [("bfloat16", "float64"), ("float64", "float32"), ("float64", "bfloat16")])
+def test_zero_centered_weight_near_minus_one(x, weight, where):
+    """1 + weight is formed in the wider of the two types: its leading digits cancel."""
+    case = Case("layer_norm", 4, 200, x, y="float32", weight=weight, zero_centered_weight=True)
+    problem = random_problem(case)
+    problem.weight = decode(encode(problem.weight * 2.0**-8 - 1, weight), weight)
+    result = CheckResult(judge_all(problem, run_kernels(problem, where)))
+    assert result.ok, f"\n{result}"
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

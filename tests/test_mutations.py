@@ -189,8 +189,8 @@ MUTATIONS = {
         "load_store.cuh", "values[at] * weights[at] + biases[at]", "values[at] * weights[at] * weights[at] + biases[at]", WARP
     ),
     "bias of the neighbouring column": Mutation(
-        "load_store.cuh", "unpack(load_pack<pack_size>(parameter + col), values);",
-        "unpack(load_pack<pack_size>(parameter + (col ^ pack_size)), values);", WARP,
+        "load_store.cuh", "unpack_parameter<zero_centered>(load_pack<pack_size>(parameter + col), values);",
+        "unpack_parameter<zero_centered>(load_pack<pack_size>(parameter + (col ^ pack_size)), values);", WARP,
     ),
     "dx without the mean of wdy": Mutation("backward.cuh", "((wdy - mean_wdy) - x_hat", "(wdy - x_hat", WARP),
     "parameter sums without their barrier": Mutation("backward_parameters.cu", "  __syncthreads();\n", "", WARP),
