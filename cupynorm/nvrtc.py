@@ -7,6 +7,7 @@ writes its cache by renaming whole files, which makes it safe for several proces
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import re
 from functools import cache
@@ -67,7 +68,10 @@ def cupy():
 @cache
 def version() -> tuple[int, int]:
     """NVRTC's version, or a MissingLibraryError that says what to install."""
-    cupy()
+    if int(cupy().__version__.split(".")[0]) < 14:
+        # CuPy 13 does not look into the nvidia-cuda-nvrtc package, but finds by its name what is loaded already.
+        for path in Path(cupy().__file__).parents[1].glob("nvidia/cuda_nvrtc/lib/libnvrtc.so.*"):
+            ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
     try:
         from cupy_backends.cuda.libs import nvrtc
 
@@ -82,7 +86,10 @@ def module(kernel: Kernel, folder: Path | None = None):
     """The cupy.RawModule that holds one kernel, not yet compiled."""
     version()
     text = source(kernel, folder) if folder else _installed_source(kernel)
-    return cupy().RawModule(code=text, options=options(folder), name_expressions=(kernel.name_expression,))
+    from cupy.cuda import get_cuda_path
+
+    flags = (*options(folder), *_include_options(get_cuda_path()))
+    return cupy().RawModule(code=text, options=flags, name_expressions=(kernel.name_expression,))
 
 
 class Resources(NamedTuple):

@@ -26,10 +26,7 @@ REPOSITORY = Path(__file__).parents[1]
 
 def _nvrtc_is_missing() -> str:
     try:
-        nvrtc.cupy()
-        from cupy_backends.cuda.libs import nvrtc as library
-
-        library.getVersion()
+        nvrtc.version()
     except Exception as error:
         return f"NVRTC is needed to compile: {error}"
     return ""
@@ -368,7 +365,7 @@ print(json.dumps({{
     kind, message = found["compile_for"]
     assert kind == "cupynorm.nvrtc.MissingLibraryError", message
     assert "NVRTC could not be loaded" in message and "pip install 'cupynorm[cuda12]'" in message
-    assert ("libnvrtc.so.12" if way == "library" else "cupy_backends.cuda.libs.nvrtc") in message
+    assert ("libnvrtc.so.12" if way == "library" else "nvrtc") in message.removeprefix("NVRTC could not be loaded")
     assert found["y"] == [pytest.approx([3 / 12.5**0.5, 4 / 12.5**0.5], rel=1e-15, abs=0)]
 
 

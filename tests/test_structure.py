@@ -87,8 +87,8 @@ def test_import_takes_less_than_50_milliseconds_beyond_numpy():
 
     assert best("import cupynorm", "import numpy") < 0.050
     names = best("for name in cupynorm.__all__: getattr(cupynorm, name)", "import numpy, cupynorm")
-    # All modules together: allowed as much again as NumPy itself takes here, whatever the machine.
-    assert names < max(0.050, best("import numpy"))
+    # All modules together: allowed twice what NumPy itself takes here, whatever the machine.
+    assert names < 2 * max(0.050, best("import numpy"))
 
 
 # Arrows.
