@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 
-from cupynorm.dispatch import STRATEGIES
+from cupynorm.dispatch import STRATEGIES, Tile
 from cupynorm.gradient_check import Case, CheckResult, GpuCheckMachine, judge_all, random_problem, run_kernels
 
 
@@ -23,8 +23,14 @@ def cases() -> list[Case]:
         every.append(Case("layer_norm", 7, 504, "float16", weight="float32", strategy=strategy, residual=True))
         every.append(Case("layer_norm", 3, 256, "float64", strategy=strategy, statistics="welford"))
         every.append(Case("layer_norm", 9, 500, "bfloat16", y="float32", strategy=strategy, zero_centered_weight=True))
-    # A row in one block's shared memory, and clusters of 2 to 16 blocks.
-    every += [Case("layer_norm", 2, num_cols, "bfloat16") for num_cols in (40000, 20000, 66000, 131072, 262144)]
+    # Rows in the registers of clusters of 2 to 16 blocks, and (200001 and 262144 backward) beyond them.
+    every += [Case("layer_norm", 2, num_cols, "bfloat16") for num_cols in (20000, 40000, 66000, 131072, 200001, 262144)]
+    # Forward rows in shared memory, copied by the threads and by the copy engine: other devices and wider rows get them.
+    for strategy, sizes in (("block", (1,)), ("cluster", (2, 16))):
+        for cluster_size in sizes:
+            for bulk in (0, 1):
+                tile = Tile(8, 64, cluster_size=cluster_size, bulk=bulk)
+                every.append(Case("layer_norm", 300, 4096, "bfloat16", strategy=strategy, tile=tile, sm_margin=32))
     return every
 
 
