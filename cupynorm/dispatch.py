@@ -182,6 +182,9 @@ class Strategy:
     first_capability: int = 0
 
 
+# The shares of a copy beside the numbers below were measured on 2026-11-20 while these were chosen, by timing layer_norm_forward
+# and layer_norm_backward with explicit strategy= and tile= at 2^28 elements (2^27 of float32); no command repeats them.
+
 # Bytes of x that one lane keeps at most, by itemsize, where a warp or part of it owns the row. Forward: more would fit, but from
 # there on a block of two warps is as fast (H200, bf16: 2048 columns 0.997 of a copy on 64 threads, 0.989 on 32).
 _BACKWARD_BYTES = {2: 48, 4: 64, 8: 64}

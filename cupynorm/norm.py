@@ -232,7 +232,7 @@ def rms_norm_backward(
 
 
 def _options(strategy: str | None, tile: object, statistics: str | None, sm_margin: int) -> Options:
-    if strategy is None and tile is None and statistics is None and sm_margin == 0:
+    if strategy is None and tile is None and statistics is None and sm_margin.__class__ is int and sm_margin == 0:
         return DEFAULTS
     if strategy is not None and strategy not in STRATEGIES:
         raise ValueError(f"strategy is {strategy!r}; it is one of {', '.join(STRATEGIES)}, or None to let the width decide")

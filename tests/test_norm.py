@@ -441,6 +441,8 @@ OPTIONS = {
     "tile with an unknown field": (ValueError, "tile has fields packs; a Tile takes pack_size", {"strategy": "warp", "tile": {"packs": 8}}),
     "negative margin": (ValueError, "sm_margin is -1; expected a number of multiprocessors", {"sm_margin": -1}),
     "fractional margin": (ValueError, r"sm_margin is 1\.5; expected a number of multiprocessors", {"sm_margin": 1.5}),
+    "false margin": (ValueError, "sm_margin is False; expected a number of multiprocessors", {"sm_margin": False}),
+    "zero as a float": (ValueError, r"sm_margin is 0\.0; expected a number of multiprocessors", {"sm_margin": 0.0}),
     "true margin": (ValueError, "sm_margin is True; expected a number of multiprocessors", {"sm_margin": True}),
     "out_dtype of ints": (TypeError, "out_dtype is 'int32'; expected one of float16", {"out_dtype": "int32"}),
     "out_dtype unknown": (TypeError, "out_dtype is 'float17'; expected one of float16", {"out_dtype": "float17"}),
