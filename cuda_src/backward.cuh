@@ -42,10 +42,10 @@ struct RowGradient {
     return x * rstd;
   }
 
-  // sums: of wdy * x_hat and of wdy over the row
-  __device__ __forceinline__ void finish(const Sum<Compute, 2>& sums, Compute num_cols) {
-    mean_wdy_x_hat = sums.part[0] / num_cols;
-    mean_wdy = sums.part[1] / num_cols;
+  // sums: of wdy * x_hat and of wdy over the row; reciprocal: of num_cols
+  __device__ __forceinline__ void finish(const Sum<Compute, 2>& sums, Compute reciprocal) {
+    mean_wdy_x_hat = sums.part[0] * reciprocal;
+    mean_wdy = sums.part[1] * reciprocal;
   }
 
   // The differences first, then the scale: a row of one column has exactly no gradient.

@@ -1,19 +1,25 @@
 // backward_block -- dx, and partial sums of dweight and dbias; a block owns a row
-// owns:  each thread keeps packs_per_thread packs of x and dy, and float sums for its columns over all rows it meets
+// owns:  in each thread float sums for its columns over all rows it meets, and packs_per_thread packs of x and dy; with stages,
+//        `stages` rows of them on their way through shared memory
 // moves: x and dy once in, dx once out; 2 * num_cols * 4 bytes of partial sums a block
 // takes: num_cols <= pack_size * threads_per_row * packs_per_thread; wider rows: backward_cluster.cu
-// needs: num_cols and all row strides multiples of pack_size, addresses aligned to a pack; BlockReduce::smem_bytes
+// needs: num_cols and all row strides multiples of pack_size, addresses aligned to a pack, of 16 bytes with stages
+#include "backward_ring.cuh"
 #include "register_gradient.cuh"
 
 template <class LoadX, class LoadDy, class Scale, class StoreDx, Gradients gradients, bool centered, Tile tile>
 __global__ void __launch_bounds__(tile.block_size(), tile.blocks_per_sm)
     backward_block(const Backward<LoadX, LoadDy, Scale, StoreDx> problem) {
-  RegisterGradient<LoadX, LoadDy, Scale, StoreDx, gradients, centered, tile> gradient(problem,
-                                                                                      {0, static_cast<int>(problem.num_cols)});
-  BlockReduce<tile.threads_per_row, typename LoadX::Compute> reduce(dynamic_smem());
+  if constexpr (tile.stages > 0) {
+    backward_ring<LoadX, LoadDy, Scale, StoreDx, gradients, centered, tile>(problem, dynamic_smem());
+  } else {
+    RegisterGradient<LoadX, LoadDy, Scale, StoreDx, gradients, centered, tile> gradient(
+        problem, {0, static_cast<int>(problem.num_cols)});
+    BlockReduce<tile.threads_per_row, typename LoadX::Compute> reduce(dynamic_smem());
 
-  long long row = blockIdx.x;
-  gradient.start(row);
-  for (; row < problem.num_rows; row += gridDim.x) gradient.add_row(row, row + gridDim.x, reduce);
-  gradient.write_partials(blockIdx.x, nullptr);
+    long long row = blockIdx.x;
+    gradient.start(row);
+    for (; row < problem.num_rows; row += gridDim.x) gradient.add_row(row, row + gridDim.x, reduce);
+    gradient.write_partials(blockIdx.x, nullptr);
+  }
 }

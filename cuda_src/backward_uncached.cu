@@ -31,7 +31,7 @@ __global__ void __launch_bounds__(tile.block_size(), tile.blocks_per_sm)
         if constexpr (centered) sums.part[1] += wdy;
       }
     });
-    gradient.finish(reduce.all(sums), static_cast<Compute>(problem.num_cols));
+    gradient.finish(reduce.all(sums), Compute(1) / static_cast<Compute>(problem.num_cols));
     x.for_each_pack([&](long long col, const Compute(&values)[pack_size]) {
       Compute dys[pack_size], weights[pack_size], dx[pack_size];
       unpack(problem.load_dy.template reload<pack_size>(row, col), dys);

@@ -1,35 +1,50 @@
 // bulk.cuh -- the copy engine: one thread moves a whole piece of a row (PTX ISA: cp.async.bulk, mbarrier; sm_90+)
 //
 // bulk_barrier_init(barrier)             one arrival a phase; then synchronise the block before use
-// bulk_load(smem, global, bytes, barrier) one thread: announce the bytes, start the copy. 16-byte aligned, 16-byte sized
+// bulk_expect(barrier, bytes)            one thread: arrive, and announce the bytes of the phase
+// bulk_copy(smem, global, bytes, barrier) one thread: start a copy. 16-byte aligned, 16-byte sized
+// cluster_send(at, value, barrier, rank)  a float to the same place of block `rank`, and its 4 bytes to that block's barrier
 // bulk_wait(barrier, phase)              all threads: until the phase's bytes have landed; phase counts 0, 1, 2, ...
-// bulk_reuse()                           each thread, before a barrier after which a bulk copy overwrites what it read
 #pragma once
 
 #ifdef CUPYNORM_ON_CPU
 
-__device__ __forceinline__ void bulk_barrier_init(unsigned long long* barrier) { on_cpu::mbarrier_init(barrier, 1); }
-__device__ __forceinline__ void bulk_load(void* smem, const void* global, unsigned bytes, unsigned long long* barrier) {
+__device__ __forceinline__ void bulk_barrier_init(unsigned long long* barrier, unsigned arrivals = 1) {
+  on_cpu::mbarrier_init(barrier, arrivals);
+}
+__device__ __forceinline__ void bulk_arrive(unsigned long long* barrier) { on_cpu::mbarrier_arrive(barrier); }
+__device__ __forceinline__ void bulk_expect(unsigned long long* barrier, unsigned bytes) {
   on_cpu::mbarrier_expect(barrier, bytes);
+}
+__device__ __forceinline__ void bulk_copy(void* smem, const void* global, unsigned bytes, unsigned long long* barrier) {
   on_cpu::bulk_load(smem, global, bytes, barrier);
 }
 __device__ __forceinline__ void bulk_wait(unsigned long long* barrier, unsigned phase) {
   on_cpu::mbarrier_wait(barrier, phase & 1);
 }
-__device__ __forceinline__ void bulk_reuse() { on_cpu::fence_proxy_async(); }
+
+__device__ __forceinline__ void cluster_send(float* at, float value, unsigned long long* barrier, unsigned rank) {
+  on_cpu::cluster_send(at, value, barrier, rank);
+}
 
 #else
 
 __device__ __forceinline__ unsigned smem_address(const void* smem) {
   return static_cast<unsigned>(__cvta_generic_to_shared(smem));
 }
-__device__ __forceinline__ void bulk_barrier_init(unsigned long long* barrier) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;\nfence.mbarrier_init.release.cluster;" ::"r"(smem_address(barrier))
+__device__ __forceinline__ void bulk_barrier_init(unsigned long long* barrier, unsigned arrivals = 1) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;\nfence.mbarrier_init.release.cluster;" ::"r"(smem_address(barrier)),
+               "r"(arrivals)
                : "memory");
 }
-__device__ __forceinline__ void bulk_load(void* smem, const void* global, unsigned bytes, unsigned long long* barrier) {
+__device__ __forceinline__ void bulk_arrive(unsigned long long* barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(smem_address(barrier)) : "memory");
+}
+__device__ __forceinline__ void bulk_expect(unsigned long long* barrier, unsigned bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(smem_address(barrier)), "r"(bytes) : "memory");
+}
+__device__ __forceinline__ void bulk_copy(void* smem, const void* global, unsigned bytes, unsigned long long* barrier) {
   asm volatile(
-      "mbarrier.arrive.expect_tx.shared::cta.b64 _, [%3], %2;\n"
       "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(smem_address(smem)),
       "l"(global), "r"(bytes), "r"(smem_address(barrier))
       : "memory");
@@ -42,6 +57,14 @@ __device__ __forceinline__ void bulk_wait(unsigned long long* barrier, unsigned 
       "r"(phase & 1)
       : "memory");
 }
-__device__ __forceinline__ void bulk_reuse() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+__device__ __forceinline__ void cluster_send(float* at, float value, unsigned long long* barrier, unsigned rank) {
+  asm volatile(
+      "{\n.reg .b32 to, barrier;\n"
+      "mapa.shared::cluster.u32 to, %0, %3;\n"
+      "mapa.shared::cluster.u32 barrier, %2, %3;\n"
+      "st.async.shared::cluster.mbarrier::complete_tx::bytes.f32 [to], %1, [barrier];\n}" ::"r"(smem_address(at)),
+      "f"(value), "r"(smem_address(barrier)), "r"(rank)
+      : "memory");
+}
 
 #endif

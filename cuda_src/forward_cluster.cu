@@ -1,50 +1,35 @@
 // forward_cluster -- y = (x - mean) * rstd * weight + bias; a thread-block cluster owns a row
-// owns:  each of cluster_size blocks keeps a slice of the row: packs_per_thread packs in each thread's registers or, if
-//        packs_per_thread is 0, all of it in shared memory; sums cross through remote shared memory
+// owns:  each of cluster_size blocks keeps a slice of the row: packs_per_thread packs in each thread's registers; with stages,
+//        slices of `stages` rows on their way through shared memory; if packs_per_thread is 0, one slice in shared memory.
+//        Sums cross through remote shared memory
 // moves: x once in, y once out: num_cols * (itemsize of x + itemsize of y) bytes a row
 // takes: slices of pack_size * threads_per_row * packs_per_thread columns, or that fit a block's shared memory beside
-//        ClusterReduce::smem_bytes + 16; wider rows: forward_uncached.cu
+//        ClusterReduce::smem_bytes; wider rows: forward_uncached.cu
 // needs: sm_90 or later; the grid a multiple of cluster_size; num_cols and all row strides multiples of pack_size,
-//        addresses aligned to a pack
-#include "forward.cuh"
+//        addresses aligned to a pack, of 16 bytes with stages
+#include "forward_ring.cuh"
 
 template <class Load, class Store, bool centered, Statistics statistics, Tile tile>
 __global__ void __cluster_dims__(tile.cluster_size, 1, 1) __launch_bounds__(tile.block_size(), tile.blocks_per_sm)
     forward_cluster(const Forward<Load, Store> problem) {
   using Compute = typename Load::Compute;
-  unsigned char* smem = dynamic_smem();
-  auto* barrier = reinterpret_cast<unsigned long long*>(smem);
-  ClusterReduce<tile.threads_per_row, tile.cluster_size, Compute> reduce(smem + 16);
-  const Slice cols = slice<tile>(static_cast<int>(problem.num_cols), cluster_rank());
-  const bool saves = threadIdx.x == 0 && cluster_rank() == 0;
-  const long long step = gridDim.x / tile.cluster_size;
-
-  if constexpr (tile.packs_per_thread > 0) {
-    RegisterRow<Load, tile> values;
+  if constexpr (tile.stages > 0) {
+    forward_ring<Load, Store, centered, statistics, tile>(problem, dynamic_smem());
+  } else {
+    using Reduce = ClusterReduce<tile.threads_per_row, tile.cluster_size, Compute>;
+    Reduce reduce(dynamic_smem());
+    const Slice cols = slice<tile>(static_cast<int>(problem.num_cols), cluster_rank());
+    const bool saves = threadIdx.x == 0 && cluster_rank() == 0;
+    const long long step = gridDim.x / tile.cluster_size;
     bool peers_run = false;
     for (long long row = blockIdx.x / tile.cluster_size; row < problem.num_rows; row += step) {
+      auto values = row_on_chip<Load, tile>(dynamic_smem() + Reduce::smem_bytes);
       values.fetch(problem.load, row, cols);
       if (!peers_run) cluster_sync();  // while the first row is on its way
       peers_run = true;
       const auto found = row_statistics<centered, statistics, Compute>(values, reduce, problem.num_cols, problem.eps);
       if (saves) problem.save(row, found);
       problem.template write<centered>(row, values, found);
-    }
-  } else {
-    constexpr int row_offset = (16 + decltype(reduce)::smem_bytes + 15) / 16 * 16;
-    SmemRow<typename Load::Held, Compute, tile> values(smem + row_offset, barrier);
-    if constexpr (tile.bulk) {
-      if (threadIdx.x == 0) bulk_barrier_init(barrier);
-    }
-    cluster_sync();
-    for (long long row = blockIdx.x / tile.cluster_size; row < problem.num_rows; row += step) {
-      values.fetch(problem.load, row, cols.first_col, cols.last_col);
-      values.template wait<Load>();
-      const auto found = row_statistics<centered, statistics, Compute>(values, reduce, problem.num_cols, problem.eps);
-      if (saves) problem.save(row, found);
-      problem.template write<centered>(row, values, found);
-      if constexpr (tile.bulk) bulk_reuse();
-      __syncthreads();
     }
   }
 }

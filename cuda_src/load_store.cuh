@@ -7,8 +7,9 @@
 //          (reload: of a kernel that reads a row again; has no side effect)
 //          plain: row_start(row) is the row itself, in Held, so that a copy engine may fetch it
 // store    store(row, col, values): values are in the compute type; applies what belongs to the output, rounds once
-// scale    load(col, values): the weight, or 1, in the compute type; keep(col) -> Kept, for use in many rows
-// Offsets are 64-bit everywhere. `void` for a parameter's type means that it is absent.
+//          keep(col) -> Kept, for store(row, col, values, kept) in many rows
+// scale    present: false if there is no weight; load(col, values): the weight, or 1, in the compute type; keep(col) -> Kept,
+// for use in many rows Offsets are 64-bit everywhere. `void` for a parameter's type means that it is absent.
 #pragma once
 #include "pack.cuh"
 
@@ -30,17 +31,33 @@ __device__ __forceinline__ void unpack_parameter(const Pack<Parameter, pack_size
   }
 }
 
-// y = x_hat * weight + bias reads its parameters with this: `missing` when absent.
-template <int pack_size, bool zero_centered, class Parameter, class Compute>
-__device__ __forceinline__ void load_parameter(const Parameter* parameter, long long col, float missing,
-                                               Compute (&values)[pack_size]) {
-  if constexpr (is_same<Parameter, void>) {
+// What a thread keeps of a pack of weights or biases: as they lie in memory. `missing` stands for those that are absent.
+template <class Parameter, bool zero_centered, int pack_size>
+struct KeptParameter {
+  Pack<Parameter, pack_size> pack;
+
+  __device__ __forceinline__ KeptParameter() = default;
+  __device__ __forceinline__ KeptParameter(const Parameter* parameter, long long col)
+      : pack(load_pack<pack_size>(parameter + col)) {}
+
+  template <class Compute>
+  __device__ __forceinline__ void unpack_to(Compute (&values)[pack_size], float) const {
+    unpack_parameter<zero_centered>(pack, values);
+  }
+  __device__ __forceinline__ void forget_unpacked() { ::forget_unpacked(pack); }
+};
+template <bool zero_centered, int pack_size>
+struct KeptParameter<void, zero_centered, pack_size> {
+  __device__ __forceinline__ KeptParameter() = default;
+  __device__ __forceinline__ KeptParameter(const void*, long long) {}
+
+  template <class Compute>
+  __device__ __forceinline__ void unpack_to(Compute (&values)[pack_size], float missing) const {
 #pragma unroll
     for (int at = 0; at < pack_size; ++at) values[at] = static_cast<Compute>(missing);
-  } else {
-    unpack_parameter<zero_centered>(load_pack<pack_size>(parameter + col), values);
   }
-}
+  __device__ __forceinline__ void forget_unpacked() {}
+};
 
 template <class X>
 struct Load {
@@ -102,20 +119,40 @@ struct Store {
   const Weight* weight;
   const Bias* bias;
 
+  template <int pack_size>
+  struct Kept {
+    KeptParameter<Weight, zero_centered, pack_size> weight;
+    KeptParameter<Bias, false, pack_size> bias;
+
+    __device__ __forceinline__ void forget_unpacked() {
+      weight.forget_unpacked();
+      bias.forget_unpacked();
+    }
+  };
+  template <int pack_size>
+  __device__ __forceinline__ Kept<pack_size> keep(long long col) const {
+    return {{weight, col}, {bias, col}};
+  }
+
   template <int pack_size, class Compute>
-  __device__ __forceinline__ void store(long long row, long long col, const Compute (&values)[pack_size]) const {
+  __device__ __forceinline__ void store(long long row, long long col, const Compute (&values)[pack_size],
+                                        const Kept<pack_size>& kept) const {
     Compute scaled[pack_size];
     if constexpr (is_same<Weight, void> && is_same<Bias, void>) {
 #pragma unroll
       for (int at = 0; at < pack_size; ++at) scaled[at] = values[at];
     } else {
       Compute weights[pack_size], biases[pack_size];
-      load_parameter<pack_size, zero_centered>(weight, col, 1.0f, weights);
-      load_parameter<pack_size, false>(bias, col, 0.0f, biases);
+      kept.weight.unpack_to(weights, 1.0f);
+      kept.bias.unpack_to(biases, 0.0f);
 #pragma unroll
       for (int at = 0; at < pack_size; ++at) scaled[at] = values[at] * weights[at] + biases[at];
     }
     store_pack<pack_size>(y + row * y_stride + col, repack<Y>(scaled));
+  }
+  template <int pack_size, class Compute>
+  __device__ __forceinline__ void store(long long row, long long col, const Compute (&values)[pack_size]) const {
+    store(row, col, values, keep<pack_size>(col));
   }
 };
 
@@ -139,48 +176,20 @@ struct AddStore {
 
 template <class Weight, bool zero_centered>
 struct Scale {
+  static constexpr bool present = !is_same<Weight, void>;
+
   const Weight* weight;
 
-  // What a thread keeps of a pack of weights from row to row: the weights as they lie in memory.
   template <int pack_size>
-  struct Kept {
-    Pack<Weight, pack_size> pack;
+  using Kept = KeptParameter<Weight, zero_centered, pack_size>;
 
-    template <class Compute>
-    __device__ __forceinline__ void unpack_to(Compute (&values)[pack_size]) const {
-      unpack_parameter<zero_centered>(pack, values);
-    }
-  };
   template <int pack_size>
   __device__ __forceinline__ Kept<pack_size> keep(long long col) const {
-    return {load_pack<pack_size>(weight + col)};
+    return {weight, col};
   }
 
   template <int pack_size, class Compute>
   __device__ __forceinline__ void load(long long col, Compute (&values)[pack_size]) const {
-    keep<pack_size>(col).unpack_to(values);
-  }
-};
-
-template <bool zero_centered>
-struct Scale<void, zero_centered> {
-  const void* weight;
-
-  template <int pack_size>
-  struct Kept {
-    template <class Compute>
-    __device__ __forceinline__ void unpack_to(Compute (&values)[pack_size]) const {
-#pragma unroll
-      for (int at = 0; at < pack_size; ++at) values[at] = static_cast<Compute>(1);
-    }
-  };
-  template <int pack_size>
-  __device__ __forceinline__ Kept<pack_size> keep(long long) const {
-    return {};
-  }
-
-  template <int pack_size, class Compute>
-  __device__ __forceinline__ void load(long long, Compute (&values)[pack_size]) const {
-    Kept<pack_size>{}.unpack_to(values);
+    keep<pack_size>(col).unpack_to(values, 1.0f);
   }
 };

@@ -62,7 +62,7 @@ struct BlockReduce {
   static_assert(threads % 32 == 0 && threads <= 1024, "a block of whole warps");
   static constexpr int num_warps = threads / 32;
   static constexpr int max_parts = 3;
-  static constexpr int smem_bytes = 2 * max_parts * num_warps * sizeof(Compute);
+  static constexpr int smem_bytes = (2 * max_parts * num_warps * sizeof(Compute) + 15) / 16 * 16;
 
   Compute* buffers;
   int turn = 0;
@@ -99,7 +99,7 @@ struct BlockReduce {
 template <int threads, int cluster_size, class Compute>
 struct ClusterReduce {
   using Block = BlockReduce<threads, Compute>;
-  static constexpr int smem_bytes = Block::smem_bytes + 2 * Block::max_parts * cluster_size * sizeof(Compute);
+  static constexpr int smem_bytes = Block::smem_bytes + (2 * Block::max_parts * cluster_size * sizeof(Compute) + 15) / 16 * 16;
 
   Block block;
   Compute* buffers;

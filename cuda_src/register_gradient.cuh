@@ -16,6 +16,7 @@ struct RegisterGradient {
 
   const Problem& problem;
   Slice cols;  // of this block
+  Compute reciprocal;
   Sums dweight = {};
   Sums dbias = {};
   typename Weights::template Kept<tile.pack_size> weights[tile.packs_per_thread];
@@ -23,7 +24,8 @@ struct RegisterGradient {
   RegisterRow<LoadDy, tile> dy;
   RowGradient<Compute> next;
 
-  __device__ __forceinline__ RegisterGradient(const Problem& problem, Slice cols) : problem(problem), cols(cols) {
+  __device__ __forceinline__ RegisterGradient(const Problem& problem, Slice cols)
+      : problem(problem), cols(cols), reciprocal(Compute(1) / static_cast<Compute>(problem.num_cols)) {
     if constexpr (gradients.dx) {
 #pragma unroll
       for (int pack = 0; pack < tile.packs_per_thread; ++pack) {
@@ -63,7 +65,7 @@ struct RegisterGradient {
       Compute scales[tile.pack_size];
       unpack(x.packs[pack], x_hats[pack]);
       unpack(dy.packs[pack], wdys[pack]);
-      if constexpr (gradients.dx) weights[pack].unpack_to(scales);
+      if constexpr (gradients.dx) weights[pack].unpack_to(scales, 1.0f);
       Compute partial[2] = {};
 #pragma unroll
       for (int at = 0; at < tile.pack_size; ++at) {
@@ -82,7 +84,7 @@ struct RegisterGradient {
     }
     if constexpr (fetch_ahead) fetch(following);
     if constexpr (gradients.dx) {
-      gradient.finish(reduce.all(sums), static_cast<Compute>(problem.num_cols));
+      gradient.finish(reduce.all(sums), reciprocal);
       if (!present) return;
 #pragma unroll
       for (int pack = 0; pack < tile.packs_per_thread; ++pack) {

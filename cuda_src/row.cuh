@@ -6,7 +6,6 @@
 // The first two keep the type that holds the row exactly, and unpack it in each pass.
 // All have for_each_pack(f): f(col, values) for each pack that this thread owns, always in the same order.
 #pragma once
-#include "bulk.cuh"
 #include "pack.cuh"
 #include "tile.cuh"
 
@@ -75,40 +74,21 @@ struct RegisterRow {
   }
 };
 
-// Columns [first_col, last_col) of a row. A plain, aligned slice is fetched by the copy engine, any other by the threads.
+// Columns [first_col, last_col) of a row. A thread owns the same packs in fetch and in for_each_pack: it waits for no other.
 template <class Held, class Compute, Tile tile>
 struct SmemRow {
   Held* held;
-  unsigned long long* barrier;
-  unsigned phase = 0;
   int first_col = 0;
   int last_col = 0;
 
-  __device__ __forceinline__ SmemRow(unsigned char* smem, unsigned long long* barrier)
-      : held(reinterpret_cast<Held*>(smem)), barrier(barrier) {}
+  __device__ __forceinline__ explicit SmemRow(unsigned char* smem) : held(reinterpret_cast<Held*>(smem)) {}
 
-  // The caller has synchronised the block since the last use of what the slice held before.
   template <class Load>
-  __device__ __forceinline__ void fetch(const Load& load, long long row, int first, int last) {
-    first_col = first;
-    last_col = last;
-    if constexpr (Load::plain && tile.bulk) {
-      // The plan sets tile.bulk only where every row starts and ends on 16 bytes.
-      if (threadIdx.x == 0 && first < last) {
-        bulk_load(held, load.row_start(row) + first, (last - first) * static_cast<unsigned>(sizeof(Held)), barrier);
-      }
-    } else {
-      for (int col = first + threadIdx.x * tile.pack_size; col < last; col += tile.threads_per_row * tile.pack_size) {
-        store_pack<tile.pack_size>(held + (col - first), load.template load<tile.pack_size>(row, col));
-      }
-    }
-  }
-
-  // What a thread copied itself it may read at once: it owns the same packs in fetch and in for_each_pack.
-  template <class Load>
-  __device__ __forceinline__ void wait() {
-    if constexpr (Load::plain && tile.bulk) {
-      if (first_col < last_col) bulk_wait(barrier, phase++);
+  __device__ __forceinline__ void fetch(const Load& load, long long row, Slice cols) {
+    first_col = cols.first_col;
+    last_col = cols.last_col;
+    for (int col = first_col + threadIdx.x * tile.pack_size; col < last_col; col += tile.threads_per_row * tile.pack_size) {
+      store_pack<tile.pack_size>(held + (col - first_col), load.template load<tile.pack_size>(row, col));
     }
   }
 
@@ -121,6 +101,16 @@ struct SmemRow {
     }
   }
 };
+
+// The row of a kernel that keeps it in registers or, if packs_per_thread is 0, in `smem`.
+template <class Load, Tile tile>
+__device__ __forceinline__ auto row_on_chip(unsigned char* smem) {
+  if constexpr (tile.packs_per_thread > 0) {
+    return RegisterRow<Load, tile>{};
+  } else {
+    return SmemRow<typename Load::Held, typename Load::Compute, tile>(smem);
+  }
+}
 
 template <class Load, Tile tile>
 struct GlobalRow {

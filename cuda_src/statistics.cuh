@@ -85,6 +85,29 @@ struct Moments {
   }
 };
 
+// Without a mean, from the sum of squares.
+template <class Compute>
+__device__ __forceinline__ RowStatistics<Compute> uncentered(Compute squares, Compute reciprocal, double eps) {
+  return {0, rsqrt_rounded(squares * reciprocal + static_cast<Compute>(eps)), 0};
+}
+
+// From sums of (value - first) and of its square, where `first` is nearly the mean.
+template <class Compute>
+__device__ __forceinline__ RowStatistics<Compute> corrected(Compute first, const Sum<Compute, 2>& deviations, Compute count,
+                                                            double eps) {
+  const Compute reciprocal = Compute(1) / count;
+  const Compute correction = divide(deviations.part[0], count, reciprocal);
+  const Compute mean_square = deviations.part[1] * reciprocal;
+  const Compute excess = correction * correction;
+  // An excess that overflowed is left out (x - x is 0 for finite x alone): the variance is infinite then, not NaN.
+  const Compute variance = excess - excess == 0 ? mean_square - excess : mean_square;
+  // Rounding can leave a constant row a hair below zero; the comparison lets NaN through, where a maximum would not.
+  const Compute rstd = rsqrt_rounded((variance < 0 ? Compute(0) : variance) + static_cast<Compute>(eps));
+  const Compute mean = first + correction;
+  const Compute rest = correction - (mean - first);
+  return {mean, rstd, -rest * rstd};
+}
+
 // `row` has for_each_pack(f): f(col, values) for each pack of the row that this thread owns.
 template <bool centered, Statistics statistics, class Compute, class Row, class Reduce>
 __device__ __forceinline__ RowStatistics<Compute> row_statistics(Row& row, Reduce& reduce, long long num_cols, double eps) {
@@ -93,8 +116,7 @@ __device__ __forceinline__ RowStatistics<Compute> row_statistics(Row& row, Reduc
   if constexpr (!centered) {
     Sum<Compute, 1> squares{};
     row.for_each_pack([&](long long, const auto& values) { squares.part[0] += squares_of(values); });
-    squares = reduce.all(squares);
-    return {0, rsqrt_rounded(squares.part[0] * reciprocal + static_cast<Compute>(eps)), 0};
+    return uncentered(reduce.all(squares).part[0], reciprocal, eps);
   } else if constexpr (statistics == Statistics::two_pass) {
     Sum<Compute, 1> total{};
     row.for_each_pack([&](long long, const auto& values) { total.part[0] += sum_of(values); });
@@ -109,20 +131,54 @@ __device__ __forceinline__ RowStatistics<Compute> row_statistics(Row& row, Reduc
       deviations.part[1] += squares_of(centered_values);
     });
     deviations = reduce.all(deviations);
-    const Compute correction = divide(deviations.part[0], count, reciprocal);
-    const Compute mean_square = deviations.part[1] * reciprocal;
-    const Compute excess = correction * correction;
-    // An excess that overflowed is left out (x - x is 0 for finite x alone): the variance is infinite then, not NaN.
-    const Compute variance = excess - excess == 0 ? mean_square - excess : mean_square;
-    // Rounding can leave a constant row a hair below zero; the comparison lets NaN through, where a maximum would not.
-    const Compute rstd = rsqrt_rounded((variance < 0 ? Compute(0) : variance) + static_cast<Compute>(eps));
-    const Compute mean = first + correction;
-    const Compute rest = correction - (mean - first);
-    return {mean, rstd, -rest * rstd};
+    return corrected(first, deviations, count, eps);
   } else {
     Moments<Compute> moments{};
     row.for_each_pack([&](long long, const auto& values) { moments.merge(Moments<Compute>::of(values)); });
     moments = reduce.all(moments);
     return {moments.part[1], rsqrt_rounded(moments.part[2] * reciprocal + static_cast<Compute>(eps)), 0};
+  }
+}
+
+// Of a part of a row that a warp holds: its mean, and the sum of squared deviations from it (Chan, Golub, LeVeque 1983 merge
+// such parts). Without a mean, the sum of squares.
+template <class Compute>
+struct PartMoments {
+  Compute mean;
+  Compute squares;
+};
+template <bool centered, Statistics statistics, class Held, class Compute, class Part>
+__device__ __forceinline__ PartMoments<Compute> part_moments(Part& part, int num_cols) {
+  if constexpr (!centered) {
+    Sum<Compute, 1> squares{};
+    part.for_each_pack([&](int, const auto& values) { squares.part[0] += squares_of(values); });
+    return {0, warp_reduce<32>(squares).part[0]};
+  } else if constexpr (statistics == Statistics::two_pass) {
+    const Compute count = static_cast<Compute>(max(num_cols, 1)), reciprocal = Compute(1) / count;
+    Sum<Compute, 1> total{};
+    part.for_each_pack([&](int, const auto& values) { total.part[0] += sum_of(values); });
+    const Compute first = divide(warp_reduce<32>(total).part[0], count, reciprocal);
+    // A sum of 16-bit values of one size is exact in float: rounding takes from the mean only what is small beside the
+    // deviations.
+    constexpr bool correct = sizeof(Held) > 2;
+    Sum<Compute, correct ? 2 : 1> deviations{};
+    part.for_each_pack([&](int, const auto& values) {
+      constexpr int pack_size = sizeof(values) / sizeof(Compute);
+      Compute centered_values[pack_size];
+#pragma unroll
+      for (int at = 0; at < pack_size; ++at) centered_values[at] = values[at] - first;
+      deviations.part[0] += squares_of(centered_values);
+      if constexpr (correct) deviations.part[1] += sum_of(centered_values);
+    });
+    deviations = warp_reduce<32>(deviations);
+    if constexpr (!correct) return {first, deviations.part[0]};
+    const Compute correction = deviations.part[correct] * reciprocal;
+    const Compute excess = deviations.part[correct] * correction;
+    return {first + correction, excess - excess == 0 ? deviations.part[0] - excess : deviations.part[0]};
+  } else {
+    Moments<Compute> moments{};
+    part.for_each_pack([&](int, const auto& values) { moments.merge(Moments<Compute>::of(values)); });
+    moments = warp_reduce<32>(moments);
+    return {moments.part[1], moments.part[2]};
   }
 }

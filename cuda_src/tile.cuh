@@ -12,7 +12,7 @@ struct Tile {
   int cluster_size = 1;      // blocks that share a row
   int blocks_per_sm = 1;     // blocks that must fit on a multiprocessor: bounds the registers of a thread
   int exact = 0;             // 1: num_cols is all that the registers hold, no pack lies beyond the row
-  int bulk = 0;              // 1: rows start and end on 16 bytes, the copy engine may fetch them (sm_90+)
+  int stages = 0;  // rows that pass through shared memory at once, which the copy engine fetches (sm_90+); 0: threads do
 
   constexpr int block_size() const { return threads_per_row * rows_per_block; }
 };

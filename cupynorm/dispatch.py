@@ -94,7 +94,7 @@ class Tile:
     packs_per_thread: packs of a row in one thread's registers, 0 where the row waits elsewhere. rows_per_block: rows that
     a block works on at a time. cluster_size: blocks that share a row. blocks_per_sm: blocks that must fit on a
     multiprocessor, which bounds the registers of a thread. exact: 1 if the row fills the registers, so that no pack lies beyond
-    it. bulk: 1 if the copy engine fetches rows.
+    it. stages: rows that pass through a block's shared memory at once, fetched by the copy engine; 0 where threads fetch them.
     """
 
     pack_size: int
@@ -104,7 +104,7 @@ class Tile:
     cluster_size: int = 1
     blocks_per_sm: int = 1
     exact: int = 0
-    bulk: int = 0
+    stages: int = 0
 
     @property
     def block_size(self) -> int:
@@ -276,31 +276,37 @@ def _warp_tile(problem: Problem, device: Device) -> Tile | None:
     return _register_tile(problem, device, lanes, _WARP_BYTES[problem.direction][DTYPES[problem.x].itemsize], 128)
 
 
-def _bulk(problem: Problem, device: Device) -> int:
-    """Rows of whole, aligned 16-byte units, fetched as they are."""
-    itemsize = DTYPES[problem.x].itemsize
-    whole = problem.widest_pack * itemsize >= 16 and not problem.residual
-    if not problem.forward:
-        whole = whole and problem.widest_pack * DTYPES[problem.dy].itemsize >= 16
-    return int(whole and device.compute_capability >= 90)
-
-
 def reduce_bytes(problem: Problem, threads_per_row: int, cluster_size: int = 1) -> int:
     """Shared memory of BlockReduce (cluster_size 1) or ClusterReduce, as in cuda_src/reduce.cuh."""
-    values = threads_per_row // 32 + (cluster_size if cluster_size > 1 else 0)
-    return 2 * 3 * values * DTYPES[problem.compute].itemsize
+    itemsize = DTYPES[problem.compute].itemsize
+    parts = [threads_per_row // 32] + ([cluster_size] if cluster_size > 1 else [])
+    return sum(_ceil(2 * 3 * values * itemsize, 16) * 16 for values in parts)
+
+
+def _ring_bytes(problem: Problem, tile: Tile) -> int:
+    """Shared memory of WarpRing, Exchange and RingWeights, as in cuda_src/ring.cuh and backward_ring.cuh."""
+    num_warps = tile.threads_per_row // 32
+    row_bytes = tile.cols * (DTYPES[problem.x].itemsize + (0 if problem.forward else DTYPES[problem.dy].itemsize))
+    rings = tile.stages * (row_bytes + 8 * num_warps)
+    exchange = 4 * (8 + 8 * num_warps * tile.cluster_size)
+    weights = 0
+    if not problem.forward and problem.dx and problem.weight and tile.pack_size * tile.packs_per_thread > 16:
+        weights = (tile.packs_per_thread - 1) * tile.pack_size * tile.threads_per_row * DTYPES[problem.weight].itemsize
+    return _ceil(rings + exchange, 16) * 16 + weights
 
 
 def _smem_bytes(problem: Problem, tile: Tile, strategy: str) -> int:
     """Dynamic shared memory of one block."""
     compute_bytes = DTYPES[problem.compute].itemsize
+    if tile.stages:
+        return _ring_bytes(problem, tile)
     if strategy == "parameters":
         return 2 * tile.pack_size * tile.block_size * compute_bytes
     if strategy == "warp":
         return 0 if problem.forward or tile.rows_per_block == 1 else problem.num_cols * compute_bytes
     if strategy == "uncached" or (strategy == "block" and not problem.forward):
         return reduce_bytes(problem, tile.threads_per_row)
-    scratch = _ceil(16 + reduce_bytes(problem, tile.threads_per_row, tile.cluster_size), 16) * 16
+    scratch = reduce_bytes(problem, tile.threads_per_row, tile.cluster_size)
     if tile.packs_per_thread:
         return scratch
     slice_cols = _slice_cols(problem, tile.pack_size, tile.cluster_size)
@@ -311,7 +317,105 @@ def _smem_bytes(problem: Problem, tile: Tile, strategy: str) -> int:
     return scratch + sum(_ceil(slice_cols * itemsize, 16) * 16 for itemsize in kept)
 
 
+def _can_ring(problem: Problem, device: Device) -> bool:
+    """Whether the copy engine can fetch the rows: whole, aligned units of 16 bytes, as they are. Sums cross as floats."""
+    streamed = [problem.x] if problem.forward else [problem.x, problem.dy]
+    whole = all(problem.widest_pack * DTYPES[name].itemsize >= 16 for name in streamed)
+    return whole and not problem.residual and problem.compute == "float32" and device.compute_capability >= 90
+
+
+# The ring (cuda_src/ring.cuh): rows that pass through shared memory. Shares of a copy on an H200, bf16 unless said otherwise.
+#
+# Backward. From how many columns it beats registers (2048 columns: 0.97, in registers 0.94; float32 needs it where a block's registers end).
+_RING_FROM = {"backward": {2: 2048, 4: 8193}, "forward": {2: 10241, 4: 8193}}
+# What one multiprocessor works on at a time. Fewer bytes of x and dy leave it waiting, more columns are no better (6144 columns 0.84,
+# 7168 0.99, 8192 0.99, 9216 0.98, 10240 0.95, 12288 0.93, 16384 0.87; float32: 6144 0.98, 8192 0.98).
+_FEWEST_RING_BYTES = 28 * 1024
+_MOST_RING_COLS = 9216
+# Elements of a thread. The sums of dweight and dbias take two registers each: 64 are for rows that no cluster holds otherwise
+# (262,144 columns 0.91).
+_RING_ELEMENTS, _MOST_RING_ELEMENTS = {"forward": 64, "backward": 48}, 64
+# Threads of a block: more than these have too few registers each for 32 elements.
+_RING_THREADS = 384
+# Forward. A thread keeps its weights and biases; 64 elements on 256 threads are as fast as 32 on 512 (16,384 columns 0.95, 0.95).
+_FORWARD_RING_THREADS = 256
+# Bytes of x, and of dy, on their way to a multiprocessor, the rows in use included, by itemsize of x: forward at most (65,536
+# columns: 96 KB 0.94, 160 KB 0.92), backward at least (262,144: 128 KB 0.81, 192 KB 0.91; float32, 65,536: 128 KB 0.99, 192 KB 0.98).
+_RING_BYTES = {"forward": {2: 96 * 1024, 4: 96 * 1024}, "backward": {2: 160 * 1024, 4: 128 * 1024}}
+# Forward, bytes of x that a block or cluster takes before the next one takes its place. The hardware gives the next one to whoever
+# is free, which evens out what neighbours on the memory get (16,384 columns: 8 rows a block 0.95, all rows on resident blocks 0.92).
+_QUEUED_RING_BYTES = 256 * 1024
+# Clusters of more than 2 are slow to start: they stay.
+_QUEUED_CLUSTER_SIZE = 2
+
+
+def _ring_registers(problem: Problem, elements: int) -> int:
+    """Registers of a thread of a ring, with no spills, as _registers: the weights and biases of forward, the sums of backward."""
+    if problem.forward:
+        kept = sum(DTYPES[name].itemsize for name in (problem.weight, problem.bias) if name)
+        return 104 + elements * kept // 4
+    return 60 + 27 * min(elements, 57) // 8
+
+
+def _ring_tile(problem: Problem, device: Device, cluster_sizes: Iterable[int]) -> Tile | None:
+    """Of the tiles whose ring fits registers and shared memory, the one whose multiprocessors work on the best number of columns."""
+    if not _can_ring(problem, device) or problem.num_cols < _RING_FROM[problem.direction][DTYPES[problem.x].itemsize]:
+        return None
+    cluster_sizes = tuple(cluster_sizes)
+    tile = _best_ring(problem, device, cluster_sizes, _RING_ELEMENTS[problem.direction])
+    return tile or _best_ring(problem, device, [size for size in cluster_sizes if size >= 16], _MOST_RING_ELEMENTS)
+
+
+def _best_ring(problem: Problem, device: Device, cluster_sizes: Iterable[int], most_elements: int) -> Tile | None:
+    best, best_score = None, None
+    for cluster_size in cluster_sizes:
+        slice_cols = _slice_cols(problem, problem.widest_pack, cluster_size)
+        for threads_per_row in range(32, (_FORWARD_RING_THREADS if problem.forward else _RING_THREADS) + 1, 32):
+            for blocks_per_sm in (1,) if problem.forward else (1, 2, 3, 4):
+                tile = _ring_of(problem, device, cluster_size, threads_per_row, blocks_per_sm, most_elements)
+                if tile is None:
+                    continue
+                used = slice_cols / tile.cols  # packs beyond the row cost their instructions all the same
+                if problem.forward:
+                    score = (-cluster_size, used, threads_per_row)
+                else:
+                    cols = slice_cols * blocks_per_sm
+                    bytes_per_col = DTYPES[problem.x].itemsize + DTYPES[problem.dy].itemsize
+                    missing = max(0.0, 1 - cols * bytes_per_col / _FEWEST_RING_BYTES)
+                    excess = max(0.0, cols / _MOST_RING_COLS - 1)
+                    score = (used - 1.5 * missing - 0.25 * excess - 0.02 * cluster_size, -threads_per_row * blocks_per_sm)
+                if best_score is None or score > best_score:
+                    best, best_score = tile, score
+    return best
+
+
+def _ring_of(
+    problem: Problem, device: Device, cluster_size: int, threads_per_row: int, blocks_per_sm: int, most_elements: int
+) -> Tile | None:
+    pack_size = problem.widest_pack
+    packs_per_thread = max(1, _ceil(_slice_cols(problem, pack_size, cluster_size), pack_size * threads_per_row))
+    elements = pack_size * packs_per_thread
+    registers = device.registers_per_sm // (_ceil(threads_per_row * blocks_per_sm, 128) * 128) // 8 * 8
+    if elements > most_elements or _ring_registers(problem, elements) > min(registers, 255):
+        return None
+    tile = Tile(pack_size, threads_per_row, packs_per_thread, 1, cluster_size, blocks_per_sm)
+    tile = replace(tile, exact=int(tile.cols * cluster_size == problem.num_cols))
+    most_bytes = min(device.smem_per_block, device.smem_per_sm // blocks_per_sm - 1024)
+    slot_bytes = tile.cols * (DTYPES[problem.x].itemsize + (0 if problem.forward else DTYPES[problem.dy].itemsize))
+    wanted = _RING_BYTES[problem.direction][DTYPES[problem.x].itemsize] // blocks_per_sm
+    stages = max(2, min(wanted // slot_bytes if problem.forward else _ceil(wanted, slot_bytes), 4))
+    while stages > 2 and _ring_bytes(problem, replace(tile, stages=stages)) > most_bytes:
+        stages -= 1
+    tile = replace(tile, stages=stages)
+    return tile if _ring_bytes(problem, tile) <= most_bytes else None
+
+
 def _block_tile(problem: Problem, device: Device) -> Tile | None:
+    tile = _ring_tile(problem, device, (1,))
+    if tile is not None:
+        return tile
+    if _ring_tile(problem, device, (size for size, _ in device.clusters)) is not None:
+        return None
     tile = _register_tile(
         problem, device, range(32, 1024 + 1, 32), _BLOCK_BYTES[problem.direction][DTYPES[problem.x].itemsize], 1
     )
@@ -324,6 +428,9 @@ def _block_tile(problem: Problem, device: Device) -> Tile | None:
 
 
 def _cluster_tile(problem: Problem, device: Device) -> Tile | None:
+    ring = _ring_tile(problem, device, (size for size, _ in device.clusters))
+    if ring is not None:
+        return ring
     itemsize = DTYPES[problem.x].itemsize
     max_bytes = _BLOCK_BYTES[problem.direction][itemsize]
     # The most bytes in flight; where clusters of several sizes have as many, this order. Backward of 16-bit rows spends so little
@@ -341,7 +448,7 @@ def _cluster_tile(problem: Problem, device: Device) -> Tile | None:
     if best is not None:
         return best
     for cluster_size, _ in device.clusters:
-        tile = Tile(problem.widest_pack, _BLOCK_THREADS, cluster_size=cluster_size, bulk=_bulk(problem, device))
+        tile = Tile(problem.widest_pack, _BLOCK_THREADS, cluster_size=cluster_size)
         if _smem_bytes(problem, tile, "cluster") <= device.smem_per_block:
             return tile
     return None
@@ -497,8 +604,15 @@ def _check_tile(problem: Problem, strategy: str, tile: Tile, device: Device) -> 
             f"tile asks for blocks_per_sm {tile.blocks_per_sm} of {tile.block_size} threads; a multiprocessor of "
             f"{device.name} holds {device.threads_per_sm} threads"
         )
-    if tile.bulk not in (0, 1) or tile.bulk > _bulk(replace(problem, pack_limit=tile.pack_size), device):
-        raise ValueError(f"tile has bulk {tile.bulk}; the copy engine takes plain rows of whole 16-byte units, sm_90 and later")
+    if tile.stages and (tile.stages < 2 or not tile.packs_per_thread or strategy not in ("block", "cluster")):
+        raise ValueError(
+            f"tile has stages {tile.stages} and packs_per_thread {tile.packs_per_thread}; a ring has 2 or more stages and 1 or more packs, "
+            "and belongs to strategy 'block' or 'cluster'"
+        )
+    if tile.stages and not _can_ring(replace(problem, pack_limit=tile.pack_size), device):
+        raise ValueError(
+            f"tile has stages {tile.stages}; the copy engine takes plain rows of whole 16-byte units, float32 arithmetic, sm_90 and later"
+        )
     smem_bytes = _smem_bytes(problem, tile, strategy)
     if smem_bytes > device.smem_per_block:
         raise ValueError(f"tile needs {smem_bytes} bytes of shared memory a block, {device.name} has {device.smem_per_block}")
@@ -636,9 +750,13 @@ def grid_size(choice: Choice, problem: Problem, device: Device, num_rows: int, s
         resident = left * choice.resident
     else:
         resident = (device.num_sms - sm_margin) * choice.resident
-    # What waits in shared memory is worth a block that stays: the hardware need not set it up again.
-    queued = problem.forward and sm_margin == 0 and (tile.packs_per_thread or tile.cluster_size == 1)
-    return min(groups, most if queued else resident) * tile.cluster_size
+    if not problem.forward or sm_margin or (tile.cluster_size > 1 and not tile.packs_per_thread):
+        return min(groups, resident) * tile.cluster_size  # what waits in shared memory is worth a block that stays
+    if tile.stages:
+        rows = max(1, _QUEUED_RING_BYTES * tile.cluster_size // (problem.num_cols * DTYPES[problem.x].itemsize))
+        queued = _ceil(num_rows, rows) if tile.cluster_size <= _QUEUED_CLUSTER_SIZE else 0
+        return min(groups, max(resident, queued), most) * tile.cluster_size
+    return min(groups, most) * tile.cluster_size
 
 
 def make_plan(

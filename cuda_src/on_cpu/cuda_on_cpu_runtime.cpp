@@ -200,7 +200,7 @@ struct Copy {
   unsigned barrier;                       // of a load
   Thread* thread;                         // of a store
   int group;                              // of a store
-  std::unique_ptr<unsigned char[]> read;  // what a store has read and not yet written
+  std::unique_ptr<unsigned char[]> read;  // what a store has read and not yet written, or what a block sends to another
 };
 
 struct Launch {
@@ -512,7 +512,7 @@ void advance_copy(unsigned index) {
     return;
   }
   if (copy.is_load) {
-    memcpy(copy.smem, copy.global, copy.num_bytes);
+    memcpy(copy.smem, copy.read ? copy.read.get() : copy.global, copy.num_bytes);
     Mbarrier& barrier = copy.block->barriers[copy.barrier];
     barrier.missing_bytes -= copy.num_bytes;
     barrier.last_load_phase = barrier.phase;
@@ -831,6 +831,17 @@ void bulk_load(void* smem, const void* global, unsigned bytes, unsigned long lon
          bytes);  // from here until the wait, nobody may count on the old values or on the new ones
   launch.copies.push_back({true, static_cast<unsigned char*>(smem), static_cast<unsigned char*>(const_cast<void*>(global)),
                            bytes, block, unsigned(barrier - block->barriers.data()), nullptr, 0, nullptr});
+  yield();
+}
+
+void cluster_send(float* own_address, float value, unsigned long long* own_barrier, unsigned rank) {
+  auto* at = static_cast<unsigned char*>(cluster_map(own_address, rank));
+  Block* block;
+  const Mbarrier* barrier = find_mbarrier(block, static_cast<unsigned long long*>(cluster_map(own_barrier, rank)));
+  std::unique_ptr<unsigned char[]> sent(new unsigned char[sizeof value]);
+  memcpy(sent.get(), &value, sizeof value);
+  launch.copies.push_back(
+      {true, at, nullptr, sizeof value, block, unsigned(barrier - block->barriers.data()), nullptr, 0, std::move(sent)});
   yield();
 }
 

@@ -1,0 +1,163 @@
+// backward_ring.cuh -- backward of the rows that pass through shared memory (backward_block.cu, backward_cluster.cu)
+//
+// Each thread keeps its sums of dweight and dbias from the first row to the last, and so it does with its weights, or a part of
+// them: what has no room in registers waits in shared memory. x and dy are read from there twice: for the sums, and a row
+// later, when the sums of all warps have come, for dx.
+#pragma once
+#include "backward.cuh"
+#include "ring.cuh"
+
+// The weights of a warp's part: the last of each thread's packs in registers, and all of them where there are few.
+template <class Scale, Tile tile, bool used>
+struct RingWeights {
+  using Shape = RingShape<tile>;
+  using Kept = typename Scale::template Kept<tile.pack_size>;
+  static constexpr int smem_packs =
+      used && Scale::present && tile.pack_size * tile.packs_per_thread > 16 ? tile.packs_per_thread - 1 : 0;
+  static constexpr int smem_bytes = smem_packs * tile.threads_per_row * sizeof(Kept);
+
+  Kept* in_smem;  // [smem_packs][threads_per_row]
+  Kept in_registers[tile.packs_per_thread - smem_packs];
+
+  __device__ __forceinline__ RingWeights(const Scale& scale, Slice cols, unsigned char* smem)
+      : in_smem(reinterpret_cast<Kept*>(smem) + threadIdx.x) {
+    if constexpr (!used) return;
+#pragma unroll
+    for (int pack = 0; pack < tile.packs_per_thread; ++pack) {
+      if (!Shape::in_part(pack, cols)) continue;
+      const Kept kept = scale.template keep<tile.pack_size>(cols.first_col + Shape::col(pack));
+      if (pack < smem_packs) {
+        in_smem[pack * tile.threads_per_row] = kept;
+      } else {
+        in_registers[pack - smem_packs] = kept;
+      }
+    }
+  }
+  template <class Compute>
+  __device__ __forceinline__ void unpack_to(int pack, Compute (&values)[tile.pack_size]) {
+    if constexpr (!used) return;
+    if (pack < smem_packs) {
+      in_smem[pack * tile.threads_per_row].unpack_to(values, 1.0f);
+    } else {
+      in_registers[pack - smem_packs].forget_unpacked();
+      in_registers[pack - smem_packs].unpack_to(values, 1.0f);
+    }
+  }
+};
+
+template <class LoadX, class LoadDy, class Scale, class StoreDx, Gradients gradients, bool centered, Tile tile>
+__device__ __forceinline__ void backward_ring(const Backward<LoadX, LoadDy, Scale, StoreDx>& problem, unsigned char* smem) {
+  using Compute = typename LoadX::Compute;
+  using X = typename LoadX::Held;
+  using Dy = typename LoadDy::Held;
+  using Shape = RingShape<tile>;
+  using Ring = WarpRing<tile, X, Dy>;
+  constexpr int pack_size = tile.pack_size;
+  constexpr int packs_per_thread = tile.packs_per_thread;
+  const Slice cols = Shape::part(static_cast<int>(problem.num_cols));
+  const Turns<tile> turns(problem.num_rows);
+  const Ring ring(smem);
+  const Exchange<tile> exchange(smem + Ring::smem_bytes);
+
+  const X* x_to_fetch = problem.load_x.row_start(turns.first_row) + cols.first_col;
+  const Dy* dy_to_fetch = problem.load_dy.row_start(turns.first_row) + cols.first_col;
+  const long long x_step = problem.load_x.x_stride * turns.step, dy_step = problem.load_dy.x_stride * turns.step;
+  const auto fetch = [&](int slot) {
+    ring.fetch(slot, cols.size(), x_to_fetch, dy_to_fetch);
+    x_to_fetch += x_step;
+    dy_to_fetch += dy_step;
+  };
+  if (threadIdx.x % 32 == 0) {
+    for (int slot = 0; slot < min(static_cast<unsigned>(tile.stages), turns.count); ++slot) fetch(slot);
+  }
+  RingWeights<Scale, tile, gradients.dx> weights(problem.scale, cols,
+                                                 smem + (Ring::smem_bytes + Exchange<tile>::smem_bytes + 15) / 16 * 16);
+  Compute dweight[packs_per_thread][pack_size] = {}, dbias[packs_per_thread][pack_size] = {};
+  const auto row_gradient = [&](unsigned turn) {
+    const long long row = turns.first_row + min(turn, turns.count - 1) * turns.step;
+    RowGradient<Compute> gradient{};
+    if constexpr (centered) gradient.mean = problem.mean[row];
+    gradient.rstd = problem.rstd[row];
+    return gradient;
+  };
+  ring_sync<tile>();
+
+  // f(pack, xs, dys) for each pack of this lane in a slot
+  const auto for_each_pack = [&](int slot, auto f) {
+    const auto* x = reinterpret_cast<const X*>(ring.slots + slot * Ring::slot_bytes);
+    const auto* dy = reinterpret_cast<const Dy*>(x + Shape::part_cols);
+#pragma unroll
+    for (int pack = 0; pack < packs_per_thread; ++pack) {
+      if (!Shape::in_part(pack, cols)) continue;
+      Compute xs[pack_size], dys[pack_size];
+      unpack(load_pack<pack_size>(x + Shape::col(pack)), xs);
+      unpack(load_pack<pack_size>(dy + Shape::col(pack)), dys);
+      f(pack, xs, dys);
+    }
+  };
+
+  typename Ring::Position ahead, at;
+  const auto add = [&](unsigned turn, const RowGradient<Compute>& gradient) {
+    ring.wait(ahead, cols.size());
+    Sum<Compute, 2> sums{};
+    for_each_pack(ahead.slot, [&](int pack, const Compute(&xs)[pack_size], const Compute(&dys)[pack_size]) {
+      Compute scales[pack_size], partial[2] = {};
+      weights.unpack_to(pack, scales);
+#pragma unroll
+      for (int index = 0; index < pack_size; ++index) {
+        const Compute x_hat = gradient.template x_hat<centered>(xs[index]);
+        if constexpr (gradients.dweight) dweight[pack][index] += dys[index] * x_hat;
+        if constexpr (gradients.dbias) dbias[pack][index] += dys[index];
+        if constexpr (gradients.dx) {
+          const Compute wdy = times(dys[index], scales[index]);
+          partial[0] += wdy * x_hat;
+          if constexpr (centered) partial[1] += wdy;
+        }
+      }
+      sums.merge({{partial[0], partial[1]}});
+    });
+    if constexpr (gradients.dx) exchange.send(turn, warp_reduce_two(sums.part[0], sums.part[1]));
+    ahead.advance();
+  };
+
+  const Compute reciprocal = Compute(1) / static_cast<Compute>(problem.num_cols);
+  RowGradient<Compute> gradient = row_gradient(0), next = row_gradient(1);
+  add(0, gradient);
+  long long row = turns.first_row;
+  for (unsigned turn = 0; turn < turns.count; ++turn) {
+    const RowGradient<Compute> following = row_gradient(turn + 2);
+    if (turn + 1 < turns.count) add(turn + 1, next);
+    if constexpr (gradients.dx) {
+      exchange.wait(turn);
+      Sum<Compute, 1> sum{};
+      exchange.for_each_source(turn, speaks_for_second(), [&](int, Compute value) { sum.part[0] += value; });
+      gradient.finish(both_halves(warp_reduce<16>(sum).part[0]), reciprocal);
+      for_each_pack(at.slot, [&](int pack, const Compute(&xs)[pack_size], const Compute(&dys)[pack_size]) {
+        Compute scales[pack_size], dx[pack_size];
+        weights.unpack_to(pack, scales);
+#pragma unroll
+        for (int index = 0; index < pack_size; ++index) {
+          dx[index] =
+              gradient.template dx<centered>(gradient.template x_hat<centered>(xs[index]), times(dys[index], scales[index]));
+        }
+        problem.store.store(row, cols.first_col + Shape::col(pack), dx);
+      });
+    }
+    // What was written came from all that was read: the slot is free.
+    __syncwarp();
+    if (threadIdx.x % 32 == 0 && turn + tile.stages < turns.count) fetch(at.slot);
+    at.advance();
+    row += turns.step;
+    gradient = next;
+    next = following;
+  }
+
+  const long long offset = turns.first_row * problem.num_cols + cols.first_col;
+#pragma unroll
+  for (int pack = 0; pack < packs_per_thread; ++pack) {
+    if (!Shape::in_part(pack, cols)) continue;
+    const long long col = offset + Shape::col(pack);
+    if constexpr (gradients.dweight) store_pack<pack_size>(problem.dweight_partials + col, repack<Compute>(dweight[pack]));
+    if constexpr (gradients.dbias) store_pack<pack_size>(problem.dbias_partials + col, repack<Compute>(dbias[pack]));
+  }
+}

@@ -1,0 +1,110 @@
+// forward_ring.cuh -- forward of the rows that pass through shared memory (forward_block.cu, forward_cluster.cu)
+//
+// While a row is written, the moments of the next one are already on their way to the other warps, and the copy engine fetches
+// the rows after it. Each thread keeps its weights and biases from the first row to the last.
+#pragma once
+#include "forward.cuh"
+#include "ring.cuh"
+
+// The part of a row that lies in a slot, as row.cuh has it.
+template <class Held, class Compute, Tile tile>
+struct RingRow {
+  using Shape = RingShape<tile>;
+
+  const Held* part;
+  Slice cols;
+
+  template <class F>
+  __device__ __forceinline__ void for_each_pack(F f) const {
+#pragma unroll
+    for (int pack = 0; pack < tile.packs_per_thread; ++pack) {
+      if (!Shape::in_part(pack, cols)) continue;
+      Compute values[tile.pack_size];
+      unpack(load_pack<tile.pack_size>(part + Shape::col(pack)), values);
+      f(pack, values);
+    }
+  }
+};
+
+template <class Load, class Store, bool centered, Statistics statistics, Tile tile>
+__device__ __forceinline__ void forward_ring(const Forward<Load, Store>& problem, unsigned char* smem) {
+  using Compute = typename Load::Compute;
+  using Held = typename Load::Held;
+  using Shape = RingShape<tile>;
+  using Ring = WarpRing<tile, Held>;
+  const Ring ring(smem);
+  const Exchange<tile> exchange(smem + Ring::smem_bytes);
+  const int num_cols = static_cast<int>(problem.num_cols);
+  const Slice cols = Shape::part(num_cols);
+  const Turns<tile> turns(problem.num_rows);
+  const bool saves = threadIdx.x == 0 && (tile.cluster_size == 1 || cluster_rank() == 0);
+
+  const Held* to_fetch = problem.load.row_start(turns.first_row) + cols.first_col;
+  const long long fetch_step = problem.load.x_stride * turns.step;
+  const auto fetch = [&](int slot) {
+    ring.fetch(slot, cols.size(), to_fetch);
+    to_fetch += fetch_step;
+  };
+  if (threadIdx.x % 32 == 0) {
+    for (int slot = 0; slot < min(static_cast<unsigned>(tile.stages), turns.count); ++slot) fetch(slot);
+  }
+  typename Store::template Kept<tile.pack_size> kept[tile.packs_per_thread];
+#pragma unroll
+  for (int pack = 0; pack < tile.packs_per_thread; ++pack) {
+    if (Shape::in_part(pack, cols)) kept[pack] = problem.store.template keep<tile.pack_size>(cols.first_col + Shape::col(pack));
+  }
+  ring_sync<tile>();
+
+  const auto in_slot = [&](int slot) {
+    return RingRow<Held, Compute, tile>{reinterpret_cast<const Held*>(ring.slots + slot * Ring::slot_bytes), cols};
+  };
+  typename Ring::Position ahead, at;
+  const auto send_moments = [&](unsigned turn) {
+    ring.wait(ahead, cols.size());
+    auto values = in_slot(ahead.slot);
+    const auto [mean, squares] = part_moments<centered, statistics, Held, Compute>(values, cols.size());
+    exchange.send(turn, speaks_for_second() ? squares : mean);
+    ahead.advance();
+  };
+  const auto receive_moments = [&](unsigned turn) {
+    exchange.wait(turn);
+    const Compute count = static_cast<Compute>(num_cols), reciprocal = Compute(1) / count;
+    Sum<Compute, 1> total{};
+    exchange.for_each_source(turn, !centered, [&](int source, Compute value) {
+      total.part[0] += centered ? static_cast<Compute>(Shape::source_cols(source, num_cols)) * value : value;
+    });
+    total = warp_reduce<16>(total);
+    if constexpr (!centered) return uncentered(total.part[0], reciprocal, problem.eps);
+    const Compute first = divide(total.part[0], count, reciprocal);
+    Sum<Compute, 1> deviations{};
+    exchange.for_each_source(turn, false, [&](int source, Compute mean) {
+      const Compute distance = mean - first;
+      const Compute weighed = static_cast<Compute>(Shape::source_cols(source, num_cols)) * distance;
+      deviations.part[0] += speaks_for_second() ? weighed * distance : weighed;
+    });
+    exchange.for_each_source(turn, true,
+                             [&](int, Compute squares) { deviations.part[0] += speaks_for_second() ? squares : 0; });
+    return corrected(first, both_halves(warp_reduce<16>(deviations).part[0]), count, problem.eps);
+  };
+
+  send_moments(0);
+  long long row = turns.first_row;
+  for (unsigned turn = 0; turn < turns.count; ++turn) {
+    if (turn + 1 < turns.count) send_moments(turn + 1);
+    const auto found = receive_moments(turn);
+    if (saves) problem.save(row, found);
+    in_slot(at.slot).for_each_pack([&](int pack, const Compute(&values)[tile.pack_size]) {
+      kept[pack].forget_unpacked();
+      Compute normalized[tile.pack_size];
+#pragma unroll
+      for (int index = 0; index < tile.pack_size; ++index)
+        normalized[index] = found.template normalize<centered>(values[index]);
+      problem.store.store(row, cols.first_col + Shape::col(pack), normalized, kept[pack]);
+    });
+    // What was written came from all that was read: the slot is free.
+    __syncwarp();
+    if (threadIdx.x % 32 == 0 && turn + tile.stages < turns.count) fetch(at.slot);
+    at.advance();
+    row += turns.step;
+  }
+}
