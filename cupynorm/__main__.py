@@ -1,6 +1,6 @@
 """python -m cupynorm [check | plan | bench]: the gradient check, dispatch plans, the benchmark.
 
-Exit codes: 0 all is well; 1 a kernel is off or failed; 2 what was asked for is not possible, with a sentence on stderr.
+Exit codes: 0 all is well; 1 a kernel is off, failed, or became slower; 2 what was asked for is not possible, with a sentence on stderr.
 """
 
 from __future__ import annotations
@@ -10,25 +10,28 @@ import os
 import shlex
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 from tqdm import tqdm
 
-from . import __version__, activations, bench, dispatch, gradient_check, launch, on_cpu
+from . import __version__, activations, bench, bench_cells, bench_host, bench_report, dispatch, gradient_check, launch, on_cpu
 from .dispatch import DEVICES, STRATEGIES, Device, Plan
 from .dtypes import DTYPES
 from .gradient_check import NORMS, Case, CheckResult, CpuMachine, Finding, Problem
 from .nvrtc import MissingLibraryError
+from .peers import PEERS
 
 COMMANDS = ("check", "plan", "bench")
-DIRECTIONS = bench.DIRECTIONS
+DIRECTIONS = ("forward", "backward")
 # Elements of x in one case. A grid case costs its float64 reference on the host, and on the CPU its kernels, most of its time.
 _GRID_ELEMENTS = {"gpu": 2**20, "cpu": 2**16}
 _GRID_ROWS = {"gpu": 1021, "cpu": 61}
 _FILE_ELEMENTS = {"gpu": 2**24, "cpu": 2**20}
 _WIDEST_ON_CPU = 2**19
 _SHOWN_OFF = 12
+bar = partial(tqdm, leave=False)
 
 
 # check
@@ -270,33 +273,68 @@ def strategy_table(device: Device) -> str:
 
 
 def run_bench(arguments: argparse.Namespace) -> int:
+    if arguments.compare:
+        comparison = bench_report.compare(*map(bench_report.read, arguments.compare))
+        print(comparison)
+        return 0 if comparison else 1
+    for path in filter(None, (arguments.json, arguments.plot)):  # all that can be refused is, before any time is spent
+        if not Path(path).absolute().parent.is_dir():
+            raise ValueError(f"{path}: there is no folder {Path(path).absolute().parent}")
+    if arguments.host:
+        return show(
+            bench_host.host(norms=arguments.norm, dtypes=arguments.dtype, peers=arguments.peers, progress=bar), arguments
+        )
+    if arguments.first_call:
+        return show(bench_host.first_call(), arguments)
+
     readme = Path("README.md")
-    if arguments.readme:  # before any time is spent
+    if arguments.readme:
         if not readme.is_file():
             raise ValueError(f"--readme: there is no README.md in {Path.cwd()}")
-        bench.rewrite_readme(readme.read_text(encoding="utf-8"), "")
-    if arguments.json and not Path(arguments.json).absolute().parent.is_dir():
-        raise ValueError(f"--json: there is no folder {Path(arguments.json).absolute().parent}")
+        bench_report.rewrite_readme(readme.read_text(encoding="utf-8"), "")
+    if arguments.plot:
+        bench_report.require_matplotlib()
+    guarded = bench_report.read(arguments.guard) if arguments.guard else None
+    if guarded:
+        todo, peers = [measured.cell for measured in guarded.measurements], ()
+    else:
+        todo = bench_cells.cells(
+            arguments.norm, arguments.dtype, arguments.direction, arguments.cols, arguments.elements,
+            rows=arguments.rows, models=arguments.models, weight_dtype=arguments.weight_dtype,
+            out_dtype=arguments.out_dtype, residual=arguments.residual, zero_centered=arguments.zero_centered,
+        )  # fmt: skip
+        peers = arguments.peers
     result = bench.bench(
-        norms=arguments.norm,
-        dtypes=arguments.dtype,
-        directions=arguments.direction,
-        cols=arguments.cols,
-        elements=arguments.elements,
+        todo,
         runs=arguments.runs,
         seed=arguments.seed,
-        progress=lambda cells: tqdm(cells, desc="measuring", unit="cell", leave=False),
+        peers=peers,
+        jobs=arguments.jobs,
+        progress=bar,
         command=shlex.join(["python", "-m", "cupynorm", *arguments.given]),
     )
     print(result)
     if arguments.json:
         Path(arguments.json).write_text(result.to_json() + "\n", encoding="utf-8")
-    if arguments.readme and result.ok:
-        text = bench.rewrite_readme(readme.read_text(encoding="utf-8"), result.markdown())
+    if arguments.plot:
+        bench_report.plot(result, arguments.plot)
+    if guarded:
+        comparison = bench_report.compare(guarded, result)
+        print(f"\n{arguments.guard}, and now:\n{comparison}")
+        return 0 if result and comparison else 1
+    if arguments.readme and not result:
+        print("README.md is left as it was")
+    elif arguments.readme:
+        text = bench_report.rewrite_readme(readme.read_text(encoding="utf-8"), result.markdown())
         readme.write_text(text, encoding="utf-8")
-    if not result.ok:
-        print("OFF: cupynorm is beyond what its dtypes allow" + ("; README.md is left as it was" if arguments.readme else ""))
-    return 0 if result.ok else 1
+    return 0 if result else 1
+
+
+def show(result: bench_host.HostResult | bench_host.FirstCallResult, arguments: argparse.Namespace) -> int:
+    print(result)
+    if arguments.json:
+        Path(arguments.json).write_text(result.to_json() + "\n", encoding="utf-8")
+    return 0
 
 
 # The command line.
@@ -323,7 +361,7 @@ def positive(text: str) -> int:
 
 def several(names: Sequence[str]) -> Callable[[str], list[str]]:
     def parse(text: str) -> list[str]:
-        found = text.split(",")
+        found = list(names) if text == "all" else text.split(",")
         for name in found:
             if name not in names:
                 raise argparse.ArgumentTypeError(f"{name!r} is unknown; expected some of {','.join(names)}")
@@ -366,19 +404,37 @@ def parser() -> argparse.ArgumentParser:
     one.add_argument("--table", action="store_true", help="the widest row of each strategy instead")
     one.set_defaults(run=plan)
 
-    about = "measure kernel time on a GPU, beside torch and a copy of the same bytes"
+    about = "measure kernel time on a GPU, beside other libraries and a copy of the same bytes"
     one = commands.add_parser("bench", help=about, description=about)
-    one.add_argument(
-        "--direction", type=several(DIRECTIONS), default=DIRECTIONS, help="forward, backward, or both with a comma"
+    add = one.add_argument_group("what is measured").add_argument
+    directions, models, shown_models = bench_cells.DIRECTIONS, tuple(bench_cells.MODELS), ",".join(bench_cells.MODELS)
+    add("--direction", type=several(directions), default=DIRECTIONS, help="some of forward,backward,both (forward,backward)")
+    add("--dtype", type=several(tuple(DTYPES)), default=("bfloat16",), help="one or more, with commas (bfloat16)")
+    add("--norm", type=several(NORMS), default=NORMS[:1], help="one or more, with commas (layer_norm)")
+    add("--cols", type=numbers, default=bench_cells.COLS, help="widths, with commas (32,64,...,262144)")
+    add("--rows", type=numbers, default=(), help="num_rows, with commas, in place of --elements")
+    add("--elements", type=positive, help="of x, as 2**28; num_rows = elements // num_cols (512 MiB of x)")
+    add("--models", type=several(models), default=(), help=f"their norms and shapes instead: all, or some of {shown_models}")
+    add("--weight-dtype", choices=tuple(DTYPES), help="of weight and bias (that of x)")
+    add("--out-dtype", choices=tuple(DTYPES), help="of y and dy (that of x)")
+    add("--residual", action="store_true", help="add a residual and return the sum; backward adds the sum's gradient")
+    add("--zero-centered", action="store_true", help="multiply by 1 + weight")
+    add("--peers", type=several(tuple(PEERS)), help=f"some of {','.join(PEERS)} (all that can run)")
+    add = one.add_argument_group("how").add_argument
+    add("--runs", type=positive, default=30, help="of each library in each cell (30)")
+    add("--seed", type=number, help="of the random data (fresh)")
+    add("--jobs", type=positive, default=1, help="processes that compile all kernels before the first is timed (1: none)")
+    add = one.add_argument_group("what becomes of it").add_argument
+    add("--json", metavar="FILE", help="write all samples and the environment")
+    add("--plot", metavar="FILE", help="draw GB/s over num_cols: .png, .svg")
+    add("--readme", action="store_true", help="rewrite the table between the bench markers of ./README.md")
+    add = one.add_argument_group("instead").add_mutually_exclusive_group().add_argument
+    add("--guard", metavar="FILE", help="measure cupynorm in the cells of a --json file; exit code 1 if any became slower")
+    add(
+        "--compare", metavar=("OLD", "NEW"), nargs=2, help="two --json files, cell by cell, without a GPU; exit code 1 likewise"
     )
-    one.add_argument("--dtype", type=several(tuple(DTYPES)), default=("bfloat16",), help="one or more, with commas (bfloat16)")
-    one.add_argument("--norm", type=several(NORMS), default=NORMS[:1], help="one or more, with commas (layer_norm)")
-    one.add_argument("--cols", type=numbers, default=bench.COLS, help="widths, with commas (32,64,...,262144)")
-    one.add_argument("--elements", type=positive, help="of x, as 2**28; num_rows = elements // num_cols (512 MiB of x)")
-    one.add_argument("--runs", type=positive, default=30, help="of each library in each cell (30)")
-    one.add_argument("--seed", type=number, help="of the random data (fresh)")
-    one.add_argument("--json", metavar="FILE", help="write all samples and the environment")
-    one.add_argument("--readme", action="store_true", help="rewrite the table between the bench markers of ./README.md")
+    add("--host", action="store_true", help="time what the host pays for an eager call")
+    add("--first-call", action="store_true", help="time the first calls of a fresh process, with an empty cache and a full one")
     one.set_defaults(run=run_bench)
     return top
 

@@ -10,7 +10,7 @@ import pytest
 
 import cupynorm
 from cupynorm import __main__ as command
-from cupynorm import dispatch, gradient_check, on_cpu
+from cupynorm import bench, bench_cells, bench_report, dispatch, gradient_check, on_cpu
 from cupynorm.activations import shipped
 from cupynorm.dispatch import DEVICES, STRATEGIES
 from cupynorm.dtypes import DTYPES
@@ -257,6 +257,13 @@ def test_the_table_says_where_the_strategy_changes():
         (("bench", "--cols", "0"), "expected 1 or more"),
         (("bench", "--cols", "64,,"), "not a whole number"),
         (("bench", "--elements", "2**"), "not a whole number"),
+        (("bench", "--direction", "up"), "'up' is unknown; expected some of forward,backward,both"),
+        (("bench", "--models", "gpt9"), "'gpt9' is unknown"),
+        (("bench", "--peers", "nobody"), "'nobody' is unknown; expected some of cupynorm,torch,"),
+        (("bench", "--host", "--first-call"), "not allowed with argument"),
+        (("bench", "--elements", "8", "--cols", "16"), "elements is 8, less than one row of 16 columns"),
+        (("bench", "--guard", str(ROOT / "README.md")), "README.md is no result of the benchmark"),
+        (("bench", "--compare", "none.json", "none.json"), "none.json"),
         (("--on", "tpu"), "invalid choice: 'tpu'"),
         (("--fast",), "unrecognized arguments: --fast"),
     ],
@@ -276,6 +283,104 @@ def test_readme_is_looked_at_before_anything_is_measured(tmp_path):
     (tmp_path / "README.md").write_text("no markers")
     assert "needs the markers" in refused("bench", "--readme", cwd=tmp_path)
     assert "there is no folder" in refused("bench", "--json", tmp_path / "none" / "a.json")
+    assert "there is no folder" in refused("bench", "--plot", tmp_path / "none" / "a.png")
+
+
+def test_names_may_be_all(capsys):
+    parsed = command.parser().parse_args(["bench", "--models", "all", "--direction", "all", "--peers", "torch,torch"])
+    assert parsed.models == list(bench_cells.MODELS) and parsed.direction == list(bench_cells.DIRECTIONS)
+    assert parsed.peers == ["torch"] and parsed.cols == bench_cells.COLS and parsed.jobs == 1
+
+
+def result_file(path, share):
+    """A result of one cell, as the benchmark writes it."""
+    samples = {"copy": [1.0] * 3, "cupynorm": [1 / share] * 3}
+    cell = bench_cells.Cell("layer_norm", "forward", "bfloat16", 256, 1024)
+    measured = bench_report.Measurement(cell, "warp", samples, {"cupynorm": 0.5})
+    result = bench_report.BenchResult({"gpu": "NVIDIA H200"}, {"runs": 3, "command": "a test"}, [measured])
+    path.write_text(result.to_json())
+    return result
+
+
+def test_compare(capsys, tmp_path):
+    old, new = tmp_path / "old.json", tmp_path / "new.json"
+    result_file(old, 0.9), result_file(new, 0.8)
+    code, out, _ = call(capsys, "bench", "--compare", str(old), str(new))
+    assert code == 1 and out.splitlines()[-1] == "1 cells: 1 slower, 0 faster, 0 the same within the spread"
+    code, out, _ = call(capsys, "bench", "--compare", str(new), str(old))
+    assert code == 0 and "1 faster" in out
+    code, out, _ = call(capsys, "bench", "--compare", str(old), str(old))
+    assert code == 0 and "1 the same" in out
+
+
+def test_a_run_that_stopped_leaves_the_readme(capsys, monkeypatch, tmp_path):
+    stopped = result_file(tmp_path / "stopped.json", 0.9)
+    stopped.settings["stopped"] = "after 1 of 2 cells: interrupted"
+    monkeypatch.setattr(bench, "bench", lambda todo, **options: stopped)
+    monkeypatch.chdir(tmp_path)
+    Path("README.md").write_text("<!-- bench --> <!-- /bench -->")
+    code, out, _ = call(capsys, "bench", "--readme", "--json", "a.json")
+    assert code == 1 and "stopped after 1 of 2 cells" in out and out.endswith("README.md is left as it was\n")
+    assert (
+        Path("README.md").read_text() == "<!-- bench --> <!-- /bench -->" and len(bench_report.read("a.json").measurements) == 1
+    )
+    assert call(capsys, "bench", "--guard", "a.json")[0] == 1  # nothing became slower, but not all was measured
+
+
+@pytest.mark.parametrize("share,code,verdict", [(0.9, 0, "1 the same"), (0.8, 1, "1 slower")])
+def test_guard(capsys, monkeypatch, tmp_path, share, code, verdict):
+    before = result_file(tmp_path / "before.json", 0.9)
+    after = result_file(tmp_path / "after.json", share)
+    asked = {}
+
+    def measure(todo, **options):
+        asked.update(options, todo=todo)
+        return after
+
+    monkeypatch.setattr(bench, "bench", measure)
+    found, out, _ = call(capsys, "bench", "--guard", str(tmp_path / "before.json"), "--runs", "7")
+    assert found == code and verdict in out.splitlines()[-1]
+    assert asked["todo"] == [before.measurements[0].cell] and asked["peers"] == () and asked["runs"] == 7
+
+
+def test_what_becomes_of_a_run(capsys, monkeypatch, tmp_path):
+    pytest.importorskip("matplotlib")
+    measured = result_file(tmp_path / "ignored.json", 0.9)
+    asked = {}
+
+    def measure(todo, **options):
+        asked.update(options, todo=todo)
+        return measured
+
+    monkeypatch.setattr(bench, "bench", measure)
+    monkeypatch.chdir(tmp_path)
+    Path("README.md").write_text("<!-- bench --> <!-- /bench -->")
+    arguments = [
+        "bench",
+        "--cols",
+        "64,1024",
+        "--rows",
+        "256",
+        "--residual",
+        "--weight-dtype",
+        "float32",
+        "--direction",
+        "both",
+    ]
+    code, out, _ = call(
+        capsys, *arguments, "--json", "a.json", "--plot", "a.svg", "--readme", "--jobs", "2", "--peers", "torch"
+    )
+    assert code == 0 and "layer_norm forward, bfloat16" in out
+    assert bench_report.read("a.json").measurements == measured.measurements and Path("a.svg").stat().st_size > 1000
+    assert "| 1,024 | warp |" in Path("README.md").read_text()
+    cells = [
+        bench_cells.Cell("layer_norm", "both", "bfloat16", 256, num_cols, weight_dtype="float32", residual=True)
+        for num_cols in (64, 1024)
+    ]
+    assert asked["todo"] == cells and asked["peers"] == ["torch"] and asked["jobs"] == 2
+    assert asked["command"] == " ".join(
+        ["python -m cupynorm", *arguments, *"--json a.json --plot a.svg --readme --jobs 2 --peers torch".split()]
+    )
 
 
 def test_numbers():

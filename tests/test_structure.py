@@ -100,12 +100,23 @@ ROWS = (
     ("calls",),
     ("norm",),
     ("autograd", "modules", "fp8", "linear", "parallel"),
-    ("gradient_check", "activations", "check", "bench", "__main__"),
+    (
+        "gradient_check",
+        "activations",
+        "check",
+        "peers",
+        "tutorial",
+        "bench",
+        "bench_cells",
+        "bench_report",
+        "bench_host",
+        "__main__",
+    ),
 )
 ROW_OF = {name: row for row, names in enumerate(ROWS) for name in names} | {"reference": -1, "data": -1}
 # Upward only inside a function that needs it: plan() of the current GPU, and torch tensors that require gradients.
 UPWARD = {("dispatch", "launch"), ("norm", "autograd")}
-TORCH = {"autograd", "modules", "linear", "parallel"}
+TORCH = {"autograd", "modules", "linear", "parallel", "tutorial"}
 CUPY = {"nvrtc", "launch"}
 
 

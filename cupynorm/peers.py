@@ -1,0 +1,385 @@
+"""The libraries that the benchmark measures, each through its own public API: cupynorm and its peers.
+
+A peer is one row of PEERS. Its `make` is given one problem as torch tensors and returns the call that a user of that library
+would write, forward() -> y or (y, sum); its backward is whatever torch.autograd.grad then runs.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cache, partial
+from typing import Any, NamedTuple
+
+from . import arrays, norm, nvrtc
+from .bench_cells import EPS, EXTRAS, OURS, Cell
+from .dtypes import DTYPES
+from .gradient_check import NORMS
+
+
+class Tensors(NamedTuple):
+    """A cell's arrays, of one library; None where the cell has none.
+
+    x, dy, y, residual, dsum: [num_rows, num_cols]; weight, bias: [num_cols].
+    """
+
+    x: Any
+    dy: Any
+    y: Any
+    weight: Any
+    bias: Any
+    residual: Any
+    dsum: Any
+
+
+class Runner(NamedTuple):
+    """One library on one cell. call: enqueues the work on the current stream and returns the library's own result.
+
+    outputs: what a call returned, as a dict of arrays: y and sum, dx, dweight and dbias, those that there are.
+    before: restores what a call destroys; it runs ahead of each call and is not timed.
+    """
+
+    call: Callable[[], Any]
+    outputs: Callable[[Any], dict[str, Any]] = dict
+    before: Callable[[], Any] | None = None
+
+
+@dataclass(frozen=True)
+class Peer:
+    """How a library is used.
+
+    package: as pip names it, for its version. make(cell, x, weight, bias, residual): forward, for torch tensors. needs: modules
+    that must be importable. norms: those it has. extras: norm -> those of EXTRAS that it offers. parameters: norm -> the dtype in
+    which alone it takes weight and bias. has_backward: whether it has one. overwrites_dy: whether that one puts dx where dy was.
+    """
+
+    package: str
+    make: Callable[..., Callable[[], Any]]
+    needs: tuple[str, ...] = ()
+    norms: tuple[str, ...] = NORMS
+    extras: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    parameters: Mapping[str, str] = field(default_factory=dict)
+    has_backward: bool = True
+    overwrites_dy: bool = False
+
+
+# One function for each library. eps is EPS everywhere.
+
+
+def _cupynorm(cell: Cell, x: Any, weight: Any, bias: Any, residual: Any) -> Callable:
+    options: dict[str, Any] = {"residual": residual, "return_residual": True} if residual is not None else {}
+    if cell.out_dtype:
+        options["out_dtype"] = cell.out_dtype
+    if cell.zero_centered:
+        options["zero_centered_weight"] = True
+    if cell.norm == "layer_norm":
+        return partial(norm.layer_norm, x, (cell.num_cols,), weight, bias, EPS, **options)
+    return partial(norm.rms_norm, x, (cell.num_cols,), weight, EPS, **options)
+
+
+def _torch(cell: Cell, x: Any, weight: Any, bias: Any, residual: Any) -> Callable:
+    import torch
+
+    if cell.norm == "layer_norm" and residual is None:
+        return partial(torch.nn.functional.layer_norm, x, (cell.num_cols,), weight, bias, EPS)
+    return partial(_torch_expression(cell), x, weight, bias, residual)
+
+
+def _torch_expression(cell: Cell) -> Callable:
+    """What torch's users write: forward(x, weight, bias, residual) -> y or (y, sum)."""
+    from torch.nn import functional
+
+    centered, shape = cell.norm == "layer_norm", (cell.num_cols,)
+
+    def forward(x: Any, weight: Any, bias: Any, residual: Any) -> Any:
+        added = x if residual is None else x + residual
+        if centered:
+            y = functional.layer_norm(added, shape, weight, bias, EPS)
+        else:
+            y = functional.rms_norm(added, shape, weight, EPS)
+        return y if residual is None else (y, added)
+
+    return forward
+
+
+def _torch_compile(cell: Cell, x: Any, weight: Any, bias: Any, residual: Any) -> Callable:
+    import torch
+    import torch._functorch.config
+
+    torch._functorch.config.donated_buffer = False  # torch's own words: else a backward cannot be run again
+    torch.compiler.reset()  # each cell is compiled for its own shape, however many there were
+    return partial(torch.compile(_torch_expression(cell), dynamic=False), x, weight, bias, residual)
+
+
+def _tutorial(cell: Cell, x: Any, weight: Any, bias: Any, residual: Any) -> Callable:
+    from . import tutorial
+
+    return partial(tutorial.layer_norm, x, weight, bias, EPS)
+
+
+def _liger(cell: Cell, x: Any, weight: Any, bias: Any, residual: Any) -> Callable:
+    from liger_kernel import ops
+
+    if cell.norm == "layer_norm":
+        return partial(ops.LigerLayerNormFunction.apply, x, weight, bias, EPS)
+    # "gemma" rounds once, as all others do; "llama" rounds x_hat before it is multiplied.
+    return partial(ops.LigerRMSNormFunction.apply, x, weight, EPS, float(cell.zero_centered), "gemma")
+
+
+def _quack(cell: Cell, x: Any, weight: Any, bias: Any, residual: Any) -> Callable:
+    import torch
+    from quack.rmsnorm import layernorm_bwd, layernorm_fwd, rmsnorm
+
+    if cell.norm == "rms_norm":
+        out_dtype = getattr(torch, cell.out_dtype) if cell.out_dtype else None
+        return partial(
+            rmsnorm, x, weight, None, residual, out_dtype, None, EPS, residual is not None, float(cell.zero_centered)
+        )
+    if not x.requires_grad:
+        return partial(layernorm_fwd, x, weight, bias, EPS)
+
+    class LayerNorm(torch.autograd.Function):  # quack has both directions and leaves joining them to its user
+        @staticmethod
+        def forward(ctx, x, weight, bias):
+            y, rstd, mean = layernorm_fwd(x, weight, bias, EPS, True, True)
+            ctx.save_for_backward(x, weight, rstd, mean)
+            return y
+
+        @staticmethod
+        def backward(ctx, dy):
+            x, weight, rstd, mean = ctx.saved_tensors
+            return layernorm_bwd(x, weight, dy, rstd, mean)
+
+    return partial(LayerNorm.apply, x, weight, bias)
+
+
+def _cudnn(cell: Cell, x: Any, weight: Any, bias: Any, residual: Any) -> Callable:
+    from cudnn.ops import norm as cudnn_norm
+
+    if cell.norm == "layer_norm":
+        return partial(cudnn_norm.layer_norm, x, (cell.num_cols,), weight, bias, EPS)
+    return partial(cudnn_norm.rms_norm, x, weight, None, EPS)
+
+
+def _flash_attn(cell: Cell, x: Any, weight: Any, bias: Any, residual: Any) -> Callable:
+    from flash_attn.ops.triton import layer_norm as flash
+
+    function = flash.layer_norm_fn if cell.norm == "layer_norm" else flash.rms_norm_fn
+    return partial(function, x, weight, bias, residual=residual, eps=EPS, prenorm=residual is not None)
+
+
+def _apex(cell: Cell, x: Any, weight: Any, bias: Any, residual: Any) -> Callable:
+    from apex.normalization import fused_layer_norm as apex
+
+    if cell.norm == "layer_norm":
+        return partial(apex.fused_layer_norm_affine, x, weight, bias, (cell.num_cols,), EPS)
+    return partial(apex.fused_rms_norm_affine, x, weight, (cell.num_cols,), EPS)
+
+
+def _apex_fast(cell: Cell, x: Any, weight: Any, bias: Any, residual: Any) -> Callable:
+    from apex.contrib.layer_norm import FastLayerNorm
+
+    return partial(_with_parameters(FastLayerNorm(cell.num_cols, eps=EPS), weight, bias), x)
+
+
+def _transformer_engine(cell: Cell, x: Any, weight: Any, bias: Any, residual: Any) -> Callable:
+    from transformer_engine import pytorch as engine
+
+    module = engine.LayerNorm if cell.norm == "layer_norm" else engine.RMSNorm
+    module = module(cell.num_cols, eps=EPS, dtype=weight.dtype, zero_centered_gamma=cell.zero_centered)
+    return partial(_with_parameters(module, weight, bias), x)
+
+
+def _with_parameters(module: Any, weight: Any, bias: Any) -> Any:
+    module.weight = weight
+    if bias is not None:
+        module.bias = bias
+    return module
+
+
+def _flashinfer(cell: Cell, x: Any, weight: Any, bias: Any, residual: Any) -> Callable:
+    from flashinfer import norm as flashinfer_norm
+
+    if cell.norm == "layer_norm":
+        return partial(flashinfer_norm.layernorm, x, weight, bias, EPS)
+    return partial(flashinfer_norm.rmsnorm, x, weight, EPS)
+
+
+# A row for each library. What a library lacks is not looked for elsewhere: `1 + weight` in a call is a kernel of its own.
+_FLOAT32 = {"layer_norm": "float32"}
+_RESIDUAL = {name: ("residual",) for name in NORMS}
+_ZERO_CENTERED = {name: ("zero_centered",) for name in NORMS}
+PEERS = {
+    OURS: Peer("cupynorm", _cupynorm, extras=dict.fromkeys(NORMS, EXTRAS)),
+    "torch": Peer("torch", _torch, extras=_RESIDUAL),
+    "torch.compile": Peer("torch", _torch_compile, ("triton",), extras=_RESIDUAL),
+    "tutorial": Peer("triton", _tutorial, ("triton",), NORMS[:1]),
+    "liger": Peer("liger-kernel", _liger, ("liger_kernel.ops",), extras={"rms_norm": ("zero_centered",)}, overwrites_dy=True),
+    "quack": Peer("quack-kernels", _quack, ("quack.rmsnorm",), extras={"rms_norm": EXTRAS}, parameters=_FLOAT32),
+    "cudnn": Peer("nvidia-cudnn-frontend", _cudnn, ("cudnn.ops.norm.layernorm",), parameters=_FLOAT32),
+    "flash_attn": Peer("flash-attn", _flash_attn, ("flash_attn.ops.triton.layer_norm",), extras=_RESIDUAL),
+    "apex": Peer("apex", _apex, ("apex.normalization.fused_layer_norm", "fused_layer_norm_cuda")),
+    "apex_fast": Peer("apex", _apex_fast, ("apex.contrib.layer_norm",), NORMS[:1]),
+    "transformer_engine": Peer(
+        "transformer-engine", _transformer_engine, ("transformer_engine.pytorch",), extras=_ZERO_CENTERED
+    ),
+    "flashinfer": Peer("flashinfer-python", _flashinfer, ("flashinfer.norm",), parameters=_FLOAT32, has_backward=False),
+}
+
+
+@cache
+def missing(name: str) -> str | None:
+    """Why a peer cannot run here, in words, or None. Imports it."""
+    if name == OURS:
+        return None
+    for module in ("torch", *PEERS[name].needs):
+        try:
+            importlib.import_module(module)
+        except Exception as error:  # a library built for another torch or CUDA fails in its own way
+            return f"{module} could not be imported ({first_line(error)})"
+    torch = sys.modules["torch"]
+    return None if torch.cuda.is_available() else f"torch {torch.__version__} finds no GPU"
+
+
+def version(name: str) -> str | None:
+    """The installed version of a peer's package, None if it has none."""
+    try:
+        return importlib.metadata.version(PEERS[name].package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def first_line(error: BaseException) -> str:
+    """What an exception says, in one line."""
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+
+
+def fault(name: str, error: Exception) -> str:
+    """What is shown for a peer that raised."""
+    return f"{name} could not run: {first_line(error)}"
+
+
+def refuse(name: str, cell: Cell, wants_gradients: bool) -> None:
+    """Raises ValueError for what a peer has no function for."""
+    peer = PEERS[name]
+    if cell.norm not in peer.norms:
+        raise ValueError(f"it has no {cell.norm}")
+    if wants_gradients and not peer.has_backward:
+        raise ValueError("it has no backward")
+    for extra in cell.extras:
+        if extra not in peer.extras.get(cell.norm, ()):
+            raise ValueError(f"its {cell.norm} has no {extra}")
+
+
+# Runners.
+
+
+def bits(array: Any) -> Any:
+    """The CuPy array in storage dtype that shares the memory of a CuPy array or torch tensor. ValueError: not contiguous."""
+    cupy = nvrtc.cupy()
+    dtype = arrays.dtype_name(array)
+    if arrays.is_torch(array):
+        torch = sys.modules["torch"]
+        array = array.detach()
+        array = cupy.from_dlpack(array.view(torch.int16) if dtype == "bfloat16" else array)
+    if not array.flags.c_contiguous:
+        raise ValueError(f"an output has strides {array.strides} for shape {array.shape}; expected it to be contiguous")
+    return cupy.ndarray(array.shape, DTYPES[dtype].storage, memptr=array.data)
+
+
+def _as_torch(array: Any) -> Any:
+    """The torch tensor that shares the memory of a CuPy array."""
+    import torch
+
+    raw = bits(array)
+    if arrays.dtype_name(array) == "bfloat16":
+        return torch.from_dlpack(raw.view("int16")).view(torch.bfloat16)
+    return torch.from_dlpack(raw)
+
+
+def prepare(name: str, cell: Cell, tensors: Tensors) -> Runner:
+    """A library on a cell's CuPy arrays. Raises ValueError, or whatever the library raises, if it cannot."""
+    if name == OURS:
+        return _prepare_ours(cell, tensors)
+    return prepare_torch(name, cell, Tensors(*(None if array is None else _as_torch(array) for array in tensors)))
+
+
+def prepare_torch(name: str, cell: Cell, tensors: Tensors, *, record: bool = False) -> Runner:
+    """A library on a cell's torch tensors, through torch's autograd. record: also if the cell is of forward alone."""
+    import torch
+
+    peer = PEERS[name]
+    wants_gradients = record or "backward" in cell.passes
+    refuse(name, cell, wants_gradients)
+    x, dy, _, weight, bias, residual, dsum = tensors
+    dtype = getattr(torch, peer.parameters.get(cell.norm, cell.parameters))
+    x, residual = (each if each is None else each.detach().requires_grad_(wants_gradients) for each in (x, residual))
+    weight, bias = (
+        each if each is None else torch.nn.Parameter(each.detach().to(dtype), wants_gradients) for each in (weight, bias)
+    )
+    inputs = {"dx": x, "dweight": weight, "dbias": bias, "dresidual": residual}
+    inputs = {key: each for key, each in inputs.items() if each is not None}
+    forward = peer.make(cell, x, weight, bias, residual)
+
+    def results(made: Any) -> dict[str, Any]:
+        return {"y": made} if residual is None else {"y": made[0], "sum": made[1]}
+
+    if cell.direction == "forward":
+        return Runner(forward, results)
+    before = None
+    if peer.overwrites_dy:
+        kept, dy = dy, dy.clone()
+        before = partial(dy.copy_, kept)
+    gradients = dy if residual is None else (dy, dsum)
+    values = tuple(inputs.values())
+
+    def named(made: Any) -> dict[str, Any]:
+        return dict(zip(inputs, made))
+
+    if cell.direction == "backward":
+        made = forward()
+        return Runner(lambda: torch.autograd.grad(made, values, gradients, retain_graph=True), named, before)
+
+    def both() -> tuple[Any, Any]:
+        made = forward()
+        return made, torch.autograd.grad(made, values, gradients)
+
+    return Runner(both, lambda made: results(made[0]) | named(made[1]), before)
+
+
+def _prepare_ours(cell: Cell, tensors: Tensors) -> Runner:
+    """Through the explicit forward and backward, which need no torch."""
+    x, dy, y, weight, bias, residual, dsum = tensors
+    centered = cell.norm == "layer_norm"
+    gradients = ("dx", "dweight", "dbias") if centered else ("dx", "dweight")
+    run_forward = norm.layer_norm_forward if centered else norm.rms_norm_forward
+    run_backward = norm.layer_norm_backward if centered else norm.rms_norm_backward
+    zero_centered = {"zero_centered_weight": True} if cell.zero_centered else {}
+
+    def forward() -> norm.Forward:
+        return run_forward(x, weight, bias, EPS, residual=residual, out_dtype=cell.out_dtype, out=y, **zero_centered)
+
+    def backward(saved: norm.Forward) -> norm.Backward:
+        statistics = (saved.mean, saved.rstd) if centered else (saved.rstd,)
+        return run_backward(dy, saved.sum, *statistics, weight, dsum=dsum, gradients=gradients, **zero_centered)
+
+    def results(made: norm.Forward) -> dict[str, Any]:
+        return {"y": made.y} if residual is None else {"y": made.y, "sum": made.sum}
+
+    def named(made: norm.Backward) -> dict[str, Any]:
+        return {name: getattr(made, name) for name in gradients}
+
+    if cell.direction == "forward":
+        return Runner(forward, results)
+    if cell.direction == "backward":
+        saved = forward()
+        return Runner(lambda: backward(saved), named)
+
+    def both() -> tuple[norm.Forward, norm.Backward]:
+        made = forward()
+        return made, backward(made)
+
+    return Runner(both, lambda made: results(made[0]) | named(made[1]))
