@@ -1,10 +1,10 @@
 // backward_parameters -- dweight and dbias: sums over rows, a few columns a block, in a fixed order
 // owns:  threads_per_row neighbouring packs of columns; group g of a block's rows_per_block groups adds rows g,
-//        g + rows_per_block, ...; then the groups are added one after the other
+//        g + rows_per_block, ...; then the groups of a warp are added in pairs, and the warps one after the other
 // moves: PartialSums: the partial rows of another backward kernel, once in; RowProducts: x and dy, once in
 // takes: any number of rows and columns
 // needs: num_cols and all row strides multiples of pack_size, addresses aligned to a pack; shared memory for
-//        2 * pack_size * block_size sums
+//        2 * pack_size * threads_per_row sums a warp
 #include "backward.cuh"
 
 // Rows of partial sums. Either pointer may be null, if its store is absent (void).
@@ -78,12 +78,11 @@ __global__ void __launch_bounds__(tile.block_size(), tile.blocks_per_sm)
   constexpr bool has_dweight = !is_same<Dweight, void>;
   constexpr bool has_dbias = !is_same<Dbias, void>;
   constexpr int pack_size = tile.pack_size;
+  constexpr int num_warps = tile.block_size() / 32;
   const int lane = threadIdx.x % tile.threads_per_row;
   const int group = threadIdx.x / tile.threads_per_row;
-  // [at][group][lane]: neighbouring lanes on neighbouring banks
-  auto* sums = reinterpret_cast<Compute*>(dynamic_smem());
-  constexpr int num_sums = tile.block_size() * pack_size;
   constexpr int block_cols = tile.threads_per_row * pack_size;
+  auto* sums = reinterpret_cast<Compute*>(dynamic_smem());  // [num_warps][dweight, dbias][block_cols]
   const long long step = static_cast<long long>(gridDim.x) * block_cols;
 
   for (long long first_col = static_cast<long long>(blockIdx.x) * block_cols; first_col < problem.num_cols; first_col += step) {
@@ -97,21 +96,36 @@ __global__ void __launch_bounds__(tile.block_size(), tile.blocks_per_sm)
     }
 #pragma unroll
     for (int at = 0; at < pack_size; ++at) {
-      sums[at * tile.block_size() + threadIdx.x] = dweights[at];
-      sums[num_sums + at * tile.block_size() + threadIdx.x] = dbiases[at];
+#pragma unroll
+      for (int distance = tile.threads_per_row; distance < 32; distance *= 2) {
+        if constexpr (has_dweight) dweights[at] += __shfl_xor_sync(0xffffffffu, dweights[at], distance);
+        if constexpr (has_dbias) dbiases[at] += __shfl_xor_sync(0xffffffffu, dbiases[at], distance);
+      }
+    }
+    if (threadIdx.x % 32 < tile.threads_per_row) {
+      Compute* own = sums + threadIdx.x / 32 * 2 * block_cols + lane * pack_size;
+#pragma unroll
+      for (int at = 0; at < pack_size; ++at) {
+        own[at] = dweights[at];
+        own[block_cols + at] = dbiases[at];
+      }
     }
     __syncthreads();
-    if (group == 0 && col < problem.num_cols) {
-      for (int other = 1; other < tile.rows_per_block; ++other) {
+    // One thread for each column of dweight, another for dbias.
+    for (int at = threadIdx.x; at < 2 * block_cols; at += tile.block_size()) {
+      Compute sum = sums[at];
 #pragma unroll
-        for (int at = 0; at < pack_size; ++at) {
-          const int source = at * tile.block_size() + other * tile.threads_per_row + lane;
-          dweights[at] += sums[source];
-          dbiases[at] += sums[num_sums + source];
+      for (int warp = 1; warp < num_warps; ++warp) sum += sums[warp * 2 * block_cols + at];
+      const long long at_col = first_col + at % block_cols;
+      if (at_col < problem.num_cols) {
+        const Compute lone[1] = {sum};
+        if constexpr (has_dweight) {
+          if (at < block_cols) store_pack<1>(problem.dweight + at_col, repack<Dweight>(lone));
+        }
+        if constexpr (has_dbias) {
+          if (at >= block_cols) store_pack<1>(problem.dbias + at_col, repack<Dbias>(lone));
         }
       }
-      if constexpr (has_dweight) store_pack<pack_size>(problem.dweight + col, repack<Dweight>(dweights));
-      if constexpr (has_dbias) store_pack<pack_size>(problem.dbias + col, repack<Dbias>(dbiases));
     }
     __syncthreads();
   }

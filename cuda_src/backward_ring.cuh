@@ -12,22 +12,23 @@ template <class Scale, Tile tile, bool used>
 struct RingWeights {
   using Shape = RingShape<tile>;
   using Kept = typename Scale::template Kept<tile.pack_size>;
-  static constexpr int smem_packs =
-      used && Scale::present && tile.pack_size * tile.packs_per_thread > 16 ? tile.packs_per_thread - 1 : 0;
+  static constexpr bool in_smem_too = used && Scale::present && tile.pack_size * tile.packs_per_thread > 16;
+  // All packs of wide weights: the one pack of 16-bit weights that stays behind makes room for a third stage.
+  static constexpr int smem_packs = in_smem_too ? tile.packs_per_thread - (sizeof(Kept) <= 2 * tile.pack_size) : 0;
   static constexpr int smem_bytes = smem_packs * tile.threads_per_row * sizeof(Kept);
 
-  Kept* in_smem;  // [smem_packs][threads_per_row]
-  Kept in_registers[tile.packs_per_thread - smem_packs];
+  Kept* in_smem;  // [smem_packs][threads_per_row], one for all rows of the block
+  Kept in_registers[tile.packs_per_thread - smem_packs + (smem_packs == tile.packs_per_thread)];
 
   __device__ __forceinline__ RingWeights(const Scale& scale, Slice cols, unsigned char* smem)
-      : in_smem(reinterpret_cast<Kept*>(smem) + threadIdx.x) {
+      : in_smem(reinterpret_cast<Kept*>(smem) + Shape::thread()) {
     if constexpr (!used) return;
 #pragma unroll
     for (int pack = 0; pack < tile.packs_per_thread; ++pack) {
-      if (!Shape::in_part(pack, cols)) continue;
-      const Kept kept = scale.template keep<tile.pack_size>(cols.first_col + Shape::col(pack));
+      Kept kept{};
+      if (Shape::in_part(pack, cols)) kept = scale.template keep<tile.pack_size>(cols.first_col + Shape::col(pack));
       if (pack < smem_packs) {
-        in_smem[pack * tile.threads_per_row] = kept;
+        if (Shape::group() == 0) in_smem[pack * tile.threads_per_row] = kept;
       } else {
         in_registers[pack - smem_packs] = kept;
       }
@@ -72,9 +73,10 @@ __device__ __forceinline__ void backward_ring(const Backward<LoadX, LoadDy, Scal
   }
   RingWeights<Scale, tile, gradients.dx> weights(problem.scale, cols,
                                                  smem + (Ring::smem_bytes + Exchange<tile>::smem_bytes + 15) / 16 * 16);
+  ring.clear_beyond(cols.size());
   Compute dweight[packs_per_thread][pack_size] = {}, dbias[packs_per_thread][pack_size] = {};
   const auto row_gradient = [&](unsigned turn) {
-    const long long row = turns.first_row + min(turn, turns.count - 1) * turns.step;
+    const long long row = min(turns.first_row + turn * turns.step, problem.num_rows - 1);
     RowGradient<Compute> gradient{};
     if constexpr (centered) gradient.mean = problem.mean[row];
     gradient.rstd = problem.rstd[row];
@@ -82,13 +84,12 @@ __device__ __forceinline__ void backward_ring(const Backward<LoadX, LoadDy, Scal
   };
   ring_sync<tile>();
 
-  // f(pack, xs, dys) for each pack of this lane in a slot
+  // f(pack, xs, dys) for each pack of this lane in a slot; beyond the row dys are zero
   const auto for_each_pack = [&](int slot, auto f) {
     const auto* x = reinterpret_cast<const X*>(ring.slots + slot * Ring::slot_bytes);
     const auto* dy = reinterpret_cast<const Dy*>(x + Shape::part_cols);
 #pragma unroll
     for (int pack = 0; pack < packs_per_thread; ++pack) {
-      if (!Shape::in_part(pack, cols)) continue;
       Compute xs[pack_size], dys[pack_size];
       unpack(load_pack<pack_size>(x + Shape::col(pack)), xs);
       unpack(load_pack<pack_size>(dy + Shape::col(pack)), dys);
@@ -122,7 +123,7 @@ __device__ __forceinline__ void backward_ring(const Backward<LoadX, LoadDy, Scal
 
   const Compute reciprocal = Compute(1) / static_cast<Compute>(problem.num_cols);
   RowGradient<Compute> gradient = row_gradient(0), next = row_gradient(1);
-  add(0, gradient);
+  if (turns.count > 0) add(0, gradient);
   long long row = turns.first_row;
   for (unsigned turn = 0; turn < turns.count; ++turn) {
     const RowGradient<Compute> following = row_gradient(turn + 2);
@@ -130,7 +131,7 @@ __device__ __forceinline__ void backward_ring(const Backward<LoadX, LoadDy, Scal
     if constexpr (gradients.dx) {
       exchange.wait(turn);
       Sum<Compute, 1> sum{};
-      exchange.for_each_source(turn, speaks_for_second(), [&](int, Compute value) { sum.part[0] += value; });
+      exchange.for_each_source([&](int index) { sum.part[0] += exchange.received(turn, speaks_for_second(), index); });
       gradient.finish(both_halves(warp_reduce<16>(sum).part[0]), reciprocal);
       for_each_pack(at.slot, [&](int pack, const Compute(&xs)[pack_size], const Compute(&dys)[pack_size]) {
         Compute scales[pack_size], dx[pack_size];
@@ -140,7 +141,7 @@ __device__ __forceinline__ void backward_ring(const Backward<LoadX, LoadDy, Scal
           dx[index] =
               gradient.template dx<centered>(gradient.template x_hat<centered>(xs[index]), times(dys[index], scales[index]));
         }
-        problem.store.store(row, cols.first_col + Shape::col(pack), dx);
+        if (Shape::in_part(pack, cols)) problem.store.store(row, cols.first_col + Shape::col(pack), dx);
       });
     }
     // What was written came from all that was read: the slot is free.
@@ -152,12 +153,37 @@ __device__ __forceinline__ void backward_ring(const Backward<LoadX, LoadDy, Scal
     next = following;
   }
 
-  const long long offset = turns.first_row * problem.num_cols + cols.first_col;
+  // One partial row a block or cluster: its groups add up in pairs, each having left its sums where its own ring was.
+  auto* sums = reinterpret_cast<Compute*>(ring.slots);
+  const auto for_each_sum = [&](auto f) {
 #pragma unroll
-  for (int pack = 0; pack < packs_per_thread; ++pack) {
-    if (!Shape::in_part(pack, cols)) continue;
-    const long long col = offset + Shape::col(pack);
-    if constexpr (gradients.dweight) store_pack<pack_size>(problem.dweight_partials + col, repack<Compute>(dweight[pack]));
-    if constexpr (gradients.dbias) store_pack<pack_size>(problem.dbias_partials + col, repack<Compute>(dbias[pack]));
+    for (int pack = 0; pack < packs_per_thread; ++pack) {
+      if constexpr (gradients.dweight) f(problem.dweight_partials, dweight[pack], pack);
+      if constexpr (gradients.dbias) f(problem.dbias_partials, dbias[pack], packs_per_thread + pack);
+    }
+  };
+  for (int groups = tile.rows_per_block; groups > 1; groups = (groups + 1) / 2) {
+    const int kept = (groups + 1) / 2;
+    if (Shape::group() >= kept && Shape::group() < groups) {
+      for_each_sum([&](Compute*, Compute(&values)[pack_size], int at) {
+        store_pack<pack_size>(sums + Shape::col(at), repack<Compute>(values));
+      });
+    }
+    __syncthreads();
+    if (Shape::group() + kept < groups) {
+      const Compute* others = sums + kept * Shape::num_warps * (Ring::ring_bytes / static_cast<int>(sizeof(Compute)));
+      for_each_sum([&](Compute*, Compute(&values)[pack_size], int at) {
+        Compute other[pack_size];
+        unpack(load_pack<pack_size>(others + Shape::col(at)), other);
+#pragma unroll
+        for (int index = 0; index < pack_size; ++index) values[index] += other[index];
+      });
+    }
   }
+  if (Shape::group() > 0) return;
+  const long long offset = blockIdx.x / tile.cluster_size * problem.num_cols + cols.first_col;
+  for_each_sum([&](Compute* partials, Compute(&values)[pack_size], int at) {
+    const int pack = at % packs_per_thread;
+    if (Shape::in_part(pack, cols)) store_pack<pack_size>(partials + offset + Shape::col(pack), repack<Compute>(values));
+  });
 }

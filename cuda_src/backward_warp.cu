@@ -3,7 +3,7 @@
 // moves: x and dy once in, dx once out; 2 * num_cols * 4 bytes of partial sums a block
 // takes: num_cols <= pack_size * threads_per_row * packs_per_thread; wider rows: backward_block.cu
 // needs: num_cols and all row strides multiples of pack_size, addresses aligned to a pack; whole warps in a block;
-//        shared memory for one row of sums
+//        shared memory for two rows of sums a warp
 #include "register_gradient.cuh"
 
 template <class LoadX, class LoadDy, class Scale, class StoreDx, Gradients gradients, bool centered, Tile tile>

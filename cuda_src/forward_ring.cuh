@@ -6,7 +6,7 @@
 #include "forward.cuh"
 #include "ring.cuh"
 
-// The part of a row that lies in a slot, as row.cuh has it.
+// The part of a row that lies in a slot. Beyond it f gets zeros.
 template <class Held, class Compute, Tile tile>
 struct RingRow {
   using Shape = RingShape<tile>;
@@ -14,11 +14,12 @@ struct RingRow {
   const Held* part;
   Slice cols;
 
+  __device__ __forceinline__ bool in_part(int pack) const { return Shape::in_part(pack, cols); }
+
   template <class F>
   __device__ __forceinline__ void for_each_pack(F f) const {
 #pragma unroll
     for (int pack = 0; pack < tile.packs_per_thread; ++pack) {
-      if (!Shape::in_part(pack, cols)) continue;
       Compute values[tile.pack_size];
       unpack(load_pack<tile.pack_size>(part + Shape::col(pack)), values);
       f(pack, values);
@@ -33,11 +34,13 @@ __device__ __forceinline__ void forward_ring(const Forward<Load, Store>& problem
   using Shape = RingShape<tile>;
   using Ring = WarpRing<tile, Held>;
   const Ring ring(smem);
-  const Exchange<tile> exchange(smem + Ring::smem_bytes);
+  constexpr bool has_rest = centered && part_has_rest<Held, statistics>;
+  using Sums = Exchange<tile, has_rest ? 3 : 2>;
+  const Sums exchange(smem + Ring::smem_bytes);
   const int num_cols = static_cast<int>(problem.num_cols);
   const Slice cols = Shape::part(num_cols);
   const Turns<tile> turns(problem.num_rows);
-  const bool saves = threadIdx.x == 0 && (tile.cluster_size == 1 || cluster_rank() == 0);
+  const bool saves = Shape::thread() == 0 && (tile.cluster_size == 1 || cluster_rank() == 0);
 
   const Held* to_fetch = problem.load.row_start(turns.first_row) + cols.first_col;
   const long long fetch_step = problem.load.x_stride * turns.step;
@@ -48,6 +51,7 @@ __device__ __forceinline__ void forward_ring(const Forward<Load, Store>& problem
   if (threadIdx.x % 32 == 0) {
     for (int slot = 0; slot < min(static_cast<unsigned>(tile.stages), turns.count); ++slot) fetch(slot);
   }
+  ring.clear_beyond(cols.size());
   typename Store::template Kept<tile.pack_size> kept[tile.packs_per_thread];
 #pragma unroll
   for (int pack = 0; pack < tile.packs_per_thread; ++pack) {
@@ -58,36 +62,43 @@ __device__ __forceinline__ void forward_ring(const Forward<Load, Store>& problem
   const auto in_slot = [&](int slot) {
     return RingRow<Held, Compute, tile>{reinterpret_cast<const Held*>(ring.slots + slot * Ring::slot_bytes), cols};
   };
+  // How many columns the warps have that fall to this lane in an exchange.
+  Compute source_cols[Sums::sources_per_lane];
+#pragma unroll
+  for (int index = 0; index < Sums::sources_per_lane; ++index) {
+    source_cols[index] = static_cast<Compute>(Shape::source_cols(Sums::source(index), num_cols));
+  }
+
   typename Ring::Position ahead, at;
   const auto send_moments = [&](unsigned turn) {
     ring.wait(ahead, cols.size());
     auto values = in_slot(ahead.slot);
-    const auto [mean, squares] = part_moments<centered, statistics, Held, Compute>(values, cols.size());
+    const auto [mean, squares, rest] = part_moments<centered, statistics, Held, Compute>(values, cols.size());
     exchange.send(turn, speaks_for_second() ? squares : mean);
+    if constexpr (has_rest) exchange.send_third(turn, rest);
     ahead.advance();
   };
   const auto receive_moments = [&](unsigned turn) {
     exchange.wait(turn);
     const Compute count = static_cast<Compute>(num_cols), reciprocal = Compute(1) / count;
     Sum<Compute, 1> total{};
-    exchange.for_each_source(turn, !centered, [&](int source, Compute value) {
-      total.part[0] += centered ? static_cast<Compute>(Shape::source_cols(source, num_cols)) * value : value;
+    exchange.for_each_source([&](int index) {
+      total.part[0] += centered ? source_cols[index] * exchange.received(turn, 0, index) : exchange.received(turn, 1, index);
     });
     total = warp_reduce<16>(total);
     if constexpr (!centered) return uncentered(total.part[0], reciprocal, problem.eps);
     const Compute first = divide(total.part[0], count, reciprocal);
     Sum<Compute, 1> deviations{};
-    exchange.for_each_source(turn, false, [&](int source, Compute mean) {
-      const Compute distance = mean - first;
-      const Compute weighed = static_cast<Compute>(Shape::source_cols(source, num_cols)) * distance;
-      deviations.part[0] += speaks_for_second() ? weighed * distance : weighed;
+    exchange.for_each_source([&](int index) {
+      Compute distance = exchange.received(turn, 0, index) - first;
+      if constexpr (has_rest) distance += exchange.received(turn, 2, index);
+      const Compute weighed = source_cols[index] * distance;
+      deviations.part[0] += speaks_for_second() ? exchange.received(turn, 1, index) + weighed * distance : weighed;
     });
-    exchange.for_each_source(turn, true,
-                             [&](int, Compute squares) { deviations.part[0] += speaks_for_second() ? squares : 0; });
     return corrected(first, both_halves(warp_reduce<16>(deviations).part[0]), count, problem.eps);
   };
 
-  send_moments(0);
+  if (turns.count > 0) send_moments(0);
   long long row = turns.first_row;
   for (unsigned turn = 0; turn < turns.count; ++turn) {
     if (turn + 1 < turns.count) send_moments(turn + 1);
@@ -99,7 +110,7 @@ __device__ __forceinline__ void forward_ring(const Forward<Load, Store>& problem
 #pragma unroll
       for (int index = 0; index < tile.pack_size; ++index)
         normalized[index] = found.template normalize<centered>(values[index]);
-      problem.store.store(row, cols.first_col + Shape::col(pack), normalized, kept[pack]);
+      if (Shape::in_part(pack, cols)) problem.store.store(row, cols.first_col + Shape::col(pack), normalized, kept[pack]);
     });
     // What was written came from all that was read: the slot is free.
     __syncwarp();

@@ -99,37 +99,59 @@ struct RegisterGradient {
     }
   }
 
-  // Partial row `partial`, of this block or cluster. Groups of threads that took different rows add theirs one after the
-  // other, in order.
+  // Partial row `partial`, of this block or cluster. Groups of threads that took different rows add up in pairs: first those of
+  // a warp, then the warps in order, in smem: [warps of the block][dweight, dbias][num_cols].
   __device__ __forceinline__ void write_partials(long long partial, Compute* smem) {
     const long long offset = partial * problem.num_cols + cols.first_col;
-    if constexpr (gradients.dweight) write(problem.dweight_partials + offset, dweight, smem);
-    if constexpr (gradients.dbias) write(problem.dbias_partials + offset, dbias, smem);
+    if constexpr (tile.rows_per_block > 1) {
+      for_each_sum([&](Compute*, Sums& sums, int) { add_groups_of_warp(sums); });
+      constexpr int num_warps = tile.block_size() / 32;
+      const int num_cols = cols.size();
+      if constexpr (num_warps > 1) {
+        if (threadIdx.x % 32 < tile.threads_per_row) {
+          Compute* own = smem + threadIdx.x / 32 * 2 * num_cols;
+          for_each_sum([&](Compute*, Sums& sums, int which) { store(own + which * num_cols, sums); });
+        }
+        __syncthreads();
+        for_each_sum([&](Compute* partials, Sums&, int which) {
+          for (int col = threadIdx.x; col < num_cols; col += tile.block_size()) {
+            Compute sum = smem[which * num_cols + col];
+#pragma unroll
+            for (int warp = 1; warp < num_warps; ++warp) sum += smem[(2 * warp + which) * num_cols + col];
+            partials[offset + col] = sum;
+          }
+        });
+        return;
+      }
+      if (threadIdx.x >= tile.threads_per_row) return;
+    }
+    for_each_sum([&](Compute* partials, Sums& sums, int) { store(partials + offset, sums); });
   }
 
  private:
-  __device__ __forceinline__ void write(Compute* partials, Sums& sums, Compute* smem) {
-    const int group = threadIdx.x / tile.threads_per_row;
-    for (int turn = 0; turn < tile.rows_per_block; ++turn) {
-      if (group == turn) {
+  // f(its partial rows, the sums of this thread, 0 or 1) for dweight and dbias, if wanted
+  template <class F>
+  __device__ __forceinline__ void for_each_sum(F f) {
+    if constexpr (gradients.dweight) f(problem.dweight_partials, dweight, 0);
+    if constexpr (gradients.dbias) f(problem.dbias_partials, dbias, 1);
+  }
+  __device__ __forceinline__ static void add_groups_of_warp(Sums& sums) {
 #pragma unroll
-        for (int pack = 0; pack < tile.packs_per_thread; ++pack) {
-          if (!in_row(pack)) continue;
-          const int at_col = register_col<tile>(pack);
-          if (turn > 0) {
+    for (int distance = tile.threads_per_row; distance < 32; distance *= 2) {
 #pragma unroll
-            for (int at = 0; at < tile.pack_size; ++at) sums[pack][at] += smem[at_col + at];
-          }
-          if (turn == tile.rows_per_block - 1) {
-            // pack_size divides num_cols, so the packs of every partial row are aligned.
-            store_pack<tile.pack_size>(partials + at_col, repack<Compute>(sums[pack]));
-          } else {
+      for (int pack = 0; pack < tile.packs_per_thread; ++pack) {
 #pragma unroll
-            for (int at = 0; at < tile.pack_size; ++at) smem[at_col + at] = sums[pack][at];
-          }
+        for (int at = 0; at < tile.pack_size; ++at) {
+          sums[pack][at] += __shfl_xor_sync(0xffffffffu, sums[pack][at], distance);
         }
       }
-      if constexpr (tile.rows_per_block > 1) __syncthreads();
+    }
+  }
+  // pack_size divides num_cols, so the packs of every partial row are aligned.
+  __device__ __forceinline__ void store(Compute* row, const Sums& sums) const {
+#pragma unroll
+    for (int pack = 0; pack < tile.packs_per_thread; ++pack) {
+      if (in_row(pack)) store_pack<tile.pack_size>(row + register_col<tile>(pack), repack<Compute>(sums[pack]));
     }
   }
 };

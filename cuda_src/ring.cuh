@@ -1,8 +1,9 @@
 // ring.cuh -- rows on their way through shared memory, and sums that cross a block or cluster without stopping it
 //
-// A block owns a slice of the columns, each of its warps a part of the slice: packs_per_thread packs of 32 lanes, side by side.
-// Turns    the rows that a block or cluster takes one after the other: neighbouring clusters take neighbouring rows
-// WarpRing the warp's part of the rows of the next `stages` turns. A warp has the copy engine fill its own ring: it waits for
+// A block works on rows_per_block rows at a time. It owns a slice of their columns, each of the warps that share a row a part
+// of the slice: packs_per_thread packs of 32 lanes, side by side. Turns    the rows that a block or cluster takes one after the
+// other: neighbouring clusters take neighbouring rows WarpRing the warp's part of the rows of the next `stages` turns. A warp
+// has the copy engine fill its own ring: it waits for
 //          no other warp.
 // Exchange two floats of every warp that shares the row, sent to all of them. They are read a turn later than they are sent,
 // and
@@ -16,13 +17,21 @@ template <Tile tile>
 struct RingShape {
   static_assert(tile.stages == 0 || tile.stages >= 2,
                 "a row is used for the last time a turn after the next one is waited for");
-  static constexpr int num_warps = tile.threads_per_row / 32;
+  static constexpr int num_warps = tile.threads_per_row / 32;  // that share a row
   static constexpr int part_cols = tile.pack_size * 32 * tile.packs_per_thread;
+
+  // Which of the block's rows this thread works on, and its index among those that share it.
+  __device__ __forceinline__ static int group() {
+    return tile.rows_per_block > 1 ? static_cast<int>(threadIdx.x) / tile.threads_per_row : 0;
+  }
+  __device__ __forceinline__ static int thread() {
+    return tile.rows_per_block > 1 ? static_cast<int>(threadIdx.x) % tile.threads_per_row : static_cast<int>(threadIdx.x);
+  }
 
   // The columns of this warp.
   __device__ __forceinline__ static Slice part(int num_cols) {
     const Slice block = slice<tile>(num_cols, tile.cluster_size > 1 ? cluster_rank() : 0);
-    const int first = min(block.first_col + static_cast<int>(threadIdx.x) / 32 * part_cols, block.last_col);
+    const int first = min(block.first_col + thread() / 32 * part_cols, block.last_col);
     return {first, min(first + part_cols, block.last_col)};
   }
   // How many columns warp `source` of those that share the row has.
@@ -44,10 +53,10 @@ struct Turns {
   unsigned count;
 
   __device__ __forceinline__ explicit Turns(long long num_rows)
-      : first_row(blockIdx.x / tile.cluster_size), step(gridDim.x / tile.cluster_size) {
-    count = static_cast<unsigned>((num_rows - first_row + step - 1) / step);
+      : first_row(blockIdx.x / tile.cluster_size * static_cast<long long>(tile.rows_per_block) + RingShape<tile>::group()),
+        step(gridDim.x / tile.cluster_size * static_cast<long long>(tile.rows_per_block)) {
+    count = first_row < num_rows ? static_cast<unsigned>((num_rows - first_row + step - 1) / step) : 0;
   }
-  __device__ __forceinline__ long long row(unsigned turn) const { return first_row + turn * step; }
 };
 
 // Held: the types of the tensors that pass through the ring.
@@ -56,7 +65,8 @@ struct WarpRing {
   using Shape = RingShape<tile>;
   static constexpr int slot_bytes = Shape::part_cols * (sizeof(Held) + ...);
   static constexpr int ring_bytes = tile.stages * slot_bytes;
-  static constexpr int smem_bytes = Shape::num_warps * (ring_bytes + tile.stages * sizeof(unsigned long long));
+  static constexpr int num_rings = tile.block_size() / 32;
+  static constexpr int smem_bytes = num_rings * (ring_bytes + tile.stages * sizeof(unsigned long long));
 
   // Which slot, and how often the ring has gone round.
   struct Position {
@@ -77,9 +87,19 @@ struct WarpRing {
   __device__ __forceinline__ explicit WarpRing(unsigned char* smem) {
     const int warp = threadIdx.x / 32;
     slots = smem + warp * ring_bytes;
-    barriers = reinterpret_cast<unsigned long long*>(smem + Shape::num_warps * ring_bytes) + warp * tile.stages;
+    barriers = reinterpret_cast<unsigned long long*>(smem + num_rings * ring_bytes) + warp * tile.stages;
     if (threadIdx.x % 32 == 0) {
       for (int slot = 0; slot < tile.stages; ++slot) bulk_barrier_init(barriers + slot, 1);
+    }
+    __syncwarp();
+  }
+
+  // What lies beyond the warp's part stays zero: no pack of a row needs a branch, which would keep loads from overlapping.
+  __device__ __forceinline__ void clear_beyond(int num_cols) const {
+    if constexpr (tile.exact) return;
+    for (int slot = 0; slot < tile.stages; ++slot) {
+      unsigned char* part = slots + slot * slot_bytes;
+      ((clear<Held>(part, num_cols), part += Shape::part_cols * sizeof(Held)), ...);
     }
     __syncwarp();
   }
@@ -95,6 +115,15 @@ struct WarpRing {
   }
   __device__ __forceinline__ void wait(Position at, int num_cols) const {
     if (num_cols > 0) bulk_wait(barriers + at.slot, at.round);
+  }
+
+ private:
+  template <class T>
+  __device__ __forceinline__ static void clear(unsigned char* part, int num_cols) {
+    for (int col = num_cols + static_cast<int>(threadIdx.x) % 32 * tile.pack_size; col < Shape::part_cols;
+         col += 32 * tile.pack_size) {
+      store_pack<tile.pack_size>(reinterpret_cast<T*>(part) + col, Pack<T, tile.pack_size>{});
+    }
   }
 };
 
@@ -112,32 +141,61 @@ __device__ __forceinline__ Sum<float, 2> both_halves(float spoken_for) {
   return {{__shfl_sync(0xffffffffu, spoken_for, 0), __shfl_sync(0xffffffffu, spoken_for, 16)}};
 }
 
-template <Tile tile>
+template <Tile tile, int num_values = 2>
 struct Exchange {
   static constexpr int num_warps = RingShape<tile>::num_warps;
   static constexpr int num_sources = num_warps * tile.cluster_size;
   static constexpr int num_buffers = 4;
-  static constexpr int smem_bytes = num_buffers * (2 * num_sources * sizeof(float) + sizeof(unsigned long long));
+  static constexpr int group_bytes = num_buffers * (num_values * num_sources * sizeof(float) + sizeof(unsigned long long));
+  static constexpr int smem_bytes = tile.rows_per_block * group_bytes;
 
   unsigned long long* barriers;
-  float* buffers;  // [num_buffers][2][num_sources]
+  float* buffers;  // [num_buffers][num_values][num_sources]
 
   // The caller synchronises the block, and the cluster, before the first send.
   __device__ __forceinline__ explicit Exchange(unsigned char* smem)
-      : barriers(reinterpret_cast<unsigned long long*>(smem)), buffers(reinterpret_cast<float*>(barriers + num_buffers)) {
-    if (threadIdx.x == 0) {
+      : barriers(reinterpret_cast<unsigned long long*>(smem + RingShape<tile>::group() * group_bytes)),
+        buffers(reinterpret_cast<float*>(barriers + num_buffers)) {
+    if (RingShape<tile>::thread() == 0) {
       for (int buffer = 0; buffer < num_buffers; ++buffer) {
-        bulk_barrier_init(barriers + buffer, tile.cluster_size > 1 ? 1 : 2 * num_warps);
+        bulk_barrier_init(barriers + buffer, tile.cluster_size > 1 ? 1 : num_values * num_warps);
         expect(buffer);
       }
     }
   }
 
   // All lanes of a warp, each half with the value it speaks for.
-  __device__ __forceinline__ void send(unsigned turn, float value) const {
+  __device__ __forceinline__ void send(unsigned turn, float value) const { send_value(turn, speaks_for_second(), value); }
+  // A third value, the same in all lanes.
+  __device__ __forceinline__ void send_third(unsigned turn, float value) const {
+    if (!speaks_for_second()) send_value(turn, 2, value);
+  }
+  __device__ __forceinline__ void wait(unsigned turn) const {
+    bulk_wait(barriers + turn % num_buffers, turn / num_buffers);
+    // In time: nobody sends for turn + 4 before this thread has sent for turn + 2.
+    if (RingShape<tile>::thread() == 0) expect(turn % num_buffers);
+  }
+
+  // The 16 lanes of a half share out the warps that have sent: number `index` of this lane is warp source(index).
+  static constexpr int sources_per_lane = (num_sources + 15) / 16;
+  __device__ __forceinline__ static int source(int index) { return index * 16 + static_cast<int>(threadIdx.x) % 16; }
+  // f(index) for each of them, and what it sent: which = 0, 1, 2 for the first, second, third value.
+  template <class F>
+  __device__ __forceinline__ static void for_each_source(F f) {
+#pragma unroll
+    for (int index = 0; index < sources_per_lane; ++index) {
+      if (num_sources % 16 == 0 || source(index) < num_sources) f(index);
+    }
+  }
+  __device__ __forceinline__ float received(unsigned turn, int which, int index) const {
+    return buffers[(num_values * (turn % num_buffers) + which) * num_sources + source(index)];
+  }
+
+ private:
+  __device__ __forceinline__ void send_value(unsigned turn, int which, float value) const {
     const int buffer = turn % num_buffers;
     const unsigned lane = threadIdx.x % 16;
-    float* at = buffers + (2 * buffer + speaks_for_second()) * num_sources + threadIdx.x / 32;
+    float* at = buffers + (num_values * buffer + which) * num_sources + RingShape<tile>::thread() / 32;
     if constexpr (tile.cluster_size > 1) {
       if (lane < tile.cluster_size) cluster_send(at + cluster_rank() * num_warps, value, barriers + buffer, lane);
     } else if (lane == 0) {
@@ -145,28 +203,10 @@ struct Exchange {
       bulk_arrive(barriers + buffer);
     }
   }
-
-  __device__ __forceinline__ void wait(unsigned turn) const {
-    bulk_wait(barriers + turn % num_buffers, turn / num_buffers);
-    // In time: nobody sends for turn + 4 before this thread has sent for turn + 2.
-    if (threadIdx.x == 0) expect(turn % num_buffers);
-  }
-
-  // f(source, value) for what the warps sent, of the value this half speaks for (or of `second`); its 16 lanes share the
-  // sources out.
-  template <class F>
-  __device__ __forceinline__ void for_each_source(unsigned turn, bool second, F f) const {
-    const float* received = buffers + (2 * (turn % num_buffers) + second) * num_sources;
-#pragma unroll
-    for (int first = 0; first < num_sources; first += 16) {
-      const int source = first + threadIdx.x % 16;
-      if (num_sources % 16 == 0 || source < num_sources) f(source, received[source]);
-    }
-  }
-
- private:
   __device__ __forceinline__ void expect(int buffer) const {
-    if constexpr (tile.cluster_size > 1) bulk_expect(barriers + buffer, 2 * num_sources * static_cast<unsigned>(sizeof(float)));
+    if constexpr (tile.cluster_size > 1) {
+      bulk_expect(barriers + buffer, num_values * num_sources * static_cast<unsigned>(sizeof(float)));
+    }
   }
 };
 

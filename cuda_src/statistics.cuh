@@ -141,44 +141,51 @@ __device__ __forceinline__ RowStatistics<Compute> row_statistics(Row& row, Reduc
 }
 
 // Of a part of a row that a warp holds: its mean, and the sum of squared deviations from it (Chan, Golub, LeVeque 1983 merge
-// such parts). Without a mean, the sum of squares.
+// such parts); rest is what rounding took from the mean. Without a mean, the sum of squares.
 template <class Compute>
 struct PartMoments {
   Compute mean;
   Compute squares;
+  Compute rest;
 };
+// A sum of 16-bit values of one size is exact in float, so that what rounding takes from their mean is small beside their
+// deviations.
+template <class Held, Statistics statistics>
+constexpr bool part_has_rest = sizeof(Held) > 2 && statistics == Statistics::two_pass;
+
+// part has for_each_pack(f), which gives f zeros for the packs that in_part(pack) denies.
 template <bool centered, Statistics statistics, class Held, class Compute, class Part>
 __device__ __forceinline__ PartMoments<Compute> part_moments(Part& part, int num_cols) {
   if constexpr (!centered) {
     Sum<Compute, 1> squares{};
     part.for_each_pack([&](int, const auto& values) { squares.part[0] += squares_of(values); });
-    return {0, warp_reduce<32>(squares).part[0]};
+    return {0, warp_reduce<32>(squares).part[0], 0};
   } else if constexpr (statistics == Statistics::two_pass) {
     const Compute count = static_cast<Compute>(max(num_cols, 1)), reciprocal = Compute(1) / count;
     Sum<Compute, 1> total{};
     part.for_each_pack([&](int, const auto& values) { total.part[0] += sum_of(values); });
     const Compute first = divide(warp_reduce<32>(total).part[0], count, reciprocal);
-    // A sum of 16-bit values of one size is exact in float: rounding takes from the mean only what is small beside the
-    // deviations.
-    constexpr bool correct = sizeof(Held) > 2;
+    constexpr bool correct = part_has_rest<Held, statistics>;
     Sum<Compute, correct ? 2 : 1> deviations{};
-    part.for_each_pack([&](int, const auto& values) {
+    part.for_each_pack([&](int pack, const auto& values) {
       constexpr int pack_size = sizeof(values) / sizeof(Compute);
       Compute centered_values[pack_size];
 #pragma unroll
-      for (int at = 0; at < pack_size; ++at) centered_values[at] = values[at] - first;
+      for (int at = 0; at < pack_size; ++at) centered_values[at] = part.in_part(pack) ? values[at] - first : 0;
       deviations.part[0] += squares_of(centered_values);
       if constexpr (correct) deviations.part[1] += sum_of(centered_values);
     });
     deviations = warp_reduce<32>(deviations);
-    if constexpr (!correct) return {first, deviations.part[0]};
-    const Compute correction = deviations.part[correct] * reciprocal;
-    const Compute excess = deviations.part[correct] * correction;
-    return {first + correction, excess - excess == 0 ? deviations.part[0] - excess : deviations.part[0]};
+    if constexpr (!correct) return {first, deviations.part[0], 0};
+    const Compute rest = deviations.part[correct] * reciprocal;
+    const Compute excess = deviations.part[correct] * rest;
+    return {first, excess - excess == 0 ? deviations.part[0] - excess : deviations.part[0], rest};
   } else {
     Moments<Compute> moments{};
-    part.for_each_pack([&](int, const auto& values) { moments.merge(Moments<Compute>::of(values)); });
+    part.for_each_pack([&](int pack, const auto& values) {
+      if (part.in_part(pack)) moments.merge(Moments<Compute>::of(values));
+    });
     moments = warp_reduce<32>(moments);
-    return {moments.part[1], moments.part[2]};
+    return {moments.part[1], moments.part[2], 0};
   }
 }

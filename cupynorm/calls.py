@@ -91,31 +91,36 @@ class BackwardCall:
         self.plan: Plan = make_plan(problem, device, x.num_rows, **options._asdict())
         self.x_stride, self.dy_stride = x.row_stride, dy.row_stride
         self.dx_stride = dx.row_stride if dx else 0
-        self.dsum_stride = dsum.row_stride if dsum else None
-        self.num_rows, self.num_cols = x.num_rows, x.num_cols
+        self.dsum_stride = dsum.row_stride if dsum else 0
+        self.num_rows, self.num_cols, self.num_partials = x.num_rows, x.num_cols, self.plan.num_partials
         # One partial row of sums for each block or cluster, of dweight first.
         self.partials_shape = (
             (bool(dweight) + bool(dbias), self.plan.num_partials, x.num_cols) if self.plan.num_partials else None
         )
         self.dbias_offset = self.plan.num_partials * x.num_cols * DTYPES[problem.compute].itemsize if dweight else 0
+        self.has_dweight, self.has_dbias, self.has_dsum = bool(dweight), bool(dbias), bool(dsum)
+        sources = [launch.kernel.source for launch in self.plan.launches]
+        self.sums_up = "backward_parameters.cu" in sources
+        self.goes_by_rows = len(sources) > self.sums_up
 
     def words(
         self, x: int, dy: int, weight: int, dx: int, mean: int, rstd: int, dweight: int, dbias: int, dsum: int, partials: int
-    ) -> tuple[tuple, ...]:  # fmt: skip
+    ) -> list[tuple]:  # fmt: skip
         """For each launch of the plan: struct Backward of backward.cuh, struct Parameters of backward_parameters.cu."""
-        rows = (x, self.x_stride, dy, self.dy_stride)
-        dweight_partials = partials if partials and dweight else 0
-        dbias_partials = partials + self.dbias_offset if partials and dbias else 0
-        # struct Store without parameters, or struct AddStore
-        store = (dx, self.dx_stride, 0, 0) if self.dsum_stride is None else (dx, self.dx_stride, dsum, self.dsum_stride)
-        return tuple(
-            (*rows, weight, *store, mean, rstd, dweight_partials, dbias_partials, self.num_rows, self.num_cols)
-            if launch.kernel.source != "backward_parameters.cu"
-            else (*rows, mean, rstd, dweight, dbias, self.num_rows, self.num_cols)
-            if self.partials_shape is None
-            else (dweight_partials, dbias_partials, self.num_cols, dweight, dbias, self.plan.num_partials, self.num_cols)
-            for launch in self.plan.launches
-        )
+        dweight_partials = partials if self.has_dweight else 0
+        dbias_partials = partials + self.dbias_offset if self.has_dbias else 0
+        words = []
+        if self.goes_by_rows:
+            # dx, ..: struct Store without parameters, or struct AddStore
+            words.append((
+                x, self.x_stride, dy, self.dy_stride, weight, dx, self.dx_stride, dsum if self.has_dsum else 0, self.dsum_stride,
+                mean, rstd, dweight_partials, dbias_partials, self.num_rows, self.num_cols,
+            ))  # fmt: skip
+        if self.sums_up and self.partials_shape is None:
+            words.append((x, self.x_stride, dy, self.dy_stride, mean, rstd, dweight, dbias, self.num_rows, self.num_cols))
+        elif self.sums_up:
+            words.append((dweight_partials, dbias_partials, self.num_cols, dweight, dbias, self.num_partials, self.num_cols))
+        return words
 
 
 def run_forward(

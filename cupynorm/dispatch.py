@@ -221,7 +221,8 @@ def _registers(problem: Problem, device: Device, pack_size: int, elements: int) 
 
 def _slice_cols(problem: Problem, pack_size: int, cluster_size: int) -> int:
     """The most columns that one block of a cluster owns, as slice() in cuda_src/row.cuh divides them."""
-    return _ceil(_ceil(problem.num_cols, pack_size), cluster_size) * pack_size
+    step = 8 if cluster_size > 1 else 1
+    return _ceil(_ceil(problem.num_cols, pack_size), cluster_size * step) * step * pack_size
 
 
 def _blocks_per_sm(problem: Problem, device: Device, pack_size: int, elements: int, block_size: int) -> int:
@@ -260,7 +261,7 @@ def _register_tile(
         # Of equals, most threads; but forward with too little in flight, or one block alone, wants long threads: 48 elements were
         # best (H200, bf16, 12288 columns: 24, 32, 48 and 64 elements gave 0.82, 0.84, 0.86 and 0.81 of a copy).
         many_threads = not problem.forward or (enough and blocks_per_sm > 1)
-        score = (counted * (1.0 if tile.exact else 0.9), threads_per_row if many_threads else -abs(elements - 48))
+        score = (counted * (1.0 if tile.exact else 0.75), threads_per_row if many_threads else -abs(elements - 48))
         if best_score is None or score > best_score:
             best, best_score = tile, score
     return best
@@ -287,11 +288,13 @@ def _ring_bytes(problem: Problem, tile: Tile) -> int:
     """Shared memory of WarpRing, Exchange and RingWeights, as in cuda_src/ring.cuh and backward_ring.cuh."""
     num_warps = tile.threads_per_row // 32
     row_bytes = tile.cols * (DTYPES[problem.x].itemsize + (0 if problem.forward else DTYPES[problem.dy].itemsize))
-    rings = tile.stages * (row_bytes + 8 * num_warps)
-    exchange = 4 * (8 + 8 * num_warps * tile.cluster_size)
+    rings = tile.rows_per_block * tile.stages * (row_bytes + 8 * num_warps)
+    values = 3 if problem.forward and problem.x == "float32" else 2
+    exchange = tile.rows_per_block * 4 * (8 + 4 * values * num_warps * tile.cluster_size)
     weights = 0
     if not problem.forward and problem.dx and problem.weight and tile.pack_size * tile.packs_per_thread > 16:
-        weights = (tile.packs_per_thread - 1) * tile.pack_size * tile.threads_per_row * DTYPES[problem.weight].itemsize
+        itemsize = DTYPES[problem.weight].itemsize
+        weights = (tile.packs_per_thread - (itemsize == 2)) * tile.pack_size * tile.threads_per_row * itemsize
     return _ceil(rings + exchange, 16) * 16 + weights
 
 
@@ -301,9 +304,10 @@ def _smem_bytes(problem: Problem, tile: Tile, strategy: str) -> int:
     if tile.stages:
         return _ring_bytes(problem, tile)
     if strategy == "parameters":
-        return 2 * tile.pack_size * tile.block_size * compute_bytes
+        return 2 * tile.pack_size * tile.threads_per_row * tile.block_size // 32 * compute_bytes
     if strategy == "warp":
-        return 0 if problem.forward or tile.rows_per_block == 1 else problem.num_cols * compute_bytes
+        num_warps = tile.block_size // 32
+        return 0 if problem.forward or num_warps == 1 else 2 * num_warps * problem.num_cols * compute_bytes
     if strategy == "uncached" or (strategy == "block" and not problem.forward):
         return reduce_bytes(problem, tile.threads_per_row)
     scratch = reduce_bytes(problem, tile.threads_per_row, tile.cluster_size)
@@ -324,33 +328,40 @@ def _can_ring(problem: Problem, device: Device) -> bool:
     return whole and not problem.residual and problem.compute == "float32" and device.compute_capability >= 90
 
 
-# The ring (cuda_src/ring.cuh): rows that pass through shared memory. Shares of a copy on an H200, bf16 unless said otherwise.
+# The ring (cuda_src/ring.cuh): rows that pass through shared memory. Shares of a copy are of an H200, bf16 unless said otherwise.
 #
-# Backward. From how many columns it beats registers (2048 columns: 0.97, in registers 0.94; float32 needs it where a block's registers end).
-_RING_FROM = {"backward": {2: 2048, 4: 8193}, "forward": {2: 10241, 4: 8193}}
-# What one multiprocessor works on at a time. Fewer bytes of x and dy leave it waiting, more columns are no better (6144 columns 0.84,
-# 7168 0.99, 8192 0.99, 9216 0.98, 10240 0.95, 12288 0.93, 16384 0.87; float32: 6144 0.98, 8192 0.98).
-_FEWEST_RING_BYTES = 28 * 1024
-_MOST_RING_COLS = 9216
-# Elements of a thread. The sums of dweight and dbias take two registers each: 64 are for rows that no cluster holds otherwise
-# (262,144 columns 0.91).
-_RING_ELEMENTS, _MOST_RING_ELEMENTS = {"forward": 64, "backward": 48}, 64
-# Threads of a block: more than these have too few registers each for 32 elements.
+# From how many columns it beats registers, by direction and itemsize of x (backward, 2048 columns: 0.97, in registers 0.94).
+_RING_FROM = {"forward": {2: 10241, 4: 8193}, "backward": {2: 1024, 4: 4097}}
+# Threads of all blocks of a multiprocessor: more have too few registers each for 64 elements forward, 32 backward.
 _RING_THREADS = 384
-# Forward. A thread keeps its weights and biases; 64 elements on 256 threads are as fast as 32 on 512 (16,384 columns 0.95, 0.95).
-_FORWARD_RING_THREADS = 256
-# Bytes of x, and of dy, on their way to a multiprocessor, the rows in use included, by itemsize of x: forward at most (65,536
-# columns: 96 KB 0.94, 160 KB 0.92), backward at least (262,144: 128 KB 0.81, 192 KB 0.91; float32, 65,536: 128 KB 0.99, 192 KB 0.98).
-_RING_BYTES = {"forward": {2: 96 * 1024, 4: 96 * 1024}, "backward": {2: 160 * 1024, 4: 128 * 1024}}
-# Forward, bytes of x that a block or cluster takes before the next one takes its place. The hardware gives the next one to whoever
-# is free, which evens out what neighbours on the memory get (16,384 columns: 8 rows a block 0.95, all rows on resident blocks 0.92).
-_QUEUED_RING_BYTES = 256 * 1024
-# Clusters of more than 2 are slow to start: they stay.
-_QUEUED_CLUSTER_SIZE = 2
+# Elements of a thread. Forward it keeps their weights and biases. Backward it keeps their sums of dweight and dbias, two registers
+# each: 64 are for rows that no cluster holds otherwise (262,144 columns 0.91).
+_RING_ELEMENTS, _MOST_RING_ELEMENTS = {"forward": 64, "backward": 56}, 64
+# Bytes on their way to a multiprocessor, the rows in use included, by itemsize of x: backward of 262,144 columns 0.81 with 128 KB, 0.91
+# with 192 KB; of 131,072 0.86 with 128 KB, 0.91 with 96 KB; float32, 65,536 columns 0.99 with 128 KB, 0.98 with 192 KB.
+_RING_BYTES = {"forward": {2: 96 * 1024, 4: 160 * 1024}, "backward": {2: 96 * 1024, 4: 128 * 1024}}
+# Rows of 16-bit elements are bound by instructions unless the four parts of a multiprocessor have as many warps each. The rate of a
+# tile counts elements in the time of one element, where a row costs a thread as much as 10 elements beside its own, more in a cluster. Backward, 6 warps
+# of 32 elements 0.84, 9 of 24 0.79, 7 of 32 0.94, 8 of 24 or 32 and 4 of 56 0.98; forward, 11 of 32 0.87, 12 of 64 0.98.
+_RING_ROW_COST = 10
+_RING_RATE = {"forward": 3.2, "backward": 2.8}
+# Fewer bytes of x and dy than this in the rows of one turn leave a multiprocessor waiting.
+_FEWEST_RING_BYTES = 20 * 1024
+# Forward, bytes of x that a block, or a cluster of 2, takes before the next one takes its place. The hardware gives the place to
+# whoever is free, which evens out what neighbours get of the memory (16,384 columns: 8 rows a block 0.95, all rows on resident
+# blocks 0.92). Larger clusters are slow to start: they stay.
+_QUEUED_RING_BYTES, _QUEUED_CLUSTER_SIZE = 256 * 1024, 2
+
+
+def _can_ring(problem: Problem, device: Device) -> bool:
+    """Whether the copy engine can fetch the rows: whole, aligned units of 16 bytes, as they are. Sums cross as floats."""
+    streamed = [problem.x] if problem.forward else [problem.x, problem.dy]
+    whole = all(problem.widest_pack * DTYPES[name].itemsize >= 16 for name in streamed)
+    return whole and not problem.residual and problem.compute == "float32" and device.compute_capability >= 90
 
 
 def _ring_registers(problem: Problem, elements: int) -> int:
-    """Registers of a thread of a ring, with no spills, as _registers: the weights and biases of forward, the sums of backward."""
+    """Registers of a thread of a ring, with no spills, as _registers."""
     if problem.forward:
         kept = sum(DTYPES[name].itemsize for name in (problem.weight, problem.bias) if name)
         return 104 + elements * kept // 4
@@ -358,7 +369,7 @@ def _ring_registers(problem: Problem, elements: int) -> int:
 
 
 def _ring_tile(problem: Problem, device: Device, cluster_sizes: Iterable[int]) -> Tile | None:
-    """Of the tiles whose ring fits registers and shared memory, the one whose multiprocessors work on the best number of columns."""
+    """The best of the tiles whose ring fits registers and shared memory."""
     if not _can_ring(problem, device) or problem.num_cols < _RING_FROM[problem.direction][DTYPES[problem.x].itemsize]:
         return None
     cluster_sizes = tuple(cluster_sizes)
@@ -367,54 +378,90 @@ def _ring_tile(problem: Problem, device: Device, cluster_sizes: Iterable[int]) -
 
 
 def _best_ring(problem: Problem, device: Device, cluster_sizes: Iterable[int], most_elements: int) -> Tile | None:
+    score_of = _forward_ring_score if problem.forward else _backward_ring_score
     best, best_score = None, None
     for cluster_size in cluster_sizes:
-        slice_cols = _slice_cols(problem, problem.widest_pack, cluster_size)
-        for threads_per_row in range(32, (_FORWARD_RING_THREADS if problem.forward else _RING_THREADS) + 1, 32):
-            for blocks_per_sm in (1,) if problem.forward else (1, 2, 3, 4):
-                tile = _ring_of(problem, device, cluster_size, threads_per_row, blocks_per_sm, most_elements)
-                if tile is None:
-                    continue
-                used = slice_cols / tile.cols  # packs beyond the row cost their instructions all the same
-                if problem.forward:
-                    score = (-cluster_size, used, threads_per_row)
-                else:
-                    cols = slice_cols * blocks_per_sm
-                    bytes_per_col = DTYPES[problem.x].itemsize + DTYPES[problem.dy].itemsize
-                    missing = max(0.0, 1 - cols * bytes_per_col / _FEWEST_RING_BYTES)
-                    excess = max(0.0, cols / _MOST_RING_COLS - 1)
-                    score = (used - 1.5 * missing - 0.25 * excess - 0.02 * cluster_size, -threads_per_row * blocks_per_sm)
-                if best_score is None or score > best_score:
+        for threads_per_row in range(32, _RING_THREADS + 1, 32):
+            for rows in range(1, min(8, _RING_THREADS // threads_per_row) + 1):
+                tile = _ring_of(problem, device, cluster_size, threads_per_row, rows, most_elements)
+                score = score_of(problem, tile) if tile else None
+                if tile and (best is None or score > best_score):
                     best, best_score = tile, score
     return best
 
 
 def _ring_of(
-    problem: Problem, device: Device, cluster_size: int, threads_per_row: int, blocks_per_sm: int, most_elements: int
+    problem: Problem, device: Device, cluster_size: int, threads_per_row: int, rows: int, most_elements: int
 ) -> Tile | None:
+    """rows: that a multiprocessor works on at a time. Forward in a block each, backward in one block: it leaves one partial row."""
+    rows_per_block, blocks_per_sm = (1, rows) if problem.forward else (rows, 1)
     pack_size = problem.widest_pack
     packs_per_thread = max(1, _ceil(_slice_cols(problem, pack_size, cluster_size), pack_size * threads_per_row))
     elements = pack_size * packs_per_thread
-    registers = device.registers_per_sm // (_ceil(threads_per_row * blocks_per_sm, 128) * 128) // 8 * 8
+    registers = device.registers_per_sm // (_ceil(threads_per_row * rows, 128) * 128) // 8 * 8
     if elements > most_elements or _ring_registers(problem, elements) > min(registers, 255):
         return None
-    tile = Tile(pack_size, threads_per_row, packs_per_thread, 1, cluster_size, blocks_per_sm)
+    tile = Tile(pack_size, threads_per_row, packs_per_thread, rows_per_block, cluster_size, blocks_per_sm)
     tile = replace(tile, exact=int(tile.cols * cluster_size == problem.num_cols))
     most_bytes = min(device.smem_per_block, device.smem_per_sm // blocks_per_sm - 1024)
     slot_bytes = tile.cols * (DTYPES[problem.x].itemsize + (0 if problem.forward else DTYPES[problem.dy].itemsize))
-    wanted = _RING_BYTES[problem.direction][DTYPES[problem.x].itemsize] // blocks_per_sm
-    stages = max(2, min(wanted // slot_bytes if problem.forward else _ceil(wanted, slot_bytes), 4))
+    wanted = _RING_BYTES[problem.direction][DTYPES[problem.x].itemsize] // rows
+    fewest = 3 if DTYPES[problem.x].itemsize == 2 else 2
+    stages = max(fewest, min(_ceil(wanted, slot_bytes), 3 if problem.forward else 4))
     while stages > 2 and _ring_bytes(problem, replace(tile, stages=stages)) > most_bytes:
         stages -= 1
     tile = replace(tile, stages=stages)
     return tile if _ring_bytes(problem, tile) <= most_bytes else None
 
 
+# Forward: bytes of one turn on a multiprocessor that clusters are chosen for, of 16-bit rows in two blocks if clusters of 8 are enough
+# (32,768 columns: clusters of 4 with two blocks 0.97, of 2 with one 0.95; 65,536: 0.99 on 8, 0.98 on 4; float32, 20,480: 0.99 on 2).
+_FORWARD_TURN_BYTES = {2: (20 * 1024, 32 * 1024), 4: (20 * 1024, 40 * 1024)}
+# Backward: columns of one turn on a multiprocessor beyond which more are worse: a cluster takes over (12,288 columns on clusters of 2
+# 1.07 times as fast as on one block).
+_MOST_BACKWARD_COLS = 11264
+
+
+def _ring_share(problem: Problem, tile: Tile) -> float:
+    """About the share of what memory allows that the instructions of a tile allow."""
+    elements = tile.pack_size * tile.packs_per_thread
+    warps = tile.block_size * tile.blocks_per_sm // 32
+    used = _slice_cols(problem, tile.pack_size, tile.cluster_size) / tile.cols  # packs beyond the row cost as much as others
+    row_cost = _RING_ROW_COST + 2 * (tile.cluster_size.bit_length() - 1)
+    rate = used * warps * elements / (_ceil(warps, 4) * (elements + row_cost))
+    return min(1.0, rate * DTYPES[problem.x].itemsize / 2 / _RING_RATE[problem.direction])
+
+
+def _forward_ring_score(problem: Problem, tile: Tile) -> tuple:
+    """One block if it will do, or the smallest clusters that suit. Then the instructions, then the most columns at a time."""
+    itemsize = DTYPES[problem.x].itemsize
+    cols = _slice_cols(problem, tile.pack_size, tile.cluster_size) * tile.blocks_per_sm
+    lone = tile.cluster_size == 1
+    fewest, most = _FORWARD_TURN_BYTES[itemsize]
+    suits = lone or fewest <= cols * itemsize <= most
+    two_blocks = not lone and itemsize == 2 and tile.blocks_per_sm > 1 and tile.cluster_size <= 8
+    share = round(_ring_share(problem, tile), 2)
+    return lone, suits, two_blocks, -tile.cluster_size, share, tile.exact, cols, tile.threads_per_row
+
+
+def _backward_ring_score(problem: Problem, tile: Tile) -> tuple:
+    """About the share of a copy that the tile reaches; of equals, few threads."""
+    cols = _slice_cols(problem, tile.pack_size, tile.cluster_size) * tile.rows_per_block
+    warps = tile.block_size // 32
+    bytes_per_col = DTYPES[problem.x].itemsize + DTYPES[problem.dy].itemsize
+    share = _ring_share(problem, tile) * min(1.0, cols * bytes_per_col / _FEWEST_RING_BYTES)
+    share -= 0.01 * (warps < 8) + 0.03 * (warps > 8) + 0.02 * (cols > _MOST_BACKWARD_COLS) + 0.06 * (not tile.exact)
+    share -= 0.001 * max(0, tile.pack_size * tile.packs_per_thread - 32)
+    share -= 0.01 * (tile.cluster_size.bit_length() - 1) + 0.05 * (tile.cluster_size == 16)
+    return round(share, 3), -tile.block_size
+
+
 def _block_tile(problem: Problem, device: Device) -> Tile | None:
-    tile = _ring_tile(problem, device, (1,))
-    if tile is not None:
-        return tile
-    if _ring_tile(problem, device, (size for size, _ in device.clusters)) is not None:
+    ring = _ring_tile(problem, device, (1,))
+    wider = _ring_tile(problem, device, (size for size, _ in device.clusters))
+    if ring is not None and (problem.forward or wider is None or problem.num_cols <= _MOST_BACKWARD_COLS):
+        return ring
+    if wider is not None:
         return None
     tile = _register_tile(
         problem, device, range(32, 1024 + 1, 32), _BLOCK_BYTES[problem.direction][DTYPES[problem.x].itemsize], 1
@@ -540,7 +587,9 @@ def _parameters_kernel(problem: Problem, strategy: str) -> tuple[Tile | None, Ke
     if not (problem.dweight or problem.dbias):
         return None, None
     pack_size = min(problem.widest_pack, 4)
-    tile = Tile(pack_size, 32, rows_per_block=16, blocks_per_sm=2)
+    # Partial rows are few: the columns are shared out among as many multiprocessors as they fill, by units of a cache line.
+    lanes = 32 if strategy == "uncached" or problem.num_cols >= 16384 else 8
+    tile = Tile(pack_size, lanes, rows_per_block=512 // lanes, blocks_per_sm=2)
     compute = _cpp(problem.compute)
     if strategy == "uncached":
         rows = f"RowProducts<Load<{_cpp(problem.x)}>, Load<{_cpp(problem.dy)}>, {_bool(problem.centered)}>"
@@ -568,8 +617,10 @@ def _check_tile(problem: Problem, strategy: str, tile: Tile, device: Device) -> 
         )
     if strategy == "warp" and (tile.threads_per_row > 32 or not power_of_two(tile.threads_per_row)):
         raise ValueError(f"tile has threads_per_row {tile.threads_per_row}; strategy 'warp' takes a power of two up to 32")
-    if strategy != "warp" and tile.rows_per_block != 1:
-        raise ValueError(f"tile has rows_per_block {tile.rows_per_block}; strategy {strategy!r} works on one row a block")
+    if strategy != "warp" and not tile.stages and tile.rows_per_block != 1:
+        raise ValueError(
+            f"tile has rows_per_block {tile.rows_per_block}; without stages strategy {strategy!r} works on one row a block"
+        )
     if strategy == "cluster":
         if tile.cluster_size not in dict(device.clusters):
             sizes = ", ".join(str(size) for size, _ in device.clusters)

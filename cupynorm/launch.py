@@ -1,4 +1,4 @@
-"""The only launch of a kernel on a GPU: device guard, stream, packed arguments.
+"""The only launch of a kernel on a GPU: stream, packed arguments, and the current device.
 
 A kernel takes one struct of 8-byte words. Functions and their attributes belong to a module that is loaded once for each
 device, so both are kept per device.
@@ -10,7 +10,7 @@ import ctypes
 import struct
 import threading
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 
 from . import nvrtc
 from .dispatch import Device, Kernel, Launch, device_like
@@ -37,19 +37,23 @@ def _thread() -> _ThreadState:
     return _ThreadState()
 
 
+def exchange_device(device_index: int) -> int:
+    """Makes a device current, and returns the one that was."""
+    runtime = nvrtc.cupy().cuda.runtime
+    former = runtime.getDevice()
+    if former != device_index:
+        runtime.setDevice(device_index)
+    return former
+
+
 @contextmanager
 def on_device(device_index: int):
     """Makes a device current for the body, and the former one again after it."""
-    runtime = nvrtc.cupy().cuda.runtime
-    current = runtime.getDevice()
-    if current == device_index:
-        yield
-        return
-    runtime.setDevice(device_index)
+    former = exchange_device(device_index)
     try:
         yield
     finally:
-        runtime.setDevice(current)
+        exchange_device(former)
 
 
 @cache
@@ -85,8 +89,8 @@ class LoadedKernel:
     def __init__(self, launch: Launch, device_index: int) -> None:
         from cupy_backends.cuda.api import driver
 
-        self.device_index = device_index
-        _thread()  # before anything that needs a context
+        self.thread = _thread()
+        self.thread.address  # noqa: B018  (its first use in a thread, before anything that needs a context)
         with on_device(device_index):
             self.function = _function(launch.kernel, device_index)  # keeps the module alive
             if launch.smem_bytes > 48 * 1024:
@@ -94,23 +98,21 @@ class LoadedKernel:
                 self.function.max_dynamic_shared_size_bytes = device(device_index).smem_per_block
             if launch.cluster_size > 8:
                 driver.funcSetAttribute(self.function.kernel.ptr, _NON_PORTABLE_CLUSTER_SIZE_ALLOWED, 1)
-            self.pointer = self.function.kernel.ptr
-        self.sizes = (launch.grid_size, 1, 1, launch.block_size, 1, 1, launch.smem_bytes)
-        self.launch_kernel = driver.launchKernel
-        self.runtime = nvrtc.cupy().cuda.runtime
+            pointer = self.function.kernel.ptr
+        sizes = (launch.grid_size, 1, 1, launch.block_size, 1, 1, launch.smem_bytes)
+        self.launch = partial(driver.launchKernel, pointer, *sizes)
         self.format: struct.Struct | None = None
 
     def enqueue(self, stream: int, words: tuple) -> None:
-        """words: the argument, ints (addresses, counts) and floats of 8 bytes each, of the same kinds in every call."""
+        """words: the argument, ints (addresses, counts) and floats of 8 bytes each, of the same kinds in every call.
+
+        The caller has made the kernel's device current.
+        """
         if self.format is None:
             self.format = struct.Struct(_format(words))
-        thread = _thread()
+        thread = self.thread
         self.format.pack_into(thread.words, 0, *words)
-        if self.runtime.getDevice() == self.device_index:
-            self.launch_kernel(self.pointer, *self.sizes, stream, thread.address, 0)
-        else:
-            with on_device(self.device_index):
-                self.launch_kernel(self.pointer, *self.sizes, stream, thread.address, 0)
+        self.launch(stream, thread.address, 0)
 
 
 _functions: dict = {}
@@ -136,8 +138,9 @@ def load(launch: Launch, device_index: int) -> LoadedKernel:
 
 
 def run(launch: Launch, device_index: int, stream: int, words: tuple) -> None:
-    """Loads and enqueues one kernel."""
-    load(launch, device_index).enqueue(stream, words)
+    """Loads and enqueues one kernel, whatever the current device."""
+    with on_device(device_index):
+        load(launch, device_index).enqueue(stream, words)
 
 
 def _format(words: tuple) -> str:

@@ -1,21 +1,22 @@
 """layer_norm, rms_norm and their explicit forward and backward: check, plan, allocate, launch.
 
-Reading order: `layer_norm` (what users call) -> `normalize` (autograd or not) -> `forward`. The first call of a kind is checked
-and planned (`_prepare_forward`); what it found is kept under all that it depends on, and later calls go straight to
-`_PreparedForward.run`: allocate, fill in the addresses, launch.
+Reading order: `layer_norm` (what users call) -> `normalize` (autograd or not) -> `prepare_forward` -> `_PreparedForward.run`.
+The first call of a kind is checked, planned and compiled; what that gave is kept under all that it depends on, and later calls
+only find it, allocate, fill in the addresses and launch.
 """
 
 from __future__ import annotations
 
 import math
 import numbers
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from . import arrays, launch
-from .arrays import Rows, View
+from .arrays import CuPyLibrary, Rows, TorchLibrary, View
 from .calls import DEFAULTS, BackwardCall, ForwardCall, Options, Parameter
 from .dispatch import STATISTICS, STRATEGIES, Problem, Tile, choose, pack_limit
 from .dtypes import DTYPES, compute_dtype
@@ -91,7 +92,7 @@ def layer_norm(
     cupynorm.MissingLibraryError if the input is on a GPU and CuPy or NVRTC is not installed.
     """
     return normalize(
-        True, input, normalized_shape, weight, bias, eps, residual, return_residual, zero_centered_weight, out_dtype, out,
+        True, input, _extents(normalized_shape), weight, bias, eps, residual, return_residual, zero_centered_weight, out_dtype, out,
         _options(strategy, tile, statistics, sm_margin),
     )  # fmt: skip
 
@@ -120,7 +121,7 @@ def rms_norm(
     elsewhere, as in float64. So is, elsewhere too, a row whose squares sum beyond 3.4e38.
     """
     return normalize(
-        False, input, normalized_shape, weight, bias, eps, residual, return_residual, zero_centered_weight, out_dtype, out,
+        False, input, _extents(normalized_shape), weight, bias, eps, residual, return_residual, zero_centered_weight, out_dtype, out,
         _options(strategy, tile, statistics, sm_margin),
     )  # fmt: skip
 
@@ -145,9 +146,12 @@ def layer_norm_forward(
 
     normalized_shape is by default weight's or bias's shape, or else the last dimension of x. Arguments and errors as for layer_norm.
     """
-    shape = _default_shape(x, weight, bias, normalized_shape)
+    extents = _default_extents(x, weight, bias, normalized_shape)
     options = _options(strategy, tile, statistics, sm_margin)
-    return forward(True, x, shape, weight, bias, eps, residual, zero_centered_weight, out_dtype, out, options)
+    prepared, given = prepare_forward(
+        True, x, extents, weight, bias, eps, residual, zero_centered_weight, out_dtype, out, options
+    )  # fmt: skip
+    return Forward(*prepared.run(*given))
 
 
 def rms_norm_forward(
@@ -167,9 +171,12 @@ def rms_norm_forward(
     statistics: str | None = None,
 ) -> Forward:
     """rms_norm that also returns what backward needs: Forward(y, None, rstd, sum). Arguments as for layer_norm_forward."""
-    shape = _default_shape(x, weight, bias, normalized_shape)
+    extents = _default_extents(x, weight, bias, normalized_shape)
     options = _options(strategy, tile, statistics, sm_margin)
-    return forward(False, x, shape, weight, bias, eps, residual, zero_centered_weight, out_dtype, out, options)
+    prepared, given = prepare_forward(
+        False, x, extents, weight, bias, eps, residual, zero_centered_weight, out_dtype, out, options
+    )  # fmt: skip
+    return Forward(*prepared.run(*given))
 
 
 def layer_norm_backward(
@@ -197,11 +204,12 @@ def layer_norm_backward(
     Returns Backward(dx in x's dtype, dweight and dbias of normalized_shape). The sums over rows are made in float32 (float64 for
     float64), in a fixed order: they repeat to the bit. Raises as layer_norm.
     """
-    shape = _default_shape(x, weight, None, normalized_shape)
+    extents = _default_extents(x, weight, None, normalized_shape)
     options = _options(strategy, tile, None, sm_margin)
-    return backward(
-        True, dy, x, mean, rstd, shape, weight, zero_centered_weight, dsum, gradients, dweight_dtype, dbias_dtype, options
+    prepared, given = prepare_backward(
+        True, dy, x, mean, rstd, extents, weight, zero_centered_weight, dsum, gradients, dweight_dtype, dbias_dtype, options
     )  # fmt: skip
+    return Backward(*prepared.run(*given))
 
 
 def rms_norm_backward(
@@ -221,11 +229,12 @@ def rms_norm_backward(
     tile: Tile | Mapping[str, int] | None = None,
 ) -> Backward:
     """Gradients of rms_norm at x, for the rstd that rms_norm_forward returned. All else as for layer_norm_backward."""
-    shape = _default_shape(x, weight, None, normalized_shape)
+    extents = _default_extents(x, weight, None, normalized_shape)
     options = _options(strategy, tile, None, sm_margin)
-    return backward(
-        False, dy, x, None, rstd, shape, weight, zero_centered_weight, dsum, gradients, dweight_dtype, dbias_dtype, options
+    prepared, given = prepare_backward(
+        False, dy, x, None, rstd, extents, weight, zero_centered_weight, dsum, gradients, dweight_dtype, dbias_dtype, options
     )  # fmt: skip
+    return Backward(*prepared.run(*given))
 
 
 # Checks: each failure is a sentence that says what was given and what was expected.
@@ -249,12 +258,35 @@ def _options(strategy: str | None, tile: object, statistics: str | None, sm_marg
             raise ValueError(
                 f"tile has fields {', '.join(map(str, tile))}; a Tile takes {', '.join(Tile.__annotations__)}"
             ) from error
+    for name, value in vars(tile).items() if tile is not None else ():
+        if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+            raise ValueError(f"tile has {name} {value!r}; expected an int")
     return Options(strategy, tile, statistics, int(sm_margin))
 
 
-def _default_shape(x: Array, weight: Array | None, bias: Array | None, normalized_shape: object) -> object:
+def _extents(normalized_shape: object) -> tuple[int, ...]:
+    """normalized_shape as a tuple of ints: what equals one, as (40.0,) equals (40,), is no key to what is kept for it."""
+    kind = normalized_shape.__class__
+    if kind is int:
+        return (normalized_shape,)
+    if kind is tuple:
+        for extent in normalized_shape:
+            if extent.__class__ is not int:
+                break
+        else:
+            return normalized_shape
+    try:
+        extents = (normalized_shape,) if isinstance(normalized_shape, numbers.Integral) else tuple(normalized_shape)
+    except TypeError:
+        extents = (None,)
+    if any(isinstance(extent, bool) or not isinstance(extent, numbers.Integral) for extent in extents):
+        raise TypeError(f"normalized_shape is {normalized_shape!r}; expected an int or a sequence of ints")
+    return tuple(int(extent) for extent in extents)
+
+
+def _default_extents(x: Array, weight: Array | None, bias: Array | None, normalized_shape: object) -> tuple[int, ...]:
     if normalized_shape is not None:
-        return normalized_shape
+        return _extents(normalized_shape)
     for parameter in (weight, bias):
         if hasattr(parameter, "shape"):
             return tuple(parameter.shape)
@@ -264,22 +296,11 @@ def _default_shape(x: Array, weight: Array | None, bias: Array | None, normalize
     return tuple(shape)[-1:]
 
 
-def _check_shape(shape: tuple[int, ...], normalized_shape: object, name: str) -> tuple[int, ...]:
-    given = normalized_shape
-    if isinstance(normalized_shape, numbers.Integral) and not isinstance(normalized_shape, bool):
-        normalized_shape = (normalized_shape,)
-    try:
-        checked = tuple(int(extent) for extent in normalized_shape)
-        integral = all(isinstance(extent, numbers.Integral) for extent in normalized_shape)
-    except (TypeError, ValueError):
-        integral = False
-    if not integral:
-        raise TypeError(f"normalized_shape is {given!r}; expected an int or a sequence of ints")
-    if not checked:
+def _check_extents(shape: tuple[int, ...], extents: tuple[int, ...], name: str) -> None:
+    if not extents:
         raise ValueError("normalized_shape is empty; expected at least one dimension")
-    if len(checked) > len(shape) or shape[len(shape) - len(checked) :] != checked:
-        raise ValueError(f"normalized_shape is {checked}, {name} has shape {shape}; expected its last dimensions")
-    return checked
+    if len(extents) > len(shape) or shape[len(shape) - len(extents) :] != extents:
+        raise ValueError(f"normalized_shape is {extents}, {name} has shape {shape}; expected its last dimensions")
 
 
 def _check_dtype(array: Array, name: str) -> str:
@@ -353,6 +374,19 @@ def _check_overlap(out: Array | None, others: Mapping[str, Array | None]) -> Non
                 raise ValueError(f"out shares memory with {name}; expected memory of its own")
 
 
+def _check_backward(centered, x, extents, weight, bias, y_dtype, options) -> None:
+    """Raises ValueError now if a strategy forced on a differentiable forward does not fit its backward."""
+    if options.strategy is None or arrays.on_host(x):
+        return
+    num_cols = arrays.product(extents)
+    dtype, weight_dtype, bias_dtype = (None if array is None else arrays.dtype_name(array) for array in (x, weight, bias))
+    problem = Problem(
+        "backward", centered, num_cols, dtype, dy=y_dtype, dx=dtype, weight=weight_dtype, dweight=weight_dtype, dbias=bias_dtype,
+        pack_limit=pack_limit(num_cols, ()),
+    )  # fmt: skip
+    choose(problem, launch.device(_view(x).device), options.strategy)
+
+
 def _view(array: Array) -> View:
     if isinstance(array, np.ndarray):
         strides = tuple(stride // array.itemsize for stride in array.strides)
@@ -360,34 +394,13 @@ def _view(array: Array) -> View:
     return arrays.library(array).view(array)
 
 
-# What a call depends on besides addresses. Calls that agree in all of it share their checks and their plan.
+# Calls whose arrays lie alike and whose other arguments are equal share their checks and their plan.
 
 _MOST_PREPARED = 4096  # then all are dropped: shapes without end must not fill the memory
 
 
-def _lie(array: Array | None) -> tuple | None:
-    """How an array lies: library, dtype, shape, strides, device and what alignment can matter. TypeError: not on a GPU."""
-    if array is None:
-        return None
-    try:
-        device_index = array.get_device()  # torch tensors alone have it; -1 on the CPU
-        if device_index >= 0:
-            return array.dtype, array.shape, array.stride(), array.data_ptr() & 15, device_index
-    except AttributeError:
-        if arrays.is_cupy(array):
-            return array.dtype, array.shape, array.strides, array.data.ptr & 15, array.data.device_id
-    raise TypeError("not on a GPU")
-
-
-def _find(prepared: dict, *key: object) -> tuple[tuple | None, Any]:
-    """(key, what is kept under it); the key is None where a call is not to be kept."""
-    try:
-        return key, prepared.get(key)
-    except TypeError:  # an unhashable normalized_shape: it may be wrong, or a list
-        return None, None
-
-
-def _keep(prepared: dict, key: tuple | None, value: object) -> None:
+def keep(prepared: dict, key: tuple | None, value: object) -> None:
+    """key is None where a call is not to be kept."""
     if key is not None:
         if len(prepared) >= _MOST_PREPARED:
             prepared.clear()
@@ -418,113 +431,130 @@ def _parameter(array: Array | None) -> tuple[Parameter | None, bool]:
 
 
 def normalize(
-    centered, input, normalized_shape, weight, bias, eps, residual, return_residual, zero_centered_weight, out_dtype, out, options
+    centered, input, extents, weight, bias, eps, residual, return_residual, zero_centered_weight, out_dtype, out, options
 ):  # fmt: skip
-    """layer_norm and rms_norm: through autograd where torch asks for it, else straight to `forward`."""
-    input = arrays.take(input, "input")
-    if arrays.is_torch(input):
-        from . import autograd
-
-        if autograd.wants_gradient(input, weight, bias, residual):
-            y, added = autograd.apply(
-                centered, input, normalized_shape, weight, bias, eps, residual, zero_centered_weight, out_dtype, out, options
-            )  # fmt: skip
-            return (y, added) if return_residual else y
-    result = forward(
-        centered, input, normalized_shape, weight, bias, eps, residual, zero_centered_weight, out_dtype, out, options,
-        wants_statistics=False,
+    """layer_norm and rms_norm: recorded by autograd where torch asks for it."""
+    recorded = arrays.is_torch(input) and _autograd().wants_gradient(input, weight, bias, residual)
+    prepared, given = prepare_forward(
+        centered, input, extents, weight, bias, eps, residual, zero_centered_weight, out_dtype, out, options,
+        FOR_GRADIENTS if recorded else FOR_Y,
     )  # fmt: skip
-    return (result.y, result.sum) if return_residual else result.y
+    if recorded:
+        y, added = _autograd().record(prepared, input, weight, bias, residual)
+    else:
+        y, _, _, added = prepared.run(*given)
+    return (y, added) if return_residual else y
 
 
+@cache
+def _autograd():
+    from . import autograd
+
+    return autograd
+
+
+# What a forward is for.
+FOR_Y, FOR_STATISTICS, FOR_GRADIENTS = "y", "statistics", "gradients"
 _forwards: dict[tuple, _PreparedForward] = {}
 
 
-def forward(
-    centered, x, normalized_shape, weight, bias, eps, residual, zero_centered_weight, out_dtype, out, options, wants_statistics=True
-) -> Forward:  # fmt: skip
-    """Checks everything, then computes on the host or on the GPU."""
-    key = prepared = None
+def prepare_forward(
+    centered, x, extents, weight, bias, eps, residual, zero_centered_weight, out_dtype, out, options, purpose=FOR_STATISTICS
+) -> tuple[_PreparedForward | _ReferenceForward, tuple]:  # fmt: skip
+    """Checks everything: an object whose `run` takes the arrays that are returned beside it. Nothing is allocated or launched."""
+    lie = arrays.library(x).lie
     try:
-        lie = (_lie(x), _lie(weight), _lie(bias), _lie(residual), _lie(out))
-        key, prepared = _find(
-            _forwards, centered, lie, normalized_shape, normalized_shape.__class__, eps, eps.__class__, zero_centered_weight,
-            out_dtype, options, wants_statistics,
+        # An eps of True equals one of 1. Whatever else is equal means the same.
+        key = (
+            lie(x), lie(weight), lie(bias), lie(residual), lie(out), centered, extents, eps, eps.__class__, zero_centered_weight,
+            out_dtype, options, purpose,
         )  # fmt: skip
-    except TypeError:
-        pass  # on the host, or no array at all: the checks below find words for it
+        prepared = _forwards.get(key)
+    except (AttributeError, TypeError):  # arrays of several libraries, or none: the checks below find words for it
+        key = prepared = None
     if prepared is None:
         x = arrays.take(x, "input")
         dtype = _check_dtype(x, "input")
         shape = tuple(x.shape)
-        normalized = _check_shape(shape, normalized_shape, "input")
-        weight = _take_like(weight, x, normalized, "weight", "input")
-        bias = _take_like(bias, x, normalized, "bias", "input")
+        _check_extents(shape, extents, "input")
+        weight = _take_like(weight, x, extents, "weight", "input")
+        bias = _take_like(bias, x, extents, "bias", "input")
         residual = _take_like(residual, x, shape, "residual", "input")
         if residual is not None and arrays.dtype_name(residual) != dtype:
             raise TypeError(f"residual is of dtype {arrays.dtype_name(residual)}; expected the input's, {dtype}")
         eps = _check_eps(eps, dtype, has_default=not centered)
         y_dtype = _check_dtype_name(out_dtype, "out_dtype") if out_dtype is not None else dtype
-        _check_out(out, x, y_dtype, len(normalized))
+        _check_out(out, x, y_dtype, len(extents))
+        if purpose is FOR_GRADIENTS:
+            if out is not None:
+                raise ValueError("out was given for tensors that require gradients; expected out=None, or torch.no_grad()")
+            _check_backward(centered, x, extents, weight, bias, y_dtype, options)
+        arguments = (centered, x, extents, weight, bias, eps, residual, zero_centered_weight, y_dtype, out, options)
         if arrays.on_host(x):
-            _check_overlap(out, {"input": x, "weight": weight, "bias": bias, "residual": residual})
-            leading = shape[: len(shape) - len(normalized)]
-            return _forward_on_host(centered, x, leading, weight, bias, eps, residual, zero_centered_weight, y_dtype, out)
-        prepared = _PreparedForward(
-            centered, x, len(normalized), weight, bias, eps, residual, zero_centered_weight, y_dtype, out, options, wants_statistics
-        )  # fmt: skip
-        _keep(_forwards, key, prepared)
+            prepared = _ReferenceForward(*arguments)
+        else:
+            prepared = _PreparedForward(*arguments, wants_statistics=purpose is not FOR_Y)
+            keep(_forwards, key, prepared)
     if out is not None:
         _check_overlap(out, {"input": x, "weight": weight, "bias": bias, "residual": residual})
-    return prepared.run(x, weight, bias, residual, out)
+    return prepared, (x, weight, bias, residual, out)
 
 
-class _PreparedForward:
-    """A forward that is checked, planned and compiled: `run` takes any arrays that lie as those it was made from."""
+class _Forward:
+    """A forward that is checked, and what its gradients depend on besides arrays; backwards: those that autograd prepared."""
+
+    def __init__(self, centered, extents, bias, zero_centered_weight, options) -> None:
+        self.centered, self.extents = centered, extents
+        self.zero_centered_weight = bool(zero_centered_weight)
+        self.bias_dtype = None if bias is None else arrays.dtype_name(bias)
+        self.backward_options = options._replace(tile=None)  # a tile belongs to one kernel; a strategy is meant for both
+        self.backwards: dict[tuple, _PreparedBackward | _ReferenceBackward] = {}
+
+
+class _PreparedForward(_Forward):
+    """A forward that is planned and compiled: `run` takes any arrays that lie as those it was made from."""
 
     def __init__(
-        self, centered, x, num_dims, weight, bias, eps, residual, zero_centered_weight, y_dtype, out, options, wants_statistics
+        self, centered, x, extents, weight, bias, eps, residual, zero_centered_weight, y_dtype, out, options, wants_statistics
     ) -> None:  # fmt: skip
-        self.library = library = arrays.library(x)
+        super().__init__(centered, extents, bias, zero_centered_weight, options)
+        num_dims = len(extents)
         view = _view(x)
         self.device_index = view.device
-        self.shape = view.shape
-        self.leading = view.shape[: len(view.shape) - num_dims]
-        x_rows, self.copy_x = _rows(x, num_dims)
-        residual_rows, self.copy_residual = _rows(residual, num_dims)
-        weight_parameter, self.copy_weight = _parameter(weight)
-        bias_parameter, self.copy_bias = _parameter(bias)
-        self.copies = self.copy_x or self.copy_residual or self.copy_weight or self.copy_bias
+        self.library = library = arrays.library(x)(view.device)
+        leading = view.shape[: len(view.shape) - num_dims]
+        x_rows, copy_x = _rows(x, num_dims)
+        residual_rows, copy_residual = _rows(residual, num_dims)
+        weight_parameter, copy_weight = _parameter(weight)
+        bias_parameter, copy_bias = _parameter(bias)
+        self.copies = _copies(copy_x, copy_weight, copy_bias, copy_residual)  # in the order of run's arguments
         y_rows = arrays.contiguous_rows(view.shape, num_dims, y_dtype) if out is None else _rows(out, num_dims)[0]
         sum_rows = arrays.contiguous_rows(view.shape, num_dims, view.dtype) if residual is not None else None
-        call = ForwardCall(
+        self.call = call = ForwardCall(
             launch.device(view.device), centered, x_rows, y_rows, weight_parameter, bias_parameter, eps, zero_centered_weight,
             residual_rows, sum_rows, options,
         )  # fmt: skip
-        self.call = call
         self.kernels = [launch.load(each, view.device) for each in call.plan.launches]
-        self.y_dtype = library.dtype(y_dtype)
-        self.x_dtype = library.dtype(view.dtype)
-        compute = library.dtype(compute_dtype(view.dtype).name)
-        self.mean_dtype = compute if centered and wants_statistics else None
-        self.rstd_dtype = compute if wants_statistics else None
+        compute = compute_dtype(view.dtype).name
+        self.new_y = _new(library, view.shape, y_dtype)
+        self.new_mean = _new(library, leading, compute if centered and wants_statistics else None)
+        self.new_rstd = _new(library, leading, compute if wants_statistics else None)
+        self.new_sum = _new(library, view.shape, view.dtype)
 
-    def run(self, x: Array, weight: Array | None, bias: Array | None, residual: Array | None, out: Array | None) -> Forward:
-        library, device_index = self.library, self.device_index
-        if self.copies:
-            x = library.contiguous(x) if self.copy_x else x
-            weight = library.contiguous(weight) if self.copy_weight else weight
-            bias = library.contiguous(bias) if self.copy_bias else bias
-            residual = library.contiguous(residual) if self.copy_residual else residual
-        address = library.address
-        if out is not None:
-            y = out
-        else:
-            y = library.empty(self.shape, self.y_dtype, device_index)
-        mean = library.empty(self.leading, self.mean_dtype, device_index) if self.mean_dtype else None
-        rstd = library.empty(self.leading, self.rstd_dtype, device_index) if self.rstd_dtype else None
-        added = x if residual is None else library.empty(self.shape, self.x_dtype, device_index)
-        if self.kernels:
+    def run(self, x: Array, weight: Array | None, bias: Array | None, residual: Array | None, out: Array | None) -> tuple:
+        """The fields of Forward."""
+        library = self.library
+        former = library.exchange_device(self.device_index)
+        try:
+            added = x if residual is None else self.new_sum()
+            if self.copies:
+                x, weight, bias, residual = _contiguous(library, self.copies, (x, weight, bias, residual))
+            y = self.new_y() if out is None else out
+            mean, rstd = self.new_mean(), self.new_rstd()
+            if not self.kernels:  # no rows, or rows of no columns, which have no statistics
+                _fill((mean, rstd), math.nan)
+                return y, mean, rstd, added
+            address = library.address
             words = self.call.words(
                 address(x),
                 address(y),
@@ -532,46 +562,73 @@ class _PreparedForward:
                 0 if bias is None else address(bias),
                 0 if mean is None else address(mean),
                 0 if rstd is None else address(rstd),
-                *(() if residual is None else (address(residual), address(added))),
+                0 if residual is None else address(residual),
+                0 if residual is None else address(added),
             )
-            self.kernels[0].enqueue(library.stream(device_index), words)
-        else:  # no rows, or rows of no columns, which have no statistics
-            for array in (mean, rstd):
-                if array is not None:
-                    library.fill(array, math.nan)
-        return Forward(y, mean, rstd, added)
+            self.kernels[0].enqueue(library.stream(), words)
+            return y, mean, rstd, added
+        finally:
+            if former != self.device_index:
+                library.exchange_device(former)
 
 
-def _forward_on_host(centered, x, leading, weight, bias, eps, residual, zero_centered_weight, y_dtype, out) -> Forward:
-    """The reference, rounded once."""
-    from . import reference
+def _new(library: CuPyLibrary | TorchLibrary, shape: tuple[int, ...], dtype: str | None) -> Callable[[], Array | None]:
+    """Makes new arrays on the current device, or None where there is no dtype."""
+    return library.allocator(shape, library.dtype(dtype)) if dtype else lambda: None
 
-    dtype = arrays.dtype_name(x)
-    compute = compute_dtype(dtype).name
-    num_rows = arrays.product(leading)
-    matrix = (
-        arrays.to_float64(x).reshape(num_rows, -1)
-        if num_rows
-        else np.empty((0, arrays.product(tuple(x.shape)[len(leading) :])))
-    )
-    added = x
-    if residual is not None:
-        added = arrays.from_float64(matrix.reshape(tuple(x.shape)) + arrays.to_float64(residual), dtype, x)
-        matrix = arrays.to_float64(added).reshape(matrix.shape)
-    weight64, bias64 = (None if array is None else arrays.to_float64(array).reshape(-1) for array in (weight, bias))
-    if matrix.shape[1] == 0:
-        nothing = np.full(leading, np.nan)
-        y = out if out is not None else arrays.from_float64(np.empty(tuple(x.shape)), y_dtype, x)
-        mean, rstd = (arrays.from_float64(nothing, compute, x) for _ in range(2))
-        return Forward(y, mean if centered else None, rstd, added)
-    norm = reference.layer_norm if centered else reference.rms_norm
-    result = norm(matrix, weight64, bias64, eps, zero_centered_weight=bool(zero_centered_weight))
-    y = arrays.from_float64(result.y.reshape(tuple(x.shape)), y_dtype, x)
-    if out is not None:
-        out[...] = y
-        y = out
-    mean = arrays.from_float64(result.mean.reshape(leading), compute, x) if centered else None
-    return Forward(y, mean, arrays.from_float64(result.rstd.reshape(leading), compute, x), added)
+
+def _copies(*copied: bool) -> tuple[bool, ...]:
+    """Which of some arrays `_contiguous` must copy; empty if none."""
+    return copied if any(copied) else ()
+
+
+def _contiguous(
+    library: CuPyLibrary | TorchLibrary, copies: tuple[bool, ...], given: tuple[Array | None, ...]
+) -> Iterator[Array]:
+    return (library.contiguous(array) if copied else array for array, copied in zip(given, copies))
+
+
+def _fill(some: tuple[Array | None, ...], value: float) -> None:
+    for array in some:
+        if array is not None:
+            array[...] = value
+
+
+class _ReferenceForward(_Forward):
+    """A forward of arrays on the host: the reference, rounded once."""
+
+    def __init__(
+        self, centered, x, extents, weight, bias, eps, residual, zero_centered_weight, y_dtype, out, options
+    ) -> None:  # fmt: skip
+        super().__init__(centered, extents, bias, zero_centered_weight, options)
+        self.eps = eps
+        self.shape = tuple(x.shape)
+        self.leading = self.shape[: len(self.shape) - len(extents)]
+        self.matrix_shape = arrays.product(self.leading), arrays.product(extents)
+        self.dtype, self.y_dtype = arrays.dtype_name(x), y_dtype
+        self.compute = compute_dtype(self.dtype).name
+
+    def run(self, x, weight, bias, residual, out) -> tuple:
+        from . import reference
+
+        matrix = arrays.to_float64(x).reshape(self.matrix_shape)
+        added = x
+        if residual is not None:
+            added = arrays.from_float64(matrix.reshape(self.shape) + arrays.to_float64(residual), self.dtype, x)
+            matrix = arrays.to_float64(added).reshape(self.matrix_shape)
+        weight64, bias64 = (None if array is None else arrays.to_float64(array).reshape(-1) for array in (weight, bias))
+        if matrix.shape[1] == 0:
+            y = out if out is not None else arrays.from_float64(np.empty(self.shape), self.y_dtype, x)
+            mean, rstd = (arrays.from_float64(np.full(self.leading, np.nan), self.compute, x) for _ in range(2))
+            return y, mean if self.centered else None, rstd, added
+        norm = reference.layer_norm if self.centered else reference.rms_norm
+        result = norm(matrix, weight64, bias64, self.eps, zero_centered_weight=self.zero_centered_weight)
+        y = arrays.from_float64(result.y.reshape(self.shape), self.y_dtype, x)
+        if out is not None:
+            out[...] = y
+            y = out
+        mean = arrays.from_float64(result.mean.reshape(self.leading), self.compute, x) if self.centered else None
+        return y, mean, arrays.from_float64(result.rstd.reshape(self.leading), self.compute, x), added
 
 
 # Backward.
@@ -580,32 +637,32 @@ def _forward_on_host(centered, x, leading, weight, bias, eps, residual, zero_cen
 _backwards: dict[tuple, _PreparedBackward] = {}
 
 
-def backward(
-    centered, dy, x, mean, rstd, normalized_shape, weight, zero_centered_weight, dsum, gradients, dweight_dtype, dbias_dtype, options
-) -> Backward:  # fmt: skip
-    """Checks everything, then computes the gradients asked for on the host or on the GPU."""
-    key = prepared = None
+def prepare_backward(
+    centered, dy, x, mean, rstd, extents, weight, zero_centered_weight, dsum, gradients, dweight_dtype, dbias_dtype, options
+) -> tuple[_PreparedBackward | _ReferenceBackward, tuple]:  # fmt: skip
+    """Checks everything: an object whose `run` takes the arrays that are returned beside it. Nothing is allocated or launched."""
     if not isinstance(gradients, str):
         gradients = tuple(gradients)
+    lie = arrays.library(x).lie
     try:
-        lie = (_lie(dy), _lie(x), _lie(mean), _lie(rstd), _lie(weight), _lie(dsum))
-        key, prepared = _find(
-            _backwards, centered, lie, normalized_shape, normalized_shape.__class__, zero_centered_weight, gradients,
+        key = (
+            lie(dy), lie(x), lie(mean), lie(rstd), lie(weight), lie(dsum), centered, extents, zero_centered_weight, gradients,
             dweight_dtype, dbias_dtype, options,
         )  # fmt: skip
-    except TypeError:
-        pass  # on the host, or no array at all: the checks below find words for it
+        prepared = _backwards.get(key)
+    except (AttributeError, TypeError):  # arrays of several libraries, or none: the checks below find words for it
+        key = prepared = None
     if prepared is None:
         x = arrays.take(x, "x")
         dtype = _check_dtype(x, "x")
         shape = tuple(x.shape)
-        normalized = _check_shape(shape, normalized_shape, "x")
-        leading = shape[: len(shape) - len(normalized)]
+        _check_extents(shape, extents, "x")
+        leading = shape[: len(shape) - len(extents)]
         dy = _take_like(dy, x, shape, "dy", "x")
         if dy is None:
             raise TypeError("dy is None; expected the gradient of y")
         dsum = _take_like(dsum, x, shape, "dsum", "x")
-        weight = _take_like(weight, x, normalized, "weight", "x")
+        weight = _take_like(weight, x, extents, "weight", "x")
         mean = _take_statistic(mean, x, leading, "mean") if centered else None
         rstd = _take_statistic(rstd, x, leading, "rstd")
         if isinstance(gradients, str) or any(name not in Backward._fields for name in gradients):
@@ -617,15 +674,14 @@ def backward(
             own if dbias_dtype is None else _check_dtype_name(dbias_dtype, "dbias_dtype"),
         )
         wanted = tuple(each if name in gradients else None for name, each in zip(Backward._fields, dtypes))
-        if not any(wanted):
-            return Backward(None, None, None)
         if arrays.on_host(x):
-            return _backward_on_host(centered, dy, x, mean, rstd, weight, zero_centered_weight, dsum, wanted, normalized)
-        prepared = _PreparedBackward(
-            centered, dy, x, mean, rstd, normalized, weight, zero_centered_weight, dsum, wanted, options
-        )
-        _keep(_backwards, key, prepared)
-    return prepared.run(dy, x, mean, rstd, weight, dsum)
+            prepared = _ReferenceBackward(centered, shape, extents, zero_centered_weight, wanted)
+        else:
+            prepared = _PreparedBackward(
+                centered, dy, x, mean, rstd, extents, weight, zero_centered_weight, dsum, wanted, options
+            )
+            keep(_backwards, key, prepared)
+    return prepared, (dy, x, mean, rstd, weight, dsum)
 
 
 def _take_statistic(array: Array | None, x: Array, leading: tuple[int, ...], name: str) -> Array:
@@ -642,100 +698,92 @@ class _PreparedBackward:
     """A backward that is checked, planned and compiled: `run` takes any arrays that lie as those it was made from."""
 
     def __init__(
-        self, centered, dy, x, mean, rstd, normalized, weight, zero_centered_weight, dsum, wanted, options
+        self, centered, dy, x, mean, rstd, extents, weight, zero_centered_weight, dsum, wanted, options
     ) -> None:  # fmt: skip
-        self.library = library = arrays.library(x)
         view = _view(x)
-        num_dims = len(normalized)
+        num_dims = len(extents)
         self.device_index = view.device
-        self.shape, self.normalized = view.shape, normalized
+        self.library = library = arrays.library(x)(view.device)
         dy_rows, copy_dy = _rows(dy, num_dims)
         x_rows, copy_x = _rows(x, num_dims)
         dsum_rows, copy_dsum = _rows(dsum if wanted[0] else None, num_dims)
         weight_parameter, copy_weight = _parameter(weight)
         # In the order of run's arguments.
-        self.copy = (copy_dy, copy_x, _parameter(mean)[1], _parameter(rstd)[1], copy_weight, copy_dsum)
+        self.copies = _copies(copy_dy, copy_x, _parameter(mean)[1], _parameter(rstd)[1], copy_weight, copy_dsum)
         dx_rows = arrays.contiguous_rows(view.shape, num_dims, view.dtype) if wanted[0] else None
         dweight, dbias = ((0, dtype) if dtype else None for dtype in wanted[1:])  # fresh arrays are aligned
-        call = BackwardCall(
+        self.call = call = BackwardCall(
             launch.device(view.device), centered, x_rows, dy_rows, weight_parameter, zero_centered_weight, dx_rows, dweight,
             dbias, dsum_rows, options,
         )  # fmt: skip
-        self.call = call
-        self.kernels = [launch.load(each, view.device) for each in call.plan.launches]
-        self.dtypes = tuple(library.dtype(name) if name else None for name in wanted)
-        self.partials_dtype = library.dtype(call.plan.problem.compute)
+        self.kernels = [launch.load(each, view.device) for each in call.plan.launches] if any(wanted) else []
+        shapes = (view.shape, extents, extents)
+        self.new_dx, self.new_dweight, self.new_dbias = (_new(library, shape, dtype) for shape, dtype in zip(shapes, wanted))
+        self.new_partials = _new(library, call.partials_shape, call.plan.problem.compute if call.partials_shape else None)
 
-    def run(self, dy: Array, x: Array, mean: Array | None, rstd: Array, weight: Array | None, dsum: Array | None) -> Backward:
-        library, device_index = self.library, self.device_index
-        if any(self.copy):
-            given = (dy, x, mean, rstd, weight, dsum)
-            dy, x, mean, rstd, weight, dsum = (
-                library.contiguous(array) if copied else array for array, copied in zip(given, self.copy)
+    def run(self, dy: Array, x: Array, mean: Array | None, rstd: Array, weight: Array | None, dsum: Array | None) -> tuple:
+        """The fields of Backward."""
+        library = self.library
+        former = library.exchange_device(self.device_index)
+        try:
+            if self.copies:
+                dy, x, mean, rstd, weight, dsum = _contiguous(library, self.copies, (dy, x, mean, rstd, weight, dsum))
+            dx, dweight, dbias = self.new_dx(), self.new_dweight(), self.new_dbias()
+            if not self.kernels:  # no rows, or no columns: sums of nothing
+                _fill((dweight, dbias), 0.0)
+                return dx, dweight, dbias
+            partials = self.new_partials()
+            address = library.address
+            words = self.call.words(
+                address(x),
+                address(dy),
+                0 if weight is None else address(weight),
+                0 if dx is None else address(dx),
+                0 if mean is None else address(mean),
+                address(rstd),
+                0 if dweight is None else address(dweight),
+                0 if dbias is None else address(dbias),
+                0 if dsum is None else address(dsum),
+                0 if partials is None else address(partials),
             )
-        shapes = (self.shape, self.normalized, self.normalized)
-        dx, dweight, dbias = (
-            library.empty(shape, dtype, device_index) if dtype else None for shape, dtype in zip(shapes, self.dtypes)
-        )
-        if not self.kernels:  # no rows, or no columns: sums of nothing
-            for array in (dweight, dbias):
-                if array is not None:
-                    library.fill(array, 0.0)
-            return Backward(dx, dweight, dbias)
-        shape = self.call.partials_shape
-        partials = library.empty(shape, self.partials_dtype, device_index) if shape else None
-        addresses = (
-            0 if array is None else library.address(array)
-            for array in (x, dy, weight, dx, mean, rstd, dweight, dbias, dsum, partials)
-        )
-        stream = library.stream(device_index)
-        for kernel, words in zip(self.kernels, self.call.words(*addresses)):
-            kernel.enqueue(stream, words)
-        return Backward(dx, dweight, dbias)
+            stream = library.stream()
+            for kernel, argument in zip(self.kernels, words):
+                kernel.enqueue(stream, argument)
+            return dx, dweight, dbias
+        finally:
+            if former != self.device_index:
+                library.exchange_device(former)
 
 
-def check_backward(centered, x, normalized_shape, weight, bias, residual, out_dtype, options) -> None:
-    """Raises ValueError now if a strategy forced on a differentiable forward does not fit its backward."""
-    if options.strategy is None or arrays.on_host(x):
-        return
-    num_cols = arrays.product(_check_shape(tuple(x.shape), normalized_shape, "input"))
-    dtype = _check_dtype(x, "input")
-    dtypes = {"dweight": weight, "dbias": bias}
-    problem = Problem(
-        "backward", centered, num_cols, dtype, dy=_check_dtype_name(out_dtype, "out_dtype") if out_dtype is not None else dtype,
-        dx=dtype, weight=None if weight is None else arrays.dtype_name(weight), pack_limit=pack_limit(num_cols, ()),
-        **{name: None if array is None else arrays.dtype_name(array) for name, array in dtypes.items()},
-    )  # fmt: skip
-    choose(problem, launch.device(_view(x).device), options.strategy)
+class _ReferenceBackward:
+    """A backward of arrays on the host: the reference, rounded once."""
 
+    def __init__(self, centered, shape, extents, zero_centered_weight, wanted) -> None:
+        self.centered, self.zero_centered_weight = centered, bool(zero_centered_weight)
+        self.shapes, self.dtypes = (shape, extents, extents), wanted
+        self.matrix_shape = arrays.product(shape[: len(shape) - len(extents)]), arrays.product(extents)
 
-def _backward_on_host(centered, dy, x, mean, rstd, weight, zero_centered_weight, dsum, wanted, normalized) -> Backward:
-    """The reference, rounded once."""
-    from . import reference
+    def run(self, dy, x, mean, rstd, weight, dsum) -> tuple:
+        from . import reference
 
-    num_cols = arrays.product(normalized)
-    num_rows = arrays.product(tuple(x.shape)[: len(x.shape) - len(normalized)])
+        if self.matrix_shape[1] == 0:
+            gradients = [np.empty(shape) for shape in self.shapes]
+        else:
 
-    shapes = (tuple(x.shape), normalized, normalized)
-    if num_cols == 0:
-        empty = (arrays.from_float64(np.empty(shape), dtype, x) if dtype else None for shape, dtype in zip(shapes, wanted))
-        return Backward(*empty)
+            def matrix(array: Array) -> np.ndarray:
+                return arrays.to_float64(array).reshape(self.matrix_shape)
 
-    def matrix(array: Array) -> np.ndarray:
-        return arrays.to_float64(array).reshape(num_rows, num_cols)
-
-    options = {"zero_centered_weight": bool(zero_centered_weight), "dsum": None if dsum is None else matrix(dsum)}
-    weight64 = None if weight is None else arrays.to_float64(weight).reshape(-1)
-    rstd64 = arrays.to_float64(rstd).reshape(-1)
-    if centered:
-        result = reference.layer_norm_backward(
-            matrix(dy), matrix(x), arrays.to_float64(mean).reshape(-1), rstd64, weight64, **options
-        )
-    else:
-        result = reference.rms_norm_backward(matrix(dy), matrix(x), rstd64, weight64, **options)
-    return Backward(
-        *(
+            rows = [matrix(dy), matrix(x), arrays.to_float64(rstd).reshape(-1)]
+            if self.centered:
+                rows.insert(2, arrays.to_float64(mean).reshape(-1))
+            norm_backward = reference.layer_norm_backward if self.centered else reference.rms_norm_backward
+            gradients = norm_backward(
+                *rows,
+                None if weight is None else arrays.to_float64(weight).reshape(-1),
+                zero_centered_weight=self.zero_centered_weight,
+                dsum=None if dsum is None else matrix(dsum),
+            )
+        return tuple(
             arrays.from_float64(values.reshape(shape), dtype, x) if dtype else None
-            for values, shape, dtype in zip(result, shapes, wanted)
+            for values, shape, dtype in zip(gradients, self.shapes, self.dtypes)
         )
-    )
