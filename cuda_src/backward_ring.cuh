@@ -85,23 +85,42 @@ __device__ __forceinline__ void backward_ring(const Backward<LoadX, LoadDy, Scal
   ring_sync<tile>();
 
   // f(pack, xs, dys) for each pack of this lane in a slot; beyond the row dys are zero
-  const auto for_each_pack = [&](int slot, auto f) {
-    const auto* x = reinterpret_cast<const X*>(ring.slots + slot * Ring::slot_bytes);
-    const auto* dy = reinterpret_cast<const Dy*>(x + Shape::part_cols);
+  const auto for_each_pack = [&](int slot, const auto& offsets, auto f) {
+    const unsigned char* start = ring.slots + slot * Ring::slot_bytes;
+    const X* x = offsets.x.in(start);
+    const Dy* dy = offsets.dy.in(start + RingOffset<tile, X>::part_bytes);
 #pragma unroll
     for (int pack = 0; pack < packs_per_thread; ++pack) {
       Compute xs[pack_size], dys[pack_size];
       unpack(load_pack<pack_size>(x + Shape::col(pack)), xs);
       unpack(load_pack<pack_size>(dy + Shape::col(pack)), dys);
+      if constexpr (!Ring::aligned) {
+#pragma unroll
+        for (int index = 0; index < pack_size; ++index) {
+          xs[index] = Shape::in_part(pack, cols) ? xs[index] : Compute(0);
+          dys[index] = Shape::in_part(pack, cols) ? dys[index] : Compute(0);
+        }
+      }
       f(pack, xs, dys);
     }
   };
 
+  struct Offsets {
+    RingOffset<tile, X> x;
+    RingOffset<tile, Dy> dy;
+    __device__ __forceinline__ void advance() {
+      x.advance();
+      dy.advance();
+    }
+  };
+  Offsets offsets_ahead{{problem.load_x.row_start(turns.first_row) + cols.first_col, x_step},
+                        {problem.load_dy.row_start(turns.first_row) + cols.first_col, dy_step}},
+      offsets = offsets_ahead;
   typename Ring::Position ahead, at;
   const auto add = [&](unsigned turn, const RowGradient<Compute>& gradient) {
     ring.wait(ahead, cols.size());
     Sum<Compute, 2> sums{};
-    for_each_pack(ahead.slot, [&](int pack, const Compute(&xs)[pack_size], const Compute(&dys)[pack_size]) {
+    for_each_pack(ahead.slot, offsets_ahead, [&](int pack, const Compute(&xs)[pack_size], const Compute(&dys)[pack_size]) {
       Compute scales[pack_size], partial[2] = {};
       weights.unpack_to(pack, scales);
 #pragma unroll
@@ -119,6 +138,7 @@ __device__ __forceinline__ void backward_ring(const Backward<LoadX, LoadDy, Scal
     });
     if constexpr (gradients.dx) exchange.send(turn, warp_reduce_two(sums.part[0], sums.part[1]));
     ahead.advance();
+    offsets_ahead.advance();
   };
 
   const Compute reciprocal = Compute(1) / static_cast<Compute>(problem.num_cols);
@@ -133,7 +153,7 @@ __device__ __forceinline__ void backward_ring(const Backward<LoadX, LoadDy, Scal
       Sum<Compute, 1> sum{};
       exchange.for_each_source([&](int index) { sum.part[0] += exchange.received(turn, speaks_for_second(), index); });
       gradient.finish(both_halves(warp_reduce<16>(sum).part[0]), reciprocal);
-      for_each_pack(at.slot, [&](int pack, const Compute(&xs)[pack_size], const Compute(&dys)[pack_size]) {
+      for_each_pack(at.slot, offsets, [&](int pack, const Compute(&xs)[pack_size], const Compute(&dys)[pack_size]) {
         Compute scales[pack_size], dx[pack_size];
         weights.unpack_to(pack, scales);
 #pragma unroll
@@ -148,6 +168,7 @@ __device__ __forceinline__ void backward_ring(const Backward<LoadX, LoadDy, Scal
     __syncwarp();
     if (threadIdx.x % 32 == 0 && turn + tile.stages < turns.count) fetch(at.slot);
     at.advance();
+    offsets.advance();
     row += turns.step;
     gradient = next;
     next = following;

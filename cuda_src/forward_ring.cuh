@@ -22,6 +22,10 @@ struct RingRow {
     for (int pack = 0; pack < tile.packs_per_thread; ++pack) {
       Compute values[tile.pack_size];
       unpack(load_pack<tile.pack_size>(part + Shape::col(pack)), values);
+      if constexpr (!RingOffset<tile, Held>::aligned) {
+#pragma unroll
+        for (Compute& value : values) value = in_part(pack) ? value : Compute(0);
+      }
       f(pack, values);
     }
   }
@@ -59,24 +63,27 @@ __device__ __forceinline__ void forward_ring(const Forward<Load, Store>& problem
   }
   ring_sync<tile>();
 
-  const auto in_slot = [&](int slot) {
-    return RingRow<Held, Compute, tile>{reinterpret_cast<const Held*>(ring.slots + slot * Ring::slot_bytes), cols};
+  const auto in_slot = [&](int slot, const RingOffset<tile, Held>& offset) {
+    return RingRow<Held, Compute, tile>{offset.in(ring.slots + slot * Ring::slot_bytes), cols};
   };
   // How many columns the warps have that fall to this lane in an exchange.
   Compute source_cols[Sums::sources_per_lane];
 #pragma unroll
   for (int index = 0; index < Sums::sources_per_lane; ++index) {
-    source_cols[index] = static_cast<Compute>(Shape::source_cols(Sums::source(index), num_cols));
+    source_cols[index] = static_cast<Compute>(Shape::part_of(Sums::source(index), num_cols).size());
   }
 
   typename Ring::Position ahead, at;
+  RingOffset<tile, Held> offset_ahead(problem.load.row_start(turns.first_row) + cols.first_col, fetch_step),
+      offset = offset_ahead;
   const auto send_moments = [&](unsigned turn) {
     ring.wait(ahead, cols.size());
-    auto values = in_slot(ahead.slot);
+    auto values = in_slot(ahead.slot, offset_ahead);
     const auto [mean, squares, rest] = part_moments<centered, statistics, Held, Compute>(values, cols.size());
     exchange.send(turn, speaks_for_second() ? squares : mean);
     if constexpr (has_rest) exchange.send_third(turn, rest);
     ahead.advance();
+    offset_ahead.advance();
   };
   const auto receive_moments = [&](unsigned turn) {
     exchange.wait(turn);
@@ -104,7 +111,7 @@ __device__ __forceinline__ void forward_ring(const Forward<Load, Store>& problem
     if (turn + 1 < turns.count) send_moments(turn + 1);
     const auto found = receive_moments(turn);
     if (saves) problem.save(row, found);
-    in_slot(at.slot).for_each_pack([&](int pack, const Compute(&values)[tile.pack_size]) {
+    in_slot(at.slot, offset).for_each_pack([&](int pack, const Compute(&values)[tile.pack_size]) {
       kept[pack].forget_unpacked();
       Compute normalized[tile.pack_size];
 #pragma unroll
@@ -116,6 +123,7 @@ __device__ __forceinline__ void forward_ring(const Forward<Load, Store>& problem
     __syncwarp();
     if (threadIdx.x % 32 == 0 && turn + tile.stages < turns.count) fetch(at.slot);
     at.advance();
+    offset.advance();
     row += turns.step;
   }
 }

@@ -1,13 +1,14 @@
 // ring.cuh -- rows on their way through shared memory, and sums that cross a block or cluster without stopping it
 //
 // A block works on rows_per_block rows at a time. It owns a slice of their columns, each of the warps that share a row a part
-// of the slice: packs_per_thread packs of 32 lanes, side by side. Turns    the rows that a block or cluster takes one after the
-// other: neighbouring clusters take neighbouring rows WarpRing the warp's part of the rows of the next `stages` turns. A warp
-// has the copy engine fill its own ring: it waits for
-//          no other warp.
-// Exchange two floats of every warp that shares the row, sent to all of them. They are read a turn later than they are sent,
-// and
-//          have arrived by then. Four buffers, since the fastest warp is at most three turns ahead of the slowest.
+// of the slice: packs_per_thread packs of 32 lanes, side by side.
+//
+// Turns     which rows a block or cluster takes, one after the other: neighbours take neighbouring rows
+// WarpRing  the warp's part of the rows of the next `stages` turns; each warp has the copy engine fill its own, and waits for
+//           no other
+// Exchange  two or three floats of every warp that shares the row, sent to all of them. They are read a turn later than they
+// are
+//           sent, and have arrived by then. Four buffers: the fastest warp is at most three turns ahead of the slowest.
 #pragma once
 #include "bulk.cuh"
 #include "reduce.cuh"
@@ -28,23 +29,22 @@ struct RingShape {
     return tile.rows_per_block > 1 ? static_cast<int>(threadIdx.x) % tile.threads_per_row : static_cast<int>(threadIdx.x);
   }
 
-  // The columns of this warp.
-  __device__ __forceinline__ static Slice part(int num_cols) {
-    const Slice block = slice<tile>(num_cols, tile.cluster_size > 1 ? cluster_rank() : 0);
-    const int first = min(block.first_col + thread() / 32 * part_cols, block.last_col);
-    return {first, min(first + part_cols, block.last_col)};
+  // The columns of warp `source` of those that share the row, and of this warp.
+  __device__ __forceinline__ static Slice part_of(int source, int num_cols) {
+    constexpr int step = tile.pack_size * (tile.pack_size > 1 ? 8 : 1);
+    return share_of<num_warps, step>(slice<tile>(num_cols, source / num_warps), source % num_warps);
   }
-  // How many columns warp `source` of those that share the row has.
-  __device__ __forceinline__ static int source_cols(int source, int num_cols) {
-    if constexpr (tile.exact) return part_cols;
-    const int left = slice<tile>(num_cols, source / num_warps).size() - source % num_warps * part_cols;
-    return min(max(left, 0), part_cols);
+  __device__ __forceinline__ static Slice part(int num_cols) {
+    return part_of((tile.cluster_size > 1 ? cluster_rank() * num_warps : 0) + thread() / 32, num_cols);
   }
   // Where pack `pack` of this lane begins in its part.
   __device__ __forceinline__ static int col(int pack) {
     return (pack * 32 + static_cast<int>(threadIdx.x) % 32) * tile.pack_size;
   }
-  __device__ __forceinline__ static bool in_part(int pack, Slice part) { return tile.exact || col(pack) < part.size(); }
+  // Only a lane's last pack can lie beyond the part: parts are as even as they come.
+  __device__ __forceinline__ static bool in_part(int pack, Slice part) {
+    return tile.exact || pack < tile.packs_per_thread - 1 || col(pack) < part.size();
+  }
 };
 
 template <Tile tile>
@@ -59,11 +59,42 @@ struct Turns {
   }
 };
 
+// Rows whose packs have less than 16 bytes need not begin on 16 bytes, as the copy engine wants it: it then fetches from the 16
+// bytes in which the part begins to those in which it ends, and the part lies that much off the slot's start.
+template <Tile tile, class T>
+struct RingOffset {
+  static constexpr bool aligned = tile.pack_size * sizeof(T) >= 16;
+  static constexpr int part_bytes = RingShape<tile>::part_cols * sizeof(T) + (aligned ? 0 : 32);
+
+  unsigned bytes, step;
+
+  // start: where the part of the first turn's row begins; step: elements from turn to turn
+  __device__ __forceinline__ RingOffset(const T* start, long long step)
+      : bytes(reinterpret_cast<unsigned long long>(start) % 16), step(static_cast<unsigned>(step * sizeof(T)) % 16) {}
+
+  __device__ __forceinline__ const T* in(const unsigned char* part) const {
+    return reinterpret_cast<const T*>(aligned ? part : part + bytes);
+  }
+  __device__ __forceinline__ void advance() { bytes = (bytes + step) % 16; }
+
+  // From where, and how many bytes, the copy engine fetches.
+  __device__ __forceinline__ static unsigned fetched_bytes(const T* start, int num_cols) {
+    const unsigned bytes = static_cast<unsigned>(num_cols) * static_cast<unsigned>(sizeof(T));
+    if constexpr (aligned) return bytes;
+    return (static_cast<unsigned>(reinterpret_cast<unsigned long long>(start) % 16) + bytes + 15) / 16 * 16;
+  }
+  __device__ __forceinline__ static const void* fetched_from(const T* start) {
+    if constexpr (aligned) return start;
+    return reinterpret_cast<const void*>(reinterpret_cast<unsigned long long>(start) / 16 * 16);
+  }
+};
+
 // Held: the types of the tensors that pass through the ring.
 template <Tile tile, class... Held>
 struct WarpRing {
   using Shape = RingShape<tile>;
-  static constexpr int slot_bytes = Shape::part_cols * (sizeof(Held) + ...);
+  static constexpr bool aligned = (RingOffset<tile, Held>::aligned && ...);
+  static constexpr int slot_bytes = (RingOffset<tile, Held>::part_bytes + ...);
   static constexpr int ring_bytes = tile.stages * slot_bytes;
   static constexpr int num_rings = tile.block_size() / 32;
   static constexpr int smem_bytes = num_rings * (ring_bytes + tile.stages * sizeof(unsigned long long));
@@ -94,12 +125,13 @@ struct WarpRing {
     __syncwarp();
   }
 
-  // What lies beyond the warp's part stays zero: no pack of a row needs a branch, which would keep loads from overlapping.
+  // What lies beyond the warp's part stays zero: no pack of a row needs a branch, which would keep loads from overlapping. (Not
+  // where the part begins elsewhere in each turn.)
   __device__ __forceinline__ void clear_beyond(int num_cols) const {
-    if constexpr (tile.exact) return;
+    if constexpr (tile.exact || !aligned) return;
     for (int slot = 0; slot < tile.stages; ++slot) {
       unsigned char* part = slots + slot * slot_bytes;
-      ((clear<Held>(part, num_cols), part += Shape::part_cols * sizeof(Held)), ...);
+      ((clear<Held>(part, num_cols), part += RingOffset<tile, Held>::part_bytes), ...);
     }
     __syncwarp();
   }
@@ -107,10 +139,11 @@ struct WarpRing {
   // One lane: has a slot filled. starts: where the warp's part of each tensor's row begins.
   __device__ __forceinline__ void fetch(int slot, int num_cols, const Held*... starts) const {
     if (num_cols == 0) return;
-    bulk_expect(barriers + slot, static_cast<unsigned>(num_cols) * static_cast<unsigned>((sizeof(Held) + ...)));
+    bulk_expect(barriers + slot, (RingOffset<tile, Held>::fetched_bytes(starts, num_cols) + ...));
     unsigned char* to = slots + slot * slot_bytes;
-    ((bulk_copy(to, starts, num_cols * static_cast<unsigned>(sizeof(Held)), barriers + slot),
-      to += Shape::part_cols * sizeof(Held)),
+    ((bulk_copy(to, RingOffset<tile, Held>::fetched_from(starts), RingOffset<tile, Held>::fetched_bytes(starts, num_cols),
+                barriers + slot),
+      to += RingOffset<tile, Held>::part_bytes),
      ...);
   }
   __device__ __forceinline__ void wait(Position at, int num_cols) const {

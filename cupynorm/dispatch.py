@@ -1,6 +1,7 @@
 """Which kernel, tile and grid a problem gets: the table STRATEGIES, and plans made from it. Pure Python, no GPU needed.
 
-The table is read from top to bottom: the first strategy that is wide enough for the row wins and the last takes any row.
+The table is read from top to bottom: the first strategy wins that is wide enough for the row and knows none that is faster; the
+last takes any row.
 num_rows changes the grid, never the arithmetic of a row.
 """
 
@@ -174,12 +175,16 @@ class Problem:
 
 @dataclass(frozen=True)
 class Strategy:
-    """One row of the dispatch table: where a row waits between its uses, and the tile for a problem, or None if the row does not fit."""
+    """One row of the dispatch table: where a row waits between its uses, and the tile for a problem, or None if the row does not fit.
+
+    gives_way: whether a later strategy is faster although this one is wide enough.
+    """
 
     name: str
     row_waits: str
     tile: Callable[[Problem, Device], Tile | None]
     first_capability: int = 0
+    gives_way: Callable[[Problem, Device, Tile], bool] = lambda problem, device, tile: False
 
 
 # The shares of a copy beside the numbers below were measured on 2026-11-20 while these were chosen, by timing layer_norm_forward
@@ -277,6 +282,10 @@ def _warp_tile(problem: Problem, device: Device) -> Tile | None:
     return _register_tile(problem, device, lanes, _WARP_BYTES[problem.direction][DTYPES[problem.x].itemsize], 128)
 
 
+def _warp_gives_way(problem: Problem, device: Device, tile: Tile) -> bool:
+    return _wants_ring(problem, tile) and _ring_tile(problem, device, (1,)) is not None
+
+
 def reduce_bytes(problem: Problem, threads_per_row: int, cluster_size: int = 1) -> int:
     """Shared memory of BlockReduce (cluster_size 1) or ClusterReduce, as in cuda_src/reduce.cuh."""
     itemsize = DTYPES[problem.compute].itemsize
@@ -287,7 +296,8 @@ def reduce_bytes(problem: Problem, threads_per_row: int, cluster_size: int = 1) 
 def _ring_bytes(problem: Problem, tile: Tile) -> int:
     """Shared memory of WarpRing, Exchange and RingWeights, as in cuda_src/ring.cuh and backward_ring.cuh."""
     num_warps = tile.threads_per_row // 32
-    row_bytes = tile.cols * (DTYPES[problem.x].itemsize + (0 if problem.forward else DTYPES[problem.dy].itemsize))
+    # A part that does not begin on 16 bytes is fetched with what surrounds it.
+    row_bytes = sum(tile.cols * size + (tile.pack_size * size < 16) * 32 * num_warps for size in _streamed(problem))
     rings = tile.rows_per_block * tile.stages * (row_bytes + 8 * num_warps)
     values = 3 if problem.forward and problem.x == "float32" else 2
     exchange = tile.rows_per_block * 4 * (8 + 4 * values * num_warps * tile.cluster_size)
@@ -321,17 +331,13 @@ def _smem_bytes(problem: Problem, tile: Tile, strategy: str) -> int:
     return scratch + sum(_ceil(slice_cols * itemsize, 16) * 16 for itemsize in kept)
 
 
-def _can_ring(problem: Problem, device: Device) -> bool:
-    """Whether the copy engine can fetch the rows: whole, aligned units of 16 bytes, as they are. Sums cross as floats."""
-    streamed = [problem.x] if problem.forward else [problem.x, problem.dy]
-    whole = all(problem.widest_pack * DTYPES[name].itemsize >= 16 for name in streamed)
-    return whole and not problem.residual and problem.compute == "float32" and device.compute_capability >= 90
-
-
 # The ring (cuda_src/ring.cuh): rows that pass through shared memory. Shares of a copy are of an H200, bf16 unless said otherwise.
 #
 # From how many columns it beats registers, by direction and itemsize of x (backward, 2048 columns: 0.97, in registers 0.94).
 _RING_FROM = {"forward": {2: 10241, 4: 8193}, "backward": {2: 1024, 4: 4097}}
+# The same for rows that do not fill the registers of their threads, or do not begin on 16 bytes (forward, 3000 columns: 0.93, in
+# registers 0.76; 4097 columns: 0.81, in registers 0.48).
+_UNEVEN_RING_FROM = 512
 # Threads of all blocks of a multiprocessor: more have too few registers each for 64 elements forward, 32 backward.
 _RING_THREADS = 384
 # Elements of a thread. Forward it keeps their weights and biases. Backward it keeps their sums of dweight and dbias, two registers
@@ -341,8 +347,9 @@ _RING_ELEMENTS, _MOST_RING_ELEMENTS = {"forward": 64, "backward": 56}, 64
 # with 192 KB; of 131,072 0.86 with 128 KB, 0.91 with 96 KB; float32, 65,536 columns 0.99 with 128 KB, 0.98 with 192 KB.
 _RING_BYTES = {"forward": {2: 96 * 1024, 4: 160 * 1024}, "backward": {2: 96 * 1024, 4: 128 * 1024}}
 # Rows of 16-bit elements are bound by instructions unless the four parts of a multiprocessor have as many warps each. The rate of a
-# tile counts elements in the time of one element, where a row costs a thread as much as 10 elements beside its own, more in a cluster. Backward, 6 warps
-# of 32 elements 0.84, 9 of 24 0.79, 7 of 32 0.94, 8 of 24 or 32 and 4 of 56 0.98; forward, 11 of 32 0.87, 12 of 64 0.98.
+# tile counts elements in the time of one element, where a row costs a thread as much as 10 elements beside its own, more in a cluster.
+# Backward, 6 warps of 32 elements 0.84, 9 of 24 0.79, 7 of 32 0.94, 8 of 24 or 32 and 4 of 56 0.98; forward, 11 of 32 0.87, 12 of 64
+# 0.98.
 _RING_ROW_COST = 10
 _RING_RATE = {"forward": 3.2, "backward": 2.8}
 # Fewer bytes of x and dy than this in the rows of one turn leave a multiprocessor waiting.
@@ -354,23 +361,36 @@ _QUEUED_RING_BYTES, _QUEUED_CLUSTER_SIZE = 256 * 1024, 2
 
 
 def _can_ring(problem: Problem, device: Device) -> bool:
-    """Whether the copy engine can fetch the rows: whole, aligned units of 16 bytes, as they are. Sums cross as floats."""
-    streamed = [problem.x] if problem.forward else [problem.x, problem.dy]
-    whole = all(problem.widest_pack * DTYPES[name].itemsize >= 16 for name in streamed)
-    return whole and not problem.residual and problem.compute == "float32" and device.compute_capability >= 90
+    """Whether the copy engine can fetch the rows, as they are. Sums cross as floats."""
+    return not problem.residual and problem.compute == "float32" and device.compute_capability >= 90
+
+
+def _streamed(problem: Problem) -> list[int]:
+    """Itemsizes of what passes through a ring."""
+    return [DTYPES[name].itemsize for name in ([problem.x] if problem.forward else [problem.x, problem.dy])]
+
+
+def _wants_ring(problem: Problem, registers: Tile | None) -> bool:
+    """Whether a ring, if there is one, beats the tile of registers."""
+    aligned = all(problem.widest_pack * itemsize >= 16 for itemsize in _streamed(problem))
+    if aligned and (not problem.forward or (registers is not None and registers.exact)):
+        return problem.num_cols >= _RING_FROM[problem.direction][DTYPES[problem.x].itemsize]
+    return problem.num_cols >= _UNEVEN_RING_FROM
 
 
 def _ring_registers(problem: Problem, elements: int) -> int:
     """Registers of a thread of a ring, with no spills, as _registers."""
     if problem.forward:
-        kept = sum(DTYPES[name].itemsize for name in (problem.weight, problem.bias) if name)
+        fewest = 4 if problem.widest_pack == 1 else 0  # a register holds one lone element
+        kept = sum(max(DTYPES[name].itemsize, fewest) for name in (problem.weight, problem.bias) if name)
         return 104 + elements * kept // 4
-    return 60 + 27 * min(elements, 57) // 8
+    lone = 3 * elements // 4 if problem.widest_pack == 1 else 0
+    return 60 + 27 * min(elements, 57) // 8 + lone
 
 
 def _ring_tile(problem: Problem, device: Device, cluster_sizes: Iterable[int]) -> Tile | None:
     """The best of the tiles whose ring fits registers and shared memory."""
-    if not _can_ring(problem, device) or problem.num_cols < _RING_FROM[problem.direction][DTYPES[problem.x].itemsize]:
+    if not _can_ring(problem, device):
         return None
     cluster_sizes = tuple(cluster_sizes)
     tile = _best_ring(problem, device, cluster_sizes, _RING_ELEMENTS[problem.direction])
@@ -404,7 +424,7 @@ def _ring_of(
     tile = Tile(pack_size, threads_per_row, packs_per_thread, rows_per_block, cluster_size, blocks_per_sm)
     tile = replace(tile, exact=int(tile.cols * cluster_size == problem.num_cols))
     most_bytes = min(device.smem_per_block, device.smem_per_sm // blocks_per_sm - 1024)
-    slot_bytes = tile.cols * (DTYPES[problem.x].itemsize + (0 if problem.forward else DTYPES[problem.dy].itemsize))
+    slot_bytes = tile.cols * sum(_streamed(problem))
     wanted = _RING_BYTES[problem.direction][DTYPES[problem.x].itemsize] // rows
     fewest = 3 if DTYPES[problem.x].itemsize == 2 else 2
     stages = max(fewest, min(_ceil(wanted, slot_bytes), 3 if problem.forward else 4))
@@ -457,21 +477,25 @@ def _backward_ring_score(problem: Problem, tile: Tile) -> tuple:
 
 
 def _block_tile(problem: Problem, device: Device) -> Tile | None:
-    ring = _ring_tile(problem, device, (1,))
-    wider = _ring_tile(problem, device, (size for size, _ in device.clusters))
-    if ring is not None and (problem.forward or wider is None or problem.num_cols <= _MOST_BACKWARD_COLS):
-        return ring
-    if wider is not None:
-        return None
     tile = _register_tile(
         problem, device, range(32, 1024 + 1, 32), _BLOCK_BYTES[problem.direction][DTYPES[problem.x].itemsize], 1
     )
+    ring = _ring_tile(problem, device, (1,)) if _wants_ring(problem, tile) else None
+    if ring is not None:
+        return ring
     if tile is not None or not problem.forward:
         return tile
     if device.clusters:
         return None  # a cluster's registers are faster than one block's shared memory (H200, bf16: 65536 columns 0.61, 0.54)
     tile = Tile(problem.widest_pack, _BLOCK_THREADS)
     return tile if _smem_bytes(problem, tile, "block") <= device.smem_per_block else None
+
+
+def _block_gives_way(problem: Problem, device: Device, tile: Tile) -> bool:
+    if tile.stages and (problem.forward or problem.num_cols <= _MOST_BACKWARD_COLS):
+        return False
+    ring = tile.stages or _wants_ring(problem, tile)
+    return bool(ring) and _ring_tile(problem, device, (size for size, _ in device.clusters)) is not None
 
 
 def _cluster_tile(problem: Problem, device: Device) -> Tile | None:
@@ -508,8 +532,8 @@ def _uncached_tile(problem: Problem, device: Device) -> Tile:
 STRATEGIES = {
     strategy.name: strategy
     for strategy in (
-        Strategy("warp", "in the registers of a warp, or of part of one", _warp_tile),
-        Strategy("block", "in one block's registers or shared memory", _block_tile),
+        Strategy("warp", "in the registers of a warp, or of part of one", _warp_tile, gives_way=_warp_gives_way),
+        Strategy("block", "in one block's registers or shared memory", _block_tile, gives_way=_block_gives_way),
         Strategy("cluster", "in the registers or shared memory of a thread-block cluster", _cluster_tile, first_capability=90),
         Strategy("uncached", "nowhere: it is read again", _uncached_tile),
     )
@@ -662,11 +686,15 @@ def _check_tile(problem: Problem, strategy: str, tile: Tile, device: Device) -> 
         )
     if tile.stages and not _can_ring(replace(problem, pack_limit=tile.pack_size), device):
         raise ValueError(
-            f"tile has stages {tile.stages}; the copy engine takes plain rows of whole 16-byte units, float32 arithmetic, sm_90 and later"
+            f"tile has stages {tile.stages}; the copy engine takes rows as they are, without a residual, in float32 arithmetic, on sm_90 and later"
         )
     smem_bytes = _smem_bytes(problem, tile, strategy)
     if smem_bytes > device.smem_per_block:
         raise ValueError(f"tile needs {smem_bytes} bytes of shared memory a block, {device.name} has {device.smem_per_block}")
+
+
+# Asked first where neither strategy nor tile is given: (strategy, tile, where they are from), or None. Of cupynorm.tiles.
+tuned: Callable[[Problem, Device], tuple[str, Tile, str] | None] | None = None
 
 
 @lru_cache(maxsize=4096)
@@ -674,6 +702,9 @@ def choose(
     problem: Problem, device: Device, strategy: str | None = None, tile: Tile | None = None, statistics: str | None = None
 ) -> Choice:
     """The kernel for a problem. A given strategy, tile or statistics is used as it is, or refused with a ValueError."""
+    if tuned is not None and strategy is None and tile is None and (found := tuned(problem, device)):
+        strategy, tile, reason = found
+        return replace(choose(problem, device, strategy, tile, statistics), reason=reason)
     if strategy is not None and strategy not in STRATEGIES:
         raise ValueError(f"strategy is {strategy!r}; it is one of {', '.join(STRATEGIES)}, or None to let the width decide")
     if statistics is not None and statistics not in STATISTICS:
@@ -703,10 +734,10 @@ def choose(
     else:
         for row in STRATEGIES.values():
             tile = row.tile(problem, device) if device.compute_capability >= row.first_capability else None
-            if tile is not None:
+            if tile is not None and not row.gives_way(problem, device, tile):
                 break
         strategy = row.name
-        reason = f"the first strategy wide enough; a row waits {row.row_waits}"
+        reason = f"the first strategy that is wide enough and gives way to none; a row waits {row.row_waits}"
 
     statistics = statistics or ("welford" if strategy == "uncached" else "two_pass")
     smem_bytes = _smem_bytes(problem, tile, strategy)
