@@ -3,7 +3,7 @@
 //        `stages` rows of them on their way through shared memory
 // moves: x and dy once in, dx once out; 2 * num_cols * 4 bytes of partial sums a block
 // takes: num_cols <= pack_size * threads_per_row * packs_per_thread; wider rows: backward_cluster.cu
-// needs: num_cols and all row strides multiples of pack_size, addresses aligned to a pack, of 16 bytes with stages
+// needs: num_cols and all row strides multiples of pack_size, addresses aligned to a pack
 #include "backward_ring.cuh"
 #include "register_gradient.cuh"
 

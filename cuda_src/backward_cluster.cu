@@ -6,7 +6,7 @@
 // takes: slices of pack_size * threads_per_row * packs_per_thread columns, or that fit a block's shared memory beside
 //        ClusterReduce::smem_bytes; wider: backward_uncached.cu
 // needs: sm_90 or later; the grid a multiple of cluster_size; num_cols and all row strides multiples of pack_size,
-//        addresses aligned to a pack, of 16 bytes with stages
+//        addresses aligned to a pack
 #include "backward_ring.cuh"
 #include "register_gradient.cuh"
 
@@ -34,7 +34,7 @@ __global__ void __cluster_dims__(tile.cluster_size, 1, 1) __launch_bounds__(tile
     const int num_cols = static_cast<int>(problem.num_cols);
     const Slice cols = slice<tile>(num_cols, cluster_rank());
     const auto [first_col, last_col] = cols;
-    const int slice_cols = slice<tile>(num_cols, 0).last_col;
+    const int slice_cols = largest_share<tile.cluster_size, 8 * tile.pack_size>(num_cols);
 
     unsigned char* smem = dynamic_smem();
     ClusterReduce<tile.threads_per_row, tile.cluster_size, Compute> reduce(smem);

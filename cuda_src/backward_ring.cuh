@@ -73,7 +73,6 @@ __device__ __forceinline__ void backward_ring(const Backward<LoadX, LoadDy, Scal
   }
   RingWeights<Scale, tile, gradients.dx> weights(problem.scale, cols,
                                                  smem + (Ring::smem_bytes + Exchange<tile>::smem_bytes + 15) / 16 * 16);
-  ring.clear_beyond(cols.size());
   Compute dweight[packs_per_thread][pack_size] = {}, dbias[packs_per_thread][pack_size] = {};
   const auto row_gradient = [&](unsigned turn) {
     const long long row = min(turns.first_row + turn * turns.step, problem.num_rows - 1);
@@ -84,7 +83,7 @@ __device__ __forceinline__ void backward_ring(const Backward<LoadX, LoadDy, Scal
   };
   ring_sync<tile>();
 
-  // f(pack, xs, dys) for each pack of this lane in a slot; beyond the row dys are zero
+  // f(pack, xs, dys) for each pack of this lane in a slot
   const auto for_each_pack = [&](int slot, const auto& offsets, auto f) {
     const unsigned char* start = ring.slots + slot * Ring::slot_bytes;
     const X* x = offsets.x.in(start);
@@ -94,13 +93,6 @@ __device__ __forceinline__ void backward_ring(const Backward<LoadX, LoadDy, Scal
       Compute xs[pack_size], dys[pack_size];
       unpack(load_pack<pack_size>(x + Shape::col(pack)), xs);
       unpack(load_pack<pack_size>(dy + Shape::col(pack)), dys);
-      if constexpr (!Ring::aligned) {
-#pragma unroll
-        for (int index = 0; index < pack_size; ++index) {
-          xs[index] = Shape::in_part(pack, cols) ? xs[index] : Compute(0);
-          dys[index] = Shape::in_part(pack, cols) ? dys[index] : Compute(0);
-        }
-      }
       f(pack, xs, dys);
     }
   };
@@ -125,11 +117,14 @@ __device__ __forceinline__ void backward_ring(const Backward<LoadX, LoadDy, Scal
       weights.unpack_to(pack, scales);
 #pragma unroll
       for (int index = 0; index < pack_size; ++index) {
-        const Compute x_hat = gradient.template x_hat<centered>(xs[index]);
-        if constexpr (gradients.dweight) dweight[pack][index] += dys[index] * x_hat;
-        if constexpr (gradients.dbias) dbias[pack][index] += dys[index];
+        // Nothing comes from beyond the row.
+        const bool present = Shape::in_part(pack, cols);
+        const Compute dy = present ? dys[index] : Compute(0);
+        const Compute x_hat = present ? gradient.template x_hat<centered>(xs[index]) : Compute(0);
+        if constexpr (gradients.dweight) dweight[pack][index] += dy * x_hat;
+        if constexpr (gradients.dbias) dbias[pack][index] += dy;
         if constexpr (gradients.dx) {
-          const Compute wdy = times(dys[index], scales[index]);
+          const Compute wdy = times(dy, scales[index]);
           partial[0] += wdy * x_hat;
           if constexpr (centered) partial[1] += wdy;
         }

@@ -2,10 +2,9 @@
 // owns:  packs_per_thread packs of the row in each thread's registers; with stages, `stages` rows on their way through shared
 //        memory; if packs_per_thread is 0, one row in shared memory
 // moves: x once in, y once out: num_cols * (itemsize of x + itemsize of y) bytes a row
-// takes: num_cols <= pack_size * threads_per_row * packs_per_thread; without registers, a row that fits the device's shared
-// memory
-//        beside BlockReduce::smem_bytes; wider rows: forward_cluster.cu
-// needs: num_cols and all row strides multiples of pack_size, addresses aligned to a pack, of 16 bytes with stages
+// takes: num_cols <= pack_size * threads_per_row * packs_per_thread; without registers, a row that fits the shared memory of a
+//        block beside BlockReduce::smem_bytes; wider rows: forward_cluster.cu
+// needs: num_cols and all row strides multiples of pack_size, addresses aligned to a pack
 #include "forward_ring.cuh"
 
 template <class Load, class Store, bool centered, Statistics statistics, Tile tile>

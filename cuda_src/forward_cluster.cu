@@ -6,7 +6,7 @@
 // takes: slices of pack_size * threads_per_row * packs_per_thread columns, or that fit a block's shared memory beside
 //        ClusterReduce::smem_bytes; wider rows: forward_uncached.cu
 // needs: sm_90 or later; the grid a multiple of cluster_size; num_cols and all row strides multiples of pack_size,
-//        addresses aligned to a pack, of 16 bytes with stages
+//        addresses aligned to a pack
 #include "forward_ring.cuh"
 
 template <class Load, class Store, bool centered, Statistics statistics, Tile tile>

@@ -22,10 +22,8 @@ struct RingRow {
     for (int pack = 0; pack < tile.packs_per_thread; ++pack) {
       Compute values[tile.pack_size];
       unpack(load_pack<tile.pack_size>(part + Shape::col(pack)), values);
-      if constexpr (!RingOffset<tile, Held>::aligned) {
 #pragma unroll
-        for (Compute& value : values) value = in_part(pack) ? value : Compute(0);
-      }
+      for (Compute& value : values) value = in_part(pack) ? value : Compute(0);
       f(pack, values);
     }
   }
@@ -38,7 +36,7 @@ __device__ __forceinline__ void forward_ring(const Forward<Load, Store>& problem
   using Shape = RingShape<tile>;
   using Ring = WarpRing<tile, Held>;
   const Ring ring(smem);
-  constexpr bool has_rest = centered && part_has_rest<Held, statistics>;
+  constexpr bool has_rest = centered && statistics == Statistics::two_pass;
   using Sums = Exchange<tile, has_rest ? 3 : 2>;
   const Sums exchange(smem + Ring::smem_bytes);
   const int num_cols = static_cast<int>(problem.num_cols);
@@ -55,7 +53,6 @@ __device__ __forceinline__ void forward_ring(const Forward<Load, Store>& problem
   if (threadIdx.x % 32 == 0) {
     for (int slot = 0; slot < min(static_cast<unsigned>(tile.stages), turns.count); ++slot) fetch(slot);
   }
-  ring.clear_beyond(cols.size());
   typename Store::template Kept<tile.pack_size> kept[tile.packs_per_thread];
 #pragma unroll
   for (int pack = 0; pack < tile.packs_per_thread; ++pack) {

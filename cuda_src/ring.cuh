@@ -93,7 +93,6 @@ struct RingOffset {
 template <Tile tile, class... Held>
 struct WarpRing {
   using Shape = RingShape<tile>;
-  static constexpr bool aligned = (RingOffset<tile, Held>::aligned && ...);
   static constexpr int slot_bytes = (RingOffset<tile, Held>::part_bytes + ...);
   static constexpr int ring_bytes = tile.stages * slot_bytes;
   static constexpr int num_rings = tile.block_size() / 32;
@@ -125,17 +124,6 @@ struct WarpRing {
     __syncwarp();
   }
 
-  // What lies beyond the warp's part stays zero: no pack of a row needs a branch, which would keep loads from overlapping. (Not
-  // where the part begins elsewhere in each turn.)
-  __device__ __forceinline__ void clear_beyond(int num_cols) const {
-    if constexpr (tile.exact || !aligned) return;
-    for (int slot = 0; slot < tile.stages; ++slot) {
-      unsigned char* part = slots + slot * slot_bytes;
-      ((clear<Held>(part, num_cols), part += RingOffset<tile, Held>::part_bytes), ...);
-    }
-    __syncwarp();
-  }
-
   // One lane: has a slot filled. starts: where the warp's part of each tensor's row begins.
   __device__ __forceinline__ void fetch(int slot, int num_cols, const Held*... starts) const {
     if (num_cols == 0) return;
@@ -148,15 +136,6 @@ struct WarpRing {
   }
   __device__ __forceinline__ void wait(Position at, int num_cols) const {
     if (num_cols > 0) bulk_wait(barriers + at.slot, at.round);
-  }
-
- private:
-  template <class T>
-  __device__ __forceinline__ static void clear(unsigned char* part, int num_cols) {
-    for (int col = num_cols + static_cast<int>(threadIdx.x) % 32 * tile.pack_size; col < Shape::part_cols;
-         col += 32 * tile.pack_size) {
-      store_pack<tile.pack_size>(reinterpret_cast<T*>(part) + col, Pack<T, tile.pack_size>{});
-    }
   }
 };
 

@@ -25,6 +25,11 @@ __device__ __forceinline__ Slice share_of(Slice whole, int rank) {
   const int last = first + fewest + (rank >= num_small);
   return {min(whole.first_col + first * step, whole.last_col), min(whole.first_col + last * step, whole.last_col)};
 }
+// The most columns of a share.
+template <int shares, int step>
+__device__ __forceinline__ int largest_share(int size) {
+  return (size + shares * step - 1) / (shares * step) * step;
+}
 // The columns that block `rank` of its cluster owns, in steps of 8 packs. Slices that begin within the 128 bytes of a cache
 // line made the copy engine read lines twice (H200, bf16, forward, 200,000 columns: 0.59 of a copy, then 0.73).
 template <Tile tile>

@@ -148,11 +148,6 @@ struct PartMoments {
   Compute squares;
   Compute rest;
 };
-// A sum of 16-bit values of one size is exact in float, so that what rounding takes from their mean is small beside their
-// deviations.
-template <class Held, Statistics statistics>
-constexpr bool part_has_rest = sizeof(Held) > 2 && statistics == Statistics::two_pass;
-
 // part has for_each_pack(f), which gives f zeros for the packs that in_part(pack) denies.
 template <bool centered, Statistics statistics, class Held, class Compute, class Part>
 __device__ __forceinline__ PartMoments<Compute> part_moments(Part& part, int num_cols) {
@@ -164,8 +159,10 @@ __device__ __forceinline__ PartMoments<Compute> part_moments(Part& part, int num
     const Compute count = static_cast<Compute>(max(num_cols, 1)), reciprocal = Compute(1) / count;
     Sum<Compute, 1> total{};
     part.for_each_pack([&](int, const auto& values) { total.part[0] += sum_of(values); });
-    const Compute first = divide(warp_reduce<32>(total).part[0], count, reciprocal);
-    constexpr bool correct = part_has_rest<Held, statistics>;
+    total = warp_reduce<32>(total);
+    const Compute first = divide(total.part[0], count, reciprocal);
+    // A sum of 16-bit values of one size is exact in float: there the rest is what the division leaves.
+    constexpr bool correct = sizeof(Held) > 2;
     Sum<Compute, correct ? 2 : 1> deviations{};
     part.for_each_pack([&](int pack, const auto& values) {
       constexpr int pack_size = sizeof(values) / sizeof(Compute);
@@ -176,7 +173,7 @@ __device__ __forceinline__ PartMoments<Compute> part_moments(Part& part, int num
       if constexpr (correct) deviations.part[1] += sum_of(centered_values);
     });
     deviations = warp_reduce<32>(deviations);
-    if constexpr (!correct) return {first, deviations.part[0], 0};
+    if constexpr (!correct) return {first, deviations.part[0], fma(-first, count, total.part[0]) * reciprocal};
     const Compute rest = deviations.part[correct] * reciprocal;
     const Compute excess = deviations.part[correct] * rest;
     return {first, excess - excess == 0 ? deviations.part[0] - excess : deviations.part[0], rest};

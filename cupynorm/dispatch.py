@@ -299,7 +299,7 @@ def _ring_bytes(problem: Problem, tile: Tile) -> int:
     # A part that does not begin on 16 bytes is fetched with what surrounds it.
     row_bytes = sum(tile.cols * size + (tile.pack_size * size < 16) * 32 * num_warps for size in _streamed(problem))
     rings = tile.rows_per_block * tile.stages * (row_bytes + 8 * num_warps)
-    values = 3 if problem.forward and problem.x == "float32" else 2
+    values = 3 if problem.forward and problem.centered else 2
     exchange = tile.rows_per_block * 4 * (8 + 4 * values * num_warps * tile.cluster_size)
     weights = 0
     if not problem.forward and problem.dx and problem.weight and tile.pack_size * tile.packs_per_thread > 16:
@@ -352,8 +352,9 @@ _RING_BYTES = {"forward": {2: 96 * 1024, 4: 160 * 1024}, "backward": {2: 96 * 10
 # 0.98.
 _RING_ROW_COST = 10
 _RING_RATE = {"forward": 3.2, "backward": 2.8}
-# Fewer bytes of x and dy than this in the rows of one turn leave a multiprocessor waiting.
-_FEWEST_RING_BYTES = 20 * 1024
+# Fewer bytes of x and dy in the rows of one turn leave a multiprocessor waiting, in a cluster the sooner (24 KB: 6144 columns on one
+# block 0.97, 24,576 on clusters of 4 0.88).
+_FEWEST_RING_BYTES, _FEWEST_CLUSTER_BYTES = 20 * 1024, 28 * 1024
 # Forward, bytes of x that a block, or a cluster of 2, takes before the next one takes its place. The hardware gives the place to
 # whoever is free, which evens out what neighbours get of the memory (16,384 columns: 8 rows a block 0.95, all rows on resident
 # blocks 0.92). Larger clusters are slow to start: they stay.
@@ -372,6 +373,8 @@ def _streamed(problem: Problem) -> list[int]:
 
 def _wants_ring(problem: Problem, registers: Tile | None) -> bool:
     """Whether a ring, if there is one, beats the tile of registers."""
+    if problem.compute != "float32":
+        return False
     aligned = all(problem.widest_pack * itemsize >= 16 for itemsize in _streamed(problem))
     if aligned and (not problem.forward or (registers is not None and registers.exact)):
         return problem.num_cols >= _RING_FROM[problem.direction][DTYPES[problem.x].itemsize]
@@ -388,50 +391,53 @@ def _ring_registers(problem: Problem, elements: int) -> int:
     return 60 + 27 * min(elements, 57) // 8 + lone
 
 
-def _ring_tile(problem: Problem, device: Device, cluster_sizes: Iterable[int]) -> Tile | None:
+@lru_cache(maxsize=4096)
+def _ring_tile(problem: Problem, device: Device, cluster_sizes: tuple[int, ...]) -> Tile | None:
     """The best of the tiles whose ring fits registers and shared memory."""
     if not _can_ring(problem, device):
         return None
-    cluster_sizes = tuple(cluster_sizes)
     tile = _best_ring(problem, device, cluster_sizes, _RING_ELEMENTS[problem.direction])
     return tile or _best_ring(problem, device, [size for size in cluster_sizes if size >= 16], _MOST_RING_ELEMENTS)
 
 
 def _best_ring(problem: Problem, device: Device, cluster_sizes: Iterable[int], most_elements: int) -> Tile | None:
     score_of = _forward_ring_score if problem.forward else _backward_ring_score
+    pack_size = problem.widest_pack
     best, best_score = None, None
     for cluster_size in cluster_sizes:
+        slice_cols = _slice_cols(problem, pack_size, cluster_size)
         for threads_per_row in range(32, _RING_THREADS + 1, 32):
+            packs_per_thread = max(1, _ceil(slice_cols, pack_size * threads_per_row))
+            elements = pack_size * packs_per_thread
+            # Half-empty threads are no better than fewer full ones.
+            if elements > most_elements or (packs_per_thread > 1 and 2 * slice_cols < elements * threads_per_row):
+                continue
+            exact = int(elements * threads_per_row * cluster_size == problem.num_cols)
+            registers = _ring_registers(problem, elements)
             for rows in range(1, min(8, _RING_THREADS // threads_per_row) + 1):
-                tile = _ring_of(problem, device, cluster_size, threads_per_row, rows, most_elements)
+                if registers > min(255, device.registers_per_sm // (_ceil(threads_per_row * rows, 128) * 128) // 8 * 8):
+                    break
+                # Rows that a multiprocessor works on at a time: forward in a block each, backward in one, which leaves one partial row.
+                rows_per_block, blocks_per_sm = (1, rows) if problem.forward else (rows, 1)
+                tile = Tile(pack_size, threads_per_row, packs_per_thread, rows_per_block, cluster_size, blocks_per_sm, exact)
+                tile = _with_stages(problem, device, tile, rows)
                 score = score_of(problem, tile) if tile else None
                 if tile and (best is None or score > best_score):
                     best, best_score = tile, score
     return best
 
 
-def _ring_of(
-    problem: Problem, device: Device, cluster_size: int, threads_per_row: int, rows: int, most_elements: int
-) -> Tile | None:
-    """rows: that a multiprocessor works on at a time. Forward in a block each, backward in one block: it leaves one partial row."""
-    rows_per_block, blocks_per_sm = (1, rows) if problem.forward else (rows, 1)
-    pack_size = problem.widest_pack
-    packs_per_thread = max(1, _ceil(_slice_cols(problem, pack_size, cluster_size), pack_size * threads_per_row))
-    elements = pack_size * packs_per_thread
-    registers = device.registers_per_sm // (_ceil(threads_per_row * rows, 128) * 128) // 8 * 8
-    if elements > most_elements or _ring_registers(problem, elements) > min(registers, 255):
-        return None
-    tile = Tile(pack_size, threads_per_row, packs_per_thread, rows_per_block, cluster_size, blocks_per_sm)
-    tile = replace(tile, exact=int(tile.cols * cluster_size == problem.num_cols))
-    most_bytes = min(device.smem_per_block, device.smem_per_sm // blocks_per_sm - 1024)
+def _with_stages(problem: Problem, device: Device, tile: Tile, rows: int) -> Tile | None:
+    """The tile with as many stages as are wanted and fit, or None if 2 do not."""
+    itemsize = DTYPES[problem.x].itemsize
     slot_bytes = tile.cols * sum(_streamed(problem))
-    wanted = _RING_BYTES[problem.direction][DTYPES[problem.x].itemsize] // rows
-    fewest = 3 if DTYPES[problem.x].itemsize == 2 else 2
-    stages = max(fewest, min(_ceil(wanted, slot_bytes), 3 if problem.forward else 4))
-    while stages > 2 and _ring_bytes(problem, replace(tile, stages=stages)) > most_bytes:
-        stages -= 1
-    tile = replace(tile, stages=stages)
-    return tile if _ring_bytes(problem, tile) <= most_bytes else None
+    most_bytes = min(device.smem_per_block, device.smem_per_sm // tile.blocks_per_sm - 1024)
+    stages = max(3 if itemsize == 2 else 2, min(_ceil(_RING_BYTES[problem.direction][itemsize] // rows, slot_bytes), 4))
+    if problem.forward:
+        stages = min(stages, 3)
+    stages = min(stages, most_bytes // (slot_bytes * tile.rows_per_block))  # before the smaller parts of a ring
+    fitting = (replace(tile, stages=count) for count in range(stages, 1, -1))
+    return next((staged for staged in fitting if _ring_bytes(problem, staged) <= most_bytes), None)
 
 
 # Forward: bytes of one turn on a multiprocessor that clusters are chosen for, of 16-bit rows in two blocks if clusters of 8 are enough
@@ -469,7 +475,8 @@ def _backward_ring_score(problem: Problem, tile: Tile) -> tuple:
     cols = _slice_cols(problem, tile.pack_size, tile.cluster_size) * tile.rows_per_block
     warps = tile.block_size // 32
     bytes_per_col = DTYPES[problem.x].itemsize + DTYPES[problem.dy].itemsize
-    share = _ring_share(problem, tile) * min(1.0, cols * bytes_per_col / _FEWEST_RING_BYTES)
+    fewest = _FEWEST_RING_BYTES if tile.cluster_size == 1 else _FEWEST_CLUSTER_BYTES
+    share = _ring_share(problem, tile) * min(1.0, cols * bytes_per_col / fewest)
     share -= 0.01 * (warps < 8) + 0.03 * (warps > 8) + 0.02 * (cols > _MOST_BACKWARD_COLS) + 0.06 * (not tile.exact)
     share -= 0.001 * max(0, tile.pack_size * tile.packs_per_thread - 32)
     share -= 0.01 * (tile.cluster_size.bit_length() - 1) + 0.05 * (tile.cluster_size == 16)
@@ -495,11 +502,11 @@ def _block_gives_way(problem: Problem, device: Device, tile: Tile) -> bool:
     if tile.stages and (problem.forward or problem.num_cols <= _MOST_BACKWARD_COLS):
         return False
     ring = tile.stages or _wants_ring(problem, tile)
-    return bool(ring) and _ring_tile(problem, device, (size for size, _ in device.clusters)) is not None
+    return bool(ring) and _ring_tile(problem, device, tuple(size for size, _ in device.clusters)) is not None
 
 
 def _cluster_tile(problem: Problem, device: Device) -> Tile | None:
-    ring = _ring_tile(problem, device, (size for size, _ in device.clusters))
+    ring = _ring_tile(problem, device, tuple(size for size, _ in device.clusters))
     if ring is not None:
         return ring
     itemsize = DTYPES[problem.x].itemsize
