@@ -80,8 +80,8 @@ struct Load {
   }
 };
 
-// x + residual, rounded once to their dtype: that sum is what is normalised, so that a fused call gives the same bits
-// as normalising the sum it returns, and backward sees the very row that forward saw. `sum` may be null.
+// x + residual, rounded once to their dtype: that sum is what is normalised, so that a fused call with the same tile gives the
+// same bits as normalising the sum it returns, and backward sees the very row that forward saw. `sum` may be null.
 template <class X>
 struct ResidualLoad {
   using Held = X;

@@ -26,6 +26,7 @@ _NAMES = {
     "Device": "dispatch",
     "DEVICES": "dispatch",
     "STRATEGIES": "dispatch",
+    "use_tiles": "tiles",
     "check": "gradient_check",
     "CheckResult": "gradient_check",
     "MissingLibraryError": "nvrtc",

@@ -1,4 +1,4 @@
-"""python -m cupynorm [check | plan | bench]: the gradient check, dispatch plans, the benchmark.
+"""python -m cupynorm [check | plan | bench | tune]: the gradient check, dispatch plans, the benchmark, tiles for this GPU.
 
 Exit codes: 0 all is well; 1 a kernel is off, failed, or became slower; 2 what was asked for is not possible, with a sentence on stderr.
 """
@@ -17,13 +17,14 @@ from typing import NamedTuple
 from tqdm import tqdm
 
 from . import __version__, activations, bench, bench_cells, bench_host, bench_report, dispatch, gradient_check, launch, on_cpu
+from . import tune as tuning
 from .dispatch import DEVICES, STRATEGIES, Device, Plan
 from .dtypes import DTYPES
 from .gradient_check import NORMS, Case, CheckResult, CpuMachine, Finding, Problem
 from .nvrtc import MissingLibraryError
 from .peers import PEERS
 
-COMMANDS = ("check", "plan", "bench")
+COMMANDS = ("check", "plan", "bench", "tune")
 DIRECTIONS = ("forward", "backward")
 # Elements of x in one case. A grid case costs its float64 reference on the host, and on the CPU its kernels, most of its time.
 _GRID_ELEMENTS = {"gpu": 2**20, "cpu": 2**16}
@@ -263,7 +264,7 @@ def strategy_table(device: Device) -> str:
         names = [f"{text:<{width}}" for text, width in zip(row[:2], widths)]
         numbers = [f"{text:>{width}}" for text, width in zip(row[2:], widths[2:])]
         lines.append("  ".join([*names, *numbers]))
-    lines.append("the first strategy that is wide enough wins; a row waits")
+    lines.append("the first strategy wins that is wide enough and that no later one beats; a row waits")
     name_width = max(map(len, STRATEGIES))
     lines += [f"  {row.name:<{name_width}}  {row.row_waits}" for row in STRATEGIES.values()]
     return "\n".join(lines)
@@ -337,6 +338,35 @@ def show(result: bench_host.HostResult | bench_host.FirstCallResult, arguments: 
     return 0
 
 
+# tune
+
+
+def tune(arguments: argparse.Namespace) -> int:
+    output = Path(arguments.output)
+    if not output.absolute().parent.is_dir():
+        raise ValueError(f"{output}: there is no folder {output.absolute().parent}")
+    todo = bench_cells.cells(
+        arguments.norm,
+        arguments.dtype,
+        arguments.direction,
+        arguments.cols,
+        arguments.elements,
+        weight_dtype=arguments.weight_dtype,
+    )
+    result = tuning.tune(
+        todo,
+        runs=arguments.runs,
+        jobs=arguments.jobs,
+        seed=arguments.seed,
+        progress=bar,
+        command=shlex.join(["python", "-m", "cupynorm", *arguments.given]),
+    )
+    print(result)
+    output.write_text(result.table.to_json() + "\n", encoding="utf-8")
+    print(f"{output} holds them; a program uses them after cupynorm.use_tiles({str(output)!r})")
+    return 0 if result else 1
+
+
 # The command line.
 
 
@@ -379,7 +409,7 @@ def parser() -> argparse.ArgumentParser:
         prog="python -m cupynorm", description="LayerNorm and RMSNorm kernels: check them, see which is chosen, measure them."
     )
     top.add_argument("--version", action="version", version=f"cupynorm {__version__}")
-    commands = top.add_subparsers(dest="command", metavar="{check,plan,bench}")
+    commands = top.add_subparsers(dest="command", metavar="{check,plan,bench,tune}")
 
     about = "compare the kernels, forward and backward, with float64 (this is what runs without a command)"
     one = commands.add_parser("check", help=about, description=about)
@@ -436,6 +466,23 @@ def parser() -> argparse.ArgumentParser:
     add("--host", action="store_true", help="time what the host pays for an eager call")
     add("--first-call", action="store_true", help="time the first calls of a fresh process, with an empty cache and a full one")
     one.set_defaults(run=run_bench)
+
+    about = "measure which tiles are the fastest on this GPU, and write a table that cupynorm.use_tiles reads"
+    one = commands.add_parser("tune", help=about, description=about)
+    add = one.add_argument
+    add("--cols", type=numbers, default=bench_cells.COLS, help="widths, with commas (32,64,...,262144)")
+    add("--dtype", type=several(tuple(DTYPES)), default=("bfloat16",), help="one or more, with commas (bfloat16)")
+    add("--norm", type=several(NORMS), default=NORMS[:1], help="one or more, with commas (layer_norm)")
+    add("--direction", type=several(DIRECTIONS), default=DIRECTIONS, help="some of forward,backward (both)")
+    add("--weight-dtype", choices=tuple(DTYPES), help="of weight and bias (that of x)")
+    add("--elements", type=positive, help="of x, as 2**28; num_rows = elements // num_cols (512 MiB of x)")
+    add("--runs", type=positive, default=30, help="of the default and of each finalist (30)")
+    add("--seed", type=number, help="of the random data (fresh)")
+    add(
+        "--jobs", type=positive, default=1, help="processes that compile all candidates before the first is timed (1: this one)"
+    )
+    add("--output", metavar="FILE", default="tiles.json", help="the table, replaced if it is there (tiles.json)")
+    one.set_defaults(run=tune)
     return top
 
 

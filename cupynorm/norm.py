@@ -407,6 +407,12 @@ def keep(prepared: dict, key: tuple | None, value: object) -> None:
         prepared[key] = value
 
 
+def forget() -> None:
+    """Drops every prepared call, so that the next of each kind is planned anew."""
+    _forwards.clear()
+    _backwards.clear()
+
+
 def _rows(array: Array | None, num_dims: int) -> tuple[Rows | None, bool]:
     """An array's rows, and whether they are those of a contiguous copy, whose address is aligned whatever it will be."""
     if array is None:

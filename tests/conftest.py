@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
 
@@ -32,3 +34,23 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
     skipped, num_gpus = config.stash.get(_SKIPPED, (0, 0))
     if skipped:
         terminalreporter.write_line(f"{skipped} tests need more GPUs than the {num_gpus} found and were skipped")
+
+
+@pytest.fixture
+def tile_of_backward(monkeypatch: pytest.MonkeyPatch) -> Callable:
+    """Call it with a tile, and backward takes that one: a Case names the tile of forward alone. Returns the plans then made."""
+    from cupynorm import calls
+
+    plain = calls.make_plan
+
+    def give(tile: object) -> list:
+        plans = []
+
+        def make_plan(problem, device, num_rows, **options):
+            plans.append(plain(problem, device, num_rows, **(options if problem.forward else options | {"tile": tile})))
+            return plans[-1]
+
+        monkeypatch.setattr(calls, "make_plan", make_plan)
+        return plans
+
+    return give

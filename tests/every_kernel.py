@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 
-from cupynorm.dispatch import STRATEGIES, Tile
+from cupynorm.dispatch import STRATEGIES, Tile, plan
 from cupynorm.gradient_check import Case, CheckResult, GpuCheckMachine, judge_all, random_problem, run_kernels
 
 
@@ -17,7 +17,7 @@ def cases() -> list[Case]:
     every = []
     for strategy in STRATEGIES:
         for norm in ("layer_norm", "rms_norm"):
-            # Whole packs (copied in bulk where the strategy can), then lone elements and mixed dtypes.
+            # Whole packs, then lone elements and mixed dtypes.
             every.append(Case(norm, 300, 512, "bfloat16", strategy=strategy))
             every.append(Case(norm, 5, 255, "float32", weight="float64", strategy=strategy))
         every.append(Case("layer_norm", 7, 504, "float16", weight="float32", strategy=strategy, residual=True))
@@ -25,13 +25,27 @@ def cases() -> list[Case]:
         every.append(Case("layer_norm", 9, 500, "bfloat16", y="float32", strategy=strategy, zero_centered_weight=True))
     # Rows in the registers of clusters of 2 to 16 blocks, and (200001 and 262144 backward) beyond them.
     every += [Case("layer_norm", 2, num_cols, "bfloat16") for num_cols in (20000, 40000, 66000, 131072, 200001, 262144)]
-    # Forward rows in shared memory, copied by the threads and by the copy engine: other devices and wider rows get them.
     for strategy, sizes in (("block", (1,)), ("cluster", (2, 16))):
         for cluster_size in sizes:
-            for bulk in (0, 1):
-                tile = Tile(8, 64, cluster_size=cluster_size, bulk=bulk)
-                every.append(Case("layer_norm", 300, 4096, "bfloat16", strategy=strategy, tile=tile, sm_margin=32))
+            # Forward rows in shared memory: other devices and wider rows get them.
+            tile = Tile(8, 64, cluster_size=cluster_size)
+            every.append(Case("layer_norm", 300, 4096, "bfloat16", strategy=strategy, tile=tile, sm_margin=32))
+            # Rings: forward of few packs, so that several rounds of them are quick; backward of the narrowest rows that get one.
+            for dtype, pack_size in (("bfloat16", 8), ("float32", 4)):
+                num_cols = narrowest_ring(dtype, cluster_size)
+                packs_per_thread = max(1, -(-num_cols // (cluster_size * pack_size * 256)))
+                tile = Tile(pack_size, 256, packs_per_thread, cluster_size=cluster_size, stages=2)
+                every.append(Case("layer_norm", 300, num_cols, dtype, strategy=strategy, tile=tile, sm_margin=32))
     return every
+
+
+def narrowest_ring(dtype: str, cluster_size: int) -> int:
+    """Columns, in steps of 1000 so that they do not fill their tile, of the first row whose backward is a ring of such clusters."""
+    for num_cols in range(1000, 200_000, 1000):
+        tile = plan(num_cols, dtype=dtype, direction="backward", device="H200").tile
+        if tile.stages and tile.cluster_size == cluster_size:
+            return num_cols
+    raise ValueError(f"no backward of {dtype} is a ring of clusters of {cluster_size}")
 
 
 def main() -> int:

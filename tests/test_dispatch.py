@@ -42,9 +42,11 @@ def problem_of(num_cols: int, dtype: str = "bfloat16", direction: str = "forward
 
 # Which strategy.
 
-# The widest row that waits in registers: (warp, block), of any of the GPUs. Tuned numbers: these are dispatch.py's choice, held
-# here so that no change of them goes unseen. block forward, by hand: 128 bytes a thread are 64, 32 or 16 elements, whose 120, 80
-# or 80 registers leave each quarter of a multiprocessor 512 // 120 = 4 or 512 // 80 = 6 warps: 512 threads x 64, 768 x 32, 768 x 16.
+# Tuned numbers, dispatch.py's choice, held here so that no change of them goes unseen.
+
+# The widest row that waits in the registers of a warp, of any of the GPUs, and of a block, where rows do not pass through a ring.
+# block forward, by hand: 128 bytes a thread are 64, 32 or 16 elements, whose 120, 80 or 80 registers leave each quarter of a
+# multiprocessor 512 // 120 = 4 or 512 // 80 = 6 warps: 512 threads x 64, 768 x 32, 768 x 16.
 IN_REGISTERS = {
     ("bfloat16", "forward"): (1024, 32768),
     ("float16", "forward"): (1024, 32768),
@@ -55,26 +57,39 @@ IN_REGISTERS = {
     ("float32", "backward"): (512, 8192),
     ("float64", "backward"): (256, 4096),
 }
-# The widest row that waits in shared memory, by hand: (block, cluster). block, only where there are no clusters: what one block may have (166912, 101376 or 232448 bytes) less 16
-# bytes of barrier and 2 x 3 x 16 sums. cluster: that of 16 blocks (8 on an RTX 5090) less as many sums again; backward keeps x,
-# dy and two rows of sums: 12, 16 or 32 bytes a column. RTX 5090, float32 backward: 6,288 columns fit a block's shared memory, but
-# 512 threads x 16 elements its registers, so 8 x 8192.
+# The rows that pass through a ring: the narrowest, the widest in one block, the widest in a cluster. Without a gap between them.
+# By hand, forward: 384 threads x 64 elements or, with float32 parameters in their registers, 256 x 64 in a block, and 16 times as
+# many in a cluster. Backward of 16-bit rows: 256 x 64 in each of 16 blocks.
+RINGS = {
+    ("H200", "bfloat16", "forward"): (10248, 24576, 393216),
+    ("H200", "float16", "forward"): (10248, 24576, 393216),
+    ("H200", "float32", "forward"): (8196, 16384, 262144),
+    ("H200", "bfloat16", "backward"): (1024, 11264, 262144),
+    ("H200", "float32", "backward"): (4100, 11264, 180224),
+    ("RTX 5090", "bfloat16", "forward"): (10248, 24576, 180224),
+    ("RTX 5090", "bfloat16", "backward"): (1024, 10240, 81920),
+    ("RTX 5090", "float32", "backward"): (4100, 6144, 45056),
+}
+# The widest row that waits in shared memory, by hand: (block, cluster). block, only where there are no clusters: what one block
+# may have (166912, 101376 or 232448 bytes) less 2 x 3 x 16 sums. cluster: 16 slices (8 on an RTX 5090) of whole steps of 8 packs
+# of what is left by as many sums again; backward keeps x, dy and two rows of sums: 12, 16 or 32 bytes a column. RTX 5090,
+# backward: its rings (81920 columns) and registers (8 x 512 threads x 16 elements) hold more than its shared memory.
 IN_SHARED_MEMORY = {
-    ("A100", "bfloat16", "forward"): (83256, None),
-    ("A100", "float32", "forward"): (41628, None),
-    ("A100", "float64", "forward"): (20766, None),
-    ("RTX 4090", "float16", "forward"): (50488, None),
-    ("RTX 4090", "float32", "forward"): (25244, None),
-    ("H200", "bfloat16", "forward"): (None, 1853312),
-    ("H200", "float32", "forward"): (None, 926656),
-    ("H200", "float64", "forward"): (None, 461792),
-    ("H200", "bfloat16", "backward"): (None, 308864),
-    ("H200", "float32", "backward"): (None, 231616),
-    ("H200", "float64", "backward"): (None, 115424),
-    ("H100", "bfloat16", "forward"): (None, 1853312),
-    ("B200", "bfloat16", "backward"): (None, 308864),
-    ("RTX 5090", "bfloat16", "forward"): (None, 403136),
-    ("RTX 5090", "bfloat16", "backward"): (None, 67136),
+    ("A100", "bfloat16", "forward"): (83264, None),
+    ("A100", "float32", "forward"): (41632, None),
+    ("A100", "float64", "forward"): (20768, None),
+    ("RTX 4090", "float16", "forward"): (50496, None),
+    ("RTX 4090", "float32", "forward"): (25248, None),
+    ("H200", "bfloat16", "forward"): (None, 1853440),
+    ("H200", "float32", "forward"): (None, 926720),
+    ("H200", "float64", "forward"): (None, 461824),
+    ("H200", "bfloat16", "backward"): (None, 308224),
+    ("H200", "float32", "backward"): (None, 231424),
+    ("H200", "float64", "backward"): (None, 115456),
+    ("H100", "bfloat16", "forward"): (None, 1853440),
+    ("B200", "bfloat16", "backward"): (None, 308224),
+    ("RTX 5090", "bfloat16", "forward"): (None, 402944),
+    ("RTX 5090", "bfloat16", "backward"): (None, 81920),
     ("RTX 5090", "float32", "backward"): (None, 65536),
 }
 
@@ -85,51 +100,70 @@ def test_widest_rows_in_registers(case):
     for device in DEVICES.values():
         problem = problem_of(1 << 16, *case)
         assert widest("warp", problem, device) == warp, device.name
-        # sm_120's compiler keeps more registers: fewer elements a thread.
-        tighter = {"bfloat16": 8192, "float16": 6144} if device.compute_capability == 120 and case[1] == "backward" else {}
-        expected = tighter.get(case[0], block)
-        last = choose(replace(problem, num_cols=expected), device)
-        beyond = choose(replace(problem, num_cols=expected + problem.widest_pack), device)
+        if device.compute_capability >= 90 and case[0] != "float64":
+            continue  # rings take over
+        last = choose(replace(problem, num_cols=block), device)
+        beyond = choose(replace(problem, num_cols=block + problem.widest_pack), device)
         assert last.strategy == "block" and last.tile.packs_per_thread > 0, device.name
         if case[1] == "forward" and not device.clusters:  # shared memory takes over
             assert beyond.strategy == "block" and beyond.tile.packs_per_thread == 0, device.name
         else:
-            assert widest("block", problem, device) == expected and beyond.strategy != "block", device.name
+            assert widest("block", problem, device) == block and beyond.strategy != "block", device.name
         assert widest("uncached", problem, device) is None
 
 
+@pytest.mark.parametrize("case", RINGS, ids="-".join)
+def test_rows_that_pass_through_a_ring(case):
+    device, dtype, direction = case
+    narrowest, block, cluster = RINGS[case]
+    problem = problem_of(1 << 16, dtype, direction)
+    step = problem.widest_pack
+
+    def chosen(num_cols: int, **changes: object) -> tuple[str, bool]:
+        choice = choose(replace(problem, num_cols=num_cols, **changes), DEVICES[device])
+        return choice.strategy, choice.tile.stages > 0
+
+    assert chosen(narrowest - step) == ("block", False)
+    assert chosen(narrowest) == chosen(block) == ("block", True)
+    assert chosen(block + step) == chosen(cluster) == ("cluster", True)
+    assert not chosen(cluster + step)[1]
+    for num_cols in np.linspace(narrowest, cluster, 25).astype(int) // step * step:
+        assert chosen(int(num_cols))[1], num_cols
+    # Threads fetch what the copy engine cannot, a sum; and an exchange is of floats.
+    assert direction == "backward" or not chosen(narrowest, residual=True)[1]
+    assert not choose(problem_of(narrowest, "float64", direction), DEVICES[device]).tile.stages
+    assert not choose(replace(problem, num_cols=narrowest), DEVICES["A100"]).tile.stages
+
+
 def slice_of(num_cols: int, tile: Tile) -> int:
-    """Columns of the first, widest slice: whole packs, divided among the blocks of a cluster."""
-    return -(-num_cols // (tile.pack_size * tile.cluster_size)) * tile.pack_size
+    """Columns of the first, widest slice: steps of 8 packs, divided among the blocks of a cluster."""
+    if tile.cluster_size == 1:
+        return num_cols
+    return -(-num_cols // (8 * tile.pack_size * tile.cluster_size)) * 8 * tile.pack_size
 
 
-# The widest row that a cluster keeps in registers: cluster size x elements a thread x the 512 threads that it has at most, or
-# fewer where a multiprocessor has no registers for 512: backward of bfloat16, 24 elements in 36 + 126 = 162 -> 168 registers, 3 warps
-# a quarter, 384 threads; of float16, 36 + 134.4 = 170 -> 176 for 24 elements, 2 warps, 256 threads, and 16 elements in
-# 36 + 89.6 = 125 -> 128, 4 warps, 512 threads, which is more.
+# The widest row that a cluster keeps in registers, beyond those of rings: cluster size x 512 threads x elements a thread.
 CLUSTER_REGISTERS = {
-    ("H200", "bfloat16", "forward"): 16 * 64 * 512,
-    ("H200", "float32", "forward"): 16 * 32 * 512,
-    ("H200", "float64", "forward"): 16 * 16 * 512,
-    ("H200", "bfloat16", "backward"): 16 * 24 * 384,
-    ("H200", "float16", "backward"): 16 * 16 * 512,
-    ("H200", "float32", "backward"): 16 * 16 * 512,
-    ("RTX 5090", "bfloat16", "forward"): 8 * 64 * 512,
+    ("H200", "bfloat16", "forward"): 16 * 512 * 64,
+    ("H200", "float64", "forward"): 16 * 512 * 16,
+    ("H200", "float64", "backward"): 16 * 512 * 8,
+    ("RTX 5090", "bfloat16", "forward"): 8 * 512 * 64,
+    ("RTX 5090", "float32", "backward"): 8 * 512 * 16,
 }
 
 
 @pytest.mark.parametrize("case", CLUSTER_REGISTERS, ids="-".join)
 def test_widest_rows_in_the_registers_of_a_cluster(case):
-    """Beyond them the row waits in shared memory, fetched by the copy engine where it is plain and aligned."""
     device, dtype, direction = case
     problem = problem_of(CLUSTER_REGISTERS[case], dtype, direction)
     last = choose(problem, DEVICES[device], "cluster").tile
-    assert last.cols * last.cluster_size == problem.num_cols and (last.exact, last.bulk) == (1, 0)
-    wider = replace(problem, num_cols=problem.num_cols + problem.widest_pack)
-    first = choose(wider, DEVICES[device], "cluster").tile
-    assert (first.packs_per_thread, first.exact, first.bulk) == (0, 0, 1)
-    if problem.forward:
-        assert choose(replace(wider, residual=True), DEVICES[device], "cluster").tile.bulk == 0
+    assert last.cols * last.cluster_size == problem.num_cols and (last.exact, last.stages) == (1, 0)
+    wider = choose(replace(problem, num_cols=problem.num_cols + problem.widest_pack), DEVICES[device])
+    assert wider.tile.packs_per_thread == 0 and wider.strategy == ("uncached" if case in NOTHING_BEYOND else "cluster")
+
+
+# Its shared memory holds less.
+NOTHING_BEYOND = {("RTX 5090", "float32", "backward")}
 
 
 @pytest.mark.parametrize("case", IN_SHARED_MEMORY, ids="-".join)
@@ -144,8 +178,9 @@ def test_widest_rows_in_shared_memory(case):
 @pytest.mark.parametrize("direction", DIRECTIONS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("device", GPUS)
-def test_the_first_strategy_wide_enough_wins(device, dtype, direction):
-    """At widest - pack, widest and widest + pack columns of each strategy; also with packs of a single element."""
+def test_a_strategy_takes_rows_up_to_its_widest(device, dtype, direction):
+    """At widest - pack, widest and widest + pack columns of each strategy; also with packs of a single element. Up to there it may
+    give way to a later one, which is faster; beyond, one of those is chosen."""
     gpu = DEVICES[device]
     present = [name for name in TABLE if gpu.compute_capability >= STRATEGIES[name].first_capability]
     for limit in (16, 1):
@@ -154,9 +189,14 @@ def test_the_first_strategy_wide_enough_wins(device, dtype, direction):
             step = problem.widest_pack
             edge = widest(strategy, problem, gpu)
             assert edge > step and edge % step == 0
-            for num_cols, expected in ((edge - step, strategy), (edge, strategy), (edge + step, following)):
-                assert choose(replace(problem, num_cols=num_cols), gpu).strategy == expected, (num_cols, limit)
-            assert choose(replace(problem, num_cols=edge), gpu).reason.startswith("the first strategy wide enough")
+            for num_cols in (edge - step, edge):
+                assert choose(replace(problem, num_cols=num_cols), gpu, strategy).strategy == strategy
+                chosen = choose(replace(problem, num_cols=num_cols), gpu)
+                earlier = present[: present.index(chosen.strategy)]
+                assert chosen.strategy == strategy or (chosen.tile.stages and strategy in earlier), (num_cols, limit)
+                assert chosen.reason.startswith("the first strategy that is wide enough and gives way to none")
+            chosen = choose(replace(problem, num_cols=edge + step), gpu)
+            assert present.index(chosen.strategy) >= present.index(following)
             with pytest.raises(ValueError, match=rf"{strategy}.*its widest row has {edge}$"):
                 choose(replace(problem, num_cols=edge + step), gpu, strategy)
     # Any row at all.
@@ -167,14 +207,17 @@ def test_the_first_strategy_wide_enough_wins(device, dtype, direction):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("device", GPUS)
 def test_the_table_is_monotone(device, dtype, direction):
-    """A wider row never goes back to a narrower strategy. (Cluster size and threads do go up and down: most bytes in flight win.)"""
+    """A wider row never goes back to a narrower strategy: but forward rows that fill the registers of a warp stay there, where their
+    neighbours that do not have left for a ring. (Cluster size and threads do go up and down: most bytes in flight win.)"""
     gpu = DEVICES[device]
     for step in (1, 8):
         ranks = []
         for num_cols in np.unique(np.geomspace(step, 4e6, 400).astype(int) // step * step).tolist():
             problem = replace(problem_of(num_cols, dtype, direction), pack_limit=step)
             choice = choose(problem, gpu)
-            ranks.append(TABLE.index(choice.strategy))
+            rank = TABLE.index(choice.strategy)
+            stays = rank == 0 and choice.tile.exact and direction == "forward" and gpu.clusters and num_cols >= 512
+            ranks.append(1 if stays else rank)
             assert (choice.tile.cluster_size > 1) == (choice.strategy == "cluster")
         assert ranks == sorted(ranks)
         assert {TABLE[rank] for rank in ranks} == {
@@ -203,9 +246,10 @@ def test_every_plan_covers_its_row_and_fits_its_device(device, direction, norm):
             assert num_cols % tile.pack_size == 0 and tile.pack_size <= made.problem.pack_limit
             if tile.packs_per_thread:  # in registers: all columns have a place, and no pack is idle in every thread
                 assert tile.cols >= slice_of(num_cols, tile) > tile.cols - tile.pack_size * tile.threads_per_row
-                assert tile.exact == (tile.cols * tile.cluster_size == num_cols) and tile.bulk == 0
+                assert tile.exact == (tile.cols * tile.cluster_size == num_cols)
+                assert tile.stages != 1 and (tile.stages == 0 or made.strategy in ("block", "cluster"))
             else:
-                assert made.strategy in ("block", "cluster", "uncached") and tile.exact == 0
+                assert made.strategy in ("block", "cluster", "uncached") and (tile.exact, tile.stages) == (0, 0)
             for launch in made.launches:
                 assert launch.block_size == launch.tile.threads_per_row * launch.tile.rows_per_block
                 assert launch.block_size % 32 == 0 and 32 <= launch.block_size <= 1024
@@ -257,12 +301,17 @@ def test_literal_plans():
     assert "ResidualLoad<__half>, Store<float, __half, __half, false>" in made.launches[0].kernel.name_expression
     assert "Statistics::welford" in made.launches[0].kernel.name_expression
     # Too wide for the registers of 16 blocks: shared memory.
-    assert (made.strategy, made.tile.packs_per_thread, made.tile.bulk) == ("cluster", 0, 0)  # the copy engine cannot add
-    assert plan(1 << 20, 64, "float16", device="H200").tile == Tile(8, 512, cluster_size=16, bulk=1)
+    assert (made.strategy, made.tile.packs_per_thread) == ("cluster", 0)
+    assert plan(1 << 20, 64, "float16", device="H200").tile == Tile(8, 512, cluster_size=16)
     assert plan((1 << 20) - 1, 64, "float16", device="H200").tile == Tile(1, 512, cluster_size=16)
     assert plan(65536, 64, "float16", device="A100").tile == Tile(8, 512)
-    # 64 elements a thread on 512 threads fill a multiprocessor; 4 blocks of which two are resident keep no more in flight.
-    assert plan(65536, 64, "float16", device="H200").tile == Tile(8, 512, packs_per_thread=8, cluster_size=2, exact=1)
+    # Rings: forward on two blocks a multiprocessor, backward on one that takes several rows where they are narrow.
+    assert plan(65536, 64, "float16", device="H200").tile == Tile(
+        8, 128, packs_per_thread=8, cluster_size=8, blocks_per_sm=2, exact=1, stages=3
+    )
+    assert plan(8192, 64, direction="backward", device="H200").tile == Tile(8, 256, packs_per_thread=4, exact=1, stages=3)
+    narrow = plan(2048, 64, direction="backward", device="H200").tile
+    assert narrow.rows_per_block > 1 and narrow.blocks_per_sm == 1
 
 
 def test_cpp_of_a_tile_names_every_field_in_the_order_of_the_struct():
@@ -306,7 +355,8 @@ def test_num_rows_changes_the_grid_and_nothing_else():
                 assert 1 <= first.grid_size <= second.grid_size < 2**31
         assert made[0].launches[0].grid_size == made[0].tile.cluster_size
         tile = made[0].tile
-        if problem.forward and (tile.cluster_size == 1 or tile.packs_per_thread):  # queued: as many as a grid may have
+        stays = tile.cluster_size > (2 if tile.stages else 1 if not tile.packs_per_thread else 16)
+        if problem.forward and not stays:  # queued: as many as a grid may have
             assert made[-1].launches[0].grid_size == (2**31 - 1) // tile.cluster_size * tile.cluster_size
         else:  # all resident
             resident = dict(device.clusters)[tile.cluster_size] * tile.cluster_size if tile.cluster_size > 1 else device.num_sms
@@ -369,7 +419,7 @@ def test_sm_margin_that_leaves_no_cluster(direction):
 
 def test_sm_margin_does_not_make_a_small_grid_larger():
     for direction in DIRECTIONS:
-        assert plan(4096, 3, device="H200", direction=direction, sm_margin=1).launches[0].grid_size == 3
+        assert plan(8192, 3, device="H200", direction=direction, sm_margin=1).launches[0].grid_size == 3
 
 
 @pytest.mark.parametrize("margin", (-1, 132, 1000))
@@ -497,10 +547,11 @@ def constant(pattern: str, file: str = "reduce.cuh") -> str:
 @pytest.mark.parametrize("dtype", ("float32", "float64"))
 def test_reduce_bytes_are_those_of_reduce_cuh(dtype):
     """The formulas of reduce.cuh, read from its text and evaluated here, against reduce_bytes."""
-    block = constant(r"static constexpr int smem_bytes = (2 \* max_parts \* num_warps \* sizeof\(Compute\));")
+    block = constant(r"static constexpr int smem_bytes = (\(2 \* max_parts \* num_warps .*);")
     cluster = constant(r"static constexpr int smem_bytes = (Block::smem_bytes \+ .*);")
     max_parts = int(constant(r"static constexpr int max_parts = (\d+);"))
     assert constant(r"static constexpr int num_warps = (.*);") == "threads / 32"
+    block, cluster = (text.replace("/", "//") for text in (block, cluster))
     problem = problem_of(1024, dtype)
     itemsize = DTYPES[dtype].itemsize
     for threads in (32, 64, 128, 512, 1024):
@@ -519,52 +570,79 @@ def aligned(value: int) -> int:
 
 def test_smem_bytes_are_what_the_kernels_lay_out():
     """The layout of each kernel, as its .cu file has it, written out by hand."""
-    row_offset = "row_offset = (16 + decltype(reduce)::smem_bytes + 15) / 16 * 16"
     for file in ("forward_block.cu", "forward_cluster.cu"):
-        assert row_offset in (CUDA_SRC / file).read_text()
+        assert "dynamic_smem() + Reduce::smem_bytes" in (CUDA_SRC / file).read_text()
 
     def smem(num_cols, dtype, direction="forward", at=0, device="H200", **options):
         made = plan(num_cols, 1000, dtype, direction=direction, device=device, **options)
         return made.launches[at].smem_bytes, made
 
     assert smem(128, "float32", strategy="warp")[0] == 0  # forward_warp reduces by shuffles
-    # One row of sums, which the rows of a block are added to one after the other.
-    assert smem(128, "float32", "backward", strategy="warp")[0] == 128 * 4
-    assert smem(128, "float64", "backward", strategy="warp")[0] == 128 * 8
-    assert smem(1024, "float32", "backward", at=1)[0] == 2 * 4 * 512 * 4  # backward_parameters: pack 4, 512 threads
-    assert smem(512, "float64", "backward", at=1)[0] == 2 * 2 * 512 * 8
-    for num_cols in (1536, 4096, 16384):
+    # Two rows of sums, of dweight and dbias, for each of 4 warps.
+    for dtype, itemsize in (("float32", 4), ("float64", 8)):
+        got, made = smem(128, dtype, "backward", strategy="warp")
+        assert made.tile.block_size == 128 and got == 2 * 4 * 128 * itemsize
+        # backward_parameters, 512 threads: sums of dweight and dbias, of each pack of a row and each warp.
+        parameters = smem(1024, dtype, "backward", at=1)[1].launches[1]
+        assert parameters.smem_bytes == 2 * parameters.tile.pack_size * parameters.tile.threads_per_row * 16 * itemsize
+    for num_cols in (1536, 4096, 8192):
         got, made = smem(num_cols, "bfloat16", strategy="block")
-        assert got == aligned(16 + 24 * made.tile.threads_per_row // 32) and made.tile.packs_per_thread
+        assert got == aligned(24 * made.tile.threads_per_row // 32) and made.tile.packs_per_thread
     got, made = smem(2048, "float32", "backward", strategy="block")
-    assert got == 24 * made.tile.threads_per_row // 32
+    assert got == aligned(24 * made.tile.threads_per_row // 32)
     # Without clusters, block keeps what is too wide for registers in shared memory: 512 threads, 16 warps.
     got, made = smem(80000, "bfloat16", device="A100")
-    assert got == aligned(16 + 24 * 16) + aligned(80000 * 2) and made.strategy == "block"
+    assert got == aligned(24 * 16) + aligned(80000 * 2) and made.strategy == "block"
     got, made = smem(33331, "float32", device="A100")
-    assert got == aligned(16 + 24 * 16) + aligned(33331 * 4) and made.strategy == "block"
+    assert got == aligned(24 * 16) + aligned(33331 * 4) and made.strategy == "block"
     assert smem(1 << 22, "float32")[0] == smem(1 << 22, "float32", "backward")[0] == 24 * 16  # uncached
     # A cluster whose rows wait in registers: the sums of its warps and of its blocks, forward and backward, and no row.
     for direction in DIRECTIONS:
-        got, made = smem(65536, "bfloat16", direction)
+        got, made = smem(30000, "float64", direction)
         assert made.strategy == "cluster" and made.tile.packs_per_thread
-        assert got == aligned(16 + 24 * made.tile.threads_per_row // 32 + 24 * made.tile.cluster_size)
+        assert got == aligned(48 * made.tile.threads_per_row // 32) + aligned(48 * made.tile.cluster_size)
     got, made = smem(200000, "bfloat16", strategy="cluster", tile=Tile(8, 512, cluster_size=2))
-    assert got == aligned(16 + 24 * 16 + 24 * 2) + aligned(100000 * 2)
+    assert got == aligned(24 * 16) + aligned(24 * 2) + aligned(100032 * 2)  # 1563 steps of 64 columns
     got, made = smem(1 << 20, "bfloat16")
     assert made.tile.cluster_size == 16
-    assert got == aligned(16 + 24 * 16 + 24 * 16) + (1 << 20) // 16 * 2
-    # 70001 single columns over 4 blocks: slices of 17501. x, dy, and two rows of float sums.
-    got, made = smem(70001, "bfloat16", "backward", strategy="cluster")
-    assert made.tile == Tile(1, 512, cluster_size=4)  # two blocks would need 35001 x 12 bytes each
-    slice_cols = -(-70001 // made.tile.cluster_size)
-    assert got == aligned(16 + 24 * 16 + 24 * made.tile.cluster_size) + 2 * aligned(slice_cols * 2) + 2 * aligned(
+    assert got == 2 * aligned(24 * 16) + (1 << 20) // 16 * 2
+    # 70001 single columns over 4 blocks: slices of 17504. x, dy, and two rows of float sums.
+    got, made = smem(70001, "bfloat16", "backward", strategy="cluster", tile=Tile(1, 512, cluster_size=4))
+    slice_cols = slice_of(70001, made.tile)
+    assert got == aligned(24 * 16) + aligned(24 * made.tile.cluster_size) + 2 * aligned(slice_cols * 2) + 2 * aligned(
         slice_cols * 4
     )
     without = plan(
         70001, 1000, "bfloat16", direction="backward", device="H200", strategy="cluster", bias_dtype=None, tile=made.tile
     )
     assert got - without.launches[0].smem_bytes == aligned(slice_cols * 4)
+
+
+@pytest.mark.parametrize("weight", ["bfloat16", "float32", None])
+@pytest.mark.parametrize("x", ["bfloat16", "float32"])
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_smem_bytes_of_a_ring(direction, x, weight):
+    """Rings of all warps, a barrier a slot; four buffers of sums, a barrier each; backward, weights beyond 16 elements a thread."""
+    item = DTYPES[x].itemsize
+    for tile in (
+        Tile(8, 96, 2, stages=3),
+        Tile(8, 64, 3, rows_per_block=2, stages=2),
+        Tile(8, 64, 3, cluster_size=16, stages=4),
+    ):
+        num_cols = (tile.cols - 8) * tile.cluster_size
+        strategy = "cluster" if tile.cluster_size > 1 else "block"
+        made = plan(num_cols, 8, x, direction=direction, weight_dtype=weight, device="H200", strategy=strategy, tile=tile)
+        rows, warps = tile.rows_per_block, tile.threads_per_row // 32
+        ring = tile.cols * item * (1 if direction == "forward" else 2)
+        # Forward also sends what rounding takes from the means.
+        values = 3 if direction == "forward" else 2
+        got = rows * tile.stages * (ring + 8 * warps) + rows * 4 * (8 + 4 * values * warps * tile.cluster_size)
+        if weight and direction == "backward" and tile.packs_per_thread > 2:
+            # One pack of 16-bit weights stays in registers.
+            packs = tile.packs_per_thread - (weight == "bfloat16")
+            got = aligned(got) + packs * tile.pack_size * tile.threads_per_row * DTYPES[weight].itemsize
+        assert made.launches[0].smem_bytes == aligned(got)
+    assert "num_buffers = 4;" in (CUDA_SRC / "ring.cuh").read_text()
 
 
 def test_smem_counts_against_a_multiprocessor():
@@ -578,7 +656,7 @@ def test_smem_counts_against_a_multiprocessor():
                 assert choice.resident * (choice.smem_bytes + 1024) <= device.smem_per_sm or choice.resident == 1
     # Either side of the border on an H200 (233472 bytes): two blocks of 116000 fit without the driver's share, not with it.
     tile = Tile(pack_size=8, threads_per_row=512, blocks_per_sm=2)
-    for num_cols, smem_bytes, resident in ((57000, 114400, 2), (57800, 116000, 1)):
+    for num_cols, smem_bytes, resident in ((57008, 114400, 2), (57808, 116000, 1)):
         choice = choose(problem_of(num_cols, "float16"), DEVICES["H200"], "block", tile)
         assert (choice.smem_bytes, choice.resident) == (smem_bytes, resident)
 
@@ -589,6 +667,8 @@ WARP = Tile(pack_size=8, threads_per_row=32, packs_per_thread=4, rows_per_block=
 BLOCK = Tile(pack_size=8, threads_per_row=128, packs_per_thread=1)
 UNCACHED = Tile(pack_size=8, threads_per_row=512)
 CLUSTER = Tile(pack_size=8, threads_per_row=512, cluster_size=2)
+RING = replace(BLOCK, stages=2)
+CLUSTER_RING = Tile(pack_size=8, threads_per_row=64, packs_per_thread=1, cluster_size=2, stages=2)
 
 
 @pytest.mark.parametrize(
@@ -604,8 +684,8 @@ CLUSTER = Tile(pack_size=8, threads_per_row=512, cluster_size=2)
         (r"threads_per_row 32 and rows_per_block -1", "warp", replace(WARP, rows_per_block=-1), {}),
         (r"threads_per_row 64; strategy 'warp' takes a power of two", "warp", replace(WARP, threads_per_row=64), {}),
         (r"threads_per_row 24; strategy 'warp'", "warp", replace(WARP, threads_per_row=24), {}),
-        (r"rows_per_block 2; strategy 'block' works on one row", "block", replace(BLOCK, rows_per_block=2), {}),
-        (r"rows_per_block 2; strategy 'uncached'", "uncached", replace(UNCACHED, rows_per_block=2), {}),
+        (r"rows_per_block 2; without stages strategy 'block' works on one row", "block", replace(BLOCK, rows_per_block=2), {}),
+        (r"rows_per_block 2; without stages strategy 'uncached'", "uncached", replace(UNCACHED, rows_per_block=2), {}),
         (r"cluster_size 3; H200 runs clusters of 2, 4, 8, 16", "cluster", replace(CLUSTER, cluster_size=3), {}),
         (r"cluster_size 1; H200 runs clusters", "cluster", replace(CLUSTER, cluster_size=1), {}),
         (r"cluster_size 2; strategy 'block' has no clusters, use 1", "block", replace(BLOCK, cluster_size=2), {}),
@@ -632,11 +712,14 @@ CLUSTER = Tile(pack_size=8, threads_per_row=512, cluster_size=2)
         (r"exact 1;", "uncached", replace(UNCACHED, exact=1), {}),
         (r"blocks_per_sm 0 of 128 threads", "warp", replace(WARP, blocks_per_sm=0), {}),
         (r"blocks_per_sm 17 of 128 threads; a multiprocessor of H200 holds 2048", "warp", replace(WARP, blocks_per_sm=17), {}),
-        (r"bulk 1; the copy engine takes plain rows of whole 16-byte units", "cluster",
-         replace(CLUSTER, pack_size=4, bulk=1), {}),
-        (r"bulk 1;", "cluster", replace(CLUSTER, bulk=1), {"residual": True}),
-        (r"bulk 2;", "cluster", replace(CLUSTER, bulk=2), {}),
-        (r"needs 262416 bytes of shared memory a block, H200", "block", replace(UNCACHED, bulk=1), {"num_cols": 131008}),
+        (r"stages 2; the copy engine takes rows as they are", "cluster", CLUSTER_RING, {"residual": True}),
+        (r"stages 2; the copy engine", "block", replace(RING, pack_size=2, packs_per_thread=4), {"dtype": "float64"}),
+        (r"stages 1 and packs_per_thread 1; a ring has 2 or more stages", "block", replace(RING, stages=1), {}),
+        (r"stages -1 and", "block", replace(RING, stages=-1), {}),
+        (r"stages 2 and packs_per_thread 0; .* 1 or more packs", "cluster", replace(CLUSTER, stages=2), {}),
+        (r"stages 2 and packs_per_thread 4; .* belongs to strategy 'block' or 'cluster'", "warp", replace(WARP, stages=2), {}),
+        (r"needs 262400 bytes of shared memory a block, H200", "block", UNCACHED, {"num_cols": 131008}),
+        (r"needs 267808 bytes of shared memory a block, H200", "block", replace(RING, threads_per_row=1024, stages=16), {"num_cols": 8192}),
     ),
     ids=lambda value: value.split(";")[0].split(" \\(")[0] if isinstance(value, str) and " " in value else None,
 )  # fmt: skip
@@ -649,15 +732,23 @@ def test_a_tile_that_does_not_fit_is_refused(message, strategy, tile, changes):
 def test_tiles_beside_the_refused_ones_are_taken():
     """The refusals above are not of everything: each base tile is accepted as it is."""
     problem = problem_of(1024)
-    for strategy, tile in (("warp", WARP), ("block", BLOCK), ("uncached", UNCACHED), ("cluster", CLUSTER), ("block", UNCACHED)):
+    for strategy, tile in (
+        ("warp", WARP),
+        ("block", BLOCK),
+        ("uncached", UNCACHED),
+        ("cluster", CLUSTER),
+        ("block", UNCACHED),
+        ("block", RING),
+        ("block", replace(RING, rows_per_block=2)),
+        ("cluster", CLUSTER_RING),
+    ):
         choice = choose(problem, DEVICES["H200"], strategy, tile)
         assert (choice.strategy, choice.tile, choice.reason) == (strategy, tile, "as asked for")
     assert choose(problem, DEVICES["H200"], "warp", replace(WARP, exact=1)).tile.exact == 1
-    assert choose(problem, DEVICES["H200"], "cluster", replace(CLUSTER, bulk=1)).tile.bulk == 1
     in_registers = replace(CLUSTER, threads_per_row=64, packs_per_thread=1, exact=1)  # 2 x 64 threads x 8 = 1024
     assert choose(problem, DEVICES["H200"], "cluster", in_registers).tile == in_registers
-    with pytest.raises(ValueError, match=r"bulk 1"):
-        choose(problem, DEVICES["A100"], "block", replace(UNCACHED, bulk=1))
+    with pytest.raises(ValueError, match=r"stages 2; .* sm_90 and later"):
+        choose(problem, DEVICES["A100"], "block", RING)
 
 
 def test_backward_block_has_no_row_in_shared_memory():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from every_kernel import cases
 
 from cupynorm.dispatch import STRATEGIES
@@ -17,7 +19,10 @@ class Recorder(CpuMachine):
 
     def launch(self, launch, words) -> None:
         tile = launch.tile
-        place = "registers" if tile.packs_per_thread else "bulk" if tile.bulk else "threads"
+        place = "registers" if tile.packs_per_thread else "shared memory or nowhere"
+        if tile.stages:
+            dtype = re.search(r"Load<(\w+)>", launch.kernel.name_expression)[1]
+            place = f"ring of {dtype}, {tile.cluster_size} blocks a row"
         self.reached.add((launch.kernel.source, place))
 
 
@@ -27,8 +32,19 @@ def test_every_place_of_every_kernel():
         run_kernels(random_problem(case), recorder)
     expected = {(f"{direction}_{name}.cu", "registers") for direction in ("forward", "backward") for name in STRATEGIES}
     expected = {each for each in expected if "uncached" not in each[0]}
-    expected |= {("forward_uncached.cu", "threads"), ("backward_uncached.cu", "threads"), ("backward_parameters.cu", "threads")}
-    # Rows in shared memory, copied by the threads or by the copy engine.
-    for source in ("forward_block.cu", "forward_cluster.cu", "backward_cluster.cu"):
-        expected |= {(source, "threads"), (source, "bulk")}
-    assert recorder.reached == expected
+    for source in (
+        "forward_block",
+        "forward_cluster",
+        "backward_cluster",
+        "forward_uncached",
+        "backward_uncached",
+        "backward_parameters",
+    ):
+        expected.add((f"{source}.cu", "shared memory or nowhere"))
+    for direction in ("forward", "backward"):
+        for dtype in ("__nv_bfloat16", "float"):
+            expected.add((f"{direction}_block.cu", f"ring of {dtype}, 1 blocks a row"))
+            expected |= {(f"{direction}_cluster.cu", f"ring of {dtype}, {size} blocks a row") for size in (2, 16)}
+    # Wide rows get rings of other clusters, too.
+    assert recorder.reached >= expected
+    assert {source for source, _ in recorder.reached} == {source for source, _ in expected}

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import bisect
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from cupynorm import calls, dispatch
+from cupynorm import calls, dispatch, reference
+from cupynorm.arrays import Rows
 from cupynorm.dispatch import DEVICES, STATISTICS, STRATEGIES, Device, Tile
 from cupynorm.dtypes import DTYPES, decode, encode
 from cupynorm.gradient_check import (
@@ -86,13 +88,23 @@ def test_strategy_at_widths_where_it_would_not_be_chosen(name, dtype, strategy, 
 EDGES = [("warp", "forward"), ("warp", "backward"), ("block", "backward")]
 
 
+def last_width(strategy: str, direction: str, dtype: str, device) -> int:
+    """The most columns, a multiple of 16, for which this strategy or an earlier one is chosen."""
+    order = list(STRATEGIES)
+
+    def beyond(num_cols: int) -> bool:
+        return order.index(strategy_of(direction, dtype, num_cols, device)) > order.index(strategy)
+
+    return 16 * (bisect.bisect_left(range(1, 4096), True, key=lambda sixteens: beyond(16 * sixteens)))
+
+
 @pytest.mark.parametrize("step", [-1, 0, 1])
 @pytest.mark.parametrize("strategy, direction", EDGES)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", NORMS)
 def test_edge_of_a_strategy(name, dtype, strategy, direction, step, where):
     # Where rows are read in packs; a neighbour of an even width is odd and read element by element.
-    widest = dispatch.widest(strategy, problem_of(direction, dtype), where.device)
+    widest = last_width(strategy, direction, dtype, where.device)
     assert strategy_of(direction, dtype, widest, where.device) == strategy
     assert strategy_of(direction, dtype, widest + 16, where.device) != strategy
     check(Case(name, 2, widest + step, dtype), where)
@@ -101,7 +113,7 @@ def test_edge_of_a_strategy(name, dtype, strategy, direction, step, where):
 @pytest.mark.parametrize("step", [-1, 0, 1])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_edge_of_block_forward(dtype, step, where):
-    widest = dispatch.widest("block", problem_of("forward", dtype), where.device)
+    widest = last_width("block", "forward", dtype, where.device)
     assert strategy_of("forward", dtype, widest, where.device) == "block"
     assert strategy_of("forward", dtype, widest + 16, where.device) != "block"
     check(Case("layer_norm", 1, widest + step, dtype), where)
@@ -224,10 +236,15 @@ def test_residual(strategy, dtype, where):
         case = Case(name, 4, num_cols, dtype, strategy=strategy, residual=True)
         problem = random_problem(case)
         fused = check(case, where)
-        # As normalising the sum that it returns, to the bit.
+        # As normalising the sum that it returns: to the bit where the same tile does both (a ring takes no residual).
         alone = replace(problem, case=replace(case, residual=False), x=fused["sum"], residual=None)
-        if dispatch.choose(_forward_problem(case), where.device, strategy).tile.bulk == 0:
+        tiles = [dispatch.choose(_forward_problem(each), where.device, strategy).tile for each in (case, alone.case)]
+        if tiles[0] == tiles[1]:
             assert run_kernels(alone, where)["y"].tobytes() == fused["y"].tobytes()
+        else:
+            assert tiles[1].stages > 0
+            result = CheckResult(judge_all(alone, {"y": fused["y"]}))
+            assert len(result.findings) == 1 and result.ok, f"\n{result}"
 
 
 def _forward_problem(case: Case) -> dispatch.Problem:
@@ -248,8 +265,7 @@ def test_statistics(dtype, strategy, statistics, num_cols, where):
 
 @pytest.mark.parametrize("statistics", STATISTICS)
 def test_rows_in_the_shared_memory_of_one_block(statistics, where):
-    tile = Tile(8, 128, bulk=1)
-    check(Case("layer_norm", 4, 1000, "float16", strategy="block", tile=tile, statistics=statistics), where)
+    check(Case("layer_norm", 4, 1000, "float16", strategy="block", tile=Tile(8, 128), statistics=statistics), where)
     check(Case("layer_norm", 4, 1001, "float16", strategy="block", tile=Tile(1, 96), statistics=statistics), where)
 
 
@@ -270,7 +286,7 @@ def test_rows_in_the_shared_memory_of_one_block(statistics, where):
         ("cluster", 999, Tile(1, 96, packs_per_thread=6, cluster_size=2)),
         ("cluster", 24, Tile(8, 64, packs_per_thread=1, cluster_size=8)),
         ("cluster", 24, Tile(8, 64, cluster_size=8)),
-        ("cluster", 1024, Tile(8, 512, cluster_size=4, bulk=1)),
+        ("cluster", 1024, Tile(8, 512, cluster_size=4)),
         ("cluster", 999, Tile(1, 96, cluster_size=2)),
         ("uncached", 1000, Tile(2, 1024)),
         ("uncached", 1000, Tile(8, 32)),
@@ -287,7 +303,7 @@ def test_explicit_tile(strategy, num_cols, tile, where):
         ("warp", 33, Tile(1, 32, packs_per_thread=2, rows_per_block=1)),
         ("block", 1000, Tile(8, 96, packs_per_thread=2)),
         ("block", 96, Tile(1, 1024, packs_per_thread=1)),
-        ("cluster", 1024, Tile(8, 64, cluster_size=16, bulk=1)),
+        ("cluster", 1024, Tile(8, 64, cluster_size=16)),
         ("cluster", 1000, Tile(8, 32, packs_per_thread=1, cluster_size=16)),
         ("cluster", 1032, Tile(8, 32, packs_per_thread=2, cluster_size=4)),
         ("cluster", 1024, Tile(8, 32, packs_per_thread=2, cluster_size=2, exact=1)),
@@ -298,18 +314,10 @@ def test_explicit_tile(strategy, num_cols, tile, where):
         ("uncached", 1000, Tile(4, 96)),
     ],
 )
-def test_explicit_tile_of_backward(strategy, num_cols, tile, where, monkeypatch):
-    seen = []
-    plain = calls.make_plan
-
-    def make_plan(problem, device, num_rows, **options):
-        plan = plain(problem, device, num_rows, **(options | {"tile": None if problem.forward else tile}))
-        seen.append(plan.tile)
-        return plan
-
-    monkeypatch.setattr(calls, "make_plan", make_plan)
+def test_explicit_tile_of_backward(strategy, num_cols, tile, where, tile_of_backward):
+    plans = tile_of_backward(tile)
     check(Case("layer_norm", 5, num_cols, "bfloat16", strategy=strategy), where)
-    assert seen[-1] == tile
+    assert plans[-1].tile == tile
 
 
 @pytest.mark.parametrize(
@@ -405,7 +413,7 @@ def assert_rows_alone_are_rows_of_a_batch(problem: Problem, where, rows) -> None
     together = run_kernels(problem, where)
     for row in rows:
         alone = run_kernels(only_row(problem, row), where)
-        for tensor in ("y", "mean", "rstd", "dx"):
+        for tensor in {"y", "mean", "rstd", "dx"} & set(together):
             assert alone[tensor][0].tobytes() == together[tensor][row].tobytes(), f"{tensor} of row {row}"
 
 
@@ -426,6 +434,197 @@ def test_a_row_is_the_same_alone_and_in_a_batch(strategy, statistics, num_rows):
 def test_a_row_is_the_same_alone_and_in_a_batch_on_a_gpu(dtype, strategy, num_rows):
     problem = random_problem(Case("layer_norm", num_rows, 504, dtype, strategy=strategy))
     assert_rows_alone_are_rows_of_a_batch(problem, GpuCheckMachine(), {0, num_rows // 2, num_rows - 1})
+
+
+# -- rows that pass through a ring -----------------------------------------------------------------------
+
+
+# (norm, dtype, packs of a row, tile). A warp has 32 x packs_per_thread packs side by side, a block of a cluster a multiple of 8.
+RINGS = {
+    "one warp": ("layer_norm", "float32", 20, Tile(4, 32, 1, stages=2)),
+    "block": ("rms_norm", "bfloat16", 128, Tile(8, 64, 2, exact=1, stages=4)),
+    "block whose last warp has a part": ("layer_norm", "float32", 470, Tile(4, 96, 5, stages=3)),
+    "block whose last warp has nothing": ("layer_norm", "float16", 130, Tile(8, 128, 2, stages=2)),
+    "block with weights in shared memory": ("layer_norm", "bfloat16", 192, Tile(8, 64, 3, exact=1, stages=2)),
+    "block of 4 rows": ("layer_norm", "bfloat16", 180, Tile(8, 64, 3, rows_per_block=4, stages=3)),
+    "block of 3 rows of one warp": ("rms_norm", "float32", 30, Tile(4, 32, 1, rows_per_block=3, stages=2)),
+    # Rows and slices that begin and end anywhere within 16 bytes.
+    "block of single elements": ("layer_norm", "bfloat16", 333, Tile(1, 64, 6, stages=3)),
+    "cluster of pairs": ("rms_norm", "float16", 270, Tile(2, 64, 3, cluster_size=2, stages=2)),
+    "cluster of single elements": ("layer_norm", "float32", 1301, Tile(1, 96, 4, cluster_size=4, stages=2)),
+    "cluster of 2": ("layer_norm", "float32", 256, Tile(4, 64, 2, cluster_size=2, exact=1, stages=3)),
+    "cluster of 2 and 2 rows": ("layer_norm", "float16", 100, Tile(8, 64, 1, 2, cluster_size=2, stages=2)),
+    "cluster of 4 whose last warp has nothing": ("layer_norm", "bfloat16", 200, Tile(8, 64, 1, cluster_size=4, stages=3)),
+    "cluster of 8 of which 3 have nothing": ("rms_norm", "float16", 36, Tile(8, 32, 1, cluster_size=8, stages=4)),
+    "cluster of 16": ("layer_norm", "bfloat16", 512, Tile(8, 32, 1, cluster_size=16, exact=1, stages=2)),
+    "cluster of 16 of which 3 have nothing": ("layer_norm", "float32", 510, Tile(4, 64, 1, cluster_size=16, stages=3)),
+}  # fmt: skip
+# The options of a call, each in a block and in a cluster; packs_per_thread is 3 so that weights lie in shared memory, too.
+RING_OPTIONS = {
+    "welford": {"statistics": "welford"},
+    "weight float32": {"weight": "float32", "bias": "float32"},
+    "weight float64, 1 + weight": {"weight": "float64", "bias": "float64", "zero_centered_weight": True},
+    "y float32": {"y": "float32"},
+    "no weight": {"weight": None},
+    "no parameters": {"weight": None, "bias": None},
+}
+OPTION_TILES = (Tile(8, 64, 3, stages=2), Tile(8, 64, 3, cluster_size=2, stages=3))
+
+
+def ring_case(norm: str, num_rows: int, dtype: str, packs: int, tile: Tile, **options: object) -> Case:
+    strategy = "cluster" if tile.cluster_size > 1 else "block"
+    return Case(norm, num_rows, packs * tile.pack_size, dtype, strategy=strategy, tile=tile, **options)
+
+
+@pytest.fixture(params=["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
+def small(request):
+    """As `where`, with so few multiprocessors on the CPU that a few rows go round a ring."""
+    return CpuMachine(SMALL) if request.param == "cpu" else GpuCheckMachine()
+
+
+def rows_of_turns(where: CpuMachine | GpuCheckMachine, tile: Tile, turns: int) -> int:
+    """So many that blocks, or clusters, take `turns` rows one after the other, and the last of them one row less."""
+    at_once = dict(where.device.clusters)[tile.cluster_size] if tile.cluster_size > 1 else where.device.num_sms
+    return max(1, turns * at_once * tile.rows_per_block - 1)
+
+
+# Fewer turns than the ring has stages, as many, and so many that every slot and buffer is used again and again.
+@pytest.mark.parametrize("turns", [1, 3, 12])
+@pytest.mark.parametrize("ring", RINGS)
+def test_ring(ring, turns, small, tile_of_backward):
+    norm, dtype, packs, tile = RINGS[ring]
+    plans = tile_of_backward(tile)
+    case = ring_case(norm, rows_of_turns(small, tile, turns), dtype, packs, tile)
+    results = check(case, small)
+    assert [plan.tile for plan in plans] == [tile, tile]
+    for plan in plans:
+        taken = -(-case.num_rows // (plan.launches[0].grid_size // tile.cluster_size * tile.rows_per_block))
+        assert max(1, turns - 1) <= taken <= turns
+    if isinstance(small, CpuMachine):
+        for seed in SEEDS:
+            assert identical(results, run_kernels(random_problem(case), CpuMachine(SMALL, seed=seed))), f"seed {seed}"
+
+
+@pytest.mark.parametrize("tile", OPTION_TILES, ids=["block", "cluster"])
+@pytest.mark.parametrize("options", RING_OPTIONS)
+def test_options_of_a_ring(options, tile, small, tile_of_backward):
+    tile_of_backward(tile)
+    check(
+        ring_case(
+            "layer_norm", rows_of_turns(small, tile, 4), "bfloat16", 190 * tile.cluster_size, tile, **RING_OPTIONS[options]
+        ),
+        small,
+    )
+
+
+@pytest.mark.parametrize("ring", RINGS)
+def test_a_row_of_a_ring_is_the_same_alone_and_in_a_batch(ring, small, tile_of_backward):
+    norm, dtype, packs, tile = RINGS[ring]
+    tile_of_backward(tile)
+    num_rows = rows_of_turns(small, tile, 12)
+    problem = random_problem(ring_case(norm, num_rows, dtype, packs, tile))
+    assert_rows_alone_are_rows_of_a_batch(problem, small, {0, num_rows // 2, num_rows - 1})
+    # Nor does a margin change a row.
+    where = CpuMachine(TWO_CLUSTERS) if isinstance(small, CpuMachine) else small
+    margin = replace(problem, case=replace(problem.case, sm_margin=where.device.num_sms // 2))
+    whole, left = run_kernels(problem, where), run_kernels(margin, where)
+    for tensor in ("y", "rstd", "dx"):
+        assert left[tensor].tobytes() == whole[tensor].tobytes()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("ring", RINGS)
+def test_twenty_runs_of_a_ring_on_a_gpu_give_the_same_bits(ring, tile_of_backward):
+    where = GpuCheckMachine()
+    norm, dtype, packs, tile = RINGS[ring]
+    tile_of_backward(tile)
+    problem = random_problem(ring_case(norm, rows_of_turns(where, tile, 12), dtype, packs, tile))
+    first = run_kernels(problem, where)
+    assert all(np.isfinite(values).all() for values in first.values())
+    for _ in range(19):
+        assert identical(first, run_kernels(problem, where))
+
+
+@pytest.mark.parametrize("statistics", STATISTICS)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("ring", ["block whose last warp has nothing", "cluster of 8 of which 3 have nothing"])
+def test_values_that_are_hard_for_a_ring(ring, dtype, statistics, small, tile_of_backward):
+    """What the warps send is merged, also of those without columns: means far from zero, equal values, overflow, infinities."""
+    _, _, packs, tile = RINGS[ring]
+    tile = replace(tile, pack_size=16 // DTYPES[dtype].itemsize)
+    tile_of_backward(tile)
+    usual = random_problem(ring_case("layer_norm", 3, dtype, packs, tile, statistics=statistics))
+
+    def run(x: np.ndarray, eps: float = 1e-5) -> tuple[Problem, dict[str, np.ndarray]]:
+        x = decode(encode(np.broadcast_to(x, usual.x.shape), dtype), dtype)
+        problem = replace(usual, x=x, case=replace(usual.case, eps=eps))
+        return problem, run_kernels(problem, small)
+
+    if statistics == "two_pass":  # welford's mean errs more than is allowed of y
+        result = CheckResult(judge_all(*run(usual.x + 1000)))
+        assert result.ok, f"\n{result}"
+    constants = np.array([0.1, -1 / 3, 1e-3 + 1e4])[:, None]
+    for x in (constants, 1e20 * constants):
+        problem, results = run(x)
+        assert (results["y"] == problem.bias).all() and (results["mean"] == problem.x[:, 0]).all()
+        assert np.isfinite(results["dx"]).all() and (results["dweight"] == 0).all()
+    _, results = run(constants, eps=0.0)
+    assert np.isposinf(results["rstd"]).all() and np.isnan(results["y"]).all()
+    for value in (1e20, 1e37):  # an infinite variance: rstd is 0 and y is bias
+        problem, results = run(value * np.resize([-1.0, 1.0], usual.x.shape))
+        assert (results["rstd"] == 0).all() and (results["y"] == problem.bias).all() and (results["dx"] == 0).all()
+    _, clean = run(usual.x)
+    for value in (np.inf, np.nan):
+        broken = usual.x.copy()
+        broken[1, 5] = value
+        _, results = run(broken)
+        for tensor in ("y", "rstd", "dx"):
+            assert np.isnan(results[tensor][1]).all()
+            assert results[tensor][[0, 2]].tobytes() == clean[tensor][[0, 2]].tobytes()
+
+
+def gradients_of(problem: Problem, where, tile: Tile, wanted: tuple[str, ...], dsum: np.ndarray | None = None) -> dict:
+    """The wanted gradients of a problem with the statistics of float64, and with the gradient that reaches dx from elsewhere."""
+    case, shape = problem.case, problem.x.shape
+    forward = reference.layer_norm(problem.x, problem.weight, problem.bias, case.eps)
+    given = {
+        "x": problem.x,
+        "dy": problem.dy,
+        "weight": problem.weight,
+        "mean": forward.mean,
+        "rstd": forward.rstd,
+        "dsum": dsum,
+    }
+    put = {name: where.put(encode(values, case.x)) for name, values in given.items() if values is not None}
+    made = {name: where.empty(shape if name == "dx" else shape[1:], case.x) for name in wanted}
+    rows = {name: Rows(pointer, *shape, shape[1], case.x) for name, (_, pointer) in (put | made).items()}
+    pointer = {name: (array_pointer, case.x) for name, (_, array_pointer) in (put | made).items()}
+    plan = calls.run_backward(
+        where, True, rows["x"], rows["dy"], put["mean"][1], put["rstd"][1], pointer["weight"], False, rows.get("dx"),
+        pointer.get("dweight"), pointer.get("dbias"), rows.get("dsum"), calls.Options(case.strategy, tile),
+    )  # fmt: skip
+    assert plan.tile == tile
+    return {name: decode(where.get(made[name][0]), case.x) for name in wanted}
+
+
+@pytest.mark.parametrize("ring", ["block whose last warp has a part", "cluster of 16 of which 3 have nothing"])
+def test_gradients_of_a_ring_that_are_asked_for(ring, small):
+    norm, dtype, packs, tile = RINGS[ring]
+    problem = random_problem(ring_case(norm, rows_of_turns(small, tile, 5), dtype, packs, tile))
+    names = ("dx", "dweight", "dbias")
+    everything = gradients_of(problem, small, tile, names)
+    for number in range(1, 7):
+        wanted = tuple(name for bit, name in enumerate(names) if number >> bit & 1)
+        found = gradients_of(problem, small, tile, wanted)
+        assert CheckResult(judge_all(problem, found)).ok and set(found) == set(wanted)
+        # A GPU's compiler fuses other products and sums where there are fewer.
+        assert isinstance(small, GpuCheckMachine) or identical(found, {name: everything[name] for name in wanted}), wanted
+    # What reaches x + residual from elsewhere is added before the one rounding: the GPU may fuse the two.
+    dsum = decode(encode(np.random.default_rng(1).standard_normal(problem.x.shape), dtype), dtype)
+    found = gradients_of(problem, small, tile, names, dsum)
+    off = np.abs(found["dx"] - (everything["dx"] + dsum))
+    assert (off <= DTYPES[dtype].half_ulp * (2 * np.abs(everything["dx"]) + np.abs(everything["dx"] + dsum))).all()
+    assert isinstance(small, GpuCheckMachine) or found["dweight"].tobytes() == everything["dweight"].tobytes()
 
 
 # -- this file can fail ----------------------------------------------------------------------------------

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import shutil
@@ -68,22 +69,34 @@ FEWER_PROBLEMS = (
     {"dtype": "float16", "norm": "rms_norm", "direction": "backward"}, {"residual": True, **MIXED}, {"dtype": "float32", "direction": "backward"},
     {"dtype": "float64"}, {"dtype": "float64", "direction": "backward"},
 )  # fmt: skip
+# Rows that pass through a ring, in steps of 8 columns: few fill their tile. Each problem has other registers or shared memory.
+RING_WIDTHS = (1096, 2048, 5128, 8192, 12296, 24576, 40008, 100000, 131072, 200000, 262144)
+RING_PROBLEMS = [
+    {"dtype": dtype, "direction": direction, **options}
+    for direction, dtype, options in (
+        ("forward", "bfloat16", {}), ("forward", "float32", {}), ("forward", "bfloat16", MIXED),
+        ("backward", "bfloat16", {}), ("backward", "float16", {}), ("backward", "float32", {}), ("backward", "bfloat16", MIXED),
+    )
+]  # fmt: skip
 # sm_80 and sm_90 stand for GPUs without and with clusters: all of the grid. Parts, so that pytest-xdist can share them out.
-PARTS = {80: 8, 86: 1, 89: 1, 90: 8, 100: 1, 120: 1}
+FULL = (80, 90)
+PARTS = {80: 8, 86: 1, 89: 1, 90: 8, 100: 4, 120: 4}
 
 
 @cache
 def instances(compute_capability: int) -> dict[Kernel, str]:
     """The distinct kernels of the grid, each with the first problem that asks for it."""
-    full = PARTS[compute_capability] > 1
+    full = compute_capability in FULL
+    grid = [(PROBLEMS, WIDTHS) if full else (FEWER_PROBLEMS, FEWER_WIDTHS)]
+    if compute_capability >= 90:
+        grid.append((RING_PROBLEMS, RING_WIDTHS))
     found: dict[Kernel, str] = {}
-    for problem in PROBLEMS if full else FEWER_PROBLEMS:
-        for num_cols in WIDTHS if full else FEWER_WIDTHS:
-            made = plan(num_cols, 4096, device=ARCHITECTURES[compute_capability], **problem)
-            for launch in made.launches:
-                words = " ".join(f"{key}={value}" for key, value in problem.items())
-                text = f"{num_cols:>7} {words:<60} {launch.kernel.source:<23} {launch.tile}"
-                found.setdefault(launch.kernel, text)
+    for problem, num_cols in (each for problems, widths in grid for each in itertools.product(problems, widths)):
+        made = plan(num_cols, 4096, device=ARCHITECTURES[compute_capability], **problem)
+        for launch in made.launches:
+            words = " ".join(f"{key}={value}" for key, value in problem.items())
+            text = f"{num_cols:>7} {words:<60} {launch.kernel.source:<23} {launch.tile}"
+            found.setdefault(launch.kernel, text)
     return found
 
 
@@ -125,7 +138,9 @@ def test_the_grid_meets_every_strategy():
         clusters = {"forward_cluster.cu", "backward_cluster.cu"}
         everything = {path.name for path in cuda_src().glob("*.cu")}
         assert files == (everything if compute_capability >= 90 else everything - clusters)
-        assert len(found) >= (400 if PARTS[compute_capability] > 1 else 50)
+        rings = [kernel for kernel in found if ".stages = 0" not in kernel.name_expression]
+        assert len(rings) >= 50 if compute_capability >= 90 else not rings
+        assert len(found) >= (400 if compute_capability in FULL else 50)
 
 
 @needs_nvrtc

@@ -194,6 +194,50 @@ def test_faults_of_bulk_copies(fault, sentence):
             doubled_by_bulk_copies(fault, seed)
 
 
+def sent_to_all(fault, seed, cluster_size=4):
+    num_rounds, num_blocks = 6, 2 * cluster_size
+    x = np.random.default_rng(seed).integers(0, 1000, (num_rounds, num_blocks)).astype(np.float32)  # sums are exact
+    y = np.full_like(x, np.nan)
+    send_to_all = instance("cluster_send.cu", f"send_to_all<Fault::{fault}>")
+    smem_bytes = 16 + 8 * cluster_size
+    send_to_all.launch(num_blocks, 32, words(x, y, num_rounds), smem_bytes=smem_bytes, cluster_size=cluster_size, seed=seed)
+    return np.array_equal(y, x.reshape(num_rounds, 2, cluster_size).sum(2).repeat(cluster_size, 1))
+
+
+@pytest.mark.parametrize("cluster_size", [1, 4, 16])
+def test_sends_within_a_cluster(cluster_size):
+    assert all(sent_to_all("none", seed, cluster_size) for seed in SEEDS)
+
+
+@pytest.mark.parametrize(
+    "fault, sentence",
+    [
+        ("no_wait", r"arrives at the mbarrier .* its whole count"),
+        ("wrong_parity", r"arrives at the mbarrier .* its whole count|Deadlock"),
+        ("wrong_rank", r"thread 3 of block \d maps shared memory of rank 4 in a cluster of 4 blocks"),
+        ("not_shared", r"maps a pointer that is not in its own block's shared memory"),
+        ("to_the_end", r"was overwritten|ends while a bulk load of 4 bytes is under way|ends without having waited"),
+    ],
+)
+def test_faults_of_sends(fault, sentence):
+    for seed in SEEDS:
+        with pytest.raises(OnCpuError, match=sentence):
+            sent_to_all(fault, seed)
+
+
+@pytest.mark.parametrize("fault", ["one_buffer", "too_few_bytes", "before_init"])
+def test_sends_that_come_too_early_show(fault):
+    """For some orders: a value is overwritten, a block goes on without the last value, or a peer does not run yet."""
+
+    def shows(seed):
+        try:
+            return not sent_to_all(fault, seed)
+        except OnCpuError as error:
+            return "before mbarrier_init" in str(error) if fault == "before_init" else True
+
+    assert any(shows(seed) for seed in SEEDS)
+
+
 # -- faults ----------------------------------------------------------------------------------------------
 
 

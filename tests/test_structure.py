@@ -95,10 +95,10 @@ def test_import_takes_less_than_50_milliseconds_beyond_numpy():
 
 # From the bottom up; an import at module level goes to the same row or below. pure, CuPy, calls, norm, torch, tools.
 ROWS = (
-    ("dtypes", "dispatch"),
+    ("dtypes", "dispatch", "candidates"),
     ("nvrtc", "launch", "arrays", "on_cpu"),
     ("calls",),
-    ("norm",),
+    ("norm", "tiles"),
     ("autograd", "modules", "fp8", "linear", "parallel"),
     (
         "gradient_check",
@@ -110,6 +110,7 @@ ROWS = (
         "bench_cells",
         "bench_report",
         "bench_host",
+        "tune",
         "__main__",
     ),
 )
@@ -199,7 +200,7 @@ def test_who_may_import_torch_and_cupy(name):
 
 
 def test_the_pure_modules_need_only_numpy_and_the_standard_library():
-    for name in ("dispatch", "dtypes"):
+    for name in ("dispatch", "dtypes", "candidates"):
         outside = {imported.partition(".")[0] for imported, _ in imports(MODULES[name])} - {"cupynorm"}
         assert outside <= set(sys.stdlib_module_names) | {"numpy"}, name
     assert "numpy" not in {imported for imported, _ in imports(MODULES["dispatch"])}

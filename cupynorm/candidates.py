@@ -1,0 +1,108 @@
+"""Which tiles are worth measuring for a problem on a device: a few dozen of all that dispatch accepts. Pure Python, no GPU needed.
+
+The grid is that of threads, packs of a thread, rows, blocks, clusters and stages. Dispatch's own estimates bound it: of registers, of
+shared memory, and of how busy a tile keeps a multiprocessor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from . import dispatch
+from .dispatch import Choice, Device, Problem, Tile
+from .dtypes import DTYPES
+
+_MOST = 48  # of one problem: they compile in a quarter of a minute, in several processes sooner
+_FILLED = 0.8  # of a tile's packs that a row fills, at least: packs beyond it cost as much as others
+_FEWEST_SLICE_BYTES = 8192  # of x, for a block of a cluster: for less the blocks wait for each other more than for memory
+_PROMISE = 0.6  # of the best of its kind, where there are too many: the estimates are rough
+
+
+def candidates(problem: Problem, device: Device) -> list[Choice]:
+    """The tiles that are worth measuring, a few dozen; the first is what dispatch chooses. Pure: for any device, without a GPU."""
+    default = dispatch.choose(problem, device)
+    tiles_of = [_in_registers, _in_rings] + [_elsewhere] * (default.tile.packs_per_thread == 0)
+    kinds: dict[tuple, list[Choice]] = {}
+    for strategy, tile in (each for made in tiles_of for each in made(problem, device)):
+        try:
+            choice = dispatch.choose(problem, device, strategy, tile)
+        except ValueError:
+            continue
+        if choice.resident >= tile.blocks_per_sm:  # else shared memory allows fewer blocks, and those are a tile of their own
+            kinds.setdefault((strategy, tile.cluster_size, tile.stages > 0), []).append(choice)
+    found = {(default.strategy, default.tile): default}
+    most = _MOST // max(1, len(kinds))
+    for choices in kinds.values():
+        if len(choices) > most:
+            least = _PROMISE * max(_promise(problem, choice) for choice in choices)
+            choices = [choice for choice in choices if _promise(problem, choice) >= least]
+        evenly = range(min(most, len(choices)))
+        for choice in (choices[at * len(choices) // len(evenly)] for at in evenly):
+            found.setdefault((choice.strategy, choice.tile), choice)
+    return list(found.values())
+
+
+def _shapes(problem: Problem, device: Device) -> Iterator[tuple[str, Tile]]:
+    """Tiles as wide as the row, or a cluster's share of it, and not much wider. Of equal packs_per_thread the one with fewest threads."""
+    pack_size = problem.widest_pack
+    for cluster_size in (1, *(size for size, _ in device.clusters)):
+        num_cols = dispatch._slice_cols(problem, pack_size, cluster_size)
+        if cluster_size > 1 and num_cols * DTYPES[problem.x].itemsize < _FEWEST_SLICE_BYTES:
+            continue
+        all_threads = {"block" if cluster_size == 1 else "cluster": range(32, 1024 + 1, 32)}
+        if cluster_size == 1:
+            all_threads["warp"] = (1, 2, 4, 8, 16, 32)
+        for strategy in all_threads:
+            fullest: dict[int, Tile] = {}
+            for threads in all_threads[strategy]:
+                tile = Tile(pack_size, threads, max(1, -(-num_cols // (pack_size * threads))), cluster_size=cluster_size)
+                if num_cols >= _FILLED * tile.cols:
+                    exact = int(tile.cols * cluster_size == problem.num_cols)
+                    fullest.setdefault(tile.packs_per_thread, replace(tile, exact=exact))
+            yield from ((strategy, tile) for tile in fullest.values())
+
+
+def _in_registers(problem: Problem, device: Device) -> Iterator[tuple[str, Tile]]:
+    for strategy, tile in _shapes(problem, device):
+        elements = tile.pack_size * tile.packs_per_thread
+        if dispatch._registers(problem, device, tile.pack_size, elements) > 255:
+            continue
+        for rows in [size // tile.threads_per_row for size in (64, 128, 256)] if strategy == "warp" else [1]:
+            most = dispatch._blocks_per_sm(problem, device, tile.pack_size, elements, tile.threads_per_row * rows)
+            for blocks in {most, -(-most // 2)}:
+                yield strategy, replace(tile, rows_per_block=rows, blocks_per_sm=blocks)
+
+
+def _in_rings(problem: Problem, device: Device) -> Iterator[tuple[str, Tile]]:
+    """A multiprocessor works on several rows at a time: forward in a block each, backward in one block."""
+    for stages in (2, 3, 4) if dispatch._can_ring(problem, device) else ():
+        for strategy, tile in _shapes(problem, device):
+            elements = tile.pack_size * tile.packs_per_thread
+            needed = dispatch._ring_registers(problem, elements)
+            most = dispatch._RING_ELEMENTS[problem.direction] if tile.cluster_size < 16 else dispatch._MOST_RING_ELEMENTS
+            if strategy == "warp" or elements > most or needed > 255:
+                continue
+            for rows in range(1, min(8, 1024 // tile.threads_per_row) + 1):
+                if needed * -(-tile.threads_per_row * rows // 128) * 128 <= device.registers_per_sm:
+                    shared = {"blocks_per_sm": rows} if problem.forward else {"rows_per_block": rows}
+                    yield strategy, replace(tile, stages=stages, **shared)
+
+
+def _elsewhere(problem: Problem, device: Device) -> Iterator[tuple[str, Tile]]:
+    """For rows that wait in shared memory, or nowhere."""
+    for threads in (256, 512, 1024):
+        tile = Tile(problem.widest_pack, threads)
+        yield "block", tile
+        yield from (("cluster", replace(tile, cluster_size=size)) for size, _ in device.clusters)
+        yield from (("uncached", replace(tile, blocks_per_sm=blocks)) for blocks in (1, 2, 4))
+
+
+def _promise(problem: Problem, choice: Choice) -> float:
+    """About the share of a copy that dispatch expects of a ring's instructions, or of the bytes that others keep in flight."""
+    tile = choice.tile
+    if tile.stages:
+        return dispatch._ring_share(problem, tile)
+    num_cols = dispatch._slice_cols(problem, tile.pack_size, tile.cluster_size)
+    in_flight = choice.resident * tile.rows_per_block * num_cols * DTYPES[problem.x].itemsize
+    return min(1.0, in_flight / dispatch._ENOUGH_BYTES)
