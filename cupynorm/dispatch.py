@@ -335,9 +335,9 @@ def _smem_bytes(problem: Problem, tile: Tile, strategy: str) -> int:
 #
 # From how many columns it beats registers, by direction and itemsize of x (backward, 2048 columns: 0.97, in registers 0.94).
 _RING_FROM = {"forward": {2: 10241, 4: 8193}, "backward": {2: 1024, 4: 4097}}
-# The same for rows that do not fill the registers of their threads, or do not begin on 16 bytes (forward, 3000 columns: 0.93, in
-# registers 0.76; 4097 columns: 0.81, in registers 0.48).
-_UNEVEN_RING_FROM = 512
+# The same for 16-bit rows that do not fill the registers of their threads (forward, 5000 columns: 0.90, in registers 0.75; float32
+# 0.94 and 0.99), and for all rows that do not begin on 16 bytes (4097 columns: 0.81, in registers 0.48).
+_UNEVEN_RING_FROM = {"forward": {2: 512, 4: 2048}, "backward": {2: 512, 4: 512}}
 # Threads of all blocks of a multiprocessor: more have too few registers each for 64 elements forward, 32 backward.
 _RING_THREADS = 384
 # Elements of a thread. Forward it keeps their weights and biases. Backward it keeps their sums of dweight and dbias, two registers
@@ -375,10 +375,11 @@ def _wants_ring(problem: Problem, registers: Tile | None) -> bool:
     """Whether a ring, if there is one, beats the tile of registers."""
     if problem.compute != "float32":
         return False
-    aligned = all(problem.widest_pack * itemsize >= 16 for itemsize in _streamed(problem))
-    if aligned and (not problem.forward or (registers is not None and registers.exact)):
-        return problem.num_cols >= _RING_FROM[problem.direction][DTYPES[problem.x].itemsize]
-    return problem.num_cols >= _UNEVEN_RING_FROM
+    itemsize = DTYPES[problem.x].itemsize
+    aligned = all(problem.widest_pack * size >= 16 for size in _streamed(problem))
+    filled = not problem.forward or itemsize > 2 or (registers is not None and registers.exact)
+    first = _RING_FROM if aligned and filled else _UNEVEN_RING_FROM
+    return problem.num_cols >= first[problem.direction][itemsize]
 
 
 def _ring_registers(problem: Problem, elements: int) -> int:

@@ -502,6 +502,12 @@ void arrive(unsigned long long* address, unsigned num_bytes) {
   complete_if_due(*block, barrier);
 }
 
+// As memcpy, but a load may read what shares 16 bytes with the first and the last of a row: a GPU's memory is handed out in
+// larger units. The address sanitizer sees every other access.
+__attribute__((no_sanitize("address"))) void copy_units(unsigned char* to, const unsigned char* from, unsigned num_bytes) {
+  for (unsigned byte = 0; byte < num_bytes; ++byte) to[byte] = const_cast<const volatile unsigned char*>(from)[byte];
+}
+
 // A load happens at once. A store reads at one moment and writes at a later one.
 void advance_copy(unsigned index) {
   Copy& copy = launch.copies[index];
@@ -512,7 +518,7 @@ void advance_copy(unsigned index) {
     return;
   }
   if (copy.is_load) {
-    memcpy(copy.smem, copy.read ? copy.read.get() : copy.global, copy.num_bytes);
+    copy_units(copy.smem, copy.read ? copy.read.get() : copy.global, copy.num_bytes);
     Mbarrier& barrier = copy.block->barriers[copy.barrier];
     barrier.missing_bytes -= copy.num_bytes;
     barrier.last_load_phase = barrier.phase;
