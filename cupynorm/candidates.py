@@ -79,7 +79,7 @@ def _in_rings(problem: Problem, device: Device) -> Iterator[tuple[str, Tile]]:
     for stages in (2, 3, 4) if dispatch._can_ring(problem, device) else ():
         for strategy, tile in _shapes(problem, device):
             elements = tile.pack_size * tile.packs_per_thread
-            needed = dispatch._ring_registers(problem, elements)
+            needed = dispatch._ring_registers(problem, device, elements)
             most = dispatch._RING_ELEMENTS[problem.direction] if tile.cluster_size < 16 else dispatch._MOST_RING_ELEMENTS
             if strategy == "warp" or elements > most or needed > 255:
                 continue

@@ -382,12 +382,13 @@ def _wants_ring(problem: Problem, registers: Tile | None) -> bool:
     return problem.num_cols >= first[problem.direction][itemsize]
 
 
-def _ring_registers(problem: Problem, elements: int) -> int:
+def _ring_registers(problem: Problem, device: Device, elements: int) -> int:
     """Registers of a thread of a ring, with no spills, as _registers."""
     if problem.forward:
+        tight = 8 * (device.compute_capability >= 120)
         fewest = 4 if problem.widest_pack == 1 else 0  # a register holds one lone element
         kept = sum(max(DTYPES[name].itemsize, fewest) for name in (problem.weight, problem.bias) if name)
-        return 104 + elements * kept // 4
+        return 104 + elements * kept // 4 + tight
     lone = 3 * elements // 4 if problem.widest_pack == 1 else 0
     return 60 + 27 * min(elements, 57) // 8 + lone
 
@@ -414,7 +415,7 @@ def _best_ring(problem: Problem, device: Device, cluster_sizes: Iterable[int], m
             if elements > most_elements or (packs_per_thread > 1 and 2 * slice_cols < elements * threads_per_row):
                 continue
             exact = int(elements * threads_per_row * cluster_size == problem.num_cols)
-            registers = _ring_registers(problem, elements)
+            registers = _ring_registers(problem, device, elements)
             for rows in range(1, min(8, _RING_THREADS // threads_per_row) + 1):
                 if registers > min(255, device.registers_per_sm // (_ceil(threads_per_row * rows, 128) * 128) // 8 * 8):
                     break
