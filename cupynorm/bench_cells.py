@@ -110,7 +110,7 @@ MODELS = {
     # Devlin and others 2019, section 3: H of BERT-base and BERT-large; 32 sequences of 512 tokens.
     "bert": (Shape("layer_norm", 768, (32 * 512,)), Shape("layer_norm", 1024, (32 * 512,))),
     # Eleven shapes on which eight libraries were measured against each other: small enough that launches and caches matter.
-    "eleven": (
+    "mix": (
         Shape("rms_norm", 4096, (16384, 2048)),
         Shape("rms_norm", 8192, (8192,)),
         Shape("rms_norm", 16384, (4096,)),

@@ -23,6 +23,8 @@ def cases() -> list[Case]:
         every.append(Case("layer_norm", 7, 504, "float16", weight="float32", strategy=strategy, residual=True))
         every.append(Case("layer_norm", 3, 256, "float64", strategy=strategy, statistics="welford"))
         every.append(Case("layer_norm", 9, 500, "bfloat16", y="float32", strategy=strategy, zero_centered_weight=True))
+    # Rows that begin anywhere, through the rings of a block and of a cluster.
+    every += [Case("layer_norm", 300, num_cols, "bfloat16") for num_cols in (1023, 33333)]
     # Rows in the registers of clusters of 2 to 16 blocks, and (200001 and 262144 backward) beyond them.
     every += [Case("layer_norm", 2, num_cols, "bfloat16") for num_cols in (20000, 40000, 66000, 131072, 200001, 262144)]
     for strategy, sizes in (("block", (1,)), ("cluster", (2, 16))):
