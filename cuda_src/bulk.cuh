@@ -1,10 +1,11 @@
 // bulk.cuh -- the copy engine: one thread moves a whole piece of a row (PTX ISA: cp.async.bulk, mbarrier; sm_90+)
 //
-// bulk_barrier_init(barrier)             one arrival a phase; then synchronise the block before use
-// bulk_expect(barrier, bytes)            one thread: arrive, and announce the bytes of the phase
+// bulk_barrier_init(barrier, arrivals)    one thread; then synchronise the block, or the warp that alone uses it
+// bulk_arrive(barrier)                    one of the phase's arrivals; what the thread wrote before is seen by those who wait
+// bulk_expect(barrier, bytes)             the same, and announces bytes that copies or sends will bring
 // bulk_copy(smem, global, bytes, barrier) one thread: start a copy. 16-byte aligned, 16-byte sized
 // cluster_send(at, value, barrier, rank)  a float to the same place of block `rank`, and its 4 bytes to that block's barrier
-// bulk_wait(barrier, phase)              all threads: until the phase's bytes have landed; phase counts 0, 1, 2, ...
+// bulk_wait(barrier, phase)               until the phase's arrivals and bytes are there; phase counts 0, 1, 2, ...
 #pragma once
 
 #ifdef CUPYNORM_ON_CPU
