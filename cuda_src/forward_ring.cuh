@@ -77,8 +77,8 @@ __device__ __forceinline__ void forward_ring(const Forward<Load, Store>& problem
     ring.wait(ahead, cols.size());
     auto values = in_slot(ahead.slot, offset_ahead);
     const auto [mean, squares, rest] = part_moments<centered, statistics, Held, Compute>(values, cols.size());
-    exchange.send(turn, speaks_for_second() ? squares : mean);
     if constexpr (has_rest) exchange.send_third(turn, rest);
+    exchange.send(turn, speaks_for_second() ? squares : mean);
     ahead.advance();
     offset_ahead.advance();
   };

@@ -8,8 +8,10 @@
 //          plain: row_start(row) is the row itself, in Held, so that a copy engine may fetch it
 // store    store(row, col, values): values are in the compute type; applies what belongs to the output, rounds once
 //          keep(col) -> Kept, for store(row, col, values, kept) in many rows
-// scale    present: false if there is no weight; load(col, values): the weight, or 1, in the compute type; keep(col) -> Kept,
-// for use in many rows Offsets are 64-bit everywhere. `void` for a parameter's type means that it is absent.
+// scale    present: false if there is no weight; load(col, values): the weight, or 1, in the compute type
+//          keep(col) -> Kept, for use in many rows
+//
+// Offsets are 64-bit everywhere. `void` for a parameter's type means that it is absent.
 #pragma once
 #include "pack.cuh"
 

@@ -4,11 +4,10 @@
 // of the slice: packs_per_thread packs of 32 lanes, side by side.
 //
 // Turns     which rows a block or cluster takes, one after the other: neighbours take neighbouring rows
-// WarpRing  the warp's part of the rows of the next `stages` turns; each warp has the copy engine fill its own, and waits for
+// WarpRing  the warp's part of the rows of the next `stages` turns; each warp has the copy engine fill its own and waits for
 //           no other
-// Exchange  two or three floats of every warp that shares the row, sent to all of them. They are read a turn later than they
-// are
-//           sent, and have arrived by then. Four buffers: the fastest warp is at most three turns ahead of the slowest.
+// Exchange  two or three floats of every warp that shares the row, sent to all of them and read a turn later, when they have
+//           arrived. Four buffers: the fastest warp is at most three turns ahead of the slowest.
 #pragma once
 #include "bulk.cuh"
 #include "reduce.cuh"
@@ -170,15 +169,19 @@ struct Exchange {
         buffers(reinterpret_cast<float*>(barriers + num_buffers)) {
     if (RingShape<tile>::thread() == 0) {
       for (int buffer = 0; buffer < num_buffers; ++buffer) {
-        bulk_barrier_init(barriers + buffer, tile.cluster_size > 1 ? 1 : num_values * num_warps);
+        bulk_barrier_init(barriers + buffer, tile.cluster_size > 1 ? 1 : tile.threads_per_row);
         expect(buffer);
       }
     }
   }
 
-  // All lanes of a warp, each half with the value it speaks for.
-  __device__ __forceinline__ void send(unsigned turn, float value) const { send_value(turn, speaks_for_second(), value); }
-  // A third value, the same in all lanes.
+  // All lanes of a warp, each half with the value it speaks for. In one block every lane arrives, not only those that write:
+  // what it read of the turn before last comes before what others write two turns from now.
+  __device__ __forceinline__ void send(unsigned turn, float value) const {
+    send_value(turn, speaks_for_second(), value);
+    if constexpr (tile.cluster_size == 1) bulk_arrive(barriers + turn % num_buffers);
+  }
+  // A third value, the same in all lanes; before send.
   __device__ __forceinline__ void send_third(unsigned turn, float value) const {
     if (!speaks_for_second()) send_value(turn, 2, value);
   }
@@ -212,7 +215,6 @@ struct Exchange {
       if (lane < tile.cluster_size) cluster_send(at + cluster_rank() * num_warps, value, barriers + buffer, lane);
     } else if (lane == 0) {
       *at = value;
-      bulk_arrive(barriers + buffer);
     }
   }
   __device__ __forceinline__ void expect(int buffer) const {

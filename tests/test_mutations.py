@@ -198,6 +198,7 @@ def ring_mutations() -> dict[str, Mutation]:
     both = {"block": RING, "cluster": CLUSTER_RING}
     wait = "bulk_wait(barriers + turn % num_buffers, turn / num_buffers);"
     expect = "if (RingShape<tile>::thread() == 0) expect(turn % num_buffers);"
+    arrive = "bulk_arrive(barriers + turn % num_buffers);"
     free = "// What was written came from all that was read: the slot is free.\n    __syncwarp();"
     in_both = {
         "ring whose sums are not waited for": ("ring.cuh", wait, ""),
@@ -237,14 +238,14 @@ def ring_mutations() -> dict[str, Mutation]:
     }  # fmt: skip
     made = {f"{name} ({kind})": Mutation(*change, case) for name, change in in_both.items() for kind, case in both.items()}
     return made | {
-        "ring of a block whose sums arrive once a warp": Mutation("ring.cuh", "1 : num_values * num_warps", "1 : num_warps", RING),
+        "ring of a block that waits for a lane of each warp": Mutation("ring.cuh", "1 : tile.threads_per_row", "1 : num_warps", RING),
         "ring of several rows a block that exchange sums in one place": Mutation(
             "ring.cuh", "smem + RingShape<tile>::group() * group_bytes", "smem", GROUP_RING
         ),
         "ring of several rows a block that add up their sums at once": Mutation(
             "backward_ring.cuh", "    __syncthreads();\n    if (Shape::group() + kept", "    if (Shape::group() + kept", GROUP_RING
         ),
-        "ring of a block in which nobody arrives": Mutation("ring.cuh", "bulk_arrive(barriers + buffer);", "", RING),
+        "ring of a block in which nobody arrives": Mutation("ring.cuh", arrive, ";", RING),
         "ring whose warps share their weights": Mutation(
             "backward_ring.cuh", "(smem) + Shape::thread())", "(smem) + Shape::thread() % 32)", RING
         ),
