@@ -46,13 +46,25 @@ struct RingWeights {
   }
 };
 
+// A ring for x and dy, and for what is added to dx.
+template <Tile tile, class X, class Dy, class Added, bool adds>
+struct BackwardRing : WarpRing<tile, X, Dy> {
+  using WarpRing<tile, X, Dy>::WarpRing;
+};
+template <Tile tile, class X, class Dy, class Added>
+struct BackwardRing<tile, X, Dy, Added, true> : WarpRing<tile, X, Dy, Added> {
+  using WarpRing<tile, X, Dy, Added>::WarpRing;
+};
+
 template <class LoadX, class LoadDy, class Scale, class StoreDx, Gradients gradients, bool centered, Tile tile>
 __device__ __forceinline__ void backward_ring(const Backward<LoadX, LoadDy, Scale, StoreDx>& problem, unsigned char* smem) {
   using Compute = typename LoadX::Compute;
   using X = typename LoadX::Held;
   using Dy = typename LoadDy::Held;
   using Shape = RingShape<tile>;
-  using Ring = WarpRing<tile, X, Dy>;
+  using Added = typename StoreDx::Added;
+  constexpr bool adds = StoreDx::adds && gradients.dx;
+  using Ring = BackwardRing<tile, X, Dy, Added, adds>;
   constexpr int pack_size = tile.pack_size;
   constexpr int packs_per_thread = tile.packs_per_thread;
   const Slice cols = Shape::part(static_cast<int>(problem.num_cols));
@@ -60,13 +72,18 @@ __device__ __forceinline__ void backward_ring(const Backward<LoadX, LoadDy, Scal
   const Ring ring(smem);
   const Exchange<tile> exchange(smem + Ring::smem_bytes);
 
-  const X* x_to_fetch = problem.load_x.row_start(turns.first_row) + cols.first_col;
-  const Dy* dy_to_fetch = problem.load_dy.row_start(turns.first_row) + cols.first_col;
-  const long long x_step = problem.load_x.x_stride * turns.step, dy_step = problem.load_dy.x_stride * turns.step;
+  RingStream<tile, X> x(problem.load_x.row_start(turns.first_row) + cols.first_col, problem.load_x.x_stride * turns.step);
+  RingStream<tile, Dy> dy(problem.load_dy.row_start(turns.first_row) + cols.first_col, problem.load_dy.x_stride * turns.step);
+  RingStream<tile, Added> added;
+  if constexpr (adds) {
+    added = {problem.store.added_start(turns.first_row) + cols.first_col, problem.store.added_stride() * turns.step};
+  }
   const auto fetch = [&](int slot) {
-    ring.fetch(slot, cols.size(), x_to_fetch, dy_to_fetch);
-    x_to_fetch += x_step;
-    dy_to_fetch += dy_step;
+    if constexpr (adds) {
+      ring.fetch(slot, cols.size(), x, dy, added);
+    } else {
+      ring.fetch(slot, cols.size(), x, dy);
+    }
   };
   if (threadIdx.x % 32 == 0) {
     for (int slot = 0; slot < min(static_cast<unsigned>(tile.stages), turns.count); ++slot) fetch(slot);
@@ -83,36 +100,26 @@ __device__ __forceinline__ void backward_ring(const Backward<LoadX, LoadDy, Scal
   };
   ring_sync<tile>();
 
+  constexpr int added_offset = RingOffset<tile, X>::part_bytes + RingOffset<tile, Dy>::part_bytes;  // in a slot
   // f(pack, xs, dys) for each pack of this lane in a slot
-  const auto for_each_pack = [&](int slot, const auto& offsets, auto f) {
+  const auto for_each_pack = [&](int slot, bool is_ahead, auto f) {
     const unsigned char* start = ring.slots + slot * Ring::slot_bytes;
-    const X* x = offsets.x.in(start);
-    const Dy* dy = offsets.dy.in(start + RingOffset<tile, X>::part_bytes);
+    const X* x_part = x.in(start, is_ahead);
+    const Dy* dy_part = dy.in(start + RingOffset<tile, X>::part_bytes, is_ahead);
 #pragma unroll
     for (int pack = 0; pack < packs_per_thread; ++pack) {
       Compute xs[pack_size], dys[pack_size];
-      unpack(load_pack<pack_size>(x + Shape::col(pack)), xs);
-      unpack(load_pack<pack_size>(dy + Shape::col(pack)), dys);
+      unpack(load_pack<pack_size>(x_part + Shape::col(pack)), xs);
+      unpack(load_pack<pack_size>(dy_part + Shape::col(pack)), dys);
       f(pack, xs, dys);
     }
   };
 
-  struct Offsets {
-    RingOffset<tile, X> x;
-    RingOffset<tile, Dy> dy;
-    __device__ __forceinline__ void advance() {
-      x.advance();
-      dy.advance();
-    }
-  };
-  Offsets offsets_ahead{{problem.load_x.row_start(turns.first_row) + cols.first_col, x_step},
-                        {problem.load_dy.row_start(turns.first_row) + cols.first_col, dy_step}},
-      offsets = offsets_ahead;
   typename Ring::Position ahead, at;
   const auto add = [&](unsigned turn, const RowGradient<Compute>& gradient) {
     ring.wait(ahead, cols.size());
     Sum<Compute, 2> sums{};
-    for_each_pack(ahead.slot, offsets_ahead, [&](int pack, const Compute(&xs)[pack_size], const Compute(&dys)[pack_size]) {
+    for_each_pack(ahead.slot, true, [&](int pack, const Compute(&xs)[pack_size], const Compute(&dys)[pack_size]) {
       Compute scales[pack_size], partial[2] = {};
       weights.unpack_to(pack, scales);
 #pragma unroll
@@ -133,7 +140,8 @@ __device__ __forceinline__ void backward_ring(const Backward<LoadX, LoadDy, Scal
     });
     if constexpr (gradients.dx) exchange.send(turn, warp_reduce_two(sums.part[0], sums.part[1]));
     ahead.advance();
-    offsets_ahead.advance();
+    x.ahead.advance();
+    dy.ahead.advance();
   };
 
   const Compute reciprocal = Compute(1) / static_cast<Compute>(problem.num_cols);
@@ -148,7 +156,7 @@ __device__ __forceinline__ void backward_ring(const Backward<LoadX, LoadDy, Scal
       Sum<Compute, 1> sum{};
       exchange.for_each_source([&](int index) { sum.part[0] += exchange.received(turn, speaks_for_second(), index); });
       gradient.finish(both_halves(warp_reduce<16>(sum).part[0]), reciprocal);
-      for_each_pack(at.slot, offsets, [&](int pack, const Compute(&xs)[pack_size], const Compute(&dys)[pack_size]) {
+      for_each_pack(at.slot, false, [&](int pack, const Compute(&xs)[pack_size], const Compute(&dys)[pack_size]) {
         Compute scales[pack_size], dx[pack_size];
         weights.unpack_to(pack, scales);
 #pragma unroll
@@ -156,14 +164,22 @@ __device__ __forceinline__ void backward_ring(const Backward<LoadX, LoadDy, Scal
           dx[index] =
               gradient.template dx<centered>(gradient.template x_hat<centered>(xs[index]), times(dys[index], scales[index]));
         }
-        if (Shape::in_part(pack, cols)) problem.store.store(row, cols.first_col + Shape::col(pack), dx);
+        const int col = cols.first_col + Shape::col(pack);
+        if constexpr (adds) {
+          const Added* added_part = added.in(ring.slots + at.slot * Ring::slot_bytes + added_offset, false);
+          problem.store.store(row, col, dx, load_pack<pack_size>(added_part + Shape::col(pack)), Shape::in_part(pack, cols));
+        } else {
+          problem.store.store(row, col, dx, Shape::in_part(pack, cols));
+        }
       });
     }
     // What was written came from all that was read: the slot is free.
     __syncwarp();
     if (threadIdx.x % 32 == 0 && turn + tile.stages < turns.count) fetch(at.slot);
     at.advance();
-    offsets.advance();
+    x.at.advance();
+    dy.at.advance();
+    if constexpr (adds) added.at.advance();
     row += turns.step;
     gradient = next;
     next = following;

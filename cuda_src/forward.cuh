@@ -24,12 +24,12 @@ struct Forward {
 
   template <bool centered, class Row>
   __device__ __forceinline__ void write(long long row, Row& values_of_row, const RowStatistics<Compute>& statistics) const {
-    values_of_row.for_each_pack([&](long long col, const auto& values) {
+    values_of_row.for_each_pack_or_none([&](long long col, const auto& values, bool in_row) {
       constexpr int pack_size = sizeof(values) / sizeof(Compute);
       Compute normalized[pack_size];
 #pragma unroll
       for (int at = 0; at < pack_size; ++at) normalized[at] = statistics.template normalize<centered>(values[at]);
-      store.store(row, col, normalized);
+      store.store(row, col, normalized, store.template keep<pack_size>(in_row ? col : 0), in_row);
     });
   }
 };

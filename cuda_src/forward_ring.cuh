@@ -6,12 +6,24 @@
 #include "forward.cuh"
 #include "ring.cuh"
 
+// A ring for the tensors that make up a row.
+template <Tile tile, class Load, int num_streams = Load::num_streams>
+struct ForwardRing : WarpRing<tile, typename Load::Held> {
+  using WarpRing<tile, typename Load::Held>::WarpRing;
+};
+template <Tile tile, class Load>
+struct ForwardRing<tile, Load, 2> : WarpRing<tile, typename Load::Held, typename Load::Held> {
+  using WarpRing<tile, typename Load::Held, typename Load::Held>::WarpRing;
+};
+
 // The part of a row that lies in a slot. Beyond it f gets zeros.
-template <class Held, class Compute, Tile tile>
+template <class Load, Tile tile>
 struct RingRow {
+  using Held = typename Load::Held;
+  using Compute = typename Load::Compute;
   using Shape = RingShape<tile>;
 
-  const Held* part;
+  const Held* parts[Load::num_streams];
   Slice cols;
 
   __device__ __forceinline__ bool in_part(int pack) const { return Shape::in_part(pack, cols); }
@@ -20,8 +32,13 @@ struct RingRow {
   __device__ __forceinline__ void for_each_pack(F f) const {
 #pragma unroll
     for (int pack = 0; pack < tile.packs_per_thread; ++pack) {
+      Pack<Held, tile.pack_size> packs[Load::num_streams];
+#pragma unroll
+      for (int stream = 0; stream < Load::num_streams; ++stream) {
+        packs[stream] = load_pack<tile.pack_size>(parts[stream] + Shape::col(pack));
+      }
       Compute values[tile.pack_size];
-      unpack(load_pack<tile.pack_size>(part + Shape::col(pack)), values);
+      unpack(Load::combine(packs), values);
 #pragma unroll
       for (Compute& value : values) value = in_part(pack) ? value : Compute(0);
       f(pack, values);
@@ -34,7 +51,7 @@ __device__ __forceinline__ void forward_ring(const Forward<Load, Store>& problem
   using Compute = typename Load::Compute;
   using Held = typename Load::Held;
   using Shape = RingShape<tile>;
-  using Ring = WarpRing<tile, Held>;
+  using Ring = ForwardRing<tile, Load>;
   const Ring ring(smem);
   constexpr bool has_rest = centered && statistics == Statistics::two_pass;
   using Sums = Exchange<tile, has_rest ? 3 : 2>;
@@ -44,11 +61,18 @@ __device__ __forceinline__ void forward_ring(const Forward<Load, Store>& problem
   const Turns<tile> turns(problem.num_rows);
   const bool saves = Shape::thread() == 0 && (tile.cluster_size == 1 || cluster_rank() == 0);
 
-  const Held* to_fetch = problem.load.row_start(turns.first_row) + cols.first_col;
-  const long long fetch_step = problem.load.x_stride * turns.step;
+  RingStream<tile, Held> streams[Load::num_streams];
+#pragma unroll
+  for (int stream = 0; stream < Load::num_streams; ++stream) {
+    streams[stream] = {problem.load.row_start(turns.first_row, stream) + cols.first_col,
+                       problem.load.stride(stream) * turns.step};
+  }
   const auto fetch = [&](int slot) {
-    ring.fetch(slot, cols.size(), to_fetch);
-    to_fetch += fetch_step;
+    if constexpr (Load::num_streams == 1) {
+      ring.fetch(slot, cols.size(), streams[0]);
+    } else {
+      ring.fetch(slot, cols.size(), streams[0], streams[1]);
+    }
   };
   if (threadIdx.x % 32 == 0) {
     for (int slot = 0; slot < min(static_cast<unsigned>(tile.stages), turns.count); ++slot) fetch(slot);
@@ -60,8 +84,14 @@ __device__ __forceinline__ void forward_ring(const Forward<Load, Store>& problem
   }
   ring_sync<tile>();
 
-  const auto in_slot = [&](int slot, const RingOffset<tile, Held>& offset) {
-    return RingRow<Held, Compute, tile>{offset.in(ring.slots + slot * Ring::slot_bytes), cols};
+  const auto in_slot = [&](int slot, bool is_ahead) {
+    RingRow<Load, tile> values{{}, cols};
+#pragma unroll
+    for (int stream = 0; stream < Load::num_streams; ++stream) {
+      const unsigned char* part = ring.slots + slot * Ring::slot_bytes + stream * RingOffset<tile, Held>::part_bytes;
+      values.parts[stream] = streams[stream].in(part, is_ahead);
+    }
+    return values;
   };
   // How many columns the warps have that fall to this lane in an exchange.
   Compute source_cols[Sums::sources_per_lane];
@@ -71,16 +101,14 @@ __device__ __forceinline__ void forward_ring(const Forward<Load, Store>& problem
   }
 
   typename Ring::Position ahead, at;
-  RingOffset<tile, Held> offset_ahead(problem.load.row_start(turns.first_row) + cols.first_col, fetch_step),
-      offset = offset_ahead;
   const auto send_moments = [&](unsigned turn) {
     ring.wait(ahead, cols.size());
-    auto values = in_slot(ahead.slot, offset_ahead);
+    auto values = in_slot(ahead.slot, true);
     const auto [mean, squares, rest] = part_moments<centered, statistics, Held, Compute>(values, cols.size());
     if constexpr (has_rest) exchange.send_third(turn, rest);
     exchange.send(turn, speaks_for_second() ? squares : mean);
     ahead.advance();
-    offset_ahead.advance();
+    for (auto& stream : streams) stream.ahead.advance();
   };
   const auto receive_moments = [&](unsigned turn) {
     exchange.wait(turn);
@@ -108,19 +136,21 @@ __device__ __forceinline__ void forward_ring(const Forward<Load, Store>& problem
     if (turn + 1 < turns.count) send_moments(turn + 1);
     const auto found = receive_moments(turn);
     if (saves) problem.save(row, found);
-    in_slot(at.slot, offset).for_each_pack([&](int pack, const Compute(&values)[tile.pack_size]) {
+    in_slot(at.slot, false).for_each_pack([&](int pack, const Compute(&values)[tile.pack_size]) {
       kept[pack].forget_unpacked();
       Compute normalized[tile.pack_size];
 #pragma unroll
       for (int index = 0; index < tile.pack_size; ++index)
         normalized[index] = found.template normalize<centered>(values[index]);
-      if (Shape::in_part(pack, cols)) problem.store.store(row, cols.first_col + Shape::col(pack), normalized, kept[pack]);
+      const int col = cols.first_col + Shape::col(pack);
+      problem.load.keep(row, col, values, Shape::in_part(pack, cols));
+      problem.store.store(row, col, normalized, kept[pack], Shape::in_part(pack, cols));
     });
     // What was written came from all that was read: the slot is free.
     __syncwarp();
     if (threadIdx.x % 32 == 0 && turn + tile.stages < turns.count) fetch(at.slot);
     at.advance();
-    offset.advance();
+    for (auto& stream : streams) stream.at.advance();
     row += turns.step;
   }
 }

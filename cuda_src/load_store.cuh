@@ -5,9 +5,12 @@
 //
 // load     Held: the type that keeps a loaded value exactly;  load(row, col), reload(row, col) -> Pack<Held, pack_size>
 //          (reload: of a kernel that reads a row again; has no side effect)
-//          plain: row_start(row) is the row itself, in Held, so that a copy engine may fetch it
+//          num_streams: tensors of Held that make up the row, for a copy engine to fetch: each has row_start(row, stream) and a
+//          stride(stream); combine(packs, one a stream) -> the row's pack; keep(row, col, values, present): load's side effect
 // store    store(row, col, values): values are in the compute type; applies what belongs to the output, rounds once
-//          keep(col) -> Kept, for store(row, col, values, kept) in many rows
+//          keep(col) -> Kept, for store(row, col, values, kept, present) in many rows; nothing is written if not present
+//          of backward: adds: whether a tensor of Added is added, whose rows a copy engine may fetch: added_start(row),
+//          added_stride(); store(row, col, values, fetched)
 // scale    present: false if there is no weight; load(col, values): the weight, or 1, in the compute type
 //          keep(col) -> Kept, for use in many rows
 //
@@ -65,12 +68,13 @@ template <class X>
 struct Load {
   using Held = X;
   using Compute = typename ComputeOf<X>::type;
-  static constexpr bool plain = true;
+  static constexpr int num_streams = 1;
 
   const X* x;
   long long x_stride;
 
-  __device__ __forceinline__ const X* row_start(long long row) const { return x + row * x_stride; }
+  __device__ __forceinline__ long long stride(int) const { return x_stride; }
+  __device__ __forceinline__ const X* row_start(long long row, int = 0) const { return x + row * x_stride; }
 
   template <int pack_size>
   __device__ __forceinline__ Pack<X, pack_size> load(long long row, long long col) const {
@@ -80,6 +84,13 @@ struct Load {
   __device__ __forceinline__ Pack<X, pack_size> reload(long long row, long long col) const {
     return load<pack_size>(row, col);
   }
+
+  template <int pack_size>
+  __device__ __forceinline__ static Pack<X, pack_size> combine(const Pack<X, pack_size> (&packs)[1]) {
+    return packs[0];
+  }
+  template <int pack_size>
+  __device__ __forceinline__ void keep(long long, long long, const Compute (&)[pack_size], bool) const {}
 };
 
 // x + residual, rounded once to their dtype: that sum is what is normalised, so that a fused call with the same tile gives the
@@ -88,7 +99,7 @@ template <class X>
 struct ResidualLoad {
   using Held = X;
   using Compute = typename ComputeOf<X>::type;
-  static constexpr bool plain = false;
+  static constexpr int num_streams = 2;
 
   const X* x;
   long long x_stride;
@@ -96,6 +107,11 @@ struct ResidualLoad {
   long long residual_stride;
   X* sum;
   long long sum_stride;
+
+  __device__ __forceinline__ long long stride(int stream) const { return stream == 0 ? x_stride : residual_stride; }
+  __device__ __forceinline__ const X* row_start(long long row, int stream) const {
+    return (stream == 0 ? x : residual) + row * stride(stream);
+  }
 
   template <int pack_size>
   __device__ __forceinline__ Pack<X, pack_size> load(long long row, long long col) const {
@@ -105,17 +121,30 @@ struct ResidualLoad {
   }
   template <int pack_size>
   __device__ __forceinline__ Pack<X, pack_size> reload(long long row, long long col) const {
+    return combine<pack_size>({load_pack<pack_size>(row_start(row, 0) + col), load_pack<pack_size>(row_start(row, 1) + col)});
+  }
+
+  template <int pack_size>
+  __device__ __forceinline__ static Pack<X, pack_size> combine(const Pack<X, pack_size> (&packs)[2]) {
     Compute left[pack_size], right[pack_size];
-    unpack(load_pack<pack_size>(x + row * x_stride + col), left);
-    unpack(load_pack<pack_size>(residual + row * residual_stride + col), right);
+    unpack(packs[0], left);
+    unpack(packs[1], right);
 #pragma unroll
     for (int at = 0; at < pack_size; ++at) left[at] += right[at];
     return repack<X>(left);
+  }
+  // values: of a combined pack, so that rounding takes nothing from them.
+  template <int pack_size>
+  __device__ __forceinline__ void keep(long long row, long long col, const Compute (&values)[pack_size], bool present) const {
+    if (sum != nullptr && present) store_pack<pack_size>(sum + row * sum_stride + col, repack<X>(values));
   }
 };
 
 template <class Y, class Weight, class Bias, bool zero_centered>
 struct Store {
+  using Added = Y;
+  static constexpr bool adds = false;
+
   Y* y;
   long long y_stride;
   const Weight* weight;
@@ -138,7 +167,7 @@ struct Store {
 
   template <int pack_size, class Compute>
   __device__ __forceinline__ void store(long long row, long long col, const Compute (&values)[pack_size],
-                                        const Kept<pack_size>& kept) const {
+                                        const Kept<pack_size>& kept, bool present = true) const {
     Compute scaled[pack_size];
     if constexpr (is_same<Weight, void> && is_same<Bias, void>) {
 #pragma unroll
@@ -150,29 +179,46 @@ struct Store {
 #pragma unroll
       for (int at = 0; at < pack_size; ++at) scaled[at] = values[at] * weights[at] + biases[at];
     }
-    store_pack<pack_size>(y + row * y_stride + col, repack<Y>(scaled));
+    const Pack<Y, pack_size> rounded = repack<Y>(scaled);
+    if (present) store_pack<pack_size>(y + row * y_stride + col, rounded);
   }
   template <int pack_size, class Compute>
-  __device__ __forceinline__ void store(long long row, long long col, const Compute (&values)[pack_size]) const {
-    store(row, col, values, keep<pack_size>(col));
+  __device__ __forceinline__ void store(long long row, long long col, const Compute (&values)[pack_size],
+                                        bool present = true) const {
+    store(row, col, values, keep<pack_size>(present ? col : 0), present);
   }
 };
 
 // dx plus the gradient that reaches the sum x + residual from elsewhere, added before the one rounding.
 template <class Dx, class Dsum>
 struct AddStore {
+  using Added = Dsum;
+  static constexpr bool adds = true;
+
   Dx* dx;
   long long dx_stride;
   const Dsum* dsum;
   long long dsum_stride;
 
+  __device__ __forceinline__ const Dsum* added_start(long long row) const { return dsum + row * dsum_stride; }
+  __device__ __forceinline__ long long added_stride() const { return dsum_stride; }
+
   template <int pack_size, class Compute>
-  __device__ __forceinline__ void store(long long row, long long col, const Compute (&values)[pack_size]) const {
+  __device__ __forceinline__ void store(long long row, long long col, const Compute (&values)[pack_size],
+                                        const Pack<Dsum, pack_size>& fetched, bool present = true) const {
     Compute added[pack_size];
-    unpack(load_pack<pack_size>(dsum + row * dsum_stride + col), added);
+    unpack(fetched, added);
 #pragma unroll
     for (int at = 0; at < pack_size; ++at) added[at] += values[at];
-    store_pack<pack_size>(dx + row * dx_stride + col, repack<Dx>(added));
+    const Pack<Dx, pack_size> rounded = repack<Dx>(added);
+    if (present) store_pack<pack_size>(dx + row * dx_stride + col, rounded);
+  }
+  template <int pack_size, class Compute>
+  __device__ __forceinline__ void store(long long row, long long col, const Compute (&values)[pack_size],
+                                        bool present = true) const {
+    Pack<Dsum, pack_size> fetched{};
+    if (present) fetched = load_pack<pack_size>(added_start(row) + col);
+    store(row, col, values, fetched, present);
   }
 };
 

@@ -29,7 +29,7 @@ struct RegisterGradient {
     if constexpr (gradients.dx) {
 #pragma unroll
       for (int pack = 0; pack < tile.packs_per_thread; ++pack) {
-        if (in_row(pack)) weights[pack] = problem.scale.template keep<tile.pack_size>(col(pack));
+        weights[pack] = problem.scale.template keep<tile.pack_size>(in_row(pack) ? col(pack) : cols.first_col);
       }
     }
   }
@@ -61,7 +61,8 @@ struct RegisterGradient {
     Sum<Compute, 2> sums{};
 #pragma unroll
     for (int pack = 0; pack < tile.packs_per_thread; ++pack) {
-      if (!in_row(pack)) continue;
+      // A pack beyond the row is another of its packs, with no gradient: a branch would hold up the packs before it.
+      const bool counts = present && in_row(pack);
       Compute scales[tile.pack_size];
       unpack(x.packs[pack], x_hats[pack]);
       unpack(dy.packs[pack], wdys[pack]);
@@ -70,7 +71,7 @@ struct RegisterGradient {
 #pragma unroll
       for (int at = 0; at < tile.pack_size; ++at) {
         const Compute x_hat = x_hats[pack][at] = gradient.template x_hat<centered>(x_hats[pack][at]);
-        const Compute value = present ? wdys[pack][at] : Compute(0);
+        const Compute value = counts ? wdys[pack][at] : Compute(0);
         if constexpr (gradients.dweight) dweight[pack][at] += value * x_hat;
         if constexpr (gradients.dbias) dbias[pack][at] += value;
         if constexpr (gradients.dx) {
@@ -85,16 +86,14 @@ struct RegisterGradient {
     if constexpr (fetch_ahead) fetch(following);
     if constexpr (gradients.dx) {
       gradient.finish(reduce.all(sums), reciprocal);
-      if (!present) return;
 #pragma unroll
       for (int pack = 0; pack < tile.packs_per_thread; ++pack) {
-        if (!in_row(pack)) continue;
         Compute dx[tile.pack_size];
 #pragma unroll
         for (int at = 0; at < tile.pack_size; ++at) {
           dx[at] = gradient.template dx<centered>(x_hats[pack][at], wdys[pack][at]);
         }
-        problem.store.store(row, col(pack), dx);
+        problem.store.store(row, col(pack), dx, present && in_row(pack));
       }
     }
   }

@@ -4,6 +4,7 @@
 // of the slice: packs_per_thread packs of 32 lanes, side by side.
 //
 // Turns     which rows a block or cluster takes, one after the other: neighbours take neighbouring rows
+// RingStream  one tensor that passes through the ring
 // WarpRing  the warp's part of the rows of the next `stages` turns; each warp has the copy engine fill its own and waits for
 //           no other
 // Exchange  two or three floats of every warp that shares the row, sent to all of them and read a turn later, when they have
@@ -67,6 +68,7 @@ struct RingOffset {
 
   unsigned bytes, step;
 
+  __device__ __forceinline__ RingOffset() = default;
   // start: where the part of the first turn's row begins; step: elements from turn to turn
   __device__ __forceinline__ RingOffset(const T* start, long long step)
       : bytes(reinterpret_cast<unsigned long long>(start) % 16), step(static_cast<unsigned>(step * sizeof(T)) % 16) {}
@@ -85,6 +87,23 @@ struct RingOffset {
   __device__ __forceinline__ static const void* fetched_from(const T* start) {
     if constexpr (aligned) return start;
     return reinterpret_cast<const void*>(reinterpret_cast<unsigned long long>(start) / 16 * 16);
+  }
+};
+
+// A tensor that passes through the ring: where the warp's part of it is, in memory and in a slot, turn after turn.
+template <Tile tile, class T>
+struct RingStream {
+  const T* to_fetch;
+  long long step;
+  RingOffset<tile, T> ahead, at;  // of the row that is summed up, and a turn later of the row that is written
+
+  __device__ __forceinline__ RingStream() = default;
+  // start: of the part in the first turn's row; step: elements from turn to turn
+  __device__ __forceinline__ RingStream(const T* start, long long step)
+      : to_fetch(start), step(step), ahead(start, step), at(ahead) {}
+
+  __device__ __forceinline__ const T* in(const unsigned char* part, bool is_ahead) const {
+    return is_ahead ? ahead.in(part) : at.in(part);
   }
 };
 
@@ -123,14 +142,14 @@ struct WarpRing {
     __syncwarp();
   }
 
-  // One lane: has a slot filled. starts: where the warp's part of each tensor's row begins.
-  __device__ __forceinline__ void fetch(int slot, int num_cols, const Held*... starts) const {
+  // One lane: has a slot filled with the next row.
+  __device__ __forceinline__ void fetch(int slot, int num_cols, RingStream<tile, Held>&... streams) const {
     if (num_cols == 0) return;
-    bulk_expect(barriers + slot, (RingOffset<tile, Held>::fetched_bytes(starts, num_cols) + ...));
+    bulk_expect(barriers + slot, (RingOffset<tile, Held>::fetched_bytes(streams.to_fetch, num_cols) + ...));
     unsigned char* to = slots + slot * slot_bytes;
-    ((bulk_copy(to, RingOffset<tile, Held>::fetched_from(starts), RingOffset<tile, Held>::fetched_bytes(starts, num_cols),
-                barriers + slot),
-      to += RingOffset<tile, Held>::part_bytes),
+    ((bulk_copy(to, RingOffset<tile, Held>::fetched_from(streams.to_fetch),
+                RingOffset<tile, Held>::fetched_bytes(streams.to_fetch, num_cols), barriers + slot),
+      to += RingOffset<tile, Held>::part_bytes, streams.to_fetch += streams.step),
      ...);
   }
   __device__ __forceinline__ void wait(Position at, int num_cols) const {

@@ -4,7 +4,9 @@
 // SmemRow       a slice of the row in this block's shared memory
 // GlobalRow     nowhere: each pass reads it again
 // The first two keep the type that holds the row exactly, and unpack it in each pass.
-// All have for_each_pack(f): f(col, values) for each pack that this thread owns, always in the same order.
+// All have for_each_pack(f): f(col, values) for each pack that this thread owns, always in the same order,
+// and for_each_pack_or_none(f): f(col, values, in_row), also for packs beyond the row, whose values are any. f selects where a
+// branch would keep the compiler from mixing the packs.
 #pragma once
 #include "pack.cuh"
 #include "tile.cuh"
@@ -59,13 +61,17 @@ struct RegisterRow {
   Pack<typename Load::Held, tile.pack_size> packs[tile.packs_per_thread];
   Slice cols;
 
-  // All loads before the first use, so that they are in flight together.
+  // All loads before the first use, so that they are in flight together. Beyond the row the first pack is loaded once more,
+  // unless loading has a side effect.
   __device__ __forceinline__ void fetch(const Load& load, long long row, Slice columns) {
     cols = columns;
 #pragma unroll
     for (int pack = 0; pack < tile.packs_per_thread; ++pack) {
-      if (register_pack_in_row<tile>(pack, cols.size())) {
-        packs[pack] = load.template load<tile.pack_size>(row, cols.first_col + register_col<tile>(pack));
+      const bool in_row = register_pack_in_row<tile>(pack, cols.size());
+      if (in_row || Load::num_streams == 1) {
+        packs[pack] = load.template load<tile.pack_size>(row, cols.first_col + (in_row ? register_col<tile>(pack) : 0));
+      } else {
+        packs[pack] = {};
       }
     }
   }
@@ -80,6 +86,22 @@ struct RegisterRow {
         f(cols.first_col + register_col<tile>(pack), values);
       }
     }
+    forget();
+  }
+  template <class F>
+  __device__ __forceinline__ void for_each_pack_or_none(F f) {
+#pragma unroll
+    for (int pack = 0; pack < tile.packs_per_thread; ++pack) {
+      const bool in_row = register_pack_in_row<tile>(pack, cols.size());
+      Compute values[tile.pack_size];
+      unpack(packs[pack], values);
+      f(cols.first_col + register_col<tile>(pack), values, in_row);
+    }
+    forget();
+  }
+
+ private:
+  __device__ __forceinline__ void forget() {
     if constexpr (unpack_each_pass) {
 #pragma unroll
       for (int pack = 0; pack < tile.packs_per_thread; ++pack) forget_unpacked(packs[pack]);
@@ -112,6 +134,10 @@ struct SmemRow {
       unpack(load_pack<tile.pack_size>(held + (col - first_col)), values);
       f(col, values);
     }
+  }
+  template <class F>
+  __device__ __forceinline__ void for_each_pack_or_none(F f) const {
+    for_each_pack([&](int col, const auto& values) { f(col, values, true); });
   }
 };
 
@@ -146,5 +172,9 @@ struct GlobalRow {
       f(col, values);
     }
     first_pass = false;
+  }
+  template <class F>
+  __device__ __forceinline__ void for_each_pack_or_none(F f) {
+    for_each_pack([&](long long col, const auto& values) { f(col, values, true); });
   }
 };

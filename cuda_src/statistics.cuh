@@ -108,27 +108,34 @@ __device__ __forceinline__ RowStatistics<Compute> corrected(Compute first, const
   return {mean, rstd, -rest * rstd};
 }
 
-// `row` has for_each_pack(f): f(col, values) for each pack of the row that this thread owns.
+// `row` has for_each_pack(f) and for_each_pack_or_none(f), as in row.cuh.
 template <bool centered, Statistics statistics, class Compute, class Row, class Reduce>
 __device__ __forceinline__ RowStatistics<Compute> row_statistics(Row& row, Reduce& reduce, long long num_cols, double eps) {
   const Compute count = static_cast<Compute>(num_cols);
   const Compute reciprocal = Compute(1) / count;
   if constexpr (!centered) {
     Sum<Compute, 1> squares{};
-    row.for_each_pack([&](long long, const auto& values) { squares.part[0] += squares_of(values); });
+    row.for_each_pack_or_none([&](long long, const auto& values, bool in_row) {
+      const Compute found = squares_of(values);
+      squares.part[0] += in_row ? found : Compute(0);
+    });
     return uncentered(reduce.all(squares).part[0], reciprocal, eps);
   } else if constexpr (statistics == Statistics::two_pass) {
     Sum<Compute, 1> total{};
-    row.for_each_pack([&](long long, const auto& values) { total.part[0] += sum_of(values); });
+    row.for_each_pack_or_none([&](long long, const auto& values, bool in_row) {
+      const Compute found = sum_of(values);
+      total.part[0] += in_row ? found : Compute(0);
+    });
     const Compute first = divide(reduce.all(total).part[0], count, reciprocal);
     Sum<Compute, 2> deviations{};
-    row.for_each_pack([&](long long, const auto& values) {
+    row.for_each_pack_or_none([&](long long, const auto& values, bool in_row) {
       constexpr int pack_size = sizeof(values) / sizeof(Compute);
       Compute centered_values[pack_size];
 #pragma unroll
       for (int at = 0; at < pack_size; ++at) centered_values[at] = values[at] - first;
-      deviations.part[0] += sum_of(centered_values);
-      deviations.part[1] += squares_of(centered_values);
+      const Compute sum = sum_of(centered_values), squares = squares_of(centered_values);
+      deviations.part[0] += in_row ? sum : Compute(0);
+      deviations.part[1] += in_row ? squares : Compute(0);
     });
     deviations = reduce.all(deviations);
     return corrected(first, deviations, count, eps);

@@ -65,13 +65,13 @@ def _shapes(problem: Problem, device: Device) -> Iterator[tuple[str, Tile]]:
 
 def _in_registers(problem: Problem, device: Device) -> Iterator[tuple[str, Tile]]:
     for strategy, tile in _shapes(problem, device):
-        elements = tile.pack_size * tile.packs_per_thread
-        if dispatch._registers(problem, device, tile.pack_size, elements) > 255:
+        if dispatch._registers(problem, device, tile) > 255:
             continue
         for rows in [size // tile.threads_per_row for size in (64, 128, 256)] if strategy == "warp" else [1]:
-            most = dispatch._blocks_per_sm(problem, device, tile.pack_size, elements, tile.threads_per_row * rows)
+            tile = replace(tile, rows_per_block=rows)
+            most = dispatch._blocks_per_sm(problem, device, tile)
             for blocks in {most, -(-most // 2)}:
-                yield strategy, replace(tile, rows_per_block=rows, blocks_per_sm=blocks)
+                yield strategy, replace(tile, blocks_per_sm=blocks)
 
 
 def _in_rings(problem: Problem, device: Device) -> Iterator[tuple[str, Tile]]:

@@ -194,31 +194,39 @@ class Strategy:
 # Bytes of x that one lane keeps at most, by itemsize, where a warp or part of it owns the row. Forward: more would fit, but from
 # there on a block of two warps is as fast (H200, bf16: 2048 columns 0.997 of a copy on 64 threads, 0.989 on 32).
 _BACKWARD_BYTES = {2: 48, 4: 64, 8: 64}
-_WARP_BYTES = {"forward": {2: 64, 4: 64, 8: 64}, "backward": _BACKWARD_BYTES}
+_WARP_BYTES = {"forward": {2: 80, 4: 64, 8: 64}, "backward": _BACKWARD_BYTES}
 # The same for a thread of a block. Forward: 4096 columns 0.98 on 64 threads x 64 elements, 0.76 on 256 x 16 (H200, bf16).
 _BLOCK_BYTES = {"forward": {2: 128, 4: 128, 8: 128}, "backward": _BACKWARD_BYTES}
 _BLOCK_THREADS = 512
 # Bytes of x in flight on a multiprocessor beyond which more do not help: 4.15 TB/s times the latency of memory, twice over
 # (H200: fp32 1024 columns 0.99 with 16 elements a thread and 64 KB in flight, 0.97 with 32 and 96 KB).
-_ENOUGH_BYTES = 60 * 1024
+_ENOUGH_BYTES = 54 * 1024
 
 
 def _ceil(value: int, step: int) -> int:
     return -(-value // step)
 
 
-def _registers(problem: Problem, device: Device, pack_size: int, elements: int) -> int:
-    """Registers of a thread that keeps `elements` of a row, with no spills: fitted to what ptxas reports, which tests hold.
+def _registers(problem: Problem, device: Device, tile: Tile) -> int:
+    """Registers of a thread that keeps its part of a row, with no spills: fitted to what ptxas reports, which tests hold.
 
     Forward keeps a 16-bit row unpacked up to 32 elements and packed beyond; backward keeps x_hat, wdy and two sums of each.
     """
     words = DTYPES[problem.compute].itemsize // 4
-    lone = 3 * elements // 2 + 8 if pack_size == 1 else 0  # each lone element has an address of its own
+    elements = tile.pack_size * tile.packs_per_thread
+    lone = 3 * elements // 2 + 8 if tile.pack_size == 1 else 0  # each lone element has an address of its own
     wide_weight = int(problem.weight is not None and DTYPES[problem.weight].itemsize > DTYPES[problem.x].itemsize)
     if problem.forward:
-        per_element = 1.25 if elements > 40 or DTYPES[problem.x].itemsize > 2 else 1.0
+        per_element = 1.25 if DTYPES[problem.x].itemsize > 2 else 1.15 if elements > 40 else 1.0
         extra = 8 * (problem.residual + wide_weight)
-        return int(40 + per_element * words * elements + extra + lone)
+        # 32 elements of 16 bits fit 64 registers where warps share a row and fill it, so that 60 KB are in flight on 32 warps.
+        fits = tile.exact and tile.threads_per_row > 32 and elements == 32 and DTYPES[problem.x].itemsize == 2
+        fixed = 32 if fits else 40
+        if tile.rows_per_block > 1 and elements > 32:  # of several rows a block
+            fixed = 54 + (2 * tile.packs_per_thread if tile.pack_size < 8 else 0)
+        if not tile.exact and elements >= 32 and device.compute_capability < 90:
+            extra += 8
+        return int(fixed + per_element * words * elements + extra + lone)
     # float16 takes more instructions to unpack than bfloat16, and sm_120's compiler keeps more.
     tight = (problem.x == "float16") + (device.compute_capability >= 120)
     extra = 8 * bool(problem.dsum) + (0.3 * wide_weight + 0.35 * tight) * elements
@@ -231,11 +239,11 @@ def _slice_cols(problem: Problem, pack_size: int, cluster_size: int) -> int:
     return _ceil(_ceil(problem.num_cols, pack_size), cluster_size * step) * step * pack_size
 
 
-def _blocks_per_sm(problem: Problem, device: Device, pack_size: int, elements: int, block_size: int) -> int:
+def _blocks_per_sm(problem: Problem, device: Device, tile: Tile) -> int:
     """Blocks whose registers fit a multiprocessor, 0 if not even one does: each of its four parts holds whole warps."""
-    registers = min(_ceil(_registers(problem, device, pack_size, elements), 8) * 8, 255 + 1)
+    registers = min(_ceil(_registers(problem, device, tile), 8) * 8, 255 + 1)
     warps = 4 * (device.registers_per_sm // 4 // 32 // registers)
-    return min(warps * 32 // block_size, device.threads_per_sm // block_size, 32)
+    return min(warps * 32 // tile.block_size, device.threads_per_sm // tile.block_size, 32)
 
 
 def _register_tile(
@@ -248,26 +256,31 @@ def _register_tile(
     pack_size = problem.widest_pack
     itemsize = DTYPES[problem.x].itemsize
     # A lone element needs an address of its own, and fills a register of 32 bits if it has 16.
-    max_elements = max_bytes // (itemsize if pack_size > 1 else 2 * max(itemsize, 4))
+    lone = pack_size == 1 and problem.forward and itemsize == 2
+    max_elements = 16 if lone else max_bytes // (itemsize if pack_size > 1 else 2 * max(itemsize, 4))
     num_cols = _slice_cols(problem, pack_size, cluster_size)
     best, best_score = None, None
     for threads_per_row in threads:
         packs_per_thread = max(1, _ceil(num_cols, pack_size * threads_per_row))
         elements = pack_size * packs_per_thread
         rows_per_block = max(1, block_size // threads_per_row)
-        blocks_per_sm = _blocks_per_sm(problem, device, pack_size, elements, threads_per_row * rows_per_block)
+        tile = Tile(pack_size, threads_per_row, packs_per_thread, rows_per_block, cluster_size)
+        tile = replace(tile, exact=int(tile.cols * cluster_size == problem.num_cols))
+        blocks_per_sm = _blocks_per_sm(problem, device, tile)
         if elements > max(max_elements, pack_size) or blocks_per_sm == 0:
             continue
-        tile = Tile(pack_size, threads_per_row, packs_per_thread, rows_per_block, cluster_size, blocks_per_sm)
-        tile = replace(tile, exact=int(tile.cols * cluster_size == problem.num_cols))
+        tile = replace(tile, blocks_per_sm=blocks_per_sm)
         in_flight = blocks_per_sm * rows_per_block * num_cols * itemsize
         enough = in_flight >= _ENOUGH_BYTES
         # Blocks of a cluster wait for one another: for them more is better without end.
         counted = _ENOUGH_BYTES if enough and cluster_size == 1 else in_flight
         # Of equals, most threads; but forward with too little in flight, or one block alone, wants long threads: 48 elements were
         # best (H200, bf16, 12288 columns: 24, 32, 48 and 64 elements gave 0.82, 0.84, 0.86 and 0.81 of a copy).
-        many_threads = not problem.forward or (enough and blocks_per_sm > 1)
-        score = (counted * (1.0 if tile.exact else 0.75), threads_per_row if many_threads else -abs(elements - 48))
+        many_threads = not problem.forward or (enough and blocks_per_sm > 1 and not lone)
+        # Packs beyond the row cost as much as others, and exact tiles a little less (H200, bf16: 520 columns 0.78 on 32 x 24
+        # elements, 0.87 on 16 x 40).
+        filled = num_cols / tile.cols
+        score = (counted * (1.0 if tile.exact else 0.9 * filled), threads_per_row if many_threads else -abs(elements - 48))
         if best_score is None or score > best_score:
             best, best_score = tile, score
     return best
@@ -279,8 +292,14 @@ def _warp_tile(problem: Problem, device: Device) -> Tile | None:
     pack_bytes = problem.widest_pack * DTYPES[problem.x].itemsize
     row_bytes = problem.num_cols * DTYPES[problem.x].itemsize
     fewest = min(64, row_bytes // 2, 32 * pack_bytes) // pack_bytes
+    if (
+        problem.forward and pack_bytes == 2
+    ):  # lone elements: a quarter of the row (127 columns 0.48 on 16 lanes, 0.36 on 32, 0.38 on 8)
+        fewest = min(32, row_bytes // 4) // pack_bytes
     lanes = [lanes for lanes in (1, 2, 4, 8, 16, 32) if lanes >= fewest]
-    return _register_tile(problem, device, lanes, _WARP_BYTES[problem.direction][DTYPES[problem.x].itemsize], 128)
+    # Blocks of two warps forward: a place is free again sooner (H200, bf16: 64 to 1024 columns 0.3 to 1% faster than four; fp32 1 to 2%).
+    block_size = 64 if problem.forward and fewest > 2 else 128
+    return _register_tile(problem, device, lanes, _WARP_BYTES[problem.direction][DTYPES[problem.x].itemsize], block_size)
 
 
 def _warp_gives_way(problem: Problem, device: Device, tile: Tile) -> bool:
@@ -336,9 +355,14 @@ def _smem_bytes(problem: Problem, tile: Tile, strategy: str) -> int:
 #
 # From how many columns it beats registers, by direction and itemsize of x (backward, 2048 columns: 0.97, in registers 0.94).
 _RING_FROM = {"forward": {2: 10241, 4: 8193}, "backward": {2: 1024, 4: 4097}}
-# The same for 16-bit rows that do not fill the registers of their threads (forward, 5000 columns: 0.90, in registers 0.75; float32
-# 0.94 and 0.99), and for all rows that do not begin on 16 bytes (4097 columns: 0.81, in registers 0.48).
-_UNEVEN_RING_FROM = {"forward": {2: 512, 4: 2048}, "backward": {2: 512, 4: 512}}
+# The same for 16-bit rows that do not fill the registers of their threads (forward, 8200 columns: 0.89, in registers 0.84; 6000 0.91
+# and 0.97).
+_UNEVEN_RING_FROM = {"forward": {2: 8193, 4: 8193}, "backward": {2: 512, 4: 4097}}
+# The same for rows that do not begin on 16 bytes (forward, 4097 columns: 0.81, in registers 0.48).
+_LONE_RING_FROM = {"forward": {2: 500, 4: 2048}, "backward": {2: 512, 4: 512}}
+# The same with a residual, or backward with the gradient of its sum (forward, 4096 columns: 0.92, in registers 0.82; float32 0.95 and
+# 0.89).
+_RESIDUAL_RING_FROM = 1024
 # Threads of all blocks of a multiprocessor: more have too few registers each for 64 elements forward, 32 backward.
 _RING_THREADS = 384
 # Elements of a thread. Forward it keeps their weights and biases. Backward it keeps their sums of dweight and dbias, two registers
@@ -363,13 +387,14 @@ _QUEUED_RING_BYTES, _QUEUED_CLUSTER_SIZE = 256 * 1024, 2
 
 
 def _can_ring(problem: Problem, device: Device) -> bool:
-    """Whether the copy engine can fetch the rows, as they are. Sums cross as floats."""
-    return not problem.residual and problem.compute == "float32" and device.compute_capability >= 90
+    """Whether there is a copy engine to fetch the rows. Sums cross as floats."""
+    return problem.compute == "float32" and device.compute_capability >= 90
 
 
 def _streamed(problem: Problem) -> list[int]:
     """Itemsizes of what passes through a ring."""
-    return [DTYPES[name].itemsize for name in ([problem.x] if problem.forward else [problem.x, problem.dy])]
+    names = [problem.x] * (1 + problem.residual) if problem.forward else [problem.x, problem.dy, problem.dsum]
+    return [DTYPES[name].itemsize for name in names if name]
 
 
 def _wants_ring(problem: Problem, registers: Tile | None) -> bool:
@@ -378,9 +403,11 @@ def _wants_ring(problem: Problem, registers: Tile | None) -> bool:
         return False
     itemsize = DTYPES[problem.x].itemsize
     aligned = all(problem.widest_pack * size >= 16 for size in _streamed(problem))
-    filled = not problem.forward or itemsize > 2 or (registers is not None and registers.exact)
-    first = _RING_FROM if aligned and filled else _UNEVEN_RING_FROM
-    return problem.num_cols >= first[problem.direction][itemsize]
+    filled = not problem.forward or (registers is not None and registers.exact)
+    first = (_LONE_RING_FROM if not aligned else _RING_FROM if filled else _UNEVEN_RING_FROM)[problem.direction][itemsize]
+    if problem.residual or problem.dsum:
+        first = min(first, _RESIDUAL_RING_FROM)
+    return problem.num_cols >= first
 
 
 def _ring_registers(problem: Problem, device: Device, elements: int) -> int:
@@ -414,6 +441,9 @@ def _best_ring(problem: Problem, device: Device, cluster_sizes: Iterable[int], m
             elements = pack_size * packs_per_thread
             # Half-empty threads are no better than fewer full ones.
             if elements > most_elements or (packs_per_thread > 1 and 2 * slice_cols < elements * threads_per_row):
+                continue
+            # Lone elements of a row in one warp (1023 columns 0.61, on two warps 0.71; 1279 0.63 and 0.77; 1535 0.84 and 0.81).
+            if problem.forward and pack_size == 1 and threads_per_row == 32 and 24 < elements < 48:
                 continue
             exact = int(elements * threads_per_row * cluster_size == problem.num_cols)
             registers = _ring_registers(problem, device, elements)
@@ -470,7 +500,9 @@ def _forward_ring_score(problem: Problem, tile: Tile) -> tuple:
     suits = lone or fewest <= cols * itemsize <= most
     two_blocks = not lone and itemsize == 2 and tile.blocks_per_sm > 1 and tile.cluster_size <= 8
     share = round(_ring_share(problem, tile), 2)
-    return lone, suits, two_blocks, -tile.cluster_size, share, tile.exact, cols, tile.threads_per_row
+    # With a residual a row takes twice the room: of the same bytes, deeper rings (8192 columns: 2 blocks of 3 stages 0.92, 3 of 2 0.90).
+    bytes_first = (cols * tile.stages, tile.stages) if problem.residual else (cols,)
+    return lone, suits, two_blocks, -tile.cluster_size, share, tile.exact, *bytes_first, tile.threads_per_row
 
 
 def _backward_ring_score(problem: Problem, tile: Tile) -> tuple:
@@ -696,7 +728,7 @@ def _check_tile(problem: Problem, strategy: str, tile: Tile, device: Device) -> 
         )
     if tile.stages and not _can_ring(replace(problem, pack_limit=tile.pack_size), device):
         raise ValueError(
-            f"tile has stages {tile.stages}; the copy engine takes rows as they are, without a residual, in float32 arithmetic, on sm_90 and later"
+            f"tile has stages {tile.stages}; a ring needs float32 arithmetic, and sm_90 or later for the copy engine"
         )
     smem_bytes = _smem_bytes(problem, tile, strategy)
     if smem_bytes > device.smem_per_block:

@@ -151,7 +151,12 @@ MUTATIONS = {
         "backward_cluster.cu", "cluster_sync();  // peers run", "", CLUSTER
     ),
     "cluster in registers that begins at the first column": Mutation(
-        "row.cuh", "(row, cols.first_col + register_col<tile>(pack))", "(row, register_col<tile>(pack))", CLUSTER
+        "row.cuh", "(row, cols.first_col + (in_row", "(row, (in_row", CLUSTER
+    ),
+    "pack beyond the row that counts": Mutation("statistics.cuh", "in_row ? squares : Compute(0)", "squares", ODD),
+    "pack beyond the row that is written": Mutation("load_store.cuh", "if (present) store_pack", "store_pack", ODD),
+    "gradient of a pack beyond the row that counts": Mutation(
+        "register_gradient.cuh", "present && in_row(pack);\n      Compute scales", "present;\n      Compute scales", ODD
     ),
     "row of shared memory that begins a pack late": Mutation(
         "row.cuh", "f(col, values);", "f(col + tile.pack_size, values);", SHARED
@@ -232,11 +237,16 @@ def ring_mutations() -> dict[str, Mutation]:
         "ring whose barriers are used before they are made": ("forward_ring.cuh", "ring_sync<tile>();", ""),
         "ring whose barriers are used before they are made, backward": ("backward_ring.cuh", "ring_sync<tile>();", ""),
         "ring that takes dy for x": (
-            "backward_ring.cuh", "offsets.dy.in(start + RingOffset<tile, X>::part_bytes)", "offsets.dy.in(start)"
+            "backward_ring.cuh", "dy.in(start + RingOffset<tile, X>::part_bytes, is_ahead)", "dy.in(start, is_ahead)"
         ),
+        "ring that adds x to x": ("forward_ring.cuh", "+ stream * RingOffset<tile, Held>::part_bytes", ""),
+        "ring that returns no sum": ("forward_ring.cuh", "problem.load.keep(row,", "problem.load.keep(0,"),
         "ring that takes a row's statistics for the next one's": ("backward_ring.cuh", "add(turn + 1, next)", "add(turn + 1, gradient)"),
     }  # fmt: skip
     made = {f"{name} ({kind})": Mutation(*change, case) for name, change in in_both.items() for kind, case in both.items()}
+    for kind, case in both.items():
+        for name in ("ring that adds x to x", "ring that returns no sum"):
+            made[f"{name} ({kind})"] = replace(made[f"{name} ({kind})"], case=replace(case, residual=True))
     return made | {
         "ring of a block that waits for a lane of each warp": Mutation("ring.cuh", "1 : tile.threads_per_row", "1 : num_warps", RING),
         "ring of several rows a block that exchange sums in one place": Mutation(
@@ -346,8 +356,7 @@ def test_every_kernel_passes_the_sanitizers():
 def test_address_sanitizer_sees_a_read_past_the_last_row(tmp_path):
     # The value read is not used: only the sanitizer can see it.
     folder = copy_of_sources(tmp_path / "cuda_src")
-    condition = "if (register_pack_in_row<tile>(pack, cols.size())) {\n        packs[pack] ="
-    mutate(folder, "row.cuh", condition, "{\n        packs[pack] =")
+    mutate(folder, "forward.cuh", "(in_row ? col : 0)", "(col)")
     assert not sees_a_bug(folder, ODD, 0.0)
     result = run_sanitized([ODD], str(folder))
     assert result.returncode != 0
