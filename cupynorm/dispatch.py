@@ -220,15 +220,15 @@ def _registers(problem: Problem, device: Device, tile: Tile) -> int:
         per_element = 1.25 if DTYPES[problem.x].itemsize > 2 else 1.15 if elements > 40 else 1.0
         extra = 8 * (problem.residual + wide_weight)
         # 32 elements of 16 bits fit 64 registers where warps share a row and fill it, so that 60 KB are in flight on 32 warps.
-        fits = tile.exact and tile.threads_per_row > 32 and elements == 32 and DTYPES[problem.x].itemsize == 2
+        newer = device.compute_capability >= 90
+        fits = newer and tile.exact and tile.threads_per_row > 32 and elements == 32 and DTYPES[problem.x].itemsize == 2
         fixed = 32 if fits else 40
-        if tile.rows_per_block > 1 and elements > 32:  # of several rows a block
+        if tile.rows_per_block > 1 and elements > 32:
             fixed = 54 + (2 * tile.packs_per_thread if tile.pack_size < 8 else 0)
-        if not tile.exact and elements >= 32 and device.compute_capability < 90:
-            extra += 8
+        extra += 8 * (elements >= 32 and not newer and not tile.exact)
         return int(fixed + per_element * words * elements + extra + lone)
-    # float16 takes more instructions to unpack than bfloat16, and sm_120's compiler keeps more.
-    tight = (problem.x == "float16") + (device.compute_capability >= 120)
+    # float16 takes more instructions to unpack than bfloat16, and the compiler keeps more for sm_100 and sm_120.
+    tight = (problem.x == "float16") + (device.compute_capability >= 100)
     extra = 8 * bool(problem.dsum) + (0.3 * wide_weight + 0.35 * tight) * elements
     return int(36 + 5.25 * words * elements + extra + lone)
 
