@@ -1,28 +1,120 @@
-"""torch: layer_norm and rms_norm as autograd functions, on CUDA through the kernels and on the CPU through the reference."""
+"""torch: layer_norm and rms_norm of tensors, on CUDA by the kernels and on the CPU by the reference, in the way that torch asks for:
+
+- eager: called directly, and recorded by `_Norm` where a gradient is wanted.
+- traced, by torch.compile, torch.export, a dispatch mode or a tensor subclass: by the operators of torch_ops.
+- transformed, by torch.func, vmap or forward mode: by formulas of torch, around the kernels where that can be.
+
+The gradients are made by the kernels, and differentiated in turn by the formulas.
+"""
 
 from __future__ import annotations
 
-import torch
+from types import NoneType
 
-from . import norm
+import torch
+from torch.autograd import forward_ad
+
+from . import formulas, norm, torch_ops
 from .arrays import TorchLibrary
 
+# Classes of what the kernels read where it lies. Not those of torch's wrappers (DTensor, FakeTensor), whose address is none.
+_PLAIN = frozenset({torch.Tensor, torch.nn.Parameter, NoneType})
+_is_grad_enabled = torch.is_grad_enabled
+_is_cuda_autocast = torch.is_autocast_enabled  # with "cuda" as its argument it takes twice the time
+_is_compiling = torch.compiler.is_dynamo_compiling
+_num_dispatch_modes = torch._C._len_torch_dispatch_stack
+_is_transformed = torch._C._are_functorch_transforms_active
+_is_mapped = torch._C._functorch.is_legacy_batchedtensor  # by is_grads_batched=True
 
-def wants_gradient(*tensors: object) -> bool:
-    """Whether torch would record an operation on these; None and arrays of other libraries count as constants."""
-    if torch.is_grad_enabled():
-        for tensor in tensors:
-            if getattr(tensor, "requires_grad", False):
-                return True
+
+def normalize(
+    centered, input, extents, weight, bias, eps, residual, zero_centered_weight, out_dtype, out, options
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """(y, input + residual), differentiable in input, weight, bias and residual.
+
+    Under torch.autocast the dtype of y is what torch.nn.functional gives, unless out_dtype or out is given:
+
+        autocast of   input               y         the sum
+        "cuda"        float16, bfloat16   float32   input's dtype: torch does not autocast an addition
+        "cuda"        float32, float64    input's   input's
+        "cpu"         any                 input's   input's
+
+    since layer_norm and rms_norm are in the float32 list of CUDA's autocast (rms_norm in recent versions; here in all of them)
+    and in none of the CPU's. No tensor is cast for that: the arithmetic is float32 anyway, only the last rounding is left out,
+    and every gradient has the dtype of its tensor.
+    """
+    if out_dtype is None and out is None and _is_cuda_autocast() and input.is_cuda:
+        out_dtype = formulas.arithmetic(input)
+    if _is_transformed() or forward_ad._current_level >= 0:
+        make = _transformed
+    elif (
+        _is_compiling()
+        or _num_dispatch_modes()
+        or not (input.__class__ in _PLAIN and (weight.__class__ in _PLAIN or not isinstance(weight, torch.Tensor)))
+    ):
+        make = _traced
+    else:
+        recorded = _is_grad_enabled() and _wants_gradient(input, weight, bias, residual)
+        prepared, given = norm.prepare_forward(
+            centered, input, extents, weight, bias, eps, residual, zero_centered_weight, out_dtype, out, options,
+            norm.FOR_GRADIENTS if recorded else norm.FOR_Y,
+        )  # fmt: skip
+        if not recorded:
+            y, _, _, added = prepared.run(*given)
+            return y, added
+        result = _apply(input, weight, bias, residual, prepared)
+        return (result, input) if residual is None else result
+    if out is not None:
+        raise ValueError("out was given to a call that torch traces or transforms; expected out=None")
+    return make(centered, input, extents, weight, bias, eps, residual, zero_centered_weight, out_dtype, options)
+
+
+def _wants_gradient(*tensors: object) -> bool:
+    """None and arrays of other libraries count as constants."""
+    for tensor in tensors:
+        if getattr(tensor, "requires_grad", False):
+            return True
     return False
 
 
-def record(prepared, input, weight, bias, residual):
-    """(y, input + residual) of a prepared forward, differentiable in input, weight, bias and residual."""
-    if torch._C._are_functorch_transforms_active():
-        return _Norm.apply(input, weight, bias, residual, prepared)  # torch says why not
-    result = _apply(input, weight, bias, residual, prepared)
-    return (result, input) if residual is None else result
+def _traced(centered, input, extents, weight, bias, eps, residual, zero_centered_weight, out_dtype, options):
+    """By the operator, which torch sees as one node."""
+    if not _is_compiling():  # there, what knows the operator's shapes checks the same
+        norm.check_forward(centered, input, extents, weight, bias, eps, residual, out_dtype)
+    y, _, _, added = torch_ops.forward(
+        centered, input, extents, weight, bias, eps, residual, zero_centered_weight, out_dtype, options
+    )
+    return y, input if residual is None else added
+
+
+def _transformed(centered, input, extents, weight, bias, eps, residual, zero_centered_weight, out_dtype, options):
+    """x_hat by the kernels, the affine part and all derivatives by torch; in forward mode and compiled all of it by torch.
+
+    torch.func.vmap is one launch over more rows, whatever it maps over. All is computed in float32 (float64 for float64) as in the
+    kernels but in another order: y may differ by float32's rounding, before that to its own dtype. torch follows no autograd
+    function through two nested tangents or the compiler, and gives wrong second derivatives or none, so there x_hat is torch's too.
+    """
+    input, weight, bias, residual, eps, y_dtype = norm.check_forward(
+        centered, input, extents, weight, bias, eps, residual, out_dtype
+    )
+    dtype = formulas.arithmetic(input)
+
+    def compute(x):
+        x_hat, _, rstd, _ = torch_ops.forward(centered, x, extents, None, None, eps, None, False, dtype, options)
+        return x_hat, rstd
+
+    added = input if residual is None else input + residual
+    if _is_compiling() or forward_ad._current_level >= 0:
+        x_hat = formulas.x_hat(added, len(extents), centered, eps)
+    else:
+        x_hat, _ = formulas.Normalized.apply(added, len(extents), centered, compute)
+    y = x_hat * formulas.scale(weight, zero_centered_weight, dtype)
+    if bias is not None:
+        y = y + bias.to(dtype)
+    return y.to(TorchLibrary.dtype(y_dtype)), added
+
+
+# Eager.
 
 
 class _Norm(torch.autograd.Function):
@@ -30,7 +122,7 @@ class _Norm(torch.autograd.Function):
     def forward(ctx, input, weight, bias, residual, prepared):
         y, mean, rstd, added = prepared.run(input, weight, bias, residual, None)
         # Backward needs no row but the normalised one: the input itself, or the sum that is returned anyway.
-        ctx.save_for_backward(added, weight, mean, rstd)
+        ctx.save_for_backward(added, mean, rstd, weight)
         ctx.prepared = prepared
         ctx.set_materialize_grads(False)
         return y if residual is None else (y, added)
@@ -40,8 +132,10 @@ class _Norm(torch.autograd.Function):
         wants_input, _, _, wants_residual, _ = ctx.needs_input_grad
         if dy is None:
             dx, dweight, dbias = dsum, None, None
-        elif torch.is_grad_enabled():  # create_graph=True: second derivatives may follow
-            dx, dweight, dbias = _Gradients.apply(ctx, dy, dsum, *ctx.saved_tensors)
+        elif _is_transformed() or _is_mapped(dy) or forward_ad._current_level >= 0:
+            dx, dweight, dbias = _transformed_gradients(ctx, dy, dsum)
+        elif torch.is_grad_enabled():  # create_graph=True
+            dx, dweight, dbias = _differentiable_gradients(ctx, dy, dsum)
         else:
             dx, dweight, dbias = _gradients(ctx, dy, dsum, *ctx.saved_tensors)
         return dx if wants_input else None, dweight, dbias, dx if wants_residual else None, None
@@ -53,7 +147,13 @@ _apply = super(torch.autograd.Function, _Norm).apply
 _lie = TorchLibrary.lie
 
 
-def _gradients(ctx, dy, dsum, x, weight, mean, rstd):
+def _wanted(ctx) -> tuple[bool, bool, bool]:
+    """Of dx, dweight, dbias."""
+    wants_input, wants_weight, wants_bias, wants_residual, _ = ctx.needs_input_grad
+    return wants_input or wants_residual, wants_weight, wants_bias
+
+
+def _gradients(ctx, dy, dsum, x, mean, rstd, weight):
     """dx, dweight, dbias: those that ctx asks for."""
     forward = ctx.prepared
     # What was saved may lie otherwise now: torch lets hooks pack and unpack it.
@@ -63,26 +163,27 @@ def _gradients(ctx, dy, dsum, x, weight, mean, rstd):
     )  # fmt: skip
     prepared = forward.backwards.get(key)
     if prepared is None:
-        wants_input, wants_weight, wants_bias, wants_residual, _ = ctx.needs_input_grad
-        wanted = {"dx": wants_input or wants_residual, "dweight": wants_weight, "dbias": wants_bias}
         prepared, _ = norm.prepare_backward(
             forward.centered, dy, x, mean, rstd, forward.extents, weight, forward.zero_centered_weight, dsum,
-            [name for name, is_wanted in wanted.items() if is_wanted], None, forward.bias_dtype, forward.backward_options,
+            [name for name, is_wanted in zip(norm.Backward._fields, _wanted(ctx)) if is_wanted], None, forward.bias_dtype,
+            forward.backward_options,
         )  # fmt: skip
         norm.keep(forward.backwards, key, prepared)
     return prepared.run(dy, x, mean, rstd, weight, dsum)
 
 
-class _Gradients(torch.autograd.Function):
-    """The gradients as tensors that know what they depend on, and refuse to be differentiated."""
+def _differentiable_gradients(ctx, dy, dsum):
+    """The same by the operator, which knows the derivatives of the gradients."""
+    forward = ctx.prepared
+    dbias_dtype = None if forward.bias_dtype is None else TorchLibrary.dtype(forward.bias_dtype)
+    return torch_ops.gradients(
+        dy, *ctx.saved_tensors, dsum, forward.extents, _wanted(ctx), forward.zero_centered_weight, dbias_dtype,
+        forward.backward_options.of("backward").sm_margin, forward.backward_options.strategy,
+    )  # fmt: skip
 
-    @staticmethod
-    def forward(_, *arguments):
-        return _gradients(*arguments)
 
-    @staticmethod
-    def backward(_, *gradients):
-        raise RuntimeError(
-            "cupynorm has no second derivatives, and a gradient of layer_norm or rms_norm was differentiated; where "
-            "create_graph=True is meant, use torch.nn.functional"
-        )
+def _transformed_gradients(ctx, dy, dsum):
+    """The same where dy has no address, because torch maps over it, or has a tangent."""
+    forward = ctx.prepared
+    made = formulas.gradients(dy, *ctx.saved_tensors, dsum, forward.extents, forward.zero_centered_weight)
+    return [gradient if is_wanted else None for gradient, is_wanted in zip(made, _wanted(ctx))]

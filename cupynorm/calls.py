@@ -15,13 +15,26 @@ from .dtypes import DTYPES
 Parameter = tuple[int, str]  # address and dtype of a contiguous weight, bias, dweight or dbias
 
 
+class Margins(NamedTuple):
+    """sm_margin where each kind of call has its own; inference is a forward that nothing is to differentiate."""
+
+    forward: int = 0
+    backward: int = 0
+    inference: int = 0
+
+
 class Options(NamedTuple):
     """How, not what: none of these changes the result beyond rounding."""
 
     strategy: str | None = None
     tile: Tile | None = None
     statistics: str | None = None
-    sm_margin: int = 0
+    sm_margin: int | Margins = 0
+
+    def of(self, kind: str) -> Options:
+        """These with the one margin of a kind of call, a field of Margins: what a plan takes."""
+        margin = self.sm_margin
+        return self if margin.__class__ is int else self._replace(sm_margin=getattr(margin, kind))
 
 
 DEFAULTS = Options()

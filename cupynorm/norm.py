@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import numbers
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any, NamedTuple
@@ -17,7 +18,7 @@ import numpy as np
 
 from . import arrays, launch
 from .arrays import CuPyLibrary, Rows, TorchLibrary, View
-from .calls import DEFAULTS, BackwardCall, ForwardCall, Options, Parameter
+from .calls import DEFAULTS, BackwardCall, ForwardCall, Margins, Options, Parameter
 from .dispatch import STATISTICS, STRATEGIES, Problem, Tile, choose, pack_limit
 from .dtypes import DTYPES, compute_dtype
 
@@ -59,7 +60,7 @@ def layer_norm(
     zero_centered_weight: bool = False,
     out_dtype: Any = None,
     out: Array | None = None,
-    sm_margin: int = 0,
+    sm_margin: int | Mapping[str, int] = 0,
     strategy: str | None = None,
     tile: Tile | Mapping[str, int] | None = None,
     statistics: str | None = None,
@@ -76,7 +77,8 @@ def layer_norm(
     zero_centered_weight: multiply by 1 + weight.
     out_dtype: dtype of the result (a name, NumPy or torch dtype), by default the input's.
     out: an array to write the result to, of the input's shape, its rows contiguous, sharing no memory with the inputs.
-    sm_margin: multiprocessors to leave free for other kernels, forward and backward: it shrinks the grid.
+    sm_margin: multiprocessors to leave free for other kernels, forward and backward: it shrinks the grid. Or a dict that gives
+        "forward", "backward" and "inference" (a forward that nothing is to differentiate) each its own, 0 where it has none.
     strategy, tile, statistics: force a row of cupynorm.STRATEGIES, its Tile, and "two_pass" or "welford"; by default the
         width of a row decides. Ignored where the reference computes.
 
@@ -109,7 +111,7 @@ def rms_norm(
     zero_centered_weight: bool = False,
     out_dtype: Any = None,
     out: Array | None = None,
-    sm_margin: int = 0,
+    sm_margin: int | Mapping[str, int] = 0,
     strategy: str | None = None,
     tile: Tile | Mapping[str, int] | None = None,
     statistics: str | None = None,
@@ -137,7 +139,7 @@ def layer_norm_forward(
     zero_centered_weight: bool = False,
     out_dtype: Any = None,
     out: Array | None = None,
-    sm_margin: int = 0,
+    sm_margin: int | Mapping[str, int] = 0,
     strategy: str | None = None,
     tile: Tile | Mapping[str, int] | None = None,
     statistics: str | None = None,
@@ -165,7 +167,7 @@ def rms_norm_forward(
     zero_centered_weight: bool = False,
     out_dtype: Any = None,
     out: Array | None = None,
-    sm_margin: int = 0,
+    sm_margin: int | Mapping[str, int] = 0,
     strategy: str | None = None,
     tile: Tile | Mapping[str, int] | None = None,
     statistics: str | None = None,
@@ -192,7 +194,7 @@ def layer_norm_backward(
     gradients: Sequence[str] = ("dx", "dweight", "dbias"),
     dweight_dtype: Any = None,
     dbias_dtype: Any = None,
-    sm_margin: int = 0,
+    sm_margin: int | Mapping[str, int] = 0,
     strategy: str | None = None,
     tile: Tile | Mapping[str, int] | None = None,
 ) -> Backward:
@@ -224,7 +226,7 @@ def rms_norm_backward(
     gradients: Sequence[str] = ("dx", "dweight", "dbias"),
     dweight_dtype: Any = None,
     dbias_dtype: Any = None,
-    sm_margin: int = 0,
+    sm_margin: int | Mapping[str, int] = 0,
     strategy: str | None = None,
     tile: Tile | Mapping[str, int] | None = None,
 ) -> Backward:
@@ -247,8 +249,6 @@ def _options(strategy: str | None, tile: object, statistics: str | None, sm_marg
         raise ValueError(f"strategy is {strategy!r}; it is one of {', '.join(STRATEGIES)}, or None to let the width decide")
     if statistics is not None and statistics not in STATISTICS:
         raise ValueError(f"statistics is {statistics!r}; it is one of {', '.join(STATISTICS)}, or None")
-    if isinstance(sm_margin, bool) or not isinstance(sm_margin, numbers.Integral) or sm_margin < 0:
-        raise ValueError(f"sm_margin is {sm_margin!r}; expected a number of multiprocessors, 0 or more")
     if tile is not None and not isinstance(tile, Tile):
         if not isinstance(tile, Mapping):
             raise TypeError(f"tile is a {type(tile).__name__}; expected a cupynorm.Tile or a dict of its fields")
@@ -261,7 +261,21 @@ def _options(strategy: str | None, tile: object, statistics: str | None, sm_marg
     for name, value in vars(tile).items() if tile is not None else ():
         if isinstance(value, bool) or not isinstance(value, numbers.Integral):
             raise ValueError(f"tile has {name} {value!r}; expected an int")
-    return Options(strategy, tile, statistics, int(sm_margin))
+    return Options(strategy, tile, statistics, _margins(sm_margin))
+
+
+def _margins(sm_margin: object) -> int | Margins:
+    if not isinstance(sm_margin, Mapping):
+        return _margin(sm_margin)
+    if not set(sm_margin) <= set(Margins._fields):
+        raise ValueError(f"sm_margin has {', '.join(map(str, sm_margin))}; expected some of {', '.join(Margins._fields)}")
+    return Margins(**{kind: _margin(margin) for kind, margin in sm_margin.items()})
+
+
+def _margin(given: object) -> int:
+    if isinstance(given, bool) or not isinstance(given, numbers.Integral) or given < 0:
+        raise ValueError(f"sm_margin is {given!r}; expected a number of multiprocessors, 0 or more")
+    return int(given)
 
 
 def _extents(normalized_shape: object) -> tuple[int, ...]:
@@ -310,7 +324,7 @@ def _check_dtype(array: Array, name: str) -> str:
     return dtype
 
 
-def _check_dtype_name(dtype: object, name: str) -> str:
+def check_dtype_name(dtype: object, name: str) -> str:
     text = dtype if isinstance(dtype, str) else str(dtype).removeprefix("torch.")
     if text not in DTYPES:
         try:
@@ -439,20 +453,25 @@ def _parameter(array: Array | None) -> tuple[Parameter | None, bool]:
 def normalize(
     centered, input, extents, weight, bias, eps, residual, return_residual, zero_centered_weight, out_dtype, out, options
 ):  # fmt: skip
-    """layer_norm and rms_norm: recorded by autograd where torch asks for it."""
-    recorded = arrays.is_torch(input) and _autograd().wants_gradient(input, weight, bias, residual)
-    prepared, given = prepare_forward(
-        centered, input, extents, weight, bias, eps, residual, zero_centered_weight, out_dtype, out, options,
-        FOR_GRADIENTS if recorded else FOR_Y,
-    )  # fmt: skip
-    if recorded:
-        y, added = _autograd().record(prepared, input, weight, bias, residual)
+    """layer_norm and rms_norm: of torch tensors as autograd, the compiler and the transforms of torch ask for it."""
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(input, torch.Tensor):
+        if torch.compiler.is_dynamo_compiling():  # torch.compile follows an import, and warns of a cache
+            from . import autograd
+        else:
+            autograd = _autograd()
+        y, added = autograd.normalize(
+            centered, input, extents, weight, bias, eps, residual, zero_centered_weight, out_dtype, out, options
+        )
     else:
+        prepared, given = prepare_forward(
+            centered, input, extents, weight, bias, eps, residual, zero_centered_weight, out_dtype, out, options, FOR_Y
+        )  # fmt: skip
         y, _, _, added = prepared.run(*given)
     return (y, added) if return_residual else y
 
 
-@cache
+@cache  # an import statement takes a microsecond even where nothing is left to import
 def _autograd():
     from . import autograd
 
@@ -479,17 +498,7 @@ def prepare_forward(
     except (AttributeError, TypeError):  # arrays of several libraries, or none: the checks below find words for it
         key = prepared = None
     if prepared is None:
-        x = arrays.take(x, "input")
-        dtype = _check_dtype(x, "input")
-        shape = tuple(x.shape)
-        _check_extents(shape, extents, "input")
-        weight = _take_like(weight, x, extents, "weight", "input")
-        bias = _take_like(bias, x, extents, "bias", "input")
-        residual = _take_like(residual, x, shape, "residual", "input")
-        if residual is not None and arrays.dtype_name(residual) != dtype:
-            raise TypeError(f"residual is of dtype {arrays.dtype_name(residual)}; expected the input's, {dtype}")
-        eps = _check_eps(eps, dtype, has_default=not centered)
-        y_dtype = _check_dtype_name(out_dtype, "out_dtype") if out_dtype is not None else dtype
+        x, weight, bias, residual, eps, y_dtype = check_forward(centered, x, extents, weight, bias, eps, residual, out_dtype)
         _check_out(out, x, y_dtype, len(extents))
         if purpose is FOR_GRADIENTS:
             if out is not None:
@@ -504,6 +513,21 @@ def prepare_forward(
     if out is not None:
         _check_overlap(out, {"input": x, "weight": weight, "bias": bias, "residual": residual})
     return prepared, (x, weight, bias, residual, out)
+
+
+def check_forward(centered, x, extents, weight, bias, eps, residual, out_dtype) -> tuple:
+    """The arrays as they are taken, eps as a float and y's dtype by name. Reads no address: x may be a tensor without memory."""
+    x = arrays.take(x, "input")
+    dtype = _check_dtype(x, "input")
+    shape = tuple(x.shape)
+    _check_extents(shape, extents, "input")
+    weight = _take_like(weight, x, extents, "weight", "input")
+    bias = _take_like(bias, x, extents, "bias", "input")
+    residual = _take_like(residual, x, shape, "residual", "input")
+    if residual is not None and arrays.dtype_name(residual) != dtype:
+        raise TypeError(f"residual is of dtype {arrays.dtype_name(residual)}; expected the input's, {dtype}")
+    eps = _check_eps(eps, dtype, has_default=not centered)
+    return x, weight, bias, residual, eps, dtype if out_dtype is None else check_dtype_name(out_dtype, "out_dtype")
 
 
 class _Forward:
@@ -538,7 +562,7 @@ class _PreparedForward(_Forward):
         sum_rows = arrays.contiguous_rows(view.shape, num_dims, view.dtype) if residual is not None else None
         self.call = call = ForwardCall(
             launch.device(view.device), centered, x_rows, y_rows, weight_parameter, bias_parameter, eps, zero_centered_weight,
-            residual_rows, sum_rows, options,
+            residual_rows, sum_rows, options.of("forward" if wants_statistics else "inference"),
         )  # fmt: skip
         self.kernels = [launch.load(each, view.device) for each in call.plan.launches]
         compute = compute_dtype(view.dtype).name
@@ -676,8 +700,8 @@ def prepare_backward(
         own = arrays.dtype_name(weight) if weight is not None else dtype
         dtypes = (
             dtype,
-            own if dweight_dtype is None else _check_dtype_name(dweight_dtype, "dweight_dtype"),
-            own if dbias_dtype is None else _check_dtype_name(dbias_dtype, "dbias_dtype"),
+            own if dweight_dtype is None else check_dtype_name(dweight_dtype, "dweight_dtype"),
+            own if dbias_dtype is None else check_dtype_name(dbias_dtype, "dbias_dtype"),
         )
         wanted = tuple(each if name in gradients else None for name, each in zip(Backward._fields, dtypes))
         if arrays.on_host(x):
@@ -720,7 +744,7 @@ class _PreparedBackward:
         dweight, dbias = ((0, dtype) if dtype else None for dtype in wanted[1:])  # fresh arrays are aligned
         self.call = call = BackwardCall(
             launch.device(view.device), centered, x_rows, dy_rows, weight_parameter, zero_centered_weight, dx_rows, dweight,
-            dbias, dsum_rows, options,
+            dbias, dsum_rows, options.of("backward"),
         )  # fmt: skip
         self.kernels = [launch.load(each, view.device) for each in call.plan.launches] if any(wanted) else []
         shapes = (view.shape, extents, extents)

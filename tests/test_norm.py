@@ -383,27 +383,6 @@ def test_only_the_sum_is_used(name):
 
 
 @pytest.mark.parametrize("name", TORCH)
-def test_second_derivatives_are_refused(name):
-    torch, lib = loaded_torch(), library(name)
-    problem = random_problem(Case("layer_norm", 5, 40, "float64", residual=True))
-    leaves = [lib.put(getattr(problem, key), "float64").requires_grad_() for key in ("x", "weight", "bias", "residual")]
-
-    def gradients(of, **options):
-        x, weight, bias, residual = leaves
-        y, added = cupynorm.layer_norm(x, 40, weight, bias, residual=residual, return_residual=True)
-        return torch.autograd.grad(of(y, added), leaves, **options)
-
-    # Those of a plain sum depend on x as well, though the gradient that reaches y depends on nothing.
-    for of in (lambda y, added: y.sum(), lambda y, added: (y * added).sum()):
-        first = gradients(of, create_graph=True)
-        for got, right in zip(first, gradients(of)):
-            assert torch.equal(got, right)
-        for gradient in first:
-            with pytest.raises(RuntimeError, match="cupynorm has no second derivatives"):
-                gradient.sum().backward(retain_graph=True)
-
-
-@pytest.mark.parametrize("name", TORCH)
 def test_what_is_saved_may_come_back_elsewhere(name):
     torch, lib = loaded_torch(), library(name)
     problem = random_problem(Case("layer_norm", 6, 40, "float32"))
