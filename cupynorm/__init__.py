@@ -30,9 +30,14 @@ _NAMES = {
     "check": "gradient_check",
     "CheckResult": "gradient_check",
     "MissingLibraryError": "nvrtc",
+    "LayerNorm": "modules",
+    "RMSNorm": "modules",
+    "swap_norms": "modules",
+    "SwappedNorms": "modules",
 }
 
-__all__ = ["__version__", *_NAMES]
+# `from cupynorm import *` works without torch: what needs it is asked for by name.
+__all__ = ["__version__", *(name for name, module in _NAMES.items() if module != "modules")]
 
 
 def __getattr__(name: str) -> object:
@@ -44,4 +49,4 @@ def __getattr__(name: str) -> object:
 
 
 def __dir__() -> list[str]:
-    return sorted(__all__)
+    return sorted(["__version__", *_NAMES])

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import pytest
+
 import cupynorm
 from cupynorm.__main__ import main
 from cupynorm.dispatch import strategies_markdown
@@ -33,6 +35,15 @@ def test_every_call_it_names_exists():
     named = set(re.findall(r"^\| `([a-z_]+)`(?:, `([a-z_]+)`)*", README, re.MULTILINE)[0]) | {"plan", "check", "rms_norm"}
     for name in filter(None, named):
         assert callable(getattr(cupynorm, name)), name
+
+
+def test_its_swap_runs(capsys):
+    pytest.importorskip("torch")
+    code = block("swap").removeprefix("```python\n").removesuffix("\n```")
+    names = {}
+    exec(code, names)
+    assert "torch.RMSNorm  cupynorm.RMSNorm" in capsys.readouterr().out
+    assert type(names["model"][1]).__module__.startswith("torch.")
 
 
 def test_its_plan_command_prints_a_plan(capsys):

@@ -1,1 +1,1 @@
-"""Real activations: 14 rows each, the outliers among them, of three LayerNorms of a pretrained sentence encoder (MiniLM)."""
+"""Real activations: 10 rows each, the outliers among them, of three LayerNorms of a pretrained sentence encoder (MiniLM)."""
