@@ -34,7 +34,7 @@ class Options(NamedTuple):
     def of(self, kind: str) -> Options:
         """These with the one margin of a kind of call, a field of Margins: what a plan takes."""
         margin = self.sm_margin
-        return self if margin.__class__ is int else self._replace(sm_margin=getattr(margin, kind))
+        return self._replace(sm_margin=getattr(margin, kind)) if isinstance(margin, Margins) else self
 
 
 DEFAULTS = Options()
