@@ -22,6 +22,7 @@ from .calls import DEFAULTS, BackwardCall, ForwardCall, Margins, Options, Parame
 from .dispatch import STATISTICS, STRATEGIES, Problem, Tile, choose, pack_limit
 from .dtypes import DTYPES, compute_dtype
 
+TILE_FIELDS = tuple(Tile.__annotations__)
 Array = Any  # a CuPy array, torch tensor, NumPy array, or any object with __dlpack__
 
 
@@ -256,9 +257,10 @@ def _options(strategy: str | None, tile: object, statistics: str | None, sm_marg
             tile = Tile(**tile)
         except TypeError as error:
             raise ValueError(
-                f"tile has fields {', '.join(map(str, tile))}; a Tile takes {', '.join(Tile.__annotations__)}"
+                f"tile has fields {', '.join(map(str, tile))}; a Tile takes {', '.join(TILE_FIELDS)}"
             ) from error
-    for name, value in vars(tile).items() if tile is not None else ():
+    for name in TILE_FIELDS if tile is not None else ():
+        value = getattr(tile, name)
         if isinstance(value, bool) or not isinstance(value, numbers.Integral):
             raise ValueError(f"tile has {name} {value!r}; expected an int")
     return Options(strategy, tile, statistics, _margins(sm_margin))

@@ -36,7 +36,7 @@ def forward(
     """y, mean, rstd, input + residual by the operator."""
     if out_dtype is not None:
         out_dtype = getattr(torch, norm.check_dtype_name(out_dtype, "out_dtype"))
-    tile = None if options.tile is None else list(vars(options.tile).values())
+    tile = None if options.tile is None else [getattr(options.tile, name) for name in norm.TILE_FIELDS]
     margin = options.of("forward" if torch.is_grad_enabled() else "inference").sm_margin
     return _norm_forward(
         input, weight, bias, residual, extents, eps, centered, bool(zero_centered_weight), out_dtype, margin,
