@@ -24,6 +24,8 @@ _is_cuda_autocast = torch.is_autocast_enabled  # with "cuda" as its argument it 
 _is_compiling = torch.compiler.is_dynamo_compiling
 _num_dispatch_modes = torch._C._len_torch_dispatch_stack
 _is_transformed = torch._C._are_functorch_transforms_active
+# Whether the compiler knows the answer to that: torch 2.4's does not, and then takes a transform inside what it compiles for none.
+_compiler_sees_transforms = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 11)
 _is_mapped = torch._C._functorch.is_legacy_batchedtensor  # by is_grads_batched=True
 
 
@@ -45,10 +47,11 @@ def normalize(
     """
     if out_dtype is None and out is None and _is_cuda_autocast() and input.is_cuda:
         out_dtype = formulas.arithmetic(input)
-    if _is_transformed() or forward_ad._current_level >= 0:
+    compiling = _is_compiling()
+    if (_compiler_sees_transforms or not compiling) and (_is_transformed() or forward_ad._current_level >= 0):
         make = _transformed
     elif (
-        _is_compiling()
+        compiling
         or _num_dispatch_modes()
         or not (input.__class__ in _PLAIN and (weight.__class__ in _PLAIN or not isinstance(weight, torch.Tensor)))
     ):

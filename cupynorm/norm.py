@@ -256,9 +256,7 @@ def _options(strategy: str | None, tile: object, statistics: str | None, sm_marg
         try:
             tile = Tile(**tile)
         except TypeError as error:
-            raise ValueError(
-                f"tile has fields {', '.join(map(str, tile))}; a Tile takes {', '.join(TILE_FIELDS)}"
-            ) from error
+            raise ValueError(f"tile has fields {', '.join(map(str, tile))}; a Tile takes {', '.join(TILE_FIELDS)}") from error
     for name in TILE_FIELDS if tile is not None else ():
         value = getattr(tile, name)
         if isinstance(value, bool) or not isinstance(value, numbers.Integral):

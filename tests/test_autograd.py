@@ -18,10 +18,10 @@ from torch.func import grad, hessian, jacfwd, jacrev, jvp, vjp, vmap  # noqa: E4
 from torch.fx.experimental.proxy_tensor import make_fx  # noqa: E402
 from torch.library import opcheck  # noqa: E402
 from torch.nn import functional  # noqa: E402
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts  # noqa: E402
+from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 import cupynorm  # noqa: E402
-from cupynorm import norm, torch_ops  # noqa: E402
+from cupynorm import autograd, norm, torch_ops  # noqa: E402
 
 NORMS = ("layer_norm", "rms_norm")
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -388,6 +388,13 @@ def test_compiled_by_inductor(compile_anew):
     assert torch.equal(compiled(*given), cupynorm.rms_norm(cupynorm.layer_norm(*given), 40))
 
 
+OLD_COMPILER = pytest.mark.skipif(
+    not autograd._compiler_sees_transforms,
+    reason="this torch's compiler refuses transforms, and puts its own words for an exception's",
+)
+
+
+@OLD_COMPILER
 def test_compiled_transforms(compile_anew):
     weight, x, tangent = random(5), random(3, 5), random(3, 5, seed=1)
     for transform in (
@@ -399,6 +406,7 @@ def test_compiled_transforms(compile_anew):
         assert_close(compiled(x), transform(theirs("layer_norm"))(x))
 
 
+@OLD_COMPILER
 def test_compiled_errors_are_sentences(compile_anew):
     x = torch.ones(3, 40)
     compiled = compile_anew(lambda x, weight: cupynorm.layer_norm(x, 40, weight), backend="eager")
@@ -516,18 +524,19 @@ def test_checkpoint(use_reentrant):
     assert all(torch.equal(tensor.grad, right) for tensor, right in zip(tensors, expected))
 
 
+@pytest.mark.skipif(not hasattr(torch.utils.checkpoint, "CheckpointPolicy"), reason="torch 2.4 has no selective checkpoint")
 def test_selective_checkpoint_sees_one_operator():
     seen = []
 
     def policy(_, operator, *arguments, **options):
         seen.append(operator)
-        return CheckpointPolicy.MUST_SAVE
+        return torch.utils.checkpoint.CheckpointPolicy.MUST_SAVE
 
     tensors, y = recorded()
     expected = torch.autograd.grad(y.sum(), tensors)
     again = checkpoint(
         cupynorm.layer_norm, tensors[0], 40, *tensors[1:], use_reentrant=False,
-        context_fn=functools.partial(create_selective_checkpoint_contexts, policy),
+        context_fn=functools.partial(torch.utils.checkpoint.create_selective_checkpoint_contexts, policy),
     )  # fmt: skip
     for got, right in zip(torch.autograd.grad(again.sum(), tensors), expected):
         assert torch.equal(got, right)
