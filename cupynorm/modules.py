@@ -76,7 +76,7 @@ class LayerNorm(_Norm, torch.nn.LayerNorm):
     hidden_size, params_dtype: other names of normalized_shape and dtype.
 
     Called with input (..., *normalized_shape) and perhaps a residual of its shape and dtype, it returns y of input's shape and
-    dtype, or (y, input + residual) with return_residual=True. Unlike torch, autocast changes no dtype: y has the input's, always.
+    dtype, or (y, input + residual) with return_residual=True. Under CUDA's autocast y is float32, as torch's is.
     State dicts go to torch.nn and back; in one of TransformerEngine `_extra_state` is passed over.
 
     Raises TypeError where both spellings are given or normalized_shape is missing, ValueError or TypeError for what cupynorm.layer_norm
@@ -202,9 +202,9 @@ def swap_norms(model: torch.nn.Module) -> SwappedNorms:
     Swapped are torch.nn's LayerNorm and RMSNorm, TransformerEngine's, apex's fused ones, and every module that has but a weight
     and perhaps a bias, an eps, one input, and on random input on the CPU the output of a layer_norm or rms_norm, with weight or
     1 + weight: the RMSNorm classes of language models. Left are modules with hooks, with parametrized weights, or with a forward
-    that does more. model itself is left too: only what holds a module can hold another in its place. y then has the input's dtype
-    and one rounding, whatever the former module did; the remarks say where that differs. Attributes that only the former module
-    had are gone. Swap before torch.compile wraps the model.
+    that does more. model itself is left too: only what holds a module can hold another in its place. y then has the dtype that
+    LayerNorm gives it and one rounding, whatever the former module did; the remarks say where that differs. Attributes that only
+    the former module had are gone. Swap before torch.compile wraps the model.
 
     Returns a SwappedNorms: prints as a table, `.undo()` puts the original modules back.
     Raises TypeError if model is not a torch.nn.Module.
