@@ -18,11 +18,13 @@ from tqdm import tqdm
 
 from . import __version__, activations, bench, bench_cells, bench_host, bench_report, dispatch, gradient_check, launch, on_cpu
 from . import tune as tuning
-from .dispatch import DEVICES, STRATEGIES, Device, Plan
+from .devices import DEVICES, Device
+from .dispatch import Plan
 from .dtypes import DTYPES
 from .gradient_check import NORMS, Case, CheckResult, CpuMachine, Finding, Problem
 from .nvrtc import MissingLibraryError
 from .peers import PEERS
+from .strategies import STRATEGIES
 
 COMMANDS = ("check", "plan", "bench", "tune")
 DIRECTIONS = ("forward", "backward")

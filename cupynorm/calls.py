@@ -9,8 +9,10 @@ from __future__ import annotations
 from typing import Any, NamedTuple, Protocol
 
 from .arrays import Rows
-from .dispatch import Device, Launch, Plan, Problem, Tile, make_plan, pack_limit
+from .devices import Device
+from .dispatch import Launch, Plan, make_plan, pack_limit
 from .dtypes import DTYPES
+from .strategies import Problem, Tile
 
 Parameter = tuple[int, str]  # address and dtype of a contiguous weight, bias, dweight or dbias
 

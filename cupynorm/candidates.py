@@ -9,9 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from . import dispatch
-from .dispatch import Choice, Device, Problem, Tile
+from . import dispatch, strategies
+from .devices import Device
+from .dispatch import Choice
 from .dtypes import DTYPES
+from .strategies import Problem, Tile
 
 _MOST = 48  # of one problem: they compile in a quarter of a minute, in several processes sooner
 _FILLED = 0.8  # of a tile's packs that a row fills, at least: packs beyond it cost as much as others
@@ -47,7 +49,7 @@ def _shapes(problem: Problem, device: Device) -> Iterator[tuple[str, Tile]]:
     """Tiles as wide as the row, or a cluster's share of it, and not much wider. Of equal packs_per_thread the one with fewest threads."""
     pack_size = problem.widest_pack
     for cluster_size in (1, *(size for size, _ in device.clusters)):
-        num_cols = dispatch._slice_cols(problem, pack_size, cluster_size)
+        num_cols = strategies.cols_of_slice(problem, pack_size, cluster_size)
         if cluster_size > 1 and num_cols * DTYPES[problem.x].itemsize < _FEWEST_SLICE_BYTES:
             continue
         all_threads = {"block" if cluster_size == 1 else "cluster": range(32, 1024 + 1, 32)}
@@ -65,22 +67,22 @@ def _shapes(problem: Problem, device: Device) -> Iterator[tuple[str, Tile]]:
 
 def _in_registers(problem: Problem, device: Device) -> Iterator[tuple[str, Tile]]:
     for strategy, tile in _shapes(problem, device):
-        if dispatch._registers(problem, device, tile) > 255:
+        if strategies._registers(problem, device, tile) > 255:
             continue
         for rows in [size // tile.threads_per_row for size in (64, 128, 256)] if strategy == "warp" else [1]:
             tile = replace(tile, rows_per_block=rows)
-            most = dispatch._blocks_per_sm(problem, device, tile)
+            most = strategies._blocks_per_sm(problem, device, tile)
             for blocks in {most, -(-most // 2)}:
                 yield strategy, replace(tile, blocks_per_sm=blocks)
 
 
 def _in_rings(problem: Problem, device: Device) -> Iterator[tuple[str, Tile]]:
     """A multiprocessor works on several rows at a time: forward in a block each, backward in one block."""
-    for stages in (2, 3, 4) if dispatch._can_ring(problem, device) else ():
+    for stages in (2, 3, 4) if strategies.can_ring(problem, device) else ():
         for strategy, tile in _shapes(problem, device):
             elements = tile.pack_size * tile.packs_per_thread
-            needed = dispatch._ring_registers(problem, device, elements)
-            most = dispatch._RING_ELEMENTS[problem.direction] if tile.cluster_size < 16 else dispatch._MOST_RING_ELEMENTS
+            needed = strategies._ring_registers(problem, device, elements)
+            most = strategies._RING_ELEMENTS[problem.direction] if tile.cluster_size < 16 else strategies._MOST_RING_ELEMENTS
             if strategy == "warp" or elements > most or needed > 255:
                 continue
             for rows in range(1, min(8, 1024 // tile.threads_per_row) + 1):
@@ -102,7 +104,7 @@ def _promise(problem: Problem, choice: Choice) -> float:
     """About the share of a copy that dispatch expects of a ring's instructions, or of the bytes that others keep in flight."""
     tile = choice.tile
     if tile.stages:
-        return dispatch._ring_share(problem, tile)
-    num_cols = dispatch._slice_cols(problem, tile.pack_size, tile.cluster_size)
+        return strategies._ring_share(problem, tile)
+    num_cols = strategies.cols_of_slice(problem, tile.pack_size, tile.cluster_size)
     in_flight = choice.resident * tile.rows_per_block * num_cols * DTYPES[problem.x].itemsize
-    return min(1.0, in_flight / dispatch._ENOUGH_BYTES)
+    return min(1.0, in_flight / strategies._ENOUGH_BYTES)

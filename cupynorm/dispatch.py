@@ -1,4 +1,4 @@
-"""Which kernel, tile and grid a problem gets: the table STRATEGIES, and plans made from it. Pure Python, no GPU needed.
+"""Which kernel, tile and grid a problem gets: plans made from the table STRATEGIES of cupynorm.strategies. Pure Python, no GPU needed.
 
 The table is read from top to bottom: the first strategy wins that is wide enough for the row and knows none that is faster; the
 last takes any row.
@@ -8,579 +8,23 @@ num_rows changes the grid, never the arithmetic of a row.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 
+from .devices import DEVICES, Device
 from .dtypes import DTYPES, compute_dtype
-
-
-@dataclass(frozen=True)
-class Device:
-    """What a plan must know of a GPU. smem_per_block: the opt-in limit of one block, in bytes.
-
-    clusters: how many clusters of 2, 4, 8 and 16 blocks are resident at once with one block a multiprocessor; empty
-    where the device has no clusters. One cluster more would wait for a second wave.
-    """
-
-    name: str
-    compute_capability: int
-    num_sms: int
-    smem_per_block: int
-    smem_per_sm: int
-    threads_per_sm: int
-    clusters: tuple[tuple[int, int], ...] = ()
-    registers_per_sm: int = 65536
-
-
-def _device(name: str, compute_capability: int, num_sms: int, **changes: object) -> Device:
-    family = _FAMILIES[compute_capability]
-    device = Device(name, compute_capability, num_sms, *family)
-    if compute_capability >= 90:
-        sizes = (2, 4, 8, 16) if compute_capability < 120 else (2, 4, 8)
-        # A cluster lives in one graphics processing cluster, some of which lack multiprocessors: 10% are left out.
-        clusters = ((size, int(num_sms * 0.9) // size) for size in sizes)
-        device = replace(device, clusters=tuple((size, count) for size, count in clusters if count))
-    return replace(device, **changes)
-
-
-# (smem_per_block, smem_per_sm, threads_per_sm), CUDA C++ Programming Guide, "Technical Specifications per Compute Capability"
-_FAMILIES = {
-    80: (166912, 167936, 2048),
-    86: (101376, 102400, 1536),
-    89: (101376, 102400, 1536),
-    90: (232448, 233472, 2048),
-    100: (232448, 233472, 2048),
-    120: (101376, 102400, 1536),
-}
-
-DEVICES = {
-    device.name: device
-    for device in (
-        _device("A100", 80, 108),
-        _device("A10", 86, 72),
-        _device("RTX 3090", 86, 82),
-        _device("RTX 4090", 89, 128),
-        _device("L40S", 89, 142),
-        # cuOccupancyMaxActiveClusters on an H200, one block a multiprocessor.
-        _device("H100", 90, 132, clusters=((2, 66), (4, 30), (8, 15), (16, 7))),
-        _device("H200", 90, 132, clusters=((2, 66), (4, 30), (8, 15), (16, 7))),
-        _device("B200", 100, 148),
-        _device("RTX 5090", 120, 170),
-    )
-}
-
-
-def device_like(
-    name: str, compute_capability: int, num_sms: int, smem_per_block: int, smem_per_sm: int, threads_per_sm: int
-) -> Device:
-    """The Device of a GPU that is present, from what its driver says; numbers only measured come from its namesake in DEVICES."""
-    known = next((device for key, device in DEVICES.items() if key in name and device.num_sms == num_sms), None)
-    if known is not None:
-        return known
-    family = max((key for key in _FAMILIES if key <= compute_capability), default=80)
-    return replace(
-        _device(name, family, num_sms),
-        compute_capability=compute_capability,
-        smem_per_block=smem_per_block,
-        smem_per_sm=smem_per_sm,
-        threads_per_sm=threads_per_sm,
-    )
-
-
-@dataclass(frozen=True)
-class Tile:
-    """The compile-time integers of one kernel, as in cuda_src/tile.cuh.
-
-    pack_size: elements moved by one memory instruction. threads_per_row: threads of one block that share a row.
-    packs_per_thread: packs of a row in one thread's registers, 0 where the row waits elsewhere. rows_per_block: rows that
-    a block works on at a time. cluster_size: blocks that share a row. blocks_per_sm: blocks that must fit on a
-    multiprocessor, which bounds the registers of a thread. exact: 1 if the row fills the registers, so that no pack lies beyond
-    it. stages: rows that pass through a block's shared memory at once, fetched by the copy engine; 0 where threads fetch them.
-    """
-
-    pack_size: int
-    threads_per_row: int
-    packs_per_thread: int = 0
-    rows_per_block: int = 1
-    cluster_size: int = 1
-    blocks_per_sm: int = 1
-    exact: int = 0
-    stages: int = 0
-
-    @property
-    def block_size(self) -> int:
-        return self.threads_per_row * self.rows_per_block
-
-    @property
-    def cols(self) -> int:
-        """Columns that fit the registers of the threads of a block that share a row."""
-        return self.pack_size * self.threads_per_row * self.packs_per_thread
-
-    @property
-    def cpp(self) -> str:
-        return "Tile{" + ", ".join(f".{field.name} = {getattr(self, field.name)}" for field in fields(self)) + "}"
-
-    def __str__(self) -> str:
-        shown = {field.name: getattr(self, field.name) for field in fields(self)}
-        return ", ".join(f"{name} {value}" for name, value in shown.items() if value != getattr(Tile, name, None))
-
-
-@dataclass(frozen=True)
-class Problem:
-    """What decides the kernel: one direction, one norm, the dtypes, which tensors are there, and how they lie.
-
-    dtypes are names of cupynorm.dtypes.DTYPES, None for a tensor that is absent. dy, dx, dweight, dbias are of the
-    backward direction alone (None: not wanted). pack_limit: the largest pack_size that num_cols, addresses and row
-    strides allow, a power of two.
-    """
-
-    direction: str
-    centered: bool
-    num_cols: int
-    x: str
-    y: str | None = None
-    weight: str | None = None
-    bias: str | None = None
-    zero_centered: bool = False
-    residual: bool = False
-    dy: str | None = None
-    dx: str | None = None
-    dweight: str | None = None
-    dbias: str | None = None
-    dsum: str | None = None
-    pack_limit: int = 16
-
-    @property
-    def compute(self) -> str:
-        return DTYPES[self.x].compute
-
-    @property
-    def forward(self) -> bool:
-        return self.direction == "forward"
-
-    @property
-    def widest_pack(self) -> int:
-        """16 bytes of the narrowest of the streamed tensors, or what their layout allows."""
-        streamed = [self.x, self.y if self.forward else self.dy] + ([self.dx] if self.dx else [])
-        return min(self.pack_limit, 16 // min(DTYPES[name].itemsize for name in streamed))
-
-    @property
-    def bytes_per_row(self) -> int:
-        """Bytes that any implementation must move for a row: each streamed tensor once."""
-        streamed = [self.x, self.y] if self.forward else [self.x, self.dy, self.dx, self.dsum]
-        if self.residual:
-            streamed += [self.x, self.x]
-        return self.num_cols * sum(DTYPES[name].itemsize for name in streamed if name)
-
-
-@dataclass(frozen=True)
-class Strategy:
-    """One row of the dispatch table: where a row waits between its uses, and the tile for a problem, or None if the row does not fit.
-
-    gives_way: whether a later strategy is faster although this one is wide enough.
-    """
-
-    name: str
-    row_waits: str
-    tile: Callable[[Problem, Device], Tile | None]
-    first_capability: int = 0
-    gives_way: Callable[[Problem, Device, Tile], bool] = lambda problem, device, tile: False
-
-
-# The shares of a copy beside the numbers below were measured on 2026-11-20 and 21 while these were chosen, by timing
-# layer_norm_forward and layer_norm_backward with explicit strategy= and tile= at 2^28 elements (2^27 of float32). `python -m cupynorm
-# tune` measures such tiles again, on any GPU.
-
-# Bytes of x that one lane keeps at most, by itemsize, where a warp or part of it owns the row. Forward: more would fit, but from
-# there on a block of two warps is as fast (H200, bf16: 2048 columns 0.997 of a copy on 64 threads, 0.989 on 32).
-_BACKWARD_BYTES = {2: 48, 4: 64, 8: 64}
-_WARP_BYTES = {"forward": {2: 80, 4: 64, 8: 64}, "backward": _BACKWARD_BYTES}
-# The same for a thread of a block. Forward: 4096 columns 0.98 on 64 threads x 64 elements, 0.76 on 256 x 16 (H200, bf16).
-_BLOCK_BYTES = {"forward": {2: 128, 4: 128, 8: 128}, "backward": _BACKWARD_BYTES}
-_BLOCK_THREADS = 512
-# Bytes of x in flight on a multiprocessor beyond which more do not help: 4.15 TB/s times the latency of memory, twice over
-# (H200: fp32 1024 columns 0.99 with 16 elements a thread and 64 KB in flight, 0.97 with 32 and 96 KB).
-_ENOUGH_BYTES = 54 * 1024
-
-
-def _ceil(value: int, step: int) -> int:
-    return -(-value // step)
-
-
-def _registers(problem: Problem, device: Device, tile: Tile) -> int:
-    """Registers of a thread that keeps its part of a row, with no spills: fitted to what ptxas reports, which tests hold.
-
-    Forward keeps a 16-bit row unpacked up to 32 elements and packed beyond; backward keeps x_hat, wdy and two sums of each.
-    """
-    words = DTYPES[problem.compute].itemsize // 4
-    elements = tile.pack_size * tile.packs_per_thread
-    lone = 3 * elements // 2 + 8 if tile.pack_size == 1 else 0  # each lone element has an address of its own
-    wide_weight = int(problem.weight is not None and DTYPES[problem.weight].itemsize > DTYPES[problem.x].itemsize)
-    if problem.forward:
-        per_element = 1.25 if DTYPES[problem.x].itemsize > 2 else 1.15 if elements > 40 else 1.0
-        extra = 8 * (problem.residual + wide_weight)
-        # 32 elements of 16 bits fit 64 registers where warps share a row and fill it, so that 60 KB are in flight on 32 warps.
-        newer = device.compute_capability >= 90
-        fits = newer and tile.exact and tile.threads_per_row > 32 and elements == 32 and DTYPES[problem.x].itemsize == 2
-        fixed = 32 if fits else 40
-        if tile.rows_per_block > 1 and elements > 32:
-            fixed = 54 + (2 * tile.packs_per_thread if tile.pack_size < 8 else 0)
-        extra += 8 * (elements >= 32 and not newer and not tile.exact)
-        return int(fixed + per_element * words * elements + extra + lone)
-    # float16 takes more instructions to unpack than bfloat16, and the compiler keeps more for sm_100 and sm_120.
-    tight = (problem.x == "float16") + (device.compute_capability >= 100)
-    extra = 8 * bool(problem.dsum) + (0.3 * wide_weight + 0.35 * tight) * elements
-    return int(36 + 5.25 * words * elements + extra + lone)
-
-
-def _slice_cols(problem: Problem, pack_size: int, cluster_size: int) -> int:
-    """The most columns that one block of a cluster owns, as slice() in cuda_src/row.cuh divides them."""
-    step = 8 if cluster_size > 1 else 1
-    return _ceil(_ceil(problem.num_cols, pack_size), cluster_size * step) * step * pack_size
-
-
-def _blocks_per_sm(problem: Problem, device: Device, tile: Tile) -> int:
-    """Blocks whose registers fit a multiprocessor, 0 if not even one does: each of its four parts holds whole warps."""
-    registers = min(_ceil(_registers(problem, device, tile), 8) * 8, 255 + 1)
-    warps = 4 * (device.registers_per_sm // 4 // 32 // registers)
-    return min(warps * 32 // tile.block_size, device.threads_per_sm // tile.block_size, 32)
-
-
-def _register_tile(
-    problem: Problem, device: Device, threads: Iterable[int], max_bytes: int, block_size: int, cluster_size: int = 1
-) -> Tile | None:
-    """Of the given threads_per_row, those that keep most of x in flight on a multiprocessor.
-
-    A row that fills its threads is preferred: packs beyond the row cost their instructions all the same.
-    """
-    pack_size = problem.widest_pack
-    itemsize = DTYPES[problem.x].itemsize
-    # A lone element needs an address of its own, and fills a register of 32 bits if it has 16.
-    lone = pack_size == 1 and problem.forward and itemsize == 2
-    max_elements = 16 if lone else max_bytes // (itemsize if pack_size > 1 else 2 * max(itemsize, 4))
-    num_cols = _slice_cols(problem, pack_size, cluster_size)
-    best, best_score = None, None
-    for threads_per_row in threads:
-        packs_per_thread = max(1, _ceil(num_cols, pack_size * threads_per_row))
-        elements = pack_size * packs_per_thread
-        rows_per_block = max(1, block_size // threads_per_row)
-        tile = Tile(pack_size, threads_per_row, packs_per_thread, rows_per_block, cluster_size)
-        tile = replace(tile, exact=int(tile.cols * cluster_size == problem.num_cols))
-        blocks_per_sm = _blocks_per_sm(problem, device, tile)
-        if elements > max(max_elements, pack_size) or blocks_per_sm == 0:
-            continue
-        tile = replace(tile, blocks_per_sm=blocks_per_sm)
-        in_flight = blocks_per_sm * rows_per_block * num_cols * itemsize
-        enough = in_flight >= _ENOUGH_BYTES
-        # Blocks of a cluster wait for one another: for them more is better without end.
-        counted = _ENOUGH_BYTES if enough and cluster_size == 1 else in_flight
-        # Of equals, most threads; but forward with too little in flight, or one block alone, wants long threads: 48 elements were
-        # best (H200, bf16, 12288 columns: 24, 32, 48 and 64 elements gave 0.82, 0.84, 0.86 and 0.81 of a copy).
-        many_threads = not problem.forward or (enough and blocks_per_sm > 1 and not lone)
-        # Packs beyond the row cost as much as others, and exact tiles a little less (H200, bf16: 520 columns 0.78 on 32 x 24
-        # elements, 0.87 on 16 x 40).
-        filled = num_cols / tile.cols
-        score = (counted * (1.0 if tile.exact else 0.9 * filled), threads_per_row if many_threads else -abs(elements - 48))
-        if best_score is None or score > best_score:
-            best, best_score = tile, score
-    return best
-
-
-def _warp_tile(problem: Problem, device: Device) -> Tile | None:
-    # The lanes of a row move at least 64 bytes of it together, or half the row if it is shorter (H200, bf16: 64 columns 0.88 of
-    # a copy on 4 lanes, 0.84 on 2).
-    pack_bytes = problem.widest_pack * DTYPES[problem.x].itemsize
-    row_bytes = problem.num_cols * DTYPES[problem.x].itemsize
-    fewest = min(64, row_bytes // 2, 32 * pack_bytes) // pack_bytes
-    if (
-        problem.forward and pack_bytes == 2
-    ):  # lone elements: a quarter of the row (127 columns 0.48 on 16 lanes, 0.36 on 32, 0.38 on 8)
-        fewest = min(32, row_bytes // 4) // pack_bytes
-    lanes = [lanes for lanes in (1, 2, 4, 8, 16, 32) if lanes >= fewest]
-    # Blocks of two warps forward: a place is free again sooner (H200, bf16: 64 to 1024 columns 0.3 to 1% faster than four; fp32 1 to 2%).
-    block_size = 64 if problem.forward and fewest > 2 else 128
-    return _register_tile(problem, device, lanes, _WARP_BYTES[problem.direction][DTYPES[problem.x].itemsize], block_size)
-
-
-def _warp_gives_way(problem: Problem, device: Device, tile: Tile) -> bool:
-    return _wants_ring(problem, tile) and _ring_tile(problem, device, (1,)) is not None
-
-
-def reduce_bytes(problem: Problem, threads_per_row: int, cluster_size: int = 1) -> int:
-    """Shared memory of BlockReduce (cluster_size 1) or ClusterReduce, as in cuda_src/reduce.cuh."""
-    itemsize = DTYPES[problem.compute].itemsize
-    parts = [threads_per_row // 32] + ([cluster_size] if cluster_size > 1 else [])
-    return sum(_ceil(2 * 3 * values * itemsize, 16) * 16 for values in parts)
-
-
-def _ring_bytes(problem: Problem, tile: Tile) -> int:
-    """Shared memory of WarpRing, Exchange and RingWeights, as in cuda_src/ring.cuh and backward_ring.cuh."""
-    num_warps = tile.threads_per_row // 32
-    # A part that does not begin on 16 bytes is fetched with what surrounds it.
-    row_bytes = sum(tile.cols * size + (tile.pack_size * size < 16) * 32 * num_warps for size in _streamed(problem))
-    rings = tile.rows_per_block * tile.stages * (row_bytes + 8 * num_warps)
-    values = 3 if problem.forward and problem.centered else 2
-    exchange = tile.rows_per_block * 4 * (8 + 4 * values * num_warps * tile.cluster_size)
-    weights = 0
-    if not problem.forward and problem.dx and problem.weight and tile.pack_size * tile.packs_per_thread > 16:
-        itemsize = DTYPES[problem.weight].itemsize
-        weights = (tile.packs_per_thread - (itemsize == 2)) * tile.pack_size * tile.threads_per_row * itemsize
-    return _ceil(rings + exchange, 16) * 16 + weights
-
-
-def _smem_bytes(problem: Problem, tile: Tile, strategy: str) -> int:
-    """Dynamic shared memory of one block."""
-    compute_bytes = DTYPES[problem.compute].itemsize
-    if tile.stages:
-        return _ring_bytes(problem, tile)
-    if strategy == "parameters":
-        return 2 * tile.pack_size * tile.threads_per_row * tile.block_size // 32 * compute_bytes
-    if strategy == "warp":
-        num_warps = tile.block_size // 32
-        return 0 if problem.forward or num_warps == 1 else 2 * num_warps * problem.num_cols * compute_bytes
-    if strategy == "uncached" or (strategy == "block" and not problem.forward):
-        return reduce_bytes(problem, tile.threads_per_row)
-    scratch = reduce_bytes(problem, tile.threads_per_row, tile.cluster_size)
-    if tile.packs_per_thread:
-        return scratch
-    slice_cols = _slice_cols(problem, tile.pack_size, tile.cluster_size)
-    kept = [DTYPES[problem.x].itemsize]
-    if not problem.forward:
-        kept += [DTYPES[problem.dy].itemsize]
-        kept += [compute_bytes] * (bool(problem.dweight) + bool(problem.dbias))
-    return scratch + sum(_ceil(slice_cols * itemsize, 16) * 16 for itemsize in kept)
-
-
-# The ring (cuda_src/ring.cuh): rows that pass through shared memory. Shares of a copy are of an H200, bf16 unless said otherwise.
-#
-# From how many columns it beats registers, by direction and itemsize of x (backward, 2048 columns: 0.97, in registers 0.94).
-_RING_FROM = {"forward": {2: 10241, 4: 8193}, "backward": {2: 1024, 4: 4097}}
-# The same for 16-bit rows that do not fill the registers of their threads (forward, 8200 columns: 0.89, in registers 0.84; 6000 0.91
-# and 0.97).
-_UNEVEN_RING_FROM = {"forward": {2: 8193, 4: 8193}, "backward": {2: 512, 4: 4097}}
-# The same for rows that do not begin on 16 bytes (forward, 4097 columns: 0.81, in registers 0.48).
-_LONE_RING_FROM = {"forward": {2: 500, 4: 2048}, "backward": {2: 512, 4: 512}}
-# The same with a residual, or backward with the gradient of its sum (forward, 4096 columns: 0.92, in registers 0.82; float32 0.95 and
-# 0.89).
-_RESIDUAL_RING_FROM = 1024
-# Threads of all blocks of a multiprocessor: more have too few registers each for 64 elements forward, 32 backward.
-_RING_THREADS = 384
-# Elements of a thread. Forward it keeps their weights and biases. Backward it keeps their sums of dweight and dbias, two registers
-# each: 64 are for rows that no cluster holds otherwise (262,144 columns 0.91).
-_RING_ELEMENTS, _MOST_RING_ELEMENTS = {"forward": 64, "backward": 56}, 64
-# Bytes on their way to a multiprocessor, the rows in use included, by itemsize of x: backward of 262,144 columns 0.81 with 128 KB, 0.91
-# with 192 KB; of 131,072 0.86 with 128 KB, 0.91 with 96 KB; float32, 65,536 columns 0.99 with 128 KB, 0.98 with 192 KB.
-_RING_BYTES = {"forward": {2: 96 * 1024, 4: 160 * 1024}, "backward": {2: 96 * 1024, 4: 128 * 1024}}
-# Rows of 16-bit elements are bound by instructions unless the four parts of a multiprocessor have as many warps each. The rate of a
-# tile counts elements in the time of one element, where a row costs a thread as much as 10 elements beside its own, more in a cluster.
-# Backward, 6 warps of 32 elements 0.84, 9 of 24 0.79, 7 of 32 0.94, 8 of 24 or 32 and 4 of 56 0.98; forward, 11 of 32 0.87, 12 of 64
-# 0.98.
-_RING_ROW_COST = 10
-_RING_RATE = {"forward": 3.2, "backward": 2.8}
-# Fewer bytes of x and dy in the rows of one turn leave a multiprocessor waiting, in a cluster the sooner (24 KB: 6144 columns on one
-# block 0.97, 24,576 on clusters of 4 0.88).
-_FEWEST_RING_BYTES, _FEWEST_CLUSTER_BYTES = 20 * 1024, 28 * 1024
-# Forward, bytes of x that a block, or a cluster of 2, takes before the next one takes its place. The hardware gives the place to
-# whoever is free, which evens out what neighbours get of the memory (16,384 columns: 8 rows a block 0.95, all rows on resident
-# blocks 0.92). Larger clusters are slow to start: they stay.
-_QUEUED_RING_BYTES, _QUEUED_CLUSTER_SIZE = 256 * 1024, 2
-
-
-def _can_ring(problem: Problem, device: Device) -> bool:
-    """Whether there is a copy engine to fetch the rows. Sums cross as floats."""
-    return problem.compute == "float32" and device.compute_capability >= 90
-
-
-def _streamed(problem: Problem) -> list[int]:
-    """Itemsizes of what passes through a ring."""
-    names = [problem.x] * (1 + problem.residual) if problem.forward else [problem.x, problem.dy, problem.dsum]
-    return [DTYPES[name].itemsize for name in names if name]
-
-
-def _wants_ring(problem: Problem, registers: Tile | None) -> bool:
-    """Whether a ring, if there is one, beats the tile of registers."""
-    if problem.compute != "float32":
-        return False
-    itemsize = DTYPES[problem.x].itemsize
-    aligned = all(problem.widest_pack * size >= 16 for size in _streamed(problem))
-    filled = not problem.forward or (registers is not None and registers.exact)
-    first = (_LONE_RING_FROM if not aligned else _RING_FROM if filled else _UNEVEN_RING_FROM)[problem.direction][itemsize]
-    if problem.residual or problem.dsum:
-        first = min(first, _RESIDUAL_RING_FROM)
-    return problem.num_cols >= first
-
-
-def _ring_registers(problem: Problem, device: Device, elements: int) -> int:
-    """Registers of a thread of a ring, with no spills, as _registers."""
-    if problem.forward:
-        tight = 8 * (device.compute_capability >= 120)
-        fewest = 4 if problem.widest_pack == 1 else 0  # a register holds one lone element
-        kept = sum(max(DTYPES[name].itemsize, fewest) for name in (problem.weight, problem.bias) if name)
-        return 104 + elements * kept // 4 + tight
-    lone = 3 * elements // 4 if problem.widest_pack == 1 else 0
-    return 60 + 27 * min(elements, 57) // 8 + lone
-
-
-@lru_cache(maxsize=4096)
-def _ring_tile(problem: Problem, device: Device, cluster_sizes: tuple[int, ...]) -> Tile | None:
-    """The best of the tiles whose ring fits registers and shared memory."""
-    if not _can_ring(problem, device):
-        return None
-    tile = _best_ring(problem, device, cluster_sizes, _RING_ELEMENTS[problem.direction])
-    return tile or _best_ring(problem, device, [size for size in cluster_sizes if size >= 16], _MOST_RING_ELEMENTS)
-
-
-def _best_ring(problem: Problem, device: Device, cluster_sizes: Iterable[int], most_elements: int) -> Tile | None:
-    score_of = _forward_ring_score if problem.forward else _backward_ring_score
-    pack_size = problem.widest_pack
-    best, best_score = None, None
-    for cluster_size in cluster_sizes:
-        slice_cols = _slice_cols(problem, pack_size, cluster_size)
-        for threads_per_row in range(32, _RING_THREADS + 1, 32):
-            packs_per_thread = max(1, _ceil(slice_cols, pack_size * threads_per_row))
-            elements = pack_size * packs_per_thread
-            # Half-empty threads are no better than fewer full ones.
-            if elements > most_elements or (packs_per_thread > 1 and 2 * slice_cols < elements * threads_per_row):
-                continue
-            # Lone elements of a row in one warp (1023 columns 0.61, on two warps 0.71; 1279 0.63 and 0.77; 1535 0.84 and 0.81).
-            if problem.forward and pack_size == 1 and threads_per_row == 32 and 24 < elements < 48:
-                continue
-            exact = int(elements * threads_per_row * cluster_size == problem.num_cols)
-            registers = _ring_registers(problem, device, elements)
-            for rows in range(1, min(8, _RING_THREADS // threads_per_row) + 1):
-                if registers > min(255, device.registers_per_sm // (_ceil(threads_per_row * rows, 128) * 128) // 8 * 8):
-                    break
-                # Rows that a multiprocessor works on at a time: forward in a block each, backward in one, which leaves one partial row.
-                rows_per_block, blocks_per_sm = (1, rows) if problem.forward else (rows, 1)
-                tile = Tile(pack_size, threads_per_row, packs_per_thread, rows_per_block, cluster_size, blocks_per_sm, exact)
-                tile = _with_stages(problem, device, tile, rows)
-                score = score_of(problem, tile) if tile else None
-                if tile and (best is None or score > best_score):
-                    best, best_score = tile, score
-    return best
-
-
-def _with_stages(problem: Problem, device: Device, tile: Tile, rows: int) -> Tile | None:
-    """The tile with as many stages as are wanted and fit, or None if 2 do not."""
-    itemsize = DTYPES[problem.x].itemsize
-    slot_bytes = tile.cols * sum(_streamed(problem))
-    most_bytes = min(device.smem_per_block, device.smem_per_sm // tile.blocks_per_sm - 1024)
-    stages = max(3 if itemsize == 2 else 2, min(_ceil(_RING_BYTES[problem.direction][itemsize] // rows, slot_bytes), 4))
-    if problem.forward:
-        stages = min(stages, 3)
-    stages = min(stages, most_bytes // (slot_bytes * tile.rows_per_block))  # before the smaller parts of a ring
-    fitting = (replace(tile, stages=count) for count in range(stages, 1, -1))
-    return next((staged for staged in fitting if _ring_bytes(problem, staged) <= most_bytes), None)
-
-
-# Forward: bytes of one turn on a multiprocessor that clusters are chosen for, of 16-bit rows in two blocks if clusters of 8 are enough
-# (32,768 columns: clusters of 4 with two blocks 0.97, of 2 with one 0.95; 65,536: 0.99 on 8, 0.98 on 4; float32, 20,480: 0.99 on 2).
-_FORWARD_TURN_BYTES = {2: (20 * 1024, 32 * 1024), 4: (20 * 1024, 40 * 1024)}
-# Backward: columns of one turn on a multiprocessor beyond which more are worse: a cluster takes over (12,288 columns on clusters of 2
-# 1.07 times as fast as on one block).
-_MOST_BACKWARD_COLS = 11264
-
-
-def _ring_share(problem: Problem, tile: Tile) -> float:
-    """About the share of what memory allows that the instructions of a tile allow."""
-    elements = tile.pack_size * tile.packs_per_thread
-    warps = tile.block_size * tile.blocks_per_sm // 32
-    used = _slice_cols(problem, tile.pack_size, tile.cluster_size) / tile.cols  # packs beyond the row cost as much as others
-    row_cost = _RING_ROW_COST + 2 * (tile.cluster_size.bit_length() - 1)
-    rate = used * warps * elements / (_ceil(warps, 4) * (elements + row_cost))
-    return min(1.0, rate * DTYPES[problem.x].itemsize / 2 / _RING_RATE[problem.direction])
-
-
-def _forward_ring_score(problem: Problem, tile: Tile) -> tuple:
-    """One block if it will do, or the smallest clusters that suit. Then the instructions, then the most columns at a time."""
-    itemsize = DTYPES[problem.x].itemsize
-    cols = _slice_cols(problem, tile.pack_size, tile.cluster_size) * tile.blocks_per_sm
-    lone = tile.cluster_size == 1
-    fewest, most = _FORWARD_TURN_BYTES[itemsize]
-    suits = lone or fewest <= cols * itemsize <= most
-    two_blocks = not lone and itemsize == 2 and tile.blocks_per_sm > 1 and tile.cluster_size <= 8
-    share = round(_ring_share(problem, tile), 2)
-    # With a residual a row takes twice the room: of the same bytes, deeper rings (8192 columns: 2 blocks of 3 stages 0.92, 3 of 2 0.90).
-    bytes_first = (cols * tile.stages, tile.stages) if problem.residual else (cols,)
-    return lone, suits, two_blocks, -tile.cluster_size, share, tile.exact, *bytes_first, tile.threads_per_row
-
-
-def _backward_ring_score(problem: Problem, tile: Tile) -> tuple:
-    """About the share of a copy that the tile reaches; of equals, few threads."""
-    cols = _slice_cols(problem, tile.pack_size, tile.cluster_size) * tile.rows_per_block
-    warps = tile.block_size // 32
-    bytes_per_col = DTYPES[problem.x].itemsize + DTYPES[problem.dy].itemsize
-    fewest = _FEWEST_RING_BYTES if tile.cluster_size == 1 else _FEWEST_CLUSTER_BYTES
-    share = _ring_share(problem, tile) * min(1.0, cols * bytes_per_col / fewest)
-    share -= 0.01 * (warps < 8) + 0.03 * (warps > 8) + 0.02 * (cols > _MOST_BACKWARD_COLS) + 0.06 * (not tile.exact)
-    share -= 0.001 * max(0, tile.pack_size * tile.packs_per_thread - 32)
-    share -= 0.01 * (tile.cluster_size.bit_length() - 1) + 0.05 * (tile.cluster_size == 16)
-    return round(share, 3), -tile.block_size
-
-
-def _block_tile(problem: Problem, device: Device) -> Tile | None:
-    tile = _register_tile(
-        problem, device, range(32, 1024 + 1, 32), _BLOCK_BYTES[problem.direction][DTYPES[problem.x].itemsize], 1
-    )
-    ring = _ring_tile(problem, device, (1,)) if _wants_ring(problem, tile) else None
-    if ring is not None:
-        return ring
-    if tile is not None or not problem.forward:
-        return tile
-    if device.clusters:
-        return None  # a cluster's registers are faster than one block's shared memory (H200, bf16: 65536 columns 0.61, 0.54)
-    tile = Tile(problem.widest_pack, _BLOCK_THREADS)
-    return tile if _smem_bytes(problem, tile, "block") <= device.smem_per_block else None
-
-
-def _block_gives_way(problem: Problem, device: Device, tile: Tile) -> bool:
-    if tile.stages and (problem.forward or problem.num_cols <= _MOST_BACKWARD_COLS):
-        return False
-    ring = tile.stages or _wants_ring(problem, tile)
-    return bool(ring) and _ring_tile(problem, device, tuple(size for size, _ in device.clusters)) is not None
-
-
-def _cluster_tile(problem: Problem, device: Device) -> Tile | None:
-    ring = _ring_tile(problem, device, tuple(size for size, _ in device.clusters))
-    if ring is not None:
-        return ring
-    itemsize = DTYPES[problem.x].itemsize
-    max_bytes = _BLOCK_BYTES[problem.direction][itemsize]
-    # The most bytes in flight; where clusters of several sizes have as many, this order. Backward of 16-bit rows spends so little
-    # time on a row's bytes that several small blocks a multiprocessor are needed to hide the exchange (H200, bf16: 16384 columns
-    # 0.73 of a copy on clusters of 8, 0.69 on 2; fp32: 0.79 and 0.86).
-    order = (8, 4, 2, 16) if itemsize == 2 and not problem.forward else (2, 4, 8, 16)
-    best, best_score = None, (0, False)
-    for cluster_size in (size for size in order if size in dict(device.clusters)):
-        tile = _register_tile(problem, device, range(32, 512 + 1, 32), max_bytes, 1, cluster_size)
-        if tile is not None:
-            in_flight = _slice_cols(problem, tile.pack_size, cluster_size) * tile.blocks_per_sm * (10 if tile.exact else 9)
-            score = (in_flight, order[0] == 8 and tile.blocks_per_sm > 1)
-            if score > best_score:
-                best, best_score = tile, score
-    if best is not None:
-        return best
-    for cluster_size, _ in device.clusters:
-        tile = Tile(problem.widest_pack, _BLOCK_THREADS, cluster_size=cluster_size)
-        if _smem_bytes(problem, tile, "cluster") <= device.smem_per_block:
-            return tile
-    return None
-
-
-def _uncached_tile(problem: Problem, device: Device) -> Tile:
-    return Tile(problem.widest_pack, 512, blocks_per_sm=2)
-
-
-STRATEGIES = {
-    strategy.name: strategy
-    for strategy in (
-        Strategy("warp", "in the registers of a warp, or of part of one", _warp_tile, gives_way=_warp_gives_way),
-        Strategy("block", "in one block's registers or shared memory", _block_tile, gives_way=_block_gives_way),
-        Strategy("cluster", "in the registers or shared memory of a thread-block cluster", _cluster_tile, first_capability=90),
-        Strategy("uncached", "nowhere: it is read again", _uncached_tile),
-    )
-}
-STATISTICS = ("two_pass", "welford")
+from .strategies import (
+    QUEUED_CLUSTER_SIZE,
+    QUEUED_RING_BYTES,
+    STATISTICS,
+    STRATEGIES,
+    Problem,
+    Tile,
+    can_ring,
+    ceil_div,
+    cols_of_slice,
+    smem_bytes_of,
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -695,7 +139,7 @@ def _check_tile(problem: Problem, strategy: str, tile: Tile, device: Device) -> 
         raise ValueError(f"tile has cluster_size {tile.cluster_size}; strategy {strategy!r} has no clusters, use 1")
     in_registers = strategy == "warp" or (strategy == "block" and not problem.forward)
     in_registers = in_registers or (strategy != "uncached" and tile.packs_per_thread > 0)
-    num_cols = _slice_cols(problem, tile.pack_size, tile.cluster_size)
+    num_cols = cols_of_slice(problem, tile.pack_size, tile.cluster_size)
     if in_registers and tile.cols < num_cols:
         raise ValueError(
             f"tile holds {tile.cols} columns (pack_size {tile.pack_size} x threads_per_row {tile.threads_per_row} x "
@@ -726,11 +170,11 @@ def _check_tile(problem: Problem, strategy: str, tile: Tile, device: Device) -> 
             f"tile has stages {tile.stages} and packs_per_thread {tile.packs_per_thread}; a ring has 2 or more stages and 1 or more packs, "
             "and belongs to strategy 'block' or 'cluster'"
         )
-    if tile.stages and not _can_ring(replace(problem, pack_limit=tile.pack_size), device):
+    if tile.stages and not can_ring(replace(problem, pack_limit=tile.pack_size), device):
         raise ValueError(
             f"tile has stages {tile.stages}; a ring needs float32 arithmetic, and sm_90 or later for the copy engine"
         )
-    smem_bytes = _smem_bytes(problem, tile, strategy)
+    smem_bytes = smem_bytes_of(problem, tile, strategy)
     if smem_bytes > device.smem_per_block:
         raise ValueError(f"tile needs {smem_bytes} bytes of shared memory a block, {device.name} has {device.smem_per_block}")
 
@@ -782,7 +226,7 @@ def choose(
         reason = f"the first strategy that is wide enough and gives way to none; a row waits {row.row_waits}"
 
     statistics = statistics or ("welford" if strategy == "uncached" else "two_pass")
-    smem_bytes = _smem_bytes(problem, tile, strategy)
+    smem_bytes = smem_bytes_of(problem, tile, strategy)
     resident = tile.blocks_per_sm if smem_bytes == 0 else min(tile.blocks_per_sm, device.smem_per_sm // (smem_bytes + 1024))
     kernel = None
     if problem.forward or problem.dx or strategy != "uncached":
@@ -861,11 +305,11 @@ def grid_size(choice: Choice, problem: Problem, device: Device, num_rows: int, s
     """Blocks of the first kernel. Forward takes one block for each group of rows and lets the hardware queue them, unless a
     margin of multiprocessors is to stay free; backward keeps its sums from row to row, so its blocks are all resident."""
     tile = choice.tile
-    groups = _ceil(num_rows, tile.rows_per_block)
+    groups = ceil_div(num_rows, tile.rows_per_block)
     most = (2**31 - 1) // tile.cluster_size
     if tile.cluster_size > 1:
         clusters = dict(device.clusters)[tile.cluster_size]
-        left = clusters - _ceil(sm_margin * clusters, device.num_sms)
+        left = clusters - ceil_div(sm_margin * clusters, device.num_sms)
         if left < 1:
             raise ValueError(
                 f"sm_margin is {sm_margin}; it leaves {device.num_sms - sm_margin} multiprocessors of {device.name}, too few for a "
@@ -877,8 +321,8 @@ def grid_size(choice: Choice, problem: Problem, device: Device, num_rows: int, s
     if not problem.forward or sm_margin or (tile.cluster_size > 1 and not tile.packs_per_thread):
         return min(groups, resident) * tile.cluster_size  # what waits in shared memory is worth a block that stays
     if tile.stages:
-        rows = max(1, _QUEUED_RING_BYTES * tile.cluster_size // (problem.num_cols * DTYPES[problem.x].itemsize))
-        queued = _ceil(num_rows, rows) if tile.cluster_size <= _QUEUED_CLUSTER_SIZE else 0
+        rows = max(1, QUEUED_RING_BYTES * tile.cluster_size // (problem.num_cols * DTYPES[problem.x].itemsize))
+        queued = ceil_div(num_rows, rows) if tile.cluster_size <= QUEUED_CLUSTER_SIZE else 0
         return min(groups, max(resident, queued), most) * tile.cluster_size
     return min(groups, most) * tile.cluster_size
 
@@ -921,10 +365,10 @@ def make_plan(
             moved += row_elements * ((reads_of_x - 1) * x_size + (reads_of_dy - 1) * dy_size)
     if row_elements and choice.parameters_kernel is not None:
         parameters = choice.parameters_tile
-        grid = _ceil(problem.num_cols, parameters.threads_per_row * parameters.pack_size)
+        grid = ceil_div(problem.num_cols, parameters.threads_per_row * parameters.pack_size)
         if sm_margin:
             grid = min(grid, (device.num_sms - sm_margin) * parameters.blocks_per_sm)
-        smem_bytes = _smem_bytes(problem, parameters, "parameters")
+        smem_bytes = smem_bytes_of(problem, parameters, "parameters")
         launches.append(Launch(choice.parameters_kernel, parameters, grid, parameters.block_size, smem_bytes))
         wanted = bool(problem.dweight) + bool(problem.dbias)
         moved += 2 * wanted * num_partials * problem.num_cols * DTYPES[problem.compute].itemsize

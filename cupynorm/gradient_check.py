@@ -30,9 +30,11 @@ import numpy as np
 
 from . import arrays, calls, launch, nvrtc, on_cpu, reference
 from .arrays import Rows
-from .dispatch import DEVICES, Device, Kernel, Launch, Tile
+from .devices import DEVICES, Device
+from .dispatch import Kernel, Launch
 from .dtypes import DTYPES, compute_dtype, decode, encode
 from .reference.layer_norm import scale
+from .strategies import Tile
 
 NORMS = ("layer_norm", "rms_norm")
 

@@ -13,7 +13,8 @@ from contextlib import contextmanager
 from functools import cache, partial
 
 from . import nvrtc
-from .dispatch import Device, Kernel, Launch, device_like
+from .devices import Device, device_like
+from .dispatch import Kernel, Launch
 
 _MAX_WORDS = 32
 _RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED

@@ -19,8 +19,9 @@ import numpy as np
 from . import arrays, launch
 from .arrays import CuPyLibrary, Rows, TorchLibrary, View
 from .calls import DEFAULTS, BackwardCall, ForwardCall, Margins, Options, Parameter
-from .dispatch import STATISTICS, STRATEGIES, Problem, Tile, choose, pack_limit
+from .dispatch import choose, pack_limit
 from .dtypes import DTYPES, compute_dtype
+from .strategies import STATISTICS, STRATEGIES, Problem, Tile
 
 TILE_FIELDS = tuple(Tile.__annotations__)
 Array = Any  # a CuPy array, torch tensor, NumPy array, or any object with __dlpack__

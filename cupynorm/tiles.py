@@ -15,8 +15,10 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from . import __version__, dispatch, launch, norm, nvrtc
-from .dispatch import Device, Kernel, Problem, Tile
+from . import __version__, devices, dispatch, launch, norm, nvrtc, strategies
+from .devices import Device
+from .dispatch import Kernel
+from .strategies import Problem, Tile
 
 
 def key(problem: Problem) -> Problem:
@@ -27,7 +29,8 @@ def key(problem: Problem) -> Problem:
 def sources() -> str:
     """A digest of the kernels and of dispatch: what the tiles of a table were measured with, and against."""
     text = nvrtc.source(Kernel("", ""))  # begins with a digest of all kernels
-    return hashlib.sha256(text.encode() + Path(dispatch.__file__).read_bytes()).hexdigest()
+    choices = b"".join(Path(module.__file__).read_bytes() for module in (devices, strategies, dispatch))
+    return hashlib.sha256(text.encode() + choices).hexdigest()
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from . import formulas, norm
 from .calls import Options
-from .dispatch import Tile
+from .strategies import Tile
 
 _library = torch.library.Library("cupynorm", "DEF")
 for _schema in (

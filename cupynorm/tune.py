@@ -26,8 +26,10 @@ from . import bench, gradient_check, launch, norm, nvrtc, tiles
 from .bench_cells import COPY, EPS, Cell, cells
 from .bench_report import quartiles
 from .candidates import candidates
-from .dispatch import Choice, Device, Kernel, Problem
+from .devices import Device
+from .dispatch import Choice, Kernel
 from .peers import Runner, Tensors, first_line
+from .strategies import Problem
 
 _SCREENING_RUNS, _FINALISTS = 5, 3
 _LEAST_GAIN = 0.01  # a tile may owe less than this to whose turn came before its own

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import sys
 
-from cupynorm.dispatch import STRATEGIES, Tile, plan
+from cupynorm.dispatch import plan
 from cupynorm.gradient_check import Case, CheckResult, GpuCheckMachine, judge_all, random_problem, run_kernels
+from cupynorm.strategies import STRATEGIES, Tile
 
 
 def cases() -> list[Case]:

@@ -9,7 +9,9 @@ import pytest
 
 from cupynorm import nvrtc
 from cupynorm.candidates import _FILLED, _MOST, candidates
-from cupynorm.dispatch import DEVICES, _slice_cols, choose, plan
+from cupynorm.devices import DEVICES
+from cupynorm.dispatch import choose, plan
+from cupynorm.strategies import cols_of_slice
 
 WIDTHS = (1, 8, 33, 64, 768, 1000, 1023, 4096, 5120, 8192, 16384, 65536, 131072, 262144, 1 << 20)
 
@@ -37,7 +39,7 @@ def test_candidates_are_valid_and_few(name):
             tile = each.tile
             assert each == choose(problem, device, each.strategy, tile)
             assert each.resident >= tile.blocks_per_sm
-            filled = _slice_cols(problem, tile.pack_size, tile.cluster_size)
+            filled = cols_of_slice(problem, tile.pack_size, tile.cluster_size)
             assert tile.packs_per_thread == 0 or filled >= _FILLED * tile.cols
             assert device.clusters or (tile.cluster_size == 1 and not tile.stages)
 

@@ -9,22 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cupynorm.dispatch import (
-    DEVICES,
-    STATISTICS,
-    STRATEGIES,
-    Device,
-    Problem,
-    Tile,
-    choose,
-    device_like,
-    make_plan,
-    pack_limit,
-    plan,
-    reduce_bytes,
-    widest,
-)
+from cupynorm.devices import DEVICES, Device, device_like
+from cupynorm.dispatch import choose, make_plan, pack_limit, plan, widest
 from cupynorm.dtypes import DTYPES
+from cupynorm.strategies import STATISTICS, STRATEGIES, Problem, Tile, reduce_bytes
 
 CUDA_SRC = Path(__file__).parents[1] / "cuda_src"
 TABLE = tuple(STRATEGIES)

@@ -6,8 +6,8 @@ import re
 
 from every_kernel import cases
 
-from cupynorm.dispatch import STRATEGIES
 from cupynorm.gradient_check import CpuMachine, random_problem, run_kernels
+from cupynorm.strategies import STRATEGIES
 
 
 class Recorder(CpuMachine):

@@ -10,7 +10,7 @@ import pytest
 
 from cupynorm import calls, dispatch, reference
 from cupynorm.arrays import Rows
-from cupynorm.dispatch import DEVICES, STATISTICS, STRATEGIES, Device, Tile
+from cupynorm.devices import DEVICES, Device
 from cupynorm.dtypes import DTYPES, compute_dtype, decode, encode
 from cupynorm.gradient_check import (
     NORMS,
@@ -24,6 +24,7 @@ from cupynorm.gradient_check import (
     run_kernels,
     uses_welford,
 )
+from cupynorm.strategies import STATISTICS, STRATEGIES, Tile
 
 H200 = DEVICES["H200"]
 # Two multiprocessors and one cluster of each size: a few rows are enough for every block to take several.

@@ -12,8 +12,9 @@ import cupynorm
 from cupynorm import __main__ as command
 from cupynorm import bench, bench_cells, bench_report, dispatch, gradient_check, on_cpu
 from cupynorm.activations import shipped
-from cupynorm.dispatch import DEVICES, STRATEGIES
+from cupynorm.devices import DEVICES
 from cupynorm.dtypes import DTYPES
+from cupynorm.strategies import STRATEGIES
 
 ROOT = Path(__file__).parents[1]
 

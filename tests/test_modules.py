@@ -13,7 +13,7 @@ import pytest
 
 import cupynorm
 from cupynorm import arrays, calls, launch, norm, nvrtc
-from cupynorm.dispatch import DEVICES
+from cupynorm.devices import DEVICES
 from cupynorm.gradient_check import Case, CheckResult, Problem, judge_all, random_problem
 
 torch = pytest.importorskip("torch")

@@ -13,9 +13,9 @@ import pytest
 
 import cupynorm
 from cupynorm import arrays, launch, norm
-from cupynorm.dispatch import Tile
 from cupynorm.dtypes import DTYPES
 from cupynorm.gradient_check import NORMS, Case, CheckResult, Problem, expect, judge_all, random_problem
+from cupynorm.strategies import Tile
 
 ROOT = Path(__file__).parents[1]
 

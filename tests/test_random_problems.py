@@ -6,9 +6,9 @@ import random
 
 import pytest
 
-from cupynorm.dispatch import STATISTICS, STRATEGIES
 from cupynorm.dtypes import DTYPES
 from cupynorm.gradient_check import NORMS, Case, CheckResult, judge_all, machine, random_problem, run_kernels, uses_welford
+from cupynorm.strategies import STATISTICS, STRATEGIES
 
 
 def draw(generator: random.Random, max_elements: int, max_cols: int) -> Case:

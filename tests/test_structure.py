@@ -95,7 +95,7 @@ def test_import_takes_less_than_50_milliseconds_beyond_numpy():
 
 # From the bottom up; an import at module level goes to the same row or below. pure, CuPy, calls, norm, torch, tools.
 ROWS = (
-    ("dtypes", "dispatch", "candidates"),
+    ("dtypes", "devices", "strategies", "dispatch", "candidates"),
     ("nvrtc", "launch", "arrays", "on_cpu"),
     ("calls",),
     ("norm", "tiles"),
@@ -178,7 +178,7 @@ def test_modules_do_not_import_in_circles():
         name: {imported.split(".")[1] for imported, top in imports(path) if top and imported.startswith("cupynorm.")}
         for name, path in MODULES.items()
     }
-    assert arrows["norm"] >= {"arrays", "dispatch", "dtypes"}
+    assert arrows["norm"] >= {"arrays", "dispatch", "dtypes", "strategies"}
     left = dict(arrows)
     while free := [name for name, others in left.items() if not others & set(left)]:
         for name in free:
@@ -192,7 +192,7 @@ def test_who_may_import_torch_and_cupy(name):
         library = imported.partition(".")[0]
         if library == "torch":
             assert not at_module_level or name in TORCH, f"{name} imports torch at module level"
-            assert name not in ("dispatch", "dtypes"), f"{name} imports torch"
+            assert name not in ROWS[0], f"{name} imports torch"
         if library in ("cupy", "cupy_backends", "cupyx"):
             assert name in CUPY, f"{name} imports {imported}; nvrtc.cupy() is the way to it"
             assert not at_module_level, f"{name} imports {imported} at module level"
@@ -200,10 +200,11 @@ def test_who_may_import_torch_and_cupy(name):
 
 
 def test_the_pure_modules_need_only_numpy_and_the_standard_library():
-    for name in ("dispatch", "dtypes", "candidates"):
+    for name in ("dtypes", "devices", "strategies", "dispatch", "candidates"):
         outside = {imported.partition(".")[0] for imported, _ in imports(MODULES[name])} - {"cupynorm"}
         assert outside <= set(sys.stdlib_module_names) | {"numpy"}, name
-    assert "numpy" not in {imported for imported, _ in imports(MODULES["dispatch"])}
+    for name in ("devices", "strategies", "dispatch"):
+        assert "numpy" not in {imported for imported, _ in imports(MODULES[name])}
 
 
 def test_reference_imports_only_numpy_and_itself():

@@ -11,7 +11,7 @@ from test_norm import LIBRARIES, TORCH, api, api_results, library, loaded_torch
 import cupynorm
 from cupynorm import calls, dispatch
 from cupynorm.arrays import Rows
-from cupynorm.dispatch import DEVICES, STATISTICS, STRATEGIES
+from cupynorm.devices import DEVICES
 from cupynorm.dtypes import DTYPES, decode, encode
 from cupynorm.gradient_check import (
     NORMS,
@@ -27,6 +27,7 @@ from cupynorm.gradient_check import (
     run_kernels,
     uses_welford,
 )
+from cupynorm.strategies import STATISTICS, STRATEGIES
 
 H200 = DEVICES["H200"]
 

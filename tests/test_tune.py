@@ -14,8 +14,10 @@ from cupynorm import __main__ as command
 from cupynorm import arrays, bench, dispatch, gradient_check, launch, nvrtc, on_cpu, tiles, tune
 from cupynorm.bench_cells import COPY, Cell, cells
 from cupynorm.candidates import candidates
-from cupynorm.dispatch import DEVICES, Tile, choose, plan
+from cupynorm.devices import DEVICES
+from cupynorm.dispatch import choose, plan
 from cupynorm.gradient_check import CpuMachine
+from cupynorm.strategies import Tile
 
 H200 = DEVICES["H200"]
 CELL = Cell("layer_norm", "forward", "bfloat16", 16, 256)
