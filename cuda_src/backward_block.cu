@@ -10,6 +10,7 @@
 template <class LoadX, class LoadDy, class Scale, class StoreDx, Gradients gradients, bool centered, Tile tile>
 __global__ void __launch_bounds__(tile.block_size(), tile.blocks_per_sm)
     backward_block(const Backward<LoadX, LoadDy, Scale, StoreDx> problem) {
+  let_next_kernel_start();
   if constexpr (tile.stages > 0) {
     backward_ring<LoadX, LoadDy, Scale, StoreDx, gradients, centered, tile>(problem, dynamic_smem());
   } else {

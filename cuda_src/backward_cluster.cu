@@ -13,6 +13,7 @@
 template <class LoadX, class LoadDy, class Scale, class StoreDx, Gradients gradients, bool centered, Tile tile>
 __global__ void __cluster_dims__(tile.cluster_size, 1, 1) __launch_bounds__(tile.block_size(), tile.blocks_per_sm)
     backward_cluster(const Backward<LoadX, LoadDy, Scale, StoreDx> problem) {
+  let_next_kernel_start();
   using Compute = typename LoadX::Compute;
   using X = typename LoadX::Held;
   using Dy = typename LoadDy::Held;

@@ -85,6 +85,7 @@ __global__ void __launch_bounds__(tile.block_size(), tile.blocks_per_sm)
   auto* sums = reinterpret_cast<Compute*>(dynamic_smem());  // [num_warps][dweight, dbias][block_cols]
   const long long step = static_cast<long long>(gridDim.x) * block_cols;
 
+  await_former_kernel();
   for (long long first_col = static_cast<long long>(blockIdx.x) * block_cols; first_col < problem.num_cols; first_col += step) {
     const long long col = first_col + lane * pack_size;
     Compute dweights[pack_size] = {}, dbiases[pack_size] = {};

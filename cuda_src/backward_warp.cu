@@ -9,6 +9,7 @@
 template <class LoadX, class LoadDy, class Scale, class StoreDx, Gradients gradients, bool centered, Tile tile>
 __global__ void __launch_bounds__(tile.block_size(), tile.blocks_per_sm)
     backward_warp(const Backward<LoadX, LoadDy, Scale, StoreDx> problem) {
+  let_next_kernel_start();
   RegisterGradient<LoadX, LoadDy, Scale, StoreDx, gradients, centered, tile> gradient(problem,
                                                                                       {0, static_cast<int>(problem.num_cols)});
   WarpReduce<tile.threads_per_row> reduce;

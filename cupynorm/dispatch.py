@@ -37,7 +37,10 @@ class Kernel:
 
 @dataclass(frozen=True)
 class Launch:
-    """One kernel launch: grid_size blocks of block_size threads, each with smem_bytes of dynamic shared memory."""
+    """One kernel launch: grid_size blocks of block_size threads, each with smem_bytes of dynamic shared memory.
+
+    overlaps: whether it may start while the launch before it still runs, for whose end its kernel waits itself.
+    """
 
     kernel: Kernel
     tile: Tile
@@ -45,6 +48,7 @@ class Launch:
     block_size: int
     smem_bytes: int
     cluster_size: int = 1
+    overlaps: bool = False
 
 
 @dataclass(frozen=True)
@@ -369,7 +373,11 @@ def make_plan(
         if sm_margin:
             grid = min(grid, (device.num_sms - sm_margin) * parameters.blocks_per_sm)
         smem_bytes = smem_bytes_of(problem, parameters, "parameters")
-        launches.append(Launch(choice.parameters_kernel, parameters, grid, parameters.block_size, smem_bytes))
+        # Its blocks are in place when the partial sums are written (H200, bf16: 8192 x 128 10.3 to 9.2 us, 512 x 4096 14.9 to 14.0).
+        overlaps = num_partials > 0 and device.compute_capability >= 90
+        launches.append(
+            Launch(choice.parameters_kernel, parameters, grid, parameters.block_size, smem_bytes, overlaps=overlaps)
+        )
         wanted = bool(problem.dweight) + bool(problem.dbias)
         moved += 2 * wanted * num_partials * problem.num_cols * DTYPES[problem.compute].itemsize
     parameters = [problem.weight, problem.bias if problem.forward else None, problem.dweight, problem.dbias]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import struct
 import threading
+from collections.abc import Callable
 from contextlib import contextmanager
 from functools import cache, partial
 
@@ -19,6 +20,8 @@ from .dispatch import Kernel, Launch
 _MAX_WORDS = 32
 _RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 _NON_PORTABLE_CLUSTER_SIZE_ALLOWED = 14  # CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED
+_PROGRAMMATIC_STREAM_SERIALIZATION = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+_CAPTURES_OVERLAPS = 12030  # the first CUDA whose graphs know that attribute
 
 
 class _ThreadState(threading.local):
@@ -101,7 +104,10 @@ class LoadedKernel:
                 driver.funcSetAttribute(self.function.kernel.ptr, _NON_PORTABLE_CLUSTER_SIZE_ALLOWED, 1)
             pointer = self.function.kernel.ptr
         sizes = (launch.grid_size, 1, 1, launch.block_size, 1, 1, launch.smem_bytes)
-        self.launch = partial(driver.launchKernel, pointer, *sizes)
+        if launch.overlaps and nvrtc.cupy().cuda.runtime.driverGetVersion() >= _CAPTURES_OVERLAPS:
+            self.launch = _overlapping_launch(pointer, sizes)
+        else:
+            self.launch = partial(driver.launchKernel, pointer, *sizes)
         self.format: struct.Struct | None = None
 
     def enqueue(self, stream: int, words: tuple) -> None:
@@ -114,6 +120,40 @@ class LoadedKernel:
         thread = self.thread
         self.format.pack_into(thread.words, 0, *words)
         self.launch(stream, thread.address, 0)
+
+
+class _Attribute(ctypes.Structure):
+    """CUlaunchAttribute, whose value is a union of 64 bytes."""
+
+    _fields_ = (("id", ctypes.c_int), ("padding", ctypes.c_int), ("value", ctypes.c_int * 16))
+
+
+class _Config(ctypes.Structure):
+    """CUlaunchConfig."""
+
+    _fields_ = (
+        ("sizes", ctypes.c_uint * 7),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.POINTER(_Attribute)),
+        ("num_attributes", ctypes.c_uint),
+    )
+
+
+def _overlapping_launch(function: int, sizes: tuple[int, ...]) -> Callable[[int, int, int], None]:
+    """driver.launchKernel of a function and its sizes, with the attribute that lets it start before the former kernel has ended."""
+    from cupy_backends.cuda.api import driver
+
+    # PyDLL keeps the interpreter's lock, so no other thread can change the stream between the next two lines that use it.
+    launch = ctypes.PyDLL("libcuda.so.1").cuLaunchKernelEx
+    launch.argtypes = (ctypes.POINTER(_Config), ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p)
+    attribute = _Attribute(_PROGRAMMATIC_STREAM_SERIALIZATION, value=(1,))
+    config = _Config(sizes, attributes=ctypes.pointer(attribute), num_attributes=1)
+
+    def enqueue(stream: int, parameters: int, extra: int) -> None:
+        config.stream = stream
+        driver.check_status(launch(config, function, parameters, extra))
+
+    return enqueue
 
 
 _functions: dict = {}

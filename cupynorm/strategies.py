@@ -153,9 +153,11 @@ def _registers(problem: Problem, device: Device, tile: Tile) -> int:
             fixed = 54 + (2 * tile.packs_per_thread if tile.pack_size < 8 else 0)
         extra += 8 * (elements >= 32 and not newer and not tile.exact)
         return int(fixed + per_element * words * elements + extra + lone)
-    # float16 takes more instructions to unpack than bfloat16, and the compiler keeps more for sm_100 and sm_120.
-    tight = (problem.x == "float16") + (device.compute_capability >= 100)
-    extra = 8 * bool(problem.dsum) + (0.3 * wide_weight + 0.35 * tight) * elements
+    # float16 takes more instructions to unpack than bfloat16, and the compiler keeps more for sm_100 and sm_120. Three blocks of 24
+    # elements fit sm_90 all the same (H200, float16, 768 columns: 0.94 of a copy, with two blocks 0.86).
+    fits = device.compute_capability == 90 and (tile.exact or problem.centered)
+    tight = (0.1 if fits else 0.35) * (problem.x == "float16") + 0.35 * (device.compute_capability >= 100)
+    extra = 8 * bool(problem.dsum) + (0.3 * wide_weight + tight) * elements
     return int(36 + 5.25 * words * elements + extra + lone)
 
 
@@ -279,11 +281,12 @@ def smem_bytes_of(problem: Problem, tile: Tile, strategy: str) -> int:
 
 # The ring (cuda_src/ring.cuh): rows that pass through shared memory. Shares of a copy are of an H200, bf16 unless said otherwise.
 #
-# From how many columns it beats registers, by direction and itemsize of x (backward, 2048 columns: 0.97, in registers 0.94).
-_RING_FROM = {"forward": {2: 10241, 4: 8193}, "backward": {2: 1024, 4: 4097}}
-# The same for 16-bit rows that do not fill the registers of their threads (forward, 8200 columns: 0.89, in registers 0.84; 6000 0.91
+# From how many columns it beats registers, by direction and itemsize of x (backward, 2048 columns: 0.97, in registers 0.94; 896 columns
+# 0.94 and 0.88; 640 columns 0.84 and 0.88).
+_RING_FROM = {"forward": {2: 10241, 4: 8193}, "backward": {2: 800, 4: 4097}}
+# The same, forward, for rows that do not fill the registers of their threads (8200 columns: 0.89, in registers 0.84; 6000 0.91
 # and 0.97).
-_UNEVEN_RING_FROM = {"forward": {2: 8193, 4: 8193}, "backward": {2: 512, 4: 4097}}
+_UNEVEN_RING_FROM = 8193
 # The same for rows that do not begin on 16 bytes (forward, 4097 columns: 0.81, in registers 0.48).
 _LONE_RING_FROM = {"forward": {2: 500, 4: 2048}, "backward": {2: 512, 4: 512}}
 # The same with a residual, or backward with the gradient of its sum (forward, 4096 columns: 0.92, in registers 0.82; float32 0.95 and
@@ -329,8 +332,9 @@ def _wants_ring(problem: Problem, registers: Tile | None) -> bool:
         return False
     itemsize = DTYPES[problem.x].itemsize
     aligned = all(problem.widest_pack * size >= 16 for size in _streamed(problem))
-    filled = not problem.forward or (registers is not None and registers.exact)
-    first = (_LONE_RING_FROM if not aligned else _RING_FROM if filled else _UNEVEN_RING_FROM)[problem.direction][itemsize]
+    first = (_RING_FROM if aligned else _LONE_RING_FROM)[problem.direction][itemsize]
+    if problem.forward and aligned and not (registers and registers.exact):
+        first = min(first, _UNEVEN_RING_FROM)
     if problem.residual or problem.dsum:
         first = min(first, _RESIDUAL_RING_FROM)
     return problem.num_cols >= first

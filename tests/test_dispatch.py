@@ -52,10 +52,10 @@ RINGS = {
     ("H200", "bfloat16", "forward"): (10248, 24576, 393216),
     ("H200", "float16", "forward"): (10248, 24576, 393216),
     ("H200", "float32", "forward"): (8196, 16384, 262144),
-    ("H200", "bfloat16", "backward"): (1024, 11264, 262144),
+    ("H200", "bfloat16", "backward"): (800, 11264, 262144),
     ("H200", "float32", "backward"): (4100, 11264, 180224),
     ("RTX 5090", "bfloat16", "forward"): (10248, 21504, 172032),
-    ("RTX 5090", "bfloat16", "backward"): (1024, 10240, 81920),
+    ("RTX 5090", "bfloat16", "backward"): (800, 10240, 81920),
     ("RTX 5090", "float32", "backward"): (4100, 6144, 45056),
 }
 # The widest row that waits in shared memory, by hand: (block, cluster). block, only where there are no clusters: what one block
