@@ -117,16 +117,17 @@ class Strategy:
 # layer_norm_forward and layer_norm_backward with explicit strategy= and tile= at 2^28 elements (2^27 of float32). `python -m cupynorm
 # tune` measures such tiles again, on any GPU.
 
-# Bytes of x that one lane keeps at most, by itemsize, where a warp or part of it owns the row. Forward: more would fit, but from
-# there on a block of two warps is as fast (H200, bf16: 2048 columns 0.997 of a copy on 64 threads, 0.989 on 32).
-_BACKWARD_BYTES = {2: 48, 4: 64, 8: 64}
-_WARP_BYTES = {"forward": {2: 80, 4: 64, 8: 64}, "backward": _BACKWARD_BYTES}
+# Bytes of the widest row that a warp takes, by itemsize. Forward: more would fit, but from there on a block of two warps is as fast
+# (H200, bf16: 2048 columns 0.997 of a copy on 64 threads, 0.989 on 32).
+_WARP_ROW_BYTES = {"forward": {2: 2560, 4: 2048, 8: 2048}, "backward": {2: 1536, 4: 2048, 8: 2048}}
+# Bytes of x that one lane keeps (H200, bf16: backward of 640 columns 0.95 on 16 lanes x 40 elements, 0.88 on 32 x 24).
+_WARP_BYTES = {"forward": {2: 80, 4: 64, 8: 64}, "backward": {2: 80, 4: 64, 8: 64}}
 # The same for a thread of a block. Forward: 4096 columns 0.98 on 64 threads x 64 elements, 0.76 on 256 x 16 (H200, bf16).
-_BLOCK_BYTES = {"forward": {2: 128, 4: 128, 8: 128}, "backward": _BACKWARD_BYTES}
+_BLOCK_BYTES = {"forward": {2: 128, 4: 128, 8: 128}, "backward": {2: 48, 4: 64, 8: 64}}
 _BLOCK_THREADS = 512
 # Bytes of x in flight on a multiprocessor beyond which more do not help: 4.15 TB/s times the latency of memory, twice over
 # (H200: fp32 1024 columns 0.99 with 16 elements a thread and 64 KB in flight, 0.97 with 32 and 96 KB).
-_ENOUGH_BYTES = 54 * 1024
+_ENOUGH_BYTES, _MOST_BYTES = 55 * 1024, 64 * 1024
 
 
 def ceil_div(value: int, step: int) -> int:
@@ -155,8 +156,9 @@ def _registers(problem: Problem, device: Device, tile: Tile) -> int:
         return int(fixed + per_element * words * elements + extra + lone)
     # float16 takes more instructions to unpack than bfloat16, and the compiler keeps more for sm_100 and sm_120. Three blocks of 24
     # elements fit sm_90 all the same (H200, float16, 768 columns: 0.94 of a copy, with two blocks 0.86).
-    fits = device.compute_capability == 90 and (tile.exact or problem.centered)
+    fits = device.compute_capability == 90 and elements <= 24 and (tile.exact or problem.centered)
     tight = (0.1 if fits else 0.35) * (problem.x == "float16") + 0.35 * (device.compute_capability >= 100)
+    tight += 0.35 * (device.compute_capability < 90 and elements > 24)
     extra = 8 * bool(problem.dsum) + (0.3 * wide_weight + tight) * elements
     return int(36 + 5.25 * words * elements + extra + lone)
 
@@ -169,13 +171,20 @@ def cols_of_slice(problem: Problem, pack_size: int, cluster_size: int) -> int:
 
 def _blocks_per_sm(problem: Problem, device: Device, tile: Tile) -> int:
     """Blocks whose registers fit a multiprocessor, 0 if not even one does: each of its four parts holds whole warps."""
-    registers = min(ceil_div(_registers(problem, device, tile), 8) * 8, 255 + 1)
+    registers = ceil_div(_registers(problem, device, tile), 8) * 8
+    if registers > 255 + 1:
+        return 0
     warps = 4 * (device.registers_per_sm // 4 // 32 // registers)
     return min(warps * 32 // tile.block_size, device.threads_per_sm // tile.block_size, 32)
 
 
 def _register_tile(
-    problem: Problem, device: Device, threads: Iterable[int], max_bytes: int, block_size: int, cluster_size: int = 1
+    problem: Problem,
+    device: Device,
+    threads: Iterable[int],
+    max_bytes: int,
+    block_size: int,
+    cluster_size: int = 1,
 ) -> Tile | None:
     """Of the given threads_per_row, those that keep most of x in flight on a multiprocessor.
 
@@ -185,7 +194,13 @@ def _register_tile(
     itemsize = DTYPES[problem.x].itemsize
     # A lone element needs an address of its own, and fills a register of 32 bits if it has 16.
     lone = pack_size == 1 and problem.forward and itemsize == 2
-    max_elements = 16 if lone else max_bytes // (itemsize if pack_size > 1 else 2 * max(itemsize, 4))
+    if pack_size > 1:
+        max_elements = max_bytes // itemsize
+    elif itemsize == 2:
+        max_elements = 16 if problem.forward else 6
+    else:
+        max_elements = max_bytes // (2 * itemsize)
+    may_be_long = problem.forward and itemsize == 2 and pack_size > 1 and cluster_size == 1
     num_cols = cols_of_slice(problem, pack_size, cluster_size)
     best, best_score = None, None
     for threads_per_row in threads:
@@ -195,39 +210,64 @@ def _register_tile(
         tile = Tile(pack_size, threads_per_row, packs_per_thread, rows_per_block, cluster_size)
         tile = replace(tile, exact=int(tile.cols * cluster_size == problem.num_cols))
         blocks_per_sm = _blocks_per_sm(problem, device, tile)
-        if elements > max(max_elements, pack_size) or blocks_per_sm == 0:
+        long = elements > max(max_elements, pack_size)
+        if blocks_per_sm == 0 or (long and not (may_be_long and _may_keep_more(tile))):
             continue
         tile = replace(tile, blocks_per_sm=blocks_per_sm)
         in_flight = blocks_per_sm * rows_per_block * num_cols * itemsize
         enough = in_flight >= _ENOUGH_BYTES
         # Blocks of a cluster wait for one another: for them more is better without end.
-        counted = _ENOUGH_BYTES if enough and cluster_size == 1 else in_flight
+        counted = in_flight if cluster_size > 1 else min(in_flight, _ENOUGH_BYTES)
+        if problem.forward:
+            # A little more still helps blocks (H200, bf16: 4608 columns 0.98 with 73 KB, 0.95 with 55 KB), but not threads as long as
+            # that (4088 columns 0.97 on 64 x 64 elements, 0.99 on 128 x 32).
+            if block_size == 1 and cluster_size == 1:
+                counted += 0.1 * (min(in_flight, _MOST_BYTES) - counted)
+            # Packs beyond the row cost as much as others (H200, bf16: 520 columns 0.78 on 32 x 24 elements, 0.87 on 16 x 40).
+            fit = 0.95 if long and (elements > 72 or threads_per_row <= 32) else 0.98 if elements > 48 else 1.0
+            fit *= 1.0 if tile.exact else 0.995 * num_cols / tile.cols
+        else:
+            fit = 1.0 if tile.exact else 0.9 * num_cols / tile.cols
         # Of equals, most threads; but forward with too little in flight, or one block alone, wants long threads: 48 elements were
         # best (H200, bf16, 12288 columns: 24, 32, 48 and 64 elements gave 0.82, 0.84, 0.86 and 0.81 of a copy).
         many_threads = not problem.forward or (enough and blocks_per_sm > 1 and not lone)
-        # Packs beyond the row cost as much as others, and exact tiles a little less (H200, bf16: 520 columns 0.78 on 32 x 24
-        # elements, 0.87 on 16 x 40).
-        filled = num_cols / tile.cols
-        score = (counted * (1.0 if tile.exact else 0.9 * filled), threads_per_row if many_threads else -abs(elements - 48))
+        score = (counted * fit, threads_per_row if many_threads else -abs(elements - 48))
         if best_score is None or score > best_score:
             best, best_score = tile, score
     return best
 
 
+def _may_keep_more(tile: Tile) -> bool:
+    """Whether 16-bit rows forward may have threads longer than others: those they fill, and few of them.
+
+    H200, bf16: 1152 columns 0.94 on 16 lanes x 72 elements, 0.93 on 32 x 40; 8960 columns 0.97 on 128 x 72, 0.92 on 224 x 40; 13,312
+    columns 0.93 on 128 x 104, in a ring 0.86.
+    """
+    elements = tile.pack_size * tile.packs_per_thread
+    if tile.exact and tile.threads_per_row > 32:
+        return elements <= 104 and tile.threads_per_row <= 160
+    return elements <= 72 and (tile.exact or 32 < tile.threads_per_row <= 160)
+
+
 def _warp_tile(problem: Problem, device: Device) -> Tile | None:
+    itemsize = DTYPES[problem.x].itemsize
+    pack_bytes = problem.widest_pack * itemsize
+    row_bytes = problem.num_cols * itemsize
+    if row_bytes > _WARP_ROW_BYTES[problem.direction][itemsize]:
+        return None
     # The lanes of a row move at least 64 bytes of it together, or half the row if it is shorter (H200, bf16: 64 columns 0.88 of
-    # a copy on 4 lanes, 0.84 on 2).
-    pack_bytes = problem.widest_pack * DTYPES[problem.x].itemsize
-    row_bytes = problem.num_cols * DTYPES[problem.x].itemsize
+    # a copy on 4 lanes, 0.84 on 2); 32 bytes where that fills them (48 columns 0.96 on 2 lanes, 0.77 on 4).
     fewest = min(64, row_bytes // 2, 32 * pack_bytes) // pack_bytes
-    if (
-        problem.forward and pack_bytes == 2
-    ):  # lone elements: a quarter of the row (127 columns 0.48 on 16 lanes, 0.36 on 32, 0.38 on 8)
+    if fewest == 3 and row_bytes == 6 * pack_bytes:
+        fewest = 2
+    # Lone elements: a quarter of the row (127 columns 0.48 on 16 lanes, 0.36 on 32, 0.38 on 8).
+    if problem.forward and pack_bytes == 2:
         fewest = min(32, row_bytes // 4) // pack_bytes
     lanes = [lanes for lanes in (1, 2, 4, 8, 16, 32) if lanes >= fewest]
     # Blocks of two warps forward: a place is free again sooner (H200, bf16: 64 to 1024 columns 0.3 to 1% faster than four; fp32 1 to 2%).
     block_size = 64 if problem.forward and fewest > 2 else 128
-    return _register_tile(problem, device, lanes, _WARP_BYTES[problem.direction][DTYPES[problem.x].itemsize], block_size)
+    max_bytes = _WARP_BYTES[problem.direction][itemsize]
+    return _register_tile(problem, device, lanes, max_bytes, block_size)
 
 
 def _warp_gives_way(problem: Problem, device: Device, tile: Tile) -> bool:
@@ -335,6 +375,11 @@ def _wants_ring(problem: Problem, registers: Tile | None) -> bool:
     first = (_RING_FROM if aligned else _LONE_RING_FROM)[problem.direction][itemsize]
     if problem.forward and aligned and not (registers and registers.exact):
         first = min(first, _UNEVEN_RING_FROM)
+    # Three blocks with enough in flight (bf16: 8960 columns 0.97, in a ring 0.93; 13,312 columns 0.93 and 0.86).
+    if problem.forward and registers and registers.blocks_per_sm > 2 and itemsize == 2 and not problem.residual:
+        in_flight = registers.blocks_per_sm * registers.rows_per_block * problem.num_cols * itemsize
+        if in_flight >= _MOST_BYTES and problem.num_cols >= 0.95 * registers.cols:
+            return False
     if problem.residual or problem.dsum:
         first = min(first, _RESIDUAL_RING_FROM)
     return problem.num_cols >= first
@@ -403,9 +448,6 @@ def _with_stages(problem: Problem, device: Device, tile: Tile, rows: int) -> Til
     return next((staged for staged in fitting if _ring_bytes(problem, staged) <= most_bytes), None)
 
 
-# Forward: bytes of one turn on a multiprocessor that clusters are chosen for, of 16-bit rows in two blocks if clusters of 8 are enough
-# (32,768 columns: clusters of 4 with two blocks 0.97, of 2 with one 0.95; 65,536: 0.99 on 8, 0.98 on 4; float32, 20,480: 0.99 on 2).
-_FORWARD_TURN_BYTES = {2: (20 * 1024, 32 * 1024), 4: (20 * 1024, 40 * 1024)}
 # Backward: columns of one turn on a multiprocessor beyond which more are worse: a cluster takes over (12,288 columns on clusters of 2
 # 1.07 times as fast as on one block).
 _MOST_BACKWARD_COLS = 11264
@@ -417,8 +459,27 @@ def _ring_share(problem: Problem, tile: Tile) -> float:
     warps = tile.block_size * tile.blocks_per_sm // 32
     used = cols_of_slice(problem, tile.pack_size, tile.cluster_size) / tile.cols  # packs beyond the row cost as much as others
     row_cost = _RING_ROW_COST + 2 * (tile.cluster_size.bit_length() - 1)
-    rate = used * warps * elements / (ceil_div(warps, 4) * (elements + row_cost))
+    turns = ceil_div(warps, 4)
+    if warps > 4:  # a little less where one part has a warp less (backward of 200,000 columns: 7 warps filled 0.91, 8 not 0.87)
+        turns = 0.75 * turns + 0.25 * warps / 4
+    rate = used * warps * elements / (turns * (elements + row_cost))
     return min(1.0, rate * DTYPES[problem.x].itemsize / 2 / _RING_RATE[problem.direction])
+
+
+def _suits_turn(tile: Tile, turn_bytes: int, itemsize: int) -> bool:
+    """Whether clusters forward have the right number of bytes in one turn on a multiprocessor.
+
+    16-bit rows are faster in two blocks if clusters of 8 are enough (32,768 columns: clusters of 4 with two blocks 0.97, of 2 with one
+    0.95; 73,728: clusters of 8 with two blocks 0.91, of 16 with three 0.81; float32, 20,480: 0.99 on one block of clusters of 2). One
+    block of a large cluster wants more (81,920: 0.80 with 20 KB; 163,840: 0.91 with 40 KB, 0.74 with 20 KB on clusters of 16), two of
+    a small one less (40,960: 0.87 with 40 KB, 0.91 with 30 KB in three blocks of clusters of 8).
+    """
+    fewest, most = 20, 40
+    if itemsize == 2 and tile.blocks_per_sm == 1:
+        fewest, most = (26 if tile.cluster_size >= 8 else 20), 48
+    elif itemsize == 2 and tile.cluster_size <= 4:
+        most = 39 if tile.blocks_per_sm == 2 else 32
+    return fewest * 1024 <= turn_bytes <= most * 1024
 
 
 def _forward_ring_score(problem: Problem, tile: Tile) -> tuple:
@@ -426,8 +487,7 @@ def _forward_ring_score(problem: Problem, tile: Tile) -> tuple:
     itemsize = DTYPES[problem.x].itemsize
     cols = cols_of_slice(problem, tile.pack_size, tile.cluster_size) * tile.blocks_per_sm
     lone = tile.cluster_size == 1
-    fewest, most = _FORWARD_TURN_BYTES[itemsize]
-    suits = lone or fewest <= cols * itemsize <= most
+    suits = lone or _suits_turn(tile, cols * itemsize, itemsize)
     two_blocks = not lone and itemsize == 2 and tile.blocks_per_sm > 1 and tile.cluster_size <= 8
     share = round(_ring_share(problem, tile), 2)
     # With a residual a row takes twice the room: of the same bytes, deeper rings (8192 columns: 2 blocks of 3 stages 0.92, 3 of 2 0.90).
@@ -450,7 +510,11 @@ def _backward_ring_score(problem: Problem, tile: Tile) -> tuple:
 
 def _block_tile(problem: Problem, device: Device) -> Tile | None:
     tile = _register_tile(
-        problem, device, range(32, 1024 + 1, 32), _BLOCK_BYTES[problem.direction][DTYPES[problem.x].itemsize], 1
+        problem,
+        device,
+        range(32, 1024 + 1, 32),
+        _BLOCK_BYTES[problem.direction][DTYPES[problem.x].itemsize],
+        1,
     )
     ring = _ring_tile(problem, device, (1,)) if _wants_ring(problem, tile) else None
     if ring is not None:
