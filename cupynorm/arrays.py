@@ -157,7 +157,9 @@ class TorchLibrary:
     def lie(tensor: Any) -> tuple | None:
         if tensor is None:
             return None
-        return tensor.dtype, tensor.shape, tensor.is_contiguous() or tensor.stride(), tensor.data_ptr() & 15, tensor.device
+        # Of two classes, one may have no address: check_addresses is asked once.
+        layout = tensor.is_contiguous() or tensor.stride()
+        return tensor.__class__, tensor.dtype, tensor.shape, layout, tensor.data_ptr() & 15, tensor.device
 
     @staticmethod
     def view(tensor: Any) -> View:
@@ -227,6 +229,15 @@ def take(array: Any, name: str) -> object:
     raise TypeError(f"{name} is a {type(array).__name__}; expected a CuPy, torch or NumPy array, or an object with __dlpack__")
 
 
+def check_addresses(**given: Any) -> None:
+    """TypeError: a torch tensor whose elements torch keeps elsewhere (DTensor), or nowhere (FakeTensor)."""
+    for name, array in given.items():
+        if is_torch(array) and array.numel() and not array.data_ptr():
+            raise TypeError(
+                f"{name} is a {type(array).__name__}, which has no address; expected a tensor with memory of its own"
+            )
+
+
 def library(array: Any) -> type[CuPyLibrary] | type[TorchLibrary]:
     """Who allocates and whose stream is used, for an array on a GPU."""
     return TorchLibrary if is_torch(array) else CuPyLibrary
@@ -246,7 +257,8 @@ def where(array: Any) -> str:
 def to_float64(array: Any) -> np.ndarray:
     """The values of a host array."""
     if is_torch(array):
-        return array.detach().double().numpy()
+        # numpy() would forbid torch to resize the tensor ever after, as fully_shard does with weights.
+        return np.from_dlpack(array.detach().double())
     if array.dtype.name == "bfloat16":
         return decode(np.ascontiguousarray(array).view(np.uint16), "bfloat16")
     return array.astype(np.float64)

@@ -14,7 +14,7 @@ from types import NoneType
 import torch
 from torch.autograd import forward_ad
 
-from . import formulas, norm, torch_ops
+from . import formulas, norm, parallel, torch_ops
 from .arrays import TorchLibrary
 
 # Classes of what the kernels read where it lies. Not those of torch's wrappers (DTensor, FakeTensor), whose address is none.
@@ -53,7 +53,13 @@ def normalize(
     elif (
         compiling
         or _num_dispatch_modes()
-        or not (input.__class__ in _PLAIN and (weight.__class__ in _PLAIN or not isinstance(weight, torch.Tensor)))
+        or not (
+            input.__class__ in _PLAIN
+            and weight.__class__ in _PLAIN
+            and bias.__class__ in _PLAIN
+            and residual.__class__ in _PLAIN
+        )
+        and _is_wrapped(input, weight, bias, residual)
     ):
         make = _traced
     else:
@@ -72,6 +78,11 @@ def normalize(
     return make(centered, input, extents, weight, bias, eps, residual, zero_centered_weight, out_dtype, options)
 
 
+def _is_wrapped(*tensors: object) -> bool:
+    """Whether one is of a subclass. Arrays of other libraries are none: checks find words for them."""
+    return any(isinstance(tensor, torch.Tensor) and tensor.__class__ not in _PLAIN for tensor in tensors)
+
+
 def _wants_gradient(*tensors: object) -> bool:
     """None and arrays of other libraries count as constants."""
     for tensor in tensors:
@@ -82,6 +93,7 @@ def _wants_gradient(*tensors: object) -> bool:
 
 def _traced(centered, input, extents, weight, bias, eps, residual, zero_centered_weight, out_dtype, options):
     """By the operator, which torch sees as one node."""
+    weight, bias = parallel.of_one_kind(input, weight, bias, residual)
     if not _is_compiling():  # there, what knows the operator's shapes checks the same
         norm.check_forward(centered, input, extents, weight, bias, eps, residual, out_dtype)
     y, _, _, added = torch_ops.forward(

@@ -501,6 +501,7 @@ def prepare_forward(
         key = prepared = None
     if prepared is None:
         x, weight, bias, residual, eps, y_dtype = check_forward(centered, x, extents, weight, bias, eps, residual, out_dtype)
+        arrays.check_addresses(input=x, weight=weight, bias=bias, residual=residual, out=out)
         _check_out(out, x, y_dtype, len(extents))
         if purpose is FOR_GRADIENTS:
             if out is not None:
@@ -697,6 +698,7 @@ def prepare_backward(
         weight = _take_like(weight, x, extents, "weight", "x")
         mean = _take_statistic(mean, x, leading, "mean") if centered else None
         rstd = _take_statistic(rstd, x, leading, "rstd")
+        arrays.check_addresses(dy=dy, x=x, mean=mean, rstd=rstd, weight=weight, dsum=dsum)
         if isinstance(gradients, str) or any(name not in Backward._fields for name in gradients):
             raise ValueError(f"gradients is {gradients!r}; expected some of {', '.join(Backward._fields)}")
         own = arrays.dtype_name(weight) if weight is not None else dtype

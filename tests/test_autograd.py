@@ -588,6 +588,7 @@ def test_inputs_are_left_as_they_are(dtype):
     torch.autograd.grad(sum(gradient.sum() for gradient in first), tensors[:2])
     for tensor, bits in zip(held, before):
         assert torch.equal(tensor.detach().view(torch.uint8), bits)
+        assert tensor.untyped_storage().resizable()  # fully_shard frees weights by that
 
 
 def test_a_hook_on_the_weight_fires_once():

@@ -1,0 +1,95 @@
+"""torch: DTensors, which several ranks hold together, as arguments of the operators of torch_ops.
+
+What has a row for each row of the input lies in shards of rows, or whole on every rank. weight and bias lie whole; their gradients
+are sums over rows, so where rows lie in shards each rank has a part of the sum, which torch adds up as it does for its own
+layer_norm: at the latest where somebody reads it. Rows that are split, or that still are to be added up, torch puts together first.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache, partial
+
+import torch
+from torch import Tensor
+
+# Arguments and results of the operators; all other tensors are the same for every row.
+_BY_ROW = {"input", "residual", "dy", "x", "mean", "rstd", "dsum", "y", "sum", "dx"}
+_SUMS = {"dweight", "dbias"}
+
+
+def of_one_kind(
+    input: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None
+) -> tuple[Tensor | None, Tensor | None]:
+    """weight and bias for an operator: DTensors if input is one, where a plain tensor counts as the same on every rank.
+
+    The gradient of such a plain tensor is plain again, and the whole sum.
+    """
+    given = {"weight": weight, "bias": bias, "residual": residual}
+    if not hasattr(input, "device_mesh"):
+        for name, tensor in given.items():
+            if hasattr(tensor, "device_mesh"):
+                raise TypeError(
+                    f"{name} is a DTensor and input is a {type(input).__name__}; expected input to be a DTensor too"
+                )
+        return weight, bias
+    if residual is not None and not hasattr(residual, "device_mesh"):
+        raise TypeError(f"input is a DTensor and residual is a {type(residual).__name__}; expected a DTensor too")
+    _register()
+    return _on_every_rank(weight, input), _on_every_rank(bias, input)
+
+
+def _on_every_rank(tensor: Tensor | None, like: Tensor) -> Tensor | None:
+    if not isinstance(tensor, Tensor) or hasattr(tensor, "device_mesh"):
+        return tensor
+    from torch.distributed.tensor import DTensor, Replicate
+
+    mesh = like.device_mesh
+    return DTensor.from_local(tensor, mesh, [Replicate()] * mesh.ndim, run_check=False)
+
+
+@torch.compiler.assume_constant_result  # the compiler calls it, and does not look inside
+def _register() -> None:
+    _register_once()
+
+
+@cache
+def _register_once() -> None:
+    """Tells torch how the operators take DTensors: when the first one comes, because it takes seconds to import them."""
+    try:
+        from torch.distributed.tensor import DTensor
+        from torch.distributed.tensor.experimental import register_sharding
+    except ImportError as error:
+        raise NotImplementedError(
+            f"input is a DTensor and torch {torch.__version__} has no torch.distributed.tensor.experimental.register_sharding; "
+            "expected a later torch, or input.to_local()"
+        ) from error
+    operators = torch.ops.cupynorm.norm_forward.default, torch.ops.cupynorm.norm_backward.default
+    known = DTensor._op_dispatcher.sharding_propagator.op_to_schema_info
+    for operator in operators:
+        register_sharding(operator)(partial(_shardings, operator))
+        # What was decided for a call is kept under its arguments, but of those that are no tensors only from the first int on.
+        names = [argument.name for argument in operator._schema.arguments]
+        known[operator] = replace(known[operator], static_argnum=names.index("normalized_shape"))
+
+
+def _shardings(operator, *given) -> list[tuple[list, list]]:
+    """How an operator may be split along one dimension of a mesh: placements of its results, and of those arguments that are tensors."""
+    from torch.distributed.tensor import Partial, Replicate, Shard
+
+    arguments = dict(zip((argument.name for argument in operator._schema.arguments), given))
+    results = [result.name for result in operator._schema.returns]
+    if operator is torch.ops.cupynorm.norm_forward.default:
+        made = {"y": True, "mean": arguments["centered"], "rstd": True, "sum": arguments["residual"] is not None}
+    else:
+        made = dict(zip(results, arguments["wanted"]))
+
+    def split(rows, sums):
+        lies = dict.fromkeys(_BY_ROW, rows) | dict.fromkeys(_SUMS, sums)
+        return (
+            [lies[name] if made[name] else Replicate() for name in results],
+            [lies.get(name, Replicate()) if hasattr(value, "placements") else None for name, value in arguments.items()],
+        )
+
+    num_leading = given[0].ndim - len(arguments["normalized_shape"])
+    return [split(Replicate(), Replicate()), *(split(Shard(dim), Partial()) for dim in range(num_leading))]
