@@ -1013,6 +1013,108 @@ def test_a_torch_graph_with_gradients(warm, num_cols):
 
 
 @pytest.mark.gpu
+def test_temporaries_belong_to_the_stream_of_the_call():
+    """What a call allocates and frees while its kernels wait is not given to another stream meanwhile: copies, partial sums."""
+    torch = loaded_torch()
+    x = torch.randn(1000, 600, device="cuda").t()  # rows that are not contiguous: forward and backward make copies
+    dy, weight = torch.randn(1000, 600, device="cuda").t(), torch.randn(1000, device="cuda")
+
+    def gradients():
+        forward = cupynorm.layer_norm_forward(x, weight)
+        return forward.y, *cupynorm.layer_norm_backward(dy, x, forward.mean, forward.rstd, weight)
+
+    expected = gradients()
+    torch.cuda.synchronize()
+    stream = torch.cuda.Stream()
+    for _ in range(2):  # in the second round the stream has memory of its own to reuse
+        with torch.cuda.stream(stream):
+            torch.cuda._sleep(CYCLES)
+            got = gradients()
+        others = [torch.full((600, 1000), torch.nan, device="cuda") for _ in range(8)]
+        others += [torch.full((num_rows, 1000), torch.nan, device="cuda") for num_rows in (1, 2, 132, 264, 528)]
+        torch.cuda.current_stream().synchronize()
+        assert not stream.query(), "the test ended before its stream: it shows nothing"
+        stream.synchronize()
+        assert all(map(torch.equal, got, expected)) and expected[0].isfinite().all()
+        assert all(other.isnan().all() for other in others)
+        del got, others
+
+
+@pytest.mark.gpu
+def test_a_recorded_input_outlives_its_last_reference():
+    """Made on one stream, read on another that waits, freed: with record_stream its memory is no one else's until it was read."""
+    torch = loaded_torch()
+    values, weight = torch.randn(600, 1000, device="cuda"), torch.randn(1000, device="cuda", requires_grad=True)
+    dy = torch.randn_like(values)
+    expected = cupynorm.layer_norm(values, 1000, weight)
+    (dweight,) = torch.autograd.grad(expected, weight, dy)
+    maker, reader = torch.cuda.Stream(), torch.cuda.Stream()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(maker):
+        x = values.clone()
+        address = x.data_ptr()
+    reader.wait_stream(maker)
+    with torch.cuda.stream(reader):
+        torch.cuda._sleep(CYCLES)
+        y = cupynorm.layer_norm(x, 1000, weight)
+        (got,) = torch.autograd.grad(y, weight, dy)
+    x.record_stream(reader)
+    del x
+    with torch.cuda.stream(maker):
+        others = [torch.full_like(values, torch.nan) for _ in range(4)]
+    assert not reader.query(), "the test ended before its stream: it shows nothing"
+    assert address not in [other.data_ptr() for other in others]
+    torch.cuda.synchronize()
+    assert torch.equal(y, expected) and torch.equal(got, dweight)
+
+
+@pytest.mark.gpu
+def test_calls_that_wait_on_several_streams_do_not_mix():
+    """All are enqueued before the first runs: each has its own addresses, although they share a plan and a buffer of arguments."""
+    torch = loaded_torch()
+    inputs = [torch.randn(64, 1000, device="cuda", requires_grad=True) for _ in range(6)]
+    weight, dy = torch.randn(1000, device="cuda"), torch.randn(64, 1000, device="cuda")
+
+    def call(x):
+        y = cupynorm.rms_norm(x, 1000, weight)
+        return y, *torch.autograd.grad(y, x, dy)
+
+    expected = [call(x) for x in inputs]
+    torch.cuda.synchronize()
+    streams = [torch.cuda.Stream() for _ in inputs]
+    found = []
+    for stream, x in zip(streams, inputs):
+        with torch.cuda.stream(stream):
+            torch.cuda._sleep(CYCLES)
+            found.append(call(x))
+    assert not any(stream.query() for stream in streams), "a stream ended too early: the test shows nothing"
+    torch.cuda.synchronize()
+    for got, right in zip(found, expected):
+        assert all(map(torch.equal, got, right))
+
+
+@pytest.mark.gpu
+def test_backward_runs_on_the_stream_of_forward():
+    """Called from another stream: torch has it wait for what forward wrote, and the caller for the gradients."""
+    torch = loaded_torch()
+    values, dy = torch.randn(64, 1000, device="cuda"), torch.randn(64, 1000, device="cuda")
+    leaf = values.clone().requires_grad_()
+    (expected,) = torch.autograd.grad(cupynorm.layer_norm(2 * leaf, 1000), leaf, dy)
+    stream = torch.cuda.Stream()
+    late = torch.zeros_like(values).requires_grad_()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(CYCLES)
+        with torch.no_grad():
+            late.copy_(values)
+        y = cupynorm.layer_norm(2 * late, 1000)
+    assert not stream.query(), "the test ended before its stream: it shows nothing"
+    torch.cuda.current_stream().wait_stream(stream)
+    y.backward(dy)
+    assert torch.equal(late.grad, expected)
+
+
+@pytest.mark.gpu
 def test_a_cupy_graph():
     cupy = pytest.importorskip("cupy")
     generator = np.random.default_rng(0)
