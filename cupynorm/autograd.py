@@ -80,7 +80,10 @@ def normalize(
 
 def _is_wrapped(*tensors: object) -> bool:
     """Whether one is of a subclass. Arrays of other libraries are none: checks find words for them."""
-    return any(isinstance(tensor, torch.Tensor) and tensor.__class__ not in _PLAIN for tensor in tensors)
+    for tensor in tensors:
+        if tensor.__class__ not in _PLAIN and isinstance(tensor, torch.Tensor):
+            return True
+    return False
 
 
 def _wants_gradient(*tensors: object) -> bool:
@@ -93,7 +96,8 @@ def _wants_gradient(*tensors: object) -> bool:
 
 def _traced(centered, input, extents, weight, bias, eps, residual, zero_centered_weight, out_dtype, options):
     """By the operator, which torch sees as one node."""
-    weight, bias = parallel.of_one_kind(input, weight, bias, residual)
+    if _is_wrapped(input, weight, bias, residual):
+        weight, bias = parallel.of_one_kind(input, weight, bias, residual)
     if not _is_compiling():  # there, what knows the operator's shapes checks the same
         norm.check_forward(centered, input, extents, weight, bias, eps, residual, out_dtype)
     y, _, _, added = torch_ops.forward(

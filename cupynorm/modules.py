@@ -49,6 +49,11 @@ class _Norm(torch.nn.Module):
             for parameter in self.parameters(recurse=False):
                 parameter.sequence_parallel = self.sequence_parallel
 
+    def _held(self, name: str) -> torch.Tensor | None:
+        """weight or bias. As an attribute of a module it takes a microsecond longer to find; it is none where it is parametrized."""
+        held = self._parameters
+        return held[name] if name in held else getattr(self, name)
+
     def __setstate__(self, state: dict) -> None:
         super().__setstate__(state)
         self._mark_parameters()  # a deep copy of a parameter loses its attributes
@@ -106,8 +111,8 @@ class LayerNorm(_Norm, torch.nn.LayerNorm):
         self, input: torch.Tensor, residual: torch.Tensor | None = None, *, return_residual: bool = False
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         return layer_norm(
-            input, self.normalized_shape, self.weight, self.bias, self.eps, residual=residual, return_residual=return_residual,
-            zero_centered_weight=self.zero_centered_gamma, sm_margin=self.sm_margin,
+            input, self.normalized_shape, self._held("weight"), self._held("bias"), self.eps, residual=residual,
+            return_residual=return_residual, zero_centered_weight=self.zero_centered_gamma, sm_margin=self.sm_margin,
         )  # fmt: skip
 
 
@@ -140,7 +145,7 @@ class RMSNorm(_Norm, torch.nn.RMSNorm):
         self, input: torch.Tensor, residual: torch.Tensor | None = None, *, return_residual: bool = False
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         return rms_norm(
-            input, self.normalized_shape, self.weight, self.eps, residual=residual, return_residual=return_residual,
+            input, self.normalized_shape, self._held("weight"), self.eps, residual=residual, return_residual=return_residual,
             zero_centered_weight=self.zero_centered_gamma, sm_margin=self.sm_margin,
         )  # fmt: skip
 

@@ -137,6 +137,40 @@ def test_other_dtypes_and_copies(ours, theirs):
         assert all(parameter.sequence_parallel is True for parameter in twin.parameters())
 
 
+class Twice(torch.nn.Module):
+    def forward(self, weight):
+        return 2 * weight
+
+
+@BOTH
+def test_weights_that_are_no_parameters(ours, theirs):
+    """As torch's own tools leave them: swapped for one call, parametrized, or plain attributes."""
+    module, x = ours(8), random_input(3, 8)
+    weight = random_input(8, seed=1)
+    with torch.no_grad():
+        module.weight.copy_(weight)
+    y = module(x)
+    assert torch.equal(torch.func.functional_call(module, {"weight": 2 * weight}, (x,)), 2 * y) and torch.equal(module(x), y)
+    torch.nn.utils.parametrize.register_parametrization(module, "weight", Twice())
+    assert torch.equal(module(x), 2 * y)
+    plain = ours(8)
+    del plain.weight
+    plain.weight = weight
+    assert torch.equal(plain(x), y)
+
+
+@BOTH
+def test_compiled(ours, theirs):
+    torch.compiler.reset()
+    module, x = ours(8), random_input(3, 8).requires_grad_()
+    compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
+    results = [(y := each(x), *torch.autograd.grad(y.square().sum(), (x, *module.parameters()))) for each in (module, compiled)]
+    assert all(map(torch.equal, *results)) and len(results[0]) == 2 + len([*module.parameters()])
+    with torch.no_grad():
+        module.weight.mul_(2)
+    assert torch.equal(compiled(x), module(x)) and not torch.equal(module(x), results[0][0])
+
+
 # -- what is TransformerEngine's -------------------------------------------------------------------------
 
 
