@@ -81,7 +81,7 @@ def normalize(
 def _is_wrapped(*tensors: object) -> bool:
     """Whether one is of a subclass. Arrays of other libraries are none: checks find words for them."""
     for tensor in tensors:
-        if tensor.__class__ not in _PLAIN and isinstance(tensor, torch.Tensor):
+        if isinstance(tensor, torch.Tensor) and tensor.__class__ not in _PLAIN:
             return True
     return False
 

@@ -3,6 +3,7 @@
 call        microseconds until a call returns, nothing waited for: forward without gradients, forward that records them, and
             that one followed by torch.autograd.grad. On torch tensors, each library in turns, a burst of calls at a time;
             between bursts the GPU is waited for, so that its queue never fills and no call has to wait for room in it.
+module      the same of LayerNorm and RMSNorm beside torch.nn's, called as a model calls them: what calling a module adds.
 first call  milliseconds of the first forward and backward in a process of its own, on CuPy arrays, the result waited for:
             with an empty cache (cold) and again with what that left on disk (warm); then of another width, whose
             kernels are new to the process too. And of `import cupynorm` where NumPy is imported already.
@@ -82,6 +83,32 @@ def time_calls(
     return {name: statistics.median(found) / 1e3 for name, found in samples.items()}
 
 
+def module_calls(norm: str, label: str, tensors: Tensors) -> dict[str, Callable[[], Any]]:
+    """By library, one of CALLS by a module that holds the tensors' weight and bias: ours, and torch.nn's."""
+    import torch
+
+    from . import modules
+
+    direction, record = CALLS[label]
+    name = {"layer_norm": "LayerNorm", "rms_norm": "RMSNorm"}[norm]
+    calls = {}
+    for library, package in ((OURS, modules), ("torch", torch.nn)):
+        module = getattr(package, name)(tensors.weight.shape, device="meta")
+        module.weight = torch.nn.Parameter(tensors.weight.detach(), record)
+        if tensors.bias is not None:
+            module.bias = torch.nn.Parameter(tensors.bias.detach(), record)
+        x = tensors.x.detach().requires_grad_(record)
+        forward = partial(module, x)
+        calls[library] = (
+            forward if direction == "forward" else partial(_gradients, forward, (x, *module.parameters()), tensors.dy)
+        )
+    return calls
+
+
+def _gradients(forward: Callable[[], Any], inputs: tuple, dy: Any) -> tuple:
+    return sys.modules["torch"].autograd.grad(forward(), inputs, dy)
+
+
 def host(
     *,
     norms: Sequence[str] = gradient_check.NORMS[:1],
@@ -95,7 +122,8 @@ def host(
 
     shapes: (num_rows, num_cols), small ones, where the GPU keeps up. rounds: of 8 calls each. peers: names of
     cupynorm.peers.PEERS, by default all that can run. progress: wraps the cases, as tqdm does.
-    Returns a HostResult. Raises ValueError without a GPU, MissingLibraryError without CuPy or torch.
+    Modules are timed beside torch.nn's whatever the peers. Returns a HostResult. Raises ValueError without a GPU,
+    MissingLibraryError without CuPy or torch.
     """
     nvrtc.cupy()
     try:
@@ -126,7 +154,10 @@ def host(
                 if name == OURS:
                     raise
                 faults.append(f"{cell}: {fault(name, error)}")
-        found[f"{norm} {num_rows} x {num_cols} {dtype}, {label}"] = time_calls(calls, rounds, torch.cuda.synchronize)
+        case = f"{norm} {num_rows} x {num_cols} {dtype}"
+        found[f"{case}, {label}"] = time_calls(calls, rounds, torch.cuda.synchronize)
+        calls = module_calls(norm, label, tensors)
+        found[f"{case}, module, {label}"] = time_calls(calls, rounds, torch.cuda.synchronize)
     return HostResult(environment(), found, faults)
 
 

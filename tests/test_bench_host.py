@@ -6,6 +6,7 @@ import pytest
 
 from cupynorm import bench_host, gradient_check
 from cupynorm.bench_host import FirstCallResult, HostResult, first_call, host, time_calls
+from cupynorm.peers import Tensors
 
 
 class Clock:
@@ -63,6 +64,28 @@ def test_first_calls_are_shown_cold_and_warm():
     assert json.loads(result.to_json())["warm"]["forward"] == 8.5
 
 
+@pytest.mark.parametrize("norm", gradient_check.NORMS)
+def test_modules_are_called_as_models_call_them(norm):
+    """Both libraries do the same work: the same results, recorded or not, and all gradients."""
+    torch = pytest.importorskip("torch")
+    generator = torch.Generator().manual_seed(0)
+    x, dy, weight, bias = (torch.randn(shape, generator=generator) for shape in ((4, 8), (4, 8), (8,), (8,)))
+    tensors = Tensors(x, dy, None, weight, bias if norm == "layer_norm" else None, None, None)
+    for label, (direction, record) in bench_host.CALLS.items():
+        calls = bench_host.module_calls(norm, label, tensors)
+        assert list(calls) == ["cupynorm", "torch"]
+        assert [type(call.func if direction == "forward" else call.args[0].func).__module__ for call in calls.values()] == [
+            "cupynorm.modules", "torch.nn.modules.normalization",
+        ]  # fmt: skip
+        ours, torchs = (call() for call in calls.values())
+        if direction == "forward":
+            assert ours.requires_grad == torchs.requires_grad == record
+        else:
+            assert len(ours) == (3 if norm == "layer_norm" else 2)
+        torch.testing.assert_close(ours, torchs)
+        assert not (x.requires_grad or weight.requires_grad)
+
+
 @pytest.mark.skipif(gradient_check.has_gpu(), reason="there is a GPU")
 def test_without_a_gpu_it_says_so():
     pytest.importorskip("cupy")
@@ -77,7 +100,8 @@ def test_without_a_gpu_it_says_so():
 def test_eager_calls():
     pytest.importorskip("torch")
     result = host(norms=gradient_check.NORMS, shapes=[(4, 256)], rounds=5, peers=["torch", "tutorial"])
-    assert len(result.microseconds) == 6
+    assert len(result.microseconds) == 12
+    assert sum(", module, " in case for case in result.microseconds) == 6
     for case, found in result.microseconds.items():
         assert set(found) >= {"cupynorm", "torch"} and all(0.1 < each < 10**5 for each in found.values()), case
     assert all("tutorial" in fault for fault in result.faults)
