@@ -88,6 +88,8 @@ def layer_norm(
     CuPy array; a CUDA torch tensor a torch tensor, differentiable in input, weight, bias and residual; NumPy arrays and CPU
     tensors are computed by the float64 reference and rounded once (differentiable for torch). torch.compile, torch.func, forward mode
     and second derivatives work; under CUDA's torch.autocast y is float32 unless out_dtype says otherwise, as torch's is.
+    Of a torch DTensor, in shards of rows or whole on each rank, y lies as input; weight and bias are replicated DTensors or plain
+    tensors, the same on every rank; input whose rows are split is put together first.
 
     Arithmetic is in float32 (float64 for float64 input) with one rounding at the end; a row's result does not depend on the other
     rows and repeats to the bit. A row that holds NaN or Inf is NaN, and only that row. A row of float32 or bfloat16 whose squared

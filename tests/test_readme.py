@@ -49,3 +49,23 @@ def test_its_swap_runs(capsys):
 def test_its_plan_command_prints_a_plan(capsys):
     assert main(["plan", "4096", "--device", "H200"]) == 0
     assert "forward_block.cu" in capsys.readouterr().out
+
+
+def test_every_file_it_names_is_there():
+    named = set(re.findall(r"`(?:python )?((?:notebooks|tests|cuda_src|cupynorm|reference)/[\w./]*)`", README))
+    assert {"notebooks/train_gpt.py", "notebooks/swap_hugging_face.py", "cupynorm/norm.py"} <= named
+    for path in named:
+        assert (Path(__file__).parents[1] / path).exists(), path
+
+
+def test_what_it_says_of_several_ranks_is_checked():
+    """Of DistributedDataParallel, fully_shard and DTensors: by name, in what two processes run."""
+    pytest.importorskip("torch")
+    two_ranks = pytest.importorskip("two_ranks")
+    claimed = {"distributed_data_parallel"}
+    if two_ranks.HAS_SHARDING:
+        claimed |= {
+            "fully_sharded", "fully_sharded_and_compiled", "dtensors_of_any_placement", "they_lie_where_torch_puts_its_own",
+            "plain_parameters_count_as_the_same_on_every_rank",
+        }  # fmt: skip
+    assert claimed <= set(two_ranks.CHECKS)
