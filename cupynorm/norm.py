@@ -88,12 +88,13 @@ def layer_norm(
     CuPy array; a CUDA torch tensor a torch tensor, differentiable in input, weight, bias and residual; NumPy arrays and CPU
     tensors are computed by the float64 reference and rounded once (differentiable for torch). torch.compile, torch.func, forward mode
     and second derivatives work; under CUDA's torch.autocast y is float32 unless out_dtype says otherwise, as torch's is.
-    Of a torch DTensor, in shards of rows or whole on each rank, y lies as input; weight and bias are replicated DTensors or plain
-    tensors, the same on every rank; input whose rows are split is put together first.
 
     Arithmetic is in float32 (float64 for float64 input) with one rounding at the end; a row's result does not depend on the other
     rows and repeats to the bit. A row that holds NaN or Inf is NaN, and only that row. A row of float32 or bfloat16 whose squared
     deviations sum beyond 3.4e38 (values of about 1.8e19 and more) has infinite variance in float32, so rstd is 0 and y is bias.
+
+    Of a torch DTensor, in shards of rows or whole on each rank, y lies as input; weight and bias are replicated DTensors or plain
+    tensors, the same on every rank; input whose rows are split is put together first.
 
     Raises ValueError or TypeError, before anything is launched, for shapes, dtypes, devices or options that do not fit;
     cupynorm.MissingLibraryError if the input is on a GPU and CuPy or NVRTC is not installed.
@@ -700,7 +701,6 @@ def prepare_backward(
         weight = _take_like(weight, x, extents, "weight", "x")
         mean = _take_statistic(mean, x, leading, "mean") if centered else None
         rstd = _take_statistic(rstd, x, leading, "rstd")
-        arrays.check_addresses(dy=dy, x=x, mean=mean, rstd=rstd, weight=weight, dsum=dsum)
         if isinstance(gradients, str) or any(name not in Backward._fields for name in gradients):
             raise ValueError(f"gradients is {gradients!r}; expected some of {', '.join(Backward._fields)}")
         own = arrays.dtype_name(weight) if weight is not None else dtype
@@ -710,6 +710,7 @@ def prepare_backward(
             own if dbias_dtype is None else check_dtype_name(dbias_dtype, "dbias_dtype"),
         )
         wanted = tuple(each if name in gradients else None for name, each in zip(Backward._fields, dtypes))
+        arrays.check_addresses(dy=dy, x=x, mean=mean, rstd=rstd, weight=weight, dsum=dsum)
         if arrays.on_host(x):
             prepared = _ReferenceBackward(centered, shape, extents, zero_centered_weight, wanted)
         else:

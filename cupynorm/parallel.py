@@ -48,9 +48,12 @@ def _on_every_rank(tensor: Tensor | None, like: Tensor) -> Tensor | None:
     return DTensor.from_local(tensor, mesh, [Replicate()] * mesh.ndim, run_check=False)
 
 
-@torch.compiler.assume_constant_result  # the compiler calls it, and does not look inside
 def _register() -> None:
     _register_once()
+
+
+# torch.compiler.assume_constant_result, which would import the compiler now: that calls the function, and does not look inside.
+_register._dynamo_marked_constant = True
 
 
 @cache

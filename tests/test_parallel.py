@@ -72,3 +72,20 @@ def test_a_torch_that_cannot_be_told_is_named(monkeypatch):
     sentence = f"torch {re.escape(torch.__version__)} has no .*register_sharding; expected a later torch"
     with pytest.raises(NotImplementedError, match=sentence):
         parallel._register_once.__wrapped__()
+
+
+def test_who_has_no_dtensor_does_not_import_them():
+    """It would take seconds."""
+    script = (
+        "import sys, torch, cupynorm\n"
+        "before = set(sys.modules)\n"
+        "x = torch.randn(3, 8, requires_grad=True)\n"
+        "cupynorm.LayerNorm(8)(x).sum().backward()\n"
+        "cupynorm.rms_norm(torch.nn.Buffer(x.detach()) if hasattr(torch.nn, 'Buffer') else x, 8)\n"
+        "brought = set(sys.modules) - before\n"
+        "assert 'cupynorm.parallel' in brought, brought\n"
+        "assert not [name for name in brought if name.startswith('torch.distributed')], brought\n"
+    )
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    done = subprocess.run([sys.executable, "-c", script], env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
