@@ -22,7 +22,7 @@ from torch import distributed
 from torch.nn import functional
 
 import cupynorm
-from cupynorm import parallel
+from cupynorm import arrays, parallel
 
 try:
     from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -247,6 +247,8 @@ def what_is_refused(ranks):
     x, weight = ranks.random(4, 8), ranks.random(8)
     there = ranks.lay(weight, Replicate())
     rows = ranks.lay(x, Shard(0))
+    # No plan that was made for the one is found for the other.
+    assert arrays.TorchLibrary.lie(there) != arrays.TorchLibrary.lie(full(there)) == arrays.TorchLibrary.lie(weight)
     for call, sentence in (
         (lambda: cupynorm.layer_norm(x, 8, there), "weight is a DTensor and input is a Tensor; expected input to be a DTensor"),
         (lambda: cupynorm.layer_norm(x, 8, weight, there), "bias is a DTensor and input is a Tensor"),
