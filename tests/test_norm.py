@@ -1028,7 +1028,7 @@ def test_temporaries_belong_to_the_stream_of_the_call():
     stream = torch.cuda.Stream()
     for _ in range(2):  # in the second round the stream has memory of its own to reuse
         with torch.cuda.stream(stream):
-            torch.cuda._sleep(CYCLES)
+            torch.cuda._sleep(4 * CYCLES)  # memory is allocated meanwhile
             got = gradients()
         others = [torch.full((600, 1000), torch.nan, device="cuda") for _ in range(8)]
         others += [torch.full((num_rows, 1000), torch.nan, device="cuda") for num_rows in (1, 2, 132, 264, 528)]
@@ -1055,7 +1055,7 @@ def test_a_recorded_input_outlives_its_last_reference():
         address = x.data_ptr()
     reader.wait_stream(maker)
     with torch.cuda.stream(reader):
-        torch.cuda._sleep(CYCLES)
+        torch.cuda._sleep(4 * CYCLES)  # memory is allocated meanwhile
         y = cupynorm.layer_norm(x, 1000, weight)
         (got,) = torch.autograd.grad(y, weight, dy)
     x.record_stream(reader)
@@ -1085,7 +1085,7 @@ def test_calls_that_wait_on_several_streams_do_not_mix():
     found = []
     for stream, x in zip(streams, inputs):
         with torch.cuda.stream(stream):
-            torch.cuda._sleep(CYCLES)
+            torch.cuda._sleep(4 * CYCLES)  # memory is allocated meanwhile
             found.append(call(x))
     assert not any(stream.query() for stream in streams), "a stream ended too early: the test shows nothing"
     torch.cuda.synchronize()
@@ -1104,7 +1104,7 @@ def test_backward_runs_on_the_stream_of_forward():
     late = torch.zeros_like(values).requires_grad_()
     torch.cuda.synchronize()
     with torch.cuda.stream(stream):
-        torch.cuda._sleep(CYCLES)
+        torch.cuda._sleep(4 * CYCLES)  # memory is allocated meanwhile
         with torch.no_grad():
             late.copy_(values)
         y = cupynorm.layer_norm(2 * late, 1000)
