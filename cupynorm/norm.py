@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import math
 import numbers
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -459,13 +457,9 @@ def normalize(
     centered, input, extents, weight, bias, eps, residual, return_residual, zero_centered_weight, out_dtype, out, options
 ):  # fmt: skip
     """layer_norm and rms_norm: of torch tensors as autograd, the compiler and the transforms of torch ask for it."""
-    torch = sys.modules.get("torch")
-    if torch is not None and isinstance(input, torch.Tensor):
-        if torch.compiler.is_dynamo_compiling():  # torch.compile follows an import, and warns of a cache
-            from . import autograd
-        else:
-            autograd = _autograd()
-        y, added = autograd.normalize(
+    # Not by asking sys.modules: torch.compile would look through all of them.
+    if hasattr(type(input), "__torch_function__") and isinstance(input, _torch_part().torch.Tensor):
+        y, added = _torch_part().normalize(
             centered, input, extents, weight, bias, eps, residual, zero_centered_weight, out_dtype, out, options
         )
     else:
@@ -476,11 +470,17 @@ def normalize(
     return (y, added) if return_residual else y
 
 
-@cache  # an import statement takes a microsecond even where nothing is left to import
-def _autograd():
-    from . import autograd
+_autograd = None  # from the first torch tensor on: an import statement takes a microsecond even where nothing is left to import
 
-    return autograd
+
+def _torch_part():
+    global _autograd
+    if _autograd is None:
+        from . import autograd
+
+        _autograd = autograd
+        return autograd  # old compilers do not see yet what was just kept
+    return _autograd
 
 
 # What a forward is for.

@@ -1,6 +1,6 @@
 """A GPT trained with torch's norms and with cupynorm's: the same weights, the same batches, and how far the losses come apart.
 
-    python notebooks/train_gpt.py [--steps 200] [--layers 12] [--width 768] [--batch 16] [--context 512] [--device cuda]
+    python notebooks/train_gpt.py [--steps 200] [--layers 12] [--width 768] [--batch 64] [--context 512] [--device cuda]
                                   [--runs RUN,..] [--json FILE] [--plot FILE]
 
 The text is what every Python brings, the sources of its standard library; a token is a byte. On a GPU weights are float32 and the
@@ -180,7 +180,7 @@ def plot(trained: dict[str, Trained], path: Path) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, Trained]:
     parser = argparse.ArgumentParser(description="Trains a GPT with torch's norms and with cupynorm's, and compares.")
-    sizes = {"steps": 200, "layers": 12, "width": 768, "batch": 16, "context": 512}
+    sizes = {"steps": 200, "layers": 12, "width": 768, "batch": 64, "context": 512}
     for name, default in sizes.items():
         parser.add_argument(f"--{name}", type=int, default=default, help="default: %(default)s")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="default: %(default)s")
