@@ -1,6 +1,12 @@
-"""LayerNorm and RMSNorm in NumPy float64: the truth that every kernel is held to. Imports nothing but NumPy."""
+"""LayerNorm, RMSNorm, the linear layer after them and 8-bit floats in NumPy: the truth that every kernel is held to. Imports nothing
+but NumPy."""
 
+from . import fp8
 from .layer_norm import Gradients, Normalized, layer_norm, layer_norm_backward
+from .layer_norm_linear import Folded, Projected, ProjectedGradients, fold, norm_linear, norm_linear_backward
 from .rms_norm import rms_norm, rms_norm_backward
 
-__all__ = ["Gradients", "Normalized", "layer_norm", "layer_norm_backward", "rms_norm", "rms_norm_backward"]
+__all__ = [
+    "Folded", "Gradients", "Normalized", "Projected", "ProjectedGradients", "fold", "fp8", "layer_norm", "layer_norm_backward",
+    "norm_linear", "norm_linear_backward", "rms_norm", "rms_norm_backward",
+]  # fmt: skip

@@ -192,6 +192,95 @@ def test_the_bound_tells_right_from_wrong(norm):
     assert relative_error(backward(norm, dy, other, weight).dx, expected) > 1e3 * BOUND
 
 
+# The linear layer after a norm.
+
+
+def draw_linear(shape=(3, 7), out_features=4):
+    x, _, norm_weight, norm_bias = draw(shape)
+    generator = np.random.default_rng(2)
+    sizes = {"weight": (out_features, shape[1]), "bias": (out_features,), "dy": (shape[0], out_features)}
+    others = {name: generator.standard_normal(size) for name, size in sizes.items()}
+    return {"x": x, "norm_weight": norm_weight, "norm_bias": norm_bias, **others}
+
+
+@pytest.mark.parametrize("norm", NORMS)
+def test_norm_linear_is_the_norm_and_then_sums_of_products(norm):
+    given = draw_linear()
+    dy, centered = given.pop("dy"), norm == "layer_norm"
+    made = reference.norm_linear(**given, eps=EPS, centered=centered)
+    normalized, mean, rstd = textbook(norm, given["x"], given["norm_weight"], given["norm_bias"], EPS)
+    for row, of_row in enumerate(normalized.tolist()):
+        for col, (weights, bias) in enumerate(zip(given["weight"].tolist(), given["bias"].tolist())):
+            expected = math.fsum([one * other for one, other in zip(of_row, weights)] + [bias])
+            assert math.isclose(made.y[row, col], expected, rel_tol=1e-12, abs_tol=1e-12)
+    np.testing.assert_allclose(made.normalized, normalized, rtol=1e-12, atol=1e-12)
+    np.testing.assert_allclose(made.rstd, rstd, rtol=1e-12)
+    assert centered == (made.mean is not None) and dy.shape == made.y.shape
+
+
+@pytest.mark.parametrize("zero_centered", (False, True), ids=("weight", "1+weight"))
+@pytest.mark.parametrize("norm", NORMS)
+def test_gradients_of_norm_linear_by_central_differences(norm, zero_centered):
+    """loss = sum(dy * y) + sum(dnormalized * normalized) + sum(dsum * (x + residual)): every argument is moved element by element."""
+    given = draw_linear()
+    dy = given.pop("dy")
+    given["residual"], dnormalized, *_ = draw((3, 7), seed=1)
+    dsum = draw((3, 7), seed=2)[0]
+    options = {"centered": norm == "layer_norm", "zero_centered_weight": zero_centered, "eps": EPS}
+
+    def loss(**moved):
+        made = reference.norm_linear(**(given | moved), **options)
+        return float((dy * made.y).sum() + (dnormalized * made.normalized).sum() + (dsum * made.sum).sum())
+
+    made = reference.norm_linear(**given, **options)
+    parameters = (given["norm_weight"], given["norm_bias"], given["weight"])
+    gradients = reference.norm_linear_backward(
+        dy, made.sum, made.mean, made.rstd, *parameters, zero_centered_weight=zero_centered, dnormalized=dnormalized, dsum=dsum
+    )
+    for name, at in given.items():
+        got = gradients.dx if name == "residual" else getattr(gradients, f"d{name}")
+        expected = central_differences(lambda moved: loss(**{name: moved}), at)  # noqa: B023
+        assert got.shape == at.shape
+        assert relative_error(got, expected) < BOUND, name
+    without = reference.norm_linear_backward(dy, made.sum, made.mean, made.rstd, *parameters, dsum=dsum)
+    assert relative_error(without.dx, gradients.dx) > 1e3 * BOUND
+
+
+@pytest.mark.parametrize("norm", NORMS)
+def test_norm_linear_without_what_is_optional(norm):
+    given = draw_linear()
+    dy, centered = given.pop("dy"), norm == "layer_norm"
+    absent = dict.fromkeys(("norm_weight", "norm_bias", "bias"))
+    ones, zeros = np.ones(7), np.zeros(7)
+    present = {"norm_weight": ones, "norm_bias": zeros, "bias": np.zeros(4)}
+    made, same = (reference.norm_linear(**(given | each), centered=centered) for each in (absent, present))
+    for got, expected in zip(made, same):
+        assert (got is None and expected is None) or np.array_equal(got, expected)
+    one, other = (
+        reference.norm_linear_backward(dy, made.sum, made.mean, made.rstd, *each, given["weight"])
+        for each in ((None, None), (ones, zeros))
+    )
+    for got, expected in zip(one, other):
+        np.testing.assert_array_equal(got, expected)
+
+
+@pytest.mark.parametrize("zero_centered", (False, True), ids=("weight", "1+weight"))
+@pytest.mark.parametrize("norm", NORMS)
+def test_folded_is_the_same_function(norm, zero_centered):
+    given = draw_linear((5, 33))
+    given.pop("dy")
+    options = {"centered": norm == "layer_norm", "zero_centered_weight": zero_centered}
+    made = reference.norm_linear(**given, **options)
+    x = given.pop("x")
+    folded = reference.fold(**given, **options)
+    np.testing.assert_allclose(made.rstd[:, None] * (x @ folded.weight.T) + folded.bias, made.y, rtol=0, atol=1e-12)
+    if norm == "layer_norm":
+        np.testing.assert_allclose(folded.weight.sum(axis=1), 0, atol=1e-13)
+    without = reference.fold(given["norm_weight"], None, given["weight"], **options)
+    np.testing.assert_array_equal(without.weight, folded.weight)
+    assert without.bias.shape == (4,) and not without.bias.any()
+
+
 def test_the_reference_imports_nothing_of_the_package():
     """Loaded from its folder as a package of its own, it brings NumPy and itself, and nothing named cupynorm, cupy or torch."""
     script = f"""
@@ -205,5 +294,6 @@ print(json.dumps([brought, float(reference.layer_norm([[1.0, 3.0]], eps=0.0).y[0
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=120)
     brought, value = json.loads(done.stdout)
-    assert brought == ["reference", "reference.layer_norm", "reference.rms_norm"]
+    modules = ("fp8", "layer_norm", "layer_norm_linear", "rms_norm")
+    assert brought == ["reference", *(f"reference.{name}" for name in modules)]
     assert value == 1.0
