@@ -8,7 +8,6 @@ from fractions import Fraction
 import ml_dtypes
 import numpy as np
 import pytest
-
 from cupynorm.reference import fp8
 
 FORMATS = tuple(fp8.FORMATS)
