@@ -20,6 +20,14 @@ _NAMES = {
     "rms_norm_backward": "norm",
     "Forward": "norm",
     "Backward": "norm",
+    "layer_norm_linear": "norm_linear",
+    "rms_norm_linear": "norm_linear",
+    "layer_norm_linear_forward": "norm_linear",
+    "layer_norm_linear_backward": "norm_linear",
+    "rms_norm_linear_forward": "norm_linear",
+    "rms_norm_linear_backward": "norm_linear",
+    "ProjectedForward": "norm_linear",
+    "ProjectedBackward": "norm_linear",
     "plan": "dispatch",
     "Plan": "dispatch",
     "Tile": "strategies",
@@ -34,10 +42,12 @@ _NAMES = {
     "RMSNorm": "modules",
     "swap_norms": "modules",
     "SwappedNorms": "modules",
+    "LayerNormLinear": "linear",
 }
 
 # `from cupynorm import *` works without torch: what needs it is asked for by name.
-__all__ = ["__version__", *(name for name, module in _NAMES.items() if module != "modules")]
+_NEED_TORCH = ("modules", "linear", "fp8")
+__all__ = ["__version__", *(name for name, module in _NAMES.items() if module not in _NEED_TORCH)]
 
 
 def __getattr__(name: str) -> object:

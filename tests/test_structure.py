@@ -96,9 +96,9 @@ def test_import_takes_less_than_50_milliseconds_beyond_numpy():
 # From the bottom up; an import at module level goes to the same row or below. pure, CuPy, calls, norm, torch, tools.
 ROWS = (
     ("dtypes", "devices", "strategies", "dispatch", "candidates"),
-    ("nvrtc", "launch", "arrays", "on_cpu"),
+    ("nvrtc", "launch", "arrays", "cublas", "on_cpu"),
     ("calls",),
-    ("norm", "tiles"),
+    ("norm", "norm_linear", "tiles"),
     ("formulas", "torch_ops", "autograd", "modules", "fp8", "linear", "parallel"),
     (
         "gradient_check",
@@ -116,8 +116,8 @@ ROWS = (
 )
 ROW_OF = {name: row for row, names in enumerate(ROWS) for name in names} | {"reference": -1, "data": -1}
 # Upward only inside a function that needs it: plan() of the current GPU, and torch tensors.
-UPWARD = {("dispatch", "launch"), ("norm", "autograd")}
-TORCH = {"formulas", "torch_ops", "autograd", "modules", "linear", "parallel", "tutorial"}
+UPWARD = {("dispatch", "launch"), ("norm", "autograd"), ("norm_linear", "linear")}
+TORCH = {"formulas", "torch_ops", "autograd", "modules", "fp8", "linear", "parallel", "tutorial"}
 CUPY = {"nvrtc", "launch"}
 
 
@@ -391,7 +391,8 @@ def test_public_names_are_documented(name):
 
 
 def test_public_names_are_the_ones_that_resolve():
-    assert set(dir(cupynorm)) - set(cupynorm.__all__) == {"LayerNorm", "RMSNorm", "swap_norms", "SwappedNorms"}
+    need_torch = {"LayerNorm", "RMSNorm", "swap_norms", "SwappedNorms", "LayerNormLinear"}
+    assert set(dir(cupynorm)) - set(cupynorm.__all__) == need_torch
     assert len(set(cupynorm.__all__)) == len(cupynorm.__all__)
     with pytest.raises(AttributeError, match="module 'cupynorm' has no attribute 'layernorm'"):
         _ = cupynorm.layernorm
