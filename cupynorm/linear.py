@@ -114,7 +114,7 @@ def _rows(tensor: Tensor) -> Tensor:
     return tensor.reshape(tensor.shape[:-1].numel(), tensor.shape[-1])
 
 
-# Norms: by the kernels at once, or by the operators, which are recorded and traced.
+# Norms: by the kernels at once; by the operators, which are recorded and traced; by formulas, which torch maps over.
 
 
 class _Kernels:
@@ -152,6 +152,20 @@ class _Operators:
             dy, x, mean if call.centered else None, rstd, norm_weight, dsum, tuple(x.shape[-1:]), wanted, call.zero_centered_weight,
             None if norm_bias is None else norm_bias.dtype, call.options.of("backward").sm_margin, None,
         )  # fmt: skip
+
+
+class _Formulas:
+    @staticmethod
+    def normalize(call, input, residual, norm_weight, norm_bias, purpose=None):
+        eps = norm._check_eps(call.eps, _name(input.dtype), has_default=not call.centered)
+        x_hat = formulas.x_hat(input, 1, call.centered, eps)
+        y = x_hat * formulas.scale(norm_weight, call.zero_centered_weight, x_hat.dtype)
+        return ((y if norm_bias is None else y + norm_bias).to(call.dtype),)
+
+    @staticmethod
+    def gradients(call, dy, x, mean, rstd, norm_weight, norm_bias, dsum, wanted):
+        made = formulas.gradients(dy, x, mean, rstd, norm_weight, dsum, tuple(x.shape[-1:]), call.zero_centered_weight)
+        return [gradient if is_wanted else None for gradient, is_wanted in zip(made, wanted)]
 
 
 # Forward.
@@ -206,14 +220,16 @@ class _Projected(torch.autograd.Function):
         added, mean, rstd, norm_weight, norm_bias, normalized, cast, *parts = ctx.saved_tensors
         weights, biases = parts[: ctx.num_parts], parts[ctx.num_parts :]
         wanted = ctx.needs_input_grad[3:]
-        if torch.is_grad_enabled() or _is_transformed() or forward_ad._current_level >= 0:  # create_graph=True, or mapped over
+        given = [each for each in (dy, dnormalized, dsum) if each is not None]
+        transformed = _is_transformed() or any(map(autograd._is_mapped, given)) or forward_ad._current_level >= 0
+        if transformed or torch.is_grad_enabled():  # create_graph=True, is_grads_batched=True, or a tangent
             if ctx.take is not None:
                 raise RuntimeError(
                     "a differentiable gradient was asked for of a layer that hands its weight gradients on "
                     "(fuse_wgrad_accumulation or delay_wgrad_compute); expected create_graph=False"
                 )
-            norms, weight, normalized = _Operators, torch.cat(weights) if len(weights) > 1 else weights[0], None
-            weight = weight.to(ctx.call.dtype)
+            norms, normalized = _Formulas if transformed else _Operators, None
+            weight = (torch.cat(weights) if len(weights) > 1 else weights[0]).to(ctx.call.dtype)
         else:
             norms, weight = _Kernels, _joined(weights) if cast is None else cast
         made = _gradients(
@@ -376,17 +392,19 @@ class _WeightGradients:
             self.queue.append(partial(self._add, rows, make_normalized, weights, biases))
             return [None] * len(weights), [None] * len(biases)
         self._add_weights(rows, make_normalized, weights)
-        dbiases = [None if bias is None else each.sum(0, dtype=bias.dtype) for bias, each in zip(biases, self._parts(rows))]
-        return [_placeholder(weight) for weight in weights], dbiases
+        return [_placeholder(weight) for weight in weights], self._bias_gradients(rows, biases)
 
-    def _parts(self, rows: Tensor) -> tuple[Tensor, ...]:
-        return rows.split([len(weight) for weight in self.weights], 1)
+    def _bias_gradients(self, rows: Tensor, biases: Sequence[Tensor | None]) -> list[Tensor | None]:
+        if all(bias is None for bias in biases):
+            return list(biases)
+        parts = rows.sum(0, dtype=self.biases[0].dtype).split([len(bias) for bias in self.biases])
+        return [None if bias is None else part for bias, part in zip(biases, parts)]
 
     def _add(self, rows, make_normalized, weights, biases) -> None:
         self._add_weights(rows, make_normalized, weights)
-        for bias, part in zip(biases, self._parts(rows)):
+        for bias, gradient in zip(biases, self._bias_gradients(rows, biases)):
             if bias is not None:
-                _accumulate(bias, part.sum(0, dtype=bias.dtype))
+                _accumulate(bias, gradient)
 
     def _add_weights(self, rows, make_normalized, weights) -> None:
         if all(weight is None for weight in weights):
@@ -399,7 +417,7 @@ class _WeightGradients:
                     _accumulate(weight, part.to(weight.dtype))
             return
         writes_over, self.step.is_stale = self.step.is_stale, False
-        for weight, part in zip(weights, self._parts(rows)):
+        for weight, part in zip(weights, rows.split([len(each) for each in self.weights], 1)):
             if weight is not None:
                 over = writes_over or getattr(weight, "overwrite_main_grad", False)
                 _add_product(_main_grad(weight), part.t(), normalized, accumulate=not over)
