@@ -43,6 +43,12 @@ _NAMES = {
     "swap_norms": "modules",
     "SwappedNorms": "modules",
     "LayerNormLinear": "linear",
+    "fp8_autocast": "fp8",
+    "Format": "fp8",
+    "DelayedScaling": "fp8",
+    "CurrentScaling": "fp8",
+    "BlockScaling": "fp8",
+    "QuantizedTensor": "fp8",
 }
 
 # `from cupynorm import *` works without torch: what needs it is asked for by name.

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.nn import functional
 
-from . import autograd, formulas, norm, norm_linear, torch_ops
+from . import autograd, formulas, fp8, fp8_linear, norm, norm_linear, torch_ops
 from .calls import Options
 
 _is_compiling = torch.compiler.is_dynamo_compiling
@@ -384,14 +384,20 @@ class _WeightGradients:
         """step: None where there is no main_grad. queue: None where nothing is delayed."""
         self.weights, self.biases, self.step, self.queue = weights, biases, step, queue
 
-    def __call__(self, rows: Tensor, make_normalized: Callable[[], Tensor], wanted: Sequence[bool]) -> tuple[list, list]:
-        """What autograd is given for weights and biases. rows: dy [num_rows, out_features]. wanted: of weights, then biases."""
+    def __call__(
+        self, rows: Tensor, make_normalized: Callable[[], Tensor] | None, wanted: Sequence[bool],
+        make_dweight: Callable[[], Tensor] | None = None,
+    ) -> tuple[list, list]:  # fmt: skip
+        """What autograd is given for weights and biases. rows: dy [num_rows, out_features]. wanted: of weights, then biases.
+
+        make_dweight: gives the product of rows and the normalised tensor, where that is not simply theirs.
+        """
         weights = [weight if is_wanted else None for weight, is_wanted in zip(self.weights, wanted)]
         biases = [bias if is_wanted else None for bias, is_wanted in zip(self.biases, wanted[len(weights) :])]
         if self.queue is not None:
-            self.queue.append(partial(self._add, rows, make_normalized, weights, biases))
+            self.queue.append(partial(self._add, rows, make_normalized, weights, biases, make_dweight))
             return [None] * len(weights), [None] * len(biases)
-        self._add_weights(rows, make_normalized, weights)
+        self._add_weights(rows, make_normalized, weights, make_dweight)
         return [_placeholder(weight) for weight in weights], self._bias_gradients(rows, biases)
 
     def _bias_gradients(self, rows: Tensor, biases: Sequence[Tensor | None]) -> list[Tensor | None]:
@@ -400,24 +406,26 @@ class _WeightGradients:
         parts = rows.sum(0, dtype=self.biases[0].dtype).split([len(bias) for bias in self.biases])
         return [None if bias is None else part for bias, part in zip(biases, parts)]
 
-    def _add(self, rows, make_normalized, weights, biases) -> None:
-        self._add_weights(rows, make_normalized, weights)
+    def _add(self, rows, make_normalized, weights, biases, make_dweight) -> None:
+        self._add_weights(rows, make_normalized, weights, make_dweight)
         for bias, gradient in zip(biases, self._bias_gradients(rows, biases)):
             if bias is not None:
                 _accumulate(bias, gradient)
 
-    def _add_weights(self, rows, make_normalized, weights) -> None:
+    def _add_weights(self, rows, make_normalized, weights, make_dweight) -> None:
         if all(weight is None for weight in weights):
             return
-        normalized = make_normalized()
+        sizes = [len(weight) for weight in self.weights]
+        normalized = make_normalized() if make_dweight is None else None
         if self.step is None:
-            dweight = rows.t() @ normalized
-            for weight, part in zip(weights, dweight.split([len(each) for each in self.weights])):
+            dweight = rows.t() @ normalized if make_dweight is None else make_dweight()
+            for weight, part in zip(weights, dweight.split(sizes)):
                 if weight is not None:
                     _accumulate(weight, part.to(weight.dtype))
             return
         writes_over, self.step.is_stale = self.step.is_stale, False
-        for weight, part in zip(weights, rows.split([len(each) for each in self.weights], 1)):
+        products = (rows if make_dweight is None else make_dweight().t()).split(sizes, 1)
+        for weight, part in zip(weights, products):
             if weight is not None:
                 over = writes_over or getattr(weight, "overwrite_main_grad", False)
                 _add_product(_main_grad(weight), part.t(), normalized, accumulate=not over)
@@ -444,9 +452,11 @@ def _placeholder(weight: Tensor | None) -> Tensor | None:
     return torch.zeros_like(weight) if getattr(weight, "zero_out_wgrad", False) else torch.empty_like(weight)
 
 
-def _add_product(to: Tensor, a: Tensor, b: Tensor, *, accumulate: bool) -> None:
-    """to += a @ b, or to = a @ b, in to's dtype: unrounded before the addition where torch can."""
-    if to.dtype == a.dtype:
+def _add_product(to: Tensor, a: Tensor, b: Tensor | None, *, accumulate: bool) -> None:
+    """to += a @ b, or to = a @ b, in to's dtype: unrounded before the addition where torch can. b None: a is the product."""
+    if b is None:
+        to.add_(a) if accumulate else to.copy_(a)
+    elif to.dtype == a.dtype:
         torch.addmm(to, a, b, beta=int(accumulate), out=to)
     elif to.is_cuda and to.dtype == torch.float32 and _has_wide_products:
         torch.addmm(to, a, b, out_dtype=to.dtype, beta=int(accumulate), out=to)
@@ -681,6 +691,8 @@ class LayerNormLinear(torch.nn.Module):
         self.wgrad_accumulation_and_reduce_hooks: list[Callable[[], None]] = []
         self._step = _Step(False)
         self._delayed: deque[Callable[[], None]] = deque()
+        self._fp8_states: dict[str, fp8.Scales] = {}
+        self._fp8_weight: fp8.QuantizedTensor | None = None
 
         names, self.parameter_split_sizes = _splits(parameters_split, out_features)
         self.weight_names = [f"{name}weight" for name in names]
@@ -753,41 +765,58 @@ class LayerNormLinear(torch.nn.Module):
                 setattr(self, name, function(getattr(self, name)))
         self._join_parameters()
         self._mark_parameters()
+        self._fp8_weight = None
         return self
 
     def __getstate__(self) -> dict:
-        return self.__dict__ | {"_delayed": deque(), "_step": _Step(False)}  # what a step holds belongs to this module alone
+        return self.__dict__ | {
+            "_delayed": deque(),
+            "_step": _Step(False),
+            "_fp8_weight": None,
+        }  # what a step holds belongs to this module alone
 
     def __setstate__(self, state: dict) -> None:
         super().__setstate__(state)
         self._join_parameters()
         self._mark_parameters()  # a deep copy of a parameter loses its attributes
 
+    def get_extra_state(self) -> Tensor:
+        """The state of delayed scaling as bytes, without pickle: an empty uint8 tensor where there is none."""
+        return fp8.pack(self._fp8_states)
+
+    def set_extra_state(self, state: Any) -> None:
+        """Takes what get_extra_state gave. Of TransformerEngine's it takes an empty one, and leaves a pickle unopened with a warning."""
+        self._fp8_states = fp8_linear.states_from(fp8.unpack(state))
+
     def _load_from_state_dict(self, state_dict: dict, prefix: str, *arguments) -> None:
+        state_dict = {f"{prefix}_extra_state": None, **state_dict}  # a state dict of another origin has none
         super()._load_from_state_dict(state_dict, prefix, *arguments)
+        self._fp8_weight = None
         self._mark_parameters()  # load_state_dict(assign=True) brings other parameters
 
     def forward(
         self, inp: Tensor, is_first_microbatch: bool | None = None, fp8_output: bool = False, fp8_grad: bool = False
     ) -> Tensor | tuple[Tensor, ...]:
-        """The call. fp8_output, fp8_grad: only inside cupynorm.fp8_autocast."""
+        """The call. Inside cupynorm.fp8_autocast also, without gradients, fp8_output: out as a QuantizedTensor of its rows; and
+        fp8_grad: the gradient of the normalised tensor is rounded to an 8-bit float too.
+        """
         if inp.shape[-1:] != (self.in_features,):
             raise ValueError(
                 f"input has shape {tuple(inp.shape)}; expected (..., {self.in_features}), in_features of this layer"
             )
-        for name, given in (("fp8_output", fp8_output), ("fp8_grad", fp8_grad)):
-            if given:
-                raise ValueError(f"{name} is True outside of fp8_autocast; expected False, or the call inside of it")
         hands_on = self.fuse_wgrad_accumulation or self.delay_wgrad_compute
-        if hands_on and torch.is_grad_enabled() and any(each.requires_grad for each in (*self._weights(), *self._biases())):
+        region = fp8.active()
+        if region is not None:
+            y, normalized = self._project_in_fp8(region, inp, is_first_microbatch, fp8_output, fp8_grad)
+        elif fp8_output or fp8_grad:
+            name = "fp8_output" if fp8_output else "fp8_grad"
+            raise ValueError(f"{name} is True outside of fp8_autocast; expected False, or the call inside of it")
+        elif hands_on and torch.is_grad_enabled() and any(each.requires_grad for each in (*self._weights(), *self._biases())):
             y, normalized = self._project_and_hand_on(inp, is_first_microbatch)
         else:
             y, normalized = self._project(inp, None)
-        results = (
-            y,
-            *((self._returned_bias(y),) if self.return_bias else ()),
-            *((normalized,) if self.return_layernorm_output else ()),
-        )
+        bias = (self._returned_bias(inp, y.dtype),) if self.return_bias else ()
+        results = (y, *bias, *((normalized,) if self.return_layernorm_output else ()))
         return results if len(results) > 1 else y
 
     def _project(self, inp: Tensor, take: _WeightGradients | None) -> tuple[Tensor, Tensor | None]:
@@ -800,6 +829,9 @@ class LayerNormLinear(torch.nn.Module):
 
     @torch.compiler.disable  # what backward hands on, it hands to Python objects
     def _project_and_hand_on(self, inp: Tensor, is_first_microbatch: bool | None) -> tuple[Tensor, Tensor | None]:
+        return self._project(inp, self._weight_gradients(is_first_microbatch))
+
+    def _weight_gradients(self, is_first_microbatch: bool | None) -> _WeightGradients:
         weights, step = self._weights(), None
         if self.fuse_wgrad_accumulation:
             for name, weight in zip(self.weight_names, weights):
@@ -817,13 +849,73 @@ class LayerNormLinear(torch.nn.Module):
                 self._step = _Step(True)
             step = self._step
         biases = [] if self.return_bias else self._biases()
-        return self._project(inp, _WeightGradients(weights, biases, step, self._delayed if self.delay_wgrad_compute else None))
+        return _WeightGradients(weights, biases, step, self._delayed if self.delay_wgrad_compute else None)
 
-    def _returned_bias(self, y: Tensor) -> Tensor:
+    @torch.compiler.disable  # scales are kept from step to step in Python objects
+    def _project_in_fp8(
+        self, region: fp8.Region, inp: Tensor, is_first_microbatch: bool | None, fp8_output: bool, fp8_grad: bool
+    ) -> tuple[Tensor | fp8.QuantizedTensor, Tensor | None]:
+        if self.fused is not None:
+            raise ValueError(f"fused is {self.fused!r} inside fp8_autocast; expected None")
+        if inp.dtype == torch.float64:
+            raise TypeError("input is of dtype float64 inside fp8_autocast; expected float16, bfloat16 or float32")
+        weights, biases = self._weights(), [] if self.return_bias else self._biases()
+        plain = _check(
+            self.normalization == "LayerNorm", inp, self.layer_norm_weight, self.layer_norm_bias, weights, biases, self.eps, None,
+            self.return_layernorm_output, self.zero_centered_gamma, self.save_normalized, None,
+            norm._options(None, None, None, self.sm_margin),
+        )  # fmt: skip
+        tensors = (inp, self.layer_norm_weight, self.layer_norm_bias, *weights, *biases)
+        recorded = torch.is_grad_enabled() and autograd._wants_gradient(*tensors)
+        if recorded and fp8_output:
+            raise ValueError("fp8_output is True where gradients are recorded; expected False, or torch.no_grad()")
+        recipe = region.recipe
+        states = fp8_linear.states_of(self._fp8_states, recipe, inp.device)
+        quantizers = fp8_linear.Quantizers(recipe, states, torch.is_grad_enabled())
+        if isinstance(recipe, fp8.DelayedScaling) and torch.is_grad_enabled():
+            region.ended[id(self)] = partial(states["forward"].update, recipe, region.group)
+        wide = plain._replace(dtype=torch.float32)
+        call = fp8_linear.Call(
+            lambda x, norm_weight, norm_bias: _Kernels.normalize(wide, x, None, norm_weight, norm_bias),
+            lambda *given: _Kernels.gradients(plain, *given[:-1], None, given[-1]), plain.dtype, self.return_layernorm_output,
+            self.save_normalized, quantizers, fp8_grad, region.group,
+        )  # fmt: skip
+        weight = self._quantized_weight(quantizers, is_first_microbatch, plain.dtype, recorded)
+        if recorded:
+            hands_on = self.fuse_wgrad_accumulation or self.delay_wgrad_compute
+            hands_on = hands_on and any(each.requires_grad for each in (*weights, *biases))
+            take = self._weight_gradients(is_first_microbatch) if hands_on else None
+            return fp8_linear.Projected.apply(call, weight, take, len(weights), *tensors)
+        with torch.no_grad():
+            normalized = call.normalize(*tensors[:3])[0]
+            bias = None if not biases else _joined(biases).to(plain.dtype)
+            y, _, _ = fp8_linear.project(call, normalized, weight, bias)
+            if fp8_output:
+                y = quantizers.quantize("output", y, quantizers.scale("output", y))
+            else:
+                y = y.reshape(*inp.shape[:-1], self.out_features)
+            return y, normalized.to(plain.dtype) if self.return_layernorm_output else None
+
+    def _quantized_weight(
+        self, quantizers: fp8_linear.Quantizers, is_first_microbatch: bool | None, dtype: torch.dtype, recorded: bool
+    ) -> fp8.QuantizedTensor:
+        """is_first_microbatch True: quantised and kept; False: the one that is kept; None: quantised, and not kept."""
+        kept = self._fp8_weight
+        if is_first_microbatch is False and kept is not None and not (recorded and kept.transposed is None):
+            return kept
+        with torch.no_grad():
+            weight = _joined(self._weights())
+            made = quantizers.quantize("weight", weight, quantizers.scale("weight", weight), transpose=recorded)
+            made.dtype = dtype
+        if is_first_microbatch is not None:
+            self._fp8_weight = made
+        return made
+
+    def _returned_bias(self, inp: Tensor, dtype: torch.dtype) -> Tensor:
         biases = self._biases()
         if not biases:
-            return y.new_empty(0)
-        return (torch.cat(biases) if len(biases) > 1 else biases[0]).to(y.dtype)
+            return inp.new_empty(0, dtype=dtype)
+        return (torch.cat(biases) if len(biases) > 1 else biases[0]).to(dtype)
 
     def backward_dw(self) -> None:
         """Makes the gradients of weights and biases that the oldest backward left, adds them to .grad (or main_grad), runs the hooks.

@@ -99,7 +99,7 @@ ROWS = (
     ("nvrtc", "launch", "arrays", "cublas", "on_cpu"),
     ("calls",),
     ("norm", "norm_linear", "tiles"),
-    ("formulas", "torch_ops", "autograd", "modules", "fp8", "linear", "parallel"),
+    ("formulas", "torch_ops", "autograd", "modules", "fp8", "fp8_linear", "linear", "parallel"),
     (
         "gradient_check",
         "activations",
@@ -117,7 +117,7 @@ ROWS = (
 ROW_OF = {name: row for row, names in enumerate(ROWS) for name in names} | {"reference": -1, "data": -1}
 # Upward only inside a function that needs it: plan() of the current GPU, and torch tensors.
 UPWARD = {("dispatch", "launch"), ("norm", "autograd"), ("norm_linear", "linear")}
-TORCH = {"formulas", "torch_ops", "autograd", "modules", "fp8", "linear", "parallel", "tutorial"}
+TORCH = {"formulas", "torch_ops", "autograd", "modules", "fp8", "fp8_linear", "linear", "parallel", "tutorial"}
 CUPY = {"nvrtc", "launch"}
 
 
@@ -392,6 +392,7 @@ def test_public_names_are_documented(name):
 
 def test_public_names_are_the_ones_that_resolve():
     need_torch = {"LayerNorm", "RMSNorm", "swap_norms", "SwappedNorms", "LayerNormLinear"}
+    need_torch |= {"fp8_autocast", "Format", "DelayedScaling", "CurrentScaling", "BlockScaling", "QuantizedTensor"}
     assert set(dir(cupynorm)) - set(cupynorm.__all__) == need_torch
     assert len(set(cupynorm.__all__)) == len(cupynorm.__all__)
     with pytest.raises(AttributeError, match="module 'cupynorm' has no attribute 'layernorm'"):

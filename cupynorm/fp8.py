@@ -1,0 +1,411 @@
+"""torch: 8-bit floats. Recipes, which say where scales come from; fp8_autocast, in which they hold; quantised tensors and their product.
+
+All of it is operations on the device, and nothing waits for a value: a step can be captured in a CUDA graph. To the bit what
+cupynorm.reference.fp8 gives for float32 values (NaN may keep its sign).
+
+    scale      multiplies in float32 before the one rounding, which saturates: data = float8(x * scale); x is data * scale_inv
+    delayed    the scale that the former steps' amaxes gave, while this step's amax is recorded (DelayedScaling)
+    current    largest / amax of this very tensor (CurrentScaling)
+    blocks     the same for each 128 columns of a row, and for each 128 x 128 of a weight (BlockScaling)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import json
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+LARGEST = {E4M3: 448.0, E5M2: 57344.0}
+BLOCK_SIZE = 128
+_LARGEST_FLOAT32 = torch.finfo(torch.float32).max
+
+
+class Format(enum.Enum):
+    """Which 8-bit float forward and backward use. E4M3: float8_e4m3fn in both. HYBRID: float8_e5m2 for gradients."""
+
+    HYBRID = (E4M3, E5M2)  # first: the next line hides the name
+    E4M3 = (E4M3, E4M3)
+
+
+# Recipes.
+
+
+def _check_format(recipe: Any) -> None:
+    if not isinstance(recipe.fp8_format, Format):
+        raise TypeError(f"fp8_format is {recipe.fp8_format!r}; expected Format.E4M3 or Format.HYBRID")
+
+
+@dataclass(frozen=True)
+class DelayedScaling:
+    """Scales from the amaxes of former steps: no tensor is read twice. TransformerEngine's arguments and formulas.
+
+    margin: the largest value maps to largest / 2^margin. fp8_format: a Format. amax_history_len: steps that are remembered.
+    amax_compute_algo: "max" of them, the "most_recent", or a callable of the history [len, num_tensors], whose first row is this step's,
+    that returns [num_tensors]. scaling_factor_compute_algo: None, or a callable (amax, scale, fp8_max, recipe) -> scale of tensors
+    [num_tensors]. reduce_amax: take the largest amax of all ranks of the group where torch.distributed runs.
+
+    After each step scale = largest / 2^margin / amax. An amax of 0, infinity or NaN leaves it as it was; beyond float32 it is
+    float32's largest. A tensor whose amax of this step is 0 was not used: neither its scale nor its history changes.
+    Raises ValueError or TypeError for what does not fit.
+    """
+
+    margin: int = 0
+    fp8_format: Format = Format.HYBRID
+    amax_history_len: int = 1024
+    amax_compute_algo: str | Callable[[Tensor], Tensor] = "max"
+    scaling_factor_compute_algo: Callable[[Tensor, Tensor, Tensor, DelayedScaling], Tensor] | None = None
+    reduce_amax: bool = True
+
+    def __post_init__(self) -> None:
+        _check_format(self)
+        if self.amax_history_len < 1:
+            raise ValueError(f"amax_history_len is {self.amax_history_len}; expected 1 or more")
+        if not callable(self.amax_compute_algo) and self.amax_compute_algo not in ("max", "most_recent"):
+            raise ValueError(f"amax_compute_algo is {self.amax_compute_algo!r}; expected 'max', 'most_recent' or a callable")
+
+
+@dataclass(frozen=True)
+class CurrentScaling:
+    """The scale of each tensor from its own amax.
+
+    fp8_format: a Format. amax_epsilon: what a smaller amax counts as. power_of_two: round scales down to powers of two.
+    An amax of 0, infinity or NaN gives scale 1. Raises ValueError or TypeError for what does not fit.
+    """
+
+    fp8_format: Format = Format.HYBRID
+    amax_epsilon: float = 0.0
+    power_of_two: bool = False
+
+    def __post_init__(self) -> None:
+        _check_format(self)
+        if not self.amax_epsilon >= 0:
+            raise ValueError(f"amax_epsilon is {self.amax_epsilon}; expected 0 or more")
+
+
+@dataclass(frozen=True)
+class BlockScaling:
+    """A scale for each 128 elements along what a product sums over, and for each 128 x 128 of a weight.
+
+    fp8_format: a Format. power_of_two: round scales down to powers of two. Raises TypeError for what does not fit.
+    """
+
+    fp8_format: Format = Format.E4M3
+    power_of_two: bool = True
+
+    def __post_init__(self) -> None:
+        _check_format(self)
+
+
+Recipe = DelayedScaling | CurrentScaling | BlockScaling
+
+
+# Scales and quantised tensors.
+
+
+def amax_of(x: Tensor, *dims: int) -> Tensor:
+    """max |x| in float32, over dims or over all; 0 of nothing, NaN if there is one."""
+    if not x.numel():
+        kept = [extent for at, extent in enumerate(x.shape) if dims and at not in dims]
+        return x.new_zeros(kept, dtype=torch.float32)
+    return torch.linalg.vector_norm(x, float("inf"), dims or None).float()
+
+
+def scale_of(amax: Tensor, dtype: torch.dtype, *, power_of_two: bool = False, smallest_amax: float = 0.0) -> Tensor:
+    """Current scales, float32, from amaxes: largest / amax, and 1 where amax is 0, infinite or NaN."""
+    if smallest_amax:
+        amax = torch.where(amax < smallest_amax, smallest_amax, amax)
+    # One division: a number over a tensor would be its reciprocal, rounded, times the number.
+    scale = (torch.full_like(amax, LARGEST[dtype]) / amax).clamp(max=_LARGEST_FLOAT32)
+    scale = torch.where(torch.isfinite(amax) & (amax > 0), scale, 1.0)
+    if power_of_two:
+        scale = (scale.view(torch.int32) & ~0x7FFFFF).view(torch.float32)
+    return scale
+
+
+def encode(x: Tensor, scale: Tensor | float, dtype: torch.dtype) -> Tensor:
+    """x * scale in float32, saturated and rounded once to an 8-bit float."""
+    largest = LARGEST[dtype]
+    return (x.float() * scale).clamp(-largest, largest).to(dtype)
+
+
+class QuantizedTensor:
+    """A matrix in 8-bit floats, and what its values are.
+
+    data: [num_rows, num_cols], float8. scale_inv: float32, one, or one for each block [num_rows / block_rows, num_cols / 128], rounded up.
+    transposed: [num_cols, num_rows], contiguous, or None: of data, or for blocks quantised anew along what was a column, then with
+    transposed_scale_inv. block_rows: None, 1 or 128. dtype: what dequantize() gives by default.
+    """
+
+    def __init__(
+        self, data: Tensor, scale_inv: Tensor, dtype: torch.dtype, *, transposed: Tensor | None = None,
+        transposed_scale_inv: Tensor | None = None, block_rows: int | None = None,
+    ) -> None:  # fmt: skip
+        self.data, self.scale_inv, self.dtype, self.block_rows = data, scale_inv, dtype, block_rows
+        self.transposed, self.transposed_scale_inv = transposed, transposed_scale_inv
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.data.shape
+
+    def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
+        """The values, computed in float32."""
+        return _values(self.data, self.scale_inv, self.block_rows).to(dtype or self.dtype)
+
+    def __repr__(self) -> str:
+        return f"QuantizedTensor(shape={tuple(self.shape)}, data={self.data.dtype}, dtype={self.dtype}, block_rows={self.block_rows})"
+
+
+def _values(data: Tensor, scale_inv: Tensor, block_rows: int | None) -> Tensor:
+    if block_rows is not None:
+        scale_inv = scale_inv.repeat_interleave(block_rows, 0).repeat_interleave(BLOCK_SIZE, 1)
+        scale_inv = scale_inv[: data.shape[0], : data.shape[1]]
+    return data.float() * scale_inv
+
+
+def quantize(x: Tensor, scale: Tensor, dtype: torch.dtype, *, transpose: bool = False) -> QuantizedTensor:
+    """A matrix by one given scale."""
+    data = encode(x, scale, dtype)
+    return QuantizedTensor(data, 1.0 / scale, x.dtype, transposed=_transposed(data) if transpose else None)
+
+
+def _transposed(data: Tensor) -> Tensor:
+    return data.view(torch.uint8).t().contiguous().view(data.dtype)
+
+
+def quantize_rows(x: Tensor, dtype: torch.dtype, *, power_of_two: bool = False) -> tuple[Tensor, Tensor]:
+    """data, scale_inv [num_rows]: a matrix by a scale for each row, from its own amax."""
+    scale = scale_of(amax_of(x, 1), dtype, power_of_two=power_of_two)
+    return encode(x, scale[:, None], dtype), 1.0 / scale
+
+
+def quantize_blocks(
+    x: Tensor, dtype: torch.dtype, *, block_rows: int = 1, power_of_two: bool = True, transpose: bool = False
+) -> QuantizedTensor:
+    """A matrix by a scale for each block of block_rows x 128. transpose: also along its columns (the same blocks, if they are square)."""
+    data, scale_inv = _quantize_blocks(x, dtype, block_rows, power_of_two)
+    transposed = of_transposed = None
+    if transpose and block_rows == BLOCK_SIZE:
+        transposed, of_transposed = _transposed(data), scale_inv.t().contiguous()
+    elif transpose:
+        transposed, of_transposed = _quantize_blocks(x.t(), dtype, block_rows, power_of_two)
+    return QuantizedTensor(
+        data, scale_inv, x.dtype, transposed=transposed, transposed_scale_inv=of_transposed, block_rows=block_rows
+    )
+
+
+def _quantize_blocks(x, dtype, block_rows, power_of_two) -> tuple[Tensor, Tensor]:
+    num_rows, num_cols = x.shape
+    padded = torch.nn.functional.pad(x.float(), (0, -num_cols % BLOCK_SIZE, 0, -num_rows % block_rows))
+    blocks = padded.unflatten(1, (padded.shape[1] // BLOCK_SIZE, BLOCK_SIZE)).unflatten(
+        0, (len(padded) // block_rows, block_rows)
+    )
+    scale = scale_of(amax_of(blocks, 1, 3), dtype, power_of_two=power_of_two)
+    data = encode(blocks, scale[:, None, :, None], dtype).reshape(padded.shape)
+    return data[:num_rows, :num_cols].contiguous(), 1.0 / scale
+
+
+def quantize_mxfp8(x: Tensor, dtype: torch.dtype = E4M3) -> tuple[Tensor, Tensor]:
+    """data, scale bytes (E8M0) [num_rows, num_cols / 32], rounded up: MXFP8 of a matrix, on any device."""
+    num_rows, num_cols = x.shape
+    padded = torch.nn.functional.pad(x.float(), (0, -num_cols % 32))
+    blocks = padded.unflatten(1, (padded.shape[1] // 32, 32))
+    amax = amax_of(blocks, 2) * torch.tensor(1 / LARGEST[dtype], dtype=torch.float32, device=x.device)
+    bits = amax.view(torch.int32)
+    exponent, fraction = (bits >> 23) & 0xFF, bits & 0x7FFFFF
+    up = torch.where(exponent == 0, fraction > 0x400000, fraction > 0).int()
+    scale = torch.where(torch.isnan(amax), 255, (exponent + up).clamp(max=254))
+    # 2^(127 - e) is no float32 for every e: two factors that are, whose product with x is exact or beyond the largest anyway.
+    shift = 127 - scale
+    half = torch.div(shift, 2, rounding_mode="floor")
+    product = torch.ldexp(torch.ldexp(blocks, half[..., None]), (shift - half)[..., None])
+    product = torch.where(scale[..., None] == 255, float("nan"), product)
+    data = encode(product, 1.0, dtype).reshape(padded.shape)[:, :num_cols].contiguous()
+    return data, scale.to(torch.uint8)
+
+
+# Products.
+
+
+def _pad(data: Tensor, num_rows: int, num_cols: int) -> Tensor:
+    """With zeros at the ends, up to multiples of these."""
+    below, behind = -data.shape[0] % num_rows, -data.shape[1] % num_cols
+    if not below and not behind:
+        return data
+    return torch.nn.functional.pad(data.view(torch.uint8), (0, behind, 0, below)).view(data.dtype)
+
+
+def multiply(
+    a: Tensor, a_scale_inv: Tensor, b: Tensor, b_scale_inv: Tensor, out_dtype: torch.dtype, *, bias: Tensor | None = None,
+    a_block_rows: int | None = None, b_block_rows: int | None = None, fast: bool = False,
+) -> Tensor:  # fmt: skip
+    """a b^T + bias of float8 a [num_rows, depth] and b [num_cols, depth], in out_dtype, added in float32. Any extents.
+
+    On a GPU by torch._scaled_mm, which takes multiples of 16: zeros are added. fast: let it add up in the tensor cores' own precision.
+    On the CPU, and for blocks, the values are multiplied: those of blocks in bfloat16, which holds an 8-bit float times a power of two
+    exactly, else in float32.
+    """
+    num_rows, num_cols = len(a), len(b)
+    if a.is_cuda and a_block_rows is None and a.numel() and b.numel():
+        a, b = _pad(a, 1, 16), _pad(b, 16, 16)
+        inside = bias is not None and bias.dtype == out_dtype != torch.float32 and len(b) == num_cols
+        y = torch._scaled_mm(
+            a, b.t(), a_scale_inv, b_scale_inv, bias=bias if inside else None, out_dtype=out_dtype, use_fast_accum=fast
+        )
+        y = y[:num_rows, :num_cols] if len(b) != num_cols else y
+        return y if bias is None or inside else y + bias.to(out_dtype)
+    exact = torch.bfloat16 if a.is_cuda and a_block_rows is not None else torch.float32
+    if a_block_rows is None:
+        y = (a.float() @ b.float().t()) * (a_scale_inv * b_scale_inv)
+    else:
+        y = _values(a, a_scale_inv, a_block_rows).to(exact) @ _values(b, b_scale_inv, b_block_rows).to(exact).t()
+    return (y if bias is None else y + bias).to(out_dtype)
+
+
+# What a module keeps.
+
+
+class Scales:
+    """Delayed scaling's state for some tensors: scale [num_tensors], amax_history [len, num_tensors], float32."""
+
+    def __init__(self, dtypes: tuple[torch.dtype, ...], length: int, device: torch.device) -> None:
+        self.scale = torch.ones(len(dtypes), device=device)
+        self.amax_history = torch.zeros(length, len(dtypes), device=device)
+        self.largest = torch.tensor([LARGEST[dtype] for dtype in dtypes], device=device)
+
+    def record(self, at: int, x: Tensor) -> None:
+        """This step's amax of tensor `at`: the largest, if it is used more than once."""
+        row = self.amax_history[0]
+        row[at] = torch.maximum(row[at], amax_of(x))
+
+    def update(self, recipe: DelayedScaling, group: Any = None) -> None:
+        """The end of a step: new scales, and the history a step older."""
+        history = self.amax_history
+        if recipe.reduce_amax and torch.distributed.is_available() and torch.distributed.is_initialized():
+            if torch.distributed.get_world_size(group) > 1:
+                torch.distributed.all_reduce(history[0], torch.distributed.ReduceOp.MAX, group)
+        scale, history = updated(history, self.scale, self.largest, recipe)
+        self.scale.copy_(scale)
+        self.amax_history.copy_(history)
+
+    def resize(self, length: int) -> None:
+        """Another number of steps: the latest of them stay."""
+        history = self.amax_history
+        if length < len(history):
+            # Rows after the first are from the oldest to the latest.
+            self.amax_history = torch.cat([history[:1], history[len(history) - length + 1 :]])
+        elif length > len(history):
+            older = history.new_zeros(length - len(history), history.shape[1])
+            self.amax_history = torch.cat([history[:1], older, history[1:]])
+
+    def to(self, device: torch.device) -> Scales:
+        if self.scale.device != device:
+            for name in ("scale", "amax_history", "largest"):
+                setattr(self, name, getattr(self, name).to(device))
+        return self
+
+
+def updated(history: Tensor, scale: Tensor, largest: Tensor, recipe: DelayedScaling) -> tuple[Tensor, Tensor]:
+    """(new scale, new history) of a step that has written its amaxes to history[0]: DelayedScaling's formulas."""
+    if callable(recipe.amax_compute_algo):
+        amax = recipe.amax_compute_algo(history)
+    elif recipe.amax_compute_algo == "max":
+        amax = history.nan_to_num(nan=0.0, posinf=float("inf")).amax(0)  # a NaN is no maximum
+    else:
+        amax = history[0]
+    if recipe.scaling_factor_compute_algo is not None:
+        new = recipe.scaling_factor_compute_algo(amax, scale, largest, recipe)
+    else:
+        new = (largest * 2.0**-recipe.margin / amax).clamp(max=_LARGEST_FLOAT32)
+        new = torch.where(torch.isfinite(amax) & (amax > 0), new, scale)
+    rolled = (
+        torch.cat([torch.zeros_like(history[:1]), history[2:], history[:1]]) if len(history) > 1 else torch.zeros_like(history)
+    )
+    unused = history[0] == 0
+    return torch.where(unused, scale, new), torch.where(unused, history, rolled)
+
+
+_MAGIC = b"cupynorm fp8 state 1\n"
+
+
+def pack(states: dict[str, Scales]) -> Tensor:
+    """States as bytes, in a uint8 tensor on the CPU: a line of JSON, then float32 numbers. Empty if there are none."""
+    if not states:
+        return torch.empty(0, dtype=torch.uint8)
+    header = {name: list(state.amax_history.shape) for name, state in states.items()}
+    numbers = [each.cpu().reshape(-1) for state in states.values() for each in (state.scale, state.amax_history)]
+    raw = torch.cat(numbers).contiguous().view(torch.uint8)
+    text = _MAGIC + json.dumps(header).encode() + b"\n"
+    return torch.cat([torch.frombuffer(bytearray(text), dtype=torch.uint8), raw])
+
+
+def unpack(packed: Any) -> dict[str, tuple[Tensor, Tensor]]:
+    """name -> (scale, amax_history) of what `pack` made. Nothing is unpickled: what is not of `pack` is left out, with a warning."""
+    if packed is None or (isinstance(packed, Tensor) and not packed.numel()):
+        return {}
+    raw = bytes(packed.cpu().numpy()) if isinstance(packed, Tensor) and packed.dtype == torch.uint8 else b""
+    if not raw.startswith(_MAGIC):
+        warnings.warn(
+            "the fp8 state in a state dict is not cupynorm's (a pickle of another library, which is not opened): scales start at 1",
+            stacklevel=2,
+        )
+        return {}
+    text, _, numbers = raw[len(_MAGIC) :].partition(b"\n")
+    numbers, found, at = torch.frombuffer(bytearray(numbers), dtype=torch.float32), {}, 0
+    for name, (length, num_tensors) in json.loads(text).items():
+        scale, at = numbers[at : at + num_tensors].clone(), at + num_tensors
+        history, at = numbers[at : at + length * num_tensors].clone().reshape(length, num_tensors), at + length * num_tensors
+        found[name] = (scale, history)
+    return found
+
+
+# fp8_autocast.
+
+
+@dataclass
+class Region:
+    """The inside of a fp8_autocast. ended: what is done when the outermost one is left, once each."""
+
+    recipe: Recipe | None
+    group: Any
+    ended: dict[int, Callable[[], None]]
+
+
+_regions: list[Region] = []  # of the process: what runs in a thread of its own sees them too
+
+
+def active() -> Region | None:
+    """The innermost region, None where there is none or it is disabled."""
+    return _regions[-1] if _regions and _regions[-1].recipe is not None else None
+
+
+@contextlib.contextmanager
+def fp8_autocast(enabled: bool = True, recipe: Recipe | None = None, group: Any = None) -> Iterator[None]:
+    """Inside, the linear layers of this package multiply in 8-bit floats. A context manager, or a decorator.
+
+    enabled: False switches an outer region off. recipe: DelayedScaling (by default), CurrentScaling or BlockScaling. group: the
+    torch.distributed group over which DelayedScaling takes the largest amax.
+
+    When the outermost region is left and gradients are recorded, the delayed scales of the layers that ran in it are updated for the
+    next step; those of gradients are, after each backward of a layer. A forward that is not recorded changes no state. A layer that
+    is checkpointed enters the region inside of what is run again, and then CurrentScaling or BlockScaling make the same numbers again.
+    Raises TypeError for a recipe of another kind.
+    """
+    if recipe is not None and not isinstance(recipe, Recipe):
+        raise TypeError(f"recipe is a {type(recipe).__name__}; expected DelayedScaling, CurrentScaling or BlockScaling")
+    ended = _regions[0].ended if _regions else {}
+    _regions.append(Region((recipe or DelayedScaling()) if enabled else None, group, ended))
+    try:
+        yield
+    finally:
+        _regions.pop()
+    if not _regions and torch.is_grad_enabled():
+        for update in ended.values():
+            update()

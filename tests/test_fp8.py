@@ -1,0 +1,370 @@
+"""8-bit floats of torch beside the reference, byte for byte; recipes beside a state machine of their own; products; fp8_autocast."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+import cupynorm
+from cupynorm.reference import fp8 as reference
+
+torch = pytest.importorskip("torch")
+from cupynorm import fp8  # noqa: E402  (imports torch)
+from cupynorm.fp8 import BlockScaling, CurrentScaling, DelayedScaling, Format, Scales  # noqa: E402
+
+NAMES = {"float8_e4m3fn": fp8.E4M3, "float8_e5m2": fp8.E5M2}
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+def draw(shape=(130, 300), seed=0) -> np.ndarray:
+    """Rows of sizes from 1e-3 to 1e3; a row of zeros, an infinity, a row of the smallest numbers, values out of a tie's way."""
+    generator = np.random.default_rng(seed)
+    values = generator.standard_normal(shape) * 10.0 ** generator.integers(-3, 4, (shape[0], 1))
+    values[3], values[5, 7], values[8] = 0.0, np.inf, 1e-44
+    return values.astype(np.float32)
+
+
+def raw(data: torch.Tensor) -> np.ndarray:
+    return data.view(torch.uint8).cpu().numpy()
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("device", DEVICES)
+def test_bytes_are_those_of_the_reference(device, name):
+    values, dtype = draw(), NAMES[name]
+    x = torch.from_numpy(values).to(device)
+    every = np.arange(2**16, dtype=np.uint16).view(np.float16).astype(np.float32)
+    np.testing.assert_array_equal(
+        raw(fp8.encode(torch.from_numpy(every[~np.isnan(every)]).to(device), 1.0, dtype)),
+        reference.encode(every[~np.isnan(every)], name),
+    )
+    nans = raw(fp8.encode(torch.tensor([math.nan, -math.nan], device=device), 1.0, dtype))
+    assert np.isnan(reference.decode(nans, name)).all()
+    scale = torch.tensor(3.7, device=device)
+    made, expected = fp8.quantize(x, scale, dtype, transpose=True), reference.quantize(values, name, 3.7)
+    np.testing.assert_array_equal(raw(made.data), expected.data)
+    np.testing.assert_array_equal(raw(made.transposed), expected.data.T)
+    assert made.scale_inv.item() == expected.scale_inv and made.transposed.is_contiguous()
+    assert fp8.amax_of(x).item() == expected.amax
+    for power_of_two in (False, True):
+        data, scale_inv = fp8.quantize_rows(x, dtype, power_of_two=power_of_two)
+        expected = reference.quantize_rows(values, name, power_of_two=power_of_two)
+        np.testing.assert_array_equal(raw(data), expected.data)
+        np.testing.assert_array_equal(scale_inv.cpu().numpy(), expected.scale_inv)
+        for block_rows in (1, 128):
+            options = {"block_rows": block_rows, "power_of_two": power_of_two}
+            made = fp8.quantize_blocks(x, dtype, transpose=True, **options)
+            for got, of_got, expected in (
+                (made.data, made.scale_inv, reference.quantize_blocks(values, name, **options)),
+                (made.transposed, made.transposed_scale_inv, reference.quantize_blocks(values.T.copy(), name, **options)),
+            ):
+                np.testing.assert_array_equal(raw(got), expected.data)
+                np.testing.assert_array_equal(of_got.cpu().numpy(), expected.scale_inv)
+            truth = reference.dequantize(reference.quantize_blocks(values, name, **options), name, block_rows=block_rows)
+            # One product in float32 of numbers that float64 multiplies exactly.
+            np.testing.assert_allclose(made.dequantize(torch.float64).cpu().numpy(), truth, rtol=2.0**-24, atol=2.0**-149)
+    data, scale_inv = fp8.quantize_mxfp8(x, dtype)
+    expected = reference.quantize_mxfp8(values, name)
+    np.testing.assert_array_equal(raw(data), expected.data)
+    np.testing.assert_array_equal(scale_inv.cpu().numpy(), expected.scale_inv)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_scales_are_those_of_the_reference(name):
+    amaxes = np.concatenate([
+        np.array([0.0, 1.0, 3.0, 448.0, 1e-3, 1e-38, 1e-45, 3e38, np.inf, np.nan], np.float32),
+        np.abs(np.random.default_rng(0).standard_normal(1000)).astype(np.float32),
+    ])  # fmt: skip
+    for options in ({}, {"power_of_two": True}, {"smallest_amax": 0.5}):
+        got = fp8.scale_of(torch.from_numpy(amaxes), NAMES[name], **options)
+        np.testing.assert_array_equal(got.numpy(), reference.scale_of(amaxes, name, **options))
+
+
+def test_a_quantised_tensor():
+    x = torch.linspace(-3, 3, 40, dtype=torch.bfloat16).reshape(8, 5)
+    made = fp8.quantize(x, torch.tensor(100.0), fp8.E4M3)
+    assert made.shape == (8, 5) and made.transposed is None and made.dequantize().dtype == torch.bfloat16
+    assert (made.dequantize(torch.float32) - x.float()).abs().max() <= 3 * 2.0**-4
+    assert repr(made) == "QuantizedTensor(shape=(8, 5), data=torch.float8_e4m3fn, dtype=torch.bfloat16, block_rows=None)"
+    assert fp8.amax_of(x[:0]).item() == 0.0 and fp8.amax_of(x[:, :0], 1).shape == (8,)
+
+
+# -- recipes ---------------------------------------------------------------------------------------------
+
+
+class Machine:
+    """Delayed scaling of one tensor by the rules in words, one number at a time."""
+
+    def __init__(self, largest: float, length: int, margin: int, rule: str) -> None:
+        self.largest, self.length, self.margin, self.rule = largest, length, margin, rule
+        self.scale, self.latest, self.older = (
+            np.float32(1),
+            np.float32(0),
+            [np.float32(0)] * (length - 1),
+        )  # older: oldest first
+
+    def step(self, amax: float) -> None:
+        amax = np.float32(amax)
+        if amax == 0:
+            return  # not used
+        seen = [value for value in (amax, *self.older) if not np.isnan(value)]
+        chosen = amax if self.rule == "most_recent" else max(seen, default=np.float32(0))
+        if np.isfinite(chosen) and chosen > 0:
+            with np.errstate(over="ignore"):
+                scale = np.float32(self.largest * 2.0**-self.margin) / chosen
+            self.scale = min(scale, np.finfo(np.float32).max)
+        if self.length > 1:
+            self.older = [*self.older[1:], amax]
+
+    def history(self) -> list[float]:
+        return [0.0, *self.older]
+
+
+@pytest.mark.parametrize("rule", ("max", "most_recent"))
+@pytest.mark.parametrize("length, margin", ((1, 0), (2, 1), (4, 0), (16, 3), (1024, 0)))
+@pytest.mark.parametrize("device", DEVICES)
+def test_fifty_steps_of_delayed_scaling(device, length, margin, rule):
+    generator = np.random.default_rng([length, margin])
+    dtypes = (fp8.E4M3, fp8.E5M2, fp8.E4M3)
+    recipe = DelayedScaling(margin, amax_history_len=length, amax_compute_algo=rule)
+    scales = Scales(dtypes, length, torch.device(device))
+    machines = [Machine(fp8.LARGEST[dtype], length, margin, rule) for dtype in dtypes]
+    places = scales.scale.data_ptr(), scales.amax_history.data_ptr()
+    changed = 0
+    for _ in range(50):
+        amaxes = np.abs(generator.standard_normal(3) * 10.0 ** generator.integers(-4, 5, 3)).astype(np.float32)
+        odd = generator.random(3)
+        for bound, value in ((0.10, 0.0), (0.17, np.inf), (0.24, np.nan), (0.30, 1e-42)):
+            amaxes[(odd < bound) & (odd >= bound - 0.07)] = value
+        for at, (machine, amax) in enumerate(zip(machines, amaxes)):
+            if at != 2 or generator.random() < 0.5:  # the last is not always used
+                scales.record(at, torch.tensor([[-amax, amax / 2]], device=device))
+            else:
+                amax = 0.0
+            machine.step(amax)
+        before = scales.scale.clone()
+        scales.update(recipe)
+        changed += int((scales.scale != before).any())
+        assert scales.scale.tolist() == [machine.scale for machine in machines]
+        expected = np.array([machine.history() for machine in machines], np.float32).T
+        np.testing.assert_array_equal(scales.amax_history.cpu().numpy(), expected)
+    assert changed > 3 and places == (scales.scale.data_ptr(), scales.amax_history.data_ptr())
+
+
+def test_a_tensor_used_twice_records_its_largest():
+    scales = Scales((fp8.E4M3,), 3, torch.device("cpu"))
+    for value in (2.0, 8.0, 4.0):
+        scales.record(0, torch.full((3,), value))
+    scales.update(DelayedScaling(amax_history_len=3))
+    assert scales.scale.item() == 448 / 8 and scales.amax_history.flatten().tolist() == [0.0, 0.0, 8.0]
+
+
+def test_callables_of_a_recipe():
+    seen = []
+
+    def amax(history):
+        seen.append(history.clone())
+        return history.mean(0)
+
+    def scale(amax, scale, fp8_max, recipe):
+        assert recipe.margin == 2 and fp8_max.tolist() == [448.0, 57344.0]
+        return fp8_max / amax / 2
+
+    recipe = DelayedScaling(2, amax_history_len=2, amax_compute_algo=amax, scaling_factor_compute_algo=scale)
+    scales = Scales((fp8.E4M3, fp8.E5M2), 2, torch.device("cpu"))
+    for at in range(2):
+        scales.record(at, torch.tensor([4.0]))
+    scales.update(recipe)
+    assert seen[0].tolist() == [[4.0, 4.0], [0.0, 0.0]] and scales.scale.tolist() == [112.0, 14336.0]
+
+
+def test_what_recipes_refuse():
+    assert DelayedScaling() == DelayedScaling(0, Format.HYBRID, 1024, "max", None, True)
+    assert CurrentScaling() == CurrentScaling(Format.HYBRID, 0.0, False) and BlockScaling() == BlockScaling(Format.E4M3, True)
+    assert Format.HYBRID.value == (fp8.E4M3, fp8.E5M2) and Format.E4M3.value == (fp8.E4M3, fp8.E4M3)
+    for make, error, sentence in (
+        (lambda: DelayedScaling(amax_history_len=0), ValueError, "amax_history_len is 0; expected 1 or more"),
+        (lambda: DelayedScaling(amax_compute_algo="mean"), ValueError, "amax_compute_algo is 'mean'"),
+        (lambda: DelayedScaling(fp8_format="E5M2"), TypeError, "fp8_format is 'E5M2'; expected Format.E4M3 or Format.HYBRID"),
+        (lambda: CurrentScaling(amax_epsilon=-1.0), ValueError, "amax_epsilon is -1.0"),
+        (lambda: fp8.fp8_autocast(recipe="delayed").__enter__(), TypeError, "recipe is a str; expected DelayedScaling"),
+    ):
+        with pytest.raises(error, match=sentence):
+            make()
+
+
+def test_reduce_amax(monkeypatch):
+    """The other rank's amax is the larger: it is what both go on with. Not asked for, or one rank alone: none asks."""
+    asked = []
+
+    def all_reduce(tensor, op, group):
+        asked.append((op, group))
+        tensor.copy_(torch.maximum(tensor, torch.tensor([7.0])))
+
+    for name, value in (("is_initialized", lambda: True), ("get_world_size", lambda group: 2), ("all_reduce", all_reduce)):
+        monkeypatch.setattr(torch.distributed, name, value)
+    for recipe, expected in (
+        (DelayedScaling(amax_history_len=2), 64.0),
+        (DelayedScaling(amax_history_len=2, reduce_amax=False), 448.0),
+    ):
+        scales = Scales((fp8.E4M3,), 2, torch.device("cpu"))
+        scales.record(0, torch.ones(1))
+        scales.update(recipe, "group")
+        assert scales.scale.item() == expected
+    assert asked == [(torch.distributed.ReduceOp.MAX, "group")]
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda group: 1)
+    scales.update(DelayedScaling(amax_history_len=2))
+    assert len(asked) == 1
+
+
+def filled(length: int) -> Scales:
+    scales = Scales((fp8.E4M3, fp8.E5M2), length, torch.device("cpu"))
+    recipe = DelayedScaling(amax_history_len=length)
+    for step in range(1, 6):
+        for at in range(2):
+            scales.record(at, torch.tensor([step * 10.0**at]))
+        scales.update(recipe)
+    return scales
+
+
+def test_a_history_of_another_length():
+    longer = filled(4)
+    assert longer.amax_history[:, 0].tolist() == [0.0, 3.0, 4.0, 5.0]
+    longer.resize(6)
+    assert longer.amax_history[:, 0].tolist() == [0.0, 0.0, 0.0, 3.0, 4.0, 5.0]
+    for length, kept in ((3, [0.0, 4.0, 5.0]), (2, [0.0, 5.0]), (1, [0.0])):
+        longer.resize(length)
+        assert longer.amax_history[:, 0].tolist() == kept and longer.amax_history.shape == (length, 2)
+
+
+def test_states_as_bytes_without_pickle():
+    states = {"forward": filled(4), "backward": filled(2)}
+    packed = fp8.pack(states)
+    assert packed.dtype == torch.uint8 and packed.is_contiguous()
+    assert bytes(packed.numpy()).startswith(b'cupynorm fp8 state 1\n{"forward": [4, 2], "backward": [2, 2]}\n')
+    found = fp8.unpack(packed)
+    assert list(found) == ["forward", "backward"]
+    for name, (scale, history) in found.items():
+        assert torch.equal(scale, states[name].scale) and torch.equal(history, states[name].amax_history)
+    assert fp8.pack({}).numel() == 0 and fp8.unpack(fp8.pack({})) == {} and fp8.unpack(None) == {}
+    for foreign in (torch.tensor([128, 4, 149], dtype=torch.uint8), {"scale": 1}):
+        with pytest.warns(UserWarning, match="is not cupynorm's"):
+            assert fp8.unpack(foreign) == {}
+
+
+# -- products --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", ((5, 7, 3), (16, 32, 48), (17, 200, 33), (1, 1, 1), (300, 260, 130)), ids=str)
+@pytest.mark.parametrize("kinds", ((fp8.E4M3, fp8.E4M3), (fp8.E5M2, fp8.E4M3)), ids=str)
+@pytest.mark.parametrize("blocks", (False, True), ids=("tensors", "blocks"))
+@pytest.mark.parametrize("device", DEVICES)
+def test_products_of_any_extents(device, blocks, kinds, shape):
+    """8-bit values multiply exactly: the error is that of float32's sums and of the last rounding."""
+    num_rows, depth, num_cols = shape
+    generator = torch.Generator().manual_seed(0)
+    a, b = (torch.randn(rows, depth, generator=generator).to(device) for rows in (num_rows, num_cols))
+    bias = torch.randn(num_cols, generator=generator).to(device)
+    if blocks:
+        a, b = fp8.quantize_blocks(a, kinds[0]), fp8.quantize_blocks(b, kinds[1], block_rows=128)
+    else:
+        a, b = (fp8.quantize(x, fp8.scale_of(fp8.amax_of(x), kind), kind) for x, kind in zip((a, b), kinds))
+    wide = [each.dequantize(torch.float64).cpu().numpy() for each in (a, b)]
+    for out_dtype, half_ulp in ((torch.bfloat16, 2.0**-8), (torch.float32, 2.0**-24)):
+        for added in (None, bias.to(out_dtype)):
+            y = fp8.multiply(
+                a.data,
+                a.scale_inv,
+                b.data,
+                b.scale_inv,
+                out_dtype,
+                bias=added,
+                a_block_rows=a.block_rows,
+                b_block_rows=b.block_rows,
+            )
+            assert y.dtype == out_dtype and y.shape == (num_rows, num_cols)
+            truth = wide[0] @ wide[1].T + (0.0 if added is None else added.double().cpu().numpy())
+            sizes = np.abs(wide[0]) @ np.abs(wide[1]).T + (0.0 if added is None else added.abs().double().cpu().numpy())
+            allowed = (depth + 6) * 2.0**-24 * sizes + 2 * half_ulp * np.abs(truth)
+            if device == "cuda" and not blocks:
+                # The tensor cores of Hopper keep 13 bits behind the point of the largest term of each step; slow accumulation
+                # adds every 128 terms in float32.
+                allowed = allowed + 2.0**-13 * sizes
+            assert (np.abs(y.double().cpu().numpy() - truth) <= allowed).all()
+
+
+def test_an_empty_product():
+    empty = torch.empty(0, 4).to(fp8.E4M3)
+    other, one = torch.ones(3, 4).to(fp8.E4M3), torch.tensor(1.0)
+    assert fp8.multiply(empty, one, other, one, torch.float32).shape == (0, 3)
+    nothing = fp8.multiply(other.t()[:0].t(), one, torch.empty(2, 0).to(fp8.E4M3), one, torch.float32)
+    assert nothing.shape == (3, 2) and not nothing.any()
+
+
+# -- fp8_autocast ----------------------------------------------------------------------------------------
+
+
+def test_regions():
+    assert fp8.active() is None
+    with cupynorm.fp8_autocast():
+        assert fp8.active().recipe == DelayedScaling()
+        with cupynorm.fp8_autocast(recipe=BlockScaling()):
+            assert fp8.active().recipe == BlockScaling()
+            with cupynorm.fp8_autocast(enabled=False):
+                assert fp8.active() is None
+        assert fp8.active().recipe == DelayedScaling()
+    with cupynorm.fp8_autocast(False, CurrentScaling()):
+        assert fp8.active() is None
+
+    @cupynorm.fp8_autocast(recipe=CurrentScaling())
+    def inside():
+        return fp8.active().recipe
+
+    assert inside() == inside() == CurrentScaling() and fp8.active() is None
+    with pytest.raises(KeyError), cupynorm.fp8_autocast():
+        raise KeyError
+    assert fp8.active() is None
+
+
+def test_what_is_done_at_the_end_of_the_outermost_region():
+    ran = []
+    with cupynorm.fp8_autocast():
+        with cupynorm.fp8_autocast(recipe=CurrentScaling()):
+            for _ in range(2):
+                fp8.active().ended[0] = lambda: ran.append(1)
+        assert not ran
+    assert ran == [1]
+    with torch.no_grad(), cupynorm.fp8_autocast():
+        fp8.active().ended[0] = lambda: ran.append(2)
+    with pytest.raises(KeyError), cupynorm.fp8_autocast():
+        fp8.active().ended[0] = lambda: ran.append(3)
+        raise KeyError
+    assert ran == [1]
+
+
+@pytest.mark.gpu
+def test_a_step_of_delayed_scaling_in_a_cuda_graph():
+    recipe, length = DelayedScaling(amax_history_len=3), 3
+    scales, plain = (Scales((fp8.E4M3,), length, torch.device("cuda")) for _ in range(2))
+    x = torch.ones(64, 64, device="cuda")
+
+    def step(scales):
+        scales.record(0, x)
+        data = fp8.encode(x, scales.scale[0], fp8.E4M3)
+        scales.update(recipe)
+        return data
+
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        step(Scales((fp8.E4M3,), length, torch.device("cuda")))
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step(scales)
+    for size in (3.0, 0.5, 100.0, 2.0):
+        x.fill_(size)
+        graph.replay()
+        assert torch.equal(captured.view(torch.uint8), step(plain).view(torch.uint8))
+        assert torch.equal(scales.scale, plain.scale) and torch.equal(scales.amax_history, plain.amax_history)
