@@ -136,8 +136,11 @@ class Projected(torch.autograd.Function):
         return y, normalized.to(call.dtype) if call.return_normalized else None
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx, dy, dnormalized):
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "a differentiable gradient was asked for of a layer inside fp8_autocast; expected create_graph=False"
+            )
         call, quantizers = ctx.call, ctx.call.quantizers
         (
             input,

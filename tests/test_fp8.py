@@ -6,9 +6,9 @@ import math
 
 import numpy as np
 import pytest
+from cupynorm.reference import fp8 as reference
 
 import cupynorm
-from cupynorm.reference import fp8 as reference
 
 torch = pytest.importorskip("torch")
 from cupynorm import fp8  # noqa: E402  (imports torch)

@@ -1,0 +1,413 @@
+"""LayerNormLinear inside fp8_autocast: beside products of exactly quantised tensors, beside float64, and what it keeps from step to step.
+
+Beside exactly quantised tensors only float32's sums and the last rounding may differ. Beside float64 each factor of a product errs by a
+half unit in its last place, uniformly: 2^-4 / sqrt(3) of its size for float8_e4m3fn (3 bits behind the point), 2^-3 / sqrt(3) for
+float8_e5m2, where no value is small enough to be a denormal. So a product of two, over all elements, errs by at most
+(relative to its norm) the root of the sum of the squares of both, which is 5.2% of y and 8.1% of a gradient, and twice as rarely.
+"""
+
+from __future__ import annotations
+
+import copy
+
+import numpy as np
+import pytest
+from linear_bounds import draw
+
+import cupynorm
+from cupynorm import arrays, reference
+
+torch = pytest.importorskip("torch")
+from cupynorm import BlockScaling, CurrentScaling, DelayedScaling, Format, LayerNormLinear, fp8, fp8_autocast  # noqa: E402
+
+CPU = {"device": "cpu"}
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+NAME = {fp8.E4M3: "float8_e4m3fn", fp8.E5M2: "float8_e5m2"}
+OF_Y = (2 * 2.0**-8 / 3) ** 0.5
+OF_GRADIENT = ((2.0**-8 + 2.0**-6) / 3) ** 0.5
+RECIPES = (
+    DelayedScaling(amax_history_len=4),
+    DelayedScaling(margin=1, fp8_format=Format.E4M3, amax_history_len=4),
+    CurrentScaling(),
+    CurrentScaling(Format.E4M3, power_of_two=True),
+    BlockScaling(),
+)
+
+
+def tensor(values, dtype="bfloat16", device="cpu", grad=False):
+    return arrays.from_float64(values, dtype, torch.empty(0)).to(device).requires_grad_(grad)
+
+
+def make(num_rows=40, in_features=200, out_features=72, dtype="bfloat16", device="cpu", **options):
+    """A layer, and the problem whose parameters it has."""
+    norm_name = "rms_norm" if options.get("normalization") == "RMSNorm" else "layer_norm"
+    zero_centered = options.get("zero_centered_gamma", False)
+    without = [*(("norm_bias",) if norm_name == "rms_norm" else ()), *(() if options.get("bias", True) else ("bias",))]
+    problem = draw(norm_name, dtype, num_rows, in_features, out_features, zero_centered_weight=zero_centered, without=without)
+    module = LayerNormLinear(in_features, out_features, params_dtype=getattr(torch, dtype), device=device, **options)
+    with torch.no_grad():
+        for parameter, values in (
+            (module.layer_norm_weight, problem.norm_weight),
+            (module.layer_norm_bias, problem.norm_bias),
+        ):
+            if parameter is not None:
+                parameter.copy_(tensor(values, dtype))
+        for parts, whole in ((module._weights(), problem.weight), (module._biases(), problem.bias)):
+            for part, values in zip(
+                parts, () if whole is None else np.split(whole, np.cumsum(module.parameter_split_sizes)[:-1])
+            ):
+                part.copy_(tensor(values, dtype))
+    return module, problem
+
+
+def step(module, problem, recipe, first=None, **options) -> dict[str, np.ndarray]:
+    """y, normalized and gradients of one forward and backward, the parameters' added up as they are."""
+    device = module.layer_norm_weight.device
+    x = tensor(problem.x, problem.dtype, device, grad=True)
+    with fp8_autocast(recipe=recipe):
+        results = module(x, is_first_microbatch=first, **options)
+    y, *others = results if isinstance(results, tuple) else (results,)
+    y.backward(tensor(problem.dy, problem.dtype, device))
+    made = {"y": y, "dx": x.grad, "dnorm_weight": module.layer_norm_weight.grad}
+    if all(each.grad is not None for each in module._weights()):
+        made["dweight"] = torch.cat([each.grad for each in module._weights()])
+    if module.use_bias and not module.return_bias and module._biases()[0].grad is not None:
+        made["dbias"] = torch.cat([each.grad for each in module._biases()])
+    return {name: value.detach().double().cpu().numpy() for name, value in made.items()}
+
+
+def relative(got, expected) -> float:
+    return float(np.linalg.norm(got - expected) / np.linalg.norm(expected))
+
+
+def truth_of(problem) -> dict[str, np.ndarray]:
+    made = reference.norm_linear(
+        problem.x, problem.norm_weight, problem.norm_bias, problem.weight, problem.bias, centered=problem.centered,
+        zero_centered_weight=problem.zero_centered_weight,
+    )  # fmt: skip
+    gradients = reference.norm_linear_backward(
+        problem.dy, problem.x, made.mean, made.rstd, problem.norm_weight, problem.norm_bias, problem.weight,
+        zero_centered_weight=problem.zero_centered_weight,
+    )  # fmt: skip
+    return {"y": made.y, **gradients._asdict()}
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=str)
+@pytest.mark.parametrize(
+    "options",
+    (
+        {},
+        {"normalization": "RMSNorm", "zero_centered_gamma": True, "bias": False},
+        {"parameters_split": {"q": 40, "k": 32}, "save_normalized": True},
+        {"num_rows": 37, "in_features": 100, "out_features": 31},
+        {"dtype": "float32"},
+        {"dtype": "float16", "num_rows": 1},
+    ),
+    ids=str,
+)
+@pytest.mark.parametrize("device", DEVICES)
+def test_within_what_the_formats_allow(device, options, recipe):
+    module, problem = make(device=device, **options)
+    if isinstance(recipe, DelayedScaling):
+        step(module, problem, recipe)  # the first step has scale 1
+        module.zero_grad()
+    made, truth = step(module, problem, recipe), truth_of(problem)
+    bounds = {"y": OF_Y, "dbias": 2.0**-8}
+    for name, got in made.items():
+        assert relative(got, truth[name]) <= bounds.get(name, OF_GRADIENT), name
+    # And it is in 8 bits: no 16-bit product is as far off as a fourth of that.
+    assert relative(made["y"], truth["y"]) > OF_Y / 4
+
+
+def exactly_quantised(problem, recipe) -> dict[str, np.ndarray]:
+    """y, dweight and the gradient of the normalised tensor of tensors that the reference has quantised, and the products' sizes."""
+    forward, backward = (NAME[dtype] for dtype in recipe.fp8_format.value)
+    made = reference.norm_linear(problem.x, problem.norm_weight, problem.norm_bias, problem.weight, problem.bias)
+    normalized, weight, dy = (each.astype(np.float32) for each in (made.normalized, problem.weight, problem.dy))
+
+    def values(x, name, block_rows=1):
+        if isinstance(recipe, BlockScaling):
+            quantized = reference.fp8.quantize_blocks(np.ascontiguousarray(x), name, block_rows=block_rows)
+            return reference.fp8.dequantize(quantized, name, block_rows=block_rows)
+        scale = reference.fp8.scale_of(reference.fp8.amax(x), name)
+        return reference.fp8.dequantize(reference.fp8.quantize(x, name, scale), name)
+
+    q_weight = values(weight, forward, 128)
+    q_normalized, q_dy = values(normalized, forward), values(dy, backward)
+    of_columns = (values(normalized.T, forward).T, values(dy.T, backward).T)
+    return {
+        "y": (q_normalized @ q_weight.T + problem.bias, np.abs(q_normalized) @ np.abs(q_weight).T + np.abs(problem.bias)),
+        "dweight": (of_columns[1].T @ of_columns[0], np.abs(of_columns[1]).T @ np.abs(of_columns[0])),
+        "reaches": (q_dy @ q_weight, np.abs(q_dy) @ np.abs(q_weight)),
+    }
+
+
+@pytest.mark.parametrize("recipe", (CurrentScaling(), CurrentScaling(Format.E4M3), BlockScaling(), DelayedScaling()), ids=str)
+@pytest.mark.parametrize("save_normalized", (False, True))
+def test_products_of_exactly_quantised_tensors(recipe, save_normalized):
+    """float32 parameters, so that nothing but the quantisation and float32's sums stands between this and the reference."""
+    module, problem = make(dtype="float32", save_normalized=save_normalized, return_layernorm_output=True)
+    if isinstance(recipe, DelayedScaling):  # one step: from then on its scales are those of the same tensors' amaxes
+        step(module, problem, recipe)
+        module.zero_grad()
+    made = step(module, problem, recipe)
+    expected = exactly_quantised(problem, recipe)
+    for name, depth in (("y", 200), ("dweight", 40)):
+        values, sizes = expected[name]
+        assert (np.abs(made[name] - values) <= (depth + 6) * 2.0**-24 * sizes + 2.0**-23 * np.abs(values)).all(), name
+    reaches, sizes = expected["reaches"]
+    forward = reference.layer_norm(problem.x, problem.norm_weight, problem.norm_bias)
+    dx = reference.layer_norm_backward(reaches, problem.x, forward.mean, forward.rstd, problem.norm_weight).dx
+    # What enters the norm errs by float32's sums of 72 products, and leaves it multiplied by no more than 4 |w| rstd.
+    allowed = (
+        4 * forward.rstd[:, None] * np.abs(problem.norm_weight).max() * (72 + 6) * 2.0**-24 * sizes.max(axis=1, keepdims=True)
+    )
+    assert (np.abs(made["dx"] - dx) <= allowed + 2.0**-20 * np.abs(dx).max()).all()
+
+
+def test_what_is_returned():
+    module, problem = make(return_bias=True, return_layernorm_output=True)
+    x = tensor(problem.x)
+    with fp8_autocast(recipe=CurrentScaling()):
+        y, bias, normalized = module(x)
+        with torch.no_grad():
+            same, _, _ = module(x)
+    assert y.shape == (40, 72) and torch.equal(bias, module.bias) and torch.equal(same, y)
+    assert torch.equal(normalized, cupynorm.layer_norm(x, 200, module.layer_norm_weight, module.layer_norm_bias))
+    shaped = LayerNormLinear(200, 72, params_dtype=torch.bfloat16, **CPU)
+    with fp8_autocast(recipe=CurrentScaling()):
+        assert (
+            shaped(x.reshape(4, 10, 200)).shape == (4, 10, 72)
+            and shaped(x[0]).shape == (72,)
+            and shaped(x[:0]).shape == (0, 72)
+        )
+    outside = module(x)
+    assert not torch.equal(outside[0], y)
+    with fp8_autocast(recipe=CurrentScaling()), fp8_autocast(enabled=False):
+        assert torch.equal(module(x)[0], outside[0])
+
+
+def test_the_gradient_of_the_normalised_tensor_counts():
+    module, problem = make(return_layernorm_output=True, dtype="float32")
+    made = []
+    for factor in (0.0, 1.0):
+        x = tensor(problem.x, "float32", grad=True)
+        with fp8_autocast(recipe=CurrentScaling()):
+            y, normalized = module(x)
+        (y * tensor(problem.dy, "float32")).sum().add((normalized**3).sum(), alpha=factor).backward()
+        made.append(x.grad.double().numpy())
+    forward = reference.layer_norm(problem.x, problem.norm_weight, problem.norm_bias)
+    alone = reference.layer_norm_backward(3 * forward.y**2, problem.x, forward.mean, forward.rstd, problem.norm_weight).dx
+    assert relative(made[1] - made[0], alone) < 2.0**-18
+
+
+def test_zero_rows():
+    module, problem = make(num_rows=0)
+    for recipe in RECIPES:
+        module.zero_grad()
+        made = step(module, problem, recipe)
+        assert (
+            made["y"].shape == (0, 72)
+            and made["dx"].shape == (0, 200)
+            and not made["dweight"].any()
+            and not made["dbias"].any()
+        )
+
+
+# -- what is kept ----------------------------------------------------------------------------------------
+
+
+def test_scales_of_each_step():
+    """This step's amaxes make the next step's scales, forward at the end of the region, backward after the backward."""
+    module, problem = make()
+    recipe = DelayedScaling(amax_history_len=3)
+    x, dy = tensor(problem.x, grad=True), tensor(problem.dy)
+    normalized = cupynorm.layer_norm(x, 200, module.layer_norm_weight, module.layer_norm_bias, out_dtype="float32")
+    with fp8_autocast(recipe=recipe):
+        y = module(x)
+        forward, backward = module._fp8_states["forward"], module._fp8_states["backward"]
+        assert forward.scale.tolist() == [1, 1, 1] and forward.amax_history[0, 0] == normalized.abs().max()
+    assert forward.scale.tolist() == [448 / normalized.abs().max(), 448 / module.weight.float().abs().max(), 1]
+    assert forward.amax_history[2].tolist() == [normalized.abs().max(), module.weight.float().abs().max(), 0]
+    y.backward(dy)
+    assert backward.scale.tolist() == [57344 / dy.float().abs().max(), 1]
+    before = forward.scale.clone(), forward.amax_history.clone()
+    with torch.no_grad(), fp8_autocast(recipe=recipe):
+        module(x * 100)
+    assert torch.equal(forward.scale, before[0]) and torch.equal(forward.amax_history, before[1])
+    with fp8_autocast(recipe=DelayedScaling(amax_history_len=5)):
+        module(x)
+    assert forward.amax_history.shape == (5, 3)
+
+
+def test_state_dicts_carry_the_scales():
+    module, problem = make()
+    recipe = DelayedScaling(amax_history_len=4)
+    assert module.state_dict()["_extra_state"].numel() == 0
+    for _ in range(2):
+        step(module, problem, recipe)
+    state = copy.deepcopy(module.state_dict())
+    assert state["_extra_state"].dtype == torch.uint8
+    other, _ = make()
+    other.load_state_dict(state, strict=True)
+    model = torch.nn.Sequential(torch.nn.Identity(), make()[0])
+    model.load_state_dict({f"1.{name}": value for name, value in state.items()}, strict=True)
+    for each in (module, other, model[1], copy.deepcopy(module)):
+        each.zero_grad()
+    expected = step(module, problem, recipe)
+    for each in (other, model[1]):
+        for name, value in step(each, problem, recipe).items():
+            np.testing.assert_array_equal(value, expected[name])
+    # Without one, or with another library's, strictly.
+    del state["_extra_state"]
+    other.load_state_dict(state, strict=True)
+    assert not other._fp8_states
+    with pytest.warns(UserWarning, match="is not cupynorm's"):
+        other.load_state_dict(state | {"_extra_state": torch.tensor([128, 4], dtype=torch.uint8)}, strict=True)
+    with pytest.raises(ValueError, match="the fp8 state has forward of 2 tensors; expected forward of 3"):
+        other.set_extra_state(fp8.pack({"forward": fp8.Scales((fp8.E4M3,) * 2, 3, torch.device("cpu"))}))
+
+
+def count_weights(monkeypatch) -> list:
+    made = []
+    plain = fp8.quantize
+
+    def quantize(x, *arguments, **options):
+        made.append(tuple(x.shape))
+        return plain(x, *arguments, **options)
+
+    monkeypatch.setattr(fp8, "quantize", quantize)
+    return made
+
+
+def test_microbatches_share_a_quantised_weight(monkeypatch):
+    module, problem = make()
+    made = count_weights(monkeypatch)
+    for first, times in ((None, 1), (None, 2), (False, 3), (False, 3), (True, 4), (False, 4), (False, 4), (None, 5)):
+        results = step(module, problem, CurrentScaling(), first)
+        assert made.count((72, 200)) == times, first
+        module.zero_grad()
+    with torch.no_grad():
+        module.weight.mul_(2)
+    kept = step(module, problem, CurrentScaling(), False)
+    np.testing.assert_array_equal(kept["y"], results["y"])  # that is what False says: the weight has not changed
+    assert relative(step(module, problem, CurrentScaling(), True)["y"] - problem.bias, 2 * (kept["y"] - problem.bias)) < 2.0**-7
+    assert module.float()._fp8_weight is None
+
+
+def test_what_waits_for_backward():
+    """x in 16 bits, the weight's transposed copy and statistics; with save_normalized one byte an element more."""
+    for save, extra in ((False, 0), (True, 64 * 96)):
+        module, problem = make(64, 96, 32, save_normalized=save)
+        seen = {}
+
+        def pack(saved):
+            if not saved.is_leaf or not saved.requires_grad:
+                seen[saved.data_ptr()] = saved.numel() * saved.element_size()  # noqa: B023
+            return saved
+
+        x = tensor(problem.x, grad=True)
+        with fp8_autocast(recipe=CurrentScaling()), torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved):
+            module(x)
+        assert sum(seen.values()) == 96 * 32 + 2 * 64 * 4 + 3 * 4 + extra
+
+
+@pytest.mark.parametrize("fuse", (False, True))
+@pytest.mark.parametrize("delay", (False, True))
+def test_weight_gradients_that_go_elsewhere(delay, fuse):
+    options = {"parameters_split": {"q": 40, "k": 32}}
+    module, problem = make(fuse_wgrad_accumulation=fuse, delay_wgrad_compute=delay, **options)
+    plain, _ = make(**options)
+    for weight in module._weights():
+        weight.main_grad = torch.ones(weight.shape)
+    for _ in range(2):
+        expected = step(plain, problem, CurrentScaling())
+        step(module, problem, CurrentScaling())
+    for _ in range(2 * delay):
+        assert (module.q_weight.main_grad == 1).all() or not delay or fuse
+        module.backward_dw()
+    name = "main_grad" if fuse else "grad"
+    got = torch.cat([getattr(weight, name) for weight in module._weights()]).double().numpy() - float(fuse)
+    # plain adds up twice in bfloat16, main_grad in float32.
+    assert relative(got, expected["dweight"]) < 2.0**-8
+    assert torch.equal(torch.cat([each.grad for each in module._biases()]), torch.cat([each.grad for each in plain._biases()]))
+
+
+def test_fp8_output_and_gradient():
+    module, problem = make()
+    x = tensor(problem.x)
+    recipe = CurrentScaling()
+    with fp8_autocast(recipe=recipe), torch.no_grad():
+        y, quantised = module(x), module(x, fp8_output=True)
+    assert isinstance(quantised, cupynorm.QuantizedTensor) and quantised.data.dtype == fp8.E4M3
+    expected = reference.fp8.quantize(
+        y.float().numpy(), "float8_e4m3fn", reference.fp8.scale_of(y.float().abs().max().numpy(), "float8_e4m3fn")
+    )
+    np.testing.assert_array_equal(quantised.data.view(torch.uint8).numpy(), expected.data)
+    with fp8_autocast(recipe=recipe), pytest.raises(ValueError, match="fp8_output is True where gradients are recorded"):
+        module(x, fp8_output=True)
+    plain = step(module, problem, recipe)
+    module.zero_grad()
+    rounded = step(module, problem, recipe, fp8_grad=True)
+    np.testing.assert_array_equal(rounded["dweight"], plain["dweight"])
+    off = relative(rounded["dx"], plain["dx"])
+    assert 2.0**-3 / 3**0.5 / 4 < off <= 2.0**-3 / 3**0.5
+
+
+def test_what_is_refused():
+    module, problem = make(dtype="float64", num_rows=2)
+    with fp8_autocast(), pytest.raises(TypeError, match="input is of dtype float64 inside fp8_autocast"):
+        module(tensor(problem.x, "float64"))
+    folded, problem = make(fused="fold")
+    with fp8_autocast(), pytest.raises(ValueError, match="fused is 'fold' inside fp8_autocast; expected None"):
+        folded(tensor(problem.x))
+    module, _ = make()
+    x = tensor(problem.x, grad=True)
+    with fp8_autocast():
+        y = module(x)
+    with pytest.raises(RuntimeError, match="inside fp8_autocast; expected create_graph=False"):
+        torch.autograd.grad(y.sum(), x, create_graph=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("recipe", RECIPES, ids=str)
+def test_the_gpu_computes_what_the_cpu_does(recipe):
+    made = []
+    for device in ("cpu", "cuda"):
+        module, problem = make(37, 200, 72, device=device)
+        for _ in range(3):
+            module.zero_grad()
+            results = step(module, problem, recipe)
+        made.append(results)
+    for name, value in made[0].items():
+        # bfloat16's last place, fast accumulation, and values that stand at a tie between two 8-bit floats.
+        assert relative(made[1][name], value) < 2.0**-7, name
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("recipe", (DelayedScaling(amax_history_len=4), CurrentScaling()), ids=str)
+def test_steps_in_a_cuda_graph(recipe):
+    module, problem = make(64, 256, 128, device="cuda")
+    twin = copy.deepcopy(module)
+    x, dy = tensor(problem.x, device="cuda", grad=True), tensor(problem.dy, device="cuda")
+
+    def run(module):
+        module.zero_grad(set_to_none=False)
+        with fp8_autocast(recipe=recipe):
+            y = module(x)
+        y.backward(dy)
+        return y
+
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            run(module), run(twin)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = run(module)
+    for size in (1.0, 20.0, 0.1):
+        with torch.no_grad():
+            x.copy_(tensor(problem.x * size, device="cuda"))
+        graph.replay()
+        assert torch.equal(y, run(twin)) and torch.equal(module.weight.grad, twin.weight.grad)
