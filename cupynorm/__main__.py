@@ -16,7 +16,19 @@ from typing import NamedTuple
 
 from tqdm import tqdm
 
-from . import __version__, activations, bench, bench_cells, bench_host, bench_report, dispatch, gradient_check, launch, on_cpu
+from . import (
+    __version__,
+    activations,
+    bench,
+    bench_cells,
+    bench_host,
+    bench_linear,
+    bench_report,
+    dispatch,
+    gradient_check,
+    launch,
+    on_cpu,
+)
 from . import tune as tuning
 from .devices import DEVICES, Device
 from .dispatch import Plan
@@ -340,6 +352,23 @@ def show(result: bench_host.HostResult | bench_host.FirstCallResult, arguments: 
     return 0
 
 
+def run_bench_linear(arguments: argparse.Namespace) -> int:
+    if arguments.json and not Path(arguments.json).absolute().parent.is_dir():
+        raise ValueError(f"{arguments.json}: there is no folder {Path(arguments.json).absolute().parent}")
+    result = bench_linear.bench_linear(
+        bench_linear.cells(arguments.shapes, arguments.format, arguments.passes),
+        runs=arguments.runs,
+        seed=arguments.seed,
+        contestants=arguments.contestants,
+        progress=bar,
+        command=shlex.join(["python", "-m", "cupynorm", *arguments.given]),
+    )
+    print(result)
+    if arguments.json:
+        Path(arguments.json).write_text(result.to_json() + "\n", encoding="utf-8")
+    return 0 if result else 1
+
+
 # tune
 
 
@@ -406,6 +435,13 @@ def numbers(text: str) -> list[int]:
     return list(dict.fromkeys(positive(each) for each in text.split(",")))
 
 
+def shapes(text: str) -> list[tuple[int, int, int]]:
+    try:
+        return [bench_linear.shape_of(each) for each in text.split(",")]
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
 def parser() -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(
         prog="python -m cupynorm", description="LayerNorm and RMSNorm kernels: check them, see which is chosen, measure them."
@@ -468,6 +504,31 @@ def parser() -> argparse.ArgumentParser:
     add("--host", action="store_true", help="time what the host pays for an eager call")
     add("--first-call", action="store_true", help="time the first calls of a fresh process, with an empty cache and a full one")
     one.set_defaults(run=run_bench)
+
+    about = "measure a norm and the linear layer after it, beside torch, torch.compile, TransformerEngine and the product alone"
+    layers = one.add_subparsers(metavar="linear", title="another layer")
+    one = layers.add_parser("linear", help=about, description=about)
+    add = one.add_argument
+    add(
+        "--shapes",
+        type=shapes,
+        default=bench_linear.SHAPES,
+        help="rows x in_features x out_features, with commas: 8192x4096x12288",
+    )
+    add("--format", type=several(bench_linear.FORMATS), default=bench_linear.FORMATS, help="some of bfloat16,fp8 (both)")
+    add(
+        "--pass",
+        dest="passes",
+        type=several(bench_linear.PASSES),
+        default=bench_linear.PASSES,
+        help="some of forward,both (both)",
+    )
+    names = tuple(bench_linear.CONTESTANTS)
+    add("--contestants", nargs="+", choices=names, metavar="NAME", help=f"some of {'; '.join(names)} (all that can run)")
+    add("--runs", type=positive, default=30, help="of each contestant in each cell (30)")
+    add("--seed", type=number, default=0, help="of the random data (0)")
+    add("--json", metavar="FILE", help="write all samples and the environment")
+    one.set_defaults(run=run_bench_linear)
 
     about = "measure which tiles are the fastest on this GPU, and write a table that cupynorm.use_tiles reads"
     one = commands.add_parser("tune", help=about, description=about)

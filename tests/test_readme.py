@@ -46,6 +46,19 @@ def test_its_swap_runs(capsys):
     assert type(names["model"][1]).__module__.startswith("torch.")
 
 
+def test_its_linear_layer_runs():
+    torch = pytest.importorskip("torch")
+    code = block("linear").removeprefix("```python\n").removesuffix("\n```")
+    assert len(code.splitlines()) == 5
+    names = {}
+    exec(code, names)
+    layer = names["layer"]
+    assert names["y"].shape == (32, 192) and layer._fp8_states["forward"].scale[0] != 1
+    for name in ("query_weight", "key_weight", "value_weight", "value_bias", "layer_norm_weight"):
+        gradient = getattr(layer, name).grad
+        assert torch.isfinite(gradient).all() and gradient.abs().max() > 0, name
+
+
 def test_its_plan_command_prints_a_plan(capsys):
     assert main(["plan", "4096", "--device", "H200"]) == 0
     assert "forward_block.cu" in capsys.readouterr().out

@@ -110,6 +110,7 @@ ROWS = (
         "bench_cells",
         "bench_report",
         "bench_host",
+        "bench_linear",
         "tune",
         "__main__",
     ),
