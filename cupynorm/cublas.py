@@ -51,7 +51,7 @@ def bits(array: Any) -> Any:
 
 
 def sum_rows(a: Any) -> Any:
-    """[num_cols]: the sum over the rows of a contiguous CuPy matrix, rounded once."""
+    """[num_cols]: the sum over the rows of a contiguous CuPy matrix on the current device, rounded once."""
     ones = nvrtc.cupy().ndarray((1, a.shape[0]), a.dtype)
     bits(ones).fill(encode(np.ones(()), arrays.dtype_name(a))[()])
     return multiply(ones, a)[0]

@@ -21,6 +21,7 @@ from torch.nn import functional
 
 from . import autograd, formulas, fp8, fp8_linear, norm, norm_linear, torch_ops
 from .calls import Options
+from .dtypes import DTYPES
 
 _is_compiling = torch.compiler.is_dynamo_compiling
 _is_transformed = torch._C._are_functorch_transforms_active
@@ -39,12 +40,11 @@ class _Call(NamedTuple):
     options: Options
 
 
-def product_dtype(input: Tensor) -> torch.dtype:
-    """Of the products: the input's, or that of autocast, which leaves float64 alone."""
-    kind = input.device.type
-    if input.dtype == torch.float64 or not torch.is_autocast_enabled(kind):
+def _autocast_dtype(input: Tensor) -> torch.dtype:
+    """Of the products under autocast, which leaves float64 alone, and what is no float."""
+    if input.dtype == torch.float64 or not input.is_floating_point():
         return input.dtype
-    return torch.get_autocast_dtype(kind)
+    return torch.get_autocast_dtype(input.device.type)
 
 
 def normalize_and_project(
@@ -66,7 +66,7 @@ def normalize_and_project(
         y, normalized, _, _, added = _by_operator(call, *tensors[:4], weights, biases)
         return y, normalized if return_normalized else None, input if residual is None else added
     if torch.is_grad_enabled() and autograd._wants_gradient(*tensors):
-        y, normalized, added = _Projected.apply(call, take, len(weights), *tensors)
+        y, normalized, added = _apply(call, take, len(weights), *tensors)
         return y, normalized, input if residual is None else added
     y, normalized, _, _, added = _forward(call, *tensors[:4], _joined(weights), _joined(biases), norm.FOR_Y)
     return y, normalized, added
@@ -76,11 +76,13 @@ def _check(
     centered, input, norm_weight, norm_bias, weights, biases, eps, residual, return_normalized, zero_centered_weight,
     save_normalized, fused, options,
 ) -> _Call:  # fmt: skip
-    dtype = product_dtype(input) if input.is_floating_point() else input.dtype
-    cast = dtype != input.dtype or torch.is_autocast_enabled(input.device.type)
-    for at, weight in enumerate(weights):
-        bias = biases[at] if biases else None
-        norm_linear.check(input, norm_weight, norm_bias, weight, bias, fused, _name(weight.dtype) if cast else None)
+    in_autocast = torch.is_autocast_enabled(input.device.type)
+    dtype = _autocast_dtype(input) if in_autocast else input.dtype
+    if fused is not None or not _obviously_fit(input, norm_weight, norm_bias, weights, biases):
+        for at, weight in enumerate(weights):
+            bias = biases[at] if biases else None
+            weight_dtype = _name(weight.dtype) if in_autocast and isinstance(weight, Tensor) else None
+            norm_linear.check(input, norm_weight, norm_bias, weight, bias, fused, weight_dtype)
     if fused == "fold" and return_normalized:
         raise ValueError(
             "return_normalized is given with fused='fold', in which no normalised tensor exists; expected one of them"
@@ -88,6 +90,29 @@ def _check(
     return _Call(
         centered, eps, bool(zero_centered_weight), dtype, return_normalized, save_normalized and fused is None, fused, options
     )
+
+
+def _obviously_fit(input, norm_weight, norm_bias, weights, biases) -> bool:
+    """Whether norm_linear.check would find nothing, in a tenth of its time. False: it is to look, and to find words."""
+    try:
+        in_features, dtype, device = input.shape[-1], input.dtype, input.device
+        for at, weight in enumerate(weights):
+            rows, cols = weight.shape
+            if cols != in_features or weight.dtype != dtype or weight.device != device:
+                return False
+            if biases:
+                bias = biases[at]
+                if bias.shape != (rows,) or bias.dtype != dtype or bias.device != device:
+                    return False
+        for parameter in (norm_weight, norm_bias):
+            if parameter is not None and parameter.shape != (in_features,):
+                return False
+        return dtype in _DTYPES
+    except (AttributeError, IndexError, ValueError):
+        return False
+
+
+_DTYPES = frozenset(getattr(torch, name) for name in DTYPES)
 
 
 def _name(dtype: torch.dtype) -> str:
@@ -237,6 +262,10 @@ class _Projected(torch.autograd.Function):
             wanted, ctx.take,
         )  # fmt: skip
         return None, None, None, *made
+
+
+# Less what it does for functorch's transforms, which come another way.
+_apply = super(torch.autograd.Function, _Projected).apply
 
 
 def _gradients(
@@ -807,12 +836,12 @@ class LayerNormLinear(torch.nn.Module):
         hands_on = self.fuse_wgrad_accumulation or self.delay_wgrad_compute
         region = fp8.active()
         if region is not None:
-            y, normalized = self._project_in_fp8(region, inp, is_first_microbatch, fp8_output, fp8_grad)
+            y, normalized = _untraced(self._project_in_fp8)(region, inp, is_first_microbatch, fp8_output, fp8_grad)
         elif fp8_output or fp8_grad:
             name = "fp8_output" if fp8_output else "fp8_grad"
             raise ValueError(f"{name} is True outside of fp8_autocast; expected False, or the call inside of it")
         elif hands_on and torch.is_grad_enabled() and any(each.requires_grad for each in (*self._weights(), *self._biases())):
-            y, normalized = self._project_and_hand_on(inp, is_first_microbatch)
+            y, normalized = _untraced(self._project_and_hand_on)(inp, is_first_microbatch)
         else:
             y, normalized = self._project(inp, None)
         bias = (self._returned_bias(inp, y.dtype),) if self.return_bias else ()
@@ -827,7 +856,6 @@ class LayerNormLinear(torch.nn.Module):
         )  # fmt: skip
         return y, normalized
 
-    @torch.compiler.disable  # what backward hands on, it hands to Python objects
     def _project_and_hand_on(self, inp: Tensor, is_first_microbatch: bool | None) -> tuple[Tensor, Tensor | None]:
         return self._project(inp, self._weight_gradients(is_first_microbatch))
 
@@ -851,7 +879,6 @@ class LayerNormLinear(torch.nn.Module):
         biases = [] if self.return_bias else self._biases()
         return _WeightGradients(weights, biases, step, self._delayed if self.delay_wgrad_compute else None)
 
-    @torch.compiler.disable  # scales are kept from step to step in Python objects
     def _project_in_fp8(
         self, region: fp8.Region, inp: Tensor, is_first_microbatch: bool | None, fp8_output: bool, fp8_grad: bool
     ) -> tuple[Tensor | fp8.QuantizedTensor, Tensor | None]:
@@ -954,6 +981,11 @@ class LayerNormLinear(torch.nn.Module):
         values = {name: self.use_bias if name == "bias" else getattr(self, name) for name in shown}
         extras = [f"{name}={values[name]!r}" for name, default in shown.items() if values[name] != default]
         return ", ".join([f"in_features={self.in_features}, out_features={self.out_features}", *extras])
+
+
+def _untraced(method: Callable) -> Callable:
+    """A method that keeps Python objects from step to step (scales, what backward hands on): torch.compile runs it as it is."""
+    return torch.compiler.disable(method) if _is_compiling() else method
 
 
 def _initialize(weight: Tensor) -> None:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from . import arrays, cublas, norm
+from . import arrays, cublas, launch, norm
 from .norm import Array
 
 FUSED = (None, "fold")
@@ -205,12 +205,14 @@ def check(input, norm_weight, norm_bias, weight, bias, fused=None, weight_dtype=
     """Raises for linear parameters that do not fit the input. weight_dtype: of weight and bias, by default the input's."""
     if fused not in FUSED:
         raise ValueError(f"fused is {fused!r}; expected None or 'fold'")
+    for name, parameter in (("weight", weight), ("bias", bias), ("norm_weight", norm_weight), ("norm_bias", norm_bias)):
+        if not hasattr(parameter, "shape") and (parameter is not None or name == "weight"):
+            raise TypeError(f"{name} is a {type(parameter).__name__}; expected an array like the input")
     shape = tuple(input.shape)
     if not shape:
         raise ValueError("input has no dimension to normalise over; expected at least one")
-    if weight is None or len(weight.shape) != 2 or weight.shape[1] != shape[-1]:
-        given = None if weight is None else tuple(weight.shape)
-        raise ValueError(f"weight has shape {given}, input {shape}; expected (out_features, {shape[-1]})")
+    if len(weight.shape) != 2 or weight.shape[1] != shape[-1]:
+        raise ValueError(f"weight has shape {tuple(weight.shape)}, input {shape}; expected (out_features, {shape[-1]})")
     if bias is not None and tuple(bias.shape) != (weight.shape[0],):
         raise ValueError(f"bias has shape {tuple(bias.shape)}; expected ({weight.shape[0]},), a number for each row of weight")
     for name, parameter in (("norm_weight", norm_weight), ("norm_bias", norm_bias)):
@@ -291,9 +293,10 @@ def _forward(
         made = _reference_forward(centered, added, norm_weight, norm_bias, weight, bias, prepared.eps, zero_centered_weight)
         y = arrays.from_float64(made.y.reshape(shape), arrays.dtype_name(x), x)
     else:
-        rows, weight = (_contiguous(each) for each in (_matrix(normalized), weight))
-        y = _repeated(bias, len(rows))
-        y = cublas.multiply(rows, weight, transpose_b=True, out=y, accumulate=y is not None).reshape(shape)
+        with launch.on_device(x.device.id):
+            rows, weight = (_contiguous(each) for each in (_matrix(normalized), weight))
+            y = _repeated(bias, len(rows))
+            y = cublas.multiply(rows, weight, transpose_b=True, out=y, accumulate=y is not None).reshape(shape)
     return ProjectedForward(y, normalized, mean, rstd, added)
 
 
@@ -348,7 +351,8 @@ def _backward(
     elif isinstance(x, np.ndarray):
         made = _reference_gradients(*arguments)
     else:
-        made = _cupy_gradients(*arguments, gradients, options)
+        with launch.on_device(x.device.id):
+            made = _cupy_gradients(*arguments, gradients, options)
     return ProjectedBackward(*(each if name in gradients else None for name, each in zip(GRADIENTS, made)))
 
 

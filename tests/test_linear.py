@@ -233,8 +233,9 @@ def test_compiled_without_a_break(device, norm_name, way):
         )
 
 
-def test_the_compiler_keeps_no_normalised_tensor():
-    """What forward hands to backward in a compiled graph: as in eager mode."""
+@pytest.mark.parametrize("save_normalized, num_kept", ((False, 1), (True, 2)))
+def test_what_waits_in_a_compiled_graph(save_normalized, num_kept):
+    """As in eager mode: x, and the normalised tensor only if it was asked to be saved."""
     from functorch.compile import min_cut_rematerialization_partition, nop
     from torch._functorch.aot_autograd import aot_module_simplified
 
@@ -252,10 +253,12 @@ def test_the_compiler_keeps_no_normalised_tensor():
     problem = draw(dtype="bfloat16", num_rows=64, in_features=96)
     torch._dynamo.reset()
     given = leaves(problem)
-    call_it = torch.compile(lambda given: call(problem, given), backend=backend, fullgraph=True)
+    call_it = torch.compile(
+        lambda given: call(problem, given, save_normalized=save_normalized), backend=backend, fullgraph=True
+    )
     call_it(given).sum().backward()
     whole = [each for each in handed if isinstance(each, torch.Tensor) and tuple(each.shape) == (64, 96)]
-    assert len(whole) == 1  # x
+    assert len(whole) == num_kept
 
 
 def test_operator_is_an_operator():
@@ -687,6 +690,55 @@ def test_the_module_compiles_without_a_break(options):
     for eager, traced in zip(*made):
         # The compiler's own sums of squares may be made in another order: float32 of 48 terms.
         torch.testing.assert_close(traced, eager, rtol=2.0**-18, atol=2.0**-18 * eager.abs().max().item())
+
+
+def test_one_graph_for_any_number_of_rows():
+    torch._dynamo.reset()
+    module = LayerNormLinear(24, 16, parameters_split=SPLIT, **CPU)
+    compiled = torch.compile(module, dynamic=True, fullgraph=True, backend="aot_eager")
+    for num_rows in (3, 5, 0, 1, 7):
+        made = []
+        for run in (module, compiled):
+            module.zero_grad()
+            x = torch.arange(24.0 * num_rows).reshape(num_rows, 24).sin().requires_grad_()
+            y = run(x)
+            y.sum().backward()
+            made.append((y, x.grad, module.q_weight.grad, module.k_bias.grad))
+        assert all(torch.equal(*pair) for pair in zip(*made)), num_rows
+
+
+def test_what_keeps_python_objects_runs_as_it_is_when_compiled():
+    torch._dynamo.reset()
+    x = torch.arange(96.0).reshape(4, 24).sin()
+    for options, recipe in (({}, cupynorm.CurrentScaling()), ({"delay_wgrad_compute": True}, None)):
+        module = LayerNormLinear(24, 16, **options, **CPU)
+        compiled = torch.compile(module, backend="aot_eager")
+        made = []
+        for run in (module, compiled):
+            module.zero_grad()
+            with cupynorm.fp8_autocast(recipe is not None, recipe):
+                y = run(x)
+            y.square().sum().backward()
+            module.backward_dw()
+            made.append((y, module.weight.grad, module.bias.grad))
+        assert all(torch.equal(*pair) for pair in zip(*made))
+
+
+def test_export_and_functional_calls():
+    module = LayerNormLinear(24, 16, **CPU)
+    x = torch.arange(96.0).reshape(4, 24).sin()
+    exported = torch.export.export(module, (x,))
+    assert sum("norm_linear" in str(node.target) for node in exported.graph.nodes) == 1
+    assert torch.equal(exported.module()(x), module(x))
+    parameters = dict(module.named_parameters())
+
+    def loss(parameters):
+        return torch.func.functional_call(module, parameters, (x,)).square().sum()
+
+    loss(parameters).backward()
+    for name, gradient in torch.func.grad(loss)(parameters).items():
+        # The same float32 sums of 4 rows in another order.
+        torch.testing.assert_close(gradient, parameters[name].grad, rtol=2.0**-18, atol=2.0**-18 * gradient.abs().max().item())
 
 
 @pytest.mark.parametrize("dtype", ("float32", "float64"))

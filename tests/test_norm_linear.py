@@ -178,6 +178,8 @@ def test_what_is_refused(library):
         ({"norm_weight": make(np.ones(16), "float32")}, ValueError, r"norm_weight has shape \(16,\); expected \(24,\)"),
         ({"norm_bias": make(np.ones((1, 24)), "float32")}, ValueError, r"norm_bias has shape \(1, 24\); expected \(24,\)"),
         ({"weight": make(np.ones((16, 24)), "float16")}, TypeError, "weight is of dtype float16, input of float32; expected both the same"),
+        ({"weight": None}, TypeError, "weight is a NoneType; expected an array"),
+        ({"bias": 1.0}, TypeError, "bias is a float; expected a"),
         ({"bias": make(np.ones(16), "bfloat16")}, TypeError, "bias is of dtype bfloat16, input of float32"),
         ({"x": make(np.ones(()), "float32")}, ValueError, "input has no dimension to normalise over"),
     ):  # fmt: skip
