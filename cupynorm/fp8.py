@@ -172,7 +172,7 @@ def _values(data: Tensor, scale_inv: Tensor, block_rows: int | None) -> Tensor:
 
 def quantize(x: Tensor, scale: Tensor, dtype: torch.dtype, *, transpose: bool = False) -> QuantizedTensor:
     """A matrix by one given scale."""
-    data = encode(x, scale, dtype)
+    data = encode(x, scale, dtype).contiguous()
     return QuantizedTensor(data, 1.0 / scale, x.dtype, transposed=_transposed(data) if transpose else None)
 
 
@@ -217,7 +217,7 @@ def quantize_mxfp8(x: Tensor, dtype: torch.dtype = E4M3) -> tuple[Tensor, Tensor
     num_rows, num_cols = x.shape
     padded = torch.nn.functional.pad(x.float(), (0, -num_cols % 32))
     blocks = padded.unflatten(1, (padded.shape[1] // 32, 32))
-    amax = amax_of(blocks, 2) * torch.tensor(1 / LARGEST[dtype], dtype=torch.float32, device=x.device)
+    amax = amax_of(blocks, 2) * (1 / LARGEST[dtype])
     bits = amax.view(torch.int32)
     exponent, fraction = (bits >> 23) & 0xFF, bits & 0x7FFFFF
     up = torch.where(exponent == 0, fraction > 0x400000, fraction > 0).int()
