@@ -524,7 +524,7 @@ def parser() -> argparse.ArgumentParser:
         help="some of forward,both (both)",
     )
     names = tuple(bench_linear.CONTESTANTS)
-    add("--contestants", nargs="+", choices=names, metavar="NAME", help=f"some of {'; '.join(names)} (all that can run)")
+    add("--contestants", type=several(names), help=f"some of {','.join(names)} (all that can run)")
     add("--runs", type=positive, default=30, help="of each contestant in each cell (30)")
     add("--seed", type=number, default=0, help="of the random data (0)")
     add("--json", metavar="FILE", help="write all samples and the environment")

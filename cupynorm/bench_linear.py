@@ -198,9 +198,9 @@ def _transformer_engine(cell, inputs):
 CONTESTANTS = {
     GEMM: Contestant(FORMATS, _gemm),
     "cupynorm": Contestant(FORMATS, _cupynorm),
-    "cupynorm, saved": Contestant(FORMATS, partial(_cupynorm, save_normalized=True)),
-    "cupynorm, fold": Contestant(("bfloat16",), partial(_cupynorm, fused="fold")),
-    "cupynorm, current": Contestant(("fp8",), _cupynorm_current),
+    "cupynorm-saved": Contestant(FORMATS, partial(_cupynorm, save_normalized=True)),
+    "cupynorm-fold": Contestant(("bfloat16",), partial(_cupynorm, fused="fold")),
+    "cupynorm-current": Contestant(("fp8",), _cupynorm_current),
     "torch": Contestant(("bfloat16",), _torch),
     "torch.compile": Contestant(("bfloat16",), _torch_compile, "triton"),
     "transformer_engine": Contestant(FORMATS, _transformer_engine, "transformer_engine.pytorch"),

@@ -14,7 +14,7 @@ from cupynorm.bench import Timer
 from cupynorm.bench_linear import CONTESTANTS, COPY, GEMM, Contestant, LinearCell, LinearMeasurement, LinearResult
 
 torch = pytest.importorskip("torch")
-HERE = ("gemm", "cupynorm", "cupynorm, saved", "cupynorm, fold", "cupynorm, current", "torch")
+HERE = ("gemm", "cupynorm", "cupynorm-saved", "cupynorm-fold", "cupynorm-current", "torch")
 
 
 def host_timer() -> Timer:
@@ -93,8 +93,7 @@ def test_the_command(monkeypatch, capsys, tmp_path):
         "--runs",
         "3",
         "--contestants",
-        "gemm",
-        "cupynorm, saved",
+        "gemm,cupynorm-saved",
         "--json",
         str(file),
     ]
@@ -106,7 +105,7 @@ def test_the_command(monkeypatch, capsys, tmp_path):
     ]
     assert (
         seen["runs"] == 3
-        and seen["contestants"] == ["gemm", "cupynorm, saved"]
+        and seen["contestants"] == ["gemm", "cupynorm-saved"]
         and seen["command"].startswith("python -m cupynorm bench linear")
     )
     assert "microseconds" in capsys.readouterr().out and json.loads(file.read_text())["measurements"]
@@ -141,6 +140,6 @@ def test_cells_on_a_gpu():
     for measured in result.measurements:
         assert np.isfinite(measured.median("cupynorm")) and measured.median("target") > measured.median(GEMM)
         if measured.cell == LinearCell(512, 256, 384, "bfloat16", "both"):
-            held, saved, by_torch = (measured.memory[name][0] for name in ("cupynorm", "cupynorm, saved", "torch"))
+            held, saved, by_torch = (measured.memory[name][0] for name in ("cupynorm", "cupynorm-saved", "torch"))
             # The normalised tensor, to the allocator's 512 bytes.
             assert saved - held == pytest.approx(2 * 512 * 256, abs=2048) and by_torch >= saved - 2048
