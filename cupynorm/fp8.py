@@ -133,7 +133,7 @@ def scale_of(amax: Tensor, dtype: torch.dtype, *, power_of_two: bool = False, sm
 def encode(x: Tensor, scale: Tensor | float, dtype: torch.dtype) -> Tensor:
     """x * scale in float32, saturated and rounded once to an 8-bit float."""
     largest = LARGEST[dtype]
-    return (x.float() * scale).clamp(-largest, largest).to(dtype)
+    return (x.float() * scale).clamp_(-largest, largest).to(dtype)
 
 
 class QuantizedTensor:

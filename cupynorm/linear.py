@@ -60,9 +60,10 @@ def normalize_and_project(
         save_normalized, fused, options,
     )  # fmt: skip
     tensors = (input, residual, norm_weight, norm_bias, *weights, *biases)
-    if _is_transformed() or forward_ad._current_level >= 0:
+    compiling = _is_compiling()
+    if (autograd._compiler_sees_transforms or not compiling) and (_is_transformed() or forward_ad._current_level >= 0):
         return _composed(call, *tensors[:4], weights, biases)
-    if _is_compiling() or autograd._num_dispatch_modes() or any(each.__class__ not in autograd._PLAIN for each in tensors):
+    if compiling or autograd._num_dispatch_modes() or any(each.__class__ not in autograd._PLAIN for each in tensors):
         y, normalized, _, _, added = _by_operator(call, *tensors[:4], weights, biases)
         return y, normalized if return_normalized else None, input if residual is None else added
     if torch.is_grad_enabled() and autograd._wants_gradient(*tensors):
@@ -78,7 +79,11 @@ def _check(
 ) -> _Call:  # fmt: skip
     in_autocast = torch.is_autocast_enabled(input.device.type)
     dtype = _autocast_dtype(input) if in_autocast else input.dtype
-    if fused is not None or not _obviously_fit(input, norm_weight, norm_bias, weights, biases):
+    if _is_compiling():  # shapes are checked by what knows the operator's
+        for part in () if in_autocast else (*weights, *biases):
+            if part.dtype != input.dtype:
+                raise TypeError(f"weight or bias is of dtype {part.dtype}, input of {input.dtype}; expected both the same")
+    elif fused is not None or not _obviously_fit(input, norm_weight, norm_bias, weights, biases):
         for at, weight in enumerate(weights):
             bias = biases[at] if biases else None
             weight_dtype = _name(weight.dtype) if in_autocast and isinstance(weight, Tensor) else None
@@ -359,7 +364,8 @@ def fold(
         y    rstd * sum |x - mean| |folded| * half_ulp(weight's dtype)    the folded weights' rounding, in place of that of normalized
            + rstd * sum |x| |folded| * in_features * 2^-24                the product's additions, which see x and not x - mean
 
-    The first is no larger than that of the plain path. The second grows with |mean| * rstd, where that of the plain path does not.
+    The first is no larger than that of the plain path. The second grows with |mean| * rstd, where that of the plain path does not; and
+    so does, under autocast, the rounding of a float32 x to dtype.
     """
     compute = formulas.arithmetic(weight)
     wide = weight.to(compute)
@@ -538,6 +544,8 @@ def _run_without_memory(
     input, residual, norm_weight, norm_bias, weights, biases, eps, centered, zero_centered_weight, dtype, return_normalized,
     save_normalized, fused, *_,
 ):  # fmt: skip
+    for at, weight in enumerate(weights):
+        norm_linear.check(input, norm_weight, norm_bias, weight, biases[at] if biases else None, fused, _name(weight.dtype))
     leading, compute = input.shape[:-1], formulas.arithmetic(input)
     return (
         input.new_empty((*leading, sum(len(part) for part in weights)), dtype=dtype),

@@ -6,6 +6,7 @@ import contextlib
 import copy
 import inspect
 import io
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from linear_bounds import LinearProblem, assert_right, draw, expected
 
 import cupynorm
 from cupynorm import arrays
-from cupynorm.activations import shipped
+from cupynorm.activations import read
 from cupynorm.dtypes import DTYPES, decode, encode
 
 torch = pytest.importorskip("torch")
@@ -363,12 +364,12 @@ def folded_errors(x, norm_weight, norm_bias, weight, eps, dtype):
 @pytest.mark.parametrize("dtype", ("bfloat16", "float16", "float32"))
 @pytest.mark.parametrize("at", range(3))
 def test_numerics_of_fold_on_real_activations(at, dtype):
-    """Outliers of 36 standard deviations: within what is stated, and over all elements no worse than the plain path by half."""
-    layer = shipped()[at]
+    """Outliers of 36 standard deviations: within what is stated, and over all elements no worse than the plain path by a tenth."""
+    layer = list(read(Path(__file__).parent / "data" / "minilm_layer_norms.npz"))[at]
     weight = np.random.default_rng(0).standard_normal((64, layer.x.shape[1])) / layer.x.shape[1] ** 0.5
     plain, folded, allowed = folded_errors(layer.x, layer.weight, layer.bias, weight, layer.eps, dtype)
     assert (folded <= allowed).all()
-    assert np.sqrt((folded**2).mean()) <= 1.5 * np.sqrt((plain**2).mean())
+    assert np.sqrt((folded**2).mean()) <= 1.1 * np.sqrt((plain**2).mean())
 
 
 @pytest.mark.parametrize("dtype", ("bfloat16", "float32"))
@@ -381,7 +382,7 @@ def test_numerics_of_fold_under_a_large_mean(dtype):
     plain, folded, allowed = folded_errors(x, norm_weight, norm_bias, weight, 1e-5, dtype)
     assert (folded <= allowed).all()
     if dtype == "bfloat16":
-        assert np.sqrt((folded**2).mean()) <= 1.5 * np.sqrt((plain**2).mean())
+        assert np.sqrt((folded**2).mean()) <= 1.1 * np.sqrt((plain**2).mean())
     without = linear.fold(*(tensor(each, dtype) for each in (norm_weight, norm_bias, weight)))
     x = tensor(x, dtype)
     mean, rstd = (tensor(each, "float32") for each in cupynorm.layer_norm_forward(x.double().numpy())[1:3])
@@ -705,6 +706,21 @@ def test_one_graph_for_any_number_of_rows():
             y.sum().backward()
             made.append((y, x.grad, module.q_weight.grad, module.k_bias.grad))
         assert all(torch.equal(*pair) for pair in zip(*made)), num_rows
+
+
+def test_the_compiler_refuses_what_eager_mode_does():
+    compiled = torch.compile(cupynorm.layer_norm_linear, backend="aot_eager")
+    x, one, weight = torch.ones(3, 24), torch.ones(24), torch.ones(16, 24)
+    for given in (
+        (x, one, one, weight[:, 1:]),
+        (x, one, one[1:], weight),
+        (x, one, one, weight, one),
+        (x, one, one, weight.half()),
+    ):
+        torch._dynamo.reset()
+        for run in (cupynorm.layer_norm_linear, compiled):
+            with pytest.raises((ValueError, TypeError, RuntimeError), match="has shape .* expected|is of dtype .* expected"):
+                run(*given)
 
 
 def test_what_keeps_python_objects_runs_as_it_is_when_compiled():
