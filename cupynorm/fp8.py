@@ -133,7 +133,12 @@ def scale_of(amax: Tensor, dtype: torch.dtype, *, power_of_two: bool = False, sm
 def encode(x: Tensor, scale: Tensor | float, dtype: torch.dtype) -> Tensor:
     """x * scale in float32, saturated and rounded once to an 8-bit float."""
     largest = LARGEST[dtype]
-    return (x.float() * scale).clamp_(-largest, largest).to(dtype)
+    if isinstance(scale, Tensor) and not scale.ndim:
+        scale = scale.reshape(
+            1
+        )  # a tensor of one dimension makes a float32 product of 16-bit x in one pass, one of none does not
+    product = x * scale if isinstance(scale, Tensor) else x.float() * scale
+    return product.clamp_(-largest, largest).to(dtype)
 
 
 class QuantizedTensor:

@@ -28,7 +28,7 @@ _is_transformed = torch._C._are_functorch_transforms_active
 
 
 class _Call(NamedTuple):
-    """What a call depends on besides its tensors. dtype: of the products, and of y and normalized."""
+    """What a call depends on besides its tensors. dtype: of the products, and of y and normalized. folded: a fold made before."""
 
     centered: bool
     eps: float | None
@@ -38,22 +38,25 @@ class _Call(NamedTuple):
     save_normalized: bool
     fused: str | None
     options: Options
+    folded: Folded | None = None
 
 
-def _autocast_dtype(input: Tensor) -> torch.dtype:
-    """Of the products under autocast, which leaves float64 alone, and what is no float."""
-    if input.dtype == torch.float64 or not input.is_floating_point():
+def _product_dtype(input: Tensor) -> torch.dtype:
+    """The input's, or that of autocast, which leaves float64 alone, and what is no float."""
+    kind = input.device.type
+    if input.dtype == torch.float64 or not input.is_floating_point() or not torch.is_autocast_enabled(kind):
         return input.dtype
-    return torch.get_autocast_dtype(input.device.type)
+    return torch.get_autocast_dtype(kind)
 
 
 def normalize_and_project(
     centered, input, norm_weight, norm_bias, weights, biases, eps, residual, return_normalized, zero_centered_weight,
-    save_normalized, fused, options, take=None,
+    save_normalized, fused, options, take=None, folded=None,
 ) -> tuple[Tensor, Tensor | None, Tensor]:  # fmt: skip
     """(y, normalized or None, input + residual). weights, biases: parts of one linear layer, whose rows follow each other.
 
-    take: makes the gradients of weights and biases in place of `_gradients` (a _WeightGradients).
+    take: makes the gradients of weights and biases in place of `_gradients` (a _WeightGradients). folded: what `fold` makes of the
+    parameters, if it was made before; what torch traces folds them anew.
     """
     call = _check(
         centered, input, norm_weight, norm_bias, weights, biases, eps, residual, return_normalized, zero_centered_weight,
@@ -67,8 +70,9 @@ def normalize_and_project(
         y, normalized, _, _, added = _by_operator(call, *tensors[:4], weights, biases)
         return y, normalized if return_normalized else None, input if residual is None else added
     if torch.is_grad_enabled() and autograd._wants_gradient(*tensors):
-        y, normalized, added = _apply(call, take, len(weights), *tensors)
+        y, normalized, added = _apply(call._replace(folded=folded), take, len(weights), *tensors)
         return y, normalized, input if residual is None else added
+    call = call if folded is None else call._replace(folded=folded)
     y, normalized, _, _, added = _forward(call, *tensors[:4], _joined(weights), _joined(biases), norm.FOR_Y)
     return y, normalized, added
 
@@ -77,8 +81,7 @@ def _check(
     centered, input, norm_weight, norm_bias, weights, biases, eps, residual, return_normalized, zero_centered_weight,
     save_normalized, fused, options,
 ) -> _Call:  # fmt: skip
-    in_autocast = torch.is_autocast_enabled(input.device.type)
-    dtype = _autocast_dtype(input) if in_autocast else input.dtype
+    in_autocast, dtype = torch.is_autocast_enabled(input.device.type), _product_dtype(input)
     if _is_compiling():  # shapes are checked by what knows the operator's
         for part in () if in_autocast else (*weights, *biases):
             if part.dtype != input.dtype:
@@ -211,7 +214,7 @@ def _forward(call, input, residual, norm_weight, norm_bias, weight, bias, purpos
     """y, normalized, mean, rstd, input + residual."""
     if call.fused == "fold":
         mean, rstd, added = _statistics(call, input, residual)
-        folded = fold(
+        folded = call.folded or fold(
             norm_weight, norm_bias, weight, bias, centered=call.centered, zero_centered_weight=call.zero_centered_weight,
             dtype=call.dtype,
         )  # fmt: skip
@@ -657,7 +660,8 @@ class LayerNormLinear(torch.nn.Module):
 
     Called with input (..., in_features) of the parameters' dtype, or of any under torch.autocast, it returns out (..., out_features),
     or a tuple of out, the bias (an empty tensor without one) and the normalised tensor, those that were asked for.
-    is_first_microbatch: True for the first of several forwards between two steps of the optimizer, False for the others.
+    is_first_microbatch: True for the first of several forwards with the same parameters, False for the others: what is made of the weight,
+        in 8-bit floats or folded, is then made once. None: each time.
 
     Raises ValueError, TypeError or NotImplementedError with a sentence for what does not fit.
     """
@@ -730,6 +734,7 @@ class LayerNormLinear(torch.nn.Module):
         self._delayed: deque[Callable[[], None]] = deque()
         self._fp8_states: dict[str, fp8.Scales] = {}
         self._fp8_weight: fp8.QuantizedTensor | None = None
+        self._folded: Folded | None = None
 
         names, self.parameter_split_sizes = _splits(parameters_split, out_features)
         self.weight_names = [f"{name}weight" for name in names]
@@ -802,7 +807,7 @@ class LayerNormLinear(torch.nn.Module):
                 setattr(self, name, function(getattr(self, name)))
         self._join_parameters()
         self._mark_parameters()
-        self._fp8_weight = None
+        self._fp8_weight = self._folded = None
         return self
 
     def __getstate__(self) -> dict:
@@ -810,6 +815,7 @@ class LayerNormLinear(torch.nn.Module):
             "_delayed": deque(),
             "_step": _Step(False),
             "_fp8_weight": None,
+            "_folded": None,
         }  # what a step holds belongs to this module alone
 
     def __setstate__(self, state: dict) -> None:
@@ -828,7 +834,7 @@ class LayerNormLinear(torch.nn.Module):
     def _load_from_state_dict(self, state_dict: dict, prefix: str, *arguments) -> None:
         state_dict = {f"{prefix}_extra_state": None, **state_dict}  # a state dict of another origin has none
         super()._load_from_state_dict(state_dict, prefix, *arguments)
-        self._fp8_weight = None
+        self._fp8_weight = self._folded = None
         self._mark_parameters()  # load_state_dict(assign=True) brings other parameters
 
     def forward(
@@ -851,21 +857,36 @@ class LayerNormLinear(torch.nn.Module):
         elif hands_on and torch.is_grad_enabled() and any(each.requires_grad for each in (*self._weights(), *self._biases())):
             y, normalized = _untraced(self._project_and_hand_on)(inp, is_first_microbatch)
         else:
-            y, normalized = self._project(inp, None)
+            y, normalized = self._project(inp, is_first_microbatch)
         bias = (self._returned_bias(inp, y.dtype),) if self.return_bias else ()
         results = (y, *bias, *((normalized,) if self.return_layernorm_output else ()))
         return results if len(results) > 1 else y
 
-    def _project(self, inp: Tensor, take: _WeightGradients | None) -> tuple[Tensor, Tensor | None]:
+    def _project(
+        self, inp: Tensor, is_first_microbatch: bool | None, take: _WeightGradients | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        folds = self.fused == "fold" and is_first_microbatch is not None and not _is_compiling()
         y, normalized, _ = normalize_and_project(
             self.normalization == "LayerNorm", inp, self.layer_norm_weight, self.layer_norm_bias, self._weights(),
             [] if self.return_bias else self._biases(), self.eps, None, self.return_layernorm_output, self.zero_centered_gamma,
             self.save_normalized, self.fused, norm._options(None, None, None, self.sm_margin), take,
+            self._fold(is_first_microbatch, _product_dtype(inp)) if folds else None,
         )  # fmt: skip
         return y, normalized
 
     def _project_and_hand_on(self, inp: Tensor, is_first_microbatch: bool | None) -> tuple[Tensor, Tensor | None]:
-        return self._project(inp, self._weight_gradients(is_first_microbatch))
+        return self._project(inp, is_first_microbatch, self._weight_gradients(is_first_microbatch))
+
+    def _fold(self, is_first_microbatch: bool, dtype: torch.dtype) -> Folded:
+        """True: folded and kept; False: what is kept."""
+        if is_first_microbatch or self._folded is None or self._folded.weight.dtype != dtype:
+            with torch.no_grad():
+                self._folded = fold(
+                    self.layer_norm_weight, self.layer_norm_bias, _joined(self._weights()),
+                    None if self.return_bias else _joined(self._biases()), centered=self.normalization == "LayerNorm",
+                    zero_centered_weight=self.zero_centered_gamma, dtype=dtype,
+                )  # fmt: skip
+        return self._folded
 
     def _weight_gradients(self, is_first_microbatch: bool | None) -> _WeightGradients:
         weights, step = self._weights(), None

@@ -71,6 +71,16 @@ def test_bytes_are_those_of_the_reference(device, name):
     np.testing.assert_array_equal(scale_inv.cpu().numpy(), expected.scale_inv)
 
 
+@pytest.mark.parametrize("dtype", (torch.float16, torch.bfloat16), ids=str)
+def test_the_product_of_16_bit_values_and_a_scale_is_float32(dtype):
+    """Rounded to 16 bits before it is rounded to 8, some of these would be another 8-bit float."""
+    x = torch.from_numpy(np.random.default_rng(0).standard_normal((200, 300))).to(dtype)
+    scale = torch.tensor(3.7)
+    expected = reference.quantize(x.float().numpy(), "float8_e4m3fn", scale.numpy()).data
+    np.testing.assert_array_equal(raw(fp8.encode(x, scale, fp8.E4M3)), expected)
+    assert (raw((x * scale).to(fp8.E4M3)) != expected).any()
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_scales_are_those_of_the_reference(name):
     amaxes = np.concatenate([

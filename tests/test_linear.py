@@ -342,6 +342,24 @@ def test_fold_in_float64_is_the_reference(norm_name, zero_centered_weight):
     assert (folded.sums is None) == (norm_name == "rms_norm")
 
 
+def test_a_fold_is_kept_between_microbatches(monkeypatch):
+    made, plain = [], linear.fold
+    monkeypatch.setattr(linear, "fold", lambda *given, **options: made.append(1) or plain(*given, **options))
+    module = LayerNormLinear(24, 16, fused="fold", parameters_split=SPLIT, **CPU)
+    x = torch.arange(72.0).reshape(3, 24).sin()
+    expected = module(x)
+    made.clear()
+    for first, times in ((False, 1), (False, 1), (True, 2), (False, 2), (None, 3), (None, 4)):
+        y = module(x, is_first_microbatch=first)
+        with torch.no_grad():
+            assert torch.equal(module(x, is_first_microbatch=False), expected)
+        y.sum().backward()
+        assert torch.equal(y, expected) and len(made) == times, first
+    with torch.autocast("cpu", torch.bfloat16):
+        assert module(x, is_first_microbatch=False).dtype == torch.bfloat16 and len(made) == 5
+    assert module.double()._folded is None and copy.deepcopy(module)._folded is None
+
+
 def folded_errors(x, norm_weight, norm_bias, weight, eps, dtype):
     """Errors of the plain and of the folded path in float64 terms, and what fold's docstring allows the folded one."""
     x, norm_weight, norm_bias, weight = (decode(encode(each, dtype), dtype) for each in (x, norm_weight, norm_bias, weight))
