@@ -133,6 +133,7 @@ def scale_of(amax: Tensor, dtype: torch.dtype, *, power_of_two: bool = False, sm
 def encode(x: Tensor, scale: Tensor | float, dtype: torch.dtype) -> Tensor:
     """x * scale in float32, saturated and rounded once to an 8-bit float."""
     largest = LARGEST[dtype]
+    x = x.float() if x.dtype == torch.float64 else x
     if isinstance(scale, Tensor) and not scale.ndim:
         scale = scale.reshape(
             1
@@ -257,21 +258,26 @@ def multiply(
     On the CPU, and for blocks, the values are multiplied: those of blocks in bfloat16, which holds an 8-bit float times a power of two
     exactly, else in float32.
     """
-    num_rows, num_cols = len(a), len(b)
     if a.is_cuda and a_block_rows is None and a.numel() and b.numel():
-        a, b = _pad(a, 1, 16), _pad(b, 16, 16)
-        inside = bias is not None and bias.dtype == out_dtype != torch.float32 and len(b) == num_cols
-        y = torch._scaled_mm(
-            a, b.t(), a_scale_inv, b_scale_inv, bias=bias if inside else None, out_dtype=out_dtype, use_fast_accum=fast
-        )
-        y = y[:num_rows, :num_cols] if len(b) != num_cols else y
-        return y if bias is None or inside else y + bias.to(out_dtype)
+        return _by_scaled_mm(a, a_scale_inv, b, b_scale_inv, out_dtype, bias, fast)
     exact = torch.bfloat16 if a.is_cuda and a_block_rows is not None else torch.float32
     if a_block_rows is None:
         y = (a.float() @ b.float().t()) * (a_scale_inv * b_scale_inv)
     else:
         y = _values(a, a_scale_inv, a_block_rows).to(exact) @ _values(b, b_scale_inv, b_block_rows).to(exact).t()
     return (y if bias is None else y + bias).to(out_dtype)
+
+
+def _by_scaled_mm(a, a_scale_inv, b, b_scale_inv, out_dtype, bias, fast) -> Tensor:
+    num_cols = len(b)
+    a, b = _pad(a, 1, 16), _pad(b, 16, 16)
+    # Its bias is of 16 bits, as its result.
+    inside = bias is not None and bias.dtype == out_dtype != torch.float32 and len(b) == num_cols
+    y = torch._scaled_mm(
+        a, b.t(), a_scale_inv, b_scale_inv, bias=bias if inside else None, out_dtype=out_dtype, use_fast_accum=fast
+    )
+    y = y[:, :num_cols]
+    return y if bias is None or inside else y + bias.to(out_dtype)
 
 
 # What a module keeps.

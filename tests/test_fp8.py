@@ -305,6 +305,42 @@ def test_products_of_any_extents(device, blocks, kinds, shape):
             assert (np.abs(y.double().cpu().numpy() - truth) <= allowed).all()
 
 
+@pytest.mark.parametrize("shape", ((5, 7, 3), (16, 32, 48), (17, 200, 33), (1, 1, 1)), ids=str)
+def test_what_is_handed_to_torch(monkeypatch, shape):
+    """The way of a GPU, on the CPU: multiples of 16 and layouts that a GPU takes, and the same products."""
+    num_rows, depth, num_cols = shape
+    plain, seen = torch._scaled_mm, []
+
+    def scaled_mm(a, b, *scales, use_fast_accum, **options):
+        assert a.shape[1] % 16 == 0 and b.shape[0] == a.shape[1] and b.shape[1] % 16 == 0
+        assert a.is_contiguous() and b.t().is_contiguous() and all(each.numel() == 1 for each in scales)
+        assert options["bias"] is None or options["bias"].dtype == options["out_dtype"] != torch.float32
+        seen.append((use_fast_accum, options["bias"] is not None))
+        try:
+            return plain(a, b, *scales, **options)
+        except RuntimeError as error:
+            pytest.skip(f"this torch multiplies no 8-bit floats on the CPU: {error}")
+
+    monkeypatch.setattr(torch, "_scaled_mm", scaled_mm)
+    generator = torch.Generator().manual_seed(0)
+    a, b = (
+        fp8.quantize(torch.randn(rows, depth, generator=generator), torch.tensor(50.0), fp8.E4M3)
+        for rows in (num_rows, num_cols)
+    )
+    bias = torch.randn(num_cols, generator=generator)
+    for out_dtype, half_ulp in ((torch.bfloat16, 2.0**-8), (torch.float32, 2.0**-24)):
+        for added in (None, bias.to(out_dtype)):
+            given = (a.data, a.scale_inv, b.data, b.scale_inv, out_dtype)
+            y, expected = fp8._by_scaled_mm(*given, added, True), fp8.multiply(*given[:4], torch.float32, bias=added)
+            assert y.shape == expected.shape and y.dtype == out_dtype
+            sizes = a.dequantize().abs() @ b.dequantize().abs().t()
+            assert (
+                (y.float() - expected).abs()
+                <= 2 * half_ulp * expected.abs() + (depth + 6) * 2.0**-23 * (sizes + bias.abs()) + half_ulp * bias.abs()
+            ).all()
+    assert seen == [(True, False), (True, num_cols % 16 == 0), (True, False), (True, False)]
+
+
 def test_an_empty_product():
     empty = torch.empty(0, 4).to(fp8.E4M3)
     other, one = torch.ones(3, 4).to(fp8.E4M3), torch.tensor(1.0)
