@@ -240,6 +240,12 @@ def quantize_mxfp8(x: Tensor, dtype: torch.dtype = E4M3) -> tuple[Tensor, Tensor
 # Products.
 
 
+def outside_autocast(tensor: Tensor) -> contextlib.AbstractContextManager:
+    """Inside, torch.autocast rounds no factor of a product: dtypes are as they are written."""
+    kind = tensor.device.type
+    return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else contextlib.nullcontext()
+
+
 def _pad(data: Tensor, num_rows: int, num_cols: int) -> Tensor:
     """With zeros at the ends, up to multiples of these."""
     below, behind = -data.shape[0] % num_rows, -data.shape[1] % num_cols
@@ -261,10 +267,11 @@ def multiply(
     if a.is_cuda and a_block_rows is None and a.numel() and b.numel():
         return _by_scaled_mm(a, a_scale_inv, b, b_scale_inv, out_dtype, bias, fast)
     exact = torch.bfloat16 if a.is_cuda and a_block_rows is not None else torch.float32
-    if a_block_rows is None:
-        y = (a.float() @ b.float().t()) * (a_scale_inv * b_scale_inv)
-    else:
-        y = _values(a, a_scale_inv, a_block_rows).to(exact) @ _values(b, b_scale_inv, b_block_rows).to(exact).t()
+    with outside_autocast(a):
+        if a_block_rows is None:
+            y = (a.float() @ b.float().t()) * (a_scale_inv * b_scale_inv)
+        else:
+            y = _values(a, a_scale_inv, a_block_rows).to(exact) @ _values(b, b_scale_inv, b_block_rows).to(exact).t()
     return (y if bias is None else y + bias).to(out_dtype)
 
 

@@ -206,7 +206,7 @@ class _Formulas:
 
 def project(normalized: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """normalized weight^T + bias, of tensors of one dtype, outside autograd."""
-    with torch.no_grad():
+    with torch.no_grad(), fp8.outside_autocast(normalized):
         return functional.linear(normalized, weight, bias)
 
 
@@ -214,11 +214,12 @@ def _forward(call, input, residual, norm_weight, norm_bias, weight, bias, purpos
     """y, normalized, mean, rstd, input + residual."""
     if call.fused == "fold":
         mean, rstd, added = _statistics(call, input, residual)
-        folded = call.folded or fold(
-            norm_weight, norm_bias, weight, bias, centered=call.centered, zero_centered_weight=call.zero_centered_weight,
-            dtype=call.dtype,
-        )  # fmt: skip
-        return project_folded(added, mean, rstd, folded), None, mean, rstd, added
+        with fp8.outside_autocast(input):
+            folded = call.folded or fold(
+                norm_weight, norm_bias, weight, bias, centered=call.centered, zero_centered_weight=call.zero_centered_weight,
+                dtype=call.dtype,
+            )  # fmt: skip
+            return project_folded(added, mean, rstd, folded), None, mean, rstd, added
     normalized, mean, rstd, added = _Kernels.normalize(call, input, residual, norm_weight, norm_bias, purpose)
     y = functional.linear(normalized, weight.to(call.dtype), None if bias is None else bias.to(call.dtype))
     return y, normalized, mean, rstd, added
@@ -265,10 +266,11 @@ class _Projected(torch.autograd.Function):
             weight = (torch.cat(weights) if len(weights) > 1 else weights[0]).to(ctx.call.dtype)
         else:
             norms, weight = _Kernels, _joined(weights) if cast is None else cast
-        made = _gradients(
-            norms, ctx.call, dy, dnormalized, dsum, added, mean, rstd, norm_weight, norm_bias, normalized, weight, weights, biases,
-            wanted, ctx.take,
-        )  # fmt: skip
+        with fp8.outside_autocast(added):  # in which backward() may be called
+            made = _gradients(
+                norms, ctx.call, dy, dnormalized, dsum, added, mean, rstd, norm_weight, norm_bias, normalized, weight, weights, biases,
+                wanted, ctx.take,
+            )  # fmt: skip
         return None, None, None, *made
 
 
@@ -335,7 +337,7 @@ def explicit_gradients(
     """dx, dnorm_weight, dnorm_bias, dweight, dbias outside autograd, None where `gradients` does not name them."""
     call = _Call(mean is not None, eps, bool(zero_centered_weight), x.dtype, False, False, None, options)
     wants = [name in gradients for name in norm_linear.GRADIENTS]
-    with torch.no_grad():
+    with torch.no_grad(), fp8.outside_autocast(x):
         made = _gradients(
             _Kernels, call, dy, dnormalized, dsum, x, mean, rstd, norm_weight, norm_bias, normalized, weight, (weight,), (weight[:, 0],),
             (wants[0], False, *wants[1:]), None,
@@ -601,10 +603,11 @@ def _differentiate(ctx, dy, dnormalized, _dmean, _drstd, dsum):
     weight = (torch.cat(weights) if num_weights > 1 else weights[0]).to(ctx.call.dtype)
     if torch.is_grad_enabled():  # create_graph=True: what was saved is no function of x to autograd, what is made again is
         normalized = None
-    made = _gradients(
-        _Operators, ctx.call, dy, dnormalized, dsum, added, mean, rstd, norm_weight, norm_bias, normalized, weight, weights, biases,
-        wanted, None,
-    )  # fmt: skip
+    with fp8.outside_autocast(added):
+        made = _gradients(
+            _Operators, ctx.call, dy, dnormalized, dsum, added, mean, rstd, norm_weight, norm_bias, normalized, weight, weights, biases,
+            wanted, None,
+        )  # fmt: skip
     dweights, dbiases = list(made[4 : 4 + num_weights]), list(made[4 + num_weights :])
     return *made[:4], dweights, dbiases, *(None for _ in rest)
 
@@ -880,7 +883,7 @@ class LayerNormLinear(torch.nn.Module):
     def _fold(self, is_first_microbatch: bool, dtype: torch.dtype) -> Folded:
         """True: folded and kept; False: what is kept."""
         if is_first_microbatch or self._folded is None or self._folded.weight.dtype != dtype:
-            with torch.no_grad():
+            with torch.no_grad(), fp8.outside_autocast(self.layer_norm_weight):
                 self._folded = fold(
                     self.layer_norm_weight, self.layer_norm_bias, _joined(self._weights()),
                     None if self.return_bias else _joined(self._biases()), centered=self.normalization == "LayerNorm",
@@ -985,7 +988,7 @@ class LayerNormLinear(torch.nn.Module):
             raise RuntimeError(
                 "backward_dw() was called and no backward has left a weight gradient; expected one call for each backward"
             )
-        with torch.no_grad():
+        with torch.no_grad(), fp8.outside_autocast(self.layer_norm_weight):
             self._delayed.popleft()()
         for hook in self.wgrad_accumulation_and_reduce_hooks:
             hook()

@@ -201,6 +201,22 @@ def test_the_gradient_of_the_normalised_tensor_counts():
     assert relative(made[1] - made[0], alone) < 2.0**-18
 
 
+def test_inside_of_autocast():
+    """Parameters of float32, products of 8-bit floats, results of 16 bits."""
+    module, problem = make(dtype="float32", bias=False)
+    x, dy = tensor(problem.x, "float32", grad=True), tensor(problem.dy)
+    with torch.autocast("cpu", torch.bfloat16), fp8_autocast(recipe=CurrentScaling()):
+        y = module(x)
+    assert y.dtype == torch.bfloat16
+    y.backward(dy)
+    with fp8_autocast(recipe=CurrentScaling()):
+        wide = module(x)
+    assert torch.equal(wide.bfloat16(), y)
+    truth = truth_of(problem)
+    for name, gradient in (("dx", x.grad), ("dweight", module.weight.grad)):
+        assert gradient.dtype == torch.float32 and relative(gradient.double().numpy(), truth[name]) <= OF_GRADIENT
+
+
 def test_zero_rows():
     module, problem = make(num_rows=0)
     for recipe in RECIPES:

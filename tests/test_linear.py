@@ -313,6 +313,45 @@ def test_autocast(device, way):
         call(problem, given | {"x": torch.ones(4, 24, dtype=torch.int32, device=device)})
 
 
+@pytest.mark.parametrize("way", WAYS, ids=("recomputed", "saved", "fold"))
+def test_autocast_inside_and_outside_of_what_is_compiled(way):
+    torch._dynamo.reset()
+    problem = draw(num_rows=4)
+
+    def inside(problem, given, **options):
+        with torch.autocast("cpu", torch.bfloat16):
+            return call(problem, given, **options)
+
+    eager = recorded(problem, run=lambda *a, **o: inside(*a, **o).float(), **way)
+    for function in (
+        torch.compile(inside, fullgraph=True, backend="aot_eager"),
+        torch.compile(call, fullgraph=True, backend="aot_eager"),
+    ):
+
+        def run(problem, given, **options):
+            with torch.autocast("cpu", torch.bfloat16):
+                return function(problem, given, **options).float()  # noqa: B023
+
+        for name, value in recorded(problem, run=run, **way).items():
+            np.testing.assert_array_equal(value, eager[name], err_msg=name)
+
+
+@pytest.mark.parametrize("options", ({}, {"fused": "fold"}, {"delay_wgrad_compute": True}), ids=str)
+def test_backward_inside_of_autocast(options):
+    """The gradients are those of the forward, whatever region they are made in."""
+    module = LayerNormLinear(24, 16, **options, **CPU)
+    problem, made = problem_of(module), []
+    for inside in (False, True):
+        module.zero_grad()
+        x = tensor(problem.x, "float32", grad=True)
+        y = module(x)
+        with torch.autocast("cpu", torch.bfloat16, enabled=inside):
+            y.backward(tensor(problem.dy, "float32"))
+            module.backward_dw()
+        made.append([x.grad, *(each.grad for each in module.parameters())])
+    assert all(torch.equal(*pair) for pair in zip(*made))
+
+
 def test_autocast_leaves_float64_alone():
     problem = draw(dtype="float64")
     with torch.autocast("cpu", torch.bfloat16):
