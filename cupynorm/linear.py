@@ -66,7 +66,8 @@ def normalize_and_project(
     compiling = _is_compiling()
     if (autograd._compiler_sees_transforms or not compiling) and (_is_transformed() or forward_ad._current_level >= 0):
         return _composed(call, *tensors[:4], weights, biases)
-    if compiling or autograd._num_dispatch_modes() or any(each.__class__ not in autograd._PLAIN for each in tensors):
+    watched = autograd._num_dispatch_modes() and take is None  # what goes to `take` is hidden from a mode, rather than lost
+    if compiling or watched or any(each.__class__ not in autograd._PLAIN for each in tensors):
         y, normalized, _, _, added = _by_operator(call, *tensors[:4], weights, biases)
         return y, normalized if return_normalized else None, input if residual is None else added
     if torch.is_grad_enabled() and autograd._wants_gradient(*tensors):
@@ -635,6 +636,9 @@ _SINGLE = {
 
 def _refuse_parallel(given: Mapping[str, object]) -> None:
     for name, single in _SINGLE.items():
+        size = getattr(given[name], "size", None)
+        if name == "tp_group" and callable(size) and size() == 1:
+            continue
         if given[name] is not single and given[name] != single:
             raise ValueError(f"{name} is {given[name]!r}; expected {single!r}: this layer works on one GPU")
 
@@ -657,7 +661,7 @@ class LayerNormLinear(torch.nn.Module):
     delay_wgrad_compute: backward() leaves the gradients of weights and biases to backward_dw(), one call for each backward.
     parallel_mode: None or "column", which for one GPU differ in the attributes that parameters get. ub_name, name: for the user.
     sequence_parallel, tp_group, tp_size, ub_overlap_ag, ub_overlap_rs, ub_overlap_rs_dgrad, ub_bulk_wgrad, ub_bulk_dgrad,
-    symmetric_ar_type: as TransformerEngine has them by default; any other value is refused.
+    symmetric_ar_type: as TransformerEngine has them by default, or a tp_group of one rank; any other value is refused.
 
     By keyword only, and not TransformerEngine's: save_normalized, fused, sm_margin, as of cupynorm.layer_norm_linear.
 

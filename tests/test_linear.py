@@ -698,6 +698,19 @@ def test_what_the_module_refuses(options, error, sentence):
         LayerNormLinear(24, 16, **options, **CPU)
 
 
+def test_a_group_of_one_rank_is_one_gpu():
+    class Group:
+        def __init__(self, num_ranks):
+            self.num_ranks = num_ranks
+
+        def size(self):
+            return self.num_ranks
+
+    LayerNormLinear(24, 16, tp_group=Group(1), parallel_mode="column", **CPU)
+    with pytest.raises(ValueError, match="tp_group is .*; expected None"):
+        LayerNormLinear(24, 16, tp_group=Group(2), **CPU)
+
+
 def test_inputs_that_the_module_refuses():
     module = LayerNormLinear(24, 16, **CPU)
     for x, error, sentence in (
@@ -990,6 +1003,20 @@ def test_what_is_delayed_waits_as_little_as_it_can():
     rows, make_normalized = work.args[:2]
     held = [cell.cell_contents for cell in make_normalized.__closure__ if isinstance(cell.cell_contents, torch.Tensor)]
     assert rows.shape == (32, 64) and sum(each.numel() for each in held if each.numel() > 96) == 32 * 96
+
+
+def test_nothing_is_lost_where_torch_watches():
+    from torch.utils.flop_counter import FlopCounterMode
+
+    module, plain = (LayerNormLinear(24, 16, fuse_wgrad_accumulation=fuse, **CPU) for fuse in (True, False))
+    problem = problem_of(module)
+    plain.load_state_dict(module.state_dict())
+    main_grads(module)
+    with FlopCounterMode(display=False):
+        for each in (module, plain):
+            step(each, problem)
+    assert module.weight.grad is None
+    torch.testing.assert_close(module.weight.main_grad, plain.weight.grad, rtol=2.0**-20, atol=2.0**-20)
 
 
 def test_no_differentiable_gradient_of_what_goes_elsewhere():
