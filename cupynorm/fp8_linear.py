@@ -19,6 +19,7 @@ from torch import Tensor
 from . import fp8
 from .fp8 import BlockScaling, CurrentScaling, DelayedScaling, QuantizedTensor, Scales
 
+PRODUCTS = (torch.bfloat16, torch.float16, torch.float32)
 # Tensors that have a scale, in the order of TransformerEngine's.
 FORWARD = ("input", "weight", "output")
 BACKWARD = ("grad_output", "grad_input")
@@ -98,7 +99,8 @@ class Call(NamedTuple):
     group: Any
 
 
-def _rows(tensor: Tensor) -> Tensor:
+def as_rows(tensor: Tensor) -> Tensor:
+    """A tensor as a matrix of its rows, whatever there is none of."""
     return tensor.reshape(tensor.shape[:-1].numel(), tensor.shape[-1])
 
 
@@ -106,7 +108,7 @@ def project(
     call: Call, normalized: Tensor, weight: QuantizedTensor, bias: Tensor | None
 ) -> tuple[Tensor, QuantizedTensor, Any]:
     """y as a matrix, the quantised normalised tensor and its scale. normalized: float32."""
-    rows = _rows(normalized)
+    rows = as_rows(normalized)
     scale = call.quantizers.scale("input", rows)
     quantized = call.quantizers.quantize("input", rows, scale, transpose=call.save_normalized)
     y = fp8.multiply(
@@ -159,7 +161,7 @@ class Projected(torch.autograd.Function):
         weights, biases = parts[: ctx.num_parts], parts[ctx.num_parts :]
         _, _, _, _, wants_input, wants_norm_weight, wants_norm_bias, *wants_parts = ctx.needs_input_grad
         wants_norm = (wants_input, wants_norm_weight, wants_norm_bias)
-        rows = None if dy is None else _rows(dy)
+        rows = None if dy is None else as_rows(dy)
         quantized = None
         if rows is not None:
             quantized = quantizers.quantize("grad_output", rows, quantizers.scale("grad_output", rows), transpose=True)
@@ -180,16 +182,16 @@ class Projected(torch.autograd.Function):
         if reaches is not None and any(wants_norm):
             of_norm = call.of_norm(reaches, input, mean, rstd, norm_weight, norm_bias, wants_norm)
 
-        def make_dweight() -> Tensor:
-            """[out_features, in_features] in float32."""
+        def make_dweight(dtype: torch.dtype) -> Tensor:
+            """[out_features, in_features], rounded once to a dtype that products come in; else in float32."""
             transposed, of_transposed = kept, scale_inv if kept_scale_inv is None else kept_scale_inv
             if transposed is None:
-                normalized = _rows(call.normalize(input, norm_weight, norm_bias)[0])
+                normalized = as_rows(call.normalize(input, norm_weight, norm_bias)[0])
                 made = quantizers.quantize("input", normalized, scale, transpose=True)
                 transposed, of_transposed = made.transposed, _scale_inv_of_transposed(made)
             return fp8.multiply(
-                quantized.transposed, _scale_inv_of_transposed(quantized), transposed, of_transposed, torch.float32,
-                a_block_rows=quantized.block_rows, b_block_rows=quantized.block_rows,
+                quantized.transposed, _scale_inv_of_transposed(quantized), transposed, of_transposed,
+                dtype if dtype in PRODUCTS else torch.float32, a_block_rows=quantized.block_rows, b_block_rows=quantized.block_rows,
             )  # fmt: skip
 
         dweights, dbiases = [None] * len(weights), [None] * len(biases)
@@ -197,7 +199,7 @@ class Projected(torch.autograd.Function):
             dweights, dbiases = ctx.take(rows, None, wants_parts, make_dweight)
         elif rows is not None:
             if any(wants_parts[: len(weights)]):
-                split = make_dweight().split([len(each) for each in weights])
+                split = make_dweight(weights[0].dtype).split([len(each) for each in weights])
                 dweights = [part.to(each.dtype) for part, each in zip(split, weights)]
             if biases and any(wants_parts[len(weights) :]):
                 dbiases = rows.sum(0, dtype=biases[0].dtype).split([len(each) for each in biases])

@@ -22,6 +22,7 @@ from torch.nn import functional
 from . import autograd, formulas, fp8, fp8_linear, norm, norm_linear, torch_ops
 from .calls import Options
 from .dtypes import DTYPES
+from .fp8_linear import as_rows
 
 _is_compiling = torch.compiler.is_dynamo_compiling
 _is_transformed = torch._C._are_functorch_transforms_active
@@ -142,10 +143,6 @@ def _joined(parts: Sequence[Tensor]) -> Tensor | None:
         at += part.numel() * part.element_size()
     shape = (sum(len(part) for part in parts), *first.shape[1:])
     return first.detach().as_strided(shape, first.stride())
-
-
-def _rows(tensor: Tensor) -> Tensor:
-    return tensor.reshape(tensor.shape[:-1].numel(), tensor.shape[-1])
 
 
 # Norms: by the kernels at once; by the operators, which are recorded and traced; by formulas, which torch maps over.
@@ -286,13 +283,13 @@ def _gradients(
     wants_input, wants_residual, wants_norm_weight, wants_norm_bias, *wants_parts = wanted
     of_norm = (wants_input or wants_residual, wants_norm_weight, wants_norm_bias)
     dx, dnorm_weight, dnorm_bias = dsum, None, None
-    rows = None if dy is None else _rows(dy)
+    rows = None if dy is None else as_rows(dy)
     reaches = dnormalized
     if rows is not None and any(of_norm):
         if dnormalized is None:
             reaches = rows @ weight
         else:
-            reaches = torch.addmm(_rows(dnormalized).to(rows.dtype), rows, weight)
+            reaches = torch.addmm(as_rows(dnormalized).to(rows.dtype), rows, weight)
         reaches = reaches.reshape(added.shape)
     wants_normalized = rows is not None and any(wants_parts[: len(weights)])
     # One kernel could give these gradients and the normalised tensor in one pass over x: this is its place.
@@ -301,8 +298,8 @@ def _gradients(
 
     def normalized_rows() -> Tensor:
         if normalized is not None:
-            return _rows(normalized)
-        return _rows(norms.normalize(call, added, None, norm_weight, norm_bias, norm.FOR_Y)[0])
+            return as_rows(normalized)
+        return as_rows(norms.normalize(call, added, None, norm_weight, norm_bias, norm.FOR_Y)[0])
 
     dweights, dbiases = [None] * len(weights), [None] * len(biases)
     if take is not None and rows is not None:
@@ -388,7 +385,7 @@ def fold(
 def project_folded(x: Tensor, mean: Tensor | None, rstd: Tensor, folded: Folded) -> Tensor:
     """y [..., out_features] of x [..., in_features] and its statistics, in the dtype of folded.weight, which x is cast to."""
     dtype = folded.weight.dtype
-    y = _wide_product(_rows(x.to(dtype)), folded.weight.t())
+    y = _wide_product(as_rows(x.to(dtype)), folded.weight.t())
     if folded.sums is not None:
         y.addr_(mean.reshape(-1), folded.sums, alpha=-1)
     y.mul_(rstd.reshape(-1, 1)).add_(folded.bias)
@@ -427,11 +424,11 @@ class _WeightGradients:
 
     def __call__(
         self, rows: Tensor, make_normalized: Callable[[], Tensor] | None, wanted: Sequence[bool],
-        make_dweight: Callable[[], Tensor] | None = None,
+        make_dweight: Callable[[torch.dtype], Tensor] | None = None,
     ) -> tuple[list, list]:  # fmt: skip
         """What autograd is given for weights and biases. rows: dy [num_rows, out_features]. wanted: of weights, then biases.
 
-        make_dweight: gives the product of rows and the normalised tensor, where that is not simply theirs.
+        make_dweight: gives the product of rows and the normalised tensor in a dtype, where that is not simply theirs.
         """
         weights = [weight if is_wanted else None for weight, is_wanted in zip(self.weights, wanted)]
         biases = [bias if is_wanted else None for bias, is_wanted in zip(self.biases, wanted[len(weights) :])]
@@ -459,13 +456,13 @@ class _WeightGradients:
         sizes = [len(weight) for weight in self.weights]
         normalized = make_normalized() if make_dweight is None else None
         if self.step is None:
-            dweight = rows.t() @ normalized if make_dweight is None else make_dweight()
+            dweight = rows.t() @ normalized if make_dweight is None else make_dweight(self.weights[0].dtype)
             for weight, part in zip(weights, dweight.split(sizes)):
                 if weight is not None:
                     _accumulate(weight, part.to(weight.dtype))
             return
         writes_over, self.step.is_stale = self.step.is_stale, False
-        products = (rows if make_dweight is None else make_dweight().t()).split(sizes, 1)
+        products = (rows if make_dweight is None else make_dweight(torch.float32).t()).split(sizes, 1)
         for weight, part in zip(weights, products):
             if weight is not None:
                 over = writes_over or getattr(weight, "overwrite_main_grad", False)
