@@ -100,7 +100,7 @@ class Call(NamedTuple):
 
 
 def as_rows(tensor: Tensor) -> Tensor:
-    """A tensor as a matrix of its rows, whatever there is none of."""
+    """A tensor [..., num_cols] as [num_rows, num_cols], even where one of them is 0."""
     return tensor.reshape(tensor.shape[:-1].numel(), tensor.shape[-1])
 
 
