@@ -67,7 +67,8 @@ def normalize_and_project(
     compiling = _is_compiling()
     if (autograd._compiler_sees_transforms or not compiling) and (_is_transformed() or forward_ad._current_level >= 0):
         return _composed(call, *tensors[:4], weights, biases)
-    watched = autograd._num_dispatch_modes() and take is None  # what goes to `take` is hidden from a mode, rather than lost
+    # What goes to `take` is hidden from a dispatch mode, rather than lost.
+    watched = not compiling and take is None and autograd._num_dispatch_modes()
     if compiling or watched or any(each.__class__ not in autograd._PLAIN for each in tensors):
         y, normalized, _, _, added = _by_operator(call, *tensors[:4], weights, biases)
         return y, normalized if return_normalized else None, input if residual is None else added
