@@ -261,30 +261,38 @@ def multiply(
     """a b^T + bias of float8 a [num_rows, depth] and b [num_cols, depth], in out_dtype, added in float32. Any extents.
 
     On a GPU by torch._scaled_mm, which takes multiples of 16: zeros are added. fast: let it add up in the tensor cores' own precision.
-    On the CPU, and for blocks, the values are multiplied: those of blocks in bfloat16, which holds an 8-bit float times a power of two
-    exactly, else in float32.
+    On the CPU, and for blocks, the values are multiplied in float32: those of blocks on a GPU as bfloat16, which holds an 8-bit float
+    times a power of two exactly.
     """
     if a.is_cuda and a_block_rows is None and a.numel() and b.numel():
         return _by_scaled_mm(a, a_scale_inv, b, b_scale_inv, out_dtype, bias, fast)
-    exact = torch.bfloat16 if a.is_cuda and a_block_rows is not None else torch.float32
     with outside_autocast(a):
         if a_block_rows is None:
             y = (a.float() @ b.float().t()) * (a_scale_inv * b_scale_inv)
         else:
-            y = _values(a, a_scale_inv, a_block_rows).to(exact) @ _values(b, b_scale_inv, b_block_rows).to(exact).t()
+            y = _multiply_exactly(_values(a, a_scale_inv, a_block_rows), _values(b, b_scale_inv, b_block_rows))
     return (y if bias is None else y + bias).to(out_dtype)
+
+
+def _multiply_exactly(a: Tensor, b: Tensor) -> Tensor:
+    """a b^T in float32, of values that bfloat16 holds."""
+    if a.is_cuda and _HAS_WIDE_PRODUCTS:
+        return torch.mm(a.bfloat16(), b.bfloat16().t(), out_dtype=torch.float32)
+    return a.float() @ b.float().t()
+
+
+_HAS_WIDE_PRODUCTS = "dtype" in torch.ops.aten.mm.overloads()  # since torch 2.8
 
 
 def _by_scaled_mm(a, a_scale_inv, b, b_scale_inv, out_dtype, bias, fast) -> Tensor:
     num_cols = len(b)
     a, b = _pad(a, 1, 16), _pad(b, 16, 16)
-    # Its bias is of 16 bits, as its result.
+    # Its bias is of 16 bits, as its result. Any other is added before the rounding.
     inside = bias is not None and bias.dtype == out_dtype != torch.float32 and len(b) == num_cols
-    y = torch._scaled_mm(
-        a, b.t(), a_scale_inv, b_scale_inv, bias=bias if inside else None, out_dtype=out_dtype, use_fast_accum=fast
-    )
+    made = out_dtype if bias is None or inside else torch.float32
+    y = torch._scaled_mm(a, b.t(), a_scale_inv, b_scale_inv, bias=bias if inside else None, out_dtype=made, use_fast_accum=fast)
     y = y[:, :num_cols]
-    return y if bias is None or inside else y + bias.to(out_dtype)
+    return y if bias is None or inside else (y + bias).to(out_dtype)
 
 
 # What a module keeps.
