@@ -20,6 +20,8 @@ _NAMES = {
     "rms_norm_backward": "norm",
     "Forward": "norm",
     "Backward": "norm",
+    "FusedForward": "norm",
+    "FusedBackward": "norm",
     "plan": "dispatch",
     "Plan": "dispatch",
     "Tile": "strategies",

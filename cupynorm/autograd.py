@@ -14,7 +14,7 @@ from types import NoneType
 import torch
 from torch.autograd import forward_ad
 
-from . import formulas, norm, torch_ops
+from . import formulas, fused, norm, torch_ops
 from .arrays import TorchLibrary
 
 # Classes of what the kernels read where it lies. Not those of torch's wrappers (DTensor, FakeTensor), whose address is none.
@@ -190,3 +190,87 @@ def _transformed_gradients(ctx, dy, dsum):
     forward = ctx.prepared
     made = formulas.gradients(dy, *ctx.saved_tensors, dsum, forward.extents, forward.zero_centered_weight)
     return [gradient if is_wanted else None for gradient, is_wanted in zip(made, _wanted(ctx))]
+
+
+# With fused options.
+
+
+def normalize_fused(
+    centered, input, extents, weight, bias, eps, residual, zero_centered_weight, out_dtype, out, options, extras
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """As normalize: (y, the sum), differentiable in input, weight, bias and residual, once."""
+    if out_dtype is None and out is None and _is_cuda_autocast() and input.is_cuda:
+        out_dtype = formulas.arithmetic(input)
+    compiling = _is_compiling()
+    if (_compiler_sees_transforms or not compiling) and (_is_transformed() or forward_ad._current_level >= 0):
+        raise NotImplementedError(
+            "residual_dtype, row_scale or dropout_p was given to a call that torch.func or forward mode transforms; expected none of them"
+        )
+    tensors = (input, weight, bias, residual, extras.row_scale)
+    arguments = (centered, input, extents, weight, bias, eps, residual, zero_centered_weight, out_dtype)
+    if compiling or _num_dispatch_modes() or any(_is_wrapped(tensor) for tensor in tensors):
+        if out is not None:
+            raise ValueError("out was given to a call that torch traces or transforms; expected out=None")
+        if not compiling:
+            fused.check_forward(centered, input, extents, weight, bias, eps, residual, out_dtype, extras)
+        return torch_ops.fused_forward(*arguments, options, extras)
+    recorded = _is_grad_enabled() and _wants_gradient(input, weight, bias, residual)
+    prepared, given = fused.prepare_forward(*arguments, out, options, extras, norm.FOR_GRADIENTS if recorded else norm.FOR_Y)
+    if not recorded:
+        y, _, _, added, _ = prepared.run(*given)
+        return y, added
+    *tensors, _, extras = given
+    result = _FusedNorm.apply(*tensors, prepared, extras)
+    return result if prepared.makes_sum else (result, input)
+
+
+def _is_wrapped(tensor: object) -> bool:
+    return isinstance(tensor, torch.Tensor) and tensor.__class__ not in _PLAIN
+
+
+class _FusedNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, input, weight, bias, residual, prepared, extras):
+        y, mean, rstd, added, seed = prepared.run(input, weight, bias, residual, None, extras)
+        ctx.save_for_backward(added, mean, rstd, weight, extras.row_scale, seed if isinstance(seed, torch.Tensor) else None)
+        ctx.prepared, ctx.extras = (
+            prepared,
+            extras._replace(row_scale=None, dropout_seed=seed if isinstance(seed, int) else None),
+        )
+        ctx.set_materialize_grads(False)
+        return (y, added) if prepared.makes_sum else y
+
+    @staticmethod
+    def backward(ctx, dy, dsum=None):
+        forward = ctx.prepared
+        *saved, row_scale, seed = ctx.saved_tensors
+        if dy is None and dsum is None:
+            return (None,) * 6
+        if _is_transformed() or _is_mapped(dsum if dy is None else dy) or forward_ad._current_level >= 0:
+            raise NotImplementedError(
+                "the gradient of a call with residual_dtype, row_scale or dropout_p was asked for in a batch or in forward mode; "
+                "expected one gradient at a time"
+            )
+        if dy is None:
+            dy = torch.zeros_like(saved[0])
+        extras = ctx.extras._replace(row_scale=row_scale)
+        if seed is not None:
+            extras = extras._replace(dropout_seed=seed)
+        wants_dx, wants_dweight, wants_dbias, wants_dresidual, *_ = ctx.needs_input_grad
+        wanted = (wants_dx, wants_dweight, wants_dbias, wants_dresidual)
+        dtypes = (forward.bias_dtype, forward.dtype, forward.residual_dtype)
+        if torch.is_grad_enabled():  # create_graph=True: only a second derivative is refused
+            dx, dweight, dbias, dresidual = torch_ops.fused_gradients(
+                dy, *saved, dsum, forward.extents, wanted, forward.zero_centered_weight, *dtypes, extras,
+                forward.backward_options.of("backward").sm_margin, forward.backward_options.strategy,
+            )  # fmt: skip
+        else:
+            names = [name for name, is_wanted in zip(norm.FusedBackward._fields, wanted) if is_wanted]
+            x, mean, rstd, weight = saved
+            bias_dtype, dx_dtype, dresidual_dtype = dtypes
+            prepared, given = fused.prepare_backward(
+                forward.centered, dy, x, mean, rstd, forward.extents, weight, forward.zero_centered_weight, dsum, tuple(names), None,
+                bias_dtype, forward.backward_options, dx_dtype, dresidual_dtype, extras,
+            )  # fmt: skip
+            dx, dweight, dbias, dresidual = prepared.run(*given)
+        return dx, dweight, dbias, dresidual, None, None

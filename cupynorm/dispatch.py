@@ -72,16 +72,21 @@ def _bool(value: object) -> str:
 
 def _kernel(problem: Problem, strategy: str, tile: Tile, statistics: str) -> Kernel:
     zero_centered = _bool(problem.zero_centered)
+    factor = f"{_cpp(problem.row_scale)}, {_bool(problem.dropout)}"
     load_x = f"Load<{_cpp(problem.x)}>"
     if problem.forward:
         if problem.residual:
             load_x = f"ResidualLoad<{_cpp(problem.x)}>"
+        if problem.input:
+            load_x = f"SumLoad<{_cpp(problem.input)}, {_cpp(problem.residual_dtype)}, {_cpp(problem.x)}, {factor}>"
         store = f"Store<{_cpp(problem.y)}, {_cpp(problem.weight)}, {_cpp(problem.bias)}, {zero_centered}>"
         arguments = f"{load_x}, {store}, {_bool(problem.centered)}, Statistics::{statistics}"
     else:
         store = f"Store<{_cpp(problem.dx or problem.x)}, void, void, false>"
         if problem.dsum:
             store = f"AddStore<{_cpp(problem.dx or problem.x)}, {_cpp(problem.dsum)}>"
+        if problem.dresidual or problem.row_scale or problem.dropout:
+            store = f"SplitStore<{_cpp(problem.dx)}, {_cpp(problem.dresidual)}, {_cpp(problem.dsum)}, {factor}>"
         scale = f"Scale<{_cpp(problem.weight)}, {zero_centered}>"
         sums = strategy != "uncached"
         gradients = (
@@ -172,7 +177,8 @@ def _check_tile(problem: Problem, strategy: str, tile: Tile, device: Device) -> 
         )
     if tile.stages and not can_ring(replace(problem, pack_limit=tile.pack_size), device):
         raise ValueError(
-            f"tile has stages {tile.stages}; a ring needs float32 arithmetic, and sm_90 or later for the copy engine"
+            f"tile has stages {tile.stages}; a ring needs float32 arithmetic, sm_90 or later for the copy engine, and neither "
+            "residual_dtype nor dropout nor row_scale"
         )
     smem_bytes = smem_bytes_of(problem, tile, strategy)
     if smem_bytes > device.smem_per_block:
@@ -254,6 +260,12 @@ def widest(strategy: str, problem: Problem, device: Device) -> int | None:
     return low * step
 
 
+_TENSORS = {
+    *("x", "y", "weight", "bias", "dy", "dx", "dweight", "dbias", "dsum"),
+    *("input", "residual_dtype", "row_scale", "dresidual"),
+}
+
+
 @dataclass(frozen=True)
 class Plan:
     """How one problem is computed. launches: the kernels in order; bytes_moved: what they read and write in global memory.
@@ -275,11 +287,7 @@ class Plan:
 
     def __str__(self) -> str:
         norm = "layer_norm" if self.problem.centered else "rms_norm"
-        tensors = ", ".join(
-            f"{name} {value}"
-            for name, value in asdict(self.problem).items()
-            if name in ("x", "y", "weight", "bias", "dy", "dx", "dweight", "dbias", "dsum") and value
-        )
+        tensors = ", ".join(f"{name} {value}" for name, value in asdict(self.problem).items() if value and name in _TENSORS)
         lines = [
             ("problem", f"{norm} {self.problem.direction}, {self.num_rows} rows x {self.problem.num_cols} columns"),
             ("tensors", tensors),

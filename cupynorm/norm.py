@@ -18,7 +18,7 @@ import numpy as np
 
 from . import arrays, launch
 from .arrays import CuPyLibrary, Rows, TorchLibrary, View
-from .calls import DEFAULTS, BackwardCall, ForwardCall, Margins, Options, Parameter
+from .calls import DEFAULTS, BackwardCall, Extras, ForwardCall, Margins, Options, Parameter
 from .dispatch import choose, pack_limit
 from .dtypes import DTYPES, compute_dtype
 from .strategies import STATISTICS, STRATEGIES, Problem, Tile
@@ -39,12 +39,35 @@ class Forward(NamedTuple):
     sum: Array
 
 
+class FusedForward(NamedTuple):
+    """What a forward with fused options returns: the fields of Forward, and what backward must be told of this call.
+
+    sum is what was normalised, in residual_dtype or else the input's dtype; mean and rstd are float64 if it is float64.
+    dropout_seed is the seed as it was given or drawn, None without dropout.
+    """
+
+    y: Array
+    mean: Array | None
+    rstd: Array
+    sum: Array
+    dropout_seed: Array | int | None
+
+
 class Backward(NamedTuple):
     """The gradients that were asked for, None for the others. dx is of the input and of the residual alike."""
 
     dx: Array | None
     dweight: Array | None
     dbias: Array | None
+
+
+class FusedBackward(NamedTuple):
+    """The gradients that were asked for of a forward with fused options, None for the others. dx is of the input alone."""
+
+    dx: Array | None
+    dweight: Array | None
+    dbias: Array | None
+    dresidual: Array | None
 
 
 # What users call.
@@ -62,6 +85,10 @@ def layer_norm(
     zero_centered_weight: bool = False,
     out_dtype: Any = None,
     out: Array | None = None,
+    residual_dtype: Any = None,
+    row_scale: Array | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: int | Array | None = None,
     sm_margin: int | Mapping[str, int] = 0,
     strategy: str | None = None,
     tile: Tile | Mapping[str, int] | None = None,
@@ -76,6 +103,15 @@ def layer_norm(
     eps: added to the variance; may be 0 or negative, then a row whose variance does not exceed -eps is Inf or NaN as in float64.
     residual: of input's shape and dtype; input + residual, rounded once to that dtype, is normalised in its place.
     return_residual: also return that sum, for pre-norm blocks.
+    residual_dtype: the dtype of that sum, by default the input's: a residual stream can stay in float32 beside 16-bit inputs. The
+        residual has it too, or the input's; without a residual the sum is the input in that dtype. Gradients: each of its tensor's.
+    row_scale: of the leading shape, any of the four dtypes: each row of the input is multiplied by its element before the residual
+        is added. A constant: it has no gradient.
+    dropout_p, dropout_seed: after that, and before the residual is added, elements of the input become 0 with probability dropout_p
+        and the others are multiplied by 1 / (1 - dropout_p); 1 drops all. The mask is a function of the seed and of an element's
+        row and column (cupynorm.reference.dropout_mask), the same on every device; backward makes it again. dropout_seed: an int,
+        or an int64 array of one element on the input's device, which the kernel reads there. By default one is drawn there by the
+        input's library (torch.randint, cupy.random, np.random), so that torch.manual_seed and CUDA graphs work as with torch's dropout.
     zero_centered_weight: multiply by 1 + weight.
     out_dtype: dtype of the result (a name, NumPy or torch dtype), by default the input's.
     out: an array to write the result to, of the input's shape, its rows contiguous, sharing no memory with the inputs.
@@ -87,7 +123,7 @@ def layer_norm(
     Returns y of input's shape in the input's library, or (y, sum) with return_residual. A CuPy array or DLPack exporter gives a
     CuPy array; a CUDA torch tensor a torch tensor, differentiable in input, weight, bias and residual; NumPy arrays and CPU
     tensors are computed by the float64 reference and rounded once (differentiable for torch). torch.compile, torch.func, forward mode
-    and second derivatives work; under CUDA's torch.autocast y is float32 unless out_dtype says otherwise, as torch's is.
+    and second derivatives work (with residual_dtype, row_scale or dropout_p: torch.compile alone); under CUDA's torch.autocast y is float32 unless out_dtype says otherwise, as torch's is.
 
     Arithmetic is in float32 (float64 for float64 input) with one rounding at the end; a row's result does not depend on the other
     rows and repeats to the bit. A row that holds NaN or Inf is NaN, and only that row. A row of float32 or bfloat16 whose squared
@@ -98,7 +134,7 @@ def layer_norm(
     """
     return normalize(
         True, input, _extents(normalized_shape), weight, bias, eps, residual, return_residual, zero_centered_weight, out_dtype, out,
-        _options(strategy, tile, statistics, sm_margin),
+        _options(strategy, tile, statistics, sm_margin), _extras(residual_dtype, row_scale, dropout_p, dropout_seed),
     )  # fmt: skip
 
 
@@ -114,6 +150,10 @@ def rms_norm(
     zero_centered_weight: bool = False,
     out_dtype: Any = None,
     out: Array | None = None,
+    residual_dtype: Any = None,
+    row_scale: Array | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: int | Array | None = None,
     sm_margin: int | Mapping[str, int] = 0,
     strategy: str | None = None,
     tile: Tile | Mapping[str, int] | None = None,
@@ -127,7 +167,7 @@ def rms_norm(
     """
     return normalize(
         False, input, _extents(normalized_shape), weight, bias, eps, residual, return_residual, zero_centered_weight, out_dtype, out,
-        _options(strategy, tile, statistics, sm_margin),
+        _options(strategy, tile, statistics, sm_margin), _extras(residual_dtype, row_scale, dropout_p, dropout_seed),
     )  # fmt: skip
 
 
@@ -142,17 +182,27 @@ def layer_norm_forward(
     zero_centered_weight: bool = False,
     out_dtype: Any = None,
     out: Array | None = None,
+    residual_dtype: Any = None,
+    row_scale: Array | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: int | Array | None = None,
     sm_margin: int | Mapping[str, int] = 0,
     strategy: str | None = None,
     tile: Tile | Mapping[str, int] | None = None,
     statistics: str | None = None,
-) -> Forward:
+) -> Forward | FusedForward:
     """layer_norm that also returns what backward needs, outside any autograd: Forward(y, mean, rstd, sum).
 
-    normalized_shape is by default weight's or bias's shape, or else the last dimension of x. Arguments and errors as for layer_norm.
+    With residual_dtype, row_scale or dropout_p it returns a FusedForward. normalized_shape is by default weight's or bias's shape, or
+    else the last dimension of x. Arguments and errors as for layer_norm.
     """
     extents = _default_extents(x, weight, bias, normalized_shape)
     options = _options(strategy, tile, statistics, sm_margin)
+    extras = _extras(residual_dtype, row_scale, dropout_p, dropout_seed)
+    if extras is not None:
+        return _fused().forward(
+            True, x, extents, weight, bias, eps, residual, zero_centered_weight, out_dtype, out, options, extras
+        )
     prepared, given = prepare_forward(
         True, x, extents, weight, bias, eps, residual, zero_centered_weight, out_dtype, out, options
     )  # fmt: skip
@@ -170,14 +220,23 @@ def rms_norm_forward(
     zero_centered_weight: bool = False,
     out_dtype: Any = None,
     out: Array | None = None,
+    residual_dtype: Any = None,
+    row_scale: Array | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: int | Array | None = None,
     sm_margin: int | Mapping[str, int] = 0,
     strategy: str | None = None,
     tile: Tile | Mapping[str, int] | None = None,
     statistics: str | None = None,
-) -> Forward:
-    """rms_norm that also returns what backward needs: Forward(y, None, rstd, sum). Arguments as for layer_norm_forward."""
+) -> Forward | FusedForward:
+    """rms_norm that also returns what backward needs: Forward(y, None, rstd, sum). All else as for layer_norm_forward."""
     extents = _default_extents(x, weight, bias, normalized_shape)
     options = _options(strategy, tile, statistics, sm_margin)
+    extras = _extras(residual_dtype, row_scale, dropout_p, dropout_seed)
+    if extras is not None:
+        return _fused().forward(
+            False, x, extents, weight, bias, eps, residual, zero_centered_weight, out_dtype, out, options, extras
+        )
     prepared, given = prepare_forward(
         False, x, extents, weight, bias, eps, residual, zero_centered_weight, out_dtype, out, options
     )  # fmt: skip
@@ -197,20 +256,37 @@ def layer_norm_backward(
     gradients: Sequence[str] = ("dx", "dweight", "dbias"),
     dweight_dtype: Any = None,
     dbias_dtype: Any = None,
+    dx_dtype: Any = None,
+    dresidual_dtype: Any = None,
+    row_scale: Array | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: int | Array | None = None,
     sm_margin: int | Mapping[str, int] = 0,
     strategy: str | None = None,
     tile: Tile | Mapping[str, int] | None = None,
-) -> Backward:
+) -> Backward | FusedBackward:
     """Gradients of layer_norm at x, for the statistics that layer_norm_forward returned (derivation: cupynorm.reference.layer_norm).
 
     dy: gradient of y, of x's shape, in any of the four dtypes. x: what was normalised (Forward.sum). mean, rstd: x's leading shape.
     dsum: gradient that reaches the returned sum from elsewhere, added to dx. gradients: which to compute; the others are None and
     cost nothing. dweight_dtype, dbias_dtype: by default weight's dtype, or x's without a weight.
+
+    Of a forward with fused options: row_scale, dropout_p as there and dropout_seed as FusedForward has it; dx_dtype, dresidual_dtype:
+    those of the forward's input and residual, by default x's. With any of them, or "dresidual" among the gradients, all come from one
+    kernel as a FusedBackward(dx of the input, dweight, dbias, dresidual); dsum is added to both before they are rounded.
+
     Returns Backward(dx in x's dtype, dweight and dbias of normalized_shape). The sums over rows are made in float32 (float64 for
     float64), in a fixed order: they repeat to the bit. Raises as layer_norm.
     """
     extents = _default_extents(x, weight, None, normalized_shape)
     options = _options(strategy, tile, None, sm_margin)
+    extras = _extras(None, row_scale, dropout_p, dropout_seed)
+    gradients = gradients if isinstance(gradients, str) else tuple(gradients)
+    if extras is not None or dx_dtype is not None or dresidual_dtype is not None or "dresidual" in gradients:
+        return _fused().backward(
+            True, dy, x, mean, rstd, extents, weight, zero_centered_weight, dsum, gradients, dweight_dtype, dbias_dtype, options,
+            dx_dtype, dresidual_dtype, extras,
+        )  # fmt: skip
     prepared, given = prepare_backward(
         True, dy, x, mean, rstd, extents, weight, zero_centered_weight, dsum, gradients, dweight_dtype, dbias_dtype, options
     )  # fmt: skip
@@ -229,13 +305,25 @@ def rms_norm_backward(
     gradients: Sequence[str] = ("dx", "dweight", "dbias"),
     dweight_dtype: Any = None,
     dbias_dtype: Any = None,
+    dx_dtype: Any = None,
+    dresidual_dtype: Any = None,
+    row_scale: Array | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: int | Array | None = None,
     sm_margin: int | Mapping[str, int] = 0,
     strategy: str | None = None,
     tile: Tile | Mapping[str, int] | None = None,
-) -> Backward:
+) -> Backward | FusedBackward:
     """Gradients of rms_norm at x, for the rstd that rms_norm_forward returned. All else as for layer_norm_backward."""
     extents = _default_extents(x, weight, None, normalized_shape)
     options = _options(strategy, tile, None, sm_margin)
+    extras = _extras(None, row_scale, dropout_p, dropout_seed)
+    gradients = gradients if isinstance(gradients, str) else tuple(gradients)
+    if extras is not None or dx_dtype is not None or dresidual_dtype is not None or "dresidual" in gradients:
+        return _fused().backward(
+            False, dy, x, None, rstd, extents, weight, zero_centered_weight, dsum, gradients, dweight_dtype, dbias_dtype, options,
+            dx_dtype, dresidual_dtype, extras,
+        )  # fmt: skip
     prepared, given = prepare_backward(
         False, dy, x, None, rstd, extents, weight, zero_centered_weight, dsum, gradients, dweight_dtype, dbias_dtype, options
     )  # fmt: skip
@@ -264,6 +352,23 @@ def _options(strategy: str | None, tile: object, statistics: str | None, sm_marg
         if isinstance(value, bool) or not isinstance(value, numbers.Integral):
             raise ValueError(f"tile has {name} {value!r}; expected an int")
     return Options(strategy, tile, statistics, _margins(sm_margin))
+
+
+def _extras(residual_dtype: object, row_scale: object, dropout_p: object, dropout_seed: object) -> Extras | None:
+    """None where nothing is asked for: such a call goes the short way."""
+    if residual_dtype is None and row_scale is None and dropout_p.__class__ is float and dropout_p == 0.0:
+        return None
+    if isinstance(dropout_p, bool) or not isinstance(dropout_p, numbers.Real) or not 0 <= dropout_p <= 1:
+        raise ValueError(f"dropout_p is {dropout_p!r}; expected a probability, from 0 to 1")
+    if residual_dtype is not None:
+        residual_dtype = check_dtype_name(residual_dtype, "residual_dtype")
+    if not dropout_p:
+        dropout_seed = None
+    elif isinstance(dropout_seed, numbers.Integral) and not isinstance(dropout_seed, bool):
+        if not -(2**63) <= dropout_seed < 2**64:
+            raise ValueError(f"dropout_seed is {dropout_seed}; expected an int of 64 bits")
+        dropout_seed = (int(dropout_seed) + 2**63) % 2**64 - 2**63  # as a signed one
+    return Extras(residual_dtype, row_scale, float(dropout_p), dropout_seed)
 
 
 def _margins(sm_margin: object) -> int | Margins:
@@ -412,6 +517,8 @@ def _view(array: Array) -> View:
 
 # Calls whose arrays lie alike and whose other arguments are equal share their checks and their plan.
 
+fused_forwards: dict[tuple, Any] = {}  # of cupynorm.fused
+fused_backwards: dict[tuple, Any] = {}
 _MOST_PREPARED = 4096  # then all are dropped: shapes without end must not fill the memory
 
 
@@ -425,8 +532,8 @@ def keep(prepared: dict, key: tuple | None, value: object) -> None:
 
 def forget() -> None:
     """Drops every prepared call, so that the next of each kind is planned anew."""
-    _forwards.clear()
-    _backwards.clear()
+    for prepared in (_forwards, _backwards, fused_forwards, fused_backwards):
+        prepared.clear()
 
 
 def _rows(array: Array | None, num_dims: int) -> tuple[Rows | None, bool]:
@@ -453,9 +560,14 @@ def _parameter(array: Array | None) -> tuple[Parameter | None, bool]:
 
 
 def normalize(
-    centered, input, extents, weight, bias, eps, residual, return_residual, zero_centered_weight, out_dtype, out, options
+    centered, input, extents, weight, bias, eps, residual, return_residual, zero_centered_weight, out_dtype, out, options, extras=None
 ):  # fmt: skip
     """layer_norm and rms_norm: of torch tensors as autograd, the compiler and the transforms of torch ask for it."""
+    if extras is not None:
+        return _fused().normalize(
+            centered, input, extents, weight, bias, eps, residual, return_residual, zero_centered_weight, out_dtype, out, options,
+            extras,
+        )  # fmt: skip
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(input, torch.Tensor):
         if torch.compiler.is_dynamo_compiling():  # torch.compile follows an import, and warns of a cache
@@ -478,6 +590,12 @@ def _autograd():
     from . import autograd
 
     return autograd
+
+
+def _fused():
+    from . import fused
+
+    return fused
 
 
 # What a forward is for.
@@ -685,35 +803,45 @@ def prepare_backward(
     except (AttributeError, TypeError):  # arrays of several libraries, or none: the checks below find words for it
         key = prepared = None
     if prepared is None:
-        x = arrays.take(x, "x")
-        dtype = _check_dtype(x, "x")
-        shape = tuple(x.shape)
-        _check_extents(shape, extents, "x")
-        leading = shape[: len(shape) - len(extents)]
-        dy = _take_like(dy, x, shape, "dy", "x")
-        if dy is None:
-            raise TypeError("dy is None; expected the gradient of y")
-        dsum = _take_like(dsum, x, shape, "dsum", "x")
-        weight = _take_like(weight, x, extents, "weight", "x")
-        mean = _take_statistic(mean, x, leading, "mean") if centered else None
-        rstd = _take_statistic(rstd, x, leading, "rstd")
-        if isinstance(gradients, str) or any(name not in Backward._fields for name in gradients):
-            raise ValueError(f"gradients is {gradients!r}; expected some of {', '.join(Backward._fields)}")
-        own = arrays.dtype_name(weight) if weight is not None else dtype
-        dtypes = (
-            dtype,
-            own if dweight_dtype is None else check_dtype_name(dweight_dtype, "dweight_dtype"),
-            own if dbias_dtype is None else check_dtype_name(dbias_dtype, "dbias_dtype"),
+        dy, x, mean, rstd, weight, dsum, wanted = check_backward(
+            centered, dy, x, mean, rstd, extents, weight, dsum, gradients, dweight_dtype, dbias_dtype
         )
-        wanted = tuple(each if name in gradients else None for name, each in zip(Backward._fields, dtypes))
         if arrays.on_host(x):
-            prepared = _ReferenceBackward(centered, shape, extents, zero_centered_weight, wanted)
+            prepared = _ReferenceBackward(centered, tuple(x.shape), extents, zero_centered_weight, wanted)
         else:
             prepared = _PreparedBackward(
                 centered, dy, x, mean, rstd, extents, weight, zero_centered_weight, dsum, wanted, options
             )
             keep(_backwards, key, prepared)
     return prepared, (dy, x, mean, rstd, weight, dsum)
+
+
+def check_backward(
+    centered, dy, x, mean, rstd, extents, weight, dsum, gradients, dweight_dtype, dbias_dtype, names=Backward._fields
+) -> tuple:  # fmt: skip
+    """The arrays as they are taken, and the dtypes of dx, dweight and dbias, None where not wanted. names: of gradients there are."""
+    x = arrays.take(x, "x")
+    dtype = _check_dtype(x, "x")
+    shape = tuple(x.shape)
+    _check_extents(shape, extents, "x")
+    leading = shape[: len(shape) - len(extents)]
+    dy = _take_like(dy, x, shape, "dy", "x")
+    if dy is None:
+        raise TypeError("dy is None; expected the gradient of y")
+    dsum = _take_like(dsum, x, shape, "dsum", "x")
+    weight = _take_like(weight, x, extents, "weight", "x")
+    mean = _take_statistic(mean, x, leading, "mean") if centered else None
+    rstd = _take_statistic(rstd, x, leading, "rstd")
+    if isinstance(gradients, str) or any(name not in names for name in gradients):
+        raise ValueError(f"gradients is {gradients!r}; expected some of {', '.join(names)}")
+    own = arrays.dtype_name(weight) if weight is not None else dtype
+    dtypes = (
+        dtype,
+        own if dweight_dtype is None else check_dtype_name(dweight_dtype, "dweight_dtype"),
+        own if dbias_dtype is None else check_dtype_name(dbias_dtype, "dbias_dtype"),
+    )
+    wanted = tuple(each if name in gradients else None for name, each in zip(Backward._fields, dtypes))
+    return dy, x, mean, rstd, weight, dsum, wanted
 
 
 def _take_statistic(array: Array | None, x: Array, leading: tuple[int, ...], name: str) -> Array:

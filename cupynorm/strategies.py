@@ -58,6 +58,10 @@ class Problem:
     dtypes are names of cupynorm.dtypes.DTYPES, None for a tensor that is absent. dy, dx, dweight, dbias are of the
     backward direction alone (None: not wanted). pack_limit: the largest pack_size that num_cols, addresses and row
     strides allow, a power of two.
+
+    x is the row that is normalised. Forward it may be a sum of its own dtype: `input` is then the dtype of what is read,
+    residual_dtype that of what is added to it (None: nothing), and row_scale and dropout are what multiplies the input first.
+    Backward these two belong to dx, where dresidual (None: not wanted, or the same tensor as dx) is the gradient of the sum itself.
     """
 
     direction: str
@@ -75,6 +79,11 @@ class Problem:
     dbias: str | None = None
     dsum: str | None = None
     pack_limit: int = 16
+    input: str | None = None
+    residual_dtype: str | None = None
+    row_scale: str | None = None
+    dropout: bool = False
+    dresidual: str | None = None
 
     @property
     def compute(self) -> str:
@@ -87,13 +96,14 @@ class Problem:
     @property
     def widest_pack(self) -> int:
         """16 bytes of the narrowest of the streamed tensors, or what their layout allows."""
-        streamed = [self.x, self.y if self.forward else self.dy] + ([self.dx] if self.dx else [])
-        return min(self.pack_limit, 16 // min(DTYPES[name].itemsize for name in streamed))
+        streamed = [self.x, self.y if self.forward else self.dy, self.dx, self.input, self.residual_dtype, self.dresidual]
+        return min(self.pack_limit, 16 // min(DTYPES[name].itemsize for name in streamed if name))
 
     @property
     def bytes_per_row(self) -> int:
         """Bytes that any implementation must move for a row: each streamed tensor once."""
-        streamed = [self.x, self.y] if self.forward else [self.x, self.dy, self.dx, self.dsum]
+        streamed = [self.x, self.y] if self.forward else [self.x, self.dy, self.dx, self.dsum, self.dresidual]
+        streamed += [self.input, self.residual_dtype]
         if self.residual:
             streamed += [self.x, self.x]
         return self.num_cols * sum(DTYPES[name].itemsize for name in streamed if name)
@@ -124,6 +134,9 @@ _WARP_BYTES = {"forward": {2: 80, 4: 64, 8: 64}, "backward": _BACKWARD_BYTES}
 # The same for a thread of a block. Forward: 4096 columns 0.98 on 64 threads x 64 elements, 0.76 on 256 x 16 (H200, bf16).
 _BLOCK_BYTES = {"forward": {2: 128, 4: 128, 8: 128}, "backward": _BACKWARD_BYTES}
 _BLOCK_THREADS = 512
+_DROPOUT_THREADS = (
+    256  # where the row waits in shared memory: random words need more than the 128 registers that 512 threads have
+)
 # Bytes of x in flight on a multiprocessor beyond which more do not help: 4.15 TB/s times the latency of memory, twice over
 # (H200: fp32 1024 columns 0.99 with 16 elements a thread and 64 KB in flight, 0.97 with 32 and 96 KB).
 _ENOUGH_BYTES = 54 * 1024
@@ -142,9 +155,11 @@ def _registers(problem: Problem, device: Device, tile: Tile) -> int:
     elements = tile.pack_size * tile.packs_per_thread
     lone = 3 * elements // 2 + 8 if tile.pack_size == 1 else 0  # each lone element has an address of its own
     wide_weight = int(problem.weight is not None and DTYPES[problem.weight].itemsize > DTYPES[problem.x].itemsize)
+    # Random words take the registers of 8 elements while a mask is made; of two loads, or two stores, each has its addresses.
+    fused = 16 * bool(problem.input or problem.dresidual) + 24 * words * problem.dropout + 8 * bool(problem.row_scale)
     if problem.forward:
         per_element = 1.25 if DTYPES[problem.x].itemsize > 2 else 1.15 if elements > 40 else 1.0
-        extra = 8 * (problem.residual + wide_weight)
+        extra = 8 * (problem.residual + wide_weight) + fused
         # 32 elements of 16 bits fit 64 registers where warps share a row and fill it, so that 60 KB are in flight on 32 warps.
         newer = device.compute_capability >= 90
         fits = newer and tile.exact and tile.threads_per_row > 32 and elements == 32 and DTYPES[problem.x].itemsize == 2
@@ -155,7 +170,7 @@ def _registers(problem: Problem, device: Device, tile: Tile) -> int:
         return int(fixed + per_element * words * elements + extra + lone)
     # float16 takes more instructions to unpack than bfloat16, and the compiler keeps more for sm_100 and sm_120.
     tight = (problem.x == "float16") + (device.compute_capability >= 100)
-    extra = 8 * bool(problem.dsum) + (0.3 * wide_weight + 0.35 * tight) * elements
+    extra = fused + 8 * bool(problem.dsum) + (0.3 * wide_weight + 0.35 * tight) * elements
     return int(36 + 5.25 * words * elements + extra + lone)
 
 
@@ -313,8 +328,12 @@ QUEUED_RING_BYTES, QUEUED_CLUSTER_SIZE = 256 * 1024, 2
 
 
 def can_ring(problem: Problem, device: Device) -> bool:
-    """Whether there is a copy engine to fetch the rows. Sums cross as floats."""
-    return problem.compute == "float32" and device.compute_capability >= 90
+    """Whether there is a copy engine to fetch the rows. Sums cross as floats.
+
+    A ring fetches what makes up a row forward as tensors of one type, and has no registers left for random words.
+    """
+    fits = problem.input is None and not problem.dropout and problem.row_scale is None
+    return fits and problem.compute == "float32" and device.compute_capability >= 90
 
 
 def _streamed(problem: Problem) -> list[int]:
@@ -444,6 +463,10 @@ def _backward_ring_score(problem: Problem, tile: Tile) -> tuple:
     return round(share, 3), -tile.block_size
 
 
+def _smem_threads(problem: Problem) -> int:
+    return _DROPOUT_THREADS if problem.dropout else _BLOCK_THREADS
+
+
 def _block_tile(problem: Problem, device: Device) -> Tile | None:
     tile = _register_tile(
         problem, device, range(32, 1024 + 1, 32), _BLOCK_BYTES[problem.direction][DTYPES[problem.x].itemsize], 1
@@ -455,7 +478,7 @@ def _block_tile(problem: Problem, device: Device) -> Tile | None:
         return tile
     if device.clusters:
         return None  # a cluster's registers are faster than one block's shared memory (H200, bf16: 65536 columns 0.61, 0.54)
-    tile = Tile(problem.widest_pack, _BLOCK_THREADS)
+    tile = Tile(problem.widest_pack, _smem_threads(problem))
     return tile if smem_bytes_of(problem, tile, "block") <= device.smem_per_block else None
 
 
@@ -487,7 +510,7 @@ def _cluster_tile(problem: Problem, device: Device) -> Tile | None:
     if best is not None:
         return best
     for cluster_size, _ in device.clusters:
-        tile = Tile(problem.widest_pack, _BLOCK_THREADS, cluster_size=cluster_size)
+        tile = Tile(problem.widest_pack, _smem_threads(problem), cluster_size=cluster_size)
         if smem_bytes_of(problem, tile, "cluster") <= device.smem_per_block:
             return tile
     return None

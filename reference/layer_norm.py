@@ -20,7 +20,8 @@ Backward. Write wdy = dy * w for the gradient that reaches x_hat. y depends on x
     dweight = sum over rows of dy * x_hat,         dbias = sum over rows of dy
 
 A residual is added before all this: of s = x + residual both addends have the gradient of s, to which comes what reaches s
-from elsewhere (dsum), as in a pre-norm block that passes s on.
+from elsewhere (dsum), as in a pre-norm block that passes s on. If x was scaled first (row_scale, dropout), its gradient is that of s
+scaled in the same way.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
+
+from .dropout import scaled
 
 
 class Normalized(NamedTuple):
@@ -66,9 +69,15 @@ def layer_norm(
     *,
     residual: np.ndarray | None = None,
     zero_centered_weight: bool = False,
+    row_scale: np.ndarray | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: int = 0,
 ) -> Normalized:
-    """Normalise each row of float64 x [num_rows, num_cols]; weight, bias [num_cols]; residual as x."""
-    x = np.asarray(x, dtype=np.float64)
+    """Normalise each row of float64 x [num_rows, num_cols]; weight, bias [num_cols]; residual as x.
+
+    row_scale [num_rows], dropout_p, dropout_seed: x becomes scaled(x, ...) of cupynorm.reference before the residual is added.
+    """
+    x = scaled(np.asarray(x, dtype=np.float64), row_scale, dropout_p, dropout_seed)
     added = x if residual is None else x + residual
     with np.errstate(all="ignore"):
         mean = added.mean(axis=1)

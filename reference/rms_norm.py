@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from .dropout import scaled
 from .layer_norm import Gradients, Normalized, affine, scale
 
 
@@ -27,9 +28,15 @@ def rms_norm(
     *,
     residual: np.ndarray | None = None,
     zero_centered_weight: bool = False,
+    row_scale: np.ndarray | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: int = 0,
 ) -> Normalized:
-    """Normalise each row of float64 x [num_rows, num_cols]; weight, bias [num_cols]; residual as x."""
-    x = np.asarray(x, dtype=np.float64)
+    """Normalise each row of float64 x [num_rows, num_cols]; weight, bias [num_cols]; residual as x.
+
+    row_scale [num_rows], dropout_p, dropout_seed: x becomes scaled(x, ...) of cupynorm.reference before the residual is added.
+    """
+    x = scaled(np.asarray(x, dtype=np.float64), row_scale, dropout_p, dropout_seed)
     added = x if residual is None else x + residual
     with np.errstate(all="ignore"):
         rstd = 1.0 / np.sqrt((added**2).mean(axis=1) + eps)

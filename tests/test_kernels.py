@@ -250,6 +250,99 @@ def _forward_problem(case: Case) -> dispatch.Problem:
     )  # fmt: skip
 
 
+# What is normalised is a sum of its own dtype, or of an input that is scaled first.
+SUMS = {
+    "float32 stream": ("bfloat16", {"residual": True, "residual_dtype": "float32", "dsum": True}),
+    "float32 stream begins": ("float16", {"residual_dtype": "float32"}),
+    "float32 stream, residual of the input's dtype": ("bfloat16", {"residual": "bfloat16", "residual_dtype": "float32", "dsum": True}),
+    "narrower stream": ("float32", {"residual": True, "residual_dtype": "bfloat16", "dsum": True}),
+    "float64 stream": ("float32", {"residual": True, "residual_dtype": "float64", "weight": "float32"}),
+    "input of float64": ("float64", {"residual": True, "residual_dtype": "float32"}),
+    "row_scale": ("bfloat16", {"residual": True, "row_scale": "float32"}),
+    "row_scale of float64": ("float64", {"row_scale": "float64", "dsum": True}),
+    "dropout": ("float32", {"dropout_p": 0.3}),
+    "dropout and residual": ("float16", {"residual": True, "dropout_p": 0.5, "dsum": True}),
+    "everything": (
+        "bfloat16",
+        {"residual": True, "residual_dtype": "float32", "row_scale": "bfloat16", "dropout_p": 0.1, "dsum": True, "weight": "float32"},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("what", SUMS)
+def test_sum_of_its_own(what, strategy, where):
+    dtype, options = SUMS[what]
+    # Packs and lone elements, both norms: by turns, so that each option meets all of them over the strategies.
+    turn = (list(SUMS).index(what) + list(STRATEGIES).index(strategy)) % 2
+    name, num_cols = (("layer_norm", 120), ("rms_norm", 77))[turn]
+    results = check(Case(name, 4, num_cols, dtype, strategy=strategy, **options), where)
+    assert "sum" in results and ("dresidual" in results) == ("residual" in options)
+
+
+@pytest.mark.parametrize("what", ["float32 stream", "everything"])
+@pytest.mark.parametrize(
+    "strategy, num_cols, tile",
+    [
+        ("warp", 64, Tile(2, 4, packs_per_thread=8, rows_per_block=8)),
+        ("block", 1000, Tile(8, 64, packs_per_thread=2)),
+        ("cluster", 1000, Tile(8, 32, cluster_size=4)),
+        ("cluster", 999, Tile(1, 96, cluster_size=2)),
+        ("uncached", 1000, Tile(2, 96)),
+    ],
+)
+def test_sum_of_its_own_with_explicit_tiles(strategy, num_cols, tile, what, where, tile_of_backward):
+    dtype, options = SUMS[what]
+    plans = tile_of_backward(tile)
+    results = check(Case("layer_norm", 9, num_cols, dtype, strategy=strategy, tile=tile, **options), where)
+    assert plans[-1].tile == tile and np.isfinite(results["dresidual"]).all()
+
+
+def test_sum_of_its_own_in_the_shared_memory_of_a_block(where):
+    dtype, options = SUMS["everything"]
+    for num_cols, tile in ((1000, Tile(8, 128)), (1001, Tile(1, 96))):
+        check(Case("layer_norm", 4, num_cols, dtype, strategy="block", tile=tile, **options), where)
+
+
+@pytest.mark.parametrize("num_cols, tile", [(1000, Tile(4, 64, 4, stages=2)), (1000, Tile(4, 32, 4, cluster_size=2, stages=3))])
+def test_the_gradient_of_a_sum_is_split_by_a_ring(num_cols, tile, small, tile_of_backward):
+    """A ring fetches x and dsum as float32 beside dy; what it cannot make is refused."""
+    plans = tile_of_backward(tile)
+    dtype, options = SUMS["float32 stream"]
+    strategy = "cluster" if tile.cluster_size > 1 else "block"
+    check(Case("layer_norm", rows_of_turns(small, tile, 4), num_cols, dtype, strategy=strategy, **options), small)
+    assert plans[-1].tile == tile and "SplitStore" in plans[-1].launches[0].kernel.name_expression
+    for problem in (
+        replace(plans[-1].problem, dropout=True),
+        replace(plans[-1].problem, row_scale="float32"),
+        replace(plans[0].problem, pack_limit=4),
+    ):
+        with pytest.raises(ValueError, match="a ring needs .* neither residual_dtype nor dropout nor row_scale"):
+            dispatch.choose(problem, small.device, strategy, tile)
+
+
+@pytest.mark.parametrize("num_cols", [198, 199, 200])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_mask_depends_on_seed_row_and_column_alone(strategy, num_cols, where):
+    """Forward and backward, whatever the strategy, the pack size and where the seed is; the reference makes the very same."""
+    case = Case("rms_norm", 5, num_cols, "float32", strategy=strategy, dropout_p=0.4)
+    problem = random_problem(case)
+    for seed in (0, 1, -1, 2**62 + 12345):
+        problem.dropout_seed = seed
+        results = run_kernels(problem, where)
+        kept = reference.dropout_mask(5, num_cols, 0.4, seed)
+        assert ((results["sum"] != 0) == kept).all() and ((results["dx"] != 0) == kept).all()
+
+
+@pytest.mark.parametrize("p, kept", [(1.0, 0), (1e-12, 400), (1 - 2.0**-33, 0), (2.0**-30, 400)])
+def test_dropout_at_the_ends(p, kept, where):
+    """All dropped: zeros, as torch's dropout gives; almost none: the input itself, and its scale."""
+    problem = random_problem(Case("layer_norm", 4, 100, "float32", dropout_p=p))
+    results = run_kernels(problem, where)
+    assert (results["sum"] != 0).sum() == (results["dx"] != 0).sum() == kept
+    assert np.isfinite(results["y"]).all()
+
+
 # A warp of any dtype takes 240.
 @pytest.mark.parametrize("num_cols", [57, 240])
 @pytest.mark.parametrize("statistics", STATISTICS)

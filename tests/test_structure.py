@@ -98,7 +98,7 @@ ROWS = (
     ("dtypes", "devices", "strategies", "dispatch", "candidates"),
     ("nvrtc", "launch", "arrays", "on_cpu"),
     ("calls",),
-    ("norm", "tiles"),
+    ("norm", "tiles", "fused"),
     ("formulas", "torch_ops", "autograd", "modules", "fp8", "linear", "parallel"),
     (
         "gradient_check",
@@ -116,7 +116,7 @@ ROWS = (
 )
 ROW_OF = {name: row for row, names in enumerate(ROWS) for name in names} | {"reference": -1, "data": -1}
 # Upward only inside a function that needs it: plan() of the current GPU, and torch tensors.
-UPWARD = {("dispatch", "launch"), ("norm", "autograd")}
+UPWARD = {("dispatch", "launch"), ("norm", "autograd"), ("fused", "autograd")}
 TORCH = {"formulas", "torch_ops", "autograd", "modules", "linear", "parallel", "tutorial"}
 CUPY = {"nvrtc", "launch"}
 
