@@ -250,6 +250,35 @@ struct Store {
   }
 };
 
+// One x_hat, two affine maps of it: y of First, y1 of Second.
+template <class First, class Second>
+struct TwoStores {
+  First first;
+  Second second;
+
+  template <int pack_size>
+  struct Kept {
+    typename First::template Kept<pack_size> first;
+    typename Second::template Kept<pack_size> second;
+
+    __device__ __forceinline__ void forget_unpacked() {
+      first.forget_unpacked();
+      second.forget_unpacked();
+    }
+  };
+  template <int pack_size>
+  __device__ __forceinline__ Kept<pack_size> keep(long long col) const {
+    return {first.template keep<pack_size>(col), second.template keep<pack_size>(col)};
+  }
+
+  template <int pack_size, class Compute>
+  __device__ __forceinline__ void store(long long row, long long col, const Compute (&values)[pack_size],
+                                        const Kept<pack_size>& kept, bool present = true) const {
+    first.store(row, col, values, kept.first, present);
+    second.store(row, col, values, kept.second, present);
+  }
+};
+
 // dx plus the gradient that reaches the sum x + residual from elsewhere, added before the one rounding.
 template <class Dx, class Dsum>
 struct AddStore {

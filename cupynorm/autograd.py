@@ -16,6 +16,7 @@ from torch.autograd import forward_ad
 
 from . import formulas, fused, norm, torch_ops
 from .arrays import TorchLibrary
+from .calls import Extras
 
 # Classes of what the kernels read where it lies. Not those of torch's wrappers (DTensor, FakeTensor), whose address is none.
 _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter, NoneType})
@@ -197,16 +198,16 @@ def _transformed_gradients(ctx, dy, dsum):
 
 def normalize_fused(
     centered, input, extents, weight, bias, eps, residual, zero_centered_weight, out_dtype, out, options, extras
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """As normalize: (y, the sum), differentiable in input, weight, bias and residual, once."""
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:  # fmt: skip
+    """As normalize: (y, y1, the sum), differentiable once in all but row_scale and the seed."""
     if out_dtype is None and out is None and _is_cuda_autocast() and input.is_cuda:
         out_dtype = formulas.arithmetic(input)
     compiling = _is_compiling()
     if (_compiler_sees_transforms or not compiling) and (_is_transformed() or forward_ad._current_level >= 0):
         raise NotImplementedError(
-            "residual_dtype, row_scale or dropout_p was given to a call that torch.func or forward mode transforms; expected none of them"
+            f"{_OPTIONS} was given to a call that torch.func or forward mode transforms; expected none of them"
         )
-    tensors = (input, weight, bias, residual, extras.row_scale)
+    tensors = (input, weight, bias, residual, extras.row_scale, extras.weight1, extras.bias1)
     arguments = (centered, input, extents, weight, bias, eps, residual, zero_centered_weight, out_dtype)
     if compiling or _num_dispatch_modes() or any(_is_wrapped(tensor) for tensor in tensors):
         if out is not None:
@@ -214,14 +215,17 @@ def normalize_fused(
         if not compiling:
             fused.check_forward(centered, input, extents, weight, bias, eps, residual, out_dtype, extras)
         return torch_ops.fused_forward(*arguments, options, extras)
-    recorded = _is_grad_enabled() and _wants_gradient(input, weight, bias, residual)
+    recorded = _is_grad_enabled() and _wants_gradient(input, weight, bias, residual, extras.weight1, extras.bias1)
     prepared, given = fused.prepare_forward(*arguments, out, options, extras, norm.FOR_GRADIENTS if recorded else norm.FOR_Y)
     if not recorded:
-        y, _, _, added, _ = prepared.run(*given)
-        return y, added
+        y, _, _, added, y1, _ = prepared.run(*given)
+        return y, y1, added
     *tensors, _, extras = given
-    result = _FusedNorm.apply(*tensors, prepared, extras)
-    return result if prepared.makes_sum else (result, input)
+    y, y1, added = _FusedNorm.apply(*tensors, extras.weight1, extras.bias1, prepared, extras)
+    return y, y1, input if added is None else added
+
+
+_OPTIONS = "residual_dtype, row_scale, dropout_p, weight1 or bias1"
 
 
 def _is_wrapped(tensor: object) -> bool:
@@ -230,47 +234,36 @@ def _is_wrapped(tensor: object) -> bool:
 
 class _FusedNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, input, weight, bias, residual, prepared, extras):
-        y, mean, rstd, added, seed = prepared.run(input, weight, bias, residual, None, extras)
-        ctx.save_for_backward(added, mean, rstd, weight, extras.row_scale, seed if isinstance(seed, torch.Tensor) else None)
-        ctx.prepared, ctx.extras = (
-            prepared,
-            extras._replace(row_scale=None, dropout_seed=seed if isinstance(seed, int) else None),
-        )
+    def forward(ctx, input, weight, bias, residual, weight1, bias1, prepared, extras):
+        y, mean, rstd, added, y1, seed = prepared.run(input, weight, bias, residual, None, extras)
+        of_seed = seed if isinstance(seed, torch.Tensor) else None
+        ctx.save_for_backward(added, mean, rstd, weight, weight1, extras.row_scale, of_seed)
+        ctx.prepared, ctx.dropout = prepared, (extras.dropout_p, seed if of_seed is None else None)
         ctx.set_materialize_grads(False)
-        return (y, added) if prepared.makes_sum else y
+        return y, y1, added if prepared.makes_sum else None
 
     @staticmethod
-    def backward(ctx, dy, dsum=None):
+    def backward(ctx, dy, dy1, dsum):
         forward = ctx.prepared
-        *saved, row_scale, seed = ctx.saved_tensors
-        if dy is None and dsum is None:
-            return (None,) * 6
-        if _is_transformed() or _is_mapped(dsum if dy is None else dy) or forward_ad._current_level >= 0:
+        x, mean, rstd, weight, weight1, row_scale, seed = ctx.saved_tensors
+        given = next((gradient for gradient in (dy, dy1, dsum) if gradient is not None), None)
+        if given is None:
+            return (None,) * 8
+        if _is_transformed() or _is_mapped(given) or forward_ad._current_level >= 0:
             raise NotImplementedError(
-                "the gradient of a call with residual_dtype, row_scale or dropout_p was asked for in a batch or in forward mode; "
-                "expected one gradient at a time"
+                f"the gradient of a call with {_OPTIONS} was asked for in a batch or in forward mode; expected one gradient at a time"
             )
-        if dy is None:
-            dy = torch.zeros_like(saved[0])
-        extras = ctx.extras._replace(row_scale=row_scale)
-        if seed is not None:
-            extras = extras._replace(dropout_seed=seed)
-        wants_dx, wants_dweight, wants_dbias, wants_dresidual, *_ = ctx.needs_input_grad
-        wanted = (wants_dx, wants_dweight, wants_dbias, wants_dresidual)
-        dtypes = (forward.bias_dtype, forward.dtype, forward.residual_dtype)
-        if torch.is_grad_enabled():  # create_graph=True: only a second derivative is refused
-            dx, dweight, dbias, dresidual = torch_ops.fused_gradients(
-                dy, *saved, dsum, forward.extents, wanted, forward.zero_centered_weight, *dtypes, extras,
-                forward.backward_options.of("backward").sm_margin, forward.backward_options.strategy,
-            )  # fmt: skip
-        else:
-            names = [name for name, is_wanted in zip(norm.FusedBackward._fields, wanted) if is_wanted]
-            x, mean, rstd, weight = saved
-            bias_dtype, dx_dtype, dresidual_dtype = dtypes
-            prepared, given = fused.prepare_backward(
-                forward.centered, dy, x, mean, rstd, forward.extents, weight, forward.zero_centered_weight, dsum, tuple(names), None,
-                bias_dtype, forward.backward_options, dx_dtype, dresidual_dtype, extras,
-            )  # fmt: skip
-            dx, dweight, dbias, dresidual = prepared.run(*given)
-        return dx, dweight, dbias, dresidual, None, None
+        if dy is None and dy1 is None:
+            dy = torch.zeros_like(x)
+        wants = dict(zip(torch_ops.GRADIENTS, ctx.needs_input_grad))
+        wants |= {name: False for name in ("dweight", "dbias") if dy is None}
+        wants |= {name: False for name in ("dweight1", "dbias1") if dy1 is None}
+        p, int_seed = ctx.dropout
+        gradients = torch_ops.fused_gradients if torch.is_grad_enabled() else fused.backward  # create_graph=True
+        made = gradients(
+            forward.centered, dy, dy1, x, mean, rstd, forward.extents, weight, forward.zero_centered_weight, dsum,
+            tuple(name for name in norm.FusedBackward._fields if wants[name]), None, forward.bias_dtype, forward.backward_options,
+            forward.dtype, forward.residual_dtype, Extras(None, row_scale, p, int_seed if seed is None else seed, weight1),
+            forward.bias1_dtype,
+        )  # fmt: skip
+        return *(getattr(made, name) for name in torch_ops.GRADIENTS), None, None

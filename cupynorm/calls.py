@@ -49,6 +49,13 @@ class Extras(NamedTuple):
     row_scale: Any = None
     dropout_p: float = 0.0
     dropout_seed: Any = None
+    weight1: Any = None
+    bias1: Any = None
+
+    @property
+    def has_second(self) -> bool:
+        """Whether there is a second output, y1."""
+        return self.weight1 is not None or self.bias1 is not None
 
     @property
     def is_scaled(self) -> bool:
@@ -100,7 +107,7 @@ class ForwardCall:
     def __init__(
         self, device: Device, centered: bool, x: Rows, y: Rows, weight: Parameter | None, bias: Parameter | None, eps: float,
         zero_centered: bool, residual: Rows | None, sum: Rows | None, options: Options, *, row_scale: Parameter | None = None,
-        drops: bool = False,
+        drops: bool = False, y1: Rows | None = None, weight1: Parameter | None = None, bias1: Parameter | None = None,
     ) -> None:  # fmt: skip
         # Where x, the residual and their sum are of one dtype and nothing multiplies x, the sum is ResidualLoad's.
         dtypes = {each.dtype for each in (x, residual, sum) if each}
@@ -113,12 +120,14 @@ class ForwardCall:
             "forward", centered, x.num_cols, sum.dtype if sum else x.dtype, y=y.dtype, weight=weight[1] if weight else None,
             bias=bias[1] if bias else None, zero_centered=bool(zero_centered),
             residual=residual is not None and not self.has_own_sum,
-            pack_limit=pack_limit(x.num_cols, _layouts((x, y, residual, sum), (weight, bias))), **own_sum,
+            pack_limit=pack_limit(x.num_cols, _layouts((x, y, residual, sum, y1), (weight, bias, weight1, bias1))),
+            y1=y1.dtype if y1 else None, weight1=weight1[1] if weight1 else None, bias1=bias1[1] if bias1 else None, **own_sum,
         )  # fmt: skip
         self.plan: Plan = make_plan(problem, device, x.num_rows, **options._asdict())
         self.x_stride, self.y_stride = x.row_stride, y.row_stride
         self.residual_stride = residual.row_stride if residual else None
         self.sum_stride = sum.row_stride if sum else 0
+        self.y1_stride = y1.row_stride if y1 else None
         self.tail = (x.num_rows, x.num_cols, float(eps))
 
     def words(self, x: int, y: int, weight: int, bias: int, mean: int, rstd: int, residual: int = 0, sum: int = 0) -> tuple:
@@ -135,14 +144,18 @@ class FusedForwardCall(ForwardCall):
     """A forward with fused options: the words of what a plain one lacks come in their places."""
 
     def words(
-        self, x: int, y: int, weight: int, bias: int, mean: int, rstd: int, residual: int, sum: int, row_scale: int, dropout: Dropout
+        self, x: int, y: int, weight: int, bias: int, mean: int, rstd: int, residual: int, sum: int, row_scale: int, dropout: Dropout,
+        y1: int, weight1: int, bias1: int,
     ) -> tuple:  # fmt: skip
         load = (x, self.x_stride)
         if self.has_own_sum or self.residual_stride is not None:
             load += (residual, self.residual_stride or 0, sum, self.sum_stride)
         if self.has_own_sum:
             load += (row_scale, *dropout.words)
-        return (*load, y, self.y_stride, weight, bias, mean, rstd, *self.tail)
+        store = (y, self.y_stride, weight, bias)
+        if self.y1_stride is not None:
+            store += (y1, self.y1_stride, weight1, bias1)
+        return (*load, *store, mean, rstd, *self.tail)
 
 
 class BackwardCall:
@@ -215,16 +228,18 @@ class FusedBackwardCall(BackwardCall):
 def run_forward(
     machine: Machine, centered: bool, x: Rows, y: Rows, weight: Parameter | None, bias: Parameter | None, mean: int, rstd: int,
     eps: float, zero_centered: bool = False, residual: Rows | None = None, sum: Rows | None = None, options: Options = DEFAULTS,
-    *, row_scale: Parameter | None = None, dropout: Dropout = NO_DROPOUT,
+    *, row_scale: Parameter | None = None, dropout: Dropout = NO_DROPOUT, y1: Rows | None = None, weight1: Parameter | None = None,
+    bias1: Parameter | None = None,
 ) -> Plan:  # fmt: skip
     """Plans and launches a forward on arrays that are checked and allocated; mean and rstd are addresses, 0 if not wanted."""
     call = FusedForwardCall(
         machine.device, centered, x, y, weight, bias, eps, zero_centered, residual, sum, options, row_scale=row_scale,
-        drops=dropout.p > 0,
+        drops=dropout.p > 0, y1=y1, weight1=weight1, bias1=bias1,
     )  # fmt: skip
     words = call.words(
         x.pointer, y.pointer, weight[0] if weight else 0, bias[0] if bias else 0, mean, rstd,
         residual.pointer if residual else 0, sum.pointer if sum else 0, row_scale[0] if row_scale else 0, dropout,
+        y1.pointer if y1 else 0, weight1[0] if weight1 else 0, bias1[0] if bias1 else 0,
     )  # fmt: skip
     for launch in call.plan.launches:
         machine.launch(launch, words)

@@ -80,6 +80,9 @@ def _kernel(problem: Problem, strategy: str, tile: Tile, statistics: str) -> Ker
         if problem.input:
             load_x = f"SumLoad<{_cpp(problem.input)}, {_cpp(problem.residual_dtype)}, {_cpp(problem.x)}, {factor}>"
         store = f"Store<{_cpp(problem.y)}, {_cpp(problem.weight)}, {_cpp(problem.bias)}, {zero_centered}>"
+        if problem.y1:
+            second = f"Store<{_cpp(problem.y1)}, {_cpp(problem.weight1)}, {_cpp(problem.bias1)}, {zero_centered}>"
+            store = f"TwoStores<{store}, {second}>"
         arguments = f"{load_x}, {store}, {_bool(problem.centered)}, Statistics::{statistics}"
     else:
         store = f"Store<{_cpp(problem.dx or problem.x)}, void, void, false>"
@@ -262,7 +265,7 @@ def widest(strategy: str, problem: Problem, device: Device) -> int | None:
 
 _TENSORS = {
     *("x", "y", "weight", "bias", "dy", "dx", "dweight", "dbias", "dsum"),
-    *("input", "residual_dtype", "row_scale", "dresidual"),
+    *("input", "residual_dtype", "row_scale", "dresidual", "y1", "weight1", "bias1"),
 }
 
 
@@ -381,6 +384,7 @@ def make_plan(
         wanted = bool(problem.dweight) + bool(problem.dbias)
         moved += 2 * wanted * num_partials * problem.num_cols * DTYPES[problem.compute].itemsize
     parameters = [problem.weight, problem.bias if problem.forward else None, problem.dweight, problem.dbias]
+    parameters += [problem.weight1, problem.bias1]
     once = problem.num_cols * sum(DTYPES[name].itemsize for name in parameters if name)
     statistics_bytes = num_rows * (1 + problem.centered) * compute_dtype(problem.x).itemsize
     return Plan(

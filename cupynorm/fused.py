@@ -26,15 +26,17 @@ def normalize(
     if arrays.is_torch(input):
         from . import autograd
 
-        y, added = autograd.normalize_fused(
+        y, y1, added = autograd.normalize_fused(
             centered, input, extents, weight, bias, eps, residual, zero_centered_weight, out_dtype, out, options, extras
         )
     else:
         prepared, given = prepare_forward(
             centered, input, extents, weight, bias, eps, residual, zero_centered_weight, out_dtype, out, options, extras, FOR_Y
         )  # fmt: skip
-        y, _, _, added, _ = prepared.run(*given)
-    return (y, added) if return_residual else y
+        y, _, _, added, y1, _ = prepared.run(*given)
+    results = (y, y1) if extras.has_second else (y,)
+    results += (added,) if return_residual else ()
+    return results if len(results) > 1 else y
 
 
 def forward(*arguments) -> FusedForward:
@@ -43,10 +45,39 @@ def forward(*arguments) -> FusedForward:
     return FusedForward(*prepared.run(*given))
 
 
-def backward(*arguments) -> FusedBackward:
-    """What layer_norm_backward and rms_norm_backward return; arguments of prepare_backward."""
-    prepared, given = prepare_backward(*arguments)
-    return FusedBackward(*prepared.run(*given))
+def backward(
+    centered, dy, dy1, x, mean, rstd, extents, weight, zero_centered_weight, dsum, gradients, dweight_dtype, dbias_dtype, options,
+    dx_dtype, dresidual_dtype, extras, dbias1_dtype=None,
+) -> FusedBackward:  # fmt: skip
+    """What layer_norm_backward and rms_norm_backward return; arguments of prepare_backward, and dy1, the gradient of y1.
+
+    Where there are both, what dy1 and dsum bring goes in the arithmetic's dtype to the kernel of dy, as its dsum.
+    """
+    extras = extras or NO_EXTRAS
+    # What is fixed for both kernels.
+    rows, others = (x, mean, rstd, extents), (options, dx_dtype, dresidual_dtype, extras)
+
+    def run(dy, weight, dsum, names, dweight_dtype, dbias_dtype, others):
+        prepared, given = prepare_backward(
+            centered, dy, *rows, weight, zero_centered_weight, dsum, names, dweight_dtype, dbias_dtype, *others
+        )
+        return prepared.run(*given)
+
+    if isinstance(gradients, str) or not {"dweight1", "dbias1"} & set(gradients) and dy1 is None:
+        return FusedBackward(*run(dy, weight, dsum, gradients, dweight_dtype, dbias_dtype, others), None, None)
+    if dy1 is None:
+        raise TypeError("dy1 is None; expected the gradient of y1")
+    norm._check_gradients(gradients, FusedBackward._fields)
+    of_sum = tuple(name for name in gradients if name in ("dx", "dresidual"))
+    of_second = tuple(name for name in ("dweight", "dbias") if f"{name}1" in gradients)
+    if dy is None:
+        dx, dweight1, dbias1, dresidual = run(dy1, extras.weight1, dsum, of_sum + of_second, None, dbias1_dtype, others)
+        return FusedBackward(dx, None, None, dresidual, dweight1, dbias1)
+    wide = "float64" if arrays.on_host(x) else compute_dtype(arrays.dtype_name(x)).name
+    names = of_second + (("dx",) if of_sum else ())
+    dsum, dweight1, dbias1, _ = run(dy1, extras.weight1, dsum, names, None, dbias1_dtype, (options, wide, None, None))
+    names = tuple(name for name in ("dweight", "dbias") if name in gradients) + of_sum
+    return FusedBackward(*run(dy, weight, dsum, names, dweight_dtype, dbias_dtype, others), dweight1, dbias1)
 
 
 # Seeds.
@@ -91,9 +122,9 @@ def prepare_forward(
     seed, row_scale = extras.dropout_seed, extras.row_scale
     try:
         key = (
-            lie(x), lie(weight), lie(bias), lie(residual), lie(out), lie(row_scale), isinstance(seed, int) or lie(seed), centered,
-            extents, eps, eps.__class__, zero_centered_weight, out_dtype, options, purpose, extras.residual_dtype,
-            extras.dropout_p > 0,
+            lie(x), lie(weight), lie(bias), lie(residual), lie(out), lie(row_scale), isinstance(seed, int) or lie(seed),
+            lie(extras.weight1), lie(extras.bias1), centered, extents, eps, eps.__class__, zero_centered_weight, out_dtype, options,
+            purpose, extras.residual_dtype, extras.dropout_p > 0,
         )  # fmt: skip
         prepared = norm.fused_forwards.get(key)
     except (AttributeError, TypeError):
@@ -128,9 +159,8 @@ def prepare_forward(
             prepared = _PreparedForward(*arguments, wants_statistics=purpose is not FOR_Y)
             norm.keep(norm.fused_forwards, key, prepared)
     if out is not None:
-        norm._check_overlap(
-            out, {"input": x, "weight": weight, "bias": bias, "residual": residual, "row_scale": extras.row_scale}
-        )
+        others = {name: getattr(extras, name) for name in ("row_scale", "weight1", "bias1")}
+        norm._check_overlap(out, {"input": x, "weight": weight, "bias": bias, "residual": residual, **others})
     return prepared, (x, weight, bias, residual, out, extras)
 
 
@@ -149,7 +179,9 @@ def check_forward(centered, x, extents, weight, bias, eps, residual, out_dtype, 
     row_scale = norm._take_like(extras.row_scale, x, shape[: len(shape) - len(extents)], "row_scale", "input")
     if getattr(row_scale, "requires_grad", False):
         raise ValueError("row_scale requires a gradient; it is a constant here, so expected row_scale.detach()")
-    extras = extras._replace(row_scale=row_scale, dropout_seed=_check_seed(extras.dropout_seed, x))
+    weight1, bias1 = (norm._take_like(getattr(extras, name), x, extents, name, "input") for name in ("weight1", "bias1"))
+    seed = _check_seed(extras.dropout_seed, x)
+    extras = extras._replace(row_scale=row_scale, dropout_seed=seed, weight1=weight1, bias1=bias1)
     return x, weight, bias, residual, eps, y_dtype, sum_dtype, extras
 
 
@@ -174,6 +206,8 @@ class _Forward(norm._Forward):
         super().__init__(centered, extents, bias, zero_centered_weight, options)
         self.dtype, self.sum_dtype = arrays.dtype_name(x), sum_dtype
         self.residual_dtype = None if residual is None else arrays.dtype_name(residual)
+        self.bias1_dtype = None if extras.bias1 is None else arrays.dtype_name(extras.bias1)
+        self.has_second = extras.has_second
         self.makes_sum = residual is not None or sum_dtype != self.dtype or extras.is_scaled
 
 
@@ -195,17 +229,21 @@ class _PreparedForward(_Forward):
         weight_parameter, copy_weight = norm._parameter(weight)
         bias_parameter, copy_bias = norm._parameter(bias)
         row_scale, copy_row_scale = norm._parameter(extras.row_scale)
-        self.copies = norm._copies(copy_x, copy_weight, copy_bias, copy_residual, copy_row_scale)
+        weight1, copy_weight1 = norm._parameter(extras.weight1)
+        bias1, copy_bias1 = norm._parameter(extras.bias1)
+        self.copies = norm._copies(copy_x, copy_weight, copy_bias, copy_residual, copy_row_scale, copy_weight1, copy_bias1)
         y_rows = arrays.contiguous_rows(view.shape, num_dims, y_dtype) if out is None else norm._rows(out, num_dims)[0]
         sum_rows = arrays.contiguous_rows(view.shape, num_dims, sum_dtype) if self.makes_sum else None
+        y1_rows = arrays.contiguous_rows(view.shape, num_dims, y_dtype) if self.has_second else None
         self.call = call = FusedForwardCall(
             launch.device(view.device), centered, x_rows, y_rows, weight_parameter, bias_parameter, eps, zero_centered_weight,
             residual_rows, sum_rows, options.of("forward" if wants_statistics else "inference"), row_scale=row_scale,
-            drops=extras.dropout_p > 0,
+            drops=extras.dropout_p > 0, y1=y1_rows, weight1=weight1, bias1=bias1,
         )  # fmt: skip
         self.kernels = [launch.load(each, view.device) for each in call.plan.launches]
         compute = compute_dtype(sum_dtype).name
         self.new_y = norm._new(library, view.shape, y_dtype)
+        self.new_y1 = norm._new(library, view.shape, y_dtype if self.has_second else None)
         self.new_mean = norm._new(library, leading, compute if centered and wants_statistics else None)
         self.new_rstd = norm._new(library, leading, compute if wants_statistics else None)
         self.new_sum = norm._new(library, view.shape, sum_dtype if self.makes_sum else None)
@@ -215,25 +253,25 @@ class _PreparedForward(_Forward):
         library = self.library
         former = library.exchange_device(self.device_index)
         try:
-            seed, row_scale = extras.dropout_seed, extras.row_scale
+            _, row_scale, _, seed, weight1, bias1 = extras
             if seed is None and extras.dropout_p > 0:
                 seed = draw_seed(x)
             added = self.new_sum() if self.makes_sum else x
             if self.copies:
-                given = (x, weight, bias, residual, row_scale)
-                x, weight, bias, residual, row_scale = norm._contiguous(library, self.copies, given)
-            y = self.new_y() if out is None else out
+                given = (x, weight, bias, residual, row_scale, weight1, bias1)
+                x, weight, bias, residual, row_scale, weight1, bias1 = norm._contiguous(library, self.copies, given)
+            y, y1 = self.new_y() if out is None else out, self.new_y1()
             mean, rstd = self.new_mean(), self.new_rstd()
             if not self.kernels:
                 norm._fill((mean, rstd), math.nan)
-                return y, mean, rstd, added, seed
+                return y, mean, rstd, added, y1, seed
             address = _address_or_zero(library.address)
             words = self.call.words(
                 *map(address, (x, y, weight, bias, mean, rstd, residual, added if self.makes_sum else None, row_scale)),
-                _dropout(extras.dropout_p, seed, address),
-            )
+                _dropout(extras.dropout_p, seed, address), *map(address, (y1, weight1, bias1)),
+            )  # fmt: skip
             self.kernels[0].enqueue(library.stream(), words)
-            return y, mean, rstd, added, seed
+            return y, mean, rstd, added, y1, seed
         finally:
             if former != self.device_index:
                 library.exchange_device(former)
@@ -277,7 +315,8 @@ class _ReferenceForward(_Forward):
             centered, added, extents, weight, bias, eps, None, zero_centered_weight, y_dtype, out, options
         )
         y, mean, rstd, _ = plain.run(added, weight, bias, None, out)
-        return y, mean, rstd, added, seed
+        y1 = plain.run(added, extras.weight1, extras.bias1, None, None)[0] if self.has_second else None
+        return y, mean, rstd, added, y1, seed
 
 
 # Backward.
@@ -365,7 +404,7 @@ class _PreparedBackward:
         self.new_partials = norm._new(library, call.partials_shape, call.plan.problem.compute if call.partials_shape else None)
 
     def run(self, dy, x, mean, rstd, weight, dsum, extras: Extras) -> tuple:
-        """The fields of FusedBackward."""
+        """dx, dweight, dbias, dresidual."""
         library = self.library
         former = library.exchange_device(self.device_index)
         try:

@@ -17,6 +17,7 @@ last place of the output dtype at v, n = num_cols and g = u * (4 + sqrt(n)): a s
     sum      exact; where x is scaled, or the sum has its own dtype: 4u * |scaled x| + u * |sum| + h(sum), less what does not apply.
              All else is then judged as of the very sum that came out
     dresidual  as dx, of which dx is then scaled, and 4u * |dx| more; u * |dresidual| more where dsum is added
+    y1       as y, with its own dweight1 and dbias1; what it brings to dx is allowed as dx of its own, and 2u * |dx| to add it
 
 For float64 all of it twice: the reference then errs as much as what it judges.
 
@@ -26,7 +27,7 @@ A NaN must be a NaN, an infinity the same infinity. Below the smallest normal fl
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
@@ -48,6 +49,7 @@ class Case:
     """One problem to check. None: absent (dtypes) or left to the width (strategy, tile, statistics).
 
     residual: whether there is one, of the sum's dtype, or its dtype. row_scale: its dtype. dsum: whether a gradient reaches the sum.
+    weight1, bias1: the dtypes of those of a second output.
     """
 
     norm: str
@@ -68,6 +70,8 @@ class Case:
     row_scale: str | None = None
     dropout_p: float = 0.0
     dsum: bool = False
+    weight1: str | None = None
+    bias1: str | None = None
 
     def dtype(self, name: str) -> str | None:
         value = getattr(self, name)
@@ -89,6 +93,10 @@ class Case:
         return self.is_scaled or {self.sum, self.added or self.x} != {self.x}
 
     @property
+    def has_second(self) -> bool:
+        return self.weight1 is not None or self.bias1 is not None
+
+    @property
     def is_scaled(self) -> bool:
         return self.row_scale is not None or self.dropout_p > 0
 
@@ -96,6 +104,7 @@ class Case:
         extras = [self.dtype("y") if self.dtype("y") != self.x else "", self.strategy or "", self.statistics or ""]
         extras += [f"residual {self.added}" if self.residual else "", "1 + weight" if self.zero_centered_weight else ""]
         extras += [f"sum {self.sum}" if self.residual_dtype else "", "dsum" if self.dsum else ""]
+        extras += [f"{name} {getattr(self, name)}" for name in ("weight1", "bias1") if getattr(self, name)]
         extras += [
             f"row_scale {self.row_scale}" if self.row_scale else "",
             f"dropout {self.dropout_p}" if self.dropout_p else "",
@@ -265,6 +274,9 @@ class Problem:
     row_scale: np.ndarray | None = None
     dsum: np.ndarray | None = None
     dropout_seed: int = -0x123456789ABCDEF
+    weight1: np.ndarray | None = None
+    bias1: np.ndarray | None = None
+    dy1: np.ndarray | None = None
 
     def scaled(self, of: np.ndarray) -> np.ndarray:
         """As x before the residual is added, and as the gradient of the sum on its way to x."""
@@ -289,7 +301,11 @@ def random_problem(case: Case, seed: int = 0) -> Problem:
     bias = draw(shape[1:], case.dtype("bias"))
     residual = draw(shape, case.added)
     row_scale = draw(shape[:1], case.row_scale, 1.0)
-    return Problem(case, x, dy, weight, bias, residual, row_scale, draw(shape, case.sum) if case.dsum else None)
+    problem = Problem(case, x, dy, weight, bias, residual, row_scale, draw(shape, case.sum) if case.dsum else None)
+    problem.weight1 = draw(shape[1:], case.weight1, 0.0 if case.zero_centered_weight else 1.0, 0.5)
+    problem.bias1 = draw(shape[1:], case.bias1)
+    problem.dy1 = draw(shape, case.dtype("y") if case.has_second else None)
+    return problem
 
 
 def run_kernels(problem: Problem, where: CpuMachine | GpuCheckMachine) -> dict[str, np.ndarray]:
@@ -327,6 +343,9 @@ def run_kernels(problem: Problem, where: CpuMachine | GpuCheckMachine) -> dict[s
     if problem.residual is not None or case.has_own_sum:
         added = as_rows(make("sum", shape, case.sum), case.sum)
     row_scale = (put(problem.row_scale, case.row_scale), case.row_scale) if case.row_scale else None
+    weight1 = (put(problem.weight1, case.weight1), case.weight1) if case.weight1 else None
+    bias1 = (put(problem.bias1, case.bias1), case.bias1) if case.bias1 else None
+    y1 = as_rows(make("y1", shape, case.dtype("y")), case.dtype("y")) if case.has_second else None
     dropout = calls.NO_DROPOUT
     if case.dropout_p:
         # Of two equal seeds the kernels are given one by value, the other by its address.
@@ -338,7 +357,7 @@ def run_kernels(problem: Problem, where: CpuMachine | GpuCheckMachine) -> dict[s
     rstd = make("rstd", shape[:1], compute)
     calls.run_forward(
         where, centered, x, y, weight, bias, mean, rstd, case.eps, case.zero_centered_weight, residual, added, options,
-        row_scale=row_scale, dropout=dropout,
+        row_scale=row_scale, dropout=dropout, y1=y1, weight1=weight1, bias1=bias1,
     )  # fmt: skip
 
     dy = as_rows(put(problem.dy, case.dtype("y")), case.dtype("y"))
@@ -352,6 +371,17 @@ def run_kernels(problem: Problem, where: CpuMachine | GpuCheckMachine) -> dict[s
         dsum = as_rows(put(problem.dsum, case.sum), case.sum)
     if case.dropout_p:
         dropout = calls.Dropout(case.dropout_p, 0, problem.dropout_seed)
+    if case.has_second:
+        # What the second output brings comes first, and goes on in the arithmetic's dtype.
+        dy1 = as_rows(put(problem.dy1, case.dtype("y")), case.dtype("y"))
+        array, pointer = where.empty(shape, compute)
+        kept.append(array)
+        calls.run_backward(
+            where, centered, added or x, dy1, mean, rstd, weight1, case.zero_centered_weight, as_rows(pointer, compute),
+            (make("dweight1", shape[1:], case.weight1), case.weight1) if weight1 else None,
+            (make("dbias1", shape[1:], case.bias1), case.bias1) if bias1 else None, dsum, options._replace(tile=None),
+        )  # fmt: skip
+        dsum = as_rows(pointer, compute)
     calls.run_backward(
         where, centered, added or x, dy, mean, rstd, weight, case.zero_centered_weight, dx, dweight, dbias, dsum,
         options._replace(tile=None), dresidual=dresidual, row_scale=row_scale, dropout=dropout,
@@ -455,6 +485,16 @@ def expect(
         if problem.dsum is not None:
             dx = dx + problem.dsum
             dx_allowed = dx_allowed + u * np.abs(dx)
+        second = {}
+        if case.has_second:
+            # As another output of the row that was normalised, whose dx, rounded to the arithmetic's dtype, is added to this one's.
+            alone = replace(
+                case, x=compute_dtype(case.sum).name, y=case.dtype("y"), weight=case.weight1, bias=case.bias1, weight1=None, bias1=None,
+                residual=False, residual_dtype=None, row_scale=None, dropout_p=0.0, dsum=False,
+            )  # fmt: skip
+            second = expect(Problem(alone, x, problem.dy1, problem.weight1, problem.bias1), rounded_mean=rounded_mean)
+            dx = dx + second["dx"][0]
+            dx_allowed = dx_allowed + second["dx"][1] + 2 * u * np.abs(dx)
         dresidual, dresidual_allowed = dx, dx_allowed
         if case.is_scaled:
             dx = problem.scaled(dresidual)
@@ -480,6 +520,7 @@ def expect(
         if problem.bias is not None:
             allowed = of_sum(problem.dy) + half_ulp(gradients.dbias, case.dtype("bias"))
             expected["dbias"] = (gradients.dbias, allowed)
+        expected |= {f"{name}1": second[name] for name in ("y", "dweight", "dbias") if name in second}
         if case.has_own_sum:
             wide = max((compute_dtype(name) for name in (case.x, case.sum, case.added) if name), key=lambda kind: kind.digits)
             allowed = half_ulp(exact_sum, case.sum)
@@ -521,7 +562,7 @@ def judge(
 def judge_all(problem: Problem, results: dict[str, np.ndarray], *, rounded_mean: bool = False) -> list[Finding]:
     case = problem.case
     dtypes = {"dx": case.x, "sum": case.sum, "dweight": case.dtype("weight"), "dbias": case.dtype("bias"), "y": case.dtype("y")}
-    dtypes["dresidual"] = case.added
+    dtypes |= {"dresidual": case.added, "y1": case.dtype("y"), "dweight1": case.weight1, "dbias1": case.bias1}
     findings = []
     for name, (expected, allowed) in expect(problem, rounded_mean=rounded_mean, added=results.get("sum")).items():
         if name in results:
@@ -595,6 +636,8 @@ def uses_welford(case: Case, device: Device) -> bool:
     own_sum = {}
     if case.has_own_sum:
         own_sum = {"input": case.x, "residual_dtype": case.added, "row_scale": case.row_scale, "dropout": case.dropout_p > 0}
+    if case.has_second:
+        own_sum |= {"y1": case.dtype("y"), "weight1": case.weight1, "bias1": case.bias1}
     problem = dispatch.Problem(
         "forward", case.norm == "layer_norm", case.num_cols, case.sum, y=case.dtype("y"), weight=case.dtype("weight"),
         bias=case.dtype("bias"), residual=bool(case.residual) and not case.has_own_sum,

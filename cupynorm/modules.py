@@ -77,8 +77,8 @@ class LayerNorm(_Norm, torch.nn.LayerNorm):
 
     Called with input (..., *normalized_shape) and perhaps a residual of its shape and dtype, it returns y of input's shape and
     dtype, or (y, input + residual) with return_residual=True. Under CUDA's autocast y is float32, as torch's is.
-    residual_dtype, row_scale, dropout_p and dropout_seed are as of cupynorm.layer_norm, but that nothing is dropped unless the
-    module trains.
+    residual_dtype, row_scale, dropout_p, dropout_seed, weight1 and bias1 are as of cupynorm.layer_norm, but that nothing is dropped
+    unless the module trains.
     State dicts go to torch.nn and back; in one of TransformerEngine `_extra_state` is passed over.
 
     Raises TypeError where both spellings are given or normalized_shape is missing, ValueError or TypeError for what cupynorm.layer_norm
@@ -107,12 +107,13 @@ class LayerNorm(_Norm, torch.nn.LayerNorm):
     def forward(
         self, input: torch.Tensor, residual: torch.Tensor | None = None, *, return_residual: bool = False,
         residual_dtype: torch.dtype | None = None, row_scale: torch.Tensor | None = None, dropout_p: float = 0.0,
-        dropout_seed: int | torch.Tensor | None = None,
-    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+        dropout_seed: int | torch.Tensor | None = None, weight1: torch.Tensor | None = None, bias1: torch.Tensor | None = None,
+    ) -> torch.Tensor | tuple[torch.Tensor, ...]:  # fmt: skip
         return layer_norm(
             input, self.normalized_shape, self.weight, self.bias, self.eps, residual=residual, return_residual=return_residual,
             zero_centered_weight=self.zero_centered_gamma, sm_margin=self.sm_margin, residual_dtype=residual_dtype,
-            row_scale=row_scale, dropout_p=dropout_p if self.training else 0.0, dropout_seed=dropout_seed,
+            row_scale=row_scale, dropout_p=dropout_p if self.training else 0.0, dropout_seed=dropout_seed, weight1=weight1,
+            bias1=bias1,
         )  # fmt: skip
 
 
@@ -144,12 +145,13 @@ class RMSNorm(_Norm, torch.nn.RMSNorm):
     def forward(
         self, input: torch.Tensor, residual: torch.Tensor | None = None, *, return_residual: bool = False,
         residual_dtype: torch.dtype | None = None, row_scale: torch.Tensor | None = None, dropout_p: float = 0.0,
-        dropout_seed: int | torch.Tensor | None = None,
-    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+        dropout_seed: int | torch.Tensor | None = None, weight1: torch.Tensor | None = None, bias1: torch.Tensor | None = None,
+    ) -> torch.Tensor | tuple[torch.Tensor, ...]:  # fmt: skip
         return rms_norm(
             input, self.normalized_shape, self.weight, self.eps, residual=residual, return_residual=return_residual,
             zero_centered_weight=self.zero_centered_gamma, sm_margin=self.sm_margin, residual_dtype=residual_dtype,
-            row_scale=row_scale, dropout_p=dropout_p if self.training else 0.0, dropout_seed=dropout_seed,
+            row_scale=row_scale, dropout_p=dropout_p if self.training else 0.0, dropout_seed=dropout_seed, weight1=weight1,
+            bias1=bias1,
         )  # fmt: skip
 
 

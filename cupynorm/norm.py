@@ -43,13 +43,14 @@ class FusedForward(NamedTuple):
     """What a forward with fused options returns: the fields of Forward, and what backward must be told of this call.
 
     sum is what was normalised, in residual_dtype or else the input's dtype; mean and rstd are float64 if it is float64.
-    dropout_seed is the seed as it was given or drawn, None without dropout.
+    y1 is None without weight1 or bias1. dropout_seed is the seed as it was given or drawn, None without dropout.
     """
 
     y: Array
     mean: Array | None
     rstd: Array
     sum: Array
+    y1: Array | None
     dropout_seed: Array | int | None
 
 
@@ -68,6 +69,8 @@ class FusedBackward(NamedTuple):
     dweight: Array | None
     dbias: Array | None
     dresidual: Array | None
+    dweight1: Array | None
+    dbias1: Array | None
 
 
 # What users call.
@@ -89,6 +92,8 @@ def layer_norm(
     row_scale: Array | None = None,
     dropout_p: float = 0.0,
     dropout_seed: int | Array | None = None,
+    weight1: Array | None = None,
+    bias1: Array | None = None,
     sm_margin: int | Mapping[str, int] = 0,
     strategy: str | None = None,
     tile: Tile | Mapping[str, int] | None = None,
@@ -119,11 +124,12 @@ def layer_norm(
         "forward", "backward" and "inference" (a forward that nothing is to differentiate) each its own, 0 where it has none.
     strategy, tile, statistics: force a row of cupynorm.STRATEGIES, its Tile, and "two_pass" or "welford"; by default the
         width of a row decides. Ignored where the reference computes.
+    weight1, bias1: as weight and bias, of a second output y1 of the same x_hat, for parallel blocks that have a norm each.
 
-    Returns y of input's shape in the input's library, or (y, sum) with return_residual. A CuPy array or DLPack exporter gives a
+    Returns y of input's shape in the input's library; (y, sum) with return_residual; (y, y1) or (y, y1, sum) with weight1 or bias1. A CuPy array or DLPack exporter gives a
     CuPy array; a CUDA torch tensor a torch tensor, differentiable in input, weight, bias and residual; NumPy arrays and CPU
     tensors are computed by the float64 reference and rounded once (differentiable for torch). torch.compile, torch.func, forward mode
-    and second derivatives work (with residual_dtype, row_scale or dropout_p: torch.compile alone); under CUDA's torch.autocast y is float32 unless out_dtype says otherwise, as torch's is.
+    and second derivatives work (with fused options, which are residual_dtype to bias1, torch.compile alone); under CUDA's torch.autocast y is float32 unless out_dtype says otherwise, as torch's is.
 
     Arithmetic is in float32 (float64 for float64 input) with one rounding at the end; a row's result does not depend on the other
     rows and repeats to the bit. A row that holds NaN or Inf is NaN, and only that row. A row of float32 or bfloat16 whose squared
@@ -134,7 +140,8 @@ def layer_norm(
     """
     return normalize(
         True, input, _extents(normalized_shape), weight, bias, eps, residual, return_residual, zero_centered_weight, out_dtype, out,
-        _options(strategy, tile, statistics, sm_margin), _extras(residual_dtype, row_scale, dropout_p, dropout_seed),
+        _options(strategy, tile, statistics, sm_margin), 
+        _extras(residual_dtype, row_scale, dropout_p, dropout_seed, weight1, bias1),
     )  # fmt: skip
 
 
@@ -154,6 +161,8 @@ def rms_norm(
     row_scale: Array | None = None,
     dropout_p: float = 0.0,
     dropout_seed: int | Array | None = None,
+    weight1: Array | None = None,
+    bias1: Array | None = None,
     sm_margin: int | Mapping[str, int] = 0,
     strategy: str | None = None,
     tile: Tile | Mapping[str, int] | None = None,
@@ -167,7 +176,8 @@ def rms_norm(
     """
     return normalize(
         False, input, _extents(normalized_shape), weight, bias, eps, residual, return_residual, zero_centered_weight, out_dtype, out,
-        _options(strategy, tile, statistics, sm_margin), _extras(residual_dtype, row_scale, dropout_p, dropout_seed),
+        _options(strategy, tile, statistics, sm_margin), 
+        _extras(residual_dtype, row_scale, dropout_p, dropout_seed, weight1, bias1),
     )  # fmt: skip
 
 
@@ -186,6 +196,8 @@ def layer_norm_forward(
     row_scale: Array | None = None,
     dropout_p: float = 0.0,
     dropout_seed: int | Array | None = None,
+    weight1: Array | None = None,
+    bias1: Array | None = None,
     sm_margin: int | Mapping[str, int] = 0,
     strategy: str | None = None,
     tile: Tile | Mapping[str, int] | None = None,
@@ -193,12 +205,12 @@ def layer_norm_forward(
 ) -> Forward | FusedForward:
     """layer_norm that also returns what backward needs, outside any autograd: Forward(y, mean, rstd, sum).
 
-    With residual_dtype, row_scale or dropout_p it returns a FusedForward. normalized_shape is by default weight's or bias's shape, or
+    With a fused option (residual_dtype to bias1) it returns a FusedForward. normalized_shape is by default weight's or bias's shape, or
     else the last dimension of x. Arguments and errors as for layer_norm.
     """
     extents = _default_extents(x, weight, bias, normalized_shape)
     options = _options(strategy, tile, statistics, sm_margin)
-    extras = _extras(residual_dtype, row_scale, dropout_p, dropout_seed)
+    extras = _extras(residual_dtype, row_scale, dropout_p, dropout_seed, weight1, bias1)
     if extras is not None:
         return _fused().forward(
             True, x, extents, weight, bias, eps, residual, zero_centered_weight, out_dtype, out, options, extras
@@ -224,6 +236,8 @@ def rms_norm_forward(
     row_scale: Array | None = None,
     dropout_p: float = 0.0,
     dropout_seed: int | Array | None = None,
+    weight1: Array | None = None,
+    bias1: Array | None = None,
     sm_margin: int | Mapping[str, int] = 0,
     strategy: str | None = None,
     tile: Tile | Mapping[str, int] | None = None,
@@ -232,7 +246,7 @@ def rms_norm_forward(
     """rms_norm that also returns what backward needs: Forward(y, None, rstd, sum). All else as for layer_norm_forward."""
     extents = _default_extents(x, weight, bias, normalized_shape)
     options = _options(strategy, tile, statistics, sm_margin)
-    extras = _extras(residual_dtype, row_scale, dropout_p, dropout_seed)
+    extras = _extras(residual_dtype, row_scale, dropout_p, dropout_seed, weight1, bias1)
     if extras is not None:
         return _fused().forward(
             False, x, extents, weight, bias, eps, residual, zero_centered_weight, out_dtype, out, options, extras
@@ -261,6 +275,9 @@ def layer_norm_backward(
     row_scale: Array | None = None,
     dropout_p: float = 0.0,
     dropout_seed: int | Array | None = None,
+    dy1: Array | None = None,
+    weight1: Array | None = None,
+    dbias1_dtype: Any = None,
     sm_margin: int | Mapping[str, int] = 0,
     strategy: str | None = None,
     tile: Tile | Mapping[str, int] | None = None,
@@ -272,20 +289,22 @@ def layer_norm_backward(
     cost nothing. dweight_dtype, dbias_dtype: by default weight's dtype, or x's without a weight.
 
     Of a forward with fused options: row_scale, dropout_p as there and dropout_seed as FusedForward has it; dx_dtype, dresidual_dtype:
-    those of the forward's input and residual, by default x's. With any of them, or "dresidual" among the gradients, all come from one
-    kernel as a FusedBackward(dx of the input, dweight, dbias, dresidual); dsum is added to both before they are rounded.
+    those of the forward's input and residual, by default x's. dy1, weight1: of the second output, dbias1_dtype as dbias_dtype.
+    With any of them, or "dresidual", "dweight1" or "dbias1" among the gradients, it returns a FusedBackward. dx, of the input, and
+    dresidual come from one kernel, dsum added to both before they are rounded; what dy1 brings comes from another before it, which
+    hands on its part of both in the arithmetic's dtype.
 
     Returns Backward(dx in x's dtype, dweight and dbias of normalized_shape). The sums over rows are made in float32 (float64 for
     float64), in a fixed order: they repeat to the bit. Raises as layer_norm.
     """
     extents = _default_extents(x, weight, None, normalized_shape)
     options = _options(strategy, tile, None, sm_margin)
-    extras = _extras(None, row_scale, dropout_p, dropout_seed)
+    extras = _extras(None, row_scale, dropout_p, dropout_seed, weight1, dy1)
     gradients = gradients if isinstance(gradients, str) else tuple(gradients)
-    if extras is not None or dx_dtype is not None or dresidual_dtype is not None or "dresidual" in gradients:
+    if extras is not None or dx_dtype is not None or dresidual_dtype is not None or not set(gradients) <= set(Backward._fields):
         return _fused().backward(
-            True, dy, x, mean, rstd, extents, weight, zero_centered_weight, dsum, gradients, dweight_dtype, dbias_dtype, options,
-            dx_dtype, dresidual_dtype, extras,
+            True, dy, dy1, x, mean, rstd, extents, weight, zero_centered_weight, dsum, gradients, dweight_dtype, dbias_dtype, options,
+            dx_dtype, dresidual_dtype, extras, dbias1_dtype,
         )  # fmt: skip
     prepared, given = prepare_backward(
         True, dy, x, mean, rstd, extents, weight, zero_centered_weight, dsum, gradients, dweight_dtype, dbias_dtype, options
@@ -310,6 +329,9 @@ def rms_norm_backward(
     row_scale: Array | None = None,
     dropout_p: float = 0.0,
     dropout_seed: int | Array | None = None,
+    dy1: Array | None = None,
+    weight1: Array | None = None,
+    dbias1_dtype: Any = None,
     sm_margin: int | Mapping[str, int] = 0,
     strategy: str | None = None,
     tile: Tile | Mapping[str, int] | None = None,
@@ -317,12 +339,12 @@ def rms_norm_backward(
     """Gradients of rms_norm at x, for the rstd that rms_norm_forward returned. All else as for layer_norm_backward."""
     extents = _default_extents(x, weight, None, normalized_shape)
     options = _options(strategy, tile, None, sm_margin)
-    extras = _extras(None, row_scale, dropout_p, dropout_seed)
+    extras = _extras(None, row_scale, dropout_p, dropout_seed, weight1, dy1)
     gradients = gradients if isinstance(gradients, str) else tuple(gradients)
-    if extras is not None or dx_dtype is not None or dresidual_dtype is not None or "dresidual" in gradients:
+    if extras is not None or dx_dtype is not None or dresidual_dtype is not None or not set(gradients) <= set(Backward._fields):
         return _fused().backward(
-            False, dy, x, None, rstd, extents, weight, zero_centered_weight, dsum, gradients, dweight_dtype, dbias_dtype, options,
-            dx_dtype, dresidual_dtype, extras,
+            False, dy, dy1, x, None, rstd, extents, weight, zero_centered_weight, dsum, gradients, dweight_dtype, dbias_dtype, options,
+            dx_dtype, dresidual_dtype, extras, dbias1_dtype,
         )  # fmt: skip
     prepared, given = prepare_backward(
         False, dy, x, None, rstd, extents, weight, zero_centered_weight, dsum, gradients, dweight_dtype, dbias_dtype, options
@@ -354,9 +376,14 @@ def _options(strategy: str | None, tile: object, statistics: str | None, sm_marg
     return Options(strategy, tile, statistics, _margins(sm_margin))
 
 
-def _extras(residual_dtype: object, row_scale: object, dropout_p: object, dropout_seed: object) -> Extras | None:
+def _extras(
+    residual_dtype: object, row_scale: object, dropout_p: object, dropout_seed: object, weight1: object, bias1: object
+) -> Extras | None:  # fmt: skip
     """None where nothing is asked for: such a call goes the short way."""
-    if residual_dtype is None and row_scale is None and dropout_p.__class__ is float and dropout_p == 0.0:
+    if (
+        residual_dtype is None and row_scale is None and dropout_p.__class__ is float and dropout_p == 0.0
+        and weight1 is None and bias1 is None
+    ):  # fmt: skip
         return None
     if isinstance(dropout_p, bool) or not isinstance(dropout_p, numbers.Real) or not 0 <= dropout_p <= 1:
         raise ValueError(f"dropout_p is {dropout_p!r}; expected a probability, from 0 to 1")
@@ -368,7 +395,7 @@ def _extras(residual_dtype: object, row_scale: object, dropout_p: object, dropou
         if not -(2**63) <= dropout_seed < 2**64:
             raise ValueError(f"dropout_seed is {dropout_seed}; expected an int of 64 bits")
         dropout_seed = (int(dropout_seed) + 2**63) % 2**64 - 2**63  # as a signed one
-    return Extras(residual_dtype, row_scale, float(dropout_p), dropout_seed)
+    return Extras(residual_dtype, row_scale, float(dropout_p), dropout_seed, weight1, bias1)
 
 
 def _margins(sm_margin: object) -> int | Margins:
@@ -832,8 +859,7 @@ def check_backward(
     weight = _take_like(weight, x, extents, "weight", "x")
     mean = _take_statistic(mean, x, leading, "mean") if centered else None
     rstd = _take_statistic(rstd, x, leading, "rstd")
-    if isinstance(gradients, str) or any(name not in names for name in gradients):
-        raise ValueError(f"gradients is {gradients!r}; expected some of {', '.join(names)}")
+    _check_gradients(gradients, names)
     own = arrays.dtype_name(weight) if weight is not None else dtype
     dtypes = (
         dtype,
@@ -842,6 +868,11 @@ def check_backward(
     )
     wanted = tuple(each if name in gradients else None for name, each in zip(Backward._fields, dtypes))
     return dy, x, mean, rstd, weight, dsum, wanted
+
+
+def _check_gradients(gradients: object, names: Sequence[str]) -> None:
+    if isinstance(gradients, str) or any(name not in names for name in gradients):
+        raise ValueError(f"gradients is {gradients!r}; expected some of {', '.join(names)}")
 
 
 def _take_statistic(array: Array | None, x: Array, leading: tuple[int, ...], name: str) -> Array:

@@ -62,6 +62,7 @@ class Problem:
     x is the row that is normalised. Forward it may be a sum of its own dtype: `input` is then the dtype of what is read,
     residual_dtype that of what is added to it (None: nothing), and row_scale and dropout are what multiplies the input first.
     Backward these two belong to dx, where dresidual (None: not wanted, or the same tensor as dx) is the gradient of the sum itself.
+    y1, weight1 and bias1 are of a second output of forward.
     """
 
     direction: str
@@ -84,6 +85,9 @@ class Problem:
     row_scale: str | None = None
     dropout: bool = False
     dresidual: str | None = None
+    y1: str | None = None
+    weight1: str | None = None
+    bias1: str | None = None
 
     @property
     def compute(self) -> str:
@@ -102,7 +106,7 @@ class Problem:
     @property
     def bytes_per_row(self) -> int:
         """Bytes that any implementation must move for a row: each streamed tensor once."""
-        streamed = [self.x, self.y] if self.forward else [self.x, self.dy, self.dx, self.dsum, self.dresidual]
+        streamed = [self.x, self.y, self.y1] if self.forward else [self.x, self.dy, self.dx, self.dsum, self.dresidual]
         streamed += [self.input, self.residual_dtype]
         if self.residual:
             streamed += [self.x, self.x]
@@ -156,7 +160,9 @@ def _registers(problem: Problem, device: Device, tile: Tile) -> int:
     lone = 3 * elements // 2 + 8 if tile.pack_size == 1 else 0  # each lone element has an address of its own
     wide_weight = int(problem.weight is not None and DTYPES[problem.weight].itemsize > DTYPES[problem.x].itemsize)
     # Random words take the registers of 8 elements while a mask is made; of two loads, or two stores, each has its addresses.
-    fused = 16 * bool(problem.input or problem.dresidual) + 24 * words * problem.dropout + 8 * bool(problem.row_scale)
+    fused = 24 * words * problem.dropout + 8 * bool(problem.row_scale) + 16 * bool(problem.input or problem.dresidual)
+    if problem.y1:
+        fused += 32 + 3 * elements // 4 + (5 * elements // 2 if tile.pack_size == 1 else 0)
     if problem.forward:
         per_element = 1.25 if DTYPES[problem.x].itemsize > 2 else 1.15 if elements > 40 else 1.0
         extra = 8 * (problem.residual + wide_weight) + fused
@@ -360,7 +366,8 @@ def _ring_registers(problem: Problem, device: Device, elements: int) -> int:
     if problem.forward:
         tight = 8 * (device.compute_capability >= 120)
         fewest = 4 if problem.widest_pack == 1 else 0  # a register holds one lone element
-        kept = sum(max(DTYPES[name].itemsize, fewest) for name in (problem.weight, problem.bias) if name)
+        parameters = (problem.weight, problem.bias, problem.weight1, problem.bias1)
+        kept = sum(max(DTYPES[name].itemsize, fewest) for name in parameters if name)
         return 104 + elements * kept // 4 + tight
     lone = 3 * elements // 4 if problem.widest_pack == 1 else 0
     return 60 + 27 * min(elements, 57) // 8 + lone
@@ -517,7 +524,7 @@ def _cluster_tile(problem: Problem, device: Device) -> Tile | None:
 
 
 def _uncached_tile(problem: Problem, device: Device) -> Tile:
-    return Tile(problem.widest_pack, 512, blocks_per_sm=2)
+    return Tile(problem.widest_pack, 512, blocks_per_sm=1 if problem.y1 else 2)  # two outputs need more than 64 registers
 
 
 STRATEGIES = {

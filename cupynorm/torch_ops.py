@@ -3,9 +3,8 @@
     cupynorm::norm_forward  -> y, mean, rstd, input + residual    an empty mean for rms_norm, an empty sum without a residual
     cupynorm::norm_backward -> dx, dweight, dbias                 empty where not wanted
 
-    cupynorm::fused_norm_forward  -> y, mean, rstd, sum             with residual_dtype, row_scale, dropout_p: an empty sum where
-                                                                    it is the input itself
-    cupynorm::fused_norm_backward -> dx, dweight, dbias, dresidual  empty where not wanted
+    cupynorm::fused_norm_forward  -> y, mean, rstd, sum, y1         with fused options: an empty sum where it is the input itself
+    cupynorm::fused_norm_backward -> dx, dweight, dbias, dresidual, dweight1, dbias1
 
 Arguments as those of cupynorm.layer_norm_forward and layer_norm_backward; tile has the fields of a cupynorm.Tile in their order,
 a backward without a mean is that of rms_norm. All are differentiable but fused_norm_backward, and known for tensors without memory
@@ -21,6 +20,8 @@ from . import formulas, fused, norm
 from .calls import NO_EXTRAS, Extras, Options
 from .strategies import Tile
 
+GRADIENTS = ("dx", "dweight", "dbias", "dresidual", "dweight1", "dbias1")  # in the order of fused_norm_forward's first tensors
+
 _library = torch.library.Library("cupynorm", "DEF")
 for _schema in (
     "norm_forward(Tensor input, Tensor? weight, Tensor? bias, Tensor? residual, SymInt[] normalized_shape, float? eps, "
@@ -30,15 +31,16 @@ for _schema in (
     "norm_backward(Tensor dy, Tensor x, Tensor? mean, Tensor rstd, Tensor? weight, Tensor? dsum, SymInt[] normalized_shape, "
     "bool[3] wanted, bool zero_centered_weight, ScalarType? dbias_dtype, int sm_margin, str? strategy) "
     "-> (Tensor dx, Tensor dweight, Tensor dbias)",
-    "fused_norm_forward(Tensor input, Tensor? weight, Tensor? bias, Tensor? residual, Tensor? row_scale, Tensor? dropout_seed, "
-    "SymInt[] normalized_shape, float? eps, bool centered, bool zero_centered_weight, ScalarType? out_dtype, "
-    "ScalarType? residual_dtype, float dropout_p, int sm_margin, str? strategy, str? statistics, int[]? tile, "
+    "fused_norm_forward(Tensor input, Tensor? weight, Tensor? bias, Tensor? residual, Tensor? weight1, Tensor? bias1, "
+    "Tensor? row_scale, Tensor? dropout_seed, SymInt[] normalized_shape, float? eps, bool centered, bool zero_centered_weight, "
+    "ScalarType? out_dtype, ScalarType? residual_dtype, float dropout_p, int sm_margin, str? strategy, str? statistics, int[]? tile, "
     "int backward_sm_margin=0) "
-    "-> (Tensor y, Tensor mean, Tensor rstd, Tensor sum)",
-    "fused_norm_backward(Tensor dy, Tensor x, Tensor? mean, Tensor rstd, Tensor? weight, Tensor? dsum, Tensor? row_scale, "
-    "Tensor? dropout_seed, SymInt[] normalized_shape, bool[4] wanted, bool zero_centered_weight, ScalarType? dbias_dtype, "
-    "ScalarType? dx_dtype, ScalarType? dresidual_dtype, float dropout_p, int sm_margin, str? strategy) "
-    "-> (Tensor dx, Tensor dweight, Tensor dbias, Tensor dresidual)",
+    "-> (Tensor y, Tensor mean, Tensor rstd, Tensor sum, Tensor y1)",
+    "fused_norm_backward(Tensor? dy, Tensor? dy1, Tensor x, Tensor? mean, Tensor rstd, Tensor? weight, Tensor? weight1, Tensor? dsum, "
+    "Tensor? row_scale, Tensor? dropout_seed, SymInt[] normalized_shape, bool[6] wanted, bool zero_centered_weight, "
+    "ScalarType? dbias_dtype, ScalarType? dbias1_dtype, ScalarType? dx_dtype, ScalarType? dresidual_dtype, float dropout_p, "
+    "int sm_margin, str? strategy) "
+    "-> (Tensor dx, Tensor dweight, Tensor dbias, Tensor dresidual, Tensor dweight1, Tensor dbias1)",
 ):
     _library.define(_schema, tags=(torch.Tag.pt2_compliant_tag,))
 _norm_forward, _norm_backward = torch.ops.cupynorm.norm_forward.default, torch.ops.cupynorm.norm_backward.default
@@ -75,15 +77,15 @@ def gradients(dy, x, mean, rstd, weight, dsum, normalized_shape, wanted, *argume
 
 def fused_forward(
     centered, input, extents, weight, bias, eps, residual, zero_centered_weight, out_dtype, options, extras
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """y and the sum by the operator; the seed is drawn before it, so that torch sees who draws."""
-    y, _, _, added = _fused_norm_forward(
-        input, weight, bias, residual, extras.row_scale, _seed_tensor(input, extras), extents, eps, centered,
-        bool(zero_centered_weight), _dtype(out_dtype, "out_dtype"), _dtype(extras.residual_dtype, "residual_dtype"),
+) -> tuple[Tensor, Tensor | None, Tensor]:  # fmt: skip
+    """y, y1 and the sum by the operator; the seed is drawn before it, so that torch sees who draws."""
+    y, _, _, added, y1 = _fused_norm_forward(
+        input, weight, bias, residual, extras.weight1, extras.bias1, extras.row_scale, _seed_tensor(input, extras), extents, eps,
+        centered, bool(zero_centered_weight), _dtype(out_dtype, "out_dtype"), _dtype(extras.residual_dtype, "residual_dtype"),
         extras.dropout_p, *_plain(options),
     )  # fmt: skip
     makes_sum = _makes_sum(input, residual, extras.row_scale, extras.residual_dtype, extras.dropout_p)
-    return y, added if makes_sum else input
+    return y, y1 if extras.has_second else None, added if makes_sum else input
 
 
 def _seed_tensor(x: Tensor, extras: Extras) -> Tensor | None:
@@ -101,16 +103,17 @@ def _makes_sum(input, residual, row_scale, residual_dtype, dropout_p) -> bool:
 
 
 def fused_gradients(
-    dy, x, mean, rstd, weight, dsum, normalized_shape, wanted, zero_centered_weight, dbias_dtype, dx_dtype, dresidual_dtype, extras,
-    *options,
-) -> list[Tensor | None]:  # fmt: skip
-    """dx, dweight, dbias, dresidual by the operator, None where not wanted."""
-    dtypes = (_dtype(dtype, "dtype") for dtype in (dbias_dtype, dx_dtype, dresidual_dtype))
+    centered, dy, dy1, x, mean, rstd, extents, weight, zero_centered_weight, dsum, gradients, _, dbias_dtype, options, dx_dtype,
+    dresidual_dtype, extras, dbias1_dtype,
+) -> norm.FusedBackward:  # fmt: skip
+    """As fused.backward, by the operator."""
+    wanted = [name in gradients for name in norm.FusedBackward._fields]
+    dtypes = (_dtype(dtype, "dtype") for dtype in (dbias_dtype, dbias1_dtype, dx_dtype, dresidual_dtype))
     made = _fused_norm_backward(
-        dy, x, mean, rstd, weight, dsum, extras.row_scale, _seed_tensor(x, extras), normalized_shape, wanted, zero_centered_weight,
-        *dtypes, extras.dropout_p, *options,
+        dy, dy1, x, mean, rstd, weight, extras.weight1, dsum, extras.row_scale, _seed_tensor(x, extras), extents, wanted,
+        zero_centered_weight, *dtypes, extras.dropout_p, options.of("backward").sm_margin, options.strategy,
     )  # fmt: skip
-    return [gradient if is_wanted else None for gradient, is_wanted in zip(made, wanted)]
+    return norm.FusedBackward(*(gradient if is_wanted else None for gradient, is_wanted in zip(made, wanted)))
 
 
 # Forward.
@@ -212,85 +215,112 @@ def _differentiate_backward(ctx, ddx, ddweight, ddbias):
 
 
 def _fused_forward(
-    input, weight, bias, residual, row_scale, dropout_seed, normalized_shape, eps, centered, zero_centered_weight, out_dtype,
-    residual_dtype, dropout_p, sm_margin, strategy, statistics, tile, _=0,
+    input, weight, bias, residual, weight1, bias1, row_scale, dropout_seed, normalized_shape, eps, centered, zero_centered_weight,
+    out_dtype, residual_dtype, dropout_p, sm_margin, strategy, statistics, tile, _=0,
 ):  # fmt: skip
     options = Options(strategy, None if tile is None else Tile(*tile), statistics, sm_margin)
-    extras = norm._extras(residual_dtype, row_scale, dropout_p, dropout_seed) or NO_EXTRAS
+    extras = norm._extras(residual_dtype, row_scale, dropout_p, dropout_seed, weight1, bias1) or NO_EXTRAS
     prepared, given = fused.prepare_forward(
         centered, input, tuple(normalized_shape), weight, bias, eps, residual, zero_centered_weight, out_dtype, None, options,
         extras, norm.FOR_STATISTICS,
     )  # fmt: skip
-    y, mean, rstd, added, _ = prepared.run(*given)
-    return y, mean if centered else rstd.new_empty(0), rstd, added if prepared.makes_sum else input.new_empty(0)
+    y, mean, rstd, added, y1, _ = prepared.run(*given)
+    empty = input.new_empty
+    return (
+        y,
+        mean if centered else rstd.new_empty(0),
+        rstd,
+        added if prepared.makes_sum else empty(0),
+        empty(0) if y1 is None else y1,
+    )
 
 
 def _fused_forward_without_memory(
-    input, weight, bias, residual, row_scale, dropout_seed, normalized_shape, eps, centered, zero_centered_weight, out_dtype,
-    residual_dtype, dropout_p, *options,
+    input, weight, bias, residual, weight1, bias1, row_scale, dropout_seed, normalized_shape, eps, centered, zero_centered_weight,
+    out_dtype, residual_dtype, dropout_p, *options,
 ):  # fmt: skip
-    extras = norm._extras(residual_dtype, row_scale, dropout_p, dropout_seed) or NO_EXTRAS
+    extras = norm._extras(residual_dtype, row_scale, dropout_p, dropout_seed, weight1, bias1) or NO_EXTRAS
     *_, y_dtype, sum_dtype, _ = fused.check_forward(
         centered, input, tuple(normalized_shape), weight, bias, eps, residual, out_dtype, extras
     )
-    leading, sum_dtype = input.shape[: -len(normalized_shape)], getattr(torch, sum_dtype)
+    leading, y_dtype, sum_dtype = input.shape[: -len(normalized_shape)], getattr(torch, y_dtype), getattr(torch, sum_dtype)
     dtype = torch.promote_types(sum_dtype, torch.float32)
     made = _makes_sum(input, residual, row_scale, residual_dtype, dropout_p)
     return (
-        input.new_empty(input.shape, dtype=getattr(torch, y_dtype)),
+        input.new_empty(input.shape, dtype=y_dtype),
         input.new_empty(leading if centered else 0, dtype=dtype),
         input.new_empty(leading, dtype=dtype),
         input.new_empty(input.shape, dtype=sum_dtype) if made else input.new_empty(0),
+        input.new_empty(input.shape, dtype=y_dtype) if extras.has_second else input.new_empty(0),
     )
 
 
 def _save_fused_forward(ctx, inputs, output):
-    input, weight, bias, residual, row_scale, seed, normalized_shape, _, centered, zero_centered_weight, *rest = inputs
+    (
+        input,
+        weight,
+        bias,
+        residual,
+        weight1,
+        bias1,
+        row_scale,
+        seed,
+        normalized_shape,
+        _,
+        centered,
+        zero_centered_weight,
+        *rest,
+    ) = inputs
     _, residual_dtype, dropout_p, _, strategy, _, _, sm_margin = rest
-    _, mean, rstd, added = output
+    _, mean, rstd, added, y1 = output
     makes_sum = _makes_sum(input, residual, row_scale, residual_dtype, dropout_p)
-    ctx.mark_non_differentiable(*((mean, rstd) if makes_sum else (mean, rstd, added)))
-    ctx.save_for_backward(added if makes_sum else input, mean if centered else None, rstd, weight, row_scale, seed)
+    has_second = weight1 is not None or bias1 is not None
+    ctx.mark_non_differentiable(mean, rstd, *(() if makes_sum else (added,)), *(() if has_second else (y1,)))
+    ctx.save_for_backward(added if makes_sum else input, mean if centered else None, rstd, weight, weight1, row_scale, seed)
     ctx.set_materialize_grads(False)
-    ctx.normalized_shape, ctx.dropout_p = normalized_shape, dropout_p
-    dtypes = tuple(None if tensor is None else tensor.dtype for tensor in (bias, input, residual))
-    ctx.arguments, ctx.options = (zero_centered_weight, *dtypes), (sm_margin, strategy)
+    ctx.extents, ctx.dropout_p = normalized_shape, dropout_p
+    ctx.centered, ctx.zero_centered_weight = centered, zero_centered_weight
+    ctx.dtypes = tuple(None if tensor is None else tensor.dtype for tensor in (bias, input, residual, bias1))
+    ctx.options = Options(strategy, sm_margin=sm_margin)
 
 
-def _differentiate_fused_forward(ctx, dy, _dmean, _drstd, dsum):
-    wants_dx, wants_dweight, wants_dbias, wants_dresidual, wants_row_scale, *rest = ctx.needs_input_grad
-    x, mean, rstd, weight, row_scale, seed = ctx.saved_tensors
-    wanted = (wants_dx, wants_dweight, wants_dbias, wants_dresidual)
-    extras = Extras(None, row_scale, ctx.dropout_p, seed)
+def _differentiate_fused_forward(ctx, dy, _dmean, _drstd, dsum, dy1):
+    x, mean, rstd, weight, weight1, row_scale, seed = ctx.saved_tensors
+    if dy is None and dy1 is None:
+        dy = torch.zeros_like(x)
+    absent = {"dweight", "dbias"} if dy is None else set()
+    absent |= {"dweight1", "dbias1"} if dy1 is None else set()
+    names = {name for name, is_wanted in zip(GRADIENTS, ctx.needs_input_grad) if is_wanted} - absent
+    bias_dtype, dx_dtype, dresidual_dtype, bias1_dtype = ctx.dtypes
     made = fused_gradients(
-        torch.zeros_like(x) if dy is None else dy, x, mean, rstd, weight, dsum, ctx.normalized_shape, wanted, *ctx.arguments, extras,
-        *ctx.options,
+        ctx.centered, dy, dy1, x, mean, rstd, ctx.extents, weight, ctx.zero_centered_weight, dsum, names, None, bias_dtype,
+        ctx.options, dx_dtype, dresidual_dtype, Extras(None, row_scale, ctx.dropout_p, seed, weight1), bias1_dtype,
     )  # fmt: skip
-    return *made, None, *(None for _ in rest)
+    return *(getattr(made, name) for name in GRADIENTS), *(None for _ in ctx.needs_input_grad[len(GRADIENTS) :])
 
 
 def _fused_backward(
-    dy, x, mean, rstd, weight, dsum, row_scale, dropout_seed, normalized_shape, wanted, zero_centered_weight, dbias_dtype, dx_dtype,
-    dresidual_dtype, dropout_p, sm_margin, strategy,
+    dy, dy1, x, mean, rstd, weight, weight1, dsum, row_scale, dropout_seed, normalized_shape, wanted, zero_centered_weight,
+    dbias_dtype, dbias1_dtype, dx_dtype, dresidual_dtype, dropout_p, sm_margin, strategy,
 ):  # fmt: skip
-    names = tuple(name for name, is_wanted in zip(norm.FusedBackward._fields, wanted) if is_wanted)
-    prepared, given = fused.prepare_backward(
-        mean is not None, dy, x, mean, rstd, tuple(normalized_shape), weight, zero_centered_weight, dsum, names, None, dbias_dtype,
-        Options(strategy, sm_margin=sm_margin), dx_dtype, dresidual_dtype, Extras(None, row_scale, dropout_p, dropout_seed),
+    made = fused.backward(
+        mean is not None, dy, dy1, x, mean, rstd, tuple(normalized_shape), weight, zero_centered_weight, dsum,
+        tuple(name for name, is_wanted in zip(norm.FusedBackward._fields, wanted) if is_wanted), None, dbias_dtype,
+        Options(strategy, sm_margin=sm_margin), dx_dtype, dresidual_dtype,
+        Extras(None, row_scale, dropout_p, dropout_seed, weight1), dbias1_dtype,
     )  # fmt: skip
-    dx, dweight, dbias, dresidual = prepared.run(*given)
-    if dresidual is not None and dresidual is dx:  # an operator returns no tensor twice
-        dresidual = dx.clone()
-    return tuple(x.new_empty(0) if gradient is None else gradient for gradient in (dx, dweight, dbias, dresidual))
+    if made.dresidual is not None and made.dresidual is made.dx:  # an operator returns no tensor twice
+        made = made._replace(dresidual=made.dx.clone())
+    return tuple(x.new_empty(0) if gradient is None else gradient for gradient in made)
 
 
 def _fused_backward_without_memory(
-    dy, x, mean, rstd, weight, dsum, row_scale, dropout_seed, normalized_shape, wanted, zero_centered_weight, dbias_dtype, dx_dtype,
-    dresidual_dtype, *options,
+    dy, dy1, x, mean, rstd, weight, weight1, dsum, row_scale, dropout_seed, normalized_shape, wanted, zero_centered_weight,
+    dbias_dtype, dbias1_dtype, dx_dtype, dresidual_dtype, *options,
 ):  # fmt: skip
-    own = x.dtype if weight is None else weight.dtype
-    shapes = (x.shape, normalized_shape, normalized_shape, x.shape)
-    dtypes = (dx_dtype or x.dtype, own, dbias_dtype or own, dresidual_dtype or x.dtype)
+    own, own1 = (x.dtype if each is None else each.dtype for each in (weight, weight1))
+    shapes = (x.shape, normalized_shape, normalized_shape, x.shape, normalized_shape, normalized_shape)
+    dtypes = (dx_dtype or x.dtype, own, dbias_dtype or own, dresidual_dtype or x.dtype, own1, dbias1_dtype or own1)
     return tuple(
         x.new_empty(shape, dtype=dtype) if is_wanted else x.new_empty(0)
         for shape, dtype, is_wanted in zip(shapes, dtypes, wanted)
@@ -303,7 +333,8 @@ def _save_nothing(ctx, inputs, output):
 
 def _refuse_second_derivatives(ctx, *gradients):
     raise NotImplementedError(
-        "the second derivative of a norm with residual_dtype, row_scale or dropout_p was asked for; it has first derivatives only"
+        "the second derivative of a norm with residual_dtype, row_scale, dropout_p, weight1 or bias1 was asked for; it has first "
+        "derivatives only"
     )
 
 

@@ -25,7 +25,7 @@ class Recorder(CpuMachine):
             dtype = re.search(r"Load<(\w+)>", launch.kernel.name_expression)[1]
             place = f"ring of {dtype}, {tile.cluster_size} blocks a row"
         self.reached.add((launch.kernel.source, place))
-        functors = re.findall(r"\w*(?:Load|Store)(?=<)", launch.kernel.name_expression)
+        functors = re.findall(r"\w*(?:Load|Stores?)(?=<)", launch.kernel.name_expression)
         self.functors |= {(launch.kernel.source, functor) for functor in functors}
 
 
@@ -50,10 +50,10 @@ def test_every_place_of_every_kernel():
             expected |= {(f"{direction}_cluster.cu", f"ring of {dtype}, {size} blocks a row") for size in (2, 16)}
     for name in STRATEGIES:
         assert {functor for source, functor in recorder.functors if source == f"forward_{name}.cu"} == {
-            "Load", "ResidualLoad", "SumLoad", "Store",
+            "Load", "ResidualLoad", "SumLoad", "Store", "TwoStores",
         }  # fmt: skip
         assert {functor for source, functor in recorder.functors if source == f"backward_{name}.cu"} == {
-            "Load", "Store", "SplitStore",
+            "Load", "Store", "AddStore", "SplitStore",
         }  # fmt: skip
     # Wide rows get rings of other clusters, too.
     assert recorder.reached >= expected

@@ -87,6 +87,7 @@ def options_of(problem: Problem, put) -> dict:
     """Keywords of the public calls."""
     case = problem.case
     given = {"residual": (problem.residual, case.added), "row_scale": (problem.row_scale, case.row_scale)}
+    given |= {"weight1": (problem.weight1, case.weight1), "bias1": (problem.bias1, case.bias1)}
     options = {name: None if values is None else put(values, dtype) for name, (values, dtype) in given.items()}
     options |= {"residual_dtype": case.residual_dtype, "dropout_p": case.dropout_p, "dropout_seed": problem.dropout_seed}
     return options | {"zero_centered_weight": case.zero_centered_weight, "out_dtype": case.y}
@@ -107,9 +108,11 @@ CASES = {
     "a stream of float64": Case("rms_norm", 6, 40, "float32", residual=True, residual_dtype="float64", dsum=True),
     "row_scale": Case("layer_norm", 6, 40, "bfloat16", row_scale="float32", residual=True),
     "dropout": Case("rms_norm", 6, 40, "float32", dropout_p=0.3),
+    "two outputs": Case("layer_norm", 6, 40, "bfloat16", weight1="float32", bias1="bfloat16"),
+    "two outputs of a stream": Case("rms_norm", 6, 33, "float16", residual=True, residual_dtype="float32", weight1="float16", dsum=True),
     "all": Case(
         "layer_norm", 6, 40, "bfloat16", y="float32", weight="float32", residual=True, residual_dtype="float32", row_scale="float16",
-        dropout_p=0.25, dsum=True, zero_centered_weight=True,
+        dropout_p=0.25, dsum=True, zero_centered_weight=True, weight1="bfloat16", bias1="float32",
     ),
 }  # fmt: skip
 
@@ -131,16 +134,17 @@ def test_values_and_gradients(what, device):
     )
     options = options_of(problem, put)
     leaves = {"dx": x, "dweight": weight, "dbias": bias}
-    if options["residual"] is not None:
-        leaves["dresidual"] = options["residual"].requires_grad_()
-    y, added = getattr(cupynorm, case.norm)(x, case.num_cols, weight, bias=bias, eps=1e-5, return_residual=True, **options)
+    given = {f"d{name}": options[name] for name in ("residual", "weight1", "bias1")}
+    leaves |= {name: leaf.requires_grad_() for name, leaf in given.items() if leaf is not None}
+    y, *y1, added = getattr(cupynorm, case.norm)(x, case.num_cols, weight, bias=bias, eps=1e-5, return_residual=True, **options)
     assert arrays.dtype_name(y) == case.dtype("y") and arrays.dtype_name(added) == case.sum
-    outputs, gradients = [y], [put(problem.dy, case.dtype("y"))]
+    assert [each.dtype for each in y1] == [y.dtype] * case.has_second
+    outputs, gradients = [y, *y1], [put(values, case.dtype("y")) for values in (problem.dy, problem.dy1)[: 1 + case.has_second]]
     if problem.dsum is not None:
-        outputs, gradients = [y, added], [*gradients, put(problem.dsum, case.sum)]
+        outputs, gradients = [*outputs, added], [*gradients, put(problem.dsum, case.sum)]
     made = dict(zip(leaves, torch.autograd.grad(outputs, list(leaves.values()), gradients)))
     assert [gradient.dtype for gradient in made.values()] == [leaf.dtype for leaf in leaves.values()]
-    results = {"y": y, "sum": added, **made}
+    results = {"y": y, "sum": added, **dict(zip(["y1"], y1)), **made}
     if not case.has_own_sum and case.residual:  # one gradient of both
         assert torch.equal(results.pop("dresidual"), made["dx"])
     elif not case.has_own_sum:
@@ -173,8 +177,10 @@ def test_explicit_forward_and_backward(what, library):
     backward = getattr(cupynorm, f"{case.norm}_backward")(
         put(problem.dy, case.dtype("y")), forward.sum, *forward[1 + (case.norm == "rms_norm") : 3], weight,
         zero_centered_weight=case.zero_centered_weight, dsum=None if problem.dsum is None else put(problem.dsum, case.sum),
-        gradients=norm.FusedBackward._fields, dbias_dtype=case.dtype("bias"), dx_dtype=case.x, dresidual_dtype=case.added,
-        row_scale=options["row_scale"], dropout_p=case.dropout_p, dropout_seed=forward.dropout_seed,
+        gradients=norm.FusedBackward._fields if case.has_second else norm.FusedBackward._fields[:4], dbias_dtype=case.dtype("bias"),
+        dx_dtype=case.x, dresidual_dtype=case.added, row_scale=options["row_scale"], dropout_p=case.dropout_p,
+        dropout_seed=forward.dropout_seed, dy1=put(problem.dy1, case.dtype("y")) if case.has_second else None,
+        weight1=options["weight1"], dbias1_dtype=case.bias1,
     )  # fmt: skip
     assert isinstance(backward, norm.FusedBackward)
     results = forward._asdict() | backward._asdict()
@@ -184,14 +190,24 @@ def test_explicit_forward_and_backward(what, library):
         del results["dresidual"]
     if not case.has_own_sum and not case.residual:
         del results["sum"]
+    for name in ("weight1", "bias1"):
+        if getattr(case, name) is None:
+            results.pop(f"d{name}", None)
     assert_right(problem, results)
 
 
-@pytest.mark.parametrize("wanted", list(itertools.product((False, True), repeat=4)))
-@pytest.mark.parametrize("what", ["a stream of float32", "all", "a stream of the input's dtype"])
+@pytest.mark.parametrize(
+    "what, wanted",
+    [
+        (what, wanted)
+        for what in ("a stream of float32", "all", "a stream of the input's dtype")
+        for wanted in itertools.product((False, True), repeat=6 if CASES[what].has_second else 4)
+    ],
+)
 def test_gradients_that_are_asked_for(what, wanted, kernels):
     problem = random_problem(CASES[what])
     case = problem.case
+    fields = norm.FusedBackward._fields[: len(wanted)]
     options = options_of(problem, tensor)
     forward = cupynorm.layer_norm_forward(
         tensor(problem.x, case.x),
@@ -205,6 +221,7 @@ def test_gradients_that_are_asked_for(what, wanted, kernels):
             tensor(problem.dy, case.dtype("y")), forward.sum, forward.mean, forward.rstd, tensor(problem.weight, case.dtype("weight")),
             zero_centered_weight=case.zero_centered_weight, dsum=tensor(problem.dsum, case.sum), gradients=names, dx_dtype=case.x, dresidual_dtype=case.added,
             row_scale=options["row_scale"], dropout_p=case.dropout_p, dropout_seed=forward.dropout_seed,
+            dy1=tensor(problem.dy1, case.dtype("y")) if case.has_second else None, weight1=options["weight1"], dbias1_dtype=case.bias1,
         )  # fmt: skip
 
     names = [name for name, is_wanted in zip(norm.FusedBackward._fields, wanted) if is_wanted]
@@ -214,7 +231,7 @@ def test_gradients_that_are_asked_for(what, wanted, kernels):
     assert_right(problem, judged | {"sum": forward.sum})
     # What comes from one kernel is the same bits, whether the sums of weight and bias are asked for or not.
     if made["dx"] is not None and made["dresidual"] is not None:
-        everything = gradients(norm.FusedBackward._fields)
+        everything = gradients(fields)
         assert torch.equal(made["dx"], everything.dx) and torch.equal(made["dresidual"], everything.dresidual)
         assert made["dx"].dtype == getattr(torch, case.x) and made["dresidual"].dtype == getattr(torch, case.added)
 
@@ -226,6 +243,23 @@ def test_both_gradients_come_from_one_kernel(kernels):
     (y.sum() + added.sum()).backward()
     assert [each.kernel.source for each in kernels[1:]] == ["backward_warp.cu"]
     assert x.grad.dtype == torch.bfloat16 and torch.equal(x.grad, residual.grad.bfloat16())
+
+
+def test_a_second_output_without_the_first(kernels):
+    """What is not used takes no part: the gradient of y1 alone is that of a call with weight1 in weight's place, to the bit."""
+    x, weight1, bias1 = (random(*shape, dtype=torch.float32).requires_grad_() for shape in ((6, 40), (40,), (40,)))
+    weight = random(40, dtype=torch.float32, seed=1).requires_grad_()
+    y, y1 = cupynorm.layer_norm(x, 40, weight, weight1=weight1, bias1=bias1)
+    alone = cupynorm.layer_norm(x, 40, weight1, bias1)
+    assert torch.equal(y1, alone) and torch.equal(y, cupynorm.layer_norm(x, 40, weight))
+    made = [torch.autograd.grad((each**2).sum(), (x, weight1, bias1), retain_graph=True) for each in (y1, alone)]
+    assert all(map(torch.equal, *made))
+    assert torch.autograd.grad(y1.sum(), weight, allow_unused=True, retain_graph=True) == (None,)
+    assert torch.autograd.grad(y.sum(), weight1, allow_unused=True, retain_graph=True) == (None,)
+    # One kernel writes both.
+    assert sum("TwoStores" in each.kernel.name_expression for each in kernels) == 1
+    both = torch.autograd.grad((y.sum() + y1.sum()), (x, weight, weight1), retain_graph=True)
+    assert torch.equal(both[1], torch.autograd.grad(cupynorm.layer_norm(x, 40, weight).sum(), weight)[0])
 
 
 def test_rows_that_only_a_copy_makes_contiguous(kernels):
@@ -385,6 +419,10 @@ def test_gradients_by_finite_differences(norm_name):
 
     assert torch.autograd.gradcheck(call, (x, residual, weight, bias))
     assert torch.autograd.gradcheck(lambda *given: call(*given)[1], (x, residual, weight, bias))
+    both = {"weight1": bias, "bias1": weight}
+    assert torch.autograd.gradcheck(
+        lambda x, weight, bias: getattr(cupynorm, norm_name)(x, 5, weight, **both), (x, weight, bias)
+    )
     assert torch.autograd.gradcheck(lambda x, weight: call(x, residual.detach(), weight, None)[0], (x, weight))
 
 
@@ -395,14 +433,16 @@ def test_second_derivatives_are_refused_in_a_sentence():
     (plain,) = torch.autograd.grad((cupynorm.layer_norm(x, 5, row_scale=torch.ones(3, dtype=torch.float64)) ** 2).sum(), x)
     assert dx.shape == plain.shape
     with pytest.raises(
-        NotImplementedError, match="the second derivative of a norm with residual_dtype, row_scale or dropout_p"
+        NotImplementedError, match="the second derivative of a norm with residual_dtype, row_scale, dropout_p, weight1 or bias1"
     ):
         torch.autograd.grad(dx.sum(), x)
 
 
 def test_transforms_are_refused_in_a_sentence():
     x = random(2, 3, 5)
-    with pytest.raises(NotImplementedError, match="residual_dtype, row_scale or dropout_p was given to a call that torch.func"):
+    with pytest.raises(
+        NotImplementedError, match="residual_dtype, row_scale, dropout_p, weight1 or bias1 was given to a call that torch.func"
+    ):
         vmap(lambda x: cupynorm.layer_norm(x, 5, dropout_p=0.5))(x)
     x.requires_grad_()
     y = cupynorm.layer_norm(x, 5, row_scale=torch.ones(2, 3))
@@ -411,11 +451,11 @@ def test_transforms_are_refused_in_a_sentence():
 
 
 def compiled_call(x, residual, weight, row_scale, seed):
-    y, added = cupynorm.rms_norm(
+    y, y1, added = cupynorm.rms_norm(
         2 * x, 40, weight, residual=residual, return_residual=True, residual_dtype=torch.float32, row_scale=row_scale, dropout_p=0.5,
-        dropout_seed=seed,
+        dropout_seed=seed, weight1=2 * weight, bias1=weight,
     )  # fmt: skip
-    return y + 1, added
+    return y + 1, y1, added
 
 
 @pytest.fixture
@@ -468,16 +508,17 @@ def test_operators_keep_the_rules_of_operators(device, affine, residual, dropout
     seed = torch.tensor([3], device=device) if dropout_p else None
     for centered in (False, True):
         forward = (
-            x, weight, bias, stream, row_scale, seed, [5], 0.1, centered, affine, None, torch.float32 if residual else None,
+            x, weight, bias, stream, weight, bias, row_scale, seed, [5], 0.1, centered, affine, None, torch.float32 if residual else None,
             dropout_p, 0, None, None, None,
         )  # fmt: skip
         opcheck(torch.ops.cupynorm.fused_norm_forward.default, forward)
-        y, mean, rstd, added = (made.detach() for made in torch.ops.cupynorm.fused_norm_forward(*forward))
-        for wanted in ((True, affine, affine, residual), (True, False, False, False)):
+        y, mean, rstd, added, _ = (made.detach() for made in torch.ops.cupynorm.fused_norm_forward(*forward))
+        for wanted in ((True, affine, affine, residual, affine, affine), (True, *[False] * 5)):
             opcheck(
                 torch.ops.cupynorm.fused_norm_backward.default,
-                (torch.ones_like(y), added if added.numel() else x.detach(), mean if centered else None, rstd, weight, None, row_scale,
-                 seed, [5], wanted, affine, torch.float32, torch.bfloat16, torch.float32, dropout_p, 0, None),
+                (torch.ones_like(y), torch.ones_like(y) if affine else None, added if added.numel() else x.detach(),
+                 mean if centered else None, rstd, weight, weight, None, row_scale, seed, [5], wanted, affine, torch.float32,
+                 torch.float32, torch.bfloat16, torch.float32, dropout_p, 0, None),
                 test_utils=("test_schema", "test_faketensor"),
             )  # fmt: skip
 
@@ -521,6 +562,8 @@ X = np.ones((3, 8), np.float32)
         ({"residual_dtype": "float16", "residual": np.ones((3, 8))}, "residual is of dtype float64; expected the input's or residual_dtype, float32 or float16"),
         ({"dropout_p": 0.5, "residual": np.ones((3, 8))}, "residual is of dtype float64; expected float32"),
         ({"dropout_p": 0.5, "residual": np.ones((3, 7))}, r"residual has shape \(3, 7\); expected \(3, 8\)"),
+        ({"weight1": np.ones(7)}, r"weight1 has shape \(7,\); expected \(8,\)"),
+        ({"bias1": np.ones(8, int)}, "bias1 is of dtype int64; expected one of float16"),
         ({"dropout_p": 0.5, "weight": np.ones(7)}, r"weight has shape \(7,\); expected \(8,\)"),
     ],
 )  # fmt: skip
@@ -540,8 +583,12 @@ def test_other_wrong_arguments():
     given = (x, forward.sum, forward.mean, forward.rstd)
     with pytest.raises(TypeError, match="dropout_seed is None; expected the seed that the forward returned"):
         cupynorm.layer_norm_backward(*given, dropout_p=0.5)
-    with pytest.raises(ValueError, match=r"gradients is \('dinput',\); expected some of dx, dweight, dbias, dresidual"):
+    with pytest.raises(
+        ValueError, match=r"gradients is \('dinput',\); expected some of dx, dweight, dbias, dresidual, dweight1, dbias1"
+    ):
         cupynorm.layer_norm_backward(*given, gradients=("dinput",), dx_dtype="float32")
+    with pytest.raises(TypeError, match="dy1 is None; expected the gradient of y1"):
+        cupynorm.layer_norm_backward(*given, gradients=("dx", "dweight1"))
     with pytest.raises(TypeError, match="dx_dtype is 'int8'"):
         cupynorm.layer_norm_backward(*given, dx_dtype="int8")
     with pytest.raises(ValueError, match="out shares memory with row_scale"):

@@ -343,6 +343,52 @@ def test_dropout_at_the_ends(p, kept, where):
     assert np.isfinite(results["y"]).all()
 
 
+SECONDS = {
+    "weights": ("bfloat16", {"weight1": "bfloat16"}),
+    "weights and biases": ("float32", {"weight1": "float32", "bias1": "float32", "zero_centered_weight": True}),
+    "other dtypes": ("float16", {"y": "float32", "weight": None, "bias": None, "weight1": "float64", "bias1": "bfloat16"}),
+    "a bias": ("float64", {"bias1": "float64", "dsum": True}),
+    "a sum": (
+        "bfloat16",
+        {"weight1": "float32", "residual": True, "residual_dtype": "float32", "dropout_p": 0.2, "dsum": True},
+    ),
+}
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("what", SECONDS)
+def test_second_output(what, strategy, where):
+    dtype, options = SECONDS[what]
+    turn = (list(SECONDS).index(what) + list(STRATEGIES).index(strategy)) % 2
+    name, num_cols = (("layer_norm", 120), ("rms_norm", 77))[turn]
+    case = Case(name, 4, num_cols, dtype, strategy=strategy, **options)
+    results = check(case, where)
+    # The second output is that of a call of its own: the same bits on the CPU, whose compiler fuses nothing.
+    if not case.has_own_sum and isinstance(where, CpuMachine):
+        problem = random_problem(case)
+        alone = replace(case, weight=case.weight1, bias=case.bias1, weight1=None, bias1=None)
+        tile = dispatch.choose(dispatch_problem(case), where.device, strategy).tile
+        alone = replace(problem, case=replace(alone, tile=tile), weight=problem.weight1, bias=problem.bias1)
+        assert run_kernels(alone, where)["y"].tobytes() == results["y1"].tobytes()
+
+
+def dispatch_problem(case: Case) -> dispatch.Problem:
+    """Of a forward whose row is x, with two outputs."""
+    names = ("weight", "bias", "weight1", "bias1")
+    return dispatch.Problem(
+        "forward", case.norm == "layer_norm", case.num_cols, case.x, y=case.dtype("y"), y1=case.dtype("y"),
+        **{name: case.dtype(name) for name in names}, pack_limit=dispatch.pack_limit(case.num_cols, ()),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("tile", [Tile(8, 64, 3, stages=2), Tile(8, 64, 3, cluster_size=2, stages=3)], ids=["block", "cluster"])
+@pytest.mark.parametrize("weight1, bias1", [("bfloat16", "bfloat16"), (None, "float32")])
+def test_second_output_of_a_ring(weight1, bias1, tile, small, tile_of_backward):
+    tile_of_backward(tile)
+    num_rows, packs = rows_of_turns(small, tile, 4), 190 * tile.cluster_size
+    check(ring_case("layer_norm", num_rows, "bfloat16", packs, tile, weight1=weight1, bias1=bias1, residual=True), small)
+
+
 # A warp of any dtype takes 240.
 @pytest.mark.parametrize("num_cols", [57, 240])
 @pytest.mark.parametrize("statistics", STATISTICS)

@@ -82,11 +82,15 @@ RING_PROBLEMS = [
 ]  # fmt: skip
 # Fused options, by the fields of a Problem: a stream of float32 beside 16-bit inputs, and dropout, which takes most registers.
 DROPS = {"row_scale": "float32", "dropout": True}
+PARAMETERS = ("weight", "bias", "weight1", "bias1")
 FUSED_PROBLEMS = [
     {"direction": "forward", "x": held, "input": dtype, "residual_dtype": held, "y": dtype, "weight": dtype, "bias": dtype, **options}
     for dtype, held, options in (
         ("bfloat16", "float32", {}), ("bfloat16", "float32", DROPS), ("float16", "float16", DROPS), ("float64", "float64", DROPS),
     )
+] + [
+    {"direction": "forward", "x": dtype, "y": dtype, "y1": dtype, "residual": residual} | dict.fromkeys(PARAMETERS, weight)
+    for dtype, weight, residual in (("bfloat16", "float32", True), ("bfloat16", "bfloat16", False), ("float32", "float32", False))
 ] + [
     {
         "direction": "backward", "x": held, "dy": dtype, "dx": dtype, "weight": dtype, "dweight": dtype, "dbias": dtype, "dsum": held,

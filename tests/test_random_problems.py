@@ -45,6 +45,8 @@ def draw_fused(generator: random.Random, max_elements: int, max_cols: int) -> Ca
         row_scale=generator.choice([None, *DTYPES]),
         dropout_p=generator.choice([0.0, 0.0, 0.1, 0.9]),
         dsum=generator.random() < 0.5,
+        weight1=generator.choice([None, None, *DTYPES]),
+        bias1=generator.choice([None, None, *DTYPES]),
         # Of a row that is all but empty an eps of 0 leaves a variance that a rounding decides.
         eps=generator.choice([1e-5, 1e-3]),
     )
