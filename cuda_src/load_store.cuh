@@ -201,7 +201,9 @@ struct SumLoad {
   }
 };
 
-template <class Y, class Weight, class Bias, bool zero_centered>
+// Rounded: an element type that x_hat is rounded to before the weight multiplies it, as some models are written; void: it is
+// not.
+template <class Y, class Weight, class Bias, bool zero_centered, class Rounded = void>
 struct Store {
   using Added = Y;
   static constexpr bool adds = false;
@@ -230,15 +232,15 @@ struct Store {
   __device__ __forceinline__ void store(long long row, long long col, const Compute (&values)[pack_size],
                                         const Kept<pack_size>& kept, bool present = true) const {
     Compute scaled[pack_size];
-    if constexpr (is_same<Weight, void> && is_same<Bias, void>) {
 #pragma unroll
-      for (int at = 0; at < pack_size; ++at) scaled[at] = values[at];
-    } else {
+    for (int at = 0; at < pack_size; ++at) scaled[at] = values[at];
+    if constexpr (!is_same<Rounded, void>) unpack(repack<Rounded>(values), scaled);
+    if constexpr (!is_same<Weight, void> || !is_same<Bias, void>) {
       Compute weights[pack_size], biases[pack_size];
       kept.weight.unpack_to(weights, 1.0f);
       kept.bias.unpack_to(biases, 0.0f);
 #pragma unroll
-      for (int at = 0; at < pack_size; ++at) scaled[at] = values[at] * weights[at] + biases[at];
+      for (int at = 0; at < pack_size; ++at) scaled[at] = scaled[at] * weights[at] + biases[at];
     }
     const Pack<Y, pack_size> rounded = repack<Y>(scaled);
     if (present) store_pack<pack_size>(y + row * y_stride + col, rounded);

@@ -225,7 +225,7 @@ def normalize_fused(
     return y, y1, input if added is None else added
 
 
-_OPTIONS = "residual_dtype, row_scale, dropout_p, weight1 or bias1"
+_OPTIONS = "residual_dtype, row_scale, dropout_p, weight1, bias1 or round_x_hat"
 
 
 def _is_wrapped(tensor: object) -> bool:

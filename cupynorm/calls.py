@@ -51,6 +51,7 @@ class Extras(NamedTuple):
     dropout_seed: Any = None
     weight1: Any = None
     bias1: Any = None
+    round_x_hat: bool = False
 
     @property
     def has_second(self) -> bool:
@@ -108,6 +109,7 @@ class ForwardCall:
         self, device: Device, centered: bool, x: Rows, y: Rows, weight: Parameter | None, bias: Parameter | None, eps: float,
         zero_centered: bool, residual: Rows | None, sum: Rows | None, options: Options, *, row_scale: Parameter | None = None,
         drops: bool = False, y1: Rows | None = None, weight1: Parameter | None = None, bias1: Parameter | None = None,
+        round_x_hat: bool = False,
     ) -> None:  # fmt: skip
         # Where x, the residual and their sum are of one dtype and nothing multiplies x, the sum is ResidualLoad's.
         dtypes = {each.dtype for each in (x, residual, sum) if each}
@@ -121,7 +123,8 @@ class ForwardCall:
             bias=bias[1] if bias else None, zero_centered=bool(zero_centered),
             residual=residual is not None and not self.has_own_sum,
             pack_limit=pack_limit(x.num_cols, _layouts((x, y, residual, sum, y1), (weight, bias, weight1, bias1))),
-            y1=y1.dtype if y1 else None, weight1=weight1[1] if weight1 else None, bias1=bias1[1] if bias1 else None, **own_sum,
+            y1=y1.dtype if y1 else None, weight1=weight1[1] if weight1 else None, bias1=bias1[1] if bias1 else None,
+            round_x_hat=x.dtype if round_x_hat and DTYPES[x.dtype].itemsize < 4 else None, **own_sum,
         )  # fmt: skip
         self.plan: Plan = make_plan(problem, device, x.num_rows, **options._asdict())
         self.x_stride, self.y_stride = x.row_stride, y.row_stride
@@ -229,12 +232,12 @@ def run_forward(
     machine: Machine, centered: bool, x: Rows, y: Rows, weight: Parameter | None, bias: Parameter | None, mean: int, rstd: int,
     eps: float, zero_centered: bool = False, residual: Rows | None = None, sum: Rows | None = None, options: Options = DEFAULTS,
     *, row_scale: Parameter | None = None, dropout: Dropout = NO_DROPOUT, y1: Rows | None = None, weight1: Parameter | None = None,
-    bias1: Parameter | None = None,
+    bias1: Parameter | None = None, round_x_hat: bool = False,
 ) -> Plan:  # fmt: skip
     """Plans and launches a forward on arrays that are checked and allocated; mean and rstd are addresses, 0 if not wanted."""
     call = FusedForwardCall(
         machine.device, centered, x, y, weight, bias, eps, zero_centered, residual, sum, options, row_scale=row_scale,
-        drops=dropout.p > 0, y1=y1, weight1=weight1, bias1=bias1,
+        drops=dropout.p > 0, y1=y1, weight1=weight1, bias1=bias1, round_x_hat=round_x_hat,
     )  # fmt: skip
     words = call.words(
         x.pointer, y.pointer, weight[0] if weight else 0, bias[0] if bias else 0, mean, rstd,

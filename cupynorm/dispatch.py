@@ -79,9 +79,10 @@ def _kernel(problem: Problem, strategy: str, tile: Tile, statistics: str) -> Ker
             load_x = f"ResidualLoad<{_cpp(problem.x)}>"
         if problem.input:
             load_x = f"SumLoad<{_cpp(problem.input)}, {_cpp(problem.residual_dtype)}, {_cpp(problem.x)}, {factor}>"
-        store = f"Store<{_cpp(problem.y)}, {_cpp(problem.weight)}, {_cpp(problem.bias)}, {zero_centered}>"
+        rounded = f", {_cpp(problem.round_x_hat)}" if problem.round_x_hat else ""
+        store = f"Store<{_cpp(problem.y)}, {_cpp(problem.weight)}, {_cpp(problem.bias)}, {zero_centered}{rounded}>"
         if problem.y1:
-            second = f"Store<{_cpp(problem.y1)}, {_cpp(problem.weight1)}, {_cpp(problem.bias1)}, {zero_centered}>"
+            second = f"Store<{_cpp(problem.y1)}, {_cpp(problem.weight1)}, {_cpp(problem.bias1)}, {zero_centered}{rounded}>"
             store = f"TwoStores<{store}, {second}>"
         arguments = f"{load_x}, {store}, {_bool(problem.centered)}, Statistics::{statistics}"
     else:

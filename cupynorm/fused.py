@@ -14,7 +14,7 @@ import numpy as np
 from . import arrays, launch, norm, nvrtc
 from .calls import NO_EXTRAS, Dropout, Extras, FusedBackwardCall, FusedForwardCall
 from .dispatch import choose, pack_limit
-from .dtypes import compute_dtype
+from .dtypes import compute_dtype, decode, encode
 from .norm import FOR_GRADIENTS, FOR_STATISTICS, FOR_Y, Array, FusedBackward, FusedForward
 from .strategies import Problem
 
@@ -124,7 +124,7 @@ def prepare_forward(
         key = (
             lie(x), lie(weight), lie(bias), lie(residual), lie(out), lie(row_scale), isinstance(seed, int) or lie(seed),
             lie(extras.weight1), lie(extras.bias1), centered, extents, eps, eps.__class__, zero_centered_weight, out_dtype, options,
-            purpose, extras.residual_dtype, extras.dropout_p > 0,
+            purpose, extras.residual_dtype, extras.dropout_p > 0, extras.round_x_hat,
         )  # fmt: skip
         prepared = norm.fused_forwards.get(key)
     except (AttributeError, TypeError):
@@ -239,6 +239,7 @@ class _PreparedForward(_Forward):
             launch.device(view.device), centered, x_rows, y_rows, weight_parameter, bias_parameter, eps, zero_centered_weight,
             residual_rows, sum_rows, options.of("forward" if wants_statistics else "inference"), row_scale=row_scale,
             drops=extras.dropout_p > 0, y1=y1_rows, weight1=weight1, bias1=bias1,
+            round_x_hat=extras.round_x_hat,
         )  # fmt: skip
         self.kernels = [launch.load(each, view.device) for each in call.plan.launches]
         compute = compute_dtype(sum_dtype).name
@@ -253,7 +254,7 @@ class _PreparedForward(_Forward):
         library = self.library
         former = library.exchange_device(self.device_index)
         try:
-            _, row_scale, _, seed, weight1, bias1 = extras
+            _, row_scale, _, seed, weight1, bias1, _ = extras
             if seed is None and extras.dropout_p > 0:
                 seed = draw_seed(x)
             added = self.new_sum() if self.makes_sum else x
@@ -314,9 +315,14 @@ class _ReferenceForward(_Forward):
         plain = norm._ReferenceForward(
             centered, added, extents, weight, bias, eps, None, zero_centered_weight, y_dtype, out, options
         )
+        if extras.round_x_hat and compute_dtype(self.dtype).name != self.dtype:
+            plain.round_x_hat = self._rounded
         y, mean, rstd, _ = plain.run(added, weight, bias, None, out)
         y1 = plain.run(added, extras.weight1, extras.bias1, None, None)[0] if self.has_second else None
         return y, mean, rstd, added, y1, seed
+
+    def _rounded(self, x_hat: np.ndarray) -> np.ndarray:
+        return decode(encode(x_hat, self.dtype), self.dtype)
 
 
 # Backward.

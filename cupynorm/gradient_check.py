@@ -6,7 +6,7 @@ last place of the output dtype at v, n = num_cols and g = u * (4 + sqrt(n)): a s
     x_hat    e = g * a * (1 + |x_hat|) + m + m^2 * |x_hat|
              a = max(1, var / |var + eps|) is what a negative eps takes from rstd. m is what the rounding of the mean takes: in
              backward u * |mean| * rstd, in forward nothing; with welford, whose mean errs more, g * |mean| * rstd in both.
-    y        |w| * e + 2u * (|x_hat * w| + |bias|) + h(y)
+    y        |w| * e + 2u * (|x_hat * w| + |bias|) + h(y)     round_x_hat: |w| * h(x_hat) more, in the input's dtype
     mean     u * |mean| + g * mean(|x - mean|)                  welford: g * |mean| in place of u * |mean|
     rstd     rstd * (g * a + u + m^2)                           m of forward
     dx       rstd * (4u * |wdy| + g * mean(|wdy|) + |x_hat| * (g * mean(|wdy * x_hat|) + mean(|wdy| * e)) + e * |mean(wdy * x_hat)|)
@@ -72,6 +72,7 @@ class Case:
     dsum: bool = False
     weight1: str | None = None
     bias1: str | None = None
+    round_x_hat: bool = False
 
     def dtype(self, name: str) -> str | None:
         value = getattr(self, name)
@@ -357,7 +358,7 @@ def run_kernels(problem: Problem, where: CpuMachine | GpuCheckMachine) -> dict[s
     rstd = make("rstd", shape[:1], compute)
     calls.run_forward(
         where, centered, x, y, weight, bias, mean, rstd, case.eps, case.zero_centered_weight, residual, added, options,
-        row_scale=row_scale, dropout=dropout, y1=y1, weight1=weight1, bias1=bias1,
+        row_scale=row_scale, dropout=dropout, y1=y1, weight1=weight1, bias1=bias1, round_x_hat=case.round_x_hat,
     )  # fmt: skip
 
     dy = as_rows(put(problem.dy, case.dtype("y")), case.dtype("y"))
@@ -469,6 +470,8 @@ def expect(
         of_mean = (g if rounded_mean else u) * np.abs(mean)[:, None] * columns
         e_backward = g * amplified * (1 + np.abs(x_hat)) + of_mean + of_mean**2 * np.abs(x_hat)
         e = e_backward if rounded_mean else g * amplified * (1 + np.abs(x_hat))
+        if case.round_x_hat:
+            e = e + half_ulp(x_hat, case.x)
         w = np.broadcast_to(scale(problem.weight, case.zero_centered_weight), (case.num_cols,))
         b = np.zeros(case.num_cols) if problem.bias is None else problem.bias
         wdy = problem.dy * w
@@ -490,9 +493,12 @@ def expect(
             # As another output of the row that was normalised, whose dx, rounded to the arithmetic's dtype, is added to this one's.
             alone = replace(
                 case, x=compute_dtype(case.sum).name, y=case.dtype("y"), weight=case.weight1, bias=case.bias1, weight1=None, bias1=None,
-                residual=False, residual_dtype=None, row_scale=None, dropout_p=0.0, dsum=False,
+                residual=False, residual_dtype=None, row_scale=None, dropout_p=0.0, dsum=False, round_x_hat=False,
             )  # fmt: skip
             second = expect(Problem(alone, x, problem.dy1, problem.weight1, problem.bias1), rounded_mean=rounded_mean)
+            if case.round_x_hat:
+                w1 = np.abs(scale(problem.weight1, case.zero_centered_weight))
+                second["y"] = second["y"][0], second["y"][1] + w1 * half_ulp(x_hat, case.x)
             dx = dx + second["dx"][0]
             dx_allowed = dx_allowed + second["dx"][1] + 2 * u * np.abs(dx)
         dresidual, dresidual_allowed = dx, dx_allowed

@@ -94,6 +94,7 @@ def layer_norm(
     dropout_seed: int | Array | None = None,
     weight1: Array | None = None,
     bias1: Array | None = None,
+    round_x_hat: bool = False,
     sm_margin: int | Mapping[str, int] = 0,
     strategy: str | None = None,
     tile: Tile | Mapping[str, int] | None = None,
@@ -125,11 +126,13 @@ def layer_norm(
     strategy, tile, statistics: force a row of cupynorm.STRATEGIES, its Tile, and "two_pass" or "welford"; by default the
         width of a row decides. Ignored where the reference computes.
     weight1, bias1: as weight and bias, of a second output y1 of the same x_hat, for parallel blocks that have a norm each.
+    round_x_hat: round x_hat to the input's dtype before the weight multiplies it, where that is narrower than the arithmetic: as the
+        norms of Hugging Face's Llama do. Gradients are those of the function without that rounding.
 
     Returns y of input's shape in the input's library; (y, sum) with return_residual; (y, y1) or (y, y1, sum) with weight1 or bias1. A CuPy array or DLPack exporter gives a
     CuPy array; a CUDA torch tensor a torch tensor, differentiable in input, weight, bias and residual; NumPy arrays and CPU
     tensors are computed by the float64 reference and rounded once (differentiable for torch). torch.compile, torch.func, forward mode
-    and second derivatives work (with fused options, which are residual_dtype to bias1, torch.compile alone); under CUDA's torch.autocast y is float32 unless out_dtype says otherwise, as torch's is.
+    and second derivatives work (with fused options, which are residual_dtype to round_x_hat, torch.compile alone); under CUDA's torch.autocast y is float32 unless out_dtype says otherwise, as torch's is.
 
     Arithmetic is in float32 (float64 for float64 input) with one rounding at the end; a row's result does not depend on the other
     rows and repeats to the bit. A row that holds NaN or Inf is NaN, and only that row. A row of float32 or bfloat16 whose squared
@@ -141,7 +144,7 @@ def layer_norm(
     return normalize(
         True, input, _extents(normalized_shape), weight, bias, eps, residual, return_residual, zero_centered_weight, out_dtype, out,
         _options(strategy, tile, statistics, sm_margin), 
-        _extras(residual_dtype, row_scale, dropout_p, dropout_seed, weight1, bias1),
+        _extras(residual_dtype, row_scale, dropout_p, dropout_seed, weight1, bias1, round_x_hat),
     )  # fmt: skip
 
 
@@ -163,6 +166,7 @@ def rms_norm(
     dropout_seed: int | Array | None = None,
     weight1: Array | None = None,
     bias1: Array | None = None,
+    round_x_hat: bool = False,
     sm_margin: int | Mapping[str, int] = 0,
     strategy: str | None = None,
     tile: Tile | Mapping[str, int] | None = None,
@@ -177,7 +181,7 @@ def rms_norm(
     return normalize(
         False, input, _extents(normalized_shape), weight, bias, eps, residual, return_residual, zero_centered_weight, out_dtype, out,
         _options(strategy, tile, statistics, sm_margin), 
-        _extras(residual_dtype, row_scale, dropout_p, dropout_seed, weight1, bias1),
+        _extras(residual_dtype, row_scale, dropout_p, dropout_seed, weight1, bias1, round_x_hat),
     )  # fmt: skip
 
 
@@ -198,6 +202,7 @@ def layer_norm_forward(
     dropout_seed: int | Array | None = None,
     weight1: Array | None = None,
     bias1: Array | None = None,
+    round_x_hat: bool = False,
     sm_margin: int | Mapping[str, int] = 0,
     strategy: str | None = None,
     tile: Tile | Mapping[str, int] | None = None,
@@ -205,12 +210,12 @@ def layer_norm_forward(
 ) -> Forward | FusedForward:
     """layer_norm that also returns what backward needs, outside any autograd: Forward(y, mean, rstd, sum).
 
-    With a fused option (residual_dtype to bias1) it returns a FusedForward. normalized_shape is by default weight's or bias's shape, or
+    With a fused option (residual_dtype to round_x_hat) it returns a FusedForward. normalized_shape is by default weight's or bias's shape, or
     else the last dimension of x. Arguments and errors as for layer_norm.
     """
     extents = _default_extents(x, weight, bias, normalized_shape)
     options = _options(strategy, tile, statistics, sm_margin)
-    extras = _extras(residual_dtype, row_scale, dropout_p, dropout_seed, weight1, bias1)
+    extras = _extras(residual_dtype, row_scale, dropout_p, dropout_seed, weight1, bias1, round_x_hat)
     if extras is not None:
         return _fused().forward(
             True, x, extents, weight, bias, eps, residual, zero_centered_weight, out_dtype, out, options, extras
@@ -238,6 +243,7 @@ def rms_norm_forward(
     dropout_seed: int | Array | None = None,
     weight1: Array | None = None,
     bias1: Array | None = None,
+    round_x_hat: bool = False,
     sm_margin: int | Mapping[str, int] = 0,
     strategy: str | None = None,
     tile: Tile | Mapping[str, int] | None = None,
@@ -246,7 +252,7 @@ def rms_norm_forward(
     """rms_norm that also returns what backward needs: Forward(y, None, rstd, sum). All else as for layer_norm_forward."""
     extents = _default_extents(x, weight, bias, normalized_shape)
     options = _options(strategy, tile, statistics, sm_margin)
-    extras = _extras(residual_dtype, row_scale, dropout_p, dropout_seed, weight1, bias1)
+    extras = _extras(residual_dtype, row_scale, dropout_p, dropout_seed, weight1, bias1, round_x_hat)
     if extras is not None:
         return _fused().forward(
             False, x, extents, weight, bias, eps, residual, zero_centered_weight, out_dtype, out, options, extras
@@ -377,12 +383,13 @@ def _options(strategy: str | None, tile: object, statistics: str | None, sm_marg
 
 
 def _extras(
-    residual_dtype: object, row_scale: object, dropout_p: object, dropout_seed: object, weight1: object, bias1: object
+    residual_dtype: object, row_scale: object, dropout_p: object, dropout_seed: object, weight1: object, bias1: object,
+    round_x_hat: object = False,
 ) -> Extras | None:  # fmt: skip
     """None where nothing is asked for: such a call goes the short way."""
     if (
         residual_dtype is None and row_scale is None and dropout_p.__class__ is float and dropout_p == 0.0
-        and weight1 is None and bias1 is None
+        and weight1 is None and bias1 is None and round_x_hat is False
     ):  # fmt: skip
         return None
     if isinstance(dropout_p, bool) or not isinstance(dropout_p, numbers.Real) or not 0 <= dropout_p <= 1:
@@ -395,7 +402,7 @@ def _extras(
         if not -(2**63) <= dropout_seed < 2**64:
             raise ValueError(f"dropout_seed is {dropout_seed}; expected an int of 64 bits")
         dropout_seed = (int(dropout_seed) + 2**63) % 2**64 - 2**63  # as a signed one
-    return Extras(residual_dtype, row_scale, float(dropout_p), dropout_seed, weight1, bias1)
+    return Extras(residual_dtype, row_scale, float(dropout_p), dropout_seed, weight1, bias1, bool(round_x_hat))
 
 
 def _margins(sm_margin: object) -> int | Margins:
@@ -784,6 +791,7 @@ class _ReferenceForward(_Forward):
         self.matrix_shape = arrays.product(self.leading), arrays.product(extents)
         self.dtype, self.y_dtype = arrays.dtype_name(x), y_dtype
         self.compute = compute_dtype(self.dtype).name
+        self.round_x_hat = None
 
     def run(self, x, weight, bias, residual, out) -> tuple:
         from . import reference
@@ -799,7 +807,9 @@ class _ReferenceForward(_Forward):
             mean, rstd = (arrays.from_float64(np.full(self.leading, np.nan), self.compute, x) for _ in range(2))
             return y, mean if self.centered else None, rstd, added
         norm = reference.layer_norm if self.centered else reference.rms_norm
-        result = norm(matrix, weight64, bias64, self.eps, zero_centered_weight=self.zero_centered_weight)
+        result = norm(
+            matrix, weight64, bias64, self.eps, zero_centered_weight=self.zero_centered_weight, round_x_hat=self.round_x_hat
+        )
         y = arrays.from_float64(result.y.reshape(self.shape), self.y_dtype, x)
         if out is not None:
             out[...] = y

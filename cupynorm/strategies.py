@@ -62,7 +62,7 @@ class Problem:
     x is the row that is normalised. Forward it may be a sum of its own dtype: `input` is then the dtype of what is read,
     residual_dtype that of what is added to it (None: nothing), and row_scale and dropout are what multiplies the input first.
     Backward these two belong to dx, where dresidual (None: not wanted, or the same tensor as dx) is the gradient of the sum itself.
-    y1, weight1 and bias1 are of a second output of forward.
+    y1, weight1 and bias1 are of a second output of forward; round_x_hat is the dtype that x_hat is rounded to (None: it is not).
     """
 
     direction: str
@@ -88,6 +88,7 @@ class Problem:
     y1: str | None = None
     weight1: str | None = None
     bias1: str | None = None
+    round_x_hat: str | None = None
 
     @property
     def compute(self) -> str:

@@ -33,8 +33,8 @@ for _schema in (
     "-> (Tensor dx, Tensor dweight, Tensor dbias)",
     "fused_norm_forward(Tensor input, Tensor? weight, Tensor? bias, Tensor? residual, Tensor? weight1, Tensor? bias1, "
     "Tensor? row_scale, Tensor? dropout_seed, SymInt[] normalized_shape, float? eps, bool centered, bool zero_centered_weight, "
-    "ScalarType? out_dtype, ScalarType? residual_dtype, float dropout_p, int sm_margin, str? strategy, str? statistics, int[]? tile, "
-    "int backward_sm_margin=0) "
+    "ScalarType? out_dtype, ScalarType? residual_dtype, float dropout_p, bool round_x_hat, int sm_margin, str? strategy, "
+    "str? statistics, int[]? tile, int backward_sm_margin=0) "
     "-> (Tensor y, Tensor mean, Tensor rstd, Tensor sum, Tensor y1)",
     "fused_norm_backward(Tensor? dy, Tensor? dy1, Tensor x, Tensor? mean, Tensor rstd, Tensor? weight, Tensor? weight1, Tensor? dsum, "
     "Tensor? row_scale, Tensor? dropout_seed, SymInt[] normalized_shape, bool[6] wanted, bool zero_centered_weight, "
@@ -82,7 +82,7 @@ def fused_forward(
     y, _, _, added, y1 = _fused_norm_forward(
         input, weight, bias, residual, extras.weight1, extras.bias1, extras.row_scale, _seed_tensor(input, extras), extents, eps,
         centered, bool(zero_centered_weight), _dtype(out_dtype, "out_dtype"), _dtype(extras.residual_dtype, "residual_dtype"),
-        extras.dropout_p, *_plain(options),
+        extras.dropout_p, extras.round_x_hat, *_plain(options),
     )  # fmt: skip
     makes_sum = _makes_sum(input, residual, extras.row_scale, extras.residual_dtype, extras.dropout_p)
     return y, y1 if extras.has_second else None, added if makes_sum else input
@@ -216,10 +216,10 @@ def _differentiate_backward(ctx, ddx, ddweight, ddbias):
 
 def _fused_forward(
     input, weight, bias, residual, weight1, bias1, row_scale, dropout_seed, normalized_shape, eps, centered, zero_centered_weight,
-    out_dtype, residual_dtype, dropout_p, sm_margin, strategy, statistics, tile, _=0,
+    out_dtype, residual_dtype, dropout_p, round_x_hat, sm_margin, strategy, statistics, tile, _=0,
 ):  # fmt: skip
     options = Options(strategy, None if tile is None else Tile(*tile), statistics, sm_margin)
-    extras = norm._extras(residual_dtype, row_scale, dropout_p, dropout_seed, weight1, bias1) or NO_EXTRAS
+    extras = norm._extras(residual_dtype, row_scale, dropout_p, dropout_seed, weight1, bias1, round_x_hat) or NO_EXTRAS
     prepared, given = fused.prepare_forward(
         centered, input, tuple(normalized_shape), weight, bias, eps, residual, zero_centered_weight, out_dtype, None, options,
         extras, norm.FOR_STATISTICS,
@@ -271,7 +271,7 @@ def _save_fused_forward(ctx, inputs, output):
         zero_centered_weight,
         *rest,
     ) = inputs
-    _, residual_dtype, dropout_p, _, strategy, _, _, sm_margin = rest
+    _, residual_dtype, dropout_p, _, _, strategy, _, _, sm_margin = rest
     _, mean, rstd, added, y1 = output
     makes_sum = _makes_sum(input, residual, row_scale, residual_dtype, dropout_p)
     has_second = weight1 is not None or bias1 is not None
@@ -333,8 +333,8 @@ def _save_nothing(ctx, inputs, output):
 
 def _refuse_second_derivatives(ctx, *gradients):
     raise NotImplementedError(
-        "the second derivative of a norm with residual_dtype, row_scale, dropout_p, weight1 or bias1 was asked for; it has first "
-        "derivatives only"
+        "the second derivative of a norm with residual_dtype, row_scale, dropout_p, weight1, bias1 or round_x_hat was asked for; it "
+        "has first derivatives only"
     )
 
 

@@ -26,6 +26,7 @@ scaled in the same way.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -72,10 +73,12 @@ def layer_norm(
     row_scale: np.ndarray | None = None,
     dropout_p: float = 0.0,
     dropout_seed: int = 0,
+    round_x_hat: Callable[[np.ndarray], np.ndarray] | None = None,
 ) -> Normalized:
     """Normalise each row of float64 x [num_rows, num_cols]; weight, bias [num_cols]; residual as x.
 
     row_scale [num_rows], dropout_p, dropout_seed: x becomes scaled(x, ...) of cupynorm.reference before the residual is added.
+    round_x_hat: applied to x_hat before the weight multiplies it.
     """
     x = scaled(np.asarray(x, dtype=np.float64), row_scale, dropout_p, dropout_seed)
     added = x if residual is None else x + residual
@@ -86,7 +89,8 @@ def layer_norm(
         rest = centered.mean(axis=1)
         centered = centered - rest[:, None]
         rstd = 1.0 / np.sqrt((centered**2).mean(axis=1) + eps)
-        y = affine(centered * rstd[:, None], weight, bias, zero_centered_weight)
+        x_hat = centered * rstd[:, None]
+        y = affine(round_x_hat(x_hat) if round_x_hat else x_hat, weight, bias, zero_centered_weight)
     return Normalized(y, mean + rest, rstd, added)
 
 

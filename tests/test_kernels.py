@@ -389,6 +389,32 @@ def test_second_output_of_a_ring(weight1, bias1, tile, small, tile_of_backward):
     check(ring_case("layer_norm", num_rows, "bfloat16", packs, tile, weight1=weight1, bias1=bias1, residual=True), small)
 
 
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_x_hat_is_rounded_first(dtype, strategy, where):
+    """To the bit: a product of two 16-bit numbers is exact in float32, and rounded once."""
+    for name, num_cols in (("layer_norm", 120), ("rms_norm", 77)):
+        case = Case(name, 4, num_cols, dtype, bias=None, strategy=strategy, round_x_hat=True)
+        tile = dispatch.choose(_forward_problem(case), where.device, strategy).tile
+        problem = random_problem(replace(case, tile=tile))
+        rounded = check(problem.case, where)["y"]
+        bare = replace(problem.case, y="float32", weight=None, round_x_hat=False)
+        x_hat = run_kernels(replace(problem, case=bare, weight=None), where)["y"]
+        expected = decode(encode(decode(encode(x_hat, dtype), dtype) * problem.weight, dtype), dtype)
+        assert rounded.tobytes() == expected.tobytes()
+        once = run_kernels(replace(problem, case=replace(problem.case, round_x_hat=False)), where)["y"]
+        assert 0.1 < (rounded != once).mean() < 0.6
+
+
+@pytest.mark.parametrize("tile", [Tile(8, 64, 3, stages=2), Tile(8, 64, 3, cluster_size=2, stages=3)], ids=["block", "cluster"])
+def test_x_hat_is_rounded_in_a_ring(tile, small, tile_of_backward):
+    tile_of_backward(tile)
+    num_rows, packs = rows_of_turns(small, tile, 4), 190 * tile.cluster_size
+    case = ring_case("rms_norm", num_rows, "bfloat16", packs, tile, bias=None, round_x_hat=True)
+    once = run_kernels(random_problem(replace(case, round_x_hat=False)), small)["y"]
+    assert 0.1 < (check(case, small)["y"] != once).mean() < 0.6
+
+
 # A warp of any dtype takes 240.
 @pytest.mark.parametrize("num_cols", [57, 240])
 @pytest.mark.parametrize("statistics", STATISTICS)

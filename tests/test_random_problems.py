@@ -47,6 +47,7 @@ def draw_fused(generator: random.Random, max_elements: int, max_cols: int) -> Ca
         dsum=generator.random() < 0.5,
         weight1=generator.choice([None, None, *DTYPES]),
         bias1=generator.choice([None, None, *DTYPES]),
+        round_x_hat=generator.random() < 0.3,
         # Of a row that is all but empty an eps of 0 leaves a variance that a rounding decides.
         eps=generator.choice([1e-5, 1e-3]),
     )

@@ -189,6 +189,14 @@ def test_gradients_of_a_scaled_input_by_central_differences(norm, dropout_p, res
         assert relative_error(gradients.dx, expected) < BOUND
 
 
+@pytest.mark.parametrize("norm", NORMS)
+def test_x_hat_is_rounded_before_the_weight(norm):
+    x, _, weight, bias = draw((3, 7))
+    exact = forward(norm, x, None, None).y
+    result = forward(norm, x, weight, bias, round_x_hat=lambda x_hat: np.round(x_hat, 1))
+    np.testing.assert_array_equal(result.y, np.round(exact, 1) * weight + bias)
+
+
 def test_the_sum_of_a_scaled_input():
     x, residual, *_ = draw((2, 6))
     kept = reference.dropout_mask(2, 6, 0.5, 3)
