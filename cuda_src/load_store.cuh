@@ -8,6 +8,7 @@
 //          num_streams: tensors of Held that make up the row, for a copy engine to fetch: each has row_start(row, stream) and a
 //          stride(stream); combine(packs, one a stream) -> the row's pack; keep(row, col, values, present): load's side effect
 //          has_effect: whether load has one, and is not to be called beyond the row
+//          normalized, of backward: whether what is loaded is x_hat, not x
 // store    store(row, col, values): values are in the compute type; applies what belongs to the output, rounds once
 //          keep(col) -> Kept, for store(row, col, values, kept, present) in many rows; nothing is written if not present
 //          of backward: adds: whether a tensor of Added is added, whose rows a copy engine may fetch: added_start(row),
@@ -72,6 +73,7 @@ struct Load {
   using Compute = typename ComputeOf<X>::type;
   static constexpr int num_streams = 1;
   static constexpr bool has_effect = false;
+  static constexpr bool normalized = false;
 
   const X* x;
   long long x_stride;
@@ -278,6 +280,41 @@ struct TwoStores {
                                         const Kept<pack_size>& kept, bool present = true) const {
     first.store(row, col, values, kept.first, present);
     second.store(row, col, values, kept.second, present);
+  }
+};
+
+// x_hat of a row from the y that forward wrote, for a backward that has kept y alone: (y - bias) / weight. A weight smaller
+// than `smallest` divides as if it were that, with its sign: y has then lost more of x_hat than its digits hold.
+template <class Y, class Weight, class Bias, bool zero_centered, class C>
+struct LoadXHat {
+  using Held = C;
+  using Compute = C;
+  static constexpr bool has_effect = false;
+  static constexpr bool normalized = true;
+
+  const Y* y;
+  long long y_stride;
+  const Weight* weight;
+  const Bias* bias;
+  double smallest;
+
+  template <int pack_size>
+  __device__ __forceinline__ Pack<C, pack_size> load(long long row, long long col) const {
+    C values[pack_size], weights[pack_size], biases[pack_size];
+    unpack(load_pack<pack_size>(y + row * y_stride + col), values);
+    KeptParameter<Weight, zero_centered, pack_size>(weight, col).unpack_to(weights, 1.0f);
+    KeptParameter<Bias, false, pack_size>(bias, col).unpack_to(biases, 0.0f);
+#pragma unroll
+    for (int at = 0; at < pack_size; ++at) {
+      const C least = static_cast<C>(smallest);
+      const C divisor = weights[at] >= least || weights[at] <= -least ? weights[at] : weights[at] < 0 ? -least : least;
+      values[at] = (values[at] - biases[at]) / divisor;
+    }
+    return repack<C>(values);
+  }
+  template <int pack_size>
+  __device__ __forceinline__ Pack<C, pack_size> reload(long long row, long long col) const {
+    return load<pack_size>(row, col);
   }
 };
 

@@ -225,7 +225,7 @@ def normalize_fused(
     return y, y1, input if added is None else added
 
 
-_OPTIONS = "residual_dtype, row_scale, dropout_p, weight1, bias1 or round_x_hat"
+_OPTIONS = "residual_dtype, row_scale, dropout_p, weight1, bias1, round_x_hat or memory_efficient"
 
 
 def _is_wrapped(tensor: object) -> bool:
@@ -237,15 +237,19 @@ class _FusedNorm(torch.autograd.Function):
     def forward(ctx, input, weight, bias, residual, weight1, bias1, prepared, extras):
         y, mean, rstd, added, y1, seed = prepared.run(input, weight, bias, residual, None, extras)
         of_seed = seed if isinstance(seed, torch.Tensor) else None
-        ctx.save_for_backward(added, mean, rstd, weight, weight1, extras.row_scale, of_seed)
+        kept = (y, None) if extras.memory_efficient else (added, mean)
+        ctx.save_for_backward(
+            *kept, rstd, weight, weight1, extras.row_scale, of_seed, bias if extras.memory_efficient else None
+        )
         ctx.prepared, ctx.dropout = prepared, (extras.dropout_p, seed if of_seed is None else None)
+        ctx.memory_efficient = extras.memory_efficient
         ctx.set_materialize_grads(False)
         return y, y1, added if prepared.makes_sum else None
 
     @staticmethod
     def backward(ctx, dy, dy1, dsum):
         forward = ctx.prepared
-        x, mean, rstd, weight, weight1, row_scale, seed = ctx.saved_tensors
+        x, mean, rstd, weight, weight1, row_scale, seed, bias = ctx.saved_tensors
         given = next((gradient for gradient in (dy, dy1, dsum) if gradient is not None), None)
         if given is None:
             return (None,) * 8
@@ -264,6 +268,6 @@ class _FusedNorm(torch.autograd.Function):
             forward.centered, dy, dy1, x, mean, rstd, forward.extents, weight, forward.zero_centered_weight, dsum,
             tuple(name for name in norm.FusedBackward._fields if wants[name]), None, forward.bias_dtype, forward.backward_options,
             forward.dtype, forward.residual_dtype, Extras(None, row_scale, p, int_seed if seed is None else seed, weight1),
-            forward.bias1_dtype,
+            forward.bias1_dtype, (weight, bias) if ctx.memory_efficient else None,
         )  # fmt: skip
         return *(getattr(made, name) for name in torch_ops.GRADIENTS), None, None

@@ -70,10 +70,17 @@ def _bool(value: object) -> str:
     return "true" if value else "false"
 
 
+def _load_x(problem: Problem) -> str:
+    if problem.forward or problem.y is None:
+        return f"Load<{_cpp(problem.x)}>"
+    types = ", ".join(_cpp(name) for name in (problem.y, problem.y_weight, problem.y_bias))
+    return f"LoadXHat<{types}, {_bool(problem.zero_centered)}, {_cpp(problem.compute)}>"
+
+
 def _kernel(problem: Problem, strategy: str, tile: Tile, statistics: str) -> Kernel:
     zero_centered = _bool(problem.zero_centered)
     factor = f"{_cpp(problem.row_scale)}, {_bool(problem.dropout)}"
-    load_x = f"Load<{_cpp(problem.x)}>"
+    load_x = _load_x(problem)
     if problem.forward:
         if problem.residual:
             load_x = f"ResidualLoad<{_cpp(problem.x)}>"
@@ -111,7 +118,7 @@ def _parameters_kernel(problem: Problem, strategy: str) -> tuple[Tile | None, Ke
     tile = Tile(pack_size, lanes, rows_per_block=512 // lanes, blocks_per_sm=2)
     compute = _cpp(problem.compute)
     if strategy == "uncached":
-        rows = f"RowProducts<Load<{_cpp(problem.x)}>, Load<{_cpp(problem.dy)}>, {_bool(problem.centered)}>"
+        rows = f"RowProducts<{_load_x(problem)}, Load<{_cpp(problem.dy)}>, {_bool(problem.centered)}>"
     else:
         rows = f"PartialSums<{compute}>"
     outputs = f"{_cpp(problem.dweight)}, {_cpp(problem.dbias)}"
@@ -182,7 +189,7 @@ def _check_tile(problem: Problem, strategy: str, tile: Tile, device: Device) -> 
     if tile.stages and not can_ring(replace(problem, pack_limit=tile.pack_size), device):
         raise ValueError(
             f"tile has stages {tile.stages}; a ring needs float32 arithmetic, sm_90 or later for the copy engine, and neither "
-            "residual_dtype nor dropout nor row_scale"
+            "residual_dtype nor dropout nor row_scale nor memory_efficient"
         )
     smem_bytes = smem_bytes_of(problem, tile, strategy)
     if smem_bytes > device.smem_per_block:
@@ -385,7 +392,7 @@ def make_plan(
         wanted = bool(problem.dweight) + bool(problem.dbias)
         moved += 2 * wanted * num_partials * problem.num_cols * DTYPES[problem.compute].itemsize
     parameters = [problem.weight, problem.bias if problem.forward else None, problem.dweight, problem.dbias]
-    parameters += [problem.weight1, problem.bias1]
+    parameters += [problem.weight1, problem.bias1, problem.y_weight, problem.y_bias]
     once = problem.num_cols * sum(DTYPES[name].itemsize for name in parameters if name)
     statistics_bytes = num_rows * (1 + problem.centered) * compute_dtype(problem.x).itemsize
     return Plan(

@@ -12,9 +12,9 @@ import sys
 import numpy as np
 
 from . import arrays, launch, norm, nvrtc
-from .calls import NO_EXTRAS, Dropout, Extras, FusedBackwardCall, FusedForwardCall
+from .calls import NO_EXTRAS, Dropout, Extras, FusedBackwardCall, FusedForwardCall, OfY
 from .dispatch import choose, pack_limit
-from .dtypes import compute_dtype, decode, encode
+from .dtypes import DTYPES, compute_dtype, decode, encode
 from .norm import FOR_GRADIENTS, FOR_STATISTICS, FOR_Y, Array, FusedBackward, FusedForward
 from .strategies import Problem
 
@@ -47,15 +47,17 @@ def forward(*arguments) -> FusedForward:
 
 def backward(
     centered, dy, dy1, x, mean, rstd, extents, weight, zero_centered_weight, dsum, gradients, dweight_dtype, dbias_dtype, options,
-    dx_dtype, dresidual_dtype, extras, dbias1_dtype=None,
+    dx_dtype, dresidual_dtype, extras, dbias1_dtype=None, of_y=None,
 ) -> FusedBackward:  # fmt: skip
     """What layer_norm_backward and rms_norm_backward return; arguments of prepare_backward, and dy1, the gradient of y1.
+
+    of_y: forward's (weight, bias) if x is its y.
 
     Where there are both, what dy1 and dsum bring goes in the arithmetic's dtype to the kernel of dy, as its dsum.
     """
     extras = extras or NO_EXTRAS
     # What is fixed for both kernels.
-    rows, others = (x, mean, rstd, extents), (options, dx_dtype, dresidual_dtype, extras)
+    rows, others = (x, mean, rstd, extents), (options, dx_dtype, dresidual_dtype, extras, of_y)
 
     def run(dy, weight, dsum, names, dweight_dtype, dbias_dtype, others):
         prepared, given = prepare_backward(
@@ -73,9 +75,9 @@ def backward(
     if dy is None:
         dx, dweight1, dbias1, dresidual = run(dy1, extras.weight1, dsum, of_sum + of_second, None, dbias1_dtype, others)
         return FusedBackward(dx, None, None, dresidual, dweight1, dbias1)
-    wide = "float64" if arrays.on_host(x) else compute_dtype(arrays.dtype_name(x)).name
+    wide = "float64" if arrays.on_host(x) else arrays.dtype_name(rstd)
     names = of_second + (("dx",) if of_sum else ())
-    dsum, dweight1, dbias1, _ = run(dy1, extras.weight1, dsum, names, None, dbias1_dtype, (options, wide, None, None))
+    dsum, dweight1, dbias1, _ = run(dy1, extras.weight1, dsum, names, None, dbias1_dtype, (options, wide, None, None, of_y))
     names = tuple(name for name in ("dweight", "dbias") if name in gradients) + of_sum
     return FusedBackward(*run(dy, weight, dsum, names, dweight_dtype, dbias_dtype, others), dweight1, dbias1)
 
@@ -124,7 +126,7 @@ def prepare_forward(
         key = (
             lie(x), lie(weight), lie(bias), lie(residual), lie(out), lie(row_scale), isinstance(seed, int) or lie(seed),
             lie(extras.weight1), lie(extras.bias1), centered, extents, eps, eps.__class__, zero_centered_weight, out_dtype, options,
-            purpose, extras.residual_dtype, extras.dropout_p > 0, extras.round_x_hat,
+            purpose, extras.residual_dtype, extras.dropout_p > 0, extras.round_x_hat, extras.memory_efficient,
         )  # fmt: skip
         prepared = norm.fused_forwards.get(key)
     except (AttributeError, TypeError):
@@ -182,6 +184,10 @@ def check_forward(centered, x, extents, weight, bias, eps, residual, out_dtype, 
     weight1, bias1 = (norm._take_like(getattr(extras, name), x, extents, name, "input") for name in ("weight1", "bias1"))
     seed = _check_seed(extras.dropout_seed, x)
     extras = extras._replace(row_scale=row_scale, dropout_seed=seed, weight1=weight1, bias1=bias1)
+    if extras.memory_efficient and compute_dtype(y_dtype) != compute_dtype(sum_dtype):
+        raise TypeError(
+            f"memory_efficient was given for y of {y_dtype} and a sum of {sum_dtype}; expected both float64, or neither"
+        )
     return x, weight, bias, residual, eps, y_dtype, sum_dtype, extras
 
 
@@ -254,7 +260,7 @@ class _PreparedForward(_Forward):
         library = self.library
         former = library.exchange_device(self.device_index)
         try:
-            _, row_scale, _, seed, weight1, bias1, _ = extras
+            _, row_scale, _, seed, weight1, bias1, *_ = extras
             if seed is None and extras.dropout_p > 0:
                 seed = draw_seed(x)
             added = self.new_sum() if self.makes_sum else x
@@ -330,7 +336,7 @@ class _ReferenceForward(_Forward):
 
 def prepare_backward(
     centered, dy, x, mean, rstd, extents, weight, zero_centered_weight, dsum, gradients, dweight_dtype, dbias_dtype, options,
-    dx_dtype, dresidual_dtype, extras,
+    dx_dtype, dresidual_dtype, extras, of_y=None,
 ) -> tuple[_PreparedBackward | _ReferenceBackward, tuple]:  # fmt: skip
     """As norm.prepare_backward; extras: those of forward with the seed that it used, or None."""
     extras = extras or NO_EXTRAS
@@ -340,15 +346,18 @@ def prepare_backward(
         key = (
             lie(dy), lie(x), lie(mean), lie(rstd), lie(weight), lie(dsum), lie(row_scale), isinstance(seed, int) or lie(seed),
             centered, extents, zero_centered_weight, gradients, dweight_dtype, dbias_dtype, options, dx_dtype, dresidual_dtype,
-            extras.dropout_p > 0,
+            extras.dropout_p > 0, of_y and tuple(map(lie, of_y)),
         )  # fmt: skip
         prepared = norm.fused_backwards.get(key)
     except (AttributeError, TypeError):
         key = prepared = None
     if prepared is None:
         dy, x, mean, rstd, weight, dsum, wanted = norm.check_backward(
-            centered, dy, x, mean, rstd, extents, weight, dsum, gradients, dweight_dtype, dbias_dtype, FusedBackward._fields
-        )
+            centered and of_y is None, dy, x, mean, rstd, extents, weight, dsum, gradients, dweight_dtype, dbias_dtype,
+            FusedBackward._fields,
+        )  # fmt: skip
+        if of_y is not None:
+            of_y = tuple(norm._take_like(each, x, extents, name, "x") for each, name in zip(of_y, ("weight", "bias")))
         if extras.dropout_p > 0 and seed is None:
             raise TypeError("dropout_seed is None; expected the seed that the forward returned")
         row_scale = norm._take_like(row_scale, x, tuple(rstd.shape), "row_scale", "x")
@@ -364,17 +373,17 @@ def prepare_backward(
             prepared = _ReferenceBackward(centered, tuple(x.shape), extents, zero_centered_weight, wanted)
         else:
             prepared = _PreparedBackward(
-                centered, dy, x, mean, rstd, extents, weight, zero_centered_weight, dsum, wanted, options, extras
+                centered, dy, x, mean, rstd, extents, weight, zero_centered_weight, dsum, wanted, options, extras, of_y
             )
             norm.keep(norm.fused_backwards, key, prepared)
-    return prepared, (dy, x, mean, rstd, weight, dsum, extras)
+    return prepared, (dy, x, mean, rstd, weight, dsum, extras, of_y)
 
 
 class _PreparedBackward:
     """As norm._PreparedBackward."""
 
     def __init__(
-        self, centered, dy, x, mean, rstd, extents, weight, zero_centered_weight, dsum, wanted, options, extras
+        self, centered, dy, x, mean, rstd, extents, weight, zero_centered_weight, dsum, wanted, options, extras, of_y
     ) -> None:  # fmt: skip
         view = norm._view(x)
         num_dims = len(extents)
@@ -391,10 +400,13 @@ class _PreparedBackward:
         dsum_rows, copy_dsum = norm._rows(dsum if first else None, num_dims)
         weight_parameter, copy_weight = norm._parameter(weight)
         row_scale, copy_row_scale = norm._parameter(extras.row_scale if self.is_scaled else None)
+        y_weight, copy_y_weight = norm._parameter(of_y and of_y[0])
+        y_bias, copy_y_bias = norm._parameter(of_y and of_y[1])
         # In the order of run's arguments.
         self.copies = norm._copies(
-            copy_dy, copy_x, norm._parameter(mean)[1], norm._parameter(rstd)[1], copy_weight, copy_dsum, copy_row_scale
-        )
+            copy_dy, copy_x, norm._parameter(mean)[1], norm._parameter(rstd)[1], copy_weight, copy_dsum, copy_row_scale,
+            copy_y_weight, copy_y_bias,
+        )  # fmt: skip
         dx_rows, dresidual_rows = (
             arrays.contiguous_rows(view.shape, num_dims, dtype) if dtype else None for dtype in (first, second)
         )
@@ -403,29 +415,30 @@ class _PreparedBackward:
             launch.device(view.device), centered, x_rows, dy_rows, weight_parameter, zero_centered_weight, dx_rows,
             dweight_parameter, dbias_parameter, dsum_rows, options.of("backward"), dresidual=dresidual_rows, row_scale=row_scale,
             drops=self.is_scaled and extras.dropout_p > 0,
+            of_y=None if of_y is None else OfY(y_weight, y_bias, arrays.dtype_name(rstd)),
         )  # fmt: skip
         self.kernels = [launch.load(each, view.device) for each in call.plan.launches] if any(wanted) else []
         shapes = (view.shape, extents, extents, view.shape)
         self.new = [norm._new(library, *each) for each in zip(shapes, (first, dweight, dbias, second))]
         self.new_partials = norm._new(library, call.partials_shape, call.plan.problem.compute if call.partials_shape else None)
 
-    def run(self, dy, x, mean, rstd, weight, dsum, extras: Extras) -> tuple:
+    def run(self, dy, x, mean, rstd, weight, dsum, extras: Extras, of_y) -> tuple:
         """dx, dweight, dbias, dresidual."""
         library = self.library
         former = library.exchange_device(self.device_index)
         try:
-            row_scale = extras.row_scale
+            row_scale, (y_weight, y_bias) = extras.row_scale, of_y or (None, None)
             if self.copies:
-                given = (dy, x, mean, rstd, weight, dsum, row_scale)
-                dy, x, mean, rstd, weight, dsum, row_scale = norm._contiguous(library, self.copies, given)
+                given = (dy, x, mean, rstd, weight, dsum, row_scale, y_weight, y_bias)
+                dy, x, mean, rstd, weight, dsum, row_scale, y_weight, y_bias = norm._contiguous(library, self.copies, given)
             first, dweight, dbias, second = (make() for make in self.new)
             if self.kernels:
                 partials = self.new_partials()
                 address = _address_or_zero(library.address)
                 words = self.call.words(
                     *map(address, (x, dy, weight, first, mean, rstd, dweight, dbias, dsum, partials, second, row_scale)),
-                    _dropout(extras.dropout_p, extras.dropout_seed, address),
-                )
+                    _dropout(extras.dropout_p, extras.dropout_seed, address), *map(address, (y_weight, y_bias)),
+                )  # fmt: skip
                 stream = library.stream()
                 for kernel, argument in zip(self.kernels, words):
                     kernel.enqueue(stream, argument)
@@ -447,7 +460,9 @@ class _ReferenceBackward:
         self.plain = norm._ReferenceBackward(centered, shape, extents, zero_centered_weight, names)
         self.wanted = wanted
 
-    def run(self, dy, x, mean, rstd, weight, dsum, extras: Extras) -> tuple:
+    def run(self, dy, x, mean, rstd, weight, dsum, extras: Extras, of_y) -> tuple:
+        if of_y is not None:
+            x, mean = self._row_of(x, rstd, *of_y)
         total, dweight, dbias = self.plain.run(dy, x, mean, rstd, weight, dsum)
         dx_dtype, _, _, dresidual_dtype = self.wanted
         values = arrays.to_float64(total)
@@ -458,3 +473,14 @@ class _ReferenceBackward:
         if dresidual_dtype:
             dresidual = arrays.from_float64(values, dresidual_dtype, x)
         return dx, dweight, dbias, dresidual
+
+    def _row_of(self, y: Array, rstd: Array, weight: Array | None, bias: Array | None) -> tuple[Array, Array]:
+        """A row of mean 0 that has y's x_hat and rstd, in float64, and that mean."""
+        from . import reference
+
+        weight, bias = (None if each is None else arrays.to_float64(each).reshape(-1) for each in (weight, bias))
+        rows, rstd64 = arrays.to_float64(y).reshape(self.plain.matrix_shape), arrays.to_float64(rstd)
+        smallest = DTYPES[arrays.dtype_name(y)].half_ulp
+        x_hat = reference.x_hat_of(rows, weight, bias, smallest, self.plain.zero_centered_weight)
+        x = (x_hat / rstd64.reshape(-1, 1)).reshape(tuple(y.shape))
+        return arrays.from_float64(x, "float64", y), arrays.from_float64(np.zeros_like(rstd64), "float64", y)

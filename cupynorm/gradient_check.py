@@ -7,9 +7,11 @@ last place of the output dtype at v, n = num_cols and g = u * (4 + sqrt(n)): a s
              a = max(1, var / |var + eps|) is what a negative eps takes from rstd. m is what the rounding of the mean takes: in
              backward u * |mean| * rstd, in forward nothing; with welford, whose mean errs more, g * |mean| * rstd in both.
     y        |w| * e + 2u * (|x_hat * w| + |bias|) + h(y)     round_x_hat: |w| * h(x_hat) more, in the input's dtype
+    memory_efficient, where backward has x_hat from y: e of backward is what is allowed of y over max(|w|, t), and
+             |x_hat| * (max(0, 1 - |w| / t) + 2u), with t half a unit in the last place of 1 in y's dtype; of dweight sum |dy * e|
     mean     u * |mean| + g * mean(|x - mean|)                  welford: g * |mean| in place of u * |mean|
     rstd     rstd * (g * a + u + m^2)                           m of forward
-    dx       rstd * (4u * |wdy| + g * mean(|wdy|) + |x_hat| * (g * mean(|wdy * x_hat|) + mean(|wdy| * e)) + e * |mean(wdy * x_hat)|)
+    dx       rstd * (4u * |wdy| + g * mean(|wdy|) + |x_hat| * (g * mean(|wdy * x_hat|) + mean(|wdy| * e)) + e * (|mean(wdy * x_hat)| + mean(|wdy| * e)))
              + g * a * |dx| + h(dx)
     dweight  2 * sqrt(sum (dy * e)^2) + s(dy * x_hat) + h(dweight)
     dbias    s(dy) + h(dbias)          s(t) = u * (4 + sqrt(num_rows)) * max(|sum t|, sqrt(num_rows) * rms(t)): sums over rows
@@ -73,6 +75,7 @@ class Case:
     weight1: str | None = None
     bias1: str | None = None
     round_x_hat: bool = False
+    memory_efficient: bool = False
 
     def dtype(self, name: str) -> str | None:
         value = getattr(self, name)
@@ -365,6 +368,10 @@ def run_kernels(problem: Problem, where: CpuMachine | GpuCheckMachine) -> dict[s
     dx = as_rows(make("dx", shape, case.x), case.x)
     dweight = (make("dweight", shape[1:], weight[1]), weight[1]) if weight else None
     dbias = (make("dbias", shape[1:], bias[1]), bias[1]) if bias else None
+    # What backward knows of the row: the row, or y.
+    row, of_y = added or x, None
+    if case.memory_efficient:
+        row, of_y = y, calls.OfY(weight, bias, compute)
     dresidual = dsum = None
     if residual and case.has_own_sum:
         dresidual = as_rows(make("dresidual", shape, case.added), case.added)
@@ -378,14 +385,15 @@ def run_kernels(problem: Problem, where: CpuMachine | GpuCheckMachine) -> dict[s
         array, pointer = where.empty(shape, compute)
         kept.append(array)
         calls.run_backward(
-            where, centered, added or x, dy1, mean, rstd, weight1, case.zero_centered_weight, as_rows(pointer, compute),
+            where, centered, row, dy1, mean, rstd, weight1, case.zero_centered_weight, as_rows(pointer, compute),
             (make("dweight1", shape[1:], case.weight1), case.weight1) if weight1 else None,
             (make("dbias1", shape[1:], case.bias1), case.bias1) if bias1 else None, dsum, options._replace(tile=None),
+            of_y=of_y,
         )  # fmt: skip
         dsum = as_rows(pointer, compute)
     calls.run_backward(
-        where, centered, added or x, dy, mean, rstd, weight, case.zero_centered_weight, dx, dweight, dbias, dsum,
-        options._replace(tile=None), dresidual=dresidual, row_scale=row_scale, dropout=dropout,
+        where, centered, row, dy, mean, rstd, weight, case.zero_centered_weight, dx, dweight, dbias, dsum,
+        options._replace(tile=None), dresidual=dresidual, row_scale=row_scale, dropout=dropout, of_y=of_y,
     )  # fmt: skip
     return {name: decode(where.get(array), dtype) for name, (array, dtype) in outputs.items()}
 
@@ -427,12 +435,12 @@ def run_callable(function: Callable, problem: Problem) -> dict[str, np.ndarray]:
 
 
 def expect(
-    problem: Problem, *, rounded_mean: bool = False, added: np.ndarray | None = None
+    problem: Problem, *, rounded_mean: bool = False, added: np.ndarray | None = None, e_backward: np.ndarray | None = None
 ) -> dict[str, tuple[np.ndarray, np.ndarray]]:
     """float64 truth and what is allowed, for each tensor: formulas in this module's docstring.
 
     rounded_mean: allow forward the rounding of its mean, as for welford and for other people's kernels. added: the sum that came
-    out, of a case that has its own; without it, the sum that is rounded once.
+    out, of a case that has its own; without it, the sum that is rounded once. e_backward: what backward's x_hat may err, if not as above.
     """
     case = problem.case
     centered = case.norm == "layer_norm"
@@ -468,11 +476,20 @@ def expect(
         amplified = np.fmax(1.0, np.abs((centered_x**2).mean(axis=1) * rstd**2))[:, None]
         # What the rounding of the mean does to x_hat, and its square to rstd.
         of_mean = (g if rounded_mean else u) * np.abs(mean)[:, None] * columns
-        e_backward = g * amplified * (1 + np.abs(x_hat)) + of_mean + of_mean**2 * np.abs(x_hat)
-        e = e_backward if rounded_mean else g * amplified * (1 + np.abs(x_hat))
+        e_usual = g * amplified * (1 + np.abs(x_hat)) + of_mean + of_mean**2 * np.abs(x_hat)
+        e = e_usual if rounded_mean else g * amplified * (1 + np.abs(x_hat))
         if case.round_x_hat:
             e = e + half_ulp(x_hat, case.x)
         w = np.broadcast_to(scale(problem.weight, case.zero_centered_weight), (case.num_cols,))
+        has_y_alone = case.memory_efficient or e_backward is not None
+        if e_backward is None:
+            e_backward = e_usual
+        if case.memory_efficient:
+            # x_hat is what y tells of it.
+            least = DTYPES[case.dtype("y")].half_ulp
+            of_y = np.abs(w) * e + 2 * u * (np.abs(x_hat * w) + np.abs(problem.bias if problem.bias is not None else 0.0))
+            of_y = of_y + half_ulp(forward.y, case.dtype("y"))
+            e_backward = of_y / np.maximum(np.abs(w), least) + np.abs(x_hat) * (np.maximum(0.0, 1 - np.abs(w) / least) + 2 * u)
         b = np.zeros(case.num_cols) if problem.bias is None else problem.bias
         wdy = problem.dy * w
         mean_wdy_x_hat = (wdy * x_hat).mean(axis=1, keepdims=True)
@@ -481,7 +498,7 @@ def expect(
             + g * np.abs(wdy).mean(axis=1, keepdims=True)
             + np.abs(x_hat)
             * (g * np.abs(wdy * x_hat).mean(axis=1, keepdims=True) + (np.abs(wdy) * e_backward).mean(axis=1, keepdims=True))
-            + e_backward * np.abs(mean_wdy_x_hat)
+            + e_backward * (np.abs(mean_wdy_x_hat) + (np.abs(wdy) * e_backward).mean(axis=1, keepdims=True))
         )
         dx_allowed = dx_allowed + g * amplified * np.abs(gradients.dx)
         dx = gradients.dx
@@ -494,8 +511,11 @@ def expect(
             alone = replace(
                 case, x=compute_dtype(case.sum).name, y=case.dtype("y"), weight=case.weight1, bias=case.bias1, weight1=None, bias1=None,
                 residual=False, residual_dtype=None, row_scale=None, dropout_p=0.0, dsum=False, round_x_hat=False,
+                memory_efficient=False,
             )  # fmt: skip
-            second = expect(Problem(alone, x, problem.dy1, problem.weight1, problem.bias1), rounded_mean=rounded_mean)
+            second = expect(
+                Problem(alone, x, problem.dy1, problem.weight1, problem.bias1), rounded_mean=rounded_mean, e_backward=e_backward
+            )
             if case.round_x_hat:
                 w1 = np.abs(scale(problem.weight1, case.zero_centered_weight))
                 second["y"] = second["y"][0], second["y"][1] + w1 * half_ulp(x_hat, case.x)
@@ -521,7 +541,9 @@ def expect(
             spread = g * np.abs(centered_x).mean(axis=1)
             expected["mean"] = (mean, of_rounding + spread + half_ulp(mean, compute_dtype(case.sum).name))
         if problem.weight is not None:
-            allowed = 2 * np.sqrt(((problem.dy * e_backward) ** 2).sum(axis=0)) + of_sum(problem.dy * x_hat)
+            off = np.abs(problem.dy * e_backward)
+            allowed = off.sum(axis=0) if has_y_alone else 2 * np.sqrt((off**2).sum(axis=0))
+            allowed = allowed + of_sum(problem.dy * x_hat)
             expected["dweight"] = (gradients.dweight, allowed + half_ulp(gradients.dweight, case.dtype("weight")))
         if problem.bias is not None:
             allowed = of_sum(problem.dy) + half_ulp(gradients.dbias, case.dtype("bias"))

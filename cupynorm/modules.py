@@ -22,21 +22,29 @@ from . import norm
 from .calls import Margins
 from .norm import layer_norm, rms_norm
 
-_EXTRAS = {"zero_centered_gamma": False, "sm_margin": 0, "sequence_parallel": None, "round_x_hat": False}
+_EXTRAS = {
+    "zero_centered_gamma": False,
+    "sm_margin": 0,
+    "sequence_parallel": None,
+    "round_x_hat": False,
+    "memory_efficient": False,
+}
 
 
 class _Norm(torch.nn.Module):
     """What LayerNorm and RMSNorm have beyond torch's."""
 
     def _set_extras(
-        self, zero_centered_gamma: bool, sm_margin: int | Mapping[str, int], sequence_parallel: bool | None, round_x_hat: bool
-    ) -> None:
+        self, zero_centered_gamma: bool, sm_margin: int | Mapping[str, int], sequence_parallel: bool | None, round_x_hat: bool,
+        memory_efficient: bool,
+    ) -> None:  # fmt: skip
         """Comes before torch's constructor, which resets the parameters."""
         norm._margins(sm_margin)
         self.zero_centered_gamma = zero_centered_gamma
         self.sm_margin = sm_margin
         self.sequence_parallel = sequence_parallel
         self.round_x_hat = round_x_hat
+        self.memory_efficient = memory_efficient
 
     def reset_parameters(self) -> None:
         """Weight 1, or 0 with zero_centered_gamma; bias 0; and their attribute sequence_parallel, if it is set."""
@@ -74,7 +82,7 @@ class LayerNorm(_Norm, torch.nn.LayerNorm):
     zero_centered_gamma: multiply by 1 + weight, which starts at 0.
     sm_margin: an int, or a dict of "forward", "backward" and "inference", as of cupynorm.layer_norm.
     sequence_parallel: unless None, the parameters' attribute of that name, for those who reduce their gradients.
-    round_x_hat: as of cupynorm.layer_norm.
+    round_x_hat, memory_efficient: as of cupynorm.layer_norm.
     hidden_size, params_dtype: other names of normalized_shape and dtype.
 
     Called with input (..., *normalized_shape) and perhaps a residual of its shape and dtype, it returns y of input's shape and
@@ -100,11 +108,12 @@ class LayerNorm(_Norm, torch.nn.LayerNorm):
         sm_margin: int | Mapping[str, int] = 0,
         sequence_parallel: bool | None = None,
         round_x_hat: bool = False,
+        memory_efficient: bool = False,
         hidden_size: int | Sequence[int] | None = None,
         params_dtype: torch.dtype | None = None,
     ) -> None:
         extents = norm._extents(_either(normalized_shape=normalized_shape, hidden_size=hidden_size))
-        self._set_extras(zero_centered_gamma, sm_margin, sequence_parallel, round_x_hat)
+        self._set_extras(zero_centered_gamma, sm_margin, sequence_parallel, round_x_hat, memory_efficient)
         super().__init__(extents, eps, elementwise_affine, bias, device, _either(dtype=dtype, params_dtype=params_dtype))
 
     def forward(
@@ -116,7 +125,7 @@ class LayerNorm(_Norm, torch.nn.LayerNorm):
             input, self.normalized_shape, self.weight, self.bias, self.eps, residual=residual, return_residual=return_residual,
             zero_centered_weight=self.zero_centered_gamma, sm_margin=self.sm_margin, residual_dtype=residual_dtype,
             row_scale=row_scale, dropout_p=dropout_p if self.training else 0.0, dropout_seed=dropout_seed, weight1=weight1,
-            bias1=bias1, round_x_hat=self.round_x_hat,
+            bias1=bias1, round_x_hat=self.round_x_hat, memory_efficient=self.memory_efficient,
         )  # fmt: skip
 
 
@@ -139,11 +148,12 @@ class RMSNorm(_Norm, torch.nn.RMSNorm):
         sm_margin: int | Mapping[str, int] = 0,
         sequence_parallel: bool | None = None,
         round_x_hat: bool = False,
+        memory_efficient: bool = False,
         hidden_size: int | Sequence[int] | None = None,
         params_dtype: torch.dtype | None = None,
     ) -> None:
         extents = norm._extents(_either(normalized_shape=normalized_shape, hidden_size=hidden_size))
-        self._set_extras(zero_centered_gamma, sm_margin, sequence_parallel, round_x_hat)
+        self._set_extras(zero_centered_gamma, sm_margin, sequence_parallel, round_x_hat, memory_efficient)
         super().__init__(extents, eps, elementwise_affine, device, _either(dtype=dtype, params_dtype=params_dtype))
 
     def forward(
@@ -155,7 +165,7 @@ class RMSNorm(_Norm, torch.nn.RMSNorm):
             input, self.normalized_shape, self.weight, self.eps, residual=residual, return_residual=return_residual,
             zero_centered_weight=self.zero_centered_gamma, sm_margin=self.sm_margin, residual_dtype=residual_dtype,
             row_scale=row_scale, dropout_p=dropout_p if self.training else 0.0, dropout_seed=dropout_seed, weight1=weight1,
-            bias1=bias1, round_x_hat=self.round_x_hat,
+            bias1=bias1, round_x_hat=self.round_x_hat, memory_efficient=self.memory_efficient,
         )  # fmt: skip
 
 

@@ -95,11 +95,12 @@ def layer_norm(
     weight1: Array | None = None,
     bias1: Array | None = None,
     round_x_hat: bool = False,
+    memory_efficient: bool = False,
     sm_margin: int | Mapping[str, int] = 0,
     strategy: str | None = None,
     tile: Tile | Mapping[str, int] | None = None,
     statistics: str | None = None,
-) -> Array | tuple[Array, Array]:
+) -> Array | tuple[Array, ...]:
     """Layer normalisation over the last dimensions (Ba, Kiros, Hinton 2016; formula in cupynorm.reference.layer_norm).
 
     input: shape (..., *normalized_shape), float16, bfloat16, float32 or float64; a CuPy array, a torch tensor, a NumPy array
@@ -128,11 +129,16 @@ def layer_norm(
     weight1, bias1: as weight and bias, of a second output y1 of the same x_hat, for parallel blocks that have a norm each.
     round_x_hat: round x_hat to the input's dtype before the weight multiplies it, where that is narrower than the arithmetic: as the
         norms of Hugging Face's Llama do. Gradients are those of the function without that rounding.
+    memory_efficient: of torch tensors whose gradient is recorded, keep y for backward in place of what was normalised, as apex's norms
+        do: less memory where nothing else keeps the input, as y is kept by what follows. Backward has x_hat from y, as
+        (y - bias) / weight, where a weight (1 + weight) smaller than t counts as t with its sign; t is half a unit in the last place
+        of 1 in y's dtype: 2^-8, 2^-11, 2^-24, 2^-53 for bfloat16, float16, float32, float64. Beside float arithmetic its x_hat is
+        off by up to ulp(y) / (2 * max(|weight|, t)) + |x_hat| * max(0, 1 - |weight| / t). y must have the arithmetic of the sum.
 
     Returns y of input's shape in the input's library; (y, sum) with return_residual; (y, y1) or (y, y1, sum) with weight1 or bias1. A CuPy array or DLPack exporter gives a
     CuPy array; a CUDA torch tensor a torch tensor, differentiable in input, weight, bias and residual; NumPy arrays and CPU
     tensors are computed by the float64 reference and rounded once (differentiable for torch). torch.compile, torch.func, forward mode
-    and second derivatives work (with fused options, which are residual_dtype to round_x_hat, torch.compile alone); under CUDA's torch.autocast y is float32 unless out_dtype says otherwise, as torch's is.
+    and second derivatives work (with fused options, which are residual_dtype to memory_efficient, torch.compile alone); under CUDA's torch.autocast y is float32 unless out_dtype says otherwise, as torch's is.
 
     Arithmetic is in float32 (float64 for float64 input) with one rounding at the end; a row's result does not depend on the other
     rows and repeats to the bit. A row that holds NaN or Inf is NaN, and only that row. A row of float32 or bfloat16 whose squared
@@ -144,7 +150,7 @@ def layer_norm(
     return normalize(
         True, input, _extents(normalized_shape), weight, bias, eps, residual, return_residual, zero_centered_weight, out_dtype, out,
         _options(strategy, tile, statistics, sm_margin), 
-        _extras(residual_dtype, row_scale, dropout_p, dropout_seed, weight1, bias1, round_x_hat),
+        _extras(residual_dtype, row_scale, dropout_p, dropout_seed, weight1, bias1, round_x_hat, memory_efficient),
     )  # fmt: skip
 
 
@@ -167,11 +173,12 @@ def rms_norm(
     weight1: Array | None = None,
     bias1: Array | None = None,
     round_x_hat: bool = False,
+    memory_efficient: bool = False,
     sm_margin: int | Mapping[str, int] = 0,
     strategy: str | None = None,
     tile: Tile | Mapping[str, int] | None = None,
     statistics: str | None = None,
-) -> Array | tuple[Array, Array]:
+) -> Array | tuple[Array, ...]:
     """Root-mean-square normalisation (Zhang, Sennrich 2019; formula in cupynorm.reference.rms_norm): layer_norm without the mean.
 
     eps: by default the machine epsilon of the arithmetic, 2**-23 (2**-52 for float64 input), as torch.nn.functional.rms_norm.
@@ -181,7 +188,7 @@ def rms_norm(
     return normalize(
         False, input, _extents(normalized_shape), weight, bias, eps, residual, return_residual, zero_centered_weight, out_dtype, out,
         _options(strategy, tile, statistics, sm_margin), 
-        _extras(residual_dtype, row_scale, dropout_p, dropout_seed, weight1, bias1, round_x_hat),
+        _extras(residual_dtype, row_scale, dropout_p, dropout_seed, weight1, bias1, round_x_hat, memory_efficient),
     )  # fmt: skip
 
 
@@ -284,6 +291,8 @@ def layer_norm_backward(
     dy1: Array | None = None,
     weight1: Array | None = None,
     dbias1_dtype: Any = None,
+    memory_efficient: bool = False,
+    bias: Array | None = None,
     sm_margin: int | Mapping[str, int] = 0,
     strategy: str | None = None,
     tile: Tile | Mapping[str, int] | None = None,
@@ -295,7 +304,8 @@ def layer_norm_backward(
     cost nothing. dweight_dtype, dbias_dtype: by default weight's dtype, or x's without a weight.
 
     Of a forward with fused options: row_scale, dropout_p as there and dropout_seed as FusedForward has it; dx_dtype, dresidual_dtype:
-    those of the forward's input and residual, by default x's. dy1, weight1: of the second output, dbias1_dtype as dbias_dtype.
+    those of the forward's input and residual, by default x's. dy1, weight1: of the second output, dbias1_dtype as dbias_dtype. With
+    memory_efficient x is y as forward returned it, mean is not read, and bias is needed where forward had one.
     With any of them, or "dresidual", "dweight1" or "dbias1" among the gradients, it returns a FusedBackward. dx, of the input, and
     dresidual come from one kernel, dsum added to both before they are rounded; what dy1 brings comes from another before it, which
     hands on its part of both in the arithmetic's dtype.
@@ -305,12 +315,12 @@ def layer_norm_backward(
     """
     extents = _default_extents(x, weight, None, normalized_shape)
     options = _options(strategy, tile, None, sm_margin)
-    extras = _extras(None, row_scale, dropout_p, dropout_seed, weight1, dy1)
+    extras = _extras(None, row_scale, dropout_p, dropout_seed, weight1, dy1, False, memory_efficient)
     gradients = gradients if isinstance(gradients, str) else tuple(gradients)
     if extras is not None or dx_dtype is not None or dresidual_dtype is not None or not set(gradients) <= set(Backward._fields):
         return _fused().backward(
             True, dy, dy1, x, mean, rstd, extents, weight, zero_centered_weight, dsum, gradients, dweight_dtype, dbias_dtype, options,
-            dx_dtype, dresidual_dtype, extras, dbias1_dtype,
+            dx_dtype, dresidual_dtype, extras, dbias1_dtype, (weight, bias) if memory_efficient else None,
         )  # fmt: skip
     prepared, given = prepare_backward(
         True, dy, x, mean, rstd, extents, weight, zero_centered_weight, dsum, gradients, dweight_dtype, dbias_dtype, options
@@ -338,6 +348,8 @@ def rms_norm_backward(
     dy1: Array | None = None,
     weight1: Array | None = None,
     dbias1_dtype: Any = None,
+    memory_efficient: bool = False,
+    bias: Array | None = None,
     sm_margin: int | Mapping[str, int] = 0,
     strategy: str | None = None,
     tile: Tile | Mapping[str, int] | None = None,
@@ -345,12 +357,12 @@ def rms_norm_backward(
     """Gradients of rms_norm at x, for the rstd that rms_norm_forward returned. All else as for layer_norm_backward."""
     extents = _default_extents(x, weight, None, normalized_shape)
     options = _options(strategy, tile, None, sm_margin)
-    extras = _extras(None, row_scale, dropout_p, dropout_seed, weight1, dy1)
+    extras = _extras(None, row_scale, dropout_p, dropout_seed, weight1, dy1, False, memory_efficient)
     gradients = gradients if isinstance(gradients, str) else tuple(gradients)
     if extras is not None or dx_dtype is not None or dresidual_dtype is not None or not set(gradients) <= set(Backward._fields):
         return _fused().backward(
             False, dy, dy1, x, None, rstd, extents, weight, zero_centered_weight, dsum, gradients, dweight_dtype, dbias_dtype, options,
-            dx_dtype, dresidual_dtype, extras, dbias1_dtype,
+            dx_dtype, dresidual_dtype, extras, dbias1_dtype, (weight, bias) if memory_efficient else None,
         )  # fmt: skip
     prepared, given = prepare_backward(
         False, dy, x, None, rstd, extents, weight, zero_centered_weight, dsum, gradients, dweight_dtype, dbias_dtype, options
@@ -384,12 +396,12 @@ def _options(strategy: str | None, tile: object, statistics: str | None, sm_marg
 
 def _extras(
     residual_dtype: object, row_scale: object, dropout_p: object, dropout_seed: object, weight1: object, bias1: object,
-    round_x_hat: object = False,
+    round_x_hat: object = False, memory_efficient: object = False,
 ) -> Extras | None:  # fmt: skip
     """None where nothing is asked for: such a call goes the short way."""
     if (
         residual_dtype is None and row_scale is None and dropout_p.__class__ is float and dropout_p == 0.0
-        and weight1 is None and bias1 is None and round_x_hat is False
+        and weight1 is None and bias1 is None and round_x_hat is False and memory_efficient is False
     ):  # fmt: skip
         return None
     if isinstance(dropout_p, bool) or not isinstance(dropout_p, numbers.Real) or not 0 <= dropout_p <= 1:
@@ -402,7 +414,9 @@ def _extras(
         if not -(2**63) <= dropout_seed < 2**64:
             raise ValueError(f"dropout_seed is {dropout_seed}; expected an int of 64 bits")
         dropout_seed = (int(dropout_seed) + 2**63) % 2**64 - 2**63  # as a signed one
-    return Extras(residual_dtype, row_scale, float(dropout_p), dropout_seed, weight1, bias1, bool(round_x_hat))
+    return Extras(
+        residual_dtype, row_scale, float(dropout_p), dropout_seed, weight1, bias1, bool(round_x_hat), bool(memory_efficient)
+    )
 
 
 def _margins(sm_margin: object) -> int | Margins:

@@ -63,6 +63,7 @@ class Problem:
     residual_dtype that of what is added to it (None: nothing), and row_scale and dropout are what multiplies the input first.
     Backward these two belong to dx, where dresidual (None: not wanted, or the same tensor as dx) is the gradient of the sum itself.
     y1, weight1 and bias1 are of a second output of forward; round_x_hat is the dtype that x_hat is rounded to (None: it is not).
+    Backward with a y knows x by it alone: x is then the arithmetic's dtype, y_weight and y_bias those of forward.
     """
 
     direction: str
@@ -89,6 +90,8 @@ class Problem:
     weight1: str | None = None
     bias1: str | None = None
     round_x_hat: str | None = None
+    y_weight: str | None = None
+    y_bias: str | None = None
 
     @property
     def compute(self) -> str:
@@ -101,13 +104,15 @@ class Problem:
     @property
     def widest_pack(self) -> int:
         """16 bytes of the narrowest of the streamed tensors, or what their layout allows."""
-        streamed = [self.x, self.y if self.forward else self.dy, self.dx, self.input, self.residual_dtype, self.dresidual]
+        streamed = [self.x, self.y, self.dy, self.dx, self.input, self.residual_dtype, self.dresidual]
         return min(self.pack_limit, 16 // min(DTYPES[name].itemsize for name in streamed if name))
 
     @property
     def bytes_per_row(self) -> int:
         """Bytes that any implementation must move for a row: each streamed tensor once."""
-        streamed = [self.x, self.y, self.y1] if self.forward else [self.x, self.dy, self.dx, self.dsum, self.dresidual]
+        streamed = (
+            [self.x, self.y, self.y1] if self.forward else [self.y or self.x, self.dy, self.dx, self.dsum, self.dresidual]
+        )
         streamed += [self.input, self.residual_dtype]
         if self.residual:
             streamed += [self.x, self.x]
@@ -162,6 +167,8 @@ def _registers(problem: Problem, device: Device, tile: Tile) -> int:
     wide_weight = int(problem.weight is not None and DTYPES[problem.weight].itemsize > DTYPES[problem.x].itemsize)
     # Random words take the registers of 8 elements while a mask is made; of two loads, or two stores, each has its addresses.
     fused = 24 * words * problem.dropout + 8 * bool(problem.row_scale) + 16 * bool(problem.input or problem.dresidual)
+    if problem.y and not problem.forward:
+        fused += 24
     if problem.y1:
         fused += 32 + 3 * elements // 4 + (5 * elements // 2 if tile.pack_size == 1 else 0)
     if problem.forward:
@@ -339,7 +346,9 @@ def can_ring(problem: Problem, device: Device) -> bool:
 
     A ring fetches what makes up a row forward as tensors of one type, and has no registers left for random words.
     """
-    fits = problem.input is None and not problem.dropout and problem.row_scale is None
+    fits = (
+        problem.input is None and not problem.dropout and problem.row_scale is None and (problem.forward or problem.y is None)
+    )
     return fits and problem.compute == "float32" and device.compute_capability >= 90
 
 

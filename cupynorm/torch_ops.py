@@ -33,11 +33,12 @@ for _schema in (
     "-> (Tensor dx, Tensor dweight, Tensor dbias)",
     "fused_norm_forward(Tensor input, Tensor? weight, Tensor? bias, Tensor? residual, Tensor? weight1, Tensor? bias1, "
     "Tensor? row_scale, Tensor? dropout_seed, SymInt[] normalized_shape, float? eps, bool centered, bool zero_centered_weight, "
-    "ScalarType? out_dtype, ScalarType? residual_dtype, float dropout_p, bool round_x_hat, int sm_margin, str? strategy, "
+    "ScalarType? out_dtype, ScalarType? residual_dtype, float dropout_p, bool round_x_hat, bool memory_efficient, int sm_margin, str? strategy, "
     "str? statistics, int[]? tile, int backward_sm_margin=0) "
     "-> (Tensor y, Tensor mean, Tensor rstd, Tensor sum, Tensor y1)",
     "fused_norm_backward(Tensor? dy, Tensor? dy1, Tensor x, Tensor? mean, Tensor rstd, Tensor? weight, Tensor? weight1, Tensor? dsum, "
-    "Tensor? row_scale, Tensor? dropout_seed, SymInt[] normalized_shape, bool[6] wanted, bool zero_centered_weight, "
+    "Tensor? row_scale, Tensor? dropout_seed, Tensor? bias, SymInt[] normalized_shape, bool[6] wanted, bool centered, "
+    "bool zero_centered_weight, bool memory_efficient, "
     "ScalarType? dbias_dtype, ScalarType? dbias1_dtype, ScalarType? dx_dtype, ScalarType? dresidual_dtype, float dropout_p, "
     "int sm_margin, str? strategy) "
     "-> (Tensor dx, Tensor dweight, Tensor dbias, Tensor dresidual, Tensor dweight1, Tensor dbias1)",
@@ -82,7 +83,7 @@ def fused_forward(
     y, _, _, added, y1 = _fused_norm_forward(
         input, weight, bias, residual, extras.weight1, extras.bias1, extras.row_scale, _seed_tensor(input, extras), extents, eps,
         centered, bool(zero_centered_weight), _dtype(out_dtype, "out_dtype"), _dtype(extras.residual_dtype, "residual_dtype"),
-        extras.dropout_p, extras.round_x_hat, *_plain(options),
+        extras.dropout_p, extras.round_x_hat, extras.memory_efficient, *_plain(options),
     )  # fmt: skip
     makes_sum = _makes_sum(input, residual, extras.row_scale, extras.residual_dtype, extras.dropout_p)
     return y, y1 if extras.has_second else None, added if makes_sum else input
@@ -104,14 +105,14 @@ def _makes_sum(input, residual, row_scale, residual_dtype, dropout_p) -> bool:
 
 def fused_gradients(
     centered, dy, dy1, x, mean, rstd, extents, weight, zero_centered_weight, dsum, gradients, _, dbias_dtype, options, dx_dtype,
-    dresidual_dtype, extras, dbias1_dtype,
+    dresidual_dtype, extras, dbias1_dtype, of_y,
 ) -> norm.FusedBackward:  # fmt: skip
     """As fused.backward, by the operator."""
     wanted = [name in gradients for name in norm.FusedBackward._fields]
     dtypes = (_dtype(dtype, "dtype") for dtype in (dbias_dtype, dbias1_dtype, dx_dtype, dresidual_dtype))
     made = _fused_norm_backward(
-        dy, dy1, x, mean, rstd, weight, extras.weight1, dsum, extras.row_scale, _seed_tensor(x, extras), extents, wanted,
-        zero_centered_weight, *dtypes, extras.dropout_p, options.of("backward").sm_margin, options.strategy,
+        dy, dy1, x, mean, rstd, weight, extras.weight1, dsum, extras.row_scale, _seed_tensor(x, extras),
+        None if of_y is None else of_y[1], extents, wanted, centered, zero_centered_weight, of_y is not None, *dtypes, extras.dropout_p, options.of("backward").sm_margin, options.strategy,
     )  # fmt: skip
     return norm.FusedBackward(*(gradient if is_wanted else None for gradient, is_wanted in zip(made, wanted)))
 
@@ -216,10 +217,11 @@ def _differentiate_backward(ctx, ddx, ddweight, ddbias):
 
 def _fused_forward(
     input, weight, bias, residual, weight1, bias1, row_scale, dropout_seed, normalized_shape, eps, centered, zero_centered_weight,
-    out_dtype, residual_dtype, dropout_p, round_x_hat, sm_margin, strategy, statistics, tile, _=0,
+    out_dtype, residual_dtype, dropout_p, round_x_hat, memory_efficient, sm_margin, strategy, statistics, tile, _=0,
 ):  # fmt: skip
     options = Options(strategy, None if tile is None else Tile(*tile), statistics, sm_margin)
-    extras = norm._extras(residual_dtype, row_scale, dropout_p, dropout_seed, weight1, bias1, round_x_hat) or NO_EXTRAS
+    extras = norm._extras(residual_dtype, row_scale, dropout_p, dropout_seed, weight1, bias1, round_x_hat, memory_efficient)
+    extras = extras or NO_EXTRAS
     prepared, given = fused.prepare_forward(
         centered, input, tuple(normalized_shape), weight, bias, eps, residual, zero_centered_weight, out_dtype, None, options,
         extras, norm.FOR_STATISTICS,
@@ -237,9 +239,10 @@ def _fused_forward(
 
 def _fused_forward_without_memory(
     input, weight, bias, residual, weight1, bias1, row_scale, dropout_seed, normalized_shape, eps, centered, zero_centered_weight,
-    out_dtype, residual_dtype, dropout_p, *options,
+    out_dtype, residual_dtype, dropout_p, round_x_hat, memory_efficient, *options,
 ):  # fmt: skip
-    extras = norm._extras(residual_dtype, row_scale, dropout_p, dropout_seed, weight1, bias1) or NO_EXTRAS
+    extras = norm._extras(residual_dtype, row_scale, dropout_p, dropout_seed, weight1, bias1, round_x_hat, memory_efficient)
+    extras = extras or NO_EXTRAS
     *_, y_dtype, sum_dtype, _ = fused.check_forward(
         centered, input, tuple(normalized_shape), weight, bias, eps, residual, out_dtype, extras
     )
@@ -271,12 +274,16 @@ def _save_fused_forward(ctx, inputs, output):
         zero_centered_weight,
         *rest,
     ) = inputs
-    _, residual_dtype, dropout_p, _, _, strategy, _, _, sm_margin = rest
-    _, mean, rstd, added, y1 = output
+    _, residual_dtype, dropout_p, _, memory_efficient, _, strategy, _, _, sm_margin = rest
+    y, mean, rstd, added, y1 = output
     makes_sum = _makes_sum(input, residual, row_scale, residual_dtype, dropout_p)
     has_second = weight1 is not None or bias1 is not None
     ctx.mark_non_differentiable(mean, rstd, *(() if makes_sum else (added,)), *(() if has_second else (y1,)))
-    ctx.save_for_backward(added if makes_sum else input, mean if centered else None, rstd, weight, weight1, row_scale, seed)
+    kept = (added if makes_sum else input, mean if centered else None)
+    if memory_efficient:
+        kept = (y, None)
+    ctx.save_for_backward(*kept, rstd, weight, weight1, row_scale, seed, bias if memory_efficient else None)
+    ctx.memory_efficient = memory_efficient
     ctx.set_materialize_grads(False)
     ctx.extents, ctx.dropout_p = normalized_shape, dropout_p
     ctx.centered, ctx.zero_centered_weight = centered, zero_centered_weight
@@ -285,7 +292,7 @@ def _save_fused_forward(ctx, inputs, output):
 
 
 def _differentiate_fused_forward(ctx, dy, _dmean, _drstd, dsum, dy1):
-    x, mean, rstd, weight, weight1, row_scale, seed = ctx.saved_tensors
+    x, mean, rstd, weight, weight1, row_scale, seed, bias = ctx.saved_tensors
     if dy is None and dy1 is None:
         dy = torch.zeros_like(x)
     absent = {"dweight", "dbias"} if dy is None else set()
@@ -295,19 +302,21 @@ def _differentiate_fused_forward(ctx, dy, _dmean, _drstd, dsum, dy1):
     made = fused_gradients(
         ctx.centered, dy, dy1, x, mean, rstd, ctx.extents, weight, ctx.zero_centered_weight, dsum, names, None, bias_dtype,
         ctx.options, dx_dtype, dresidual_dtype, Extras(None, row_scale, ctx.dropout_p, seed, weight1), bias1_dtype,
+        (weight, bias) if ctx.memory_efficient else None,
     )  # fmt: skip
     return *(getattr(made, name) for name in GRADIENTS), *(None for _ in ctx.needs_input_grad[len(GRADIENTS) :])
 
 
 def _fused_backward(
-    dy, dy1, x, mean, rstd, weight, weight1, dsum, row_scale, dropout_seed, normalized_shape, wanted, zero_centered_weight,
-    dbias_dtype, dbias1_dtype, dx_dtype, dresidual_dtype, dropout_p, sm_margin, strategy,
+    dy, dy1, x, mean, rstd, weight, weight1, dsum, row_scale, dropout_seed, bias, normalized_shape, wanted, centered,
+    zero_centered_weight, memory_efficient, dbias_dtype, dbias1_dtype, dx_dtype, dresidual_dtype, dropout_p, sm_margin, strategy,
 ):  # fmt: skip
     made = fused.backward(
-        mean is not None, dy, dy1, x, mean, rstd, tuple(normalized_shape), weight, zero_centered_weight, dsum,
+        centered, dy, dy1, x, mean, rstd, tuple(normalized_shape), weight, zero_centered_weight, dsum,
         tuple(name for name, is_wanted in zip(norm.FusedBackward._fields, wanted) if is_wanted), None, dbias_dtype,
         Options(strategy, sm_margin=sm_margin), dx_dtype, dresidual_dtype,
         Extras(None, row_scale, dropout_p, dropout_seed, weight1), dbias1_dtype,
+        (weight, bias) if memory_efficient else None,
     )  # fmt: skip
     if made.dresidual is not None and made.dresidual is made.dx:  # an operator returns no tensor twice
         made = made._replace(dresidual=made.dx.clone())
@@ -315,8 +324,8 @@ def _fused_backward(
 
 
 def _fused_backward_without_memory(
-    dy, dy1, x, mean, rstd, weight, weight1, dsum, row_scale, dropout_seed, normalized_shape, wanted, zero_centered_weight,
-    dbias_dtype, dbias1_dtype, dx_dtype, dresidual_dtype, *options,
+    dy, dy1, x, mean, rstd, weight, weight1, dsum, row_scale, dropout_seed, bias, normalized_shape, wanted, centered,
+    zero_centered_weight, memory_efficient, dbias_dtype, dbias1_dtype, dx_dtype, dresidual_dtype, *options,
 ):  # fmt: skip
     own, own1 = (x.dtype if each is None else each.dtype for each in (weight, weight1))
     shapes = (x.shape, normalized_shape, normalized_shape, x.shape, normalized_shape, normalized_shape)
@@ -333,8 +342,8 @@ def _save_nothing(ctx, inputs, output):
 
 def _refuse_second_derivatives(ctx, *gradients):
     raise NotImplementedError(
-        "the second derivative of a norm with residual_dtype, row_scale, dropout_p, weight1, bias1 or round_x_hat was asked for; it "
-        "has first derivatives only"
+        "the second derivative of a norm with residual_dtype, row_scale, dropout_p, weight1, bias1, round_x_hat or "
+        "memory_efficient was asked for; it has first derivatives only"
     )
 
 

@@ -25,7 +25,7 @@ class Recorder(CpuMachine):
             dtype = re.search(r"Load<(\w+)>", launch.kernel.name_expression)[1]
             place = f"ring of {dtype}, {tile.cluster_size} blocks a row"
         self.reached.add((launch.kernel.source, place))
-        functors = re.findall(r"\w*(?:Load|Stores?)(?=<)", launch.kernel.name_expression)
+        functors = re.findall(r"\w*(?:Load\w*|Stores?)(?=<)", launch.kernel.name_expression)
         self.functors |= {(launch.kernel.source, functor) for functor in functors}
 
 
@@ -53,7 +53,7 @@ def test_every_place_of_every_kernel():
             "Load", "ResidualLoad", "SumLoad", "Store", "TwoStores",
         }  # fmt: skip
         assert {functor for source, functor in recorder.functors if source == f"backward_{name}.cu"} == {
-            "Load", "Store", "AddStore", "SplitStore",
+            "Load", "LoadXHat", "Store", "AddStore", "SplitStore",
         }  # fmt: skip
     # Wide rows get rings of other clusters, too.
     assert recorder.reached >= expected

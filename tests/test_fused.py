@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -90,7 +91,7 @@ def options_of(problem: Problem, put) -> dict:
     given |= {"weight1": (problem.weight1, case.weight1), "bias1": (problem.bias1, case.bias1)}
     options = {name: None if values is None else put(values, dtype) for name, (values, dtype) in given.items()}
     options |= {"residual_dtype": case.residual_dtype, "dropout_p": case.dropout_p, "dropout_seed": problem.dropout_seed}
-    options["round_x_hat"] = case.round_x_hat
+    options |= {"round_x_hat": case.round_x_hat, "memory_efficient": case.memory_efficient}
     return options | {"zero_centered_weight": case.zero_centered_weight, "out_dtype": case.y}
 
 
@@ -113,6 +114,12 @@ CASES = {
     "two outputs of a stream": Case("rms_norm", 6, 33, "float16", residual=True, residual_dtype="float32", weight1="float16", dsum=True),
     "x_hat rounded": Case("rms_norm", 6, 40, "bfloat16", weight="float32", round_x_hat=True),
     "nothing to round": Case("layer_norm", 6, 40, "float32", round_x_hat=True),
+    "y alone": Case("layer_norm", 6, 40, "bfloat16", memory_efficient=True),
+    "y alone of a stream": Case(
+        "rms_norm", 6, 40, "float16", residual=True, residual_dtype="float32", row_scale="float32", weight="float32", weight1="float16",
+        dsum=True, memory_efficient=True, zero_centered_weight=True,
+    ),
+    "y alone, x_hat rounded": Case("layer_norm", 6, 40, "bfloat16", bias=None, round_x_hat=True, memory_efficient=True),
     "all": Case(
         "layer_norm", 6, 40, "bfloat16", y="float32", weight="float32", residual=True, residual_dtype="float32", row_scale="float16",
         dropout_p=0.25, dsum=True, zero_centered_weight=True, weight1="bfloat16", bias1="float32",
@@ -130,14 +137,10 @@ def test_values_and_gradients(what, device):
     def put(values, dtype):
         return tensor(values, dtype, device)
 
-    x, weight, bias = (
-        put(getattr(problem, name), case.dtype(name)).requires_grad_()
-        if name != "x"
-        else put(problem.x, case.x).requires_grad_()
-        for name in ("x", "weight", "bias")
-    )
+    given = ((getattr(problem, name), case.dtype(name)) for name in ("x", "weight", "bias"))
+    x, weight, bias = (None if values is None else put(values, dtype).requires_grad_() for values, dtype in given)
     options = options_of(problem, put)
-    leaves = {"dx": x, "dweight": weight, "dbias": bias}
+    leaves = {"dx": x, "dweight": weight} | ({} if bias is None else {"dbias": bias})
     given = {f"d{name}": options[name] for name in ("residual", "weight1", "bias1")}
     leaves |= {name: leaf.requires_grad_() for name, leaf in given.items() if leaf is not None}
     y, *y1, added = getattr(cupynorm, case.norm)(x, case.num_cols, weight, bias=bias, eps=1e-5, return_residual=True, **options)
@@ -173,18 +176,23 @@ def test_explicit_forward_and_backward(what, library):
     def get(array):
         return numbers(array.get() if library == "cupy" else array)
 
-    weight, bias = put(problem.weight, case.dtype("weight")), put(problem.bias, case.dtype("bias"))
-    forward = getattr(cupynorm, f"{case.norm}_forward")(put(problem.x, case.x), weight, bias, 1e-5, **options_of(problem, put))
-    assert isinstance(forward, norm.FusedForward)
-    assert forward.dropout_seed == (problem.dropout_seed if case.dropout_p else None)
+    weight, bias = put(problem.weight, case.dtype("weight")), None
+    if problem.bias is not None:
+        bias = put(problem.bias, case.dtype("bias"))
     options = options_of(problem, put)
+    by_y = {"memory_efficient": True, "bias": bias} if options.pop("memory_efficient") else {}
+    forward = getattr(cupynorm, f"{case.norm}_forward")(put(problem.x, case.x), weight, bias, 1e-5, **options)
+    # memory_efficient alone is nothing to forward.
+    assert isinstance(forward, norm.Forward if what == "y alone" else norm.FusedForward)
+    seed = getattr(forward, "dropout_seed", None)
+    assert seed == (problem.dropout_seed if case.dropout_p else None)
     backward = getattr(cupynorm, f"{case.norm}_backward")(
-        put(problem.dy, case.dtype("y")), forward.sum, *forward[1 + (case.norm == "rms_norm") : 3], weight,
+        put(problem.dy, case.dtype("y")), forward.y if by_y else forward.sum, *forward[1 + (case.norm == "rms_norm") : 3], weight,
         zero_centered_weight=case.zero_centered_weight, dsum=None if problem.dsum is None else put(problem.dsum, case.sum),
         gradients=norm.FusedBackward._fields if case.has_second else norm.FusedBackward._fields[:4], dbias_dtype=case.dtype("bias"),
         dx_dtype=case.x, dresidual_dtype=case.added, row_scale=options["row_scale"], dropout_p=case.dropout_p,
-        dropout_seed=forward.dropout_seed, dy1=put(problem.dy1, case.dtype("y")) if case.has_second else None,
-        weight1=options["weight1"], dbias1_dtype=case.bias1,
+        dropout_seed=seed, dy1=put(problem.dy1, case.dtype("y")) if case.has_second else None,
+        weight1=options["weight1"], dbias1_dtype=case.bias1, **by_y,
     )  # fmt: skip
     assert isinstance(backward, norm.FusedBackward)
     results = forward._asdict() | backward._asdict()
@@ -194,7 +202,7 @@ def test_explicit_forward_and_backward(what, library):
         del results["dresidual"]
     if not case.has_own_sum and not case.residual:
         del results["sum"]
-    for name in ("weight1", "bias1"):
+    for name in ("bias", "weight1", "bias1"):
         if getattr(case, name) is None:
             results.pop(f"d{name}", None)
     assert_right(problem, results)
@@ -213,6 +221,7 @@ def test_gradients_that_are_asked_for(what, wanted, kernels):
     case = problem.case
     fields = norm.FusedBackward._fields[: len(wanted)]
     options = options_of(problem, tensor)
+    del options["memory_efficient"]
     forward = cupynorm.layer_norm_forward(
         tensor(problem.x, case.x),
         tensor(problem.weight, case.dtype("weight")),
@@ -259,6 +268,48 @@ def test_x_hat_is_rounded_to_the_input_s_dtype(device):
             assert y.dtype == torch.bfloat16
             assert (y != (given * x_hat.bfloat16()).bfloat16()).double().mean() < 1e-3
         assert (y != cupynorm.rms_norm(x, 40, given, 1e-6)).double().mean() > 0.1
+
+
+def test_y_is_kept_and_not_the_input(device):
+    """What autograd saves: neither the input nor the sum, but y, which the next layer keeps anyway."""
+    x, residual = (torch.ones(4, 40, device=device, requires_grad=True) for _ in range(2))
+    weight = torch.ones(40, device=device, requires_grad=True)
+    kept = []
+
+    def pack(tensor):
+        kept.append(tensor.data_ptr())
+        return tensor
+
+    for memory_efficient in (False, True):
+        kept.clear()
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            y, added = cupynorm.layer_norm(
+                x, 40, weight, residual=residual, return_residual=True, residual_dtype="float64", memory_efficient=memory_efficient,
+                out_dtype="float64",
+            )  # fmt: skip
+        assert (y.data_ptr() in kept) is memory_efficient and (added.data_ptr() in kept) is not memory_efficient
+        assert x.data_ptr() not in kept
+
+
+@pytest.mark.parametrize("device", DEVICES_HERE)
+def test_real_activations_with_a_weight_of_next_to_nothing(device):
+    """LayerNorms of a sentence encoder, one of whose weights is -1.5e-9: every gradient within what is said of it."""
+    from cupynorm import activations
+
+    smallest = 1.0
+    for layer in activations.shipped():
+        for dtype in ("float32", "bfloat16"):
+            problem = layer.problem("layer_norm", dtype)
+            case = replace(problem.case, memory_efficient=True)
+            problem = replace(problem, case=case)
+            smallest = min(smallest, np.abs(problem.weight).min())
+            leaves = [
+                tensor(getattr(problem, name), case.dtype(name), device).requires_grad_() for name in ("x", "weight", "bias")
+            ]
+            y = cupynorm.layer_norm(leaves[0], case.num_cols, *leaves[1:], case.eps, memory_efficient=True)
+            made = torch.autograd.grad(y, leaves, tensor(problem.dy, case.dtype("y"), device))
+            assert_right(problem, {"y": y, **dict(zip(("dx", "dweight", "dbias"), made))})
+    assert smallest < 2e-9
 
 
 def test_a_second_output_without_the_first(kernels):
@@ -450,7 +501,7 @@ def test_second_derivatives_are_refused_in_a_sentence():
     assert dx.shape == plain.shape
     with pytest.raises(
         NotImplementedError,
-        match="the second derivative of a norm with residual_dtype, row_scale, dropout_p, weight1, bias1 or round_x_hat",
+        match="the second derivative of a norm with residual_dtype, row_scale, dropout_p, weight1, bias1, round_x_hat or",
     ):
         torch.autograd.grad(dx.sum(), x)
 
@@ -459,7 +510,7 @@ def test_transforms_are_refused_in_a_sentence():
     x = random(2, 3, 5)
     with pytest.raises(
         NotImplementedError,
-        match="residual_dtype, row_scale, dropout_p, weight1, bias1 or round_x_hat was given to a call that torch.func",
+        match="residual_dtype, row_scale, dropout_p, weight1, bias1, round_x_hat or memory_efficient was given to a call that torch.func",
     ):
         vmap(lambda x: cupynorm.layer_norm(x, 5, dropout_p=0.5))(x)
     x.requires_grad_()
@@ -468,10 +519,10 @@ def test_transforms_are_refused_in_a_sentence():
         torch.autograd.grad(y, x, torch.ones(4, *y.shape, dtype=y.dtype), is_grads_batched=True)
 
 
-def compiled_call(x, residual, weight, row_scale, seed):
+def compiled_call(x, residual, weight, row_scale, seed, memory_efficient):
     y, y1, added = cupynorm.rms_norm(
         2 * x, 40, weight, residual=residual, return_residual=True, residual_dtype=torch.float32, row_scale=row_scale, dropout_p=0.5,
-        dropout_seed=seed, weight1=2 * weight, bias1=weight, round_x_hat=True,
+        dropout_seed=seed, weight1=2 * weight, bias1=weight, round_x_hat=True, memory_efficient=memory_efficient,
     )  # fmt: skip
     return y + 1, y1, added
 
@@ -483,8 +534,9 @@ def compile_anew():
     torch.compiler.reset()
 
 
+@pytest.mark.parametrize("memory_efficient", [False, True])
 @pytest.mark.parametrize("seed", [7, torch.tensor([7])], ids=["int", "tensor"])
-def test_compiled_results_are_the_eager_ones(compile_anew, seed, device):
+def test_compiled_results_are_the_eager_ones(compile_anew, seed, memory_efficient, device):
     seed = seed if isinstance(seed, int) else seed.to(device)
     compiled = compile_anew(compiled_call, dynamic=True)
     for num_rows in (4, 9):
@@ -496,7 +548,7 @@ def test_compiled_results_are_the_eager_ones(compile_anew, seed, device):
         leaves = [each.requires_grad_() for each in (x, residual, weight)]
         made = []
         for call in (compiled_call, compiled):
-            outputs = call(x, residual, weight, row_scale, seed)
+            outputs = call(x, residual, weight, row_scale, seed, memory_efficient)
             gradients = [torch.ones_like(each) for each in outputs]
             made.append([*outputs, *torch.autograd.grad(outputs, leaves, gradients)])
         assert all(map(torch.equal, *made))
@@ -527,7 +579,7 @@ def test_operators_keep_the_rules_of_operators(device, affine, residual, dropout
     for centered in (False, True):
         forward = (
             x, weight, bias, stream, weight, bias, row_scale, seed, [5], 0.1, centered, affine, None, torch.float32 if residual else None,
-            dropout_p, affine, 0, None, None, None,
+            dropout_p, affine, residual, 0, None, None, None,
         )  # fmt: skip
         opcheck(torch.ops.cupynorm.fused_norm_forward.default, forward)
         y, mean, rstd, added, _ = (made.detach() for made in torch.ops.cupynorm.fused_norm_forward(*forward))
@@ -535,7 +587,8 @@ def test_operators_keep_the_rules_of_operators(device, affine, residual, dropout
             opcheck(
                 torch.ops.cupynorm.fused_norm_backward.default,
                 (torch.ones_like(y), torch.ones_like(y) if affine else None, added if added.numel() else x.detach(),
-                 mean if centered else None, rstd, weight, weight, None, row_scale, seed, [5], wanted, affine, torch.float32,
+                 mean if centered else None, rstd, weight, weight, None, row_scale, seed, None, [5], wanted, centered, affine, False,
+                 torch.float32,
                  torch.float32, torch.bfloat16, torch.float32, dropout_p, 0, None),
                 test_utils=("test_schema", "test_faketensor"),
             )  # fmt: skip
@@ -595,6 +648,10 @@ def test_other_wrong_arguments():
     x = torch.ones(3, 8)
     with pytest.raises(ValueError, match="row_scale requires a gradient; it is a constant here"):
         cupynorm.layer_norm(x, 8, row_scale=torch.ones(3, requires_grad=True))
+    with pytest.raises(
+        TypeError, match="memory_efficient was given for y of float64 and a sum of float32; expected both float64, or"
+    ):
+        cupynorm.layer_norm(x, 8, memory_efficient=True, out_dtype="float64")
     with pytest.raises(ValueError, match="out was given for tensors that require gradients"):
         cupynorm.layer_norm(x.clone().requires_grad_(), 8, dropout_p=0.5, out=torch.empty(3, 8))
     forward = cupynorm.layer_norm_forward(x, dropout_p=0.5, dropout_seed=1)

@@ -415,6 +415,55 @@ def test_x_hat_is_rounded_in_a_ring(tile, small, tile_of_backward):
     assert 0.1 < (check(case, small)["y"] != once).mean() < 0.6
 
 
+BY_Y = {
+    "y": ("bfloat16", {}),
+    "y of another dtype": ("float16", {"y": "float32", "weight": "float32", "zero_centered_weight": True}),
+    "y of float64": ("float64", {"bias": "float32"}),
+    "y without parameters": ("float32", {"weight": None, "bias": None}),
+    "y, dropout and a second output": (
+        "bfloat16",
+        {
+            "residual": True,
+            "residual_dtype": "float32",
+            "dropout_p": 0.2,
+            "dsum": True,
+            "weight1": "float32",
+            "bias1": "float32",
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("what", BY_Y)
+def test_backward_that_knows_y_alone(what, strategy, where):
+    """Also of a weight that is all but zero: its column errs by as much as is said, the others by no more than before."""
+    dtype, options = BY_Y[what]
+    turn = (list(BY_Y).index(what) + list(STRATEGIES).index(strategy)) % 2
+    name, num_cols = (("layer_norm", 120), ("rms_norm", 77))[turn]
+    case = Case(name, 4, num_cols, dtype, strategy=strategy, memory_efficient=True, **options)
+    check(case, where)
+    if case.weight is not None:
+        problem = random_problem(case)
+        for col, weight in ((3, -1.5e-9), (7, 0.0), (11, 1e-4)):
+            problem.weight[col] = decode(
+                encode(np.array(weight - case.zero_centered_weight), case.dtype("weight")), case.dtype("weight")
+            )
+        results = run_kernels(problem, where)
+        result = CheckResult(judge_all(problem, results, rounded_mean=uses_welford(case, where.device)))
+        assert result.ok and np.isfinite(results["dx"]).all(), f"\n{result}"
+
+
+@pytest.mark.parametrize("strategy, num_cols, tile", [
+    ("block", 1000, Tile(8, 64, packs_per_thread=2)), ("cluster", 1000, Tile(8, 32, cluster_size=4)),
+    ("cluster", 999, Tile(1, 96, cluster_size=2)),
+])  # fmt: skip
+def test_backward_that_knows_y_alone_with_explicit_tiles(strategy, num_cols, tile, where, tile_of_backward):
+    plans = tile_of_backward(tile)
+    check(Case("layer_norm", 9, num_cols, "bfloat16", strategy=strategy, memory_efficient=True), where)
+    assert plans[-1].tile == tile and "LoadXHat" in plans[-1].launches[0].kernel.name_expression
+
+
 # A warp of any dtype takes 240.
 @pytest.mark.parametrize("num_cols", [57, 240])
 @pytest.mark.parametrize("statistics", STATISTICS)

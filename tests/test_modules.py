@@ -71,7 +71,7 @@ def test_the_constructors_are_those_of_torch(ours, theirs):
     assert [each.name for each in positional] == [each.name for each in torchs]
     assert [each.default for each in positional[1:]] == [each.default for each in torchs[1:]]
     assert {each.name for each in mine[len(positional) :]} == {
-        "zero_centered_gamma", "sm_margin", "sequence_parallel", "round_x_hat", "hidden_size", "params_dtype",
+        "zero_centered_gamma", "sm_margin", "sequence_parallel", "round_x_hat", "memory_efficient", "hidden_size", "params_dtype",
     }  # fmt: skip
     assert all(each.kind is each.KEYWORD_ONLY for each in mine[len(positional) :])
     assert issubclass(ours, theirs)

@@ -100,6 +100,14 @@ FUSED_PROBLEMS = [
         ("bfloat16", "float32", {}), ("float16", "float32", DROPS), ("bfloat16", "bfloat16", DROPS), ("float64", "float64", DROPS),
     )
 ]  # fmt: skip
+FUSED_PROBLEMS += [
+    {
+        "direction": "backward", "x": held, "y": y, "y_weight": weight, "y_bias": weight, "dy": y, "dx": y, "weight": weight,
+        "dweight": weight, "dbias": weight,
+    }
+    for y, held, weight in (("bfloat16", "float32", "float32"), ("float16", "float32", "float16"), ("float64", "float64", "float64"))
+]  # fmt: skip
+FUSED_PROBLEMS.append({"direction": "forward", "x": "float16", "y": "float16", "round_x_hat": "float16", "weight": "float16"})
 FUSED_WIDTHS = (7, 768, 1000, 1025, 8192, 262144)
 # sm_80 and sm_90 stand for GPUs without and with clusters: all of the grid. Parts, so that pytest-xdist can share them out.
 FULL = (80, 90)

@@ -38,7 +38,7 @@ def draw_fused(generator: random.Random, max_elements: int, max_cols: int) -> Ca
     """With a sum of its own dtype, dropout and a scale of each row."""
     case = draw(generator, max_elements, max_cols)
     residual_dtype = generator.choice([None, "float32", *DTYPES])
-    return replace(
+    fused = replace(
         case,
         residual=generator.choice([False, True, case.x]),
         residual_dtype=residual_dtype,
@@ -48,9 +48,13 @@ def draw_fused(generator: random.Random, max_elements: int, max_cols: int) -> Ca
         weight1=generator.choice([None, None, *DTYPES]),
         bias1=generator.choice([None, None, *DTYPES]),
         round_x_hat=generator.random() < 0.3,
+        memory_efficient=generator.random() < 0.3,
         # Of a row that is all but empty an eps of 0 leaves a variance that a rounding decides.
         eps=generator.choice([1e-5, 1e-3]),
     )
+    # y must have the arithmetic of the sum.
+    wide = [name == "float64" for name in (fused.sum, fused.dtype("y"))]
+    return replace(fused, memory_efficient=fused.memory_efficient and wide[0] == wide[1])
 
 
 def check(on: str, seed: int, num_cases: int, max_elements: int, max_cols: int, draw=draw) -> None:
