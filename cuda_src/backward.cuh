@@ -16,7 +16,7 @@ struct Backward {
   LoadDy load_dy;
   Scale scale;
   StoreDx store;
-  const Compute* mean;  // [num_rows]; null in RMSNorm
+  const Compute* mean;  // [num_rows]; null in RMSNorm, and if load_x gives x_hat
   const Compute* rstd;  // [num_rows]
   // One partial row of sums for each block (each cluster): [grid_size / cluster_size, num_cols], null if not wanted.
   Compute* dweight_partials;
@@ -29,7 +29,8 @@ struct Backward {
 __device__ __forceinline__ float times(float dy, float weight) { return __fmul_rn(dy, weight); }
 __device__ __forceinline__ double times(double dy, double weight) { return __dmul_rn(dy, weight); }
 
-template <class Compute>
+// normalized: what is loaded is x_hat itself.
+template <class Compute, bool normalized = false>
 struct RowGradient {
   Compute mean;
   Compute rstd;
@@ -38,6 +39,7 @@ struct RowGradient {
 
   template <bool centered>
   __device__ __forceinline__ Compute x_hat(Compute x) const {
+    if constexpr (normalized) return x;
     if constexpr (centered) return (x - mean) * rstd;
     return x * rstd;
   }

@@ -60,8 +60,8 @@ __global__ void __cluster_dims__(tile.cluster_size, 1, 1) __launch_bounds__(tile
     for (long long row = blockIdx.x / tile.cluster_size; row < problem.num_rows; row += gridDim.x / tile.cluster_size) {
       x.fetch(problem.load_x, row, cols);
       dy.fetch(problem.load_dy, row, cols);
-      RowGradient<Compute> gradient{};
-      if constexpr (centered) gradient.mean = problem.mean[row];
+      RowGradient<Compute, LoadX::normalized> gradient{};
+      if constexpr (centered && !LoadX::normalized) gradient.mean = problem.mean[row];
       gradient.rstd = problem.rstd[row];
 
       Sum<Compute, 2> sums{};

@@ -14,8 +14,8 @@ __global__ void __launch_bounds__(tile.block_size(), tile.blocks_per_sm)
   BlockReduce<tile.threads_per_row, Compute> reduce(dynamic_smem());
 
   for (long long row = blockIdx.x; row < problem.num_rows; row += gridDim.x) {
-    RowGradient<Compute> gradient{};
-    if constexpr (centered) gradient.mean = problem.mean[row];
+    RowGradient<Compute, LoadX::normalized> gradient{};
+    if constexpr (centered && !LoadX::normalized) gradient.mean = problem.mean[row];
     gradient.rstd = problem.rstd[row];
     GlobalRow<LoadX, tile> x{problem.load_x, row, problem.num_cols};
 

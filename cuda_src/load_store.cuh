@@ -7,6 +7,8 @@
 //          (reload: of a kernel that reads a row again; has no side effect)
 //          num_streams: tensors of Held that make up the row, for a copy engine to fetch: each has row_start(row, stream) and a
 //          stride(stream); combine(packs, one a stream) -> the row's pack; keep(row, col, values, present): load's side effect
+//          has_effect: whether load has one, and is not to be called beyond the row
+//          normalized, of backward: whether what is loaded is x_hat, not x
 // store    store(row, col, values): values are in the compute type; applies what belongs to the output, rounds once
 //          keep(col) -> Kept, for store(row, col, values, kept, present) in many rows; nothing is written if not present
 //          of backward: adds: whether a tensor of Added is added, whose rows a copy engine may fetch: added_start(row),
@@ -16,6 +18,7 @@
 //
 // Offsets are 64-bit everywhere. `void` for a parameter's type means that it is absent.
 #pragma once
+#include "dropout.cuh"
 #include "pack.cuh"
 
 // A pack of weights or biases in the compute type; 1 + each when zero_centered, which is added in the wider of the two types: a
@@ -69,6 +72,8 @@ struct Load {
   using Held = X;
   using Compute = typename ComputeOf<X>::type;
   static constexpr int num_streams = 1;
+  static constexpr bool has_effect = false;
+  static constexpr bool normalized = false;
 
   const X* x;
   long long x_stride;
@@ -100,6 +105,7 @@ struct ResidualLoad {
   using Held = X;
   using Compute = typename ComputeOf<X>::type;
   static constexpr int num_streams = 2;
+  static constexpr bool has_effect = true;
 
   const X* x;
   long long x_stride;
@@ -140,7 +146,66 @@ struct ResidualLoad {
   }
 };
 
-template <class Y, class Weight, class Bias, bool zero_centered>
+// The wider type of arithmetic of two element types; void counts as none.
+template <class A, class B>
+struct WiderOf {
+  using type = typename ComputeOf<A>::type;
+};
+template <class A>
+struct WiderOf<A, double> {
+  using type = double;
+};
+
+template <class A, class B>
+struct Otherwise {
+  using type = A;
+};
+template <class B>
+struct Otherwise<void, B> {
+  using type = B;
+};
+
+// residual + factor * x, rounded once to Sum: that sum is what is normalised. x, residual (void: there is none) and the sum
+// each have their own type, which no copy engine fetches: hence no streams. Needs `sum`, from which the row is read again.
+template <class X, class Residual, class Sum, class RowScale, bool drops>
+struct SumLoad {
+  using Held = Sum;
+  using Compute = typename ComputeOf<Sum>::type;
+  using Wide = typename WiderOf<typename WiderOf<X, Residual>::type, Sum>::type;
+  static constexpr bool has_effect = true;
+
+  const X* x;
+  long long x_stride;
+  const Residual* residual;
+  long long residual_stride;
+  Sum* sum;
+  long long sum_stride;
+  Factor<RowScale, drops> factor;
+
+  template <int pack_size>
+  __device__ __forceinline__ Pack<Sum, pack_size> load(long long row, long long col) const {
+    Wide values[pack_size];
+    unpack(load_pack<pack_size>(x + row * x_stride + col), values);
+    factor.multiply(row, col, values, true);
+    if constexpr (!is_same<Residual, void>) {
+      Wide added[pack_size];
+      unpack(load_pack<pack_size>(residual + row * residual_stride + col), added);
+#pragma unroll
+      for (int at = 0; at < pack_size; ++at) values[at] += added[at];
+    }
+    const Pack<Sum, pack_size> rounded = repack<Sum>(values);
+    store_pack<pack_size>(sum + row * sum_stride + col, rounded);
+    return rounded;
+  }
+  template <int pack_size>
+  __device__ __forceinline__ Pack<Sum, pack_size> reload(long long row, long long col) const {
+    return load_pack<pack_size>(sum + row * sum_stride + col);
+  }
+};
+
+// Rounded: an element type that x_hat is rounded to before the weight multiplies it, as some models are written; void: it is
+// not.
+template <class Y, class Weight, class Bias, bool zero_centered, class Rounded = void>
 struct Store {
   using Added = Y;
   static constexpr bool adds = false;
@@ -169,15 +234,15 @@ struct Store {
   __device__ __forceinline__ void store(long long row, long long col, const Compute (&values)[pack_size],
                                         const Kept<pack_size>& kept, bool present = true) const {
     Compute scaled[pack_size];
-    if constexpr (is_same<Weight, void> && is_same<Bias, void>) {
 #pragma unroll
-      for (int at = 0; at < pack_size; ++at) scaled[at] = values[at];
-    } else {
+    for (int at = 0; at < pack_size; ++at) scaled[at] = values[at];
+    if constexpr (!is_same<Rounded, void>) unpack(repack<Rounded>(values), scaled);
+    if constexpr (!is_same<Weight, void> || !is_same<Bias, void>) {
       Compute weights[pack_size], biases[pack_size];
       kept.weight.unpack_to(weights, 1.0f);
       kept.bias.unpack_to(biases, 0.0f);
 #pragma unroll
-      for (int at = 0; at < pack_size; ++at) scaled[at] = values[at] * weights[at] + biases[at];
+      for (int at = 0; at < pack_size; ++at) scaled[at] = scaled[at] * weights[at] + biases[at];
     }
     const Pack<Y, pack_size> rounded = repack<Y>(scaled);
     if (present) store_pack<pack_size>(y + row * y_stride + col, rounded);
@@ -186,6 +251,70 @@ struct Store {
   __device__ __forceinline__ void store(long long row, long long col, const Compute (&values)[pack_size],
                                         bool present = true) const {
     store(row, col, values, keep<pack_size>(present ? col : 0), present);
+  }
+};
+
+// One x_hat, two affine maps of it: y of First, y1 of Second.
+template <class First, class Second>
+struct TwoStores {
+  First first;
+  Second second;
+
+  template <int pack_size>
+  struct Kept {
+    typename First::template Kept<pack_size> first;
+    typename Second::template Kept<pack_size> second;
+
+    __device__ __forceinline__ void forget_unpacked() {
+      first.forget_unpacked();
+      second.forget_unpacked();
+    }
+  };
+  template <int pack_size>
+  __device__ __forceinline__ Kept<pack_size> keep(long long col) const {
+    return {first.template keep<pack_size>(col), second.template keep<pack_size>(col)};
+  }
+
+  template <int pack_size, class Compute>
+  __device__ __forceinline__ void store(long long row, long long col, const Compute (&values)[pack_size],
+                                        const Kept<pack_size>& kept, bool present = true) const {
+    first.store(row, col, values, kept.first, present);
+    second.store(row, col, values, kept.second, present);
+  }
+};
+
+// x_hat of a row from the y that forward wrote, for a backward that has kept y alone: (y - bias) / weight. A weight smaller
+// than `smallest` divides as if it were that, with its sign: y has then lost more of x_hat than its digits hold.
+template <class Y, class Weight, class Bias, bool zero_centered, class C>
+struct LoadXHat {
+  using Held = C;
+  using Compute = C;
+  static constexpr bool has_effect = false;
+  static constexpr bool normalized = true;
+
+  const Y* y;
+  long long y_stride;
+  const Weight* weight;
+  const Bias* bias;
+  double smallest;
+
+  template <int pack_size>
+  __device__ __forceinline__ Pack<C, pack_size> load(long long row, long long col) const {
+    C values[pack_size], weights[pack_size], biases[pack_size];
+    unpack(load_pack<pack_size>(y + row * y_stride + col), values);
+    KeptParameter<Weight, zero_centered, pack_size>(weight, col).unpack_to(weights, 1.0f);
+    KeptParameter<Bias, false, pack_size>(bias, col).unpack_to(biases, 0.0f);
+#pragma unroll
+    for (int at = 0; at < pack_size; ++at) {
+      const C least = static_cast<C>(smallest);
+      const C divisor = weights[at] >= least || weights[at] <= -least ? weights[at] : weights[at] < 0 ? -least : least;
+      values[at] = (values[at] - biases[at]) / divisor;
+    }
+    return repack<C>(values);
+  }
+  template <int pack_size>
+  __device__ __forceinline__ Pack<C, pack_size> reload(long long row, long long col) const {
+    return load<pack_size>(row, col);
   }
 };
 
@@ -218,6 +347,50 @@ struct AddStore {
                                         bool present = true) const {
     Pack<Dsum, pack_size> fetched{};
     if (present) fetched = load_pack<pack_size>(added_start(row) + col);
+    store(row, col, values, fetched, present);
+  }
+};
+
+// The gradient of a sum, to which comes what reaches the sum from elsewhere (void: nothing does): to the residual as it is
+// (void: not wanted), to x times the factor of forward. Each is rounded once.
+template <class Dx, class Dresidual, class Dsum, class RowScale, bool drops>
+struct SplitStore {
+  static constexpr bool adds = !is_same<Dsum, void>;
+  using Added = typename Otherwise<Dsum, Dx>::type;
+
+  Dx* dx;
+  long long dx_stride;
+  const Dsum* dsum;
+  long long dsum_stride;
+  Dresidual* dresidual;
+  long long dresidual_stride;
+  Factor<RowScale, drops> factor;
+
+  __device__ __forceinline__ const Added* added_start(long long row) const { return dsum + row * dsum_stride; }
+  __device__ __forceinline__ long long added_stride() const { return dsum_stride; }
+
+  template <int pack_size, class Compute>
+  __device__ __forceinline__ void store(long long row, long long col, const Compute (&values)[pack_size],
+                                        const Pack<Added, pack_size>& fetched, bool present = true) const {
+    Compute split[pack_size];
+    if constexpr (adds) unpack(fetched, split);
+#pragma unroll
+    for (int at = 0; at < pack_size; ++at) split[at] = adds ? split[at] + values[at] : values[at];
+    if constexpr (!is_same<Dresidual, void>) {
+      const Pack<Dresidual, pack_size> rounded = repack<Dresidual>(split);
+      if (present) store_pack<pack_size>(dresidual + row * dresidual_stride + col, rounded);
+    }
+    factor.multiply(row, col, split, present);
+    const Pack<Dx, pack_size> rounded = repack<Dx>(split);
+    if (present) store_pack<pack_size>(dx + row * dx_stride + col, rounded);
+  }
+  template <int pack_size, class Compute>
+  __device__ __forceinline__ void store(long long row, long long col, const Compute (&values)[pack_size],
+                                        bool present = true) const {
+    Pack<Added, pack_size> fetched{};
+    if constexpr (adds) {
+      if (present) fetched = load_pack<pack_size>(added_start(row) + col);
+    }
     store(row, col, values, fetched, present);
   }
 };

@@ -22,7 +22,7 @@ struct RegisterGradient {
   typename Weights::template Kept<tile.pack_size> weights[tile.packs_per_thread];
   RegisterRow<LoadX, tile> x;
   RegisterRow<LoadDy, tile> dy;
-  RowGradient<Compute> next;
+  RowGradient<Compute, LoadX::normalized> next;
 
   __device__ __forceinline__ RegisterGradient(const Problem& problem, Slice cols)
       : problem(problem), cols(cols), reciprocal(Compute(1) / static_cast<Compute>(problem.num_cols)) {
@@ -47,7 +47,7 @@ struct RegisterGradient {
     if (row >= problem.num_rows) row = problem.num_rows - 1;
     x.fetch(problem.load_x, row, cols);
     dy.fetch(problem.load_dy, row, cols);
-    if constexpr (centered) next.mean = problem.mean[row];
+    if constexpr (centered && !LoadX::normalized) next.mean = problem.mean[row];
     next.rstd = problem.rstd[row];
   }
 
@@ -56,7 +56,7 @@ struct RegisterGradient {
   __device__ __forceinline__ void add_row(long long row, long long following, Reduce& reduce) {
     if constexpr (!fetch_ahead) fetch(row);
     const bool present = row < problem.num_rows;
-    RowGradient<Compute> gradient = next;
+    RowGradient<Compute, LoadX::normalized> gradient = next;
     Sums x_hats, wdys;
     Sum<Compute, 2> sums{};
 #pragma unroll

@@ -68,7 +68,7 @@ struct RegisterRow {
 #pragma unroll
     for (int pack = 0; pack < tile.packs_per_thread; ++pack) {
       const bool in_row = register_pack_in_row<tile>(pack, cols.size());
-      if (in_row || Load::num_streams == 1) {
+      if (in_row || !Load::has_effect) {
         packs[pack] = load.template load<tile.pack_size>(row, cols.first_col + (in_row ? register_col<tile>(pack) : 0));
       } else {
         packs[pack] = {};

@@ -28,6 +28,8 @@ _NAMES = {
     "rms_norm_linear_backward": "norm_linear",
     "ProjectedForward": "norm_linear",
     "ProjectedBackward": "norm_linear",
+    "FusedForward": "norm",
+    "FusedBackward": "norm",
     "plan": "dispatch",
     "Plan": "dispatch",
     "Tile": "strategies",

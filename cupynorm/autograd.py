@@ -14,8 +14,9 @@ from types import NoneType
 import torch
 from torch.autograd import forward_ad
 
-from . import formulas, norm, parallel, torch_ops
+from . import formulas, fused, norm, parallel, torch_ops
 from .arrays import TorchLibrary
+from .calls import Extras
 
 # Classes of what the kernels read where it lies. Not those of torch's wrappers (DTensor, FakeTensor), whose address is none.
 _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter, NoneType})
@@ -206,3 +207,79 @@ def _transformed_gradients(ctx, dy, dsum):
     forward = ctx.prepared
     made = formulas.gradients(dy, *ctx.saved_tensors, dsum, forward.extents, forward.zero_centered_weight)
     return [gradient if is_wanted else None for gradient, is_wanted in zip(made, _wanted(ctx))]
+
+
+# With fused options.
+
+
+def normalize_fused(
+    centered, input, extents, weight, bias, eps, residual, zero_centered_weight, out_dtype, out, options, extras
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:  # fmt: skip
+    """As normalize: (y, y1, the sum), differentiable once in all but row_scale and the seed."""
+    if out_dtype is None and out is None and _is_cuda_autocast() and input.is_cuda:
+        out_dtype = formulas.arithmetic(input)
+    compiling = _is_compiling()
+    if (_compiler_sees_transforms or not compiling) and (_is_transformed() or forward_ad._current_level >= 0):
+        raise NotImplementedError(
+            f"{_OPTIONS} was given to a call that torch.func or forward mode transforms; expected none of them"
+        )
+    tensors = (input, weight, bias, residual, extras.row_scale, extras.weight1, extras.bias1)
+    arguments = (centered, input, extents, weight, bias, eps, residual, zero_centered_weight, out_dtype)
+    if compiling or _num_dispatch_modes() or _is_wrapped(*tensors):
+        if out is not None:
+            raise ValueError("out was given to a call that torch traces or transforms; expected out=None")
+        if not compiling:
+            fused.check_forward(centered, input, extents, weight, bias, eps, residual, out_dtype, extras)
+        return torch_ops.fused_forward(*arguments, options, extras)
+    recorded = _is_grad_enabled() and _wants_gradient(input, weight, bias, residual, extras.weight1, extras.bias1)
+    prepared, given = fused.prepare_forward(*arguments, out, options, extras, norm.FOR_GRADIENTS if recorded else norm.FOR_Y)
+    if not recorded:
+        y, _, _, added, y1, _ = prepared.run(*given)
+        return y, y1, added
+    *tensors, _, extras = given
+    y, y1, added = _FusedNorm.apply(*tensors, extras.weight1, extras.bias1, prepared, extras)
+    return y, y1, input if added is None else added
+
+
+_OPTIONS = "residual_dtype, row_scale, dropout_p, weight1, bias1, round_x_hat or memory_efficient"
+
+
+class _FusedNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, input, weight, bias, residual, weight1, bias1, prepared, extras):
+        y, mean, rstd, added, y1, seed = prepared.run(input, weight, bias, residual, None, extras)
+        of_seed = seed if isinstance(seed, torch.Tensor) else None
+        kept = (y, None) if extras.memory_efficient else (added, mean)
+        ctx.save_for_backward(
+            *kept, rstd, weight, weight1, extras.row_scale, of_seed, bias if extras.memory_efficient else None
+        )
+        ctx.prepared, ctx.dropout = prepared, (extras.dropout_p, seed if of_seed is None else None)
+        ctx.memory_efficient = extras.memory_efficient
+        ctx.set_materialize_grads(False)
+        return y, y1, added if prepared.makes_sum else None
+
+    @staticmethod
+    def backward(ctx, dy, dy1, dsum):
+        forward = ctx.prepared
+        x, mean, rstd, weight, weight1, row_scale, seed, bias = ctx.saved_tensors
+        given = next((gradient for gradient in (dy, dy1, dsum) if gradient is not None), None)
+        if given is None:
+            return (None,) * 8
+        if _is_transformed() or _is_mapped(given) or forward_ad._current_level >= 0:
+            raise NotImplementedError(
+                f"the gradient of a call with {_OPTIONS} was asked for in a batch or in forward mode; expected one gradient at a time"
+            )
+        if dy is None and dy1 is None:
+            dy = torch.zeros_like(x)
+        wants = dict(zip(torch_ops.GRADIENTS, ctx.needs_input_grad))
+        wants |= {name: False for name in ("dweight", "dbias") if dy is None}
+        wants |= {name: False for name in ("dweight1", "dbias1") if dy1 is None}
+        p, int_seed = ctx.dropout
+        gradients = torch_ops.fused_gradients if torch.is_grad_enabled() else fused.backward  # create_graph=True
+        made = gradients(
+            forward.centered, dy, dy1, x, mean, rstd, forward.extents, weight, forward.zero_centered_weight, dsum,
+            tuple(name for name in norm.FusedBackward._fields if wants[name]), None, forward.bias_dtype, forward.backward_options,
+            forward.dtype, forward.residual_dtype, Extras(None, row_scale, p, int_seed if seed is None else seed, weight1),
+            forward.bias1_dtype, (weight, bias) if ctx.memory_efficient else None,
+        )  # fmt: skip
+        return *(getattr(made, name) for name in torch_ops.GRADIENTS), None, None

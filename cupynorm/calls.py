@@ -42,6 +42,56 @@ class Options(NamedTuple):
 DEFAULTS = Options()
 
 
+class Extras(NamedTuple):
+    """What a call fuses with the norm: keywords of cupynorm.layer_norm, checked as far as they need no other argument."""
+
+    residual_dtype: str | None = None
+    row_scale: Any = None
+    dropout_p: float = 0.0
+    dropout_seed: Any = None
+    weight1: Any = None
+    bias1: Any = None
+    round_x_hat: bool = False
+    memory_efficient: bool = False
+
+    @property
+    def has_second(self) -> bool:
+        """Whether there is a second output, y1."""
+        return self.weight1 is not None or self.bias1 is not None
+
+    @property
+    def is_scaled(self) -> bool:
+        """Whether anything multiplies the input."""
+        return self.row_scale is not None or self.dropout_p > 0
+
+
+NO_EXTRAS = Extras()
+
+
+class Dropout(NamedTuple):
+    """p: the probability that an element is dropped. seed_at: the address of an int64 seed, or 0: `seed` is it."""
+
+    p: float = 0.0
+    seed_at: int = 0
+    seed: int = 0
+
+    @property
+    def words(self) -> tuple[int, int, int, float]:
+        """The end of struct Factor of dropout.cuh."""
+        return self.seed_at, self.seed, round(self.p * 2**32), 1 / (1 - self.p) if self.p < 1 else 0.0
+
+
+NO_DROPOUT = Dropout()
+
+
+class OfY(NamedTuple):
+    """What a backward that has kept y in x's place needs of forward: its weight and bias, and the dtype of the arithmetic."""
+
+    weight: Parameter | None
+    bias: Parameter | None
+    compute: str
+
+
 class Machine(Protocol):
     """Where kernels run."""
 
@@ -66,17 +116,30 @@ class ForwardCall:
 
     def __init__(
         self, device: Device, centered: bool, x: Rows, y: Rows, weight: Parameter | None, bias: Parameter | None, eps: float,
-        zero_centered: bool, residual: Rows | None, sum: Rows | None, options: Options,
+        zero_centered: bool, residual: Rows | None, sum: Rows | None, options: Options, *, row_scale: Parameter | None = None,
+        drops: bool = False, y1: Rows | None = None, weight1: Parameter | None = None, bias1: Parameter | None = None,
+        round_x_hat: bool = False,
     ) -> None:  # fmt: skip
+        # Where x, the residual and their sum are of one dtype and nothing multiplies x, the sum is ResidualLoad's.
+        dtypes = {each.dtype for each in (x, residual, sum) if each}
+        self.has_own_sum = len(dtypes) > 1 or row_scale is not None or drops
+        own_sum = {}
+        if self.has_own_sum:
+            own_sum = {"input": x.dtype, "residual_dtype": residual.dtype if residual else None, "dropout": drops}
+            own_sum |= {"row_scale": row_scale[1] if row_scale else None}
         problem = Problem(
-            "forward", centered, x.num_cols, x.dtype, y=y.dtype, weight=weight[1] if weight else None,
-            bias=bias[1] if bias else None, zero_centered=bool(zero_centered), residual=residual is not None,
-            pack_limit=pack_limit(x.num_cols, _layouts((x, y, residual, sum), (weight, bias))),
+            "forward", centered, x.num_cols, sum.dtype if sum else x.dtype, y=y.dtype, weight=weight[1] if weight else None,
+            bias=bias[1] if bias else None, zero_centered=bool(zero_centered),
+            residual=residual is not None and not self.has_own_sum,
+            pack_limit=pack_limit(x.num_cols, _layouts((x, y, residual, sum, y1), (weight, bias, weight1, bias1))),
+            y1=y1.dtype if y1 else None, weight1=weight1[1] if weight1 else None, bias1=bias1[1] if bias1 else None,
+            round_x_hat=x.dtype if round_x_hat and DTYPES[x.dtype].itemsize < 4 else None, **own_sum,
         )  # fmt: skip
         self.plan: Plan = make_plan(problem, device, x.num_rows, **options._asdict())
         self.x_stride, self.y_stride = x.row_stride, y.row_stride
         self.residual_stride = residual.row_stride if residual else None
         self.sum_stride = sum.row_stride if sum else 0
+        self.y1_stride = y1.row_stride if y1 else None
         self.tail = (x.num_rows, x.num_cols, float(eps))
 
     def words(self, x: int, y: int, weight: int, bias: int, mean: int, rstd: int, residual: int = 0, sum: int = 0) -> tuple:
@@ -89,24 +152,49 @@ class ForwardCall:
         )  # fmt: skip
 
 
+class FusedForwardCall(ForwardCall):
+    """A forward with fused options: the words of what a plain one lacks come in their places."""
+
+    def words(
+        self, x: int, y: int, weight: int, bias: int, mean: int, rstd: int, residual: int, sum: int, row_scale: int, dropout: Dropout,
+        y1: int, weight1: int, bias1: int,
+    ) -> tuple:  # fmt: skip
+        load = (x, self.x_stride)
+        if self.has_own_sum or self.residual_stride is not None:
+            load += (residual, self.residual_stride or 0, sum, self.sum_stride)
+        if self.has_own_sum:
+            load += (row_scale, *dropout.words)
+        store = (y, self.y_stride, weight, bias)
+        if self.y1_stride is not None:
+            store += (y1, self.y1_stride, weight1, bias1)
+        return (*load, *store, mean, rstd, *self.tail)
+
+
 class BackwardCall:
     """A planned backward of given shapes, dtypes, strides and alignment; addresses come with each run."""
 
     def __init__(
         self, device: Device, centered: bool, x: Rows, dy: Rows, weight: Parameter | None, zero_centered: bool,
-        dx: Rows | None, dweight: Parameter | None, dbias: Parameter | None, dsum: Rows | None, options: Options,
+        dx: Rows | None, dweight: Parameter | None, dbias: Parameter | None, dsum: Rows | None, options: Options, *,
+        dresidual: Rows | None = None, row_scale: Parameter | None = None, drops: bool = False, of_y: OfY | None = None,
     ) -> None:  # fmt: skip
         dsum = dsum if dx else None
+        y_weight, y_bias, held = of_y or (None, None, x.dtype)
         problem = Problem(
-            "backward", centered, x.num_cols, x.dtype, weight=weight[1] if weight else None, zero_centered=bool(zero_centered),
+            "backward", centered, x.num_cols, held, weight=weight[1] if weight else None, zero_centered=bool(zero_centered),
             dy=dy.dtype, dx=dx.dtype if dx else None, dweight=dweight[1] if dweight else None,
             dbias=dbias[1] if dbias else None, dsum=dsum.dtype if dsum else None,
-            pack_limit=pack_limit(x.num_cols, _layouts((x, dy, dx, dsum), (weight, dweight, dbias))),
+            pack_limit=pack_limit(x.num_cols, _layouts((x, dy, dx, dsum, dresidual), (weight, dweight, dbias, y_weight, y_bias))),
+            y=x.dtype if of_y else None, y_weight=y_weight[1] if y_weight else None, y_bias=y_bias[1] if y_bias else None,
+            dresidual=dresidual.dtype if dresidual else None, row_scale=row_scale[1] if row_scale else None, dropout=drops,
         )  # fmt: skip
         self.plan: Plan = make_plan(problem, device, x.num_rows, **options._asdict())
         self.x_stride, self.dy_stride = x.row_stride, dy.row_stride
         self.dx_stride = dx.row_stride if dx else 0
         self.dsum_stride = dsum.row_stride if dsum else 0
+        self.dresidual_stride = dresidual.row_stride if dresidual else 0
+        self.smallest = DTYPES[x.dtype].half_ulp if of_y else None
+        self.splits = bool(dresidual or row_scale or drops)
         self.num_rows, self.num_cols, self.num_partials = x.num_rows, x.num_cols, self.plan.num_partials
         # One partial row of sums for each block or cluster, of dweight first.
         self.partials_shape = (
@@ -138,15 +226,41 @@ class BackwardCall:
         return words
 
 
+class FusedBackwardCall(BackwardCall):
+    """A backward with fused options: the words of what a plain one lacks come in their places."""
+
+    def words(
+        self, x: int, dy: int, weight: int, dx: int, mean: int, rstd: int, dweight: int, dbias: int, dsum: int, partials: int,
+        dresidual: int, row_scale: int, dropout: Dropout, y_weight: int, y_bias: int,
+    ) -> list[tuple]:  # fmt: skip
+        words = super().words(x, dy, weight, dx, mean, rstd, dweight, dbias, dsum, partials)
+        if self.goes_by_rows and self.splits:
+            until_dsum, rest = words[0][:9], words[0][9:]
+            words[0] = (*until_dsum, dresidual, self.dresidual_stride, row_scale, *dropout.words, *rest)
+        if self.smallest is not None:
+            # struct LoadXHat where struct Load would be
+            reads_rows = [self.goes_by_rows] * self.goes_by_rows + [self.partials_shape is None] * self.sums_up
+            for at, reads in enumerate(reads_rows):
+                if reads:
+                    words[at] = (*words[at][:2], y_weight, y_bias, self.smallest, *words[at][2:])
+        return words
+
+
 def run_forward(
     machine: Machine, centered: bool, x: Rows, y: Rows, weight: Parameter | None, bias: Parameter | None, mean: int, rstd: int,
     eps: float, zero_centered: bool = False, residual: Rows | None = None, sum: Rows | None = None, options: Options = DEFAULTS,
+    *, row_scale: Parameter | None = None, dropout: Dropout = NO_DROPOUT, y1: Rows | None = None, weight1: Parameter | None = None,
+    bias1: Parameter | None = None, round_x_hat: bool = False,
 ) -> Plan:  # fmt: skip
     """Plans and launches a forward on arrays that are checked and allocated; mean and rstd are addresses, 0 if not wanted."""
-    call = ForwardCall(machine.device, centered, x, y, weight, bias, eps, zero_centered, residual, sum, options)
+    call = FusedForwardCall(
+        machine.device, centered, x, y, weight, bias, eps, zero_centered, residual, sum, options, row_scale=row_scale,
+        drops=dropout.p > 0, y1=y1, weight1=weight1, bias1=bias1, round_x_hat=round_x_hat,
+    )  # fmt: skip
     words = call.words(
         x.pointer, y.pointer, weight[0] if weight else 0, bias[0] if bias else 0, mean, rstd,
-        residual.pointer if residual else 0, sum.pointer if sum else 0,
+        residual.pointer if residual else 0, sum.pointer if sum else 0, row_scale[0] if row_scale else 0, dropout,
+        y1.pointer if y1 else 0, weight1[0] if weight1 else 0, bias1[0] if bias1 else 0,
     )  # fmt: skip
     for launch in call.plan.launches:
         machine.launch(launch, words)
@@ -156,13 +270,18 @@ def run_forward(
 def run_backward(
     machine: Machine, centered: bool, x: Rows, dy: Rows, mean: int, rstd: int, weight: Parameter | None, zero_centered: bool,
     dx: Rows | None, dweight: Parameter | None, dbias: Parameter | None, dsum: Rows | None = None, options: Options = DEFAULTS,
+    *, dresidual: Rows | None = None, row_scale: Parameter | None = None, dropout: Dropout = NO_DROPOUT, of_y: OfY | None = None,
 ) -> Plan:  # fmt: skip
     """Plans and launches a backward on arrays that are checked and allocated; None for a gradient that is not wanted."""
-    call = BackwardCall(machine.device, centered, x, dy, weight, zero_centered, dx, dweight, dbias, dsum, options)
+    call = FusedBackwardCall(
+        machine.device, centered, x, dy, weight, zero_centered, dx, dweight, dbias, dsum, options, dresidual=dresidual,
+        row_scale=row_scale, drops=dropout.p > 0, of_y=of_y,
+    )  # fmt: skip
     partials, address = machine.empty(call.partials_shape, call.plan.problem.compute) if call.partials_shape else (None, 0)
     words = call.words(
         x.pointer, dy.pointer, weight[0] if weight else 0, dx.pointer if dx else 0, mean, rstd, dweight[0] if dweight else 0,
-        dbias[0] if dbias else 0, dsum.pointer if dsum else 0, address,
+        dbias[0] if dbias else 0, dsum.pointer if dsum else 0, address, dresidual.pointer if dresidual else 0,
+        row_scale[0] if row_scale else 0, dropout, *(parameter[0] if parameter else 0 for parameter in (of_y or (None, None))[:2]),
     )  # fmt: skip
     for launch, launch_words in zip(call.plan.launches, words):
         machine.launch(launch, launch_words)

@@ -74,18 +74,34 @@ def _bool(value: object) -> str:
     return "true" if value else "false"
 
 
+def _load_x(problem: Problem) -> str:
+    if problem.forward or problem.y is None:
+        return f"Load<{_cpp(problem.x)}>"
+    types = ", ".join(_cpp(name) for name in (problem.y, problem.y_weight, problem.y_bias))
+    return f"LoadXHat<{types}, {_bool(problem.zero_centered)}, {_cpp(problem.compute)}>"
+
+
 def _kernel(problem: Problem, strategy: str, tile: Tile, statistics: str) -> Kernel:
     zero_centered = _bool(problem.zero_centered)
-    load_x = f"Load<{_cpp(problem.x)}>"
+    factor = f"{_cpp(problem.row_scale)}, {_bool(problem.dropout)}"
+    load_x = _load_x(problem)
     if problem.forward:
         if problem.residual:
             load_x = f"ResidualLoad<{_cpp(problem.x)}>"
-        store = f"Store<{_cpp(problem.y)}, {_cpp(problem.weight)}, {_cpp(problem.bias)}, {zero_centered}>"
+        if problem.input:
+            load_x = f"SumLoad<{_cpp(problem.input)}, {_cpp(problem.residual_dtype)}, {_cpp(problem.x)}, {factor}>"
+        rounded = f", {_cpp(problem.round_x_hat)}" if problem.round_x_hat else ""
+        store = f"Store<{_cpp(problem.y)}, {_cpp(problem.weight)}, {_cpp(problem.bias)}, {zero_centered}{rounded}>"
+        if problem.y1:
+            second = f"Store<{_cpp(problem.y1)}, {_cpp(problem.weight1)}, {_cpp(problem.bias1)}, {zero_centered}{rounded}>"
+            store = f"TwoStores<{store}, {second}>"
         arguments = f"{load_x}, {store}, {_bool(problem.centered)}, Statistics::{statistics}"
     else:
         store = f"Store<{_cpp(problem.dx or problem.x)}, void, void, false>"
         if problem.dsum:
             store = f"AddStore<{_cpp(problem.dx or problem.x)}, {_cpp(problem.dsum)}>"
+        if problem.dresidual or problem.row_scale or problem.dropout:
+            store = f"SplitStore<{_cpp(problem.dx)}, {_cpp(problem.dresidual)}, {_cpp(problem.dsum)}, {factor}>"
         scale = f"Scale<{_cpp(problem.weight)}, {zero_centered}>"
         sums = strategy != "uncached"
         gradients = (
@@ -106,7 +122,7 @@ def _parameters_kernel(problem: Problem, strategy: str) -> tuple[Tile | None, Ke
     tile = Tile(pack_size, lanes, rows_per_block=512 // lanes, blocks_per_sm=2)
     compute = _cpp(problem.compute)
     if strategy == "uncached":
-        rows = f"RowProducts<Load<{_cpp(problem.x)}>, Load<{_cpp(problem.dy)}>, {_bool(problem.centered)}>"
+        rows = f"RowProducts<{_load_x(problem)}, Load<{_cpp(problem.dy)}>, {_bool(problem.centered)}>"
     else:
         rows = f"PartialSums<{compute}>"
     outputs = f"{_cpp(problem.dweight)}, {_cpp(problem.dbias)}"
@@ -176,7 +192,8 @@ def _check_tile(problem: Problem, strategy: str, tile: Tile, device: Device) -> 
         )
     if tile.stages and not can_ring(replace(problem, pack_limit=tile.pack_size), device):
         raise ValueError(
-            f"tile has stages {tile.stages}; a ring needs float32 arithmetic, and sm_90 or later for the copy engine"
+            f"tile has stages {tile.stages}; a ring needs float32 arithmetic, sm_90 or later for the copy engine, and neither "
+            "residual_dtype nor dropout nor row_scale nor memory_efficient"
         )
     smem_bytes = smem_bytes_of(problem, tile, strategy)
     if smem_bytes > device.smem_per_block:
@@ -258,6 +275,12 @@ def widest(strategy: str, problem: Problem, device: Device) -> int | None:
     return low * step
 
 
+_TENSORS = {
+    *("x", "y", "weight", "bias", "dy", "dx", "dweight", "dbias", "dsum"),
+    *("input", "residual_dtype", "row_scale", "dresidual", "y1", "weight1", "bias1"),
+}
+
+
 @dataclass(frozen=True)
 class Plan:
     """How one problem is computed. launches: the kernels in order; bytes_moved: what they read and write in global memory.
@@ -279,11 +302,7 @@ class Plan:
 
     def __str__(self) -> str:
         norm = "layer_norm" if self.problem.centered else "rms_norm"
-        tensors = ", ".join(
-            f"{name} {value}"
-            for name, value in asdict(self.problem).items()
-            if name in ("x", "y", "weight", "bias", "dy", "dx", "dweight", "dbias", "dsum") and value
-        )
+        tensors = ", ".join(f"{name} {value}" for name, value in asdict(self.problem).items() if value and name in _TENSORS)
         lines = [
             ("problem", f"{norm} {self.problem.direction}, {self.num_rows} rows x {self.problem.num_cols} columns"),
             ("tensors", tensors),
@@ -381,6 +400,7 @@ def make_plan(
         wanted = bool(problem.dweight) + bool(problem.dbias)
         moved += 2 * wanted * num_partials * problem.num_cols * DTYPES[problem.compute].itemsize
     parameters = [problem.weight, problem.bias if problem.forward else None, problem.dweight, problem.dbias]
+    parameters += [problem.weight1, problem.bias1, problem.y_weight, problem.y_bias]
     once = problem.num_cols * sum(DTYPES[name].itemsize for name in parameters if name)
     statistics_bytes = num_rows * (1 + problem.centered) * compute_dtype(problem.x).itemsize
     return Plan(

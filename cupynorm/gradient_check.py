@@ -6,13 +6,20 @@ last place of the output dtype at v, n = num_cols and g = u * (4 + sqrt(n)): a s
     x_hat    e = g * a * (1 + |x_hat|) + m + m^2 * |x_hat|
              a = max(1, var / |var + eps|) is what a negative eps takes from rstd. m is what the rounding of the mean takes: in
              backward u * |mean| * rstd, in forward nothing; with welford, whose mean errs more, g * |mean| * rstd in both.
-    y        |w| * e + 2u * (|x_hat * w| + |bias|) + h(y)
+    y        |w| * e + 2u * (|x_hat * w| + |bias|) + h(y)     round_x_hat: |w| * h(x_hat) more, in the input's dtype
+    memory_efficient, where backward has x_hat from y: e of backward is what is allowed of y over max(|w|, t), and
+             |x_hat| * (max(0, 1 - |w| / t) + 2u), with t half a unit in the last place of 1 in y's dtype; of dweight sum |dy * e|
     mean     u * |mean| + g * mean(|x - mean|)                  welford: g * |mean| in place of u * |mean|
     rstd     rstd * (g * a + u + m^2)                           m of forward
-    dx       rstd * (4u * |wdy| + g * mean(|wdy|) + |x_hat| * (g * mean(|wdy * x_hat|) + mean(|wdy| * e)) + e * |mean(wdy * x_hat)|)
+    dx       rstd * (4u * |wdy| + g * mean(|wdy|) + |x_hat| * (g * mean(|wdy * x_hat|) + mean(|wdy| * e)) + e * (|mean(wdy * x_hat)| + mean(|wdy| * e)))
              + g * a * |dx| + h(dx)
     dweight  2 * sqrt(sum (dy * e)^2) + s(dy * x_hat) + h(dweight)
     dbias    s(dy) + h(dbias)          s(t) = u * (4 + sqrt(num_rows)) * max(|sum t|, sqrt(num_rows) * rms(t)): sums over rows
+
+    sum      exact; where x is scaled, or the sum has its own dtype: 4u * |scaled x| + u * |sum| + h(sum), less what does not apply.
+             All else is then judged as of the very sum that came out
+    dresidual  as dx, of which dx is then scaled, and 4u * |dx| more; u * |dresidual| more where dsum is added
+    y1       as y, with its own dweight1 and dbias1; what it brings to dx is allowed as dx of its own, and 2u * |dx| to add it
 
 For float64 all of it twice: the reference then errs as much as what it judges.
 
@@ -22,7 +29,7 @@ A NaN must be a NaN, an infinity the same infinity. Below the smallest normal fl
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
@@ -41,7 +48,11 @@ NORMS = ("layer_norm", "rms_norm")
 
 @dataclass(frozen=True)
 class Case:
-    """One problem to check. None: absent (dtypes) or left to the width (strategy, tile, statistics)."""
+    """One problem to check. None: absent (dtypes) or left to the width (strategy, tile, statistics).
+
+    residual: whether there is one, of the sum's dtype, or its dtype. row_scale: its dtype. dsum: whether a gradient reaches the sum.
+    weight1, bias1: the dtypes of those of a second output.
+    """
 
     norm: str
     num_rows: int
@@ -54,17 +65,54 @@ class Case:
     tile: Tile | None = None
     statistics: str | None = None
     zero_centered_weight: bool = False
-    residual: bool = False
+    residual: bool | str = False
     eps: float = 1e-5
     sm_margin: int = 0
+    residual_dtype: str | None = None
+    row_scale: str | None = None
+    dropout_p: float = 0.0
+    dsum: bool = False
+    weight1: str | None = None
+    bias1: str | None = None
+    round_x_hat: bool = False
+    memory_efficient: bool = False
 
     def dtype(self, name: str) -> str | None:
         value = getattr(self, name)
         return self.x if value == "same" or (name == "y" and value is None) else value
 
+    @property
+    def sum(self) -> str:
+        """The dtype of what is normalised."""
+        return self.residual_dtype or self.x
+
+    @property
+    def added(self) -> str | None:
+        """The dtype of the residual."""
+        return self.residual if isinstance(self.residual, str) else self.sum if self.residual else None
+
+    @property
+    def has_own_sum(self) -> bool:
+        """Whether the row is more than x, or x and a residual of one dtype."""
+        return self.is_scaled or {self.sum, self.added or self.x} != {self.x}
+
+    @property
+    def has_second(self) -> bool:
+        return self.weight1 is not None or self.bias1 is not None
+
+    @property
+    def is_scaled(self) -> bool:
+        return self.row_scale is not None or self.dropout_p > 0
+
     def __str__(self) -> str:
         extras = [self.dtype("y") if self.dtype("y") != self.x else "", self.strategy or "", self.statistics or ""]
-        extras += ["residual" if self.residual else "", "1 + weight" if self.zero_centered_weight else ""]
+        extras += [f"residual {self.added}" if self.residual else "", "1 + weight" if self.zero_centered_weight else ""]
+        extras += [f"sum {self.sum}" if self.residual_dtype else "", "dsum" if self.dsum else ""]
+        extras += [f"{name} {getattr(self, name)}" for name in ("weight1", "bias1") if getattr(self, name)]
+        extras += [
+            f"row_scale {self.row_scale}" if self.row_scale else "",
+            f"dropout {self.dropout_p}" if self.dropout_p else "",
+        ]
         return " ".join(filter(None, [self.norm, f"{self.num_rows} x {self.num_cols}", self.x, *extras]))
 
 
@@ -227,6 +275,16 @@ class Problem:
     weight: np.ndarray | None
     bias: np.ndarray | None
     residual: np.ndarray | None = None
+    row_scale: np.ndarray | None = None
+    dsum: np.ndarray | None = None
+    dropout_seed: int = -0x123456789ABCDEF
+    weight1: np.ndarray | None = None
+    bias1: np.ndarray | None = None
+    dy1: np.ndarray | None = None
+
+    def scaled(self, of: np.ndarray) -> np.ndarray:
+        """As x before the residual is added, and as the gradient of the sum on its way to x."""
+        return reference.scaled(of, self.row_scale, self.case.dropout_p, self.dropout_seed)
 
 
 def random_problem(case: Case, seed: int = 0) -> Problem:
@@ -245,15 +303,21 @@ def random_problem(case: Case, seed: int = 0) -> Problem:
     dy = draw(shape, case.dtype("y"))
     weight = draw(shape[1:], case.dtype("weight"), 0.0 if case.zero_centered_weight else 1.0, 0.5)
     bias = draw(shape[1:], case.dtype("bias"))
-    return Problem(case, x, dy, weight, bias, draw(shape, case.x) if case.residual else None)
+    residual = draw(shape, case.added)
+    row_scale = draw(shape[:1], case.row_scale, 1.0)
+    problem = Problem(case, x, dy, weight, bias, residual, row_scale, draw(shape, case.sum) if case.dsum else None)
+    problem.weight1 = draw(shape[1:], case.weight1, 0.0 if case.zero_centered_weight else 1.0, 0.5)
+    problem.bias1 = draw(shape[1:], case.bias1)
+    problem.dy1 = draw(shape, case.dtype("y") if case.has_second else None)
+    return problem
 
 
 def run_kernels(problem: Problem, where: CpuMachine | GpuCheckMachine) -> dict[str, np.ndarray]:
-    """y, mean, rstd, dx, dweight, dbias of the kernels, as float64; outputs are NaN before they run."""
+    """y, mean, rstd, dx, dweight, dbias of the kernels, as float64, and sum and dresidual; outputs are NaN before they run."""
     case = problem.case
     shape = (case.num_rows, case.num_cols)
     centered = case.norm == "layer_norm"
-    compute = compute_dtype(case.x).name
+    compute = compute_dtype(case.sum).name
     kept = []  # arrays must outlive the launches that use their addresses
 
     def put(values: np.ndarray | None, dtype: str | None) -> int:
@@ -279,22 +343,57 @@ def run_kernels(problem: Problem, where: CpuMachine | GpuCheckMachine) -> dict[s
     x = as_rows(put(problem.x, case.x), case.x)
     residual = added = None
     if problem.residual is not None:
-        residual = as_rows(put(problem.residual, case.x), case.x)
-        added = as_rows(make("sum", shape, case.x), case.x)
+        residual = as_rows(put(problem.residual, case.added), case.added)
+    if problem.residual is not None or case.has_own_sum:
+        added = as_rows(make("sum", shape, case.sum), case.sum)
+    row_scale = (put(problem.row_scale, case.row_scale), case.row_scale) if case.row_scale else None
+    weight1 = (put(problem.weight1, case.weight1), case.weight1) if case.weight1 else None
+    bias1 = (put(problem.bias1, case.bias1), case.bias1) if case.bias1 else None
+    y1 = as_rows(make("y1", shape, case.dtype("y")), case.dtype("y")) if case.has_second else None
+    dropout = calls.NO_DROPOUT
+    if case.dropout_p:
+        # Of two equal seeds the kernels are given one by value, the other by its address.
+        seed_at, array = where.put(np.array([problem.dropout_seed]))[::-1]
+        kept.append(array)
+        dropout = calls.Dropout(case.dropout_p, seed_at, 0)
     y = as_rows(make("y", shape, case.dtype("y")), case.dtype("y"))
     mean = make("mean", shape[:1], compute) if centered else 0
     rstd = make("rstd", shape[:1], compute)
     calls.run_forward(
-        where, centered, x, y, weight, bias, mean, rstd, case.eps, case.zero_centered_weight, residual, added, options
-    )
+        where, centered, x, y, weight, bias, mean, rstd, case.eps, case.zero_centered_weight, residual, added, options,
+        row_scale=row_scale, dropout=dropout, y1=y1, weight1=weight1, bias1=bias1, round_x_hat=case.round_x_hat,
+    )  # fmt: skip
 
     dy = as_rows(put(problem.dy, case.dtype("y")), case.dtype("y"))
     dx = as_rows(make("dx", shape, case.x), case.x)
     dweight = (make("dweight", shape[1:], weight[1]), weight[1]) if weight else None
     dbias = (make("dbias", shape[1:], bias[1]), bias[1]) if bias else None
+    # What backward knows of the row: the row, or y.
+    row, of_y = added or x, None
+    if case.memory_efficient:
+        row, of_y = y, calls.OfY(weight, bias, compute)
+    dresidual = dsum = None
+    if residual and case.has_own_sum:
+        dresidual = as_rows(make("dresidual", shape, case.added), case.added)
+    if problem.dsum is not None:
+        dsum = as_rows(put(problem.dsum, case.sum), case.sum)
+    if case.dropout_p:
+        dropout = calls.Dropout(case.dropout_p, 0, problem.dropout_seed)
+    if case.has_second:
+        # What the second output brings comes first, and goes on in the arithmetic's dtype.
+        dy1 = as_rows(put(problem.dy1, case.dtype("y")), case.dtype("y"))
+        array, pointer = where.empty(shape, compute)
+        kept.append(array)
+        calls.run_backward(
+            where, centered, row, dy1, mean, rstd, weight1, case.zero_centered_weight, as_rows(pointer, compute),
+            (make("dweight1", shape[1:], case.weight1), case.weight1) if weight1 else None,
+            (make("dbias1", shape[1:], case.bias1), case.bias1) if bias1 else None, dsum, options._replace(tile=None),
+            of_y=of_y,
+        )  # fmt: skip
+        dsum = as_rows(pointer, compute)
     calls.run_backward(
-        where, centered, added or x, dy, mean, rstd, weight, case.zero_centered_weight, dx, dweight, dbias, None,
-        options._replace(tile=None),
+        where, centered, row, dy, mean, rstd, weight, case.zero_centered_weight, dx, dweight, dbias, dsum,
+        options._replace(tile=None), dresidual=dresidual, row_scale=row_scale, dropout=dropout, of_y=of_y,
     )  # fmt: skip
     return {name: decode(where.get(array), dtype) for name, (array, dtype) in outputs.items()}
 
@@ -335,16 +434,19 @@ def run_callable(function: Callable, problem: Problem) -> dict[str, np.ndarray]:
     return {name: value.detach().double().cpu().numpy() for name, value in results.items()}
 
 
-def expect(problem: Problem, *, rounded_mean: bool = False) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+def expect(
+    problem: Problem, *, rounded_mean: bool = False, added: np.ndarray | None = None, e_backward: np.ndarray | None = None
+) -> dict[str, tuple[np.ndarray, np.ndarray]]:
     """float64 truth and what is allowed, for each tensor: formulas in this module's docstring.
 
-    rounded_mean: allow forward the rounding of its mean, as for welford and for other people's kernels.
+    rounded_mean: allow forward the rounding of its mean, as for welford and for other people's kernels. added: the sum that came
+    out, of a case that has its own; without it, the sum that is rounded once. e_backward: what backward's x_hat may err, if not as above.
     """
     case = problem.case
     centered = case.norm == "layer_norm"
-    x = problem.x
-    if problem.residual is not None:
-        x = decode(encode(x + problem.residual, case.x), case.x)
+    scaled_x = problem.scaled(problem.x)
+    exact_sum = scaled_x if problem.residual is None else scaled_x + problem.residual
+    x = added if added is not None and case.has_own_sum else decode(encode(exact_sum, case.sum), case.sum)
     forward = (reference.layer_norm if centered else reference.rms_norm)(
         x, problem.weight, problem.bias, case.eps, zero_centered_weight=case.zero_centered_weight
     )
@@ -359,7 +461,7 @@ def expect(problem: Problem, *, rounded_mean: bool = False) -> dict[str, tuple[n
             problem.dy, x, rstd, problem.weight, zero_centered_weight=case.zero_centered_weight
         )
 
-    u = compute_dtype(case.x).half_ulp
+    u = compute_dtype(case.sum).half_ulp
     g = u * (4 + np.sqrt(case.num_cols))
 
     def half_ulp(values: np.ndarray, dtype: str) -> np.ndarray:
@@ -374,9 +476,20 @@ def expect(problem: Problem, *, rounded_mean: bool = False) -> dict[str, tuple[n
         amplified = np.fmax(1.0, np.abs((centered_x**2).mean(axis=1) * rstd**2))[:, None]
         # What the rounding of the mean does to x_hat, and its square to rstd.
         of_mean = (g if rounded_mean else u) * np.abs(mean)[:, None] * columns
-        e_backward = g * amplified * (1 + np.abs(x_hat)) + of_mean + of_mean**2 * np.abs(x_hat)
-        e = e_backward if rounded_mean else g * amplified * (1 + np.abs(x_hat))
+        e_usual = g * amplified * (1 + np.abs(x_hat)) + of_mean + of_mean**2 * np.abs(x_hat)
+        e = e_usual if rounded_mean else g * amplified * (1 + np.abs(x_hat))
+        if case.round_x_hat:
+            e = e + half_ulp(x_hat, case.x)
         w = np.broadcast_to(scale(problem.weight, case.zero_centered_weight), (case.num_cols,))
+        has_y_alone = case.memory_efficient or e_backward is not None
+        if e_backward is None:
+            e_backward = e_usual
+        if case.memory_efficient:
+            # x_hat is what y tells of it.
+            least = DTYPES[case.dtype("y")].half_ulp
+            of_y = np.abs(w) * e + 2 * u * (np.abs(x_hat * w) + np.abs(problem.bias if problem.bias is not None else 0.0))
+            of_y = of_y + half_ulp(forward.y, case.dtype("y"))
+            e_backward = of_y / np.maximum(np.abs(w), least) + np.abs(x_hat) * (np.maximum(0.0, 1 - np.abs(w) / least) + 2 * u)
         b = np.zeros(case.num_cols) if problem.bias is None else problem.bias
         wdy = problem.dy * w
         mean_wdy_x_hat = (wdy * x_hat).mean(axis=1, keepdims=True)
@@ -385,9 +498,33 @@ def expect(problem: Problem, *, rounded_mean: bool = False) -> dict[str, tuple[n
             + g * np.abs(wdy).mean(axis=1, keepdims=True)
             + np.abs(x_hat)
             * (g * np.abs(wdy * x_hat).mean(axis=1, keepdims=True) + (np.abs(wdy) * e_backward).mean(axis=1, keepdims=True))
-            + e_backward * np.abs(mean_wdy_x_hat)
+            + e_backward * (np.abs(mean_wdy_x_hat) + (np.abs(wdy) * e_backward).mean(axis=1, keepdims=True))
         )
         dx_allowed = dx_allowed + g * amplified * np.abs(gradients.dx)
+        dx = gradients.dx
+        if problem.dsum is not None:
+            dx = dx + problem.dsum
+            dx_allowed = dx_allowed + u * np.abs(dx)
+        second = {}
+        if case.has_second:
+            # As another output of the row that was normalised, whose dx, rounded to the arithmetic's dtype, is added to this one's.
+            alone = replace(
+                case, x=compute_dtype(case.sum).name, y=case.dtype("y"), weight=case.weight1, bias=case.bias1, weight1=None, bias1=None,
+                residual=False, residual_dtype=None, row_scale=None, dropout_p=0.0, dsum=False, round_x_hat=False,
+                memory_efficient=False,
+            )  # fmt: skip
+            second = expect(
+                Problem(alone, x, problem.dy1, problem.weight1, problem.bias1), rounded_mean=rounded_mean, e_backward=e_backward
+            )
+            if case.round_x_hat:
+                w1 = np.abs(scale(problem.weight1, case.zero_centered_weight))
+                second["y"] = second["y"][0], second["y"][1] + w1 * half_ulp(x_hat, case.x)
+            dx = dx + second["dx"][0]
+            dx_allowed = dx_allowed + second["dx"][1] + 2 * u * np.abs(dx)
+        dresidual, dresidual_allowed = dx, dx_allowed
+        if case.is_scaled:
+            dx = problem.scaled(dresidual)
+            dx_allowed = np.abs(problem.scaled(dresidual_allowed)) + 4 * u * np.abs(dx)
 
         def of_sum(terms: np.ndarray) -> np.ndarray:
             num_rows = max(1, case.num_rows)
@@ -397,21 +534,34 @@ def expect(problem: Problem, *, rounded_mean: bool = False) -> dict[str, tuple[n
         expected = {
             "y": (forward.y, np.abs(w) * e + 2 * u * (np.abs(x_hat * w) + np.abs(b)) + half_ulp(forward.y, case.dtype("y"))),
             "rstd": (rstd, rstd * (g * amplified[:, 0] + u + (of_mean[:, 0] ** 2 if rounded_mean else 0.0))),
-            "dx": (gradients.dx, dx_allowed + half_ulp(gradients.dx, case.x)),
+            "dx": (dx, dx_allowed + half_ulp(dx, case.x)),
         }
         if centered:
             of_rounding = (g if rounded_mean else u) * np.abs(mean)
             spread = g * np.abs(centered_x).mean(axis=1)
-            expected["mean"] = (mean, of_rounding + spread + half_ulp(mean, compute_dtype(case.x).name))
+            expected["mean"] = (mean, of_rounding + spread + half_ulp(mean, compute_dtype(case.sum).name))
         if problem.weight is not None:
-            allowed = 2 * np.sqrt(((problem.dy * e_backward) ** 2).sum(axis=0)) + of_sum(problem.dy * x_hat)
+            off = np.abs(problem.dy * e_backward)
+            allowed = off.sum(axis=0) if has_y_alone else 2 * np.sqrt((off**2).sum(axis=0))
+            allowed = allowed + of_sum(problem.dy * x_hat)
             expected["dweight"] = (gradients.dweight, allowed + half_ulp(gradients.dweight, case.dtype("weight")))
         if problem.bias is not None:
             allowed = of_sum(problem.dy) + half_ulp(gradients.dbias, case.dtype("bias"))
             expected["dbias"] = (gradients.dbias, allowed)
-        if problem.residual is not None:
+        expected |= {f"{name}1": second[name] for name in ("y", "dweight", "dbias") if name in second}
+        if case.has_own_sum:
+            wide = max((compute_dtype(name) for name in (case.x, case.sum, case.added) if name), key=lambda kind: kind.digits)
+            allowed = half_ulp(exact_sum, case.sum)
+            if case.is_scaled:
+                allowed = allowed + 4 * wide.half_ulp * np.abs(scaled_x)
+            if case.is_scaled or case.sum != wide.name:
+                allowed = allowed + wide.half_ulp * np.abs(exact_sum)
+            expected["sum"] = (exact_sum, allowed)
+            if problem.residual is not None:
+                expected["dresidual"] = (dresidual, dresidual_allowed + half_ulp(dresidual, case.added))
+        elif problem.residual is not None:
             expected["sum"] = (x, np.zeros_like(x) + np.finfo(np.float64).tiny)
-    if compute_dtype(case.x).name == "float64":  # the reference errs as much as the kernels
+    if compute_dtype(case.sum).name == "float64":  # the reference errs as much as the kernels
         expected = {name: (values, 2 * allowed) for name, (values, allowed) in expected.items()}
     return expected
 
@@ -439,11 +589,12 @@ def judge(
 
 def judge_all(problem: Problem, results: dict[str, np.ndarray], *, rounded_mean: bool = False) -> list[Finding]:
     case = problem.case
-    dtypes = {"dx": case.x, "sum": case.x, "dweight": case.dtype("weight"), "dbias": case.dtype("bias"), "y": case.dtype("y")}
+    dtypes = {"dx": case.x, "sum": case.sum, "dweight": case.dtype("weight"), "dbias": case.dtype("bias"), "y": case.dtype("y")}
+    dtypes |= {"dresidual": case.added, "y1": case.dtype("y"), "dweight1": case.weight1, "dbias1": case.bias1}
     findings = []
-    for name, (expected, allowed) in expect(problem, rounded_mean=rounded_mean).items():
+    for name, (expected, allowed) in expect(problem, rounded_mean=rounded_mean, added=results.get("sum")).items():
         if name in results:
-            largest = DTYPES[dtypes.get(name) or compute_dtype(case.x).name].largest
+            largest = DTYPES[dtypes.get(name) or compute_dtype(case.sum).name].largest
             findings.append(judge(case, name, results[name], expected, allowed, largest))
     return findings
 
@@ -510,9 +661,15 @@ def check(
 def uses_welford(case: Case, device: Device) -> bool:
     from . import dispatch
 
+    own_sum = {}
+    if case.has_own_sum:
+        own_sum = {"input": case.x, "residual_dtype": case.added, "row_scale": case.row_scale, "dropout": case.dropout_p > 0}
+    if case.has_second:
+        own_sum |= {"y1": case.dtype("y"), "weight1": case.weight1, "bias1": case.bias1}
     problem = dispatch.Problem(
-        "forward", case.norm == "layer_norm", case.num_cols, case.x, y=case.dtype("y"), weight=case.dtype("weight"),
-        bias=case.dtype("bias"), residual=case.residual, pack_limit=dispatch.pack_limit(case.num_cols, ()),
+        "forward", case.norm == "layer_norm", case.num_cols, case.sum, y=case.dtype("y"), weight=case.dtype("weight"),
+        bias=case.dtype("bias"), residual=bool(case.residual) and not case.has_own_sum,
+        pack_limit=dispatch.pack_limit(case.num_cols, ()), **own_sum,
     )  # fmt: skip
     return dispatch.choose(problem, device, case.strategy, case.tile, case.statistics).statistics == "welford"
 

@@ -22,20 +22,29 @@ from . import norm
 from .calls import Margins
 from .norm import layer_norm, rms_norm
 
-_EXTRAS = {"zero_centered_gamma": False, "sm_margin": 0, "sequence_parallel": None}
+_EXTRAS = {
+    "zero_centered_gamma": False,
+    "sm_margin": 0,
+    "sequence_parallel": None,
+    "round_x_hat": False,
+    "memory_efficient": False,
+}
 
 
 class _Norm(torch.nn.Module):
     """What LayerNorm and RMSNorm have beyond torch's."""
 
     def _set_extras(
-        self, zero_centered_gamma: bool, sm_margin: int | Mapping[str, int], sequence_parallel: bool | None
-    ) -> None:
+        self, zero_centered_gamma: bool, sm_margin: int | Mapping[str, int], sequence_parallel: bool | None, round_x_hat: bool,
+        memory_efficient: bool,
+    ) -> None:  # fmt: skip
         """Comes before torch's constructor, which resets the parameters."""
         norm._margins(sm_margin)
         self.zero_centered_gamma = zero_centered_gamma
         self.sm_margin = sm_margin
         self.sequence_parallel = sequence_parallel
+        self.round_x_hat = round_x_hat
+        self.memory_efficient = memory_efficient
 
     def reset_parameters(self) -> None:
         """Weight 1, or 0 with zero_centered_gamma; bias 0; and their attribute sequence_parallel, if it is set."""
@@ -78,10 +87,13 @@ class LayerNorm(_Norm, torch.nn.LayerNorm):
     zero_centered_gamma: multiply by 1 + weight, which starts at 0.
     sm_margin: an int, or a dict of "forward", "backward" and "inference", as of cupynorm.layer_norm.
     sequence_parallel: unless None, the parameters' attribute of that name, for those who reduce their gradients.
+    round_x_hat, memory_efficient: as of cupynorm.layer_norm.
     hidden_size, params_dtype: other names of normalized_shape and dtype.
 
     Called with input (..., *normalized_shape) and perhaps a residual of its shape and dtype, it returns y of input's shape and
     dtype, or (y, input + residual) with return_residual=True. Under CUDA's autocast y is float32, as torch's is.
+    residual_dtype, row_scale, dropout_p, dropout_seed, weight1 and bias1 are as of cupynorm.layer_norm, but that nothing is dropped
+    unless the module trains.
     State dicts go to torch.nn and back; in one of TransformerEngine `_extra_state` is passed over.
 
     Raises TypeError where both spellings are given or normalized_shape is missing, ValueError or TypeError for what cupynorm.layer_norm
@@ -100,19 +112,25 @@ class LayerNorm(_Norm, torch.nn.LayerNorm):
         zero_centered_gamma: bool = False,
         sm_margin: int | Mapping[str, int] = 0,
         sequence_parallel: bool | None = None,
+        round_x_hat: bool = False,
+        memory_efficient: bool = False,
         hidden_size: int | Sequence[int] | None = None,
         params_dtype: torch.dtype | None = None,
     ) -> None:
         extents = norm._extents(_either(normalized_shape=normalized_shape, hidden_size=hidden_size))
-        self._set_extras(zero_centered_gamma, sm_margin, sequence_parallel)
+        self._set_extras(zero_centered_gamma, sm_margin, sequence_parallel, round_x_hat, memory_efficient)
         super().__init__(extents, eps, elementwise_affine, bias, device, _either(dtype=dtype, params_dtype=params_dtype))
 
     def forward(
-        self, input: torch.Tensor, residual: torch.Tensor | None = None, *, return_residual: bool = False
-    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        self, input: torch.Tensor, residual: torch.Tensor | None = None, *, return_residual: bool = False,
+        residual_dtype: torch.dtype | None = None, row_scale: torch.Tensor | None = None, dropout_p: float = 0.0,
+        dropout_seed: int | torch.Tensor | None = None, weight1: torch.Tensor | None = None, bias1: torch.Tensor | None = None,
+    ) -> torch.Tensor | tuple[torch.Tensor, ...]:  # fmt: skip
         return layer_norm(
-            input, self.normalized_shape, self._held("weight"), self._held("bias"), self.eps, residual=residual,
-            return_residual=return_residual, zero_centered_weight=self.zero_centered_gamma, sm_margin=self.sm_margin,
+            input, self.normalized_shape, self._held("weight"), self._held("bias"), self.eps, residual=residual, return_residual=return_residual,
+            zero_centered_weight=self.zero_centered_gamma, sm_margin=self.sm_margin, residual_dtype=residual_dtype,
+            row_scale=row_scale, dropout_p=dropout_p if self.training else 0.0, dropout_seed=dropout_seed, weight1=weight1,
+            bias1=bias1, round_x_hat=self.round_x_hat, memory_efficient=self.memory_efficient,
         )  # fmt: skip
 
 
@@ -134,19 +152,25 @@ class RMSNorm(_Norm, torch.nn.RMSNorm):
         zero_centered_gamma: bool = False,
         sm_margin: int | Mapping[str, int] = 0,
         sequence_parallel: bool | None = None,
+        round_x_hat: bool = False,
+        memory_efficient: bool = False,
         hidden_size: int | Sequence[int] | None = None,
         params_dtype: torch.dtype | None = None,
     ) -> None:
         extents = norm._extents(_either(normalized_shape=normalized_shape, hidden_size=hidden_size))
-        self._set_extras(zero_centered_gamma, sm_margin, sequence_parallel)
+        self._set_extras(zero_centered_gamma, sm_margin, sequence_parallel, round_x_hat, memory_efficient)
         super().__init__(extents, eps, elementwise_affine, device, _either(dtype=dtype, params_dtype=params_dtype))
 
     def forward(
-        self, input: torch.Tensor, residual: torch.Tensor | None = None, *, return_residual: bool = False
-    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        self, input: torch.Tensor, residual: torch.Tensor | None = None, *, return_residual: bool = False,
+        residual_dtype: torch.dtype | None = None, row_scale: torch.Tensor | None = None, dropout_p: float = 0.0,
+        dropout_seed: int | torch.Tensor | None = None, weight1: torch.Tensor | None = None, bias1: torch.Tensor | None = None,
+    ) -> torch.Tensor | tuple[torch.Tensor, ...]:  # fmt: skip
         return rms_norm(
             input, self.normalized_shape, self._held("weight"), self.eps, residual=residual, return_residual=return_residual,
-            zero_centered_weight=self.zero_centered_gamma, sm_margin=self.sm_margin,
+            zero_centered_weight=self.zero_centered_gamma, sm_margin=self.sm_margin, residual_dtype=residual_dtype,
+            row_scale=row_scale, dropout_p=dropout_p if self.training else 0.0, dropout_seed=dropout_seed, weight1=weight1,
+            bias1=bias1, round_x_hat=self.round_x_hat, memory_efficient=self.memory_efficient,
         )  # fmt: skip
 
 
@@ -198,9 +222,11 @@ class SwappedNorms:
         return "\n".join(lines)
 
 
-def swap_norms(model: torch.nn.Module) -> SwappedNorms:
+def swap_norms(model: torch.nn.Module, *, keep_rounding: bool = False) -> SwappedNorms:
     """Replaces every LayerNorm and RMSNorm inside model, in place, by cupynorm.LayerNorm and cupynorm.RMSNorm.
 
+    keep_rounding: where a module rounds x_hat before its weight multiplies it, as those of Hugging Face's Llama do, its replacement
+        does so too (round_x_hat): what was trained with that rounding keeps it.
     model: any torch.nn.Module, on any device, meta included. The parameters stay the same objects, so optimizers and state dicts
     stay valid; a module that is in several places is one module afterwards too.
 
@@ -226,7 +252,7 @@ def swap_norms(model: torch.nn.Module) -> SwappedNorms:
             first, replacement = seen[module]
             remark = f"the module of {first}"
         else:
-            replacement, remark = _replace(module)
+            replacement, remark = _replace(module, keep_rounding)
             seen[module] = path, replacement
         if replacement is None:
             report.left.append(Swap(path, _name(module), "", remark))
@@ -279,13 +305,13 @@ _KNOWN = {
 }
 
 
-def _replace(module: torch.nn.Module) -> tuple[torch.nn.Module | None, str]:
+def _replace(module: torch.nn.Module, keep_rounding: bool) -> tuple[torch.nn.Module | None, str]:
     """(replacement, how results differ), or (None, why there is none)."""
     if obstacle := _obstacle(module):
         return None, obstacle
     kind = type(module)
     package = kind.__module__.partition(".")[0]
-    eps = _eps_of(module)[0]
+    eps, rounds = _eps_of(module)[0], False
     if kind in (torch.nn.LayerNorm, torch.nn.RMSNorm):
         formula, remark = _Formula(kind is torch.nn.LayerNorm, False, eps), ""
     elif kind.__qualname__ in _KNOWN.get(package, ()):
@@ -295,12 +321,12 @@ def _replace(module: torch.nn.Module) -> tuple[torch.nn.Module | None, str]:
         remark = "y was of the weight's dtype, now of the input's" if casts else ""
     else:
         try:
-            formula, remark = _probe(module)
+            formula, rounds, remark = _probe(module, keep_rounding)
         except Exception as error:  # of any forward whatever
             return None, f"its forward raised {type(error).__name__} on the CPU: {str(error).partition(chr(10))[0]}"
         if formula is None:
             return None, remark
-    extras = {"zero_centered_gamma": formula.zero_centered}
+    extras = {"zero_centered_gamma": formula.zero_centered, "round_x_hat": rounds}
     if package == "transformer_engine":
         extras |= {"sm_margin": _margins_of(module), "sequence_parallel": getattr(module, "sequence_parallel", None)}
     parameters, shape = _parameters(module), _shape(module)
@@ -374,11 +400,11 @@ class _Formula(NamedTuple):
         return call(x.double(), shape, **parameters, eps=eps, zero_centered_weight=self.zero_centered)
 
 
-def _probe(module: torch.nn.Module) -> tuple[_Formula | None, str]:
-    """The formula whose values the module gives, and how its dtypes and roundings differ; or None, and why."""
+def _probe(module: torch.nn.Module, keep_rounding: bool) -> tuple[_Formula | None, bool, str]:
+    """The formula whose values the module gives, whether x_hat is to be rounded, and how dtypes and roundings differ; or None, and why."""
     takes = [*inspect.signature(module.forward).parameters]
     if len(takes) != 1:
-        return None, f"its forward takes {', '.join(takes) or 'nothing'}; expected one input"
+        return None, False, f"its forward takes {', '.join(takes) or 'nothing'}; expected one input"
     shape, all_eps = _shape(module), _eps_of(module)
     # Rows of ordinary size, and rows whose variance is about eps, each with a mean.
     sizes = [1.0, *(math.sqrt(2.0**-23 if eps is None else abs(eps)) or 1.0 for eps in all_eps)]
@@ -395,8 +421,8 @@ def _probe(module: torch.nn.Module) -> tuple[_Formula | None, str]:
         outputs.append(_output(module, x.unsqueeze(1), parameters, False).reshape(x.shape))
         for formula in _formulas(all_eps, parameters):
             if all(_agrees(formula, output, x, parameters, shape) for output in outputs):
-                return formula, _differences(formula, module, x, parameters, shape)
-    return None, "it computes neither layer_norm nor rms_norm of its weight"
+                return formula, *_differences(formula, module, x, parameters, shape, keep_rounding)
+    return None, False, "it computes neither layer_norm nor rms_norm of its weight"
 
 
 def _formulas(all_eps: list[float | None], parameters: dict[str, torch.Tensor]) -> Iterator[_Formula]:
@@ -430,12 +456,13 @@ def _agrees(
 
 
 def _differences(
-    formula: _Formula, module: torch.nn.Module, x: torch.Tensor, parameters: dict[str, torch.Tensor], shape: tuple[int, ...]
-) -> str:
-    """What bfloat16 input shows: the dtype of y, and where the module rounds."""
+    formula: _Formula, module: torch.nn.Module, x: torch.Tensor, parameters: dict[str, torch.Tensor], shape: tuple[int, ...],
+    keep_rounding: bool,
+) -> tuple[bool, str]:  # fmt: skip
+    """What bfloat16 input shows: whether a rounding of x_hat is kept; the dtype of y, and where the module rounds."""
     x = x.bfloat16()
     rounded = {name: parameter.bfloat16() for name, parameter in parameters.items()}
-    remarks = []
+    remarks, keeps = [], False
     for given, what in ((rounded, "bfloat16"), (parameters, "bfloat16 with float32 weight")):
         with contextlib.suppress(RuntimeError):  # some refuse the first, some the second
             y = _output(module, x, given, False)
@@ -444,9 +471,13 @@ def _differences(
             elif _share_off(y, formula(x, given, shape).bfloat16()) > _FEW:
                 x_hat = formula(x, {}, shape).bfloat16()
                 twice = x_hat * (given.get("weight", 1) + formula.zero_centered) + given.get("bias", 0)
-                was = "x_hat was rounded before the weight" if _share_off(y, twice) <= _FEW else "more than y was rounded"
-                remarks.append(f"{was}, now y alone is")
-    return "; ".join(dict.fromkeys(remarks))
+                rounds = _share_off(y, twice) <= _FEW
+                if rounds and keep_rounding:
+                    keeps = True
+                else:
+                    was = "x_hat was rounded before the weight" if rounds else "more than y was rounded"
+                    remarks.append(f"{was}, now y alone is")
+    return keeps, "; ".join(dict.fromkeys(remarks))
 
 
 _FEW = 1 / 16  # float32 and float64 round to another bfloat16 about once in 10,000; a second rounding changes one in three

@@ -16,7 +16,7 @@ import numpy as np
 
 from . import arrays, launch
 from .arrays import CuPyLibrary, Rows, TorchLibrary, View
-from .calls import DEFAULTS, BackwardCall, ForwardCall, Margins, Options, Parameter
+from .calls import DEFAULTS, BackwardCall, Extras, ForwardCall, Margins, Options, Parameter
 from .dispatch import choose, pack_limit
 from .dtypes import DTYPES, compute_dtype
 from .strategies import STATISTICS, STRATEGIES, Problem, Tile
@@ -37,12 +37,38 @@ class Forward(NamedTuple):
     sum: Array
 
 
+class FusedForward(NamedTuple):
+    """What a forward with fused options returns: the fields of Forward, and what backward must be told of this call.
+
+    sum is what was normalised, in residual_dtype or else the input's dtype; mean and rstd are float64 if it is float64.
+    y1 is None without weight1 or bias1. dropout_seed is the seed as it was given or drawn, None without dropout.
+    """
+
+    y: Array
+    mean: Array | None
+    rstd: Array
+    sum: Array
+    y1: Array | None
+    dropout_seed: Array | int | None
+
+
 class Backward(NamedTuple):
     """The gradients that were asked for, None for the others. dx is of the input and of the residual alike."""
 
     dx: Array | None
     dweight: Array | None
     dbias: Array | None
+
+
+class FusedBackward(NamedTuple):
+    """The gradients that were asked for of a forward with fused options, None for the others. dx is of the input alone."""
+
+    dx: Array | None
+    dweight: Array | None
+    dbias: Array | None
+    dresidual: Array | None
+    dweight1: Array | None
+    dbias1: Array | None
 
 
 # What users call.
@@ -60,11 +86,19 @@ def layer_norm(
     zero_centered_weight: bool = False,
     out_dtype: Any = None,
     out: Array | None = None,
+    residual_dtype: Any = None,
+    row_scale: Array | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: int | Array | None = None,
+    weight1: Array | None = None,
+    bias1: Array | None = None,
+    round_x_hat: bool = False,
+    memory_efficient: bool = False,
     sm_margin: int | Mapping[str, int] = 0,
     strategy: str | None = None,
     tile: Tile | Mapping[str, int] | None = None,
     statistics: str | None = None,
-) -> Array | tuple[Array, Array]:
+) -> Array | tuple[Array, ...]:
     """Layer normalisation over the last dimensions (Ba, Kiros, Hinton 2016; formula in cupynorm.reference.layer_norm).
 
     input: shape (..., *normalized_shape), float16, bfloat16, float32 or float64; a CuPy array, a torch tensor, a NumPy array
@@ -74,6 +108,15 @@ def layer_norm(
     eps: added to the variance; may be 0 or negative, then a row whose variance does not exceed -eps is Inf or NaN as in float64.
     residual: of input's shape and dtype; input + residual, rounded once to that dtype, is normalised in its place.
     return_residual: also return that sum, for pre-norm blocks.
+    residual_dtype: the dtype of that sum, by default the input's: a residual stream can stay in float32 beside 16-bit inputs. The
+        residual has it too, or the input's; without a residual the sum is the input in that dtype. Gradients: each of its tensor's.
+    row_scale: of the leading shape, any of the four dtypes: each row of the input is multiplied by its element before the residual
+        is added. A constant: it has no gradient.
+    dropout_p, dropout_seed: after that, and before the residual is added, elements of the input become 0 with probability dropout_p
+        and the others are multiplied by 1 / (1 - dropout_p); 1 drops all. The mask is a function of the seed and of an element's
+        row and column (cupynorm.reference.dropout_mask), the same on every device; backward makes it again. dropout_seed: an int,
+        or an int64 array of one element on the input's device, which the kernel reads there. By default one is drawn there by the
+        input's library (torch.randint, cupy.random, np.random), so that torch.manual_seed and CUDA graphs work as with torch's dropout.
     zero_centered_weight: multiply by 1 + weight.
     out_dtype: dtype of the result (a name, NumPy or torch dtype), by default the input's.
     out: an array to write the result to, of the input's shape, its rows contiguous, sharing no memory with the inputs.
@@ -81,11 +124,19 @@ def layer_norm(
         "forward", "backward" and "inference" (a forward that nothing is to differentiate) each its own, 0 where it has none.
     strategy, tile, statistics: force a row of cupynorm.STRATEGIES, its Tile, and "two_pass" or "welford"; by default the
         width of a row decides. Ignored where the reference computes.
+    weight1, bias1: as weight and bias, of a second output y1 of the same x_hat, for parallel blocks that have a norm each.
+    round_x_hat: round x_hat to the input's dtype before the weight multiplies it, where that is narrower than the arithmetic: as the
+        norms of Hugging Face's Llama do. Gradients are those of the function without that rounding.
+    memory_efficient: of torch tensors whose gradient is recorded, keep y for backward in place of what was normalised, as apex's norms
+        do: less memory where nothing else keeps the input, as y is kept by what follows. Backward has x_hat from y, as
+        (y - bias) / weight, where a weight (1 + weight) smaller than t counts as t with its sign; t is half a unit in the last place
+        of 1 in y's dtype: 2^-8, 2^-11, 2^-24, 2^-53 for bfloat16, float16, float32, float64. Beside float arithmetic its x_hat is
+        off by up to ulp(y) / (2 * max(|weight|, t)) + |x_hat| * max(0, 1 - |weight| / t). y must have the arithmetic of the sum.
 
-    Returns y of input's shape in the input's library, or (y, sum) with return_residual. A CuPy array or DLPack exporter gives a
+    Returns y of input's shape in the input's library; (y, sum) with return_residual; (y, y1) or (y, y1, sum) with weight1 or bias1. A CuPy array or DLPack exporter gives a
     CuPy array; a CUDA torch tensor a torch tensor, differentiable in input, weight, bias and residual; NumPy arrays and CPU
     tensors are computed by the float64 reference and rounded once (differentiable for torch). torch.compile, torch.func, forward mode
-    and second derivatives work; under CUDA's torch.autocast y is float32 unless out_dtype says otherwise, as torch's is.
+    and second derivatives work (with fused options, which are residual_dtype to memory_efficient, torch.compile alone); under CUDA's torch.autocast y is float32 unless out_dtype says otherwise, as torch's is.
 
     Arithmetic is in float32 (float64 for float64 input) with one rounding at the end; a row's result does not depend on the other
     rows and repeats to the bit. A row that holds NaN or Inf is NaN, and only that row. A row of float32 or bfloat16 whose squared
@@ -99,7 +150,8 @@ def layer_norm(
     """
     return normalize(
         True, input, _extents(normalized_shape), weight, bias, eps, residual, return_residual, zero_centered_weight, out_dtype, out,
-        _options(strategy, tile, statistics, sm_margin),
+        _options(strategy, tile, statistics, sm_margin), 
+        _extras(residual_dtype, row_scale, dropout_p, dropout_seed, weight1, bias1, round_x_hat, memory_efficient),
     )  # fmt: skip
 
 
@@ -115,11 +167,19 @@ def rms_norm(
     zero_centered_weight: bool = False,
     out_dtype: Any = None,
     out: Array | None = None,
+    residual_dtype: Any = None,
+    row_scale: Array | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: int | Array | None = None,
+    weight1: Array | None = None,
+    bias1: Array | None = None,
+    round_x_hat: bool = False,
+    memory_efficient: bool = False,
     sm_margin: int | Mapping[str, int] = 0,
     strategy: str | None = None,
     tile: Tile | Mapping[str, int] | None = None,
     statistics: str | None = None,
-) -> Array | tuple[Array, Array]:
+) -> Array | tuple[Array, ...]:
     """Root-mean-square normalisation (Zhang, Sennrich 2019; formula in cupynorm.reference.rms_norm): layer_norm without the mean.
 
     eps: by default the machine epsilon of the arithmetic, 2**-23 (2**-52 for float64 input), as torch.nn.functional.rms_norm.
@@ -128,7 +188,8 @@ def rms_norm(
     """
     return normalize(
         False, input, _extents(normalized_shape), weight, bias, eps, residual, return_residual, zero_centered_weight, out_dtype, out,
-        _options(strategy, tile, statistics, sm_margin),
+        _options(strategy, tile, statistics, sm_margin), 
+        _extras(residual_dtype, row_scale, dropout_p, dropout_seed, weight1, bias1, round_x_hat, memory_efficient),
     )  # fmt: skip
 
 
@@ -143,17 +204,30 @@ def layer_norm_forward(
     zero_centered_weight: bool = False,
     out_dtype: Any = None,
     out: Array | None = None,
+    residual_dtype: Any = None,
+    row_scale: Array | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: int | Array | None = None,
+    weight1: Array | None = None,
+    bias1: Array | None = None,
+    round_x_hat: bool = False,
     sm_margin: int | Mapping[str, int] = 0,
     strategy: str | None = None,
     tile: Tile | Mapping[str, int] | None = None,
     statistics: str | None = None,
-) -> Forward:
+) -> Forward | FusedForward:
     """layer_norm that also returns what backward needs, outside any autograd: Forward(y, mean, rstd, sum).
 
-    normalized_shape is by default weight's or bias's shape, or else the last dimension of x. Arguments and errors as for layer_norm.
+    With a fused option (residual_dtype to round_x_hat) it returns a FusedForward. normalized_shape is by default weight's or bias's shape, or
+    else the last dimension of x. Arguments and errors as for layer_norm.
     """
     extents = _default_extents(x, weight, bias, normalized_shape)
     options = _options(strategy, tile, statistics, sm_margin)
+    extras = _extras(residual_dtype, row_scale, dropout_p, dropout_seed, weight1, bias1, round_x_hat)
+    if extras is not None:
+        return _fused().forward(
+            True, x, extents, weight, bias, eps, residual, zero_centered_weight, out_dtype, out, options, extras
+        )
     prepared, given = prepare_forward(
         True, x, extents, weight, bias, eps, residual, zero_centered_weight, out_dtype, out, options
     )  # fmt: skip
@@ -171,14 +245,26 @@ def rms_norm_forward(
     zero_centered_weight: bool = False,
     out_dtype: Any = None,
     out: Array | None = None,
+    residual_dtype: Any = None,
+    row_scale: Array | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: int | Array | None = None,
+    weight1: Array | None = None,
+    bias1: Array | None = None,
+    round_x_hat: bool = False,
     sm_margin: int | Mapping[str, int] = 0,
     strategy: str | None = None,
     tile: Tile | Mapping[str, int] | None = None,
     statistics: str | None = None,
-) -> Forward:
-    """rms_norm that also returns what backward needs: Forward(y, None, rstd, sum). Arguments as for layer_norm_forward."""
+) -> Forward | FusedForward:
+    """rms_norm that also returns what backward needs: Forward(y, None, rstd, sum). All else as for layer_norm_forward."""
     extents = _default_extents(x, weight, bias, normalized_shape)
     options = _options(strategy, tile, statistics, sm_margin)
+    extras = _extras(residual_dtype, row_scale, dropout_p, dropout_seed, weight1, bias1, round_x_hat)
+    if extras is not None:
+        return _fused().forward(
+            False, x, extents, weight, bias, eps, residual, zero_centered_weight, out_dtype, out, options, extras
+        )
     prepared, given = prepare_forward(
         False, x, extents, weight, bias, eps, residual, zero_centered_weight, out_dtype, out, options
     )  # fmt: skip
@@ -198,20 +284,45 @@ def layer_norm_backward(
     gradients: Sequence[str] = ("dx", "dweight", "dbias"),
     dweight_dtype: Any = None,
     dbias_dtype: Any = None,
+    dx_dtype: Any = None,
+    dresidual_dtype: Any = None,
+    row_scale: Array | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: int | Array | None = None,
+    dy1: Array | None = None,
+    weight1: Array | None = None,
+    dbias1_dtype: Any = None,
+    memory_efficient: bool = False,
+    bias: Array | None = None,
     sm_margin: int | Mapping[str, int] = 0,
     strategy: str | None = None,
     tile: Tile | Mapping[str, int] | None = None,
-) -> Backward:
+) -> Backward | FusedBackward:
     """Gradients of layer_norm at x, for the statistics that layer_norm_forward returned (derivation: cupynorm.reference.layer_norm).
 
     dy: gradient of y, of x's shape, in any of the four dtypes. x: what was normalised (Forward.sum). mean, rstd: x's leading shape.
     dsum: gradient that reaches the returned sum from elsewhere, added to dx. gradients: which to compute; the others are None and
     cost nothing. dweight_dtype, dbias_dtype: by default weight's dtype, or x's without a weight.
+
+    Of a forward with fused options: row_scale, dropout_p as there and dropout_seed as FusedForward has it; dx_dtype, dresidual_dtype:
+    those of the forward's input and residual, by default x's. dy1, weight1: of the second output, dbias1_dtype as dbias_dtype. With
+    memory_efficient x is y as forward returned it, mean is not read, and bias is needed where forward had one.
+    With any of them, or "dresidual", "dweight1" or "dbias1" among the gradients, it returns a FusedBackward. dx, of the input, and
+    dresidual come from one kernel, dsum added to both before they are rounded; what dy1 brings comes from another before it, which
+    hands on its part of both in the arithmetic's dtype.
+
     Returns Backward(dx in x's dtype, dweight and dbias of normalized_shape). The sums over rows are made in float32 (float64 for
     float64), in a fixed order: they repeat to the bit. Raises as layer_norm.
     """
     extents = _default_extents(x, weight, None, normalized_shape)
     options = _options(strategy, tile, None, sm_margin)
+    extras = _extras(None, row_scale, dropout_p, dropout_seed, weight1, dy1, False, memory_efficient)
+    gradients = gradients if isinstance(gradients, str) else tuple(gradients)
+    if extras is not None or dx_dtype is not None or dresidual_dtype is not None or not set(gradients) <= set(Backward._fields):
+        return _fused().backward(
+            True, dy, dy1, x, mean, rstd, extents, weight, zero_centered_weight, dsum, gradients, dweight_dtype, dbias_dtype, options,
+            dx_dtype, dresidual_dtype, extras, dbias1_dtype, (weight, bias) if memory_efficient else None,
+        )  # fmt: skip
     prepared, given = prepare_backward(
         True, dy, x, mean, rstd, extents, weight, zero_centered_weight, dsum, gradients, dweight_dtype, dbias_dtype, options
     )  # fmt: skip
@@ -230,13 +341,30 @@ def rms_norm_backward(
     gradients: Sequence[str] = ("dx", "dweight", "dbias"),
     dweight_dtype: Any = None,
     dbias_dtype: Any = None,
+    dx_dtype: Any = None,
+    dresidual_dtype: Any = None,
+    row_scale: Array | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: int | Array | None = None,
+    dy1: Array | None = None,
+    weight1: Array | None = None,
+    dbias1_dtype: Any = None,
+    memory_efficient: bool = False,
+    bias: Array | None = None,
     sm_margin: int | Mapping[str, int] = 0,
     strategy: str | None = None,
     tile: Tile | Mapping[str, int] | None = None,
-) -> Backward:
+) -> Backward | FusedBackward:
     """Gradients of rms_norm at x, for the rstd that rms_norm_forward returned. All else as for layer_norm_backward."""
     extents = _default_extents(x, weight, None, normalized_shape)
     options = _options(strategy, tile, None, sm_margin)
+    extras = _extras(None, row_scale, dropout_p, dropout_seed, weight1, dy1, False, memory_efficient)
+    gradients = gradients if isinstance(gradients, str) else tuple(gradients)
+    if extras is not None or dx_dtype is not None or dresidual_dtype is not None or not set(gradients) <= set(Backward._fields):
+        return _fused().backward(
+            False, dy, dy1, x, None, rstd, extents, weight, zero_centered_weight, dsum, gradients, dweight_dtype, dbias_dtype, options,
+            dx_dtype, dresidual_dtype, extras, dbias1_dtype, (weight, bias) if memory_efficient else None,
+        )  # fmt: skip
     prepared, given = prepare_backward(
         False, dy, x, None, rstd, extents, weight, zero_centered_weight, dsum, gradients, dweight_dtype, dbias_dtype, options
     )  # fmt: skip
@@ -265,6 +393,31 @@ def _options(strategy: str | None, tile: object, statistics: str | None, sm_marg
         if isinstance(value, bool) or not isinstance(value, numbers.Integral):
             raise ValueError(f"tile has {name} {value!r}; expected an int")
     return Options(strategy, tile, statistics, _margins(sm_margin))
+
+
+def _extras(
+    residual_dtype: object, row_scale: object, dropout_p: object, dropout_seed: object, weight1: object, bias1: object,
+    round_x_hat: object = False, memory_efficient: object = False,
+) -> Extras | None:  # fmt: skip
+    """None where nothing is asked for: such a call goes the short way."""
+    if (
+        residual_dtype is None and row_scale is None and dropout_p.__class__ is float and dropout_p == 0.0
+        and weight1 is None and bias1 is None and round_x_hat is False and memory_efficient is False
+    ):  # fmt: skip
+        return None
+    if isinstance(dropout_p, bool) or not isinstance(dropout_p, numbers.Real) or not 0 <= dropout_p <= 1:
+        raise ValueError(f"dropout_p is {dropout_p!r}; expected a probability, from 0 to 1")
+    if residual_dtype is not None:
+        residual_dtype = check_dtype_name(residual_dtype, "residual_dtype")
+    if not dropout_p:
+        dropout_seed = None
+    elif isinstance(dropout_seed, numbers.Integral) and not isinstance(dropout_seed, bool):
+        if not -(2**63) <= dropout_seed < 2**64:
+            raise ValueError(f"dropout_seed is {dropout_seed}; expected an int of 64 bits")
+        dropout_seed = (int(dropout_seed) + 2**63) % 2**64 - 2**63  # as a signed one
+    return Extras(
+        residual_dtype, row_scale, float(dropout_p), dropout_seed, weight1, bias1, bool(round_x_hat), bool(memory_efficient)
+    )
 
 
 def _margins(sm_margin: object) -> int | Margins:
@@ -413,6 +566,8 @@ def _view(array: Array) -> View:
 
 # Calls whose arrays lie alike and whose other arguments are equal share their checks and their plan.
 
+fused_forwards: dict[tuple, Any] = {}  # of cupynorm.fused
+fused_backwards: dict[tuple, Any] = {}
 _MOST_PREPARED = 4096  # then all are dropped: shapes without end must not fill the memory
 
 
@@ -426,8 +581,8 @@ def keep(prepared: dict, key: tuple | None, value: object) -> None:
 
 def forget() -> None:
     """Drops every prepared call, so that the next of each kind is planned anew."""
-    _forwards.clear()
-    _backwards.clear()
+    for prepared in (_forwards, _backwards, fused_forwards, fused_backwards):
+        prepared.clear()
 
 
 def _rows(array: Array | None, num_dims: int) -> tuple[Rows | None, bool]:
@@ -454,9 +609,14 @@ def _parameter(array: Array | None) -> tuple[Parameter | None, bool]:
 
 
 def normalize(
-    centered, input, extents, weight, bias, eps, residual, return_residual, zero_centered_weight, out_dtype, out, options
+    centered, input, extents, weight, bias, eps, residual, return_residual, zero_centered_weight, out_dtype, out, options, extras=None
 ):  # fmt: skip
     """layer_norm and rms_norm: of torch tensors as autograd, the compiler and the transforms of torch ask for it."""
+    if extras is not None:
+        return _fused().normalize(
+            centered, input, extents, weight, bias, eps, residual, return_residual, zero_centered_weight, out_dtype, out, options,
+            extras,
+        )  # fmt: skip
     # Not by asking sys.modules: torch.compile would look through all of them.
     if hasattr(type(input), "__torch_function__") and isinstance(input, _torch_part().torch.Tensor):
         y, added = _torch_part().normalize(
@@ -481,6 +641,12 @@ def _torch_part():
         _autograd = autograd
         return autograd  # old compilers do not see yet what was just kept
     return _autograd
+
+
+def _fused():
+    from . import fused
+
+    return fused
 
 
 # What a forward is for.
@@ -643,6 +809,7 @@ class _ReferenceForward(_Forward):
         self.matrix_shape = arrays.product(self.leading), arrays.product(extents)
         self.dtype, self.y_dtype = arrays.dtype_name(x), y_dtype
         self.compute = compute_dtype(self.dtype).name
+        self.round_x_hat = None
 
     def run(self, x, weight, bias, residual, out) -> tuple:
         from . import reference
@@ -658,7 +825,9 @@ class _ReferenceForward(_Forward):
             mean, rstd = (arrays.from_float64(np.full(self.leading, np.nan), self.compute, x) for _ in range(2))
             return y, mean if self.centered else None, rstd, added
         norm = reference.layer_norm if self.centered else reference.rms_norm
-        result = norm(matrix, weight64, bias64, self.eps, zero_centered_weight=self.zero_centered_weight)
+        result = norm(
+            matrix, weight64, bias64, self.eps, zero_centered_weight=self.zero_centered_weight, round_x_hat=self.round_x_hat
+        )
         y = arrays.from_float64(result.y.reshape(self.shape), self.y_dtype, x)
         if out is not None:
             out[...] = y
@@ -689,36 +858,50 @@ def prepare_backward(
     except (AttributeError, TypeError):  # arrays of several libraries, or none: the checks below find words for it
         key = prepared = None
     if prepared is None:
-        x = arrays.take(x, "x")
-        dtype = _check_dtype(x, "x")
-        shape = tuple(x.shape)
-        _check_extents(shape, extents, "x")
-        leading = shape[: len(shape) - len(extents)]
-        dy = _take_like(dy, x, shape, "dy", "x")
-        if dy is None:
-            raise TypeError("dy is None; expected the gradient of y")
-        dsum = _take_like(dsum, x, shape, "dsum", "x")
-        weight = _take_like(weight, x, extents, "weight", "x")
-        mean = _take_statistic(mean, x, leading, "mean") if centered else None
-        rstd = _take_statistic(rstd, x, leading, "rstd")
-        if isinstance(gradients, str) or any(name not in Backward._fields for name in gradients):
-            raise ValueError(f"gradients is {gradients!r}; expected some of {', '.join(Backward._fields)}")
-        own = arrays.dtype_name(weight) if weight is not None else dtype
-        dtypes = (
-            dtype,
-            own if dweight_dtype is None else check_dtype_name(dweight_dtype, "dweight_dtype"),
-            own if dbias_dtype is None else check_dtype_name(dbias_dtype, "dbias_dtype"),
+        dy, x, mean, rstd, weight, dsum, wanted = check_backward(
+            centered, dy, x, mean, rstd, extents, weight, dsum, gradients, dweight_dtype, dbias_dtype
         )
-        wanted = tuple(each if name in gradients else None for name, each in zip(Backward._fields, dtypes))
         arrays.check_addresses(dy=dy, x=x, mean=mean, rstd=rstd, weight=weight, dsum=dsum)
         if arrays.on_host(x):
-            prepared = _ReferenceBackward(centered, shape, extents, zero_centered_weight, wanted)
+            prepared = _ReferenceBackward(centered, tuple(x.shape), extents, zero_centered_weight, wanted)
         else:
             prepared = _PreparedBackward(
                 centered, dy, x, mean, rstd, extents, weight, zero_centered_weight, dsum, wanted, options
             )
             keep(_backwards, key, prepared)
     return prepared, (dy, x, mean, rstd, weight, dsum)
+
+
+def check_backward(
+    centered, dy, x, mean, rstd, extents, weight, dsum, gradients, dweight_dtype, dbias_dtype, names=Backward._fields
+) -> tuple:  # fmt: skip
+    """The arrays as they are taken, and the dtypes of dx, dweight and dbias, None where not wanted. names: of gradients there are."""
+    x = arrays.take(x, "x")
+    dtype = _check_dtype(x, "x")
+    shape = tuple(x.shape)
+    _check_extents(shape, extents, "x")
+    leading = shape[: len(shape) - len(extents)]
+    dy = _take_like(dy, x, shape, "dy", "x")
+    if dy is None:
+        raise TypeError("dy is None; expected the gradient of y")
+    dsum = _take_like(dsum, x, shape, "dsum", "x")
+    weight = _take_like(weight, x, extents, "weight", "x")
+    mean = _take_statistic(mean, x, leading, "mean") if centered else None
+    rstd = _take_statistic(rstd, x, leading, "rstd")
+    _check_gradients(gradients, names)
+    own = arrays.dtype_name(weight) if weight is not None else dtype
+    dtypes = (
+        dtype,
+        own if dweight_dtype is None else check_dtype_name(dweight_dtype, "dweight_dtype"),
+        own if dbias_dtype is None else check_dtype_name(dbias_dtype, "dbias_dtype"),
+    )
+    wanted = tuple(each if name in gradients else None for name, each in zip(Backward._fields, dtypes))
+    return dy, x, mean, rstd, weight, dsum, wanted
+
+
+def _check_gradients(gradients: object, names: Sequence[str]) -> None:
+    if isinstance(gradients, str) or any(name not in names for name in gradients):
+        raise ValueError(f"gradients is {gradients!r}; expected some of {', '.join(names)}")
 
 
 def _take_statistic(array: Array | None, x: Array, leading: tuple[int, ...], name: str) -> Array:

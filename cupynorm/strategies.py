@@ -58,6 +58,12 @@ class Problem:
     dtypes are names of cupynorm.dtypes.DTYPES, None for a tensor that is absent. dy, dx, dweight, dbias are of the
     backward direction alone (None: not wanted). pack_limit: the largest pack_size that num_cols, addresses and row
     strides allow, a power of two.
+
+    x is the row that is normalised. Forward it may be a sum of its own dtype: `input` is then the dtype of what is read,
+    residual_dtype that of what is added to it (None: nothing), and row_scale and dropout are what multiplies the input first.
+    Backward these two belong to dx, where dresidual (None: not wanted, or the same tensor as dx) is the gradient of the sum itself.
+    y1, weight1 and bias1 are of a second output of forward; round_x_hat is the dtype that x_hat is rounded to (None: it is not).
+    Backward with a y knows x by it alone: x is then the arithmetic's dtype, y_weight and y_bias those of forward.
     """
 
     direction: str
@@ -75,6 +81,17 @@ class Problem:
     dbias: str | None = None
     dsum: str | None = None
     pack_limit: int = 16
+    input: str | None = None
+    residual_dtype: str | None = None
+    row_scale: str | None = None
+    dropout: bool = False
+    dresidual: str | None = None
+    y1: str | None = None
+    weight1: str | None = None
+    bias1: str | None = None
+    round_x_hat: str | None = None
+    y_weight: str | None = None
+    y_bias: str | None = None
 
     @property
     def compute(self) -> str:
@@ -87,13 +104,16 @@ class Problem:
     @property
     def widest_pack(self) -> int:
         """16 bytes of the narrowest of the streamed tensors, or what their layout allows."""
-        streamed = [self.x, self.y if self.forward else self.dy] + ([self.dx] if self.dx else [])
-        return min(self.pack_limit, 16 // min(DTYPES[name].itemsize for name in streamed))
+        streamed = [self.x, self.y, self.dy, self.dx, self.input, self.residual_dtype, self.dresidual]
+        return min(self.pack_limit, 16 // min(DTYPES[name].itemsize for name in streamed if name))
 
     @property
     def bytes_per_row(self) -> int:
         """Bytes that any implementation must move for a row: each streamed tensor once."""
-        streamed = [self.x, self.y] if self.forward else [self.x, self.dy, self.dx, self.dsum]
+        streamed = (
+            [self.x, self.y, self.y1] if self.forward else [self.y or self.x, self.dy, self.dx, self.dsum, self.dresidual]
+        )
+        streamed += [self.input, self.residual_dtype]
         if self.residual:
             streamed += [self.x, self.x]
         return self.num_cols * sum(DTYPES[name].itemsize for name in streamed if name)
@@ -125,6 +145,8 @@ _WARP_BYTES = {"forward": {2: 80, 4: 64, 8: 64}, "backward": {2: 80, 4: 64, 8: 6
 # The same for a thread of a block. Forward: 4096 columns 0.98 on 64 threads x 64 elements, 0.76 on 256 x 16 (H200, bf16).
 _BLOCK_BYTES = {"forward": {2: 128, 4: 128, 8: 128}, "backward": {2: 48, 4: 64, 8: 64}}
 _BLOCK_THREADS = 512
+# Where the row waits in shared memory: random words need more than the 128 registers that 512 threads have.
+_DROPOUT_THREADS = 256
 # Bytes of x in flight on a multiprocessor beyond which more do not help: 4.15 TB/s times the latency of memory, twice over
 # (H200: fp32 1024 columns 0.99 with 16 elements a thread and 64 KB in flight, 0.97 with 32 and 96 KB).
 _ENOUGH_BYTES, _MOST_BYTES = 55 * 1024, 64 * 1024
@@ -143,9 +165,15 @@ def _registers(problem: Problem, device: Device, tile: Tile) -> int:
     elements = tile.pack_size * tile.packs_per_thread
     lone = 3 * elements // 2 + 8 if tile.pack_size == 1 else 0  # each lone element has an address of its own
     wide_weight = int(problem.weight is not None and DTYPES[problem.weight].itemsize > DTYPES[problem.x].itemsize)
+    # Random words take the registers of 8 elements while a mask is made; of two loads, or two stores, each has its addresses.
+    fused = 24 * words * problem.dropout + 8 * bool(problem.row_scale) + 16 * bool(problem.input or problem.dresidual)
+    if problem.y and not problem.forward:
+        fused += 24
+    if problem.y1:
+        fused += 32 + 3 * elements // 4 + (5 * elements // 2 if tile.pack_size == 1 else 0)
     if problem.forward:
         per_element = 1.25 if DTYPES[problem.x].itemsize > 2 else 1.15 if elements > 40 else 1.0
-        extra = 8 * (problem.residual + wide_weight)
+        extra = 8 * (problem.residual + wide_weight) + fused
         # 32 elements of 16 bits fit 64 registers where warps share a row and fill it, so that 60 KB are in flight on 32 warps.
         newer = device.compute_capability >= 90
         fits = newer and tile.exact and tile.threads_per_row > 32 and elements == 32 and DTYPES[problem.x].itemsize == 2
@@ -159,7 +187,7 @@ def _registers(problem: Problem, device: Device, tile: Tile) -> int:
     fits = device.compute_capability == 90 and elements <= 24 and (tile.exact or problem.centered)
     tight = (0.1 if fits else 0.35) * (problem.x == "float16") + 0.35 * (device.compute_capability >= 100)
     tight += 0.35 * (device.compute_capability < 90 and elements > 24)
-    extra = 8 * bool(problem.dsum) + (0.3 * wide_weight + tight) * elements
+    extra = fused + 8 * bool(problem.dsum) + (0.3 * wide_weight + tight) * elements
     return int(36 + 5.25 * words * elements + extra + lone)
 
 
@@ -356,8 +384,14 @@ QUEUED_RING_BYTES, QUEUED_CLUSTER_SIZE = 256 * 1024, 2
 
 
 def can_ring(problem: Problem, device: Device) -> bool:
-    """Whether there is a copy engine to fetch the rows. Sums cross as floats."""
-    return problem.compute == "float32" and device.compute_capability >= 90
+    """Whether there is a copy engine to fetch the rows. Sums cross as floats.
+
+    A ring fetches what makes up a row forward as tensors of one type, and has no registers left for random words.
+    """
+    fits = (
+        problem.input is None and not problem.dropout and problem.row_scale is None and (problem.forward or problem.y is None)
+    )
+    return fits and problem.compute == "float32" and device.compute_capability >= 90
 
 
 def _streamed(problem: Problem) -> list[int]:
@@ -390,7 +424,8 @@ def _ring_registers(problem: Problem, device: Device, elements: int) -> int:
     if problem.forward:
         tight = 8 * (device.compute_capability >= 120)
         fewest = 4 if problem.widest_pack == 1 else 0  # a register holds one lone element
-        kept = sum(max(DTYPES[name].itemsize, fewest) for name in (problem.weight, problem.bias) if name)
+        parameters = (problem.weight, problem.bias, problem.weight1, problem.bias1)
+        kept = sum(max(DTYPES[name].itemsize, fewest) for name in parameters if name)
         return 104 + elements * kept // 4 + tight
     lone = 3 * elements // 4 if problem.widest_pack == 1 else 0
     return 60 + 27 * min(elements, 57) // 8 + lone
@@ -508,6 +543,10 @@ def _backward_ring_score(problem: Problem, tile: Tile) -> tuple:
     return round(share, 3), -tile.block_size
 
 
+def _smem_threads(problem: Problem) -> int:
+    return _DROPOUT_THREADS if problem.dropout else _BLOCK_THREADS
+
+
 def _block_tile(problem: Problem, device: Device) -> Tile | None:
     tile = _register_tile(
         problem,
@@ -523,7 +562,7 @@ def _block_tile(problem: Problem, device: Device) -> Tile | None:
         return tile
     if device.clusters:
         return None  # a cluster's registers are faster than one block's shared memory (H200, bf16: 65536 columns 0.61, 0.54)
-    tile = Tile(problem.widest_pack, _BLOCK_THREADS)
+    tile = Tile(problem.widest_pack, _smem_threads(problem))
     return tile if smem_bytes_of(problem, tile, "block") <= device.smem_per_block else None
 
 
@@ -555,14 +594,14 @@ def _cluster_tile(problem: Problem, device: Device) -> Tile | None:
     if best is not None:
         return best
     for cluster_size, _ in device.clusters:
-        tile = Tile(problem.widest_pack, _BLOCK_THREADS, cluster_size=cluster_size)
+        tile = Tile(problem.widest_pack, _smem_threads(problem), cluster_size=cluster_size)
         if smem_bytes_of(problem, tile, "cluster") <= device.smem_per_block:
             return tile
     return None
 
 
 def _uncached_tile(problem: Problem, device: Device) -> Tile:
-    return Tile(problem.widest_pack, 512, blocks_per_sm=2)
+    return Tile(problem.widest_pack, 512, blocks_per_sm=1 if problem.y1 else 2)  # two outputs need more than 64 registers
 
 
 STRATEGIES = {

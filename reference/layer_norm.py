@@ -20,14 +20,18 @@ Backward. Write wdy = dy * w for the gradient that reaches x_hat. y depends on x
     dweight = sum over rows of dy * x_hat,         dbias = sum over rows of dy
 
 A residual is added before all this: of s = x + residual both addends have the gradient of s, to which comes what reaches s
-from elsewhere (dsum), as in a pre-norm block that passes s on.
+from elsewhere (dsum), as in a pre-norm block that passes s on. If x was scaled first (row_scale, dropout), its gradient is that of s
+scaled in the same way.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
+
+from .dropout import scaled
 
 
 class Normalized(NamedTuple):
@@ -66,9 +70,17 @@ def layer_norm(
     *,
     residual: np.ndarray | None = None,
     zero_centered_weight: bool = False,
+    row_scale: np.ndarray | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: int = 0,
+    round_x_hat: Callable[[np.ndarray], np.ndarray] | None = None,
 ) -> Normalized:
-    """Normalise each row of float64 x [num_rows, num_cols]; weight, bias [num_cols]; residual as x."""
-    x = np.asarray(x, dtype=np.float64)
+    """Normalise each row of float64 x [num_rows, num_cols]; weight, bias [num_cols]; residual as x.
+
+    row_scale [num_rows], dropout_p, dropout_seed: x becomes scaled(x, ...) of cupynorm.reference before the residual is added.
+    round_x_hat: applied to x_hat before the weight multiplies it.
+    """
+    x = scaled(np.asarray(x, dtype=np.float64), row_scale, dropout_p, dropout_seed)
     added = x if residual is None else x + residual
     with np.errstate(all="ignore"):
         mean = added.mean(axis=1)
@@ -77,8 +89,18 @@ def layer_norm(
         rest = centered.mean(axis=1)
         centered = centered - rest[:, None]
         rstd = 1.0 / np.sqrt((centered**2).mean(axis=1) + eps)
-        y = affine(centered * rstd[:, None], weight, bias, zero_centered_weight)
+        x_hat = centered * rstd[:, None]
+        y = affine(round_x_hat(x_hat) if round_x_hat else x_hat, weight, bias, zero_centered_weight)
     return Normalized(y, mean + rest, rstd, added)
+
+
+def x_hat_of(
+    y: np.ndarray, weight: np.ndarray | None, bias: np.ndarray | None, smallest: float, zero_centered_weight: bool = False
+) -> np.ndarray:
+    """x_hat [num_rows, num_cols] from y alone: (y - bias) / w, where a w smaller than `smallest` counts as that, with its sign."""
+    w = np.asarray(scale(weight, zero_centered_weight))
+    divisor = np.where(np.abs(w) >= smallest, w, np.where(w < 0, -smallest, smallest))
+    return (y - (0.0 if bias is None else bias)) / divisor
 
 
 def layer_norm_backward(

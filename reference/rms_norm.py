@@ -14,8 +14,11 @@ LayerNorm without its mean:
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 
+from .dropout import scaled
 from .layer_norm import Gradients, Normalized, affine, scale
 
 
@@ -27,13 +30,22 @@ def rms_norm(
     *,
     residual: np.ndarray | None = None,
     zero_centered_weight: bool = False,
+    row_scale: np.ndarray | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: int = 0,
+    round_x_hat: Callable[[np.ndarray], np.ndarray] | None = None,
 ) -> Normalized:
-    """Normalise each row of float64 x [num_rows, num_cols]; weight, bias [num_cols]; residual as x."""
-    x = np.asarray(x, dtype=np.float64)
+    """Normalise each row of float64 x [num_rows, num_cols]; weight, bias [num_cols]; residual as x.
+
+    row_scale [num_rows], dropout_p, dropout_seed: x becomes scaled(x, ...) of cupynorm.reference before the residual is added.
+    round_x_hat: applied to x_hat before the weight multiplies it.
+    """
+    x = scaled(np.asarray(x, dtype=np.float64), row_scale, dropout_p, dropout_seed)
     added = x if residual is None else x + residual
     with np.errstate(all="ignore"):
         rstd = 1.0 / np.sqrt((added**2).mean(axis=1) + eps)
-        y = affine(added * rstd[:, None], weight, bias, zero_centered_weight)
+        x_hat = added * rstd[:, None]
+        y = affine(round_x_hat(x_hat) if round_x_hat else x_hat, weight, bias, zero_centered_weight)
     return Normalized(y, None, rstd, added)
 
 

@@ -24,6 +24,13 @@ def cases() -> list[Case]:
         every.append(Case("layer_norm", 7, 504, "float16", weight="float32", strategy=strategy, residual=True))
         every.append(Case("layer_norm", 3, 256, "float64", strategy=strategy, statistics="welford"))
         every.append(Case("layer_norm", 9, 500, "bfloat16", y="float32", strategy=strategy, zero_centered_weight=True))
+        # Sums of their own dtype of an input that is scaled and dropped out: packs and lone elements, whose gradient is split.
+        options = {"residual": True, "residual_dtype": "float32", "dropout_p": 0.2, "row_scale": "float32", "dsum": True}
+        options |= {"weight1": "bfloat16", "bias1": "float32"}
+        every.append(Case("layer_norm", 300, 512, "bfloat16", strategy=strategy, **options))
+        every.append(Case("rms_norm", 7, 255, "float16", strategy=strategy, residual_dtype="float32"))
+        every.append(Case("rms_norm", 9, 500, "bfloat16", strategy=strategy, weight1="bfloat16", round_x_hat=True))
+        every.append(Case("layer_norm", 9, 500, "bfloat16", strategy=strategy, memory_efficient=True))
     # Rows that begin anywhere, through the rings of a block and of a cluster.
     every += [Case("layer_norm", num_rows, num_cols, "bfloat16") for num_rows, num_cols in ((300, 1023), (60, 33333))]
     # Rows in the registers of clusters of 2 to 16 blocks, and (200001 and 262144 backward) beyond them.

@@ -16,6 +16,7 @@ class Recorder(CpuMachine):
     def __init__(self) -> None:
         super().__init__()
         self.reached: set[tuple[str, str]] = set()
+        self.functors: set[tuple[str, str]] = set()
 
     def launch(self, launch, words) -> None:
         tile = launch.tile
@@ -24,6 +25,8 @@ class Recorder(CpuMachine):
             dtype = re.search(r"Load<(\w+)>", launch.kernel.name_expression)[1]
             place = f"ring of {dtype}, {tile.cluster_size} blocks a row"
         self.reached.add((launch.kernel.source, place))
+        functors = re.findall(r"\w*(?:Load\w*|Stores?)(?=<)", launch.kernel.name_expression)
+        self.functors |= {(launch.kernel.source, functor) for functor in functors}
 
 
 def test_every_place_of_every_kernel():
@@ -45,6 +48,13 @@ def test_every_place_of_every_kernel():
         for dtype in ("__nv_bfloat16", "float"):
             expected.add((f"{direction}_block.cu", f"ring of {dtype}, 1 blocks a row"))
             expected |= {(f"{direction}_cluster.cu", f"ring of {dtype}, {size} blocks a row") for size in (2, 16)}
+    for name in STRATEGIES:
+        assert {functor for source, functor in recorder.functors if source == f"forward_{name}.cu"} == {
+            "Load", "ResidualLoad", "SumLoad", "Store", "TwoStores",
+        }  # fmt: skip
+        assert {functor for source, functor in recorder.functors if source == f"backward_{name}.cu"} == {
+            "Load", "LoadXHat", "Store", "AddStore", "SplitStore",
+        }  # fmt: skip
     # Wide rows get rings of other clusters, too.
     assert recorder.reached >= expected
     assert {source for source, _ in recorder.reached} == {source for source, _ in expected}

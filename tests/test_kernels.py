@@ -250,6 +250,220 @@ def _forward_problem(case: Case) -> dispatch.Problem:
     )  # fmt: skip
 
 
+# What is normalised is a sum of its own dtype, or of an input that is scaled first.
+SUMS = {
+    "float32 stream": ("bfloat16", {"residual": True, "residual_dtype": "float32", "dsum": True}),
+    "float32 stream begins": ("float16", {"residual_dtype": "float32"}),
+    "float32 stream, residual of the input's dtype": ("bfloat16", {"residual": "bfloat16", "residual_dtype": "float32", "dsum": True}),
+    "narrower stream": ("float32", {"residual": True, "residual_dtype": "bfloat16", "dsum": True}),
+    "float64 stream": ("float32", {"residual": True, "residual_dtype": "float64", "weight": "float32"}),
+    "input of float64": ("float64", {"residual": True, "residual_dtype": "float32"}),
+    "row_scale": ("bfloat16", {"residual": True, "row_scale": "float32"}),
+    "row_scale of float64": ("float64", {"row_scale": "float64", "dsum": True}),
+    "dropout": ("float32", {"dropout_p": 0.3}),
+    "dropout and residual": ("float16", {"residual": True, "dropout_p": 0.5, "dsum": True}),
+    "everything": (
+        "bfloat16",
+        {"residual": True, "residual_dtype": "float32", "row_scale": "bfloat16", "dropout_p": 0.1, "dsum": True, "weight": "float32"},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("what", SUMS)
+def test_sum_of_its_own(what, strategy, where):
+    dtype, options = SUMS[what]
+    # Packs and lone elements, both norms: by turns, so that each option meets all of them over the strategies.
+    turn = (list(SUMS).index(what) + list(STRATEGIES).index(strategy)) % 2
+    name, num_cols = (("layer_norm", 120), ("rms_norm", 77))[turn]
+    results = check(Case(name, 4, num_cols, dtype, strategy=strategy, **options), where)
+    assert "sum" in results and ("dresidual" in results) == ("residual" in options)
+
+
+@pytest.mark.parametrize("what", ["float32 stream", "everything"])
+@pytest.mark.parametrize(
+    "strategy, num_cols, tile",
+    [
+        ("warp", 64, Tile(2, 4, packs_per_thread=8, rows_per_block=8)),
+        ("block", 1000, Tile(8, 64, packs_per_thread=2)),
+        ("cluster", 1000, Tile(8, 32, cluster_size=4)),
+        ("cluster", 999, Tile(1, 96, cluster_size=2)),
+        ("uncached", 1000, Tile(2, 96)),
+    ],
+)
+def test_sum_of_its_own_with_explicit_tiles(strategy, num_cols, tile, what, where, tile_of_backward):
+    dtype, options = SUMS[what]
+    plans = tile_of_backward(tile)
+    results = check(Case("layer_norm", 9, num_cols, dtype, strategy=strategy, tile=tile, **options), where)
+    assert plans[-1].tile == tile and np.isfinite(results["dresidual"]).all()
+
+
+def test_sum_of_its_own_in_the_shared_memory_of_a_block(where):
+    dtype, options = SUMS["everything"]
+    for num_cols, tile in ((1000, Tile(8, 128)), (1001, Tile(1, 96))):
+        check(Case("layer_norm", 4, num_cols, dtype, strategy="block", tile=tile, **options), where)
+
+
+@pytest.mark.parametrize("num_cols, tile", [(1000, Tile(4, 64, 4, stages=2)), (1000, Tile(4, 32, 4, cluster_size=2, stages=3))])
+def test_the_gradient_of_a_sum_is_split_by_a_ring(num_cols, tile, small, tile_of_backward):
+    """A ring fetches x and dsum as float32 beside dy; what it cannot make is refused."""
+    plans = tile_of_backward(tile)
+    dtype, options = SUMS["float32 stream"]
+    strategy = "cluster" if tile.cluster_size > 1 else "block"
+    check(Case("layer_norm", rows_of_turns(small, tile, 4), num_cols, dtype, strategy=strategy, **options), small)
+    assert plans[-1].tile == tile and "SplitStore" in plans[-1].launches[0].kernel.name_expression
+    for problem in (
+        replace(plans[-1].problem, dropout=True),
+        replace(plans[-1].problem, row_scale="float32"),
+        replace(plans[0].problem, pack_limit=4),
+    ):
+        with pytest.raises(ValueError, match="a ring needs .* neither residual_dtype nor dropout nor row_scale"):
+            dispatch.choose(problem, small.device, strategy, tile)
+
+
+@pytest.mark.parametrize("num_cols", [198, 199, 200])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_mask_depends_on_seed_row_and_column_alone(strategy, num_cols, where):
+    """Forward and backward, whatever the strategy, the pack size and where the seed is; the reference makes the very same."""
+    case = Case("rms_norm", 5, num_cols, "float32", strategy=strategy, dropout_p=0.4)
+    problem = random_problem(case)
+    for seed in (0, 1, -1, 2**62 + 12345):
+        problem.dropout_seed = seed
+        results = run_kernels(problem, where)
+        kept = reference.dropout_mask(5, num_cols, 0.4, seed)
+        assert ((results["sum"] != 0) == kept).all() and ((results["dx"] != 0) == kept).all()
+
+
+@pytest.mark.parametrize("p, kept", [(1.0, 0), (1e-12, 400), (1 - 2.0**-33, 0), (2.0**-30, 400)])
+def test_dropout_at_the_ends(p, kept, where):
+    """All dropped: zeros, as torch's dropout gives; almost none: the input itself, and its scale."""
+    problem = random_problem(Case("layer_norm", 4, 100, "float32", dropout_p=p))
+    results = run_kernels(problem, where)
+    assert (results["sum"] != 0).sum() == (results["dx"] != 0).sum() == kept
+    assert np.isfinite(results["y"]).all()
+
+
+SECONDS = {
+    "weights": ("bfloat16", {"weight1": "bfloat16"}),
+    "weights and biases": ("float32", {"weight1": "float32", "bias1": "float32", "zero_centered_weight": True}),
+    "other dtypes": ("float16", {"y": "float32", "weight": None, "bias": None, "weight1": "float64", "bias1": "bfloat16"}),
+    "a bias": ("float64", {"bias1": "float64", "dsum": True}),
+    "a sum": (
+        "bfloat16",
+        {"weight1": "float32", "residual": True, "residual_dtype": "float32", "dropout_p": 0.2, "dsum": True},
+    ),
+}
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("what", SECONDS)
+def test_second_output(what, strategy, where):
+    dtype, options = SECONDS[what]
+    turn = (list(SECONDS).index(what) + list(STRATEGIES).index(strategy)) % 2
+    name, num_cols = (("layer_norm", 120), ("rms_norm", 77))[turn]
+    case = Case(name, 4, num_cols, dtype, strategy=strategy, **options)
+    results = check(case, where)
+    # The second output is that of a call of its own: the same bits on the CPU, whose compiler fuses nothing.
+    if not case.has_own_sum and isinstance(where, CpuMachine):
+        problem = random_problem(case)
+        alone = replace(case, weight=case.weight1, bias=case.bias1, weight1=None, bias1=None)
+        tile = dispatch.choose(dispatch_problem(case), where.device, strategy).tile
+        alone = replace(problem, case=replace(alone, tile=tile), weight=problem.weight1, bias=problem.bias1)
+        assert run_kernels(alone, where)["y"].tobytes() == results["y1"].tobytes()
+
+
+def dispatch_problem(case: Case) -> dispatch.Problem:
+    """Of a forward whose row is x, with two outputs."""
+    names = ("weight", "bias", "weight1", "bias1")
+    return dispatch.Problem(
+        "forward", case.norm == "layer_norm", case.num_cols, case.x, y=case.dtype("y"), y1=case.dtype("y"),
+        **{name: case.dtype(name) for name in names}, pack_limit=dispatch.pack_limit(case.num_cols, ()),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("tile", [Tile(8, 64, 3, stages=2), Tile(8, 64, 3, cluster_size=2, stages=3)], ids=["block", "cluster"])
+@pytest.mark.parametrize("weight1, bias1", [("bfloat16", "bfloat16"), (None, "float32")])
+def test_second_output_of_a_ring(weight1, bias1, tile, small, tile_of_backward):
+    tile_of_backward(tile)
+    num_rows, packs = rows_of_turns(small, tile, 4), 190 * tile.cluster_size
+    check(ring_case("layer_norm", num_rows, "bfloat16", packs, tile, weight1=weight1, bias1=bias1, residual=True), small)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_x_hat_is_rounded_first(dtype, strategy, where):
+    """To the bit: a product of two 16-bit numbers is exact in float32, and rounded once."""
+    for name, num_cols in (("layer_norm", 120), ("rms_norm", 77)):
+        case = Case(name, 4, num_cols, dtype, bias=None, strategy=strategy, round_x_hat=True)
+        tile = dispatch.choose(_forward_problem(case), where.device, strategy).tile
+        problem = random_problem(replace(case, tile=tile))
+        rounded = check(problem.case, where)["y"]
+        bare = replace(problem.case, y="float32", weight=None, round_x_hat=False)
+        x_hat = run_kernels(replace(problem, case=bare, weight=None), where)["y"]
+        expected = decode(encode(decode(encode(x_hat, dtype), dtype) * problem.weight, dtype), dtype)
+        assert rounded.tobytes() == expected.tobytes()
+        once = run_kernels(replace(problem, case=replace(problem.case, round_x_hat=False)), where)["y"]
+        assert 0.1 < (rounded != once).mean() < 0.6
+
+
+@pytest.mark.parametrize("tile", [Tile(8, 64, 3, stages=2), Tile(8, 64, 3, cluster_size=2, stages=3)], ids=["block", "cluster"])
+def test_x_hat_is_rounded_in_a_ring(tile, small, tile_of_backward):
+    tile_of_backward(tile)
+    num_rows, packs = rows_of_turns(small, tile, 4), 190 * tile.cluster_size
+    case = ring_case("rms_norm", num_rows, "bfloat16", packs, tile, bias=None, round_x_hat=True)
+    once = run_kernels(random_problem(replace(case, round_x_hat=False)), small)["y"]
+    assert 0.1 < (check(case, small)["y"] != once).mean() < 0.6
+
+
+BY_Y = {
+    "y": ("bfloat16", {}),
+    "y of another dtype": ("float16", {"y": "float32", "weight": "float32", "zero_centered_weight": True}),
+    "y of float64": ("float64", {"bias": "float32"}),
+    "y without parameters": ("float32", {"weight": None, "bias": None}),
+    "y, dropout and a second output": (
+        "bfloat16",
+        {
+            "residual": True,
+            "residual_dtype": "float32",
+            "dropout_p": 0.2,
+            "dsum": True,
+            "weight1": "float32",
+            "bias1": "float32",
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("what", BY_Y)
+def test_backward_that_knows_y_alone(what, strategy, where):
+    """Also of a weight that is all but zero: its column errs by as much as is said, the others by no more than before."""
+    dtype, options = BY_Y[what]
+    turn = (list(BY_Y).index(what) + list(STRATEGIES).index(strategy)) % 2
+    name, num_cols = (("layer_norm", 120), ("rms_norm", 77))[turn]
+    case = Case(name, 4, num_cols, dtype, strategy=strategy, memory_efficient=True, **options)
+    check(case, where)
+    if case.weight is not None:
+        problem = random_problem(case)
+        for col, weight in ((3, -1.5e-9), (7, 0.0), (11, 1e-4)):
+            problem.weight[col] = decode(
+                encode(np.array(weight - case.zero_centered_weight), case.dtype("weight")), case.dtype("weight")
+            )
+        results = run_kernels(problem, where)
+        result = CheckResult(judge_all(problem, results, rounded_mean=uses_welford(case, where.device)))
+        assert result.ok and np.isfinite(results["dx"]).all(), f"\n{result}"
+
+
+@pytest.mark.parametrize("strategy, num_cols, tile", [
+    ("block", 1000, Tile(8, 64, packs_per_thread=2)), ("cluster", 1000, Tile(8, 32, cluster_size=4)),
+    ("cluster", 999, Tile(1, 96, cluster_size=2)),
+])  # fmt: skip
+def test_backward_that_knows_y_alone_with_explicit_tiles(strategy, num_cols, tile, where, tile_of_backward):
+    plans = tile_of_backward(tile)
+    check(Case("layer_norm", 9, num_cols, "bfloat16", strategy=strategy, memory_efficient=True), where)
+    assert plans[-1].tile == tile and "LoadXHat" in plans[-1].launches[0].kernel.name_expression
+
+
 # A warp of any dtype takes 240.
 @pytest.mark.parametrize("num_cols", [57, 240])
 @pytest.mark.parametrize("statistics", STATISTICS)

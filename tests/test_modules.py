@@ -71,7 +71,7 @@ def test_the_constructors_are_those_of_torch(ours, theirs):
     assert [each.name for each in positional] == [each.name for each in torchs]
     assert [each.default for each in positional[1:]] == [each.default for each in torchs[1:]]
     assert {each.name for each in mine[len(positional) :]} == {
-        "zero_centered_gamma", "sm_margin", "sequence_parallel", "hidden_size", "params_dtype",
+        "zero_centered_gamma", "sm_margin", "sequence_parallel", "round_x_hat", "memory_efficient", "hidden_size", "params_dtype",
     }  # fmt: skip
     assert all(each.kind is each.KEYWORD_ONLY for each in mine[len(positional) :])
     assert issubclass(ours, theirs)
@@ -535,6 +535,27 @@ def test_what_is_swapped(what):
     torch.testing.assert_close(model(x), expected, rtol=0, atol=allowed)
     report.undo()
     assert model[0] is module and torch.equal(model(x), expected)
+
+
+@pytest.mark.parametrize("what", ["Llama", "T5", "Gemma", "in bfloat16", "torch.nn.RMSNorm"])
+@pytest.mark.parametrize("device", DEVICES_HERE)
+def test_a_rounding_that_is_kept(what, device):
+    """With keep_rounding, what rounds x_hat before its weight is reproduced in bfloat16; nothing else changes."""
+    make, _, _, remark = RECOGNISED[what]
+    module = make().to(device).bfloat16()
+    with torch.no_grad():
+        module.weight.normal_()
+    x = random_input(50, 64, dtype="bfloat16").to(device)
+    expected, rounds = module(x), what in ("Llama", "T5")
+    for keep_rounding in (False, True):
+        model = torch.nn.Sequential(module)
+        report = cupynorm.swap_norms(model, keep_rounding=keep_rounding)
+        kept = rounds and keep_rounding
+        assert model[0].round_x_hat is kept and ("round_x_hat=True" in repr(model)) is kept
+        assert report.swapped[0].remark == (remark.replace(f"{TWICE}; ", "") if kept else remark)
+        off = (model(x) != expected).double().mean()
+        # float32 and float64 round to another bfloat16 about once in 10,000.
+        assert off < 2e-3 if kept or what in ("Gemma", "torch.nn.RMSNorm") else off > 0.1
 
 
 @pytest.mark.parametrize("make", [LlamaRMSNorm, GemmaRMSNorm, torch.nn.LayerNorm, torch.nn.RMSNorm, ClipLayerNorm])

@@ -19,8 +19,10 @@ import pytest
 
 import cupynorm
 from cupynorm import nvrtc
-from cupynorm.dispatch import Kernel, plan
+from cupynorm.devices import DEVICES
+from cupynorm.dispatch import Kernel, make_plan, pack_limit, plan
 from cupynorm.nvrtc import Resources, compile_for, cuda_src, source
+from cupynorm.strategies import Problem
 
 REPOSITORY = Path(__file__).parents[1]
 
@@ -78,6 +80,35 @@ RING_PROBLEMS = [
         ("backward", "bfloat16", {}), ("backward", "float16", {}), ("backward", "float32", {}), ("backward", "bfloat16", MIXED),
     )
 ]  # fmt: skip
+# Fused options, by the fields of a Problem: a stream of float32 beside 16-bit inputs, and dropout, which takes most registers.
+DROPS = {"row_scale": "float32", "dropout": True}
+PARAMETERS = ("weight", "bias", "weight1", "bias1")
+FUSED_PROBLEMS = [
+    {"direction": "forward", "x": held, "input": dtype, "residual_dtype": held, "y": dtype, "weight": dtype, "bias": dtype, **options}
+    for dtype, held, options in (
+        ("bfloat16", "float32", {}), ("bfloat16", "float32", DROPS), ("float16", "float16", DROPS), ("float64", "float64", DROPS),
+    )
+] + [
+    {"direction": "forward", "x": dtype, "y": dtype, "y1": dtype, "residual": residual} | dict.fromkeys(PARAMETERS, weight)
+    for dtype, weight, residual in (("bfloat16", "float32", True), ("bfloat16", "bfloat16", False), ("float32", "float32", False))
+] + [
+    {
+        "direction": "backward", "x": held, "dy": dtype, "dx": dtype, "weight": dtype, "dweight": dtype, "dbias": dtype, "dsum": held,
+        "dresidual": held, **options,
+    }
+    for dtype, held, options in (
+        ("bfloat16", "float32", {}), ("float16", "float32", DROPS), ("bfloat16", "bfloat16", DROPS), ("float64", "float64", DROPS),
+    )
+]  # fmt: skip
+FUSED_PROBLEMS += [
+    {
+        "direction": "backward", "x": held, "y": y, "y_weight": weight, "y_bias": weight, "dy": y, "dx": y, "weight": weight,
+        "dweight": weight, "dbias": weight,
+    }
+    for y, held, weight in (("bfloat16", "float32", "float32"), ("float16", "float32", "float16"), ("float64", "float64", "float64"))
+]  # fmt: skip
+FUSED_PROBLEMS.append({"direction": "forward", "x": "float16", "y": "float16", "round_x_hat": "float16", "weight": "float16"})
+FUSED_WIDTHS = (7, 768, 1000, 1025, 8192, 262144)
 # sm_80 and sm_90 stand for GPUs without and with clusters: all of the grid. Parts, so that pytest-xdist can share them out.
 FULL = (80, 90)
 PARTS = {80: 8, 86: 1, 89: 1, 90: 8, 100: 4, 120: 4}
@@ -91,8 +122,15 @@ def instances(compute_capability: int) -> dict[Kernel, str]:
     if compute_capability >= 90:
         grid.append((RING_PROBLEMS, RING_WIDTHS))
     found: dict[Kernel, str] = {}
+    grid.append((FUSED_PROBLEMS, FUSED_WIDTHS))
+    device = DEVICES[ARCHITECTURES[compute_capability]]
     for problem, num_cols in (each for problems, widths in grid for each in itertools.product(problems, widths)):
-        made = plan(num_cols, 4096, device=ARCHITECTURES[compute_capability], **problem)
+        if problem in FUSED_PROBLEMS:
+            made = make_plan(
+                Problem(centered=True, num_cols=num_cols, pack_limit=pack_limit(num_cols, ()), **problem), device, 4096
+            )
+        else:
+            made = plan(num_cols, 4096, device=device, **problem)
         for launch in made.launches:
             words = " ".join(f"{key}={value}" for key, value in problem.items())
             text = f"{num_cols:>7} {words:<60} {launch.kernel.source:<23} {launch.tile}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -33,7 +34,30 @@ def draw(generator: random.Random, max_elements: int, max_cols: int) -> Case:
     )
 
 
-def check(on: str, seed: int, num_cases: int, max_elements: int, max_cols: int) -> None:
+def draw_fused(generator: random.Random, max_elements: int, max_cols: int) -> Case:
+    """With a sum of its own dtype, dropout and a scale of each row."""
+    case = draw(generator, max_elements, max_cols)
+    residual_dtype = generator.choice([None, "float32", *DTYPES])
+    fused = replace(
+        case,
+        residual=generator.choice([False, True, case.x]),
+        residual_dtype=residual_dtype,
+        row_scale=generator.choice([None, *DTYPES]),
+        dropout_p=generator.choice([0.0, 0.0, 0.1, 0.9]),
+        dsum=generator.random() < 0.5,
+        weight1=generator.choice([None, None, *DTYPES]),
+        bias1=generator.choice([None, None, *DTYPES]),
+        round_x_hat=generator.random() < 0.3,
+        memory_efficient=generator.random() < 0.3,
+        # Of a row that is all but empty an eps of 0 leaves a variance that a rounding decides.
+        eps=generator.choice([1e-5, 1e-3]),
+    )
+    # y must have the arithmetic of the sum.
+    wide = [name == "float64" for name in (fused.sum, fused.dtype("y"))]
+    return replace(fused, memory_efficient=fused.memory_efficient and wide[0] == wide[1])
+
+
+def check(on: str, seed: int, num_cases: int, max_elements: int, max_cols: int, draw=draw) -> None:
     generator = random.Random(seed)
     where = machine(on)
     result = CheckResult()
@@ -55,6 +79,17 @@ def check(on: str, seed: int, num_cases: int, max_elements: int, max_cols: int) 
 @pytest.mark.parametrize("seed", range(6))
 def test_on_the_cpu(seed):
     check("cpu", seed, num_cases=8, max_elements=1 << 13, max_cols=1 << 13)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_fused_on_the_cpu(seed):
+    check("cpu", seed, num_cases=8, max_elements=1 << 13, max_cols=1 << 13, draw=draw_fused)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("seed", range(8))
+def test_fused_on_a_gpu(seed):
+    check("gpu", seed, num_cases=15, max_elements=1 << 21, max_cols=1 << 18, draw=draw_fused)
 
 
 @pytest.mark.gpu

@@ -165,6 +165,92 @@ def test_gradients_by_central_differences(norm, shape, zero_centered):
         assert relative_error(got, expected) < BOUND, name
 
 
+@pytest.mark.parametrize("residual", (False, True), ids=("", "residual"))
+@pytest.mark.parametrize("dropout_p", (0.0, 0.4, 1.0))
+@pytest.mark.parametrize("norm", NORMS)
+def test_gradients_of_a_scaled_input_by_central_differences(norm, dropout_p, residual):
+    """loss = sum(dy * y) + sum(dsum * sum) of rows that are scaled and dropped out before a residual is added."""
+    x, dy, weight, bias = draw((3, 7))
+    other, dsum, *_ = draw((3, 7), seed=1)
+    scaling = {"row_scale": np.array([0.5, -2.0, 1.25]), "dropout_p": dropout_p, "dropout_seed": 7}
+
+    def loss(x=x, residual=other if residual else None):
+        result = forward(norm, x, weight, bias, residual=residual, **scaling)
+        return float((dy * result.y).sum() + (dsum * result.sum).sum())
+
+    result = forward(norm, x, weight, bias, residual=other if residual else None, **scaling)
+    gradients = backward(norm, dy, result, weight, dsum=dsum)
+    if dropout_p < 1 or residual:  # a row of zeros has a variance of 0, whose gradient no step of 1e-3 can see
+        got, expected = reference.scaled(gradients.dx, **scaling), central_differences(lambda moved: loss(x=moved), x)
+        assert np.linalg.norm(got - expected) <= BOUND * np.linalg.norm(gradients.dx)
+        assert (dropout_p == 1) == (not got.any())
+    if residual:
+        expected = central_differences(lambda moved: loss(residual=moved), other)
+        assert relative_error(gradients.dx, expected) < BOUND
+
+
+@pytest.mark.parametrize("norm", NORMS)
+def test_x_hat_is_rounded_before_the_weight(norm):
+    x, _, weight, bias = draw((3, 7))
+    exact = forward(norm, x, None, None).y
+    result = forward(norm, x, weight, bias, round_x_hat=lambda x_hat: np.round(x_hat, 1))
+    np.testing.assert_array_equal(result.y, np.round(exact, 1) * weight + bias)
+
+
+@pytest.mark.parametrize("norm", NORMS)
+def test_x_hat_of_y(norm):
+    """What forward multiplied and added is taken back; a small weight divides as if it were `smallest`, with its sign."""
+    x, _, weight, bias = draw((3, 7))
+    x_hat = forward(norm, x, None, None).y
+    for zero_centered in (False, True):
+        for given in ((weight, bias), (weight, None), (None, bias), (None, None)):
+            y = forward(norm, x, *given, zero_centered_weight=zero_centered).y
+            got = reference.x_hat_of(y, *given, 2.0**-53, zero_centered)
+            np.testing.assert_allclose(got, x_hat, rtol=1e-14, atol=1e-14)
+    weight[:3] = -1e-9, 0.0, 1e-3
+    got = reference.x_hat_of(forward(norm, x, weight, None).y, weight, None, 1e-2)
+    np.testing.assert_allclose(got[:, :3], x_hat[:, :3] * [1e-7, 0.0, 0.1], rtol=1e-14)
+    np.testing.assert_allclose(got[:, 3:], x_hat[:, 3:], rtol=1e-14)
+
+
+def test_the_sum_of_a_scaled_input():
+    x, residual, *_ = draw((2, 6))
+    kept = reference.dropout_mask(2, 6, 0.5, 3)
+    assert 0 < kept.sum() < 12
+    row_scale = np.array([3.0, -1.0])
+    result = forward("rms_norm", x, None, None, residual=residual, row_scale=row_scale, dropout_p=0.5, dropout_seed=3)
+    for (row, col), is_kept in np.ndenumerate(kept):
+        term = x[row, col] * row_scale[row] * 2 if is_kept else 0.0
+        assert result.sum[row, col] == term + residual[row, col]
+
+
+# Counter, key and words of the known answers that Random123, the authors' library, is tested with: philox4x32 of 10 rounds.
+ANSWERS = (
+    ((0, 0), 0, (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
+    ((2**64 - 1, 2**64 - 1), 2**64 - 1, (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
+    ((0x85A308D3243F6A88, 0x0370734413198A2E), 0x299F31D0A4093822, (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1)),
+)
+
+
+@pytest.mark.parametrize("counter, key, words", ANSWERS)
+def test_random_words_are_those_of_philox(counter, key, words):
+    from cupynorm.reference.dropout import philox
+
+    assert philox(key, *map(np.uint64, counter)).tolist() == list(words)
+    assert philox(key - 2**64, *map(np.uint64, counter)).tolist() == list(words)  # 64 bits of a key count
+
+
+def test_a_mask_keeps_as_many_as_it_should():
+    """Within 5 standard deviations of a binomial, overall and of each column; another seed, another mask; longer rows begin alike."""
+    for p in (0.1, 0.5, 0.9):
+        kept = reference.dropout_mask(400, 250, p, 11)
+        assert abs(kept.mean() - (1 - p)) < 5 * math.sqrt(p * (1 - p) / kept.size)
+        assert (abs(kept.mean(axis=0) - (1 - p)) < 5 * math.sqrt(p * (1 - p) / 400)).all()
+        assert (kept != reference.dropout_mask(400, 250, p, 12)).mean() > p * (1 - p)
+        np.testing.assert_array_equal(reference.dropout_mask(7, 999, p, 11)[:, :250], kept[:7])
+    assert reference.dropout_mask(3, 5, 0.0, 1).all() and not reference.dropout_mask(3, 5, 1.0, 1).any()
+
+
 @pytest.mark.parametrize("norm", NORMS)
 def test_gradient_without_weight(norm):
     """No weight: dx as for ones, and dweight is still the gradient of the ones that are not there."""
@@ -294,6 +380,6 @@ print(json.dumps([brought, float(reference.layer_norm([[1.0, 3.0]], eps=0.0).y[0
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=120)
     brought, value = json.loads(done.stdout)
-    modules = ("fp8", "layer_norm", "layer_norm_linear", "rms_norm")
+    modules = ("dropout", "fp8", "layer_norm", "layer_norm_linear", "rms_norm")
     assert brought == ["reference", *(f"reference.{name}" for name in modules)]
     assert value == 1.0

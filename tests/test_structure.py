@@ -98,7 +98,7 @@ ROWS = (
     ("dtypes", "devices", "strategies", "dispatch", "candidates"),
     ("nvrtc", "launch", "arrays", "cublas", "on_cpu"),
     ("calls",),
-    ("norm", "norm_linear", "tiles"),
+    ("norm", "norm_linear", "tiles", "fused"),
     ("formulas", "torch_ops", "autograd", "modules", "fp8", "fp8_linear", "linear", "parallel"),
     (
         "gradient_check",
@@ -117,7 +117,7 @@ ROWS = (
 )
 ROW_OF = {name: row for row, names in enumerate(ROWS) for name in names} | {"reference": -1, "data": -1}
 # Upward only inside a function that needs it: plan() of the current GPU, and torch tensors.
-UPWARD = {("dispatch", "launch"), ("norm", "autograd"), ("norm_linear", "linear")}
+UPWARD = {("dispatch", "launch"), ("norm", "autograd"), ("fused", "autograd"), ("norm_linear", "linear")}
 TORCH = {"formulas", "torch_ops", "autograd", "modules", "fp8", "fp8_linear", "linear", "parallel", "tutorial"}
 CUPY = {"nvrtc", "launch"}
 
@@ -214,7 +214,7 @@ def test_reference_imports_only_numpy_and_itself():
             if isinstance(node, ast.Import):
                 assert {alias.name for alias in node.names} == {"numpy"}, path.name
             if isinstance(node, ast.ImportFrom):
-                assert node.level == 1 or node.module in ("__future__", "typing"), path.name
+                assert node.level == 1 or node.module in ("__future__", "collections.abc", "typing"), path.name
 
 
 def test_no_module_is_a_drawer():
