@@ -59,7 +59,7 @@ def test_a_problem_is_representable_in_its_dtype(dtype):
 
 
 def test_fewer_rows():
-    layer = replace(shipped()[0], x=draw(40, 384), dy=draw(40, 384, seed=1))
+    layer = replace(shipped()[0], x=draw(40, 384).astype(np.float32), dy=draw(40, 384, seed=1).astype(np.float32))
     problem = layer.problem("layer_norm", max_elements=10 * 384 + 1)
     assert problem.x.shape == problem.dy.shape == (10, 384) and problem.case.num_rows == 10
     assert np.array_equal(problem.x[[0, -1]], layer.x[[0, -1]]) and np.array_equal(problem.dy[-1], layer.dy[-1])
