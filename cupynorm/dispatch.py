@@ -119,7 +119,9 @@ def _parameters_kernel(problem: Problem, strategy: str) -> tuple[Tile | None, Ke
     pack_size = min(problem.widest_pack, 4)
     # Partial rows are few: the columns are shared out among as many multiprocessors as they fill, by units of a cache line.
     lanes = 32 if strategy == "uncached" or problem.num_cols >= 16384 else 8
-    tile = Tile(pack_size, lanes, rows_per_block=512 // lanes, blocks_per_sm=2)
+    # Four rows of float64 that are divided at a time need more than the 64 registers that two blocks leave a thread.
+    blocks_per_sm = 1 if problem.y and strategy == "uncached" else 2
+    tile = Tile(pack_size, lanes, rows_per_block=512 // lanes, blocks_per_sm=blocks_per_sm)
     compute = _cpp(problem.compute)
     if strategy == "uncached":
         rows = f"RowProducts<{_load_x(problem)}, Load<{_cpp(problem.dy)}>, {_bool(problem.centered)}>"

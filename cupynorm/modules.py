@@ -329,6 +329,8 @@ def _replace(module: torch.nn.Module, keep_rounding: bool) -> tuple[torch.nn.Mod
     extras = {"zero_centered_gamma": formula.zero_centered, "round_x_hat": rounds}
     if package == "transformer_engine":
         extras |= {"sm_margin": _margins_of(module), "sequence_parallel": getattr(module, "sequence_parallel", None)}
+    if package == "apex":
+        extras["memory_efficient"] = getattr(module, "memory_efficient", False)
     parameters, shape = _parameters(module), _shape(module)
     if formula.centered:
         replacement = LayerNorm(shape, formula.eps, "weight" in parameters, "bias" in parameters, device="meta", **extras)

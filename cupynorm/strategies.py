@@ -177,6 +177,7 @@ def _registers(problem: Problem, device: Device, tile: Tile) -> int:
         # 32 elements of 16 bits fit 64 registers where warps share a row and fill it, so that 60 KB are in flight on 32 warps.
         newer = device.compute_capability >= 90
         fits = newer and tile.exact and tile.threads_per_row > 32 and elements == 32 and DTYPES[problem.x].itemsize == 2
+        fits = fits and problem.round_x_hat is None
         fixed = 32 if fits else 40
         if tile.rows_per_block > 1 and elements > 32:
             fixed = 54 + (2 * tile.packs_per_thread if tile.pack_size < 8 else 0)

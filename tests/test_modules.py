@@ -589,7 +589,9 @@ TE = "transformer_engine.pytorch.module"
 BOTH_PARAMETERS = {"weight": (64,), "bias": (64,)}
 FOREIGN = {
     "apex FusedLayerNorm": ("FusedLayerNorm", APEX, BOTH_PARAMETERS, {"eps": 0.1}, "LayerNorm", {}),
-    "apex MixedFusedLayerNorm": ("MixedFusedLayerNorm", APEX, BOTH_PARAMETERS, {"eps": 0.1}, "LayerNorm", {}),
+    "apex MixedFusedLayerNorm": (
+        "MixedFusedLayerNorm", APEX, BOTH_PARAMETERS, {"eps": 0.1, "memory_efficient": True}, "LayerNorm", {"memory_efficient": True},
+    ),
     "apex FusedRMSNorm": ("FusedRMSNorm", APEX, {"weight": (4, 64)}, {"eps": 0.1}, "RMSNorm", {}),
     "apex MixedFusedRMSNorm": ("MixedFusedRMSNorm", APEX, {"weight": (64,)}, {"eps": 0.1}, "RMSNorm", {}),
     "apex FusedRMSNorm without weight": ("FusedRMSNorm", APEX, {}, {"eps": 0.1, "normalized_shape": torch.Size([64])}, "RMSNorm", {}),

@@ -46,6 +46,8 @@ class MutatedMachine(CpuMachine):
         return array, array.ctypes.data
 
     def put(self, array: np.ndarray) -> tuple[np.ndarray, int]:
+        if array.dtype == np.int64:  # a seed
+            return super().put(array)
         name = next(name for name, dtype in DTYPES.items() if dtype.storage == array.dtype)
         copy, pointer = self.empty(array.shape, name)
         copy[...] = array
@@ -113,6 +115,20 @@ CLUSTER_RING = Case("layer_norm", 12, 4 * 210, "float32", strategy="cluster", ti
 GROUP_RING = Case("layer_norm", 23, 4 * 110, "float32", strategy="block", tile=Tile(4, 64, 2, rows_per_block=3, stages=2))
 SHARED_CLUSTER = Case("layer_norm", 5, 264, "float32", strategy="cluster", tile=Tile(4, 32, cluster_size=4))
 UNCACHED = Case("layer_norm", 20, 2052, "float32", strategy="uncached", sm_margin=1)
+SUM = Case(
+    "layer_norm",
+    5,
+    37,
+    "bfloat16",
+    strategy="warp",
+    residual=True,
+    residual_dtype="float32",
+    row_scale="float32",
+    dropout_p=0.3,
+    dsum=True,
+)
+TWO = Case("rms_norm", 5, 40, "bfloat16", strategy="warp", weight1="float32", bias1="bfloat16")
+BY_Y = Case("layer_norm", 5, 40, "float32", strategy="warp", memory_efficient=True)
 
 
 @dataclass(frozen=True)
@@ -180,7 +196,7 @@ MUTATIONS = {
         "statistics.cuh", "+ static_cast<Compute>(eps)", "", replace(BLOCK, eps=1e-3)
     ),
     "weight applied twice": Mutation(
-        "load_store.cuh", "values[at] * weights[at] + biases[at]", "values[at] * weights[at] * weights[at] + biases[at]", WARP
+        "load_store.cuh", "scaled[at] * weights[at] + biases[at]", "scaled[at] * weights[at] * weights[at] + biases[at]", WARP
     ),
     "bias of the neighbouring column": Mutation(
         "load_store.cuh", "load_pack<pack_size>(parameter + col)", "load_pack<pack_size>(parameter + (col ^ pack_size))", WARP
@@ -193,6 +209,18 @@ MUTATIONS = {
     "sums of the warps of a block without their barrier": Mutation(
         "register_gradient.cuh", "        __syncthreads();\n        for_each_sum", "        for_each_sum", WARP
     ),
+    "a mask of 9 rounds": Mutation("dropout.cuh", "round < 10", "round < 9", SUM),
+    "a mask that is the same in every row": Mutation("dropout.cuh", "/ 4, row)", "/ 4, 0)", SUM),
+    "a mask whose words change places": Mutation("dropout.cuh", "at & 1 ? odd : even", "at & 1 ? even : odd", SUM),
+    "a residual that is scaled": Mutation(
+        "load_store.cuh", "    factor.multiply(row, col, values, true);\n", "", replace(SUM, dropout_p=0.0)
+    ),
+    "a gradient that is not scaled": Mutation("load_store.cuh", "    factor.multiply(row, col, split, present);\n", "", SUM),
+    "a second output with the first's weights": Mutation(
+        "load_store.cuh", "second.store(row, col, values, kept.second", "first.store(row, col, values, kept.first", TWO
+    ),
+    "x_hat with the bias in it": Mutation("load_store.cuh", "(values[at] - biases[at]) / divisor", "values[at] / divisor", BY_Y),
+    "x_hat that is normalised again": Mutation("backward.cuh", "if constexpr (normalized) return x;", "", BY_Y),
     "a cluster that leaves its last columns out": Mutation(
         "row.cuh", "whole.first_col + last * step, whole.last_col)", "whole.first_col + last * step, whole.last_col - 2)", CLUSTER
     ),
@@ -347,6 +375,12 @@ SMALL_CASES = [
     Case("layer_norm", 3, 2056, "bfloat16", weight="float32", strategy="block", tile=Tile(8, 96, packs_per_thread=3, stages=2)),
     Case("rms_norm", 3, 4100, "float32", strategy="cluster", tile=Tile(4, 64, packs_per_thread=2, cluster_size=16, stages=2)),
     Case("layer_norm", 3, 264, "float32", strategy="uncached"),
+    # Fused options, in packs and single elements.
+    SUM,
+    replace(SUM, num_cols=264, strategy="cluster", weight1="float32"),
+    replace(SUM, num_cols=264, strategy="uncached", memory_efficient=True),
+    TWO,
+    BY_Y,
 ]
 
 
