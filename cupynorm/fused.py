@@ -86,8 +86,8 @@ def backward(
 
 
 def draw_seed(x: Array) -> Array:
-    """An int64 array of one element where x lies, by the generator of x's library there: nothing waits for its value."""
-    most = 2**63 - 1
+    """An int64 array of one element where x lies, by the generator of x's library there. Nothing waits for its value."""
+    most = 2**62  # a power of two: below any other number CuPy may have to draw again, and waits to see whether it has to
     if arrays.is_torch(x):
         torch = sys.modules["torch"]
         return torch.randint(0, most, (1,), dtype=torch.int64, device=x.device)
