@@ -22,6 +22,8 @@ torch = pytest.importorskip("torch")
 from torch.func import vmap  # noqa: E402
 from torch.library import opcheck  # noqa: E402
 
+from cupynorm import torch_ops  # noqa: E402, F401  (its operators)
+
 DEVICES_HERE = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
