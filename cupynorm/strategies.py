@@ -149,7 +149,7 @@ _BLOCK_THREADS = 512
 _DROPOUT_THREADS = 256
 # Bytes of x in flight on a multiprocessor beyond which more do not help: 4.15 TB/s times the latency of memory, twice over
 # (H200: fp32 1024 columns 0.99 with 16 elements a thread and 64 KB in flight, 0.97 with 32 and 96 KB).
-_ENOUGH_BYTES, _MOST_BYTES = 55 * 1024, 64 * 1024
+_ENOUGH_BYTES, _MOST_BYTES = {2: 55 * 1024, 4: 54 * 1024, 8: 54 * 1024}, 64 * 1024
 
 
 def ceil_div(value: int, step: int) -> int:
@@ -244,19 +244,19 @@ def _register_tile(
             continue
         tile = replace(tile, blocks_per_sm=blocks_per_sm)
         in_flight = blocks_per_sm * rows_per_block * num_cols * itemsize
-        enough = in_flight >= _ENOUGH_BYTES
+        enough = in_flight >= _ENOUGH_BYTES[itemsize]
         # Blocks of a cluster wait for one another: for them more is better without end.
-        counted = in_flight if cluster_size > 1 else min(in_flight, _ENOUGH_BYTES)
-        if problem.forward:
+        counted = in_flight if cluster_size > 1 else min(in_flight, _ENOUGH_BYTES[itemsize])
+        fit = 1.0 if tile.exact else 0.9 * num_cols / tile.cols
+        if problem.forward and itemsize == 2:
             # A little more still helps blocks (H200, bf16: 4608 columns 0.98 with 73 KB, 0.95 with 55 KB), but not threads as long as
             # that (4088 columns 0.97 on 64 x 64 elements, 0.99 on 128 x 32).
             if block_size == 1 and cluster_size == 1:
                 counted += 0.1 * (min(in_flight, _MOST_BYTES) - counted)
-            # Packs beyond the row cost as much as others (H200, bf16: 520 columns 0.78 on 32 x 24 elements, 0.87 on 16 x 40).
-            fit = 0.95 if long and (elements > 72 or threads_per_row <= 32) else 0.98 if elements > 48 else 1.0
-            fit *= 1.0 if tile.exact else 0.995 * num_cols / tile.cols
-        else:
-            fit = 1.0 if tile.exact else 0.9 * num_cols / tile.cols
+            # Packs beyond the row cost as much as others (H200, bf16: 520 columns 0.78 on 32 x 24 elements, 0.87 on 16 x 40), and those
+            # in the row no more than in an exact tile.
+            fit = 1.0 if tile.exact else 0.995 * num_cols / tile.cols
+            fit *= 0.95 if long and (elements > 72 or threads_per_row <= 32) else 0.98 if elements > 48 else 1.0
         # Of equals, most threads; but forward with too little in flight, or one block alone, wants long threads: 48 elements were
         # best (H200, bf16, 12288 columns: 24, 32, 48 and 64 elements gave 0.82, 0.84, 0.86 and 0.81 of a copy).
         many_threads = not problem.forward or (enough and blocks_per_sm > 1 and not lone)
