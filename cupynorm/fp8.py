@@ -209,7 +209,7 @@ def quantize_blocks(
 
 def _quantize_blocks(x, dtype, block_rows, power_of_two) -> tuple[Tensor, Tensor]:
     num_rows, num_cols = x.shape
-    padded = torch.nn.functional.pad(x.float(), (0, -num_cols % BLOCK_SIZE, 0, -num_rows % block_rows))
+    padded = _pad(x.float(), block_rows, BLOCK_SIZE)
     blocks = padded.unflatten(1, (padded.shape[1] // BLOCK_SIZE, BLOCK_SIZE)).unflatten(
         0, (len(padded) // block_rows, block_rows)
     )
@@ -221,7 +221,7 @@ def _quantize_blocks(x, dtype, block_rows, power_of_two) -> tuple[Tensor, Tensor
 def quantize_mxfp8(x: Tensor, dtype: torch.dtype = E4M3) -> tuple[Tensor, Tensor]:
     """data, scale bytes (E8M0) [num_rows, num_cols / 32], rounded up: MXFP8 of a matrix, on any device."""
     num_rows, num_cols = x.shape
-    padded = torch.nn.functional.pad(x.float(), (0, -num_cols % 32))
+    padded = _pad(x.float(), 1, 32)
     blocks = padded.unflatten(1, (padded.shape[1] // 32, 32))
     amax = amax_of(blocks, 2) * (1 / LARGEST[dtype])
     bits = amax.view(torch.int32)
@@ -251,7 +251,10 @@ def _pad(data: Tensor, num_rows: int, num_cols: int) -> Tensor:
     below, behind = -data.shape[0] % num_rows, -data.shape[1] % num_cols
     if not below and not behind:
         return data
-    return torch.nn.functional.pad(data.view(torch.uint8), (0, behind, 0, below)).view(data.dtype)
+    bits = data.view(torch.uint8) if data.element_size() == 1 else data
+    padded = bits.new_zeros((data.shape[0] + below, data.shape[1] + behind))
+    padded[: data.shape[0], : data.shape[1]] = bits
+    return padded.view(data.dtype)
 
 
 def multiply(
@@ -290,8 +293,9 @@ def _by_scaled_mm(a, a_scale_inv, b, b_scale_inv, out_dtype, bias, fast) -> Tens
     # Its bias is of 16 bits, as its result. Any other is added before the rounding.
     inside = bias is not None and bias.dtype == out_dtype != torch.float32 and len(b) == num_cols
     made = out_dtype if bias is None or inside else torch.float32
-    y = torch._scaled_mm(a, b.t(), a_scale_inv, b_scale_inv, bias=bias if inside else None, out_dtype=made, use_fast_accum=fast)
-    y = y[:, :num_cols]
+    scales = {"scale_a": a_scale_inv, "scale_b": b_scale_inv}
+    y = torch._scaled_mm(a, b.t(), **scales, bias=bias if inside else None, out_dtype=made, use_fast_accum=fast)
+    y = (y[0] if isinstance(y, tuple) else y)[:, :num_cols]  # torch 2.4 gives an amax beside it
     return y if bias is None or inside else (y + bias).to(out_dtype)
 
 

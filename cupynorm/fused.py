@@ -23,10 +23,8 @@ def normalize(
     centered, input, extents, weight, bias, eps, residual, return_residual, zero_centered_weight, out_dtype, out, options, extras
 ):  # fmt: skip
     """What layer_norm and rms_norm return."""
-    if arrays.is_torch(input):
-        from . import autograd
-
-        y, y1, added = autograd.normalize_fused(
+    if norm.is_tensor(input):
+        y, y1, added = norm._torch_part().normalize_fused(
             centered, input, extents, weight, bias, eps, residual, zero_centered_weight, out_dtype, out, options, extras
         )
     else:
@@ -34,7 +32,8 @@ def normalize(
             centered, input, extents, weight, bias, eps, residual, zero_centered_weight, out_dtype, out, options, extras, FOR_Y
         )  # fmt: skip
         y, _, _, added, y1, _ = prepared.run(*given)
-    results = (y, y1) if extras.has_second else (y,)
+    # Old compilers do not know properties of a NamedTuple.
+    results = (y,) if extras.weight1 is None and extras.bias1 is None else (y, y1)
     results += (added,) if return_residual else ()
     return results if len(results) > 1 else y
 

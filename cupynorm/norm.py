@@ -617,8 +617,7 @@ def normalize(
             centered, input, extents, weight, bias, eps, residual, return_residual, zero_centered_weight, out_dtype, out, options,
             extras,
         )  # fmt: skip
-    # Not by asking sys.modules: torch.compile would look through all of them.
-    if hasattr(type(input), "__torch_function__") and isinstance(input, _torch_part().torch.Tensor):
+    if is_tensor(input):
         y, added = _torch_part().normalize(
             centered, input, extents, weight, bias, eps, residual, zero_centered_weight, out_dtype, out, options
         )
@@ -628,6 +627,13 @@ def normalize(
         )  # fmt: skip
         y, _, _, added = prepared.run(*given)
     return (y, added) if return_residual else y
+
+
+def is_tensor(array: object) -> bool:
+    """arrays.is_torch that asks sys.modules, all of which torch.compile would look through, for the first tensor alone."""
+    if _autograd is None and not arrays.is_torch(array):
+        return False
+    return isinstance(array, _torch_part().torch.Tensor)
 
 
 _autograd = None  # from the first torch tensor on: an import statement takes a microsecond even where nothing is left to import

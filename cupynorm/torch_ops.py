@@ -86,7 +86,8 @@ def fused_forward(
         extras.dropout_p, extras.round_x_hat, extras.memory_efficient, *_plain(options),
     )  # fmt: skip
     makes_sum = _makes_sum(input, residual, extras.row_scale, extras.residual_dtype, extras.dropout_p)
-    return y, y1 if extras.has_second else None, added if makes_sum else input
+    has_second = extras.weight1 is not None or extras.bias1 is not None
+    return y, y1 if has_second else None, added if makes_sum else input
 
 
 def _seed_tensor(x: Tensor, extras: Extras) -> Tensor | None:

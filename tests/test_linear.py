@@ -52,7 +52,7 @@ def leaves(problem: LinearProblem, device="cpu") -> dict[str, torch.Tensor | Non
 
 
 def call(problem: LinearProblem, given, **options):
-    options = {"zero_centered_weight": problem.zero_centered_weight, "residual": given["residual"]} | options
+    options = {"zero_centered_weight": problem.zero_centered_weight, "residual": given["residual"], **options}
     if problem.centered:
         return cupynorm.layer_norm_linear(
             given["x"], given["norm_weight"], given["norm_bias"], given["weight"], given["bias"], problem.eps, **options
