@@ -547,6 +547,8 @@ def test_a_rounding_that_is_kept(what, device):
         module.weight.normal_()
     x = random_input(50, 64, dtype="bfloat16").to(device)
     expected, rounds = module(x), what in ("Llama", "T5")
+    if what == "torch.nn.RMSNorm":  # old torch rounds at every step of it
+        expected = copy.deepcopy(module).double()(x.double()).bfloat16()
     for keep_rounding in (False, True):
         model = torch.nn.Sequential(module)
         report = cupynorm.swap_norms(model, keep_rounding=keep_rounding)
