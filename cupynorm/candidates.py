@@ -107,4 +107,4 @@ def _promise(problem: Problem, choice: Choice) -> float:
         return strategies._ring_share(problem, tile)
     num_cols = strategies.cols_of_slice(problem, tile.pack_size, tile.cluster_size)
     in_flight = choice.resident * tile.rows_per_block * num_cols * DTYPES[problem.x].itemsize
-    return min(1.0, in_flight / strategies._ENOUGH_BYTES)
+    return min(1.0, in_flight / strategies._ENOUGH_BYTES[DTYPES[problem.x].itemsize])
