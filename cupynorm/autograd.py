@@ -16,7 +16,7 @@ from torch.autograd import forward_ad
 
 from . import formulas, fused, norm, parallel, torch_ops
 from .arrays import TorchLibrary
-from .calls import Extras
+from .calls import FusedOptions
 
 # Classes of what the kernels read where it lies. Not those of torch's wrappers (DTensor, FakeTensor), whose address is none.
 _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter, NoneType})
@@ -213,7 +213,7 @@ def _transformed_gradients(ctx, dy, dsum):
 
 
 def normalize_fused(
-    centered, input, extents, weight, bias, eps, residual, zero_centered_weight, out_dtype, out, options, extras
+    centered, input, extents, weight, bias, eps, residual, zero_centered_weight, out_dtype, out, options, fused_options
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:  # fmt: skip
     """As normalize: (y, y1, the sum), differentiable once in all but row_scale and the seed."""
     if out_dtype is None and out is None and _is_cuda_autocast() and input.is_cuda:
@@ -223,21 +223,23 @@ def normalize_fused(
         raise NotImplementedError(
             f"{_OPTIONS} was given to a call that torch.func or forward mode transforms; expected none of them"
         )
-    tensors = (input, weight, bias, residual, extras.row_scale, extras.weight1, extras.bias1)
+    tensors = (input, weight, bias, residual, fused_options.row_scale, fused_options.weight1, fused_options.bias1)
     arguments = (centered, input, extents, weight, bias, eps, residual, zero_centered_weight, out_dtype)
     if compiling or _num_dispatch_modes() or _is_wrapped(*tensors):
         if out is not None:
             raise ValueError("out was given to a call that torch traces or transforms; expected out=None")
         if not compiling:
-            fused.check_forward(centered, input, extents, weight, bias, eps, residual, out_dtype, extras)
-        return torch_ops.fused_forward(*arguments, options, extras)
-    recorded = _is_grad_enabled() and _wants_gradient(input, weight, bias, residual, extras.weight1, extras.bias1)
-    prepared, given = fused.prepare_forward(*arguments, out, options, extras, norm.FOR_GRADIENTS if recorded else norm.FOR_Y)
+            fused.check_forward(centered, input, extents, weight, bias, eps, residual, out_dtype, fused_options)
+        return torch_ops.fused_forward(*arguments, options, fused_options)
+    recorded = _is_grad_enabled() and _wants_gradient(input, weight, bias, residual, fused_options.weight1, fused_options.bias1)
+    prepared, given = fused.prepare_forward(
+        *arguments, out, options, fused_options, norm.FOR_GRADIENTS if recorded else norm.FOR_Y
+    )
     if not recorded:
         y, _, _, added, y1, _ = prepared.run(*given)
         return y, y1, added
-    *tensors, _, extras = given
-    y, y1, added = _FusedNorm.apply(*tensors, extras.weight1, extras.bias1, prepared, extras)
+    *tensors, _, fused_options = given
+    y, y1, added = _FusedNorm.apply(*tensors, fused_options.weight1, fused_options.bias1, prepared, fused_options)
     return y, y1, input if added is None else added
 
 
@@ -246,15 +248,15 @@ _OPTIONS = "residual_dtype, row_scale, dropout_p, weight1, bias1, round_x_hat or
 
 class _FusedNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, input, weight, bias, residual, weight1, bias1, prepared, extras):
-        y, mean, rstd, added, y1, seed = prepared.run(input, weight, bias, residual, None, extras)
+    def forward(ctx, input, weight, bias, residual, weight1, bias1, prepared, fused_options):
+        y, mean, rstd, added, y1, seed = prepared.run(input, weight, bias, residual, None, fused_options)
         of_seed = seed if isinstance(seed, torch.Tensor) else None
-        kept = (y, None) if extras.memory_efficient else (added, mean)
+        kept = (y, None) if fused_options.memory_efficient else (added, mean)
         ctx.save_for_backward(
-            *kept, rstd, weight, weight1, extras.row_scale, of_seed, bias if extras.memory_efficient else None
+            *kept, rstd, weight, weight1, fused_options.row_scale, of_seed, bias if fused_options.memory_efficient else None
         )
-        ctx.prepared, ctx.dropout = prepared, (extras.dropout_p, seed if of_seed is None else None)
-        ctx.memory_efficient = extras.memory_efficient
+        ctx.prepared, ctx.dropout = prepared, (fused_options.dropout_p, seed if of_seed is None else None)
+        ctx.memory_efficient = fused_options.memory_efficient
         ctx.set_materialize_grads(False)
         return y, y1, added if prepared.makes_sum else None
 
@@ -279,7 +281,7 @@ class _FusedNorm(torch.autograd.Function):
         made = gradients(
             forward.centered, dy, dy1, x, mean, rstd, forward.extents, weight, forward.zero_centered_weight, dsum,
             tuple(name for name in norm.FusedBackward._fields if wants[name]), None, forward.bias_dtype, forward.backward_options,
-            forward.dtype, forward.residual_dtype, Extras(None, row_scale, p, int_seed if seed is None else seed, weight1),
+            forward.dtype, forward.residual_dtype, FusedOptions(None, row_scale, p, int_seed if seed is None else seed, weight1),
             forward.bias1_dtype, (weight, bias) if ctx.memory_efficient else None,
         )  # fmt: skip
         return *(getattr(made, name) for name in torch_ops.GRADIENTS), None, None

@@ -42,7 +42,7 @@ class Options(NamedTuple):
 DEFAULTS = Options()
 
 
-class Extras(NamedTuple):
+class FusedOptions(NamedTuple):
     """What a call fuses with the norm: keywords of cupynorm.layer_norm, checked as far as they need no other argument."""
 
     residual_dtype: str | None = None
@@ -65,7 +65,7 @@ class Extras(NamedTuple):
         return self.row_scale is not None or self.dropout_p > 0
 
 
-NO_EXTRAS = Extras()
+NOTHING_FUSED = FusedOptions()
 
 
 class Dropout(NamedTuple):

@@ -12,7 +12,7 @@ import sys
 import numpy as np
 
 from . import arrays, launch, norm, nvrtc
-from .calls import NO_EXTRAS, Dropout, Extras, FusedBackwardCall, FusedForwardCall, OfY
+from .calls import NOTHING_FUSED, Dropout, FusedBackwardCall, FusedForwardCall, FusedOptions, OfY
 from .dispatch import choose, pack_limit
 from .dtypes import DTYPES, compute_dtype, decode, encode
 from .norm import FOR_GRADIENTS, FOR_STATISTICS, FOR_Y, Array, FusedBackward, FusedForward
@@ -20,20 +20,20 @@ from .strategies import Problem
 
 
 def normalize(
-    centered, input, extents, weight, bias, eps, residual, return_residual, zero_centered_weight, out_dtype, out, options, extras
+    centered, input, extents, weight, bias, eps, residual, return_residual, zero_centered_weight, out_dtype, out, options, fused_options
 ):  # fmt: skip
     """What layer_norm and rms_norm return."""
     if norm.is_tensor(input):
         y, y1, added = norm._torch_part().normalize_fused(
-            centered, input, extents, weight, bias, eps, residual, zero_centered_weight, out_dtype, out, options, extras
+            centered, input, extents, weight, bias, eps, residual, zero_centered_weight, out_dtype, out, options, fused_options
         )
     else:
         prepared, given = prepare_forward(
-            centered, input, extents, weight, bias, eps, residual, zero_centered_weight, out_dtype, out, options, extras, FOR_Y
+            centered, input, extents, weight, bias, eps, residual, zero_centered_weight, out_dtype, out, options, fused_options, FOR_Y
         )  # fmt: skip
         y, _, _, added, y1, _ = prepared.run(*given)
     # Old compilers do not know properties of a NamedTuple.
-    results = (y,) if extras.weight1 is None and extras.bias1 is None else (y, y1)
+    results = (y,) if fused_options.weight1 is None and fused_options.bias1 is None else (y, y1)
     results += (added,) if return_residual else ()
     return results if len(results) > 1 else y
 
@@ -46,7 +46,7 @@ def forward(*arguments) -> FusedForward:
 
 def backward(
     centered, dy, dy1, x, mean, rstd, extents, weight, zero_centered_weight, dsum, gradients, dweight_dtype, dbias_dtype, options,
-    dx_dtype, dresidual_dtype, extras, dbias1_dtype=None, of_y=None,
+    dx_dtype, dresidual_dtype, fused_options, dbias1_dtype=None, of_y=None,
 ) -> FusedBackward:  # fmt: skip
     """What layer_norm_backward and rms_norm_backward return; arguments of prepare_backward, and dy1, the gradient of y1.
 
@@ -54,9 +54,9 @@ def backward(
 
     Where there are both, what dy1 and dsum bring goes in the arithmetic's dtype to the kernel of dy, as its dsum.
     """
-    extras = extras or NO_EXTRAS
+    fused_options = fused_options or NOTHING_FUSED
     # What is fixed for both kernels.
-    rows, others = (x, mean, rstd, extents), (options, dx_dtype, dresidual_dtype, extras, of_y)
+    rows, others = (x, mean, rstd, extents), (options, dx_dtype, dresidual_dtype, fused_options, of_y)
 
     def run(dy, weight, dsum, names, dweight_dtype, dbias_dtype, others):
         prepared, given = prepare_backward(
@@ -72,11 +72,13 @@ def backward(
     of_sum = tuple(name for name in gradients if name in ("dx", "dresidual"))
     of_second = tuple(name for name in ("dweight", "dbias") if f"{name}1" in gradients)
     if dy is None:
-        dx, dweight1, dbias1, dresidual = run(dy1, extras.weight1, dsum, of_sum + of_second, None, dbias1_dtype, others)
+        dx, dweight1, dbias1, dresidual = run(dy1, fused_options.weight1, dsum, of_sum + of_second, None, dbias1_dtype, others)
         return FusedBackward(dx, None, None, dresidual, dweight1, dbias1)
     wide = "float64" if arrays.on_host(x) else arrays.dtype_name(rstd)
     names = of_second + (("dx",) if of_sum else ())
-    dsum, dweight1, dbias1, _ = run(dy1, extras.weight1, dsum, names, None, dbias1_dtype, (options, wide, None, None, of_y))
+    dsum, dweight1, dbias1, _ = run(
+        dy1, fused_options.weight1, dsum, names, None, dbias1_dtype, (options, wide, None, None, of_y)
+    )
     names = tuple(name for name in ("dweight", "dbias") if name in gradients) + of_sum
     return FusedBackward(*run(dy, weight, dsum, names, dweight_dtype, dbias_dtype, others), dweight1, dbias1)
 
@@ -116,33 +118,33 @@ def _dropout(p: float, seed: object, address) -> Dropout:
 
 
 def prepare_forward(
-    centered, x, extents, weight, bias, eps, residual, zero_centered_weight, out_dtype, out, options, extras, purpose
+    centered, x, extents, weight, bias, eps, residual, zero_centered_weight, out_dtype, out, options, fused_options, purpose
 ) -> tuple[_PreparedForward | _ReferenceForward, tuple]:  # fmt: skip
     """As norm.prepare_forward."""
     lie = arrays.library(x).lie
-    seed, row_scale = extras.dropout_seed, extras.row_scale
+    seed, row_scale = fused_options.dropout_seed, fused_options.row_scale
     try:
         key = (
             lie(x), lie(weight), lie(bias), lie(residual), lie(out), lie(row_scale), isinstance(seed, int) or lie(seed),
-            lie(extras.weight1), lie(extras.bias1), centered, extents, eps, eps.__class__, zero_centered_weight, out_dtype, options,
-            purpose, extras.residual_dtype, extras.dropout_p > 0, extras.round_x_hat, extras.memory_efficient,
+            lie(fused_options.weight1), lie(fused_options.bias1), centered, extents, eps, eps.__class__, zero_centered_weight, out_dtype, options,
+            purpose, fused_options.residual_dtype, fused_options.dropout_p > 0, fused_options.round_x_hat, fused_options.memory_efficient,
         )  # fmt: skip
         prepared = norm.fused_forwards.get(key)
     except (AttributeError, TypeError):
         key = prepared = None
     if prepared is None:
-        x, weight, bias, residual, eps, y_dtype, sum_dtype, extras = check_forward(
-            centered, x, extents, weight, bias, eps, residual, out_dtype, extras
+        x, weight, bias, residual, eps, y_dtype, sum_dtype, fused_options = check_forward(
+            centered, x, extents, weight, bias, eps, residual, out_dtype, fused_options
         )
         arrays.check_addresses(
-            input=x, weight=weight, bias=bias, residual=residual, out=out, row_scale=extras.row_scale, weight1=extras.weight1,
-            bias1=extras.bias1,
+            input=x, weight=weight, bias=bias, residual=residual, out=out, row_scale=fused_options.row_scale, weight1=fused_options.weight1,
+            bias1=fused_options.bias1,
         )  # fmt: skip
         norm._check_out(out, x, y_dtype, len(extents))
         if purpose is FOR_GRADIENTS:
             if out is not None:
                 raise ValueError("out was given for tensors that require gradients; expected out=None, or torch.no_grad()")
-            _check_backward(centered, x, extents, weight, bias, y_dtype, sum_dtype, options, extras)
+            _check_backward(centered, x, extents, weight, bias, y_dtype, sum_dtype, options, fused_options)
         arguments = (
             centered,
             x,
@@ -156,7 +158,7 @@ def prepare_forward(
             sum_dtype,
             out,
             options,
-            extras,
+            fused_options,
         )
         if arrays.on_host(x):
             prepared = _ReferenceForward(*arguments)
@@ -164,46 +166,46 @@ def prepare_forward(
             prepared = _PreparedForward(*arguments, wants_statistics=purpose is not FOR_Y)
             norm.keep(norm.fused_forwards, key, prepared)
     if out is not None:
-        others = {name: getattr(extras, name) for name in ("row_scale", "weight1", "bias1")}
+        others = {name: getattr(fused_options, name) for name in ("row_scale", "weight1", "bias1")}
         norm._check_overlap(out, {"input": x, "weight": weight, "bias": bias, "residual": residual, **others})
-    return prepared, (x, weight, bias, residual, out, extras)
+    return prepared, (x, weight, bias, residual, out, fused_options)
 
 
-def check_forward(centered, x, extents, weight, bias, eps, residual, out_dtype, extras) -> tuple:
-    """As norm.check_forward, and the sum's dtype and the extras as they are taken."""
+def check_forward(centered, x, extents, weight, bias, eps, residual, out_dtype, fused_options) -> tuple:
+    """As norm.check_forward, and the sum's dtype and the fused_options as they are taken."""
     has_eps = eps is not None
     x, weight, bias, _, eps, y_dtype = norm.check_forward(centered, x, extents, weight, bias, eps, None, out_dtype)
     dtype, shape = arrays.dtype_name(x), tuple(x.shape)
-    sum_dtype = extras.residual_dtype or dtype
+    sum_dtype = fused_options.residual_dtype or dtype
     if not has_eps:
         eps = norm._check_eps(None, sum_dtype, has_default=not centered)
     residual = norm._take_like(residual, x, shape, "residual", "input")
     if residual is not None and arrays.dtype_name(residual) not in (dtype, sum_dtype):
         expected = dtype if sum_dtype == dtype else f"the input's or residual_dtype, {dtype} or {sum_dtype}"
         raise TypeError(f"residual is of dtype {arrays.dtype_name(residual)}; expected {expected}")
-    row_scale = norm._take_like(extras.row_scale, x, shape[: len(shape) - len(extents)], "row_scale", "input")
+    row_scale = norm._take_like(fused_options.row_scale, x, shape[: len(shape) - len(extents)], "row_scale", "input")
     if getattr(row_scale, "requires_grad", False):
         raise ValueError("row_scale requires a gradient; it is a constant here, so expected row_scale.detach()")
-    weight1, bias1 = (norm._take_like(getattr(extras, name), x, extents, name, "input") for name in ("weight1", "bias1"))
-    seed = _check_seed(extras.dropout_seed, x)
-    extras = extras._replace(row_scale=row_scale, dropout_seed=seed, weight1=weight1, bias1=bias1)
-    if extras.memory_efficient and compute_dtype(y_dtype) != compute_dtype(sum_dtype):
+    weight1, bias1 = (norm._take_like(getattr(fused_options, name), x, extents, name, "input") for name in ("weight1", "bias1"))
+    seed = _check_seed(fused_options.dropout_seed, x)
+    fused_options = fused_options._replace(row_scale=row_scale, dropout_seed=seed, weight1=weight1, bias1=bias1)
+    if fused_options.memory_efficient and compute_dtype(y_dtype) != compute_dtype(sum_dtype):
         raise TypeError(
             f"memory_efficient was given for y of {y_dtype} and a sum of {sum_dtype}; expected both float64, or neither"
         )
-    return x, weight, bias, residual, eps, y_dtype, sum_dtype, extras
+    return x, weight, bias, residual, eps, y_dtype, sum_dtype, fused_options
 
 
-def _check_backward(centered, x, extents, weight, bias, y_dtype, sum_dtype, options, extras) -> None:
+def _check_backward(centered, x, extents, weight, bias, y_dtype, sum_dtype, options, fused_options) -> None:
     """As norm._check_backward."""
     if options.strategy is None or arrays.on_host(x):
         return
     num_cols, dtype = arrays.product(extents), arrays.dtype_name(x)
     weight_dtype, bias_dtype = (None if array is None else arrays.dtype_name(array) for array in (weight, bias))
-    row_scale = None if extras.row_scale is None else arrays.dtype_name(extras.row_scale)
+    row_scale = None if fused_options.row_scale is None else arrays.dtype_name(fused_options.row_scale)
     problem = Problem(
         "backward", centered, num_cols, sum_dtype, dy=y_dtype, dx=dtype, weight=weight_dtype, dweight=weight_dtype, dbias=bias_dtype,
-        pack_limit=pack_limit(num_cols, ()), row_scale=row_scale, dropout=extras.dropout_p > 0,
+        pack_limit=pack_limit(num_cols, ()), row_scale=row_scale, dropout=fused_options.dropout_p > 0,
     )  # fmt: skip
     choose(problem, launch.device(norm._view(x).device), options.strategy)
 
@@ -211,23 +213,23 @@ def _check_backward(centered, x, extents, weight, bias, y_dtype, sum_dtype, opti
 class _Forward(norm._Forward):
     """A forward that is checked, and what its gradients depend on besides arrays."""
 
-    def __init__(self, centered, x, extents, bias, residual, zero_centered_weight, sum_dtype, options, extras) -> None:
+    def __init__(self, centered, x, extents, bias, residual, zero_centered_weight, sum_dtype, options, fused_options) -> None:
         super().__init__(centered, extents, bias, zero_centered_weight, options)
         self.dtype, self.sum_dtype = arrays.dtype_name(x), sum_dtype
         self.residual_dtype = None if residual is None else arrays.dtype_name(residual)
-        self.bias1_dtype = None if extras.bias1 is None else arrays.dtype_name(extras.bias1)
-        self.has_second = extras.has_second
-        self.makes_sum = residual is not None or sum_dtype != self.dtype or extras.is_scaled
+        self.bias1_dtype = None if fused_options.bias1 is None else arrays.dtype_name(fused_options.bias1)
+        self.has_second = fused_options.has_second
+        self.makes_sum = residual is not None or sum_dtype != self.dtype or fused_options.is_scaled
 
 
 class _PreparedForward(_Forward):
     """As norm._PreparedForward."""
 
     def __init__(
-        self, centered, x, extents, weight, bias, eps, residual, zero_centered_weight, y_dtype, sum_dtype, out, options, extras,
+        self, centered, x, extents, weight, bias, eps, residual, zero_centered_weight, y_dtype, sum_dtype, out, options, fused_options,
         wants_statistics,
     ) -> None:  # fmt: skip
-        super().__init__(centered, x, extents, bias, residual, zero_centered_weight, sum_dtype, options, extras)
+        super().__init__(centered, x, extents, bias, residual, zero_centered_weight, sum_dtype, options, fused_options)
         num_dims = len(extents)
         view = norm._view(x)
         self.device_index = view.device
@@ -237,9 +239,9 @@ class _PreparedForward(_Forward):
         residual_rows, copy_residual = norm._rows(residual, num_dims)
         weight_parameter, copy_weight = norm._parameter(weight)
         bias_parameter, copy_bias = norm._parameter(bias)
-        row_scale, copy_row_scale = norm._parameter(extras.row_scale)
-        weight1, copy_weight1 = norm._parameter(extras.weight1)
-        bias1, copy_bias1 = norm._parameter(extras.bias1)
+        row_scale, copy_row_scale = norm._parameter(fused_options.row_scale)
+        weight1, copy_weight1 = norm._parameter(fused_options.weight1)
+        bias1, copy_bias1 = norm._parameter(fused_options.bias1)
         self.copies = norm._copies(copy_x, copy_weight, copy_bias, copy_residual, copy_row_scale, copy_weight1, copy_bias1)
         y_rows = arrays.contiguous_rows(view.shape, num_dims, y_dtype) if out is None else norm._rows(out, num_dims)[0]
         sum_rows = arrays.contiguous_rows(view.shape, num_dims, sum_dtype) if self.makes_sum else None
@@ -247,8 +249,8 @@ class _PreparedForward(_Forward):
         self.call = call = FusedForwardCall(
             launch.device(view.device), centered, x_rows, y_rows, weight_parameter, bias_parameter, eps, zero_centered_weight,
             residual_rows, sum_rows, options.of("forward" if wants_statistics else "inference"), row_scale=row_scale,
-            drops=extras.dropout_p > 0, y1=y1_rows, weight1=weight1, bias1=bias1,
-            round_x_hat=extras.round_x_hat,
+            drops=fused_options.dropout_p > 0, y1=y1_rows, weight1=weight1, bias1=bias1,
+            round_x_hat=fused_options.round_x_hat,
         )  # fmt: skip
         self.kernels = [launch.load(each, view.device) for each in call.plan.launches]
         compute = compute_dtype(sum_dtype).name
@@ -258,13 +260,13 @@ class _PreparedForward(_Forward):
         self.new_rstd = norm._new(library, leading, compute if wants_statistics else None)
         self.new_sum = norm._new(library, view.shape, sum_dtype if self.makes_sum else None)
 
-    def run(self, x, weight, bias, residual, out, extras: Extras) -> tuple:
+    def run(self, x, weight, bias, residual, out, fused_options: FusedOptions) -> tuple:
         """The fields of FusedForward."""
         library = self.library
         former = library.exchange_device(self.device_index)
         try:
-            _, row_scale, _, seed, weight1, bias1, *_ = extras
-            if seed is None and extras.dropout_p > 0:
+            _, row_scale, _, seed, weight1, bias1, *_ = fused_options
+            if seed is None and fused_options.dropout_p > 0:
                 seed = draw_seed(x)
             added = self.new_sum() if self.makes_sum else x
             if self.copies:
@@ -278,7 +280,7 @@ class _PreparedForward(_Forward):
             address = _address_or_zero(library.address)
             words = self.call.words(
                 *map(address, (x, y, weight, bias, mean, rstd, residual, added if self.makes_sum else None, row_scale)),
-                _dropout(extras.dropout_p, seed, address), *map(address, (y1, weight1, bias1)),
+                _dropout(fused_options.dropout_p, seed, address), *map(address, (y1, weight1, bias1)),
             )  # fmt: skip
             self.kernels[0].enqueue(library.stream(), words)
             return y, mean, rstd, added, y1, seed
@@ -303,31 +305,31 @@ class _ReferenceForward(_Forward):
     """A forward of arrays on the host: the sum by the reference, rounded once, and the norm of that."""
 
     def __init__(
-        self, centered, x, extents, weight, bias, eps, residual, zero_centered_weight, y_dtype, sum_dtype, out, options, extras
+        self, centered, x, extents, weight, bias, eps, residual, zero_centered_weight, y_dtype, sum_dtype, out, options, fused_options
     ) -> None:  # fmt: skip
-        super().__init__(centered, x, extents, bias, residual, zero_centered_weight, sum_dtype, options, extras)
+        super().__init__(centered, x, extents, bias, residual, zero_centered_weight, sum_dtype, options, fused_options)
         self.arguments = centered, extents, weight, bias, eps, zero_centered_weight, y_dtype, options
         self.matrix_shape = arrays.product(x.shape[: len(x.shape) - len(extents)]), arrays.product(extents)
 
-    def run(self, x, weight, bias, residual, out, extras: Extras) -> tuple:
+    def run(self, x, weight, bias, residual, out, fused_options: FusedOptions) -> tuple:
         centered, extents, _, _, eps, zero_centered_weight, y_dtype, options = self.arguments
-        seed = extras.dropout_seed
-        if seed is None and extras.dropout_p > 0:
+        seed = fused_options.dropout_seed
+        if seed is None and fused_options.dropout_p > 0:
             seed = draw_seed(x)
         added = x
         if self.makes_sum:
             values = arrays.to_float64(x).reshape(self.matrix_shape)
-            values = _scaled(values, extras.row_scale, extras.dropout_p, seed).reshape(tuple(x.shape))
+            values = _scaled(values, fused_options.row_scale, fused_options.dropout_p, seed).reshape(tuple(x.shape))
             if residual is not None:
                 values = values + arrays.to_float64(residual)
             added = arrays.from_float64(values, self.sum_dtype, x)
         plain = norm._ReferenceForward(
             centered, added, extents, weight, bias, eps, None, zero_centered_weight, y_dtype, out, options
         )
-        if extras.round_x_hat and compute_dtype(self.dtype).name != self.dtype:
+        if fused_options.round_x_hat and compute_dtype(self.dtype).name != self.dtype:
             plain.round_x_hat = self._rounded
         y, mean, rstd, _ = plain.run(added, weight, bias, None, out)
-        y1 = plain.run(added, extras.weight1, extras.bias1, None, None)[0] if self.has_second else None
+        y1 = plain.run(added, fused_options.weight1, fused_options.bias1, None, None)[0] if self.has_second else None
         return y, mean, rstd, added, y1, seed
 
     def _rounded(self, x_hat: np.ndarray) -> np.ndarray:
@@ -339,17 +341,17 @@ class _ReferenceForward(_Forward):
 
 def prepare_backward(
     centered, dy, x, mean, rstd, extents, weight, zero_centered_weight, dsum, gradients, dweight_dtype, dbias_dtype, options,
-    dx_dtype, dresidual_dtype, extras, of_y=None,
+    dx_dtype, dresidual_dtype, fused_options, of_y=None,
 ) -> tuple[_PreparedBackward | _ReferenceBackward, tuple]:  # fmt: skip
-    """As norm.prepare_backward; extras: those of forward with the seed that it used, or None."""
-    extras = extras or NO_EXTRAS
+    """As norm.prepare_backward; fused_options: those of forward with the seed that it used, or None."""
+    fused_options = fused_options or NOTHING_FUSED
     lie = arrays.library(x).lie
-    seed, row_scale = extras.dropout_seed, extras.row_scale
+    seed, row_scale = fused_options.dropout_seed, fused_options.row_scale
     try:
         key = (
             lie(dy), lie(x), lie(mean), lie(rstd), lie(weight), lie(dsum), lie(row_scale), isinstance(seed, int) or lie(seed),
             centered, extents, zero_centered_weight, gradients, dweight_dtype, dbias_dtype, options, dx_dtype, dresidual_dtype,
-            extras.dropout_p > 0, of_y and tuple(map(lie, of_y)),
+            fused_options.dropout_p > 0, of_y and tuple(map(lie, of_y)),
         )  # fmt: skip
         prepared = norm.fused_backwards.get(key)
     except (AttributeError, TypeError):
@@ -361,10 +363,10 @@ def prepare_backward(
         )  # fmt: skip
         if of_y is not None:
             of_y = tuple(norm._take_like(each, x, extents, name, "x") for each, name in zip(of_y, ("weight", "bias")))
-        if extras.dropout_p > 0 and seed is None:
+        if fused_options.dropout_p > 0 and seed is None:
             raise TypeError("dropout_seed is None; expected the seed that the forward returned")
         row_scale = norm._take_like(row_scale, x, tuple(rstd.shape), "row_scale", "x")
-        extras = extras._replace(row_scale=row_scale, dropout_seed=_check_seed(seed, x))
+        fused_options = fused_options._replace(row_scale=row_scale, dropout_seed=_check_seed(seed, x))
         dx, dweight, dbias = wanted
         if dx is not None and dx_dtype is not None:
             dx = norm.check_dtype_name(dx_dtype, "dx_dtype")
@@ -376,17 +378,17 @@ def prepare_backward(
             prepared = _ReferenceBackward(centered, tuple(x.shape), extents, zero_centered_weight, wanted)
         else:
             prepared = _PreparedBackward(
-                centered, dy, x, mean, rstd, extents, weight, zero_centered_weight, dsum, wanted, options, extras, of_y
+                centered, dy, x, mean, rstd, extents, weight, zero_centered_weight, dsum, wanted, options, fused_options, of_y
             )
             norm.keep(norm.fused_backwards, key, prepared)
-    return prepared, (dy, x, mean, rstd, weight, dsum, extras, of_y)
+    return prepared, (dy, x, mean, rstd, weight, dsum, fused_options, of_y)
 
 
 class _PreparedBackward:
     """As norm._PreparedBackward."""
 
     def __init__(
-        self, centered, dy, x, mean, rstd, extents, weight, zero_centered_weight, dsum, wanted, options, extras, of_y
+        self, centered, dy, x, mean, rstd, extents, weight, zero_centered_weight, dsum, wanted, options, fused_options, of_y
     ) -> None:  # fmt: skip
         view = norm._view(x)
         num_dims = len(extents)
@@ -394,7 +396,7 @@ class _PreparedBackward:
         self.library = library = arrays.library(x)(view.device)
         dx, dweight, dbias, dresidual = wanted
         # One tensor where two would be the same; where only the residual's is wanted it is written as dx is, and not scaled.
-        self.is_scaled = dx is not None and extras.is_scaled
+        self.is_scaled = dx is not None and fused_options.is_scaled
         self.is_both = None not in (dx, dresidual) and not self.is_scaled and dx == dresidual
         self.is_residual = dx is None
         first, second = (dresidual, None) if self.is_residual else (dx, None if self.is_both else dresidual)
@@ -402,7 +404,7 @@ class _PreparedBackward:
         x_rows, copy_x = norm._rows(x, num_dims)
         dsum_rows, copy_dsum = norm._rows(dsum if first else None, num_dims)
         weight_parameter, copy_weight = norm._parameter(weight)
-        row_scale, copy_row_scale = norm._parameter(extras.row_scale if self.is_scaled else None)
+        row_scale, copy_row_scale = norm._parameter(fused_options.row_scale if self.is_scaled else None)
         y_weight, copy_y_weight = norm._parameter(of_y and of_y[0])
         y_bias, copy_y_bias = norm._parameter(of_y and of_y[1])
         # In the order of run's arguments.
@@ -417,7 +419,7 @@ class _PreparedBackward:
         self.call = call = FusedBackwardCall(
             launch.device(view.device), centered, x_rows, dy_rows, weight_parameter, zero_centered_weight, dx_rows,
             dweight_parameter, dbias_parameter, dsum_rows, options.of("backward"), dresidual=dresidual_rows, row_scale=row_scale,
-            drops=self.is_scaled and extras.dropout_p > 0,
+            drops=self.is_scaled and fused_options.dropout_p > 0,
             of_y=None if of_y is None else OfY(y_weight, y_bias, arrays.dtype_name(rstd)),
         )  # fmt: skip
         self.kernels = [launch.load(each, view.device) for each in call.plan.launches] if any(wanted) else []
@@ -425,12 +427,12 @@ class _PreparedBackward:
         self.new = [norm._new(library, *each) for each in zip(shapes, (first, dweight, dbias, second))]
         self.new_partials = norm._new(library, call.partials_shape, call.plan.problem.compute if call.partials_shape else None)
 
-    def run(self, dy, x, mean, rstd, weight, dsum, extras: Extras, of_y) -> tuple:
+    def run(self, dy, x, mean, rstd, weight, dsum, fused_options: FusedOptions, of_y) -> tuple:
         """dx, dweight, dbias, dresidual."""
         library = self.library
         former = library.exchange_device(self.device_index)
         try:
-            row_scale, (y_weight, y_bias) = extras.row_scale, of_y or (None, None)
+            row_scale, (y_weight, y_bias) = fused_options.row_scale, of_y or (None, None)
             if self.copies:
                 given = (dy, x, mean, rstd, weight, dsum, row_scale, y_weight, y_bias)
                 dy, x, mean, rstd, weight, dsum, row_scale, y_weight, y_bias = norm._contiguous(library, self.copies, given)
@@ -440,7 +442,7 @@ class _PreparedBackward:
                 address = _address_or_zero(library.address)
                 words = self.call.words(
                     *map(address, (x, dy, weight, first, mean, rstd, dweight, dbias, dsum, partials, second, row_scale)),
-                    _dropout(extras.dropout_p, extras.dropout_seed, address), *map(address, (y_weight, y_bias)),
+                    _dropout(fused_options.dropout_p, fused_options.dropout_seed, address), *map(address, (y_weight, y_bias)),
                 )  # fmt: skip
                 stream = library.stream()
                 for kernel, argument in zip(self.kernels, words):
@@ -463,7 +465,7 @@ class _ReferenceBackward:
         self.plain = norm._ReferenceBackward(centered, shape, extents, zero_centered_weight, names)
         self.wanted = wanted
 
-    def run(self, dy, x, mean, rstd, weight, dsum, extras: Extras, of_y) -> tuple:
+    def run(self, dy, x, mean, rstd, weight, dsum, fused_options: FusedOptions, of_y) -> tuple:
         if of_y is not None:
             x, mean = self._row_of(x, rstd, *of_y)
         total, dweight, dbias = self.plain.run(dy, x, mean, rstd, weight, dsum)
@@ -471,7 +473,12 @@ class _ReferenceBackward:
         values = arrays.to_float64(total)
         dx = dresidual = None
         if dx_dtype:
-            scaled = _scaled(values.reshape(self.plain.matrix_shape), extras.row_scale, extras.dropout_p, extras.dropout_seed)
+            scaled = _scaled(
+                values.reshape(self.plain.matrix_shape),
+                fused_options.row_scale,
+                fused_options.dropout_p,
+                fused_options.dropout_seed,
+            )
             dx = arrays.from_float64(scaled.reshape(values.shape), dx_dtype, x)
         if dresidual_dtype:
             dresidual = arrays.from_float64(values, dresidual_dtype, x)

@@ -16,7 +16,7 @@ import numpy as np
 
 from . import arrays, launch
 from .arrays import CuPyLibrary, Rows, TorchLibrary, View
-from .calls import DEFAULTS, BackwardCall, Extras, ForwardCall, Margins, Options, Parameter
+from .calls import DEFAULTS, BackwardCall, ForwardCall, FusedOptions, Margins, Options, Parameter
 from .dispatch import choose, pack_limit
 from .dtypes import DTYPES, compute_dtype
 from .strategies import STATISTICS, STRATEGIES, Problem, Tile
@@ -151,7 +151,7 @@ def layer_norm(
     return normalize(
         True, input, _extents(normalized_shape), weight, bias, eps, residual, return_residual, zero_centered_weight, out_dtype, out,
         _options(strategy, tile, statistics, sm_margin), 
-        _extras(residual_dtype, row_scale, dropout_p, dropout_seed, weight1, bias1, round_x_hat, memory_efficient),
+        _fused_options(residual_dtype, row_scale, dropout_p, dropout_seed, weight1, bias1, round_x_hat, memory_efficient),
     )  # fmt: skip
 
 
@@ -189,7 +189,7 @@ def rms_norm(
     return normalize(
         False, input, _extents(normalized_shape), weight, bias, eps, residual, return_residual, zero_centered_weight, out_dtype, out,
         _options(strategy, tile, statistics, sm_margin), 
-        _extras(residual_dtype, row_scale, dropout_p, dropout_seed, weight1, bias1, round_x_hat, memory_efficient),
+        _fused_options(residual_dtype, row_scale, dropout_p, dropout_seed, weight1, bias1, round_x_hat, memory_efficient),
     )  # fmt: skip
 
 
@@ -223,10 +223,10 @@ def layer_norm_forward(
     """
     extents = _default_extents(x, weight, bias, normalized_shape)
     options = _options(strategy, tile, statistics, sm_margin)
-    extras = _extras(residual_dtype, row_scale, dropout_p, dropout_seed, weight1, bias1, round_x_hat)
-    if extras is not None:
+    fused_options = _fused_options(residual_dtype, row_scale, dropout_p, dropout_seed, weight1, bias1, round_x_hat)
+    if fused_options is not None:
         return _fused().forward(
-            True, x, extents, weight, bias, eps, residual, zero_centered_weight, out_dtype, out, options, extras
+            True, x, extents, weight, bias, eps, residual, zero_centered_weight, out_dtype, out, options, fused_options
         )
     prepared, given = prepare_forward(
         True, x, extents, weight, bias, eps, residual, zero_centered_weight, out_dtype, out, options
@@ -260,10 +260,10 @@ def rms_norm_forward(
     """rms_norm that also returns what backward needs: Forward(y, None, rstd, sum). All else as for layer_norm_forward."""
     extents = _default_extents(x, weight, bias, normalized_shape)
     options = _options(strategy, tile, statistics, sm_margin)
-    extras = _extras(residual_dtype, row_scale, dropout_p, dropout_seed, weight1, bias1, round_x_hat)
-    if extras is not None:
+    fused_options = _fused_options(residual_dtype, row_scale, dropout_p, dropout_seed, weight1, bias1, round_x_hat)
+    if fused_options is not None:
         return _fused().forward(
-            False, x, extents, weight, bias, eps, residual, zero_centered_weight, out_dtype, out, options, extras
+            False, x, extents, weight, bias, eps, residual, zero_centered_weight, out_dtype, out, options, fused_options
         )
     prepared, given = prepare_forward(
         False, x, extents, weight, bias, eps, residual, zero_centered_weight, out_dtype, out, options
@@ -316,12 +316,17 @@ def layer_norm_backward(
     """
     extents = _default_extents(x, weight, None, normalized_shape)
     options = _options(strategy, tile, None, sm_margin)
-    extras = _extras(None, row_scale, dropout_p, dropout_seed, weight1, dy1, False, memory_efficient)
+    fused_options = _fused_options(None, row_scale, dropout_p, dropout_seed, weight1, dy1, False, memory_efficient)
     gradients = gradients if isinstance(gradients, str) else tuple(gradients)
-    if extras is not None or dx_dtype is not None or dresidual_dtype is not None or not set(gradients) <= set(Backward._fields):
+    if (
+        fused_options is not None
+        or dx_dtype is not None
+        or dresidual_dtype is not None
+        or not set(gradients) <= set(Backward._fields)
+    ):
         return _fused().backward(
             True, dy, dy1, x, mean, rstd, extents, weight, zero_centered_weight, dsum, gradients, dweight_dtype, dbias_dtype, options,
-            dx_dtype, dresidual_dtype, extras, dbias1_dtype, (weight, bias) if memory_efficient else None,
+            dx_dtype, dresidual_dtype, fused_options, dbias1_dtype, (weight, bias) if memory_efficient else None,
         )  # fmt: skip
     prepared, given = prepare_backward(
         True, dy, x, mean, rstd, extents, weight, zero_centered_weight, dsum, gradients, dweight_dtype, dbias_dtype, options
@@ -358,12 +363,17 @@ def rms_norm_backward(
     """Gradients of rms_norm at x, for the rstd that rms_norm_forward returned. All else as for layer_norm_backward."""
     extents = _default_extents(x, weight, None, normalized_shape)
     options = _options(strategy, tile, None, sm_margin)
-    extras = _extras(None, row_scale, dropout_p, dropout_seed, weight1, dy1, False, memory_efficient)
+    fused_options = _fused_options(None, row_scale, dropout_p, dropout_seed, weight1, dy1, False, memory_efficient)
     gradients = gradients if isinstance(gradients, str) else tuple(gradients)
-    if extras is not None or dx_dtype is not None or dresidual_dtype is not None or not set(gradients) <= set(Backward._fields):
+    if (
+        fused_options is not None
+        or dx_dtype is not None
+        or dresidual_dtype is not None
+        or not set(gradients) <= set(Backward._fields)
+    ):
         return _fused().backward(
             False, dy, dy1, x, None, rstd, extents, weight, zero_centered_weight, dsum, gradients, dweight_dtype, dbias_dtype, options,
-            dx_dtype, dresidual_dtype, extras, dbias1_dtype, (weight, bias) if memory_efficient else None,
+            dx_dtype, dresidual_dtype, fused_options, dbias1_dtype, (weight, bias) if memory_efficient else None,
         )  # fmt: skip
     prepared, given = prepare_backward(
         False, dy, x, None, rstd, extents, weight, zero_centered_weight, dsum, gradients, dweight_dtype, dbias_dtype, options
@@ -395,10 +405,10 @@ def _options(strategy: str | None, tile: object, statistics: str | None, sm_marg
     return Options(strategy, tile, statistics, _margins(sm_margin))
 
 
-def _extras(
+def _fused_options(
     residual_dtype: object, row_scale: object, dropout_p: object, dropout_seed: object, weight1: object, bias1: object,
     round_x_hat: object = False, memory_efficient: object = False,
-) -> Extras | None:  # fmt: skip
+) -> FusedOptions | None:  # fmt: skip
     """None where nothing is asked for: such a call goes the short way."""
     if (
         residual_dtype is None and row_scale is None and dropout_p.__class__ is float and dropout_p == 0.0
@@ -415,7 +425,7 @@ def _extras(
         if not -(2**63) <= dropout_seed < 2**64:
             raise ValueError(f"dropout_seed is {dropout_seed}; expected an int of 64 bits")
         dropout_seed = (int(dropout_seed) + 2**63) % 2**64 - 2**63  # as a signed one
-    return Extras(
+    return FusedOptions(
         residual_dtype, row_scale, float(dropout_p), dropout_seed, weight1, bias1, bool(round_x_hat), bool(memory_efficient)
     )
 
@@ -609,13 +619,13 @@ def _parameter(array: Array | None) -> tuple[Parameter | None, bool]:
 
 
 def normalize(
-    centered, input, extents, weight, bias, eps, residual, return_residual, zero_centered_weight, out_dtype, out, options, extras=None
+    centered, input, extents, weight, bias, eps, residual, return_residual, zero_centered_weight, out_dtype, out, options, fused_options=None
 ):  # fmt: skip
     """layer_norm and rms_norm: of torch tensors as autograd, the compiler and the transforms of torch ask for it."""
-    if extras is not None:
+    if fused_options is not None:
         return _fused().normalize(
             centered, input, extents, weight, bias, eps, residual, return_residual, zero_centered_weight, out_dtype, out, options,
-            extras,
+            fused_options,
         )  # fmt: skip
     if is_tensor(input):
         y, added = _torch_part().normalize(

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from . import formulas, fused, norm
-from .calls import NO_EXTRAS, Extras, Options
+from .calls import NOTHING_FUSED, FusedOptions, Options
 from .strategies import Tile
 
 GRADIENTS = ("dx", "dweight", "dbias", "dresidual", "dweight1", "dbias1")  # in the order of fused_norm_forward's first tensors
@@ -77,22 +77,22 @@ def gradients(dy, x, mean, rstd, weight, dsum, normalized_shape, wanted, *argume
 
 
 def fused_forward(
-    centered, input, extents, weight, bias, eps, residual, zero_centered_weight, out_dtype, options, extras
+    centered, input, extents, weight, bias, eps, residual, zero_centered_weight, out_dtype, options, fused_options
 ) -> tuple[Tensor, Tensor | None, Tensor]:  # fmt: skip
     """y, y1 and the sum by the operator; the seed is drawn before it, so that torch sees who draws."""
     y, _, _, added, y1 = _fused_norm_forward(
-        input, weight, bias, residual, extras.weight1, extras.bias1, extras.row_scale, _seed_tensor(input, extras), extents, eps,
-        centered, bool(zero_centered_weight), _dtype(out_dtype, "out_dtype"), _dtype(extras.residual_dtype, "residual_dtype"),
-        extras.dropout_p, extras.round_x_hat, extras.memory_efficient, *_plain(options),
+        input, weight, bias, residual, fused_options.weight1, fused_options.bias1, fused_options.row_scale, _seed_tensor(input, fused_options), extents, eps,
+        centered, bool(zero_centered_weight), _dtype(out_dtype, "out_dtype"), _dtype(fused_options.residual_dtype, "residual_dtype"),
+        fused_options.dropout_p, fused_options.round_x_hat, fused_options.memory_efficient, *_plain(options),
     )  # fmt: skip
-    makes_sum = _makes_sum(input, residual, extras.row_scale, extras.residual_dtype, extras.dropout_p)
-    has_second = extras.weight1 is not None or extras.bias1 is not None
+    makes_sum = _makes_sum(input, residual, fused_options.row_scale, fused_options.residual_dtype, fused_options.dropout_p)
+    has_second = fused_options.weight1 is not None or fused_options.bias1 is not None
     return y, y1 if has_second else None, added if makes_sum else input
 
 
-def _seed_tensor(x: Tensor, extras: Extras) -> Tensor | None:
-    seed = extras.dropout_seed
-    if extras.dropout_p == 0 or isinstance(seed, Tensor):
+def _seed_tensor(x: Tensor, fused_options: FusedOptions) -> Tensor | None:
+    seed = fused_options.dropout_seed
+    if fused_options.dropout_p == 0 or isinstance(seed, Tensor):
         return seed
     if seed is None:
         return fused.draw_seed(x)
@@ -106,14 +106,14 @@ def _makes_sum(input, residual, row_scale, residual_dtype, dropout_p) -> bool:
 
 def fused_gradients(
     centered, dy, dy1, x, mean, rstd, extents, weight, zero_centered_weight, dsum, gradients, _, dbias_dtype, options, dx_dtype,
-    dresidual_dtype, extras, dbias1_dtype, of_y,
+    dresidual_dtype, fused_options, dbias1_dtype, of_y,
 ) -> norm.FusedBackward:  # fmt: skip
     """As fused.backward, by the operator."""
     wanted = [name in gradients for name in norm.FusedBackward._fields]
     dtypes = (_dtype(dtype, "dtype") for dtype in (dbias_dtype, dbias1_dtype, dx_dtype, dresidual_dtype))
     made = _fused_norm_backward(
-        dy, dy1, x, mean, rstd, weight, extras.weight1, dsum, extras.row_scale, _seed_tensor(x, extras),
-        None if of_y is None else of_y[1], extents, wanted, centered, zero_centered_weight, of_y is not None, *dtypes, extras.dropout_p, options.of("backward").sm_margin, options.strategy,
+        dy, dy1, x, mean, rstd, weight, fused_options.weight1, dsum, fused_options.row_scale, _seed_tensor(x, fused_options),
+        None if of_y is None else of_y[1], extents, wanted, centered, zero_centered_weight, of_y is not None, *dtypes, fused_options.dropout_p, options.of("backward").sm_margin, options.strategy,
     )  # fmt: skip
     return norm.FusedBackward(*(gradient if is_wanted else None for gradient, is_wanted in zip(made, wanted)))
 
@@ -221,11 +221,13 @@ def _fused_forward(
     out_dtype, residual_dtype, dropout_p, round_x_hat, memory_efficient, sm_margin, strategy, statistics, tile, _=0,
 ):  # fmt: skip
     options = Options(strategy, None if tile is None else Tile(*tile), statistics, sm_margin)
-    extras = norm._extras(residual_dtype, row_scale, dropout_p, dropout_seed, weight1, bias1, round_x_hat, memory_efficient)
-    extras = extras or NO_EXTRAS
+    fused_options = norm._fused_options(
+        residual_dtype, row_scale, dropout_p, dropout_seed, weight1, bias1, round_x_hat, memory_efficient
+    )
+    fused_options = fused_options or NOTHING_FUSED
     prepared, given = fused.prepare_forward(
         centered, input, tuple(normalized_shape), weight, bias, eps, residual, zero_centered_weight, out_dtype, None, options,
-        extras, norm.FOR_STATISTICS,
+        fused_options, norm.FOR_STATISTICS,
     )  # fmt: skip
     y, mean, rstd, added, y1, _ = prepared.run(*given)
     empty = input.new_empty
@@ -242,10 +244,12 @@ def _fused_forward_without_memory(
     input, weight, bias, residual, weight1, bias1, row_scale, dropout_seed, normalized_shape, eps, centered, zero_centered_weight,
     out_dtype, residual_dtype, dropout_p, round_x_hat, memory_efficient, *options,
 ):  # fmt: skip
-    extras = norm._extras(residual_dtype, row_scale, dropout_p, dropout_seed, weight1, bias1, round_x_hat, memory_efficient)
-    extras = extras or NO_EXTRAS
+    fused_options = norm._fused_options(
+        residual_dtype, row_scale, dropout_p, dropout_seed, weight1, bias1, round_x_hat, memory_efficient
+    )
+    fused_options = fused_options or NOTHING_FUSED
     *_, y_dtype, sum_dtype, _ = fused.check_forward(
-        centered, input, tuple(normalized_shape), weight, bias, eps, residual, out_dtype, extras
+        centered, input, tuple(normalized_shape), weight, bias, eps, residual, out_dtype, fused_options
     )
     leading, y_dtype, sum_dtype = input.shape[: -len(normalized_shape)], getattr(torch, y_dtype), getattr(torch, sum_dtype)
     dtype = torch.promote_types(sum_dtype, torch.float32)
@@ -255,7 +259,7 @@ def _fused_forward_without_memory(
         input.new_empty(leading if centered else 0, dtype=dtype),
         input.new_empty(leading, dtype=dtype),
         input.new_empty(input.shape, dtype=sum_dtype) if made else input.new_empty(0),
-        input.new_empty(input.shape, dtype=y_dtype) if extras.has_second else input.new_empty(0),
+        input.new_empty(input.shape, dtype=y_dtype) if fused_options.has_second else input.new_empty(0),
     )
 
 
@@ -302,7 +306,7 @@ def _differentiate_fused_forward(ctx, dy, _dmean, _drstd, dsum, dy1):
     bias_dtype, dx_dtype, dresidual_dtype, bias1_dtype = ctx.dtypes
     made = fused_gradients(
         ctx.centered, dy, dy1, x, mean, rstd, ctx.extents, weight, ctx.zero_centered_weight, dsum, names, None, bias_dtype,
-        ctx.options, dx_dtype, dresidual_dtype, Extras(None, row_scale, ctx.dropout_p, seed, weight1), bias1_dtype,
+        ctx.options, dx_dtype, dresidual_dtype, FusedOptions(None, row_scale, ctx.dropout_p, seed, weight1), bias1_dtype,
         (weight, bias) if ctx.memory_efficient else None,
     )  # fmt: skip
     return *(getattr(made, name) for name in GRADIENTS), *(None for _ in ctx.needs_input_grad[len(GRADIENTS) :])
@@ -316,7 +320,7 @@ def _fused_backward(
         centered, dy, dy1, x, mean, rstd, tuple(normalized_shape), weight, zero_centered_weight, dsum,
         tuple(name for name, is_wanted in zip(norm.FusedBackward._fields, wanted) if is_wanted), None, dbias_dtype,
         Options(strategy, sm_margin=sm_margin), dx_dtype, dresidual_dtype,
-        Extras(None, row_scale, dropout_p, dropout_seed, weight1), dbias1_dtype,
+        FusedOptions(None, row_scale, dropout_p, dropout_seed, weight1), dbias1_dtype,
         (weight, bias) if memory_efficient else None,
     )  # fmt: skip
     if made.dresidual is not None and made.dresidual is made.dx:  # an operator returns no tensor twice
