@@ -1,5 +1,6 @@
 // forward.cuh -- the argument of every forward kernel
 #pragma once
+#include "fp8.cuh"
 #include "load_store.cuh"
 #include "row.cuh"
 #include "statistics.cuh"
@@ -16,20 +17,55 @@ struct Forward {
   long long num_cols;
   double eps;
 
-  // One thread of those that share the row calls this.
-  __device__ __forceinline__ void save(long long row, const RowStatistics<Compute>& statistics) const {
+  // saves: whether this thread is the one of those that share the row which writes what belongs to the row.
+  __device__ __forceinline__ void save(long long row, const RowStatistics<Compute>& statistics, bool saves) const {
+    if (!saves) return;
     if (mean != nullptr) mean[row] = statistics.mean;
     if (rstd != nullptr) rstd[row] = statistics.rstd;
+    if constexpr (Store::quantizes) {
+      if (row == 0) store.finish_tensor();
+    }
   }
 
-  template <bool centered, class Row>
-  __device__ __forceinline__ void write(long long row, Row& values_of_row, const RowStatistics<Compute>& statistics) const {
+  // present: false of a row that others own.
+  template <bool centered, class Row, class Reduce>
+  __device__ __forceinline__ void write(long long row, Row& values_of_row, const RowStatistics<Compute>& statistics,
+                                        Reduce& reduce, bool saves, bool present = true) const {
+    save(row, statistics, saves && present);
+    if constexpr (Store::quantizes) {
+      write_quantized<centered>(row, values_of_row, statistics, reduce, saves && present, present);
+    } else if (present) {
+      values_of_row.for_each_pack_or_none([&](long long col, const auto& values, bool in_row) {
+        constexpr int pack_size = sizeof(values) / sizeof(Compute);
+        Compute normalized[pack_size];
+        statistics.template normalize<centered>(values, normalized);
+        store.store(row, col, normalized, store.template keep<pack_size>(in_row ? col : 0), in_row);
+      });
+    }
+  }
+
+ private:
+  template <bool centered, class Row, class Reduce>
+  __device__ __forceinline__ void write_quantized(long long row, Row& values_of_row, const RowStatistics<Compute>& statistics,
+                                                  Reduce& reduce, bool saves, bool present) const {
+    auto of_row = store.template start_row<Compute>();
+    if constexpr (Store::measures_rows) {
+      Largest<Compute> largest{};
+      values_of_row.for_each_pack_or_none([&](long long col, const auto& values, bool in_row) {
+        constexpr int pack_size = sizeof(values) / sizeof(Compute);
+        Compute normalized[pack_size], made[pack_size];
+        statistics.template normalize<centered>(values, normalized);
+        store.affine(normalized, store.template keep<pack_size>(in_row ? col : 0), made);
+        if (in_row) largest.add(largest_of(made));
+      });
+      store.finish_measuring(row, of_row, reduce.all(largest).part[0], saves);
+    }
     values_of_row.for_each_pack_or_none([&](long long col, const auto& values, bool in_row) {
       constexpr int pack_size = sizeof(values) / sizeof(Compute);
       Compute normalized[pack_size];
-#pragma unroll
-      for (int at = 0; at < pack_size; ++at) normalized[at] = statistics.template normalize<centered>(values[at]);
-      store.store(row, col, normalized, store.template keep<pack_size>(in_row ? col : 0), in_row);
+      statistics.template normalize<centered>(values, normalized);
+      store.store(row, col, normalized, store.template keep<pack_size>(in_row ? col : 0), in_row && present, of_row);
     });
+    store.finish_row(of_row);
   }
 };

@@ -20,8 +20,7 @@ __global__ void __launch_bounds__(tile.block_size(), tile.blocks_per_sm) forward
       auto values = row_on_chip<Load, tile>(dynamic_smem() + Reduce::smem_bytes);
       values.fetch(problem.load, row, cols);
       const auto found = row_statistics<centered, statistics, Compute>(values, reduce, problem.num_cols, problem.eps);
-      if (threadIdx.x == 0) problem.save(row, found);
-      problem.template write<centered>(row, values, found);
+      problem.template write<centered>(row, values, found, reduce, threadIdx.x == 0);
     }
   }
 }

@@ -28,8 +28,7 @@ __global__ void __cluster_dims__(tile.cluster_size, 1, 1) __launch_bounds__(tile
       if (!peers_run) cluster_sync();  // while the first row is on its way
       peers_run = true;
       const auto found = row_statistics<centered, statistics, Compute>(values, reduce, problem.num_cols, problem.eps);
-      if (saves) problem.save(row, found);
-      problem.template write<centered>(row, values, found);
+      problem.template write<centered>(row, values, found, reduce, saves);
     }
   }
 }

@@ -46,6 +46,18 @@ struct RingRow {
   }
 };
 
+struct Nothing {};
+
+// What a store carries through a row, if it is one of fp8.cuh.
+template <class Compute, class Store>
+__device__ __forceinline__ auto start_row(const Store& store) {
+  if constexpr (Store::quantizes) {
+    return store.template start_row<Compute>();
+  } else {
+    return Nothing{};
+  }
+}
+
 template <class Load, class Store, bool centered, Statistics statistics, Tile tile>
 __device__ __forceinline__ void forward_ring(const Forward<Load, Store>& problem, unsigned char* smem) {
   using Compute = typename Load::Compute;
@@ -135,17 +147,21 @@ __device__ __forceinline__ void forward_ring(const Forward<Load, Store>& problem
   for (unsigned turn = 0; turn < turns.count; ++turn) {
     if (turn + 1 < turns.count) send_moments(turn + 1);
     const auto found = receive_moments(turn);
-    if (saves) problem.save(row, found);
+    problem.save(row, found, saves);
+    [[maybe_unused]] auto of_row = start_row<Compute>(problem.store);
     in_slot(at.slot, false).for_each_pack([&](int pack, const Compute(&values)[tile.pack_size]) {
       kept[pack].forget_unpacked();
       Compute normalized[tile.pack_size];
-#pragma unroll
-      for (int index = 0; index < tile.pack_size; ++index)
-        normalized[index] = found.template normalize<centered>(values[index]);
+      found.template normalize<centered>(values, normalized);
       const int col = cols.first_col + Shape::col(pack);
       problem.load.keep(row, col, values, Shape::in_part(pack, cols));
-      problem.store.store(row, col, normalized, kept[pack], Shape::in_part(pack, cols));
+      if constexpr (Store::quantizes) {
+        problem.store.store(row, col, normalized, kept[pack], Shape::in_part(pack, cols), of_row);
+      } else {
+        problem.store.store(row, col, normalized, kept[pack], Shape::in_part(pack, cols));
+      }
     });
+    if constexpr (Store::quantizes) problem.store.finish_row(of_row);
     // What was written came from all that was read: the slot is free.
     __syncwarp();
     if (threadIdx.x % 32 == 0 && turn + tile.stages < turns.count) fetch(at.slot);

@@ -13,7 +13,6 @@ __global__ void __launch_bounds__(tile.block_size(), tile.blocks_per_sm) forward
   for (long long row = blockIdx.x; row < problem.num_rows; row += gridDim.x) {
     GlobalRow<Load, tile> values{problem.load, row, problem.num_cols};
     const auto found = row_statistics<centered, statistics, Compute>(values, reduce, problem.num_cols, problem.eps);
-    if (threadIdx.x == 0) problem.save(row, found);
-    problem.template write<centered>(row, values, found);
+    problem.template write<centered>(row, values, found, reduce, threadIdx.x == 0);
   }
 }

@@ -18,9 +18,6 @@ __global__ void __launch_bounds__(tile.block_size(), tile.blocks_per_sm) forward
     RegisterRow<Load, tile> values;
     values.fetch(problem.load, present ? row : problem.num_rows - 1, {0, static_cast<int>(problem.num_cols)});
     const auto found = row_statistics<centered, statistics, Compute>(values, reduce, problem.num_cols, problem.eps);
-    if (present) {
-      if (threadIdx.x % tile.threads_per_row == 0) problem.save(row, found);
-      problem.template write<centered>(row, values, found);
-    }
+    problem.template write<centered>(row, values, found, reduce, threadIdx.x % tile.threads_per_row == 0, present);
   }
 }

@@ -13,6 +13,7 @@
 //          keep(col) -> Kept, for store(row, col, values, kept, present) in many rows; nothing is written if not present
 //          of backward: adds: whether a tensor of Added is added, whose rows a copy engine may fetch: added_start(row),
 //          added_stride(); store(row, col, values, fetched)
+//          quantizes, of forward: whether it is one of fp8.cuh, which keep more from pack to pack
 // scale    present: false if there is no weight; load(col, values): the weight, or 1, in the compute type
 //          keep(col) -> Kept, for use in many rows
 //
@@ -209,6 +210,7 @@ template <class Y, class Weight, class Bias, bool zero_centered, class Rounded =
 struct Store {
   using Added = Y;
   static constexpr bool adds = false;
+  static constexpr bool quantizes = false;
 
   Y* y;
   long long y_stride;
@@ -230,21 +232,28 @@ struct Store {
     return {{weight, col}, {bias, col}};
   }
 
+  // y before it is rounded.
   template <int pack_size, class Compute>
-  __device__ __forceinline__ void store(long long row, long long col, const Compute (&values)[pack_size],
-                                        const Kept<pack_size>& kept, bool present = true) const {
-    Compute scaled[pack_size];
+  __device__ __forceinline__ static void affine(const Compute (&values)[pack_size], const Kept<pack_size>& kept,
+                                                Compute (&made)[pack_size]) {
 #pragma unroll
-    for (int at = 0; at < pack_size; ++at) scaled[at] = values[at];
-    if constexpr (!is_same<Rounded, void>) unpack(repack<Rounded>(values), scaled);
+    for (int at = 0; at < pack_size; ++at) made[at] = values[at];
+    if constexpr (!is_same<Rounded, void>) unpack(repack<Rounded>(values), made);
     if constexpr (!is_same<Weight, void> || !is_same<Bias, void>) {
       Compute weights[pack_size], biases[pack_size];
       kept.weight.unpack_to(weights, 1.0f);
       kept.bias.unpack_to(biases, 0.0f);
 #pragma unroll
-      for (int at = 0; at < pack_size; ++at) scaled[at] = scaled[at] * weights[at] + biases[at];
+      for (int at = 0; at < pack_size; ++at) made[at] = made[at] * weights[at] + biases[at];
     }
-    const Pack<Y, pack_size> rounded = repack<Y>(scaled);
+  }
+
+  template <int pack_size, class Compute>
+  __device__ __forceinline__ void store(long long row, long long col, const Compute (&values)[pack_size],
+                                        const Kept<pack_size>& kept, bool present = true) const {
+    Compute made[pack_size];
+    affine(values, kept, made);
+    const Pack<Y, pack_size> rounded = repack<Y>(made);
     if (present) store_pack<pack_size>(y + row * y_stride + col, rounded);
   }
   template <int pack_size, class Compute>
@@ -257,6 +266,8 @@ struct Store {
 // One x_hat, two affine maps of it: y of First, y1 of Second.
 template <class First, class Second>
 struct TwoStores {
+  static constexpr bool quantizes = false;
+
   First first;
   Second second;
 

@@ -1,6 +1,6 @@
 // pack.cuh -- a pack is what one memory instruction moves: pack_size neighbouring elements of a row
 //
-// load_pack / store_pack    16, 8, 4 or 2 bytes at once (32 and 64 bytes as several of 16)
+// load_pack / store_pack    16, 8, 4, 2 or 1 bytes at once (32 and 64 bytes as several of 16)
 // unpack / repack           a pack's elements in the compute type, and back with one rounding, to nearest even
 // The caller guarantees that a pack's address is a multiple of min(16, its bytes).
 #pragma once
@@ -22,7 +22,7 @@ struct ComputeOf<double> {
   using type = double;
 };
 
-// The elements as they lie in memory, in registers of 32 bits (a lone 16-bit element in one of 16).
+// The elements as they lie in memory, in registers of 32 bits (packs of one or two bytes in one of 16).
 template <int bytes>
 struct WordOf {
   using type = unsigned int;
@@ -30,6 +30,10 @@ struct WordOf {
 template <>
 struct WordOf<2> {
   using type = unsigned short;
+};
+template <>
+struct WordOf<1> {
+  using type = unsigned char;
 };
 
 template <class T, int size>

@@ -31,6 +31,11 @@ struct RowStatistics {
     if constexpr (centered) return (value - mean) * rstd + shift;
     return value * rstd;
   }
+  template <bool centered, int pack_size>
+  __device__ __forceinline__ void normalize(const Compute (&values)[pack_size], Compute (&normalized)[pack_size]) const {
+#pragma unroll
+    for (int at = 0; at < pack_size; ++at) normalized[at] = normalize<centered>(values[at]);
+  }
 };
 
 // Of one pack. A tree and a chain of its own: packs do not wait for one another.

@@ -50,7 +50,7 @@ _NAMES = {
     "DelayedScaling": "fp8",
     "CurrentScaling": "fp8",
     "BlockScaling": "fp8",
-    "QuantizedTensor": "fp8",
+    "QuantizedTensor": "quantized",
 }
 
 # `from cupynorm import *` works without torch: what needs it is asked for by name.

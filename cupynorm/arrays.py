@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from . import launch, nvrtc
-from .dtypes import DTYPES, decode, encode
+from .dtypes import DTYPES, ELEMENTS, FLOAT8S, decode, encode
 
 
 class View(NamedTuple):
@@ -39,7 +39,7 @@ class Rows(NamedTuple):
 
     def layout(self) -> tuple[int, int, int]:
         """For dispatch.pack_limit: address, row stride, itemsize."""
-        return self.pointer, self.row_stride if self.num_rows > 1 else 0, DTYPES[self.dtype].itemsize
+        return self.pointer, self.row_stride if self.num_rows > 1 else 0, ELEMENTS[self.dtype].itemsize
 
 
 def product(shape: tuple[int, ...]) -> int:
@@ -125,7 +125,7 @@ class CuPyLibrary:
 
     @staticmethod
     def dtype(name: str) -> np.dtype:
-        return _numpy_dtype(name)
+        return FLOAT8S[name].storage if name in FLOAT8S else _numpy_dtype(name)
 
     @staticmethod
     def allocator(shape: tuple[int, ...], dtype: np.dtype) -> Callable[[], Any]:

@@ -225,6 +225,13 @@ def normalize_fused(
         )
     tensors = (input, weight, bias, residual, fused_options.row_scale, fused_options.weight1, fused_options.bias1)
     arguments = (centered, input, extents, weight, bias, eps, residual, zero_centered_weight, out_dtype)
+    if fused_options.quantization is not None and not compiling and (_num_dispatch_modes() or _is_wrapped(*tensors)):
+        raise NotImplementedError(
+            f"out_dtype is {fused_options.quantization.dtype} in a call that torch traces or of tensors of a class of their own; expected "
+            "plain tensors"
+        )
+    if fused_options.quantization is not None and compiling:
+        return _quantize_untraced(*arguments, options, fused_options)
     if compiling or _num_dispatch_modes() or _is_wrapped(*tensors):
         if out is not None:
             raise ValueError("out was given to a call that torch traces or transforms; expected out=None")
@@ -239,8 +246,37 @@ def normalize_fused(
         y, _, _, added, y1, _ = prepared.run(*given)
         return y, y1, added
     *tensors, _, fused_options = given
-    y, y1, added = _FusedNorm.apply(*tensors, fused_options.weight1, fused_options.bias1, prepared, fused_options)
+    quantized = []
+    y, y1, added = _FusedNorm.apply(*tensors, fused_options.weight1, fused_options.bias1, prepared, fused_options, quantized)
+    for made in quantized:
+        made._carrier, y = y, made
     return y, y1, input if added is None else added
+
+
+@torch.compiler.disable
+def _quantize_untraced(
+    centered, input, extents, weight, bias, eps, residual, zero_centered_weight, out_dtype, options, fused_options
+):
+    """A QuantizedTensor is no tensor: the compiler calls what makes it, and does not look inside."""
+    return normalize_fused(
+        centered, input, extents, weight, bias, eps, residual, zero_centered_weight, out_dtype, None, options, fused_options
+    )
+
+
+class _PassingGradients(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, values, carrier):
+        ctx.dtype = carrier.dtype
+        return values.view_as(values)
+
+    @staticmethod
+    def backward(ctx, dy):
+        return None, dy.to(ctx.dtype)
+
+
+def passing_gradients(values: torch.Tensor, carrier: torch.Tensor) -> torch.Tensor:
+    """values, whose gradient is carrier's."""
+    return _PassingGradients.apply(values, carrier)
 
 
 _OPTIONS = "residual_dtype, row_scale, dropout_p, weight1, bias1, round_x_hat or memory_efficient"
@@ -248,7 +284,7 @@ _OPTIONS = "residual_dtype, row_scale, dropout_p, weight1, bias1, round_x_hat or
 
 class _FusedNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, input, weight, bias, residual, weight1, bias1, prepared, fused_options):
+    def forward(ctx, input, weight, bias, residual, weight1, bias1, prepared, fused_options, quantized):
         y, mean, rstd, added, y1, seed = prepared.run(input, weight, bias, residual, None, fused_options)
         of_seed = seed if isinstance(seed, torch.Tensor) else None
         kept = (y, None) if fused_options.memory_efficient else (added, mean)
@@ -258,6 +294,10 @@ class _FusedNorm(torch.autograd.Function):
         ctx.prepared, ctx.dropout = prepared, (fused_options.dropout_p, seed if of_seed is None else None)
         ctx.memory_efficient = fused_options.memory_efficient
         ctx.set_materialize_grads(False)
+        if fused_options.quantization is not None:
+            # 8-bit floats take no gradient: something of y's shape without its memory takes it.
+            quantized.append(y)
+            y = added.new_empty(1).expand(added.shape)
         return y, y1, added if prepared.makes_sum else None
 
     @staticmethod
@@ -266,7 +306,7 @@ class _FusedNorm(torch.autograd.Function):
         x, mean, rstd, weight, weight1, row_scale, seed, bias = ctx.saved_tensors
         given = next((gradient for gradient in (dy, dy1, dsum) if gradient is not None), None)
         if given is None:
-            return (None,) * 8
+            return (None,) * 9
         if _is_transformed() or _is_mapped(given) or forward_ad._current_level >= 0:
             raise NotImplementedError(
                 f"the gradient of a call with {_OPTIONS} was asked for in a batch or in forward mode; expected one gradient at a time"
@@ -284,4 +324,4 @@ class _FusedNorm(torch.autograd.Function):
             forward.dtype, forward.residual_dtype, FusedOptions(None, row_scale, p, int_seed if seed is None else seed, weight1),
             forward.bias1_dtype, (weight, bias) if ctx.memory_efficient else None,
         )  # fmt: skip
-        return *(getattr(made, name) for name in torch_ops.GRADIENTS), None, None
+        return *(getattr(made, name) for name in torch_ops.GRADIENTS), None, None, None

@@ -42,6 +42,17 @@ class Options(NamedTuple):
 DEFAULTS = Options()
 
 
+class Quantization(NamedTuple):
+    """How y becomes 8-bit floats. scaling: one of strategies.SCALINGS; scale, amax: arrays of one float32, or None."""
+
+    dtype: str
+    scaling: str = "given"
+    scale: Any = None
+    amax: Any = None
+    power_of_two: bool = False
+    transpose: bool = False
+
+
 class FusedOptions(NamedTuple):
     """What a call fuses with the norm: keywords of cupynorm.layer_norm, checked as far as they need no other argument."""
 
@@ -53,6 +64,7 @@ class FusedOptions(NamedTuple):
     bias1: Any = None
     round_x_hat: bool = False
     memory_efficient: bool = False
+    quantization: Quantization | None = None
 
     @property
     def has_second(self) -> bool:
@@ -118,7 +130,7 @@ class ForwardCall:
         self, device: Device, centered: bool, x: Rows, y: Rows, weight: Parameter | None, bias: Parameter | None, eps: float,
         zero_centered: bool, residual: Rows | None, sum: Rows | None, options: Options, *, row_scale: Parameter | None = None,
         drops: bool = False, y1: Rows | None = None, weight1: Parameter | None = None, bias1: Parameter | None = None,
-        round_x_hat: bool = False,
+        round_x_hat: bool = False, quantization: Quantization | None = None,
     ) -> None:  # fmt: skip
         # Where x, the residual and their sum are of one dtype and nothing multiplies x, the sum is ResidualLoad's.
         dtypes = {each.dtype for each in (x, residual, sum) if each}
@@ -133,13 +145,15 @@ class ForwardCall:
             residual=residual is not None and not self.has_own_sum,
             pack_limit=pack_limit(x.num_cols, _layouts((x, y, residual, sum, y1), (weight, bias, weight1, bias1))),
             y1=y1.dtype if y1 else None, weight1=weight1[1] if weight1 else None, bias1=bias1[1] if bias1 else None,
-            round_x_hat=x.dtype if round_x_hat and DTYPES[x.dtype].itemsize < 4 else None, **own_sum,
+            round_x_hat=x.dtype if round_x_hat and DTYPES[x.dtype].itemsize < 4 else None,
+            scaling=quantization.scaling if quantization else None, **own_sum,
         )  # fmt: skip
         self.plan: Plan = make_plan(problem, device, x.num_rows, **options._asdict())
         self.x_stride, self.y_stride = x.row_stride, y.row_stride
         self.residual_stride = residual.row_stride if residual else None
         self.sum_stride = sum.row_stride if sum else 0
         self.y1_stride = y1.row_stride if y1 else None
+        self.rule = () if quantization is None else (problem.num_scales, 0, int(quantization.power_of_two))
         self.tail = (x.num_rows, x.num_cols, float(eps))
 
     def words(self, x: int, y: int, weight: int, bias: int, mean: int, rstd: int, residual: int = 0, sum: int = 0) -> tuple:
@@ -157,7 +171,7 @@ class FusedForwardCall(ForwardCall):
 
     def words(
         self, x: int, y: int, weight: int, bias: int, mean: int, rstd: int, residual: int, sum: int, row_scale: int, dropout: Dropout,
-        y1: int, weight1: int, bias1: int,
+        y1: int, weight1: int, bias1: int, scale: int = 0, scale_inv: int = 0, amax: int = 0,
     ) -> tuple:  # fmt: skip
         load = (x, self.x_stride)
         if self.has_own_sum or self.residual_stride is not None:
@@ -167,6 +181,8 @@ class FusedForwardCall(ForwardCall):
         store = (y, self.y_stride, weight, bias)
         if self.y1_stride is not None:
             store += (y1, self.y1_stride, weight1, bias1)
+        if self.rule:
+            store += (scale, scale_inv, amax, *self.rule)
         return (*load, *store, mean, rstd, *self.tail)
 
 
@@ -250,17 +266,21 @@ def run_forward(
     machine: Machine, centered: bool, x: Rows, y: Rows, weight: Parameter | None, bias: Parameter | None, mean: int, rstd: int,
     eps: float, zero_centered: bool = False, residual: Rows | None = None, sum: Rows | None = None, options: Options = DEFAULTS,
     *, row_scale: Parameter | None = None, dropout: Dropout = NO_DROPOUT, y1: Rows | None = None, weight1: Parameter | None = None,
-    bias1: Parameter | None = None, round_x_hat: bool = False,
+    bias1: Parameter | None = None, round_x_hat: bool = False, quantization: Quantization | None = None,
+    of_scales: tuple[int, int, int] = (0, 0, 0),
 ) -> Plan:  # fmt: skip
-    """Plans and launches a forward on arrays that are checked and allocated; mean and rstd are addresses, 0 if not wanted."""
+    """Plans and launches a forward on arrays that are checked and allocated; mean and rstd are addresses, 0 if not wanted.
+
+    of_scales: the addresses of scale, scale_inv and amax.
+    """
     call = FusedForwardCall(
         machine.device, centered, x, y, weight, bias, eps, zero_centered, residual, sum, options, row_scale=row_scale,
-        drops=dropout.p > 0, y1=y1, weight1=weight1, bias1=bias1, round_x_hat=round_x_hat,
+        drops=dropout.p > 0, y1=y1, weight1=weight1, bias1=bias1, round_x_hat=round_x_hat, quantization=quantization,
     )  # fmt: skip
     words = call.words(
         x.pointer, y.pointer, weight[0] if weight else 0, bias[0] if bias else 0, mean, rstd,
         residual.pointer if residual else 0, sum.pointer if sum else 0, row_scale[0] if row_scale else 0, dropout,
-        y1.pointer if y1 else 0, weight1[0] if weight1 else 0, bias1[0] if bias1 else 0,
+        y1.pointer if y1 else 0, weight1[0] if weight1 else 0, bias1[0] if bias1 else 0, *of_scales,
     )  # fmt: skip
     for launch in call.plan.launches:
         machine.launch(launch, words)

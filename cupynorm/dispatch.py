@@ -12,10 +12,11 @@ from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 
 from .devices import DEVICES, Device
-from .dtypes import DTYPES, compute_dtype
+from .dtypes import DTYPES, ELEMENTS, FLOAT8S, compute_dtype
 from .strategies import (
     QUEUED_CLUSTER_SIZE,
     QUEUED_RING_BYTES,
+    SCALINGS,
     STATISTICS,
     STRATEGIES,
     Problem,
@@ -23,6 +24,7 @@ from .strategies import (
     can_ring,
     ceil_div,
     cols_of_slice,
+    scales_at_once,
     smem_bytes_of,
 )  # fmt: skip
 
@@ -64,10 +66,11 @@ class Choice:
     parameters_tile: Tile | None
     parameters_kernel: Kernel | None
     reason: str
+    amax_kernel: Kernel | None = None  # which comes before it, where scales are not found at once
 
 
 def _cpp(name: str | None) -> str:
-    return DTYPES[name].cpp if name else "void"
+    return ELEMENTS[name].cpp if name else "void"
 
 
 def _bool(value: object) -> str:
@@ -81,7 +84,7 @@ def _load_x(problem: Problem) -> str:
     return f"LoadXHat<{types}, {_bool(problem.zero_centered)}, {_cpp(problem.compute)}>"
 
 
-def _kernel(problem: Problem, strategy: str, tile: Tile, statistics: str) -> Kernel:
+def _kernel(problem: Problem, strategy: str, tile: Tile, statistics: str, step: str = "all") -> Kernel:
     zero_centered = _bool(problem.zero_centered)
     factor = f"{_cpp(problem.row_scale)}, {_bool(problem.dropout)}"
     load_x = _load_x(problem)
@@ -92,6 +95,11 @@ def _kernel(problem: Problem, strategy: str, tile: Tile, statistics: str) -> Ker
             load_x = f"SumLoad<{_cpp(problem.input)}, {_cpp(problem.residual_dtype)}, {_cpp(problem.x)}, {factor}>"
         rounded = f", {_cpp(problem.round_x_hat)}" if problem.round_x_hat else ""
         store = f"Store<{_cpp(problem.y)}, {_cpp(problem.weight)}, {_cpp(problem.bias)}, {zero_centered}{rounded}>"
+        if problem.scaling:
+            types = (
+                f"{_cpp(problem.y)}, {_cpp(problem.weight)}, {_cpp(problem.bias)}, {zero_centered}, {_cpp(problem.round_x_hat)}"
+            )
+            store = f"QuantizeStore<{types}, Scaling::{problem.scaling}, Step::{step}>"
         if problem.y1:
             second = f"Store<{_cpp(problem.y1)}, {_cpp(problem.weight1)}, {_cpp(problem.bias1)}, {zero_centered}{rounded}>"
             store = f"TwoStores<{store}, {second}>"
@@ -251,11 +259,16 @@ def choose(
     statistics = statistics or ("welford" if strategy == "uncached" else "two_pass")
     smem_bytes = smem_bytes_of(problem, tile, strategy)
     resident = tile.blocks_per_sm if smem_bytes == 0 else min(tile.blocks_per_sm, device.smem_per_sm // (smem_bytes + 1024))
-    kernel = None
-    if problem.forward or problem.dx or strategy != "uncached":
+    kernel = amax_kernel = None
+    if problem.scaling and not scales_at_once(problem, tile, strategy):
+        amax_kernel = _kernel(problem, strategy, tile, statistics, "amax")
+        kernel = _kernel(problem, strategy, tile, statistics, "write")
+    elif problem.forward or problem.dx or strategy != "uncached":
         kernel = _kernel(problem, strategy, tile, statistics)
     parameters_tile, parameters_kernel = (None, None) if problem.forward else _parameters_kernel(problem, strategy)
-    return Choice(strategy, tile, statistics, kernel, smem_bytes, max(1, resident), parameters_tile, parameters_kernel, reason)
+    return Choice(
+        strategy, tile, statistics, kernel, smem_bytes, max(1, resident), parameters_tile, parameters_kernel, reason, amax_kernel
+    )  # fmt: skip
 
 
 def widest(strategy: str, problem: Problem, device: Device) -> int | None:
@@ -279,7 +292,7 @@ def widest(strategy: str, problem: Problem, device: Device) -> int | None:
 
 _TENSORS = {
     *("x", "y", "weight", "bias", "dy", "dx", "dweight", "dbias", "dsum"),
-    *("input", "residual_dtype", "row_scale", "dresidual", "y1", "weight1", "bias1"),
+    *("input", "residual_dtype", "row_scale", "dresidual", "y1", "weight1", "bias1", "scaling"),
 }
 
 
@@ -376,18 +389,24 @@ def make_plan(
     if row_elements and choice.kernel is not None:
         grid = grid_size(choice, problem, device, num_rows, sm_margin)
         cluster_size = choice.tile.cluster_size
-        launches.append(Launch(choice.kernel, choice.tile, grid, choice.tile.block_size, choice.smem_bytes, cluster_size))
+        for kernel in filter(None, (choice.amax_kernel, choice.kernel)):
+            launches.append(Launch(kernel, choice.tile, grid, choice.tile.block_size, choice.smem_bytes, cluster_size))
         if choice.parameters_kernel is not None and choice.strategy != "uncached":
             num_partials = grid // cluster_size
     if choice.strategy == "uncached":
         if problem.forward:
             passes = 3 if choice.statistics == "two_pass" and problem.centered else 2
+            passes += problem.scaling == "row"
             moved += (passes - 1) * row_elements * DTYPES[problem.x].itemsize * (1 + problem.residual)
         else:
             x_size, dy_size = DTYPES[problem.x].itemsize, DTYPES[problem.dy].itemsize
             reads_of_x = 2 * bool(problem.dx) + bool(problem.dweight)
             reads_of_dy = 2 * bool(problem.dx) + bool(problem.dweight or problem.dbias)
             moved += row_elements * ((reads_of_x - 1) * x_size + (reads_of_dy - 1) * dy_size)
+    if choice.amax_kernel is not None:
+        # What is read, once more, and the amaxes there and back.
+        moved += moved - num_rows * (problem.num_cols + problem.num_scales * (1 if problem.scaling == "mx" else 4))
+        moved += 8 * (num_rows * problem.num_scales or 1)
     if row_elements and choice.parameters_kernel is not None:
         parameters = choice.parameters_tile
         grid = ceil_div(problem.num_cols, parameters.threads_per_row * parameters.pack_size)
@@ -446,6 +465,7 @@ def plan(
     weight_dtype: str | None = "same",
     bias_dtype: str | None = "same",
     out_dtype: str | None = None,
+    scale: str | None = None,
     residual: bool = False,
     zero_centered_weight: bool = False,
     alignment: int = 256,
@@ -457,7 +477,7 @@ def plan(
     """Which kernel, tile and grid a problem gets, the bytes it moves, and why. Prints as a short table. Needs no GPU.
 
     num_cols, num_rows: the problem. dtype: of x; weight_dtype and bias_dtype are the same unless given, None if absent;
-    out_dtype: of y. norm: "layer_norm" or "rms_norm". direction: "forward", or "backward" with all three gradients. device: a
+    out_dtype: of y; where it is a float of 8 bits, scale: "given", or "tensor", "row", "block" or "mx" as in layer_norm. norm: "layer_norm" or "rms_norm". direction: "forward", or "backward" with all three gradients. device: a
     name of cupynorm.DEVICES or a Device; None is the current GPU. alignment: bytes that every base address is a multiple of.
     strategy, tile, statistics, sm_margin: as in layer_norm.
     Returns a Plan. Raises ValueError for unknown names and for what does not fit.
@@ -471,9 +491,12 @@ def plan(
             raise ValueError(f"{name} is {extent}; expected 0 or more")
     weight, bias = (dtype if name == "same" else name for name in (weight_dtype, bias_dtype))
     y = out_dtype or dtype
-    for name in filter(None, (dtype, weight, bias, y)):
+    is_quantized = direction == "forward" and y in FLOAT8S
+    for name in filter(None, (dtype, weight, bias, None if is_quantized else y)):
         if name not in DTYPES:
             raise ValueError(f"dtype is {name!r}; expected one of {', '.join(DTYPES)}")
+    if scale is not None and (not is_quantized or scale not in SCALINGS):
+        raise ValueError(f"scale is {scale!r}; expected one of {', '.join(SCALINGS)}, of a forward whose out_dtype has 8 bits")
     if device is None:
         from .launch import current_device
 
@@ -484,10 +507,10 @@ def plan(
                 f"device is {device!r}; expected one of {', '.join(DEVICES)}, a Device, or None for the current GPU"
             )
         device = DEVICES[device]
-    tensors = {"y": y, "bias": bias, "residual": residual}
+    tensors = {"y": y, "bias": bias, "residual": residual, "scaling": (scale or "given") if is_quantized else None}
     if direction == "backward":
         tensors = {"dy": y, "dx": dtype, "dweight": weight, "dbias": bias}
-    limit = pack_limit(num_cols, [(alignment, 0, DTYPES[name].itemsize) for name in filter(None, (dtype, y, weight, bias))])
+    limit = pack_limit(num_cols, [(alignment, 0, ELEMENTS[name].itemsize) for name in filter(None, (dtype, y, weight, bias))])
     problem = Problem(
         direction, norm == "layer_norm", num_cols, dtype, weight=weight, zero_centered=zero_centered_weight, pack_limit=limit, **tensors
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""The element types of x, y, weight and bias: one table, and exact conversion from and to float64 on the host.
+"""The element types of x, y, weight and bias, and those of 8 bits that y may have: tables, and exact conversion from and to float64 on the host.
 
 NumPy has no bfloat16 of its own: on the host its values travel as uint16 bit patterns (`encode`, `decode`).
 """
@@ -36,7 +36,9 @@ class DType:
     @property
     def storage(self) -> np.dtype:
         """The NumPy dtype whose arrays carry this type's bits."""
-        return np.dtype("uint16" if self.name == "bfloat16" else self.name)
+        return np.dtype(
+            {"bfloat16": "uint16", **dict.fromkeys(("float8_e4m3fn", "float8_e5m2"), "uint8")}.get(self.name, self.name)
+        )
 
 
 DTYPES = {
@@ -48,6 +50,17 @@ DTYPES = {
         DType("float64", "double", 8, "float64", (2, 64), 53, 5e-324, float(np.finfo(np.float64).max)),
     )
 }
+
+
+# What only y can be, with a scale. NumPy and CuPy have neither: there uint8 arrays carry the bits.
+FLOAT8S = {
+    dtype.name: dtype
+    for dtype in (
+        DType("float8_e4m3fn", "__nv_fp8_e4m3", 1, "float32", (10, 8), 4, 2.0**-9, 448.0),
+        DType("float8_e5m2", "__nv_fp8_e5m2", 1, "float32", (12, 8), 3, 2.0**-16, 57344.0),
+    )
+}
+ELEMENTS = DTYPES | FLOAT8S
 
 
 def compute_dtype(name: str) -> DType:

@@ -22,6 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .quantized import QuantizedTensor
+
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 LARGEST = {E4M3: 448.0, E5M2: 57344.0}
 BLOCK_SIZE = 128
@@ -142,38 +144,8 @@ def encode(x: Tensor, scale: Tensor | float, dtype: torch.dtype) -> Tensor:
     return product.clamp_(-largest, largest).to(dtype)
 
 
-class QuantizedTensor:
-    """A matrix in 8-bit floats, and what its values are.
-
-    data: [num_rows, num_cols], float8. scale_inv: float32, one, or one for each block [num_rows / block_rows, num_cols / 128], rounded up.
-    transposed: [num_cols, num_rows], contiguous, or None: of data, or for blocks quantised anew along what was a column, then with
-    transposed_scale_inv. block_rows: None, 1 or 128. dtype: what dequantize() gives by default.
-    """
-
-    def __init__(
-        self, data: Tensor, scale_inv: Tensor, dtype: torch.dtype, *, transposed: Tensor | None = None,
-        transposed_scale_inv: Tensor | None = None, block_rows: int | None = None,
-    ) -> None:  # fmt: skip
-        self.data, self.scale_inv, self.dtype, self.block_rows = data, scale_inv, dtype, block_rows
-        self.transposed, self.transposed_scale_inv = transposed, transposed_scale_inv
-
-    @property
-    def shape(self) -> torch.Size:
-        return self.data.shape
-
-    def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
-        """The values, computed in float32."""
-        return _values(self.data, self.scale_inv, self.block_rows).to(dtype or self.dtype)
-
-    def __repr__(self) -> str:
-        return f"QuantizedTensor(shape={tuple(self.shape)}, data={self.data.dtype}, dtype={self.dtype}, block_rows={self.block_rows})"
-
-
 def _values(data: Tensor, scale_inv: Tensor, block_rows: int | None) -> Tensor:
-    if block_rows is not None:
-        scale_inv = scale_inv.repeat_interleave(block_rows, 0).repeat_interleave(BLOCK_SIZE, 1)
-        scale_inv = scale_inv[: data.shape[0], : data.shape[1]]
-    return data.float() * scale_inv
+    return QuantizedTensor(data, scale_inv, torch.float32, block_rows=block_rows).dequantize()
 
 
 def quantize(x: Tensor, scale: Tensor, dtype: torch.dtype, *, transpose: bool = False) -> QuantizedTensor:

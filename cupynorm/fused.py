@@ -11,8 +11,8 @@ import sys
 
 import numpy as np
 
-from . import arrays, launch, norm, nvrtc
-from .calls import NOTHING_FUSED, Dropout, FusedBackwardCall, FusedForwardCall, FusedOptions, OfY
+from . import arrays, launch, norm, nvrtc, quantized
+from .calls import NOTHING_FUSED, Dropout, FusedBackwardCall, FusedForwardCall, FusedOptions, OfY, Quantization
 from .dispatch import choose, pack_limit
 from .dtypes import DTYPES, compute_dtype, decode, encode
 from .norm import FOR_GRADIENTS, FOR_STATISTICS, FOR_Y, Array, FusedBackward, FusedForward
@@ -126,7 +126,7 @@ def prepare_forward(
     try:
         key = (
             lie(x), lie(weight), lie(bias), lie(residual), lie(out), lie(row_scale), isinstance(seed, int) or lie(seed),
-            lie(fused_options.weight1), lie(fused_options.bias1), centered, extents, eps, eps.__class__, zero_centered_weight, out_dtype, options,
+            lie(fused_options.weight1), lie(fused_options.bias1), _key_of(fused_options.quantization, lie), centered, extents, eps, eps.__class__, zero_centered_weight, out_dtype, options,
             purpose, fused_options.residual_dtype, fused_options.dropout_p > 0, fused_options.round_x_hat, fused_options.memory_efficient,
         )  # fmt: skip
         prepared = norm.fused_forwards.get(key)
@@ -141,10 +141,16 @@ def prepare_forward(
             bias1=fused_options.bias1,
         )  # fmt: skip
         norm._check_out(out, x, y_dtype, len(extents))
+        if fused_options.quantization is not None:
+            scale, amax = fused_options.quantization[2:4]
+            arrays.check_addresses(scale=scale, amax=amax)
+            if out is not None:
+                raise ValueError(f"out was given with out_dtype {y_dtype}; expected out=None")
         if purpose is FOR_GRADIENTS:
             if out is not None:
                 raise ValueError("out was given for tensors that require gradients; expected out=None, or torch.no_grad()")
-            _check_backward(centered, x, extents, weight, bias, y_dtype, sum_dtype, options, fused_options)
+            dy_dtype = sum_dtype if fused_options.quantization else y_dtype
+            _check_backward(centered, x, extents, weight, bias, dy_dtype, sum_dtype, options, fused_options)
         arguments = (
             centered,
             x,
@@ -171,9 +177,17 @@ def prepare_forward(
     return prepared, (x, weight, bias, residual, out, fused_options)
 
 
+def _key_of(quantization: Quantization | None, lie) -> tuple | None:
+    if quantization is None:
+        return None
+    return (lie(quantization.scale), lie(quantization.amax), *quantization._replace(scale=None, amax=None))
+
+
 def check_forward(centered, x, extents, weight, bias, eps, residual, out_dtype, fused_options) -> tuple:
     """As norm.check_forward, and the sum's dtype and the fused_options as they are taken."""
     has_eps = eps is not None
+    quantization = fused_options.quantization
+    out_dtype = None if quantization else out_dtype
     x, weight, bias, _, eps, y_dtype = norm.check_forward(centered, x, extents, weight, bias, eps, None, out_dtype)
     dtype, shape = arrays.dtype_name(x), tuple(x.shape)
     sum_dtype = fused_options.residual_dtype or dtype
@@ -189,6 +203,12 @@ def check_forward(centered, x, extents, weight, bias, eps, residual, out_dtype, 
     weight1, bias1 = (norm._take_like(getattr(fused_options, name), x, extents, name, "input") for name in ("weight1", "bias1"))
     seed = _check_seed(fused_options.dropout_seed, x)
     fused_options = fused_options._replace(row_scale=row_scale, dropout_seed=seed, weight1=weight1, bias1=bias1)
+    if quantization is not None:
+        if fused_options.has_second or fused_options.memory_efficient:
+            name = "memory_efficient" if fused_options.memory_efficient else "a second weight or bias"
+            raise ValueError(f"{name} was given with out_dtype {quantization.dtype}; expected only one of them")
+        quantization, y_dtype = quantized.check(quantization, x), quantization.dtype
+        fused_options = fused_options._replace(quantization=quantization)
     if fused_options.memory_efficient and compute_dtype(y_dtype) != compute_dtype(sum_dtype):
         raise TypeError(
             f"memory_efficient was given for y of {y_dtype} and a sum of {sum_dtype}; expected both float64, or neither"
@@ -250,7 +270,7 @@ class _PreparedForward(_Forward):
             launch.device(view.device), centered, x_rows, y_rows, weight_parameter, bias_parameter, eps, zero_centered_weight,
             residual_rows, sum_rows, options.of("forward" if wants_statistics else "inference"), row_scale=row_scale,
             drops=fused_options.dropout_p > 0, y1=y1_rows, weight1=weight1, bias1=bias1,
-            round_x_hat=fused_options.round_x_hat,
+            round_x_hat=fused_options.round_x_hat, quantization=fused_options.quantization,
         )  # fmt: skip
         self.kernels = [launch.load(each, view.device) for each in call.plan.launches]
         compute = compute_dtype(sum_dtype).name
@@ -259,13 +279,20 @@ class _PreparedForward(_Forward):
         self.new_mean = norm._new(library, leading, compute if centered and wants_statistics else None)
         self.new_rstd = norm._new(library, leading, compute if wants_statistics else None)
         self.new_sum = norm._new(library, view.shape, sum_dtype if self.makes_sum else None)
+        self.num_cols = x_rows.num_cols
+        if fused_options.quantization:
+            scaling = fused_options.quantization.scaling
+            scale_shape = quantized.scale_shape(scaling, leading, self.num_cols)
+            self.new_scale_inv = norm._new(library, scale_shape, "uint8" if scaling == "mx" else "float32")
+            # Between two launches.
+            self.new_amax = norm._new(library, scale_shape, "float32" if len(self.kernels) > 1 else None)
 
     def run(self, x, weight, bias, residual, out, fused_options: FusedOptions) -> tuple:
         """The fields of FusedForward."""
         library = self.library
         former = library.exchange_device(self.device_index)
         try:
-            _, row_scale, _, seed, weight1, bias1, *_ = fused_options
+            _, row_scale, _, seed, weight1, bias1, *_, quantization = fused_options
             if seed is None and fused_options.dropout_p > 0:
                 seed = draw_seed(x)
             added = self.new_sum() if self.makes_sum else x
@@ -274,19 +301,34 @@ class _PreparedForward(_Forward):
                 x, weight, bias, residual, row_scale, weight1, bias1 = norm._contiguous(library, self.copies, given)
             y, y1 = self.new_y() if out is None else out, self.new_y1()
             mean, rstd = self.new_mean(), self.new_rstd()
+            of_scales = ()
+            if quantization is not None:
+                scale_inv, found = self.new_scale_inv(), self.new_amax()
+                of_scales = (quantization.scale, scale_inv, quantization.amax if found is None else found)
+                norm._fill((found,), 0.0)
             if not self.kernels:
                 norm._fill((mean, rstd), math.nan)
+                if quantization is not None:
+                    norm._fill((scale_inv,), 1.0 if quantization.scale is None else 1.0 / quantization.scale)
+                    y = quantized.result(quantization, y, scale_inv, self._transposed(y, quantization), x, self.num_cols)
                 return y, mean, rstd, added, y1, seed
             address = _address_or_zero(library.address)
             words = self.call.words(
                 *map(address, (x, y, weight, bias, mean, rstd, residual, added if self.makes_sum else None, row_scale)),
-                _dropout(fused_options.dropout_p, seed, address), *map(address, (y1, weight1, bias1)),
+                _dropout(fused_options.dropout_p, seed, address), *map(address, (y1, weight1, bias1, *of_scales)),
             )  # fmt: skip
-            self.kernels[0].enqueue(library.stream(), words)
+            stream = library.stream()
+            for kernel in self.kernels:
+                kernel.enqueue(stream, words)
+            if quantization is not None:
+                y = quantized.result(quantization, y, scale_inv, self._transposed(y, quantization), x, self.num_cols)
             return y, mean, rstd, added, y1, seed
         finally:
             if former != self.device_index:
                 library.exchange_device(former)
+
+    def _transposed(self, data, quantization) -> Array | None:
+        return None
 
 
 def _address_or_zero(address):
@@ -323,13 +365,26 @@ class _ReferenceForward(_Forward):
             if residual is not None:
                 values = values + arrays.to_float64(residual)
             added = arrays.from_float64(values, self.sum_dtype, x)
+        quantization = fused_options.quantization
         plain = norm._ReferenceForward(
-            centered, added, extents, weight, bias, eps, None, zero_centered_weight, y_dtype, out, options
+            centered,
+            added,
+            extents,
+            weight,
+            bias,
+            eps,
+            None,
+            zero_centered_weight,
+            "float64" if quantization else y_dtype,
+            out,
+            options,
         )
         if fused_options.round_x_hat and compute_dtype(self.dtype).name != self.dtype:
             plain.round_x_hat = self._rounded
         y, mean, rstd, _ = plain.run(added, weight, bias, None, out)
         y1 = plain.run(added, fused_options.weight1, fused_options.bias1, None, None)[0] if self.has_second else None
+        if quantization is not None:
+            y = quantized.on_host(quantization, y, extents, x)
         return y, mean, rstd, added, y1, seed
 
     def _rounded(self, x_hat: np.ndarray) -> np.ndarray:

@@ -94,6 +94,10 @@ def layer_norm(
     bias1: Array | None = None,
     round_x_hat: bool = False,
     memory_efficient: bool = False,
+    scale: Array | str | None = None,
+    amax: Array | None = None,
+    power_of_two: bool = False,
+    transpose: bool = False,
     sm_margin: int | Mapping[str, int] = 0,
     strategy: str | None = None,
     tile: Tile | Mapping[str, int] | None = None,
@@ -118,7 +122,15 @@ def layer_norm(
         or an int64 array of one element on the input's device, which the kernel reads there. By default one is drawn there by the
         input's library (torch.randint, cupy.random, np.random), so that torch.manual_seed and CUDA graphs work as with torch's dropout.
     zero_centered_weight: multiply by 1 + weight.
-    out_dtype: dtype of the result (a name, NumPy or torch dtype), by default the input's.
+    out_dtype: dtype of the result (a name, NumPy or torch dtype), by default the input's. Or "float8_e4m3fn" or "float8_e5m2": y is then
+        a cupynorm.QuantizedTensor, data = y * scale, saturated and rounded once to 8 bits, and scale_inv = 1 / scale.
+    scale: of an 8-bit y: one float32 where the input is (None: 1), which the kernel reads there; or "tensor", "row", "block" (128
+        columns) or "mx" (MXFP8: 32 columns, scale_inv a power of two, rounded up, as one byte): largest / amax of each such part of
+        this very y, amax its largest magnitude, and 1 where that is 0, infinite or NaN. "row" finds it before the row leaves the chip,
+        the last two where neighbouring lanes hold the block, "tensor" reads the input twice.
+    amax: one float32 where the input is, which becomes the largest of itself and all |y| of the call, before the scale.
+    power_of_two: round the scales of "tensor", "row" and "block" down to powers of two.
+    transpose: with one scale for all, also the transposed copy that the weight gradient's product on Hopper takes.
     out: an array to write the result to, of the input's shape, its rows contiguous, sharing no memory with the inputs.
     sm_margin: multiprocessors to leave free for other kernels, forward and backward: it shrinks the grid. Or a dict that gives
         "forward", "backward" and "inference" (a forward that nothing is to differentiate) each its own, 0 where it has none.
@@ -132,6 +144,9 @@ def layer_norm(
         (y - bias) / weight, where a weight (1 + weight) smaller than t counts as t with its sign; t is half a unit in the last place
         of 1 in y's dtype: 2^-8, 2^-11, 2^-24, 2^-53 for bfloat16, float16, float32, float64. Beside float arithmetic its x_hat is
         off by up to ulp(y) / (2 * max(|weight|, t)) + |x_hat| * max(0, 1 - |weight| / t). y must have the arithmetic of the sum.
+
+    An 8-bit y is differentiable by its dequantize(), as if nothing had been rounded. It comes with all of the above but out, a second
+    weight or bias, and memory_efficient.
 
     Returns y of input's shape in the input's library; (y, sum) with return_residual; (y, y1) or (y, y1, sum) with weight1 or bias1. A CuPy array or DLPack exporter gives a
     CuPy array; a CUDA torch tensor a torch tensor, differentiable in input, weight, bias and residual; NumPy arrays and CPU
@@ -151,7 +166,10 @@ def layer_norm(
     return normalize(
         True, input, _extents(normalized_shape), weight, bias, eps, residual, return_residual, zero_centered_weight, out_dtype, out,
         _options(strategy, tile, statistics, sm_margin), 
-        _fused_options(residual_dtype, row_scale, dropout_p, dropout_seed, weight1, bias1, round_x_hat, memory_efficient),
+        _fused_options(
+            residual_dtype, row_scale, dropout_p, dropout_seed, weight1, bias1, round_x_hat, memory_efficient, out_dtype, scale, amax,
+            power_of_two, transpose,
+        ),
     )  # fmt: skip
 
 
@@ -175,6 +193,10 @@ def rms_norm(
     bias1: Array | None = None,
     round_x_hat: bool = False,
     memory_efficient: bool = False,
+    scale: Array | str | None = None,
+    amax: Array | None = None,
+    power_of_two: bool = False,
+    transpose: bool = False,
     sm_margin: int | Mapping[str, int] = 0,
     strategy: str | None = None,
     tile: Tile | Mapping[str, int] | None = None,
@@ -189,7 +211,10 @@ def rms_norm(
     return normalize(
         False, input, _extents(normalized_shape), weight, bias, eps, residual, return_residual, zero_centered_weight, out_dtype, out,
         _options(strategy, tile, statistics, sm_margin), 
-        _fused_options(residual_dtype, row_scale, dropout_p, dropout_seed, weight1, bias1, round_x_hat, memory_efficient),
+        _fused_options(
+            residual_dtype, row_scale, dropout_p, dropout_seed, weight1, bias1, round_x_hat, memory_efficient, out_dtype, scale, amax,
+            power_of_two, transpose,
+        ),
     )  # fmt: skip
 
 
@@ -211,6 +236,10 @@ def layer_norm_forward(
     weight1: Array | None = None,
     bias1: Array | None = None,
     round_x_hat: bool = False,
+    scale: Array | str | None = None,
+    amax: Array | None = None,
+    power_of_two: bool = False,
+    transpose: bool = False,
     sm_margin: int | Mapping[str, int] = 0,
     strategy: str | None = None,
     tile: Tile | Mapping[str, int] | None = None,
@@ -223,7 +252,10 @@ def layer_norm_forward(
     """
     extents = _default_extents(x, weight, bias, normalized_shape)
     options = _options(strategy, tile, statistics, sm_margin)
-    fused_options = _fused_options(residual_dtype, row_scale, dropout_p, dropout_seed, weight1, bias1, round_x_hat)
+    fused_options = _fused_options(
+        residual_dtype, row_scale, dropout_p, dropout_seed, weight1, bias1, round_x_hat, False, out_dtype, scale, amax, power_of_two,
+        transpose,
+    )  # fmt: skip
     if fused_options is not None:
         return _fused().forward(
             True, x, extents, weight, bias, eps, residual, zero_centered_weight, out_dtype, out, options, fused_options
@@ -252,6 +284,10 @@ def rms_norm_forward(
     weight1: Array | None = None,
     bias1: Array | None = None,
     round_x_hat: bool = False,
+    scale: Array | str | None = None,
+    amax: Array | None = None,
+    power_of_two: bool = False,
+    transpose: bool = False,
     sm_margin: int | Mapping[str, int] = 0,
     strategy: str | None = None,
     tile: Tile | Mapping[str, int] | None = None,
@@ -260,7 +296,10 @@ def rms_norm_forward(
     """rms_norm that also returns what backward needs: Forward(y, None, rstd, sum). All else as for layer_norm_forward."""
     extents = _default_extents(x, weight, bias, normalized_shape)
     options = _options(strategy, tile, statistics, sm_margin)
-    fused_options = _fused_options(residual_dtype, row_scale, dropout_p, dropout_seed, weight1, bias1, round_x_hat)
+    fused_options = _fused_options(
+        residual_dtype, row_scale, dropout_p, dropout_seed, weight1, bias1, round_x_hat, False, out_dtype, scale, amax, power_of_two,
+        transpose,
+    )  # fmt: skip
     if fused_options is not None:
         return _fused().forward(
             False, x, extents, weight, bias, eps, residual, zero_centered_weight, out_dtype, out, options, fused_options
@@ -407,14 +446,20 @@ def _options(strategy: str | None, tile: object, statistics: str | None, sm_marg
 
 def _fused_options(
     residual_dtype: object, row_scale: object, dropout_p: object, dropout_seed: object, weight1: object, bias1: object,
-    round_x_hat: object = False, memory_efficient: object = False,
+    round_x_hat: object = False, memory_efficient: object = False, out_dtype: object = None, scale: object = None, amax: object = None,
+    power_of_two: object = False, transpose: object = False,
 ) -> FusedOptions | None:  # fmt: skip
     """None where nothing is asked for: such a call goes the short way."""
     if (
         residual_dtype is None and row_scale is None and dropout_p.__class__ is float and dropout_p == 0.0
         and weight1 is None and bias1 is None and round_x_hat is False and memory_efficient is False
+        and scale is None and amax is None and power_of_two is False and transpose is False
+        and (out_dtype is None or out_dtype.__class__ is str and out_dtype in DTYPES or not _quantized().is_float8(out_dtype))
     ):  # fmt: skip
         return None
+    quantization = None
+    if scale is not None or amax is not None or power_of_two or transpose or _quantized().is_float8(out_dtype):
+        quantization = _quantized().quantization_of(out_dtype, scale, amax, power_of_two, transpose)
     if isinstance(dropout_p, bool) or not isinstance(dropout_p, numbers.Real) or not 0 <= dropout_p <= 1:
         raise ValueError(f"dropout_p is {dropout_p!r}; expected a probability, from 0 to 1")
     if residual_dtype is not None:
@@ -426,7 +471,15 @@ def _fused_options(
             raise ValueError(f"dropout_seed is {dropout_seed}; expected an int of 64 bits")
         dropout_seed = (int(dropout_seed) + 2**63) % 2**64 - 2**63  # as a signed one
     return FusedOptions(
-        residual_dtype, row_scale, float(dropout_p), dropout_seed, weight1, bias1, bool(round_x_hat), bool(memory_efficient)
+        residual_dtype,
+        row_scale,
+        float(dropout_p),
+        dropout_seed,
+        weight1,
+        bias1,
+        bool(round_x_hat),
+        bool(memory_efficient),
+        quantization,
     )
 
 
@@ -663,6 +716,12 @@ def _fused():
     from . import fused
 
     return fused
+
+
+def _quantized():
+    from . import quantized
+
+    return quantized
 
 
 # What a forward is for.

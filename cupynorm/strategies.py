@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 
 from .devices import Device
-from .dtypes import DTYPES
+from .dtypes import DTYPES, ELEMENTS, FLOAT8S
 
 
 @dataclass(frozen=True)
@@ -51,6 +51,10 @@ class Tile:
         return ", ".join(f"{name} {value}" for name, value in shown.items() if value != getattr(Tile, name, None))
 
 
+# Where the scales of a y of 8 bits come from, as in cuda_src/fp8.cuh.
+SCALINGS = ("given", "tensor", "row", "block", "mx")
+
+
 @dataclass(frozen=True)
 class Problem:
     """What decides the kernel: one direction, one norm, the dtypes, which tensors are there, and how they lie.
@@ -63,6 +67,7 @@ class Problem:
     residual_dtype that of what is added to it (None: nothing), and row_scale and dropout are what multiplies the input first.
     Backward these two belong to dx, where dresidual (None: not wanted, or the same tensor as dx) is the gradient of the sum itself.
     y1, weight1 and bias1 are of a second output of forward; round_x_hat is the dtype that x_hat is rounded to (None: it is not).
+    scaling is where the scales of a y of 8 bits come from, as in cuda_src/fp8.cuh: given, tensor, row, block or mx.
     Backward with a y knows x by it alone: x is then the arithmetic's dtype, y_weight and y_bias those of forward.
     """
 
@@ -92,6 +97,7 @@ class Problem:
     round_x_hat: str | None = None
     y_weight: str | None = None
     y_bias: str | None = None
+    scaling: str | None = None
 
     @property
     def compute(self) -> str:
@@ -103,9 +109,19 @@ class Problem:
 
     @property
     def widest_pack(self) -> int:
-        """16 bytes of the narrowest of the streamed tensors, or what their layout allows."""
+        """16 bytes of the narrowest of the streamed tensors, 8 bits not counted, or what their layout allows."""
         streamed = [self.x, self.y, self.dy, self.dx, self.input, self.residual_dtype, self.dresidual]
-        return min(self.pack_limit, 16 // min(DTYPES[name].itemsize for name in streamed if name))
+        return min(self.pack_limit, 16 // min(DTYPES[name].itemsize for name in streamed if name and name not in FLOAT8S))
+
+    @property
+    def cols_of_scale(self) -> int | None:
+        """Columns that share a scale, None where it belongs to no part of a row."""
+        return {"row": self.num_cols, "block": 128, "mx": 32}.get(self.scaling)
+
+    @property
+    def num_scales(self) -> int:
+        """Scales of each row."""
+        return ceil_div(self.num_cols, self.cols_of_scale) if self.cols_of_scale else 0
 
     @property
     def bytes_per_row(self) -> int:
@@ -116,7 +132,8 @@ class Problem:
         streamed += [self.input, self.residual_dtype]
         if self.residual:
             streamed += [self.x, self.x]
-        return self.num_cols * sum(DTYPES[name].itemsize for name in streamed if name)
+        scales = self.num_scales * (1 if self.scaling == "mx" else 4)
+        return self.num_cols * sum(ELEMENTS[name].itemsize for name in streamed if name) + scales
 
 
 @dataclass(frozen=True)
@@ -171,13 +188,18 @@ def _registers(problem: Problem, device: Device, tile: Tile) -> int:
         fused += 24
     if problem.y1:
         fused += 32 + 3 * elements // 4 + (5 * elements // 2 if tile.pack_size == 1 else 0)
+    if problem.scaling:
+        wide = DTYPES[problem.x].itemsize > 2
+        row = 16 + elements // (2 if wide else 4)
+        fused += {"given": 0, "tensor": 8 + 16 * wide, "row": row}.get(problem.scaling, 24)
+        fused += 32 * (elements > 48 and problem.scaling != "given")
     if problem.forward:
         per_element = 1.25 if DTYPES[problem.x].itemsize > 2 else 1.15 if elements > 40 else 1.0
         extra = 8 * (problem.residual + wide_weight) + fused
         # 32 elements of 16 bits fit 64 registers where warps share a row and fill it, so that 60 KB are in flight on 32 warps.
         newer = device.compute_capability >= 90
         fits = newer and tile.exact and tile.threads_per_row > 32 and elements == 32 and DTYPES[problem.x].itemsize == 2
-        fits = fits and problem.round_x_hat is None
+        fits = fits and problem.round_x_hat is None and problem.cols_of_scale is None
         fixed = 32 if fits else 40
         if tile.rows_per_block > 1 and elements > 32:
             fixed = 54 + (2 * tile.packs_per_thread if tile.pack_size < 8 else 0)
@@ -292,6 +314,8 @@ def _warp_tile(problem: Problem, device: Device) -> Tile | None:
     # Lone elements: a quarter of the row (127 columns 0.48 on 16 lanes, 0.36 on 32, 0.38 on 8).
     if problem.forward and pack_bytes == 2:
         fewest = min(32, row_bytes // 4) // pack_bytes
+    if problem.scaling in ("block", "mx"):  # so that neighbouring lanes hold what shares a scale
+        fewest = min(32, max(fewest, problem.cols_of_scale // problem.widest_pack))
     lanes = [lanes for lanes in (1, 2, 4, 8, 16, 32) if lanes >= fewest]
     # Blocks of two warps forward: a place is free again sooner (H200, bf16: 64 to 1024 columns 0.3 to 1% faster than four; fp32 1 to 2%).
     block_size = 64 if problem.forward and fewest > 2 else 128
@@ -384,14 +408,28 @@ _FEWEST_RING_BYTES, _FEWEST_CLUSTER_BYTES = 20 * 1024, 28 * 1024
 QUEUED_RING_BYTES, QUEUED_CLUSTER_SIZE = 256 * 1024, 2
 
 
+def scales_at_once(problem: Problem, tile: Tile, strategy: str) -> bool:
+    """Whether one launch finds the scales of y and writes it; else one finds the amaxes and a second writes.
+
+    Blocks are found by neighbouring lanes, and must not lie in two slices of a cluster.
+    """
+    if problem.scaling not in ("block", "mx"):
+        return problem.scaling != "tensor"
+    block, width = problem.cols_of_scale, tile.pack_size * tile.threads_per_row
+    in_registers = strategy in ("warp", "block") and tile.packs_per_thread > 0 and not tile.stages
+    return in_registers and width % block == 0 and 32 * tile.pack_size >= block
+
+
 def can_ring(problem: Problem, device: Device) -> bool:
     """Whether there is a copy engine to fetch the rows. Sums cross as floats.
 
-    A ring fetches what makes up a row forward as tensors of one type, and has no registers left for random words.
+    A ring fetches what makes up a row forward as tensors of one type, and has no registers left for random words. It writes a row
+    when it meets it: there is no scale yet of a part of it.
     """
     fits = (
         problem.input is None and not problem.dropout and problem.row_scale is None and (problem.forward or problem.y is None)
     )
+    fits = fits and problem.cols_of_scale is None
     return fits and problem.compute == "float32" and device.compute_capability >= 90
 
 

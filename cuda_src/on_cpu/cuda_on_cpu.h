@@ -240,6 +240,7 @@ inline double __longlong_as_double(long long x) { return on_cpu::bits_as<double>
 inline long long __double_as_longlong(double x) { return on_cpu::bits_as<long long>(x); }
 inline float __double2float_rn(double x) { return float(x); }
 inline int __float2int_rn(float x) { return int(rintf(x)); }
+inline unsigned __double2uint_rn(double x) { return unsigned(rint(x)); }
 
 inline int __popc(unsigned x) { return __builtin_popcount(x); }
 inline int __clz(int x) { return x == 0 ? 32 : __builtin_clz(unsigned(x)); }

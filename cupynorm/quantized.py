@@ -1,0 +1,228 @@
+"""y in 8-bit floats: what a call asks for, what it returns, and the same of arrays on the host.
+
+The kernels write it as cupynorm.fused calls them (cuda_src/fp8.cuh); formats, scales and roundings are those of cupynorm.reference.fp8.
+"""
+
+from __future__ import annotations
+
+import numbers
+from typing import Any
+
+import numpy as np
+
+from . import arrays, norm, nvrtc
+from .calls import Quantization
+from .dtypes import FLOAT8S
+from .norm import Array
+from .strategies import SCALINGS
+
+_BLOCK_COLS = 128
+_FOUND = SCALINGS[1:]  # the scalings that need no scale from the caller
+
+
+class QuantizedTensor:
+    """An array in 8-bit floats, and what its values are: data * scale_inv.
+
+    data: of the shape that was quantised; a torch tensor of a float8 dtype, or a CuPy or NumPy array of uint8 with its bits.
+    format: "float8_e4m3fn" or "float8_e5m2". dtype: what dequantize() gives by default.
+    scale_inv: float32, of one element; or one for each block of block_rows rows and block_cols columns, (..., num_rows / block_rows,
+    num_cols / block_cols), both rounded up. Of uint8 (MXFP8): exponents of 2, less 127; 255 is NaN.
+    transposed: [num_cols, num_rows], contiguous, or None: data the other way round, or, where transposed_scale_inv is given, quantised
+    anew in blocks along what was a column.
+    """
+
+    def __init__(
+        self, data: Array, scale_inv: Array, dtype: Any, *, transposed: Array | None = None, transposed_scale_inv: Array | None = None,
+        block_rows: int | None = None, block_cols: int = _BLOCK_COLS, format: str | None = None, carrier: Any = None,
+    ) -> None:  # fmt: skip
+        self.data, self.scale_inv, self.dtype = data, scale_inv, dtype
+        self.transposed, self.transposed_scale_inv = transposed, transposed_scale_inv
+        self.block_rows, self.block_cols = block_rows, block_cols
+        self.format = format or arrays.dtype_name(data)
+        self._carrier = carrier  # of torch: a tensor without memory that brings gradients to what was quantised
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.data.shape
+
+    def dequantize(self, dtype: Any = None) -> Array:
+        """The values, computed in float32. Of torch tensors whose gradient is recorded its gradient is passed on as that of y, as if
+        nothing had been rounded.
+
+        dtype: of the result, a torch dtype or a name. Raises TypeError for one that is none of the four.
+        """
+        dtype = self.dtype if dtype is None else dtype
+        name = norm.check_dtype_name(dtype, "dtype")
+        if not arrays.is_torch(self.data):
+            return (_values_of_bits(self) * _spread(_factors(self), self)).astype(arrays.CuPyLibrary.dtype(name))
+        values = (self.data.float() * _spread(_factors(self), self)).to(arrays.TorchLibrary.dtype(name))
+        return values if self._carrier is None else norm._torch_part().passing_gradients(values, self._carrier)
+
+    def __repr__(self) -> str:
+        data = self.data.dtype if arrays.is_torch(self.data) else self.format
+        return f"QuantizedTensor(shape={tuple(self.shape)}, data={data}, dtype={self.dtype}, block_rows={self.block_rows})"
+
+
+def _values_of_bits(quantized: QuantizedTensor) -> Array:
+    from .reference import fp8
+
+    table = fp8.decode(np.arange(256, dtype=np.uint8), quantized.format).astype(np.float32)
+    if isinstance(quantized.data, np.ndarray):
+        return table[quantized.data]
+    return nvrtc.cupy().asarray(table)[quantized.data]
+
+
+def _factors(quantized: QuantizedTensor) -> Array:
+    """scale_inv in float32."""
+    found = quantized.scale_inv
+    if arrays.dtype_name(found) != "uint8":
+        return found
+    if arrays.is_torch(found):
+        bits = found.int() << 23
+        # 2^-127 has no exponent of its own, and 255 is NaN where the bits say infinity.
+        bits = bits.masked_fill(found == 0, 1 << 22).masked_fill(found == 255, 0x7FC00000)
+        return bits.view(arrays.TorchLibrary.dtype("float32"))
+    bits = found.astype(np.uint32) << 23
+    bits[found == 0] = 1 << 22
+    bits[found == 255] = 0x7FC00000
+    return bits.view(np.float32)
+
+
+def _spread(factors: Array, quantized: QuantizedTensor) -> Array:
+    """To each element its factor."""
+    if quantized.block_rows is None:
+        return factors
+    num_cols = quantized.shape[-1]
+    if quantized.block_cols == num_cols:
+        return factors  # one of a row
+    by = "repeat_interleave" if arrays.is_torch(factors) else "repeat"
+    spread = getattr(factors, by)(quantized.block_cols, -1)[..., :num_cols]
+    return spread if quantized.block_rows == 1 else getattr(spread, by)(quantized.block_rows, -2)[: quantized.shape[-2]]
+
+
+# What a call asks for.
+
+
+def is_float8(dtype: object) -> bool:
+    """Whether an out_dtype is one of the 8-bit floats, by name or as torch's or ml_dtypes' dtype."""
+    return _name(dtype) in FLOAT8S
+
+
+def _name(dtype: object) -> str:
+    name = dtype if isinstance(dtype, str) else str(dtype).removeprefix("torch.")
+    if name in FLOAT8S or isinstance(dtype, str):
+        return name
+    return getattr(dtype, "__name__", name)
+
+
+def quantization_of(out_dtype: object, scale: object, amax: object, power_of_two: object, transpose: object) -> Quantization:
+    """The options of layer_norm that belong to an 8-bit y, checked as far as they need no other argument."""
+    if not is_float8(out_dtype):
+        given = {"scale": scale, "amax": amax, "power_of_two": power_of_two or None, "transpose": transpose or None}
+        names = [name for name, value in given.items() if value is not None]
+        raise TypeError(
+            f"{' and '.join(names)} given with out_dtype {out_dtype}; expected an out_dtype of {' or '.join(FLOAT8S)}"
+        )
+    scaling = "given"
+    if isinstance(scale, str):
+        if scale not in _FOUND:
+            raise ValueError(f"scale is {scale!r}; expected {', '.join(map(repr, _FOUND))}, an array of one float32, or None")
+        scaling, scale = scale, None
+    elif isinstance(scale, numbers.Number):
+        raise TypeError(
+            f"scale is {scale!r}; expected an array of one float32 where the input is, so that no step waits for its value"
+        )
+    for name, value in (("power_of_two", power_of_two), ("transpose", transpose)):
+        if not isinstance(value, (bool, np.bool_)):
+            raise TypeError(f"{name} is {value!r}; expected True or False")
+    if amax is not None and scaling != "given":
+        raise ValueError(
+            f"amax was given with scale {scaling!r}, whose amaxes are found and used within the call; expected amax=None"
+        )
+    if power_of_two and scaling == "given":
+        raise ValueError("power_of_two was given with a scale; expected it with one that is found: 'tensor', 'row' or 'block'")
+    if transpose and scaling not in ("given", "tensor"):
+        raise ValueError(
+            f"transpose was given with scale {scaling!r}; expected one scale for the whole tensor, which both copies share"
+        )
+    return Quantization(_name(out_dtype), scaling, scale, amax, bool(power_of_two), bool(transpose))
+
+
+def check(quantization: Quantization, x: Array) -> Quantization:
+    """With scale and amax as they are taken."""
+    taken = {}
+    for name in ("scale", "amax"):
+        array = getattr(quantization, name)
+        if array is not None:
+            array = arrays.take(array, name)
+            if arrays.dtype_name(array) != "float32" or arrays.product(array.shape) != 1:
+                raise TypeError(
+                    f"{name} has shape {tuple(array.shape)} and dtype {arrays.dtype_name(array)}; expected one element of float32"
+                )
+            norm._check_same_place(array, x, name, "input")
+        taken[name] = array
+    return quantization._replace(**taken)
+
+
+# Arrays on the host.
+
+
+def on_host(quantization: Quantization, y: Array, extents: tuple[int, ...], like: Array) -> QuantizedTensor:
+    """y in float64, by the reference. like: an array of the library that the result is to be of; its dtype is dequantize()'s."""
+    from .reference import fp8
+
+    num_cols, shape = arrays.product(extents), tuple(y.shape)
+    leading = shape[: len(shape) - len(extents)]
+    values = arrays.to_float64(y).reshape(-1, num_cols) if num_cols else np.zeros((arrays.product(leading), 0))
+    name, scaling, scale, amax, power_of_two, transpose = quantization
+    if scaling == "given":
+        factor = np.float32(1) if scale is None else arrays.to_float64(scale).reshape(()).astype(np.float32)
+        made = fp8.quantize(values, name, factor)
+        if amax is not None:
+            amax[...] = arrays.from_float64(np.maximum(arrays.to_float64(amax), made.amax), "float32", like)
+    elif scaling == "tensor":
+        made = fp8.quantize(values, name, fp8.scale_of(fp8.amax(values), name, power_of_two=power_of_two))
+    elif scaling == "row":
+        made = fp8.quantize_rows(values, name, power_of_two=power_of_two)
+    elif scaling == "block":
+        made = fp8.quantize_blocks(values, name, power_of_two=power_of_two)
+    else:
+        made = fp8.quantize_mxfp8(values, name)
+    data, scale_inv = np.ascontiguousarray(made.data), np.asarray(made.scale_inv)
+    transposed = _of_library(np.ascontiguousarray(data.T), name, like) if transpose else None
+    scale_inv = scale_inv.reshape(scale_shape(scaling, leading, num_cols))
+    return result(
+        quantization,
+        _of_library(data.reshape(shape), name, like),
+        _of_library(scale_inv, None, like),
+        transposed,
+        like,
+        num_cols,
+    )
+
+
+def scale_shape(scaling: str, leading: tuple[int, ...], num_cols: int) -> tuple[int, ...]:
+    """The shape of scale_inv."""
+    if scaling in ("given", "tensor"):
+        return (1,)
+    return (*leading, 1 if scaling == "row" else -(-num_cols // (32 if scaling == "mx" else _BLOCK_COLS)))
+
+
+def result(
+    quantization: Quantization, data: Array, scale_inv: Array, transposed: Array | None, x: Array, num_cols: int
+) -> QuantizedTensor:
+    scaling = quantization.scaling
+    block_cols = {"row": num_cols, "mx": 32}.get(scaling, _BLOCK_COLS)
+    return QuantizedTensor(
+        data, scale_inv, x.dtype if arrays.is_torch(x) else arrays.dtype_name(x), transposed=transposed, format=quantization.dtype,
+        block_rows=None if scaling in ("given", "tensor") else 1, block_cols=block_cols,
+    )  # fmt: skip
+
+
+def _of_library(raw: np.ndarray, name: str | None, like: Array) -> Array:
+    """A host array; name: the 8-bit format that its bits are, if any."""
+    if not arrays.is_torch(like):
+        return raw
+    torch = norm._torch_part().torch
+    tensor = torch.from_numpy(np.ascontiguousarray(raw))
+    return tensor.view(getattr(torch, name)) if name else tensor
