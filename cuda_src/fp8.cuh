@@ -123,6 +123,11 @@ __device__ __forceinline__ unsigned e8m0_of(unsigned amax_bits, float reciprocal
   return found < 254 ? found : 254;
 }
 
+// By all lanes of a warp, with the same bits. Most warps see that theirs is not the largest.
+__device__ __forceinline__ void raise_amax(unsigned* amax, unsigned found) {
+  if (threadIdx.x % 32 == 0 && found > __ldcg(amax)) atomicMax(amax, found);
+}
+
 // What values are multiplied by: two factors, since 2^-127 is no float that the compiler would not flush.
 template <class Compute>
 struct Multiplier {
@@ -193,8 +198,7 @@ struct QuantizeStore {
     if constexpr (raises) {
       if (amax == nullptr) return;
       const unsigned found = float_bits(warp_reduce<32>(of_row.largest).part[0]);
-      // Most warps see that theirs is not the largest.
-      if (threadIdx.x % 32 == 0 && found > __ldcg(amax)) atomicMax(amax, found);
+      raise_amax(amax, found);
     }
   }
   // By one thread of the grid.

@@ -6,11 +6,12 @@ The same calls run on a GPU (cupynorm.norm) and on the CPU (cupynorm.gradient_ch
 
 from __future__ import annotations
 
+import struct
 from typing import Any, NamedTuple, Protocol
 
 from .arrays import Rows
 from .devices import Device
-from .dispatch import Launch, Plan, make_plan, pack_limit
+from .dispatch import Launch, Plan, make_plan, pack_limit, quantize_launch
 from .dtypes import DTYPES
 from .strategies import Problem, Tile
 
@@ -51,6 +52,7 @@ class Quantization(NamedTuple):
     amax: Any = None
     power_of_two: bool = False
     transpose: bool = False
+    smallest_amax: float = 0.0  # a smaller one counts as that
 
 
 class FusedOptions(NamedTuple):
@@ -153,7 +155,9 @@ class ForwardCall:
         self.residual_stride = residual.row_stride if residual else None
         self.sum_stride = sum.row_stride if sum else 0
         self.y1_stride = y1.row_stride if y1 else None
-        self.rule = () if quantization is None else (problem.num_scales, 0, int(quantization.power_of_two))
+        self.rule = () if quantization is None else (
+            problem.num_scales, struct.unpack("I", struct.pack("f", quantization.smallest_amax))[0], int(quantization.power_of_two)
+        )  # fmt: skip
         self.tail = (x.num_rows, x.num_cols, float(eps))
 
     def words(self, x: int, y: int, weight: int, bias: int, mean: int, rstd: int, residual: int = 0, sum: int = 0) -> tuple:
@@ -184,6 +188,33 @@ class FusedForwardCall(ForwardCall):
         if self.rule:
             store += (scale, scale_inv, amax, *self.rule)
         return (*load, *store, mean, rstd, *self.tail)
+
+
+class QuantizeCall:
+    """A planned quantisation of a matrix, or of a norm's y of one. y: its 8-bit dtype, x's own where it is only transposed.
+
+    of_norm: None, or (centered, weight, bias, zero_centered).
+    """
+
+    def __init__(self, x: Rows, y: str, of_norm: tuple | None) -> None:
+        centered, weight, bias, zero_centered = of_norm or (None, None, None, False)
+        layouts = [x.layout()] + [(address, 0, DTYPES[dtype].itemsize) for address, dtype in filter(None, (weight, bias))]
+        self.launch = quantize_launch(
+            x.num_rows, x.num_cols, x.dtype, y, pack_limit(x.num_cols, layouts), centered=centered, weight=weight and weight[1],
+            bias=bias and bias[1], zero_centered=zero_centered,
+        )  # fmt: skip
+        self.is_scaled, self.is_norm = x.dtype != y, of_norm is not None
+        self.x_stride, self.num_rows, self.num_cols = x.row_stride, x.num_rows, x.num_cols
+
+    def words(
+        self, x: int, data: int, transposed: int, scale: int = 0, scale_inv: int = 0, amax: int = 0, weight: int = 0, bias: int = 0,
+        mean: int = 0, rstd: int = 0,
+    ) -> tuple:  # fmt: skip
+        """struct Quantize of quantize.cu."""
+        source = (x, self.x_stride)
+        source += (scale, scale_inv, amax) if self.is_scaled else ()
+        source += (weight, bias, mean, rstd) if self.is_norm else ()
+        return (*source, data, self.num_cols, transposed, self.num_rows, self.num_cols)
 
 
 class BackwardCall:

@@ -210,6 +210,25 @@ def _check_tile(problem: Problem, strategy: str, tile: Tile, device: Device) -> 
         raise ValueError(f"tile needs {smem_bytes} bytes of shared memory a block, {device.name} has {device.smem_per_block}")
 
 
+def quantize_launch(
+    num_rows: int, num_cols: int, x: str, y: str, pack_limit: int, *, centered: bool | None = None, weight: str | None = None,
+    bias: str | None = None, zero_centered: bool = False, rounded: str | None = None,
+) -> Launch:  # fmt: skip
+    """The kernel that makes 8-bit floats of dtype y of a matrix, and transposes them. x: its dtype, or y where they are only transposed.
+    centered: None, or which norm's y of x is meant."""
+    source = f"BytesSource<{_cpp(y)}>" if x == y else f"ScaledSource<{_cpp(x)}, {_cpp(y)}>"
+    if centered is not None:
+        types = (
+            f"{_cpp(x)}, {_cpp(weight)}, {_cpp(bias)}, {_bool(centered)}, {_bool(zero_centered)}, {_cpp(rounded)}, {_cpp(y)}"
+        )
+        source = f"NormalizedSource<{types}>"
+    pack_size = min(pack_limit, 16 // ELEMENTS[x].itemsize)
+    lanes = 128 // pack_size
+    tile = Tile(pack_size, lanes, rows_per_block=256 // lanes, blocks_per_sm=2 if x == "float64" else 3)
+    squares = ceil_div(num_rows, 128) * ceil_div(num_cols, 128)
+    return Launch(Kernel("quantize.cu", f"quantize<{source}, {tile.cpp}>"), tile, squares, tile.block_size, 128 * 128)
+
+
 # Asked first where neither strategy nor tile is given: (strategy, tile, where they are from), or None. Of cupynorm.tiles.
 tuned: Callable[[Problem, Device], tuple[str, Tile, str] | None] | None = None
 

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from . import arrays, quantized
 from .quantized import QuantizedTensor
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -148,8 +149,15 @@ def _values(data: Tensor, scale_inv: Tensor, block_rows: int | None) -> Tensor:
     return QuantizedTensor(data, scale_inv, torch.float32, block_rows=block_rows).dequantize()
 
 
-def quantize(x: Tensor, scale: Tensor, dtype: torch.dtype, *, transpose: bool = False) -> QuantizedTensor:
-    """A matrix by one given scale."""
+def quantize(
+    x: Tensor, scale: Tensor, dtype: torch.dtype, *, amax: Tensor | None = None, transpose: bool = False
+) -> QuantizedTensor:
+    """A matrix by one given scale. amax: float32 of one element, raised to the largest |x|. On a GPU by one kernel."""
+    if not arrays.on_host(x):
+        data, scale_inv, transposed = quantized.quantize(x, str(dtype).removeprefix("torch."), scale, amax, transpose=transpose)
+        return QuantizedTensor(data, scale_inv, x.dtype, transposed=transposed)
+    if amax is not None:
+        torch.maximum(amax, amax_of(x).reshape(1), out=amax)
     data = encode(x, scale, dtype).contiguous()
     return QuantizedTensor(data, 1.0 / scale, x.dtype, transposed=_transposed(data) if transpose else None)
 
@@ -282,10 +290,9 @@ class Scales:
         self.amax_history = torch.zeros(length, len(dtypes), device=device)
         self.largest = torch.tensor([LARGEST[dtype] for dtype in dtypes], device=device)
 
-    def record(self, at: int, x: Tensor) -> None:
-        """This step's amax of tensor `at`: the largest, if it is used more than once."""
-        row = self.amax_history[0]
-        row[at] = torch.maximum(row[at], amax_of(x))
+    def amax(self, at: int) -> Tensor:
+        """Where this step's amax of tensor `at` is, one element: the largest, if it is used more than once."""
+        return self.amax_history[0, at : at + 1]
 
     def update(self, recipe: DelayedScaling, group: Any = None) -> None:
         """The end of a step: new scales, and the history a step older."""

@@ -16,13 +16,21 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from . import fp8
+from . import arrays, fp8, fused, norm, quantized
+from .calls import NOTHING_FUSED, Options, Quantization
 from .fp8 import BlockScaling, CurrentScaling, DelayedScaling, QuantizedTensor, Scales
 
 PRODUCTS = (torch.bfloat16, torch.float16, torch.float32)
 # Tensors that have a scale, in the order of TransformerEngine's.
 FORWARD = ("input", "weight", "output")
 BACKWARD = ("grad_output", "grad_input")
+
+
+class Scale(NamedTuple):
+    """Of one tensor in one step, float32 of one element each. amax: where its amax is still to be recorded, by a kernel; or None."""
+
+    value: Tensor
+    amax: Tensor | None = None
 
 
 class Quantizers:
@@ -34,28 +42,31 @@ class Quantizers:
     def dtype(self, name: str) -> torch.dtype:
         return self.recipe.fp8_format.value[name in BACKWARD]
 
-    def scale(self, name: str, x: Tensor) -> Tensor | None:
-        """The scale of this step, a tensor of its own; None for blocks. Delayed: x's amax is recorded."""
-        if isinstance(self.recipe, BlockScaling):
+    def delayed_scale(self, name: str) -> Scale | None:
+        """That of DelayedScaling, which needs no look at the tensor."""
+        if not isinstance(self.recipe, DelayedScaling):
             return None
-        if isinstance(self.recipe, CurrentScaling):
-            return fp8.scale_of(
-                fp8.amax_of(x), self.dtype(name), power_of_two=self.recipe.power_of_two, smallest_amax=self.recipe.amax_epsilon
-            )
         names = BACKWARD if name in BACKWARD else FORWARD
         state, at = self.states["backward" if name in BACKWARD else "forward"], names.index(name)
-        if self.is_recorded:
-            state.record(at, x)
-        return state.scale[at].clone()
+        return Scale(state.scale[at : at + 1].clone(), state.amax(at) if self.is_recorded else None)
 
-    def quantize(self, name: str, x: Tensor, scale: Tensor | None, *, transpose: bool = False) -> QuantizedTensor:
-        """A matrix. scale: what `scale` gave."""
+    def scale(self, name: str, x: Tensor) -> Scale | None:
+        """The scale of this step, a tensor of its own; None for blocks."""
+        if isinstance(self.recipe, CurrentScaling):
+            amax = fp8.amax_of(x).reshape(1)
+            return Scale(fp8.scale_of(
+                amax, self.dtype(name), power_of_two=self.recipe.power_of_two, smallest_amax=self.recipe.amax_epsilon
+            ))  # fmt: skip
+        return self.delayed_scale(name)
+
+    def quantize(self, name: str, x: Tensor, scale: Scale | None, *, transpose: bool = False) -> QuantizedTensor:
+        """A matrix. scale: what `scale` gave, whose amax is recorded."""
         if scale is None:
             block_rows = fp8.BLOCK_SIZE if name == "weight" else 1
             return fp8.quantize_blocks(
                 x, self.dtype(name), block_rows=block_rows, power_of_two=self.recipe.power_of_two, transpose=transpose
             )
-        return fp8.quantize(x, scale, self.dtype(name), transpose=transpose)
+        return fp8.quantize(x, scale.value, self.dtype(name), amax=scale.amax, transpose=transpose)
 
 
 def states_of(kept: dict[str, Scales], recipe: fp8.Recipe, device: torch.device) -> dict[str, Scales]:
@@ -87,10 +98,14 @@ def states_from(loaded: dict[str, tuple[Tensor, Tensor]]) -> dict[str, Scales]:
 
 
 class Call(NamedTuple):
-    """What a call depends on besides its tensors. normalize, of_norm: the norm and its gradients, of cupynorm.linear."""
+    """What a call depends on besides its tensors. normalize, of_norm: the norm in float32 and its gradients, of cupynorm.linear."""
 
     normalize: Callable[..., tuple]
     of_norm: Callable[..., Sequence[Tensor | None]]
+    centered: bool
+    eps: float | None
+    zero_centered_weight: bool
+    options: Options
     dtype: torch.dtype
     return_normalized: bool
     save_normalized: bool
@@ -104,18 +119,69 @@ def as_rows(tensor: Tensor) -> Tensor:
     return tensor.reshape(tensor.shape[:-1].numel(), tensor.shape[-1])
 
 
-def project(
-    call: Call, normalized: Tensor, weight: QuantizedTensor, bias: Tensor | None
-) -> tuple[Tensor, QuantizedTensor, Any]:
-    """y as a matrix, the quantised normalised tensor and its scale. normalized: float32."""
-    rows = as_rows(normalized)
-    scale = call.quantizers.scale("input", rows)
-    quantized = call.quantizers.quantize("input", rows, scale, transpose=call.save_normalized)
-    y = fp8.multiply(
-        quantized.data, quantized.scale_inv, weight.data, weight.scale_inv, call.dtype, bias=bias,
-        a_block_rows=quantized.block_rows, b_block_rows=weight.block_rows, fast=True,
+class Normalized(NamedTuple):
+    """The normalised tensor. rows: in 8 bits, as a matrix. values: in float32, None where nobody asked for them. scale: its value."""
+
+    rows: QuantizedTensor
+    values: Tensor | None
+    mean: Tensor | None
+    rstd: Tensor
+    scale: Tensor | None
+
+
+def normalize(call: Call, input: Tensor, norm_weight: Tensor | None, norm_bias: Tensor | None) -> Normalized:
+    """By one kernel where one scale is for all: it writes 8 bits."""
+    quantizers = call.quantizers
+    if arrays.on_host(input) or isinstance(quantizers.recipe, BlockScaling) or call.return_normalized:
+        values, mean, rstd, _ = call.normalize(input, norm_weight, norm_bias)
+        rows = as_rows(values)
+        scale = quantizers.scale("input", rows)
+        made = quantizers.quantize("input", rows, scale, transpose=call.save_normalized)
+        return Normalized(made, values, mean, rstd, scale and scale.value)
+    how = Quantization(_name(quantizers.dtype("input")), transpose=call.save_normalized)
+    scale = quantizers.delayed_scale("input")
+    if scale is None:
+        recipe = quantizers.recipe
+        how = how._replace(scaling="tensor", power_of_two=recipe.power_of_two, smallest_amax=recipe.amax_epsilon)
+    else:
+        how = how._replace(scale=scale.value, amax=scale.amax)
+    prepared, given = fused.prepare_forward(
+        call.centered, as_rows(input), tuple(input.shape[-1:]), norm_weight, norm_bias, call.eps, None, call.zero_centered_weight, None,
+        None, call.options, NOTHING_FUSED._replace(quantization=how), norm.FOR_STATISTICS,
     )  # fmt: skip
-    return y, quantized, scale
+    made, mean, rstd, *_ = prepared.run(*given)
+    leading = input.shape[:-1]
+    mean, rstd = None if mean is None else mean.reshape(leading), rstd.reshape(leading)
+    return Normalized(made, None, mean, rstd, 1.0 / made.scale_inv if scale is None else scale.value)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def normalize_again(
+    call: Call, input: Tensor, norm_weight: Tensor | None, norm_bias: Tensor | None, mean: Tensor | None, rstd: Tensor, scale: Tensor | None
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The transposed 8-bit copy of the normalised tensor and its scale_inv, by the same scale."""
+    quantizers = call.quantizers
+    if scale is None or arrays.on_host(input):
+        rows = as_rows(call.normalize(input, norm_weight, norm_bias)[0])
+        made = quantizers.quantize("input", rows, scale and Scale(scale), transpose=True)
+        return made.transposed, _scale_inv_of_transposed(made)
+    of_norm = quantized.OfNorm(call.centered, norm_weight, norm_bias, call.zero_centered_weight, mean, rstd)
+    name = _name(quantizers.dtype("input"))
+    _, scale_inv, transposed = quantized.quantize(
+        as_rows(input), name, scale, wants_data=False, transpose=True, of_norm=of_norm
+    )
+    return transposed, scale_inv
+
+
+def project(call: Call, rows: QuantizedTensor, weight: QuantizedTensor, bias: Tensor | None) -> Tensor:
+    """y as a matrix, of the quantised normalised tensor."""
+    return fp8.multiply(
+        rows.data, rows.scale_inv, weight.data, weight.scale_inv, call.dtype, bias=bias, a_block_rows=rows.block_rows,
+        b_block_rows=weight.block_rows, fast=True,
+    )  # fmt: skip
 
 
 class Projected(torch.autograd.Function):
@@ -124,13 +190,12 @@ class Projected(torch.autograd.Function):
     @staticmethod
     def forward(ctx, call, weight, take, num_parts, input, norm_weight, norm_bias, *parts):
         biases = parts[num_parts:]
-        normalized, mean, rstd, _ = call.normalize(input, norm_weight, norm_bias)
+        rows, normalized, mean, rstd, scale = normalize(call, input, norm_weight, norm_bias)
         bias = torch.cat([each.detach() for each in biases]).to(call.dtype) if biases else None
-        y, quantized, scale = project(call, normalized, weight, bias)
-        kept = (quantized.transposed, quantized.transposed_scale_inv) if call.save_normalized else (None, None)
-        scale_inv = weight.scale_inv if weight.transposed_scale_inv is None else weight.transposed_scale_inv
+        y = project(call, rows, weight, bias)
+        kept = (rows.transposed, _scale_inv_of_transposed(rows)) if call.save_normalized else (None, None)
         ctx.save_for_backward(
-            input, mean, rstd, norm_weight, norm_bias, scale, quantized.scale_inv, *kept, weight.transposed, scale_inv, *parts
+            input, mean, rstd, norm_weight, norm_bias, scale, *kept, weight.transposed, _scale_inv_of_transposed(weight), *parts
         )
         ctx.call, ctx.take, ctx.num_parts, ctx.weight_block_rows = call, take, num_parts, weight.block_rows
         ctx.set_materialize_grads(False)
@@ -144,31 +209,20 @@ class Projected(torch.autograd.Function):
                 "a differentiable gradient was asked for of a layer inside fp8_autocast; expected create_graph=False"
             )
         call, quantizers = ctx.call, ctx.call.quantizers
-        (
-            input,
-            mean,
-            rstd,
-            norm_weight,
-            norm_bias,
-            scale,
-            scale_inv,
-            kept,
-            kept_scale_inv,
-            weight,
-            weight_scale_inv,
-            *parts,
-        ) = ctx.saved_tensors
+        input, mean, rstd, norm_weight, norm_bias, scale, kept, kept_scale_inv, weight, weight_scale_inv, *parts = (
+            ctx.saved_tensors
+        )
         weights, biases = parts[: ctx.num_parts], parts[ctx.num_parts :]
         _, _, _, _, wants_input, wants_norm_weight, wants_norm_bias, *wants_parts = ctx.needs_input_grad
         wants_norm = (wants_input, wants_norm_weight, wants_norm_bias)
         rows = None if dy is None else as_rows(dy)
-        quantized = None
+        gradient_rows = None
         if rows is not None:
-            quantized = quantizers.quantize("grad_output", rows, quantizers.scale("grad_output", rows), transpose=True)
+            gradient_rows = quantizers.quantize("grad_output", rows, quantizers.scale("grad_output", rows), transpose=True)
         reaches = dnormalized
         if rows is not None and any(wants_norm):
             reaches = fp8.multiply(
-                quantized.data, quantized.scale_inv, weight, weight_scale_inv, call.dtype, a_block_rows=quantized.block_rows,
+                gradient_rows.data, gradient_rows.scale_inv, weight, weight_scale_inv, call.dtype, a_block_rows=gradient_rows.block_rows,
                 b_block_rows=ctx.weight_block_rows,
             )  # fmt: skip
             if call.quantize_gradient:
@@ -184,14 +238,12 @@ class Projected(torch.autograd.Function):
 
         def make_dweight(dtype: torch.dtype) -> Tensor:
             """[out_features, in_features], rounded once to a dtype that products come in; else in float32."""
-            transposed, of_transposed = kept, scale_inv if kept_scale_inv is None else kept_scale_inv
+            transposed, of_transposed = kept, kept_scale_inv
             if transposed is None:
-                normalized = as_rows(call.normalize(input, norm_weight, norm_bias)[0])
-                made = quantizers.quantize("input", normalized, scale, transpose=True)
-                transposed, of_transposed = made.transposed, _scale_inv_of_transposed(made)
+                transposed, of_transposed = normalize_again(call, input, norm_weight, norm_bias, mean, rstd, scale)
             return fp8.multiply(
-                quantized.transposed, _scale_inv_of_transposed(quantized), transposed, of_transposed,
-                dtype if dtype in PRODUCTS else torch.float32, a_block_rows=quantized.block_rows, b_block_rows=quantized.block_rows,
+                gradient_rows.transposed, _scale_inv_of_transposed(gradient_rows), transposed, of_transposed,
+                dtype if dtype in PRODUCTS else torch.float32, a_block_rows=gradient_rows.block_rows, b_block_rows=gradient_rows.block_rows,
             )  # fmt: skip
 
         dweights, dbiases = [None] * len(weights), [None] * len(biases)

@@ -327,8 +327,10 @@ class _PreparedForward(_Forward):
             if former != self.device_index:
                 library.exchange_device(former)
 
-    def _transposed(self, data, quantization) -> Array | None:
-        return None
+    def _transposed(self, data: Array, quantization: Quantization) -> Array | None:
+        if not quantization.transpose:
+            return None
+        return quantized.quantize(data.reshape(-1, self.num_cols), quantization.dtype, wants_data=False, transpose=True)[2]
 
 
 def _address_or_zero(address):

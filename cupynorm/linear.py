@@ -938,8 +938,9 @@ class LayerNormLinear(torch.nn.Module):
         wide = plain._replace(dtype=torch.float32)
         call = fp8_linear.Call(
             lambda x, norm_weight, norm_bias: _Kernels.normalize(wide, x, None, norm_weight, norm_bias),
-            lambda *given: _Kernels.gradients(plain, *given[:-1], None, given[-1]), plain.dtype, self.return_layernorm_output,
-            self.save_normalized, quantizers, fp8_grad, region.group,
+            lambda *given: _Kernels.gradients(plain, *given[:-1], None, given[-1]), plain.centered, plain.eps,
+            plain.zero_centered_weight, plain.options, plain.dtype, self.return_layernorm_output, self.save_normalized, quantizers,
+            fp8_grad, region.group,
         )  # fmt: skip
         weight = self._quantized_weight(quantizers, is_first_microbatch, plain.dtype, recorded)
         if recorded:
@@ -948,9 +949,9 @@ class LayerNormLinear(torch.nn.Module):
             take = self._weight_gradients(is_first_microbatch) if hands_on else None
             return fp8_linear.Projected.apply(call, weight, take, len(weights), *tensors)
         with torch.no_grad():
-            normalized = call.normalize(*tensors[:3])[0]
+            rows, normalized, *_ = fp8_linear.normalize(call, *tensors[:3])
             bias = None if not biases else _joined(biases).to(plain.dtype)
-            y, _, _ = fp8_linear.project(call, normalized, weight, bias)
+            y = fp8_linear.project(call, rows, weight, bias)
             if fp8_output:
                 y = quantizers.quantize("output", y, quantizers.scale("output", y))
             else:

@@ -631,6 +631,7 @@ def _view(array: Array) -> View:
 
 fused_forwards: dict[tuple, Any] = {}  # of cupynorm.fused
 fused_backwards: dict[tuple, Any] = {}
+quantizations: dict[tuple, Any] = {}  # of cupynorm.quantized
 _MOST_PREPARED = 4096  # then all are dropped: shapes without end must not fill the memory
 
 
@@ -644,7 +645,7 @@ def keep(prepared: dict, key: tuple | None, value: object) -> None:
 
 def forget() -> None:
     """Drops every prepared call, so that the next of each kind is planned anew."""
-    for prepared in (_forwards, _backwards, fused_forwards, fused_backwards):
+    for prepared in (_forwards, _backwards, fused_forwards, fused_backwards, quantizations):
         prepared.clear()
 
 

@@ -6,12 +6,12 @@ The kernels write it as cupynorm.fused calls them (cuda_src/fp8.cuh); formats, s
 from __future__ import annotations
 
 import numbers
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from . import arrays, norm, nvrtc
-from .calls import Quantization
+from . import arrays, launch, norm, nvrtc
+from .calls import Quantization, QuantizeCall
 from .dtypes import FLOAT8S
 from .norm import Array
 from .strategies import SCALINGS
@@ -164,6 +164,81 @@ def check(quantization: Quantization, x: Array) -> Quantization:
     return quantization._replace(**taken)
 
 
+# Matrices on a GPU.
+
+
+class OfNorm(NamedTuple):
+    """Whose y of a matrix is meant, and its statistics."""
+
+    centered: bool
+    weight: Array | None
+    bias: Array | None
+    zero_centered: bool
+    mean: Array | None
+    rstd: Array
+
+
+def quantize(
+    x: Array, dtype: str, scale: Array | None = None, amax: Array | None = None, *, wants_data: bool = True, transpose: bool = False,
+    of_norm: OfNorm | None = None,
+) -> tuple[Array | None, Array, Array | None]:  # fmt: skip
+    """data, scale_inv and the transposed copy of a matrix on a GPU in one launch; of a matrix of 8-bit floats the last alone.
+
+    x: [num_rows, num_cols]. dtype: the 8-bit one by name. scale: one float32, None: 1; amax: one float32, raised to the largest |x|.
+    of_norm: quantise that norm's y of x.
+    """
+    is_scaled = arrays.dtype_name(x) not in (dtype, "uint8")
+    lie = arrays.library(x).lie
+    norm_key = of_norm and (lie(of_norm.weight), lie(of_norm.bias), of_norm.centered, of_norm.zero_centered)
+    key = (lie(x), dtype, norm_key, wants_data, transpose)
+    prepared = norm.quantizations.get(key)
+    if prepared is None:
+        prepared = _PreparedQuantize(x, dtype if is_scaled else None, dtype, of_norm, wants_data, transpose)
+        norm.keep(norm.quantizations, key, prepared)
+    return prepared.run(x, scale, amax, of_norm)
+
+
+class _PreparedQuantize:
+    """A quantisation that is planned and compiled."""
+
+    def __init__(
+        self, x: Array, made: str | None, dtype: str, of_norm: OfNorm | None, wants_data: bool, transpose: bool
+    ) -> None:
+        view = norm._view(x)
+        self.device_index = view.device
+        self.library = library = arrays.library(x)(view.device)
+        rows, copied = norm._rows(x, 1)
+        if made is None:
+            rows = rows._replace(dtype=dtype)
+        weight, copy_weight = norm._parameter(of_norm and of_norm.weight)
+        bias, copy_bias = norm._parameter(of_norm and of_norm.bias)
+        self.copies = norm._copies(copied, copy_weight, copy_bias)
+        self.call = QuantizeCall(rows, dtype, of_norm and (of_norm.centered, weight, bias, of_norm.zero_centered))
+        self.kernel = launch.load(self.call.launch, view.device) if rows.num_rows and rows.num_cols else None
+        self.new_data = norm._new(library, view.shape, dtype if wants_data else None)
+        self.new_transposed = norm._new(library, view.shape[::-1], dtype if transpose else None)
+        self.new_scale_inv = norm._new(library, (1,), "float32" if made else None)
+
+    def run(self, x: Array, scale: Array | None, amax: Array | None, of_norm: OfNorm | None) -> tuple:
+        library = self.library
+        former = library.exchange_device(self.device_index)
+        try:
+            weight, bias, mean, rstd = (None,) * 4 if of_norm is None else (of_norm.weight, of_norm.bias, *of_norm[4:])
+            if self.copies:
+                x, weight, bias = norm._contiguous(library, self.copies, (x, weight, bias))
+            data, scale_inv, transposed = self.new_data(), self.new_scale_inv(), self.new_transposed()
+            if self.kernel is None:
+                norm._fill((scale_inv,), 1.0 if scale is None else 1.0 / scale)
+                return data, scale_inv, transposed
+            given = (x, data, transposed, scale, scale_inv, amax, weight, bias, mean, rstd)
+            address = library.address
+            self.kernel.enqueue(library.stream(), self.call.words(*(0 if each is None else address(each) for each in given)))
+            return data, scale_inv, transposed
+        finally:
+            if former != self.device_index:
+                library.exchange_device(former)
+
+
 # Arrays on the host.
 
 
@@ -174,14 +249,16 @@ def on_host(quantization: Quantization, y: Array, extents: tuple[int, ...], like
     num_cols, shape = arrays.product(extents), tuple(y.shape)
     leading = shape[: len(shape) - len(extents)]
     values = arrays.to_float64(y).reshape(-1, num_cols) if num_cols else np.zeros((arrays.product(leading), 0))
-    name, scaling, scale, amax, power_of_two, transpose = quantization
+    name, scaling, scale, amax, power_of_two, transpose, smallest_amax = quantization
     if scaling == "given":
         factor = np.float32(1) if scale is None else arrays.to_float64(scale).reshape(()).astype(np.float32)
         made = fp8.quantize(values, name, factor)
         if amax is not None:
             amax[...] = arrays.from_float64(np.maximum(arrays.to_float64(amax), made.amax), "float32", like)
     elif scaling == "tensor":
-        made = fp8.quantize(values, name, fp8.scale_of(fp8.amax(values), name, power_of_two=power_of_two))
+        made = fp8.quantize(
+            values, name, fp8.scale_of(fp8.amax(values), name, power_of_two=power_of_two, smallest_amax=smallest_amax)
+        )
     elif scaling == "row":
         made = fp8.quantize_rows(values, name, power_of_two=power_of_two)
     elif scaling == "block":

@@ -119,6 +119,26 @@ def test_within_what_the_formats_allow(device, options, recipe):
     assert relative(made["y"], truth["y"]) > OF_Y / 4
 
 
+@pytest.mark.parametrize("recipe", (DelayedScaling(amax_history_len=2), CurrentScaling(power_of_two=True)), ids=str)
+@pytest.mark.parametrize("options", ({}, {"normalization": "RMSNorm", "save_normalized": True}), ids=str)
+def test_by_the_kernels(options, recipe, kernels):
+    """What a GPU does but for its products: the norm's kernel writes 8 bits, and one kernel each makes the other tensors."""
+    module, problem = make(32, 48, 16, **options)
+    step(module, problem, recipe)
+    module.zero_grad()
+    del kernels[:]
+    made, truth = step(module, problem, recipe), truth_of(problem)
+    for name, got in made.items():
+        assert relative(got, truth[name]) <= {"y": OF_Y, "dbias": 2.0**-8}.get(name, OF_GRADIENT), name
+    sources = [each.kernel.source for each in kernels]
+    # The weight, the norm (current scaling: twice), with save_normalized its transposed copy, dy, the norm's gradients, and, unless
+    # it was kept, the normalised tensor again.
+    assert sources.count("quantize.cu") == 3
+    assert sources.count("forward_warp.cu") == (2 if isinstance(recipe, CurrentScaling) else 1)
+    if isinstance(recipe, DelayedScaling):
+        assert (module._fp8_states["forward"].amax_history[-1, :2] > 0).all() and module._fp8_states["forward"].scale[0] != 1
+
+
 def exactly_quantised(problem, recipe) -> dict[str, np.ndarray]:
     """y, dweight and the gradient of the normalised tensor of tensors that the reference has quantised, and the products' sizes."""
     forward, backward = (NAME[dtype] for dtype in recipe.fp8_format.value)
@@ -325,7 +345,7 @@ def test_what_waits_for_backward():
         x = tensor(problem.x, grad=True)
         with fp8_autocast(recipe=CurrentScaling()), torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved):
             module(x)
-        assert sum(seen.values()) == 96 * 32 + 2 * 64 * 4 + 3 * 4 + extra
+        assert sum(seen.values()) == 96 * 32 + 2 * 64 * 4 + (2 + save) * 4 + extra
 
 
 @pytest.mark.parametrize("fuse", (False, True))

@@ -7,7 +7,7 @@ import pytest
 from cupynorm.reference import fp8
 
 import cupynorm
-from cupynorm import arrays
+from cupynorm import arrays, quantized
 from cupynorm.dtypes import FLOAT8S, compute_dtype
 from cupynorm.quantized import QuantizedTensor
 
@@ -104,3 +104,32 @@ def test_bytes(norm, name, scaling, device):
         weight = random(num_cols, dtype=dtype, seed=1, device=device)
         scale = torch.tensor([37.5], device=device)
         assert_exact(norm, x, scaling, name, weight=weight, scale=scale if scaling == "given" else None)
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (16, 128), (130, 257), (48, 200), (0, 8)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_a_matrix_and_its_transposed_copy(shape, dtype, device):
+    x = random(*shape, dtype=dtype, device=device) * 3
+    scale, amax = torch.tensor([21.0], device=device), torch.tensor([0.5], device=device)
+    data, scale_inv, transposed = quantized.quantize(x, "float8_e5m2", scale, amax, transpose=True)
+    truth = fp8.quantize(numpy(x.double() if dtype == torch.float64 else x.float()), "float8_e5m2", np.float32(21))
+    assert same_bytes(numpy(data), truth.data) and same_bytes(numpy(transposed), truth.data.T)
+    assert same_bytes(numpy(scale_inv), truth.scale_inv.reshape(1)) and numpy(amax)[0] == max(truth.amax, np.float32(0.5))
+    data, _, transposed = quantized.quantize(data, "float8_e5m2", wants_data=False, transpose=True)
+    assert data is None and same_bytes(numpy(transposed), truth.data.T)
+
+
+@pytest.mark.parametrize("norm", ["layer_norm", "rms_norm"])
+def test_a_norm_whose_statistics_are_known(norm, device):
+    """Nearly forward's bytes: what rounding took from the saved mean is not there to be added."""
+    x = random(40, 136, dtype=torch.bfloat16, device=device)
+    weight, bias = (random(136, dtype=torch.bfloat16, seed=seed, device=device) for seed in (1, 2))
+    bias = bias if norm == "layer_norm" else None
+    forward = getattr(cupynorm, f"{norm}_forward")(x, weight, bias, zero_centered_weight=True)
+    of_norm = quantized.OfNorm(norm == "layer_norm", weight, bias, True, forward.mean, forward.rstd)
+    data, _, transposed = quantized.quantize(x, "float8_e4m3fn", transpose=True, of_norm=of_norm)
+    assert same_bytes(numpy(transposed), numpy(data).T)
+    y = numpy(x.float() if forward.mean is None else x.float() - forward.mean[:, None]) * numpy(forward.rstd)[:, None]
+    y = y * (1 + numpy(weight.float())) + (0 if bias is None else numpy(bias.float()))
+    got, want = fp8.decode(numpy(data), "float8_e4m3fn"), fp8.decode(fp8.encode(y, "float8_e4m3fn"), "float8_e4m3fn")
+    assert (np.abs(got - want) <= np.abs(want) / 8 + 2**-9).all() and (got != want).mean() < 1e-3

@@ -242,6 +242,14 @@ inline float __double2float_rn(double x) { return float(x); }
 inline int __float2int_rn(float x) { return int(rintf(x)); }
 inline unsigned __double2uint_rn(double x) { return unsigned(rint(x)); }
 
+inline unsigned __byte_perm(unsigned x, unsigned y, unsigned selector) {
+  unsigned picked = 0;
+  for (int at = 0; at < 4; ++at) {
+    const unsigned byte = selector >> 4 * at & 7u;
+    picked |= ((byte < 4 ? x >> 8 * byte : y >> 8 * (byte - 4)) & 0xffu) << 8 * at;
+  }
+  return picked;
+}
 inline int __popc(unsigned x) { return __builtin_popcount(x); }
 inline int __clz(int x) { return x == 0 ? 32 : __builtin_clz(unsigned(x)); }
 inline int __ffs(int x) { return __builtin_ffs(x); }
