@@ -231,7 +231,8 @@ def normalize_fused(
             "plain tensors"
         )
     if fused_options.quantization is not None and compiling:
-        return _quantize_untraced(*arguments, options, fused_options)
+        # A QuantizedTensor is no tensor: the compiler calls what makes it, and does not look inside.
+        return torch.compiler.disable(normalize_fused)(*arguments, out, options, fused_options)
     if compiling or _num_dispatch_modes() or _is_wrapped(*tensors):
         if out is not None:
             raise ValueError("out was given to a call that torch traces or transforms; expected out=None")
@@ -251,16 +252,6 @@ def normalize_fused(
     for made in quantized:
         made._carrier, y = y, made
     return y, y1, input if added is None else added
-
-
-@torch.compiler.disable
-def _quantize_untraced(
-    centered, input, extents, weight, bias, eps, residual, zero_centered_weight, out_dtype, options, fused_options
-):
-    """A QuantizedTensor is no tensor: the compiler calls what makes it, and does not look inside."""
-    return normalize_fused(
-        centered, input, extents, weight, bias, eps, residual, zero_centered_weight, out_dtype, None, options, fused_options
-    )
 
 
 class _PassingGradients(torch.autograd.Function):

@@ -140,12 +140,12 @@ def prepare_forward(
             input=x, weight=weight, bias=bias, residual=residual, out=out, row_scale=fused_options.row_scale, weight1=fused_options.weight1,
             bias1=fused_options.bias1,
         )  # fmt: skip
+        if fused_options.quantization is not None and out is not None:
+            raise ValueError(f"out was given with out_dtype {y_dtype}; expected out=None")
         norm._check_out(out, x, y_dtype, len(extents))
         if fused_options.quantization is not None:
             scale, amax = fused_options.quantization[2:4]
             arrays.check_addresses(scale=scale, amax=amax)
-            if out is not None:
-                raise ValueError(f"out was given with out_dtype {y_dtype}; expected out=None")
         if purpose is FOR_GRADIENTS:
             if out is not None:
                 raise ValueError("out was given for tensors that require gradients; expected out=None, or torch.no_grad()")

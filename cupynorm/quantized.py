@@ -248,7 +248,7 @@ def on_host(quantization: Quantization, y: Array, extents: tuple[int, ...], like
 
     num_cols, shape = arrays.product(extents), tuple(y.shape)
     leading = shape[: len(shape) - len(extents)]
-    values = arrays.to_float64(y).reshape(-1, num_cols) if num_cols else np.zeros((arrays.product(leading), 0))
+    values = arrays.to_float64(y).reshape(arrays.product(leading), num_cols)
     name, scaling, scale, amax, power_of_two, transpose, smallest_amax = quantization
     if scaling == "given":
         factor = np.float32(1) if scale is None else arrays.to_float64(scale).reshape(()).astype(np.float32)

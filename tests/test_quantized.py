@@ -8,6 +8,7 @@ from cupynorm.reference import fp8
 
 import cupynorm
 from cupynorm import arrays, quantized
+from cupynorm import norm as calls
 from cupynorm.dtypes import FLOAT8S, compute_dtype
 from cupynorm.quantized import QuantizedTensor
 
@@ -19,6 +20,14 @@ SCALES = ("given", "tensor", "row", "block", "mx")
 @pytest.fixture(params=["kernels", pytest.param("gpu", marks=pytest.mark.gpu)])
 def device(request):
     """Where the kernels run."""
+    if request.param == "kernels":
+        request.getfixturevalue("kernels")
+    return "cuda" if request.param == "gpu" else "cpu"
+
+
+@pytest.fixture(params=["reference", "kernels", pytest.param("gpu", marks=pytest.mark.gpu)])
+def anywhere(request):
+    """Where tensors lie: three ways through the library."""
     if request.param == "kernels":
         request.getfixturevalue("kernels")
     return "cuda" if request.param == "gpu" else "cpu"
@@ -80,8 +89,6 @@ def where_off(got, want):
 
 def same_tile(x, scaling, name, options):
     """strategy and tile of the call that quantises."""
-    from cupynorm import norm as calls
-
     if "strategy" in options:
         return {}
     kept = next(reversed(calls.fused_forwards.values()))
@@ -89,21 +96,223 @@ def same_tile(x, scaling, name, options):
     return {"strategy": plan.strategy, "tile": plan.tile, "statistics": plan.statistics}
 
 
+E4M3, E5M2 = FLOAT8S
+
+
 @pytest.mark.parametrize("scaling", SCALES)
-@pytest.mark.parametrize("name", FLOAT8S)
-@pytest.mark.parametrize("norm", ["layer_norm", "rms_norm"])
-def test_bytes(norm, name, scaling, device):
-    for num_cols, dtype in (
-        (768, torch.bfloat16),
-        (1000, torch.float16),
-        (200, torch.float32),
-        (33, torch.float64),
-        (1, torch.float32),
+def test_bytes(scaling, device):
+    for norm, name, num_cols, dtype in (
+        ("layer_norm", E4M3, 768, torch.bfloat16),
+        ("rms_norm", E5M2, 1000, torch.float16),
+        ("layer_norm", E5M2, 200, torch.float32),
+        ("rms_norm", E4M3, 33, torch.float64),
+        ("layer_norm", E4M3, 1, torch.float32),
     ):
         x = random(5, num_cols, dtype=dtype, device=device)
         weight = random(num_cols, dtype=dtype, seed=1, device=device)
         scale = torch.tensor([37.5], device=device)
         assert_exact(norm, x, scaling, name, weight=weight, scale=scale if scaling == "given" else None)
+
+
+@pytest.mark.parametrize("scaling", SCALES)
+@pytest.mark.parametrize("strategy", ["warp", "block", "cluster", "uncached"])
+def test_bytes_of_every_strategy(strategy, scaling, device):
+    """5 columns beyond a block of 128, and of 32; statistics saved; 3 rows, of which a block of several is not full."""
+    num_cols = {"warp": 328, "block": 1352, "cluster": 4232, "uncached": 1352}[strategy]
+    x = random(3, num_cols, dtype=torch.bfloat16, device=device)
+    weight, bias = (random(num_cols, dtype=torch.bfloat16, seed=seed, device=device) for seed in (1, 2))
+    options = {"weight": weight, "bias": bias, "strategy": strategy}
+    made = cupynorm.layer_norm(x, num_cols, out_dtype=E4M3, scale=None if scaling == "given" else scaling, **options)
+    plan = next(reversed(calls.fused_forwards.values())).call.plan
+    y = cupynorm.layer_norm_forward(
+        x, weight, bias, out_dtype="float32", strategy=strategy, tile=plan.tile, statistics=plan.statistics
+    )
+    truth = expected(numpy(y.y), E4M3, scaling)
+    assert same_bytes(numpy(made.data), truth.data), where_off(numpy(made.data), truth.data)
+    assert same_bytes(numpy(made.scale_inv), truth.scale_inv)
+
+
+@pytest.mark.parametrize("scaling", ["given", "tensor"])
+def test_bytes_of_a_ring(scaling, device):
+    """Rows that the copy engine fetches, with a residual."""
+    x = random(3, 16384, dtype=torch.bfloat16, device=device)
+    residual = random(3, 16384, dtype=torch.bfloat16, seed=1, device=device)
+    assert_exact("layer_norm", x, scaling, residual=residual)
+    assert next(reversed(calls.fused_forwards.values())).call.plan.tile.stages
+
+
+SPECIAL = {
+    "saturates": ([3e4, -3e4, 1.0, 5.0], 300.0),
+    "nothing but zeros": ([0.0, -0.0, 0.0, 0.0], 1.0),
+    "a NaN": ([1.0, float("nan"), 2.0, 3.0], 2.0),
+    "an infinity": ([1.0, float("inf"), 2.0, 3.0], 2.0),
+    "8-bit denormals": ([2.0**-7, -(2.0**-9), 2.0**-10, 1.0], 0.37),
+    "scales beyond float32": ([1e-38, -2e-38, 3e-38, 1.2e-38], 3e38),
+    "values near float32's largest": ([3e38, -1e38, 1.0, 0.0], 1e-38),
+}
+
+
+@pytest.mark.parametrize("scaling", SCALES)
+@pytest.mark.parametrize("what", SPECIAL)
+def test_bytes_of_special_values(what, scaling, device):
+    """RMSNorm of rows of one size, times weights: y is the weight, with the sign of x; each row may have its own specials."""
+    values, scale = SPECIAL[what]
+    num_cols = 264
+    x = torch.ones(4, num_cols, device=device)
+    x[:, 1::2] = -1
+    weight = torch.tensor(values, device=device).repeat(num_cols // 4)
+    given = torch.tensor([scale], device=device) if scaling == "given" else None
+    assert_exact("rms_norm", x, scaling, weight=weight, eps=0.0, scale=given)
+
+
+def test_nan_and_infinity_spoil_no_other_row_or_block(device):
+    x = random(4, 512, dtype=torch.bfloat16, device=device)
+    plain = cupynorm.layer_norm(x, 512, out_dtype=E4M3, scale="row")
+    x[1, 7], x[2, 300] = float("nan"), float("inf")
+    made = cupynorm.layer_norm(x, 512, out_dtype=E4M3, scale="row")
+    for row in (0, 3):
+        assert same_bytes(numpy(made.data)[row], numpy(plain.data)[row])
+    assert (numpy(made.data)[1:3] == 0x7F).all() and made.dequantize()[1:3].isnan().all()
+
+
+@pytest.mark.parametrize("scaling", ["tensor", "row", "block"])
+def test_scales_that_are_powers_of_two(scaling, device):
+    x = random(5, 768, dtype=torch.bfloat16, device=device)
+    assert_exact("layer_norm", x, scaling, power_of_two=True)
+
+
+def test_amax_is_raised_and_the_scale_read_on_the_device(device):
+    x = random(5, 768, device=device)
+    amax, scale = torch.tensor([100.0], device=device), torch.tensor([2.0], device=device)
+    first = cupynorm.rms_norm(x, 768, out_dtype=E4M3, scale=scale, amax=amax)
+    assert amax.item() == 100  # larger than any y
+    scale.fill_(4.0)
+    second = cupynorm.rms_norm(x, 768, out_dtype=E4M3, scale=scale, amax=amax)
+    assert first.scale_inv.item() == 0.5 and second.scale_inv.item() == 0.25
+    amax.zero_()
+    cupynorm.rms_norm(x, 768, out_dtype=E4M3, scale=scale, amax=amax)
+    y = cupynorm.rms_norm(x, 768)
+    assert amax.item() == pytest.approx(y.abs().max().item(), rel=1e-6)
+
+
+@pytest.mark.parametrize("scaling", SCALES)
+def test_what_dequantizes(scaling, anywhere):
+    """On every way through the library the values are y within half a step of the format, at the scale."""
+    x = random(6, 200, dtype=torch.bfloat16, device=anywhere)
+    made = cupynorm.layer_norm(
+        x, 200, out_dtype=E4M3, scale=None if scaling == "given" else scaling, transpose=scaling in ("given", "tensor")
+    )
+    y = cupynorm.layer_norm(x, 200, out_dtype="float32")
+    got = made.dequantize("float32")
+    assert made.dequantize().dtype == torch.bfloat16 and got.dtype == torch.float32
+    step = made.scale_inv.float() * 2**-9 if scaling != "mx" else torch.ones(1, device=anywhere) * 2**-9
+    spread = step if scaling in ("given", "tensor", "mx") else step.repeat_interleave(made.block_cols, -1)[:, :200]
+    assert ((got - y).abs() <= (y.abs() / 16).clamp(min=spread / 2) * (1 + 2**-20)).all()
+    if made.transposed is not None:
+        assert same_bytes(numpy(made.transposed), numpy(made.data).T)
+
+
+@pytest.mark.parametrize("scaling", ["given", "row"])
+def test_gradients_pass_as_if_nothing_was_rounded(scaling, anywhere):
+    x, residual = (random(6, 40, seed=seed, device=anywhere).requires_grad_() for seed in (0, 1))
+    weight = random(40, seed=2, device=anywhere).requires_grad_()
+    dy, dsum = (random(6, 40, seed=seed, device=anywhere) for seed in (3, 4))
+    made, added = cupynorm.rms_norm(
+        x, 40, weight, residual=residual, return_residual=True, out_dtype=E5M2, scale=None if scaling == "given" else scaling
+    )
+    torch.autograd.backward((made.dequantize(), added), (dy, dsum))
+    got = [each.grad for each in (x, weight, residual)]
+    for each in (x, weight, residual):
+        each.grad = None
+    y, added = cupynorm.rms_norm(x, 40, weight, residual=residual, return_residual=True)
+    torch.autograd.backward((y, added), (dy, dsum))
+    for one, other in zip(got, (x, weight, residual)):
+        assert torch.equal(one, other.grad)
+
+
+def test_rows_that_are_not_there(anywhere):
+    for scaling in SCALES:
+        made = cupynorm.layer_norm(
+            torch.empty(0, 40, device=anywhere), 40, out_dtype=E4M3, scale=None if scaling == "given" else scaling
+        )
+        assert made.shape == (0, 40) and made.dequantize().shape == (0, 40)
+
+
+def test_leading_dimensions_and_strides(device):
+    x = random(2, 3, 304, dtype=torch.bfloat16, device=device)[..., 3:259]
+    made = cupynorm.layer_norm(x, 256, out_dtype=E4M3, scale="block")
+    assert made.shape == (2, 3, 256) and made.scale_inv.shape == (2, 3, 2)
+    again = cupynorm.layer_norm(x.contiguous(), 256, out_dtype=E4M3, scale="block", **same_tile(x, "block", E4M3, {}))
+    assert same_bytes(numpy(made.data), numpy(again.data))
+
+
+def test_numpy_arrays():
+    """By the reference, from float64: data is uint8."""
+    x = numpy(random(6, 200))
+    for scaling in SCALES:
+        made = cupynorm.layer_norm(x, 200, out_dtype=E4M3, scale=None if scaling == "given" else scaling)
+        truth = expected(cupynorm.layer_norm(x.astype(np.float64), 200), E4M3, scaling)
+        assert same_bytes(made.data, truth.data) and same_bytes(made.scale_inv, truth.scale_inv)
+        y = cupynorm.layer_norm(x, 200)
+        assert made.dequantize().dtype == np.float32 and (abs(made.dequantize() - y) <= abs(y) / 16 + 2**-5).all()
+    amax = np.zeros(1, np.float32)
+    cupynorm.layer_norm(x, 200, out_dtype=E4M3, amax=amax)
+    assert amax[0] == np.float32(abs(cupynorm.layer_norm(x.astype(np.float64), 200)).max())
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    (
+        ({"scale": "row"}, TypeError, "scale given with out_dtype None; expected an out_dtype of float8_e4m3fn or float8_e5m2"),
+        ({"out_dtype": E4M3, "scale": "column"}, ValueError, "scale is 'column'; expected 'tensor', 'row', 'block', 'mx'"),
+        ({"out_dtype": E4M3, "scale": 2.0}, TypeError, "scale is 2.0; expected an array of one float32"),
+        (
+            {"out_dtype": E4M3, "scale": torch.ones(2)},
+            TypeError,
+            r"scale has shape \(2,\) and dtype float32; expected one element",
+        ),
+        (
+            {"out_dtype": E4M3, "amax": torch.ones(1).double()},
+            TypeError,
+            r"amax has shape \(1,\) and dtype float64; expected one",
+        ),
+        (
+            {"out_dtype": E4M3, "scale": np.ones(1, np.float32)},
+            ValueError,
+            "scale is a NumPy array, input is a torch tensor on cpu",
+        ),
+        ({"out_dtype": E4M3, "scale": "row", "amax": torch.ones(1)}, ValueError, "amax was given with scale 'row'"),
+        ({"out_dtype": E4M3, "scale": "mx", "transpose": True}, ValueError, "transpose was given with scale 'mx'"),
+        ({"out_dtype": E4M3, "power_of_two": True}, ValueError, "power_of_two was given with a scale"),
+        ({"out_dtype": E4M3, "transpose": 1}, TypeError, "transpose is 1; expected True or False"),
+        (
+            {"out_dtype": E4M3, "out": torch.ones(2, 8)},
+            ValueError,
+            "out was given with out_dtype float8_e4m3fn; expected out=None",
+        ),
+        (
+            {"out_dtype": E4M3, "weight1": torch.ones(8)},
+            ValueError,
+            "a second weight or bias was given with out_dtype float8_e4m3fn",
+        ),
+        ({"out_dtype": E4M3, "memory_efficient": True}, ValueError, "memory_efficient was given with out_dtype float8_e4m3fn"),
+        ({"out_dtype": "float8_e4m3fnuz"}, TypeError, "out_dtype is 'float8_e4m3fnuz'; expected one of float16"),
+    ),
+    ids=lambda value: " ".join(value) if isinstance(value, dict) else "",
+)
+def test_what_does_not_fit(options, error, words):
+    with pytest.raises(error, match=words):
+        cupynorm.layer_norm(torch.ones(2, 8), 8, **options)
+
+
+def test_the_compiler_calls_it_as_it_is():
+    x = random(4, 40)
+
+    @torch.compile(backend="eager")
+    def quantise(x):
+        return cupynorm.layer_norm(x * 2, 40, out_dtype=E4M3, scale="row").dequantize() + 1
+
+    assert torch.equal(quantise(x), cupynorm.layer_norm(x * 2, 40, out_dtype=E4M3, scale="row").dequantize() + 1)
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (16, 128), (130, 257), (48, 200), (0, 8)])
