@@ -101,6 +101,8 @@ def _check_seed(seed: object, x: Array) -> object:
     """The seed as it is taken: an array of one int64, an int or None."""
     if seed is None or isinstance(seed, int):
         return seed
+    if not hasattr(seed, "__dlpack__"):
+        raise TypeError(f"dropout_seed is a {type(seed).__name__}; expected an int or one element of int64")
     seed = arrays.take(seed, "dropout_seed")
     if arrays.dtype_name(seed) != "int64" or math.prod(seed.shape) != 1:
         raise ValueError(

@@ -470,6 +470,8 @@ def _fused_options(
         if not -(2**63) <= dropout_seed < 2**64:
             raise ValueError(f"dropout_seed is {dropout_seed}; expected an int of 64 bits")
         dropout_seed = (int(dropout_seed) + 2**63) % 2**64 - 2**63  # as a signed one
+    elif isinstance(dropout_seed, (str, numbers.Number, np.generic)):
+        raise TypeError(f"dropout_seed is {dropout_seed!r}; expected an int or one element of int64")
     return FusedOptions(
         residual_dtype,
         row_scale,

@@ -581,7 +581,12 @@ X = np.ones((3, 8), np.float32)
         ({"dropout_p": True}, "dropout_p is True; expected a probability"),
         ({"dropout_p": "half"}, "dropout_p is 'half'; expected a probability"),
         ({"dropout_p": 0.5, "dropout_seed": 2**64}, "dropout_seed is 18446744073709551616; expected an int of 64 bits"),
-        ({"dropout_p": 0.5, "dropout_seed": 1.5}, "dropout_seed is a float; expected"),
+        ({"dropout_p": 0.5, "dropout_seed": 1.5}, "dropout_seed is 1.5; expected an int or one element of int64"),
+        ({"dropout_p": 0.5, "dropout_seed": "3"}, "dropout_seed is '3'; expected an int or one element of int64"),
+        ({"dropout_p": 0.5, "dropout_seed": True}, "dropout_seed is True; expected an int or one element of int64"),
+        ({"dropout_p": 0.5, "dropout_seed": np.float64(3)}, r"dropout_seed is .*3\.0.*; expected an int or one element of int64"),
+        ({"dropout_p": 0.5, "dropout_seed": np.bool_(True)}, "dropout_seed is .*True.*; expected an int or one element of int64"),
+        ({"dropout_p": 0.5, "dropout_seed": [3]}, "dropout_seed is a list; expected an int or one element of int64"),
         ({"dropout_p": 0.5, "dropout_seed": np.ones(1)}, r"dropout_seed has shape \(1,\) and dtype float64; expected one element of int64"),
         ({"dropout_p": 0.5, "dropout_seed": np.ones(2, int)}, r"dropout_seed has shape \(2,\) and dtype int64; expected one element"),
         ({"dropout_p": 0.5, "dropout_seed": torch.ones(1, dtype=torch.int64)}, "dropout_seed is a torch tensor on cpu, input is a NumPy"),
@@ -601,6 +606,23 @@ def test_wrong_arguments(options, sentence):
     for call in (cupynorm.layer_norm, cupynorm.rms_norm):
         with pytest.raises((TypeError, ValueError), match=sentence):
             call(X, 8, **options)
+
+
+def test_a_true_seed_is_refused_after_a_seed_of_1_too():
+    """True equals 1: no prepared call may be found by it. An int of NumPy is one."""
+    for make in (np.ones, torch.ones):
+        x = make((3, 8))
+        y = cupynorm.layer_norm(x, 8, dropout_p=0.5, dropout_seed=1)
+        assert (cupynorm.layer_norm(x, 8, dropout_p=0.5, dropout_seed=np.uint8(1)) == y).all()
+        with pytest.raises(TypeError, match="dropout_seed is True; expected an int or one element of int64"):
+            cupynorm.layer_norm(x, 8, dropout_p=0.5, dropout_seed=True)
+
+
+@pytest.mark.parametrize("seed", ["3", True, 1.5])
+def test_the_compiler_refuses_the_seeds_that_eager_mode_does(compile_anew, seed):
+    call = compile_anew(lambda x: cupynorm.layer_norm(x, 8, dropout_p=0.5, dropout_seed=seed), fullgraph=False)
+    with pytest.raises((TypeError, RuntimeError), match=f"dropout_seed is {seed!r}; expected an int or one element of int64"):
+        call(torch.ones(3, 8))
 
 
 def test_other_wrong_arguments():
