@@ -356,7 +356,7 @@ def layer_norm_backward(
     extents = _default_extents(x, weight, None, normalized_shape)
     options = _options(strategy, tile, None, sm_margin)
     fused_options = _fused_options(None, row_scale, dropout_p, dropout_seed, weight1, dy1, False, memory_efficient)
-    gradients = gradients if isinstance(gradients, str) else tuple(gradients)
+    gradients = _names(gradients)
     if (
         fused_options is not None
         or dx_dtype is not None
@@ -403,7 +403,7 @@ def rms_norm_backward(
     extents = _default_extents(x, weight, None, normalized_shape)
     options = _options(strategy, tile, None, sm_margin)
     fused_options = _fused_options(None, row_scale, dropout_p, dropout_seed, weight1, dy1, False, memory_efficient)
-    gradients = gradients if isinstance(gradients, str) else tuple(gradients)
+    gradients = _names(gradients)
     if (
         fused_options is not None
         or dx_dtype is not None
@@ -923,8 +923,7 @@ def prepare_backward(
     centered, dy, x, mean, rstd, extents, weight, zero_centered_weight, dsum, gradients, dweight_dtype, dbias_dtype, options
 ) -> tuple[_PreparedBackward | _ReferenceBackward, tuple]:  # fmt: skip
     """Checks everything: an object whose `run` takes the arrays that are returned beside it. Nothing is allocated or launched."""
-    if not isinstance(gradients, str):
-        gradients = tuple(gradients)
+    gradients = _names(gradients)
     lie = arrays.library(x).lie
     try:
         key = (
@@ -974,6 +973,19 @@ def check_backward(
     )
     wanted = tuple(each if name in gradients else None for name, each in zip(Backward._fields, dtypes))
     return dy, x, mean, rstd, weight, dsum, wanted
+
+
+def _names(gradients: object) -> str | tuple[str, ...]:
+    """gradients as a tuple, which keys hold. A str, of which the checks below find words, stays one."""
+    if isinstance(gradients, str):
+        return gradients
+    try:
+        names = tuple(gradients)
+        hash(names)
+    except TypeError:
+        expected = ", ".join(FusedBackward._fields)
+        raise TypeError(f"gradients is {gradients!r}; expected some of {expected}") from None
+    return names
 
 
 def _check_gradients(gradients: object, names: Sequence[str]) -> None:

@@ -7,7 +7,7 @@ NumPy arrays those of the float64 reference. Derivation: cupynorm.reference.laye
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from typing import NamedTuple
 
@@ -328,6 +328,8 @@ def _folded(
 def _backward(
     dy, x, mean, rstd, norm_weight, norm_bias, weight, eps, normalized, zero_centered_weight, dnormalized, dsum, gradients, sm_margin
 ) -> ProjectedBackward:  # fmt: skip
+    if not isinstance(gradients, Iterable):
+        raise TypeError(f"gradients is {gradients!r}; expected some of {', '.join(GRADIENTS)}")
     if isinstance(gradients, str) or any(name not in GRADIENTS for name in gradients):
         raise ValueError(f"gradients is {gradients!r}; expected some of {', '.join(GRADIENTS)}")
     dy, x, mean, rstd, norm_weight, norm_bias, weight, normalized, dnormalized, dsum = _take(

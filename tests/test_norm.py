@@ -568,6 +568,9 @@ BACKWARD = {
     "other dsum": (ValueError, r"dsum has shape \(40,\); expected \(4, 40\)", {"dsum": ones(40)}),
     "unknown gradient": (ValueError, r"gradients is \('dx', 'dgamma'\); expected some of dx, dweight, dbias", {"gradients": ("dx", "dgamma")}),
     "gradients in words": (ValueError, "gradients is 'dx'; expected some of dx, dweight, dbias", {"gradients": "dx"}),
+    "no gradients": (TypeError, "gradients is None; expected some of dx, dweight, dbias", {"gradients": None}),
+    "a number of gradients": (TypeError, "gradients is 3; expected some of dx, dweight, dbias", {"gradients": 3}),
+    "gradients in lists": (TypeError, r"gradients is \[\['dx'\]\]; expected some of dx, dweight, dbias", {"gradients": [["dx"]]}),
     "dweight_dtype": (TypeError, "dweight_dtype is 'int8'; expected one of float16", {"dweight_dtype": "int8"}),
     "x is a list": (TypeError, "x is a list", {"x": [[1.0] * 40] * 4}),
     "strategy": (ValueError, "strategy is 'wrap'; it is one of", {"strategy": "wrap"}),
@@ -580,6 +583,10 @@ def test_refused_arguments_of_backward(what):
     given = {"dy": X, "x": X, "mean": ones(4), "rstd": ones(4), "normalized_shape": None} | changes
     with pytest.raises(error, match=sentence):
         cupynorm.layer_norm_backward(**given)
+    if "gradients" in changes:
+        for options in ({}, {"row_scale": ones(4)}):
+            with pytest.raises(error, match=sentence):
+                cupynorm.rms_norm_backward(X, X, ones(4), **changes, **options)
 
 
 def test_tensors_of_other_devices_and_out_with_gradients():

@@ -125,6 +125,8 @@ def test_only_what_is_asked_for(norm_name):
             problem.dy, made.sum, made.mean, made.rstd, *given[1:], gradients=(name,)
         )
         assert [each for each, value in gradients._asdict().items() if value is not None] == [name]
+    with pytest.raises(TypeError, match="gradients is None; expected some of dx, dnorm_weight"):
+        cupynorm.layer_norm_linear_backward(problem.dy, problem.x, made.mean, made.rstd, *given[1:], gradients=None)
     with pytest.raises(ValueError, match="gradients is 'dx'; expected some of dx, dnorm_weight"):
         cupynorm.layer_norm_linear_backward(problem.dy, problem.x, made.mean, made.rstd, *given[1:], gradients="dx")
 
