@@ -177,11 +177,14 @@ def _gradients(ctx, dy, dsum, x, mean, rstd, weight):
     """dx, dweight, dbias: those that ctx asks for."""
     forward = ctx.prepared
     # What was saved may lie otherwise now: torch lets hooks pack and unpack it.
-    key = (
-        _lie(dy), _lie(dsum), _lie(x), _lie(weight), mean is None or mean.is_contiguous(), rstd.is_contiguous(),
-        ctx.needs_input_grad,
-    )  # fmt: skip
-    prepared = forward.backwards.get(key)
+    try:
+        key = (
+            _lie(dy), _lie(dsum), _lie(x), _lie(weight), mean is None or mean.is_contiguous(), rstd.is_contiguous(),
+            ctx.needs_input_grad,
+        )  # fmt: skip
+        prepared = forward.backwards.get(key)
+    except RuntimeError:  # a sparse dy: the checks find words for it
+        key = prepared = None
     if prepared is None:
         prepared, _ = norm.prepare_backward(
             forward.centered, dy, x, mean, rstd, forward.extents, weight, forward.zero_centered_weight, dsum,

@@ -132,7 +132,7 @@ def prepare_forward(
             purpose, fused_options.residual_dtype, fused_options.dropout_p > 0, fused_options.round_x_hat, fused_options.memory_efficient,
         )  # fmt: skip
         prepared = norm.fused_forwards.get(key)
-    except (AttributeError, TypeError):
+    except (AttributeError, TypeError, RuntimeError):
         key = prepared = None
     if prepared is None:
         x, weight, bias, residual, eps, y_dtype, sum_dtype, fused_options = check_forward(
@@ -411,7 +411,7 @@ def prepare_backward(
             fused_options.dropout_p > 0, of_y and tuple(map(lie, of_y)),
         )  # fmt: skip
         prepared = norm.fused_backwards.get(key)
-    except (AttributeError, TypeError):
+    except (AttributeError, TypeError, RuntimeError):
         key = prepared = None
     if prepared is None:
         dy, x, mean, rstd, weight, dsum, wanted = norm.check_backward(

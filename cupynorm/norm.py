@@ -743,7 +743,7 @@ def prepare_forward(
             out_dtype, options, purpose,
         )  # fmt: skip
         prepared = _forwards.get(key)
-    except (AttributeError, TypeError):  # arrays of several libraries, or none: the checks below find words for it
+    except (AttributeError, TypeError, RuntimeError):  # arrays of several libraries, none, sparse: the checks find words for it
         key = prepared = None
     if prepared is None:
         x, weight, bias, residual, eps, y_dtype = check_forward(centered, x, extents, weight, bias, eps, residual, out_dtype)
@@ -931,7 +931,7 @@ def prepare_backward(
             dweight_dtype, dbias_dtype, options,
         )  # fmt: skip
         prepared = _backwards.get(key)
-    except (AttributeError, TypeError):  # arrays of several libraries, or none: the checks below find words for it
+    except (AttributeError, TypeError, RuntimeError):  # arrays of several libraries, none, sparse: the checks find words for it
         key = prepared = None
     if prepared is None:
         dy, x, mean, rstd, weight, dsum, wanted = check_backward(

@@ -601,6 +601,39 @@ def test_tensors_of_other_devices_and_out_with_gradients():
     assert (out == 1).all()
 
 
+@pytest.mark.parametrize("options", [{}, {"residual_dtype": "float64"}], ids=["plain", "fused"])
+@pytest.mark.parametrize("layout", ["sparse_coo", "sparse_csr", "_mkldnn"])
+@pytest.mark.parametrize("name", ["torch-cpu", pytest.param("torch-cuda", marks=pytest.mark.gpu)])
+def test_sparse_tensors_are_refused(name, layout, options):
+    torch = loaded_torch()
+    if layout == "_mkldnn" and (name == "torch-cuda" or not torch.backends.mkldnn.is_available()):
+        pytest.skip("no tensors of this layout here")
+    x, of_row = (torch.ones(*shape, device=name.removeprefix("torch-")) for shape in ((4, 40), (4,)))
+    sparse = x.to_mkldnn() if layout == "_mkldnn" else x.to_sparse(layout=getattr(torch, layout))
+    row_scale = {"row_scale": of_row} if options else {}
+    for argument, call in (
+        ("input", lambda: cupynorm.layer_norm(sparse, 40, **options)),
+        ("input", lambda: cupynorm.rms_norm(sparse.detach().requires_grad_(), 40, **options)),
+        ("residual", lambda: cupynorm.rms_norm(x, 40, residual=sparse, **options)),
+        ("out", lambda: cupynorm.layer_norm(x, 40, out=sparse, **options)),
+        ("x", lambda: cupynorm.layer_norm_forward(sparse, **options)),
+        ("dy", lambda: cupynorm.rms_norm_backward(sparse, x, of_row, **row_scale)),
+    ):
+        with pytest.raises(TypeError, match=f"{argument} is a torch tensor of layout {layout}; expected a dense"):
+            call()
+
+
+@pytest.mark.parametrize("options", [{}, {"residual_dtype": "float64"}], ids=["plain", "fused"])
+@pytest.mark.parametrize("name", ["torch-cpu", pytest.param("torch-cuda", marks=pytest.mark.gpu)])
+def test_a_sparse_gradient_is_refused(name, options):
+    torch = loaded_torch()
+    weight = torch.ones(5, 40, device=name.removeprefix("torch-"), requires_grad=True)
+    y = cupynorm.layer_norm(weight, 40, **options)
+    found = torch.nn.functional.embedding(torch.tensor([1, 2], device=weight.device), y, sparse=True)
+    with pytest.raises(TypeError, match="dy is a torch tensor of layout sparse_coo; expected a dense"):
+        found.sum().backward()
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["cupy", "torch-cuda"])
 def test_refused_on_a_gpu(name):
