@@ -129,7 +129,7 @@ class LayerNorm(_Norm, torch.nn.LayerNorm):
         return layer_norm(
             input, self.normalized_shape, self._held("weight"), self._held("bias"), self.eps, residual=residual, return_residual=return_residual,
             zero_centered_weight=self.zero_centered_gamma, sm_margin=self.sm_margin, residual_dtype=residual_dtype,
-            row_scale=row_scale, dropout_p=dropout_p if self.training else 0.0, dropout_seed=dropout_seed, weight1=weight1,
+            row_scale=row_scale, dropout_p=dropout_p if self.training else _dropping_none(dropout_p), dropout_seed=dropout_seed, weight1=weight1,
             bias1=bias1, round_x_hat=self.round_x_hat, memory_efficient=self.memory_efficient,
         )  # fmt: skip
 
@@ -169,9 +169,16 @@ class RMSNorm(_Norm, torch.nn.RMSNorm):
         return rms_norm(
             input, self.normalized_shape, self._held("weight"), self.eps, residual=residual, return_residual=return_residual,
             zero_centered_weight=self.zero_centered_gamma, sm_margin=self.sm_margin, residual_dtype=residual_dtype,
-            row_scale=row_scale, dropout_p=dropout_p if self.training else 0.0, dropout_seed=dropout_seed, weight1=weight1,
+            row_scale=row_scale, dropout_p=dropout_p if self.training else _dropping_none(dropout_p), dropout_seed=dropout_seed, weight1=weight1,
             bias1=bias1, round_x_hat=self.round_x_hat, memory_efficient=self.memory_efficient,
         )  # fmt: skip
+
+
+def _dropping_none(dropout_p: object) -> float:
+    """0 for a module that does not train, which checks dropout_p as if it did."""
+    if dropout_p.__class__ is not float or dropout_p != 0.0:
+        norm._check_dropout_p(dropout_p)
+    return 0.0
 
 
 def _either(**spellings: object) -> object:

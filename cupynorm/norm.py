@@ -460,8 +460,7 @@ def _fused_options(
     quantization = None
     if scale is not None or amax is not None or power_of_two or transpose or _quantized().is_float8(out_dtype):
         quantization = _quantized().quantization_of(out_dtype, scale, amax, power_of_two, transpose)
-    if isinstance(dropout_p, bool) or not isinstance(dropout_p, numbers.Real) or not 0 <= dropout_p <= 1:
-        raise ValueError(f"dropout_p is {dropout_p!r}; expected a probability, from 0 to 1")
+    _check_dropout_p(dropout_p)
     if residual_dtype is not None:
         residual_dtype = check_dtype_name(residual_dtype, "residual_dtype")
     if not dropout_p:
@@ -483,6 +482,11 @@ def _fused_options(
         bool(memory_efficient),
         quantization,
     )
+
+
+def _check_dropout_p(dropout_p: object) -> None:
+    if isinstance(dropout_p, bool) or not isinstance(dropout_p, numbers.Real) or not 0 <= dropout_p <= 1:
+        raise ValueError(f"dropout_p is {dropout_p!r}; expected a probability, from 0 to 1")
 
 
 def _margins(sm_margin: object) -> int | Margins:

@@ -418,6 +418,14 @@ def test_a_module_drops_while_it_trains(device):
         assert torch.equal(added, x.float()) and y.dtype == torch.bfloat16
 
 
+@pytest.mark.parametrize("dropout_p", [3, -0.5, float("nan"), True, "half", None])
+@pytest.mark.parametrize("make", [cupynorm.LayerNorm, cupynorm.RMSNorm])
+def test_a_module_checks_dropout_p_whether_it_trains_or_not(make, dropout_p):
+    for module in (make(40), make(40).eval()):
+        with pytest.raises(ValueError, match=f"dropout_p is {dropout_p!r}; expected a probability, from 0 to 1"):
+            module(torch.ones(4, 40), dropout_p=dropout_p)
+
+
 # -- autograd, operators, the compiler -------------------------------------------------------------------
 
 
