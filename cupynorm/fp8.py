@@ -14,6 +14,8 @@ from __future__ import annotations
 import contextlib
 import enum
 import json
+import math
+import numbers
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -68,6 +70,11 @@ class DelayedScaling:
 
     def __post_init__(self) -> None:
         _check_format(self)
+        margin = self.margin
+        if isinstance(margin, bool) or not isinstance(margin, numbers.Real) or not math.isfinite(margin):
+            raise TypeError(f"margin is {margin!r}; expected a finite number")
+        if isinstance(self.amax_history_len, bool) or not isinstance(self.amax_history_len, numbers.Integral):
+            raise TypeError(f"amax_history_len is {self.amax_history_len!r}; expected an int, 1 or more")
         if self.amax_history_len < 1:
             raise ValueError(f"amax_history_len is {self.amax_history_len}; expected 1 or more")
         if not callable(self.amax_compute_algo) and self.amax_compute_algo not in ("max", "most_recent"):

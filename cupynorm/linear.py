@@ -9,6 +9,7 @@ What waits for backward is x, mean and rstd. The normalised tensor is made again
 from __future__ import annotations
 
 import contextlib
+import numbers
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -724,6 +725,7 @@ class LayerNormLinear(torch.nn.Module):
                 "return_layernorm_output is given with fused='fold', in which no normalised tensor exists; expected one of them"
             )
         norm._options(None, None, None, sm_margin)
+        _check_features(in_features=in_features, out_features=out_features)
         super().__init__()
         self.in_features, self.out_features, self.eps = in_features, out_features, eps
         self.normalization, self.zero_centered_gamma = normalization, zero_centered_gamma
@@ -848,6 +850,8 @@ class LayerNormLinear(torch.nn.Module):
         """The call. Inside cupynorm.fp8_autocast also, without gradients, fp8_output: out as a QuantizedTensor of its rows; and
         fp8_grad: the gradient of the normalised tensor is rounded to an 8-bit float too.
         """
+        if not isinstance(inp, Tensor):
+            raise TypeError(f"input is a {type(inp).__name__}; expected a torch tensor")
         if inp.shape[-1:] != (self.in_features,):
             raise ValueError(
                 f"input has shape {tuple(inp.shape)}; expected (..., {self.in_features}), in_features of this layer"
@@ -1026,10 +1030,20 @@ def _initialize(weight: Tensor) -> None:
     torch.nn.init.normal_(weight, 0.0, 0.023)
 
 
+def _check_features(**given: object) -> None:
+    for name, features in given.items():
+        if isinstance(features, bool) or not isinstance(features, numbers.Integral):
+            raise TypeError(f"{name} is {features!r}; expected an int, 1 or more")
+        if features < 1:
+            raise ValueError(f"{name} is {features}; expected an int, 1 or more")
+
+
 def _splits(given: Sequence[str] | Mapping[str, int] | None, out_features: int) -> tuple[list[str], list[int]]:
     """What stands before "weight" in the names of the splits, and their sizes."""
     if given is None:
         return [""], [out_features]
+    if not isinstance(given, Sequence | Mapping):
+        raise TypeError(f"parameters_split is {given!r}; expected names, or a dict of names and sizes")
     if not given:
         raise ValueError(f"parameters_split is {given!r}; expected at least one name")
     names = [given] if isinstance(given, str) else list(given)

@@ -676,6 +676,8 @@ def test_attributes_for_those_who_reduce_gradients():
         ({"parallel_mode": "both"}, ValueError, "parallel_mode is 'both'"),
         ({"parameters_split": ()}, ValueError, r"parameters_split is \(\); expected at least one name"),
         ({"parameters_split": (1, 2)}, TypeError, r"parameters_split is \(1, 2\); expected names"),
+        ({"parameters_split": 3}, TypeError, "parameters_split is 3; expected names, or a dict of names and sizes"),
+        ({"parameters_split": {"a", "b"}}, TypeError, "parameters_split is {.*}; expected names, or a dict of names and sizes"),
         ({"parameters_split": ("a", "b", "c")}, ValueError, r"sizes \[5, 5, 5\], 15 together; expected out_features, 16"),
         ({"parameters_split": {"a": 8, "b": 9}}, ValueError, r"sizes \[8, 9\], 17 together"),
         ({"parameters_split": {"a": 8.0, "b": 8}}, TypeError, "expected sizes that are numbers of rows"),
@@ -698,6 +700,27 @@ def test_what_the_module_refuses(options, error, sentence):
         LayerNormLinear(24, 16, **options, **CPU)
 
 
+@pytest.mark.parametrize(
+    "given, error",
+    [
+        (0, ValueError),
+        (-1, ValueError),
+        (8.5, TypeError),
+        (8.0, TypeError),
+        ("8", TypeError),
+        (True, TypeError),
+        (None, TypeError),
+    ],
+)
+@pytest.mark.parametrize("name", ["in_features", "out_features"])
+def test_what_is_no_number_of_features(name, given, error):
+    with pytest.raises(error, match=f"{name} is {given!r}; expected an int, 1 or more"):
+        LayerNormLinear(**{"in_features": 24, "out_features": 16, name: given}, **CPU)
+    LayerNormLinear(**{"in_features": 24, "out_features": 16, name: np.int64(8)}, **CPU)(
+        torch.ones(3, 8 if name == "in_features" else 24)
+    )
+
+
 def test_a_group_of_one_rank_is_one_gpu():
     class Group:
         def __init__(self, num_ranks):
@@ -714,6 +737,8 @@ def test_a_group_of_one_rank_is_one_gpu():
 def test_inputs_that_the_module_refuses():
     module = LayerNormLinear(24, 16, **CPU)
     for x, error, sentence in (
+        (np.ones((3, 24), np.float32), TypeError, "input is a ndarray; expected a torch tensor"),
+        ([1.0] * 24, TypeError, "input is a list; expected a torch tensor"),
         (torch.ones(3, 23), ValueError, r"input has shape \(3, 23\); expected \(..., 24\), in_features of this layer"),
         (
             torch.ones(3, 24, dtype=torch.bfloat16),
