@@ -236,6 +236,11 @@ def normalize_fused(
     if fused_options.quantization is not None and compiling:
         return _quantize_untraced(*arguments, options, fused_options)
     if compiling or _num_dispatch_modes() or _is_wrapped(*tensors):
+        if _is_wrapped(*tensors):
+            parallel.refuse(
+                _OPTIONS, input=input, weight=weight, bias=bias, residual=residual, row_scale=fused_options.row_scale,
+                weight1=fused_options.weight1, bias1=fused_options.bias1,
+            )  # fmt: skip
         if out is not None:
             raise ValueError("out was given to a call that torch traces or transforms; expected out=None")
         if not compiling:

@@ -139,8 +139,8 @@ def prepare_forward(
             centered, x, extents, weight, bias, eps, residual, out_dtype, fused_options
         )
         arrays.check_addresses(
-            input=x, weight=weight, bias=bias, residual=residual, out=out, row_scale=fused_options.row_scale, weight1=fused_options.weight1,
-            bias1=fused_options.bias1,
+            input=x, weight=weight, bias=bias, residual=residual, out=out, row_scale=fused_options.row_scale,
+            dropout_seed=fused_options.dropout_seed, weight1=fused_options.weight1, bias1=fused_options.bias1,
         )  # fmt: skip
         norm._check_out(out, x, y_dtype, len(extents))
         if fused_options.quantization is not None:
@@ -420,10 +420,15 @@ def prepare_backward(
         )  # fmt: skip
         if of_y is not None:
             of_y = tuple(norm._take_like(each, x, extents, name, "x") for each, name in zip(of_y, ("weight", "bias")))
+            arrays.check_addresses(weight=of_y[0], bias=of_y[1])
         if fused_options.dropout_p > 0 and seed is None:
             raise TypeError("dropout_seed is None; expected the seed that the forward returned")
         row_scale = norm._take_like(row_scale, x, tuple(rstd.shape), "row_scale", "x")
-        fused_options = fused_options._replace(row_scale=row_scale, dropout_seed=_check_seed(seed, x))
+        seed = _check_seed(seed, x)
+        fused_options = fused_options._replace(row_scale=row_scale, dropout_seed=seed)
+        arrays.check_addresses(
+            dy=dy, x=x, mean=mean, rstd=rstd, weight=weight, dsum=dsum, row_scale=row_scale, dropout_seed=seed
+        )
         dx, dweight, dbias = wanted
         if dx is not None and dx_dtype is not None:
             dx = norm.check_dtype_name(dx_dtype, "dx_dtype")

@@ -39,6 +39,15 @@ def of_one_kind(
     return _on_every_rank(weight, input), _on_every_rank(bias, input)
 
 
+def refuse(options: str, **given: object) -> None:
+    """NotImplementedError: a DTensor among what was given in a call with some of these options."""
+    for name, tensor in given.items():
+        if hasattr(tensor, "device_mesh"):
+            raise NotImplementedError(
+                f"{name} is a DTensor and {options} was given; expected none of these options, or {name}.to_local()"
+            )
+
+
 def _on_every_rank(tensor: Tensor | None, like: Tensor) -> Tensor | None:
     if not isinstance(tensor, Tensor) or hasattr(tensor, "device_mesh"):
         return tensor
