@@ -176,7 +176,7 @@ class RMSNorm(_Norm, torch.nn.RMSNorm):
 
 def _dropping_none(dropout_p: object) -> float:
     """0 for a module that does not train, which checks dropout_p as if it did."""
-    if dropout_p.__class__ is not float or dropout_p != 0.0:
+    if type(dropout_p) is not float or dropout_p != 0.0:
         norm._check_dropout_p(dropout_p)
     return 0.0
 

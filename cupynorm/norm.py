@@ -450,8 +450,9 @@ def _fused_options(
     power_of_two: object = False, transpose: object = False,
 ) -> FusedOptions | None:  # fmt: skip
     """None where nothing is asked for: such a call goes the short way."""
+    # type(): old compilers do not know the __class__ of a float.
     if (
-        residual_dtype is None and row_scale is None and dropout_p.__class__ is float and dropout_p == 0.0
+        residual_dtype is None and row_scale is None and type(dropout_p) is float and dropout_p == 0.0
         and weight1 is None and bias1 is None and round_x_hat is False and memory_efficient is False
         and scale is None and amax is None and power_of_two is False and transpose is False
         and (out_dtype is None or out_dtype.__class__ is str and out_dtype in DTYPES or not _quantized().is_float8(out_dtype))

@@ -521,6 +521,24 @@ def test_compiled_results_are_the_eager_ones(compile_anew, seed, memory_efficien
         assert all(map(torch.equal, *made))
 
 
+def test_a_compiled_call_without_fused_options_takes_the_short_way():
+    """The plain operator, which can be differentiated any number of times."""
+    seen = []
+
+    def backend(graph, _):
+        seen.extend(node.target for node in graph.graph.nodes)
+        return graph
+
+    torch.compiler.reset()
+    for make in (cupynorm.LayerNorm, cupynorm.RMSNorm):
+        for module in (make(40), make(40).eval()):
+            torch.compile(module, fullgraph=True, backend=backend)(torch.ones(4, 40))
+    torch.compile(cupynorm.layer_norm, fullgraph=True, backend=backend)(torch.ones(4, 40), 40)
+    torch.compiler.reset()
+    assert seen.count(torch.ops.cupynorm.norm_forward.default) == 5
+    assert torch.ops.cupynorm.fused_norm_forward.default not in seen
+
+
 def test_a_compiled_call_draws_its_seed(compile_anew):
     compiled = compile_anew(lambda x: cupynorm.layer_norm(x, 40, dropout_p=0.5, return_residual=True))
     x = torch.ones(8, 40, requires_grad=True)
