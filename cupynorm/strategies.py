@@ -307,9 +307,9 @@ def _warp_tile(problem: Problem, device: Device) -> Tile | None:
     if row_bytes > _WARP_ROW_BYTES[problem.direction][itemsize]:
         return None
     # The lanes of a row move at least 64 bytes of it together, or half the row if it is shorter (H200, bf16: 64 columns 0.88 of
-    # a copy on 4 lanes, 0.84 on 2); 32 bytes where that fills them (48 columns 0.96 on 2 lanes, 0.77 on 4).
+    # a copy on 4 lanes, 0.84 on 2); of 16-bit rows 32 bytes where that fills them (48 columns 0.96 on 2 lanes, 0.77 on 4).
     fewest = min(64, row_bytes // 2, 32 * pack_bytes) // pack_bytes
-    if fewest == 3 and row_bytes == 6 * pack_bytes:
+    if itemsize == 2 and fewest == 3 and row_bytes == 6 * pack_bytes:
         fewest = 2
     # Lone elements: a quarter of the row (127 columns 0.48 on 16 lanes, 0.36 on 32, 0.38 on 8).
     if problem.forward and pack_bytes == 2:
