@@ -1,6 +1,7 @@
 """python -m cupynorm [check | plan | bench | tune]: the gradient check, dispatch plans, the benchmark, tiles for this GPU.
 
-Exit codes: 0 all is well; 1 a kernel is off, failed, or became slower; 2 what was asked for is not possible, with a sentence on stderr.
+Exit codes: 0 all is well; 1 a kernel is off, failed, or became slower;
+2 what was asked for is not possible, with a sentence on stderr.
 """
 
 from __future__ import annotations

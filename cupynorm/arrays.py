@@ -112,7 +112,8 @@ class CuPyLibrary:
 
     @staticmethod
     def lie(array: Any) -> tuple | None:
-        """What a plan depends on: two arrays that lie alike differ in their address and values only. AttributeError: not CuPy's."""
+        """What a plan depends on: two arrays that lie alike differ in their address and values only.
+        AttributeError: not CuPy's."""
         if array is None:
             return None
         return array.device.id, array.dtype, array.shape, array.strides, array.data.ptr & 15

@@ -4,8 +4,9 @@
     d normalized quantised dy           x  quantised weight, transposed
     dweight      quantised dy, transposed  x  quantised normalized, transposed
 
-The normalised tensor is quantised from float32, never rounded to 16 bits before. As elsewhere x, mean and rstd wait for backward, where it
-is made and quantised again, by the same scale; save_normalized keeps its transposed 8-bit copy, 1 byte an element.
+The normalised tensor is quantised from float32, never rounded to 16 bits before. As elsewhere x, mean and rstd wait for
+backward, where it is made and quantised again, by the same scale; save_normalized keeps its transposed 8-bit copy, 1 byte an
+element.
 """
 
 from __future__ import annotations
@@ -79,7 +80,8 @@ def states_from(loaded: dict[str, tuple[Tensor, Tensor]]) -> dict[str, Scales]:
         tensors = {"forward": FORWARD, "backward": BACKWARD}.get(name)
         if tensors is None or len(scale) != len(tensors):
             raise ValueError(
-                f"the fp8 state has {name} of {len(scale)} tensors; expected forward of {len(FORWARD)} and backward of {len(BACKWARD)}"
+                f"the fp8 state has {name} of {len(scale)} tensors; expected forward of {len(FORWARD)} and backward of "
+                f"{len(BACKWARD)}"
             )
         states[name] = state = Scales((fp8.E4M3,) * len(tensors), len(amax_history), scale.device)
         state.scale, state.amax_history = scale, amax_history
@@ -191,7 +193,8 @@ class Projected(torch.autograd.Function):
                 transposed, of_transposed = made.transposed, _scale_inv_of_transposed(made)
             return fp8.multiply(
                 quantized.transposed, _scale_inv_of_transposed(quantized), transposed, of_transposed,
-                dtype if dtype in PRODUCTS else torch.float32, a_block_rows=quantized.block_rows, b_block_rows=quantized.block_rows,
+                dtype if dtype in PRODUCTS else torch.float32, a_block_rows=quantized.block_rows,
+                b_block_rows=quantized.block_rows,
             )  # fmt: skip
 
         dweights, dbiases = [None] * len(weights), [None] * len(biases)

@@ -1,7 +1,8 @@
-"""layer_norm and rms_norm with fused options: a sum of its own dtype, dropout and a scale of each row before a residual is added.
+"""layer_norm and rms_norm with fused options: a sum of its own dtype, dropout and a scale of each row before a residual is
+added.
 
-As norm.py, from which such calls come: check, plan, allocate, launch, each kind of call once. What is different: the row that is
-normalised is a sum that the kernel makes of input and residual, and backward splits its gradient between the two.
+As norm.py, from which such calls come: check, plan, allocate, launch, each kind of call once. What is different: the row that
+is normalised is a sum that the kernel makes of input and residual, and backward splits its gradient between the two.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from .strategies import Problem
 
 
 def normalize(
-    centered, input, extents, weight, bias, eps, residual, return_residual, zero_centered_weight, out_dtype, out, options, fused_options
+    centered, input, extents, weight, bias, eps, residual, return_residual, zero_centered_weight, out_dtype, out, options,
+    fused_options,
 ):  # fmt: skip
     """What layer_norm and rms_norm return."""
     if norm.is_tensor(input):
@@ -29,7 +31,8 @@ def normalize(
         )
     else:
         prepared, given = prepare_forward(
-            centered, input, extents, weight, bias, eps, residual, zero_centered_weight, out_dtype, out, options, fused_options, FOR_Y
+            centered, input, extents, weight, bias, eps, residual, zero_centered_weight, out_dtype, out, options, fused_options,
+            FOR_Y,
         )  # fmt: skip
         y, _, _, added, y1, _ = prepared.run(*given)
     # Old compilers do not know properties of a NamedTuple.
@@ -45,8 +48,8 @@ def forward(*arguments) -> FusedForward:
 
 
 def backward(
-    centered, dy, dy1, x, mean, rstd, extents, weight, zero_centered_weight, dsum, gradients, dweight_dtype, dbias_dtype, options,
-    dx_dtype, dresidual_dtype, fused_options, dbias1_dtype=None, of_y=None,
+    centered, dy, dy1, x, mean, rstd, extents, weight, zero_centered_weight, dsum, gradients, dweight_dtype, dbias_dtype,
+    options, dx_dtype, dresidual_dtype, fused_options, dbias1_dtype=None, of_y=None,
 ) -> FusedBackward:  # fmt: skip
     """What layer_norm_backward and rms_norm_backward return; arguments of prepare_backward, and dy1, the gradient of y1.
 
@@ -106,7 +109,8 @@ def _check_seed(seed: object, x: Array) -> object:
     seed = arrays.take(seed, "dropout_seed")
     if arrays.dtype_name(seed) != "int64" or math.prod(seed.shape) != 1:
         raise ValueError(
-            f"dropout_seed has shape {tuple(seed.shape)} and dtype {arrays.dtype_name(seed)}; expected one element of int64, or an int"
+            f"dropout_seed has shape {tuple(seed.shape)} and dtype {arrays.dtype_name(seed)}; expected one element of int64, "
+            "or an int"
         )
     norm._check_same_place(seed, x, "dropout_seed", "input")
     return seed
@@ -128,8 +132,9 @@ def prepare_forward(
     try:
         key = (
             lie(x), lie(weight), lie(bias), lie(residual), lie(out), lie(row_scale), isinstance(seed, int) or lie(seed),
-            lie(fused_options.weight1), lie(fused_options.bias1), _key_of(fused_options.quantization, lie), centered, extents, eps, eps.__class__, zero_centered_weight, out_dtype, options,
-            purpose, fused_options.residual_dtype, fused_options.dropout_p > 0, fused_options.round_x_hat, fused_options.memory_efficient,
+            lie(fused_options.weight1), lie(fused_options.bias1), _key_of(fused_options.quantization, lie), centered, extents,
+            eps, eps.__class__, zero_centered_weight, out_dtype, options, purpose, fused_options.residual_dtype,
+            fused_options.dropout_p > 0, fused_options.round_x_hat, fused_options.memory_efficient,
         )  # fmt: skip
         prepared = norm.fused_forwards.get(key)
     except (AttributeError, TypeError, RuntimeError):
@@ -226,8 +231,8 @@ def _check_backward(centered, x, extents, weight, bias, y_dtype, sum_dtype, opti
     weight_dtype, bias_dtype = (None if array is None else arrays.dtype_name(array) for array in (weight, bias))
     row_scale = None if fused_options.row_scale is None else arrays.dtype_name(fused_options.row_scale)
     problem = Problem(
-        "backward", centered, num_cols, sum_dtype, dy=y_dtype, dx=dtype, weight=weight_dtype, dweight=weight_dtype, dbias=bias_dtype,
-        pack_limit=pack_limit(num_cols, ()), row_scale=row_scale, dropout=fused_options.dropout_p > 0,
+        "backward", centered, num_cols, sum_dtype, dy=y_dtype, dx=dtype, weight=weight_dtype, dweight=weight_dtype,
+        dbias=bias_dtype, pack_limit=pack_limit(num_cols, ()), row_scale=row_scale, dropout=fused_options.dropout_p > 0,
     )  # fmt: skip
     choose(problem, launch.device(norm._view(x).device), options.strategy)
 
@@ -248,8 +253,8 @@ class _PreparedForward(_Forward):
     """As norm._PreparedForward."""
 
     def __init__(
-        self, centered, x, extents, weight, bias, eps, residual, zero_centered_weight, y_dtype, sum_dtype, out, options, fused_options,
-        wants_statistics,
+        self, centered, x, extents, weight, bias, eps, residual, zero_centered_weight, y_dtype, sum_dtype, out, options,
+        fused_options, wants_statistics,
     ) -> None:  # fmt: skip
         super().__init__(centered, x, extents, bias, residual, zero_centered_weight, sum_dtype, options, fused_options)
         num_dims = len(extents)
@@ -349,7 +354,8 @@ class _ReferenceForward(_Forward):
     """A forward of arrays on the host: the sum by the reference, rounded once, and the norm of that."""
 
     def __init__(
-        self, centered, x, extents, weight, bias, eps, residual, zero_centered_weight, y_dtype, sum_dtype, out, options, fused_options
+        self, centered, x, extents, weight, bias, eps, residual, zero_centered_weight, y_dtype, sum_dtype, out, options,
+        fused_options,
     ) -> None:  # fmt: skip
         super().__init__(centered, x, extents, bias, residual, zero_centered_weight, sum_dtype, options, fused_options)
         self.arguments = centered, extents, weight, bias, eps, zero_centered_weight, y_dtype, options
@@ -480,8 +486,8 @@ class _PreparedBackward:
         dweight_parameter, dbias_parameter = ((0, dtype) if dtype else None for dtype in (dweight, dbias))
         self.call = call = FusedBackwardCall(
             launch.device(view.device), centered, x_rows, dy_rows, weight_parameter, zero_centered_weight, dx_rows,
-            dweight_parameter, dbias_parameter, dsum_rows, options.of("backward"), dresidual=dresidual_rows, row_scale=row_scale,
-            drops=self.is_scaled and fused_options.dropout_p > 0,
+            dweight_parameter, dbias_parameter, dsum_rows, options.of("backward"), dresidual=dresidual_rows,
+            row_scale=row_scale, drops=self.is_scaled and fused_options.dropout_p > 0,
             of_y=None if of_y is None else OfY(y_weight, y_bias, arrays.dtype_name(rstd)),
         )  # fmt: skip
         self.kernels = [launch.load(each, view.device) for each in call.plan.launches] if any(wanted) else []

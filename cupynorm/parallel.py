@@ -1,8 +1,9 @@
 """torch: DTensors, which several ranks hold together, as arguments of the operators of torch_ops.
 
-What has a row for each row of the input lies in shards of rows, or whole on every rank. weight and bias lie whole; their gradients
-are sums over rows, so where rows lie in shards each rank has a part of the sum, which torch adds up as it does for its own
-layer_norm: at the latest where somebody reads it. Rows that are split, or that still are to be added up, torch puts together first.
+What has a row for each row of the input lies in shards of rows, or whole on every rank. weight and bias lie whole; their
+gradients are sums over rows, so where rows lie in shards each rank has a part of the sum, which torch adds up as it does for
+its own layer_norm: at the latest where somebody reads it. Rows that are split, or that still are to be added up, torch puts
+together first.
 """
 
 from __future__ import annotations
@@ -86,7 +87,8 @@ def _register_once() -> None:
 
 
 def _shardings(operator, *given) -> list[tuple[list, list]]:
-    """How an operator may be split along one dimension of a mesh: placements of its results, and of those arguments that are tensors."""
+    """How an operator may be split along one dimension of a mesh: placements of its results,
+    and of those arguments that are tensors."""
     from torch.distributed.tensor import Partial, Replicate, Shard
 
     arguments = dict(zip((argument.name for argument in operator._schema.arguments), given))

@@ -74,7 +74,8 @@ def tile_of_backward(monkeypatch: pytest.MonkeyPatch) -> Callable:
 
 @pytest.fixture
 def kernels(monkeypatch: pytest.MonkeyPatch):
-    """Makes tensors of the CPU take the way of a GPU's: planned as for an H200, the kernels run on the CPU. A list of the launches."""
+    """Makes tensors of the CPU take the way of a GPU's: planned as for an H200, the kernels run on the CPU.
+    A list of the launches."""
     import torch
 
     from cupynorm import arrays, launch, norm

@@ -1,4 +1,5 @@
-"""8-bit floats of torch beside the reference, byte for byte; recipes beside a state machine of their own; products; fp8_autocast."""
+"""8-bit floats of torch beside the reference, byte for byte; recipes beside a state machine of their own; products;
+fp8_autocast."""
 
 from __future__ import annotations
 

@@ -70,8 +70,8 @@ def full(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def assert_close(name: str, got: torch.Tensor, expected: torch.Tensor) -> None:
-    """float64 by the same mathematics in another order: fewer than 2^10 roundings of terms no larger than 2^4 times the result's
-    largest."""
+    """float64 by the same mathematics in another order: fewer than 2^10 roundings of terms no larger than 2^4 times the
+    result's largest."""
     got = full(got).detach()
     assert got.dtype == expected.dtype == torch.float64, f"{name} is of dtype {got.dtype}"
     allowed = 2.0**-53 * 2**14 * max(1.0, expected.abs().max().item())
@@ -347,8 +347,8 @@ NUM_NORMS = 5
 
 
 def step(model, x, target):
-    """The gradients, and the parameters after one step of AdamW, by name. The step changes no parameter by more than its gradient
-    changes: its slope is lr / (eps * ..) at most, which is 1."""
+    """The gradients, and the parameters after one step of AdamW, by name. The step changes no parameter by more than its
+    gradient changes: its slope is lr / (eps * ..) at most, which is 1."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, eps=0.1, weight_decay=0.1)
     functional.mse_loss(model(x), target).backward()
     of = {name: full(parameter.grad).clone() for name, parameter in model.named_parameters()}
