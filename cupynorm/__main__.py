@@ -1,6 +1,7 @@
 """python -m cupynorm [check | plan | bench | tune]: the gradient check, dispatch plans, the benchmark, tiles for this GPU.
 
-Exit codes: 0 all is well; 1 a kernel is off, failed, or became slower; 2 what was asked for is not possible, with a sentence on stderr.
+Exit codes: 0 all is well; 1 a kernel is off, failed, or became slower;
+2 what was asked for is not possible, with a sentence on stderr.
 """
 
 from __future__ import annotations
@@ -287,14 +288,20 @@ def strategy_table(device: Device) -> str:
 # bench
 
 
+def check_folders(*paths: str | Path | None) -> None:
+    """All that can be refused is, before any time is spent."""
+    for path in filter(None, paths):
+        folder = Path(path).absolute().parent
+        if not folder.is_dir():
+            raise ValueError(f"{path}: there is no folder {folder}")
+
+
 def run_bench(arguments: argparse.Namespace) -> int:
     if arguments.compare:
         comparison = bench_report.compare(*map(bench_report.read, arguments.compare))
         print(comparison)
         return 0 if comparison else 1
-    for path in filter(None, (arguments.json, arguments.plot)):  # all that can be refused is, before any time is spent
-        if not Path(path).absolute().parent.is_dir():
-            raise ValueError(f"{path}: there is no folder {Path(path).absolute().parent}")
+    check_folders(arguments.json, arguments.plot)
     if arguments.host:
         return show(
             bench_host.host(norms=arguments.norm, dtypes=arguments.dtype, peers=arguments.peers, progress=bar), arguments
@@ -353,8 +360,7 @@ def show(result: bench_host.HostResult | bench_host.FirstCallResult, arguments: 
 
 
 def run_bench_linear(arguments: argparse.Namespace) -> int:
-    if arguments.json and not Path(arguments.json).absolute().parent.is_dir():
-        raise ValueError(f"{arguments.json}: there is no folder {Path(arguments.json).absolute().parent}")
+    check_folders(arguments.json)
     result = bench_linear.bench_linear(
         bench_linear.cells(arguments.shapes, arguments.format, arguments.passes),
         runs=arguments.runs,
@@ -374,8 +380,7 @@ def run_bench_linear(arguments: argparse.Namespace) -> int:
 
 def tune(arguments: argparse.Namespace) -> int:
     output = Path(arguments.output)
-    if not output.absolute().parent.is_dir():
-        raise ValueError(f"{output}: there is no folder {output.absolute().parent}")
+    check_folders(output)
     todo = bench_cells.cells(
         arguments.norm,
         arguments.dtype,

@@ -112,7 +112,8 @@ class CuPyLibrary:
 
     @staticmethod
     def lie(array: Any) -> tuple | None:
-        """What a plan depends on: two arrays that lie alike differ in their address and values only. AttributeError: not CuPy's."""
+        """What a plan depends on: two arrays that lie alike differ in their address and values only.
+        AttributeError: not CuPy's."""
         if array is None:
             return None
         return array.device.id, array.dtype, array.shape, array.strides, array.data.ptr & 15
@@ -216,11 +217,12 @@ def on_host(array: Any) -> bool:
 def take(array: Any, name: str) -> object:
     """The array itself if CuPy, torch or NumPy owns it, else a CuPy array that shares its memory through DLPack.
 
-    TypeError: not an array, or a torch tensor of a device that is neither a CPU nor CUDA.
+    TypeError: not an array, or a torch tensor that is sparse or of a device that is neither a CPU nor CUDA.
     """
     if is_torch(array):
         if array.device.type not in ("cpu", "cuda"):
             raise TypeError(f"{name} is a torch tensor on {array.device}; expected one on the CPU or on a CUDA device")
+        _check_dense(array, name)
         return array
     if isinstance(array, np.ndarray) or is_cupy(array):
         return array
@@ -229,10 +231,19 @@ def take(array: Any, name: str) -> object:
     raise TypeError(f"{name} is a {type(array).__name__}; expected a CuPy, torch or NumPy array, or an object with __dlpack__")
 
 
+def _check_dense(tensor: Any, name: str) -> None:
+    if tensor.layout is not sys.modules["torch"].strided:
+        layout = str(tensor.layout).removeprefix("torch.")
+        raise TypeError(f"{name} is a torch tensor of layout {layout}; expected a dense (strided) tensor")
+
+
 def check_addresses(**given: Any) -> None:
-    """TypeError: a torch tensor whose elements torch keeps elsewhere (DTensor), or nowhere (FakeTensor)."""
+    """TypeError: a torch tensor that is sparse, or whose elements torch keeps elsewhere (DTensor), or nowhere (FakeTensor)."""
     for name, array in given.items():
-        if is_torch(array) and array.numel() and not array.data_ptr():
+        if not is_torch(array):
+            continue
+        _check_dense(array, name)  # data_ptr would find worse words
+        if array.numel() and not array.data_ptr():
             raise TypeError(
                 f"{name} is a {type(array).__name__}, which has no address; expected a tensor with memory of its own"
             )

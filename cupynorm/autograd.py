@@ -1,4 +1,5 @@
-"""torch: layer_norm and rms_norm of tensors, on CUDA by the kernels and on the CPU by the reference, in the way that torch asks for:
+"""torch: layer_norm and rms_norm of tensors, on CUDA by the kernels and on the CPU by the reference,
+in the way that torch asks for:
 
 - eager: called directly, and recorded by `_Norm` where a gradient is wanted.
 - traced, by torch.compile, torch.export, a dispatch mode or a tensor subclass: by the operators of torch_ops.
@@ -25,7 +26,8 @@ _is_cuda_autocast = torch.is_autocast_enabled  # with "cuda" as its argument it 
 _is_compiling = torch.compiler.is_dynamo_compiling
 _num_dispatch_modes = torch._C._len_torch_dispatch_stack
 _is_transformed = torch._C._are_functorch_transforms_active
-# Whether the compiler knows the answer to that: torch 2.4's does not, and then takes a transform inside what it compiles for none.
+# Whether the compiler knows the answer to that: torch 2.4's does not, and then takes a transform inside what it compiles for
+# none.
 _compiler_sees_transforms = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 11)
 _is_mapped = torch._C._functorch.is_legacy_batchedtensor  # by is_grads_batched=True
 
@@ -110,9 +112,10 @@ def _traced(centered, input, extents, weight, bias, eps, residual, zero_centered
 def _transformed(centered, input, extents, weight, bias, eps, residual, zero_centered_weight, out_dtype, options):
     """x_hat by the kernels, the affine part and all derivatives by torch; in forward mode and compiled all of it by torch.
 
-    torch.func.vmap is one launch over more rows, whatever it maps over. All is computed in float32 (float64 for float64) as in the
-    kernels but in another order: y may differ by float32's rounding, before that to its own dtype. torch follows no autograd
-    function through two nested tangents or the compiler, and gives wrong second derivatives or none, so there x_hat is torch's too.
+    torch.func.vmap is one launch over more rows, whatever it maps over. All is computed in float32 (float64 for float64) as in
+    the kernels but in another order: y may differ by float32's rounding, before that to its own dtype. torch follows no
+    autograd function through two nested tangents or the compiler, and gives wrong second derivatives or none, so there x_hat is
+    torch's too.
     """
     input, weight, bias, residual, eps, y_dtype = norm.check_forward(
         centered, input, extents, weight, bias, eps, residual, out_dtype
@@ -177,11 +180,14 @@ def _gradients(ctx, dy, dsum, x, mean, rstd, weight):
     """dx, dweight, dbias: those that ctx asks for."""
     forward = ctx.prepared
     # What was saved may lie otherwise now: torch lets hooks pack and unpack it.
-    key = (
-        _lie(dy), _lie(dsum), _lie(x), _lie(weight), mean is None or mean.is_contiguous(), rstd.is_contiguous(),
-        ctx.needs_input_grad,
-    )  # fmt: skip
-    prepared = forward.backwards.get(key)
+    try:
+        key = (
+            _lie(dy), _lie(dsum), _lie(x), _lie(weight), mean is None or mean.is_contiguous(), rstd.is_contiguous(),
+            ctx.needs_input_grad,
+        )  # fmt: skip
+        prepared = forward.backwards.get(key)
+    except RuntimeError:  # a sparse dy: the checks find words for it
+        key = prepared = None
     if prepared is None:
         prepared, _ = norm.prepare_backward(
             forward.centered, dy, x, mean, rstd, forward.extents, weight, forward.zero_centered_weight, dsum,
@@ -227,13 +233,18 @@ def normalize_fused(
     arguments = (centered, input, extents, weight, bias, eps, residual, zero_centered_weight, out_dtype)
     if fused_options.quantization is not None and not compiling and (_num_dispatch_modes() or _is_wrapped(*tensors)):
         raise NotImplementedError(
-            f"out_dtype is {fused_options.quantization.dtype} in a call that torch traces or of tensors of a class of their own; expected "
-            "plain tensors"
+            f"out_dtype is {fused_options.quantization.dtype} in a call that torch traces or of tensors of a class of their "
+            "own; expected plain tensors"
         )
     if fused_options.quantization is not None and compiling:
         # A QuantizedTensor is no tensor: the compiler calls what makes it, and does not look inside.
         return torch.compiler.disable(normalize_fused)(*arguments, out, options, fused_options)
     if compiling or _num_dispatch_modes() or _is_wrapped(*tensors):
+        if _is_wrapped(*tensors):
+            parallel.refuse(
+                _OPTIONS, input=input, weight=weight, bias=bias, residual=residual, row_scale=fused_options.row_scale,
+                weight1=fused_options.weight1, bias1=fused_options.bias1,
+            )  # fmt: skip
         if out is not None:
             raise ValueError("out was given to a call that torch traces or transforms; expected out=None")
         if not compiling:
@@ -300,7 +311,8 @@ class _FusedNorm(torch.autograd.Function):
             return (None,) * 9
         if _is_transformed() or _is_mapped(given) or forward_ad._current_level >= 0:
             raise NotImplementedError(
-                f"the gradient of a call with {_OPTIONS} was asked for in a batch or in forward mode; expected one gradient at a time"
+                f"the gradient of a call with {_OPTIONS} was asked for in a batch or in forward mode; expected one gradient at "
+                "a time"
             )
         if dy is None and dy1 is None:
             dy = torch.zeros_like(x)
@@ -311,8 +323,9 @@ class _FusedNorm(torch.autograd.Function):
         gradients = torch_ops.fused_gradients if torch.is_grad_enabled() else fused.backward  # create_graph=True
         made = gradients(
             forward.centered, dy, dy1, x, mean, rstd, forward.extents, weight, forward.zero_centered_weight, dsum,
-            tuple(name for name in norm.FusedBackward._fields if wants[name]), None, forward.bias_dtype, forward.backward_options,
-            forward.dtype, forward.residual_dtype, FusedOptions(None, row_scale, p, int_seed if seed is None else seed, weight1),
-            forward.bias1_dtype, (weight, bias) if ctx.memory_efficient else None,
+            tuple(name for name in norm.FusedBackward._fields if wants[name]), None, forward.bias_dtype,
+            forward.backward_options, forward.dtype, forward.residual_dtype,
+            FusedOptions(None, row_scale, p, int_seed if seed is None else seed, weight1), forward.bias1_dtype,
+            (weight, bias) if ctx.memory_efficient else None,
         )  # fmt: skip
         return *(getattr(made, name) for name in torch_ops.GRADIENTS), None, None, None

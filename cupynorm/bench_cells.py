@@ -137,7 +137,8 @@ def cells(
     """All cells, in the order in which they are shown: every combination, or with models their shapes in place of norms, cols
     and rows.
 
-    elements: of x; num_rows = elements // num_cols, by default of 512 MiB of x. rows: num_rows themselves, in place of elements.
+    elements: of x; num_rows = elements // num_cols, by default of 512 MiB of x.
+    rows: num_rows themselves, in place of elements.
     options: weight_dtype, out_dtype, residual, zero_centered of a Cell.
     Raises ValueError for what is not known or is no shape.
     """

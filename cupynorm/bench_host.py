@@ -215,7 +215,8 @@ class FirstCallResult:
 def first_call(cols: Sequence[int] = (4096, 1024)) -> FirstCallResult:
     """Time the first calls of two fresh processes, bfloat16 rows of these widths, the second with what the first one cached.
 
-    Returns a FirstCallResult. Raises ValueError without a GPU, MissingLibraryError without CuPy, RuntimeError if a process fails.
+    Returns a FirstCallResult. Raises ValueError without a GPU, MissingLibraryError without CuPy,
+    RuntimeError if a process fails.
     """
     nvrtc.cupy()
     if not gradient_check.has_gpu():

@@ -1,12 +1,14 @@
-"""The benchmark of a norm and the linear layer after it: LayerNormLinear beside torch, torch.compile, TransformerEngine and the product alone.
+"""The benchmark of a norm and the linear layer after it: LayerNormLinear beside torch, torch.compile,
+TransformerEngine and the product alone.
 
-gemm      the linear layer alone, on an input that is normalised already (in fp8: quantised already): no design that calls a library
-          for its product is faster
-copy      a device-to-device copy of the bytes that the norm must move: forward reads x and writes the normalised tensor, forward and
-          backward together read x twice and two gradients once, and write three
+gemm      the linear layer alone, on an input that is normalised already (in fp8: quantised already): no design that calls a
+          library for its product is faster
+copy      a device-to-device copy of the bytes that the norm must move: forward reads x and writes the normalised tensor,
+          forward and backward together read x twice and two gradients once, and write three
 target    gemm + copy / 0.97
 time      as in cupynorm.bench: kernel time by CUDA events behind a flush of the L2 cache, the contestants in turns
-held      what is allocated between forward and backward, beyond what was before and y; peak: the most in between, gradients included
+held      what is allocated between forward and backward, beyond what was before and y; peak: the most in between,
+          gradients included
 correct   sampled rows of y beside float64, relative to their norm
 """
 
@@ -76,7 +78,8 @@ class Inputs(NamedTuple):
 
 
 class Contestant(NamedTuple):
-    """formats: in which it runs. make(cell, inputs): forward(), which returns y; and what y is differentiated for. needs: a module."""
+    """formats: in which it runs. make(cell, inputs): forward(), which returns y; and what y is differentiated for.
+    needs: a module."""
 
     formats: tuple[str, ...]
     make: Callable[[LinearCell, Inputs], tuple[Callable[[], Any], Sequence[Any]]]
@@ -291,7 +294,8 @@ def memory_of(cell: LinearCell, inputs: Inputs, contestant: Contestant) -> tuple
 
 @dataclass(frozen=True)
 class LinearMeasurement:
-    """One cell. microseconds: samples by name, COPY among them. errors: by name. memory: name -> (held, peak). faults: in words."""
+    """One cell. microseconds: samples by name, COPY among them. errors: by name. memory: name -> (held, peak).
+    faults: in words."""
 
     cell: LinearCell
     microseconds: dict[str, list[float]]
@@ -402,7 +406,8 @@ def bench_linear(
     progress: Callable[..., Iterable] | None = None,
     command: str = "cupynorm.bench_linear.bench_linear()",
 ) -> LinearResult:
-    """Measure todo (by default all of `cells()`) on the current GPU. contestants: names of CONTESTANTS, by default all that can run.
+    """Measure todo (by default all of `cells()`) on the current GPU.
+    contestants: names of CONTESTANTS, by default all that can run.
 
     Returns a LinearResult. Raises ValueError without a GPU or for what is not known, MissingLibraryError without CuPy.
     """

@@ -1,4 +1,5 @@
-"""What was measured, and how it is shown: tables, the README's table, JSON, a plot, and one run against another. No GPU needed."""
+"""What was measured, and how it is shown: tables, the README's table, JSON, a plot, and one run against another.
+No GPU needed."""
 
 from __future__ import annotations
 
@@ -377,7 +378,8 @@ class Comparison:
         if changed:
             rows = [["verdict", "share before", "after", "change", "more than", "cell"]]
             rows += [
-                [each.verdict, f"{each.before:.3f}", f"{each.after:.3f}", f"{each.relative:+.1%}", f"{each.margin:.1%}", str(each.cell)]
+                [each.verdict, f"{each.before:.3f}", f"{each.after:.3f}", f"{each.relative:+.1%}", f"{each.margin:.1%}",
+                 str(each.cell)]
                 for each in changed
             ]  # fmt: skip
             lines += [*aligned(rows), ""]

@@ -156,7 +156,8 @@ class ForwardCall:
         self.sum_stride = sum.row_stride if sum else 0
         self.y1_stride = y1.row_stride if y1 else None
         self.rule = () if quantization is None else (
-            problem.num_scales, struct.unpack("I", struct.pack("f", quantization.smallest_amax))[0], int(quantization.power_of_two)
+            problem.num_scales, struct.unpack("I", struct.pack("f", quantization.smallest_amax))[0],
+            int(quantization.power_of_two)
         )  # fmt: skip
         self.tail = (x.num_rows, x.num_cols, float(eps))
 
@@ -174,8 +175,8 @@ class FusedForwardCall(ForwardCall):
     """A forward with fused options: the words of what a plain one lacks come in their places."""
 
     def words(
-        self, x: int, y: int, weight: int, bias: int, mean: int, rstd: int, residual: int, sum: int, row_scale: int, dropout: Dropout,
-        y1: int, weight1: int, bias1: int, scale: int = 0, scale_inv: int = 0, amax: int = 0,
+        self, x: int, y: int, weight: int, bias: int, mean: int, rstd: int, residual: int, sum: int, row_scale: int,
+        dropout: Dropout, y1: int, weight1: int, bias1: int, scale: int = 0, scale_inv: int = 0, amax: int = 0,
     ) -> tuple:  # fmt: skip
         load = (x, self.x_stride)
         if self.has_own_sum or self.residual_stride is not None:
@@ -207,8 +208,8 @@ class QuantizeCall:
         self.x_stride, self.num_rows, self.num_cols = x.row_stride, x.num_rows, x.num_cols
 
     def words(
-        self, x: int, data: int, transposed: int, scale: int = 0, scale_inv: int = 0, amax: int = 0, weight: int = 0, bias: int = 0,
-        mean: int = 0, rstd: int = 0,
+        self, x: int, data: int, transposed: int, scale: int = 0, scale_inv: int = 0, amax: int = 0, weight: int = 0,
+        bias: int = 0, mean: int = 0, rstd: int = 0,
     ) -> tuple:  # fmt: skip
         """struct Quantize of quantize.cu."""
         source = (x, self.x_stride)
@@ -231,7 +232,9 @@ class BackwardCall:
             "backward", centered, x.num_cols, held, weight=weight[1] if weight else None, zero_centered=bool(zero_centered),
             dy=dy.dtype, dx=dx.dtype if dx else None, dweight=dweight[1] if dweight else None,
             dbias=dbias[1] if dbias else None, dsum=dsum.dtype if dsum else None,
-            pack_limit=pack_limit(x.num_cols, _layouts((x, dy, dx, dsum, dresidual), (weight, dweight, dbias, y_weight, y_bias))),
+            pack_limit=pack_limit(
+                x.num_cols, _layouts((x, dy, dx, dsum, dresidual), (weight, dweight, dbias, y_weight, y_bias))
+            ),
             y=x.dtype if of_y else None, y_weight=y_weight[1] if y_weight else None, y_bias=y_bias[1] if y_bias else None,
             dresidual=dresidual.dtype if dresidual else None, row_scale=row_scale[1] if row_scale else None, dropout=drops,
         )  # fmt: skip
@@ -263,8 +266,8 @@ class BackwardCall:
         if self.goes_by_rows:
             # dx, ..: struct Store without parameters, or struct AddStore
             words.append((
-                x, self.x_stride, dy, self.dy_stride, weight, dx, self.dx_stride, dsum if self.has_dsum else 0, self.dsum_stride,
-                mean, rstd, dweight_partials, dbias_partials, self.num_rows, self.num_cols,
+                x, self.x_stride, dy, self.dy_stride, weight, dx, self.dx_stride, dsum if self.has_dsum else 0,
+                self.dsum_stride, mean, rstd, dweight_partials, dbias_partials, self.num_rows, self.num_cols,
             ))  # fmt: skip
         if self.sums_up and self.partials_shape is None:
             words.append((x, self.x_stride, dy, self.dy_stride, mean, rstd, dweight, dbias, self.num_rows, self.num_cols))
@@ -296,9 +299,9 @@ class FusedBackwardCall(BackwardCall):
 def run_forward(
     machine: Machine, centered: bool, x: Rows, y: Rows, weight: Parameter | None, bias: Parameter | None, mean: int, rstd: int,
     eps: float, zero_centered: bool = False, residual: Rows | None = None, sum: Rows | None = None, options: Options = DEFAULTS,
-    *, row_scale: Parameter | None = None, dropout: Dropout = NO_DROPOUT, y1: Rows | None = None, weight1: Parameter | None = None,
-    bias1: Parameter | None = None, round_x_hat: bool = False, quantization: Quantization | None = None,
-    of_scales: tuple[int, int, int] = (0, 0, 0),
+    *, row_scale: Parameter | None = None, dropout: Dropout = NO_DROPOUT, y1: Rows | None = None,
+    weight1: Parameter | None = None, bias1: Parameter | None = None, round_x_hat: bool = False,
+    quantization: Quantization | None = None, of_scales: tuple[int, int, int] = (0, 0, 0),
 ) -> Plan:  # fmt: skip
     """Plans and launches a forward on arrays that are checked and allocated; mean and rstd are addresses, 0 if not wanted.
 
@@ -321,7 +324,8 @@ def run_forward(
 def run_backward(
     machine: Machine, centered: bool, x: Rows, dy: Rows, mean: int, rstd: int, weight: Parameter | None, zero_centered: bool,
     dx: Rows | None, dweight: Parameter | None, dbias: Parameter | None, dsum: Rows | None = None, options: Options = DEFAULTS,
-    *, dresidual: Rows | None = None, row_scale: Parameter | None = None, dropout: Dropout = NO_DROPOUT, of_y: OfY | None = None,
+    *, dresidual: Rows | None = None, row_scale: Parameter | None = None, dropout: Dropout = NO_DROPOUT,
+    of_y: OfY | None = None,
 ) -> Plan:  # fmt: skip
     """Plans and launches a backward on arrays that are checked and allocated; None for a gradient that is not wanted."""
     call = FusedBackwardCall(
@@ -332,7 +336,8 @@ def run_backward(
     words = call.words(
         x.pointer, dy.pointer, weight[0] if weight else 0, dx.pointer if dx else 0, mean, rstd, dweight[0] if dweight else 0,
         dbias[0] if dbias else 0, dsum.pointer if dsum else 0, address, dresidual.pointer if dresidual else 0,
-        row_scale[0] if row_scale else 0, dropout, *(parameter[0] if parameter else 0 for parameter in (of_y or (None, None))[:2]),
+        row_scale[0] if row_scale else 0, dropout,
+        *(parameter[0] if parameter else 0 for parameter in (of_y or (None, None))[:2]),
     )  # fmt: skip
     for launch, launch_words in zip(call.plan.launches, words):
         machine.launch(launch, launch_words)

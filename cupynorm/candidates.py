@@ -1,7 +1,8 @@
-"""Which tiles are worth measuring for a problem on a device: a few dozen of all that dispatch accepts. Pure Python, no GPU needed.
+"""Which tiles are worth measuring for a problem on a device: a few dozen of all that dispatch accepts.
+Pure Python, no GPU needed.
 
-The grid is that of threads, packs of a thread, rows, blocks, clusters and stages. Dispatch's own estimates bound it: of registers, of
-shared memory, and of how busy a tile keeps a multiprocessor.
+The grid is that of threads, packs of a thread, rows, blocks, clusters and stages. Dispatch's own estimates bound it: of
+registers, of shared memory, and of how busy a tile keeps a multiprocessor.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ _PROMISE = 0.6  # of the best of its kind, where there are too many: the estimat
 
 
 def candidates(problem: Problem, device: Device) -> list[Choice]:
-    """The tiles that are worth measuring, a few dozen; the first is what dispatch chooses. Pure: for any device, without a GPU."""
+    """The tiles that are worth measuring, a few dozen; the first is what dispatch chooses.
+    Pure: for any device, without a GPU."""
     default = dispatch.choose(problem, device)
     tiles_of = [_in_registers, _in_rings] + [_elsewhere] * (default.tile.packs_per_thread == 0)
     kinds: dict[tuple, list[Choice]] = {}
@@ -46,7 +48,8 @@ def candidates(problem: Problem, device: Device) -> list[Choice]:
 
 
 def _shapes(problem: Problem, device: Device) -> Iterator[tuple[str, Tile]]:
-    """Tiles as wide as the row, or a cluster's share of it, and not much wider. Of equal packs_per_thread the one with fewest threads."""
+    """Tiles as wide as the row, or a cluster's share of it, and not much wider.
+    Of equal packs_per_thread the one with fewest threads."""
     pack_size = problem.widest_pack
     for cluster_size in (1, *(size for size, _ in device.clusters)):
         num_cols = strategies.cols_of_slice(problem, pack_size, cluster_size)

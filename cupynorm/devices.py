@@ -64,7 +64,8 @@ DEVICES = {
 def device_like(
     name: str, compute_capability: int, num_sms: int, smem_per_block: int, smem_per_sm: int, threads_per_sm: int
 ) -> Device:
-    """The Device of a GPU that is present, from what its driver says; numbers only measured come from its namesake in DEVICES."""
+    """The Device of a GPU that is present, from what its driver says;
+    numbers only measured come from its namesake in DEVICES."""
     known = next((device for key, device in DEVICES.items() if key in name and device.num_sms == num_sms), None)
     if known is not None:
         return known

@@ -1,4 +1,5 @@
-"""Which kernel, tile and grid a problem gets: plans made from the table STRATEGIES of cupynorm.strategies. Pure Python, no GPU needed.
+"""Which kernel, tile and grid a problem gets: plans made from the table STRATEGIES of cupynorm.strategies.
+Pure Python, no GPU needed.
 
 The table is read from top to bottom: the first strategy wins that is wide enough for the row and knows none that is faster; the
 last takes any row.
@@ -177,8 +178,8 @@ def _check_tile(problem: Problem, strategy: str, tile: Tile, device: Device) -> 
         )
     if in_registers and tile.cols - tile.pack_size * tile.threads_per_row >= max(num_cols, 1):
         raise ValueError(
-            f"tile has packs_per_thread {tile.packs_per_thread}; the last pack of every thread lies beyond the {num_cols} columns of "
-            "its block, use fewer"
+            f"tile has packs_per_thread {tile.packs_per_thread}; the last pack of every thread lies beyond the {num_cols} "
+            "columns of its block, use fewer"
         )
     if tile.exact not in (0, 1) or (tile.exact and not (in_registers and tile.cols * tile.cluster_size == problem.num_cols)):
         raise ValueError(
@@ -197,8 +198,8 @@ def _check_tile(problem: Problem, strategy: str, tile: Tile, device: Device) -> 
         )
     if tile.stages and (tile.stages < 2 or not tile.packs_per_thread or strategy not in ("block", "cluster")):
         raise ValueError(
-            f"tile has stages {tile.stages} and packs_per_thread {tile.packs_per_thread}; a ring has 2 or more stages and 1 or more packs, "
-            "and belongs to strategy 'block' or 'cluster'"
+            f"tile has stages {tile.stages} and packs_per_thread {tile.packs_per_thread}; a ring has 2 or more stages and 1 or "
+            "more packs, and belongs to strategy 'block' or 'cluster'"
         )
     if tile.stages and not can_ring(replace(problem, pack_limit=tile.pack_size), device):
         raise ValueError(
@@ -214,8 +215,9 @@ def quantize_launch(
     num_rows: int, num_cols: int, x: str, y: str, pack_limit: int, *, centered: bool | None = None, weight: str | None = None,
     bias: str | None = None, zero_centered: bool = False, rounded: str | None = None,
 ) -> Launch:  # fmt: skip
-    """The kernel that makes 8-bit floats of dtype y of a matrix, and transposes them. x: its dtype, or y where they are only transposed.
-    centered: None, or which norm's y of x is meant."""
+    """The kernel that makes 8-bit floats of dtype y of a matrix, and transposes them.
+
+    x: its dtype, or y where they are only transposed. centered: None, or which norm's y of x is meant."""
     source = f"BytesSource<{_cpp(y)}>" if x == y else f"ScaledSource<{_cpp(x)}, {_cpp(y)}>"
     if centered is not None:
         types = (
@@ -286,7 +288,8 @@ def choose(
         kernel = _kernel(problem, strategy, tile, statistics)
     parameters_tile, parameters_kernel = (None, None) if problem.forward else _parameters_kernel(problem, strategy)
     return Choice(
-        strategy, tile, statistics, kernel, smem_bytes, max(1, resident), parameters_tile, parameters_kernel, reason, amax_kernel
+        strategy, tile, statistics, kernel, smem_bytes, max(1, resident), parameters_tile, parameters_kernel, reason,
+        amax_kernel,
     )  # fmt: skip
 
 
@@ -369,8 +372,8 @@ def grid_size(choice: Choice, problem: Problem, device: Device, num_rows: int, s
         left = clusters - ceil_div(sm_margin * clusters, device.num_sms)
         if left < 1:
             raise ValueError(
-                f"sm_margin is {sm_margin}; it leaves {device.num_sms - sm_margin} multiprocessors of {device.name}, too few for a "
-                f"cluster of {tile.cluster_size}"
+                f"sm_margin is {sm_margin}; it leaves {device.num_sms - sm_margin} multiprocessors of {device.name}, too few "
+                f"for a cluster of {tile.cluster_size}"
             )
         resident = left * choice.resident
     else:
@@ -399,7 +402,8 @@ def make_plan(
     choice = choose(problem, device, strategy, tile, statistics)
     if not 0 <= sm_margin < device.num_sms:
         raise ValueError(
-            f"sm_margin is {sm_margin}; {device.name} has {device.num_sms} multiprocessors, so 0 to {device.num_sms - 1} can be left free"
+            f"sm_margin is {sm_margin}; {device.name} has {device.num_sms} multiprocessors, so 0 to {device.num_sms - 1} can "
+            "be left free"
         )
     launches = []
     num_partials = 0
@@ -432,7 +436,8 @@ def make_plan(
         if sm_margin:
             grid = min(grid, (device.num_sms - sm_margin) * parameters.blocks_per_sm)
         smem_bytes = smem_bytes_of(problem, parameters, "parameters")
-        # Its blocks are in place when the partial sums are written (H200, bf16: 8192 x 128 10.3 to 9.2 us, 512 x 4096 14.9 to 14.0).
+        # Its blocks are in place when the partial sums are written (H200, bf16: 8192 x 128 10.3 to 9.2 us, 512 x 4096 14.9 to
+        # 14.0).
         overlaps = num_partials > 0 and device.compute_capability >= 90
         launches.append(
             Launch(choice.parameters_kernel, parameters, grid, parameters.block_size, smem_bytes, overlaps=overlaps)
@@ -496,8 +501,9 @@ def plan(
     """Which kernel, tile and grid a problem gets, the bytes it moves, and why. Prints as a short table. Needs no GPU.
 
     num_cols, num_rows: the problem. dtype: of x; weight_dtype and bias_dtype are the same unless given, None if absent;
-    out_dtype: of y; where it is a float of 8 bits, scale: "given", or "tensor", "row", "block" or "mx" as in layer_norm. norm: "layer_norm" or "rms_norm". direction: "forward", or "backward" with all three gradients. device: a
-    name of cupynorm.DEVICES or a Device; None is the current GPU. alignment: bytes that every base address is a multiple of.
+    out_dtype: of y; where it is a float of 8 bits, scale: "given", or "tensor", "row", "block" or "mx" as in layer_norm. norm:
+    "layer_norm" or "rms_norm". direction: "forward", or "backward" with all three gradients. device: a name of cupynorm.DEVICES
+    or a Device; None is the current GPU. alignment: bytes that every base address is a multiple of.
     strategy, tile, statistics, sm_margin: as in layer_norm.
     Returns a Plan. Raises ValueError for unknown names and for what does not fit.
     """
@@ -531,7 +537,8 @@ def plan(
         tensors = {"dy": y, "dx": dtype, "dweight": weight, "dbias": bias}
     limit = pack_limit(num_cols, [(alignment, 0, ELEMENTS[name].itemsize) for name in filter(None, (dtype, y, weight, bias))])
     problem = Problem(
-        direction, norm == "layer_norm", num_cols, dtype, weight=weight, zero_centered=zero_centered_weight, pack_limit=limit, **tensors
+        direction, norm == "layer_norm", num_cols, dtype, weight=weight, zero_centered=zero_centered_weight, pack_limit=limit,
+        **tensors,
     )  # fmt: skip
     return make_plan(problem, device, num_rows, strategy=strategy, tile=tile, statistics=statistics, sm_margin=sm_margin)
 

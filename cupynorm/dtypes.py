@@ -1,4 +1,5 @@
-"""The element types of x, y, weight and bias, and those of 8 bits that y may have: tables, and exact conversion from and to float64 on the host.
+"""The element types of x, y, weight and bias, and those of 8 bits that y may have: tables,
+and exact conversion from and to float64 on the host.
 
 NumPy has no bfloat16 of its own: on the host its values travel as uint16 bit patterns (`encode`, `decode`).
 """

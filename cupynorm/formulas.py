@@ -1,7 +1,7 @@
 """torch: layer_norm, rms_norm and their derivatives as formulas of torch operations, where no kernel can stand.
 
-A kernel is opaque to torch: what differentiates a gradient, pushes tangents forward or maps over a dimension needs operations that
-torch knows. With avg(t) = sum(t) / num_cols over a row, x_hat = (x - mean) * rstd has the symmetric Jacobian J (derived in
+A kernel is opaque to torch: what differentiates a gradient, pushes tangents forward or maps over a dimension needs operations
+that torch knows. With avg(t) = sum(t) / num_cols over a row, x_hat = (x - mean) * rstd has the symmetric Jacobian J (derived in
 cupynorm.reference.layer_norm; rms_norm has neither mean nor avg(t)):
 
     J t     = rstd * (t - avg(t) - x_hat * avg(t * x_hat))

@@ -1,4 +1,5 @@
-"""torch: 8-bit floats. Recipes, which say where scales come from; fp8_autocast, in which they hold; quantised tensors and their product.
+"""torch: 8-bit floats. Recipes, which say where scales come from; fp8_autocast, in which they hold;
+quantised tensors and their product.
 
 All of it is operations on the device, and nothing waits for a value: a step can be captured in a CUDA graph. To the bit what
 cupynorm.reference.fp8 gives for float32 values (NaN may keep its sign).
@@ -14,6 +15,8 @@ from __future__ import annotations
 import contextlib
 import enum
 import json
+import math
+import numbers
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -51,9 +54,9 @@ class DelayedScaling:
     """Scales from the amaxes of former steps: no tensor is read twice. TransformerEngine's arguments and formulas.
 
     margin: the largest value maps to largest / 2^margin. fp8_format: a Format. amax_history_len: steps that are remembered.
-    amax_compute_algo: "max" of them, the "most_recent", or a callable of the history [len, num_tensors], whose first row is this step's,
-    that returns [num_tensors]. scaling_factor_compute_algo: None, or a callable (amax, scale, fp8_max, recipe) -> scale of tensors
-    [num_tensors]. reduce_amax: take the largest amax of all ranks of the group where torch.distributed runs.
+    amax_compute_algo: "max" of them, the "most_recent", or a callable of the history [len, num_tensors], whose first row is
+    this step's, that returns [num_tensors]. scaling_factor_compute_algo: None, or a callable (amax, scale, fp8_max, recipe) ->
+    scale of tensors [num_tensors]. reduce_amax: take the largest amax of all ranks of the group where torch.distributed runs.
 
     After each step scale = largest / 2^margin / amax. An amax of 0, infinity or NaN leaves it as it was; beyond float32 it is
     float32's largest. A tensor whose amax of this step is 0 was not used: neither its scale nor its history changes.
@@ -69,6 +72,11 @@ class DelayedScaling:
 
     def __post_init__(self) -> None:
         _check_format(self)
+        margin = self.margin
+        if isinstance(margin, bool) or not isinstance(margin, numbers.Real) or not math.isfinite(margin):
+            raise TypeError(f"margin is {margin!r}; expected a finite number")
+        if isinstance(self.amax_history_len, bool) or not isinstance(self.amax_history_len, numbers.Integral):
+            raise TypeError(f"amax_history_len is {self.amax_history_len!r}; expected an int, 1 or more")
         if self.amax_history_len < 1:
             raise ValueError(f"amax_history_len is {self.amax_history_len}; expected 1 or more")
         if not callable(self.amax_compute_algo) and self.amax_compute_algo not in ("max", "most_recent"):
@@ -175,7 +183,8 @@ def quantize_rows(x: Tensor, dtype: torch.dtype, *, power_of_two: bool = False) 
 def quantize_blocks(
     x: Tensor, dtype: torch.dtype, *, block_rows: int = 1, power_of_two: bool = True, transpose: bool = False
 ) -> QuantizedTensor:
-    """A matrix by a scale for each block of block_rows x 128. transpose: also along its columns (the same blocks, if they are square)."""
+    """A matrix by a scale for each block of block_rows x 128.
+    transpose: also along its columns (the same blocks, if they are square)."""
     data, scale_inv = _quantize_blocks(x, dtype, block_rows, power_of_two)
     transposed = of_transposed = None
     if transpose and block_rows == BLOCK_SIZE:
@@ -243,9 +252,9 @@ def multiply(
 ) -> Tensor:  # fmt: skip
     """a b^T + bias of float8 a [num_rows, depth] and b [num_cols, depth], in out_dtype, added in float32. Any extents.
 
-    On a GPU by torch._scaled_mm, which takes multiples of 16: zeros are added. fast: let it add up in the tensor cores' own precision.
-    On the CPU, and for blocks, the values are multiplied in float32: those of blocks on a GPU as bfloat16, which holds an 8-bit float
-    times a power of two exactly.
+    On a GPU by torch._scaled_mm, which takes multiples of 16: zeros are added. fast: let it add up in the tensor cores' own
+    precision. On the CPU, and for blocks, the values are multiplied in float32: those of blocks on a GPU as bfloat16, which
+    holds an 8-bit float times a power of two exactly.
     """
     if a.is_cuda and a_block_rows is None and a.numel() and b.numel():
         return _by_scaled_mm(a, a_scale_inv, b, b_scale_inv, out_dtype, bias, fast)
@@ -356,13 +365,15 @@ def pack(states: dict[str, Scales]) -> Tensor:
 
 
 def unpack(packed: Any) -> dict[str, tuple[Tensor, Tensor]]:
-    """name -> (scale, amax_history) of what `pack` made. Nothing is unpickled: what is not of `pack` is left out, with a warning."""
+    """name -> (scale, amax_history) of what `pack` made. Nothing is unpickled: what is not of `pack` is left out,
+    with a warning."""
     if packed is None or (isinstance(packed, Tensor) and not packed.numel()):
         return {}
     raw = bytes(packed.cpu().numpy()) if isinstance(packed, Tensor) and packed.dtype == torch.uint8 else b""
     if not raw.startswith(_MAGIC):
         warnings.warn(
-            "the fp8 state in a state dict is not cupynorm's (a pickle of another library, which is not opened): scales start at 1",
+            "the fp8 state in a state dict is not cupynorm's (a pickle of another library, which is not opened): scales start "
+            "at 1",
             stacklevel=2,
         )
         return {}
@@ -402,10 +413,10 @@ def fp8_autocast(enabled: bool = True, recipe: Recipe | None = None, group: Any 
     enabled: False switches an outer region off. recipe: DelayedScaling (by default), CurrentScaling or BlockScaling. group: the
     torch.distributed group over which DelayedScaling takes the largest amax.
 
-    When the outermost region is left and gradients are recorded, the delayed scales of the layers that ran in it are updated for the
-    next step; those of gradients are, after each backward of a layer. A forward that is not recorded changes no state. A layer that
-    is checkpointed enters the region inside of what is run again, and then CurrentScaling or BlockScaling make the same numbers again.
-    Raises TypeError for a recipe of another kind.
+    When the outermost region is left and gradients are recorded, the delayed scales of the layers that ran in it are updated
+    for the next step; those of gradients are, after each backward of a layer. A forward that is not recorded changes no state.
+    A layer that is checkpointed enters the region inside of what is run again, and then CurrentScaling or BlockScaling make the
+    same numbers again. Raises TypeError for a recipe of another kind.
     """
     if recipe is not None and not isinstance(recipe, Recipe):
         raise TypeError(f"recipe is a {type(recipe).__name__}; expected DelayedScaling, CurrentScaling or BlockScaling")

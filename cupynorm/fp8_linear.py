@@ -4,8 +4,9 @@
     d normalized quantised dy           x  quantised weight, transposed
     dweight      quantised dy, transposed  x  quantised normalized, transposed
 
-The normalised tensor is quantised from float32, never rounded to 16 bits before. As elsewhere x, mean and rstd wait for backward, where it
-is made and quantised again, by the same scale; save_normalized keeps its transposed 8-bit copy, 1 byte an element.
+The normalised tensor is quantised from float32, never rounded to 16 bits before. As elsewhere x, mean and rstd wait for
+backward, where it is made and quantised again, by the same scale; save_normalized keeps its transposed 8-bit copy, 1 byte an
+element.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ BACKWARD = ("grad_output", "grad_input")
 
 
 class Scale(NamedTuple):
-    """Of one tensor in one step, float32 of one element each. amax: where its amax is still to be recorded, by a kernel; or None."""
+    """Of one tensor in one step, float32 of one element each.
+    amax: where its amax is still to be recorded, by a kernel; or None."""
 
     value: Tensor
     amax: Tensor | None = None
@@ -90,7 +92,8 @@ def states_from(loaded: dict[str, tuple[Tensor, Tensor]]) -> dict[str, Scales]:
         tensors = {"forward": FORWARD, "backward": BACKWARD}.get(name)
         if tensors is None or len(scale) != len(tensors):
             raise ValueError(
-                f"the fp8 state has {name} of {len(scale)} tensors; expected forward of {len(FORWARD)} and backward of {len(BACKWARD)}"
+                f"the fp8 state has {name} of {len(scale)} tensors; expected forward of {len(FORWARD)} and "
+                f"backward of {len(BACKWARD)}"
             )
         states[name] = state = Scales((fp8.E4M3,) * len(tensors), len(amax_history), scale.device)
         state.scale, state.amax_history = scale, amax_history
@@ -98,7 +101,8 @@ def states_from(loaded: dict[str, tuple[Tensor, Tensor]]) -> dict[str, Scales]:
 
 
 class Call(NamedTuple):
-    """What a call depends on besides its tensors. normalize, of_norm: the norm in float32 and its gradients, of cupynorm.linear."""
+    """What a call depends on besides its tensors. normalize, of_norm: the norm in float32 and its gradients,
+    of cupynorm.linear."""
 
     normalize: Callable[..., tuple]
     of_norm: Callable[..., Sequence[Tensor | None]]
@@ -120,7 +124,8 @@ def as_rows(tensor: Tensor) -> Tensor:
 
 
 class Normalized(NamedTuple):
-    """The normalised tensor. rows: in 8 bits, as a matrix. values: in float32, None where nobody asked for them. scale: its value."""
+    """The normalised tensor. rows: in 8 bits, as a matrix. values: in float32, None where nobody asked for them.
+    scale: its value."""
 
     rows: QuantizedTensor
     values: Tensor | None
@@ -146,8 +151,8 @@ def normalize(call: Call, input: Tensor, norm_weight: Tensor | None, norm_bias: 
     else:
         how = how._replace(scale=scale.value, amax=scale.amax)
     prepared, given = fused.prepare_forward(
-        call.centered, as_rows(input), tuple(input.shape[-1:]), norm_weight, norm_bias, call.eps, None, call.zero_centered_weight, None,
-        None, call.options, NOTHING_FUSED._replace(quantization=how), norm.FOR_STATISTICS,
+        call.centered, as_rows(input), tuple(input.shape[-1:]), norm_weight, norm_bias, call.eps, None,
+        call.zero_centered_weight, None, None, call.options, NOTHING_FUSED._replace(quantization=how), norm.FOR_STATISTICS,
     )  # fmt: skip
     made, mean, rstd, *_ = prepared.run(*given)
     leading = input.shape[:-1]
@@ -160,7 +165,8 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def normalize_again(
-    call: Call, input: Tensor, norm_weight: Tensor | None, norm_bias: Tensor | None, mean: Tensor | None, rstd: Tensor, scale: Tensor | None
+    call: Call, input: Tensor, norm_weight: Tensor | None, norm_bias: Tensor | None, mean: Tensor | None, rstd: Tensor,
+    scale: Tensor | None
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The transposed 8-bit copy of the normalised tensor and its scale_inv, by the same scale."""
     quantizers = call.quantizers
@@ -222,8 +228,8 @@ class Projected(torch.autograd.Function):
         reaches = dnormalized
         if rows is not None and any(wants_norm):
             reaches = fp8.multiply(
-                gradient_rows.data, gradient_rows.scale_inv, weight, weight_scale_inv, call.dtype, a_block_rows=gradient_rows.block_rows,
-                b_block_rows=ctx.weight_block_rows,
+                gradient_rows.data, gradient_rows.scale_inv, weight, weight_scale_inv, call.dtype,
+                a_block_rows=gradient_rows.block_rows, b_block_rows=ctx.weight_block_rows,
             )  # fmt: skip
             if call.quantize_gradient:
                 reaches = quantizers.quantize("grad_input", reaches, quantizers.scale("grad_input", reaches)).dequantize(
@@ -243,7 +249,8 @@ class Projected(torch.autograd.Function):
                 transposed, of_transposed = normalize_again(call, input, norm_weight, norm_bias, mean, rstd, scale)
             return fp8.multiply(
                 gradient_rows.transposed, _scale_inv_of_transposed(gradient_rows), transposed, of_transposed,
-                dtype if dtype in PRODUCTS else torch.float32, a_block_rows=gradient_rows.block_rows, b_block_rows=gradient_rows.block_rows,
+                dtype if dtype in PRODUCTS else torch.float32, a_block_rows=gradient_rows.block_rows,
+                b_block_rows=gradient_rows.block_rows,
             )  # fmt: skip
 
         dweights, dbiases = [None] * len(weights), [None] * len(biases)

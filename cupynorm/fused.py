@@ -1,7 +1,8 @@
-"""layer_norm and rms_norm with fused options: a sum of its own dtype, dropout and a scale of each row before a residual is added.
+"""layer_norm and rms_norm with fused options: a sum of its own dtype, dropout and a scale of each row before a residual is
+added.
 
-As norm.py, from which such calls come: check, plan, allocate, launch, each kind of call once. What is different: the row that is
-normalised is a sum that the kernel makes of input and residual, and backward splits its gradient between the two.
+As norm.py, from which such calls come: check, plan, allocate, launch, each kind of call once. What is different: the row that
+is normalised is a sum that the kernel makes of input and residual, and backward splits its gradient between the two.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from .strategies import Problem
 
 
 def normalize(
-    centered, input, extents, weight, bias, eps, residual, return_residual, zero_centered_weight, out_dtype, out, options, fused_options
+    centered, input, extents, weight, bias, eps, residual, return_residual, zero_centered_weight, out_dtype, out, options,
+    fused_options,
 ):  # fmt: skip
     """What layer_norm and rms_norm return."""
     if norm.is_tensor(input):
@@ -29,7 +31,8 @@ def normalize(
         )
     else:
         prepared, given = prepare_forward(
-            centered, input, extents, weight, bias, eps, residual, zero_centered_weight, out_dtype, out, options, fused_options, FOR_Y
+            centered, input, extents, weight, bias, eps, residual, zero_centered_weight, out_dtype, out, options, fused_options,
+            FOR_Y,
         )  # fmt: skip
         y, _, _, added, y1, _ = prepared.run(*given)
     # Old compilers do not know properties of a NamedTuple.
@@ -45,8 +48,8 @@ def forward(*arguments) -> FusedForward:
 
 
 def backward(
-    centered, dy, dy1, x, mean, rstd, extents, weight, zero_centered_weight, dsum, gradients, dweight_dtype, dbias_dtype, options,
-    dx_dtype, dresidual_dtype, fused_options, dbias1_dtype=None, of_y=None,
+    centered, dy, dy1, x, mean, rstd, extents, weight, zero_centered_weight, dsum, gradients, dweight_dtype, dbias_dtype,
+    options, dx_dtype, dresidual_dtype, fused_options, dbias1_dtype=None, of_y=None,
 ) -> FusedBackward:  # fmt: skip
     """What layer_norm_backward and rms_norm_backward return; arguments of prepare_backward, and dy1, the gradient of y1.
 
@@ -101,10 +104,13 @@ def _check_seed(seed: object, x: Array) -> object:
     """The seed as it is taken: an array of one int64, an int or None."""
     if seed is None or isinstance(seed, int):
         return seed
+    if not hasattr(seed, "__dlpack__"):
+        raise TypeError(f"dropout_seed is a {type(seed).__name__}; expected an int or one element of int64")
     seed = arrays.take(seed, "dropout_seed")
     if arrays.dtype_name(seed) != "int64" or math.prod(seed.shape) != 1:
         raise ValueError(
-            f"dropout_seed has shape {tuple(seed.shape)} and dtype {arrays.dtype_name(seed)}; expected one element of int64, or an int"
+            f"dropout_seed has shape {tuple(seed.shape)} and dtype {arrays.dtype_name(seed)}; expected one element of int64, "
+            "or an int"
         )
     norm._check_same_place(seed, x, "dropout_seed", "input")
     return seed
@@ -126,19 +132,20 @@ def prepare_forward(
     try:
         key = (
             lie(x), lie(weight), lie(bias), lie(residual), lie(out), lie(row_scale), isinstance(seed, int) or lie(seed),
-            lie(fused_options.weight1), lie(fused_options.bias1), _key_of(fused_options.quantization, lie), centered, extents, eps, eps.__class__, zero_centered_weight, out_dtype, options,
-            purpose, fused_options.residual_dtype, fused_options.dropout_p > 0, fused_options.round_x_hat, fused_options.memory_efficient,
+            lie(fused_options.weight1), lie(fused_options.bias1), _key_of(fused_options.quantization, lie), centered, extents,
+            eps, eps.__class__, zero_centered_weight, out_dtype, options, purpose, fused_options.residual_dtype,
+            fused_options.dropout_p > 0, fused_options.round_x_hat, fused_options.memory_efficient,
         )  # fmt: skip
         prepared = norm.fused_forwards.get(key)
-    except (AttributeError, TypeError):
+    except (AttributeError, TypeError, RuntimeError):
         key = prepared = None
     if prepared is None:
         x, weight, bias, residual, eps, y_dtype, sum_dtype, fused_options = check_forward(
             centered, x, extents, weight, bias, eps, residual, out_dtype, fused_options
         )
         arrays.check_addresses(
-            input=x, weight=weight, bias=bias, residual=residual, out=out, row_scale=fused_options.row_scale, weight1=fused_options.weight1,
-            bias1=fused_options.bias1,
+            input=x, weight=weight, bias=bias, residual=residual, out=out, row_scale=fused_options.row_scale,
+            dropout_seed=fused_options.dropout_seed, weight1=fused_options.weight1, bias1=fused_options.bias1,
         )  # fmt: skip
         if fused_options.quantization is not None and out is not None:
             raise ValueError(f"out was given with out_dtype {y_dtype}; expected out=None")
@@ -224,8 +231,8 @@ def _check_backward(centered, x, extents, weight, bias, y_dtype, sum_dtype, opti
     weight_dtype, bias_dtype = (None if array is None else arrays.dtype_name(array) for array in (weight, bias))
     row_scale = None if fused_options.row_scale is None else arrays.dtype_name(fused_options.row_scale)
     problem = Problem(
-        "backward", centered, num_cols, sum_dtype, dy=y_dtype, dx=dtype, weight=weight_dtype, dweight=weight_dtype, dbias=bias_dtype,
-        pack_limit=pack_limit(num_cols, ()), row_scale=row_scale, dropout=fused_options.dropout_p > 0,
+        "backward", centered, num_cols, sum_dtype, dy=y_dtype, dx=dtype, weight=weight_dtype, dweight=weight_dtype,
+        dbias=bias_dtype, pack_limit=pack_limit(num_cols, ()), row_scale=row_scale, dropout=fused_options.dropout_p > 0,
     )  # fmt: skip
     choose(problem, launch.device(norm._view(x).device), options.strategy)
 
@@ -246,8 +253,8 @@ class _PreparedForward(_Forward):
     """As norm._PreparedForward."""
 
     def __init__(
-        self, centered, x, extents, weight, bias, eps, residual, zero_centered_weight, y_dtype, sum_dtype, out, options, fused_options,
-        wants_statistics,
+        self, centered, x, extents, weight, bias, eps, residual, zero_centered_weight, y_dtype, sum_dtype, out, options,
+        fused_options, wants_statistics,
     ) -> None:  # fmt: skip
         super().__init__(centered, x, extents, bias, residual, zero_centered_weight, sum_dtype, options, fused_options)
         num_dims = len(extents)
@@ -349,7 +356,8 @@ class _ReferenceForward(_Forward):
     """A forward of arrays on the host: the sum by the reference, rounded once, and the norm of that."""
 
     def __init__(
-        self, centered, x, extents, weight, bias, eps, residual, zero_centered_weight, y_dtype, sum_dtype, out, options, fused_options
+        self, centered, x, extents, weight, bias, eps, residual, zero_centered_weight, y_dtype, sum_dtype, out, options,
+        fused_options,
     ) -> None:  # fmt: skip
         super().__init__(centered, x, extents, bias, residual, zero_centered_weight, sum_dtype, options, fused_options)
         self.arguments = centered, extents, weight, bias, eps, zero_centered_weight, y_dtype, options
@@ -411,7 +419,7 @@ def prepare_backward(
             fused_options.dropout_p > 0, of_y and tuple(map(lie, of_y)),
         )  # fmt: skip
         prepared = norm.fused_backwards.get(key)
-    except (AttributeError, TypeError):
+    except (AttributeError, TypeError, RuntimeError):
         key = prepared = None
     if prepared is None:
         dy, x, mean, rstd, weight, dsum, wanted = norm.check_backward(
@@ -420,10 +428,15 @@ def prepare_backward(
         )  # fmt: skip
         if of_y is not None:
             of_y = tuple(norm._take_like(each, x, extents, name, "x") for each, name in zip(of_y, ("weight", "bias")))
+            arrays.check_addresses(weight=of_y[0], bias=of_y[1])
         if fused_options.dropout_p > 0 and seed is None:
             raise TypeError("dropout_seed is None; expected the seed that the forward returned")
         row_scale = norm._take_like(row_scale, x, tuple(rstd.shape), "row_scale", "x")
-        fused_options = fused_options._replace(row_scale=row_scale, dropout_seed=_check_seed(seed, x))
+        seed = _check_seed(seed, x)
+        fused_options = fused_options._replace(row_scale=row_scale, dropout_seed=seed)
+        arrays.check_addresses(
+            dy=dy, x=x, mean=mean, rstd=rstd, weight=weight, dsum=dsum, row_scale=row_scale, dropout_seed=seed
+        )
         dx, dweight, dbias = wanted
         if dx is not None and dx_dtype is not None:
             dx = norm.check_dtype_name(dx_dtype, "dx_dtype")
@@ -475,8 +488,8 @@ class _PreparedBackward:
         dweight_parameter, dbias_parameter = ((0, dtype) if dtype else None for dtype in (dweight, dbias))
         self.call = call = FusedBackwardCall(
             launch.device(view.device), centered, x_rows, dy_rows, weight_parameter, zero_centered_weight, dx_rows,
-            dweight_parameter, dbias_parameter, dsum_rows, options.of("backward"), dresidual=dresidual_rows, row_scale=row_scale,
-            drops=self.is_scaled and fused_options.dropout_p > 0,
+            dweight_parameter, dbias_parameter, dsum_rows, options.of("backward"), dresidual=dresidual_rows,
+            row_scale=row_scale, drops=self.is_scaled and fused_options.dropout_p > 0,
             of_y=None if of_y is None else OfY(y_weight, y_bias, arrays.dtype_name(rstd)),
         )  # fmt: skip
         self.kernels = [launch.load(each, view.device) for each in call.plan.launches] if any(wanted) else []

@@ -1,23 +1,25 @@
 """The gradient check: kernels, or any callable like layer_norm, against float64, in units of the error that the dtypes allow.
 
-What is allowed, element by element, with u the rounding error of the arithmetic (2^-24; 2^-53 for float64), h(v) half a unit in the
-last place of the output dtype at v, n = num_cols and g = u * (4 + sqrt(n)): a sum of n rounded terms errs like a random walk.
+What is allowed, element by element, with u the rounding error of the arithmetic (2^-24; 2^-53 for float64), h(v) half a unit in
+the last place of the output dtype at v, n = num_cols and g = u * (4 + sqrt(n)): a sum of n rounded terms errs like a random
+walk.
 
     x_hat    e = g * a * (1 + |x_hat|) + m + m^2 * |x_hat|
              a = max(1, var / |var + eps|) is what a negative eps takes from rstd. m is what the rounding of the mean takes: in
              backward u * |mean| * rstd, in forward nothing; with welford, whose mean errs more, g * |mean| * rstd in both.
     y        |w| * e + 2u * (|x_hat * w| + |bias|) + h(y)     round_x_hat: |w| * h(x_hat) more, in the input's dtype
     memory_efficient, where backward has x_hat from y: e of backward is what is allowed of y over max(|w|, t), and
-             |x_hat| * (max(0, 1 - |w| / t) + 2u), with t half a unit in the last place of 1 in y's dtype; of dweight sum |dy * e|
+             |x_hat| * (max(0, 1 - |w| / t) + 2u), with t half a unit in the last place of 1 in y's dtype; of dweight
+             sum |dy * e|
     mean     u * |mean| + g * mean(|x - mean|)                  welford: g * |mean| in place of u * |mean|
     rstd     rstd * (g * a + u + m^2)                           m of forward
-    dx       rstd * (4u * |wdy| + g * mean(|wdy|) + |x_hat| * (g * mean(|wdy * x_hat|) + mean(|wdy| * e)) + e * (|mean(wdy * x_hat)| + mean(|wdy| * e)))
-             + g * a * |dx| + h(dx)
+    dx       rstd * (4u * |wdy| + g * mean(|wdy|) + |x_hat| * (g * mean(|wdy * x_hat|) + mean(|wdy| * e))
+             + e * (|mean(wdy * x_hat)| + mean(|wdy| * e))) + g * a * |dx| + h(dx)
     dweight  2 * sqrt(sum (dy * e)^2) + s(dy * x_hat) + h(dweight)
     dbias    s(dy) + h(dbias)          s(t) = u * (4 + sqrt(num_rows)) * max(|sum t|, sqrt(num_rows) * rms(t)): sums over rows
 
-    sum      exact; where x is scaled, or the sum has its own dtype: 4u * |scaled x| + u * |sum| + h(sum), less what does not apply.
-             All else is then judged as of the very sum that came out
+    sum      exact; where x is scaled, or the sum has its own dtype: 4u * |scaled x| + u * |sum| + h(sum), less what does not
+             apply. All else is then judged as of the very sum that came out
     dresidual  as dx, of which dx is then scaled, and 4u * |dx| more; u * |dresidual| more where dsum is added
     y1       as y, with its own dweight1 and dbias1; what it brings to dx is allowed as dx of its own, and 2u * |dx| to add it
 
@@ -50,7 +52,8 @@ NORMS = ("layer_norm", "rms_norm")
 class Case:
     """One problem to check. None: absent (dtypes) or left to the width (strategy, tile, statistics).
 
-    residual: whether there is one, of the sum's dtype, or its dtype. row_scale: its dtype. dsum: whether a gradient reaches the sum.
+    residual: whether there is one, of the sum's dtype, or its dtype. row_scale: its dtype.
+    dsum: whether a gradient reaches the sum.
     weight1, bias1: the dtypes of those of a second output.
     """
 
@@ -439,8 +442,9 @@ def expect(
 ) -> dict[str, tuple[np.ndarray, np.ndarray]]:
     """float64 truth and what is allowed, for each tensor: formulas in this module's docstring.
 
-    rounded_mean: allow forward the rounding of its mean, as for welford and for other people's kernels. added: the sum that came
-    out, of a case that has its own; without it, the sum that is rounded once. e_backward: what backward's x_hat may err, if not as above.
+    rounded_mean: allow forward the rounding of its mean, as for welford and for other people's kernels. added: the sum that
+    came out, of a case that has its own; without it, the sum that is rounded once. e_backward: what backward's x_hat may err,
+    if not as above.
     """
     case = problem.case
     centered = case.norm == "layer_norm"
@@ -507,10 +511,11 @@ def expect(
             dx_allowed = dx_allowed + u * np.abs(dx)
         second = {}
         if case.has_second:
-            # As another output of the row that was normalised, whose dx, rounded to the arithmetic's dtype, is added to this one's.
+            # As another output of the row that was normalised, whose dx, rounded to the arithmetic's dtype,
+            # is added to this one's.
             alone = replace(
-                case, x=compute_dtype(case.sum).name, y=case.dtype("y"), weight=case.weight1, bias=case.bias1, weight1=None, bias1=None,
-                residual=False, residual_dtype=None, row_scale=None, dropout_p=0.0, dsum=False, round_x_hat=False,
+                case, x=compute_dtype(case.sum).name, y=case.dtype("y"), weight=case.weight1, bias=case.bias1, weight1=None,
+                bias1=None, residual=False, residual_dtype=None, row_scale=None, dropout_p=0.0, dsum=False, round_x_hat=False,
                 memory_efficient=False,
             )  # fmt: skip
             second = expect(
@@ -619,15 +624,16 @@ def check(
 ) -> CheckResult:
     """Compare y, mean, rstd, dx, dweight and dbias with float64, in units of the error that the dtypes allow.
 
-    Either of given arrays: input [..., num_cols] of any library, weight and bias [num_cols] or None, dy as input (random if None);
-    or of random ones: every combination of shapes (num_rows, num_cols), dtypes, strategies and statistics, with weight and bias.
+    Either of given arrays: input [..., num_cols] of any library, weight and bias [num_cols] or None, dy as input (random if
+    None); or of random ones: every combination of shapes (num_rows, num_cols), dtypes, strategies and statistics, with weight
+    and bias.
     norm: "layer_norm", "rms_norm" or both. function: judge this callable in place of the kernels; it is called as
     function(input, normalized_shape, weight, bias, eps) on torch tensors (on NumPy arrays without torch: y alone).
     on: "gpu" or "cpu" (the same kernels, run on the CPU), None for a GPU if there is one. seed: of the random
     values. progress: wraps the cases, as tqdm does.
 
-    Returns a CheckResult: true if all is within bounds; prints as a table. What is allowed: the docstring of cupynorm.gradient_check.
-    Raises ValueError for what a kernel call would refuse too.
+    Returns a CheckResult: true if all is within bounds; prints as a table. What is allowed: the docstring of
+    cupynorm.gradient_check. Raises ValueError for what a kernel call would refuse too.
     """
     norms = (norm,) if isinstance(norm, str) else tuple(norm)
     for name in norms:
@@ -639,7 +645,10 @@ def check(
     else:
         problems = [
             random_problem(
-                Case(name, *shape, dtype, strategy=strategy, statistics=kind, zero_centered_weight=zero_centered_weight, eps=eps), seed
+                Case(
+                    name, *shape, dtype, strategy=strategy, statistics=kind, zero_centered_weight=zero_centered_weight, eps=eps,
+                ),
+                seed,
             )
             for name in norms for shape in shapes for dtype in dtypes for strategy in strategies for kind in statistics
         ]  # fmt: skip

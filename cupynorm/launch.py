@@ -140,7 +140,8 @@ class _Config(ctypes.Structure):
 
 
 def _overlapping_launch(function: int, sizes: tuple[int, ...]) -> Callable[[int, int, int], None]:
-    """driver.launchKernel of a function and its sizes, with the attribute that lets it start before the former kernel has ended."""
+    """driver.launchKernel of a function and its sizes, with the attribute that lets it start before the former kernel has
+    ended."""
     from cupy_backends.cuda.api import driver
 
     # PyDLL keeps the interpreter's lock, so no other thread can change the stream between the next two lines that use it.

@@ -1,7 +1,8 @@
-"""torch: LayerNormLinear, and layer_norm_linear of tensors. A norm by the kernels, products by torch (cuBLASLt, torch's TF32 switch).
+"""torch: LayerNormLinear, and layer_norm_linear of tensors. A norm by the kernels,
+products by torch (cuBLASLt, torch's TF32 switch).
 
-Reading order: `normalize_and_project` (which way a call takes) -> `_Projected` (eager) or the operator cupynorm::norm_linear (traced,
-the same formulas) -> `_gradients` -> `LayerNormLinear`.
+Reading order: `normalize_and_project` (which way a call takes) -> `_Projected` (eager) or the operator cupynorm::norm_linear
+(traced, the same formulas) -> `_gradients` -> `LayerNormLinear`.
 
 What waits for backward is x, mean and rstd. The normalised tensor is made again there, unless save_normalized keeps it.
 """
@@ -9,6 +10,7 @@ What waits for backward is x, mean and rstd. The normalised tensor is made again
 from __future__ import annotations
 
 import contextlib
+import numbers
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -29,7 +31,8 @@ _is_transformed = torch._C._are_functorch_transforms_active
 
 
 class _Call(NamedTuple):
-    """What a call depends on besides its tensors. dtype: of the products, and of y and normalized. folded: a fold made before."""
+    """What a call depends on besides its tensors. dtype: of the products, and of y and normalized.
+    folded: a fold made before."""
 
     centered: bool
     eps: float | None
@@ -56,8 +59,8 @@ def normalize_and_project(
 ) -> tuple[Tensor, Tensor | None, Tensor]:  # fmt: skip
     """(y, normalized or None, input + residual). weights, biases: parts of one linear layer, whose rows follow each other.
 
-    take: makes the gradients of weights and biases in place of `_gradients` (a _WeightGradients). folded: what `fold` makes of the
-    parameters, if it was made before; what torch traces folds them anew.
+    take: makes the gradients of weights and biases in place of `_gradients` (a _WeightGradients). folded: what `fold` makes of
+    the parameters, if it was made before; what torch traces folds them anew.
     """
     call = _check(
         centered, input, norm_weight, norm_bias, weights, biases, eps, residual, return_normalized, zero_centered_weight,
@@ -154,8 +157,8 @@ class _Kernels:
     def normalize(call, input, residual, norm_weight, norm_bias, purpose=norm.FOR_STATISTICS):
         """normalized, mean, rstd, input + residual."""
         prepared, given = norm.prepare_forward(
-            call.centered, input, tuple(input.shape[-1:]), norm_weight, norm_bias, call.eps, residual, call.zero_centered_weight,
-            call.dtype, None, call.options, purpose,
+            call.centered, input, tuple(input.shape[-1:]), norm_weight, norm_bias, call.eps, residual,
+            call.zero_centered_weight, call.dtype, None, call.options, purpose,
         )  # fmt: skip
         return prepared.run(*given)
 
@@ -174,15 +177,16 @@ class _Operators:
     @staticmethod
     def normalize(call, input, residual, norm_weight, norm_bias, purpose=None):
         return torch_ops.forward(
-            call.centered, input, tuple(input.shape[-1:]), norm_weight, norm_bias, call.eps, residual, call.zero_centered_weight,
-            call.dtype, call.options,
+            call.centered, input, tuple(input.shape[-1:]), norm_weight, norm_bias, call.eps, residual,
+            call.zero_centered_weight, call.dtype, call.options,
         )  # fmt: skip
 
     @staticmethod
     def gradients(call, dy, x, mean, rstd, norm_weight, norm_bias, dsum, wanted):
         return torch_ops.gradients(
-            dy, x, mean if call.centered else None, rstd, norm_weight, dsum, tuple(x.shape[-1:]), wanted, call.zero_centered_weight,
-            None if norm_bias is None else norm_bias.dtype, call.options.of("backward").sm_margin, None,
+            dy, x, mean if call.centered else None, rstd, norm_weight, dsum, tuple(x.shape[-1:]), wanted,
+            call.zero_centered_weight, None if norm_bias is None else norm_bias.dtype, call.options.of("backward").sm_margin,
+            None,
         )  # fmt: skip
 
 
@@ -267,8 +271,8 @@ class _Projected(torch.autograd.Function):
             norms, weight = _Kernels, _joined(weights) if cast is None else cast
         with fp8.outside_autocast(added):  # in which backward() may be called
             made = _gradients(
-                norms, ctx.call, dy, dnormalized, dsum, added, mean, rstd, norm_weight, norm_bias, normalized, weight, weights, biases,
-                wanted, ctx.take,
+                norms, ctx.call, dy, dnormalized, dsum, added, mean, rstd, norm_weight, norm_bias, normalized, weight, weights,
+                biases, wanted, ctx.take,
             )  # fmt: skip
         return None, None, None, *made
 
@@ -278,7 +282,8 @@ _apply = super(torch.autograd.Function, _Projected).apply
 
 
 def _gradients(
-    norms, call, dy, dnormalized, dsum, added, mean, rstd, norm_weight, norm_bias, normalized, weight, weights, biases, wanted, take
+    norms, call, dy, dnormalized, dsum, added, mean, rstd, norm_weight, norm_bias, normalized, weight, weights, biases, wanted,
+    take,
 ) -> tuple:  # fmt: skip
     """The gradients of input, residual, norm_weight, norm_bias, *weights, *biases: those that `wanted` asks for."""
     wants_input, wants_residual, wants_norm_weight, wants_norm_bias, *wants_parts = wanted
@@ -331,15 +336,16 @@ def _composed(call, input, residual, norm_weight, norm_bias, weights, biases) ->
 
 
 def explicit_gradients(
-    dy, x, mean, rstd, norm_weight, norm_bias, weight, eps, normalized, zero_centered_weight, dnormalized, dsum, gradients, options
+    dy, x, mean, rstd, norm_weight, norm_bias, weight, eps, normalized, zero_centered_weight, dnormalized, dsum, gradients,
+    options,
 ) -> tuple:  # fmt: skip
     """dx, dnorm_weight, dnorm_bias, dweight, dbias outside autograd, None where `gradients` does not name them."""
     call = _Call(mean is not None, eps, bool(zero_centered_weight), x.dtype, False, False, None, options)
     wants = [name in gradients for name in norm_linear.GRADIENTS]
     with torch.no_grad(), fp8.outside_autocast(x):
         made = _gradients(
-            _Kernels, call, dy, dnormalized, dsum, x, mean, rstd, norm_weight, norm_bias, normalized, weight, (weight,), (weight[:, 0],),
-            (wants[0], False, *wants[1:]), None,
+            _Kernels, call, dy, dnormalized, dsum, x, mean, rstd, norm_weight, norm_bias, normalized, weight, (weight,),
+            (weight[:, 0],), (wants[0], False, *wants[1:]), None,
         )  # fmt: skip
     return made[0], *made[2:]
 
@@ -348,7 +354,8 @@ def explicit_gradients(
 
 
 class Folded(NamedTuple):
-    """weight: [out_features, in_features]. sums: of its rows as they are after rounding; None for RMSNorm. bias: [out_features]."""
+    """weight: [out_features, in_features]. sums: of its rows as they are after rounding; None for RMSNorm.
+    bias: [out_features]."""
 
     weight: Tensor
     sums: Tensor | None
@@ -361,15 +368,15 @@ def fold(
 ) -> Folded:  # fmt: skip
     """The norm's weight and bias folded into the linear ones: y = rstd * (x folded^T - mean * sums) + bias.
 
-    Formed in float32 (float64 for float64); folded.weight is rounded once, to dtype (weight's). Its rows are centred, so that in exact
-    arithmetic sums would be 0 and the mean cancel. What rounding leaves of them is subtracted again, so that a large mean meets
-    no error of a weight: what is left is
+    Formed in float32 (float64 for float64); folded.weight is rounded once, to dtype (weight's). Its rows are centred, so that
+    in exact arithmetic sums would be 0 and the mean cancel. What rounding leaves of them is subtracted again, so that a large
+    mean meets no error of a weight: what is left is
 
-        y    rstd * sum |x - mean| |folded| * half_ulp(weight's dtype)    the folded weights' rounding, in place of that of normalized
+        y    rstd * sum |x - mean| |folded| * half_ulp(weight's dtype)    the folded weights' rounding, in place of normalized's
            + rstd * sum |x| |folded| * in_features * 2^-24                the product's additions, which see x and not x - mean
 
-    The first is no larger than that of the plain path. The second grows with |mean| * rstd, where that of the plain path does not; and
-    so does, under autocast, the rounding of a float32 x to dtype.
+    The first is no larger than that of the plain path. The second grows with |mean| * rstd, where that of the plain path does
+    not; and so does, under autocast, the rounding of a float32 x to dtype.
     """
     compute = formulas.arithmetic(weight)
     wide = weight.to(compute)
@@ -410,7 +417,8 @@ _has_wide_products = "dtype" in torch.ops.aten.mm.overloads()
 
 
 class _Step:
-    """The forwards whose gradients main_grad adds up. is_stale: what it holds is of a former step, and is to be written over."""
+    """The forwards whose gradients main_grad adds up. is_stale: what it holds is of a former step,
+    and is to be written over."""
 
     def __init__(self, is_stale: bool) -> None:
         self.is_stale = is_stale
@@ -522,8 +530,9 @@ def _by_operator(call, input, residual, norm_weight, norm_bias, weights, biases)
     """y, normalized, mean, rstd, input + residual: those that a flag does not ask for are empty."""
     margin = call.options.of("forward" if torch.is_grad_enabled() else "inference").sm_margin
     return _norm_linear(
-        input, residual, norm_weight, norm_bias, list(weights), list(biases), call.eps, call.centered, call.zero_centered_weight,
-        call.dtype, call.return_normalized, call.save_normalized, call.fused, margin, call.options.of("backward").sm_margin,
+        input, residual, norm_weight, norm_bias, list(weights), list(biases), call.eps, call.centered,
+        call.zero_centered_weight, call.dtype, call.return_normalized, call.save_normalized, call.fused, margin,
+        call.options.of("backward").sm_margin,
     )  # fmt: skip
 
 
@@ -539,8 +548,8 @@ def _run(
     )
     # An operator returns tensors, and none that it was given.
     return (
-        y, normalized if return_normalized or save_normalized else y.new_empty(0), mean if centered else rstd.new_empty(0), rstd,
-        input.new_empty(0) if residual is None else added,
+        y, normalized if return_normalized or save_normalized else y.new_empty(0), mean if centered else rstd.new_empty(0),
+        rstd, input.new_empty(0) if residual is None else added,
     )  # fmt: skip
 
 
@@ -604,8 +613,8 @@ def _differentiate(ctx, dy, dnormalized, _dmean, _drstd, dsum):
         normalized = None
     with fp8.outside_autocast(added):
         made = _gradients(
-            _Operators, ctx.call, dy, dnormalized, dsum, added, mean, rstd, norm_weight, norm_bias, normalized, weight, weights, biases,
-            wanted, None,
+            _Operators, ctx.call, dy, dnormalized, dsum, added, mean, rstd, norm_weight, norm_bias, normalized, weight, weights,
+            biases, wanted, None,
         )  # fmt: skip
     dweights, dbiases = list(made[4 : 4 + num_weights]), list(made[4 + num_weights :])
     return *made[:4], dweights, dbiases, *(None for _ in rest)
@@ -645,28 +654,33 @@ class LayerNormLinear(torch.nn.Module):
     """A norm and the linear layer after it: TransformerEngine's module, its arguments in its order, parameters and state dict.
 
     in_features: the width of the norm. out_features: rows of the linear weight, of all splits together. eps: of the norm.
-    normalization: "LayerNorm" or "RMSNorm" (no bias in the norm). zero_centered_gamma: multiply by 1 + layer_norm_weight, which starts at 0.
+    normalization: "LayerNorm" or "RMSNorm" (no bias in the norm).
+        zero_centered_gamma: multiply by 1 + layer_norm_weight, which starts at 0.
     bias: whether the linear layer has one. return_bias: do not add it, return it.
-    return_layernorm_output: also return the normalised tensor; return_layernorm_output_gathered: that of all ranks, here the same.
+    return_layernorm_output: also return the normalised tensor;
+        return_layernorm_output_gathered: that of all ranks, here the same.
     parameters_split: names, which share out_features evenly, or a dict of names and sizes: parameters name_weight and name_bias
         in place of weight and bias, which lie one after the other in one storage.
-    init_method: fills each weight in place, by default normal with standard deviation 0.023. get_rng_state_tracker: init_method runs
-        inside get_rng_state_tracker().fork(), or fork(name) where the module's attribute rng_tracker_name is set.
-    params_dtype: of the parameters, by default torch's. device: "meta" leaves memory and values to to_empty() and reset_parameters().
-    fuse_wgrad_accumulation: add the weight's gradient to weight.main_grad, which must be there; it is written over by the first backward
-        after a forward with is_first_microbatch=True, or if weight.overwrite_main_grad is true. A weight with an attribute
-        grad_added_to_main_grad gets it set to True, and a gradient of no meaning.
+    init_method: fills each weight in place, by default normal with standard deviation 0.023. get_rng_state_tracker: init_method
+        runs inside get_rng_state_tracker().fork(), or fork(name) where the module's attribute rng_tracker_name is set.
+    params_dtype: of the parameters, by default torch's. device: "meta" leaves memory and values to to_empty() and
+        reset_parameters().
+    fuse_wgrad_accumulation: add the weight's gradient to weight.main_grad, which must be there; it is written over by the first
+        backward after a forward with is_first_microbatch=True, or if weight.overwrite_main_grad is true. A weight with an
+        attribute grad_added_to_main_grad gets it set to True, and a gradient of no meaning.
     delay_wgrad_compute: backward() leaves the gradients of weights and biases to backward_dw(), one call for each backward.
-    parallel_mode: None or "column", which for one GPU differ in the attributes that parameters get. ub_name, name: for the user.
+    parallel_mode: None or "column", which for one GPU differ in the attributes that parameters get.
+    ub_name, name: for the user.
     sequence_parallel, tp_group, tp_size, ub_overlap_ag, ub_overlap_rs, ub_overlap_rs_dgrad, ub_bulk_wgrad, ub_bulk_dgrad,
     symmetric_ar_type: as TransformerEngine has them by default, or a tp_group of one rank; any other value is refused.
 
     By keyword only, and not TransformerEngine's: save_normalized, fused, sm_margin, as of cupynorm.layer_norm_linear.
 
-    Called with input (..., in_features) of the parameters' dtype, or of any under torch.autocast, it returns out (..., out_features),
-    or a tuple of out, the bias (an empty tensor without one) and the normalised tensor, those that were asked for.
-    is_first_microbatch: True for the first of several forwards with the same parameters, False for the others: what is made of the weight,
-        in 8-bit floats or folded, is then made once. None: each time.
+    Called with input (..., in_features) of the parameters' dtype, or of any under torch.autocast, it returns out (...,
+    out_features), or a tuple of out, the bias (an empty tensor without one) and the normalised tensor, those that were asked
+    for.
+    is_first_microbatch: True for the first of several forwards with the same parameters, False for the others: what is made of
+        the weight, in 8-bit floats or folded, is then made once. None: each time.
 
     Raises ValueError, TypeError or NotImplementedError with a sentence for what does not fit.
     """
@@ -724,6 +738,7 @@ class LayerNormLinear(torch.nn.Module):
                 "return_layernorm_output is given with fused='fold', in which no normalised tensor exists; expected one of them"
             )
         norm._options(None, None, None, sm_margin)
+        _check_features(in_features=in_features, out_features=out_features)
         super().__init__()
         self.in_features, self.out_features, self.eps = in_features, out_features, eps
         self.normalization, self.zero_centered_gamma = normalization, zero_centered_gamma
@@ -833,7 +848,8 @@ class LayerNormLinear(torch.nn.Module):
         return fp8.pack(self._fp8_states)
 
     def set_extra_state(self, state: Any) -> None:
-        """Takes what get_extra_state gave. Of TransformerEngine's it takes an empty one, and leaves a pickle unopened with a warning."""
+        """Takes what get_extra_state gave. Of TransformerEngine's it takes an empty one,
+        and leaves a pickle unopened with a warning."""
         self._fp8_states = fp8_linear.states_from(fp8.unpack(state))
 
     def _load_from_state_dict(self, state_dict: dict, prefix: str, *arguments) -> None:
@@ -848,6 +864,8 @@ class LayerNormLinear(torch.nn.Module):
         """The call. Inside cupynorm.fp8_autocast also, without gradients, fp8_output: out as a QuantizedTensor of its rows; and
         fp8_grad: the gradient of the normalised tensor is rounded to an 8-bit float too.
         """
+        if not isinstance(inp, Tensor):
+            raise TypeError(f"input is a {type(inp).__name__}; expected a torch tensor")
         if inp.shape[-1:] != (self.in_features,):
             raise ValueError(
                 f"input has shape {tuple(inp.shape)}; expected (..., {self.in_features}), in_features of this layer"
@@ -903,8 +921,8 @@ class LayerNormLinear(torch.nn.Module):
                     and getattr(weight, "main_grad", None) is None
                 ):
                     raise RuntimeError(
-                        f"{name} has no main_grad, to which fuse_wgrad_accumulation=True adds its gradient; expected a tensor of shape "
-                        f"{tuple(weight.shape)}, made before the forward"
+                        f"{name} has no main_grad, to which fuse_wgrad_accumulation=True adds its gradient; expected a tensor "
+                        f"of shape {tuple(weight.shape)}, made before the forward"
                     )
             # A forward that says it is the first begins a step, unless one that has begun was not written to yet.
             if is_first_microbatch and not self._step.is_stale:
@@ -922,8 +940,8 @@ class LayerNormLinear(torch.nn.Module):
             raise TypeError("input is of dtype float64 inside fp8_autocast; expected float16, bfloat16 or float32")
         weights, biases = self._weights(), [] if self.return_bias else self._biases()
         plain = _check(
-            self.normalization == "LayerNorm", inp, self.layer_norm_weight, self.layer_norm_bias, weights, biases, self.eps, None,
-            self.return_layernorm_output, self.zero_centered_gamma, self.save_normalized, None,
+            self.normalization == "LayerNorm", inp, self.layer_norm_weight, self.layer_norm_bias, weights, biases, self.eps,
+            None, self.return_layernorm_output, self.zero_centered_gamma, self.save_normalized, None,
             norm._options(None, None, None, self.sm_margin),
         )  # fmt: skip
         tensors = (inp, self.layer_norm_weight, self.layer_norm_bias, *weights, *biases)
@@ -939,8 +957,8 @@ class LayerNormLinear(torch.nn.Module):
         call = fp8_linear.Call(
             lambda x, norm_weight, norm_bias: _Kernels.normalize(wide, x, None, norm_weight, norm_bias),
             lambda *given: _Kernels.gradients(plain, *given[:-1], None, given[-1]), plain.centered, plain.eps,
-            plain.zero_centered_weight, plain.options, plain.dtype, self.return_layernorm_output, self.save_normalized, quantizers,
-            fp8_grad, region.group,
+            plain.zero_centered_weight, plain.options, plain.dtype, self.return_layernorm_output, self.save_normalized,
+            quantizers, fp8_grad, region.group,
         )  # fmt: skip
         weight = self._quantized_weight(quantizers, is_first_microbatch, plain.dtype, recorded)
         if recorded:
@@ -980,7 +998,8 @@ class LayerNormLinear(torch.nn.Module):
         return (torch.cat(biases) if len(biases) > 1 else biases[0]).to(dtype)
 
     def backward_dw(self) -> None:
-        """Makes the gradients of weights and biases that the oldest backward left, adds them to .grad (or main_grad), runs the hooks.
+        """Makes the gradients of weights and biases that the oldest backward left, adds them to .grad (or main_grad),
+        runs the hooks.
 
         Once for each backward, in any number before a step. Does nothing without delay_wgrad_compute. Raises RuntimeError if no
         backward has left anything.
@@ -1027,10 +1046,20 @@ def _initialize(weight: Tensor) -> None:
     torch.nn.init.normal_(weight, 0.0, 0.023)
 
 
+def _check_features(**given: object) -> None:
+    for name, features in given.items():
+        if isinstance(features, bool) or not isinstance(features, numbers.Integral):
+            raise TypeError(f"{name} is {features!r}; expected an int, 1 or more")
+        if features < 1:
+            raise ValueError(f"{name} is {features}; expected an int, 1 or more")
+
+
 def _splits(given: Sequence[str] | Mapping[str, int] | None, out_features: int) -> tuple[list[str], list[int]]:
     """What stands before "weight" in the names of the splits, and their sizes."""
     if given is None:
         return [""], [out_features]
+    if not isinstance(given, Sequence | Mapping):
+        raise TypeError(f"parameters_split is {given!r}; expected names, or a dict of names and sizes")
     if not given:
         raise ValueError(f"parameters_split is {given!r}; expected at least one name")
     names = [given] if isinstance(given, str) else list(given)

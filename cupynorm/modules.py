@@ -59,7 +59,8 @@ class _Norm(torch.nn.Module):
                 parameter.sequence_parallel = self.sequence_parallel
 
     def _held(self, name: str) -> torch.Tensor | None:
-        """weight or bias. As an attribute of a module it takes a microsecond longer to find; it is none where it is parametrized."""
+        """weight or bias. As an attribute of a module it takes a microsecond longer to find;
+        it is none where it is parametrized."""
         held = self._parameters
         return held[name] if name in held else getattr(self, name)
 
@@ -92,12 +93,12 @@ class LayerNorm(_Norm, torch.nn.LayerNorm):
 
     Called with input (..., *normalized_shape) and perhaps a residual of its shape and dtype, it returns y of input's shape and
     dtype, or (y, input + residual) with return_residual=True. Under CUDA's autocast y is float32, as torch's is.
-    residual_dtype, row_scale, dropout_p, dropout_seed, weight1 and bias1 are as of cupynorm.layer_norm, but that nothing is dropped
-    unless the module trains.
+    residual_dtype, row_scale, dropout_p, dropout_seed, weight1 and bias1 are as of cupynorm.layer_norm, but that nothing is
+    dropped unless the module trains.
     State dicts go to torch.nn and back; in one of TransformerEngine `_extra_state` is passed over.
 
-    Raises TypeError where both spellings are given or normalized_shape is missing, ValueError or TypeError for what cupynorm.layer_norm
-    refuses.
+    Raises TypeError where both spellings are given or normalized_shape is missing, ValueError or TypeError for what
+    cupynorm.layer_norm refuses.
     """
 
     def __init__(
@@ -127,10 +128,11 @@ class LayerNorm(_Norm, torch.nn.LayerNorm):
         dropout_seed: int | torch.Tensor | None = None, weight1: torch.Tensor | None = None, bias1: torch.Tensor | None = None,
     ) -> torch.Tensor | tuple[torch.Tensor, ...]:  # fmt: skip
         return layer_norm(
-            input, self.normalized_shape, self._held("weight"), self._held("bias"), self.eps, residual=residual, return_residual=return_residual,
-            zero_centered_weight=self.zero_centered_gamma, sm_margin=self.sm_margin, residual_dtype=residual_dtype,
-            row_scale=row_scale, dropout_p=dropout_p if self.training else 0.0, dropout_seed=dropout_seed, weight1=weight1,
-            bias1=bias1, round_x_hat=self.round_x_hat, memory_efficient=self.memory_efficient,
+            input, self.normalized_shape, self._held("weight"), self._held("bias"), self.eps, residual=residual,
+            return_residual=return_residual, zero_centered_weight=self.zero_centered_gamma, sm_margin=self.sm_margin,
+            residual_dtype=residual_dtype, row_scale=row_scale,
+            dropout_p=dropout_p if self.training else _dropping_none(dropout_p), dropout_seed=dropout_seed,
+            weight1=weight1, bias1=bias1, round_x_hat=self.round_x_hat, memory_efficient=self.memory_efficient,
         )  # fmt: skip
 
 
@@ -169,9 +171,16 @@ class RMSNorm(_Norm, torch.nn.RMSNorm):
         return rms_norm(
             input, self.normalized_shape, self._held("weight"), self.eps, residual=residual, return_residual=return_residual,
             zero_centered_weight=self.zero_centered_gamma, sm_margin=self.sm_margin, residual_dtype=residual_dtype,
-            row_scale=row_scale, dropout_p=dropout_p if self.training else 0.0, dropout_seed=dropout_seed, weight1=weight1,
-            bias1=bias1, round_x_hat=self.round_x_hat, memory_efficient=self.memory_efficient,
+            row_scale=row_scale, dropout_p=dropout_p if self.training else _dropping_none(dropout_p), dropout_seed=dropout_seed,
+            weight1=weight1, bias1=bias1, round_x_hat=self.round_x_hat, memory_efficient=self.memory_efficient,
         )  # fmt: skip
+
+
+def _dropping_none(dropout_p: object) -> float:
+    """0 for a module that does not train, which checks dropout_p as if it did."""
+    if type(dropout_p) is not float or dropout_p != 0.0:
+        norm._check_dropout_p(dropout_p)
+    return 0.0
 
 
 def _either(**spellings: object) -> object:
@@ -206,7 +215,8 @@ class SwappedNorms:
     _places: list[tuple[torch.nn.Module, str, torch.nn.Module, torch.nn.Module]] = field(default_factory=list, repr=False)
 
     def undo(self) -> None:
-        """Puts the original modules back, the same objects, with the parameters and the training flag of what stood for them."""
+        """Puts the original modules back, the same objects, with the parameters and the training flag of what stood for
+        them."""
         while self._places:
             parent, name, module, replacement = self._places.pop()
             _hand_over(replacement, module)
@@ -225,17 +235,17 @@ class SwappedNorms:
 def swap_norms(model: torch.nn.Module, *, keep_rounding: bool = False) -> SwappedNorms:
     """Replaces every LayerNorm and RMSNorm inside model, in place, by cupynorm.LayerNorm and cupynorm.RMSNorm.
 
-    keep_rounding: where a module rounds x_hat before its weight multiplies it, as those of Hugging Face's Llama do, its replacement
-        does so too (round_x_hat): what was trained with that rounding keeps it.
-    model: any torch.nn.Module, on any device, meta included. The parameters stay the same objects, so optimizers and state dicts
-    stay valid; a module that is in several places is one module afterwards too.
+    keep_rounding: where a module rounds x_hat before its weight multiplies it, as those of Hugging Face's Llama do, its
+        replacement does so too (round_x_hat): what was trained with that rounding keeps it.
+    model: any torch.nn.Module, on any device, meta included. The parameters stay the same objects, so optimizers and state
+    dicts stay valid; a module that is in several places is one module afterwards too.
 
     Swapped are torch.nn's LayerNorm and RMSNorm, TransformerEngine's, apex's fused ones, and every module that has but a weight
     and perhaps a bias, an eps, one input, and on random input on the CPU the output of a layer_norm or rms_norm, with weight or
-    1 + weight: the RMSNorm classes of language models. Left are modules with hooks, with parametrized weights, or with a forward
-    that does more. model itself is left too: only what holds a module can hold another in its place. y then has the dtype that
-    LayerNorm gives it and one rounding, whatever the former module did; the remarks say where that differs. Attributes that only
-    the former module had are gone. Swap before torch.compile wraps the model.
+    1 + weight: the RMSNorm classes of language models. Left are modules with hooks, with parametrized weights, or with a
+    forward that does more. model itself is left too: only what holds a module can hold another in its place. y then has the
+    dtype that LayerNorm gives it and one rounding, whatever the former module did; the remarks say where that differs.
+    Attributes that only the former module had are gone. Swap before torch.compile wraps the model.
 
     Returns a SwappedNorms: prints as a table, `.undo()` puts the original modules back.
     Raises TypeError if model is not a torch.nn.Module.
@@ -403,7 +413,8 @@ class _Formula(NamedTuple):
 
 
 def _probe(module: torch.nn.Module, keep_rounding: bool) -> tuple[_Formula | None, bool, str]:
-    """The formula whose values the module gives, whether x_hat is to be rounded, and how dtypes and roundings differ; or None, and why."""
+    """The formula whose values the module gives, whether x_hat is to be rounded, and how dtypes and roundings differ;
+    or None, and why."""
     takes = [*inspect.signature(module.forward).parameters]
     if len(takes) != 1:
         return None, False, f"its forward takes {', '.join(takes) or 'nothing'}; expected one input"

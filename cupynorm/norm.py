@@ -109,25 +109,28 @@ def layer_norm(
         or any object with __dlpack__. Any strides; rows that are contiguous are read where they lie, others copied first.
     normalized_shape: an int or the trailing shape to normalise over.
     weight, bias: shape normalized_shape, each optional, of any of the four dtypes, on the input's device.
-    eps: added to the variance; may be 0 or negative, then a row whose variance does not exceed -eps is Inf or NaN as in float64.
+    eps: added to the variance; may be 0 or negative, then a row whose variance does not exceed -eps is Inf or NaN as in
+        float64.
     residual: of input's shape and dtype; input + residual, rounded once to that dtype, is normalised in its place.
     return_residual: also return that sum, for pre-norm blocks.
-    residual_dtype: the dtype of that sum, by default the input's: a residual stream can stay in float32 beside 16-bit inputs. The
-        residual has it too, or the input's; without a residual the sum is the input in that dtype. Gradients: each of its tensor's.
-    row_scale: of the leading shape, any of the four dtypes: each row of the input is multiplied by its element before the residual
-        is added. A constant: it has no gradient.
-    dropout_p, dropout_seed: after that, and before the residual is added, elements of the input become 0 with probability dropout_p
-        and the others are multiplied by 1 / (1 - dropout_p); 1 drops all. The mask is a function of the seed and of an element's
-        row and column (cupynorm.reference.dropout_mask), the same on every device; backward makes it again. dropout_seed: an int,
-        or an int64 array of one element on the input's device, which the kernel reads there. By default one is drawn there by the
-        input's library (torch.randint, cupy.random, np.random), so that torch.manual_seed and CUDA graphs work as with torch's dropout.
+    residual_dtype: the dtype of that sum, by default the input's: a residual stream can stay in float32 beside 16-bit inputs.
+        The residual has it too, or the input's; without a residual the sum is the input in that dtype. Gradients: each of its
+        tensor's.
+    row_scale: of the leading shape, any of the four dtypes: each row of the input is multiplied by its element before the
+        residual is added. A constant: it has no gradient.
+    dropout_p, dropout_seed: after that, and before the residual is added, elements of the input become 0 with probability
+        dropout_p and the others are multiplied by 1 / (1 - dropout_p); 1 drops all. The mask is a function of the seed and of
+        an element's row and column (cupynorm.reference.dropout_mask), the same on every device; backward makes it again.
+        dropout_seed: an int, or an int64 array of one element on the input's device, which the kernel reads there. By default
+        one is drawn there by the input's library (torch.randint, cupy.random, np.random), so that torch.manual_seed and CUDA
+        graphs work as with torch's dropout.
     zero_centered_weight: multiply by 1 + weight.
-    out_dtype: dtype of the result (a name, NumPy or torch dtype), by default the input's. Or "float8_e4m3fn" or "float8_e5m2": y is then
-        a cupynorm.QuantizedTensor, data = y * scale, saturated and rounded once to 8 bits, and scale_inv = 1 / scale.
-    scale: of an 8-bit y: one float32 where the input is (None: 1), which the kernel reads there; or "tensor", "row", "block" (128
-        columns) or "mx" (MXFP8: 32 columns, scale_inv a power of two, rounded up, as one byte): largest / amax of each such part of
-        this very y, amax its largest magnitude, and 1 where that is 0, infinite or NaN. "row" finds it before the row leaves the chip,
-        the last two where neighbouring lanes hold the block, "tensor" reads the input twice.
+    out_dtype: dtype of the result (a name, NumPy or torch dtype), by default the input's. Or "float8_e4m3fn" or "float8_e5m2":
+        y is then a cupynorm.QuantizedTensor, data = y * scale, saturated and rounded once to 8 bits, and scale_inv = 1 / scale.
+    scale: of an 8-bit y: one float32 where the input is (None: 1), which the kernel reads there; or "tensor", "row", "block"
+        (128 columns) or "mx" (MXFP8: 32 columns, scale_inv a power of two, rounded up, as one byte): largest / amax of each
+        such part of this very y, amax its largest magnitude, and 1 where that is 0, infinite or NaN. "row" finds it before the
+        row leaves the chip, the last two where neighbouring lanes hold the block, "tensor" reads the input twice.
     amax: one float32 where the input is, which becomes the largest of itself and all |y| of the call, before the scale.
     power_of_two: round the scales of "tensor", "row" and "block" down to powers of two.
     transpose: with one scale for all, also the transposed copy that the weight gradient's product on Hopper takes.
@@ -137,38 +140,42 @@ def layer_norm(
     strategy, tile, statistics: force a row of cupynorm.STRATEGIES, its Tile, and "two_pass" or "welford"; by default the
         width of a row decides. Ignored where the reference computes.
     weight1, bias1: as weight and bias, of a second output y1 of the same x_hat, for parallel blocks that have a norm each.
-    round_x_hat: round x_hat to the input's dtype before the weight multiplies it, where that is narrower than the arithmetic: as the
-        norms of Hugging Face's Llama do. Gradients are those of the function without that rounding.
-    memory_efficient: of torch tensors whose gradient is recorded, keep y for backward in place of what was normalised, as apex's norms
-        do: less memory where nothing else keeps the input, as y is kept by what follows. Backward has x_hat from y, as
-        (y - bias) / weight, where a weight (1 + weight) smaller than t counts as t with its sign; t is half a unit in the last place
-        of 1 in y's dtype: 2^-8, 2^-11, 2^-24, 2^-53 for bfloat16, float16, float32, float64. Beside float arithmetic its x_hat is
-        off by up to ulp(y) / (2 * max(|weight|, t)) + |x_hat| * max(0, 1 - |weight| / t). y must have the arithmetic of the sum.
+    round_x_hat: round x_hat to the input's dtype before the weight multiplies it, where that is narrower than the arithmetic:
+        as the norms of Hugging Face's Llama do. Gradients are those of the function without that rounding.
+    memory_efficient: of torch tensors whose gradient is recorded, keep y for backward in place of what was normalised, as
+        apex's norms do: less memory where nothing else keeps the input, as y is kept by what follows. Backward has x_hat from
+        y, as (y - bias) / weight, where a weight (1 + weight) smaller than t counts as t with its sign; t is half a unit in the
+        last place of 1 in y's dtype: 2^-8, 2^-11, 2^-24, 2^-53 for bfloat16, float16, float32, float64. Beside float arithmetic
+        its x_hat is off by up to ulp(y) / (2 * max(|weight|, t)) + |x_hat| * max(0, 1 - |weight| / t). y must have the
+        arithmetic of the sum.
 
-    An 8-bit y is differentiable by its dequantize(), as if nothing had been rounded. It comes with all of the above but out, a second
-    weight or bias, and memory_efficient.
+    An 8-bit y is differentiable by its dequantize(), as if nothing had been rounded. It comes with all of the above but out, a
+    second weight or bias, and memory_efficient.
 
-    Returns y of input's shape in the input's library; (y, sum) with return_residual; (y, y1) or (y, y1, sum) with weight1 or bias1. A CuPy array or DLPack exporter gives a
-    CuPy array; a CUDA torch tensor a torch tensor, differentiable in input, weight, bias and residual; NumPy arrays and CPU
-    tensors are computed by the float64 reference and rounded once (differentiable for torch). torch.compile, torch.func, forward mode
-    and second derivatives work (with fused options, which are residual_dtype to memory_efficient, torch.compile alone); under CUDA's torch.autocast y is float32 unless out_dtype says otherwise, as torch's is.
+    Returns y of input's shape in the input's library; (y, sum) with return_residual; (y, y1) or (y, y1, sum) with weight1 or
+    bias1. A CuPy array or DLPack exporter gives a CuPy array; a CUDA torch tensor a torch tensor, differentiable in input,
+    weight, bias and residual; NumPy arrays and CPU tensors are computed by the float64 reference and rounded once
+    (differentiable for torch). torch.compile, torch.func, forward mode and second derivatives work (with fused options, which
+    are residual_dtype to memory_efficient, torch.compile alone); under CUDA's torch.autocast y is float32 unless out_dtype says
+    otherwise, as torch's is.
 
-    Arithmetic is in float32 (float64 for float64 input) with one rounding at the end; a row's result does not depend on the other
-    rows and repeats to the bit. A row that holds NaN or Inf is NaN, and only that row. A row of float32 or bfloat16 whose squared
-    deviations sum beyond 3.4e38 (values of about 1.8e19 and more) has infinite variance in float32, so rstd is 0 and y is bias.
+    Arithmetic is in float32 (float64 for float64 input) with one rounding at the end; a row's result does not depend on the
+    other rows and repeats to the bit. A row that holds NaN or Inf is NaN, and only that row. A row of float32 or bfloat16 whose
+    squared deviations sum beyond 3.4e38 (values of about 1.8e19 and more) has infinite variance in float32, so rstd is 0 and y
+    is bias.
 
-    Of a torch DTensor, in shards of rows or whole on each rank, y lies as input; weight and bias are replicated DTensors or plain
-    tensors, the same on every rank; input whose rows are split is put together first.
+    Of a torch DTensor, in shards of rows or whole on each rank, y lies as input; weight and bias are replicated DTensors or
+    plain tensors, the same on every rank; input whose rows are split is put together first. Fused options take no DTensor.
 
     Raises ValueError or TypeError, before anything is launched, for shapes, dtypes, devices or options that do not fit;
     cupynorm.MissingLibraryError if the input is on a GPU and CuPy or NVRTC is not installed.
     """
     return normalize(
-        True, input, _extents(normalized_shape), weight, bias, eps, residual, return_residual, zero_centered_weight, out_dtype, out,
-        _options(strategy, tile, statistics, sm_margin), 
+        True, input, _extents(normalized_shape), weight, bias, eps, residual, return_residual, zero_centered_weight, out_dtype,
+        out, _options(strategy, tile, statistics, sm_margin),
         _fused_options(
-            residual_dtype, row_scale, dropout_p, dropout_seed, weight1, bias1, round_x_hat, memory_efficient, out_dtype, scale, amax,
-            power_of_two, transpose,
+            residual_dtype, row_scale, dropout_p, dropout_seed, weight1, bias1, round_x_hat, memory_efficient, out_dtype, scale,
+            amax, power_of_two, transpose,
         ),
     )  # fmt: skip
 
@@ -202,18 +209,19 @@ def rms_norm(
     tile: Tile | Mapping[str, int] | None = None,
     statistics: str | None = None,
 ) -> Array | tuple[Array, ...]:
-    """Root-mean-square normalisation (Zhang, Sennrich 2019; formula in cupynorm.reference.rms_norm): layer_norm without the mean.
+    """Root-mean-square normalisation (Zhang, Sennrich 2019; formula in cupynorm.reference.rms_norm): layer_norm without the
+    mean.
 
     eps: by default the machine epsilon of the arithmetic, 2**-23 (2**-52 for float64 input), as torch.nn.functional.rms_norm.
-    All else, returns and errors too, as for layer_norm. A row that holds NaN is NaN; one that holds Inf is NaN there and 0 * weight
-    elsewhere, as in float64. So is, elsewhere too, a row whose squares sum beyond 3.4e38.
+    All else, returns and errors too, as for layer_norm. A row that holds NaN is NaN; one that holds Inf is NaN there and 0 *
+    weight elsewhere, as in float64. So is, elsewhere too, a row whose squares sum beyond 3.4e38.
     """
     return normalize(
-        False, input, _extents(normalized_shape), weight, bias, eps, residual, return_residual, zero_centered_weight, out_dtype, out,
-        _options(strategy, tile, statistics, sm_margin), 
+        False, input, _extents(normalized_shape), weight, bias, eps, residual, return_residual, zero_centered_weight, out_dtype,
+        out, _options(strategy, tile, statistics, sm_margin),
         _fused_options(
-            residual_dtype, row_scale, dropout_p, dropout_seed, weight1, bias1, round_x_hat, memory_efficient, out_dtype, scale, amax,
-            power_of_two, transpose,
+            residual_dtype, row_scale, dropout_p, dropout_seed, weight1, bias1, round_x_hat, memory_efficient, out_dtype, scale,
+            amax, power_of_two, transpose,
         ),
     )  # fmt: skip
 
@@ -247,14 +255,14 @@ def layer_norm_forward(
 ) -> Forward | FusedForward:
     """layer_norm that also returns what backward needs, outside any autograd: Forward(y, mean, rstd, sum).
 
-    With a fused option (residual_dtype to round_x_hat) it returns a FusedForward. normalized_shape is by default weight's or bias's shape, or
-    else the last dimension of x. Arguments and errors as for layer_norm.
+    With a fused option (residual_dtype to round_x_hat) it returns a FusedForward. normalized_shape is by default weight's or
+    bias's shape, or else the last dimension of x. Arguments and errors as for layer_norm.
     """
     extents = _default_extents(x, weight, bias, normalized_shape)
     options = _options(strategy, tile, statistics, sm_margin)
     fused_options = _fused_options(
-        residual_dtype, row_scale, dropout_p, dropout_seed, weight1, bias1, round_x_hat, False, out_dtype, scale, amax, power_of_two,
-        transpose,
+        residual_dtype, row_scale, dropout_p, dropout_seed, weight1, bias1, round_x_hat, False, out_dtype, scale, amax,
+        power_of_two, transpose,
     )  # fmt: skip
     if fused_options is not None:
         return _fused().forward(
@@ -297,8 +305,8 @@ def rms_norm_forward(
     extents = _default_extents(x, weight, bias, normalized_shape)
     options = _options(strategy, tile, statistics, sm_margin)
     fused_options = _fused_options(
-        residual_dtype, row_scale, dropout_p, dropout_seed, weight1, bias1, round_x_hat, False, out_dtype, scale, amax, power_of_two,
-        transpose,
+        residual_dtype, row_scale, dropout_p, dropout_seed, weight1, bias1, round_x_hat, False, out_dtype, scale, amax,
+        power_of_two, transpose,
     )  # fmt: skip
     if fused_options is not None:
         return _fused().forward(
@@ -337,26 +345,28 @@ def layer_norm_backward(
     strategy: str | None = None,
     tile: Tile | Mapping[str, int] | None = None,
 ) -> Backward | FusedBackward:
-    """Gradients of layer_norm at x, for the statistics that layer_norm_forward returned (derivation: cupynorm.reference.layer_norm).
+    """Gradients of layer_norm at x, for the statistics that layer_norm_forward returned (derivation:
+    cupynorm.reference.layer_norm).
 
-    dy: gradient of y, of x's shape, in any of the four dtypes. x: what was normalised (Forward.sum). mean, rstd: x's leading shape.
-    dsum: gradient that reaches the returned sum from elsewhere, added to dx. gradients: which to compute; the others are None and
-    cost nothing. dweight_dtype, dbias_dtype: by default weight's dtype, or x's without a weight.
+    dy: gradient of y, of x's shape, in any of the four dtypes. x: what was normalised (Forward.sum).
+    mean, rstd: x's leading shape.
+    dsum: gradient that reaches the returned sum from elsewhere, added to dx. gradients: which to compute; the others are None
+    and cost nothing. dweight_dtype, dbias_dtype: by default weight's dtype, or x's without a weight.
 
-    Of a forward with fused options: row_scale, dropout_p as there and dropout_seed as FusedForward has it; dx_dtype, dresidual_dtype:
-    those of the forward's input and residual, by default x's. dy1, weight1: of the second output, dbias1_dtype as dbias_dtype. With
-    memory_efficient x is y as forward returned it, mean is not read, and bias is needed where forward had one.
-    With any of them, or "dresidual", "dweight1" or "dbias1" among the gradients, it returns a FusedBackward. dx, of the input, and
-    dresidual come from one kernel, dsum added to both before they are rounded; what dy1 brings comes from another before it, which
-    hands on its part of both in the arithmetic's dtype.
+    Of a forward with fused options: row_scale, dropout_p as there and dropout_seed as FusedForward has it; dx_dtype,
+    dresidual_dtype: those of the forward's input and residual, by default x's. dy1, weight1: of the second output, dbias1_dtype
+    as dbias_dtype. With memory_efficient x is y as forward returned it, mean is not read, and bias is needed where forward had
+    one. With any of them, or "dresidual", "dweight1" or "dbias1" among the gradients, it returns a FusedBackward. dx, of the
+    input, and dresidual come from one kernel, dsum added to both before they are rounded; what dy1 brings comes from another
+    before it, which hands on its part of both in the arithmetic's dtype.
 
-    Returns Backward(dx in x's dtype, dweight and dbias of normalized_shape). The sums over rows are made in float32 (float64 for
-    float64), in a fixed order: they repeat to the bit. Raises as layer_norm.
+    Returns Backward(dx in x's dtype, dweight and dbias of normalized_shape). The sums over rows are made in float32 (float64
+    for float64), in a fixed order: they repeat to the bit. Raises as layer_norm.
     """
     extents = _default_extents(x, weight, None, normalized_shape)
     options = _options(strategy, tile, None, sm_margin)
     fused_options = _fused_options(None, row_scale, dropout_p, dropout_seed, weight1, dy1, False, memory_efficient)
-    gradients = gradients if isinstance(gradients, str) else tuple(gradients)
+    gradients = _names(gradients)
     if (
         fused_options is not None
         or dx_dtype is not None
@@ -364,8 +374,8 @@ def layer_norm_backward(
         or not set(gradients) <= set(Backward._fields)
     ):
         return _fused().backward(
-            True, dy, dy1, x, mean, rstd, extents, weight, zero_centered_weight, dsum, gradients, dweight_dtype, dbias_dtype, options,
-            dx_dtype, dresidual_dtype, fused_options, dbias1_dtype, (weight, bias) if memory_efficient else None,
+            True, dy, dy1, x, mean, rstd, extents, weight, zero_centered_weight, dsum, gradients, dweight_dtype, dbias_dtype,
+            options, dx_dtype, dresidual_dtype, fused_options, dbias1_dtype, (weight, bias) if memory_efficient else None,
         )  # fmt: skip
     prepared, given = prepare_backward(
         True, dy, x, mean, rstd, extents, weight, zero_centered_weight, dsum, gradients, dweight_dtype, dbias_dtype, options
@@ -403,7 +413,7 @@ def rms_norm_backward(
     extents = _default_extents(x, weight, None, normalized_shape)
     options = _options(strategy, tile, None, sm_margin)
     fused_options = _fused_options(None, row_scale, dropout_p, dropout_seed, weight1, dy1, False, memory_efficient)
-    gradients = gradients if isinstance(gradients, str) else tuple(gradients)
+    gradients = _names(gradients)
     if (
         fused_options is not None
         or dx_dtype is not None
@@ -411,8 +421,8 @@ def rms_norm_backward(
         or not set(gradients) <= set(Backward._fields)
     ):
         return _fused().backward(
-            False, dy, dy1, x, None, rstd, extents, weight, zero_centered_weight, dsum, gradients, dweight_dtype, dbias_dtype, options,
-            dx_dtype, dresidual_dtype, fused_options, dbias1_dtype, (weight, bias) if memory_efficient else None,
+            False, dy, dy1, x, None, rstd, extents, weight, zero_centered_weight, dsum, gradients, dweight_dtype, dbias_dtype,
+            options, dx_dtype, dresidual_dtype, fused_options, dbias1_dtype, (weight, bias) if memory_efficient else None,
         )  # fmt: skip
     prepared, given = prepare_backward(
         False, dy, x, None, rstd, extents, weight, zero_centered_weight, dsum, gradients, dweight_dtype, dbias_dtype, options
@@ -446,12 +456,13 @@ def _options(strategy: str | None, tile: object, statistics: str | None, sm_marg
 
 def _fused_options(
     residual_dtype: object, row_scale: object, dropout_p: object, dropout_seed: object, weight1: object, bias1: object,
-    round_x_hat: object = False, memory_efficient: object = False, out_dtype: object = None, scale: object = None, amax: object = None,
-    power_of_two: object = False, transpose: object = False,
+    round_x_hat: object = False, memory_efficient: object = False, out_dtype: object = None, scale: object = None,
+    amax: object = None, power_of_two: object = False, transpose: object = False,
 ) -> FusedOptions | None:  # fmt: skip
     """None where nothing is asked for: such a call goes the short way."""
+    # type(): old compilers do not know the __class__ of a float.
     if (
-        residual_dtype is None and row_scale is None and dropout_p.__class__ is float and dropout_p == 0.0
+        residual_dtype is None and row_scale is None and type(dropout_p) is float and dropout_p == 0.0
         and weight1 is None and bias1 is None and round_x_hat is False and memory_efficient is False
         and scale is None and amax is None and power_of_two is False and transpose is False
         and (out_dtype is None or out_dtype.__class__ is str and out_dtype in DTYPES or not _quantized().is_float8(out_dtype))
@@ -460,8 +471,7 @@ def _fused_options(
     quantization = None
     if scale is not None or amax is not None or power_of_two or transpose or _quantized().is_float8(out_dtype):
         quantization = _quantized().quantization_of(out_dtype, scale, amax, power_of_two, transpose)
-    if isinstance(dropout_p, bool) or not isinstance(dropout_p, numbers.Real) or not 0 <= dropout_p <= 1:
-        raise ValueError(f"dropout_p is {dropout_p!r}; expected a probability, from 0 to 1")
+    _check_dropout_p(dropout_p)
     if residual_dtype is not None:
         residual_dtype = check_dtype_name(residual_dtype, "residual_dtype")
     if not dropout_p:
@@ -470,6 +480,8 @@ def _fused_options(
         if not -(2**63) <= dropout_seed < 2**64:
             raise ValueError(f"dropout_seed is {dropout_seed}; expected an int of 64 bits")
         dropout_seed = (int(dropout_seed) + 2**63) % 2**64 - 2**63  # as a signed one
+    elif isinstance(dropout_seed, (str, numbers.Number, np.generic)):
+        raise TypeError(f"dropout_seed is {dropout_seed!r}; expected an int or one element of int64")
     return FusedOptions(
         residual_dtype,
         row_scale,
@@ -481,6 +493,11 @@ def _fused_options(
         bool(memory_efficient),
         quantization,
     )
+
+
+def _check_dropout_p(dropout_p: object) -> None:
+    if isinstance(dropout_p, bool) or not isinstance(dropout_p, numbers.Real) or not 0 <= dropout_p <= 1:
+        raise ValueError(f"dropout_p is {dropout_p!r}; expected a probability, from 0 to 1")
 
 
 def _margins(sm_margin: object) -> int | Margins:
@@ -614,8 +631,8 @@ def _check_backward(centered, x, extents, weight, bias, y_dtype, options) -> Non
     num_cols = arrays.product(extents)
     dtype, weight_dtype, bias_dtype = (None if array is None else arrays.dtype_name(array) for array in (x, weight, bias))
     problem = Problem(
-        "backward", centered, num_cols, dtype, dy=y_dtype, dx=dtype, weight=weight_dtype, dweight=weight_dtype, dbias=bias_dtype,
-        pack_limit=pack_limit(num_cols, ()),
+        "backward", centered, num_cols, dtype, dy=y_dtype, dx=dtype, weight=weight_dtype, dweight=weight_dtype,
+        dbias=bias_dtype, pack_limit=pack_limit(num_cols, ()),
     )  # fmt: skip
     choose(problem, launch.device(_view(x).device), options.strategy)
 
@@ -673,13 +690,14 @@ def _parameter(array: Array | None) -> tuple[Parameter | None, bool]:
 
 
 def normalize(
-    centered, input, extents, weight, bias, eps, residual, return_residual, zero_centered_weight, out_dtype, out, options, fused_options=None
+    centered, input, extents, weight, bias, eps, residual, return_residual, zero_centered_weight, out_dtype, out, options,
+    fused_options=None,
 ):  # fmt: skip
     """layer_norm and rms_norm: of torch tensors as autograd, the compiler and the transforms of torch ask for it."""
     if fused_options is not None:
         return _fused().normalize(
-            centered, input, extents, weight, bias, eps, residual, return_residual, zero_centered_weight, out_dtype, out, options,
-            fused_options,
+            centered, input, extents, weight, bias, eps, residual, return_residual, zero_centered_weight, out_dtype, out,
+            options, fused_options,
         )  # fmt: skip
     if is_tensor(input):
         y, added = _torch_part().normalize(
@@ -733,16 +751,17 @@ _forwards: dict[tuple, _PreparedForward] = {}
 def prepare_forward(
     centered, x, extents, weight, bias, eps, residual, zero_centered_weight, out_dtype, out, options, purpose=FOR_STATISTICS
 ) -> tuple[_PreparedForward | _ReferenceForward, tuple]:  # fmt: skip
-    """Checks everything: an object whose `run` takes the arrays that are returned beside it. Nothing is allocated or launched."""
+    """Checks everything: an object whose `run` takes the arrays that are returned beside it.
+    Nothing is allocated or launched."""
     lie = arrays.library(x).lie
     try:
         # An eps of True equals one of 1. Whatever else is equal means the same.
         key = (
-            lie(x), lie(weight), lie(bias), lie(residual), lie(out), centered, extents, eps, eps.__class__, zero_centered_weight,
-            out_dtype, options, purpose,
+            lie(x), lie(weight), lie(bias), lie(residual), lie(out), centered, extents, eps, eps.__class__,
+            zero_centered_weight, out_dtype, options, purpose,
         )  # fmt: skip
         prepared = _forwards.get(key)
-    except (AttributeError, TypeError):  # arrays of several libraries, or none: the checks below find words for it
+    except (AttributeError, TypeError, RuntimeError):  # arrays of several libraries, none, sparse: the checks find words for it
         key = prepared = None
     if prepared is None:
         x, weight, bias, residual, eps, y_dtype = check_forward(centered, x, extents, weight, bias, eps, residual, out_dtype)
@@ -764,7 +783,8 @@ def prepare_forward(
 
 
 def check_forward(centered, x, extents, weight, bias, eps, residual, out_dtype) -> tuple:
-    """The arrays as they are taken, eps as a float and y's dtype by name. Reads no address: x may be a tensor without memory."""
+    """The arrays as they are taken, eps as a float and y's dtype by name.
+    Reads no address: x may be a tensor without memory."""
     x = arrays.take(x, "input")
     dtype = _check_dtype(x, "input")
     shape = tuple(x.shape)
@@ -921,9 +941,9 @@ _backwards: dict[tuple, _PreparedBackward] = {}
 def prepare_backward(
     centered, dy, x, mean, rstd, extents, weight, zero_centered_weight, dsum, gradients, dweight_dtype, dbias_dtype, options
 ) -> tuple[_PreparedBackward | _ReferenceBackward, tuple]:  # fmt: skip
-    """Checks everything: an object whose `run` takes the arrays that are returned beside it. Nothing is allocated or launched."""
-    if not isinstance(gradients, str):
-        gradients = tuple(gradients)
+    """Checks everything: an object whose `run` takes the arrays that are returned beside it.
+    Nothing is allocated or launched."""
+    gradients = _names(gradients)
     lie = arrays.library(x).lie
     try:
         key = (
@@ -931,7 +951,7 @@ def prepare_backward(
             dweight_dtype, dbias_dtype, options,
         )  # fmt: skip
         prepared = _backwards.get(key)
-    except (AttributeError, TypeError):  # arrays of several libraries, or none: the checks below find words for it
+    except (AttributeError, TypeError, RuntimeError):  # arrays of several libraries, none, sparse: the checks find words for it
         key = prepared = None
     if prepared is None:
         dy, x, mean, rstd, weight, dsum, wanted = check_backward(
@@ -951,7 +971,8 @@ def prepare_backward(
 def check_backward(
     centered, dy, x, mean, rstd, extents, weight, dsum, gradients, dweight_dtype, dbias_dtype, names=Backward._fields
 ) -> tuple:  # fmt: skip
-    """The arrays as they are taken, and the dtypes of dx, dweight and dbias, None where not wanted. names: of gradients there are."""
+    """The arrays as they are taken, and the dtypes of dx, dweight and dbias, None where not wanted.
+    names: of gradients there are."""
     x = arrays.take(x, "x")
     dtype = _check_dtype(x, "x")
     shape = tuple(x.shape)
@@ -973,6 +994,19 @@ def check_backward(
     )
     wanted = tuple(each if name in gradients else None for name, each in zip(Backward._fields, dtypes))
     return dy, x, mean, rstd, weight, dsum, wanted
+
+
+def _names(gradients: object) -> str | tuple[str, ...]:
+    """gradients as a tuple, which keys hold. A str, of which the checks below find words, stays one."""
+    if isinstance(gradients, str):
+        return gradients
+    try:
+        names = tuple(gradients)
+        hash(names)
+    except TypeError:
+        expected = ", ".join(FusedBackward._fields)
+        raise TypeError(f"gradients is {gradients!r}; expected some of {expected}") from None
+    return names
 
 
 def _check_gradients(gradients: object, names: Sequence[str]) -> None:

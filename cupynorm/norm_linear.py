@@ -1,13 +1,13 @@
 """layer_norm_linear, rms_norm_linear and their explicit forward and backward: a norm and the linear layer after it.
 
-The norm is cupynorm.norm's; the products are torch's for tensors (cupynorm.linear), cuBLAS's for CuPy arrays (cupynorm.cublas) and for
-NumPy arrays those of the float64 reference. Derivation: cupynorm.reference.layer_norm_linear.
+The norm is cupynorm.norm's; the products are torch's for tensors (cupynorm.linear), cuBLAS's for CuPy arrays (cupynorm.cublas)
+and for NumPy arrays those of the float64 reference. Derivation: cupynorm.reference.layer_norm_linear.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from typing import NamedTuple
 
@@ -21,7 +21,8 @@ GRADIENTS = ("dx", "dnorm_weight", "dnorm_bias", "dweight", "dbias")
 
 
 class ProjectedForward(NamedTuple):
-    """What a forward returns: y [..., out_features] and normalized as the input, in its dtype; mean, rstd, sum as of cupynorm.Forward."""
+    """What a forward returns: y [..., out_features] and normalized as the input, in its dtype;
+    mean, rstd, sum as of cupynorm.Forward."""
 
     y: Array
     normalized: Array
@@ -61,27 +62,29 @@ def layer_norm_linear(
 ) -> Array | tuple[Array, ...]:
     """linear(layer_norm(input), weight, bias): layer normalisation over the last dimension, then a linear layer.
 
-    input: shape (..., in_features), float16, bfloat16, float32 or float64; a CuPy array, a torch tensor, a NumPy array or any object
-        with __dlpack__.
+    input: shape (..., in_features), float16, bfloat16, float32 or float64; a CuPy array, a torch tensor, a NumPy array or any
+        object with __dlpack__.
     norm_weight, norm_bias: shape (in_features,), each optional, of any of the four dtypes.
     weight: shape (out_features, in_features), as torch.nn.Linear has it. bias: shape (out_features,), optional. Both of input's
         dtype, but under torch.autocast, which casts them.
     residual, zero_centered_weight, eps, sm_margin: as of cupynorm.layer_norm, whose other rules hold too.
     return_normalized, return_residual: also return the normalised tensor, and input + residual (the input itself without one).
-    save_normalized: keep the normalised tensor for the gradient of weight. By default it is made again in backward, so that what
-        waits is the input and two numbers a row: 2 bytes an element in bfloat16 in place of 4, for one more pass of the norm.
-    fused: None, or "fold": y = rstd * (input folded^T) + folded_bias with the norm's weight folded into the linear one, so that the
-        normalised tensor never exists (torch and NumPy). Its numerics: cupynorm.linear.fold.
+    save_normalized: keep the normalised tensor for the gradient of weight. By default it is made again in backward, so that
+        what waits is the input and two numbers a row: 2 bytes an element in bfloat16 in place of 4, for one more pass of the
+        norm.
+    fused: None, or "fold": y = rstd * (input folded^T) + folded_bias with the norm's weight folded into the linear one, so that
+        the normalised tensor never exists (torch and NumPy). Its numerics: cupynorm.linear.fold.
 
-    Returns y of shape (..., out_features), of input's dtype and library, or (y, normalized, sum) with those that were asked for. For
-    torch differentiable in every tensor, any number of times; torch.compile sees one operator. Under torch.autocast y and normalized
-    are of the autocast dtype. NumPy arrays are computed in float64 and rounded once, CPU tensors by torch after a norm in float64.
+    Returns y of shape (..., out_features), of input's dtype and library, or (y, normalized, sum) with those that were asked
+    for. For torch differentiable in every tensor, any number of times; torch.compile sees one operator. Under torch.autocast y
+    and normalized are of the autocast dtype. NumPy arrays are computed in float64 and rounded once, CPU tensors by torch after
+    a norm in float64.
 
     Raises ValueError or TypeError, before anything is launched, for shapes, dtypes, devices or options that do not fit.
     """
     return _normalize_and_project(
-        True, input, norm_weight, norm_bias, weight, bias, eps, residual, return_normalized, return_residual, zero_centered_weight,
-        save_normalized, fused, sm_margin,
+        True, input, norm_weight, norm_bias, weight, bias, eps, residual, return_normalized, return_residual,
+        zero_centered_weight, save_normalized, fused, sm_margin,
     )  # fmt: skip
 
 
@@ -103,8 +106,8 @@ def rms_norm_linear(
 ) -> Array | tuple[Array, ...]:
     """linear(rms_norm(input), weight, bias). eps: as of cupynorm.rms_norm. All else, errors too, as for layer_norm_linear."""
     return _normalize_and_project(
-        False, input, norm_weight, norm_bias, weight, bias, eps, residual, return_normalized, return_residual, zero_centered_weight,
-        save_normalized, fused, sm_margin,
+        False, input, norm_weight, norm_bias, weight, bias, eps, residual, return_normalized, return_residual,
+        zero_centered_weight, save_normalized, fused, sm_margin,
     )  # fmt: skip
 
 
@@ -120,7 +123,8 @@ def layer_norm_linear_forward(
     zero_centered_weight: bool = False,
     sm_margin: int | Mapping[str, int] = 0,
 ) -> ProjectedForward:
-    """layer_norm_linear that also returns what backward needs, outside any autograd: ProjectedForward(y, normalized, mean, rstd, sum).
+    """layer_norm_linear that also returns what backward needs, outside any autograd: ProjectedForward(y, normalized, mean,
+    rstd, sum).
 
     x: the input. Arguments and errors as for layer_norm_linear.
     """
@@ -163,8 +167,8 @@ def layer_norm_linear_backward(
     """Gradients of layer_norm_linear at x, for the statistics that layer_norm_linear_forward returned.
 
     dy: gradient of y, of its shape and dtype. x: what was normalised (ProjectedForward.sum). mean, rstd: its statistics.
-    norm_weight, norm_bias, weight, eps: those of the forward. normalized: what the forward returned, if it was kept; else it is made again
-    from x where dweight is wanted. dnormalized, dsum: gradients that reach the returned normalised tensor and the
+    norm_weight, norm_bias, weight, eps: those of the forward. normalized: what the forward returned, if it was kept; else it is
+    made again from x where dweight is wanted. dnormalized, dsum: gradients that reach the returned normalised tensor and the
     returned sum from elsewhere. gradients: which to compute; the others are None.
     Returns ProjectedBackward(dx, dnorm_weight, dnorm_bias, dweight, dbias); those of absent norm parameters are as for weight 1
     and bias 0. Raises as layer_norm_linear.
@@ -244,8 +248,8 @@ def _linear():
 
 
 def _normalize_and_project(
-    centered, input, norm_weight, norm_bias, weight, bias, eps, residual, return_normalized, return_residual, zero_centered_weight,
-    save_normalized, fused, sm_margin,
+    centered, input, norm_weight, norm_bias, weight, bias, eps, residual, return_normalized, return_residual,
+    zero_centered_weight, save_normalized, fused, sm_margin,
 ):  # fmt: skip
     options = norm._options(None, None, None, sm_margin)
     torch = sys.modules.get("torch")
@@ -255,8 +259,8 @@ def _normalize_and_project(
         else:
             linear = _linear()
         y, normalized, added = linear.normalize_and_project(
-            centered, input, norm_weight, norm_bias, (weight,), () if bias is None else (bias,), eps, residual, return_normalized,
-            zero_centered_weight, save_normalized, fused, options,
+            centered, input, norm_weight, norm_bias, (weight,), () if bias is None else (bias,), eps, residual,
+            return_normalized, zero_centered_weight, save_normalized, fused, options,
         )  # fmt: skip
     else:
         if fused == "fold":
@@ -326,8 +330,11 @@ def _folded(
 
 
 def _backward(
-    dy, x, mean, rstd, norm_weight, norm_bias, weight, eps, normalized, zero_centered_weight, dnormalized, dsum, gradients, sm_margin
+    dy, x, mean, rstd, norm_weight, norm_bias, weight, eps, normalized, zero_centered_weight, dnormalized, dsum, gradients,
+    sm_margin,
 ) -> ProjectedBackward:  # fmt: skip
+    if not isinstance(gradients, Iterable):
+        raise TypeError(f"gradients is {gradients!r}; expected some of {', '.join(GRADIENTS)}")
     if isinstance(gradients, str) or any(name not in GRADIENTS for name in gradients):
         raise ValueError(f"gradients is {gradients!r}; expected some of {', '.join(GRADIENTS)}")
     dy, x, mean, rstd, norm_weight, norm_bias, weight, normalized, dnormalized, dsum = _take(
@@ -401,7 +408,8 @@ def _repeated(bias: Array | None, num_rows: int) -> Array | None:
 
 
 def _cupy_gradients(
-    dy, x, mean, rstd, norm_weight, norm_bias, weight, eps, normalized, zero_centered_weight, dnormalized, dsum, gradients, options
+    dy, x, mean, rstd, norm_weight, norm_bias, weight, eps, normalized, zero_centered_weight, dnormalized, dsum, gradients,
+    options,
 ) -> list:  # fmt: skip
     centered, extents = mean is not None, tuple(x.shape[-1:])
     rows, weight = _contiguous(_matrix(dy)), _contiguous(weight)
@@ -415,7 +423,8 @@ def _cupy_gradients(
         reaches = cublas.multiply(rows, weight, out=reaches, accumulate=reaches is not None).reshape(x.shape)
         bias_dtype = None if norm_bias is None else arrays.dtype_name(norm_bias)
         prepared, given = norm.prepare_backward(
-            centered, reaches, x, mean, rstd, extents, norm_weight, zero_centered_weight, dsum, wanted, None, bias_dtype, options
+            centered, reaches, x, mean, rstd, extents, norm_weight, zero_centered_weight, dsum, wanted, None, bias_dtype,
+            options,
         )  # fmt: skip
         of_norm = list(prepared.run(*given))
     dweight = None

@@ -78,7 +78,8 @@ def version() -> tuple[int, int]:
         return nvrtc.getVersion()
     except Exception as error:
         raise MissingLibraryError(
-            f"NVRTC could not be loaded ({error}); it compiles the kernels: pip install 'cupynorm[cuda12]' or 'cupynorm[cuda13]'"
+            f"NVRTC could not be loaded ({error}); it compiles the kernels: pip install 'cupynorm[cuda12]' or "
+            "'cupynorm[cuda13]'"
         ) from error
 
 

@@ -1,8 +1,9 @@
 """torch: DTensors, which several ranks hold together, as arguments of the operators of torch_ops.
 
-What has a row for each row of the input lies in shards of rows, or whole on every rank. weight and bias lie whole; their gradients
-are sums over rows, so where rows lie in shards each rank has a part of the sum, which torch adds up as it does for its own
-layer_norm: at the latest where somebody reads it. Rows that are split, or that still are to be added up, torch puts together first.
+What has a row for each row of the input lies in shards of rows, or whole on every rank. weight and bias lie whole; their
+gradients are sums over rows, so where rows lie in shards each rank has a part of the sum, which torch adds up as it does for
+its own layer_norm: at the latest where somebody reads it. Rows that are split, or that still are to be added up, torch puts
+together first.
 """
 
 from __future__ import annotations
@@ -37,6 +38,15 @@ def of_one_kind(
         raise TypeError(f"input is a DTensor and residual is a {type(residual).__name__}; expected a DTensor too")
     _register()
     return _on_every_rank(weight, input), _on_every_rank(bias, input)
+
+
+def refuse(options: str, **given: object) -> None:
+    """NotImplementedError: a DTensor among what was given in a call with some of these options."""
+    for name, tensor in given.items():
+        if hasattr(tensor, "device_mesh"):
+            raise NotImplementedError(
+                f"{name} is a DTensor and {options} was given; expected none of these options, or {name}.to_local()"
+            )
 
 
 def _on_every_rank(tensor: Tensor | None, like: Tensor) -> Tensor | None:
@@ -77,7 +87,8 @@ def _register_once() -> None:
 
 
 def _shardings(operator, *given) -> list[tuple[list, list]]:
-    """How an operator may be split along one dimension of a mesh: placements of its results, and of those arguments that are tensors."""
+    """How an operator may be split along one dimension of a mesh: placements of its results,
+    and of those arguments that are tensors."""
     from torch.distributed.tensor import Partial, Replicate, Shard
 
     arguments = dict(zip((argument.name for argument in operator._schema.arguments), given))

@@ -52,8 +52,9 @@ class Peer:
     """How a library is used.
 
     package: as pip names it, for its version. make(cell, x, weight, bias, residual): forward, for torch tensors. needs: modules
-    that must be importable. norms: those it has. extras: norm -> those of EXTRAS that it offers. parameters: norm -> the dtype in
-    which alone it takes weight and bias. has_backward: whether it has one. overwrites_dy: whether that one puts dx where dy was.
+    that must be importable. norms: those it has. extras: norm -> those of EXTRAS that it offers. parameters: norm -> the dtype
+    in which alone it takes weight and bias. has_backward: whether it has one. overwrites_dy: whether that one puts dx where dy
+    was.
     """
 
     package: str

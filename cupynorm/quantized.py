@@ -1,6 +1,7 @@
 """y in 8-bit floats: what a call asks for, what it returns, and the same of arrays on the host.
 
-The kernels write it as cupynorm.fused calls them (cuda_src/fp8.cuh); formats, scales and roundings are those of cupynorm.reference.fp8.
+The kernels write it as cupynorm.fused calls them (cuda_src/fp8.cuh);
+formats, scales and roundings are those of cupynorm.reference.fp8.
 """
 
 from __future__ import annotations
@@ -25,15 +26,16 @@ class QuantizedTensor:
 
     data: of the shape that was quantised; a torch tensor of a float8 dtype, or a CuPy or NumPy array of uint8 with its bits.
     format: "float8_e4m3fn" or "float8_e5m2". dtype: what dequantize() gives by default.
-    scale_inv: float32, of one element; or one for each block of block_rows rows and block_cols columns, (..., num_rows / block_rows,
-    num_cols / block_cols), both rounded up. Of uint8 (MXFP8): exponents of 2, less 127; 255 is NaN.
-    transposed: [num_cols, num_rows], contiguous, or None: data the other way round, or, where transposed_scale_inv is given, quantised
-    anew in blocks along what was a column.
+    scale_inv: float32, of one element; or one for each block of block_rows rows and block_cols columns, (..., num_rows /
+    block_rows, num_cols / block_cols), both rounded up. Of uint8 (MXFP8): exponents of 2, less 127; 255 is NaN.
+    transposed: [num_cols, num_rows], contiguous, or None: data the other way round, or, where transposed_scale_inv is given,
+    quantised anew in blocks along what was a column.
     """
 
     def __init__(
-        self, data: Array, scale_inv: Array, dtype: Any, *, transposed: Array | None = None, transposed_scale_inv: Array | None = None,
-        block_rows: int | None = None, block_cols: int = _BLOCK_COLS, format: str | None = None, carrier: Any = None,
+        self, data: Array, scale_inv: Array, dtype: Any, *, transposed: Array | None = None,
+        transposed_scale_inv: Array | None = None, block_rows: int | None = None, block_cols: int = _BLOCK_COLS,
+        format: str | None = None, carrier: Any = None,
     ) -> None:  # fmt: skip
         self.data, self.scale_inv, self.dtype = data, scale_inv, dtype
         self.transposed, self.transposed_scale_inv = transposed, transposed_scale_inv
@@ -46,8 +48,8 @@ class QuantizedTensor:
         return self.data.shape
 
     def dequantize(self, dtype: Any = None) -> Array:
-        """The values, computed in float32. Of torch tensors whose gradient is recorded its gradient is passed on as that of y, as if
-        nothing had been rounded.
+        """The values, computed in float32. Of torch tensors whose gradient is recorded its gradient is passed on as that of y,
+        as if nothing had been rounded.
 
         dtype: of the result, a torch dtype or a name. Raises TypeError for one that is none of the four.
         """
@@ -157,7 +159,8 @@ def check(quantization: Quantization, x: Array) -> Quantization:
             array = arrays.take(array, name)
             if arrays.dtype_name(array) != "float32" or arrays.product(array.shape) != 1:
                 raise TypeError(
-                    f"{name} has shape {tuple(array.shape)} and dtype {arrays.dtype_name(array)}; expected one element of float32"
+                    f"{name} has shape {tuple(array.shape)} and dtype {arrays.dtype_name(array)}; expected one element of "
+                    "float32"
                 )
             norm._check_same_place(array, x, name, "input")
         taken[name] = array
@@ -179,12 +182,13 @@ class OfNorm(NamedTuple):
 
 
 def quantize(
-    x: Array, dtype: str, scale: Array | None = None, amax: Array | None = None, *, wants_data: bool = True, transpose: bool = False,
-    of_norm: OfNorm | None = None,
+    x: Array, dtype: str, scale: Array | None = None, amax: Array | None = None, *, wants_data: bool = True,
+    transpose: bool = False, of_norm: OfNorm | None = None,
 ) -> tuple[Array | None, Array, Array | None]:  # fmt: skip
     """data, scale_inv and the transposed copy of a matrix on a GPU in one launch; of a matrix of 8-bit floats the last alone.
 
-    x: [num_rows, num_cols]. dtype: the 8-bit one by name. scale: one float32, None: 1; amax: one float32, raised to the largest |x|.
+    x: [num_rows, num_cols]. dtype: the 8-bit one by name. scale: one float32, None: 1;
+    amax: one float32, raised to the largest |x|.
     of_norm: quantise that norm's y of x.
     """
     is_scaled = arrays.dtype_name(x) not in (dtype, "uint8")
@@ -243,7 +247,8 @@ class _PreparedQuantize:
 
 
 def on_host(quantization: Quantization, y: Array, extents: tuple[int, ...], like: Array) -> QuantizedTensor:
-    """y in float64, by the reference. like: an array of the library that the result is to be of; its dtype is dequantize()'s."""
+    """y in float64, by the reference. like: an array of the library that the result is to be of;
+    its dtype is dequantize()'s."""
     from .reference import fp8
 
     num_cols, shape = arrays.product(extents), tuple(y.shape)
@@ -291,8 +296,8 @@ def result(
     scaling = quantization.scaling
     block_cols = {"row": num_cols, "mx": 32}.get(scaling, _BLOCK_COLS)
     return QuantizedTensor(
-        data, scale_inv, x.dtype if arrays.is_torch(x) else arrays.dtype_name(x), transposed=transposed, format=quantization.dtype,
-        block_rows=None if scaling in ("given", "tensor") else 1, block_cols=block_cols,
+        data, scale_inv, x.dtype if arrays.is_torch(x) else arrays.dtype_name(x), transposed=transposed,
+        format=quantization.dtype, block_rows=None if scaling in ("given", "tensor") else 1, block_cols=block_cols,
     )  # fmt: skip
 
 

@@ -65,9 +65,9 @@ class Problem:
 
     x is the row that is normalised. Forward it may be a sum of its own dtype: `input` is then the dtype of what is read,
     residual_dtype that of what is added to it (None: nothing), and row_scale and dropout are what multiplies the input first.
-    Backward these two belong to dx, where dresidual (None: not wanted, or the same tensor as dx) is the gradient of the sum itself.
-    y1, weight1 and bias1 are of a second output of forward; round_x_hat is the dtype that x_hat is rounded to (None: it is not).
-    scaling is where the scales of a y of 8 bits come from, as in cuda_src/fp8.cuh: given, tensor, row, block or mx.
+    Backward these two belong to dx, where dresidual (None: not wanted, or the same tensor as dx) is the gradient of the sum
+    itself. y1, weight1 and bias1 are of a second output of forward; round_x_hat is the dtype that x_hat is rounded to (None: it
+    is not). scaling is where the scales of a y of 8 bits come from, as in cuda_src/fp8.cuh: given, tensor, row, block or mx.
     Backward with a y knows x by it alone: x is then the arithmetic's dtype, y_weight and y_bias those of forward.
     """
 
@@ -138,7 +138,8 @@ class Problem:
 
 @dataclass(frozen=True)
 class Strategy:
-    """One row of the dispatch table: where a row waits between its uses, and the tile for a problem, or None if the row does not fit.
+    """One row of the dispatch table: where a row waits between its uses, and the tile for a problem,
+    or None if the row does not fit.
 
     gives_way: whether a later strategy is faster although this one is wide enough.
     """
@@ -151,11 +152,11 @@ class Strategy:
 
 
 # The shares of a copy beside the numbers below were measured on 2026-11-20 and 21 while these were chosen, by timing
-# layer_norm_forward and layer_norm_backward with explicit strategy= and tile= at 2^28 elements (2^27 of float32). `python -m cupynorm
-# tune` measures such tiles again, on any GPU.
+# layer_norm_forward and layer_norm_backward with explicit strategy= and tile= at 2^28 elements (2^27 of float32). `python -m
+# cupynorm tune` measures such tiles again, on any GPU.
 
-# Bytes of the widest row that a warp takes, by itemsize. Forward: more would fit, but from there on a block of two warps is as fast
-# (H200, bf16: 2048 columns 0.997 of a copy on 64 threads, 0.989 on 32).
+# Bytes of the widest row that a warp takes, by itemsize. Forward: more would fit, but from there on a block of two warps is as
+# fast (H200, bf16: 2048 columns 0.997 of a copy on 64 threads, 0.989 on 32).
 _WARP_ROW_BYTES = {"forward": {2: 2560, 4: 2048, 8: 2048}, "backward": {2: 1536, 4: 2048, 8: 2048}}
 # Bytes of x that one lane keeps (H200, bf16: backward of 640 columns 0.95 on 16 lanes x 40 elements, 0.88 on 32 x 24).
 _WARP_BYTES = {"forward": {2: 80, 4: 64, 8: 64}, "backward": {2: 80, 4: 64, 8: 64}}
@@ -205,8 +206,8 @@ def _registers(problem: Problem, device: Device, tile: Tile) -> int:
             fixed = 54 + (2 * tile.packs_per_thread if tile.pack_size < 8 else 0)
         extra += 8 * (elements >= 32 and not newer and not tile.exact)
         return int(fixed + per_element * words * elements + extra + lone)
-    # float16 takes more instructions to unpack than bfloat16, and the compiler keeps more for sm_100 and sm_120. Three blocks of 24
-    # elements fit sm_90 all the same (H200, float16, 768 columns: 0.94 of a copy, with two blocks 0.86).
+    # float16 takes more instructions to unpack than bfloat16, and the compiler keeps more for sm_100 and sm_120. Three blocks
+    # of 24 elements fit sm_90 all the same (H200, float16, 768 columns: 0.94 of a copy, with two blocks 0.86).
     fits = device.compute_capability == 90 and elements <= 24 and (tile.exact or problem.centered)
     tight = (0.1 if fits else 0.35) * (problem.x == "float16") + 0.35 * (device.compute_capability >= 100)
     tight += 0.35 * (device.compute_capability < 90 and elements > 24)
@@ -271,16 +272,16 @@ def _register_tile(
         counted = in_flight if cluster_size > 1 else min(in_flight, _ENOUGH_BYTES[itemsize])
         fit = 1.0 if tile.exact else 0.9 * num_cols / tile.cols
         if problem.forward and itemsize == 2:
-            # A little more still helps blocks (H200, bf16: 4608 columns 0.98 with 73 KB, 0.95 with 55 KB), but not threads as long as
-            # that (4088 columns 0.97 on 64 x 64 elements, 0.99 on 128 x 32).
+            # A little more still helps blocks (H200, bf16: 4608 columns 0.98 with 73 KB, 0.95 with 55 KB), but not threads as
+            # long as that (4088 columns 0.97 on 64 x 64 elements, 0.99 on 128 x 32).
             if block_size == 1 and cluster_size == 1:
                 counted += 0.1 * (min(in_flight, _MOST_BYTES) - counted)
-            # Packs beyond the row cost as much as others (H200, bf16: 520 columns 0.78 on 32 x 24 elements, 0.87 on 16 x 40), and those
-            # in the row no more than in an exact tile.
+            # Packs beyond the row cost as much as others (H200, bf16: 520 columns 0.78 on 32 x 24 elements, 0.87 on 16 x 40),
+            # and those in the row no more than in an exact tile.
             fit = 1.0 if tile.exact else 0.995 * num_cols / tile.cols
             fit *= 0.95 if long and (elements > 72 or threads_per_row <= 32) else 0.98 if elements > 48 else 1.0
-        # Of equals, most threads; but forward with too little in flight, or one block alone, wants long threads: 48 elements were
-        # best (H200, bf16, 12288 columns: 24, 32, 48 and 64 elements gave 0.82, 0.84, 0.86 and 0.81 of a copy).
+        # Of equals, most threads; but forward with too little in flight, or one block alone, wants long threads: 48 elements
+        # were best (H200, bf16, 12288 columns: 24, 32, 48 and 64 elements gave 0.82, 0.84, 0.86 and 0.81 of a copy).
         many_threads = not problem.forward or (enough and blocks_per_sm > 1 and not lone)
         score = (counted * fit, threads_per_row if many_threads else -abs(elements - 48))
         if best_score is None or score > best_score:
@@ -291,8 +292,8 @@ def _register_tile(
 def _may_keep_more(tile: Tile) -> bool:
     """Whether 16-bit rows forward may have threads longer than others: those they fill, and few of them.
 
-    H200, bf16: 1152 columns 0.94 on 16 lanes x 72 elements, 0.93 on 32 x 40; 8960 columns 0.97 on 128 x 72, 0.92 on 224 x 40; 13,312
-    columns 0.93 on 128 x 104, in a ring 0.86.
+    H200, bf16: 1152 columns 0.94 on 16 lanes x 72 elements, 0.93 on 32 x 40; 8960 columns 0.97 on 128 x 72, 0.92 on 224 x 40;
+    13,312 columns 0.93 on 128 x 104, in a ring 0.86.
     """
     elements = tile.pack_size * tile.packs_per_thread
     if tile.exact and tile.threads_per_row > 32:
@@ -307,9 +308,9 @@ def _warp_tile(problem: Problem, device: Device) -> Tile | None:
     if row_bytes > _WARP_ROW_BYTES[problem.direction][itemsize]:
         return None
     # The lanes of a row move at least 64 bytes of it together, or half the row if it is shorter (H200, bf16: 64 columns 0.88 of
-    # a copy on 4 lanes, 0.84 on 2); 32 bytes where that fills them (48 columns 0.96 on 2 lanes, 0.77 on 4).
+    # a copy on 4 lanes, 0.84 on 2); of 16-bit rows 32 bytes where that fills them (48 columns 0.96 on 2 lanes, 0.77 on 4).
     fewest = min(64, row_bytes // 2, 32 * pack_bytes) // pack_bytes
-    if fewest == 3 and row_bytes == 6 * pack_bytes:
+    if itemsize == 2 and fewest == 3 and row_bytes == 6 * pack_bytes:
         fewest = 2
     # Lone elements: a quarter of the row (127 columns 0.48 on 16 lanes, 0.36 on 32, 0.38 on 8).
     if problem.forward and pack_bytes == 2:
@@ -317,7 +318,8 @@ def _warp_tile(problem: Problem, device: Device) -> Tile | None:
     if problem.scaling in ("block", "mx"):  # so that neighbouring lanes hold what shares a scale
         fewest = min(32, max(fewest, problem.cols_of_scale // problem.widest_pack))
     lanes = [lanes for lanes in (1, 2, 4, 8, 16, 32) if lanes >= fewest]
-    # Blocks of two warps forward: a place is free again sooner (H200, bf16: 64 to 1024 columns 0.3 to 1% faster than four; fp32 1 to 2%).
+    # Blocks of two warps forward: a place is free again sooner (H200, bf16: 64 to 1024 columns 0.3 to 1% faster than four; fp32
+    # 1 to 2%).
     block_size = 64 if problem.forward and fewest > 2 else 128
     max_bytes = _WARP_BYTES[problem.direction][itemsize]
     return _register_tile(problem, device, lanes, max_bytes, block_size)
@@ -372,39 +374,42 @@ def smem_bytes_of(problem: Problem, tile: Tile, strategy: str) -> int:
     return scratch + sum(ceil_div(slice_cols * itemsize, 16) * 16 for itemsize in kept)
 
 
-# The ring (cuda_src/ring.cuh): rows that pass through shared memory. Shares of a copy are of an H200, bf16 unless said otherwise.
+# The ring (cuda_src/ring.cuh): rows that pass through shared memory.
+# Shares of a copy are of an H200, bf16 unless said otherwise.
 #
-# From how many columns it beats registers, by direction and itemsize of x (backward, 2048 columns: 0.97, in registers 0.94; 896 columns
-# 0.94 and 0.88; 640 columns 0.84 and 0.88).
+# From how many columns it beats registers, by direction and itemsize of x (backward, 2048 columns: 0.97, in registers 0.94; 896
+# columns 0.94 and 0.88; 640 columns 0.84 and 0.88).
 _RING_FROM = {"forward": {2: 10241, 4: 8193}, "backward": {2: 800, 4: 4097}}
 # The same, forward, for rows that do not fill the registers of their threads (8200 columns: 0.89, in registers 0.84; 6000 0.91
 # and 0.97).
 _UNEVEN_RING_FROM = 8193
 # The same for rows that do not begin on 16 bytes (forward, 4097 columns: 0.81, in registers 0.48).
 _LONE_RING_FROM = {"forward": {2: 500, 4: 2048}, "backward": {2: 512, 4: 512}}
-# The same with a residual, or backward with the gradient of its sum (forward, 4096 columns: 0.92, in registers 0.82; float32 0.95 and
-# 0.89).
+# The same with a residual, or backward with the gradient of its sum (forward, 4096 columns: 0.92, in registers 0.82; float32
+# 0.95 and 0.89).
 _RESIDUAL_RING_FROM = 1024
 # Threads of all blocks of a multiprocessor: more have too few registers each for 64 elements forward, 32 backward.
 _RING_THREADS = 384
-# Elements of a thread. Forward it keeps their weights and biases. Backward it keeps their sums of dweight and dbias, two registers
+# Elements of a thread. Forward it keeps their weights and biases.
+# Backward it keeps their sums of dweight and dbias, two registers
 # each: 64 are for rows that no cluster holds otherwise (262,144 columns 0.91).
 _RING_ELEMENTS, _MOST_RING_ELEMENTS = {"forward": 64, "backward": 56}, 64
-# Bytes on their way to a multiprocessor, the rows in use included, by itemsize of x: backward of 262,144 columns 0.81 with 128 KB, 0.91
-# with 192 KB; of 131,072 0.86 with 128 KB, 0.91 with 96 KB; float32, 65,536 columns 0.99 with 128 KB, 0.98 with 192 KB.
+# Bytes on their way to a multiprocessor, the rows in use included, by itemsize of x: backward of 262,144 columns 0.81 with 128
+# KB, 0.91 with 192 KB; of 131,072 0.86 with 128 KB, 0.91 with 96 KB; float32, 65,536 columns 0.99 with 128 KB, 0.98 with 192
+# KB.
 _RING_BYTES = {"forward": {2: 96 * 1024, 4: 160 * 1024}, "backward": {2: 96 * 1024, 4: 128 * 1024}}
-# Rows of 16-bit elements are bound by instructions unless the four parts of a multiprocessor have as many warps each. The rate of a
-# tile counts elements in the time of one element, where a row costs a thread as much as 10 elements beside its own, more in a cluster.
-# Backward, 6 warps of 32 elements 0.84, 9 of 24 0.79, 7 of 32 0.94, 8 of 24 or 32 and 4 of 56 0.98; forward, 11 of 32 0.87, 12 of 64
-# 0.98.
+# Rows of 16-bit elements are bound by instructions unless the four parts of a multiprocessor have as many warps each. The rate
+# of a tile counts elements in the time of one element, where a row costs a thread as much as 10 elements beside its own, more
+# in a cluster. Backward, 6 warps of 32 elements 0.84, 9 of 24 0.79, 7 of 32 0.94, 8 of 24 or 32 and 4 of 56 0.98; forward, 11
+# of 32 0.87, 12 of 64 0.98.
 _RING_ROW_COST = 10
 _RING_RATE = {"forward": 3.2, "backward": 2.8}
-# Fewer bytes of x and dy in the rows of one turn leave a multiprocessor waiting, in a cluster the sooner (24 KB: 6144 columns on one
-# block 0.97, 24,576 on clusters of 4 0.88).
+# Fewer bytes of x and dy in the rows of one turn leave a multiprocessor waiting, in a cluster the sooner (24 KB: 6144 columns
+# on one block 0.97, 24,576 on clusters of 4 0.88).
 _FEWEST_RING_BYTES, _FEWEST_CLUSTER_BYTES = 20 * 1024, 28 * 1024
-# Forward, bytes of x that a block, or a cluster of 2, takes before the next one takes its place. The hardware gives the place to
-# whoever is free, which evens out what neighbours get of the memory (16,384 columns: 8 rows a block 0.95, all rows on resident
-# blocks 0.92). Larger clusters are slow to start: they stay.
+# Forward, bytes of x that a block, or a cluster of 2, takes before the next one takes its place. The hardware gives the place
+# to whoever is free, which evens out what neighbours get of the memory (16,384 columns: 8 rows a block 0.95, all rows on
+# resident blocks 0.92). Larger clusters are slow to start: they stay.
 QUEUED_RING_BYTES, QUEUED_CLUSTER_SIZE = 256 * 1024, 2
 
 
@@ -423,8 +428,8 @@ def scales_at_once(problem: Problem, tile: Tile, strategy: str) -> bool:
 def can_ring(problem: Problem, device: Device) -> bool:
     """Whether there is a copy engine to fetch the rows. Sums cross as floats.
 
-    A ring fetches what makes up a row forward as tensors of one type, and has no registers left for random words. It writes a row
-    when it meets it: there is no scale yet of a part of it.
+    A ring fetches what makes up a row forward as tensors of one type, and has no registers left for random words. It writes a
+    row when it meets it: there is no scale yet of a part of it.
     """
     fits = (
         problem.input is None and not problem.dropout and problem.row_scale is None and (problem.forward or problem.y is None)
@@ -499,7 +504,8 @@ def _best_ring(problem: Problem, device: Device, cluster_sizes: Iterable[int], m
             for rows in range(1, min(8, _RING_THREADS // threads_per_row) + 1):
                 if registers > min(255, device.registers_per_sm // (ceil_div(threads_per_row * rows, 128) * 128) // 8 * 8):
                     break
-                # Rows that a multiprocessor works on at a time: forward in a block each, backward in one, which leaves one partial row.
+                # Rows that a multiprocessor works on at a time: forward in a block each, backward in one,
+                # which leaves one partial row.
                 rows_per_block, blocks_per_sm = (1, rows) if problem.forward else (rows, 1)
                 tile = Tile(pack_size, threads_per_row, packs_per_thread, rows_per_block, cluster_size, blocks_per_sm, exact)
                 tile = _with_stages(problem, device, tile, rows)
@@ -522,8 +528,8 @@ def _with_stages(problem: Problem, device: Device, tile: Tile, rows: int) -> Til
     return next((staged for staged in fitting if _ring_bytes(problem, staged) <= most_bytes), None)
 
 
-# Backward: columns of one turn on a multiprocessor beyond which more are worse: a cluster takes over (12,288 columns on clusters of 2
-# 1.07 times as fast as on one block).
+# Backward: columns of one turn on a multiprocessor beyond which more are worse: a cluster takes over (12,288 columns on
+# clusters of 2 1.07 times as fast as on one block).
 _MOST_BACKWARD_COLS = 11264
 
 
@@ -543,10 +549,10 @@ def _ring_share(problem: Problem, tile: Tile) -> float:
 def _suits_turn(tile: Tile, turn_bytes: int, itemsize: int) -> bool:
     """Whether clusters forward have the right number of bytes in one turn on a multiprocessor.
 
-    16-bit rows are faster in two blocks if clusters of 8 are enough (32,768 columns: clusters of 4 with two blocks 0.97, of 2 with one
-    0.95; 73,728: clusters of 8 with two blocks 0.91, of 16 with three 0.81; float32, 20,480: 0.99 on one block of clusters of 2). One
-    block of a large cluster wants more (81,920: 0.80 with 20 KB; 163,840: 0.91 with 40 KB, 0.74 with 20 KB on clusters of 16), two of
-    a small one less (40,960: 0.87 with 40 KB, 0.91 with 30 KB in three blocks of clusters of 8).
+    16-bit rows are faster in two blocks if clusters of 8 are enough (32,768 columns: clusters of 4 with two blocks 0.97, of 2
+    with one 0.95; 73,728: clusters of 8 with two blocks 0.91, of 16 with three 0.81; float32, 20,480: 0.99 on one block of
+    clusters of 2). One block of a large cluster wants more (81,920: 0.80 with 20 KB; 163,840: 0.91 with 40 KB, 0.74 with 20 KB
+    on clusters of 16), two of a small one less (40,960: 0.87 with 40 KB, 0.91 with 30 KB in three blocks of clusters of 8).
     """
     fewest, most = 20, 40
     if itemsize == 2 and tile.blocks_per_sm == 1:
@@ -564,7 +570,8 @@ def _forward_ring_score(problem: Problem, tile: Tile) -> tuple:
     suits = lone or _suits_turn(tile, cols * itemsize, itemsize)
     two_blocks = not lone and itemsize == 2 and tile.blocks_per_sm > 1 and tile.cluster_size <= 8
     share = round(_ring_share(problem, tile), 2)
-    # With a residual a row takes twice the room: of the same bytes, deeper rings (8192 columns: 2 blocks of 3 stages 0.92, 3 of 2 0.90).
+    # With a residual a row takes twice the room: of the same bytes, deeper rings (8192 columns: 2 blocks of 3 stages 0.92, 3 of
+    # 2 0.90).
     bytes_first = (cols * tile.stages, tile.stages) if problem.residual else (cols,)
     return lone, suits, two_blocks, -tile.cluster_size, share, tile.exact, *bytes_first, tile.threads_per_row
 
@@ -618,9 +625,9 @@ def _cluster_tile(problem: Problem, device: Device) -> Tile | None:
         return ring
     itemsize = DTYPES[problem.x].itemsize
     max_bytes = _BLOCK_BYTES[problem.direction][itemsize]
-    # The most bytes in flight; where clusters of several sizes have as many, this order. Backward of 16-bit rows spends so little
-    # time on a row's bytes that several small blocks a multiprocessor are needed to hide the exchange (H200, bf16: 16384 columns
-    # 0.73 of a copy on clusters of 8, 0.69 on 2; fp32: 0.79 and 0.86).
+    # The most bytes in flight; where clusters of several sizes have as many, this order. Backward of 16-bit rows spends so
+    # little time on a row's bytes that several small blocks a multiprocessor are needed to hide the exchange (H200, bf16: 16384
+    # columns 0.73 of a copy on clusters of 8, 0.69 on 2; fp32: 0.79 and 0.86).
     order = (8, 4, 2, 16) if itemsize == 2 and not problem.forward else (2, 4, 8, 16)
     best, best_score = None, (0, False)
     for cluster_size in (size for size in order if size in dict(device.clusters)):

@@ -35,7 +35,8 @@ def sources() -> str:
 
 @dataclass(frozen=True)
 class Table:
-    """The best tiles of one GPU. tiles: key(problem) -> (strategy, tile). measured: notes for the reader: when, by which command."""
+    """The best tiles of one GPU. tiles: key(problem) -> (strategy, tile).
+    measured: notes for the reader: when, by which command."""
 
     device: Device
     tiles: Mapping[Problem, tuple[str, Tile]]
@@ -55,7 +56,8 @@ class Table:
 
 
 def read(path: str | Path) -> Table:
-    """A table that tune wrote. OSError if it cannot be read, ValueError if it is none, is of other sources or has a wrong tile."""
+    """A table that tune wrote. OSError if it cannot be read, ValueError if it is none,
+    is of other sources or has a wrong tile."""
     try:
         content = json.loads(Path(path).read_text(encoding="utf-8"))
         of_version, of_sources, device = content["cupynorm"], content["sources"], dict(content["device"])
@@ -66,8 +68,8 @@ def read(path: str | Path) -> Table:
         raise ValueError(f"{path} is no table of tiles: {type(error).__name__}: {error}") from error
     if (of_version, of_sources) != (__version__, sources()):
         raise ValueError(
-            f"{path} was measured with other sources (cupynorm {of_version}; this is {__version__}): its tiles need not be the best "
-            "any more. Measure again: python -m cupynorm tune"
+            f"{path} was measured with other sources (cupynorm {of_version}; this is {__version__}): its tiles need not be the "
+            "best any more. Measure again: python -m cupynorm tune"
         )
     for problem, strategy, tile in entries:
         try:
@@ -92,7 +94,8 @@ def use_tiles(path: str | Path | None) -> None:
 
     path: the file. It decides for this process, and for the GPU it was measured on; other GPUs and problems that it does not
     hold keep their tiles, and so does a call that is given strategy= or tile=. plan() says where a tile is from. Results stay
-    within the same error of float64, repeat to the bit, and do not depend on the batch; between two tables their last bits may differ.
+    within the same error of float64, repeat to the bit, and do not depend on the batch; between two tables their last bits may
+    differ.
 
     Call it while no other thread is in a call of this library: that call might keep the tile it had. What a CUDA graph or a
     recorded autograd graph holds keeps its tiles.
@@ -105,8 +108,8 @@ def use_tiles(path: str | Path | None) -> None:
         here = present()
         if here and table.device not in here:
             raise ValueError(
-                f"{path} was measured on {_describe(table.device)}; here is {' and '.join(map(_describe, dict.fromkeys(here)))}. "
-                "Measure here: python -m cupynorm tune"
+                f"{path} was measured on {_describe(table.device)}; here is "
+                f"{' and '.join(map(_describe, dict.fromkeys(here)))}. Measure here: python -m cupynorm tune"
             )
     use(table, "" if path is None else f"from {Path(path).name}, measured on {table.device.name}")
 

@@ -3,12 +3,12 @@
     cupynorm::norm_forward  -> y, mean, rstd, input + residual    an empty mean for rms_norm, an empty sum without a residual
     cupynorm::norm_backward -> dx, dweight, dbias                 empty where not wanted
 
-    cupynorm::fused_norm_forward  -> y, mean, rstd, sum, y1         with fused options: an empty sum where it is the input itself
+    cupynorm::fused_norm_forward  -> y, mean, rstd, sum, y1   with fused options: an empty sum where it is the input itself
     cupynorm::fused_norm_backward -> dx, dweight, dbias, dresidual, dweight1, dbias1
 
-Arguments as those of cupynorm.layer_norm_forward and layer_norm_backward; tile has the fields of a cupynorm.Tile in their order,
-a backward without a mean is that of rms_norm. All are differentiable but fused_norm_backward, and known for tensors without memory
-and any number of rows.
+Arguments as those of cupynorm.layer_norm_forward and layer_norm_backward; tile has the fields of a cupynorm.Tile in their
+order, a backward without a mean is that of rms_norm. All are differentiable but fused_norm_backward, and known for tensors
+without memory and any number of rows.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ GRADIENTS = ("dx", "dweight", "dbias", "dresidual", "dweight1", "dbias1")  # in 
 _library = torch.library.Library("cupynorm", "DEF")
 for _schema in (
     "norm_forward(Tensor input, Tensor? weight, Tensor? bias, Tensor? residual, SymInt[] normalized_shape, float? eps, "
-    "bool centered, bool zero_centered_weight, ScalarType? out_dtype, int sm_margin, str? strategy, str? statistics, int[]? tile, "
-    "int backward_sm_margin=0) "
+    "bool centered, bool zero_centered_weight, ScalarType? out_dtype, int sm_margin, str? strategy, str? statistics, "
+    "int[]? tile, int backward_sm_margin=0) "
     "-> (Tensor y, Tensor mean, Tensor rstd, Tensor sum)",
     "norm_backward(Tensor dy, Tensor x, Tensor? mean, Tensor rstd, Tensor? weight, Tensor? dsum, SymInt[] normalized_shape, "
     "bool[3] wanted, bool zero_centered_weight, ScalarType? dbias_dtype, int sm_margin, str? strategy) "
     "-> (Tensor dx, Tensor dweight, Tensor dbias)",
     "fused_norm_forward(Tensor input, Tensor? weight, Tensor? bias, Tensor? residual, Tensor? weight1, Tensor? bias1, "
     "Tensor? row_scale, Tensor? dropout_seed, SymInt[] normalized_shape, float? eps, bool centered, bool zero_centered_weight, "
-    "ScalarType? out_dtype, ScalarType? residual_dtype, float dropout_p, bool round_x_hat, bool memory_efficient, int sm_margin, str? strategy, "
-    "str? statistics, int[]? tile, int backward_sm_margin=0) "
+    "ScalarType? out_dtype, ScalarType? residual_dtype, float dropout_p, bool round_x_hat, bool memory_efficient, "
+    "int sm_margin, str? strategy, str? statistics, int[]? tile, int backward_sm_margin=0) "
     "-> (Tensor y, Tensor mean, Tensor rstd, Tensor sum, Tensor y1)",
-    "fused_norm_backward(Tensor? dy, Tensor? dy1, Tensor x, Tensor? mean, Tensor rstd, Tensor? weight, Tensor? weight1, Tensor? dsum, "
-    "Tensor? row_scale, Tensor? dropout_seed, Tensor? bias, SymInt[] normalized_shape, bool[6] wanted, bool centered, "
-    "bool zero_centered_weight, bool memory_efficient, "
+    "fused_norm_backward(Tensor? dy, Tensor? dy1, Tensor x, Tensor? mean, Tensor rstd, Tensor? weight, Tensor? weight1, "
+    "Tensor? dsum, Tensor? row_scale, Tensor? dropout_seed, Tensor? bias, SymInt[] normalized_shape, bool[6] wanted, "
+    "bool centered, bool zero_centered_weight, bool memory_efficient, "
     "ScalarType? dbias_dtype, ScalarType? dbias1_dtype, ScalarType? dx_dtype, ScalarType? dresidual_dtype, float dropout_p, "
     "int sm_margin, str? strategy) "
     "-> (Tensor dx, Tensor dweight, Tensor dbias, Tensor dresidual, Tensor dweight1, Tensor dbias1)",
@@ -81,9 +81,10 @@ def fused_forward(
 ) -> tuple[Tensor, Tensor | None, Tensor]:  # fmt: skip
     """y, y1 and the sum by the operator; the seed is drawn before it, so that torch sees who draws."""
     y, _, _, added, y1 = _fused_norm_forward(
-        input, weight, bias, residual, fused_options.weight1, fused_options.bias1, fused_options.row_scale, _seed_tensor(input, fused_options), extents, eps,
-        centered, bool(zero_centered_weight), _dtype(out_dtype, "out_dtype"), _dtype(fused_options.residual_dtype, "residual_dtype"),
-        fused_options.dropout_p, fused_options.round_x_hat, fused_options.memory_efficient, *_plain(options),
+        input, weight, bias, residual, fused_options.weight1, fused_options.bias1, fused_options.row_scale,
+        _seed_tensor(input, fused_options), extents, eps, centered, bool(zero_centered_weight), _dtype(out_dtype, "out_dtype"),
+        _dtype(fused_options.residual_dtype, "residual_dtype"), fused_options.dropout_p, fused_options.round_x_hat,
+        fused_options.memory_efficient, *_plain(options),
     )  # fmt: skip
     makes_sum = _makes_sum(input, residual, fused_options.row_scale, fused_options.residual_dtype, fused_options.dropout_p)
     has_second = fused_options.weight1 is not None or fused_options.bias1 is not None
@@ -113,7 +114,8 @@ def fused_gradients(
     dtypes = (_dtype(dtype, "dtype") for dtype in (dbias_dtype, dbias1_dtype, dx_dtype, dresidual_dtype))
     made = _fused_norm_backward(
         dy, dy1, x, mean, rstd, weight, fused_options.weight1, dsum, fused_options.row_scale, _seed_tensor(x, fused_options),
-        None if of_y is None else of_y[1], extents, wanted, centered, zero_centered_weight, of_y is not None, *dtypes, fused_options.dropout_p, options.of("backward").sm_margin, options.strategy,
+        None if of_y is None else of_y[1], extents, wanted, centered, zero_centered_weight, of_y is not None, *dtypes,
+        fused_options.dropout_p, options.of("backward").sm_margin, options.strategy,
     )  # fmt: skip
     return norm.FusedBackward(*(gradient if is_wanted else None for gradient, is_wanted in zip(made, wanted)))
 
@@ -122,8 +124,8 @@ def fused_gradients(
 
 
 def _forward(
-    input, weight, bias, residual, normalized_shape, eps, centered, zero_centered_weight, out_dtype, sm_margin, strategy, statistics,
-    tile, _=0,
+    input, weight, bias, residual, normalized_shape, eps, centered, zero_centered_weight, out_dtype, sm_margin, strategy,
+    statistics, tile, _=0,
 ):  # fmt: skip
     options = Options(strategy, None if tile is None else Tile(*tile), statistics, sm_margin)
     prepared, given = norm.prepare_forward(
@@ -178,8 +180,8 @@ def _backward(
 ):  # fmt: skip
     names = [name for name, is_wanted in zip(norm.Backward._fields, wanted) if is_wanted]
     prepared, given = norm.prepare_backward(
-        mean is not None, dy, x, mean, rstd, tuple(normalized_shape), weight, zero_centered_weight, dsum, names, None, dbias_dtype,
-        Options(strategy, sm_margin=sm_margin),
+        mean is not None, dy, x, mean, rstd, tuple(normalized_shape), weight, zero_centered_weight, dsum, names, None,
+        dbias_dtype, Options(strategy, sm_margin=sm_margin),
     )  # fmt: skip
     return tuple(x.new_empty(0) if gradient is None else gradient for gradient in prepared.run(*given))
 
@@ -217,8 +219,9 @@ def _differentiate_backward(ctx, ddx, ddweight, ddbias):
 
 
 def _fused_forward(
-    input, weight, bias, residual, weight1, bias1, row_scale, dropout_seed, normalized_shape, eps, centered, zero_centered_weight,
-    out_dtype, residual_dtype, dropout_p, round_x_hat, memory_efficient, sm_margin, strategy, statistics, tile, _=0,
+    input, weight, bias, residual, weight1, bias1, row_scale, dropout_seed, normalized_shape, eps, centered,
+    zero_centered_weight, out_dtype, residual_dtype, dropout_p, round_x_hat, memory_efficient, sm_margin, strategy, statistics,
+    tile, _=0,
 ):  # fmt: skip
     options = Options(strategy, None if tile is None else Tile(*tile), statistics, sm_margin)
     fused_options = norm._fused_options(
@@ -241,8 +244,8 @@ def _fused_forward(
 
 
 def _fused_forward_without_memory(
-    input, weight, bias, residual, weight1, bias1, row_scale, dropout_seed, normalized_shape, eps, centered, zero_centered_weight,
-    out_dtype, residual_dtype, dropout_p, round_x_hat, memory_efficient, *options,
+    input, weight, bias, residual, weight1, bias1, row_scale, dropout_seed, normalized_shape, eps, centered,
+    zero_centered_weight, out_dtype, residual_dtype, dropout_p, round_x_hat, memory_efficient, *options,
 ):  # fmt: skip
     fused_options = norm._fused_options(
         residual_dtype, row_scale, dropout_p, dropout_seed, weight1, bias1, round_x_hat, memory_efficient
@@ -314,7 +317,8 @@ def _differentiate_fused_forward(ctx, dy, _dmean, _drstd, dsum, dy1):
 
 def _fused_backward(
     dy, dy1, x, mean, rstd, weight, weight1, dsum, row_scale, dropout_seed, bias, normalized_shape, wanted, centered,
-    zero_centered_weight, memory_efficient, dbias_dtype, dbias1_dtype, dx_dtype, dresidual_dtype, dropout_p, sm_margin, strategy,
+    zero_centered_weight, memory_efficient, dbias_dtype, dbias1_dtype, dx_dtype, dresidual_dtype, dropout_p, sm_margin,
+    strategy,
 ):  # fmt: skip
     made = fused.backward(
         centered, dy, dy1, x, mean, rstd, tuple(normalized_shape), weight, zero_centered_weight, dsum,

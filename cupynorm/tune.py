@@ -4,8 +4,8 @@
     compiled    all ahead, in several processes; one that spills is left out
     correct     each against float64: all tensors on few rows and two multiprocessors, so that every block takes several turns,
                 and sampled rows of those that are measured; one that is off is left out
-    time        as in cupynorm.bench: all take turns a few times. The fastest and the default meet again, with fresh samples, since
-                the best of many owes something to luck; it wins if it is ahead by more than the spread of both
+    time        as in cupynorm.bench: all take turns a few times. The fastest and the default meet again, with fresh samples,
+                since the best of many owes something to luck; it wins if it is ahead by more than the spread of both
 
 What is found becomes a table (cupynorm.tiles) that cupynorm.use_tiles reads where a user asks for it.
 """
@@ -38,10 +38,11 @@ _CHECKED_ELEMENTS, _CHECKED_ROWS = 2**16, 8  # at least so many rows: more than 
 
 @dataclass(frozen=True)
 class Finding:
-    """One cell. choices: name -> Choice of what dispatch chooses, which comes first, and of the finalists; a name is the tile in words.
+    """One cell. choices: name -> Choice of what dispatch chooses, which comes first, and of the finalists;
+    a name is the tile in words.
 
-    samples: microseconds of each run, for these names and "copy". num_measured: candidates that took turns. left_out: name -> why
-    a candidate did not. off: sentences about those of them whose results were wrong.
+    samples: microseconds of each run, for these names and "copy". num_measured: candidates that took turns. left_out: name ->
+    why a candidate did not. off: sentences about those of them whose results were wrong.
     """
 
     cell: Cell
@@ -75,7 +76,8 @@ class Finding:
 
 
 def is_faster(samples: Sequence[float], than: Sequence[float]) -> bool:
-    """Whether the medians are further apart than half of both spreads (between the quartiles) together, and than _LEAST_GAIN."""
+    """Whether the medians are further apart than half of both spreads (between the quartiles) together,
+    and than _LEAST_GAIN."""
     (low, median, high), (other_low, other_median, other_high) = quartiles(samples), quartiles(than)
     spread = (high - low + other_high - other_low) / 2
     return other_median - median > max(spread, _LEAST_GAIN * other_median)
@@ -241,7 +243,8 @@ def _few_rows(cell: Cell) -> gradient_check.Case:
 
 
 def what_is_wrong(problem: Problem, choice: Choice, small: gradient_check.Problem, where: Any) -> str | None:
-    """The gradient check of a candidate, planned for two multiprocessors: a sentence, or None if all of its tensors are right."""
+    """The gradient check of a candidate, planned for two multiprocessors: a sentence,
+    or None if all of its tensors are right."""
     device = where.device
     where.device = replace(device, num_sms=2, clusters=tuple((size, 1) for size, _ in device.clusters))
     tiles.use(tiles.Table(where.device, {tiles.key(problem): (choice.strategy, choice.tile)}))

@@ -43,7 +43,8 @@ def _forward(x, y, weight, bias, mean, rstd, num_cols, eps, block_size: tl.const
 
 @triton.jit
 def _backward_rows(
-    x, dy, dx, weight, mean, rstd, dweight_parts, dbias_parts, locks, num_cols, num_parts: tl.constexpr, block_size: tl.constexpr
+    x, dy, dx, weight, mean, rstd, dweight_parts, dbias_parts, locks, num_cols, num_parts: tl.constexpr,
+    block_size: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
     cols = tl.arange(0, block_size)
@@ -70,7 +71,8 @@ def _backward_rows(
 
 @triton.jit
 def _backward_columns(
-    dweight_parts, dbias_parts, dweight, dbias, num_cols, num_parts: tl.constexpr, block_rows: tl.constexpr, block_cols: tl.constexpr
+    dweight_parts, dbias_parts, dweight, dbias, num_cols, num_parts: tl.constexpr, block_rows: tl.constexpr,
+    block_cols: tl.constexpr,
 ):  # fmt: skip
     cols = tl.program_id(0) * block_cols + tl.arange(0, block_cols)
     dweight_sums = tl.zeros([block_rows, block_cols], tl.float32)

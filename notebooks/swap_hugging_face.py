@@ -1,11 +1,12 @@
 """Models of Hugging Face's transformers with their norms swapped: what was swapped, and what that does to logits and gradients.
 
-    python notebooks/swap_hugging_face.py [--families bert,llama,gemma,qwen3] [--size tiny|realistic] [--dtypes float32,bfloat16]
+    python notebooks/swap_hugging_face.py [--families bert,llama,gemma,qwen3] [--size tiny|realistic]
+        [--dtypes float32,bfloat16]
                                           [--device cuda]
 
-The weights are random, so nothing is downloaded. Each model is there three times with the same weights: as it came, with its norms
-swapped, and in float64 with norms that torch computes in float64. The distance of the first from the third is what rounding does to
-that model in that dtype anyway; the swapped one must be no further away than that, but for chance.
+The weights are random, so nothing is downloaded. Each model is there three times with the same weights: as it came, with its
+norms swapped, and in float64 with norms that torch computes in float64. The distance of the first from the third is what
+rounding does to that model in that dtype anyway; the swapped one must be no further away than that, but for chance.
 """
 
 from __future__ import annotations
@@ -34,13 +35,15 @@ SIZES = {
     },
 }  # fmt: skip
 SHAPES = {"tiny": (2, 16), "realistic": (4, 512)}  # sequences, tokens of each
-# Distances are over all logits, or over all gradients, thousands of independent roundings: they vary by a few percent between two
-# ways to round. Norms are a small part of what rounds, and these round less often, so half as much again would be no chance.
+# Distances are over all logits, or over all gradients, thousands of independent roundings: they vary by a few percent between
+# two ways to round. Norms are a small part of what rounds, and these round less often, so half as much again would be no
+# chance.
 CHANCE = 1.5
 
 
 class Compared(NamedTuple):
-    """Distances from float64, as shares of its length: of all logits and of all gradients. was: before the swap, now: after it."""
+    """Distances from float64, as shares of its length: of all logits and of all gradients.
+    was: before the swap, now: after it."""
 
     family: str
     dtype: str

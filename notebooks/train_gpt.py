@@ -3,12 +3,13 @@
     python notebooks/train_gpt.py [--steps 200] [--layers 12] [--width 768] [--batch 64] [--context 512] [--device cuda]
                                   [--runs RUN,..] [--json FILE] [--plot FILE]
 
-The text is what every Python brings, the sources of its standard library; a token is a byte. On a GPU weights are float32 and the
-arithmetic is that of autocast to bfloat16, on a CPU float32. Compiled means that torch.compile has each block, one code for all.
+The text is what every Python brings, the sources of its standard library; a token is a byte. On a GPU weights are float32 and
+the arithmetic is that of autocast to bfloat16, on a CPU float32. Compiled means that torch.compile has each block, one code for
+all.
 
 Two curves never agree to the last digit: other roundings inside the norms are carried into every weight, and training amplifies
-them. How far that alone leads is measured: in the run float64 the norms are torch's, in float64, rounded once to what torch's return.
-It differs from the run torch in roundings alone, and so must cupynorm.
+them. How far that alone leads is measured: in the run float64 the norms are torch's, in float64, rounded once to what torch's
+return. It differs from the run torch in roundings alone, and so must cupynorm.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
     python notebooks/train_with_cupy.py [STEPS]
 
-Forward and backward are written out, the norms by cupynorm.layer_norm_forward and layer_norm_backward. Without a GPU the same lines
-run on NumPy arrays.
+Forward and backward are written out, the norms by cupynorm.layer_norm_forward and layer_norm_backward. Without a GPU the same
+lines run on NumPy arrays.
 """
 
 from __future__ import annotations

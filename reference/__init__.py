@@ -1,5 +1,5 @@
-"""LayerNorm, RMSNorm, the linear layer after them and 8-bit floats in NumPy: the truth that every kernel is held to. Imports nothing
-but NumPy."""
+"""LayerNorm, RMSNorm, the linear layer after them and 8-bit floats in NumPy: the truth that every kernel is held to. Imports
+nothing but NumPy."""
 
 from . import fp8
 from .dropout import dropout_mask, scaled

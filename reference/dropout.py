@@ -1,7 +1,7 @@
 """What multiplies the input of a row before a residual is added: row_scale, and dropout with the mask that the kernels make.
 
-Random words are those of Philox4x32-10 (Salmon, Moraes, Dror, Shaw 2011) with the seed as its key: element (row, col) is decided
-by word col % 4 of the counter (col / 4, row). A mask is the same whoever makes it, and is never stored.
+Random words are those of Philox4x32-10 (Salmon, Moraes, Dror, Shaw 2011) with the seed as its key: element (row, col) is
+decided by word col % 4 of the counter (col / 4, row). A mask is the same whoever makes it, and is never stored.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ def dropout_mask(num_rows: int, num_cols: int, dropout_p: float, dropout_seed: i
 
 
 def scaled(x: np.ndarray, row_scale: np.ndarray | None = None, dropout_p: float = 0.0, dropout_seed: int = 0) -> np.ndarray:
-    """x [num_rows, num_cols] times row_scale [num_rows], with dropout: elements that are kept times 1 / (1 - dropout_p), others 0.
+    """x [num_rows, num_cols] times row_scale [num_rows], with dropout: elements that are kept times 1 / (1 - dropout_p),
+    others 0.
 
     Linear, and its own transpose: the gradient of x is that of the result, scaled in the same way.
     """

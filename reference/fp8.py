@@ -4,16 +4,17 @@
     float8_e4m3fn      1      4       3         7      448      2^-9       none       7F (FF)
     float8_e5m2        1      5       2        15    57344      2^-16      7C         7F (7D to 7F)
 
-`encode` rounds to nearest, ties to even, denormals included; what exceeds the largest value, infinity too, becomes the largest with
-its sign; -0 stays -0; every NaN becomes 7F. That is what NVIDIA's saturating conversion does.
+`encode` rounds to nearest, ties to even, denormals included; what exceeds the largest value, infinity too, becomes the largest
+with its sign; -0 stays -0; every NaN becomes 7F. That is what NVIDIA's saturating conversion does.
 
-A scale multiplies before the one rounding, in the dtype of the values: y_fp8 = encode(y * scale), and y is decode(y_fp8) * scale_inv.
-One scale for all, for each row, or for each block of a row:
+A scale multiplies before the one rounding, in the dtype of the values: y_fp8 = encode(y * scale), and y is decode(y_fp8) *
+scale_inv. One scale for all, for each row, or for each block of a row:
 
     from an amax     scale = largest / amax in float32; amax 0, infinite or NaN: 1; a scale beyond float32: float32's largest;
                      powers of two: its exponent, rounded down.    scale_inv = 1 / scale in float32
     MXFP8            blocks of 32, scale_inv = 2^(e - 127), e one byte (E8M0): amax * (1 / largest) in float32, rounded up to a
-                     power of two; 255 for a NaN in the block, 254 for an infinity, 0 for anything up to 2^-127.  The multiplier is 2^(127 - e).
+                     power of two; 255 for a NaN in the block, 254 for an infinity, 0 for anything up to 2^-127.
+                     The multiplier is 2^(127 - e)
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ class Format(NamedTuple):
 
 
 class Quantized(NamedTuple):
-    """data: uint8 bit patterns [num_rows, num_cols]. scale_inv: float32, or uint8 for MXFP8: (), [num_rows] or [num_rows, num_blocks].
+    """data: uint8 bit patterns [num_rows, num_cols]. scale_inv: float32, or uint8 for MXFP8: (),
+    [num_rows] or [num_rows, num_blocks].
 
     amax: the largest magnitude of each part, before any scale, float32; NaN if the part holds one.
     """
@@ -86,7 +88,8 @@ def amax(values: np.ndarray, axis: int | None = None) -> np.ndarray:
 def scale_of(
     amax: np.ndarray, name: str, *, margin: int = 0, power_of_two: bool = False, smallest_amax: float = 0.0
 ) -> np.ndarray:
-    """float32 scales from float32 amaxes. An amax below smallest_amax counts as that. The largest value maps to largest / 2^margin."""
+    """float32 scales from float32 amaxes. An amax below smallest_amax counts as that.
+    The largest value maps to largest / 2^margin."""
     largest = np.float32(FORMATS[name].largest * 2.0**-margin)
     with np.errstate(all="ignore"):
         amax = np.asarray(amax, dtype=np.float32)
@@ -127,19 +130,19 @@ def _blocks(values: np.ndarray, block_size: int) -> np.ndarray:
     """[num_rows, num_blocks, block_size]: the last block of a row is filled up with zeros."""
     num_rows, num_cols = values.shape
     padded = np.pad(values, ((0, 0), (0, -num_cols % block_size)))
-    return padded.reshape(num_rows, -1, block_size)
+    return padded.reshape(num_rows, padded.shape[1] // block_size, block_size)
 
 
 def quantize_blocks(
     values: np.ndarray, name: str, *, block_size: int = 128, block_rows: int = 1, power_of_two: bool = True
 ) -> Quantized:
-    """By a scale for each block of block_size columns of block_rows rows; scale_inv [num_rows / block_rows, num_cols / block_size],
-    rounded up."""
+    """By a scale for each block of block_size columns of block_rows rows; scale_inv [num_rows / block_rows, num_cols /
+    block_size], rounded up."""
     num_rows, num_cols = values.shape
     tall = np.pad(values, ((0, -num_rows % block_rows), (0, 0)))
     blocks = _blocks(tall, block_size)
     num_blocks = blocks.shape[1]
-    blocks = blocks.reshape(-1, block_rows, num_blocks, block_size)
+    blocks = blocks.reshape(len(tall) // block_rows, block_rows, num_blocks, block_size)
     largest = np.max(np.abs(blocks), axis=(1, 3), initial=0.0).astype(np.float32)
     scale = scale_of(largest, name, power_of_two=power_of_two)
     data = encode(_times(blocks, scale[:, None, :, None]), name)
@@ -166,7 +169,7 @@ def quantize_mxfp8(values: np.ndarray, name: str = "float8_e4m3fn") -> Quantized
         scale_inv = encode_e8m0(largest * np.float32(1 / FORMATS[name].largest))
         product = np.ldexp(blocks, 127 - scale_inv[..., None].astype(np.int64))
         product = np.where(scale_inv[..., None] == 255, np.nan, product)
-    data = encode(product, name).reshape(num_rows, -1)[:, :num_cols]
+    data = encode(product, name).reshape(num_rows, blocks.shape[1] * MX_BLOCK)[:, :num_cols]
     return Quantized(data, scale_inv, largest)
 
 

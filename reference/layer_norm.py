@@ -20,8 +20,8 @@ Backward. Write wdy = dy * w for the gradient that reaches x_hat. y depends on x
     dweight = sum over rows of dy * x_hat,         dbias = sum over rows of dy
 
 A residual is added before all this: of s = x + residual both addends have the gradient of s, to which comes what reaches s
-from elsewhere (dsum), as in a pre-norm block that passes s on. If x was scaled first (row_scale, dropout), its gradient is that of s
-scaled in the same way.
+from elsewhere (dsum), as in a pre-norm block that passes s on. If x was scaled first (row_scale, dropout), its gradient is that
+of s scaled in the same way.
 """
 
 from __future__ import annotations
@@ -97,7 +97,8 @@ def layer_norm(
 def x_hat_of(
     y: np.ndarray, weight: np.ndarray | None, bias: np.ndarray | None, smallest: float, zero_centered_weight: bool = False
 ) -> np.ndarray:
-    """x_hat [num_rows, num_cols] from y alone: (y - bias) / w, where a w smaller than `smallest` counts as that, with its sign."""
+    """x_hat [num_rows, num_cols] from y alone: (y - bias) / w, where a w smaller than `smallest` counts as that,
+    with its sign."""
     w = np.asarray(scale(weight, zero_centered_weight))
     divisor = np.where(np.abs(w) >= smallest, w, np.where(w < 0, -smallest, smallest))
     return (y - (0.0 if bias is None else bias)) / divisor

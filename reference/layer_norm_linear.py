@@ -1,6 +1,7 @@
 """A norm and the linear layer after it, forward and backward, in float64.
 
-Forward, with x [num_rows, in_features], weight [out_features, in_features], bias [out_features], and norm either LayerNorm or RMSNorm:
+Forward, with x [num_rows, in_features], weight [out_features, in_features], bias [out_features],
+and norm either LayerNorm or RMSNorm:
 
     s          = x + residual, or x
     normalized = norm(s) * norm_weight + norm_bias         as layer_norm.py and rms_norm.py have it
@@ -11,16 +12,18 @@ Backward. y, normalized and s may all be returned, so that gradients dy, dnormal
     dweight_oc        = sum_r dy_ro normalized_rc          dweight = dy^T normalized
     dbias_o           = sum_r dy_ro
     d normalized_rc   = sum_o dy_ro weight_oc              dy weight, to which dnormalized comes
-    dx, dnorm_weight, dnorm_bias                           those of the norm, for d normalized in the place of its dy; dsum comes to dx
+    dx, dnorm_weight, dnorm_bias                           those of the norm, for d normalized in the place of its dy;
+                                                           dsum comes to dx
 
 No term but the norm's own has s in it, so normalized may be kept for dweight or made again from s.
 
-Folded, the normalised tensor never exists. With w = norm_weight or 1 + norm_weight, mean = 0 for RMSNorm, and weight_w = weight * w:
+Folded, the normalised tensor never exists. With w = norm_weight or 1 + norm_weight, mean = 0 for RMSNorm,
+and weight_w = weight * w:
 
     y_ro = rstd_r sum_c (s_rc - mean_r) weight_w_oc + (weight norm_bias + bias)_o
 
-    For any number a_o, sum_c (s_rc - mean_r) a_o = 0. So each row o of weight_w may be centred, folded_oc = weight_w_oc - mean_c weight_w_oc,
-    whose columns sum to zero, and then
+    For any number a_o, sum_c (s_rc - mean_r) a_o = 0. So each row o of weight_w may be centred, folded_oc = weight_w_oc -
+    mean_c weight_w_oc, whose columns sum to zero, and then
 
     y_ro = rstd_r sum_c s_rc folded_oc + folded_bias_o     LayerNorm; for RMSNorm folded = weight_w
 """
@@ -97,7 +100,8 @@ def norm_linear_backward(
     dnormalized: np.ndarray | None = None,
     dsum: np.ndarray | None = None,
 ) -> ProjectedGradients:
-    """Gradients of norm_linear at x (the sum, if there was a residual), for dy [num_rows, out_features], mean (None: RMSNorm), rstd."""
+    """Gradients of norm_linear at x (the sum, if there was a residual), for dy [num_rows, out_features], mean (None: RMSNorm),
+    rstd."""
     with np.errstate(all="ignore"):
         x_hat = (x if mean is None else x - mean[:, None]) * rstd[:, None]
         normalized = x_hat * scale(norm_weight, zero_centered_weight) + (0.0 if norm_bias is None else norm_bias)

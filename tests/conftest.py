@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
+from types import ModuleType
 
 import pytest
+
+NOTEBOOKS = Path(__file__).parents[1] / "notebooks"
 
 
 def _num_gpus() -> int:
@@ -37,6 +42,16 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
         terminalreporter.write_line(f"{skipped} tests need more GPUs than the {num_gpus} found and were skipped")
 
 
+@pytest.fixture(scope="module")
+def example(request: pytest.FixtureRequest) -> ModuleType:
+    """The program of notebooks/ that a test file is named after: tests/test_train_gpt.py has train_gpt.py."""
+    name = request.module.__name__.removeprefix("test_")
+    spec = importlib.util.spec_from_file_location(name, NOTEBOOKS / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
 @pytest.fixture
 def tile_of_backward(monkeypatch: pytest.MonkeyPatch) -> Callable:
     """Call it with a tile, and backward takes that one: a Case names the tile of forward alone. Returns the plans then made."""
@@ -59,7 +74,8 @@ def tile_of_backward(monkeypatch: pytest.MonkeyPatch) -> Callable:
 
 @pytest.fixture
 def kernels(monkeypatch: pytest.MonkeyPatch):
-    """Makes tensors of the CPU take the way of a GPU's: planned as for an H200, the kernels run on the CPU. A list of the launches."""
+    """Makes tensors of the CPU take the way of a GPU's: planned as for an H200, the kernels run on the CPU.
+    A list of the launches."""
     import torch
 
     from cupynorm import arrays, launch, norm

@@ -43,7 +43,8 @@ def cases() -> list[Case]:
             # Forward rows in shared memory: other devices and wider rows get them.
             tile = Tile(8, 64, cluster_size=cluster_size)
             every.append(Case("layer_norm", num_rows, 4096, "bfloat16", strategy=strategy, tile=tile, sm_margin=32))
-            # Rings: forward of few packs, so that several rounds of them are quick; backward of the narrowest rows that get one.
+            # Rings: forward of few packs, so that several rounds of them are quick;
+            # backward of the narrowest rows that get one.
             for dtype, pack_size in (("bfloat16", 8), ("float32", 4)):
                 num_cols = narrowest_ring(dtype, cluster_size)
                 packs_per_thread = max(1, -(-num_cols // (cluster_size * pack_size * 256)))
@@ -53,7 +54,8 @@ def cases() -> list[Case]:
 
 
 def narrowest_ring(dtype: str, cluster_size: int) -> int:
-    """Columns, in steps of 1000 so that they do not fill their tile, of the first row whose backward is a ring of such clusters."""
+    """Columns, in steps of 1000 so that they do not fill their tile, of the first row whose backward is a ring of such
+    clusters."""
     for num_cols in range(1000, 200_000, 1000):
         tile = plan(num_cols, dtype=dtype, direction="backward", device="H200").tile
         if tile.stages and tile.cluster_size == cluster_size:

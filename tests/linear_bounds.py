@@ -1,14 +1,15 @@
 """What a norm and a linear layer may err by, element by element, in any dtype: shared by the tests of both.
 
-u is the rounding error of the arithmetic (2^-24; 2^-53 for float64), h(v) half a unit in the last place of the dtype at v. A sum of n
-products errs by no more than (n + 2) u times the sum of their magnitudes, in whatever order it is made.
+u is the rounding error of the arithmetic (2^-24; 2^-53 for float64), h(v) half a unit in the last place of the dtype at v. A
+sum of n products errs by no more than (n + 2) u times the sum of their magnitudes, in whatever order it is made.
 
     normalized          e_n     what cupynorm.gradient_check allows the norm
     y                   e_n |weight|^T + (in_features + 2) u (|normalized| |weight|^T + |bias|) + h(y)
     d normalized        e_r     (out_features + 2) u (|dy| |weight| + |dnormalized|) + h(d normalized)
     dweight             |dy|^T e_n + (num_rows + 2) u |dy|^T |normalized| + h(dweight)
     dbias               (num_rows + 2) u sum |dy| + h(dbias)
-    dx                  what the gradient check allows the norm's, and rstd (|w| e_r + mean(|w| e_r) + |x_hat| mean(|w x_hat| e_r))
+    dx                  what the gradient check allows the norm's, and
+                        rstd (|w| e_r + mean(|w| e_r) + |x_hat| mean(|w x_hat| e_r))
     dnorm_weight        what it allows, and sum e_r |x_hat|;    dnorm_bias: and sum e_r
 
 For float64 twice that: the reference errs as much.
@@ -61,8 +62,8 @@ def draw(norm="layer_norm", dtype="float32", num_rows=5, in_features=24, out_fea
     shape = (num_rows, in_features)
     made = {
         "x": normal(*shape, center=0.5), "norm_weight": normal(in_features, dtype=norm_dtype, center=1.0),
-        "norm_bias": normal(in_features, dtype=norm_dtype), "weight": normal(out_features, in_features), "bias": normal(out_features),
-        "dy": normal(num_rows, out_features),
+        "norm_bias": normal(in_features, dtype=norm_dtype), "weight": normal(out_features, in_features),
+        "bias": normal(out_features), "dy": normal(num_rows, out_features),
     }  # fmt: skip
     for name in ("residual", "dnormalized", "dsum"):
         if options.pop(name, False):

@@ -57,8 +57,8 @@ def theirs(norm_name: str, extents=(5,)):
 
 
 def assert_close(got, expected) -> None:
-    """float64 by the same mathematics in another order: fewer than 2^10 roundings of terms no larger than 2^4 times the result's
-    largest (rows of 15 columns or fewer, rstd at most 1 / sqrt(EPS), derivatives of third order or less)."""
+    """float64 by the same mathematics in another order: fewer than 2^10 roundings of terms no larger than 2^4 times the
+    result's largest (rows of 15 columns or fewer, rstd at most 1 / sqrt(EPS), derivatives of third order or less)."""
     for one, other in zip(*(each if isinstance(each, tuple) else (each,) for each in (got, expected)), strict=True):
         assert one.dtype == other.dtype == torch.float64
         allowed = 2.0**-53 * 2**10 * 2**4 * max(1.0, other.abs().max().item())
@@ -223,7 +223,8 @@ def test_a_tangent_of_the_gradient_of_y(norm_name):
 @pytest.mark.parametrize("shapes, dims", [
     (((4, 3, 5), (5,), (5,)), (0, None, None)), (((3, 4, 5), (5,), (5,)), (1, None, None)),
     (((3, 5, 4), (5,), (5,)), (2, None, None)), (((3, 5), (4, 5), (5,)), (None, 0, None)),
-    (((3, 5), (5,), (5, 4)), (None, None, 1)), (((4, 3, 5), (4, 5), (4, 5)), (0, 0, 0)), (((4, 5), (5,), (5,)), (0, None, None)),
+    (((3, 5), (5,), (5, 4)), (None, None, 1)), (((4, 3, 5), (4, 5), (4, 5)), (0, 0, 0)),
+    (((4, 5), (5,), (5,)), (0, None, None)),
 ])  # fmt: skip
 @pytest.mark.parametrize("norm_name", NORMS)
 def test_vmap(norm_name, shapes, dims):
@@ -606,7 +607,8 @@ def test_a_hook_on_the_weight_fires_once():
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_compiled_by_inductor_on_a_gpu(compile_anew, dtype, dynamic):
-    """To the bit, gradients too, where all that torch fuses rounds once or not at all: products with powers of two, one sum of two."""
+    """To the bit, gradients too, where all that torch fuses rounds once or not at all: products with powers of two,
+    one sum of two."""
 
     def scaled(x, weight, bias, residual):
         y, added = cupynorm.layer_norm(2 * x, 40, weight, bias, residual=residual, return_residual=True)

@@ -1,4 +1,5 @@
-"""candidates.py: what is worth measuring is valid, bounded, different from one another, and needs no registers that are not there."""
+"""candidates.py: what is worth measuring is valid, bounded, different from one another,
+and needs no registers that are not there."""
 
 from __future__ import annotations
 

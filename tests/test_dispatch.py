@@ -32,9 +32,9 @@ def problem_of(num_cols: int, dtype: str = "bfloat16", direction: str = "forward
 
 # Tuned numbers, dispatch.py's choice, held here so that no change of them goes unseen.
 
-# The widest row that waits in the registers of a warp, of any of the GPUs, and of a block, where rows do not pass through a ring.
-# block forward, by hand: 128 bytes a thread are 64, 32 or 16 elements, whose 120, 80 or 80 registers leave each quarter of a
-# multiprocessor 512 // 120 = 4 or 512 // 80 = 6 warps: 512 threads x 64, 768 x 32, 768 x 16.
+# The widest row that waits in the registers of a warp, of any of the GPUs, and of a block, where rows do not pass through a
+# ring. block forward, by hand: 128 bytes a thread are 64, 32 or 16 elements, whose 120, 80 or 80 registers leave each quarter
+# of a multiprocessor 512 // 120 = 4 or 512 // 80 = 6 warps: 512 threads x 64, 768 x 32, 768 x 16.
 IN_REGISTERS = {
     ("bfloat16", "forward"): (1280, 32768),
     ("float16", "forward"): (1280, 32768),
@@ -45,9 +45,9 @@ IN_REGISTERS = {
     ("float32", "backward"): (512, 8192),
     ("float64", "backward"): (256, 4096),
 }
-# The rows that pass through a ring: the narrowest, the widest in one block, the widest in a cluster. Without a gap between them.
-# By hand, forward: 384 threads x 64 elements or, with float32 parameters in their registers, 256 x 64 in a block, and 16 times as
-# many in a cluster. Backward of 16-bit rows: 256 x 64 in each of 16 blocks.
+# The rows that pass through a ring: the narrowest, the widest in one block, the widest in a cluster. Without a gap between
+# them. By hand, forward: 384 threads x 64 elements or, with float32 parameters in their registers, 256 x 64 in a block, and 16
+# times as many in a cluster. Backward of 16-bit rows: 256 x 64 in each of 16 blocks.
 RINGS = {
     ("H200", "bfloat16", "forward"): (10248, 24576, 393216),
     ("H200", "float16", "forward"): (10248, 24576, 393216),
@@ -59,8 +59,8 @@ RINGS = {
     ("RTX 5090", "float32", "backward"): (4100, 6144, 45056),
 }
 # The widest row that waits in shared memory, by hand: (block, cluster). block, only where there are no clusters: what one block
-# may have (166912, 101376 or 232448 bytes) less 2 x 3 x 16 sums. cluster: 16 slices (8 on an RTX 5090) of whole steps of 8 packs
-# of what is left by as many sums again; backward keeps x, dy and two rows of sums: 12, 16 or 32 bytes a column. RTX 5090,
+# may have (166912, 101376 or 232448 bytes) less 2 x 3 x 16 sums. cluster: 16 slices (8 on an RTX 5090) of whole steps of 8
+# packs of what is left by as many sums again; backward keeps x, dy and two rows of sums: 12, 16 or 32 bytes a column. RTX 5090,
 # backward: its rings (81920 columns) and registers (8 x 512 threads x 16 elements) hold more than its shared memory.
 IN_SHARED_MEMORY = {
     ("A100", "bfloat16", "forward"): (83264, None),
@@ -167,8 +167,8 @@ def test_widest_rows_in_shared_memory(case):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("device", GPUS)
 def test_a_strategy_takes_rows_up_to_its_widest(device, dtype, direction):
-    """At widest - pack, widest and widest + pack columns of each strategy; also with packs of a single element. Up to there it may
-    give way to a later one, which is faster; beyond, one of those is chosen."""
+    """At widest - pack, widest and widest + pack columns of each strategy; also with packs of a single element. Up to there it
+    may give way to a later one, which is faster; beyond, one of those is chosen."""
     gpu = DEVICES[device]
     present = [name for name in TABLE if gpu.compute_capability >= STRATEGIES[name].first_capability]
     for limit in (16, 1):
@@ -195,7 +195,8 @@ def test_a_strategy_takes_rows_up_to_its_widest(device, dtype, direction):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("device", GPUS)
 def test_the_table_is_monotone(device, dtype, direction):
-    """A wider row never goes back to a narrower strategy. (Cluster size and threads do go up and down: most bytes in flight win.)"""
+    """A wider row never goes back to a narrower strategy. (Cluster size and threads do go up and down: most bytes in flight
+    win.)"""
     gpu = DEVICES[device]
     for step in (1, 8):
         ranks = []
@@ -390,15 +391,16 @@ def test_sm_margin_shrinks_the_grid(device, direction):
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
 def test_sm_margin_that_leaves_no_cluster(direction):
-    """66 clusters of 2 and 7 of 16 are resident on an H200: one of 2 needs 2 multiprocessors of 132, one of 16 needs 132 / 7."""
+    """66 clusters of 2 and 7 of 16 are resident on an H200: one of 2 needs 2 multiprocessors of 132,
+    one of 16 needs 132 / 7."""
     for packs_per_thread in (3, 0):  # in registers and in shared memory
         # 3 packs of 8 columns for each thread of the cluster: 2 x 128 threads, 16 x 32.
         for cluster_size, num_cols, threads, margin in ((2, 6144, 128, 130), (16, 12288, 32, 113)):
             tile = Tile(8, threads, packs_per_thread, cluster_size=cluster_size)
             options = {"device": "H200", "direction": direction, "strategy": "cluster", "tile": tile}
             assert plan(num_cols, sm_margin=margin, **options).launches[0].grid_size == cluster_size
-            message = f"sm_margin is {margin + 1}; it leaves {131 - margin} multiprocessors of H200, too few for a cluster of {cluster_size}$"
-            with pytest.raises(ValueError, match=message):
+            leaves = f"sm_margin is {margin + 1}; it leaves {131 - margin} multiprocessors of H200"
+            with pytest.raises(ValueError, match=f"{leaves}, too few for a cluster of {cluster_size}$"):
                 plan(num_cols, sm_margin=margin + 1, **options)
 
 
@@ -603,11 +605,21 @@ def test_smem_bytes_are_what_the_kernels_lay_out():
     assert got - without.launches[0].smem_bytes == aligned(slice_cols * 4)
 
 
+@pytest.mark.parametrize("dtype, lanes", [("bfloat16", 2), ("float16", 2), ("float32", 4), ("float64", 4)])
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_lanes_of_a_row_of_96_bytes(direction, dtype, lanes):
+    """Six packs of 16 bytes: on two lanes where that was measured to be faster, for 16-bit types."""
+    made = plan(96 // DTYPES[dtype].itemsize, 4096, dtype, direction=direction, device="H200")
+    assert (made.strategy, made.tile.threads_per_row) == ("warp", lanes)
+    assert made.tile.pack_size * DTYPES[dtype].itemsize == 16
+
+
 @pytest.mark.parametrize("weight", ["bfloat16", "float32", None])
 @pytest.mark.parametrize("x", ["bfloat16", "float32"])
 @pytest.mark.parametrize("direction", DIRECTIONS)
 def test_smem_bytes_of_a_ring(direction, x, weight):
-    """Rings of all warps, a barrier a slot; four buffers of sums, a barrier each; backward, weights beyond 16 elements a thread."""
+    """Rings of all warps, a barrier a slot; four buffers of sums, a barrier each;
+    backward, weights beyond 16 elements a thread."""
     item = DTYPES[x].itemsize
     for tile in (
         Tile(8, 96, 2, stages=3),
@@ -697,13 +709,19 @@ CLUSTER_RING = Tile(pack_size=8, threads_per_row=64, packs_per_thread=1, cluster
         (r"exact 1;", "uncached", replace(UNCACHED, exact=1), {}),
         (r"blocks_per_sm 0 of 128 threads", "warp", replace(WARP, blocks_per_sm=0), {}),
         (r"blocks_per_sm 17 of 128 threads; a multiprocessor of H200 holds 2048", "warp", replace(WARP, blocks_per_sm=17), {}),
-        (r"stages 2; a ring needs float32 arithmetic", "block", replace(RING, pack_size=2, packs_per_thread=4), {"dtype": "float64"}),
+        (
+            r"stages 2; a ring needs float32 arithmetic", "block", replace(RING, pack_size=2, packs_per_thread=4),
+            {"dtype": "float64"},
+        ),
         (r"stages 1 and packs_per_thread 1; a ring has 2 or more stages", "block", replace(RING, stages=1), {}),
         (r"stages -1 and", "block", replace(RING, stages=-1), {}),
         (r"stages 2 and packs_per_thread 0; .* 1 or more packs", "cluster", replace(CLUSTER, stages=2), {}),
         (r"stages 2 and packs_per_thread 4; .* belongs to strategy 'block' or 'cluster'", "warp", replace(WARP, stages=2), {}),
         (r"needs 262400 bytes of shared memory a block, H200", "block", UNCACHED, {"num_cols": 131008}),
-        (r"needs 267808 bytes of shared memory a block, H200", "block", replace(RING, threads_per_row=1024, stages=16), {"num_cols": 8192}),
+        (
+            r"needs 267808 bytes of shared memory a block, H200", "block", replace(RING, threads_per_row=1024, stages=16),
+            {"num_cols": 8192},
+        ),
     ),
     ids=lambda value: value.split(";")[0].split(" \\(")[0] if isinstance(value, str) and " " in value else None,
 )  # fmt: skip

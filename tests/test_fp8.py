@@ -1,4 +1,5 @@
-"""8-bit floats of torch beside the reference, byte for byte; recipes beside a state machine of their own; products; fp8_autocast."""
+"""8-bit floats of torch beside the reference, byte for byte; recipes beside a state machine of their own; products;
+fp8_autocast."""
 
 from __future__ import annotations
 
@@ -201,6 +202,11 @@ def test_what_recipes_refuse():
     assert Format.HYBRID.value == (fp8.E4M3, fp8.E5M2) and Format.E4M3.value == (fp8.E4M3, fp8.E4M3)
     for make, error, sentence in (
         (lambda: DelayedScaling(amax_history_len=0), ValueError, "amax_history_len is 0; expected 1 or more"),
+        (lambda: DelayedScaling(amax_history_len=1.5), TypeError, "amax_history_len is 1.5; expected an int, 1 or more"),
+        (lambda: DelayedScaling(margin="a"), TypeError, "margin is 'a'; expected a finite number"),
+        (lambda: DelayedScaling(margin=True), TypeError, "margin is True; expected a finite number"),
+        (lambda: DelayedScaling(margin=None), TypeError, "margin is None; expected a finite number"),
+        (lambda: DelayedScaling(margin=float("nan")), TypeError, "margin is nan; expected a finite number"),
         (lambda: DelayedScaling(amax_compute_algo="mean"), ValueError, "amax_compute_algo is 'mean'"),
         (lambda: DelayedScaling(fp8_format="E5M2"), TypeError, "fp8_format is 'E5M2'; expected Format.E4M3 or Format.HYBRID"),
         (lambda: CurrentScaling(amax_epsilon=-1.0), ValueError, "amax_epsilon is -1.0"),

@@ -1,9 +1,11 @@
-"""LayerNormLinear inside fp8_autocast: beside products of exactly quantised tensors, beside float64, and what it keeps from step to step.
+"""LayerNormLinear inside fp8_autocast: beside products of exactly quantised tensors, beside float64,
+and what it keeps from step to step.
 
-Beside exactly quantised tensors only float32's sums and the last rounding may differ. Beside float64 each factor of a product errs by a
-half unit in its last place, uniformly: 2^-4 / sqrt(3) of its size for float8_e4m3fn (3 bits behind the point), 2^-3 / sqrt(3) for
-float8_e5m2, where no value is small enough to be a denormal. So a product of two, over all elements, errs by at most
-(relative to its norm) the root of the sum of the squares of both, which is 5.2% of y and 8.1% of a gradient, and twice as rarely.
+Beside exactly quantised tensors only float32's sums and the last rounding may differ. Beside float64 each factor of a product
+errs by a half unit in its last place, uniformly: 2^-4 / sqrt(3) of its size for float8_e4m3fn (3 bits behind the point), 2^-3 /
+sqrt(3) for float8_e5m2, where no value is small enough to be a denormal. So a product of two, over all elements, errs by at
+most (relative to its norm) the root of the sum of the squares of both, which is 5.2% of y and 8.1% of a gradient, and twice as
+rarely.
 """
 
 from __future__ import annotations
@@ -131,8 +133,8 @@ def test_by_the_kernels(options, recipe, kernels):
     for name, got in made.items():
         assert relative(got, truth[name]) <= {"y": OF_Y, "dbias": 2.0**-8}.get(name, OF_GRADIENT), name
     sources = [each.kernel.source for each in kernels]
-    # The weight, the norm (current scaling: twice), with save_normalized its transposed copy, dy, the norm's gradients, and, unless
-    # it was kept, the normalised tensor again.
+    # The weight, the norm (current scaling: twice), with save_normalized its transposed copy, dy, the norm's gradients, and,
+    # unless it was kept, the normalised tensor again.
     assert sources.count("quantize.cu") == 3
     assert sources.count("forward_warp.cu") == (2 if isinstance(recipe, CurrentScaling) else 1)
     if isinstance(recipe, DelayedScaling):
@@ -140,7 +142,8 @@ def test_by_the_kernels(options, recipe, kernels):
 
 
 def exactly_quantised(problem, recipe) -> dict[str, np.ndarray]:
-    """y, dweight and the gradient of the normalised tensor of tensors that the reference has quantised, and the products' sizes."""
+    """y, dweight and the gradient of the normalised tensor of tensors that the reference has quantised,
+    and the products' sizes."""
     forward, backward = (NAME[dtype] for dtype in recipe.fp8_format.value)
     made = reference.norm_linear(problem.x, problem.norm_weight, problem.norm_bias, problem.weight, problem.bias)
     normalized, weight, dy = (each.astype(np.float32) for each in (made.normalized, problem.weight, problem.dy))

@@ -1,4 +1,5 @@
-"""Fused options of the public calls: values and dtypes against float64, gradients, seeds, the operators, and what is refused."""
+"""Fused options of the public calls: values and dtypes against float64, gradients, seeds, the operators,
+and what is refused."""
 
 from __future__ import annotations
 
@@ -70,18 +71,20 @@ CASES = {
     "row_scale": Case("layer_norm", 6, 40, "bfloat16", row_scale="float32", residual=True),
     "dropout": Case("rms_norm", 6, 40, "float32", dropout_p=0.3),
     "two outputs": Case("layer_norm", 6, 40, "bfloat16", weight1="float32", bias1="bfloat16"),
-    "two outputs of a stream": Case("rms_norm", 6, 33, "float16", residual=True, residual_dtype="float32", weight1="float16", dsum=True),
+    "two outputs of a stream": Case(
+        "rms_norm", 6, 33, "float16", residual=True, residual_dtype="float32", weight1="float16", dsum=True,
+    ),
     "x_hat rounded": Case("rms_norm", 6, 40, "bfloat16", weight="float32", round_x_hat=True),
     "nothing to round": Case("layer_norm", 6, 40, "float32", round_x_hat=True),
     "y alone": Case("layer_norm", 6, 40, "bfloat16", memory_efficient=True),
     "y alone of a stream": Case(
-        "rms_norm", 6, 40, "float16", residual=True, residual_dtype="float32", row_scale="float32", weight="float32", weight1="float16",
-        dsum=True, memory_efficient=True, zero_centered_weight=True,
+        "rms_norm", 6, 40, "float16", residual=True, residual_dtype="float32", row_scale="float32", weight="float32",
+        weight1="float16", dsum=True, memory_efficient=True, zero_centered_weight=True,
     ),
     "y alone, x_hat rounded": Case("layer_norm", 6, 40, "bfloat16", bias=None, round_x_hat=True, memory_efficient=True),
     "all": Case(
-        "layer_norm", 6, 40, "bfloat16", y="float32", weight="float32", residual=True, residual_dtype="float32", row_scale="float16",
-        dropout_p=0.25, dsum=True, zero_centered_weight=True, weight1="bfloat16", bias1="float32",
+        "layer_norm", 6, 40, "bfloat16", y="float32", weight="float32", residual=True, residual_dtype="float32",
+        row_scale="float16", dropout_p=0.25, dsum=True, zero_centered_weight=True, weight1="bfloat16", bias1="float32",
         round_x_hat=True,
     ),
 }  # fmt: skip
@@ -146,11 +149,12 @@ def test_explicit_forward_and_backward(what, library):
     seed = getattr(forward, "dropout_seed", None)
     assert seed == (problem.dropout_seed if case.dropout_p else None)
     backward = getattr(cupynorm, f"{case.norm}_backward")(
-        put(problem.dy, case.dtype("y")), forward.y if by_y else forward.sum, *forward[1 + (case.norm == "rms_norm") : 3], weight,
-        zero_centered_weight=case.zero_centered_weight, dsum=None if problem.dsum is None else put(problem.dsum, case.sum),
-        gradients=norm.FusedBackward._fields if case.has_second else norm.FusedBackward._fields[:4], dbias_dtype=case.dtype("bias"),
-        dx_dtype=case.x, dresidual_dtype=case.added, row_scale=options["row_scale"], dropout_p=case.dropout_p,
-        dropout_seed=seed, dy1=put(problem.dy1, case.dtype("y")) if case.has_second else None,
+        put(problem.dy, case.dtype("y")), forward.y if by_y else forward.sum, *forward[1 + (case.norm == "rms_norm") : 3],
+        weight, zero_centered_weight=case.zero_centered_weight,
+        dsum=None if problem.dsum is None else put(problem.dsum, case.sum),
+        gradients=norm.FusedBackward._fields if case.has_second else norm.FusedBackward._fields[:4],
+        dbias_dtype=case.dtype("bias"), dx_dtype=case.x, dresidual_dtype=case.added, row_scale=options["row_scale"],
+        dropout_p=case.dropout_p, dropout_seed=seed, dy1=put(problem.dy1, case.dtype("y")) if case.has_second else None,
         weight1=options["weight1"], dbias1_dtype=case.bias1, **by_y,
     )  # fmt: skip
     assert isinstance(backward, norm.FusedBackward)
@@ -190,10 +194,12 @@ def test_gradients_that_are_asked_for(what, wanted, kernels):
 
     def gradients(names):
         return cupynorm.layer_norm_backward(
-            tensor(problem.dy, case.dtype("y")), forward.sum, forward.mean, forward.rstd, tensor(problem.weight, case.dtype("weight")),
-            zero_centered_weight=case.zero_centered_weight, dsum=tensor(problem.dsum, case.sum), gradients=names, dx_dtype=case.x, dresidual_dtype=case.added,
+            tensor(problem.dy, case.dtype("y")), forward.sum, forward.mean, forward.rstd,
+            tensor(problem.weight, case.dtype("weight")), zero_centered_weight=case.zero_centered_weight,
+            dsum=tensor(problem.dsum, case.sum), gradients=names, dx_dtype=case.x, dresidual_dtype=case.added,
             row_scale=options["row_scale"], dropout_p=case.dropout_p, dropout_seed=forward.dropout_seed,
-            dy1=tensor(problem.dy1, case.dtype("y")) if case.has_second else None, weight1=options["weight1"], dbias1_dtype=case.bias1,
+            dy1=tensor(problem.dy1, case.dtype("y")) if case.has_second else None, weight1=options["weight1"],
+            dbias1_dtype=case.bias1,
         )  # fmt: skip
 
     names = [name for name, is_wanted in zip(norm.FusedBackward._fields, wanted) if is_wanted]
@@ -243,8 +249,8 @@ def test_y_is_kept_and_not_the_input(device):
         kept.clear()
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             y, added = cupynorm.layer_norm(
-                x, 40, weight, residual=residual, return_residual=True, residual_dtype="float64", memory_efficient=memory_efficient,
-                out_dtype="float64",
+                x, 40, weight, residual=residual, return_residual=True, residual_dtype="float64",
+                memory_efficient=memory_efficient, out_dtype="float64",
             )  # fmt: skip
         assert (y.data_ptr() in kept) is memory_efficient and (added.data_ptr() in kept) is not memory_efficient
         assert x.data_ptr() not in kept
@@ -418,6 +424,14 @@ def test_a_module_drops_while_it_trains(device):
         assert torch.equal(added, x.float()) and y.dtype == torch.bfloat16
 
 
+@pytest.mark.parametrize("dropout_p", [3, -0.5, float("nan"), True, "half", None])
+@pytest.mark.parametrize("make", [cupynorm.LayerNorm, cupynorm.RMSNorm])
+def test_a_module_checks_dropout_p_whether_it_trains_or_not(make, dropout_p):
+    for module in (make(40), make(40).eval()):
+        with pytest.raises(ValueError, match=f"dropout_p is {dropout_p!r}; expected a probability, from 0 to 1"):
+            module(torch.ones(4, 40), dropout_p=dropout_p)
+
+
 # -- autograd, operators, the compiler -------------------------------------------------------------------
 
 
@@ -469,7 +483,8 @@ def test_transforms_are_refused_in_a_sentence():
     x = random(2, 3, 5)
     with pytest.raises(
         NotImplementedError,
-        match="residual_dtype, row_scale, dropout_p, weight1, bias1, round_x_hat or memory_efficient was given to a call that torch.func",
+        match="residual_dtype, row_scale, dropout_p, weight1, bias1, round_x_hat or memory_efficient was given to a call that "
+        "torch.func",
     ):
         vmap(lambda x: cupynorm.layer_norm(x, 5, dropout_p=0.5))(x)
     x.requires_grad_()
@@ -480,8 +495,8 @@ def test_transforms_are_refused_in_a_sentence():
 
 def compiled_call(x, residual, weight, row_scale, seed, memory_efficient):
     y, y1, added = cupynorm.rms_norm(
-        2 * x, 40, weight, residual=residual, return_residual=True, residual_dtype=torch.float32, row_scale=row_scale, dropout_p=0.5,
-        dropout_seed=seed, weight1=2 * weight, bias1=weight, round_x_hat=True, memory_efficient=memory_efficient,
+        2 * x, 40, weight, residual=residual, return_residual=True, residual_dtype=torch.float32, row_scale=row_scale,
+        dropout_p=0.5, dropout_seed=seed, weight1=2 * weight, bias1=weight, round_x_hat=True, memory_efficient=memory_efficient,
     )  # fmt: skip
     return y + 1, y1, added
 
@@ -513,6 +528,24 @@ def test_compiled_results_are_the_eager_ones(compile_anew, seed, memory_efficien
         assert all(map(torch.equal, *made))
 
 
+def test_a_compiled_call_without_fused_options_takes_the_short_way():
+    """The plain operator, which can be differentiated any number of times."""
+    seen = []
+
+    def backend(graph, _):
+        seen.extend(node.target for node in graph.graph.nodes)
+        return graph
+
+    torch.compiler.reset()
+    for make in (cupynorm.LayerNorm, cupynorm.RMSNorm):
+        for module in (make(40), make(40).eval()):
+            torch.compile(module, fullgraph=True, backend=backend)(torch.ones(4, 40))
+    torch.compile(cupynorm.layer_norm, fullgraph=True, backend=backend)(torch.ones(4, 40), 40)
+    torch.compiler.reset()
+    assert seen.count(torch.ops.cupynorm.norm_forward.default) == 5
+    assert torch.ops.cupynorm.fused_norm_forward.default not in seen
+
+
 def test_a_compiled_call_draws_its_seed(compile_anew):
     compiled = compile_anew(lambda x: cupynorm.layer_norm(x, 40, dropout_p=0.5, return_residual=True))
     x = torch.ones(8, 40, requires_grad=True)
@@ -537,8 +570,8 @@ def test_operators_keep_the_rules_of_operators(device, affine, residual, dropout
     seed = torch.tensor([3], device=device) if dropout_p else None
     for centered in (False, True):
         forward = (
-            x, weight, bias, stream, weight, bias, row_scale, seed, [5], 0.1, centered, affine, None, torch.float32 if residual else None,
-            dropout_p, affine, residual, 0, None, None, None,
+            x, weight, bias, stream, weight, bias, row_scale, seed, [5], 0.1, centered, affine, None,
+            torch.float32 if residual else None, dropout_p, affine, residual, 0, None, None, None,
         )  # fmt: skip
         opcheck(torch.ops.cupynorm.fused_norm_forward.default, forward)
         y, mean, rstd, added, _ = (made.detach() for made in torch.ops.cupynorm.fused_norm_forward(*forward))
@@ -546,8 +579,8 @@ def test_operators_keep_the_rules_of_operators(device, affine, residual, dropout
             opcheck(
                 torch.ops.cupynorm.fused_norm_backward.default,
                 (torch.ones_like(y), torch.ones_like(y) if affine else None, added if added.numel() else x.detach(),
-                 mean if centered else None, rstd, weight, weight, None, row_scale, seed, None, [5], wanted, centered, affine, False,
-                 torch.float32,
+                 mean if centered else None, rstd, weight, weight, None, row_scale, seed, None, [5], wanted, centered, affine,
+                 False, torch.float32,
                  torch.float32, torch.bfloat16, torch.float32, dropout_p, 0, None),
                 test_utils=("test_schema", "test_faketensor"),
             )  # fmt: skip
@@ -581,15 +614,38 @@ X = np.ones((3, 8), np.float32)
         ({"dropout_p": True}, "dropout_p is True; expected a probability"),
         ({"dropout_p": "half"}, "dropout_p is 'half'; expected a probability"),
         ({"dropout_p": 0.5, "dropout_seed": 2**64}, "dropout_seed is 18446744073709551616; expected an int of 64 bits"),
-        ({"dropout_p": 0.5, "dropout_seed": 1.5}, "dropout_seed is a float; expected"),
-        ({"dropout_p": 0.5, "dropout_seed": np.ones(1)}, r"dropout_seed has shape \(1,\) and dtype float64; expected one element of int64"),
-        ({"dropout_p": 0.5, "dropout_seed": np.ones(2, int)}, r"dropout_seed has shape \(2,\) and dtype int64; expected one element"),
-        ({"dropout_p": 0.5, "dropout_seed": torch.ones(1, dtype=torch.int64)}, "dropout_seed is a torch tensor on cpu, input is a NumPy"),
+        ({"dropout_p": 0.5, "dropout_seed": 1.5}, "dropout_seed is 1.5; expected an int or one element of int64"),
+        ({"dropout_p": 0.5, "dropout_seed": "3"}, "dropout_seed is '3'; expected an int or one element of int64"),
+        ({"dropout_p": 0.5, "dropout_seed": True}, "dropout_seed is True; expected an int or one element of int64"),
+        (
+            {"dropout_p": 0.5, "dropout_seed": np.float64(3)},
+            r"dropout_seed is .*3\.0.*; expected an int or one element of int64",
+        ),
+        (
+            {"dropout_p": 0.5, "dropout_seed": np.bool_(True)},
+            "dropout_seed is .*True.*; expected an int or one element of int64",
+        ),
+        ({"dropout_p": 0.5, "dropout_seed": [3]}, "dropout_seed is a list; expected an int or one element of int64"),
+        (
+            {"dropout_p": 0.5, "dropout_seed": np.ones(1)},
+            r"dropout_seed has shape \(1,\) and dtype float64; expected one element of int64",
+        ),
+        (
+            {"dropout_p": 0.5, "dropout_seed": np.ones(2, int)},
+            r"dropout_seed has shape \(2,\) and dtype int64; expected one element",
+        ),
+        (
+            {"dropout_p": 0.5, "dropout_seed": torch.ones(1, dtype=torch.int64)},
+            "dropout_seed is a torch tensor on cpu, input is a NumPy",
+        ),
         ({"row_scale": np.ones(4)}, r"row_scale has shape \(4,\); expected \(3,\)"),
         ({"row_scale": np.ones(3, int)}, "row_scale is of dtype int64; expected one of float16"),
         ({"row_scale": 2.0}, "row_scale is a float; expected a CuPy, torch or NumPy array"),
         ({"residual_dtype": "int8"}, "residual_dtype is 'int8'; expected one of float16"),
-        ({"residual_dtype": "float16", "residual": np.ones((3, 8))}, "residual is of dtype float64; expected the input's or residual_dtype, float32 or float16"),
+        (
+            {"residual_dtype": "float16", "residual": np.ones((3, 8))},
+            "residual is of dtype float64; expected the input's or residual_dtype, float32 or float16",
+        ),
         ({"dropout_p": 0.5, "residual": np.ones((3, 8))}, "residual is of dtype float64; expected float32"),
         ({"dropout_p": 0.5, "residual": np.ones((3, 7))}, r"residual has shape \(3, 7\); expected \(3, 8\)"),
         ({"weight1": np.ones(7)}, r"weight1 has shape \(7,\); expected \(8,\)"),
@@ -601,6 +657,23 @@ def test_wrong_arguments(options, sentence):
     for call in (cupynorm.layer_norm, cupynorm.rms_norm):
         with pytest.raises((TypeError, ValueError), match=sentence):
             call(X, 8, **options)
+
+
+def test_a_true_seed_is_refused_after_a_seed_of_1_too():
+    """True equals 1: no prepared call may be found by it. An int of NumPy is one."""
+    for make in (np.ones, torch.ones):
+        x = make((3, 8))
+        y = cupynorm.layer_norm(x, 8, dropout_p=0.5, dropout_seed=1)
+        assert (cupynorm.layer_norm(x, 8, dropout_p=0.5, dropout_seed=np.uint8(1)) == y).all()
+        with pytest.raises(TypeError, match="dropout_seed is True; expected an int or one element of int64"):
+            cupynorm.layer_norm(x, 8, dropout_p=0.5, dropout_seed=True)
+
+
+@pytest.mark.parametrize("seed", ["3", True, 1.5])
+def test_the_compiler_refuses_the_seeds_that_eager_mode_does(compile_anew, seed):
+    call = compile_anew(lambda x: cupynorm.layer_norm(x, 8, dropout_p=0.5, dropout_seed=seed), fullgraph=False)
+    with pytest.raises((TypeError, RuntimeError), match=f"dropout_seed is {seed!r}; expected an int or one element of int64"):
+        call(torch.ones(3, 8))
 
 
 def test_other_wrong_arguments():

@@ -254,7 +254,9 @@ def _forward_problem(case: Case) -> dispatch.Problem:
 SUMS = {
     "float32 stream": ("bfloat16", {"residual": True, "residual_dtype": "float32", "dsum": True}),
     "float32 stream begins": ("float16", {"residual_dtype": "float32"}),
-    "float32 stream, residual of the input's dtype": ("bfloat16", {"residual": "bfloat16", "residual_dtype": "float32", "dsum": True}),
+    "float32 stream, residual of the input's dtype": (
+        "bfloat16", {"residual": "bfloat16", "residual_dtype": "float32", "dsum": True},
+    ),
     "narrower stream": ("float32", {"residual": True, "residual_dtype": "bfloat16", "dsum": True}),
     "float64 stream": ("float32", {"residual": True, "residual_dtype": "float64", "weight": "float32"}),
     "input of float64": ("float64", {"residual": True, "residual_dtype": "float32"}),
@@ -264,7 +266,10 @@ SUMS = {
     "dropout and residual": ("float16", {"residual": True, "dropout_p": 0.5, "dsum": True}),
     "everything": (
         "bfloat16",
-        {"residual": True, "residual_dtype": "float32", "row_scale": "bfloat16", "dropout_p": 0.1, "dsum": True, "weight": "float32"},
+        {
+            "residual": True, "residual_dtype": "float32", "row_scale": "bfloat16", "dropout_p": 0.1, "dsum": True,
+            "weight": "float32",
+        },
     ),
 }  # fmt: skip
 
@@ -649,7 +654,8 @@ def test_a_row_is_the_same_alone_and_in_a_batch_on_a_gpu(dtype, strategy, num_ro
 # -- rows that pass through a ring -----------------------------------------------------------------------
 
 
-# (norm, dtype, packs of a row, tile). A warp has 32 x packs_per_thread packs side by side, a block of a cluster a multiple of 8.
+# (norm, dtype, packs of a row, tile). A warp has 32 x packs_per_thread packs side by side,
+# a block of a cluster a multiple of 8.
 RINGS = {
     "one warp": ("layer_norm", "float32", 20, Tile(4, 32, 1, stages=2)),
     "block": ("rms_norm", "bfloat16", 128, Tile(8, 64, 2, exact=1, stages=4)),
@@ -794,7 +800,8 @@ def test_values_that_are_hard_for_a_ring(ring, dtype, statistics, small, tile_of
 
 
 def gradients_of(problem: Problem, where, tile: Tile, wanted: tuple[str, ...], dsum: np.ndarray | None = None) -> dict:
-    """The wanted gradients of a problem with the statistics of float64, and with the gradient that reaches dx from elsewhere."""
+    """The wanted gradients of a problem with the statistics of float64,
+    and with the gradient that reaches dx from elsewhere."""
     case, shape = problem.case, problem.x.shape
     centered, compute = case.norm == "layer_norm", compute_dtype(case.x).name
     norm = reference.layer_norm if centered else reference.rms_norm

@@ -27,7 +27,8 @@ def test_the_attribute_and_the_configuration_lie_as_cuda_h_has_them():
 @pytest.mark.gpu
 @pytest.mark.parametrize("num_cols", (128, 1000, 4096, 16384))
 def test_sums_over_partial_rows_wait_for_them(num_cols):
-    """Backwards close upon one another, whose partial sums take turns in the same memory, give the bits that each gives alone."""
+    """Backwards close upon one another, whose partial sums take turns in the same memory,
+    give the bits that each gives alone."""
     import cupy
 
     x = cupy.random.standard_normal((512, num_cols), dtype=np.float32)

@@ -421,7 +421,8 @@ def folded_errors(x, norm_weight, norm_bias, weight, eps, dtype):
 @pytest.mark.parametrize("dtype", ("bfloat16", "float16", "float32"))
 @pytest.mark.parametrize("at", range(3))
 def test_numerics_of_fold_on_real_activations(at, dtype):
-    """Outliers of 36 standard deviations: within what is stated, and over all elements no worse than the plain path by a tenth."""
+    """Outliers of 36 standard deviations: within what is stated, and over all elements no worse than the plain path by a
+    tenth."""
     layer = list(read(Path(__file__).parent / "data" / "minilm_layer_norms.npz"))[at]
     weight = np.random.default_rng(0).standard_normal((64, layer.x.shape[1])) / layer.x.shape[1] ** 0.5
     plain, folded, allowed = folded_errors(layer.x, layer.weight, layer.bias, weight, layer.eps, dtype)
@@ -431,7 +432,8 @@ def test_numerics_of_fold_on_real_activations(at, dtype):
 
 @pytest.mark.parametrize("dtype", ("bfloat16", "float32"))
 def test_numerics_of_fold_under_a_large_mean(dtype):
-    """A mean of 64 standard deviations. bfloat16: as the plain path, for no weight's error meets the mean; float32: as stated."""
+    """A mean of 64 standard deviations. bfloat16: as the plain path, for no weight's error meets the mean;
+    float32: as stated."""
     generator = np.random.default_rng(1)
     x = decode(encode(generator.standard_normal((16, 256)) + 64.0, dtype), dtype)
     norm_weight, norm_bias = generator.uniform(0.5, 2, 256), generator.standard_normal(256)
@@ -457,9 +459,9 @@ ARGUMENTS = {
     "fuse_wgrad_accumulation": False, "tp_group": None, "tp_size": 1, "get_rng_state_tracker": None, "init_method": None,
     "bias": True, "normalization": "LayerNorm", "return_bias": False, "params_dtype": None, "parallel_mode": None,
     "return_layernorm_output": False, "return_layernorm_output_gathered": False, "parameters_split": None,
-    "zero_centered_gamma": False, "device": "cuda", "ub_overlap_ag": False, "ub_overlap_rs": False, "ub_overlap_rs_dgrad": False,
-    "ub_bulk_wgrad": False, "ub_bulk_dgrad": False, "ub_name": None, "delay_wgrad_compute": False, "symmetric_ar_type": None,
-    "name": None,
+    "zero_centered_gamma": False, "device": "cuda", "ub_overlap_ag": False, "ub_overlap_rs": False,
+    "ub_overlap_rs_dgrad": False, "ub_bulk_wgrad": False, "ub_bulk_dgrad": False, "ub_name": None, "delay_wgrad_compute": False,
+    "symmetric_ar_type": None, "name": None,
 }  # fmt: skip
 
 
@@ -676,6 +678,8 @@ def test_attributes_for_those_who_reduce_gradients():
         ({"parallel_mode": "both"}, ValueError, "parallel_mode is 'both'"),
         ({"parameters_split": ()}, ValueError, r"parameters_split is \(\); expected at least one name"),
         ({"parameters_split": (1, 2)}, TypeError, r"parameters_split is \(1, 2\); expected names"),
+        ({"parameters_split": 3}, TypeError, "parameters_split is 3; expected names, or a dict of names and sizes"),
+        ({"parameters_split": {"a", "b"}}, TypeError, "parameters_split is {.*}; expected names, or a dict of names and sizes"),
         ({"parameters_split": ("a", "b", "c")}, ValueError, r"sizes \[5, 5, 5\], 15 together; expected out_features, 16"),
         ({"parameters_split": {"a": 8, "b": 9}}, ValueError, r"sizes \[8, 9\], 17 together"),
         ({"parameters_split": {"a": 8.0, "b": 8}}, TypeError, "expected sizes that are numbers of rows"),
@@ -685,9 +689,10 @@ def test_attributes_for_those_who_reduce_gradients():
         *(
             ({name: value}, ValueError, f"{name} is .*; expected {single!r}: this layer works on one GPU")
             for name, value, single in (
-                ("sequence_parallel", True, False), ("tp_group", object(), None), ("tp_size", 2, 1), ("ub_overlap_ag", True, False),
-                ("ub_overlap_rs", True, False), ("ub_overlap_rs_dgrad", True, False), ("ub_bulk_wgrad", True, False),
-                ("ub_bulk_dgrad", True, False), ("symmetric_ar_type", "multimem_all_reduce", None),
+                ("sequence_parallel", True, False), ("tp_group", object(), None), ("tp_size", 2, 1),
+                ("ub_overlap_ag", True, False), ("ub_overlap_rs", True, False), ("ub_overlap_rs_dgrad", True, False),
+                ("ub_bulk_wgrad", True, False), ("ub_bulk_dgrad", True, False),
+                ("symmetric_ar_type", "multimem_all_reduce", None),
             )
         ),
     ),
@@ -696,6 +701,27 @@ def test_attributes_for_those_who_reduce_gradients():
 def test_what_the_module_refuses(options, error, sentence):
     with pytest.raises(error, match=sentence):
         LayerNormLinear(24, 16, **options, **CPU)
+
+
+@pytest.mark.parametrize(
+    "given, error",
+    [
+        (0, ValueError),
+        (-1, ValueError),
+        (8.5, TypeError),
+        (8.0, TypeError),
+        ("8", TypeError),
+        (True, TypeError),
+        (None, TypeError),
+    ],
+)
+@pytest.mark.parametrize("name", ["in_features", "out_features"])
+def test_what_is_no_number_of_features(name, given, error):
+    with pytest.raises(error, match=f"{name} is {given!r}; expected an int, 1 or more"):
+        LayerNormLinear(**{"in_features": 24, "out_features": 16, name: given}, **CPU)
+    LayerNormLinear(**{"in_features": 24, "out_features": 16, name: np.int64(8)}, **CPU)(
+        torch.ones(3, 8 if name == "in_features" else 24)
+    )
 
 
 def test_a_group_of_one_rank_is_one_gpu():
@@ -714,6 +740,8 @@ def test_a_group_of_one_rank_is_one_gpu():
 def test_inputs_that_the_module_refuses():
     module = LayerNormLinear(24, 16, **CPU)
     for x, error, sentence in (
+        (np.ones((3, 24), np.float32), TypeError, "input is a ndarray; expected a torch tensor"),
+        ([1.0] * 24, TypeError, "input is a list; expected a torch tensor"),
         (torch.ones(3, 23), ValueError, r"input has shape \(3, 23\); expected \(..., 24\), in_features of this layer"),
         (
             torch.ones(3, 24, dtype=torch.bfloat16),

@@ -71,7 +71,8 @@ def test_the_constructors_are_those_of_torch(ours, theirs):
     assert [each.name for each in positional] == [each.name for each in torchs]
     assert [each.default for each in positional[1:]] == [each.default for each in torchs[1:]]
     assert {each.name for each in mine[len(positional) :]} == {
-        "zero_centered_gamma", "sm_margin", "sequence_parallel", "round_x_hat", "memory_efficient", "hidden_size", "params_dtype",
+        "zero_centered_gamma", "sm_margin", "sequence_parallel", "round_x_hat", "memory_efficient", "hidden_size",
+        "params_dtype",
     }  # fmt: skip
     assert all(each.kind is each.KEYWORD_ONLY for each in mine[len(positional) :])
     assert issubclass(ours, theirs)
@@ -358,7 +359,8 @@ def eager_step(model: torch.nn.Module, x: torch.Tensor, dy: torch.Tensor) -> lis
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("num_cols", [768, 20_000])
 def test_a_training_step_in_a_graph(num_cols, dtype):
-    """Forward and backward() of modules, replayed on other data, to the bit; all its memory is the graph's, which replays into it."""
+    """Forward and backward() of modules, replayed on other data, to the bit;
+    all its memory is the graph's, which replays into it."""
     model = normed(num_cols, dtype)
     x, dy = (torch.randn(64, num_cols, device="cuda", dtype=dtype) for _ in range(2))
     x.requires_grad_()
@@ -592,12 +594,17 @@ BOTH_PARAMETERS = {"weight": (64,), "bias": (64,)}
 FOREIGN = {
     "apex FusedLayerNorm": ("FusedLayerNorm", APEX, BOTH_PARAMETERS, {"eps": 0.1}, "LayerNorm", {}),
     "apex MixedFusedLayerNorm": (
-        "MixedFusedLayerNorm", APEX, BOTH_PARAMETERS, {"eps": 0.1, "memory_efficient": True}, "LayerNorm", {"memory_efficient": True},
+        "MixedFusedLayerNorm", APEX, BOTH_PARAMETERS, {"eps": 0.1, "memory_efficient": True}, "LayerNorm",
+        {"memory_efficient": True},
     ),
     "apex FusedRMSNorm": ("FusedRMSNorm", APEX, {"weight": (4, 64)}, {"eps": 0.1}, "RMSNorm", {}),
     "apex MixedFusedRMSNorm": ("MixedFusedRMSNorm", APEX, {"weight": (64,)}, {"eps": 0.1}, "RMSNorm", {}),
-    "apex FusedRMSNorm without weight": ("FusedRMSNorm", APEX, {}, {"eps": 0.1, "normalized_shape": torch.Size([64])}, "RMSNorm", {}),
-    "apex FastLayerNorm": ("FastLayerNorm", "apex.contrib.layer_norm.layer_norm", BOTH_PARAMETERS, {"epsilon": 0.1}, "LayerNorm", {}),
+    "apex FusedRMSNorm without weight": (
+        "FusedRMSNorm", APEX, {}, {"eps": 0.1, "normalized_shape": torch.Size([64])}, "RMSNorm", {},
+    ),
+    "apex FastLayerNorm": (
+        "FastLayerNorm", "apex.contrib.layer_norm.layer_norm", BOTH_PARAMETERS, {"epsilon": 0.1}, "LayerNorm", {},
+    ),
     "TransformerEngine LayerNorm": (
         "LayerNorm", f"{TE}.layernorm", BOTH_PARAMETERS,
         {"eps": 0.1, "zero_centered_gamma": True, "_sm_margins": MARGINS, "sequence_parallel": True}, "LayerNorm",
@@ -726,7 +733,8 @@ LEFT = {
     "empty weight": (lambda: torch.nn.LayerNorm(0), "nothing says what it normalises over"),
     "other shapes": (lambda: with_(torch.nn.LayerNorm(64), bias=parameter(1)), "its weight has shape (64,), its bias (1,)"),
     "other parameter": (
-        lambda: with_(torch.nn.RMSNorm(64), weight=OtherParameter(torch.ones(64))), "its weight is a OtherParameter; expected a plain",
+        lambda: with_(torch.nn.RMSNorm(64), weight=OtherParameter(torch.ones(64))),
+        "its weight is a OtherParameter; expected a plain",
     ),
     "TransformerEngine's operation": (
         lambda: foreign("RMSNorm", "transformer_engine.pytorch.ops.basic.rmsnorm", weight=parameter(64), eps=0.1),
@@ -826,7 +834,8 @@ def test_the_report_is_a_table():
 
 @pytest.mark.parametrize("device", DEVICES_HERE)
 def test_a_transformer_computes_the_same(device):
-    """float64: nothing but the order of additions differs. Training mode, for in eval torch fuses the whole layer and asks no norm."""
+    """float64: nothing but the order of additions differs. Training mode,
+    for in eval torch fuses the whole layer and asks no norm."""
     torch.manual_seed(0)
     layer = torch.nn.TransformerEncoderLayer(64, 4, 128, dropout=0.0, batch_first=True, norm_first=True, dtype=torch.float64)
     model = torch.nn.TransformerEncoder(layer, 2, torch.nn.RMSNorm(64, dtype=torch.float64), enable_nested_tensor=False).to(

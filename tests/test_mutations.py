@@ -182,8 +182,12 @@ MUTATIONS = {
     "cluster backward in shared memory that does not wait for its peers to run": Mutation(
         "backward_cluster.cu", "cluster_sync();  // peers run", "", SHARED_CLUSTER
     ),
-    "one column too many": Mutation("row.cuh", "register_col<tile>(pack) < num_cols", "register_col<tile>(pack) <= num_cols", ODD),
-    "one column too few": Mutation("row.cuh", "register_col<tile>(pack) < num_cols", "register_col<tile>(pack) < num_cols - 1", ODD),
+    "one column too many": Mutation(
+        "row.cuh", "register_col<tile>(pack) < num_cols", "register_col<tile>(pack) <= num_cols", ODD,
+    ),
+    "one column too few": Mutation(
+        "row.cuh", "register_col<tile>(pack) < num_cols", "register_col<tile>(pack) < num_cols - 1", ODD,
+    ),
     "row offset in columns": Mutation("load_store.cuh", "y + row * y_stride + col", "y + row * (y_stride - 1) + col", ODD),
     "correction of the mean dropped": Mutation(
         "statistics.cuh", "(value - mean) * rstd + shift", "(value - mean) * rstd", BLOCK, center=1e4
@@ -219,16 +223,20 @@ MUTATIONS = {
     "a second output with the first's weights": Mutation(
         "load_store.cuh", "second.store(row, col, values, kept.second", "first.store(row, col, values, kept.first", TWO
     ),
-    "x_hat with the bias in it": Mutation("load_store.cuh", "(values[at] - biases[at]) / divisor", "values[at] / divisor", BY_Y),
+    "x_hat with the bias in it": Mutation(
+        "load_store.cuh", "(values[at] - biases[at]) / divisor", "values[at] / divisor", BY_Y,
+    ),
     "x_hat that is normalised again": Mutation("backward.cuh", "if constexpr (normalized) return x;", "", BY_Y),
     "a cluster that leaves its last columns out": Mutation(
-        "row.cuh", "whole.first_col + last * step, whole.last_col)", "whole.first_col + last * step, whole.last_col - 2)", CLUSTER
+        "row.cuh", "whole.first_col + last * step, whole.last_col)", "whole.first_col + last * step, whole.last_col - 2)",
+        CLUSTER
     ),
 }  # fmt: skip
 
 
-# What the ring's barriers keep apart, who sends what to whom, and where a warp's part lies. A ring has no mutation for what only a
-# GPU's memory can get wrong: fences, and the order of release and acquire. To the emulator a store is seen by all at once.
+# What the ring's barriers keep apart, who sends what to whom, and where a warp's part lies. A ring has no mutation for what
+# only a GPU's memory can get wrong: fences, and the order of release and acquire. To the emulator a store is seen by all at
+# once.
 def ring_mutations() -> dict[str, Mutation]:
     both = {"block": RING, "cluster": CLUSTER_RING}
     wait = "bulk_wait(barriers + turn % num_buffers, turn / num_buffers);"
@@ -263,7 +271,9 @@ def ring_mutations() -> dict[str, Mutation]:
             "backward_ring.cuh", "turn + tile.stages < turns.count", "turn + tile.stages + 1 < turns.count"
         ),
         "ring with garbage beyond the row": ("forward_ring.cuh", "value = in_part(pack) ? value : Compute(0);", ";"),
-        "ring with garbage beyond the row, backward": ("backward_ring.cuh", "present = Shape::in_part(pack, cols);", "present = true;"),
+        "ring with garbage beyond the row, backward": (
+            "backward_ring.cuh", "present = Shape::in_part(pack, cols);", "present = true;",
+        ),
         "ring whose barriers are used before they are made": ("forward_ring.cuh", "ring_sync<tile>();", ""),
         "ring whose barriers are used before they are made, backward": ("backward_ring.cuh", "ring_sync<tile>();", ""),
         "ring that takes dy for x": (
@@ -271,19 +281,24 @@ def ring_mutations() -> dict[str, Mutation]:
         ),
         "ring that adds x to x": ("forward_ring.cuh", "+ stream * RingOffset<tile, Held>::part_bytes", ""),
         "ring that returns no sum": ("forward_ring.cuh", "problem.load.keep(row,", "problem.load.keep(0,"),
-        "ring that takes a row's statistics for the next one's": ("backward_ring.cuh", "add(turn + 1, next)", "add(turn + 1, gradient)"),
+        "ring that takes a row's statistics for the next one's": (
+            "backward_ring.cuh", "add(turn + 1, next)", "add(turn + 1, gradient)",
+        ),
     }  # fmt: skip
     made = {f"{name} ({kind})": Mutation(*change, case) for name, change in in_both.items() for kind, case in both.items()}
     for kind, case in both.items():
         for name in ("ring that adds x to x", "ring that returns no sum"):
             made[f"{name} ({kind})"] = replace(made[f"{name} ({kind})"], case=replace(case, residual=True))
     return made | {
-        "ring of a block that waits for a lane of each warp": Mutation("ring.cuh", "1 : tile.threads_per_row", "1 : num_warps", RING),
+        "ring of a block that waits for a lane of each warp": Mutation(
+            "ring.cuh", "1 : tile.threads_per_row", "1 : num_warps", RING,
+        ),
         "ring of several rows a block that exchange sums in one place": Mutation(
             "ring.cuh", "smem + RingShape<tile>::group() * group_bytes", "smem", GROUP_RING
         ),
         "ring of several rows a block that add up their sums at once": Mutation(
-            "backward_ring.cuh", "    __syncthreads();\n    if (Shape::group() + kept", "    if (Shape::group() + kept", GROUP_RING
+            "backward_ring.cuh", "    __syncthreads();\n    if (Shape::group() + kept", "    if (Shape::group() + kept",
+            GROUP_RING
         ),
         "ring of a block in which nobody arrives": Mutation("ring.cuh", arrive, ";", RING),
         "ring whose warps share their weights": Mutation(
@@ -293,8 +308,12 @@ def ring_mutations() -> dict[str, Mutation]:
             "ring.cuh", wait + "\n", expect + wait + "\n", CLUSTER_RING
         ),
         "ring of a cluster that never expects sums again": Mutation("ring.cuh", expect, "", CLUSTER_RING),
-        "ring of a cluster that expects half of the sums": Mutation("ring.cuh", "num_values * num_sources * static_cast", "num_sources * static_cast", CLUSTER_RING),
-        "ring of a cluster whose blocks send to one place": Mutation("ring.cuh", "at + cluster_rank() * num_warps", "at", CLUSTER_RING),
+        "ring of a cluster that expects half of the sums": Mutation(
+            "ring.cuh", "num_values * num_sources * static_cast", "num_sources * static_cast", CLUSTER_RING,
+        ),
+        "ring of a cluster whose blocks send to one place": Mutation(
+            "ring.cuh", "at + cluster_rank() * num_warps", "at", CLUSTER_RING,
+        ),
         "ring of a cluster that only synchronises its blocks": Mutation(
             "ring.cuh", "    cluster_sync();", "    __syncthreads();", CLUSTER_RING
         ),

@@ -444,7 +444,9 @@ def torch_ones(*shape: int):
 
 REFUSED = {
     "input is a list": (TypeError, "input is a list; expected a CuPy, torch or NumPy array", lambda: ([1.0], 1)),
-    "input of ints": (TypeError, "input is of dtype int64; expected one of float16, bfloat16", lambda: (ones(4, 40, dtype="int64"), 40)),
+    "input of ints": (
+        TypeError, "input is of dtype int64; expected one of float16, bfloat16", lambda: (ones(4, 40, dtype="int64"), 40),
+    ),
     "input of bools": (TypeError, "input is of dtype bool", lambda: (ones(4, 40, dtype="bool"), 40)),
     "input of complex": (TypeError, "input is of dtype complex64", lambda: (ones(4, 40, dtype="complex64"), 40)),
     "input without dimensions": (ValueError, r"normalized_shape is \(40,\), input has shape \(\)", lambda: (ones(), 40)),
@@ -467,7 +469,9 @@ REFUSED = {
     "bias of complex": (TypeError, "bias is of dtype complex128", lambda: (X, 40, None, ones(40, dtype="complex128"))),
     "weight is a list": (TypeError, "weight is a list; expected a CuPy, torch or NumPy array", lambda: (X, 40, [1.0] * 40)),
     "weight of torch": (ValueError, "weight is a torch tensor on cpu, input is a NumPy array", lambda: (X, 40, torch_ones(40))),
-    "input of torch": (ValueError, "weight is a NumPy array, input is a torch tensor on cpu", lambda: (torch_ones(4, 40), 40, ones(40))),
+    "input of torch": (
+        ValueError, "weight is a NumPy array, input is a torch tensor on cpu", lambda: (torch_ones(4, 40), 40, ones(40)),
+    ),
     "eps in words": (TypeError, "eps is '1e-5'; expected a real number", lambda: (X, 40, None, None, "1e-5")),
     "eps is not a number": (TypeError, "eps is nan; expected a real number", lambda: (X, 40, None, None, float("nan"))),
     "eps is a bool": (TypeError, "eps is True; expected a real number", lambda: (X, 40, None, None, True)),
@@ -479,9 +483,16 @@ OPTIONS = {
     "strategy": (ValueError, "strategy is 'wrap'; it is one of warp, block, cluster, uncached", {"strategy": "wrap"}),
     "statistics": (ValueError, "statistics is 'one_pass'; it is one of two_pass, welford", {"statistics": "one_pass"}),
     "tile in words": (TypeError, "tile is a str; expected a cupynorm.Tile or a dict", {"strategy": "warp", "tile": "8x32"}),
-    "tile with an unknown field": (ValueError, "tile has fields packs; a Tile takes pack_size", {"strategy": "warp", "tile": {"packs": 8}}),
-    "tile of fractions": (ValueError, r"tile has pack_size 8\.0; expected an int", {"strategy": "warp", "tile": Tile(8.0, 32, 1, 4)}),
-    "tile of truths": (ValueError, "tile has exact True; expected an int", {"strategy": "warp", "tile": {"pack_size": 8, "threads_per_row": 32, "exact": True}}),
+    "tile with an unknown field": (
+        ValueError, "tile has fields packs; a Tile takes pack_size", {"strategy": "warp", "tile": {"packs": 8}},
+    ),
+    "tile of fractions": (
+        ValueError, r"tile has pack_size 8\.0; expected an int", {"strategy": "warp", "tile": Tile(8.0, 32, 1, 4)},
+    ),
+    "tile of truths": (
+        ValueError, "tile has exact True; expected an int",
+        {"strategy": "warp", "tile": {"pack_size": 8, "threads_per_row": 32, "exact": True}},
+    ),
     "negative margin": (ValueError, "sm_margin is -1; expected a number of multiprocessors", {"sm_margin": -1}),
     "fractional margin": (ValueError, r"sm_margin is 1\.5; expected a number of multiprocessors", {"sm_margin": 1.5}),
     "false margin": (ValueError, "sm_margin is False; expected a number of multiprocessors", {"sm_margin": False}),
@@ -491,7 +502,9 @@ OPTIONS = {
     "out_dtype unknown": (TypeError, "out_dtype is 'float17'; expected one of float16", {"out_dtype": "float17"}),
     "other residual": (ValueError, r"residual has shape \(4, 41\); expected \(4, 40\)", {"residual": ones(4, 41)}),
     "residual of one row": (ValueError, r"residual has shape \(40,\); expected \(4, 40\)", {"residual": ones(40)}),
-    "residual of another dtype": (TypeError, "residual is of dtype float16; expected the input's, float32", {"residual": ones(4, 40, dtype="float16")}),
+    "residual of another dtype": (
+        TypeError, "residual is of dtype float16; expected the input's, float32", {"residual": ones(4, 40, dtype="float16")},
+    ),
     "residual of ints": (TypeError, "residual is of dtype int64", {"residual": ones(4, 40, dtype="int64")}),
 }  # fmt: skip
 
@@ -561,13 +574,24 @@ BACKWARD = {
     "no mean": (TypeError, "mean is None; expected the statistic", {"mean": None}),
     "no rstd": (TypeError, "rstd is None; expected the statistic", {"rstd": None}),
     "other mean": (ValueError, r"mean has shape \(5,\); expected \(4,\)", {"mean": ones(5)}),
-    "mean of another dtype": (TypeError, "mean is of dtype float64; expected float32 for x of float32", {"mean": ones(4, dtype="float64")}),
-    "rstd of another dtype": (TypeError, "rstd is of dtype float16; expected float32 for x of float32", {"rstd": ones(4, dtype="float16")}),
+    "mean of another dtype": (
+        TypeError, "mean is of dtype float64; expected float32 for x of float32", {"mean": ones(4, dtype="float64")},
+    ),
+    "rstd of another dtype": (
+        TypeError, "rstd is of dtype float16; expected float32 for x of float32", {"rstd": ones(4, dtype="float16")},
+    ),
     "mean is a list": (TypeError, "mean is a list", {"mean": [1.0] * 4}),
     "other weight": (ValueError, r"normalized_shape is \(41,\), x has shape \(4, 40\)", {"weight": ones(41)}),
     "other dsum": (ValueError, r"dsum has shape \(40,\); expected \(4, 40\)", {"dsum": ones(40)}),
-    "unknown gradient": (ValueError, r"gradients is \('dx', 'dgamma'\); expected some of dx, dweight, dbias", {"gradients": ("dx", "dgamma")}),
+    "unknown gradient": (
+        ValueError, r"gradients is \('dx', 'dgamma'\); expected some of dx, dweight, dbias", {"gradients": ("dx", "dgamma")},
+    ),
     "gradients in words": (ValueError, "gradients is 'dx'; expected some of dx, dweight, dbias", {"gradients": "dx"}),
+    "no gradients": (TypeError, "gradients is None; expected some of dx, dweight, dbias", {"gradients": None}),
+    "a number of gradients": (TypeError, "gradients is 3; expected some of dx, dweight, dbias", {"gradients": 3}),
+    "gradients in lists": (
+        TypeError, r"gradients is \[\['dx'\]\]; expected some of dx, dweight, dbias", {"gradients": [["dx"]]},
+    ),
     "dweight_dtype": (TypeError, "dweight_dtype is 'int8'; expected one of float16", {"dweight_dtype": "int8"}),
     "x is a list": (TypeError, "x is a list", {"x": [[1.0] * 40] * 4}),
     "strategy": (ValueError, "strategy is 'wrap'; it is one of", {"strategy": "wrap"}),
@@ -580,6 +604,10 @@ def test_refused_arguments_of_backward(what):
     given = {"dy": X, "x": X, "mean": ones(4), "rstd": ones(4), "normalized_shape": None} | changes
     with pytest.raises(error, match=sentence):
         cupynorm.layer_norm_backward(**given)
+    if "gradients" in changes:
+        for options in ({}, {"row_scale": ones(4)}):
+            with pytest.raises(error, match=sentence):
+                cupynorm.rms_norm_backward(X, X, ones(4), **changes, **options)
 
 
 def test_tensors_of_other_devices_and_out_with_gradients():
@@ -592,6 +620,39 @@ def test_tensors_of_other_devices_and_out_with_gradients():
     ):
         cupynorm.layer_norm(x, 40, out=out)
     assert (out == 1).all()
+
+
+@pytest.mark.parametrize("options", [{}, {"residual_dtype": "float64"}], ids=["plain", "fused"])
+@pytest.mark.parametrize("layout", ["sparse_coo", "sparse_csr", "_mkldnn"])
+@pytest.mark.parametrize("name", ["torch-cpu", pytest.param("torch-cuda", marks=pytest.mark.gpu)])
+def test_sparse_tensors_are_refused(name, layout, options):
+    torch = loaded_torch()
+    if layout == "_mkldnn" and (name == "torch-cuda" or not torch.backends.mkldnn.is_available()):
+        pytest.skip("no tensors of this layout here")
+    x, of_row = (torch.ones(*shape, device=name.removeprefix("torch-")) for shape in ((4, 40), (4,)))
+    sparse = x.to_mkldnn() if layout == "_mkldnn" else x.to_sparse(layout=getattr(torch, layout))
+    row_scale = {"row_scale": of_row} if options else {}
+    for argument, call in (
+        ("input", lambda: cupynorm.layer_norm(sparse, 40, **options)),
+        ("input", lambda: cupynorm.rms_norm(sparse.detach().requires_grad_(), 40, **options)),
+        ("residual", lambda: cupynorm.rms_norm(x, 40, residual=sparse, **options)),
+        ("out", lambda: cupynorm.layer_norm(x, 40, out=sparse, **options)),
+        ("x", lambda: cupynorm.layer_norm_forward(sparse, **options)),
+        ("dy", lambda: cupynorm.rms_norm_backward(sparse, x, of_row, **row_scale)),
+    ):
+        with pytest.raises(TypeError, match=f"{argument} is a torch tensor of layout {layout}; expected a dense"):
+            call()
+
+
+@pytest.mark.parametrize("options", [{}, {"residual_dtype": "float64"}], ids=["plain", "fused"])
+@pytest.mark.parametrize("name", ["torch-cpu", pytest.param("torch-cuda", marks=pytest.mark.gpu)])
+def test_a_sparse_gradient_is_refused(name, options):
+    torch = loaded_torch()
+    weight = torch.ones(5, 40, device=name.removeprefix("torch-"), requires_grad=True)
+    y = cupynorm.layer_norm(weight, 40, **options)
+    found = torch.nn.functional.embedding(torch.tensor([1, 2], device=weight.device), y, sparse=True)
+    with pytest.raises(TypeError, match="dy is a torch tensor of layout sparse_coo; expected a dense"):
+        found.sum().backward()
 
 
 @pytest.mark.gpu
@@ -984,7 +1045,8 @@ def test_two_threads_at_once():
 @pytest.mark.parametrize("warm", [False, True])
 def test_a_torch_graph_with_gradients(warm, num_cols):
     torch = loaded_torch()
-    # Not warm: this shape is first seen inside the capture, so kernels are compiled and loaded there; the wide one sets attributes.
+    # Not warm: this shape is first seen inside the capture, so kernels are compiled and loaded there;
+    # the wide one sets attributes.
     num_cols += warm
     x = torch.randn(5, num_cols, device="cuda", dtype=torch.float16, requires_grad=True)
     weight = torch.randn(num_cols, device="cuda", dtype=torch.float16, requires_grad=True)
@@ -1042,7 +1104,8 @@ def test_temporaries_belong_to_the_stream_of_the_call():
 
 @pytest.mark.gpu
 def test_a_recorded_input_outlives_its_last_reference():
-    """Made on one stream, read on another that waits, freed: with record_stream its memory is no one else's until it was read."""
+    """Made on one stream, read on another that waits, freed: with record_stream its memory is no one else's until it was
+    read."""
     torch = loaded_torch()
     values, weight = torch.randn(600, 1000, device="cuda"), torch.randn(1000, device="cuda", requires_grad=True)
     dy = torch.randn_like(values)
@@ -1070,7 +1133,8 @@ def test_a_recorded_input_outlives_its_last_reference():
 
 @pytest.mark.gpu
 def test_calls_that_wait_on_several_streams_do_not_mix():
-    """All are enqueued before the first runs: each has its own addresses, although they share a plan and a buffer of arguments."""
+    """All are enqueued before the first runs: each has its own addresses,
+    although they share a plan and a buffer of arguments."""
     torch = loaded_torch()
     inputs = [torch.randn(64, 1000, device="cuda", requires_grad=True) for _ in range(6)]
     weight, dy = torch.randn(1000, device="cuda"), torch.randn(64, 1000, device="cuda")

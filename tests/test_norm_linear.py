@@ -1,4 +1,5 @@
-"""layer_norm_linear of NumPy arrays, tensors and CuPy arrays: values and every gradient against float64, and what is refused."""
+"""layer_norm_linear of NumPy arrays, tensors and CuPy arrays: values and every gradient against float64,
+and what is refused."""
 
 from __future__ import annotations
 
@@ -125,6 +126,8 @@ def test_only_what_is_asked_for(norm_name):
             problem.dy, made.sum, made.mean, made.rstd, *given[1:], gradients=(name,)
         )
         assert [each for each, value in gradients._asdict().items() if value is not None] == [name]
+    with pytest.raises(TypeError, match="gradients is None; expected some of dx, dnorm_weight"):
+        cupynorm.layer_norm_linear_backward(problem.dy, problem.x, made.mean, made.rstd, *given[1:], gradients=None)
     with pytest.raises(ValueError, match="gradients is 'dx'; expected some of dx, dnorm_weight"):
         cupynorm.layer_norm_linear_backward(problem.dy, problem.x, made.mean, made.rstd, *given[1:], gradients="dx")
 
@@ -172,12 +175,18 @@ def test_what_is_refused(library):
     names = ("x", "norm_weight", "norm_bias", "weight", "bias")
     right = {name: make(getattr(problem, name), "float32") for name in names}
     for wrong, error, sentence in (
-        ({"weight": make(np.ones((16, 23)), "float32")}, ValueError, r"weight has shape \(16, 23\), input \(5, 24\); expected \(out_features, 24\)"),
+        (
+            {"weight": make(np.ones((16, 23)), "float32")}, ValueError,
+            r"weight has shape \(16, 23\), input \(5, 24\); expected \(out_features, 24\)",
+        ),
         ({"weight": make(np.ones(24), "float32")}, ValueError, r"weight has shape \(24,\)"),
         ({"bias": make(np.ones(24), "float32")}, ValueError, r"bias has shape \(24,\); expected \(16,\)"),
         ({"norm_weight": make(np.ones(16), "float32")}, ValueError, r"norm_weight has shape \(16,\); expected \(24,\)"),
         ({"norm_bias": make(np.ones((1, 24)), "float32")}, ValueError, r"norm_bias has shape \(1, 24\); expected \(24,\)"),
-        ({"weight": make(np.ones((16, 24)), "float16")}, TypeError, "weight is of dtype float16, input of float32; expected both the same"),
+        (
+            {"weight": make(np.ones((16, 24)), "float16")}, TypeError,
+            "weight is of dtype float16, input of float32; expected both the same",
+        ),
         ({"weight": None}, TypeError, "weight is a NoneType; expected an array"),
         ({"bias": 1.0}, TypeError, "bias is a float; expected a"),
         ({"bias": make(np.ones(16), "bfloat16")}, TypeError, "bias is of dtype bfloat16, input of float32"),

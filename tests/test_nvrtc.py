@@ -68,8 +68,8 @@ PROBLEMS = _problems()
 FEWER_WIDTHS = (7, 768, 1000, 1023, 1025, 4096, 8192, 65536, 1 << 20)
 FEWER_PROBLEMS = (
     {}, {"direction": "backward"}, {"dtype": "float16", "direction": "backward"},
-    {"dtype": "float16", "norm": "rms_norm", "direction": "backward"}, {"residual": True, **MIXED}, {"dtype": "float32", "direction": "backward"},
-    {"dtype": "float64"}, {"dtype": "float64", "direction": "backward"},
+    {"dtype": "float16", "norm": "rms_norm", "direction": "backward"}, {"residual": True, **MIXED},
+    {"dtype": "float32", "direction": "backward"}, {"dtype": "float64"}, {"dtype": "float64", "direction": "backward"},
 )  # fmt: skip
 # Rows that pass through a ring, in steps of 8 columns: few fill their tile. Each problem has other registers or shared memory.
 RING_WIDTHS = (1096, 2048, 5128, 8192, 12296, 24576, 40008, 100000, 131072, 200000, 262144)
@@ -84,20 +84,27 @@ RING_PROBLEMS = [
 DROPS = {"row_scale": "float32", "dropout": True}
 PARAMETERS = ("weight", "bias", "weight1", "bias1")
 FUSED_PROBLEMS = [
-    {"direction": "forward", "x": held, "input": dtype, "residual_dtype": held, "y": dtype, "weight": dtype, "bias": dtype, **options}
+    {
+        "direction": "forward", "x": held, "input": dtype, "residual_dtype": held, "y": dtype, "weight": dtype, "bias": dtype,
+        **options,
+    }
     for dtype, held, options in (
-        ("bfloat16", "float32", {}), ("bfloat16", "float32", DROPS), ("float16", "float16", DROPS), ("float64", "float64", DROPS),
+        ("bfloat16", "float32", {}), ("bfloat16", "float32", DROPS), ("float16", "float16", DROPS),
+        ("float64", "float64", DROPS),
     )
 ] + [
     {"direction": "forward", "x": dtype, "y": dtype, "y1": dtype, "residual": residual} | dict.fromkeys(PARAMETERS, weight)
-    for dtype, weight, residual in (("bfloat16", "float32", True), ("bfloat16", "bfloat16", False), ("float32", "float32", False))
+    for dtype, weight, residual in (
+        ("bfloat16", "float32", True), ("bfloat16", "bfloat16", False), ("float32", "float32", False),
+    )
 ] + [
     {
-        "direction": "backward", "x": held, "dy": dtype, "dx": dtype, "weight": dtype, "dweight": dtype, "dbias": dtype, "dsum": held,
-        "dresidual": held, **options,
+        "direction": "backward", "x": held, "dy": dtype, "dx": dtype, "weight": dtype, "dweight": dtype, "dbias": dtype,
+        "dsum": held, "dresidual": held, **options,
     }
     for dtype, held, options in (
-        ("bfloat16", "float32", {}), ("float16", "float32", DROPS), ("bfloat16", "bfloat16", DROPS), ("float64", "float64", DROPS),
+        ("bfloat16", "float32", {}), ("float16", "float32", DROPS), ("bfloat16", "bfloat16", DROPS),
+        ("float64", "float64", DROPS),
     )
 ]  # fmt: skip
 FUSED_PROBLEMS += [
@@ -105,7 +112,9 @@ FUSED_PROBLEMS += [
         "direction": "backward", "x": held, "y": y, "y_weight": weight, "y_bias": weight, "dy": y, "dx": y, "weight": weight,
         "dweight": weight, "dbias": weight,
     }
-    for y, held, weight in (("bfloat16", "float32", "float32"), ("float16", "float32", "float16"), ("float64", "float64", "float64"))
+    for y, held, weight in (
+        ("bfloat16", "float32", "float32"), ("float16", "float32", "float16"), ("float64", "float64", "float64"),
+    )
 ]  # fmt: skip
 FUSED_PROBLEMS.append({"direction": "forward", "x": "float16", "y": "float16", "round_x_hat": "float16", "weight": "float16"})
 FUSED_WIDTHS = (7, 768, 1000, 1025, 8192, 262144)

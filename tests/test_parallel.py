@@ -1,4 +1,5 @@
-"""Two processes: DTensors, DistributedDataParallel and fully_shard, as two_ranks.py checks them. On the CPU, and on two GPUs."""
+"""Two processes: DTensors, DistributedDataParallel and fully_shard, as two_ranks.py checks them.
+On the CPU, and on two GPUs."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The peers: why one cannot run, what it is refused, and that each is called as its own API says.
 
-The libraries are not here. Stand-ins with the signatures of the real functions compute with torch on the CPU: an argument in the
-wrong place gives a wrong result.
+The libraries are not here. Stand-ins with the signatures of the real functions compute with torch on the CPU: an argument in
+the wrong place gives a wrong result.
 """
 
 import importlib.metadata

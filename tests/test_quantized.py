@@ -84,7 +84,8 @@ def assert_exact(norm, x, scaling, name="float8_e4m3fn", *, power_of_two=False, 
 
 def where_off(got, want):
     off = np.argwhere(got != want)
-    return f"{len(off)} of {got.size} bytes; the first at {off[0].tolist()}: {got[tuple(off[0])]:#x}, expected {want[tuple(off[0])]:#x}"
+    first = tuple(off[0].tolist())
+    return f"{len(off)} of {got.size} bytes; the first at {first}: {got[first]:#x}, expected {want[first]:#x}"
 
 
 def same_tile(x, scaling, name, options):

@@ -241,7 +241,8 @@ def test_random_words_are_those_of_philox(counter, key, words):
 
 
 def test_a_mask_keeps_as_many_as_it_should():
-    """Within 5 standard deviations of a binomial, overall and of each column; another seed, another mask; longer rows begin alike."""
+    """Within 5 standard deviations of a binomial, overall and of each column; another seed, another mask;
+    longer rows begin alike."""
     for p in (0.1, 0.5, 0.9):
         kept = reference.dropout_mask(400, 250, p, 11)
         assert abs(kept.mean() - (1 - p)) < 5 * math.sqrt(p * (1 - p) / kept.size)
@@ -307,7 +308,8 @@ def test_norm_linear_is_the_norm_and_then_sums_of_products(norm):
 @pytest.mark.parametrize("zero_centered", (False, True), ids=("weight", "1+weight"))
 @pytest.mark.parametrize("norm", NORMS)
 def test_gradients_of_norm_linear_by_central_differences(norm, zero_centered):
-    """loss = sum(dy * y) + sum(dnormalized * normalized) + sum(dsum * (x + residual)): every argument is moved element by element."""
+    """loss = sum(dy * y) + sum(dnormalized * normalized) + sum(dsum * (x + residual)): every argument is moved element by
+    element."""
     given = draw_linear()
     dy = given.pop("dy")
     given["residual"], dnormalized, *_ = draw((3, 7), seed=1)

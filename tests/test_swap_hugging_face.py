@@ -2,23 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
 import sys
-from pathlib import Path
 
 import pytest
 
 torch = pytest.importorskip("torch")
-PATH = Path(__file__).parents[1] / "notebooks" / "swap_hugging_face.py"
-
-
-@pytest.fixture(scope="module")
-def example():
-    spec = importlib.util.spec_from_file_location("swap_hugging_face", PATH)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
 
 # Of each layer, and besides: after the embeddings, before the scores.
 NUM_NORMS = {"bert": (2, 2), "llama": (2, 1), "gemma": (2, 1), "qwen3": (4, 1)}

@@ -1,4 +1,5 @@
-"""torch's own cases of layer_norm and rms_norm (OpInfo and ModuleInfo of torch.testing), the inputs that it refuses included."""
+"""torch's own cases of layer_norm and rms_norm (OpInfo and ModuleInfo of torch.testing),
+the inputs that it refuses included."""
 
 from __future__ import annotations
 
@@ -32,7 +33,8 @@ def module_infos() -> dict:
 
 
 def assert_right(call, theirs, input, normalized_shape, weight=None, bias=None, eps=None) -> int:
-    """y within one unit in the last place of torch's float64 result, gradients within what the dtype allows. Returns their size."""
+    """y within one unit in the last place of torch's float64 result, gradients within what the dtype allows.
+    Returns their size."""
     dtype = str(input.dtype).removeprefix("torch.")
     centered = theirs is torch.nn.functional.layer_norm
     given = {"x": input, "weight": weight, "bias": bias}

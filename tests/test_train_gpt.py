@@ -2,25 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import sys
-from pathlib import Path
 
 import pytest
 
 torch = pytest.importorskip("torch")
-
-PATH = Path(__file__).parents[1] / "notebooks" / "train_gpt.py"
 TINY = ["--steps", "12", "--layers", "2", "--width", "64", "--batch", "4", "--context", "32"]
-
-
-@pytest.fixture(scope="module")
-def example():
-    spec = importlib.util.spec_from_file_location("train_gpt", PATH)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def allowed(trained) -> float:

@@ -1,20 +1,7 @@
 """notebooks/train_with_cupy.py learns, and its gradients are those of its loss."""
 
-import importlib.util
-from pathlib import Path
-
 import numpy as np
 import pytest
-
-PATH = Path(__file__).parents[1] / "notebooks" / "train_with_cupy.py"
-
-
-@pytest.fixture
-def example():
-    spec = importlib.util.spec_from_file_location("train_with_cupy", PATH)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.mark.parametrize("where", ["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])

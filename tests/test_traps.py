@@ -88,10 +88,10 @@ def large_means() -> dict[str, np.ndarray]:
 def assert_right_with_rounded_means(problem: Problem, results: dict[str, np.ndarray]) -> None:
     """Welford merges means that are each rounded: they err by g * |mean|, as gradient_check allows of the mean it returns.
 
-    So x_hat errs by `off` = g * |mean| * rstd more, and rstd, whose variance is about such a mean, by a share of off * (2 + off)
-    more: the differences of two means, each of up to a standard deviation, err by `off` standard deviations. With e for what that
-    makes of x_hat, off + |x_hat| * more_rstd, the gradients follow as they are defined: dweight is a sum of dy * x_hat, and
-    dx = rstd * (wdy - mean(wdy) - x_hat * mean(wdy * x_hat)).
+    So x_hat errs by `off` = g * |mean| * rstd more, and rstd, whose variance is about such a mean, by a share of
+    off * (2 + off) more: the differences of two means, each of up to a standard deviation, err by `off` standard deviations.
+    With e for what that makes of x_hat, off + |x_hat| * more_rstd, the gradients follow as they are defined: dweight is a sum
+    of dy * x_hat, and dx = rstd * (wdy - mean(wdy) - x_hat * mean(wdy * x_hat)).
     """
     bounds = expect(problem, rounded_mean=True)
     mean, rstd = bounds["mean"][0], bounds["rstd"][0]
@@ -798,8 +798,8 @@ def test_t19_the_gradient_of_the_sum_in_the_kernels(dtype, strategy):
     dx, _ = machine.empty((5, 48), dtype)
     x, dy, more, dx_rows = (Rows(array.ctypes.data, 5, 48, 48, dtype) for array in (*kept[:3], dx))
     calls.run_backward(
-        machine, True, x, dy, kept[4].ctypes.data, kept[5].ctypes.data, (kept[3].ctypes.data, dtype), False, dx_rows, None, None,
-        more, calls.Options(strategy),
+        machine, True, x, dy, kept[4].ctypes.data, kept[5].ctypes.data, (kept[3].ctypes.data, dtype), False, dx_rows, None,
+        None, more, calls.Options(strategy),
     )  # fmt: skip
     expected, allowed = expect(problem)["dx"]
     expected = expected + dsum

@@ -70,8 +70,8 @@ def full(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def assert_close(name: str, got: torch.Tensor, expected: torch.Tensor) -> None:
-    """float64 by the same mathematics in another order: fewer than 2^10 roundings of terms no larger than 2^4 times the result's
-    largest."""
+    """float64 by the same mathematics in another order: fewer than 2^10 roundings of terms no larger than 2^4 times the
+    result's largest."""
     got = full(got).detach()
     assert got.dtype == expected.dtype == torch.float64, f"{name} is of dtype {got.dtype}"
     allowed = 2.0**-53 * 2**14 * max(1.0, expected.abs().max().item())
@@ -249,7 +249,42 @@ def what_is_refused(ranks):
     rows = ranks.lay(x, Shard(0))
     # No plan that was made for the one is found for the other.
     assert arrays.TorchLibrary.lie(there) != arrays.TorchLibrary.lie(full(there)) == arrays.TorchLibrary.lie(weight)
+    of_row = ranks.random(4)
+    fused = (
+        {"residual_dtype": "float64"}, {"row_scale": of_row}, {"row_scale": ranks.lay(of_row, Shard(0))}, {"dropout_p": 0.5},
+        {"weight1": weight}, {"weight1": there}, {"bias1": weight}, {"round_x_hat": True}, {"memory_efficient": True},
+    )  # fmt: skip
+    dropped, seed = (
+        {"dropout_p": 0.5, "dropout_seed": 1},
+        ranks.lay(torch.ones(1, dtype=torch.int64, device=ranks.device), Replicate()),
+    )
     for call, sentence in (
+        *(
+            (partial(cupynorm.layer_norm, rows, 8, weight, **each), "input is a DTensor and residual_dtype, row_scale")
+            for each in fused
+        ),
+        *((partial(cupynorm.rms_norm, x, 8, there, **each), "weight is a DTensor and residual_dtype") for each in fused),
+        (lambda: cupynorm.layer_norm(x, 8, weight1=there), "weight1 is a DTensor and residual_dtype"),
+        (lambda: cupynorm.layer_norm(x, 8, residual=rows, dropout_p=0.5), "residual is a DTensor and residual_dtype"),
+        (
+            lambda: cupynorm.layer_norm(x, 8, dropout_p=0.5, dropout_seed=seed),
+            "dropout_seed is a DTensor, which has no address",
+        ),
+        (lambda: cupynorm.layer_norm_forward(rows, weight, **dropped), "input is a DTensor, which has no address"),
+        (lambda: cupynorm.rms_norm_backward(rows, x, of_row, weight, **dropped), "dy is a DTensor, which has no address"),
+        (
+            lambda: cupynorm.layer_norm_backward(x, rows, of_row, of_row, weight, dx_dtype="float32"),
+            "x is a DTensor, which has no",
+        ),
+        (
+            lambda: cupynorm.rms_norm_backward(x, x, ranks.lay(of_row, Shard(0)), weight, **dropped),
+            "rstd is a DTensor, which has no",
+        ),
+        (lambda: cupynorm.rms_norm_backward(x, x, of_row, there, **dropped), "weight is a DTensor, which has no address"),
+        (
+            lambda: cupynorm.rms_norm_backward(x, x, of_row, weight, bias=there, memory_efficient=True),
+            "bias is a DTensor, which",
+        ),
         (lambda: cupynorm.layer_norm(x, 8, there), "weight is a DTensor and input is a Tensor; expected input to be a DTensor"),
         (lambda: cupynorm.layer_norm(x, 8, weight, there), "bias is a DTensor and input is a Tensor"),
         (lambda: cupynorm.rms_norm(x, 8, weight, residual=rows), "residual is a DTensor and input is a Tensor"),
@@ -261,7 +296,7 @@ def what_is_refused(ranks):
     ):
         try:
             call()
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, NotImplementedError) as error:
             assert sentence in str(error), error
         else:
             raise AssertionError(f"nothing was raised; expected: {sentence}")
@@ -312,8 +347,8 @@ NUM_NORMS = 5
 
 
 def step(model, x, target):
-    """The gradients, and the parameters after one step of AdamW, by name. The step changes no parameter by more than its gradient
-    changes: its slope is lr / (eps * ..) at most, which is 1."""
+    """The gradients, and the parameters after one step of AdamW, by name. The step changes no parameter by more than its
+    gradient changes: its slope is lr / (eps * ..) at most, which is 1."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, eps=0.1, weight_decay=0.1)
     functional.mse_loss(model(x), target).backward()
     of = {name: full(parameter.grad).clone() for name, parameter in model.named_parameters()}
