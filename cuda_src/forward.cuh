@@ -50,15 +50,15 @@ struct Forward {
                                                   Reduce& reduce, bool saves, bool present) const {
     auto of_row = store.template start_row<Compute>();
     if constexpr (Store::measures_rows) {
-      Largest<Compute> largest{};
+      Largest largest{};
       values_of_row.for_each_pack_or_none([&](long long col, const auto& values, bool in_row) {
         constexpr int pack_size = sizeof(values) / sizeof(Compute);
         Compute normalized[pack_size], made[pack_size];
         statistics.template normalize<centered>(values, normalized);
         store.affine(normalized, store.template keep<pack_size>(in_row ? col : 0), made);
-        if (in_row) largest.add(largest_of(made));
+        if (in_row) largest.add_pack(made);
       });
-      store.finish_measuring(row, of_row, reduce.all(largest).part[0], saves);
+      store.finish_measuring(row, of_row, reduce.all(largest), saves);
     }
     values_of_row.for_each_pack_or_none([&](long long col, const auto& values, bool in_row) {
       constexpr int pack_size = sizeof(values) / sizeof(Compute);

@@ -15,7 +15,8 @@
 #include "reduce.cuh"
 
 enum class Scaling { given, tensor, row, block, mx };
-// What a launch does: all at once; or first the amaxes, for a launch that writes.
+// What a launch does: all at once; or first the amaxes, for a launch that writes. With a given scale no amax is recorded by the
+// last.
 enum class Step { all, amax, write };
 
 constexpr int cols_of_scale(Scaling scaling) { return scaling == Scaling::mx ? 32 : 128; }
@@ -41,10 +42,17 @@ __device__ __forceinline__ Pack<Float8, size> repack_fp8(const float (&values)[s
   if constexpr (size == 1) {
     pack.word[0] = __nv_cvt_float_to_fp8(values[0], __NV_SATFINITE, format);
   } else {
+    unsigned short pairs[size / 2];
 #pragma unroll
     for (int at = 0; at < size; at += 2) {
-      const Word pair = __nv_cvt_float2_to_fp8x2(make_float2(values[at], values[at + 1]), __NV_SATFINITE, format);
-      pack.word[at / 4] |= static_cast<Word>(pair << at % 4 * 8);
+      pairs[at / 2] = __nv_cvt_float2_to_fp8x2(make_float2(values[at], values[at + 1]), __NV_SATFINITE, format);
+    }
+    if constexpr (size == 2) {
+      pack.word[0] = static_cast<Word>(pairs[0]);
+    } else {
+#pragma unroll
+      for (int at = 0; at < size / 4; ++at)
+        pack.word[at] = reinterpret_bits<unsigned>(make_ushort2(pairs[2 * at], pairs[2 * at + 1]));
     }
   }
   return pack;
@@ -62,34 +70,36 @@ __device__ __forceinline__ Pack<Float8, size> repack_fp8(const double (&values)[
   return pack;
 }
 
-// The larger of two magnitudes; NaN wins.
-template <class Compute>
-struct Largest {
-  static constexpr int size = 1;
-  static constexpr bool ordered = false;
-  Compute part[1];
-
-  __device__ __forceinline__ void merge(const Largest& other) { add(other.part[0]); }
-  __device__ __forceinline__ void add(Compute magnitude) {
-    part[0] = magnitude > part[0] || magnitude != magnitude ? magnitude : part[0];
-  }
-};
-template <int pack_size, class Compute>
-__device__ __forceinline__ Compute largest_of(const Compute (&values)[pack_size]) {
-  Largest<Compute> largest{};
-#pragma unroll
-  for (int at = 0; at < pack_size; ++at) largest.add(fabs(values[at]));
-  return largest.part[0];
-}
-
 constexpr unsigned infinity_bits = 0x7f800000u;
 
 // The bits of a positive value as a float, also of one below 2^-126, where the compiler would flush results of floats.
-__device__ __forceinline__ unsigned float_bits(float value) { return __float_as_uint(value); }
 __device__ __forceinline__ unsigned float_bits(double value) {
   if (value < 0x1p-126) return __double2uint_rn(value * 0x1p149);
   return __float_as_uint(static_cast<float>(value));
 }
+
+// The largest magnitude, as the bits of a float: they compare as magnitudes do, NaN is beyond infinity, and what the compiler
+// would flush stays. Part of a reduction, whose values are floats.
+struct Largest {
+  static constexpr int size = 1;
+  static constexpr bool ordered = false;
+  float part[1];
+
+  __device__ __forceinline__ unsigned bits() const { return __float_as_uint(part[0]); }
+  __device__ __forceinline__ void add(unsigned magnitude) { part[0] = __uint_as_float(max(bits(), magnitude)); }
+  __device__ __forceinline__ void merge(const Largest& other) { add(other.bits()); }
+
+  template <int pack_size>
+  __device__ __forceinline__ void add_pack(const float (&values)[pack_size]) {
+#pragma unroll
+    for (int at = 0; at < pack_size; ++at) add(__float_as_uint(values[at]) & 0x7fffffffu);
+  }
+  template <int pack_size>
+  __device__ __forceinline__ void add_pack(const double (&values)[pack_size]) {
+#pragma unroll
+    for (int at = 0; at < pack_size; ++at) add(float_bits(fabs(values[at])));
+  }
+};
 
 // 1 / scale in float.
 __device__ __forceinline__ float inverse_of(float scale) {
@@ -149,6 +159,8 @@ struct QuantizeStore {
   static constexpr bool quantizes = true;
   static constexpr bool measures_rows = scaling == Scaling::row;
   static constexpr bool has_blocks = scaling == Scaling::block || scaling == Scaling::mx;
+  static constexpr bool raises =
+      (scaling == Scaling::given && step == Step::all) || (scaling == Scaling::tensor && step == Step::amax);
   static constexpr float largest_finite = FormatOf<Y>::largest;
 
   Y* y;
@@ -157,7 +169,7 @@ struct QuantizeStore {
   const Bias* bias;
   const float* scale;  // given: one, or null
   void* scale_inv;     // float, of mx unsigned char: one; or [num_rows, parts]
-  unsigned* amax;      // bits of floats. given: one, raised to the largest, or null. Else those between two launches
+  unsigned* amax;      // bits of floats. given: one, raised to the largest. Else those between two launches
   long long parts;     // scales of a row
   ScaleRule rule;
 
@@ -165,7 +177,7 @@ struct QuantizeStore {
   template <class Compute>
   struct OfRow {
     Multiplier<Compute> multiplier{};
-    Largest<Compute> largest{};
+    Largest largest{};
   };
   template <int pack_size>
   using Kept = typename Store<Y, Weight, Bias, zero_centered, Rounded>::template Kept<pack_size>;
@@ -186,19 +198,17 @@ struct QuantizeStore {
   }
   // Of Scaling::row: what the threads that share the row have found; saves: whether this one is to write the scale.
   template <class Compute>
-  __device__ __forceinline__ void finish_measuring(long long row, OfRow<Compute>& of_row, Compute largest, bool saves) const {
-    const float found = rule.scale_of(float_bits(largest), largest_finite);
+  __device__ __forceinline__ void finish_measuring(long long row, OfRow<Compute>& of_row, const Largest& largest,
+                                                   bool saves) const {
+    const float found = rule.scale_of(largest.bits(), largest_finite);
     of_row.multiplier.first = found;
     if (saves) static_cast<float*>(scale_inv)[row] = inverse_of(found);
   }
   // All lanes of a warp call it, each with the same number of rows.
   template <class Compute>
   __device__ __forceinline__ void finish_row(const OfRow<Compute>& of_row) const {
-    constexpr bool raises = scaling == Scaling::given || (scaling == Scaling::tensor && step == Step::amax);
     if constexpr (raises) {
-      if (amax == nullptr) return;
-      const unsigned found = float_bits(warp_reduce<32>(of_row.largest).part[0]);
-      raise_amax(amax, found);
+      raise_amax(amax, warp_reduce<32>(of_row.largest).bits());
     }
   }
   // By one thread of the grid.
@@ -229,17 +239,17 @@ struct QuantizeStore {
       if constexpr (step == Step::write) {
         multiplier = multiplier_of<Compute>(present ? amax[part] : 0, part, present && col % block == 0);
       } else {
-        Largest<Compute> largest{};
-        if (present) largest.add(largest_of(made));
+        Largest largest{};
+        if (present) largest.add_pack(made);
         if constexpr (step == Step::amax) {
-          if (present) atomicMax(amax + part, float_bits(largest.part[0]));
+          if (present) atomicMax(amax + part, largest.bits());
         } else {
           largest = warp_reduce<block / pack_size>(largest);
-          multiplier = multiplier_of<Compute>(float_bits(largest.part[0]), part, present && col % block == 0);
+          multiplier = multiplier_of<Compute>(largest.bits(), part, present && col % block == 0);
         }
       }
-    } else if constexpr (step == Step::amax || scaling == Scaling::given) {
-      if (present) of_row.largest.add(largest_of(made));
+    } else if constexpr (raises) {
+      if (present) of_row.largest.add_pack(made);
     }
     if constexpr (step != Step::amax) {
 #pragma unroll

@@ -33,21 +33,21 @@ struct ScaledSource {
   }
   template <int pack_size>
   __device__ __forceinline__ Pack<Y, pack_size> convert(const Pack<X, pack_size>& pack, long long, const Kept<pack_size>&,
-                                                        Largest<float>& largest) const {
+                                                        Largest& largest) const {
     Compute values[pack_size];
     unpack(pack, values);
     return scaled<pack_size>(values, largest);
   }
   template <int pack_size, class Compute>
-  __device__ __forceinline__ Pack<Y, pack_size> scaled(Compute (&values)[pack_size], Largest<float>& largest) const {
-    largest.add(__uint_as_float(float_bits(largest_of(values))));
+  __device__ __forceinline__ Pack<Y, pack_size> scaled(Compute (&values)[pack_size], Largest& largest) const {
+    largest.add_pack(values);
     const Compute factor = scale == nullptr ? 1.0f : *scale;
 #pragma unroll
     for (int at = 0; at < pack_size; ++at) values[at] *= factor;
     return repack_fp8<Y>(values);
   }
-  __device__ __forceinline__ void finish(const Largest<float>& largest) const {
-    if (amax != nullptr) raise_amax(amax, __float_as_uint(warp_reduce<32>(largest).part[0]));
+  __device__ __forceinline__ void finish(const Largest& largest) const {
+    if (amax != nullptr) raise_amax(amax, warp_reduce<32>(largest).bits());
     if (blockIdx.x == 0 && threadIdx.x == 0 && scale_inv != nullptr) *scale_inv = inverse_of(scale == nullptr ? 1.0f : *scale);
   }
 };
@@ -78,7 +78,7 @@ struct NormalizedSource {
   }
   template <int pack_size>
   __device__ __forceinline__ Pack<Y, pack_size> convert(const Pack<X, pack_size>& pack, long long row,
-                                                        const Kept<pack_size>& kept, Largest<float>& largest) const {
+                                                        const Kept<pack_size>& kept, Largest& largest) const {
     const RowStatistics<Compute> statistics{centered ? mean[row] : Compute(0), rstd[row], 0};
     Compute values[pack_size], normalized[pack_size], made[pack_size];
     unpack(pack, values);
@@ -86,7 +86,7 @@ struct NormalizedSource {
     Affine::affine(normalized, kept, made);
     return source.template scaled<pack_size>(made, largest);
   }
-  __device__ __forceinline__ void finish(const Largest<float>& largest) const { source.finish(largest); }
+  __device__ __forceinline__ void finish(const Largest& largest) const { source.finish(largest); }
 };
 
 // 8-bit floats as they are.
@@ -110,10 +110,10 @@ struct BytesSource {
   }
   template <int pack_size>
   __device__ __forceinline__ Pack<Y, pack_size> convert(const Pack<Y, pack_size>& pack, long long, const Kept<pack_size>&,
-                                                        Largest<float>&) const {
+                                                        Largest&) const {
     return pack;
   }
-  __device__ __forceinline__ void finish(const Largest<float>&) const {}
+  __device__ __forceinline__ void finish(const Largest&) const {}
 };
 
 template <class Source>
@@ -158,7 +158,7 @@ __global__ void __launch_bounds__(tile.block_size(), tile.blocks_per_sm) quantiz
   const long long col = first_col + own_col;
   const bool in_row = col < problem.num_cols;
   const auto kept = problem.source.template keep<pack_size>(in_row ? col : 0);
-  Largest<float> largest{};
+  Largest largest{};
 #pragma unroll 1
   for (int first = 0; first < num_passes; first += in_flight) {
     Pack<typename Source::Held, pack_size> packs[in_flight];

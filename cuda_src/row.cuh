@@ -4,9 +4,9 @@
 // SmemRow       a slice of the row in this block's shared memory
 // GlobalRow     nowhere: each pass reads it again
 // The first two keep the type that holds the row exactly, and unpack it in each pass.
-// All have for_each_pack(f): f(col, values) for each pack that this thread owns, always in the same order,
-// and for_each_pack_or_none(f): f(col, values, in_row), also for packs beyond the row, whose values are any. f selects where a
-// branch would keep the compiler from mixing the packs.
+// All have has_exact_sums, whether sums of values of one size are exact, and for_each_pack(f): f(col, values) for each pack
+// that this thread owns, always in the same order, and for_each_pack_or_none(f): f(col, values, in_row), also for packs beyond
+// the row, whose values are any. f selects where a branch would keep the compiler from mixing the packs.
 #pragma once
 #include "pack.cuh"
 #include "tile.cuh"
@@ -52,9 +52,17 @@ __device__ __forceinline__ bool register_pack_in_row(int pack, int num_cols) {
   return pack < tile.packs_per_thread - 1 || register_col<tile>(pack) < num_cols;
 }
 
+// Multiples of one number that are below 2^24 times it are floats: the sums of so many values of one size.
+template <class Held>
+constexpr int most_exact_cols = is_same<Held, __nv_bfloat16> ? 1 << 16
+                                : is_same<Held, __half>      ? 1 << 13
+                                                             : 0;
+
 template <class Load, Tile tile>
 struct RegisterRow {
   using Compute = typename Load::Compute;
+  static constexpr bool has_exact_sums =
+      tile.pack_size * tile.threads_per_row * tile.packs_per_thread * tile.cluster_size <= most_exact_cols<typename Load::Held>;
   // Beyond 32 elements a thread the unpacked values of 16-bit types would not fit the registers.
   static constexpr bool unpack_each_pass = tile.pack_size * tile.packs_per_thread > 32;
 
@@ -112,6 +120,8 @@ struct RegisterRow {
 // Columns [first_col, last_col) of a row. A thread owns the same packs in fetch and in for_each_pack: it waits for no other.
 template <class Held, class Compute, Tile tile>
 struct SmemRow {
+  static constexpr bool has_exact_sums = false;
+
   Held* held;
   int first_col = 0;
   int last_col = 0;
@@ -154,6 +164,8 @@ __device__ __forceinline__ auto row_on_chip(unsigned char* smem) {
 template <class Load, Tile tile>
 struct GlobalRow {
   using Compute = typename Load::Compute;
+  static constexpr bool has_exact_sums = false;
+
   const Load& load;
   long long row;
   long long num_cols;

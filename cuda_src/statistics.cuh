@@ -131,19 +131,26 @@ __device__ __forceinline__ RowStatistics<Compute> row_statistics(Row& row, Reduc
       const Compute found = sum_of(values);
       total.part[0] += in_row ? found : Compute(0);
     });
-    const Compute first = divide(reduce.all(total).part[0], count, reciprocal);
-    Sum<Compute, 2> deviations{};
+    total = reduce.all(total);
+    const Compute first = divide(total.part[0], count, reciprocal);
+    // Where the sum is exact, what the mean lacks is what the division leaves.
+    constexpr bool correct = !Row::has_exact_sums;
+    Sum<Compute, correct ? 2 : 1> deviations{};
     row.for_each_pack_or_none([&](long long, const auto& values, bool in_row) {
       constexpr int pack_size = sizeof(values) / sizeof(Compute);
       Compute centered_values[pack_size];
 #pragma unroll
       for (int at = 0; at < pack_size; ++at) centered_values[at] = values[at] - first;
-      const Compute sum = sum_of(centered_values), squares = squares_of(centered_values);
-      deviations.part[0] += in_row ? sum : Compute(0);
-      deviations.part[1] += in_row ? squares : Compute(0);
+      const Compute squares = squares_of(centered_values);
+      deviations.part[0] += in_row ? squares : Compute(0);
+      if constexpr (correct) {
+        const Compute sum = sum_of(centered_values);
+        deviations.part[correct] += in_row ? sum : Compute(0);
+      }
     });
     deviations = reduce.all(deviations);
-    return corrected(first, deviations, count, eps);
+    const Compute rest = correct ? deviations.part[correct] : fma(-first, count, total.part[0]);
+    return corrected(first, {{rest, deviations.part[0]}}, count, eps);
   } else {
     Moments<Compute> moments{};
     row.for_each_pack([&](long long, const auto& values) { moments.merge(Moments<Compute>::of(values)); });

@@ -148,7 +148,8 @@ class ForwardCall:
             pack_limit=pack_limit(x.num_cols, _layouts((x, y, residual, sum, y1), (weight, bias, weight1, bias1))),
             y1=y1.dtype if y1 else None, weight1=weight1[1] if weight1 else None, bias1=bias1[1] if bias1 else None,
             round_x_hat=x.dtype if round_x_hat and DTYPES[x.dtype].itemsize < 4 else None,
-            scaling=quantization.scaling if quantization else None, **own_sum,
+            scaling=quantization.scaling if quantization else None,
+            amax=quantization is not None and quantization.amax is not None, **own_sum,
         )  # fmt: skip
         self.plan: Plan = make_plan(problem, device, x.num_rows, **options._asdict())
         self.x_stride, self.y_stride = x.row_stride, y.row_stride

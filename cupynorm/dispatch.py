@@ -285,7 +285,8 @@ def choose(
         amax_kernel = _kernel(problem, strategy, tile, statistics, "amax")
         kernel = _kernel(problem, strategy, tile, statistics, "write")
     elif problem.forward or problem.dx or strategy != "uncached":
-        kernel = _kernel(problem, strategy, tile, statistics)
+        step = "write" if problem.scaling == "given" and not problem.amax else "all"
+        kernel = _kernel(problem, strategy, tile, statistics, step)
     parameters_tile, parameters_kernel = (None, None) if problem.forward else _parameters_kernel(problem, strategy)
     return Choice(
         strategy, tile, statistics, kernel, smem_bytes, max(1, resident), parameters_tile, parameters_kernel, reason,

@@ -67,7 +67,8 @@ class Problem:
     residual_dtype that of what is added to it (None: nothing), and row_scale and dropout are what multiplies the input first.
     Backward these two belong to dx, where dresidual (None: not wanted, or the same tensor as dx) is the gradient of the sum
     itself. y1, weight1 and bias1 are of a second output of forward; round_x_hat is the dtype that x_hat is rounded to (None: it
-    is not). scaling is where the scales of a y of 8 bits come from, as in cuda_src/fp8.cuh: given, tensor, row, block or mx.
+    is not). scaling is where the scales of a y of 8 bits come from, as in cuda_src/fp8.cuh: given, tensor, row, block or mx;
+    amax: whether that of y is recorded beside a given one.
     Backward with a y knows x by it alone: x is then the arithmetic's dtype, y_weight and y_bias those of forward.
     """
 
@@ -98,6 +99,7 @@ class Problem:
     y_weight: str | None = None
     y_bias: str | None = None
     scaling: str | None = None
+    amax: bool = False
 
     @property
     def compute(self) -> str:

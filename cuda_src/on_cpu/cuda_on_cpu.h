@@ -32,6 +32,7 @@ using size_t = decltype(sizeof(0));
   inline name##4 make_##name##4(type x, type y, type z, type w) { return {x, y, z, w}; }
 CUPYNORM_VECTOR_TYPES(int, int)
 CUPYNORM_VECTOR_TYPES(unsigned, uint)
+CUPYNORM_VECTOR_TYPES(unsigned short, ushort)
 CUPYNORM_VECTOR_TYPES(float, float)
 CUPYNORM_VECTOR_TYPES(double, double)
 #undef CUPYNORM_VECTOR_TYPES
