@@ -22,8 +22,12 @@ struct Forward {
     if (!saves) return;
     if (mean != nullptr) mean[row] = statistics.mean;
     if (rstd != nullptr) rstd[row] = statistics.rstd;
+  }
+
+  // Every thread calls this first.
+  __device__ __forceinline__ void start() const {
     if constexpr (Store::quantizes) {
-      if (row == 0) store.finish_tensor();
+      if (blockIdx.x == 0 && threadIdx.x == 0) store.save_scale();
     }
   }
 
@@ -48,7 +52,7 @@ struct Forward {
   template <bool centered, class Row, class Reduce>
   __device__ __forceinline__ void write_quantized(long long row, Row& values_of_row, const RowStatistics<Compute>& statistics,
                                                   Reduce& reduce, bool saves, bool present) const {
-    auto of_row = store.template start_row<Compute>();
+    auto of_row = store.start_row(present);
     if constexpr (Store::measures_rows) {
       Largest largest{};
       values_of_row.for_each_pack_or_none([&](long long col, const auto& values, bool in_row) {

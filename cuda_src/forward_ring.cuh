@@ -49,10 +49,10 @@ struct RingRow {
 struct Nothing {};
 
 // What a store carries through a row, if it is one of fp8.cuh.
-template <class Compute, class Store>
+template <class Store>
 __device__ __forceinline__ auto start_row(const Store& store) {
   if constexpr (Store::quantizes) {
-    return store.template start_row<Compute>();
+    return store.start_row(true);
   } else {
     return Nothing{};
   }
@@ -148,7 +148,7 @@ __device__ __forceinline__ void forward_ring(const Forward<Load, Store>& problem
     if (turn + 1 < turns.count) send_moments(turn + 1);
     const auto found = receive_moments(turn);
     problem.save(row, found, saves);
-    [[maybe_unused]] auto of_row = start_row<Compute>(problem.store);
+    [[maybe_unused]] auto of_row = start_row(problem.store);
     in_slot(at.slot, false).for_each_pack([&](int pack, const Compute(&values)[tile.pack_size]) {
       kept[pack].forget_unpacked();
       Compute normalized[tile.pack_size];

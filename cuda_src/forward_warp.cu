@@ -8,6 +8,7 @@
 template <class Load, class Store, bool centered, Statistics statistics, Tile tile>
 __global__ void __launch_bounds__(tile.block_size(), tile.blocks_per_sm) forward_warp(const Forward<Load, Store> problem) {
   using Compute = typename Load::Compute;
+  problem.start();
   WarpReduce<tile.threads_per_row> reduce;
   const long long step = static_cast<long long>(gridDim.x) * tile.rows_per_block;
 

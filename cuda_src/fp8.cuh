@@ -89,10 +89,17 @@ struct Largest {
   __device__ __forceinline__ void add(unsigned magnitude) { part[0] = __uint_as_float(max(bits(), magnitude)); }
   __device__ __forceinline__ void merge(const Largest& other) { add(other.bits()); }
 
+  // Of the positive values the largest as signed numbers, of the negative ones as unsigned numbers: no sign to clear in each.
   template <int pack_size>
   __device__ __forceinline__ void add_pack(const float (&values)[pack_size]) {
+    int positive = 0;
+    unsigned negative = 0;
 #pragma unroll
-    for (int at = 0; at < pack_size; ++at) add(__float_as_uint(values[at]) & 0x7fffffffu);
+    for (int at = 0; at < pack_size; ++at) {
+      positive = max(positive, __float_as_int(values[at]));
+      negative = max(negative, __float_as_uint(values[at]));
+    }
+    add(max(static_cast<unsigned>(positive), negative & 0x7fffffffu));
   }
   template <int pack_size>
   __device__ __forceinline__ void add_pack(const double (&values)[pack_size]) {
@@ -101,9 +108,31 @@ struct Largest {
   }
 };
 
-// 1 / scale in float.
+// numerator / denominator, rounded to nearest, of a denominator from 1 to 2 and a numerator far from float's ends: no case is
+// special, so it takes a third of the instructions of the division that knows them all.
+__device__ __forceinline__ float divide_by_significand(float numerator, float denominator) {
+  float reciprocal = __fdividef(1.0f, denominator);
+  reciprocal = fmaf(reciprocal, fmaf(-denominator, reciprocal, 1.0f), reciprocal);
+  float quotient = numerator * reciprocal;
+  quotient = fmaf(fmaf(-denominator, quotient, numerator), reciprocal, quotient);
+  return fmaf(fmaf(-denominator, quotient, numerator), reciprocal, quotient);
+}
+// numerator / the positive normal float of these bits, as bits, whose exponent may be beyond a float's at either end.
+__device__ __forceinline__ int quotient_bits(float numerator, unsigned bits) {
+  const int exponent = static_cast<int>(bits >> 23) - 127;
+  const float quotient = divide_by_significand(numerator, __uint_as_float((bits & 0x7fffffu) | 0x3f800000u));
+  return __float_as_int(quotient) - exponent * (1 << 23);
+}
+
+// 1 / scale in float, of a scale that scale_of gives; below 2^-126 by integers, since the compiler would flush it.
 __device__ __forceinline__ float inverse_of(float scale) {
-  return scale < 0x1p126f ? __fdiv_rn(1.0f, scale) : __uint_as_float(float_bits(1.0 / static_cast<double>(scale)));
+  const int bits = quotient_bits(1.0f, __float_as_uint(scale));
+  if (bits >= 1 << 23) return __int_as_float(bits);
+  return __uint_as_float(static_cast<unsigned>(__double2uint_rn(0x1p149 / static_cast<double>(scale))));
+}
+// The same of any scale.
+__device__ __forceinline__ float inverse_of_any(float scale) {
+  return scale < 0x1p126f ? __fdiv_rn(1.0f, scale) : inverse_of(scale);
 }
 
 struct ScaleRule {
@@ -112,25 +141,25 @@ struct ScaleRule {
 
   // largest / amax; 1 of an amax that is 0, infinite or NaN.
   __device__ __forceinline__ float scale_of(unsigned amax_bits, float largest) const {
-    const unsigned bits = amax_bits < smallest ? static_cast<unsigned>(smallest) : amax_bits;  // they compare as floats do
+    const unsigned bits = max(amax_bits, static_cast<unsigned>(smallest));  // they compare as floats do
     if (bits == 0 || bits >= infinity_bits) return 1.0f;
-    const unsigned scale = __float_as_uint(__fdiv_rn(largest, __uint_as_float(bits)));
-    const unsigned finite = scale < infinity_bits ? scale : infinity_bits - 1;
-    return __uint_as_float(power_of_two ? finite & infinity_bits : finite);
+    const unsigned finite = infinity_bits - 1;
+    // What is not normal is too small for a finite scale.
+    const unsigned scale = bits < 1u << 23 ? finite : min(static_cast<unsigned>(quotient_bits(largest, bits)), finite);
+    return __uint_as_float(power_of_two ? scale & infinity_bits : scale);
   }
 };
 
-// amax / largest as a power of two, rounded up: its biased exponent, 255 of NaN.
+// amax / largest as a power of two, rounded up: its biased exponent, 255 of NaN. The quotient is a product with 1 / largest,
+// which is rounded as a float is.
 __device__ __forceinline__ unsigned e8m0_of(unsigned amax_bits, float reciprocal) {
-  if (amax_bits > infinity_bits) return 255;
-  if (amax_bits == infinity_bits) return 254;
+  if (amax_bits >= infinity_bits) return amax_bits > infinity_bits ? 255 : 254;
   const float amax = __uint_as_float(amax_bits);
-  const float product = amax * reciprocal;
-  unsigned bits = __float_as_uint(product);
-  if (product < 0x1p-125f) bits = float_bits(static_cast<double>(amax) * static_cast<double>(reciprocal));
-  const unsigned exponent = bits >> 23, fraction = bits & 0x7fffffu;
-  const unsigned found = exponent + (exponent == 0 ? fraction > 0x400000u : fraction > 0);
-  return found < 254 ? found : 254;
+  const unsigned bits = __float_as_uint(amax * reciprocal);
+  if (bits >= 2u << 23) return (bits >> 23) + ((bits & 0x7fffffu) != 0);
+  // Near 2^-126 and below, where the compiler may flush: the bits of the product that is rounded as a denormal is.
+  const unsigned rounded = __double2uint_rn(static_cast<double>(amax) * static_cast<double>(reciprocal) * 0x1p149);
+  return rounded <= 0x400000u ? 0 : rounded <= 0x800000u ? 1 : 2;
 }
 
 // By all lanes of a warp, with the same bits. Most warps see that theirs is not the largest.
@@ -138,19 +167,27 @@ __device__ __forceinline__ void raise_amax(unsigned* amax, unsigned found) {
   if (threadIdx.x % 32 == 0 && found > __ldcg(amax)) atomicMax(amax, found);
 }
 
-// What values are multiplied by: two factors, since 2^-127 is no float that the compiler would not flush.
-template <class Compute>
+// What values are multiplied by; of MXFP8 with the byte that says so.
 struct Multiplier {
-  Compute first = 1;
-  Compute second = 1;
+  float factor = 1.0f;
+  unsigned e8m0 = 0;
+
+  template <int pack_size, class Compute>
+  __device__ __forceinline__ void multiply(Compute (&values)[pack_size]) const {
+#pragma unroll
+    for (Compute& value : values) value *= factor;
+    if (e8m0 == 254) {
+      // 2^-127 is no float that the compiler would not flush: the factor was 2^-126.
+#pragma unroll
+      for (Compute& value : values) value *= Compute(0.5);
+    }
+  }
 };
 
-template <class Compute>
-__device__ __forceinline__ Multiplier<Compute> multiplier_of_e8m0(unsigned e8m0) {
-  if (e8m0 == 255) return {static_cast<Compute>(__uint_as_float(0x7fc00000u)), Compute(1)};
-  const int shift = 127 - static_cast<int>(e8m0), half = shift / 2;
-  return {static_cast<Compute>(__uint_as_float(static_cast<unsigned>(127 + half) << 23)),
-          static_cast<Compute>(__uint_as_float(static_cast<unsigned>(127 + shift - half) << 23))};
+// 2^(127 - e8m0), NaN for 255.
+__device__ __forceinline__ Multiplier multiplier_of_e8m0(unsigned e8m0) {
+  const unsigned exponent = e8m0 == 254 ? 1 : 254 - e8m0;
+  return {__uint_as_float(e8m0 == 255 ? 0x7fc00000u : exponent << 23), e8m0};
 }
 
 // As Store, in 8 bits. A launch of Step::amax writes no y; one of Step::write has the former's amaxes.
@@ -174,10 +211,14 @@ struct QuantizeStore {
   ScaleRule rule;
 
   // What a thread carries through a row.
-  template <class Compute>
   struct OfRow {
-    Multiplier<Compute> multiplier{};
+    bool present;
+    Multiplier multiplier{};
     Largest largest{};
+    // Of Scaling::block at once: each of the lanes that share a scale keeps that of another pack, to invert them together.
+    int packs = 0;
+    long long kept_part = -1;
+    float kept_scale = 1.0f;
   };
   template <int pack_size>
   using Kept = typename Store<Y, Weight, Bias, zero_centered, Rounded>::template Kept<pack_size>;
@@ -187,33 +228,30 @@ struct QuantizeStore {
     return {{weight, col}, {bias, col}};
   }
 
-  template <class Compute>
-  __device__ __forceinline__ OfRow<Compute> start_row() const {
-    OfRow<Compute> of_row;
-    if constexpr (scaling == Scaling::given) of_row.multiplier.first = scale == nullptr ? 1.0f : *scale;
+  __device__ __forceinline__ OfRow start_row(bool present) const {
+    OfRow of_row{present};
+    if constexpr (scaling == Scaling::given) of_row.multiplier.factor = scale == nullptr ? 1.0f : *scale;
     if constexpr (scaling == Scaling::tensor && step == Step::write) {
-      of_row.multiplier.first = rule.scale_of(*amax, largest_finite);
+      of_row.multiplier.factor = rule.scale_of(*amax, largest_finite);
     }
     return of_row;
   }
   // Of Scaling::row: what the threads that share the row have found; saves: whether this one is to write the scale.
-  template <class Compute>
-  __device__ __forceinline__ void finish_measuring(long long row, OfRow<Compute>& of_row, const Largest& largest,
-                                                   bool saves) const {
+  __device__ __forceinline__ void finish_measuring(long long row, OfRow& of_row, const Largest& largest, bool saves) const {
     const float found = rule.scale_of(largest.bits(), largest_finite);
-    of_row.multiplier.first = found;
+    of_row.multiplier.factor = found;
     if (saves) static_cast<float*>(scale_inv)[row] = inverse_of(found);
   }
   // All lanes of a warp call it, each with the same number of rows.
-  template <class Compute>
-  __device__ __forceinline__ void finish_row(const OfRow<Compute>& of_row) const {
+  __device__ __forceinline__ void finish_row(const OfRow& of_row) const {
     if constexpr (raises) {
       raise_amax(amax, warp_reduce<32>(of_row.largest).bits());
     }
+    if (of_row.kept_part >= 0) static_cast<float*>(scale_inv)[of_row.kept_part] = inverse_of(of_row.kept_scale);
   }
-  // By one thread of the grid.
-  __device__ __forceinline__ void finish_tensor() const {
-    if constexpr (scaling == Scaling::given) *static_cast<float*>(scale_inv) = inverse_of(scale == nullptr ? 1.0f : *scale);
+  // By one thread of the grid: the one scale that all share.
+  __device__ __forceinline__ void save_scale() const {
+    if constexpr (scaling == Scaling::given) *static_cast<float*>(scale_inv) = inverse_of_any(scale == nullptr ? 1.0f : *scale);
     if constexpr (scaling == Scaling::tensor && step == Step::write) {
       *static_cast<float*>(scale_inv) = inverse_of(rule.scale_of(*amax, largest_finite));
     }
@@ -229,47 +267,57 @@ struct QuantizeStore {
   // All lanes of a warp call it together where Step::all has blocks: neighbouring lanes have neighbouring packs.
   template <int pack_size, class Compute>
   __device__ __forceinline__ void store(long long row, long long col, const Compute (&values)[pack_size],
-                                        const Kept<pack_size>& kept, bool present, OfRow<Compute>& of_row) const {
+                                        const Kept<pack_size>& kept, bool present, OfRow& of_row) const {
     Compute made[pack_size];
     affine(values, kept, made);
-    Multiplier<Compute> multiplier = of_row.multiplier;
+    Multiplier multiplier = of_row.multiplier;
     if constexpr (has_blocks) {
       constexpr int block = cols_of_scale(scaling);
-      const long long part = row * parts + col / block;
-      if constexpr (step == Step::write) {
-        multiplier = multiplier_of<Compute>(present ? amax[part] : 0, part, present && col % block == 0);
+      const long long part = row * parts + static_cast<long long>(static_cast<unsigned long long>(col) / block);
+      const bool is_first = present && static_cast<unsigned>(col) % block == 0;
+      Largest largest{};
+      if (present) largest.add_pack(made);
+      if constexpr (step == Step::amax) {
+        if (present) atomicMax(amax + part, largest.bits());
+      } else if constexpr (step == Step::write) {
+        multiplier = multiplier_of(present ? amax[part] : 0);
+        if (is_first) save_scale_of(part, multiplier);
       } else {
-        Largest largest{};
-        if (present) largest.add_pack(made);
-        if constexpr (step == Step::amax) {
-          if (present) atomicMax(amax + part, largest.bits());
+        constexpr int lanes = block / pack_size;
+        multiplier = multiplier_of(warp_reduce<lanes>(largest).bits());
+        if constexpr (scaling == Scaling::mx) {
+          if (is_first) save_scale_of(part, multiplier);
         } else {
-          largest = warp_reduce<block / pack_size>(largest);
-          multiplier = multiplier_of<Compute>(largest.bits(), part, present && col % block == 0);
+          // A lane beyond the row may keep the scale of the block in which the row ends.
+          const bool keeps = threadIdx.x % lanes == of_row.packs % lanes && of_row.present && part < (row + 1) * parts;
+          of_row.kept_part = keeps ? part : of_row.kept_part;
+          of_row.kept_scale = keeps ? multiplier.factor : of_row.kept_scale;
+          ++of_row.packs;
         }
       }
     } else if constexpr (raises) {
       if (present) of_row.largest.add_pack(made);
     }
     if constexpr (step != Step::amax) {
-#pragma unroll
-      for (int at = 0; at < pack_size; ++at) made[at] = made[at] * multiplier.first * multiplier.second;
+      multiplier.multiply(made);
       if (present) store_pack<pack_size>(y + row * y_stride + col, repack_fp8<Y>(made));
     }
   }
 
  private:
-  // Of a block; saves: whether this thread is to write its scale.
-  template <class Compute>
-  __device__ __forceinline__ Multiplier<Compute> multiplier_of(unsigned amax_bits, long long part, bool saves) const {
+  // Of a block.
+  __device__ __forceinline__ Multiplier multiplier_of(unsigned amax_bits) const {
     if constexpr (scaling == Scaling::mx) {
-      const unsigned found = e8m0_of(amax_bits, 1.0f / largest_finite);
-      if (saves) static_cast<unsigned char*>(scale_inv)[part] = static_cast<unsigned char>(found);
-      return multiplier_of_e8m0<Compute>(found);
+      return multiplier_of_e8m0(e8m0_of(amax_bits, 1.0f / largest_finite));
     } else {
-      const float found = rule.scale_of(amax_bits, largest_finite);
-      if (saves) static_cast<float*>(scale_inv)[part] = inverse_of(found);
-      return {static_cast<Compute>(found), Compute(1)};
+      return {rule.scale_of(amax_bits, largest_finite), 0};
+    }
+  }
+  __device__ __forceinline__ void save_scale_of(long long part, const Multiplier& multiplier) const {
+    if constexpr (scaling == Scaling::mx) {
+      static_cast<unsigned char*>(scale_inv)[part] = static_cast<unsigned char>(multiplier.e8m0);
+    } else {
+      static_cast<float*>(scale_inv)[part] = inverse_of(multiplier.factor);
     }
   }
 };

@@ -48,7 +48,8 @@ struct ScaledSource {
   }
   __device__ __forceinline__ void finish(const Largest& largest) const {
     if (amax != nullptr) raise_amax(amax, warp_reduce<32>(largest).bits());
-    if (blockIdx.x == 0 && threadIdx.x == 0 && scale_inv != nullptr) *scale_inv = inverse_of(scale == nullptr ? 1.0f : *scale);
+    if (blockIdx.x == 0 && threadIdx.x == 0 && scale_inv != nullptr)
+      *scale_inv = inverse_of_any(scale == nullptr ? 1.0f : *scale);
   }
 };
 
@@ -79,7 +80,8 @@ struct NormalizedSource {
   template <int pack_size>
   __device__ __forceinline__ Pack<Y, pack_size> convert(const Pack<X, pack_size>& pack, long long row,
                                                         const Kept<pack_size>& kept, Largest& largest) const {
-    const RowStatistics<Compute> statistics{centered ? mean[row] : Compute(0), rstd[row], 0};
+    const Compute own_mean = centered ? mean[row] : Compute(0);
+    const RowStatistics<Compute> statistics{own_mean, rstd[row], own_mean, 0};
     Compute values[pack_size], normalized[pack_size], made[pack_size];
     unpack(pack, values);
     statistics.template normalize<centered>(values, normalized);

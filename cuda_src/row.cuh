@@ -63,8 +63,9 @@ struct RegisterRow {
   using Compute = typename Load::Compute;
   static constexpr bool has_exact_sums =
       tile.pack_size * tile.threads_per_row * tile.packs_per_thread * tile.cluster_size <= most_exact_cols<typename Load::Held>;
-  // Beyond 32 elements a thread the unpacked values of 16-bit types would not fit the registers.
-  static constexpr bool unpack_each_pass = tile.pack_size * tile.packs_per_thread > 32;
+  // Beyond 32 elements a thread, or 64 where it may have 128 registers, the unpacked values of 16-bit types would not fit.
+  static constexpr int most_unpacked = tile.blocks_per_sm * tile.block_size() <= 512 ? 64 : 32;
+  static constexpr bool unpack_each_pass = tile.pack_size * tile.packs_per_thread > most_unpacked;
 
   Pack<typename Load::Held, tile.pack_size> packs[tile.packs_per_thread];
   Slice cols;

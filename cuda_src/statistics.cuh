@@ -19,16 +19,17 @@ __device__ __forceinline__ Compute divide(Compute numerator, Compute denominator
   return fma(fma(-quotient, denominator, numerator), reciprocal, quotient);
 }
 
-// x_hat = (value - mean) * rstd + shift
+// x_hat = (value - first) * rstd + shift
 template <class Compute>
 struct RowStatistics {
   Compute mean;
   Compute rstd;
-  Compute shift;  // -rest * rstd, where rest is what mean lacks of the exact mean: exactly 0 for a constant row
+  Compute first;  // nearly the mean: what the squares were centred by, so that a value that waits in registers is centred once
+  Compute shift;  // -rest * rstd, where rest is what first lacks of the exact mean: exactly 0 for a constant row
 
   template <bool centered>
   __device__ __forceinline__ Compute normalize(Compute value) const {
-    if constexpr (centered) return (value - mean) * rstd + shift;
+    if constexpr (centered) return (value - first) * rstd + shift;
     return value * rstd;
   }
   template <bool centered, int pack_size>
@@ -93,7 +94,7 @@ struct Moments {
 // Without a mean, from the sum of squares.
 template <class Compute>
 __device__ __forceinline__ RowStatistics<Compute> uncentered(Compute squares, Compute reciprocal, double eps) {
-  return {0, rsqrt_rounded(squares * reciprocal + static_cast<Compute>(eps)), 0};
+  return {0, rsqrt_rounded(squares * reciprocal + static_cast<Compute>(eps)), 0, 0};
 }
 
 // From sums of (value - first) and of its square, where `first` is nearly the mean.
@@ -108,9 +109,7 @@ __device__ __forceinline__ RowStatistics<Compute> corrected(Compute first, const
   const Compute variance = excess - excess == 0 ? mean_square - excess : mean_square;
   // Rounding can leave a constant row a hair below zero; the comparison lets NaN through, where a maximum would not.
   const Compute rstd = rsqrt_rounded((variance < 0 ? Compute(0) : variance) + static_cast<Compute>(eps));
-  const Compute mean = first + correction;
-  const Compute rest = correction - (mean - first);
-  return {mean, rstd, -rest * rstd};
+  return {first + correction, rstd, first, -correction * rstd};
 }
 
 // `row` has for_each_pack(f) and for_each_pack_or_none(f), as in row.cuh.
@@ -155,7 +154,7 @@ __device__ __forceinline__ RowStatistics<Compute> row_statistics(Row& row, Reduc
     Moments<Compute> moments{};
     row.for_each_pack([&](long long, const auto& values) { moments.merge(Moments<Compute>::of(values)); });
     moments = reduce.all(moments);
-    return {moments.part[1], rsqrt_rounded(moments.part[2] * reciprocal + static_cast<Compute>(eps)), 0};
+    return {moments.part[1], rsqrt_rounded(moments.part[2] * reciprocal + static_cast<Compute>(eps)), moments.part[1], 0};
   }
 }
 

@@ -148,8 +148,10 @@ SPECIAL = {
     "a NaN": ([1.0, float("nan"), 2.0, 3.0], 2.0),
     "an infinity": ([1.0, float("inf"), 2.0, 3.0], 2.0),
     "8-bit denormals": ([2.0**-7, -(2.0**-9), 2.0**-10, 1.0], 0.37),
+    "scales whose inverse is no normal float": ([2e-36, -4e-36, 3e-36, 1e-36], 2e38),
+    "MXFP8's smallest scales": ([2.0**-118 * 1.75, 2.0**-118 * 1.7500001, -(2.0**-117) * 1.75, 2.0**-117], 1.0),
     "scales beyond float32": ([1e-38, -2e-38, 3e-38, 1.2e-38], 3e38),
-    "values near float32's largest": ([3e38, -1e38, 1.0, 0.0], 1e-38),
+    "values near float32's largest": ([3e38, -1e38, 1.0, 0.0], 1.5e-36),
 }
 
 

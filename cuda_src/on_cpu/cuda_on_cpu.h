@@ -32,10 +32,13 @@ using size_t = decltype(sizeof(0));
   inline name##4 make_##name##4(type x, type y, type z, type w) { return {x, y, z, w}; }
 CUPYNORM_VECTOR_TYPES(int, int)
 CUPYNORM_VECTOR_TYPES(unsigned, uint)
-CUPYNORM_VECTOR_TYPES(unsigned short, ushort)
 CUPYNORM_VECTOR_TYPES(float, float)
 CUPYNORM_VECTOR_TYPES(double, double)
 #undef CUPYNORM_VECTOR_TYPES
+struct alignas(4) ushort2 {
+  unsigned short x, y;
+};
+inline ushort2 make_ushort2(unsigned short x, unsigned short y) { return {x, y}; }
 
 namespace on_cpu {
 
