@@ -13,7 +13,9 @@
 //          keep(col) -> Kept, for store(row, col, values, kept, present) in many rows; nothing is written if not present
 //          of backward: adds: whether a tensor of Added is added, whose rows a copy engine may fetch: added_start(row),
 //          added_stride(); store(row, col, values, fetched)
-// scale    present: false if there is no weight; load(col, values): the weight, or 1, in the compute type
+//          recomputes: whether y is written again beside dx: Biases: the functor of its bias, biases(); recompute(row, col,
+//          x_hats, weights, biases, present)
+// scale    present: false if there is no weight; load(col, values): the weight, or 1, in the compute type (of a bias: or 0)
 //          keep(col) -> Kept, for use in many rows
 //
 // Offsets are 64-bit everywhere. `void` for a parameter's type means that it is absent.
@@ -65,6 +67,31 @@ struct KeptParameter<void, zero_centered, pack_size> {
     for (int at = 0; at < pack_size; ++at) values[at] = static_cast<Compute>(missing);
   }
   __device__ __forceinline__ void forget_unpacked() {}
+};
+
+// missing: what stands for a parameter that is absent.
+template <class Weight, bool zero_centered, int missing = 1>
+struct Scale {
+  static constexpr bool present = !is_same<Weight, void>;
+
+  const Weight* weight;
+
+  template <int pack_size>
+  using Kept = KeptParameter<Weight, zero_centered, pack_size>;
+
+  template <int pack_size>
+  __device__ __forceinline__ Kept<pack_size> keep(long long col) const {
+    return {weight, col};
+  }
+  template <class Kept, int pack_size, class Compute>
+  __device__ __forceinline__ static void unpack(const Kept& kept, Compute (&values)[pack_size]) {
+    kept.unpack_to(values, missing);
+  }
+
+  template <int pack_size, class Compute>
+  __device__ __forceinline__ void load(long long col, Compute (&values)[pack_size]) const {
+    keep<pack_size>(col).unpack_to(values, missing);
+  }
 };
 
 template <class X>
@@ -203,10 +230,16 @@ struct SumLoad {
   }
 };
 
+// Base of the stores of backward. Scale<void, ..>: no bias, and nothing to load.
+struct WritesDxAlone {
+  static constexpr bool recomputes = false;
+  using Biases = Scale<void, false, 0>;
+};
+
 // Rounded: an element type that x_hat is rounded to before the weight multiplies it, as some models are written; void: it is
 // not.
 template <class Y, class Weight, class Bias, bool zero_centered, class Rounded = void>
-struct Store {
+struct Store : WritesDxAlone {
   using Added = Y;
   static constexpr bool adds = false;
 
@@ -233,14 +266,20 @@ struct Store {
   template <int pack_size, class Compute>
   __device__ __forceinline__ void store(long long row, long long col, const Compute (&values)[pack_size],
                                         const Kept<pack_size>& kept, bool present = true) const {
+    Compute weights[pack_size], biases[pack_size];
+    kept.weight.unpack_to(weights, 1.0f);
+    kept.bias.unpack_to(biases, 0.0f);
+    store(row, col, values, weights, biases, present);
+  }
+  template <int pack_size, class Compute>
+  __device__ __forceinline__ void store(long long row, long long col, const Compute (&values)[pack_size],
+                                        const Compute (&weights)[pack_size], const Compute (&biases)[pack_size],
+                                        bool present) const {
     Compute scaled[pack_size];
 #pragma unroll
     for (int at = 0; at < pack_size; ++at) scaled[at] = values[at];
     if constexpr (!is_same<Rounded, void>) unpack(repack<Rounded>(values), scaled);
     if constexpr (!is_same<Weight, void> || !is_same<Bias, void>) {
-      Compute weights[pack_size], biases[pack_size];
-      kept.weight.unpack_to(weights, 1.0f);
-      kept.bias.unpack_to(biases, 0.0f);
 #pragma unroll
       for (int at = 0; at < pack_size; ++at) scaled[at] = scaled[at] * weights[at] + biases[at];
     }
@@ -320,7 +359,7 @@ struct LoadXHat {
 
 // dx plus the gradient that reaches the sum x + residual from elsewhere, added before the one rounding.
 template <class Dx, class Dsum>
-struct AddStore {
+struct AddStore : WritesDxAlone {
   using Added = Dsum;
   static constexpr bool adds = true;
 
@@ -354,7 +393,7 @@ struct AddStore {
 // The gradient of a sum, to which comes what reaches the sum from elsewhere (void: nothing does): to the residual as it is
 // (void: not wanted), to x times the factor of forward. Each is rounded once.
 template <class Dx, class Dresidual, class Dsum, class RowScale, bool drops>
-struct SplitStore {
+struct SplitStore : WritesDxAlone {
   static constexpr bool adds = !is_same<Dsum, void>;
   using Added = typename Otherwise<Dsum, Dx>::type;
 
@@ -395,22 +434,21 @@ struct SplitStore {
   }
 };
 
-template <class Weight, bool zero_centered>
-struct Scale {
-  static constexpr bool present = !is_same<Weight, void>;
+// What StoreDx writes, and beside it y: by forward's own store, from the x_hat of backward, so that what needs the normalised
+// tensor in backward need not keep it, nor read x once more. The kernel holds the weight for dx anyway.
+template <class StoreDx, class Y, class Weight, class Bias, bool zero_centered>
+struct RecomputingStore : StoreDx {
+  static constexpr bool recomputes = true;
+  using Biases = Scale<Bias, false, 0>;
 
-  const Weight* weight;
+  Store<Y, Weight, Bias, zero_centered> store_y;
 
-  template <int pack_size>
-  using Kept = KeptParameter<Weight, zero_centered, pack_size>;
-
-  template <int pack_size>
-  __device__ __forceinline__ Kept<pack_size> keep(long long col) const {
-    return {weight, col};
-  }
+  __device__ __forceinline__ Biases biases() const { return {store_y.bias}; }
 
   template <int pack_size, class Compute>
-  __device__ __forceinline__ void load(long long col, Compute (&values)[pack_size]) const {
-    keep<pack_size>(col).unpack_to(values, 1.0f);
+  __device__ __forceinline__ void recompute(long long row, long long col, const Compute (&x_hats)[pack_size],
+                                            const Compute (&weights)[pack_size], const Compute (&biases)[pack_size],
+                                            bool present = true) const {
+    store_y.store(row, col, x_hats, weights, biases, present);
   }
 };

@@ -92,6 +92,13 @@ class OfY(NamedTuple):
     compute: str
 
 
+class Recomputed(NamedTuple):
+    """y, which a backward writes again from x, and forward's bias."""
+
+    y: Rows
+    bias: Parameter | None
+
+
 class Machine(Protocol):
     """Where kernels run."""
 
@@ -177,22 +184,26 @@ class BackwardCall:
         self, device: Device, centered: bool, x: Rows, dy: Rows, weight: Parameter | None, zero_centered: bool,
         dx: Rows | None, dweight: Parameter | None, dbias: Parameter | None, dsum: Rows | None, options: Options, *,
         dresidual: Rows | None = None, row_scale: Parameter | None = None, drops: bool = False, of_y: OfY | None = None,
+        recomputed: Recomputed | None = None,
     ) -> None:  # fmt: skip
         dsum = dsum if dx else None
         y_weight, y_bias, held = of_y or (None, None, x.dtype)
+        y, bias = recomputed or (None, None)
         problem = Problem(
             "backward", centered, x.num_cols, held, weight=weight[1] if weight else None, zero_centered=bool(zero_centered),
             dy=dy.dtype, dx=dx.dtype if dx else None, dweight=dweight[1] if dweight else None,
             dbias=dbias[1] if dbias else None, dsum=dsum.dtype if dsum else None,
-            pack_limit=pack_limit(x.num_cols, _layouts((x, dy, dx, dsum, dresidual), (weight, dweight, dbias, y_weight, y_bias))),
+            pack_limit=pack_limit(x.num_cols, _layouts((x, dy, dx, dsum, dresidual, y), (weight, dweight, dbias, y_weight, y_bias, bias))),
             y=x.dtype if of_y else None, y_weight=y_weight[1] if y_weight else None, y_bias=y_bias[1] if y_bias else None,
             dresidual=dresidual.dtype if dresidual else None, row_scale=row_scale[1] if row_scale else None, dropout=drops,
+            recomputed=y.dtype if y else None, bias=bias[1] if bias else None,
         )  # fmt: skip
         self.plan: Plan = make_plan(problem, device, x.num_rows, **options._asdict())
         self.x_stride, self.dy_stride = x.row_stride, dy.row_stride
         self.dx_stride = dx.row_stride if dx else 0
         self.dsum_stride = dsum.row_stride if dsum else 0
         self.dresidual_stride = dresidual.row_stride if dresidual else 0
+        self.y_stride = y.row_stride if y else None
         self.smallest = DTYPES[x.dtype].half_ulp if of_y else None
         self.splits = bool(dresidual or row_scale or drops)
         self.num_rows, self.num_cols, self.num_partials = x.num_rows, x.num_cols, self.plan.num_partials
@@ -231,12 +242,16 @@ class FusedBackwardCall(BackwardCall):
 
     def words(
         self, x: int, dy: int, weight: int, dx: int, mean: int, rstd: int, dweight: int, dbias: int, dsum: int, partials: int,
-        dresidual: int, row_scale: int, dropout: Dropout, y_weight: int, y_bias: int,
+        dresidual: int, row_scale: int, dropout: Dropout, y_weight: int, y_bias: int, y: int, bias: int,
     ) -> list[tuple]:  # fmt: skip
         words = super().words(x, dy, weight, dx, mean, rstd, dweight, dbias, dsum, partials)
-        if self.goes_by_rows and self.splits:
-            until_dsum, rest = words[0][:9], words[0][9:]
-            words[0] = (*until_dsum, dresidual, self.dresidual_stride, row_scale, *dropout.words, *rest)
+        if self.goes_by_rows:
+            store, rest = words[0][:9], words[0][9:]
+            if self.splits:
+                store += (dresidual, self.dresidual_stride, row_scale, *dropout.words)
+            if self.y_stride is not None:
+                store += (y, self.y_stride, weight, bias)
+            words[0] = (*store, *rest)
         if self.smallest is not None:
             # struct LoadXHat where struct Load would be
             reads_rows = [self.goes_by_rows] * self.goes_by_rows + [self.partials_shape is None] * self.sums_up
@@ -271,17 +286,20 @@ def run_backward(
     machine: Machine, centered: bool, x: Rows, dy: Rows, mean: int, rstd: int, weight: Parameter | None, zero_centered: bool,
     dx: Rows | None, dweight: Parameter | None, dbias: Parameter | None, dsum: Rows | None = None, options: Options = DEFAULTS,
     *, dresidual: Rows | None = None, row_scale: Parameter | None = None, dropout: Dropout = NO_DROPOUT, of_y: OfY | None = None,
+    recomputed: Recomputed | None = None,
 ) -> Plan:  # fmt: skip
     """Plans and launches a backward on arrays that are checked and allocated; None for a gradient that is not wanted."""
     call = FusedBackwardCall(
         machine.device, centered, x, dy, weight, zero_centered, dx, dweight, dbias, dsum, options, dresidual=dresidual,
-        row_scale=row_scale, drops=dropout.p > 0, of_y=of_y,
+        row_scale=row_scale, drops=dropout.p > 0, of_y=of_y, recomputed=recomputed,
     )  # fmt: skip
+    y, bias = recomputed or (None, None)
     partials, address = machine.empty(call.partials_shape, call.plan.problem.compute) if call.partials_shape else (None, 0)
     words = call.words(
         x.pointer, dy.pointer, weight[0] if weight else 0, dx.pointer if dx else 0, mean, rstd, dweight[0] if dweight else 0,
         dbias[0] if dbias else 0, dsum.pointer if dsum else 0, address, dresidual.pointer if dresidual else 0,
         row_scale[0] if row_scale else 0, dropout, *(parameter[0] if parameter else 0 for parameter in (of_y or (None, None))[:2]),
+        y.pointer if y else 0, bias[0] if bias else 0,
     )  # fmt: skip
     for launch, launch_words in zip(call.plan.launches, words):
         machine.launch(launch, launch_words)

@@ -102,6 +102,9 @@ def _kernel(problem: Problem, strategy: str, tile: Tile, statistics: str) -> Ker
             store = f"AddStore<{_cpp(problem.dx or problem.x)}, {_cpp(problem.dsum)}>"
         if problem.dresidual or problem.row_scale or problem.dropout:
             store = f"SplitStore<{_cpp(problem.dx)}, {_cpp(problem.dresidual)}, {_cpp(problem.dsum)}, {factor}>"
+        if problem.recomputed:
+            types = ", ".join(_cpp(name) for name in (problem.recomputed, problem.weight, problem.bias))
+            store = f"RecomputingStore<{store}, {types}, {zero_centered}>"
         scale = f"Scale<{_cpp(problem.weight)}, {zero_centered}>"
         sums = strategy != "uncached"
         gradients = (
@@ -252,7 +255,7 @@ def choose(
     smem_bytes = smem_bytes_of(problem, tile, strategy)
     resident = tile.blocks_per_sm if smem_bytes == 0 else min(tile.blocks_per_sm, device.smem_per_sm // (smem_bytes + 1024))
     kernel = None
-    if problem.forward or problem.dx or strategy != "uncached":
+    if problem.forward or problem.dx or problem.recomputed or strategy != "uncached":
         kernel = _kernel(problem, strategy, tile, statistics)
     parameters_tile, parameters_kernel = (None, None) if problem.forward else _parameters_kernel(problem, strategy)
     return Choice(strategy, tile, statistics, kernel, smem_bytes, max(1, resident), parameters_tile, parameters_kernel, reason)
@@ -279,7 +282,7 @@ def widest(strategy: str, problem: Problem, device: Device) -> int | None:
 
 _TENSORS = {
     *("x", "y", "weight", "bias", "dy", "dx", "dweight", "dbias", "dsum"),
-    *("input", "residual_dtype", "row_scale", "dresidual", "y1", "weight1", "bias1"),
+    *("input", "residual_dtype", "row_scale", "dresidual", "y1", "weight1", "bias1", "recomputed"),
 }
 
 
@@ -385,8 +388,9 @@ def make_plan(
             moved += (passes - 1) * row_elements * DTYPES[problem.x].itemsize * (1 + problem.residual)
         else:
             x_size, dy_size = DTYPES[problem.x].itemsize, DTYPES[problem.dy].itemsize
-            reads_of_x = 2 * bool(problem.dx) + bool(problem.dweight)
-            reads_of_dy = 2 * bool(problem.dx) + bool(problem.dweight or problem.dbias)
+            passes = 2 if problem.dx else int(bool(problem.recomputed))
+            reads_of_x = passes + bool(problem.dweight)
+            reads_of_dy = passes + bool(problem.dweight or problem.dbias)
             moved += row_elements * ((reads_of_x - 1) * x_size + (reads_of_dy - 1) * dy_size)
     if row_elements and choice.parameters_kernel is not None:
         parameters = choice.parameters_tile
@@ -401,7 +405,7 @@ def make_plan(
         )
         wanted = bool(problem.dweight) + bool(problem.dbias)
         moved += 2 * wanted * num_partials * problem.num_cols * DTYPES[problem.compute].itemsize
-    parameters = [problem.weight, problem.bias if problem.forward else None, problem.dweight, problem.dbias]
+    parameters = [problem.weight, problem.bias, problem.dweight, problem.dbias]
     parameters += [problem.weight1, problem.bias1, problem.y_weight, problem.y_bias]
     once = problem.num_cols * sum(DTYPES[name].itemsize for name in parameters if name)
     statistics_bytes = num_rows * (1 + problem.centered) * compute_dtype(problem.x).itemsize

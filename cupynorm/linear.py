@@ -3,7 +3,8 @@
 Reading order: `normalize_and_project` (which way a call takes) -> `_Projected` (eager) or the operator cupynorm::norm_linear (traced,
 the same formulas) -> `_gradients` -> `LayerNormLinear`.
 
-What waits for backward is x, mean and rstd. The normalised tensor is made again there, unless save_normalized keeps it.
+What waits for backward is x, mean and rstd. The normalised tensor is made again there, by the kernel that makes the norm's gradients where
+they are wanted too, unless save_normalized keeps it.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.nn import functional
 
-from . import autograd, formulas, fp8, fp8_linear, norm, norm_linear, torch_ops
+from . import autograd, formulas, fp8, fp8_linear, fused, norm, norm_linear, torch_ops
 from .calls import Options
 from .dtypes import DTYPES
 from .fp8_linear import as_rows
@@ -160,14 +161,19 @@ class _Kernels:
         return prepared.run(*given)
 
     @staticmethod
-    def gradients(call, dy, x, mean, rstd, norm_weight, norm_bias, dsum, wanted):
-        """dx, dnorm_weight, dnorm_bias, None where not wanted."""
-        names = [name for name, is_wanted in zip(norm.Backward._fields, wanted) if is_wanted]
-        prepared, given = norm.prepare_backward(
+    def gradients(call, dy, x, mean, rstd, norm_weight, norm_bias, dsum, wanted, recomputes=False):
+        """dx, dnorm_weight, dnorm_bias, None where not wanted; and the normalised tensor if it is to be made again."""
+        names = tuple(name for name, is_wanted in zip(norm.Backward._fields, wanted) if is_wanted)
+        arguments = (
             call.centered, dy, x, mean, rstd, tuple(x.shape[-1:]), norm_weight, call.zero_centered_weight, dsum, names, None,
             None if norm_bias is None else norm_bias.dtype, call.options,
         )  # fmt: skip
-        return prepared.run(*given)
+        if not recomputes:
+            prepared, given = norm.prepare_backward(*arguments)
+            return *prepared.run(*given), None
+        prepared, given = fused.prepare_backward(*arguments, None, None, None, recomputed=(norm_bias,))
+        dx, dnorm_weight, dnorm_bias, _, normalized = prepared.run(*given)
+        return dx, dnorm_weight, dnorm_bias, normalized
 
 
 class _Operators:
@@ -179,11 +185,16 @@ class _Operators:
         )  # fmt: skip
 
     @staticmethod
-    def gradients(call, dy, x, mean, rstd, norm_weight, norm_bias, dsum, wanted):
-        return torch_ops.gradients(
-            dy, x, mean if call.centered else None, rstd, norm_weight, dsum, tuple(x.shape[-1:]), wanted, call.zero_centered_weight,
-            None if norm_bias is None else norm_bias.dtype, call.options.of("backward").sm_margin, None,
-        )  # fmt: skip
+    def gradients(call, dy, x, mean, rstd, norm_weight, norm_bias, dsum, wanted, recomputes=False):
+        mean, margin = mean if call.centered else None, call.options.of("backward").sm_margin
+        if recomputes and not torch.is_grad_enabled():  # else each is to be differentiable
+            return torch_ops.gradients_and_y(
+                dy, x, mean, rstd, norm_weight, norm_bias, dsum, tuple(x.shape[-1:]), wanted, call.zero_centered_weight, margin
+            )
+        return *torch_ops.gradients(
+            dy, x, mean, rstd, norm_weight, dsum, tuple(x.shape[-1:]), wanted, call.zero_centered_weight,
+            None if norm_bias is None else norm_bias.dtype, margin, None,
+        ), None  # fmt: skip
 
 
 class _Formulas:
@@ -195,9 +206,9 @@ class _Formulas:
         return ((y if norm_bias is None else y + norm_bias).to(call.dtype),)
 
     @staticmethod
-    def gradients(call, dy, x, mean, rstd, norm_weight, norm_bias, dsum, wanted):
+    def gradients(call, dy, x, mean, rstd, norm_weight, norm_bias, dsum, wanted, recomputes=False):
         made = formulas.gradients(dy, x, mean, rstd, norm_weight, dsum, tuple(x.shape[-1:]), call.zero_centered_weight)
-        return [gradient if is_wanted else None for gradient, is_wanted in zip(made, wanted)]
+        return *(gradient if is_wanted else None for gradient, is_wanted in zip(made, wanted)), None
 
 
 # Forward.
@@ -293,14 +304,20 @@ def _gradients(
             reaches = torch.addmm(as_rows(dnormalized).to(rows.dtype), rows, weight)
         reaches = reaches.reshape(added.shape)
     wants_normalized = rows is not None and any(wants_parts[: len(weights)])
-    # One kernel could give these gradients and the normalised tensor in one pass over x: this is its place.
     if reaches is not None and any(of_norm):
-        dx, dnorm_weight, dnorm_bias = norms.gradients(call, reaches, added, mean, rstd, norm_weight, norm_bias, dsum, of_norm)
+        recomputes = wants_normalized and normalized is None
+        dx, dnorm_weight, dnorm_bias, made = norms.gradients(
+            call, reaches, added, mean, rstd, norm_weight, norm_bias, dsum, of_norm, recomputes
+        )
+        normalized = made if recomputes else normalized
 
-    def normalized_rows() -> Tensor:
-        if normalized is not None:
-            return as_rows(normalized)
-        return as_rows(norms.normalize(call, added, None, norm_weight, norm_bias, norm.FOR_Y)[0])
+    # Either way one tensor waits where `take` delays the product: the normalised one, or x.
+    if normalized is None:
+
+        def normalized_rows() -> Tensor:
+            return as_rows(norms.normalize(call, added, None, norm_weight, norm_bias, norm.FOR_Y)[0])
+    else:
+        normalized_rows = partial(as_rows, normalized)
 
     dweights, dbiases = [None] * len(weights), [None] * len(biases)
     if take is not None and rows is not None:
@@ -938,7 +955,7 @@ class LayerNormLinear(torch.nn.Module):
         wide = plain._replace(dtype=torch.float32)
         call = fp8_linear.Call(
             lambda x, norm_weight, norm_bias: _Kernels.normalize(wide, x, None, norm_weight, norm_bias),
-            lambda *given: _Kernels.gradients(plain, *given[:-1], None, given[-1]), plain.dtype, self.return_layernorm_output,
+            lambda *given: _Kernels.gradients(plain, *given[:-1], None, given[-1])[:3], plain.dtype, self.return_layernorm_output,
             self.save_normalized, quantizers, fp8_grad, region.group,
         )  # fmt: skip
         weight = self._quantized_weight(quantizers, is_first_microbatch, plain.dtype, recorded)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import pytest
@@ -54,3 +55,48 @@ def tile_of_backward(monkeypatch: pytest.MonkeyPatch) -> Callable:
         return plans
 
     return give
+
+
+@pytest.fixture
+def kernels(monkeypatch: pytest.MonkeyPatch) -> list:
+    """Makes tensors of the CPU take the way of a GPU's: planned as for an H200, the kernels run on the CPU; what is allocated is NaN.
+
+    A list of the launches that were planned.
+    """
+    import torch
+
+    from cupynorm import arrays, launch, norm
+    from cupynorm.devices import DEVICES
+    from cupynorm.gradient_check import CpuMachine
+
+    class TensorsOfTheCpu(arrays.TorchLibrary):
+        def __init__(self, device_index: int) -> None:
+            self.address = torch.Tensor.data_ptr
+            self.exchange_device = lambda index: index
+            self.stream = lambda: 0
+
+        @staticmethod
+        def view(tensor):
+            return arrays.View(tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), arrays.dtype_name(tensor), 0)
+
+        @staticmethod
+        def allocator(shape, dtype):
+            return functools.partial(torch.full, shape, float("nan"), dtype=dtype)
+
+    launched = []
+
+    class Loaded:
+        def __init__(self, planned, device_index):
+            self.planned = planned
+
+        def enqueue(self, stream, words):
+            launched.append(self.planned)
+            CpuMachine().launch(self.planned, words)
+
+    monkeypatch.setattr(arrays, "library", lambda array: TensorsOfTheCpu)
+    monkeypatch.setattr(arrays, "on_host", lambda array: False)
+    monkeypatch.setattr(launch, "device", lambda index: DEVICES["H200"])
+    monkeypatch.setattr(launch, "load", Loaded)
+    norm.forget()
+    yield launched
+    norm.forget()

@@ -1,6 +1,6 @@
 """Fused options of the public calls: values and dtypes against float64, gradients, seeds, the operators, and what is refused.
 
-`kernels` makes tensors of the CPU take the way of a GPU's: planned as for an H200, with the kernels run on the CPU.
+`kernels` (conftest.py) makes tensors of the CPU take the way of a GPU's: planned as for an H200, with the kernels run on the CPU.
 """
 
 from __future__ import annotations
@@ -13,10 +13,9 @@ import numpy as np
 import pytest
 
 import cupynorm
-from cupynorm import arrays, launch, norm, reference
-from cupynorm.devices import DEVICES
+from cupynorm import arrays, norm, reference
 from cupynorm.dtypes import DTYPES, compute_dtype
-from cupynorm.gradient_check import NORMS, Case, CheckResult, CpuMachine, Problem, judge_all, random_problem
+from cupynorm.gradient_check import NORMS, Case, CheckResult, Problem, judge_all, random_problem
 
 torch = pytest.importorskip("torch")
 from torch.func import vmap  # noqa: E402
@@ -25,45 +24,6 @@ from torch.library import opcheck  # noqa: E402
 from cupynorm import torch_ops  # noqa: E402, F401  (its operators)
 
 DEVICES_HERE = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
-
-
-class TensorsOfTheCpu(arrays.TorchLibrary):
-    """Members as arrays.TorchLibrary's; what it allocates is NaN."""
-
-    def __init__(self, device_index: int) -> None:
-        self.address = torch.Tensor.data_ptr
-        self.exchange_device = lambda index: index
-        self.stream = lambda: 0
-
-    @staticmethod
-    def view(tensor):
-        return arrays.View(tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), arrays.dtype_name(tensor), 0)
-
-    @staticmethod
-    def allocator(shape, dtype):
-        return functools.partial(torch.full, shape, float("nan"), dtype=dtype)
-
-
-@pytest.fixture
-def kernels(monkeypatch):
-    """A list of the launches that were planned."""
-    launched = []
-
-    class Loaded:
-        def __init__(self, planned, device_index):
-            self.planned = planned
-
-        def enqueue(self, stream, words):
-            launched.append(self.planned)
-            CpuMachine().launch(self.planned, words)
-
-    monkeypatch.setattr(arrays, "library", lambda array: TensorsOfTheCpu)
-    monkeypatch.setattr(arrays, "on_host", lambda array: False)
-    monkeypatch.setattr(launch, "device", lambda index: DEVICES["H200"])
-    monkeypatch.setattr(launch, "load", Loaded)
-    norm.forget()
-    yield launched
-    norm.forget()
 
 
 @pytest.fixture(params=["reference", "kernels", pytest.param("gpu", marks=pytest.mark.gpu)])

@@ -161,10 +161,14 @@ def saved_bytes(function) -> tuple[int, object]:
 
 
 def test_what_waits_for_backward(monkeypatch):
-    """x, mean and rstd: 2 bytes an element in bfloat16; with save_normalized 4."""
+    """x, mean and rstd: 2 bytes an element in bfloat16; with save_normalized 4. A norm without gradients is made again by itself."""
     problem = draw(dtype="bfloat16", num_rows=64, in_features=96)
-    for way, num_bytes, again in (({}, 0, 1), ({"save_normalized": True}, 2 * 64 * 96, 0)):
+    for way, frozen, num_bytes, again in (
+        ({}, (), 0, 0), ({}, ("x", "norm_weight", "norm_bias"), 2 * (64 + 2) * 96, 1), ({"save_normalized": True}, (), 2 * 64 * 96, 0),
+    ):  # fmt: skip
         given = leaves(problem)
+        for name in frozen:
+            given[name].requires_grad_(False)
         found, y = saved_bytes(lambda: call(problem, given, **way))  # noqa: B023
         assert found == num_bytes + 2 * 64 * 4
         made = count_normalizations(monkeypatch)
@@ -260,6 +264,65 @@ def test_what_waits_in_a_compiled_graph(save_normalized, num_kept):
     call_it(given).sum().backward()
     whole = [each for each in handed if isinstance(each, torch.Tensor) and tuple(each.shape) == (64, 96)]
     assert len(whole) == num_kept
+
+
+@pytest.mark.parametrize("compiled", (False, True))
+@pytest.mark.parametrize("norm_name", NORMS)
+@pytest.mark.parametrize(
+    "options", ({}, {"without": ("norm_bias",)}, {"zero_centered_weight": True, "dsum": True, "residual": True}), ids=str
+)
+def test_one_kernel_gives_the_gradients_and_the_normalised_tensor(kernels, options, norm_name, compiled):
+    problem = draw(norm_name, "bfloat16", num_rows=7, in_features=96, norm_dtype="float32", **options)
+    run = call
+    if compiled:
+        torch._dynamo.reset()
+        run = torch.compile(call, fullgraph=True, backend="aot_eager")
+    assert_right(problem, recorded(problem, run=run), ("normalized", *(() if options.get("dsum") else ("sum",))))
+    names = [each.kernel.name_expression for each in kernels]
+    assert [name.split("<")[0] for name in names] == ["forward_warp", "backward_warp", "backward_parameters"]
+    assert "RecomputingStore<" in names[1] and ".dx = true, .dweight = true" in names[1]
+
+
+def test_a_normalised_tensor_of_the_autocast_dtype_is_made_again(kernels):
+    problem = draw(num_rows=4)
+    given = leaves(problem)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = call(problem, given)
+    y.backward(torch.ones_like(y))
+    store = "RecomputingStore<Store<float, void, void, false>, __nv_bfloat16, float, float, false>"
+    assert len(kernels) == 3 and store in kernels[1].kernel.name_expression
+    truth = expected(problem)["dweight"][0].shape
+    assert given["weight"].grad.shape == truth and given["weight"].grad.isfinite().all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("in_features", (96, 1024, 8192, 20000, 300000))
+@pytest.mark.parametrize("dtype", ("bfloat16", "float32"))
+def test_one_kernel_of_every_strategy(dtype, in_features):
+    problem = draw("layer_norm", dtype, num_rows=40, in_features=in_features, out_features=24)
+    assert_right(problem, recorded(problem, "cuda"), ("normalized", "sum"))
+
+
+def test_the_operator_that_makes_y_again():
+    problem = draw()
+    given = {name: None if value is None else value.detach() for name, value in leaves(problem).items()}
+    y, mean, rstd, x = cupynorm.layer_norm_forward(given["x"], given["norm_weight"], given["norm_bias"])
+    dy = torch.randn_like(x)
+    for dtype, wanted in ((torch.float32, [True] * 3), (torch.bfloat16, [False, True, False])):
+        for parameters in ((given["norm_weight"], given["norm_bias"]), (None, None)):
+            arguments = (dy.to(dtype), x, mean, rstd, *parameters, None, (24,), wanted, False, 0)
+            opcheck(torch.ops.cupynorm.recomputing_norm_backward.default, arguments)
+    dx, dweight, dbias, again = torch.ops.cupynorm.recomputing_norm_backward(
+        dy, x, mean, rstd, given["norm_weight"], given["norm_bias"], None, (24,), [True] * 3, False, 0
+    )
+    plain = cupynorm.layer_norm_backward(dy, x, mean, rstd, given["norm_weight"])
+    assert all(torch.equal(one, other) for one, other in zip((dx, dweight, dbias), plain))
+    # Of mean and rstd as they were rounded.
+    torch.testing.assert_close(again, y, rtol=2.0**-22, atol=2.0**-22)
+    leaf = x.clone().requires_grad_()
+    made = torch.ops.cupynorm.recomputing_norm_backward(dy, leaf, mean, rstd, None, None, None, (24,), [True] * 3, False, 0)
+    with pytest.raises(NotImplementedError, match="or of recomputing_norm_backward"):
+        made[3].sum().backward()
 
 
 def test_operator_is_an_operator():
@@ -994,15 +1057,23 @@ def test_delayed_weight_gradients(options, fuse):
     assert not copy.deepcopy(module)._delayed and len(module._delayed) == 1
 
 
-def test_what_is_delayed_waits_as_little_as_it_can():
-    """Until backward_dw: x, dy, mean and rstd, and no normalised tensor."""
+@pytest.mark.parametrize("frozen", (False, True))
+def test_what_is_delayed_waits_as_little_as_it_can(frozen):
+    """Until backward_dw: dy, and beside it the normalised tensor, or x if nothing has made that."""
     module = LayerNormLinear(96, 64, delay_wgrad_compute=True, params_dtype=torch.bfloat16, **CPU)
-    y = module(torch.randn(32, 96, dtype=torch.bfloat16, requires_grad=True))
+    x = torch.randn(32, 96, dtype=torch.bfloat16, requires_grad=not frozen)
+    module.layer_norm_weight.requires_grad_(not frozen), module.layer_norm_bias.requires_grad_(not frozen)
+    y = module(x)
     y.backward(torch.ones_like(y))
     work = module._delayed[0]
     rows, make_normalized = work.args[:2]
-    held = [cell.cell_contents for cell in make_normalized.__closure__ if isinstance(cell.cell_contents, torch.Tensor)]
-    assert rows.shape == (32, 64) and sum(each.numel() for each in held if each.numel() > 96) == 32 * 96
+    if frozen:
+        held = [cell.cell_contents for cell in make_normalized.__closure__ if isinstance(cell.cell_contents, torch.Tensor)]
+    else:
+        held = list(make_normalized.args)
+    large = [each for each in held if each.numel() > 96]
+    assert rows.shape == (32, 64) and sum(each.numel() for each in large) == 32 * 96
+    assert any(each.data_ptr() == x.data_ptr() for each in large) == frozen
 
 
 def test_nothing_is_lost_where_torch_watches():
