@@ -293,6 +293,27 @@ struct Store : WritesDxAlone {
   }
 };
 
+// Nothing: of a forward that gives mean and rstd alone. Its words are those of every Store.
+template <bool zero_centered>
+struct Store<void, void, void, zero_centered, void> {
+  void* y;
+  long long y_stride;
+  const void* weight;
+  const void* bias;
+
+  template <int pack_size>
+  struct Kept {
+    __device__ __forceinline__ void forget_unpacked() {}
+  };
+  template <int pack_size>
+  __device__ __forceinline__ Kept<pack_size> keep(long long) const {
+    return {};
+  }
+  template <int pack_size, class Compute>
+  __device__ __forceinline__ void store(long long, long long, const Compute (&)[pack_size], const Kept<pack_size>&,
+                                        bool = true) const {}
+};
+
 // One x_hat, two affine maps of it: y of First, y1 of Second.
 template <class First, class Second>
 struct TwoStores {

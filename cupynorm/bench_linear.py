@@ -162,10 +162,7 @@ def _cupynorm(cell, inputs, recipe=None, **options):
 
     module, differentiated = _layer(cell, inputs, LayerNormLinear, **options), (inputs.x, *inputs[3:])
     if cell.format == "bfloat16":
-        if "fused" not in options or cell.passes == "both":
-            return partial(module, inputs.x), differentiated
-        module(inputs.x, is_first_microbatch=True)  # inference folds once
-        return partial(module, inputs.x, is_first_microbatch=False), differentiated
+        return partial(module, inputs.x), differentiated  # inference folds once, and finds that out in each call
     recipe = recipe or fp8.DelayedScaling()
     return _in_fp8(cell, inputs, module, lambda: fp8.fp8_autocast(recipe=recipe)), differentiated
 

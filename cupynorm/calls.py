@@ -119,10 +119,10 @@ def _layouts(rows: tuple[Rows | None, ...], parameters: tuple[Parameter | None, 
 
 
 class ForwardCall:
-    """A planned forward of given shapes, dtypes, strides and alignment; addresses come with each run."""
+    """A planned forward of given shapes, dtypes, strides and alignment; addresses come with each run. y None: mean and rstd alone."""
 
     def __init__(
-        self, device: Device, centered: bool, x: Rows, y: Rows, weight: Parameter | None, bias: Parameter | None, eps: float,
+        self, device: Device, centered: bool, x: Rows, y: Rows | None, weight: Parameter | None, bias: Parameter | None, eps: float,
         zero_centered: bool, residual: Rows | None, sum: Rows | None, options: Options, *, row_scale: Parameter | None = None,
         drops: bool = False, y1: Rows | None = None, weight1: Parameter | None = None, bias1: Parameter | None = None,
         round_x_hat: bool = False,
@@ -135,7 +135,7 @@ class ForwardCall:
             own_sum = {"input": x.dtype, "residual_dtype": residual.dtype if residual else None, "dropout": drops}
             own_sum |= {"row_scale": row_scale[1] if row_scale else None}
         problem = Problem(
-            "forward", centered, x.num_cols, sum.dtype if sum else x.dtype, y=y.dtype, weight=weight[1] if weight else None,
+            "forward", centered, x.num_cols, sum.dtype if sum else x.dtype, y=y.dtype if y else None, weight=weight[1] if weight else None,
             bias=bias[1] if bias else None, zero_centered=bool(zero_centered),
             residual=residual is not None and not self.has_own_sum,
             pack_limit=pack_limit(x.num_cols, _layouts((x, y, residual, sum, y1), (weight, bias, weight1, bias1))),
@@ -143,7 +143,7 @@ class ForwardCall:
             round_x_hat=x.dtype if round_x_hat and DTYPES[x.dtype].itemsize < 4 else None, **own_sum,
         )  # fmt: skip
         self.plan: Plan = make_plan(problem, device, x.num_rows, **options._asdict())
-        self.x_stride, self.y_stride = x.row_stride, y.row_stride
+        self.x_stride, self.y_stride = x.row_stride, y.row_stride if y else 0
         self.residual_stride = residual.row_stride if residual else None
         self.sum_stride = sum.row_stride if sum else 0
         self.y1_stride = y1.row_stride if y1 else None
@@ -262,7 +262,7 @@ class FusedBackwardCall(BackwardCall):
 
 
 def run_forward(
-    machine: Machine, centered: bool, x: Rows, y: Rows, weight: Parameter | None, bias: Parameter | None, mean: int, rstd: int,
+    machine: Machine, centered: bool, x: Rows, y: Rows | None, weight: Parameter | None, bias: Parameter | None, mean: int, rstd: int,
     eps: float, zero_centered: bool = False, residual: Rows | None = None, sum: Rows | None = None, options: Options = DEFAULTS,
     *, row_scale: Parameter | None = None, dropout: Dropout = NO_DROPOUT, y1: Rows | None = None, weight1: Parameter | None = None,
     bias1: Parameter | None = None, round_x_hat: bool = False,
@@ -273,7 +273,7 @@ def run_forward(
         drops=dropout.p > 0, y1=y1, weight1=weight1, bias1=bias1, round_x_hat=round_x_hat,
     )  # fmt: skip
     words = call.words(
-        x.pointer, y.pointer, weight[0] if weight else 0, bias[0] if bias else 0, mean, rstd,
+        x.pointer, y.pointer if y else 0, weight[0] if weight else 0, bias[0] if bias else 0, mean, rstd,
         residual.pointer if residual else 0, sum.pointer if sum else 0, row_scale[0] if row_scale else 0, dropout,
         y1.pointer if y1 else 0, weight1[0] if weight1 else 0, bias1[0] if bias1 else 0,
     )  # fmt: skip

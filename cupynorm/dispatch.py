@@ -384,7 +384,7 @@ def make_plan(
             num_partials = grid // cluster_size
     if choice.strategy == "uncached":
         if problem.forward:
-            passes = 3 if choice.statistics == "two_pass" and problem.centered else 2
+            passes = (2 if choice.statistics == "two_pass" and problem.centered else 1) + bool(problem.y)
             moved += (passes - 1) * row_elements * DTYPES[problem.x].itemsize * (1 + problem.residual)
         else:
             x_size, dy_size = DTYPES[problem.x].itemsize, DTYPES[problem.dy].itemsize

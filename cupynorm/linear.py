@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.nn import functional
+from torch.utils.weak import WeakIdKeyDictionary
 
 from . import autograd, formulas, fp8, fp8_linear, fused, norm, norm_linear, torch_ops
 from .calls import Options
@@ -58,7 +59,7 @@ def normalize_and_project(
     """(y, normalized or None, input + residual). weights, biases: parts of one linear layer, whose rows follow each other.
 
     take: makes the gradients of weights and biases in place of `_gradients` (a _WeightGradients). folded: what `fold` makes of the
-    parameters, if it was made before; what torch traces folds them anew.
+    parameters, if it was made before; else a call without gradients looks for it in `kept_fold`, and what torch traces folds anew.
     """
     call = _check(
         centered, input, norm_weight, norm_bias, weights, biases, eps, residual, return_normalized, zero_centered_weight,
@@ -74,9 +75,12 @@ def normalize_and_project(
         y, normalized, _, _, added = _by_operator(call, *tensors[:4], weights, biases)
         return y, normalized if return_normalized else None, input if residual is None else added
     if torch.is_grad_enabled() and autograd._wants_gradient(*tensors):
+        if fused is not None:
+            _folds.pop(weights[0], None)  # an optimizer may step without telling torch
         y, normalized, added = _apply(call._replace(folded=folded), take, len(weights), *tensors)
         return y, normalized, input if residual is None else added
-    call = call if folded is None else call._replace(folded=folded)
+    if fused is not None:
+        call = call._replace(folded=folded or kept_fold(call, norm_weight, norm_bias, weights, biases))
     y, normalized, _, _, added = _forward(call, *tensors[:4], _joined(weights), _joined(biases), norm.FOR_Y)
     return y, normalized, added
 
@@ -236,8 +240,8 @@ def _forward(call, input, residual, norm_weight, norm_bias, weight, bias, purpos
 
 
 def _statistics(call, input, residual) -> tuple[Tensor | None, Tensor, Tensor]:
-    """mean, rstd, input + residual. A whole forward, of which only these are looked at: no kernel gives them alone."""
-    _, mean, rstd, added = _Kernels.normalize(call, input, residual, None, None)
+    """mean, rstd, input + residual: one pass over x that writes no y."""
+    _, mean, rstd, added = _Kernels.normalize(call, input, residual, None, None, norm.FOR_STATISTICS_ALONE)
     return mean, rstd, added
 
 
@@ -398,6 +402,44 @@ def fold(
     if norm_bias is not None:
         of_bias = torch.addmv(of_bias, wide, norm_bias.to(compute))
     return Folded(rounded, rounded.sum(1, dtype=compute) if centered else None, of_bias)
+
+
+_folds = WeakIdKeyDictionary()  # first weight -> (what the fold was made of, the fold)
+
+
+def kept_fold(
+    call: _Call, norm_weight: Tensor | None, norm_bias: Tensor | None, weights: Sequence[Tensor], biases: Sequence[Tensor]
+) -> Folded:
+    """The fold of the parameters for calls without gradients: made once, kept as long as the weight lives, made anew after a change.
+
+    Seen are other tensors in their places, what torch writes to one (load_state_dict, optimizers: its version), and data that lies
+    elsewhere; a recorded call, too, drops the fold. Not seen is what is written to `tensor.data`, or by foreign kernels, with no recorded call in
+    between. Nothing is kept while a CUDA graph is captured, whose replays are to see new parameters, nor of inference tensors,
+    which have no version.
+    """
+    first = weights[0]
+    others = (norm_weight, norm_bias, *weights[1:], *biases)
+    stream = None
+    if first.is_cuda:
+        stream = torch._C._cuda_getCurrentRawStream(first.get_device())
+        keeps = not torch.cuda.is_current_stream_capturing()
+    else:
+        keeps = True
+    keeps = keeps and not any(each is not None and each.is_inference() for each in (first, *others))
+    if keeps:
+        state = tuple(None if each is None else (each._version, each.data_ptr()) for each in (first, *others))
+        state = (call.centered, call.zero_centered_weight, call.dtype, stream, *state)
+        kept = _folds.get(first)
+        if kept is not None and kept[0] == state and all(one is other for one, other in zip(kept[1], others)):
+            return kept[2]
+    with torch.no_grad(), fp8.outside_autocast(first):
+        folded = fold(
+            norm_weight, norm_bias, _joined(weights), _joined(biases), centered=call.centered,
+            zero_centered_weight=call.zero_centered_weight, dtype=call.dtype,
+        )  # fmt: skip
+    if keeps:
+        _folds[first] = (state, others, folded)
+    return folded
 
 
 def project_folded(x: Tensor, mean: Tensor | None, rstd: Tensor, folded: Folded) -> Tensor:
@@ -683,7 +725,8 @@ class LayerNormLinear(torch.nn.Module):
     Called with input (..., in_features) of the parameters' dtype, or of any under torch.autocast, it returns out (..., out_features),
     or a tuple of out, the bias (an empty tensor without one) and the normalised tensor, those that were asked for.
     is_first_microbatch: True for the first of several forwards with the same parameters, False for the others: what is made of the weight,
-        in 8-bit floats or folded, is then made once. None: each time.
+        in 8-bit floats or folded, is then made once. None: each time; but without gradients, folded, after a change of the
+        parameters alone, which True asks for where torch cannot see it (cupynorm.linear.kept_fold).
 
     Raises ValueError, TypeError or NotImplementedError with a sentence for what does not fit.
     """
@@ -829,8 +872,13 @@ class LayerNormLinear(torch.nn.Module):
                 setattr(self, name, function(getattr(self, name)))
         self._join_parameters()
         self._mark_parameters()
-        self._fp8_weight = self._folded = None
+        self._drop_made()
         return self
+
+    def _drop_made(self) -> None:
+        """What was made of parameters that are others now."""
+        self._fp8_weight = self._folded = None
+        _folds.pop(self._weights()[0], None)
 
     def __getstate__(self) -> dict:
         return self.__dict__ | {
@@ -856,7 +904,7 @@ class LayerNormLinear(torch.nn.Module):
     def _load_from_state_dict(self, state_dict: dict, prefix: str, *arguments) -> None:
         state_dict = {f"{prefix}_extra_state": None, **state_dict}  # a state dict of another origin has none
         super()._load_from_state_dict(state_dict, prefix, *arguments)
-        self._fp8_weight = self._folded = None
+        self._drop_made()
         self._mark_parameters()  # load_state_dict(assign=True) brings other parameters
 
     def forward(
@@ -902,6 +950,7 @@ class LayerNormLinear(torch.nn.Module):
     def _fold(self, is_first_microbatch: bool, dtype: torch.dtype) -> Folded:
         """True: folded and kept; False: what is kept."""
         if is_first_microbatch or self._folded is None or self._folded.weight.dtype != dtype:
+            _folds.pop(self._weights()[0], None)
             with torch.no_grad(), fp8.outside_autocast(self.layer_norm_weight):
                 self._folded = fold(
                     self.layer_norm_weight, self.layer_norm_bias, _joined(self._weights()),

@@ -72,7 +72,8 @@ def layer_norm_linear(
         waits is the input and two numbers a row: 2 bytes an element in bfloat16 in place of 4. The kernel that makes the gradient of
         the input writes it beside that, as forward did but for the last bits of its mean.
     fused: None, or "fold": y = rstd * (input folded^T) + folded_bias with the norm's weight folded into the linear one, so that the
-        normalised tensor never exists (torch and NumPy). Its numerics: cupynorm.linear.fold.
+        normalised tensor never exists (torch and NumPy). Its numerics: cupynorm.linear.fold. Without gradients the folded weight is kept,
+        as large as weight, and made anew when a parameter changes: cupynorm.linear.kept_fold says what is seen of that.
 
     Returns y of shape (..., out_features), of input's dtype and library, or (y, normalized, sum) with those that were asked for. For
     torch differentiable in every tensor, any number of times; torch.compile sees one operator. Under torch.autocast y and normalized

@@ -59,7 +59,7 @@ class Problem:
     backward direction alone (None: not wanted). pack_limit: the largest pack_size that num_cols, addresses and row
     strides allow, a power of two.
 
-    x is the row that is normalised. Forward it may be a sum of its own dtype: `input` is then the dtype of what is read,
+    x is the row that is normalised. Forward without a y gives its statistics alone. Forward it may be a sum of its own dtype: `input` is then the dtype of what is read,
     residual_dtype that of what is added to it (None: nothing), and row_scale and dropout are what multiplies the input first.
     Backward these two belong to dx, where dresidual (None: not wanted, or the same tensor as dx) is the gradient of the sum itself.
     y1, weight1 and bias1 are of a second output of forward; round_x_hat is the dtype that x_hat is rounded to (None: it is not).

@@ -584,6 +584,41 @@ def test_y_again_counts_in_bytes():
     assert uncached[1].bytes_moved - uncached[0].bytes_moved == (1 << 20) * (10 * (2 + 2 + 4) + 2)
 
 
+# -- statistics alone ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("residual", [False, True])
+@pytest.mark.parametrize("statistics", STATISTICS)
+@pytest.mark.parametrize("strategy, tile", [
+    ("warp", None), ("block", Tile(8, 64, packs_per_thread=2)), ("block", Tile(8, 64)), ("block", Tile(8, 64, 2, stages=2)),
+    ("cluster", Tile(8, 32, packs_per_thread=1, cluster_size=4)), ("cluster", Tile(8, 32, cluster_size=2)),
+    ("cluster", Tile(8, 32, 2, cluster_size=2, stages=2)), ("uncached", None),
+])  # fmt: skip
+def test_statistics_alone(strategy, tile, statistics, residual, where, monkeypatch):
+    """The bits of a forward with y, which nothing writes: its array is not even there."""
+    case = Case("layer_norm", 7, 1000, "bfloat16", weight=None, bias=None, strategy=strategy, tile=tile, statistics=statistics)
+    case = replace(case, residual=residual, num_cols=240 if strategy == "warp" else 1000)
+    problem = random_problem(case)
+    plans, plain = [], calls.run_forward
+    with_y = run_kernels(problem, where)
+
+    def run_forward(machine, centered, x, y, *arguments, **options):
+        plans.append(plain(machine, centered, x, None, *arguments, **options))
+
+    monkeypatch.setattr(calls, "run_forward", run_forward)
+    alone = run_kernels(problem, where)
+    assert np.isnan(alone["y"]).all()
+    for name in ("mean", "rstd", *(["sum"] if residual else [])):
+        assert alone[name].tobytes() == with_y[name].tobytes() and np.isfinite(alone[name]).all()
+    assert "Store<void, void, void, false>" in plans[0].launches[0].kernel.name_expression
+    assert tile is None or plans[0].tile == tile
+    read = 7 * case.num_cols * 2
+    assert plans[0].bytes_needed == read * (1 + 2 * residual) + 7 * 2 * 4
+    if strategy == "uncached":
+        passes = 2 if statistics == "two_pass" else 1
+        assert plans[0].bytes_moved == plans[0].bytes_needed + (passes - 1) * read * (1 + residual)
+
+
 # A warp of any dtype takes 240.
 @pytest.mark.parametrize("num_cols", [57, 240])
 @pytest.mark.parametrize("statistics", STATISTICS)

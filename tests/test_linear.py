@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import gc
 import inspect
 import io
 from pathlib import Path
@@ -460,6 +461,115 @@ def test_a_fold_is_kept_between_microbatches(monkeypatch):
     with torch.autocast("cpu", torch.bfloat16):
         assert module(x, is_first_microbatch=False).dtype == torch.bfloat16 and len(made) == 5
     assert module.double()._folded is None and copy.deepcopy(module)._folded is None
+
+
+@pytest.fixture
+def folds(monkeypatch) -> list:
+    """What was folded."""
+    made, plain = [], linear.fold
+    monkeypatch.setattr(linear, "fold", lambda *given, **options: made.append(given) or plain(*given, **options))
+    return made
+
+
+@pytest.mark.parametrize("split", (None, {"q_": 8, "k": 4, "v": 4}), ids=("whole", "split"))
+def test_a_fold_is_kept_in_inference_until_a_parameter_changes(folds, split):
+    module = LayerNormLinear(24, 16, fused="fold", parameters_split=split, **CPU)
+    plain = LayerNormLinear(24, 16, parameters_split=split, **CPU)
+    x = torch.randn(4, 24)
+
+    def runs(times: int) -> None:
+        """Two calls fold so many times, and are right."""
+        folds.clear()
+        plain.load_state_dict(module.state_dict())
+        with torch.no_grad():
+            y = module(x)
+            assert torch.equal(module(x), y) and len(folds) == times
+            torch.testing.assert_close(y, plain(x), rtol=2.0**-18, atol=2.0**-18)
+
+    runs(1)
+    runs(0)
+    for name, parameter in module.named_parameters():
+        with torch.no_grad():
+            parameter.add_(0.5)
+        runs(1)
+        parameter.data = parameter.data * 2
+        runs(1)
+        setattr(module, name, torch.nn.Parameter(parameter.detach() + 0.25))
+        runs(1)
+        runs(0)
+    module.load_state_dict(
+        {name: torch.randn_like(value) for name, value in module.state_dict().items() if "extra" not in name}, strict=False
+    )
+    runs(1)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    module(x).sum().backward()
+    optimizer.step()
+    runs(1)
+    module(x).sum().backward()
+    for parameter in module.parameters():
+        parameter.data.mul_(0.5)  # as an optimizer that torch does not see
+    runs(1)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        folds.clear()
+        assert module(x).dtype == torch.bfloat16 and len(folds) == 1
+    module.double().float()
+    runs(1)
+    module.get_parameter(module.weight_names[0]).data.mul_(2)  # is not seen, and can be told
+    folds.clear()
+    with torch.no_grad():
+        module(x)
+        assert not folds
+        module(x, is_first_microbatch=True)
+    runs(1)
+
+
+def test_a_fold_of_the_functional_form_lives_as_long_as_its_weight(folds):
+    problem = draw()
+    given = leaves(problem)
+    with torch.no_grad():
+        first = call(problem, given, fused="fold")
+        assert torch.equal(call(problem, given, fused="fold"), first) and len(folds) == 1
+        call(problem, given | {"norm_weight": given["norm_weight"].clone()}, fused="fold")
+        call(problem, given | {"norm_bias": None}, fused="fold")
+        zero_centered = cupynorm.layer_norm_linear(
+            given["x"],
+            given["norm_weight"] - 1,
+            given["norm_bias"],
+            given["weight"],
+            given["bias"],
+            zero_centered_weight=True,
+            fused="fold",
+        )
+        torch.testing.assert_close(zero_centered, first, rtol=2.0**-18, atol=2.0**-18)
+        assert len(folds) == 4
+        kept = len(linear._folds)
+        folds.clear()
+        given.clear()
+        gc.collect()
+        assert len(linear._folds) == kept - 1
+    with torch.inference_mode():
+        given = leaves(problem)
+        assert torch.equal(call(problem, given, fused="fold"), call(problem, given, fused="fold")) and len(folds) == 2
+
+
+@pytest.mark.gpu
+def test_a_fold_is_made_anew_in_each_replay_of_a_graph():
+    module = LayerNormLinear(64, 32, fused="fold", params_dtype=torch.bfloat16)
+    x = torch.randn(16, 64, device="cuda", dtype=torch.bfloat16)
+    with torch.no_grad():
+        module(x)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            y = module(x)
+        for factor in (1.0, 2.0):
+            module.weight.mul_(factor)
+            graph.replay()
+            assert torch.equal(y, module(x))
+        with torch.cuda.stream(torch.cuda.Stream()):
+            torch.cuda.synchronize()
+            assert torch.equal(module(x), y)
+        torch.cuda.synchronize()
 
 
 def folded_errors(x, norm_weight, norm_bias, weight, eps, dtype):

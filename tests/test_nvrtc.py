@@ -108,6 +108,7 @@ FUSED_PROBLEMS += [
     for y, held, weight in (("bfloat16", "float32", "float32"), ("float16", "float32", "float16"), ("float64", "float64", "float64"))
 ]  # fmt: skip
 FUSED_PROBLEMS.append({"direction": "forward", "x": "float16", "y": "float16", "round_x_hat": "float16", "weight": "float16"})
+FUSED_PROBLEMS += [{"direction": "forward", "x": dtype} for dtype in ("bfloat16", "float32")]  # statistics alone
 FUSED_WIDTHS = (7, 768, 1000, 1025, 8192, 262144)
 # Backward that writes y again: the bias and one more stream beside what there was, at every edge of registers and rings.
 RECOMPUTING_PROBLEMS = [
