@@ -356,7 +356,7 @@ def prepare_backward(
         key = (
             lie(dy), lie(x), lie(mean), lie(rstd), lie(weight), lie(dsum), lie(row_scale), isinstance(seed, int) or lie(seed),
             centered, extents, zero_centered_weight, gradients, dweight_dtype, dbias_dtype, options, dx_dtype, dresidual_dtype,
-            fused_options.dropout_p > 0, of_y and tuple(map(lie, of_y)), recomputed and lie(recomputed[0]),
+            fused_options.dropout_p > 0, of_y and tuple(map(lie, of_y)), recomputed and (lie(recomputed[0]),),
         )  # fmt: skip
         prepared = norm.fused_backwards.get(key)
     except (AttributeError, TypeError):

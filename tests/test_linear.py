@@ -16,13 +16,14 @@ from linear_bounds import LinearProblem, assert_right, draw, expected
 import cupynorm
 from cupynorm import arrays
 from cupynorm.activations import read
+from cupynorm.calls import Options
 from cupynorm.dtypes import DTYPES, decode, encode
 
 torch = pytest.importorskip("torch")
 from torch.library import opcheck  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 
-from cupynorm import linear, norm  # noqa: E402  (imports torch)
+from cupynorm import fused, linear, norm  # noqa: E402  (imports torch)
 from cupynorm.linear import LayerNormLinear  # noqa: E402
 
 NORMS = ("layer_norm", "rms_norm")
@@ -302,6 +303,24 @@ def test_a_normalised_tensor_of_the_autocast_dtype_is_made_again(kernels):
 def test_one_kernel_of_every_strategy(dtype, in_features):
     problem = draw("layer_norm", dtype, num_rows=40, in_features=in_features, out_features=24)
     assert_right(problem, recorded(problem, "cuda"), ("normalized", "sum"))
+
+
+def test_a_backward_that_writes_y_again_is_another_than_one_that_does_not(kernels):
+    """Also where there is no bias, by which alone they would differ: each is prepared once, and kept."""
+    x, dy = torch.randn(2, 3, 24)
+    _, mean, rstd, _ = cupynorm.layer_norm_forward(x, normalized_shape=24)
+    arguments = (True, dy, x, mean, rstd, (24,), None, False, None, ("dx",), None, None, Options(), None, None, None)
+    for _ in range(2):
+        for recomputed in (None, (None,), (torch.ones(24),)):
+            prepared, given = fused.prepare_backward(*arguments, recomputed=recomputed)
+            dx, _, _, _, y = prepared.run(*given)
+            assert dx.isfinite().all() and (y is None) == (recomputed is None)
+            if y is not None:
+                shift = 0.0 if recomputed[0] is None else 1.0
+                torch.testing.assert_close(y, torch.nn.functional.layer_norm(x, (24,)) + shift)
+    assert len(norm.fused_backwards) == 3
+    empty = fused.prepare_backward(True, dy[:0], x[:0], mean[:0], rstd[:0], *arguments[5:], recomputed=(None,))
+    assert empty[0].run(*empty[1])[4].shape == (0, 24)
 
 
 def test_the_operator_that_makes_y_again():
