@@ -448,8 +448,10 @@ def project_folded(x: Tensor, mean: Tensor | None, rstd: Tensor, folded: Folded)
     y = _wide_product(as_rows(x.to(dtype)), folded.weight.t())
     if folded.sums is not None:
         y.addr_(mean.reshape(-1), folded.sums, alpha=-1)
-    y.mul_(rstd.reshape(-1, 1)).add_(folded.bias)
-    return y.to(dtype).reshape(*x.shape[:-1], len(folded.weight))
+    # Scaled, shifted and rounded in one pass over y: torch rounds as it writes.
+    rounded = torch.empty_like(y, dtype=dtype)
+    torch.addcmul(folded.bias, y, rstd.reshape(-1, 1), out=rounded)
+    return rounded.reshape(*x.shape[:-1], len(folded.weight))
 
 
 def _wide_product(a: Tensor, b: Tensor) -> Tensor:
