@@ -735,7 +735,8 @@ class _PreparedForward(_Forward):
     """A forward that is planned and compiled: `run` takes any arrays that lie as those it was made from."""
 
     def __init__(
-        self, centered, x, extents, weight, bias, eps, residual, zero_centered_weight, y_dtype, out, options, wants_statistics, wants_y
+        self, centered, x, extents, weight, bias, eps, residual, zero_centered_weight, y_dtype, out, options, wants_statistics,
+        wants_y=True,
     ) -> None:  # fmt: skip
         super().__init__(centered, extents, bias, zero_centered_weight, options)
         num_dims = len(extents)
