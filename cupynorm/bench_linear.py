@@ -4,7 +4,7 @@ gemm      the linear layer alone, on an input that is normalised already (in fp8
           for its product is faster
 copy      a device-to-device copy of the bytes that the norm must move: forward reads x and writes the normalised tensor, forward and
           backward together read x twice and two gradients once, and write three
-target    gemm + copy / 0.97
+target    gemm + copy / 0.97; cupynorm/target: the default layer's time over that
 time      as in cupynorm.bench: kernel time by CUDA events behind a flush of the L2 cache, the contestants in turns
 held      what is allocated between forward and backward, beyond what was before and y; peak: the most in between, gradients included
 correct   sampled rows of y beside float64, relative to their norm
@@ -36,6 +36,7 @@ FORMATS = ("bfloat16", "fp8")
 PASSES = ("forward", "both")
 EPS = 1e-5
 COPY, GEMM, TARGET = "copy", "gemm", "target"
+_OF_TARGET = "cupynorm/target"
 _FEW_ROWS = 256  # up to here a decoder's: forward alone
 _SAMPLED_ROWS = 16
 # Relative to the norm of y: one rounding of each factor and of y; in fp8 what cupynorm's own tests allow.
@@ -316,12 +317,21 @@ class LinearResult:
 
     def __str__(self) -> str:
         names = [name for name in CONTESTANTS if any(name in each.microseconds for each in self.measurements)]
-        rows = [["microseconds", *names, TARGET]]
+        rows = [["microseconds", *names, TARGET, _OF_TARGET]]
         memory = [["MiB between forward and backward / at most", *names]]
         for each in self.measurements:
             shown = [f"{each.median(name):.1f}" if name in each.microseconds else "-" for name in names]
             has_target = GEMM in each.microseconds and COPY in each.microseconds
-            rows.append([str(each.cell), *shown, f"{each.median(TARGET):.1f}" if has_target else "-"])
+            target = each.median(TARGET) if has_target else None
+            of_target = has_target and "cupynorm" in each.microseconds
+            rows.append(
+                [
+                    str(each.cell),
+                    *shown,
+                    f"{target:.1f}" if has_target else "-",
+                    f"{each.median('cupynorm') / target:.3f}" if of_target else "-",
+                ]
+            )
             if each.memory:
                 sizes = [each.memory.get(name) for name in names]
                 memory.append(
@@ -330,7 +340,11 @@ class LinearResult:
                         *("-" if size is None else f"{size[0] / 2**20:.0f} / {size[1] / 2**20:.0f}" for size in sizes),
                     ]
                 )
-        lines = [*aligned(rows), "", "medians; target: gemm + a copy of the norm's bytes / 0.97"]
+        lines = [
+            *aligned(rows),
+            "",
+            f"medians; target: gemm + a copy of the norm's bytes / 0.97; {_OF_TARGET}: of the default layer",
+        ]
         if len(memory) > 1:
             lines += ["", *aligned(memory)]
         lines += [f"{each.cell}: {why}" for each in self.measurements for why in each.faults.values()]
