@@ -67,3 +67,14 @@ __device__ __forceinline__ void add_pack(Compute* sums, const Compute (&values)[
   for (int at = 0; at < pack_size; ++at) added[at] += values[at];
   store_pack<pack_size>(sums, repack<Compute>(added));
 }
+
+// Writes a pack of y again, for rows whose weights and biases wait nowhere.
+template <bool centered, int pack_size, class Problem, class Gradient, class Compute>
+__device__ __forceinline__ void recompute(const Problem& problem, const Gradient& gradient, long long row, long long col,
+                                          const Compute (&xs)[pack_size], const Compute (&weights)[pack_size]) {
+  Compute x_hats[pack_size], biases[pack_size];
+#pragma unroll
+  for (int at = 0; at < pack_size; ++at) x_hats[at] = gradient.template x_hat<centered>(xs[at]);
+  problem.store.biases().load(col, biases);
+  problem.store.recompute(row, col, x_hats, weights, biases);
+}

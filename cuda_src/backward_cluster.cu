@@ -68,7 +68,8 @@ __global__ void __cluster_dims__(tile.cluster_size, 1, 1) __launch_bounds__(tile
       x.for_each_pack([&](int col, const Compute(&values)[pack_size]) {
         Compute dys[pack_size], weights[pack_size], products[pack_size];
         unpack(load_pack<pack_size>(dy.held + (col - first_col)), dys);
-        if constexpr (gradients.dx) problem.scale.load(col, weights);
+        if constexpr (gradients.dx || StoreDx::recomputes) problem.scale.load(col, weights);
+        if constexpr (StoreDx::recomputes) recompute<centered>(problem, gradient, row, col, values, weights);
 #pragma unroll
         for (int at = 0; at < pack_size; ++at) {
           const Compute x_hat = gradient.template x_hat<centered>(values[at]);

@@ -7,7 +7,7 @@
 #include "backward.cuh"
 #include "ring.cuh"
 
-// The weights of a warp's part: the last of each thread's packs in registers, and all of them where there are few.
+// The weights, or biases, of a warp's part: the last of each thread's packs in registers, and all of them where there are few.
 template <class Scale, Tile tile, bool used>
 struct RingWeights {
   using Shape = RingShape<tile>;
@@ -38,10 +38,10 @@ struct RingWeights {
   __device__ __forceinline__ void unpack_to(int pack, Compute (&values)[tile.pack_size]) {
     if constexpr (!used) return;
     if (pack < smem_packs) {
-      in_smem[pack * tile.threads_per_row].unpack_to(values, 1.0f);
+      Scale::unpack(in_smem[pack * tile.threads_per_row], values);
     } else {
       in_registers[pack - smem_packs].forget_unpacked();
-      in_registers[pack - smem_packs].unpack_to(values, 1.0f);
+      Scale::unpack(in_registers[pack - smem_packs], values);
     }
   }
 };
@@ -88,8 +88,12 @@ __device__ __forceinline__ void backward_ring(const Backward<LoadX, LoadDy, Scal
   if (threadIdx.x % 32 == 0) {
     for (int slot = 0; slot < min(static_cast<unsigned>(tile.stages), turns.count); ++slot) fetch(slot);
   }
-  RingWeights<Scale, tile, gradients.dx> weights(problem.scale, cols,
-                                                 smem + (Ring::smem_bytes + Exchange<tile>::smem_bytes + 15) / 16 * 16);
+  constexpr bool recomputes = StoreDx::recomputes;
+  unsigned char* parameters = smem + (Ring::smem_bytes + Exchange<tile>::smem_bytes + 15) / 16 * 16;
+  RingWeights<Scale, tile, gradients.dx || recomputes> weights(problem.scale, cols, parameters);
+  typename StoreDx::Biases bias{};
+  if constexpr (recomputes) bias = problem.store.biases();
+  RingWeights<typename StoreDx::Biases, tile, recomputes> biases(bias, cols, parameters + decltype(weights)::smem_bytes);
   Compute dweight[packs_per_thread][pack_size] = {}, dbias[packs_per_thread][pack_size] = {};
   const auto row_gradient = [&](unsigned turn) {
     const long long row = min(turns.first_row + turn * turns.step, problem.num_rows - 1);
@@ -156,20 +160,29 @@ __device__ __forceinline__ void backward_ring(const Backward<LoadX, LoadDy, Scal
       Sum<Compute, 1> sum{};
       exchange.for_each_source([&](int index) { sum.part[0] += exchange.received(turn, speaks_for_second(), index); });
       gradient.finish(both_halves(warp_reduce<16>(sum).part[0]), reciprocal);
+    }
+    if constexpr (gradients.dx || recomputes) {
       for_each_pack(at.slot, false, [&](int pack, const Compute(&xs)[pack_size], const Compute(&dys)[pack_size]) {
-        Compute scales[pack_size], dx[pack_size];
+        Compute scales[pack_size], x_hats[pack_size], dx[pack_size];
         weights.unpack_to(pack, scales);
 #pragma unroll
         for (int index = 0; index < pack_size; ++index) {
-          dx[index] =
-              gradient.template dx<centered>(gradient.template x_hat<centered>(xs[index]), times(dys[index], scales[index]));
+          x_hats[index] = gradient.template x_hat<centered>(xs[index]);
+          if constexpr (gradients.dx) {
+            dx[index] = gradient.template dx<centered>(x_hats[index], times(dys[index], scales[index]));
+          }
         }
         const int col = cols.first_col + Shape::col(pack);
         if constexpr (adds) {
           const Added* added_part = added.in(ring.slots + at.slot * Ring::slot_bytes + added_offset, false);
           problem.store.store(row, col, dx, load_pack<pack_size>(added_part + Shape::col(pack)), Shape::in_part(pack, cols));
-        } else {
+        } else if constexpr (gradients.dx) {
           problem.store.store(row, col, dx, Shape::in_part(pack, cols));
+        }
+        if constexpr (recomputes) {
+          Compute shifts[pack_size];
+          biases.unpack_to(pack, shifts);
+          problem.store.recompute(row, col, x_hats, scales, shifts, Shape::in_part(pack, cols));
         }
       });
     }

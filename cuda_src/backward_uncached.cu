@@ -8,7 +8,7 @@
 template <class LoadX, class LoadDy, class Scale, class StoreDx, Gradients gradients, bool centered, Tile tile>
 __global__ void __launch_bounds__(tile.block_size(), tile.blocks_per_sm)
     backward_uncached(const Backward<LoadX, LoadDy, Scale, StoreDx> problem) {
-  static_assert(gradients.dx && !gradients.dweight && !gradients.dbias, "backward_parameters sums dweight and dbias");
+  static_assert(!gradients.dweight && !gradients.dbias, "backward_parameters sums dweight and dbias");
   using Compute = typename LoadX::Compute;
   constexpr int pack_size = tile.pack_size;
   BlockReduce<tile.threads_per_row, Compute> reduce(dynamic_smem());
@@ -24,6 +24,7 @@ __global__ void __launch_bounds__(tile.block_size(), tile.blocks_per_sm)
       Compute dys[pack_size], weights[pack_size];
       unpack(problem.load_dy.template load<pack_size>(row, col), dys);
       problem.scale.load(col, weights);
+      if constexpr (StoreDx::recomputes) recompute<centered>(problem, gradient, row, col, values, weights);
 #pragma unroll
       for (int at = 0; at < pack_size; ++at) {
         const Compute wdy = times(dys[at], weights[at]);
@@ -31,6 +32,7 @@ __global__ void __launch_bounds__(tile.block_size(), tile.blocks_per_sm)
         if constexpr (centered) sums.part[1] += wdy;
       }
     });
+    if constexpr (!gradients.dx) continue;
     gradient.finish(reduce.all(sums), Compute(1) / static_cast<Compute>(problem.num_cols));
     x.for_each_pack([&](long long col, const Compute(&values)[pack_size]) {
       Compute dys[pack_size], weights[pack_size], dx[pack_size];

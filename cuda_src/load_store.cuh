@@ -14,7 +14,9 @@
 //          of backward: adds: whether a tensor of Added is added, whose rows a copy engine may fetch: added_start(row),
 //          added_stride(); store(row, col, values, fetched)
 //          quantizes, of forward: whether it is one of fp8.cuh, which keep more from pack to pack
-// scale    present: false if there is no weight; load(col, values): the weight, or 1, in the compute type
+//          recomputes: whether y is written again beside dx: Biases: the functor of its bias, biases(); recompute(row, col,
+//          x_hats, weights, biases, present)
+// scale    present: false if there is no weight; load(col, values): the weight, or 1, in the compute type (of a bias: or 0)
 //          keep(col) -> Kept, for use in many rows
 //
 // Offsets are 64-bit everywhere. `void` for a parameter's type means that it is absent.
@@ -66,6 +68,31 @@ struct KeptParameter<void, zero_centered, pack_size> {
     for (int at = 0; at < pack_size; ++at) values[at] = static_cast<Compute>(missing);
   }
   __device__ __forceinline__ void forget_unpacked() {}
+};
+
+// missing: what stands for a parameter that is absent.
+template <class Weight, bool zero_centered, int missing = 1>
+struct Scale {
+  static constexpr bool present = !is_same<Weight, void>;
+
+  const Weight* weight;
+
+  template <int pack_size>
+  using Kept = KeptParameter<Weight, zero_centered, pack_size>;
+
+  template <int pack_size>
+  __device__ __forceinline__ Kept<pack_size> keep(long long col) const {
+    return {weight, col};
+  }
+  template <class Kept, int pack_size, class Compute>
+  __device__ __forceinline__ static void unpack(const Kept& kept, Compute (&values)[pack_size]) {
+    kept.unpack_to(values, missing);
+  }
+
+  template <int pack_size, class Compute>
+  __device__ __forceinline__ void load(long long col, Compute (&values)[pack_size]) const {
+    keep<pack_size>(col).unpack_to(values, missing);
+  }
 };
 
 template <class X>
@@ -204,10 +231,16 @@ struct SumLoad {
   }
 };
 
+// Base of the stores of backward. Scale<void, ..>: no bias, and nothing to load.
+struct WritesDxAlone {
+  static constexpr bool recomputes = false;
+  using Biases = Scale<void, false, 0>;
+};
+
 // Rounded: an element type that x_hat is rounded to before the weight multiplies it, as some models are written; void: it is
 // not.
 template <class Y, class Weight, class Bias, bool zero_centered, class Rounded = void>
-struct Store {
+struct Store : WritesDxAlone {
   using Added = Y;
   static constexpr bool adds = false;
   static constexpr bool quantizes = false;
@@ -236,13 +269,18 @@ struct Store {
   template <int pack_size, class Compute>
   __device__ __forceinline__ static void affine(const Compute (&values)[pack_size], const Kept<pack_size>& kept,
                                                 Compute (&made)[pack_size]) {
+    Compute weights[pack_size], biases[pack_size];
+    kept.weight.unpack_to(weights, 1.0f);
+    kept.bias.unpack_to(biases, 0.0f);
+    affine(values, weights, biases, made);
+  }
+  template <int pack_size, class Compute>
+  __device__ __forceinline__ static void affine(const Compute (&values)[pack_size], const Compute (&weights)[pack_size],
+                                                const Compute (&biases)[pack_size], Compute (&made)[pack_size]) {
 #pragma unroll
     for (int at = 0; at < pack_size; ++at) made[at] = values[at];
     if constexpr (!is_same<Rounded, void>) unpack(repack<Rounded>(values), made);
     if constexpr (!is_same<Weight, void> || !is_same<Bias, void>) {
-      Compute weights[pack_size], biases[pack_size];
-      kept.weight.unpack_to(weights, 1.0f);
-      kept.bias.unpack_to(biases, 0.0f);
 #pragma unroll
       for (int at = 0; at < pack_size; ++at) made[at] = made[at] * weights[at] + biases[at];
     }
@@ -251,8 +289,17 @@ struct Store {
   template <int pack_size, class Compute>
   __device__ __forceinline__ void store(long long row, long long col, const Compute (&values)[pack_size],
                                         const Kept<pack_size>& kept, bool present = true) const {
+    Compute weights[pack_size], biases[pack_size];
+    kept.weight.unpack_to(weights, 1.0f);
+    kept.bias.unpack_to(biases, 0.0f);
+    store(row, col, values, weights, biases, present);
+  }
+  template <int pack_size, class Compute>
+  __device__ __forceinline__ void store(long long row, long long col, const Compute (&values)[pack_size],
+                                        const Compute (&weights)[pack_size], const Compute (&biases)[pack_size],
+                                        bool present) const {
     Compute made[pack_size];
-    affine(values, kept, made);
+    affine(values, weights, biases, made);
     const Pack<Y, pack_size> rounded = repack<Y>(made);
     if (present) store_pack<pack_size>(y + row * y_stride + col, rounded);
   }
@@ -261,6 +308,29 @@ struct Store {
                                         bool present = true) const {
     store(row, col, values, keep<pack_size>(present ? col : 0), present);
   }
+};
+
+// Nothing: of a forward that gives mean and rstd alone. Its words are those of every Store.
+template <bool zero_centered>
+struct Store<void, void, void, zero_centered, void> {
+  static constexpr bool quantizes = false;
+
+  void* y;
+  long long y_stride;
+  const void* weight;
+  const void* bias;
+
+  template <int pack_size>
+  struct Kept {
+    __device__ __forceinline__ void forget_unpacked() {}
+  };
+  template <int pack_size>
+  __device__ __forceinline__ Kept<pack_size> keep(long long) const {
+    return {};
+  }
+  template <int pack_size, class Compute>
+  __device__ __forceinline__ void store(long long, long long, const Compute (&)[pack_size], const Kept<pack_size>&,
+                                        bool = true) const {}
 };
 
 // One x_hat, two affine maps of it: y of First, y1 of Second.
@@ -331,7 +401,7 @@ struct LoadXHat {
 
 // dx plus the gradient that reaches the sum x + residual from elsewhere, added before the one rounding.
 template <class Dx, class Dsum>
-struct AddStore {
+struct AddStore : WritesDxAlone {
   using Added = Dsum;
   static constexpr bool adds = true;
 
@@ -365,7 +435,7 @@ struct AddStore {
 // The gradient of a sum, to which comes what reaches the sum from elsewhere (void: nothing does): to the residual as it is
 // (void: not wanted), to x times the factor of forward. Each is rounded once.
 template <class Dx, class Dresidual, class Dsum, class RowScale, bool drops>
-struct SplitStore {
+struct SplitStore : WritesDxAlone {
   static constexpr bool adds = !is_same<Dsum, void>;
   using Added = typename Otherwise<Dsum, Dx>::type;
 
@@ -406,22 +476,21 @@ struct SplitStore {
   }
 };
 
-template <class Weight, bool zero_centered>
-struct Scale {
-  static constexpr bool present = !is_same<Weight, void>;
+// What StoreDx writes, and beside it y: by forward's own store, from the x_hat of backward, so that what needs the normalised
+// tensor in backward need not keep it, nor read x once more. The kernel holds the weight for dx anyway.
+template <class StoreDx, class Y, class Weight, class Bias, bool zero_centered>
+struct RecomputingStore : StoreDx {
+  static constexpr bool recomputes = true;
+  using Biases = Scale<Bias, false, 0>;
 
-  const Weight* weight;
+  Store<Y, Weight, Bias, zero_centered> store_y;
 
-  template <int pack_size>
-  using Kept = KeptParameter<Weight, zero_centered, pack_size>;
-
-  template <int pack_size>
-  __device__ __forceinline__ Kept<pack_size> keep(long long col) const {
-    return {weight, col};
-  }
+  __device__ __forceinline__ Biases biases() const { return {store_y.bias}; }
 
   template <int pack_size, class Compute>
-  __device__ __forceinline__ void load(long long col, Compute (&values)[pack_size]) const {
-    keep<pack_size>(col).unpack_to(values, 1.0f);
+  __device__ __forceinline__ void recompute(long long row, long long col, const Compute (&x_hats)[pack_size],
+                                            const Compute (&weights)[pack_size], const Compute (&biases)[pack_size],
+                                            bool present = true) const {
+    store_y.store(row, col, x_hats, weights, biases, present);
   }
 };

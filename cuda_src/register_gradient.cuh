@@ -14,6 +14,8 @@ struct RegisterGradient {
   // Packs of 16-bit elements leave registers for a second row; those of 32 bits, and lone elements, do not.
   static constexpr bool fetch_ahead = sizeof(typename LoadX::Held) + sizeof(typename LoadDy::Held) <= 4 && tile.pack_size > 1;
 
+  static constexpr bool needs_weights = gradients.dx || StoreDx::recomputes;
+
   const Problem& problem;
   Slice cols;  // of this block
   Compute reciprocal;
@@ -26,7 +28,7 @@ struct RegisterGradient {
 
   __device__ __forceinline__ RegisterGradient(const Problem& problem, Slice cols)
       : problem(problem), cols(cols), reciprocal(Compute(1) / static_cast<Compute>(problem.num_cols)) {
-    if constexpr (gradients.dx) {
+    if constexpr (needs_weights) {
 #pragma unroll
       for (int pack = 0; pack < tile.packs_per_thread; ++pack) {
         weights[pack] = problem.scale.template keep<tile.pack_size>(in_row(pack) ? col(pack) : cols.first_col);
@@ -51,7 +53,8 @@ struct RegisterGradient {
     next.rstd = problem.rstd[row];
   }
 
-  // Adds a row to the sums and writes its dx; `following` is the row that this thread takes next.
+  // Adds a row to the sums and writes its dx, and y again if that is asked for; `following` is the row that this thread takes
+  // next.
   template <class Reduce>
   __device__ __forceinline__ void add_row(long long row, long long following, Reduce& reduce) {
     if constexpr (!fetch_ahead) fetch(row);
@@ -66,7 +69,7 @@ struct RegisterGradient {
       Compute scales[tile.pack_size];
       unpack(x.packs[pack], x_hats[pack]);
       unpack(dy.packs[pack], wdys[pack]);
-      if constexpr (gradients.dx) weights[pack].unpack_to(scales, 1.0f);
+      if constexpr (needs_weights) Weights::unpack(weights[pack], scales);
       Compute partial[2] = {};
 #pragma unroll
       for (int at = 0; at < tile.pack_size; ++at) {
@@ -82,6 +85,11 @@ struct RegisterGradient {
       }
       sums.part[0] += partial[0];
       sums.part[1] += partial[1];
+      if constexpr (StoreDx::recomputes) {
+        Compute biases[tile.pack_size];  // from cache: there are no registers left to keep them from row to row
+        problem.store.biases().load(in_row(pack) ? col(pack) : cols.first_col, biases);
+        problem.store.recompute(row, col(pack), x_hats[pack], scales, biases, counts);
+      }
     }
     if constexpr (fetch_ahead) fetch(following);
     if constexpr (gradients.dx) {

@@ -106,6 +106,13 @@ class OfY(NamedTuple):
     compute: str
 
 
+class Recomputed(NamedTuple):
+    """y, which a backward writes again from x, and forward's bias."""
+
+    y: Rows
+    bias: Parameter | None
+
+
 class Machine(Protocol):
     """Where kernels run."""
 
@@ -126,13 +133,14 @@ def _layouts(rows: tuple[Rows | None, ...], parameters: tuple[Parameter | None, 
 
 
 class ForwardCall:
-    """A planned forward of given shapes, dtypes, strides and alignment; addresses come with each run."""
+    """A planned forward of given shapes, dtypes, strides and alignment; addresses come with each run.
+    y None: mean and rstd alone."""
 
     def __init__(
-        self, device: Device, centered: bool, x: Rows, y: Rows, weight: Parameter | None, bias: Parameter | None, eps: float,
-        zero_centered: bool, residual: Rows | None, sum: Rows | None, options: Options, *, row_scale: Parameter | None = None,
-        drops: bool = False, y1: Rows | None = None, weight1: Parameter | None = None, bias1: Parameter | None = None,
-        round_x_hat: bool = False, quantization: Quantization | None = None,
+        self, device: Device, centered: bool, x: Rows, y: Rows | None, weight: Parameter | None, bias: Parameter | None,
+        eps: float, zero_centered: bool, residual: Rows | None, sum: Rows | None, options: Options, *,
+        row_scale: Parameter | None = None, drops: bool = False, y1: Rows | None = None, weight1: Parameter | None = None,
+        bias1: Parameter | None = None, round_x_hat: bool = False, quantization: Quantization | None = None,
     ) -> None:  # fmt: skip
         # Where x, the residual and their sum are of one dtype and nothing multiplies x, the sum is ResidualLoad's.
         dtypes = {each.dtype for each in (x, residual, sum) if each}
@@ -142,8 +150,8 @@ class ForwardCall:
             own_sum = {"input": x.dtype, "residual_dtype": residual.dtype if residual else None, "dropout": drops}
             own_sum |= {"row_scale": row_scale[1] if row_scale else None}
         problem = Problem(
-            "forward", centered, x.num_cols, sum.dtype if sum else x.dtype, y=y.dtype, weight=weight[1] if weight else None,
-            bias=bias[1] if bias else None, zero_centered=bool(zero_centered),
+            "forward", centered, x.num_cols, sum.dtype if sum else x.dtype, y=y.dtype if y else None,
+            weight=weight[1] if weight else None, bias=bias[1] if bias else None, zero_centered=bool(zero_centered),
             residual=residual is not None and not self.has_own_sum,
             pack_limit=pack_limit(x.num_cols, _layouts((x, y, residual, sum, y1), (weight, bias, weight1, bias1))),
             y1=y1.dtype if y1 else None, weight1=weight1[1] if weight1 else None, bias1=bias1[1] if bias1 else None,
@@ -152,7 +160,7 @@ class ForwardCall:
             amax=quantization is not None and quantization.amax is not None, **own_sum,
         )  # fmt: skip
         self.plan: Plan = make_plan(problem, device, x.num_rows, **options._asdict())
-        self.x_stride, self.y_stride = x.row_stride, y.row_stride
+        self.x_stride, self.y_stride = x.row_stride, y.row_stride if y else 0
         self.residual_stride = residual.row_stride if residual else None
         self.sum_stride = sum.row_stride if sum else 0
         self.y1_stride = y1.row_stride if y1 else None
@@ -226,24 +234,28 @@ class BackwardCall:
         self, device: Device, centered: bool, x: Rows, dy: Rows, weight: Parameter | None, zero_centered: bool,
         dx: Rows | None, dweight: Parameter | None, dbias: Parameter | None, dsum: Rows | None, options: Options, *,
         dresidual: Rows | None = None, row_scale: Parameter | None = None, drops: bool = False, of_y: OfY | None = None,
+        recomputed: Recomputed | None = None,
     ) -> None:  # fmt: skip
         dsum = dsum if dx else None
         y_weight, y_bias, held = of_y or (None, None, x.dtype)
+        y, bias = recomputed or (None, None)
         problem = Problem(
             "backward", centered, x.num_cols, held, weight=weight[1] if weight else None, zero_centered=bool(zero_centered),
             dy=dy.dtype, dx=dx.dtype if dx else None, dweight=dweight[1] if dweight else None,
             dbias=dbias[1] if dbias else None, dsum=dsum.dtype if dsum else None,
             pack_limit=pack_limit(
-                x.num_cols, _layouts((x, dy, dx, dsum, dresidual), (weight, dweight, dbias, y_weight, y_bias))
+                x.num_cols, _layouts((x, dy, dx, dsum, dresidual, y), (weight, dweight, dbias, y_weight, y_bias, bias))
             ),
             y=x.dtype if of_y else None, y_weight=y_weight[1] if y_weight else None, y_bias=y_bias[1] if y_bias else None,
             dresidual=dresidual.dtype if dresidual else None, row_scale=row_scale[1] if row_scale else None, dropout=drops,
+            recomputed=y.dtype if y else None, bias=bias[1] if bias else None,
         )  # fmt: skip
         self.plan: Plan = make_plan(problem, device, x.num_rows, **options._asdict())
         self.x_stride, self.dy_stride = x.row_stride, dy.row_stride
         self.dx_stride = dx.row_stride if dx else 0
         self.dsum_stride = dsum.row_stride if dsum else 0
         self.dresidual_stride = dresidual.row_stride if dresidual else 0
+        self.y_stride = y.row_stride if y else None
         self.smallest = DTYPES[x.dtype].half_ulp if of_y else None
         self.splits = bool(dresidual or row_scale or drops)
         self.num_rows, self.num_cols, self.num_partials = x.num_rows, x.num_cols, self.plan.num_partials
@@ -282,12 +294,16 @@ class FusedBackwardCall(BackwardCall):
 
     def words(
         self, x: int, dy: int, weight: int, dx: int, mean: int, rstd: int, dweight: int, dbias: int, dsum: int, partials: int,
-        dresidual: int, row_scale: int, dropout: Dropout, y_weight: int, y_bias: int,
+        dresidual: int, row_scale: int, dropout: Dropout, y_weight: int, y_bias: int, y: int, bias: int,
     ) -> list[tuple]:  # fmt: skip
         words = super().words(x, dy, weight, dx, mean, rstd, dweight, dbias, dsum, partials)
-        if self.goes_by_rows and self.splits:
-            until_dsum, rest = words[0][:9], words[0][9:]
-            words[0] = (*until_dsum, dresidual, self.dresidual_stride, row_scale, *dropout.words, *rest)
+        if self.goes_by_rows:
+            store, rest = words[0][:9], words[0][9:]
+            if self.splits:
+                store += (dresidual, self.dresidual_stride, row_scale, *dropout.words)
+            if self.y_stride is not None:
+                store += (y, self.y_stride, weight, bias)
+            words[0] = (*store, *rest)
         if self.smallest is not None:
             # struct LoadXHat where struct Load would be
             reads_rows = [self.goes_by_rows] * self.goes_by_rows + [self.partials_shape is None] * self.sums_up
@@ -298,9 +314,9 @@ class FusedBackwardCall(BackwardCall):
 
 
 def run_forward(
-    machine: Machine, centered: bool, x: Rows, y: Rows, weight: Parameter | None, bias: Parameter | None, mean: int, rstd: int,
-    eps: float, zero_centered: bool = False, residual: Rows | None = None, sum: Rows | None = None, options: Options = DEFAULTS,
-    *, row_scale: Parameter | None = None, dropout: Dropout = NO_DROPOUT, y1: Rows | None = None,
+    machine: Machine, centered: bool, x: Rows, y: Rows | None, weight: Parameter | None, bias: Parameter | None, mean: int,
+    rstd: int, eps: float, zero_centered: bool = False, residual: Rows | None = None, sum: Rows | None = None,
+    options: Options = DEFAULTS, *, row_scale: Parameter | None = None, dropout: Dropout = NO_DROPOUT, y1: Rows | None = None,
     weight1: Parameter | None = None, bias1: Parameter | None = None, round_x_hat: bool = False,
     quantization: Quantization | None = None, of_scales: tuple[int, int, int] = (0, 0, 0),
 ) -> Plan:  # fmt: skip
@@ -313,7 +329,7 @@ def run_forward(
         drops=dropout.p > 0, y1=y1, weight1=weight1, bias1=bias1, round_x_hat=round_x_hat, quantization=quantization,
     )  # fmt: skip
     words = call.words(
-        x.pointer, y.pointer, weight[0] if weight else 0, bias[0] if bias else 0, mean, rstd,
+        x.pointer, y.pointer if y else 0, weight[0] if weight else 0, bias[0] if bias else 0, mean, rstd,
         residual.pointer if residual else 0, sum.pointer if sum else 0, row_scale[0] if row_scale else 0, dropout,
         y1.pointer if y1 else 0, weight1[0] if weight1 else 0, bias1[0] if bias1 else 0, *of_scales,
     )  # fmt: skip
@@ -326,19 +342,21 @@ def run_backward(
     machine: Machine, centered: bool, x: Rows, dy: Rows, mean: int, rstd: int, weight: Parameter | None, zero_centered: bool,
     dx: Rows | None, dweight: Parameter | None, dbias: Parameter | None, dsum: Rows | None = None, options: Options = DEFAULTS,
     *, dresidual: Rows | None = None, row_scale: Parameter | None = None, dropout: Dropout = NO_DROPOUT,
-    of_y: OfY | None = None,
+    of_y: OfY | None = None, recomputed: Recomputed | None = None,
 ) -> Plan:  # fmt: skip
     """Plans and launches a backward on arrays that are checked and allocated; None for a gradient that is not wanted."""
     call = FusedBackwardCall(
         machine.device, centered, x, dy, weight, zero_centered, dx, dweight, dbias, dsum, options, dresidual=dresidual,
-        row_scale=row_scale, drops=dropout.p > 0, of_y=of_y,
+        row_scale=row_scale, drops=dropout.p > 0, of_y=of_y, recomputed=recomputed,
     )  # fmt: skip
+    y, bias = recomputed or (None, None)
     partials, address = machine.empty(call.partials_shape, call.plan.problem.compute) if call.partials_shape else (None, 0)
     words = call.words(
         x.pointer, dy.pointer, weight[0] if weight else 0, dx.pointer if dx else 0, mean, rstd, dweight[0] if dweight else 0,
         dbias[0] if dbias else 0, dsum.pointer if dsum else 0, address, dresidual.pointer if dresidual else 0,
         row_scale[0] if row_scale else 0, dropout,
         *(parameter[0] if parameter else 0 for parameter in (of_y or (None, None))[:2]),
+            y.pointer if y else 0, bias[0] if bias else 0,
     )  # fmt: skip
     for launch, launch_words in zip(call.plan.launches, words):
         machine.launch(launch, launch_words)

@@ -111,6 +111,9 @@ def _kernel(problem: Problem, strategy: str, tile: Tile, statistics: str, step: 
             store = f"AddStore<{_cpp(problem.dx or problem.x)}, {_cpp(problem.dsum)}>"
         if problem.dresidual or problem.row_scale or problem.dropout:
             store = f"SplitStore<{_cpp(problem.dx)}, {_cpp(problem.dresidual)}, {_cpp(problem.dsum)}, {factor}>"
+        if problem.recomputed:
+            types = ", ".join(_cpp(name) for name in (problem.recomputed, problem.weight, problem.bias))
+            store = f"RecomputingStore<{store}, {types}, {zero_centered}>"
         scale = f"Scale<{_cpp(problem.weight)}, {zero_centered}>"
         sums = strategy != "uncached"
         gradients = (
@@ -284,7 +287,7 @@ def choose(
     if problem.scaling and not scales_at_once(problem, tile, strategy):
         amax_kernel = _kernel(problem, strategy, tile, statistics, "amax")
         kernel = _kernel(problem, strategy, tile, statistics, "write")
-    elif problem.forward or problem.dx or strategy != "uncached":
+    elif problem.forward or problem.dx or problem.recomputed or strategy != "uncached":
         step = "write" if problem.scaling == "given" and not problem.amax else "all"
         kernel = _kernel(problem, strategy, tile, statistics, step)
     parameters_tile, parameters_kernel = (None, None) if problem.forward else _parameters_kernel(problem, strategy)
@@ -315,7 +318,7 @@ def widest(strategy: str, problem: Problem, device: Device) -> int | None:
 
 _TENSORS = {
     *("x", "y", "weight", "bias", "dy", "dx", "dweight", "dbias", "dsum"),
-    *("input", "residual_dtype", "row_scale", "dresidual", "y1", "weight1", "bias1", "scaling"),
+    *("input", "residual_dtype", "row_scale", "dresidual", "y1", "weight1", "bias1", "scaling", "recomputed"),
 }
 
 
@@ -419,13 +422,14 @@ def make_plan(
             num_partials = grid // cluster_size
     if choice.strategy == "uncached":
         if problem.forward:
-            passes = 3 if choice.statistics == "two_pass" and problem.centered else 2
+            passes = (2 if choice.statistics == "two_pass" and problem.centered else 1) + bool(problem.y)
             passes += problem.scaling == "row"
             moved += (passes - 1) * row_elements * DTYPES[problem.x].itemsize * (1 + problem.residual)
         else:
             x_size, dy_size = DTYPES[problem.x].itemsize, DTYPES[problem.dy].itemsize
-            reads_of_x = 2 * bool(problem.dx) + bool(problem.dweight)
-            reads_of_dy = 2 * bool(problem.dx) + bool(problem.dweight or problem.dbias)
+            passes = 2 if problem.dx else int(bool(problem.recomputed))
+            reads_of_x = passes + bool(problem.dweight)
+            reads_of_dy = passes + bool(problem.dweight or problem.dbias)
             moved += row_elements * ((reads_of_x - 1) * x_size + (reads_of_dy - 1) * dy_size)
     if choice.amax_kernel is not None:
         # What is read, once more, and the amaxes there and back.
@@ -445,7 +449,7 @@ def make_plan(
         )
         wanted = bool(problem.dweight) + bool(problem.dbias)
         moved += 2 * wanted * num_partials * problem.num_cols * DTYPES[problem.compute].itemsize
-    parameters = [problem.weight, problem.bias if problem.forward else None, problem.dweight, problem.dbias]
+    parameters = [problem.weight, problem.bias, problem.dweight, problem.dbias]
     parameters += [problem.weight1, problem.bias1, problem.y_weight, problem.y_bias]
     once = problem.num_cols * sum(DTYPES[name].itemsize for name in parameters if name)
     statistics_bytes = num_rows * (1 + problem.centered) * compute_dtype(problem.x).itemsize

@@ -2,7 +2,8 @@
 added.
 
 As norm.py, from which such calls come: check, plan, allocate, launch, each kind of call once. What is different: the row that
-is normalised is a sum that the kernel makes of input and residual, and backward splits its gradient between the two.
+is normalised is a sum that the kernel makes of input and residual, and backward splits its gradient between the two. Backward
+alone may also write y again.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import sys
 import numpy as np
 
 from . import arrays, launch, norm, nvrtc, quantized
-from .calls import NOTHING_FUSED, Dropout, FusedBackwardCall, FusedForwardCall, FusedOptions, OfY, Quantization
+from .calls import NOTHING_FUSED, Dropout, FusedBackwardCall, FusedForwardCall, FusedOptions, OfY, Quantization, Recomputed
 from .dispatch import choose, pack_limit
 from .dtypes import DTYPES, compute_dtype, decode, encode
 from .norm import FOR_GRADIENTS, FOR_STATISTICS, FOR_Y, Array, FusedBackward, FusedForward
@@ -65,7 +66,7 @@ def backward(
         prepared, given = prepare_backward(
             centered, dy, *rows, weight, zero_centered_weight, dsum, names, dweight_dtype, dbias_dtype, *others
         )
-        return prepared.run(*given)
+        return prepared.run(*given)[:4]
 
     if isinstance(gradients, str) or not {"dweight1", "dbias1"} & set(gradients) and dy1 is None:
         return FusedBackward(*run(dy, weight, dsum, gradients, dweight_dtype, dbias_dtype, others), None, None)
@@ -406,9 +407,13 @@ class _ReferenceForward(_Forward):
 
 def prepare_backward(
     centered, dy, x, mean, rstd, extents, weight, zero_centered_weight, dsum, gradients, dweight_dtype, dbias_dtype, options,
-    dx_dtype, dresidual_dtype, fused_options, of_y=None,
+    dx_dtype, dresidual_dtype, fused_options, of_y=None, recomputed=None,
 ) -> tuple[_PreparedBackward | _ReferenceBackward, tuple]:  # fmt: skip
-    """As norm.prepare_backward; fused_options: those of forward with the seed that it used, or None."""
+    """As norm.prepare_backward; fused_options: those of forward with the seed that it used, or None.
+
+    recomputed: (forward's bias,) if y is to be written again, in dy's dtype, by the kernel that makes the gradients: from mean
+    and rstd as they were rounded, so that y may differ from forward's by what backward's x_hat differs.
+    """
     fused_options = fused_options or NOTHING_FUSED
     lie = arrays.library(x).lie
     seed, row_scale = fused_options.dropout_seed, fused_options.row_scale
@@ -416,7 +421,7 @@ def prepare_backward(
         key = (
             lie(dy), lie(x), lie(mean), lie(rstd), lie(weight), lie(dsum), lie(row_scale), isinstance(seed, int) or lie(seed),
             centered, extents, zero_centered_weight, gradients, dweight_dtype, dbias_dtype, options, dx_dtype, dresidual_dtype,
-            fused_options.dropout_p > 0, of_y and tuple(map(lie, of_y)),
+            fused_options.dropout_p > 0, of_y and tuple(map(lie, of_y)), recomputed and (lie(recomputed[0]),),
         )  # fmt: skip
         prepared = norm.fused_backwards.get(key)
     except (AttributeError, TypeError, RuntimeError):
@@ -429,6 +434,8 @@ def prepare_backward(
         if of_y is not None:
             of_y = tuple(norm._take_like(each, x, extents, name, "x") for each, name in zip(of_y, ("weight", "bias")))
             arrays.check_addresses(weight=of_y[0], bias=of_y[1])
+        if recomputed is not None:
+            recomputed = (norm._take_like(recomputed[0], x, extents, "bias", "x"),)
         if fused_options.dropout_p > 0 and seed is None:
             raise TypeError("dropout_seed is None; expected the seed that the forward returned")
         row_scale = norm._take_like(row_scale, x, tuple(rstd.shape), "row_scale", "x")
@@ -448,17 +455,19 @@ def prepare_backward(
             prepared = _ReferenceBackward(centered, tuple(x.shape), extents, zero_centered_weight, wanted)
         else:
             prepared = _PreparedBackward(
-                centered, dy, x, mean, rstd, extents, weight, zero_centered_weight, dsum, wanted, options, fused_options, of_y
-            )
+                centered, dy, x, mean, rstd, extents, weight, zero_centered_weight, dsum, wanted, options, fused_options, of_y,
+                recomputed,
+            )  # fmt: skip
             norm.keep(norm.fused_backwards, key, prepared)
-    return prepared, (dy, x, mean, rstd, weight, dsum, fused_options, of_y)
+    return prepared, (dy, x, mean, rstd, weight, dsum, fused_options, of_y, recomputed)
 
 
 class _PreparedBackward:
     """As norm._PreparedBackward."""
 
     def __init__(
-        self, centered, dy, x, mean, rstd, extents, weight, zero_centered_weight, dsum, wanted, options, fused_options, of_y
+        self, centered, dy, x, mean, rstd, extents, weight, zero_centered_weight, dsum, wanted, options, fused_options, of_y,
+        recomputed,
     ) -> None:  # fmt: skip
         view = norm._view(x)
         num_dims = len(extents)
@@ -477,13 +486,15 @@ class _PreparedBackward:
         row_scale, copy_row_scale = norm._parameter(fused_options.row_scale if self.is_scaled else None)
         y_weight, copy_y_weight = norm._parameter(of_y and of_y[0])
         y_bias, copy_y_bias = norm._parameter(of_y and of_y[1])
+        bias, copy_bias = norm._parameter(recomputed and recomputed[0])
+        y_dtype = None if recomputed is None else dy_rows.dtype
         # In the order of run's arguments.
         self.copies = norm._copies(
             copy_dy, copy_x, norm._parameter(mean)[1], norm._parameter(rstd)[1], copy_weight, copy_dsum, copy_row_scale,
-            copy_y_weight, copy_y_bias,
+            copy_y_weight, copy_y_bias, copy_bias,
         )  # fmt: skip
-        dx_rows, dresidual_rows = (
-            arrays.contiguous_rows(view.shape, num_dims, dtype) if dtype else None for dtype in (first, second)
+        dx_rows, dresidual_rows, y_rows = (
+            arrays.contiguous_rows(view.shape, num_dims, dtype) if dtype else None for dtype in (first, second, y_dtype)
         )
         dweight_parameter, dbias_parameter = ((0, dtype) if dtype else None for dtype in (dweight, dbias))
         self.call = call = FusedBackwardCall(
@@ -491,28 +502,32 @@ class _PreparedBackward:
             dweight_parameter, dbias_parameter, dsum_rows, options.of("backward"), dresidual=dresidual_rows,
             row_scale=row_scale, drops=self.is_scaled and fused_options.dropout_p > 0,
             of_y=None if of_y is None else OfY(y_weight, y_bias, arrays.dtype_name(rstd)),
+            recomputed=None if y_rows is None else Recomputed(y_rows, bias),
         )  # fmt: skip
-        self.kernels = [launch.load(each, view.device) for each in call.plan.launches] if any(wanted) else []
-        shapes = (view.shape, extents, extents, view.shape)
-        self.new = [norm._new(library, *each) for each in zip(shapes, (first, dweight, dbias, second))]
+        self.kernels = [launch.load(each, view.device) for each in call.plan.launches] if any((*wanted, y_dtype)) else []
+        shapes = (view.shape, extents, extents, view.shape, view.shape)
+        self.new = [norm._new(library, *each) for each in zip(shapes, (first, dweight, dbias, second, y_dtype))]
         self.new_partials = norm._new(library, call.partials_shape, call.plan.problem.compute if call.partials_shape else None)
 
-    def run(self, dy, x, mean, rstd, weight, dsum, fused_options: FusedOptions, of_y) -> tuple:
-        """dx, dweight, dbias, dresidual."""
+    def run(self, dy, x, mean, rstd, weight, dsum, fused_options: FusedOptions, of_y, recomputed) -> tuple:
+        """dx, dweight, dbias, dresidual, y."""
         library = self.library
         former = library.exchange_device(self.device_index)
         try:
-            row_scale, (y_weight, y_bias) = fused_options.row_scale, of_y or (None, None)
+            row_scale, (y_weight, y_bias), (bias,) = fused_options.row_scale, of_y or (None, None), recomputed or (None,)
             if self.copies:
-                given = (dy, x, mean, rstd, weight, dsum, row_scale, y_weight, y_bias)
-                dy, x, mean, rstd, weight, dsum, row_scale, y_weight, y_bias = norm._contiguous(library, self.copies, given)
-            first, dweight, dbias, second = (make() for make in self.new)
+                given = (dy, x, mean, rstd, weight, dsum, row_scale, y_weight, y_bias, bias)
+                dy, x, mean, rstd, weight, dsum, row_scale, y_weight, y_bias, bias = norm._contiguous(
+                    library, self.copies, given
+                )
+            first, dweight, dbias, second, y = (make() for make in self.new)
             if self.kernels:
                 partials = self.new_partials()
                 address = _address_or_zero(library.address)
                 words = self.call.words(
                     *map(address, (x, dy, weight, first, mean, rstd, dweight, dbias, dsum, partials, second, row_scale)),
-                    _dropout(fused_options.dropout_p, fused_options.dropout_seed, address), *map(address, (y_weight, y_bias)),
+                    _dropout(fused_options.dropout_p, fused_options.dropout_seed, address),
+                    *map(address, (y_weight, y_bias, y, bias)),
                 )  # fmt: skip
                 stream = library.stream()
                 for kernel, argument in zip(self.kernels, words):
@@ -520,8 +535,8 @@ class _PreparedBackward:
             else:
                 norm._fill((dweight, dbias), 0.0)
             if self.is_residual:
-                return None, dweight, dbias, first
-            return first, dweight, dbias, first if self.is_both else second
+                return None, dweight, dbias, first, y
+            return first, dweight, dbias, first if self.is_both else second, y
         finally:
             if former != self.device_index:
                 library.exchange_device(former)
@@ -535,7 +550,7 @@ class _ReferenceBackward:
         self.plain = norm._ReferenceBackward(centered, shape, extents, zero_centered_weight, names)
         self.wanted = wanted
 
-    def run(self, dy, x, mean, rstd, weight, dsum, fused_options: FusedOptions, of_y) -> tuple:
+    def run(self, dy, x, mean, rstd, weight, dsum, fused_options: FusedOptions, of_y, recomputed) -> tuple:
         if of_y is not None:
             x, mean = self._row_of(x, rstd, *of_y)
         total, dweight, dbias = self.plain.run(dy, x, mean, rstd, weight, dsum)
@@ -552,7 +567,18 @@ class _ReferenceBackward:
             dx = arrays.from_float64(scaled.reshape(values.shape), dx_dtype, x)
         if dresidual_dtype:
             dresidual = arrays.from_float64(values, dresidual_dtype, x)
-        return dx, dweight, dbias, dresidual
+        y = None if recomputed is None else self._recomputed(dy, x, mean, rstd, weight, *recomputed)
+        return dx, dweight, dbias, dresidual, y
+
+    def _recomputed(self, dy, x, mean, rstd, weight, bias) -> Array:
+        from .reference.layer_norm import affine
+
+        weight, bias = (None if each is None else arrays.to_float64(each).reshape(-1) for each in (weight, bias))
+        rows, rstd = arrays.to_float64(x).reshape(self.plain.matrix_shape), arrays.to_float64(rstd).reshape(-1, 1)
+        with np.errstate(all="ignore"):
+            x_hat = (rows if mean is None else rows - arrays.to_float64(mean).reshape(-1, 1)) * rstd
+            y = affine(x_hat, weight, bias, self.plain.zero_centered_weight)
+        return arrays.from_float64(y.reshape(tuple(x.shape)), arrays.dtype_name(dy), x)
 
     def _row_of(self, y: Array, rstd: Array, weight: Array | None, bias: Array | None) -> tuple[Array, Array]:
         """A row of mean 0 that has y's x_hat and rstd, in float64, and that mean."""

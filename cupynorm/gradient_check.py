@@ -21,6 +21,7 @@ walk.
     sum      exact; where x is scaled, or the sum has its own dtype: 4u * |scaled x| + u * |sum| + h(sum), less what does not
              apply. All else is then judged as of the very sum that came out
     dresidual  as dx, of which dx is then scaled, and 4u * |dx| more; u * |dresidual| more where dsum is added
+    recomputed, y as backward writes it again: as y, with e of backward
     y1       as y, with its own dweight1 and dbias1; what it brings to dx is allowed as dx of its own, and 2u * |dx| to add it
 
 For float64 all of it twice: the reference then errs as much as what it judges.
@@ -54,7 +55,7 @@ class Case:
 
     residual: whether there is one, of the sum's dtype, or its dtype. row_scale: its dtype.
     dsum: whether a gradient reaches the sum.
-    weight1, bias1: the dtypes of those of a second output.
+    weight1, bias1: the dtypes of those of a second output. recompute: whether backward writes y again.
     """
 
     norm: str
@@ -79,6 +80,7 @@ class Case:
     bias1: str | None = None
     round_x_hat: bool = False
     memory_efficient: bool = False
+    recompute: bool = False
 
     def dtype(self, name: str) -> str | None:
         value = getattr(self, name)
@@ -115,6 +117,7 @@ class Case:
         extras += [
             f"row_scale {self.row_scale}" if self.row_scale else "",
             f"dropout {self.dropout_p}" if self.dropout_p else "",
+            "recomputed" if self.recompute else "",
         ]
         return " ".join(filter(None, [self.norm, f"{self.num_rows} x {self.num_cols}", self.x, *extras]))
 
@@ -394,9 +397,13 @@ def run_kernels(problem: Problem, where: CpuMachine | GpuCheckMachine) -> dict[s
             of_y=of_y,
         )  # fmt: skip
         dsum = as_rows(pointer, compute)
+    recomputed = None
+    if case.recompute:
+        recomputed = calls.Recomputed(as_rows(make("recomputed", shape, case.dtype("y")), case.dtype("y")), bias)
     calls.run_backward(
         where, centered, row, dy, mean, rstd, weight, case.zero_centered_weight, dx, dweight, dbias, dsum,
         options._replace(tile=None), dresidual=dresidual, row_scale=row_scale, dropout=dropout, of_y=of_y,
+        recomputed=recomputed,
     )  # fmt: skip
     return {name: decode(where.get(array), dtype) for name, (array, dtype) in outputs.items()}
 
@@ -516,7 +523,7 @@ def expect(
             alone = replace(
                 case, x=compute_dtype(case.sum).name, y=case.dtype("y"), weight=case.weight1, bias=case.bias1, weight1=None,
                 bias1=None, residual=False, residual_dtype=None, row_scale=None, dropout_p=0.0, dsum=False, round_x_hat=False,
-                memory_efficient=False,
+                memory_efficient=False, recompute=False,
             )  # fmt: skip
             second = expect(
                 Problem(alone, x, problem.dy1, problem.weight1, problem.bias1), rounded_mean=rounded_mean, e_backward=e_backward
@@ -536,8 +543,10 @@ def expect(
             size = np.maximum(np.abs(terms.sum(axis=0)), np.sqrt((terms**2).sum(axis=0)))
             return u * (4 + np.sqrt(num_rows)) * size
 
+        of_affine = 2 * u * (np.abs(x_hat * w) + np.abs(b)) + half_ulp(forward.y, case.dtype("y"))
         expected = {
-            "y": (forward.y, np.abs(w) * e + 2 * u * (np.abs(x_hat * w) + np.abs(b)) + half_ulp(forward.y, case.dtype("y"))),
+            "y": (forward.y, np.abs(w) * e + of_affine),
+            "recomputed": (forward.y, np.abs(w) * e_usual + of_affine),
             "rstd": (rstd, rstd * (g * amplified[:, 0] + u + (of_mean[:, 0] ** 2 if rounded_mean else 0.0))),
             "dx": (dx, dx_allowed + half_ulp(dx, case.x)),
         }
@@ -596,6 +605,7 @@ def judge_all(problem: Problem, results: dict[str, np.ndarray], *, rounded_mean:
     case = problem.case
     dtypes = {"dx": case.x, "sum": case.sum, "dweight": case.dtype("weight"), "dbias": case.dtype("bias"), "y": case.dtype("y")}
     dtypes |= {"dresidual": case.added, "y1": case.dtype("y"), "dweight1": case.weight1, "dbias1": case.bias1}
+    dtypes["recomputed"] = case.dtype("y")
     findings = []
     for name, (expected, allowed) in expect(problem, rounded_mean=rounded_mean, added=results.get("sum")).items():
         if name in results:

@@ -4,7 +4,8 @@ products by torch (cuBLASLt, torch's TF32 switch).
 Reading order: `normalize_and_project` (which way a call takes) -> `_Projected` (eager) or the operator cupynorm::norm_linear
 (traced, the same formulas) -> `_gradients` -> `LayerNormLinear`.
 
-What waits for backward is x, mean and rstd. The normalised tensor is made again there, unless save_normalized keeps it.
+What waits for backward is x, mean and rstd. The normalised tensor is made again there, by the kernel that makes the norm's
+gradients where they are wanted too, unless save_normalized keeps it.
 """
 
 from __future__ import annotations
@@ -20,8 +21,9 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.nn import functional
+from torch.utils.weak import WeakIdKeyDictionary
 
-from . import autograd, formulas, fp8, fp8_linear, norm, norm_linear, torch_ops
+from . import autograd, formulas, fp8, fp8_linear, fused, norm, norm_linear, torch_ops
 from .calls import Options
 from .dtypes import DTYPES
 from .fp8_linear import as_rows
@@ -60,7 +62,8 @@ def normalize_and_project(
     """(y, normalized or None, input + residual). weights, biases: parts of one linear layer, whose rows follow each other.
 
     take: makes the gradients of weights and biases in place of `_gradients` (a _WeightGradients). folded: what `fold` makes of
-    the parameters, if it was made before; what torch traces folds them anew.
+    the parameters, if it was made before; else a call without gradients looks for it in `kept_fold`, and what torch traces
+    folds anew.
     """
     call = _check(
         centered, input, norm_weight, norm_bias, weights, biases, eps, residual, return_normalized, zero_centered_weight,
@@ -76,9 +79,12 @@ def normalize_and_project(
         y, normalized, _, _, added = _by_operator(call, *tensors[:4], weights, biases)
         return y, normalized if return_normalized else None, input if residual is None else added
     if torch.is_grad_enabled() and autograd._wants_gradient(*tensors):
+        if fused is not None:
+            _folds.pop(weights[0], None)  # an optimizer may step without telling torch
         y, normalized, added = _apply(call._replace(folded=folded), take, len(weights), *tensors)
         return y, normalized, input if residual is None else added
-    call = call if folded is None else call._replace(folded=folded)
+    if fused is not None:
+        call = call._replace(folded=folded or kept_fold(call, norm_weight, norm_bias, weights, biases))
     y, normalized, _, _, added = _forward(call, *tensors[:4], _joined(weights), _joined(biases), norm.FOR_Y)
     return y, normalized, added
 
@@ -163,14 +169,19 @@ class _Kernels:
         return prepared.run(*given)
 
     @staticmethod
-    def gradients(call, dy, x, mean, rstd, norm_weight, norm_bias, dsum, wanted):
-        """dx, dnorm_weight, dnorm_bias, None where not wanted."""
-        names = [name for name, is_wanted in zip(norm.Backward._fields, wanted) if is_wanted]
-        prepared, given = norm.prepare_backward(
+    def gradients(call, dy, x, mean, rstd, norm_weight, norm_bias, dsum, wanted, recomputes=False):
+        """dx, dnorm_weight, dnorm_bias, None where not wanted; and the normalised tensor if it is to be made again."""
+        names = tuple(name for name, is_wanted in zip(norm.Backward._fields, wanted) if is_wanted)
+        arguments = (
             call.centered, dy, x, mean, rstd, tuple(x.shape[-1:]), norm_weight, call.zero_centered_weight, dsum, names, None,
             None if norm_bias is None else norm_bias.dtype, call.options,
         )  # fmt: skip
-        return prepared.run(*given)
+        if not recomputes:
+            prepared, given = norm.prepare_backward(*arguments)
+            return *prepared.run(*given), None
+        prepared, given = fused.prepare_backward(*arguments, None, None, None, recomputed=(norm_bias,))
+        dx, dnorm_weight, dnorm_bias, _, normalized = prepared.run(*given)
+        return dx, dnorm_weight, dnorm_bias, normalized
 
 
 class _Operators:
@@ -182,12 +193,16 @@ class _Operators:
         )  # fmt: skip
 
     @staticmethod
-    def gradients(call, dy, x, mean, rstd, norm_weight, norm_bias, dsum, wanted):
-        return torch_ops.gradients(
-            dy, x, mean if call.centered else None, rstd, norm_weight, dsum, tuple(x.shape[-1:]), wanted,
-            call.zero_centered_weight, None if norm_bias is None else norm_bias.dtype, call.options.of("backward").sm_margin,
-            None,
-        )  # fmt: skip
+    def gradients(call, dy, x, mean, rstd, norm_weight, norm_bias, dsum, wanted, recomputes=False):
+        mean, margin = mean if call.centered else None, call.options.of("backward").sm_margin
+        if recomputes and not torch.is_grad_enabled():  # else each is to be differentiable
+            return torch_ops.gradients_and_y(
+                dy, x, mean, rstd, norm_weight, norm_bias, dsum, tuple(x.shape[-1:]), wanted, call.zero_centered_weight, margin
+            )
+        return *torch_ops.gradients(
+            dy, x, mean, rstd, norm_weight, dsum, tuple(x.shape[-1:]), wanted, call.zero_centered_weight,
+            None if norm_bias is None else norm_bias.dtype, margin, None,
+        ), None  # fmt: skip
 
 
 class _Formulas:
@@ -199,9 +214,9 @@ class _Formulas:
         return ((y if norm_bias is None else y + norm_bias).to(call.dtype),)
 
     @staticmethod
-    def gradients(call, dy, x, mean, rstd, norm_weight, norm_bias, dsum, wanted):
+    def gradients(call, dy, x, mean, rstd, norm_weight, norm_bias, dsum, wanted, recomputes=False):
         made = formulas.gradients(dy, x, mean, rstd, norm_weight, dsum, tuple(x.shape[-1:]), call.zero_centered_weight)
-        return [gradient if is_wanted else None for gradient, is_wanted in zip(made, wanted)]
+        return *(gradient if is_wanted else None for gradient, is_wanted in zip(made, wanted)), None
 
 
 # Forward.
@@ -229,8 +244,8 @@ def _forward(call, input, residual, norm_weight, norm_bias, weight, bias, purpos
 
 
 def _statistics(call, input, residual) -> tuple[Tensor | None, Tensor, Tensor]:
-    """mean, rstd, input + residual. A whole forward, of which only these are looked at: no kernel gives them alone."""
-    _, mean, rstd, added = _Kernels.normalize(call, input, residual, None, None)
+    """mean, rstd, input + residual: one pass over x that writes no y."""
+    _, mean, rstd, added = _Kernels.normalize(call, input, residual, None, None, norm.FOR_STATISTICS_ALONE)
     return mean, rstd, added
 
 
@@ -298,14 +313,20 @@ def _gradients(
             reaches = torch.addmm(as_rows(dnormalized).to(rows.dtype), rows, weight)
         reaches = reaches.reshape(added.shape)
     wants_normalized = rows is not None and any(wants_parts[: len(weights)])
-    # One kernel could give these gradients and the normalised tensor in one pass over x: this is its place.
     if reaches is not None and any(of_norm):
-        dx, dnorm_weight, dnorm_bias = norms.gradients(call, reaches, added, mean, rstd, norm_weight, norm_bias, dsum, of_norm)
+        recomputes = wants_normalized and normalized is None
+        dx, dnorm_weight, dnorm_bias, made = norms.gradients(
+            call, reaches, added, mean, rstd, norm_weight, norm_bias, dsum, of_norm, recomputes
+        )
+        normalized = made if recomputes else normalized
 
-    def normalized_rows() -> Tensor:
-        if normalized is not None:
-            return as_rows(normalized)
-        return as_rows(norms.normalize(call, added, None, norm_weight, norm_bias, norm.FOR_Y)[0])
+    # Either way one tensor waits where `take` delays the product: the normalised one, or x.
+    if normalized is None:
+
+        def normalized_rows() -> Tensor:
+            return as_rows(norms.normalize(call, added, None, norm_weight, norm_bias, norm.FOR_Y)[0])
+    else:
+        normalized_rows = partial(as_rows, normalized)
 
     dweights, dbiases = [None] * len(weights), [None] * len(biases)
     if take is not None and rows is not None:
@@ -390,14 +411,55 @@ def fold(
     return Folded(rounded, rounded.sum(1, dtype=compute) if centered else None, of_bias)
 
 
+_folds = WeakIdKeyDictionary()  # first weight -> (what the fold was made of, the fold)
+
+
+def kept_fold(
+    call: _Call, norm_weight: Tensor | None, norm_bias: Tensor | None, weights: Sequence[Tensor], biases: Sequence[Tensor]
+) -> Folded:
+    """The fold of the parameters for calls without gradients: made once, kept as long as the weight lives,
+    made anew after a change.
+
+    Seen are other tensors in their places, what torch writes to one (load_state_dict, optimizers: its version), and data that
+    lies elsewhere; a recorded call, too, drops the fold. Not seen is what is written to `tensor.data`, or by foreign kernels,
+    with no recorded call in between. Nothing is kept while a CUDA graph is captured, whose replays are to see new parameters,
+    nor of inference tensors, which have no version.
+    """
+    first = weights[0]
+    others = (norm_weight, norm_bias, *weights[1:], *biases)
+    stream = None
+    if first.is_cuda:
+        stream = torch._C._cuda_getCurrentRawStream(first.get_device())
+        keeps = not torch.cuda.is_current_stream_capturing()
+    else:
+        keeps = True
+    keeps = keeps and not any(each is not None and each.is_inference() for each in (first, *others))
+    if keeps:
+        state = tuple(None if each is None else (each._version, each.data_ptr()) for each in (first, *others))
+        state = (call.centered, call.zero_centered_weight, call.dtype, stream, *state)
+        kept = _folds.get(first)
+        if kept is not None and kept[0] == state and all(one is other for one, other in zip(kept[1], others)):
+            return kept[2]
+    with torch.no_grad(), fp8.outside_autocast(first):
+        folded = fold(
+            norm_weight, norm_bias, _joined(weights), _joined(biases), centered=call.centered,
+            zero_centered_weight=call.zero_centered_weight, dtype=call.dtype,
+        )  # fmt: skip
+    if keeps:
+        _folds[first] = (state, others, folded)
+    return folded
+
+
 def project_folded(x: Tensor, mean: Tensor | None, rstd: Tensor, folded: Folded) -> Tensor:
     """y [..., out_features] of x [..., in_features] and its statistics, in the dtype of folded.weight, which x is cast to."""
     dtype = folded.weight.dtype
     y = _wide_product(as_rows(x.to(dtype)), folded.weight.t())
     if folded.sums is not None:
         y.addr_(mean.reshape(-1), folded.sums, alpha=-1)
-    y.mul_(rstd.reshape(-1, 1)).add_(folded.bias)
-    return y.to(dtype).reshape(*x.shape[:-1], len(folded.weight))
+    # Scaled, shifted and rounded in one pass over y: torch rounds as it writes.
+    rounded = torch.empty_like(y, dtype=dtype)
+    torch.addcmul(folded.bias, y, rstd.reshape(-1, 1), out=rounded)
+    return rounded.reshape(*x.shape[:-1], len(folded.weight))
 
 
 def _wide_product(a: Tensor, b: Tensor) -> Tensor:
@@ -680,7 +742,8 @@ class LayerNormLinear(torch.nn.Module):
     out_features), or a tuple of out, the bias (an empty tensor without one) and the normalised tensor, those that were asked
     for.
     is_first_microbatch: True for the first of several forwards with the same parameters, False for the others: what is made of
-        the weight, in 8-bit floats or folded, is then made once. None: each time.
+        the weight, in 8-bit floats or folded, is then made once. None: each time; but without gradients, folded, after a change
+        of the parameters alone, which True asks for where torch cannot see it (cupynorm.linear.kept_fold).
 
     Raises ValueError, TypeError or NotImplementedError with a sentence for what does not fit.
     """
@@ -827,8 +890,13 @@ class LayerNormLinear(torch.nn.Module):
                 setattr(self, name, function(getattr(self, name)))
         self._join_parameters()
         self._mark_parameters()
-        self._fp8_weight = self._folded = None
+        self._drop_made()
         return self
+
+    def _drop_made(self) -> None:
+        """What was made of parameters that are others now."""
+        self._fp8_weight = self._folded = None
+        _folds.pop(self._weights()[0], None)
 
     def __getstate__(self) -> dict:
         return self.__dict__ | {
@@ -855,7 +923,7 @@ class LayerNormLinear(torch.nn.Module):
     def _load_from_state_dict(self, state_dict: dict, prefix: str, *arguments) -> None:
         state_dict = {f"{prefix}_extra_state": None, **state_dict}  # a state dict of another origin has none
         super()._load_from_state_dict(state_dict, prefix, *arguments)
-        self._fp8_weight = self._folded = None
+        self._drop_made()
         self._mark_parameters()  # load_state_dict(assign=True) brings other parameters
 
     def forward(
@@ -903,6 +971,7 @@ class LayerNormLinear(torch.nn.Module):
     def _fold(self, is_first_microbatch: bool, dtype: torch.dtype) -> Folded:
         """True: folded and kept; False: what is kept."""
         if is_first_microbatch or self._folded is None or self._folded.weight.dtype != dtype:
+            _folds.pop(self._weights()[0], None)
             with torch.no_grad(), fp8.outside_autocast(self.layer_norm_weight):
                 self._folded = fold(
                     self.layer_norm_weight, self.layer_norm_bias, _joined(self._weights()),
@@ -956,7 +1025,7 @@ class LayerNormLinear(torch.nn.Module):
         wide = plain._replace(dtype=torch.float32)
         call = fp8_linear.Call(
             lambda x, norm_weight, norm_bias: _Kernels.normalize(wide, x, None, norm_weight, norm_bias),
-            lambda *given: _Kernels.gradients(plain, *given[:-1], None, given[-1]), plain.centered, plain.eps,
+            lambda *given: _Kernels.gradients(plain, *given[:-1], None, given[-1])[:3], plain.centered, plain.eps,
             plain.zero_centered_weight, plain.options, plain.dtype, self.return_layernorm_output, self.save_normalized,
             quantizers, fp8_grad, region.group,
         )  # fmt: skip

@@ -743,8 +743,8 @@ def _quantized():
     return quantized
 
 
-# What a forward is for.
-FOR_Y, FOR_STATISTICS, FOR_GRADIENTS = "y", "statistics", "gradients"
+# What a forward is for: y; y and statistics; both, where gradients are recorded; statistics and no y.
+FOR_Y, FOR_STATISTICS, FOR_GRADIENTS, FOR_STATISTICS_ALONE = "y", "statistics", "gradients", "statistics alone"
 _forwards: dict[tuple, _PreparedForward] = {}
 
 
@@ -775,7 +775,9 @@ def prepare_forward(
         if arrays.on_host(x):
             prepared = _ReferenceForward(*arguments)
         else:
-            prepared = _PreparedForward(*arguments, wants_statistics=purpose is not FOR_Y)
+            prepared = _PreparedForward(
+                *arguments, wants_statistics=purpose is not FOR_Y, wants_y=purpose is not FOR_STATISTICS_ALONE
+            )
             keep(_forwards, key, prepared)
     if out is not None:
         _check_overlap(out, {"input": x, "weight": weight, "bias": bias, "residual": residual})
@@ -813,7 +815,8 @@ class _PreparedForward(_Forward):
     """A forward that is planned and compiled: `run` takes any arrays that lie as those it was made from."""
 
     def __init__(
-        self, centered, x, extents, weight, bias, eps, residual, zero_centered_weight, y_dtype, out, options, wants_statistics
+        self, centered, x, extents, weight, bias, eps, residual, zero_centered_weight, y_dtype, out, options, wants_statistics,
+        wants_y=True,
     ) -> None:  # fmt: skip
         super().__init__(centered, extents, bias, zero_centered_weight, options)
         num_dims = len(extents)
@@ -827,6 +830,7 @@ class _PreparedForward(_Forward):
         bias_parameter, copy_bias = _parameter(bias)
         self.copies = _copies(copy_x, copy_weight, copy_bias, copy_residual)  # in the order of run's arguments
         y_rows = arrays.contiguous_rows(view.shape, num_dims, y_dtype) if out is None else _rows(out, num_dims)[0]
+        y_rows = y_rows if wants_y else None
         sum_rows = arrays.contiguous_rows(view.shape, num_dims, view.dtype) if residual is not None else None
         self.call = call = ForwardCall(
             launch.device(view.device), centered, x_rows, y_rows, weight_parameter, bias_parameter, eps, zero_centered_weight,
@@ -834,13 +838,13 @@ class _PreparedForward(_Forward):
         )  # fmt: skip
         self.kernels = [launch.load(each, view.device) for each in call.plan.launches]
         compute = compute_dtype(view.dtype).name
-        self.new_y = _new(library, view.shape, y_dtype)
+        self.new_y = _new(library, view.shape, y_dtype if wants_y else None)
         self.new_mean = _new(library, leading, compute if centered and wants_statistics else None)
         self.new_rstd = _new(library, leading, compute if wants_statistics else None)
         self.new_sum = _new(library, view.shape, view.dtype)
 
     def run(self, x: Array, weight: Array | None, bias: Array | None, residual: Array | None, out: Array | None) -> tuple:
-        """The fields of Forward."""
+        """The fields of Forward; y is None if it is for the statistics alone."""
         library = self.library
         former = library.exchange_device(self.device_index)
         try:
@@ -855,7 +859,7 @@ class _PreparedForward(_Forward):
             address = library.address
             words = self.call.words(
                 address(x),
-                address(y),
+                0 if y is None else address(y),
                 0 if weight is None else address(weight),
                 0 if bias is None else address(bias),
                 0 if mean is None else address(mean),

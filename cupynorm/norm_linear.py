@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from . import arrays, cublas, launch, norm
+from . import arrays, cublas, fused, launch, norm
 from .norm import Array
 
 FUSED = (None, "fold")
@@ -70,10 +70,12 @@ def layer_norm_linear(
     residual, zero_centered_weight, eps, sm_margin: as of cupynorm.layer_norm, whose other rules hold too.
     return_normalized, return_residual: also return the normalised tensor, and input + residual (the input itself without one).
     save_normalized: keep the normalised tensor for the gradient of weight. By default it is made again in backward, so that
-        what waits is the input and two numbers a row: 2 bytes an element in bfloat16 in place of 4, for one more pass of the
-        norm.
+        what waits is the input and two numbers a row: 2 bytes an element in bfloat16 in place of 4. The kernel that makes the
+        gradient of the input writes it beside that, as forward did but for the last bits of its mean.
     fused: None, or "fold": y = rstd * (input folded^T) + folded_bias with the norm's weight folded into the linear one, so that
-        the normalised tensor never exists (torch and NumPy). Its numerics: cupynorm.linear.fold.
+        the normalised tensor never exists (torch and NumPy). Its numerics: cupynorm.linear.fold. Without gradients the folded
+        weight is kept, as large as weight, and made anew when a parameter changes: cupynorm.linear.kept_fold says what is seen
+        of that.
 
     Returns y of shape (..., out_features), of input's dtype and library, or (y, normalized, sum) with those that were asked
     for. For torch differentiable in every tensor, any number of times; torch.compile sees one operator. Under torch.autocast y
@@ -422,11 +424,16 @@ def _cupy_gradients(
             cublas.bits(reaches)[...] = cublas.bits(_contiguous(_matrix(dnormalized)))
         reaches = cublas.multiply(rows, weight, out=reaches, accumulate=reaches is not None).reshape(x.shape)
         bias_dtype = None if norm_bias is None else arrays.dtype_name(norm_bias)
-        prepared, given = norm.prepare_backward(
-            centered, reaches, x, mean, rstd, extents, norm_weight, zero_centered_weight, dsum, wanted, None, bias_dtype,
-            options,
+        arguments = (
+            centered, reaches, x, mean, rstd, extents, norm_weight, zero_centered_weight, dsum, tuple(wanted), None, bias_dtype,
+            options
         )  # fmt: skip
-        of_norm = list(prepared.run(*given))
+        if normalized is None and "dweight" in gradients:
+            prepared, given = fused.prepare_backward(*arguments, None, None, None, recomputed=(norm_bias,))
+            *of_norm, _, normalized = prepared.run(*given)
+        else:
+            prepared, given = norm.prepare_backward(*arguments)
+            of_norm = list(prepared.run(*given))
     dweight = None
     if "dweight" in gradients:
         if normalized is None:

@@ -63,13 +63,14 @@ class Problem:
     backward direction alone (None: not wanted). pack_limit: the largest pack_size that num_cols, addresses and row
     strides allow, a power of two.
 
-    x is the row that is normalised. Forward it may be a sum of its own dtype: `input` is then the dtype of what is read,
-    residual_dtype that of what is added to it (None: nothing), and row_scale and dropout are what multiplies the input first.
-    Backward these two belong to dx, where dresidual (None: not wanted, or the same tensor as dx) is the gradient of the sum
-    itself. y1, weight1 and bias1 are of a second output of forward; round_x_hat is the dtype that x_hat is rounded to (None: it
-    is not). scaling is where the scales of a y of 8 bits come from, as in cuda_src/fp8.cuh: given, tensor, row, block or mx;
-    amax: whether that of y is recorded beside a given one.
-    Backward with a y knows x by it alone: x is then the arithmetic's dtype, y_weight and y_bias those of forward.
+    x is the row that is normalised. Forward without a y gives its statistics alone. Forward it may be a sum of its own dtype:
+    `input` is then the dtype of what is read, residual_dtype that of what is added to it (None: nothing), and row_scale and
+    dropout are what multiplies the input first. Backward these two belong to dx, where dresidual (None: not wanted, or the same
+    tensor as dx) is the gradient of the sum itself. y1, weight1 and bias1 are of a second output of forward; round_x_hat is the
+    dtype that x_hat is rounded to (None: it is not). scaling is where the scales of a y of 8 bits come from, as in
+    cuda_src/fp8.cuh: given, tensor, row, block or mx; amax: whether that of y is recorded beside a given one.
+    Backward with a y knows x by it alone: x is then the arithmetic's dtype, y_weight and y_bias those of forward. recomputed
+    (None: not wanted) is the dtype of a y that backward writes again from x; bias is then forward's.
     """
 
     direction: str
@@ -100,6 +101,7 @@ class Problem:
     y_bias: str | None = None
     scaling: str | None = None
     amax: bool = False
+    recomputed: str | None = None
 
     @property
     def compute(self) -> str:
@@ -112,7 +114,7 @@ class Problem:
     @property
     def widest_pack(self) -> int:
         """16 bytes of the narrowest of the streamed tensors, 8 bits not counted, or what their layout allows."""
-        streamed = [self.x, self.y, self.dy, self.dx, self.input, self.residual_dtype, self.dresidual]
+        streamed = [self.x, self.y, self.dy, self.dx, self.input, self.residual_dtype, self.dresidual, self.recomputed]
         return min(self.pack_limit, 16 // min(DTYPES[name].itemsize for name in streamed if name and name not in FLOAT8S))
 
     @property
@@ -131,7 +133,7 @@ class Problem:
         streamed = (
             [self.x, self.y, self.y1] if self.forward else [self.y or self.x, self.dy, self.dx, self.dsum, self.dresidual]
         )
-        streamed += [self.input, self.residual_dtype]
+        streamed += [self.input, self.residual_dtype, self.recomputed]
         if self.residual:
             streamed += [self.x, self.x]
         scales = self.num_scales * (1 if self.scaling == "mx" else 4)
@@ -187,6 +189,7 @@ def _registers(problem: Problem, device: Device, tile: Tile) -> int:
     wide_weight = int(problem.weight is not None and DTYPES[problem.weight].itemsize > DTYPES[problem.x].itemsize)
     # Random words take the registers of 8 elements while a mask is made; of two loads, or two stores, each has its addresses.
     fused = 24 * words * problem.dropout + 8 * bool(problem.row_scale) + 16 * bool(problem.input or problem.dresidual)
+    fused += 8 * (problem.recomputed is not None and words * elements > (16 if device.compute_capability == 90 else 7))
     if problem.y and not problem.forward:
         fused += 24
     if problem.y1:
@@ -346,11 +349,12 @@ def _ring_bytes(problem: Problem, tile: Tile) -> int:
     rings = tile.rows_per_block * tile.stages * (row_bytes + 8 * num_warps)
     values = 3 if problem.forward and problem.centered else 2
     exchange = tile.rows_per_block * 4 * (8 + 4 * values * num_warps * tile.cluster_size)
-    weights = 0
-    if not problem.forward and problem.dx and problem.weight and tile.pack_size * tile.packs_per_thread > 16:
-        itemsize = DTYPES[problem.weight].itemsize
-        weights = (tile.packs_per_thread - (itemsize == 2)) * tile.pack_size * tile.threads_per_row * itemsize
-    return ceil_div(rings + exchange, 16) * 16 + weights
+    kept = [problem.weight if problem.dx or problem.recomputed else None, problem.bias]
+    parameters = 0
+    for itemsize in (DTYPES[name].itemsize for name in kept if name and not problem.forward):
+        if tile.pack_size * tile.packs_per_thread > 16:
+            parameters += (tile.packs_per_thread - (itemsize == 2)) * tile.pack_size * tile.threads_per_row * itemsize
+    return ceil_div(rings + exchange, 16) * 16 + parameters
 
 
 def smem_bytes_of(problem: Problem, tile: Tile, strategy: str) -> int:
@@ -390,6 +394,9 @@ _LONE_RING_FROM = {"forward": {2: 500, 4: 2048}, "backward": {2: 512, 4: 512}}
 # The same with a residual, or backward with the gradient of its sum (forward, 4096 columns: 0.92, in registers 0.82; float32
 # 0.95 and 0.89).
 _RESIDUAL_RING_FROM = 1024
+# The same, backward of 16-bit rows that also writes y again, for which registers hold a block less (float16, 768 columns in
+# registers: three blocks 0.94, two 0.86).
+_RECOMPUTING_RING_FROM = 700
 # Threads of all blocks of a multiprocessor: more have too few registers each for 64 elements forward, 32 backward.
 _RING_THREADS = 384
 # Elements of a thread. Forward it keeps their weights and biases.
@@ -462,6 +469,8 @@ def _wants_ring(problem: Problem, registers: Tile | None) -> bool:
             return False
     if problem.residual or problem.dsum:
         first = min(first, _RESIDUAL_RING_FROM)
+    if problem.recomputed and itemsize == 2:
+        first = min(first, _RECOMPUTING_RING_FROM)
     return problem.num_cols >= first
 
 
@@ -474,7 +483,8 @@ def _ring_registers(problem: Problem, device: Device, elements: int) -> int:
         kept = sum(max(DTYPES[name].itemsize, fewest) for name in parameters if name)
         return 104 + elements * kept // 4 + tight
     lone = 3 * elements // 4 if problem.widest_pack == 1 else 0
-    return 60 + 27 * min(elements, 57) // 8 + lone
+    wide_bias = 8 * (problem.bias is not None and DTYPES[problem.bias].itemsize > DTYPES[problem.x].itemsize)
+    return 60 + 27 * min(elements, 57) // 8 + lone + wide_bias
 
 
 @lru_cache(maxsize=4096)

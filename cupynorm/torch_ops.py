@@ -2,13 +2,14 @@
 
     cupynorm::norm_forward  -> y, mean, rstd, input + residual    an empty mean for rms_norm, an empty sum without a residual
     cupynorm::norm_backward -> dx, dweight, dbias                 empty where not wanted
+    cupynorm::recomputing_norm_backward -> dx, dweight, dbias, y   the same, and y again
 
     cupynorm::fused_norm_forward  -> y, mean, rstd, sum, y1   with fused options: an empty sum where it is the input itself
     cupynorm::fused_norm_backward -> dx, dweight, dbias, dresidual, dweight1, dbias1
 
 Arguments as those of cupynorm.layer_norm_forward and layer_norm_backward; tile has the fields of a cupynorm.Tile in their
-order, a backward without a mean is that of rms_norm. All are differentiable but fused_norm_backward, and known for tensors
-without memory and any number of rows.
+order, a backward without a mean is that of rms_norm. All are differentiable but fused_norm_backward and
+recomputing_norm_backward, and known for tensors without memory and any number of rows.
 """
 
 from __future__ import annotations
@@ -31,6 +32,9 @@ for _schema in (
     "norm_backward(Tensor dy, Tensor x, Tensor? mean, Tensor rstd, Tensor? weight, Tensor? dsum, SymInt[] normalized_shape, "
     "bool[3] wanted, bool zero_centered_weight, ScalarType? dbias_dtype, int sm_margin, str? strategy) "
     "-> (Tensor dx, Tensor dweight, Tensor dbias)",
+    "recomputing_norm_backward(Tensor dy, Tensor x, Tensor? mean, Tensor rstd, Tensor? weight, Tensor? bias, Tensor? dsum, "
+    "SymInt[] normalized_shape, bool[3] wanted, bool zero_centered_weight, int sm_margin) "
+    "-> (Tensor dx, Tensor dweight, Tensor dbias, Tensor y)",
     "fused_norm_forward(Tensor input, Tensor? weight, Tensor? bias, Tensor? residual, Tensor? weight1, Tensor? bias1, "
     "Tensor? row_scale, Tensor? dropout_seed, SymInt[] normalized_shape, float? eps, bool centered, bool zero_centered_weight, "
     "ScalarType? out_dtype, ScalarType? residual_dtype, float dropout_p, bool round_x_hat, bool memory_efficient, "
@@ -45,6 +49,7 @@ for _schema in (
 ):
     _library.define(_schema, tags=(torch.Tag.pt2_compliant_tag,))
 _norm_forward, _norm_backward = torch.ops.cupynorm.norm_forward.default, torch.ops.cupynorm.norm_backward.default
+_recomputing_norm_backward = torch.ops.cupynorm.recomputing_norm_backward.default
 _fused_norm_forward = torch.ops.cupynorm.fused_norm_forward.default
 _fused_norm_backward = torch.ops.cupynorm.fused_norm_backward.default
 
@@ -74,6 +79,12 @@ def gradients(dy, x, mean, rstd, weight, dsum, normalized_shape, wanted, *argume
     """dx, dweight, dbias by the operator, None where not wanted."""
     made = _norm_backward(dy, x, mean, rstd, weight, dsum, normalized_shape, wanted, *arguments)
     return [gradient if is_wanted else None for gradient, is_wanted in zip(made, wanted)]
+
+
+def gradients_and_y(dy, x, mean, rstd, weight, bias, dsum, normalized_shape, wanted, *arguments) -> list[Tensor | None]:
+    """dx, dweight, dbias, None where not wanted, and y in dy's dtype by the operator, which is not differentiable."""
+    made = _recomputing_norm_backward(dy, x, mean, rstd, weight, bias, dsum, normalized_shape, wanted, *arguments)
+    return [made_one if is_wanted else None for made_one, is_wanted in zip(made, (*wanted, True))]
 
 
 def fused_forward(
@@ -215,6 +226,28 @@ def _differentiate_backward(ctx, ddx, ddweight, ddbias):
     )
 
 
+def _recomputing_backward(
+    dy, x, mean, rstd, weight, bias, dsum, normalized_shape, wanted, zero_centered_weight, sm_margin
+):  # fmt: skip
+    names = tuple(name for name, is_wanted in zip(norm.Backward._fields, wanted) if is_wanted)
+    prepared, given = fused.prepare_backward(
+        mean is not None, dy, x, mean, rstd, tuple(normalized_shape), weight, zero_centered_weight, dsum, names, None,
+        None if bias is None else bias.dtype, Options(sm_margin=sm_margin), None, None, None, recomputed=(bias,),
+    )  # fmt: skip
+    dx, dweight, dbias, _, y = prepared.run(*given)
+    return *(x.new_empty(0) if gradient is None else gradient for gradient in (dx, dweight, dbias)), y
+
+
+def _recomputing_backward_without_memory(
+    dy, x, mean, rstd, weight, bias, dsum, normalized_shape, wanted, zero_centered_weight, _
+):  # fmt: skip
+    bias_dtype = None if bias is None else bias.dtype
+    gradients = _backward_without_memory(
+        dy, x, mean, rstd, weight, dsum, normalized_shape, wanted, zero_centered_weight, bias_dtype
+    )
+    return *gradients, x.new_empty(x.shape, dtype=dy.dtype)
+
+
 # With fused options.
 
 
@@ -352,13 +385,20 @@ def _save_nothing(ctx, inputs, output):
 def _refuse_second_derivatives(ctx, *gradients):
     raise NotImplementedError(
         "the second derivative of a norm with residual_dtype, row_scale, dropout_p, weight1, bias1, round_x_hat or "
-        "memory_efficient was asked for; it has first derivatives only"
+        "memory_efficient, or of recomputing_norm_backward, was asked for; it has first derivatives only"
     )
 
 
 for _name, _impl, _fake, _save, _differentiate in (
     ("norm_forward", _forward, _forward_without_memory, _save_forward, _differentiate_forward),
     ("norm_backward", _backward, _backward_without_memory, _save_backward, _differentiate_backward),
+    (
+        "recomputing_norm_backward",
+        _recomputing_backward,
+        _recomputing_backward_without_memory,
+        _save_nothing,
+        _refuse_second_derivatives,
+    ),
     (
         "fused_norm_forward",
         _fused_forward,

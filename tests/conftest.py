@@ -73,9 +73,12 @@ def tile_of_backward(monkeypatch: pytest.MonkeyPatch) -> Callable:
 
 
 @pytest.fixture
-def kernels(monkeypatch: pytest.MonkeyPatch):
-    """Makes tensors of the CPU take the way of a GPU's: planned as for an H200, the kernels run on the CPU.
-    A list of the launches."""
+def kernels(monkeypatch: pytest.MonkeyPatch) -> list:
+    """Makes tensors of the CPU take the way of a GPU's: planned as for an H200, the kernels run on the CPU;
+    what is allocated is NaN.
+
+    A list of the launches that were planned.
+    """
     import torch
 
     from cupynorm import arrays, launch, norm

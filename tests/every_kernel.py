@@ -31,8 +31,11 @@ def cases() -> list[Case]:
         every.append(Case("rms_norm", 7, 255, "float16", strategy=strategy, residual_dtype="float32"))
         every.append(Case("rms_norm", 9, 500, "bfloat16", strategy=strategy, weight1="bfloat16", round_x_hat=True))
         every.append(Case("layer_norm", 9, 500, "bfloat16", strategy=strategy, memory_efficient=True))
+        every.append(Case("layer_norm", 300, 512, "bfloat16", strategy=strategy, recompute=True))
+        every.append(Case("rms_norm", 7, 255, "float32", strategy=strategy, bias="bfloat16", recompute=True))
     # Rows that begin anywhere, through the rings of a block and of a cluster.
     every += [Case("layer_norm", num_rows, num_cols, "bfloat16") for num_rows, num_cols in ((300, 1023), (60, 33333))]
+    every += [Case("layer_norm", 300, num_cols, "bfloat16", recompute=True) for num_cols in (1023, 1024, 12288)]
     # Rows in the registers of clusters of 2 to 16 blocks, and (200001 and 262144 backward) beyond them.
     every += [Case("layer_norm", 2, num_cols, "bfloat16") for num_cols in (20000, 40000, 66000, 131072, 200001, 262144)]
     for strategy, sizes in (("block", (1,)), ("cluster", (2, 16))):

@@ -66,8 +66,10 @@ def test_tables_and_json():
     found = LinearMeasurement(cell, samples, {}, {"cupynorm": (2**20, 3 * 2**20)}, {})
     result = LinearResult({"gpu": "H200"}, {"runs": 2}, [found], {"transformer_engine": "no module"})
     lines = str(result).splitlines()
-    assert lines[0].split() == ["microseconds", "gemm", "cupynorm", "target"]
-    assert lines[1].split()[-3:] == ["101.0", "150.0", "201.0"]
+    assert lines[0].split() == ["microseconds", "gemm", "cupynorm", "target", "cupynorm/target"]
+    assert lines[1].split()[-4:] == ["101.0", "150.0", "201.0", "0.746"]
+    without = LinearMeasurement(cell, {GEMM: [100.0]}, {}, {}, {})
+    assert str(LinearResult({}, {}, [without])).splitlines()[1].split()[-3:] == ["100.0", "-", "-"]
     assert any(line.split()[-4:] == ["-", "1", "/", "3"] for line in lines)
     assert lines[-1] == "transformer_engine was left out: no module" and result
     content = json.loads(result.to_json())

@@ -53,7 +53,7 @@ def test_every_place_of_every_kernel():
             "Load", "ResidualLoad", "SumLoad", "Store", "TwoStores",
         }  # fmt: skip
         assert {functor for source, functor in recorder.functors if source == f"backward_{name}.cu"} == {
-            "Load", "LoadXHat", "Store", "AddStore", "SplitStore",
+            "Load", "LoadXHat", "Store", "AddStore", "SplitStore", "RecomputingStore",
         }  # fmt: skip
     # Wide rows get rings of other clusters, too.
     assert recorder.reached >= expected

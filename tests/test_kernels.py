@@ -469,6 +469,165 @@ def test_backward_that_knows_y_alone_with_explicit_tiles(strategy, num_cols, til
     assert plans[-1].tile == tile and "LoadXHat" in plans[-1].launches[0].kernel.name_expression
 
 
+# -- y written again by backward -------------------------------------------------------------------------
+
+
+def bits(values: np.ndarray) -> bytes:
+    """Of values that hold no zero of a sign that matters."""
+    return (values + 0.0).tobytes()
+
+
+def y_of(problem: Problem, results: dict[str, np.ndarray]) -> np.ndarray:
+    """What the mean and rstd that were kept say of y, operation by operation in the arithmetic's dtype,
+    as the CPU's compiler leaves it."""
+    case = problem.case
+    compute = compute_dtype(case.sum).name
+    given = (results.get("sum", problem.x), results.get("mean"), results["rstd"], problem.weight, problem.bias)
+    x, mean, rstd, weight, bias = (None if each is None else each.astype(compute) for each in given)
+    y = (x if mean is None else x - mean[:, None]) * rstd[:, None]
+    if weight is not None:
+        wide = problem.weight.astype(compute_dtype(case.dtype("weight")).name)
+        y = y * ((1 + wide).astype(compute) if case.zero_centered_weight else weight)
+    y = y if bias is None else y + bias
+    return decode(encode(y.astype(np.float64), case.dtype("y")), case.dtype("y"))
+
+
+RECOMPUTED = {
+    "plain": {},
+    "without parameters": {"weight": None, "bias": None},
+    "without weight": {"weight": None},
+    "without bias": {"bias": None},
+    "1 + weight": {"zero_centered_weight": True},
+    "wide parameters": {"weight": "float64", "bias": "float32"},
+    "y of another dtype": {"y": "float32", "weight": "float32"},
+    "a residual": {"residual": True, "dsum": True},
+}
+
+
+@pytest.mark.parametrize("what", RECOMPUTED)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_backward_writes_y_again(strategy, what, where):
+    """The very bits that forward writes of the same mean and rstd;
+    welford, but in a ring, keeps no rest of the mean beside them."""
+    turn = list(RECOMPUTED).index(what) + list(STRATEGIES).index(strategy)
+    for at, (name, num_cols) in enumerate((("layer_norm", 120 + turn % 2), ("rms_norm", 77 - turn % 2))):
+        dtype = list(DTYPES)[(turn // 2 + at) % 4]
+        case = Case(name, 5, num_cols, dtype, strategy=strategy, statistics="welford", recompute=True, **RECOMPUTED[what])
+        results = check(case, where)
+        if isinstance(where, CpuMachine):
+            assert bits(results["recomputed"]) == bits(y_of(random_problem(case), results))
+        # Without a weight a GPU may take x_hat + bias together, rounded once.
+        if (name == "rms_norm" or strategy != "cluster") and (case.weight is not None or case.bias is None):
+            assert bits(results["recomputed"]) == bits(results["y"])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_y_again_is_of_the_mean_that_was_kept(strategy, dtype):
+    case = Case("layer_norm", 5, 120, dtype, strategy=strategy, statistics="two_pass", recompute=True)
+    results = check(case, CpuMachine())
+    assert bits(results["recomputed"]) == bits(y_of(random_problem(case), results))
+
+
+@pytest.mark.parametrize("gradients", [(), ("dweight",), ("dbias",), ("dx",), ("dx", "dweight", "dbias")], ids=str)
+@pytest.mark.parametrize("strategy, num_cols, tile", [
+    ("warp", 64, None), ("block", 1000, Tile(8, 64, packs_per_thread=2)), ("block", 1000, Tile(4, 64, 4, stages=2)),
+    ("cluster", 1000, Tile(8, 32, packs_per_thread=1, cluster_size=4)), ("cluster", 1000, Tile(8, 32, cluster_size=4)),
+    ("cluster", 1000, Tile(4, 32, 4, cluster_size=2, stages=3)), ("cluster", 999, Tile(1, 96, cluster_size=2)),
+    ("uncached", 1000, None),
+])  # fmt: skip
+def test_y_again_whatever_else_is_wanted(strategy, num_cols, tile, gradients, where, monkeypatch):
+    """Alone, with some of the gradients, and with all of them; the others are left as they are."""
+    plans = []
+    plain = calls.run_backward
+
+    def run_backward(*arguments, **options):
+        *head, dx, dweight, dbias, dsum, given = arguments
+        wanted = (each if name in gradients else None for name, each in (("dx", dx), ("dweight", dweight), ("dbias", dbias)))
+        plans.append(plain(*head, *wanted, dsum, given._replace(tile=tile), **options))
+
+    monkeypatch.setattr(calls, "run_backward", run_backward)
+    case = Case("layer_norm", 9, num_cols, "bfloat16", strategy=strategy, recompute=True)
+    problem = random_problem(case)
+    results = run_kernels(problem, where)
+    for name in ("dx", "dweight", "dbias"):
+        if name not in gradients:
+            assert np.isnan(results.pop(name)).all()
+    result = CheckResult(judge_all(problem, results, rounded_mean=uses_welford(case, where.device)))
+    assert result.ok and len(result.findings) == 4 + len(gradients), f"\n{result}"
+    assert tile is None or plans[-1].tile == tile
+    assert "RecomputingStore" in plans[-1].launches[0].kernel.name_expression
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"residual": True, "dsum": True}, {"weight": "float32", "bias": "float32"}, {"bias": None}], ids=str
+)
+@pytest.mark.parametrize("tile", [
+    Tile(8, 64, 3, stages=2), Tile(8, 64, 1, rows_per_block=3, stages=3), Tile(8, 64, 3, cluster_size=2, stages=3),
+    Tile(1, 64, 24, stages=2),
+], ids=str)  # fmt: skip
+def test_y_again_of_a_ring(tile, options, small, tile_of_backward):
+    """Biases in registers, and where there are many in shared memory, beside weights or alone."""
+    plans = tile_of_backward(tile)
+    num_rows, packs = rows_of_turns(small, tile, 4), (tile.threads_per_row * tile.packs_per_thread - 2) * tile.cluster_size
+    case = ring_case("layer_norm", num_rows, "bfloat16", packs, tile, recompute=True, **options)
+    results = check(case, small)
+    if isinstance(small, CpuMachine):
+        assert bits(results["recomputed"]) == bits(y_of(random_problem(case), results))
+    assert plans[-1].tile == tile and plans[-1].launches[0].kernel.name_expression.count("RecomputingStore") == 1
+
+
+def test_y_again_counts_in_bytes():
+    made = [
+        dispatch.make_plan(
+            replace(problem_of("backward", "bfloat16"), num_cols=4096, recomputed=recomputed, bias=bias), H200, 1000
+        )
+        for recomputed, bias in ((None, None), ("float32", "float16"))
+    ]
+    assert made[1].bytes_needed - made[0].bytes_needed == 1000 * 4096 * 4 + 4096 * 2
+    uncached = [
+        dispatch.make_plan(replace(plan.problem, num_cols=1 << 20, dx=None), H200, 10, strategy="uncached") for plan in made
+    ]
+    assert [len(plan.launches) for plan in uncached] == [1, 2]
+    # x and dy once for the sums; for y once more.
+    assert uncached[1].bytes_moved - uncached[0].bytes_moved == (1 << 20) * (10 * (2 + 2 + 4) + 2)
+
+
+# -- statistics alone ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("residual", [False, True])
+@pytest.mark.parametrize("statistics", STATISTICS)
+@pytest.mark.parametrize("strategy, tile", [
+    ("warp", None), ("block", Tile(8, 64, packs_per_thread=2)), ("block", Tile(8, 64)), ("block", Tile(8, 64, 2, stages=2)),
+    ("cluster", Tile(8, 32, packs_per_thread=1, cluster_size=4)), ("cluster", Tile(8, 32, cluster_size=2)),
+    ("cluster", Tile(8, 32, 2, cluster_size=2, stages=2)), ("uncached", None),
+])  # fmt: skip
+def test_statistics_alone(strategy, tile, statistics, residual, where, monkeypatch):
+    """The bits of a forward with y, which nothing writes: its array is not even there."""
+    case = Case("layer_norm", 7, 1000, "bfloat16", weight=None, bias=None, strategy=strategy, tile=tile, statistics=statistics)
+    case = replace(case, residual=residual, num_cols=240 if strategy == "warp" else 1000)
+    problem = random_problem(case)
+    plans, plain = [], calls.run_forward
+    with_y = run_kernels(problem, where)
+
+    def run_forward(machine, centered, x, y, *arguments, **options):
+        plans.append(plain(machine, centered, x, None, *arguments, **options))
+
+    monkeypatch.setattr(calls, "run_forward", run_forward)
+    alone = run_kernels(problem, where)
+    assert np.isnan(alone["y"]).all()
+    for name in ("mean", "rstd", *(["sum"] if residual else [])):
+        assert alone[name].tobytes() == with_y[name].tobytes() and np.isfinite(alone[name]).all()
+    assert "Store<void, void, void, false>" in plans[0].launches[0].kernel.name_expression
+    assert tile is None or plans[0].tile == tile
+    read = 7 * case.num_cols * 2
+    assert plans[0].bytes_needed == read * (1 + 2 * residual) + 7 * 2 * 4
+    if strategy == "uncached":
+        passes = 2 if statistics == "two_pass" else 1
+        assert plans[0].bytes_moved == plans[0].bytes_needed + (passes - 1) * read * (1 + residual)
+
+
 # A warp of any dtype takes 240.
 @pytest.mark.parametrize("num_cols", [57, 240])
 @pytest.mark.parametrize("statistics", STATISTICS)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import gc
 import inspect
 import io
 from pathlib import Path
@@ -15,13 +16,14 @@ from linear_bounds import LinearProblem, assert_right, draw, expected
 import cupynorm
 from cupynorm import arrays
 from cupynorm.activations import read
+from cupynorm.calls import Options
 from cupynorm.dtypes import DTYPES, decode, encode
 
 torch = pytest.importorskip("torch")
 from torch.library import opcheck  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 
-from cupynorm import linear, norm  # noqa: E402  (imports torch)
+from cupynorm import fused, linear, norm  # noqa: E402  (imports torch)
 from cupynorm.linear import LayerNormLinear  # noqa: E402
 
 NORMS = ("layer_norm", "rms_norm")
@@ -161,10 +163,16 @@ def saved_bytes(function) -> tuple[int, object]:
 
 
 def test_what_waits_for_backward(monkeypatch):
-    """x, mean and rstd: 2 bytes an element in bfloat16; with save_normalized 4."""
+    """x, mean and rstd: 2 bytes an element in bfloat16; with save_normalized 4.
+    A norm without gradients is made again by itself."""
     problem = draw(dtype="bfloat16", num_rows=64, in_features=96)
-    for way, num_bytes, again in (({}, 0, 1), ({"save_normalized": True}, 2 * 64 * 96, 0)):
+    for way, frozen, num_bytes, again in (
+        ({}, (), 0, 0), ({}, ("x", "norm_weight", "norm_bias"), 2 * (64 + 2) * 96, 1),
+        ({"save_normalized": True}, (), 2 * 64 * 96, 0),
+    ):  # fmt: skip
         given = leaves(problem)
+        for name in frozen:
+            given[name].requires_grad_(False)
         found, y = saved_bytes(lambda: call(problem, given, **way))  # noqa: B023
         assert found == num_bytes + 2 * 64 * 4
         made = count_normalizations(monkeypatch)
@@ -260,6 +268,83 @@ def test_what_waits_in_a_compiled_graph(save_normalized, num_kept):
     call_it(given).sum().backward()
     whole = [each for each in handed if isinstance(each, torch.Tensor) and tuple(each.shape) == (64, 96)]
     assert len(whole) == num_kept
+
+
+@pytest.mark.parametrize("compiled", (False, True))
+@pytest.mark.parametrize("norm_name", NORMS)
+@pytest.mark.parametrize(
+    "options", ({}, {"without": ("norm_bias",)}, {"zero_centered_weight": True, "dsum": True, "residual": True}), ids=str
+)
+def test_one_kernel_gives_the_gradients_and_the_normalised_tensor(kernels, options, norm_name, compiled):
+    problem = draw(norm_name, "bfloat16", num_rows=7, in_features=96, norm_dtype="float32", **options)
+    run = call
+    if compiled:
+        torch._dynamo.reset()
+        run = torch.compile(call, fullgraph=True, backend="aot_eager")
+    assert_right(problem, recorded(problem, run=run), ("normalized", *(() if options.get("dsum") else ("sum",))))
+    names = [each.kernel.name_expression for each in kernels]
+    assert [name.split("<")[0] for name in names] == ["forward_warp", "backward_warp", "backward_parameters"]
+    assert "RecomputingStore<" in names[1] and ".dx = true, .dweight = true" in names[1]
+
+
+def test_a_normalised_tensor_of_the_autocast_dtype_is_made_again(kernels):
+    problem = draw(num_rows=4)
+    given = leaves(problem)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = call(problem, given)
+    y.backward(torch.ones_like(y))
+    store = "RecomputingStore<Store<float, void, void, false>, __nv_bfloat16, float, float, false>"
+    assert len(kernels) == 3 and store in kernels[1].kernel.name_expression
+    truth = expected(problem)["dweight"][0].shape
+    assert given["weight"].grad.shape == truth and given["weight"].grad.isfinite().all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("in_features", (96, 1024, 8192, 20000, 300000))
+@pytest.mark.parametrize("dtype", ("bfloat16", "float32"))
+def test_one_kernel_of_every_strategy(dtype, in_features):
+    problem = draw("layer_norm", dtype, num_rows=40, in_features=in_features, out_features=24)
+    assert_right(problem, recorded(problem, "cuda"), ("normalized", "sum"))
+
+
+def test_a_backward_that_writes_y_again_is_another_than_one_that_does_not(kernels):
+    """Also where there is no bias, by which alone they would differ: each is prepared once, and kept."""
+    x, dy = torch.randn(2, 3, 24)
+    _, mean, rstd, _ = cupynorm.layer_norm_forward(x, normalized_shape=24)
+    arguments = (True, dy, x, mean, rstd, (24,), None, False, None, ("dx",), None, None, Options(), None, None, None)
+    for _ in range(2):
+        for recomputed in (None, (None,), (torch.ones(24),)):
+            prepared, given = fused.prepare_backward(*arguments, recomputed=recomputed)
+            dx, _, _, _, y = prepared.run(*given)
+            assert dx.isfinite().all() and (y is None) == (recomputed is None)
+            if y is not None:
+                shift = 0.0 if recomputed[0] is None else 1.0
+                torch.testing.assert_close(y, torch.nn.functional.layer_norm(x, (24,)) + shift)
+    assert len(norm.fused_backwards) == 3
+    empty = fused.prepare_backward(True, dy[:0], x[:0], mean[:0], rstd[:0], *arguments[5:], recomputed=(None,))
+    assert empty[0].run(*empty[1])[4].shape == (0, 24)
+
+
+def test_the_operator_that_makes_y_again():
+    problem = draw()
+    given = {name: None if value is None else value.detach() for name, value in leaves(problem).items()}
+    y, mean, rstd, x = cupynorm.layer_norm_forward(given["x"], given["norm_weight"], given["norm_bias"])
+    dy = torch.randn_like(x)
+    for dtype, wanted in ((torch.float32, [True] * 3), (torch.bfloat16, [False, True, False])):
+        for parameters in ((given["norm_weight"], given["norm_bias"]), (None, None)):
+            arguments = (dy.to(dtype), x, mean, rstd, *parameters, None, (24,), wanted, False, 0)
+            opcheck(torch.ops.cupynorm.recomputing_norm_backward.default, arguments)
+    dx, dweight, dbias, again = torch.ops.cupynorm.recomputing_norm_backward(
+        dy, x, mean, rstd, given["norm_weight"], given["norm_bias"], None, (24,), [True] * 3, False, 0
+    )
+    plain = cupynorm.layer_norm_backward(dy, x, mean, rstd, given["norm_weight"])
+    assert all(torch.equal(one, other) for one, other in zip((dx, dweight, dbias), plain))
+    # Of mean and rstd as they were rounded.
+    torch.testing.assert_close(again, y, rtol=2.0**-22, atol=2.0**-22)
+    leaf = x.clone().requires_grad_()
+    made = torch.ops.cupynorm.recomputing_norm_backward(dy, leaf, mean, rstd, None, None, None, (24,), [True] * 3, False, 0)
+    with pytest.raises(NotImplementedError, match="or of recomputing_norm_backward"):
+        made[3].sum().backward()
 
 
 def test_operator_is_an_operator():
@@ -397,6 +482,115 @@ def test_a_fold_is_kept_between_microbatches(monkeypatch):
     with torch.autocast("cpu", torch.bfloat16):
         assert module(x, is_first_microbatch=False).dtype == torch.bfloat16 and len(made) == 5
     assert module.double()._folded is None and copy.deepcopy(module)._folded is None
+
+
+@pytest.fixture
+def folds(monkeypatch) -> list:
+    """What was folded."""
+    made, plain = [], linear.fold
+    monkeypatch.setattr(linear, "fold", lambda *given, **options: made.append(given) or plain(*given, **options))
+    return made
+
+
+@pytest.mark.parametrize("split", (None, {"q_": 8, "k": 4, "v": 4}), ids=("whole", "split"))
+def test_a_fold_is_kept_in_inference_until_a_parameter_changes(folds, split):
+    module = LayerNormLinear(24, 16, fused="fold", parameters_split=split, **CPU)
+    plain = LayerNormLinear(24, 16, parameters_split=split, **CPU)
+    x = torch.randn(4, 24)
+
+    def runs(times: int) -> None:
+        """Two calls fold so many times, and are right."""
+        folds.clear()
+        plain.load_state_dict(module.state_dict())
+        with torch.no_grad():
+            y = module(x)
+            assert torch.equal(module(x), y) and len(folds) == times
+            torch.testing.assert_close(y, plain(x), rtol=2.0**-18, atol=2.0**-18)
+
+    runs(1)
+    runs(0)
+    for name, parameter in module.named_parameters():
+        with torch.no_grad():
+            parameter.add_(0.5)
+        runs(1)
+        parameter.data = parameter.data * 2
+        runs(1)
+        setattr(module, name, torch.nn.Parameter(parameter.detach() + 0.25))
+        runs(1)
+        runs(0)
+    module.load_state_dict(
+        {name: torch.randn_like(value) for name, value in module.state_dict().items() if "extra" not in name}, strict=False
+    )
+    runs(1)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    module(x).sum().backward()
+    optimizer.step()
+    runs(1)
+    module(x).sum().backward()
+    for parameter in module.parameters():
+        parameter.data.mul_(0.5)  # as an optimizer that torch does not see
+    runs(1)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        folds.clear()
+        assert module(x).dtype == torch.bfloat16 and len(folds) == 1
+    module.double().float()
+    runs(1)
+    module.get_parameter(module.weight_names[0]).data.mul_(2)  # is not seen, and can be told
+    folds.clear()
+    with torch.no_grad():
+        module(x)
+        assert not folds
+        module(x, is_first_microbatch=True)
+    runs(1)
+
+
+def test_a_fold_of_the_functional_form_lives_as_long_as_its_weight(folds):
+    problem = draw()
+    given = leaves(problem)
+    with torch.no_grad():
+        first = call(problem, given, fused="fold")
+        assert torch.equal(call(problem, given, fused="fold"), first) and len(folds) == 1
+        call(problem, given | {"norm_weight": given["norm_weight"].clone()}, fused="fold")
+        call(problem, given | {"norm_bias": None}, fused="fold")
+        zero_centered = cupynorm.layer_norm_linear(
+            given["x"],
+            given["norm_weight"] - 1,
+            given["norm_bias"],
+            given["weight"],
+            given["bias"],
+            zero_centered_weight=True,
+            fused="fold",
+        )
+        torch.testing.assert_close(zero_centered, first, rtol=2.0**-18, atol=2.0**-18)
+        assert len(folds) == 4
+        kept = len(linear._folds)
+        folds.clear()
+        given.clear()
+        gc.collect()
+        assert len(linear._folds) == kept - 1
+    with torch.inference_mode():
+        given = leaves(problem)
+        assert torch.equal(call(problem, given, fused="fold"), call(problem, given, fused="fold")) and len(folds) == 2
+
+
+@pytest.mark.gpu
+def test_a_fold_is_made_anew_in_each_replay_of_a_graph():
+    module = LayerNormLinear(64, 32, fused="fold", params_dtype=torch.bfloat16)
+    x = torch.randn(16, 64, device="cuda", dtype=torch.bfloat16)
+    with torch.no_grad():
+        module(x)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            y = module(x)
+        for factor in (1.0, 2.0):
+            module.weight.mul_(factor)
+            graph.replay()
+            assert torch.equal(y, module(x))
+        with torch.cuda.stream(torch.cuda.Stream()):
+            torch.cuda.synchronize()
+            assert torch.equal(module(x), y)
+        torch.cuda.synchronize()
 
 
 def folded_errors(x, norm_weight, norm_bias, weight, eps, dtype):
@@ -1022,15 +1216,23 @@ def test_delayed_weight_gradients(options, fuse):
     assert not copy.deepcopy(module)._delayed and len(module._delayed) == 1
 
 
-def test_what_is_delayed_waits_as_little_as_it_can():
-    """Until backward_dw: x, dy, mean and rstd, and no normalised tensor."""
+@pytest.mark.parametrize("frozen", (False, True))
+def test_what_is_delayed_waits_as_little_as_it_can(frozen):
+    """Until backward_dw: dy, and beside it the normalised tensor, or x if nothing has made that."""
     module = LayerNormLinear(96, 64, delay_wgrad_compute=True, params_dtype=torch.bfloat16, **CPU)
-    y = module(torch.randn(32, 96, dtype=torch.bfloat16, requires_grad=True))
+    x = torch.randn(32, 96, dtype=torch.bfloat16, requires_grad=not frozen)
+    module.layer_norm_weight.requires_grad_(not frozen), module.layer_norm_bias.requires_grad_(not frozen)
+    y = module(x)
     y.backward(torch.ones_like(y))
     work = module._delayed[0]
     rows, make_normalized = work.args[:2]
-    held = [cell.cell_contents for cell in make_normalized.__closure__ if isinstance(cell.cell_contents, torch.Tensor)]
-    assert rows.shape == (32, 64) and sum(each.numel() for each in held if each.numel() > 96) == 32 * 96
+    if frozen:
+        held = [cell.cell_contents for cell in make_normalized.__closure__ if isinstance(cell.cell_contents, torch.Tensor)]
+    else:
+        held = list(make_normalized.args)
+    large = [each for each in held if each.numel() > 96]
+    assert rows.shape == (32, 64) and sum(each.numel() for each in large) == 32 * 96
+    assert any(each.data_ptr() == x.data_ptr() for each in large) == frozen
 
 
 def test_nothing_is_lost_where_torch_watches():

@@ -129,6 +129,8 @@ SUM = Case(
 )
 TWO = Case("rms_norm", 5, 40, "bfloat16", strategy="warp", weight1="float32", bias1="bfloat16")
 BY_Y = Case("layer_norm", 5, 40, "float32", strategy="warp", memory_efficient=True)
+AGAIN = Case("layer_norm", 5, 37, "float32", strategy="warp", recompute=True)
+AGAIN_IN_RING = Case("layer_norm", 24, 4 * 470, "float32", strategy="block", tile=Tile(4, 96, 5, stages=3), recompute=True)
 
 
 @dataclass(frozen=True)
@@ -222,6 +224,18 @@ MUTATIONS = {
     "a gradient that is not scaled": Mutation("load_store.cuh", "    factor.multiply(row, col, split, present);\n", "", SUM),
     "a second output with the first's weights": Mutation(
         "load_store.cuh", "second.store(row, col, values, kept.second", "first.store(row, col, values, kept.first", TWO
+    ),
+    "y again of the first columns' biases": Mutation(
+        "register_gradient.cuh", "load(in_row(pack) ? col(pack) : cols.first_col, biases)", "load(cols.first_col, biases)",
+        AGAIN
+    ),
+    "y again beyond the row": Mutation("register_gradient.cuh", "scales, biases, counts", "scales, biases, true", AGAIN),
+    "y again of another row": Mutation("load_store.cuh", "store_y.store(row, col", "store_y.store(row ^ 1, col", AGAIN),
+    "y again with weights for biases": Mutation(
+        "backward_ring.cuh", "biases.unpack_to(pack, shifts)", "weights.unpack_to(pack, shifts)", AGAIN_IN_RING
+    ),
+    "biases where the weights wait": Mutation(
+        "backward_ring.cuh", "parameters + decltype(weights)::smem_bytes", "parameters", AGAIN_IN_RING,
     ),
     "x_hat with the bias in it": Mutation(
         "load_store.cuh", "(values[at] - biases[at]) / divisor", "values[at] / divisor", BY_Y,

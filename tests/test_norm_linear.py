@@ -13,7 +13,7 @@ import pytest
 from linear_bounds import assert_right, draw
 
 import cupynorm
-from cupynorm import arrays, cublas, launch, norm, norm_linear, nvrtc
+from cupynorm import arrays, cublas, fused, launch, norm, norm_linear, nvrtc
 from cupynorm.dtypes import DTYPES, decode, encode
 
 NORMS = ("layer_norm", "rms_norm")
@@ -288,23 +288,35 @@ def test_cupy_arrays_take_the_norm_and_cublas(cupy_on_host, monkeypatch, norm_na
     """The way from a CuPy array to its products and back, the norm's kernels replaced by the reference."""
 
     class Norm:
-        def __init__(self, prepare, arguments):
-            self.prepare, self.arguments = prepare, arguments
+        def __init__(self, prepare, arguments, recomputed):
+            self.prepare, self.arguments, self.recomputed = prepare, arguments, recomputed
 
         def run(self, *_):
-            as_numpy = [np.array(each) if isinstance(each, numpy_as_cupy.ndarray) else each for each in self.arguments]
-            prepared, given = self.prepare(*as_numpy)
+            as_numpy, others = (
+                [np.array(each) if isinstance(each, numpy_as_cupy.ndarray) else each for each in some]
+                for some in (self.arguments, self.recomputed or ())
+            )
+            asked.append(self.recomputed is not None)
+            options = {} if self.recomputed is None else {"recomputed": tuple(others)}
+            prepared, given = self.prepare(*as_numpy, **options)
             return [
                 None if each is None else cupy_on_host(arrays.to_float64(each), arrays.dtype_name(each))
                 for each in prepared.run(*given)
             ]
 
-    for name in ("prepare_forward", "prepare_backward"):
-        plain = getattr(norm, name)
-        monkeypatch.setattr(norm, name, lambda *arguments, plain=plain: (Norm(plain, arguments), ()))
+    asked = []
+
+    def replacing(plain):
+        return lambda *arguments, recomputed=None: (Norm(plain, arguments, recomputed), ())
+
+    for module, name in ((norm, "prepare_forward"), (norm, "prepare_backward"), (fused, "prepare_backward")):
+        monkeypatch.setattr(module, name, replacing(getattr(module, name)))
     monkeypatch.setattr(arrays, "on_host", lambda array: isinstance(array, np.ndarray))
     problem = draw(norm_name, dtype, **options)
     monkeypatch.setattr("test_norm_linear.maker", lambda library: (cupy_on_host, host))
     monkeypatch.setattr(norm_linear, "np", SimpleNamespace(ndarray=()))  # no array here is NumPy's
     for keep in (False, True):
         assert_right(problem, explicit(problem, "cupy", keep))
+        # Forward, and one backward, which writes the normalised tensor again where it was not kept.
+        assert asked == [False, not keep]
+        asked.clear()

@@ -117,7 +117,18 @@ FUSED_PROBLEMS += [
     )
 ]  # fmt: skip
 FUSED_PROBLEMS.append({"direction": "forward", "x": "float16", "y": "float16", "round_x_hat": "float16", "weight": "float16"})
+FUSED_PROBLEMS += [{"direction": "forward", "x": dtype} for dtype in ("bfloat16", "float32")]  # statistics alone
 FUSED_WIDTHS = (7, 768, 1000, 1025, 8192, 262144)
+# Backward that writes y again: the bias and one more stream beside what there was, at every edge of registers and rings.
+RECOMPUTING_PROBLEMS = [
+    {"direction": "backward", "x": dtype, "dy": dtype, "dx": dtype, "recomputed": dtype}
+    | dict.fromkeys(("weight", "bias", "dweight", "dbias"), weight)
+    for dtype, weight in (
+        ("bfloat16", "bfloat16"), ("bfloat16", "float32"), ("float16", "float16"), ("float32", "float32"),
+        ("float64", "float64"),
+    )
+]  # fmt: skip
+RECOMPUTING_WIDTHS = (33, 64, 512, 640, 768, 1000, 1096, 1792, 4096, 8192, 12296, 40008, 262144)
 # sm_80 and sm_90 stand for GPUs without and with clusters: all of the grid. Parts, so that pytest-xdist can share them out.
 FULL = (80, 90)
 PARTS = {80: 8, 86: 1, 89: 1, 90: 8, 100: 4, 120: 4}
@@ -131,10 +142,10 @@ def instances(compute_capability: int) -> dict[Kernel, str]:
     if compute_capability >= 90:
         grid.append((RING_PROBLEMS, RING_WIDTHS))
     found: dict[Kernel, str] = {}
-    grid.append((FUSED_PROBLEMS, FUSED_WIDTHS))
+    grid += [(FUSED_PROBLEMS, FUSED_WIDTHS), (RECOMPUTING_PROBLEMS, RECOMPUTING_WIDTHS)]
     device = DEVICES[ARCHITECTURES[compute_capability]]
     for problem, num_cols in (each for problems, widths in grid for each in itertools.product(problems, widths)):
-        if problem in FUSED_PROBLEMS:
+        if problem in FUSED_PROBLEMS or problem in RECOMPUTING_PROBLEMS:
             made = make_plan(
                 Problem(centered=True, num_cols=num_cols, pack_limit=pack_limit(num_cols, ()), **problem), device, 4096
             )
