@@ -209,7 +209,10 @@ def test_what_recipes_refuse():
         (lambda: DelayedScaling(margin=float("nan")), TypeError, "margin is nan; expected a finite number"),
         (lambda: DelayedScaling(amax_compute_algo="mean"), ValueError, "amax_compute_algo is 'mean'"),
         (lambda: DelayedScaling(fp8_format="E5M2"), TypeError, "fp8_format is 'E5M2'; expected Format.E4M3 or Format.HYBRID"),
-        (lambda: CurrentScaling(amax_epsilon=-1.0), ValueError, "amax_epsilon is -1.0"),
+        (lambda: CurrentScaling(amax_epsilon=-1.0), ValueError, "amax_epsilon is -1.0; expected 0 or more"),
+        (lambda: CurrentScaling(amax_epsilon=float("nan")), ValueError, "amax_epsilon is nan; expected 0 or more"),
+        (lambda: CurrentScaling(amax_epsilon=1e39), ValueError, "1e\\+39; expected 0 or more, and no more than float32 holds"),
+        (lambda: CurrentScaling(amax_epsilon="0"), TypeError, "amax_epsilon is '0'; expected a number that is 0 or more"),
         (lambda: fp8.fp8_autocast(recipe="delayed").__enter__(), TypeError, "recipe is a str; expected DelayedScaling"),
     ):
         with pytest.raises(error, match=sentence):
