@@ -25,14 +25,6 @@ def device(request):
     return "cuda" if request.param == "gpu" else "cpu"
 
 
-@pytest.fixture(params=["reference", "kernels", pytest.param("gpu", marks=pytest.mark.gpu)])
-def anywhere(request):
-    """Where tensors lie: three ways through the library."""
-    if request.param == "kernels":
-        request.getfixturevalue("kernels")
-    return "cuda" if request.param == "gpu" else "cpu"
-
-
 def random(*shape, dtype=torch.float32, seed=0, device="cpu"):
     generator = torch.Generator().manual_seed(seed + sum(shape))
     return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype).to(device)
