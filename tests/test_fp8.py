@@ -107,6 +107,16 @@ def test_a_quantised_tensor():
     assert fp8.amax_of(x[:0]).item() == 0.0 and fp8.amax_of(x[:, :0], 1).shape == (8,)
 
 
+@pytest.mark.parametrize("shape", [(256, 128), (130, 128), (300, 8), (128, 256), (257, 384)])
+@pytest.mark.parametrize("block_rows", [1, 128])
+def test_blocks_as_wide_as_a_row_and_wider(block_rows, shape):
+    values = draw(shape)
+    made = fp8.quantize_blocks(torch.from_numpy(values), fp8.E4M3, block_rows=block_rows)
+    expected = reference.quantize_blocks(values, "float8_e4m3fn", block_rows=block_rows)
+    truth = reference.dequantize(expected, "float8_e4m3fn", block_rows=block_rows)
+    np.testing.assert_allclose(made.dequantize(torch.float64).numpy(), truth, rtol=2.0**-24, atol=2.0**-149)
+
+
 # -- recipes ---------------------------------------------------------------------------------------------
 
 

@@ -205,6 +205,28 @@ def test_what_dequantizes(scaling, anywhere):
         assert same_bytes(numpy(made.transposed), numpy(made.data).T)
 
 
+@pytest.mark.parametrize("scaling", SCALES)
+@pytest.mark.parametrize(
+    "shape, num_dims", [((4, 4, 32), 2), ((3, 2, 150), 2), ((2, 3, 128), 1), ((2, 5, 4, 10), 3), ((40,), 1)]
+)
+def test_what_dequantizes_of_rows_of_several_dimensions(shape, num_dims, scaling, anywhere):
+    """Blocks go through all the dimensions that are normalised over; float32 rounds the one product."""
+    weight = random(*shape[-num_dims:], seed=1, device=anywhere) * 10
+    made = cupynorm.layer_norm(
+        random(*shape, device=anywhere),
+        shape[-num_dims:],
+        weight,
+        out_dtype=E4M3,
+        scale=None if scaling == "given" else scaling,
+    )
+    rows = numpy(made.data).reshape(-1, weight.numel())
+    lies = {"given": (), "tensor": (), "row": len(rows)}.get(scaling, (len(rows), -1))
+    scale_inv = numpy(made.scale_inv).reshape(lies)
+    truth = fp8.dequantize(fp8.Quantized(rows, scale_inv, None), E4M3).reshape(shape)
+    np.testing.assert_allclose(numpy(made.dequantize("float64")), truth, rtol=2.0**-24)
+    assert len(np.unique(scale_inv)) > 1 or scaling in ("given", "tensor", "mx") or len(shape) == 1
+
+
 @pytest.mark.parametrize("scaling", ["given", "row"])
 def test_gradients_pass_as_if_nothing_was_rounded(scaling, anywhere):
     x, residual = (random(6, 40, seed=seed, device=anywhere).requires_grad_() for seed in (0, 1))
@@ -229,6 +251,17 @@ def test_rows_that_are_not_there(anywhere):
             torch.empty(0, 40, device=anywhere), 40, out_dtype=E4M3, scale=None if scaling == "given" else scaling
         )
         assert made.shape == (0, 40) and made.dequantize().shape == (0, 40)
+
+
+def test_columns_that_are_not_there(anywhere):
+    for scaling in SCALES:
+        transpose = scaling in ("given", "tensor")
+        made = cupynorm.layer_norm(
+            torch.empty(3, 0, device=anywhere), 0, out_dtype=E4M3, scale=None if scaling == "given" else scaling,
+            transpose=transpose,
+        )  # fmt: skip
+        assert made.shape == made.dequantize().shape == (3, 0)
+        assert tuple(made.transposed.shape) == (0, 3) if transpose else made.transposed is None
 
 
 def test_leading_dimensions_and_strides(device):
