@@ -62,7 +62,16 @@ __device__ __forceinline__ Pack<Float8, size> repack_fp8(const double (&values)[
   return pack;
 }
 
-// The larger of two magnitudes; NaN wins.
+// |value|, and the larger of two such; NaN wins. As bits, which compare as floats do: the compiler flushes what is below 2^-126
+// where floats are compared.
+__device__ __forceinline__ float magnitude_of(float value) { return __uint_as_float(__float_as_uint(value) & 0x7fffffffu); }
+__device__ __forceinline__ double magnitude_of(double value) { return fabs(value); }
+__device__ __forceinline__ float larger(float held, float other) {
+  const unsigned held_bits = __float_as_uint(held), other_bits = __float_as_uint(other);
+  return __uint_as_float(other_bits > held_bits ? other_bits : held_bits);
+}
+__device__ __forceinline__ double larger(double held, double other) { return other > held || other != other ? other : held; }
+
 template <class Compute>
 struct Largest {
   static constexpr int size = 1;
@@ -70,15 +79,13 @@ struct Largest {
   Compute part[1];
 
   __device__ __forceinline__ void merge(const Largest& other) { add(other.part[0]); }
-  __device__ __forceinline__ void add(Compute magnitude) {
-    part[0] = magnitude > part[0] || magnitude != magnitude ? magnitude : part[0];
-  }
+  __device__ __forceinline__ void add(Compute magnitude) { part[0] = larger(part[0], magnitude); }
 };
 template <int pack_size, class Compute>
 __device__ __forceinline__ Compute largest_of(const Compute (&values)[pack_size]) {
   Largest<Compute> largest{};
 #pragma unroll
-  for (int at = 0; at < pack_size; ++at) largest.add(fabs(values[at]));
+  for (int at = 0; at < pack_size; ++at) largest.add(magnitude_of(values[at]));
   return largest.part[0];
 }
 

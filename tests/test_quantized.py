@@ -354,6 +354,18 @@ def test_a_matrix_and_its_transposed_copy(shape, dtype, device):
     assert data is None and same_bytes(numpy(transposed), truth.data.T)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_matrix_of_numbers_below_2_to_the_minus_126(dtype, device):
+    """Which the compiler flushes wherever floats are compared or multiplied."""
+    x = (random(40, 136, dtype=torch.float64) * 2e-39).to(dtype)
+    scale, amax = torch.tensor([3e38], device=device), torch.zeros(1, device=device)
+    data, _, transposed = quantized.quantize(x.to(device), "float8_e4m3fn", scale, amax, transpose=True)
+    truth = fp8.quantize(numpy(x.float()), "float8_e4m3fn", np.float32(3e38))
+    assert 0 < truth.amax < 2.0**-126 and len(np.unique(truth.data)) > 50
+    assert same_bytes(numpy(data), truth.data), where_off(numpy(data), truth.data)
+    assert same_bytes(numpy(transposed), truth.data.T) and numpy(amax)[0] == truth.amax
+
+
 @pytest.mark.parametrize("norm", ["layer_norm", "rms_norm"])
 def test_a_norm_whose_statistics_are_known(norm, device):
     """Nearly forward's bytes: what rounding took from the saved mean is not there to be added."""
