@@ -168,6 +168,8 @@ def check(quantization: Quantization, x: Array) -> Quantization:
                     "float32"
                 )
             norm._check_same_place(array, x, name, "input")
+            if getattr(array, "requires_grad", False):
+                raise ValueError(f"{name} requires a gradient; it is a constant here, so expected {name}.detach()")
         taken[name] = array
     return quantization._replace(**taken)
 

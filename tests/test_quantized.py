@@ -307,6 +307,12 @@ def test_numpy_arrays():
             ValueError,
             "scale is a NumPy array, input is a torch tensor on cpu",
         ),
+        (
+            {"out_dtype": E4M3, "scale": torch.ones(1, requires_grad=True)},
+            ValueError,
+            r"scale requires a gradient; it is a constant here, so expected scale.detach\(\)",
+        ),
+        ({"out_dtype": E4M3, "amax": torch.ones(1, requires_grad=True)}, ValueError, "amax requires a gradient"),
         ({"out_dtype": E4M3, "scale": "row", "amax": torch.ones(1)}, ValueError, "amax was given with scale 'row'"),
         ({"out_dtype": E4M3, "scale": "mx", "transpose": True}, ValueError, "transpose was given with scale 'mx'"),
         ({"out_dtype": E4M3, "power_of_two": True}, ValueError, "power_of_two was given with a scale"),
