@@ -272,6 +272,56 @@ def test_leading_dimensions_and_strides(device):
     assert same_bytes(numpy(made.data), numpy(again.data))
 
 
+def test_a_transform_of_torch_is_refused():
+    with pytest.raises(
+        NotImplementedError, match="out_dtype float8_e4m3fn was given to a call that torch.func or forward mode"
+    ):
+        torch.func.vmap(lambda x: cupynorm.layer_norm(x, 40, out_dtype=E4M3).dequantize())(random(3, 4, 40))
+
+
+@pytest.mark.parametrize("scaling", SCALES)
+@pytest.mark.parametrize("first_col, num_cols", [(1, 256), (4, 260), (3, 129)])
+def test_rows_that_are_not_aligned(first_col, num_cols, scaling, device):
+    """Rows and addresses that no whole pack fits; the transposed copy of a number of rows that is no multiple of 16 either."""
+    x = random(35, num_cols + 5, dtype=torch.bfloat16, device=device)[:, first_col : first_col + num_cols]
+    weight = random(num_cols + 1, dtype=torch.bfloat16, seed=1, device=device)[1:]
+    transpose = scaling in ("given", "tensor")
+    assert_exact("layer_norm", x, scaling, weight=weight)
+    made = cupynorm.layer_norm(
+        x, num_cols, weight, out_dtype=E4M3, scale=None if scaling == "given" else scaling, transpose=transpose
+    )
+    assert not transpose or same_bytes(numpy(made.transposed), numpy(made.data).T)
+
+
+def test_a_scale_and_an_amax_that_are_elements_of_others(device):
+    """Also strided ones; their neighbours stay as they are."""
+    x = random(5, 200, device=device)
+    scales, amaxes = torch.arange(1.0, 9.0, device=device), torch.zeros(4, 6, device=device)
+    made = cupynorm.rms_norm(x, 200, out_dtype=E4M3, scale=scales[4:5], amax=amaxes[1:3, 2::9][1:])
+    plain, amax = torch.tensor(5.0, device=device), torch.zeros((), device=device)
+    same = cupynorm.rms_norm(x, 200, out_dtype=E4M3, scale=plain, amax=amax)
+    assert same_bytes(numpy(made.data), numpy(same.data)) and made.scale_inv.item() == np.float32(0.2)
+    assert amaxes[2, 2] == amax > 0 and amaxes.count_nonzero() == 1
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("scaling", SCALES)
+def test_cupy_arrays(scaling):
+    """The bytes that torch tensors get, as uint8."""
+    cupy = pytest.importorskip("cupy")
+    x = random(6, 4, 100, device="cuda")
+    options = {"scale": None if scaling == "given" else scaling, "transpose": scaling in ("given", "tensor")}
+    expected = cupynorm.layer_norm(x, (4, 100), out_dtype=E4M3, **options)
+    amax = cupy.zeros(1, np.float32) if scaling == "given" else None
+    made = cupynorm.layer_norm(cupy.from_dlpack(x), (4, 100), out_dtype=E4M3, amax=amax, **options)
+    for got, want in (
+        (made.data, expected.data), (made.scale_inv, expected.scale_inv), (made.transposed, expected.transposed),
+        (made.dequantize(), expected.dequantize()),
+    ):  # fmt: skip
+        assert want is None and got is None or same_bytes(got.get(), numpy(want))
+    assert amax is None or amax[0].item() == pytest.approx(cupynorm.layer_norm(x, (4, 100)).abs().max().item(), rel=1e-6)
+
+
 def test_numpy_arrays():
     """By the reference, from float64: data is uint8."""
     x = numpy(random(6, 200))
