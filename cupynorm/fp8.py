@@ -149,9 +149,8 @@ def encode(x: Tensor, scale: Tensor | float, dtype: torch.dtype) -> Tensor:
     largest = LARGEST[dtype]
     x = x.float() if x.dtype == torch.float64 else x
     if isinstance(scale, Tensor) and not scale.ndim:
-        scale = scale.reshape(
-            1
-        )  # a tensor of one dimension makes a float32 product of 16-bit x in one pass, one of none does not
+        # Of one dimension it makes a float32 product of 16-bit x in one pass, of none it does not.
+        scale = scale.reshape(1)
     product = x * scale if isinstance(scale, Tensor) else x.float() * scale
     return product.clamp_(-largest, largest).to(dtype)
 
