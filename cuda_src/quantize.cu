@@ -9,6 +9,16 @@
 
 // Members of a source: Held, Float8, keep(col), fetch(row, col), convert(packs, row, kept, largest), and finish(largest).
 
+// value * factor, rounded once, also of values below 2^-126, which the compiler flushes: only factors from 2^100 on make
+// anything of them that is no zero in 8 bits.
+__device__ __forceinline__ float times_large(float value, float factor) {
+  const unsigned bits = __float_as_uint(value), magnitude = bits & 0x7fffffffu;
+  if (magnitude >= 0x00800000u) return value * factor;
+  const float product = static_cast<float>(magnitude) * 0x1p-100f * (factor * 0x1p-49f);
+  return __uint_as_float(__float_as_uint(product) | (bits & 0x80000000u));
+}
+__device__ __forceinline__ double times_large(double value, double factor) { return value * factor; }
+
 // x times one scale. x, scale, scale_inv and amax as in QuantizeStore with Scaling::given.
 template <class X, class Y>
 struct ScaledSource {
@@ -42,8 +52,13 @@ struct ScaledSource {
   __device__ __forceinline__ Pack<Y, pack_size> scaled(Compute (&values)[pack_size], Largest& largest) const {
     largest.add_pack(values);
     const Compute factor = scale == nullptr ? 1.0f : *scale;
+    if (factor < Compute(0x1p100)) {
 #pragma unroll
-    for (int at = 0; at < pack_size; ++at) values[at] *= factor;
+      for (int at = 0; at < pack_size; ++at) values[at] *= factor;
+    } else {
+#pragma unroll
+      for (int at = 0; at < pack_size; ++at) values[at] = times_large(values[at], factor);
+    }
     return repack_fp8<Y>(values);
   }
   __device__ __forceinline__ void finish(const Largest& largest) const {

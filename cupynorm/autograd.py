@@ -226,8 +226,9 @@ def normalize_fused(
         out_dtype = formulas.arithmetic(input)
     compiling = _is_compiling()
     if (_compiler_sees_transforms or not compiling) and (_is_transformed() or forward_ad._current_level >= 0):
+        asked = _OPTIONS if fused_options.quantization is None else f"out_dtype {fused_options.quantization.dtype}"
         raise NotImplementedError(
-            f"{_OPTIONS} was given to a call that torch.func or forward mode transforms; expected none of them"
+            f"{asked} was given to a call that torch.func or forward mode transforms; expected none of them"
         )
     tensors = (input, weight, bias, residual, fused_options.row_scale, fused_options.weight1, fused_options.bias1)
     arguments = (centered, input, extents, weight, bias, eps, residual, zero_centered_weight, out_dtype)

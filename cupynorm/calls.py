@@ -165,7 +165,7 @@ class ForwardCall:
         self.sum_stride = sum.row_stride if sum else 0
         self.y1_stride = y1.row_stride if y1 else None
         self.rule = () if quantization is None else (
-            problem.num_scales, struct.unpack("I", struct.pack("f", quantization.smallest_amax))[0],
+            problem.num_scales, struct.unpack("I", struct.pack("f", abs(quantization.smallest_amax)))[0],
             int(quantization.power_of_two)
         )  # fmt: skip
         self.tail = (x.num_rows, x.num_cols, float(eps))

@@ -97,8 +97,11 @@ class CurrentScaling:
 
     def __post_init__(self) -> None:
         _check_format(self)
-        if not self.amax_epsilon >= 0:
-            raise ValueError(f"amax_epsilon is {self.amax_epsilon}; expected 0 or more")
+        epsilon = self.amax_epsilon
+        if isinstance(epsilon, bool) or not isinstance(epsilon, numbers.Real):
+            raise TypeError(f"amax_epsilon is {epsilon!r}; expected a number that is 0 or more")
+        if not 0 <= epsilon <= _LARGEST_FLOAT32:
+            raise ValueError(f"amax_epsilon is {epsilon}; expected 0 or more, and no more than float32 holds")
 
 
 @dataclass(frozen=True)
@@ -146,9 +149,8 @@ def encode(x: Tensor, scale: Tensor | float, dtype: torch.dtype) -> Tensor:
     largest = LARGEST[dtype]
     x = x.float() if x.dtype == torch.float64 else x
     if isinstance(scale, Tensor) and not scale.ndim:
-        scale = scale.reshape(
-            1
-        )  # a tensor of one dimension makes a float32 product of 16-bit x in one pass, one of none does not
+        # Of one dimension it makes a float32 product of 16-bit x in one pass, of none it does not.
+        scale = scale.reshape(1)
     product = x * scale if isinstance(scale, Tensor) else x.float() * scale
     return product.clamp_(-largest, largest).to(dtype)
 
@@ -295,9 +297,11 @@ class Scales:
     """Delayed scaling's state for some tensors: scale [num_tensors], amax_history [len, num_tensors], float32."""
 
     def __init__(self, dtypes: tuple[torch.dtype, ...], length: int, device: torch.device) -> None:
-        self.scale = torch.ones(len(dtypes), device=device)
-        self.amax_history = torch.zeros(length, len(dtypes), device=device)
-        self.largest = torch.tensor([LARGEST[dtype] for dtype in dtypes], device=device)
+        with torch.inference_mode(False):  # what is made inside of it could not be written to outside
+            self.scale = torch.ones(len(dtypes), device=device)
+            self.amax_history = torch.zeros(length, len(dtypes), device=device)
+            self.largest = torch.tensor([LARGEST[dtype] for dtype in dtypes], device=device)
+        self.dtypes = dtypes
 
     def amax(self, at: int) -> Tensor:
         """Where this step's amax of tensor `at` is, one element: the largest, if it is used more than once."""
@@ -316,18 +320,50 @@ class Scales:
     def resize(self, length: int) -> None:
         """Another number of steps: the latest of them stay."""
         history = self.amax_history
-        if length < len(history):
-            # Rows after the first are from the oldest to the latest.
-            self.amax_history = torch.cat([history[:1], history[len(history) - length + 1 :]])
-        elif length > len(history):
-            older = history.new_zeros(length - len(history), history.shape[1])
-            self.amax_history = torch.cat([history[:1], older, history[1:]])
+        with torch.inference_mode(False):
+            if length < len(history):
+                # Rows after the first are from the oldest to the latest.
+                self.amax_history = torch.cat([history[:1], history[len(history) - length + 1 :]])
+            elif length > len(history):
+                older = history.new_zeros(length - len(history), history.shape[1])
+                self.amax_history = torch.cat([history[:1], older, history[1:]])
 
     def to(self, device: torch.device) -> Scales:
         if self.scale.device != device:
-            for name in ("scale", "amax_history", "largest"):
-                setattr(self, name, getattr(self, name).to(device))
+            with torch.inference_mode(False):
+                for name in ("scale", "amax_history", "largest"):
+                    setattr(self, name, getattr(self, name).to(device))
         return self
+
+    def load(self, scale: Tensor, amax_history: Tensor) -> None:
+        """What `unpack` gave: in place where it fits, since a CUDA graph may hold the addresses."""
+        device = self.scale.device
+        if amax_history.shape == self.amax_history.shape:
+            self.scale.copy_(scale)
+            self.amax_history.copy_(amax_history)
+        else:
+            self.scale, self.amax_history = scale.to(device), amax_history.to(device)
+
+
+def scales_for(
+    kept: Scales | None, dtypes: tuple[torch.dtype, ...], recipe: DelayedScaling, device: torch.device
+) -> Scales:  # fmt: skip
+    """What a module has kept, or new ones: on a device, of these dtypes, and as long as the recipe says."""
+    length = recipe.amax_history_len
+    fits = kept is not None and kept.scale.device == device and len(kept.amax_history) == length
+    if not fits and device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            "scales of DelayedScaling were to be made while a CUDA graph is captured, each replay of which would make them "
+            "anew; expected one call with this recipe on this device before"
+        )
+    scales = Scales(dtypes, length, device) if kept is None else kept.to(device)
+    if len(scales.amax_history) != length:
+        scales.resize(length)
+    if scales.dtypes != dtypes:
+        scales.dtypes = dtypes
+        for at, dtype in enumerate(dtypes):
+            scales.largest[at].fill_(LARGEST[dtype])
+    return scales
 
 
 def updated(history: Tensor, scale: Tensor, largest: Tensor, recipe: DelayedScaling) -> tuple[Tensor, Tensor]:
@@ -364,20 +400,26 @@ def pack(states: dict[str, Scales]) -> Tensor:
     return torch.cat([torch.frombuffer(bytearray(text), dtype=torch.uint8), raw])
 
 
+def is_packed(state: Any) -> bool:
+    """Whether it is of `pack`, and not empty."""
+    if not isinstance(state, Tensor) or state.dtype != torch.uint8 or state.ndim != 1:
+        return False
+    return bytes(state[: len(_MAGIC)].cpu().numpy()) == _MAGIC
+
+
 def unpack(packed: Any) -> dict[str, tuple[Tensor, Tensor]]:
     """name -> (scale, amax_history) of what `pack` made. Nothing is unpickled: what is not of `pack` is left out,
     with a warning."""
     if packed is None or (isinstance(packed, Tensor) and not packed.numel()):
         return {}
-    raw = bytes(packed.cpu().numpy()) if isinstance(packed, Tensor) and packed.dtype == torch.uint8 else b""
-    if not raw.startswith(_MAGIC):
+    if not is_packed(packed):
         warnings.warn(
             "the fp8 state in a state dict is not cupynorm's (a pickle of another library, which is not opened): scales start "
             "at 1",
             stacklevel=2,
         )
         return {}
-    text, _, numbers = raw[len(_MAGIC) :].partition(b"\n")
+    text, _, numbers = bytes(packed.cpu().numpy())[len(_MAGIC) :].partition(b"\n")
     numbers, found, at = torch.frombuffer(bytearray(numbers), dtype=torch.float32), {}, 0
     for name, (length, num_tensors) in json.loads(text).items():
         scale, at = numbers[at : at + num_tensors].clone(), at + num_tensors
@@ -408,7 +450,8 @@ def active() -> Region | None:
 
 @contextlib.contextmanager
 def fp8_autocast(enabled: bool = True, recipe: Recipe | None = None, group: Any = None) -> Iterator[None]:
-    """Inside, the linear layers of this package multiply in 8-bit floats. A context manager, or a decorator.
+    """Inside, LayerNormLinear multiplies in 8-bit floats, and LayerNorm and RMSNorm write them where they are called with
+    fp8_output=True. A context manager, or a decorator.
 
     enabled: False switches an outer region off. recipe: DelayedScaling (by default), CurrentScaling or BlockScaling. group: the
     torch.distributed group over which DelayedScaling takes the largest amax.

@@ -76,12 +76,7 @@ def states_of(kept: dict[str, Scales], recipe: fp8.Recipe, device: torch.device)
     if not isinstance(recipe, DelayedScaling):
         return kept
     for name, tensors, dtype in zip(("forward", "backward"), (FORWARD, BACKWARD), recipe.fp8_format.value):
-        if name not in kept:
-            kept[name] = Scales((dtype,) * len(tensors), recipe.amax_history_len, device)
-        state = kept[name].to(device)
-        if len(state.amax_history) != recipe.amax_history_len:
-            state.resize(recipe.amax_history_len)
-        state.largest.fill_(fp8.LARGEST[dtype])
+        kept[name] = fp8.scales_for(kept.get(name), (dtype,) * len(tensors), recipe, device)
     return kept
 
 

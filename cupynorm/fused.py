@@ -287,7 +287,7 @@ class _PreparedForward(_Forward):
         self.new_mean = norm._new(library, leading, compute if centered and wants_statistics else None)
         self.new_rstd = norm._new(library, leading, compute if wants_statistics else None)
         self.new_sum = norm._new(library, view.shape, sum_dtype if self.makes_sum else None)
-        self.num_cols = x_rows.num_cols
+        self.num_rows, self.num_cols = x_rows.num_rows, x_rows.num_cols
         if fused_options.quantization:
             scaling = fused_options.quantization.scaling
             scale_shape = quantized.scale_shape(scaling, leading, self.num_cols)
@@ -338,7 +338,8 @@ class _PreparedForward(_Forward):
     def _transposed(self, data: Array, quantization: Quantization) -> Array | None:
         if not quantization.transpose:
             return None
-        return quantized.quantize(data.reshape(-1, self.num_cols), quantization.dtype, wants_data=False, transpose=True)[2]
+        matrix = data.reshape(self.num_rows, self.num_cols)
+        return quantized.quantize(matrix, quantization.dtype, wants_data=False, transpose=True)[2]
 
 
 def _address_or_zero(address):

@@ -12,14 +12,15 @@ import inspect
 import math
 import numbers
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 
-from . import norm
-from .calls import Margins
+from . import fp8, norm
+from .calls import Margins, Quantization
 from .norm import layer_norm, rms_norm
 
 _EXTRAS = {
@@ -31,8 +32,13 @@ _EXTRAS = {
 }
 
 
+_EXTRA_STATE = "_extra_state"
+
+
 class _Norm(torch.nn.Module):
     """What LayerNorm and RMSNorm have beyond torch's."""
+
+    _fp8_scales: fp8.Scales | None = None  # of DelayedScaling, from the first such call on: of y alone
 
     def _set_extras(
         self, zero_centered_gamma: bool, sm_margin: int | Mapping[str, int], sequence_parallel: bool | None, round_x_hat: bool,
@@ -68,11 +74,74 @@ class _Norm(torch.nn.Module):
         super().__setstate__(state)
         self._mark_parameters()  # a deep copy of a parameter loses its attributes
 
+    def _apply(self, function: Callable, recurse: bool = True) -> _Norm:
+        super()._apply(function, recurse)
+        if self._fp8_scales is not None:  # they go where the parameters do, and stay float32
+            device = function(self._fp8_scales.scale).device
+            self._fp8_scales = None if device.type == "meta" else self._fp8_scales.to(device)
+        return self
+
+    def _save_to_state_dict(self, destination: dict, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if self._fp8_scales is not None:  # else it is torch.nn's state dict
+            destination[f"{prefix}{_EXTRA_STATE}"] = fp8.pack({"y": self._fp8_scales})
+
     def _load_from_state_dict(self, state_dict: dict, prefix: str, *arguments) -> None:
-        # TransformerEngine's modules save a state of fp8 that norms do not have.
-        state_dict = {key: value for key, value in state_dict.items() if key != f"{prefix}_extra_state"}
-        super()._load_from_state_dict(state_dict, prefix, *arguments)
+        key = f"{prefix}{_EXTRA_STATE}"
+        # TransformerEngine's modules save a state of fp8 that norms do not have: that is passed over.
+        extra = state_dict.get(key)
+        self._load_scales(fp8.unpack(extra) if fp8.is_packed(extra) else {})
+        super()._load_from_state_dict({name: value for name, value in state_dict.items() if name != key}, prefix, *arguments)
         self._mark_parameters()  # load_state_dict(assign=True) brings other parameters
+
+    def _load_scales(self, states: dict[str, tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """Of fp8.unpack; without any, the next step with DelayedScaling is the first."""
+        if not states:
+            self._fp8_scales = None
+            return
+        given = ", ".join(f"{name} of {len(scale)}" for name, (scale, _) in states.items())
+        if given != "y of 1":
+            raise ValueError(f"the fp8 state is of {given} tensors; expected that of a norm, y of 1")
+        ((scale, amax_history),) = states.values()
+        if self._fp8_scales is None:
+            self._fp8_scales = fp8.Scales((fp8.E4M3,), len(amax_history), scale.device)
+        self._fp8_scales.load(scale, amax_history)
+
+    def _forward_in_fp8(
+        self, centered: bool, input: torch.Tensor, residual: torch.Tensor | None, return_residual: bool, residual_dtype: Any,
+        row_scale: torch.Tensor | None, dropout_p: float, dropout_seed: int | torch.Tensor | None,
+        weight1: torch.Tensor | None, bias1: torch.Tensor | None,
+    ) -> Any:  # fmt: skip
+        region = fp8.active()
+        if region is None:
+            raise ValueError("fp8_output is True outside of fp8_autocast; expected False, or the call inside of it")
+        if not isinstance(input, torch.Tensor):
+            raise TypeError(f"input is a {type(input).__name__}; expected a torch tensor")
+        how = self._quantization(region, input.device)
+        fused_options = norm._fused_options(
+            residual_dtype, row_scale, dropout_p if self.training else _dropping_none(dropout_p), dropout_seed, weight1, bias1,
+            self.round_x_hat, self.memory_efficient, how.dtype,
+        )  # fmt: skip
+        return norm.normalize(
+            centered, input, self.normalized_shape, self._held("weight"), self._held("bias") if centered else None, self.eps,
+            residual, return_residual, self.zero_centered_gamma, how.dtype, None,
+            norm._options(None, None, None, self.sm_margin), fused_options._replace(quantization=how),
+        )  # fmt: skip
+
+    def _quantization(self, region: fp8.Region, device: torch.device) -> Quantization:
+        """Of y, by the region's recipe. Where gradients are recorded the transposed copy comes with one scale: what follows may
+        need it for its weight's gradient, whatever the norm's own tensors need."""
+        recipe, records = region.recipe, torch.is_grad_enabled()
+        dtype = recipe.fp8_format.value[0]
+        how = Quantization(str(dtype).removeprefix("torch."), transpose=records)
+        if isinstance(recipe, fp8.CurrentScaling):
+            return how._replace(scaling="tensor", power_of_two=recipe.power_of_two, smallest_amax=recipe.amax_epsilon)
+        if isinstance(recipe, fp8.BlockScaling):
+            return how._replace(scaling="block", power_of_two=recipe.power_of_two, transpose=False)
+        self._fp8_scales = scales = fp8.scales_for(self._fp8_scales, (dtype,), recipe, device)
+        if records:
+            region.ended[id(self)] = partial(scales.update, recipe, region.group)
+        return how._replace(scale=scales.scale, amax=scales.amax(0) if records else None)
 
     def extra_repr(self) -> str:
         extras = [f"{name}={getattr(self, name)}" for name, default in _EXTRAS.items() if getattr(self, name) != default]
@@ -95,10 +164,19 @@ class LayerNorm(_Norm, torch.nn.LayerNorm):
     dtype, or (y, input + residual) with return_residual=True. Under CUDA's autocast y is float32, as torch's is.
     residual_dtype, row_scale, dropout_p, dropout_seed, weight1 and bias1 are as of cupynorm.layer_norm, but that nothing is
     dropped unless the module trains.
-    State dicts go to torch.nn and back; in one of TransformerEngine `_extra_state` is passed over.
+    fp8_output: inside cupynorm.fp8_autocast y is a cupynorm.QuantizedTensor, in the format that the recipe has for forward; its
+        dequantize() is differentiable. DelayedScaling: by a scale that the module keeps; where gradients are recorded the
+        kernel records the amax of y, and the scale changes when the outermost region is left. CurrentScaling: by the scale of
+        this y. BlockScaling: by one for each 128 columns. With one scale for all, and where gradients are recorded, there is
+        also y.transposed, as what follows may need it for the gradient of its weight. It comes with what an 8-bit out_dtype of
+        cupynorm.layer_norm comes with.
 
-    Raises TypeError where both spellings are given or normalized_shape is missing, ValueError or TypeError for what
-    cupynorm.layer_norm refuses.
+    State dicts go to torch.nn and back; in one of TransformerEngine `_extra_state` is passed over. Under that name a module
+    with a scale of DelayedScaling saves it, as bytes without pickle (which torch.nn's load with strict=False), and loading a
+    state dict without it takes it away.
+
+    Raises TypeError where both spellings are given or normalized_shape is missing, ValueError for fp8_output=True outside of
+    cupynorm.fp8_autocast, ValueError or TypeError for what cupynorm.layer_norm refuses.
     """
 
     def __init__(
@@ -126,7 +204,12 @@ class LayerNorm(_Norm, torch.nn.LayerNorm):
         self, input: torch.Tensor, residual: torch.Tensor | None = None, *, return_residual: bool = False,
         residual_dtype: torch.dtype | None = None, row_scale: torch.Tensor | None = None, dropout_p: float = 0.0,
         dropout_seed: int | torch.Tensor | None = None, weight1: torch.Tensor | None = None, bias1: torch.Tensor | None = None,
-    ) -> torch.Tensor | tuple[torch.Tensor, ...]:  # fmt: skip
+        fp8_output: bool = False,
+    ) -> torch.Tensor | fp8.QuantizedTensor | tuple[torch.Tensor | fp8.QuantizedTensor, ...]:  # fmt: skip
+        if fp8_output:
+            return _untraced(self._forward_in_fp8)(
+                True, input, residual, return_residual, residual_dtype, row_scale, dropout_p, dropout_seed, weight1, bias1
+            )
         return layer_norm(
             input, self.normalized_shape, self._held("weight"), self._held("bias"), self.eps, residual=residual,
             return_residual=return_residual, zero_centered_weight=self.zero_centered_gamma, sm_margin=self.sm_margin,
@@ -167,13 +250,23 @@ class RMSNorm(_Norm, torch.nn.RMSNorm):
         self, input: torch.Tensor, residual: torch.Tensor | None = None, *, return_residual: bool = False,
         residual_dtype: torch.dtype | None = None, row_scale: torch.Tensor | None = None, dropout_p: float = 0.0,
         dropout_seed: int | torch.Tensor | None = None, weight1: torch.Tensor | None = None, bias1: torch.Tensor | None = None,
-    ) -> torch.Tensor | tuple[torch.Tensor, ...]:  # fmt: skip
+        fp8_output: bool = False,
+    ) -> torch.Tensor | fp8.QuantizedTensor | tuple[torch.Tensor | fp8.QuantizedTensor, ...]:  # fmt: skip
+        if fp8_output:
+            return _untraced(self._forward_in_fp8)(
+                False, input, residual, return_residual, residual_dtype, row_scale, dropout_p, dropout_seed, weight1, bias1
+            )
         return rms_norm(
             input, self.normalized_shape, self._held("weight"), self.eps, residual=residual, return_residual=return_residual,
             zero_centered_weight=self.zero_centered_gamma, sm_margin=self.sm_margin, residual_dtype=residual_dtype,
             row_scale=row_scale, dropout_p=dropout_p if self.training else _dropping_none(dropout_p), dropout_seed=dropout_seed,
             weight1=weight1, bias1=bias1, round_x_hat=self.round_x_hat, memory_efficient=self.memory_efficient,
         )  # fmt: skip
+
+
+def _untraced(method: Callable) -> Callable:
+    """A method that keeps scales from step to step and gives no tensor: torch.compile runs it as it is."""
+    return torch.compiler.disable(method) if torch.compiler.is_dynamo_compiling() else method
 
 
 def _dropping_none(dropout_p: object) -> float:

@@ -126,14 +126,19 @@ def layer_norm(
         graphs work as with torch's dropout.
     zero_centered_weight: multiply by 1 + weight.
     out_dtype: dtype of the result (a name, NumPy or torch dtype), by default the input's. Or "float8_e4m3fn" or "float8_e5m2":
-        y is then a cupynorm.QuantizedTensor, data = y * scale, saturated and rounded once to 8 bits, and scale_inv = 1 / scale.
-    scale: of an 8-bit y: one float32 where the input is (None: 1), which the kernel reads there; or "tensor", "row", "block"
-        (128 columns) or "mx" (MXFP8: 32 columns, scale_inv a power of two, rounded up, as one byte): largest / amax of each
-        such part of this very y, amax its largest magnitude, and 1 where that is 0, infinite or NaN. "row" finds it before the
-        row leaves the chip, the last two where neighbouring lanes hold the block, "tensor" reads the input twice.
-    amax: one float32 where the input is, which becomes the largest of itself and all |y| of the call, before the scale.
+        the result is then a cupynorm.QuantizedTensor of data = y * scale, saturated and rounded once to 8 bits, and scale_inv =
+        1 / scale. The next four options are for it alone.
+    scale: what y is multiplied by. None: 1. An array of one float32 where the input is: its value, which the kernel reads
+        there. Or a name, and each such part of y gets the scale that its own largest magnitude, amax, asks for: "tensor" (all
+        of y), "row", "block" (128 columns of a row), "mx" (32 columns, MXFP8). That is largest / amax, largest being 448 or
+        57344, the format's; 1 where amax is 0, infinite or NaN. Of "mx" scale_inv is a power of two, amax / largest rounded
+        up, in one byte. "tensor" reads the input twice, and so do "block" and "mx" where a block does not lie in neighbouring
+        lanes; "row" has its row on the chip, but for the strategy uncached.
+    amax: with a scale that is given: one float32, 0 or more, where the input is; it becomes the largest of itself and all |y|
+        of the call, before the scale: what the scale of a later call can be made of.
     power_of_two: round the scales of "tensor", "row" and "block" down to powers of two.
-    transpose: with one scale for all, also the transposed copy that the weight gradient's product on Hopper takes.
+    transpose: with one scale for all of y: also y.transposed, [num_cols, num_rows], the layout that the product of a weight's
+        gradient takes on Hopper.
     out: an array to write the result to, of the input's shape, its rows contiguous, sharing no memory with the inputs.
     sm_margin: multiprocessors to leave free for other kernels, forward and backward: it shrinks the grid. Or a dict that gives
         "forward", "backward" and "inference" (a forward that nothing is to differentiate) each its own, 0 where it has none.
@@ -149,8 +154,8 @@ def layer_norm(
         its x_hat is off by up to ulp(y) / (2 * max(|weight|, t)) + |x_hat| * max(0, 1 - |weight| / t). y must have the
         arithmetic of the sum.
 
-    An 8-bit y is differentiable by its dequantize(), as if nothing had been rounded. It comes with all of the above but out, a
-    second weight or bias, and memory_efficient.
+    An 8-bit y is no tensor that autograd knows: gradients come through its dequantize(), as if nothing had been rounded. It
+    comes with all of the above but out, weight1, bias1 and memory_efficient.
 
     Returns y of input's shape in the input's library; (y, sum) with return_residual; (y, y1) or (y, y1, sum) with weight1 or
     bias1. A CuPy array or DLPack exporter gives a CuPy array; a CUDA torch tensor a torch tensor, differentiable in input,

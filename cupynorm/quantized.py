@@ -26,10 +26,11 @@ class QuantizedTensor:
 
     data: of the shape that was quantised; a torch tensor of a float8 dtype, or a CuPy or NumPy array of uint8 with its bits.
     format: "float8_e4m3fn" or "float8_e5m2". dtype: what dequantize() gives by default.
-    scale_inv: float32, of one element; or one for each block of block_rows rows and block_cols columns, (..., num_rows /
-    block_rows, num_cols / block_cols), both rounded up. Of uint8 (MXFP8): exponents of 2, less 127; 255 is NaN.
-    transposed: [num_cols, num_rows], contiguous, or None: data the other way round, or, where transposed_scale_inv is given,
-    quantised anew in blocks along what was a column.
+    scale_inv: float32, one element for all, block_rows then being None. Or (..., num_rows / block_rows, num_cols / block_cols),
+    both rounded up: one for each block of so many rows and columns; num_cols are those of a whole row, of all the dimensions
+    that were normalised over. In uint8 it is MXFP8's: a byte b means 2^(b - 127), and 255 NaN.
+    transposed: None, or [num_cols, num_rows], contiguous: data the other way round; where transposed_scale_inv is given, it was
+    quantised anew, in blocks along what was a column.
     """
 
     def __init__(
@@ -56,8 +57,8 @@ class QuantizedTensor:
         dtype = self.dtype if dtype is None else dtype
         name = norm.check_dtype_name(dtype, "dtype")
         if not arrays.is_torch(self.data):
-            return (_values_of_bits(self) * _spread(_factors(self), self)).astype(arrays.CuPyLibrary.dtype(name))
-        values = (self.data.float() * _spread(_factors(self), self)).to(arrays.TorchLibrary.dtype(name))
+            return _scaled(_values_of_bits(self), self).astype(arrays.CuPyLibrary.dtype(name))
+        values = _scaled(self.data.float(), self).to(arrays.TorchLibrary.dtype(name))
         return values if self._carrier is None else norm._torch_part().passing_gradients(values, self._carrier)
 
     def __repr__(self) -> str:
@@ -90,16 +91,20 @@ def _factors(quantized: QuantizedTensor) -> Array:
     return bits.view(np.float32)
 
 
-def _spread(factors: Array, quantized: QuantizedTensor) -> Array:
-    """To each element its factor."""
-    if quantized.block_rows is None:
-        return factors
-    num_cols = quantized.shape[-1]
-    if quantized.block_cols == num_cols:
-        return factors  # one of a row
+def _scaled(values: Array, quantized: QuantizedTensor) -> Array:
+    """Each of the data's values in float32 times its factor."""
+    factors, shape, block_rows = _factors(quantized), tuple(quantized.shape), quantized.block_rows
+    if block_rows is None:
+        return values * factors
+    # A row may have several dimensions, all that scale_inv has not: its blocks go through them.
+    leading = shape[: len(factors.shape) - 1]
+    num_cols = arrays.product(shape[len(leading) :])
     by = "repeat_interleave" if arrays.is_torch(factors) else "repeat"
-    spread = getattr(factors, by)(quantized.block_cols, -1)[..., :num_cols]
-    return spread if quantized.block_rows == 1 else getattr(spread, by)(quantized.block_rows, -2)[: quantized.shape[-2]]
+    if factors.shape[-1] > 1:
+        factors = getattr(factors, by)(quantized.block_cols, -1)[..., :num_cols]
+    if block_rows > 1:
+        factors = getattr(factors, by)(block_rows, -2)[: leading[-1]]
+    return (values.reshape((*leading, num_cols)) * factors).reshape(shape)
 
 
 # What a call asks for.
@@ -163,6 +168,8 @@ def check(quantization: Quantization, x: Array) -> Quantization:
                     "float32"
                 )
             norm._check_same_place(array, x, name, "input")
+            if getattr(array, "requires_grad", False):
+                raise ValueError(f"{name} requires a gradient; it is a constant here, so expected {name}.detach()")
         taken[name] = array
     return quantization._replace(**taken)
 

@@ -118,3 +118,11 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> list:
     norm.forget()
     yield launched
     norm.forget()
+
+
+@pytest.fixture(params=["reference", "kernels", pytest.param("gpu", marks=pytest.mark.gpu)])
+def anywhere(request: pytest.FixtureRequest) -> str:
+    """Where tensors lie: three ways through the library, by the reference, by the kernels on the CPU, and on a GPU."""
+    if request.param == "kernels":
+        request.getfixturevalue("kernels")
+    return "cuda" if request.param == "gpu" else "cpu"

@@ -107,6 +107,16 @@ def test_a_quantised_tensor():
     assert fp8.amax_of(x[:0]).item() == 0.0 and fp8.amax_of(x[:, :0], 1).shape == (8,)
 
 
+@pytest.mark.parametrize("shape", [(256, 128), (130, 128), (300, 8), (128, 256), (257, 384)])
+@pytest.mark.parametrize("block_rows", [1, 128])
+def test_blocks_as_wide_as_a_row_and_wider(block_rows, shape):
+    values = draw(shape)
+    made = fp8.quantize_blocks(torch.from_numpy(values), fp8.E4M3, block_rows=block_rows)
+    expected = reference.quantize_blocks(values, "float8_e4m3fn", block_rows=block_rows)
+    truth = reference.dequantize(expected, "float8_e4m3fn", block_rows=block_rows)
+    np.testing.assert_allclose(made.dequantize(torch.float64).numpy(), truth, rtol=2.0**-24, atol=2.0**-149)
+
+
 # -- recipes ---------------------------------------------------------------------------------------------
 
 
@@ -209,7 +219,10 @@ def test_what_recipes_refuse():
         (lambda: DelayedScaling(margin=float("nan")), TypeError, "margin is nan; expected a finite number"),
         (lambda: DelayedScaling(amax_compute_algo="mean"), ValueError, "amax_compute_algo is 'mean'"),
         (lambda: DelayedScaling(fp8_format="E5M2"), TypeError, "fp8_format is 'E5M2'; expected Format.E4M3 or Format.HYBRID"),
-        (lambda: CurrentScaling(amax_epsilon=-1.0), ValueError, "amax_epsilon is -1.0"),
+        (lambda: CurrentScaling(amax_epsilon=-1.0), ValueError, "amax_epsilon is -1.0; expected 0 or more"),
+        (lambda: CurrentScaling(amax_epsilon=float("nan")), ValueError, "amax_epsilon is nan; expected 0 or more"),
+        (lambda: CurrentScaling(amax_epsilon=1e39), ValueError, "1e\\+39; expected 0 or more, and no more than float32 holds"),
+        (lambda: CurrentScaling(amax_epsilon="0"), TypeError, "amax_epsilon is '0'; expected a number that is 0 or more"),
         (lambda: fp8.fp8_autocast(recipe="delayed").__enter__(), TypeError, "recipe is a str; expected DelayedScaling"),
     ):
         with pytest.raises(error, match=sentence):

@@ -102,6 +102,7 @@ def truth_of(problem) -> dict[str, np.ndarray]:
         {"normalization": "RMSNorm", "zero_centered_gamma": True, "bias": False},
         {"parameters_split": {"q": 40, "k": 32}, "save_normalized": True},
         {"num_rows": 37, "in_features": 100, "out_features": 31},
+        {"in_features": 128, "out_features": 160},
         {"dtype": "float32"},
         {"dtype": "float16", "num_rows": 1},
     ),

@@ -25,14 +25,6 @@ def device(request):
     return "cuda" if request.param == "gpu" else "cpu"
 
 
-@pytest.fixture(params=["reference", "kernels", pytest.param("gpu", marks=pytest.mark.gpu)])
-def anywhere(request):
-    """Where tensors lie: three ways through the library."""
-    if request.param == "kernels":
-        request.getfixturevalue("kernels")
-    return "cuda" if request.param == "gpu" else "cpu"
-
-
 def random(*shape, dtype=torch.float32, seed=0, device="cpu"):
     generator = torch.Generator().manual_seed(seed + sum(shape))
     return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype).to(device)
@@ -215,6 +207,28 @@ def test_what_dequantizes(scaling, anywhere):
         assert same_bytes(numpy(made.transposed), numpy(made.data).T)
 
 
+@pytest.mark.parametrize("scaling", SCALES)
+@pytest.mark.parametrize(
+    "shape, num_dims", [((4, 4, 32), 2), ((3, 2, 150), 2), ((2, 3, 128), 1), ((2, 5, 4, 10), 3), ((40,), 1)]
+)
+def test_what_dequantizes_of_rows_of_several_dimensions(shape, num_dims, scaling, anywhere):
+    """Blocks go through all the dimensions that are normalised over; float32 rounds the one product."""
+    weight = random(*shape[-num_dims:], seed=1, device=anywhere) * 10
+    made = cupynorm.layer_norm(
+        random(*shape, device=anywhere),
+        shape[-num_dims:],
+        weight,
+        out_dtype=E4M3,
+        scale=None if scaling == "given" else scaling,
+    )
+    rows = numpy(made.data).reshape(-1, weight.numel())
+    lies = {"given": (), "tensor": (), "row": len(rows)}.get(scaling, (len(rows), -1))
+    scale_inv = numpy(made.scale_inv).reshape(lies)
+    truth = fp8.dequantize(fp8.Quantized(rows, scale_inv, None), E4M3).reshape(shape)
+    np.testing.assert_allclose(numpy(made.dequantize("float64")), truth, rtol=2.0**-24)
+    assert len(np.unique(scale_inv)) > 1 or scaling in ("given", "tensor", "mx") or len(shape) == 1
+
+
 @pytest.mark.parametrize("scaling", ["given", "row"])
 def test_gradients_pass_as_if_nothing_was_rounded(scaling, anywhere):
     x, residual = (random(6, 40, seed=seed, device=anywhere).requires_grad_() for seed in (0, 1))
@@ -241,12 +255,73 @@ def test_rows_that_are_not_there(anywhere):
         assert made.shape == (0, 40) and made.dequantize().shape == (0, 40)
 
 
+def test_columns_that_are_not_there(anywhere):
+    for scaling in SCALES:
+        transpose = scaling in ("given", "tensor")
+        made = cupynorm.layer_norm(
+            torch.empty(3, 0, device=anywhere), 0, out_dtype=E4M3, scale=None if scaling == "given" else scaling,
+            transpose=transpose,
+        )  # fmt: skip
+        assert made.shape == made.dequantize().shape == (3, 0)
+        assert tuple(made.transposed.shape) == (0, 3) if transpose else made.transposed is None
+
+
 def test_leading_dimensions_and_strides(device):
     x = random(2, 3, 304, dtype=torch.bfloat16, device=device)[..., 3:259]
     made = cupynorm.layer_norm(x, 256, out_dtype=E4M3, scale="block")
     assert made.shape == (2, 3, 256) and made.scale_inv.shape == (2, 3, 2)
     again = cupynorm.layer_norm(x.contiguous(), 256, out_dtype=E4M3, scale="block", **same_tile(x, "block", E4M3, {}))
     assert same_bytes(numpy(made.data), numpy(again.data))
+
+
+def test_a_transform_of_torch_is_refused():
+    with pytest.raises(
+        NotImplementedError, match="out_dtype float8_e4m3fn was given to a call that torch.func or forward mode"
+    ):
+        torch.func.vmap(lambda x: cupynorm.layer_norm(x, 40, out_dtype=E4M3).dequantize())(random(3, 4, 40))
+
+
+@pytest.mark.parametrize("scaling", SCALES)
+@pytest.mark.parametrize("first_col, num_cols", [(1, 256), (4, 260), (3, 129)])
+def test_rows_that_are_not_aligned(first_col, num_cols, scaling, device):
+    """Rows and addresses that no whole pack fits; the transposed copy of a number of rows that is no multiple of 16 either."""
+    x = random(35, num_cols + 5, dtype=torch.bfloat16, device=device)[:, first_col : first_col + num_cols]
+    weight = random(num_cols + 1, dtype=torch.bfloat16, seed=1, device=device)[1:]
+    transpose = scaling in ("given", "tensor")
+    assert_exact("layer_norm", x, scaling, weight=weight)
+    made = cupynorm.layer_norm(
+        x, num_cols, weight, out_dtype=E4M3, scale=None if scaling == "given" else scaling, transpose=transpose
+    )
+    assert not transpose or same_bytes(numpy(made.transposed), numpy(made.data).T)
+
+
+def test_a_scale_and_an_amax_that_are_elements_of_others(device):
+    """Also strided ones; their neighbours stay as they are."""
+    x = random(5, 200, device=device)
+    scales, amaxes = torch.arange(1.0, 9.0, device=device), torch.zeros(4, 6, device=device)
+    made = cupynorm.rms_norm(x, 200, out_dtype=E4M3, scale=scales[4:5], amax=amaxes[1:3, 2::9][1:])
+    plain, amax = torch.tensor(5.0, device=device), torch.zeros((), device=device)
+    same = cupynorm.rms_norm(x, 200, out_dtype=E4M3, scale=plain, amax=amax)
+    assert same_bytes(numpy(made.data), numpy(same.data)) and made.scale_inv.item() == np.float32(0.2)
+    assert amaxes[2, 2] == amax > 0 and amaxes.count_nonzero() == 1
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("scaling", SCALES)
+def test_cupy_arrays(scaling):
+    """The bytes that torch tensors get, as uint8."""
+    cupy = pytest.importorskip("cupy")
+    x = random(6, 4, 100, device="cuda")
+    options = {"scale": None if scaling == "given" else scaling, "transpose": scaling in ("given", "tensor")}
+    expected = cupynorm.layer_norm(x, (4, 100), out_dtype=E4M3, **options)
+    amax = cupy.zeros(1, np.float32) if scaling == "given" else None
+    made = cupynorm.layer_norm(cupy.from_dlpack(x), (4, 100), out_dtype=E4M3, amax=amax, **options)
+    for got, want in (
+        (made.data, expected.data), (made.scale_inv, expected.scale_inv), (made.transposed, expected.transposed),
+        (made.dequantize(), expected.dequantize()),
+    ):  # fmt: skip
+        assert want is None and got is None or same_bytes(got.get(), numpy(want))
+    assert amax is None or amax[0].item() == pytest.approx(cupynorm.layer_norm(x, (4, 100)).abs().max().item(), rel=1e-6)
 
 
 def test_numpy_arrays():
@@ -284,6 +359,12 @@ def test_numpy_arrays():
             ValueError,
             "scale is a NumPy array, input is a torch tensor on cpu",
         ),
+        (
+            {"out_dtype": E4M3, "scale": torch.ones(1, requires_grad=True)},
+            ValueError,
+            r"scale requires a gradient; it is a constant here, so expected scale.detach\(\)",
+        ),
+        ({"out_dtype": E4M3, "amax": torch.ones(1, requires_grad=True)}, ValueError, "amax requires a gradient"),
         ({"out_dtype": E4M3, "scale": "row", "amax": torch.ones(1)}, ValueError, "amax was given with scale 'row'"),
         ({"out_dtype": E4M3, "scale": "mx", "transpose": True}, ValueError, "transpose was given with scale 'mx'"),
         ({"out_dtype": E4M3, "power_of_two": True}, ValueError, "power_of_two was given with a scale"),
@@ -329,6 +410,18 @@ def test_a_matrix_and_its_transposed_copy(shape, dtype, device):
     assert same_bytes(numpy(scale_inv), truth.scale_inv.reshape(1)) and numpy(amax)[0] == max(truth.amax, np.float32(0.5))
     data, _, transposed = quantized.quantize(data, "float8_e5m2", wants_data=False, transpose=True)
     assert data is None and same_bytes(numpy(transposed), truth.data.T)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_matrix_of_numbers_below_2_to_the_minus_126(dtype, device):
+    """Which the compiler flushes wherever floats are compared or multiplied."""
+    x = (random(40, 136, dtype=torch.float64) * 2e-39).to(dtype)
+    scale, amax = torch.tensor([3e38], device=device), torch.zeros(1, device=device)
+    data, _, transposed = quantized.quantize(x.to(device), "float8_e4m3fn", scale, amax, transpose=True)
+    truth = fp8.quantize(numpy(x.float()), "float8_e4m3fn", np.float32(3e38))
+    assert 0 < truth.amax < 2.0**-126 and len(np.unique(truth.data)) > 50
+    assert same_bytes(numpy(data), truth.data), where_off(numpy(data), truth.data)
+    assert same_bytes(numpy(transposed), truth.data.T) and numpy(amax)[0] == truth.amax
 
 
 @pytest.mark.parametrize("norm", ["layer_norm", "rms_norm"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from pathlib import Path
 
@@ -57,6 +58,28 @@ def test_its_linear_layer_runs():
     for name in ("query_weight", "key_weight", "value_weight", "value_bias", "layer_norm_weight"):
         gradient = getattr(layer, name).grad
         assert torch.isfinite(gradient).all() and gradient.abs().max() > 0, name
+
+
+def test_its_8_bit_output_runs():
+    torch = pytest.importorskip("torch")
+    code = block("fp8").removeprefix("```python\n").removesuffix("\n```")
+    assert sum(bool(line) for line in code.splitlines()) == 5
+    names = {}
+    exec(code, names)
+    y, norm = names["y"], names["norm"]
+    assert y.data.dtype == torch.float8_e4m3fn and y.scale_inv.item() == 1 and y.transposed.shape == (256, 32)
+    assert norm._fp8_scales.scale != 1 and torch.isfinite(norm.weight.grad).all() and norm.weight.grad.abs().max() > 0
+
+
+def test_the_scales_it_names_are_those_that_there_are():
+    from cupynorm.strategies import SCALINGS
+
+    rows = "\n".join(line.split("|")[1] for line in README.splitlines() if line.startswith(("| `None`", '| `"')))
+    assert set(re.findall(r'"(\w+)"', rows)) == set(SCALINGS) - {"given"}
+    layer_norm = next(line for line in README.splitlines() if line.startswith("| `layer_norm`, `rms_norm` |"))
+    options = set(re.findall(r"`(\w+)`", layer_norm.split("|")[2]))
+    assert options <= set(inspect.signature(cupynorm.layer_norm).parameters)
+    assert {"scale", "amax", "power_of_two", "transpose"} <= options
 
 
 def test_its_plan_command_prints_a_plan(capsys):
