@@ -428,7 +428,7 @@ def make_plan(
             moved += row_elements * ((reads_of_x - 1) * x_size + (reads_of_dy - 1) * dy_size)
     if choice.amax_kernel is not None:
         # What is read, once more, and the amaxes there and back.
-        moved += moved - num_rows * (problem.num_cols + problem.num_scales * (1 if problem.scaling == "mx" else 4))
+        moved += moved - num_rows * (problem.num_cols + problem.scale_bytes)
         moved += 8 * (num_rows * problem.num_scales or 1)
     if row_elements and choice.parameters_kernel is not None:
         parameters = choice.parameters_tile

@@ -124,6 +124,11 @@ class Problem:
         return ceil_div(self.num_cols, self.cols_of_scale) if self.cols_of_scale else 0
 
     @property
+    def scale_bytes(self) -> int:
+        """Bytes of the scales of each row."""
+        return self.num_scales * (1 if self.scaling == "mx" else 4)
+
+    @property
     def bytes_per_row(self) -> int:
         """Bytes that any implementation must move for a row: each streamed tensor once."""
         streamed = (
@@ -132,8 +137,7 @@ class Problem:
         streamed += [self.input, self.residual_dtype]
         if self.residual:
             streamed += [self.x, self.x]
-        scales = self.num_scales * (1 if self.scaling == "mx" else 4)
-        return self.num_cols * sum(ELEMENTS[name].itemsize for name in streamed if name) + scales
+        return self.num_cols * sum(ELEMENTS[name].itemsize for name in streamed if name) + self.scale_bytes
 
 
 @dataclass(frozen=True)
