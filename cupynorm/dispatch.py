@@ -226,7 +226,9 @@ def quantize_launch(
         source = f"NormalizedSource<{types}>"
     pack_size = min(pack_limit, 16 // ELEMENTS[x].itemsize)
     lanes = 128 // pack_size
-    tile = Tile(pack_size, lanes, rows_per_block=256 // lanes, blocks_per_sm=2 if x == "float64" else 3)
+    # Of small packs more are in flight, each with an address: too many for the 80 registers that three blocks leave a thread.
+    small = 1 < pack_size and pack_size * ELEMENTS[x].itemsize < 16
+    tile = Tile(pack_size, lanes, rows_per_block=256 // lanes, blocks_per_sm=2 if small or x == "float64" else 3)
     squares = ceil_div(num_rows, 128) * ceil_div(num_cols, 128)
     return Launch(Kernel("quantize.cu", f"quantize<{source}, {tile.cpp}>"), tile, squares, tile.block_size, 128 * 128)
 

@@ -197,7 +197,12 @@ def _registers(problem: Problem, device: Device, tile: Tile) -> int:
         wide = DTYPES[problem.x].itemsize > 2
         row = 16 + elements // (2 if wide else 4)
         fused += {"given": 0, "tensor": 8 + 16 * wide, "row": row}.get(problem.scaling, 24)
-        fused += 32 * (elements > 48 and problem.scaling != "given")
+        # Long threads keep weights until there is a scale.
+        found_in_row = problem.cols_of_scale is not None
+        fused += 32 * (elements > (40 if found_in_row or wide_weight else 48) and problem.scaling != "given")
+        if found_in_row:
+            fused += elements // 2 * (elements > (40 if wide_weight else 80))
+            fused += (24 + 32 * problem.residual) * (tile.pack_size == 1)
     if problem.forward:
         per_element = 1.25 if DTYPES[problem.x].itemsize > 2 else 1.15 if elements > 40 else 1.0
         extra = 8 * (problem.residual + wide_weight) + fused
