@@ -33,11 +33,11 @@ from . import (
 from . import tune as tuning
 from .devices import DEVICES, Device
 from .dispatch import Plan
-from .dtypes import DTYPES
+from .dtypes import DTYPES, ELEMENTS, FLOAT8S
 from .gradient_check import NORMS, Case, CheckResult, CpuMachine, Finding, Problem
 from .nvrtc import MissingLibraryError
 from .peers import PEERS
-from .strategies import STRATEGIES
+from .strategies import SCALINGS, STRATEGIES
 
 COMMANDS = ("check", "plan", "bench", "tune")
 DIRECTIONS = ("forward", "backward")
@@ -321,8 +321,10 @@ def run_bench(arguments: argparse.Namespace) -> int:
         todo, peers = [measured.cell for measured in guarded.measurements], ()
     else:
         todo = bench_cells.cells(
-            arguments.norm, arguments.dtype, arguments.direction, arguments.cols, arguments.elements,
-            rows=arguments.rows, models=arguments.models, weight_dtype=arguments.weight_dtype,
+            arguments.norm, arguments.dtype,
+            arguments.direction or bench_cells.DIRECTIONS[: 1 if arguments.out_dtype in FLOAT8S else 2],
+            arguments.cols, arguments.elements, rows=arguments.rows, models=arguments.models, scales=arguments.scale,
+            weight_dtype=arguments.weight_dtype,
             out_dtype=arguments.out_dtype, residual=arguments.residual, zero_centered=arguments.zero_centered,
         )  # fmt: skip
         peers = arguments.peers
@@ -481,7 +483,7 @@ def parser() -> argparse.ArgumentParser:
     one = commands.add_parser("bench", help=about, description=about)
     add = one.add_argument_group("what is measured").add_argument
     directions, models, shown_models = bench_cells.DIRECTIONS, tuple(bench_cells.MODELS), ",".join(bench_cells.MODELS)
-    add("--direction", type=several(directions), default=DIRECTIONS, help="some of forward,backward,both (forward,backward)")
+    add("--direction", type=several(directions), help="some of forward,backward,both (forward,backward; of 8-bit y forward)")
     add("--dtype", type=several(tuple(DTYPES)), default=("bfloat16",), help="one or more, with commas (bfloat16)")
     add("--norm", type=several(NORMS), default=NORMS[:1], help="one or more, with commas (layer_norm)")
     add("--cols", type=numbers, default=bench_cells.COLS, help="widths, with commas (32,64,...,262144)")
@@ -489,7 +491,8 @@ def parser() -> argparse.ArgumentParser:
     add("--elements", type=positive, help="of x, as 2**28; num_rows = elements // num_cols (512 MiB of x)")
     add("--models", type=several(models), default=(), help=f"their norms and shapes instead: all, or some of {shown_models}")
     add("--weight-dtype", choices=tuple(DTYPES), help="of weight and bias (that of x)")
-    add("--out-dtype", choices=tuple(DTYPES), help="of y and dy (that of x)")
+    add("--out-dtype", choices=tuple(ELEMENTS), help="of y and dy (that of x)")
+    add("--scale", type=several(SCALINGS), default=(), help=f"of an 8-bit y: all, or some of {','.join(SCALINGS)} (given)")
     add("--residual", action="store_true", help="add a residual and return the sum; backward adds the sum's gradient")
     add("--zero-centered", action="store_true", help="multiply by 1 + weight")
     add("--peers", type=several(tuple(PEERS)), help=f"some of {','.join(PEERS)} (all that can run)")

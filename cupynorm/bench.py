@@ -7,7 +7,8 @@
               host was late is thrown away and repeated behind a longer write.
     runs      taken in turns, one of each library after the other: what drifts, drifts for all
     correct   once for each cell and library: outputs are NaN before the call, no NaN may be left, and sampled rows are compared
-              with float64 in units of what cupynorm.gradient_check allows
+              with float64 in units of what cupynorm.gradient_check allows, and half a step of the format for 8-bit floats;
+              their scales must use it up
 
 What is measured: cupynorm.bench_cells; by whom: cupynorm.peers; how it is shown and compared: cupynorm.bench_report.
 """
@@ -30,13 +31,15 @@ import numpy as np
 from . import __version__, arrays, dispatch, gradient_check, launch, nvrtc
 from .bench_cells import COPY, EPS, OURS, Cell, cells
 from .bench_report import BenchResult, Measurement
-from .dtypes import DTYPES, decode
+from .dtypes import DTYPES, ELEMENTS, FLOAT8S, compute_dtype, decode
 from .peers import PEERS, Runner, Tensors, bits, fault, first_line, missing, prepare, version
+from .reference import fp8
 
 _SAMPLED_ROWS = 64
 _SAMPLED_ELEMENTS = 2**18  # float64 on the host takes a tenth of a second for these
 _FLUSH_BYTES = 2**28
 _MAX_FLUSHES = 256
+_MOST_Y = 64.0  # which a scale that is given leaves room for: 6 sigma of x_hat times 5 of weight are 21
 
 
 def environment() -> dict[str, str | None]:
@@ -178,12 +181,14 @@ def _tensors(cell: Cell, seed: int) -> tuple[Tensors, Runner]:
     sizes = {name: -(-size * DTYPES[dtype].itemsize // 256) * 256 if dtype else 0 for name, dtype in dtypes.items()}
     held = sum(sizes.values())
     source = cupy.empty(max(num_bytes, held), cupy.uint8)
-    target = cupy.empty(max(num_bytes, size * DTYPES[cell.y].itemsize), cupy.uint8)
+    target = cupy.empty(max(num_bytes, size * ELEMENTS[cell.y].itemsize), cupy.uint8)
 
     def view(block: Any, first: int, shape: tuple[int, ...], dtype: str) -> Any:
         return cupy.ndarray(shape, arrays.CuPyLibrary.dtype(dtype), memptr=block.data + first)
 
-    made: dict[str, Any] = {"y": view(target, 0, shape, cell.y)}
+    made: dict[str, Any] = {"y": None if cell.scale else view(target, 0, shape, cell.y)}
+    if cell.scale == "given":
+        made["scale"] = cupy.asarray(np.array([FLOAT8S[cell.y].largest / _MOST_Y], np.float32))
     first = 0
     for at, (name, dtype) in enumerate(dtypes.items()):
         made[name] = view(source, first, shape, dtype) if dtype else None
@@ -205,17 +210,21 @@ def _tensors(cell: Cell, seed: int) -> tuple[Tensors, Runner]:
 
 # Correctness.
 
+# Of bits that CuPy does not compute with: those of a magnitude, and what is NaN beyond. uint8: exponents of scales.
+_MAGNITUDES = {"bfloat16": (0x7FFF, 0x7F80), "float8_e4m3fn": (0x7F, 0x7E), "float8_e5m2": (0x7F, 0x7C), "uint8": (0xFF, 0xFE)}
+
+
+def _parts(array: Any) -> Iterable[Any]:
+    """A CuPy array a part at a time, to keep temporaries small."""
+    flat = array.reshape(-1)
+    return (flat[first : first + 2**26] for first in range(0, flat.size, 2**26))
+
 
 def _has_nan(array: Any, dtype: str) -> bool:
-    """Whether any element of a CuPy array of bits is NaN, a part at a time to keep temporaries small."""
+    """Whether any element of a CuPy array of bits is NaN."""
     cupy = nvrtc.cupy()
-    flat = array.reshape(-1)
-    for first in range(0, flat.size, 2**26):
-        part = flat[first : first + 2**26]
-        found = (part & 0x7FFF) > 0x7F80 if dtype == "bfloat16" else cupy.isnan(part)
-        if bool(found.any()):
-            return True
-    return False
+    mask, last = _MAGNITUDES.get(dtype, (0, 0))
+    return any(bool(((part & mask) > last if mask else cupy.isnan(part)).any()) for part in _parts(array))
 
 
 class Truth:
@@ -226,8 +235,9 @@ class Truth:
         num_sampled = max(1, min(_SAMPLED_ROWS, cell.num_rows, _SAMPLED_ELEMENTS // cell.num_cols))
         generator = np.random.default_rng([seed, cell.num_rows, cell.num_cols])
         self.rows = np.sort(generator.choice(cell.num_rows, num_sampled, replace=False))
+        y = compute_dtype(cell.dtype).name if cell.scale else cell.y  # of 8 bits: before it is rounded to them
         case = gradient_check.Case(
-            cell.norm, num_sampled, cell.num_cols, cell.dtype, cell.y, cell.parameters,
+            cell.norm, num_sampled, cell.num_cols, cell.dtype, y, cell.parameters,
             None if tensors.bias is None else cell.parameters, zero_centered_weight=cell.zero_centered,
             residual=cell.residual, eps=EPS,
         )  # fmt: skip
@@ -235,6 +245,7 @@ class Truth:
         weight, bias = (
             None if each is None else decode(bits(each).get(), cell.parameters) for each in (tensors.weight, tensors.bias)
         )
+        self.scale = None if tensors.scale is None else float(tensors.scale.get()[0])
         dy = np.zeros_like(x) if dy is None else dy  # forward alone: its gradients are computed and not looked at
         self._expected: dict[bool, dict] = {}
         self.problem = gradient_check.Problem(case, x, dy, weight, bias, residual)
@@ -256,20 +267,72 @@ class Truth:
         for name, dtype in (("y", self.cell.y), ("sum", self.cell.dtype), ("dx", self.cell.dtype)):
             if name not in outputs:
                 continue
-            if arrays.dtype_name(outputs[name]) != dtype:
+            of_8_bits = name == "y" and self.cell.scale is not None
+            if arrays.dtype_name(outputs[name]) not in (dtype, "uint8" if of_8_bits else dtype):
                 return float("nan"), f"{name} is {arrays.dtype_name(outputs[name])}; expected {dtype}"
             expected, allowed = self.expected(rounded_mean)[name]
+            if of_8_bits:
+                got, allowed, wrong = self.dequantized(outputs, expected, allowed)
+                if wrong:
+                    return float("nan"), wrong
             if name == "dx" and self.dsum is not None:  # a library may round dx, and again after it has added dsum
                 allowed = allowed + (np.abs(expected) + np.abs(self.dsum)) * DTYPES[dtype].half_ulp
                 expected = expected + self.dsum
-            got = self.sampled(outputs[name])
-            found = gradient_check.judge(self.cell, name, got, expected, allowed, DTYPES[dtype].largest)
+            if not of_8_bits:
+                got = self.sampled(outputs[name])
+            found = gradient_check.judge(self.cell, name, got, expected, allowed, ELEMENTS[dtype].largest)
             if not found.ok:
                 where = f"row {self.rows[found.where[0]]}, col {found.where[1]}"
                 values = f"{found.got:.6g} at {where}; expected {found.expected:.6g} within {found.allowed:.2g}"
                 return found.error, f"{name} is {values}"
             worst = max(worst, found.error)
         return worst, None
+
+    def dequantized(
+        self, outputs: Mapping[str, Any], expected: np.ndarray, allowed: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray, str | None]:
+        """Of a y in 8-bit floats: the values of sampled rows, what is allowed of them, and what is wrong with the scales.
+
+        A scale that a call finds is right if it lets the largest of its values be the format's largest, or, as a power of two,
+        more than half of that: a smaller scale does not, and a larger one saturates values, which are then off.
+        """
+
+        def made_of(scale_inv: float, largest: float) -> str:
+            return f"scale_inv is {scale_inv:.6g}, which makes {largest:.6g} of the largest value"
+
+        cell, format = self.cell, FLOAT8S[self.cell.y]
+        table = fp8.decode(np.arange(256, dtype=np.uint8), cell.y)
+        raw, scale_inv = bits(outputs["y"]), bits(outputs["scale_inv"])
+        data = table[np.stack([raw[int(row)].get() for row in self.rows])]
+        if cell.scale in ("given", "tensor"):
+            factors = scale_inv.get().astype(np.float64).reshape(1, 1)
+            part_cols = cell.num_cols
+        else:
+            factors = np.stack([scale_inv[int(row)].get() for row in self.rows]).astype(np.float64)
+            part_cols = dispatch.Problem("forward", True, cell.num_cols, cell.dtype, scaling=cell.scale).cols_of_scale
+        if cell.scale == "mx":
+            factors = 2.0 ** (factors - 127)
+        num_parts = -(-cell.num_cols // part_cols)
+        if factors.shape not in ((1, 1), (len(self.rows), num_parts)):
+            return data, allowed, f"scale_inv has {factors.shape[1]} scales of a row; expected {num_parts}"
+        wrong = None
+        if cell.scale == "given":
+            if abs(factors[0, 0] * self.scale - 1) > 2.0**-22:
+                wrong = f"scale_inv is {factors[0, 0]:.6g}; expected 1 / {self.scale:.6g}"
+        elif cell.scale == "tensor":
+            used = max(int((part & 0x7F).max()) for part in _parts(raw))
+            if table[used] < format.largest:
+                wrong = f"{made_of(factors[0, 0], table[used])}; expected {format.largest:.6g}"
+        else:
+            least = format.largest / (2 if cell.scale == "mx" else 1)
+            used = np.maximum.reduceat(np.abs(data), np.arange(0, cell.num_cols, part_cols), axis=1)
+            row, part = np.unravel_index(np.argmin(used), used.shape)
+            if used[row, part] < least:
+                where = f"row {self.rows[row]}, part {part}"
+                wrong = f"{made_of(factors[row, part], used[row, part])} at {where}; expected {least:.6g} or more"
+        spread = np.repeat(factors, part_cols, axis=1)[:, : cell.num_cols]
+        step = np.maximum((np.abs(expected) + allowed) * format.half_ulp, spread * (format.smallest / 2))
+        return data * spread, allowed + step, wrong
 
 
 def verify(runner: Runner, truth: Truth, *, rounded_mean: bool) -> tuple[float, str | None]:
@@ -289,7 +352,8 @@ def verify(runner: Runner, truth: Truth, *, rounded_mean: bool) -> tuple[float, 
     output = None  # nothing may hold the poisoned memory when it is to be handed back
     outputs = run()
     for name, output in outputs.items():
-        if _has_nan(bits(output), arrays.dtype_name(output)):
+        dtype = arrays.dtype_name(output)
+        if _has_nan(bits(output), truth.cell.y if (name, dtype) == ("y", "uint8") else dtype):
             return float("nan"), f"{name} holds NaN: not every element was written"
     return truth.judge(outputs, rounded_mean=rounded_mean)
 
@@ -388,7 +452,7 @@ def _plan(cell: Cell, direction: str) -> dispatch.Plan:
     return dispatch.plan(
         cell.num_cols, cell.num_rows, cell.dtype, norm=cell.norm, direction=direction, device=launch.current_device(),
         weight_dtype=cell.parameters, bias_dtype=cell.parameters if cell.norm == "layer_norm" else None,
-        out_dtype=cell.out_dtype, residual=cell.residual, zero_centered_weight=cell.zero_centered,
+        out_dtype=cell.out_dtype, scale=cell.scale, residual=cell.residual, zero_centered_weight=cell.zero_centered,
     )  # fmt: skip
 
 

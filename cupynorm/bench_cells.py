@@ -6,12 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from .dtypes import DTYPES
+from .dtypes import DTYPES, ELEMENTS, FLOAT8S
 from .gradient_check import NORMS
+from .strategies import SCALINGS, Problem
 
 COLS = tuple(2**exponent for exponent in range(5, 19))
 DIRECTIONS = ("forward", "backward", "both")
-EXTRAS = ("residual", "zero_centered", "out_dtype")  # what a cell may ask for and not every library offers
+EXTRAS = ("residual", "zero_centered", "out_dtype", "scale")  # what a cell may ask for and not every library offers
 EPS = 1e-5
 OURS, COPY = "cupynorm", "copy"
 _X_BYTES = 2**29
@@ -23,7 +24,8 @@ class Cell:
 
     direction: "forward", "backward", or "both", one after the other in one unit. dtype: of x and of all that is not named.
     weight_dtype: of weight and bias. out_dtype: of y and dy. residual: forward adds one and also returns the sum, backward
-    adds the sum's gradient. zero_centered: multiply by 1 + weight.
+    adds the sum's gradient. zero_centered: multiply by 1 + weight. scale: of a y in 8-bit floats, one of strategies.SCALINGS:
+    one that is given, or those that the call finds.
     """
 
     norm: str
@@ -35,6 +37,7 @@ class Cell:
     out_dtype: str | None = None
     residual: bool = False
     zero_centered: bool = False
+    scale: str | None = None
 
     @property
     def y(self) -> str:
@@ -58,15 +61,17 @@ class Cell:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that any implementation must move: x, y (residual, sum); x, dy, dx (dsum). Rows alone, no parameters."""
-        x, y = DTYPES[self.dtype].itemsize, DTYPES[self.y].itemsize
+        """Bytes that any implementation must move: x, y (residual, sum, scales); x, dy, dx (dsum). No parameters."""
+        x, y = DTYPES[self.dtype].itemsize, ELEMENTS[self.y].itemsize
         of = {"forward": x + y + self.residual * 2 * x, "backward": 2 * x + y + self.residual * x}
-        return self.num_rows * self.num_cols * sum(of[name] for name in self.passes)
+        scales = Problem("forward", True, self.num_cols, self.dtype, scaling=self.scale).scale_bytes
+        return self.num_rows * (self.num_cols * sum(of[name] for name in self.passes) + scales)
 
     @property
     def details(self) -> str:
         """dtypes and extras, in words."""
-        named = [f"{label} {name}" for label, name in (("weight", self.weight_dtype), ("y", self.out_dtype)) if name]
+        labelled = (("weight", self.weight_dtype), ("y", self.out_dtype), ("scale", self.scale))
+        named = [f"{label} {name}" for label, name in labelled if name]
         named += [label for label, asked in (("residual", self.residual), ("1 + weight", self.zero_centered)) if asked]
         return ", ".join([self.dtype, *named])
 
@@ -132,21 +137,25 @@ def cells(
     *,
     rows: Sequence[int] = (),
     models: Sequence[str] = (),
+    scales: Sequence[str] = (),
     **options: str | bool | None,
 ) -> list[Cell]:
     """All cells, in the order in which they are shown: every combination, or with models their shapes in place of norms, cols
     and rows.
 
     elements: of x; num_rows = elements // num_cols, by default of 512 MiB of x.
-    rows: num_rows themselves, in place of elements.
-    options: weight_dtype, out_dtype, residual, zero_centered of a Cell.
+    rows: num_rows themselves, in place of elements. scales: where an out_dtype of 8 bits has them from; by default each is
+    "given". options: weight_dtype, out_dtype, residual, zero_centered of a Cell.
     Raises ValueError for what is not known or is no shape.
     """
-    of_dtype = [name for name in (options.get("weight_dtype"), options.get("out_dtype")) if name]
+    out_dtype = options.get("out_dtype")
+    is_quantized = out_dtype in FLOAT8S
+    of_dtype = [name for name in (options.get("weight_dtype"), None if is_quantized else out_dtype) if name]
     for label, names, known in (
         ("norm", norms, NORMS),
         ("dtype", [*dtypes, *of_dtype], tuple(DTYPES)),
         ("direction", directions, DIRECTIONS),
+        ("scale", scales, SCALINGS),
         ("models", models, tuple(MODELS)),
     ):
         for name in names:
@@ -159,6 +168,13 @@ def cells(
         if any(extent < 1 for extent in extents) or (label == "cols" and not extents):
             raise ValueError(f"{label} is {', '.join(map(str, extents)) or 'empty'}; expected extents of 1 or more")
 
+    if scales and not is_quantized:
+        raise ValueError(f"scale is {scales[0]!r} with out_dtype {out_dtype}; expected an out_dtype of {' or '.join(FLOAT8S)}")
+    if is_quantized and tuple(directions) != DIRECTIONS[:1]:
+        raise ValueError(
+            f"direction is {', '.join(directions)} with out_dtype {out_dtype}; expected forward: no gradient has 8 bits"
+        )
+
     def shapes(dtype: str) -> list[tuple[str, int, int]]:
         if models:
             known = [shape for name in models for shape in MODELS[name]]
@@ -169,9 +185,10 @@ def cells(
         return [(norm, num_rows, num_cols) for norm in norms for num_cols in cols for num_rows in rows or (total // num_cols,)]
 
     made = [
-        Cell(norm, direction, dtype, num_rows, num_cols, **options)
+        Cell(norm, direction, dtype, num_rows, num_cols, scale=scale, **options)
         for dtype in dtypes
         for direction in directions
+        for scale in scales or ("given" if is_quantized else None,)
         for norm, num_rows, num_cols in shapes(dtype)
     ]
     return list(dict.fromkeys(sorted(made, key=lambda cell: NORMS.index(cell.norm))))  # two models may share a shape

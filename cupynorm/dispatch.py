@@ -229,7 +229,9 @@ def quantize_launch(
         source = f"NormalizedSource<{types}>"
     pack_size = min(pack_limit, 16 // ELEMENTS[x].itemsize)
     lanes = 128 // pack_size
-    tile = Tile(pack_size, lanes, rows_per_block=256 // lanes, blocks_per_sm=2 if x == "float64" else 3)
+    # Of small packs more are in flight, each with an address: too many for the 80 registers that three blocks leave a thread.
+    small = 1 < pack_size and pack_size * ELEMENTS[x].itemsize < 16
+    tile = Tile(pack_size, lanes, rows_per_block=256 // lanes, blocks_per_sm=2 if small or x == "float64" else 3)
     squares = ceil_div(num_rows, 128) * ceil_div(num_cols, 128)
     return Launch(Kernel("quantize.cu", f"quantize<{source}, {tile.cpp}>"), tile, squares, tile.block_size, 128 * 128)
 
@@ -433,7 +435,7 @@ def make_plan(
             moved += row_elements * ((reads_of_x - 1) * x_size + (reads_of_dy - 1) * dy_size)
     if choice.amax_kernel is not None:
         # What is read, once more, and the amaxes there and back.
-        moved += moved - num_rows * (problem.num_cols + problem.num_scales * (1 if problem.scaling == "mx" else 4))
+        moved += moved - num_rows * (problem.num_cols + problem.scale_bytes)
         moved += 8 * (num_rows * problem.num_scales or 1)
     if row_elements and choice.parameters_kernel is not None:
         parameters = choice.parameters_tile

@@ -1,7 +1,8 @@
 """The libraries that the benchmark measures, each through its own public API: cupynorm and its peers.
 
 A peer is one row of PEERS. Its `make` is given one problem as torch tensors and returns the call that a user of that library
-would write, forward() -> y or (y, sum); its backward is whatever torch.autograd.grad then runs.
+would write, forward() -> y or (y, sum); its backward is whatever torch.autograd.grad then runs. A y in 8-bit floats is a
+QuantizedTensor or (data, scale_inv).
 """
 
 from __future__ import annotations
@@ -16,14 +17,16 @@ from typing import Any, NamedTuple
 
 from . import arrays, norm, nvrtc
 from .bench_cells import EPS, EXTRAS, OURS, Cell
-from .dtypes import DTYPES
+from .dtypes import ELEMENTS, FLOAT8S, compute_dtype
 from .gradient_check import NORMS
+from .quantized import QuantizedTensor
+from .strategies import Problem
 
 
 class Tensors(NamedTuple):
     """A cell's arrays, of one library; None where the cell has none.
 
-    x, dy, y, residual, dsum: [num_rows, num_cols]; weight, bias: [num_cols].
+    x, dy, y, residual, dsum: [num_rows, num_cols]; weight, bias: [num_cols]. scale: one float32, where one is given.
     """
 
     x: Any
@@ -33,12 +36,13 @@ class Tensors(NamedTuple):
     bias: Any
     residual: Any
     dsum: Any
+    scale: Any = None
 
 
 class Runner(NamedTuple):
     """One library on one cell. call: enqueues the work on the current stream and returns the library's own result.
 
-    outputs: what a call returned, as a dict of arrays: y and sum, dx, dweight and dbias, those that there are.
+    outputs: what a call returned, as a dict of arrays: y, scale_inv and sum, dx, dweight and dbias, those that there are.
     before: restores what a call destroys; it runs ahead of each call and is not timed.
     """
 
@@ -51,10 +55,10 @@ class Runner(NamedTuple):
 class Peer:
     """How a library is used.
 
-    package: as pip names it, for its version. make(cell, x, weight, bias, residual): forward, for torch tensors. needs: modules
-    that must be importable. norms: those it has. extras: norm -> those of EXTRAS that it offers. parameters: norm -> the dtype
-    in which alone it takes weight and bias. has_backward: whether it has one. overwrites_dy: whether that one puts dx where dy
-    was.
+    package: as pip names it, for its version. make(cell, x, weight, bias, residual): forward, for torch tensors, of which one
+    with the extra "scale" takes it, too. needs: modules that must be importable. norms: those it has. extras: norm -> those of
+    EXTRAS that it offers. parameters: norm -> the dtype in which alone it takes weight and bias. has_backward: whether it has
+    one. overwrites_dy: whether that one puts dx where dy was.
     """
 
     package: str
@@ -70,10 +74,12 @@ class Peer:
 # One function for each library. eps is EPS everywhere.
 
 
-def _cupynorm(cell: Cell, x: Any, weight: Any, bias: Any, residual: Any) -> Callable:
+def _cupynorm(cell: Cell, x: Any, weight: Any, bias: Any, residual: Any, scale: Any = None) -> Callable:
     options: dict[str, Any] = {"residual": residual, "return_residual": True} if residual is not None else {}
     if cell.out_dtype:
         options["out_dtype"] = cell.out_dtype
+    if cell.scale:
+        options["scale"] = scale if cell.scale == "given" else cell.scale
     if cell.zero_centered:
         options["zero_centered_weight"] = True
     if cell.norm == "layer_norm":
@@ -90,29 +96,64 @@ def _torch(cell: Cell, x: Any, weight: Any, bias: Any, residual: Any) -> Callabl
 
 
 def _torch_expression(cell: Cell) -> Callable:
-    """What torch's users write: forward(x, weight, bias, residual) -> y or (y, sum)."""
+    """What torch's users write: forward(x, weight, bias, residual, scale) -> y or (y, sum)."""
+    import torch
     from torch.nn import functional
 
     centered, shape = cell.norm == "layer_norm", (cell.num_cols,)
+    compute = getattr(torch, compute_dtype(cell.dtype).name)
 
-    def forward(x: Any, weight: Any, bias: Any, residual: Any) -> Any:
+    def forward(x: Any, weight: Any, bias: Any, residual: Any, scale: Any = None) -> Any:
         added = x if residual is None else x + residual
+        # y of another dtype is rounded to that alone.
+        taken = (added, weight, bias)
+        if cell.out_dtype:
+            taken = (each if each is None else each.to(compute) for each in taken)
+        rows, weight, bias = taken
         if centered:
-            y = functional.layer_norm(added, shape, weight, bias, EPS)
+            y = functional.layer_norm(rows, shape, weight, bias, EPS)
         else:
-            y = functional.rms_norm(added, shape, weight, EPS)
+            y = functional.rms_norm(rows, shape, weight, EPS)
+        if cell.scale:
+            y = _torch_quantize(cell, y, scale)
+        elif cell.out_dtype:
+            y = y.to(getattr(torch, cell.out_dtype))
         return y if residual is None else (y, added)
 
     return forward
 
 
-def _torch_compile(cell: Cell, x: Any, weight: Any, bias: Any, residual: Any) -> Callable:
+def _torch_quantize(cell: Cell, y: Any, scale: Any) -> tuple[Any, Any]:
+    """data and scale_inv of a matrix."""
+    import torch
+    from torch.nn import functional
+
+    largest = FLOAT8S[cell.y].largest
+
+    def as_float8(values: Any) -> Any:
+        return values.clamp(-largest, largest).to(getattr(torch, cell.y))
+
+    if cell.scale == "given":
+        return as_float8(y * scale), 1 / scale
+    if cell.scale == "tensor":
+        scale_inv = (y.abs().amax() / largest).float().reshape(1)
+        return as_float8(y / scale_inv), scale_inv
+    cols = Problem("forward", True, cell.num_cols, cell.dtype, scaling=cell.scale).cols_of_scale
+    blocks = functional.pad(y, (0, -cell.num_cols % cols)).unflatten(-1, (-1, cols))
+    scale_inv = kept = (blocks.abs().amax(-1) / largest).float()
+    if cell.scale == "mx":
+        exponent = torch.ceil(torch.log2(scale_inv))
+        scale_inv, kept = torch.exp2(exponent), (exponent + 127).to(torch.uint8)
+    return as_float8((blocks / scale_inv[..., None]).flatten(-2)[..., : cell.num_cols]), kept
+
+
+def _torch_compile(cell: Cell, x: Any, weight: Any, bias: Any, residual: Any, scale: Any = None) -> Callable:
     import torch
     import torch._functorch.config
 
     torch._functorch.config.donated_buffer = False  # torch's own words: else a backward cannot be run again
     torch.compiler.reset()  # each cell is compiled for its own shape, however many there were
-    return partial(torch.compile(_torch_expression(cell), dynamic=False), x, weight, bias, residual)
+    return partial(torch.compile(_torch_expression(cell), dynamic=False), x, weight, bias, residual, scale)
 
 
 def _tutorial(cell: Cell, x: Any, weight: Any, bias: Any, residual: Any) -> Callable:
@@ -216,10 +257,18 @@ _ZERO_CENTERED = {name: ("zero_centered",) for name in NORMS}
 PEERS = {
     OURS: Peer("cupynorm", _cupynorm, extras=dict.fromkeys(NORMS, EXTRAS)),
     "torch": Peer("torch", _torch, extras=_RESIDUAL),
-    "torch.compile": Peer("torch", _torch_compile, ("triton",), extras=_RESIDUAL),
+    "torch.compile": Peer(
+        "torch", _torch_compile, ("triton",), extras=dict.fromkeys(NORMS, ("residual", "out_dtype", "scale"))
+    ),
     "tutorial": Peer("triton", _tutorial, ("triton",), NORMS[:1]),
     "liger": Peer("liger-kernel", _liger, ("liger_kernel.ops",), extras={"rms_norm": ("zero_centered",)}, overwrites_dy=True),
-    "quack": Peer("quack-kernels", _quack, ("quack.rmsnorm",), extras={"rms_norm": EXTRAS}, parameters=_FLOAT32),
+    "quack": Peer(
+        "quack-kernels",
+        _quack,
+        ("quack.rmsnorm",),
+        extras={"rms_norm": ("residual", "zero_centered", "out_dtype")},
+        parameters=_FLOAT32,
+    ),
     "cudnn": Peer("nvidia-cudnn-frontend", _cudnn, ("cudnn.ops.norm.layernorm",), parameters=_FLOAT32),
     "flash_attn": Peer("flash-attn", _flash_attn, ("flash_attn.ops.triton.layer_norm",), extras=_RESIDUAL),
     "apex": Peer("apex", _apex, ("apex.normalization.fused_layer_norm", "fused_layer_norm_cuda")),
@@ -278,6 +327,15 @@ def refuse(name: str, cell: Cell, wants_gradients: bool) -> None:
 # Runners.
 
 
+def _results(cell: Cell, made: Any) -> dict[str, Any]:
+    """What a forward returned, by name."""
+    y, *added = made if cell.residual else (made,)
+    if cell.scale:
+        data, scale_inv = (y.data, y.scale_inv) if isinstance(y, QuantizedTensor) else y
+        return {"y": data, "scale_inv": scale_inv} | dict(zip(("sum",), added))
+    return {"y": y} | dict(zip(("sum",), added))
+
+
 def bits(array: Any) -> Any:
     """The CuPy array in storage dtype that shares the memory of a CuPy array or torch tensor. ValueError: not contiguous."""
     cupy = nvrtc.cupy()
@@ -285,10 +343,12 @@ def bits(array: Any) -> Any:
     if arrays.is_torch(array):
         torch = sys.modules["torch"]
         array = array.detach()
-        array = cupy.from_dlpack(array.view(torch.int16) if dtype == "bfloat16" else array)
+        carriers = {"bfloat16": torch.int16, **dict.fromkeys(FLOAT8S, torch.uint8)}
+        array = cupy.from_dlpack(array.view(carriers[dtype]) if dtype in carriers else array)
     if not array.flags.c_contiguous:
         raise ValueError(f"an output has strides {array.strides} for shape {array.shape}; expected it to be contiguous")
-    return cupy.ndarray(array.shape, DTYPES[dtype].storage, memptr=array.data)
+    storage = ELEMENTS[dtype].storage if dtype in ELEMENTS else array.dtype
+    return cupy.ndarray(array.shape, storage, memptr=array.data)
 
 
 def _as_torch(array: Any) -> Any:
@@ -315,7 +375,7 @@ def prepare_torch(name: str, cell: Cell, tensors: Tensors, *, record: bool = Fal
     peer = PEERS[name]
     wants_gradients = record or "backward" in cell.passes
     refuse(name, cell, wants_gradients)
-    x, dy, _, weight, bias, residual, dsum = tensors
+    x, dy, _, weight, bias, residual, dsum, scale = tensors
     dtype = getattr(torch, peer.parameters.get(cell.norm, cell.parameters))
     x, residual = (each if each is None else each.detach().requires_grad_(wants_gradients) for each in (x, residual))
     weight, bias = (
@@ -323,11 +383,8 @@ def prepare_torch(name: str, cell: Cell, tensors: Tensors, *, record: bool = Fal
     )
     inputs = {"dx": x, "dweight": weight, "dbias": bias, "dresidual": residual}
     inputs = {key: each for key, each in inputs.items() if each is not None}
-    forward = peer.make(cell, x, weight, bias, residual)
-
-    def results(made: Any) -> dict[str, Any]:
-        return {"y": made} if residual is None else {"y": made[0], "sum": made[1]}
-
+    forward = peer.make(cell, x, weight, bias, residual, **({"scale": scale} if cell.scale else {}))
+    results = partial(_results, cell)
     if cell.direction == "forward":
         return Runner(forward, results)
     before = None
@@ -352,8 +409,10 @@ def prepare_torch(name: str, cell: Cell, tensors: Tensors, *, record: bool = Fal
 
 
 def _prepare_ours(cell: Cell, tensors: Tensors) -> Runner:
-    """Through the explicit forward and backward, which need no torch."""
-    x, dy, y, weight, bias, residual, dsum = tensors
+    """Through the explicit forward and backward, which need no torch; 8-bit floats are made by the call of both libraries."""
+    x, dy, y, weight, bias, residual, dsum, scale = tensors
+    if cell.scale:
+        return Runner(_cupynorm(cell, x, weight, bias, residual, scale), partial(_results, cell))
     centered = cell.norm == "layer_norm"
     gradients = ("dx", "dweight", "dbias") if centered else ("dx", "dweight")
     run_forward = norm.layer_norm_forward if centered else norm.rms_norm_forward

@@ -128,6 +128,11 @@ class Problem:
         return ceil_div(self.num_cols, self.cols_of_scale) if self.cols_of_scale else 0
 
     @property
+    def scale_bytes(self) -> int:
+        """Bytes of the scales of each row."""
+        return self.num_scales * (1 if self.scaling == "mx" else 4)
+
+    @property
     def bytes_per_row(self) -> int:
         """Bytes that any implementation must move for a row: each streamed tensor once."""
         streamed = (
@@ -136,8 +141,7 @@ class Problem:
         streamed += [self.input, self.residual_dtype, self.recomputed]
         if self.residual:
             streamed += [self.x, self.x]
-        scales = self.num_scales * (1 if self.scaling == "mx" else 4)
-        return self.num_cols * sum(ELEMENTS[name].itemsize for name in streamed if name) + scales
+        return self.num_cols * sum(ELEMENTS[name].itemsize for name in streamed if name) + self.scale_bytes
 
 
 @dataclass(frozen=True)
@@ -198,7 +202,14 @@ def _registers(problem: Problem, device: Device, tile: Tile) -> int:
         wide = DTYPES[problem.x].itemsize > 2
         row = 16 + elements // (2 if wide else 4)
         fused += {"given": 0, "tensor": 8 + 16 * wide, "row": row}.get(problem.scaling, 24)
-        fused += 32 * (elements > 48 and problem.scaling != "given")
+        # Long threads keep weights until there is a scale.
+        found_in_row = problem.cols_of_scale is not None
+        fused += 32 * (elements > (40 if found_in_row or wide_weight else 48) and problem.scaling != "given")
+        if found_in_row:
+            fused += elements // 2 * (elements > (40 if wide_weight else 80))
+            fused += (24 + 32 * problem.residual) * (tile.pack_size == 1)
+    if (common := _common_quantized_registers(problem, device, tile)) is not None:
+        return common
     if problem.forward:
         per_element = 1.25 if DTYPES[problem.x].itemsize > 2 else 1.15 if elements > 40 else 1.0
         extra = 8 * (problem.residual + wide_weight) + fused
@@ -218,6 +229,27 @@ def _registers(problem: Problem, device: Device, tile: Tile) -> int:
     tight += 0.35 * (device.compute_capability < 90 and elements > 24)
     extra = fused + 8 * bool(problem.dsum) + (0.3 * wide_weight + tight) * elements
     return int(36 + 5.25 * words * elements + extra + lone)
+
+
+def _common_quantized_registers(problem: Problem, device: Device, tile: Tile) -> int | None:
+    """The same where y has 8 bits and all else is as in most models on a GPU of sm_90, None for anything else: bytes leave
+    sooner than 16-bit results, so the formula above would say too much."""
+    elements = tile.pack_size * tile.packs_per_thread
+    plain = not (problem.residual or problem.input or problem.round_x_hat or problem.dropout or problem.row_scale)
+    weights = {name for name in (problem.weight, problem.bias) if name is not None}
+    as_usual = plain and weights <= {problem.x} and tile.exact and tile.pack_size == 8 and tile.cluster_size == 1
+    if problem.scaling is None or device.compute_capability != 90 or DTYPES[problem.x].itemsize != 2 or not as_usual:
+        return None
+    half, in_a_warp = problem.x == "float16", tile.threads_per_row <= 32
+    if elements < 16 or (in_a_warp and elements > 48 and problem.cols_of_scale):
+        return None
+    if problem.scaling == "row":
+        if elements > 64:
+            return None
+        return 104 + 32 * half * (elements > 48) if elements > 48 or elements == 40 else 40 + elements + 8 * half
+    if problem.scaling == "mx" and elements > 64:
+        return None
+    return int((40 if in_a_warp else 32) + min(elements, 48) + max(0, min(elements, 64) - 48) / 2 + 1.5 * max(0, elements - 64))
 
 
 def cols_of_slice(problem: Problem, pack_size: int, cluster_size: int) -> int:
@@ -285,10 +317,17 @@ def _register_tile(
             # and those in the row no more than in an exact tile.
             fit = 1.0 if tile.exact else 0.995 * num_cols / tile.cols
             fit *= 0.95 if long and (elements > 72 or threads_per_row <= 32) else 0.98 if elements > 48 else 1.0
+        if problem.scaling in ("given", "tensor"):
+            # Bound by instructions, of which a row's own are fewer where threads are long (H200, bf16 to 8 bits: 8192 columns
+            # 0.92 on 128 threads x 64 elements, 0.84 on 256 x 32; 768 columns 0.94 on 16 x 48, 0.89 on 32 x 24).
+            fit = 1.0 if tile.exact else 0.995 * num_cols / tile.cols
         # Of equals, most threads; but forward with too little in flight, or one block alone, wants long threads: 48 elements
         # were best (H200, bf16, 12288 columns: 24, 32, 48 and 64 elements gave 0.82, 0.84, 0.86 and 0.81 of a copy).
         many_threads = not problem.forward or (enough and blocks_per_sm > 1 and not lone)
-        score = (counted * fit, threads_per_row if many_threads else -abs(elements - 48))
+        if problem.scaling in ("given", "tensor"):
+            score = (counted * fit, -abs(elements - 64))
+        else:
+            score = (counted * fit, threads_per_row if many_threads else -abs(elements - 48))
         if best_score is None or score > best_score:
             best, best_score = tile, score
     return best
@@ -310,7 +349,7 @@ def _warp_tile(problem: Problem, device: Device) -> Tile | None:
     itemsize = DTYPES[problem.x].itemsize
     pack_bytes = problem.widest_pack * itemsize
     row_bytes = problem.num_cols * itemsize
-    if row_bytes > _WARP_ROW_BYTES[problem.direction][itemsize]:
+    if row_bytes > _WARP_ROW_BYTES[problem.direction][itemsize] * (1.6 if problem.scaling in ("given", "tensor") else 1):
         return None
     # The lanes of a row move at least 64 bytes of it together, or half the row if it is shorter (H200, bf16: 64 columns 0.88 of
     # a copy on 4 lanes, 0.84 on 2); of 16-bit rows 32 bytes where that fills them (48 columns 0.96 on 2 lanes, 0.77 on 4).
@@ -455,7 +494,7 @@ def _streamed(problem: Problem) -> list[int]:
 
 def _wants_ring(problem: Problem, registers: Tile | None) -> bool:
     """Whether a ring, if there is one, beats the tile of registers."""
-    if problem.compute != "float32":
+    if problem.compute != "float32" or (problem.scaling and registers is not None):
         return False
     itemsize = DTYPES[problem.x].itemsize
     aligned = all(problem.widest_pack * size >= 16 for size in _streamed(problem))

@@ -264,7 +264,7 @@ def what_is_wrong(problem: Problem, choice: Choice, small: gradient_check.Proble
 
 def _runner(cell: Cell, tensors: Tensors, choice: Choice) -> Runner:
     """cupynorm.peers has the same of the tile that dispatch chooses."""
-    x, dy, y, weight, bias, _, _ = tensors
+    x, dy, y, weight, bias, *_ = tensors
     forced = {"strategy": choice.strategy, "tile": choice.tile}
     centered = cell.norm == "layer_norm"
     forward = partial(norm.layer_norm_forward if centered else norm.rms_norm_forward, x, weight, bias, EPS, out=y)

@@ -8,10 +8,27 @@ Exits with 1 if a result is wrong; the tool says what else is.
 from __future__ import annotations
 
 import sys
+from typing import NamedTuple
 
+import numpy as np
+from cupynorm.reference import fp8
+
+from cupynorm import calls, quantized
+from cupynorm.arrays import Rows
+from cupynorm.calls import Quantization
 from cupynorm.dispatch import plan
-from cupynorm.gradient_check import Case, CheckResult, GpuCheckMachine, judge_all, random_problem, run_kernels
-from cupynorm.strategies import STRATEGIES, Tile
+from cupynorm.dtypes import DTYPES, FLOAT8S, compute_dtype, decode, encode
+from cupynorm.gradient_check import (
+    Case,
+    CheckResult,
+    CpuMachine,
+    Finding,
+    GpuCheckMachine,
+    judge_all,
+    random_problem,
+    run_kernels,
+)
+from cupynorm.strategies import SCALINGS, STRATEGIES, Tile
 
 
 def cases() -> list[Case]:
@@ -66,6 +83,256 @@ def narrowest_ring(dtype: str, cluster_size: int) -> int:
     raise ValueError(f"no backward of {dtype} is a ring of clusters of {cluster_size}")
 
 
+# y in 8-bit floats: by the norm, and of matrices.
+
+E4M3, E5M2 = FLOAT8S
+GIVEN_SCALE = 20.0
+
+
+def quantized_cases() -> list[tuple[Case, Quantization]]:
+    every = []
+    for strategy in STRATEGIES:
+        for scaling in SCALINGS:
+            # Whole packs, of blocks of which the last is not whole; lone elements, whose blocks no neighbouring lanes hold.
+            every.append((Case("layer_norm", 40, 560, "bfloat16", strategy=strategy), Quantization(E4M3, scaling)))
+            lone = Case("rms_norm", 5, 255, "float32", weight=None, bias=None, strategy=strategy)
+            every.append((lone, Quantization(E5M2, scaling)))
+        summed = Case("layer_norm", 7, 504, "float16", weight="float32", strategy=strategy, residual=True)
+        every += [(summed, Quantization(E4M3, scaling)) for scaling in ("tensor", "row", "block")]
+        double = Case("layer_norm", 3, 256, "float64", strategy=strategy, statistics="welford")
+        every += [(double, Quantization(E5M2, scaling)) for scaling in ("tensor", "mx")]
+        options = {"residual": True, "residual_dtype": "float32", "dropout_p": 0.2, "row_scale": "float32"}
+        dropped = Case("layer_norm", 9, 512, "bfloat16", strategy=strategy, **options)
+        every += [(dropped, Quantization(E4M3, scaling)) for scaling in ("given", "tensor", "block")]
+    # Rings, of rows that begin anywhere, too; and of clusters.
+    for num_cols, tile in (
+        (4096, Tile(8, 256, 2, exact=1, stages=2)),
+        (1023, Tile(1, 64, 16, stages=2)),
+        (9000, Tile(8, 256, 3, cluster_size=2, stages=2)),
+    ):
+        strategy = "block" if tile.cluster_size == 1 else "cluster"
+        ring = Case("layer_norm", 40, num_cols, "bfloat16", strategy=strategy, tile=tile, sm_margin=32)
+        every += [(ring, Quantization(E4M3, scaling)) for scaling in ("given", "tensor")]
+    # Rows in the shared memory of a block, or a cluster.
+    for cluster_size in (1, 2):
+        strategy = "block" if cluster_size == 1 else "cluster"
+        kept = Case("layer_norm", 40, 4160, "bfloat16", strategy=strategy, tile=Tile(8, 64, cluster_size=cluster_size))
+        every += [(kept, Quantization(E4M3, scaling)) for scaling in SCALINGS]
+    return every
+
+
+class Kept:
+    """Arrays where kernels run, by name; all that kernels write is poisoned with bits of NaN."""
+
+    def __init__(self, where: CpuMachine | GpuCheckMachine) -> None:
+        self.where = where
+        self.arrays: dict[str, tuple] = {}
+
+    def put(self, name: str, array: np.ndarray | None) -> int:
+        """Its address; 0 of None."""
+        if array is None:
+            return 0
+        there, pointer = self.where.put(array)
+        self.arrays[name] = there, pointer
+        return pointer
+
+    def poisoned(self, name: str, shape: tuple[int, ...], storage: str | np.dtype) -> int:
+        return self.put(name, np.full((*shape, np.dtype(storage).itemsize), 0xFF, np.uint8).view(storage)[..., 0])
+
+    def get(self, name: str) -> np.ndarray:
+        return self.where.get(self.arrays[name][0])
+
+
+def run_quantized(case: Case, quantization: Quantization, where: CpuMachine | GpuCheckMachine) -> tuple[dict, dict]:
+    """What the kernels make of y in 8 bits, and of y in the arithmetic's dtype by the same tile: arrays by name."""
+    problem = random_problem(case)
+    shape, compute, centered = (case.num_rows, case.num_cols), compute_dtype(case.sum).name, case.norm == "layer_norm"
+    num_parts = quantized.scale_shape(quantization.scaling, shape[:1], case.num_cols)
+
+    def run(dtype: str, quantization: Quantization | None, options: calls.Options) -> tuple[Kept, calls.Plan]:
+        kept = Kept(where)
+
+        def put(name: str, dtype: str | None) -> int:
+            values = getattr(problem, name)
+            return kept.put(name, None if values is None else encode(values, dtype))
+
+        def rows(pointer: int, dtype: str) -> Rows | None:
+            return Rows(pointer, *shape, case.num_cols, dtype) if pointer else None
+
+        def parameter(name: str) -> tuple[int, str] | None:
+            pointer = put(name, case.dtype(name))
+            return (pointer, case.dtype(name)) if pointer else None
+
+        x, residual = rows(put("x", case.x), case.x), rows(put("residual", case.added), case.added)
+        added = rows(kept.poisoned("sum", shape, DTYPES[case.sum].storage), case.sum) if residual else None
+        y = rows(kept.poisoned("y", shape, (DTYPES | FLOAT8S)[dtype].storage), dtype)
+        mean = kept.poisoned("mean", shape[:1], compute) if centered else 0
+        rstd = kept.poisoned("rstd", shape[:1], compute)
+        row_scale = (put("row_scale", case.row_scale), case.row_scale) if case.row_scale else None
+        of_scales = {}
+        if quantization:
+            scaling = quantization.scaling
+            scale = kept.put("scale", np.full(1, GIVEN_SCALE, np.float32)) if scaling == "given" else 0
+            scale_inv = kept.poisoned("scale_inv", num_parts, "uint8" if scaling == "mx" else "float32")
+            of_scales["of_scales"] = scale, scale_inv, kept.put("amax", np.zeros(num_parts, np.float32))
+        plan = calls.run_forward(
+            where, centered, x, y, parameter("weight"), parameter("bias"), mean, rstd, case.eps, False, residual, added,
+            options, row_scale=row_scale, dropout=calls.Dropout(case.dropout_p, 0, problem.dropout_seed),
+            quantization=quantization, **of_scales,
+        )  # fmt: skip
+        return kept, plan
+
+    in_8_bits, plan = run(
+        quantization.dtype, quantization, calls.Options(case.strategy, case.tile, case.statistics, case.sm_margin)
+    )
+    plain, _ = run(compute, None, calls.Options(plan.strategy, plan.tile, plan.statistics, case.sm_margin))
+    return tuple({name: kept.get(name) for name in kept.arrays} for kept in (in_8_bits, plain))
+
+
+def expected(y: np.ndarray, name: str, scaling: str, scale=None, power_of_two=False) -> fp8.Quantized:
+    """By the reference, of a matrix in the dtype of the arithmetic; scale_inv as cupynorm returns it."""
+    with np.errstate(all="ignore"):
+        if scaling == "given":
+            made = fp8.quantize(y, name, np.float32(1) if scale is None else scale)
+        elif scaling == "tensor":
+            made = fp8.quantize(y, name, fp8.scale_of(fp8.amax(y), name, power_of_two=power_of_two))
+        elif scaling == "row":
+            made = fp8.quantize_rows(y, name, power_of_two=power_of_two)
+        elif scaling == "block":
+            made = fp8.quantize_blocks(y, name, power_of_two=power_of_two)
+        else:
+            made = fp8.quantize_mxfp8(y, name)
+    scale_inv = np.asarray(made.scale_inv).reshape((1,) if scaling in ("given", "tensor") else (len(y), -1))
+    return made._replace(scale_inv=scale_inv)
+
+
+def judge_quantized(case: Case, quantization: Quantization, got: dict, plain: dict, exact: bool) -> list[Finding]:
+    """exact: to the byte what the reference makes of y in the arithmetic's dtype. A GPU's compiler may fuse other products and
+    sums in another kernel: then values within half a step of that y, scales and the rest to a few roundings."""
+    truth = expected(plain["y"], quantization.dtype, quantization.scaling, np.float32(GIVEN_SCALE))
+    wanted = {"y": truth.data, "scale_inv": truth.scale_inv}
+    wanted |= {name: plain[name] for name in ("sum", "mean", "rstd") if name in plain}
+    if quantization.scaling == "given":
+        wanted["amax"] = np.asarray(truth.amax, np.float32).reshape(1)
+    label = f"{case}, {quantization.dtype} {quantization.scaling}"
+    if exact:
+        return [same_bytes(label, name, got[name], each) for name, each in wanted.items()]
+    few = 2.0**-20
+    y, format = plain["y"].astype(np.float64), FLOAT8S[quantization.dtype]
+    values = {name: decode(got[name], case.sum if name == "sum" else "float64") for name in wanted}
+    wanted = {name: decode(each, case.sum if name == "sum" else "float64") for name, each in wanted.items()}
+    factors = 2.0 ** (values["scale_inv"] - 127) if quantization.scaling == "mx" else values["scale_inv"]
+    cols = {"block": 128, "mx": 32}.get(quantization.scaling, case.num_cols)
+    spread = np.repeat(factors.reshape(-1, factors.shape[-1]), cols, axis=1)[:, : case.num_cols]
+    values["y"], wanted["y"] = fp8.decode(got["y"], quantization.dtype) * spread, y
+    allowed = {name: few * np.abs(each).max() for name, each in wanted.items()}
+    allowed["y"] = (1 + few) * (np.abs(y) * format.half_ulp + spread * format.smallest / 2)
+    if quantization.scaling == "mx":
+        allowed["scale_inv"] = np.ones(1)  # the next power of two, where an amax is close to one
+    allowed |= {"sum": 2 * DTYPES[case.sum].half_ulp * np.abs(wanted["sum"])} if "sum" in wanted else {}
+    return [within(label, name, values[name], wanted[name], allowed[name]) for name in wanted]
+
+
+def same_bytes(case: str, tensor: str, got: np.ndarray, wanted: np.ndarray) -> Finding:
+    """Of elements of one dtype and shape."""
+    off = np.argwhere((got.view(np.uint8) != wanted.view(np.uint8)).reshape(*got.shape, -1).any(axis=-1))
+    where = tuple(off[0].tolist()) if len(off) else ()
+    shown = (float(got[where]), float(wanted[where])) if len(off) else (0.0, 0.0)
+    return Finding(case, tensor, float("inf") if len(off) else 0.0, where, *shown, 0.0, len(off))
+
+
+def within(case: str, tensor: str, got: np.ndarray, wanted: np.ndarray, allowed: np.ndarray) -> Finding:
+    """Of values."""
+    got, wanted, allowed = np.broadcast_arrays(got, wanted, allowed)
+    with np.errstate(invalid="ignore"):
+        errors = np.abs(got - wanted) / np.maximum(allowed, np.finfo(np.float64).tiny)
+    at = np.unravel_index(np.argmax(np.where(np.isnan(errors), np.inf, errors)), errors.shape)
+    numbers = (float(each[at]) for each in (errors, got, wanted, allowed))
+    error, *shown = numbers
+    return Finding(case, tensor, error, tuple(map(int, at)), *shown, int((~(errors <= 1)).sum()))
+
+
+class Matrix(NamedTuple):
+    """To be quantised and transposed. x: its dtype, y's own where it is only transposed. norm: whose y of x is meant."""
+
+    num_rows: int
+    num_cols: int
+    x: str
+    y: str
+    norm: str | None = None
+
+
+def matrices() -> list[Matrix]:
+    """Squares of 128 that are whole and not, columns that are written 16 bytes at a time and by bytes, every pack size."""
+    every = [
+        *(Matrix(256, 128, dtype, E4M3) for dtype in DTYPES),
+        *(Matrix(130, num_cols, "bfloat16", E5M2) for num_cols in (1, 257, 130, 132, 136)),
+        *(Matrix(48, num_cols, "float32", E4M3) for num_cols in (33, 34, 140)),
+        *(Matrix(num_rows, num_cols, E5M2, E5M2) for num_rows, num_cols in ((144, 272), (130, 129), (7, 40))),
+        *(Matrix(num_rows, num_cols, E4M3, E4M3) for num_rows, num_cols in ((16, 130), (33, 132))),
+    ]
+    for norm in ("layer_norm", "rms_norm"):
+        every += [Matrix(144, 136, "bfloat16", E4M3, norm), Matrix(131, 257, "float32", E5M2, norm)]
+        every.append(Matrix(20, 130, "float64", E4M3, norm))
+    return every
+
+
+def run_matrix(matrix: Matrix, where: CpuMachine | GpuCheckMachine) -> tuple[dict, dict]:
+    """What the kernel makes, and what it is given: arrays by name."""
+    num_rows, num_cols, x, y, norm = matrix
+    generator = np.random.default_rng([num_rows, num_cols])
+    is_scaled = x != y
+    values = generator.standard_normal((num_rows, num_cols)) + 0.5
+    given = {"x": encode(values, x) if is_scaled else fp8.encode(values, y)}
+    if norm:
+        weight, bias = generator.standard_normal((2, num_cols)) * 0.5 + 1
+        taken, compute = decode(given["x"], x), compute_dtype(x).name
+        mean = taken.mean(axis=1) if norm == "layer_norm" else np.zeros(num_rows)
+        given |= {
+            "weight": encode(weight, x),
+            "rstd": (1 / np.sqrt(((taken - mean[:, None]) ** 2).mean(axis=1))).astype(compute),
+        }
+        given |= {"bias": encode(bias, x), "mean": mean.astype(compute)} if norm == "layer_norm" else {}
+    given |= {"scale": np.full(1, 9.0, np.float32)} if is_scaled else {}
+    kept = Kept(where)
+    at = {name: kept.put(name, array) for name, array in given.items()}
+    at["transposed"] = kept.poisoned("transposed", (num_cols, num_rows), "uint8")
+    if is_scaled:
+        at["data"] = kept.poisoned("data", (num_rows, num_cols), "uint8")
+        at["scale_inv"] = kept.poisoned("scale_inv", (1,), "float32")
+        at["amax"] = kept.put("amax", np.zeros(1, np.float32))
+    parameters = [(at[name], x) if name in at else None for name in ("weight", "bias")]
+    call = calls.QuantizeCall(
+        Rows(at.pop("x"), num_rows, num_cols, num_cols, x), y, norm and (norm == "layer_norm", *parameters, False)
+    )
+    where.launch(call.launch, call.words(kept.arrays["x"][1], at.pop("data", 0), at.pop("transposed"), **at))
+    return {name: kept.get(name) for name in kept.arrays if name not in given}, given
+
+
+def judge_matrix(matrix: Matrix, got: dict, given: dict) -> list[Finding]:
+    """To the byte; of a norm, whose x_hat is rounded, within a step of 8 bits, and few of them."""
+    label = " ".join(map(str, matrix))
+    if matrix.x == matrix.y:
+        return [same_bytes(label, "transposed", got["transposed"], np.ascontiguousarray(given["x"].T))]
+    findings = [same_bytes(label, "transposed", got["transposed"], np.ascontiguousarray(got["data"].T))]
+    values = decode(given["x"], matrix.x)
+    if matrix.norm:
+        values = (values - given.get("mean", np.zeros(1)).reshape(-1, 1)) * given["rstd"].reshape(-1, 1)
+        values = values * decode(given["weight"], matrix.x)
+        values = values + decode(given["bias"], matrix.x) if "bias" in given else values
+    truth = fp8.quantize(values, matrix.y, given["scale"][0])
+    findings.append(same_bytes(label, "scale_inv", got["scale_inv"], np.float32(truth.scale_inv).reshape(1)))
+    if not matrix.norm:
+        findings.append(same_bytes(label, "amax", got["amax"], np.float32(truth.amax).reshape(1)))
+        return [*findings, same_bytes(label, "data", got["data"], truth.data)]
+    made, wanted = (fp8.decode(each, matrix.y) for each in (got["data"], truth.data))
+    allowed = 2 * FLOAT8S[matrix.y].half_ulp * np.abs(wanted) + FLOAT8S[matrix.y].smallest
+    few = within(
+        label, "bytes of a norm's data that differ, as a share", np.mean(made != wanted), np.zeros(()), np.full((), 0.01)
+    )
+    return [*findings, within(label, "data of a norm", made, wanted, allowed), few]
+
+
 def main() -> int:
     where = GpuCheckMachine()
     result = CheckResult()
@@ -73,6 +340,10 @@ def main() -> int:
         problem = random_problem(case)
         welford = case.statistics == "welford" or case.strategy == "uncached"
         result.findings += judge_all(problem, run_kernels(problem, where), rounded_mean=welford)
+    for case, quantization in quantized_cases():
+        result.findings += judge_quantized(case, quantization, *run_quantized(case, quantization, where), exact=False)
+    for matrix in matrices():
+        result.findings += judge_matrix(matrix, *run_matrix(matrix, where))
     print(result.summary())
     return 0 if result.ok else 1
 

@@ -11,7 +11,7 @@ import numpy as np
 import numpy_as_cupy
 import pytest
 
-from cupynorm import arrays, bench, dispatch, gradient_check, launch, nvrtc, peers
+from cupynorm import arrays, bench, dispatch, gradient_check, launch, nvrtc, peers, quantized
 from cupynorm.bench import Timer, Truth, take_turns, verify
 from cupynorm.bench_cells import Cell, cells
 from cupynorm.bench_report import BenchResult
@@ -22,15 +22,18 @@ from cupynorm.peers import Runner
 def on_numpy(monkeypatch):
     """The benchmark on NumPy arrays: cupynorm computes by its reference, torch on the CPU, and no GPU is asked for."""
     pytest.importorskip("torch")  # before it can see a cupy that has only what the benchmark needs
-    from_float64 = arrays.from_float64
 
-    def in_clothes(values, dtype, like):
-        made = from_float64(values, dtype, like)
-        return made if arrays.is_torch(made) else numpy_as_cupy.asarray(made)
+    def in_clothes(make):
+        def dressed(*given):
+            made = make(*given)
+            return made if arrays.is_torch(made) else numpy_as_cupy.asarray(made)
+
+        return dressed
 
     monkeypatch.setattr(nvrtc, "cupy", lambda: numpy_as_cupy)
     monkeypatch.setitem(sys.modules, "cupy", numpy_as_cupy)
-    monkeypatch.setattr(arrays, "from_float64", in_clothes)
+    monkeypatch.setattr(arrays, "from_float64", in_clothes(arrays.from_float64))
+    monkeypatch.setattr(quantized, "_of_library", in_clothes(quantized._of_library))
     monkeypatch.setattr(launch, "current_device", lambda: dispatch.DEVICES["H200"])
     can_run = (peers.OURS, "torch")
     monkeypatch.setattr(bench, "missing", lambda name: None if name in can_run else f"no module named {name!r}")
@@ -181,11 +184,90 @@ def test_a_run_on_numpy(on_numpy, options):
     assert str(result).count("\n* the fastest") == 1 and len(result.tables()) == 6
 
 
+SCALES = ("given", "tensor", "row", "block", "mx")
+
+
+@pytest.fixture
+def with_torch_compile(on_numpy, monkeypatch):
+    """torch.compile as a peer, whose functions run as they are written."""
+    can_run = (peers.OURS, "torch.compile")
+    monkeypatch.setattr(bench, "missing", lambda name: None if name in can_run else f"no module named {name!r}")
+    monkeypatch.setattr(sys.modules["torch"], "compile", lambda function, dynamic: function)
+
+
+@pytest.mark.parametrize("residual", [False, True], ids=["plain", "residual"])
+@pytest.mark.parametrize("out_dtype", ["float8_e4m3fn", "float8_e5m2"])
+def test_a_run_of_8_bit_outputs(with_torch_compile, out_dtype, residual):
+    """Every scale and both norms, widths beyond whole blocks: values and scales are right, with torch.compile beside it."""
+    todo = cells(
+        gradient_check.NORMS, ["bfloat16", "float64"], ["forward"], [33, 256], 2**10, scales=SCALES, out_dtype=out_dtype,
+        residual=residual,
+    )  # fmt: skip
+    result = bench.bench(todo, runs=1, seed=3, peers=["torch", "torch.compile"])
+    assert [measured.cell for measured in result.measurements] == todo and len(todo) == 40 and result.ok
+    for measured in result.measurements:
+        assert not measured.faults and 0 < measured.errors["cupynorm"] <= 1 and 0 < measured.errors["torch.compile"] <= 1
+        assert measured.errors["cupynorm"] > 0.5  # the rounding to 8 bits is most of what is allowed
+    assert BenchResult.from_json(result.to_json()).measurements == result.measurements
+    assert f"layer_norm forward, bfloat16, y {out_dtype}, scale mx" in str(result)
+
+
+def test_torch_says_that_it_has_no_8_bit_outputs(on_numpy):
+    todo = cells(dtypes=["float32"], directions=["forward"], cols=[64], elements=2**10, out_dtype="float8_e5m2")
+    (measured,) = bench.bench(todo, runs=1, seed=3, peers=["torch"]).measurements
+    assert measured.faults["torch"].endswith("its layer_norm has no out_dtype")
+
+
+@pytest.mark.parametrize("library", ["cupynorm", "torch.compile"])
+@pytest.mark.parametrize("scale", SCALES)
+def test_wrong_8_bit_outputs_are_found(with_torch_compile, scale, library):
+    """Wrong scales, also of values that fit them; wrong bytes; bytes that nothing has written; too few scales."""
+    cell = Cell("rms_norm", "forward", "float32", 8, 320, out_dtype="float8_e4m3fn", scale=scale)
+    tensors, _ = bench._tensors(cell, 3)
+    truth = Truth(cell, tensors, 0)
+    right = peers.prepare(library, cell, tensors)
+    error, wrong = verify(right, truth, rounded_mean=False)
+    assert wrong is None and 0.5 < error <= 1
+
+    def spoilt(spoil):
+        def outputs(result):
+            made = {name: numpy_as_cupy.asarray(peers.bits(each)) for name, each in right.outputs(result).items()}
+            spoil(made)
+            return made
+
+        return verify(right._replace(outputs=outputs), truth, rounded_mean=False)
+
+    def halved(made):
+        """Values and scale: what they stand for is as before, but the format is not used up."""
+        made["y"][...] -= np.uint8(8) * ((made["y"] & 0x7F) > 15)  # an exponent less, where there is one
+        made["scale_inv"][...] = made["scale_inv"] + 1 if scale == "mx" else made["scale_inv"] * 2
+
+    def other_scale(made):
+        made["scale_inv"][-1] = made["scale_inv"][-1] + 1 if scale == "mx" else made["scale_inv"][-1] * 1.25
+
+    def other_byte(made):
+        """The largest of each row."""
+        for row in made["y"]:
+            row[np.argmax(row & 0x7F)] -= 8
+
+    assert "scale_inv is" in spoilt(halved)[1]
+    assert spoilt(other_scale)[1] is not None
+    assert spoilt(other_byte)[1] is not None
+    assert "y holds NaN" in spoilt(lambda made: made["y"][3, 7:8].fill(0xFF))[1]
+    assert "scale_inv holds NaN" in spoilt(lambda made: made["scale_inv"].view(np.uint8).fill(0xFF))[1]
+    if scale not in ("given", "tensor", "row"):
+
+        def fewer(made):
+            made["scale_inv"] = numpy_as_cupy.asarray(np.ascontiguousarray(made["scale_inv"][:, :-1]))
+
+        assert "scales of a row; expected" in spoilt(fewer)[1]
+
+
 def test_inputs_are_those_that_are_named(on_numpy):
     cell = Cell("layer_norm", "both", "float32", 100, 33, zero_centered=True, residual=True, out_dtype="float16")
     tensors, copy = bench._tensors(cell, 5)
-    assert all(each is not None for each in tensors)
-    assert [str(each.dtype) for each in tensors] == [
+    assert [name for name, each in zip(tensors._fields, tensors) if each is None] == ["scale"]
+    assert [str(each.dtype) for each in tensors[:-1]] == [
         "float32",
         "float16",
         "float16",
@@ -195,7 +277,7 @@ def test_inputs_are_those_that_are_named(on_numpy):
         "float32",
     ]
     assert abs(tensors.x.mean() - 0.5) < 0.2 and abs(tensors.x.std() - 2) < 0.2 and abs(tensors.weight.mean()) < 0.5
-    copies = [np.array(each) for each in tensors]
+    copies = [np.array(each) for each in tensors[:-1]]
     tensors.y[...] = np.nan
     copy.call()
     assert np.isfinite(tensors.y.view(np.uint16)).all()
@@ -205,7 +287,11 @@ def test_inputs_are_those_that_are_named(on_numpy):
     other, _ = bench._tensors(cell, 6)
     assert np.array_equal(again.x, tensors.x) and not np.array_equal(other.x, tensors.x)
     forward, _ = bench._tensors(Cell("rms_norm", "forward", "float32", 4, 8), 5)
-    assert [name for name, each in zip(forward._fields, forward) if each is None] == ["dy", "bias", "residual", "dsum"]
+    assert [name for name, each in zip(forward._fields, forward) if each is None] == [
+        "dy", "bias", "residual", "dsum", "scale",
+    ]  # fmt: skip
+    quantized, _ = bench._tensors(Cell("rms_norm", "forward", "float32", 4, 8, out_dtype="float8_e5m2", scale="given"), 5)
+    assert quantized.y is None and quantized.scale.shape == (1,) and quantized.scale[0] == 57344 / 64
 
 
 CAUGHT = [
@@ -344,6 +430,18 @@ def test_a_small_run_with_other_tensors(options):
     todo = cells(gradient_check.NORMS, ["bfloat16"], ["forward", "backward", "both"], [96], 2**14, **options)
     measured = bench.bench(todo, runs=1, seed=5, peers=[])
     assert measured.ok and len(measured.measurements) == 6, str(measured)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("out_dtype", ["float8_e4m3fn", "float8_e5m2"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_a_small_run_of_8_bit_outputs(dtype, out_dtype):
+    todo = cells(gradient_check.NORMS, [dtype], ["forward"], [96, 4096], 2**18, scales=SCALES, out_dtype=out_dtype)
+    measured = bench.bench(todo, runs=1, seed=5, peers=["torch.compile"])
+    assert measured.ok and len(measured.measurements) == 20, str(measured)
+    for each in measured.measurements:
+        assert 0.5 < each.errors["cupynorm"] <= 1 and not each.faults, each.faults
+        assert each.share("cupynorm") < 5
 
 
 @pytest.mark.gpu

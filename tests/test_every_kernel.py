@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import re
 
-from every_kernel import cases
+import numpy as np
+import pytest
+from every_kernel import cases, judge_matrix, judge_quantized, matrices, quantized_cases, run_matrix, run_quantized
 
 from cupynorm.gradient_check import CpuMachine, random_problem, run_kernels
-from cupynorm.strategies import STRATEGIES
+from cupynorm.strategies import SCALINGS, STRATEGIES
 
 
 class Recorder(CpuMachine):
@@ -17,6 +19,8 @@ class Recorder(CpuMachine):
         super().__init__()
         self.reached: set[tuple[str, str]] = set()
         self.functors: set[tuple[str, str]] = set()
+        self.scalings: set[tuple[str, str, str, str]] = set()
+        self.sources: set[tuple[str, int]] = set()
 
     def launch(self, launch, words) -> None:
         tile = launch.tile
@@ -27,6 +31,10 @@ class Recorder(CpuMachine):
         self.reached.add((launch.kernel.source, place))
         functors = re.findall(r"\w*(?:Load\w*|Stores?)(?=<)", launch.kernel.name_expression)
         self.functors |= {(launch.kernel.source, functor) for functor in functors}
+        for scaling, step in re.findall(r"Scaling::(\w+), Step::(\w+)", launch.kernel.name_expression):
+            self.scalings.add((launch.kernel.source, place, scaling, step))
+        for source in re.findall(r"^quantize<(\w+)", launch.kernel.name_expression):
+            self.sources.add((source, tile.pack_size))
 
 
 def test_every_place_of_every_kernel():
@@ -58,3 +66,72 @@ def test_every_place_of_every_kernel():
     # Wide rows get rings of other clusters, too.
     assert recorder.reached >= expected
     assert {source for source, _ in recorder.reached} == {source for source, _ in expected}
+
+
+def test_every_way_to_8_bits():
+    """Each scaling on each strategy, at once where one launch can and by two where it cannot; and every kind of matrix."""
+    recorder = Recorder()
+    for case, quantization in quantized_cases():
+        run_quantized(case, quantization, recorder)
+    for matrix in matrices():
+        run_matrix(matrix, recorder)
+    at_once, twice = {"all"}, {"amax", "write"}
+    for name in STRATEGIES:
+        found = {key: set() for key in SCALINGS}
+        for source, _, scaling, step in recorder.scalings:
+            if source == f"forward_{name}.cu":
+                found[scaling].add(step)
+        blocks = mx = twice
+        if name in ("warp", "block"):  # whose neighbouring lanes hold a block: 32 lone elements, not 128
+            blocks, mx = at_once | twice, at_once | (twice if name == "block" else set())
+        assert found == {"given": at_once, "tensor": twice, "row": at_once, "block": blocks, "mx": mx}
+        functors = {functor for source, functor in recorder.functors if source == f"forward_{name}.cu"}
+        assert functors >= {"Load", "ResidualLoad", "SumLoad"}
+    for name, num_blocks in (("block", 1), ("cluster", 2)):
+        places = {(place, scaling) for source, place, scaling, _ in recorder.scalings if source == f"forward_{name}.cu"}
+        assert places >= {(f"ring of __nv_bfloat16, {num_blocks} blocks a row", each) for each in ("given", "tensor")}
+        assert places >= {("shared memory or nowhere", each) for each in SCALINGS}
+    packs = {name: {pack for source, pack in recorder.sources if source == name} for name, _ in recorder.sources}
+    assert packs.keys() == {"ScaledSource", "NormalizedSource", "BytesSource"}
+    assert packs["ScaledSource"] == {1, 2, 4, 8} and packs["BytesSource"] == {1, 2, 4, 8, 16}
+    assert packs["NormalizedSource"] >= {1, 2, 8}
+    for norm in (None, "layer_norm", "rms_norm"):
+        extents = [(each.num_rows % 16, each.num_cols % 128) for each in matrices() if each.norm == norm]
+        # Columns written 16 bytes at a time, and by bytes; squares that are not whole.
+        assert {rows == 0 for rows, _ in extents} == {True, False} and any(rows and cols for rows, cols in extents)
+
+
+def spoilt(got: dict[str, np.ndarray], name: str) -> dict[str, np.ndarray]:
+    """With another last element."""
+    got = {key: each.copy() for key, each in got.items()}
+    got[name].view(np.uint8).reshape(-1)[-1] ^= 8
+    return got
+
+
+@pytest.mark.parametrize("scaling", SCALINGS)
+def test_a_wrong_byte_of_8_bits_is_found(scaling):
+    case, quantization = next(each for each in quantized_cases() if each[1].scaling == scaling)
+    got, plain = run_quantized(case, quantization, CpuMachine())
+    findings = judge_quantized(case, quantization, got, plain, exact=True)
+    names = [found.tensor for found in findings]
+    assert names == ["y", "scale_inv", "mean", "rstd"] + ["amax"] * (scaling == "given")
+    assert all(found.ok for found in findings)
+    roughly = judge_quantized(case, quantization, got, plain, exact=False)
+    assert [found.tensor for found in roughly] == names and all(found.ok for found in roughly)
+    assert roughly[0].error > 0.9  # half a step of 8 bits is met
+    for name in names:
+        off = [found for found in judge_quantized(case, quantization, spoilt(got, name), plain, exact=True) if not found.ok]
+        assert [(found.tensor, found.num_off, found.error) for found in off] == [(name, 1, float("inf"))]
+        assert off[0].where == tuple(extent - 1 for extent in got[name].shape)
+        off = [found for found in judge_quantized(case, quantization, spoilt(got, name), plain, exact=False) if not found.ok]
+        assert name in [found.tensor for found in off]
+
+
+@pytest.mark.parametrize("matrix", [matrices()[4], matrices()[-4], matrices()[-1], matrices()[12]], ids=str)
+def test_a_wrong_byte_of_a_matrix_is_found(matrix):
+    got, given = run_matrix(matrix, CpuMachine())
+    findings = judge_matrix(matrix, got, given)
+    assert findings and all(found.ok for found in findings)
+    for name in got:
+        if name != "amax" or not matrix.norm:
+            assert not all(found.ok for found in judge_matrix(matrix, spoilt(got, name), given)), name

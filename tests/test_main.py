@@ -257,6 +257,9 @@ def test_the_table_says_where_the_strategy_changes():
         (("plan", "64", "--device", "H200", "--sm-margin", "132"), "sm_margin is 132"),
         (("plan", "64", "--device", "H200", "--strategy", "fast"), "invalid choice: 'fast'"),
         (("bench", "--dtype", "float8"), "'float8' is unknown"),
+        (("bench", "--scale", "column"), "'column' is unknown; expected some of given,tensor,row,block,mx"),
+        (("bench", "--scale", "row"), "scale is 'row' with out_dtype None; expected an out_dtype of float8_e4m3fn or"),
+        (("bench", "--out-dtype", "float8_e5m2", "--direction", "both"), "direction is both with out_dtype float8_e5m2"),
         (("bench", "--cols", "0"), "expected 1 or more"),
         (("bench", "--cols", "64,,"), "not a whole number"),
         (("bench", "--elements", "2**"), "not a whole number"),
@@ -388,6 +391,22 @@ def test_what_becomes_of_a_run(capsys, monkeypatch, tmp_path):
     assert asked["command"] == " ".join(
         ["python -m cupynorm", *arguments, *"--json a.json --plot a.svg --readme --jobs 2 --peers torch".split()]
     )
+
+
+@pytest.mark.parametrize(
+    ("given", "scales"),
+    [((), ["given"]), (("--scale", "row,mx"), ["row", "mx"]), (("--scale", "all"), ["given", "tensor", "row", "block", "mx"])],
+)
+def test_8_bit_outputs_are_asked_for_by_their_scales(capsys, monkeypatch, tmp_path, given, scales):
+    """Forward alone, unless told otherwise: no gradient has 8 bits."""
+    measured = result_file(tmp_path / "ignored.json", 0.9)
+    asked = []
+    monkeypatch.setattr(bench, "bench", lambda todo, **options: asked.extend(todo) or measured)
+    code, _, _ = call(capsys, "bench", "--cols", "64", "--rows", "256", "--out-dtype", "float8_e4m3fn", *given)
+    assert code == 0 and asked == [
+        bench_cells.Cell("layer_norm", "forward", "bfloat16", 256, 64, out_dtype="float8_e4m3fn", scale=scale)
+        for scale in scales
+    ]
 
 
 def test_numbers():

@@ -20,9 +20,10 @@ import pytest
 import cupynorm
 from cupynorm import nvrtc
 from cupynorm.devices import DEVICES
-from cupynorm.dispatch import Kernel, make_plan, pack_limit, plan
+from cupynorm.dispatch import Kernel, Launch, make_plan, pack_limit, plan, quantize_launch
+from cupynorm.dtypes import DTYPES, FLOAT8S
 from cupynorm.nvrtc import Resources, compile_for, cuda_src, source
-from cupynorm.strategies import Problem
+from cupynorm.strategies import SCALINGS, Problem
 
 REPOSITORY = Path(__file__).parents[1]
 
@@ -129,6 +130,44 @@ RECOMPUTING_PROBLEMS = [
     )
 ]  # fmt: skip
 RECOMPUTING_WIDTHS = (33, 64, 512, 640, 768, 1000, 1096, 1792, 4096, 8192, 12296, 40008, 262144)
+# y in 8-bit floats. Where scales are found in the row its values wait longer: lone elements and long threads are the tightest.
+E4M3, E5M2 = FLOAT8S
+QUANTIZED_PROBLEMS = [
+    {"direction": "forward", "scaling": scaling, **options}
+    for scaling in SCALINGS
+    for options in (
+        {"x": "bfloat16", "y": E4M3, "weight": "bfloat16", "bias": "bfloat16"},
+        {"x": "float16", "y": E5M2, "weight": "float32", "centered": False},
+        {"x": "float32", "y": E4M3},
+    )
+] + [
+    {"direction": "forward", "x": dtype, "y": E4M3, "scaling": scaling, "weight": weight, "bias": weight, **options}
+    for scaling, dtype, weight, options in (
+        ("row", "bfloat16", "float32", {"residual": True}), ("mx", "float16", "float32", {"residual": True}),
+        ("row", "float64", "float64", {}), ("block", "float64", "float64", {}),
+        ("row", "float32", "bfloat16", {"input": "bfloat16", "residual_dtype": "float32"}),
+        ("tensor", "float32", "bfloat16", {"input": "bfloat16", "residual_dtype": "float32"}),
+        ("row", "bfloat16", "bfloat16", {"input": "bfloat16", "residual_dtype": "bfloat16", **DROPS}),
+        ("mx", "float16", "float16", {"round_x_hat": "float16", "centered": False}),
+    )
+]  # fmt: skip
+QUANTIZED_WIDTHS = (1, 33, 40, 255, 768, 999, 1536, 2048, 4096, 6144, 8192, 13312, 16384, 65536, 200000)
+FEWER_QUANTIZED_WIDTHS = (40, 255, 1536, 8192, 13312, 65536)
+
+
+def matrix_launches() -> list[Launch]:
+    """Every kind of quantize.cu, with every pack size."""
+    found = []
+    for limit in (1, 2, 4, 8, 16):
+        found += [quantize_launch(130, 257, dtype, E5M2, limit) for dtype in DTYPES]
+        found += [quantize_launch(130, 257, format, format, limit) for format in FLOAT8S]
+        for dtype, weight in (("bfloat16", "bfloat16"), ("float16", "float32"), ("float32", None), ("float64", "float64")):
+            options = {"weight": weight, "zero_centered": dtype == "bfloat16"}
+            found.append(quantize_launch(130, 257, dtype, E4M3, limit, centered=True, bias=weight, **options))
+            found.append(quantize_launch(130, 257, dtype, E5M2, limit, centered=False, **options))
+    return found
+
+
 # sm_80 and sm_90 stand for GPUs without and with clusters: all of the grid. Parts, so that pytest-xdist can share them out.
 FULL = (80, 90)
 PARTS = {80: 8, 86: 1, 89: 1, 90: 8, 100: 4, 120: 4}
@@ -143,18 +182,20 @@ def instances(compute_capability: int) -> dict[Kernel, str]:
         grid.append((RING_PROBLEMS, RING_WIDTHS))
     found: dict[Kernel, str] = {}
     grid += [(FUSED_PROBLEMS, FUSED_WIDTHS), (RECOMPUTING_PROBLEMS, RECOMPUTING_WIDTHS)]
+    grid.append((QUANTIZED_PROBLEMS, QUANTIZED_WIDTHS if full else FEWER_QUANTIZED_WIDTHS))
     device = DEVICES[ARCHITECTURES[compute_capability]]
     for problem, num_cols in (each for problems, widths in grid for each in itertools.product(problems, widths)):
-        if problem in FUSED_PROBLEMS or problem in RECOMPUTING_PROBLEMS:
-            made = make_plan(
-                Problem(centered=True, num_cols=num_cols, pack_limit=pack_limit(num_cols, ()), **problem), device, 4096
-            )
+        if problem in FUSED_PROBLEMS + RECOMPUTING_PROBLEMS + QUANTIZED_PROBLEMS:
+            fields = {"centered": True, "num_cols": num_cols, "pack_limit": pack_limit(num_cols, ()), **problem}
+            made = make_plan(Problem(**fields), device, 4096)
         else:
             made = plan(num_cols, 4096, device=device, **problem)
         for launch in made.launches:
             words = " ".join(f"{key}={value}" for key, value in problem.items())
             text = f"{num_cols:>7} {words:<60} {launch.kernel.source:<23} {launch.tile}"
             found.setdefault(launch.kernel, text)
+    for launch in matrix_launches():
+        found.setdefault(launch.kernel, launch.kernel.name_expression)
     return found
 
 
@@ -199,6 +240,11 @@ def test_the_grid_meets_every_strategy():
         rings = [kernel for kernel in found if ".stages = 0" not in kernel.name_expression]
         assert len(rings) >= 50 if compute_capability >= 90 else not rings
         assert len(found) >= (400 if compute_capability in FULL else 50)
+        names = " ".join(kernel.name_expression for kernel in found)
+        for scaling, steps in dict.fromkeys(SCALINGS, ("amax", "write")).items():
+            steps = ("all",) if scaling in ("given", "row") else steps + ("all",) * (scaling != "tensor")
+            assert all(f"Scaling::{scaling}, Step::{step}>" in names for step in steps)
+        assert all(f"quantize<{each}<" in names for each in ("ScaledSource", "NormalizedSource", "BytesSource"))
 
 
 @needs_nvrtc

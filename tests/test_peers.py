@@ -55,6 +55,11 @@ def test_what_a_peer_lacks_is_a_sentence():
         ("flashinfer", Cell("rms_norm", "both", "float32", 1, 8), "it has no backward"),
         ("torch", Cell("rms_norm", "forward", "float32", 1, 8, zero_centered=True), "its rms_norm has no zero_centered"),
         ("quack", Cell("layer_norm", "forward", "float32", 1, 8, residual=True), "its layer_norm has no residual"),
+        (
+            "quack",
+            Cell("rms_norm", "forward", "float32", 1, 8, out_dtype="float8_e5m2", scale="row"),
+            "its rms_norm has no scale",
+        ),
     ):
         with pytest.raises(ValueError, match=sentence):
             prepare_torch(name, cell, None)
@@ -230,7 +235,7 @@ def tensors_of(cell):
 
 def expected_of(cell, tensors):
     """In float64, by torch."""
-    x, dy, _, weight, bias, residual, dsum = (each if each is None else each.double() for each in tensors)
+    x, dy, _, weight, bias, residual, dsum, _ = (each if each is None else each.double() for each in tensors)
     inputs = {"dx": x, "dweight": weight, "dbias": bias, "dresidual": residual}
     inputs = {name: each.requires_grad_() for name, each in inputs.items() if each is not None}
     added = x if residual is None else x + residual
@@ -246,7 +251,7 @@ CALLED = [
     if name not in ("torch.compile", "tutorial")  # one compiles for minutes, the other has a test of its own
     for norm in peer.norms
     for extra in ("", *peer.extras.get(norm, ()))
-    if extra != "out_dtype"
+    if extra not in ("out_dtype", "scale")  # below, and in test_bench.py
 ]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from cupynorm.reference import fp8
+from every_kernel import expected
 
 import cupynorm
 from cupynorm import arrays, quantized
@@ -33,23 +34,6 @@ def random(*shape, dtype=torch.float32, seed=0, device="cpu"):
 def numpy(tensor):
     tensor = tensor.cpu()
     return (tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor).numpy()
-
-
-def expected(y: np.ndarray, name: str, scaling: str, scale=None, power_of_two=False) -> fp8.Quantized:
-    """By the reference, of a matrix; scale_inv as cupynorm returns it."""
-    with np.errstate(all="ignore"):
-        if scaling == "given":
-            made = fp8.quantize(y, name, np.float32(1) if scale is None else scale)
-        elif scaling == "tensor":
-            made = fp8.quantize(y, name, fp8.scale_of(fp8.amax(y), name, power_of_two=power_of_two))
-        elif scaling == "row":
-            made = fp8.quantize_rows(y, name, power_of_two=power_of_two)
-        elif scaling == "block":
-            made = fp8.quantize_blocks(y, name, power_of_two=power_of_two)
-        else:
-            made = fp8.quantize_mxfp8(y, name)
-    scale_inv = np.asarray(made.scale_inv).reshape((1,) if scaling in ("given", "tensor") else (len(y), -1))
-    return made._replace(scale_inv=scale_inv)
 
 
 def same_bytes(x, y):
