@@ -212,8 +212,8 @@ def _registers(problem: Problem, device: Device, tile: Tile) -> int:
         return common
     if problem.forward:
         newer = device.compute_capability >= 90
-        # Of 16 bits, 32 elements fit 64 registers where warps share a row and fill it, so that 60 KB are in flight on 32 warps, and
-        # 48 fit 80 (H200, bf16, 12,288 columns: three blocks of 256 threads x 48 elements 0.97 of a copy, of 128 x 96 0.94).
+        # Of 16 bits, 32 elements fit 64 registers where warps share a row and fill it, so that 60 KB are in flight on 32 warps,
+        # and 48 fit 80 (H200, bf16, 12,288 columns: three blocks of 256 threads x 48 elements 0.97 of a copy, 128 x 96 0.94).
         fills = newer and tile.exact and 32 < tile.threads_per_row <= 512 and DTYPES[problem.x].itemsize == 2
         fills = fills and problem.round_x_hat is None and not fused and not wide_weight and not problem.residual
         fits = fills and 32 <= elements <= 48
@@ -503,8 +503,8 @@ def _wants_ring(problem: Problem, registers: Tile | None) -> bool:
     first = (_RING_FROM if aligned else _LONE_RING_FROM)[problem.direction][itemsize]
     if problem.forward and aligned and not (registers and registers.exact):
         first = min(first, _UNEVEN_RING_FROM)
-    # Blocks with enough in flight (bf16: 8960 columns 0.97, in a ring 0.93; 13,312 columns 0.93 and 0.86; two blocks: 16,384 columns
-    # 0.95 and 0.94, 18,432 columns 0.99 and 0.98).
+    # Blocks with enough in flight (bf16: 8960 columns 0.97, in a ring 0.93; 13,312 columns 0.93 and 0.86; two blocks: 16,384
+    # columns 0.95 and 0.94, 18,432 columns 0.99 and 0.98).
     fewest = 2 if registers and registers.exact else 3
     if problem.forward and registers and registers.blocks_per_sm >= fewest and itemsize == 2 and not problem.residual:
         in_flight = registers.blocks_per_sm * registers.rows_per_block * problem.num_cols * itemsize
