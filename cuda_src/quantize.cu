@@ -216,18 +216,31 @@ __global__ void __launch_bounds__(tile.block_size(), tile.blocks_per_sm) quantiz
     for (int at = 0; at < 4; ++at) cols[at][part] = turned[at];
   }
   const long long row = first_row + group * 16;
-  const bool whole = row + 16 <= problem.num_rows && problem.num_rows % 16 == 0;
+  // As many bytes at once as a column's address, a multiple of num_rows, allows.
 #pragma unroll
   for (int at = 0; at < 4; ++at) {
     const long long own = first_col + four * 4 + at;
     if (own >= problem.num_cols) continue;
     unsigned char* column = reinterpret_cast<unsigned char*>(problem.transposed) + own * problem.num_rows + row;
-    if (whole) {
-      *reinterpret_cast<uint4*>(column) = make_uint4(cols[at][0], cols[at][1], cols[at][2], cols[at][3]);
+    const int left = static_cast<int>(min(problem.num_rows - row, 16ll));
+    if (problem.num_rows % 16 == 0) {
+      if (left > 0) *reinterpret_cast<uint4*>(column) = make_uint4(cols[at][0], cols[at][1], cols[at][2], cols[at][3]);
+    } else if (problem.num_rows % 4 == 0) {
+#pragma unroll
+      for (int word = 0; word < 4; ++word) {
+        if (4 * word < left) reinterpret_cast<unsigned*>(column)[word] = cols[at][word];
+      }
+    } else if (problem.num_rows % 2 == 0) {
+#pragma unroll
+      for (int half = 0; half < 8; ++half) {
+        if (2 * half < left) {
+          reinterpret_cast<unsigned short*>(column)[half] = static_cast<unsigned short>(cols[at][half / 2] >> half % 2 * 16);
+        }
+      }
     } else {
 #pragma unroll
       for (int byte = 0; byte < 16; ++byte) {
-        if (row + byte < problem.num_rows) column[byte] = static_cast<unsigned char>(cols[at][byte / 4] >> byte % 4 * 8);
+        if (byte < left) column[byte] = static_cast<unsigned char>(cols[at][byte / 4] >> byte % 4 * 8);
       }
     }
   }

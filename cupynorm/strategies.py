@@ -194,6 +194,8 @@ def _registers(problem: Problem, device: Device, tile: Tile) -> int:
     # Random words take the registers of 8 elements while a mask is made; of two loads, or two stores, each has its addresses.
     fused = 24 * words * problem.dropout + 8 * bool(problem.row_scale) + 16 * bool(problem.input or problem.dresidual)
     fused += 8 * (problem.recomputed is not None and words * elements > (16 if device.compute_capability == 90 else 7))
+    fused += 40 * (problem.recomputed is not None and elements >= 32 and device.compute_capability >= 120)
+    fused += 16 * (problem.dropout and elements > 48)
     if problem.y and not problem.forward:
         fused += 24
     if problem.y1:
@@ -208,6 +210,9 @@ def _registers(problem: Problem, device: Device, tile: Tile) -> int:
         if found_in_row:
             fused += elements // 2 * (elements > (40 if wide_weight else 80))
             fused += (24 + 32 * problem.residual) * (tile.pack_size == 1)
+            fused += 32 * (problem.residual and wide_weight)
+        elif elements > 80:
+            fused += elements // 4
     if (common := _common_quantized_registers(problem, device, tile)) is not None:
         return common
     if problem.forward:
@@ -243,14 +248,11 @@ def _common_quantized_registers(problem: Problem, device: Device, tile: Tile) ->
     if problem.scaling is None or device.compute_capability != 90 or DTYPES[problem.x].itemsize != 2 or not as_usual:
         return None
     half, in_a_warp = problem.x == "float16", tile.threads_per_row <= 32
-    if elements < 16 or (in_a_warp and elements > 48 and problem.cols_of_scale):
+    most = 64 if problem.cols_of_scale else 96
+    if not 16 <= elements <= most or (in_a_warp and elements > 48 and problem.cols_of_scale):
         return None
     if problem.scaling == "row":
-        if elements > 64:
-            return None
-        return 104 + 32 * half * (elements > 48) if elements > 48 or elements == 40 else 40 + elements + 8 * half
-    if problem.scaling == "mx" and elements > 64:
-        return None
+        return 104 + 32 * half * (elements > 48) if elements >= 40 else 48 + elements + 8 * half
     return int((40 if in_a_warp else 32) + min(elements, 48) + max(0, min(elements, 64) - 48) / 2 + 1.5 * max(0, elements - 64))
 
 

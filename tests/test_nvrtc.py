@@ -143,6 +143,7 @@ QUANTIZED_PROBLEMS = [
 ] + [
     {"direction": "forward", "x": dtype, "y": E4M3, "scaling": scaling, "weight": weight, "bias": weight, **options}
     for scaling, dtype, weight, options in (
+        ("given", "bfloat16", "bfloat16", {"amax": True}), ("given", "float32", "float32", {"amax": True}),
         ("row", "bfloat16", "float32", {"residual": True}), ("mx", "float16", "float32", {"residual": True}),
         ("row", "float64", "float64", {}), ("block", "float64", "float64", {}),
         ("row", "float32", "bfloat16", {"input": "bfloat16", "residual_dtype": "float32"}),
@@ -242,7 +243,7 @@ def test_the_grid_meets_every_strategy():
         assert len(found) >= (400 if compute_capability in FULL else 50)
         names = " ".join(kernel.name_expression for kernel in found)
         for scaling, steps in dict.fromkeys(SCALINGS, ("amax", "write")).items():
-            steps = ("all",) if scaling in ("given", "row") else steps + ("all",) * (scaling != "tensor")
+            steps = {"given": ("write", "all"), "row": ("all",), "tensor": steps}.get(scaling, (*steps, "all"))
             assert all(f"Scaling::{scaling}, Step::{step}>" in names for step in steps)
         assert all(f"quantize<{each}<" in names for each in ("ScaledSource", "NormalizedSource", "BytesSource"))
 

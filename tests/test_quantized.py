@@ -383,7 +383,7 @@ def test_the_compiler_calls_it_as_it_is():
     assert torch.equal(quantise(x), cupynorm.layer_norm(x * 2, 40, out_dtype=E4M3, scale="row").dequantize() + 1)
 
 
-@pytest.mark.parametrize("shape", [(1, 1), (16, 128), (130, 257), (48, 200), (0, 8)])
+@pytest.mark.parametrize("shape", [(1, 1), (16, 128), (130, 257), (132, 40), (48, 200), (0, 8)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
 def test_a_matrix_and_its_transposed_copy(shape, dtype, device):
     x = random(*shape, dtype=dtype, device=device) * 3
