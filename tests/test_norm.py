@@ -1090,7 +1090,7 @@ def test_temporaries_belong_to_the_stream_of_the_call():
     stream = torch.cuda.Stream()
     for _ in range(2):  # in the second round the stream has memory of its own to reuse
         with torch.cuda.stream(stream):
-            torch.cuda._sleep(4 * CYCLES)  # memory is allocated meanwhile
+            torch.cuda._sleep(16 * CYCLES)  # memory is allocated meanwhile
             got = gradients()
         others = [torch.full((600, 1000), torch.nan, device="cuda") for _ in range(8)]
         others += [torch.full((num_rows, 1000), torch.nan, device="cuda") for num_rows in (1, 2, 132, 264, 528)]
