@@ -1085,15 +1085,18 @@ def test_temporaries_belong_to_the_stream_of_the_call():
         forward = cupynorm.layer_norm_forward(x, weight)
         return forward.y, *cupynorm.layer_norm_backward(dy, x, forward.mean, forward.rstd, weight)
 
-    expected = gradients()
+    def others_of(shapes):
+        return [torch.full(shape, torch.nan, device="cuda") for shape in shapes]
+
+    shapes = [(600, 1000)] * 8 + [(num_rows, 1000) for num_rows in (1, 2, 132, 264, 528)]
+    expected, _ = gradients(), others_of(shapes)  # both loaded: loading may wait for all streams
     torch.cuda.synchronize()
     stream = torch.cuda.Stream()
     for _ in range(2):  # in the second round the stream has memory of its own to reuse
         with torch.cuda.stream(stream):
-            torch.cuda._sleep(16 * CYCLES)  # memory is allocated meanwhile
+            torch.cuda._sleep(4 * CYCLES)  # memory is allocated meanwhile
             got = gradients()
-        others = [torch.full((600, 1000), torch.nan, device="cuda") for _ in range(8)]
-        others += [torch.full((num_rows, 1000), torch.nan, device="cuda") for num_rows in (1, 2, 132, 264, 528)]
+        others = others_of(shapes)
         torch.cuda.current_stream().synchronize()
         assert not stream.query(), "the test ended before its stream: it shows nothing"
         stream.synchronize()
