@@ -42,10 +42,10 @@ def test_shipped_activations():
     layers = shipped()
     assert [layer.name.rpartition("/")[2] for layer in layers] == ["embeddings", "layer2_attention", "layer5_output"]
     for layer in layers:
-        assert layer.x.shape == layer.dy.shape == (2, 384) and layer.weight.shape == layer.bias.shape == (384,)
+        assert layer.x.shape == layer.dy.shape == (1, 384) and layer.weight.shape == layer.bias.shape == (384,)
         assert layer.eps == 1e-12 and set(layer.dtypes.values()) == {"float32", "float64"}
         deviations = (layer.x - layer.x.mean(1, keepdims=True)) / layer.x.std(1, keepdims=True)
-        assert np.abs(deviations).max() > 5  # outliers, which random numbers lack
+        assert np.abs(deviations).max() > 15  # outliers, which random numbers lack
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
