@@ -129,7 +129,8 @@ RECOMPUTING_PROBLEMS = [
         ("float64", "float64"),
     )
 ]  # fmt: skip
-RECOMPUTING_WIDTHS = (33, 64, 512, 640, 768, 1000, 1096, 1792, 4096, 8192, 12296, 40008, 262144)
+RECOMPUTING_WIDTHS = (33, 512, 768, 1096, 4096, 12296, 262144)
+FEWER_RECOMPUTING_WIDTHS = (512, 4096)
 # y in 8-bit floats. Where scales are found in the row its values wait longer: lone elements and long threads are the tightest.
 E4M3, E5M2 = FLOAT8S
 QUANTIZED_PROBLEMS = [
@@ -152,14 +153,14 @@ QUANTIZED_PROBLEMS = [
         ("mx", "float16", "float16", {"round_x_hat": "float16", "centered": False}),
     )
 ]  # fmt: skip
-QUANTIZED_WIDTHS = (1, 33, 40, 255, 768, 999, 1536, 2048, 4096, 6144, 8192, 13312, 16384, 65536, 200000)
-FEWER_QUANTIZED_WIDTHS = (40, 255, 1536, 8192, 13312, 65536)
+QUANTIZED_WIDTHS = (1, 255, 999, 1536, 2048, 6144, 13312, 65536)
+FEWER_QUANTIZED_WIDTHS = (255, 1536, 13312, 65536)
 
 
-def matrix_launches() -> list[Launch]:
-    """Every kind of quantize.cu, with every pack size."""
+def matrix_launches(limits: tuple[int, ...]) -> list[Launch]:
+    """Every kind of quantize.cu, with packs of up to each of these elements."""
     found = []
-    for limit in (1, 2, 4, 8, 16):
+    for limit in limits:
         found += [quantize_launch(130, 257, dtype, E5M2, limit) for dtype in DTYPES]
         found += [quantize_launch(130, 257, format, format, limit) for format in FLOAT8S]
         for dtype, weight in (("bfloat16", "bfloat16"), ("float16", "float32"), ("float32", None), ("float64", "float64")):
@@ -182,8 +183,9 @@ def instances(compute_capability: int) -> dict[Kernel, str]:
     if compute_capability >= 90:
         grid.append((RING_PROBLEMS, RING_WIDTHS))
     found: dict[Kernel, str] = {}
-    grid += [(FUSED_PROBLEMS, FUSED_WIDTHS), (RECOMPUTING_PROBLEMS, RECOMPUTING_WIDTHS)]
-    grid.append((QUANTIZED_PROBLEMS, QUANTIZED_WIDTHS if full else FEWER_QUANTIZED_WIDTHS))
+    grid += [(FUSED_PROBLEMS, FUSED_WIDTHS)]
+    grid.append((RECOMPUTING_PROBLEMS, RECOMPUTING_WIDTHS if full else FEWER_RECOMPUTING_WIDTHS))
+    grid.append((QUANTIZED_PROBLEMS, QUANTIZED_WIDTHS if compute_capability == 90 else FEWER_QUANTIZED_WIDTHS))
     device = DEVICES[ARCHITECTURES[compute_capability]]
     for problem, num_cols in (each for problems, widths in grid for each in itertools.product(problems, widths)):
         if problem in FUSED_PROBLEMS + RECOMPUTING_PROBLEMS + QUANTIZED_PROBLEMS:
@@ -195,7 +197,7 @@ def instances(compute_capability: int) -> dict[Kernel, str]:
             words = " ".join(f"{key}={value}" for key, value in problem.items())
             text = f"{num_cols:>7} {words:<60} {launch.kernel.source:<23} {launch.tile}"
             found.setdefault(launch.kernel, text)
-    for launch in matrix_launches():
+    for launch in matrix_launches((1, 2, 4, 8, 16) if full else (1, 16)):
         found.setdefault(launch.kernel, launch.kernel.name_expression)
     return found
 
