@@ -192,7 +192,7 @@ MUTATIONS = {
     ),
     "row offset in columns": Mutation("load_store.cuh", "y + row * y_stride + col", "y + row * (y_stride - 1) + col", ODD),
     "correction of the mean dropped": Mutation(
-        "statistics.cuh", "(value - mean) * rstd + shift", "(value - mean) * rstd", BLOCK, center=1e4
+        "statistics.cuh", "(value - first) * rstd + shift", "(value - first) * rstd", BLOCK, center=1e4
     ),
     "variance from the mean of squares": Mutation(
         "statistics.cuh", "squares_of(centered_values)",
@@ -202,7 +202,7 @@ MUTATIONS = {
         "statistics.cuh", "+ static_cast<Compute>(eps)", "", replace(BLOCK, eps=1e-3)
     ),
     "weight applied twice": Mutation(
-        "load_store.cuh", "scaled[at] * weights[at] + biases[at]", "scaled[at] * weights[at] * weights[at] + biases[at]", WARP
+        "load_store.cuh", "made[at] * weights[at] + biases[at]", "made[at] * weights[at] * weights[at] + biases[at]", WARP
     ),
     "bias of the neighbouring column": Mutation(
         "load_store.cuh", "load_pack<pack_size>(parameter + col)", "load_pack<pack_size>(parameter + (col ^ pack_size))", WARP
