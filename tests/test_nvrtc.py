@@ -317,7 +317,7 @@ def test_a_changed_header_gives_another_cubin(folder):
     """Compiled from a copy of the sources: the same cubin, until a header that the kernel only includes is changed."""
     original = compile_for(KERNEL, 90)[0]
     assert compile_for(KERNEL, 90, folder)[0] == original
-    edit(folder / "load_store.cuh", "scaled[at] * weights[at] + biases[at]", "scaled[at] * weights[at] - biases[at]")
+    edit(folder / "load_store.cuh", "made[at] * weights[at] + biases[at]", "made[at] * weights[at] - biases[at]")
     assert compile_for(KERNEL, 90, folder)[0] != original
     assert compile_for(KERNEL, 90)[0] == original
 
