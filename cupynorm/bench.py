@@ -34,6 +34,7 @@ from .bench_report import BenchResult, Measurement
 from .dtypes import DTYPES, ELEMENTS, FLOAT8S, compute_dtype, decode
 from .peers import PEERS, Runner, Tensors, bits, fault, first_line, missing, prepare, version
 from .reference import fp8
+from .strategies import cols_of_scale
 
 _SAMPLED_ROWS = 64
 _SAMPLED_ELEMENTS = 2**18  # float64 on the host takes a tenth of a second for these
@@ -309,7 +310,7 @@ class Truth:
             part_cols = cell.num_cols
         else:
             factors = np.stack([scale_inv[int(row)].get() for row in self.rows]).astype(np.float64)
-            part_cols = dispatch.Problem("forward", True, cell.num_cols, cell.dtype, scaling=cell.scale).cols_of_scale
+            part_cols = cols_of_scale(cell.scale, cell.num_cols)
         if cell.scale == "mx":
             factors = 2.0 ** (factors - 127)
         num_parts = -(-cell.num_cols // part_cols)

@@ -372,12 +372,7 @@ def layer_norm_backward(
     options = _options(strategy, tile, None, sm_margin)
     fused_options = _fused_options(None, row_scale, dropout_p, dropout_seed, weight1, dy1, False, memory_efficient)
     gradients = _names(gradients)
-    if (
-        fused_options is not None
-        or dx_dtype is not None
-        or dresidual_dtype is not None
-        or not set(gradients) <= set(Backward._fields)
-    ):
+    if _is_fused(fused_options, dx_dtype, dresidual_dtype, gradients):
         return _fused().backward(
             True, dy, dy1, x, mean, rstd, extents, weight, zero_centered_weight, dsum, gradients, dweight_dtype, dbias_dtype,
             options, dx_dtype, dresidual_dtype, fused_options, dbias1_dtype, (weight, bias) if memory_efficient else None,
@@ -419,12 +414,7 @@ def rms_norm_backward(
     options = _options(strategy, tile, None, sm_margin)
     fused_options = _fused_options(None, row_scale, dropout_p, dropout_seed, weight1, dy1, False, memory_efficient)
     gradients = _names(gradients)
-    if (
-        fused_options is not None
-        or dx_dtype is not None
-        or dresidual_dtype is not None
-        or not set(gradients) <= set(Backward._fields)
-    ):
+    if _is_fused(fused_options, dx_dtype, dresidual_dtype, gradients):
         return _fused().backward(
             False, dy, dy1, x, None, rstd, extents, weight, zero_centered_weight, dsum, gradients, dweight_dtype, dbias_dtype,
             options, dx_dtype, dresidual_dtype, fused_options, dbias1_dtype, (weight, bias) if memory_efficient else None,
@@ -433,6 +423,12 @@ def rms_norm_backward(
         False, dy, x, None, rstd, extents, weight, zero_centered_weight, dsum, gradients, dweight_dtype, dbias_dtype, options
     )  # fmt: skip
     return Backward(*prepared.run(*given))
+
+
+def _is_fused(fused_options: object, dx_dtype: object, dresidual_dtype: object, gradients: Sequence[str]) -> bool:
+    """Whether a backward is asked for what only that of the fused options gives."""
+    given = (fused_options, dx_dtype, dresidual_dtype)
+    return any(each is not None for each in given) or not set(gradients) <= set(Backward._fields)
 
 
 # Checks: each failure is a sentence that says what was given and what was expected.

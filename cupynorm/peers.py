@@ -20,7 +20,7 @@ from .bench_cells import EPS, EXTRAS, OURS, Cell
 from .dtypes import ELEMENTS, FLOAT8S, compute_dtype
 from .gradient_check import NORMS
 from .quantized import QuantizedTensor
-from .strategies import Problem
+from .strategies import cols_of_scale
 
 
 class Tensors(NamedTuple):
@@ -138,7 +138,7 @@ def _torch_quantize(cell: Cell, y: Any, scale: Any) -> tuple[Any, Any]:
     if cell.scale == "tensor":
         scale_inv = (y.abs().amax() / largest).float().reshape(1)
         return as_float8(y / scale_inv), scale_inv
-    cols = Problem("forward", True, cell.num_cols, cell.dtype, scaling=cell.scale).cols_of_scale
+    cols = cols_of_scale(cell.scale, cell.num_cols)
     blocks = functional.pad(y, (0, -cell.num_cols % cols)).unflatten(-1, (-1, cols))
     scale_inv = kept = (blocks.abs().amax(-1) / largest).float()
     if cell.scale == "mx":

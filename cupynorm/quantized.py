@@ -15,9 +15,8 @@ from . import arrays, launch, norm, nvrtc
 from .calls import Quantization, QuantizeCall
 from .dtypes import FLOAT8S
 from .norm import Array
-from .strategies import SCALINGS
+from .strategies import SCALINGS, ceil_div, cols_of_scale
 
-_BLOCK_COLS = 128
 _FOUND = SCALINGS[1:]  # the scalings that need no scale from the caller
 
 
@@ -35,7 +34,7 @@ class QuantizedTensor:
 
     def __init__(
         self, data: Array, scale_inv: Array, dtype: Any, *, transposed: Array | None = None,
-        transposed_scale_inv: Array | None = None, block_rows: int | None = None, block_cols: int = _BLOCK_COLS,
+        transposed_scale_inv: Array | None = None, block_rows: int | None = None, block_cols: int = 128,
         format: str | None = None, carrier: Any = None,
     ) -> None:  # fmt: skip
         self.data, self.scale_inv, self.dtype = data, scale_inv, dtype
@@ -279,32 +278,27 @@ def on_host(quantization: Quantization, y: Array, extents: tuple[int, ...], like
         made = fp8.quantize_mxfp8(values, name)
     data, scale_inv = np.ascontiguousarray(made.data), np.asarray(made.scale_inv)
     transposed = _of_library(np.ascontiguousarray(data.T), name, like) if transpose else None
-    scale_inv = scale_inv.reshape(scale_shape(scaling, leading, num_cols))
-    return result(
-        quantization,
-        _of_library(data.reshape(shape), name, like),
-        _of_library(scale_inv, None, like),
-        transposed,
-        like,
-        num_cols,
-    )
+    data = _of_library(data.reshape(shape), name, like)
+    scale_inv = _of_library(scale_inv.reshape(scale_shape(scaling, leading, num_cols)), None, like)
+    return result(quantization, data, scale_inv, transposed, like, num_cols)
 
 
 def scale_shape(scaling: str, leading: tuple[int, ...], num_cols: int) -> tuple[int, ...]:
     """The shape of scale_inv."""
-    if scaling in ("given", "tensor"):
+    block_cols = cols_of_scale(scaling, num_cols)
+    if block_cols is None:
         return (1,)
-    return (*leading, 1 if scaling == "row" else -(-num_cols // (32 if scaling == "mx" else _BLOCK_COLS)))
+    return (*leading, 1 if scaling == "row" else ceil_div(num_cols, block_cols))  # a row without columns has its scale too
 
 
 def result(
     quantization: Quantization, data: Array, scale_inv: Array, transposed: Array | None, x: Array, num_cols: int
 ) -> QuantizedTensor:
-    scaling = quantization.scaling
-    block_cols = {"row": num_cols, "mx": 32}.get(scaling, _BLOCK_COLS)
+    """What layer_norm returns of x as 8-bit floats, of the arrays that were made as quantization says."""
+    block_cols = cols_of_scale(quantization.scaling, num_cols)
     return QuantizedTensor(
         data, scale_inv, x.dtype if arrays.is_torch(x) else arrays.dtype_name(x), transposed=transposed,
-        format=quantization.dtype, block_rows=None if scaling in ("given", "tensor") else 1, block_cols=block_cols,
+        format=quantization.dtype, block_rows=None if block_cols is None else 1, block_cols=block_cols or num_cols,
     )  # fmt: skip
 
 

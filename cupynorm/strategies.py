@@ -55,6 +55,11 @@ class Tile:
 SCALINGS = ("given", "tensor", "row", "block", "mx")
 
 
+def cols_of_scale(scaling: str | None, num_cols: int) -> int | None:
+    """Columns of a row of num_cols that share a scale, None where it belongs to no part of a row."""
+    return {"row": num_cols, "block": 128, "mx": 32}.get(scaling)
+
+
 @dataclass(frozen=True)
 class Problem:
     """What decides the kernel: one direction, one norm, the dtypes, which tensors are there, and how they lie.
@@ -119,8 +124,7 @@ class Problem:
 
     @property
     def cols_of_scale(self) -> int | None:
-        """Columns that share a scale, None where it belongs to no part of a row."""
-        return {"row": self.num_cols, "block": 128, "mx": 32}.get(self.scaling)
+        return cols_of_scale(self.scaling, self.num_cols)
 
     @property
     def num_scales(self) -> int:
