@@ -345,6 +345,12 @@ class Scales:
             self.scale, self.amax_history = scale.to(device), amax_history.to(device)
 
 
+def moved(scales: Scales, function: Callable[[Tensor], Tensor]) -> Scales | None:
+    """Of torch.nn.Module._apply: they go where the parameters do, and stay float32. None on "meta", where nothing is."""
+    device = function(scales.scale).device
+    return None if device.type == "meta" else scales.to(device)
+
+
 def scales_for(
     kept: Scales | None, dtypes: tuple[torch.dtype, ...], recipe: DelayedScaling, device: torch.device
 ) -> Scales:  # fmt: skip

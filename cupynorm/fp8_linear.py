@@ -80,18 +80,20 @@ def states_of(kept: dict[str, Scales], recipe: fp8.Recipe, device: torch.device)
     return kept
 
 
-def states_from(loaded: dict[str, tuple[Tensor, Tensor]]) -> dict[str, Scales]:
-    """The states of cupynorm.fp8.unpack. ValueError if they are not those of a linear layer."""
-    states = {}
-    for name, (scale, amax_history) in loaded.items():
+def states_from(loaded: dict[str, tuple[Tensor, Tensor]], kept: dict[str, Scales]) -> dict[str, Scales]:
+    """The states of cupynorm.fp8.unpack, in place of those that a layer has kept. ValueError if they are not those of a linear
+    layer."""
+    for name, (scale, _) in loaded.items():
         tensors = {"forward": FORWARD, "backward": BACKWARD}.get(name)
         if tensors is None or len(scale) != len(tensors):
             raise ValueError(
                 f"the fp8 state has {name} of {len(scale)} tensors; expected forward of {len(FORWARD)} and "
                 f"backward of {len(BACKWARD)}"
             )
-        states[name] = state = Scales((fp8.E4M3,) * len(tensors), len(amax_history), scale.device)
-        state.scale, state.amax_history = scale, amax_history
+    states = {}
+    for name, (scale, amax_history) in loaded.items():
+        states[name] = kept.get(name) or Scales((fp8.E4M3,) * len(scale), len(amax_history), scale.device)
+        states[name].load(scale, amax_history)
     return states
 
 

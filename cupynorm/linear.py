@@ -76,6 +76,10 @@ def normalize_and_project(
     # What goes to `take` is hidden from a dispatch mode, rather than lost.
     watched = not compiling and take is None and autograd._num_dispatch_modes()
     if compiling or watched or any(each.__class__ not in autograd._PLAIN for each in tensors):
+        names = ("input", "residual", "norm_weight", "norm_bias", *["weight"] * len(weights), *["bias"] * len(biases))
+        for name, each in () if compiling else zip(names, tensors):
+            if hasattr(each, "device_mesh"):
+                raise NotImplementedError(f"{name} of a norm with a linear layer is a DTensor; expected {name}.to_local()")
         y, normalized, _, _, added = _by_operator(call, *tensors[:4], weights, biases)
         return y, normalized if return_normalized else None, input if residual is None else added
     if torch.is_grad_enabled() and autograd._wants_gradient(*tensors):
@@ -800,7 +804,10 @@ class LayerNormLinear(torch.nn.Module):
             raise ValueError(
                 "return_layernorm_output is given with fused='fold', in which no normalised tensor exists; expected one of them"
             )
+        if params_dtype is not None and not (isinstance(params_dtype, torch.dtype) and params_dtype in _DTYPES):
+            raise TypeError(f"params_dtype is {params_dtype!r}; expected {', '.join(sorted(map(str, _DTYPES)))}, or None")
         norm._options(None, None, None, sm_margin)
+        norm._check_eps(eps, "float32", has_default=normalization == "RMSNorm")
         _check_features(in_features=in_features, out_features=out_features)
         super().__init__()
         self.in_features, self.out_features, self.eps = in_features, out_features, eps
@@ -888,6 +895,8 @@ class LayerNormLinear(torch.nn.Module):
         if not self.use_bias:
             for name in self.bias_names:
                 setattr(self, name, function(getattr(self, name)))
+        moved = {name: fp8.moved(state, function) for name, state in self._fp8_states.items()}
+        self._fp8_states = {name: state for name, state in moved.items() if state is not None}
         self._join_parameters()
         self._mark_parameters()
         self._drop_made()
@@ -918,7 +927,7 @@ class LayerNormLinear(torch.nn.Module):
     def set_extra_state(self, state: Any) -> None:
         """Takes what get_extra_state gave. Of TransformerEngine's it takes an empty one,
         and leaves a pickle unopened with a warning."""
-        self._fp8_states = fp8_linear.states_from(fp8.unpack(state))
+        self._fp8_states = fp8_linear.states_from(fp8.unpack(state), self._fp8_states)
 
     def _load_from_state_dict(self, state_dict: dict, prefix: str, *arguments) -> None:
         state_dict = {f"{prefix}_extra_state": None, **state_dict}  # a state dict of another origin has none

@@ -76,9 +76,8 @@ class _Norm(torch.nn.Module):
 
     def _apply(self, function: Callable, recurse: bool = True) -> _Norm:
         super()._apply(function, recurse)
-        if self._fp8_scales is not None:  # they go where the parameters do, and stay float32
-            device = function(self._fp8_scales.scale).device
-            self._fp8_scales = None if device.type == "meta" else self._fp8_scales.to(device)
+        if self._fp8_scales is not None:
+            self._fp8_scales = fp8.moved(self._fp8_scales, function)
         return self
 
     def _save_to_state_dict(self, destination: dict, prefix: str, keep_vars: bool) -> None:

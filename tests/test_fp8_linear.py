@@ -308,6 +308,25 @@ def test_state_dicts_carry_the_scales():
         other.set_extra_state(fp8.pack({"forward": fp8.Scales((fp8.E4M3,) * 2, 3, torch.device("cpu"))}))
 
 
+def test_scales_stay_where_they_are_and_go_where_the_layer_goes():
+    """A CUDA graph holds their addresses."""
+    module, problem = make()
+    recipe = DelayedScaling(amax_history_len=4)
+    step(module, problem, recipe)
+    state = copy.deepcopy(module.state_dict())
+    kept = [tensor for each in module._fp8_states.values() for tensor in (each.scale, each.amax_history)]
+    expected = [each.clone() for each in kept]
+    step(module, problem, recipe)
+    assert not torch.equal(kept[1], expected[1])
+    module.load_state_dict(state, strict=True)
+    again = [tensor for each in module._fp8_states.values() for tensor in (each.scale, each.amax_history)]
+    assert all(now is before for now, before in zip(again, kept)) and all(map(torch.equal, kept, expected))
+    module.half()
+    assert {each.scale.dtype for each in module._fp8_states.values()} == {torch.float32} and len(module._fp8_states) == 2
+    module.to("meta")
+    assert not module._fp8_states
+
+
 def count_weights(monkeypatch) -> list:
     made = []
     plain = fp8.quantize

@@ -868,6 +868,9 @@ def test_attributes_for_those_who_reduce_gradients():
     "options, error, sentence",
     (
         ({"normalization": "BatchNorm"}, ValueError, "normalization is 'BatchNorm'; expected 'LayerNorm' or 'RMSNorm'"),
+        ({"eps": "small"}, TypeError, "eps is 'small'; expected a real number"),
+        ({"params_dtype": torch.int32}, TypeError, "params_dtype is torch.int32; expected torch.bfloat16, torch.float16, "),
+        ({"params_dtype": "half"}, TypeError, "params_dtype is 'half'; expected torch.bfloat16, torch.float16, "),
         ({"parallel_mode": "row"}, NotImplementedError, "parallel_mode is 'row'; expected 'column' or None"),
         ({"parallel_mode": "both"}, ValueError, "parallel_mode is 'both'"),
         ({"parameters_split": ()}, ValueError, r"parameters_split is \(\); expected at least one name"),

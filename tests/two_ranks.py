@@ -292,6 +292,11 @@ def what_is_refused(ranks):
         (lambda: cupynorm.layer_norm(rows, 8, out=x), "out was given to a call that torch traces or transforms"),
         (lambda: cupynorm.layer_norm_forward(rows, weight), "input is a DTensor, which has no address"),
         (lambda: cupynorm.layer_norm_forward(x, there), "weight is a DTensor, which has no address"),
+        (lambda: cupynorm.layer_norm_linear(rows, weight, None, x), "input of a norm with a linear layer is a DTensor"),
+        (
+            lambda: cupynorm.layer_norm_linear(x, weight, None, ranks.lay(x, Replicate())),
+            "weight of a norm with a linear layer is",
+        ),
         (lambda: cupynorm.layer_norm(rows, 7), r"normalized_shape is (7,), input has shape (4, 8)"),
     ):
         try:
