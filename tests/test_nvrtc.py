@@ -156,7 +156,7 @@ QUANTIZED_PROBLEMS = [
     )
 ]  # fmt: skip
 QUANTIZED_WIDTHS = (1, 255, 999, 1536, 2048, 6144, 13312, 65536)
-FEWER_QUANTIZED_WIDTHS = (255, 1536)
+FEWER_QUANTIZED_WIDTHS = (255, 1536, 65536)
 
 
 def matrix_launches(limits: tuple[int, ...]) -> list[Launch]:
