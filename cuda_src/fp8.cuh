@@ -15,8 +15,8 @@
 #include "reduce.cuh"
 
 enum class Scaling { given, tensor, row, block, mx };
-// What a launch does: all at once; or first the amaxes, for a launch that writes. With a given scale no amax is recorded by the
-// last.
+// What a launch does: all at once; or the amaxes alone, for a launch that then writes. Of a given scale `write` does all but
+// record the amax.
 enum class Step { all, amax, write };
 
 constexpr int cols_of_scale(Scaling scaling) { return scaling == Scaling::mx ? 32 : 128; }
@@ -130,9 +130,9 @@ __device__ __forceinline__ float inverse_of(float scale) {
   if (bits >= 1 << 23) return __int_as_float(bits);
   return __uint_as_float(static_cast<unsigned>(__double2uint_rn(0x1p149 / static_cast<double>(scale))));
 }
-// The same of any scale.
+// The same of any scale, also one that is NaN.
 __device__ __forceinline__ float inverse_of_any(float scale) {
-  return scale < 0x1p126f ? __fdiv_rn(1.0f, scale) : inverse_of(scale);
+  return scale >= 0x1p126f ? inverse_of(scale) : __fdiv_rn(1.0f, scale);
 }
 
 struct ScaleRule {

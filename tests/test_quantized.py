@@ -128,6 +128,9 @@ SPECIAL = {
     "MXFP8's smallest scales": ([2.0**-118 * 1.75, 2.0**-118 * 1.7500001, -(2.0**-117) * 1.75, 2.0**-117], 1.0),
     "scales beyond float32": ([1e-38, -2e-38, 3e-38, 1.2e-38], 3e38),
     "values near float32's largest": ([3e38, -1e38, 1.0, 0.0], 1.5e-36),
+    "a scale that is NaN": ([1.0, -2.0, 0.5, 0.0], float("nan")),
+    "a negative scale": ([1.0, -2.0, 0.5, 0.0], -3.0),
+    "an infinite scale": ([1.0, -2.0, 0.5, 0.25], float("inf")),
 }
 
 

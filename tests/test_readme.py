@@ -38,21 +38,25 @@ def test_every_call_it_names_exists():
         assert callable(getattr(cupynorm, name)), name
 
 
-def test_its_swap_runs(capsys):
-    pytest.importorskip("torch")
-    code = block("swap").removeprefix("```python\n").removesuffix("\n```")
+def run(name, num_lines=None):
+    """The names that a block of Python leaves behind, of so many lines."""
+    code = block(name).removeprefix("```python\n").removesuffix("\n```")
+    assert num_lines is None or sum(bool(line) for line in code.splitlines()) == num_lines
     names = {}
     exec(code, names)
+    return names
+
+
+def test_its_swap_runs(capsys):
+    pytest.importorskip("torch")
+    names = run("swap")
     assert "torch.RMSNorm  cupynorm.RMSNorm" in capsys.readouterr().out
     assert type(names["model"][1]).__module__.startswith("torch.")
 
 
 def test_its_linear_layer_runs():
     torch = pytest.importorskip("torch")
-    code = block("linear").removeprefix("```python\n").removesuffix("\n```")
-    assert sum(bool(line) for line in code.splitlines()) == 5
-    names = {}
-    exec(code, names)
+    names = run("linear", 5)
     layer = names["layer"]
     assert names["y"].shape == (32, 192) and layer._fp8_states["forward"].scale[0] != 1
     for name in ("query_weight", "key_weight", "value_weight", "value_bias", "layer_norm_weight"):
@@ -62,10 +66,7 @@ def test_its_linear_layer_runs():
 
 def test_its_8_bit_output_runs():
     torch = pytest.importorskip("torch")
-    code = block("fp8").removeprefix("```python\n").removesuffix("\n```")
-    assert sum(bool(line) for line in code.splitlines()) == 5
-    names = {}
-    exec(code, names)
+    names = run("fp8", 5)
     y, norm = names["y"], names["norm"]
     assert y.data.dtype == torch.float8_e4m3fn and y.scale_inv.item() == 1 and y.transposed.shape == (256, 32)
     assert norm._fp8_scales.scale != 1 and torch.isfinite(norm.weight.grad).all() and norm.weight.grad.abs().max() > 0
