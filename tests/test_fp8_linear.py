@@ -23,7 +23,6 @@ torch = pytest.importorskip("torch")
 from cupynorm import BlockScaling, CurrentScaling, DelayedScaling, Format, LayerNormLinear, fp8, fp8_autocast  # noqa: E402
 
 CPU = {"device": "cpu"}
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 NAME = {fp8.E4M3: "float8_e4m3fn", fp8.E5M2: "float8_e5m2"}
 OF_Y = (2 * 2.0**-8 / 3) ** 0.5
 OF_GRADIENT = ((2.0**-8 + 2.0**-6) / 3) ** 0.5
@@ -94,23 +93,24 @@ def truth_of(problem) -> dict[str, np.ndarray]:
     return {"y": made.y, **gradients._asdict()}
 
 
-@pytest.mark.parametrize("recipe", RECIPES, ids=str)
-@pytest.mark.parametrize(
-    "options",
-    (
-        {},
-        {"normalization": "RMSNorm", "zero_centered_gamma": True, "bias": False},
-        {"parameters_split": {"q": 40, "k": 32}, "save_normalized": True},
-        {"num_rows": 37, "in_features": 100, "out_features": 31},
-        {"in_features": 128, "out_features": 160},
-        {"dtype": "float32"},
-        {"dtype": "float16", "num_rows": 1},
-    ),
-    ids=str,
+# Every code path: norms, dtypes, what is saved and returned, rows and columns that are no multiples of 16, splits.
+LAYERS = (
+    {},
+    {"normalization": "RMSNorm", "zero_centered_gamma": True, "bias": False},
+    {"parameters_split": {"q": 40, "k": 32}, "save_normalized": True},
+    {"num_rows": 37, "in_features": 100, "out_features": 31},
+    {"in_features": 128, "out_features": 160},
+    {"dtype": "float32"},
+    {"dtype": "float16", "num_rows": 1},
+    {"normalization": "RMSNorm", "dtype": "float16", "save_normalized": True, "num_rows": 33},
+    {"dtype": "float32", "zero_centered_gamma": True, "return_layernorm_output": True, "out_features": 31},
 )
-@pytest.mark.parametrize("device", DEVICES)
-def test_within_what_the_formats_allow(device, options, recipe):
-    module, problem = make(device=device, **options)
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=str)
+@pytest.mark.parametrize("options", LAYERS, ids=str)
+def test_within_what_the_formats_allow(anywhere, options, recipe):
+    module, problem = make(device=anywhere, **options)
     if isinstance(recipe, DelayedScaling):
         step(module, problem, recipe)  # the first step has scale 1
         module.zero_grad()
