@@ -131,8 +131,8 @@ RECOMPUTING_PROBLEMS = [
         ("float64", "float64"),
     )
 ]  # fmt: skip
-RECOMPUTING_WIDTHS = (33, 512, 768, 1096, 4096, 12296, 262144)
-FEWER_RECOMPUTING_WIDTHS = (512, 4096)
+RECOMPUTING_WIDTHS = (33, 64, 512, 640, 768, 1000, 1096, 1792, 4096, 8192, 12296, 40008, 262144)
+FEWER_RECOMPUTING_WIDTHS = (512, 1096, 4096, 12296)
 # y in 8-bit floats. Where scales are found in the row its values wait longer: lone elements and long threads are the tightest.
 E4M3, E5M2 = FLOAT8S
 QUANTIZED_PROBLEMS = [
@@ -155,7 +155,7 @@ QUANTIZED_PROBLEMS = [
         ("mx", "float16", "float16", {"round_x_hat": "float16", "centered": False}),
     )
 ]  # fmt: skip
-QUANTIZED_WIDTHS = (1, 255, 999, 1536, 2048, 6144, 13312, 65536)
+QUANTIZED_WIDTHS = (1, 33, 40, 255, 768, 999, 1536, 2048, 4096, 6144, 8192, 13312, 16384, 65536, 200000)
 FEWER_QUANTIZED_WIDTHS = (255, 1536, 65536)
 
 
@@ -187,7 +187,7 @@ def instances(compute_capability: int) -> dict[Kernel, str]:
         grid.append((RING_PROBLEMS, RING_WIDTHS if HAS_TIME or compute_capability == 90 else FEWER_RING_WIDTHS))
     found: dict[Kernel, str] = {}
     grid.append((FUSED_PROBLEMS, FUSED_WIDTHS if full or HAS_TIME else FEWER_FUSED_WIDTHS))
-    grid.append((RECOMPUTING_PROBLEMS, RECOMPUTING_WIDTHS if full or compute_capability == 90 else FEWER_RECOMPUTING_WIDTHS))
+    grid.append((RECOMPUTING_PROBLEMS, RECOMPUTING_WIDTHS if full else FEWER_RECOMPUTING_WIDTHS))
     grid.append((QUANTIZED_PROBLEMS, QUANTIZED_WIDTHS if full or HAS_TIME else FEWER_QUANTIZED_WIDTHS))
     device = DEVICES[ARCHITECTURES[compute_capability]]
     for problem, num_cols in (each for problems, widths in grid for each in itertools.product(problems, widths)):

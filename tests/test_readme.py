@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 import re
 from pathlib import Path
 
@@ -10,9 +11,11 @@ import pytest
 
 import cupynorm
 from cupynorm.__main__ import main
+from cupynorm.bench_report import read
 from cupynorm.dispatch import strategies_markdown
 
 README = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
+NOTEBOOKS = Path(__file__).parents[1] / "notebooks"
 
 
 def block(name: str) -> str:
@@ -23,6 +26,17 @@ def block(name: str) -> str:
 
 def test_the_dispatch_table_is_generated():
     assert block("strategies") == strategies_markdown()
+
+
+def test_the_table_of_speeds_is_what_was_measured():
+    assert block("bench") == read(NOTEBOOKS / "h200.json").markdown().strip()
+
+
+@pytest.mark.parametrize("path", sorted(NOTEBOOKS.glob("h200*.json")), ids=lambda path: path.name)
+def test_commands_beside_figures_can_be_typed_anywhere(path):
+    """They name the file that holds them, and no folder of the machine they ran on."""
+    command = json.loads(path.read_text(encoding="utf-8"))["settings"]["command"]
+    assert f"--json {path.name}" in command and "/" not in command
 
 
 def test_ci_runs_the_command_of_the_readme():
