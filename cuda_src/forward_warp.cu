@@ -2,12 +2,79 @@
 // owns:  each lane keeps packs_per_thread packs of its row in registers; a block works on rows_per_block rows at a time
 // moves: x once in, y once out: num_cols * (itemsize of x + itemsize of y) bytes a row
 // takes: num_cols <= pack_size * threads_per_row * packs_per_thread; wider rows: forward_block.cu
-// needs: num_cols and all row strides multiples of pack_size, addresses aligned to a pack; whole warps in a block
+// needs: num_cols and all row strides multiples of pack_size, addresses aligned to a pack; whole warps in a block;
+//        in bundles: rows without gaps, x and y of one size, shared memory for the images
+#include "bundle.cuh"
 #include "forward.cuh"
+
+// The same, of rows that come and go in bundles.
+template <class Load, class Store, bool centered, Statistics statistics, Tile tile>
+__device__ __forceinline__ void forward_bundles(const Forward<Load, Store>& problem, unsigned char* smem) {
+  using Compute = typename Load::Compute;
+  constexpr int pack_size = tile.pack_size;
+  using Parts = BundleParts<tile>;
+  const int num_cols = static_cast<int>(problem.num_cols);
+  const BundleStream<tile, typename Load::Held> x{problem.load.x, num_cols};
+  const Bundles<tile, typename Load::Held> bundles(smem, problem.num_rows, x);
+  WarpReduce<tile.threads_per_row> reduce;
+  const auto col_of = [&](int pack) {
+    return pack < tile.packs_per_thread && register_pack_in_row<tile>(pack, num_cols) ? register_col<tile>(pack) : 0;
+  };
+  typename Store::template Kept<2 * pack_size> kept[(tile.packs_per_thread + 1) / 2];
+#pragma unroll
+  for (int pack = 0; pack < tile.packs_per_thread; pack += 2) {
+    kept[pack / 2] = problem.store.template keep_two<pack_size>(col_of(pack), col_of(pack + 1));
+  }
+  const auto take = [&](const unsigned char* slot, int part, long long first_row, int num_rows, int turns) {
+    using Y = typename Store::Added;
+    const auto* const rows = x.in(slot, part, first_row);
+    Y* const y = problem.store.y + first_row * num_cols;
+    Y* const results = result_image(reinterpret_cast<const Y*>(rows), y);
+    Store store = problem.store;
+#pragma unroll 1
+    for (int turn = 0; turn < turns; ++turn) {
+      const int row = turn * Parts::rows_at_once + Parts::first_row();
+      const bool present = row < num_rows;
+      const int own = (present ? row : max(num_rows - 1, 0)) * num_cols + register_col<tile>(0);
+      RegisterRow<Load, tile> values;
+      values.fetch_own(rows + own, {0, num_cols});
+      const auto found = row_statistics<centered, statistics, Compute>(values, reduce, num_cols, problem.eps);
+      problem.save(first_row + row, found, present && threadIdx.x % tile.threads_per_row == 0);
+      store.y = results + own;
+      __syncwarp();  // all have read what results may take the place of
+#pragma unroll
+      for (int pack = 0; pack < tile.packs_per_thread; ++pack) {
+        if (pack % 2 == 0) kept[pack / 2].forget_unpacked();
+        auto of_two = kept[pack / 2];
+        of_two.await(__float_as_uint(found.rstd) >> 31);
+        Compute weights[2 * pack_size], biases[2 * pack_size];
+        of_two.weight.unpack_to(weights, 1.0f);
+        of_two.bias.unpack_to(biases, 0.0f);
+        Compute of_row[pack_size], normalized[pack_size], own_weights[pack_size], own_biases[pack_size];
+        unpack(values.packs[pack], of_row);
+        found.template normalize<centered>(of_row, normalized);
+#pragma unroll
+        for (int at = 0; at < pack_size; ++at) {
+          own_weights[at] = weights[pack % 2 * pack_size + at];
+          own_biases[at] = biases[pack % 2 * pack_size + at];
+        }
+        store.store(0, pack * tile.threads_per_row * pack_size, normalized, own_weights, own_biases,
+                    present && register_pack_in_row<tile>(pack, num_cols));
+      }
+    }
+    __syncwarp();
+    write_image<Parts::lanes>(y, results, num_rows * num_cols);
+  };
+  bundles.for_each(take, x);
+}
 
 template <class Load, class Store, bool centered, Statistics statistics, Tile tile>
 __global__ void __launch_bounds__(tile.block_size(), tile.blocks_per_sm) forward_warp(const Forward<Load, Store> problem) {
   using Compute = typename Load::Compute;
+  if constexpr (tile.bundle > 0) {
+    forward_bundles<Load, Store, centered, statistics, tile>(problem, dynamic_smem());
+    return;
+  }
   problem.start();
   WarpReduce<tile.threads_per_row> reduce;
   const long long step = static_cast<long long>(gridDim.x) * tile.rows_per_block;

@@ -50,17 +50,26 @@ struct KeptParameter {
   __device__ __forceinline__ KeptParameter() = default;
   __device__ __forceinline__ KeptParameter(const Parameter* parameter, long long col)
       : pack(load_pack<pack_size>(parameter + col)) {}
+  __device__ __forceinline__ KeptParameter(const Parameter* parameter, long long col, long long other_col)
+      : pack(join(load_pack<pack_size / 2>(parameter + col), load_pack<pack_size / 2>(parameter + other_col))) {}
 
   template <class Compute>
   __device__ __forceinline__ void unpack_to(Compute (&values)[pack_size], float) const {
     unpack_parameter<zero_centered>(pack, values);
   }
   __device__ __forceinline__ void forget_unpacked() { ::forget_unpacked(pack); }
+  // zero: of what the value is multiplied by, so that float16 is unpacked then and not ahead of all rows, in more registers.
+  __device__ __forceinline__ void await(unsigned int zero) {
+    if constexpr (is_same<Parameter, __half> && pack_size > 1) {
+#pragma unroll
+      for (unsigned int& word : pack.word) word ^= zero;
+    }
+  }
 };
 template <bool zero_centered, int pack_size>
 struct KeptParameter<void, zero_centered, pack_size> {
   __device__ __forceinline__ KeptParameter() = default;
-  __device__ __forceinline__ KeptParameter(const void*, long long) {}
+  __device__ __forceinline__ KeptParameter(const void*, long long, long long = 0) {}
 
   template <class Compute>
   __device__ __forceinline__ void unpack_to(Compute (&values)[pack_size], float missing) const {
@@ -68,6 +77,7 @@ struct KeptParameter<void, zero_centered, pack_size> {
     for (int at = 0; at < pack_size; ++at) values[at] = static_cast<Compute>(missing);
   }
   __device__ __forceinline__ void forget_unpacked() {}
+  __device__ __forceinline__ void await(unsigned int) {}
 };
 
 // missing: what stands for a parameter that is absent.
@@ -83,6 +93,10 @@ struct Scale {
   template <int pack_size>
   __device__ __forceinline__ Kept<pack_size> keep(long long col) const {
     return {weight, col};
+  }
+  template <int pack_size>
+  __device__ __forceinline__ Kept<2 * pack_size> keep_two(long long col, long long other_col) const {
+    return {weight, col, other_col};
   }
   template <class Kept, int pack_size, class Compute>
   __device__ __forceinline__ static void unpack(const Kept& kept, Compute (&values)[pack_size]) {
@@ -259,10 +273,19 @@ struct Store : WritesDxAlone {
       weight.forget_unpacked();
       bias.forget_unpacked();
     }
+    __device__ __forceinline__ void await(unsigned int zero) {
+      weight.await(zero);
+      bias.await(zero);
+    }
   };
   template <int pack_size>
   __device__ __forceinline__ Kept<pack_size> keep(long long col) const {
     return {{weight, col}, {bias, col}};
+  }
+  // Of two packs that lie apart: lone elements of 16 bits would take a register each.
+  template <int pack_size>
+  __device__ __forceinline__ Kept<2 * pack_size> keep_two(long long col, long long other_col) const {
+    return {{weight, col, other_col}, {bias, col, other_col}};
   }
 
   // y before it is rounded.

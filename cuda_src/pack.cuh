@@ -82,6 +82,22 @@ __device__ __forceinline__ void store_pack(T* address, const Pack<T, size>& pack
   }
 }
 
+template <int size, class T>
+__device__ __forceinline__ Pack<T, 2 * size> join(const Pack<T, size>& first, const Pack<T, size>& second) {
+  Pack<T, 2 * size> both;
+  if constexpr (sizeof(T) * size < 4) {
+    both.word[0] = first.word[0] | static_cast<unsigned int>(second.word[0]) << 16;
+  } else {
+    constexpr int num_words = sizeof(T) * size / 4;
+#pragma unroll
+    for (int at = 0; at < num_words; ++at) {
+      both.word[at] = first.word[at];
+      both.word[num_words + at] = second.word[at];
+    }
+  }
+  return both;
+}
+
 // The same pack, but the compiler cannot tell: it then unpacks it again in a later pass instead of keeping the unpacked
 // values alive, which takes twice the registers for 16-bit types and spills.
 template <class T, int size>

@@ -12,7 +12,8 @@ struct RegisterGradient {
   using Sums = Compute[tile.packs_per_thread][tile.pack_size];
 
   // Packs of 16-bit elements leave registers for a second row; those of 32 bits, and lone elements, do not.
-  static constexpr bool fetch_ahead = sizeof(typename LoadX::Held) + sizeof(typename LoadDy::Held) <= 4 && tile.pack_size > 1;
+  static constexpr bool fetch_ahead =
+      sizeof(typename LoadX::Held) + sizeof(typename LoadDy::Held) <= 4 && tile.pack_size > 1 && tile.bundle == 0;
 
   static constexpr bool needs_weights = gradients.dx || StoreDx::recomputes;
 
@@ -21,7 +22,9 @@ struct RegisterGradient {
   Compute reciprocal;
   Sums dweight = {};
   Sums dbias = {};
-  typename Weights::template Kept<tile.pack_size> weights[tile.packs_per_thread];
+  // Of lone elements two are kept together: each would take a register.
+  static constexpr int joined = tile.bundle > 0 ? 2 : 1;
+  typename Weights::template Kept<joined * tile.pack_size> weights[(tile.packs_per_thread + joined - 1) / joined];
   RegisterRow<LoadX, tile> x;
   RegisterRow<LoadDy, tile> dy;
   RowGradient<Compute, LoadX::normalized> next;
@@ -30,8 +33,14 @@ struct RegisterGradient {
       : problem(problem), cols(cols), reciprocal(Compute(1) / static_cast<Compute>(problem.num_cols)) {
     if constexpr (needs_weights) {
 #pragma unroll
-      for (int pack = 0; pack < tile.packs_per_thread; ++pack) {
-        weights[pack] = problem.scale.template keep<tile.pack_size>(in_row(pack) ? col(pack) : cols.first_col);
+      for (int pack = 0; pack < tile.packs_per_thread; pack += joined) {
+        const int from = in_row(pack) ? col(pack) : cols.first_col;
+        if constexpr (joined == 2) {
+          const int other = pack + 1 < tile.packs_per_thread && in_row(pack + 1) ? col(pack + 1) : cols.first_col;
+          weights[pack / 2] = problem.scale.template keep_two<tile.pack_size>(from, other);
+        } else {
+          weights[pack] = problem.scale.template keep<tile.pack_size>(from);
+        }
       }
     }
   }
@@ -46,9 +55,14 @@ struct RegisterGradient {
 
   // Starts the loads of a row. Beyond the last row it is the last one again, which `add_row` then leaves out.
   __device__ __forceinline__ void fetch(long long row) {
-    if (row >= problem.num_rows) row = problem.num_rows - 1;
-    x.fetch(problem.load_x, row, cols);
-    dy.fetch(problem.load_dy, row, cols);
+    if (row >= problem.num_rows) row = max(problem.num_rows, 1LL) - 1;
+    if constexpr (tile.bundle > 0) {
+      x.fetch_own(problem.load_x.row_start(row) + col(0), cols);
+      dy.fetch_own(problem.load_dy.row_start(row) + col(0), cols);
+    } else {
+      x.fetch(problem.load_x, row, cols);
+      dy.fetch(problem.load_dy, row, cols);
+    }
     if constexpr (centered && !LoadX::normalized) next.mean = problem.mean[row];
     next.rstd = problem.rstd[row];
   }
@@ -66,11 +80,18 @@ struct RegisterGradient {
     for (int pack = 0; pack < tile.packs_per_thread; ++pack) {
       // A pack beyond the row is another of its packs, with no gradient: a branch would hold up the packs before it.
       const bool counts = present && in_row(pack);
-      Compute scales[tile.pack_size];
+      Compute scales[tile.pack_size], of_joined[joined * tile.pack_size];
       unpack(x.packs[pack], x_hats[pack]);
       unpack(dy.packs[pack], wdys[pack]);
-      if constexpr (needs_weights) Weights::unpack(weights[pack], scales);
+      if constexpr (needs_weights) {
+        if (joined == 2 && pack % 2 == 0) weights[pack / 2].forget_unpacked();
+        Weights::unpack(weights[pack / joined], of_joined);
+#pragma unroll
+        for (int at = 0; at < tile.pack_size; ++at) scales[at] = of_joined[pack % joined * tile.pack_size + at];
+      }
+      // Sums of a pack stand by themselves, so that packs do not wait for one another; of lone elements they would only cost.
       Compute partial[2] = {};
+      if constexpr (tile.bundle > 0) partial[0] = sums.part[0], partial[1] = sums.part[1];
 #pragma unroll
       for (int at = 0; at < tile.pack_size; ++at) {
         const Compute x_hat = x_hats[pack][at] = gradient.template x_hat<centered>(x_hats[pack][at]);
@@ -83,8 +104,8 @@ struct RegisterGradient {
           if constexpr (centered) partial[1] += wdy;
         }
       }
-      sums.part[0] += partial[0];
-      sums.part[1] += partial[1];
+      sums.part[0] = tile.bundle > 0 ? partial[0] : sums.part[0] + partial[0];
+      sums.part[1] = tile.bundle > 0 ? partial[1] : sums.part[1] + partial[1];
       if constexpr (StoreDx::recomputes) {
         Compute biases[tile.pack_size];  // from cache: there are no registers left to keep them from row to row
         problem.store.biases().load(in_row(pack) ? col(pack) : cols.first_col, biases);
@@ -94,6 +115,11 @@ struct RegisterGradient {
     if constexpr (fetch_ahead) fetch(following);
     if constexpr (gradients.dx) {
       gradient.finish(reduce.all(sums), reciprocal);
+      auto own = problem.store;
+      if constexpr (tile.bundle > 0) {
+        own.y += row * own.y_stride + col(0);
+        __syncwarp();  // all have read what results may take the place of
+      }
 #pragma unroll
       for (int pack = 0; pack < tile.packs_per_thread; ++pack) {
         Compute dx[tile.pack_size];
@@ -101,7 +127,11 @@ struct RegisterGradient {
         for (int at = 0; at < tile.pack_size; ++at) {
           dx[at] = gradient.template dx<centered>(x_hats[pack][at], wdys[pack][at]);
         }
-        problem.store.store(row, col(pack), dx, present && in_row(pack));
+        if constexpr (tile.bundle > 0) {
+          own.store(0, pack * tile.threads_per_row * tile.pack_size, dx, present && in_row(pack));
+        } else {
+          problem.store.store(row, col(pack), dx, present && in_row(pack));
+        }
       }
     }
   }

@@ -85,6 +85,17 @@ struct RegisterRow {
     }
   }
 
+  // From `own`, where this thread's first pack would lie: the others are constants away.
+  __device__ __forceinline__ void fetch_own(const typename Load::Held* own, Slice columns) {
+    cols = columns;
+#pragma unroll
+    for (int pack = 0; pack < tile.packs_per_thread; ++pack) {
+      const bool in_row = register_pack_in_row<tile>(pack, cols.size());
+      const int otherwise = tile.packs_per_thread > 1 ? 0 : -register_col<tile>(0);
+      packs[pack] = load_pack<tile.pack_size>(own + (in_row ? pack * tile.threads_per_row * tile.pack_size : otherwise));
+    }
+  }
+
   template <class F>
   __device__ __forceinline__ void for_each_pack(F f) {
 #pragma unroll

@@ -26,7 +26,7 @@ def candidates(problem: Problem, device: Device) -> list[Choice]:
     """The tiles that are worth measuring, a few dozen; the first is what dispatch chooses.
     Pure: for any device, without a GPU."""
     default = dispatch.choose(problem, device)
-    tiles_of = [_in_registers, _in_rings] + [_elsewhere] * (default.tile.packs_per_thread == 0)
+    tiles_of = [_in_registers, _in_bundles, _in_rings] + [_elsewhere] * (default.tile.packs_per_thread == 0)
     kinds: dict[tuple, list[Choice]] = {}
     for strategy, tile in (each for made in tiles_of for each in made(problem, device)):
         try:
@@ -34,7 +34,7 @@ def candidates(problem: Problem, device: Device) -> list[Choice]:
         except ValueError:
             continue
         if choice.resident >= tile.blocks_per_sm:  # else shared memory allows fewer blocks, and those are a tile of their own
-            kinds.setdefault((strategy, tile.cluster_size, tile.stages > 0), []).append(choice)
+            kinds.setdefault((strategy, tile.cluster_size, tile.stages > 0, tile.bundle > 0), []).append(choice)
     found = {(default.strategy, default.tile): default}
     most = _MOST // max(1, len(kinds))
     for choices in kinds.values():
@@ -79,6 +79,17 @@ def _in_registers(problem: Problem, device: Device) -> Iterator[tuple[str, Tile]
                 yield strategy, replace(tile, blocks_per_sm=blocks)
 
 
+def _in_bundles(problem: Problem, device: Device) -> Iterator[tuple[str, Tile]]:
+    """Of rows that do not begin on 16 bytes: forward as many blocks as fit, backward one."""
+    if problem.widest_pack * DTYPES[problem.x].itemsize >= 16 or not strategies.can_bundle(problem, device):
+        return
+    for strategy, tile in _shapes(problem, device):
+        if strategy == "warp":
+            tile = replace(tile, rows_per_block=strategies._BUNDLE_WARPS[problem.direction] * 32 // tile.threads_per_row)
+            tile = strategies._with_bundles(problem, device, tile)
+            yield from ((strategy, replace(tile, stages=stages)) for stages in (2, 3, 4) if tile is not None)
+
+
 def _in_rings(problem: Problem, device: Device) -> Iterator[tuple[str, Tile]]:
     """A multiprocessor works on several rows at a time: forward in a block each, backward in one block."""
     for stages in (2, 3, 4) if strategies.can_ring(problem, device) else ():
@@ -106,7 +117,7 @@ def _elsewhere(problem: Problem, device: Device) -> Iterator[tuple[str, Tile]]:
 def _promise(problem: Problem, choice: Choice) -> float:
     """About the share of a copy that dispatch expects of a ring's instructions, or of the bytes that others keep in flight."""
     tile = choice.tile
-    if tile.stages:
+    if tile.stages and not tile.bundle:
         return strategies._ring_share(problem, tile)
     num_cols = strategies.cols_of_slice(problem, tile.pack_size, tile.cluster_size)
     in_flight = choice.resident * tile.rows_per_block * num_cols * DTYPES[problem.x].itemsize

@@ -22,9 +22,11 @@ from .strategies import (
     STRATEGIES,
     Problem,
     Tile,
+    can_bundle,
     can_ring,
     ceil_div,
     cols_of_slice,
+    queued_bundles,
     scales_at_once,
     smem_bytes_of,
 )  # fmt: skip
@@ -199,12 +201,14 @@ def _check_tile(problem: Problem, strategy: str, tile: Tile, device: Device) -> 
             f"tile asks for blocks_per_sm {tile.blocks_per_sm} of {tile.block_size} threads; a multiprocessor of "
             f"{device.name} holds {device.threads_per_sm} threads"
         )
-    if tile.stages and (tile.stages < 2 or not tile.packs_per_thread or strategy not in ("block", "cluster")):
+    if tile.bundle:
+        _check_bundle(problem, strategy, tile, device)
+    elif tile.stages and (tile.stages < 2 or not tile.packs_per_thread or strategy not in ("block", "cluster")):
         raise ValueError(
             f"tile has stages {tile.stages} and packs_per_thread {tile.packs_per_thread}; a ring has 2 or more stages and 1 or "
             "more packs, and belongs to strategy 'block' or 'cluster'"
         )
-    if tile.stages and not can_ring(replace(problem, pack_limit=tile.pack_size), device):
+    if tile.stages and not tile.bundle and not can_ring(replace(problem, pack_limit=tile.pack_size), device):
         raise ValueError(
             f"tile has stages {tile.stages}; a ring needs float32 arithmetic, sm_90 or later for the copy engine, and neither "
             "residual_dtype nor dropout nor row_scale nor memory_efficient"
@@ -212,6 +216,21 @@ def _check_tile(problem: Problem, strategy: str, tile: Tile, device: Device) -> 
     smem_bytes = smem_bytes_of(problem, tile, strategy)
     if smem_bytes > device.smem_per_block:
         raise ValueError(f"tile needs {smem_bytes} bytes of shared memory a block, {device.name} has {device.smem_per_block}")
+
+
+def _check_bundle(problem: Problem, strategy: str, tile: Tile, device: Device) -> None:
+    """The same of a tile whose rows come and go in bundles."""
+    groups = 32 // min(tile.threads_per_row, 32)
+    if tile.bundle < 1 or tile.bundle % groups or tile.stages < 1 or strategy != "warp":
+        raise ValueError(
+            f"tile has bundle {tile.bundle} and stages {tile.stages}; bundles belong to strategy 'warp', with stages, "
+            f"and with threads_per_row {tile.threads_per_row} have a multiple of {groups} rows"
+        )
+    if not can_bundle(problem, device):
+        raise ValueError(
+            f"tile has bundle {tile.bundle}; bundles need float32 arithmetic, sm_90 or later for the copy engine, rows without "
+            "gaps between them, tensors of one itemsize, and nothing that is fused with the norm"
+        )
 
 
 def quantize_launch(
@@ -386,6 +405,9 @@ def grid_size(choice: Choice, problem: Problem, device: Device, num_rows: int, s
         resident = (device.num_sms - sm_margin) * choice.resident
     if not problem.forward or sm_margin or (tile.cluster_size > 1 and not tile.packs_per_thread):
         return min(groups, resident) * tile.cluster_size  # what waits in shared memory is worth a block that stays
+    if tile.bundle:
+        rows = tile.bundle * queued_bundles(tile) * tile.block_size // 32
+        return min(groups, max(resident, ceil_div(num_rows, rows)), most)
     if tile.stages:
         rows = max(1, QUEUED_RING_BYTES * tile.cluster_size // (problem.num_cols * DTYPES[problem.x].itemsize))
         queued = ceil_div(num_rows, rows) if tile.cluster_size <= QUEUED_CLUSTER_SIZE else 0

@@ -22,6 +22,7 @@ class Tile:
     a block works on at a time. cluster_size: blocks that share a row. blocks_per_sm: blocks that must fit on a
     multiprocessor, which bounds the registers of a thread. exact: 1 if the row fills the registers, so that no pack lies beyond
     it. stages: rows that pass through a block's shared memory at once, fetched by the copy engine; 0 where threads fetch them.
+    bundle: rows, one after the other in memory, that make up a stage of each warp; 0 where a stage is one row.
     """
 
     pack_size: int
@@ -32,6 +33,7 @@ class Tile:
     blocks_per_sm: int = 1
     exact: int = 0
     stages: int = 0
+    bundle: int = 0
 
     @property
     def block_size(self) -> int:
@@ -66,7 +68,7 @@ class Problem:
 
     dtypes are names of cupynorm.dtypes.DTYPES, None for a tensor that is absent. dy, dx, dweight, dbias are of the
     backward direction alone (None: not wanted). pack_limit: the largest pack_size that num_cols, addresses and row
-    strides allow, a power of two.
+    strides allow, a power of two. pitched: whether anything lies between the rows of a streamed tensor.
 
     x is the row that is normalised. Forward without a y gives its statistics alone. Forward it may be a sum of its own dtype:
     `input` is then the dtype of what is read, residual_dtype that of what is added to it (None: nothing), and row_scale and
@@ -93,6 +95,7 @@ class Problem:
     dbias: str | None = None
     dsum: str | None = None
     pack_limit: int = 16
+    pitched: bool = False
     input: str | None = None
     residual_dtype: str | None = None
     row_scale: str | None = None
@@ -353,7 +356,111 @@ def _may_keep_more(tile: Tile) -> bool:
     return elements <= 72 and (tile.exact or 32 < tile.threads_per_row <= 160)
 
 
+# Bundles (cuda_src/bundle.cuh): rows that do not begin on 16 bytes, several at a time.
+# Shares of a copy are of an H200, bf16, measured as above on 2026-11-22.
+#
+# The most elements of a thread, by the lanes that share a row: the first that suits wins. Lanes that have a row each do not
+# meet at the banks of shared memory, and long threads are better (forward, 63 columns: 0.88 on one lane, 0.78 on 8; 383 columns
+# 0.93 on 16 x 24, 0.88 on 32 x 12). Beyond the last, rings: backward of 1023 columns is 0.86 in both.
+_BUNDLE_ELEMENTS = {
+    "forward": {2: {1: 64, 2: 28, 4: 28, 8: 20, 16: 32, 32: 64}, 4: {1: 41, 8: 20, 16: 16, 32: 40}},
+    "backward": {2: {1: 41, 2: 32, 4: 24, 8: 20, 16: 20, 32: 28}, 4: {1: 33, 8: 10, 16: 10, 32: 28}},
+}
+# Bytes of the rows of a warp's bundle, about: less and the copy engine reads too many lines twice, for two bundles (backward,
+# 639 columns: two rows 0.84, three 0.91; 49 columns: 16 rows 0.72, 48 rows 0.83).
+_BUNDLE_BYTES = {"forward": 3 * 1024, "backward": 8 * 1024}
+# Warps of a block: backward they are all that a multiprocessor has, and leave one partial row.
+_BUNDLE_WARPS = {"forward": 4, "backward": 8}
+# Backward, from how many bytes of a row a third stage is faster (639 columns 0.91, with two 0.90; 383 columns 0.84 and 0.87).
+_THREE_BUNDLES_FROM = 1000
+# Forward, turns after which a warp makes room for the next block, as blocks of rings do (383 columns: 6 turns 0.93, 24 0.85;
+# 2047 columns: 4 turns 0.88, 2 0.83).
+_BUNDLE_TURNS = 4
+
+
+def can_bundle(problem: Problem, device: Device) -> bool:
+    """Whether several rows are one piece of each tensor, for the copy engine to fetch, and results fit in x's place."""
+    streamed = [problem.x, problem.y] if problem.forward else [problem.x, problem.dy, problem.dx]
+    sizes = {DTYPES[name].itemsize if name and name not in FLOAT8S else None for name in streamed}
+    fused = (problem.residual, problem.input, problem.dsum, problem.dresidual, problem.y1, problem.recomputed)
+    fits = len(sizes) == 1 and not any(fused) and not problem.pitched and (problem.forward or problem.y is None)
+    return fits and problem.compute == "float32" and device.compute_capability >= 90
+
+
+def _bundle_bytes(problem: Problem, tile: Tile) -> int:
+    """Shared memory of Bundles, as in cuda_src/bundle.cuh, and of the sums that take their place at the end."""
+    names = [problem.x] if problem.forward else [problem.x, problem.dy]
+    rows = [problem.num_cols * DTYPES[name].itemsize for name in names] + [4, 4] * (not problem.forward)
+    parts = 32 // tile.threads_per_row if tile.threads_per_row >= 8 else 1
+    images = [ceil_div(tile.bundle // parts * row, 16) * 16 + 32 for row in rows]
+    if parts > 1:  # each part at its own banks
+        images = [image + (128 // parts - image) % 128 for image in images]
+    slot_bytes = parts * sum(images)
+    num_warps = tile.block_size // 32
+    sums = 0 if problem.forward or num_warps == 1 else 2 * num_warps * problem.num_cols * 4
+    return max(num_warps * tile.stages * (slot_bytes + 8), sums)
+
+
+def queued_bundles(tile: Tile) -> int:
+    """Bundles that a warp takes forward before its block ends."""
+    return max(2, ceil_div(_BUNDLE_TURNS * 32 // tile.threads_per_row, tile.bundle))
+
+
+def _bundle_registers(problem: Problem, elements: int) -> int:
+    """Registers of a thread of a bundle's warp, with no spills, as _registers."""
+    kept = [name for name in ((problem.weight, problem.bias) if problem.forward else (problem.weight,)) if name]
+    wide = 0.4 * sum(max(DTYPES[name].itemsize - 2, 0) for name in kept)
+    if problem.forward:
+        return int(max(62, (46 if wide else 40) + (1.83 + wide) * elements))
+    return int(36 + ((5.2 if problem.x == "float16" else 4.7) + wide) * elements)
+
+
+def _bundle_tile(problem: Problem, device: Device) -> Tile | None:
+    """Packs of 8 bytes are no slower without, but 16-bit rows forward (500 columns: 0.94, in registers 0.52; backward 0.84 and
+    0.92)."""
+    pack_size, itemsize = problem.widest_pack, DTYPES[problem.x].itemsize
+    most_bytes = 8 if problem.forward and itemsize == 2 else 4
+    if pack_size * itemsize > most_bytes or not can_bundle(problem, device):
+        return None
+    tiles = []
+    for lanes, most in _BUNDLE_ELEMENTS[problem.direction][itemsize].items():
+        packs_per_thread = ceil_div(problem.num_cols, pack_size * lanes)
+        meets = problem.forward and pack_size == 1 and lanes in (2, 4)
+        if pack_size * packs_per_thread > most or meets or (packs_per_thread - 1) * pack_size * lanes >= problem.num_cols:
+            continue
+        tile = Tile(pack_size, lanes, packs_per_thread, _BUNDLE_WARPS[problem.direction] * 32 // lanes)
+        tile = _with_bundles(problem, device, replace(tile, exact=int(tile.cols == problem.num_cols)))
+        if tile is not None:
+            if problem.num_cols >= 0.9 * tile.cols:
+                return tile
+            tiles.append(tile)
+    return min(tiles, key=lambda tile: tile.cols, default=None)
+
+
+def _with_bundles(problem: Problem, device: Device, tile: Tile) -> Tile | None:
+    """The tile with rows for its bundles, stages, and as many blocks as fit, or None if one does not."""
+    itemsize = DTYPES[problem.x].itemsize
+    row_bytes = problem.num_cols * itemsize if problem.forward else 2 * problem.num_cols * itemsize + 8
+    groups, num_warps = 32 // tile.threads_per_row, tile.block_size // 32
+    registers = ceil_div(_bundle_registers(problem, tile.pack_size * tile.packs_per_thread), 8) * 8
+    fitting = 4 * (device.registers_per_sm // 4 // 32 // registers) // num_warps if registers <= 255 + 1 else 0
+    fitting = min(fitting, device.threads_per_sm // tile.block_size)
+    third = not problem.forward and itemsize == 2 and problem.num_cols * itemsize >= _THREE_BUNDLES_FROM
+    for smaller in (1, 2, 4, 8):
+        bundle = max(1, round(_BUNDLE_BYTES[problem.direction] / smaller / (groups * row_bytes))) * groups
+        for stages in (3, 2) if third else (2,):
+            staged = replace(tile, stages=stages, bundle=bundle)
+            smem_bytes = _bundle_bytes(problem, staged)
+            blocks_per_sm = min(fitting, device.smem_per_sm // (smem_bytes + 1024), 32 if problem.forward else 1)
+            if smem_bytes <= device.smem_per_block and blocks_per_sm > 0:
+                return replace(staged, blocks_per_sm=blocks_per_sm)
+    return None
+
+
 def _warp_tile(problem: Problem, device: Device) -> Tile | None:
+    bundles = _bundle_tile(problem, device)
+    if bundles is not None:
+        return bundles
     itemsize = DTYPES[problem.x].itemsize
     pack_bytes = problem.widest_pack * itemsize
     row_bytes = problem.num_cols * itemsize
@@ -378,7 +485,7 @@ def _warp_tile(problem: Problem, device: Device) -> Tile | None:
 
 
 def _warp_gives_way(problem: Problem, device: Device, tile: Tile) -> bool:
-    return _wants_ring(problem, tile) and _ring_tile(problem, device, (1,)) is not None
+    return not tile.bundle and _wants_ring(problem, tile) and _ring_tile(problem, device, (1,)) is not None
 
 
 def reduce_bytes(problem: Problem, threads_per_row: int, cluster_size: int = 1) -> int:
@@ -407,6 +514,8 @@ def _ring_bytes(problem: Problem, tile: Tile) -> int:
 def smem_bytes_of(problem: Problem, tile: Tile, strategy: str) -> int:
     """Dynamic shared memory of one block."""
     compute_bytes = DTYPES[problem.compute].itemsize
+    if tile.bundle:
+        return _bundle_bytes(problem, tile)
     if tile.stages:
         return _ring_bytes(problem, tile)
     if strategy == "parameters":

@@ -50,8 +50,10 @@ def cases() -> list[Case]:
         every.append(Case("layer_norm", 9, 500, "bfloat16", strategy=strategy, memory_efficient=True))
         every.append(Case("layer_norm", 300, 512, "bfloat16", strategy=strategy, recompute=True))
         every.append(Case("rms_norm", 7, 255, "float32", strategy=strategy, bias="bfloat16", recompute=True))
-    # Rows that begin anywhere, through the rings of a block and of a cluster.
-    every += [Case("layer_norm", num_rows, num_cols, "bfloat16") for num_rows, num_cols in ((300, 1023), (60, 33333))]
+    # Rows that begin anywhere: in bundles, of lanes with images of their own and without; through rings.
+    for num_cols in (33, 127, 511):
+        every += [Case(norm, 300, num_cols, dtype) for norm, dtype in (("layer_norm", "bfloat16"), ("rms_norm", "float32"))]
+    every += [Case("layer_norm", num_rows, num_cols, "bfloat16") for num_rows, num_cols in ((300, 2049), (60, 33333))]
     every += [Case("layer_norm", 300, num_cols, "bfloat16", recompute=True) for num_cols in (1023, 1024, 12288)]
     # Rows in the registers of clusters of 2 to 16 blocks, and (200001 and 262144 backward) beyond them.
     every += [Case("layer_norm", 2, num_cols, "bfloat16") for num_cols in (20000, 40000, 66000, 131072, 200001, 262144)]

@@ -12,7 +12,7 @@ import pytest
 from cupynorm.devices import DEVICES, Device, device_like
 from cupynorm.dispatch import choose, make_plan, pack_limit, plan, widest
 from cupynorm.dtypes import DTYPES
-from cupynorm.strategies import STATISTICS, STRATEGIES, Problem, Tile, reduce_bytes
+from cupynorm.strategies import STATISTICS, STRATEGIES, Problem, Tile, ceil_div, queued_bundles, reduce_bytes
 
 CUDA_SRC = Path(__file__).parents[1] / "cuda_src"
 TABLE = tuple(STRATEGIES)
@@ -233,7 +233,7 @@ def test_every_plan_covers_its_row_and_fits_its_device(device, direction, norm):
             if tile.packs_per_thread:  # in registers: all columns have a place, and no pack is idle in every thread
                 assert tile.cols >= slice_of(num_cols, tile) > tile.cols - tile.pack_size * tile.threads_per_row
                 assert tile.exact == (tile.cols * tile.cluster_size == num_cols)
-                assert tile.stages != 1 and (tile.stages == 0 or made.strategy in ("block", "cluster"))
+                assert tile.stages != 1 and (tile.stages == 0 or made.strategy in ("block", "cluster") or tile.bundle)
             else:
                 assert made.strategy in ("block", "cluster", "uncached") and (tile.exact, tile.stages) == (0, 0)
             for launch in made.launches:
@@ -342,7 +342,10 @@ def test_num_rows_changes_the_grid_and_nothing_else():
         assert made[0].launches[0].grid_size == made[0].tile.cluster_size
         tile = made[0].tile
         stays = tile.cluster_size > (2 if tile.stages else 1 if not tile.packs_per_thread else 16)
-        if problem.forward and not stays:  # queued: as many as a grid may have
+        if problem.forward and tile.bundle:  # queued, some rows for each
+            rows = tile.bundle * queued_bundles(tile) * tile.block_size // 32
+            assert made[-1].launches[0].grid_size == min(2**31 - 1, ceil_div(2**40, rows))
+        elif problem.forward and not stays:  # queued: as many as a grid may have
             assert made[-1].launches[0].grid_size == (2**31 - 1) // tile.cluster_size * tile.cluster_size
         else:  # all resident
             resident = dict(device.clusters)[tile.cluster_size] * tile.cluster_size if tile.cluster_size > 1 else device.num_sms

@@ -25,7 +25,9 @@ class Recorder(CpuMachine):
     def launch(self, launch, words) -> None:
         tile = launch.tile
         place = "registers" if tile.packs_per_thread else "shared memory or nowhere"
-        if tile.stages:
+        if tile.bundle:
+            place = f"bundles, {tile.threads_per_row} lanes a row"
+        elif tile.stages:
             dtype = re.search(r"Load<(\w+)>", launch.kernel.name_expression)[1]
             place = f"ring of {dtype}, {tile.cluster_size} blocks a row"
         self.reached.add((launch.kernel.source, place))
@@ -56,6 +58,7 @@ def test_every_place_of_every_kernel():
         for dtype in ("__nv_bfloat16", "float"):
             expected.add((f"{direction}_block.cu", f"ring of {dtype}, 1 blocks a row"))
             expected |= {(f"{direction}_cluster.cu", f"ring of {dtype}, {size} blocks a row") for size in (2, 16)}
+        expected |= {(f"{direction}_warp.cu", f"bundles, {lanes} lanes a row") for lanes in (1, 16, 32)}
     for name in STRATEGIES:
         assert {functor for source, functor in recorder.functors if source == f"forward_{name}.cu"} == {
             "Load", "ResidualLoad", "SumLoad", "Store", "TwoStores",

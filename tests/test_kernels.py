@@ -810,6 +810,118 @@ def test_a_row_is_the_same_alone_and_in_a_batch_on_a_gpu(dtype, strategy, num_ro
     assert_rows_alone_are_rows_of_a_batch(problem, GpuCheckMachine(), {0, num_rows // 2, num_rows - 1})
 
 
+# -- rows that come and go in bundles --------------------------------------------------------------------
+
+# The options of a call.
+CALL_OPTIONS = {
+    "welford": {"statistics": "welford"},
+    "weight float32": {"weight": "float32", "bias": "float32"},
+    "weight float64, 1 + weight": {"weight": "float64", "bias": "float64", "zero_centered_weight": True},
+    "y float32": {"y": "float32"},
+    "no weight": {"weight": None},
+    "no parameters": {"weight": None, "bias": None},
+}
+# (norm, dtype, columns, tile), of every number of lanes; a pack that no lane's row has, rows of which the last are few.
+BUNDLES = {
+    "a lane a row": ("layer_norm", "bfloat16", 33, Tile(1, 1, 33, 64, exact=1, stages=2, bundle=32)),
+    "one element a row": ("rms_norm", "float32", 1, Tile(1, 1, 1, 32, exact=1, stages=3, bundle=96)),
+    "2 lanes, pairs": ("layer_norm", "float16", 50, Tile(2, 2, 13, 32, stages=2, bundle=32)),
+    "4 lanes": ("rms_norm", "bfloat16", 27, Tile(1, 4, 7, 8, stages=1, bundle=8)),
+    "8 lanes": ("layer_norm", "bfloat16", 127, Tile(1, 8, 16, 8, stages=2, bundle=12)),
+    "8 lanes, packs of 4": ("rms_norm", "float16", 100, Tile(4, 8, 4, 4, stages=2, bundle=8)),
+    "16 lanes": ("layer_norm", "float32", 255, Tile(1, 16, 16, 4, stages=3, bundle=4)),
+    "32 lanes": ("layer_norm", "bfloat16", 511, Tile(1, 32, 16, 2, stages=2, bundle=3)),
+    "32 lanes of which some have nothing": ("layer_norm", "bfloat16", 29, Tile(1, 32, 1, 1, stages=2, bundle=2)),
+    "32 lanes, an odd number of packs": ("layer_norm", "float16", 223, Tile(1, 32, 7, 2, exact=0, stages=2, bundle=1)),
+}  # fmt: skip
+BUNDLE_OPTIONS = {name: options for name, options in CALL_OPTIONS.items() if "y" not in options}
+BUNDLE_OPTIONS |= {"rounded": {"round_x_hat": True}}
+
+
+class MisalignedMachine(CpuMachine):
+    """Arrays begin anywhere in 16 bytes, each elsewhere, between bytes that are NaN."""
+
+    def _placed(self, array):
+        self.placed = getattr(self, "placed", 0) + 1
+        room = np.full(array.nbytes + 64, 0xFF, np.uint8)
+        offset = -room.ctypes.data % 16 + self.placed % (16 // array.itemsize) * array.itemsize + 16
+        placed = room[offset : offset + array.nbytes].view(array.dtype).reshape(array.shape)
+        placed[...] = array
+        return placed, placed.ctypes.data
+
+    def empty(self, shape, dtype):
+        return self._placed(super().empty(shape, dtype)[0])
+
+    def put(self, array):
+        return self._placed(array)
+
+
+@pytest.mark.parametrize("num_rows", [1, 4, 37, 201])
+@pytest.mark.parametrize("bundle", BUNDLES)
+def test_bundle(bundle, num_rows, small, tile_of_backward):
+    norm, dtype, num_cols, tile = BUNDLES[bundle]
+    plans = tile_of_backward(tile)
+    case = Case(norm, num_rows, num_cols, dtype, strategy="warp", tile=tile)
+    results = check(case, small)
+    assert [plan.tile for plan in plans] == [tile, tile]
+    if isinstance(small, CpuMachine):
+        for seed in range(2):
+            assert identical(results, run_kernels(random_problem(case), CpuMachine(SMALL, seed=seed))), f"seed {seed}"
+
+
+@pytest.mark.parametrize("bundle", BUNDLES)
+def test_bundles_begin_anywhere(bundle, tile_of_backward):
+    """x, y, dy and dx each elsewhere in 16 bytes: the same bits as of aligned arrays."""
+    norm, dtype, num_cols, tile = BUNDLES[bundle]
+    if tile.pack_size > 1:
+        pytest.skip("packs begin on multiples of their size")
+    plans = tile_of_backward(tile)
+    case = Case(norm, 201, num_cols, dtype, strategy="warp", tile=tile)
+    aligned, problem = check(case, CpuMachine(SMALL)), random_problem(case)
+    for _ in range(3):
+        assert identical(aligned, run_kernels(problem, MisalignedMachine(SMALL)))
+    assert {plan.tile for plan in plans} == {tile}
+
+
+@pytest.mark.parametrize("bundle", ["8 lanes", "32 lanes"])
+@pytest.mark.parametrize("options", BUNDLE_OPTIONS)
+def test_options_of_bundles(options, bundle, small, tile_of_backward):
+    norm, dtype, num_cols, tile = BUNDLES[bundle]
+    tile_of_backward(tile)
+    check(Case(norm, 101, num_cols, dtype, strategy="warp", tile=tile, **BUNDLE_OPTIONS[options]), small)
+
+
+@pytest.mark.parametrize("bundle", BUNDLES)
+def test_a_row_of_a_bundle_is_the_same_alone_and_in_a_batch(bundle, small, tile_of_backward):
+    norm, dtype, num_cols, tile = BUNDLES[bundle]
+    tile_of_backward(tile)
+    problem = random_problem(Case(norm, 201, num_cols, dtype, strategy="warp", tile=tile))
+    assert_rows_alone_are_rows_of_a_batch(problem, small, {0, 100, 200})
+
+
+def test_rows_with_gaps_come_in_no_bundles():
+    pointers = {"x": Rows(0, 9, 127, 129, "bfloat16"), "y": Rows(0, 9, 127, 127, "bfloat16")}
+    tile = BUNDLES["8 lanes"][3]
+    for rows, pitched in ((pointers["x"], True), (pointers["x"]._replace(num_rows=1), False), (pointers["y"], False)):
+        call = calls.ForwardCall(
+            H200,
+            True,
+            rows,
+            pointers["y"]._replace(num_rows=rows.num_rows),
+            None,
+            None,
+            1e-5,
+            False,
+            None,
+            None,
+            calls.DEFAULTS,
+        )
+        assert call.plan.problem.pitched == pitched and bool(call.plan.tile.bundle) != pitched
+        if pitched:
+            with pytest.raises(ValueError, match="bundles need .* rows without gaps"):
+                dispatch.choose(call.plan.problem, H200, "warp", tile)
+
+
 # -- rows that pass through a ring -----------------------------------------------------------------------
 
 
@@ -834,15 +946,7 @@ RINGS = {
     "cluster of 16": ("layer_norm", "bfloat16", 512, Tile(8, 32, 1, cluster_size=16, exact=1, stages=2)),
     "cluster of 16 of which 3 have nothing": ("layer_norm", "float32", 510, Tile(4, 64, 1, cluster_size=16, stages=3)),
 }  # fmt: skip
-# The options of a call, each in a block and in a cluster; packs_per_thread is 3 so that weights lie in shared memory, too.
-RING_OPTIONS = {
-    "welford": {"statistics": "welford"},
-    "weight float32": {"weight": "float32", "bias": "float32"},
-    "weight float64, 1 + weight": {"weight": "float64", "bias": "float64", "zero_centered_weight": True},
-    "y float32": {"y": "float32"},
-    "no weight": {"weight": None},
-    "no parameters": {"weight": None, "bias": None},
-}
+# A block and a cluster; packs_per_thread is 3 so that weights lie in shared memory, too.
 OPTION_TILES = (Tile(8, 64, 3, stages=2), Tile(8, 64, 3, cluster_size=2, stages=3))
 
 
@@ -881,12 +985,12 @@ def test_ring(ring, turns, small, tile_of_backward):
 
 
 @pytest.mark.parametrize("tile", OPTION_TILES, ids=["block", "cluster"])
-@pytest.mark.parametrize("options", RING_OPTIONS)
+@pytest.mark.parametrize("options", CALL_OPTIONS)
 def test_options_of_a_ring(options, tile, small, tile_of_backward):
     tile_of_backward(tile)
     check(
         ring_case(
-            "layer_norm", rows_of_turns(small, tile, 4), "bfloat16", 190 * tile.cluster_size, tile, **RING_OPTIONS[options]
+            "layer_norm", rows_of_turns(small, tile, 4), "bfloat16", 190 * tile.cluster_size, tile, **CALL_OPTIONS[options]
         ),
         small,
     )

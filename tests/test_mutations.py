@@ -29,11 +29,15 @@ _GUARD = 1 << 16  # bytes: more than all rows of a block that a wrong bound may 
 
 
 class MutatedMachine(CpuMachine):
-    """Runs the kernels of a folder of sources. A wrong index must not hurt this process: memory around arrays is watched."""
+    """Runs the kernels of a folder of sources. A wrong index must not hurt this process: memory around arrays is watched.
 
-    def __init__(self, folder: Path, seed: int = 0) -> None:
+    apart: arrays begin each elsewhere in 16 bytes.
+    """
+
+    def __init__(self, folder: Path, seed: int = 0, apart: bool = False) -> None:
         super().__init__(SMALL, seed)
         self.folder = folder
+        self.apart = apart
         self.guarded = []
 
     def empty(self, shape: tuple[int, ...], dtype: str) -> tuple[np.ndarray, int]:
@@ -41,6 +45,8 @@ class MutatedMachine(CpuMachine):
         size = int(np.prod(shape)) * storage.itemsize
         around = np.full(size + 2 * _GUARD + 16, 0xFF, np.uint8)
         start = _GUARD + -(around.ctypes.data + _GUARD) % 16
+        if self.apart:
+            start += len(self.guarded) * storage.itemsize % 16
         self.guarded.append((around, start, start + size))
         array = around[start : start + size].view(storage).reshape(shape)
         return array, array.ctypes.data
@@ -71,7 +77,7 @@ def sees_a_bug(folder: Path, case: Case, center: float) -> bool:
         problem = replace(problem, x=np.float64(np.float32(problem.x + center)))
     welford = case.statistics == "welford" or uses_welford(case, SMALL)
     for seed in SEEDS:
-        machine = MutatedMachine(folder, seed)
+        machine = MutatedMachine(folder, seed, apart=bool(case.tile and case.tile.bundle))
         try:
             results = run_kernels(problem, machine)
         except OnCpuError as error:
@@ -104,7 +110,12 @@ def mutate(folder: Path, file: str, old: str, new: str) -> None:
 
 # A margin of one of the two multiprocessors: a forward block, too, goes from row to row.
 WARP = Case("layer_norm", 37, 40, "float32", strategy="warp")
-ODD = Case("layer_norm", 5, 37, "float32", strategy="warp")
+ODD = Case("layer_norm", 5, 37, "float32", strategy="warp", tile=Tile(1, 16, 3, rows_per_block=4))
+# Bundles of several parts and of one, the last of few rows; a row a lane; and rows that not all lanes have a part of.
+BUNDLE = Case("layer_norm", 150, 127, "bfloat16", strategy="warp", tile=Tile(1, 8, 16, 8, stages=2, bundle=12))
+BUNDLE_32 = Case("layer_norm", 61, 95, "bfloat16", strategy="warp", tile=Tile(1, 32, 3, 2, stages=2, bundle=3))
+BUNDLE_1 = Case("layer_norm", 150, 33, "bfloat16", strategy="warp", tile=Tile(1, 1, 33, 64, exact=1, stages=2, bundle=32))
+BUNDLE_FEW = Case("layer_norm", 61, 29, "bfloat16", strategy="warp", tile=Tile(1, 32, 1, 2, stages=2, bundle=3))
 BLOCK = Case("layer_norm", 5, 1040, "float32", strategy="block", tile=Tile(4, 96, packs_per_thread=3), sm_margin=1)
 SHARED = Case("layer_norm", 5, 264, "float32", strategy="block", tile=Tile(4, 96), sm_margin=1)
 CLUSTER = Case("layer_norm", 5, 264, "float64", strategy="cluster")  # a ring takes no float64
@@ -214,6 +225,26 @@ MUTATIONS = {
     ),
     "sums of the warps of a block without their barrier": Mutation(
         "register_gradient.cuh", "        __syncthreads();\n        for_each_sum", "        for_each_sum", WARP
+    ),
+    "bundle whose rows are not waited for": Mutation("bundle.cuh", "bulk_wait(barriers + slot, round);", "", BUNDLE),
+    "bundle that is waited for with one parity": Mutation("bundle.cuh", "slot, round)", "slot, 0)", BUNDLE),
+    "bundle that is fetched before its lanes have written": Mutation(
+        "bundle.cuh", "the slot is free.\n      __syncwarp();", "the slot is free.", BUNDLE
+    ),
+    "bundle whose last rows are not fetched": Mutation("bundle.cuh", "(part_rows), left)", "(part_rows), left - 1)", BUNDLE_32),
+    "bundle whose parts are all the first": Mutation("bundle.cuh", "threadIdx.x) % 32 / lanes;", "threadIdx.x) * 0;", BUNDLE),
+    "bundle whose ends are not written": Mutation("bundle.cuh", "if (lane < head) to[lane] = image[lane];", "", BUNDLE),
+    "bundle whose results take the place of what is still to read": Mutation(
+        "forward_warp.cu", "__syncwarp();  // all have read what results may take the place of", "", BUNDLE_1
+    ),
+    "bundle whose results take the place of what is still to read, backward": Mutation(
+        "register_gradient.cuh", "__syncwarp();  // all have read what results may take the place of", "", BUNDLE_1
+    ),
+    "bundle whose sums take the place of rows that others still read": Mutation(
+        "backward_warp.cu", "__syncthreads();  // sums take the place of images", "", BUNDLE_32
+    ),
+    "bundle whose idle lanes read beyond their row": Mutation(
+        "row.cuh", "tile.packs_per_thread > 1 ? 0 : -register_col<tile>(0)", "0", BUNDLE_FEW
     ),
     "a mask of 9 rounds": Mutation("dropout.cuh", "round < 10", "round < 9", SUM),
     "a mask that is the same in every row": Mutation("dropout.cuh", "/ 4, row)", "/ 4, 0)", SUM),

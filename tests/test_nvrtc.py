@@ -82,6 +82,16 @@ RING_PROBLEMS = [
         ("backward", "bfloat16", {}), ("backward", "float16", {}), ("backward", "float32", {}), ("backward", "bfloat16", MIXED),
     )
 ]  # fmt: skip
+# Rows that come and go in bundles, on 1 to 32 lanes, the tightest of each; single elements, pairs, packs of 4.
+BUNDLE_WIDTHS = (41, 63, 95, 127, 255, 320, 511, 639, 895, 1279, 2047, 50, 250, 500)
+BUNDLE_PROBLEMS = [
+    {"dtype": dtype, "direction": direction, **options}
+    for dtype, options in (
+        ("bfloat16", {}), ("float16", {}), ("bfloat16", MIXED), ("float32", {}),
+        ("float16", {"weight_dtype": "float64", "bias_dtype": "float64", "zero_centered_weight": True}),
+    )
+    for direction in ("forward", "backward")
+]  # fmt: skip
 # Fused options, by the fields of a Problem: a stream of float32 beside 16-bit inputs, and dropout, which takes most registers.
 DROPS = {"row_scale": "float32", "dropout": True}
 PARAMETERS = ("weight", "bias", "weight1", "bias1")
@@ -185,6 +195,7 @@ def instances(compute_capability: int) -> dict[Kernel, str]:
     grid = [(PROBLEMS if full or compute_capability == 90 else FEWER_PROBLEMS, WIDTHS if full else FEWER_WIDTHS)]
     if compute_capability >= 90:
         grid.append((RING_PROBLEMS, RING_WIDTHS if HAS_TIME or compute_capability == 90 else FEWER_RING_WIDTHS))
+        grid.append((BUNDLE_PROBLEMS, BUNDLE_WIDTHS if HAS_TIME or compute_capability == 90 else BUNDLE_WIDTHS[::4]))
     found: dict[Kernel, str] = {}
     grid.append((FUSED_PROBLEMS, FUSED_WIDTHS if full or HAS_TIME else FEWER_FUSED_WIDTHS))
     grid.append((RECOMPUTING_PROBLEMS, RECOMPUTING_WIDTHS if full else FEWER_RECOMPUTING_WIDTHS))
