@@ -12,7 +12,9 @@ import pytest
 import cupynorm
 from cupynorm.__main__ import main
 from cupynorm.bench_report import read
-from cupynorm.dispatch import strategies_markdown
+from cupynorm.devices import DEVICES
+from cupynorm.dispatch import plan, widest
+from cupynorm.strategies import STRATEGIES
 
 README = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
 NOTEBOOKS = Path(__file__).parents[1] / "notebooks"
@@ -22,6 +24,19 @@ def block(name: str) -> str:
     found = re.search(rf"<!-- {name} -->\n(.*?)<!-- /{name} -->", README, re.DOTALL)
     assert found, f"README.md has no block {name}"
     return found[1].strip()
+
+
+def strategies_markdown() -> str:
+    """The dispatch table as the README shows it: the widest rows of bfloat16 on an H200."""
+    device = DEVICES["H200"]
+    lines = ["| strategy | a row waits | widest row, forward | widest row, backward |", "|---|---|---|---|"]
+    for row in STRATEGIES.values():
+        problems = (plan(4096, direction=direction, device=device).problem for direction in ("forward", "backward"))
+        cols = (widest(row.name, problem, device) for problem in problems)
+        lines.append(
+            " | ".join([f"| {row.name}", row.row_waits, *("any" if each is None else f"{each:,}" for each in cols)]) + " |"
+        )
+    return "\n".join(lines)
 
 
 def test_the_dispatch_table_is_generated():
