@@ -570,16 +570,3 @@ def plan(
         **tensors,
     )  # fmt: skip
     return make_plan(problem, device, num_rows, strategy=strategy, tile=tile, statistics=statistics, sm_margin=sm_margin)
-
-
-def strategies_markdown() -> str:
-    """The dispatch table as the README shows it: the widest rows of bfloat16 on an H200."""
-    device = DEVICES["H200"]
-    lines = ["| strategy | a row waits | widest row, forward | widest row, backward |", "|---|---|---|---|"]
-    for row in STRATEGIES.values():
-        problems = (plan(4096, direction=direction, device=device).problem for direction in ("forward", "backward"))
-        cols = (widest(row.name, problem, device) for problem in problems)
-        lines.append(
-            " | ".join([f"| {row.name}", row.row_waits, *("any" if each is None else f"{each:,}" for each in cols)]) + " |"
-        )
-    return "\n".join(lines)

@@ -382,8 +382,9 @@ def can_bundle(problem: Problem, device: Device) -> bool:
     """Whether several rows are one piece of each tensor, for the copy engine to fetch, and results fit in x's place."""
     streamed = [problem.x, problem.y] if problem.forward else [problem.x, problem.dy, problem.dx]
     sizes = {DTYPES[name].itemsize if name and name not in FLOAT8S else None for name in streamed}
-    fused = (problem.residual, problem.input, problem.dsum, problem.dresidual, problem.y1, problem.recomputed)
-    fits = len(sizes) == 1 and not any(fused) and not problem.pitched and (problem.forward or problem.y is None)
+    fused = [problem.residual, problem.input, problem.row_scale, problem.dropout, problem.y1, problem.dsum, problem.dresidual]
+    fused += [problem.recomputed, None if problem.forward else problem.y]
+    fits = len(sizes) == 1 and not any(fused) and not problem.pitched
     return fits and problem.compute == "float32" and device.compute_capability >= 90
 
 

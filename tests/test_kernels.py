@@ -401,6 +401,8 @@ def test_x_hat_is_rounded_first(dtype, strategy, where):
     for name, num_cols in (("layer_norm", 120), ("rms_norm", 77)):
         case = Case(name, 4, num_cols, dtype, bias=None, strategy=strategy, round_x_hat=True)
         tile = dispatch.choose(_forward_problem(case), where.device, strategy).tile
+        if tile.bundle:  # which a y of another size has no place in
+            tile = replace(tile, blocks_per_sm=1, stages=0, bundle=0)
         problem = random_problem(replace(case, tile=tile))
         rounded = check(problem.case, where)["y"]
         bare = replace(problem.case, y="float32", weight=None, round_x_hat=False)
