@@ -61,7 +61,7 @@ class Activations:
 
 
 def shipped() -> list[Activations]:
-    """A row of input, its gradient and the weights of three LayerNorms of a pretrained sentence encoder, 384 columns, float32.
+    """A row of input, its gradient and the weights of two LayerNorms of a pretrained sentence encoder, 384 columns, float32.
 
     They are what random numbers are not: outliers of 15 to 19 standard deviations, a weight of -1.5e-9, an eps of 1e-12.
     """
