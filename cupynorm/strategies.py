@@ -198,6 +198,8 @@ def _registers(problem: Problem, device: Device, tile: Tile) -> int:
     elements = tile.pack_size * tile.packs_per_thread
     lone = 3 * elements // 2 + 8 if tile.pack_size == 1 else 0  # each lone element has an address of its own
     wide_weight = int(problem.weight is not None and DTYPES[problem.weight].itemsize > DTYPES[problem.x].itemsize)
+    # Small packs of 16-bit rows: many addresses, of which those of x and wide weights differ.
+    small = tile.pack_size > 1 and tile.pack_size * DTYPES[problem.x].itemsize < 16
     # Random words take the registers of 8 elements while a mask is made; of two loads, or two stores, each has its addresses.
     fused = 24 * words * problem.dropout + 8 * bool(problem.row_scale) + 16 * bool(problem.input or problem.dresidual)
     fused += 8 * (problem.recomputed is not None and words * elements > (16 if device.compute_capability == 90 else 7))
@@ -235,13 +237,14 @@ def _registers(problem: Problem, device: Device, tile: Tile) -> int:
         if tile.rows_per_block > 1 and elements > 32:
             fixed = 54 + (2 * tile.packs_per_thread if tile.pack_size < 8 else 0)
         extra += 8 * (elements >= 32 and not newer and not tile.exact)
+        extra += small * (6 + elements * wide_weight + 2 * max(0, elements - 32))
         return int(fixed + per_element * words * elements + extra + lone)
     # float16 takes more instructions to unpack than bfloat16, and the compiler keeps more for sm_100 and sm_120. Three blocks
     # of 24 elements fit sm_90 all the same (H200, float16, 768 columns: 0.94 of a copy, with two blocks 0.86).
     fits = device.compute_capability == 90 and elements <= 24 and (tile.exact or problem.centered)
     tight = (0.1 if fits else 0.35) * (problem.x == "float16") + 0.35 * (device.compute_capability >= 100)
     tight += 0.35 * (device.compute_capability < 90 and elements > 24)
-    extra = fused + 8 * bool(problem.dsum) + (0.3 * wide_weight + tight) * elements
+    extra = fused + 8 * bool(problem.dsum) + (0.3 * wide_weight + tight + 1.8 * small) * elements
     return int(36 + 5.25 * words * elements + extra + lone)
 
 
@@ -407,13 +410,15 @@ def queued_bundles(tile: Tile) -> int:
     return max(2, ceil_div(_BUNDLE_TURNS * 32 // tile.threads_per_row, tile.bundle))
 
 
-def _bundle_registers(problem: Problem, elements: int) -> int:
+def _bundle_registers(problem: Problem, tile: Tile) -> int:
     """Registers of a thread of a bundle's warp, with no spills, as _registers."""
+    elements, lanes = tile.pack_size * tile.packs_per_thread, tile.threads_per_row
     kept = [name for name in ((problem.weight, problem.bias) if problem.forward else (problem.weight,)) if name]
-    wide = 0.4 * sum(max(DTYPES[name].itemsize - 2, 0) for name in kept)
+    wide = sum(max(DTYPES[name].itemsize - 2, 0) for name in kept)
     if problem.forward:
-        return int(max(62, (46 if wide else 40) + (1.83 + wide) * elements))
-    return int(36 + ((5.2 if problem.x == "float16" else 4.7) + wide) * elements)
+        addresses = elements // 4 if lanes == 1 else (12 if wide else 4) * (lanes < 32)
+        return int(max(62, (46 if wide else 40) + (1.83 + 0.4 * wide) * elements + addresses))
+    return int(36 + ((5.2 if problem.x == "float16" else 4.7) + 0.5 * wide) * elements)
 
 
 def _bundle_tile(problem: Problem, device: Device) -> Tile | None:
@@ -443,7 +448,7 @@ def _with_bundles(problem: Problem, device: Device, tile: Tile) -> Tile | None:
     itemsize = DTYPES[problem.x].itemsize
     row_bytes = problem.num_cols * itemsize if problem.forward else 2 * problem.num_cols * itemsize + 8
     groups, num_warps = 32 // tile.threads_per_row, tile.block_size // 32
-    registers = ceil_div(_bundle_registers(problem, tile.pack_size * tile.packs_per_thread), 8) * 8
+    registers = ceil_div(_bundle_registers(problem, tile), 8) * 8
     fitting = 4 * (device.registers_per_sm // 4 // 32 // registers) // num_warps if registers <= 255 + 1 else 0
     fitting = min(fitting, device.threads_per_sm // tile.block_size)
     third = not problem.forward and itemsize == 2 and problem.num_cols * itemsize >= _THREE_BUNDLES_FROM
