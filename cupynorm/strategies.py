@@ -410,15 +410,16 @@ def queued_bundles(tile: Tile) -> int:
     return max(2, ceil_div(_BUNDLE_TURNS * 32 // tile.threads_per_row, tile.bundle))
 
 
-def _bundle_registers(problem: Problem, tile: Tile) -> int:
+def _bundle_registers(problem: Problem, device: Device, tile: Tile) -> int:
     """Registers of a thread of a bundle's warp, with no spills, as _registers."""
     elements, lanes = tile.pack_size * tile.packs_per_thread, tile.threads_per_row
     kept = [name for name in ((problem.weight, problem.bias) if problem.forward else (problem.weight,)) if name]
     wide = sum(max(DTYPES[name].itemsize - 2, 0) for name in kept)
+    tight = 16 * (device.compute_capability >= 120)
     if problem.forward:
         addresses = elements // 4 if lanes == 1 else (12 if wide else 4) * (lanes < 32)
-        return int(max(62, (46 if wide else 40) + (1.83 + 0.4 * wide) * elements + addresses))
-    return int(36 + ((5.2 if problem.x == "float16" else 4.7) + 0.5 * wide) * elements)
+        return int(max(62, (46 if wide else 40) + (1.83 + 0.4 * wide) * elements + addresses)) + tight
+    return tight + int(36 + ((5.2 if problem.x == "float16" else 4.7) + 0.5 * wide) * elements)
 
 
 def _bundle_tile(problem: Problem, device: Device) -> Tile | None:
@@ -448,7 +449,7 @@ def _with_bundles(problem: Problem, device: Device, tile: Tile) -> Tile | None:
     itemsize = DTYPES[problem.x].itemsize
     row_bytes = problem.num_cols * itemsize if problem.forward else 2 * problem.num_cols * itemsize + 8
     groups, num_warps = 32 // tile.threads_per_row, tile.block_size // 32
-    registers = ceil_div(_bundle_registers(problem, tile), 8) * 8
+    registers = ceil_div(_bundle_registers(problem, device, tile), 8) * 8
     fitting = 4 * (device.registers_per_sm // 4 // 32 // registers) // num_warps if registers <= 255 + 1 else 0
     fitting = min(fitting, device.threads_per_sm // tile.block_size)
     third = not problem.forward and itemsize == 2 and problem.num_cols * itemsize >= _THREE_BUNDLES_FROM
