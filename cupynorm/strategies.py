@@ -363,8 +363,8 @@ def _may_keep_more(tile: Tile) -> bool:
 # Shares of a copy are of an H200, bf16, measured as above on 2026-11-22.
 #
 # The most elements of a thread, by the lanes that share a row: the first that suits wins. Lanes that have a row each do not
-# meet at the banks of shared memory, and long threads are better (forward, 63 columns: 0.88 on one lane, 0.78 on 8; 383 columns
-# 0.93 on 16 x 24, 0.88 on 32 x 12). Beyond the last, rings: backward of 1023 columns is 0.86 in both.
+# meet at the banks of shared memory, and long threads are better (forward, 63 columns: 0.89 on one lane, 0.80 on 8; 383 columns
+# 0.93 on 16 x 24, 0.89 on 32 x 12). Beyond the last, rings: backward of 1023 columns is 0.86 in both.
 _BUNDLE_ELEMENTS = {
     "forward": {2: {1: 64, 2: 28, 4: 28, 8: 20, 16: 32, 32: 64}, 4: {1: 41, 8: 20, 16: 16, 32: 40}},
     "backward": {2: {1: 41, 2: 32, 4: 24, 8: 20, 16: 20, 32: 28}, 4: {1: 33, 8: 10, 16: 10, 32: 28}},
@@ -423,8 +423,8 @@ def _bundle_registers(problem: Problem, device: Device, tile: Tile) -> int:
 
 
 def _bundle_tile(problem: Problem, device: Device) -> Tile | None:
-    """Packs of 8 bytes are no slower without, but 16-bit rows forward (500 columns: 0.94, in registers 0.52; backward 0.84 and
-    0.92)."""
+    """Packs of 8 bytes are no slower without, but 16-bit rows forward (500 columns: 0.94, in a ring 0.52; backward 0.84, in
+    registers 0.92)."""
     pack_size, itemsize = problem.widest_pack, DTYPES[problem.x].itemsize
     most_bytes = 8 if problem.forward and itemsize == 2 else 4
     if pack_size * itemsize > most_bytes or not can_bundle(problem, device):
