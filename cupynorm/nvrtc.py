@@ -107,11 +107,13 @@ def compile_for(kernel: Kernel, compute_capability: int, folder: Path | None = N
 
     Raises MissingLibraryError without CuPy or NVRTC, RuntimeError with the compiler's own words if it refuses the source.
     """
-    version()
+    # What comes out of the cache that NVRTC shares with the driver since 12.9 comes without ptxas' report.
+    no_cache = ["-no-cache"] if version() >= (12, 9) else []
     from cupy.cuda import get_cuda_path
     from cupy_backends.cuda.libs import nvrtc
 
-    flags = [*options(folder), "-ftz=true", f"-arch=sm_{compute_capability}", "-Xptxas=-v", *_include_options(get_cuda_path())]
+    flags = [*options(folder), *no_cache, "-ftz=true", f"-arch=sm_{compute_capability}", "-Xptxas=-v"]
+    flags += _include_options(get_cuda_path())
     program = nvrtc.createProgram(source(kernel, folder), "instance.cu", (), ())
     try:
         nvrtc.addNameExpression(program, kernel.name_expression)

@@ -394,6 +394,12 @@ def test_two_processes_compile_at_once():
 
 
 @pytest.mark.gpu
+def test_resources_are_read_of_a_kernel_that_was_compiled_before():
+    """With a driver NVRTC keeps what it compiled, and would not report on it again: `tune` asks twice."""
+    assert compile_for(KERNEL, 90) == compile_for(KERNEL, 90)
+
+
+@pytest.mark.gpu
 def test_two_processes_share_an_empty_cache(tmp_path):
     """CuPy writes its disk cache by renaming whole files: two processes that meet a new kernel at once both get y right."""
     script = """
