@@ -19,7 +19,9 @@ struct RingWeights {
 
   Kept* in_smem;  // [smem_packs][threads_per_row], one for all rows of the block
   Kept in_registers[tile.packs_per_thread - smem_packs + (smem_packs == tile.packs_per_thread)];
+  Kept for_smem[smem_packs + 1];  // until they have arrived
 
+  // Starts the loads.
   __device__ __forceinline__ RingWeights(const Scale& scale, Slice cols, unsigned char* smem)
       : in_smem(reinterpret_cast<Kept*>(smem) + Shape::thread()) {
     if constexpr (!used) return;
@@ -28,11 +30,18 @@ struct RingWeights {
       Kept kept{};
       if (Shape::in_part(pack, cols)) kept = scale.template keep<tile.pack_size>(cols.first_col + Shape::col(pack));
       if (pack < smem_packs) {
-        if (Shape::group() == 0) in_smem[pack * tile.threads_per_row] = kept;
+        for_smem[pack] = kept;
       } else {
         in_registers[pack - smem_packs] = kept;
       }
     }
+  }
+  // Before ring_sync.
+  __device__ __forceinline__ void leave_in_smem() const {
+    if constexpr (!used) return;
+    if (Shape::group() > 0) return;
+#pragma unroll
+    for (int pack = 0; pack < smem_packs; ++pack) in_smem[pack * tile.threads_per_row] = for_smem[pack];
   }
   template <class Compute>
   __device__ __forceinline__ void unpack_to(int pack, Compute (&values)[tile.pack_size]) {
@@ -70,7 +79,22 @@ __device__ __forceinline__ void backward_ring(const Backward<LoadX, LoadDy, Scal
   const Slice cols = Shape::part(static_cast<int>(problem.num_cols));
   const Turns<tile> turns(problem.num_rows);
   const Ring ring(smem);
-  const Exchange<tile> exchange(smem + Ring::smem_bytes);
+  unsigned char* parameters = smem + (Ring::smem_bytes + Exchange<tile>::smem_bytes + 15) / 16 * 16;
+
+  // What the first row waits for comes first: behind the rows of all stages it would arrive microseconds later.
+  constexpr bool recomputes = StoreDx::recomputes;
+  RingWeights<Scale, tile, gradients.dx || recomputes> weights(problem.scale, cols, parameters);
+  typename StoreDx::Biases bias{};
+  if constexpr (recomputes) bias = problem.store.biases();
+  RingWeights<typename StoreDx::Biases, tile, recomputes> biases(bias, cols, parameters + decltype(weights)::smem_bytes);
+  const auto row_gradient = [&](unsigned turn) {
+    const long long row = min(turns.first_row + turn * turns.step, problem.num_rows - 1);
+    RowGradient<Compute> gradient{};
+    if constexpr (centered) gradient.mean = problem.mean[row];
+    gradient.rstd = problem.rstd[row];
+    return gradient;
+  };
+  RowGradient<Compute> gradient = row_gradient(0), next = row_gradient(1);
 
   RingStream<tile, X> x(problem.load_x.row_start(turns.first_row) + cols.first_col, problem.load_x.x_stride * turns.step);
   RingStream<tile, Dy> dy(problem.load_dy.row_start(turns.first_row) + cols.first_col, problem.load_dy.x_stride * turns.step);
@@ -88,20 +112,10 @@ __device__ __forceinline__ void backward_ring(const Backward<LoadX, LoadDy, Scal
   if (threadIdx.x % 32 == 0) {
     for (int slot = 0; slot < min(static_cast<unsigned>(tile.stages), turns.count); ++slot) fetch(slot);
   }
-  constexpr bool recomputes = StoreDx::recomputes;
-  unsigned char* parameters = smem + (Ring::smem_bytes + Exchange<tile>::smem_bytes + 15) / 16 * 16;
-  RingWeights<Scale, tile, gradients.dx || recomputes> weights(problem.scale, cols, parameters);
-  typename StoreDx::Biases bias{};
-  if constexpr (recomputes) bias = problem.store.biases();
-  RingWeights<typename StoreDx::Biases, tile, recomputes> biases(bias, cols, parameters + decltype(weights)::smem_bytes);
+  const Exchange<tile> exchange(smem + Ring::smem_bytes);
+  weights.leave_in_smem();
+  biases.leave_in_smem();
   Compute dweight[packs_per_thread][pack_size] = {}, dbias[packs_per_thread][pack_size] = {};
-  const auto row_gradient = [&](unsigned turn) {
-    const long long row = min(turns.first_row + turn * turns.step, problem.num_rows - 1);
-    RowGradient<Compute> gradient{};
-    if constexpr (centered) gradient.mean = problem.mean[row];
-    gradient.rstd = problem.rstd[row];
-    return gradient;
-  };
   ring_sync<tile>();
 
   constexpr int added_offset = RingOffset<tile, X>::part_bytes + RingOffset<tile, Dy>::part_bytes;  // in a slot
@@ -149,12 +163,17 @@ __device__ __forceinline__ void backward_ring(const Backward<LoadX, LoadDy, Scal
   };
 
   const Compute reciprocal = Compute(1) / static_cast<Compute>(problem.num_cols);
-  RowGradient<Compute> gradient = row_gradient(0), next = row_gradient(1);
-  if (turns.count > 0) add(0, gradient);
+  // Sums of the next row are on their way while this one is written, unless there is room for one row alone.
+  constexpr bool overlaps = tile.stages > 1;
+  if (overlaps && turns.count > 0) add(0, gradient);
   long long row = turns.first_row;
   for (unsigned turn = 0; turn < turns.count; ++turn) {
     const RowGradient<Compute> following = row_gradient(turn + 2);
-    if (turn + 1 < turns.count) add(turn + 1, next);
+    if constexpr (overlaps) {
+      if (turn + 1 < turns.count) add(turn + 1, next);
+    } else {
+      add(turn, gradient);
+    }
     if constexpr (gradients.dx) {
       exchange.wait(turn);
       Sum<Compute, 1> sum{};

@@ -1,13 +1,16 @@
 // cluster.cuh -- shared memory, the blocks of a cluster, their barrier, and the next kernel (PTX ISA: mapa, barrier.cluster,
-// griddepcontrol; sm_90+; before that the last two do nothing)
+// prefetch, griddepcontrol; sm_90+; before that the last two do nothing)
 //
 // dynamic_smem()            this block's dynamic shared memory, 128-byte aligned
 // cluster_rank()            this block's rank in its cluster
 // cluster_sync()            every thread of every block of the cluster; orders shared memory of all of them
 // cluster_map(at, rank)     the address of `at` in the shared memory of block `rank`
+// prefetch(array, size)     the threads of one block: has an array brought to the L2 cache, and goes on; null: absent
 // let_next_kernel_start()   a next kernel whose launch asked for it (Launch.overlaps) may start although this one still runs
 // await_former_kernel()     in such a kernel: until the one before has ended and all that it wrote is seen
 #pragma once
+
+__device__ __forceinline__ void prefetch(const void*, long long) {}
 
 #ifdef CUPYNORM_ON_CPU
 
@@ -20,6 +23,8 @@ template <class T>
 __device__ __forceinline__ T* cluster_map(T* at, unsigned rank) {
   return static_cast<T*>(on_cpu::cluster_map(at, rank));
 }
+template <class T>
+__device__ __forceinline__ void prefetch(const T*, long long) {}
 // Kernels run one after the other there.
 __device__ __forceinline__ void let_next_kernel_start() {}
 __device__ __forceinline__ void await_former_kernel() {}
@@ -43,6 +48,13 @@ __device__ __forceinline__ T* cluster_map(T* at, unsigned rank) {
   T* mapped;
   asm volatile("mapa.u64 %0, %1, %2;" : "=l"(mapped) : "l"(at), "r"(rank));
   return mapped;
+}
+template <class T>
+__device__ __forceinline__ void prefetch(const T* array, long long size) {
+  constexpr int line = 128 / sizeof(T);
+  for (long long at = static_cast<long long>(threadIdx.x) * line; at < size; at += blockDim.x * line) {
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(array + at));
+  }
 }
 __device__ __forceinline__ void let_next_kernel_start() {
   if constexpr (__CUDA_ARCH__ >= 900) asm volatile("griddepcontrol.launch_dependents;" ::: "memory");

@@ -24,8 +24,12 @@ struct Forward {
     if (rstd != nullptr) rstd[row] = statistics.rstd;
   }
 
-  // Every thread calls this first.
+  // Every thread calls this first. Weights and biases of rows that are not narrow are on their way while all wait for their
+  // rows, and not only when the first has been met.
+  template <Tile tile>
   __device__ __forceinline__ void start() const {
+    constexpr bool narrow = tile.packs_per_thread > 0 && tile.cols() < 512;
+    if (!narrow && blockIdx.x == 0) store.bring_near(num_cols);
     if constexpr (Store::quantizes) {
       if (blockIdx.x == 0 && threadIdx.x == 0) store.save_scale();
     }

@@ -10,7 +10,7 @@
 template <class Load, class Store, bool centered, Statistics statistics, Tile tile>
 __global__ void __launch_bounds__(tile.block_size(), tile.blocks_per_sm) forward_block(const Forward<Load, Store> problem) {
   using Compute = typename Load::Compute;
-  problem.start();
+  problem.template start<tile>();
   if constexpr (tile.stages > 0) {
     forward_ring<Load, Store, centered, statistics, tile>(problem, dynamic_smem());
   } else {

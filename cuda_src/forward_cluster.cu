@@ -13,7 +13,7 @@ template <class Load, class Store, bool centered, Statistics statistics, Tile ti
 __global__ void __cluster_dims__(tile.cluster_size, 1, 1) __launch_bounds__(tile.block_size(), tile.blocks_per_sm)
     forward_cluster(const Forward<Load, Store> problem) {
   using Compute = typename Load::Compute;
-  problem.start();
+  problem.template start<tile>();
   if constexpr (tile.stages > 0) {
     forward_ring<Load, Store, centered, statistics, tile>(problem, dynamic_smem());
   } else {

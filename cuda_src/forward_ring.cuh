@@ -60,6 +60,7 @@ __device__ __forceinline__ auto start_row(const Store& store) {
 
 template <class Load, class Store, bool centered, Statistics statistics, Tile tile>
 __device__ __forceinline__ void forward_ring(const Forward<Load, Store>& problem, unsigned char* smem) {
+  static_assert(tile.stages >= 2, "a row is used for the last time a turn after the next one is waited for");
   using Compute = typename Load::Compute;
   using Held = typename Load::Held;
   using Shape = RingShape<tile>;
@@ -67,11 +68,17 @@ __device__ __forceinline__ void forward_ring(const Forward<Load, Store>& problem
   const Ring ring(smem);
   constexpr bool has_rest = centered && statistics == Statistics::two_pass;
   using Sums = Exchange<tile, has_rest ? 3 : 2>;
-  const Sums exchange(smem + Ring::smem_bytes);
   const int num_cols = static_cast<int>(problem.num_cols);
   const Slice cols = Shape::part(num_cols);
   const Turns<tile> turns(problem.num_rows);
   const bool saves = Shape::thread() == 0 && (tile.cluster_size == 1 || cluster_rank() == 0);
+
+  // Ahead of the rows of all stages, behind which they would arrive microseconds later.
+  typename Store::template Kept<tile.pack_size> kept[tile.packs_per_thread];
+#pragma unroll
+  for (int pack = 0; pack < tile.packs_per_thread; ++pack) {
+    if (Shape::in_part(pack, cols)) kept[pack] = problem.store.template keep<tile.pack_size>(cols.first_col + Shape::col(pack));
+  }
 
   RingStream<tile, Held> streams[Load::num_streams];
 #pragma unroll
@@ -89,11 +96,7 @@ __device__ __forceinline__ void forward_ring(const Forward<Load, Store>& problem
   if (threadIdx.x % 32 == 0) {
     for (int slot = 0; slot < min(static_cast<unsigned>(tile.stages), turns.count); ++slot) fetch(slot);
   }
-  typename Store::template Kept<tile.pack_size> kept[tile.packs_per_thread];
-#pragma unroll
-  for (int pack = 0; pack < tile.packs_per_thread; ++pack) {
-    if (Shape::in_part(pack, cols)) kept[pack] = problem.store.template keep<tile.pack_size>(cols.first_col + Shape::col(pack));
-  }
+  const Sums exchange(smem + Ring::smem_bytes);
   ring_sync<tile>();
 
   const auto in_slot = [&](int slot, bool is_ahead) {

@@ -8,7 +8,7 @@
 template <class Load, class Store, bool centered, Statistics statistics, Tile tile>
 __global__ void __launch_bounds__(tile.block_size(), tile.blocks_per_sm) forward_uncached(const Forward<Load, Store> problem) {
   using Compute = typename Load::Compute;
-  problem.start();
+  problem.template start<tile>();
   BlockReduce<tile.threads_per_row, Compute> reduce(dynamic_smem());
 
   for (long long row = blockIdx.x; row < problem.num_rows; row += gridDim.x) {

@@ -26,10 +26,9 @@ __device__ __forceinline__ void forward_bundles(const Forward<Load, Store>& prob
     kept[pack / 2] = problem.store.template keep_two<pack_size>(col_of(pack), col_of(pack + 1));
   }
   const auto take = [&](const unsigned char* slot, int part, long long first_row, int num_rows, int turns) {
-    using Y = typename Store::Added;
     const auto* const rows = x.in(slot, part, first_row);
-    Y* const y = problem.store.y + first_row * num_cols;
-    Y* const results = result_image(reinterpret_cast<const Y*>(rows), y);
+    auto* const y = problem.store.y + first_row * num_cols;
+    auto* const results = result_image(reinterpret_cast<decltype(y)>(const_cast<typename Load::Held*>(rows)), y);
     Store store = problem.store;
 #pragma unroll 1
     for (int turn = 0; turn < turns; ++turn) {
@@ -75,7 +74,7 @@ __global__ void __launch_bounds__(tile.block_size(), tile.blocks_per_sm) forward
     forward_bundles<Load, Store, centered, statistics, tile>(problem, dynamic_smem());
     return;
   }
-  problem.start();
+  problem.template start<tile>();
   WarpReduce<tile.threads_per_row> reduce;
   const long long step = static_cast<long long>(gridDim.x) * tile.rows_per_block;
 

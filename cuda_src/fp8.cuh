@@ -227,6 +227,10 @@ struct QuantizeStore {
   __device__ __forceinline__ Kept<pack_size> keep(long long col) const {
     return {{weight, col}, {bias, col}};
   }
+  __device__ __forceinline__ void bring_near(long long num_cols) const {
+    prefetch(weight, num_cols);
+    prefetch(bias, num_cols);
+  }
 
   __device__ __forceinline__ OfRow start_row(bool present) const {
     OfRow of_row{present};

@@ -11,6 +11,7 @@
 //          normalized, of backward: whether what is loaded is x_hat, not x
 // store    store(row, col, values): values are in the compute type; applies what belongs to the output, rounds once
 //          keep(col) -> Kept, for store(row, col, values, kept, present) in many rows; nothing is written if not present
+//          bring_near(num_cols), of forward, by one block: what keep(col) will load
 //          of backward: adds: whether a tensor of Added is added, whose rows a copy engine may fetch: added_start(row),
 //          added_stride(); store(row, col, values, fetched)
 //          quantizes, of forward: whether it is one of fp8.cuh, which keep more from pack to pack
@@ -21,6 +22,7 @@
 //
 // Offsets are 64-bit everywhere. `void` for a parameter's type means that it is absent.
 #pragma once
+#include "cluster.cuh"
 #include "dropout.cuh"
 #include "pack.cuh"
 
@@ -282,6 +284,10 @@ struct Store : WritesDxAlone {
   __device__ __forceinline__ Kept<pack_size> keep(long long col) const {
     return {{weight, col}, {bias, col}};
   }
+  __device__ __forceinline__ void bring_near(long long num_cols) const {
+    prefetch(weight, num_cols);
+    prefetch(bias, num_cols);
+  }
   // Of two packs that lie apart: lone elements of 16 bits would take a register each.
   template <int pack_size>
   __device__ __forceinline__ Kept<2 * pack_size> keep_two(long long col, long long other_col) const {
@@ -351,6 +357,7 @@ struct Store<void, void, void, zero_centered, void> {
   __device__ __forceinline__ Kept<pack_size> keep(long long) const {
     return {};
   }
+  __device__ __forceinline__ void bring_near(long long) const {}
   template <int pack_size, class Compute>
   __device__ __forceinline__ void store(long long, long long, const Compute (&)[pack_size], const Kept<pack_size>&,
                                         bool = true) const {}
@@ -377,6 +384,10 @@ struct TwoStores {
   template <int pack_size>
   __device__ __forceinline__ Kept<pack_size> keep(long long col) const {
     return {first.template keep<pack_size>(col), second.template keep<pack_size>(col)};
+  }
+  __device__ __forceinline__ void bring_near(long long num_cols) const {
+    first.bring_near(num_cols);
+    second.bring_near(num_cols);
   }
 
   template <int pack_size, class Compute>

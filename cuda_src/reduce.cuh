@@ -18,11 +18,12 @@ struct Sum {
   }
 };
 
-// Butterfly over groups of `threads` neighbouring lanes; all 32 lanes of the warp must call it.
+// Butterfly over groups of `threads` neighbouring lanes; all 32 lanes of the warp must call it. The farthest lanes first: so a
+// thread adds up its packs as well (PackSums in statistics.cuh).
 template <int threads, class Value>
 __device__ __forceinline__ Value warp_reduce(Value value) {
 #pragma unroll
-  for (int distance = 1; distance < threads; distance *= 2) {
+  for (int distance = threads / 2; distance > 0; distance /= 2) {
     Value other;
 #pragma unroll
     for (int at = 0; at < Value::size; ++at) other.part[at] = __shfl_xor_sync(0xffffffffu, value.part[at], distance);

@@ -16,8 +16,6 @@
 
 template <Tile tile>
 struct RingShape {
-  static_assert(tile.stages == 0 || tile.stages >= 2,
-                "a row is used for the last time a turn after the next one is waited for");
   static constexpr int num_warps = tile.threads_per_row / 32;  // that share a row
   static constexpr int part_cols = tile.pack_size * 32 * tile.packs_per_thread;
 

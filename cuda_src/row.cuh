@@ -4,9 +4,10 @@
 // SmemRow       a slice of the row in this block's shared memory
 // GlobalRow     nowhere: each pass reads it again
 // The first two keep the type that holds the row exactly, and unpack it in each pass.
-// All have has_exact_sums, whether sums of values of one size are exact, and for_each_pack(f): f(col, values) for each pack
-// that this thread owns, always in the same order, and for_each_pack_or_none(f): f(col, values, in_row), also for packs beyond
-// the row, whose values are any. f selects where a branch would keep the compiler from mixing the packs.
+// All have has_exact_sums, whether sums of values of one size are exact, num_packs of PackSums in statistics.cuh, and
+// for_each_pack(f): f(col, values) for each pack that this thread owns, always in the same order, and for_each_pack_or_none(f):
+// f(col, values, in_row), also for packs beyond the row, whose values are any. f selects where a branch would keep the compiler
+// from mixing the packs.
 #pragma once
 #include "pack.cuh"
 #include "tile.cuh"
@@ -61,8 +62,8 @@ constexpr int most_exact_cols = is_same<Held, __nv_bfloat16> ? 1 << 16
 template <class Load, Tile tile>
 struct RegisterRow {
   using Compute = typename Load::Compute;
-  static constexpr bool has_exact_sums =
-      tile.pack_size * tile.threads_per_row * tile.packs_per_thread * tile.cluster_size <= most_exact_cols<typename Load::Held>;
+  static constexpr bool has_exact_sums = tile.cols() <= most_exact_cols<typename Load::Held>;
+  static constexpr int num_packs = tile.threads_per_row <= 32 && tile.pack_size > 1 && !tile.bundle ? tile.packs_per_thread : 0;
   // Beyond 32 elements a thread, or 64 where it may have 128 registers, the unpacked values of 16-bit types would not fit.
   static constexpr int most_unpacked = tile.blocks_per_sm * tile.block_size() <= 512 ? 64 : 32;
   static constexpr bool unpack_each_pass = tile.pack_size * tile.packs_per_thread > most_unpacked;
@@ -133,6 +134,7 @@ struct RegisterRow {
 template <class Held, class Compute, Tile tile>
 struct SmemRow {
   static constexpr bool has_exact_sums = false;
+  static constexpr int num_packs = 0;
 
   Held* held;
   int first_col = 0;
@@ -177,6 +179,7 @@ template <class Load, Tile tile>
 struct GlobalRow {
   using Compute = typename Load::Compute;
   static constexpr bool has_exact_sums = false;
+  static constexpr int num_packs = 0;
 
   const Load& load;
   long long row;

@@ -91,6 +91,40 @@ struct Moments {
   }
 };
 
+// Adds up what the packs of a thread give, of a row that a warp or part of one owns in the order in which twice as many lanes
+// with half as many packs each would: even packs, odd packs, and so on within both. So lanes may be more where rows are few,
+// and every bit stays. Value: a Sum. num_packs: 0 where they are not known, or are added one after the other.
+template <class Value, int num_packs>
+struct PackSums {
+  Value of_pack[num_packs];
+  int pack = 0;
+
+  __device__ __forceinline__ void add(const Value& value) { of_pack[pack++] = value; }
+  __device__ __forceinline__ Value total() const { return total_of<0, 1, num_packs>(); }
+
+ private:
+  template <int first, int step, int count>
+  __device__ __forceinline__ Value total_of() const {
+    if constexpr (count % 2 == 0) {
+      Value total = total_of<first, 2 * step, count / 2>();
+      total.merge(total_of<first + step, 2 * step, count / 2>());
+      return total;
+    } else {
+      Value total = of_pack[first];
+#pragma unroll
+      for (int at = 1; at < count; ++at) total.merge(of_pack[first + at * step]);
+      return total;
+    }
+  }
+};
+template <class Value>
+struct PackSums<Value, 0> {
+  Value sum{};
+
+  __device__ __forceinline__ void add(const Value& value) { sum.merge(value); }
+  __device__ __forceinline__ Value total() const { return sum; }
+};
+
 // Without a mean, from the sum of squares.
 template <class Compute>
 __device__ __forceinline__ RowStatistics<Compute> uncentered(Compute squares, Compute reciprocal, double eps) {
@@ -112,42 +146,44 @@ __device__ __forceinline__ RowStatistics<Compute> corrected(Compute first, const
   return {first + correction, rstd, first, -correction * rstd};
 }
 
-// `row` has for_each_pack(f) and for_each_pack_or_none(f), as in row.cuh.
+// `row` has for_each_pack(f), for_each_pack_or_none(f) and num_packs, as in row.cuh.
 template <bool centered, Statistics statistics, class Compute, class Row, class Reduce>
 __device__ __forceinline__ RowStatistics<Compute> row_statistics(Row& row, Reduce& reduce, long long num_cols, double eps) {
   const Compute count = static_cast<Compute>(num_cols);
   const Compute reciprocal = Compute(1) / count;
   if constexpr (!centered) {
-    Sum<Compute, 1> squares{};
+    PackSums<Sum<Compute, 1>, Row::num_packs> squares;
     row.for_each_pack_or_none([&](long long, const auto& values, bool in_row) {
       const Compute found = squares_of(values);
-      squares.part[0] += in_row ? found : Compute(0);
+      squares.add({{in_row ? found : Compute(0)}});
     });
-    return uncentered(reduce.all(squares).part[0], reciprocal, eps);
+    return uncentered(reduce.all(squares.total()).part[0], reciprocal, eps);
   } else if constexpr (statistics == Statistics::two_pass) {
-    Sum<Compute, 1> total{};
+    PackSums<Sum<Compute, 1>, Row::num_packs> sums;
     row.for_each_pack_or_none([&](long long, const auto& values, bool in_row) {
       const Compute found = sum_of(values);
-      total.part[0] += in_row ? found : Compute(0);
+      sums.add({{in_row ? found : Compute(0)}});
     });
-    total = reduce.all(total);
+    const Sum<Compute, 1> total = reduce.all(sums.total());
     const Compute first = divide(total.part[0], count, reciprocal);
     // Where the sum is exact, what the mean lacks is what the division leaves.
     constexpr bool correct = !Row::has_exact_sums;
-    Sum<Compute, correct ? 2 : 1> deviations{};
+    using Deviations = Sum<Compute, correct ? 2 : 1>;
+    PackSums<Deviations, Row::num_packs> of_packs;
     row.for_each_pack_or_none([&](long long, const auto& values, bool in_row) {
       constexpr int pack_size = sizeof(values) / sizeof(Compute);
       Compute centered_values[pack_size];
 #pragma unroll
       for (int at = 0; at < pack_size; ++at) centered_values[at] = values[at] - first;
       const Compute squares = squares_of(centered_values);
-      deviations.part[0] += in_row ? squares : Compute(0);
+      Deviations found{{in_row ? squares : Compute(0)}};
       if constexpr (correct) {
         const Compute sum = sum_of(centered_values);
-        deviations.part[correct] += in_row ? sum : Compute(0);
+        found.part[correct] = in_row ? sum : Compute(0);
       }
+      of_packs.add(found);
     });
-    deviations = reduce.all(deviations);
+    const Deviations deviations = reduce.all(of_packs.total());
     const Compute rest = correct ? deviations.part[correct] : fma(-first, count, total.part[0]);
     return corrected(first, {{rest, deviations.part[0]}}, count, eps);
   } else {

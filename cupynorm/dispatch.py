@@ -3,7 +3,7 @@ Pure Python, no GPU needed.
 
 The table is read from top to bottom: the first strategy wins that is wide enough for the row and knows none that is faster; the
 last takes any row.
-num_rows changes the grid, never the arithmetic of a row.
+num_rows changes the grid, and how many threads share a row where rows are few, never a bit of a row's results.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from .strategies import (
     can_ring,
     ceil_div,
     cols_of_slice,
+    for_few_rows,
     queued_bundles,
     scales_at_once,
     smem_bytes_of,
@@ -70,6 +71,7 @@ class Choice:
     parameters_kernel: Kernel | None
     reason: str
     amax_kernel: Kernel | None = None  # which comes before it, where scales are not found at once
+    by_dispatch: bool = False  # whether the tile is neither a caller's nor from a table, so that few rows may get another
 
 
 def _cpp(name: str | None) -> str:
@@ -203,10 +205,15 @@ def _check_tile(problem: Problem, strategy: str, tile: Tile, device: Device) -> 
         )
     if tile.bundle:
         _check_bundle(problem, strategy, tile, device)
-    elif tile.stages and (tile.stages < 2 or not tile.packs_per_thread or strategy not in ("block", "cluster")):
+    elif tile.stages and (
+        tile.stages < 1 + (problem.forward or tile.rows_per_block > 1)
+        or not tile.packs_per_thread
+        or strategy not in ("block", "cluster")
+    ):
         raise ValueError(
-            f"tile has stages {tile.stages} and packs_per_thread {tile.packs_per_thread}; a ring has 2 or more stages and 1 or "
-            "more packs, and belongs to strategy 'block' or 'cluster'"
+            f"tile has stages {tile.stages}, rows_per_block {tile.rows_per_block}, packs_per_thread {tile.packs_per_thread}; "
+            "a ring has 2 or more stages, or backward 1 for one row a block, and 1 or more packs, and belongs to strategy "
+            "'block' or 'cluster'"
         )
     if tile.stages and not tile.bundle and not can_ring(replace(problem, pack_limit=tile.pack_size), device):
         raise ValueError(
@@ -275,6 +282,7 @@ def choose(
         raise ValueError("tile is given without strategy; a tile belongs to one strategy, so name it too")
 
     reason = "as asked for"
+    by_dispatch = tile is None
     if strategy is not None:
         row = STRATEGIES[strategy]
         if device.compute_capability < row.first_capability:
@@ -314,7 +322,7 @@ def choose(
     parameters_tile, parameters_kernel = (None, None) if problem.forward else _parameters_kernel(problem, strategy)
     return Choice(
         strategy, tile, statistics, kernel, smem_bytes, max(1, resident), parameters_tile, parameters_kernel, reason,
-        amax_kernel,
+        amax_kernel, by_dispatch,
     )  # fmt: skip
 
 
@@ -428,6 +436,10 @@ def make_plan(
     """The plan of one problem on one device. ValueError: strategy, tile or statistics unknown or not fitting, or an
     sm_margin that leaves no multiprocessor."""
     choice = choose(problem, device, strategy, tile, statistics)
+    if choice.by_dispatch:
+        few = for_few_rows(problem, device, choice.strategy, choice.tile, num_rows, choice.statistics)
+        if few != choice.tile:
+            choice = replace(choose(problem, device, choice.strategy, few, statistics), reason=choice.reason)
     if not 0 <= sm_margin < device.num_sms:
         raise ValueError(
             f"sm_margin is {sm_margin}; {device.name} has {device.num_sms} multiprocessors, so 0 to {device.num_sms - 1} can "

@@ -189,6 +189,19 @@ def ceil_div(value: int, step: int) -> int:
     return -(-value // step)
 
 
+def _wants_two_blocks(problem: Problem, device: Device) -> bool:
+    """Whether a wide float32 row forward waits in registers only if those of two blocks fit: so it is faster than in a ring,
+    in one block slower (H200, 10,240 columns 0.99 in two, 0.95 in a ring; 14,336 columns 0.97, 0.95, and 0.85 in one)."""
+    fused = problem.residual or problem.input or problem.scaling or problem.y1 or problem.round_x_hat or problem.dropout
+    plain = problem.forward and problem.x == "float32" and problem.widest_pack == 4 and not fused and not problem.row_scale
+    return (
+        plain
+        and problem.weight != "float64"
+        and device.compute_capability >= 90
+        and problem.num_cols > _RING_FROM["forward"][4]
+    )
+
+
 def _registers(problem: Problem, device: Device, tile: Tile) -> int:
     """Registers of a thread that keeps its part of a row, with no spills: fitted to what ptxas reports, which tests hold.
 
@@ -234,6 +247,8 @@ def _registers(problem: Problem, device: Device, tile: Tile) -> int:
         per_element = 1.25 if DTYPES[problem.x].itemsize > 2 else 1.15 if elements > 40 and not fills else 1.0
         extra = 8 * (problem.residual + wide_weight) + fused
         fixed = 32 if fits else 40
+        if _wants_two_blocks(problem, device):
+            return max(48, 24 + 5 * elements // 4)
         if tile.rows_per_block > 1 and elements > 32:
             fixed = 54 + (2 * tile.packs_per_thread if tile.pack_size < 8 else 0)
         extra += 8 * (elements >= 32 and not newer and not tile.exact)
@@ -316,6 +331,10 @@ def _register_tile(
         long = elements > max(max_elements, pack_size)
         if blocks_per_sm == 0 or (long and not (may_be_long and _may_keep_more(tile))):
             continue
+        if cluster_size == 1 and _wants_two_blocks(problem, device):
+            if blocks_per_sm < 2:
+                continue
+            blocks_per_sm = 2  # three are slower (9216 columns, 384 threads: 0.99 in two, 0.98 in three)
         tile = replace(tile, blocks_per_sm=blocks_per_sm)
         in_flight = blocks_per_sm * rows_per_block * num_cols * itemsize
         enough = in_flight >= _ENOUGH_BYTES[itemsize]
@@ -495,6 +514,30 @@ def _warp_gives_way(problem: Problem, device: Device, tile: Tile) -> bool:
     return not tile.bundle and _wants_ring(problem, tile) and _ring_tile(problem, device, (1,)) is not None
 
 
+def for_few_rows(problem: Problem, device: Device, strategy: str, tile: Tile, num_rows: int, statistics: str) -> Tile:
+    """The tile, or one that gives few rows the same bits sooner: more lanes a row, whose sums the kernels form in one order
+    (PackSums in cuda_src/statistics.cuh), and more rows a block, as blocks of few threads only take longer to start.
+
+    Few: all are on the multiprocessors at once, in 32 warps of each at most. H200, bf16, RMSNorm: 8192 x 128 5.3 us on 8 or 16
+    lanes in blocks of 256 threads, 6.4 on 4 lanes in blocks of 64; 4096 x 512 6.2 on 32 lanes and 256 threads, 7.4 on 16, 64.
+    """
+    if not problem.forward or strategy != "warp" or tile.stages or problem.scaling:
+        return tile
+    most_lanes = min(32, 32 * 32 * device.num_sms // max(num_rows, 1))
+    few = tile
+    if tile.pack_size > 1 and (statistics == "two_pass" or not problem.centered):
+        while few.packs_per_thread % 2 == 0 and 2 * few.threads_per_row <= most_lanes:
+            few = replace(few, threads_per_row=2 * few.threads_per_row, packs_per_thread=few.packs_per_thread // 2)
+    for block_size in (256, 128, tile.block_size):
+        rows = block_size // few.threads_per_row
+        fitting = replace(few, rows_per_block=rows, blocks_per_sm=1)
+        fitting = replace(fitting, blocks_per_sm=_blocks_per_sm(problem, device, fitting))
+        blocks = ceil_div(num_rows, rows)
+        if 2 * device.num_sms <= blocks <= fitting.blocks_per_sm * device.num_sms:
+            return fitting
+    return fitting if fitting.blocks_per_sm and few != tile else tile
+
+
 def reduce_bytes(problem: Problem, threads_per_row: int, cluster_size: int = 1) -> int:
     """Shared memory of BlockReduce (cluster_size 1) or ClusterReduce, as in cuda_src/reduce.cuh."""
     itemsize = DTYPES[problem.compute].itemsize
@@ -566,10 +609,11 @@ _RING_THREADS = 384
 # Backward it keeps their sums of dweight and dbias, two registers
 # each: 64 are for rows that no cluster holds otherwise (262,144 columns 0.91).
 _RING_ELEMENTS, _MOST_RING_ELEMENTS = {"forward": 64, "backward": 56}, 64
-# Bytes on their way to a multiprocessor, the rows in use included, by itemsize of x: backward of 262,144 columns 0.81 with 128
-# KB, 0.91 with 192 KB; of 131,072 0.86 with 128 KB, 0.91 with 96 KB; float32, 65,536 columns 0.99 with 128 KB, 0.98 with 192
-# KB.
-_RING_BYTES = {"forward": {2: 96 * 1024, 4: 160 * 1024}, "backward": {2: 96 * 1024, 4: 128 * 1024}}
+# Bytes on their way to a multiprocessor, the rows in use included, by itemsize of x: backward of float32, 65,536 columns 0.99
+# with 128 KB, 0.98 with 192 KB. Of 16 bits the most, in 3 to 5 stages: 4096 columns 0.97 with 3 stages of 32 KB and 1.00 with
+# 4, 7168 0.96 with 3 of 28 KB and 1.01 with 5, but 8960 0.98 with 3 of 35 KB and 0.96 with 4. Of lone elements, and on clusters
+# of 2 and 16, more are slower (1023 columns 0.92 with 3, 0.88 with 4; 16,384 0.96 and 0.94; 131,072 0.91 and 0.88).
+_RING_BYTES = {"forward": {2: 96 * 1024, 4: 160 * 1024}, "backward": {2: 140 * 1024, 4: 128 * 1024}}
 # Rows of 16-bit elements are bound by instructions unless the four parts of a multiprocessor have as many warps each. The rate
 # of a tile counts elements in the time of one element, where a row costs a thread as much as 10 elements beside its own, more
 # in a cluster. Backward, 6 warps of 32 elements 0.84, 9 of 24 0.79, 7 of 32 0.94, 8 of 24 or 32 and 4 of 56 0.98; forward, 11
@@ -627,8 +671,8 @@ def _wants_ring(problem: Problem, registers: Tile | None) -> bool:
         first = min(first, _UNEVEN_RING_FROM)
     # Blocks with enough in flight (bf16: 8960 columns 0.97, in a ring 0.93; 13,312 columns 0.93 and 0.86; two blocks: 16,384
     # columns 0.95 and 0.94, 18,432 columns 0.99 and 0.98).
-    fewest = 2 if registers and registers.exact else 3
-    if problem.forward and registers and registers.blocks_per_sm >= fewest and itemsize == 2 and not problem.residual:
+    fewest = 2 if registers and (registers.exact or itemsize > 2) else 3
+    if problem.forward and registers and registers.blocks_per_sm >= fewest and not problem.residual:
         in_flight = registers.blocks_per_sm * registers.rows_per_block * problem.num_cols * itemsize
         if in_flight >= 60 * 1024 and problem.num_cols >= 0.95 * registers.cols:
             return False
@@ -658,10 +702,16 @@ def _ring_tile(problem: Problem, device: Device, cluster_sizes: tuple[int, ...])
     if not can_ring(problem, device):
         return None
     tile = _best_ring(problem, device, cluster_sizes, _RING_ELEMENTS[problem.direction])
-    return tile or _best_ring(problem, device, [size for size in cluster_sizes if size >= 16], _MOST_RING_ELEMENTS)
+    largest = [size for size in cluster_sizes if size >= 16]
+    tile = tile or _best_ring(problem, device, largest, _MOST_RING_ELEMENTS)
+    # Backward, one row that fills the shared memory (float32, 262,144 columns: 0.76, read again from memory 0.42).
+    return tile or (None if problem.forward else _best_ring(problem, device, largest, _MOST_RING_ELEMENTS, stages=1))
 
 
-def _best_ring(problem: Problem, device: Device, cluster_sizes: Iterable[int], most_elements: int) -> Tile | None:
+def _best_ring(
+    problem: Problem, device: Device, cluster_sizes: Iterable[int], most_elements: int, stages: int | None = None
+) -> Tile | None:
+    """stages: None, or how many there are to be."""
     score_of = _forward_ring_score if problem.forward else _backward_ring_score
     pack_size = problem.widest_pack
     best, best_score = None, None
@@ -685,21 +735,29 @@ def _best_ring(problem: Problem, device: Device, cluster_sizes: Iterable[int], m
                 # which leaves one partial row.
                 rows_per_block, blocks_per_sm = (1, rows) if problem.forward else (rows, 1)
                 tile = Tile(pack_size, threads_per_row, packs_per_thread, rows_per_block, cluster_size, blocks_per_sm, exact)
-                tile = _with_stages(problem, device, tile, rows)
+                tile = _with_stages(problem, device, tile, rows, stages)
                 score = score_of(problem, tile) if tile else None
                 if tile and (best is None or score > best_score):
                     best, best_score = tile, score
     return best
 
 
-def _with_stages(problem: Problem, device: Device, tile: Tile, rows: int) -> Tile | None:
-    """The tile with as many stages as are wanted and fit, or None if 2 do not."""
+def _with_stages(problem: Problem, device: Device, tile: Tile, rows: int, stages: int | None) -> Tile | None:
+    """The tile with as many stages as are wanted and fit, or None if 2 do not; or with those that are given, if they fit."""
     itemsize = DTYPES[problem.x].itemsize
     slot_bytes = tile.cols * sum(_streamed(problem))
     most_bytes = min(device.smem_per_block, device.smem_per_sm // tile.blocks_per_sm - 1024)
-    stages = max(3 if itemsize == 2 else 2, min(ceil_div(_RING_BYTES[problem.direction][itemsize] // rows, slot_bytes), 4))
+    if stages is not None:
+        staged = replace(tile, stages=stages)
+        return staged if rows == 1 and _ring_bytes(problem, staged) <= most_bytes else None
+    wanted, turn_bytes = _RING_BYTES[problem.direction][itemsize], slot_bytes * rows
     if problem.forward:
-        stages = min(stages, 3)
+        stages = min(ceil_div(wanted, turn_bytes), 3)
+    elif itemsize == 2:
+        stages = 3 if tile.pack_size == 1 or tile.cluster_size in (2, 16) else min(wanted // turn_bytes, 5)
+    else:
+        stages = min(ceil_div(wanted, turn_bytes), 4)
+    stages = max(stages, 3 if itemsize == 2 else 2)
     stages = min(stages, most_bytes // (slot_bytes * tile.rows_per_block))  # before the smaller parts of a ring
     fitting = (replace(tile, stages=count) for count in range(stages, 1, -1))
     return next((staged for staged in fitting if _ring_bytes(problem, staged) <= most_bytes), None)

@@ -56,6 +56,7 @@ def cases() -> list[Case]:
     every += [Case("layer_norm", num_rows, num_cols, "bfloat16") for num_rows, num_cols in ((300, 2049), (60, 33333))]
     every += [Case("layer_norm", 300, num_cols, "bfloat16", recompute=True) for num_cols in (1023, 1024, 12288)]
     # Rows in the registers of clusters of 2 to 16 blocks, and (200001 and 262144 backward) beyond them.
+    every += [Case("layer_norm", 9, num_cols, "float32") for num_cols in (200_000, 230_001)]  # one row fills a ring
     every += [Case("layer_norm", 2, num_cols, "bfloat16") for num_cols in (20000, 40000, 66000, 131072, 200001, 262144)]
     for strategy, sizes in (("block", (1,)), ("cluster", (2, 16))):
         for cluster_size in sizes:

@@ -812,6 +812,25 @@ def test_a_row_is_the_same_alone_and_in_a_batch_on_a_gpu(dtype, strategy, num_ro
     assert_rows_alone_are_rows_of_a_batch(problem, GpuCheckMachine(), {0, num_rows // 2, num_rows - 1})
 
 
+@pytest.mark.parametrize("num_cols", [16, 24, 32, 64, 96, 128, 160, 250, 256, 320, 500, 512, 640])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float64"])
+@pytest.mark.parametrize("name", NORMS)
+def test_few_rows_get_the_bits_that_many_rows_get_from_fewer_lanes(name, dtype, num_cols, where):
+    num_rows = 5
+    problem = replace(problem_of("forward", dtype, name == "layer_norm", dispatch.pack_limit(num_cols, ())), num_cols=num_cols)
+    of_many = dispatch.choose(problem, where.device)
+    of_few = dispatch.make_plan(problem, where.device, num_rows).tile
+    in_a_warp = of_many.strategy == "warp" and not of_many.tile.bundle
+    if in_a_warp and of_many.tile.packs_per_thread % 2 == 0 and of_many.tile.threads_per_row < 32:
+        assert of_few.threads_per_row > of_many.tile.threads_per_row
+    assert of_few.cols == of_many.tile.cols
+    case = Case(name, num_rows, num_cols, dtype)
+    forced = replace(case, strategy=of_many.strategy, tile=of_many.tile)
+    few, many = (run_kernels(replace(random_problem(case, seed=num_cols), case=each), where) for each in (case, forced))
+    for tensor in {"y", "mean", "rstd"} & set(few):
+        assert few[tensor].tobytes() == many[tensor].tobytes(), tensor
+
+
 # -- rows that come and go in bundles --------------------------------------------------------------------
 
 # The options of a call.
@@ -981,6 +1000,29 @@ def test_ring(ring, turns, small, tile_of_backward):
     for plan in plans:
         taken = -(-case.num_rows // (plan.launches[0].grid_size // tile.cluster_size * tile.rows_per_block))
         assert max(1, turns - 1) <= taken <= turns
+    if isinstance(small, CpuMachine):
+        for seed in SEEDS:
+            assert identical(results, run_kernels(random_problem(case), CpuMachine(SMALL, seed=seed))), f"seed {seed}"
+
+
+# Backward, where one row fills the shared memory.
+ONE_ROW_RINGS = {
+    "block": ("layer_norm", "float32", 470, Tile(4, 96, 5, stages=1)),
+    "block that is filled": ("rms_norm", "bfloat16", 512, Tile(8, 64, 8, exact=1, stages=1)),
+    "cluster of single elements": ("layer_norm", "float32", 1301, Tile(1, 96, 4, cluster_size=4, stages=1)),
+    "cluster whose last warp has a part": ("layer_norm", "float16", 1100, Tile(8, 64, 9, cluster_size=2, stages=1)),
+    "cluster of 16": ("layer_norm", "float32", 8192, Tile(4, 32, 16, cluster_size=16, exact=1, stages=1)),
+}
+
+
+@pytest.mark.parametrize("turns", [1, 2, 7])
+@pytest.mark.parametrize("ring", ONE_ROW_RINGS)
+def test_ring_of_one_row(ring, turns, small, tile_of_backward):
+    norm, dtype, packs, tile = ONE_ROW_RINGS[ring]
+    plans = tile_of_backward(tile)
+    case = replace(ring_case(norm, rows_of_turns(small, tile, turns), dtype, packs, tile), tile=None)
+    results = check(case, small)
+    assert plans[1].tile == tile
     if isinstance(small, CpuMachine):
         for seed in SEEDS:
             assert identical(results, run_kernels(random_problem(case), CpuMachine(SMALL, seed=seed))), f"seed {seed}"

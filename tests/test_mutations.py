@@ -151,6 +151,7 @@ class Mutation:
     new: str
     case: Case
     center: float = 0.0
+    backward: Tile | None = None
 
 
 MUTATIONS = {
@@ -172,8 +173,12 @@ MUTATIONS = {
     "shuffle that names too few lanes": Mutation(
         "reduce.cuh", "__shfl_xor_sync(0xffffffffu", "__shfl_xor_sync(0x7fffffffu", WARP
     ),
+    "packs of a thread that are added up with some left out": Mutation(
+        "statistics.cuh", "total_of<first + step, 2 * step, count / 2>", "total_of<first, 2 * step, count / 2>",
+        Case("rms_norm", 9, 64, "float32", strategy="warp", tile=Tile(4, 4, 4, 8, exact=1)),
+    ),
     "shuffle over half of the lanes": Mutation(
-        "reduce.cuh", "distance < threads; distance *= 2", "distance < threads / 2; distance *= 2", WARP
+        "reduce.cuh", "distance = threads / 2; distance > 0", "distance = threads / 4; distance > 0", WARP
     ),
     "cluster forward in registers that does not wait for its peers to run": Mutation(
         "forward_cluster.cu", "if (!peers_run) cluster_sync();", "", CLUSTER
@@ -362,6 +367,10 @@ def ring_mutations() -> dict[str, Mutation]:
         "ring of a cluster that only synchronises its blocks": Mutation(
             "ring.cuh", "    cluster_sync();", "    __syncthreads();", CLUSTER_RING
         ),
+        "ring of one row that adds the next one up": Mutation(
+            "backward_ring.cuh", "      add(turn, gradient);", "      add(turn, next);", RING,
+            backward=replace(RING.tile, stages=1),
+        ),
     }  # fmt: skip
 
 
@@ -370,10 +379,15 @@ MUTATIONS |= ring_mutations()
 
 @pytest.fixture
 def same_tile_backward(tile_of_backward):
-    """Backward of a case takes the tile of forward, too; but a block's backward has no rows in shared memory."""
-    return lambda case: tile_of_backward(
-        case.tile if case.tile and (case.tile.packs_per_thread or case.strategy == "cluster") else None
-    )
+    """Backward of a mutation's case takes the tile of forward, too, unless it names its own; but a block's backward has no rows
+    in shared memory."""
+
+    def give(case: Case, backward: Tile | None) -> list:
+        if backward is None and case.tile and (case.tile.packs_per_thread or case.strategy == "cluster"):
+            backward = case.tile
+        return tile_of_backward(backward)
+
+    return give
 
 
 @pytest.mark.parametrize("name", MUTATIONS)
@@ -381,14 +395,14 @@ def test_mutation_is_seen(name, tmp_path, same_tile_backward):
     mutation = MUTATIONS[name]
     folder = copy_of_sources(tmp_path / "cuda_src")
     mutate(folder, mutation.file, mutation.old, mutation.new)
-    same_tile_backward(mutation.case)
+    same_tile_backward(mutation.case, mutation.backward)
     assert sees_a_bug(folder, mutation.case, mutation.center)
 
 
 def test_sources_as_they_are_pass(tmp_path, same_tile_backward):
     folder = copy_of_sources(tmp_path / "cuda_src")
-    for case, center in {(mutation.case, mutation.center) for mutation in MUTATIONS.values()}:
-        same_tile_backward(case)
+    for case, backward, center in {(each.case, each.backward, each.center) for each in MUTATIONS.values()}:
+        same_tile_backward(case, backward)
         assert not sees_a_bug(folder, case, center), case
 
 

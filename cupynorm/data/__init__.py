@@ -1,1 +1,1 @@
-"""Real activations: 10 rows each, the outliers among them, of three LayerNorms of a pretrained sentence encoder (MiniLM)."""
+"""Real activations: a row with an outlier, its gradient and the weights of a LayerNorm of a sentence encoder (MiniLM)."""
