@@ -201,12 +201,15 @@ def instances(compute_capability: int) -> dict[Kernel, str]:
     grid.append((RECOMPUTING_PROBLEMS, RECOMPUTING_WIDTHS if full else FEWER_RECOMPUTING_WIDTHS))
     grid.append((QUANTIZED_PROBLEMS, QUANTIZED_WIDTHS if full or HAS_TIME else FEWER_QUANTIZED_WIDTHS))
     device = DEVICES[ARCHITECTURES[compute_capability]]
-    for problem, num_cols in (each for problems, widths in grid for each in itertools.product(problems, widths)):
+    rows = (4096, 2**30)  # few rows may have tiles of their own
+    for problem, num_cols, num_rows in (
+        each for problems, widths in grid for each in itertools.product(problems, widths, rows)
+    ):
         if problem in FUSED_PROBLEMS + RECOMPUTING_PROBLEMS + QUANTIZED_PROBLEMS:
             fields = {"centered": True, "num_cols": num_cols, "pack_limit": pack_limit(num_cols, ()), **problem}
-            made = make_plan(Problem(**fields), device, 4096)
+            made = make_plan(Problem(**fields), device, num_rows)
         else:
-            made = plan(num_cols, 4096, device=device, **problem)
+            made = plan(num_cols, num_rows, device=device, **problem)
         for launch in made.launches:
             words = " ".join(f"{key}={value}" for key, value in problem.items())
             text = f"{num_cols:>7} {words:<60} {launch.kernel.source:<23} {launch.tile}"
