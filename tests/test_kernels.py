@@ -816,22 +816,15 @@ def test_a_row_is_the_same_alone_and_in_a_batch_on_a_gpu(dtype, strategy, num_ro
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float64"])
 @pytest.mark.parametrize("name", NORMS)
 def test_few_rows_get_the_bits_that_many_rows_get_from_fewer_lanes(name, dtype, num_cols, where):
-    num_rows = 5
     problem = replace(problem_of("forward", dtype, name == "layer_norm", dispatch.pack_limit(num_cols, ())), num_cols=num_cols)
     of_many = dispatch.choose(problem, where.device)
-    of_few = dispatch.make_plan(problem, where.device, num_rows).tile
+    of_few = dispatch.make_plan(problem, where.device, 5).tile
     in_a_warp = of_many.strategy == "warp" and not of_many.tile.bundle
     if in_a_warp and of_many.tile.packs_per_thread % 2 == 0 and of_many.tile.threads_per_row < 32:
         assert of_few.threads_per_row > of_many.tile.threads_per_row
     assert of_few.cols == of_many.tile.cols
-    case = Case(name, num_rows, num_cols, dtype)
-    forced = replace(case, strategy=of_many.strategy, tile=of_many.tile)
-    few, many = (run_kernels(replace(random_problem(case, seed=num_cols), case=each), where) for each in (case, forced))
-    for tensor in {"y", "mean", "rstd"} & set(few):
-        assert few[tensor].tobytes() == many[tensor].tobytes(), tensor
+    assert_bits_are_of_tile(Case(name, 5, num_cols, dtype), of_many.strategy, of_many.tile, where)
 
-
-# -- rows that come and go in bundles --------------------------------------------------------------------
 
 # The options of a call.
 CALL_OPTIONS = {
@@ -842,6 +835,35 @@ CALL_OPTIONS = {
     "no weight": {"weight": None},
     "no parameters": {"weight": None, "bias": None},
 }
+# But welford, whose lanes stay as many.
+SUM_OPTIONS = {name: options for name, options in CALL_OPTIONS.items() if "statistics" not in options}
+SUM_OPTIONS |= {
+    "residual": {"residual": True},
+    "residual float32, dropout": {"residual": True, "residual_dtype": "float32", "dropout_p": 0.25, "row_scale": "float32"},
+    "two outputs": {"weight1": "bfloat16", "bias1": "bfloat16"},
+    "rounded": {"round_x_hat": True},
+}
+
+
+@pytest.mark.parametrize("options", SUM_OPTIONS)
+def test_few_rows_get_the_bits_of_many_with_every_option(options, where):
+    case = Case("layer_norm", 5, 256, "bfloat16", strategy="warp", **SUM_OPTIONS[options])
+    check(case, where)
+    for lanes in (8, 16):
+        assert_bits_are_of_tile(case, "warp", Tile(8, lanes, 32 // lanes, 64 // lanes, exact=1), where)
+
+
+def assert_bits_are_of_tile(case: Case, strategy: str, tile: Tile, where) -> None:
+    """What a case's own tile gives and what this one gives."""
+    problem = random_problem(case, seed=case.num_cols)
+    own = run_kernels(problem, where)
+    forced = run_kernels(replace(problem, case=replace(case, strategy=strategy, tile=tile)), where)
+    for tensor in {"y", "y1", "sum", "mean", "rstd"} & set(own):
+        assert own[tensor].tobytes() == forced[tensor].tobytes(), tensor
+
+
+# -- rows that come and go in bundles --------------------------------------------------------------------
+
 # (norm, dtype, columns, tile), of every number of lanes; a pack that no lane's row has, rows of which the last are few.
 BUNDLES = {
     "a lane a row": ("layer_norm", "bfloat16", 33, Tile(1, 1, 33, 64, exact=1, stages=2, bundle=32)),
