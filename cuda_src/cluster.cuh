@@ -1,5 +1,5 @@
-// cluster.cuh -- shared memory, the blocks of a cluster, their barrier, and the next kernel (PTX ISA: mapa, barrier.cluster,
-// prefetch, griddepcontrol; sm_90+; before that the last two do nothing)
+// cluster.cuh -- shared memory, the blocks of a cluster, their barrier, the L2 cache, and the next kernel (PTX ISA: mapa,
+// barrier.cluster, griddepcontrol, which need sm_90: before that the last two do nothing; prefetch)
 //
 // dynamic_smem()            this block's dynamic shared memory, 128-byte aligned
 // cluster_rank()            this block's rank in its cluster

@@ -28,7 +28,7 @@ struct Forward {
   // rows, and not only when the first has been met.
   template <Tile tile>
   __device__ __forceinline__ void start() const {
-    constexpr bool narrow = tile.packs_per_thread > 0 && tile.cols() < 512;
+    constexpr bool narrow = tile.packs_per_thread > 0 && tile.cols() * tile.cluster_size < 512;
     if (!narrow && blockIdx.x == 0) store.bring_near(num_cols);
     if constexpr (Store::quantizes) {
       if (blockIdx.x == 0 && threadIdx.x == 0) store.save_scale();

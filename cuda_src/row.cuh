@@ -62,7 +62,7 @@ constexpr int most_exact_cols = is_same<Held, __nv_bfloat16> ? 1 << 16
 template <class Load, Tile tile>
 struct RegisterRow {
   using Compute = typename Load::Compute;
-  static constexpr bool has_exact_sums = tile.cols() <= most_exact_cols<typename Load::Held>;
+  static constexpr bool has_exact_sums = tile.cols() * tile.cluster_size <= most_exact_cols<typename Load::Held>;
   static constexpr int num_packs = tile.threads_per_row <= 32 && tile.pack_size > 1 && !tile.bundle ? tile.packs_per_thread : 0;
   // Beyond 32 elements a thread, or 64 where it may have 128 registers, the unpacked values of 16-bit types would not fit.
   static constexpr int most_unpacked = tile.blocks_per_sm * tile.block_size() <= 512 ? 64 : 32;

@@ -16,8 +16,8 @@ struct Tile {
   int bundle = 0;  // rows, one after the other in memory, that make up a stage of each warp; 0: a stage is one row
 
   constexpr int block_size() const { return threads_per_row * rows_per_block; }
-  // Columns that fit the registers of the threads that share a row.
-  constexpr int cols() const { return pack_size * threads_per_row * packs_per_thread * cluster_size; }
+  // Columns that fit the registers of the threads of a block that share a row.
+  constexpr int cols() const { return pack_size * threads_per_row * packs_per_thread; }
 };
 
 // How mean and variance are formed. Both subtract before they square.

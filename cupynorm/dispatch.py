@@ -439,7 +439,10 @@ def make_plan(
     if choice.by_dispatch:
         few = for_few_rows(problem, device, choice.strategy, choice.tile, num_rows, choice.statistics)
         if few != choice.tile:
-            choice = replace(choose(problem, device, choice.strategy, few, statistics), reason=choice.reason)
+            reason = (
+                f"{choice.reason}; as rows are few, {few.threads_per_row} lanes for each and {few.rows_per_block} in a block"
+            )
+            choice = replace(choose(problem, device, choice.strategy, few, statistics), reason=reason)
     if not 0 <= sm_margin < device.num_sms:
         raise ValueError(
             f"sm_margin is {sm_margin}; {device.name} has {device.num_sms} multiprocessors, so 0 to {device.num_sms - 1} can "

@@ -166,7 +166,7 @@ class Strategy:
     gives_way: Callable[[Problem, Device, Tile], bool] = lambda problem, device, tile: False
 
 
-# The shares of a copy beside the numbers below were measured on 2026-11-20 and 21 while these were chosen, by timing
+# The shares of a copy beside the numbers below were measured on 2026-11-20 to 22 while these were chosen, by timing
 # layer_norm_forward and layer_norm_backward with explicit strategy= and tile= at 2^28 elements (2^27 of float32). `python -m
 # cupynorm tune` measures such tiles again, on any GPU.
 
@@ -612,7 +612,7 @@ _RING_ELEMENTS, _MOST_RING_ELEMENTS = {"forward": 64, "backward": 56}, 64
 # Bytes on their way to a multiprocessor, the rows in use included, by itemsize of x: backward of float32, 65,536 columns 0.99
 # with 128 KB, 0.98 with 192 KB. Of 16 bits the most, in 3 to 5 stages: 4096 columns 0.97 with 3 stages of 32 KB and 1.00 with
 # 4, 7168 0.96 with 3 of 28 KB and 1.01 with 5, but 8960 0.98 with 3 of 35 KB and 0.96 with 4. Of lone elements, and on clusters
-# of 2 and 16, more are slower (1023 columns 0.92 with 3, 0.88 with 4; 16,384 0.96 and 0.94; 131,072 0.91 and 0.88).
+# of 2 and 16, more are slower (1023 columns 0.92 with 3, 0.88 with 4; 16,384 0.971 and 0.967; 131,072 0.91 and 0.88).
 _RING_BYTES = {"forward": {2: 96 * 1024, 4: 160 * 1024}, "backward": {2: 140 * 1024, 4: 128 * 1024}}
 # Rows of 16-bit elements are bound by instructions unless the four parts of a multiprocessor have as many warps each. The rate
 # of a tile counts elements in the time of one element, where a row costs a thread as much as 10 elements beside its own, more

@@ -330,6 +330,16 @@ def test_cpp_of_a_tile_names_every_field_in_the_order_of_the_struct():
 # num_rows.
 
 
+def test_a_plan_says_what_few_rows_get():
+    few, many = (plan(128, num_rows, device="H200") for num_rows in (4096, 2**20))
+    assert few.tile.threads_per_row > many.tile.threads_per_row
+    lanes, rows = few.tile.threads_per_row, few.tile.rows_per_block
+    assert few.reason == f"{many.reason}; as rows are few, {lanes} lanes for each and {rows} in a block"
+    assert few.reason in str(few) and "few" not in many.reason
+    # What is asked for stays as it is.
+    assert plan(128, 4096, device="H200", strategy="warp", tile=many.tile).tile == many.tile
+
+
 def test_num_rows_changes_the_grid_and_nothing_else():
     """A row's result must be the same bits alone or in any batch: 300 random problems, each with many num_rows."""
     generator = np.random.default_rng(0)
@@ -735,6 +745,10 @@ CLUSTER_RING = Tile(pack_size=8, threads_per_row=64, packs_per_thread=1, cluster
             {"dtype": "float64"},
         ),
         (r"stages 1, rows_per_block 1, packs_per_thread 1; a ring has 2 or more stages", "block", replace(RING, stages=1), {}),
+        (
+            r"stages 1, rows_per_block 2, packs_per_thread 1; .* backward 1 for one row a block", "block",
+            replace(RING, stages=1, rows_per_block=2), {"direction": "backward"},
+        ),
         (r"stages -1, ", "block", replace(RING, stages=-1), {}),
         (r"stages 2, rows_per_block 1, packs_per_thread 0; .* 1 or more packs", "cluster", replace(CLUSTER, stages=2), {}),
         (r"stages 2, .*packs_per_thread 4; .* belongs to strategy 'block' or 'cluster'", "warp", replace(WARP, stages=2), {}),

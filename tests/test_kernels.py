@@ -1050,6 +1050,26 @@ def test_ring_of_one_row(ring, turns, small, tile_of_backward):
             assert identical(results, run_kernels(random_problem(case), CpuMachine(SMALL, seed=seed))), f"seed {seed}"
 
 
+@pytest.mark.parametrize("options", [
+    {"residual": True, "dsum": True}, {"recompute": True}, {"weight": "float64", "bias": None}, {"weight": None, "bias": None},
+], ids=str)  # fmt: skip
+@pytest.mark.parametrize("ring", ["block", "cluster of single elements"])
+def test_options_of_a_ring_of_one_row(ring, options, small, tile_of_backward):
+    norm, dtype, packs, tile = ONE_ROW_RINGS[ring]
+    plans = tile_of_backward(tile)
+    check(replace(ring_case(norm, rows_of_turns(small, tile, 4), dtype, packs, tile, **options), tile=None), small)
+    assert plans[-1].tile == tile
+
+
+@pytest.mark.parametrize("ring", ONE_ROW_RINGS)
+def test_a_row_of_a_ring_of_one_row_is_the_same_alone_and_in_a_batch(ring, small, tile_of_backward):
+    norm, dtype, packs, tile = ONE_ROW_RINGS[ring]
+    tile_of_backward(tile)
+    num_rows = rows_of_turns(small, tile, 5)
+    problem = random_problem(replace(ring_case(norm, num_rows, dtype, packs, tile), tile=None))
+    assert_rows_alone_are_rows_of_a_batch(problem, small, {0, num_rows // 2, num_rows - 1})
+
+
 @pytest.mark.parametrize("tile", OPTION_TILES, ids=["block", "cluster"])
 @pytest.mark.parametrize("options", CALL_OPTIONS)
 def test_options_of_a_ring(options, tile, small, tile_of_backward):
