@@ -1,6 +1,7 @@
 """The benchmark: kernel time of cupynorm and its peers on one GPU, as a share of a copy of the same bytes.
 
-    bytes     what any implementation must move: forward reads x and writes y, backward reads x and dy and writes dx
+    bytes     what any implementation must move: forward reads x and writes y, backward reads x and dy and writes dx. A forward
+              by itself is the call that nothing is to differentiate: whether it writes statistics is the library's affair
     copy      a device-to-device copy that reads half of those bytes and writes the other half, timed in the same cell
     time      CUDA events around one call. Before each a buffer larger than the L2 cache is written, and for long enough that
               the host has enqueued the whole call before the GPU reaches it: no host time is in the result. A run in which the

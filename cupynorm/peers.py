@@ -408,11 +408,19 @@ def prepare_torch(name: str, cell: Cell, tensors: Tensors, *, record: bool = Fal
     return Runner(both, lambda made: results(made[0]) | named(made[1]), before)
 
 
+def forward_alone(cell: Cell, tensors: Tensors, **options: Any) -> Runner:
+    """Our forward that nothing is to differentiate: it writes y, and no statistics. options: of cupynorm.layer_norm."""
+    x, _, y, weight, bias, residual, _, scale = tensors
+    if not cell.scale:  # 8-bit floats are made by the call
+        options["out"] = y
+    return Runner(partial(_cupynorm(cell, x, weight, bias, residual, scale), **options), partial(_results, cell))
+
+
 def _prepare_ours(cell: Cell, tensors: Tensors) -> Runner:
-    """Through the explicit forward and backward, which need no torch; 8-bit floats are made by the call of both libraries."""
-    x, dy, y, weight, bias, residual, dsum, scale = tensors
-    if cell.scale:
-        return Runner(_cupynorm(cell, x, weight, bias, residual, scale), partial(_results, cell))
+    """On CuPy arrays, which need no torch."""
+    if cell.direction == "forward":
+        return forward_alone(cell, tensors)
+    x, dy, y, weight, bias, residual, dsum, _ = tensors
     centered = cell.norm == "layer_norm"
     gradients = ("dx", "dweight", "dbias") if centered else ("dx", "dweight")
     run_forward = norm.layer_norm_forward if centered else norm.rms_norm_forward
@@ -432,8 +440,6 @@ def _prepare_ours(cell: Cell, tensors: Tensors) -> Runner:
     def named(made: norm.Backward) -> dict[str, Any]:
         return {name: getattr(made, name) for name in gradients}
 
-    if cell.direction == "forward":
-        return Runner(forward, results)
     if cell.direction == "backward":
         saved = forward()
         return Runner(lambda: backward(saved), named)

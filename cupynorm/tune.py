@@ -28,7 +28,7 @@ from .bench_report import quartiles
 from .candidates import candidates
 from .devices import Device
 from .dispatch import Choice, Kernel
-from .peers import Runner, Tensors, first_line
+from .peers import Runner, Tensors, first_line, forward_alone
 from .strategies import Problem
 
 _SCREENING_RUNS, _FINALISTS = 5, 3
@@ -266,13 +266,12 @@ def _runner(cell: Cell, tensors: Tensors, choice: Choice) -> Runner:
     """cupynorm.peers has the same of the tile that dispatch chooses."""
     x, dy, y, weight, bias, *_ = tensors
     forced = {"strategy": choice.strategy, "tile": choice.tile}
-    centered = cell.norm == "layer_norm"
-    forward = partial(norm.layer_norm_forward if centered else norm.rms_norm_forward, x, weight, bias, EPS, out=y)
     if cell.direction == "forward":
-        return Runner(partial(forward, **forced), lambda made: {"y": made.y})
-    saved = forward()
-    if centered:
+        return forward_alone(cell, tensors, **forced)
+    if cell.norm == "layer_norm":
+        saved = norm.layer_norm_forward(x, weight, bias, EPS, out=y)
         backward = partial(norm.layer_norm_backward, dy, x, saved.mean, saved.rstd, weight, **forced)
     else:
+        saved = norm.rms_norm_forward(x, weight, bias, EPS, out=y)
         backward = partial(norm.rms_norm_backward, dy, x, saved.rstd, weight, gradients=("dx", "dweight"), **forced)
     return Runner(backward, lambda made: {name: each for name, each in made._asdict().items() if each is not None})
