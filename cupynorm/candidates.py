@@ -80,12 +80,15 @@ def _in_registers(problem: Problem, device: Device) -> Iterator[tuple[str, Tile]
 
 
 def _in_bundles(problem: Problem, device: Device) -> Iterator[tuple[str, Tile]]:
-    """Of rows that do not begin on 16 bytes: forward as many blocks as fit, backward one."""
-    if problem.widest_pack * DTYPES[problem.x].itemsize >= 16 or not strategies.can_bundle(problem, device):
+    """Of rows of 16-bit elements, and of those that do not begin on 16 bytes: forward as many blocks as fit, backward one."""
+    pack_size, itemsize = problem.widest_pack, DTYPES[problem.x].itemsize
+    begin_there = pack_size * itemsize >= 16
+    if (begin_there and itemsize > 2) or not strategies.can_bundle(problem, device):
         return
-    for strategy, tile in _shapes(problem, device):
+    if begin_there:
+        pack_size = strategies._WIDE_BUNDLE_PACK[problem.direction]
+    for strategy, tile in _shapes(replace(problem, pack_limit=pack_size), device):
         if strategy == "warp":
-            tile = replace(tile, rows_per_block=strategies._BUNDLE_WARPS[problem.direction] * 32 // tile.threads_per_row)
             tile = strategies._with_bundles(problem, device, tile)
             yield from ((strategy, replace(tile, stages=stages)) for stages in (2, 3, 4) if tile is not None)
 

@@ -182,6 +182,7 @@ _BLOCK_THREADS = 512
 _DROPOUT_THREADS = 256
 # Bytes of x in flight on a multiprocessor beyond which more do not help: 4.15 TB/s times the latency of memory, twice over
 # (H200: fp32 1024 columns 0.99 with 16 elements a thread and 64 KB in flight, 0.97 with 32 and 96 KB).
+_THREE_BLOCKS_FROM = 5120
 _ENOUGH_BYTES, _MOST_BYTES = {2: 55 * 1024, 4: 54 * 1024, 8: 54 * 1024}, 64 * 1024
 
 
@@ -189,17 +190,17 @@ def ceil_div(value: int, step: int) -> int:
     return -(-value // step)
 
 
-def _wants_two_blocks(problem: Problem, device: Device) -> bool:
-    """Whether a wide float32 row forward waits in registers only if those of two blocks fit: so it is faster than in a ring,
-    in one block slower (H200, 10,240 columns 0.99 in two, 0.95 in a ring; 14,336 columns 0.97, 0.95, and 0.85 in one)."""
+def _wanted_blocks(problem: Problem, device: Device) -> int | None:
+    """How many blocks of a wide float32 row forward must fit a multiprocessor, or None where their bytes decide.
+
+    Three up to 8191 columns (H200, 6656 columns: 0.98 in three, 0.93 in two of the same tile; 5888 columns 1.00 and 0.90), from
+    8192 on two (10,240 columns 0.99 in two, 0.95 in a ring; 14,336 columns 0.97, 0.95, and 0.85 in one).
+    """
     fused = problem.residual or problem.input or problem.scaling or problem.y1 or problem.round_x_hat or problem.dropout
     plain = problem.forward and problem.x == "float32" and problem.widest_pack == 4 and not fused and not problem.row_scale
-    return (
-        plain
-        and problem.weight != "float64"
-        and device.compute_capability >= 90
-        and problem.num_cols > _RING_FROM["forward"][4]
-    )
+    if not plain or problem.weight == "float64" or device.compute_capability < 90 or problem.num_cols <= _THREE_BLOCKS_FROM:
+        return None
+    return 3 if problem.num_cols < 8192 else 2 if problem.num_cols > 8192 else None
 
 
 def _registers(problem: Problem, device: Device, tile: Tile) -> int:
@@ -247,7 +248,7 @@ def _registers(problem: Problem, device: Device, tile: Tile) -> int:
         per_element = 1.25 if DTYPES[problem.x].itemsize > 2 else 1.15 if elements > 40 and not fills else 1.0
         extra = 8 * (problem.residual + wide_weight) + fused
         fixed = 32 if fits else 40
-        if _wants_two_blocks(problem, device):
+        if _wanted_blocks(problem, device):
             return max(48, 24 + 5 * elements // 4)
         if tile.rows_per_block > 1 and elements > 32:
             fixed = 54 + (2 * tile.packs_per_thread if tile.pack_size < 8 else 0)
@@ -331,10 +332,10 @@ def _register_tile(
         long = elements > max(max_elements, pack_size)
         if blocks_per_sm == 0 or (long and not (may_be_long and _may_keep_more(tile))):
             continue
-        if cluster_size == 1 and _wants_two_blocks(problem, device):
-            if blocks_per_sm < 2:
+        if wanted := _wanted_blocks(problem, device) if cluster_size == 1 else None:
+            if blocks_per_sm < wanted:
                 continue
-            blocks_per_sm = 2  # three are slower (9216 columns, 384 threads: 0.99 in two, 0.98 in three)
+            blocks_per_sm = wanted  # more are slower (9216 columns, 384 threads: 0.99 in two, 0.98 in three)
         tile = replace(tile, blocks_per_sm=blocks_per_sm)
         in_flight = blocks_per_sm * rows_per_block * num_cols * itemsize
         enough = in_flight >= _ENOUGH_BYTES[itemsize]
@@ -378,22 +379,38 @@ def _may_keep_more(tile: Tile) -> bool:
     return elements <= 72 and (tile.exact or 32 < tile.threads_per_row <= 160)
 
 
-# Bundles (cuda_src/bundle.cuh): rows that do not begin on 16 bytes, several at a time.
+# Bundles (cuda_src/bundle.cuh): several rows at a time, of rows that do not begin on 16 bytes, and of others of 16-bit elements
+# that do not fill registers well: there a warp's loads and stores are whole lines whatever the width.
 # Shares of a copy are of an H200, bf16, measured as above on 2026-11-22.
 #
 # The most elements of a thread, by the lanes that share a row: the first that suits wins. Lanes that have a row each do not
 # meet at the banks of shared memory, and long threads are better (forward, 63 columns: 0.89 on one lane, 0.80 on 8; 383 columns
-# 0.93 on 16 x 24, 0.89 on 32 x 12). Beyond the last, rings: backward of 1023 columns is 0.86 in both.
+# 0.93 on 16 x 24, 0.89 on 32 x 12); backward short ones, of which there are more (255 columns 0.92 on 32 x 8, 0.87 on 16 x 16).
+# Beyond the last, rings: backward of 1023 columns is 0.86 in both.
 _BUNDLE_ELEMENTS = {
-    "forward": {2: {1: 64, 2: 28, 4: 28, 8: 20, 16: 32, 32: 64}, 4: {1: 41, 8: 20, 16: 16, 32: 40}},
-    "backward": {2: {1: 41, 2: 32, 4: 24, 8: 20, 16: 20, 32: 28}, 4: {1: 33, 8: 10, 16: 10, 32: 28}},
+    "forward": {2: {1: 67, 2: 28, 4: 28, 8: 20, 16: 32, 32: 80}, 4: {1: 41, 8: 20, 16: 16, 32: 40}},
+    "backward": {2: {1: 41, 2: 28, 8: 12, 16: 14, 32: 28}, 4: {1: 33, 8: 10, 16: 10, 32: 28}},
 }
-# Bytes of the rows of a warp's bundle, about: less and the copy engine reads too many lines twice, for two bundles (backward,
-# 639 columns: two rows 0.84, three 0.91; 49 columns: 16 rows 0.72, 48 rows 0.83).
-_BUNDLE_BYTES = {"forward": 3 * 1024, "backward": 8 * 1024}
-# Warps of a block: backward they are all that a multiprocessor has, and leave one partial row.
-_BUNDLE_WARPS = {"forward": 4, "backward": 8}
-# Backward, from how many bytes of a row a third stage is faster (639 columns 0.91, with two 0.90; 383 columns 0.84 and 0.87).
+# The same of rows that begin on 16 bytes, or forward on 8, in packs of 4 elements, backward of 2.
+_WIDE_BUNDLE_PACK = {"forward": 4, "backward": 2}
+_WIDE_BUNDLE_ELEMENTS = {
+    "forward": {1: 24, 2: 28, 4: 36, 8: 28, 16: 28, 32: 64},
+    "backward": {1: 41, 2: 28, 8: 14, 16: 14, 32: 28},
+}
+# Up to which share of its registers a row that begins on 16 bytes fills bundles are faster (forward: 392 columns fill 0.77 of
+# their registers, 0.90 there and 0.95 in bundles; 136 columns 0.85, 0.90 and 0.93; 456 columns 0.89, 0.98 and 0.97; backward:
+# 392 columns 0.83 and 0.93; 648 columns 0.84, 0.88 and 0.86).
+_BUNDLE_BELOW = {"forward": 0.88, "backward": 0.82}
+# Warps of a block. Backward they are all that a multiprocessor has, and leave one partial row: the first count that registers
+# allow (333 columns on threads of 11 elements: 12 warps 0.93, 8 warps 0.84), but of single elements, up to how many a thread
+# (639 columns on 20: 12 warps 0.88, 8 warps 0.92).
+_BUNDLE_WARPS, _MANY_WARPS_ELEMENTS = {"forward": (4,), "backward": (12, 8)}, 16
+# Bytes of the rows of a warp's bundle, at the most, unless one row of each group of lanes has more; by the warps of a block,
+# and forward where lanes share one image. Less and the copy engine reads too many lines twice, for two bundles (forward, 1025
+# columns: one row 0.90, two 0.94; 333 columns: 4 rows 0.89, 6 rows 0.95; backward, 127 columns: 10 rows 0.88, 12 rows 0.90);
+# more is worse backward (392 columns: 3 rows 0.93, 5 rows 0.89).
+_BUNDLE_BYTES, _SHARED_IMAGE_BYTES = {2: {4: 4800, 8: 8192, 12: 6656}, 4: {4: 4800, 8: 8704}}, 3600
+# Backward on 8 warps, from how many bytes of a row a third stage is faster (777 columns 0.91, with two 0.90).
 _THREE_BUNDLES_FROM = 1000
 # Forward, turns after which a warp makes room for the next block, as blocks of rings do (383 columns: 6 turns 0.93, 24 0.85;
 # 2047 columns: 4 turns 0.88, 2 0.83).
@@ -431,30 +448,49 @@ def queued_bundles(tile: Tile) -> int:
 
 def _bundle_registers(problem: Problem, device: Device, tile: Tile) -> int:
     """Registers of a thread of a bundle's warp, with no spills, as _registers."""
-    elements, lanes = tile.pack_size * tile.packs_per_thread, tile.threads_per_row
+    elements, lanes, lone = tile.pack_size * tile.packs_per_thread, tile.threads_per_row, tile.pack_size < 4
     kept = [name for name in ((problem.weight, problem.bias) if problem.forward else (problem.weight,)) if name]
     wide = sum(max(DTYPES[name].itemsize - 2, 0) for name in kept)
     tight = 16 * (device.compute_capability >= 120)
     if problem.forward:
-        addresses = elements // 4 if lanes == 1 else (12 if wide else 4) * (lanes < 32)
-        return int(max(62, (46 if wide else 40) + (1.83 + 0.4 * wide) * elements + addresses)) + tight
+        # Each row that lanes begin in the middle of, and each single element, has addresses of its own.
+        apart = lanes < 8 or (lone and lanes < 32)
+        addresses = elements // 4 if lanes == 1 else (31 if wide and lone else 12 if wide else 7) * apart
+        addresses += 4 * (wide > 0 and 8 <= lanes < 32 and not apart) + elements // 10 * (problem.x == "float16" and not lone)
+        needed = max(62, 34 - wide // 2 + (1.86 + 0.27 * wide) * elements + 0.2 * max(0, elements - 33) + addresses)
+        # A row in each lane is tight beyond 60 elements and fits three blocks all the same (65 columns: two 0.83, three 0.92).
+        return int(min(needed, 168) if lanes == 1 and elements <= 67 and not wide else needed + 0.99) + tight
     return tight + int(36 + ((5.2 if problem.x == "float16" else 4.7) + 0.5 * wide) * elements)
 
 
 def _bundle_tile(problem: Problem, device: Device) -> Tile | None:
-    """Packs of 8 bytes are no slower without, but 16-bit rows forward (500 columns: 0.94, in a ring 0.52; backward 0.84, in
-    registers 0.92)."""
-    pack_size, itemsize = problem.widest_pack, DTYPES[problem.x].itemsize
-    most_bytes = 8 if problem.forward and itemsize == 2 else 4
-    if pack_size * itemsize > most_bytes or not can_bundle(problem, device):
+    if not can_bundle(problem, device):
         return None
+    itemsize, pack_bytes = DTYPES[problem.x].itemsize, problem.widest_pack * DTYPES[problem.x].itemsize
+    elements = _BUNDLE_ELEMENTS[problem.direction][itemsize]
+    if pack_bytes <= 4 or (pack_bytes == 8 and itemsize == 2 and not problem.forward):
+        pack_size = problem.widest_pack if problem.forward else 1  # pairs: 300 columns 0.89, single elements 0.92
+        return _tile_of_bundles(problem, device, pack_size, elements)
+    registers = _lanes_tile(problem, device)
+    if itemsize > 2 or (registers is None and pack_bytes > 8):
+        return None
+    # Lanes that have a row each move 16 bytes here and there (24 columns 0.73, in bundles 0.93).
+    apart = pack_bytes == 8 or (problem.forward and registers.threads_per_row == 1 < registers.packs_per_thread)
+    if not apart and problem.num_cols >= _BUNDLE_BELOW[problem.direction] * registers.cols:
+        return None
+    pack_size = _WIDE_BUNDLE_PACK[problem.direction]
+    return _tile_of_bundles(problem, device, pack_size, _WIDE_BUNDLE_ELEMENTS[problem.direction])
+
+
+def _tile_of_bundles(problem: Problem, device: Device, pack_size: int, elements: dict[int, int]) -> Tile | None:
+    """elements: the most of a thread, by the lanes that share a row."""
     tiles = []
-    for lanes, most in _BUNDLE_ELEMENTS[problem.direction][itemsize].items():
+    for lanes, most in elements.items():
         packs_per_thread = ceil_div(problem.num_cols, pack_size * lanes)
         meets = problem.forward and pack_size == 1 and lanes in (2, 4)
         if pack_size * packs_per_thread > most or meets or (packs_per_thread - 1) * pack_size * lanes >= problem.num_cols:
             continue
-        tile = Tile(pack_size, lanes, packs_per_thread, _BUNDLE_WARPS[problem.direction] * 32 // lanes)
+        tile = Tile(pack_size, lanes, packs_per_thread)
         tile = _with_bundles(problem, device, replace(tile, exact=int(tile.cols == problem.num_cols)))
         if tile is not None:
             if problem.num_cols >= 0.9 * tile.cols:
@@ -464,29 +500,55 @@ def _bundle_tile(problem: Problem, device: Device) -> Tile | None:
 
 
 def _with_bundles(problem: Problem, device: Device, tile: Tile) -> Tile | None:
-    """The tile with rows for its bundles, stages, and as many blocks as fit, or None if one does not."""
+    """The tile with rows for its block and its bundles, stages, and as many blocks as fit, or None if one does not."""
     itemsize = DTYPES[problem.x].itemsize
-    row_bytes = problem.num_cols * itemsize if problem.forward else 2 * problem.num_cols * itemsize + 8
-    groups, num_warps = 32 // tile.threads_per_row, tile.block_size // 32
     registers = ceil_div(_bundle_registers(problem, device, tile), 8) * 8
-    fitting = 4 * (device.registers_per_sm // 4 // 32 // registers) // num_warps if registers <= 255 + 1 else 0
-    fitting = min(fitting, device.threads_per_sm // tile.block_size)
-    third = not problem.forward and itemsize == 2 and problem.num_cols * itemsize >= _THREE_BUNDLES_FROM
-    for smaller in (1, 2, 4, 8):
-        bundle = max(1, round(_BUNDLE_BYTES[problem.direction] / smaller / (groups * row_bytes))) * groups
-        for stages in (3, 2) if third else (2,):
-            staged = replace(tile, stages=stages, bundle=bundle)
-            smem_bytes = _bundle_bytes(problem, staged)
-            blocks_per_sm = min(fitting, device.smem_per_sm // (smem_bytes + 1024), 32 if problem.forward else 1)
-            if smem_bytes <= device.smem_per_block and blocks_per_sm > 0:
-                return replace(staged, blocks_per_sm=blocks_per_sm)
+    if registers > 255 + 1:
+        return None
+    many = problem.forward or (itemsize == 2 and (tile.pack_size > 1 or tile.packs_per_thread <= _MANY_WARPS_ELEMENTS))
+    for num_warps in _BUNDLE_WARPS[problem.direction][0 if many else 1 :]:
+        of_block = replace(tile, rows_per_block=num_warps * 32 // tile.threads_per_row)
+        fitting = 4 * (device.registers_per_sm // 4 // 32 // registers) // num_warps
+        fitting = min(fitting, device.threads_per_sm // of_block.block_size)
+        third = num_warps == 8 and itemsize == 2 and problem.num_cols * itemsize >= _THREE_BUNDLES_FROM
+        for smaller in (1, 2, 4, 8):
+            bundle = _rows_of_bundle(problem, tile.threads_per_row, _BUNDLE_BYTES[itemsize][num_warps] // smaller)
+            for stages in (3, 2) if third else (2,):
+                staged = replace(of_block, stages=stages, bundle=bundle)
+                smem_bytes = _bundle_bytes(problem, staged)
+                blocks_per_sm = min(fitting, device.smem_per_sm // (smem_bytes + 1024), 32 if problem.forward else 1)
+                if smem_bytes <= device.smem_per_block and blocks_per_sm > 0:
+                    return replace(staged, blocks_per_sm=blocks_per_sm)
     return None
 
 
+def _rows_of_bundle(problem: Problem, lanes: int, most_bytes: int) -> int:
+    """About as many as have most_bytes, the same number in each image.
+
+    Images that all begin on 32 bytes, and not all on 64, are slower, and backward those that begin on 16 are the fastest
+    (forward, 500 columns: 3 rows 0.96, 4 rows, of 4000 bytes, 0.92; 808 columns: 3 rows 0.95, 2 rows 0.92; backward, 440
+    columns: 3 rows, of 2640 bytes of x, 0.90, 4 rows 0.87, 2 rows 0.85).
+    """
+    row_bytes, groups = problem.num_cols * DTYPES[problem.x].itemsize, 32 // lanes
+    if problem.forward:
+        most_bytes = most_bytes if lanes >= 8 else min(most_bytes, _SHARED_IMAGE_BYTES)
+    bytes_of_group = row_bytes if problem.forward else 2 * row_bytes + 8
+    rows = max(1, most_bytes // max(1, groups * bytes_of_group))
+
+    def rank(rows: int) -> int:
+        image_bytes = rows * row_bytes if lanes >= 8 else rows * groups * row_bytes
+        return 0 if image_bytes % 64 == 32 else 1 if problem.forward or image_bytes % 32 == 0 else 2
+
+    other = rows + 1 if problem.forward and rows < 3 else rows - 1
+    return (other if other > 0 and rank(other) > rank(rows) else rows) * groups
+
+
 def _warp_tile(problem: Problem, device: Device) -> Tile | None:
-    bundles = _bundle_tile(problem, device)
-    if bundles is not None:
-        return bundles
+    return _bundle_tile(problem, device) or _lanes_tile(problem, device)
+
+
+def _lanes_tile(problem: Problem, device: Device) -> Tile | None:
+    """Of rows that lanes of a warp load by themselves."""
     itemsize = DTYPES[problem.x].itemsize
     pack_bytes = problem.widest_pack * itemsize
     row_bytes = problem.num_cols * itemsize
@@ -591,7 +653,7 @@ def smem_bytes_of(problem: Problem, tile: Tile, strategy: str) -> int:
 #
 # From how many columns it beats registers, by direction and itemsize of x (backward, 2048 columns: 0.97, in registers 0.94; 896
 # columns 0.94 and 0.88; 640 columns 0.84 and 0.88).
-_RING_FROM = {"forward": {2: 10241, 4: 8193}, "backward": {2: 800, 4: 4097}}
+_RING_FROM = {"forward": {2: 10241, 4: 8193}, "backward": {2: 769, 4: 4097}}
 # The same, forward, for rows that do not fill the registers of their threads (8200 columns: 0.89, in registers 0.84; 6000 0.91
 # and 0.97).
 _UNEVEN_RING_FROM = 8193
@@ -794,6 +856,8 @@ def _suits_turn(tile: Tile, turn_bytes: int, itemsize: int) -> bool:
         fewest, most = (26 if tile.cluster_size >= 8 else 20), 48
     elif itemsize == 2 and tile.cluster_size <= 4:
         most = 39 if tile.blocks_per_sm == 2 else 32
+    elif itemsize == 4:
+        most = 50
     return fewest * 1024 <= turn_bytes <= most * 1024
 
 

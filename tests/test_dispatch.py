@@ -52,10 +52,10 @@ IN_REGISTERS = {
 RINGS = {
     ("H200", "bfloat16", "forward"): (10248, 24576, 393216),
     ("H200", "float16", "forward"): (10248, 24576, 393216),
-    ("H200", "bfloat16", "backward"): (800, 11264, 262144),
+    ("H200", "bfloat16", "backward"): (776, 11264, 262144),
     ("H200", "float32", "backward"): (4100, 11264, 262144),
     ("RTX 5090", "bfloat16", "forward"): (10248, 21504, 172032),
-    ("RTX 5090", "bfloat16", "backward"): (800, 10240, 81920),
+    ("RTX 5090", "bfloat16", "backward"): (776, 10240, 81920),
     ("RTX 5090", "float32", "backward"): (4100, 6144, 45056),
 }
 # The widest row that waits in shared memory, by hand: (block, cluster). block, only where there are no clusters: what one block
@@ -112,7 +112,7 @@ def test_rows_that_pass_through_a_ring(case):
         choice = choose(replace(problem, num_cols=num_cols, **changes), DEVICES[device])
         return choice.strategy, choice.tile.stages > 0
 
-    assert chosen(narrowest - step) == ("block", False)
+    assert not chosen(narrowest - step)[1]
     assert chosen(narrowest) == chosen(block) == ("block", True)
     assert chosen(block + step) == chosen(cluster) == ("cluster", True)
     assert not chosen(cluster + step)[1]
@@ -134,6 +134,43 @@ def test_wide_float32_rows_forward_wait_in_the_registers_of_two_blocks():
     beyond = choose(replace(problem, num_cols=16388), DEVICES["H200"])
     assert beyond.strategy == "cluster" and beyond.tile.stages
     assert choose(replace(problem, num_cols=12288, residual=True), DEVICES["H200"]).tile.stages
+
+
+def test_float32_rows_forward_that_are_not_quite_as_wide_wait_in_three_blocks():
+    for num_cols in range(5124, 8192, 4):
+        choice = choose(problem_of(num_cols, "float32", "forward"), DEVICES["H200"])
+        assert (choice.strategy, choice.tile.stages, choice.tile.blocks_per_sm) == ("block", 0, 3), num_cols
+    for num_cols, changes in ((8192, {}), (6656, {"residual": True}), (6656, {"weight": "float64"})):
+        assert choose(problem_of(num_cols, "float32", "forward", **changes), DEVICES["H200"]).tile.blocks_per_sm < 3
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_16_bit_rows_that_fill_their_registers_badly_come_in_bundles(direction):
+    """Whatever they begin on; those that fill them do not, nor where there is no copy engine or rows have gaps."""
+
+    def bundle(num_cols: int, dtype: str = "bfloat16", device: str = "H200", **changes: object) -> int:
+        return choose(problem_of(num_cols, dtype, direction, **changes), DEVICES[device]).tile.bundle
+
+    badly = (33, 50, 72, 100, 104, 200, 255, 300, 392, 500, 520)
+    badly += (24, 40, 136, 264, 800, 1032, 1104) if direction == "forward" else (639, 700)
+    for num_cols in badly:
+        assert bundle(num_cols) and bundle(num_cols, "float16"), num_cols
+        assert not bundle(num_cols, device="A100") and not bundle(num_cols, pitched=True)
+    for num_cols in (32, 48, 64, 96, 128, 192, 256, 384, 512, 576, 640, 768):
+        assert not bundle(num_cols), num_cols
+    assert bundle(33, "float32") and not bundle(392, "float32") and not bundle(33, "float64")
+    fused = {"residual": True} if direction == "forward" else {"dsum": "bfloat16"}
+    assert not bundle(392, **fused)
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_bundles_that_begin_on_32_bytes_each_are_avoided(direction):
+    """Unless a bundle has one row of each image."""
+    for num_cols in range(8, 1280, 8):
+        tile = choose(problem_of(num_cols, "bfloat16", direction), DEVICES["H200"]).tile
+        images = 32 // tile.threads_per_row if tile.threads_per_row >= 8 else 1
+        rows = tile.bundle // images
+        assert rows * 2 * num_cols % 64 != 32 or rows == 32 // tile.threads_per_row // images, (num_cols, tile)
 
 
 def slice_of(num_cols: int, tile: Tile) -> int:

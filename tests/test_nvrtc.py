@@ -83,7 +83,7 @@ RING_PROBLEMS = [
     )
 ]  # fmt: skip
 # Rows that come and go in bundles, on 1 to 32 lanes, the tightest of each; single elements, pairs, packs of 4.
-BUNDLE_WIDTHS = (41, 63, 95, 127, 255, 320, 511, 639, 895, 1279, 2047, 50, 250, 500)
+BUNDLE_WIDTHS = (41, 67, 95, 127, 301, 320, 497, 639, 895, 1057, 1569, 2047, 2559, 24, 50, 72, 136, 250, 392, 500, 900)
 BUNDLE_PROBLEMS = [
     {"dtype": dtype, "direction": direction, **options}
     for dtype, options in (
