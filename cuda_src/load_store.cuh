@@ -18,7 +18,7 @@
 //          recomputes: whether y is written again beside dx: Biases: the functor of its bias, biases(); recompute(row, col,
 //          x_hats, weights, biases, present)
 // scale    present: false if there is no weight; load(col, values): the weight, or 1, in the compute type (of a bias: or 0)
-//          keep(col) -> Kept, for use in many rows
+//          keep(col) -> Kept, for use in many rows; stays_unpacked: whether the compiler is to be kept from unpacking it early
 //
 // Offsets are 64-bit everywhere. `void` for a parameter's type means that it is absent.
 #pragma once
@@ -86,6 +86,8 @@ struct KeptParameter<void, zero_centered, pack_size> {
 template <class Weight, bool zero_centered, int missing = 1>
 struct Scale {
   static constexpr bool present = !is_same<Weight, void>;
+  // Left alone the compiler unpacks float16 once for all rows, and keeps it in twice the registers.
+  static constexpr bool stays_unpacked = is_same<Weight, __half>;
 
   const Weight* weight;
 

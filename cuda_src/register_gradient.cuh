@@ -84,7 +84,7 @@ struct RegisterGradient {
       unpack(x.packs[pack], x_hats[pack]);
       unpack(dy.packs[pack], wdys[pack]);
       if constexpr (needs_weights) {
-        if (joined == 2 && pack % 2 == 0) weights[pack / 2].forget_unpacked();
+        if (pack % joined == 0 && (joined == 2 || Weights::stays_unpacked)) weights[pack / joined].forget_unpacked();
         Weights::unpack(weights[pack / joined], of_joined);
 #pragma unroll
         for (int at = 0; at < tile.pack_size; ++at) scales[at] = of_joined[pack % joined * tile.pack_size + at];

@@ -256,8 +256,9 @@ def _registers(problem: Problem, device: Device, tile: Tile) -> int:
         extra += small * (6 + elements * wide_weight + 2 * max(0, elements - 32))
         return int(fixed + per_element * words * elements + extra + lone)
     # float16 takes more instructions to unpack than bfloat16, and the compiler keeps more for sm_100 and sm_120. Three blocks
-    # of 24 elements fit sm_90 all the same (H200, float16, 768 columns: 0.94 of a copy, with two blocks 0.86).
-    fits = device.compute_capability == 90 and elements <= 24 and (tile.exact or problem.centered)
+    # of 24 elements fit sm_90 all the same (H200, float16, 768 columns: 0.94 of a copy, with two blocks 0.86), and two of 40
+    # (320 columns: 0.95, of 24 elements 0.89).
+    fits = device.compute_capability == 90 and (tile.exact or problem.centered or elements == 40)
     tight = (0.1 if fits else 0.35) * (problem.x == "float16") + 0.35 * (device.compute_capability >= 100)
     tight += 0.35 * (device.compute_capability < 90 and elements > 24)
     extra = fused + 8 * bool(problem.dsum) + (0.3 * wide_weight + tight + 1.8 * small) * elements
@@ -388,7 +389,7 @@ def _may_keep_more(tile: Tile) -> bool:
 # 0.93 on 16 x 24, 0.89 on 32 x 12); backward short ones, of which there are more (255 columns 0.92 on 32 x 8, 0.87 on 16 x 16).
 # Beyond the last, rings: backward of 1023 columns is 0.86 in both.
 _BUNDLE_ELEMENTS = {
-    "forward": {2: {1: 67, 2: 28, 4: 28, 8: 20, 16: 32, 32: 80}, 4: {1: 41, 8: 20, 16: 16, 32: 40}},
+    "forward": {2: {1: 67, 2: 28, 4: 28, 8: 20, 16: 32, 32: 80}, 4: {1: 41, 8: 20, 16: 16, 32: 64}},
     "backward": {2: {1: 41, 2: 28, 8: 12, 16: 14, 32: 28}, 4: {1: 33, 8: 10, 16: 10, 32: 28}},
 }
 # The same of rows that begin on 16 bytes, or forward on 8, in packs of 4 elements, backward of 2.
@@ -451,13 +452,14 @@ def _bundle_registers(problem: Problem, device: Device, tile: Tile) -> int:
     elements, lanes, lone = tile.pack_size * tile.packs_per_thread, tile.threads_per_row, tile.pack_size < 4
     kept = [name for name in ((problem.weight, problem.bias) if problem.forward else (problem.weight,)) if name]
     wide = sum(max(DTYPES[name].itemsize - 2, 0) for name in kept)
-    tight = 16 * (device.compute_capability >= 120)
+    tight = 16 if device.compute_capability >= 120 else 8 * (device.compute_capability >= 100)
     if problem.forward:
         # Each row that lanes begin in the middle of, and each single element, has addresses of its own.
         apart = lanes < 8 or (lone and lanes < 32)
         addresses = elements // 4 if lanes == 1 else (31 if wide and lone else 12 if wide else 7) * apart
         addresses += 4 * (wide > 0 and 8 <= lanes < 32 and not apart) + elements // 10 * (problem.x == "float16" and not lone)
-        needed = max(62, 34 - wide // 2 + (1.86 + 0.27 * wide) * elements + 0.2 * max(0, elements - 33) + addresses)
+        each = 1.86 + 0.27 * wide + 0.16 * max(0, wide - 4)
+        needed = max(62, 34 - wide // 2 + each * elements + 0.2 * max(0, elements - 33) + addresses)
         # A row in each lane is tight beyond 60 elements and fits three blocks all the same (65 columns: two 0.83, three 0.92).
         return int(min(needed, 168) if lanes == 1 and elements <= 67 and not wide else needed + 0.99) + tight
     return tight + int(36 + ((5.2 if problem.x == "float16" else 4.7) + 0.5 * wide) * elements)
@@ -540,7 +542,8 @@ def _rows_of_bundle(problem: Problem, lanes: int, most_bytes: int) -> int:
         return 0 if image_bytes % 64 == 32 else 1 if problem.forward or image_bytes % 32 == 0 else 2
 
     other = rows + 1 if problem.forward and rows < 3 else rows - 1
-    return (other if other > 0 and rank(other) > rank(rows) else rows) * groups
+    matters = rank(rows) == 0 or rows <= 4  # one of many rows less only makes a bundle smaller
+    return (other if matters and other > 0 and rank(other) > rank(rows) else rows) * groups
 
 
 def _warp_tile(problem: Problem, device: Device) -> Tile | None:
@@ -651,9 +654,9 @@ def smem_bytes_of(problem: Problem, tile: Tile, strategy: str) -> int:
 # The ring (cuda_src/ring.cuh): rows that pass through shared memory.
 # Shares of a copy are of an H200, bf16 unless said otherwise.
 #
-# From how many columns it beats registers, by direction and itemsize of x (backward, 2048 columns: 0.97, in registers 0.94; 896
-# columns 0.94 and 0.88; 640 columns 0.84 and 0.88).
-_RING_FROM = {"forward": {2: 10241, 4: 8193}, "backward": {2: 769, 4: 4097}}
+# From how many columns it beats registers, by direction and itemsize of x (backward, 2048 columns: 0.97, in registers 0.94; 648
+# columns 0.93 and 0.88; float32, 1024 columns 1.00 and 0.96; 448 columns 0.99 and 0.98).
+_RING_FROM = {"forward": {2: 10241, 4: 8193}, "backward": {2: 640, 4: 440}}
 # The same, forward, for rows that do not fill the registers of their threads (8200 columns: 0.89, in registers 0.84; 6000 0.91
 # and 0.97).
 _UNEVEN_RING_FROM = 8193
@@ -662,9 +665,6 @@ _LONE_RING_FROM = {"forward": {2: 500, 4: 2048}, "backward": {2: 512, 4: 512}}
 # The same with a residual, or backward with the gradient of its sum (forward, 4096 columns: 0.92, in registers 0.82; float32
 # 0.95 and 0.89).
 _RESIDUAL_RING_FROM = 1024
-# The same, backward of 16-bit rows that also writes y again, for which registers hold a block less (float16, 768 columns in
-# registers: three blocks 0.94, two 0.86).
-_RECOMPUTING_RING_FROM = 700
 # Threads of all blocks of a multiprocessor: more have too few registers each for 64 elements forward, 32 backward.
 _RING_THREADS = 384
 # Elements of a thread. Forward it keeps their weights and biases.
@@ -740,8 +740,8 @@ def _wants_ring(problem: Problem, registers: Tile | None) -> bool:
             return False
     if problem.residual or problem.dsum:
         first = min(first, _RESIDUAL_RING_FROM)
-    if problem.recomputed and itemsize == 2:
-        first = min(first, _RECOMPUTING_RING_FROM)
+    elif _is_narrow_float32(problem) and problem.num_cols in _NARROW_IN_REGISTERS:
+        return False
     return problem.num_cols >= first
 
 
@@ -790,7 +790,7 @@ def _best_ring(
                 continue
             exact = int(elements * threads_per_row * cluster_size == problem.num_cols)
             registers = _ring_registers(problem, device, elements)
-            for rows in range(1, min(8, _RING_THREADS // threads_per_row) + 1):
+            for rows in range(1, min(12, _RING_THREADS // threads_per_row) + 1):
                 if registers > min(255, device.registers_per_sm // (ceil_div(threads_per_row * rows, 128) * 128) // 8 * 8):
                     break
                 # Rows that a multiprocessor works on at a time: forward in a block each, backward in one,
@@ -814,7 +814,11 @@ def _with_stages(problem: Problem, device: Device, tile: Tile, rows: int, stages
         return staged if rows == 1 and _ring_bytes(problem, staged) <= most_bytes else None
     wanted, turn_bytes = _RING_BYTES[problem.direction][itemsize], slot_bytes * rows
     if problem.forward:
-        stages = min(ceil_div(wanted, turn_bytes), 3)
+        used_bytes = cols_of_slice(problem, tile.pack_size, tile.cluster_size) * sum(_streamed(problem)) * rows
+        deep = itemsize == 2 and tile.pack_size > 1 and tile.cluster_size in (4, 8) and used_bytes <= _DEEP_RING_BYTES
+        stages = min(ceil_div(wanted, turn_bytes), 4 if deep else 3)
+    elif _is_narrow_float32(problem):
+        stages = min(wanted // turn_bytes, 4)
     elif itemsize == 2:
         stages = 3 if tile.pack_size == 1 or tile.cluster_size in (2, 16) else min(wanted // turn_bytes, 5)
     else:
@@ -823,6 +827,19 @@ def _with_stages(problem: Problem, device: Device, tile: Tile, rows: int, stages
     stages = min(stages, most_bytes // (slot_bytes * tile.rows_per_block))  # before the smaller parts of a ring
     fitting = (replace(tile, stages=count) for count in range(stages, 1, -1))
     return next((staged for staged in fitting if _ring_bytes(problem, staged) <= most_bytes), None)
+
+
+# Bytes of one turn forward on clusters of 4 and 8 up to which four stages are better than three.
+_DEEP_RING_BYTES = 27 * 1024
+# Backward of float32: rows of up to so many columns pass through a ring in the smallest turns of at least so many bytes of x
+# and dy (1024 columns: 3 rows 1.00, 4 rows 0.99, 8 rows 0.97, in registers 0.96; 2560 columns: one row, of 20 KB, 0.96, two
+# 0.99, in registers 0.98), but for those that threads of two or three packs hold as well (768 columns 0.99 in both).
+_NARROW_FLOAT32, _NARROW_TURN_BYTES, _NARROW_IN_REGISTERS = 4096, 22000, range(641, 880)
+
+
+def _is_narrow_float32(problem: Problem) -> bool:
+    narrow = problem.x == "float32" and problem.widest_pack == 4 and problem.num_cols <= _NARROW_FLOAT32
+    return narrow and not problem.forward
 
 
 # Backward: columns of one turn on a multiprocessor beyond which more are worse: a cluster takes over (12,288 columns on
@@ -854,7 +871,7 @@ def _suits_turn(tile: Tile, turn_bytes: int, itemsize: int) -> bool:
     fewest, most = 20, 40
     if itemsize == 2 and tile.blocks_per_sm == 1:
         fewest, most = (26 if tile.cluster_size >= 8 else 20), 48
-    elif itemsize == 2 and tile.cluster_size <= 4:
+    elif itemsize == 2 and (tile.cluster_size <= 4 or (tile.cluster_size == 8 and tile.blocks_per_sm > 2)):
         most = 39 if tile.blocks_per_sm == 2 else 32
     elif itemsize == 4:
         most = 50
@@ -880,9 +897,14 @@ def _backward_ring_score(problem: Problem, tile: Tile) -> tuple:
     cols = cols_of_slice(problem, tile.pack_size, tile.cluster_size) * tile.rows_per_block
     warps = tile.block_size // 32
     bytes_per_col = DTYPES[problem.x].itemsize + DTYPES[problem.dy].itemsize
+    if _is_narrow_float32(problem):
+        turn_bytes, filled = cols * bytes_per_col, problem.num_cols >= 0.8 * tile.cols
+        return turn_bytes >= _NARROW_TURN_BYTES, filled and warps >= 6, -turn_bytes, tile.exact, tile.block_size
     fewest = _FEWEST_RING_BYTES if tile.cluster_size == 1 else _FEWEST_CLUSTER_BYTES
     share = _ring_share(problem, tile) * min(1.0, cols * bytes_per_col / fewest)
-    share -= 0.01 * (warps < 8) + 0.03 * (warps > 8) + 0.02 * (cols > _MOST_BACKWARD_COLS) + 0.06 * (not tile.exact)
+    share -= 0.01 * (warps < 8) + 0.02 * (cols > _MOST_BACKWARD_COLS) + 0.06 * (not tile.exact)
+    # Narrow rows want more warps, others fewer (640 columns: 12 0.97, 8 0.85; 800: 0.99, 0.88; 904: 0.93, 0.95).
+    share += 0.02 * (warps == 12) if problem.num_cols <= 820 and tile.threads_per_row == 32 else -0.03 * (warps > 8)
     share -= 0.001 * max(0, tile.pack_size * tile.packs_per_thread - 32)
     share -= 0.01 * (tile.cluster_size.bit_length() - 1) + 0.05 * (tile.cluster_size == 16)
     return round(share, 3), -tile.block_size
