@@ -462,6 +462,7 @@ def _bundle_registers(problem: Problem, device: Device, tile: Tile) -> int:
         needed = max(62, 34 - wide // 2 + each * elements + 0.2 * max(0, elements - 33) + addresses)
         # A row in each lane is tight beyond 60 elements and fits three blocks all the same (65 columns: two 0.83, three 0.92).
         return int(min(needed, 168) if lanes == 1 and elements <= 67 and not wide else needed + 0.99) + tight
+    tight += 4 * wide * (device.compute_capability >= 120)
     return tight + int(36 + ((5.2 if problem.x == "float16" else 4.7) + 0.5 * wide) * elements)
 
 
@@ -748,7 +749,7 @@ def _wants_ring(problem: Problem, registers: Tile | None) -> bool:
 def _ring_registers(problem: Problem, device: Device, elements: int) -> int:
     """Registers of a thread of a ring, with no spills, as _registers."""
     if problem.forward:
-        tight = 8 * (device.compute_capability >= 120)
+        tight = (24 if "float64" in (problem.weight, problem.bias) else 8) * (device.compute_capability >= 120)
         fewest = 4 if problem.widest_pack == 1 else 0  # a register holds one lone element
         parameters = (problem.weight, problem.bias, problem.weight1, problem.bias1)
         kept = sum(max(DTYPES[name].itemsize, fewest) for name in parameters if name)
