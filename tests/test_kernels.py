@@ -981,6 +981,8 @@ RINGS = {
     "block with weights in shared memory": ("layer_norm", "bfloat16", 192, Tile(8, 64, 3, exact=1, stages=2)),
     "block of 4 rows": ("layer_norm", "bfloat16", 180, Tile(8, 64, 3, rows_per_block=4, stages=3)),
     "block of 3 rows of one warp": ("rms_norm", "float32", 30, Tile(4, 32, 1, rows_per_block=3, stages=2)),
+    "block of 7 rows of one warp": ("layer_norm", "float32", 110, Tile(4, 32, 4, rows_per_block=7, stages=4)),
+    "block of 12 rows of one warp": ("layer_norm", "bfloat16", 80, Tile(8, 32, 3, rows_per_block=12, stages=3)),
     # Rows and slices that begin and end anywhere within 16 bytes.
     "block of single elements": ("layer_norm", "bfloat16", 333, Tile(1, 64, 6, stages=3)),
     "cluster of pairs": ("rms_norm", "float16", 270, Tile(2, 64, 3, cluster_size=2, stages=2)),
