@@ -82,10 +82,10 @@ def _in_registers(problem: Problem, device: Device) -> Iterator[tuple[str, Tile]
 def _in_bundles(problem: Problem, device: Device) -> Iterator[tuple[str, Tile]]:
     """Of rows of 16-bit elements, and of those that do not begin on 16 bytes: forward as many blocks as fit, backward one."""
     pack_size, itemsize = problem.widest_pack, DTYPES[problem.x].itemsize
-    begin_there = pack_size * itemsize >= 16
-    if (begin_there and itemsize > 2) or not strategies.can_bundle(problem, device):
+    aligned = pack_size * itemsize >= 16
+    if (aligned and itemsize > 2) or not strategies.can_bundle(problem, device):
         return
-    if begin_there:
+    if aligned:
         pack_size = strategies._WIDE_BUNDLE_PACK[problem.direction]
     for strategy, tile in _shapes(replace(problem, pack_limit=pack_size), device):
         if strategy == "warp":

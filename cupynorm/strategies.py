@@ -182,8 +182,9 @@ _BLOCK_THREADS = 512
 _DROPOUT_THREADS = 256
 # Bytes of x in flight on a multiprocessor beyond which more do not help: 4.15 TB/s times the latency of memory, twice over
 # (H200: fp32 1024 columns 0.99 with 16 elements a thread and 64 KB in flight, 0.97 with 32 and 96 KB).
-_THREE_BLOCKS_FROM = 5120
 _ENOUGH_BYTES, _MOST_BYTES = {2: 55 * 1024, 4: 54 * 1024, 8: 54 * 1024}, 64 * 1024
+# Beyond so many columns of float32 forward blocks are counted, not bytes: see _wanted_blocks.
+_THREE_BLOCKS_FROM = 5120
 
 
 def ceil_div(value: int, step: int) -> int:
@@ -193,8 +194,8 @@ def ceil_div(value: int, step: int) -> int:
 def _wanted_blocks(problem: Problem, device: Device) -> int | None:
     """How many blocks of a wide float32 row forward must fit a multiprocessor, or None where their bytes decide.
 
-    Three up to 8191 columns (H200, 6656 columns: 0.98 in three, 0.93 in two of the same tile; 5888 columns 1.00 and 0.90), from
-    8192 on two (10,240 columns 0.99 in two, 0.95 in a ring; 14,336 columns 0.97, 0.95, and 0.85 in one).
+    Three up to 8191 columns (H200, 6656 columns: 0.98 in three, 0.93 in two of the same tile), from 8193 on two (10,240 columns
+    0.99 in two, 0.95 in a ring; 14,336 columns 0.97, 0.95, and 0.85 in one).
     """
     fused = problem.residual or problem.input or problem.scaling or problem.y1 or problem.round_x_hat or problem.dropout
     plain = problem.forward and problem.x == "float32" and problem.widest_pack == 4 and not fused and not problem.row_scale
@@ -658,6 +659,11 @@ def smem_bytes_of(problem: Problem, tile: Tile, strategy: str) -> int:
 # From how many columns it beats registers, by direction and itemsize of x (backward, 2048 columns: 0.97, in registers 0.94; 648
 # columns 0.93 and 0.88; float32, 1024 columns 1.00 and 0.96; 448 columns 0.99 and 0.98).
 _RING_FROM = {"forward": {2: 10241, 4: 8193}, "backward": {2: 640, 4: 440}}
+# The same, backward with more tensors than x, dy and dx (896 columns: 0.94, in registers 0.88).
+_FUSED_RING_FROM = {2: 800, 4: 4097}
+# The same, backward of 16-bit rows that also writes y again, for which registers hold a block less (float16, 768 columns in
+# registers: three blocks 0.94, two 0.86).
+_RECOMPUTING_RING_FROM = 700
 # The same, forward, for rows that do not fill the registers of their threads (8200 columns: 0.89, in registers 0.84; 6000 0.91
 # and 0.97).
 _UNEVEN_RING_FROM = 8193
@@ -730,6 +736,8 @@ def _wants_ring(problem: Problem, registers: Tile | None) -> bool:
     itemsize = DTYPES[problem.x].itemsize
     aligned = all(problem.widest_pack * size >= 16 for size in _streamed(problem))
     first = (_RING_FROM if aligned else _LONE_RING_FROM)[problem.direction][itemsize]
+    if aligned and not problem.forward and not _is_plain_backward(problem):
+        first = _FUSED_RING_FROM[itemsize]
     if problem.forward and aligned and not (registers and registers.exact):
         first = min(first, _UNEVEN_RING_FROM)
     # Blocks with enough in flight (bf16: 8960 columns 0.97, in a ring 0.93; 13,312 columns 0.93 and 0.86; two blocks: 16,384
@@ -741,7 +749,9 @@ def _wants_ring(problem: Problem, registers: Tile | None) -> bool:
             return False
     if problem.residual or problem.dsum:
         first = min(first, _RESIDUAL_RING_FROM)
-    elif _is_narrow_float32(problem) and problem.num_cols in _NARROW_IN_REGISTERS:
+    if problem.recomputed and itemsize == 2:
+        first = min(first, _RECOMPUTING_RING_FROM)
+    if _is_narrow_float32(problem) and problem.num_cols in _NARROW_IN_REGISTERS:
         return False
     return problem.num_cols >= first
 
@@ -838,9 +848,14 @@ _DEEP_RING_BYTES = 27 * 1024
 _NARROW_FLOAT32, _NARROW_TURN_BYTES, _NARROW_IN_REGISTERS = 4096, 22000, range(641, 880)
 
 
+def _is_plain_backward(problem: Problem) -> bool:
+    """Of x, dy and dx alone: more tensors make each turn larger."""
+    return not (problem.forward or problem.dsum or problem.dresidual or problem.recomputed)
+
+
 def _is_narrow_float32(problem: Problem) -> bool:
     narrow = problem.x == "float32" and problem.widest_pack == 4 and problem.num_cols <= _NARROW_FLOAT32
-    return narrow and not problem.forward
+    return narrow and _is_plain_backward(problem)
 
 
 # Backward: columns of one turn on a multiprocessor beyond which more are worse: a cluster takes over (12,288 columns on
@@ -905,7 +920,8 @@ def _backward_ring_score(problem: Problem, tile: Tile) -> tuple:
     share = _ring_share(problem, tile) * min(1.0, cols * bytes_per_col / fewest)
     share -= 0.01 * (warps < 8) + 0.02 * (cols > _MOST_BACKWARD_COLS) + 0.06 * (not tile.exact)
     # Narrow rows want more warps, others fewer (640 columns: 12 0.97, 8 0.85; 800: 0.99, 0.88; 904: 0.93, 0.95).
-    share += 0.02 * (warps == 12) if problem.num_cols <= 820 and tile.threads_per_row == 32 else -0.03 * (warps > 8)
+    narrow = problem.num_cols <= 820 and tile.threads_per_row == 32 and _is_plain_backward(problem)
+    share += 0.02 * (warps == 12) if narrow else -0.03 * (warps > 8)
     share -= 0.001 * max(0, tile.pack_size * tile.packs_per_thread - 32)
     share -= 0.01 * (tile.cluster_size.bit_length() - 1) + 0.05 * (tile.cluster_size == 16)
     return round(share, 3), -tile.block_size

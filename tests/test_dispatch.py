@@ -130,6 +130,11 @@ def test_narrow_float32_rows_backward_pass_through_a_ring_where_registers_have_f
 
     assert not any(map(ring, range(4, 440, 4))) and all(map(ring, range(440, 644, 4)))
     assert not any(map(ring, range(644, 880, 4))) and all(map(ring, range(880, 4200, 4)))
+    # With more tensors a turn is larger, and rows begin to gain later.
+    for changes, first in (({"dsum": "float32"}, 1024), ({"recomputed": "float32"}, 4100), ({"dresidual": "float32"}, 4100)):
+        for num_cols in (512, 640, 1000, 1024, 2048, 4096, 4100):
+            tile = choose(problem_of(num_cols, "float32", "backward", **changes), DEVICES["H200"]).tile
+            assert (tile.stages > 0) == (num_cols >= first), (num_cols, changes)
     # Of at least 22,000 bytes of x and dy at a time, and no more rows than that takes, if threads are filled then.
     for num_cols in (512, 1024, 1536, 2048, 3072, 4096):
         tile = choose(problem_of(num_cols, "float32", "backward"), DEVICES["H200"]).tile

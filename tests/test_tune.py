@@ -120,6 +120,7 @@ def test_the_check_runs_the_candidate(norm, direction):
         assert tune.what_is_wrong(problem, choice, small, where) is None
         (run,) = (each for each in where.launched if each.kernel == choice.kernel)
         turns = small.case.num_rows / (run.grid_size / run.cluster_size * choice.tile.rows_per_block)
+        # A warp takes two bundles forward and ends; a ring must come round to a stage again.
         assert turns > (1 if choice.tile.bundle else 2) or (direction == "forward" and not choice.tile.stages)
         assert dispatch.tuned is None and where.device == H200
     wrong = tune.what_is_wrong(problem, found[-1], small, Recording(spoil=direction))
