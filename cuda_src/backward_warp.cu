@@ -8,9 +8,10 @@
 #include "bundle.cuh"
 #include "register_gradient.cuh"
 
-// The same, of rows that come and go in bundles.
-template <class LoadX, class LoadDy, class Scale, class StoreDx, Gradients gradients, bool centered, Tile tile>
-__device__ __forceinline__ void backward_bundles(const Backward<LoadX, LoadDy, Scale, StoreDx>& problem, unsigned char* smem) {
+// The same, of rows that come and go in bundles. added: what is added to dx, if anything is.
+template <class LoadX, class LoadDy, class Scale, class StoreDx, Gradients gradients, bool centered, Tile tile, class... Added>
+__device__ __forceinline__ void backward_bundles(const Backward<LoadX, LoadDy, Scale, StoreDx>& problem, unsigned char* smem,
+                                                 const BundleStream<tile, Added>&... added) {
   using Compute = typename LoadX::Compute;
   using X = typename LoadX::Held;
   using Dy = typename LoadDy::Held;
@@ -19,28 +20,31 @@ __device__ __forceinline__ void backward_bundles(const Backward<LoadX, LoadDy, S
   const BundleStream<tile, X> x{problem.load_x.x, num_cols};
   const BundleStream<tile, Dy> dy{problem.load_dy.x, num_cols};
   const BundleStream<tile, Compute> mean{problem.mean, 1}, rstd{problem.rstd, 1};
-  const Bundles<tile, X, Dy, Compute, Compute> bundles(smem, problem.num_rows, x, dy, mean, rstd);
+  const Bundles<tile, X, Dy, Compute, Compute, Added...> bundles(smem, problem.num_rows, x, dy, mean, rstd, added...);
   auto in_smem = problem;  // the rows of one bundle
-  in_smem.load_x.x_stride = in_smem.load_dy.x_stride = in_smem.store.y_stride = num_cols;
+  in_smem.load_x.x_stride = in_smem.load_dy.x_stride = in_smem.store.written_stride() = num_cols;
   RegisterGradient<LoadX, LoadDy, Scale, StoreDx, gradients, centered, tile> gradient(in_smem, {0, num_cols});
   WarpReduce<tile.threads_per_row> reduce;
   const auto take = [&](const unsigned char* slot, int part, long long first_row, int num_rows, int turns) {
     in_smem.load_x.x = x.in(slot, part, first_row);
     in_smem.load_dy.x = dy.in(slot += x.slot_bytes(), part, first_row);
     in_smem.mean = mean.in(slot += dy.slot_bytes(), part, first_row);
-    in_smem.rstd = rstd.in(slot + mean.slot_bytes(), part, first_row);
+    in_smem.rstd = rstd.in(slot += mean.slot_bytes(), part, first_row);
+    ((in_smem.store.dsum = added.in(slot + rstd.slot_bytes(), part, first_row), in_smem.store.dsum_stride = num_cols), ...);
     in_smem.num_rows = num_rows;
-    auto* const dx = problem.store.y + first_row * num_cols;
-    in_smem.store.y = result_image(reinterpret_cast<decltype(in_smem.store.y)>(const_cast<X*>(in_smem.load_x.x)), dx);
+    auto stored = problem.store;
+    auto* const dx = stored.written() + first_row * num_cols;
+    auto* const results = result_image(reinterpret_cast<decltype(dx)>(const_cast<X*>(in_smem.load_x.x)), dx);
+    in_smem.store.written() = results;
 #pragma unroll 1
     for (int turn = 0; turn < turns; ++turn) {
       const int row = turn * Parts::rows_at_once + Parts::first_row();
       gradient.add_row(row, row, reduce);
     }
     __syncwarp();
-    write_image<Parts::lanes>(dx, in_smem.store.y, num_rows * num_cols);
+    write_image<Parts::lanes>(dx, results, num_rows * num_cols);
   };
-  bundles.for_each(take, x, dy, mean, rstd);
+  bundles.for_each(take, x, dy, mean, rstd, added...);
   __syncthreads();  // sums take the place of images
   gradient.write_partials(blockIdx.x, reinterpret_cast<Compute*>(smem));
 }
@@ -50,7 +54,12 @@ __global__ void __launch_bounds__(tile.block_size(), tile.blocks_per_sm)
     backward_warp(const Backward<LoadX, LoadDy, Scale, StoreDx> problem) {
   let_next_kernel_start();
   if constexpr (tile.bundle > 0) {
-    backward_bundles<LoadX, LoadDy, Scale, StoreDx, gradients, centered, tile>(problem, dynamic_smem());
+    if constexpr (StoreDx::adds && gradients.dx) {
+      const BundleStream<tile, typename StoreDx::Added> added{problem.store.added_start(0), static_cast<int>(problem.num_cols)};
+      backward_bundles<LoadX, LoadDy, Scale, StoreDx, gradients, centered, tile>(problem, dynamic_smem(), added);
+    } else {
+      backward_bundles<LoadX, LoadDy, Scale, StoreDx, gradients, centered, tile>(problem, dynamic_smem());
+    }
     return;
   }
   RegisterGradient<LoadX, LoadDy, Scale, StoreDx, gradients, centered, tile> gradient(problem,

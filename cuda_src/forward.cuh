@@ -43,36 +43,39 @@ struct Forward {
     if constexpr (Store::quantizes) {
       write_quantized<centered>(row, values_of_row, statistics, reduce, saves && present, present);
     } else if (present) {
-      values_of_row.for_each_pack_or_none([&](long long col, const auto& values, bool in_row) {
-        constexpr int pack_size = sizeof(values) / sizeof(Compute);
-        Compute normalized[pack_size];
+      values_of_row.for_each_pack_with(keep<Row>(), [&](long long col, const auto& values, bool in_row, const auto& kept) {
+        Compute normalized[Row::pack_size];
         statistics.template normalize<centered>(values, normalized);
-        store.store(row, col, normalized, store.template keep<pack_size>(in_row ? col : 0), in_row);
+        store.store(row, col, normalized, kept, in_row);
       });
     }
   }
 
  private:
+  // Loads what the store needs of a pack of columns.
+  template <class Row>
+  __device__ __forceinline__ auto keep() const {
+    return [&](long long col) { return store.template keep<Row::pack_size>(col); };
+  }
+
   template <bool centered, class Row, class Reduce>
   __device__ __forceinline__ void write_quantized(long long row, Row& values_of_row, const RowStatistics<Compute>& statistics,
                                                   Reduce& reduce, bool saves, bool present) const {
     auto of_row = store.start_row(present);
     if constexpr (Store::measures_rows) {
       Largest largest{};
-      values_of_row.for_each_pack_or_none([&](long long col, const auto& values, bool in_row) {
-        constexpr int pack_size = sizeof(values) / sizeof(Compute);
-        Compute normalized[pack_size], made[pack_size];
+      values_of_row.for_each_pack_with(keep<Row>(), [&](long long, const auto& values, bool in_row, const auto& kept) {
+        Compute normalized[Row::pack_size], made[Row::pack_size];
         statistics.template normalize<centered>(values, normalized);
-        store.affine(normalized, store.template keep<pack_size>(in_row ? col : 0), made);
+        store.affine(normalized, kept, made);
         if (in_row) largest.add_pack(made);
       });
       store.finish_measuring(row, of_row, reduce.all(largest), saves);
     }
-    values_of_row.for_each_pack_or_none([&](long long col, const auto& values, bool in_row) {
-      constexpr int pack_size = sizeof(values) / sizeof(Compute);
-      Compute normalized[pack_size];
+    values_of_row.for_each_pack_with(keep<Row>(), [&](long long col, const auto& values, bool in_row, const auto& kept) {
+      Compute normalized[Row::pack_size];
       statistics.template normalize<centered>(values, normalized);
-      store.store(row, col, normalized, store.template keep<pack_size>(in_row ? col : 0), in_row && present, of_row);
+      store.store(row, col, normalized, kept, in_row && present, of_row);
     });
     store.finish_row(of_row);
   }

@@ -7,15 +7,18 @@
 #include "bundle.cuh"
 #include "forward.cuh"
 
-// The same, of rows that come and go in bundles.
-template <class Load, class Store, bool centered, Statistics statistics, Tile tile>
-__device__ __forceinline__ void forward_bundles(const Forward<Load, Store>& problem, unsigned char* smem) {
+// The same, of rows that come and go in bundles. streams: of the load, one or two.
+template <class Load, class Store, bool centered, Statistics statistics, Tile tile, class... Streamed>
+__device__ __forceinline__ void forward_bundles(const Forward<Load, Store>& problem, unsigned char* smem,
+                                                const BundleStream<tile, Streamed>&... streams) {
   using Compute = typename Load::Compute;
+  using X = typename Load::Held;
+  constexpr bool sums_up = sizeof...(Streamed) == 2;
   constexpr int pack_size = tile.pack_size;
   using Parts = BundleParts<tile>;
   const int num_cols = static_cast<int>(problem.num_cols);
-  const BundleStream<tile, typename Load::Held> x{problem.load.x, num_cols};
-  const Bundles<tile, typename Load::Held> bundles(smem, problem.num_rows, x);
+  const BundleStream<tile, X> of_row[] = {streams...};
+  const Bundles<tile, Streamed...> bundles(smem, problem.num_rows, streams...);
   WarpReduce<tile.threads_per_row> reduce;
   const auto col_of = [&](int pack) {
     return pack < tile.packs_per_thread && register_pack_in_row<tile>(pack, num_cols) ? register_col<tile>(pack) : 0;
@@ -26,21 +29,35 @@ __device__ __forceinline__ void forward_bundles(const Forward<Load, Store>& prob
     kept[pack / 2] = problem.store.template keep_two<pack_size>(col_of(pack), col_of(pack + 1));
   }
   const auto take = [&](const unsigned char* slot, int part, long long first_row, int num_rows, int turns) {
-    const auto* const rows = x.in(slot, part, first_row);
-    auto* const y = problem.store.y + first_row * num_cols;
-    auto* const results = result_image(reinterpret_cast<decltype(y)>(const_cast<typename Load::Held*>(rows)), y);
+    const X* rows[sizeof...(Streamed)];
+#pragma unroll
+    for (int at = 0; at < static_cast<int>(sizeof...(Streamed)); ++at) {
+      rows[at] = of_row[at].in(slot + at * of_row[at].slot_bytes(), part, first_row);
+    }
     Store store = problem.store;
+    auto* const y = store.written() + first_row * num_cols;
+    auto* const results = result_image(reinterpret_cast<decltype(y)>(const_cast<X*>(rows[0])), y);
+    X *sum = nullptr, *sums = nullptr;  // which take the place of the residual
+    if constexpr (sums_up) {
+      sum = problem.load.sum + first_row * num_cols;
+      sums = result_image(rows[1], sum);
+    }
 #pragma unroll 1
     for (int turn = 0; turn < turns; ++turn) {
       const int row = turn * Parts::rows_at_once + Parts::first_row();
       const bool present = row < num_rows;
       const int own = (present ? row : max(num_rows - 1, 0)) * num_cols + register_col<tile>(0);
       RegisterRow<Load, tile> values;
-      values.fetch_own(rows + own, {0, num_cols});
+      if constexpr (sums_up) {
+        values.fetch_own({rows[0] + own, rows[1] + own}, {0, num_cols});
+      } else {
+        values.fetch_own({rows[0] + own}, {0, num_cols});
+      }
       const auto found = row_statistics<centered, statistics, Compute>(values, reduce, num_cols, problem.eps);
       problem.save(first_row + row, found, present && threadIdx.x % tile.threads_per_row == 0);
-      store.y = results + own;
+      store.written() = results + own;
       __syncwarp();  // all have read what results may take the place of
+      if constexpr (sums_up) values.leave_own(sums + own, present);
 #pragma unroll
       for (int pack = 0; pack < tile.packs_per_thread; ++pack) {
         if (pack % 2 == 0) kept[pack / 2].forget_unpacked();
@@ -63,15 +80,25 @@ __device__ __forceinline__ void forward_bundles(const Forward<Load, Store>& prob
     }
     __syncwarp();
     write_image<Parts::lanes>(y, results, num_rows * num_cols);
+    if constexpr (sums_up) {
+      if (problem.load.sum != nullptr) write_image<Parts::lanes>(sum, sums, num_rows * num_cols);
+    }
   };
-  bundles.for_each(take, x);
+  bundles.for_each(take, streams...);
 }
 
 template <class Load, class Store, bool centered, Statistics statistics, Tile tile>
 __global__ void __launch_bounds__(tile.block_size(), tile.blocks_per_sm) forward_warp(const Forward<Load, Store> problem) {
   using Compute = typename Load::Compute;
   if constexpr (tile.bundle > 0) {
-    forward_bundles<Load, Store, centered, statistics, tile>(problem, dynamic_smem());
+    const auto stream = [&](int index) {
+      return BundleStream<tile, typename Load::Held>{problem.load.row_start(0, index), static_cast<int>(problem.num_cols)};
+    };
+    if constexpr (Load::num_streams == 2) {
+      forward_bundles<Load, Store, centered, statistics, tile>(problem, dynamic_smem(), stream(0), stream(1));
+    } else {
+      forward_bundles<Load, Store, centered, statistics, tile>(problem, dynamic_smem(), stream(0));
+    }
     return;
   }
   problem.template start<tile>();

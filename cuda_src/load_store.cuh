@@ -7,11 +7,13 @@
 //          (reload: of a kernel that reads a row again; has no side effect)
 //          num_streams: tensors of Held that make up the row, for a copy engine to fetch: each has row_start(row, stream) and a
 //          stride(stream); combine(packs, one a stream) -> the row's pack; keep(row, col, values, present): load's side effect
-//          has_effect: whether load has one, and is not to be called beyond the row
+//          has_effect: whether load has one. It is then begin(row, col) -> Begun, which only loads, and finish(row, col, begun,
+//          present) -> Pack: so all packs of a row can be on their way before the first is stored
 //          normalized, of backward: whether what is loaded is x_hat, not x
 // store    store(row, col, values): values are in the compute type; applies what belongs to the output, rounds once
 //          keep(col) -> Kept, for store(row, col, values, kept, present) in many rows; nothing is written if not present
 //          bring_near(num_cols), of forward, by one block: what keep(col) will load
+//          written(), written_stride(): the tensor that is written, where rows come and go in bundles
 //          of backward: adds: whether a tensor of Added is added, whose rows a copy engine may fetch: added_start(row),
 //          added_stride(); store(row, col, values, fetched)
 //          quantizes, of forward: whether it is one of fp8.cuh, which keep more from pack to pack
@@ -153,6 +155,11 @@ struct ResidualLoad {
   static constexpr int num_streams = 2;
   static constexpr bool has_effect = true;
 
+  template <int pack_size>
+  struct Begun {
+    Pack<X, pack_size> packs[2];
+  };
+
   const X* x;
   long long x_stride;
   const X* residual;
@@ -166,14 +173,23 @@ struct ResidualLoad {
   }
 
   template <int pack_size>
-  __device__ __forceinline__ Pack<X, pack_size> load(long long row, long long col) const {
-    const Pack<X, pack_size> added = reload<pack_size>(row, col);
-    if (sum != nullptr) store_pack<pack_size>(sum + row * sum_stride + col, added);
+  __device__ __forceinline__ Begun<pack_size> begin(long long row, long long col) const {
+    return {{load_pack<pack_size>(row_start(row, 0) + col), load_pack<pack_size>(row_start(row, 1) + col)}};
+  }
+  template <int pack_size>
+  __device__ __forceinline__ Pack<X, pack_size> finish(long long row, long long col, const Begun<pack_size>& begun,
+                                                       bool present = true) const {
+    const Pack<X, pack_size> added = combine(begun.packs);
+    if (sum != nullptr && present) store_pack<pack_size>(sum + row * sum_stride + col, added);
     return added;
   }
   template <int pack_size>
+  __device__ __forceinline__ Pack<X, pack_size> load(long long row, long long col) const {
+    return finish(row, col, begin<pack_size>(row, col));
+  }
+  template <int pack_size>
   __device__ __forceinline__ Pack<X, pack_size> reload(long long row, long long col) const {
-    return combine<pack_size>({load_pack<pack_size>(row_start(row, 0) + col), load_pack<pack_size>(row_start(row, 1) + col)});
+    return combine(begin<pack_size>(row, col).packs);
   }
 
   template <int pack_size>
@@ -220,6 +236,12 @@ struct SumLoad {
   using Wide = typename WiderOf<typename WiderOf<X, Residual>::type, Sum>::type;
   static constexpr bool has_effect = true;
 
+  template <int pack_size>
+  struct Begun {
+    Pack<X, pack_size> x;
+    Pack<typename Otherwise<Residual, X>::type, pack_size> residual;
+  };
+
   const X* x;
   long long x_stride;
   const Residual* residual;
@@ -229,19 +251,31 @@ struct SumLoad {
   Factor<RowScale, drops> factor;
 
   template <int pack_size>
-  __device__ __forceinline__ Pack<Sum, pack_size> load(long long row, long long col) const {
+  __device__ __forceinline__ Begun<pack_size> begin(long long row, long long col) const {
+    Begun<pack_size> begun;
+    begun.x = load_pack<pack_size>(x + row * x_stride + col);
+    if constexpr (!is_same<Residual, void>) begun.residual = load_pack<pack_size>(residual + row * residual_stride + col);
+    return begun;
+  }
+  template <int pack_size>
+  __device__ __forceinline__ Pack<Sum, pack_size> finish(long long row, long long col, const Begun<pack_size>& begun,
+                                                         bool present = true) const {
     Wide values[pack_size];
-    unpack(load_pack<pack_size>(x + row * x_stride + col), values);
-    factor.multiply(row, col, values, true);
+    unpack(begun.x, values);
+    factor.multiply(row, col, values, present);
     if constexpr (!is_same<Residual, void>) {
       Wide added[pack_size];
-      unpack(load_pack<pack_size>(residual + row * residual_stride + col), added);
+      unpack(begun.residual, added);
 #pragma unroll
       for (int at = 0; at < pack_size; ++at) values[at] += added[at];
     }
     const Pack<Sum, pack_size> rounded = repack<Sum>(values);
-    store_pack<pack_size>(sum + row * sum_stride + col, rounded);
+    if (present) store_pack<pack_size>(sum + row * sum_stride + col, rounded);
     return rounded;
+  }
+  template <int pack_size>
+  __device__ __forceinline__ Pack<Sum, pack_size> load(long long row, long long col) const {
+    return finish(row, col, begin<pack_size>(row, col));
   }
   template <int pack_size>
   __device__ __forceinline__ Pack<Sum, pack_size> reload(long long row, long long col) const {
@@ -267,6 +301,9 @@ struct Store : WritesDxAlone {
   long long y_stride;
   const Weight* weight;
   const Bias* bias;
+
+  __device__ __forceinline__ Y*& written() { return y; }
+  __device__ __forceinline__ long long& written_stride() { return y_stride; }
 
   template <int pack_size>
   struct Kept {
@@ -446,6 +483,8 @@ struct AddStore : WritesDxAlone {
   const Dsum* dsum;
   long long dsum_stride;
 
+  __device__ __forceinline__ Dx*& written() { return dx; }
+  __device__ __forceinline__ long long& written_stride() { return dx_stride; }
   __device__ __forceinline__ const Dsum* added_start(long long row) const { return dsum + row * dsum_stride; }
   __device__ __forceinline__ long long added_stride() const { return dsum_stride; }
 

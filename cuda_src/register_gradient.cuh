@@ -27,6 +27,7 @@ struct RegisterGradient {
   typename Weights::template Kept<joined * tile.pack_size> weights[(tile.packs_per_thread + joined - 1) / joined];
   RegisterRow<LoadX, tile> x;
   RegisterRow<LoadDy, tile> dy;
+  RegisterRow<Load<typename StoreDx::Added>, tile> added;  // to dx, if anything is
   RowGradient<Compute, LoadX::normalized> next;
 
   __device__ __forceinline__ RegisterGradient(const Problem& problem, Slice cols)
@@ -57,8 +58,8 @@ struct RegisterGradient {
   __device__ __forceinline__ void fetch(long long row) {
     if (row >= problem.num_rows) row = max(problem.num_rows, 1LL) - 1;
     if constexpr (tile.bundle > 0) {
-      x.fetch_own(problem.load_x.row_start(row) + col(0), cols);
-      dy.fetch_own(problem.load_dy.row_start(row) + col(0), cols);
+      x.fetch_own({problem.load_x.row_start(row) + col(0)}, cols);
+      dy.fetch_own({problem.load_dy.row_start(row) + col(0)}, cols);
     } else {
       x.fetch(problem.load_x, row, cols);
       dy.fetch(problem.load_dy, row, cols);
@@ -67,11 +68,24 @@ struct RegisterGradient {
     next.rstd = problem.rstd[row];
   }
 
+  // The same of what is added to dx. All of it before the first pack of dx is stored, which no load may pass.
+  __device__ __forceinline__ void fetch_added(long long row) {
+    if constexpr (StoreDx::adds && gradients.dx) {
+      if (row >= problem.num_rows) row = max(problem.num_rows, 1LL) - 1;
+      if constexpr (tile.bundle > 0) {
+        added.fetch_own({problem.store.added_start(row) + col(0)}, cols);
+      } else {
+        added.fetch({problem.store.added_start(0), problem.store.added_stride()}, row, cols);
+      }
+    }
+  }
+
   // Adds a row to the sums and writes its dx, and y again if that is asked for; `following` is the row that this thread takes
   // next.
   template <class Reduce>
   __device__ __forceinline__ void add_row(long long row, long long following, Reduce& reduce) {
     if constexpr (!fetch_ahead) fetch(row);
+    if constexpr (tile.bundle == 0) fetch_added(row);
     const bool present = row < problem.num_rows;
     RowGradient<Compute, LoadX::normalized> gradient = next;
     Sums x_hats, wdys;
@@ -84,7 +98,9 @@ struct RegisterGradient {
       unpack(x.packs[pack], x_hats[pack]);
       unpack(dy.packs[pack], wdys[pack]);
       if constexpr (needs_weights) {
-        if (pack % joined == 0 && (joined == 2 || Weights::stays_unpacked)) weights[pack / joined].forget_unpacked();
+        // What is added to dx leaves no registers for weights that stay unpacked.
+        constexpr bool stays_packed = joined == 2 || Weights::stays_unpacked || StoreDx::adds;
+        if (pack % joined == 0 && stays_packed) weights[pack / joined].forget_unpacked();
         Weights::unpack(weights[pack / joined], of_joined);
 #pragma unroll
         for (int at = 0; at < tile.pack_size; ++at) scales[at] = of_joined[pack % joined * tile.pack_size + at];
@@ -117,7 +133,8 @@ struct RegisterGradient {
       gradient.finish(reduce.all(sums), reciprocal);
       auto own = problem.store;
       if constexpr (tile.bundle > 0) {
-        own.y += row * own.y_stride + col(0);
+        fetch_added(row);
+        own.written() += row * own.written_stride() + col(0);
         __syncwarp();  // all have read what results may take the place of
       }
 #pragma unroll
@@ -127,10 +144,12 @@ struct RegisterGradient {
         for (int at = 0; at < tile.pack_size; ++at) {
           dx[at] = gradient.template dx<centered>(x_hats[pack][at], wdys[pack][at]);
         }
-        if constexpr (tile.bundle > 0) {
-          own.store(0, pack * tile.threads_per_row * tile.pack_size, dx, present && in_row(pack));
+        const long long own_row = tile.bundle > 0 ? 0 : row;
+        const long long own_col = tile.bundle > 0 ? pack * tile.threads_per_row * tile.pack_size : col(pack);
+        if constexpr (StoreDx::adds) {
+          own.store(own_row, own_col, dx, added.packs[pack], present && in_row(pack));
         } else {
-          problem.store.store(row, col(pack), dx, present && in_row(pack));
+          own.store(own_row, own_col, dx, present && in_row(pack));
         }
       }
     }

@@ -7,7 +7,8 @@
 // All have has_exact_sums, whether sums of values of one size are exact, num_packs of PackSums in statistics.cuh, and
 // for_each_pack(f): f(col, values) for each pack that this thread owns, always in the same order, and for_each_pack_or_none(f):
 // f(col, values, in_row), also for packs beyond the row, whose values are any. f selects where a branch would keep the compiler
-// from mixing the packs.
+// from mixing the packs. for_each_pack_with(make, f) is the same, f(col, values, in_row, make(col)), where make loads: it is
+// called some packs ahead, as no load may pass what f stores.
 #pragma once
 #include "pack.cuh"
 #include "tile.cuh"
@@ -62,6 +63,7 @@ constexpr int most_exact_cols = is_same<Held, __nv_bfloat16> ? 1 << 16
 template <class Load, Tile tile>
 struct RegisterRow {
   using Compute = typename Load::Compute;
+  static constexpr int pack_size = tile.pack_size;
   static constexpr bool has_exact_sums = tile.cols() * tile.cluster_size <= most_exact_cols<typename Load::Held>;
   static constexpr int num_packs = tile.threads_per_row <= 32 && tile.pack_size > 1 && !tile.bundle ? tile.packs_per_thread : 0;
   // Beyond 32 elements a thread, or 64 where it may have 128 registers, the unpacked values of 16-bit types would not fit.
@@ -71,29 +73,49 @@ struct RegisterRow {
   Pack<typename Load::Held, tile.pack_size> packs[tile.packs_per_thread];
   Slice cols;
 
-  // All loads before the first use, so that they are in flight together. Beyond the row the first pack is loaded once more,
-  // unless loading has a side effect.
+  // All loads before the first use, so that they are in flight together. Beyond the row the first pack is loaded once more.
   __device__ __forceinline__ void fetch(const Load& load, long long row, Slice columns) {
     cols = columns;
+    if constexpr (Load::has_effect) {
+      typename Load::template Begun<tile.pack_size> begun[tile.packs_per_thread];
 #pragma unroll
-    for (int pack = 0; pack < tile.packs_per_thread; ++pack) {
-      const bool in_row = register_pack_in_row<tile>(pack, cols.size());
-      if (in_row || !Load::has_effect) {
-        packs[pack] = load.template load<tile.pack_size>(row, cols.first_col + (in_row ? register_col<tile>(pack) : 0));
-      } else {
-        packs[pack] = {};
+      for (int pack = 0; pack < tile.packs_per_thread; ++pack)
+        begun[pack] = load.template begin<tile.pack_size>(row, col(pack));
+#pragma unroll
+      for (int pack = 0; pack < tile.packs_per_thread; ++pack) {
+        packs[pack] = load.finish(row, col(pack), begun[pack], register_pack_in_row<tile>(pack, cols.size()));
+      }
+    } else {
+#pragma unroll
+      for (int pack = 0; pack < tile.packs_per_thread; ++pack) {
+        packs[pack] = load.template load<tile.pack_size>(row, col(pack));
       }
     }
   }
 
-  // From `own`, where this thread's first pack would lie: the others are constants away.
-  __device__ __forceinline__ void fetch_own(const typename Load::Held* own, Slice columns) {
+  // From `own`, where this thread's first pack would lie in each of the load's streams: the others are constants away.
+  template <int num_streams>
+  __device__ __forceinline__ void fetch_own(const typename Load::Held* const (&own)[num_streams], Slice columns) {
     cols = columns;
 #pragma unroll
     for (int pack = 0; pack < tile.packs_per_thread; ++pack) {
       const bool in_row = register_pack_in_row<tile>(pack, cols.size());
       const int otherwise = tile.packs_per_thread > 1 ? 0 : -register_col<tile>(0);
-      packs[pack] = load_pack<tile.pack_size>(own + (in_row ? pack * tile.threads_per_row * tile.pack_size : otherwise));
+      const int from = in_row ? pack * tile.threads_per_row * tile.pack_size : otherwise;
+      Pack<typename Load::Held, tile.pack_size> loaded[num_streams];
+#pragma unroll
+      for (int stream = 0; stream < num_streams; ++stream) loaded[stream] = load_pack<tile.pack_size>(own[stream] + from);
+      packs[pack] = Load::combine(loaded);
+    }
+  }
+
+  // The row as it is, at the same places from `own`.
+  __device__ __forceinline__ void leave_own(typename Load::Held* own, bool present) const {
+#pragma unroll
+    for (int pack = 0; pack < tile.packs_per_thread; ++pack) {
+      if (present && register_pack_in_row<tile>(pack, cols.size())) {
+        store_pack<tile.pack_size>(own + pack * tile.threads_per_row * tile.pack_size, packs[pack]);
+      }
     }
   }
 
@@ -120,8 +142,32 @@ struct RegisterRow {
     }
     forget();
   }
+  template <class Make, class F>
+  __device__ __forceinline__ void for_each_pack_with(Make make, F f) {
+    // Threads that keep much in few registers have none for what a second pack needs: found by compiling, and held by tests.
+    constexpr int elements = tile.packs_per_thread * tile.pack_size, made_words = sizeof(make(0)) / 4;
+    constexpr int registers = 65536 / (tile.blocks_per_sm * tile.block_size());
+    constexpr int needed = elements + made_words + (sizeof(typename Load::Held) > 2 ? 33 : 24) + 12 * !tile.exact;
+    constexpr bool packed_tight = elements > 40 && registers < 128 && made_words <= tile.pack_size;
+    constexpr int ahead = (unpack_each_pass ? packed_tight : registers < needed) ? 0 : 1;
+    decltype(make(0)) made[tile.packs_per_thread];
+#pragma unroll
+    for (int pack = 0; pack < ahead; ++pack) made[pack] = make(col(pack));
+#pragma unroll
+    for (int pack = 0; pack < tile.packs_per_thread; ++pack) {
+      if (pack + ahead < tile.packs_per_thread) made[pack + ahead] = make(col(pack + ahead));
+      Compute values[tile.pack_size];
+      unpack(packs[pack], values);
+      f(cols.first_col + register_col<tile>(pack), values, register_pack_in_row<tile>(pack, cols.size()), made[pack]);
+    }
+    forget();
+  }
 
  private:
+  // Where a pack is loaded from.
+  __device__ __forceinline__ int col(int pack) const {
+    return cols.first_col + (register_pack_in_row<tile>(pack, cols.size()) ? register_col<tile>(pack) : 0);
+  }
   __device__ __forceinline__ void forget() {
     if constexpr (unpack_each_pass) {
 #pragma unroll
@@ -133,6 +179,7 @@ struct RegisterRow {
 // Columns [first_col, last_col) of a row. A thread owns the same packs in fetch and in for_each_pack: it waits for no other.
 template <class Held, class Compute, Tile tile>
 struct SmemRow {
+  static constexpr int pack_size = tile.pack_size;
   static constexpr bool has_exact_sums = false;
   static constexpr int num_packs = 0;
 
@@ -163,6 +210,10 @@ struct SmemRow {
   __device__ __forceinline__ void for_each_pack_or_none(F f) const {
     for_each_pack([&](int col, const auto& values) { f(col, values, true); });
   }
+  template <class Make, class F>
+  __device__ __forceinline__ void for_each_pack_with(Make make, F f) const {
+    for_each_pack([&](int col, const auto& values) { f(col, values, true, make(col)); });
+  }
 };
 
 // The row of a kernel that keeps it in registers or, if packs_per_thread is 0, in `smem`.
@@ -178,6 +229,7 @@ __device__ __forceinline__ auto row_on_chip(unsigned char* smem) {
 template <class Load, Tile tile>
 struct GlobalRow {
   using Compute = typename Load::Compute;
+  static constexpr int pack_size = tile.pack_size;
   static constexpr bool has_exact_sums = false;
   static constexpr int num_packs = 0;
 
@@ -203,5 +255,9 @@ struct GlobalRow {
   template <class F>
   __device__ __forceinline__ void for_each_pack_or_none(F f) {
     for_each_pack([&](long long col, const auto& values) { f(col, values, true); });
+  }
+  template <class Make, class F>
+  __device__ __forceinline__ void for_each_pack_with(Make make, F f) {
+    for_each_pack([&](long long col, const auto& values) { f(col, values, true, make(col)); });
   }
 };

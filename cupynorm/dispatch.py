@@ -545,7 +545,8 @@ def plan(
     """Which kernel, tile and grid a problem gets, the bytes it moves, and why. Prints as a short table. Needs no GPU.
 
     num_cols, num_rows: the problem. dtype: of x; weight_dtype and bias_dtype are the same unless given, None if absent;
-    out_dtype: of y; where it is a float of 8 bits, scale: "given", or "tensor", "row", "block" or "mx" as in layer_norm. norm:
+    out_dtype: of y; where it is a float of 8 bits, scale: "given", or "tensor", "row", "block" or "mx" as in layer_norm.
+    residual: whether x is a sum that forward forms; backward then adds what reaches the sum from elsewhere. norm:
     "layer_norm" or "rms_norm". direction: "forward", or "backward" with all three gradients. device: a name of cupynorm.DEVICES
     or a Device; None is the current GPU. alignment: bytes that every base address is a multiple of.
     strategy, tile, statistics, sm_margin: as in layer_norm.
@@ -578,7 +579,7 @@ def plan(
         device = DEVICES[device]
     tensors = {"y": y, "bias": bias, "residual": residual, "scaling": (scale or "given") if is_quantized else None}
     if direction == "backward":
-        tensors = {"dy": y, "dx": dtype, "dweight": weight, "dbias": bias}
+        tensors = {"dy": y, "dx": dtype, "dweight": weight, "dbias": bias, "dsum": dtype if residual else None}
     limit = pack_limit(num_cols, [(alignment, 0, ELEMENTS[name].itemsize) for name in filter(None, (dtype, y, weight, bias))])
     problem = Problem(
         direction, norm == "layer_norm", num_cols, dtype, weight=weight, zero_centered=zero_centered_weight, pack_limit=limit,

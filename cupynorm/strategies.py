@@ -183,6 +183,9 @@ _DROPOUT_THREADS = 256
 # Bytes of x in flight on a multiprocessor beyond which more do not help: 4.15 TB/s times the latency of memory, twice over
 # (H200: fp32 1024 columns 0.99 with 16 elements a thread and 64 KB in flight, 0.97 with 32 and 96 KB).
 _ENOUGH_BYTES, _MOST_BYTES = {2: 55 * 1024, 4: 54 * 1024, 8: 54 * 1024}, 64 * 1024
+# In flight in a block that is alone, from which it wants many threads (with a residual; float32, 16,384 columns: 1024 threads
+# with 16 elements each 0.98, 512 with 32 0.95).
+_MOST_BYTES_OF_BLOCK = 100 * 1024
 # Beyond so many columns of float32 forward blocks are counted, not bytes: see _wanted_blocks.
 _THREE_BLOCKS_FROM = 5120
 
@@ -246,14 +249,18 @@ def _registers(problem: Problem, device: Device, tile: Tile) -> int:
         fills = newer and tile.exact and 32 < tile.threads_per_row <= 512 and DTYPES[problem.x].itemsize == 2
         fills = fills and problem.round_x_hat is None and not fused and not wide_weight and not problem.residual
         fits = fills and 32 <= elements <= 48
+        if fits_wide := _wide_weight_registers(problem, device, tile):
+            return fits_wide
         per_element = 1.25 if DTYPES[problem.x].itemsize > 2 else 1.15 if elements > 40 and not fills else 1.0
         extra = 8 * (problem.residual + wide_weight) + fused
+        # Both packs of a residual's sum wait, those of 32 bits unpacked.
+        extra += 8 * (problem.residual and elements > 24 and (DTYPES[problem.x].itemsize > 2 or problem.weight == "float64"))
         fixed = 32 if fits else 40
         if _wanted_blocks(problem, device):
             return max(48, 24 + 5 * elements // 4)
         if tile.rows_per_block > 1 and elements > 32:
             fixed = 54 + (2 * tile.packs_per_thread if tile.pack_size < 8 else 0)
-        extra += 8 * (elements >= 32 and not newer and not tile.exact)
+        extra += 8 * (not newer and (wide_weight or (elements >= 32 and not tile.exact) or (problem.residual and lone)))
         extra += small * (6 + elements * wide_weight + 2 * max(0, elements - 32))
         return int(fixed + per_element * words * elements + extra + lone)
     # float16 takes more instructions to unpack than bfloat16, and the compiler keeps more for sm_100 and sm_120. Three blocks
@@ -262,8 +269,37 @@ def _registers(problem: Problem, device: Device, tile: Tile) -> int:
     fits = device.compute_capability == 90 and (tile.exact or problem.centered or elements == 40)
     tight = (0.1 if fits else 0.35) * (problem.x == "float16") + 0.35 * (device.compute_capability >= 100)
     tight += 0.35 * (device.compute_capability < 90 and elements > 24)
-    extra = fused + 8 * bool(problem.dsum) + (0.3 * wide_weight + tight + 1.8 * small) * elements
+    # On sm_90 three blocks of 24 elements also hold a weight of 32 bits (H200, 384 columns: 0.96, two blocks 0.86), or what is
+    # added to dx (0.99, 0.95), but not both. What is added waits packed.
+    three = device.compute_capability == 90 and elements <= 24 and DTYPES[problem.x].itemsize == 2
+    added = bool(problem.dsum) * (8 * (not three or wide_weight) + 16 * (elements >= 40))
+    added += bool(problem.dsum) * elements // 2 * (DTYPES[problem.x].itemsize > 2)
+    fits_wide = three and problem.weight == "float32"
+    extra = fused + added + ((0.15 if fits_wide else 0.3) * wide_weight + tight + 1.8 * small) * elements
     return int(36 + 5.25 * words * elements + extra + lone)
+
+
+def _wide_weight_registers(problem: Problem, device: Device, tile: Tile) -> int | None:
+    """The same of forward of 16-bit rows with weights of 32 bits on a GPU of sm_90, None for anything else: the next pack's are
+    on their way while one is written. What fits was found by compiling (H200, 3072 columns: 0.99 with 12 blocks of 64 threads x
+    48 elements, 0.92 with 8; 6144 columns 0.99 with 6 of 128, 0.95 with 5)."""
+    elements = tile.pack_size * tile.packs_per_thread
+    plain = not (problem.residual or problem.input or problem.round_x_hat or problem.dropout or problem.row_scale or problem.y1)
+    suits = device.compute_capability == 90 and tile.pack_size == 8 and tile.threads_per_row > 16
+    if not (plain and suits and problem.weight == "float32" and problem.scaling is None) or tile.cluster_size > 1:
+        return None
+    in_a_warp = tile.threads_per_row == 32
+    if elements <= 24:
+        return 48 + elements
+    if not tile.exact and in_a_warp:
+        return 96
+    if not tile.exact:
+        return {48: 80, 56: 112, 64: 128, 72: 128}.get(elements, 40 + elements if elements < 48 else 168)
+    if elements <= 48:
+        return 96 if in_a_warp and elements == 48 else 40 + min(elements, 40)
+    if elements == 96 and problem.centered and tile.threads_per_row == 128:
+        return 128
+    return {56: 96 if in_a_warp else 128, 64: 128, 72: 96, 80: 176, 88: 176}.get(elements, 168)
 
 
 def _common_quantized_registers(problem: Problem, device: Device, tile: Tile) -> int | None:
@@ -272,15 +308,21 @@ def _common_quantized_registers(problem: Problem, device: Device, tile: Tile) ->
     elements = tile.pack_size * tile.packs_per_thread
     plain = not (problem.residual or problem.input or problem.round_x_hat or problem.dropout or problem.row_scale)
     weights = {name for name in (problem.weight, problem.bias) if name is not None}
-    as_usual = plain and weights <= {problem.x} and tile.exact and tile.pack_size == 8 and tile.cluster_size == 1
+    as_usual = plain and weights <= {problem.x} and tile.exact and tile.pack_size == 8
+    as_usual = as_usual and (tile.cluster_size == 1 or problem.scaling == "row")
     if problem.scaling is None or device.compute_capability != 90 or DTYPES[problem.x].itemsize != 2 or not as_usual:
         return None
     half, in_a_warp = problem.x == "float16", tile.threads_per_row <= 32
-    most = 64 if problem.cols_of_scale else 96
+    if problem.scaling == "row" and in_a_warp and elements == 80:
+        return 168
+    most = 64 if problem.cols_of_scale else 80 if in_a_warp else 96
     if not 16 <= elements <= most or (in_a_warp and elements > 48 and problem.cols_of_scale):
         return None
     if problem.scaling == "row":
-        return 104 + 32 * half * (elements > 48) if elements >= 40 else 48 + elements + 8 * half
+        fewest = 48 - 16 * (elements == 32 and not in_a_warp)  # 5120 columns: 6 blocks of 160 x 32 0.71, 4 of 128 x 40 0.62
+        return 104 + 32 * half * (elements > 48) if elements >= 40 else fewest + elements + 8 * half
+    if elements > 64 and not in_a_warp:
+        return 168
     return int((40 if in_a_warp else 32) + min(elements, 48) + max(0, min(elements, 64) - 48) / 2 + 1.5 * max(0, elements - 64))
 
 
@@ -332,14 +374,16 @@ def _register_tile(
         tile = replace(tile, exact=int(tile.cols * cluster_size == problem.num_cols))
         blocks_per_sm = _blocks_per_sm(problem, device, tile)
         long = elements > max(max_elements, pack_size)
-        if blocks_per_sm == 0 or (long and not (may_be_long and _may_keep_more(tile))):
+        if blocks_per_sm == 0 or (
+            long and not (may_be_long and _may_keep_more(tile, problem.scaling, _has_wide_parameters(problem)))
+        ):
             continue
         if wanted := _wanted_blocks(problem, device) if cluster_size == 1 else None:
             if blocks_per_sm < wanted:
                 continue
             blocks_per_sm = wanted  # more are slower (9216 columns, 384 threads: 0.99 in two, 0.98 in three)
         tile = replace(tile, blocks_per_sm=blocks_per_sm)
-        in_flight = blocks_per_sm * rows_per_block * num_cols * itemsize
+        in_flight = blocks_per_sm * rows_per_block * num_cols * itemsize * (1 + problem.residual)
         enough = in_flight >= _ENOUGH_BYTES[itemsize]
         # Blocks of a cluster wait for one another: for them more is better without end.
         counted = in_flight if cluster_size > 1 else min(in_flight, _ENOUGH_BYTES[itemsize])
@@ -353,15 +397,18 @@ def _register_tile(
             # and those in the row no more than in an exact tile.
             fit = 1.0 if tile.exact else 0.995 * num_cols / tile.cols
             fit *= 0.95 if long and (elements > 72 or threads_per_row <= 32) else 0.98 if elements > 48 else 1.0
-        if problem.scaling in ("given", "tensor"):
+        if problem.scaling in ("given", "tensor", "row"):
             # Bound by instructions, of which a row's own are fewer where threads are long (H200, bf16 to 8 bits: 8192 columns
             # 0.92 on 128 threads x 64 elements, 0.84 on 256 x 32; 768 columns 0.94 on 16 x 48, 0.89 on 32 x 24).
             fit = 1.0 if tile.exact else 0.995 * num_cols / tile.cols
         # Of equals, most threads; but forward with too little in flight, or one block alone, wants long threads: 48 elements
         # were best (H200, bf16, 12288 columns: 24, 32, 48 and 64 elements gave 0.82, 0.84, 0.86 and 0.81 of a copy).
-        many_threads = not problem.forward or (enough and blocks_per_sm > 1 and not lone)
-        if problem.scaling in ("given", "tensor"):
+        many_threads = not problem.forward or (enough and not lone and (blocks_per_sm > 1 or in_flight >= _MOST_BYTES_OF_BLOCK))
+        if problem.scaling in ("given", "tensor") or (problem.scaling == "row" and enough):
             score = (counted * fit, -abs(elements - 64))
+        elif _wide_weight_registers(problem, device, tile) and problem.num_cols > 8192:
+            # Rows wait for their weights: long threads, and more in flight (9216 columns: 128 x 72 0.99, 192 x 48 0.97).
+            score = (min(in_flight, 96 * 1024), -abs(threads_per_row - 128))
         else:
             score = (counted * fit, threads_per_row if many_threads else -abs(elements - 48))
         if best_score is None or score > best_score:
@@ -369,13 +416,18 @@ def _register_tile(
     return best
 
 
-def _may_keep_more(tile: Tile) -> bool:
-    """Whether 16-bit rows forward may have threads longer than others: those they fill, and few of them.
+def _may_keep_more(tile: Tile, scaling: str | None, is_wide: bool) -> bool:
+    """Whether 16-bit rows forward may have threads longer than others: those they fill, and few of them. is_wide: whether their
+    weights are wider.
 
     H200, bf16: 1152 columns 0.94 on 16 lanes x 72 elements, 0.93 on 32 x 40; 8960 columns 0.97 on 128 x 72, 0.92 on 224 x 40;
-    13,312 columns 0.93 on 128 x 104, in a ring 0.86.
+    13,312 columns 0.93 on 128 x 104, in a ring 0.86. To 8 bits: 2560 columns 0.98 on 32 x 80, 0.93 on 64 x 40.
     """
     elements = tile.pack_size * tile.packs_per_thread
+    if is_wide and tile.threads_per_row == 32:
+        return elements <= 56
+    if tile.exact and tile.threads_per_row == 32 and scaling in ("given", "tensor", "row"):
+        return elements <= 80
     if tile.exact and tile.threads_per_row > 32:
         return elements <= 104 and tile.threads_per_row <= 160
     return elements <= 72 and (tile.exact or 32 < tile.threads_per_row <= 160)
@@ -402,7 +454,9 @@ _WIDE_BUNDLE_ELEMENTS = {
 # Up to which share of its registers a row that begins on 16 bytes fills bundles are faster (forward: 392 columns fill 0.77 of
 # their registers, 0.90 there and 0.95 in bundles; 136 columns 0.85, 0.90 and 0.93; 456 columns 0.89, 0.98 and 0.97; backward:
 # 392 columns 0.83 and 0.93; 648 columns 0.84, 0.88 and 0.86).
-_BUNDLE_BELOW = {"forward": 0.88, "backward": 0.82}
+# With dsum, which takes room in bundles: 576 columns fill 0.75 of their registers, 0.94 there and 0.88 in bundles; 264 columns
+# 0.69, and 0.94 in bundles.
+_BUNDLE_BELOW, _ADDING_BUNDLE_BELOW = {"forward": 0.88, "backward": 0.82}, 0.7
 # Warps of a block. Backward they are all that a multiprocessor has, and leave one partial row: the first count that registers
 # allow (333 columns on threads of 11 elements: 12 warps 0.93, 8 warps 0.84), but of single elements, up to how many a thread
 # (639 columns on 20: 12 warps 0.88, 8 warps 0.92).
@@ -412,6 +466,8 @@ _BUNDLE_WARPS, _MANY_WARPS_ELEMENTS = {"forward": (4,), "backward": (12, 8)}, 16
 # columns: one row 0.90, two 0.94; 333 columns: 4 rows 0.89, 6 rows 0.95; backward, 127 columns: 10 rows 0.88, 12 rows 0.90);
 # more is worse backward (392 columns: 3 rows 0.93, 5 rows 0.89).
 _BUNDLE_BYTES, _SHARED_IMAGE_BYTES = {2: {4: 4800, 8: 8192, 12: 6656}, 4: {4: 4800, 8: 8704}}, 3600
+# The same with dsum, on 8 warps (127 columns: 12 rows 0.89, 10 rows 0.83; 333 columns: 4 rows 0.95, 5 rows 0.91).
+_ADDING_BUNDLE_BYTES = 9500
 # Backward on 8 warps, from how many bytes of a row a third stage is faster (777 columns 0.91, with two 0.90).
 _THREE_BUNDLES_FROM = 1000
 # Forward, turns after which a warp makes room for the next block, as blocks of rings do (383 columns: 6 turns 0.93, 24 0.85;
@@ -421,9 +477,9 @@ _BUNDLE_TURNS = 4
 
 def can_bundle(problem: Problem, device: Device) -> bool:
     """Whether several rows are one piece of each tensor, for the copy engine to fetch, and results fit in x's place."""
-    streamed = [problem.x, problem.y] if problem.forward else [problem.x, problem.dy, problem.dx]
+    streamed = [problem.x, problem.y] if problem.forward else [problem.x, problem.dy, problem.dx, problem.dsum or problem.x]
     sizes = {DTYPES[name].itemsize if name and name not in FLOAT8S else None for name in streamed}
-    fused = [problem.residual, problem.input, problem.row_scale, problem.dropout, problem.y1, problem.dsum, problem.dresidual]
+    fused = [problem.input, problem.row_scale, problem.dropout, problem.y1, problem.dresidual]
     fused += [problem.recomputed, None if problem.forward else problem.y]
     fits = len(sizes) == 1 and not any(fused) and not problem.pitched
     return fits and problem.compute == "float32" and device.compute_capability >= 90
@@ -431,7 +487,8 @@ def can_bundle(problem: Problem, device: Device) -> bool:
 
 def _bundle_bytes(problem: Problem, tile: Tile) -> int:
     """Shared memory of Bundles, as in cuda_src/bundle.cuh, and of the sums that take their place at the end."""
-    names = [problem.x] if problem.forward else [problem.x, problem.dy]
+    names = [problem.x] * (1 + problem.residual) if problem.forward else [problem.x, problem.dy]
+    names += [problem.dsum] if problem.dsum else []
     rows = [problem.num_cols * DTYPES[name].itemsize for name in names] + [4, 4] * (not problem.forward)
     parts = 32 // tile.threads_per_row if tile.threads_per_row >= 8 else 1
     images = [ceil_div(tile.bundle // parts * row, 16) * 16 + 32 for row in rows]
@@ -457,6 +514,8 @@ def _bundle_registers(problem: Problem, device: Device, tile: Tile) -> int:
     if problem.forward:
         # Each row that lanes begin in the middle of, and each single element, has addresses of its own.
         apart = lanes < 8 or (lone and lanes < 32)
+        if problem.residual:  # both packs of an element wait
+            tight += 36 if lanes == 1 else 8 * (wide > 0) + max(16, elements - 12 * (not lone))
         addresses = elements // 4 if lanes == 1 else (31 if wide and lone else 12 if wide else 7) * apart
         addresses += 4 * (wide > 0 and 8 <= lanes < 32 and not apart) + elements // 10 * (problem.x == "float16" and not lone)
         each = 1.86 + 0.27 * wide + 0.16 * max(0, wide - 4)
@@ -480,7 +539,8 @@ def _bundle_tile(problem: Problem, device: Device) -> Tile | None:
         return None
     # Lanes that have a row each move 16 bytes here and there (24 columns 0.73, in bundles 0.93).
     apart = pack_bytes == 8 or (problem.forward and registers.threads_per_row == 1 < registers.packs_per_thread)
-    if not apart and problem.num_cols >= _BUNDLE_BELOW[problem.direction] * registers.cols:
+    below = _ADDING_BUNDLE_BELOW if problem.dsum else _BUNDLE_BELOW[problem.direction]
+    if not apart and problem.num_cols >= below * registers.cols:
         return None
     pack_size = _WIDE_BUNDLE_PACK[problem.direction]
     return _tile_of_bundles(problem, device, pack_size, _WIDE_BUNDLE_ELEMENTS[problem.direction])
@@ -509,14 +569,17 @@ def _with_bundles(problem: Problem, device: Device, tile: Tile) -> Tile | None:
     registers = ceil_div(_bundle_registers(problem, device, tile), 8) * 8
     if registers > 255 + 1:
         return None
-    many = problem.forward or (itemsize == 2 and (tile.pack_size > 1 or tile.packs_per_thread <= _MANY_WARPS_ELEMENTS))
+    short = tile.pack_size > 1 or tile.packs_per_thread <= _MANY_WARPS_ELEMENTS
+    # With dsum 12 warps have too few rows each, unless rows are narrow (333 columns: 0.91, 8 warps 0.95; 65: 0.88, 0.85).
+    many = problem.forward or (itemsize == 2 and short and (not problem.dsum or tile.threads_per_row <= 8))
     for num_warps in _BUNDLE_WARPS[problem.direction][0 if many else 1 :]:
         of_block = replace(tile, rows_per_block=num_warps * 32 // tile.threads_per_row)
         fitting = 4 * (device.registers_per_sm // 4 // 32 // registers) // num_warps
         fitting = min(fitting, device.threads_per_sm // of_block.block_size)
         third = num_warps == 8 and itemsize == 2 and problem.num_cols * itemsize >= _THREE_BUNDLES_FROM
         for smaller in (1, 2, 4, 8):
-            bundle = _rows_of_bundle(problem, tile.threads_per_row, _BUNDLE_BYTES[itemsize][num_warps] // smaller)
+            most_bytes = _ADDING_BUNDLE_BYTES if problem.dsum and num_warps == 8 else _BUNDLE_BYTES[itemsize][num_warps]
+            bundle = _rows_of_bundle(problem, tile.threads_per_row, most_bytes // smaller)
             for stages in (3, 2) if third else (2,):
                 staged = replace(of_block, stages=stages, bundle=bundle)
                 smem_bytes = _bundle_bytes(problem, staged)
@@ -536,7 +599,7 @@ def _rows_of_bundle(problem: Problem, lanes: int, most_bytes: int) -> int:
     row_bytes, groups = problem.num_cols * DTYPES[problem.x].itemsize, 32 // lanes
     if problem.forward:
         most_bytes = most_bytes if lanes >= 8 else min(most_bytes, _SHARED_IMAGE_BYTES)
-    bytes_of_group = row_bytes if problem.forward else 2 * row_bytes + 8
+    bytes_of_group = row_bytes if problem.forward else (3 if problem.dsum else 2) * row_bytes + 8
     rows = max(1, most_bytes // max(1, groups * bytes_of_group))
 
     def rank(rows: int) -> int:
@@ -659,7 +722,7 @@ def smem_bytes_of(problem: Problem, tile: Tile, strategy: str) -> int:
 # From how many columns it beats registers, by direction and itemsize of x (backward, 2048 columns: 0.97, in registers 0.94; 648
 # columns 0.93 and 0.88; float32, 1024 columns 1.00 and 0.96; 448 columns 0.99 and 0.98).
 _RING_FROM = {"forward": {2: 10241, 4: 8193}, "backward": {2: 640, 4: 440}}
-# The same, backward with more tensors than x, dy and dx (896 columns: 0.94, in registers 0.88).
+# The same, backward with other tensors than x, dy, dx and what is added to it (896 columns: 0.94, in registers 0.88).
 _FUSED_RING_FROM = {2: 800, 4: 4097}
 # The same, backward of 16-bit rows that also writes y again, for which registers hold a block less (float16, 768 columns in
 # registers: three blocks 0.94, two 0.86).
@@ -669,9 +732,14 @@ _RECOMPUTING_RING_FROM = 700
 _UNEVEN_RING_FROM = 8193
 # The same for rows that do not begin on 16 bytes (forward, 4097 columns: 0.81, in registers 0.48).
 _LONE_RING_FROM = {"forward": {2: 500, 4: 2048}, "backward": {2: 512, 4: 512}}
-# The same with a residual, or backward with the gradient of its sum (forward, 4096 columns: 0.92, in registers 0.82; float32
-# 0.95 and 0.89).
-_RESIDUAL_RING_FROM = 1024
+# The same, forward to 8 bits, where the row fills a ring (12,288 columns: 0.94, in registers 0.89; 16,384 0.87 and 0.82; 32,768
+# 0.90 and 0.74).
+_QUANTIZED_RING_FROM = 11000
+# The same, forward of 16-bit rows with weights of 32 bits.
+_WIDE_WEIGHT_RING_FROM = 7000
+# The same, backward with the gradient of a residual's sum, of rows that fill whole warps (512 columns: 1.01, in registers 0.99;
+# float32, 256 columns 1.02 and 0.99).
+_ADDING_RING_FROM = {2: 500, 4: 250}
 # Threads of all blocks of a multiprocessor: more have too few registers each for 64 elements forward, 32 backward.
 _RING_THREADS = 384
 # Elements of a thread. Forward it keeps their weights and biases.
@@ -690,8 +758,8 @@ _RING_BYTES = {"forward": {2: 96 * 1024, 4: 160 * 1024}, "backward": {2: 140 * 1
 _RING_ROW_COST = 10
 _RING_RATE = {"forward": 3.2, "backward": 2.8}
 # Fewer bytes of x and dy in the rows of one turn leave a multiprocessor waiting, in a cluster the sooner (24 KB: 6144 columns
-# on one block 0.97, 24,576 on clusters of 4 0.88).
-_FEWEST_RING_BYTES, _FEWEST_CLUSTER_BYTES = 20 * 1024, 28 * 1024
+# on one block 0.97, 24,576 on clusters of 4 0.88; with four stages 30 KB: 12,288 columns on clusters of 8 0.88, 36 KB 0.98).
+_FEWEST_RING_BYTES, _FEWEST_CLUSTER_BYTES, _FEWEST_DEEP_BYTES = 20 * 1024, 28 * 1024, 32 * 1024
 # Forward, bytes of x that a block, or a cluster of 2, takes before the next one takes its place. The hardware gives the place
 # to whoever is free, which evens out what neighbours get of the memory (16,384 columns: 8 rows a block 0.95, all rows on
 # resident blocks 0.92). Larger clusters are slow to start: they stay.
@@ -731,8 +799,10 @@ def _streamed(problem: Problem) -> list[int]:
 
 def _wants_ring(problem: Problem, registers: Tile | None) -> bool:
     """Whether a ring, if there is one, beats the tile of registers."""
-    if problem.compute != "float32" or (problem.scaling and registers is not None):
+    if problem.compute != "float32":
         return False
+    if problem.scaling and registers is not None:
+        return problem.num_cols >= _QUANTIZED_RING_FROM
     itemsize = DTYPES[problem.x].itemsize
     aligned = all(problem.widest_pack * size >= 16 for size in _streamed(problem))
     first = (_RING_FROM if aligned else _LONE_RING_FROM)[problem.direction][itemsize]
@@ -742,18 +812,32 @@ def _wants_ring(problem: Problem, registers: Tile | None) -> bool:
         first = min(first, _UNEVEN_RING_FROM)
     # Blocks with enough in flight (bf16: 8960 columns 0.97, in a ring 0.93; 13,312 columns 0.93 and 0.86; two blocks: 16,384
     # columns 0.95 and 0.94, 18,432 columns 0.99 and 0.98).
-    fewest = 2 if registers and (registers.exact or itemsize > 2) else 3
-    if problem.forward and registers and registers.blocks_per_sm >= fewest and not problem.residual:
-        in_flight = registers.blocks_per_sm * registers.rows_per_block * problem.num_cols * itemsize
+    # With a residual twice as much is (4096 columns: 0.97, in a ring 0.91; one block: 20,480 columns 0.98 and 0.94).
+    fewest = 1 if problem.residual else 2 if registers and (registers.exact or itemsize > 2) else 3
+    if problem.forward and registers and registers.blocks_per_sm >= fewest:
+        in_flight = registers.blocks_per_sm * registers.rows_per_block * problem.num_cols * itemsize * (1 + problem.residual)
+        # Weights of 32 bits come from afar for each row (7168 columns: 0.93, in a ring 0.96; 16,384 0.86 and 0.94), unless
+        # enough is in flight meanwhile (9216 columns 0.99, 12,288 0.94).
+        wide = itemsize == 2 and _has_wide_parameters(problem)
+        enough = 60 if problem.num_cols <= 12288 else 70
+        if wide and problem.num_cols >= _WIDE_WEIGHT_RING_FROM and in_flight < enough * 1024 and not problem.residual:
+            return True
         if in_flight >= 60 * 1024 and problem.num_cols >= 0.95 * registers.cols:
             return False
-    if problem.residual or problem.dsum:
-        first = min(first, _RESIDUAL_RING_FROM)
+    if problem.dsum and _is_plain_backward(problem) and aligned:
+        if problem.num_cols % (32 * problem.widest_pack) == 0:
+            first = min(first, _ADDING_RING_FROM[itemsize])
+        elif itemsize > 2 and problem.num_cols < 1024 and not _least_turn_bytes(problem):
+            return False
     if problem.recomputed and itemsize == 2:
         first = min(first, _RECOMPUTING_RING_FROM)
-    if _is_narrow_float32(problem) and problem.num_cols in _NARROW_IN_REGISTERS:
+    if _least_turn_bytes(problem) == _NARROW_TURN_BYTES and problem.num_cols in _NARROW_IN_REGISTERS:
         return False
     return problem.num_cols >= first
+
+
+def _has_wide_parameters(problem: Problem) -> bool:
+    return any(name and DTYPES[name].itemsize > DTYPES[problem.x].itemsize for name in (problem.weight, problem.bias))
 
 
 def _ring_registers(problem: Problem, device: Device, elements: int) -> int:
@@ -828,10 +912,17 @@ def _with_stages(problem: Problem, device: Device, tile: Tile, rows: int, stages
         used_bytes = cols_of_slice(problem, tile.pack_size, tile.cluster_size) * sum(_streamed(problem)) * rows
         deep = itemsize == 2 and tile.pack_size > 1 and tile.cluster_size in (4, 8) and used_bytes <= _DEEP_RING_BYTES
         stages = min(ceil_div(wanted, turn_bytes), 4 if deep else 3)
-    elif _is_narrow_float32(problem):
+    elif itemsize > 2 and _least_turn_bytes(problem):
         stages = min(wanted // turn_bytes, 4)
     elif itemsize == 2:
-        stages = 3 if tile.pack_size == 1 or tile.cluster_size in (2, 16) else min(wanted // turn_bytes, 5)
+        deep = turn_bytes <= _DEEP_TURN_BYTES.get(tile.cluster_size, 0) and tile.pack_size > 1
+        short = _has_short_threads(tile)
+        if tile.cluster_size == 2:
+            stages = 4 if deep and short else 3
+        else:
+            stages = min(wanted // turn_bytes, 5) if deep else 3
+        if _least_turn_bytes(problem) or (deep and short and tile.cluster_size in (4, 8)):
+            stages = max(stages, 4)
     else:
         stages = min(ceil_div(wanted, turn_bytes), 4)
     stages = max(stages, 3 if itemsize == 2 else 2)
@@ -848,19 +939,59 @@ _DEEP_RING_BYTES = 27 * 1024
 _NARROW_FLOAT32, _NARROW_TURN_BYTES, _NARROW_IN_REGISTERS = 4096, 22000, range(641, 880)
 
 
+# The same with the gradient of a residual's sum, which is part of them: of float32 below 1024 columns, of others that fill
+# short threads in turns of that size (512 columns: 10 rows 1.01, 8 rows 0.95; 2048 columns: 3 rows x 16 elements 1.02, 4 x 32
+# 0.98; 5120 columns: 16 elements 1.02, 40 0.98; float32, 1024 columns: 3 rows x 8 elements 1.03, 8 x 32 0.99).
+_ADDING_TURN_BYTES = {2: 28000, 4: 27500}
+# Backward of 16 bits, by the size of a cluster: bytes in one turn up to which four or five stages are better than three, in a
+# cluster of threads that have few elements (one block: 4096 columns, 32 KB, 1.00 and 0.98; 8960, 35 KB, 0.96 and 0.98; clusters
+# of 2: 14,336 columns, 28 KB, 0.97 and 0.95; 16,384, 32 KB, 0.97 with both, on clusters of 4 0.99 and 0.96; 40,960 columns on
+# clusters of 8 0.97 and 0.96, on clusters of 4 with 40 elements 0.89 and 0.93).
+_DEEP_TURN_BYTES = {1: 34 * 1024, 2: 30 * 1024, 4: 40 * 1024, 8: 40 * 1024}
+
+
+def _has_short_threads(tile: Tile) -> bool:
+    """On clusters of 8 they may be longer (10,240 columns on 40 elements: clusters of 8 0.96, of 4 0.94)."""
+    return tile.pack_size * tile.packs_per_thread <= (40 if tile.cluster_size == 8 and tile.rows_per_block >= 4 else 32)
+
+
 def _is_plain_backward(problem: Problem) -> bool:
-    """Of x, dy and dx alone: more tensors make each turn larger."""
-    return not (problem.forward or problem.dsum or problem.dresidual or problem.recomputed)
+    """Of x, dy, dx and what is added to it alone: more tensors to write take registers."""
+    return not (problem.forward or problem.dresidual or problem.recomputed)
 
 
-def _is_narrow_float32(problem: Problem) -> bool:
-    narrow = problem.x == "float32" and problem.widest_pack == 4 and problem.num_cols <= _NARROW_FLOAT32
-    return narrow and _is_plain_backward(problem)
+def _fills_short_threads(problem: Problem, least_bytes: int, filled: float) -> bool:
+    """Whether some number of whole rows is a turn of that size, and not much more, on threads of 24 elements at the most that
+    a row fills to that share."""
+    row_bytes = problem.num_cols * sum(_streamed(problem))
+    rows = ceil_div(least_bytes, row_bytes)
+    for threads in range(32, _RING_THREADS // rows + 1, 32):
+        elements = ceil_div(problem.num_cols, threads * problem.widest_pack) * problem.widest_pack
+        if elements <= 24 and problem.num_cols >= filled * elements * threads and rows * threads >= 192:
+            return rows * row_bytes <= 1.5 * least_bytes
+    return False
+
+
+def _least_turn_bytes(problem: Problem) -> int | None:
+    """Backward, where the smallest turns of at least so many bytes are the best; None where larger ones are no worse."""
+    itemsize, num_cols, aligned = (
+        DTYPES[problem.x].itemsize,
+        problem.num_cols,
+        problem.widest_pack * DTYPES[problem.x].itemsize >= 16,
+    )
+    if not _is_plain_backward(problem) or problem.compute != "float32" or not aligned:
+        return None
+    if problem.dsum:
+        filled = 0.8 if itemsize > 2 and num_cols < 1024 else 1.0
+        return _ADDING_TURN_BYTES[itemsize] if _fills_short_threads(problem, _ADDING_TURN_BYTES[itemsize], filled) else None
+    return _NARROW_TURN_BYTES if itemsize > 2 and num_cols <= _NARROW_FLOAT32 else None
 
 
 # Backward: columns of one turn on a multiprocessor beyond which more are worse: a cluster takes over (12,288 columns on
 # clusters of 2 1.07 times as fast as on one block).
 _MOST_BACKWARD_COLS = 11264
+# Columns of a row that one block takes (16 bits, 9216 columns: clusters of 4 0.98, one block 0.94; 8960: one block 0.98).
+_MOST_COLS_OF_BLOCK = {2: 9000, 4: 11264}
 
 
 def _ring_share(problem: Problem, tile: Tile) -> float:
@@ -894,6 +1025,12 @@ def _suits_turn(tile: Tile, turn_bytes: int, itemsize: int) -> bool:
     return fewest * 1024 <= turn_bytes <= most * 1024
 
 
+def _fills_quantized_ring(problem: Problem, tile: Tile) -> bool:
+    """Whether a ring is the one for rows of 16 bits to 8 bits at one scale: 12 warps of long threads that the row fills."""
+    long = tile.pack_size * tile.packs_per_thread >= 56 and tile.block_size * tile.blocks_per_sm == 384
+    return long and tile.exact == 1 and problem.scaling in ("given", "tensor") and DTYPES[problem.x].itemsize == 2
+
+
 def _forward_ring_score(problem: Problem, tile: Tile) -> tuple:
     """One block if it will do, or the smallest clusters that suit. Then the instructions, then the most columns at a time."""
     itemsize = DTYPES[problem.x].itemsize
@@ -902,33 +1039,52 @@ def _forward_ring_score(problem: Problem, tile: Tile) -> tuple:
     suits = lone or _suits_turn(tile, cols * itemsize, itemsize)
     two_blocks = not lone and itemsize == 2 and tile.blocks_per_sm > 1 and tile.cluster_size <= 8
     share = round(_ring_share(problem, tile), 2)
+    # To 8 bits: 32,768 columns on 3 blocks of clusters of 4 0.90, on 2 0.79; 98,304 on 2 of 8 0.86, on 4 of 16 0.82.
+    full = (_fills_quantized_ring(problem, tile), tile.cluster_size < 16, min(tile.blocks_per_sm, 3)) if problem.scaling else ()
     # With a residual a row takes twice the room: of the same bytes, deeper rings (8192 columns: 2 blocks of 3 stages 0.92, 3 of
     # 2 0.90).
     bytes_first = (cols * tile.stages, tile.stages) if problem.residual else (cols,)
-    return lone, suits, two_blocks, -tile.cluster_size, share, tile.exact, *bytes_first, tile.threads_per_row
+    return *full, lone, suits, two_blocks, -tile.cluster_size, share, tile.exact, *bytes_first, tile.threads_per_row
 
 
 def _backward_ring_score(problem: Problem, tile: Tile) -> tuple:
     """About the share of a copy that the tile reaches; of equals, few threads."""
     cols = cols_of_slice(problem, tile.pack_size, tile.cluster_size) * tile.rows_per_block
-    warps = tile.block_size // 32
-    bytes_per_col = DTYPES[problem.x].itemsize + DTYPES[problem.dy].itemsize
-    if _is_narrow_float32(problem):
+    warps, elements, itemsize = tile.block_size // 32, tile.pack_size * tile.packs_per_thread, DTYPES[problem.x].itemsize
+    bytes_per_col = sum(_streamed(problem))
+    if least_bytes := _least_turn_bytes(problem):
         turn_bytes, filled = cols * bytes_per_col, problem.num_cols >= 0.8 * tile.cols
-        return turn_bytes >= _NARROW_TURN_BYTES, filled and warps >= 6, -turn_bytes, tile.exact, tile.block_size
-    fewest = _FEWEST_RING_BYTES if tile.cluster_size == 1 else _FEWEST_CLUSTER_BYTES
-    share = _ring_share(problem, tile) * min(1.0, cols * bytes_per_col / fewest)
+        return turn_bytes >= least_bytes, filled and warps >= 6, -turn_bytes, tile.exact, tile.block_size
+    # Deep rings of short threads hide what blocks of a cluster wait for (12,288 columns: clusters of 8, 6 rows 0.98, of 4, 3
+    # rows 0.96, of 2 with 48 elements 0.94), but not that one part has a third warp (24,576 columns: 9 warps 0.87, 12 0.98).
+    deep = itemsize == 2 and tile.stages >= 4 and tile.exact and _has_short_threads(tile)
+    deep = deep and (tile.cluster_size == 2 or (tile.cluster_size in (4, 8) and warps in (8, 10, 12)))
+    fewest = (
+        _FEWEST_RING_BYTES
+        if tile.cluster_size == 1
+        else _FEWEST_DEEP_BYTES
+        if deep and tile.cluster_size > 2
+        else _FEWEST_CLUSTER_BYTES
+    )
+    share = max(_ring_share(problem, tile), 0.94 * deep) * min(1.0, cols * bytes_per_col / fewest)
     share -= 0.01 * (warps < 8) + 0.02 * (cols > _MOST_BACKWARD_COLS) + 0.06 * (not tile.exact)
     # Narrow rows want more warps, others fewer (640 columns: 12 0.97, 8 0.85; 800: 0.99, 0.88; 904: 0.93, 0.95).
     narrow = problem.num_cols <= 820 and tile.threads_per_row == 32 and _is_plain_backward(problem)
-    share += 0.02 * (warps == 12) if narrow else -0.03 * (warps > 8)
-    share -= 0.001 * max(0, tile.pack_size * tile.packs_per_thread - 32)
+    if narrow:
+        share += 0.02 * (warps == 12)
+    else:
+        share += 0.06 + 0.02 * min(tile.rows_per_block - 1, 3) if deep else -0.03 * (warps > 8)
+    share -= 0.001 * max(0, elements - 32)
     share -= 0.01 * (tile.cluster_size.bit_length() - 1) + 0.05 * (tile.cluster_size == 16)
     return round(share, 3), -tile.block_size
 
 
 def _smem_threads(problem: Problem) -> int:
     return _DROPOUT_THREADS if problem.dropout else _BLOCK_THREADS
+
+
+def _beats_registers(problem: Problem, ring: Tile, registers: Tile | None) -> bool:
+    return registers is None or not problem.scaling or _fills_quantized_ring(problem, ring)
 
 
 def _block_tile(problem: Problem, device: Device) -> Tile | None:
@@ -940,7 +1096,7 @@ def _block_tile(problem: Problem, device: Device) -> Tile | None:
         1,
     )
     ring = _ring_tile(problem, device, (1,)) if _wants_ring(problem, tile) else None
-    if ring is not None:
+    if ring is not None and _beats_registers(problem, ring, tile):
         return ring
     if tile is not None or not problem.forward:
         return tile
@@ -951,10 +1107,12 @@ def _block_tile(problem: Problem, device: Device) -> Tile | None:
 
 
 def _block_gives_way(problem: Problem, device: Device, tile: Tile) -> bool:
-    if tile.stages and (problem.forward or problem.num_cols <= _MOST_BACKWARD_COLS):
+    if tile.stages and (problem.forward or problem.num_cols <= _MOST_COLS_OF_BLOCK[DTYPES[problem.x].itemsize]):
         return False
-    ring = tile.stages or _wants_ring(problem, tile)
-    return bool(ring) and _ring_tile(problem, device, tuple(size for size, _ in device.clusters)) is not None
+    if not (tile.stages or _wants_ring(problem, tile)):
+        return False
+    ring = _ring_tile(problem, device, tuple(size for size, _ in device.clusters))
+    return ring is not None and (tile.stages > 0 or _beats_registers(problem, ring, tile))
 
 
 def _cluster_tile(problem: Problem, device: Device) -> Tile | None:
@@ -968,8 +1126,13 @@ def _cluster_tile(problem: Problem, device: Device) -> Tile | None:
     # columns 0.73 of a copy on clusters of 8, 0.69 on 2; fp32: 0.79 and 0.86).
     order = (8, 4, 2, 16) if itemsize == 2 and not problem.forward else (2, 4, 8, 16)
     best, best_score = None, (0, False)
+    # To find the scale of a row its blocks wait for each other once more: the smallest clusters (65,536 columns: clusters of 2
+    # 0.43, of 16 0.26).
+    smallest = problem.cols_of_scale is not None and problem.compute == "float32"
     for cluster_size in (size for size in order if size in dict(device.clusters)):
         tile = _register_tile(problem, device, range(32, 512 + 1, 32), max_bytes, 1, cluster_size)
+        if tile is not None and smallest:
+            return tile
         if tile is not None:
             in_flight = cols_of_slice(problem, tile.pack_size, cluster_size) * tile.blocks_per_sm * (10 if tile.exact else 9)
             score = (in_flight, order[0] == 8 and tile.blocks_per_sm > 1)

@@ -874,7 +874,7 @@ BUNDLES = {
     "8 lanes, packs of 4": ("rms_norm", "float16", 100, Tile(4, 8, 4, 4, stages=2, bundle=8)),
     "a lane a row, packs of 4": ("layer_norm", "bfloat16", 24, Tile(4, 1, 6, 64, exact=1, stages=2, bundle=96)),
     "4 lanes, packs of 8": ("rms_norm", "bfloat16", 72, Tile(8, 4, 3, 16, stages=2, bundle=24)),
-    "8 lanes, pairs, 12 warps": ("layer_norm", "bfloat16", 72, Tile(2, 8, 5, 48, stages=2, bundle=20)),
+    "8 lanes, pairs, 12 warps": ("layer_norm", "bfloat16", 72, Tile(2, 8, 5, 48, stages=2, bundle=16)),
     "16 lanes": ("layer_norm", "float32", 255, Tile(1, 16, 16, 4, stages=3, bundle=4)),
     "32 lanes": ("layer_norm", "bfloat16", 511, Tile(1, 32, 16, 2, stages=2, bundle=3)),
     "32 lanes of which some have nothing": ("layer_norm", "bfloat16", 29, Tile(1, 32, 1, 1, stages=2, bundle=2)),
@@ -915,14 +915,15 @@ def test_bundle(bundle, num_rows, small, tile_of_backward):
             assert identical(results, run_kernels(random_problem(case), CpuMachine(SMALL, seed=seed))), f"seed {seed}"
 
 
+@pytest.mark.parametrize("residual", [False, True])
 @pytest.mark.parametrize("bundle", BUNDLES)
-def test_bundles_begin_anywhere(bundle, tile_of_backward):
-    """x, y, dy and dx each elsewhere in 16 bytes: the same bits as of aligned arrays."""
+def test_bundles_begin_anywhere(bundle, residual, tile_of_backward):
+    """x, residual, sum, y, dy and dx each elsewhere in 16 bytes: the same bits as of aligned arrays."""
     norm, dtype, num_cols, tile = BUNDLES[bundle]
     if tile.pack_size > 1:
         pytest.skip("packs begin on multiples of their size")
     plans = tile_of_backward(tile)
-    case = Case(norm, 201, num_cols, dtype, strategy="warp", tile=tile)
+    case = Case(norm, 201, num_cols, dtype, strategy="warp", tile=tile, residual=residual)
     aligned, problem = check(case, CpuMachine(SMALL)), random_problem(case)
     for _ in range(3):
         assert identical(aligned, run_kernels(problem, MisalignedMachine(SMALL)))
@@ -935,6 +936,17 @@ def test_options_of_bundles(options, bundle, small, tile_of_backward):
     norm, dtype, num_cols, tile = BUNDLES[bundle]
     tile_of_backward(tile)
     check(Case(norm, 101, num_cols, dtype, strategy="warp", tile=tile, **BUNDLE_OPTIONS[options]), small)
+
+
+@pytest.mark.parametrize("bundle", BUNDLES)
+def test_residual_of_bundles(bundle, small, tile_of_backward):
+    norm, dtype, num_cols, tile = BUNDLES[bundle]
+    tile_of_backward(tile)
+    problem = random_problem(Case(norm, 101, num_cols, dtype, strategy="warp", tile=tile, residual=True))
+    fused = check(problem.case, small)
+    alone = replace(problem, case=replace(problem.case, residual=False), x=fused["sum"], residual=None)
+    assert run_kernels(alone, small)["y"].tobytes() == fused["y"].tobytes()
+    assert_dsum_is_added(alone, small, tile)
 
 
 @pytest.mark.parametrize("bundle", BUNDLES)
@@ -1176,6 +1188,16 @@ def gradients_of(problem: Problem, where, tile: Tile, wanted: tuple[str, ...], d
     return {name: decode(where.get(made[name][0]), case.x) for name in wanted}
 
 
+def assert_dsum_is_added(problem: Problem, where, tile: Tile) -> None:
+    """What reaches x + residual from elsewhere is added before the one rounding: the GPU may fuse the two."""
+    dtype, names = problem.case.x, ("dx", "dweight", "dbias")
+    dsum = decode(encode(np.random.default_rng(1).standard_normal(problem.x.shape), dtype), dtype)
+    alone, found = gradients_of(problem, where, tile, names), gradients_of(problem, where, tile, names, dsum)
+    off = np.abs(found["dx"] - (alone["dx"] + dsum))
+    assert (off <= DTYPES[dtype].half_ulp * (2 * np.abs(alone["dx"]) + np.abs(alone["dx"] + dsum))).all()
+    assert isinstance(where, GpuCheckMachine) or found["dweight"].tobytes() == alone["dweight"].tobytes()
+
+
 @pytest.mark.parametrize("ring", RINGS)
 def test_residual_through_a_ring(ring, small):
     norm, dtype, packs, tile = RINGS[ring]
@@ -1197,12 +1219,7 @@ def test_gradients_of_a_ring_that_are_asked_for(ring, small):
         assert CheckResult(judge_all(problem, found)).ok and set(found) == set(wanted)
         # A GPU's compiler fuses other products and sums where there are fewer.
         assert isinstance(small, GpuCheckMachine) or identical(found, {name: everything[name] for name in wanted}), wanted
-    # What reaches x + residual from elsewhere is added before the one rounding: the GPU may fuse the two.
-    dsum = decode(encode(np.random.default_rng(1).standard_normal(problem.x.shape), dtype), dtype)
-    found = gradients_of(problem, small, tile, names, dsum)
-    off = np.abs(found["dx"] - (everything["dx"] + dsum))
-    assert (off <= DTYPES[dtype].half_ulp * (2 * np.abs(everything["dx"]) + np.abs(everything["dx"] + dsum))).all()
-    assert isinstance(small, GpuCheckMachine) or found["dweight"].tobytes() == everything["dweight"].tobytes()
+    assert_dsum_is_added(problem, small, tile)
 
 
 # -- this file can fail ----------------------------------------------------------------------------------
