@@ -187,7 +187,7 @@ MUTATIONS = {
         "backward_cluster.cu", "cluster_sync();  // peers run", "", CLUSTER
     ),
     "cluster in registers that begins at the first column": Mutation(
-        "row.cuh", "(row, cols.first_col + (in_row", "(row, (in_row", CLUSTER
+        "row.cuh", "return cols.first_col + (register_pack", "return (register_pack", CLUSTER
     ),
     "pack beyond the row that counts": Mutation("statistics.cuh", "in_row ? squares : Compute(0)", "squares", ODD),
     "pack beyond the row that is written": Mutation("load_store.cuh", "if (present) store_pack", "store_pack", ODD),
@@ -232,6 +232,12 @@ MUTATIONS = {
         "register_gradient.cuh", "        __syncthreads();\n        for_each_sum", "        for_each_sum", WARP
     ),
     "bundle whose rows are not waited for": Mutation("bundle.cuh", "bulk_wait(barriers + slot, round);", "", BUNDLE),
+    "sum that is not left in a bundle": Mutation(
+        "forward_warp.cu", "values.leave_own(sums + own, present);", "{}", replace(BUNDLE, residual=True)
+    ),
+    "residual that is read where x is": Mutation(
+        "forward_warp.cu", "slot + at * of_row[at].slot_bytes()", "slot", replace(BUNDLE, residual=True)
+    ),
     "bundle that is waited for with one parity": Mutation("bundle.cuh", "slot, round)", "slot, 0)", BUNDLE),
     "bundle that is fetched before its lanes have written": Mutation(
         "bundle.cuh", "the slot is free.\n      __syncwarp();", "the slot is free.", BUNDLE
@@ -255,7 +261,7 @@ MUTATIONS = {
     "a mask that is the same in every row": Mutation("dropout.cuh", "/ 4, row)", "/ 4, 0)", SUM),
     "a mask whose words change places": Mutation("dropout.cuh", "at & 1 ? odd : even", "at & 1 ? even : odd", SUM),
     "a residual that is scaled": Mutation(
-        "load_store.cuh", "    factor.multiply(row, col, values, true);\n", "", replace(SUM, dropout_p=0.0)
+        "load_store.cuh", "    factor.multiply(row, col, values, present);\n", "", replace(SUM, dropout_p=0.0)
     ),
     "a gradient that is not scaled": Mutation("load_store.cuh", "    factor.multiply(row, col, split, present);\n", "", SUM),
     "a second output with the first's weights": Mutation(
@@ -470,7 +476,12 @@ def test_every_kernel_passes_the_sanitizers():
 def test_address_sanitizer_sees_a_read_past_the_last_row(tmp_path):
     # The value read is not used: only the sanitizer can see it.
     folder = copy_of_sources(tmp_path / "cuda_src")
-    mutate(folder, "forward.cuh", "(in_row ? col : 0)", "(col)")
+    mutate(
+        folder,
+        "row.cuh",
+        "(register_pack_in_row<tile>(pack, cols.size()) ? register_col<tile>(pack) : 0)",
+        "register_col<tile>(pack)",
+    )
     assert not sees_a_bug(folder, ODD, 0.0)
     result = run_sanitized([ODD], str(folder))
     assert result.returncode != 0
