@@ -53,6 +53,13 @@ def cases() -> list[Case]:
     # Rows that begin anywhere: in bundles, of lanes with images of their own and without; through rings.
     for num_cols in (33, 127, 511):
         every += [Case(norm, 300, num_cols, dtype) for norm, dtype in (("layer_norm", "bfloat16"), ("rms_norm", "float32"))]
+    # With a residual, and what reaches its sum from elsewhere; the last through a ring.
+    for norm, num_cols, dtype in (
+        ("layer_norm", 127, "bfloat16"),
+        ("rms_norm", 333, "float32"),
+        ("layer_norm", 512, "bfloat16"),
+    ):
+        every.append(Case(norm, 300, num_cols, dtype, residual=True, dsum=True))
     every += [Case("layer_norm", num_rows, num_cols, "bfloat16") for num_rows, num_cols in ((300, 2049), (60, 33333))]
     every += [Case("layer_norm", 300, num_cols, "bfloat16", recompute=True) for num_cols in (1023, 1024, 12288)]
     # Rows in the registers of clusters of 2 to 16 blocks, and (200001 and 262144 backward) beyond them.
