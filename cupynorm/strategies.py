@@ -733,8 +733,8 @@ _UNEVEN_RING_FROM = 8193
 # The same for rows that do not begin on 16 bytes (forward, 4097 columns: 0.81, in registers 0.48).
 _LONE_RING_FROM = {"forward": {2: 500, 4: 2048}, "backward": {2: 512, 4: 512}}
 # The same, forward to 8 bits, where the row fills a ring (12,288 columns: 0.94, in registers 0.89; 16,384 0.87 and 0.82; 32,768
-# 0.90 and 0.74).
-_QUANTIZED_RING_FROM = 11000
+# 0.90 and 0.74; with the tensor's scale 12,288 columns 0.45 and 0.48, 16,384 0.42 and 0.43, 32,768 0.42 and 0.38).
+_QUANTIZED_RING_FROM = {"given": 11000, "tensor": 20000}
 # The same, forward of 16-bit rows with weights of 32 bits.
 _WIDE_WEIGHT_RING_FROM = 7000
 # The same, backward with the gradient of a residual's sum, of rows that fill whole warps (512 columns: 1.01, in registers 0.99;
@@ -802,7 +802,7 @@ def _wants_ring(problem: Problem, registers: Tile | None) -> bool:
     if problem.compute != "float32":
         return False
     if problem.scaling and registers is not None:
-        return problem.num_cols >= _QUANTIZED_RING_FROM
+        return problem.num_cols >= _QUANTIZED_RING_FROM.get(problem.scaling, 1 << 31)
     itemsize = DTYPES[problem.x].itemsize
     aligned = all(problem.widest_pack * size >= 16 for size in _streamed(problem))
     first = (_RING_FROM if aligned else _LONE_RING_FROM)[problem.direction][itemsize]
