@@ -184,6 +184,43 @@ def test_16_bit_rows_that_fill_their_registers_badly_come_in_bundles(direction):
     assert not bundle(392, **fused)
 
 
+def test_rows_to_8_bits_pass_through_a_ring_that_they_fill():
+    """Of 12 warps of long threads; what fills none waits in registers, as do rows that read their tensor's amax first."""
+
+    def chosen(num_cols: int, scaling: str) -> Tile:
+        return choose(problem_of(num_cols, "bfloat16", y="float8_e4m3fn", scaling=scaling), DEVICES["H200"]).tile
+
+    for num_cols in (12288, 14336, 16384, 24576, 28672, 32768):
+        tile = chosen(num_cols, "given")
+        assert tile.stages == 3 and tile.exact and tile.pack_size * tile.packs_per_thread >= 56, num_cols
+        assert tile.block_size * tile.blocks_per_sm == 12 * 32, num_cols
+        assert (chosen(num_cols, "tensor").stages > 0) == (num_cols > 20000)
+    assert not any(chosen(num_cols, scaling).stages for num_cols in (10240, 20480) for scaling in ("given", "tensor", "row"))
+
+
+def test_backward_of_16_bits_has_deep_rings_of_short_threads_on_clusters():
+    for num_cols in (9216, 12288, 16384, 18432, 20480, 24576, 32768, 40960):
+        for dtype in ("bfloat16", "float16"):
+            tile = choose(problem_of(num_cols, dtype, "backward"), DEVICES["H200"]).tile
+            assert tile.cluster_size in (4, 8) and tile.stages == 4 and tile.exact, num_cols
+            assert tile.pack_size * tile.packs_per_thread <= 40 and tile.block_size // 32 in (8, 10, 12), num_cols
+
+
+def test_16_bit_rows_with_weights_of_32_bits_have_more_in_flight_or_keep_their_weights():
+    def chosen(num_cols: int) -> Tile:
+        return choose(problem_of(num_cols, "bfloat16", weight="float32", bias="float32"), DEVICES["H200"]).tile
+
+    for num_cols in (2560, 3072, 6144, 9216, 12288):
+        assert not chosen(num_cols).stages and chosen(num_cols).blocks_per_sm * num_cols * 2 >= 60 * 1024
+    assert all(chosen(num_cols).stages for num_cols in (7168, 14336, 16384))
+
+
+def test_a_plan_of_backward_with_a_residual_adds_what_reaches_its_sum():
+    alone, added = (plan(512, 64, direction="backward", device="H200", residual=residual) for residual in (False, True))
+    assert (alone.problem.dsum, added.problem.dsum) == (None, "bfloat16")
+    assert added.bytes_needed == alone.bytes_needed + 64 * 512 * 2 and "dsum bfloat16" in str(added)
+
+
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 def test_bundles_that_begin_on_32_bytes_each_are_avoided(direction):
     """Unless a bundle has one row of each image."""
