@@ -32,7 +32,7 @@ _NAMES = {
     "FusedBackward": "norm",
     "plan": "dispatch",
     "Plan": "dispatch",
-    "Tile": "strategies",
+    "Tile": "problem",
     "Device": "devices",
     "DEVICES": "devices",
     "STRATEGIES": "strategies",

@@ -37,7 +37,8 @@ from .dtypes import DTYPES, ELEMENTS, FLOAT8S
 from .gradient_check import NORMS, Case, CheckResult, CpuMachine, Finding, Problem
 from .nvrtc import MissingLibraryError
 from .peers import PEERS
-from .strategies import SCALINGS, STRATEGIES
+from .problem import SCALINGS
+from .strategies import STRATEGIES
 
 COMMANDS = ("check", "plan", "bench", "tune")
 DIRECTIONS = ("forward", "backward")

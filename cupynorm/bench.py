@@ -34,8 +34,8 @@ from .bench_cells import COPY, EPS, OURS, Cell, cells
 from .bench_report import BenchResult, Measurement
 from .dtypes import DTYPES, ELEMENTS, FLOAT8S, compute_dtype, decode
 from .peers import PEERS, Runner, Tensors, bits, fault, first_line, missing, prepare, version
+from .problem import cols_of_scale
 from .reference import fp8
-from .strategies import cols_of_scale
 
 _SAMPLED_ROWS = 64
 _SAMPLED_ELEMENTS = 2**18  # float64 on the host takes a tenth of a second for these

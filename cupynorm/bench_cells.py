@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from .dtypes import DTYPES, ELEMENTS, FLOAT8S
 from .gradient_check import NORMS
-from .strategies import SCALINGS, Problem
+from .problem import SCALINGS, Problem
 
 COLS = tuple(2**exponent for exponent in range(5, 19))
 DIRECTIONS = ("forward", "backward", "both")
@@ -24,7 +24,7 @@ class Cell:
 
     direction: "forward", "backward", or "both", one after the other in one unit. dtype: of x and of all that is not named.
     weight_dtype: of weight and bias. out_dtype: of y and dy. residual: forward adds one and also returns the sum, backward
-    adds the sum's gradient. zero_centered: multiply by 1 + weight. scale: of a y in 8-bit floats, one of strategies.SCALINGS:
+    adds the sum's gradient. zero_centered: multiply by 1 + weight. scale: of a y in 8-bit floats, one of problem.SCALINGS:
     one that is given, or those that the call finds.
     """
 

@@ -13,7 +13,7 @@ from .arrays import Rows
 from .devices import Device
 from .dispatch import Launch, Plan, make_plan, pack_limit, quantize_launch
 from .dtypes import DTYPES
-from .strategies import Problem, Tile
+from .problem import Problem, Tile
 
 Parameter = tuple[int, str]  # address and dtype of a contiguous weight, bias, dweight or dbias
 
@@ -44,7 +44,7 @@ DEFAULTS = Options()
 
 
 class Quantization(NamedTuple):
-    """How y becomes 8-bit floats. scaling: one of strategies.SCALINGS; scale, amax: arrays of one float32, or None."""
+    """How y becomes 8-bit floats. scaling: one of problem.SCALINGS; scale, amax: arrays of one float32, or None."""
 
     dtype: str
     scaling: str = "given"

@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from . import dispatch, strategies
+from . import bundles, dispatch, registers, rings
 from .devices import Device
 from .dispatch import Choice
 from .dtypes import DTYPES
-from .strategies import Problem, Tile
+from .problem import Problem, Tile, cols_of_slice
 
 _MOST = 48  # of one problem: they compile in a quarter of a minute, in several processes sooner
 _FILLED = 0.8  # of a tile's packs that a row fills, at least: packs beyond it cost as much as others
@@ -52,7 +52,7 @@ def _shapes(problem: Problem, device: Device) -> Iterator[tuple[str, Tile]]:
     Of equal packs_per_thread the one with fewest threads."""
     pack_size = problem.widest_pack
     for cluster_size in (1, *(size for size, _ in device.clusters)):
-        num_cols = strategies.cols_of_slice(problem, pack_size, cluster_size)
+        num_cols = cols_of_slice(problem, pack_size, cluster_size)
         if cluster_size > 1 and num_cols * DTYPES[problem.x].itemsize < _FEWEST_SLICE_BYTES:
             continue
         all_threads = {"block" if cluster_size == 1 else "cluster": range(32, 1024 + 1, 32)}
@@ -70,11 +70,11 @@ def _shapes(problem: Problem, device: Device) -> Iterator[tuple[str, Tile]]:
 
 def _in_registers(problem: Problem, device: Device) -> Iterator[tuple[str, Tile]]:
     for strategy, tile in _shapes(problem, device):
-        if strategies._registers(problem, device, tile) > 255:
+        if registers.registers_of_thread(problem, device, tile) > 255:
             continue
         for rows in [size // tile.threads_per_row for size in (64, 128, 256)] if strategy == "warp" else [1]:
             tile = replace(tile, rows_per_block=rows)
-            most = strategies._blocks_per_sm(problem, device, tile)
+            most = registers.blocks_that_fit(problem, device, tile)
             for blocks in {most, -(-most // 2)}:
                 yield strategy, replace(tile, blocks_per_sm=blocks)
 
@@ -83,23 +83,23 @@ def _in_bundles(problem: Problem, device: Device) -> Iterator[tuple[str, Tile]]:
     """Of rows of 16-bit elements, and of those that do not begin on 16 bytes: forward as many blocks as fit, backward one."""
     pack_size, itemsize = problem.widest_pack, DTYPES[problem.x].itemsize
     aligned = pack_size * itemsize >= 16
-    if (aligned and itemsize > 2) or not strategies.can_bundle(problem, device):
+    if (aligned and itemsize > 2) or not bundles.can_bundle(problem, device):
         return
     if aligned:
-        pack_size = strategies._WIDE_BUNDLE_PACK[problem.direction]
+        pack_size = bundles.WIDE_BUNDLE_PACK[problem.direction]
     for strategy, tile in _shapes(replace(problem, pack_limit=pack_size), device):
         if strategy == "warp":
-            tile = strategies._with_bundles(problem, device, tile)
+            tile = bundles.with_bundles(problem, device, tile)
             yield from ((strategy, replace(tile, stages=stages)) for stages in (2, 3, 4) if tile is not None)
 
 
 def _in_rings(problem: Problem, device: Device) -> Iterator[tuple[str, Tile]]:
     """A multiprocessor works on several rows at a time: forward in a block each, backward in one block."""
-    for stages in (2, 3, 4) if strategies.can_ring(problem, device) else ():
+    for stages in (2, 3, 4) if rings.can_ring(problem, device) else ():
         for strategy, tile in _shapes(problem, device):
             elements = tile.pack_size * tile.packs_per_thread
-            needed = strategies._ring_registers(problem, device, elements)
-            most = strategies._RING_ELEMENTS[problem.direction] if tile.cluster_size < 16 else strategies._MOST_RING_ELEMENTS
+            needed = rings.ring_registers(problem, device, elements)
+            most = rings.RING_ELEMENTS[problem.direction] if tile.cluster_size < 16 else rings.MOST_RING_ELEMENTS
             if strategy == "warp" or elements > most or needed > 255:
                 continue
             for rows in range(1, min(8, 1024 // tile.threads_per_row) + 1):
@@ -121,7 +121,7 @@ def _promise(problem: Problem, choice: Choice) -> float:
     """About the share of a copy that dispatch expects of a ring's instructions, or of the bytes that others keep in flight."""
     tile = choice.tile
     if tile.stages and not tile.bundle:
-        return strategies._ring_share(problem, tile)
-    num_cols = strategies.cols_of_slice(problem, tile.pack_size, tile.cluster_size)
+        return rings.ring_share(problem, tile)
+    num_cols = cols_of_slice(problem, tile.pack_size, tile.cluster_size)
     in_flight = choice.resident * tile.rows_per_block * num_cols * DTYPES[problem.x].itemsize
-    return min(1.0, in_flight / strategies._ENOUGH_BYTES[DTYPES[problem.x].itemsize])
+    return min(1.0, in_flight / registers.ENOUGH_BYTES[DTYPES[problem.x].itemsize])

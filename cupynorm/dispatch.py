@@ -12,25 +12,13 @@ from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 
+from .bundles import can_bundle, queued_bundles
 from .devices import DEVICES, Device
 from .dtypes import DTYPES, ELEMENTS, FLOAT8S, compute_dtype
-from .strategies import (
-    QUEUED_CLUSTER_SIZE,
-    QUEUED_RING_BYTES,
-    SCALINGS,
-    STATISTICS,
-    STRATEGIES,
-    Problem,
-    Tile,
-    can_bundle,
-    can_ring,
-    ceil_div,
-    cols_of_slice,
-    for_few_rows,
-    queued_bundles,
-    scales_at_once,
-    smem_bytes_of,
-)  # fmt: skip
+from .problem import SCALINGS, Problem, Tile, ceil_div, cols_of_slice
+from .registers import for_few_rows
+from .rings import QUEUED_CLUSTER_SIZE, QUEUED_RING_BYTES, can_ring
+from .strategies import STATISTICS, STRATEGIES, scales_at_once, smem_bytes_of
 
 
 @dataclass(frozen=True)

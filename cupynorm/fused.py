@@ -18,7 +18,7 @@ from .calls import NOTHING_FUSED, Dropout, FusedBackwardCall, FusedForwardCall, 
 from .dispatch import choose, pack_limit
 from .dtypes import DTYPES, compute_dtype, decode, encode
 from .norm import FOR_GRADIENTS, FOR_STATISTICS, FOR_Y, Array, FusedBackward, FusedForward
-from .strategies import Problem
+from .problem import Problem
 
 
 def normalize(

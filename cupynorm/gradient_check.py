@@ -43,8 +43,8 @@ from .arrays import Rows
 from .devices import DEVICES, Device
 from .dispatch import Kernel, Launch
 from .dtypes import DTYPES, compute_dtype, decode, encode
+from .problem import Tile
 from .reference.layer_norm import scale
-from .strategies import Tile
 
 NORMS = ("layer_norm", "rms_norm")
 

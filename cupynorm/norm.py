@@ -19,7 +19,8 @@ from .arrays import CuPyLibrary, Rows, TorchLibrary, View
 from .calls import DEFAULTS, BackwardCall, ForwardCall, FusedOptions, Margins, Options, Parameter
 from .dispatch import choose, pack_limit
 from .dtypes import DTYPES, compute_dtype
-from .strategies import STATISTICS, STRATEGIES, Problem, Tile
+from .problem import Problem, Tile
+from .strategies import STATISTICS, STRATEGIES
 
 TILE_FIELDS = tuple(Tile.__annotations__)
 Array = Any  # a CuPy array, torch tensor, NumPy array, or any object with __dlpack__

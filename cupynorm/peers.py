@@ -19,8 +19,8 @@ from . import arrays, norm, nvrtc
 from .bench_cells import EPS, EXTRAS, OURS, Cell
 from .dtypes import ELEMENTS, FLOAT8S, compute_dtype
 from .gradient_check import NORMS
+from .problem import cols_of_scale
 from .quantized import QuantizedTensor
-from .strategies import cols_of_scale
 
 
 class Tensors(NamedTuple):

@@ -15,7 +15,7 @@ from . import arrays, launch, norm, nvrtc
 from .calls import Quantization, QuantizeCall
 from .dtypes import FLOAT8S
 from .norm import Array
-from .strategies import SCALINGS, ceil_div, cols_of_scale
+from .problem import SCALINGS, ceil_div, cols_of_scale
 
 _FOUND = SCALINGS[1:]  # the scalings that need no scale from the caller
 

@@ -18,7 +18,7 @@ from typing import Any
 from . import __version__, devices, dispatch, launch, norm, nvrtc, strategies
 from .devices import Device
 from .dispatch import Kernel
-from .strategies import Problem, Tile
+from .problem import Problem, Tile
 
 
 def key(problem: Problem) -> Problem:

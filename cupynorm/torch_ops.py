@@ -19,7 +19,7 @@ from torch import Tensor
 
 from . import formulas, fused, norm
 from .calls import NOTHING_FUSED, FusedOptions, Options
-from .strategies import Tile
+from .problem import Tile
 
 GRADIENTS = ("dx", "dweight", "dbias", "dresidual", "dweight1", "dbias1")  # in the order of fused_norm_forward's first tensors
 

@@ -29,7 +29,7 @@ from .candidates import candidates
 from .devices import Device
 from .dispatch import Choice, Kernel
 from .peers import Runner, Tensors, first_line, forward_alone
-from .strategies import Problem
+from .problem import Problem
 
 _SCREENING_RUNS, _FINALISTS = 5, 3
 _LEAST_GAIN = 0.01  # a tile may owe less than this to whose turn came before its own

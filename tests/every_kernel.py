@@ -28,7 +28,8 @@ from cupynorm.gradient_check import (
     random_problem,
     run_kernels,
 )
-from cupynorm.strategies import SCALINGS, STRATEGIES, Tile
+from cupynorm.problem import SCALINGS, Tile
+from cupynorm.strategies import STRATEGIES
 
 
 def cases() -> list[Case]:

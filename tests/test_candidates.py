@@ -12,7 +12,7 @@ from cupynorm import nvrtc
 from cupynorm.candidates import _FILLED, _MOST, candidates
 from cupynorm.devices import DEVICES
 from cupynorm.dispatch import choose, plan
-from cupynorm.strategies import cols_of_slice
+from cupynorm.problem import cols_of_slice
 
 WIDTHS = (1, 8, 33, 64, 768, 1000, 1023, 4096, 5120, 8192, 16384, 65536, 131072, 262144, 1 << 20)
 

@@ -10,10 +10,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from cupynorm.bundles import queued_bundles
 from cupynorm.devices import DEVICES, Device, device_like
 from cupynorm.dispatch import choose, make_plan, pack_limit, plan, widest
 from cupynorm.dtypes import DTYPES
-from cupynorm.strategies import STATISTICS, STRATEGIES, Problem, Tile, ceil_div, queued_bundles, reduce_bytes
+from cupynorm.problem import Problem, Tile, ceil_div
+from cupynorm.strategies import STATISTICS, STRATEGIES, reduce_bytes
 
 CUDA_SRC = Path(__file__).parents[1] / "cuda_src"
 TABLE = tuple(STRATEGIES)

@@ -9,7 +9,8 @@ import pytest
 from every_kernel import cases, judge_matrix, judge_quantized, matrices, quantized_cases, run_matrix, run_quantized
 
 from cupynorm.gradient_check import CpuMachine, random_problem, run_kernels
-from cupynorm.strategies import SCALINGS, STRATEGIES
+from cupynorm.problem import SCALINGS
+from cupynorm.strategies import STRATEGIES
 
 
 class Recorder(CpuMachine):

@@ -24,7 +24,8 @@ from cupynorm.gradient_check import (
     run_kernels,
     uses_welford,
 )
-from cupynorm.strategies import STATISTICS, STRATEGIES, Tile
+from cupynorm.problem import Tile
+from cupynorm.strategies import STATISTICS, STRATEGIES
 
 H200 = DEVICES["H200"]
 # Two multiprocessors and one cluster of each size: a few rows are enough for every block to take several.

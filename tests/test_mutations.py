@@ -18,7 +18,7 @@ from cupynorm.dtypes import DTYPES
 from cupynorm.gradient_check import Case, CheckResult, CpuMachine, judge_all, random_problem, run_kernels, uses_welford
 from cupynorm.launch import pack
 from cupynorm.on_cpu import NoCompilerError, OnCpuError
-from cupynorm.strategies import Tile
+from cupynorm.problem import Tile
 
 ROOT = Path(__file__).parents[1]
 H200 = DEVICES["H200"]
@@ -420,7 +420,7 @@ import sys
 from pathlib import Path
 sys.path.insert(0, {str(ROOT)!r})
 from cupynorm import gradient_check, on_cpu
-from cupynorm.strategies import Tile
+from cupynorm.problem import Tile
 from cupynorm.gradient_check import Case, CheckResult, CpuMachine, judge_all, random_problem, run_kernels, uses_welford
 
 sanitize, folder, cases = ("address", "undefined"), {{folder!r}}, {{cases!r}}

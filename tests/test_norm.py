@@ -15,7 +15,7 @@ import cupynorm
 from cupynorm import arrays, launch, norm
 from cupynorm.dtypes import DTYPES
 from cupynorm.gradient_check import NORMS, Case, CheckResult, Problem, expect, judge_all, random_problem
-from cupynorm.strategies import Tile
+from cupynorm.problem import Tile
 
 ROOT = Path(__file__).parents[1]
 

@@ -23,7 +23,7 @@ from cupynorm.devices import DEVICES
 from cupynorm.dispatch import Kernel, Launch, make_plan, pack_limit, plan, quantize_launch
 from cupynorm.dtypes import DTYPES, FLOAT8S
 from cupynorm.nvrtc import Resources, compile_for, cuda_src, source
-from cupynorm.strategies import SCALINGS, Problem
+from cupynorm.problem import SCALINGS, Problem
 
 REPOSITORY = Path(__file__).parents[1]
 

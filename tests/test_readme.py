@@ -102,7 +102,7 @@ def test_its_8_bit_output_runs():
 
 
 def test_the_scales_it_names_are_those_that_there_are():
-    from cupynorm.strategies import SCALINGS
+    from cupynorm.problem import SCALINGS
 
     rows = "\n".join(line.split("|")[1] for line in README.splitlines() if line.startswith(("| `None`", '| `"')))
     assert set(re.findall(r'"(\w+)"', rows)) == set(SCALINGS) - {"given"}

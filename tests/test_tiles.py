@@ -13,7 +13,7 @@ from cupynorm import dispatch, norm, on_cpu, tiles
 from cupynorm.devices import DEVICES
 from cupynorm.dispatch import plan
 from cupynorm.gradient_check import Case, CpuMachine, judge_all, random_problem, run_kernels
-from cupynorm.strategies import Tile
+from cupynorm.problem import Tile
 
 H200 = DEVICES["H200"]
 FORWARD = ("block", Tile(8, 64, 2, exact=1, blocks_per_sm=4))

@@ -17,7 +17,7 @@ from cupynorm.candidates import candidates
 from cupynorm.devices import DEVICES
 from cupynorm.dispatch import choose, plan
 from cupynorm.gradient_check import CpuMachine
-from cupynorm.strategies import Tile
+from cupynorm.problem import Tile
 
 H200 = DEVICES["H200"]
 CELL = Cell("layer_norm", "forward", "bfloat16", 16, 256)
