@@ -2,7 +2,8 @@
 //
 // Copy engine and wide stores want 16 bytes that begin on 16; rows of odd widths do not. But rows that follow one another are
 // one piece of memory, of which only the ends share 16 bytes with others: a bundle. Its image in shared memory begins as far
-// into 16 bytes as it does itself. Rows are read in the image, their results take their places, and whole units leave.
+// into 16 bytes as it does itself. Rows are read in the image, their results take their places (of a residual: their sums), and
+// whole units leave.
 // Rows of 16-bit elements that begin there gain as well, where no tile of registers fits their width: whole lines move.
 //
 // BundleParts    which lanes of a warp share an image: the 8 to 32 of a row, or all of them

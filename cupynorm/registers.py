@@ -321,4 +321,5 @@ def for_few_rows(problem: Problem, device: Device, strategy: str, tile: Tile, nu
 
 
 def has_wide_parameters(problem: Problem) -> bool:
+    """Whether weight or bias is of a wider type than x."""
     return any(name and DTYPES[name].itemsize > DTYPES[problem.x].itemsize for name in (problem.weight, problem.bias))

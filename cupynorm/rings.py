@@ -54,8 +54,10 @@ _LONE_RING_FROM = {"forward": {2: 500, 4: 2048}, "backward": {2: 512, 4: 512}}
 # 0.90 and 0.74; with the tensor's scale 12,288 columns 0.45 and 0.48, 16,384 0.42 and 0.43, 32,768 0.42 and 0.38).
 _QUANTIZED_RING_FROM = {"given": 11000, "tensor": 20000}
 
-# The same, forward of 16-bit rows with weights of 32 bits.
-_WIDE_WEIGHT_RING_FROM = 7000
+# The same, forward of 16-bit rows with weights of 32 bits, which come from afar for each row (7168 columns: 0.96, in registers
+# 0.93; 16,384 0.94 and 0.86) unless so many bytes of rows are in flight meanwhile, up to 12,288 columns and beyond (10,240
+# columns, 60 KB: 0.85 and 0.91; 16,384 has 64 KB; 18,432, 72 KB: 0.80 and 0.85).
+_WIDE_WEIGHT_RING_FROM, _ENOUGH_WIDE_BYTES = 7000, (60 * 1024, 70 * 1024)
 
 # The same, backward with the gradient of a residual's sum, of rows that fill whole warps (512 columns: 1.01, in registers 0.99;
 # float32, 256 columns 1.02 and 0.99).
@@ -64,9 +66,8 @@ _ADDING_RING_FROM = {2: 500, 4: 250}
 # Threads of all blocks of a multiprocessor: more have too few registers each for 64 elements forward, 32 backward.
 _RING_THREADS = 384
 
-# Elements of a thread. Forward it keeps their weights and biases.
-# Backward it keeps their sums of dweight and dbias, two registers
-# each: 64 are for rows that no cluster holds otherwise (262,144 columns 0.91).
+# Elements of a thread. Forward it keeps their weights and biases. Backward it keeps their sums of dweight and dbias, two
+# registers each: 64 are for rows that no cluster holds otherwise (262,144 columns 0.91).
 RING_ELEMENTS, MOST_RING_ELEMENTS = {"forward": 64, "backward": 56}, 64
 
 # Bytes on their way to a multiprocessor, the rows in use included, by itemsize of x: backward of float32, 65,536 columns 0.99
@@ -126,16 +127,14 @@ def wants_ring(problem: Problem, registers: Tile | None) -> bool:
     if problem.forward and aligned and not (registers and registers.exact):
         first = min(first, _UNEVEN_RING_FROM)
     # Blocks with enough in flight (bf16: 8960 columns 0.97, in a ring 0.93; 13,312 columns 0.93 and 0.86; two blocks: 16,384
-    # columns 0.95 and 0.94, 18,432 columns 0.99 and 0.98).
-    # With a residual twice as much is (4096 columns: 0.97, in a ring 0.91; one block: 20,480 columns 0.98 and 0.94).
+    # columns 0.95 and 0.94, 18,432 columns 0.99 and 0.98). With a residual twice as much is in flight (4096 columns: 0.97, in a
+    # ring 0.91; one block: 20,480 columns 0.98 and 0.94).
     fewest = 1 if problem.residual else 2 if registers and (registers.exact or itemsize > 2) else 3
     if problem.forward and registers and registers.blocks_per_sm >= fewest:
         in_flight = registers.blocks_per_sm * registers.rows_per_block * problem.num_cols * itemsize * (1 + problem.residual)
-        # Weights of 32 bits come from afar for each row (7168 columns: 0.93, in a ring 0.96; 16,384 0.86 and 0.94), unless
-        # enough is in flight meanwhile (9216 columns 0.99, 12,288 0.94).
-        wide = itemsize == 2 and has_wide_parameters(problem)
-        enough = 60 if problem.num_cols <= 12288 else 70
-        if wide and problem.num_cols >= _WIDE_WEIGHT_RING_FROM and in_flight < enough * 1024 and not problem.residual:
+        wide = itemsize == 2 and has_wide_parameters(problem) and not problem.residual
+        enough = _ENOUGH_WIDE_BYTES[problem.num_cols > 12288]
+        if wide and problem.num_cols >= _WIDE_WEIGHT_RING_FROM and in_flight < enough:
             return True
         if in_flight >= 60 * 1024 and problem.num_cols >= 0.95 * registers.cols:
             return False

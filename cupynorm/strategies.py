@@ -94,6 +94,7 @@ def _smem_threads(problem: Problem) -> int:
 
 
 def _beats_registers(problem: Problem, ring: Tile, registers: Tile | None) -> bool:
+    """Of a ring that is wanted: to 8 bits only one that the row fills."""
     return registers is None or not problem.scaling or fills_quantized_ring(problem, ring)
 
 
