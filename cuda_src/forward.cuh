@@ -62,7 +62,25 @@ struct Forward {
   __device__ __forceinline__ void write_quantized(long long row, Row& values_of_row, const RowStatistics<Compute>& statistics,
                                                   Reduce& reduce, bool saves, bool present) const {
     auto of_row = store.start_row(present);
-    if constexpr (Store::measures_rows) {
+    if constexpr (Store::measures_rows && Row::most_made > 0) {
+      // Made once: y waits for its scale in registers.
+      Compute made[Row::most_made][Row::pack_size];
+      Largest largest{};
+      int pack = 0;
+      values_of_row.for_each_pack_with(keep<Row>(), [&](long long, const auto& values, bool in_row, const auto& kept) {
+        Compute normalized[Row::pack_size];
+        statistics.template normalize<centered>(values, normalized);
+        store.affine(normalized, kept, made[pack]);
+        if (in_row) largest.add_pack(made[pack]);
+        ++pack;
+      });
+      store.finish_measuring(row, of_row, reduce.all(largest), saves);
+      pack = 0;
+      values_of_row.for_each_pack_or_none([&](long long col, const auto&, bool in_row) {
+        store.store_made(row, col, made[pack++], in_row && present, of_row);
+      });
+      return;
+    } else if constexpr (Store::measures_rows) {
       Largest largest{};
       values_of_row.for_each_pack_with(keep<Row>(), [&](long long, const auto& values, bool in_row, const auto& kept) {
         Compute normalized[Row::pack_size], made[Row::pack_size];

@@ -302,13 +302,22 @@ struct QuantizeStore {
     } else if constexpr (raises) {
       if (present) of_row.largest.add_pack(made);
     }
-    if constexpr (step != Step::amax) {
-      multiplier.multiply(made);
-      if (present) store_pack<pack_size>(y + row * y_stride + col, repack_fp8<Y>(made));
-    }
+    if constexpr (step != Step::amax) scale_and_store(row, col, made, multiplier, present);
+  }
+  // Of what affine has made, where its scale is known.
+  template <int pack_size, class Compute>
+  __device__ __forceinline__ void store_made(long long row, long long col, Compute (&made)[pack_size], bool present,
+                                             const OfRow& of_row) const {
+    scale_and_store(row, col, made, of_row.multiplier, present);
   }
 
  private:
+  template <int pack_size, class Compute>
+  __device__ __forceinline__ void scale_and_store(long long row, long long col, Compute (&made)[pack_size],
+                                                  const Multiplier& multiplier, bool present) const {
+    multiplier.multiply(made);
+    if (present) store_pack<pack_size>(y + row * y_stride + col, repack_fp8<Y>(made));
+  }
   // Of a block.
   __device__ __forceinline__ Multiplier multiplier_of(unsigned amax_bits) const {
     if constexpr (scaling == Scaling::mx) {

@@ -69,6 +69,8 @@ struct RegisterRow {
   // Beyond 32 elements a thread, or 64 where it may have 128 registers, the unpacked values of 16-bit types would not fit.
   static constexpr int most_unpacked = tile.blocks_per_sm * tile.block_size() <= 512 ? 64 : 32;
   static constexpr bool unpack_each_pass = tile.pack_size * tile.packs_per_thread > most_unpacked;
+  static constexpr int most_made =
+      sizeof(Compute) > 4 || tile.pack_size* tile.packs_per_thread > 64 ? 0 : tile.packs_per_thread;
 
   Pack<typename Load::Held, tile.pack_size> packs[tile.packs_per_thread];
   Slice cols;
@@ -146,7 +148,7 @@ struct RegisterRow {
   __device__ __forceinline__ void for_each_pack_with(Make make, F f) {
     // Threads that keep much in few registers have none for what a second pack needs: found by compiling, and held by tests.
     constexpr int elements = tile.packs_per_thread * tile.pack_size, made_words = sizeof(make(0)) / 4;
-    constexpr int registers = 65536 / (tile.blocks_per_sm * tile.block_size());
+    constexpr int registers = 65536 / (tile.blocks_per_sm * tile.block_size()) / 8 * 8;
     constexpr int needed = elements + made_words + (sizeof(typename Load::Held) > 2 ? 33 : 24) + 12 * !tile.exact;
     constexpr bool packed_tight = elements > 40 && registers < 128 && made_words <= tile.pack_size;
     constexpr bool tight = sizeof(Compute) > 4 || (unpack_each_pass ? packed_tight : registers < needed);
@@ -184,6 +186,7 @@ struct SmemRow {
   static constexpr int pack_size = tile.pack_size;
   static constexpr bool has_exact_sums = false;
   static constexpr int num_packs = 0;
+  static constexpr int most_made = 0;
 
   Held* held;
   int first_col = 0;
@@ -234,6 +237,7 @@ struct GlobalRow {
   static constexpr int pack_size = tile.pack_size;
   static constexpr bool has_exact_sums = false;
   static constexpr int num_packs = 0;
+  static constexpr int most_made = 0;
 
   const Load& load;
   long long row;
