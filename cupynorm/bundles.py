@@ -12,7 +12,7 @@ from dataclasses import replace
 from .devices import Device
 from .dtypes import DTYPES, FLOAT8S
 from .problem import Problem, Tile, ceil_div
-from .registers import lanes_tile
+from .registers import lanes_tile, lone_float32_registers
 
 # The most elements of a thread, by the lanes that share a row: the first that suits wins. Lanes that have a row each do not
 # meet at the banks of shared memory, and long threads are better (forward, 63 columns: 0.89 on one lane, 0.80 on 8; 383 columns
@@ -112,7 +112,7 @@ def _bundle_registers(problem: Problem, device: Device, tile: Tile) -> int:
 
 
 def bundle_tile(problem: Problem, device: Device) -> Tile | None:
-    if not can_bundle(problem, device):
+    if not can_bundle(problem, device) or lone_float32_registers(problem, device):
         return None
     itemsize, pack_bytes = DTYPES[problem.x].itemsize, problem.widest_pack * DTYPES[problem.x].itemsize
     elements = _BUNDLE_ELEMENTS[problem.direction][itemsize]

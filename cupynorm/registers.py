@@ -37,6 +37,33 @@ _MOST_BYTES_OF_BLOCK = 100 * 1024
 # Beyond so many columns of float32 forward blocks are counted, not bytes: see _wanted_blocks.
 _THREE_BLOCKS_FROM = 5120
 
+# Elements of a thread there that rows want which do not fill it (15,000 columns: 384 x 40 0.95, 480 x 32 0.93; 10,000 columns:
+# 256 x 40 0.98, 640 x 16 0.96).
+_FLOAT32_ELEMENTS = 40
+
+# Threads and blocks of two float32 rows forward that were better than what the rules below find (4096 columns: 1.00, 256 x 16
+# elements in four blocks 0.98; 8192 columns: 0.99, 512 x 16 in two 0.98).
+_FLOAT32_TILES = {4096: (288, 4), 8192: (256, 2)}
+
+
+def _is_plain(problem: Problem) -> bool:
+    """Forward of x to y, both without scales, and nothing else."""
+    fused = problem.residual or problem.input or problem.scaling or problem.y1 or problem.round_x_hat or problem.dropout
+    return problem.forward and not fused and not problem.row_scale
+
+
+# Elements of a lane of float32 rows forward that begin anywhere, where a warp keeps them, and its registers: others are faster
+# in bundles (511 columns: 0.96, in bundles 0.94; 901 0.95 and 0.94; 1023 0.96 and 0.94; 333 0.93 and 0.94; 801 0.93 and 0.95).
+_LONE_FLOAT32 = {16: 96, 29: 128, 30: 128, 31: 128, 32: 128}
+
+
+def lone_float32_registers(problem: Problem, device: Device) -> int | None:
+    """Registers of a lane of such a row, None of another."""
+    lone = problem.x == "float32" and problem.widest_pack == 1 and device.compute_capability == 90
+    if not (lone and _is_plain(problem)) or has_wide_parameters(problem):
+        return None
+    return _LONE_FLOAT32.get(ceil_div(problem.num_cols, 32))
+
 
 def _wanted_blocks(problem: Problem, device: Device) -> int | None:
     """How many blocks of a wide float32 row forward must fit a multiprocessor, or None where their bytes decide.
@@ -44,11 +71,39 @@ def _wanted_blocks(problem: Problem, device: Device) -> int | None:
     Three up to 8191 columns (H200, 6656 columns: 0.98 in three, 0.93 in two of the same tile), from 8193 on two (10,240 columns
     0.99 in two, 0.95 in a ring; 14,336 columns 0.97, 0.95, and 0.85 in one).
     """
-    fused = problem.residual or problem.input or problem.scaling or problem.y1 or problem.round_x_hat or problem.dropout
-    plain = problem.forward and problem.x == "float32" and problem.widest_pack == 4 and not fused and not problem.row_scale
-    if not plain or problem.weight == "float64" or device.compute_capability < 90 or problem.num_cols <= _THREE_BLOCKS_FROM:
+    if not _is_plain(problem) or problem.x != "float32" or problem.widest_pack != 4 or problem.weight == "float64":
+        return None
+    if device.compute_capability == 90 and problem.num_cols in _FLOAT32_TILES:
+        return _FLOAT32_TILES[problem.num_cols][1]
+    if device.compute_capability < 90 or problem.num_cols <= _THREE_BLOCKS_FROM:
         return None
     return 3 if problem.num_cols < 8192 else 2 if problem.num_cols > 8192 else None
+
+
+# Forward of 16-bit rows that are wide: columns up to which so many blocks a multiprocessor, of so many threads, keep a row.
+# About 512 threads in all have 128 registers each; what they hold was found by compiling, and is less without a mean, where the
+# compiler unpacks more at a time (H200, bf16, beside rings: 9504 columns 0.99 and 0.93, 14,336 0.98 and 0.92, 15,000 0.96 and
+# 0.90, 20,480 0.98 and 0.94, 24,576 0.97 and 0.95; 4096 rows of 14,336 columns 0.94 and 0.83, of 20,480 0.96 and 0.88).
+_LONG_TILES = {
+    True: ((128 * 80, 4, 128), (160 * 96, 3, 160), (256 * 96, 2, 256)),
+    False: ((128 * 80, 4, 128), (128 * 112, 3, 128), (256 * 80, 2, 256)),
+}
+_LONG_FROM = 9217
+
+
+def long_tile(problem: Problem, device: Device) -> Tile | None:
+    """Of rows forward that have as many elements in a thread as its registers hold, packed; None for other rows."""
+    suits = _is_plain(problem) and problem.widest_pack == 8 and not has_wide_parameters(problem)
+    # Without their weights and biases the compiler hoists more, and those that are not 1 + weight need less.
+    suits = suits and problem.weight and (problem.bias or not problem.centered) and not problem.zero_centered
+    if not suits or device.compute_capability != 90 or problem.num_cols < _LONG_FROM:
+        return None
+    for most_cols, blocks_per_sm, threads in _LONG_TILES[problem.centered]:
+        if problem.num_cols <= most_cols:
+            packs = ceil_div(problem.num_cols, 8 * threads)
+            exact = int(8 * threads * packs == problem.num_cols)
+            return Tile(8, threads, packs, blocks_per_sm=blocks_per_sm, exact=exact)
+    return None
 
 
 def registers_of_thread(problem: Problem, device: Device, tile: Tile) -> int:
@@ -87,6 +142,8 @@ def registers_of_thread(problem: Problem, device: Device, tile: Tile) -> int:
     if (common := _common_quantized_registers(problem, device, tile)) is not None:
         return common
     if problem.forward:
+        if tile.threads_per_row == 32 and (lone_registers := lone_float32_registers(problem, device)):
+            return lone_registers
         newer = device.compute_capability >= 90
         # Of 16 bits, 32 elements fit 64 registers where warps share a row and fill it, so that 60 KB are in flight on 32 warps,
         # and 48 fit 80 (H200, bf16, 12,288 columns: three blocks of 256 threads x 48 elements 0.97 of a copy, 128 x 96 0.94).
@@ -101,7 +158,7 @@ def registers_of_thread(problem: Problem, device: Device, tile: Tile) -> int:
         extra += 8 * (problem.residual and elements > 24 and (DTYPES[problem.x].itemsize > 2 or problem.weight == "float64"))
         fixed = 32 if fits else 40
         if _wanted_blocks(problem, device):
-            return max(48, 24 + 5 * elements // 4)
+            return max(48, 24 + 5 * elements // 4 + 6 * (not tile.exact))
         if tile.rows_per_block > 1 and elements > 32:
             fixed = 54 + (2 * tile.packs_per_thread if tile.pack_size < 8 else 0)
         extra += 8 * (not newer and (wide_weight or (elements >= 32 and not tile.exact) or (problem.residual and lone)))
@@ -129,16 +186,17 @@ def _wide_weight_registers(problem: Problem, device: Device, tile: Tile) -> int 
     48 elements, 0.92 with 8; 6144 columns 0.99 with 6 of 128, 0.95 with 5)."""
     elements = tile.pack_size * tile.packs_per_thread
     plain = not (problem.residual or problem.input or problem.round_x_hat or problem.dropout or problem.row_scale or problem.y1)
-    suits = device.compute_capability == 90 and tile.pack_size == 8 and tile.threads_per_row > 16
+    suits = device.compute_capability == 90 and tile.pack_size == 8
+    suits = suits and (tile.threads_per_row > 16 or (tile.threads_per_row == 16 and elements == 40 and not tile.exact))
     if not (plain and suits and problem.weight == "float32" and problem.scaling is None) or tile.cluster_size > 1:
         return None
     in_a_warp = tile.threads_per_row == 32
     if elements <= 24:
         return 48 + elements
     if not tile.exact and in_a_warp:
-        return 96
+        return {32: 72, 40: 96 if problem.x == "float16" and problem.centered else 80}.get(elements, 96)
     if not tile.exact:
-        return {48: 80, 56: 112, 64: 128, 72: 128}.get(elements, 40 + elements if elements < 48 else 168)
+        return {48: 96, 56: 112, 64: 128, 72: 128}.get(elements, 40 + elements if elements < 48 else 168)
     if elements <= 48:
         return 96 if in_a_warp and elements == 48 else 40 + min(elements, 40)
     if elements == 96 and problem.centered and tile.threads_per_row == 128:
@@ -146,9 +204,14 @@ def _wide_weight_registers(problem: Problem, device: Device, tile: Tile) -> int 
     return {56: 96 if in_a_warp else 128, 64: 128, 72: 96, 80: 176, 88: 176}.get(elements, 168)
 
 
+# Registers of threads whose y has 8 bits, by their elements, found by compiling. At the scale of a row y waits unpacked, so
+# they hold no more.
+_ROW_SCALE_REGISTERS = {16: 56, 24: 56, 32: 64, 40: 72, 48: 96, 56: 128, 64: 128}
+_ONE_SCALE_REGISTERS = {16: 56, 24: 64, 32: 72, 40: 80, 48: 80, 56: 96, 64: 96, 72: 168, 80: 168, 88: 255, 96: 255}
+
+
 def _common_quantized_registers(problem: Problem, device: Device, tile: Tile) -> int | None:
-    """The same where y has 8 bits and all else is as in most models on a GPU of sm_90, None for anything else: bytes leave
-    sooner than 16-bit results, so the formula above would say too much."""
+    """The same where y has 8 bits and all else is as in most models on a GPU of sm_90, None for anything else."""
     elements = tile.pack_size * tile.packs_per_thread
     plain = not (problem.residual or problem.input or problem.round_x_hat or problem.dropout or problem.row_scale)
     weights = {name for name in (problem.weight, problem.bias) if name is not None}
@@ -156,18 +219,38 @@ def _common_quantized_registers(problem: Problem, device: Device, tile: Tile) ->
     as_usual = as_usual and (tile.cluster_size == 1 or problem.scaling == "row")
     if problem.scaling is None or device.compute_capability != 90 or DTYPES[problem.x].itemsize != 2 or not as_usual:
         return None
-    half, in_a_warp = problem.x == "float16", tile.threads_per_row <= 32
-    if problem.scaling == "row" and in_a_warp and elements == 80:
-        return 168
-    most = 64 if problem.cols_of_scale else 80 if in_a_warp else 96
-    if not 16 <= elements <= most or (in_a_warp and elements > 48 and problem.cols_of_scale):
+    in_a_warp, lone_warp = tile.threads_per_row <= 32, tile.block_size == 32
+    if problem.scaling in ("block", "mx"):
+        if not 16 <= elements <= (48 if in_a_warp else 64):
+            return None
+        return int((40 if in_a_warp else 32) + min(elements, 48) + max(0, elements - 48) / 2) + 8 * (
+            lone_warp and elements == 40
+        )
+    of_row = problem.scaling == "row"
+    registers = (_ROW_SCALE_REGISTERS if of_row else _ONE_SCALE_REGISTERS).get(elements)
+    if registers is None:
         return None
-    if problem.scaling == "row":
-        fewest = 48 - 16 * (elements == 32 and not in_a_warp)  # 5120 columns: 6 blocks of 160 x 32 0.71, 4 of 128 x 40 0.62
-        return 104 + 32 * half * (elements > 48) if elements >= 40 else fewest + elements + 8 * half
-    if elements > 64 and not in_a_warp:
-        return 168
-    return int((40 if in_a_warp else 32) + min(elements, 48) + max(0, min(elements, 64) - 48) / 2 + 1.5 * max(0, elements - 64))
+    if of_row:
+        if not problem.centered:
+            registers -= 32 * (elements == 56 and not in_a_warp)
+        elif in_a_warp:
+            registers += {32: 8 * (tile.threads_per_row == 32), 56: 40, 64: 40 * (tile.threads_per_row < 32)}.get(elements, 0)
+        elif elements == 40 and tile.threads_per_row > 256:
+            registers += 8
+        return max(registers, {32: 88, 40: 104, 48: 104}.get(elements, 64)) if lone_warp else registers
+    finds_amax = problem.amax or problem.scaling == "tensor"
+    if elements > 64:
+        fits = elements <= 80 and problem.scaling == "tensor" or not finds_amax and (elements <= 80 or not lone_warp)
+        return 128 if in_a_warp and fits else 255 if finds_amax else registers
+    if elements == 64 and not problem.centered and (in_a_warp or finds_amax):
+        return 168 if in_a_warp and finds_amax else 128
+    if lone_warp:
+        return max(registers, {40: 88, 48: 104, 56: 104, 64: 104}.get(elements, 64))
+    if elements == 40:
+        return 80 + 8 * finds_amax if in_a_warp else 72 + 8 * finds_amax
+    if elements == 48:
+        return 96 if finds_amax else 72 if in_a_warp and problem.centered else 80
+    return registers
 
 
 def blocks_that_fit(problem: Problem, device: Device, tile: Tile) -> int:
@@ -202,6 +285,9 @@ def register_tile(
     else:
         max_elements = max_bytes // (2 * itemsize)
     may_be_long = problem.forward and itemsize == 2 and pack_size > 1 and cluster_size == 1
+    wanted = _wanted_blocks(problem, device) if cluster_size == 1 else None
+    if wanted:
+        max_elements = max(max_elements, _FLOAT32_ELEMENTS)
     num_cols = cols_of_slice(problem, pack_size, cluster_size)
     best, best_score = None, None
     for threads_per_row in threads:
@@ -216,7 +302,7 @@ def register_tile(
             long and not (may_be_long and _may_keep_more(tile, problem.scaling, has_wide_parameters(problem)))
         ):
             continue
-        if wanted := _wanted_blocks(problem, device) if cluster_size == 1 else None:
+        if wanted:
             if blocks_per_sm < wanted:
                 continue
             blocks_per_sm = wanted  # more are slower (9216 columns, 384 threads: 0.99 in two, 0.98 in three)
@@ -242,16 +328,26 @@ def register_tile(
         # Of equals, most threads; but forward with too little in flight, or one block alone, wants long threads: 48 elements
         # were best (H200, bf16, 12288 columns: 24, 32, 48 and 64 elements gave 0.82, 0.84, 0.86 and 0.81 of a copy).
         many_threads = not problem.forward or (enough and not lone and (blocks_per_sm > 1 or in_flight >= _MOST_BYTES_OF_BLOCK))
-        if problem.scaling in ("given", "tensor") or (problem.scaling == "row" and enough):
+        if wanted and problem.num_cols in _FLOAT32_TILES:
+            score = (-abs(threads_per_row - _FLOAT32_TILES[problem.num_cols][0]), 0)
+        elif wanted and not tile.exact:
+            score = (counted * fit, -abs(elements - _FLOAT32_ELEMENTS))
+        elif problem.scaling in ("given", "tensor") or (problem.scaling == "row" and enough):
             score = (counted * fit, -abs(elements - 64))
         elif _wide_weight_registers(problem, device, tile) and problem.num_cols > 8192:
             # Rows wait for their weights: long threads, and more in flight (9216 columns: 128 x 72 0.99, 192 x 48 0.97).
             score = (min(in_flight, 96 * 1024), -abs(threads_per_row - 128))
         else:
-            score = (counted * fit, threads_per_row if many_threads else -abs(elements - 48))
+            # To find a scale of a row two blocks want short threads (12,288 columns: 384 x 32 0.67, 256 x 48 0.63).
+            wanted_elements = 32 if problem.scaling == "row" and blocks_per_sm > 1 else 48
+            score = (counted * fit, threads_per_row if many_threads else -abs(elements - wanted_elements))
         if best_score is None or score > best_score:
             best, best_score = tile, score
     return best
+
+
+# Elements of a lane that writes 8 bits at a given scale, at most (3072 columns on 32 lanes: 1.00, on 64 threads x 48 0.95).
+_LONGEST_OF_LANE = 96
 
 
 def _may_keep_more(tile: Tile, scaling: str | None, is_wide: bool) -> bool:
@@ -264,8 +360,8 @@ def _may_keep_more(tile: Tile, scaling: str | None, is_wide: bool) -> bool:
     elements = tile.pack_size * tile.packs_per_thread
     if is_wide and tile.threads_per_row == 32:
         return elements <= 56
-    if tile.exact and tile.threads_per_row == 32 and scaling in ("given", "tensor", "row"):
-        return elements <= 80
+    if tile.exact and tile.threads_per_row == 32 and scaling in ("given", "tensor"):
+        return elements <= _LONGEST_OF_LANE
     if tile.exact and tile.threads_per_row > 32:
         return elements <= 104 and tile.threads_per_row <= 160
     return elements <= 72 and (tile.exact or 32 < tile.threads_per_row <= 160)
@@ -276,7 +372,12 @@ def lanes_tile(problem: Problem, device: Device) -> Tile | None:
     itemsize = DTYPES[problem.x].itemsize
     pack_bytes = problem.widest_pack * itemsize
     row_bytes = problem.num_cols * itemsize
-    if row_bytes > _WARP_ROW_BYTES[problem.direction][itemsize] * (1.6 if problem.scaling in ("given", "tensor") else 1):
+    if lone_float32_registers(problem, device):
+        return register_tile(problem, device, (32,), 2 * 32 * itemsize, 64)
+    # To 8 bits a warp takes more (1536 columns: scales of rows 0.85, in a block of one warp 0.80; one scale 0.99 and 0.92).
+    more = {"given": 1.6, "tensor": 1.6, "row": 1.25}.get(problem.scaling, 1)
+    longest = problem.scaling == "given" and not problem.amax and problem.num_cols == 32 * _LONGEST_OF_LANE
+    if row_bytes > _WARP_ROW_BYTES[problem.direction][itemsize] * more and not (longest and itemsize == 2):
         return None
     # The lanes of a row move at least 64 bytes of it together, or half the row if it is shorter (H200, bf16: 64 columns 0.88 of
     # a copy on 4 lanes, 0.84 on 2); of 16-bit rows 32 bytes where that fills them (48 columns 0.96 on 2 lanes, 0.77 on 4).
@@ -293,7 +394,11 @@ def lanes_tile(problem: Problem, device: Device) -> Tile | None:
     # 1 to 2%).
     block_size = 64 if problem.forward and fewest > 2 else 128
     max_bytes = _WARP_BYTES[problem.direction][itemsize]
-    return register_tile(problem, device, lanes, max_bytes, block_size)
+    tile = register_tile(problem, device, lanes, max_bytes, block_size)
+    # A whole warp finds scales of blocks sooner where it is a block (1024 columns: 1 x 128 0.78, two warps a block 0.70).
+    if tile is not None and tile.threads_per_row == 32 and problem.scaling in ("block", "mx"):
+        return None
+    return tile
 
 
 def for_few_rows(problem: Problem, device: Device, strategy: str, tile: Tile, num_rows: int, statistics: str) -> Tile:

@@ -157,6 +157,8 @@ def ring_registers(problem: Problem, device: Device, elements: int) -> int:
         fewest = 4 if problem.widest_pack == 1 else 0  # a register holds one lone element
         parameters = (problem.weight, problem.bias, problem.weight1, problem.bias1)
         kept = sum(max(DTYPES[name].itemsize, fewest) for name in parameters if name)
+        if kept == 8 and fewest and device.compute_capability == 90 and problem.weight != "float64":
+            return 168 if 41 <= elements <= 43 else 46 + 3 * elements  # found by compiling
         return 104 + elements * kept // 4 + tight
     lone = 3 * elements // 4 if problem.widest_pack == 1 else 0
     wide_bias = 8 * (problem.bias is not None and DTYPES[problem.bias].itemsize > DTYPES[problem.x].itemsize)
@@ -220,7 +222,8 @@ def _with_stages(problem: Problem, device: Device, tile: Tile, rows: int, stages
     wanted, turn_bytes = _RING_BYTES[problem.direction][itemsize], slot_bytes * rows
     if problem.forward:
         used_bytes = cols_of_slice(problem, tile.pack_size, tile.cluster_size) * sum(_streamed(problem)) * rows
-        deep = itemsize == 2 and tile.pack_size > 1 and tile.cluster_size in (4, 8) and used_bytes <= _DEEP_RING_BYTES
+        most_deep = _DEEP_LONE_BYTES if tile.pack_size == 1 else _DEEP_RING_BYTES * (tile.cluster_size in (4, 8))
+        deep = itemsize == 2 and used_bytes <= most_deep
         stages = min(ceil_div(wanted, turn_bytes), 4 if deep else 3)
     elif itemsize > 2 and _least_turn_bytes(problem):
         stages = min(wanted // turn_bytes, 4)
@@ -241,8 +244,9 @@ def _with_stages(problem: Problem, device: Device, tile: Tile, rows: int, stages
     return next((staged for staged in fitting if ring_bytes(problem, staged) <= most_bytes), None)
 
 
-# Bytes of one turn forward on clusters of 4 and 8 up to which four stages are better than three.
-_DEEP_RING_BYTES = 27 * 1024
+# Bytes of one turn forward up to which four stages are better than three: on clusters of 4 and 8, and of lone elements (3001
+# columns 0.87 and 0.86, 6001 0.83 and 0.80; 4097, 33 KB, 0.84 and 0.85).
+_DEEP_RING_BYTES, _DEEP_LONE_BYTES = 27 * 1024, 29 * 1024
 
 # Backward of float32: rows of up to so many columns pass through a ring in the smallest turns of at least so many bytes of x
 # and dy (1024 columns: 3 rows 1.00, 4 rows 0.99, 8 rows 0.97, in registers 0.96; 2560 columns: one row, of 20 KB, 0.96, two
@@ -303,7 +307,27 @@ def _least_turn_bytes(problem: Problem) -> int | None:
 _MOST_BACKWARD_COLS = 11264
 
 # Columns of a row that one block takes (16 bits, 9216 columns: clusters of 4 0.98, one block 0.94; 8960: one block 0.98).
-MOST_COLS_OF_BLOCK = {2: 9000, 4: 11264}
+_MOST_COLS_OF_BLOCK = {2: 9000, 4: 11264}
+
+
+def is_lone(problem: Problem) -> bool:
+    """Whether rows are of 16-bit elements that each begin anywhere."""
+    return problem.widest_pack == 1 and DTYPES[problem.x].itemsize == 2
+
+
+def suits_block(problem: Problem) -> bool:
+    """Whether a row is better in the ring of one block than in those of a cluster, if it fits both.
+
+    Forward lone elements alone pass through clusters then, of 4 or more (12,001 columns: 0.86, of 2 0.77, one block 0.81).
+    """
+    narrow = problem.num_cols <= _MOST_COLS_OF_BLOCK[DTYPES[problem.x].itemsize]
+    return narrow or (problem.forward and not is_lone(problem))
+
+
+def ring_clusters(problem: Problem, device: Device) -> tuple[int, ...]:
+    """Sizes of clusters that a ring may have."""
+    fewest = 4 if problem.forward and is_lone(problem) else 2
+    return tuple(size for size, _ in device.clusters if size >= fewest)
 
 
 def ring_share(problem: Problem, tile: Tile) -> float:

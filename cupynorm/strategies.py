@@ -12,8 +12,8 @@ from .bundles import bundle_bytes, bundle_tile
 from .devices import Device
 from .dtypes import DTYPES
 from .problem import Problem, Tile, ceil_div, cols_of_slice
-from .registers import BLOCK_BYTES, lanes_tile, register_tile
-from .rings import MOST_COLS_OF_BLOCK, fills_quantized_ring, ring_bytes, ring_tile, wants_ring
+from .registers import BLOCK_BYTES, lanes_tile, long_tile, register_tile
+from .rings import fills_quantized_ring, ring_bytes, ring_clusters, ring_tile, suits_block, wants_ring
 
 
 @dataclass(frozen=True)
@@ -106,6 +106,9 @@ def _block_tile(problem: Problem, device: Device) -> Tile | None:
         BLOCK_BYTES[problem.direction][DTYPES[problem.x].itemsize],
         1,
     )
+    long = long_tile(problem, device)
+    if long is not None and (tile is None or tile.blocks_per_sm < 3 or wants_ring(problem, tile)):
+        return long
     ring = ring_tile(problem, device, (1,)) if wants_ring(problem, tile) else None
     if ring is not None and _beats_registers(problem, ring, tile):
         return ring
@@ -118,16 +121,18 @@ def _block_tile(problem: Problem, device: Device) -> Tile | None:
 
 
 def _block_gives_way(problem: Problem, device: Device, tile: Tile) -> bool:
-    if tile.stages and (problem.forward or problem.num_cols <= MOST_COLS_OF_BLOCK[DTYPES[problem.x].itemsize]):
+    if tile == long_tile(problem, device):
+        return False
+    if tile.stages and suits_block(problem):
         return False
     if not (tile.stages or wants_ring(problem, tile)):
         return False
-    ring = ring_tile(problem, device, tuple(size for size, _ in device.clusters))
+    ring = ring_tile(problem, device, ring_clusters(problem, device))
     return ring is not None and (tile.stages > 0 or _beats_registers(problem, ring, tile))
 
 
 def _cluster_tile(problem: Problem, device: Device) -> Tile | None:
-    ring = ring_tile(problem, device, tuple(size for size, _ in device.clusters))
+    ring = ring_tile(problem, device, ring_clusters(problem, device))
     if ring is not None:
         return ring
     itemsize = DTYPES[problem.x].itemsize

@@ -107,7 +107,8 @@ def test_widest_rows_in_registers(case):
 def test_rows_that_pass_through_a_ring(case):
     device, dtype, direction = case
     narrowest, block, cluster = RINGS[case]
-    problem = problem_of(1 << 16, dtype, direction)
+    # Weights that are not 1 + weight leave room for long threads, which come first on an H200.
+    problem = problem_of(1 << 16, dtype, direction, zero_centered=direction == "forward")
     step = problem.widest_pack
 
     def chosen(num_cols: int, **changes: object) -> tuple[str, bool]:
@@ -142,6 +143,38 @@ def test_narrow_float32_rows_backward_pass_through_a_ring_where_registers_have_f
     for num_cols in (512, 1024, 1536, 2048, 3072, 4096):
         tile = choose(problem_of(num_cols, "float32", "backward"), DEVICES["H200"]).tile
         assert tile.rows_per_block == -(-22000 // (8 * num_cols)), num_cols
+
+
+@pytest.mark.parametrize("dtype", ("bfloat16", "float16"))
+@pytest.mark.parametrize("centered", (True, False))
+def test_wide_16_bit_rows_forward_wait_in_long_threads(dtype, centered):
+    """In as many blocks as keep 60 KB or more of a multiprocessor's rows, where rings or fewer blocks would; one row more than
+    the widest is in a ring. By hand: 128 registers of a thread hold 96 elements with a mean, 80 without."""
+    most = 24576 if centered else 20480
+    problem = problem_of(1 << 16, dtype, centered=centered, bias=dtype if centered else None)
+
+    def tile_of(num_cols: int, **changes: object) -> Tile:
+        return choose(replace(problem, num_cols=num_cols, **changes), DEVICES["H200"]).tile
+
+    for num_cols in (9304, 10232, 14336, 15000, 15360, 16384, 20000, most):
+        tile = tile_of(num_cols)
+        assert not tile.stages and tile.cluster_size == 1, num_cols
+        assert 448 <= tile.blocks_per_sm * tile.block_size <= 512 or not centered, num_cols
+        assert 2 * num_cols * tile.blocks_per_sm >= 60000, num_cols
+        # What takes more registers passes through a ring, or waits in fewer and shorter threads.
+        for changes in ({"zero_centered": True}, {"weight": "float32"}, {"weight": None, "bias": None}, {"residual": True}):
+            other = tile_of(num_cols, **changes)
+            assert other != tile or other.pack_size * other.packs_per_thread <= 80, (num_cols, changes)
+    assert tile_of(most + 8).stages and tile_of(10240).threads_per_row == 320
+
+
+def test_float32_rows_of_odd_widths_forward_wait_in_a_warp_where_its_registers_hold_them():
+    for num_cols, in_lanes in ((333, False), (501, True), (511, True), (801, False), (901, True), (1023, True), (1101, False)):
+        tile = choose(problem_of(num_cols, "float32"), DEVICES["H200"]).tile
+        assert tile.threads_per_row == 32 and (tile.bundle == 0) == in_lanes, num_cols
+    for changes in ({"residual": True}, {"weight": "float64"}):
+        assert choose(problem_of(511, "float32", **changes), DEVICES["H200"]).tile.bundle, changes
+    assert choose(problem_of(511, "float32"), DEVICES["RTX 5090"]).tile.bundle
 
 
 def test_wide_float32_rows_forward_wait_in_the_registers_of_two_blocks():
