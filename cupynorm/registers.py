@@ -95,7 +95,7 @@ def long_tile(problem: Problem, device: Device) -> Tile | None:
     """Of rows forward that have as many elements in a thread as its registers hold, packed; None for other rows."""
     suits = _is_plain(problem) and problem.widest_pack == 8 and not has_wide_parameters(problem)
     # Without their weights and biases the compiler hoists more, and those that are not 1 + weight need less.
-    suits = suits and problem.weight and (problem.bias or not problem.centered) and not problem.zero_centered
+    suits = suits and problem.weight and bool(problem.bias) == problem.centered and not problem.zero_centered
     if not suits or device.compute_capability != 90 or problem.num_cols < _LONG_FROM:
         return None
     for most_cols, blocks_per_sm, threads in _LONG_TILES[problem.centered]:
@@ -158,7 +158,7 @@ def registers_of_thread(problem: Problem, device: Device, tile: Tile) -> int:
         extra += 8 * (problem.residual and elements > 24 and (DTYPES[problem.x].itemsize > 2 or problem.weight == "float64"))
         fixed = 32 if fits else 40
         if _wanted_blocks(problem, device):
-            return max(48, 24 + 5 * elements // 4 + 6 * (not tile.exact))
+            return max(48, 24 + 5 * elements // 4 + (6 if problem.centered or not problem.bias else 14) * (not tile.exact))
         if tile.rows_per_block > 1 and elements > 32:
             fixed = 54 + (2 * tile.packs_per_thread if tile.pack_size < 8 else 0)
         extra += 8 * (not newer and (wide_weight or (elements >= 32 and not tile.exact) or (problem.residual and lone)))
@@ -204,10 +204,12 @@ def _wide_weight_registers(problem: Problem, device: Device, tile: Tile) -> int 
     return {56: 96 if in_a_warp else 128, 64: 128, 72: 96, 80: 176, 88: 176}.get(elements, 168)
 
 
-# Registers of threads whose y has 8 bits, by their elements, found by compiling. At the scale of a row y waits unpacked, so
-# they hold no more.
+# Registers of threads whose y has 8 bits, by their elements, found by compiling, where one warp is not the whole block; and the
+# fewest where it is. At the scale of a row y waits unpacked, so they hold no more.
 _ROW_SCALE_REGISTERS = {16: 56, 24: 56, 32: 64, 40: 72, 48: 96, 56: 128, 64: 128}
-_ONE_SCALE_REGISTERS = {16: 56, 24: 64, 32: 72, 40: 80, 48: 80, 56: 96, 64: 96, 72: 168, 80: 168, 88: 255, 96: 255}
+_ONE_SCALE_REGISTERS = {16: 56, 24: 64, 32: 72, 40: 72, 48: 80, 56: 96, 64: 96, 72: 168, 80: 168, 88: 255, 96: 255}
+_ROW_SCALE_OF_LONE_WARP = {32: 88, 40: 104, 48: 104, 56: 168}
+_ONE_SCALE_OF_LONE_WARP = {40: 88, 48: 104, 56: 104, 64: 104}
 
 
 def _common_quantized_registers(problem: Problem, device: Device, tile: Tile) -> int | None:
@@ -219,37 +221,48 @@ def _common_quantized_registers(problem: Problem, device: Device, tile: Tile) ->
     as_usual = as_usual and (tile.cluster_size == 1 or problem.scaling == "row")
     if problem.scaling is None or device.compute_capability != 90 or DTYPES[problem.x].itemsize != 2 or not as_usual:
         return None
-    in_a_warp, lone_warp = tile.threads_per_row <= 32, tile.block_size == 32
-    if problem.scaling in ("block", "mx"):
-        if not 16 <= elements <= (48 if in_a_warp else 64):
-            return None
-        return int((40 if in_a_warp else 32) + min(elements, 48) + max(0, elements - 48) / 2) + 8 * (
-            lone_warp and elements == 40
-        )
-    of_row = problem.scaling == "row"
-    registers = (_ROW_SCALE_REGISTERS if of_row else _ONE_SCALE_REGISTERS).get(elements)
+    if problem.scaling == "row":
+        return _row_scale_registers(problem, tile, elements)
+    if problem.scaling in ("given", "tensor"):
+        return _one_scale_registers(problem, tile, elements)
+    in_a_warp = tile.threads_per_row <= 32
+    if not 16 <= elements <= (48 if in_a_warp else 64):
+        return None
+    registers = min(elements, 48) + max(0, elements - 48) // 2
+    return registers + (48 if elements == 40 else 40) if in_a_warp else registers + 32
+
+
+def _row_scale_registers(problem: Problem, tile: Tile, elements: int) -> int | None:
+    registers = _ROW_SCALE_REGISTERS.get(elements)
     if registers is None:
         return None
-    if of_row:
-        if not problem.centered:
-            registers -= 32 * (elements == 56 and not in_a_warp)
-        elif in_a_warp:
-            registers += {32: 8 * (tile.threads_per_row == 32), 56: 40, 64: 40 * (tile.threads_per_row < 32)}.get(elements, 0)
-        elif elements == 40 and tile.threads_per_row > 256:
-            registers += 8
-        return max(registers, {32: 88, 40: 104, 48: 104}.get(elements, 64)) if lone_warp else registers
+    if tile.block_size == 32:
+        return max(registers, _ROW_SCALE_OF_LONE_WARP.get(elements, 64))
+    in_a_warp = tile.threads_per_row <= 32
+    if problem.centered and in_a_warp:
+        more = {32: 8 * (tile.threads_per_row == 32), 56: 40, 64: 40 * (tile.threads_per_row < 32)}
+    else:
+        more = {40: 8 * (tile.threads_per_row > 256), 56: -32 * (not problem.centered and not in_a_warp)}
+    return registers + more.get(elements, 0)
+
+
+def _one_scale_registers(problem: Problem, tile: Tile, elements: int) -> int | None:
+    registers = _ONE_SCALE_REGISTERS.get(elements)
+    if registers is None:
+        return None
+    in_a_warp, lone_warp = tile.threads_per_row <= 32, tile.block_size == 32
     finds_amax = problem.amax or problem.scaling == "tensor"
     if elements > 64:
-        fits = elements <= 80 and problem.scaling == "tensor" or not finds_amax and (elements <= 80 or not lone_warp)
+        fits = not problem.amax if elements <= 80 else not (finds_amax or lone_warp)
         return 128 if in_a_warp and fits else 255 if finds_amax else registers
     if elements == 64 and not problem.centered and (in_a_warp or finds_amax):
         return 168 if in_a_warp and finds_amax else 128
     if lone_warp:
-        return max(registers, {40: 88, 48: 104, 56: 104, 64: 104}.get(elements, 64))
+        return max(registers, _ONE_SCALE_OF_LONE_WARP.get(elements, 64))
     if elements == 40:
-        return 80 + 8 * finds_amax if in_a_warp else 72 + 8 * finds_amax
+        return registers + 8 * in_a_warp + 8 * (finds_amax or (problem.x == "float16" and not in_a_warp))
     if elements == 48:
-        return 96 if finds_amax else 72 if in_a_warp and problem.centered else 80
+        return registers + 16 * finds_amax - 8 * (in_a_warp and problem.centered and not finds_amax)
     return registers
 
 

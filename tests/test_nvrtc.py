@@ -169,6 +169,26 @@ QUANTIZED_WIDTHS = (1, 33, 40, 255, 768, 999, 1536, 2048, 4096, 6144, 8192, 1331
 FEWER_QUANTIZED_WIDTHS = (255, 1536, 65536)
 
 
+# Tiles that only an H200 has: long threads of wide 16-bit rows, two blocks of float32 rows, lone elements in lanes and in small
+# rings, weights of 32 bits in lanes; and y unpacked until its row's scale is known, or in as few registers as one scale needs.
+TUNED_PROBLEMS = [
+    {"dtype": dtype, "norm": norm, **options}
+    for dtype, norm, options in (
+        ("bfloat16", "layer_norm", {}), ("float16", "layer_norm", {}), ("bfloat16", "rms_norm", {}),
+        ("bfloat16", "layer_norm", {"zero_centered_weight": True}), ("float32", "layer_norm", {}), ("float32", "rms_norm", {}),
+        ("bfloat16", "layer_norm", MIXED),
+    )
+]  # fmt: skip
+TUNED_WIDTHS = (511, 901, 1160, 2601, 4097, 8191, 9304, 10000, 12001, 13312, 14336, 15000, 16384, 20001, 20480, 24576)
+TUNED_QUANTIZED_PROBLEMS = [
+    {"direction": "forward", "x": dtype, "y": E4M3, "scaling": scaling, "weight": dtype, "amax": amax}
+    | ({"bias": dtype} if centered else {"centered": False})
+    for scaling, amax in (("row", False), ("given", False), ("given", True), ("block", False))
+    for dtype, centered in (("bfloat16", True), ("float16", True), ("bfloat16", False))
+]
+TUNED_QUANTIZED_WIDTHS = (256, 384, 640, 896, 1024, 1536, 2560, 3072, 5120, 7168, 12288)
+
+
 def matrix_launches(limits: tuple[int, ...]) -> list[Launch]:
     """Every kind of quantize.cu, with packs of up to each of these elements."""
     found = []
@@ -200,12 +220,14 @@ def instances(compute_capability: int) -> dict[Kernel, str]:
     grid.append((FUSED_PROBLEMS, FUSED_WIDTHS if full or HAS_TIME else FEWER_FUSED_WIDTHS))
     grid.append((RECOMPUTING_PROBLEMS, RECOMPUTING_WIDTHS if full else FEWER_RECOMPUTING_WIDTHS))
     grid.append((QUANTIZED_PROBLEMS, QUANTIZED_WIDTHS if full or HAS_TIME else FEWER_QUANTIZED_WIDTHS))
+    if compute_capability == 90:
+        grid += [(TUNED_PROBLEMS, TUNED_WIDTHS), (TUNED_QUANTIZED_PROBLEMS, TUNED_QUANTIZED_WIDTHS)]
     device = DEVICES[ARCHITECTURES[compute_capability]]
     rows = (4096, 2**30)  # few rows may have tiles of their own
     for problem, num_cols, num_rows in (
         each for problems, widths in grid for each in itertools.product(problems, widths, rows)
     ):
-        if problem in FUSED_PROBLEMS + RECOMPUTING_PROBLEMS + QUANTIZED_PROBLEMS:
+        if problem in FUSED_PROBLEMS + RECOMPUTING_PROBLEMS + QUANTIZED_PROBLEMS + TUNED_QUANTIZED_PROBLEMS:
             fields = {"centered": True, "num_cols": num_cols, "pack_limit": pack_limit(num_cols, ()), **problem}
             made = make_plan(Problem(**fields), device, num_rows)
         else:
