@@ -93,7 +93,8 @@ _LONG_FROM = 9217
 
 def long_tile(problem: Problem, device: Device) -> Tile | None:
     """Of rows forward that have as many elements in a thread as its registers hold, packed; None for other rows."""
-    suits = _is_plain(problem) and problem.widest_pack == 8 and not has_wide_parameters(problem)
+    suits = _is_plain(problem) and DTYPES[problem.x].itemsize == 2 and problem.widest_pack == 8
+    suits = suits and not has_wide_parameters(problem)
     # Without their weights and biases the compiler hoists more, and those that are not 1 + weight need less.
     suits = suits and problem.weight and bool(problem.bias) == problem.centered and not problem.zero_centered
     if not suits or device.compute_capability != 90 or problem.num_cols < _LONG_FROM:
@@ -407,11 +408,7 @@ def lanes_tile(problem: Problem, device: Device) -> Tile | None:
     # 1 to 2%).
     block_size = 64 if problem.forward and fewest > 2 else 128
     max_bytes = _WARP_BYTES[problem.direction][itemsize]
-    tile = register_tile(problem, device, lanes, max_bytes, block_size)
-    # A whole warp finds scales of blocks sooner where it is a block (1024 columns: 1 x 128 0.78, two warps a block 0.70).
-    if tile is not None and tile.threads_per_row == 32 and problem.scaling in ("block", "mx"):
-        return None
-    return tile
+    return register_tile(problem, device, lanes, max_bytes, block_size)
 
 
 def for_few_rows(problem: Problem, device: Device, strategy: str, tile: Tile, num_rows: int, statistics: str) -> Tile:

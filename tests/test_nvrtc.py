@@ -176,7 +176,7 @@ TUNED_PROBLEMS = [
     for dtype, norm, options in (
         ("bfloat16", "layer_norm", {}), ("float16", "layer_norm", {}), ("bfloat16", "rms_norm", {}),
         ("bfloat16", "layer_norm", {"zero_centered_weight": True}), ("float32", "layer_norm", {}), ("float32", "rms_norm", {}),
-        ("bfloat16", "layer_norm", MIXED),
+        ("bfloat16", "layer_norm", MIXED), ("float32", "layer_norm", {"out_dtype": "bfloat16"}),
     )
 ]  # fmt: skip
 TUNED_WIDTHS = (511, 901, 1160, 2601, 4097, 8191, 9304, 10000, 12001, 13312, 14336, 15000, 16384, 20001, 20480, 24576)
