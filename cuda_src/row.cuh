@@ -5,10 +5,11 @@
 // GlobalRow     nowhere: each pass reads it again
 // The first two keep the type that holds the row exactly, and unpack it in each pass.
 // All have pack_size, has_exact_sums, whether sums of values of one size are exact, num_packs of PackSums in statistics.cuh,
-// and for_each_pack(f): f(col, values) for each pack that this thread owns, always in the same order, and
-// for_each_pack_or_none(f): f(col, values, in_row), also for packs beyond the row, whose values are any. f selects where a
-// branch would keep the compiler from mixing the packs. for_each_pack_with(make, f) is the same, f(col, values, in_row,
-// make(col)), where make loads: it is called a pack ahead where registers allow, as no load may pass what f stores.
+// most_made, packs of results that may wait in a thread as well, or 0, and for_each_pack(f): f(col, values) for each pack that
+// this thread owns, always in the same order, and for_each_pack_or_none(f): f(col, values, in_row), also for packs beyond the
+// row, whose values are any. f selects where a branch would keep the compiler from mixing the packs. for_each_pack_with(make,
+// f) is the same, f(col, values, in_row, make(col)), where make loads: it is called a pack ahead where registers allow, as no
+// load may pass what f stores.
 #pragma once
 #include "pack.cuh"
 #include "tile.cuh"

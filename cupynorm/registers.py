@@ -95,7 +95,7 @@ def long_tile(problem: Problem, device: Device) -> Tile | None:
     """Of rows forward that have as many elements in a thread as its registers hold, packed; None for other rows."""
     suits = _is_plain(problem) and DTYPES[problem.x].itemsize == 2 and problem.widest_pack == 8
     suits = suits and not has_wide_parameters(problem)
-    # Without their weights and biases the compiler hoists more, and those that are not 1 + weight need less.
+    # The compiler moves more ahead, and spills, where there is no weight or no bias; 1 + weight takes registers of its own.
     suits = suits and problem.weight and bool(problem.bias) == problem.centered and not problem.zero_centered
     if not suits or device.compute_capability != 90 or problem.num_cols < _LONG_FROM:
         return None

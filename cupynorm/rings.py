@@ -157,7 +157,7 @@ def ring_registers(problem: Problem, device: Device, elements: int) -> int:
         fewest = 4 if problem.widest_pack == 1 else 0  # a register holds one lone element
         parameters = (problem.weight, problem.bias, problem.weight1, problem.bias1)
         kept = sum(max(DTYPES[name].itemsize, fewest) for name in parameters if name)
-        if kept == 8 and fewest and device.compute_capability == 90 and problem.weight != "float64":
+        if is_lone(problem) and kept == 8 and device.compute_capability == 90:
             return 168 if 41 <= elements <= 43 else 46 + 3 * elements  # found by compiling
         return 104 + elements * kept // 4 + tight
     lone = 3 * elements // 4 if problem.widest_pack == 1 else 0
