@@ -81,9 +81,10 @@ def _wanted_blocks(problem: Problem, device: Device) -> int | None:
 
 
 # Forward of 16-bit rows that are wide: columns up to which so many blocks a multiprocessor, of so many threads, keep a row.
-# About 512 threads in all have 128 registers each; what they hold was found by compiling, and is less without a mean, where the
-# compiler unpacks more at a time (H200, bf16, beside rings: 9504 columns 0.99 and 0.93, 14,336 0.98 and 0.92, 15,000 0.96 and
-# 0.90, 20,480 0.98 and 0.94, 24,576 0.97 and 0.95; 4096 rows of 14,336 columns 0.94 and 0.83, of 20,480 0.96 and 0.88).
+# About 512 threads in all have 128 registers each, or 384 have 168; what they hold was found by compiling, and is less without
+# a mean, where the compiler unpacks more at a time (H200, bf16, beside rings: 9504 columns 0.99 and 0.93, 14,336 0.98 and 0.92,
+# 15,000 0.96 and 0.90, 20,480 0.98 and 0.94, 24,576 0.97 and 0.95; 4096 rows of 14,336 columns 0.94 and 0.83, of 20,480 0.96
+# and 0.88; 512 rows of 14,336 columns 0.77 and 0.84).
 _LONG_TILES = {
     True: ((128 * 80, 4, 128), (160 * 96, 3, 160), (256 * 96, 2, 256)),
     False: ((128 * 80, 4, 128), (128 * 112, 3, 128), (256 * 80, 2, 256)),
@@ -209,8 +210,8 @@ def _wide_weight_registers(problem: Problem, device: Device, tile: Tile) -> int 
 # fewest where it is. At the scale of a row y waits unpacked, so they hold no more.
 _ROW_SCALE_REGISTERS = {16: 56, 24: 56, 32: 64, 40: 72, 48: 96, 56: 128, 64: 128}
 _ONE_SCALE_REGISTERS = {16: 56, 24: 64, 32: 72, 40: 72, 48: 80, 56: 96, 64: 96, 72: 168, 80: 168, 88: 255, 96: 255}
-_ROW_SCALE_OF_LONE_WARP = {32: 88, 40: 104, 48: 104, 56: 168}
-_ONE_SCALE_OF_LONE_WARP = {40: 88, 48: 104, 56: 104, 64: 104}
+_ROW_SCALE_OF_SINGLE_WARP = {32: 88, 40: 104, 48: 104, 56: 168}
+_ONE_SCALE_OF_SINGLE_WARP = {40: 88, 48: 104, 56: 104, 64: 104}
 
 
 def _common_quantized_registers(problem: Problem, device: Device, tile: Tile) -> int | None:
@@ -238,7 +239,7 @@ def _row_scale_registers(problem: Problem, tile: Tile, elements: int) -> int | N
     if registers is None:
         return None
     if tile.block_size == 32:
-        return max(registers, _ROW_SCALE_OF_LONE_WARP.get(elements, 64))
+        return max(registers, _ROW_SCALE_OF_SINGLE_WARP.get(elements, 64))
     in_a_warp = tile.threads_per_row <= 32
     if problem.centered and in_a_warp:
         more = {32: 8 * (tile.threads_per_row == 32), 56: 40, 64: 40 * (tile.threads_per_row < 32)}
@@ -251,15 +252,15 @@ def _one_scale_registers(problem: Problem, tile: Tile, elements: int) -> int | N
     registers = _ONE_SCALE_REGISTERS.get(elements)
     if registers is None:
         return None
-    in_a_warp, lone_warp = tile.threads_per_row <= 32, tile.block_size == 32
+    in_a_warp, single_warp = tile.threads_per_row <= 32, tile.block_size == 32
     finds_amax = problem.amax or problem.scaling == "tensor"
     if elements > 64:
-        fits = not problem.amax if elements <= 80 else not (finds_amax or lone_warp)
+        fits = not problem.amax if elements <= 80 else not (finds_amax or single_warp)
         return 128 if in_a_warp and fits else 255 if finds_amax else registers
     if elements == 64 and not problem.centered and (in_a_warp or finds_amax):
         return 168 if in_a_warp and finds_amax else 128
-    if lone_warp:
-        return max(registers, _ONE_SCALE_OF_LONE_WARP.get(elements, 64))
+    if single_warp:
+        return max(registers, _ONE_SCALE_OF_SINGLE_WARP.get(elements, 64))
     if elements == 40:
         return registers + 8 * in_a_warp + 8 * (finds_amax or (problem.x == "float16" and not in_a_warp))
     if elements == 48:
@@ -388,7 +389,7 @@ def lanes_tile(problem: Problem, device: Device) -> Tile | None:
     row_bytes = problem.num_cols * itemsize
     if lone_float32_registers(problem, device):
         return register_tile(problem, device, (32,), 2 * 32 * itemsize, 64)
-    # To 8 bits a warp takes more (1536 columns: scales of rows 0.85, in a block of one warp 0.80; one scale 0.99 and 0.92).
+    # To 8 bits a warp takes more (1536 columns, scales of rows: two rows in a block 0.85, one 0.80).
     more = {"given": 1.6, "tensor": 1.6, "row": 1.25}.get(problem.scaling, 1)
     longest = problem.scaling == "given" and not problem.amax and problem.num_cols == 32 * _LONGEST_OF_LANE
     if row_bytes > _WARP_ROW_BYTES[problem.direction][itemsize] * more and not (longest and itemsize == 2):
