@@ -148,8 +148,8 @@ def test_narrow_float32_rows_backward_pass_through_a_ring_where_registers_have_f
 @pytest.mark.parametrize("dtype", ("bfloat16", "float16"))
 @pytest.mark.parametrize("centered", (True, False))
 def test_wide_16_bit_rows_forward_wait_in_long_threads(dtype, centered):
-    """In as many blocks as keep 60 KB or more of a multiprocessor's rows, where rings or fewer blocks would; one row more than
-    the widest is in a ring. By hand: 128 registers of a thread hold 96 elements with a mean, 80 without."""
+    """In as many blocks as keep 60 KB or more of rows on a multiprocessor, where rings or fewer blocks would keep less; wider
+    rows are in a ring. By hand: 128 registers of each of 256 threads hold 96 elements with a mean, 80 without."""
     most = 24576 if centered else 20480
     problem = problem_of(1 << 16, dtype, centered=centered, bias=dtype if centered else None)
 
@@ -159,12 +159,11 @@ def test_wide_16_bit_rows_forward_wait_in_long_threads(dtype, centered):
     for num_cols in (9304, 10232, 14336, 15000, 15360, 16384, 20000, most):
         tile = tile_of(num_cols)
         assert not tile.stages and tile.cluster_size == 1, num_cols
-        assert 448 <= tile.blocks_per_sm * tile.block_size <= 512 or not centered, num_cols
+        assert 384 <= tile.blocks_per_sm * tile.block_size <= 512, num_cols
         assert 2 * num_cols * tile.blocks_per_sm >= 60000, num_cols
         # What takes more registers passes through a ring, or waits in fewer and shorter threads.
         for changes in ({"zero_centered": True}, {"weight": "float32"}, {"weight": None, "bias": None}, {"residual": True}):
-            other = tile_of(num_cols, **changes)
-            assert other != tile or other.pack_size * other.packs_per_thread <= 80, (num_cols, changes)
+            assert tile_of(num_cols, **changes) != tile, (num_cols, changes)
     assert tile_of(most + 8).stages and tile_of(10240).threads_per_row == 320
 
 
