@@ -58,43 +58,52 @@ struct Forward {
     return [&](long long col) { return store.template keep<Row::pack_size>(col); };
   }
 
+  // f(col, made, in_row) for each pack: y before it is scaled.
+  template <bool centered, class Row, class F>
+  __device__ __forceinline__ void for_each_made(Row& values_of_row, const RowStatistics<Compute>& statistics, F f) const {
+    values_of_row.for_each_pack_with(keep<Row>(), [&](long long col, const auto& values, bool in_row, const auto& kept) {
+      Compute normalized[Row::pack_size], made[Row::pack_size];
+      statistics.template normalize<centered>(values, normalized);
+      store.affine(normalized, kept, made);
+      f(col, made, in_row);
+    });
+  }
+
   template <bool centered, class Row, class Reduce>
   __device__ __forceinline__ void write_quantized(long long row, Row& values_of_row, const RowStatistics<Compute>& statistics,
                                                   Reduce& reduce, bool saves, bool present) const {
-    auto of_row = store.start_row(present);
     if constexpr (Store::measures_rows && Row::most_made > 0) {
-      // Made once: y waits for its scale in registers.
-      Compute made[Row::most_made][Row::pack_size];
-      Largest largest{};
+      // Made once: y waits for its scales in registers.
+      typename Store::template Scales<Row> scales;
+      Compute waiting[Row::most_made][Row::pack_size];
       int pack = 0;
-      values_of_row.for_each_pack_with(keep<Row>(), [&](long long, const auto& values, bool in_row, const auto& kept) {
-        Compute normalized[Row::pack_size];
-        statistics.template normalize<centered>(values, normalized);
-        store.affine(normalized, kept, made[pack]);
-        if (in_row) largest.add_pack(made[pack]);
+      for_each_made<centered>(values_of_row, statistics, [&](long long, const auto& made, bool in_row) {
+        scales.measure(pack, made, in_row);
+#pragma unroll
+        for (int at = 0; at < Row::pack_size; ++at) waiting[pack][at] = made[at];
         ++pack;
       });
-      store.finish_measuring(row, of_row, reduce.all(largest), saves);
+      store.find_scales(row, values_of_row, scales, reduce, saves, present);
       pack = 0;
       values_of_row.for_each_pack_or_none([&](long long col, const auto&, bool in_row) {
-        store.store_made(row, col, made[pack++], in_row && present, of_row);
+        store.store_made(row, col, waiting[pack], scales.of_pack(pack), in_row && present);
+        ++pack;
       });
-      return;
-    } else if constexpr (Store::measures_rows) {
-      Largest largest{};
-      values_of_row.for_each_pack_with(keep<Row>(), [&](long long, const auto& values, bool in_row, const auto& kept) {
-        Compute normalized[Row::pack_size], made[Row::pack_size];
+    } else {
+      auto of_row = store.start_row();
+      if constexpr (Store::measures_rows) {
+        Largest largest{};
+        for_each_made<centered>(values_of_row, statistics, [&](long long, const auto& made, bool in_row) {
+          if (in_row) largest.add_pack(made);
+        });
+        of_row.factor = store.scale_of_row(row, reduce.all(largest), saves);
+      }
+      values_of_row.for_each_pack_with(keep<Row>(), [&](long long col, const auto& values, bool in_row, const auto& kept) {
+        Compute normalized[Row::pack_size];
         statistics.template normalize<centered>(values, normalized);
-        store.affine(normalized, kept, made);
-        if (in_row) largest.add_pack(made);
+        store.store(row, col, normalized, kept, in_row && present, of_row);
       });
-      store.finish_measuring(row, of_row, reduce.all(largest), saves);
+      store.finish_row(of_row);
     }
-    values_of_row.for_each_pack_with(keep<Row>(), [&](long long col, const auto& values, bool in_row, const auto& kept) {
-      Compute normalized[Row::pack_size];
-      statistics.template normalize<centered>(values, normalized);
-      store.store(row, col, normalized, kept, in_row && present, of_row);
-    });
-    store.finish_row(of_row);
   }
 };

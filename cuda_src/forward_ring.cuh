@@ -52,7 +52,7 @@ struct Nothing {};
 template <class Store>
 __device__ __forceinline__ auto start_row(const Store& store) {
   if constexpr (Store::quantizes) {
-    return store.start_row(true);
+    return store.start_row();
   } else {
     return Nothing{};
   }

@@ -171,31 +171,102 @@ __device__ __forceinline__ void raise_amax(unsigned* amax, unsigned found) {
 struct Multiplier {
   float factor = 1.0f;
   unsigned e8m0 = 0;
+};
 
-  template <int pack_size, class Compute>
-  __device__ __forceinline__ void multiply(Compute (&values)[pack_size]) const {
+// 2^(127 - e8m0), NaN for 255. 2^-127, for 254, is no normal float.
+__device__ __forceinline__ Multiplier multiplier_of_e8m0(unsigned e8m0) {
+  const unsigned bits = e8m0 == 254 ? 1u << 22 : (254 - e8m0) << 23;
+  return {__uint_as_float(e8m0 == 255 ? 0x7fc00000u : bits), e8m0};
+}
+// value * factor, with nothing flushed of either, as the compiler would.
+__device__ __forceinline__ float times(float value, float factor) { return __fmaf_ieee_rn(value, factor, -0.0f); }
+__device__ __forceinline__ double times(double value, float factor) {
+  return value * (__float_as_uint(factor) == 1u << 22 ? 0x1p-127 : static_cast<double>(factor));
+}
+
+// Some largest magnitudes, each over `lanes` neighbouring lanes, which share them out: every exchange halves what a lane still
+// has to compare, until it knows `own` of them from first_own() on, whose scales it finds for all. A number of num_values or
+// more is of none.
+template <int lanes, int num_values>
+struct SharedLargest {
+  static constexpr int places = power_of_two_from(num_values);
+  static constexpr int own = places > lanes ? places / lanes : 1;
+  static constexpr int holders = places < lanes ? lanes / places : 1;  // neighbouring lanes that know the same
+
+  Largest values[num_values]{};
+
+  __device__ __forceinline__ static int first_own() { return static_cast<int>(threadIdx.x % lanes) / holders * own; }
+  __device__ __forceinline__ static bool is_first_holder() { return threadIdx.x % holders == 0; }
+
+  // All lanes of a warp call it, and told() too.
+  __device__ __forceinline__ void share_out() {
+    int left = num_values;
 #pragma unroll
-    for (Compute& value : values) value *= factor;
-    if (e8m0 == 254) {
-      // 2^-127 is no float that the compiler would not flush: the factor was 2^-126.
+    for (int distance = lanes / 2; distance > 0; distance /= 2) {
+      const int half = places * distance / lanes;
+      const bool upper = (threadIdx.x & distance) != 0;
 #pragma unroll
-      for (Compute& value : values) value *= Compute(0.5);
+      for (int at = 0; at < max(half, 1); ++at) {
+        const bool halves = half > 0 && at + half < left;
+        const unsigned mine = values[at].bits(), others = halves ? values[at + half].bits() : mine;
+        values[at] = {};
+        values[at].add(upper ? others : mine);
+        values[at].add(__shfl_xor_sync(0xffffffffu, upper ? mine : others, distance));
+      }
+      left = min(left, max(half, 1));
     }
+  }
+  // Of what lanes have found of their own values, that of value `index`.
+  __device__ __forceinline__ static float told(const float (&found)[own], int index) {
+    return __shfl_sync(0xffffffffu, found[index % own], index / own * holders, lanes);
   }
 };
 
-// 2^(127 - e8m0), NaN for 255.
-__device__ __forceinline__ Multiplier multiplier_of_e8m0(unsigned e8m0) {
-  const unsigned exponent = e8m0 == 254 ? 1 : 254 - e8m0;
-  return {__uint_as_float(e8m0 == 255 ? 0x7fc00000u : exponent << 23), e8m0};
-}
+// The scales of a row while they are sought in it, and what a pack is multiplied by when they are known. Those of blocks belong
+// to neighbouring lanes, and to packs_per_scale packs of each.
+template <Scaling scaling, class Row>
+struct ScalesOfRow {
+  static constexpr int packs_per_block = cols_of_scale(scaling) / Row::pack_size;
+  static constexpr int lanes = packs_per_block < Row::threads_per_row ? packs_per_block : Row::threads_per_row;
+  static constexpr int packs_per_scale = packs_per_block / lanes;
+  static constexpr int num_scales = (Row::most_made + packs_per_scale - 1) / packs_per_scale;
+  static_assert(lanes <= 32 && packs_per_block % lanes == 0 && Row::threads_per_row % lanes == 0,
+                "a warp has all of a block, and nothing else beside it in one scale");
+  using Blocks = SharedLargest<lanes, num_scales>;
+
+  Blocks largest{};
+  float factors[Blocks::own];
+  float factor;
+
+  template <class Compute>
+  __device__ __forceinline__ void measure(int pack, const Compute (&made)[Row::pack_size], bool in_row) {
+    if (in_row) largest.values[pack / packs_per_scale].add_pack(made);
+  }
+  // One pack after the other.
+  __device__ __forceinline__ float of_pack(int pack) {
+    if (pack % packs_per_scale == 0) factor = Blocks::told(factors, pack / packs_per_scale);
+    return factor;
+  }
+};
+template <class Row>
+struct ScalesOfRow<Scaling::row, Row> {
+  Largest largest{};
+  float factor;
+
+  template <class Compute>
+  __device__ __forceinline__ void measure(int, const Compute (&made)[Row::pack_size], bool in_row) {
+    if (in_row) largest.add_pack(made);
+  }
+  __device__ __forceinline__ float of_pack(int) const { return factor; }
+};
 
 // As Store, in 8 bits. A launch of Step::amax writes no y; one of Step::write has the former's amaxes.
 template <class Y, class Weight, class Bias, bool zero_centered, class Rounded, Scaling scaling, Step step>
 struct QuantizeStore {
   static constexpr bool quantizes = true;
-  static constexpr bool measures_rows = scaling == Scaling::row;
   static constexpr bool has_blocks = scaling == Scaling::block || scaling == Scaling::mx;
+  // Whether a row's own scales are found before any of it is written.
+  static constexpr bool measures_rows = scaling == Scaling::row || (has_blocks && step == Step::all);
   static constexpr bool raises =
       (scaling == Scaling::given && step == Step::all) || (scaling == Scaling::tensor && step == Step::amax);
   static constexpr float largest_finite = FormatOf<Y>::largest;
@@ -212,14 +283,11 @@ struct QuantizeStore {
 
   // What a thread carries through a row.
   struct OfRow {
-    bool present;
-    Multiplier multiplier{};
+    float factor = 1.0f;
     Largest largest{};
-    // Of Scaling::block at once: each of the lanes that share a scale keeps that of another pack, to invert them together.
-    int packs = 0;
-    long long kept_part = -1;
-    float kept_scale = 1.0f;
   };
+  template <class Row>
+  using Scales = ScalesOfRow<scaling, Row>;
   template <int pack_size>
   using Kept = typename Store<Y, Weight, Bias, zero_centered, Rounded>::template Kept<pack_size>;
 
@@ -232,26 +300,47 @@ struct QuantizeStore {
     prefetch(bias, num_cols);
   }
 
-  __device__ __forceinline__ OfRow start_row(bool present) const {
-    OfRow of_row{present};
-    if constexpr (scaling == Scaling::given) of_row.multiplier.factor = scale == nullptr ? 1.0f : *scale;
+  __device__ __forceinline__ OfRow start_row() const {
+    OfRow of_row;
+    if constexpr (scaling == Scaling::given) of_row.factor = scale == nullptr ? 1.0f : *scale;
     if constexpr (scaling == Scaling::tensor && step == Step::write) {
-      of_row.multiplier.factor = rule.scale_of(*amax, largest_finite);
+      of_row.factor = rule.scale_of(*amax, largest_finite);
     }
     return of_row;
   }
-  // Of Scaling::row: what the threads that share the row have found; saves: whether this one is to write the scale.
-  __device__ __forceinline__ void finish_measuring(long long row, OfRow& of_row, const Largest& largest, bool saves) const {
+  // Of what threads have measured of their parts of a row: its scales. saves: whether this thread is the one that writes what
+  // belongs to the row; present: false of a row that others own.
+  template <class Row, class Reduce>
+  __device__ __forceinline__ void find_scales(long long row, const Row& values_of_row, ScalesOfRow<scaling, Row>& scales,
+                                              Reduce& reduce, bool saves, bool present) const {
+    if constexpr (scaling == Scaling::row) {
+      scales.factor = scale_of_row(row, reduce.all(scales.largest), saves);
+    } else {
+      using Found = ScalesOfRow<scaling, Row>;
+      using Blocks = typename Found::Blocks;
+      scales.largest.share_out();
+#pragma unroll
+      for (int at = 0; at < Blocks::own; ++at) {
+        const int index = Blocks::first_own() + at;
+        const long long part = values_of_row.col_of(index * Found::packs_per_scale) / cols_of_scale(scaling);
+        const Multiplier multiplier = multiplier_of(scales.largest.values[at].bits());
+        scales.factors[at] = multiplier.factor;
+        const bool is_first = present && Blocks::is_first_holder() && index < Found::num_scales && part < parts;
+        if (is_first) save_scale_of(row * parts + part, multiplier);
+      }
+    }
+  }
+  // Of Scaling::row: what the threads that share the row have found.
+  __device__ __forceinline__ float scale_of_row(long long row, const Largest& largest, bool saves) const {
     const float found = rule.scale_of(largest.bits(), largest_finite);
-    of_row.multiplier.factor = found;
     if (saves) static_cast<float*>(scale_inv)[row] = inverse_of(found);
+    return found;
   }
   // All lanes of a warp call it, each with the same number of rows.
   __device__ __forceinline__ void finish_row(const OfRow& of_row) const {
     if constexpr (raises) {
       raise_amax(amax, warp_reduce<32>(of_row.largest).bits());
     }
-    if (of_row.kept_part >= 0) static_cast<float*>(scale_inv)[of_row.kept_part] = inverse_of(of_row.kept_scale);
   }
   // By one thread of the grid: the one scale that all share.
   __device__ __forceinline__ void save_scale() const {
@@ -268,56 +357,40 @@ struct QuantizeStore {
     Store<Y, Weight, Bias, zero_centered, Rounded>::affine(values, kept, made);
   }
 
-  // All lanes of a warp call it together where Step::all has blocks: neighbouring lanes have neighbouring packs.
   template <int pack_size, class Compute>
   __device__ __forceinline__ void store(long long row, long long col, const Compute (&values)[pack_size],
                                         const Kept<pack_size>& kept, bool present, OfRow& of_row) const {
+    static_assert(!has_blocks || step != Step::all, "scales of blocks are found before any of a row is written");
     Compute made[pack_size];
     affine(values, kept, made);
-    Multiplier multiplier = of_row.multiplier;
+    float factor = of_row.factor;
     if constexpr (has_blocks) {
       constexpr int block = cols_of_scale(scaling);
       const long long part = row * parts + static_cast<long long>(static_cast<unsigned long long>(col) / block);
-      const bool is_first = present && static_cast<unsigned>(col) % block == 0;
-      Largest largest{};
-      if (present) largest.add_pack(made);
       if constexpr (step == Step::amax) {
+        Largest largest{};
+        largest.add_pack(made);
         if (present) atomicMax(amax + part, largest.bits());
-      } else if constexpr (step == Step::write) {
-        multiplier = multiplier_of(present ? amax[part] : 0);
-        if (is_first) save_scale_of(part, multiplier);
       } else {
-        constexpr int lanes = block / pack_size;
-        multiplier = multiplier_of(warp_reduce<lanes>(largest).bits());
-        if constexpr (scaling == Scaling::mx) {
-          if (is_first) save_scale_of(part, multiplier);
-        } else {
-          // A lane beyond the row may keep the scale of the block in which the row ends.
-          const bool keeps = threadIdx.x % lanes == of_row.packs % lanes && of_row.present && part < (row + 1) * parts;
-          of_row.kept_part = keeps ? part : of_row.kept_part;
-          of_row.kept_scale = keeps ? multiplier.factor : of_row.kept_scale;
-          ++of_row.packs;
-        }
+        const Multiplier multiplier = multiplier_of(present ? amax[part] : 0);
+        factor = multiplier.factor;
+        if (present && static_cast<unsigned>(col) % block == 0) save_scale_of(part, multiplier);
       }
     } else if constexpr (raises) {
       if (present) of_row.largest.add_pack(made);
     }
-    if constexpr (step != Step::amax) scale_and_store(row, col, made, multiplier, present);
+    if constexpr (step != Step::amax) store_made(row, col, made, factor, present);
   }
   // Of what affine has made, where its scale is known.
   template <int pack_size, class Compute>
-  __device__ __forceinline__ void store_made(long long row, long long col, Compute (&made)[pack_size], bool present,
-                                             const OfRow& of_row) const {
-    scale_and_store(row, col, made, of_row.multiplier, present);
+  __device__ __forceinline__ void store_made(long long row, long long col, Compute (&made)[pack_size], float factor,
+                                             bool present) const {
+#pragma unroll
+    for (Compute& value : made) value = scaling == Scaling::mx ? times(value, factor) : value * factor;
+    if (present) store_pack<pack_size>(y + row * y_stride + col, repack_fp8<Y>(made));
   }
 
  private:
-  template <int pack_size, class Compute>
-  __device__ __forceinline__ void scale_and_store(long long row, long long col, Compute (&made)[pack_size],
-                                                  const Multiplier& multiplier, bool present) const {
-    multiplier.multiply(made);
-    if (present) store_pack<pack_size>(y + row * y_stride + col, repack_fp8<Y>(made));
-  }
   // Of a block.
   __device__ __forceinline__ Multiplier multiplier_of(unsigned amax_bits) const {
     if constexpr (scaling == Scaling::mx) {

@@ -5,6 +5,7 @@
 // The order depends on the tile alone, never on the number of rows.
 #pragma once
 #include "cluster.cuh"
+#include "tile.cuh"
 
 template <class Compute, int num_parts>
 struct Sum {
@@ -40,12 +41,6 @@ __device__ __forceinline__ Value warp_reduce(Value value) {
     }
   }
   return value;
-}
-
-constexpr int power_of_two_from(int count) {
-  int power = 1;
-  while (power < count) power *= 2;
-  return power;
 }
 
 template <int threads>

@@ -4,6 +4,12 @@
 //   forward_warp<..., Tile{.pack_size = 8, .threads_per_row = 32, .packs_per_thread = 4}>
 #pragma once
 
+constexpr int power_of_two_from(int count) {
+  int power = 1;
+  while (power < count) power *= 2;
+  return power;
+}
+
 struct Tile {
   int pack_size;             // elements moved by one memory instruction
   int threads_per_row;       // threads of one block that share a row

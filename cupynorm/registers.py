@@ -41,9 +41,14 @@ _THREE_BLOCKS_FROM = 5120
 # 256 x 40 0.98, 640 x 16 0.96).
 _FLOAT32_ELEMENTS = 40
 
-# Threads and blocks of two float32 rows forward that were better than what the rules below find (4096 columns: 1.00, 256 x 16
-# elements in four blocks 0.98; 8192 columns: 0.99, 512 x 16 in two 0.98).
-_FLOAT32_TILES = {4096: (288, 4), 8192: (256, 2)}
+# Threads and blocks of rows forward that were better than what the rules below find, by itemsize and columns (float32: 2048
+# columns 0.984, 128 x 16 elements in eight blocks 0.980; 4096 1.00, 256 x 16 in four 0.98; 8192 0.99, 512 x 16 in two 0.98.
+# bf16: 8192 columns 0.992, 256 x 32 in four 0.985; 12,288 0.986, 256 x 48 in three 0.975).
+_FOUND_TILES = {4: {2048: (64, 12), 4096: (288, 4), 8192: (352, 2)}, 2: {8192: (224, 4), 12288: (192, 3)}}
+
+# Float32 columns up to which lanes of forward keep 8 elements where a row fills them (128 columns: 16 lanes 1.01, 8 lanes 0.99;
+# 256 columns: 32 lanes 1.01, 16 lanes 1.00).
+_SHORT_FLOAT32_COLS = 256
 
 
 def _is_plain(problem: Problem) -> bool:
@@ -65,6 +70,15 @@ def lone_float32_registers(problem: Problem, device: Device) -> int | None:
     return _LONE_FLOAT32.get(ceil_div(problem.num_cols, 32))
 
 
+def _found_tile(problem: Problem, device: Device) -> tuple[int, int] | None:
+    """Threads and blocks a multiprocessor of a row in _FOUND_TILES, None of another."""
+    itemsize = DTYPES[problem.x].itemsize
+    usual = _is_plain(problem) and problem.widest_pack * itemsize == 16 and device.compute_capability == 90
+    if not usual or has_wide_parameters(problem):
+        return None
+    return _FOUND_TILES.get(itemsize, {}).get(problem.num_cols)
+
+
 def _wanted_blocks(problem: Problem, device: Device) -> int | None:
     """How many blocks of a wide float32 row forward must fit a multiprocessor, or None where their bytes decide.
 
@@ -73,8 +87,6 @@ def _wanted_blocks(problem: Problem, device: Device) -> int | None:
     """
     if not _is_plain(problem) or problem.x != "float32" or problem.widest_pack != 4 or problem.weight == "float64":
         return None
-    if device.compute_capability == 90 and problem.num_cols in _FLOAT32_TILES:
-        return _FLOAT32_TILES[problem.num_cols][1]
     if device.compute_capability < 90 or problem.num_cols <= _THREE_BLOCKS_FROM:
         return None
     return 3 if problem.num_cols < 8192 else 2 if problem.num_cols > 8192 else None
@@ -154,11 +166,18 @@ def registers_of_thread(problem: Problem, device: Device, tile: Tile) -> int:
         fits = fills and 32 <= elements <= 48
         if fits_wide := _wide_weight_registers(problem, device, tile):
             return fits_wide
+        narrow = device.compute_capability == 90 and elements == 16 and tile.threads_per_row <= 4 and tile.exact
+        if narrow and DTYPES[problem.x].itemsize == 2 and _is_plain(problem) and not has_wide_parameters(problem):
+            return 40  # blocks of more warps (H200, bf16: 32 columns 1.02, with 56 registers 0.98; 64 columns 1.02 and 0.97)
         per_element = 1.25 if DTYPES[problem.x].itemsize > 2 else 1.15 if elements > 40 and not fills else 1.0
         extra = 8 * (problem.residual + wide_weight) + fused
         # Both packs of a residual's sum wait, those of 32 bits unpacked.
         extra += 8 * (problem.residual and elements > 24 and (DTYPES[problem.x].itemsize > 2 or problem.weight == "float64"))
         fixed = 32 if fits else 40
+        found = _found_tile(problem, device)
+        if found and tile.threads_per_row == found[0]:
+            warps_of_quarter = ceil_div(found[0] * found[1], 4 * 32)
+            return device.registers_per_sm // 4 // 32 // warps_of_quarter // 8 * 8
         if _wanted_blocks(problem, device):
             return max(48, 24 + 5 * elements // 4 + (6 if problem.centered or not problem.bias else 14) * (not tile.exact))
         if tile.rows_per_block > 1 and elements > 32:
@@ -206,66 +225,77 @@ def _wide_weight_registers(problem: Problem, device: Device, tile: Tile) -> int 
     return {56: 96 if in_a_warp else 128, 64: 128, 72: 96, 80: 176, 88: 176}.get(elements, 168)
 
 
-# Registers of threads whose y has 8 bits, by their elements, found by compiling, where one warp is not the whole block; and the
-# fewest where it is. At the scale of a row y waits unpacked, so they hold no more.
-_ROW_SCALE_REGISTERS = {16: 56, 24: 56, 32: 64, 40: 72, 48: 96, 56: 128, 64: 128}
-_ONE_SCALE_REGISTERS = {16: 56, 24: 64, 32: 72, 40: 72, 48: 80, 56: 96, 64: 96, 72: 168, 80: 168, 88: 255, 96: 255}
-_ROW_SCALE_OF_SINGLE_WARP = {32: 88, 40: 104, 48: 104, 56: 168}
-_ONE_SCALE_OF_SINGLE_WARP = {40: 88, 48: 104, 56: 104, 64: 104}
+# Registers of threads whose y has 8 bits, with 16, 24, 32, 40, 48, 56 and 64 elements, found by compiling: of rows that fill
+# their threads, and of others. lanes: of a warp that has several rows, or shares a block with another; warp: that is a block by
+# itself; block: of several. At scales that are found in the row y waits unpacked, so threads hold no more.
+_QUANTIZED_ELEMENTS = (16, 24, 32, 40, 48, 56, 64)
+_QUANTIZED_REGISTERS = {
+    ("lanes", "given"): ((56, 56, 64, 80, 96, 96, 128), (56, 64, 64, 80, 96, 128, 128)),
+    ("lanes", "tensor"): ((56, 56, 64, 80, 96, 96, 128), (56, 64, 64, 80, 96, 128, 128)),
+    ("lanes", "row"): ((56, 56, 64, 72, 80, 96, 128), (64, 64, 72, 72, 80, 128, 128)),
+    ("lanes", "block"): ((56, 64, 72, 96, 96, 128, 168), (64, 72, 80, 96, 128, 168, 168)),
+    ("lanes", "mx"): ((56, 56, 64, 80, 112, 128, 128), (64, 72, 80, 80, 128, 168, 168)),
+    ("warp", "given"): ((64, 64, 64, 64, 72, 96, 112), (64, 64, 64, 72, 96, 112, 112)),
+    ("warp", "tensor"): ((64, 64, 64, 96, 96, 112, 112), (64, 64, 64, 72, 96, 112, 112)),
+    ("warp", "row"): ((64, 64, 64, 64, 72, 96, 112), (64, 64, 64, 72, 112, 112, 128)),
+    ("warp", "block"): ((64, 64, 64, 64, 72, 96, 112), (64, 64, 80, 96, 128, 128, 128)),
+    ("warp", "mx"): ((64, 64, 64, 64, 72, 96, 112), (64, 64, 72, 96, 112, 112, 168)),
+    ("block", "given"): ((56, 56, 56, 64, 72, 80, 96), (64, 64, 64, 72, 72, 96, 96)),
+    ("block", "tensor"): ((56, 56, 64, 64, 80, 80, 96), (64, 64, 64, 72, 80, 96, 96)),
+    ("block", "row"): ((48, 56, 72, 72, 72, 80, 96), (56, 64, 72, 80, 96, 96, 96)),
+    ("block", "block"): ((48, 56, 64, 72, 72, 80, 96), (56, 64, 64, 72, 80, 96, 128)),
+    ("block", "mx"): ((48, 56, 64, 72, 72, 80, 96), (56, 64, 64, 72, 80, 96, 128)),
+}
+
+
+# Of rows of LayerNorm that fill so many lanes with so many elements, by scaling, where one number of lanes differs from others.
+_QUANTIZED_LANES_REGISTERS = {
+    ("block", 4, 32): 64, ("block", 4, 64): 128, ("block", 8, 32): 80, ("block", 8, 48): 112, ("block", 16, 40): 80,
+    ("mx", 4, 24): 64,
+}  # fmt: skip
+
+# What the compiler moves ahead where there is no mean.
+_MORE_WITHOUT_MEAN = {("warp", 40): 8, ("warp", 48): 24, ("warp", 56): 16, ("block", 48): 8, ("block", 56): 16}
+
+
+def is_common_quantized(problem: Problem, device: Device) -> bool:
+    """Forward of 16-bit rows to 8 bits on a GPU of sm_90, all else as in most models."""
+    plain = not (problem.residual or problem.input or problem.round_x_hat or problem.dropout or problem.row_scale or problem.y1)
+    weights = {name for name in (problem.weight, problem.bias) if name is not None}
+    usual = plain and weights <= {problem.x} and problem.widest_pack == 8 and DTYPES[problem.x].itemsize == 2
+    return problem.scaling is not None and device.compute_capability == 90 and usual
 
 
 def _common_quantized_registers(problem: Problem, device: Device, tile: Tile) -> int | None:
-    """The same where y has 8 bits and all else is as in most models on a GPU of sm_90, None for anything else."""
+    """The same of such a row, None of anything else."""
     elements = tile.pack_size * tile.packs_per_thread
-    plain = not (problem.residual or problem.input or problem.round_x_hat or problem.dropout or problem.row_scale)
-    weights = {name for name in (problem.weight, problem.bias) if name is not None}
-    as_usual = plain and weights <= {problem.x} and tile.exact and tile.pack_size == 8
-    as_usual = as_usual and (tile.cluster_size == 1 or problem.scaling == "row")
-    if problem.scaling is None or device.compute_capability != 90 or DTYPES[problem.x].itemsize != 2 or not as_usual:
+    if not is_common_quantized(problem, device) or elements < 16 or tile.pack_size != 8:
         return None
-    if problem.scaling == "row":
-        return _row_scale_registers(problem, tile, elements)
-    if problem.scaling in ("given", "tensor"):
-        return _one_scale_registers(problem, tile, elements)
-    in_a_warp = tile.threads_per_row <= 32
-    if not 16 <= elements <= (48 if in_a_warp else 64):
+    if tile.cluster_size > 1 and problem.scaling != "row":
         return None
-    registers = min(elements, 48) + max(0, elements - 48) // 2
-    return registers + (48 if elements == 40 else 40) if in_a_warp else registers + 32
-
-
-def _row_scale_registers(problem: Problem, tile: Tile, elements: int) -> int | None:
-    registers = _ROW_SCALE_REGISTERS.get(elements)
-    if registers is None:
-        return None
-    if tile.block_size == 32:
-        return max(registers, _ROW_SCALE_OF_SINGLE_WARP.get(elements, 64))
-    in_a_warp = tile.threads_per_row <= 32
-    if problem.centered and in_a_warp:
-        more = {32: 8 * (tile.threads_per_row == 32), 56: 40, 64: 40 * (tile.threads_per_row < 32)}
-    else:
-        more = {40: 8 * (tile.threads_per_row > 256), 56: -32 * (not problem.centered and not in_a_warp)}
-    return registers + more.get(elements, 0)
-
-
-def _one_scale_registers(problem: Problem, tile: Tile, elements: int) -> int | None:
-    registers = _ONE_SCALE_REGISTERS.get(elements)
-    if registers is None:
-        return None
-    in_a_warp, single_warp = tile.threads_per_row <= 32, tile.block_size == 32
-    finds_amax = problem.amax or problem.scaling == "tensor"
+    place = "block" if tile.threads_per_row > 32 else "warp" if tile.block_size == 32 else "lanes"
+    in_row = problem.cols_of_scale is not None
     if elements > 64:
-        fits = not problem.amax if elements <= 80 else not (finds_amax or single_warp)
-        return 128 if in_a_warp and fits else 255 if finds_amax else registers
-    if elements == 64 and not problem.centered and (in_a_warp or finds_amax):
-        return 168 if in_a_warp and finds_amax else 128
-    if single_warp:
-        return max(registers, _ONE_SCALE_OF_SINGLE_WARP.get(elements, 64))
-    if elements == 40:
-        return registers + 8 * in_a_warp + 8 * (finds_amax or (problem.x == "float16" and not in_a_warp))
-    if elements == 48:
-        return registers + 16 * finds_amax - 8 * (in_a_warp and problem.centered and not finds_amax)
+        return 128 if elements <= _longest_quantized(problem, tile, place) else 255
+    if place == "lanes" and tile.exact and problem.centered:
+        of_lanes = _QUANTIZED_LANES_REGISTERS.get((problem.scaling, tile.threads_per_row, elements))
+        if of_lanes is not None:
+            return of_lanes
+    registers = _QUANTIZED_REGISTERS[place, problem.scaling][0 if tile.exact else 1][_QUANTIZED_ELEMENTS.index(elements)]
+    if in_row and not problem.centered:
+        registers += _MORE_WITHOUT_MEAN.get((place, elements), 0) if tile.exact else 8
+        registers += 16 * (place == "block" and elements == 64 and problem.scaling == "mx")
+    if problem.scaling == "block" and problem.x == "float16":
+        registers += 16 * (not tile.exact or tile.threads_per_row >= 256)
     return registers
+
+
+def _longest_quantized(problem: Problem, tile: Tile, place: str) -> int:
+    """The most elements that 128 registers hold, and that are worth it: what blocks of 128 columns share is then not shared out
+    in registers (4608 columns: 96 threads x 48 0.91, 64 x 72 0.80)."""
+    if place == "lanes" or not tile.exact or problem.scaling in ("block", "mx"):
+        return 64
+    return 96 if problem.scaling == "given" and not problem.amax else 80
 
 
 def blocks_that_fit(problem: Problem, device: Device, tile: Tile) -> int:
@@ -274,6 +304,9 @@ def blocks_that_fit(problem: Problem, device: Device, tile: Tile) -> int:
     if registers > 255 + 1:
         return 0
     warps = 4 * (device.registers_per_sm // 4 // 32 // registers)
+    if tile.block_size == 32 and is_common_quantized(problem, device):
+        # The compiler may take fewer (2048 columns: 96 where 18 blocks leave 112, and 0.93; with 16 blocks 0.89).
+        warps = device.registers_per_sm // 32 // registers
     return min(warps * 32 // tile.block_size, device.threads_per_sm // tile.block_size, 32)
 
 
@@ -301,9 +334,15 @@ def register_tile(
         max_elements = max_bytes // (2 * itemsize)
     may_be_long = problem.forward and itemsize == 2 and pack_size > 1 and cluster_size == 1
     wanted = _wanted_blocks(problem, device) if cluster_size == 1 else None
+    found = _found_tile(problem, device) if cluster_size == 1 else None
+    if found:
+        wanted = found[1]
     if wanted:
         max_elements = max(max_elements, _FLOAT32_ELEMENTS)
     num_cols = cols_of_slice(problem, pack_size, cluster_size)
+    short = block_size > 1 and problem.x == "float32" and problem.widest_pack == 4 and _is_plain(problem)
+    short = short and num_cols <= _SHORT_FLOAT32_COLS and any(8 * lanes == num_cols for lanes in threads)
+    common_quantized = is_common_quantized(problem, device) and cluster_size == 1
     best, best_score = None, None
     for threads_per_row in threads:
         packs_per_thread = max(1, ceil_div(num_cols, pack_size * threads_per_row))
@@ -313,7 +352,10 @@ def register_tile(
         tile = replace(tile, exact=int(tile.cols * cluster_size == problem.num_cols))
         blocks_per_sm = blocks_that_fit(problem, device, tile)
         long = elements > max(max_elements, pack_size)
-        if blocks_per_sm == 0 or (
+        if common_quantized:
+            if blocks_per_sm == 0 or registers_of_thread(problem, device, tile) > 168:
+                continue
+        elif blocks_per_sm == 0 or (
             long and not (may_be_long and _may_keep_more(tile, problem.scaling, has_wide_parameters(problem)))
         ):
             continue
@@ -336,17 +378,26 @@ def register_tile(
             # and those in the row no more than in an exact tile.
             fit = 1.0 if tile.exact else 0.995 * num_cols / tile.cols
             fit *= 0.95 if long and (elements > 72 or threads_per_row <= 32) else 0.98 if elements > 48 else 1.0
-        if problem.scaling in ("given", "tensor", "row"):
+        if problem.scaling in ("given", "tensor", "row") or common_quantized:
             # Bound by instructions, of which a row's own are fewer where threads are long (H200, bf16 to 8 bits: 8192 columns
             # 0.92 on 128 threads x 64 elements, 0.84 on 256 x 32; 768 columns 0.94 on 16 x 48, 0.89 on 32 x 24).
             fit = 1.0 if tile.exact else 0.995 * num_cols / tile.cols
         # Of equals, most threads; but forward with too little in flight, or one block alone, wants long threads: 48 elements
         # were best (H200, bf16, 12288 columns: 24, 32, 48 and 64 elements gave 0.82, 0.84, 0.86 and 0.81 of a copy).
         many_threads = not problem.forward or (enough and not lone and (blocks_per_sm > 1 or in_flight >= _MOST_BYTES_OF_BLOCK))
-        if wanted and problem.num_cols in _FLOAT32_TILES:
-            score = (-abs(threads_per_row - _FLOAT32_TILES[problem.num_cols][0]), 0)
+        if found:
+            score = (-abs(threads_per_row - found[0]), 0)
+        elif short:
+            score = (fit, -abs(elements - 8))
         elif wanted and not tile.exact:
             score = (counted * fit, -abs(elements - _FLOAT32_ELEMENTS))
+        elif common_quantized:
+            # Lanes of one warp want more rows (512 columns, MXFP8: 16 lanes x 32 elements 0.96, 8 x 64 0.88), others long
+            # threads (4096 columns: 64 threads x 64 0.94, 128 x 32 0.86), best of 48 (6144 columns: 128 x 48 0.92, 96 x 64
+            # 0.91), or at a given scale of 80 (5120 columns: 64 threads 1.01).
+            wanted_elements = 40 if block_size > 1 else 54
+            uneven = 4 * (threads_per_row & (threads_per_row - 1) > 0)
+            score = (counted * fit, -(8 if elements > 64 else abs(elements - wanted_elements)) - uneven)
         elif problem.scaling in ("given", "tensor") or (problem.scaling == "row" and enough):
             score = (counted * fit, -abs(elements - 64))
         elif _wide_weight_registers(problem, device, tile) and problem.num_cols > 8192:
@@ -382,6 +433,11 @@ def _may_keep_more(tile: Tile, scaling: str | None, is_wide: bool) -> bool:
     return elements <= 72 and (tile.exact or 32 < tile.threads_per_row <= 160)
 
 
+# Bytes of the widest row to 8 bits that part of a warp takes; of wider ones a warp is a block by itself (1024 columns: 1 x 128
+# blocks 0.94, 16 lanes x 64 elements 0.88).
+_QUANTIZED_LANES_BYTES = 2 * 896
+
+
 def lanes_tile(problem: Problem, device: Device) -> Tile | None:
     """Of rows that lanes of a warp load by themselves."""
     itemsize = DTYPES[problem.x].itemsize
@@ -389,10 +445,10 @@ def lanes_tile(problem: Problem, device: Device) -> Tile | None:
     row_bytes = problem.num_cols * itemsize
     if lone_float32_registers(problem, device):
         return register_tile(problem, device, (32,), 2 * 32 * itemsize, 64)
-    # To 8 bits a warp takes more (1536 columns, scales of rows: two rows in a block 0.85, one 0.80).
-    more = {"given": 1.6, "tensor": 1.6, "row": 1.25}.get(problem.scaling, 1)
-    longest = problem.scaling == "given" and not problem.amax and problem.num_cols == 32 * _LONGEST_OF_LANE
-    if row_bytes > _WARP_ROW_BYTES[problem.direction][itemsize] * more and not (longest and itemsize == 2):
+    most_bytes = _WARP_ROW_BYTES[problem.direction][itemsize]
+    if is_common_quantized(problem, device):
+        most_bytes = _QUANTIZED_LANES_BYTES
+    if row_bytes > most_bytes:
         return None
     # The lanes of a row move at least 64 bytes of it together, or half the row if it is shorter (H200, bf16: 64 columns 0.88 of
     # a copy on 4 lanes, 0.84 on 2); of 16-bit rows 32 bytes where that fills them (48 columns 0.96 on 2 lanes, 0.77 on 4).
@@ -402,8 +458,6 @@ def lanes_tile(problem: Problem, device: Device) -> Tile | None:
     # Lone elements: a quarter of the row (127 columns 0.48 on 16 lanes, 0.36 on 32, 0.38 on 8).
     if problem.forward and pack_bytes == 2:
         fewest = min(32, row_bytes // 4) // pack_bytes
-    if problem.scaling in ("block", "mx"):  # so that neighbouring lanes hold what shares a scale
-        fewest = min(32, max(fewest, problem.cols_of_scale // problem.widest_pack))
     lanes = [lanes for lanes in (1, 2, 4, 8, 16, 32) if lanes >= fewest]
     # Blocks of two warps forward: a place is free again sooner (H200, bf16: 64 to 1024 columns 0.3 to 1% faster than four; fp32
     # 1 to 2%).

@@ -52,7 +52,7 @@ _LONE_RING_FROM = {"forward": {2: 500, 4: 2048}, "backward": {2: 512, 4: 512}}
 
 # The same, forward to 8 bits, where the row fills a ring (12,288 columns: 0.94, in registers 0.89; 16,384 0.87 and 0.82; 32,768
 # 0.90 and 0.74; with the tensor's scale 12,288 columns 0.45 and 0.48, 16,384 0.42 and 0.43, 32,768 0.42 and 0.38).
-_QUANTIZED_RING_FROM = {"given": 11000, "tensor": 20000}
+_QUANTIZED_RING_FROM = {"given": 17000, "tensor": 20000}
 
 # The same, forward of 16-bit rows with weights of 32 bits, which come from afar for each row (7168 columns: 0.96, in registers
 # 0.93; 16,384 0.94 and 0.86) unless so many bytes of rows are in flight meanwhile, up to 12,288 columns and beyond (10,240

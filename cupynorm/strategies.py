@@ -12,7 +12,7 @@ from .bundles import bundle_bytes, bundle_tile
 from .devices import Device
 from .dtypes import DTYPES
 from .problem import Problem, Tile, ceil_div, cols_of_slice
-from .registers import BLOCK_BYTES, lanes_tile, long_tile, register_tile
+from .registers import BLOCK_BYTES, is_common_quantized, lanes_tile, long_tile, register_tile
 from .rings import fills_quantized_ring, ring_bytes, ring_clusters, ring_tile, suits_block, wants_ring
 
 
@@ -42,8 +42,8 @@ def _warp_tile(problem: Problem, device: Device) -> Tile | None:
 
 
 def _warp_gives_way(problem: Problem, device: Device, tile: Tile) -> bool:
-    # A whole warp finds scales of blocks sooner where it is a block (1024 columns: 1 x 128 0.78, two warps a block 0.70).
-    if problem.scaling in ("block", "mx") and tile.threads_per_row == 32 and tile.pack_size == 8:
+    # A whole warp is sooner where it is a block (to 8 bits at given scales, 2048 columns: 1.00, two warps a block 0.95).
+    if is_common_quantized(problem, device) and tile.threads_per_row == 32:
         return True
     return not tile.bundle and wants_ring(problem, tile) and ring_tile(problem, device, (1,)) is not None
 
@@ -80,16 +80,25 @@ def smem_bytes_of(problem: Problem, tile: Tile, strategy: str) -> int:
     return scratch + sum(ceil_div(slice_cols * itemsize, 16) * 16 for itemsize in kept)
 
 
+# Of y that waits in the registers of a thread until its scales are known, as in cuda_src/row.cuh.
+MOST_BYTES_MADE = 320
+
+
+def _bytes_made(problem: Problem, tile: Tile) -> int:
+    return tile.pack_size * tile.packs_per_thread * DTYPES[problem.compute].itemsize
+
+
 def scales_at_once(problem: Problem, tile: Tile, strategy: str) -> bool:
     """Whether one launch finds the scales of y and writes it; else one finds the amaxes and a second writes.
 
-    Blocks are found by neighbouring lanes, and must not lie in two slices of a cluster.
+    The lanes of a warp find those of blocks, where all of y waits in registers, and no slice of a cluster ends in a block.
     """
     if problem.scaling not in ("block", "mx"):
         return problem.scaling != "tensor"
     block, width = problem.cols_of_scale, tile.pack_size * tile.threads_per_row
-    in_registers = strategy in ("warp", "block") and tile.packs_per_thread > 0 and not tile.stages
-    return in_registers and width % block == 0 and 32 * tile.pack_size >= block
+    in_registers = strategy in ("warp", "block") and 0 < _bytes_made(problem, tile) <= MOST_BYTES_MADE and not tile.stages
+    by_warps = width % block == 0 and block <= 32 * tile.pack_size
+    return in_registers and (by_warps or (block % width == 0 and tile.threads_per_row <= 32))
 
 
 def _smem_threads(problem: Problem) -> int:

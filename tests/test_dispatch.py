@@ -12,9 +12,9 @@ import pytest
 
 from cupynorm.bundles import queued_bundles
 from cupynorm.devices import DEVICES, Device, device_like
-from cupynorm.dispatch import choose, make_plan, pack_limit, plan, widest
+from cupynorm.dispatch import Choice, choose, make_plan, pack_limit, plan, widest
 from cupynorm.dtypes import DTYPES
-from cupynorm.problem import Problem, Tile, ceil_div
+from cupynorm.problem import SCALINGS, Problem, Tile, ceil_div
 from cupynorm.strategies import STATISTICS, STRATEGIES, reduce_bytes
 
 CUDA_SRC = Path(__file__).parents[1] / "cuda_src"
@@ -218,18 +218,87 @@ def test_16_bit_rows_that_fill_their_registers_badly_come_in_bundles(direction):
     assert not bundle(392, **fused)
 
 
-def test_rows_to_8_bits_pass_through_a_ring_that_they_fill():
-    """Of 12 warps of long threads; what fills none waits in registers, as do rows that read their tensor's amax first."""
+def chosen_to_8_bits(num_cols: int, scaling: str, dtype: str = "bfloat16", **changes) -> Choice:
+    return choose(problem_of(num_cols, dtype, y="float8_e4m3fn", scaling=scaling, **changes), DEVICES["H200"])
 
-    def chosen(num_cols: int, scaling: str) -> Tile:
-        return choose(problem_of(num_cols, "bfloat16", y="float8_e4m3fn", scaling=scaling), DEVICES["H200"]).tile
 
-    for num_cols in (12288, 14336, 16384, 24576, 28672, 32768):
-        tile = chosen(num_cols, "given")
-        assert tile.stages == 3 and tile.exact and tile.pack_size * tile.packs_per_thread >= 56, num_cols
-        assert tile.block_size * tile.blocks_per_sm == 12 * 32, num_cols
-        assert (chosen(num_cols, "tensor").stages > 0) == (num_cols > 20000)
-    assert not any(chosen(num_cols, scaling).stages for num_cols in (10240, 20480) for scaling in ("given", "tensor", "row"))
+def test_wide_rows_to_8_bits_pass_through_a_ring_that_they_fill():
+    """Of 12 warps of long threads; narrower ones wait in registers, and those whose scales are found in the row."""
+    for num_cols in (24576, 28672, 32768):
+        for scaling in ("given", "tensor"):
+            tile = chosen_to_8_bits(num_cols, scaling).tile
+            assert tile.stages == 3 and tile.exact and tile.pack_size * tile.packs_per_thread >= 56, num_cols
+            assert tile.block_size * tile.blocks_per_sm == 12 * 32, num_cols
+        assert not chosen_to_8_bits(num_cols, "row").tile.stages
+    assert not any(chosen_to_8_bits(num_cols, "given").tile.stages for num_cols in (10240, 12288, 14336, 16384, 20480))
+
+
+@pytest.mark.parametrize("scaling", ["given", "row", "block", "mx"])
+def test_rows_to_8_bits_have_one_launch_and_as_many_elements_a_thread_as_their_scales_leave(scaling):
+    """Part of a warp up to 896 columns, from 1024 on a warp that is a block, then wider blocks."""
+    longest = {"given": 96, "row": 80}.get(scaling, 64)
+    for dtype in ("bfloat16", "float16"):
+        for num_cols in (
+            128,
+            256,
+            512,
+            768,
+            896,
+            1024,
+            1280,
+            1536,
+            2048,
+            3072,
+            4096,
+            5120,
+            6144,
+            7168,
+            8192,
+            12288,
+            14336,
+            16384,
+        ):
+            for centered in (True, False):
+                choice = chosen_to_8_bits(num_cols, scaling, dtype, centered=centered, bias=dtype if centered else None)
+                tile, elements = choice.tile, choice.tile.pack_size * choice.tile.packs_per_thread
+                assert choice.amax_kernel is None and not tile.stages and elements <= longest, num_cols
+                assert choice.strategy == ("warp" if tile.threads_per_row < 32 else "block")
+                assert (tile.threads_per_row < 32) == (num_cols < 1024) or scaling == "mx", num_cols
+                assert elements >= (32 if num_cols not in (384, 768) else 24), (num_cols, tile)
+    assert chosen_to_8_bits(2048, scaling).tile == Tile(8, 32, 8, blocks_per_sm=18, exact=1)
+
+
+@pytest.mark.parametrize("scaling", SCALINGS)
+def test_blocks_of_rows_to_8_bits_take_several_groups_of_rows(scaling):
+    """As many as they have places for, and beyond that four each: none waits while few have many."""
+    choice = chosen_to_8_bits(4096, scaling)
+    resident = 132 * choice.resident
+    for num_rows, grid_size in ((1, 1), (resident - 1, resident - 1), (3 * resident, resident), (40 * resident, 10 * resident)):
+        launches = plan(4096, num_rows, device="H200", out_dtype="float8_e4m3fn", scale=scaling).launches
+        assert {launch.grid_size for launch in launches} == {grid_size}
+    assert plan(4096, 40 * resident, device="H200").launches[0].grid_size == 40 * resident
+
+
+def test_float32_rows_of_a_power_of_two_up_to_256_columns_have_8_elements_a_lane():
+    for num_cols in (32, 64, 128, 256):
+        tile = choose(problem_of(num_cols, "float32"), DEVICES["H200"]).tile
+        assert tile.pack_size * tile.packs_per_thread == 8 and tile.threads_per_row == num_cols // 8
+    assert choose(problem_of(512, "float32"), DEVICES["H200"]).tile.packs_per_thread == 4
+
+
+def test_tiles_that_were_found_by_timing_are_of_one_gpu_and_of_plain_rows():
+    found = {
+        ("float32", 2048): (64, 12), ("float32", 4096): (288, 4), ("float32", 8192): (352, 2),
+        ("bfloat16", 8192): (224, 4), ("float16", 12288): (192, 3),
+    }  # fmt: skip
+
+    def tile(device: str, num_cols: int, dtype: str, **changes) -> tuple[int, int]:
+        made = choose(problem_of(num_cols, dtype, **changes), DEVICES[device]).tile
+        return made.threads_per_row, made.blocks_per_sm
+
+    for (dtype, num_cols), threads_and_blocks in found.items():
+        assert tile("H200", num_cols, dtype) == threads_and_blocks
+        assert threads_and_blocks not in (tile("H200", num_cols, dtype, residual=True), tile("A100", num_cols, dtype))
 
 
 def test_backward_of_16_bits_has_deep_rings_of_short_threads_on_clusters():

@@ -187,7 +187,7 @@ MUTATIONS = {
         "backward_cluster.cu", "cluster_sync();  // peers run", "", CLUSTER
     ),
     "cluster in registers that begins at the first column": Mutation(
-        "row.cuh", "return cols.first_col + (register_pack", "return (register_pack", CLUSTER
+        "row.cuh", "return cols.first_col + register_col<tile>(0)", "return register_col<tile>(0)", CLUSTER
     ),
     "pack beyond the row that counts": Mutation("statistics.cuh", "in_row ? squares : Compute(0)", "squares", ODD),
     "pack beyond the row that is written": Mutation("load_store.cuh", "if (present) store_pack", "store_pack", ODD),
@@ -479,8 +479,8 @@ def test_address_sanitizer_sees_a_read_past_the_last_row(tmp_path):
     mutate(
         folder,
         "row.cuh",
-        "(register_pack_in_row<tile>(pack, cols.size()) ? register_col<tile>(pack) : 0)",
-        "register_col<tile>(pack)",
+        "return register_pack_in_row<tile>(pack, cols.size()) ? col_of(pack) : cols.first_col;",
+        "return col_of(pack);",
     )
     assert not sees_a_bug(folder, ODD, 0.0)
     result = run_sanitized([ODD], str(folder))

@@ -10,7 +10,10 @@ from every_kernel import expected
 import cupynorm
 from cupynorm import arrays, quantized
 from cupynorm import norm as calls
+from cupynorm.devices import DEVICES as GPUS
+from cupynorm.dispatch import make_plan, pack_limit
 from cupynorm.dtypes import FLOAT8S, compute_dtype
+from cupynorm.problem import Problem
 from cupynorm.quantized import QuantizedTensor
 
 torch = pytest.importorskip("torch")
@@ -124,6 +127,32 @@ def test_bytes_of_a_ring(scaling, device):
     residual = random(3, 16384, dtype=torch.bfloat16, seed=1, device=device)
     tile = cupynorm.Tile(8, 256, packs_per_thread=8, exact=1, stages=3)
     assert_exact("layer_norm", x, scaling, residual=residual, strategy="block", tile=tile)
+
+
+# pack_size, threads_per_row and packs_per_thread: 2 to 32 lanes share the scales of a block, which may be of several of their
+# packs; fewer scales than lanes, more, and not a power of two.
+SHARED = (
+    (8, 2, 2), (8, 4, 1), (8, 4, 4), (8, 4, 5), (8, 8, 3), (8, 16, 1), (8, 16, 3), (8, 16, 8), (8, 32, 7), (4, 8, 16),
+    (4, 16, 3), (4, 32, 1), (4, 32, 5), (2, 8, 8), (2, 16, 6), (1, 32, 5), (1, 32, 16), (8, 96, 3), (4, 64, 3), (1, 64, 3),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("scaling", ["block", "mx"])
+def test_scales_that_lanes_share_out(scaling, device):
+    """Found at once, but where lone elements of two warps make a block, and to the byte: rows that fill the tile and rows that
+    end within a pack of the last lanes."""
+    for pack_size, threads, packs in SHARED:
+        tile = cupynorm.Tile(pack_size, threads, packs, rows_per_block=max(1, 64 // threads))
+        strategy = "warp" if threads <= 32 else "block"
+        num_launches = 2 if scaling == "block" and (pack_size, threads) == (1, 64) else 1
+        for num_cols in (tile.cols, tile.cols - pack_size * (threads // 2)):
+            exact = cupynorm.Tile(**vars(tile) | {"exact": int(num_cols == tile.cols)})
+            x = random(5, num_cols, dtype=torch.bfloat16, seed=packs, device=device)
+            assert_exact("rms_norm", x, scaling, strategy=strategy, tile=exact)
+            problem = Problem(
+                "forward", False, num_cols, "bfloat16", y=E4M3, scaling=scaling, pack_limit=pack_limit(num_cols, ())
+            )
+            assert len(make_plan(problem, GPUS["H200"], 5, strategy=strategy, tile=exact).launches) == num_launches
 
 
 SPECIAL = {
