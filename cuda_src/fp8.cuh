@@ -199,26 +199,29 @@ struct SharedLargest {
   __device__ __forceinline__ static bool is_first_holder() { return threadIdx.x % holders == 0; }
 
   // All lanes of a warp call it, and told() too.
-  __device__ __forceinline__ void share_out() {
-    int left = num_values;
-#pragma unroll
-    for (int distance = lanes / 2; distance > 0; distance /= 2) {
-      const int half = places * distance / lanes;
+  __device__ __forceinline__ void share_out() { share_out_with<lanes / 2, num_values>(); }
+  // Of what lanes have found of their own values, that of value `index`.
+  __device__ __forceinline__ static float told(const float (&found)[own], int index) {
+    return __shfl_sync(0xffffffffu, found[index % own], index / own * holders, lanes);
+  }
+
+ private:
+  // With the lane so far away, and nearer ones. left: values that a lane has not given away.
+  template <int distance, int left>
+  __device__ __forceinline__ void share_out_with() {
+    if constexpr (distance > 0) {
+      constexpr int half = places * distance / lanes, compared = half > 0 ? half : 1;
       const bool upper = (threadIdx.x & distance) != 0;
 #pragma unroll
-      for (int at = 0; at < max(half, 1); ++at) {
+      for (int at = 0; at < compared; ++at) {
         const bool halves = half > 0 && at + half < left;
         const unsigned mine = values[at].bits(), others = halves ? values[at + half].bits() : mine;
         values[at] = {};
         values[at].add(upper ? others : mine);
         values[at].add(__shfl_xor_sync(0xffffffffu, upper ? mine : others, distance));
       }
-      left = min(left, max(half, 1));
+      share_out_with<distance / 2, (left < compared ? left : compared)>();
     }
-  }
-  // Of what lanes have found of their own values, that of value `index`.
-  __device__ __forceinline__ static float told(const float (&found)[own], int index) {
-    return __shfl_sync(0xffffffffu, found[index % own], index / own * holders, lanes);
   }
 };
 

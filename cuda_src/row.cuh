@@ -45,11 +45,12 @@ __device__ __forceinline__ Slice slice(int num_cols, int rank) {
 // Where pack `pack` of this thread begins in its block's columns: neighbouring threads take neighbouring packs.
 template <Tile tile>
 __device__ __forceinline__ int register_col(int pack) {
-  // A remainder that is not signed, from which one address serves all packs; lone elements are faster with an address each
-  // (H200, float32, forward, 1023 columns: 0.96, otherwise 0.89). Where a row has the whole block, none that divides.
+  // A remainder that is not signed, from which one address serves all packs. Lone elements are faster with an address each
+  // (H200, float32, forward, 1023 columns: 0.96, otherwise 0.89), and lanes that a row does not fill have registers for no
+  // more. Where a row has the whole block, none that divides.
+  constexpr bool is_signed = tile.pack_size == 1 || (tile.rows_per_block > 1 && !tile.exact);
   constexpr int divisor = tile.rows_per_block > 1 ? tile.threads_per_row : power_of_two_from(tile.threads_per_row);
-  const int thread =
-      tile.pack_size == 1 ? static_cast<int>(threadIdx.x) % tile.threads_per_row : static_cast<int>(threadIdx.x % divisor);
+  const int thread = is_signed ? static_cast<int>(threadIdx.x) % tile.threads_per_row : static_cast<int>(threadIdx.x % divisor);
   return (pack * tile.threads_per_row + thread) * tile.pack_size;
 }
 

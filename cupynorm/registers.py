@@ -232,9 +232,9 @@ _QUANTIZED_ELEMENTS = (16, 24, 32, 40, 48, 56, 64)
 _QUANTIZED_REGISTERS = {
     ("lanes", "given"): ((56, 56, 64, 80, 96, 96, 128), (56, 64, 64, 80, 96, 128, 128)),
     ("lanes", "tensor"): ((56, 56, 64, 80, 96, 96, 128), (56, 64, 64, 80, 96, 128, 128)),
-    ("lanes", "row"): ((56, 56, 64, 72, 80, 96, 128), (64, 64, 72, 72, 80, 128, 128)),
+    ("lanes", "row"): ((56, 56, 64, 72, 80, 96, 128), (64, 64, 80, 80, 96, 128, 128)),
     ("lanes", "block"): ((56, 64, 72, 96, 96, 128, 168), (64, 72, 80, 96, 128, 168, 168)),
-    ("lanes", "mx"): ((56, 56, 64, 80, 112, 128, 128), (64, 72, 80, 80, 128, 168, 168)),
+    ("lanes", "mx"): ((56, 56, 64, 80, 112, 128, 128), (64, 72, 80, 88, 128, 168, 168)),
     ("warp", "given"): ((64, 64, 64, 64, 72, 96, 112), (64, 64, 64, 72, 96, 112, 112)),
     ("warp", "tensor"): ((64, 64, 64, 96, 96, 112, 112), (64, 64, 64, 72, 96, 112, 112)),
     ("warp", "row"): ((64, 64, 64, 64, 72, 96, 112), (64, 64, 64, 72, 112, 112, 128)),
@@ -295,6 +295,8 @@ def _longest_quantized(problem: Problem, tile: Tile, place: str) -> int:
     in registers (4608 columns: 96 threads x 48 0.91, 64 x 72 0.80)."""
     if place == "lanes" or not tile.exact or problem.scaling in ("block", "mx"):
         return 64
+    if problem.scaling == "row":
+        return 72 if problem.x == "float16" and tile.threads_per_row > 128 else 80
     return 96 if problem.scaling == "given" and not problem.amax else 80
 
 
