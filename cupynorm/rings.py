@@ -50,8 +50,8 @@ _UNEVEN_RING_FROM = 8193
 # The same for rows that do not begin on 16 bytes (forward, 4097 columns: 0.81, in registers 0.48).
 _LONE_RING_FROM = {"forward": {2: 500, 4: 2048}, "backward": {2: 512, 4: 512}}
 
-# The same, forward to 8 bits, where the row fills a ring (12,288 columns: 0.94, in registers 0.89; 16,384 0.87 and 0.82; 32,768
-# 0.90 and 0.74; with the tensor's scale 12,288 columns 0.45 and 0.48, 16,384 0.42 and 0.43, 32,768 0.42 and 0.38).
+# The same, forward to 8 bits, where the row fills a ring (16,384 columns: 0.87, in registers 0.90; 24,576 0.86 and 0.73; with
+# the tensor's scale 12,288 columns 0.45 and 0.48, 16,384 0.42 and 0.43, 32,768 0.42 and 0.38).
 _QUANTIZED_RING_FROM = {"given": 17000, "tensor": 20000}
 
 # The same, forward of 16-bit rows with weights of 32 bits, which come from afar for each row (7168 columns: 0.96, in registers
