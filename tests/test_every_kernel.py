@@ -85,11 +85,10 @@ def test_every_way_to_8_bits():
         for source, _, scaling, step in recorder.scalings:
             if source == f"forward_{name}.cu":
                 found[scaling].add(step)
-        blocks = mx = twice
-        if name in ("warp", "block"):  # whose neighbouring lanes hold a block: 32 lone elements, not 128
-            blocks, mx = at_once | twice, at_once | (twice if name == "block" else set())
+        # Lanes of a warp share out the scales of blocks, but of rows in shared memory, of clusters or read again.
+        blocks = {"warp": at_once, "block": at_once | twice}.get(name, twice)
         given = at_once | {"write"}  # without an amax to record
-        assert found == {"given": given, "tensor": twice, "row": at_once, "block": blocks, "mx": mx}
+        assert found == {"given": given, "tensor": twice, "row": at_once, "block": blocks, "mx": blocks}
         functors = {functor for source, functor in recorder.functors if source == f"forward_{name}.cu"}
         assert functors >= {"Load", "ResidualLoad", "SumLoad"}
     for name, num_blocks in (("block", 1), ("cluster", 2)):
