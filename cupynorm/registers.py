@@ -41,9 +41,9 @@ _THREE_BLOCKS_FROM = 5120
 # 256 x 40 0.98, 640 x 16 0.96).
 _FLOAT32_ELEMENTS = 40
 
-# Threads and blocks of rows forward that were better than what the rules below find, by itemsize and columns (float32: 2048
-# columns 0.984, 128 x 16 elements in eight blocks 0.980; 4096 1.00, 256 x 16 in four 0.98; 8192 0.99, 512 x 16 in two 0.98.
-# bf16: 8192 columns 0.992, 256 x 32 in four 0.985; 12,288 0.986, 256 x 48 in three 0.975).
+# Threads and blocks of rows forward that were better than what the rules below find, by itemsize and columns, each pair in one
+# run (float32: 2048 columns 0.984, 128 x 16 elements in eight blocks 0.980; 4096 1.00, 256 x 16 in four 0.98; 8192 0.991, 512 x
+# 16 in two 0.987. bf16: 8192 columns 0.992, 256 x 32 in four 0.986; 12,288 0.981, 256 x 48 in three 0.972).
 _FOUND_TILES = {4: {2048: (64, 12), 4096: (288, 4), 8192: (352, 2)}, 2: {8192: (224, 4), 12288: (192, 3)}}
 
 # Float32 columns up to which lanes of forward keep 8 elements where a row fills them (128 columns: 16 lanes 1.01, 8 lanes 0.99;

@@ -237,34 +237,16 @@ def test_wide_rows_to_8_bits_pass_through_a_ring_that_they_fill():
 def test_rows_to_8_bits_have_one_launch_and_as_many_elements_a_thread_as_their_scales_leave(scaling):
     """Part of a warp up to 896 columns, from 1024 on a warp that is a block, then wider blocks."""
     longest = {"given": 96, "row": 80}.get(scaling, 64)
+    widths = (128, 256, 512, 768, 896, 1024, 1280, 1536, 2048, 3072, 4096, 5120, 6144, 7168, 8192, 12288, 14336, 16384)
     for dtype in ("bfloat16", "float16"):
-        for num_cols in (
-            128,
-            256,
-            512,
-            768,
-            896,
-            1024,
-            1280,
-            1536,
-            2048,
-            3072,
-            4096,
-            5120,
-            6144,
-            7168,
-            8192,
-            12288,
-            14336,
-            16384,
-        ):
+        for num_cols in widths:
             for centered in (True, False):
                 choice = chosen_to_8_bits(num_cols, scaling, dtype, centered=centered, bias=dtype if centered else None)
                 tile, elements = choice.tile, choice.tile.pack_size * choice.tile.packs_per_thread
                 assert choice.amax_kernel is None and not tile.stages and elements <= longest, num_cols
                 assert choice.strategy == ("warp" if tile.threads_per_row < 32 else "block")
                 assert (tile.threads_per_row < 32) == (num_cols < 1024) or scaling == "mx", num_cols
-                assert elements >= (32 if num_cols not in (384, 768) else 24), (num_cols, tile)
+                assert elements >= (24 if num_cols == 768 else 32), (num_cols, tile)
     assert chosen_to_8_bits(2048, scaling).tile == Tile(8, 32, 8, blocks_per_sm=18, exact=1)
 
 
