@@ -319,18 +319,24 @@ struct QuantizeStore {
     if constexpr (scaling == Scaling::row) {
       scales.factor = scale_of_row(row, reduce.all(scales.largest), saves);
     } else {
-      using Found = ScalesOfRow<scaling, Row>;
-      using Blocks = typename Found::Blocks;
-      scales.largest.share_out();
+      find_scales_of_blocks(row, values_of_row, scales, present);
+    }
+  }
+  // Those of blocks, which neighbouring lanes have.
+  template <class Row>
+  __device__ __forceinline__ void find_scales_of_blocks(long long row, const Row& values_of_row,
+                                                        ScalesOfRow<scaling, Row>& scales, bool present = true) const {
+    using Found = ScalesOfRow<scaling, Row>;
+    using Blocks = typename Found::Blocks;
+    scales.largest.share_out();
 #pragma unroll
-      for (int at = 0; at < Blocks::own; ++at) {
-        const int index = Blocks::first_own() + at;
-        const long long part = values_of_row.col_of(index * Found::packs_per_scale) / cols_of_scale(scaling);
-        const Multiplier multiplier = multiplier_of(scales.largest.values[at].bits());
-        scales.factors[at] = multiplier.factor;
-        const bool is_first = present && Blocks::is_first_holder() && index < Found::num_scales && part < parts;
-        if (is_first) save_scale_of(row * parts + part, multiplier);
-      }
+    for (int at = 0; at < Blocks::own; ++at) {
+      const int index = Blocks::first_own() + at;
+      const long long part = values_of_row.col_of(index * Found::packs_per_scale) / cols_of_scale(scaling);
+      const Multiplier multiplier = multiplier_of(scales.largest.values[at].bits());
+      scales.factors[at] = multiplier.factor;
+      const bool is_first = present && Blocks::is_first_holder() && index < Found::num_scales && part < parts;
+      if (is_first) save_scale_of(row * parts + part, multiplier);
     }
   }
   // Of Scaling::row: what the threads that share the row have found.

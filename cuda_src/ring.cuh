@@ -7,7 +7,7 @@
 // RingStream  one tensor that passes through the ring
 // WarpRing  the warp's part of the rows of the next `stages` turns; each warp has the copy engine fill its own and waits for
 //           no other
-// Exchange  two or three floats of every warp that shares the row, sent to all of them and read a turn later, when they have
+// Exchange  one to three floats of every warp that shares the row, sent to all of them and read a turn later, when they have
 //           arrived. Four buffers: the fastest warp is at most three turns ahead of the slowest.
 #pragma once
 #include "bulk.cuh"
@@ -32,9 +32,11 @@ struct RingShape {
     constexpr int step = tile.pack_size * (tile.pack_size > 1 ? 8 : 1);
     return share_of<num_warps, step>(slice<tile>(num_cols, source / num_warps), source % num_warps);
   }
-  __device__ __forceinline__ static Slice part(int num_cols) {
-    return part_of((tile.cluster_size > 1 ? cluster_rank() * num_warps : 0) + thread() / 32, num_cols);
+  // Which of those warps this is.
+  __device__ __forceinline__ static int source() {
+    return (tile.cluster_size > 1 ? cluster_rank() * num_warps : 0) + thread() / 32;
   }
+  __device__ __forceinline__ static Slice part(int num_cols) { return part_of(source(), num_cols); }
   // Where pack `pack` of this lane begins in its part.
   __device__ __forceinline__ static int col(int pack) {
     return (pack * 32 + static_cast<int>(threadIdx.x) % 32) * tile.pack_size;
@@ -196,6 +198,12 @@ struct Exchange {
   // what it read of the turn before last comes before what others write two turns from now.
   __device__ __forceinline__ void send(unsigned turn, float value) const {
     send_value(turn, speaks_for_second(), value);
+    if constexpr (tile.cluster_size == 1) bulk_arrive(barriers + turn % num_buffers);
+  }
+  // One value, the same in all lanes.
+  __device__ __forceinline__ void send_alone(unsigned turn, float value) const {
+    static_assert(num_values == 1, "a wait ends when all values are there");
+    if (!speaks_for_second()) send_value(turn, 0, value);
     if constexpr (tile.cluster_size == 1) bulk_arrive(barriers + turn % num_buffers);
   }
   // A third value, the same in all lanes; before send.

@@ -23,7 +23,8 @@ def ring_bytes(problem: Problem, tile: Tile) -> int:
     row_bytes = sum(tile.cols * size + (tile.pack_size * size < 16) * 32 * num_warps for size in _streamed(problem))
     rings = tile.rows_per_block * tile.stages * (row_bytes + 8 * num_warps)
     values = 3 if problem.forward and problem.centered else 2
-    exchange = tile.rows_per_block * 4 * (8 + 4 * values * num_warps * tile.cluster_size)
+    exchanged = [values] + [1] * (problem.scaling == "row")
+    exchange = tile.rows_per_block * 4 * sum(8 + 4 * each * num_warps * tile.cluster_size for each in exchanged)
     kept = [problem.weight if problem.dx or problem.recomputed else None, problem.bias]
     parameters = 0
     for itemsize in (DTYPES[name].itemsize for name in kept if name and not problem.forward):
@@ -97,13 +98,11 @@ QUEUED_RING_BYTES, QUEUED_CLUSTER_SIZE = 256 * 1024, 2
 def can_ring(problem: Problem, device: Device) -> bool:
     """Whether there is a copy engine to fetch the rows. Sums cross as floats.
 
-    A ring fetches what makes up a row forward as tensors of one type, and has no registers left for random words. It writes a
-    row when it meets it: there is no scale yet of a part of it.
+    A ring fetches what makes up a row forward as tensors of one type, and has no registers left for random words.
     """
     fits = (
         problem.input is None and not problem.dropout and problem.row_scale is None and (problem.forward or problem.y is None)
     )
-    fits = fits and problem.cols_of_scale is None
     return fits and problem.compute == "float32" and device.compute_capability >= 90
 
 
@@ -118,7 +117,9 @@ def wants_ring(problem: Problem, registers: Tile | None) -> bool:
     if problem.compute != "float32":
         return False
     if problem.scaling and registers is not None:
-        return problem.num_cols >= _QUANTIZED_RING_FROM.get(problem.scaling, 1 << 31)
+        # Of scales that are sought in the row: where registers hold one block (see beats_one_quantized_block).
+        sought = problem.cols_of_scale is not None
+        return registers.blocks_per_sm == 1 if sought else problem.num_cols >= _QUANTIZED_RING_FROM[problem.scaling]
     itemsize = DTYPES[problem.x].itemsize
     aligned = all(problem.widest_pack * size >= 16 for size in _streamed(problem))
     first = (_RING_FROM if aligned else _LONE_RING_FROM)[problem.direction][itemsize]
@@ -150,16 +151,21 @@ def wants_ring(problem: Problem, registers: Tile | None) -> bool:
     return problem.num_cols >= first
 
 
-def ring_registers(problem: Problem, device: Device, elements: int) -> int:
+def ring_registers(problem: Problem, device: Device, elements: int, exact: bool = False) -> int:
     """Registers of a thread of a ring, with no spills, as registers_of_thread."""
     if problem.forward:
         tight = (24 if "float64" in (problem.weight, problem.bias) else 8) * (device.compute_capability >= 120)
         fewest = 4 if problem.widest_pack == 1 else 0  # a register holds one lone element
         parameters = (problem.weight, problem.bias, problem.weight1, problem.bias1)
         kept = sum(max(DTYPES[name].itemsize, fewest) for name in parameters if name)
+        waiting = elements if problem.scaling == "row" else 0  # y, while the next row is summed up
         if is_lone(problem) and kept == 8 and device.compute_capability == 90:
-            return 168 if 41 <= elements <= 43 else 46 + 3 * elements  # found by compiling
-        return 104 + elements * kept // 4 + tight
+            return 168 if 41 <= elements <= 43 and not waiting else 46 + 3 * elements + waiting  # found by compiling
+        if problem.cols_of_scale is not None:
+            tight += 24 * problem.residual + 8 * (not exact)
+        if waiting:
+            tight += 8 * (problem.num_cols > 24576 or not exact)  # clusters send it to one another
+        return max(104, 40 + waiting) + elements * kept // 4 + tight
     lone = 3 * elements // 4 if problem.widest_pack == 1 else 0
     wide_bias = 8 * (problem.bias is not None and DTYPES[problem.bias].itemsize > DTYPES[problem.x].itemsize)
     return 60 + 27 * min(elements, 57) // 8 + lone + wide_bias
@@ -168,8 +174,9 @@ def ring_registers(problem: Problem, device: Device, elements: int) -> int:
 @lru_cache(maxsize=4096)
 def ring_tile(problem: Problem, device: Device, cluster_sizes: tuple[int, ...]) -> Tile | None:
     """The best of the tiles whose ring fits registers and shared memory."""
-    if not can_ring(problem, device):
-        return None
+    in_blocks = problem.scaling in ("block", "mx")
+    if not can_ring(problem, device) or (in_blocks and problem.widest_pack * DTYPES[problem.x].itemsize < 16):
+        return None  # of lone elements no warp has a whole block that shares a scale
     tile = _best_ring(problem, device, cluster_sizes, RING_ELEMENTS[problem.direction])
     largest = [size for size in cluster_sizes if size >= 16]
     tile = tile or _best_ring(problem, device, largest, MOST_RING_ELEMENTS)
@@ -196,7 +203,7 @@ def _best_ring(
             if problem.forward and pack_size == 1 and threads_per_row == 32 and 24 < elements < 48:
                 continue
             exact = int(elements * threads_per_row * cluster_size == problem.num_cols)
-            registers = ring_registers(problem, device, elements)
+            registers = ring_registers(problem, device, elements, exact == 1)
             for rows in range(1, min(12, _RING_THREADS // threads_per_row) + 1):
                 if registers > min(255, device.registers_per_sm // (ceil_div(threads_per_row * rows, 128) * 128) // 8 * 8):
                     break
@@ -362,9 +369,33 @@ def _suits_turn(tile: Tile, turn_bytes: int, itemsize: int) -> bool:
 
 
 def fills_quantized_ring(problem: Problem, tile: Tile) -> bool:
-    """Whether a ring is the one for rows of 16 bits to 8 bits at one scale: 12 warps of long threads that the row fills."""
-    long = tile.pack_size * tile.packs_per_thread >= 56 and tile.block_size * tile.blocks_per_sm == 384
-    return long and tile.exact == 1 and problem.scaling in ("given", "tensor") and DTYPES[problem.x].itemsize == 2
+    """Whether a ring is the one for rows of 16 bits to 8 bits: 12 warps of long threads that the row fills.
+
+    RMSNorm at scales that are sought in the row has shorter ones as well (36,864 columns, 1 x 128 blocks: 48 elements 0.89, in
+    registers 0.82; LayerNorm 0.65 and 0.67).
+    """
+    fewest = 48 if problem.cols_of_scale is not None and not problem.centered else 56
+    long = tile.pack_size * tile.packs_per_thread >= fewest
+    return long and _threads_of_all(tile) == 384 and tile.exact == 1 and DTYPES[problem.x].itemsize == 2
+
+
+def beats_one_quantized_block(problem: Problem, tile: Tile) -> bool:
+    """Whether a ring beats the registers of one block for rows of 16 bits to 8 bits: that one, or at scales that are sought in
+    the row one of 10 or 11 warps.
+
+    By row, RMSNorm and LayerNorm: 22,528 columns 0.88 and 0.68, in registers 0.69 and 0.56; 24,576 0.93 and 0.71, in registers
+    0.72 and 0.59; 32,768 0.93, in registers 0.78. By 1 x 128 blocks: 24,576 0.97 and 0.76, in registers 0.73 and 0.59; 32,768
+    0.90 and 0.73, in registers 0.79 and 0.65. The registers of two blocks are better: RMSNorm, 20,480 columns 0.99, in a ring
+    0.83; LayerNorm, 21,504 columns, 1 x 128 blocks 0.83 and 0.73.
+    """
+    nearly = _threads_of_all(tile) >= 320 and tile.exact == 1 and problem.cols_of_scale is not None
+    nearly = nearly and tile.pack_size * tile.packs_per_thread == 64 and DTYPES[problem.x].itemsize == 2
+    return fills_quantized_ring(problem, tile) or nearly
+
+
+def _threads_of_all(tile: Tile) -> int:
+    """Of the blocks of a multiprocessor."""
+    return tile.block_size * tile.blocks_per_sm
 
 
 def _forward_ring_score(problem: Problem, tile: Tile) -> tuple:

@@ -13,7 +13,7 @@ from .devices import Device
 from .dtypes import DTYPES
 from .problem import Problem, Tile, ceil_div, cols_of_slice
 from .registers import BLOCK_BYTES, is_common_quantized, lanes_tile, long_tile, register_tile
-from .rings import fills_quantized_ring, ring_bytes, ring_clusters, ring_tile, suits_block, wants_ring
+from .rings import beats_one_quantized_block, ring_bytes, ring_clusters, ring_tile, suits_block, wants_ring
 
 
 @dataclass(frozen=True)
@@ -91,12 +91,17 @@ def _bytes_made(problem: Problem, tile: Tile) -> int:
 def scales_at_once(problem: Problem, tile: Tile, strategy: str) -> bool:
     """Whether one launch finds the scales of y and writes it; else one finds the amaxes and a second writes.
 
-    The lanes of a warp find those of blocks, where all of y waits in registers, and no slice of a cluster ends in a block.
+    The lanes of a warp find those of blocks, where all of y waits in registers, and where no slice of a cluster and no warp's
+    part of a ring ends in a block.
     """
     if problem.scaling not in ("block", "mx"):
         return problem.scaling != "tensor"
-    block, width = problem.cols_of_scale, tile.pack_size * tile.threads_per_row
-    in_registers = strategy in ("warp", "block") and 0 < _bytes_made(problem, tile) <= MOST_BYTES_MADE and not tile.stages
+    block = problem.cols_of_scale
+    if tile.stages:
+        return tile.exact == 1 and 32 * tile.pack_size % block == 0
+    width = tile.pack_size * tile.threads_per_row
+    whole_slices = strategy in ("warp", "block") or (strategy == "cluster" and tile.exact)
+    in_registers = whole_slices and 0 < _bytes_made(problem, tile) <= MOST_BYTES_MADE
     by_warps = width % block == 0 and block <= 32 * tile.pack_size
     return in_registers and (by_warps or (block % width == 0 and tile.threads_per_row <= 32))
 
@@ -106,8 +111,8 @@ def _smem_threads(problem: Problem) -> int:
 
 
 def _beats_registers(problem: Problem, ring: Tile, registers: Tile | None) -> bool:
-    """Of a ring that is wanted: to 8 bits only one that the row fills."""
-    return registers is None or not problem.scaling or fills_quantized_ring(problem, ring)
+    """Of a ring that is wanted: to 8 bits not each."""
+    return registers is None or not problem.scaling or beats_one_quantized_block(problem, ring)
 
 
 def _block_tile(problem: Problem, device: Device) -> Tile | None:

@@ -124,7 +124,7 @@ def quantized_cases() -> list[tuple[Case, Quantization]]:
     ):
         strategy = "block" if tile.cluster_size == 1 else "cluster"
         ring = Case("layer_norm", 40, num_cols, "bfloat16", strategy=strategy, tile=tile, sm_margin=32)
-        every += [(ring, Quantization(E4M3, scaling)) for scaling in ("given", "tensor")]
+        every += [(ring, Quantization(E4M3, scaling)) for scaling in SCALINGS]
     # Rows in the shared memory of a block, or a cluster.
     for cluster_size in (1, 2):
         strategy = "block" if cluster_size == 1 else "cluster"

@@ -223,14 +223,35 @@ def chosen_to_8_bits(num_cols: int, scaling: str, dtype: str = "bfloat16", **cha
 
 
 def test_wide_rows_to_8_bits_pass_through_a_ring_that_they_fill():
-    """Of 12 warps of long threads; narrower ones wait in registers, and those whose scales are found in the row."""
+    """Of 12 warps of long threads; narrower ones wait in registers."""
     for num_cols in (24576, 28672, 32768):
         for scaling in ("given", "tensor"):
             tile = chosen_to_8_bits(num_cols, scaling).tile
             assert tile.stages == 3 and tile.exact and tile.pack_size * tile.packs_per_thread >= 56, num_cols
             assert tile.block_size * tile.blocks_per_sm == 12 * 32, num_cols
-        assert not chosen_to_8_bits(num_cols, "row").tile.stages
     assert not any(chosen_to_8_bits(num_cols, "given").tile.stages for num_cols in (10240, 12288, 14336, 16384, 20480))
+
+
+@pytest.mark.parametrize("scaling", ["row", "block", "mx"])
+def test_rows_to_8_bits_at_scales_of_their_own_pass_through_a_ring_where_registers_hold_one_block(scaling):
+    """By hand: 168 registers hold 64 elements' weights, biases and y in one block, but not in a cluster by the scale of a row;
+    65,536 registers hold two blocks of 320 x 64 elements."""
+
+    def ring(num_cols: int, centered: bool, **changes) -> Tile | None:
+        choice = chosen_to_8_bits(
+            num_cols, scaling, centered=centered, weight="bfloat16", bias="bfloat16" if centered else None, **changes
+        )
+        assert choice.amax_kernel is None
+        return choice.tile if choice.tile.stages else None
+
+    for centered in (True, False):
+        for num_cols in (22528, 24576, 28672, 49152, 65536):
+            tile = ring(num_cols, centered)
+            assert tile and tile.exact and tile.pack_size * tile.packs_per_thread >= 48, (num_cols, centered)
+            assert tile.block_size * tile.blocks_per_sm in ((352,) if num_cols == 22528 else (256, 384)), (num_cols, centered)
+        assert not any(ring(num_cols, centered) for num_cols in (4096, 12288, 16384, 18432))
+    assert ring(36864, False) and not ring(36864, True)
+    assert (ring(32768, True) is None) == (scaling == "row")
 
 
 @pytest.mark.parametrize("scaling", ["given", "row", "block", "mx"])
@@ -850,6 +871,17 @@ def test_smem_bytes_of_a_ring(direction, x, weight):
             packs = tile.packs_per_thread - (weight == "bfloat16")
             got = aligned(got) + packs * tile.pack_size * tile.threads_per_row * DTYPES[weight].itemsize
         assert made.launches[0].smem_bytes == aligned(got)
+        if direction == "forward":  # the largest of a row are sent, too
+            to_8_bits = {
+                "weight_dtype": weight,
+                "device": "H200",
+                "strategy": strategy,
+                "tile": tile,
+                "out_dtype": "float8_e4m3fn",
+            }
+            row, given = (plan(num_cols, 8, x, scale=scale, **to_8_bits).launches[0] for scale in ("row", "given"))
+            sent = rows * 4 * (8 + 4 * warps * tile.cluster_size)
+            assert (row.smem_bytes, given.smem_bytes) == (aligned(got + sent), aligned(got))
     assert "num_buffers = 4;" in (CUDA_SRC / "ring.cuh").read_text()
 
 

@@ -186,7 +186,7 @@ TUNED_QUANTIZED_PROBLEMS = [
     for scaling, amax in (("row", False), ("given", False), ("given", True), ("block", False))
     for dtype, centered in (("bfloat16", True), ("float16", True), ("bfloat16", False))
 ]
-TUNED_QUANTIZED_WIDTHS = (256, 384, 640, 896, 1024, 1536, 2560, 3072, 5120, 7168, 12288)
+TUNED_QUANTIZED_WIDTHS = (256, 384, 640, 896, 1024, 1536, 2560, 3072, 5120, 7168, 12288, 24576, 28672, 49152)
 
 
 def matrix_launches(limits: tuple[int, ...]) -> list[Launch]:

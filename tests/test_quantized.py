@@ -120,13 +120,39 @@ def test_bytes_of_every_strategy(strategy, scaling, device):
     assert same_bytes(numpy(made.scale_inv), truth.scale_inv)
 
 
-@pytest.mark.parametrize("scaling", ["given", "tensor"])
-def test_bytes_of_a_ring(scaling, device):
-    """Rows that the copy engine fetches, with a residual."""
-    x = random(3, 16384, dtype=torch.bfloat16, device=device)
-    residual = random(3, 16384, dtype=torch.bfloat16, seed=1, device=device)
-    tile = cupynorm.Tile(8, 256, packs_per_thread=8, exact=1, stages=3)
-    assert_exact("layer_norm", x, scaling, residual=residual, strategy="block", tile=tile)
+# Rings, by columns, strategy and tile: of one block and of a cluster, filled and not, of whole packs and of lone elements; of
+# several rows a block, and of none for some of them.
+RINGS = (
+    (16384, "block", cupynorm.Tile(8, 256, 8, exact=1, stages=3)),
+    (4096, "block", cupynorm.Tile(8, 64, 8, exact=1, stages=2)),
+    (1000, "block", cupynorm.Tile(8, 64, 2, rows_per_block=2, stages=2)),
+    (1023, "block", cupynorm.Tile(1, 64, 16, stages=2)),
+    (2048, "cluster", cupynorm.Tile(8, 64, 2, cluster_size=2, exact=1, stages=3)),
+    (9000, "cluster", cupynorm.Tile(8, 128, 5, cluster_size=2, stages=2)),
+    (1024, "cluster", cupynorm.Tile(4, 32, 2, cluster_size=4, exact=1, stages=2)),
+)
+
+
+@pytest.mark.parametrize("scaling", SCALES)
+@pytest.mark.parametrize("num_cols, strategy, tile", RINGS)
+def test_bytes_of_a_ring(num_cols, strategy, tile, scaling, device):
+    """Rows that the copy engine fetches, with a residual; more of them than a ring has stages, on few blocks."""
+    for num_rows, margin in ((3, 0), (11, GPUS["H200"].num_sms - tile.cluster_size - tile.cluster_size // 4)):
+        x = random(num_rows, num_cols, dtype=torch.bfloat16, device=device)
+        residual = random(num_rows, num_cols, dtype=torch.bfloat16, seed=1, device=device)
+        weight, bias = (random(num_cols, dtype=torch.bfloat16, seed=seed, device=device) for seed in (2, 3))
+        options = {"strategy": strategy, "tile": tile, "sm_margin": margin}
+        assert_exact("layer_norm", x, scaling, residual=residual, weight=weight, bias=bias, **options)
+        assert_exact("rms_norm", x, scaling, weight=weight, **options)
+
+
+def test_scales_of_blocks_in_a_ring_are_found_at_once_where_no_warp_has_part_of_one():
+    for num_cols, strategy, tile in RINGS:
+        for scaling, cols in (("block", 128), ("mx", 32)):
+            problem = Problem("forward", True, num_cols, "bfloat16", y=E4M3, scaling=scaling, pack_limit=tile.pack_size)
+            at_once = tile.exact and 32 * tile.pack_size % cols == 0
+            launches = make_plan(problem, GPUS["H200"], 5, strategy=strategy, tile=tile).launches
+            assert len(launches) == (1 if at_once else 2), (tile, scaling)
 
 
 # pack_size, threads_per_row and packs_per_thread: 2 to 32 lanes share the scales of a block, which may be of several of their
