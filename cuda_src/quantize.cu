@@ -1,13 +1,18 @@
-// quantize -- data = saturate(x * scale) in 8-bit floats, as a matrix and transposed; a block owns 128 rows of 128 columns
+// quantize -- data = saturate(x * scale) in 8-bit floats, as a matrix and transposed, and sums of x over rows; a block owns 128
+//        rows of 128 columns
 // owns:  each thread 64 elements of one group of pack_size columns; the block its 8-bit values in shared memory
-// moves: x once in, data and the transposed copy once out: itemsize of x + 1 + 1 bytes an element
+// moves: x once in, data and the transposed copy once out: itemsize of x + 1 + 1 bytes an element; of sums a number a column
+// and
+//        block, which backward_parameters.cu adds up
 // takes: any matrix; x may be a norm's y, made of its saved statistics; or 8-bit floats that are only to be transposed
 // needs: num_cols and row strides multiples of pack_size, addresses aligned to a pack
 #include "fp8.cuh"
 #include "row.cuh"
 #include "statistics.cuh"
 
-// Members of a source: Held, Float8, keep(col), fetch(row, col), convert(packs, row, kept, largest), and finish(largest).
+// Members of a source: Held, Float8; Kept and keep(col), what a thread holds of its columns; Fetched and fetch(row, col), a
+// pack and what belongs to its row; Factor and factor(), read once; convert(fetched, kept, factor, largest); and
+// finish(largest).
 
 // value * factor, rounded once, also of values below 2^-126, which the compiler flushes: only factors from 2^100 on make
 // anything of them that is no zero in 8 bits.
@@ -19,14 +24,23 @@ __device__ __forceinline__ float times_large(float value, float factor) {
 }
 __device__ __forceinline__ double times_large(double value, double factor) { return value * factor; }
 
+template <class T, int pack_size>
+struct FetchedPack {
+  Pack<T, pack_size> pack;
+};
+
 // x times one scale. x, scale, scale_inv and amax as in QuantizeStore with Scaling::given.
 template <class X, class Y>
 struct ScaledSource {
   using Float8 = Y;
   using Held = X;
   using Compute = typename ComputeOf<X>::type;
+  using Factor = Compute;
+  static constexpr int most_in_flight = 8;
   template <int pack_size>
   struct Kept {};
+  template <int pack_size>
+  using Fetched = FetchedPack<X, pack_size>;
 
   Load<X> x;
   const float* scale;
@@ -37,21 +51,21 @@ struct ScaledSource {
   __device__ __forceinline__ Kept<pack_size> keep(long long) const {
     return {};
   }
+  __device__ __forceinline__ Factor factor() const { return scale == nullptr ? 1.0f : *scale; }
   template <int pack_size>
-  __device__ __forceinline__ Pack<X, pack_size> fetch(long long row, long long col) const {
-    return x.template load<pack_size>(row, col);
+  __device__ __forceinline__ Fetched<pack_size> fetch(long long row, long long col) const {
+    return {x.template load<pack_size>(row, col)};
   }
   template <int pack_size>
-  __device__ __forceinline__ Pack<Y, pack_size> convert(const Pack<X, pack_size>& pack, long long, const Kept<pack_size>&,
-                                                        Largest& largest) const {
+  __device__ __forceinline__ Pack<Y, pack_size> convert(const Fetched<pack_size>& fetched, const Kept<pack_size>&,
+                                                        Factor factor, Largest& largest) const {
     Compute values[pack_size];
-    unpack(pack, values);
-    return scaled<pack_size>(values, largest);
+    unpack(fetched.pack, values);
+    return scaled<pack_size>(values, factor, largest);
   }
-  template <int pack_size, class Compute>
-  __device__ __forceinline__ Pack<Y, pack_size> scaled(Compute (&values)[pack_size], Largest& largest) const {
+  template <int pack_size>
+  __device__ __forceinline__ Pack<Y, pack_size> scaled(Compute (&values)[pack_size], Factor factor, Largest& largest) const {
     largest.add_pack(values);
-    const Compute factor = scale == nullptr ? 1.0f : *scale;
     if (factor < Compute(0x1p100)) {
 #pragma unroll
       for (int at = 0; at < pack_size; ++at) values[at] *= factor;
@@ -75,8 +89,15 @@ struct NormalizedSource {
   using Held = X;
   using Compute = typename ComputeOf<X>::type;
   using Affine = Store<Y, Weight, Bias, zero_centered, Rounded>;
+  using Factor = Compute;
+  static constexpr int most_in_flight = 4;
   template <int pack_size>
   using Kept = typename Affine::template Kept<pack_size>;
+  template <int pack_size>
+  struct Fetched {
+    Pack<X, pack_size> pack;
+    Compute mean, rstd;
+  };
 
   ScaledSource<X, Y> source;
   const Weight* weight;
@@ -88,20 +109,20 @@ struct NormalizedSource {
   __device__ __forceinline__ Kept<pack_size> keep(long long col) const {
     return {{weight, col}, {bias, col}};
   }
+  __device__ __forceinline__ Factor factor() const { return source.factor(); }
   template <int pack_size>
-  __device__ __forceinline__ Pack<X, pack_size> fetch(long long row, long long col) const {
-    return source.template fetch<pack_size>(row, col);
+  __device__ __forceinline__ Fetched<pack_size> fetch(long long row, long long col) const {
+    return {source.template fetch<pack_size>(row, col).pack, centered ? mean[row] : Compute(0), rstd[row]};
   }
   template <int pack_size>
-  __device__ __forceinline__ Pack<Y, pack_size> convert(const Pack<X, pack_size>& pack, long long row,
-                                                        const Kept<pack_size>& kept, Largest& largest) const {
-    const Compute own_mean = centered ? mean[row] : Compute(0);
-    const RowStatistics<Compute> statistics{own_mean, rstd[row], own_mean, 0};
+  __device__ __forceinline__ Pack<Y, pack_size> convert(const Fetched<pack_size>& fetched, const Kept<pack_size>& kept,
+                                                        Factor factor, Largest& largest) const {
+    const RowStatistics<Compute> statistics{fetched.mean, fetched.rstd, fetched.mean, 0};
     Compute values[pack_size], normalized[pack_size], made[pack_size];
-    unpack(pack, values);
+    unpack(fetched.pack, values);
     statistics.template normalize<centered>(values, normalized);
     Affine::affine(normalized, kept, made);
-    return source.template scaled<pack_size>(made, largest);
+    return source.template scaled<pack_size>(made, factor, largest);
   }
   __device__ __forceinline__ void finish(const Largest& largest) const { source.finish(largest); }
 };
@@ -111,8 +132,12 @@ template <class Y>
 struct BytesSource {
   using Float8 = Y;
   using Held = Y;
+  struct Factor {};
+  static constexpr int most_in_flight = 8;
   template <int pack_size>
   struct Kept {};
+  template <int pack_size>
+  using Fetched = FetchedPack<Y, pack_size>;
 
   const Y* data;
   long long stride;
@@ -121,14 +146,15 @@ struct BytesSource {
   __device__ __forceinline__ Kept<pack_size> keep(long long) const {
     return {};
   }
+  __device__ __forceinline__ Factor factor() const { return {}; }
   template <int pack_size>
-  __device__ __forceinline__ Pack<Y, pack_size> fetch(long long row, long long col) const {
-    return load_pack<pack_size>(data + row * stride + col);
+  __device__ __forceinline__ Fetched<pack_size> fetch(long long row, long long col) const {
+    return {load_pack<pack_size>(data + row * stride + col)};
   }
   template <int pack_size>
-  __device__ __forceinline__ Pack<Y, pack_size> convert(const Pack<Y, pack_size>& pack, long long, const Kept<pack_size>&,
+  __device__ __forceinline__ Pack<Y, pack_size> convert(const Fetched<pack_size>& fetched, const Kept<pack_size>&, Factor,
                                                         Largest&) const {
-    return pack;
+    return fetched.pack;
   }
   __device__ __forceinline__ void finish(const Largest&) const {}
 };
@@ -143,6 +169,7 @@ struct Quantize {
   Float8* transposed;  // [num_cols, num_rows], contiguous; null: not wanted
   long long num_rows;
   long long num_cols;
+  void* partial_sums;  // [rows of squares, num_cols] in the arithmetic's type, where sums are wanted
 };
 
 // Where byte `col` of row `row` waits: rows of 16 bytes in another order in each 16 rows, so that neither the rows that are
@@ -159,12 +186,28 @@ __device__ __forceinline__ void transpose_bytes(const unsigned (&rows)[4], unsig
   cols[3] = __byte_perm(high01, high23, 0x7632);
 }
 
-template <class Source, Tile tile>
+// What threads of a block have summed up of their columns: of each column the sum over all of them, in one order.
+template <int pack_size, int num_groups, class Compute>
+__device__ __forceinline__ void add_groups(Compute* of_groups, const Compute (&sums)[pack_size], int group, int own_col,
+                                           Compute* total, int num_cols) {
+#pragma unroll
+  for (int at = 0; at < pack_size; ++at) of_groups[group * 128 + own_col + at] = sums[at];
+  __syncthreads();
+  const int col = threadIdx.x;
+  if (col >= min(128, num_cols)) return;
+  Compute sum = of_groups[col];
+#pragma unroll
+  for (int from = 1; from < num_groups; ++from) sum += of_groups[from * 128 + col];
+  total[col] = sum;
+}
+
+// sums_up: whether sums of x over rows are wanted.
+template <class Source, bool sums_up, Tile tile>
 __global__ void __launch_bounds__(tile.block_size(), tile.blocks_per_sm) quantize(const Quantize<Source> problem) {
   using Float8 = typename Source::Float8;
   constexpr int side = 128, pack_size = tile.pack_size;
   constexpr int rows_of_pass = tile.rows_per_block, num_passes = side / rows_of_pass;
-  constexpr int in_flight = num_passes < 8 ? num_passes : 8;  // packs that a thread has asked for at a time
+  constexpr int in_flight = num_passes < Source::most_in_flight ? num_passes : Source::most_in_flight;
   static_assert(tile.threads_per_row * pack_size == side && tile.block_size() == 256,
                 "threads share out the columns of a square");
   unsigned char* square = dynamic_smem();
@@ -175,15 +218,18 @@ __global__ void __launch_bounds__(tile.block_size(), tile.blocks_per_sm) quantiz
   const long long col = first_col + own_col;
   const bool in_row = col < problem.num_cols;
   const auto kept = problem.source.template keep<pack_size>(in_row ? col : 0);
+  const auto factor = problem.source.factor();
   Largest largest{};
+  using Compute = typename ComputeOf<typename Source::Held>::type;
+  [[maybe_unused]] Compute sums[pack_size] = {};
 #pragma unroll 1
   for (int first = 0; first < num_passes; first += in_flight) {
-    Pack<typename Source::Held, pack_size> packs[in_flight];
+    typename Source::template Fetched<pack_size> fetched[in_flight];
 #pragma unroll
     for (int at = 0; at < in_flight; ++at) {
       const long long row = first_row + own_row + (first + at) * rows_of_pass;
-      packs[at] = {};
-      if (in_row && row < problem.num_rows) packs[at] = problem.source.template fetch<pack_size>(row, col);
+      fetched[at] = {};
+      if (in_row && row < problem.num_rows) fetched[at] = problem.source.template fetch<pack_size>(row, col);
     }
 #pragma unroll
     for (int at = 0; at < in_flight; ++at) {
@@ -191,13 +237,24 @@ __global__ void __launch_bounds__(tile.block_size(), tile.blocks_per_sm) quantiz
       const long long row = first_row + row_of_square;
       Pack<Float8, pack_size> made{};
       if (in_row && row < problem.num_rows) {
-        made = problem.source.template convert<pack_size>(packs[at], row, kept, largest);
+        made = problem.source.template convert<pack_size>(fetched[at], kept, factor, largest);
         if (problem.data != nullptr) store_pack<pack_size>(problem.data + row * problem.data_stride + col, made);
       }
       store_pack<pack_size>(reinterpret_cast<Float8*>(square + place_in_square(row_of_square, own_col)), made);
+      if constexpr (sums_up) {
+        Compute values[pack_size];
+        unpack(fetched[at].pack, values);
+#pragma unroll
+        for (int each = 0; each < pack_size; ++each) sums[each] += values[each];
+      }
     }
   }
   problem.source.finish(largest);
+  if constexpr (sums_up) {
+    Compute* total = static_cast<Compute*>(problem.partial_sums) + first_row / side * problem.num_cols + first_col;
+    add_groups<pack_size, rows_of_pass>(reinterpret_cast<Compute*>(square + side * side), sums, own_row, own_col, total,
+                                        static_cast<int>(min(problem.num_cols - first_col, 128ll)));
+  }
   if (problem.transposed == nullptr) return;
   __syncthreads();
 

@@ -209,28 +209,33 @@ class FusedForwardCall(ForwardCall):
 class QuantizeCall:
     """A planned quantisation of a matrix, or of a norm's y of one. y: its 8-bit dtype, x's own where it is only transposed.
 
-    of_norm: None, or (centered, weight, bias, zero_centered).
+    of_norm: None, or (centered, weight, bias, zero_centered). sums: None, or the dtype of sums of x over rows.
     """
 
-    def __init__(self, x: Rows, y: str, of_norm: tuple | None) -> None:
+    def __init__(self, x: Rows, y: str, of_norm: tuple | None, sums: str | None = None) -> None:
         centered, weight, bias, zero_centered = of_norm or (None, None, None, False)
         layouts = [x.layout()] + [(address, 0, DTYPES[dtype].itemsize) for address, dtype in filter(None, (weight, bias))]
-        self.launch = quantize_launch(
+        self.launches = quantize_launch(
             x.num_rows, x.num_cols, x.dtype, y, pack_limit(x.num_cols, layouts), centered=centered, weight=weight and weight[1],
-            bias=bias and bias[1], zero_centered=zero_centered,
+            bias=bias and bias[1], zero_centered=zero_centered, sums=sums,
         )  # fmt: skip
         self.is_scaled, self.is_norm = x.dtype != y, of_norm is not None
         self.x_stride, self.num_rows, self.num_cols = x.row_stride, x.num_rows, x.num_cols
+        # One partial row of sums for each 128 rows.
+        self.partials_shape = (-(-x.num_rows // 128), x.num_cols) if sums else None
 
     def words(
         self, x: int, data: int, transposed: int, scale: int = 0, scale_inv: int = 0, amax: int = 0, weight: int = 0,
-        bias: int = 0, mean: int = 0, rstd: int = 0,
-    ) -> tuple:  # fmt: skip
-        """struct Quantize of quantize.cu."""
+        bias: int = 0, mean: int = 0, rstd: int = 0, partials: int = 0, sums: int = 0,
+    ) -> list[tuple]:  # fmt: skip
+        """For each launch: struct Quantize of quantize.cu, struct Parameters of backward_parameters.cu."""
         source = (x, self.x_stride)
         source += (scale, scale_inv, amax) if self.is_scaled else ()
         source += (weight, bias, mean, rstd) if self.is_norm else ()
-        return (*source, data, self.num_cols, transposed, self.num_rows, self.num_cols)
+        words = [(*source, data, self.num_cols, transposed, self.num_rows, self.num_cols, partials)]
+        if self.partials_shape:
+            words.append((0, partials, self.num_cols, 0, sums, *self.partials_shape))
+        return words
 
 
 class BackwardCall:

@@ -135,6 +135,14 @@ def _parameters_kernel(problem: Problem, strategy: str) -> tuple[Tile | None, Ke
     return tile, Kernel("backward_parameters.cu", f"backward_parameters<{rows}, {outputs}, {tile.cpp}>")
 
 
+def _parameters_launch(
+    problem: Problem, tile: Tile, kernel: Kernel, *, overlaps: bool = False, most_blocks: int | None = None
+) -> Launch:
+    grid = ceil_div(problem.num_cols, tile.threads_per_row * tile.pack_size)
+    grid = grid if most_blocks is None else min(grid, most_blocks)
+    return Launch(kernel, tile, grid, tile.block_size, smem_bytes_of(problem, tile, "parameters"), overlaps=overlaps)
+
+
 def _check_tile(problem: Problem, strategy: str, tile: Tile, device: Device) -> None:
     """Raise a ValueError that says what does not fit."""
 
@@ -230,9 +238,10 @@ def _check_bundle(problem: Problem, strategy: str, tile: Tile, device: Device) -
 
 def quantize_launch(
     num_rows: int, num_cols: int, x: str, y: str, pack_limit: int, *, centered: bool | None = None, weight: str | None = None,
-    bias: str | None = None, zero_centered: bool = False, rounded: str | None = None,
-) -> Launch:  # fmt: skip
-    """The kernel that makes 8-bit floats of dtype y of a matrix, and transposes them.
+    bias: str | None = None, zero_centered: bool = False, rounded: str | None = None, sums: str | None = None,
+) -> tuple[Launch, ...]:  # fmt: skip
+    """The kernel that makes 8-bit floats of dtype y of a matrix, and transposes them; with sums, the dtype of sums over rows,
+    a second one that adds up those of squares.
 
     x: its dtype, or y where they are only transposed. centered: None, or which norm's y of x is meant."""
     source = f"BytesSource<{_cpp(y)}>" if x == y else f"ScaledSource<{_cpp(x)}, {_cpp(y)}>"
@@ -247,7 +256,13 @@ def quantize_launch(
     small = 1 < pack_size and pack_size * ELEMENTS[x].itemsize < 16
     tile = Tile(pack_size, lanes, rows_per_block=256 // lanes, blocks_per_sm=2 if small or x == "float64" else 3)
     squares = ceil_div(num_rows, 128) * ceil_div(num_cols, 128)
-    return Launch(Kernel("quantize.cu", f"quantize<{source}, {tile.cpp}>"), tile, squares, tile.block_size, 128 * 128)
+    kernel = Kernel("quantize.cu", f"quantize<{source}, {_bool(sums)}, {tile.cpp}>")
+    if sums is None:
+        return (Launch(kernel, tile, squares, tile.block_size, 128 * 128),)
+    smem_bytes = 128 * (128 + tile.rows_per_block * compute_dtype(x).itemsize)
+    problem = Problem("backward", False, num_cols, x, dbias=sums, pack_limit=pack_limit)
+    last = _parameters_launch(problem, *_parameters_kernel(problem, "block"))
+    return Launch(kernel, tile, squares, tile.block_size, smem_bytes), last
 
 
 # Asked first where neither strategy nor tile is given: (strategy, tile, where they are from), or None. Of cupynorm.tiles.
@@ -471,16 +486,14 @@ def make_plan(
         moved += moved - num_rows * (problem.num_cols + problem.scale_bytes)
         moved += 8 * (num_rows * problem.num_scales or 1)
     if row_elements and choice.parameters_kernel is not None:
-        parameters = choice.parameters_tile
-        grid = ceil_div(problem.num_cols, parameters.threads_per_row * parameters.pack_size)
-        if sm_margin:
-            grid = min(grid, (device.num_sms - sm_margin) * parameters.blocks_per_sm)
-        smem_bytes = smem_bytes_of(problem, parameters, "parameters")
         # Its blocks are in place when the partial sums are written (H200, bf16: 8192 x 128 10.3 to 9.2 us, 512 x 4096 14.9 to
         # 14.0).
         overlaps = num_partials > 0 and device.compute_capability >= 90
+        most_blocks = (device.num_sms - sm_margin) * choice.parameters_tile.blocks_per_sm if sm_margin else None
         launches.append(
-            Launch(choice.parameters_kernel, parameters, grid, parameters.block_size, smem_bytes, overlaps=overlaps)
+            _parameters_launch(
+                problem, choice.parameters_tile, choice.parameters_kernel, overlaps=overlaps, most_blocks=most_blocks
+            )
         )
         wanted = bool(problem.dweight) + bool(problem.dbias)
         moved += 2 * wanted * num_partials * problem.num_cols * DTYPES[problem.compute].itemsize

@@ -164,12 +164,29 @@ def quantize(
 ) -> QuantizedTensor:
     """A matrix by one given scale. amax: float32 of one element, raised to the largest |x|. On a GPU by one kernel."""
     if not arrays.on_host(x):
-        data, scale_inv, transposed = quantized.quantize(x, str(dtype).removeprefix("torch."), scale, amax, transpose=transpose)
-        return QuantizedTensor(data, scale_inv, x.dtype, transposed=transposed)
+        return _of_matrix(quantized.quantize(x, _name(dtype), scale, amax, transpose=transpose), x)
     if amax is not None:
         torch.maximum(amax, amax_of(x).reshape(1), out=amax)
     data = encode(x, scale, dtype).contiguous()
     return QuantizedTensor(data, 1.0 / scale, x.dtype, transposed=_transposed(data) if transpose else None)
+
+
+def quantize_and_sum(
+    x: Tensor, scale: Tensor, dtype: torch.dtype, sum_dtype: torch.dtype, *, amax: Tensor | None = None
+) -> tuple[QuantizedTensor, Tensor]:
+    """As `quantize`, with the transposed copy; and sums of x over rows [num_cols], in sum_dtype. On a GPU x is read once."""
+    if arrays.on_host(x):
+        return quantize(x, scale, dtype, amax=amax, transpose=True), x.sum(0, dtype=sum_dtype)
+    made = quantized.quantize(x, _name(dtype), scale, amax, transpose=True, sums=_name(sum_dtype))
+    return _of_matrix(made, x), made.sums
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _of_matrix(made: quantized.QuantizedMatrix, x: Tensor) -> QuantizedTensor:
+    return QuantizedTensor(made.data, made.scale_inv, x.dtype, transposed=made.transposed)
 
 
 def _transposed(data: Tensor) -> Tensor:

@@ -70,6 +70,13 @@ class Quantizers:
             )
         return fp8.quantize(x, scale.value, self.dtype(name), amax=scale.amax, transpose=transpose)
 
+    def quantize_gradient(self, dy: Tensor, sum_dtype: torch.dtype | None) -> tuple[QuantizedTensor, Tensor | None]:
+        """dy and its transposed copy; and its sums over rows in sum_dtype, where it is given and one reading makes both."""
+        scale = self.scale("grad_output", dy)
+        if scale is None or sum_dtype is None:
+            return self.quantize("grad_output", dy, scale, transpose=True), None
+        return fp8.quantize_and_sum(dy, scale.value, self.dtype("grad_output"), sum_dtype, amax=scale.amax)
+
 
 def states_of(kept: dict[str, Scales], recipe: fp8.Recipe, device: torch.device) -> dict[str, Scales]:
     """A layer's states for a recipe, on a device: made where there are none, as long as the recipe says."""
@@ -173,10 +180,8 @@ def normalize_again(
         return made.transposed, _scale_inv_of_transposed(made)
     of_norm = quantized.OfNorm(call.centered, norm_weight, norm_bias, call.zero_centered_weight, mean, rstd)
     name = _name(quantizers.dtype("input"))
-    _, scale_inv, transposed = quantized.quantize(
-        as_rows(input), name, scale, wants_data=False, transpose=True, of_norm=of_norm
-    )
-    return transposed, scale_inv
+    made = quantized.quantize(as_rows(input), name, scale, wants_data=False, transpose=True, of_norm=of_norm)
+    return made.transposed, made.scale_inv
 
 
 def project(call: Call, rows: QuantizedTensor, weight: QuantizedTensor, bias: Tensor | None) -> Tensor:
@@ -219,9 +224,10 @@ class Projected(torch.autograd.Function):
         _, _, _, _, wants_input, wants_norm_weight, wants_norm_bias, *wants_parts = ctx.needs_input_grad
         wants_norm = (wants_input, wants_norm_weight, wants_norm_bias)
         rows = None if dy is None else as_rows(dy)
-        gradient_rows = None
+        sums_up = biases and ctx.take is None and any(wants_parts[len(weights) :])
+        gradient_rows = dbias = None
         if rows is not None:
-            gradient_rows = quantizers.quantize("grad_output", rows, quantizers.scale("grad_output", rows), transpose=True)
+            gradient_rows, dbias = quantizers.quantize_gradient(rows, biases[0].dtype if sums_up else None)
         reaches = dnormalized
         if rows is not None and any(wants_norm):
             reaches = fp8.multiply(
@@ -257,8 +263,9 @@ class Projected(torch.autograd.Function):
             if any(wants_parts[: len(weights)]):
                 split = make_dweight(weights[0].dtype).split([len(each) for each in weights])
                 dweights = [part.to(each.dtype) for part, each in zip(split, weights)]
-            if biases and any(wants_parts[len(weights) :]):
-                dbiases = rows.sum(0, dtype=biases[0].dtype).split([len(each) for each in biases])
+            if sums_up:
+                dbias = rows.sum(0, dtype=biases[0].dtype) if dbias is None else dbias
+                dbiases = dbias.split([len(each) for each in biases])
         if isinstance(quantizers.recipe, DelayedScaling):
             quantizers.states["backward"].update(quantizers.recipe, call.group)
         made = (*of_norm, *dweights, *dbiases)

@@ -339,7 +339,7 @@ class _PreparedForward(_Forward):
         if not quantization.transpose:
             return None
         matrix = data.reshape(self.num_rows, self.num_cols)
-        return quantized.quantize(matrix, quantization.dtype, wants_data=False, transpose=True)[2]
+        return quantized.quantize(matrix, quantization.dtype, wants_data=False, transpose=True).transposed
 
 
 def _address_or_zero(address):

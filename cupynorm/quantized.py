@@ -13,7 +13,7 @@ import numpy as np
 
 from . import arrays, launch, norm, nvrtc
 from .calls import Quantization, QuantizeCall
-from .dtypes import FLOAT8S
+from .dtypes import FLOAT8S, compute_dtype
 from .norm import Array
 from .problem import SCALINGS, ceil_div, cols_of_scale
 
@@ -187,23 +187,33 @@ class OfNorm(NamedTuple):
     rstd: Array
 
 
+class QuantizedMatrix(NamedTuple):
+    """data: [num_rows, num_cols]; transposed: [num_cols, num_rows]; sums: of x over rows, [num_cols]. None: not wanted."""
+
+    data: Array | None
+    scale_inv: Array | None
+    transposed: Array | None
+    sums: Array | None = None
+
+
 def quantize(
     x: Array, dtype: str, scale: Array | None = None, amax: Array | None = None, *, wants_data: bool = True,
-    transpose: bool = False, of_norm: OfNorm | None = None,
-) -> tuple[Array | None, Array, Array | None]:  # fmt: skip
-    """data, scale_inv and the transposed copy of a matrix on a GPU in one launch; of a matrix of 8-bit floats the last alone.
+    transpose: bool = False, of_norm: OfNorm | None = None, sums: str | None = None,
+) -> QuantizedMatrix:  # fmt: skip
+    """A matrix on a GPU in 8-bit floats, from one reading; one of 8-bit floats is only transposed.
 
     x: [num_rows, num_cols]. dtype: the 8-bit one by name. scale: one float32, None: 1;
     amax: one float32, raised to the largest |x|.
-    of_norm: quantise that norm's y of x.
+    of_norm: quantise that norm's y of x. sums: the dtype of sums of x over rows, which are computed in float32 (of float64 in
+    that), in one order, and rounded once.
     """
     is_scaled = arrays.dtype_name(x) not in (dtype, "uint8")
     lie = arrays.library(x).lie
     norm_key = of_norm and (lie(of_norm.weight), lie(of_norm.bias), of_norm.centered, of_norm.zero_centered)
-    key = (lie(x), dtype, norm_key, wants_data, transpose)
+    key = (lie(x), dtype, norm_key, wants_data, transpose, sums)
     prepared = norm.quantizations.get(key)
     if prepared is None:
-        prepared = _PreparedQuantize(x, dtype if is_scaled else None, dtype, of_norm, wants_data, transpose)
+        prepared = _PreparedQuantize(x, dtype if is_scaled else None, dtype, of_norm, wants_data, transpose, sums)
         norm.keep(norm.quantizations, key, prepared)
     return prepared.run(x, scale, amax, of_norm)
 
@@ -212,8 +222,9 @@ class _PreparedQuantize:
     """A quantisation that is planned and compiled."""
 
     def __init__(
-        self, x: Array, made: str | None, dtype: str, of_norm: OfNorm | None, wants_data: bool, transpose: bool
-    ) -> None:
+        self, x: Array, made: str | None, dtype: str, of_norm: OfNorm | None, wants_data: bool, transpose: bool,
+        sums: str | None,
+    ) -> None:  # fmt: skip
         view = norm._view(x)
         self.device_index = view.device
         self.library = library = arrays.library(x)(view.device)
@@ -223,27 +234,33 @@ class _PreparedQuantize:
         weight, copy_weight = norm._parameter(of_norm and of_norm.weight)
         bias, copy_bias = norm._parameter(of_norm and of_norm.bias)
         self.copies = norm._copies(copied, copy_weight, copy_bias)
-        self.call = QuantizeCall(rows, dtype, of_norm and (of_norm.centered, weight, bias, of_norm.zero_centered))
-        self.kernel = launch.load(self.call.launch, view.device) if rows.num_rows and rows.num_cols else None
+        self.call = QuantizeCall(rows, dtype, of_norm and (of_norm.centered, weight, bias, of_norm.zero_centered), sums)
+        launches = self.call.launches if rows.num_rows and rows.num_cols else ()
+        self.kernels = [launch.load(each, view.device) for each in launches]
         self.new_data = norm._new(library, view.shape, dtype if wants_data else None)
         self.new_transposed = norm._new(library, view.shape[::-1], dtype if transpose else None)
         self.new_scale_inv = norm._new(library, (1,), "float32" if made else None)
+        self.new_sums = norm._new(library, view.shape[1:], sums)
+        self.new_partials = norm._new(library, self.call.partials_shape, compute_dtype(rows.dtype).name if sums else None)
 
-    def run(self, x: Array, scale: Array | None, amax: Array | None, of_norm: OfNorm | None) -> tuple:
+    def run(self, x: Array, scale: Array | None, amax: Array | None, of_norm: OfNorm | None) -> QuantizedMatrix:
         library = self.library
         former = library.exchange_device(self.device_index)
         try:
             weight, bias, mean, rstd = (None,) * 4 if of_norm is None else (of_norm.weight, of_norm.bias, *of_norm[4:])
             if self.copies:
                 x, weight, bias = norm._contiguous(library, self.copies, (x, weight, bias))
-            data, scale_inv, transposed = self.new_data(), self.new_scale_inv(), self.new_transposed()
-            if self.kernel is None:
-                norm._fill((scale_inv,), 1.0 if scale is None else 1.0 / scale)
-                return data, scale_inv, transposed
-            given = (x, data, transposed, scale, scale_inv, amax, weight, bias, mean, rstd)
-            address = library.address
-            self.kernel.enqueue(library.stream(), self.call.words(*(0 if each is None else address(each) for each in given)))
-            return data, scale_inv, transposed
+            made = QuantizedMatrix(self.new_data(), self.new_scale_inv(), self.new_transposed(), self.new_sums())
+            if not self.kernels:
+                norm._fill((made.scale_inv,), 1.0 if scale is None else 1.0 / scale)
+                norm._fill((made.sums,), 0)
+                return made
+            data, scale_inv, transposed, sums = made
+            given = (x, data, transposed, scale, scale_inv, amax, weight, bias, mean, rstd, self.new_partials(), sums)
+            address, stream = library.address, library.stream()
+            for kernel, words in zip(self.kernels, self.call.words(*(0 if each is None else address(each) for each in given))):
+                kernel.enqueue(stream, words)
+            return made
         finally:
             if former != self.device_index:
                 library.exchange_device(former)

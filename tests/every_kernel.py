@@ -314,11 +314,18 @@ def run_matrix(matrix: Matrix, where: CpuMachine | GpuCheckMachine) -> tuple[dic
         at["scale_inv"] = kept.poisoned("scale_inv", (1,), "float32")
         at["amax"] = kept.put("amax", np.zeros(1, np.float32))
     parameters = [(at[name], x) if name in at else None for name in ("weight", "bias")]
+    sums = None
+    if is_scaled and not norm:
+        sums, squares = compute_dtype(x).name, -(-num_rows // 128)
+        at["sums"] = kept.poisoned("sums", (num_cols,), sums)
+        at["partials"] = kept.poisoned("partials", (squares, num_cols), sums)
     call = calls.QuantizeCall(
-        Rows(at.pop("x"), num_rows, num_cols, num_cols, x), y, norm and (norm == "layer_norm", *parameters, False)
+        Rows(at.pop("x"), num_rows, num_cols, num_cols, x), y, norm and (norm == "layer_norm", *parameters, False), sums
     )
-    where.launch(call.launch, call.words(kept.arrays["x"][1], at.pop("data", 0), at.pop("transposed"), **at))
-    return {name: kept.get(name) for name in kept.arrays if name not in given}, given
+    words = call.words(kept.arrays["x"][1], at.pop("data", 0), at.pop("transposed"), **at)
+    for launch, each in zip(call.launches, words, strict=True):
+        where.launch(launch, each)
+    return {name: kept.get(name) for name in kept.arrays if name not in (*given, "partials")}, given
 
 
 def judge_matrix(matrix: Matrix, got: dict, given: dict) -> list[Finding]:
@@ -336,6 +343,10 @@ def judge_matrix(matrix: Matrix, got: dict, given: dict) -> list[Finding]:
     findings.append(same_bytes(label, "scale_inv", got["scale_inv"], np.float32(truth.scale_inv).reshape(1)))
     if not matrix.norm:
         findings.append(same_bytes(label, "amax", got["amax"], np.float32(truth.amax).reshape(1)))
+        # Each of so many additions one after the other rounds: those of a thread, of threads of a square, and of squares.
+        additions = 128 + -(-matrix.num_rows // 128)
+        rounding = additions * DTYPES[compute_dtype(matrix.x).name].half_ulp
+        findings.append(within(label, "sums", got["sums"], values.sum(axis=0), rounding * np.abs(values).sum(axis=0)))
         return [*findings, same_bytes(label, "data", got["data"], truth.data)]
     made, wanted = (fp8.decode(each, matrix.y) for each in (got["data"], truth.data))
     allowed = 2 * FLOAT8S[matrix.y].half_ulp * np.abs(wanted) + FLOAT8S[matrix.y].smallest

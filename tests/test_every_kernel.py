@@ -85,7 +85,7 @@ def test_every_way_to_8_bits():
         for source, _, scaling, step in recorder.scalings:
             if source == f"forward_{name}.cu":
                 found[scaling].add(step)
-        # Lanes of a warp share out the scales of blocks, but of rows in shared memory, of parts that end in a block, or read again.
+        # Lanes of a warp share out the scales of blocks, but of rows in shared memory, of parts that end in one, or read again.
         blocks = {"warp": at_once, "uncached": twice}.get(name, at_once | twice)
         given = at_once | {"write"}  # without an amax to record
         assert found == {"given": given, "tensor": twice, "row": at_once, "block": blocks, "mx": blocks}

@@ -193,12 +193,13 @@ def matrix_launches(limits: tuple[int, ...]) -> list[Launch]:
     """Every kind of quantize.cu, with packs of up to each of these elements."""
     found = []
     for limit in limits:
-        found += [quantize_launch(130, 257, dtype, E5M2, limit) for dtype in DTYPES]
-        found += [quantize_launch(130, 257, format, format, limit) for format in FLOAT8S]
+        for sums in (None, "bfloat16"):
+            found += itertools.chain(*(quantize_launch(130, 257, dtype, E5M2, limit, sums=sums) for dtype in DTYPES))
+        found += itertools.chain(*(quantize_launch(130, 257, format, format, limit) for format in FLOAT8S))
         for dtype, weight in (("bfloat16", "bfloat16"), ("float16", "float32"), ("float32", None), ("float64", "float64")):
             options = {"weight": weight, "zero_centered": dtype == "bfloat16"}
-            found.append(quantize_launch(130, 257, dtype, E4M3, limit, centered=True, bias=weight, **options))
-            found.append(quantize_launch(130, 257, dtype, E5M2, limit, centered=False, **options))
+            found += quantize_launch(130, 257, dtype, E4M3, limit, centered=True, bias=weight, **options)
+            found += quantize_launch(130, 257, dtype, E5M2, limit, centered=False, **options)
     return found
 
 
