@@ -5,7 +5,8 @@
 // bulk_expect(barrier, bytes)             the same, and announces bytes that copies or sends will bring
 // bulk_copy(smem, global, bytes, barrier) one thread: start a copy. 16-byte aligned, 16-byte sized
 // cluster_send(at, value, barrier, rank)  a float to the same place of block `rank`, and its 4 bytes to that block's barrier
-// bulk_wait(barrier, phase)               until the phase's arrivals and bytes are there; phase counts 0, 1, 2, ...
+// smem_reload(smem, words)                16 bytes of what a copy brought, where the compiler would keep what it has loaded
+// before bulk_wait(barrier, phase)               until the phase's arrivals and bytes are there; phase counts 0, 1, 2, ...
 #pragma once
 
 #ifdef CUPYNORM_ON_CPU
@@ -28,10 +29,20 @@ __device__ __forceinline__ void cluster_send(float* at, float value, unsigned lo
   on_cpu::cluster_send(at, value, barrier, rank);
 }
 
+__device__ __forceinline__ void smem_reload(const void* smem, unsigned (&words)[4]) {
+#pragma unroll
+  for (int at = 0; at < 4; ++at) words[at] = static_cast<const unsigned*>(smem)[at];
+}
+
 #else
 
 __device__ __forceinline__ unsigned smem_address(const void* smem) {
   return static_cast<unsigned>(__cvta_generic_to_shared(smem));
+}
+__device__ __forceinline__ void smem_reload(const void* smem, unsigned (&words)[4]) {
+  asm volatile("ld.volatile.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
+               : "r"(smem_address(smem)));
 }
 __device__ __forceinline__ void bulk_barrier_init(unsigned long long* barrier, unsigned arrivals = 1) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;\nfence.mbarrier_init.release.cluster;" ::"r"(smem_address(barrier)),

@@ -43,7 +43,11 @@ struct RingRow {
 #pragma unroll
       for (int stream = 0; stream < Load::num_streams; ++stream) {
         const Held* at = parts[stream] + Shape::col(pack);
-        packs[stream] = rereads ? load_from_smem_again<tile.pack_size>(at) : load_pack<tile.pack_size>(at);
+        if constexpr (rereads && sizeof(packs[stream]) == 16) {
+          smem_reload(at, packs[stream].word);
+        } else {
+          packs[stream] = load_pack<tile.pack_size>(at);
+        }
       }
       Compute values[tile.pack_size];
       unpack(Load::combine(packs), values);

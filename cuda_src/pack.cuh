@@ -108,21 +108,6 @@ __device__ __forceinline__ void forget_unpacked(Pack<T, size>& pack) {
   }
 }
 
-// A pack from shared memory, where the compiler would otherwise keep what it has loaded before.
-template <int size, class T>
-__device__ __forceinline__ Pack<T, size> load_from_smem_again(const T* smem) {
-#ifndef CUPYNORM_ON_CPU
-  if constexpr (sizeof(T) * size == 16) {
-    Pack<T, size> pack;
-    asm volatile("ld.volatile.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(pack.word[0]), "=r"(pack.word[1]), "=r"(pack.word[2]), "=r"(pack.word[3])
-                 : "r"(static_cast<unsigned>(__cvta_generic_to_shared(smem))));
-    return pack;
-  }
-#endif
-  return load_pack<size>(smem);
-}
-
 // The two views of the same bits.
 template <class To, class From>
 __device__ __forceinline__ To reinterpret_bits(const From& from) {

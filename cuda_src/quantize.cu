@@ -1,9 +1,7 @@
-// quantize -- data = saturate(x * scale) in 8-bit floats, as a matrix and transposed, and sums of x over rows; a block owns 128
-//        rows of 128 columns
+// quantize -- data = saturate(x * scale) in 8-bit floats, also transposed, and sums over rows; a block owns 128 x 128 elements
 // owns:  each thread 64 elements of one group of pack_size columns; the block its 8-bit values in shared memory
-// moves: x once in, data and the transposed copy once out: itemsize of x + 1 + 1 bytes an element; of sums a number a column
-// and
-//        block, which backward_parameters.cu adds up
+// moves: x once in, data and the transposed copy once out: itemsize of x + 1 + 1 bytes an element; of sums over rows one a
+//        column and block, which backward_parameters.cu adds up
 // takes: any matrix; x may be a norm's y, made of its saved statistics; or 8-bit floats that are only to be transposed
 // needs: num_cols and row strides multiples of pack_size, addresses aligned to a pack
 #include "fp8.cuh"

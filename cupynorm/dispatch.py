@@ -265,6 +265,12 @@ def quantize_launch(
     return Launch(kernel, tile, squares, tile.block_size, smem_bytes), last
 
 
+def update_scales_launch(num_tensors: int) -> Launch:
+    """The kernel that ends a step of delayed scaling: a block for each tensor."""
+    tile = Tile(1, 256)
+    return Launch(Kernel("update_scales.cu", f"update_scales<{tile.cpp}>"), tile, num_tensors, tile.block_size, 256)
+
+
 # Asked first where neither strategy nor tile is given: (strategy, tile, where they are from), or None. Of cupynorm.tiles.
 tuned: Callable[[Problem, Device], tuple[str, Tile, str] | None] | None = None
 

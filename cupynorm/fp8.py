@@ -330,6 +330,11 @@ class Scales:
         if recipe.reduce_amax and torch.distributed.is_available() and torch.distributed.is_initialized():
             if torch.distributed.get_world_size(group) > 1:
                 torch.distributed.all_reduce(history[0], torch.distributed.ReduceOp.MAX, group)
+        is_usual = recipe.scaling_factor_compute_algo is None and not callable(recipe.amax_compute_algo)
+        if is_usual and not arrays.on_host(history) and history.is_contiguous():
+            most_recent = recipe.amax_compute_algo == "most_recent"
+            factor = 2.0**-recipe.margin
+            return quantized.update_scales(self.scale, history, self.largest, factor, most_recent=most_recent)
         scale, history = updated(history, self.scale, self.largest, recipe)
         self.scale.copy_(scale)
         self.amax_history.copy_(history)

@@ -13,6 +13,7 @@ import numpy as np
 
 from . import arrays, launch, norm, nvrtc
 from .calls import Quantization, QuantizeCall
+from .dispatch import update_scales_launch
 from .dtypes import FLOAT8S, compute_dtype
 from .norm import Array
 from .problem import SCALINGS, ceil_div, cols_of_scale
@@ -264,6 +265,31 @@ class _PreparedQuantize:
         finally:
             if former != self.device_index:
                 library.exchange_device(former)
+
+
+# Delayed scales on a GPU.
+
+
+def update_scales(scale: Array, history: Array, largest: Array, factor: float, *, most_recent: bool) -> None:
+    """The end of a step, in place, by one launch: what cupynorm.fp8.updated gives.
+
+    scale, largest: [num_tensors]; history: [num_steps, num_tensors]; all of float32, contiguous, on a GPU. factor: what largest
+    is multiplied by. most_recent: this step's amax counts, and not the largest of all steps.
+    """
+    view = norm._view(history)
+    key = ("update_scales", view.device, *view.shape)
+    kernel = norm.quantizations.get(key)
+    if kernel is None:
+        kernel = launch.load(update_scales_launch(view.shape[1]), view.device)
+        norm.keep(norm.quantizations, key, kernel)
+    library = arrays.library(history)(view.device)
+    former = library.exchange_device(view.device)
+    try:
+        pointers = (library.address(each) for each in (scale, history, largest))
+        kernel.enqueue(library.stream(), (*pointers, float(np.float32(factor)), int(most_recent), *view.shape))
+    finally:
+        if former != view.device:
+            library.exchange_device(former)
 
 
 # Arrays on the host.

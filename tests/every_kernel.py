@@ -16,7 +16,7 @@ from cupynorm.reference import fp8
 from cupynorm import calls, nvrtc, quantized
 from cupynorm.arrays import Rows
 from cupynorm.calls import Quantization
-from cupynorm.dispatch import plan
+from cupynorm.dispatch import plan, update_scales_launch
 from cupynorm.dtypes import DTYPES, FLOAT8S, compute_dtype, decode, encode
 from cupynorm.gradient_check import (
     Case,
@@ -356,6 +356,35 @@ def judge_matrix(matrix: Matrix, got: dict, given: dict) -> list[Finding]:
     return [*findings, within(label, "data of a norm", made, wanted, allowed), few]
 
 
+def run_scales(num_steps: int, where: CpuMachine | GpuCheckMachine) -> tuple[dict, dict]:
+    """What the end of a step of delayed scaling makes, and what it is given, of five tensors: the third was not used."""
+    history = np.abs(np.random.default_rng(num_steps).standard_normal((num_steps, 5))).astype(np.float32)
+    history[0] = (2.0, np.nan, 0.0, 1e-42, np.inf)
+    largest = np.array([448, 57344, 448, 448, 57344], np.float32)
+    given = {"scale": np.arange(1, 6, dtype=np.float32), "history": history, "largest": largest}
+    kept = Kept(where)
+    pointers = [kept.put(name, array.copy()) for name, array in given.items()]
+    where.launch(update_scales_launch(5), (*pointers, 0.5, 0, num_steps, 5))
+    return {name: kept.get(name) for name in ("scale", "history")}, given
+
+
+def judge_scales(got: dict, given: dict) -> list[Finding]:
+    """To the byte."""
+    history, scale = given["history"], given["scale"].copy()
+    amax = np.nan_to_num(history, nan=0.0, posinf=np.inf).max(axis=0)
+    older = np.concatenate([np.zeros_like(history[:1]), history[2:], history[:1]])[: len(history)]
+    used = history[0] != 0
+    for at in np.flatnonzero(used & np.isfinite(amax) & (amax > 0)):
+        with np.errstate(over="ignore"):
+            scale[at] = min(given["largest"][at] * np.float32(0.5) / amax[at], np.finfo(np.float32).max)
+    wanted = {"scale": scale, "history": np.where(used, older, history) if len(history) > 1 else np.where(used, 0, history)}
+    label = f"delayed scales of {len(history)} steps"
+    return [same_bytes(label, name, got[name], each.astype(np.float32)) for name, each in wanted.items()]
+
+
+STEPS = (1, 2, 300)
+
+
 class WholeUnits(GpuCheckMachine):
     """Arrays in units of 16 bytes that are zero: the copy engine reads whole units, also of those that an array shares with
     others, and initcheck knows nothing of what is done with them."""
@@ -386,6 +415,8 @@ def main() -> int:
         result.findings += judge_quantized(case, quantization, *run_quantized(case, quantization, where), exact=False)
     for matrix in matrices():
         result.findings += judge_matrix(matrix, *run_matrix(matrix, where))
+    for num_steps in STEPS:
+        result.findings += judge_scales(*run_scales(num_steps, where))
     print(result.summary())
     return 0 if result.ok else 1
 

@@ -6,7 +6,18 @@ import re
 
 import numpy as np
 import pytest
-from every_kernel import cases, judge_matrix, judge_quantized, matrices, quantized_cases, run_matrix, run_quantized
+from every_kernel import (
+    STEPS,
+    cases,
+    judge_matrix,
+    judge_quantized,
+    judge_scales,
+    matrices,
+    quantized_cases,
+    run_matrix,
+    run_quantized,
+    run_scales,
+)
 
 from cupynorm.gradient_check import CpuMachine, random_problem, run_kernels
 from cupynorm.problem import SCALINGS
@@ -140,3 +151,12 @@ def test_a_wrong_byte_of_a_matrix_is_found(matrix):
     for name in got:
         if name != "amax" or not matrix.norm:
             assert not all(found.ok for found in judge_matrix(matrix, spoilt(got, name), given)), name
+
+
+@pytest.mark.parametrize("num_steps", STEPS)
+def test_a_wrong_scale_is_found(num_steps):
+    got, given = run_scales(num_steps, CpuMachine())
+    assert all(found.ok for found in judge_scales(got, given))
+    assert (got["scale"] != given["scale"]).sum() >= 2 and (got["scale"] == given["scale"]).sum() >= 2
+    for name in got:
+        assert not all(found.ok for found in judge_scales(spoilt(got, name), given)), name

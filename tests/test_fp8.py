@@ -149,10 +149,12 @@ class Machine:
 
 
 @pytest.mark.parametrize("rule", ("max", "most_recent"))
-@pytest.mark.parametrize("length, margin", ((1, 0), (2, 1), (4, 0), (16, 3), (1024, 0)))
-@pytest.mark.parametrize("device", DEVICES)
-def test_fifty_steps_of_delayed_scaling(device, length, margin, rule):
-    generator = np.random.default_rng([length, margin])
+@pytest.mark.parametrize("length, margin", ((1, 0), (2, 1), (4, 0), (16, 3), (300, -2), (1024, 0)))
+@pytest.mark.parametrize("device", (*DEVICES, "kernels"))
+def test_fifty_steps_of_delayed_scaling(device, length, margin, rule, request):
+    launched = request.getfixturevalue("kernels") if device == "kernels" else None
+    device = "cpu" if device == "kernels" else device
+    generator = np.random.default_rng([length, margin + 4])
     dtypes = (fp8.E4M3, fp8.E5M2, fp8.E4M3)
     recipe = DelayedScaling(margin, amax_history_len=length, amax_compute_algo=rule)
     scales = Scales(dtypes, length, torch.device(device))
@@ -177,6 +179,7 @@ def test_fifty_steps_of_delayed_scaling(device, length, margin, rule):
         expected = np.array([machine.history() for machine in machines], np.float32).T
         np.testing.assert_array_equal(scales.amax_history.cpu().numpy(), expected)
     assert changed > 3 and places == (scales.scale.data_ptr(), scales.amax_history.data_ptr())
+    assert launched is None or "update_scales.cu" in [launch.kernel.source for launch in launched]
 
 
 def test_a_tensor_used_twice_records_its_largest():

@@ -137,6 +137,9 @@ def test_by_the_kernels(options, recipe, kernels):
     # The weight, the norm (current scaling: twice), with save_normalized its transposed copy, dy, the norm's gradients, and,
     # unless it was kept, the normalised tensor again.
     assert sources.count("quantize.cu") == 3
+    # dy is summed up where it is quantised: of its sums and of the norm's gradients the last part.
+    assert sources.count("backward_parameters.cu") == 2
+    assert sources.count("update_scales.cu") == (2 if isinstance(recipe, DelayedScaling) else 0)
     assert sources.count("forward_warp.cu") == (2 if isinstance(recipe, CurrentScaling) else 1)
     if isinstance(recipe, DelayedScaling):
         assert (module._fp8_states["forward"].amax_history[-1, :2] > 0).all() and module._fp8_states["forward"].scale[0] != 1

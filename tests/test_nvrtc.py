@@ -20,7 +20,7 @@ import pytest
 import cupynorm
 from cupynorm import nvrtc
 from cupynorm.devices import DEVICES
-from cupynorm.dispatch import Kernel, Launch, make_plan, pack_limit, plan, quantize_launch
+from cupynorm.dispatch import Kernel, Launch, make_plan, pack_limit, plan, quantize_launch, update_scales_launch
 from cupynorm.dtypes import DTYPES, FLOAT8S
 from cupynorm.nvrtc import Resources, compile_for, cuda_src, source
 from cupynorm.problem import SCALINGS, Problem
@@ -190,8 +190,8 @@ TUNED_QUANTIZED_WIDTHS = (256, 384, 640, 896, 1024, 1536, 2560, 3072, 5120, 7168
 
 
 def matrix_launches(limits: tuple[int, ...]) -> list[Launch]:
-    """Every kind of quantize.cu, with packs of up to each of these elements."""
-    found = []
+    """Every kind of quantize.cu, with packs of up to each of these elements; and what updates scales."""
+    found = [update_scales_launch(3)]
     for limit in limits:
         for sums in (None, "bfloat16"):
             found += itertools.chain(*(quantize_launch(130, 257, dtype, E5M2, limit, sums=sums) for dtype in DTYPES))
