@@ -88,7 +88,7 @@ struct NormalizedSource {
   using Compute = typename ComputeOf<X>::type;
   using Affine = Store<Y, Weight, Bias, zero_centered, Rounded>;
   using Factor = Compute;
-  static constexpr int most_in_flight = 4;
+  static constexpr int most_in_flight = 2;
   template <int pack_size>
   using Kept = typename Affine::template Kept<pack_size>;
   template <int pack_size>

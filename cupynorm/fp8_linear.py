@@ -28,8 +28,8 @@ BACKWARD = ("grad_output", "grad_input")
 
 
 class Scale(NamedTuple):
-    """Of one tensor in one step, float32 of one element each.
-    amax: where its amax is still to be recorded, by a kernel; or None."""
+    """Of one tensor in one step, float32 of one element each. value: of DelayedScaling what the layer keeps, and changes at the
+    end of the step. amax: where the tensor's amax is still to be recorded, by a kernel; or None."""
 
     value: Tensor
     amax: Tensor | None = None
@@ -50,7 +50,7 @@ class Quantizers:
             return None
         names = BACKWARD if name in BACKWARD else FORWARD
         state, at = self.states["backward" if name in BACKWARD else "forward"], names.index(name)
-        return Scale(state.scale[at : at + 1].clone(), state.amax(at) if self.is_recorded else None)
+        return Scale(state.scale[at : at + 1], state.amax(at) if self.is_recorded else None)
 
     def scale(self, name: str, x: Tensor) -> Scale | None:
         """The scale of this step, a tensor of its own; None for blocks."""
@@ -202,6 +202,10 @@ class Projected(torch.autograd.Function):
         bias = torch.cat([each.detach() for each in biases]).to(call.dtype) if biases else None
         y = project(call, rows, weight, bias)
         kept = (rows.transposed, _scale_inv_of_transposed(rows)) if call.save_normalized else (None, None)
+        if call.save_normalized:
+            scale = None
+        elif scale is not None and isinstance(call.quantizers.recipe, DelayedScaling):
+            scale = scale.clone()  # the step's end comes before backward
         ctx.save_for_backward(
             input, mean, rstd, norm_weight, norm_bias, scale, *kept, weight.transposed, _scale_inv_of_transposed(weight), *parts
         )
