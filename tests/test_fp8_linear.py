@@ -358,7 +358,7 @@ def test_microbatches_share_a_quantised_weight(monkeypatch):
 
 
 def test_what_waits_for_backward():
-    """x in 16 bits, the transposed copy of the weight, statistics, two scales; with save_normalized one byte an element more."""
+    """x in 16 bits, the weight transposed, statistics, two scales; with save_normalized one byte an element more."""
     for save, extra in ((False, 0), (True, 64 * 96)):
         module, problem = make(64, 96, 32, save_normalized=save)
         seen = {}
