@@ -151,7 +151,7 @@ def wants_ring(problem: Problem, registers: Tile | None) -> bool:
     return problem.num_cols >= first
 
 
-def ring_registers(problem: Problem, device: Device, elements: int, exact: bool = False) -> int:
+def ring_registers(problem: Problem, device: Device, elements: int, exact: bool, in_cluster: bool) -> int:
     """Registers of a thread of a ring, with no spills, as registers_of_thread."""
     if problem.forward:
         tight = (24 if "float64" in (problem.weight, problem.bias) else 8) * (device.compute_capability >= 120)
@@ -164,7 +164,7 @@ def ring_registers(problem: Problem, device: Device, elements: int, exact: bool 
         if problem.cols_of_scale is not None:
             tight += 24 * problem.residual + 8 * (not exact)
         if waiting:
-            tight += 8 * (problem.num_cols > 24576 or not exact)  # clusters send it to one another
+            tight += 8 * (in_cluster or not exact)
         return max(104, 40 + waiting) + elements * kept // 4 + tight
     lone = 3 * elements // 4 if problem.widest_pack == 1 else 0
     wide_bias = 8 * (problem.bias is not None and DTYPES[problem.bias].itemsize > DTYPES[problem.x].itemsize)
@@ -203,7 +203,7 @@ def _best_ring(
             if problem.forward and pack_size == 1 and threads_per_row == 32 and 24 < elements < 48:
                 continue
             exact = int(elements * threads_per_row * cluster_size == problem.num_cols)
-            registers = ring_registers(problem, device, elements, exact == 1)
+            registers = ring_registers(problem, device, elements, exact == 1, cluster_size > 1)
             for rows in range(1, min(12, _RING_THREADS // threads_per_row) + 1):
                 if registers > min(255, device.registers_per_sm // (ceil_div(threads_per_row * rows, 128) * 128) // 8 * 8):
                     break
