@@ -198,8 +198,8 @@ __device__ __forceinline__ void forward_ring(const Forward<Load, Store>& problem
       f(pack, col, normalized);
     });
   };
-  // What was made of a row came from all that was read: the slot is free.
   const auto free_slot = [&](unsigned turn) {
+    // What was written came from all that was read: the slot is free.
     __syncwarp();
     if (threadIdx.x % 32 == 0 && turn + tile.stages < turns.count) fetch(at.slot);
     at.advance();

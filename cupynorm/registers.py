@@ -11,6 +11,7 @@ from dataclasses import replace
 from .devices import Device
 from .dtypes import DTYPES
 from .problem import Problem, Tile, ceil_div, cols_of_slice
+from .quantized_registers import common_quantized_registers, is_common_quantized
 
 # The shares of a copy beside the numbers below were measured on 2026-11-20 to 22 while these were chosen, by timing
 # layer_norm_forward and layer_norm_backward with explicit strategy= and tile= at 2^28 elements (2^27 of float32). `python -m
@@ -153,7 +154,7 @@ def registers_of_thread(problem: Problem, device: Device, tile: Tile) -> int:
             fused += 32 * (problem.residual and wide_weight)
         elif elements > 80:
             fused += elements // 4
-    if (common := _common_quantized_registers(problem, device, tile)) is not None:
+    if (common := common_quantized_registers(problem, device, tile)) is not None:
         return common
     if problem.forward:
         if tile.threads_per_row == 32 and (lone_registers := lone_float32_registers(problem, device)):
@@ -223,81 +224,6 @@ def _wide_weight_registers(problem: Problem, device: Device, tile: Tile) -> int 
     if elements == 96 and problem.centered and tile.threads_per_row == 128:
         return 128
     return {56: 96 if in_a_warp else 128, 64: 128, 72: 96, 80: 176, 88: 176}.get(elements, 168)
-
-
-# Registers of threads whose y has 8 bits, with 16, 24, 32, 40, 48, 56 and 64 elements, found by compiling: of rows that fill
-# their threads, and of others. lanes: of a warp that has several rows, or shares a block with another; warp: that is a block by
-# itself; block: of several. At scales that are found in the row y waits unpacked, so threads hold no more.
-_QUANTIZED_ELEMENTS = (16, 24, 32, 40, 48, 56, 64)
-_QUANTIZED_REGISTERS = {
-    ("lanes", "given"): ((56, 56, 64, 80, 96, 96, 128), (56, 64, 64, 80, 96, 128, 128)),
-    ("lanes", "tensor"): ((56, 56, 64, 80, 96, 96, 128), (56, 64, 64, 80, 96, 128, 128)),
-    ("lanes", "row"): ((56, 56, 64, 72, 80, 96, 128), (64, 64, 80, 80, 96, 128, 128)),
-    ("lanes", "block"): ((56, 64, 72, 96, 96, 128, 168), (64, 72, 80, 96, 128, 168, 168)),
-    ("lanes", "mx"): ((56, 56, 64, 80, 112, 128, 128), (64, 72, 80, 88, 128, 168, 168)),
-    ("warp", "given"): ((64, 64, 64, 64, 72, 96, 112), (64, 64, 64, 72, 96, 112, 112)),
-    ("warp", "tensor"): ((64, 64, 64, 96, 96, 112, 112), (64, 64, 64, 72, 96, 112, 112)),
-    ("warp", "row"): ((64, 64, 64, 64, 72, 96, 112), (64, 64, 64, 72, 112, 112, 128)),
-    ("warp", "block"): ((64, 64, 64, 64, 72, 96, 112), (64, 64, 80, 96, 128, 128, 128)),
-    ("warp", "mx"): ((64, 64, 64, 64, 72, 96, 112), (64, 64, 72, 96, 112, 112, 168)),
-    ("block", "given"): ((56, 56, 56, 64, 72, 80, 96), (64, 64, 64, 72, 72, 96, 96)),
-    ("block", "tensor"): ((56, 56, 64, 64, 80, 80, 96), (64, 64, 64, 72, 80, 96, 96)),
-    ("block", "row"): ((48, 56, 72, 72, 72, 80, 96), (56, 64, 72, 80, 96, 96, 96)),
-    ("block", "block"): ((48, 56, 64, 72, 72, 80, 96), (56, 64, 64, 72, 80, 96, 128)),
-    ("block", "mx"): ((48, 56, 64, 72, 72, 80, 96), (56, 64, 64, 72, 80, 96, 128)),
-}
-
-
-# Of rows of LayerNorm that fill so many lanes with so many elements, by scaling, where one number of lanes differs from others.
-_QUANTIZED_LANES_REGISTERS = {
-    ("block", 4, 32): 64, ("block", 4, 64): 128, ("block", 8, 32): 80, ("block", 8, 48): 112, ("block", 16, 40): 80,
-    ("mx", 4, 24): 64,
-}  # fmt: skip
-
-# What the compiler moves ahead where there is no mean.
-_MORE_WITHOUT_MEAN = {("warp", 40): 8, ("warp", 48): 24, ("warp", 56): 16, ("block", 48): 8, ("block", 56): 16}
-
-
-def is_common_quantized(problem: Problem, device: Device) -> bool:
-    """Forward of 16-bit rows to 8 bits on a GPU of sm_90, all else as in most models."""
-    plain = not (problem.residual or problem.input or problem.round_x_hat or problem.dropout or problem.row_scale or problem.y1)
-    weights = {name for name in (problem.weight, problem.bias) if name is not None}
-    usual = plain and weights <= {problem.x} and problem.widest_pack == 8 and DTYPES[problem.x].itemsize == 2
-    return problem.scaling is not None and device.compute_capability == 90 and usual
-
-
-def _common_quantized_registers(problem: Problem, device: Device, tile: Tile) -> int | None:
-    """The same of such a row, None of anything else."""
-    elements = tile.pack_size * tile.packs_per_thread
-    if not is_common_quantized(problem, device) or elements < 16 or tile.pack_size != 8:
-        return None
-    if tile.cluster_size > 1 and problem.scaling != "row":
-        return None
-    place = "block" if tile.threads_per_row > 32 else "warp" if tile.block_size == 32 else "lanes"
-    in_row = problem.cols_of_scale is not None
-    if elements > 64:
-        return 128 if elements <= _longest_quantized(problem, tile, place) else 255
-    if place == "lanes" and tile.exact and problem.centered:
-        of_lanes = _QUANTIZED_LANES_REGISTERS.get((problem.scaling, tile.threads_per_row, elements))
-        if of_lanes is not None:
-            return of_lanes
-    registers = _QUANTIZED_REGISTERS[place, problem.scaling][0 if tile.exact else 1][_QUANTIZED_ELEMENTS.index(elements)]
-    if in_row and not problem.centered:
-        registers += _MORE_WITHOUT_MEAN.get((place, elements), 0) if tile.exact else 8
-        registers += 16 * (place == "block" and elements == 64 and problem.scaling == "mx")
-    if problem.scaling == "block" and problem.x == "float16":
-        registers += 16 * (not tile.exact or tile.threads_per_row >= 256)
-    return registers
-
-
-def _longest_quantized(problem: Problem, tile: Tile, place: str) -> int:
-    """The most elements that 128 registers hold, and that are worth it: what blocks of 128 columns share is then not shared out
-    in registers (4608 columns: 96 threads x 48 0.91, 64 x 72 0.80)."""
-    if place == "lanes" or not tile.exact or problem.scaling in ("block", "mx"):
-        return 64
-    if problem.scaling == "row":
-        return 72 if problem.x == "float16" and tile.threads_per_row > 128 else 80
-    return 96 if problem.scaling == "given" and not problem.amax else 80
 
 
 def blocks_that_fit(problem: Problem, device: Device, tile: Tile) -> int:

@@ -12,7 +12,8 @@ from .bundles import bundle_bytes, bundle_tile
 from .devices import Device
 from .dtypes import DTYPES
 from .problem import Problem, Tile, ceil_div, cols_of_slice
-from .registers import BLOCK_BYTES, is_common_quantized, lanes_tile, long_tile, register_tile
+from .quantized_registers import is_common_quantized
+from .registers import BLOCK_BYTES, lanes_tile, long_tile, register_tile
 from .rings import beats_one_quantized_block, ring_bytes, ring_clusters, ring_tile, suits_block, wants_ring
 
 

@@ -305,7 +305,7 @@ def ring_mutations() -> dict[str, Mutation]:
         "ring with three buffers for four turns of sums": ("ring.cuh", "num_buffers = 4;", "num_buffers = 3;"),
         "ring whose halves of a warp send each other's values": ("forward_ring.cuh", "? squares : mean", "? mean : squares"),
         "ring in which a part of a row counts as a whole one": (
-            "forward_ring.cuh", "Shape::part_of(Sums::source(index), num_cols).size()", "Shape::part_cols"
+            "forward_ring.cuh", "part_of(Sums::source(index)).size()", "Shape::part_cols"
         ),
         "ring whose rows are not waited for": ("ring.cuh", "if (num_cols > 0) bulk_wait(barriers + at.slot, at.round);", ""),
         "ring whose rows are waited for with one parity": ("ring.cuh", "barriers + at.slot, at.round", "barriers + at.slot, 0"),

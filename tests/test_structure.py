@@ -94,7 +94,18 @@ def test_import_takes_less_than_50_milliseconds_beyond_numpy():
 # Arrows.
 
 # From the bottom up; an import at module level goes to the same row or below. pure, CuPy, calls, norm, torch, tools.
-PURE = ("dtypes", "devices", "problem", "registers", "bundles", "rings", "strategies", "dispatch", "candidates")
+PURE = (
+    "dtypes",
+    "devices",
+    "problem",
+    "quantized_registers",
+    "registers",
+    "bundles",
+    "rings",
+    "strategies",
+    "dispatch",
+    "candidates",
+)
 ROWS = (
     PURE,
     ("nvrtc", "launch", "arrays", "cublas", "on_cpu"),
