@@ -5,8 +5,8 @@
 // bulk_expect(barrier, bytes)             the same, and announces bytes that copies or sends will bring
 // bulk_copy(smem, global, bytes, barrier) one thread: start a copy. 16-byte aligned, 16-byte sized
 // cluster_send(at, value, barrier, rank)  a float to the same place of block `rank`, and its 4 bytes to that block's barrier
-// smem_reload(smem, words)                16 bytes of what a copy brought, where the compiler would keep what it has loaded
-// before bulk_wait(barrier, phase)               until the phase's arrivals and bytes are there; phase counts 0, 1, 2, ...
+// smem_reload(smem, words)                16 bytes that a copy brought, not kept by the compiler from an earlier load
+// bulk_wait(barrier, phase)               until the phase's arrivals and bytes are there; phase counts 0, 1, 2, ...
 #pragma once
 
 #ifdef CUPYNORM_ON_CPU

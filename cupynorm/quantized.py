@@ -286,7 +286,9 @@ def update_scales(scale: Array, history: Array, largest: Array, factor: float, *
     former = library.exchange_device(view.device)
     try:
         pointers = (library.address(each) for each in (scale, history, largest))
-        kernel.enqueue(library.stream(), (*pointers, float(np.float32(factor)), int(most_recent), *view.shape))
+        with np.errstate(over="ignore"):  # beyond float32, as the scales are then
+            factor = float(np.float32(factor))
+        kernel.enqueue(library.stream(), (*pointers, factor, int(most_recent), *view.shape))
     finally:
         if former != view.device:
             library.exchange_device(former)

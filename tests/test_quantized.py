@@ -146,6 +146,19 @@ def test_bytes_of_a_ring(num_cols, strategy, tile, scaling, device):
         assert_exact("rms_norm", x, scaling, weight=weight, **options)
 
 
+@pytest.mark.parametrize("scaling", ["row", "block", "mx"])
+def test_bytes_of_the_registers_of_a_cluster(scaling, device):
+    """In one launch where no slice ends in a block."""
+    tile = cupynorm.Tile(8, 64, 2, cluster_size=2, exact=1)
+    x, weight = random(5, 2048, dtype=torch.bfloat16, device=device), random(2048, dtype=torch.bfloat16, seed=1, device=device)
+    assert_exact("layer_norm", x, scaling, weight=weight, strategy="cluster", tile=tile)
+    for num_cols, exact in ((2048, 1), (1992, 0)):
+        problem = Problem("forward", True, num_cols, "bfloat16", y=E4M3, scaling=scaling, pack_limit=8)
+        cut = cupynorm.Tile(8, 64, 2, cluster_size=2, exact=exact)
+        launches = make_plan(problem, GPUS["H200"], 5, strategy="cluster", tile=cut).launches
+        assert len(launches) == (1 if exact or scaling == "row" else 2)
+
+
 def test_scales_of_blocks_in_a_ring_are_found_at_once_where_no_warp_has_part_of_one():
     for num_cols, strategy, tile in RINGS:
         for scaling, cols in (("block", 128), ("mx", 32)):
