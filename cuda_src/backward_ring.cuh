@@ -175,10 +175,10 @@ __device__ __forceinline__ void backward_ring(const Backward<LoadX, LoadDy, Scal
       add(turn, gradient);
     }
     if constexpr (gradients.dx) {
-      exchange.wait(turn);
+      exchange.wait(turn, Shape::thread() == 0);
       Sum<Compute, 1> sum{};
       exchange.for_each_source([&](int index) { sum.part[0] += exchange.received(turn, speaks_for_second(), index); });
-      gradient.finish(both_halves(warp_reduce<16>(sum).part[0]), reciprocal);
+      gradient.finish(both_halves(warp_reduce<decltype(exchange)::lanes>(sum).part[0]), reciprocal);
     }
     if constexpr (gradients.dx || recomputes) {
       for_each_pack(at.slot, false, [&](int pack, const Compute(&xs)[pack_size], const Compute(&dys)[pack_size]) {

@@ -1,5 +1,5 @@
-// cluster.cuh -- shared memory, the blocks of a cluster, their barrier, the L2 cache, and the next kernel (PTX ISA: mapa,
-// barrier.cluster, griddepcontrol, which need sm_90: before that the last two do nothing; prefetch)
+// cluster.cuh -- shared memory, the blocks of a cluster, their barrier, the L2 cache, the next kernel, and a maximum (PTX ISA:
+// mapa, barrier.cluster, griddepcontrol, which need sm_90: before that the last two do nothing; prefetch; redux.sync)
 //
 // dynamic_smem()            this block's dynamic shared memory, 128-byte aligned
 // cluster_rank()            this block's rank in its cluster
@@ -8,6 +8,7 @@
 // prefetch(array, size)     the threads of one block: has an array brought to the L2 cache, and goes on; null: absent
 // let_next_kernel_start()   a next kernel whose launch asked for it (Launch.overlaps) may start although this one still runs
 // await_former_kernel()     in such a kernel: until the one before has ended and all that it wrote is seen
+// warp_max(value)           the largest of the values of a warp's 32 lanes, to all of them; before sm_80 by shuffles
 #pragma once
 
 __device__ __forceinline__ void prefetch(const void*, long long) {}
@@ -28,6 +29,10 @@ __device__ __forceinline__ void prefetch(const T*, long long) {}
 // Kernels run one after the other there.
 __device__ __forceinline__ void let_next_kernel_start() {}
 __device__ __forceinline__ void await_former_kernel() {}
+__device__ __forceinline__ unsigned warp_max(unsigned value) {
+  for (int distance = 16; distance > 0; distance /= 2) value = max(value, __shfl_xor_sync(0xffffffffu, value, distance));
+  return value;
+}
 
 #else
 
@@ -61,6 +66,15 @@ __device__ __forceinline__ void let_next_kernel_start() {
 }
 __device__ __forceinline__ void await_former_kernel() {
   if constexpr (__CUDA_ARCH__ >= 900) asm volatile("griddepcontrol.wait;" ::: "memory");
+}
+__device__ __forceinline__ unsigned warp_max(unsigned value) {
+  if constexpr (__CUDA_ARCH__ >= 800) {
+    asm volatile("redux.sync.max.u32 %0, %0, 0xffffffff;" : "+r"(value));
+  } else {
+#pragma unroll
+    for (int distance = 16; distance > 0; distance /= 2) value = max(value, __shfl_xor_sync(0xffffffffu, value, distance));
+  }
+  return value;
 }
 
 #endif

@@ -35,13 +35,30 @@ struct Forward {
     }
   }
 
-  // present: false of a row that others own.
-  template <bool centered, class Row, class Reduce>
+  // Whether y waits in registers for scales that are sought in its row.
+  template <class Row>
+  static constexpr bool waits = [] {
+    if constexpr (Store::quantizes) return Store::measures_rows && Row::most_made > 0;
+    return false;
+  }();
+
+  // Whether a thread, beside a row's y that waits, has registers for the next row: to 8 bits a multiprocessor has few warps,
+  // all of which would wait for their rows.
+  template <class Row, Tile tile>
+  static constexpr bool fetches_ahead = [] {
+    if constexpr (waits<Row> && !Load::has_effect && sizeof(typename Load::Held) == 2) {
+      return tile.pack_size == 8 && Row::has_room_for_next && !Store::has_wide_parameters;
+    }
+    return false;
+  }();
+
+  // present: false of a row that others own. next: NextRow, or NoNextRow
+  template <bool centered, class Row, class Reduce, class Next = NoNextRow>
   __device__ __forceinline__ void write(long long row, Row& values_of_row, const RowStatistics<Compute>& statistics,
-                                        Reduce& reduce, bool saves, bool present = true) const {
+                                        Reduce& reduce, bool saves, bool present = true, const Next& next = {}) const {
     save(row, statistics, saves && present);
     if constexpr (Store::quantizes) {
-      write_quantized<centered>(row, values_of_row, statistics, reduce, saves && present, present);
+      write_quantized<centered>(row, values_of_row, statistics, reduce, saves && present, present, next);
     } else if (present) {
       values_of_row.for_each_pack_with(keep<Row>(), [&](long long col, const auto& values, bool in_row, const auto& kept) {
         Compute normalized[Row::pack_size];
@@ -69,10 +86,10 @@ struct Forward {
     });
   }
 
-  template <bool centered, class Row, class Reduce>
+  template <bool centered, class Row, class Reduce, class Next>
   __device__ __forceinline__ void write_quantized(long long row, Row& values_of_row, const RowStatistics<Compute>& statistics,
-                                                  Reduce& reduce, bool saves, bool present) const {
-    if constexpr (Store::measures_rows && Row::most_made > 0) {
+                                                  Reduce& reduce, bool saves, bool present, const Next& next) const {
+    if constexpr (waits<Row>) {
       // Made once: y waits for its scales in registers.
       typename Store::template Scales<Row> scales;
       Compute waiting[Row::most_made][Row::pack_size];
@@ -83,9 +100,13 @@ struct Forward {
         for (int at = 0; at < Row::pack_size; ++at) waiting[pack][at] = made[at];
         ++pack;
       });
+      // While scales are sought; MXFP8, which has the most of them, has no registers for it before they are found.
+      constexpr bool late = Store::is_mx && centered;
+      if constexpr (!late) next.fetch();
       store.find_scales(row, values_of_row, scales, reduce, saves, present);
+      if constexpr (late) next.fetch();
       pack = 0;
-      values_of_row.for_each_pack_or_none([&](long long col, const auto&, bool in_row) {
+      values_of_row.for_each_col([&](long long col, bool in_row) {
         store.store_made(row, col, waiting[pack], scales.of_pack(pack), in_row && present);
         ++pack;
       });
@@ -96,7 +117,7 @@ struct Forward {
         for_each_made<centered>(values_of_row, statistics, [&](long long, const auto& made, bool in_row) {
           if (in_row) largest.add_pack(made);
         });
-        of_row.factor = store.scale_of_row(row, reduce.all(largest), saves);
+        of_row.factor = store.scale_of_row(row, reduce.all(largest).bits(), saves);
       }
       values_of_row.for_each_pack_with(keep<Row>(), [&](long long col, const auto& values, bool in_row, const auto& kept) {
         Compute normalized[Row::pack_size];

@@ -1,9 +1,9 @@
 // forward_ring.cuh -- forward of the rows that pass through shared memory (forward_block.cu, forward_cluster.cu)
 //
-// While a row is written, the moments of the next one are already on their way to the other warps, and the copy engine fetches
-// the rows after it. Each thread keeps its weights and biases from the first row to the last. In 8 bits, where scales are
-// sought in the row, y waits in registers: for the largest magnitudes of other warps it waits until the row after has been
-// summed up.
+// While a row is written, the moments of the next one are already on their way to the other warps, one of which will find its
+// statistics for all, and the copy engine fetches the rows after it. Each thread keeps its weights and biases from the first
+// row to the last. In 8 bits, where scales are sought in the row, y waits in registers: for the largest magnitudes of other
+// warps it waits until the row after has been summed up.
 #pragma once
 #include "forward.cuh"
 #include "ring.cuh"
@@ -28,6 +28,7 @@ struct RingRow {
   static constexpr int pack_size = tile.pack_size;
   static constexpr int threads_per_row = 32;  // that share a part
   static constexpr int most_made = tile.packs_per_thread;
+  static constexpr bool has_spare_registers = true;
 
   const Held* parts[Load::num_streams];
   Slice cols;
@@ -130,11 +131,13 @@ __device__ __forceinline__ void forward_ring(const Forward<Load, Store>& problem
   if (threadIdx.x % 32 == 0) {
     for (int slot = 0; slot < min(static_cast<unsigned>(tile.stages), turns.count); ++slot) fetch(slot);
   }
-  const Sums exchange(smem + Ring::smem_bytes);
+  unsigned char* const beyond_ring = smem + (Ring::smem_bytes + 15) / 16 * 16;
+  const Notice<tile> notice(beyond_ring);
+  const Sums exchange(beyond_ring + Notice<tile>::smem_bytes);
   using Largests = Exchange<tile, 1>;
   const auto largests = [&] {
     if constexpr (Waiting::crosses_warps) {
-      return Largests(smem + Ring::smem_bytes + Sums::smem_bytes);
+      return Largests(beyond_ring + Notice<tile>::smem_bytes + Sums::smem_bytes);
     } else {
       return Nothing{};
     }
@@ -167,14 +170,14 @@ __device__ __forceinline__ void forward_ring(const Forward<Load, Store>& problem
     ahead.advance();
     for (auto& stream : streams) stream.ahead.advance();
   };
-  const auto receive_moments = [&](unsigned turn) {
-    exchange.wait(turn);
+  // Of the moments that all have sent.
+  const auto statistics_of = [&](unsigned turn) {
     const Compute count = static_cast<Compute>(num_cols), reciprocal = Compute(1) / count;
     Sum<Compute, 1> total{};
     exchange.for_each_source([&](int index) {
       total.part[0] += centered ? source_cols[index] * exchange.received(turn, 0, index) : exchange.received(turn, 1, index);
     });
-    total = warp_reduce<16>(total);
+    total = warp_reduce<Sums::lanes>(total);
     if constexpr (!centered) return uncentered(total.part[0], reciprocal, problem.eps);
     const Compute first = divide(total.part[0], count, reciprocal);
     Sum<Compute, 1> deviations{};
@@ -184,7 +187,24 @@ __device__ __forceinline__ void forward_ring(const Forward<Load, Store>& problem
       const Compute weighed = source_cols[index] * distance;
       deviations.part[0] += speaks_for_second() ? exchange.received(turn, 1, index) + weighed * distance : weighed;
     });
-    return corrected(first, both_halves(warp_reduce<16>(deviations).part[0]), count, problem.eps);
+    return corrected(first, both_halves(warp_reduce<Sums::lanes>(deviations).part[0]), count, problem.eps);
+  };
+
+  // Each row's statistics are found by one of the warps, when it has written the row before: to find them takes a tenth of a
+  // row's instructions, and most of that waits.
+  int turns_until_mine = Shape::thread() / 32;
+  const auto give_notice = [&](unsigned turn) {
+    if (turns_until_mine-- > 0) return;
+    turns_until_mine = Shape::num_warps - 1;
+    const bool is_first = threadIdx.x % 32 == 0;
+    exchange.wait(turn, is_first);
+    const RowStatistics<Compute> found = statistics_of(turn);
+    problem.save(turns.first_row + turn * turns.step, found, is_first && (tile.cluster_size == 1 || cluster_rank() == 0));
+    if (is_first) notice.give(turn, make_float4(found.first, found.rstd, found.shift, 0));
+  };
+  const auto read_notice = [&](unsigned turn) {
+    const float4 read = notice.read(turn);
+    return RowStatistics<Compute>{0, read.y, read.x, read.z};
   };
 
   // f(pack, col, normalized) for each pack of the row that is written.
@@ -206,7 +226,10 @@ __device__ __forceinline__ void forward_ring(const Forward<Load, Store>& problem
     for (auto& stream : streams) stream.at.advance();
   };
 
-  if (turns.count > 0) send_moments(0);
+  if (turns.count > 0) {
+    send_moments(0);
+    give_notice(0);
+  }
   long long row = turns.first_row;
   if constexpr (Waiting::has_scales) {
     Waiting waiting;
@@ -219,18 +242,17 @@ __device__ __forceinline__ void forward_ring(const Forward<Load, Store>& problem
     };
     [[maybe_unused]] const auto leave_found = [&](unsigned turn, long long of_row) {
       if constexpr (Waiting::crosses_warps) {
-        largests.wait(turn);
+        largests.wait(turn, Shape::thread() == 0);
         Largest largest{};
         largests.for_each_source([&](int index) { largest.add(__float_as_uint(largests.received(turn, 0, index))); });
-        waiting.scales.factor = problem.store.scale_of_row(of_row, warp_reduce<16>(largest), saves);
+        waiting.scales.factor = problem.store.scale_of_row(of_row, warp_reduce<32>(largest).bits(), saves);
         leave(of_row);
       }
     };
     for (unsigned turn = 0; turn < turns.count; ++turn) {
       if (turn + 1 < turns.count) send_moments(turn + 1);
       if (Waiting::crosses_warps && turn > 0) leave_found(turn - 1, row - turns.step);
-      const auto found = receive_moments(turn);
-      problem.save(row, found, saves);
+      const auto found = read_notice(turn);
       waiting.scales = {};
       for_each_normalized(row, found, [&](int pack, int, const Compute(&normalized)[tile.pack_size]) {
         problem.store.affine(normalized, kept[pack], waiting.made[pack]);
@@ -238,19 +260,19 @@ __device__ __forceinline__ void forward_ring(const Forward<Load, Store>& problem
       });
       free_slot(turn);
       if constexpr (Waiting::crosses_warps) {
-        largests.send_alone(turn, warp_reduce<32>(waiting.scales.largest).part[0]);
+        largests.send_alone(turn, warp_reduce<32>(waiting.scales.largest()).part[0]);
       } else {
         problem.store.find_scales_of_blocks(row, RingRow<Load, tile>{{}, cols}, waiting.scales);
         leave(row);
       }
+      if (turn + 1 < turns.count) give_notice(turn + 1);
       row += turns.step;
     }
     if (Waiting::crosses_warps && turns.count > 0) leave_found(turns.count - 1, row - turns.step);
   } else {
     for (unsigned turn = 0; turn < turns.count; ++turn) {
       if (turn + 1 < turns.count) send_moments(turn + 1);
-      const auto found = receive_moments(turn);
-      problem.save(row, found, saves);
+      const auto found = read_notice(turn);
       [[maybe_unused]] auto of_row = start_row(problem.store);
       for_each_normalized(row, found, [&](int pack, int col, const Compute(&normalized)[tile.pack_size]) {
         if constexpr (Store::quantizes) {
@@ -261,6 +283,7 @@ __device__ __forceinline__ void forward_ring(const Forward<Load, Store>& problem
       });
       if constexpr (Store::quantizes) problem.store.finish_row(of_row);
       free_slot(turn);
+      if (turn + 1 < turns.count) give_notice(turn + 1);
       row += turns.step;
     }
   }

@@ -78,35 +78,49 @@ __device__ __forceinline__ unsigned float_bits(double value) {
   return __float_as_uint(static_cast<float>(value));
 }
 
-// The largest magnitude, as the bits of a float: they compare as magnitudes do, NaN is beyond infinity, and what the compiler
-// would flush stays. Part of a reduction, whose values are floats.
-struct Largest {
-  static constexpr int size = 1;
-  static constexpr bool ordered = false;
-  float part[1];
+// The largest magnitude of a thread's values, as the bits of a float: they compare as magnitudes do, NaN is beyond infinity,
+// and what the compiler would flush stays. Of the positive values the largest as signed numbers, of the negative ones as
+// unsigned numbers: no sign to clear in each.
+struct Extremes {
+  int positive = 0;
+  unsigned negative = 0;
 
-  __device__ __forceinline__ unsigned bits() const { return __float_as_uint(part[0]); }
-  __device__ __forceinline__ void add(unsigned magnitude) { part[0] = __uint_as_float(max(bits(), magnitude)); }
-  __device__ __forceinline__ void merge(const Largest& other) { add(other.bits()); }
-
-  // Of the positive values the largest as signed numbers, of the negative ones as unsigned numbers: no sign to clear in each.
   template <int pack_size>
   __device__ __forceinline__ void add_pack(const float (&values)[pack_size]) {
-    int positive = 0;
-    unsigned negative = 0;
 #pragma unroll
     for (int at = 0; at < pack_size; ++at) {
       positive = max(positive, __float_as_int(values[at]));
       negative = max(negative, __float_as_uint(values[at]));
     }
-    add(max(static_cast<unsigned>(positive), negative & 0x7fffffffu));
   }
   template <int pack_size>
   __device__ __forceinline__ void add_pack(const double (&values)[pack_size]) {
 #pragma unroll
-    for (int at = 0; at < pack_size; ++at) add(float_bits(fabs(values[at])));
+    for (int at = 0; at < pack_size; ++at) negative = max(negative, float_bits(fabs(values[at])));
+  }
+  __device__ __forceinline__ unsigned bits() const { return max(static_cast<unsigned>(positive), negative & 0x7fffffffu); }
+};
+
+// The same as part of a reduction, whose values are floats. is_maximum: whether a warp finds it in one instruction, which takes
+// a few registers.
+template <bool at_once>
+struct LargestOf {
+  static constexpr int size = 1;
+  static constexpr bool ordered = false, is_maximum = at_once;
+  float part[1];
+
+  __device__ __forceinline__ unsigned bits() const { return __float_as_uint(part[0]); }
+  __device__ __forceinline__ void add(unsigned magnitude) { part[0] = __uint_as_float(max(bits(), magnitude)); }
+  __device__ __forceinline__ void merge(const LargestOf& other) { add(other.bits()); }
+
+  template <class Compute, int pack_size>
+  __device__ __forceinline__ void add_pack(const Compute (&values)[pack_size]) {
+    Extremes extremes;
+    extremes.add_pack(values);
+    add(extremes.bits());
   }
 };
+using Largest = LargestOf<true>;
 
 // numerator / denominator, rounded to nearest, of a denominator from 1 to 2 and a numerator far from float's ends: no case is
 // special, so it takes a third of the instructions of the division that knows them all.
@@ -253,23 +267,40 @@ struct ScalesOfRow {
 };
 template <class Row>
 struct ScalesOfRow<Scaling::row, Row> {
-  Largest largest{};
+  Extremes extremes;  // of all packs, if there are registers for both
+  Largest largest_of_packs{};
   float factor;
 
   template <class Compute>
   __device__ __forceinline__ void measure(int, const Compute (&made)[Row::pack_size], bool in_row) {
-    if (in_row) largest.add_pack(made);
+    if constexpr (Row::has_spare_registers) {
+      if (in_row) extremes.add_pack(made);
+    } else {
+      if (in_row) largest_of_packs.add_pack(made);
+    }
+  }
+  __device__ __forceinline__ Largest largest() const {
+    Largest largest = largest_of_packs;
+    largest.add(extremes.bits());
+    return largest;
   }
   __device__ __forceinline__ float of_pack(int) const { return factor; }
 };
+
+template <class T>
+constexpr int bytes_of = sizeof(T);
+template <>
+constexpr int bytes_of<void> = 0;
 
 // As Store, in 8 bits. A launch of Step::amax writes no y; one of Step::write has the former's amaxes.
 template <class Y, class Weight, class Bias, bool zero_centered, class Rounded, Scaling scaling, Step step>
 struct QuantizeStore {
   static constexpr bool quantizes = true;
-  static constexpr bool has_blocks = scaling == Scaling::block || scaling == Scaling::mx;
+  static constexpr bool is_mx = scaling == Scaling::mx;
+  static constexpr bool has_blocks = scaling == Scaling::block || is_mx;
   // Whether a row's own scales are found before any of it is written.
   static constexpr bool measures_rows = scaling == Scaling::row || (has_blocks && step == Step::all);
+  static constexpr bool has_wide_parameters = bytes_of<Weight> > 2 || bytes_of<Bias> > 2;
   static constexpr bool raises =
       (scaling == Scaling::given && step == Step::all) || (scaling == Scaling::tensor && step == Step::amax);
   static constexpr float largest_finite = FormatOf<Y>::largest;
@@ -317,7 +348,8 @@ struct QuantizeStore {
   __device__ __forceinline__ void find_scales(long long row, const Row& values_of_row, ScalesOfRow<scaling, Row>& scales,
                                               Reduce& reduce, bool saves, bool present) const {
     if constexpr (scaling == Scaling::row) {
-      scales.factor = scale_of_row(row, reduce.all(scales.largest), saves);
+      const LargestOf<!Row::is_tight> largest{{scales.largest().part[0]}};
+      scales.factor = scale_of_row(row, reduce.all(largest).bits(), saves);
     } else {
       find_scales_of_blocks(row, values_of_row, scales, present);
     }
@@ -340,8 +372,8 @@ struct QuantizeStore {
     }
   }
   // Of Scaling::row: what the threads that share the row have found.
-  __device__ __forceinline__ float scale_of_row(long long row, const Largest& largest, bool saves) const {
-    const float found = rule.scale_of(largest.bits(), largest_finite);
+  __device__ __forceinline__ float scale_of_row(long long row, unsigned amax_bits, bool saves) const {
+    const float found = rule.scale_of(amax_bits, largest_finite);
     if (saves) static_cast<float*>(scale_inv)[row] = inverse_of(found);
     return found;
   }

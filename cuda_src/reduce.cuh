@@ -1,6 +1,7 @@
 // reduce.cuh -- all-reduce over the threads that share a row: part of a warp, a block, a cluster
 //
-// What is reduced is a struct with `Compute part[size]`, `merge(other)` and `ordered`: Sum below, Moments in statistics.cuh.
+// What is reduced is a struct with `Compute part[size]`, `merge(other)`, `ordered` and `is_maximum`: Sum below, Moments in
+// statistics.cuh, Largest in fp8.cuh.
 // Every thread gets the same bits: partners merge the same two operands, in the same order where the order matters.
 // The order depends on the tile alone, never on the number of rows.
 #pragma once
@@ -10,7 +11,7 @@
 template <class Compute, int num_parts>
 struct Sum {
   static constexpr int size = num_parts;
-  static constexpr bool ordered = false;  // a + b is b + a, to the bit
+  static constexpr bool ordered = false, is_maximum = false;  // a + b is b + a, to the bit
   Compute part[num_parts];
 
   __device__ __forceinline__ void merge(const Sum& other) {
@@ -23,24 +24,33 @@ struct Sum {
 // thread adds up its packs as well (PackSums in statistics.cuh).
 template <int threads, class Value>
 __device__ __forceinline__ Value warp_reduce(Value value) {
+  if constexpr (Value::is_maximum && threads == 32) {
+    value.part[0] = __uint_as_float(warp_max(__float_as_uint(value.part[0])));
+  } else {
 #pragma unroll
-  for (int distance = threads / 2; distance > 0; distance /= 2) {
-    Value other;
+    for (int distance = threads / 2; distance > 0; distance /= 2) {
+      Value other;
 #pragma unroll
-    for (int at = 0; at < Value::size; ++at) other.part[at] = __shfl_xor_sync(0xffffffffu, value.part[at], distance);
-    if constexpr (Value::ordered) {
-      // The lower lane's value comes first in both lanes.
-      if (threadIdx.x & distance) {
-        other.merge(value);
-        value = other;
+      for (int at = 0; at < Value::size; ++at) other.part[at] = __shfl_xor_sync(0xffffffffu, value.part[at], distance);
+      if constexpr (Value::ordered) {
+        // The lower lane's value comes first in both lanes.
+        if (threadIdx.x & distance) {
+          other.merge(value);
+          value = other;
+        } else {
+          value.merge(other);
+        }
       } else {
         value.merge(other);
       }
-    } else {
-      value.merge(other);
     }
   }
   return value;
+}
+// The same where all groups of `threads` lanes hold the same values: a maximum may be that of the warp.
+template <int threads, class Value>
+__device__ __forceinline__ Value repeated_reduce(Value value) {
+  return warp_reduce<Value::is_maximum ? 32 : threads>(value);
 }
 
 template <int threads>
@@ -85,7 +95,7 @@ struct BlockReduce {
       for (int at = 0; at < Value::size; ++at) {
         value.part[at] = source < num_warps ? buffer[at * num_warps + source] : Compute(0);
       }
-      value = warp_reduce<width>(value);
+      value = repeated_reduce<width>(value);
     }
     return value;
   }
@@ -120,6 +130,6 @@ struct ClusterReduce {
     const int source = threadIdx.x % cluster_size;
 #pragma unroll
     for (int at = 0; at < Value::size; ++at) value.part[at] = buffer[at * cluster_size + source];
-    return warp_reduce<cluster_size>(value);
+    return repeated_reduce<cluster_size>(value);
   }
 };

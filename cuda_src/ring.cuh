@@ -9,6 +9,8 @@
 //           no other
 // Exchange  one to three floats of every warp that shares the row, sent to all of them and read a turn later, when they have
 //           arrived. Four buffers: the fastest warp is at most three turns ahead of the slowest.
+// Notice    four floats that one warp has found of a row, for all of its block. Two buffers: what it finds is of what all have
+//           sent, and they send that of a turn after they have read the notice of the turn before last.
 #pragma once
 #include "bulk.cuh"
 #include "reduce.cuh"
@@ -210,30 +212,33 @@ struct Exchange {
   __device__ __forceinline__ void send_third(unsigned turn, float value) const {
     if (!speaks_for_second()) send_value(turn, 2, value);
   }
-  __device__ __forceinline__ void wait(unsigned turn) const {
+  // expects: whether this thread prepares the barrier for what will be sent next; one of those that wait.
+  __device__ __forceinline__ void wait(unsigned turn, bool expects) const {
     bulk_wait(barriers + turn % num_buffers, turn / num_buffers);
     // In time: nobody sends for turn + 4 before this thread has sent for turn + 2.
-    if (RingShape<tile>::thread() == 0) expect(turn % num_buffers);
+    if (expects) expect(turn % num_buffers);
   }
 
-  // The 16 lanes of a half share out the warps that have sent: number `index` of this lane is warp source(index).
-  static constexpr int sources_per_lane = (num_sources + 15) / 16;
-  __device__ __forceinline__ static int source(int index) { return index * 16 + static_cast<int>(threadIdx.x) % 16; }
+  // Neighbouring lanes share out the warps that have sent: number `index` of this lane is warp source(index). Of sums a lane
+  // takes up to three before there are more lanes, up to the 16 of a half: an exchange between lanes takes longer than to add.
+  static constexpr int lanes = num_values == 1 ? 32 : num_sources > 48 ? 16 : power_of_two_from((num_sources + 2) / 3);
+  static constexpr int sources_per_lane = (num_sources + lanes - 1) / lanes;
+  __device__ __forceinline__ static int source(int index) { return index * lanes + static_cast<int>(threadIdx.x) % lanes; }
   // f(index) for each of them, and what it sent: which = 0, 1, 2 for the first, second, third value.
   template <class F>
   __device__ __forceinline__ static void for_each_source(F f) {
 #pragma unroll
     for (int index = 0; index < sources_per_lane; ++index) {
-      if (num_sources % 16 == 0 || source(index) < num_sources) f(index);
+      if (num_sources % lanes == 0 || source(index) < num_sources) f(index);
     }
   }
   __device__ __forceinline__ float received(unsigned turn, int which, int index) const {
-    return buffers[(num_values * (turn % num_buffers) + which) * num_sources + source(index)];
+    return buffers[(num_values * static_cast<int>(turn % num_buffers) + which) * num_sources + source(index)];
   }
 
  private:
   __device__ __forceinline__ void send_value(unsigned turn, int which, float value) const {
-    const int buffer = turn % num_buffers;
+    const int buffer = static_cast<int>(turn % num_buffers);
     const unsigned lane = threadIdx.x % 16;
     float* at = buffers + (num_values * buffer + which) * num_sources + RingShape<tile>::thread() / 32;
     if constexpr (tile.cluster_size > 1) {
@@ -249,7 +254,38 @@ struct Exchange {
   }
 };
 
-// After the barriers of WarpRing and Exchange were made.
+template <Tile tile>
+struct Notice {
+  static constexpr int group_bytes = 2 * (sizeof(float4) + sizeof(unsigned long long));
+  static constexpr int smem_bytes = tile.rows_per_block * group_bytes;
+
+  float4* buffers;               // [2]
+  unsigned long long* barriers;  // [2]
+
+  // The caller synchronises the block before the first read. smem: 16-byte aligned
+  __device__ __forceinline__ explicit Notice(unsigned char* smem)
+      : buffers(reinterpret_cast<float4*>(smem + RingShape<tile>::group() * group_bytes)),
+        barriers(reinterpret_cast<unsigned long long*>(buffers + 2)) {
+    if (RingShape<tile>::thread() == 0) {
+      bulk_barrier_init(barriers);
+      bulk_barrier_init(barriers + 1);
+    }
+  }
+
+  // One thread.
+  __device__ __forceinline__ void give(unsigned turn, const float4& values) const {
+    const int buffer = static_cast<int>(turn % 2);
+    buffers[buffer] = values;
+    bulk_arrive(barriers + buffer);
+  }
+  __device__ __forceinline__ float4 read(unsigned turn) const {
+    const int buffer = static_cast<int>(turn % 2);
+    bulk_wait(barriers + buffer, turn / 2);
+    return buffers[buffer];
+  }
+};
+
+// After the barriers of WarpRing, Exchange and Notice were made.
 template <Tile tile>
 __device__ __forceinline__ void ring_sync() {
   if constexpr (tile.cluster_size > 1) {

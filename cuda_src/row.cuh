@@ -76,8 +76,16 @@ struct RegisterRow {
   static constexpr int num_packs = tile.threads_per_row <= 32 && tile.pack_size > 1 && !tile.bundle ? tile.packs_per_thread : 0;
   // Beyond 32 elements a thread, or 64 where it may have 128 registers, the unpacked values of 16-bit types would not fit.
   static constexpr int most_unpacked = tile.blocks_per_sm * tile.block_size() <= 512 ? 64 : 32;
-  static constexpr bool unpack_each_pass = tile.pack_size * tile.packs_per_thread > most_unpacked;
+  static constexpr int elements = tile.pack_size * tile.packs_per_thread;
+  static constexpr bool unpack_each_pass = elements > most_unpacked;
   static constexpr int most_made = tile.cols() / tile.threads_per_row * sizeof(Compute) > 320 ? 0 : tile.packs_per_thread;
+
+  // A quarter of a multiprocessor has 512 registers for each lane of all its warps.
+  static constexpr int registers_of_thread = 512 / ((tile.blocks_per_sm * tile.block_size() + 127) / 128) / 8 * 8;
+  // Beside y that waits: for one more, for what finds a maximum at once, and for the next row.
+  static constexpr bool has_spare_registers = registers_of_thread >= elements + elements / 2 + 8;
+  static constexpr bool is_tight = registers_of_thread < 96 && !has_spare_registers;
+  static constexpr bool has_room_for_next = registers_of_thread >= elements + elements / 2 + 32 + 8 * !tile.exact;
 
   Pack<typename Load::Held, tile.pack_size> packs[tile.packs_per_thread];
   Slice cols;
@@ -146,6 +154,11 @@ struct RegisterRow {
     forget();
   }
   template <class F>
+  __device__ __forceinline__ void for_each_col(F f) const {
+#pragma unroll
+    for (int pack = 0; pack < tile.packs_per_thread; ++pack) f(col_of(pack), register_pack_in_row<tile>(pack, cols.size()));
+  }
+  template <class F>
   __device__ __forceinline__ void for_each_pack_or_none(F f) {
 #pragma unroll
     for (int pack = 0; pack < tile.packs_per_thread; ++pack) {
@@ -159,7 +172,7 @@ struct RegisterRow {
   template <class Make, class F>
   __device__ __forceinline__ void for_each_pack_with(Make make, F f) {
     // Threads that keep much in few registers have none for what a second pack needs: found by compiling, and held by tests.
-    constexpr int elements = tile.packs_per_thread * tile.pack_size, made_words = sizeof(make(0)) / 4;
+    constexpr int made_words = sizeof(make(0)) / 4;
     constexpr int registers = 65536 / (tile.blocks_per_sm * tile.block_size()) / 8 * 8;
     constexpr int needed = elements + made_words + (sizeof(typename Load::Held) > 2 ? 33 : 24) + 12 * !tile.exact;
     constexpr bool packed_tight = elements > 40 && registers < 128 && made_words <= tile.pack_size;
@@ -190,6 +203,22 @@ struct RegisterRow {
       for (int pack = 0; pack < tile.packs_per_thread; ++pack) forget_unpacked(packs[pack]);
     }
   }
+};
+
+// The row that a thread works on after the one in its registers, which comes there while that one is written; after the last
+// the last again, as a condition takes registers too.
+template <class Load, Tile tile>
+struct NextRow {
+  const Load& load;
+  RegisterRow<Load, tile>& values;
+  long long row;
+
+  __device__ __forceinline__ NextRow(const Load& load, RegisterRow<Load, tile>& values, long long row, long long num_rows)
+      : load(load), values(values), row(min(row, num_rows - 1)) {}
+  __device__ __forceinline__ void fetch() const { values.fetch(load, row, values.cols); }
+};
+struct NoNextRow {
+  __device__ __forceinline__ void fetch() const {}
 };
 
 // Columns [first_col, last_col) of a row. A thread owns the same packs in fetch and in for_each_pack: it waits for no other.

@@ -64,7 +64,7 @@ __device__ __forceinline__ Compute squares_of(const Compute (&values)[pack_size]
 template <class Compute>
 struct Moments {
   static constexpr int size = 3;
-  static constexpr bool ordered = true;
+  static constexpr bool ordered = true, is_maximum = false;
   Compute part[3];
 
   __device__ __forceinline__ void merge(const Moments& other) {

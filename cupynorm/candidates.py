@@ -98,7 +98,7 @@ def _in_rings(problem: Problem, device: Device) -> Iterator[tuple[str, Tile]]:
     for stages in (2, 3, 4) if rings.can_ring(problem, device) else ():
         for strategy, tile in _shapes(problem, device):
             elements = tile.pack_size * tile.packs_per_thread
-            needed = rings.ring_registers(problem, device, elements, tile.exact == 1, tile.cluster_size > 1)
+            needed = rings.ring_registers(problem, device, tile)
             most = rings.RING_ELEMENTS[problem.direction] if tile.cluster_size < 16 else rings.MOST_RING_ELEMENTS
             if strategy == "warp" or elements > most or needed > 255:
                 continue

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from .devices import Device
 from .dtypes import DTYPES
-from .problem import Problem, Tile
+from .problem import Problem, Tile, ceil_div
 
 # Of threads with 16, 24, 32, 40, 48, 56 and 64 elements: of rows that fill their threads, and of others. lanes: of a warp that
 # has several rows, or shares a block with another; warp: that is a block by itself; block: of several. At scales that are found
@@ -40,6 +40,32 @@ _LANES_REGISTERS = {
 _MORE_WITHOUT_MEAN = {("warp", 40): 8, ("warp", 48): 24, ("warp", 56): 16, ("block", 48): 8, ("block", 56): 16}
 
 
+# Of y that waits in the registers of a thread until its scales are known, as in cuda_src/row.cuh.
+MOST_BYTES_MADE = 320
+
+# Of exact rows of LayerNorm, so many that a thread also holds the next row while it writes one (fetches_ahead): by scaling, of
+# blocks of so many threads at least. H200, bf16: 8192 columns by row 0.95, with a block more 0.93, 4096 columns 0.93 and 0.95;
+# 8192 columns by 1 x 128 blocks 0.95 and 0.89, 4096 0.93 and 0.91; MXFP8 0.88 and 0.92, RMSNorm by row 0.95 and 0.98.
+_AHEAD_FROM = {"row": 128, "block": 64}
+_AHEAD_REGISTERS = 128
+
+
+def fetches_ahead(problem: Problem, tile: Tile) -> bool:
+    """Whether a block of registers that finds all scales of a row itself fetches the next row while it writes one, as
+    Forward::fetches_ahead in cuda_src/forward.cuh says."""
+    plain = not (problem.residual or problem.input) and not has_wide_parameters(problem)
+    registers = 512 // ceil_div(tile.block_size * tile.blocks_per_sm, 128) // 8 * 8
+    elements = tile.pack_size * tile.packs_per_thread
+    waits = problem.cols_of_scale is not None and elements * DTYPES[problem.compute].itemsize <= MOST_BYTES_MADE
+    fits = registers >= elements + elements // 2 + 32 + 8 * (not tile.exact)
+    return plain and waits and fits and tile.pack_size == 8 and DTYPES[problem.x].itemsize == 2
+
+
+def has_wide_parameters(problem: Problem) -> bool:
+    """Whether weight or bias is of a wider type than x."""
+    return any(name and DTYPES[name].itemsize > DTYPES[problem.x].itemsize for name in (problem.weight, problem.bias))
+
+
 def is_common_quantized(problem: Problem, device: Device) -> bool:
     """Forward of 16-bit rows to 8 bits on a GPU of sm_90, all else as in most models."""
     plain = not (problem.residual or problem.input or problem.round_x_hat or problem.dropout or problem.row_scale or problem.y1)
@@ -64,6 +90,12 @@ def common_quantized_registers(problem: Problem, device: Device, tile: Tile) -> 
         if of_lanes is not None:
             return of_lanes
     registers = _REGISTERS[place, problem.scaling][0 if tile.exact else 1][_ELEMENTS.index(elements)]
+    if in_row and elements < 64 and 384 * 64 < problem.num_cols <= 512 * 64 and problem.num_cols % (32 * 64) == 0:
+        return 255  # one block of fewer threads, of 64 elements, holds the next row as well
+    if place == "block" and elements == 64 and tile.exact and problem.centered:
+        fills = 512 // tile.threads_per_row * tile.threads_per_row >= 448
+        if fills and tile.threads_per_row >= _AHEAD_FROM.get(problem.scaling, 1024):
+            registers = _AHEAD_REGISTERS
     if in_row and not problem.centered:
         registers += _MORE_WITHOUT_MEAN.get((place, elements), 0) if tile.exact else 8
         registers += 16 * (place == "block" and elements == 64 and problem.scaling == "mx")

@@ -11,7 +11,7 @@ from dataclasses import replace
 from .devices import Device
 from .dtypes import DTYPES
 from .problem import Problem, Tile, ceil_div, cols_of_slice
-from .quantized_registers import common_quantized_registers, is_common_quantized
+from .quantized_registers import common_quantized_registers, has_wide_parameters, is_common_quantized
 
 # The shares of a copy beside the numbers below were measured on 2026-11-20 to 22 while these were chosen, by timing
 # layer_norm_forward and layer_norm_backward with explicit strategy= and tile= at 2^28 elements (2^27 of float32). `python -m
@@ -416,8 +416,3 @@ def for_few_rows(problem: Problem, device: Device, strategy: str, tile: Tile, nu
         if 2 * device.num_sms <= blocks <= fitting.blocks_per_sm * device.num_sms:
             return fitting
     return fitting if fitting.blocks_per_sm and few != tile else tile
-
-
-def has_wide_parameters(problem: Problem) -> bool:
-    """Whether weight or bias is of a wider type than x."""
-    return any(name and DTYPES[name].itemsize > DTYPES[problem.x].itemsize for name in (problem.weight, problem.bias))

@@ -13,11 +13,11 @@ from functools import lru_cache
 from .devices import Device
 from .dtypes import DTYPES
 from .problem import Problem, Tile, ceil_div, cols_of_slice
-from .registers import has_wide_parameters
+from .quantized_registers import fetches_ahead, has_wide_parameters
 
 
 def ring_bytes(problem: Problem, tile: Tile) -> int:
-    """Shared memory of WarpRing, Exchange and RingWeights, as in cuda_src/ring.cuh and backward_ring.cuh."""
+    """Shared memory of WarpRing, Exchange, Notice and RingWeights, as in cuda_src/ring.cuh and backward_ring.cuh."""
     num_warps = tile.threads_per_row // 32
     # A part that does not begin on 16 bytes is fetched with what surrounds it.
     row_bytes = sum(tile.cols * size + (tile.pack_size * size < 16) * 32 * num_warps for size in _streamed(problem))
@@ -25,6 +25,8 @@ def ring_bytes(problem: Problem, tile: Tile) -> int:
     values = 3 if problem.forward and problem.centered else 2
     exchanged = [values] + [1] * (problem.scaling == "row")
     exchange = tile.rows_per_block * 4 * sum(8 + 4 * each * num_warps * tile.cluster_size for each in exchanged)
+    if problem.forward:
+        rings, exchange = ceil_div(rings, 16) * 16, exchange + 48 * tile.rows_per_block
     kept = [problem.weight if problem.dx or problem.recomputed else None, problem.bias]
     parameters = 0
     for itemsize in (DTYPES[name].itemsize for name in kept if name and not problem.forward):
@@ -92,7 +94,19 @@ _FEWEST_RING_BYTES, _FEWEST_CLUSTER_BYTES, _FEWEST_DEEP_BYTES = 20 * 1024, 28 * 
 # Forward, bytes of x that a block, or a cluster of 2, takes before the next one takes its place. The hardware gives the place
 # to whoever is free, which evens out what neighbours get of the memory (16,384 columns: 8 rows a block 0.95, all rows on
 # resident blocks 0.92). Larger clusters are slow to start: they stay.
-QUEUED_RING_BYTES, QUEUED_CLUSTER_SIZE = 256 * 1024, 2
+_QUEUED_RING_BYTES, QUEUED_CLUSTER_SIZE = 256 * 1024, 2
+
+# The same to 8 bits, bound by instructions, of which a block has some before its first row. LayerNorm of 24,576 columns at a
+# given scale: 256 KB 0.87, 1 MB 0.94, all rows on resident blocks 0.93; at scales that are found in the row 256 KB 0.73, 1 MB
+# 0.81, all rows 0.85; RMSNorm 256 KB 0.97, all rows 0.96.
+_QUEUED_QUANTIZED_BYTES = 1024 * 1024
+
+
+def queued_ring_bytes(problem: Problem) -> int | None:
+    """Forward, bytes of x that a block takes before the next one takes its place; None where blocks stay."""
+    if not problem.scaling or not problem.centered:
+        return _QUEUED_RING_BYTES
+    return None if problem.cols_of_scale is not None else _QUEUED_QUANTIZED_BYTES
 
 
 def can_ring(problem: Problem, device: Device) -> bool:
@@ -151,8 +165,9 @@ def wants_ring(problem: Problem, registers: Tile | None) -> bool:
     return problem.num_cols >= first
 
 
-def ring_registers(problem: Problem, device: Device, elements: int, exact: bool, in_cluster: bool) -> int:
+def ring_registers(problem: Problem, device: Device, tile: Tile) -> int:
     """Registers of a thread of a ring, with no spills, as registers_of_thread."""
+    elements, exact = tile.pack_size * tile.packs_per_thread, tile.exact == 1
     if problem.forward:
         tight = (24 if "float64" in (problem.weight, problem.bias) else 8) * (device.compute_capability >= 120)
         fewest = 4 if problem.widest_pack == 1 else 0  # a register holds one lone element
@@ -162,9 +177,12 @@ def ring_registers(problem: Problem, device: Device, elements: int, exact: bool,
         if is_lone(problem) and kept == 8 and device.compute_capability == 90:
             return 168 if 41 <= elements <= 43 and not waiting else 46 + 3 * elements + waiting  # found by compiling
         if problem.cols_of_scale is not None:
-            tight += 24 * problem.residual + 8 * (not exact)
+            wide_in_cluster = tile.cluster_size > 1 and has_wide_parameters(problem)
+            tight += 24 * problem.residual + 8 * (wide_in_cluster or not exact)
         if waiting:
-            tight += 8 * (in_cluster or not exact)
+            num_warps = tile.threads_per_row // 32 * tile.cluster_size
+            lanes = 16 if num_warps > 48 else 1 << ((num_warps + 2) // 3 - 1).bit_length()  # as Exchange::lanes
+            tight += 8 * (num_warps % lanes > 0 or not exact)
         return max(104, 40 + waiting) + elements * kept // 4 + tight
     lone = 3 * elements // 4 if problem.widest_pack == 1 else 0
     wide_bias = 8 * (problem.bias is not None and DTYPES[problem.bias].itemsize > DTYPES[problem.x].itemsize)
@@ -203,7 +221,8 @@ def _best_ring(
             if problem.forward and pack_size == 1 and threads_per_row == 32 and 24 < elements < 48:
                 continue
             exact = int(elements * threads_per_row * cluster_size == problem.num_cols)
-            registers = ring_registers(problem, device, elements, exact == 1, cluster_size > 1)
+            tile = Tile(pack_size, threads_per_row, packs_per_thread, cluster_size=cluster_size, exact=exact)
+            registers = ring_registers(problem, device, tile)
             for rows in range(1, min(12, _RING_THREADS // threads_per_row) + 1):
                 if registers > min(255, device.registers_per_sm // (ceil_div(threads_per_row * rows, 128) * 128) // 8 * 8):
                     break
@@ -379,18 +398,25 @@ def fills_quantized_ring(problem: Problem, tile: Tile) -> bool:
     return long and _threads_of_all(tile) == 384 and tile.exact == 1 and DTYPES[problem.x].itemsize == 2
 
 
-def beats_one_quantized_block(problem: Problem, tile: Tile) -> bool:
+def beats_one_quantized_block(problem: Problem, ring: Tile, registers: Tile) -> bool:
     """Whether a ring beats the registers of one block for rows of 16 bits to 8 bits: that one, or at scales that are sought in
     the row one of 10 or 11 warps.
 
-    By row, RMSNorm and LayerNorm: 22,528 columns 0.88 and 0.68, in registers 0.69 and 0.56; 24,576 0.93 and 0.71, in registers
-    0.72 and 0.59; 32,768 0.93, in registers 0.78. By 1 x 128 blocks: 24,576 0.97 and 0.76, in registers 0.73 and 0.59; 32,768
-    0.90 and 0.73, in registers 0.79 and 0.65. The registers of two blocks are better: RMSNorm, 20,480 columns 0.99, in a ring
-    0.83; LayerNorm, 21,504 columns, 1 x 128 blocks 0.83 and 0.73.
+    LayerNorm by row, 24,576 columns 0.88, in registers 0.83; by 1 x 128 blocks, 22,528 columns 0.86, in registers 0.78, 24,576
+    0.93 and 0.81. Registers that also hold the next row beat rings in clusters (32,768 columns, RMSNorm and LayerNorm, by row
+    0.97 and 0.88, in rings 0.92 and 0.68; by blocks 0.96 and 0.87, in rings 0.90 and 0.75), but for LayerNorm to MXFP8 (0.75
+    and 0.76). The registers of two blocks are better than any: RMSNorm, 20,480 columns 0.99, in a ring 0.83.
     """
-    nearly = _threads_of_all(tile) >= 320 and tile.exact == 1 and problem.cols_of_scale is not None
-    nearly = nearly and tile.pack_size * tile.packs_per_thread == 64 and DTYPES[problem.x].itemsize == 2
-    return fills_quantized_ring(problem, tile) or nearly
+    sought = problem.cols_of_scale is not None
+    if sought and ring.cluster_size > 1 and registers.exact and fetches_ahead(problem, registers):
+        return problem.scaling == "mx" and problem.centered and fills_quantized_ring(problem, ring)
+    return fills_quantized_ring(problem, ring) or (sought and nearly_fills_quantized_ring(problem, ring))
+
+
+def nearly_fills_quantized_ring(problem: Problem, tile: Tile) -> bool:
+    """10 or 11 warps of the longest threads."""
+    long = tile.pack_size * tile.packs_per_thread == 64 and DTYPES[problem.x].itemsize == 2
+    return long and _threads_of_all(tile) >= 320 and tile.exact == 1
 
 
 def _threads_of_all(tile: Tile) -> int:
@@ -406,8 +432,18 @@ def _forward_ring_score(problem: Problem, tile: Tile) -> tuple:
     suits = lone or _suits_turn(tile, cols * itemsize, itemsize)
     two_blocks = not lone and itemsize == 2 and tile.blocks_per_sm > 1 and tile.cluster_size <= 8
     share = round(ring_share(problem, tile), 2)
-    # To 8 bits: 32,768 columns on 3 blocks of clusters of 4 0.90, on 2 0.79; 98,304 on 2 of 8 0.86, on 4 of 16 0.82.
-    full = (fills_quantized_ring(problem, tile), tile.cluster_size < 16, min(tile.blocks_per_sm, 3)) if problem.scaling else ()
+    # To 8 bits: 32,768 columns on 3 blocks of clusters of 4 0.90, on 2 0.79; 98,304 on 2 of 8 0.86, on 4 of 16 0.82. Clusters
+    # of 2 leave no multiprocessor without one (49,152 columns by 1 x 128 blocks 0.90, of 8 0.70).
+    full = ()
+    if problem.scaling:
+        fills = fills_quantized_ring(problem, tile)
+        full = (
+            fills,
+            nearly_fills_quantized_ring(problem, tile),
+            tile.cluster_size <= 2,
+            tile.cluster_size < 16,
+            min(tile.blocks_per_sm, 3),
+        )
     # With a residual a row takes twice the room: of the same bytes, deeper rings (8192 columns: 2 blocks of 3 stages 0.92, 3 of
     # 2 0.90).
     bytes_first = (cols * tile.stages, tile.stages) if problem.residual else (cols,)

@@ -12,7 +12,7 @@ from .bundles import bundle_bytes, bundle_tile
 from .devices import Device
 from .dtypes import DTYPES
 from .problem import Problem, Tile, ceil_div, cols_of_slice
-from .quantized_registers import is_common_quantized
+from .quantized_registers import MOST_BYTES_MADE, is_common_quantized
 from .registers import BLOCK_BYTES, lanes_tile, long_tile, register_tile
 from .rings import beats_one_quantized_block, ring_bytes, ring_clusters, ring_tile, suits_block, wants_ring
 
@@ -81,10 +81,6 @@ def smem_bytes_of(problem: Problem, tile: Tile, strategy: str) -> int:
     return scratch + sum(ceil_div(slice_cols * itemsize, 16) * 16 for itemsize in kept)
 
 
-# Of y that waits in the registers of a thread until its scales are known, as in cuda_src/row.cuh.
-MOST_BYTES_MADE = 320
-
-
 def _bytes_made(problem: Problem, tile: Tile) -> int:
     return tile.pack_size * tile.packs_per_thread * DTYPES[problem.compute].itemsize
 
@@ -113,7 +109,7 @@ def _smem_threads(problem: Problem) -> int:
 
 def _beats_registers(problem: Problem, ring: Tile, registers: Tile | None) -> bool:
     """Of a ring that is wanted: to 8 bits not each."""
-    return registers is None or not problem.scaling or beats_one_quantized_block(problem, ring)
+    return registers is None or not problem.scaling or beats_one_quantized_block(problem, ring, registers)
 
 
 def _block_tile(problem: Problem, device: Device) -> Tile | None:

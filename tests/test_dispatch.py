@@ -15,6 +15,7 @@ from cupynorm.devices import DEVICES, Device, device_like
 from cupynorm.dispatch import Choice, choose, make_plan, pack_limit, plan, widest
 from cupynorm.dtypes import DTYPES
 from cupynorm.problem import SCALINGS, Problem, Tile, ceil_div
+from cupynorm.quantized_registers import fetches_ahead
 from cupynorm.strategies import STATISTICS, STRATEGIES, reduce_bytes
 
 CUDA_SRC = Path(__file__).parents[1] / "cuda_src"
@@ -218,8 +219,12 @@ def test_16_bit_rows_that_fill_their_registers_badly_come_in_bundles(direction):
     assert not bundle(392, **fused)
 
 
+def problem_to_8_bits(num_cols: int, scaling: str, dtype: str = "bfloat16", **changes) -> Problem:
+    return problem_of(num_cols, dtype, y="float8_e4m3fn", scaling=scaling, **changes)
+
+
 def chosen_to_8_bits(num_cols: int, scaling: str, dtype: str = "bfloat16", **changes) -> Choice:
-    return choose(problem_of(num_cols, dtype, y="float8_e4m3fn", scaling=scaling, **changes), DEVICES["H200"])
+    return choose(problem_to_8_bits(num_cols, scaling, dtype, **changes), DEVICES["H200"])
 
 
 def test_wide_rows_to_8_bits_pass_through_a_ring_that_they_fill():
@@ -234,8 +239,9 @@ def test_wide_rows_to_8_bits_pass_through_a_ring_that_they_fill():
 
 @pytest.mark.parametrize("scaling", ["row", "block", "mx"])
 def test_rows_to_8_bits_at_scales_of_their_own_pass_through_a_ring_where_registers_hold_one_block(scaling):
-    """By hand: 168 registers hold 64 elements' weights, biases and y in one block, but not in a cluster by the scale of a row;
-    65,536 registers hold two blocks of 320 x 64 elements."""
+    """By hand: 168 registers hold 64 elements' weights, biases and y, but by the scale of a row of LayerNorm not where lanes
+    share out what 11 warps send; 65,536 registers hold two blocks of 320 x 64 elements, or 512 x 64 elements and as many of the
+    next row, but not beside what MXFP8 needs of LayerNorm."""
 
     def ring(num_cols: int, centered: bool, **changes) -> Tile | None:
         choice = chosen_to_8_bits(
@@ -245,13 +251,34 @@ def test_rows_to_8_bits_at_scales_of_their_own_pass_through_a_ring_where_registe
         return choice.tile if choice.tile.stages else None
 
     for centered in (True, False):
-        for num_cols in (22528, 24576, 28672, 49152, 65536):
+        by_hand = {24576: (384, 1), 49152: (384, 2), 65536: (128, 8), 98304: (192, 8)}
+        for num_cols, (threads, cluster_size) in by_hand.items():
             tile = ring(num_cols, centered)
-            assert tile and tile.exact and tile.pack_size * tile.packs_per_thread >= 48, (num_cols, centered)
-            assert tile.block_size * tile.blocks_per_sm in ((352,) if num_cols == 22528 else (256, 384)), (num_cols, centered)
-        assert not any(ring(num_cols, centered) for num_cols in (4096, 12288, 16384, 18432))
+            assert tile and tile.exact and tile.pack_size * tile.packs_per_thread == 64, (num_cols, centered)
+            assert (tile.threads_per_row, tile.cluster_size) == (threads, cluster_size), (num_cols, centered)
+            assert tile.block_size * tile.blocks_per_sm == 384
+        assert not any(ring(num_cols, centered) for num_cols in (4096, 12288, 16384, 18432, 26624))
+        for num_cols in (28672, 32768):
+            assert (ring(num_cols, centered) is not None) == (scaling == "mx" and centered), (num_cols, centered)
     assert ring(36864, False) and not ring(36864, True)
-    assert (ring(32768, True) is None) == (scaling == "row")
+    assert ring(22528, False).threads_per_row == 352
+    assert (ring(22528, True) is None) == (scaling == "row") == (ring(40960, True) is None)
+
+
+@pytest.mark.parametrize("scaling", ["row", "block", "mx"])
+def test_blocks_that_fetch_the_next_row_early_stay_for_it(scaling):
+    """By hand: 64 elements of y, 32 registers of the next row and 32 others are 128, of 512 threads of a multiprocessor."""
+    for num_cols in (8192, 16384, 32768):
+        choice = chosen_to_8_bits(num_cols, scaling)
+        held = choice.tile.block_size * choice.tile.blocks_per_sm
+        stays = fetches_ahead(problem_to_8_bits(num_cols, scaling), choice.tile) and not choice.tile.stages
+        assert stays == (held == 512)
+        assert stays == (scaling != "mx" or num_cols == 16384)
+        (launch,) = plan(num_cols, 10**5, device="H200", out_dtype="float8_e4m3fn", scale=scaling).launches
+        in_ring_of_cluster = choice.tile.stages and choice.tile.cluster_size > 1
+        assert (launch.grid_size == 132 * choice.tile.blocks_per_sm) == stays or in_ring_of_cluster
+    wide = chosen_to_8_bits(16384, scaling, weight="float32", bias="float32")
+    assert not fetches_ahead(problem_to_8_bits(16384, scaling, weight="float32", bias="float32"), wide.tile)
 
 
 @pytest.mark.parametrize("scaling", ["given", "row", "block", "mx"])
@@ -273,10 +300,12 @@ def test_rows_to_8_bits_have_one_launch_and_as_many_elements_a_thread_as_their_s
 
 @pytest.mark.parametrize("scaling", SCALINGS)
 def test_blocks_of_rows_to_8_bits_take_several_groups_of_rows(scaling):
-    """As many as they have places for, and beyond that four each: none waits while few have many."""
+    """As many as they have places for, and beyond that four each: none waits while few have many; one that fetches the next row
+    early, as at scales of blocks, has all that are left."""
     choice = chosen_to_8_bits(4096, scaling)
     resident = 132 * choice.resident
-    for num_rows, grid_size in ((1, 1), (resident - 1, resident - 1), (3 * resident, resident), (40 * resident, 10 * resident)):
+    most = (1 if scaling == "block" else 10) * resident
+    for num_rows, grid_size in ((1, 1), (resident - 1, resident - 1), (3 * resident, resident), (40 * resident, most)):
         launches = plan(4096, num_rows, device="H200", out_dtype="float8_e4m3fn", scale=scaling).launches
         assert {launch.grid_size for launch in launches} == {grid_size}
     assert plan(4096, 40 * resident, device="H200").launches[0].grid_size == 40 * resident
@@ -850,8 +879,8 @@ def test_lanes_of_a_row_of_96_bytes(direction, dtype, lanes):
 @pytest.mark.parametrize("x", ["bfloat16", "float32"])
 @pytest.mark.parametrize("direction", DIRECTIONS)
 def test_smem_bytes_of_a_ring(direction, x, weight):
-    """Rings of all warps, a barrier a slot; four buffers of sums, a barrier each;
-    backward, weights beyond 16 elements a thread."""
+    """Rings of all warps, a barrier a slot; four buffers of sums, a barrier each; forward, two of four floats that all read, a
+    barrier each; backward, weights beyond 16 elements a thread."""
     item = DTYPES[x].itemsize
     for tile in (
         Tile(8, 96, 2, stages=3),
@@ -865,7 +894,10 @@ def test_smem_bytes_of_a_ring(direction, x, weight):
         ring = tile.cols * item * (1 if direction == "forward" else 2)
         # Forward also sends what rounding takes from the means.
         values = 3 if direction == "forward" else 2
-        got = rows * tile.stages * (ring + 8 * warps) + rows * 4 * (8 + 4 * values * warps * tile.cluster_size)
+        got = rows * tile.stages * (ring + 8 * warps)
+        if direction == "forward":
+            got = aligned(got) + rows * 2 * (16 + 8)
+        got += rows * 4 * (8 + 4 * values * warps * tile.cluster_size)
         if weight and direction == "backward" and tile.packs_per_thread > 2:
             # One pack of 16-bit weights stays in registers.
             packs = tile.packs_per_thread - (weight == "bfloat16")
@@ -966,7 +998,7 @@ CLUSTER_RING = Tile(pack_size=8, threads_per_row=64, packs_per_thread=1, cluster
         (r"stages 2, .*packs_per_thread 4; .* belongs to strategy 'block' or 'cluster'", "warp", replace(WARP, stages=2), {}),
         (r"needs 262400 bytes of shared memory a block, H200", "block", UNCACHED, {"num_cols": 131008}),
         (
-            r"needs 267808 bytes of shared memory a block, H200", "block", replace(RING, threads_per_row=1024, stages=16),
+            r"needs 267856 bytes of shared memory a block, H200", "block", replace(RING, threads_per_row=1024, stages=16),
             {"num_cols": 8192},
         ),
     ),

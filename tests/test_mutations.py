@@ -296,13 +296,20 @@ MUTATIONS = {
 def ring_mutations() -> dict[str, Mutation]:
     both = {"block": RING, "cluster": CLUSTER_RING}
     wait = "bulk_wait(barriers + turn % num_buffers, turn / num_buffers);"
-    expect = "if (RingShape<tile>::thread() == 0) expect(turn % num_buffers);"
+    expect = "if (expects) expect(turn % num_buffers);"
     arrive = "bulk_arrive(barriers + turn % num_buffers);"
     free = "// What was written came from all that was read: the slot is free.\n    __syncwarp();"
     in_both = {
         "ring whose sums are not waited for": ("ring.cuh", wait, ""),
         "ring whose sums are waited for with one parity": ("ring.cuh", wait, wait.replace("turn / num_buffers)", "0)")),
         "ring with three buffers for four turns of sums": ("ring.cuh", "num_buffers = 4;", "num_buffers = 3;"),
+        "ring whose notices are not waited for": ("ring.cuh", "bulk_wait(barriers + buffer, turn / 2);", ""),
+        "ring whose notices are waited for with one parity": (
+            "ring.cuh", "bulk_wait(barriers + buffer, turn / 2);", "bulk_wait(barriers + buffer, 0);"
+        ),
+        "ring in which no warp's turn it is to find statistics": (
+            "forward_ring.cuh", "turns_until_mine = Shape::num_warps - 1;", "turns_until_mine = Shape::num_warps;"
+        ),
         "ring whose halves of a warp send each other's values": ("forward_ring.cuh", "? squares : mean", "? mean : squares"),
         "ring in which a part of a row counts as a whole one": (
             "forward_ring.cuh", "part_of(Sums::source(index)).size()", "Shape::part_cols"

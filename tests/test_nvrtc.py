@@ -20,10 +20,11 @@ import pytest
 import cupynorm
 from cupynorm import nvrtc
 from cupynorm.devices import DEVICES
-from cupynorm.dispatch import Kernel, Launch, make_plan, pack_limit, plan, quantize_launch, update_scales_launch
+from cupynorm.dispatch import Kernel, Launch, choose, make_plan, pack_limit, plan, quantize_launch, update_scales_launch
 from cupynorm.dtypes import DTYPES, FLOAT8S
 from cupynorm.nvrtc import Resources, compile_for, cuda_src, source
-from cupynorm.problem import SCALINGS, Problem
+from cupynorm.problem import SCALINGS, Problem, Tile
+from cupynorm.quantized_registers import fetches_ahead
 
 REPOSITORY = Path(__file__).parents[1]
 
@@ -341,6 +342,42 @@ def folder(tmp_path):
     copy = tmp_path / "cuda_src"
     shutil.copytree(cuda_src(), copy)
     return copy
+
+
+@needs_nvrtc
+@pytest.mark.parametrize(
+    "changes", ({}, {"y": "float8_e5m2", "x": "float16"}, {"weight": "float32"}, {"residual": True}), ids=str
+)
+def test_kernels_fetch_the_next_row_early_where_the_plan_says_so(folder, changes):
+    """Forward::fetches_ahead and quantized_registers.fetches_ahead, on tiles around what fits."""
+    (folder / "says.cu").write_text(
+        '#include "forward.cuh"\n'
+        "template <class Load, class Store, bool centered, Statistics statistics, Tile tile, bool expected>\n"
+        "__global__ void says() {\n"
+        "  static_assert(Forward<Load, Store>::template fetches_ahead<RegisterRow<Load, tile>, tile> == expected);\n"
+        "}\n"
+    )
+
+    def compile_what(said: bool, instance: str) -> None:
+        name = instance.replace("forward_block<", "says<").removesuffix(">") + f", {str(said).lower()}>"
+        compile_for(Kernel("says.cu", name), 90, folder)
+
+    x = changes.get("x", "bfloat16")
+    of_all = {"y": "float8_e4m3fn", "weight": x, "bias": x, **changes, "x": x}
+    seen = set()
+    for scaling, packs, blocks, exact in itertools.product(("row", "block", "mx", "given"), (7, 8), (2, 4, 5), (0, 1)):
+        tile = Tile(8, 128, packs, blocks_per_sm=blocks, exact=exact)
+        problem = Problem("forward", True, tile.cols - 8 * (not exact), scaling=scaling, **of_all)
+        expected = fetches_ahead(problem, tile)
+        seen.add(expected)
+        choice = choose(problem, DEVICES["H200"], "block", tile)
+        if choice.amax_kernel is not None:
+            continue  # scales that two launches find
+        compile_what(expected, choice.kernel.name_expression)
+        if (scaling, packs, blocks, exact) == ("row", 8, 4, 1):
+            with pytest.raises(RuntimeError, match="assert"):
+                compile_what(not expected, choice.kernel.name_expression)
+    assert seen == ({False} if "residual" in changes or "weight" in changes else {True, False})
 
 
 def edit(path: Path, old: str, new: str) -> None:

@@ -15,6 +15,7 @@ from cupynorm.dispatch import make_plan, pack_limit
 from cupynorm.dtypes import DTYPES, FLOAT8S, compute_dtype
 from cupynorm.problem import Problem
 from cupynorm.quantized import QuantizedTensor
+from cupynorm.quantized_registers import fetches_ahead
 
 torch = pytest.importorskip("torch")
 
@@ -157,6 +158,20 @@ def test_bytes_of_the_registers_of_a_cluster(scaling, device):
         cut = cupynorm.Tile(8, 64, 2, cluster_size=2, exact=exact)
         launches = make_plan(problem, GPUS["H200"], 5, strategy="cluster", tile=cut).launches
         assert len(launches) == (1 if exact or scaling == "row" else 2)
+
+
+@pytest.mark.parametrize("scaling", ["row", "block", "mx"])
+@pytest.mark.parametrize("num_cols, exact", [(1024, 1), (1000, 0)])
+def test_bytes_of_rows_that_are_fetched_while_others_are_written(num_cols, exact, scaling, device):
+    """Several rows a block, not as many in each."""
+    tile = cupynorm.Tile(8, 64, 2, blocks_per_sm=2, exact=exact)
+    problem = Problem("forward", True, num_cols, "bfloat16", y=E4M3, weight="bfloat16", scaling=scaling)
+    assert fetches_ahead(problem, tile)
+    x, weight = (random(*shape, num_cols, dtype=torch.bfloat16, seed=at, device=device) for at, shape in enumerate([(7,), ()]))
+    options = {"strategy": "block", "tile": tile, "sm_margin": GPUS["H200"].num_sms - 1}
+    assert make_plan(problem, GPUS["H200"], 7, **options).launches[0].grid_size == 2
+    for norm in ("layer_norm", "rms_norm"):
+        assert_exact(norm, x, scaling, weight=weight, **options)
 
 
 def test_scales_of_blocks_in_a_ring_are_found_at_once_where_no_warp_has_part_of_one():
