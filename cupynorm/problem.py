@@ -120,6 +120,11 @@ class Problem:
         return min(self.pack_limit, 16 // min(DTYPES[name].itemsize for name in streamed if name and name not in FLOAT8S))
 
     @property
+    def has_wide_parameters(self) -> bool:
+        """Whether weight or bias is of a wider type than x."""
+        return any(name and DTYPES[name].itemsize > DTYPES[self.x].itemsize for name in (self.weight, self.bias))
+
+    @property
     def cols_of_scale(self) -> int | None:
         return cols_of_scale(self.scaling, self.num_cols)
 

@@ -53,17 +53,12 @@ _AHEAD_REGISTERS = 128
 def fetches_ahead(problem: Problem, tile: Tile) -> bool:
     """Whether a block of registers that finds all scales of a row itself fetches the next row while it writes one, as
     Forward::fetches_ahead in cuda_src/forward.cuh says."""
-    plain = not (problem.residual or problem.input) and not has_wide_parameters(problem)
+    plain = not (problem.residual or problem.input) and not problem.has_wide_parameters
     registers = 512 // ceil_div(tile.block_size * tile.blocks_per_sm, 128) // 8 * 8
     elements = tile.pack_size * tile.packs_per_thread
     waits = problem.cols_of_scale is not None and elements * DTYPES[problem.compute].itemsize <= MOST_BYTES_MADE
     fits = registers >= elements + elements // 2 + 32 + 8 * (not tile.exact)
     return plain and waits and fits and tile.pack_size == 8 and DTYPES[problem.x].itemsize == 2
-
-
-def has_wide_parameters(problem: Problem) -> bool:
-    """Whether weight or bias is of a wider type than x."""
-    return any(name and DTYPES[name].itemsize > DTYPES[problem.x].itemsize for name in (problem.weight, problem.bias))
 
 
 def is_common_quantized(problem: Problem, device: Device) -> bool:

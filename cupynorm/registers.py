@@ -11,7 +11,7 @@ from dataclasses import replace
 from .devices import Device
 from .dtypes import DTYPES
 from .problem import Problem, Tile, ceil_div, cols_of_slice
-from .quantized_registers import common_quantized_registers, has_wide_parameters, is_common_quantized
+from .quantized_registers import common_quantized_registers, is_common_quantized
 
 # The shares of a copy beside the numbers below were measured on 2026-11-20 to 22 while these were chosen, by timing
 # layer_norm_forward and layer_norm_backward with explicit strategy= and tile= at 2^28 elements (2^27 of float32). `python -m
@@ -66,7 +66,7 @@ _LONE_FLOAT32 = {16: 96, 29: 128, 30: 128, 31: 128, 32: 128}
 def lone_float32_registers(problem: Problem, device: Device) -> int | None:
     """Registers of a lane of such a row, None of another."""
     lone = problem.x == "float32" and problem.widest_pack == 1 and device.compute_capability == 90
-    if not (lone and _is_plain(problem)) or has_wide_parameters(problem):
+    if not (lone and _is_plain(problem)) or problem.has_wide_parameters:
         return None
     return _LONE_FLOAT32.get(ceil_div(problem.num_cols, 32))
 
@@ -75,7 +75,7 @@ def _found_tile(problem: Problem, device: Device) -> tuple[int, int] | None:
     """Threads and blocks a multiprocessor of a row in _FOUND_TILES, None of another."""
     itemsize = DTYPES[problem.x].itemsize
     usual = _is_plain(problem) and problem.widest_pack * itemsize == 16 and device.compute_capability == 90
-    if not usual or has_wide_parameters(problem):
+    if not usual or problem.has_wide_parameters:
         return None
     return _FOUND_TILES.get(itemsize, {}).get(problem.num_cols)
 
@@ -108,7 +108,7 @@ _LONG_FROM = 9217
 def long_tile(problem: Problem, device: Device) -> Tile | None:
     """Of rows forward that have as many elements in a thread as its registers hold, packed; None for other rows."""
     suits = _is_plain(problem) and DTYPES[problem.x].itemsize == 2 and problem.widest_pack == 8
-    suits = suits and not has_wide_parameters(problem)
+    suits = suits and not problem.has_wide_parameters
     # The compiler moves more ahead, and spills, where there is no weight or no bias; 1 + weight takes registers of its own.
     suits = suits and problem.weight and bool(problem.bias) == problem.centered and not problem.zero_centered
     if not suits or device.compute_capability != 90 or problem.num_cols < _LONG_FROM:
@@ -168,7 +168,7 @@ def registers_of_thread(problem: Problem, device: Device, tile: Tile) -> int:
         if fits_wide := _wide_weight_registers(problem, device, tile):
             return fits_wide
         narrow = device.compute_capability == 90 and elements == 16 and tile.threads_per_row <= 4 and tile.exact
-        if narrow and DTYPES[problem.x].itemsize == 2 and _is_plain(problem) and not has_wide_parameters(problem):
+        if narrow and DTYPES[problem.x].itemsize == 2 and _is_plain(problem) and not problem.has_wide_parameters:
             return 40  # blocks of more warps (H200, bf16: 32 columns 1.02, with 56 registers 0.98; 64 columns 1.02 and 0.97)
         per_element = 1.25 if DTYPES[problem.x].itemsize > 2 else 1.15 if elements > 40 and not fills else 1.0
         extra = 8 * (problem.residual + wide_weight) + fused
@@ -284,7 +284,7 @@ def register_tile(
             if blocks_per_sm == 0 or registers_of_thread(problem, device, tile) > 168:
                 continue
         elif blocks_per_sm == 0 or (
-            long and not (may_be_long and _may_keep_more(tile, problem.scaling, has_wide_parameters(problem)))
+            long and not (may_be_long and _may_keep_more(tile, problem.scaling, problem.has_wide_parameters))
         ):
             continue
         if wanted:

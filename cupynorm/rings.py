@@ -13,7 +13,7 @@ from functools import lru_cache
 from .devices import Device
 from .dtypes import DTYPES
 from .problem import Problem, Tile, ceil_div, cols_of_slice
-from .quantized_registers import fetches_ahead, has_wide_parameters
+from .quantized_registers import fetches_ahead
 
 
 def ring_bytes(problem: Problem, tile: Tile) -> int:
@@ -147,7 +147,7 @@ def wants_ring(problem: Problem, registers: Tile | None) -> bool:
     fewest = 1 if problem.residual else 2 if registers and (registers.exact or itemsize > 2) else 3
     if problem.forward and registers and registers.blocks_per_sm >= fewest:
         in_flight = registers.blocks_per_sm * registers.rows_per_block * problem.num_cols * itemsize * (1 + problem.residual)
-        wide = itemsize == 2 and has_wide_parameters(problem) and not problem.residual
+        wide = itemsize == 2 and problem.has_wide_parameters and not problem.residual
         enough = _ENOUGH_WIDE_BYTES[problem.num_cols > 12288]
         if wide and problem.num_cols >= _WIDE_WEIGHT_RING_FROM and in_flight < enough:
             return True
@@ -177,7 +177,7 @@ def ring_registers(problem: Problem, device: Device, tile: Tile) -> int:
         if is_lone(problem) and kept == 8 and device.compute_capability == 90:
             return 168 if 41 <= elements <= 43 and not waiting else 46 + 3 * elements + waiting  # found by compiling
         if problem.cols_of_scale is not None:
-            wide_in_cluster = tile.cluster_size > 1 and has_wide_parameters(problem)
+            wide_in_cluster = tile.cluster_size > 1 and problem.has_wide_parameters
             tight += 24 * problem.residual + 8 * (wide_in_cluster or not exact)
         if waiting:
             num_warps = tile.threads_per_row // 32 * tile.cluster_size

@@ -996,6 +996,10 @@ RINGS = {
     "block of 3 rows of one warp": ("rms_norm", "float32", 30, Tile(4, 32, 1, rows_per_block=3, stages=2)),
     "block of 7 rows of one warp": ("layer_norm", "float32", 110, Tile(4, 32, 4, rows_per_block=7, stages=4)),
     "block of 12 rows of one warp": ("layer_norm", "bfloat16", 80, Tile(8, 32, 3, rows_per_block=12, stages=3)),
+    # Lanes that share out what the warps send have three each, or two and three, or four.
+    "block of 11 warps": ("layer_norm", "bfloat16", 340, Tile(8, 352, 1, stages=3)),
+    "cluster of 4 with 20 warps": ("layer_norm", "float16", 620, Tile(8, 160, 1, cluster_size=4, stages=2)),
+    "cluster of 16 with 64 warps": ("layer_norm", "bfloat16", 2000, Tile(8, 128, 1, cluster_size=16, stages=2)),
     # Rows and slices that begin and end anywhere within 16 bytes.
     "block of single elements": ("layer_norm", "bfloat16", 333, Tile(1, 64, 6, stages=3)),
     "cluster of pairs": ("rms_norm", "float16", 270, Tile(2, 64, 3, cluster_size=2, stages=2)),
