@@ -1,0 +1,118 @@
+"""As test_mutations.py, of kernels whose results have 8 bits: with a bug in the source a check of test_quantized.py is off."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+from test_mutations import copy_of_sources, mutate
+
+import cupynorm
+from cupynorm import gradient_check, on_cpu
+from cupynorm import norm as calls
+from cupynorm.devices import DEVICES
+from cupynorm.on_cpu import OnCpuError
+
+torch = pytest.importorskip("torch")
+bytes_of = pytest.importorskip("test_quantized")
+
+IN_REGISTERS = cupynorm.Tile(8, 64, 2, exact=1)
+FETCHING_AHEAD = cupynorm.Tile(8, 64, 2, blocks_per_sm=2, exact=1)
+IN_A_RING = cupynorm.Tile(8, 64, 2, exact=1, stages=2)
+
+
+def rows(scaling: str, tile: cupynorm.Tile = IN_REGISTERS, **options) -> None:
+    """Seven rows of LayerNorm, one of which is zero, on one multiprocessor."""
+    x, weight, bias = (bytes_of.random(*shape, 1024, dtype=torch.bfloat16, seed=at) for at, shape in enumerate([(7,), (), ()]))
+    x[3] = 0
+    bias[:128] = 0
+    options |= {"strategy": "block", "tile": tile, "sm_margin": DEVICES["H200"].num_sms - 1}
+    bytes_of.assert_exact("layer_norm", x, scaling, weight=weight, bias=bias, **options)
+
+
+CHECKS = {
+    **{scaling: partial(rows, scaling) for scaling in bytes_of.SCALES},
+    "powers of two": partial(rows, "row", power_of_two=True),
+    "ring": partial(rows, "row", IN_A_RING),
+    "ahead": partial(rows, "row", FETCHING_AHEAD),
+    "matrix": partial(bytes_of.test_a_matrix_and_its_transposed_copy, (130, 257), torch.bfloat16, "cpu"),
+    "small numbers": partial(bytes_of.test_a_matrix_of_numbers_below_2_to_the_minus_126, torch.bfloat16, "cpu"),
+    "sums": partial(bytes_of.test_sums_over_rows_of_a_matrix, "bfloat16", "bfloat16", (300, 34), "cpu"),
+}
+
+# name: (file, old, new, who sees it)
+MUTATIONS = {
+    "another largest number": ("fp8.cuh", "largest = 448.0f", "largest = 240.0f", "row"),
+    "a sign that counts": ("fp8.cuh", "negative & 0x7fffffffu", "negative", "row"),
+    "positive values that are not compared": ("fp8.cuh", "positive = max(positive, __float_as_int(values[at]));", "", "row"),
+    "no rule for an amax of zero": ("fp8.cuh", "if (bits == 0 || bits >= infinity_bits) return 1.0f;", "", "block"),
+    "scales that are no powers of two": ("fp8.cuh", "power_of_two ? scale & infinity_bits : scale", "scale", "powers of two"),
+    "exponents rounded down": ("fp8.cuh", "(bits >> 23) + ((bits & 0x7fffffu) != 0)", "(bits >> 23)", "mx"),
+    "an amax that is not raised": ("fp8.cuh", "found > __ldcg(amax)", "false", "given"),
+    "lanes that keep the wrong half": ("fp8.cuh", "values[at].add(upper ? others : mine);", "values[at].add(mine);", "block"),
+    "scales told by the wrong lane": ("fp8.cuh", "index / own * holders, lanes)", "0, lanes)", "mx"),
+    "scales in place of their inverses": ("fp8.cuh", "= inverse_of(multiplier.factor)", "= multiplier.factor", "block"),
+    "values that are not scaled": ("fp8.cuh", "times(value, factor) : value * factor", "times(value, factor) : value", "row"),
+    "no scale of the tensor": ("fp8.cuh", "of_row.factor = rule.scale_of(*amax, largest_finite);", "", "tensor"),
+    "the largest of a lane, not of its warp": (
+        "forward_ring.cuh", "warp_reduce<32>(waiting.scales.largest())", "waiting.scales.largest()", "ring",
+    ),
+    "y left in the next row's place": (
+        "forward_ring.cuh", "leave_found(turn - 1, row - turns.step)", "leave_found(turn - 1, row)", "ring",
+    ),
+    "largest magnitudes that are not waited for": (
+        "forward_ring.cuh", "largests.wait(turn, Shape::thread() == 0);", "", "ring",
+    ),
+    "the same row fetched again": ("row.cuh", "row(min(row, num_rows - 1))", "row(0)", "ahead"),
+    "a next row that another block has": (
+        "forward_block.cu", "row + gridDim.x, problem.num_rows", "row + 1, problem.num_rows", "ahead",
+    ),
+    "numbers below 2^-126 that are flushed": (
+        "quantize.cu", "times_large(values[at], factor)", "values[at] * factor * 0.0f", "small numbers",
+    ),
+    "a matrix whose amax nobody finds": ("quantize.cu", "largest.add_pack(values);", "", "matrix"),
+    "sums that leave the last group of threads out": (
+        "quantize.cu", "from < num_groups; ++from) sum +=", "from < num_groups - 1; ++from) sum +=", "sums",
+    ),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module", autouse=True)
+def own_cache(tmp_path_factory):
+    """Mutated kernels stay out of the user's cache."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+@pytest.fixture
+def with_sources(kernels, monkeypatch):
+    """Runs a check by kernels of a folder."""
+
+    def run(folder, check) -> None:
+        def compiled(kernel, sanitize):
+            return on_cpu.kernel(kernel.source, kernel.name_expression, folder=folder)
+
+        monkeypatch.setattr(gradient_check, "_cpu_kernel", compiled)
+        calls.forget()
+        try:
+            check()
+        finally:
+            calls.forget()
+
+    return run
+
+
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_mutation_is_seen(name, tmp_path, with_sources):
+    file, old, new, check = MUTATIONS[name]
+    folder = copy_of_sources(tmp_path / "cuda_src")
+    mutate(folder, file, old, new)
+    with pytest.raises((AssertionError, OnCpuError)) as seen:
+        with_sources(folder, CHECKS[check])
+    assert "does not compile" not in str(seen.value)
+
+
+@pytest.mark.parametrize("check", CHECKS)
+def test_sources_as_they_are_pass(check, tmp_path, with_sources):
+    with_sources(copy_of_sources(tmp_path / "cuda_src"), CHECKS[check])
