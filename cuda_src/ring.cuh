@@ -10,7 +10,8 @@
 // Exchange  one to three floats of every warp that shares the row, sent to all of them and read a turn later, when they have
 //           arrived. Four buffers: the fastest warp is at most three turns ahead of the slowest.
 // Notice    four floats that one warp has found of a row, for all of its block. Two buffers: what it finds is of what all have
-//           sent, and they send that of a turn after they have read the notice of the turn before last.
+//           sent, and they send that of a turn after they have read the notice of the turn before last (in a cluster, where
+//           not all lanes send, the others have met them in a __syncwarp since).
 #pragma once
 #include "bulk.cuh"
 #include "reduce.cuh"

@@ -443,7 +443,7 @@ def grid_size(choice: Choice, problem: Problem, device: Device, num_rows: int, s
     if problem.scaling and tile.packs_per_thread:
         # Bound by instructions, of which a block has some before its first row (H200, bf16 to 8 bits in 1 x 128 blocks, 1024
         # columns: 0.94 with four rows a block, 0.87 with one). Others are bound by memory, and slower.
-        # One that fetches its next row early stays for it (LayerNorm of 16,384 columns by row: 0.93, four rows a block 0.89).
+        # One that fetches its next row early stays for it (LayerNorm of 16,384 columns by row: 0.92, four rows a block 0.89).
         stays = choice.strategy == "block" and choice.amax_kernel is None and fetches_ahead(problem, tile)
         return min(groups, max(resident, 0 if stays else ceil_div(groups, QUANTIZED_GROUPS)), most) * tile.cluster_size
     return min(groups, most) * tile.cluster_size
