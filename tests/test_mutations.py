@@ -354,7 +354,7 @@ def ring_mutations() -> dict[str, Mutation]:
             made[f"{name} ({kind})"] = replace(made[f"{name} ({kind})"], case=replace(case, residual=True))
     return made | {
         "ring of a block that waits for a lane of each warp": Mutation(
-            "ring.cuh", "1 : tile.threads_per_row", "1 : num_warps", RING,
+            "ring.cuh", "buffer, tile.threads_per_row +", "buffer, num_warps +", RING,
         ),
         "ring of several rows a block that exchange sums in one place": Mutation(
             "ring.cuh", "smem + RingShape<tile>::group() * group_bytes", "smem", GROUP_RING
