@@ -16,6 +16,8 @@ struct Forward {
   long long num_rows;
   long long num_cols;
   double eps;
+  long long num_first;  // see Turns
+  long long rows_of_first;
 
   // saves: whether this thread is the one of those that share the row which writes what belongs to the row.
   __device__ __forceinline__ void save(long long row, const RowStatistics<Compute>& statistics, bool saves) const {

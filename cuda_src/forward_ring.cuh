@@ -105,7 +105,7 @@ __device__ __forceinline__ void forward_ring(const Forward<Load, Store>& problem
     return constants ? Slice{source * Shape::part_cols, (source + 1) * Shape::part_cols} : Shape::part_of(source, num_cols);
   };
   const Slice cols = part_of(Shape::source());
-  const Turns<tile> turns(problem.num_rows);
+  const Turns<tile> turns(problem.num_rows, problem.num_first, problem.rows_of_first);
   const bool saves = Shape::thread() == 0 && (tile.cluster_size == 1 || cluster_rank() == 0);
 
   // Ahead of the rows of all stages, behind which they would arrive microseconds later.

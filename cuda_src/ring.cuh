@@ -3,7 +3,6 @@
 // A block works on rows_per_block rows at a time. It owns a slice of their columns, each of the warps that share a row a part
 // of the slice: packs_per_thread packs of 32 lanes, side by side.
 //
-// Turns     which rows a block or cluster takes, one after the other: neighbours take neighbouring rows
 // RingStream  one tensor that passes through the ring
 // WarpRing  the warp's part of the rows of the next `stages` turns; each warp has the copy engine fill its own and waits for
 //           no other
@@ -46,18 +45,6 @@ struct RingShape {
   // Only a lane's last pack can lie beyond the part: parts are as even as they come.
   __device__ __forceinline__ static bool in_part(int pack, Slice part) {
     return tile.exact || pack < tile.packs_per_thread - 1 || col(pack) < part.size();
-  }
-};
-
-template <Tile tile>
-struct Turns {
-  long long first_row, step;
-  unsigned count;
-
-  __device__ __forceinline__ explicit Turns(long long num_rows)
-      : first_row(blockIdx.x / tile.cluster_size * static_cast<long long>(tile.rows_per_block) + RingShape<tile>::group()),
-        step(gridDim.x / tile.cluster_size * static_cast<long long>(tile.rows_per_block)) {
-    count = first_row < num_rows ? static_cast<unsigned>((num_rows - first_row + step - 1) / step) : 0;
   }
 };
 

@@ -4,13 +4,15 @@
 // SmemRow       a slice of the row in this block's shared memory
 // GlobalRow     nowhere: each pass reads it again
 // The first two keep the type that holds the row exactly, and unpack it in each pass.
-// All have pack_size, has_exact_sums, whether sums of values of one size are exact, num_packs of PackSums in statistics.cuh,
-// most_made, packs of results that may wait in a thread as well, or 0, and for_each_pack(f): f(col, values) for each pack that
-// this thread owns, always in the same order, and for_each_pack_or_none(f): f(col, values, in_row), also for packs beyond the
-// row, whose values are any. f selects where a branch would keep the compiler from mixing the packs. for_each_pack_with(make,
-// f) is the same, f(col, values, in_row, make(col)), where make loads: it is called a pack ahead where registers allow, as no
-// load may pass what f stores.
+// The three have pack_size, has_exact_sums, whether sums of values of one size are exact, num_packs of PackSums in
+// statistics.cuh, most_made, packs of results that may wait in a thread as well, or 0, and for_each_pack(f): f(col, values) for
+// each pack that this thread owns, always in the same order, and for_each_pack_or_none(f): f(col, values, in_row), also for
+// packs beyond the row, whose values are any. f selects where a branch would keep the compiler from mixing the packs.
+// for_each_pack_with(make, f) is the same, f(col, values, in_row, make(col)), where make loads: it is called a pack ahead where
+// registers allow, as no load may pass what f stores. NextRow, StagedRow: how the row after comes to a RegisterRow, by its
+// threads' loads or by the copy engine. Turns: whose row it is.
 #pragma once
+#include "bulk.cuh"
 #include "pack.cuh"
 #include "tile.cuh"
 
@@ -41,6 +43,26 @@ template <Tile tile>
 __device__ __forceinline__ Slice slice(int num_cols, int rank) {
   return share_of<tile.cluster_size, 8 * tile.pack_size>({0, num_cols}, rank);
 }
+
+// Which rows a block or cluster takes, one after the other: neighbours take neighbouring rows. The num_first that the hardware
+// starts first take rows_of_first each, the others share what is left: they start wherever one has ended, so that what gets
+// less of the memory than its neighbours is given fewer rows.
+template <Tile tile>
+struct Turns {
+  long long first_row, step;
+  unsigned count;
+
+  __device__ __forceinline__ explicit Turns(long long num_rows, long long num_first = 0, long long rows_of_first = 0) {
+    const long long block = blockIdx.x / tile.cluster_size, num_blocks = gridDim.x / tile.cluster_size;
+    const bool is_first = block < num_first;
+    const long long shared_out = num_first * rows_of_first;
+    const int group = tile.rows_per_block > 1 ? static_cast<int>(threadIdx.x) / tile.threads_per_row : 0;
+    first_row = (is_first ? block : block - num_first) * tile.rows_per_block + group + (is_first ? 0 : shared_out);
+    step = (is_first ? num_first : num_blocks - num_first) * tile.rows_per_block;
+    const long long end = is_first ? min(shared_out, num_rows) : num_rows;
+    count = first_row < end ? static_cast<unsigned>((end - first_row + step - 1) / step) : 0;
+  }
+};
 
 // Where pack `pack` of this thread begins in its block's columns: neighbouring threads take neighbouring packs.
 template <Tile tile>
@@ -219,6 +241,34 @@ struct NextRow {
 };
 struct NoNextRow {
   __device__ __forceinline__ void fetch() const {}
+};
+
+// The copy engine brings a row to shared memory while the threads of its block work on the one before: they wait for a load
+// from there, not from memory, and keep no registers for it.
+template <class Load, Tile tile>
+struct StagedRow {
+  using Held = typename Load::Held;
+  static constexpr int slot_bytes = (tile.cols() * static_cast<int>(sizeof(Held)) + 15) / 16 * 16;
+
+  Held* slot;
+  unsigned long long* barrier;
+  unsigned turn = 0;
+
+  // smem: 16-byte aligned. The caller synchronises the block before the first row is taken.
+  __device__ __forceinline__ explicit StagedRow(unsigned char* smem)
+      : slot(reinterpret_cast<Held*>(smem)), barrier(reinterpret_cast<unsigned long long*>(smem + slot_bytes)) {
+    if (threadIdx.x == 0) bulk_barrier_init(barrier);
+  }
+  // The thread that made the barrier, when all have taken the row before.
+  __device__ __forceinline__ void fetch(const Load& load, long long row, int num_cols) const {
+    const unsigned bytes = static_cast<unsigned>(num_cols) * static_cast<unsigned>(sizeof(Held));
+    bulk_expect(barrier, bytes);
+    bulk_copy(slot, load.row_start(row), bytes, barrier);
+  }
+  __device__ __forceinline__ void take(RegisterRow<Load, tile>& values, Slice cols) {
+    bulk_wait(barrier, turn++);
+    values.fetch_own({slot + register_col<tile>(0)}, cols);
+  }
 };
 
 // Columns [first_col, last_col) of a row. A thread owns the same packs in fetch and in for_each_pack: it waits for no other.

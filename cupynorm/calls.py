@@ -174,7 +174,9 @@ class ForwardCall:
             problem.num_scales, struct.unpack("I", struct.pack("f", abs(quantization.smallest_amax)))[0],
             int(quantization.power_of_two)
         )  # fmt: skip
-        self.tail = (x.num_rows, x.num_cols, float(eps))
+        launches = self.plan.launches
+        shares = (launches[0].num_first, launches[0].rows_of_first) if launches else (0, 0)
+        self.tail = (x.num_rows, x.num_cols, float(eps), *shares)
 
     def words(self, x: int, y: int, weight: int, bias: int, mean: int, rstd: int, residual: int = 0, sum: int = 0) -> tuple:
         """struct Forward of forward.cuh; an address is 0 for what is absent or not wanted."""

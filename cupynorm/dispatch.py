@@ -15,7 +15,7 @@ from functools import lru_cache
 from .bundles import can_bundle, queued_bundles
 from .devices import DEVICES, Device
 from .dtypes import DTYPES, ELEMENTS, FLOAT8S, compute_dtype
-from .problem import SCALINGS, Problem, Tile, ceil_div, cols_of_slice
+from .problem import SCALINGS, Problem, Tile, ceil_div, cols_of_slice, is_ring, is_staged
 from .quantized_registers import fetches_ahead
 from .registers import for_few_rows
 from .rings import QUEUED_CLUSTER_SIZE, can_ring, queued_ring_bytes
@@ -34,7 +34,8 @@ class Kernel:
 class Launch:
     """One kernel launch: grid_size blocks of block_size threads, each with smem_bytes of dynamic shared memory.
 
-    overlaps: whether it may start while the launch before it still runs, for whose end its kernel waits itself.
+    overlaps: whether it may start while the launch before it still runs, for whose end its kernel waits itself. num_first,
+    rows_of_first: forward, how many blocks begin with so many rows each; others share what is left (Turns in cuda_src/row.cuh).
     """
 
     kernel: Kernel
@@ -44,6 +45,8 @@ class Launch:
     smem_bytes: int
     cluster_size: int = 1
     overlaps: bool = False
+    num_first: int = 0
+    rows_of_first: int = 0
 
 
 @dataclass(frozen=True)
@@ -203,14 +206,18 @@ def _check_tile(problem: Problem, strategy: str, tile: Tile, device: Device) -> 
     if tile.bundle:
         _check_bundle(problem, strategy, tile, device)
     elif tile.stages and (
-        tile.stages < 1 + (problem.forward or tile.rows_per_block > 1)
+        tile.stages < 1 + (tile.rows_per_block > 1)
         or not tile.packs_per_thread
-        or strategy not in ("block", "cluster")
+        or strategy not in (("block",) if is_staged(problem, tile) else ("block", "cluster"))
     ):
         raise ValueError(
             f"tile has stages {tile.stages}, rows_per_block {tile.rows_per_block}, packs_per_thread {tile.packs_per_thread}; "
             "a ring has 2 or more stages, or backward 1 for one row a block, and 1 or more packs, and belongs to strategy "
-            "'block' or 'cluster'"
+            "'block' or 'cluster'; forward, 1 stage belongs to 'block' and one row a block"
+        )
+    if is_staged(problem, tile) and (problem.residual or tile.pack_size * DTYPES[problem.x].itemsize < 16):
+        raise ValueError(
+            f"tile has stages 1 and pack_size {tile.pack_size}; forward, 1 stage takes packs of 16 bytes or more, of x alone"
         )
     if tile.stages and not tile.bundle and not can_ring(replace(problem, pack_limit=tile.pack_size), device):
         raise ValueError(
@@ -410,6 +417,34 @@ class Plan:
 # Groups of rows that a block takes, one after the other, whose y has 8 bits; then the hardware's queue has the next.
 QUANTIZED_GROUPS = 4
 
+# Blocks that stay on their multiprocessor begin with this share of the rows; then the hardware's queue has blocks of so many,
+# which evens out what multiprocessors get of the memory (H200, bf16 to 8 bits: LayerNorm by row, 8192 columns 0.974, all rows
+# on resident blocks 0.958; 12,288 columns 0.94 and 0.90; RMSNorm, 16,384 columns 0.995 and 0.97, in a ring 49,152 columns 0.95,
+# from the queue alone 0.88). Where one block of LayerNorm has a multiprocessor to itself nothing hides how it starts (32,768
+# columns 0.86 and 0.85, in a ring 24,576 columns 0.84 and 0.89).
+_SHARE_OF_FIRST, _ROWS_OF_LATER, _FEWEST_ROWS_OF_FIRST = 0.9, 2, 4
+
+
+def _stays(choice: Choice, problem: Problem) -> bool:
+    """Forward, of rows in registers: whether a block stays for the row that it has begun to fetch."""
+    tile = choice.tile
+    in_registers = choice.strategy == "block" and tile.stages == 0 and tile.packs_per_thread > 0
+    return is_staged(problem, tile) or (in_registers and choice.amax_kernel is None and fetches_ahead(problem, tile))
+
+
+def shares_of_first(choice: Choice, problem: Problem, device: Device, num_rows: int, sm_margin: int) -> tuple[int, int]:
+    """num_first and rows_of_first of a Launch; 0 where all blocks are alike."""
+    tile = choice.tile
+    if is_ring(problem, tile):
+        shares_out = problem.scaling is not None and not problem.centered and tile.cluster_size <= QUEUED_CLUSTER_SIZE
+    else:
+        shares_out = choice.resident > 1 and _stays(choice, problem)
+    if not shares_out or sm_margin:
+        return 0, 0
+    num_first = choice.resident * (dict(device.clusters)[tile.cluster_size] if tile.cluster_size > 1 else device.num_sms)
+    rows_of_first = int(_SHARE_OF_FIRST * num_rows / num_first)
+    return (num_first, rows_of_first) if rows_of_first >= _FEWEST_ROWS_OF_FIRST else (0, 0)
+
 
 def grid_size(choice: Choice, problem: Problem, device: Device, num_rows: int, sm_margin: int) -> int:
     """Blocks of the first kernel. Forward takes one block for each group of rows and lets the hardware queue them, unless a
@@ -433,7 +468,13 @@ def grid_size(choice: Choice, problem: Problem, device: Device, num_rows: int, s
     if tile.bundle:
         rows = tile.bundle * queued_bundles(tile) * tile.block_size // 32
         return min(groups, max(resident, ceil_div(num_rows, rows)), most)
-    if tile.stages:
+    num_first, rows_of_first = shares_of_first(choice, problem, device, num_rows, sm_margin)
+    if num_first:
+        later = ceil_div(num_rows - num_first * rows_of_first, _ROWS_OF_LATER)
+        return min(num_first + later, most) * tile.cluster_size
+    if _stays(choice, problem):
+        return min(groups, resident)
+    if is_ring(problem, tile):
         queued_bytes = queued_ring_bytes(problem) if tile.cluster_size <= QUEUED_CLUSTER_SIZE else None
         queued = 0  # resident blocks alone
         if queued_bytes:
@@ -443,9 +484,7 @@ def grid_size(choice: Choice, problem: Problem, device: Device, num_rows: int, s
     if problem.scaling and tile.packs_per_thread:
         # Bound by instructions, of which a block has some before its first row (H200, bf16 to 8 bits in 1 x 128 blocks, 1024
         # columns: 0.94 with four rows a block, 0.87 with one). Others are bound by memory, and slower.
-        # One that fetches its next row early stays for it (LayerNorm of 16,384 columns by row: 0.92, four rows a block 0.89).
-        stays = choice.strategy == "block" and choice.amax_kernel is None and fetches_ahead(problem, tile)
-        return min(groups, max(resident, 0 if stays else ceil_div(groups, QUANTIZED_GROUPS)), most) * tile.cluster_size
+        return min(groups, max(resident, ceil_div(groups, QUANTIZED_GROUPS)), most) * tile.cluster_size
     return min(groups, most) * tile.cluster_size
 
 
@@ -481,8 +520,14 @@ def make_plan(
     if row_elements and choice.kernel is not None:
         grid = grid_size(choice, problem, device, num_rows, sm_margin)
         cluster_size = choice.tile.cluster_size
+        num_first, rows_of_first = shares_of_first(choice, problem, device, num_rows, sm_margin)
         for kernel in filter(None, (choice.amax_kernel, choice.kernel)):
-            launches.append(Launch(kernel, choice.tile, grid, choice.tile.block_size, choice.smem_bytes, cluster_size))
+            launches.append(
+                Launch(
+                    kernel, choice.tile, grid, choice.tile.block_size, choice.smem_bytes, cluster_size, num_first=num_first,
+                    rows_of_first=rows_of_first,
+                )
+            )  # fmt: skip
         if choice.parameters_kernel is not None and choice.strategy != "uncached":
             num_partials = grid // cluster_size
     if choice.strategy == "uncached":

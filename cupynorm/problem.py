@@ -16,6 +16,7 @@ class Tile:
     a block works on at a time. cluster_size: blocks that share a row. blocks_per_sm: blocks that must fit on a
     multiprocessor, which bounds the registers of a thread. exact: 1 if the row fills the registers, so that no pack lies beyond
     it. stages: rows that pass through a block's shared memory at once, fetched by the copy engine; 0 where threads fetch them.
+    Forward, 1 is the next row, on its way to registers; more are a ring.
     bundle: rows, one after the other in memory, that make up a stage of each warp; 0 where a stage is one row.
     """
 
@@ -148,6 +149,16 @@ class Problem:
         if self.residual:
             streamed += [self.x, self.x]
         return self.num_cols * sum(ELEMENTS[name].itemsize for name in streamed if name) + self.scale_bytes
+
+
+def is_ring(problem: Problem, tile: Tile) -> bool:
+    """Whether rows pass through a ring (cuda_src/ring.cuh)."""
+    return tile.stages > problem.forward and not tile.bundle
+
+
+def is_staged(problem: Problem, tile: Tile) -> bool:
+    """Whether rows come to registers through shared memory (StagedRow in cuda_src/row.cuh)."""
+    return problem.forward and tile.stages == 1 and not tile.bundle
 
 
 def ceil_div(value: int, step: int) -> int:

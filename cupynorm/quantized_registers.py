@@ -45,8 +45,10 @@ MOST_BYTES_MADE = 320
 
 # Of exact rows of LayerNorm, so many that a thread also holds the next row while it writes one (fetches_ahead): by scaling, of
 # blocks of so many threads at least. H200, bf16: 8192 columns by row 0.95, with a block more 0.93, 4096 columns 0.93 and 0.95;
-# 8192 columns by 1 x 128 blocks 0.95 and 0.89, 4096 0.93 and 0.91; MXFP8 0.88 and 0.92, RMSNorm by row 0.95 and 0.98.
-_AHEAD_FROM = {"row": 128, "block": 64}
+# 8192 columns by 1 x 128 blocks 0.95 and 0.89, 4096 0.93 and 0.91; MXFP8 0.88 and 0.92, RMSNorm by row 0.95 and 0.98. Of 56
+# elements on 128 threads alone: 7168 columns by row 0.96 and 0.95, by blocks 0.97 and 0.93; 14,336 columns, 256 threads, 0.91,
+# staged 0.92.
+_AHEAD_FROM = {"row": 96, "block": 64}
 _AHEAD_REGISTERS = 128
 
 
@@ -59,6 +61,12 @@ def fetches_ahead(problem: Problem, tile: Tile) -> bool:
     waits = problem.cols_of_scale is not None and elements * DTYPES[problem.compute].itemsize <= MOST_BYTES_MADE
     fits = registers >= elements + elements // 2 + 32 + 8 * (not tile.exact)
     return plain and waits and fits and tile.pack_size == 8 and DTYPES[problem.x].itemsize == 2
+
+
+def is_fetched_ahead(problem: Problem, tile: Tile) -> bool:
+    """Whether that is what makes a tile of several blocks of LayerNorm a fast one."""
+    suits = problem.centered and problem.scaling in _AHEAD_FROM and 56 <= tile.pack_size * tile.packs_per_thread <= 64
+    return suits and tile.exact == 1 and tile.blocks_per_sm > 1 and fetches_ahead(problem, tile)
 
 
 def is_common_quantized(problem: Problem, device: Device) -> bool:
@@ -85,15 +93,18 @@ def common_quantized_registers(problem: Problem, device: Device, tile: Tile) -> 
         if of_lanes is not None:
             return of_lanes
     registers = _REGISTERS[place, problem.scaling][0 if tile.exact else 1][_ELEMENTS.index(elements)]
-    if in_row and elements < 64 and 384 * 64 < problem.num_cols <= 512 * 64 and problem.num_cols % (32 * 64) == 0:
-        return 255  # one block of fewer threads, of 64 elements, holds the next row as well
-    if place == "block" and elements == 64 and tile.exact and problem.centered:
+    if in_row and not problem.centered and elements < 64:
+        if 384 * 64 < problem.num_cols <= 512 * 64 and problem.num_cols % (32 * 64) == 0:
+            return 255  # one block of fewer threads, of 64 elements, holds the next row as well
+    if place == "block" and elements >= 56 and tile.exact and problem.centered and not tile.stages:
         fills = 512 // tile.threads_per_row * tile.threads_per_row >= 448
-        if fills and tile.threads_per_row >= _AHEAD_FROM.get(problem.scaling, 1024):
+        fewest = _AHEAD_FROM.get(problem.scaling, 1024)
+        if fills and (tile.threads_per_row >= fewest if elements == 64 else tile.threads_per_row == 128 >= fewest):
             registers = _AHEAD_REGISTERS
     if in_row and not problem.centered:
         registers += _MORE_WITHOUT_MEAN.get((place, elements), 0) if tile.exact else 8
         registers += 16 * (place == "block" and elements == 64 and problem.scaling == "mx")
+    registers += 8 * (tile.stages == 1 and elements == 56)
     if problem.scaling == "block" and problem.x == "float16":
         registers += 16 * (not tile.exact or tile.threads_per_row >= 256)
     return registers

@@ -11,7 +11,7 @@ from dataclasses import replace
 from .devices import Device
 from .dtypes import DTYPES
 from .problem import Problem, Tile, ceil_div, cols_of_slice
-from .quantized_registers import common_quantized_registers, is_common_quantized
+from .quantized_registers import common_quantized_registers, is_common_quantized, is_fetched_ahead
 
 # The shares of a copy beside the numbers below were measured on 2026-11-20 to 22 while these were chosen, by timing
 # layer_norm_forward and layer_norm_backward with explicit strategy= and tile= at 2^28 elements (2^27 of float32). `python -m
@@ -152,6 +152,7 @@ def registers_of_thread(problem: Problem, device: Device, tile: Tile) -> int:
             fused += elements // 2 * (elements > (40 if wide_weight else 80))
             fused += (24 + 32 * problem.residual) * (tile.pack_size == 1)
             fused += 32 * (problem.residual and wide_weight)
+            fused += 8 * (problem.round_x_hat is not None and elements >= 32 and device.compute_capability >= 100)
         elif elements > 80:
             fused += elements // 4
     if (common := common_quantized_registers(problem, device, tile)) is not None:
@@ -293,6 +294,8 @@ def register_tile(
             blocks_per_sm = wanted  # more are slower (9216 columns, 384 threads: 0.99 in two, 0.98 in three)
         tile = replace(tile, blocks_per_sm=blocks_per_sm)
         in_flight = blocks_per_sm * rows_per_block * num_cols * itemsize * (1 + problem.residual)
+        ahead = common_quantized and is_fetched_ahead(problem, tile)
+        in_flight *= 1 + ahead
         enough = in_flight >= ENOUGH_BYTES[itemsize]
         # Blocks of a cluster wait for one another: for them more is better without end.
         counted = in_flight if cluster_size > 1 else min(in_flight, ENOUGH_BYTES[itemsize])
@@ -325,7 +328,8 @@ def register_tile(
             # 0.91), or at a given scale of 80 (5120 columns: 64 threads 1.01).
             wanted_elements = 40 if block_size > 1 else 54
             uneven = 4 * (threads_per_row & (threads_per_row - 1) > 0)
-            score = (counted * fit, -(8 if elements > 64 else abs(elements - wanted_elements)) - uneven)
+            # One that fetches its next row is better than either (6144 columns by 1 x 128 blocks: 96 x 64 0.96, 128 x 48 0.93).
+            score = (counted * fit, 10 * ahead - (8 if elements > 64 else abs(elements - wanted_elements)) - uneven)
         elif problem.scaling in ("given", "tensor") or (problem.scaling == "row" and enough):
             score = (counted * fit, -abs(elements - 64))
         elif _wide_weight_registers(problem, device, tile) and problem.num_cols > 8192:

@@ -403,13 +403,13 @@ def beats_one_quantized_block(problem: Problem, ring: Tile, registers: Tile) -> 
     the row one of 10 or 11 warps.
 
     LayerNorm by row, 24,576 columns 0.88, in registers 0.83; by 1 x 128 blocks, 22,528 columns 0.86, in registers 0.78, 24,576
-    0.93 and 0.81. Registers that also hold the next row beat rings in clusters (32,768 columns, RMSNorm and LayerNorm, by row
-    0.97 and 0.88, in rings 0.92 and 0.68; by blocks 0.96 and 0.87, in rings 0.90 and 0.75), but for LayerNorm to MXFP8 (0.75
-    and 0.76). The registers of two blocks are better than any: RMSNorm, 20,480 columns 0.99, in a ring 0.83.
+    0.93 and 0.81. Registers that also hold the next row beat rings in clusters (RMSNorm, 32,768 columns, by row 0.97, in a ring
+    0.92, by blocks 0.96 and 0.90). The registers of two blocks are better than any: RMSNorm, 20,480 columns 0.99, in a ring
+    0.83.
     """
     sought = problem.cols_of_scale is not None
     if sought and ring.cluster_size > 1 and registers.exact and fetches_ahead(problem, registers):
-        return problem.scaling == "mx" and problem.centered and fills_quantized_ring(problem, ring)
+        return False
     return fills_quantized_ring(problem, ring) or (sought and nearly_fills_quantized_ring(problem, ring))
 
 

@@ -11,10 +11,11 @@ from dataclasses import dataclass
 from .bundles import bundle_bytes, bundle_tile
 from .devices import Device
 from .dtypes import DTYPES
-from .problem import Problem, Tile, ceil_div, cols_of_slice
+from .problem import Problem, Tile, ceil_div, cols_of_slice, is_ring, is_staged
 from .quantized_registers import MOST_BYTES_MADE, is_common_quantized
 from .registers import BLOCK_BYTES, lanes_tile, long_tile, register_tile
 from .rings import beats_one_quantized_block, ring_bytes, ring_clusters, ring_tile, suits_block, wants_ring
+from .staged import staged_bytes, staged_tile
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,7 @@ def smem_bytes_of(problem: Problem, tile: Tile, strategy: str) -> int:
     compute_bytes = DTYPES[problem.compute].itemsize
     if tile.bundle:
         return bundle_bytes(problem, tile)
-    if tile.stages:
+    if is_ring(problem, tile):
         return ring_bytes(problem, tile)
     if strategy == "parameters":
         return 2 * tile.pack_size * tile.threads_per_row * tile.block_size // 32 * compute_bytes
@@ -71,6 +72,8 @@ def smem_bytes_of(problem: Problem, tile: Tile, strategy: str) -> int:
     if strategy == "uncached" or (strategy == "block" and not problem.forward):
         return reduce_bytes(problem, tile.threads_per_row)
     scratch = reduce_bytes(problem, tile.threads_per_row, tile.cluster_size)
+    if is_staged(problem, tile):
+        return scratch + staged_bytes(problem, tile)
     if tile.packs_per_thread:
         return scratch
     slice_cols = cols_of_slice(problem, tile.pack_size, tile.cluster_size)
@@ -94,7 +97,7 @@ def scales_at_once(problem: Problem, tile: Tile, strategy: str) -> bool:
     if problem.scaling not in ("block", "mx"):
         return problem.scaling != "tensor"
     block = problem.cols_of_scale
-    if tile.stages:
+    if is_ring(problem, tile):
         return tile.exact == 1 and 32 * tile.pack_size % block == 0
     width = tile.pack_size * tile.threads_per_row
     whole_slices = strategy in ("warp", "block") or (strategy == "cluster" and tile.exact)
@@ -126,6 +129,8 @@ def _block_tile(problem: Problem, device: Device) -> Tile | None:
     ring = ring_tile(problem, device, (1,)) if wants_ring(problem, tile) else None
     if ring is not None and _beats_registers(problem, ring, tile):
         return ring
+    if (staged := staged_tile(problem, device, tile)) is not None:
+        return staged
     if tile is not None or not problem.forward:
         return tile
     if device.clusters:
@@ -137,7 +142,7 @@ def _block_tile(problem: Problem, device: Device) -> Tile | None:
 def _block_gives_way(problem: Problem, device: Device, tile: Tile) -> bool:
     if tile == long_tile(problem, device):
         return False
-    if tile.stages and suits_block(problem):
+    if is_staged(problem, tile) or (tile.stages and suits_block(problem)):
         return False
     if not (tile.stages or wants_ring(problem, tile)):
         return False

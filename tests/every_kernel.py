@@ -74,6 +74,9 @@ def cases() -> list[Case]:
             # Forward rows in shared memory: other devices and wider rows get them.
             tile = Tile(8, 64, cluster_size=cluster_size)
             every.append(Case("layer_norm", num_rows, 4096, "bfloat16", strategy=strategy, tile=tile, sm_margin=32))
+            if cluster_size == 1:
+                staged = Tile(8, 64, 8, blocks_per_sm=2, exact=1, stages=1)
+                every.append(Case("layer_norm", num_rows, 4096, "bfloat16", strategy=strategy, tile=staged, sm_margin=100))
             # Rings: forward of few packs, so that several rounds of them are quick;
             # backward of the narrowest rows that get one.
             for dtype, pack_size in (("bfloat16", 8), ("float32", 4)):
@@ -116,11 +119,12 @@ def quantized_cases() -> list[tuple[Case, Quantization]]:
         options = {"residual": True, "residual_dtype": "float32", "dropout_p": 0.2, "row_scale": "float32"}
         dropped = Case("layer_norm", 9, 512, "bfloat16", strategy=strategy, **options)
         every += [(dropped, Quantization(E4M3, scaling)) for scaling in ("given", "tensor", "block")]
-    # Rings, of rows that begin anywhere, too; and of clusters.
+    # Rings, of rows that begin anywhere, too, and of clusters; and staged rows.
     for num_cols, tile in (
         (4096, Tile(8, 256, 2, exact=1, stages=2)),
         (1023, Tile(1, 64, 16, stages=2)),
         (9000, Tile(8, 256, 3, cluster_size=2, stages=2)),
+        (4000, Tile(8, 256, 2, stages=1)),  # staged
     ):
         strategy = "block" if tile.cluster_size == 1 else "cluster"
         ring = Case("layer_norm", 160, num_cols, "bfloat16", strategy=strategy, tile=tile, sm_margin=100)  # some turns each

@@ -39,6 +39,8 @@ class Recorder(CpuMachine):
         place = "registers" if tile.packs_per_thread else "shared memory or nowhere"
         if tile.bundle:
             place = f"bundles, {tile.threads_per_row} lanes a row"
+        elif tile.stages == 1 and launch.kernel.source.startswith("forward"):
+            place = "registers, staged"
         elif tile.stages:
             dtype = re.search(r"Load<(\w+)>", launch.kernel.name_expression)[1]
             place = f"ring of {dtype}, {tile.cluster_size} blocks a row"
@@ -66,6 +68,7 @@ def test_every_place_of_every_kernel():
         "backward_parameters",
     ):
         expected.add((f"{source}.cu", "shared memory or nowhere"))
+    expected.add(("forward_block.cu", "registers, staged"))
     for direction in ("forward", "backward"):
         for dtype in ("__nv_bfloat16", "float"):
             expected.add((f"{direction}_block.cu", f"ring of {dtype}, 1 blocks a row"))
@@ -106,6 +109,7 @@ def test_every_way_to_8_bits():
         places = {(place, scaling) for source, place, scaling, _ in recorder.scalings if source == f"forward_{name}.cu"}
         assert places >= {(f"ring of __nv_bfloat16, {num_blocks} blocks a row", each) for each in ("given", "tensor")}
         assert places >= {("shared memory or nowhere", each) for each in SCALINGS}
+        assert name == "cluster" or places >= {("registers, staged", each) for each in SCALINGS}
     packs = {name: {pack for source, pack in recorder.sources if source == name} for name, _ in recorder.sources}
     assert packs.keys() == {"ScaledSource", "NormalizedSource", "BytesSource"}
     assert packs["ScaledSource"] == {1, 2, 4, 8} and packs["BytesSource"] == {1, 2, 4, 8, 16}

@@ -123,6 +123,7 @@ CLUSTER = Case("layer_norm", 5, 264, "float64", strategy="cluster")  # a ring ta
 # cluster takes 12 rows: three times round each ring and the four buffers.
 RING = Case("layer_norm", 24, 4 * 470, "float32", strategy="block", tile=Tile(4, 96, 5, stages=3))
 CLUSTER_RING = Case("layer_norm", 12, 4 * 210, "float32", strategy="cluster", tile=Tile(4, 64, 1, cluster_size=4, stages=3))
+STAGED = Case("layer_norm", 41, 2 * 256, "bfloat16", strategy="block", tile=Tile(8, 32, 2, exact=1, blocks_per_sm=2, stages=1))
 GROUP_RING = Case("layer_norm", 23, 4 * 110, "float32", strategy="block", tile=Tile(4, 64, 2, rows_per_block=3, stages=2))
 SHARED_CLUSTER = Case("layer_norm", 5, 264, "float32", strategy="cluster", tile=Tile(4, 32, cluster_size=4))
 UNCACHED = Case("layer_norm", 20, 2052, "float32", strategy="uncached", sm_margin=1)
@@ -283,6 +284,20 @@ MUTATIONS = {
         "load_store.cuh", "(values[at] - biases[at]) / divisor", "values[at] / divisor", BY_Y,
     ),
     "x_hat that is normalised again": Mutation("backward.cuh", "if constexpr (normalized) return x;", "", BY_Y),
+    "a staged row that is not waited for": Mutation("row.cuh", "bulk_wait(barrier, turn++);", "turn++;", STAGED),
+    "a staged row that is waited for with one parity": Mutation(
+        "row.cuh", "bulk_wait(barrier, turn++);", "bulk_wait(barrier, 0);", STAGED
+    ),
+    "a staged row that another block has": Mutation(
+        "forward_block.cu", "staged.fetch(problem.load, row + turns.step,", "staged.fetch(problem.load, row + 1,", STAGED
+    ),
+    "a last row that first blocks leave out": Mutation(
+        "row.cuh", "min(shared_out, num_rows)", "min(shared_out - 1, num_rows)", STAGED
+    ),
+    "later blocks that begin a row late": Mutation(
+        "row.cuh", "(is_first ? 0 : shared_out)", "(is_first ? 0 : shared_out + 1)", STAGED
+    ),
+    "later blocks that leave rows out": Mutation("row.cuh", "num_blocks - num_first)", "num_blocks)", STAGED),
     "a cluster that leaves its last columns out": Mutation(
         "row.cuh", "whole.first_col + last * step, whole.last_col)", "whole.first_col + last * step, whole.last_col - 2)",
         CLUSTER

@@ -65,7 +65,7 @@ MUTATIONS = {
     ),
     "the same row fetched again": ("row.cuh", "row(min(row, num_rows - 1))", "row(0)", "ahead"),
     "a next row that another block has": (
-        "forward_block.cu", "row + gridDim.x, problem.num_rows", "row + 1, problem.num_rows", "ahead",
+        "forward_block.cu", "row + turns.step, problem.num_rows", "row + 1, problem.num_rows", "ahead",
     ),
     "numbers below 2^-126 that are flushed": (
         "quantize.cu", "times_large(values[at], factor)", "values[at] * factor * 0.0f", "small numbers",

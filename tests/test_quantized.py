@@ -160,18 +160,39 @@ def test_bytes_of_the_registers_of_a_cluster(scaling, device):
         assert len(launches) == (1 if exact or scaling == "row" else 2)
 
 
-@pytest.mark.parametrize("scaling", ["row", "block", "mx"])
+@pytest.mark.parametrize("scaling", SCALES)
 @pytest.mark.parametrize("num_cols, exact", [(1024, 1), (1000, 0)])
-def test_bytes_of_rows_that_are_fetched_while_others_are_written(num_cols, exact, scaling, device):
+@pytest.mark.parametrize("stages", [0, 1], ids=["by their threads", "staged"])
+def test_bytes_of_rows_that_are_fetched_while_others_are_written(stages, num_cols, exact, scaling, device):
     """Several rows a block, not as many in each."""
-    tile = cupynorm.Tile(8, 64, 2, blocks_per_sm=2, exact=exact)
+    tile = cupynorm.Tile(8, 64, 2, blocks_per_sm=2, exact=exact, stages=stages)
     problem = Problem("forward", True, num_cols, "bfloat16", y=E4M3, weight="bfloat16", scaling=scaling)
-    assert fetches_ahead(problem, tile)
+    assert fetches_ahead(problem, tile) == (scaling in ("row", "block", "mx"))
     x, weight = (random(*shape, num_cols, dtype=torch.bfloat16, seed=at, device=device) for at, shape in enumerate([(7,), ()]))
     options = {"strategy": "block", "tile": tile, "sm_margin": GPUS["H200"].num_sms - 1}
     assert make_plan(problem, GPUS["H200"], 7, **options).launches[0].grid_size == 2
     for norm in ("layer_norm", "rms_norm"):
         assert_exact(norm, x, scaling, weight=weight, **options)
+
+
+# norm, tile, num_rows, and by hand for an H200: grid, blocks or clusters that start first, rows of each, nine tenths of all.
+SHARED_OUT = {
+    "ahead": ("layer_norm", cupynorm.Tile(8, 32, 2, blocks_per_sm=2, exact=1), 1200, (264 + 72, 264, 4)),
+    "staged": ("layer_norm", cupynorm.Tile(8, 32, 2, blocks_per_sm=2, exact=1, stages=1), 1201, (264 + 73, 264, 4)),
+    "ring": ("rms_norm", cupynorm.Tile(8, 64, 1, exact=1, stages=2), 700, (132 + 86, 132, 4)),
+    "ring of a cluster": ("rms_norm", cupynorm.Tile(8, 32, 1, cluster_size=2, exact=1, stages=2), 345, (2 * (66 + 41), 66, 4)),
+}
+
+
+@pytest.mark.parametrize("norm, tile, num_rows, shares", SHARED_OUT.values(), ids=SHARED_OUT)
+def test_bytes_of_rows_that_later_blocks_take(norm, tile, num_rows, shares, device):
+    """Blocks that start where others have ended take two rows each."""
+    problem = Problem("forward", norm == "layer_norm", 512, "bfloat16", y=E4M3, weight="bfloat16", scaling="row")
+    options = {"strategy": "cluster" if tile.cluster_size > 1 else "block", "tile": tile}
+    (launch,) = make_plan(problem, GPUS["H200"], num_rows, **options).launches
+    assert (launch.grid_size, launch.num_first, launch.rows_of_first) == shares
+    x, weight = random(num_rows, 512, dtype=torch.bfloat16, device=device), random(512, dtype=torch.bfloat16, device=device)
+    assert_exact(norm, x, "row", weight=weight, **options)
 
 
 def test_scales_of_blocks_in_a_ring_are_found_at_once_where_no_warp_has_part_of_one():

@@ -102,6 +102,7 @@ PURE = (
     "registers",
     "bundles",
     "rings",
+    "staged",
     "strategies",
     "dispatch",
     "candidates",
