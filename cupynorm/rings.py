@@ -400,7 +400,7 @@ def fills_quantized_ring(problem: Problem, tile: Tile) -> bool:
 
 def beats_one_quantized_block(problem: Problem, ring: Tile, registers: Tile) -> bool:
     """Whether a ring beats the registers of one block for rows of 16 bits to 8 bits: that one, or at scales that are sought in
-    the row one of 10 or 11 warps.
+    the row one of 10 or 11 warps (at a given scale in clusters alone: LayerNorm of 40,960 columns 0.87, in registers 0.84).
 
     LayerNorm by row, 24,576 columns 0.88, in registers 0.83; by 1 x 128 blocks, 22,528 columns 0.86, in registers 0.78, 24,576
     0.93 and 0.81. Registers that also hold the next row beat rings in clusters (RMSNorm, 32,768 columns, by row 0.97, in a ring
@@ -410,7 +410,8 @@ def beats_one_quantized_block(problem: Problem, ring: Tile, registers: Tile) -> 
     sought = problem.cols_of_scale is not None
     if sought and ring.cluster_size > 1 and registers.exact and fetches_ahead(problem, registers):
         return False
-    return fills_quantized_ring(problem, ring) or (sought and nearly_fills_quantized_ring(problem, ring))
+    nearly = sought or (problem.scaling == "given" and problem.centered and ring.cluster_size > 1)
+    return fills_quantized_ring(problem, ring) or (nearly and nearly_fills_quantized_ring(problem, ring))
 
 
 def nearly_fills_quantized_ring(problem: Problem, tile: Tile) -> bool:
@@ -432,13 +433,15 @@ def _forward_ring_score(problem: Problem, tile: Tile) -> tuple:
     suits = lone or _suits_turn(tile, cols * itemsize, itemsize)
     two_blocks = not lone and itemsize == 2 and tile.blocks_per_sm > 1 and tile.cluster_size <= 8
     share = round(ring_share(problem, tile), 2)
-    # To 8 bits: 32,768 columns on 3 blocks of clusters of 4 0.90, on 2 0.79; 98,304 on 2 of 8 0.86, on 4 of 16 0.82. Clusters
-    # of 2 leave no multiprocessor without one (49,152 columns by 1 x 128 blocks 0.90, of 8 0.70).
+    # To 8 bits: 32,768 columns on 3 blocks of clusters of 4 0.90, on 2 0.79. The smallest clusters: those of 2 leave no
+    # multiprocessor without one (49,152 columns by 1 x 128 blocks 0.90, of 8 0.70; 98,304 columns on clusters of 4 0.82, of 8
+    # 0.72, at a given scale 0.97 and 0.91).
     full = ()
     if problem.scaling:
         fills = fills_quantized_ring(problem, tile)
         full = (
             fills,
+            -tile.cluster_size * fills,
             nearly_fills_quantized_ring(problem, tile),
             tile.cluster_size <= 2,
             tile.cluster_size < 16,
