@@ -18,7 +18,7 @@ struct Tile {
   int cluster_size = 1;      // blocks that share a row
   int blocks_per_sm = 1;     // blocks that must fit on a multiprocessor: bounds the registers of a thread
   int exact = 0;             // 1: num_cols is all that the registers hold, no pack lies beyond the row
-  int stages = 0;  // rows that pass through shared memory at once, which the copy engine fetches (sm_90+); 0: threads do
+  int stages = 0;  // rows in shared memory at once, which the copy engine fetches (sm_90+); 0: threads do. See StagedRow for 1
   int bundle = 0;  // rows, one after the other in memory, that make up a stage of each warp; 0: a stage is one row
 
   constexpr int block_size() const { return threads_per_row * rows_per_block; }

@@ -178,7 +178,8 @@ def ring_registers(problem: Problem, device: Device, tile: Tile) -> int:
             return 168 if 41 <= elements <= 43 and not waiting else 46 + 3 * elements + waiting  # found by compiling
         if problem.cols_of_scale is not None:
             wide_in_cluster = tile.cluster_size > 1 and problem.has_wide_parameters
-            tight += 24 * problem.residual + 8 * (wide_in_cluster or not exact)
+            newer = tile.cluster_size > 1 and device.compute_capability >= 100
+            tight += 24 * problem.residual + 8 * (wide_in_cluster or not exact) + 8 * newer
         if waiting:
             num_warps = tile.threads_per_row // 32 * tile.cluster_size
             lanes = 16 if num_warps > 48 else 1 << ((num_warps + 2) // 3 - 1).bit_length()  # as Exchange::lanes

@@ -45,6 +45,9 @@ _FEWEST_ELEMENTS, _MOST_ELEMENTS = 40, 64
 # A row costs a thread as much as so many elements beside its own.
 _ROW_COST = 14
 
+# Of shared memory beside the row: at most 768 bytes of BlockReduce, and the 1024 that the hardware keeps of each block.
+_OTHER_BYTES = 2048
+
 
 def staged_tile(problem: Problem, device: Device, registers: Tile | None) -> Tile | None:
     """The tile of rows that are faster staged, None of others. registers: the tile of those that threads fetch themselves."""
@@ -61,7 +64,8 @@ def staged_tile(problem: Problem, device: Device, registers: Tile | None) -> Til
         tile = Tile(8, threads_per_row, packs, exact=int(8 * threads_per_row * packs == problem.num_cols), stages=1)
         if not threads and not _FEWEST_ELEMENTS <= 8 * packs <= _MOST_ELEMENTS:
             continue
-        fitting = min(blocks_that_fit(problem, device, tile), device.smem_per_sm // (staged_bytes(problem, tile) + 2048))
+        most_blocks = device.smem_per_sm // (staged_bytes(problem, tile) + _OTHER_BYTES)
+        fitting = min(blocks_that_fit(problem, device, tile), most_blocks)
         if not fitting:
             continue
         tile = replace(tile, blocks_per_sm=fitting)
