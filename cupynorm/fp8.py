@@ -20,7 +20,7 @@ import numbers
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -57,6 +57,7 @@ class DelayedScaling:
     amax_compute_algo: "max" of them, the "most_recent", or a callable of the history [len, num_tensors], whose first row is
     this step's, that returns [num_tensors]. scaling_factor_compute_algo: None, or a callable (amax, scale, fp8_max, recipe) ->
     scale of tensors [num_tensors]. reduce_amax: take the largest amax of all ranks of the group where torch.distributed runs.
+    fp8_dpa, fp8_mha: of attention, which is not here: False.
 
     After each step scale = largest / 2^margin / amax. An amax of 0, infinity or NaN leaves it as it was; beyond float32 it is
     float32's largest. A tensor whose amax of this step is 0 was not used: neither its scale nor its history changes.
@@ -69,9 +70,14 @@ class DelayedScaling:
     amax_compute_algo: str | Callable[[Tensor], Tensor] = "max"
     scaling_factor_compute_algo: Callable[[Tensor, Tensor, Tensor, DelayedScaling], Tensor] | None = None
     reduce_amax: bool = True
+    fp8_dpa: bool = False
+    fp8_mha: bool = False
 
     def __post_init__(self) -> None:
         _check_format(self)
+        for name in ("fp8_dpa", "fp8_mha"):
+            if getattr(self, name) is not False:
+                raise ValueError(f"{name} is {getattr(self, name)!r}; expected False: there is no attention here")
         margin = self.margin
         if isinstance(margin, bool) or not isinstance(margin, numbers.Real) or not math.isfinite(margin):
             raise TypeError(f"margin is {margin!r}; expected a finite number")
@@ -108,7 +114,9 @@ class CurrentScaling:
 class BlockScaling:
     """A scale for each 128 elements along what a product sums over, and for each 128 x 128 of a weight.
 
-    fp8_format: a Format. power_of_two: round scales down to powers of two. Raises TypeError for what does not fit.
+    fp8_format: a Format. power_of_two: round scales down to powers of two. The layer's products are of the 8-bit values times
+    their scales, on a GPU in bfloat16, which holds them where scales are powers of two, else in float32: what this recipe gives
+    is its numbers, not the speed of 8-bit products. Raises TypeError for what does not fit.
     """
 
     fp8_format: Format = Format.E4M3
@@ -267,13 +275,13 @@ def _pad(data: Tensor, num_rows: int, num_cols: int) -> Tensor:
 
 def multiply(
     a: Tensor, a_scale_inv: Tensor, b: Tensor, b_scale_inv: Tensor, out_dtype: torch.dtype, *, bias: Tensor | None = None,
-    a_block_rows: int | None = None, b_block_rows: int | None = None, fast: bool = False,
+    a_block_rows: int | None = None, b_block_rows: int | None = None, fast: bool = False, is_exact: bool = True,
 ) -> Tensor:  # fmt: skip
     """a b^T + bias of float8 a [num_rows, depth] and b [num_cols, depth], in out_dtype, added in float32. Any extents.
 
     On a GPU by torch._scaled_mm, which takes multiples of 16: zeros are added. fast: let it add up in the tensor cores' own
     precision. On the CPU, and for blocks, the values are multiplied in float32: those of blocks on a GPU as bfloat16, which
-    holds an 8-bit float times a power of two exactly.
+    holds an 8-bit float times a power of two exactly. is_exact: whether their scales are such.
     """
     if a.is_cuda and a_block_rows is None and a.numel() and b.numel():
         return _by_scaled_mm(a, a_scale_inv, b, b_scale_inv, out_dtype, bias, fast)
@@ -281,13 +289,13 @@ def multiply(
         if a_block_rows is None:
             y = (a.float() @ b.float().t()) * (a_scale_inv * b_scale_inv)
         else:
-            y = _multiply_exactly(_values(a, a_scale_inv, a_block_rows), _values(b, b_scale_inv, b_block_rows))
+            y = _multiply_values(_values(a, a_scale_inv, a_block_rows), _values(b, b_scale_inv, b_block_rows), is_exact)
     return (y if bias is None else y + bias).to(out_dtype)
 
 
-def _multiply_exactly(a: Tensor, b: Tensor) -> Tensor:
-    """a b^T in float32, of values that bfloat16 holds."""
-    if a.is_cuda and _HAS_WIDE_PRODUCTS:
+def _multiply_values(a: Tensor, b: Tensor, is_exact: bool) -> Tensor:
+    """a b^T in float32. is_exact: whether bfloat16 holds the values."""
+    if is_exact and a.is_cuda and _HAS_WIDE_PRODUCTS:
         return torch.mm(a.bfloat16(), b.bfloat16().t(), out_dtype=torch.float32)
     return a.float() @ b.float().t()
 
@@ -338,6 +346,10 @@ class Scales:
         scale, history = updated(history, self.scale, self.largest, recipe)
         self.scale.copy_(scale)
         self.amax_history.copy_(history)
+
+    def forget(self) -> None:
+        """No end of a step: as if it had not begun."""
+        self.amax_history[0].zero_()
 
     def resize(self, length: int) -> None:
         """Another number of steps: the latest of them stay."""
@@ -459,13 +471,21 @@ def unpack(packed: Any) -> dict[str, tuple[Tensor, Tensor]]:
 # fp8_autocast.
 
 
+class Step(NamedTuple):
+    """Scales that a region has used, and how they are updated."""
+
+    scales: Scales
+    recipe: DelayedScaling
+    group: Any
+
+
 @dataclass
 class Region:
-    """The inside of a fp8_autocast. ended: what is done when the outermost one is left, once each."""
+    """The inside of a fp8_autocast. ended: the step of each layer, which ends when the outermost one is left."""
 
     recipe: Recipe | None
     group: Any
-    ended: dict[int, Callable[[], None]]
+    ended: dict[int, Step]
 
 
 _regions: list[Region] = []  # of the process: what runs in a thread of its own sees them too
@@ -485,7 +505,8 @@ def fp8_autocast(enabled: bool = True, recipe: Recipe | None = None, group: Any 
     torch.distributed group over which DelayedScaling takes the largest amax.
 
     When the outermost region is left and gradients are recorded, the delayed scales of the layers that ran in it are updated
-    for the next step; those of gradients are, after each backward of a layer. A forward that is not recorded changes no state.
+    for the next step; those of gradients are, after each backward of a layer. A forward that is not recorded changes no state,
+    nor does a region that an exception leaves.
     A layer that is checkpointed enters the region inside of what is run again, and then CurrentScaling or BlockScaling make the
     same numbers again. Raises TypeError for a recipe of another kind.
     """
@@ -493,10 +514,15 @@ def fp8_autocast(enabled: bool = True, recipe: Recipe | None = None, group: Any 
         raise TypeError(f"recipe is a {type(recipe).__name__}; expected DelayedScaling, CurrentScaling or BlockScaling")
     ended = _regions[0].ended if _regions else {}
     _regions.append(Region((recipe or DelayedScaling()) if enabled else None, group, ended))
+    is_whole = False
     try:
         yield
+        is_whole = True
     finally:
         _regions.pop()
-    if not _regions and torch.is_grad_enabled():
-        for update in ended.values():
-            update()
+        if not _regions and torch.is_grad_enabled():
+            for step in ended.values():
+                if is_whole:
+                    step.scales.update(step.recipe, step.group)
+                else:
+                    step.scales.forget()

@@ -59,7 +59,15 @@ class Quantizers:
             return Scale(fp8.scale_of(
                 amax, self.dtype(name), power_of_two=self.recipe.power_of_two, smallest_amax=self.recipe.amax_epsilon
             ))  # fmt: skip
+        if name == "output" and isinstance(self.recipe, DelayedScaling):
+            # It is asked for where nothing is recorded: no step has left an amax of it.
+            return Scale(fp8.scale_of(fp8.amax_of(x).reshape(1), self.dtype(name)))
         return self.delayed_scale(name)
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether bfloat16 holds the values of blocks: their scales are powers of two."""
+        return not isinstance(self.recipe, BlockScaling) or self.recipe.power_of_two
 
     def quantize(self, name: str, x: Tensor, scale: Scale | None, *, transpose: bool = False) -> QuantizedTensor:
         """A matrix. scale: what `scale` gave, whose amax is recorded."""
@@ -188,7 +196,7 @@ def project(call: Call, rows: QuantizedTensor, weight: QuantizedTensor, bias: Te
     """y as a matrix, of the quantised normalised tensor."""
     return fp8.multiply(
         rows.data, rows.scale_inv, weight.data, weight.scale_inv, call.dtype, bias=bias, a_block_rows=rows.block_rows,
-        b_block_rows=weight.block_rows, fast=True,
+        b_block_rows=weight.block_rows, fast=True, is_exact=call.quantizers.is_exact,
     )  # fmt: skip
 
 
@@ -236,7 +244,7 @@ class Projected(torch.autograd.Function):
         if rows is not None and any(wants_norm):
             reaches = fp8.multiply(
                 gradient_rows.data, gradient_rows.scale_inv, weight, weight_scale_inv, call.dtype,
-                a_block_rows=gradient_rows.block_rows, b_block_rows=ctx.weight_block_rows,
+                a_block_rows=gradient_rows.block_rows, b_block_rows=ctx.weight_block_rows, is_exact=quantizers.is_exact,
             )  # fmt: skip
             if call.quantize_gradient:
                 reaches = quantizers.quantize("grad_input", reaches, quantizers.scale("grad_input", reaches)).dequantize(
@@ -257,7 +265,7 @@ class Projected(torch.autograd.Function):
             return fp8.multiply(
                 gradient_rows.transposed, _scale_inv_of_transposed(gradient_rows), transposed, of_transposed,
                 dtype if dtype in PRODUCTS else torch.float32, a_block_rows=gradient_rows.block_rows,
-                b_block_rows=gradient_rows.block_rows,
+                b_block_rows=gradient_rows.block_rows, is_exact=quantizers.is_exact,
             )  # fmt: skip
 
         dweights, dbiases = [None] * len(weights), [None] * len(biases)

@@ -735,7 +735,8 @@ class LayerNormLinear(torch.nn.Module):
         backward after a forward with is_first_microbatch=True, or if weight.overwrite_main_grad is true. A weight with an
         attribute grad_added_to_main_grad gets it set to True, and a gradient of no meaning.
     delay_wgrad_compute: backward() leaves the gradients of weights and biases to backward_dw(), one call for each backward.
-    parallel_mode: None or "column", which for one GPU differ in the attributes that parameters get.
+    parallel_mode: None or "column", which for one GPU differ in the attributes that biases get: with "column" those of weights,
+        tensor_model_parallel, partition_dim and partition_stride.
     ub_name, name: for the user.
     sequence_parallel, tp_group, tp_size, ub_overlap_ag, ub_overlap_rs, ub_overlap_rs_dgrad, ub_bulk_wgrad, ub_bulk_dgrad,
     symmetric_ar_type: as TransformerEngine has them by default, or a tp_group of one rank; any other value is refused.
@@ -820,10 +821,10 @@ class LayerNormLinear(torch.nn.Module):
         self.save_normalized, self.fused, self.sm_margin = save_normalized, fused, sm_margin
         self.init_method, self.get_rng_state_tracker = init_method, get_rng_state_tracker
         self.wgrad_accumulation_and_reduce_hooks: list[Callable[[], None]] = []
-        self._step = _Step(False)
+        self._step, self._begins_later = _Step(False), False
         self._delayed: deque[Callable[[], None]] = deque()
         self._fp8_states: dict[str, fp8.Scales] = {}
-        self._fp8_weight: fp8.QuantizedTensor | None = None
+        self._fp8_weight: tuple[fp8.Recipe, fp8.QuantizedTensor] | None = None
         self._folded: Folded | None = None
 
         names, self.parameter_split_sizes = _splits(parameters_split, out_features)
@@ -874,10 +875,10 @@ class LayerNormLinear(torch.nn.Module):
         for parameter in (self.layer_norm_weight, self.layer_norm_bias):
             if parameter is not None:
                 parameter.sequence_parallel = False
-        for parameter in (*self._weights(), *self._biases()):
-            if self.parallel_mode == "column":
-                parameter.tensor_model_parallel, parameter.partition_dim, parameter.partition_stride = True, 0, 1
-            if self.delay_wgrad_compute:
+        for parameter in (*self._weights(), *(self._biases() if self.parallel_mode == "column" else ())):
+            parameter.tensor_model_parallel, parameter.partition_dim, parameter.partition_stride = True, 0, 1
+        if self.delay_wgrad_compute:
+            for parameter in (*self._weights(), *self._biases()):
                 parameter.skip_backward_post_hook = True
 
     def _join_parameters(self) -> None:
@@ -911,6 +912,7 @@ class LayerNormLinear(torch.nn.Module):
         return self.__dict__ | {
             "_delayed": deque(),
             "_step": _Step(False),
+            "_begins_later": False,
             "_fp8_weight": None,
             "_folded": None,
         }  # what a step holds belongs to this module alone
@@ -938,8 +940,9 @@ class LayerNormLinear(torch.nn.Module):
     def forward(
         self, inp: Tensor, is_first_microbatch: bool | None = None, fp8_output: bool = False, fp8_grad: bool = False
     ) -> Tensor | tuple[Tensor, ...]:
-        """The call. Inside cupynorm.fp8_autocast also, without gradients, fp8_output: out as a QuantizedTensor of its rows; and
-        fp8_grad: the gradient of the normalised tensor is rounded to an 8-bit float too.
+        """The call. Inside cupynorm.fp8_autocast also, without gradients, fp8_output: out as a QuantizedTensor of its rows,
+        whose scale, but with BlockScaling, is of its own amax; and fp8_grad: the gradient of the normalised tensor is rounded
+        to an 8-bit float too.
         """
         if not isinstance(inp, Tensor):
             raise TypeError(f"input is a {type(inp).__name__}; expected a torch tensor")
@@ -948,6 +951,8 @@ class LayerNormLinear(torch.nn.Module):
                 f"input has shape {tuple(inp.shape)}; expected (..., {self.in_features}), in_features of this layer"
             )
         hands_on = self.fuse_wgrad_accumulation or self.delay_wgrad_compute
+        if self.fuse_wgrad_accumulation and is_first_microbatch and self.training and not torch.is_grad_enabled():
+            self._begins_later = True
         region = fp8.active()
         if region is not None:
             y, normalized = _untraced(self._project_in_fp8)(region, inp, is_first_microbatch, fp8_output, fp8_grad)
@@ -1002,8 +1007,11 @@ class LayerNormLinear(torch.nn.Module):
                         f"{name} has no main_grad, to which fuse_wgrad_accumulation=True adds its gradient; expected a tensor "
                         f"of shape {tuple(weight.shape)}, made before the forward"
                     )
-            # A forward that says it is the first begins a step, unless one that has begun was not written to yet.
-            if is_first_microbatch and not self._step.is_stale:
+            # A forward that says it is the first begins a step, unless one that has begun was not written to yet; one that a
+            # checkpoint runs again inside of backward does not, unless its first run recorded nothing (use_reentrant=True).
+            begins = self._begins_later if _inside_backward() else is_first_microbatch
+            self._begins_later = False
+            if begins and not self._step.is_stale:
                 self._step = _Step(True)
             step = self._step
         biases = [] if self.return_bias else self._biases()
@@ -1030,7 +1038,7 @@ class LayerNormLinear(torch.nn.Module):
         states = fp8_linear.states_of(self._fp8_states, recipe, inp.device)
         quantizers = fp8_linear.Quantizers(recipe, states, torch.is_grad_enabled())
         if isinstance(recipe, fp8.DelayedScaling) and torch.is_grad_enabled():
-            region.ended[id(self)] = partial(states["forward"].update, recipe, region.group)
+            region.ended[id(self)] = fp8.Step(states["forward"], recipe, region.group)
         wide = plain._replace(dtype=torch.float32)
         call = fp8_linear.Call(
             lambda x, norm_weight, norm_bias: _Kernels.normalize(wide, x, None, norm_weight, norm_bias),
@@ -1057,16 +1065,17 @@ class LayerNormLinear(torch.nn.Module):
     def _quantized_weight(
         self, quantizers: fp8_linear.Quantizers, is_first_microbatch: bool | None, dtype: torch.dtype, recorded: bool
     ) -> fp8.QuantizedTensor:
-        """is_first_microbatch True: quantised and kept; False: the one that is kept; None: quantised, and not kept."""
-        kept = self._fp8_weight
-        if is_first_microbatch is False and kept is not None and not (recorded and kept.transposed is None):
+        """is_first_microbatch True: quantised and kept; False: the one that is kept, if the recipe is still the same; None:
+        quantised, and not kept."""
+        recipe, kept = self._fp8_weight or (None, None)
+        if is_first_microbatch is False and recipe == quantizers.recipe and not (recorded and kept.transposed is None):
             return kept
         with torch.no_grad():
             weight = _joined(self._weights())
             made = quantizers.quantize("weight", weight, quantizers.scale("weight", weight), transpose=recorded)
             made.dtype = dtype
         if is_first_microbatch is not None:
-            self._fp8_weight = made
+            self._fp8_weight = quantizers.recipe, made
         return made
 
     def _returned_bias(self, inp: Tensor, dtype: torch.dtype) -> Tensor:
@@ -1115,6 +1124,11 @@ class LayerNormLinear(torch.nn.Module):
         return ", ".join([f"in_features={self.in_features}, out_features={self.out_features}", *extras])
 
 
+def _inside_backward() -> bool:
+    """As torch.utils.checkpoint asks it."""
+    return torch._C._current_graph_task_id() != -1
+
+
 def _untraced(method: Callable) -> Callable:
     """A method that keeps Python objects from step to step (scales, what backward hands on): torch.compile runs it as it is."""
     return torch.compiler.disable(method) if _is_compiling() else method
@@ -1143,9 +1157,15 @@ def _splits(given: Sequence[str] | Mapping[str, int] | None, out_features: int) 
     names = [given] if isinstance(given, str) else list(given)
     if not all(isinstance(name, str) for name in names):
         raise TypeError(f"parameters_split is {given!r}; expected names, or a dict of names and sizes")
+    first = [name.rstrip("_") for name in names]
+    if len(set(first)) < len(first) or "layer_norm" in first or any("." in name for name in first):
+        raise ValueError(
+            f"parameters_split is {given!r}; expected names without a dot, which differ in more than underscores at their end, "
+            "and none of which is layer_norm, the norm's"
+        )
     if isinstance(given, Mapping) and any(not isinstance(size, int) or size < 0 for size in given.values()):
         raise TypeError(f"parameters_split is {given!r}; expected sizes that are numbers of rows")
     sizes = list(given.values()) if isinstance(given, Mapping) else [out_features // len(names)] * len(names)
     if sum(sizes) != out_features:
         raise ValueError(f"parameters_split has sizes {sizes}, {sum(sizes)} together; expected out_features, {out_features}")
-    return [f"{name.rstrip('_')}_" for name in names], sizes
+    return [f"{name}_" for name in first], sizes

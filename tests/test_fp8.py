@@ -405,18 +405,28 @@ def test_regions():
 
 def test_what_is_done_at_the_end_of_the_outermost_region():
     ran = []
+
+    class Seen:
+        def update(self, recipe, group):
+            ran.append((recipe, group))
+
+        def forget(self):
+            ran.append("forgotten")
+
+    recipe = DelayedScaling()
     with cupynorm.fp8_autocast():
         with cupynorm.fp8_autocast(recipe=CurrentScaling()):
             for _ in range(2):
-                fp8.active().ended[0] = lambda: ran.append(1)
+                fp8.active().ended[0] = fp8.Step(Seen(), recipe, "group")
         assert not ran
-    assert ran == [1]
+    assert ran == [(recipe, "group")]
     with torch.no_grad(), cupynorm.fp8_autocast():
-        fp8.active().ended[0] = lambda: ran.append(2)
+        fp8.active().ended[0] = fp8.Step(Seen(), recipe, None)
+    assert len(ran) == 1
     with pytest.raises(KeyError), cupynorm.fp8_autocast():
-        fp8.active().ended[0] = lambda: ran.append(3)
+        fp8.active().ended[0] = fp8.Step(Seen(), recipe, None)
         raise KeyError
-    assert ran == [1]
+    assert ran[1:] == ["forgotten"]
 
 
 @pytest.mark.gpu

@@ -145,6 +145,9 @@ def test_by_the_kernels(options, recipe, kernels):
         assert (module._fp8_states["forward"].amax_history[-1, :2] > 0).all() and module._fp8_states["forward"].scale[0] != 1
 
 
+PRODUCTS = (CurrentScaling(), CurrentScaling(Format.E4M3), BlockScaling(), BlockScaling(power_of_two=False), DelayedScaling())
+
+
 def exactly_quantised(problem, recipe) -> dict[str, np.ndarray]:
     """y, dweight and the gradient of the normalised tensor of tensors that the reference has quantised,
     and the products' sizes."""
@@ -154,7 +157,8 @@ def exactly_quantised(problem, recipe) -> dict[str, np.ndarray]:
 
     def values(x, name, block_rows=1):
         if isinstance(recipe, BlockScaling):
-            quantized = reference.fp8.quantize_blocks(np.ascontiguousarray(x), name, block_rows=block_rows)
+            x = np.ascontiguousarray(x)
+            quantized = reference.fp8.quantize_blocks(x, name, block_rows=block_rows, power_of_two=recipe.power_of_two)
             return reference.fp8.dequantize(quantized, name, block_rows=block_rows)
         scale = reference.fp8.scale_of(reference.fp8.amax(x), name)
         return reference.fp8.dequantize(reference.fp8.quantize(x, name, scale), name)
@@ -169,7 +173,7 @@ def exactly_quantised(problem, recipe) -> dict[str, np.ndarray]:
     }
 
 
-@pytest.mark.parametrize("recipe", (CurrentScaling(), CurrentScaling(Format.E4M3), BlockScaling(), DelayedScaling()), ids=str)
+@pytest.mark.parametrize("recipe", PRODUCTS, ids=str)
 @pytest.mark.parametrize("save_normalized", (False, True))
 def test_products_of_exactly_quantised_tensors(recipe, save_normalized):
     """float32 parameters, so that nothing but the quantisation and float32's sums stands between this and the reference."""
@@ -357,6 +361,88 @@ def test_microbatches_share_a_quantised_weight(monkeypatch):
     assert module.float()._fp8_weight is None
 
 
+def test_a_kept_weight_is_of_its_recipe(monkeypatch):
+    """Another recipe quantises it anew, whatever is_first_microbatch says."""
+    made = count_weights(monkeypatch)
+    module, problem = make()
+    step(module, problem, BlockScaling(), True)
+    results = step(module, problem, CurrentScaling(), False)
+    expected = step(make()[0], problem, CurrentScaling())
+    np.testing.assert_array_equal(results["y"], expected["y"])
+    before = made.count((72, 200))
+    step(module, problem, CurrentScaling(), False)
+    assert made.count((72, 200)) == before
+
+
+@pytest.mark.parametrize("recipe", (CurrentScaling(), BlockScaling()), ids=str)
+@pytest.mark.parametrize("use_reentrant", (False, True))
+def test_checkpointing_around_the_region(use_reentrant, recipe):
+    """The region is inside of what is run again."""
+    module, problem = make()
+    expected = step(module, problem, recipe)
+    module.zero_grad()
+
+    def run(x):
+        with fp8_autocast(recipe=recipe):
+            return module(x)
+
+    x = tensor(problem.x, grad=True)
+    torch.utils.checkpoint.checkpoint(run, x, use_reentrant=use_reentrant).backward(tensor(problem.dy))
+    np.testing.assert_array_equal(module.weight.grad.float().numpy(), expected["dweight"])
+    np.testing.assert_array_equal(x.grad.float().numpy(), expected["dx"])
+
+
+@pytest.mark.parametrize("recipe", (CurrentScaling(), BlockScaling()), ids=str)
+def test_a_graph_that_is_kept_and_a_layer_that_is_used_twice(recipe):
+    module, problem = make()
+    expected = step(module, problem, recipe)
+    module.zero_grad()
+    x, dy = tensor(problem.x, grad=True), tensor(problem.dy)
+    with fp8_autocast(recipe=recipe):
+        y = module(x)
+    y.backward(dy, retain_graph=True)
+    np.testing.assert_array_equal(x.grad.float().numpy(), expected["dx"])
+    y.backward(dy)
+    np.testing.assert_array_equal(x.grad.float().numpy(), 2 * expected["dx"])
+    np.testing.assert_array_equal(module.weight.grad.float().numpy(), 2 * expected["dweight"])
+    module.zero_grad()
+    with fp8_autocast(recipe=recipe):
+        made = module(x), module(x)
+    torch.autograd.backward(made, (dy, dy))
+    np.testing.assert_array_equal(module.weight.grad.float().numpy(), 2 * expected["dweight"])
+
+
+def test_a_step_that_an_exception_ends_did_not_begin():
+    """Neither its amaxes nor its scales are left: a plain layer has the same state after the steps that were whole."""
+    recipe = DelayedScaling(amax_history_len=4, amax_compute_algo="most_recent")
+    module, problem = make()
+    twin, _ = make()
+    for layer in (module, twin):
+        step(layer, problem, recipe)
+    with pytest.raises(KeyError), fp8_autocast(recipe=recipe):
+        module(tensor(100 * problem.x))
+        raise KeyError
+    for layer in (module, twin):
+        step(layer, problem, recipe)
+    for name in ("forward", "backward"):
+        assert torch.equal(module._fp8_states[name].scale, twin._fp8_states[name].scale)
+        assert torch.equal(module._fp8_states[name].amax_history, twin._fp8_states[name].amax_history)
+
+
+@pytest.mark.parametrize("device", ("cpu", pytest.param("cuda", marks=pytest.mark.gpu)))
+def test_products_of_blocks_whose_scales_are_no_powers_of_two(device):
+    """Of values that bfloat16 would round: float32 sums of float32 products, which round once each."""
+    x, weight = (torch.randn(*shape, generator=torch.Generator().manual_seed(len(shape))) for shape in ((40, 200), (72, 200)))
+    a = fp8.quantize_blocks(x.to(device), fp8.E4M3, power_of_two=False)
+    b = fp8.quantize_blocks(weight.to(device), fp8.E4M3, block_rows=128, power_of_two=False)
+    y = fp8.multiply(
+        a.data, a.scale_inv, b.data, b.scale_inv, torch.float32, a_block_rows=1, b_block_rows=128, is_exact=False
+    )  # fmt: skip
+    a, b = (each.dequantize().double().cpu() for each in (a, b))
+    assert not torch.equal(a, a.bfloat16().double())
+    assert ((y.double().cpu() - a @ b.T).abs() <= (200 + 6) * 2.0**-24 * (a.abs() @ b.abs().T)).all()
+
+
 def test_what_waits_for_backward():
     """x in 16 bits, the weight transposed, statistics, two scales; with save_normalized one byte an element more."""
     for save, extra in ((False, 0), (True, 64 * 96)):
@@ -408,6 +494,15 @@ def test_fp8_output_and_gradient():
     np.testing.assert_array_equal(quantised.data.view(torch.uint8).numpy(), expected.data)
     with fp8_autocast(recipe=recipe), pytest.raises(ValueError, match="fp8_output is True where gradients are recorded"):
         module(x, fp8_output=True)
+    # With DelayedScaling as well: no step has recorded an amax of it. What is quantised is y by the scales of this moment.
+    for _ in range(2):
+        step(module, problem, DelayedScaling())
+    with fp8_autocast(), torch.no_grad():
+        y, quantised = module(x), module(x, fp8_output=True)
+    scale = reference.fp8.scale_of(y.float().abs().max().numpy(), "float8_e4m3fn")
+    expected = reference.fp8.quantize(y.float().numpy(), "float8_e4m3fn", scale)
+    np.testing.assert_array_equal(quantised.data.view(torch.uint8).numpy(), expected.data)
+    module.zero_grad()
     plain = step(module, problem, recipe)
     module.zero_grad()
     rounded = step(module, problem, recipe, fp8_grad=True)

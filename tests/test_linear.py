@@ -859,9 +859,10 @@ def test_attributes_for_those_who_reduce_gradients():
         module = LayerNormLinear(24, 16, parallel_mode=mode, ub_name="qkv", name="layer", **CPU)
         for again in (module, copy.deepcopy(module), module.double()):
             assert again.layer_norm_weight.sequence_parallel is again.layer_norm_bias.sequence_parallel is False
-            for parameter in (again.weight, again.bias):
-                assert getattr(parameter, "tensor_model_parallel", False) == (mode == "column")
-                assert getattr(parameter, "partition_dim", None) == (0 if mode else None)
+            for parameter, is_marked in ((again.weight, True), (again.bias, mode == "column")):
+                assert getattr(parameter, "tensor_model_parallel", False) == is_marked
+                assert getattr(parameter, "partition_dim", None) == (0 if is_marked else None)
+                assert getattr(parameter, "partition_stride", None) == (1 if is_marked else None)
 
 
 @pytest.mark.parametrize(
@@ -877,6 +878,9 @@ def test_attributes_for_those_who_reduce_gradients():
         ({"parameters_split": (1, 2)}, TypeError, r"parameters_split is \(1, 2\); expected names"),
         ({"parameters_split": 3}, TypeError, "parameters_split is 3; expected names, or a dict of names and sizes"),
         ({"parameters_split": {"a", "b"}}, TypeError, "parameters_split is {.*}; expected names, or a dict of names and sizes"),
+        ({"parameters_split": ("q", "q_")}, ValueError, "which differ in more than underscores at their end"),
+        ({"parameters_split": ("layer_norm", "b")}, ValueError, "none of which is layer_norm, the norm's"),
+        ({"parameters_split": {"a.b": 8, "c": 8}}, ValueError, "expected names without a dot"),
         ({"parameters_split": ("a", "b", "c")}, ValueError, r"sizes \[5, 5, 5\], 15 together; expected out_features, 16"),
         ({"parameters_split": {"a": 8, "b": 9}}, ValueError, r"sizes \[8, 9\], 17 together"),
         ({"parameters_split": {"a": 8.0, "b": 8}}, TypeError, "expected sizes that are numbers of rows"),
@@ -1035,6 +1039,18 @@ def test_what_keeps_python_objects_runs_as_it_is_when_compiled():
         assert all(torch.equal(*pair) for pair in zip(*made))
 
 
+def test_products_are_torchs_and_so_is_their_precision():
+    """float32 factors go to torch's own products as they are: torch.backends.cuda.matmul decides about TF32."""
+    module = LayerNormLinear(24, 16, params_dtype=torch.float32, **CPU)
+    x = torch.arange(96.0).reshape(4, 24).sin().requires_grad_()
+    switches = torch.backends.cuda.matmul.allow_tf32, torch.get_float32_matmul_precision()
+    with torch.autograd.profiler.profile() as profile:
+        module(x).sum().backward()
+    names = [event.name for event in profile.function_events]
+    assert sum(name in ("aten::mm", "aten::addmm") for name in names) == 3  # y, dx, dweight
+    assert switches == (torch.backends.cuda.matmul.allow_tf32, torch.get_float32_matmul_precision())
+
+
 def test_export_and_functional_calls():
     module = LayerNormLinear(24, 16, **CPU)
     x = torch.arange(96.0).reshape(4, 24).sin()
@@ -1161,6 +1177,32 @@ def test_microbatches_whose_backwards_come_in_another_order():
         module(x, is_first_microbatch=True)  # records nothing, so begins nothing
     step(module, problem, False, "float64")
     assert_times(module, problem, once, 3)
+
+
+@pytest.mark.parametrize("use_reentrant", (False, True))
+def test_microbatches_of_main_grad_under_checkpointing(use_reentrant):
+    """A forward that is run again inside of backward begins no step, whatever it says; where its first run was not recorded, it
+    does so then, once."""
+    module = LayerNormLinear(24, 16, fuse_wgrad_accumulation=True, params_dtype=torch.float64, **CPU)
+    problem = problem_of(module, dtype="float64")
+    main_grads(module, torch.float64)
+    step(module, problem, dtype="float64")
+    once, dy = module.weight.main_grad.clone(), tensor(problem.dy)
+
+    def run(first):
+        x = tensor(problem.x, grad=True)
+        return checkpoint(lambda x: module(x, is_first_microbatch=first), x, use_reentrant=use_reentrant)
+
+    for _ in range(2):
+        made = [run(True), run(False)]
+        for y in reversed(made):
+            y.backward(dy)
+        assert_times(module, problem, once, 2)
+        run(False).backward(dy)
+        assert_times(module, problem, once, 3)
+    for first, expected_times in ((True, 1), (False, 2), (None, 3), (True, 1)):  # each backward after its forward
+        run(first).backward(dy)
+        assert_times(module, problem, once, expected_times)
 
 
 def test_those_who_mark_a_weight_are_told():
