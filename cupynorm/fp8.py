@@ -486,6 +486,15 @@ class Region:
     recipe: Recipe | None
     group: Any
     ended: dict[int, Step]
+    number: int  # of the recipe, for what torch.compile traces: the same for equal recipes
+
+
+_recipes: dict[Recipe | None, int] = {}  # their numbers; as many as a program writes down
+
+
+def recipe_of(number: int) -> Recipe:
+    """The recipe of a Region's number."""
+    return list(_recipes)[number]
 
 
 _regions: list[Region] = []  # of the process: what runs in a thread of its own sees them too
@@ -513,7 +522,8 @@ def fp8_autocast(enabled: bool = True, recipe: Recipe | None = None, group: Any 
     if recipe is not None and not isinstance(recipe, Recipe):
         raise TypeError(f"recipe is a {type(recipe).__name__}; expected DelayedScaling, CurrentScaling or BlockScaling")
     ended = _regions[0].ended if _regions else {}
-    _regions.append(Region((recipe or DelayedScaling()) if enabled else None, group, ended))
+    recipe = (recipe or DelayedScaling()) if enabled else None
+    _regions.append(Region(recipe, group, ended, _recipes.setdefault(recipe, len(_recipes))))
     is_whole = False
     try:
         yield

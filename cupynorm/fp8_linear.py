@@ -11,6 +11,8 @@ element.
 
 from __future__ import annotations
 
+import itertools
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -200,27 +202,105 @@ def project(call: Call, rows: QuantizedTensor, weight: QuantizedTensor, bias: Te
     )  # fmt: skip
 
 
+class Waiting(NamedTuple):
+    """What waits for backward beside input and parameters. scale: that of the normalised tensor, where it is made again; kept:
+    else its transposed 8-bit copy. weight: transposed, in 8 bits."""
+
+    mean: Tensor | None
+    rstd: Tensor
+    scale: Tensor | None
+    kept: Tensor | None
+    kept_scale_inv: Tensor | None
+    weight: Tensor
+    weight_scale_inv: Tensor
+
+
+def forward(
+    call: Call, weight: QuantizedTensor, input: Tensor, norm_weight: Tensor | None, norm_bias: Tensor | None,
+    biases: Sequence[Tensor]
+) -> tuple[Tensor, Tensor | None, Waiting]:  # fmt: skip
+    """y, normalized (None unless asked for), and what waits for `backward`. biases: parts of one layer's."""
+    rows, normalized, mean, rstd, scale = normalize(call, input, norm_weight, norm_bias)
+    bias = torch.cat([each.detach() for each in biases]).to(call.dtype) if biases else None
+    y = project(call, rows, weight, bias)
+    kept = (rows.transposed, _scale_inv_of_transposed(rows)) if call.save_normalized else (None, None)
+    if call.save_normalized:
+        scale = None
+    elif scale is not None and isinstance(call.quantizers.recipe, DelayedScaling):
+        scale = scale.clone()  # the step's end comes before backward
+    y = y.reshape(*input.shape[:-1], y.shape[-1])
+    waiting = Waiting(mean, rstd, scale, *kept, weight.transposed, _scale_inv_of_transposed(weight))
+    return y, normalized.to(call.dtype) if call.return_normalized else None, waiting
+
+
+def backward(
+    call: Call, take: Any, waiting: Waiting, dy: Tensor | None, dnormalized: Tensor | None, input: Tensor,
+    norm_weight: Tensor | None, norm_bias: Tensor | None, weights: Sequence[Tensor], biases: Sequence[Tensor],
+    wanted: Sequence[bool],
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    """The gradients of input, norm_weight, norm_bias, *weights, *biases: those that `wanted` asks for. take: as of
+    cupynorm.linear."""
+    quantizers = call.quantizers
+    mean, rstd, scale, kept, kept_scale_inv, weight, weight_scale_inv = waiting
+    block_rows = fp8.BLOCK_SIZE if isinstance(quantizers.recipe, BlockScaling) else None
+    wants_norm, wants_parts = wanted[:3], wanted[3:]
+    rows = None if dy is None else as_rows(dy)
+    sums_up = biases and take is None and any(wants_parts[len(weights) :])
+    gradient_rows = dbias = None
+    if rows is not None:
+        gradient_rows, dbias = quantizers.quantize_gradient(rows, biases[0].dtype if sums_up else None)
+    reaches = dnormalized
+    if rows is not None and any(wants_norm):
+        reaches = fp8.multiply(
+            gradient_rows.data, gradient_rows.scale_inv, weight, weight_scale_inv, call.dtype,
+            a_block_rows=gradient_rows.block_rows, b_block_rows=block_rows, is_exact=quantizers.is_exact,
+        )  # fmt: skip
+        if call.quantize_gradient:
+            reaches = quantizers.quantize("grad_input", reaches, quantizers.scale("grad_input", reaches)).dequantize(call.dtype)
+        reaches = reaches.reshape(input.shape)
+        if dnormalized is not None:
+            reaches = reaches + dnormalized
+    of_norm = [None] * 3
+    if reaches is not None and any(wants_norm):
+        of_norm = call.of_norm(reaches, input, mean, rstd, norm_weight, norm_bias, wants_norm)
+
+    def make_dweight(dtype: torch.dtype) -> Tensor:
+        """[out_features, in_features], rounded once to a dtype that products come in; else in float32."""
+        transposed, of_transposed = kept, kept_scale_inv
+        if transposed is None:
+            transposed, of_transposed = normalize_again(call, input, norm_weight, norm_bias, mean, rstd, scale)
+        return fp8.multiply(
+            gradient_rows.transposed, _scale_inv_of_transposed(gradient_rows), transposed, of_transposed,
+            dtype if dtype in PRODUCTS else torch.float32, a_block_rows=gradient_rows.block_rows,
+            b_block_rows=gradient_rows.block_rows, is_exact=quantizers.is_exact,
+        )  # fmt: skip
+
+    dweights, dbiases = [None] * len(weights), [None] * len(biases)
+    if rows is not None and take is not None:
+        dweights, dbiases = take(rows, None, wants_parts, make_dweight)
+    elif rows is not None:
+        if any(wants_parts[: len(weights)]):
+            split = make_dweight(weights[0].dtype).split([len(each) for each in weights])
+            dweights = [part.to(each.dtype) for part, each in zip(split, weights)]
+        if sums_up:
+            dbias = rows.sum(0, dtype=biases[0].dtype) if dbias is None else dbias
+            dbiases = dbias.split([len(each) for each in biases])
+    if isinstance(quantizers.recipe, DelayedScaling):
+        quantizers.states["backward"].update(quantizers.recipe, call.group)
+    made = (*of_norm, *dweights, *dbiases)
+    return tuple(gradient if is_wanted else None for gradient, is_wanted in zip(made, wanted))
+
+
 class Projected(torch.autograd.Function):
     """y, normalized (None unless asked for); weights and biases are parts of one linear layer."""
 
     @staticmethod
     def forward(ctx, call, weight, take, num_parts, input, norm_weight, norm_bias, *parts):
-        biases = parts[num_parts:]
-        rows, normalized, mean, rstd, scale = normalize(call, input, norm_weight, norm_bias)
-        bias = torch.cat([each.detach() for each in biases]).to(call.dtype) if biases else None
-        y = project(call, rows, weight, bias)
-        kept = (rows.transposed, _scale_inv_of_transposed(rows)) if call.save_normalized else (None, None)
-        if call.save_normalized:
-            scale = None
-        elif scale is not None and isinstance(call.quantizers.recipe, DelayedScaling):
-            scale = scale.clone()  # the step's end comes before backward
-        ctx.save_for_backward(
-            input, mean, rstd, norm_weight, norm_bias, scale, *kept, weight.transposed, _scale_inv_of_transposed(weight), *parts
-        )
-        ctx.call, ctx.take, ctx.num_parts, ctx.weight_block_rows = call, take, num_parts, weight.block_rows
+        y, normalized, waiting = forward(call, weight, input, norm_weight, norm_bias, parts[num_parts:])
+        ctx.save_for_backward(input, norm_weight, norm_bias, *waiting, *parts)
+        ctx.call, ctx.take, ctx.num_parts = call, take, num_parts
         ctx.set_materialize_grads(False)
-        y = y.reshape(*input.shape[:-1], y.shape[-1])
-        return y, normalized.to(call.dtype) if call.return_normalized else None
+        return y, normalized
 
     @staticmethod
     def backward(ctx, dy, dnormalized):
@@ -228,62 +308,164 @@ class Projected(torch.autograd.Function):
             raise RuntimeError(
                 "a differentiable gradient was asked for of a layer inside fp8_autocast; expected create_graph=False"
             )
-        call, quantizers = ctx.call, ctx.call.quantizers
-        input, mean, rstd, norm_weight, norm_bias, scale, kept, kept_scale_inv, weight, weight_scale_inv, *parts = (
-            ctx.saved_tensors
-        )
-        weights, biases = parts[: ctx.num_parts], parts[ctx.num_parts :]
-        _, _, _, _, wants_input, wants_norm_weight, wants_norm_bias, *wants_parts = ctx.needs_input_grad
-        wants_norm = (wants_input, wants_norm_weight, wants_norm_bias)
-        rows = None if dy is None else as_rows(dy)
-        sums_up = biases and ctx.take is None and any(wants_parts[len(weights) :])
-        gradient_rows = dbias = None
-        if rows is not None:
-            gradient_rows, dbias = quantizers.quantize_gradient(rows, biases[0].dtype if sums_up else None)
-        reaches = dnormalized
-        if rows is not None and any(wants_norm):
-            reaches = fp8.multiply(
-                gradient_rows.data, gradient_rows.scale_inv, weight, weight_scale_inv, call.dtype,
-                a_block_rows=gradient_rows.block_rows, b_block_rows=ctx.weight_block_rows, is_exact=quantizers.is_exact,
-            )  # fmt: skip
-            if call.quantize_gradient:
-                reaches = quantizers.quantize("grad_input", reaches, quantizers.scale("grad_input", reaches)).dequantize(
-                    call.dtype
-                )
-            reaches = reaches.reshape(input.shape)
-            if dnormalized is not None:
-                reaches = reaches + dnormalized
-        of_norm = [None] * 3
-        if reaches is not None and any(wants_norm):
-            of_norm = call.of_norm(reaches, input, mean, rstd, norm_weight, norm_bias, wants_norm)
-
-        def make_dweight(dtype: torch.dtype) -> Tensor:
-            """[out_features, in_features], rounded once to a dtype that products come in; else in float32."""
-            transposed, of_transposed = kept, kept_scale_inv
-            if transposed is None:
-                transposed, of_transposed = normalize_again(call, input, norm_weight, norm_bias, mean, rstd, scale)
-            return fp8.multiply(
-                gradient_rows.transposed, _scale_inv_of_transposed(gradient_rows), transposed, of_transposed,
-                dtype if dtype in PRODUCTS else torch.float32, a_block_rows=gradient_rows.block_rows,
-                b_block_rows=gradient_rows.block_rows, is_exact=quantizers.is_exact,
-            )  # fmt: skip
-
-        dweights, dbiases = [None] * len(weights), [None] * len(biases)
-        if rows is not None and ctx.take is not None:
-            dweights, dbiases = ctx.take(rows, None, wants_parts, make_dweight)
-        elif rows is not None:
-            if any(wants_parts[: len(weights)]):
-                split = make_dweight(weights[0].dtype).split([len(each) for each in weights])
-                dweights = [part.to(each.dtype) for part, each in zip(split, weights)]
-            if sums_up:
-                dbias = rows.sum(0, dtype=biases[0].dtype) if dbias is None else dbias
-                dbiases = dbias.split([len(each) for each in biases])
-        if isinstance(quantizers.recipe, DelayedScaling):
-            quantizers.states["backward"].update(quantizers.recipe, call.group)
-        made = (*of_norm, *dweights, *dbiases)
-        wanted = (*wants_norm, *wants_parts)
-        return None, None, None, None, *(gradient if is_wanted else None for gradient, is_wanted in zip(made, wanted))
+        input, norm_weight, norm_bias, *saved = ctx.saved_tensors
+        waiting, parts = Waiting(*saved[: len(Waiting._fields)]), saved[len(Waiting._fields) :]
+        return None, None, None, None, *backward(
+            ctx.call, ctx.take, waiting, dy, dnormalized, input, norm_weight, norm_bias, parts[: ctx.num_parts],
+            parts[ctx.num_parts :], ctx.needs_input_grad[4:],
+        )  # fmt: skip
 
 
 def _scale_inv_of_transposed(quantized: QuantizedTensor) -> Tensor:
     return quantized.scale_inv if quantized.transposed_scale_inv is None else quantized.transposed_scale_inv
+
+
+# The operator, of what torch.compile traces: it is a layer's call as it is, on the layer's own scales.
+
+_layers: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+_numbers = itertools.count()
+_library = torch.library.Library("cupynorm", "FRAGMENT")
+# It changes what its layer keeps, so nothing may replay its kernels without it.
+_TAGS = (torch.Tag.pt2_compliant_tag, *(tag for tag in (getattr(torch.Tag, "cudagraph_unsafe", None),) if tag is not None))
+_library.define(
+    "norm_linear_in_fp8(Tensor input, Tensor? norm_weight, Tensor? norm_bias, Tensor[] weights, Tensor[] biases, Tensor layer, "
+    "int recipe, ScalarType dtype, bool centered, bool return_normalized, bool save_normalized, bool? is_first_microbatch, "
+    "bool quantize_gradient, bool records, bool recorded) "
+    "-> (Tensor y, Tensor normalized, Tensor mean, Tensor rstd, Tensor scale, Tensor kept, Tensor kept_scale_inv, "
+    "Tensor weight, Tensor weight_scale_inv)",
+    tags=_TAGS,
+)
+_library.define(
+    "norm_linear_in_fp8_backward(Tensor? dy, Tensor? dnormalized, Tensor input, Tensor? norm_weight, Tensor? norm_bias, "
+    "Tensor[] waiting, Tensor[] weights, Tensor[] biases, Tensor layer, int recipe, ScalarType dtype, bool quantize_gradient, "
+    "bool[] wanted) -> Tensor[]",
+    tags=_TAGS,
+)
+
+
+def number_of(layer: Any) -> Tensor:
+    """By which the operator finds a layer that is still there: a tensor, as another int would be compiled anew."""
+    number = next(_numbers)
+    _layers[number] = layer
+    return torch.tensor(number, device="cpu")
+
+
+def by_operator(
+    layer: Any, number: Tensor, region: fp8.Region, input: Tensor, dtype: torch.dtype, is_first_microbatch: bool | None,
+    quantize_gradient: bool, recorded: bool,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """y, normalized (empty unless it is asked for)."""
+    weights, biases = layer.parts_in_fp8()
+    return torch.ops.cupynorm.norm_linear_in_fp8.default(
+        input, layer.layer_norm_weight, layer.layer_norm_bias, weights, biases, number, region.number, dtype,
+        layer.normalization == "LayerNorm", layer.return_layernorm_output, layer.save_normalized, is_first_microbatch,
+        quantize_gradient, torch.is_grad_enabled(), recorded,
+    )[:2]  # fmt: skip
+
+
+def _run(
+    input, norm_weight, norm_bias, weights, biases, layer, _, dtype, centered, return_normalized, save_normalized,
+    is_first_microbatch, quantize_gradient, records, recorded,
+):  # fmt: skip
+    with torch.no_grad():
+        call, weight = _layers[layer.item()].begin_in_fp8(
+            fp8.active(), input, dtype, is_first_microbatch, quantize_gradient, records, recorded
+        )
+        with fp8.outside_autocast(input):
+            y, normalized, waiting = forward(call, weight, input, norm_weight, norm_bias, biases)
+        if not recorded:
+            waiting = Waiting(*[None] * len(Waiting._fields))
+    return tuple(y.new_empty(0) if each is None else each for each in (y, normalized, *waiting))
+
+
+def _run_without_memory(
+    input, norm_weight, norm_bias, weights, biases, layer, recipe, dtype, centered, return_normalized, save_normalized,
+    is_first_microbatch, quantize_gradient, records, recorded,
+):  # fmt: skip
+    recipe = fp8.recipe_of(int(recipe))
+    leading, in_features = input.shape[:-1], input.shape[-1]
+    out_features, num_rows = sum(len(each) for each in weights), leading.numel()
+    in_blocks = isinstance(recipe, BlockScaling)
+
+    def blocks(extent):
+        return (extent + fp8.BLOCK_SIZE - 1) // fp8.BLOCK_SIZE
+
+    def empty(shape, dtype, is_there=True):
+        return input.new_empty(shape if is_there and recorded else 0, dtype=dtype)
+
+    keeps, narrow, wide = save_normalized, recipe.fp8_format.value[0], torch.float32
+    return (
+        input.new_empty((*leading, out_features), dtype=dtype),
+        input.new_empty(input.shape if return_normalized else 0, dtype=dtype),
+        empty(leading, wide, centered),
+        empty(leading, wide),
+        empty(1, wide, not (keeps or in_blocks)),
+        empty((in_features, num_rows), narrow, keeps),
+        empty((in_features, blocks(num_rows)) if in_blocks else 1, wide, keeps),
+        empty((in_features, out_features), narrow),
+        empty((blocks(in_features), blocks(out_features)) if in_blocks else 1, wide),
+    )
+
+
+def _save(ctx, inputs, output):
+    input, norm_weight, norm_bias, weights, biases, layer, recipe, dtype, _, return_normalized, *rest = inputs
+    _, _, quantize_gradient, *_ = rest
+    _, normalized, *waiting = output
+    ctx.mark_non_differentiable(*waiting, *(() if return_normalized else (normalized,)))
+    ctx.save_for_backward(layer, input, norm_weight, norm_bias, *waiting, *weights, *biases)
+    ctx.set_materialize_grads(False)
+    ctx.num_parts, ctx.given = (len(weights), len(biases)), (recipe, dtype, quantize_gradient)
+
+
+def _differentiate(ctx, dy, dnormalized, *_):
+    layer, input, norm_weight, norm_bias, *saved = ctx.saved_tensors
+    num_waiting, (num_weights, num_biases) = len(Waiting._fields), ctx.num_parts
+    waiting, parts = saved[:num_waiting], saved[num_waiting:]
+    wants_input, wants_norm_weight, wants_norm_bias, wants_weights, wants_biases, *rest = ctx.needs_input_grad
+    wanted = [wants_input, wants_norm_weight, wants_norm_bias, *each_of(wants_weights, num_weights)]
+    wanted += each_of(wants_biases, num_biases)
+    made = torch.ops.cupynorm.norm_linear_in_fp8_backward.default(
+        dy, dnormalized, input, norm_weight, norm_bias, waiting, parts[:num_weights], parts[num_weights:], layer, *ctx.given,
+        wanted,
+    )  # fmt: skip
+    made = [gradient if is_wanted else None for gradient, is_wanted in zip(made, wanted)]
+    return *made[:3], made[3 : 3 + num_weights], made[3 + num_weights :], *(None for _ in rest)
+
+
+def each_of(wants: Any, number: int) -> list[bool]:
+    """What torch says of a list of tensors: a list, or one answer for all."""
+    return list(wants) if isinstance(wants, Sequence) else [bool(wants)] * number
+
+
+def _run_backward(
+    dy, dnormalized, input, norm_weight, norm_bias, waiting, weights, biases, layer, recipe, dtype, quantize_gradient, wanted
+):  # fmt: skip
+    with torch.no_grad():
+        call = _layers[layer.item()].call_in_fp8(fp8.recipe_of(recipe), input, dtype, quantize_gradient, records=True)
+        mean, rstd, scale, kept, kept_scale_inv, *of_weight = waiting
+        if not call.save_normalized:
+            kept = kept_scale_inv = None
+        if call.save_normalized or isinstance(call.quantizers.recipe, BlockScaling):
+            scale = None
+        waiting = Waiting(mean if call.centered else None, rstd, scale, kept, kept_scale_inv, *of_weight)
+        with fp8.outside_autocast(input):
+            made = backward(
+                call, None, waiting, dy, dnormalized, input, norm_weight, norm_bias, weights, biases, wanted
+            )  # fmt: skip
+    # An operator returns tensors, and each of them once.
+    return [input.new_empty(0) if each is None else each.contiguous().clone() for each in made]
+
+
+def _run_backward_without_memory(
+    dy, dnormalized, input, norm_weight, norm_bias, waiting, weights, biases, layer, recipe, dtype, quantize_gradient, wanted
+):  # fmt: skip
+    like = (input, norm_weight, norm_bias, *weights, *biases)
+    return [torch.empty_like(each) if is_wanted else input.new_empty(0) for each, is_wanted in zip(like, wanted)]
+
+
+for _device in ("CPU", "CUDA"):
+    _library.impl("norm_linear_in_fp8", _run, _device)
+    _library.impl("norm_linear_in_fp8_backward", _run_backward, _device)
+torch.library.register_fake("cupynorm::norm_linear_in_fp8", _run_without_memory, lib=_library)
+torch.library.register_fake("cupynorm::norm_linear_in_fp8_backward", _run_backward_without_memory, lib=_library)
+torch.library.register_autograd("cupynorm::norm_linear_in_fp8", _differentiate, setup_context=_save, lib=_library)

@@ -671,8 +671,8 @@ def _differentiate(ctx, dy, dnormalized, _dmean, _drstd, dsum):
     weights, biases = parts[:num_weights], parts[num_weights:]
     wants_input, wants_residual, wants_norm_weight, wants_norm_bias, wants_weights, wants_biases, *rest = ctx.needs_input_grad
     wanted = (
-        wants_input, wants_residual, wants_norm_weight, wants_norm_bias, *_each(wants_weights, num_weights),
-        *_each(wants_biases, num_biases),
+        wants_input, wants_residual, wants_norm_weight, wants_norm_bias, *fp8_linear.each_of(wants_weights, num_weights),
+        *fp8_linear.each_of(wants_biases, num_biases),
     )  # fmt: skip
     weight = (torch.cat(weights) if num_weights > 1 else weights[0]).to(ctx.call.dtype)
     if torch.is_grad_enabled():  # create_graph=True: what was saved is no function of x to autograd, what is made again is
@@ -684,11 +684,6 @@ def _differentiate(ctx, dy, dnormalized, _dmean, _drstd, dsum):
         )  # fmt: skip
     dweights, dbiases = list(made[4 : 4 + num_weights]), list(made[4 + num_weights :])
     return *made[:4], dweights, dbiases, *(None for _ in rest)
-
-
-def _each(wants: Any, number: int) -> list[bool]:
-    """What torch says of a list of tensors: a list, or one answer for all."""
-    return list(wants) if isinstance(wants, Sequence) else [bool(wants)] * number
 
 
 for _device in ("CPU", "CUDA"):
@@ -824,8 +819,11 @@ class LayerNormLinear(torch.nn.Module):
         self._step, self._begins_later = _Step(False), False
         self._delayed: deque[Callable[[], None]] = deque()
         self._fp8_states: dict[str, fp8.Scales] = {}
+        self._fp8_group: Any = None
         self._fp8_weight: tuple[fp8.Recipe, fp8.QuantizedTensor] | None = None
         self._folded: Folded | None = None
+
+        self._number = fp8_linear.number_of(self)
 
         names, self.parameter_split_sizes = _splits(parameters_split, out_features)
         self.weight_names = [f"{name}weight" for name in names]
@@ -913,12 +911,14 @@ class LayerNormLinear(torch.nn.Module):
             "_delayed": deque(),
             "_step": _Step(False),
             "_begins_later": False,
+            "_fp8_group": None,
             "_fp8_weight": None,
             "_folded": None,
         }  # what a step holds belongs to this module alone
 
     def __setstate__(self, state: dict) -> None:
         super().__setstate__(state)
+        self._number = fp8_linear.number_of(self)
         self._join_parameters()
         self._mark_parameters()  # a deep copy of a parameter loses its attributes
 
@@ -954,7 +954,12 @@ class LayerNormLinear(torch.nn.Module):
         if self.fuse_wgrad_accumulation and is_first_microbatch and self.training and not torch.is_grad_enabled():
             self._begins_later = True
         region = fp8.active()
-        if region is not None:
+        if region is not None and _is_compiling() and not (fp8_output or self._hands_on_in_fp8()):
+            plain, recorded = self._check_in_fp8(inp, fp8_output)
+            y, normalized = fp8_linear.by_operator(
+                self, self._number, region, inp, plain.dtype, is_first_microbatch, fp8_grad, recorded
+            )
+        elif region is not None:
             y, normalized = _untraced(self._project_in_fp8)(region, inp, is_first_microbatch, fp8_output, fp8_grad)
         elif fp8_output or fp8_grad:
             name = "fp8_output" if fp8_output else "fp8_grad"
@@ -1020,11 +1025,29 @@ class LayerNormLinear(torch.nn.Module):
     def _project_in_fp8(
         self, region: fp8.Region, inp: Tensor, is_first_microbatch: bool | None, fp8_output: bool, fp8_grad: bool
     ) -> tuple[Tensor | fp8.QuantizedTensor, Tensor | None]:
+        plain, recorded = self._check_in_fp8(inp, fp8_output)
+        weights, biases = self.parts_in_fp8()
+        tensors = (inp, self.layer_norm_weight, self.layer_norm_bias, *weights, *biases)
+        call, weight = self.begin_in_fp8(
+            region, inp, plain.dtype, is_first_microbatch, fp8_grad, torch.is_grad_enabled(), recorded
+        )
+        if recorded:
+            take = self._weight_gradients(is_first_microbatch) if self._hands_on_in_fp8() else None
+            return fp8_linear.Projected.apply(call, weight, take, len(weights), *tensors)
+        with torch.no_grad():
+            y, normalized, _ = fp8_linear.forward(call, weight, *tensors[:3], biases)
+            if fp8_output:
+                rows, quantizers = fp8_linear.as_rows(y), call.quantizers
+                y = quantizers.quantize("output", rows, quantizers.scale("output", rows))
+            return y, normalized
+
+    def _check_in_fp8(self, inp: Tensor, fp8_output: bool) -> tuple[_Call, bool]:
+        """The call without 8 bits, and whether it is recorded."""
         if self.fused is not None:
             raise ValueError(f"fused is {self.fused!r} inside fp8_autocast; expected None")
         if inp.dtype == torch.float64:
             raise TypeError("input is of dtype float64 inside fp8_autocast; expected float16, bfloat16 or float32")
-        weights, biases = self._weights(), [] if self.return_bias else self._biases()
+        weights, biases = self.parts_in_fp8()
         plain = _check(
             self.normalization == "LayerNorm", inp, self.layer_norm_weight, self.layer_norm_bias, weights, biases, self.eps,
             None, self.return_layernorm_output, self.zero_centered_gamma, self.save_normalized, None,
@@ -1034,33 +1057,44 @@ class LayerNormLinear(torch.nn.Module):
         recorded = torch.is_grad_enabled() and autograd._wants_gradient(*tensors)
         if recorded and fp8_output:
             raise ValueError("fp8_output is True where gradients are recorded; expected False, or torch.no_grad()")
-        recipe = region.recipe
-        states = fp8_linear.states_of(self._fp8_states, recipe, inp.device)
-        quantizers = fp8_linear.Quantizers(recipe, states, torch.is_grad_enabled())
-        if isinstance(recipe, fp8.DelayedScaling) and torch.is_grad_enabled():
-            region.ended[id(self)] = fp8.Step(states["forward"], recipe, region.group)
+        return plain, recorded
+
+    def _hands_on_in_fp8(self) -> bool:
+        hands_on = self.fuse_wgrad_accumulation or self.delay_wgrad_compute
+        return hands_on and any(each.requires_grad for parts in self.parts_in_fp8() for each in parts)
+
+    def parts_in_fp8(self) -> tuple[list[Tensor], list[Tensor]]:
+        """Weights and biases that enter the product."""
+        return self._weights(), [] if self.return_bias else self._biases()
+
+    def begin_in_fp8(
+        self, region: fp8.Region, inp: Tensor, dtype: torch.dtype, is_first_microbatch: bool | None, fp8_grad: bool,
+        records: bool, recorded: bool,
+    ) -> tuple[fp8_linear.Call, fp8.QuantizedTensor]:  # fmt: skip
+        """What cupynorm.fp8_linear.forward needs. records: whether the region's step counts; recorded: whether this call has a
+        backward."""
+        self._fp8_group = region.group
+        call = self.call_in_fp8(region.recipe, inp, dtype, fp8_grad, records)
+        if isinstance(region.recipe, fp8.DelayedScaling) and records:
+            region.ended[id(self)] = fp8.Step(self._fp8_states["forward"], region.recipe, region.group)
+        return call, self._quantized_weight(call.quantizers, is_first_microbatch, dtype, recorded)
+
+    def call_in_fp8(
+        self, recipe: fp8.Recipe, inp: Tensor, dtype: torch.dtype, fp8_grad: bool, records: bool
+    ) -> fp8_linear.Call:  # fmt: skip
+        """What a call depends on besides its tensors."""
+        plain = _Call(
+            self.normalization == "LayerNorm", self.eps, self.zero_centered_gamma, dtype, self.return_layernorm_output,
+            self.save_normalized, None, norm._options(None, None, None, self.sm_margin),
+        )  # fmt: skip
+        quantizers = fp8_linear.Quantizers(recipe, fp8_linear.states_of(self._fp8_states, recipe, inp.device), records)
         wide = plain._replace(dtype=torch.float32)
-        call = fp8_linear.Call(
+        return fp8_linear.Call(
             lambda x, norm_weight, norm_bias: _Kernels.normalize(wide, x, None, norm_weight, norm_bias),
             lambda *given: _Kernels.gradients(plain, *given[:-1], None, given[-1])[:3], plain.centered, plain.eps,
             plain.zero_centered_weight, plain.options, plain.dtype, self.return_layernorm_output, self.save_normalized,
-            quantizers, fp8_grad, region.group,
+            quantizers, fp8_grad, self._fp8_group,
         )  # fmt: skip
-        weight = self._quantized_weight(quantizers, is_first_microbatch, plain.dtype, recorded)
-        if recorded:
-            hands_on = self.fuse_wgrad_accumulation or self.delay_wgrad_compute
-            hands_on = hands_on and any(each.requires_grad for each in (*weights, *biases))
-            take = self._weight_gradients(is_first_microbatch) if hands_on else None
-            return fp8_linear.Projected.apply(call, weight, take, len(weights), *tensors)
-        with torch.no_grad():
-            rows, normalized, *_ = fp8_linear.normalize(call, *tensors[:3])
-            bias = None if not biases else _joined(biases).to(plain.dtype)
-            y = fp8_linear.project(call, rows, weight, bias)
-            if fp8_output:
-                y = quantizers.quantize("output", y, quantizers.scale("output", y))
-            else:
-                y = y.reshape(*inp.shape[:-1], self.out_features)
-            return y, normalized.to(plain.dtype) if self.return_layernorm_output else None
 
     def _quantized_weight(
         self, quantizers: fp8_linear.Quantizers, is_first_microbatch: bool | None, dtype: torch.dtype, recorded: bool

@@ -568,3 +568,74 @@ def test_steps_in_a_cuda_graph(recipe):
             x.copy_(tensor(problem.x * size, device="cuda"))
         graph.replay()
         assert torch.equal(y, run(twin)) and torch.equal(module.weight.grad, twin.weight.grad)
+
+
+COMPILED = (
+    {},
+    {"save_normalized": True, "normalization": "RMSNorm"},
+    {"return_layernorm_output": True, "parameters_split": {"q": 40, "k": 32}, "bias": False},
+    {"return_bias": True},
+)
+
+
+@pytest.mark.parametrize("options", COMPILED, ids=str)
+@pytest.mark.parametrize("recipe", RECIPES, ids=str)
+def test_what_torch_compiles_has_no_break(recipe, options):
+    """One graph, results and scales of what is not compiled, over steps; another without gradients, and outside of a region."""
+    torch._dynamo.reset()
+    module, problem = make(**options)
+    twin = copy.deepcopy(module)
+    compiled = torch.compile(twin, backend="aot_eager", fullgraph=True)
+
+    def results(y):
+        return y if isinstance(y, tuple) else (y,)
+
+    for size in (1, 20, 3):
+        made = []
+        for run, layer in ((module, module), (compiled, twin)):
+            layer.zero_grad()
+            x = tensor(size * problem.x, grad=True)
+            with fp8_autocast(recipe=copy.copy(recipe)):
+                ys = results(run(x))
+            sum(y.float().square().sum() for y in ys).backward()
+            gradients = [each.grad for each in layer.parameters() if each.grad is not None]
+            made.append([*ys, x.grad, *gradients])
+        assert len(made[0]) == len(made[1]) and all(torch.equal(*pair) for pair in zip(*made))
+    assert module._fp8_states.keys() == twin._fp8_states.keys()
+    for name, state in module._fp8_states.items():
+        assert torch.equal(state.scale, twin._fp8_states[name].scale)
+        assert torch.equal(state.amax_history, twin._fp8_states[name].amax_history)
+    x = tensor(problem.x)
+    with torch.no_grad(), fp8_autocast(recipe=recipe):
+        assert all(torch.equal(*pair) for pair in zip(results(module(x)), results(compiled(x))))
+    assert all(torch.equal(*pair) for pair in zip(results(module(x)), results(compiled(x))))
+
+
+@pytest.mark.parametrize("recipe", (DelayedScaling(), CurrentScaling(), BlockScaling()), ids=str)
+def test_what_is_compiled_takes_any_number_of_rows(recipe):
+    torch._dynamo.reset()
+    module, _ = make(dtype="float32", save_normalized=True)
+    twin = copy.deepcopy(module)
+    compiled = torch.compile(twin, backend="aot_eager", fullgraph=True)
+    for num_rows in (3, 5, 200, 130, 0):
+        x, made = torch.randn(num_rows, 200, generator=torch.Generator().manual_seed(num_rows)), []
+        for run, layer in ((module, module), (compiled, twin)):
+            layer.zero_grad()
+            of_run = x.clone().requires_grad_()
+            with fp8_autocast(recipe=recipe), torch.autocast("cpu", torch.bfloat16, enabled=num_rows == 130):
+                y = run(of_run)
+            y.float().sum().backward()
+            made.append((y, of_run.grad, layer.weight.grad))
+        assert all(torch.equal(*pair) for pair in zip(*made)), num_rows
+
+
+def test_layers_that_are_compiled_one_by_one_share_what_is_compiled():
+    """More of them than torch compiles one function for."""
+    torch._dynamo.reset()
+    layers = [make(4, 32, 32)[0] for _ in range(12)]
+    x = tensor(draw("layer_norm", "bfloat16", 4, 32, 32).x)
+    expected = made = x
+    with fp8_autocast(recipe=CurrentScaling()):
+        for layer in layers:
+            expected, made = layer(expected), torch.compile(layer, backend="aot_eager", fullgraph=True)(made)
+    assert torch.equal(made, expected)
