@@ -375,7 +375,9 @@ def _run(
             y, normalized, waiting = forward(call, weight, input, norm_weight, norm_bias, biases)
         if not recorded:
             waiting = Waiting(*[None] * len(Waiting._fields))
-    return tuple(y.new_empty(0) if each is None else each for each in (y, normalized, *waiting))
+        elif is_first_microbatch is not None:  # what the layer keeps: a compiler may write over what an operator returns
+            waiting = waiting._replace(weight=waiting.weight.clone(), weight_scale_inv=waiting.weight_scale_inv.clone())
+    return tuple(y.new_empty(0) if each is None else each.contiguous() for each in (y, normalized, *waiting))
 
 
 def _run_without_memory(
@@ -452,15 +454,20 @@ def _run_backward(
             made = backward(
                 call, None, waiting, dy, dnormalized, input, norm_weight, norm_bias, weights, biases, wanted
             )  # fmt: skip
-    # An operator returns tensors, and each of them once.
-    return [input.new_empty(0) if each is None else each.contiguous().clone() for each in made]
+    return [input.new_empty(0) if each is None else _alone(each) for each in made]
+
+
+def _alone(tensor: Tensor) -> Tensor:
+    """Contiguous, and in memory of its own, as an operator's results are."""
+    shares = tensor.untyped_storage().nbytes() != tensor.numel() * tensor.element_size()
+    return tensor.clone(memory_format=torch.contiguous_format) if shares else tensor.contiguous()
 
 
 def _run_backward_without_memory(
     dy, dnormalized, input, norm_weight, norm_bias, waiting, weights, biases, layer, recipe, dtype, quantize_gradient, wanted
 ):  # fmt: skip
     like = (input, norm_weight, norm_bias, *weights, *biases)
-    return [torch.empty_like(each) if is_wanted else input.new_empty(0) for each, is_wanted in zip(like, wanted)]
+    return [each.new_empty(each.shape) if is_wanted else input.new_empty(0) for each, is_wanted in zip(like, wanted)]
 
 
 for _device in ("CPU", "CUDA"):
