@@ -471,7 +471,7 @@ def unpack(packed: Any) -> dict[str, tuple[Tensor, Tensor]]:
 # fp8_autocast.
 
 
-class Step(NamedTuple):
+class UsedScales(NamedTuple):
     """Scales that a region has used, and how they are updated."""
 
     scales: Scales
@@ -481,15 +481,24 @@ class Step(NamedTuple):
 
 @dataclass
 class Region:
-    """The inside of a fp8_autocast. ended: the step of each layer, which ends when the outermost one is left."""
+    """The inside of a fp8_autocast. ended: of each layer, whose step ends when the outermost one is left."""
 
     recipe: Recipe | None
     group: Any
-    ended: dict[int, Step]
-    number: int  # of the recipe, for what torch.compile traces: the same for equal recipes
+    ended: dict[int, UsedScales]
+    number: int  # of the recipe, for what torch.compile traces: the same for equal recipes; -1: none
 
 
-_recipes: dict[Recipe | None, int] = {}  # their numbers; as many as a program writes down
+_recipes: dict[Recipe, int] = {}  # their numbers; as many as a program writes down
+
+
+def _number_of(recipe: Recipe | None) -> int:
+    """None of a recipe with callables, of which there may be ever new ones: torch.compile runs its calls as they are."""
+    if recipe is None:
+        return -1
+    if isinstance(recipe, DelayedScaling) and (callable(recipe.amax_compute_algo) or recipe.scaling_factor_compute_algo):
+        return -1
+    return _recipes.setdefault(recipe, len(_recipes))
 
 
 def recipe_of(number: int) -> Recipe:
@@ -523,7 +532,7 @@ def fp8_autocast(enabled: bool = True, recipe: Recipe | None = None, group: Any 
         raise TypeError(f"recipe is a {type(recipe).__name__}; expected DelayedScaling, CurrentScaling or BlockScaling")
     ended = _regions[0].ended if _regions else {}
     recipe = (recipe or DelayedScaling()) if enabled else None
-    _regions.append(Region(recipe, group, ended, _recipes.setdefault(recipe, len(_recipes))))
+    _regions.append(Region(recipe, group, ended, _number_of(recipe)))
     is_whole = False
     try:
         yield
@@ -531,8 +540,8 @@ def fp8_autocast(enabled: bool = True, recipe: Recipe | None = None, group: Any 
     finally:
         _regions.pop()
         if not _regions and torch.is_grad_enabled():
-            for step in ended.values():
+            for used in ended.values():
                 if is_whole:
-                    step.scales.update(step.recipe, step.group)
+                    used.scales.update(used.recipe, used.group)
                 else:
-                    step.scales.forget()
+                    used.scales.forget()

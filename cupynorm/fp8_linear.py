@@ -217,20 +217,24 @@ class Waiting(NamedTuple):
 
 def forward(
     call: Call, weight: QuantizedTensor, input: Tensor, norm_weight: Tensor | None, norm_bias: Tensor | None,
-    biases: Sequence[Tensor]
+    bias: Tensor | None, recorded: bool
 ) -> tuple[Tensor, Tensor | None, Waiting]:  # fmt: skip
-    """y, normalized (None unless asked for), and what waits for `backward`. biases: parts of one layer's."""
+    """y, normalized (None unless asked for), and what waits for `backward`, where there is one (recorded)."""
     rows, normalized, mean, rstd, scale = normalize(call, input, norm_weight, norm_bias)
-    bias = torch.cat([each.detach() for each in biases]).to(call.dtype) if biases else None
-    y = project(call, rows, weight, bias)
+    y = project(call, rows, weight, None if bias is None else bias.to(call.dtype))
     kept = (rows.transposed, _scale_inv_of_transposed(rows)) if call.save_normalized else (None, None)
     if call.save_normalized:
         scale = None
-    elif scale is not None and isinstance(call.quantizers.recipe, DelayedScaling):
+    elif recorded and scale is not None and isinstance(call.quantizers.recipe, DelayedScaling):
         scale = scale.clone()  # the step's end comes before backward
     y = y.reshape(*input.shape[:-1], y.shape[-1])
     waiting = Waiting(mean, rstd, scale, *kept, weight.transposed, _scale_inv_of_transposed(weight))
     return y, normalized.to(call.dtype) if call.return_normalized else None, waiting
+
+
+def _join(biases: Sequence[Tensor]) -> Tensor | None:
+    """Parts of one layer's."""
+    return torch.cat([each.detach() for each in biases]) if len(biases) > 1 else biases[0].detach() if biases else None
 
 
 def backward(
@@ -296,7 +300,7 @@ class Projected(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, call, weight, take, num_parts, input, norm_weight, norm_bias, *parts):
-        y, normalized, waiting = forward(call, weight, input, norm_weight, norm_bias, parts[num_parts:])
+        y, normalized, waiting = forward(call, weight, input, norm_weight, norm_bias, _join(parts[num_parts:]), True)
         ctx.save_for_backward(input, norm_weight, norm_bias, *waiting, *parts)
         ctx.call, ctx.take, ctx.num_parts = call, take, num_parts
         ctx.set_materialize_grads(False)
@@ -364,15 +368,18 @@ def by_operator(
 
 
 def _run(
-    input, norm_weight, norm_bias, weights, biases, layer, _, dtype, centered, return_normalized, save_normalized,
+    input, norm_weight, norm_bias, weights, biases, layer, recipe, dtype, centered, return_normalized, save_normalized,
     is_first_microbatch, quantize_gradient, records, recorded,
 ):  # fmt: skip
+    region = fp8.active()
+    if region is None:  # a checkpoint runs it again, when the region has been left: no step of its scales
+        region, records = fp8.Region(fp8.recipe_of(recipe), None, {}, recipe), False
     with torch.no_grad():
         call, weight = _layers[layer.item()].begin_in_fp8(
-            fp8.active(), input, dtype, is_first_microbatch, quantize_gradient, records, recorded
+            region, input, dtype, is_first_microbatch, quantize_gradient, records, recorded
         )
         with fp8.outside_autocast(input):
-            y, normalized, waiting = forward(call, weight, input, norm_weight, norm_bias, biases)
+            y, normalized, waiting = forward(call, weight, input, norm_weight, norm_bias, _join(biases), recorded)
         if not recorded:
             waiting = Waiting(*[None] * len(Waiting._fields))
         elif is_first_microbatch is not None:  # what the layer keeps: a compiler may write over what an operator returns

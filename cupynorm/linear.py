@@ -954,7 +954,7 @@ class LayerNormLinear(torch.nn.Module):
         if self.fuse_wgrad_accumulation and is_first_microbatch and self.training and not torch.is_grad_enabled():
             self._begins_later = True
         region = fp8.active()
-        if region is not None and _is_compiling() and not (fp8_output or self._hands_on_in_fp8()):
+        if region is not None and _is_compiling() and region.number >= 0 and not (fp8_output or self._hands_on_in_fp8()):
             plain, recorded = self._check_in_fp8(inp, fp8_output)
             y, normalized = fp8_linear.by_operator(
                 self, self._number, region, inp, plain.dtype, is_first_microbatch, fp8_grad, recorded
@@ -1035,7 +1035,7 @@ class LayerNormLinear(torch.nn.Module):
             take = self._weight_gradients(is_first_microbatch) if self._hands_on_in_fp8() else None
             return fp8_linear.Projected.apply(call, weight, take, len(weights), *tensors)
         with torch.no_grad():
-            y, normalized, _ = fp8_linear.forward(call, weight, *tensors[:3], biases)
+            y, normalized, _ = fp8_linear.forward(call, weight, *tensors[:3], _joined(biases), False)
             if fp8_output:
                 rows, quantizers = fp8_linear.as_rows(y), call.quantizers
                 y = quantizers.quantize("output", rows, quantizers.scale("output", rows))
@@ -1076,7 +1076,7 @@ class LayerNormLinear(torch.nn.Module):
         self._fp8_group = region.group
         call = self.call_in_fp8(region.recipe, inp, dtype, fp8_grad, records)
         if isinstance(region.recipe, fp8.DelayedScaling) and records:
-            region.ended[id(self)] = fp8.Step(self._fp8_states["forward"], region.recipe, region.group)
+            region.ended[id(self)] = fp8.UsedScales(self._fp8_states["forward"], region.recipe, region.group)
         return call, self._quantized_weight(call.quantizers, is_first_microbatch, dtype, recorded)
 
     def call_in_fp8(

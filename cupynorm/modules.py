@@ -138,7 +138,7 @@ class _Norm(torch.nn.Module):
             return how._replace(scaling="block", power_of_two=recipe.power_of_two, transpose=False)
         self._fp8_scales = scales = fp8.scales_for(self._fp8_scales, (dtype,), recipe, device)
         if records:
-            region.ended[id(self)] = fp8.Step(scales, recipe, region.group)
+            region.ended[id(self)] = fp8.UsedScales(scales, recipe, region.group)
         return how._replace(scale=scales.scale, amax=scales.amax(0) if records else None)
 
     def extra_repr(self) -> str:

@@ -417,14 +417,14 @@ def test_what_is_done_at_the_end_of_the_outermost_region():
     with cupynorm.fp8_autocast():
         with cupynorm.fp8_autocast(recipe=CurrentScaling()):
             for _ in range(2):
-                fp8.active().ended[0] = fp8.Step(Seen(), recipe, "group")
+                fp8.active().ended[0] = fp8.UsedScales(Seen(), recipe, "group")
         assert not ran
     assert ran == [(recipe, "group")]
     with torch.no_grad(), cupynorm.fp8_autocast():
-        fp8.active().ended[0] = fp8.Step(Seen(), recipe, None)
+        fp8.active().ended[0] = fp8.UsedScales(Seen(), recipe, None)
     assert len(ran) == 1
     with pytest.raises(KeyError), cupynorm.fp8_autocast():
-        fp8.active().ended[0] = fp8.Step(Seen(), recipe, None)
+        fp8.active().ended[0] = fp8.UsedScales(Seen(), recipe, None)
         raise KeyError
     assert ran[1:] == ["forgotten"]
 

@@ -660,3 +660,39 @@ def test_layers_that_are_compiled_one_by_one_share_what_is_compiled():
         for layer in layers:
             expected, made = layer(expected), torch.compile(layer, backend="aot_eager", fullgraph=True)(made)
     assert torch.equal(made, expected)
+
+
+def test_a_recipe_with_a_callable_is_compiled_around():
+    """Its number would be of an object that another step may not have; results are those of what is not compiled."""
+    torch._dynamo.reset()
+    module, problem = make()
+    twin = copy.deepcopy(module)
+    compiled = torch.compile(twin, backend="aot_eager")
+    for _ in range(2):
+        recipe = DelayedScaling(amax_history_len=3, amax_compute_algo=lambda history: history.amax(0))
+        before = len(fp8._recipes)
+        made = []
+        for run in (module, compiled):
+            with fp8_autocast(recipe=recipe):
+                made.append(run(tensor(problem.x)))
+        assert torch.equal(*made) and len(fp8._recipes) == before
+    assert torch.equal(module._fp8_states["forward"].scale, twin._fp8_states["forward"].scale)
+
+
+def test_what_is_compiled_and_checkpointed():
+    """Run again when the region has been left: the same numbers, and no other step of the scales."""
+    torch._dynamo.reset()
+    module, problem = make()
+    expected = step(module, problem, CurrentScaling())
+    module.zero_grad()
+
+    @torch.compile(backend="aot_eager", fullgraph=True)
+    def run(x):
+        return torch.utils.checkpoint.checkpoint(module, x, use_reentrant=False)
+
+    x = tensor(problem.x, grad=True)
+    with fp8_autocast(recipe=CurrentScaling()):
+        y = run(x)
+    y.backward(tensor(problem.dy))
+    np.testing.assert_array_equal(module.weight.grad.float().numpy(), expected["dweight"])
+    np.testing.assert_array_equal(x.grad.float().numpy(), expected["dx"])
