@@ -611,6 +611,28 @@ def test_what_torch_compiles_has_no_break(recipe, options):
     assert all(torch.equal(*pair) for pair in zip(results(module(x)), results(compiled(x))))
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", (None, "reduce-overhead"))
+@pytest.mark.parametrize("recipe", (DelayedScaling(amax_history_len=4), CurrentScaling(), BlockScaling()), ids=str)
+def test_compiled_by_inductor_on_a_gpu(recipe, mode):
+    """Whatever torch puts into CUDA graphs, every step has scales of its own."""
+    torch._dynamo.reset()
+    module, problem = make(64, 256, 128, device="cuda")
+    twin = copy.deepcopy(module)
+    compiled = torch.compile(twin, mode=mode, fullgraph=True)
+    for size in (1.0, 20.0, 0.1, 3.0):  # warm-up, capture, replays
+        torch.compiler.cudagraph_mark_step_begin()
+        made = []
+        for run, layer in ((module, module), (compiled, twin)):
+            layer.zero_grad()
+            x = tensor(size * problem.x, device="cuda", grad=True)
+            with fp8_autocast(recipe=recipe):
+                y = run(x)
+            y.backward(tensor(problem.dy, device="cuda"))
+            made.append((y, x.grad, *(each.grad for each in layer.parameters())))
+        assert all(torch.equal(*pair) for pair in zip(*made)), size
+
+
 @pytest.mark.parametrize("recipe", (DelayedScaling(), CurrentScaling(), BlockScaling()), ids=str)
 def test_what_is_compiled_takes_any_number_of_rows(recipe):
     torch._dynamo.reset()
