@@ -249,10 +249,13 @@ def plan(arguments: argparse.Namespace) -> int:
         return 0
     if arguments.num_cols is None:
         raise ValueError("plan needs a number of columns, or --table")
-    directions = DIRECTIONS if arguments.direction == "both" else (arguments.direction,)
+    # No gradient has 8 bits.
+    direction = arguments.direction or ("forward" if arguments.out_dtype in FLOAT8S else "both")
+    directions = DIRECTIONS if direction == "both" else (direction,)
     plans = [
         dispatch.plan(
             arguments.num_cols, arguments.rows, arguments.dtype, norm=arguments.norm, direction=direction, device=device,
+            out_dtype=arguments.out_dtype, scale=arguments.scale, amax=arguments.amax, residual=arguments.residual,
             strategy=arguments.strategy, sm_margin=arguments.sm_margin,
             bias_dtype="same" if arguments.norm == "layer_norm" else None,
         )
@@ -326,7 +329,8 @@ def run_bench(arguments: argparse.Namespace) -> int:
             arguments.direction or bench_cells.DIRECTIONS[: 1 if arguments.out_dtype in FLOAT8S else 2],
             arguments.cols, arguments.elements, rows=arguments.rows, models=arguments.models, scales=arguments.scale,
             weight_dtype=arguments.weight_dtype,
-            out_dtype=arguments.out_dtype, residual=arguments.residual, zero_centered=arguments.zero_centered,
+            out_dtype=arguments.out_dtype, amax=arguments.amax, residual=arguments.residual,
+            zero_centered=arguments.zero_centered,
         )  # fmt: skip
         peers = arguments.peers
     result = bench.bench(
@@ -474,7 +478,11 @@ def parser() -> argparse.ArgumentParser:
     one.add_argument("--dtype", choices=tuple(DTYPES), default="bfloat16", help="of all tensors (bfloat16)")
     one.add_argument("--device", help=f"one of {', '.join(DEVICES)}; by default the GPU that is there")
     one.add_argument("--norm", choices=NORMS, default=NORMS[0])
-    one.add_argument("--direction", choices=(*DIRECTIONS, "both"), default="both")
+    one.add_argument("--direction", choices=(*DIRECTIONS, "both"), help="(both; of 8-bit y forward)")
+    one.add_argument("--out-dtype", choices=tuple(ELEMENTS), help="of y and dy (that of x)")
+    one.add_argument("--scale", choices=SCALINGS, help="of an 8-bit y (given)")
+    one.add_argument("--amax", action="store_true", help="record the largest |y| beside a given scale")
+    one.add_argument("--residual", action="store_true", help="add a residual; backward adds the sum's gradient")
     one.add_argument("--strategy", choices=tuple(STRATEGIES), help="by default the width of a row decides")
     one.add_argument("--sm-margin", type=number, default=0, help="multiprocessors to leave free (0)")
     one.add_argument("--table", action="store_true", help="the widest row of each strategy instead")
@@ -494,6 +502,7 @@ def parser() -> argparse.ArgumentParser:
     add("--weight-dtype", choices=tuple(DTYPES), help="of weight and bias (that of x)")
     add("--out-dtype", choices=tuple(ELEMENTS), help="of y and dy (that of x)")
     add("--scale", type=several(SCALINGS), default=(), help=f"of an 8-bit y: all, or some of {','.join(SCALINGS)} (given)")
+    add("--amax", action="store_true", help="record the largest |y| beside a given scale, as delayed scaling does")
     add("--residual", action="store_true", help="add a residual and return the sum; backward adds the sum's gradient")
     add("--zero-centered", action="store_true", help="multiply by 1 + weight")
     add("--peers", type=several(tuple(PEERS)), help=f"some of {','.join(PEERS)} (all that can run)")

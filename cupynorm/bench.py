@@ -191,6 +191,8 @@ def _tensors(cell: Cell, seed: int) -> tuple[Tensors, Runner]:
     made: dict[str, Any] = {"y": None if cell.scale else view(target, 0, shape, cell.y)}
     if cell.scale == "given":
         made["scale"] = cupy.asarray(np.array([FLOAT8S[cell.y].largest / _MOST_Y], np.float32))
+    if cell.amax:
+        made["amax"] = cupy.asarray(np.zeros(1, np.float32))
     first = 0
     for at, (name, dtype) in enumerate(dtypes.items()):
         made[name] = view(source, first, shape, dtype) if dtype else None
@@ -321,6 +323,8 @@ class Truth:
         if cell.scale == "given":
             if abs(factors[0, 0] * self.scale - 1) > 2.0**-22:
                 wrong = f"scale_inv is {factors[0, 0]:.6g}; expected 1 / {self.scale:.6g}"
+            elif cell.amax:
+                wrong = self._fault_of_amax(float(bits(outputs["amax"]).get().reshape(())), raw)
         elif cell.scale == "tensor":
             used = max(int((part & 0x7F).max()) for part in _parts(raw))
             if table[used] < format.largest:
@@ -335,6 +339,17 @@ class Truth:
         spread = np.repeat(factors, part_cols, axis=1)[:, : cell.num_cols]
         step = np.maximum((np.abs(expected) + allowed) * format.half_ulp, spread * (format.smallest / 2))
         return data * spread, allowed + step, wrong
+
+    def _fault_of_amax(self, amax: float, raw: Any) -> str | None:
+        """What is wrong with the recorded amax. Rounding keeps the order of values: the largest magnitude among all bytes is
+        amax, scaled and rounded."""
+        mask, _ = _MAGNITUDES[self.cell.y]
+        used = max(int((part & mask).max()) for part in _parts(raw))
+        made = int(fp8.encode(np.array([amax * self.scale], np.float32), self.cell.y)[0])
+        if made == used:
+            return None
+        largest = fp8.decode(np.array([used], np.uint8), self.cell.y)[0] / self.scale
+        return f"amax is {amax:.6g}; expected what is rounded to {largest:.6g}, the largest of y"
 
 
 def verify(runner: Runner, truth: Truth, *, rounded_mean: bool) -> tuple[float, str | None]:
@@ -454,7 +469,8 @@ def _plan(cell: Cell, direction: str) -> dispatch.Plan:
     return dispatch.plan(
         cell.num_cols, cell.num_rows, cell.dtype, norm=cell.norm, direction=direction, device=launch.current_device(),
         weight_dtype=cell.parameters, bias_dtype=cell.parameters if cell.norm == "layer_norm" else None,
-        out_dtype=cell.out_dtype, scale=cell.scale, residual=cell.residual, zero_centered_weight=cell.zero_centered,
+        out_dtype=cell.out_dtype, scale=cell.scale, amax=cell.amax, residual=cell.residual,
+        zero_centered_weight=cell.zero_centered,
     )  # fmt: skip
 
 

@@ -12,7 +12,7 @@ from .problem import SCALINGS, Problem
 
 COLS = tuple(2**exponent for exponent in range(5, 19))
 DIRECTIONS = ("forward", "backward", "both")
-EXTRAS = ("residual", "zero_centered", "out_dtype", "scale")  # what a cell may ask for and not every library offers
+EXTRAS = ("residual", "zero_centered", "out_dtype", "scale", "amax")  # what a cell may ask for and not every library offers
 EPS = 1e-5
 OURS, COPY = "cupynorm", "copy"
 _X_BYTES = 2**29
@@ -25,7 +25,7 @@ class Cell:
     direction: "forward", "backward", or "both", one after the other in one unit. dtype: of x and of all that is not named.
     weight_dtype: of weight and bias. out_dtype: of y and dy. residual: forward adds one and also returns the sum, backward
     adds the sum's gradient. zero_centered: multiply by 1 + weight. scale: of a y in 8-bit floats, one of problem.SCALINGS:
-    one that is given, or those that the call finds.
+    one that is given, or those that the call finds. amax: with a given one, also record the largest |y|.
     """
 
     norm: str
@@ -38,6 +38,7 @@ class Cell:
     residual: bool = False
     zero_centered: bool = False
     scale: str | None = None
+    amax: bool = False
 
     @property
     def y(self) -> str:
@@ -72,7 +73,8 @@ class Cell:
         """dtypes and extras, in words."""
         labelled = (("weight", self.weight_dtype), ("y", self.out_dtype), ("scale", self.scale))
         named = [f"{label} {name}" for label, name in labelled if name]
-        named += [label for label, asked in (("residual", self.residual), ("1 + weight", self.zero_centered)) if asked]
+        extras = (("amax", self.amax), ("residual", self.residual), ("1 + weight", self.zero_centered))
+        named += [label for label, asked in extras if asked]
         return ", ".join([self.dtype, *named])
 
     @property
@@ -145,7 +147,7 @@ def cells(
 
     elements: of x; num_rows = elements // num_cols, by default of 512 MiB of x.
     rows: num_rows themselves, in place of elements. scales: where an out_dtype of 8 bits has them from; by default each is
-    "given". options: weight_dtype, out_dtype, residual, zero_centered of a Cell.
+    "given". options: weight_dtype, out_dtype, residual, zero_centered, amax of a Cell.
     Raises ValueError for what is not known or is no shape.
     """
     out_dtype = options.get("out_dtype")
@@ -170,6 +172,11 @@ def cells(
 
     if scales and not is_quantized:
         raise ValueError(f"scale is {scales[0]!r} with out_dtype {out_dtype}; expected an out_dtype of {' or '.join(FLOAT8S)}")
+    if options.get("amax") and (not is_quantized or set(scales) - {"given"}):
+        raise ValueError(
+            f"amax is recorded with out_dtype {out_dtype} and scale {', '.join(scales) or None}; expected an out_dtype of 8 "
+            "bits and scale given"
+        )
     if is_quantized and tuple(directions) != DIRECTIONS[:1]:
         raise ValueError(
             f"direction is {', '.join(directions)} with out_dtype {out_dtype}; expected forward: no gradient has 8 bits"

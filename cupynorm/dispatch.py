@@ -603,6 +603,7 @@ def plan(
     bias_dtype: str | None = "same",
     out_dtype: str | None = None,
     scale: str | None = None,
+    amax: bool = False,
     residual: bool = False,
     zero_centered_weight: bool = False,
     alignment: int = 256,
@@ -614,10 +615,11 @@ def plan(
     """Which kernel, tile and grid a problem gets, the bytes it moves, and why. Prints as a short table. Needs no GPU.
 
     num_cols, num_rows: the problem. dtype: of x; weight_dtype and bias_dtype are the same unless given, None if absent;
-    out_dtype: of y; where it is a float of 8 bits, scale: "given", or "tensor", "row", "block" or "mx" as in layer_norm.
-    residual: whether x is a sum that forward forms; backward then adds what reaches the sum from elsewhere. norm:
-    "layer_norm" or "rms_norm". direction: "forward", or "backward" with all three gradients. device: a name of cupynorm.DEVICES
-    or a Device; None is the current GPU. alignment: bytes that every base address is a multiple of.
+    out_dtype: of y; where it is a float of 8 bits, scale: "given", or "tensor", "row", "block" or "mx" as in layer_norm;
+    amax: whether that of y is recorded beside a given one. residual: whether x is a sum that forward forms; backward then adds
+    what reaches the sum from elsewhere. norm: "layer_norm" or "rms_norm". direction: "forward", or "backward" with all three
+    gradients. device: a name of cupynorm.DEVICES or a Device; None is the current GPU. alignment: bytes that every base address
+    is a multiple of.
     strategy, tile, statistics, sm_margin: as in layer_norm.
     Returns a Plan. Raises ValueError for unknown names and for what does not fit.
     """
@@ -636,6 +638,8 @@ def plan(
             raise ValueError(f"dtype is {name!r}; expected one of {', '.join(DTYPES)}")
     if scale is not None and (not is_quantized or scale not in SCALINGS):
         raise ValueError(f"scale is {scale!r}; expected one of {', '.join(SCALINGS)}, of a forward whose out_dtype has 8 bits")
+    if amax and (not is_quantized or scale not in (None, "given")):
+        raise ValueError(f"amax is recorded with scale {scale!r}; expected 'given', of a forward whose out_dtype has 8 bits")
     if device is None:
         from .launch import current_device
 
@@ -646,7 +650,8 @@ def plan(
                 f"device is {device!r}; expected one of {', '.join(DEVICES)}, a Device, or None for the current GPU"
             )
         device = DEVICES[device]
-    tensors = {"y": y, "bias": bias, "residual": residual, "scaling": (scale or "given") if is_quantized else None}
+    tensors = {"y": y, "bias": bias, "residual": residual, "amax": bool(amax)}
+    tensors["scaling"] = (scale or "given") if is_quantized else None
     if direction == "backward":
         tensors = {"dy": y, "dx": dtype, "dweight": weight, "dbias": bias, "dsum": dtype if residual else None}
     limit = pack_limit(num_cols, [(alignment, 0, ELEMENTS[name].itemsize) for name in filter(None, (dtype, y, weight, bias))])

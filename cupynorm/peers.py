@@ -26,7 +26,8 @@ from .quantized import QuantizedTensor
 class Tensors(NamedTuple):
     """A cell's arrays, of one library; None where the cell has none.
 
-    x, dy, y, residual, dsum: [num_rows, num_cols]; weight, bias: [num_cols]. scale: one float32, where one is given.
+    x, dy, y, residual, dsum: [num_rows, num_cols]; weight, bias: [num_cols]. scale: one float32, where one is given;
+    amax: one more, where it is recorded.
     """
 
     x: Any
@@ -37,6 +38,7 @@ class Tensors(NamedTuple):
     residual: Any
     dsum: Any
     scale: Any = None
+    amax: Any = None
 
 
 class Runner(NamedTuple):
@@ -74,12 +76,16 @@ class Peer:
 # One function for each library. eps is EPS everywhere.
 
 
-def _cupynorm(cell: Cell, x: Any, weight: Any, bias: Any, residual: Any, scale: Any = None) -> Callable:
+def _cupynorm(
+    cell: Cell, x: Any, weight: Any, bias: Any, residual: Any, scale: Any = None, amax: Any = None
+) -> Callable:  # fmt: skip
     options: dict[str, Any] = {"residual": residual, "return_residual": True} if residual is not None else {}
     if cell.out_dtype:
         options["out_dtype"] = cell.out_dtype
     if cell.scale:
         options["scale"] = scale if cell.scale == "given" else cell.scale
+    if cell.amax:
+        options["amax"] = amax
     if cell.zero_centered:
         options["zero_centered_weight"] = True
     if cell.norm == "layer_norm":
@@ -124,7 +130,7 @@ def _torch_expression(cell: Cell) -> Callable:
 
 
 def _torch_quantize(cell: Cell, y: Any, scale: Any) -> tuple[Any, Any]:
-    """data and scale_inv of a matrix."""
+    """data and scale_inv of a matrix, and amax if it is asked for."""
     import torch
     from torch.nn import functional
 
@@ -134,7 +140,8 @@ def _torch_quantize(cell: Cell, y: Any, scale: Any) -> tuple[Any, Any]:
         return values.clamp(-largest, largest).to(getattr(torch, cell.y))
 
     if cell.scale == "given":
-        return as_float8(y * scale), 1 / scale
+        amax = (y.abs().amax().float().reshape(1),) if cell.amax else ()
+        return as_float8(y * scale), 1 / scale, *amax
     if cell.scale == "tensor":
         scale_inv = (y.abs().amax() / largest).float().reshape(1)
         return as_float8(y / scale_inv), scale_inv
@@ -258,7 +265,7 @@ PEERS = {
     OURS: Peer("cupynorm", _cupynorm, extras=dict.fromkeys(NORMS, EXTRAS)),
     "torch": Peer("torch", _torch, extras=_RESIDUAL),
     "torch.compile": Peer(
-        "torch", _torch_compile, ("triton",), extras=dict.fromkeys(NORMS, ("residual", "out_dtype", "scale"))
+        "torch", _torch_compile, ("triton",), extras=dict.fromkeys(NORMS, ("residual", "out_dtype", "scale", "amax"))
     ),
     "tutorial": Peer("triton", _tutorial, ("triton",), NORMS[:1]),
     "liger": Peer("liger-kernel", _liger, ("liger_kernel.ops",), extras={"rms_norm": ("zero_centered",)}, overwrites_dy=True),
@@ -331,8 +338,9 @@ def _results(cell: Cell, made: Any) -> dict[str, Any]:
     """What a forward returned, by name."""
     y, *added = made if cell.residual else (made,)
     if cell.scale:
-        data, scale_inv = (y.data, y.scale_inv) if isinstance(y, QuantizedTensor) else y
-        return {"y": data, "scale_inv": scale_inv} | dict(zip(("sum",), added))
+        if isinstance(y, QuantizedTensor):
+            y = (y.data, y.scale_inv)
+        return dict(zip(("y", "scale_inv", "amax"), y)) | dict(zip(("sum",), added))
     return {"y": y} | dict(zip(("sum",), added))
 
 
@@ -375,7 +383,7 @@ def prepare_torch(name: str, cell: Cell, tensors: Tensors, *, record: bool = Fal
     peer = PEERS[name]
     wants_gradients = record or "backward" in cell.passes
     refuse(name, cell, wants_gradients)
-    x, dy, _, weight, bias, residual, dsum, scale = tensors
+    x, dy, _, weight, bias, residual, dsum, scale, _ = tensors
     dtype = getattr(torch, peer.parameters.get(cell.norm, cell.parameters))
     x, residual = (each if each is None else each.detach().requires_grad_(wants_gradients) for each in (x, residual))
     weight, bias = (
@@ -410,17 +418,21 @@ def prepare_torch(name: str, cell: Cell, tensors: Tensors, *, record: bool = Fal
 
 def forward_alone(cell: Cell, tensors: Tensors, **options: Any) -> Runner:
     """Our forward that nothing is to differentiate: it writes y, and no statistics. options: of cupynorm.layer_norm."""
-    x, _, y, weight, bias, residual, _, scale = tensors
+    x, _, y, weight, bias, residual, _, scale, amax = tensors
     if not cell.scale:  # 8-bit floats are made by the call
         options["out"] = y
-    return Runner(partial(_cupynorm(cell, x, weight, bias, residual, scale), **options), partial(_results, cell))
+    call = partial(_cupynorm(cell, x, weight, bias, residual, scale, amax), **options)
+    if not cell.amax:
+        return Runner(call, partial(_results, cell))
+    # Raised, and never lowered: each call begins at 0, as each step does.
+    return Runner(call, lambda made: _results(cell, made) | {"amax": amax}, partial(amax.fill, 0))
 
 
 def _prepare_ours(cell: Cell, tensors: Tensors) -> Runner:
     """On CuPy arrays, which need no torch."""
     if cell.direction == "forward":
         return forward_alone(cell, tensors)
-    x, dy, y, weight, bias, residual, dsum, _ = tensors
+    x, dy, y, weight, bias, residual, dsum, _, _ = tensors
     centered = cell.norm == "layer_norm"
     gradients = ("dx", "dweight", "dbias") if centered else ("dx", "dweight")
     run_forward = norm.layer_norm_forward if centered else norm.rms_norm_forward

@@ -21,7 +21,7 @@ from cupynorm.peers import Runner
 @pytest.fixture
 def on_numpy(monkeypatch):
     """The benchmark on NumPy arrays: cupynorm computes by its reference, torch on the CPU, and no GPU is asked for."""
-    pytest.importorskip("torch")  # before it can see a cupy that has only what the benchmark needs
+    pytest.importorskip("torch._dynamo")  # before it can see a cupy that has only what the benchmark needs
 
     def in_clothes(make):
         def dressed(*given):
@@ -212,6 +212,39 @@ def test_a_run_of_8_bit_outputs(with_torch_compile, out_dtype, residual):
     assert f"layer_norm forward, bfloat16, y {out_dtype}, scale mx" in str(result)
 
 
+def test_a_run_that_records_amaxes(with_torch_compile):
+    todo = cells(
+        gradient_check.NORMS, ["bfloat16", "float32"], ["forward"], [33, 256], 2**10, out_dtype="float8_e4m3fn", amax=True
+    )
+    result = bench.bench(todo, runs=1, seed=3, peers=["torch", "torch.compile"])
+    assert all(cell.scale == "given" and cell.amax for cell in todo) and len(todo) == 8 and result.ok
+    assert all(not measured.faults.keys() - {"torch"} for measured in result.measurements)
+    assert "layer_norm forward, bfloat16, y float8_e4m3fn, scale given, amax" in str(result)
+    assert BenchResult.from_json(result.to_json()).measurements == result.measurements
+
+
+@pytest.mark.parametrize("library", ["cupynorm", "torch.compile"])
+def test_a_wrong_amax_is_found(with_torch_compile, library):
+    """Twice and half of it, one of a former call, and none."""
+    cell = Cell("layer_norm", "forward", "float32", 8, 320, out_dtype="float8_e5m2", scale="given", amax=True)
+    tensors, _ = bench._tensors(cell, 3)
+    truth = Truth(cell, tensors, 0)
+    right = peers.prepare(library, cell, tensors)
+    assert verify(right, truth, rounded_mean=False)[1] is None
+    tensors.amax[...] = 1e6
+    assert verify(right, truth, rounded_mean=False)[1] is None  # what was there before a call is gone
+
+    def spoilt(factor):
+        def outputs(result):
+            made = {name: numpy_as_cupy.asarray(peers.bits(each)) for name, each in right.outputs(result).items()}
+            return made | {"amax": made["amax"] * np.float32(factor)}
+
+        return verify(right._replace(outputs=outputs), truth, rounded_mean=False)[1]
+
+    assert spoilt(1) is None
+    assert all(spoilt(factor).startswith("amax is") for factor in (2, 0.5, 0))
+
+
 def test_torch_says_that_it_has_no_8_bit_outputs(on_numpy):
     todo = cells(dtypes=["float32"], directions=["forward"], cols=[64], elements=2**10, out_dtype="float8_e5m2")
     (measured,) = bench.bench(todo, runs=1, seed=3, peers=["torch"]).measurements
@@ -266,8 +299,8 @@ def test_wrong_8_bit_outputs_are_found(with_torch_compile, scale, library):
 def test_inputs_are_those_that_are_named(on_numpy):
     cell = Cell("layer_norm", "both", "float32", 100, 33, zero_centered=True, residual=True, out_dtype="float16")
     tensors, copy = bench._tensors(cell, 5)
-    assert [name for name, each in zip(tensors._fields, tensors) if each is None] == ["scale"]
-    assert [str(each.dtype) for each in tensors[:-1]] == [
+    assert [name for name, each in zip(tensors._fields, tensors) if each is None] == ["scale", "amax"]
+    assert [str(each.dtype) for each in tensors[:-2]] == [
         "float32",
         "float16",
         "float16",
@@ -277,7 +310,7 @@ def test_inputs_are_those_that_are_named(on_numpy):
         "float32",
     ]
     assert abs(tensors.x.mean() - 0.5) < 0.2 and abs(tensors.x.std() - 2) < 0.2 and abs(tensors.weight.mean()) < 0.5
-    copies = [np.array(each) for each in tensors[:-1]]
+    copies = [np.array(each) for each in tensors[:-2]]
     tensors.y[...] = np.nan
     copy.call()
     assert np.isfinite(tensors.y.view(np.uint16)).all()
@@ -288,7 +321,7 @@ def test_inputs_are_those_that_are_named(on_numpy):
     assert np.array_equal(again.x, tensors.x) and not np.array_equal(other.x, tensors.x)
     forward, _ = bench._tensors(Cell("rms_norm", "forward", "float32", 4, 8), 5)
     assert [name for name, each in zip(forward._fields, forward) if each is None] == [
-        "dy", "bias", "residual", "dsum", "scale",
+        "dy", "bias", "residual", "dsum", "scale", "amax",
     ]  # fmt: skip
     quantized, _ = bench._tensors(Cell("rms_norm", "forward", "float32", 4, 8, out_dtype="float8_e5m2", scale="given"), 5)
     assert quantized.y is None and quantized.scale.shape == (1,) and quantized.scale[0] == 57344 / 64

@@ -215,6 +215,24 @@ def test_plan_options(capsys):
     assert code == 0 and out.strip() == str(plan) and "dbias" not in out
 
 
+def test_plan_of_8_bit_outputs(capsys):
+    options = ("plan", "1024", "--device", "H200", "--out-dtype", "float8_e5m2")
+    for given, arguments in (
+        ({"amax": True, "residual": True}, ("--amax", "--residual")),
+        ({"scale": "block"}, ("--scale", "block")),
+    ):
+        code, out, _ = call(capsys, *options, *arguments)
+        plan = dispatch.plan(1024, device="H200", out_dtype="float8_e5m2", **given)
+        assert code == 0 and out.strip() == str(plan)
+        assert (plan.problem.scaling, plan.problem.amax) == (given.get("scale", "given"), given.get("amax", False))
+
+
+def test_plan_of_a_residual(capsys):
+    code, out, _ = call(capsys, "plan", "1024", "--device", "H200", "--residual", "--direction", "backward")
+    plan = dispatch.plan(1024, device="H200", direction="backward", residual=True)
+    assert code == 0 and out.strip() == str(plan) and plan.problem.dsum == "bfloat16"
+
+
 @pytest.mark.parametrize("device", ["A100", "H200", "RTX 4090"])
 def test_plan_table(capsys, device):
     code, out, _ = call(capsys, "plan", "--table", "--device", device)
@@ -258,6 +276,13 @@ def test_the_table_says_where_the_strategy_changes():
         (("plan", "64", "--device", "H200", "--strategy", "fast"), "invalid choice: 'fast'"),
         (("bench", "--dtype", "float8"), "'float8' is unknown"),
         (("bench", "--scale", "column"), "'column' is unknown; expected some of given,tensor,row,block,mx"),
+        (("plan", "64", "--device", "H200", "--scale", "row"), "scale is 'row'; expected one of given"),
+        (("plan", "64", "--device", "H200", "--amax"), "amax is recorded with scale None; expected 'given', of a forward"),
+        (("bench", "--amax"), "amax is recorded with out_dtype None and scale None; expected an out_dtype of 8 bits"),
+        (
+            ("bench", "--amax", "--out-dtype", "float8_e5m2", "--scale", "given,row"),
+            "amax is recorded with out_dtype float8_e5m2 and scale given, row; expected an out_dtype of 8 bits and scale given",
+        ),
         (("bench", "--scale", "row"), "scale is 'row' with out_dtype None; expected an out_dtype of float8_e4m3fn or"),
         (("bench", "--out-dtype", "float8_e5m2", "--direction", "both"), "direction is both with out_dtype float8_e5m2"),
         (("bench", "--cols", "0"), "expected 1 or more"),

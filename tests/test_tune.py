@@ -134,7 +134,7 @@ def test_the_check_runs_the_candidate(norm, direction):
 def on_numpy(monkeypatch):
     """tune on NumPy arrays: calls are the reference's, the check is of the kernels on the CPU,
     and nothing compiles for a GPU."""
-    pytest.importorskip("torch")  # before it can see a cupy that has only what the benchmark needs
+    pytest.importorskip("torch._dynamo")  # before it can see a cupy that has only what the benchmark needs
     from_float64 = arrays.from_float64
     monkeypatch.setattr(nvrtc, "cupy", lambda: numpy_as_cupy)
     monkeypatch.setitem(sys.modules, "cupy", numpy_as_cupy)
