@@ -5,6 +5,8 @@
 #include "row.cuh"
 #include "statistics.cuh"
 
+struct Nothing {};
+
 template <class Load, class Store>
 struct Forward {
   using Compute = typename Load::Compute;
@@ -26,15 +28,23 @@ struct Forward {
     if (rstd != nullptr) rstd[row] = statistics.rstd;
   }
 
-  // Every thread calls this first. Weights and biases of rows that are not narrow are on their way while all wait for their
-  // rows, and not only when the first has been met.
+  // Every thread calls this first, and has what it carries from row to row. Weights and biases of rows that are not narrow are
+  // on their way while all wait for their rows, and not only when the first has been met.
   template <Tile tile>
-  __device__ __forceinline__ void start() const {
+  __device__ __forceinline__ auto start() const {
     constexpr bool narrow = tile.packs_per_thread > 0 && tile.cols() * tile.cluster_size < 512;
     if (!narrow && blockIdx.x == 0) store.bring_near(num_cols);
     if constexpr (Store::quantizes) {
       if (blockIdx.x == 0 && threadIdx.x == 0) store.save_scale();
+      return store.start();
+    } else {
+      return Nothing{};
     }
+  }
+  // And this last.
+  template <class Carried>
+  __device__ __forceinline__ void finish(const Carried& carried) const {
+    if constexpr (Store::quantizes) store.finish(carried);
   }
 
   // Whether y waits in registers for scales that are sought in its row.
@@ -54,13 +64,14 @@ struct Forward {
     return false;
   }();
 
-  // present: false of a row that others own. next: NextRow, or NoNextRow
-  template <bool centered, class Row, class Reduce, class Next = NoNextRow>
+  // carried: what `start` gave. present: false of a row that others own. next: NextRow, or NoNextRow
+  template <bool centered, class Row, class Reduce, class Carried, class Next = NoNextRow>
   __device__ __forceinline__ void write(long long row, Row& values_of_row, const RowStatistics<Compute>& statistics,
-                                        Reduce& reduce, bool saves, bool present = true, const Next& next = {}) const {
+                                        Reduce& reduce, bool saves, Carried& carried, bool present = true,
+                                        const Next& next = {}) const {
     save(row, statistics, saves && present);
     if constexpr (Store::quantizes) {
-      write_quantized<centered>(row, values_of_row, statistics, reduce, saves && present, present, next);
+      write_quantized<centered>(row, values_of_row, statistics, reduce, saves && present, carried, present, next);
     } else if (present) {
       values_of_row.for_each_pack_with(keep<Row>(), [&](long long col, const auto& values, bool in_row, const auto& kept) {
         Compute normalized[Row::pack_size];
@@ -88,9 +99,10 @@ struct Forward {
     });
   }
 
-  template <bool centered, class Row, class Reduce, class Next>
+  template <bool centered, class Row, class Reduce, class Carried, class Next>
   __device__ __forceinline__ void write_quantized(long long row, Row& values_of_row, const RowStatistics<Compute>& statistics,
-                                                  Reduce& reduce, bool saves, bool present, const Next& next) const {
+                                                  Reduce& reduce, bool saves, Carried& carried, bool present,
+                                                  const Next& next) const {
     if constexpr (waits<Row>) {
       // Made once: y waits for its scales in registers.
       typename Store::template Scales<Row> scales;
@@ -113,20 +125,18 @@ struct Forward {
         ++pack;
       });
     } else {
-      auto of_row = store.start_row();
       if constexpr (Store::measures_rows) {
         Largest largest{};
         for_each_made<centered>(values_of_row, statistics, [&](long long, const auto& made, bool in_row) {
           if (in_row) largest.add_pack(made);
         });
-        of_row.factor = store.scale_of_row(row, reduce.all(largest).bits(), saves);
+        carried.factor = store.scale_of_row(row, reduce.all(largest).bits(), saves);
       }
       values_of_row.for_each_pack_with(keep<Row>(), [&](long long col, const auto& values, bool in_row, const auto& kept) {
         Compute normalized[Row::pack_size];
         statistics.template normalize<centered>(values, normalized);
-        store.store(row, col, normalized, kept, in_row && present, of_row);
+        store.store(row, col, normalized, kept, in_row && present, carried);
       });
-      store.finish_row(of_row);
     }
   }
 };

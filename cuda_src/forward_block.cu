@@ -11,9 +11,9 @@
 template <class Load, class Store, bool centered, Statistics statistics, Tile tile>
 __global__ void __launch_bounds__(tile.block_size(), tile.blocks_per_sm) forward_block(const Forward<Load, Store> problem) {
   using Compute = typename Load::Compute;
-  problem.template start<tile>();
+  auto carried = problem.template start<tile>();
   if constexpr (tile.stages > 1) {
-    forward_ring<Load, Store, centered, statistics, tile>(problem, dynamic_smem());
+    forward_ring<Load, Store, centered, statistics, tile>(problem, dynamic_smem(), carried);
   } else {
     using Reduce = BlockReduce<tile.threads_per_row, Compute>;
     Reduce reduce(dynamic_smem());
@@ -35,7 +35,7 @@ __global__ void __launch_bounds__(tile.block_size(), tile.blocks_per_sm) forward
           // All have taken the row, to find them. Sooner would be slower (H200, bf16, LayerNorm to 8 bits by the row's scale:
           // 32,768 columns 0.72 before the squares, 0.87 here; 12,288 0.88 and 0.94).
           if (threadIdx.x == 0 && left > 1) staged.fetch(problem.load, row + turns.step, cols.size());
-          problem.template write<centered>(row, values, found, reduce, threadIdx.x == 0);
+          problem.template write<centered>(row, values, found, reduce, threadIdx.x == 0, carried);
           row += turns.step;
         }
       } else {
@@ -43,15 +43,16 @@ __global__ void __launch_bounds__(tile.block_size(), tile.blocks_per_sm) forward
         for (unsigned left = turns.count; left > 0; --left) {
           const auto found = statistics_of_row();
           const NextRow<Load, tile> next(problem.load, values, row + turns.step, problem.num_rows);
-          problem.template write<centered>(row, values, found, reduce, threadIdx.x == 0, true, next);
+          problem.template write<centered>(row, values, found, reduce, threadIdx.x == 0, carried, true, next);
           row += turns.step;
         }
       }
     } else {
       for (long long row = blockIdx.x; row < problem.num_rows; row += gridDim.x) {
         values.fetch(problem.load, row, cols);
-        problem.template write<centered>(row, values, statistics_of_row(), reduce, threadIdx.x == 0);
+        problem.template write<centered>(row, values, statistics_of_row(), reduce, threadIdx.x == 0, carried);
       }
     }
   }
+  problem.finish(carried);
 }

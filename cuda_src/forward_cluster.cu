@@ -13,9 +13,9 @@ template <class Load, class Store, bool centered, Statistics statistics, Tile ti
 __global__ void __cluster_dims__(tile.cluster_size, 1, 1) __launch_bounds__(tile.block_size(), tile.blocks_per_sm)
     forward_cluster(const Forward<Load, Store> problem) {
   using Compute = typename Load::Compute;
-  problem.template start<tile>();
+  auto carried = problem.template start<tile>();
   if constexpr (tile.stages > 0) {
-    forward_ring<Load, Store, centered, statistics, tile>(problem, dynamic_smem());
+    forward_ring<Load, Store, centered, statistics, tile>(problem, dynamic_smem(), carried);
   } else {
     using Reduce = ClusterReduce<tile.threads_per_row, tile.cluster_size, Compute>;
     Reduce reduce(dynamic_smem());
@@ -29,7 +29,8 @@ __global__ void __cluster_dims__(tile.cluster_size, 1, 1) __launch_bounds__(tile
       if (!peers_run) cluster_sync();  // while the first row is on its way
       peers_run = true;
       const auto found = row_statistics<centered, statistics, Compute>(values, reduce, problem.num_cols, problem.eps);
-      problem.template write<centered>(row, values, found, reduce, saves);
+      problem.template write<centered>(row, values, found, reduce, saves, carried);
     }
   }
+  problem.finish(carried);
 }

@@ -59,18 +59,6 @@ struct RingRow {
   }
 };
 
-struct Nothing {};
-
-// What a store carries through a row, if it is one of fp8.cuh.
-template <class Store>
-__device__ __forceinline__ auto start_row(const Store& store) {
-  if constexpr (Store::quantizes) {
-    return store.start_row();
-  } else {
-    return Nothing{};
-  }
-}
-
 // y of a row, made, that waits in registers for its scales, where they are sought in the row.
 template <class Load, class Store, Tile tile, bool measures = Store::quantizes>
 struct WaitingRow {
@@ -86,8 +74,8 @@ struct WaitingRow<Load, Store, tile, true> {
   typename Store::template Scales<Row> scales;
 };
 
-template <class Load, class Store, bool centered, Statistics statistics, Tile tile>
-__device__ __forceinline__ void forward_ring(const Forward<Load, Store>& problem, unsigned char* smem) {
+template <class Load, class Store, bool centered, Statistics statistics, Tile tile, class Carried>
+__device__ __forceinline__ void forward_ring(const Forward<Load, Store>& problem, unsigned char* smem, Carried& carried) {
   static_assert(tile.stages >= 2, "a row is used for the last time a turn after the next one is waited for");
   using Compute = typename Load::Compute;
   using Held = typename Load::Held;
@@ -273,15 +261,13 @@ __device__ __forceinline__ void forward_ring(const Forward<Load, Store>& problem
     for (unsigned turn = 0; turn < turns.count; ++turn) {
       if (turn + 1 < turns.count) send_moments(turn + 1);
       const auto found = read_notice(turn);
-      [[maybe_unused]] auto of_row = start_row(problem.store);
       for_each_normalized(row, found, [&](int pack, int col, const Compute(&normalized)[tile.pack_size]) {
         if constexpr (Store::quantizes) {
-          problem.store.store(row, col, normalized, kept[pack], Shape::in_part(pack, cols), of_row);
+          problem.store.store(row, col, normalized, kept[pack], Shape::in_part(pack, cols), carried);
         } else {
           problem.store.store(row, col, normalized, kept[pack], Shape::in_part(pack, cols));
         }
       });
-      if constexpr (Store::quantizes) problem.store.finish_row(of_row);
       free_slot(turn);
       if (turn + 1 < turns.count) give_notice(turn + 1);
       row += turns.step;

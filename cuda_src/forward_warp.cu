@@ -101,7 +101,7 @@ __global__ void __launch_bounds__(tile.block_size(), tile.blocks_per_sm) forward
     }
     return;
   }
-  problem.template start<tile>();
+  auto carried = problem.template start<tile>();
   WarpReduce<tile.threads_per_row> reduce;
   const long long step = static_cast<long long>(gridDim.x) * tile.rows_per_block;
 
@@ -112,6 +112,7 @@ __global__ void __launch_bounds__(tile.block_size(), tile.blocks_per_sm) forward
     RegisterRow<Load, tile> values;
     values.fetch(problem.load, present ? row : problem.num_rows - 1, {0, static_cast<int>(problem.num_cols)});
     const auto found = row_statistics<centered, statistics, Compute>(values, reduce, problem.num_cols, problem.eps);
-    problem.template write<centered>(row, values, found, reduce, threadIdx.x % tile.threads_per_row == 0, present);
+    problem.template write<centered>(row, values, found, reduce, threadIdx.x % tile.threads_per_row == 0, carried, present);
   }
+  problem.finish(carried);
 }

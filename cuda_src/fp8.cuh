@@ -315,8 +315,8 @@ struct QuantizeStore {
   long long parts;     // scales of a row
   ScaleRule rule;
 
-  // What a thread carries through a row.
-  struct OfRow {
+  // What a thread carries from row to row: the scale of all, or of the row; the largest it has made.
+  struct Carried {
     float factor = 1.0f;
     Largest largest{};
   };
@@ -334,13 +334,13 @@ struct QuantizeStore {
     prefetch(bias, num_cols);
   }
 
-  __device__ __forceinline__ OfRow start_row() const {
-    OfRow of_row;
-    if constexpr (scaling == Scaling::given) of_row.factor = scale == nullptr ? 1.0f : *scale;
+  __device__ __forceinline__ Carried start() const {
+    Carried carried;
+    if constexpr (scaling == Scaling::given) carried.factor = scale == nullptr ? 1.0f : *scale;
     if constexpr (scaling == Scaling::tensor && step == Step::write) {
-      of_row.factor = rule.scale_of(*amax, largest_finite);
+      carried.factor = rule.scale_of(*amax, largest_finite);
     }
-    return of_row;
+    return carried;
   }
   // Of what threads have measured of their parts of a row: its scales. saves: whether this thread is the one that writes what
   // belongs to the row; present: false of a row that others own.
@@ -377,11 +377,9 @@ struct QuantizeStore {
     if (saves) static_cast<float*>(scale_inv)[row] = inverse_of(found);
     return found;
   }
-  // All lanes of a warp call it, each with the same number of rows.
-  __device__ __forceinline__ void finish_row(const OfRow& of_row) const {
-    if constexpr (raises) {
-      raise_amax(amax, warp_reduce<32>(of_row.largest).bits());
-    }
+  // All lanes of a warp call it, after their last row.
+  __device__ __forceinline__ void finish(const Carried& carried) const {
+    if constexpr (raises) raise_amax(amax, warp_reduce<32>(carried.largest).bits());
   }
   // By one thread of the grid: the one scale that all share.
   __device__ __forceinline__ void save_scale() const {
@@ -400,11 +398,11 @@ struct QuantizeStore {
 
   template <int pack_size, class Compute>
   __device__ __forceinline__ void store(long long row, long long col, const Compute (&values)[pack_size],
-                                        const Kept<pack_size>& kept, bool present, OfRow& of_row) const {
+                                        const Kept<pack_size>& kept, bool present, Carried& carried) const {
     static_assert(!has_blocks || step != Step::all, "scales of blocks are found before any of a row is written");
     Compute made[pack_size];
     affine(values, kept, made);
-    float factor = of_row.factor;
+    float factor = carried.factor;
     if constexpr (has_blocks) {
       constexpr int block = cols_of_scale(scaling);
       const long long part = row * parts + static_cast<long long>(static_cast<unsigned long long>(col) / block);
@@ -418,7 +416,7 @@ struct QuantizeStore {
         if (present && static_cast<unsigned>(col) % block == 0) save_scale_of(part, multiplier);
       }
     } else if constexpr (raises) {
-      if (present) of_row.largest.add_pack(made);
+      if (present) carried.largest.add_pack(made);
     }
     if constexpr (step != Step::amax) store_made(row, col, made, factor, present);
   }

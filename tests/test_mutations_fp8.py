@@ -53,7 +53,7 @@ MUTATIONS = {
     "scales told by the wrong lane": ("fp8.cuh", "index / own * holders, lanes)", "0, lanes)", "mx"),
     "scales in place of their inverses": ("fp8.cuh", "= inverse_of(multiplier.factor)", "= multiplier.factor", "block"),
     "values that are not scaled": ("fp8.cuh", "times(value, factor) : value * factor", "times(value, factor) : value", "row"),
-    "no scale of the tensor": ("fp8.cuh", "of_row.factor = rule.scale_of(*amax, largest_finite);", "", "tensor"),
+    "no scale of the tensor": ("fp8.cuh", "carried.factor = rule.scale_of(*amax, largest_finite);", "", "tensor"),
     "the largest of a lane, not of its warp": (
         "forward_ring.cuh", "warp_reduce<32>(waiting.scales.largest())", "waiting.scales.largest()", "ring",
     ),
