@@ -199,9 +199,15 @@ def _numpy_dtype(name: str) -> np.dtype:
     return np.dtype(ml_dtypes.bfloat16)
 
 
+# Kept once it is there: torch.compile would look through all of sys.modules, where a module may import others when looked at.
+_torch = sys.modules.get("torch")
+
+
 def is_torch(array: Any) -> bool:
-    torch = sys.modules.get("torch")
-    return torch is not None and isinstance(array, torch.Tensor)
+    global _torch
+    if _torch is None:
+        _torch = sys.modules.get("torch")
+    return _torch is not None and isinstance(array, _torch.Tensor)
 
 
 def is_cupy(array: Any) -> bool:
@@ -232,7 +238,7 @@ def take(array: Any, name: str) -> object:
 
 
 def _check_dense(tensor: Any, name: str) -> None:
-    if tensor.layout is not sys.modules["torch"].strided:
+    if tensor.layout is not _torch.strided:
         layout = str(tensor.layout).removeprefix("torch.")
         raise TypeError(f"{name} is a torch tensor of layout {layout}; expected a dense (strided) tensor")
 
@@ -279,8 +285,6 @@ def from_float64(values: np.ndarray, dtype: str, like: Any) -> Any:
     """A new host array of `like`'s library: the values rounded once."""
     raw = encode(np.asarray(values, order="C"), dtype)  # ascontiguousarray would make a scalar one-dimensional
     if is_torch(like):
-        torch = sys.modules["torch"]
-        if dtype == "bfloat16":
-            return torch.from_numpy(raw.view(np.int16)).view(torch.bfloat16)
-        return torch.from_numpy(raw)
+        made = _torch.from_numpy(raw.view(np.int16) if dtype == "bfloat16" else raw)
+        return made.view(_torch.bfloat16) if dtype == "bfloat16" else made
     return raw.view(_numpy_dtype(dtype)) if dtype == "bfloat16" else raw

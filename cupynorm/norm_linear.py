@@ -6,7 +6,6 @@ and for NumPy arrays those of the float64 reference. Derivation: cupynorm.refere
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from typing import NamedTuple
@@ -254,9 +253,8 @@ def _normalize_and_project(
     zero_centered_weight, save_normalized, fused, sm_margin,
 ):  # fmt: skip
     options = norm._options(None, None, None, sm_margin)
-    torch = sys.modules.get("torch")
-    if torch is not None and isinstance(input, torch.Tensor):
-        if torch.compiler.is_dynamo_compiling():  # torch.compile follows an import, and warns of a cache
+    if norm.is_tensor(input):
+        if norm._torch_part().torch.compiler.is_dynamo_compiling():  # torch.compile follows an import, and warns of a cache
             from . import linear
         else:
             linear = _linear()
