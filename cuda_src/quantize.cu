@@ -184,21 +184,6 @@ __device__ __forceinline__ void transpose_bytes(const unsigned (&rows)[4], unsig
   cols[3] = __byte_perm(high01, high23, 0x7632);
 }
 
-// What threads of a block have summed up of their columns: of each column the sum over all of them, in one order.
-template <int pack_size, int num_groups, class Compute>
-__device__ __forceinline__ void add_groups(Compute* of_groups, const Compute (&sums)[pack_size], int group, int own_col,
-                                           Compute* total, int num_cols) {
-#pragma unroll
-  for (int at = 0; at < pack_size; ++at) of_groups[group * 128 + own_col + at] = sums[at];
-  __syncthreads();
-  const int col = threadIdx.x;
-  if (col >= min(128, num_cols)) return;
-  Compute sum = of_groups[col];
-#pragma unroll
-  for (int from = 1; from < num_groups; ++from) sum += of_groups[from * 128 + col];
-  total[col] = sum;
-}
-
 // sums_up: whether sums of x over rows are wanted.
 template <class Source, bool sums_up, Tile tile>
 __global__ void __launch_bounds__(tile.block_size(), tile.blocks_per_sm) quantize(const Quantize<Source> problem) {
@@ -250,8 +235,8 @@ __global__ void __launch_bounds__(tile.block_size(), tile.blocks_per_sm) quantiz
   problem.source.finish(largest);
   if constexpr (sums_up) {
     Compute* total = static_cast<Compute*>(problem.partial_sums) + first_row / side * problem.num_cols + first_col;
-    add_groups<pack_size, rows_of_pass>(reinterpret_cast<Compute*>(square + side * side), sums, own_row, own_col, total,
-                                        static_cast<int>(min(problem.num_cols - first_col, 128ll)));
+    add_groups<side, rows_of_pass>(reinterpret_cast<Compute*>(square + side * side), sums, own_row, own_col, total,
+                                   problem.num_cols - first_col);
   }
   if (problem.transposed == nullptr) return;
   __syncthreads();

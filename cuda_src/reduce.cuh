@@ -1,4 +1,4 @@
-// reduce.cuh -- all-reduce over the threads that share a row: part of a warp, a block, a cluster
+// reduce.cuh -- all-reduce over the threads that share a row: part of a warp, a block, a cluster; and sums of columns
 //
 // What is reduced is a struct with `Compute part[size]`, `merge(other)`, `ordered` and `is_maximum`: Sum below, Moments in
 // statistics.cuh, Largest in fp8.cuh.
@@ -133,3 +133,19 @@ struct ClusterReduce {
     return repeated_reduce<cluster_size>(value);
   }
 };
+
+// Sums of `width` columns over groups of threads, each thread's of pack_size columns from own_col on: of the first num_cols of
+// them the total over all groups, in one order. of_groups: shared memory for num_groups * width.
+template <int width, int num_groups, int pack_size, class Compute>
+__device__ __forceinline__ void add_groups(Compute* of_groups, const Compute (&sums)[pack_size], int group, int own_col,
+                                           Compute* total, long long num_cols) {
+#pragma unroll
+  for (int at = 0; at < pack_size; ++at) of_groups[group * width + own_col + at] = sums[at];
+  __syncthreads();
+  for (int col = threadIdx.x; col < width && col < num_cols; col += blockDim.x) {
+    Compute sum = of_groups[col];
+#pragma unroll
+    for (int from = 1; from < num_groups; ++from) sum += of_groups[from * width + col];
+    total[col] = sum;
+  }
+}

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Protocol
 
 from .arrays import Rows
 from .devices import Device
-from .dispatch import Launch, Plan, make_plan, pack_limit, quantize_launch
+from .dispatch import Launch, Plan, make_plan, pack_limit, quantize_launch, survey_launch
 from .dtypes import DTYPES
 from .problem import Problem, Tile
 
@@ -235,6 +235,24 @@ class QuantizeCall:
         source += (scale, scale_inv, amax) if self.is_scaled else ()
         source += (weight, bias, mean, rstd) if self.is_norm else ()
         words = [(*source, data, self.num_cols, transposed, self.num_rows, self.num_cols, partials)]
+        if self.partials_shape:
+            words.append((0, partials, self.num_cols, 0, sums, *self.partials_shape))
+        return words
+
+
+class SurveyCall:
+    """A planned survey of a matrix: of its largest magnitude, or of its sums over rows, in the dtype `sums`."""
+
+    def __init__(self, device: Device, x: Rows, sums: str | None) -> None:
+        self.launches, num_slabs, self.rows_of_slab = survey_launch(
+            device, x.num_rows, x.num_cols, x.dtype, pack_limit(x.num_cols, [x.layout()]), sums
+        )
+        self.x_stride, self.num_rows, self.num_cols = x.row_stride, x.num_rows, x.num_cols
+        self.partials_shape = (num_slabs, x.num_cols) if sums else None
+
+    def words(self, x: int, partials: int = 0, sums: int = 0, amax: int = 0) -> list[tuple]:
+        """For each launch: struct Survey of survey.cu, struct Parameters of backward_parameters.cu."""
+        words = [(x, self.x_stride, self.num_rows, self.num_cols, self.rows_of_slab, partials, amax)]
         if self.partials_shape:
             words.append((0, partials, self.num_cols, 0, sums, *self.partials_shape))
         return words

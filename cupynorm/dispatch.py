@@ -276,6 +276,33 @@ def quantize_launch(
     return Launch(kernel, tile, squares, tile.block_size, smem_bytes), last
 
 
+# Rows of a slab are as many as give each place of a block this many blocks, one after the other.
+_SURVEYS_OF_PLACE = 4
+
+
+def survey_launch(
+    device: Device, num_rows: int, num_cols: int, x: str, pack_limit: int, sums: str | None = None
+) -> tuple[tuple[Launch, ...], int, int]:
+    """The kernel that reads a matrix of dtype x for its largest magnitude, or, with sums, for sums over its rows of that dtype,
+    and a second one that adds up those of slabs; the number of slabs, and the rows of one."""
+    pack_size = min(pack_limit, 16 // DTYPES[x].itemsize)
+    tile = Tile(pack_size, 16, 8, 16, blocks_per_sm=3)
+    rows_at_once = tile.rows_per_block * tile.packs_per_thread
+    across = ceil_div(num_cols, tile.threads_per_row * pack_size)
+    wanted = ceil_div(_SURVEYS_OF_PLACE * tile.blocks_per_sm * device.num_sms, max(across, 1))
+    rows_of_slab = ceil_div(max(num_rows, 1), wanted * rows_at_once) * rows_at_once
+    num_slabs = ceil_div(num_rows, rows_of_slab)
+    kernel = Kernel("survey.cu", f"survey<{_cpp(x)}, {_bool(sums)}, {tile.cpp}>")
+    smem_bytes = tile.block_size * pack_size * compute_dtype(x).itemsize if sums else 0
+    launch = Launch(kernel, tile, num_slabs * across, tile.block_size, smem_bytes)
+    if sums is None:
+        return (launch,), num_slabs, rows_of_slab
+    problem = Problem("backward", False, num_cols, x, dbias=sums, pack_limit=pack_limit)
+    overlaps = device.compute_capability >= 90
+    last = _parameters_launch(problem, *_parameters_kernel(problem, "block"), overlaps=overlaps)
+    return (launch, last), num_slabs, rows_of_slab
+
+
 def update_scales_launch(num_tensors: int) -> Launch:
     """The kernel that ends a step of delayed scaling: a block for each tensor."""
     tile = Tile(1, 256)

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from . import arrays, fp8, fused, norm, quantized
+from . import arrays, fp8, fused, norm, quantized, survey
 from .calls import NOTHING_FUSED, Options, Quantization
 from .fp8 import BlockScaling, CurrentScaling, DelayedScaling, QuantizedTensor, Scales
 
@@ -137,6 +137,13 @@ def as_rows(tensor: Tensor) -> Tensor:
     return tensor.reshape(tensor.shape[:-1].numel(), tensor.shape[-1])
 
 
+def sum_rows(rows: Tensor, dtype: torch.dtype) -> Tensor:
+    """[num_cols]: the sums over rows of a matrix, rounded once: on a GPU by a kernel whose scratch memory is small."""
+    if arrays.on_host(rows) or rows.stride(-1) != 1:
+        return rows.sum(0, dtype=dtype)
+    return survey.sum_rows(rows, _name(dtype))
+
+
 class Normalized(NamedTuple):
     """The normalised tensor. rows: in 8 bits, as a matrix. values: in float32, None where nobody asked for them.
     scale: its value."""
@@ -250,23 +257,28 @@ def backward(
     wants_norm, wants_parts = wanted[:3], wanted[3:]
     rows = None if dy is None else as_rows(dy)
     sums_up = biases and take is None and any(wants_parts[len(weights) :])
-    gradient_rows = dbias = None
+    # Each tensor goes before the next is made: few are there at a time.
+    data = transposed_dy = dbias = None
     if rows is not None:
-        gradient_rows, dbias = quantizers.quantize_gradient(rows, biases[0].dtype if sums_up else None)
+        made, dbias = quantizers.quantize_gradient(rows, biases[0].dtype if sums_up else None)
+        data, data_scale_inv, dy_block_rows = made.data, made.scale_inv, made.block_rows
+        transposed_dy, transposed_dy_scale_inv = made.transposed, _scale_inv_of_transposed(made)
+        made = None
     reaches = dnormalized
     if rows is not None and any(wants_norm):
         reaches = fp8.multiply(
-            gradient_rows.data, gradient_rows.scale_inv, weight, weight_scale_inv, call.dtype,
-            a_block_rows=gradient_rows.block_rows, b_block_rows=block_rows, is_exact=quantizers.is_exact,
+            data, data_scale_inv, weight, weight_scale_inv, call.dtype, a_block_rows=dy_block_rows, b_block_rows=block_rows,
+            is_exact=quantizers.is_exact,
         )  # fmt: skip
         if call.quantize_gradient:
             reaches = quantizers.quantize("grad_input", reaches, quantizers.scale("grad_input", reaches)).dequantize(call.dtype)
         reaches = reaches.reshape(input.shape)
         if dnormalized is not None:
             reaches = reaches + dnormalized
-    of_norm = [None] * 3
+    data, of_norm = None, [None] * 3
     if reaches is not None and any(wants_norm):
         of_norm = call.of_norm(reaches, input, mean, rstd, norm_weight, norm_bias, wants_norm)
+    reaches = None
 
     def make_dweight(dtype: torch.dtype) -> Tensor:
         """[out_features, in_features], rounded once to a dtype that products come in; else in float32."""
@@ -274,9 +286,8 @@ def backward(
         if transposed is None:
             transposed, of_transposed = normalize_again(call, input, norm_weight, norm_bias, mean, rstd, scale)
         return fp8.multiply(
-            gradient_rows.transposed, _scale_inv_of_transposed(gradient_rows), transposed, of_transposed,
-            dtype if dtype in PRODUCTS else torch.float32, a_block_rows=gradient_rows.block_rows,
-            b_block_rows=gradient_rows.block_rows, is_exact=quantizers.is_exact,
+            transposed_dy, transposed_dy_scale_inv, transposed, of_transposed, dtype if dtype in PRODUCTS else torch.float32,
+            a_block_rows=dy_block_rows, b_block_rows=dy_block_rows, is_exact=quantizers.is_exact,
         )  # fmt: skip
 
     dweights, dbiases = [None] * len(weights), [None] * len(biases)
@@ -287,7 +298,7 @@ def backward(
             split = make_dweight(weights[0].dtype).split([len(each) for each in weights])
             dweights = [part.to(each.dtype) for part, each in zip(split, weights)]
         if sums_up:
-            dbias = rows.sum(0, dtype=biases[0].dtype) if dbias is None else dbias
+            dbias = sum_rows(rows, biases[0].dtype) if dbias is None else dbias
             dbiases = dbias.split([len(each) for each in biases])
     if isinstance(quantizers.recipe, DelayedScaling):
         quantizers.states["backward"].update(quantizers.recipe, call.group)

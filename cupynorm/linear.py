@@ -26,7 +26,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from . import autograd, formulas, fp8, fp8_linear, fused, norm, norm_linear, torch_ops
 from .calls import Options
 from .dtypes import DTYPES
-from .fp8_linear import as_rows
+from .fp8_linear import as_rows, sum_rows
 
 _is_compiling = torch.compiler.is_dynamo_compiling
 _is_transformed = torch._C._are_functorch_transforms_active
@@ -163,6 +163,8 @@ def _joined(parts: Sequence[Tensor]) -> Tensor | None:
 
 
 class _Kernels:
+    sum_rows = staticmethod(sum_rows)
+
     @staticmethod
     def normalize(call, input, residual, norm_weight, norm_bias, purpose=norm.FOR_STATISTICS):
         """normalized, mean, rstd, input + residual."""
@@ -190,6 +192,10 @@ class _Kernels:
 
 class _Operators:
     @staticmethod
+    def sum_rows(rows, dtype):
+        return rows.sum(0, dtype=dtype)
+
+    @staticmethod
     def normalize(call, input, residual, norm_weight, norm_bias, purpose=None):
         return torch_ops.forward(
             call.centered, input, tuple(input.shape[-1:]), norm_weight, norm_bias, call.eps, residual,
@@ -210,6 +216,8 @@ class _Operators:
 
 
 class _Formulas:
+    sum_rows = _Operators.sum_rows
+
     @staticmethod
     def normalize(call, input, residual, norm_weight, norm_bias, purpose=None):
         eps = norm._check_eps(call.eps, _name(input.dtype), has_default=not call.centered)
@@ -309,6 +317,10 @@ def _gradients(
     of_norm = (wants_input or wants_residual, wants_norm_weight, wants_norm_bias)
     dx, dnorm_weight, dnorm_bias = dsum, None, None
     rows = None if dy is None else as_rows(dy)
+    dweights, dbiases = [None] * len(weights), [None] * len(biases)
+    # Each tensor goes before the next is made: few are there at a time.
+    if rows is not None and take is None and biases and any(wants_parts[len(weights) :]):
+        dbiases = norms.sum_rows(rows, biases[0].dtype).split([len(part) for part in biases])
     reaches = dnormalized
     if rows is not None and any(of_norm):
         if dnormalized is None:
@@ -323,6 +335,7 @@ def _gradients(
             call, reaches, added, mean, rstd, norm_weight, norm_bias, dsum, of_norm, recomputes
         )
         normalized = made if recomputes else normalized
+    reaches = made = None
 
     # Either way one tensor waits where `take` delays the product: the normalised one, or x.
     if normalized is None:
@@ -332,17 +345,12 @@ def _gradients(
     else:
         normalized_rows = partial(as_rows, normalized)
 
-    dweights, dbiases = [None] * len(weights), [None] * len(biases)
     if take is not None and rows is not None:
         dweights, dbiases = take(rows, normalized_rows, wants_parts)
-    elif rows is not None:
-        if wants_normalized:
-            dweight = rows.t() @ normalized_rows()
-            parts = dweight.split([len(part) for part in weights])
-            dweights = [each.to(part.dtype) for each, part in zip(parts, weights)]
-        if biases and any(wants_parts[len(weights) :]):
-            dbias = rows.sum(0, dtype=biases[0].dtype)
-            dbiases = dbias.split([len(part) for part in biases])
+    elif wants_normalized:
+        dweight = rows.t() @ normalized_rows()
+        parts = dweight.split([len(part) for part in weights])
+        dweights = [each.to(part.dtype) for each, part in zip(parts, weights)]
     made = (dx, dx, dnorm_weight, dnorm_bias, *dweights, *dbiases)
     return tuple(gradient if is_wanted else None for gradient, is_wanted in zip(made, wanted))
 
@@ -510,20 +518,21 @@ class _WeightGradients:
         if self.queue is not None:
             self.queue.append(partial(self._add, rows, make_normalized, weights, biases, make_dweight))
             return [None] * len(weights), [None] * len(biases)
+        of_biases = self._bias_gradients(rows, biases)
         self._add_weights(rows, make_normalized, weights, make_dweight)
-        return [_placeholder(weight) for weight in weights], self._bias_gradients(rows, biases)
+        return [_placeholder(weight) for weight in weights], of_biases
 
     def _bias_gradients(self, rows: Tensor, biases: Sequence[Tensor | None]) -> list[Tensor | None]:
         if all(bias is None for bias in biases):
             return list(biases)
-        parts = rows.sum(0, dtype=self.biases[0].dtype).split([len(bias) for bias in self.biases])
+        parts = sum_rows(rows, self.biases[0].dtype).split([len(bias) for bias in self.biases])
         return [None if bias is None else part for bias, part in zip(biases, parts)]
 
     def _add(self, rows, make_normalized, weights, biases, make_dweight) -> None:
-        self._add_weights(rows, make_normalized, weights, make_dweight)
         for bias, gradient in zip(biases, self._bias_gradients(rows, biases)):
             if bias is not None:
                 _accumulate(bias, gradient)
+        self._add_weights(rows, make_normalized, weights, make_dweight)
 
     def _add_weights(self, rows, make_normalized, weights, make_dweight) -> None:
         if all(weight is None for weight in weights):

@@ -650,7 +650,7 @@ def _view(array: Array) -> View:
 
 fused_forwards: dict[tuple, Any] = {}  # of cupynorm.fused
 fused_backwards: dict[tuple, Any] = {}
-quantizations: dict[tuple, Any] = {}  # of cupynorm.quantized
+quantizations: dict[tuple, Any] = {}  # of cupynorm.quantized and cupynorm.survey
 _MOST_PREPARED = 4096  # then all are dropped: shapes without end must not fill the memory
 
 

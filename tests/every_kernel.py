@@ -360,6 +360,50 @@ def judge_matrix(matrix: Matrix, got: dict, given: dict) -> list[Finding]:
     return [*findings, within(label, "data of a norm", made, wanted, allowed), few]
 
 
+class Surveyed(NamedTuple):
+    """A matrix of which survey.cu finds the sums over rows, or with sums None the largest magnitude."""
+
+    num_rows: int
+    num_cols: int
+    x: str
+    sums: str | None
+
+
+def surveys() -> list[Surveyed]:
+    """Both kinds, of every dtype, whole packs and lone elements, several slabs and a part of one."""
+    shapes = ((1, 1, "float32"), (3000, 8, "bfloat16"), (130, 257, "float16"), (300, 136, "float32"), (700, 66, "float64"))
+    return [Surveyed(*shape, sums) for shape in shapes for sums in (None, shape[2])]
+
+
+def run_survey(survey: Surveyed, where: CpuMachine | GpuCheckMachine) -> tuple[dict, dict]:
+    """What the kernels find, and what they are given: arrays by name."""
+    num_rows, num_cols, x, sums = survey
+    values = np.random.default_rng([num_rows, num_cols]).standard_normal((num_rows, num_cols)) + 0.25
+    given = {"x": encode(values, x)}
+    kept = Kept(where)
+    at = kept.put("x", given["x"])
+    call = calls.SurveyCall(where.device, Rows(at, num_rows, num_cols, num_cols, x), sums)
+    found = {}
+    if sums:
+        found["partials"] = kept.poisoned("partials", call.partials_shape, compute_dtype(x).name)
+        found["sums"] = kept.poisoned("sums", (num_cols,), DTYPES[sums].storage)
+    else:
+        found["amax"] = kept.put("amax", np.zeros(1, np.float32))
+    for launch, each in zip(call.launches, call.words(at, **found), strict=True):
+        where.launch(launch, each)
+    return {name: kept.get(name) for name in found if name != "partials"}, given
+
+
+def judge_survey(survey: Surveyed, got: dict, given: dict) -> list[Finding]:
+    """The largest to the byte; of sums each addition rounds, and the result once."""
+    label, values = " ".join(map(str, survey)), decode(given["x"], survey.x)
+    if survey.sums is None:
+        return [same_bytes(label, "amax", got["amax"], np.abs(values).max().astype(np.float32).reshape(1))]
+    rounding = survey.num_rows * DTYPES[compute_dtype(survey.x).name].half_ulp * np.abs(values).sum(axis=0)
+    rounding += DTYPES[survey.sums].half_ulp * np.abs(values.sum(axis=0))
+    return [within(label, "sums", decode(got["sums"], survey.sums), values.sum(axis=0), 1.01 * rounding)]
+
+
 def run_scales(num_steps: int, where: CpuMachine | GpuCheckMachine) -> tuple[dict, dict]:
     """What the end of a step of delayed scaling makes, and what it is given, of five tensors: the third was not used."""
     history = np.abs(np.random.default_rng(num_steps).standard_normal((num_steps, 5))).astype(np.float32)
@@ -419,6 +463,8 @@ def main() -> int:
         result.findings += judge_quantized(case, quantization, *run_quantized(case, quantization, where), exact=False)
     for matrix in matrices():
         result.findings += judge_matrix(matrix, *run_matrix(matrix, where))
+    for survey in surveys():
+        result.findings += judge_survey(survey, *run_survey(survey, where))
     for num_steps in STEPS:
         result.findings += judge_scales(*run_scales(num_steps, where))
     print(result.summary())

@@ -1141,7 +1141,7 @@ def test_strategies_are_the_files_and_the_kernels():
     assert TABLE == ("warp", "block", "cluster", "uncached")
     assert [strategy.name for strategy in STRATEGIES.values()] == list(TABLE)
     files = {path.stem for path in CUDA_SRC.glob("*.cu")}
-    of_none = {"backward_parameters", "quantize", "update_scales"}
+    of_none = {"backward_parameters", "quantize", "survey", "update_scales"}
     assert files == {f"{direction}_{name}" for direction in DIRECTIONS for name in TABLE} | of_none
     for path in CUDA_SRC.glob("*.cu"):
         text = path.read_text()

@@ -12,13 +12,19 @@ from every_kernel import (
     judge_matrix,
     judge_quantized,
     judge_scales,
+    judge_survey,
     matrices,
     quantized_cases,
     run_matrix,
     run_quantized,
     run_scales,
+    run_survey,
+    surveys,
 )
 
+from cupynorm.arrays import Rows
+from cupynorm.calls import SurveyCall
+from cupynorm.devices import DEVICES
 from cupynorm.gradient_check import CpuMachine, random_problem, run_kernels
 from cupynorm.problem import SCALINGS
 from cupynorm.strategies import STRATEGIES
@@ -33,6 +39,7 @@ class Recorder(CpuMachine):
         self.functors: set[tuple[str, str]] = set()
         self.scalings: set[tuple[str, str, str, str]] = set()
         self.sources: set[tuple[str, int]] = set()
+        self.surveys: set[tuple[str, str, int]] = set()
 
     def launch(self, launch, words) -> None:
         tile = launch.tile
@@ -51,6 +58,8 @@ class Recorder(CpuMachine):
             self.scalings.add((launch.kernel.source, place, scaling, step))
         for source in re.findall(r"^quantize<(\w+)", launch.kernel.name_expression):
             self.sources.add((source, tile.pack_size))
+        for dtype, sums_up in re.findall(r"^survey<(\w+), (\w+)", launch.kernel.name_expression):
+            self.surveys.add((dtype, sums_up, tile.pack_size))
 
 
 def test_every_place_of_every_kernel():
@@ -155,6 +164,29 @@ def test_a_wrong_byte_of_a_matrix_is_found(matrix):
     for name in got:
         if name != "amax" or not matrix.norm:
             assert not all(found.ok for found in judge_matrix(matrix, spoilt(got, name), given)), name
+
+
+def test_every_survey():
+    """Both kinds of each dtype; whole packs and lone elements; one slab, several, and one that is not whole."""
+    recorder = Recorder()
+    for survey in surveys():
+        run_survey(survey, recorder)
+    assert {(dtype, sums_up) for dtype, sums_up, _ in recorder.surveys} == {
+        (dtype, sums_up) for dtype in ("__nv_bfloat16", "__half", "float", "double") for sums_up in ("true", "false")
+    }
+    assert {pack for _, _, pack in recorder.surveys} == {1, 2, 4, 8}
+    calls = [SurveyCall(DEVICES["H200"], Rows(0, *survey[:2], survey.num_cols, survey.x), "float32") for survey in surveys()]
+    num_slabs = {call.partials_shape[0] for call in calls}
+    assert 1 in num_slabs and max(num_slabs) > 2 and any(call.num_rows % call.rows_of_slab for call in calls)
+
+
+@pytest.mark.parametrize("survey", surveys(), ids=str)
+def test_a_wrong_survey_is_found(survey):
+    got, given = run_survey(survey, CpuMachine())
+    assert all(found.ok for found in judge_survey(survey, got, given))
+    for name in got:
+        off = {name: np.full_like(got[name], 3e4)}
+        assert not all(found.ok for found in judge_survey(survey, off, given))
 
 
 @pytest.mark.parametrize("num_steps", STEPS)

@@ -11,6 +11,7 @@ rarely.
 from __future__ import annotations
 
 import copy
+import gc
 
 import numpy as np
 import pytest
@@ -143,6 +144,30 @@ def test_by_the_kernels(options, recipe, kernels):
     assert sources.count("forward_warp.cu") == (2 if isinstance(recipe, CurrentScaling) else 1)
     if isinstance(recipe, DelayedScaling):
         assert (module._fp8_states["forward"].amax_history[-1, :2] > 0).all() and module._fp8_states["forward"].scale[0] != 1
+
+
+def test_few_tensors_are_there_at_a_time(kernels):
+    """In backward, besides dy the other way round in 8 bits: what reaches the norm goes before the weight's gradient is made,
+    and dy's own 8 bits when they have been multiplied."""
+    num_rows, in_features, out_features = 1024, 128, 2048
+    layer = LayerNormLinear(in_features, out_features, params_dtype=torch.float32, device="cpu")
+    x, dy = torch.randn(num_rows, in_features, requires_grad=True), torch.randn(num_rows, out_features)
+    with fp8_autocast(recipe=DelayedScaling()):
+        y = layer(x)
+    held = []
+
+    def multiply(a, *others, **options):
+        there = [each for each in gc.get_objects() if type(each) is torch.Tensor]
+        of_dy = {each.data_ptr() for each in there if each.dtype == fp8.E5M2}
+        like_x = {each.data_ptr() for each in there if each.dtype == x.dtype and each.shape == x.shape}
+        held.append((len(of_dy), len(like_x)))
+        return multiplied(a, *others, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        multiplied = fp8.multiply
+        patch.setattr(fp8, "multiply", multiply)
+        torch.autograd.grad(y, (x, *layer.parameters()), dy)
+    assert held == [(2, 1), (1, 2)]  # x; x and dx
 
 
 PRODUCTS = (CurrentScaling(), CurrentScaling(Format.E4M3), BlockScaling(), BlockScaling(power_of_two=False), DelayedScaling())

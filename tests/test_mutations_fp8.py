@@ -14,7 +14,7 @@ from cupynorm.devices import DEVICES
 from cupynorm.on_cpu import OnCpuError
 
 torch = pytest.importorskip("torch")
-bytes_of = pytest.importorskip("test_quantized")
+bytes_of, of_matrices = pytest.importorskip("test_quantized"), pytest.importorskip("test_survey")
 
 IN_REGISTERS = cupynorm.Tile(8, 64, 2, exact=1)
 FETCHING_AHEAD = cupynorm.Tile(8, 64, 2, blocks_per_sm=2, exact=1)
@@ -37,6 +37,9 @@ CHECKS = {
     "ahead": partial(rows, "row", FETCHING_AHEAD),
     "matrix": partial(bytes_of.test_a_matrix_and_its_transposed_copy, (130, 257), torch.bfloat16, "cpu"),
     "small numbers": partial(bytes_of.test_a_matrix_of_numbers_below_2_to_the_minus_126, torch.bfloat16, "cpu"),
+    "amax of a matrix": partial(of_matrices.test_the_largest_magnitude, "bfloat16", (300, 34), "cpu"),
+    "sums of a matrix": partial(of_matrices.test_sums_over_rows, "bfloat16", "float32", (300, 34), "cpu"),
+    "sums of many rows": partial(of_matrices.test_sums_over_rows, "float32", "float32", (210_000, 1), "cpu"),
     "sums": partial(bytes_of.test_sums_over_rows_of_a_matrix, "bfloat16", "bfloat16", (300, 34), "cpu"),
 }
 
@@ -72,7 +75,17 @@ MUTATIONS = {
     ),
     "a matrix whose amax nobody finds": ("quantize.cu", "largest.add_pack(values);", "", "matrix"),
     "sums that leave the last group of threads out": (
-        "quantize.cu", "from < num_groups; ++from) sum +=", "from < num_groups - 1; ++from) sum +=", "sums",
+        "reduce.cuh", "from < num_groups; ++from) sum +=", "from < num_groups - 1; ++from) sum +=", "sums",
+    ),
+    "rows that are left out": (
+        "survey.cu", "row += tile.packs_per_thread * num_groups", "row += 9 * num_groups", "sums of many rows",
+    ),
+    "rows of the next slab, too": (
+        "survey.cu", "first_row + problem.rows_of_slab", "first_row + 2 * problem.rows_of_slab", "sums of a matrix",
+    ),
+    "a matrix without its last slab": (
+        "survey.cu", "row = first_row + group; row < end", "row = first_row + group; row < end && end < problem.num_rows",
+        "amax of a matrix",
     ),
 }  # fmt: skip
 

@@ -19,8 +19,18 @@ import pytest
 
 import cupynorm
 from cupynorm import nvrtc
-from cupynorm.devices import DEVICES
-from cupynorm.dispatch import Kernel, Launch, choose, make_plan, pack_limit, plan, quantize_launch, update_scales_launch
+from cupynorm.devices import DEVICES, Device
+from cupynorm.dispatch import (
+    Kernel,
+    Launch,
+    choose,
+    make_plan,
+    pack_limit,
+    plan,
+    quantize_launch,
+    survey_launch,
+    update_scales_launch,
+)
 from cupynorm.dtypes import DTYPES, FLOAT8S
 from cupynorm.nvrtc import Resources, compile_for, cuda_src, source
 from cupynorm.problem import SCALINGS, Problem, Tile
@@ -190,10 +200,12 @@ TUNED_QUANTIZED_PROBLEMS = [
 TUNED_QUANTIZED_WIDTHS = (256, 384, 640, 896, 1024, 1536, 2560, 3072, 5120, 7168, 12288, 24576, 28672, 49152)
 
 
-def matrix_launches(limits: tuple[int, ...]) -> list[Launch]:
-    """Every kind of quantize.cu, with packs of up to each of these elements; and what updates scales."""
+def matrix_launches(limits: tuple[int, ...], device: Device) -> list[Launch]:
+    """Every kind of quantize.cu and survey.cu, with packs of up to each of these elements; and what updates scales."""
     found = [update_scales_launch(3)]
     for limit in limits:
+        for dtype, sums in itertools.product(DTYPES, (None, "bfloat16")):
+            found += survey_launch(device, 130, 257, dtype, limit, sums)[0]
         for sums in (None, "bfloat16"):
             found += itertools.chain(*(quantize_launch(130, 257, dtype, E5M2, limit, sums=sums) for dtype in DTYPES))
         found += itertools.chain(*(quantize_launch(130, 257, format, format, limit) for format in FLOAT8S))
@@ -238,7 +250,7 @@ def instances(compute_capability: int) -> dict[Kernel, str]:
             words = " ".join(f"{key}={value}" for key, value in problem.items())
             text = f"{num_cols:>7} {words:<60} {launch.kernel.source:<23} {launch.tile}"
             found.setdefault(launch.kernel, text)
-    for launch in matrix_launches((1, 2, 4, 8, 16) if full else (1, 16)):
+    for launch in matrix_launches((1, 2, 4, 8, 16) if full else (1, 16), device):
         found.setdefault(launch.kernel, launch.kernel.name_expression)
     return found
 

@@ -111,7 +111,7 @@ ROWS = (
     PURE,
     ("nvrtc", "launch", "arrays", "cublas", "on_cpu"),
     ("calls",),
-    ("norm", "norm_linear", "tiles", "fused", "quantized"),
+    ("norm", "norm_linear", "tiles", "fused", "quantized", "survey"),
     ("formulas", "torch_ops", "autograd", "modules", "fp8", "fp8_linear", "linear", "parallel"),
     (
         "gradient_check",
