@@ -300,6 +300,11 @@ class BackwardCall:
         sources = [launch.kernel.source for launch in self.plan.launches]
         self.sums_up = "backward_parameters.cu" in sources
         self.goes_by_rows = len(sources) > self.sums_up
+        # A row is read before it is written, but by what sums up dy itself, after that.
+        self.can_write_over_dy = (
+            dx is not None and (dx.dtype, dx.row_stride) == (dy.dtype, dy.row_stride)
+            and not (self.sums_up and self.partials_shape is None)
+        )  # fmt: skip
 
     def words(
         self, x: int, dy: int, weight: int, dx: int, mean: int, rstd: int, dweight: int, dbias: int, dsum: int, partials: int

@@ -277,7 +277,9 @@ def backward(
             reaches = reaches + dnormalized
     data, of_norm = None, [None] * 3
     if reaches is not None and any(wants_norm):
-        of_norm = call.of_norm(reaches, input, mean, rstd, norm_weight, norm_bias, wants_norm)
+        of_norm = call.of_norm(
+            reaches, input, mean, rstd, norm_weight, norm_bias, wanted=wants_norm, spends_dy=rows is not None
+        )  # fmt: skip
     reaches = None
 
     def make_dweight(dtype: torch.dtype) -> Tensor:

@@ -408,12 +408,13 @@ class _ReferenceForward(_Forward):
 
 def prepare_backward(
     centered, dy, x, mean, rstd, extents, weight, zero_centered_weight, dsum, gradients, dweight_dtype, dbias_dtype, options,
-    dx_dtype, dresidual_dtype, fused_options, of_y=None, recomputed=None,
+    dx_dtype, dresidual_dtype, fused_options, of_y=None, recomputed=None, spends_dy=False,
 ) -> tuple[_PreparedBackward | _ReferenceBackward, tuple]:  # fmt: skip
     """As norm.prepare_backward; fused_options: those of forward with the seed that it used, or None.
 
     recomputed: (forward's bias,) if y is to be written again, in dy's dtype, by the kernel that makes the gradients: from mean
     and rstd as they were rounded, so that y may differ from forward's by what backward's x_hat differs.
+    spends_dy: as there; the first of dx and dresidual may be in dy's place.
     """
     fused_options = fused_options or NOTHING_FUSED
     lie = arrays.library(x).lie
@@ -422,7 +423,7 @@ def prepare_backward(
         key = (
             lie(dy), lie(x), lie(mean), lie(rstd), lie(weight), lie(dsum), lie(row_scale), isinstance(seed, int) or lie(seed),
             centered, extents, zero_centered_weight, gradients, dweight_dtype, dbias_dtype, options, dx_dtype, dresidual_dtype,
-            fused_options.dropout_p > 0, of_y and tuple(map(lie, of_y)), recomputed and (lie(recomputed[0]),),
+            fused_options.dropout_p > 0, of_y and tuple(map(lie, of_y)), recomputed and (lie(recomputed[0]),), spends_dy,
         )  # fmt: skip
         prepared = norm.fused_backwards.get(key)
     except (AttributeError, TypeError, RuntimeError):
@@ -457,7 +458,7 @@ def prepare_backward(
         else:
             prepared = _PreparedBackward(
                 centered, dy, x, mean, rstd, extents, weight, zero_centered_weight, dsum, wanted, options, fused_options, of_y,
-                recomputed,
+                recomputed, spends_dy,
             )  # fmt: skip
             norm.keep(norm.fused_backwards, key, prepared)
     return prepared, (dy, x, mean, rstd, weight, dsum, fused_options, of_y, recomputed)
@@ -468,7 +469,7 @@ class _PreparedBackward:
 
     def __init__(
         self, centered, dy, x, mean, rstd, extents, weight, zero_centered_weight, dsum, wanted, options, fused_options, of_y,
-        recomputed,
+        recomputed, spends_dy,
     ) -> None:  # fmt: skip
         view = norm._view(x)
         num_dims = len(extents)
@@ -509,6 +510,8 @@ class _PreparedBackward:
         shapes = (view.shape, extents, extents, view.shape, view.shape)
         self.new = [norm._new(library, *each) for each in zip(shapes, (first, dweight, dbias, second, y_dtype))]
         self.new_partials = norm._new(library, call.partials_shape, call.plan.problem.compute if call.partials_shape else None)
+        if spends_dy and call.can_write_over_dy:
+            self.new[0] = None
 
     def run(self, dy, x, mean, rstd, weight, dsum, fused_options: FusedOptions, of_y, recomputed) -> tuple:
         """dx, dweight, dbias, dresidual, y."""
@@ -521,7 +524,7 @@ class _PreparedBackward:
                 dy, x, mean, rstd, weight, dsum, row_scale, y_weight, y_bias, bias = norm._contiguous(
                     library, self.copies, given
                 )
-            first, dweight, dbias, second, y = (make() for make in self.new)
+            first, dweight, dbias, second, y = (dy if make is None else make() for make in self.new)
             if self.kernels:
                 partials = self.new_partials()
                 address = _address_or_zero(library.address)

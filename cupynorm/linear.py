@@ -175,17 +175,20 @@ class _Kernels:
         return prepared.run(*given)
 
     @staticmethod
-    def gradients(call, dy, x, mean, rstd, norm_weight, norm_bias, dsum, wanted, recomputes=False):
-        """dx, dnorm_weight, dnorm_bias, None where not wanted; and the normalised tensor if it is to be made again."""
+    def gradients(call, dy, x, mean, rstd, norm_weight, norm_bias, dsum, wanted, recomputes=False, spends_dy=False):
+        """dx, dnorm_weight, dnorm_bias, None where not wanted; and the normalised tensor if it is to be made again.
+        spends_dy: dx may take its place."""
         names = tuple(name for name, is_wanted in zip(norm.Backward._fields, wanted) if is_wanted)
         arguments = (
             call.centered, dy, x, mean, rstd, tuple(x.shape[-1:]), norm_weight, call.zero_centered_weight, dsum, names, None,
             None if norm_bias is None else norm_bias.dtype, call.options,
         )  # fmt: skip
         if not recomputes:
-            prepared, given = norm.prepare_backward(*arguments)
+            prepared, given = norm.prepare_backward(*arguments, spends_dy=spends_dy)
             return *prepared.run(*given), None
-        prepared, given = fused.prepare_backward(*arguments, None, None, None, recomputed=(norm_bias,))
+        prepared, given = fused.prepare_backward(
+            *arguments, None, None, None, recomputed=(norm_bias,), spends_dy=spends_dy
+        )  # fmt: skip
         dx, dnorm_weight, dnorm_bias, _, normalized = prepared.run(*given)
         return dx, dnorm_weight, dnorm_bias, normalized
 
@@ -203,7 +206,7 @@ class _Operators:
         )  # fmt: skip
 
     @staticmethod
-    def gradients(call, dy, x, mean, rstd, norm_weight, norm_bias, dsum, wanted, recomputes=False):
+    def gradients(call, dy, x, mean, rstd, norm_weight, norm_bias, dsum, wanted, recomputes=False, spends_dy=False):
         mean, margin = mean if call.centered else None, call.options.of("backward").sm_margin
         if recomputes and not torch.is_grad_enabled():  # else each is to be differentiable
             return torch_ops.gradients_and_y(
@@ -226,7 +229,7 @@ class _Formulas:
         return ((y if norm_bias is None else y + norm_bias).to(call.dtype),)
 
     @staticmethod
-    def gradients(call, dy, x, mean, rstd, norm_weight, norm_bias, dsum, wanted, recomputes=False):
+    def gradients(call, dy, x, mean, rstd, norm_weight, norm_bias, dsum, wanted, recomputes=False, spends_dy=False):
         made = formulas.gradients(dy, x, mean, rstd, norm_weight, dsum, tuple(x.shape[-1:]), call.zero_centered_weight)
         return *(gradient if is_wanted else None for gradient, is_wanted in zip(made, wanted)), None
 
@@ -332,7 +335,7 @@ def _gradients(
     if reaches is not None and any(of_norm):
         recomputes = wants_normalized and normalized is None
         dx, dnorm_weight, dnorm_bias, made = norms.gradients(
-            call, reaches, added, mean, rstd, norm_weight, norm_bias, dsum, of_norm, recomputes
+            call, reaches, added, mean, rstd, norm_weight, norm_bias, dsum, of_norm, recomputes, spends_dy=rows is not None
         )
         normalized = made if recomputes else normalized
     reaches = made = None
@@ -1098,11 +1101,14 @@ class LayerNormLinear(torch.nn.Module):
         )  # fmt: skip
         quantizers = fp8_linear.Quantizers(recipe, fp8_linear.states_of(self._fp8_states, recipe, inp.device), records)
         wide = plain._replace(dtype=torch.float32)
+
+        def of_norm(*given, wanted, spends_dy):
+            return _Kernels.gradients(plain, *given, None, wanted, spends_dy=spends_dy)[:3]
+
         return fp8_linear.Call(
             lambda x, norm_weight, norm_bias: _Kernels.normalize(wide, x, None, norm_weight, norm_bias),
-            lambda *given: _Kernels.gradients(plain, *given[:-1], None, given[-1])[:3], plain.centered, plain.eps,
-            plain.zero_centered_weight, plain.options, plain.dtype, self.return_layernorm_output, self.save_normalized,
-            quantizers, fp8_grad, self._fp8_group,
+            of_norm, plain.centered, plain.eps, plain.zero_centered_weight, plain.options, plain.dtype,
+            self.return_layernorm_output, self.save_normalized, quantizers, fp8_grad, self._fp8_group,
         )  # fmt: skip
 
     def _quantized_weight(

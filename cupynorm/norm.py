@@ -945,16 +945,17 @@ _backwards: dict[tuple, _PreparedBackward] = {}
 
 
 def prepare_backward(
-    centered, dy, x, mean, rstd, extents, weight, zero_centered_weight, dsum, gradients, dweight_dtype, dbias_dtype, options
+    centered, dy, x, mean, rstd, extents, weight, zero_centered_weight, dsum, gradients, dweight_dtype, dbias_dtype, options,
+    spends_dy=False,
 ) -> tuple[_PreparedBackward | _ReferenceBackward, tuple]:  # fmt: skip
     """Checks everything: an object whose `run` takes the arrays that are returned beside it.
-    Nothing is allocated or launched."""
+    Nothing is allocated or launched. spends_dy: nobody else needs dy, so dx may be written in its place."""
     gradients = _names(gradients)
     lie = arrays.library(x).lie
     try:
         key = (
             lie(dy), lie(x), lie(mean), lie(rstd), lie(weight), lie(dsum), centered, extents, zero_centered_weight, gradients,
-            dweight_dtype, dbias_dtype, options,
+            dweight_dtype, dbias_dtype, options, spends_dy,
         )  # fmt: skip
         prepared = _backwards.get(key)
     except (AttributeError, TypeError, RuntimeError):  # arrays of several libraries, none, sparse: the checks find words for it
@@ -968,7 +969,7 @@ def prepare_backward(
             prepared = _ReferenceBackward(centered, tuple(x.shape), extents, zero_centered_weight, wanted)
         else:
             prepared = _PreparedBackward(
-                centered, dy, x, mean, rstd, extents, weight, zero_centered_weight, dsum, wanted, options
+                centered, dy, x, mean, rstd, extents, weight, zero_centered_weight, dsum, wanted, options, spends_dy
             )
             keep(_backwards, key, prepared)
     return prepared, (dy, x, mean, rstd, weight, dsum)
@@ -1034,7 +1035,7 @@ class _PreparedBackward:
     """A backward that is checked, planned and compiled: `run` takes any arrays that lie as those it was made from."""
 
     def __init__(
-        self, centered, dy, x, mean, rstd, extents, weight, zero_centered_weight, dsum, wanted, options
+        self, centered, dy, x, mean, rstd, extents, weight, zero_centered_weight, dsum, wanted, options, spends_dy
     ) -> None:  # fmt: skip
         view = _view(x)
         num_dims = len(extents)
@@ -1055,6 +1056,7 @@ class _PreparedBackward:
         self.kernels = [launch.load(each, view.device) for each in call.plan.launches] if any(wanted) else []
         shapes = (view.shape, extents, extents)
         self.new_dx, self.new_dweight, self.new_dbias = (_new(library, shape, dtype) for shape, dtype in zip(shapes, wanted))
+        self.in_place = spends_dy and call.can_write_over_dy
         self.new_partials = _new(library, call.partials_shape, call.plan.problem.compute if call.partials_shape else None)
 
     def run(self, dy: Array, x: Array, mean: Array | None, rstd: Array, weight: Array | None, dsum: Array | None) -> tuple:
@@ -1064,7 +1066,7 @@ class _PreparedBackward:
         try:
             if self.copies:
                 dy, x, mean, rstd, weight, dsum = _contiguous(library, self.copies, (dy, x, mean, rstd, weight, dsum))
-            dx, dweight, dbias = self.new_dx(), self.new_dweight(), self.new_dbias()
+            dx, dweight, dbias = dy if self.in_place else self.new_dx(), self.new_dweight(), self.new_dbias()
             if not self.kernels:  # no rows, or no columns: sums of nothing
                 _fill((dweight, dbias), 0.0)
                 return dx, dweight, dbias

@@ -427,10 +427,12 @@ def _cupy_gradients(
             options
         )  # fmt: skip
         if normalized is None and "dweight" in gradients:
-            prepared, given = fused.prepare_backward(*arguments, None, None, None, recomputed=(norm_bias,))
+            prepared, given = fused.prepare_backward(
+                *arguments, None, None, None, recomputed=(norm_bias,), spends_dy=True
+            )  # fmt: skip
             *of_norm, _, normalized = prepared.run(*given)
         else:
-            prepared, given = norm.prepare_backward(*arguments)
+            prepared, given = norm.prepare_backward(*arguments, spends_dy=True)
             of_norm = list(prepared.run(*given))
     dweight = None
     if "dweight" in gradients:

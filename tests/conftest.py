@@ -120,6 +120,14 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> list:
     norm.forget()
 
 
+@pytest.fixture(params=["kernels", pytest.param("gpu", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> str:
+    """Where tensors lie: on a GPU, or on the CPU, where the kernels run then."""
+    if request.param == "kernels":
+        request.getfixturevalue("kernels")
+    return "cuda" if request.param == "gpu" else "cpu"
+
+
 @pytest.fixture(params=["reference", "kernels", pytest.param("gpu", marks=pytest.mark.gpu)])
 def anywhere(request: pytest.FixtureRequest) -> str:
     """Where tensors lie: three ways through the library, by the reference, by the kernels on the CPU, and on a GPU."""

@@ -18,6 +18,7 @@ from cupynorm import arrays
 from cupynorm.activations import read
 from cupynorm.calls import Options
 from cupynorm.dtypes import DTYPES, decode, encode
+from cupynorm.strategies import STRATEGIES
 
 torch = pytest.importorskip("torch")
 from torch.library import opcheck  # noqa: E402
@@ -301,6 +302,42 @@ def test_a_normalised_tensor_of_the_autocast_dtype_is_made_again(kernels):
     assert given["weight"].grad.shape == truth and given["weight"].grad.isfinite().all()
 
 
+SPENT = [
+    *((strategy, 40, None) for strategy in STRATEGIES),
+    *(("block", 640, cupynorm.Tile(8, 32, 3, stages=3)), ("cluster", 640, None), ("warp", 36, None), ("uncached", 37, None)),
+]
+
+
+@pytest.mark.parametrize("recomputed", (False, True))
+@pytest.mark.parametrize("names", (("dx",), ("dx", "dweight", "dbias")), ids="-".join)
+@pytest.mark.parametrize("strategy, num_cols, tile", SPENT, ids=str)
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float32), ids=str)
+def test_dx_takes_the_place_of_a_dy_that_is_spent(device, dtype, strategy, num_cols, tile, names, recomputed):
+    """The same bits, but where a kernel reads dy after another has written dx; and nowhere else."""
+    generator = torch.Generator().manual_seed(num_cols)
+    x, dy = torch.randn(2, 300, num_cols, generator=generator).to(dtype).to(device)
+    weight, bias = torch.randn(2, num_cols, generator=generator).to(dtype).to(device)
+    _, mean, rstd, _ = cupynorm.layer_norm_forward(x, weight, bias)
+    options = Options(strategy=strategy, tile=tile)
+
+    def gradients(dy, **more):
+        arguments = (True, dy, x, mean, rstd, (num_cols,), weight, False, None, names, None, None, options)
+        if recomputed:
+            prepared, given = fused.prepare_backward(*arguments, None, None, None, recomputed=(bias,), **more)
+        else:
+            prepared, given = norm.prepare_backward(*arguments, **more)
+        return prepared.run(*given)
+
+    spent = dy.clone()
+    expected, made = gradients(dy), gradients(spent, spends_dy=True)
+    assert all(one is other is None or torch.equal(one, other) for one, other in zip(expected, made))
+    assert (made[0].data_ptr() == spent.data_ptr()) == (strategy != "uncached" or len(names) == 1)
+    strided = dy.new_empty(300, num_cols + 8)[:, :num_cols]
+    strided.copy_(dy)
+    expected, made = gradients(strided), gradients(strided, spends_dy=True)
+    assert torch.equal(expected[0], made[0]) and made[0].is_contiguous() and torch.equal(strided, dy)
+
+
 def peak_of(function):
     """Bytes of CPU tensors that are there at most, beyond what was before."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
@@ -312,8 +349,8 @@ def peak_of(function):
 
 @pytest.mark.parametrize("options", ({}, {"save_normalized": True}), ids=str)
 def test_few_tensors_are_there_at_a_time(kernels, options):
-    """Beside dx and the normalised tensor either what reached the norm, or the gradient of the weight."""
-    num_rows, in_features, out_features = 1024, 128, 2048
+    """dx, in the place of what reached the norm, the normalised tensor, and the gradient of the weight."""
+    num_rows, in_features, out_features = 1024, 128, 512
     layer = cupynorm.LayerNormLinear(in_features, out_features, device="cpu", **options)
     x, dy = torch.randn(num_rows, in_features, requires_grad=True), torch.randn(num_rows, out_features)
     y = layer(x)

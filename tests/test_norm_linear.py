@@ -312,7 +312,7 @@ def test_cupy_arrays_take_the_norm_and_cublas(cupy_on_host, monkeypatch, norm_na
     asked = []
 
     def replacing(plain):
-        return lambda *arguments, recomputed=None: (Norm(plain, arguments, recomputed), ())
+        return lambda *arguments, recomputed=None, spends_dy=False: (Norm(plain, arguments, recomputed), ())
 
     for module, name in ((norm, "prepare_forward"), (norm, "prepare_backward"), (fused, "prepare_backward")):
         monkeypatch.setattr(module, name, replacing(getattr(module, name)))

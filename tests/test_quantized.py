@@ -22,14 +22,6 @@ torch = pytest.importorskip("torch")
 SCALES = ("given", "tensor", "row", "block", "mx")
 
 
-@pytest.fixture(params=["kernels", pytest.param("gpu", marks=pytest.mark.gpu)])
-def device(request):
-    """Where the kernels run."""
-    if request.param == "kernels":
-        request.getfixturevalue("kernels")
-    return "cuda" if request.param == "gpu" else "cpu"
-
-
 def random(*shape, dtype=torch.float32, seed=0, device="cpu"):
     generator = torch.Generator().manual_seed(seed + sum(shape))
     return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype).to(device)

@@ -5,15 +5,14 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from cupynorm import fp8_linear
 from cupynorm.devices import DEVICES
 from cupynorm.dispatch import survey_launch
 from cupynorm.dtypes import DTYPES, compute_dtype
 
 torch = pytest.importorskip("torch")
-from test_quantized import device, numpy, random  # noqa: E402, F401
+from test_quantized import numpy, random  # noqa: E402
 
-from cupynorm import fp8, survey  # noqa: E402
+from cupynorm import fp8, fp8_linear, survey  # noqa: E402
 
 SHAPES = [(1, 1), (128, 128), (130, 257), (1000, 72), (300, 34), (210_000, 1), (0, 8), (5, 0)]
 
@@ -23,7 +22,7 @@ SHAPES = [(1, 1), (128, 128), (130, 257), (1000, 72), (300, 34), (210_000, 1), (
     "dtype, sums",
     [("bfloat16", "bfloat16"), ("float16", "float32"), ("bfloat16", "float32"), ("float32", "float32"), ("float64", "float64")],
 )
-def test_sums_over_rows(dtype, sums, shape, device):  # noqa: F811
+def test_sums_over_rows(dtype, sums, shape, device):
     """Each rounded once, of sums whose additions round in turn, and the same in another run."""
     x = random(*shape, dtype=getattr(torch, dtype), device=device) + 0.25
     made = survey.sum_rows(x, sums)
@@ -39,7 +38,7 @@ def test_sums_over_rows(dtype, sums, shape, device):  # noqa: F811
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("dtype", list(DTYPES))
-def test_the_largest_magnitude(dtype, shape, device):  # noqa: F811
+def test_the_largest_magnitude(dtype, shape, device):
     x = random(*shape, dtype=getattr(torch, dtype), device=device)
     for value in (None, -7.0, 2.0**-140, float("-inf"), float("nan")):
         if value is not None and x.numel():
@@ -49,13 +48,13 @@ def test_the_largest_magnitude(dtype, shape, device):  # noqa: F811
         assert np.array_equal(numpy(found)[0], numpy(expected), equal_nan=True)
 
 
-def test_of_numbers_below_2_to_the_minus_126(device):  # noqa: F811
+def test_of_numbers_below_2_to_the_minus_126(device):
     """Which the compiler flushes wherever floats are compared."""
     x = (random(40, 136, dtype=torch.float64) * 2e-39).to(torch.bfloat16)
     assert 0 < survey.amax(x.to(device)).item() == x.abs().max().item() < 2.0**-126
 
 
-def test_rows_with_gaps_and_what_is_no_matrix_in_memory(device):  # noqa: F811
+def test_rows_with_gaps_and_what_is_no_matrix_in_memory(device):
     """A view is read where it lies; a transposed one is copied, or left to torch."""
     x = random(70, 48, dtype=torch.float32, device=device)
     for view in (x[:, :40], x[::2], x[:, 1:34], x.t(), x[0].expand(50, 48)):
