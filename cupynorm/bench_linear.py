@@ -41,6 +41,7 @@ COPY, GEMM, TARGET = "copy", "gemm", "target"
 _OF_TARGET = "cupynorm/target"
 _FEW_ROWS = 256  # up to here a decoder's: forward alone
 _SAMPLED_ROWS = 16
+_MEMORY_RUNS = 4
 # Relative to the norm of y: one rounding of each factor and of y; in fp8 what cupynorm's own tests allow.
 _ALLOWED = {"bfloat16": 2.0**-7, "fp8": 0.06}
 _SHARE_OF_COPY = 0.97
@@ -274,20 +275,25 @@ def off_by(cell: LinearCell, inputs: Inputs, y: Any) -> float:
 
 
 def memory_of(cell: LinearCell, inputs: Inputs, contestant: Contestant) -> tuple[int, int]:
-    """(held, peak) bytes of one forward and backward on a GPU."""
+    """(held, peak) bytes of one forward and backward on a GPU, the most of some: what a former one has not given back yet when
+    it begins, it seems not to need."""
     import torch
 
     forward, differentiated = contestant.make(cell, inputs)
     forward()  # what is allocated once
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    y = forward()
-    held = torch.cuda.memory_allocated() - before - y.numel() * y.element_size()
-    gradients = torch.autograd.grad(y, differentiated, inputs.dy) if differentiated else ()
-    peak = torch.cuda.max_memory_allocated() - before
-    del gradients
-    return held, peak
+
+    def once() -> tuple[int, int]:
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        y = forward()
+        held = torch.cuda.memory_allocated() - before - y.numel() * y.element_size()
+        if differentiated:
+            torch.autograd.grad(y, differentiated, inputs.dy)
+        return held, torch.cuda.max_memory_allocated() - before
+
+    found = [once() for _ in range(_MEMORY_RUNS)]
+    return max(held for held, _ in found), max(peak for _, peak in found)
 
 
 @dataclass(frozen=True)
