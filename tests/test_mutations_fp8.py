@@ -5,12 +5,14 @@ from __future__ import annotations
 from functools import partial
 
 import pytest
+from every_kernel import STEPS, judge_scales, run_scales
 from test_mutations import copy_of_sources, mutate
 
 import cupynorm
 from cupynorm import gradient_check, on_cpu
 from cupynorm import norm as calls
 from cupynorm.devices import DEVICES
+from cupynorm.gradient_check import CpuMachine
 from cupynorm.on_cpu import OnCpuError
 
 torch = pytest.importorskip("torch")
@@ -30,7 +32,14 @@ def rows(scaling: str, tile: cupynorm.Tile = IN_REGISTERS, **options) -> None:
     bytes_of.assert_exact("layer_norm", x, scaling, weight=weight, bias=bias, **options)
 
 
+def delayed_scales() -> None:
+    for num_steps in STEPS:
+        findings = judge_scales(*run_scales(num_steps, CpuMachine()))
+        assert all(found.ok for found in findings), findings
+
+
 CHECKS = {
+    "delayed scales": delayed_scales,
     **{scaling: partial(rows, scaling) for scaling in bytes_of.SCALES},
     "powers of two": partial(rows, "row", power_of_two=True),
     "ring": partial(rows, "row", IN_A_RING),
@@ -76,6 +85,24 @@ MUTATIONS = {
     "a matrix whose amax nobody finds": ("quantize.cu", "largest.add_pack(values);", "", "matrix"),
     "sums that leave the last group of threads out": (
         "reduce.cuh", "from < num_groups; ++from) sum +=", "from < num_groups - 1; ++from) sum +=", "sums",
+    ),
+    "a tensor whose step ends though it was not used": (
+        "update_scales.cu", "if ((latest & 0x7fffffffu) == 0) return;", "", "delayed scales",
+    ),
+    "an amax of NaN that counts": ("update_scales.cu", "if (bits <= infinity_bits) amax", "amax", "delayed scales"),
+    "an infinite amax that makes a scale": (
+        "update_scales.cu", "found > 0 && found < infinity_bits", "found > 0", "delayed scales",
+    ),
+    "a margin that is forgotten": (
+        "update_scales.cu", "(problem.largest[blockIdx.x]) * problem.factor", "(problem.largest[blockIdx.x])", "delayed scales",
+    ),
+    "a history that stays where it is": (
+        "update_scales.cu", "moves ? history[(at + 1) * step]", "moves ? history[at * step]", "delayed scales",
+    ),
+    "an amax that is not cleared": ("update_scales.cu", "at == 0 ? 0 : next", "next", "delayed scales"),
+    "the first steps of a long history alone": (
+        "update_scales.cu", "first < num_steps; first += tile.block_size()", "first < min(num_steps, 1ll); first += num_steps",
+        "delayed scales",
     ),
     "rows that are left out": (
         "survey.cu", "row += tile.packs_per_thread * num_groups", "row += 9 * num_groups", "sums of many rows",
