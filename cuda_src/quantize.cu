@@ -27,8 +27,8 @@ struct FetchedPack {
   Pack<T, pack_size> pack;
 };
 
-// x times one scale. x, scale, scale_inv and amax as in QuantizeStore with Scaling::given.
-template <class X, class Y>
+// x times one scale. scale, scale_inv, amax and rule as in QuantizeStore: scaling is given, or tensor, whose amax is known.
+template <class X, class Y, Scaling scaling>
 struct ScaledSource {
   using Float8 = Y;
   using Held = X;
@@ -44,12 +44,17 @@ struct ScaledSource {
   const float* scale;
   float* scale_inv;
   unsigned* amax;
+  ScaleRule rule;
 
   template <int pack_size>
   __device__ __forceinline__ Kept<pack_size> keep(long long) const {
     return {};
   }
-  __device__ __forceinline__ Factor factor() const { return scale == nullptr ? 1.0f : *scale; }
+  __device__ __forceinline__ float scale_of_all() const {
+    if constexpr (scaling == Scaling::tensor) return rule.scale_of(*amax, FormatOf<Y>::largest);
+    return scale == nullptr ? 1.0f : *scale;
+  }
+  __device__ __forceinline__ Factor factor() const { return scale_of_all(); }
   template <int pack_size>
   __device__ __forceinline__ Fetched<pack_size> fetch(long long row, long long col) const {
     return {x.template load<pack_size>(row, col)};
@@ -63,7 +68,7 @@ struct ScaledSource {
   }
   template <int pack_size>
   __device__ __forceinline__ Pack<Y, pack_size> scaled(Compute (&values)[pack_size], Factor factor, Largest& largest) const {
-    largest.add_pack(values);
+    if constexpr (scaling == Scaling::given) largest.add_pack(values);
     if (factor < Compute(0x1p100)) {
 #pragma unroll
       for (int at = 0; at < pack_size; ++at) values[at] *= factor;
@@ -74,9 +79,8 @@ struct ScaledSource {
     return repack_fp8<Y>(values);
   }
   __device__ __forceinline__ void finish(const Largest& largest) const {
-    if (amax != nullptr) raise_amax(amax, warp_reduce<32>(largest).bits());
-    if (blockIdx.x == 0 && threadIdx.x == 0 && scale_inv != nullptr)
-      *scale_inv = inverse_of_any(scale == nullptr ? 1.0f : *scale);
+    if (scaling == Scaling::given && amax != nullptr) raise_amax(amax, warp_reduce<32>(largest).bits());
+    if (blockIdx.x == 0 && threadIdx.x == 0 && scale_inv != nullptr) *scale_inv = inverse_of_any(scale_of_all());
   }
 };
 
@@ -97,7 +101,7 @@ struct NormalizedSource {
     Compute mean, rstd;
   };
 
-  ScaledSource<X, Y> source;
+  ScaledSource<X, Y, Scaling::given> source;
   const Weight* weight;
   const Bias* bias;
   const Compute* mean;  // null in RMSNorm

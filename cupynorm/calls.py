@@ -171,8 +171,7 @@ class ForwardCall:
         self.sum_stride = sum.row_stride if sum else 0
         self.y1_stride = y1.row_stride if y1 else None
         self.rule = () if quantization is None else (
-            problem.num_scales, struct.unpack("I", struct.pack("f", abs(quantization.smallest_amax)))[0],
-            int(quantization.power_of_two)
+            problem.num_scales, *rule_words((quantization.smallest_amax, quantization.power_of_two))
         )  # fmt: skip
         launches = self.plan.launches
         shares = (launches[0].num_first, launches[0].rows_of_first) if launches else (0, 0)
@@ -208,21 +207,31 @@ class FusedForwardCall(ForwardCall):
         return (*load, *store, mean, rstd, *self.tail)
 
 
+def rule_words(rule: tuple[float, bool]) -> tuple[int, int]:
+    """struct ScaleRule of fp8.cuh. rule: the smallest amax, and whether scales are powers of two."""
+    smallest_amax, power_of_two = rule
+    return struct.unpack("I", struct.pack("f", abs(smallest_amax)))[0], int(power_of_two)
+
+
 class QuantizeCall:
     """A planned quantisation of a matrix, or of a norm's y of one. y: its 8-bit dtype, x's own where it is only transposed.
 
     of_norm: None, or (centered, weight, bias, zero_centered). sums: None, or the dtype of sums of x over rows.
+    rule: None where the scale is given, else what `rule_words` takes: then amax is known, and the scale is of it.
     """
 
-    def __init__(self, x: Rows, y: str, of_norm: tuple | None, sums: str | None = None) -> None:
+    def __init__(
+        self, x: Rows, y: str, of_norm: tuple | None, sums: str | None = None, rule: tuple[float, bool] | None = None
+    ) -> None:  # fmt: skip
         centered, weight, bias, zero_centered = of_norm or (None, None, None, False)
         layouts = [x.layout()] + [(address, 0, DTYPES[dtype].itemsize) for address, dtype in filter(None, (weight, bias))]
         self.launches = quantize_launch(
             x.num_rows, x.num_cols, x.dtype, y, pack_limit(x.num_cols, layouts), centered=centered, weight=weight and weight[1],
-            bias=bias and bias[1], zero_centered=zero_centered, sums=sums,
+            bias=bias and bias[1], zero_centered=zero_centered, sums=sums, scaling="tensor" if rule else "given",
         )  # fmt: skip
         self.is_scaled, self.is_norm = x.dtype != y, of_norm is not None
         self.x_stride, self.num_rows, self.num_cols = x.row_stride, x.num_rows, x.num_cols
+        self.rule = rule_words(rule or (0.0, False))
         # One partial row of sums for each 128 rows.
         self.partials_shape = (-(-x.num_rows // 128), x.num_cols) if sums else None
 
@@ -232,7 +241,7 @@ class QuantizeCall:
     ) -> list[tuple]:  # fmt: skip
         """For each launch: struct Quantize of quantize.cu, struct Parameters of backward_parameters.cu."""
         source = (x, self.x_stride)
-        source += (scale, scale_inv, amax) if self.is_scaled else ()
+        source += (scale, scale_inv, amax, *self.rule) if self.is_scaled else ()
         source += (weight, bias, mean, rstd) if self.is_norm else ()
         words = [(*source, data, self.num_cols, transposed, self.num_rows, self.num_cols, partials)]
         if self.partials_shape:

@@ -247,12 +247,14 @@ def _check_bundle(problem: Problem, strategy: str, tile: Tile, device: Device) -
 def quantize_launch(
     num_rows: int, num_cols: int, x: str, y: str, pack_limit: int, *, centered: bool | None = None, weight: str | None = None,
     bias: str | None = None, zero_centered: bool = False, rounded: str | None = None, sums: str | None = None,
+    scaling: str = "given",
 ) -> tuple[Launch, ...]:  # fmt: skip
     """The kernel that makes 8-bit floats of dtype y of a matrix, and transposes them; with sums, the dtype of sums over rows,
     a second one that adds up those of squares.
 
-    x: its dtype, or y where they are only transposed. centered: None, or which norm's y of x is meant."""
-    source = f"BytesSource<{_cpp(y)}>" if x == y else f"ScaledSource<{_cpp(x)}, {_cpp(y)}>"
+    x: its dtype, or y where they are only transposed. centered: None, or which norm's y of x is meant. scaling: given, or
+    tensor, where x's amax is known."""
+    source = f"BytesSource<{_cpp(y)}>" if x == y else f"ScaledSource<{_cpp(x)}, {_cpp(y)}, Scaling::{scaling}>"
     if centered is not None:
         types = (
             f"{_cpp(x)}, {_cpp(weight)}, {_cpp(bias)}, {_bool(centered)}, {_bool(zero_centered)}, {_cpp(rounded)}, {_cpp(y)}"

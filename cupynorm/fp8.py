@@ -169,6 +169,13 @@ def _values(data: Tensor, scale_inv: Tensor, block_rows: int | None) -> Tensor:
     return QuantizedTensor(data, scale_inv, torch.float32, block_rows=block_rows).dequantize()
 
 
+class Rule(NamedTuple):
+    """How a current scale follows from an amax: see `scale_of`."""
+
+    smallest_amax: float = 0.0
+    power_of_two: bool = False
+
+
 def quantize(
     x: Tensor, scale: Tensor, dtype: torch.dtype, *, amax: Tensor | None = None, transpose: bool = False
 ) -> QuantizedTensor:
@@ -181,14 +188,33 @@ def quantize(
     return QuantizedTensor(data, 1.0 / scale, x.dtype, transposed=_transposed(data) if transpose else None)
 
 
+def quantize_current(
+    x: Tensor, dtype: torch.dtype, rule: Rule | None = None, *, transpose: bool = False
+) -> QuantizedTensor:  # fmt: skip
+    """A matrix by the scale of its own amax. rule: by default neither of its fields. On a GPU by two kernels."""
+    rule = rule or Rule()
+    if not arrays.on_host(x):
+        return _of_matrix(quantized.quantize(x, _name(dtype), None, survey.amax(x), transpose=transpose, rule=rule), x)
+    return quantize(x, _current_scale(x, dtype, rule), dtype, transpose=transpose)
+
+
 def quantize_and_sum(
-    x: Tensor, scale: Tensor, dtype: torch.dtype, sum_dtype: torch.dtype, *, amax: Tensor | None = None
-) -> tuple[QuantizedTensor, Tensor]:
-    """As `quantize`, with the transposed copy; and sums of x over rows [num_cols], in sum_dtype. On a GPU x is read once."""
-    if arrays.on_host(x):
-        return quantize(x, scale, dtype, amax=amax, transpose=True), x.sum(0, dtype=sum_dtype)
-    made = quantized.quantize(x, _name(dtype), scale, amax, transpose=True, sums=_name(sum_dtype))
-    return _of_matrix(made, x), made.sums
+    x: Tensor, dtype: torch.dtype, sum_dtype: torch.dtype, *, scale: Tensor | None = None, amax: Tensor | None = None,
+    rule: Rule | None = None,
+) -> tuple[QuantizedTensor, Tensor]:  # fmt: skip
+    """As `quantize`, or with a rule as `quantize_current`, with the transposed copy; and sums of x over rows [num_cols], in
+    sum_dtype. On a GPU one reading makes all of it, of a scale that is known."""
+    if not arrays.on_host(x):
+        amax = amax if rule is None else survey.amax(x)
+        made = quantized.quantize(x, _name(dtype), scale, amax, transpose=True, sums=_name(sum_dtype), rule=rule)
+        return _of_matrix(made, x), made.sums
+    scale = scale if rule is None else _current_scale(x, dtype, rule)
+    return quantize(x, scale, dtype, amax=amax, transpose=True), x.sum(0, dtype=sum_dtype)
+
+
+def _current_scale(x: Tensor, dtype: torch.dtype, rule: Rule) -> Tensor:
+    amax = amax_of(x).reshape(1)
+    return scale_of(amax, dtype, power_of_two=rule.power_of_two, smallest_amax=rule.smallest_amax)
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -29,12 +29,12 @@ FORWARD = ("input", "weight", "output")
 BACKWARD = ("grad_output", "grad_input")
 
 
-class Scale(NamedTuple):
-    """Of one tensor in one step, float32 of one element each. value: of DelayedScaling what the layer keeps, and changes at the
-    end of the step. amax: where the tensor's amax is still to be recorded, by a kernel; or None."""
+class Delayed(NamedTuple):
+    """The scale of one tensor in one step of DelayedScaling, float32 of one element each. value: what the layer keeps, and
+    changes at the end of the step. amax: where the tensor's amax is still to be recorded, by a kernel; or None."""
 
     value: Tensor
-    amax: Tensor | None = None
+    amax: Tensor | None
 
 
 class Quantizers:
@@ -46,46 +46,53 @@ class Quantizers:
     def dtype(self, name: str) -> torch.dtype:
         return self.recipe.fp8_format.value[name in BACKWARD]
 
-    def delayed_scale(self, name: str) -> Scale | None:
-        """That of DelayedScaling, which needs no look at the tensor."""
+    def delayed(self, name: str) -> Delayed | None:
+        """None of another recipe."""
         if not isinstance(self.recipe, DelayedScaling):
             return None
         names = BACKWARD if name in BACKWARD else FORWARD
         state, at = self.states["backward" if name in BACKWARD else "forward"], names.index(name)
-        return Scale(state.scale[at : at + 1], state.amax(at) if self.is_recorded else None)
+        return Delayed(state.scale[at : at + 1], state.amax(at) if self.is_recorded else None)
 
-    def scale(self, name: str, x: Tensor) -> Scale | None:
-        """The scale of this step, a tensor of its own; None for blocks."""
-        if isinstance(self.recipe, CurrentScaling):
-            amax = fp8.amax_of(x).reshape(1)
-            return Scale(fp8.scale_of(
-                amax, self.dtype(name), power_of_two=self.recipe.power_of_two, smallest_amax=self.recipe.amax_epsilon
-            ))  # fmt: skip
-        if name == "output" and isinstance(self.recipe, DelayedScaling):
-            # It is asked for where nothing is recorded: no step has left an amax of it.
-            return Scale(fp8.scale_of(fp8.amax_of(x).reshape(1), self.dtype(name)))
-        return self.delayed_scale(name)
+    def scale_of(self, name: str, made: QuantizedTensor) -> Tensor | None:
+        """By which a tensor was quantised, and is again; None of blocks."""
+        if isinstance(self.recipe, BlockScaling):
+            return None
+        delayed = self.delayed(name)
+        return 1.0 / made.scale_inv if delayed is None else delayed.value
+
+    @property
+    def rule(self) -> fp8.Rule | None:
+        """Of CurrentScaling."""
+        recipe = self.recipe
+        return fp8.Rule(recipe.amax_epsilon, recipe.power_of_two) if isinstance(recipe, CurrentScaling) else None
 
     @property
     def is_exact(self) -> bool:
         """Whether bfloat16 holds the values of blocks: their scales are powers of two."""
         return not isinstance(self.recipe, BlockScaling) or self.recipe.power_of_two
 
-    def quantize(self, name: str, x: Tensor, scale: Scale | None, *, transpose: bool = False) -> QuantizedTensor:
-        """A matrix. scale: what `scale` gave, whose amax is recorded."""
-        if scale is None:
+    def quantize(self, name: str, x: Tensor, *, transpose: bool = False) -> QuantizedTensor:
+        """A matrix, whose amax is recorded where it is to be."""
+        recipe, dtype = self.recipe, self.dtype(name)
+        if isinstance(recipe, BlockScaling):
             block_rows = fp8.BLOCK_SIZE if name == "weight" else 1
             return fp8.quantize_blocks(
-                x, self.dtype(name), block_rows=block_rows, power_of_two=self.recipe.power_of_two, transpose=transpose
-            )
-        return fp8.quantize(x, scale.value, self.dtype(name), amax=scale.amax, transpose=transpose)
+                x, dtype, block_rows=block_rows, power_of_two=recipe.power_of_two, transpose=transpose
+            )  # fmt: skip
+        if isinstance(recipe, CurrentScaling):
+            return fp8.quantize_current(x, dtype, self.rule, transpose=transpose)
+        if name == "output":  # it is asked for where nothing is recorded: no step has left an amax of it
+            return fp8.quantize_current(x, dtype, transpose=transpose)
+        scale, amax = self.delayed(name)
+        return fp8.quantize(x, scale, dtype, amax=amax, transpose=transpose)
 
     def quantize_gradient(self, dy: Tensor, sum_dtype: torch.dtype | None) -> tuple[QuantizedTensor, Tensor | None]:
         """dy and its transposed copy; and its sums over rows in sum_dtype, where it is given and one reading makes both."""
-        scale = self.scale("grad_output", dy)
-        if scale is None or sum_dtype is None:
-            return self.quantize("grad_output", dy, scale, transpose=True), None
-        return fp8.quantize_and_sum(dy, scale.value, self.dtype("grad_output"), sum_dtype, amax=scale.amax)
+        if isinstance(self.recipe, BlockScaling) or sum_dtype is None:
+            return self.quantize("grad_output", dy, transpose=True), None
+        scale, amax = self.delayed("grad_output") or (None, None)
+        return fp8.quantize_and_sum(dy, self.dtype("grad_output"), sum_dtype, scale=scale, amax=amax, rule=self.rule)
 
 
 def states_of(kept: dict[str, Scales], recipe: fp8.Recipe, device: torch.device) -> dict[str, Scales]:
@@ -161,16 +168,15 @@ def normalize(call: Call, input: Tensor, norm_weight: Tensor | None, norm_bias: 
     if arrays.on_host(input) or isinstance(quantizers.recipe, BlockScaling) or call.return_normalized:
         values, mean, rstd, _ = call.normalize(input, norm_weight, norm_bias)
         rows = as_rows(values)
-        scale = quantizers.scale("input", rows)
-        made = quantizers.quantize("input", rows, scale, transpose=call.save_normalized)
-        return Normalized(made, values, mean, rstd, scale and scale.value)
+        made = quantizers.quantize("input", rows, transpose=call.save_normalized)
+        return Normalized(made, values, mean, rstd, quantizers.scale_of("input", made))
     how = Quantization(_name(quantizers.dtype("input")), transpose=call.save_normalized)
-    scale = quantizers.delayed_scale("input")
-    if scale is None:
+    delayed = quantizers.delayed("input")
+    if delayed is None:
         recipe = quantizers.recipe
         how = how._replace(scaling="tensor", power_of_two=recipe.power_of_two, smallest_amax=recipe.amax_epsilon)
     else:
-        how = how._replace(scale=scale.value, amax=scale.amax)
+        how = how._replace(scale=delayed.value, amax=delayed.amax)
     prepared, given = fused.prepare_forward(
         call.centered, as_rows(input), tuple(input.shape[-1:]), norm_weight, norm_bias, call.eps, None,
         call.zero_centered_weight, None, None, call.options, NOTHING_FUSED._replace(quantization=how), norm.FOR_STATISTICS,
@@ -178,7 +184,7 @@ def normalize(call: Call, input: Tensor, norm_weight: Tensor | None, norm_bias: 
     made, mean, rstd, *_ = prepared.run(*given)
     leading = input.shape[:-1]
     mean, rstd = None if mean is None else mean.reshape(leading), rstd.reshape(leading)
-    return Normalized(made, None, mean, rstd, 1.0 / made.scale_inv if scale is None else scale.value)
+    return Normalized(made, None, mean, rstd, quantizers.scale_of("input", made))
 
 
 def _name(dtype: torch.dtype) -> str:
@@ -193,7 +199,10 @@ def normalize_again(
     quantizers = call.quantizers
     if scale is None or arrays.on_host(input):
         rows = as_rows(call.normalize(input, norm_weight, norm_bias)[0])
-        made = quantizers.quantize("input", rows, scale and Scale(scale), transpose=True)
+        if scale is None:
+            made = quantizers.quantize("input", rows, transpose=True)
+        else:
+            made = fp8.quantize(rows, scale, quantizers.dtype("input"), transpose=True)
         return made.transposed, _scale_inv_of_transposed(made)
     of_norm = quantized.OfNorm(call.centered, norm_weight, norm_bias, call.zero_centered_weight, mean, rstd)
     name = _name(quantizers.dtype("input"))
@@ -271,7 +280,7 @@ def backward(
             is_exact=quantizers.is_exact,
         )  # fmt: skip
         if call.quantize_gradient:
-            reaches = quantizers.quantize("grad_input", reaches, quantizers.scale("grad_input", reaches)).dequantize(call.dtype)
+            reaches = quantizers.quantize("grad_input", reaches).dequantize(call.dtype)
         reaches = reaches.reshape(input.shape)
         if dnormalized is not None:
             reaches = reaches + dnormalized

@@ -1050,7 +1050,7 @@ class LayerNormLinear(torch.nn.Module):
             y, normalized, _ = fp8_linear.forward(call, weight, *tensors[:3], _joined(biases), False)
             if fp8_output:
                 rows, quantizers = fp8_linear.as_rows(y), call.quantizers
-                y = quantizers.quantize("output", rows, quantizers.scale("output", rows))
+                y = quantizers.quantize("output", rows)
             return y, normalized
 
     def _check_in_fp8(self, inp: Tensor, fp8_output: bool) -> tuple[_Call, bool]:
@@ -1121,7 +1121,7 @@ class LayerNormLinear(torch.nn.Module):
             return kept
         with torch.no_grad():
             weight = _joined(self._weights())
-            made = quantizers.quantize("weight", weight, quantizers.scale("weight", weight), transpose=recorded)
+            made = quantizers.quantize("weight", weight, transpose=recorded)
             made.dtype = dtype
         if is_first_microbatch is not None:
             self._fp8_weight = quantizers.recipe, made

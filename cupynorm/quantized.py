@@ -199,22 +199,22 @@ class QuantizedMatrix(NamedTuple):
 
 def quantize(
     x: Array, dtype: str, scale: Array | None = None, amax: Array | None = None, *, wants_data: bool = True,
-    transpose: bool = False, of_norm: OfNorm | None = None, sums: str | None = None,
+    transpose: bool = False, of_norm: OfNorm | None = None, sums: str | None = None, rule: tuple[float, bool] | None = None,
 ) -> QuantizedMatrix:  # fmt: skip
     """A matrix on a GPU in 8-bit floats, from one reading; one of 8-bit floats is only transposed.
 
     x: [num_rows, num_cols]. dtype: the 8-bit one by name. scale: one float32, None: 1;
     amax: one float32, raised to the largest |x|.
     of_norm: quantise that norm's y of x. sums: the dtype of sums of x over rows, which are computed in float32 (of float64 in
-    that), in one order, and rounded once.
+    that), in one order, and rounded once. rule: (smallest_amax, power_of_two): the scale is of amax, x's own, which is read.
     """
     is_scaled = arrays.dtype_name(x) not in (dtype, "uint8")
     lie = arrays.library(x).lie
     norm_key = of_norm and (lie(of_norm.weight), lie(of_norm.bias), of_norm.centered, of_norm.zero_centered)
-    key = (lie(x), dtype, norm_key, wants_data, transpose, sums)
+    key = (lie(x), dtype, norm_key, wants_data, transpose, sums, rule)
     prepared = norm.quantizations.get(key)
     if prepared is None:
-        prepared = _PreparedQuantize(x, dtype if is_scaled else None, dtype, of_norm, wants_data, transpose, sums)
+        prepared = _PreparedQuantize(x, dtype if is_scaled else None, dtype, of_norm, wants_data, transpose, sums, rule)
         norm.keep(norm.quantizations, key, prepared)
     return prepared.run(x, scale, amax, of_norm)
 
@@ -224,7 +224,7 @@ class _PreparedQuantize:
 
     def __init__(
         self, x: Array, made: str | None, dtype: str, of_norm: OfNorm | None, wants_data: bool, transpose: bool,
-        sums: str | None,
+        sums: str | None, rule: tuple[float, bool] | None,
     ) -> None:  # fmt: skip
         view = norm._view(x)
         self.device_index = view.device
@@ -235,7 +235,7 @@ class _PreparedQuantize:
         weight, copy_weight = norm._parameter(of_norm and of_norm.weight)
         bias, copy_bias = norm._parameter(of_norm and of_norm.bias)
         self.copies = norm._copies(copied, copy_weight, copy_bias)
-        self.call = QuantizeCall(rows, dtype, of_norm and (of_norm.centered, weight, bias, of_norm.zero_centered), sums)
+        self.call = QuantizeCall(rows, dtype, of_norm and (of_norm.centered, weight, bias, of_norm.zero_centered), sums, rule)
         launches = self.call.launches if rows.num_rows and rows.num_cols else ()
         self.kernels = [launch.load(each, view.device) for each in launches]
         self.new_data = norm._new(library, view.shape, dtype if wants_data else None)

@@ -269,13 +269,15 @@ def within(case: str, tensor: str, got: np.ndarray, wanted: np.ndarray, allowed:
 
 
 class Matrix(NamedTuple):
-    """To be quantised and transposed. x: its dtype, y's own where it is only transposed. norm: whose y of x is meant."""
+    """To be quantised and transposed. x: its dtype, y's own where it is only transposed. norm: whose y of x is meant.
+    scaling: given, or tensor: the scale is of x's amax."""
 
     num_rows: int
     num_cols: int
     x: str
     y: str
     norm: str | None = None
+    scaling: str = "given"
 
 
 def matrices() -> list[Matrix]:
@@ -284,6 +286,7 @@ def matrices() -> list[Matrix]:
         *(Matrix(256, 128, dtype, E4M3) for dtype in DTYPES),
         *(Matrix(130, num_cols, "bfloat16", E5M2) for num_cols in (1, 257, 130, 132, 136)),
         *(Matrix(48, num_cols, "float32", E4M3) for num_cols in (33, 34, 140)),
+        *(Matrix(150, num_cols, dtype, E4M3, None, "tensor") for num_cols, dtype in ((136, "bfloat16"), (35, "float64"))),
         *(Matrix(num_rows, num_cols, E5M2, E5M2) for num_rows, num_cols in ((144, 272), (130, 129), (7, 40))),
         *(Matrix(num_rows, num_cols, E4M3, E4M3) for num_rows, num_cols in ((16, 130), (33, 132))),
     ]
@@ -295,7 +298,7 @@ def matrices() -> list[Matrix]:
 
 def run_matrix(matrix: Matrix, where: CpuMachine | GpuCheckMachine) -> tuple[dict, dict]:
     """What the kernel makes, and what it is given: arrays by name."""
-    num_rows, num_cols, x, y, norm = matrix
+    num_rows, num_cols, x, y, norm, scaling = matrix
     generator = np.random.default_rng([num_rows, num_cols])
     is_scaled = x != y
     values = generator.standard_normal((num_rows, num_cols)) + 0.5
@@ -309,14 +312,18 @@ def run_matrix(matrix: Matrix, where: CpuMachine | GpuCheckMachine) -> tuple[dic
             "rstd": (1 / np.sqrt(((taken - mean[:, None]) ** 2).mean(axis=1))).astype(compute),
         }
         given |= {"bias": encode(bias, x), "mean": mean.astype(compute)} if norm == "layer_norm" else {}
-    given |= {"scale": np.full(1, 9.0, np.float32)} if is_scaled else {}
+    if scaling == "tensor":
+        given["amax"] = np.abs(decode(given["x"], x)).max().astype(np.float32).reshape(1)
+    elif is_scaled:
+        given["scale"] = np.full(1, 9.0, np.float32)
     kept = Kept(where)
     at = {name: kept.put(name, array) for name, array in given.items()}
     at["transposed"] = kept.poisoned("transposed", (num_cols, num_rows), "uint8")
     if is_scaled:
         at["data"] = kept.poisoned("data", (num_rows, num_cols), "uint8")
         at["scale_inv"] = kept.poisoned("scale_inv", (1,), "float32")
-        at["amax"] = kept.put("amax", np.zeros(1, np.float32))
+        if scaling == "given":
+            at["amax"] = kept.put("amax", np.zeros(1, np.float32))
     parameters = [(at[name], x) if name in at else None for name in ("weight", "bias")]
     sums = None
     if is_scaled and not norm:
@@ -324,8 +331,9 @@ def run_matrix(matrix: Matrix, where: CpuMachine | GpuCheckMachine) -> tuple[dic
         at["sums"] = kept.poisoned("sums", (num_cols,), sums)
         at["partials"] = kept.poisoned("partials", (squares, num_cols), sums)
     call = calls.QuantizeCall(
-        Rows(at.pop("x"), num_rows, num_cols, num_cols, x), y, norm and (norm == "layer_norm", *parameters, False), sums
-    )
+        Rows(at.pop("x"), num_rows, num_cols, num_cols, x), y, norm and (norm == "layer_norm", *parameters, False), sums,
+        (0.0, False) if scaling == "tensor" else None,
+    )  # fmt: skip
     words = call.words(kept.arrays["x"][1], at.pop("data", 0), at.pop("transposed"), **at)
     for launch, each in zip(call.launches, words, strict=True):
         where.launch(launch, each)
@@ -343,10 +351,12 @@ def judge_matrix(matrix: Matrix, got: dict, given: dict) -> list[Finding]:
         values = (values - given.get("mean", np.zeros(1)).reshape(-1, 1)) * given["rstd"].reshape(-1, 1)
         values = values * decode(given["weight"], matrix.x)
         values = values + decode(given["bias"], matrix.x) if "bias" in given else values
-    truth = fp8.quantize(values, matrix.y, given["scale"][0])
+    found = given["scale"][0] if matrix.scaling == "given" else fp8.scale_of(fp8.amax(values), matrix.y)
+    truth = fp8.quantize(values, matrix.y, found)
     findings.append(same_bytes(label, "scale_inv", got["scale_inv"], np.float32(truth.scale_inv).reshape(1)))
     if not matrix.norm:
-        findings.append(same_bytes(label, "amax", got["amax"], np.float32(truth.amax).reshape(1)))
+        if matrix.scaling == "given":
+            findings.append(same_bytes(label, "amax", got["amax"], np.float32(truth.amax).reshape(1)))
         # Each of so many additions one after the other rounds: those of a thread, of threads of a square, and of squares.
         additions = 128 + -(-matrix.num_rows // 128)
         rounding = additions * DTYPES[compute_dtype(matrix.x).name].half_ulp

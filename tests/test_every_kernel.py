@@ -119,6 +119,7 @@ def test_every_way_to_8_bits():
         assert places >= {(f"ring of __nv_bfloat16, {num_blocks} blocks a row", each) for each in ("given", "tensor")}
         assert places >= {("shared memory or nowhere", each) for each in SCALINGS}
         assert name == "cluster" or places >= {("registers, staged", each) for each in SCALINGS}
+    assert {each.scaling for each in matrices()} == {"given", "tensor"}
     packs = {name: {pack for source, pack in recorder.sources if source == name} for name, _ in recorder.sources}
     assert packs.keys() == {"ScaledSource", "NormalizedSource", "BytesSource"}
     assert packs["ScaledSource"] == {1, 2, 4, 8} and packs["BytesSource"] == {1, 2, 4, 8, 16}
@@ -156,7 +157,16 @@ def test_a_wrong_byte_of_8_bits_is_found(scaling):
         assert name in [found.tensor for found in off]
 
 
-@pytest.mark.parametrize("matrix", [matrices()[4], matrices()[-4], matrices()[-1], matrices()[12]], ids=str)
+@pytest.mark.parametrize(
+    "matrix",
+    [
+        matrices()[4],
+        matrices()[-4],
+        matrices()[-1],
+        *(each for each in matrices() if each.scaling == "tensor" or each.x == each.y),
+    ],
+    ids=str,
+)
 def test_a_wrong_byte_of_a_matrix_is_found(matrix):
     got, given = run_matrix(matrix, CpuMachine())
     findings = judge_matrix(matrix, got, given)

@@ -117,6 +117,27 @@ def test_blocks_as_wide_as_a_row_and_wider(block_rows, shape):
     np.testing.assert_allclose(made.dequantize(torch.float64).numpy(), truth, rtol=2.0**-24, atol=2.0**-149)
 
 
+@pytest.mark.parametrize("rule", (fp8.Rule(), fp8.Rule(power_of_two=True), fp8.Rule(smallest_amax=7.0)), ids=str)
+@pytest.mark.parametrize("largest", (3.0, 0.0, 3e-39, float("inf"), float("nan")))
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float32), ids=str)
+def test_a_matrix_by_the_scale_of_its_own_amax(dtype, largest, rule, anywhere):
+    """Bytes and scale of the reference, alone and beside its sums over rows."""
+    values = np.clip(np.random.default_rng(0).standard_normal((130, 40)), -2.5, 2.5)
+    x = torch.from_numpy(values * (largest / 3 if largest < 3 else 1)).to(dtype)
+    x[5, 7] = largest
+    values, name = x.float().numpy(), "float8_e4m3fn"
+    options = {"smallest_amax": rule.smallest_amax, "power_of_two": rule.power_of_two}
+    truth = reference.quantize(values, name, reference.scale_of(reference.amax(values), name, **options))
+    x = x.to(anywhere)
+    beside, sums = fp8.quantize_and_sum(x, fp8.E4M3, torch.float32, rule=rule)
+    for made in (fp8.quantize_current(x, fp8.E4M3, rule, transpose=True), beside):
+        same = np.arange(values.size).reshape(values.shape) != (5 * 40 + 7 if np.isnan(largest) else -1)  # NaN may have a sign
+        np.testing.assert_array_equal(raw(made.data)[same], truth.data[same])
+        np.testing.assert_array_equal(raw(made.transposed).T[same], truth.data[same])
+        assert made.scale_inv.cpu().numpy() == np.float32(truth.scale_inv)
+    np.testing.assert_allclose(sums.cpu().numpy(), values.sum(0), rtol=1e-5, atol=1e-5)
+
+
 # -- recipes ---------------------------------------------------------------------------------------------
 
 

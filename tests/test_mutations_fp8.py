@@ -16,7 +16,7 @@ from cupynorm.gradient_check import CpuMachine
 from cupynorm.on_cpu import OnCpuError
 
 torch = pytest.importorskip("torch")
-bytes_of, of_matrices = pytest.importorskip("test_quantized"), pytest.importorskip("test_survey")
+bytes_of, of_matrices, of_recipes = (pytest.importorskip(name) for name in ("test_quantized", "test_survey", "test_fp8"))
 
 IN_REGISTERS = cupynorm.Tile(8, 64, 2, exact=1)
 FETCHING_AHEAD = cupynorm.Tile(8, 64, 2, blocks_per_sm=2, exact=1)
@@ -45,6 +45,9 @@ CHECKS = {
     "ring": partial(rows, "row", IN_A_RING),
     "ahead": partial(rows, "row", FETCHING_AHEAD),
     "matrix": partial(bytes_of.test_a_matrix_and_its_transposed_copy, (130, 257), torch.bfloat16, "cpu"),
+    "own amax": partial(
+        of_recipes.test_a_matrix_by_the_scale_of_its_own_amax, torch.bfloat16, 3.0, of_recipes.fp8.Rule(), "cpu"
+    ),
     "small numbers": partial(bytes_of.test_a_matrix_of_numbers_below_2_to_the_minus_126, torch.bfloat16, "cpu"),
     "amax of a matrix": partial(of_matrices.test_the_largest_magnitude, "bfloat16", (300, 34), "cpu"),
     "sums of a matrix": partial(of_matrices.test_sums_over_rows, "bfloat16", "float32", (300, 34), "cpu"),
@@ -83,6 +86,9 @@ MUTATIONS = {
         "quantize.cu", "times_large(values[at], factor)", "values[at] * factor * 0.0f", "small numbers",
     ),
     "a matrix whose amax nobody finds": ("quantize.cu", "largest.add_pack(values);", "", "matrix"),
+    "a matrix whose own amax makes no scale": (
+        "quantize.cu", "rule.scale_of(*amax, FormatOf<Y>::largest)", "1.0f", "own amax",
+    ),
     "sums that leave the last group of threads out": (
         "reduce.cuh", "from < num_groups; ++from) sum +=", "from < num_groups - 1; ++from) sum +=", "sums",
     ),

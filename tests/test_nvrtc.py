@@ -206,8 +206,8 @@ def matrix_launches(limits: tuple[int, ...], device: Device) -> list[Launch]:
     for limit in limits:
         for dtype, sums in itertools.product(DTYPES, (None, "bfloat16")):
             found += survey_launch(device, 130, 257, dtype, limit, sums)[0]
-        for sums in (None, "bfloat16"):
-            found += itertools.chain(*(quantize_launch(130, 257, dtype, E5M2, limit, sums=sums) for dtype in DTYPES))
+        for sums, scaling, dtype in itertools.product((None, "bfloat16"), ("given", "tensor"), DTYPES):
+            found += quantize_launch(130, 257, dtype, E5M2, limit, sums=sums, scaling=scaling)
         found += itertools.chain(*(quantize_launch(130, 257, format, format, limit) for format in FLOAT8S))
         for dtype, weight in (("bfloat16", "bfloat16"), ("float16", "float32"), ("float32", None), ("float64", "float64")):
             options = {"weight": weight, "zero_centered": dtype == "bfloat16"}
