@@ -263,7 +263,7 @@ def quantize_launch(
     pack_size = min(pack_limit, 16 // ELEMENTS[x].itemsize)
     lanes = 128 // pack_size
     # Of small packs more are in flight, each with an address: too many for the 80 registers that three blocks leave a thread.
-    small = 1 < pack_size and pack_size * ELEMENTS[x].itemsize < 16
+    small = pack_size * ELEMENTS[x].itemsize < 16 and (pack_size > 1 or scaling == "tensor")
     blocks_per_sm = 2 if small or x == "float64" else 3
     if centered is not None and pack_size == 8 and {weight, bias} <= {x, None}:
         blocks_per_sm = 4  # H200, bf16, 8192 x 4096: 38 us, with three blocks of twice the packs in flight 39
@@ -288,7 +288,7 @@ def survey_launch(
     """The kernel that reads a matrix of dtype x for its largest magnitude, or, with sums, for sums over its rows of that dtype,
     and a second one that adds up those of slabs; the number of slabs, and the rows of one."""
     pack_size = min(pack_limit, 16 // DTYPES[x].itemsize)
-    tile = Tile(pack_size, 16, 8, 16, blocks_per_sm=3)
+    tile = Tile(pack_size, 16, 4, 16, blocks_per_sm=4)
     rows_at_once = tile.rows_per_block * tile.packs_per_thread
     across = ceil_div(num_cols, tile.threads_per_row * pack_size)
     wanted = ceil_div(_SURVEYS_OF_PLACE * tile.blocks_per_sm * device.num_sms, max(across, 1))
