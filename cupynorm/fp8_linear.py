@@ -55,11 +55,11 @@ class Quantizers:
         return Delayed(state.scale[at : at + 1], state.amax(at) if self.is_recorded else None)
 
     def scale_of(self, name: str, made: QuantizedTensor) -> Tensor | None:
-        """By which a tensor was quantised, and is again; None of blocks."""
+        """By which a tensor was quantised, and is again in backward, before which the step ends; None of blocks."""
         if isinstance(self.recipe, BlockScaling):
             return None
         delayed = self.delayed(name)
-        return 1.0 / made.scale_inv if delayed is None else delayed.value
+        return 1.0 / made.scale_inv if delayed is None else delayed.value.clone()
 
     @property
     def rule(self) -> fp8.Rule | None:
@@ -152,14 +152,12 @@ def sum_rows(rows: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class Normalized(NamedTuple):
-    """The normalised tensor. rows: in 8 bits, as a matrix. values: in float32, None where nobody asked for them.
-    scale: its value."""
+    """The normalised tensor. rows: in 8 bits, as a matrix. values: in float32, None where nobody asked for them."""
 
     rows: QuantizedTensor
     values: Tensor | None
     mean: Tensor | None
     rstd: Tensor
-    scale: Tensor | None
 
 
 def normalize(call: Call, input: Tensor, norm_weight: Tensor | None, norm_bias: Tensor | None) -> Normalized:
@@ -169,7 +167,7 @@ def normalize(call: Call, input: Tensor, norm_weight: Tensor | None, norm_bias: 
         values, mean, rstd, _ = call.normalize(input, norm_weight, norm_bias)
         rows = as_rows(values)
         made = quantizers.quantize("input", rows, transpose=call.save_normalized)
-        return Normalized(made, values, mean, rstd, quantizers.scale_of("input", made))
+        return Normalized(made, values, mean, rstd)
     how = Quantization(_name(quantizers.dtype("input")), transpose=call.save_normalized)
     delayed = quantizers.delayed("input")
     if delayed is None:
@@ -184,7 +182,7 @@ def normalize(call: Call, input: Tensor, norm_weight: Tensor | None, norm_bias: 
     made, mean, rstd, *_ = prepared.run(*given)
     leading = input.shape[:-1]
     mean, rstd = None if mean is None else mean.reshape(leading), rstd.reshape(leading)
-    return Normalized(made, None, mean, rstd, quantizers.scale_of("input", made))
+    return Normalized(made, None, mean, rstd)
 
 
 def _name(dtype: torch.dtype) -> str:
@@ -236,13 +234,13 @@ def forward(
     bias: Tensor | None, recorded: bool
 ) -> tuple[Tensor, Tensor | None, Waiting]:  # fmt: skip
     """y, normalized (None unless asked for), and what waits for `backward`, where there is one (recorded)."""
-    rows, normalized, mean, rstd, scale = normalize(call, input, norm_weight, norm_bias)
+    rows, normalized, mean, rstd = normalize(call, input, norm_weight, norm_bias)
     y = project(call, rows, weight, None if bias is None else bias.to(call.dtype))
-    kept = (rows.transposed, _scale_inv_of_transposed(rows)) if call.save_normalized else (None, None)
+    scale, kept = None, (None, None)
     if call.save_normalized:
-        scale = None
-    elif recorded and scale is not None and isinstance(call.quantizers.recipe, DelayedScaling):
-        scale = scale.clone()  # the step's end comes before backward
+        kept = (rows.transposed, _scale_inv_of_transposed(rows))
+    elif recorded:
+        scale = call.quantizers.scale_of("input", rows)
     y = y.reshape(*input.shape[:-1], y.shape[-1])
     waiting = Waiting(mean, rstd, scale, *kept, weight.transposed, _scale_inv_of_transposed(weight))
     return y, normalized.to(call.dtype) if call.return_normalized else None, waiting
