@@ -286,7 +286,7 @@ def test_a_margin_of_its_own_shrinks_the_grid_of_each_plan(monkeypatch):
 
     def backward(options):
         return norm._PreparedBackward(
-            False, x, x, None, rstd, (1024,), None, False, None, ("float32", None, None), options
+            False, x, x, None, rstd, (1024,), None, False, None, ("float32", None, None), options, False
         ).kernels[0].grid_size  # fmt: skip
 
     prepared, recorded = forward(MARGINS, True)
