@@ -278,7 +278,8 @@ def quantize_launch(
     return Launch(kernel, tile, squares, tile.block_size, smem_bytes), last
 
 
-# Rows of a slab are as many as give each place of a block this many blocks, one after the other.
+# Rows of a slab are as many as give each place of a block this many blocks, one after the other. Neither this nor the tile
+# has been measured.
 _SURVEYS_OF_PLACE = 4
 
 
