@@ -58,10 +58,10 @@ def test_rows_with_gaps_and_what_is_no_matrix_in_memory(device):
     """A view is read where it lies; a transposed one is copied, or left to torch."""
     x = random(70, 48, dtype=torch.float32, device=device)
     for view in (x[:, :40], x[::2], x[:, 1:34], x.t(), x[0].expand(50, 48)):
-        expected = view.double().sum(0)
+        expected, allowed = view.double().sum(0), len(view) * 2.0**-24 * view.double().abs().sum(0)  # each addition rounds
         for made in (survey.sum_rows(view, "float32"), fp8_linear.sum_rows(view, torch.float32)):
             assert made.dtype == torch.float32
-            torch.testing.assert_close(made.double(), expected, rtol=1e-5, atol=1e-5)
+            assert ((made.double() - expected).abs() <= allowed).all()
         assert survey.amax(view).item() == view.abs().max().item()
 
 
