@@ -54,7 +54,7 @@ class Quantizers:
         state, at = self.states["backward" if name in BACKWARD else "forward"], names.index(name)
         return Delayed(state.scale[at : at + 1], state.amax(at) if self.is_recorded else None)
 
-    def scale_of(self, name: str, made: QuantizedTensor) -> Tensor | None:
+    def scale_to_keep(self, name: str, made: QuantizedTensor) -> Tensor | None:
         """By which a tensor was quantised, and is again in backward, before which the step ends; None of blocks."""
         if isinstance(self.recipe, BlockScaling):
             return None
@@ -240,7 +240,7 @@ def forward(
     if call.save_normalized:
         kept = (rows.transposed, _scale_inv_of_transposed(rows))
     elif recorded:
-        scale = call.quantizers.scale_of("input", rows)
+        scale = call.quantizers.scale_to_keep("input", rows)
     y = y.reshape(*input.shape[:-1], y.shape[-1])
     waiting = Waiting(mean, rstd, scale, *kept, weight.transposed, _scale_inv_of_transposed(weight))
     return y, normalized.to(call.dtype) if call.return_normalized else None, waiting
