@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import functools
 import json
 import math
 import numbers
@@ -514,24 +515,33 @@ class Region:
     recipe: Recipe | None
     group: Any
     ended: dict[int, UsedScales]
-    number: int  # of the recipe, for what torch.compile traces: the same for equal recipes; -1: none
+    text: str  # of the recipe, for what torch.compile traces; empty: none
 
 
-_recipes: dict[Recipe, int] = {}  # their numbers; as many as a program writes down
+_recipes: dict[str, Recipe] = {}  # of their texts; as many as a program writes down
 
 
-def _number_of(recipe: Recipe | None) -> int:
-    """None of a recipe with callables, of which there may be ever new ones: torch.compile runs its calls as they are."""
+def _text_of(recipe: Recipe | None) -> str:
+    """All of a recipe: torch keeps what it has compiled for other processes, in which a number might be another recipe's.
+
+    None of a recipe with callables, of which there may be ever new ones: torch.compile runs its calls as they are."""
     if recipe is None:
-        return -1
+        return ""
     if isinstance(recipe, DelayedScaling) and (callable(recipe.amax_compute_algo) or recipe.scaling_factor_compute_algo):
-        return -1
-    return _recipes.setdefault(recipe, len(_recipes))
+        return ""
+    return _written(recipe)
 
 
-def recipe_of(number: int) -> Recipe:
-    """The recipe of a Region's number."""
-    return list(_recipes)[number]
+@functools.cache
+def _written(recipe: Recipe) -> str:
+    text = repr(recipe)
+    _recipes[text] = recipe
+    return text
+
+
+def recipe_of(text: str) -> Recipe:
+    """The recipe of a Region's text."""
+    return _recipes[text]
 
 
 _regions: list[Region] = []  # of the process: what runs in a thread of its own sees them too
@@ -554,13 +564,16 @@ def fp8_autocast(enabled: bool = True, recipe: Recipe | None = None, group: Any 
     for the next step; those of gradients are, after each backward of a layer. A forward that is not recorded changes no state,
     nor does a region that an exception leaves.
     A layer that is checkpointed enters the region inside of what is run again, and then CurrentScaling or BlockScaling make the
-    same numbers again. Raises TypeError for a recipe of another kind.
+    same numbers again. torch.compile compiles what is called inside; a function that enters a region is not one graph.
+    Raises TypeError for a recipe of another kind.
     """
+    if torch.compiler.is_dynamo_compiling():
+        torch._dynamo.graph_break()  # the region must be there when a graph runs, not when it has run
     if recipe is not None and not isinstance(recipe, Recipe):
         raise TypeError(f"recipe is a {type(recipe).__name__}; expected DelayedScaling, CurrentScaling or BlockScaling")
     ended = _regions[0].ended if _regions else {}
     recipe = (recipe or DelayedScaling()) if enabled else None
-    _regions.append(Region(recipe, group, ended, _number_of(recipe)))
+    _regions.append(Region(recipe, group, ended, _text_of(recipe)))
     is_whole = False
     try:
         yield

@@ -353,7 +353,7 @@ _library = torch.library.Library("cupynorm", "FRAGMENT")
 _TAGS = (torch.Tag.pt2_compliant_tag, *(tag for tag in (getattr(torch.Tag, "cudagraph_unsafe", None),) if tag is not None))
 _library.define(
     "norm_linear_in_fp8(Tensor input, Tensor? norm_weight, Tensor? norm_bias, Tensor[] weights, Tensor[] biases, Tensor layer, "
-    "int recipe, ScalarType dtype, bool centered, bool return_normalized, bool save_normalized, bool? is_first_microbatch, "
+    "str recipe, ScalarType dtype, bool centered, bool return_normalized, bool save_normalized, bool? is_first_microbatch, "
     "bool quantize_gradient, bool records, bool recorded) "
     "-> (Tensor y, Tensor normalized, Tensor mean, Tensor rstd, Tensor scale, Tensor kept, Tensor kept_scale_inv, "
     "Tensor weight, Tensor weight_scale_inv)",
@@ -361,7 +361,7 @@ _library.define(
 )
 _library.define(
     "norm_linear_in_fp8_backward(Tensor? dy, Tensor? dnormalized, Tensor input, Tensor? norm_weight, Tensor? norm_bias, "
-    "Tensor[] waiting, Tensor[] weights, Tensor[] biases, Tensor layer, int recipe, ScalarType dtype, bool quantize_gradient, "
+    "Tensor[] waiting, Tensor[] weights, Tensor[] biases, Tensor layer, str recipe, ScalarType dtype, bool quantize_gradient, "
     "bool[] wanted) -> Tensor[]",
     tags=_TAGS,
 )
@@ -381,7 +381,7 @@ def by_operator(
     """y, normalized (empty unless it is asked for)."""
     weights, biases = layer.parts_in_fp8()
     return torch.ops.cupynorm.norm_linear_in_fp8.default(
-        input, layer.layer_norm_weight, layer.layer_norm_bias, weights, biases, number, region.number, dtype,
+        input, layer.layer_norm_weight, layer.layer_norm_bias, weights, biases, number, region.text, dtype,
         layer.normalization == "LayerNorm", layer.return_layernorm_output, layer.save_normalized, is_first_microbatch,
         quantize_gradient, torch.is_grad_enabled(), recorded,
     )[:2]  # fmt: skip
@@ -411,7 +411,7 @@ def _run_without_memory(
     input, norm_weight, norm_bias, weights, biases, layer, recipe, dtype, centered, return_normalized, save_normalized,
     is_first_microbatch, quantize_gradient, records, recorded,
 ):  # fmt: skip
-    recipe = fp8.recipe_of(int(recipe))
+    recipe = fp8.recipe_of(recipe)
     leading, in_features = input.shape[:-1], input.shape[-1]
     out_features, num_rows = sum(len(each) for each in weights), leading.numel()
     in_blocks = isinstance(recipe, BlockScaling)

@@ -966,7 +966,7 @@ class LayerNormLinear(torch.nn.Module):
         if self.fuse_wgrad_accumulation and is_first_microbatch and self.training and not torch.is_grad_enabled():
             self._begins_later = True
         region = fp8.active()
-        if region is not None and _is_compiling() and region.number >= 0 and not (fp8_output or self._hands_on_in_fp8()):
+        if region is not None and _is_compiling() and region.text and not (fp8_output or self._hands_on_in_fp8()):
             plain, recorded = self._check_in_fp8(inp, fp8_output)
             y, normalized = fp8_linear.by_operator(
                 self, self._number, region, inp, plain.dtype, is_first_microbatch, fp8_grad, recorded

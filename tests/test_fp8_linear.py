@@ -12,6 +12,9 @@ from __future__ import annotations
 
 import copy
 import gc
+import os
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -710,7 +713,7 @@ def test_layers_that_are_compiled_one_by_one_share_what_is_compiled():
 
 
 def test_a_recipe_with_a_callable_is_compiled_around():
-    """Its number would be of an object that another step may not have; results are those of what is not compiled."""
+    """Its text would be of an object that another step may not have; results are those of what is not compiled."""
     torch._dynamo.reset()
     module, problem = make()
     twin = copy.deepcopy(module)
@@ -724,6 +727,62 @@ def test_a_recipe_with_a_callable_is_compiled_around():
                 made.append(run(tensor(problem.x)))
         assert torch.equal(*made) and len(fp8._recipes) == before
     assert torch.equal(module._fp8_states["forward"].scale, twin._fp8_states["forward"].scale)
+
+
+_COMPILED_FOR_A_RECIPE = """
+import sys, torch, cupynorm
+layer = cupynorm.LayerNormLinear(256, 128, params_dtype=torch.bfloat16, device="cpu")
+compiled = torch.compile(layer, fullgraph=True)
+x = torch.ones(64, 256, dtype=torch.bfloat16)
+made = []
+for run in (layer, compiled):
+    layer.zero_grad()
+    with cupynorm.fp8_autocast(recipe=getattr(cupynorm, sys.argv[1])()):
+        y = run(x)
+    y.sum().backward()
+    made.append((y, layer.weight.grad))
+assert all(torch.equal(*pair) for pair in zip(*made))
+print(torch._dynamo.utils.counters["aot_autograd"]["autograd_cache_hit"])
+"""
+
+
+def test_what_torch_keeps_for_other_processes_is_of_its_recipe(tmp_path):
+    """torch finds compiled code again by what it was compiled of, in which the recipe must be written."""
+    hits = []
+    for recipe in ("BlockScaling", "CurrentScaling", "BlockScaling"):
+        done = subprocess.run(
+            [sys.executable, "-c", _COMPILED_FOR_A_RECIPE, recipe],
+            env={**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}, capture_output=True, text=True,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr[-2000:]
+        hits.append(int(done.stdout))
+    assert hits == [0, 0, 1]
+
+
+@pytest.mark.parametrize("recipe", (DelayedScaling(), CurrentScaling()), ids=str)
+def test_a_region_inside_of_what_is_compiled(recipe):
+    """It breaks the graph: results and scales are those of what is not compiled."""
+    torch._dynamo.reset()
+    module, problem = make()
+    twin = copy.deepcopy(module)
+
+    def step_of(layer, x):
+        with fp8_autocast(recipe=recipe):
+            return layer(x)
+
+    for size in (1.0, 20.0, 0.1):
+        made = []
+        for run, layer in ((step_of, module), (torch.compile(step_of, backend="aot_eager"), twin)):
+            layer.zero_grad()
+            y = run(layer, tensor(size * problem.x))
+            y.backward(tensor(problem.dy))
+            made.append((y, layer.weight.grad))
+        assert all(torch.equal(*pair) for pair in zip(*made)), size
+    for name, state in module._fp8_states.items():
+        assert torch.equal(state.scale, twin._fp8_states[name].scale)
+    torch._dynamo.reset()
+    with pytest.raises(torch._dynamo.exc.Unsupported):
+        torch.compile(step_of, backend="aot_eager", fullgraph=True)(twin, tensor(problem.x))
 
 
 def test_what_is_compiled_and_checkpointed():
