@@ -92,7 +92,7 @@ struct NormalizedSource {
   using Compute = typename ComputeOf<X>::type;
   using Affine = Store<Y, Weight, Bias, zero_centered, Rounded>;
   using Factor = Compute;
-  static constexpr int most_in_flight = 2;
+  static constexpr int most_in_flight = 4;
   template <int pack_size>
   using Kept = typename Affine::template Kept<pack_size>;
   template <int pack_size>
@@ -197,9 +197,12 @@ __global__ void __launch_bounds__(tile.block_size(), tile.blocks_per_sm) quantiz
   constexpr int in_flight = num_passes < Source::most_in_flight ? num_passes : Source::most_in_flight;
   static_assert(tile.threads_per_row * pack_size == side && tile.block_size() == 256,
                 "threads share out the columns of a square");
+  static_assert(num_passes % in_flight == 0, "no pass is behind the square's last row");
   unsigned char* square = dynamic_smem();
   const long long squares_across = (problem.num_cols + side - 1) / side;
-  const long long first_row = blockIdx.x / squares_across * side, first_col = blockIdx.x % squares_across * side;
+  // The last ones first: what wrote or read the matrix before has left those in the L2 cache, if any.
+  const long long turn = gridDim.x - 1 - blockIdx.x;
+  const long long first_row = turn / squares_across * side, first_col = turn % squares_across * side;
 
   const int own_row = threadIdx.x / tile.threads_per_row, own_col = threadIdx.x % tile.threads_per_row * pack_size;
   const long long col = first_col + own_col;

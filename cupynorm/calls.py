@@ -166,7 +166,7 @@ class ForwardCall:
             amax=quantization is not None and quantization.amax is not None, **own_sum,
         )  # fmt: skip
         self.plan: Plan = make_plan(problem, device, x.num_rows, **options._asdict())
-        self.x_stride, self.y_stride = x.row_stride, y.row_stride if y else 0
+        self.x_stride, self.y_stride, self.itemsize = x.row_stride, y.row_stride if y else 0, DTYPES[x.dtype].itemsize
         self.residual_stride = residual.row_stride if residual else None
         self.sum_stride = sum.row_stride if sum else 0
         self.y1_stride = y1.row_stride if y1 else None
@@ -193,18 +193,30 @@ class FusedForwardCall(ForwardCall):
     def words(
         self, x: int, y: int, weight: int, bias: int, mean: int, rstd: int, residual: int, sum: int, row_scale: int,
         dropout: Dropout, y1: int, weight1: int, bias1: int, scale: int = 0, scale_inv: int = 0, amax: int = 0,
-    ) -> tuple:  # fmt: skip
-        load = (x, self.x_stride)
-        if self.has_own_sum or self.residual_stride is not None:
-            load += (residual, self.residual_stride or 0, sum, self.sum_stride)
-        if self.has_own_sum:
-            load += (row_scale, *dropout.words)
-        store = (y, self.y_stride, weight, bias)
-        if self.y1_stride is not None:
-            store += (y1, self.y1_stride, weight1, bias1)
-        if self.rule:
-            store += (scale, scale_inv, amax, *self.rule)
-        return (*load, *store, mean, rstd, *self.tail)
+    ) -> list[tuple]:  # fmt: skip
+        """For each launch: struct Forward of forward.cuh."""
+
+        def of_launch(turned: bool, mean: int, rstd: int) -> tuple:
+            def rows(address: int, stride: int, itemsize: int) -> tuple[int, int]:
+                return (address + (self.tail[0] - 1) * stride * itemsize, -stride) if turned and address else (address, stride)
+
+            load = rows(x, self.x_stride, self.itemsize)
+            if self.has_own_sum or self.residual_stride is not None:
+                load += rows(residual, self.residual_stride or 0, self.itemsize) + rows(sum, self.sum_stride, self.itemsize)
+            if self.has_own_sum:
+                load += (row_scale, *dropout.words)
+            store = (*rows(y, self.y_stride, 1), weight, bias)
+            if self.y1_stride is not None:
+                store += (y1, self.y1_stride, weight1, bias1)
+            if self.rule:
+                store += (scale, scale_inv, amax, *self.rule)
+            return (*load, *store, mean, rstd, *self.tail)
+
+        words = [of_launch(False, mean, rstd) for _ in self.plan.launches[:1]]
+        # A second launch, for y in 8 bits, finds the same statistics again. One scale is for all rows, so it may begin with the
+        # last ones, which may still be in the L2 cache.
+        turned = self.plan.problem.scaling == "tensor" and not self.has_own_sum
+        return words + [of_launch(turned, 0, 0) for _ in self.plan.launches[1:]]
 
 
 def rule_words(rule: tuple[float, bool]) -> tuple[int, int]:
@@ -379,8 +391,8 @@ def run_forward(
         residual.pointer if residual else 0, sum.pointer if sum else 0, row_scale[0] if row_scale else 0, dropout,
         y1.pointer if y1 else 0, weight1[0] if weight1 else 0, bias1[0] if bias1 else 0, *of_scales,
     )  # fmt: skip
-    for launch in call.plan.launches:
-        machine.launch(launch, words)
+    for launch, launch_words in zip(call.plan.launches, words):
+        machine.launch(launch, launch_words)
     return call.plan
 
 

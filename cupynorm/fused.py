@@ -326,8 +326,8 @@ class _PreparedForward(_Forward):
                 _dropout(fused_options.dropout_p, seed, address), *map(address, (y1, weight1, bias1, *of_scales)),
             )  # fmt: skip
             stream = library.stream()
-            for kernel in self.kernels:
-                kernel.enqueue(stream, words)
+            for kernel, argument in zip(self.kernels, words):
+                kernel.enqueue(stream, argument)
             if quantization is not None:
                 y = quantized.result(quantization, y, scale_inv, self._transposed(y, quantization), x, self.num_cols)
             return y, mean, rstd, added, y1, seed
