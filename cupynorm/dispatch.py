@@ -443,8 +443,25 @@ class Plan:
         return "\n".join(f"{name:<{width}}  {value}" for name, value in lines)
 
 
-# Groups of rows that a block takes, one after the other, whose y has 8 bits; then the hardware's queue has the next.
-QUANTIZED_GROUPS = 4
+# Of y in 8 bits a block has some instructions before its first row, so of many rows it takes a few groups one after the other
+# (H200, bf16, 1 x 128 blocks, 1024 columns: four rows a block 0.94 of a copy, one 0.87); then the queue has the next ones.
+# Of fewer rows the queue must have this many blocks for each place of one, by scaling, to even out what multiprocessors get
+# (H200, bf16, microseconds: scale given, 8192 x 4096 32.2, four rows a block 35.4; 4096 x 8192 32.4 and 36.5; by row, 16384 x
+# 2048 32.3 and 35.7). Where a second launch reads the rows again, resident blocks alone keep to their order, and leave more of
+# them in the L2 cache (8192 x 4096 55.9, four rows a block 60.2).
+_QUANTIZED_GROUPS, _QUEUED_QUANTIZED, _QUEUED_GIVEN, _RESIDENT_TENSOR = 4, 4, 12, 14
+
+
+def _quantized_blocks(problem: Problem, groups: int, resident: int) -> int:
+    """Blocks, or clusters, that write y in 8 bits from registers."""
+    few = ceil_div(groups, _QUANTIZED_GROUPS)
+    if problem.scaling == "tensor":
+        return resident if groups < _RESIDENT_TENSOR * resident else max(resident, few)
+    if groups < 2 * resident:
+        return resident
+    queued = _QUEUED_GIVEN if problem.scaling == "given" else _QUEUED_QUANTIZED
+    return max(min(groups, queued * resident), few)
+
 
 # Blocks that stay on their multiprocessor begin with this share of the rows; then the hardware's queue has blocks of so many,
 # which evens out what multiprocessors get of the memory (H200, bf16 to 8 bits: LayerNorm by row, 8192 columns 0.974, all rows
@@ -511,9 +528,7 @@ def grid_size(choice: Choice, problem: Problem, device: Device, num_rows: int, s
             queued = ceil_div(num_rows, rows)
         return min(groups, max(resident, queued), most) * tile.cluster_size
     if problem.scaling and tile.packs_per_thread:
-        # Bound by instructions, of which a block has some before its first row (H200, bf16 to 8 bits in 1 x 128 blocks, 1024
-        # columns: 0.94 with four rows a block, 0.87 with one). Others are bound by memory, and slower.
-        return min(groups, max(resident, ceil_div(groups, QUANTIZED_GROUPS)), most) * tile.cluster_size
+        return min(groups, _quantized_blocks(problem, groups, resident), most) * tile.cluster_size
     return min(groups, most) * tile.cluster_size
 
 

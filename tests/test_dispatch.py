@@ -14,7 +14,7 @@ from cupynorm.bundles import queued_bundles
 from cupynorm.devices import DEVICES, Device, device_like
 from cupynorm.dispatch import Choice, choose, make_plan, pack_limit, plan, widest
 from cupynorm.dtypes import DTYPES
-from cupynorm.problem import SCALINGS, Problem, Tile, ceil_div
+from cupynorm.problem import Problem, Tile, ceil_div
 from cupynorm.quantized_registers import fetches_ahead
 from cupynorm.strategies import STATISTICS, STRATEGIES, reduce_bytes
 
@@ -323,17 +323,27 @@ def test_rows_to_8_bits_have_one_launch_and_as_many_elements_a_thread_as_their_s
     assert chosen_to_8_bits(2048, scaling).tile == Tile(8, 32, 8, blocks_per_sm=18, exact=1)
 
 
-@pytest.mark.parametrize("scaling", SCALINGS)
-def test_blocks_of_rows_to_8_bits_take_several_groups_of_rows(scaling):
-    """As many as they have places for, and beyond that four each: none waits while few have many. Of those that fetch the next
-    row early, as where scales are sought in the row, the first have 36 of 40 and others two each."""
-    choice = chosen_to_8_bits(4096, scaling)
-    resident = 132 * choice.resident
-    most = (10 if scaling in ("given", "tensor") else 3) * resident
-    for num_rows, grid_size in ((1, 1), (resident - 1, resident - 1), (3 * resident, resident), (40 * resident, most)):
-        launches = plan(4096, num_rows, device="H200", out_dtype="float8_e4m3fn", scale=scaling).launches
-        assert {launch.grid_size for launch in launches} == {grid_size}
-    assert plan(4096, 40 * resident, device="H200").launches[0].grid_size == 40 * resident
+# Of a problem to 8 bits: rows and blocks, in places that blocks have at once.
+BLOCKS_TO_8_BITS = {
+    (4096, "given"): {1.9: 1, 3: 3, 12: 12, 20: 12, 80: 20},
+    (4096, "tensor"): {1.9: 1, 3: 1, 12: 1, 20: 5, 80: 20},
+    (2048, "block"): {1.9: 1, 3: 3, 12: 4, 20: 5, 80: 20},
+    (2048, "row"): {1.9: 1, 3: 3, 12: 4, 20: 5, 80: 20},
+    # Those that fetch the next row early: the first have 36 of 40, and others two each.
+    (4096, "row"): {1.9: 1, 3: 1, 40: 3},
+    (4096, "mx"): {1.9: 1, 3: 1, 40: 3},
+}
+
+
+@pytest.mark.parametrize("num_cols, scaling", BLOCKS_TO_8_BITS)
+def test_blocks_of_rows_to_8_bits_take_several_groups_of_rows(num_cols, scaling):
+    """Few rows are spread over all places and the queue; of many each block takes four."""
+    resident = 132 * chosen_to_8_bits(num_cols, scaling).resident
+    places = {1 / resident: 1 / resident, **BLOCKS_TO_8_BITS[num_cols, scaling]}
+    for rows, blocks in places.items():
+        launches = plan(num_cols, round(rows * resident), device="H200", out_dtype="float8_e4m3fn", scale=scaling).launches
+        assert {launch.grid_size for launch in launches} == {round(blocks * resident)}, rows
+    assert plan(num_cols, 40 * resident, device="H200").launches[0].grid_size == 40 * resident
 
 
 def test_float32_rows_of_a_power_of_two_up_to_256_columns_have_8_elements_a_lane():
