@@ -133,9 +133,9 @@ __device__ __forceinline__ float divide_by_significand(float numerator, float de
 }
 // numerator / the positive normal float of these bits, as bits, whose exponent may be beyond a float's at either end.
 __device__ __forceinline__ int quotient_bits(float numerator, unsigned bits) {
-  const int exponent = static_cast<int>(bits >> 23) - 127;
+  const unsigned exponent = (bits >> 23) - 127;
   const float quotient = divide_by_significand(numerator, __uint_as_float((bits & 0x7fffffu) | 0x3f800000u));
-  return __float_as_int(quotient) - exponent * (1 << 23);
+  return static_cast<int>(__float_as_uint(quotient) - (exponent << 23));  // unsigned, which may wrap
 }
 
 // 1 / scale in float, of a scale that scale_of gives; below 2^-126 by integers, since the compiler would flush it.
