@@ -132,8 +132,9 @@ def prepare_forward(
     seed, row_scale = fused_options.dropout_seed, fused_options.row_scale
     try:
         key = (
-            lie(x), lie(weight), lie(bias), lie(residual), lie(out), lie(row_scale), isinstance(seed, int) or lie(seed),
-            lie(fused_options.weight1), lie(fused_options.bias1), _key_of(fused_options.quantization, lie), centered, extents,
+            lie(x), lie(weight), lie(bias), lie(residual), lie(out), _lie_of_constant(lie, row_scale),
+            isinstance(seed, int) or lie(seed), lie(fused_options.weight1), lie(fused_options.bias1),
+            _key_of(fused_options.quantization, lie), centered, extents,
             eps, eps.__class__, zero_centered_weight, out_dtype, options, purpose, fused_options.residual_dtype,
             fused_options.dropout_p > 0, fused_options.round_x_hat, fused_options.memory_efficient,
         )  # fmt: skip
@@ -185,10 +186,17 @@ def prepare_forward(
     return prepared, (x, weight, bias, residual, out, fused_options)
 
 
+def _lie_of_constant(lie, array: Array | None) -> tuple:
+    """What the checks depend on of an array that takes no gradient."""
+    return lie(array), getattr(array, "requires_grad", False)
+
+
 def _key_of(quantization: Quantization | None, lie) -> tuple | None:
     if quantization is None:
         return None
-    return (lie(quantization.scale), lie(quantization.amax), *quantization._replace(scale=None, amax=None))
+    scale, amax = quantization.scale, quantization.amax
+    constants = _lie_of_constant(lie, scale), _lie_of_constant(lie, amax), quantized.are_one(scale, amax)
+    return (*constants, *quantization._replace(scale=None, amax=None))
 
 
 def check_forward(centered, x, extents, weight, bias, eps, residual, out_dtype, fused_options) -> tuple:

@@ -135,11 +135,12 @@ def layer_norm(
         57344, the format's; 1 where amax is 0, infinite or NaN. Of "mx" scale_inv is a power of two, amax / largest rounded
         up, in one byte. "tensor" reads the input twice, and so do "block" and "mx" where a block does not lie in neighbouring
         lanes; "row" has its row on the chip, but for the strategy uncached.
-    amax: with a scale that is given: one float32, 0 or more, where the input is; it becomes the largest of itself and all |y|
-        of the call, before the scale: what the scale of a later call can be made of.
+    amax: with a scale that is given: one float32, 0 (not -0) or more, where the input is, in memory of its own; it becomes the
+        largest of itself and all |y| of the call, before the scale: what the scale of a later call can be made of.
     power_of_two: round the scales of "tensor", "row" and "block" down to powers of two.
     transpose: with one scale for all of y: also y.transposed, [num_cols, num_rows], the layout that the product of a weight's
-        gradient takes on Hopper.
+        gradient takes on Hopper. On a GPU by a second kernel, which reads the 8 bits again (in one pass the two took longer:
+        notebooks/experiments.md).
     out: an array to write the result to, of the input's shape, its rows contiguous, sharing no memory with the inputs.
     sm_margin: multiprocessors to leave free for other kernels, forward and backward: it shrinks the grid. Or a dict that gives
         "forward", "backward" and "inference" (a forward that nothing is to differentiate) each its own, 0 where it has none.

@@ -50,7 +50,7 @@ class QuantizedTensor:
 
     def dequantize(self, dtype: Any = None) -> Array:
         """The values, computed in float32. Of torch tensors whose gradient is recorded its gradient is passed on as that of y,
-        as if nothing had been rounded.
+        in the dtype of what was normalised, as if nothing had been rounded.
 
         dtype: of the result, a torch dtype or a name. Raises TypeError for one that is none of the four.
         """
@@ -171,7 +171,19 @@ def check(quantization: Quantization, x: Array) -> Quantization:
             if getattr(array, "requires_grad", False):
                 raise ValueError(f"{name} requires a gradient; it is a constant here, so expected {name}.detach()")
         taken[name] = array
+    if are_one(*taken.values()):
+        raise ValueError("amax is scale's own memory, which the kernel reads; expected an array of its own")
     return quantization._replace(**taken)
+
+
+def are_one(scale: Array | None, amax: Array | None) -> bool:
+    """Whether both are there and begin at one address."""
+    if scale is None or amax is None or arrays.is_torch(scale) != arrays.is_torch(amax):
+        return False
+    if arrays.is_torch(scale):
+        return scale.data_ptr() == amax.data_ptr()
+    first, second = (array.ctypes.data if isinstance(array, np.ndarray) else array.data.ptr for array in (scale, amax))
+    return first == second
 
 
 # Matrices on a GPU.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import numpy as np
 import pytest
 from cupynorm.reference import fp8
@@ -429,6 +431,9 @@ def test_numpy_arrays():
     assert amax[0] == np.float32(abs(cupynorm.layer_norm(x.astype(np.float64), 200)).max())
 
 
+ONE = torch.ones(1)
+
+
 @pytest.mark.parametrize(
     ("options", "error", "words"),
     (
@@ -456,6 +461,7 @@ def test_numpy_arrays():
             r"scale requires a gradient; it is a constant here, so expected scale.detach\(\)",
         ),
         ({"out_dtype": E4M3, "amax": torch.ones(1, requires_grad=True)}, ValueError, "amax requires a gradient"),
+        ({"out_dtype": E4M3, "scale": ONE, "amax": ONE[:]}, ValueError, "amax is scale's own memory"),
         ({"out_dtype": E4M3, "scale": "row", "amax": torch.ones(1)}, ValueError, "amax was given with scale 'row'"),
         ({"out_dtype": E4M3, "scale": "mx", "transpose": True}, ValueError, "transpose was given with scale 'mx'"),
         ({"out_dtype": E4M3, "power_of_two": True}, ValueError, "power_of_two was given with a scale"),
@@ -478,6 +484,26 @@ def test_numpy_arrays():
 def test_what_does_not_fit(options, error, words):
     with pytest.raises(error, match=words):
         cupynorm.layer_norm(torch.ones(2, 8), 8, **options)
+
+
+def test_what_takes_no_gradient_is_refused_one_in_each_call(kernels):
+    """Also in one that lies as one before."""
+    x, constant = torch.ones(2, 64), torch.ones(1, requires_grad=True)
+    for name in ("scale", "amax"):
+        for value in (constant.detach(), constant, constant.detach()):
+            call = functools.partial(cupynorm.layer_norm, x, 64, out_dtype=E4M3, **{name: value})
+            if value is constant:
+                with pytest.raises(ValueError, match=f"{name} requires a gradient"):
+                    call()
+            else:
+                assert call().shape == (2, 64)
+    cupynorm.layer_norm(x, 64, row_scale=torch.ones(2))
+    with pytest.raises(ValueError, match="row_scale requires a gradient"):
+        cupynorm.layer_norm(x, 64, row_scale=torch.ones(2, requires_grad=True))
+    scale = torch.ones(1)
+    cupynorm.layer_norm(x, 64, out_dtype=E4M3, scale=scale, amax=torch.zeros(1))
+    with pytest.raises(ValueError, match="amax is scale's own memory"):
+        cupynorm.layer_norm(x, 64, out_dtype=E4M3, scale=scale, amax=scale)
 
 
 def test_the_compiler_calls_it_as_it_is():
