@@ -32,7 +32,8 @@ from .quantized import QuantizedTensor
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 LARGEST = {E4M3: 448.0, E5M2: 57344.0}
 BLOCK_SIZE = 128
-_LARGEST_FLOAT32 = torch.finfo(torch.float32).max
+LARGEST_FLOAT32 = torch.finfo(torch.float32).max
+_MOST_MARGIN = 126
 
 
 class Format(enum.Enum):
@@ -48,6 +49,11 @@ class Format(enum.Enum):
 def _check_format(recipe: Any) -> None:
     if not isinstance(recipe.fp8_format, Format):
         raise TypeError(f"fp8_format is {recipe.fp8_format!r}; expected Format.E4M3 or Format.HYBRID")
+
+
+def _check_power_of_two(recipe: Any) -> None:
+    if not isinstance(recipe.power_of_two, bool):
+        raise TypeError(f"power_of_two is {recipe.power_of_two!r}; expected True or False")
 
 
 @dataclass(frozen=True)
@@ -80,8 +86,14 @@ class DelayedScaling:
             if getattr(self, name) is not False:
                 raise ValueError(f"{name} is {getattr(self, name)!r}; expected False: there is no attention here")
         margin = self.margin
-        if isinstance(margin, bool) or not isinstance(margin, numbers.Real) or not math.isfinite(margin):
+        if isinstance(margin, bool) or not isinstance(margin, numbers.Real) or not -math.inf < margin < math.inf:
             raise TypeError(f"margin is {margin!r}; expected a finite number")
+        if not -_MOST_MARGIN <= margin <= _MOST_MARGIN:
+            raise ValueError(f"margin is {margin!r}; expected -{_MOST_MARGIN} to {_MOST_MARGIN}, as scales are of float32")
+        if not isinstance(self.reduce_amax, bool):
+            raise TypeError(f"reduce_amax is {self.reduce_amax!r}; expected True or False")
+        if self.scaling_factor_compute_algo is not None and not callable(self.scaling_factor_compute_algo):
+            raise TypeError(f"scaling_factor_compute_algo is {self.scaling_factor_compute_algo!r}; expected None or a callable")
         if isinstance(self.amax_history_len, bool) or not isinstance(self.amax_history_len, numbers.Integral):
             raise TypeError(f"amax_history_len is {self.amax_history_len!r}; expected an int, 1 or more")
         if self.amax_history_len < 1:
@@ -104,10 +116,11 @@ class CurrentScaling:
 
     def __post_init__(self) -> None:
         _check_format(self)
+        _check_power_of_two(self)
         epsilon = self.amax_epsilon
         if isinstance(epsilon, bool) or not isinstance(epsilon, numbers.Real):
             raise TypeError(f"amax_epsilon is {epsilon!r}; expected a number that is 0 or more")
-        if not 0 <= epsilon <= _LARGEST_FLOAT32:
+        if not 0 <= epsilon <= LARGEST_FLOAT32:
             raise ValueError(f"amax_epsilon is {epsilon}; expected 0 or more, and no more than float32 holds")
 
 
@@ -125,6 +138,7 @@ class BlockScaling:
 
     def __post_init__(self) -> None:
         _check_format(self)
+        _check_power_of_two(self)
 
 
 Recipe = DelayedScaling | CurrentScaling | BlockScaling
@@ -148,7 +162,7 @@ def scale_of(amax: Tensor, dtype: torch.dtype, *, power_of_two: bool = False, sm
     if smallest_amax:
         amax = torch.where(amax < smallest_amax, smallest_amax, amax)
     # One division: a number over a tensor would be its reciprocal, rounded, times the number.
-    scale = (torch.full_like(amax, LARGEST[dtype]) / amax).clamp(max=_LARGEST_FLOAT32)
+    scale = (torch.full_like(amax, LARGEST[dtype]) / amax).clamp(max=LARGEST_FLOAT32)
     scale = torch.where(torch.isfinite(amax) & (amax > 0), scale, 1.0)
     if power_of_two:
         scale = (scale.view(torch.int32) & ~0x7FFFFF).view(torch.float32)
@@ -405,7 +419,9 @@ class Scales:
             self.scale.copy_(scale)
             self.amax_history.copy_(amax_history)
         else:
-            self.scale, self.amax_history = scale.to(device), amax_history.to(device)
+            self.scale.copy_(scale)
+            with torch.inference_mode(False):
+                self.amax_history = amax_history.to(device, copy=True)
 
 
 def moved(scales: Scales, function: Callable[[Tensor], Tensor]) -> Scales | None:
@@ -415,17 +431,20 @@ def moved(scales: Scales, function: Callable[[Tensor], Tensor]) -> Scales | None
 
 
 def scales_for(
-    kept: Scales | None, dtypes: tuple[torch.dtype, ...], recipe: DelayedScaling, device: torch.device
+    kept: Scales | None, dtypes: tuple[torch.dtype, ...], recipe: DelayedScaling, device: torch.device, records: bool
 ) -> Scales:  # fmt: skip
-    """What a module has kept, or new ones: on a device, of these dtypes, and as long as the recipe says."""
+    """What a module has kept, or new ones: on a device, and, where a step is recorded, of these dtypes and as long as the
+    recipe says."""
     length = recipe.amax_history_len
-    fits = kept is not None and kept.scale.device == device and len(kept.amax_history) == length
+    fits = kept is not None and kept.scale.device == device and (not records or len(kept.amax_history) == length)
     if not fits and device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
             "scales of DelayedScaling were to be made while a CUDA graph is captured, each replay of which would make them "
             "anew; expected one call with this recipe on this device before"
         )
     scales = Scales(dtypes, length, device) if kept is None else kept.to(device)
+    if not records:
+        return scales
     if len(scales.amax_history) != length:
         scales.resize(length)
     if scales.dtypes != dtypes:
@@ -446,7 +465,7 @@ def updated(history: Tensor, scale: Tensor, largest: Tensor, recipe: DelayedScal
     if recipe.scaling_factor_compute_algo is not None:
         new = recipe.scaling_factor_compute_algo(amax, scale, largest, recipe)
     else:
-        new = (largest * 2.0**-recipe.margin / amax).clamp(max=_LARGEST_FLOAT32)
+        new = (largest * 2.0**-recipe.margin / amax).clamp(max=LARGEST_FLOAT32)
         new = torch.where(torch.isfinite(amax) & (amax > 0), new, scale)
     rolled = (
         torch.cat([torch.zeros_like(history[:1]), history[2:], history[:1]]) if len(history) > 1 else torch.zeros_like(history)
@@ -565,21 +584,25 @@ def fp8_autocast(enabled: bool = True, recipe: Recipe | None = None, group: Any 
     nor does a region that an exception leaves.
     A layer that is checkpointed enters the region inside of what is run again, and then CurrentScaling or BlockScaling make the
     same numbers again. torch.compile compiles what is called inside; a function that enters a region is not one graph.
-    Raises TypeError for a recipe of another kind.
+    Regions are the process's: those of several threads count as nested in the order in which they began.
+    Raises TypeError for a recipe of another kind, or an enabled that is no bool.
     """
     if torch.compiler.is_dynamo_compiling():
         torch._dynamo.graph_break()  # the region must be there when a graph runs, not when it has run
+    if not isinstance(enabled, bool):
+        raise TypeError(f"enabled is a {type(enabled).__name__}; expected True or False, and a recipe as recipe=")
     if recipe is not None and not isinstance(recipe, Recipe):
         raise TypeError(f"recipe is a {type(recipe).__name__}; expected DelayedScaling, CurrentScaling or BlockScaling")
     ended = _regions[0].ended if _regions else {}
     recipe = (recipe or DelayedScaling()) if enabled else None
-    _regions.append(Region(recipe, group, ended, _text_of(recipe)))
+    region = Region(recipe, group, ended, _text_of(recipe))
+    _regions.append(region)
     is_whole = False
     try:
         yield
         is_whole = True
     finally:
-        _regions.pop()
+        _regions[:] = [each for each in _regions if each is not region]  # another thread's may have begun after it
         if not _regions and torch.is_grad_enabled():
             for used in ended.values():
                 if is_whole:

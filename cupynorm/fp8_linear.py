@@ -55,11 +55,14 @@ class Quantizers:
         return Delayed(state.scale[at : at + 1], state.amax(at) if self.is_recorded else None)
 
     def scale_to_keep(self, name: str, made: QuantizedTensor) -> Tensor | None:
-        """By which a tensor was quantised, and is again in backward, before which the step ends; None of blocks."""
+        """By which a tensor was quantised, and is again in backward, before which the step ends; None of blocks. A current
+        scale is the inverse of its inverse, which may differ in the last place."""
         if isinstance(self.recipe, BlockScaling):
             return None
         delayed = self.delayed(name)
-        return 1.0 / made.scale_inv if delayed is None else delayed.value.clone()
+        if delayed is not None:
+            return delayed.value.clone()
+        return (1.0 / made.scale_inv).clamp(max=fp8.LARGEST_FLOAT32)
 
     @property
     def rule(self) -> fp8.Rule | None:
@@ -95,12 +98,13 @@ class Quantizers:
         return fp8.quantize_and_sum(dy, self.dtype("grad_output"), sum_dtype, scale=scale, amax=amax, rule=self.rule)
 
 
-def states_of(kept: dict[str, Scales], recipe: fp8.Recipe, device: torch.device) -> dict[str, Scales]:
-    """A layer's states for a recipe, on a device: made where there are none, as long as the recipe says."""
+def states_of(kept: dict[str, Scales], recipe: fp8.Recipe, device: torch.device, records: bool) -> dict[str, Scales]:
+    """A layer's states for a recipe, on a device: made where there are none, and, where a step is recorded, as long as the
+    recipe says."""
     if not isinstance(recipe, DelayedScaling):
         return kept
     for name, tensors, dtype in zip(("forward", "backward"), (FORWARD, BACKWARD), recipe.fp8_format.value):
-        kept[name] = fp8.scales_for(kept.get(name), (dtype,) * len(tensors), recipe, device)
+        kept[name] = fp8.scales_for(kept.get(name), (dtype,) * len(tensors), recipe, device, records)
     return kept
 
 

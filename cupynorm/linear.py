@@ -23,7 +23,7 @@ from torch.autograd import forward_ad
 from torch.nn import functional
 from torch.utils.weak import WeakIdKeyDictionary
 
-from . import autograd, formulas, fp8, fp8_linear, fused, norm, norm_linear, torch_ops
+from . import arrays, autograd, formulas, fp8, fp8_linear, fused, norm, norm_linear, torch_ops
 from .calls import Options
 from .dtypes import DTYPES
 from .fp8_linear import as_rows, sum_rows
@@ -1037,6 +1037,7 @@ class LayerNormLinear(torch.nn.Module):
     def _project_in_fp8(
         self, region: fp8.Region, inp: Tensor, is_first_microbatch: bool | None, fp8_output: bool, fp8_grad: bool
     ) -> tuple[Tensor | fp8.QuantizedTensor, Tensor | None]:
+        arrays.check_addresses(input=inp)  # before scales go where it is
         plain, recorded = self._check_in_fp8(inp, fp8_output)
         weights, biases = self.parts_in_fp8()
         tensors = (inp, self.layer_norm_weight, self.layer_norm_bias, *weights, *biases)
@@ -1099,7 +1100,7 @@ class LayerNormLinear(torch.nn.Module):
             self.normalization == "LayerNorm", self.eps, self.zero_centered_gamma, dtype, self.return_layernorm_output,
             self.save_normalized, None, norm._options(None, None, None, self.sm_margin),
         )  # fmt: skip
-        quantizers = fp8_linear.Quantizers(recipe, fp8_linear.states_of(self._fp8_states, recipe, inp.device), records)
+        quantizers = fp8_linear.Quantizers(recipe, fp8_linear.states_of(self._fp8_states, recipe, inp.device, records), records)
         wide = plain._replace(dtype=torch.float32)
 
         def of_norm(*given, wanted, spends_dy):

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from . import fp8, norm
+from . import arrays, fp8, norm
 from .calls import Margins, Quantization
 from .norm import layer_norm, rms_norm
 
@@ -115,6 +115,7 @@ class _Norm(torch.nn.Module):
             raise ValueError("fp8_output is True outside of fp8_autocast; expected False, or the call inside of it")
         if not isinstance(input, torch.Tensor):
             raise TypeError(f"input is a {type(input).__name__}; expected a torch tensor")
+        arrays.check_addresses(input=input)  # before scales go where it is
         how = self._quantization(region, input.device)
         fused_options = norm._fused_options(
             residual_dtype, row_scale, dropout_p if self.training else _dropping_none(dropout_p), dropout_seed, weight1, bias1,
@@ -136,7 +137,7 @@ class _Norm(torch.nn.Module):
             return how._replace(scaling="tensor", power_of_two=recipe.power_of_two, smallest_amax=recipe.amax_epsilon)
         if isinstance(recipe, fp8.BlockScaling):
             return how._replace(scaling="block", power_of_two=recipe.power_of_two, transpose=False)
-        self._fp8_scales = scales = fp8.scales_for(self._fp8_scales, (dtype,), recipe, device)
+        self._fp8_scales = scales = fp8.scales_for(self._fp8_scales, (dtype,), recipe, device, records)
         if records:
             region.ended[id(self)] = fp8.UsedScales(scales, recipe, region.group)
         return how._replace(scale=scales.scale, amax=scales.amax(0) if records else None)

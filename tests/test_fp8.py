@@ -245,6 +245,17 @@ def test_what_recipes_refuse():
         (lambda: DelayedScaling(margin=True), TypeError, "margin is True; expected a finite number"),
         (lambda: DelayedScaling(margin=None), TypeError, "margin is None; expected a finite number"),
         (lambda: DelayedScaling(margin=float("nan")), TypeError, "margin is nan; expected a finite number"),
+        (lambda: DelayedScaling(margin=-2000), ValueError, "margin is -2000; expected -126 to 126"),
+        (lambda: DelayedScaling(margin=10**400), ValueError, "margin is 1000"),
+        (lambda: DelayedScaling(reduce_amax="no"), TypeError, "reduce_amax is 'no'; expected True or False"),
+        (lambda: DelayedScaling(scaling_factor_compute_algo=3), TypeError, "algo is 3; expected None or a callable"),
+        (lambda: CurrentScaling(power_of_two="no"), TypeError, "power_of_two is 'no'; expected True or False"),
+        (lambda: BlockScaling(power_of_two=1), TypeError, "power_of_two is 1; expected True or False"),
+        (
+            lambda: fp8.fp8_autocast(CurrentScaling()).__enter__(),
+            TypeError,
+            "enabled is a CurrentScaling; expected True or False, and a recipe as recipe=",
+        ),
         (lambda: DelayedScaling(amax_compute_algo="mean"), ValueError, "amax_compute_algo is 'mean'"),
         (lambda: DelayedScaling(fp8_format="E5M2"), TypeError, "fp8_format is 'E5M2'; expected Format.E4M3 or Format.HYBRID"),
         (lambda: CurrentScaling(amax_epsilon=-1.0), ValueError, "amax_epsilon is -1.0; expected 0 or more"),
@@ -255,6 +266,16 @@ def test_what_recipes_refuse():
     ):
         with pytest.raises(error, match=sentence):
             make()
+
+
+def test_regions_that_end_out_of_order():
+    """As those of several threads may."""
+    first, second = (fp8.fp8_autocast(recipe=recipe) for recipe in (CurrentScaling(), BlockScaling()))
+    with first:
+        second.__enter__()
+    assert fp8.active().recipe == BlockScaling()
+    second.__exit__(None, None, None)
+    assert fp8.active() is None
 
 
 def test_reduce_amax(monkeypatch):

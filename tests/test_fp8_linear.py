@@ -729,6 +729,25 @@ def test_a_recipe_with_a_callable_is_compiled_around():
     assert torch.equal(module._fp8_states["forward"].scale, twin._fp8_states["forward"].scale)
 
 
+def test_gradients_of_a_normalised_tensor_that_hardly_is_one():
+    """The inverse of its current scale's inverse is no float32."""
+    made = []
+    for save_normalized in (False, True):
+        module = LayerNormLinear(
+            64, 16, device="cpu", params_dtype=torch.float32, normalization="RMSNorm", save_normalized=save_normalized
+        )
+        with torch.no_grad():
+            module.layer_norm_weight.fill_(1e-37)
+            module.weight.copy_(torch.randn(16, 64, generator=torch.Generator().manual_seed(0)))
+        x = torch.randn(32, 64, generator=torch.Generator().manual_seed(1))
+        x[:, 3] = 0
+        with fp8_autocast(recipe=CurrentScaling()):
+            y = module(x)
+        y.sum().backward()
+        made.append(module.weight.grad)
+    assert torch.equal(*made) and made[0].abs().max() > 1e-37 and not made[0][:, 3].any()
+
+
 _COMPILED_FOR_A_RECIPE = """
 import sys, torch, cupynorm
 layer = cupynorm.LayerNormLinear(256, 128, params_dtype=torch.bfloat16, device="cpu")

@@ -354,11 +354,69 @@ def test_compiled_with_a_break(recipe):
         assert_same_scales(module._fp8_scales, twin._fp8_scales)
 
 
+def scales_of(module):
+    kept = module._fp8_states["forward"] if isinstance(module, cupynorm.LayerNormLinear) else module._fp8_scales
+    return kept.scale, kept.amax_history, kept.largest
+
+
+@pytest.fixture(params=("RMSNorm", "LayerNormLinear"))
+def of_four_steps(request):
+    """A layer that has kept scales, and how it is called."""
+    if request.param == "RMSNorm":
+        module, options = make("RMSNorm"), {"fp8_output": True}
+    else:
+        module, options = cupynorm.LayerNormLinear(200, 48, device="cpu"), {}
+    for seed in range(4):
+        with fp8_autocast(recipe=DelayedScaling(amax_history_len=4)):
+            module(random(5, 200, seed=seed), **options)
+    return module, options
+
+
+@pytest.mark.parametrize("length", (1, 4, 1024))
+def test_what_is_not_recorded_leaves_the_history_as_it_is(of_four_steps, length):
+    """Values, length and addresses, which a CUDA graph may hold."""
+    module, options = of_four_steps
+    kept, values = scales_of(module), [each.clone() for each in scales_of(module)]
+    assert values[1].count_nonzero() >= 3
+    with torch.no_grad(), fp8_autocast(recipe=DelayedScaling(amax_history_len=length, fp8_format=Format.E4M3)):
+        module(random(5, 200), **options)
+    assert all(after is before for after, before in zip(scales_of(module), kept))
+    assert all(torch.equal(after, before) for after, before in zip(kept, values))
+
+
+def test_what_has_no_memory_is_refused_before_scales_go_there(of_four_steps):
+    module, options = of_four_steps
+    values = [each.clone() for each in scales_of(module)]
+    fake = torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of torch, that the address of a fake tensor was asked for
+        for x in (torch.empty(5, 200, device="meta"), fake.from_tensor(random(5, 200))):
+            with pytest.raises(TypeError, match="input is a .*Tensor, which has no address"):
+                with fp8_autocast(recipe=DelayedScaling(amax_history_len=2)):
+                    module(x, **options)
+    assert all(torch.equal(*pair) for pair in zip(scales_of(module), values))
+
+
+def test_a_history_of_another_length_is_loaded_in_inference_mode():
+    modules = []
+    for length in (3, 5):
+        modules.append(make("RMSNorm"))
+        with fp8_autocast(recipe=DelayedScaling(amax_history_len=length)):
+            modules[-1](random(5, 200, seed=length), fp8_output=True)
+    short, module = modules
+    with torch.inference_mode():
+        module.load_state_dict(short.state_dict())
+    for each in modules:
+        with fp8_autocast(recipe=DelayedScaling(amax_history_len=3)):
+            each(random(5, 200), fp8_output=True)
+    assert_same_scales(short._fp8_scales, module._fp8_scales)
+
+
 def test_a_capture_makes_no_scales(monkeypatch):
     """Each replay would make them anew. Those that are there may be used in one."""
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     with pytest.raises(RuntimeError, match="scales of DelayedScaling were to be made while a CUDA graph is captured"):
-        fp8.scales_for(None, (fp8.E4M3,), DelayedScaling(), torch.device("cuda:0"))
+        fp8.scales_for(None, (fp8.E4M3,), DelayedScaling(), torch.device("cuda:0"), True)
 
 
 @pytest.mark.gpu
