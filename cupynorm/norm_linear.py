@@ -174,6 +174,8 @@ def layer_norm_linear_backward(
     Returns ProjectedBackward(dx, dnorm_weight, dnorm_bias, dweight, dbias); those of absent norm parameters are as for weight 1
     and bias 0. Raises as layer_norm_linear.
     """
+    if mean is None:
+        raise TypeError("mean is None; expected the statistic that the forward returned")
     return _backward(
         dy, x, mean, rstd, norm_weight, norm_bias, weight, eps, normalized, zero_centered_weight, dnormalized, dsum, gradients,
         sm_margin,
@@ -223,6 +225,8 @@ def check(input, norm_weight, norm_bias, weight, bias, fused=None, weight_dtype=
     for name, parameter in (("norm_weight", norm_weight), ("norm_bias", norm_bias)):
         if parameter is not None and tuple(parameter.shape) != shape[-1:]:
             raise ValueError(f"{name} has shape {tuple(parameter.shape)}; expected {shape[-1:]}")
+        if parameter is not None:
+            norm._check_same_place(parameter, input, name, "input")
     norm._check_dtype(input, "input")
     expected = arrays.dtype_name(input) if weight_dtype is None else weight_dtype
     for name, parameter in (("weight", weight), ("bias", bias)):
@@ -335,6 +339,7 @@ def _backward(
 ) -> ProjectedBackward:  # fmt: skip
     if not isinstance(gradients, Iterable):
         raise TypeError(f"gradients is {gradients!r}; expected some of {', '.join(GRADIENTS)}")
+    gradients = gradients if isinstance(gradients, str) else tuple(gradients)
     if isinstance(gradients, str) or any(name not in GRADIENTS for name in gradients):
         raise ValueError(f"gradients is {gradients!r}; expected some of {', '.join(GRADIENTS)}")
     dy, x, mean, rstd, norm_weight, norm_bias, weight, normalized, dnormalized, dsum = _take(
@@ -349,6 +354,8 @@ def _backward(
         raise TypeError(f"dy is of dtype {arrays.dtype_name(dy)}, x of {arrays.dtype_name(x)}; expected both the same")
     for name, array in (("normalized", normalized), ("dnormalized", dnormalized), ("dsum", dsum)):
         norm._take_like(array, x, tuple(x.shape), name, "x")
+    if normalized is not None and arrays.dtype_name(normalized) != arrays.dtype_name(x):
+        raise TypeError(f"normalized is of dtype {arrays.dtype_name(normalized)}; expected x's, {arrays.dtype_name(x)}")
     if arrays.dtype_name(dnormalized if dnormalized is not None else x) != arrays.dtype_name(x):
         raise TypeError(f"dnormalized is of dtype {arrays.dtype_name(dnormalized)}; expected x's, {arrays.dtype_name(x)}")
     options = norm._options(None, None, None, sm_margin)

@@ -126,6 +126,10 @@ def test_only_what_is_asked_for(norm_name):
             problem.dy, made.sum, made.mean, made.rstd, *given[1:], gradients=(name,)
         )
         assert [each for each, value in gradients._asdict().items() if value is not None] == [name]
+    gradients = cupynorm.layer_norm_linear_backward(
+        problem.dy, made.sum, made.mean, made.rstd, *given[1:], gradients=(name for name in ("dx", "dbias"))
+    )
+    assert gradients.dx is not None and gradients.dbias is not None and gradients.dweight is None
     with pytest.raises(TypeError, match="gradients is None; expected some of dx, dnorm_weight"):
         cupynorm.layer_norm_linear_backward(problem.dy, problem.x, made.mean, made.rstd, *given[1:], gradients=None)
     with pytest.raises(ValueError, match="gradients is 'dx'; expected some of dx, dnorm_weight"):
@@ -209,6 +213,18 @@ def test_what_is_refused(library):
     ):
         with pytest.raises(error, match=sentence):
             cupynorm.layer_norm_linear_backward(dy, made.sum, made.mean, made.rstd, *given[1:4])
+    dy = make(problem.dy, "float32")
+    with pytest.raises(TypeError, match="mean is None; expected the statistic that the forward returned"):
+        cupynorm.layer_norm_linear_backward(dy, made.sum, None, made.rstd, *given[1:4])
+    with pytest.raises(TypeError, match="normalized is of dtype float16; expected x's, float32"):
+        cupynorm.layer_norm_linear_backward(
+            dy, made.sum, made.mean, made.rstd, *given[1:4], normalized=make(problem.x, "float16")
+        )
+    elsewhere, _ = maker("torch" if library == "numpy" else "numpy")
+    for name in names[1:]:
+        wrong = right | {name: elsewhere(getattr(problem, name), "float32")}
+        with pytest.raises(ValueError, match=f"{name} is a .*, input is a .*; expected both in one place"):
+            cupynorm.layer_norm_linear(*(wrong[each] for each in names))
 
 
 # cuBLAS, by another that reads the same memory in the same order.
