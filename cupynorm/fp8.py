@@ -354,7 +354,7 @@ def _by_scaled_mm(a, a_scale_inv, b, b_scale_inv, out_dtype, bias, fast) -> Tens
     made = out_dtype if bias is None or inside else torch.float32
     scales = {"scale_a": a_scale_inv, "scale_b": b_scale_inv}
     y = torch._scaled_mm(a, b.t(), **scales, bias=bias if inside else None, out_dtype=made, use_fast_accum=fast)
-    y = (y[0] if isinstance(y, tuple) else y)[:, :num_cols]  # torch 2.4 gives an amax beside it
+    y = (y[0] if isinstance(y, tuple) else y)[:, :num_cols].contiguous()  # torch 2.4 gives an amax beside it
     return y if bias is None or inside else (y + bias).to(out_dtype)
 
 
@@ -508,8 +508,12 @@ def unpack(packed: Any) -> dict[str, tuple[Tensor, Tensor]]:
         )
         return {}
     text, _, numbers = bytes(packed.cpu().numpy())[len(_MAGIC) :].partition(b"\n")
+    shapes = json.loads(text) if numbers else {}
+    expected = 4 * sum((1 + length) * num_tensors for length, num_tensors in shapes.values())
+    if not shapes or len(numbers) != expected:
+        raise ValueError(f"the fp8 state in a state dict has {len(numbers)} bytes of numbers; expected {expected or 'some'}")
     numbers, found, at = torch.frombuffer(bytearray(numbers), dtype=torch.float32), {}, 0
-    for name, (length, num_tensors) in json.loads(text).items():
+    for name, (length, num_tensors) in shapes.items():
         scale, at = numbers[at : at + num_tensors].clone(), at + num_tensors
         history, at = numbers[at : at + length * num_tensors].clone().reshape(length, num_tensors), at + length * num_tensors
         found[name] = (scale, history)

@@ -252,7 +252,10 @@ def forward(
 
 def _join(biases: Sequence[Tensor]) -> Tensor | None:
     """Parts of one layer's."""
-    return torch.cat([each.detach() for each in biases]) if len(biases) > 1 else biases[0].detach() if biases else None
+    if len(biases) < 2:
+        return biases[0].detach() if biases else None
+    with fp8.outside_autocast(biases[0]):  # it has no cat of the other dtype of 16 bits
+        return torch.cat([each.detach() for each in biases])
 
 
 def backward(
@@ -304,7 +307,12 @@ def backward(
         )  # fmt: skip
 
     dweights, dbiases = [None] * len(weights), [None] * len(biases)
-    if rows is not None and take is not None:
+    if take is not None and rows is None:
+        take.nothing()
+    elif take is not None:
+        if take.queue is not None and kept is None and any(wants_parts[: len(weights)]):
+            # What is made later is not of an input that may be another by then: one byte an element waits in its place.
+            kept, kept_scale_inv = normalize_again(call, input, norm_weight, norm_bias, mean, rstd, scale)
         dweights, dbiases = take(rows, None, wants_parts, make_dweight)
     elif rows is not None:
         if any(wants_parts[: len(weights)]):
@@ -378,6 +386,13 @@ def number_of(layer: Any) -> Tensor:
     return torch.tensor(number, device="cpu")
 
 
+def _layer_of(number: Tensor) -> Any:
+    layer = _layers.get(number.item())
+    if layer is None:
+        raise RuntimeError("a compiled layer was deleted before its backward; expected it to be kept, as its scales are used")
+    return layer
+
+
 def by_operator(
     layer: Any, number: Tensor, region: fp8.Region, input: Tensor, dtype: torch.dtype, is_first_microbatch: bool | None,
     quantize_gradient: bool, recorded: bool,
@@ -399,8 +414,8 @@ def _run(
     if region is None:  # a checkpoint runs it again, when the region has been left: no step of its scales
         region, records = fp8.Region(fp8.recipe_of(recipe), None, {}, recipe), False
     with torch.no_grad():
-        call, weight = _layers[layer.item()].begin_in_fp8(
-            region, input, dtype, is_first_microbatch, quantize_gradient, records, recorded
+        call, weight = _layer_of(layer).begin_in_fp8(
+            region, input, weights, dtype, is_first_microbatch, quantize_gradient, records, recorded
         )
         with fp8.outside_autocast(input):
             y, normalized, waiting = forward(call, weight, input, norm_weight, norm_bias, _join(biases), recorded)
@@ -457,6 +472,8 @@ def _differentiate(ctx, dy, dnormalized, *_):
     wants_input, wants_norm_weight, wants_norm_bias, wants_weights, wants_biases, *rest = ctx.needs_input_grad
     wanted = [wants_input, wants_norm_weight, wants_norm_bias, *each_of(wants_weights, num_weights)]
     wanted += each_of(wants_biases, num_biases)
+    if dy is None:
+        wanted[3:] = [False] * len(wanted[3:])
     made = torch.ops.cupynorm.norm_linear_in_fp8_backward.default(
         dy, dnormalized, input, norm_weight, norm_bias, waiting, parts[:num_weights], parts[num_weights:], layer, *ctx.given,
         wanted,
@@ -474,7 +491,7 @@ def _run_backward(
     dy, dnormalized, input, norm_weight, norm_bias, waiting, weights, biases, layer, recipe, dtype, quantize_gradient, wanted
 ):  # fmt: skip
     with torch.no_grad():
-        call = _layers[layer.item()].call_in_fp8(fp8.recipe_of(recipe), input, dtype, quantize_gradient, records=True)
+        call = _layer_of(layer).call_in_fp8(fp8.recipe_of(recipe), input, dtype, quantize_gradient, records=True)
         mean, rstd, scale, kept, kept_scale_inv, *of_weight = waiting
         if not call.save_normalized:
             kept = kept_scale_inv = None

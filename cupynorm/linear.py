@@ -71,6 +71,11 @@ def normalize_and_project(
     )  # fmt: skip
     tensors = (input, residual, norm_weight, norm_bias, *weights, *biases)
     compiling = _is_compiling()
+    if take is not None and not compiling and any(each.__class__ not in autograd._PLAIN for each in tensors):
+        # The operator knows no `take`, and a subclass that torch does not ask needs none.
+        input, residual, norm_weight, norm_bias, *parts = map(_without_subclass, tensors)
+        weights, biases = parts[: len(weights)], parts[len(weights) :]
+        tensors = (input, residual, norm_weight, norm_bias, *parts)
     if (autograd._compiler_sees_transforms or not compiling) and (_is_transformed() or forward_ad._current_level >= 0):
         return _composed(call, *tensors[:4], weights, biases)
     # What goes to `take` is hidden from a dispatch mode, rather than lost.
@@ -80,6 +85,8 @@ def normalize_and_project(
         for name, each in () if compiling else zip(names, tensors):
             if hasattr(each, "device_mesh"):
                 raise NotImplementedError(f"{name} of a norm with a linear layer is a DTensor; expected {name}.to_local()")
+            if each is not None and not isinstance(each, Tensor):
+                raise TypeError(f"{name} is a {type(each).__name__}; expected a torch tensor, as input is")
         y, normalized, _, _, added = _by_operator(call, *tensors[:4], weights, biases)
         return y, normalized if return_normalized else None, input if residual is None else added
     if torch.is_grad_enabled() and autograd._wants_gradient(*tensors):
@@ -93,10 +100,18 @@ def normalize_and_project(
     return y, normalized, added
 
 
+def _without_subclass(tensor: Tensor | None) -> Tensor | None:
+    if tensor.__class__ in autograd._PLAIN or type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__:
+        return tensor
+    return tensor.as_subclass(Tensor)
+
+
 def _check(
     centered, input, norm_weight, norm_bias, weights, biases, eps, residual, return_normalized, zero_centered_weight,
     save_normalized, fused, options,
 ) -> _Call:  # fmt: skip
+    if input.is_meta:
+        arrays.take(input, "input")  # finds words for it
     in_autocast, dtype = torch.is_autocast_enabled(input.device.type), _product_dtype(input)
     if _is_compiling():  # shapes are checked by what knows the operator's
         for part in () if in_autocast else (*weights, *biases):
@@ -129,7 +144,7 @@ def _obviously_fit(input, norm_weight, norm_bias, weights, biases) -> bool:
                 if bias.shape != (rows,) or bias.dtype != dtype or bias.device != device:
                     return False
         for parameter in (norm_weight, norm_bias):
-            if parameter is not None and parameter.shape != (in_features,):
+            if parameter is not None and (parameter.shape != (in_features,) or parameter.device != device):
                 return False
         return dtype in _DTYPES
     except (AttributeError, IndexError, ValueError):
@@ -153,7 +168,8 @@ def _joined(parts: Sequence[Tensor]) -> Tensor | None:
             part.data_ptr() != at or part.dtype != first.dtype or not part.is_contiguous()
             or part.untyped_storage().data_ptr() != first.untyped_storage().data_ptr()
         ):  # fmt: skip
-            return torch.cat([part.detach() for part in parts])
+            with fp8.outside_autocast(first):  # it has no cat of the other dtype of 16 bits
+                return torch.cat([part.detach() for part in parts])
         at += part.numel() * part.element_size()
     shape = (sum(len(part) for part in parts), *first.shape[1:])
     return first.detach().as_strided(shape, first.stride())
@@ -295,11 +311,12 @@ class _Projected(torch.autograd.Function):
                     "a differentiable gradient was asked for of a layer that hands its weight gradients on "
                     "(fuse_wgrad_accumulation or delay_wgrad_compute); expected create_graph=False"
                 )
-            norms, normalized = _Formulas if transformed else _Operators, None
-            weight = (torch.cat(weights) if len(weights) > 1 else weights[0]).to(ctx.call.dtype)
+            norms, normalized, weight = _Formulas if transformed else _Operators, None, None
         else:
             norms, weight = _Kernels, _joined(weights) if cast is None else cast
         with fp8.outside_autocast(added):  # in which backward() may be called
+            if weight is None:
+                weight = (torch.cat(weights) if len(weights) > 1 else weights[0]).to(ctx.call.dtype)
             made = _gradients(
                 norms, ctx.call, dy, dnormalized, dsum, added, mean, rstd, norm_weight, norm_bias, normalized, weight, weights,
                 biases, wanted, ctx.take,
@@ -348,8 +365,13 @@ def _gradients(
     else:
         normalized_rows = partial(as_rows, normalized)
 
-    if take is not None and rows is not None:
-        dweights, dbiases = take(rows, normalized_rows, wants_parts)
+    if take is not None and rows is None:
+        take.nothing()
+    elif take is not None:
+        reads = {"the normalised tensor": normalized}
+        if normalized is None:
+            reads = {"the input": added, "the norm's weight": norm_weight, "the norm's bias": norm_bias}
+        dweights, dbiases = take(rows, normalized_rows, wants_parts, reads=reads)
     elif wants_normalized:
         dweight = rows.t() @ normalized_rows()
         parts = dweight.split([len(part) for part in weights])
@@ -501,6 +523,9 @@ class _Step:
         self.is_stale = is_stale
 
 
+_NOTHING: Mapping[str, Tensor | None] = {}
+
+
 class _WeightGradients:
     """Where the gradients of one forward's weights and biases go: to main_grad, or into a queue for backward_dw, or both."""
 
@@ -510,20 +535,30 @@ class _WeightGradients:
 
     def __call__(
         self, rows: Tensor, make_normalized: Callable[[], Tensor] | None, wanted: Sequence[bool],
-        make_dweight: Callable[[torch.dtype], Tensor] | None = None,
+        make_dweight: Callable[[torch.dtype], Tensor] | None = None, *, reads: Mapping[str, Tensor | None] = _NOTHING,
     ) -> tuple[list, list]:  # fmt: skip
         """What autograd is given for weights and biases. rows: dy [num_rows, out_features]. wanted: of weights, then biases.
 
         make_dweight: gives the product of rows and the normalised tensor in a dtype, where that is not simply theirs.
+        reads: what make_normalized reads, by name.
         """
         weights = [weight if is_wanted else None for weight, is_wanted in zip(self.weights, wanted)]
         biases = [bias if is_wanted else None for bias, is_wanted in zip(self.biases, wanted[len(weights) :])]
         if self.queue is not None:
-            self.queue.append(partial(self._add, rows, make_normalized, weights, biases, make_dweight))
+            reads = dict(reads)
+            if make_dweight is None or any(bias is not None for bias in biases):
+                reads["the gradient of y"] = rows
+            reads = [(name, each, each._version) for name, each in reads.items() if each is not None]
+            self.queue.append(partial(self._add, rows, make_normalized, weights, biases, make_dweight, reads))
             return [None] * len(weights), [None] * len(biases)
         of_biases = self._bias_gradients(rows, biases)
         self._add_weights(rows, make_normalized, weights, make_dweight)
         return [_placeholder(weight) for weight in weights], of_biases
+
+    def nothing(self) -> None:
+        """A backward that no gradient of y has reached."""
+        if self.queue is not None:
+            self.queue.append(_do_nothing)
 
     def _bias_gradients(self, rows: Tensor, biases: Sequence[Tensor | None]) -> list[Tensor | None]:
         if all(bias is None for bias in biases):
@@ -531,7 +566,13 @@ class _WeightGradients:
         parts = sum_rows(rows, self.biases[0].dtype).split([len(bias) for bias in self.biases])
         return [None if bias is None else part for bias, part in zip(biases, parts)]
 
-    def _add(self, rows, make_normalized, weights, biases, make_dweight) -> None:
+    def _add(self, rows, make_normalized, weights, biases, make_dweight, reads) -> None:
+        for name, each, version in reads:
+            if each._version != version:
+                raise RuntimeError(
+                    f"{name} was written to between a backward and its backward_dw(), which reads it; expected it as it was "
+                    "(another gradient may be added up in the memory of that of y: y.register_hook(torch.clone) parts them)"
+                )
         for bias, gradient in zip(biases, self._bias_gradients(rows, biases)):
             if bias is not None:
                 _accumulate(bias, gradient)
@@ -556,6 +597,10 @@ class _WeightGradients:
                 _add_product(_main_grad(weight), part.t(), normalized, accumulate=not over)
                 if hasattr(weight, "grad_added_to_main_grad"):
                     weight.grad_added_to_main_grad = True
+
+
+def _do_nothing() -> None:
+    pass
 
 
 def _accumulate(parameter: Tensor, gradient: Tensor) -> None:
@@ -686,10 +731,10 @@ def _differentiate(ctx, dy, dnormalized, _dmean, _drstd, dsum):
         wants_input, wants_residual, wants_norm_weight, wants_norm_bias, *fp8_linear.each_of(wants_weights, num_weights),
         *fp8_linear.each_of(wants_biases, num_biases),
     )  # fmt: skip
-    weight = (torch.cat(weights) if num_weights > 1 else weights[0]).to(ctx.call.dtype)
     if torch.is_grad_enabled():  # create_graph=True: what was saved is no function of x to autograd, what is made again is
         normalized = None
     with fp8.outside_autocast(added):
+        weight = (torch.cat(weights) if num_weights > 1 else weights[0]).to(ctx.call.dtype)
         made = _gradients(
             _Operators, ctx.call, dy, dnormalized, dsum, added, mean, rstd, norm_weight, norm_bias, normalized, weight, weights,
             biases, wanted, None,
@@ -1024,6 +1069,9 @@ class LayerNormLinear(torch.nn.Module):
                         f"{name} has no main_grad, to which fuse_wgrad_accumulation=True adds its gradient; expected a tensor "
                         f"of shape {tuple(weight.shape)}, made before the forward"
                     )
+                given = getattr(weight, "main_grad", None)
+                if given is not None and given.shape != weight.shape:
+                    raise ValueError(f"{name}.main_grad has shape {tuple(given.shape)}; expected {tuple(weight.shape)}")
             # A forward that says it is the first begins a step, unless one that has begun was not written to yet; one that a
             # checkpoint runs again inside of backward does not, unless its first run recorded nothing (use_reentrant=True).
             begins = self._begins_later if _inside_backward() else is_first_microbatch
@@ -1037,12 +1085,13 @@ class LayerNormLinear(torch.nn.Module):
     def _project_in_fp8(
         self, region: fp8.Region, inp: Tensor, is_first_microbatch: bool | None, fp8_output: bool, fp8_grad: bool
     ) -> tuple[Tensor | fp8.QuantizedTensor, Tensor | None]:
-        arrays.check_addresses(input=inp)  # before scales go where it is
+        if _is_transformed():
+            raise NotImplementedError("torch.func was asked to transform a layer inside fp8_autocast; expected it outside")
         plain, recorded = self._check_in_fp8(inp, fp8_output)
         weights, biases = self.parts_in_fp8()
         tensors = (inp, self.layer_norm_weight, self.layer_norm_bias, *weights, *biases)
         call, weight = self.begin_in_fp8(
-            region, inp, plain.dtype, is_first_microbatch, fp8_grad, torch.is_grad_enabled(), recorded
+            region, inp, weights, plain.dtype, is_first_microbatch, fp8_grad, torch.is_grad_enabled(), recorded
         )
         if recorded:
             take = self._weight_gradients(is_first_microbatch) if self._hands_on_in_fp8() else None
@@ -1081,16 +1130,16 @@ class LayerNormLinear(torch.nn.Module):
         return self._weights(), [] if self.return_bias else self._biases()
 
     def begin_in_fp8(
-        self, region: fp8.Region, inp: Tensor, dtype: torch.dtype, is_first_microbatch: bool | None, fp8_grad: bool,
-        records: bool, recorded: bool,
+        self, region: fp8.Region, inp: Tensor, weights: Sequence[Tensor], dtype: torch.dtype, is_first_microbatch: bool | None,
+        fp8_grad: bool, records: bool, recorded: bool,
     ) -> tuple[fp8_linear.Call, fp8.QuantizedTensor]:  # fmt: skip
-        """What cupynorm.fp8_linear.forward needs. records: whether the region's step counts; recorded: whether this call has a
-        backward."""
+        """What cupynorm.fp8_linear.forward needs. weights: what an operator is given in place of the layer's own, which torch
+        may write to behind a graph. records: whether the region's step counts; recorded: whether this call has a backward."""
         self._fp8_group = region.group
         call = self.call_in_fp8(region.recipe, inp, dtype, fp8_grad, records)
         if isinstance(region.recipe, fp8.DelayedScaling) and records:
             region.ended[id(self)] = fp8.UsedScales(self._fp8_states["forward"], region.recipe, region.group)
-        return call, self._quantized_weight(call.quantizers, is_first_microbatch, dtype, recorded)
+        return call, self._quantized_weight(weights, call.quantizers, is_first_microbatch, dtype, recorded)
 
     def call_in_fp8(
         self, recipe: fp8.Recipe, inp: Tensor, dtype: torch.dtype, fp8_grad: bool, records: bool
@@ -1113,15 +1162,16 @@ class LayerNormLinear(torch.nn.Module):
         )  # fmt: skip
 
     def _quantized_weight(
-        self, quantizers: fp8_linear.Quantizers, is_first_microbatch: bool | None, dtype: torch.dtype, recorded: bool
-    ) -> fp8.QuantizedTensor:
+        self, weights: Sequence[Tensor], quantizers: fp8_linear.Quantizers, is_first_microbatch: bool | None,
+        dtype: torch.dtype, recorded: bool,
+    ) -> fp8.QuantizedTensor:  # fmt: skip
         """is_first_microbatch True: quantised and kept; False: the one that is kept, if the recipe is still the same; None:
         quantised, and not kept."""
         recipe, kept = self._fp8_weight or (None, None)
         if is_first_microbatch is False and recipe == quantizers.recipe and not (recorded and kept.transposed is None):
             return kept
         with torch.no_grad():
-            weight = _joined(self._weights())
+            weight = _joined(weights)
             made = quantizers.quantize("weight", weight, transpose=recorded)
             made.dtype = dtype
         if is_first_microbatch is not None:
@@ -1132,14 +1182,15 @@ class LayerNormLinear(torch.nn.Module):
         biases = self._biases()
         if not biases:
             return inp.new_empty(0, dtype=dtype)
-        return (torch.cat(biases) if len(biases) > 1 else biases[0]).to(dtype)
+        return torch.cat([each.to(dtype) for each in biases]) if len(biases) > 1 else biases[0].to(dtype)
 
     def backward_dw(self) -> None:
         """Makes the gradients of weights and biases that the oldest backward left, adds them to .grad (or main_grad),
         runs the hooks.
 
         Once for each backward, in any number before a step. Does nothing without delay_wgrad_compute. Raises RuntimeError if no
-        backward has left anything.
+        backward has left anything, or if something has written to what it left: the gradient of y and the normalised tensor (in
+        8 bits copies of its own), or, where nothing had made that, the input and the norm's parameters.
         """
         if not self.need_backward_dw():
             return
@@ -1213,7 +1264,9 @@ def _splits(given: Sequence[str] | Mapping[str, int] | None, out_features: int) 
             f"parameters_split is {given!r}; expected names without a dot, which differ in more than underscores at their end, "
             "and none of which is layer_norm, the norm's"
         )
-    if isinstance(given, Mapping) and any(not isinstance(size, int) or size < 0 for size in given.values()):
+    if isinstance(given, Mapping) and any(
+        isinstance(size, bool) or not isinstance(size, int) or size < 0 for size in given.values()
+    ):
         raise TypeError(f"parameters_split is {given!r}; expected sizes that are numbers of rows")
     sizes = list(given.values()) if isinstance(given, Mapping) else [out_features // len(names)] * len(names)
     if sum(sizes) != out_features:

@@ -331,6 +331,9 @@ def test_states_as_bytes_without_pickle():
     assert list(found) == ["forward", "backward"]
     for name, (scale, history) in found.items():
         assert torch.equal(scale, states[name].scale) and torch.equal(history, states[name].amax_history)
+    for cut in (packed[:-8], packed[:-3], packed[:40]):
+        with pytest.raises(ValueError, match="the fp8 state in a state dict has [0-9]+ bytes of numbers; expected"):
+            fp8.unpack(cut)
     assert fp8.pack({}).numel() == 0 and fp8.unpack(fp8.pack({})) == {} and fp8.unpack(None) == {}
     for foreign in (torch.tensor([128, 4, 149], dtype=torch.uint8), {"scale": 1}):
         with pytest.warns(UserWarning, match="is not cupynorm's"):

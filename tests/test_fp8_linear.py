@@ -729,6 +729,102 @@ def test_a_recipe_with_a_callable_is_compiled_around():
     assert torch.equal(module._fp8_states["forward"].scale, twin._fp8_states["forward"].scale)
 
 
+class OfWrittenWeight(torch.nn.Module):
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x):
+        with torch.no_grad():
+            self.layer.weight.clamp_(-0.01, 0.01)
+        return self.layer(x)
+
+
+@pytest.mark.parametrize("recipe", (DelayedScaling(amax_history_len=4), CurrentScaling(), BlockScaling()), ids=str)
+def test_what_is_compiled_multiplies_by_the_weight_of_the_graph(recipe):
+    """A graph writes to a parameter at its end, and a call may be given others in its place."""
+    torch._dynamo.reset()
+    module, problem = make()
+    x, made = tensor(problem.x), []
+    for compiles in (False, True):
+        net = OfWrittenWeight(copy.deepcopy(module))
+        run = torch.compile(net, backend="aot_eager", fullgraph=True) if compiles else net
+        with torch.no_grad(), fp8_autocast(recipe=recipe):
+            made.append(run(x))
+    assert torch.equal(*made) and made[0].abs().max() > 0
+    other, made = {"weight": module.weight.detach() * 2}, []
+    for compiles in (False, True):
+        twin = copy.deepcopy(module)
+
+        def call(x, twin=twin):
+            return torch.func.functional_call(twin, other, (x,))
+
+        run = torch.compile(call, backend="aot_eager", fullgraph=True) if compiles else call
+        with torch.no_grad(), fp8_autocast(recipe=recipe):
+            made.append(run(x))
+    assert torch.equal(*made)
+
+
+def test_what_is_compiled_and_only_the_normalised_tensor_used():
+    torch._dynamo.reset()
+    module, problem = make(return_layernorm_output=True)
+    made = []
+    for compiles in (False, True):
+        twin = copy.deepcopy(module)
+
+        def call(x, twin=twin):
+            return twin(x)[1]
+
+        run = torch.compile(call, backend="aot_eager", fullgraph=True) if compiles else call
+        x = tensor(problem.x, grad=True)
+        with fp8_autocast(recipe=CurrentScaling()):
+            normalized = run(x)
+        normalized.square().sum().backward()
+        # Zeros, or none, of what it does not depend on.
+        assert twin.weight.grad is None or not twin.weight.grad.any()
+        made.append((normalized, x.grad, twin.layer_norm_weight.grad, twin.layer_norm_bias.grad))
+    assert all(torch.equal(*pair) for pair in zip(*made))
+
+
+def test_a_compiled_layer_that_is_gone_before_its_backward():
+    torch._dynamo.reset()
+    module, problem = make()
+    x = tensor(problem.x, grad=True)
+    with fp8_autocast(recipe=CurrentScaling()):
+        y = torch.compile(module, backend="aot_eager")(x)
+    del module
+    torch._dynamo.reset()
+    gc.collect()
+    with pytest.raises(RuntimeError, match="a compiled layer was deleted before its backward"):
+        y.sum().backward()
+
+
+def test_transforms_are_refused():
+    module, problem = make()
+    with fp8_autocast(recipe=CurrentScaling()), pytest.raises(NotImplementedError, match="torch.func was asked to transform"):
+        torch.func.vmap(module)(tensor(problem.x)[None])
+
+
+@pytest.mark.parametrize("recipe", (DelayedScaling(amax_history_len=4), CurrentScaling(), BlockScaling()), ids=str)
+@pytest.mark.parametrize("save_normalized", (False, True))
+def test_what_is_delayed_is_of_the_input_as_it_was(recipe, save_normalized):
+    """In one buffer, as that of a captured step; and of the norm's parameters, to which an optimizer may write."""
+    module, problem = make(delay_wgrad_compute=True, save_normalized=save_normalized)
+    plain, _ = make(save_normalized=save_normalized)
+    buffer = torch.empty_like(tensor(problem.x))
+    for layer in (module, plain):
+        for size in (1.0, 3.0):
+            buffer.copy_(tensor(size * problem.x))
+            with fp8_autocast(recipe=recipe):
+                y = layer(buffer)
+            y.backward(tensor(problem.dy))
+    with torch.no_grad():
+        module.layer_norm_weight.mul_(2)
+    for _ in range(2):
+        module.backward_dw()
+    assert torch.equal(module.weight.grad, plain.weight.grad) and torch.equal(module.bias.grad, plain.bias.grad)
+
+
 def test_gradients_of_a_normalised_tensor_that_hardly_is_one():
     """The inverse of its current scale's inverse is no float32."""
     made = []

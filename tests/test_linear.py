@@ -946,6 +946,7 @@ def test_attributes_for_those_who_reduce_gradients():
         ({"parameters_split": ("a", "b", "c")}, ValueError, r"sizes \[5, 5, 5\], 15 together; expected out_features, 16"),
         ({"parameters_split": {"a": 8, "b": 9}}, ValueError, r"sizes \[8, 9\], 17 together"),
         ({"parameters_split": {"a": 8.0, "b": 8}}, TypeError, "expected sizes that are numbers of rows"),
+        ({"parameters_split": {"a": True, "b": 15}}, TypeError, "expected sizes that are numbers of rows"),
         ({"fused": "gemm"}, ValueError, "fused is 'gemm'; expected None or 'fold'"),
         ({"fused": "fold", "return_layernorm_output": True}, ValueError, "no normalised tensor exists"),
         ({"sm_margin": -1}, ValueError, "sm_margin is -1"),
@@ -1351,6 +1352,104 @@ def test_what_is_delayed_waits_as_little_as_it_can(frozen):
     large = [each for each in held if each.numel() > 96]
     assert rows.shape == (32, 64) and sum(each.numel() for each in large) == 32 * 96
     assert any(each.data_ptr() == x.data_ptr() for each in large) == frozen
+
+
+@pytest.mark.parametrize("written", ("the gradient of y", "the normalised tensor", "the input", "the norm's weight"))
+def test_what_was_written_to_before_it_is_read_is_refused(written):
+    """As autograd refuses what it has saved."""
+    module = LayerNormLinear(24, 16, delay_wgrad_compute=True, return_layernorm_output=True, save_normalized=True, **CPU)
+    if written in ("the input", "the norm's weight"):
+        module = LayerNormLinear(24, 16, delay_wgrad_compute=True, **CPU)
+        module.layer_norm_weight.requires_grad_(False), module.layer_norm_bias.requires_grad_(False)
+    x, dy = torch.randn(3, 24), torch.randn(3, 16)
+    made = module(x)
+    y, normalized = made if isinstance(made, tuple) else (made, None)
+    y.backward(dy)
+    with torch.no_grad():
+        {
+            "the gradient of y": dy, "the normalised tensor": normalized, "the input": x,
+            "the norm's weight": module.layer_norm_weight,
+        }[written].mul_(2)  # fmt: skip
+    with pytest.raises(RuntimeError, match=f"{written} was written to between a backward and its backward_dw"):
+        module.backward_dw()
+    assert module.weight.grad is None
+
+
+def test_a_gradient_of_y_that_shares_memory_with_a_parameters():
+    """autograd adds up there; the hook that the refusal names keeps them apart."""
+    made = {}
+    for delays in (False, True):
+        torch.manual_seed(0)
+        module = LayerNormLinear(16, 8, delay_wgrad_compute=delays, params_dtype=torch.float64, **CPU)
+        position = torch.nn.Parameter(torch.randn(5, 8, dtype=torch.float64))
+        for _ in range(2):
+            y = module(torch.randn(1, 5, 16, dtype=torch.float64))
+            y.register_hook(torch.clone)
+            (y + position.unsqueeze(0)).square().sum().backward()
+        for _ in range(2):
+            module.backward_dw()
+        made[delays] = module.weight.grad, module.bias.grad, position.grad
+    torch.testing.assert_close(made[True], made[False], rtol=1e-12, atol=1e-12)
+
+
+def test_a_backward_without_a_gradient_of_y_is_one_of_backward_dw():
+    module = LayerNormLinear(24, 16, delay_wgrad_compute=True, return_layernorm_output=True, **CPU)
+    x = torch.randn(3, 24)
+    for recipe in (None, cupynorm.CurrentScaling()):
+        with cupynorm.fp8_autocast(recipe is not None, recipe):
+            normalized = module(x)[1]
+        normalized.square().sum().backward()
+        module.backward_dw()
+        assert module.weight.grad is None and not module._delayed
+
+
+class Named(torch.Tensor):
+    """A subclass of which torch asks nothing."""
+
+
+@pytest.mark.parametrize("option", ("fuse_wgrad_accumulation", "delay_wgrad_compute"))
+def test_nothing_is_lost_of_an_input_of_a_subclass(option):
+    module, plain = LayerNormLinear(24, 16, **{option: True}, **CPU), LayerNormLinear(24, 16, **CPU)
+    plain.load_state_dict(module.state_dict())
+    main_grads(module, module.weight.dtype)
+    x = torch.randn(3, 24)
+    for each in (module, plain):
+        each(x.as_subclass(Named) if each is module else x).square().sum().backward()
+    module.backward_dw()
+    made = module.weight.grad if option == "delay_wgrad_compute" else module.weight.main_grad
+    torch.testing.assert_close(made, plain.weight.grad)
+
+
+def test_what_is_no_tensor_with_memory_is_refused():
+    module, x = LayerNormLinear(24, 16, **CPU), torch.ones(3, 24)
+    with pytest.raises(TypeError, match="input is a torch tensor on meta; expected one on the CPU or on a CUDA device"):
+        module(x.to("meta"))
+    given = (module.layer_norm_weight, module.layer_norm_bias, module.weight)
+    with pytest.raises(TypeError, match="residual is a ndarray; expected a torch tensor, as input is"):
+        cupynorm.layer_norm_linear(x, *given, residual=x.numpy())
+
+
+def test_a_main_grad_of_another_shape_is_refused():
+    module = LayerNormLinear(24, 16, fuse_wgrad_accumulation=True, **CPU)
+    module.weight.main_grad = torch.zeros(24 * 16)
+    with pytest.raises(ValueError, match=r"weight.main_grad has shape \(384,\); expected \(16, 24\)"):
+        module(torch.ones(3, 24))
+
+
+@pytest.mark.parametrize("recipe", (None, cupynorm.CurrentScaling()), ids=str)
+@pytest.mark.parametrize("return_bias", (False, True))
+def test_splits_in_autocast_of_the_other_dtype_of_16_bits(return_bias, recipe):
+    """torch has no cat of it there."""
+    module = LayerNormLinear(
+        32, 16, params_dtype=torch.float16, parameters_split=("a", "b"), return_bias=return_bias, **CPU
+    )  # fmt: skip
+    x = torch.randn(4, 32, dtype=torch.float16, requires_grad=True)
+    with torch.autocast("cpu", torch.bfloat16), cupynorm.fp8_autocast(recipe is not None, recipe):
+        made = module(x)
+        results = made if return_bias else (made,)
+        assert all(each.dtype == torch.bfloat16 for each in results)
+        sum(each.float().square().sum() for each in results).backward()
+    assert x.grad.abs().sum() > 0 and all(each.grad.dtype == torch.float16 for each in module._weights())
 
 
 def test_nothing_is_lost_where_torch_watches():
