@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from functools import partial
 
 import pytest
 from every_kernel import STEPS, judge_scales, run_scales
-from test_mutations import copy_of_sources, mutate
+from test_mutations import ROOT, copy_of_sources, mutate
 
 import cupynorm
 from cupynorm import gradient_check, on_cpu
@@ -162,3 +164,52 @@ def test_mutation_is_seen(name, tmp_path, with_sources):
 @pytest.mark.parametrize("check", CHECKS)
 def test_sources_as_they_are_pass(check, tmp_path, with_sources):
     with_sources(copy_of_sources(tmp_path / "cuda_src"), CHECKS[check])
+
+
+# -- sanitizers ------------------------------------------------------------------------------------------
+
+SANITIZED = f"""
+import sys
+sys.path[:0] = {[str(ROOT), str(ROOT / "tests")]!r}
+import numpy as np
+from cupynorm.calls import QuantizeCall, Rows
+from cupynorm.gradient_check import CheckResult, CpuMachine
+from every_kernel import (
+    E4M3, Kept, judge_matrix, judge_quantized, judge_scales, judge_survey, matrices, quantized_cases, run_matrix, run_quantized,
+    run_scales, run_survey, surveys,
+)
+
+machine = CpuMachine(sanitize=("address", "undefined"))
+findings = []
+by_kernel = {{(case.strategy, case.tile, how.scaling): (case, how) for case, how in quantized_cases()}}
+for case, how in [by_kernel[each] for each in sorted(by_kernel, key=str)][::4]:
+    findings += judge_quantized(case, how, *run_quantized(case, how, machine), exact=True)
+for matrix in matrices()[::3]:
+    findings += judge_matrix(matrix, *run_matrix(matrix, machine))
+for survey in surveys()[::3]:
+    findings += judge_survey(survey, *run_survey(survey, machine))
+findings += judge_scales(*run_scales(2, machine))
+# largest / amax, beyond what a float's exponent holds.
+for amax in (2e-38, 3e38):
+    kept = Kept(machine)
+    x = kept.put("x", np.full((4, 64), amax, np.float32))
+    of_amax = kept.put("amax", np.full(1, amax, np.float32))
+    scale_inv = kept.poisoned("scale_inv", (1,), "float32")
+    data, transposed = (kept.poisoned(name, shape, "uint8") for name, shape in (("data", (4, 64)), ("transposed", (64, 4))))
+    call = QuantizeCall(Rows(x, 4, 64, 64, "float32"), E4M3, None, None, (0.0, False))
+    for launch, words in zip(call.launches, call.words(x, data, transposed, scale_inv=scale_inv, amax=of_amax)):
+        machine.launch(launch, words)
+    largest = np.float32(448) / np.float32(amax) if amax > 1e-30 else np.finfo(np.float32).max
+    assert kept.get("scale_inv")[0] == np.float32(1 / np.float64(largest)), kept.get("scale_inv")
+assert CheckResult(findings).ok, CheckResult(findings)
+print(len(findings) > 50)
+"""
+
+
+def test_kernels_of_8_bits_pass_the_sanitizers():
+    try:
+        environment = on_cpu.sanitized_environment()
+    except on_cpu.NoCompilerError as error:
+        pytest.skip(str(error))
+    result = subprocess.run([sys.executable, "-c", SANITIZED], env=environment, capture_output=True, text=True)
+    assert (result.returncode, result.stdout) == (0, "True\n"), result.stderr[-4000:]
