@@ -410,7 +410,7 @@ def test_what_is_handed_to_torch(monkeypatch, shape):
         for added in (None, bias.to(out_dtype)):
             given = (a.data, a.scale_inv, b.data, b.scale_inv, out_dtype)
             y, expected = fp8._by_scaled_mm(*given, added, True), fp8.multiply(*given[:4], torch.float32, bias=added)
-            assert y.shape == expected.shape and y.dtype == out_dtype
+            assert y.shape == expected.shape and y.dtype == out_dtype and y.is_contiguous()
             sizes = a.dequantize().abs() @ b.dequantize().abs().t()
             assert (
                 (y.float() - expected).abs()
