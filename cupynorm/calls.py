@@ -173,7 +173,7 @@ class ForwardCall:
         self.rule = () if quantization is None else (
             problem.num_scales, *rule_words((quantization.smallest_amax, quantization.power_of_two))
         )  # fmt: skip
-        launches = self.plan.launches
+        self.num_rows, launches = x.num_rows, self.plan.launches
         shares = (launches[0].num_first, launches[0].rows_of_first) if launches else (0, 0)
         self.tail = (x.num_rows, x.num_cols, float(eps), *shares)
 
@@ -198,7 +198,7 @@ class FusedForwardCall(ForwardCall):
 
         def of_launch(turned: bool, mean: int, rstd: int) -> tuple:
             def rows(address: int, stride: int, itemsize: int) -> tuple[int, int]:
-                return (address + (self.tail[0] - 1) * stride * itemsize, -stride) if turned and address else (address, stride)
+                return (address + (self.num_rows - 1) * stride * itemsize, -stride) if turned and address else (address, stride)
 
             load = rows(x, self.x_stride, self.itemsize)
             if self.has_own_sum or self.residual_stride is not None:

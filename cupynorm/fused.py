@@ -195,7 +195,7 @@ def _key_of(quantization: Quantization | None, lie) -> tuple | None:
     if quantization is None:
         return None
     scale, amax = quantization.scale, quantization.amax
-    constants = _lie_of_constant(lie, scale), _lie_of_constant(lie, amax), quantized.are_one(scale, amax)
+    constants = _lie_of_constant(lie, scale), _lie_of_constant(lie, amax), quantized.at_one_address(scale, amax)
     return (*constants, *quantization._replace(scale=None, amax=None))
 
 

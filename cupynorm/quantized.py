@@ -171,12 +171,12 @@ def check(quantization: Quantization, x: Array) -> Quantization:
             if getattr(array, "requires_grad", False):
                 raise ValueError(f"{name} requires a gradient; it is a constant here, so expected {name}.detach()")
         taken[name] = array
-    if are_one(*taken.values()):
+    if at_one_address(*taken.values()):
         raise ValueError("amax is scale's own memory, which the kernel reads; expected an array of its own")
     return quantization._replace(**taken)
 
 
-def are_one(scale: Array | None, amax: Array | None) -> bool:
+def at_one_address(scale: Array | None, amax: Array | None) -> bool:
     """Whether both are there and begin at one address."""
     if scale is None or amax is None or arrays.is_torch(scale) != arrays.is_torch(amax):
         return False
