@@ -1,5 +1,5 @@
-"""How many registers threads need whose y has 8 bits, on a GPU of sm_90: found by compiling, held by tests to no spills. Pure
-Python, no GPU needed.
+"""How many registers threads need whose y has 8 bits, on a GPU of sm_90: found by compiling, held by tests to no spills; and
+tiles that have threads as long as these. Pure Python, no GPU needed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _REGISTERS = {
     ("warp", "row"): ((64, 64, 64, 64, 72, 96, 112), (64, 64, 64, 72, 112, 112, 128)),
     ("warp", "block"): ((64, 64, 64, 64, 72, 96, 112), (64, 64, 80, 96, 128, 128, 128)),
     ("warp", "mx"): ((64, 64, 64, 64, 72, 96, 112), (64, 64, 72, 96, 112, 112, 168)),
-    ("block", "given"): ((56, 56, 56, 64, 72, 80, 96), (64, 64, 64, 72, 72, 96, 96)),
+    ("block", "given"): ((56, 56, 56, 64, 72, 80, 96), (64, 64, 64, 72, 72, 80, 96)),
     ("block", "tensor"): ((56, 56, 64, 64, 80, 80, 96), (64, 64, 64, 72, 80, 96, 96)),
     ("block", "row"): ((48, 56, 72, 72, 72, 80, 96), (56, 64, 72, 80, 96, 96, 96)),
     ("block", "block"): ((48, 56, 64, 72, 72, 80, 96), (56, 64, 64, 72, 80, 96, 128)),
@@ -36,6 +36,9 @@ _LANES_REGISTERS = {
     ("mx", 4, 24): 64,
 }  # fmt: skip
 
+# Of threads of LayerNorm that have so many elements of a row that comes through shared memory and does not fill them.
+_STAGED_REGISTERS = {40: 72, 48: 80, 56: 96, 64: 128}
+
 # What the compiler moves ahead where there is no mean.
 _MORE_WITHOUT_MEAN = {("warp", 40): 8, ("warp", 48): 24, ("warp", 56): 16, ("block", 48): 8, ("block", 56): 16}
 
@@ -43,13 +46,40 @@ _MORE_WITHOUT_MEAN = {("warp", 40): 8, ("warp", 48): 24, ("warp", 56): 16, ("blo
 # Of y that waits in the registers of a thread until its scales are known, as in cuda_src/row.cuh.
 MOST_BYTES_MADE = 320
 
-# Of exact rows of LayerNorm, so many that a thread also holds the next row while it writes one (fetches_ahead): by scaling, of
-# blocks of so many threads at least. H200, bf16: 8192 columns by row 0.95, with a block more 0.93, 4096 columns 0.97 and 0.94;
-# 8192 columns by 1 x 128 blocks 0.95 and 0.89, 4096 0.93 and 0.91; MXFP8 0.88 and 0.92, RMSNorm by row 0.95 and 0.98. Of 56
-# elements on 128 threads alone: 7168 columns by row 0.96 and 0.95, by blocks 0.97 and 0.93; 14,336 columns, 256 threads, 0.91,
-# staged 0.92.
+# Of rows of LayerNorm, so many registers that a thread also holds the next row while it writes one (fetches_ahead), by scaling.
+# Of 64 elements that a row fills, in blocks of so many threads at least: H200, bf16, 8192 columns by row 0.95, with a block
+# more 0.93, 4096 columns 0.97 and 0.94; 8192 columns by 1 x 128 blocks 0.95 and 0.89, 4096 0.93 and 0.91; MXFP8 0.88 and 0.92,
+# RMSNorm by row 0.95 and 0.98.
 _AHEAD_FROM = {"row": 64, "block": 64}
 _AHEAD_REGISTERS = 128
+
+# By threads and elements: of rows that fill them (by row and by blocks: 768 columns 0.98 and 0.92, with 64 registers 0.91 and
+# 0.87; 1024 columns 0.98 and 0.97, before 0.96 and 0.93; 2048 columns 0.99 and 0.98, before 0.98 and 0.96; 7168 columns 0.96
+# and 0.97, before 0.95 and 0.93; 2560 columns by blocks 0.97 and 0.92; but 14,336 columns, 256 threads, by row 0.91, staged
+# 0.92), and of others (by row 7000 columns 0.95 and 0.90, staged 0.91, 3400 0.95 and 0.90, 3000 0.91 and 0.88; by blocks 1000
+# columns 0.91 and 0.87, but 3400 0.83 and 0.86).
+_AHEAD = (
+    {
+        **{("row", 32, 24): 72, ("row", 32, 32): 80, ("row", 32, 64): 128, ("row", 128, 56): 128},
+        **{("block", 32, 24): 72, ("block", 32, 32): 80, ("block", 32, 64): 128, ("block", 128, 56): 128},
+        **{("block", 64, 40): 96, ("block", 96, 40): 96},
+    },
+    {("row", 64, 48): 128, ("row", 64, 56): 128, ("row", 128, 56): 128, ("block", 32, 32): 96},
+)
+
+
+def ahead_registers(problem: Problem, tile: Tile) -> int | None:
+    """Registers of a thread that holds the next row where that is what makes it fast, None of others."""
+    if not problem.centered or tile.threads_per_row < 32 or tile.rows_per_block * tile.cluster_size > 1 or tile.stages:
+        return None
+    elements = tile.pack_size * tile.packs_per_thread
+    if elements == 64 and tile.exact and tile.threads_per_row > 32:
+        fills = 512 // tile.threads_per_row * tile.threads_per_row >= 448
+        if not fills or tile.threads_per_row < _AHEAD_FROM.get(problem.scaling, 1024):
+            return None
+        spills = problem.scaling == "block" and problem.x == "float16" and tile.threads_per_row >= 256
+        return _AHEAD_REGISTERS + 16 * spills
+    return _AHEAD[0 if tile.exact else 1].get((problem.scaling, tile.threads_per_row, elements))
 
 
 def fetches_ahead(problem: Problem, tile: Tile) -> bool:
@@ -65,8 +95,7 @@ def fetches_ahead(problem: Problem, tile: Tile) -> bool:
 
 def is_fetched_ahead(problem: Problem, tile: Tile) -> bool:
     """Whether that is what makes a tile of several blocks of LayerNorm a fast one."""
-    suits = problem.centered and problem.scaling in _AHEAD_FROM and 56 <= tile.pack_size * tile.packs_per_thread <= 64
-    return suits and tile.exact == 1 and tile.blocks_per_sm > 1 and fetches_ahead(problem, tile)
+    return bool(ahead_registers(problem, tile)) and tile.blocks_per_sm > 1 and fetches_ahead(problem, tile)
 
 
 def is_common_quantized(problem: Problem, device: Device) -> bool:
@@ -96,18 +125,59 @@ def common_quantized_registers(problem: Problem, device: Device, tile: Tile) -> 
     if in_row and not problem.centered and elements < 64:
         if 384 * 64 < problem.num_cols <= 512 * 64 and problem.num_cols % (32 * 64) == 0:
             return 255  # one block of fewer threads, of 64 elements, holds the next row as well
-    if place == "block" and elements >= 56 and tile.exact and problem.centered and not tile.stages:
-        fills = 512 // tile.threads_per_row * tile.threads_per_row >= 448
-        fewest = _AHEAD_FROM.get(problem.scaling, 1024)
-        if fills and (tile.threads_per_row >= fewest if elements == 64 else tile.threads_per_row == 128 >= fewest):
-            registers = _AHEAD_REGISTERS
+    if problem.centered:
+        if tile.stages == 1 and not tile.exact and elements in _STAGED_REGISTERS:
+            return _STAGED_REGISTERS[elements] + 8 * (elements == 56 and problem.scaling == "mx" and problem.x == "float16")
+        if (of_ahead := ahead_registers(problem, tile)) is not None:
+            return of_ahead
     if in_row and not problem.centered:
         registers += _MORE_WITHOUT_MEAN.get((place, elements), 0) if tile.exact else 8
         registers += 16 * (place == "block" and elements == 64 and problem.scaling == "mx")
-    registers += 8 * (tile.stages == 1 and elements == 56)
+    registers += 8 * (tile.stages == 1 and (elements == 56 or (elements == 40 and problem.scaling in ("block", "mx"))))
     if problem.scaling == "block" and problem.x == "float16":
         registers += 16 * (not tile.exact or tile.threads_per_row >= 256)
     return registers
+
+
+# Columns from which on rows have threads as long as 128 registers hold packed, where their scale, or the tensor's, is known
+# when they are written. H200, bf16, and beside an amax: 9000 columns 0.97 and 0.93, before 0.93 and 0.89; 11,000 0.97 and 0.95,
+# before 0.92 and 0.85; 12,288 0.99 and 0.98, before 0.97 and 0.93; 14,000 0.96 and 0.92, before 0.85 and 0.79; 15,600 0.94 and
+# 0.83, before 0.84 and 0.79; 19,456 0.96 and 0.89, before 0.91 and 0.86; 10,752 0.99 and 0.96, before 0.99 and 0.97. At the
+# tensor's scale: 11,000 0.56 and 0.49, 14,000 0.52 and 0.45, 17,000 0.49 and 0.47. RMSNorm is level.
+_LONG_FROM = 8193
+
+
+def long_quantized_tile(problem: Problem, device: Device) -> Tile | None:
+    """Of such rows, None of others."""
+    common = is_common_quantized(problem, device) and problem.num_cols >= _LONG_FROM
+    if not common or problem.scaling not in ("given", "tensor") or (problem.scaling == "tensor" and not problem.centered):
+        return None
+    if problem.num_cols in (14336, 16384):
+        return None  # 256 threads, or rows that are staged, which they fill
+    # What is most with an amax in float16, else, and without an amax in bfloat16, where 104 need it all.
+    longest = 88 if problem.x == "float16" and problem.amax else 96
+    longer = 104 if problem.x == "bfloat16" and not problem.amax and problem.scaling == "given" else longest
+    middle = 56 if problem.scaling == "given" else 0  # these in 80 registers
+    for threads, blocks_per_sm, most in ((96, 5, longest), (128, 4, longer), (256, 3, middle), (160, 3, longer), (256, 2, 80)):
+        packs = ceil_div(problem.num_cols, 8 * threads)
+        if 8 * packs <= most:
+            exact = int(8 * packs * threads == problem.num_cols)
+            return Tile(8, threads, packs, blocks_per_sm=blocks_per_sm, exact=exact)
+    return None
+
+
+# Blocks of 8 rows of LayerNorm on 8 lanes each, by columns and amax (H200, bf16: 576 columns 0.99 and 0.98, on 16 lanes 0.90
+# and 0.85; 704 columns 0.97 and 0.98, before 0.91 and 0.85; beside an amax 640 columns 0.96 and 0.95, 768 0.98 and 0.93;
+# without one they are 1.00 and 0.99 on 16 lanes).
+_LONG_LANES = {(576, False): 8, (576, True): 10, (640, True): 8, (704, False): 6, (704, True): 8, (768, True): 7}
+
+
+def long_lanes_tile(problem: Problem, device: Device) -> Tile | None:
+    """Of such rows, whose scale is given, None of others."""
+    blocks_per_sm = _LONG_LANES.get((problem.num_cols, problem.amax))
+    if not (blocks_per_sm and is_common_quantized(problem, device) and problem.scaling == "given" and problem.centered):
+        return None
+    return Tile(8, 8, problem.num_cols // 64, rows_per_block=8, blocks_per_sm=blocks_per_sm, exact=1)
 
 
 def _longest(problem: Problem, tile: Tile, place: str) -> int:

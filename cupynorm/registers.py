@@ -11,7 +11,14 @@ from dataclasses import replace
 from .devices import Device
 from .dtypes import DTYPES
 from .problem import Problem, Tile, ceil_div, cols_of_slice
-from .quantized_registers import common_quantized_registers, is_common_quantized, is_fetched_ahead
+from .quantized_registers import (
+    ahead_registers,
+    common_quantized_registers,
+    is_common_quantized,
+    is_fetched_ahead,
+    long_lanes_tile,
+    long_quantized_tile,
+)
 
 # The shares of a copy beside the numbers below were measured on 2026-11-20 to 22 while these were chosen, by timing
 # layer_norm_forward and layer_norm_backward with explicit strategy= and tile= at 2^28 elements (2^27 of float32). `python -m
@@ -107,6 +114,8 @@ _LONG_FROM = 9217
 
 def long_tile(problem: Problem, device: Device) -> Tile | None:
     """Of rows forward that have as many elements in a thread as its registers hold, packed; None for other rows."""
+    if problem.scaling:
+        return long_quantized_tile(problem, device)
     suits = _is_plain(problem) and DTYPES[problem.x].itemsize == 2 and problem.widest_pack == 8
     suits = suits and not problem.has_wide_parameters
     # The compiler moves more ahead, and spills, where there is no weight or no bias; 1 + weight takes registers of its own.
@@ -233,7 +242,7 @@ def blocks_that_fit(problem: Problem, device: Device, tile: Tile) -> int:
     if registers > 255 + 1:
         return 0
     warps = 4 * (device.registers_per_sm // 4 // 32 // registers)
-    if tile.block_size == 32 and is_common_quantized(problem, device):
+    if tile.block_size == 32 and is_common_quantized(problem, device) and not ahead_registers(problem, tile):
         # The compiler may take fewer (2048 columns: 96 where 18 blocks leave 112, and 0.93; with 16 blocks 0.89).
         warps = device.registers_per_sm // 32 // registers
     return min(warps * 32 // tile.block_size, device.threads_per_sm // tile.block_size, 32)
@@ -380,6 +389,11 @@ def lanes_tile(problem: Problem, device: Device) -> Tile | None:
     most_bytes = _WARP_ROW_BYTES[problem.direction][itemsize]
     if is_common_quantized(problem, device):
         most_bytes = _QUANTIZED_LANES_BYTES
+        # Nor does part of a warp have rows of which a whole one fetches the next (768 columns by row: 0.98, 16 lanes 0.95).
+        if problem.num_cols % 256 == 0 and ahead_registers(problem, Tile(8, 32, problem.num_cols // 256, exact=1)):
+            return None
+        if (long := long_lanes_tile(problem, device)) is not None:
+            return long
     if row_bytes > most_bytes:
         return None
     # The lanes of a row move at least 64 bytes of it together, or half the row if it is shorter (H200, bf16: 64 columns 0.88 of

@@ -27,23 +27,29 @@ def staged_bytes(problem: Problem, tile: Tile) -> int:
 # ahead by threads 0.97; 40,960 0.95, in a ring 0.94).
 _COLUMNS = (range(9217, 16385), range(24577, 32769))
 
+# Of others, by scaling, of which rows that fill no tile are staged (7600 columns by row 0.93 and 0.82, by blocks 0.92 and 0.80,
+# MXFP8 0.93 and 0.80; 4624 columns 0.92 and 0.82, 0.85 and 0.82, 0.86 and 0.83; but 8104 by row 0.91 and 0.93).
+_OTHERS = (range(4609, 9217),)
+_UNEVEN_COLUMNS = {"row": (range(4609, 7809), range(8193, 9217)), "block": _OTHERS, "mx": _OTHERS}
+
 # Threads of other rows that are staged, by scaling and columns (by row, 5120 columns: 0.97 and 0.94, by blocks 0.94 and 0.91,
 # 18,432 0.88 and 0.80; MXFP8, 4096 columns 0.95 and 0.94, 8192 0.94 and 0.92), or that the rule below does not find (by row,
-# 10,240 columns: 160 x 64 0.97, 256 x 40 0.94), and where scales are known (16,384 columns 0.97 and 0.90, 20,480 0.99 and 0.97;
-# at the tensor's, 16,384 columns 0.53 and 0.48).
+# 10,240 columns: 160 x 64 0.97, 256 x 40 0.94; 15,360 columns: 384 x 40 0.91, 256 x 64 0.88), and where scales are known
+# (16,384 columns 0.97 and 0.90, 20,480 0.99 and 0.97; at the tensor's, 16,384 columns 0.53 and 0.48).
 _THREADS = {
     "given": {16384: 512, 20480: 512},
     "tensor": {16384: 512},
-    "row": {5120: 128, 10240: 160},
-    "block": {5120: 128, 10240: 160, 18432: 384},
-    "mx": {4096: 128, 5120: 128, 8192: 256, 10240: 160, 18432: 384},
+    "row": {5120: 128, 10240: 160, 15360: 384},
+    "block": {5120: 128, 10240: 160, 15360: 384, 18432: 384},
+    "mx": {4096: 128, 5120: 128, 8192: 256, 10240: 160, 15360: 384, 18432: 384},
 }
 
 # Of a thread.
 _FEWEST_ELEMENTS, _MOST_ELEMENTS = 40, 64
 
-# A row costs a thread as much as so many elements beside its own.
-_ROW_COST = 14
+# A row costs a thread as much as so many elements beside its own (7600 columns: 128 x 64 0.93, 192 x 40 0.87; 12,400 by row 256
+# x 56 0.85, 320 x 40 0.81).
+_ROW_COST = 24
 
 # Of shared memory beside the row: at most 768 bytes of BlockReduce, and the 1024 that the hardware keeps of each block.
 _OTHER_BYTES = 2048
@@ -54,8 +60,11 @@ def staged_tile(problem: Problem, device: Device, registers: Tile | None) -> Til
     if not (is_common_quantized(problem, device) and problem.centered and problem.widest_pack == 8):
         return None
     threads = _THREADS[problem.scaling].get(problem.num_cols)
-    if not threads and (problem.cols_of_scale is None or not any(problem.num_cols in some for some in _COLUMNS)):
-        return None
+    if not threads:
+        uneven = registers is not None and not registers.exact
+        columns = _COLUMNS + (_UNEVEN_COLUMNS.get(problem.scaling, ()) if uneven else ())
+        if problem.cols_of_scale is None or not any(problem.num_cols in some for some in columns):
+            return None
     if not threads and registers is not None and is_fetched_ahead(problem, registers):
         return None  # 16,384 columns by row: 0.94, staged 0.92
     best, best_score = None, None

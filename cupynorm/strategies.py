@@ -124,6 +124,8 @@ def _block_tile(problem: Problem, device: Device) -> Tile | None:
         1,
     )
     long = long_tile(problem, device)
+    if long is not None and problem.scaling:
+        return staged_tile(problem, device, tile) or long
     if long is not None and (tile is None or tile.blocks_per_sm < 3 or wants_ring(problem, tile)):
         return long
     ring = ring_tile(problem, device, (1,)) if wants_ring(problem, tile) else None

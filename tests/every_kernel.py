@@ -129,6 +129,17 @@ def quantized_cases() -> list[tuple[Case, Quantization]]:
         strategy = "block" if tile.cluster_size == 1 else "cluster"
         ring = Case("layer_norm", 160, num_cols, "bfloat16", strategy=strategy, tile=tile, sm_margin=100)  # some turns each
         every += [(ring, Quantization(E4M3, scaling)) for scaling in SCALINGS]
+    # Threads as long as their registers hold, and next rows in those of a warp.
+    for num_cols, strategy, tile, scalings in (
+        (576, "warp", Tile(8, 8, 9, rows_per_block=8, blocks_per_sm=8, exact=1), ("given",)),
+        (13000, "block", Tile(8, 128, 13, blocks_per_sm=4), ("given", "tensor")),
+        (9000, "block", Tile(8, 96, 12, blocks_per_sm=5), ("given", "tensor")),
+        (1024, "block", Tile(8, 32, 4, blocks_per_sm=24, exact=1), ("row", "block")),
+        (1000, "block", Tile(8, 32, 4, blocks_per_sm=20), ("row", "block")),
+    ):
+        num_rows = 800 if num_cols < 9000 else 200  # more than there are places on 32 multiprocessors
+        long = Case("layer_norm", num_rows, num_cols, "bfloat16", strategy=strategy, tile=tile, sm_margin=100)
+        every += [(long, Quantization(E4M3, scaling)) for scaling in scalings]
     # Rows in the shared memory of a block, or a cluster.
     for cluster_size in (1, 2):
         strategy = "block" if cluster_size == 1 else "cluster"

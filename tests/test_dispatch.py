@@ -299,7 +299,9 @@ def test_rows_of_layer_norm_to_8_bits_come_through_shared_memory_where_their_blo
         assert tile.exact and tile.threads_per_row in (256, 512) and tile.pack_size * tile.packs_per_thread >= 48
         assert not staged(num_cols, centered=False, bias=None) and not staged(num_cols, residual=True)
         assert not staged(num_cols, weight="float32", bias="float32")
-    assert staged(12000).exact == 0
+    for num_cols in (5000, 7600, 9000, 12000):  # others that fill no tile; but by row 8104 columns nearly do
+        assert staged(num_cols).exact == 0 and not staged(num_cols, centered=False, bias=None)
+    assert (staged(8104) is None) == (scaling == "row")
     assert (staged(16384) is not None) == (staged(8192) is not None) == (scaling == "mx")
     assert not any(staged(num_cols) for num_cols in (2048, 3072, 6144, 20480, 24576, 36864))
     choice = choose(problem_to_8_bits(12288, scaling), DEVICES["H200"])
@@ -318,17 +320,56 @@ def test_rows_to_8_bits_have_one_launch_and_as_many_elements_a_thread_as_their_s
                 tile, elements = choice.tile, choice.tile.pack_size * choice.tile.packs_per_thread
                 assert choice.amax_kernel is None and tile.stages <= 1 and elements <= longest, num_cols
                 assert choice.strategy == ("warp" if tile.threads_per_row < 32 else "block")
-                assert (tile.threads_per_row < 32) == (num_cols < 1024) or scaling == "mx", num_cols
+                whole = num_cols == 768 and centered and scaling in ("row", "block")  # a warp that fetches its next row
+                assert (tile.threads_per_row < 32) == (num_cols < 1024 and not whole) or scaling == "mx", num_cols
                 assert elements >= (24 if num_cols == 768 else 32), (num_cols, tile)
-    assert chosen_to_8_bits(2048, scaling).tile == Tile(8, 32, 8, blocks_per_sm=18, exact=1)
+    blocks = 16 if scaling in ("row", "block") else 18  # with the next row 128 registers, else 112
+    assert chosen_to_8_bits(2048, scaling).tile == Tile(8, 32, 8, blocks_per_sm=blocks, exact=1)
+
+
+@pytest.mark.parametrize("scaling, widths", [("row", (768, 1024, 2048, 3000, 7000)), ("block", (768, 1024, 2048, 2560, 1000))])
+def test_short_rows_to_8_bits_fetch_the_next_one_with_as_many_blocks_as_leave_its_registers(scaling, widths):
+    for num_cols in widths:
+        tile = chosen_to_8_bits(num_cols, scaling).tile
+        problem = problem_to_8_bits(num_cols, scaling)
+        assert tile.threads_per_row <= 128 and tile.rows_per_block == 1 and not tile.stages, num_cols
+        assert fetches_ahead(problem, tile), num_cols
+        assert not fetches_ahead(problem, replace(tile, blocks_per_sm=tile.blocks_per_sm + 1)), num_cols
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_wide_rows_at_known_scales_have_threads_as_long_as_their_registers_hold(dtype):
+    """128 registers hold 96 elements, packed, fewer beside an amax in float16; 80 hold 56: of 65,536, 480 to 768 threads."""
+    for num_cols, amax in itertools.product(range(8200, 20480, 328), (False, True)):
+        tile = chosen_to_8_bits(num_cols, "given", dtype, amax=amax).tile
+        elements = tile.pack_size * tile.packs_per_thread
+        assert tile.cols - tile.pack_size * tile.threads_per_row < num_cols <= tile.cols, num_cols
+        longest = 104 if (dtype, amax) == ("bfloat16", False) else 88 if (dtype, amax) == ("float16", True) else 96
+        assert 48 <= elements <= longest and not tile.stages, (num_cols, tile)
+        registers = 65536 // (tile.block_size * tile.blocks_per_sm) // 8 * 8
+        assert registers in (80, 128, 136) and (elements <= 56 or registers >= 128), (num_cols, tile)
+    for num_cols in (14336, 16384):
+        assert chosen_to_8_bits(num_cols, "given", dtype).tile.exact
+        assert chosen_to_8_bits(num_cols, "given", dtype, centered=False, bias=None).tile.exact
+
+
+def test_rows_at_a_known_scale_fill_eight_lanes():
+    """By hand: 64 x 9 columns, and 64 x 10 to 12 where an amax makes 16 lanes slower; others on 16 lanes or a warp."""
+    for num_cols, amax in itertools.product((576, 640, 704, 768), (False, True)):
+        choice = chosen_to_8_bits(num_cols, "given", amax=amax)
+        assert (choice.tile.threads_per_row == 8) == (amax or num_cols in (576, 704)), (num_cols, amax)
+        if choice.tile.threads_per_row == 8:
+            assert choice.strategy == "warp" and choice.tile.exact and choice.tile.rows_per_block == 8
+    assert chosen_to_8_bits(576, "given", centered=False, bias=None).tile.threads_per_row > 8
+    assert chosen_to_8_bits(584, "given").tile.threads_per_row > 8
 
 
 # Of a problem to 8 bits: rows and blocks, in places that blocks have at once.
 BLOCKS_TO_8_BITS = {
     (4096, "given"): {1.9: 1, 3: 3, 12: 12, 20: 12, 80: 20},
     (4096, "tensor"): {1.9: 1, 3: 1, 12: 1, 20: 5, 80: 20},
-    (2048, "block"): {1.9: 1, 3: 3, 12: 4, 20: 5, 80: 20},
-    (2048, "row"): {1.9: 1, 3: 3, 12: 4, 20: 5, 80: 20},
+    (1280, "block"): {1.9: 1, 3: 3, 12: 4, 20: 5, 80: 20},
+    (1280, "row"): {1.9: 1, 3: 3, 12: 4, 20: 5, 80: 20},
     # Those that fetch the next row early: the first have 36 of 40, and others two each.
     (4096, "row"): {1.9: 1, 3: 1, 40: 3},
     (4096, "mx"): {1.9: 1, 3: 1, 40: 3},
@@ -343,7 +384,8 @@ def test_blocks_of_rows_to_8_bits_take_several_groups_of_rows(num_cols, scaling)
     for rows, blocks in places.items():
         launches = plan(num_cols, round(rows * resident), device="H200", out_dtype="float8_e4m3fn", scale=scaling).launches
         assert {launch.grid_size for launch in launches} == {round(blocks * resident)}, rows
-    assert plan(num_cols, 40 * resident, device="H200").launches[0].grid_size == 40 * resident
+    plain = plan(num_cols, 40 * resident, device="H200").launches[0]
+    assert plain.grid_size * plain.tile.rows_per_block == 40 * resident
 
 
 def test_float32_rows_of_a_power_of_two_up_to_256_columns_have_8_elements_a_lane():

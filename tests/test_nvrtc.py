@@ -191,13 +191,26 @@ TUNED_PROBLEMS = [
     )
 ]  # fmt: skip
 TUNED_WIDTHS = (511, 901, 1160, 2601, 4097, 8191, 9304, 10000, 12001, 13312, 14336, 15000, 16384, 20001, 20480, 24576)
-TUNED_QUANTIZED_PROBLEMS = [
-    {"direction": "forward", "x": dtype, "y": E4M3, "scaling": scaling, "weight": dtype, "amax": amax}
-    | ({"bias": dtype} if centered else {"centered": False})
-    for scaling, amax in (("row", False), ("given", False), ("given", True), ("block", False))
-    for dtype, centered in (("bfloat16", True), ("float16", True), ("bfloat16", False))
-]
+
+
+def _tuned_quantized(scalings: tuple[tuple[str, bool], ...], norms: tuple[tuple[str, bool], ...]) -> list[dict]:
+    return [
+        {"direction": "forward", "x": dtype, "y": E4M3, "scaling": scaling, "weight": dtype, "amax": amax}
+        | ({"bias": dtype} if centered else {"centered": False})
+        for scaling, amax in scalings
+        for dtype, centered in norms
+    ]
+
+
+LAYER_NORMS, NORMS = (("bfloat16", True), ("float16", True)), (("bfloat16", True), ("float16", True), ("bfloat16", False))
+TUNED_QUANTIZED_PROBLEMS = _tuned_quantized((("row", False), ("given", False), ("given", True), ("block", False)), NORMS)
 TUNED_QUANTIZED_WIDTHS = (256, 384, 640, 896, 1024, 1536, 2560, 3072, 5120, 7168, 12288, 24576, 28672, 49152)
+# Threads as long as their registers hold, of lanes and of blocks; next rows in registers or in shared memory.
+LONG_QUANTIZED_PROBLEMS = _tuned_quantized((("given", False), ("given", True)), NORMS)
+LONG_QUANTIZED_PROBLEMS += _tuned_quantized((("tensor", False),), LAYER_NORMS)
+LONG_QUANTIZED_WIDTHS = (576, 704, 768, 6500, 7000, 9000, 10000, 11000, 13000, 14000, 15000, 16000, 17600, 20000)
+AHEAD_QUANTIZED_PROBLEMS = _tuned_quantized((("row", False), ("block", False), ("mx", False)), LAYER_NORMS)
+AHEAD_QUANTIZED_WIDTHS = (768, 3000, 5000, 6000, 7000, 7600, 8600, 9000, 10000, 11000, 15000)
 
 
 def matrix_launches(limits: tuple[int, ...], device: Device) -> list[Launch]:
@@ -236,12 +249,13 @@ def instances(compute_capability: int) -> dict[Kernel, str]:
     grid.append((QUANTIZED_PROBLEMS, QUANTIZED_WIDTHS if full or HAS_TIME else FEWER_QUANTIZED_WIDTHS))
     if compute_capability == 90:
         grid += [(TUNED_PROBLEMS, TUNED_WIDTHS), (TUNED_QUANTIZED_PROBLEMS, TUNED_QUANTIZED_WIDTHS)]
+        grid += [(LONG_QUANTIZED_PROBLEMS, LONG_QUANTIZED_WIDTHS), (AHEAD_QUANTIZED_PROBLEMS, AHEAD_QUANTIZED_WIDTHS)]
     device = DEVICES[ARCHITECTURES[compute_capability]]
     rows = (4096, 2**30)  # few rows may have tiles of their own
     for problem, num_cols, num_rows in (
         each for problems, widths in grid for each in itertools.product(problems, widths, rows)
     ):
-        if problem in FUSED_PROBLEMS + RECOMPUTING_PROBLEMS + QUANTIZED_PROBLEMS + TUNED_QUANTIZED_PROBLEMS:
+        if "x" in problem:  # the fields of a Problem, not what plan() is given
             fields = {"centered": True, "num_cols": num_cols, "pack_limit": pack_limit(num_cols, ()), **problem}
             made = make_plan(Problem(**fields), device, num_rows)
         else:

@@ -97,6 +97,20 @@ def test_bytes(scaling, device):
         assert_exact(norm, x, scaling, name, weight=weight, scale=scale if scaling == "given" else None)
 
 
+# Columns whose tiles an H200 has for 8 bits alone: long lanes; next rows in registers or in shared memory; long threads.
+WIDTHS = (576, 704, 768, 1000, 1024, 2048, 2560, 3000, 5000, 7000, 7600, 9000, 11000, 13000, 14000, 15000, 17600)
+
+
+@pytest.mark.parametrize("scaling", SCALES)
+@pytest.mark.parametrize("num_cols", WIDTHS)
+def test_bytes_of_widths_that_have_tiles_of_their_own(num_cols, scaling, device):
+    for dtype in (torch.bfloat16, torch.float16):
+        x = random(3, num_cols, dtype=dtype, device=device)
+        weight, bias = (random(num_cols, dtype=dtype, seed=seed, device=device) for seed in (1, 2))
+        assert_exact("layer_norm", x, scaling, weight=weight, bias=bias)
+        assert_exact("rms_norm", x, scaling, E5M2, weight=weight)
+
+
 @pytest.mark.parametrize("scaling", SCALES)
 @pytest.mark.parametrize("strategy", ["warp", "block", "cluster", "uncached"])
 def test_bytes_of_every_strategy(strategy, scaling, device):
