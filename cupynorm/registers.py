@@ -243,7 +243,7 @@ def blocks_that_fit(problem: Problem, device: Device, tile: Tile) -> int:
         return 0
     warps = 4 * (device.registers_per_sm // 4 // 32 // registers)
     if tile.block_size == 32 and is_common_quantized(problem, device) and not ahead_registers(problem, tile):
-        # The compiler may take fewer (2048 columns: 96 where 18 blocks leave 112, and 0.93; with 16 blocks 0.89).
+        # The compiler may take fewer (2048 columns in MXFP8: 96 where 18 blocks leave 112, and 0.93; with 16 blocks 0.89).
         warps = device.registers_per_sm // 32 // registers
     return min(warps * 32 // tile.block_size, device.threads_per_sm // tile.block_size, 32)
 
@@ -389,9 +389,6 @@ def lanes_tile(problem: Problem, device: Device) -> Tile | None:
     most_bytes = _WARP_ROW_BYTES[problem.direction][itemsize]
     if is_common_quantized(problem, device):
         most_bytes = _QUANTIZED_LANES_BYTES
-        # Nor does part of a warp have rows of which a whole one fetches the next (768 columns by row: 0.98, 16 lanes 0.95).
-        if problem.num_cols % 256 == 0 and ahead_registers(problem, Tile(8, 32, problem.num_cols // 256, exact=1)):
-            return None
         if (long := long_lanes_tile(problem, device)) is not None:
             return long
     if row_bytes > most_bytes:

@@ -137,7 +137,8 @@ def quantized_cases() -> list[tuple[Case, Quantization]]:
         (1024, "block", Tile(8, 32, 4, blocks_per_sm=24, exact=1), ("row", "block")),
         (1000, "block", Tile(8, 32, 4, blocks_per_sm=20), ("row", "block")),
     ):
-        num_rows = 800 if num_cols < 9000 else 200  # more than there are places on 32 multiprocessors
+        places = 32 * tile.blocks_per_sm * tile.rows_per_block  # on the multiprocessors that are left
+        num_rows = places + places // 4
         long = Case("layer_norm", num_rows, num_cols, "bfloat16", strategy=strategy, tile=tile, sm_margin=100)
         every += [(long, Quantization(E4M3, scaling)) for scaling in scalings]
     # Rows in the shared memory of a block, or a cluster.

@@ -299,8 +299,22 @@ def test_rows_of_layer_norm_to_8_bits_come_through_shared_memory_where_their_blo
         assert tile.exact and tile.threads_per_row in (256, 512) and tile.pack_size * tile.packs_per_thread >= 48
         assert not staged(num_cols, centered=False, bias=None) and not staged(num_cols, residual=True)
         assert not staged(num_cols, weight="float32", bias="float32")
-    for num_cols in (5000, 7600, 9000, 12000):  # others that fill no tile; but by row 8104 columns nearly do
-        assert staged(num_cols).exact == 0 and not staged(num_cols, centered=False, bias=None)
+    # By hand, others that fill no tile: threads, packs, blocks; but by row 8104 columns nearly do.
+    uneven = {
+        5000: (128, 5, 7),
+        5400: (128, 6, 6),
+        7600: (128, 8, 4),
+        9000: (192, 6, 4),
+        12400: (256, 7, 2),
+        15000: (256, 8, 2),
+    }
+    for num_cols, (threads, packs, blocks) in uneven.items():
+        assert staged(num_cols) == Tile(8, threads, packs, blocks_per_sm=blocks, stages=1), num_cols
+        assert not staged(num_cols, centered=False, bias=None)
+    for dtype in ("bfloat16", "float16"):
+        filled = chosen_to_8_bits(15360, scaling, dtype).tile
+        assert filled == Tile(8, 384, 5, blocks_per_sm=2, exact=1, stages=1), dtype
+    assert staged(5120).blocks_per_sm == (7 if scaling == "row" else 6)
     assert (staged(8104) is None) == (scaling == "row")
     assert (staged(16384) is not None) == (staged(8192) is not None) == (scaling == "mx")
     assert not any(staged(num_cols) for num_cols in (2048, 3072, 6144, 20480, 24576, 36864))
@@ -335,6 +349,8 @@ def test_short_rows_to_8_bits_fetch_the_next_one_with_as_many_blocks_as_leave_it
         assert tile.threads_per_row <= 128 and tile.rows_per_block == 1 and not tile.stages, num_cols
         assert fetches_ahead(problem, tile), num_cols
         assert not fetches_ahead(problem, replace(tile, blocks_per_sm=tile.blocks_per_sm + 1)), num_cols
+    lanes = choose(problem_to_8_bits(768, scaling), DEVICES["H200"], "warp").tile  # as asked for, all the same
+    assert lanes.threads_per_row == 16 and widest("warp", problem_to_8_bits(768, scaling), DEVICES["H200"]) == 896
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -346,11 +362,37 @@ def test_wide_rows_at_known_scales_have_threads_as_long_as_their_registers_hold(
         assert tile.cols - tile.pack_size * tile.threads_per_row < num_cols <= tile.cols, num_cols
         longest = 104 if (dtype, amax) == ("bfloat16", False) else 88 if (dtype, amax) == ("float16", True) else 96
         assert 48 <= elements <= longest and not tile.stages, (num_cols, tile)
-        registers = 65536 // (tile.block_size * tile.blocks_per_sm) // 8 * 8
-        assert registers in (80, 128, 136) and (elements <= 56 or registers >= 128), (num_cols, tile)
-    for num_cols in (14336, 16384):
-        assert chosen_to_8_bits(num_cols, "given", dtype).tile.exact
-        assert chosen_to_8_bits(num_cols, "given", dtype, centered=False, bias=None).tile.exact
+        registers = 512 // ceil_div(tile.block_size * tile.blocks_per_sm, 128) // 8 * 8
+        assert registers == (80 if elements <= 56 else 128), (num_cols, tile)
+
+
+# By hand, of LayerNorm: threads, packs, blocks, exact at a given scale, beside an amax, at the tensor's scale.
+LONG = {
+    9000: ((96, 12, 5, 0), (96, 12, 5, 0), (96, 12, 5, 0)),
+    9216: ((96, 12, 5, 1), (96, 12, 5, 1), (96, 12, 5, 1)),
+    12288: ((128, 12, 4, 1), (128, 12, 4, 1), (128, 12, 4, 1)),
+    13000: ((128, 13, 4, 0), (256, 7, 3, 0), (160, 11, 3, 0)),
+    14000: ((256, 7, 3, 0), (256, 7, 3, 0), (160, 11, 3, 0)),
+    14336: ((256, 7, 3, 1), (256, 7, 3, 1), (256, 7, 3, 1)),
+    15000: ((160, 12, 3, 0), (160, 12, 3, 0), (160, 12, 3, 0)),
+    16000: ((160, 13, 3, 0), (256, 8, 2, 0), (256, 8, 2, 0)),
+    19456: ((256, 10, 2, 0), (256, 10, 2, 0), (256, 10, 2, 0)),
+}
+
+
+@pytest.mark.parametrize("num_cols", LONG)
+def test_long_threads_of_wide_rows_by_hand(num_cols):
+    for tile, (scaling, amax) in zip(LONG[num_cols], (("given", False), ("given", True), ("tensor", False)), strict=True):
+        threads, packs, blocks, exact = tile
+        expected = Tile(8, threads, packs, blocks_per_sm=blocks, exact=exact)
+        assert chosen_to_8_bits(num_cols, scaling, amax=amax).tile == expected, (scaling, amax)
+    in_float16 = chosen_to_8_bits(num_cols, "given", "float16", amax=True).tile
+    assert in_float16.packs_per_thread <= 11 and in_float16.cols >= num_cols
+
+
+def test_rows_of_rms_norm_at_a_given_scale_keep_the_256_threads_that_they_fill():
+    tile = chosen_to_8_bits(16384, "given", centered=False, bias=None).tile
+    assert (tile.threads_per_row, tile.exact) == (256, 1)
 
 
 def test_rows_at_a_known_scale_fill_eight_lanes():
@@ -358,8 +400,10 @@ def test_rows_at_a_known_scale_fill_eight_lanes():
     for num_cols, amax in itertools.product((576, 640, 704, 768), (False, True)):
         choice = chosen_to_8_bits(num_cols, "given", amax=amax)
         assert (choice.tile.threads_per_row == 8) == (amax or num_cols in (576, 704)), (num_cols, amax)
+        blocks = {(576, False): 8, (576, True): 10, (704, False): 6, (768, True): 7}.get((num_cols, amax), 8)
         if choice.tile.threads_per_row == 8:
-            assert choice.strategy == "warp" and choice.tile.exact and choice.tile.rows_per_block == 8
+            assert choice.strategy == "warp"
+            assert choice.tile == Tile(8, 8, num_cols // 64, rows_per_block=8, blocks_per_sm=blocks, exact=1)
     assert chosen_to_8_bits(576, "given", centered=False, bias=None).tile.threads_per_row > 8
     assert chosen_to_8_bits(584, "given").tile.threads_per_row > 8
 
