@@ -315,6 +315,8 @@ def run_bench(arguments: argparse.Namespace) -> int:
 
     readme = Path("README.md")
     if arguments.readme:
+        if arguments.tiles:
+            raise ValueError("--readme and --tile are given; the README's table is of libraries")
         if not readme.is_file():
             raise ValueError(f"--readme: there is no README.md in {Path.cwd()}")
         bench_report.rewrite_readme(readme.read_text(encoding="utf-8"), "")
@@ -338,6 +340,7 @@ def run_bench(arguments: argparse.Namespace) -> int:
         runs=arguments.runs,
         seed=arguments.seed,
         peers=peers,
+        tiles=arguments.tiles,
         jobs=arguments.jobs,
         progress=bar,
         command=shlex.join(["python", "-m", "cupynorm", *arguments.given]),
@@ -506,6 +509,8 @@ def parser() -> argparse.ArgumentParser:
     add("--residual", action="store_true", help="add a residual and return the sum; backward adds the sum's gradient")
     add("--zero-centered", action="store_true", help="multiply by 1 + weight")
     add("--peers", type=several(tuple(PEERS)), help=f"some of {','.join(PEERS)} (all that can run)")
+    about = "a tile beside what dispatch chooses, as tune and plan word it: 'block: pack_size 8, threads_per_row 128, ...'"
+    add("--tile", dest="tiles", metavar="TILE", action="append", default=[], help=about)
     add = one.add_argument_group("how").add_argument
     add("--runs", type=positive, default=30, help="of each library in each cell (30)")
     add("--seed", type=number, help="of the random data (fresh)")

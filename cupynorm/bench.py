@@ -33,7 +33,7 @@ from . import __version__, arrays, dispatch, gradient_check, launch, nvrtc
 from .bench_cells import COPY, EPS, OURS, Cell, cells
 from .bench_report import BenchResult, Measurement
 from .dtypes import DTYPES, ELEMENTS, FLOAT8S, compute_dtype, decode
-from .peers import PEERS, Runner, Tensors, bits, fault, first_line, missing, prepare, version
+from .peers import PEERS, Runner, Tensors, bits, fault, first_line, missing, options_of, prepare, version
 from .problem import cols_of_scale
 from .reference import fp8
 
@@ -384,6 +384,7 @@ def bench(
     runs: int = 30,
     seed: int | None = None,
     peers: Iterable[str] | None = None,
+    tiles: Iterable[str] = (),
     jobs: int = 1,
     progress: Callable[..., Iterable] | None = None,
     command: str = "cupynorm.bench.bench()",
@@ -391,9 +392,11 @@ def bench(
     """Measure cupynorm and its peers on the current GPU, with weight (and bias for layer_norm), dweight and dbias.
 
     todo: what cupynorm.bench_cells.cells returns; by default its own defaults. runs: samples of each library in each cell.
-    seed: of the random data, fresh if None. peers: names of cupynorm.peers.PEERS, by default all that can run. jobs:
-    processes that compile all kernels of all libraries ahead, into their caches on disk; 1: none, each is compiled when its
-    turn comes. progress: wraps what is done one by one, as tqdm does. command: what made the result, for the README.
+    seed: of the random data, fresh if None. peers: names of cupynorm.peers.PEERS, by default all that can run. tiles: of
+    cupynorm, to take turns beside the one that dispatch chooses, in the words of tune and plan: "block: pack_size 8,
+    threads_per_row 128, packs_per_thread 8"; cells are then of one direction each, and one that a tile does not suit says so.
+    jobs: processes that compile all kernels of all libraries ahead, into their caches on disk; 1: none, each is compiled when
+    its turn comes. progress: wraps what is done one by one, as tqdm does. command: what made the result, for the README.
 
     Returns a BenchResult, which prints as tables; microseconds are the GPU's, GB/s are 10^9 bytes a second. After the first
     cell, an interrupt (Ctrl-C) or a failure of cupynorm ends the run and returns what was measured until then, not ok.
@@ -406,6 +409,9 @@ def bench(
     unknown = [name for name in peers or () if name not in PEERS]
     if unknown:
         raise ValueError(f"peers has {unknown[0]!r}; expected some of {', '.join(PEERS)}")
+    tiles = [f"{each['strategy']}: {each['tile']}" for each in map(options_of, tiles)]
+    if tiles and any(cell.direction == "both" for cell in todo):
+        raise ValueError("tiles are given and direction is both; expected forward or backward, to which a tile belongs")
     nvrtc.cupy()
     if not gradient_check.has_gpu():
         raise ValueError("the benchmark measures a GPU and none was found; python -m cupynorm check runs without one")
@@ -414,8 +420,9 @@ def bench(
     progress = progress or (lambda items, **_: items)
     wanted = list(dict.fromkeys((OURS, *(PEERS if peers is None else peers))))
     absent = {name: why for name in wanted if (why := missing(name))}
-    names = [name for name in wanted if name not in absent]
-    found = environment() | {"peers": {name: version(name) for name in names if name not in (OURS, "torch", "torch.compile")}}
+    names = [name for name in wanted if name not in absent] + list(dict.fromkeys(tiles))
+    packages = [name for name in names if name in PEERS and name not in (OURS, "torch", "torch.compile")]
+    found = environment() | {"peers": {name: version(name) for name in packages}}
     settings = {"runs": runs, "seed": seed, "eps": EPS, "command": command}
     if jobs > 1:
         _compile_ahead(todo, names, seed, jobs, progress)
@@ -447,9 +454,12 @@ def _measure(cell: Cell, names: Sequence[str], timer: Timer, runs: int, seed: in
     errors: dict[str, float] = {}
     faults: dict[str, str] = {}
     for name in names:
-        # Other libraries' kernels, and welford, subtract the mean as it is rounded.
-        rounded_mean = name != OURS or any(plan.statistics == "welford" for plan in plans)
         try:
+            of_ours = plans if name == OURS else []
+            if name not in PEERS:
+                of_ours = [_plan(cell, cell.direction, **options_of(name))]
+            # Other libraries' kernels, and welford, subtract the mean as it is rounded.
+            rounded_mean = not of_ours or any(plan.statistics == "welford" for plan in of_ours)
             runner = prepare(name, cell, tensors)
             error, wrong = verify(runner, truth, rounded_mean=rounded_mean)
             timer.sample(runner)
@@ -465,12 +475,12 @@ def _measure(cell: Cell, names: Sequence[str], timer: Timer, runs: int, seed: in
     return Measurement(cell, strategy, take_turns(timer, runners, runs), errors, faults)
 
 
-def _plan(cell: Cell, direction: str) -> dispatch.Plan:
+def _plan(cell: Cell, direction: str, **options: Any) -> dispatch.Plan:
     return dispatch.plan(
         cell.num_cols, cell.num_rows, cell.dtype, norm=cell.norm, direction=direction, device=launch.current_device(),
         weight_dtype=cell.parameters, bias_dtype=cell.parameters if cell.norm == "layer_norm" else None,
         out_dtype=cell.out_dtype, scale=cell.scale, amax=cell.amax, residual=cell.residual,
-        zero_centered_weight=cell.zero_centered,
+        zero_centered_weight=cell.zero_centered, **options,
     )  # fmt: skip
 
 
@@ -487,7 +497,7 @@ def _try_once(cell: Cell, names: Sequence[str], seed: int) -> None:
     tensors, _ = _tensors(cell, seed)
     for name in names:
         try:
-            if not missing(name):
+            if name not in PEERS or not missing(name):
                 runner = prepare(name, cell, tensors)
                 runner.call()
                 nvrtc.cupy().cuda.runtime.deviceSynchronize()

@@ -29,7 +29,7 @@ def quartiles(samples: Sequence[float]) -> tuple[float, float, float]:
 
 @dataclass(frozen=True)
 class Measurement:
-    """One cell. samples: microseconds of each run, for "copy", "cupynorm" and each peer that ran.
+    """One cell. samples: microseconds of each run, for "copy", "cupynorm" and each peer that ran, or tile in words.
 
     errors: the worst sampled element of each library, in units of what is allowed. faults: name -> sentence for a library
     that is off, or could not run.
@@ -114,9 +114,11 @@ class BenchResult:
     def __str__(self) -> str:
         lines = [self.headline(), self.method()]
         peers = self.libraries[1:]
+        # A tile in words has a colon, and is too long for a column's head.
+        tiles = {name: f"tile {at}" for at, name in enumerate((name for name in peers if ":" in name), 1)}
         for title, measurements in self.tables().items():
             header = ["num_cols", "num_rows", "strategy", "copy GB/s", f"{OURS} us", "GB/s", "share", "spread", "error"]
-            rows = [header + [text for name in peers for text in (f"{name} us", "share")]]
+            rows = [header + [text for name in peers for text in (f"{tiles.get(name, name)} us", "share")]]
             for measured in measurements:
                 cell = measured.cell
                 row = [str(cell.num_cols), str(cell.num_rows), measured.strategy]
@@ -131,6 +133,7 @@ class BenchResult:
             "",
             "* the fastest, or behind it by less than the spread; share: of the copy; error: in units of what is allowed",
         ]
+        lines += [f"{short}: {name}" for name, short in tiles.items()]
         if peers:
             num_fastest = sum(OURS in measured.fastest for measured in self.measurements)
             lines.append(f"{OURS} is among the fastest in {num_fastest} of {len(self.measurements)} cells")

@@ -19,8 +19,9 @@ from . import arrays, norm, nvrtc
 from .bench_cells import EPS, EXTRAS, OURS, Cell
 from .dtypes import ELEMENTS, FLOAT8S, compute_dtype
 from .gradient_check import NORMS
-from .problem import cols_of_scale
+from .problem import Tile, cols_of_scale
 from .quantized import QuantizedTensor
+from .strategies import STRATEGIES
 
 
 class Tensors(NamedTuple):
@@ -369,10 +370,20 @@ def _as_torch(array: Any) -> Any:
     return torch.from_dlpack(raw)
 
 
+def options_of(tile: str) -> dict[str, Any]:
+    """strategy= and tile= of a tile as tune prints it: "block: pack_size 8, threads_per_row 128, packs_per_thread 8".
+    Raises ValueError for other words."""
+    strategy, colon, words = tile.partition(":")
+    if strategy not in STRATEGIES or not colon:
+        raise ValueError(f"tile is {tile!r}; expected one of {', '.join(STRATEGIES)}, a colon, and the fields of a tile")
+    return {"strategy": strategy, "tile": Tile.of(words)}
+
+
 def prepare(name: str, cell: Cell, tensors: Tensors) -> Runner:
-    """A library on a cell's CuPy arrays. Raises ValueError, or whatever the library raises, if it cannot."""
-    if name == OURS:
-        return _prepare_ours(cell, tensors)
+    """A library, or cupynorm with a tile in words, on a cell's CuPy arrays. Raises ValueError, or whatever the library raises,
+    if it cannot."""
+    if name == OURS or name not in PEERS:
+        return prepare_ours(cell, tensors, **({} if name == OURS else options_of(name)))
     return prepare_torch(name, cell, Tensors(*(None if array is None else _as_torch(array) for array in tensors)))
 
 
@@ -416,7 +427,7 @@ def prepare_torch(name: str, cell: Cell, tensors: Tensors, *, record: bool = Fal
     return Runner(both, lambda made: results(made[0]) | named(made[1]), before)
 
 
-def forward_alone(cell: Cell, tensors: Tensors, **options: Any) -> Runner:
+def _forward_alone(cell: Cell, tensors: Tensors, **options: Any) -> Runner:
     """Our forward that nothing is to differentiate: it writes y, and no statistics. options: of cupynorm.layer_norm."""
     x, _, y, weight, bias, residual, _, scale, amax = tensors
     if not cell.scale:  # 8-bit floats are made by the call
@@ -428,10 +439,10 @@ def forward_alone(cell: Cell, tensors: Tensors, **options: Any) -> Runner:
     return Runner(call, lambda made: _results(cell, made) | {"amax": amax}, partial(amax.fill, 0))
 
 
-def _prepare_ours(cell: Cell, tensors: Tensors) -> Runner:
-    """On CuPy arrays, which need no torch."""
+def prepare_ours(cell: Cell, tensors: Tensors, **options: Any) -> Runner:
+    """On CuPy arrays, which need no torch. options: strategy= and tile= of the one direction that is timed."""
     if cell.direction == "forward":
-        return forward_alone(cell, tensors)
+        return _forward_alone(cell, tensors, **options)
     x, dy, y, weight, bias, residual, dsum, _, _ = tensors
     centered = cell.norm == "layer_norm"
     gradients = ("dx", "dweight", "dbias") if centered else ("dx", "dweight")
@@ -444,7 +455,7 @@ def _prepare_ours(cell: Cell, tensors: Tensors) -> Runner:
 
     def backward(saved: norm.Forward) -> norm.Backward:
         statistics = (saved.mean, saved.rstd) if centered else (saved.rstd,)
-        return run_backward(dy, saved.sum, *statistics, weight, dsum=dsum, gradients=gradients, **zero_centered)
+        return run_backward(dy, saved.sum, *statistics, weight, dsum=dsum, gradients=gradients, **zero_centered, **options)
 
     def results(made: norm.Forward) -> dict[str, Any]:
         return {"y": made.y} if residual is None else {"y": made.y, "sum": made.sum}

@@ -47,6 +47,18 @@ class Tile:
         shown = {field.name: getattr(self, field.name) for field in fields(self)}
         return ", ".join(f"{name} {value}" for name, value in shown.items() if value != getattr(Tile, name, None))
 
+    @classmethod
+    def of(cls, words: str) -> Tile:
+        """The tile that prints as these words: "pack_size 8, threads_per_row 128, packs_per_thread 8". What a problem allows of
+        it is for dispatch to say. Raises ValueError for other words."""
+        try:
+            return cls(**{name: int(value) for name, value in (each.split() for each in words.split(","))})
+        except (TypeError, ValueError) as error:
+            names = ", ".join(field.name for field in fields(cls))
+            raise ValueError(
+                f"tile is {words!r}; expected pairs as 'pack_size 8, threads_per_row 128', these two and others of {names}"
+            ) from error
+
 
 # Where the scales of a y of 8 bits come from, as in cuda_src/fp8.cuh.
 SCALINGS = ("given", "tensor", "row", "block", "mx")

@@ -17,18 +17,17 @@ import multiprocessing
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import numpy as np
 
-from . import bench, gradient_check, launch, norm, nvrtc, tiles
-from .bench_cells import COPY, EPS, Cell, cells
+from . import bench, gradient_check, launch, nvrtc, tiles
+from .bench_cells import COPY, Cell, cells
 from .bench_report import quartiles
 from .candidates import candidates
 from .devices import Device
 from .dispatch import Choice, Kernel
-from .peers import Runner, Tensors, first_line, forward_alone
+from .peers import first_line, prepare_ours
 from .problem import Problem
 
 _SCREENING_RUNS, _FINALISTS = 5, 3
@@ -227,7 +226,7 @@ def _measure(cell: Cell, choices: list[Choice], faults: Mapping, timer: bench.Ti
     names = right(names, lambda name: what_is_wrong(problem, named[name], small, where))
     tensors, copy = bench._tensors(cell, seed)
     truth = bench.Truth(cell, tensors, seed)
-    runners = {name: _runner(cell, tensors, named[name]) for name in names}
+    runners = {name: prepare_ours(cell, tensors, strategy=named[name].strategy, tile=named[name].tile) for name in names}
     names = right(names, lambda name: bench.verify(runners[name], truth, rounded_mean=named[name].statistics == "welford")[1])
     screened = bench.take_turns(timer, {name: runners[name] for name in names}, _SCREENING_RUNS)
     finalists = sorted(screened, key=lambda name: quartiles(screened[name])[1])[:_FINALISTS]
@@ -260,18 +259,3 @@ def what_is_wrong(problem: Problem, choice: Choice, small: gradient_check.Proble
                 f"{found.tensor} is {found.got:.6g} at {found.where}; expected {found.expected:.6g} within {found.allowed:.2g}"
             )
     return None
-
-
-def _runner(cell: Cell, tensors: Tensors, choice: Choice) -> Runner:
-    """cupynorm.peers has the same of the tile that dispatch chooses."""
-    x, dy, y, weight, bias, *_ = tensors
-    forced = {"strategy": choice.strategy, "tile": choice.tile}
-    if cell.direction == "forward":
-        return forward_alone(cell, tensors, **forced)
-    if cell.norm == "layer_norm":
-        saved = norm.layer_norm_forward(x, weight, bias, EPS, out=y)
-        backward = partial(norm.layer_norm_backward, dy, x, saved.mean, saved.rstd, weight, **forced)
-    else:
-        saved = norm.rms_norm_forward(x, weight, bias, EPS, out=y)
-        backward = partial(norm.rms_norm_backward, dy, x, saved.rstd, weight, gradients=("dx", "dweight"), **forced)
-    return Runner(backward, lambda made: {name: each for name, each in made._asdict().items() if each is not None})

@@ -3,6 +3,7 @@
 import concurrent.futures
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +17,7 @@ from cupynorm.bench import Timer, Truth, take_turns, verify
 from cupynorm.bench_cells import Cell, cells
 from cupynorm.bench_report import BenchResult
 from cupynorm.peers import Runner
+from cupynorm.problem import Tile
 
 
 @pytest.fixture
@@ -210,6 +212,62 @@ def test_a_run_of_8_bit_outputs(with_torch_compile, out_dtype, residual):
         assert measured.errors["cupynorm"] > 0.5  # the rounding to 8 bits is most of what is allowed
     assert BenchResult.from_json(result.to_json()).measurements == result.measurements
     assert f"layer_norm forward, bfloat16, y {out_dtype}, scale mx" in str(result)
+
+
+WIDE = "block: pack_size 8, threads_per_row 32, packs_per_thread 1"
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_tiles_take_turns_beside_what_dispatch_chooses(on_numpy, monkeypatch, direction):
+    """In 256 columns that a tile holds; in 512, which it does not, it says so and the others are measured."""
+    forced = []
+
+    def prepared(cell, tensors, **options):
+        forced.append((cell.num_cols, options))
+        return prepare_ours(cell, tensors, **options)
+
+    prepare_ours = peers.prepare_ours
+    monkeypatch.setattr(peers, "prepare_ours", prepared)
+    todo = cells(gradient_check.NORMS, ["bfloat16"], [direction], [256, 512], 2**12)
+    result = bench.bench(todo, runs=2, seed=3, peers=[], tiles=[WIDE, WIDE.replace(", ", ",  ")])
+    tile = {"strategy": "block", "tile": Tile(8, 32, 1)}
+    assert forced == [(256, {}), (256, tile), (512, {})] * 2
+    for measured in result.measurements:
+        if measured.cell.num_cols == 256:
+            assert 0 < measured.errors[WIDE] <= 1 and len(measured.samples[WIDE]) == 2 and not measured.faults
+        else:
+            assert WIDE not in measured.samples and "tile holds 256 columns" in measured.faults[WIDE]
+    shown = str(result)
+    assert result.ok and f"\ntile 1: {WIDE}\n" in shown and "  tile 1 us  share" in shown and "tile 2" not in shown
+    assert BenchResult.from_json(result.to_json()).measurements == result.measurements
+
+
+def test_a_tile_of_8_bit_outputs(on_numpy):
+    todo = cells(["layer_norm"], ["bfloat16"], ["forward"], [256], 2**12, scales=SCALES, out_dtype="float8_e4m3fn")
+    result = bench.bench(todo, runs=1, seed=3, peers=[], tiles=[WIDE])
+    assert len(result.measurements) == 5 and all(0 < each.errors[WIDE] <= 1 for each in result.measurements)
+
+
+@pytest.mark.parametrize(
+    ("tile", "sentence"),
+    [
+        ("fast: pack_size 8", "tile is 'fast: pack_size 8'; expected one of warp, block, cluster, uncached, a colon"),
+        ("block", "tile is 'block'; expected one of warp"),
+        ("block: pack_size 8", "tile is ' pack_size 8'; expected pairs as 'pack_size 8, threads_per_row 128'"),
+        ("block: pack_size 8, threads_per_row many", "expected pairs as"),
+        ("block: pack_size 8, threads_per_row 32, lanes 4", "and others of pack_size, threads_per_row, packs_per_thread, rows"),
+        ("cupynorm", "tile is 'cupynorm'; expected one of warp"),
+        ("torch", "tile is 'torch'; expected one of warp"),
+    ],
+)
+def test_words_that_are_no_tile_are_refused_first(tile, sentence):
+    with pytest.raises(ValueError, match=re.escape(sentence)):
+        bench.bench(cells(cols=[64], directions=["forward"]), tiles=[tile])
+
+
+def test_a_tile_belongs_to_one_direction():
+    with pytest.raises(ValueError, match="direction is both; expected forward or backward, to which a tile belongs"):
+        bench.bench(cells(cols=[64], directions=["both"]), tiles=[WIDE])
 
 
 def test_a_run_that_records_amaxes(with_torch_compile):
@@ -475,6 +533,18 @@ def test_a_small_run_of_8_bit_outputs(dtype, out_dtype):
     for each in measured.measurements:
         assert 0.5 < each.errors["cupynorm"] <= 1 and not each.faults, each.faults
         assert each.share("cupynorm") < 5
+
+
+@pytest.mark.gpu
+def test_a_small_run_of_tiles():
+    """Both compile ahead in processes of their own; a tile that dispatch does not choose is right, too."""
+    tile = "block: pack_size 8, threads_per_row 128, packs_per_thread 4, exact 1"
+    todo = cells(["layer_norm"], ["bfloat16"], ["forward", "backward"], [4096], 2**18)
+    todo += cells(["layer_norm"], ["bfloat16"], ["forward"], [4096], 2**18, scales=SCALES, out_dtype="float8_e4m3fn")
+    measured = bench.bench(todo, runs=2, seed=5, peers=[], tiles=[tile], jobs=2)
+    assert measured.ok and len(measured.measurements) == 7, str(measured)
+    for each in measured.measurements:
+        assert 0 < each.errors[tile] <= 1 and not each.faults and each.share(tile) < 5, str(measured)
 
 
 @pytest.mark.gpu

@@ -341,6 +341,14 @@ def test_rows_to_8_bits_have_one_launch_and_as_many_elements_a_thread_as_their_s
     assert chosen_to_8_bits(2048, scaling).tile == Tile(8, 32, 8, blocks_per_sm=blocks, exact=1)
 
 
+def test_a_tile_is_what_its_words_say():
+    for num_cols, direction in itertools.product((3, 100, 1024, 4095, 12288, 40960, 300000), ("forward", "backward")):
+        for device in ("H200", "A100"):
+            tile = plan(num_cols, direction=direction, device=device).tile
+            assert Tile.of(str(tile)) == tile
+    assert Tile.of("pack_size 8,threads_per_row  32, stages 2") == Tile(8, 32, stages=2)
+
+
 @pytest.mark.parametrize("scaling, widths", [("row", (768, 1024, 2048, 3000, 7000)), ("block", (768, 1024, 2048, 2560, 1000))])
 def test_short_rows_to_8_bits_fetch_the_next_one_with_as_many_blocks_as_leave_its_registers(scaling, widths):
     for num_cols in widths:

@@ -290,6 +290,11 @@ def test_the_table_says_where_the_strategy_changes():
         (("bench", "--elements", "2**"), "not a whole number"),
         (("bench", "--direction", "up"), "'up' is unknown; expected some of forward,backward,both"),
         (("bench", "--models", "gpt9"), "'gpt9' is unknown"),
+        (
+            ("bench", "--tile", "fast: pack_size 8"),
+            "tile is 'fast: pack_size 8'; expected one of warp, block, cluster, uncached",
+        ),
+        (("bench", "--readme", "--tile", "warp: pack_size 8, threads_per_row 32"), "the README's table is of libraries"),
         (("bench", "--peers", "nobody"), "'nobody' is unknown; expected some of cupynorm,torch,"),
         (("bench", "--host", "--first-call"), "not allowed with argument"),
         (("bench", "--elements", "8", "--cols", "16"), "elements is 8, less than one row of 16 columns"),
@@ -405,6 +410,7 @@ def test_what_becomes_of_a_run(capsys, monkeypatch, tmp_path):
     code, out, _ = call(
         capsys, *arguments, "--json", "a.json", "--plot", "a.svg", "--readme", "--jobs", "2", "--peers", "torch"
     )
+    assert asked["tiles"] == []
     assert code == 0 and "layer_norm forward, bfloat16" in out
     assert bench_report.read("a.json").measurements == measured.measurements and Path("a.svg").stat().st_size > 1000
     assert "| 1,024 | warp |" in Path("README.md").read_text()
