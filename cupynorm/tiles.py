@@ -15,10 +15,23 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from . import __version__, devices, dispatch, launch, norm, nvrtc, strategies
+from . import __version__, dispatch, launch, norm, nvrtc
 from .devices import Device
 from .dispatch import Kernel
 from .problem import Problem, Tile
+
+# Modules that decide a tile.
+_DECIDING = (
+    "bundles",
+    "devices",
+    "dispatch",
+    "problem",
+    "quantized_registers",
+    "registers",
+    "rings",
+    "staged",
+    "strategies",
+)
 
 
 def key(problem: Problem) -> Problem:
@@ -29,7 +42,7 @@ def key(problem: Problem) -> Problem:
 def sources() -> str:
     """A digest of the kernels and of dispatch: what the tiles of a table were measured with, and against."""
     text = nvrtc.source(Kernel("", ""))  # begins with a digest of all kernels
-    choices = b"".join(Path(module.__file__).read_bytes() for module in (devices, strategies, dispatch))
+    choices = b"".join(Path(__file__).with_name(f"{name}.py").read_bytes() for name in _DECIDING)
     return hashlib.sha256(text.encode() + choices).hexdigest()
 
 

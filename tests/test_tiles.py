@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -83,6 +85,18 @@ def test_a_table_that_does_not_belong_here_is_refused(file, change, sentence):
         cupynorm.use_tiles(changed(file, change))
     assert str(refusal.value).startswith(str(file))
     assert dispatch.tuned is None and str(plan(1024, device=H200)) == before
+
+
+def test_the_sources_are_all_that_decide_a_tile():
+    """Every module that dispatch takes anything from, and those that they do; but what dtypes are does not change."""
+    folder = Path(cupynorm.__file__).parent
+    found, unread = set(), ["dispatch"]
+    while unread:
+        found.add(name := unread.pop())
+        for node in ast.parse((folder / f"{name}.py").read_text()).body:
+            if isinstance(node, ast.ImportFrom) and node.level == 1 and node.module:
+                unread += {node.module} - found
+    assert set(tiles._DECIDING) == found - {"dtypes"}
 
 
 def test_files_that_are_no_table(tmp_path):
