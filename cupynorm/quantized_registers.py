@@ -46,11 +46,10 @@ _MORE_WITHOUT_MEAN = {("warp", 40): 8, ("warp", 48): 24, ("warp", 56): 16, ("blo
 # Of y that waits in the registers of a thread until its scales are known, as in cuda_src/row.cuh.
 MOST_BYTES_MADE = 320
 
-# Of rows of LayerNorm, so many registers that a thread also holds the next row while it writes one (fetches_ahead), by scaling.
-# Of 64 elements that a row fills, in blocks of so many threads at least: H200, bf16, 8192 columns by row 0.95, with a block
-# more 0.93, 4096 columns 0.97 and 0.94; 8192 columns by 1 x 128 blocks 0.95 and 0.89, 4096 0.93 and 0.91; MXFP8 0.88 and 0.92,
-# RMSNorm by row 0.95 and 0.98.
-_AHEAD_FROM = {"row": 64, "block": 64}
+# Of rows of LayerNorm, so many registers that a thread also holds the next row while it writes one (fetches_ahead). Of 64
+# elements that a row fills, where scales are of rows or of 1 x 128 blocks: H200, bf16, 8192 columns by row 0.95, with a block
+# more 0.93, 4096 columns 0.97 and 0.94; 8192 columns by blocks 0.95 and 0.89, 4096 0.93 and 0.91; MXFP8 0.88 and 0.92, RMSNorm
+# by row 0.95 and 0.98.
 _AHEAD_REGISTERS = 128
 
 # By scaling, threads and elements: of rows that fill them (by row and by blocks: 768 columns 0.98 and 0.92, with 64 registers
@@ -75,7 +74,7 @@ def ahead_registers(problem: Problem, tile: Tile) -> int | None:
     elements = tile.pack_size * tile.packs_per_thread
     if elements == 64 and tile.exact and tile.threads_per_row > 32:
         fills = 512 // tile.threads_per_row * tile.threads_per_row >= 448
-        if not fills or tile.threads_per_row < _AHEAD_FROM.get(problem.scaling, 1024):
+        if not fills or problem.scaling not in ("row", "block"):
             return None
         spills = problem.scaling == "block" and problem.x == "float16" and tile.threads_per_row >= 256
         return _AHEAD_REGISTERS + 16 * spills
@@ -155,10 +154,11 @@ def long_quantized_tile(problem: Problem, device: Device) -> Tile | None:
         return None
     if problem.num_cols in (14336, 16384):
         return None  # RMSNorm of 16,384, and 14,336 at the tensor's scale, fill 256 threads
-    # What is most with an amax in float16, else, and without an amax in bfloat16, where 104 need it all.
+    # The most elements that 128 registers hold; that in up to 4 blocks of bfloat16 at a given scale, without an amax; and in 80
+    # registers.
     longest = 88 if problem.x == "float16" and problem.amax else 96
     longer = 104 if problem.x == "bfloat16" and not problem.amax and problem.scaling == "given" else longest
-    middle = 56 if problem.scaling == "given" else 0  # these in 80 registers
+    middle = 56 if problem.scaling == "given" else 0
     for threads, blocks_per_sm, most in ((96, 5, longest), (128, 4, longer), (256, 3, middle), (160, 3, longer), (256, 2, 80)):
         packs = ceil_div(problem.num_cols, 8 * threads)
         if 8 * packs <= most:
