@@ -22,7 +22,7 @@ from .quantized_registers import (
 
 # The shares of a copy beside the numbers below were measured on 2026-11-20 to 22 while these were chosen, by timing
 # layer_norm_forward and layer_norm_backward with explicit strategy= and tile= at 2^28 elements (2^27 of float32). `python -m
-# cupynorm tune` measures such tiles again, on any GPU.
+# cupynorm tune` measures such tiles again, on any GPU, and `bench --tile` any of them.
 
 # Bytes of the widest row that a warp takes, by itemsize. Forward: more would fit, but from there on a block of two warps is as
 # fast (H200, bf16: 2048 columns 0.997 of a copy on 64 threads, 0.989 on 32).
