@@ -159,7 +159,7 @@ class ForwardCall:
             weight=weight[1] if weight else None, bias=bias[1] if bias else None, zero_centered=bool(zero_centered),
             residual=residual is not None and not self.has_own_sum,
             pack_limit=pack_limit(x.num_cols, _layouts((x, y, residual, sum, y1), (weight, bias, weight1, bias1))),
-            pitched=_is_pitched(x, y),
+            pitched=_is_pitched(x, y, residual, sum, y1),
             y1=y1.dtype if y1 else None, weight1=weight1[1] if weight1 else None, bias1=bias1[1] if bias1 else None,
             round_x_hat=x.dtype if round_x_hat and DTYPES[x.dtype].itemsize < 4 else None,
             scaling=quantization.scaling if quantization else None,
@@ -298,7 +298,7 @@ class BackwardCall:
             pack_limit=pack_limit(
                 x.num_cols, _layouts((x, dy, dx, dsum, dresidual, y), (weight, dweight, dbias, y_weight, y_bias, bias))
             ),
-            pitched=_is_pitched(x, dy, dx),
+            pitched=_is_pitched(x, dy, dx, dsum, dresidual, y),
             y=x.dtype if of_y else None, y_weight=y_weight[1] if y_weight else None, y_bias=y_bias[1] if y_bias else None,
             dresidual=dresidual.dtype if dresidual else None, row_scale=row_scale[1] if row_scale else None, dropout=drops,
             recomputed=y.dtype if y else None, bias=bias[1] if bias else None,
