@@ -4,9 +4,10 @@
 //   dx = rstd * (wdy - x_hat * mean(wdy * x_hat) - mean(wdy))     (RMSNorm: without the last term)
 //   dweight = sum over rows of dy * x_hat,  dbias = sum over rows of dy
 #pragma once
-#include "load_store.cuh"
-#include "row.cuh"
-#include "statistics.cuh"
+#include "backward_stores.cuh"
+#include "load.cuh"
+#include "reduce.cuh"
+#include "x_hat_load.cuh"
 
 template <class LoadX, class LoadDy, class Scale, class StoreDx>
 struct Backward {
@@ -16,20 +17,26 @@ struct Backward {
   LoadDy load_dy;
   Scale scale;
   StoreDx store;
-  const Compute* mean;  // [num_rows]; null in RMSNorm, and if load_x gives x_hat
+  const Compute* mean;  // [num_rows]; null in RMSNorm, and if load_x loads x_hat
   const Compute* rstd;  // [num_rows]
-  // One partial row of sums for each block (each cluster): [grid_size / cluster_size, num_cols], null if not wanted.
+  // One partial row of sums for each block or cluster: [grid_size / cluster_size, num_cols]; null:
+  // not wanted.
   Compute* dweight_partials;
   Compute* dbias_partials;
   long long num_rows;
   long long num_cols;
 };
 
-// dy * weight, rounded: were the product fused into the difference that follows, a row of one column would not get exactly 0.
-__device__ __forceinline__ float times(float dy, float weight) { return __fmul_rn(dy, weight); }
-__device__ __forceinline__ double times(double dy, double weight) { return __dmul_rn(dy, weight); }
+// dy * weight, rounded before the next operation: fused, a row of one column would not get exactly
+// 0.
+__device__ __forceinline__ float rounded_product(float dy, float weight) {
+  return __fmul_rn(dy, weight);
+}
+__device__ __forceinline__ double rounded_product(double dy, double weight) {
+  return __dmul_rn(dy, weight);
+}
 
-// normalized: what is loaded is x_hat itself.
+// The gradient of one row. normalized: the kernel loads x_hat itself.
 template <class Compute, bool normalized = false>
 struct RowGradient {
   Compute mean;
@@ -50,7 +57,7 @@ struct RowGradient {
     mean_wdy = sums.part[1] * reciprocal;
   }
 
-  // The differences first, then the scale: a row of one column has exactly no gradient.
+  // The differences first, then the scale, so that a row of one column gets exactly 0.
   template <bool centered>
   __device__ __forceinline__ Compute dx(Compute x_hat, Compute wdy) const {
     if constexpr (centered) return ((wdy - mean_wdy) - x_hat * mean_wdy_x_hat) * rstd;
@@ -58,20 +65,12 @@ struct RowGradient {
   }
 };
 
-// sums[...] += values, in shared memory; the thread owns the pack.
-template <class Compute, int pack_size>
-__device__ __forceinline__ void add_pack(Compute* sums, const Compute (&values)[pack_size]) {
-  Compute added[pack_size];
-  unpack(load_pack<pack_size>(sums), added);
-#pragma unroll
-  for (int at = 0; at < pack_size; ++at) added[at] += values[at];
-  store_pack<pack_size>(sums, repack<Compute>(added));
-}
-
-// Writes a pack of y again, for rows whose weights and biases wait nowhere.
+// Writes a pack of y again, for kernels that do not keep the bias.
 template <bool centered, int pack_size, class Problem, class Gradient, class Compute>
-__device__ __forceinline__ void recompute(const Problem& problem, const Gradient& gradient, long long row, long long col,
-                                          const Compute (&xs)[pack_size], const Compute (&weights)[pack_size]) {
+__device__ __forceinline__ void recompute(const Problem& problem, const Gradient& gradient,
+                                          long long row, long long col,
+                                          const Compute (&xs)[pack_size],
+                                          const Compute (&weights)[pack_size]) {
   Compute x_hats[pack_size], biases[pack_size];
 #pragma unroll
   for (int at = 0; at < pack_size; ++at) x_hats[at] = gradient.template x_hat<centered>(xs[at]);

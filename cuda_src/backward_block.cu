@@ -1,18 +1,20 @@
 // backward_block -- dx, and partial sums of dweight and dbias; a block owns a row
-// owns:  in each thread float sums for its columns over all rows it meets, and packs_per_thread packs of x and dy; with stages,
-//        `stages` rows of them on their way through shared memory
+// owns:  in each thread float sums for its columns over all rows that it works on, and by path:
+//        registers: packs_per_thread packs of x and dy; ring: `stages` rows in shared memory
+//        (backward_ring.cuh)
 // moves: x and dy once in, dx once out; 2 * num_cols * 4 bytes of partial sums a block
-// takes: num_cols <= pack_size * threads_per_row * packs_per_thread; wider rows: backward_cluster.cu
+// takes: num_cols <= pack_size * threads_per_row * packs_per_thread; wider: backward_cluster.cu
 // needs: num_cols and all row strides multiples of pack_size, addresses aligned to a pack
 #include "backward_ring.cuh"
 #include "register_gradient.cuh"
 
-template <class LoadX, class LoadDy, class Scale, class StoreDx, Gradients gradients, bool centered, Tile tile>
+template <class LoadX, class LoadDy, class Scale, class StoreDx, Gradients gradients, bool centered,
+          Tile tile>
 __global__ void __launch_bounds__(tile.block_size(), tile.blocks_per_sm)
     backward_block(const Backward<LoadX, LoadDy, Scale, StoreDx> problem) {
   let_next_kernel_start();
-  if constexpr (tile.stages > 0) {
-    backward_ring<LoadX, LoadDy, Scale, StoreDx, gradients, centered, tile>(problem, dynamic_smem());
+  if constexpr (tile.path == Path::ring) {
+    backward_ring<gradients, centered, tile>(problem, dynamic_smem());
   } else {
     RegisterGradient<LoadX, LoadDy, Scale, StoreDx, gradients, centered, tile> gradient(
         problem, {0, static_cast<int>(problem.num_cols)});
@@ -20,7 +22,9 @@ __global__ void __launch_bounds__(tile.block_size(), tile.blocks_per_sm)
 
     long long row = blockIdx.x;
     gradient.start(row);
-    for (; row < problem.num_rows; row += gridDim.x) gradient.add_row(row, row + gridDim.x, reduce);
+    for (; row < problem.num_rows; row += gridDim.x) {
+      gradient.add_row(row, row + gridDim.x, reduce);
+    }
     gradient.write_partials(blockIdx.x, nullptr);
   }
 }

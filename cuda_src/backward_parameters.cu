@@ -1,66 +1,12 @@
 // backward_parameters -- dweight and dbias: sums over rows, a few columns a block, in a fixed order
-// owns:  threads_per_row neighbouring packs of columns; group g of a block's rows_per_block groups adds rows g,
-//        g + rows_per_block, ...; then the groups of a warp are added in pairs, and the warps one after the other
-// moves: PartialSums: the partial rows of another backward kernel, once in; RowProducts: x and dy, once in
+// owns:  threads_per_row neighbouring packs of columns. Group g of a block's rows_per_block groups
+//        adds rows g, g + rows_per_block, ... The groups of a warp are added in pairs, then the
+//        warps in order
+// moves: PartialSums: the partial rows of another kernel once in; RowProducts: x and dy once in
 // takes: any number of rows and columns
-// needs: num_cols and all row strides multiples of pack_size, addresses aligned to a pack; shared memory for
-//        2 * pack_size * threads_per_row sums a warp
-#include "backward.cuh"
-
-// Rows of partial sums. Either pointer may be null, if its store is absent (void).
-template <class C>
-struct PartialSums {
-  using Compute = C;
-  const Compute* dweight_partials;
-  const Compute* dbias_partials;
-  long long stride;
-
-  template <bool dweight, bool dbias, int pack_size>
-  __device__ __forceinline__ void add(long long row, long long col, Compute (&dweights)[pack_size],
-                                      Compute (&dbiases)[pack_size]) const {
-    if constexpr (dweight) add_to(dweights, dweight_partials + row * stride + col);
-    if constexpr (dbias) add_to(dbiases, dbias_partials + row * stride + col);
-  }
-
- private:
-  template <int pack_size>
-  __device__ __forceinline__ static void add_to(Compute (&sums)[pack_size], const Compute* partials) {
-    Compute values[pack_size];
-    unpack(load_pack<pack_size>(partials), values);
-#pragma unroll
-    for (int at = 0; at < pack_size; ++at) sums[at] += values[at];
-  }
-};
-
-// dy * x_hat and dy of the rows themselves.
-template <class LoadX, class LoadDy, bool centered>
-struct RowProducts {
-  using Compute = typename LoadX::Compute;
-  LoadX load_x;
-  LoadDy load_dy;
-  const Compute* mean;
-  const Compute* rstd;
-
-  template <bool dweight, bool dbias, int pack_size>
-  __device__ __forceinline__ void add(long long row, long long col, Compute (&dweights)[pack_size],
-                                      Compute (&dbiases)[pack_size]) const {
-    Compute dys[pack_size];
-    unpack(load_dy.template load<pack_size>(row, col), dys);
-    if constexpr (dweight) {
-      Compute xs[pack_size];
-      unpack(load_x.template load<pack_size>(row, col), xs);
-      RowGradient<Compute, LoadX::normalized> gradient{};
-      if constexpr (centered && !LoadX::normalized) gradient.mean = mean[row];
-      gradient.rstd = rstd[row];
-#pragma unroll
-      for (int at = 0; at < pack_size; ++at) dweights[at] += dys[at] * gradient.template x_hat<centered>(xs[at]);
-    }
-    if constexpr (dbias) {
-#pragma unroll
-      for (int at = 0; at < pack_size; ++at) dbiases[at] += dys[at];
-    }
-  }
-};
+// needs: num_cols and all row strides multiples of pack_size, addresses aligned to a pack; shared
+//        memory for 2 * pack_size * threads_per_row sums a warp
+#include "parameter_rows.cuh"
 
 template <class Rows, class Dweight, class Dbias>
 struct Parameters {
@@ -82,11 +28,13 @@ __global__ void __launch_bounds__(tile.block_size(), tile.blocks_per_sm)
   const int lane = threadIdx.x % tile.threads_per_row;
   const int group = threadIdx.x / tile.threads_per_row;
   constexpr int block_cols = tile.threads_per_row * pack_size;
-  auto* sums = reinterpret_cast<Compute*>(dynamic_smem());  // [num_warps][dweight, dbias][block_cols]
+  auto* sums =
+      reinterpret_cast<Compute*>(dynamic_smem());  // [num_warps][dweight, dbias][block_cols]
   const long long step = static_cast<long long>(gridDim.x) * block_cols;
 
-  await_former_kernel();
-  for (long long first_col = static_cast<long long>(blockIdx.x) * block_cols; first_col < problem.num_cols; first_col += step) {
+  await_previous_kernel();
+  for (long long first_col = static_cast<long long>(blockIdx.x) * block_cols;
+       first_col < problem.num_cols; first_col += step) {
     const long long col = first_col + lane * pack_size;
     Compute dweights[pack_size] = {}, dbiases[pack_size] = {};
     if (col < problem.num_cols) {
@@ -99,7 +47,8 @@ __global__ void __launch_bounds__(tile.block_size(), tile.blocks_per_sm)
     for (int at = 0; at < pack_size; ++at) {
 #pragma unroll
       for (int distance = tile.threads_per_row; distance < 32; distance *= 2) {
-        if constexpr (has_dweight) dweights[at] += __shfl_xor_sync(0xffffffffu, dweights[at], distance);
+        if constexpr (has_dweight)
+          dweights[at] += __shfl_xor_sync(0xffffffffu, dweights[at], distance);
         if constexpr (has_dbias) dbiases[at] += __shfl_xor_sync(0xffffffffu, dbiases[at], distance);
       }
     }

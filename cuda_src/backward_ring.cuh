@@ -1,61 +1,15 @@
-// backward_ring.cuh -- backward of the rows that pass through shared memory (backward_block.cu, backward_cluster.cu)
+// backward_ring.cuh -- the path `ring` of backward_block.cu and backward_cluster.cu
 //
-// Each thread keeps its sums of dweight and dbias from the first row to the last, and so it does with its weights, or a part of
-// them: what has no room in registers waits in shared memory. x and dy are read from there twice: for the sums, and a row
-// later, when the sums of all warps have come, for dx.
+// A row is read twice from shared memory: for the sums, and a turn later, when the sums of all
+// warps have arrived, for dx. Each thread keeps its sums of dweight and dbias, and its weights,
+// from the first row to the last.
 #pragma once
 #include "backward.cuh"
-#include "ring.cuh"
+#include "exchange.cuh"
+#include "ring_parameters.cuh"
+#include "turns.cuh"
 
-// The weights, or biases, of a warp's part: the last of each thread's packs in registers, and all of them where there are few.
-template <class Scale, Tile tile, bool used>
-struct RingWeights {
-  using Shape = RingShape<tile>;
-  using Kept = typename Scale::template Kept<tile.pack_size>;
-  static constexpr bool in_smem_too = used && Scale::present && tile.pack_size * tile.packs_per_thread > 16;
-  // All packs of wide weights: the one pack of 16-bit weights that stays behind makes room for a third stage.
-  static constexpr int smem_packs = in_smem_too ? tile.packs_per_thread - (sizeof(Kept) <= 2 * tile.pack_size) : 0;
-  static constexpr int smem_bytes = smem_packs * tile.threads_per_row * sizeof(Kept);
-
-  Kept* in_smem;  // [smem_packs][threads_per_row], one for all rows of the block
-  Kept in_registers[tile.packs_per_thread - smem_packs + (smem_packs == tile.packs_per_thread)];
-  Kept for_smem[smem_packs + 1];  // until they have arrived
-
-  // Starts the loads.
-  __device__ __forceinline__ RingWeights(const Scale& scale, Slice cols, unsigned char* smem)
-      : in_smem(reinterpret_cast<Kept*>(smem) + Shape::thread()) {
-    if constexpr (!used) return;
-#pragma unroll
-    for (int pack = 0; pack < tile.packs_per_thread; ++pack) {
-      Kept kept{};
-      if (Shape::in_part(pack, cols)) kept = scale.template keep<tile.pack_size>(cols.first_col + Shape::col(pack));
-      if (pack < smem_packs) {
-        for_smem[pack] = kept;
-      } else {
-        in_registers[pack - smem_packs] = kept;
-      }
-    }
-  }
-  // Before ring_sync.
-  __device__ __forceinline__ void leave_in_smem() const {
-    if constexpr (!used) return;
-    if (Shape::group() > 0) return;
-#pragma unroll
-    for (int pack = 0; pack < smem_packs; ++pack) in_smem[pack * tile.threads_per_row] = for_smem[pack];
-  }
-  template <class Compute>
-  __device__ __forceinline__ void unpack_to(int pack, Compute (&values)[tile.pack_size]) {
-    if constexpr (!used) return;
-    if (pack < smem_packs) {
-      Scale::unpack(in_smem[pack * tile.threads_per_row], values);
-    } else {
-      in_registers[pack - smem_packs].forget_unpacked();
-      Scale::unpack(in_registers[pack - smem_packs], values);
-    }
-  }
-};
-
-// A ring for x and dy, and for what is added to dx.
+// A ring for x and dy, and for what is added to dx, if anything is.
 template <Tile tile, class X, class Dy, class Added, bool adds>
 struct BackwardRing : WarpRing<tile, X, Dy> {
   using WarpRing<tile, X, Dy>::WarpRing;
@@ -65,8 +19,10 @@ struct BackwardRing<tile, X, Dy, Added, true> : WarpRing<tile, X, Dy, Added> {
   using WarpRing<tile, X, Dy, Added>::WarpRing;
 };
 
-template <class LoadX, class LoadDy, class Scale, class StoreDx, Gradients gradients, bool centered, Tile tile>
-__device__ __forceinline__ void backward_ring(const Backward<LoadX, LoadDy, Scale, StoreDx>& problem, unsigned char* smem) {
+template <Gradients gradients, bool centered, Tile tile, class LoadX, class LoadDy, class Scale,
+          class StoreDx>
+__device__ __forceinline__ void backward_ring(
+    const Backward<LoadX, LoadDy, Scale, StoreDx>& problem, unsigned char* smem) {
   using Compute = typename LoadX::Compute;
   using X = typename LoadX::Held;
   using Dy = typename LoadDy::Held;
@@ -81,12 +37,13 @@ __device__ __forceinline__ void backward_ring(const Backward<LoadX, LoadDy, Scal
   const Ring ring(smem);
   unsigned char* parameters = smem + (Ring::smem_bytes + Exchange<tile>::smem_bytes + 15) / 16 * 16;
 
-  // What the first row waits for comes first: behind the rows of all stages it would arrive microseconds later.
+  // Loaded before the rows of all stages, behind which they would arrive microseconds later.
   constexpr bool recomputes = StoreDx::recomputes;
-  RingWeights<Scale, tile, gradients.dx || recomputes> weights(problem.scale, cols, parameters);
+  RingParameters<Scale, tile, gradients.dx || recomputes> weights(problem.scale, cols, parameters);
   typename StoreDx::Biases bias{};
   if constexpr (recomputes) bias = problem.store.biases();
-  RingWeights<typename StoreDx::Biases, tile, recomputes> biases(bias, cols, parameters + decltype(weights)::smem_bytes);
+  RingParameters<typename StoreDx::Biases, tile, recomputes> biases(
+      bias, cols, parameters + decltype(weights)::smem_bytes);
   const auto row_gradient = [&](unsigned turn) {
     const long long row = min(turns.first_row + turn * turns.step, problem.num_rows - 1);
     RowGradient<Compute> gradient{};
@@ -96,11 +53,14 @@ __device__ __forceinline__ void backward_ring(const Backward<LoadX, LoadDy, Scal
   };
   RowGradient<Compute> gradient = row_gradient(0), next = row_gradient(1);
 
-  RingStream<tile, X> x(problem.load_x.row_start(turns.first_row) + cols.first_col, problem.load_x.x_stride * turns.step);
-  RingStream<tile, Dy> dy(problem.load_dy.row_start(turns.first_row) + cols.first_col, problem.load_dy.x_stride * turns.step);
+  RingStream<tile, X> x(problem.load_x.row_start(turns.first_row) + cols.first_col,
+                        problem.load_x.x_stride * turns.step);
+  RingStream<tile, Dy> dy(problem.load_dy.row_start(turns.first_row) + cols.first_col,
+                          problem.load_dy.x_stride * turns.step);
   RingStream<tile, Added> added;
   if constexpr (adds) {
-    added = {problem.store.added_start(turns.first_row) + cols.first_col, problem.store.added_stride() * turns.step};
+    added = {problem.store.added_start(turns.first_row) + cols.first_col,
+             problem.store.added_stride() * turns.step};
   }
   const auto fetch = [&](int slot) {
     if constexpr (adds) {
@@ -110,15 +70,17 @@ __device__ __forceinline__ void backward_ring(const Backward<LoadX, LoadDy, Scal
     }
   };
   if (threadIdx.x % 32 == 0) {
-    for (int slot = 0; slot < min(static_cast<unsigned>(tile.stages), turns.count); ++slot) fetch(slot);
+    for (int slot = 0; slot < min(static_cast<unsigned>(tile.stages), turns.count); ++slot)
+      fetch(slot);
   }
   const Exchange<tile> exchange(smem + Ring::smem_bytes);
-  weights.leave_in_smem();
-  biases.leave_in_smem();
+  weights.store_to_smem();
+  biases.store_to_smem();
   Compute dweight[packs_per_thread][pack_size] = {}, dbias[packs_per_thread][pack_size] = {};
   ring_sync<tile>();
 
-  constexpr int added_offset = RingOffset<tile, X>::part_bytes + RingOffset<tile, Dy>::part_bytes;  // in a slot
+  constexpr int added_offset =
+      RingOffset<tile, X>::part_bytes + RingOffset<tile, Dy>::part_bytes;  // in a slot
   // f(pack, xs, dys) for each pack of this lane in a slot
   const auto for_each_pack = [&](int slot, bool is_ahead, auto f) {
     const unsigned char* start = ring.slots + slot * Ring::slot_bytes;
@@ -137,25 +99,27 @@ __device__ __forceinline__ void backward_ring(const Backward<LoadX, LoadDy, Scal
   const auto add = [&](unsigned turn, const RowGradient<Compute>& gradient) {
     ring.wait(ahead, cols.size());
     Sum<Compute, 2> sums{};
-    for_each_pack(ahead.slot, true, [&](int pack, const Compute(&xs)[pack_size], const Compute(&dys)[pack_size]) {
-      Compute scales[pack_size], partial[2] = {};
-      weights.unpack_to(pack, scales);
+    for_each_pack(ahead.slot, true,
+                  [&](int pack, const Compute(&xs)[pack_size], const Compute(&dys)[pack_size]) {
+                    Compute scales[pack_size], partial[2] = {};
+                    weights.unpack_to(pack, scales);
 #pragma unroll
-      for (int index = 0; index < pack_size; ++index) {
-        // Nothing comes from beyond the row.
-        const bool present = Shape::in_part(pack, cols);
-        const Compute dy = present ? dys[index] : Compute(0);
-        const Compute x_hat = present ? gradient.template x_hat<centered>(xs[index]) : Compute(0);
-        if constexpr (gradients.dweight) dweight[pack][index] += dy * x_hat;
-        if constexpr (gradients.dbias) dbias[pack][index] += dy;
-        if constexpr (gradients.dx) {
-          const Compute wdy = times(dy, scales[index]);
-          partial[0] += wdy * x_hat;
-          if constexpr (centered) partial[1] += wdy;
-        }
-      }
-      sums.merge({{partial[0], partial[1]}});
-    });
+                    for (int index = 0; index < pack_size; ++index) {
+                      // A pack beyond the row adds zeros.
+                      const bool present = Shape::in_part(pack, cols);
+                      const Compute dy = present ? dys[index] : Compute(0);
+                      const Compute x_hat =
+                          present ? gradient.template x_hat<centered>(xs[index]) : Compute(0);
+                      if constexpr (gradients.dweight) dweight[pack][index] += dy * x_hat;
+                      if constexpr (gradients.dbias) dbias[pack][index] += dy;
+                      if constexpr (gradients.dx) {
+                        const Compute wdy = rounded_product(dy, scales[index]);
+                        partial[0] += wdy * x_hat;
+                        if constexpr (centered) partial[1] += wdy;
+                      }
+                    }
+                    sums.merge({{partial[0], partial[1]}});
+                  });
     if constexpr (gradients.dx) exchange.send(turn, warp_reduce_two(sums.part[0], sums.part[1]));
     ahead.advance();
     x.ahead.advance();
@@ -163,7 +127,7 @@ __device__ __forceinline__ void backward_ring(const Backward<LoadX, LoadDy, Scal
   };
 
   const Compute reciprocal = Compute(1) / static_cast<Compute>(problem.num_cols);
-  // Sums of the next row are on their way while this one is written, unless there is room for one row alone.
+  // The sums of the next row are on their way while this row is written, unless only one row fits.
   constexpr bool overlaps = tile.stages > 1;
   if (overlaps && turns.count > 0) add(0, gradient);
   long long row = turns.first_row;
@@ -177,35 +141,41 @@ __device__ __forceinline__ void backward_ring(const Backward<LoadX, LoadDy, Scal
     if constexpr (gradients.dx) {
       exchange.wait(turn, Shape::thread() == 0);
       Sum<Compute, 1> sum{};
-      exchange.for_each_source([&](int index) { sum.part[0] += exchange.received(turn, speaks_for_second(), index); });
+      exchange.for_each_source(
+          [&](int index) { sum.part[0] += exchange.received(turn, has_second(), index); });
       gradient.finish(both_halves(warp_reduce<decltype(exchange)::lanes>(sum).part[0]), reciprocal);
     }
     if constexpr (gradients.dx || recomputes) {
-      for_each_pack(at.slot, false, [&](int pack, const Compute(&xs)[pack_size], const Compute(&dys)[pack_size]) {
-        Compute scales[pack_size], x_hats[pack_size], dx[pack_size];
-        weights.unpack_to(pack, scales);
+      for_each_pack(
+          at.slot, false,
+          [&](int pack, const Compute(&xs)[pack_size], const Compute(&dys)[pack_size]) {
+            Compute scales[pack_size], x_hats[pack_size], dx[pack_size];
+            weights.unpack_to(pack, scales);
 #pragma unroll
-        for (int index = 0; index < pack_size; ++index) {
-          x_hats[index] = gradient.template x_hat<centered>(xs[index]);
-          if constexpr (gradients.dx) {
-            dx[index] = gradient.template dx<centered>(x_hats[index], times(dys[index], scales[index]));
-          }
-        }
-        const int col = cols.first_col + Shape::col(pack);
-        if constexpr (adds) {
-          const Added* added_part = added.in(ring.slots + at.slot * Ring::slot_bytes + added_offset, false);
-          problem.store.store(row, col, dx, load_pack<pack_size>(added_part + Shape::col(pack)), Shape::in_part(pack, cols));
-        } else if constexpr (gradients.dx) {
-          problem.store.store(row, col, dx, Shape::in_part(pack, cols));
-        }
-        if constexpr (recomputes) {
-          Compute shifts[pack_size];
-          biases.unpack_to(pack, shifts);
-          problem.store.recompute(row, col, x_hats, scales, shifts, Shape::in_part(pack, cols));
-        }
-      });
+            for (int index = 0; index < pack_size; ++index) {
+              x_hats[index] = gradient.template x_hat<centered>(xs[index]);
+              if constexpr (gradients.dx) {
+                dx[index] = gradient.template dx<centered>(
+                    x_hats[index], rounded_product(dys[index], scales[index]));
+              }
+            }
+            const int col = cols.first_col + Shape::col(pack);
+            if constexpr (adds) {
+              const Added* added_part =
+                  added.in(ring.slots + at.slot * Ring::slot_bytes + added_offset, false);
+              problem.store.store(row, col, dx, load_pack<pack_size>(added_part + Shape::col(pack)),
+                                  Shape::in_part(pack, cols));
+            } else if constexpr (gradients.dx) {
+              problem.store.store(row, col, dx, Shape::in_part(pack, cols));
+            }
+            if constexpr (recomputes) {
+              Compute shifts[pack_size];
+              biases.unpack_to(pack, shifts);
+              problem.store.recompute(row, col, x_hats, scales, shifts, Shape::in_part(pack, cols));
+            }
+          });
     }
-    // What was written came from all that was read: the slot is free.
+    // All lanes have written, so all have read: the slot is free.
     __syncwarp();
     if (threadIdx.x % 32 == 0 && turn + tile.stages < turns.count) fetch(at.slot);
     at.advance();
@@ -217,13 +187,15 @@ __device__ __forceinline__ void backward_ring(const Backward<LoadX, LoadDy, Scal
     next = following;
   }
 
-  // One partial row a block or cluster: its groups add up in pairs, each having left its sums where its own ring was.
+  // One partial row for the block or cluster: groups of threads add their sums in pairs, through
+  // the shared memory of their rings.
   auto* sums = reinterpret_cast<Compute*>(ring.slots);
   const auto for_each_sum = [&](auto f) {
 #pragma unroll
     for (int pack = 0; pack < packs_per_thread; ++pack) {
       if constexpr (gradients.dweight) f(problem.dweight_partials, dweight[pack], pack);
-      if constexpr (gradients.dbias) f(problem.dbias_partials, dbias[pack], packs_per_thread + pack);
+      if constexpr (gradients.dbias)
+        f(problem.dbias_partials, dbias[pack], packs_per_thread + pack);
     }
   };
   for (int groups = tile.rows_per_block; groups > 1; groups = (groups + 1) / 2) {
@@ -235,7 +207,8 @@ __device__ __forceinline__ void backward_ring(const Backward<LoadX, LoadDy, Scal
     }
     __syncthreads();
     if (Shape::group() + kept < groups) {
-      const Compute* others = sums + kept * Shape::num_warps * (Ring::ring_bytes / static_cast<int>(sizeof(Compute)));
+      const Compute* others =
+          sums + kept * Shape::num_warps * (Ring::ring_bytes / static_cast<int>(sizeof(Compute)));
       for_each_sum([&](Compute*, Compute(&values)[pack_size], int at) {
         Compute other[pack_size];
         unpack(load_pack<pack_size>(others + Shape::col(at)), other);
@@ -248,6 +221,7 @@ __device__ __forceinline__ void backward_ring(const Backward<LoadX, LoadDy, Scal
   const long long offset = blockIdx.x / tile.cluster_size * problem.num_cols + cols.first_col;
   for_each_sum([&](Compute* partials, Compute(&values)[pack_size], int at) {
     const int pack = at % packs_per_thread;
-    if (Shape::in_part(pack, cols)) store_pack<pack_size>(partials + offset + Shape::col(pack), repack<Compute>(values));
+    if (Shape::in_part(pack, cols))
+      store_pack<pack_size>(partials + offset + Shape::col(pack), repack<Compute>(values));
   });
 }

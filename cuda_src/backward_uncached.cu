@@ -1,14 +1,18 @@
 // backward_uncached -- dx; a block owns a row that fits nowhere
-// owns:  nothing but two sums; dweight and dbias are left to backward_parameters.cu, which reads x and dy itself
+// owns:  only two sums: each pass reads x and dy again. backward_parameters.cu computes dweight and
+//        dbias
 // moves: x and dy twice in, dx once out
 // takes: any row
 // needs: num_cols and all row strides multiples of pack_size, addresses aligned to a pack
 #include "backward.cuh"
+#include "uncached_row.cuh"
 
-template <class LoadX, class LoadDy, class Scale, class StoreDx, Gradients gradients, bool centered, Tile tile>
+template <class LoadX, class LoadDy, class Scale, class StoreDx, Gradients gradients, bool centered,
+          Tile tile>
 __global__ void __launch_bounds__(tile.block_size(), tile.blocks_per_sm)
     backward_uncached(const Backward<LoadX, LoadDy, Scale, StoreDx> problem) {
-  static_assert(!gradients.dweight && !gradients.dbias, "backward_parameters sums dweight and dbias");
+  static_assert(!gradients.dweight && !gradients.dbias,
+                "backward_parameters computes dweight and dbias");
   using Compute = typename LoadX::Compute;
   constexpr int pack_size = tile.pack_size;
   BlockReduce<tile.threads_per_row, Compute> reduce(dynamic_smem());
@@ -17,17 +21,18 @@ __global__ void __launch_bounds__(tile.block_size(), tile.blocks_per_sm)
     RowGradient<Compute, LoadX::normalized> gradient{};
     if constexpr (centered && !LoadX::normalized) gradient.mean = problem.mean[row];
     gradient.rstd = problem.rstd[row];
-    GlobalRow<LoadX, tile> x{problem.load_x, row, problem.num_cols};
+    UncachedRow<LoadX, tile> x{problem.load_x, row, problem.num_cols};
 
     Sum<Compute, 2> sums{};
     x.for_each_pack([&](long long col, const Compute(&values)[pack_size]) {
       Compute dys[pack_size], weights[pack_size];
       unpack(problem.load_dy.template load<pack_size>(row, col), dys);
       problem.scale.load(col, weights);
-      if constexpr (StoreDx::recomputes) recompute<centered>(problem, gradient, row, col, values, weights);
+      if constexpr (StoreDx::recomputes)
+        recompute<centered>(problem, gradient, row, col, values, weights);
 #pragma unroll
       for (int at = 0; at < pack_size; ++at) {
-        const Compute wdy = times(dys[at], weights[at]);
+        const Compute wdy = rounded_product(dys[at], weights[at]);
         sums.part[0] += wdy * gradient.template x_hat<centered>(values[at]);
         if constexpr (centered) sums.part[1] += wdy;
       }
@@ -40,7 +45,8 @@ __global__ void __launch_bounds__(tile.block_size(), tile.blocks_per_sm)
       problem.scale.load(col, weights);
 #pragma unroll
       for (int at = 0; at < pack_size; ++at) {
-        dx[at] = gradient.template dx<centered>(gradient.template x_hat<centered>(values[at]), times(dys[at], weights[at]));
+        dx[at] = gradient.template dx<centered>(gradient.template x_hat<centered>(values[at]),
+                                                rounded_product(dys[at], weights[at]));
       }
       problem.store.store(row, col, dx);
     });

@@ -1,14 +1,17 @@
-// cluster.cuh -- shared memory, the blocks of a cluster, their barrier, the L2 cache, the next kernel, and a maximum (PTX ISA:
-// mapa, barrier.cluster, griddepcontrol, which need sm_90: before that the last two do nothing; prefetch; redux.sync)
+// cluster.cuh -- PTX for shared memory, clusters, the L2 cache, the next kernel, and a maximum
+//
+// PTX ISA: mapa, barrier.cluster, griddepcontrol (sm_90; before, griddepcontrol does nothing),
+// prefetch, redux.sync. Each function has a plain C++ twin for the CPU.
 //
 // dynamic_smem()            this block's dynamic shared memory, 128-byte aligned
 // cluster_rank()            this block's rank in its cluster
-// cluster_sync()            every thread of every block of the cluster; orders shared memory of all of them
+// cluster_sync()            barrier of all threads of the cluster; orders their shared memory
 // cluster_map(at, rank)     the address of `at` in the shared memory of block `rank`
-// prefetch(array, size)     the threads of one block: has an array brought to the L2 cache, and goes on; null: absent
-// let_next_kernel_start()   a next kernel whose launch asked for it (Launch.overlaps) may start although this one still runs
-// await_former_kernel()     in such a kernel: until the one before has ended and all that it wrote is seen
-// warp_max(value)           the largest of the values of a warp's 32 lanes, to all of them; before sm_80 by shuffles
+// prefetch(array, size)     called by one block: brings an array to the L2 cache; null: absent
+// let_next_kernel_start()   lets a next kernel whose launch allows it (Launch.overlaps) start early
+// await_previous_kernel()   in such a kernel: until the previous one has ended and its writes are
+//                           seen
+// warp_max(value)           the largest value of a warp, to all lanes; before sm_80 by shuffles
 #pragma once
 
 __device__ __forceinline__ void prefetch(const void*, long long) {}
@@ -26,11 +29,12 @@ __device__ __forceinline__ T* cluster_map(T* at, unsigned rank) {
 }
 template <class T>
 __device__ __forceinline__ void prefetch(const T*, long long) {}
-// Kernels run one after the other there.
+// On the CPU kernels run one after the other.
 __device__ __forceinline__ void let_next_kernel_start() {}
-__device__ __forceinline__ void await_former_kernel() {}
+__device__ __forceinline__ void await_previous_kernel() {}
 __device__ __forceinline__ unsigned warp_max(unsigned value) {
-  for (int distance = 16; distance > 0; distance /= 2) value = max(value, __shfl_xor_sync(0xffffffffu, value, distance));
+  for (int distance = 16; distance > 0; distance /= 2)
+    value = max(value, __shfl_xor_sync(0xffffffffu, value, distance));
   return value;
 }
 
@@ -46,7 +50,8 @@ __device__ __forceinline__ unsigned cluster_rank() {
   return rank;
 }
 __device__ __forceinline__ void cluster_sync() {
-  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::
+                   : "memory");
 }
 template <class T>
 __device__ __forceinline__ T* cluster_map(T* at, unsigned rank) {
@@ -57,14 +62,16 @@ __device__ __forceinline__ T* cluster_map(T* at, unsigned rank) {
 template <class T>
 __device__ __forceinline__ void prefetch(const T* array, long long size) {
   constexpr int line = 128 / sizeof(T);
-  for (long long at = static_cast<long long>(threadIdx.x) * line; at < size; at += blockDim.x * line) {
+  for (long long at = static_cast<long long>(threadIdx.x) * line; at < size;
+       at += blockDim.x * line) {
     asm volatile("prefetch.global.L2 [%0];" ::"l"(array + at));
   }
 }
 __device__ __forceinline__ void let_next_kernel_start() {
-  if constexpr (__CUDA_ARCH__ >= 900) asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+  if constexpr (__CUDA_ARCH__ >= 900)
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 }
-__device__ __forceinline__ void await_former_kernel() {
+__device__ __forceinline__ void await_previous_kernel() {
   if constexpr (__CUDA_ARCH__ >= 900) asm volatile("griddepcontrol.wait;" ::: "memory");
 }
 __device__ __forceinline__ unsigned warp_max(unsigned value) {
@@ -72,7 +79,8 @@ __device__ __forceinline__ unsigned warp_max(unsigned value) {
     asm volatile("redux.sync.max.u32 %0, %0, 0xffffffff;" : "+r"(value));
   } else {
 #pragma unroll
-    for (int distance = 16; distance > 0; distance /= 2) value = max(value, __shfl_xor_sync(0xffffffffu, value, distance));
+    for (int distance = 16; distance > 0; distance /= 2)
+      value = max(value, __shfl_xor_sync(0xffffffffu, value, distance));
   }
   return value;
 }

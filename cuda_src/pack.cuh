@@ -1,28 +1,15 @@
 // pack.cuh -- a pack is what one memory instruction moves: pack_size neighbouring elements of a row
 //
-// load_pack / store_pack    16, 8, 4, 2 or 1 bytes at once (32 and 64 bytes as several of 16)
-// unpack / repack           a pack's elements in the compute type, and back with one rounding, to nearest even
-// The caller guarantees that a pack's address is a multiple of min(16, its bytes).
+// load_pack / store_pack    move 16, 8, 4, 2 or 1 bytes at once (32 and 64 bytes as several of 16)
+// unpack / repack           convert to the compute type, and back with one rounding, to nearest
+// even The caller guarantees that a pack's address is a multiple of min(16, its bytes).
 #pragma once
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
-template <class A, class B>
-constexpr bool is_same = false;
-template <class A>
-constexpr bool is_same<A, A> = true;
+#include "types.cuh"
 
-// float does the arithmetic of every type but double.
-template <class T>
-struct ComputeOf {
-  using type = float;
-};
-template <>
-struct ComputeOf<double> {
-  using type = double;
-};
-
-// The elements as they lie in memory, in registers of 32 bits (packs of one or two bytes in one of 16).
+// The word that a pack's bytes are kept in: 32 bits, or fewer for a pack of one or two bytes.
 template <int bytes>
 struct WordOf {
   using type = unsigned int;
@@ -72,8 +59,8 @@ __device__ __forceinline__ void store_pack(T* address, const Pack<T, size>& pack
   if constexpr (bytes >= 16) {
 #pragma unroll
     for (int at = 0; at < bytes / 16; ++at) {
-      reinterpret_cast<uint4*>(address)[at] =
-          make_uint4(pack.word[4 * at], pack.word[4 * at + 1], pack.word[4 * at + 2], pack.word[4 * at + 3]);
+      reinterpret_cast<uint4*>(address)[at] = make_uint4(
+          pack.word[4 * at], pack.word[4 * at + 1], pack.word[4 * at + 2], pack.word[4 * at + 3]);
     }
   } else if constexpr (bytes == 8) {
     *reinterpret_cast<uint2*>(address) = make_uint2(pack.word[0], pack.word[1]);
@@ -82,8 +69,10 @@ __device__ __forceinline__ void store_pack(T* address, const Pack<T, size>& pack
   }
 }
 
+// Two packs as one of twice the size.
 template <int size, class T>
-__device__ __forceinline__ Pack<T, 2 * size> join(const Pack<T, size>& first, const Pack<T, size>& second) {
+__device__ __forceinline__ Pack<T, 2 * size> join(const Pack<T, size>& first,
+                                                  const Pack<T, size>& second) {
   Pack<T, 2 * size> both;
   if constexpr (sizeof(T) * size < 4) {
     both.word[0] = first.word[0] | static_cast<unsigned int>(second.word[0]) << 16;
@@ -98,8 +87,9 @@ __device__ __forceinline__ Pack<T, 2 * size> join(const Pack<T, size>& first, co
   return both;
 }
 
-// The same pack, but the compiler cannot tell: it then unpacks it again in a later pass instead of keeping the unpacked
-// values alive, which takes twice the registers for 16-bit types and spills.
+// Hides from the compiler that the pack is unchanged, so that a later pass unpacks it again.
+// Otherwise the compiler keeps the unpacked values: twice the registers for 16-bit types, and it
+// spills.
 template <class T, int size>
 __device__ __forceinline__ void forget_unpacked(Pack<T, size>& pack) {
   if constexpr (sizeof(T) * size >= 4) {
@@ -108,7 +98,7 @@ __device__ __forceinline__ void forget_unpacked(Pack<T, size>& pack) {
   }
 }
 
-// The two views of the same bits.
+// The same bits as another type.
 template <class To, class From>
 __device__ __forceinline__ To reinterpret_bits(const From& from) {
   static_assert(sizeof(To) == sizeof(From), "the same bits");
@@ -148,7 +138,8 @@ __device__ __forceinline__ void unpack(const Pack<From, size>& pack, To (&values
     static_assert(is_same<From, double>, "a pack holds __half, __nv_bfloat16, float or double");
 #pragma unroll
     for (int at = 0; at < size; ++at) {
-      values[at] = static_cast<To>(reinterpret_bits<double>(make_uint2(pack.word[2 * at], pack.word[2 * at + 1])));
+      values[at] = static_cast<To>(
+          reinterpret_bits<double>(make_uint2(pack.word[2 * at], pack.word[2 * at + 1])));
     }
   }
 }
@@ -165,7 +156,8 @@ __device__ __forceinline__ Pack<To, size> repack(const From (&values)[size]) {
     }
   } else if constexpr (is_same<To, float>) {
 #pragma unroll
-    for (int at = 0; at < size; ++at) pack.word[at] = __float_as_uint(static_cast<float>(values[at]));
+    for (int at = 0; at < size; ++at)
+      pack.word[at] = __float_as_uint(static_cast<float>(values[at]));
   } else if constexpr (size > 1 && is_same<From, float>) {
     // One instruction converts two.
 #pragma unroll
@@ -178,7 +170,7 @@ __device__ __forceinline__ Pack<To, size> repack(const From (&values)[size]) {
       }
     }
   } else {
-    // Lone elements, and double, which is rounded once and not by way of float.
+    // Single elements, and double, which must not be rounded to float first.
     unsigned short bits[size];
 #pragma unroll
     for (int at = 0; at < size; ++at) {
@@ -196,7 +188,8 @@ __device__ __forceinline__ Pack<To, size> repack(const From (&values)[size]) {
       pack.word[0] = bits[0];
     } else {
 #pragma unroll
-      for (int at = 0; at < size; at += 2) pack.word[at / 2] = bits[at] | static_cast<unsigned int>(bits[at + 1]) << 16;
+      for (int at = 0; at < size; at += 2)
+        pack.word[at / 2] = bits[at] | static_cast<unsigned int>(bits[at + 1]) << 16;
     }
   }
   return pack;

@@ -1,9 +1,9 @@
-// reduce.cuh -- all-reduce over the threads that share a row: part of a warp, a block, a cluster; and sums of columns
+// reduce.cuh -- all-reduce over the threads that share a row: part of a warp, a block, a cluster
 //
-// What is reduced is a struct with `Compute part[size]`, `merge(other)`, `ordered` and `is_maximum`: Sum below, Moments in
-// statistics.cuh, Largest in fp8.cuh.
-// Every thread gets the same bits: partners merge the same two operands, in the same order where the order matters.
-// The order depends on the tile alone, never on the number of rows.
+// A value to reduce is a struct with `Compute part[size]`, merge(other), `ordered` and
+// `is_maximum`: Sum below, Moments (sums.cuh), Largest (amax.cuh). Every thread gets the same bits:
+// partners merge the same two operands, in the same order where the order matters. The order
+// depends on the tile alone, never on the number of rows.
 #pragma once
 #include "cluster.cuh"
 #include "tile.cuh"
@@ -11,7 +11,7 @@
 template <class Compute, int num_parts>
 struct Sum {
   static constexpr int size = num_parts;
-  static constexpr bool ordered = false, is_maximum = false;  // a + b is b + a, to the bit
+  static constexpr bool ordered = false, is_maximum = false;  // a + b has the bits of b + a
   Compute part[num_parts];
 
   __device__ __forceinline__ void merge(const Sum& other) {
@@ -20,8 +20,8 @@ struct Sum {
   }
 };
 
-// Butterfly over groups of `threads` neighbouring lanes; all 32 lanes of the warp must call it. The farthest lanes first: so a
-// thread adds up its packs as well (PackSums in statistics.cuh).
+// Butterfly over groups of `threads` neighbouring lanes; all 32 lanes of the warp must call it. The
+// most distant lanes come first, which continues the order of PackSums (sums.cuh).
 template <int threads, class Value>
 __device__ __forceinline__ Value warp_reduce(Value value) {
   if constexpr (Value::is_maximum && threads == 32) {
@@ -31,7 +31,8 @@ __device__ __forceinline__ Value warp_reduce(Value value) {
     for (int distance = threads / 2; distance > 0; distance /= 2) {
       Value other;
 #pragma unroll
-      for (int at = 0; at < Value::size; ++at) other.part[at] = __shfl_xor_sync(0xffffffffu, value.part[at], distance);
+      for (int at = 0; at < Value::size; ++at)
+        other.part[at] = __shfl_xor_sync(0xffffffffu, value.part[at], distance);
       if constexpr (Value::ordered) {
         // The lower lane's value comes first in both lanes.
         if (threadIdx.x & distance) {
@@ -47,7 +48,8 @@ __device__ __forceinline__ Value warp_reduce(Value value) {
   }
   return value;
 }
-// The same where all groups of `threads` lanes hold the same values: a maximum may be that of the warp.
+// The same if all groups of `threads` lanes hold the same values: then a maximum is that of the
+// warp.
 template <int threads, class Value>
 __device__ __forceinline__ Value repeated_reduce(Value value) {
   return warp_reduce<Value::is_maximum ? 32 : threads>(value);
@@ -55,14 +57,16 @@ __device__ __forceinline__ Value repeated_reduce(Value value) {
 
 template <int threads>
 struct WarpReduce {
-  static_assert(threads <= 32 && (threads & (threads - 1)) == 0, "lanes that share a row: a power of two up to 32");
+  static_assert(threads <= 32 && (threads & (threads - 1)) == 0,
+                "lanes that share a row: a power of two up to 32");
   template <class Value>
   __device__ __forceinline__ Value all(Value value) const {
     return warp_reduce<threads>(value);
   }
 };
 
-// One barrier a reduction: two buffers in turn, so that a fast warp's next value cannot overwrite what a slow one reads.
+// One barrier a reduction. Two buffers alternate, so that the next value of a fast warp cannot
+// overwrite what a slow warp reads.
 template <int threads, class Compute>
 struct BlockReduce {
   static_assert(threads % 32 == 0 && threads <= 1024, "a block of whole warps");
@@ -73,7 +77,8 @@ struct BlockReduce {
   Compute* buffers;
   int turn = 0;
 
-  __device__ __forceinline__ explicit BlockReduce(unsigned char* smem) : buffers(reinterpret_cast<Compute*>(smem)) {}
+  __device__ __forceinline__ explicit BlockReduce(unsigned char* smem)
+      : buffers(reinterpret_cast<Compute*>(smem)) {}
 
   template <class Value>
   __device__ __forceinline__ Value all(Value value) {
@@ -101,17 +106,21 @@ struct BlockReduce {
   }
 };
 
-// Each block pushes its value into the shared memory of all its peers; two buffers in turn, as above.
+// Each block writes its value to the shared memory of all its peers. Two buffers alternate, as
+// above.
 template <int threads, int cluster_size, class Compute>
 struct ClusterReduce {
   using Block = BlockReduce<threads, Compute>;
-  static constexpr int smem_bytes = Block::smem_bytes + (2 * Block::max_parts * cluster_size * sizeof(Compute) + 15) / 16 * 16;
+  static constexpr int buffer_bytes =
+      (2 * Block::max_parts * cluster_size * sizeof(Compute) + 15) / 16 * 16;
+  static constexpr int smem_bytes = Block::smem_bytes + buffer_bytes;
 
   Block block;
   Compute* buffers;
   int turn = 0;
 
-  // Peers may only be written to once they run: the caller synchronises the cluster before the first all().
+  // A block may write to its peers once they run: the caller synchronises the cluster before the
+  // first all().
   __device__ __forceinline__ explicit ClusterReduce(unsigned char* smem)
       : block(smem), buffers(reinterpret_cast<Compute*>(smem + Block::smem_bytes)) {}
 
@@ -133,19 +142,3 @@ struct ClusterReduce {
     return repeated_reduce<cluster_size>(value);
   }
 };
-
-// Sums of `width` columns over groups of threads, each thread's of pack_size columns from own_col on: of the first num_cols of
-// them the total over all groups, in one order. of_groups: shared memory for num_groups * width.
-template <int width, int num_groups, int pack_size, class Compute>
-__device__ __forceinline__ void add_groups(Compute* of_groups, const Compute (&sums)[pack_size], int group, int own_col,
-                                           Compute* total, long long num_cols) {
-#pragma unroll
-  for (int at = 0; at < pack_size; ++at) of_groups[group * width + own_col + at] = sums[at];
-  __syncthreads();
-  for (int col = threadIdx.x; col < width && col < num_cols; col += blockDim.x) {
-    Compute sum = of_groups[col];
-#pragma unroll
-    for (int from = 1; from < num_groups; ++from) sum += of_groups[from * width + col];
-    total[col] = sum;
-  }
-}

@@ -10,16 +10,27 @@ constexpr int power_of_two_from(int count) {
   return power;
 }
 
+// How a row travels between its uses.
+enum class Path {
+  registers,  // threads load it and keep it in registers
+  smem,       // threads load it and keep it in shared memory
+  staged,     // forward: as registers, by way of shared memory (staged_row.cuh)
+  ring,       // the copy engine brings rows to a ring in shared memory (ring.cuh)
+  bundle,     // the copy engine brings several rows as one piece to shared memory (bundle.cuh)
+  uncached,   // threads load it again for each use
+};
+
 struct Tile {
   int pack_size;             // elements moved by one memory instruction
   int threads_per_row;       // threads of one block that share a row
-  int packs_per_thread = 0;  // packs of a row that one thread keeps in registers; 0: the row waits elsewhere
+  int packs_per_thread = 0;  // packs of a row that one thread keeps in registers
   int rows_per_block = 1;    // rows that one block works on at a time
   int cluster_size = 1;      // blocks that share a row
-  int blocks_per_sm = 1;     // blocks that must fit on a multiprocessor: bounds the registers of a thread
-  int exact = 0;             // 1: num_cols is all that the registers hold, no pack lies beyond the row
-  int stages = 0;  // rows in shared memory at once, which the copy engine fetches (sm_90+); 0: threads do. See StagedRow for 1
-  int bundle = 0;  // rows, one after the other in memory, that make up a stage of each warp; 0: a stage is one row
+  int blocks_per_sm = 1;  // blocks that must fit on a multiprocessor: bounds a thread's registers
+  int exact = 0;          // 1: the row fills the registers, no pack lies beyond it
+  int stages = 0;         // rows or bundles in shared memory that the copy engine fetches (sm_90+)
+  int bundle = 0;         // consecutive rows that make up one stage of a warp
+  Path path = Path::registers;
 
   constexpr int block_size() const { return threads_per_row * rows_per_block; }
   // Columns that fit the registers of the threads of a block that share a row.

@@ -1,16 +1,18 @@
-// update_scales -- delayed scaling's end of a step: scales from a history of amaxes, made a step older; a block owns a tensor
-// owns:  nothing: the history is moved along in place, as many steps at a time as there are threads
+// update_scales -- scales from a history of amaxes, moved on by a step; a block owns a tensor
+// owns:  nothing: the history is moved in place, as many steps at a time as there are threads
 // moves: the history twice in, once out: 12 bytes a step
 // takes: any number of steps and of tensors, by the formulas of TransformerEngine's DelayedScaling
-// needs: nothing else; all of it is done on bits, or in double, as the compiler flushes floats below 2^-126
-#include "fp8.cuh"
+// needs: nothing else. It works on bits, or in double, because the compiler flushes floats below
+//        2^-126
+#include "scales.cuh"
 
 struct UpdateScales {
-  unsigned* scale;        // [num_tensors] bits of floats
-  unsigned* history;      // [num_steps, num_tensors] bits of floats: this step's first, then from the oldest to the latest
-  const float* largest;   // [num_tensors] of each format
-  double factor;          // 2^-margin
-  long long most_recent;  // 1: this step's amax counts; 0: the largest of all
+  unsigned* scale;       // [num_tensors] bits of floats
+  unsigned* history;     // [num_steps, num_tensors] bits of floats: this step's, then the oldest to
+                         // the latest
+  const float* largest;  // [num_tensors] of each format
+  double factor;         // 2^-margin
+  long long most_recent;  // 1: use this step's amax; 0: the largest of all
   long long num_steps;
   long long num_tensors;
 };
@@ -20,7 +22,8 @@ __device__ __forceinline__ double double_of(unsigned bits) {
 }
 
 template <Tile tile>
-__global__ void __launch_bounds__(tile.block_size(), tile.blocks_per_sm) update_scales(const UpdateScales problem) {
+__global__ void __launch_bounds__(tile.block_size(), tile.blocks_per_sm)
+    update_scales(const UpdateScales problem) {
   const long long num_steps = problem.num_steps, step = problem.num_tensors;
   unsigned* const history = problem.history + blockIdx.x;
   const unsigned latest = history[0];
@@ -33,10 +36,12 @@ __global__ void __launch_bounds__(tile.block_size(), tile.blocks_per_sm) update_
   BlockReduce<tile.threads_per_row, float> reduce(dynamic_smem());
   const unsigned found = problem.most_recent ? latest : reduce.all(amax).bits();
   if (threadIdx.x == 0 && found > 0 && found < infinity_bits) {
-    const double numerator = double_of(float_bits(static_cast<double>(problem.largest[blockIdx.x]) * problem.factor));
-    problem.scale[blockIdx.x] = min(float_bits(fmin(numerator / double_of(found), 0x1.fffffep127)), infinity_bits - 1);
+    const double numerator =
+        double_of(float_bits(static_cast<double>(problem.largest[blockIdx.x]) * problem.factor));
+    problem.scale[blockIdx.x] =
+        min(float_bits(fmin(numerator / double_of(found), 0x1.fffffep127)), infinity_bits - 1);
   }
-  // Step `at` gets the next one's amax, and the last one this step's.
+  // Step `at` gets the amax of the step after it, the last one that of this step.
   for (long long first = 0; first < num_steps; first += tile.block_size()) {
     const long long at = first + threadIdx.x;
     const bool moves = at > 0 && at + 1 < num_steps;

@@ -1,70 +1,134 @@
-"""cupynorm: LayerNorm and RMSNorm for NVIDIA GPUs. Importing it imports neither torch nor CuPy, and makes no CUDA context."""
+"""LayerNorm and RMSNorm for NVIDIA GPUs.
+
+The import loads neither torch nor CuPy and creates no CUDA context. Names load on first use.
+"""
 
 from __future__ import annotations
 
 import importlib
+import sys
 from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # The names of _NAMES, for pyright, mypy and editors.
+    from .check.gradient_check import check as check
+    from .check.results import CheckResult as CheckResult
+    from .gpu.nvrtc import MissingLibraryError as MissingLibraryError
+    from .linear.api import layer_norm_linear as layer_norm_linear
+    from .linear.api import layer_norm_linear_backward as layer_norm_linear_backward
+    from .linear.api import layer_norm_linear_forward as layer_norm_linear_forward
+    from .linear.api import rms_norm_linear as rms_norm_linear
+    from .linear.api import rms_norm_linear_backward as rms_norm_linear_backward
+    from .linear.api import rms_norm_linear_forward as rms_norm_linear_forward
+    from .linear.call import ProjectedBackward as ProjectedBackward
+    from .linear.call import ProjectedForward as ProjectedForward
+    from .linear.module import LayerNormLinear as LayerNormLinear
+    from .nn.autocast import fp8_autocast as fp8_autocast
+    from .nn.modules import LayerNorm as LayerNorm
+    from .nn.modules import RMSNorm as RMSNorm
+    from .nn.recipes import BlockScaling as BlockScaling
+    from .nn.recipes import CurrentScaling as CurrentScaling
+    from .nn.recipes import DelayedScaling as DelayedScaling
+    from .nn.recipes import Format as Format
+    from .nn.swap import SwappedNorms as SwappedNorms
+    from .nn.swap import swap_norms as swap_norms
+    from .norm.api import layer_norm as layer_norm
+    from .norm.api import layer_norm_backward as layer_norm_backward
+    from .norm.api import layer_norm_forward as layer_norm_forward
+    from .norm.api import rms_norm as rms_norm
+    from .norm.api import rms_norm_backward as rms_norm_backward
+    from .norm.api import rms_norm_forward as rms_norm_forward
+    from .norm.plans import plan as plan
+    from .norm.quantized_tensor import QuantizedTensor as QuantizedTensor
+    from .norm.results import Backward as Backward
+    from .norm.results import Forward as Forward
+    from .norm.results import FusedBackward as FusedBackward
+    from .norm.results import FusedForward as FusedForward
+    from .norm.tiles import use_tiles as use_tiles
+    from .plan.devices import DEVICES as DEVICES
+    from .plan.devices import Device as Device
+    from .plan.dispatch import Plan as Plan
+    from .plan.problem import Tile as Tile
+    from .plan.strategies import STRATEGIES as STRATEGIES
 
 __version__ = "0.1.0"
 
-# In a checkout, reference/ and cuda_src/ lie beside the package; installed, they lie inside it.
+# reference/ and cuda_src/ are beside the package in a checkout, and inside an installed package.
 if not (Path(__file__).parent / "reference").is_dir():
     __path__.append(str(Path(__file__).parents[1]))
 
+# Public name -> the module that defines it.
 _NAMES = {
-    "layer_norm": "norm",
-    "rms_norm": "norm",
-    "layer_norm_forward": "norm",
-    "layer_norm_backward": "norm",
-    "rms_norm_forward": "norm",
-    "rms_norm_backward": "norm",
-    "Forward": "norm",
-    "Backward": "norm",
-    "layer_norm_linear": "norm_linear",
-    "rms_norm_linear": "norm_linear",
-    "layer_norm_linear_forward": "norm_linear",
-    "layer_norm_linear_backward": "norm_linear",
-    "rms_norm_linear_forward": "norm_linear",
-    "rms_norm_linear_backward": "norm_linear",
-    "ProjectedForward": "norm_linear",
-    "ProjectedBackward": "norm_linear",
-    "FusedForward": "norm",
-    "FusedBackward": "norm",
-    "plan": "dispatch",
-    "Plan": "dispatch",
-    "Tile": "problem",
-    "Device": "devices",
-    "DEVICES": "devices",
-    "STRATEGIES": "strategies",
-    "use_tiles": "tiles",
-    "check": "gradient_check",
-    "CheckResult": "gradient_check",
-    "MissingLibraryError": "nvrtc",
-    "LayerNorm": "modules",
-    "RMSNorm": "modules",
-    "swap_norms": "modules",
-    "SwappedNorms": "modules",
-    "LayerNormLinear": "linear",
-    "fp8_autocast": "fp8",
-    "Format": "fp8",
-    "DelayedScaling": "fp8",
-    "CurrentScaling": "fp8",
-    "BlockScaling": "fp8",
-    "QuantizedTensor": "quantized",
+    "layer_norm": "norm.api",
+    "rms_norm": "norm.api",
+    "layer_norm_forward": "norm.api",
+    "layer_norm_backward": "norm.api",
+    "rms_norm_forward": "norm.api",
+    "rms_norm_backward": "norm.api",
+    "Forward": "norm.results",
+    "Backward": "norm.results",
+    "layer_norm_linear": "linear.api",
+    "rms_norm_linear": "linear.api",
+    "layer_norm_linear_forward": "linear.api",
+    "layer_norm_linear_backward": "linear.api",
+    "rms_norm_linear_forward": "linear.api",
+    "rms_norm_linear_backward": "linear.api",
+    "ProjectedForward": "linear.call",
+    "ProjectedBackward": "linear.call",
+    "FusedForward": "norm.results",
+    "FusedBackward": "norm.results",
+    "plan": "norm.plans",
+    "Plan": "plan.dispatch",
+    "Tile": "plan.problem",
+    "Device": "plan.devices",
+    "DEVICES": "plan.devices",
+    "STRATEGIES": "plan.strategies",
+    "use_tiles": "norm.tiles",
+    "check": "check.gradient_check",
+    "CheckResult": "check.results",
+    "MissingLibraryError": "gpu.nvrtc",
+    "LayerNorm": "nn.modules",
+    "RMSNorm": "nn.modules",
+    "swap_norms": "nn.swap",
+    "SwappedNorms": "nn.swap",
+    "LayerNormLinear": "linear.module",
+    "fp8_autocast": "nn.autocast",
+    "Format": "nn.recipes",
+    "DelayedScaling": "nn.recipes",
+    "CurrentScaling": "nn.recipes",
+    "BlockScaling": "nn.recipes",
+    "QuantizedTensor": "norm.quantized_tensor",
 }
 
-# `from cupynorm import *` works without torch: what needs it is asked for by name.
-_NEED_TORCH = ("modules", "linear", "fp8")
+# `from cupynorm import *` works without torch: names that need torch are left out.
+_NEED_TORCH = ("nn.modules", "nn.swap", "nn.autocast", "nn.recipes", "linear.module")
 __all__ = ["__version__", *(name for name, module in _NAMES.items() if module not in _NEED_TORCH)]
 
 
-def __getattr__(name: str) -> object:
-    if name not in _NAMES:
-        raise AttributeError(f"module 'cupynorm' has no attribute {name!r}")
-    value = getattr(importlib.import_module(f".{_NAMES[name]}", __name__), name)
-    globals()[name] = value
-    return value
+if not TYPE_CHECKING:  # With __getattr__ a type checker would accept any misspelt name.
+
+    def __getattr__(name: str) -> object:
+        if name not in _NAMES:
+            raise AttributeError(f"module 'cupynorm' has no attribute {name!r}")
+        value = getattr(importlib.import_module(f".{_NAMES[name]}", __name__), name)
+        globals()[name] = value
+        return value
 
 
 def __dir__() -> list[str]:
     return sorted(["__version__", *_NAMES])
+
+
+class _Package(ModuleType):
+    """Keeps `plan` and `check` as functions, although folders have the same names.
+
+    Python sets a submodule as an attribute of its package when the submodule is first imported.
+    """
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if not (name in _NAMES and isinstance(value, ModuleType)):
+            super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package

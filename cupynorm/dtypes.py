@@ -1,7 +1,7 @@
-"""The element types of x, y, weight and bias, and those of 8 bits that y may have: tables,
-and exact conversion from and to float64 on the host.
+"""The element types of inputs and outputs, and exact conversion to and from float64 on the host.
 
-NumPy has no bfloat16 of its own: on the host its values travel as uint16 bit patterns (`encode`, `decode`).
+DTYPES has the types of x, y, weight and bias, FLOAT8S the 8-bit types that y may also have.
+NumPy has no bfloat16, so `encode` and `decode` use uint16 bit patterns for it.
 """
 
 from __future__ import annotations
@@ -15,8 +15,10 @@ import numpy as np
 class DType:
     """One element type.
 
-    name: as NumPy and torch spell it. cpp: as the kernels spell it. compute: the type of its arithmetic and of saved
-    statistics. dlpack: (type code, bits). digits: bits of the significand, the hidden one included.
+    name: the name in NumPy and torch. cpp: the name in the kernels.
+    compute: the type of its arithmetic and of saved statistics.
+    dlpack: (type code, bits).
+    digits: bits of the significand, the hidden bit included.
     smallest: the smallest positive value, a subnormal. largest: the largest finite value.
     """
 
@@ -31,29 +33,41 @@ class DType:
 
     @property
     def half_ulp(self) -> float:
-        """Largest relative error of rounding to nearest: 2**-digits."""
+        """The largest relative error of rounding to nearest: 2**-digits."""
         return 2.0**-self.digits
 
     @property
     def storage(self) -> np.dtype:
-        """The NumPy dtype whose arrays carry this type's bits."""
-        return np.dtype(
-            {"bfloat16": "uint16", **dict.fromkeys(("float8_e4m3fn", "float8_e5m2"), "uint8")}.get(self.name, self.name)
-        )
+        """The NumPy dtype of arrays that hold this type's bits."""
+        return np.dtype(_STORAGE.get(self.name, self.name))
 
+
+# Types that NumPy lacks.
+_STORAGE = {"bfloat16": "uint16", "float8_e4m3fn": "uint8", "float8_e5m2": "uint8"}
 
 DTYPES = {
     dtype.name: dtype
     for dtype in (
         DType("float16", "__half", 2, "float32", (2, 16), 11, 2.0**-24, 65504.0),
-        DType("bfloat16", "__nv_bfloat16", 2, "float32", (4, 16), 8, 2.0**-133, (2 - 2.0**-7) * 2.0**127),
+        DType(
+            "bfloat16",
+            "__nv_bfloat16",
+            2,
+            "float32",
+            (4, 16),
+            8,
+            2.0**-133,
+            (2 - 2.0**-7) * 2.0**127,
+        ),
         DType("float32", "float", 4, "float32", (2, 32), 24, 2.0**-149, (2 - 2.0**-23) * 2.0**127),
-        DType("float64", "double", 8, "float64", (2, 64), 53, 5e-324, float(np.finfo(np.float64).max)),
+        DType(
+            "float64", "double", 8, "float64", (2, 64), 53, 5e-324, float(np.finfo(np.float64).max)
+        ),
     )
 }
 
 
-# What only y can be, with a scale. NumPy and CuPy have neither: there uint8 arrays carry the bits.
+# Only y can have these, with a scale. NumPy and CuPy lack both, so their arrays are uint8.
 FLOAT8S = {
     dtype.name: dtype
     for dtype in (
@@ -65,7 +79,7 @@ ELEMENTS = DTYPES | FLOAT8S
 
 
 def compute_dtype(name: str) -> DType:
-    """The type in which rows of dtype `name` are computed: float64 for float64, else float32."""
+    """The type of the arithmetic on rows of dtype `name`: float64 for float64, else float32."""
     return DTYPES[DTYPES[name].compute]
 
 
@@ -75,7 +89,8 @@ def encode(values: np.ndarray, name: str) -> np.ndarray:
     if name != "bfloat16":
         with np.errstate(over="ignore"):
             return values.astype(DTYPES[name].storage)
-    # Round to a multiple of the spacing at each value; float32 then holds the result exactly, its upper half is bfloat16.
+    # Each value is rounded to a multiple of bfloat16's spacing there. float32 holds the result
+    # exactly, and the upper half of its bits is the bfloat16.
     with np.errstate(over="ignore", invalid="ignore"):
         exponent = np.maximum(np.frexp(values)[1], -125)
         rounded = np.ldexp(np.rint(np.ldexp(values, 8 - exponent)), exponent - 8)

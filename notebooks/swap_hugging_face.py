@@ -1,12 +1,17 @@
-"""Models of Hugging Face's transformers with their norms swapped: what was swapped, and what that does to logits and gradients.
+"""Swaps the norms of Hugging Face models, and measures the effect on logits and gradients.
 
-    python notebooks/swap_hugging_face.py [--families bert,llama,gemma,qwen3] [--size tiny|realistic]
-        [--dtypes float32,bfloat16]
-                                          [--device cuda]
+    python notebooks/swap_hugging_face.py [--families bert,llama,gemma,qwen3]
+                                          [--size tiny|realistic]
+                                          [--dtypes float32,bfloat16] [--device cuda]
 
-The weights are random, so nothing is downloaded. Each model is there three times with the same weights: as it came, with its
-norms swapped, and in float64 with norms that torch computes in float64. The distance of the first from the third is what
-rounding does to that model in that dtype anyway; the swapped one must be no further away than that, but for chance.
+The weights are random, so nothing is downloaded. Each model runs three times with the same weights:
+
+1. unchanged,
+2. with its norms swapped,
+3. in float64, with torch's norms in float64.
+
+The distance of the first from the third is the usual rounding error of the model in that dtype.
+The distance of the second may exceed it only by chance.
 """
 
 from __future__ import annotations
@@ -21,7 +26,7 @@ import torch
 
 import cupynorm
 
-# family -> prefix of its classes, its class for a language model, and what only its config takes.
+# family -> prefix of its classes, suffix of its language model, options of its config only.
 FAMILIES = {
     "bert": ("Bert", "ForMaskedLM", {}),
     "llama": ("Llama", "ForCausalLM", {}),
@@ -29,21 +34,32 @@ FAMILIES = {
     "qwen3": ("Qwen3", "ForCausalLM", {"head_dim": 64}),
 }
 SIZES = {
-    "tiny": {"vocab_size": 100, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2},
-    "realistic": {
-        "vocab_size": 32_000, "hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 6, "num_attention_heads": 32,
+    "tiny": {
+        "vocab_size": 100,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
     },
-}  # fmt: skip
-SHAPES = {"tiny": (2, 16), "realistic": (4, 512)}  # sequences, tokens of each
-# Distances are over all logits, or over all gradients, thousands of independent roundings: they vary by a few percent between
-# two ways to round. Norms are a small part of what rounds, and these round less often, so half as much again would be no
-# chance.
+    "realistic": {
+        "vocab_size": 32_000,
+        "hidden_size": 2048,
+        "intermediate_size": 5632,
+        "num_hidden_layers": 6,
+        "num_attention_heads": 32,
+    },
+}
+SHAPES = {"tiny": (2, 16), "realistic": (4, 512)}  # sequences, tokens per sequence
+# A distance comes from thousands of independent roundings, so it varies by chance by a few percent.
+# Norms cause few of these roundings. An increase by half cannot be chance.
 CHANCE = 1.5
 
 
 class Compared(NamedTuple):
-    """Distances from float64, as shares of its length: of all logits and of all gradients.
-    was: before the swap, now: after it."""
+    """Distances of all logits and of all gradients from float64, relative to the float64 norm.
+
+    was: before the swap. now: after it.
+    """
 
     family: str
     dtype: str
@@ -63,12 +79,16 @@ class Compared(NamedTuple):
 
 
 def make(family: str, size: str) -> torch.nn.Module:
-    """A model with random weights, in float32 on the CPU. ImportError: transformers is absent, or too old for the family."""
+    """A model with random weights, in float32 on the CPU.
+
+    Raises ImportError if transformers is missing, or too old for the family.
+    """
     import transformers
 
     prefix, kind, own = FAMILIES[family]
     try:
-        config_class, model_class = getattr(transformers, f"{prefix}Config"), getattr(transformers, prefix + kind)
+        config_class = getattr(transformers, f"{prefix}Config")
+        model_class = getattr(transformers, prefix + kind)
     except AttributeError as error:
         raise ImportError(f"transformers {transformers.__version__} has no {family}") from error
     config = config_class(**SIZES[size], **own, max_position_embeddings=1024)
@@ -78,18 +98,20 @@ def make(family: str, size: str) -> torch.nn.Module:
     model = model_class(config).eval()  # no dropout
     with torch.no_grad():
         for parameter in model.parameters():
-            if parameter.ndim == 1:  # weights of norms are all 1, or all 0: then it would not show where they enter
+            # New norm weights are all 1 or all 0, which would hide errors in their use.
+            if parameter.ndim == 1:
                 parameter.add_(torch.randn_like(parameter), alpha=0.3)
     return model
 
 
 class Norm64(torch.nn.Module):
-    """The norm that stands in its place, by torch in float64."""
+    """The same norm as cupynorm's module `norm`, computed by torch in float64."""
 
     def __init__(self, norm: torch.nn.Module) -> None:
         super().__init__()
         self.weight, self.bias = norm.weight, getattr(norm, "bias", None)
-        self.centered, self.zero_centered, self.eps = isinstance(norm, torch.nn.LayerNorm), norm.zero_centered_gamma, norm.eps
+        self.centered = isinstance(norm, torch.nn.LayerNorm)
+        self.zero_centered, self.eps = norm.zero_centered_gamma, norm.eps
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         weight = 1 + self.weight if self.zero_centered else self.weight
@@ -99,23 +121,30 @@ class Norm64(torch.nn.Module):
 
 
 def in_float64(model: torch.nn.Module) -> torch.nn.Module:
+    """A copy of the model in float64, with its norms in float64 too."""
     model = copy.deepcopy(model).double()
-    for place in cupynorm.swap_norms(model).swapped:  # transformers' own norms compute in float32 whatever they are given
+    # The norms of transformers compute in float32, also for float64 input.
+    for place in cupynorm.swap_norms(model).swapped:
         parent, _, name = place.name.rpartition(".")
         setattr(model.get_submodule(parent), name, Norm64(model.get_submodule(place.name)))
     return model
 
 
-def logits_and_gradients(model: torch.nn.Module, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of the model's own loss; each as one long vector of float64."""
-    made = model(input_ids=tokens, labels=tokens)
-    gradients = torch.autograd.grad(made.loss, list(model.parameters()))
-    return made.logits.detach().double().flatten(), torch.cat([gradient.double().flatten() for gradient in gradients])
+def logits_and_gradients(
+    model: torch.nn.Module, tokens: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """All logits, and all gradients of the model's own loss, each as one vector of float64."""
+    result = model(input_ids=tokens, labels=tokens)
+    gradients = torch.autograd.grad(result.loss, list(model.parameters()))
+    logits = result.logits.detach().double().flatten()
+    return logits, torch.cat([gradient.double().flatten() for gradient in gradients])
 
 
 def compare(family: str, size: str, dtype: str, device: str) -> Compared:
     model = make(family, size).to(getattr(torch, dtype)).to(device)
-    tokens = torch.randint(SIZES[size]["vocab_size"], SHAPES[size], generator=torch.Generator().manual_seed(0)).to(device)
+    tokens = torch.randint(
+        SIZES[size]["vocab_size"], SHAPES[size], generator=torch.Generator().manual_seed(0)
+    ).to(device)
     right = logits_and_gradients(in_float64(model), tokens)
     was = logits_and_gradients(model, tokens)
     swapped = cupynorm.swap_norms(model)
@@ -130,24 +159,44 @@ def compare(family: str, size: str, dtype: str, device: str) -> Compared:
 
 def table(compared: list[Compared]) -> str:
     lines = [f"{'':<18}{'distance from float64':>44}"]
-    lines += [f"{'model':<7}{'dtype':<11}{'logits was':>11}{'now':>11}{'gradients was':>15}{'now':>11}  swapped"]
+    titles = f"{'logits was':>11}{'now':>11}{'gradients was':>15}{'now':>11}"
+    lines += [f"{'model':<7}{'dtype':<11}{titles}  swapped"]
     for each in compared:
         counts = Counter((place.was, place.now) for place in each.swapped.swapped)
-        what = ", ".join(f"{count} {was} -> {now}" for (was, now), count in counts.items()) or "nothing"
+        what = (
+            ", ".join(f"{count} {was} -> {now}" for (was, now), count in counts.items())
+            or "nothing"
+        )
         what += f", {len(each.swapped.left)} left" if each.swapped.left else ""
-        figures = f"{each.logits_was:>11.2e}{each.logits_now:>11.2e}{each.gradients_was:>15.2e}{each.gradients_now:>11.2e}"
-        lines.append(f"{each.family:<7}{each.dtype:<11}{figures}  {what}{'' if each.ok else '  FURTHER THAN CHANCE'}")
-    remarks = dict.fromkeys((place.was, place.remark) for each in compared for place in each.swapped.swapped if place.remark)
+        figures = f"{each.logits_was:>11.2e}{each.logits_now:>11.2e}"
+        figures += f"{each.gradients_was:>15.2e}{each.gradients_now:>11.2e}"
+        what += "" if each.ok else "  FURTHER THAN CHANCE"
+        lines.append(f"{each.family:<7}{each.dtype:<11}{figures}  {what}")
+    remarks = dict.fromkeys(
+        (place.was, place.remark)
+        for each in compared
+        for place in each.swapped.swapped
+        if place.remark
+    )
     return "\n".join([*lines, *(f"{was}: {remark}" for was, remark in remarks)])
 
 
 def main(arguments: Sequence[str] | None = None) -> list[Compared]:
-    parser = argparse.ArgumentParser(description="Swaps the norms of models of transformers and compares logits and gradients.")
+    parser = argparse.ArgumentParser(
+        description="Swaps the norms of models of transformers and compares logits and gradients."
+    )
     on_gpu = torch.cuda.is_available()
     parser.add_argument("--families", default=",".join(FAMILIES), help="default: %(default)s")
-    parser.add_argument("--size", choices=SIZES, default="realistic" if on_gpu else "tiny", help="default: %(default)s")
+    parser.add_argument(
+        "--size",
+        choices=SIZES,
+        default="realistic" if on_gpu else "tiny",
+        help="default: %(default)s",
+    )
     parser.add_argument("--dtypes", default="float32,bfloat16", help="default: %(default)s")
-    parser.add_argument("--device", default="cuda" if on_gpu else "cpu", help="default: %(default)s")
+    parser.add_argument(
+        "--device", default="cuda" if on_gpu else "cpu", help="default: %(default)s"
+    )
     given = parser.parse_args(arguments)
     compared = []
     for family in given.families.split(","):

@@ -1,15 +1,16 @@
-"""A GPT trained with torch's norms and with cupynorm's: the same weights, the same batches, and how far the losses come apart.
+"""Trains a GPT with torch's norms and with cupynorm's, and compares the losses.
 
-    python notebooks/train_gpt.py [--steps 200] [--layers 12] [--width 768] [--batch 64] [--context 512] [--device cuda]
+    python notebooks/train_gpt.py [--steps 200] [--layers 12] [--width 768] [--batch 64]
+                                  [--context 512] [--device cuda]
                                   [--runs RUN,..] [--json FILE] [--plot FILE]
 
-The text is what every Python brings, the sources of its standard library; a token is a byte. On a GPU weights are float32 and
-the arithmetic is that of autocast to bfloat16, on a CPU float32. Compiled means that torch.compile has each block, one code for
-all.
+All runs have the same initial weights and the same batches. The text is the source code of Python's
+standard library, and a token is a byte. Weights are float32. A GPU computes under autocast to
+bfloat16, a CPU in float32. In the compiled runs torch.compile compiles each block.
 
-Two curves never agree to the last digit: other roundings inside the norms are carried into every weight, and training amplifies
-them. How far that alone leads is measured: in the run float64 the norms are torch's, in float64, rounded once to what torch's
-return. It differs from the run torch in roundings alone, and so must cupynorm.
+Rounding differs between the norms, and training amplifies the difference. So two loss curves never
+agree exactly. The run float64 shows how much divergence rounding alone explains: its norms are
+torch's, computed in float64 and rounded once. cupynorm must not diverge much more.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ import cupynorm
 RUNS = ("torch", "float64", "cupynorm", "torch-compiled", "cupynorm-compiled")
 NUM_TOKENS = 256
 NUM_BYTES = 4_000_000  # of text
-FIRST = 10  # steps that are not timed: they warm up, and compile
+FIRST = 10  # steps that are not timed, because they warm up and compile
 
 
 class Block(torch.nn.Module):
@@ -40,12 +41,18 @@ class Block(torch.nn.Module):
         super().__init__()
         self.num_heads = max(1, width // 64)
         self.attention_norm, self.mlp_norm = torch.nn.LayerNorm(width), torch.nn.LayerNorm(width)
-        self.attention_in, self.attention_out = torch.nn.Linear(width, 3 * width), torch.nn.Linear(width, width)
-        self.mlp_in, self.mlp_out = torch.nn.Linear(width, 4 * width), torch.nn.Linear(4 * width, width)
+        self.attention_in = torch.nn.Linear(width, 3 * width)
+        self.attention_out = torch.nn.Linear(width, width)
+        self.mlp_in = torch.nn.Linear(width, 4 * width)
+        self.mlp_out = torch.nn.Linear(4 * width, width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         batch, context, width = x.shape
-        heads = self.attention_in(self.attention_norm(x)).view(batch, context, 3, self.num_heads, -1).permute(2, 0, 3, 1, 4)
+        heads = (
+            self.attention_in(self.attention_norm(x))
+            .view(batch, context, 3, self.num_heads, -1)
+            .permute(2, 0, 3, 1, 4)
+        )
         attended = functional.scaled_dot_product_attention(*heads.unbind(), is_causal=True)
         x = x + self.attention_out(attended.transpose(1, 2).reshape(batch, context, width))
         return x + self.mlp_out(functional.gelu(self.mlp_in(self.mlp_norm(x))))
@@ -54,14 +61,18 @@ class Block(torch.nn.Module):
 class Gpt(torch.nn.Module):
     def __init__(self, num_layers: int, width: int, context: int) -> None:
         super().__init__()
-        self.tokens, self.positions = torch.nn.Embedding(NUM_TOKENS, width), torch.nn.Embedding(context, width)
+        self.tokens = torch.nn.Embedding(NUM_TOKENS, width)
+        self.positions = torch.nn.Embedding(context, width)
         self.blocks = torch.nn.ModuleList(Block(width) for _ in range(num_layers))
-        self.norm, self.head = torch.nn.LayerNorm(width), torch.nn.Linear(width, NUM_TOKENS, bias=False)
+        self.norm = torch.nn.LayerNorm(width)
+        self.head = torch.nn.Linear(width, NUM_TOKENS, bias=False)
         for name, parameter in self.named_parameters():
             if parameter.ndim == 2:
-                # GPT-2's: what is added to the residual shrinks with the number of times that something is.
+                # As in GPT-2: layers that add to the residual start smaller in deeper models.
                 is_added = name.endswith(("attention_out.weight", "mlp_out.weight"))
-                torch.nn.init.normal_(parameter, std=0.02 / (2 * num_layers) ** 0.5 if is_added else 0.02)
+                torch.nn.init.normal_(
+                    parameter, std=0.02 / (2 * num_layers) ** 0.5 if is_added else 0.02
+                )
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         x = self.tokens(tokens) + self.positions.weight[: tokens.shape[1]]
@@ -72,7 +83,9 @@ class Gpt(torch.nn.Module):
 
 class LayerNormInFloat64(torch.nn.LayerNorm):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = functional.layer_norm(x.double(), self.normalized_shape, self.weight.double(), self.bias.double(), self.eps)
+        y = functional.layer_norm(
+            x.double(), self.normalized_shape, self.weight.double(), self.bias.double(), self.eps
+        )
         return y.to(x.dtype)
 
 
@@ -83,7 +96,7 @@ def norms_in_float64(model: torch.nn.Module) -> None:
 
 
 def read_text() -> torch.Tensor:
-    """Sources of the standard library, as bytes."""
+    """The source code of the standard library, one token for each byte."""
     text = bytearray()
     for path in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py")):
         text += path.read_bytes()
@@ -93,16 +106,25 @@ def read_text() -> torch.Tensor:
 
 
 class Trained(NamedTuple):
-    """The loss of each step, nats a byte, and its milliseconds."""
+    """The loss of each step, in nats per byte, and its time."""
 
     losses: list[float]
     milliseconds: list[float]
 
 
 def train(
-    run: str, text: torch.Tensor, *, steps: int, layers: int, width: int, batch: int, context: int, device: str, seed: int = 0
-) -> Trained:  # fmt: skip
-    """run: one of RUNS. All else equal, so are the first weights and all batches."""
+    run: str,
+    text: torch.Tensor,
+    *,
+    steps: int,
+    layers: int,
+    width: int,
+    batch: int,
+    context: int,
+    device: str,
+    seed: int = 0,
+) -> Trained:
+    """Trains one of RUNS. Runs with equal options have the same first weights and batches."""
     torch.manual_seed(seed)
     model = Gpt(layers, width, context)
     if run == "float64":
@@ -110,13 +132,17 @@ def train(
     if run.startswith("cupynorm"):
         swapped = cupynorm.swap_norms(model)
         if len(swapped.swapped) != 2 * layers + 1:
-            raise RuntimeError(f"{len(swapped.swapped)} of {2 * layers + 1} norms were swapped:\n{swapped}")
+            raise RuntimeError(
+                f"{len(swapped.swapped)} of {2 * layers + 1} norms were swapped:\n{swapped}"
+            )
     model.to(device)
     if run.endswith("compiled"):
         for block in model.blocks:
             block.compile()
     on_gpu = torch.device(device).type == "cuda"
-    optimizer = torch.optim.AdamW(model.parameters(), lr=6e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=on_gpu)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=6e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=on_gpu
+    )
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 20))
     autocast = torch.autocast("cuda", torch.bfloat16) if on_gpu else contextlib.nullcontext()
     generator = torch.Generator().manual_seed(seed)
@@ -145,16 +171,25 @@ def largest_gap(one: Trained, other: Trained) -> float:
 
 
 def table(trained: dict[str, Trained]) -> str:
-    lines = [f"{'run':<18} {'first loss':>10} {'last loss':>10} {'largest gap to torch':>21} {'median step, ms':>16}"]
+    titles = f"{'run':<18} {'first loss':>10} {'last loss':>10}"
+    lines = [f"{titles} {'largest gap to torch':>21} {'median step, ms':>16}"]
     for run, each in trained.items():
-        gap = f"{largest_gap(each, trained['torch']):.2e}" if run != "torch" and "torch" in trained else "-"
+        gap = (
+            f"{largest_gap(each, trained['torch']):.2e}"
+            if run != "torch" and "torch" in trained
+            else "-"
+        )
         timed = each.milliseconds[FIRST:] or each.milliseconds
-        lines.append(f"{run:<18} {each.losses[0]:>10.4f} {each.losses[-1]:>10.4f} {gap:>21} {statistics.median(timed):>16.2f}")
+        losses = f"{run:<18} {each.losses[0]:>10.4f} {each.losses[-1]:>10.4f}"
+        lines.append(f"{losses} {gap:>21} {statistics.median(timed):>16.2f}")
     if {"torch", "float64", "cupynorm"} <= set(trained):
-        ours, roundings = (largest_gap(trained[run], trained["torch"]) for run in ("cupynorm", "float64"))
+        ours, roundings = (
+            largest_gap(trained[run], trained["torch"]) for run in ("cupynorm", "float64")
+        )
         lines += [
             "",
-            f"largest gap of cupynorm: {ours:.2e} nats; of torch with its norms in float64, roundings alone: {roundings:.2e}",
+            f"largest gap of cupynorm: {ours:.2e} nats; "
+            f"of torch with its norms in float64, roundings alone: {roundings:.2e}",
         ]
     return "\n".join(lines)
 
@@ -165,7 +200,9 @@ def plot(trained: dict[str, Trained], path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, (above, below) = pyplot.subplots(2, 1, sharex=True, figsize=(8, 7), height_ratios=(2, 1))
+    figure, (above, below) = pyplot.subplots(
+        2, 1, sharex=True, figsize=(8, 7), height_ratios=(2, 1)
+    )
     for run, each in trained.items():
         above.plot(each.losses, label=run, linewidth=1)
         if run != "torch" and "torch" in trained:
@@ -180,11 +217,17 @@ def plot(trained: dict[str, Trained], path: Path) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, Trained]:
-    parser = argparse.ArgumentParser(description="Trains a GPT with torch's norms and with cupynorm's, and compares.")
+    parser = argparse.ArgumentParser(
+        description="Trains a GPT with torch's norms and with cupynorm's, and compares."
+    )
     sizes = {"steps": 200, "layers": 12, "width": 768, "batch": 64, "context": 512}
     for name, default in sizes.items():
         parser.add_argument(f"--{name}", type=int, default=default, help="default: %(default)s")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="default: %(default)s")
+    parser.add_argument(
+        "--device",
+        default="cuda" if torch.cuda.is_available() else "cpu",
+        help="default: %(default)s",
+    )
     parser.add_argument("--runs", default=",".join(RUNS), help="default: %(default)s")
     parser.add_argument("--json", type=Path, help="writes all losses and times there")
     parser.add_argument("--plot", type=Path, help="draws the curves there: .svg, .png")
@@ -204,8 +247,17 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Trained]:
         print(f"{run}: {given.steps} steps in {time.perf_counter() - start:.1f} s", flush=True)
     print(f"\n{table(trained)}")
     if given.json:
-        name = torch.cuda.get_device_name(given.device) if torch.device(given.device).type == "cuda" else "CPU"
-        content = {"device": name, "torch": torch.__version__, "cupynorm": cupynorm.__version__, "settings": settings}
+        name = (
+            torch.cuda.get_device_name(given.device)
+            if torch.device(given.device).type == "cuda"
+            else "CPU"
+        )
+        content = {
+            "device": name,
+            "torch": torch.__version__,
+            "cupynorm": cupynorm.__version__,
+            "settings": settings,
+        }
         content["runs"] = {run: each._asdict() for run, each in trained.items()}
         given.json.write_text(json.dumps(content))
     if given.plot:

@@ -1,9 +1,9 @@
-"""A network trained with CuPy alone, no torch: next characters of a text, with LayerNorm before each layer.
+"""Trains a network with CuPy and without torch. It predicts the next character of a text.
 
     python notebooks/train_with_cupy.py [STEPS]
 
-Forward and backward are written out, the norms by cupynorm.layer_norm_forward and layer_norm_backward. Without a GPU the same
-lines run on NumPy arrays.
+A LayerNorm comes before each layer: cupynorm.layer_norm_forward and layer_norm_backward. The other
+gradients are written out. Without a GPU the same code runs on NumPy arrays.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from pathlib import Path
 import numpy as np
 
 from cupynorm import layer_norm_backward, layer_norm_forward
-from cupynorm.gradient_check import has_gpu
+from cupynorm.gpu.environment import has_gpu
 
 TEXT = Path(__file__).parents[1] / "LICENSE"
-CONTEXT, WIDTH, BATCH = 8, 64, 256  # characters seen, elements of a layer, samples of a step
+CONTEXT, WIDTH, BATCH = 8, 64, 256  # characters read, elements per layer, samples per step
 
 
 def array_library():
@@ -40,12 +40,16 @@ def train(steps: int = 200, seed: int = 0) -> list[float]:
     cols = CONTEXT * WIDTH
     parameters = {
         "embedding": normal(len(letters), WIDTH, scale=1.0),
-        "weight_1": xp.ones(cols, np.float32), "bias_1": xp.zeros(cols, np.float32),
+        "weight_1": xp.ones(cols, np.float32),
+        "bias_1": xp.zeros(cols, np.float32),
         "hidden": normal(cols, WIDTH, scale=cols**-0.5),
-        "weight_2": xp.ones(WIDTH, np.float32), "bias_2": xp.zeros(WIDTH, np.float32),
+        "weight_2": xp.ones(WIDTH, np.float32),
+        "bias_2": xp.zeros(WIDTH, np.float32),
         "output": normal(WIDTH, len(letters), scale=WIDTH**-0.5),
-    }  # fmt: skip
-    moments = {name: (xp.zeros_like(value), xp.zeros_like(value)) for name, value in parameters.items()}
+    }
+    moments = {
+        name: (xp.zeros_like(value), xp.zeros_like(value)) for name, value in parameters.items()
+    }
     losses = []
     for step in range(1, steps + 1):
         starts = random.integers(0, len(text) - CONTEXT, BATCH)
@@ -64,7 +68,9 @@ def train(steps: int = 200, seed: int = 0) -> list[float]:
 
 def loss_and_gradients(xp, parameters, seen, following):
     embedding, hidden, output = (parameters[name] for name in ("embedding", "hidden", "output"))
-    weight_1, bias_1, weight_2, bias_2 = (parameters[name] for name in ("weight_1", "bias_1", "weight_2", "bias_2"))
+    weight_1, bias_1, weight_2, bias_2 = (
+        parameters[name] for name in ("weight_1", "bias_1", "weight_2", "bias_2")
+    )
     samples = xp.arange(len(seen))
     # Forward.
     x = embedding[seen].reshape(len(seen), -1)
@@ -88,9 +94,13 @@ def loss_and_gradients(xp, parameters, seen, following):
     xp.add.at(dembedding, seen.reshape(-1), before.dx.reshape(-1, WIDTH))
     return loss, {
         "embedding": dembedding,
-        "weight_1": before.dweight, "bias_1": before.dbias, "hidden": first.y.T @ dadded,
-        "weight_2": behind.dweight, "bias_2": behind.dbias, "output": second.y.T @ dscores,
-    }  # fmt: skip
+        "weight_1": before.dweight,
+        "bias_1": before.dbias,
+        "hidden": first.y.T @ dadded,
+        "weight_2": behind.dweight,
+        "bias_2": behind.dbias,
+        "output": second.y.T @ dscores,
+    }
 
 
 if __name__ == "__main__":

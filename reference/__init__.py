@@ -1,13 +1,36 @@
-"""LayerNorm, RMSNorm, the linear layer after them and 8-bit floats in NumPy: the truth that every kernel is held to. Imports
-nothing but NumPy."""
+"""LayerNorm, RMSNorm, the linear layer after them, dropout and 8-bit floats in NumPy.
+
+Every kernel is checked against these functions. They import only NumPy.
+"""
 
 from . import fp8
 from .dropout import dropout_mask, scaled
 from .layer_norm import Gradients, Normalized, layer_norm, layer_norm_backward, x_hat_of
-from .layer_norm_linear import Folded, Projected, ProjectedGradients, fold, norm_linear, norm_linear_backward
+from .layer_norm_linear import (
+    Folded,
+    Projected,
+    ProjectedGradients,
+    fold,
+    norm_linear,
+    norm_linear_backward,
+)
 from .rms_norm import rms_norm, rms_norm_backward
 
 __all__ = [
-    "Folded", "Gradients", "Normalized", "Projected", "ProjectedGradients", "dropout_mask", "fold", "fp8", "layer_norm",
-    "layer_norm_backward", "norm_linear", "norm_linear_backward", "rms_norm", "rms_norm_backward", "scaled", "x_hat_of",
-]  # fmt: skip
+    "Folded",
+    "Gradients",
+    "Normalized",
+    "Projected",
+    "ProjectedGradients",
+    "dropout_mask",
+    "fold",
+    "fp8",
+    "layer_norm",
+    "layer_norm_backward",
+    "norm_linear",
+    "norm_linear_backward",
+    "rms_norm",
+    "rms_norm_backward",
+    "scaled",
+    "x_hat_of",
+]

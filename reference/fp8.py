@@ -1,20 +1,25 @@
-"""8-bit floats and their scales, to the bit: what a kernel or a library must write for given float32 or float64 values.
+"""8-bit floats and their scales: the exact bits that a kernel must write.
 
     name             sign exponent mantissa   bias   largest   smallest   infinity   NaN
     float8_e4m3fn      1      4       3         7      448      2^-9       none       7F (FF)
     float8_e5m2        1      5       2        15    57344      2^-16      7C         7F (7D to 7F)
 
-`encode` rounds to nearest, ties to even, denormals included; what exceeds the largest value, infinity too, becomes the largest
-with its sign; -0 stays -0; every NaN becomes 7F. That is what NVIDIA's saturating conversion does.
+`encode` does what NVIDIA's saturating conversion does:
 
-A scale multiplies before the one rounding, in the dtype of the values: y_fp8 = encode(y * scale), and y is decode(y_fp8) *
-scale_inv. One scale for all, for each row, or for each block of a row:
+    any value        rounded to nearest, ties to even, also a denormal; -0 stays -0
+    too large        the largest value with its sign, also for an infinity
+    NaN              7F
 
-    from an amax     scale = largest / amax in float32; amax 0, infinite or NaN: 1; a scale beyond float32: float32's largest;
-                     powers of two: its exponent, rounded down.    scale_inv = 1 / scale in float32
-    MXFP8            blocks of 32, scale_inv = 2^(e - 127), e one byte (E8M0): amax * (1 / largest) in float32, rounded up to a
-                     power of two; 255 for a NaN in the block, 254 for an infinity, 0 for anything up to 2^-127.
-                     The multiplier is 2^(127 - e)
+Values are multiplied by a scale in their own dtype and rounded once: y_fp8 = encode(y * scale), and
+y is decode(y_fp8) * scale_inv. There is one scale for all values, for each row, or for each block:
+
+    from an amax     scale = largest / amax in float32, and scale_inv = 1 / scale in float32.
+                     scale = 1 for an amax that is 0, infinite or NaN.
+                     scale = the largest float32 if the quotient overflows.
+                     A power of two: scale is rounded down to one.
+    MXFP8            blocks of 32 columns, scale_inv = 2^(e - 127), the multiplier is 2^(127 - e).
+                     e is one byte (E8M0): amax * (1 / largest) in float32, rounded up to a power
+                     of two. e = 255 for a NaN in the block, 254 for an infinity, 0 up to 2^-127.
 """
 
 from __future__ import annotations
@@ -33,10 +38,11 @@ class Format(NamedTuple):
 
 
 class Quantized(NamedTuple):
-    """data: uint8 bit patterns [num_rows, num_cols]. scale_inv: float32, or uint8 for MXFP8: (),
-    [num_rows] or [num_rows, num_blocks].
+    """What a quantising function returns.
 
-    amax: the largest magnitude of each part, before any scale, float32; NaN if the part holds one.
+    data: uint8 bit patterns [num_rows, num_cols].
+    scale_inv: (), [num_rows] or [num_rows, num_blocks]; float32, or uint8 for MXFP8.
+    amax: float32 as scale_inv's shape, max |values| before scaling; NaN where the values have one.
     """
 
     data: np.ndarray
@@ -56,10 +62,10 @@ def encode(values: np.ndarray, name: str) -> np.ndarray:
     with np.errstate(invalid="ignore", over="ignore"):  # signalling NaNs
         values = np.asarray(values, dtype=np.float64)
         size = np.where(np.isnan(values), 0.0, np.minimum(np.abs(values), largest))
-        # size = m * 2^exponent with 1 <= m < 2; below the smallest normal value the spacing stays that of the smallest normal.
+        # size = m * 2^exponent with 1 <= m < 2. Denormals have the spacing of the smallest normal.
         exponent = np.where(size > 0, np.maximum(np.frexp(size)[1] - 1, 1 - bias), 1 - bias)
         steps = np.rint(np.ldexp(size, mantissa - exponent))
-    # Bit patterns of one sign are consecutive integers: a carry out of the mantissa is the next exponent.
+    # Bit patterns of one sign are consecutive integers, so a carry increments the exponent.
     bits = steps.astype(np.int64) + ((exponent + bias - 1) << mantissa)
     bits |= np.signbit(values).astype(np.int64) << 7
     return np.where(np.isnan(values), NAN, bits).astype(np.uint8)
@@ -70,7 +76,8 @@ def decode(raw: np.ndarray, name: str) -> np.ndarray:
     mantissa, bias, _ = FORMATS[name]
     raw = np.asarray(raw, dtype=np.uint8)
     sign = np.where(raw & 0x80, -1.0, 1.0)
-    exponent, fraction = ((raw & 0x7F) >> mantissa).astype(np.int64), (raw & ((1 << mantissa) - 1)).astype(np.float64)
+    exponent = ((raw & 0x7F) >> mantissa).astype(np.int64)
+    fraction = (raw & ((1 << mantissa) - 1)).astype(np.float64)
     normal = np.ldexp(fraction + (1 << mantissa), exponent - bias - mantissa)
     values = np.where(exponent == 0, np.ldexp(fraction, 1 - bias - mantissa), normal)
     if name == "float8_e5m2":
@@ -81,15 +88,24 @@ def decode(raw: np.ndarray, name: str) -> np.ndarray:
 
 
 def amax(values: np.ndarray, axis: int | None = None) -> np.ndarray:
-    """max |values| in float32; NaN if there is one; 0 of nothing."""
+    """max |values| in float32. It is NaN if there is a NaN, and 0 without values."""
     return np.max(np.abs(values), axis=axis, initial=0.0).astype(np.float32)
 
 
 def scale_of(
-    amax: np.ndarray, name: str, *, margin: int = 0, power_of_two: bool = False, smallest_amax: float = 0.0
+    amax: np.ndarray,
+    name: str,
+    *,
+    margin: int = 0,
+    power_of_two: bool = False,
+    smallest_amax: float = 0.0,
 ) -> np.ndarray:
-    """float32 scales from float32 amaxes. An amax below smallest_amax counts as that.
-    The largest value maps to largest / 2^margin."""
+    """float32 scales from float32 amaxes.
+
+    margin: amax is mapped to the format's largest value / 2^margin.
+    power_of_two: round scales down to powers of two.
+    smallest_amax: the lower limit of amax.
+    """
     largest = np.float32(FORMATS[name].largest * 2.0**-margin)
     with np.errstate(all="ignore"):
         amax = np.asarray(amax, dtype=np.float32)
@@ -114,30 +130,37 @@ def _inverse(scale: np.ndarray) -> np.ndarray:
 
 
 def quantize(values: np.ndarray, name: str, scale: np.ndarray | float = 1.0) -> Quantized:
-    """By one given scale."""
+    """Quantises all values with one given scale."""
     scale = np.asarray(scale, dtype=np.float32)
     return Quantized(encode(_times(values, scale), name), _inverse(scale), amax(values))
 
 
 def quantize_rows(values: np.ndarray, name: str, *, power_of_two: bool = False) -> Quantized:
-    """By a scale for each row of [num_rows, num_cols], from its own amax."""
+    """Quantises each row of [num_rows, num_cols] with the scale of its own amax."""
     largest = amax(values, axis=1)
     scale = scale_of(largest, name, power_of_two=power_of_two)
     return Quantized(encode(_times(values, scale[:, None]), name), _inverse(scale), largest)
 
 
 def _blocks(values: np.ndarray, block_size: int) -> np.ndarray:
-    """[num_rows, num_blocks, block_size]: the last block of a row is filled up with zeros."""
+    """[num_rows, num_blocks, block_size]. The last block of a row is padded with zeros."""
     num_rows, num_cols = values.shape
     padded = np.pad(values, ((0, 0), (0, -num_cols % block_size)))
     return padded.reshape(num_rows, padded.shape[1] // block_size, block_size)
 
 
 def quantize_blocks(
-    values: np.ndarray, name: str, *, block_size: int = 128, block_rows: int = 1, power_of_two: bool = True
+    values: np.ndarray,
+    name: str,
+    *,
+    block_size: int = 128,
+    block_rows: int = 1,
+    power_of_two: bool = True,
 ) -> Quantized:
-    """By a scale for each block of block_size columns of block_rows rows; scale_inv [num_rows / block_rows, num_cols /
-    block_size], rounded up."""
+    """Quantises each block of block_rows x block_size elements with the scale of its own amax.
+
+    scale_inv is [num_rows / block_rows, num_cols / block_size], both rounded up.
+    """
     num_rows, num_cols = values.shape
     tall = np.pad(values, ((0, -num_rows % block_rows), (0, 0)))
     blocks = _blocks(tall, block_size)
@@ -154,14 +177,14 @@ def encode_e8m0(values: np.ndarray) -> np.ndarray:
     """Positive float32 values rounded up to powers of two, as biased exponents in uint8."""
     bits = np.asarray(values, dtype=np.float32).view(np.uint32)
     exponent, fraction = (bits >> 23) & 0xFF, bits & 0x7FFFFF
-    # Of the denormals those above 2^-127 round up to 2^-126, the others to 2^-127, the smallest that there is.
+    # Denormals above 2^-127 round up to 2^-126, the others to 2^-127, the smallest E8M0 value.
     up = np.where(exponent == 0, fraction > 0x400000, fraction > 0)
     found = np.minimum(exponent + up, 254)
     return np.where(np.isnan(values), 255, found).astype(np.uint8)
 
 
 def quantize_mxfp8(values: np.ndarray, name: str = "float8_e4m3fn") -> Quantized:
-    """By a power of two for each 32 columns; scale_inv as E8M0 bytes."""
+    """Quantises each block of 32 columns with a power of two. scale_inv is in E8M0 bytes."""
     num_rows, num_cols = values.shape
     blocks = _blocks(values, MX_BLOCK)
     largest = amax(blocks, axis=2)
@@ -173,17 +196,26 @@ def quantize_mxfp8(values: np.ndarray, name: str = "float8_e4m3fn") -> Quantized
     return Quantized(data, scale_inv, largest)
 
 
-def dequantize(quantized: Quantized, name: str, block_size: int = 128, block_rows: int = 1) -> np.ndarray:
-    """The float64 values that data and scale_inv stand for. block_size, block_rows: of quantize_blocks; MXFP8 knows its own."""
+def dequantize(
+    quantized: Quantized, name: str, block_size: int = 128, block_rows: int = 1
+) -> np.ndarray:
+    """The float64 values of a Quantized: data times scale_inv.
+
+    block_size, block_rows: those of quantize_blocks. MXFP8 always has blocks of 32 columns.
+    """
     data, scale_inv, _ = quantized
     with np.errstate(all="ignore"):
         if scale_inv.dtype == np.uint8:
-            factor = np.where(scale_inv == 255, np.nan, np.ldexp(1.0, scale_inv.astype(np.int64) - 127))
+            factor = np.where(
+                scale_inv == 255, np.nan, np.ldexp(1.0, scale_inv.astype(np.int64) - 127)
+            )
             block_size, block_rows = MX_BLOCK, 1
         else:
             factor = scale_inv.astype(np.float64)
         if factor.ndim == 1:
             factor = factor[:, None]
         elif factor.ndim == 2:
-            factor = factor.repeat(block_size, axis=1).repeat(block_rows, axis=0)[: data.shape[0], : data.shape[1]]
+            factor = factor.repeat(block_size, axis=1).repeat(block_rows, axis=0)[
+                : data.shape[0], : data.shape[1]
+            ]
         return decode(data, name) * factor

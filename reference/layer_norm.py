@@ -8,7 +8,7 @@ Forward, for each row of num_cols values:
     x_hat = (x - mean) * rstd
     y     = x_hat * w + bias                       with w = weight, or 1 + weight if zero-centred
 
-Backward. Write wdy = dy * w for the gradient that reaches x_hat. y depends on x through x - mean and through rstd:
+Backward. wdy = dy * w is the gradient of x_hat. y depends on x through x - mean and rstd:
 
     d mean / d x_k  = 1 / num_cols
     d rstd / d x_k  = -rstd^3 * (x_k - mean) / num_cols = -rstd^2 * x_hat_k / num_cols
@@ -19,9 +19,9 @@ Backward. Write wdy = dy * w for the gradient that reaches x_hat. y depends on x
 
     dweight = sum over rows of dy * x_hat,         dbias = sum over rows of dy
 
-A residual is added before all this: of s = x + residual both addends have the gradient of s, to which comes what reaches s
-from elsewhere (dsum), as in a pre-norm block that passes s on. If x was scaled first (row_scale, dropout), its gradient is that
-of s scaled in the same way.
+A residual is added first, s = x + residual, and s is normalised in place of x. Both addends have
+the gradient ds = dx + dsum. dsum is the gradient of other uses of s, as in a pre-norm block that
+also returns s. If x was scaled first (row_scale, dropout), its gradient is ds, scaled likewise.
 """
 
 from __future__ import annotations
@@ -35,7 +35,11 @@ from .dropout import scaled
 
 
 class Normalized(NamedTuple):
-    """y: [num_rows, num_cols]. mean, rstd: [num_rows] (mean is None for RMSNorm). sum: x + residual, or x."""
+    """What a forward function returns.
+
+    y: [num_rows, num_cols]. mean, rstd: [num_rows] (mean is None for RMSNorm).
+    sum: [num_rows, num_cols], the normalised rows: scaled x + residual.
+    """
 
     y: np.ndarray
     mean: np.ndarray | None
@@ -44,15 +48,20 @@ class Normalized(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """dx: [num_rows, num_cols], of x and of the residual alike. dweight, dbias: [num_cols]."""
+    """dx: [num_rows, num_cols], the gradient of the sum. dweight, dbias: [num_cols]."""
 
     dx: np.ndarray
     dweight: np.ndarray
     dbias: np.ndarray
 
 
-def affine(x_hat: np.ndarray, weight: np.ndarray | None, bias: np.ndarray | None, zero_centered_weight: bool) -> np.ndarray:
-    """x_hat * weight + bias; an absent weight is 1, an absent bias 0."""
+def affine(
+    x_hat: np.ndarray,
+    weight: np.ndarray | None,
+    bias: np.ndarray | None,
+    zero_centered_weight: bool,
+) -> np.ndarray:
+    """x_hat * weight + bias. A weight of None is 1, a bias of None is 0."""
     return x_hat * scale(weight, zero_centered_weight) + (0.0 if bias is None else bias)
 
 
@@ -75,16 +84,18 @@ def layer_norm(
     dropout_seed: int = 0,
     round_x_hat: Callable[[np.ndarray], np.ndarray] | None = None,
 ) -> Normalized:
-    """Normalise each row of float64 x [num_rows, num_cols]; weight, bias [num_cols]; residual as x.
+    """Normalises each row of x in float64.
 
-    row_scale [num_rows], dropout_p, dropout_seed: x becomes scaled(x, ...) of cupynorm.reference before the residual is added.
-    round_x_hat: applied to x_hat before the weight multiplies it.
+    x, residual: [num_rows, num_cols]. weight, bias: [num_cols].
+    row_scale [num_rows], dropout_p, dropout_seed: passed to `scaled`, which is applied to x before
+        the residual is added.
+    round_x_hat: a function that rounds x_hat before it is multiplied by weight.
     """
     x = scaled(np.asarray(x, dtype=np.float64), row_scale, dropout_p, dropout_seed)
     added = x if residual is None else x + residual
     with np.errstate(all="ignore"):
         mean = added.mean(axis=1)
-        # The mean is itself rounded: the mean of what is left after subtracting it is subtracted too.
+        # The mean is rounded, so the mean of the differences is subtracted too.
         centered = added - mean[:, None]
         rest = centered.mean(axis=1)
         centered = centered - rest[:, None]
@@ -95,10 +106,16 @@ def layer_norm(
 
 
 def x_hat_of(
-    y: np.ndarray, weight: np.ndarray | None, bias: np.ndarray | None, smallest: float, zero_centered_weight: bool = False
+    y: np.ndarray,
+    weight: np.ndarray | None,
+    bias: np.ndarray | None,
+    smallest: float,
+    zero_centered_weight: bool = False,
 ) -> np.ndarray:
-    """x_hat [num_rows, num_cols] from y alone: (y - bias) / w, where a w smaller than `smallest` counts as that,
-    with its sign."""
+    """x_hat [num_rows, num_cols] from y: (y - bias) / w.
+
+    smallest: the lower limit of |w|. A smaller w is replaced by it, with the sign of w.
+    """
     w = np.asarray(scale(weight, zero_centered_weight))
     divisor = np.where(np.abs(w) >= smallest, w, np.where(w < 0, -smallest, smallest))
     return (y - (0.0 if bias is None else bias)) / divisor
@@ -114,7 +131,11 @@ def layer_norm_backward(
     zero_centered_weight: bool = False,
     dsum: np.ndarray | None = None,
 ) -> Gradients:
-    """Gradients of layer_norm at x (the sum, if there was a residual), for dy [num_rows, num_cols] and its mean and rstd."""
+    """The gradients of layer_norm for dy [num_rows, num_cols].
+
+    x: the `sum` that layer_norm returned. mean, rstd: as it returned them.
+    dsum: a gradient that is added to dx.
+    """
     with np.errstate(all="ignore"):
         x_hat = (x - mean[:, None]) * rstd[:, None]
         wdy = dy * scale(weight, zero_centered_weight)

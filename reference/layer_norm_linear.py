@@ -4,26 +4,27 @@ Forward, with x [num_rows, in_features], weight [out_features, in_features], bia
 and norm either LayerNorm or RMSNorm:
 
     s          = x + residual, or x
-    normalized = norm(s) * norm_weight + norm_bias         as layer_norm.py and rms_norm.py have it
-    y          = normalized weight^T + bias                y_ro = sum_c normalized_rc weight_oc + bias_o
+    normalized = norm(s) * norm_weight + norm_bias    as in layer_norm.py and rms_norm.py
+    y          = normalized weight^T + bias           y_ro = sum_c normalized_rc weight_oc + bias_o
 
-Backward. y, normalized and s may all be returned, so that gradients dy, dnormalized and dsum reach each of them:
+Backward. y, normalized and s may all be returned. Their gradients are dy, dnormalized and dsum:
 
     dweight_oc        = sum_r dy_ro normalized_rc          dweight = dy^T normalized
     dbias_o           = sum_r dy_ro
-    d normalized_rc   = sum_o dy_ro weight_oc              dy weight, to which dnormalized comes
-    dx, dnorm_weight, dnorm_bias                           those of the norm, for d normalized in the place of its dy;
-                                                           dsum comes to dx
+    d normalized_rc   = sum_o dy_ro weight_oc              dy weight, plus dnormalized
+    dx, dnorm_weight, dnorm_bias                           those of the norm, with d normalized as
+                                                           its dy; dsum is added to dx
 
-No term but the norm's own has s in it, so normalized may be kept for dweight or made again from s.
+Only the norm's own gradients depend on s. So normalized is either saved for dweight or computed
+again from s.
 
-Folded, the normalised tensor never exists. With w = norm_weight or 1 + norm_weight, mean = 0 for RMSNorm,
+Folding avoids the normalised tensor. With w = norm_weight or 1 + norm_weight, mean = 0 for RMSNorm,
 and weight_w = weight * w:
 
     y_ro = rstd_r sum_c (s_rc - mean_r) weight_w_oc + (weight norm_bias + bias)_o
 
-    For any number a_o, sum_c (s_rc - mean_r) a_o = 0. So each row o of weight_w may be centred, folded_oc = weight_w_oc -
-    mean_c weight_w_oc, whose columns sum to zero, and then
+    For any number a_o, sum_c (s_rc - mean_r) a_o = 0. So each row o of weight_w may be centred:
+    folded_oc = weight_w_oc - mean_c weight_w_oc, which sums to zero over c, and then
 
     y_ro = rstd_r sum_c s_rc folded_oc + folded_bias_o     LayerNorm; for RMSNorm folded = weight_w
 """
@@ -39,7 +40,11 @@ from .rms_norm import rms_norm, rms_norm_backward
 
 
 class Projected(NamedTuple):
-    """y: [num_rows, out_features]. normalized, sum: as x. mean, rstd: [num_rows] (mean is None for RMSNorm)."""
+    """What norm_linear returns.
+
+    y: [num_rows, out_features]. normalized, sum: as x.
+    mean, rstd: [num_rows] (mean is None for RMSNorm).
+    """
 
     y: np.ndarray
     normalized: np.ndarray
@@ -49,7 +54,7 @@ class Projected(NamedTuple):
 
 
 class ProjectedGradients(NamedTuple):
-    """dx: of x and of the residual alike. The others have the shapes of what they are gradients of."""
+    """dx: the gradient of the sum. Each gradient has the shape of its tensor."""
 
     dx: np.ndarray
     dnorm_weight: np.ndarray
@@ -77,7 +82,11 @@ def norm_linear(
     residual: np.ndarray | None = None,
     zero_centered_weight: bool = False,
 ) -> Projected:
-    """LayerNorm (centered) or RMSNorm of float64 x [num_rows, in_features], then x weight^T + bias."""
+    """LayerNorm (centered) or RMSNorm and the linear layer after it, in float64.
+
+    x: [num_rows, in_features]. norm_weight, norm_bias: [in_features].
+    weight: [out_features, in_features]. bias: [out_features]. residual: as x.
+    """
     norm = layer_norm if centered else rms_norm
     normalized, mean, rstd, added = norm(
         x, norm_weight, norm_bias, eps, residual=residual, zero_centered_weight=zero_centered_weight
@@ -100,11 +109,16 @@ def norm_linear_backward(
     dnormalized: np.ndarray | None = None,
     dsum: np.ndarray | None = None,
 ) -> ProjectedGradients:
-    """Gradients of norm_linear at x (the sum, if there was a residual), for dy [num_rows, out_features], mean (None: RMSNorm),
-    rstd."""
+    """The gradients of norm_linear for dy [num_rows, out_features].
+
+    x: the `sum` that norm_linear returned. mean (None: RMSNorm), rstd: as it returned them.
+    dnormalized, dsum: the gradients of the other results, as x.
+    """
     with np.errstate(all="ignore"):
         x_hat = (x if mean is None else x - mean[:, None]) * rstd[:, None]
-        normalized = x_hat * scale(norm_weight, zero_centered_weight) + (0.0 if norm_bias is None else norm_bias)
+        normalized = x_hat * scale(norm_weight, zero_centered_weight) + (
+            0.0 if norm_bias is None else norm_bias
+        )
         reaches_norm = dy @ weight + (0.0 if dnormalized is None else dnormalized)
         options = {"zero_centered_weight": zero_centered_weight, "dsum": dsum}
         if mean is None:
@@ -123,7 +137,7 @@ def fold(
     centered: bool = True,
     zero_centered_weight: bool = False,
 ) -> Folded:
-    """The weight and bias with which y = rstd * (x weight^T) + bias needs no normalised tensor."""
+    """The folded weight and bias, with which y = rstd * (x weight^T) + bias."""
     folded = weight * scale(norm_weight, zero_centered_weight)
     if centered:
         folded = folded - folded.mean(axis=1, keepdims=True)

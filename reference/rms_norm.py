@@ -35,10 +35,12 @@ def rms_norm(
     dropout_seed: int = 0,
     round_x_hat: Callable[[np.ndarray], np.ndarray] | None = None,
 ) -> Normalized:
-    """Normalise each row of float64 x [num_rows, num_cols]; weight, bias [num_cols]; residual as x.
+    """Normalises each row of x in float64.
 
-    row_scale [num_rows], dropout_p, dropout_seed: x becomes scaled(x, ...) of cupynorm.reference before the residual is added.
-    round_x_hat: applied to x_hat before the weight multiplies it.
+    x, residual: [num_rows, num_cols]. weight, bias: [num_cols].
+    row_scale [num_rows], dropout_p, dropout_seed: passed to `scaled`, which is applied to x before
+        the residual is added.
+    round_x_hat: a function that rounds x_hat before it is multiplied by weight.
     """
     x = scaled(np.asarray(x, dtype=np.float64), row_scale, dropout_p, dropout_seed)
     added = x if residual is None else x + residual
@@ -58,7 +60,10 @@ def rms_norm_backward(
     zero_centered_weight: bool = False,
     dsum: np.ndarray | None = None,
 ) -> Gradients:
-    """Gradients of rms_norm at x (the sum, if there was a residual), for dy [num_rows, num_cols] and its rstd."""
+    """The gradients of rms_norm for dy [num_rows, num_cols].
+
+    x: the `sum` that rms_norm returned. rstd: as it returned it. dsum: a gradient added to dx.
+    """
     with np.errstate(all="ignore"):
         x_hat = x * rstd[:, None]
         wdy = dy * scale(weight, zero_centered_weight)

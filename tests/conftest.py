@@ -26,9 +26,19 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     num_gpus = _num_gpus()
     skipped = 0
     for item in items:
-        needed = 2 if item.get_closest_marker("multi_gpu") else 1 if item.get_closest_marker("gpu") else 0
+        needed = (
+            2
+            if item.get_closest_marker("multi_gpu")
+            else 1
+            if item.get_closest_marker("gpu")
+            else 0
+        )
         if needed > num_gpus:
-            item.add_marker(pytest.mark.skip(reason=f"needs {needed} GPU{'s' if needed > 1 else ''}, found {num_gpus}"))
+            item.add_marker(
+                pytest.mark.skip(
+                    reason=f"needs {needed} GPU{'s' if needed > 1 else ''}, found {num_gpus}"
+                )
+            )
             skipped += 1
     config.stash[_SKIPPED] = (skipped, num_gpus)
 
@@ -36,15 +46,19 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 _SKIPPED = pytest.StashKey[tuple[int, int]]()
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+def pytest_terminal_summary(
+    terminalreporter: pytest.TerminalReporter, config: pytest.Config
+) -> None:
     skipped, num_gpus = config.stash.get(_SKIPPED, (0, 0))
     if skipped:
-        terminalreporter.write_line(f"{skipped} tests need more GPUs than the {num_gpus} found and were skipped")
+        terminalreporter.write_line(
+            f"{skipped} tests need more GPUs than the {num_gpus} found and were skipped"
+        )
 
 
 @pytest.fixture(scope="module")
 def example(request: pytest.FixtureRequest) -> ModuleType:
-    """The program of notebooks/ that a test file is named after: tests/test_train_gpt.py has train_gpt.py."""
+    """The program of notebooks/ that a test file is named after (test_train_gpt: train_gpt.py)."""
     name = request.module.__name__.removeprefix("test_")
     spec = importlib.util.spec_from_file_location(name, NOTEBOOKS / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
@@ -55,18 +69,25 @@ def example(request: pytest.FixtureRequest) -> ModuleType:
 @pytest.fixture
 def tile_of_backward(monkeypatch: pytest.MonkeyPatch) -> Callable:
     """Call it with a tile, and backward takes that one: a Case names the tile of forward alone. Returns the plans then made."""
-    from cupynorm import calls
+    from cupynorm.norm import arguments
 
-    plain = calls.make_plan
+    plain = arguments.make_plan
 
     def give(tile: object) -> list:
         plans = []
 
         def make_plan(problem, device, num_rows, **options):
-            plans.append(plain(problem, device, num_rows, **(options if problem.forward else options | {"tile": tile})))
+            plans.append(
+                plain(
+                    problem,
+                    device,
+                    num_rows,
+                    **(options if problem.forward else options | {"tile": tile}),
+                )
+            )
             return plans[-1]
 
-        monkeypatch.setattr(calls, "make_plan", make_plan)
+        monkeypatch.setattr(arguments, "make_plan", make_plan)
         return plans
 
     return give
@@ -81,9 +102,10 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> list:
     """
     import torch
 
-    from cupynorm import arrays, launch, norm
-    from cupynorm.devices import DEVICES
-    from cupynorm.gradient_check import CpuMachine
+    from cupynorm.check.kernels import CpuMachine
+    from cupynorm.gpu import arrays, launch
+    from cupynorm.norm import kept
+    from cupynorm.plan.devices import DEVICES
 
     launched = []
 
@@ -97,11 +119,19 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> list:
 
         @staticmethod
         def view(tensor):
-            return arrays.View(tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), arrays.dtype_name(tensor), 0)
+            return arrays.View(
+                tensor.data_ptr(),
+                tuple(tensor.shape),
+                tensor.stride(),
+                arrays.dtype_name(tensor),
+                0,
+            )
 
         @staticmethod
         def allocator(shape, dtype):
-            return partial(torch.full, shape, float("nan") if dtype.is_floating_point else 0xFE, dtype=dtype)
+            return partial(
+                torch.full, shape, float("nan") if dtype.is_floating_point else 0xFE, dtype=dtype
+            )
 
     class Loaded:
         def __init__(self, planned, device_index):
@@ -115,9 +145,9 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> list:
     monkeypatch.setattr(arrays, "on_host", lambda array: False)
     monkeypatch.setattr(launch, "device", lambda index: DEVICES["H200"])
     monkeypatch.setattr(launch, "load", Loaded)
-    norm.forget()
+    kept.forget()
     yield launched
-    norm.forget()
+    kept.forget()
 
 
 @pytest.fixture(params=["kernels", pytest.param("gpu", marks=pytest.mark.gpu)])

@@ -13,23 +13,21 @@ from typing import Any, NamedTuple
 import numpy as np
 from cupynorm.reference import fp8
 
-from cupynorm import calls, nvrtc, quantized
-from cupynorm.arrays import Rows
-from cupynorm.calls import Quantization
-from cupynorm.dispatch import plan, update_scales_launch
+from cupynorm.check.cases import Case, random_problem
+from cupynorm.check.kernels import CpuMachine, GpuCheckMachine
+from cupynorm.check.results import CheckResult, Finding, judge_all
+from cupynorm.check.run import run_kernels
 from cupynorm.dtypes import DTYPES, FLOAT8S, compute_dtype, decode, encode
-from cupynorm.gradient_check import (
-    Case,
-    CheckResult,
-    CpuMachine,
-    Finding,
-    GpuCheckMachine,
-    judge_all,
-    random_problem,
-    run_kernels,
-)
-from cupynorm.problem import SCALINGS, Tile
-from cupynorm.strategies import STRATEGIES
+from cupynorm.gpu import nvrtc
+from cupynorm.gpu.arrays import Rows
+from cupynorm.norm.arguments import QuantizeOptions, forward_call, quantize_call, survey_call
+from cupynorm.norm.plans import plan
+from cupynorm.norm.quantized_tensor import scale_shape
+from cupynorm.norm.request import ForwardOptions, Options, Quantization
+from cupynorm.plan.dispatch import Plan
+from cupynorm.plan.matrices import update_scales_launch
+from cupynorm.plan.problem import SCALINGS, Tile
+from cupynorm.plan.strategies import STRATEGIES
 
 
 def cases() -> list[Case]:
@@ -39,21 +37,60 @@ def cases() -> list[Case]:
             # Whole packs, then lone elements and mixed dtypes.
             every.append(Case(norm, 300, 512, "bfloat16", strategy=strategy))
             every.append(Case(norm, 5, 255, "float32", weight="float64", strategy=strategy))
-        every.append(Case("layer_norm", 7, 504, "float16", weight="float32", strategy=strategy, residual=True))
+        every.append(
+            Case(
+                "layer_norm", 7, 504, "float16", weight="float32", strategy=strategy, residual=True
+            )
+        )
         every.append(Case("layer_norm", 3, 256, "float64", strategy=strategy, statistics="welford"))
-        every.append(Case("layer_norm", 9, 500, "bfloat16", y="float32", strategy=strategy, zero_centered_weight=True))
+        every.append(
+            Case(
+                "layer_norm",
+                9,
+                500,
+                "bfloat16",
+                y="float32",
+                strategy=strategy,
+                zero_centered_weight=True,
+            )
+        )
         # Sums of their own dtype of an input that is scaled and dropped out: packs and lone elements, whose gradient is split.
-        options = {"residual": True, "residual_dtype": "float32", "dropout_p": 0.2, "row_scale": "float32", "dsum": True}
+        options = {
+            "residual": True,
+            "residual_dtype": "float32",
+            "dropout_p": 0.2,
+            "row_scale": "float32",
+            "dsum": True,
+        }
         options |= {"weight1": "bfloat16", "bias1": "float32"}
         every.append(Case("layer_norm", 300, 512, "bfloat16", strategy=strategy, **options))
-        every.append(Case("rms_norm", 7, 255, "float16", strategy=strategy, residual_dtype="float32"))
-        every.append(Case("rms_norm", 9, 500, "bfloat16", strategy=strategy, weight1="bfloat16", round_x_hat=True))
-        every.append(Case("layer_norm", 9, 500, "bfloat16", strategy=strategy, memory_efficient=True))
+        every.append(
+            Case("rms_norm", 7, 255, "float16", strategy=strategy, residual_dtype="float32")
+        )
+        every.append(
+            Case(
+                "rms_norm",
+                9,
+                500,
+                "bfloat16",
+                strategy=strategy,
+                weight1="bfloat16",
+                round_x_hat=True,
+            )
+        )
+        every.append(
+            Case("layer_norm", 9, 500, "bfloat16", strategy=strategy, memory_efficient=True)
+        )
         every.append(Case("layer_norm", 300, 512, "bfloat16", strategy=strategy, recompute=True))
-        every.append(Case("rms_norm", 7, 255, "float32", strategy=strategy, bias="bfloat16", recompute=True))
+        every.append(
+            Case("rms_norm", 7, 255, "float32", strategy=strategy, bias="bfloat16", recompute=True)
+        )
     # Rows that begin anywhere: in bundles, of lanes with images of their own and without; through rings.
     for num_cols in (33, 127, 511):
-        every += [Case(norm, 300, num_cols, dtype) for norm, dtype in (("layer_norm", "bfloat16"), ("rms_norm", "float32"))]
+        every += [
+            Case(norm, 300, num_cols, dtype)
+            for norm, dtype in (("layer_norm", "bfloat16"), ("rms_norm", "float32"))
+        ]
     # With a residual, and what reaches its sum from elsewhere; the last through a ring.
     for norm, num_cols, dtype in (
         ("layer_norm", 127, "bfloat16"),
@@ -61,11 +98,22 @@ def cases() -> list[Case]:
         ("layer_norm", 512, "bfloat16"),
     ):
         every.append(Case(norm, 300, num_cols, dtype, residual=True, dsum=True))
-    every += [Case("layer_norm", num_rows, num_cols, "bfloat16") for num_rows, num_cols in ((300, 2049), (60, 33333))]
-    every += [Case("layer_norm", 300, num_cols, "bfloat16", recompute=True) for num_cols in (1023, 1024, 12288)]
+    every += [
+        Case("layer_norm", num_rows, num_cols, "bfloat16")
+        for num_rows, num_cols in ((300, 2049), (60, 33333))
+    ]
+    every += [
+        Case("layer_norm", 300, num_cols, "bfloat16", recompute=True)
+        for num_cols in (1023, 1024, 12288)
+    ]
     # Rows in the registers of clusters of 2 to 16 blocks, and (200001 and 262144 backward) beyond them.
-    every += [Case("layer_norm", 9, num_cols, "float32") for num_cols in (200_000, 230_001)]  # one row fills a ring
-    every += [Case("layer_norm", 2, num_cols, "bfloat16") for num_cols in (20000, 40000, 66000, 131072, 200001, 262144)]
+    every += [
+        Case("layer_norm", 9, num_cols, "float32") for num_cols in (200_000, 230_001)
+    ]  # one row fills a ring
+    every += [
+        Case("layer_norm", 2, num_cols, "bfloat16")
+        for num_cols in (20000, 40000, 66000, 131072, 200001, 262144)
+    ]
     for strategy, sizes in (("block", (1,)), ("cluster", (2, 16))):
         for cluster_size in sizes:
             num_rows = (
@@ -73,17 +121,47 @@ def cases() -> list[Case]:
             )  # more than are resident; racecheck takes a second for a million elements
             # Forward rows in shared memory: other devices and wider rows get them.
             tile = Tile(8, 64, cluster_size=cluster_size)
-            every.append(Case("layer_norm", num_rows, 4096, "bfloat16", strategy=strategy, tile=tile, sm_margin=32))
+            every.append(
+                Case(
+                    "layer_norm",
+                    num_rows,
+                    4096,
+                    "bfloat16",
+                    strategy=strategy,
+                    tile=tile,
+                    sm_margin=32,
+                )
+            )
             if cluster_size == 1:
                 staged = Tile(8, 64, 8, blocks_per_sm=2, exact=1, stages=1)
-                every.append(Case("layer_norm", num_rows, 4096, "bfloat16", strategy=strategy, tile=staged, sm_margin=100))
+                every.append(
+                    Case(
+                        "layer_norm",
+                        num_rows,
+                        4096,
+                        "bfloat16",
+                        strategy=strategy,
+                        tile=staged,
+                        sm_margin=100,
+                    )
+                )
             # Rings: forward of few packs, so that several rounds of them are quick;
             # backward of the narrowest rows that get one.
             for dtype, pack_size in (("bfloat16", 8), ("float32", 4)):
                 num_cols = narrowest_ring(dtype, cluster_size)
                 packs_per_thread = max(1, -(-num_cols // (cluster_size * pack_size * 256)))
                 tile = Tile(pack_size, 256, packs_per_thread, cluster_size=cluster_size, stages=2)
-                every.append(Case("layer_norm", num_rows, num_cols, dtype, strategy=strategy, tile=tile, sm_margin=32))
+                every.append(
+                    Case(
+                        "layer_norm",
+                        num_rows,
+                        num_cols,
+                        dtype,
+                        strategy=strategy,
+                        tile=tile,
+                        sm_margin=32,
+                    )
+                )
     return every
 
 
@@ -103,22 +181,39 @@ E4M3, E5M2 = FLOAT8S
 GIVEN_SCALE = 20.0
 
 
-def quantized_cases() -> list[tuple[Case, Quantization]]:
-    """A Quantization's amax says here whether one is recorded: those of a given scale come with it and without."""
+class How(NamedTuple):
+    """How y becomes 8-bit floats; amax: whether that of y is recorded beside a given scale."""
+
+    dtype: str
+    scaling: str
+    amax: bool = False
+
+
+def quantized_cases() -> list[tuple[Case, How]]:
+    """Those of a given scale come with an amax and without."""
     every = []
     for strategy in STRATEGIES:
         for scaling in SCALINGS:
             # Whole packs, of blocks of which the last is not whole; lone elements, whose blocks no neighbouring lanes hold.
-            every.append((Case("layer_norm", 40, 560, "bfloat16", strategy=strategy), Quantization(E4M3, scaling)))
+            every.append(
+                (Case("layer_norm", 40, 560, "bfloat16", strategy=strategy), How(E4M3, scaling))
+            )
             lone = Case("rms_norm", 5, 255, "float32", weight=None, bias=None, strategy=strategy)
-            every.append((lone, Quantization(E5M2, scaling)))
-        summed = Case("layer_norm", 7, 504, "float16", weight="float32", strategy=strategy, residual=True)
-        every += [(summed, Quantization(E4M3, scaling)) for scaling in ("tensor", "row", "block")]
+            every.append((lone, How(E5M2, scaling)))
+        summed = Case(
+            "layer_norm", 7, 504, "float16", weight="float32", strategy=strategy, residual=True
+        )
+        every += [(summed, How(E4M3, scaling)) for scaling in ("tensor", "row", "block")]
         double = Case("layer_norm", 3, 256, "float64", strategy=strategy, statistics="welford")
-        every += [(double, Quantization(E5M2, scaling)) for scaling in ("tensor", "mx")]
-        options = {"residual": True, "residual_dtype": "float32", "dropout_p": 0.2, "row_scale": "float32"}
+        every += [(double, How(E5M2, scaling)) for scaling in ("tensor", "mx")]
+        options = {
+            "residual": True,
+            "residual_dtype": "float32",
+            "dropout_p": 0.2,
+            "row_scale": "float32",
+        }
         dropped = Case("layer_norm", 9, 512, "bfloat16", strategy=strategy, **options)
-        every += [(dropped, Quantization(E4M3, scaling)) for scaling in ("given", "tensor", "block")]
+        every += [(dropped, How(E4M3, scaling)) for scaling in ("given", "tensor", "block")]
     # Rings, of rows that begin anywhere, too, and of clusters; and staged rows.
     for num_cols, tile in (
         (4096, Tile(8, 256, 2, exact=1, stages=2)),
@@ -127,8 +222,10 @@ def quantized_cases() -> list[tuple[Case, Quantization]]:
         (4000, Tile(8, 256, 2, stages=1)),  # staged
     ):
         strategy = "block" if tile.cluster_size == 1 else "cluster"
-        ring = Case("layer_norm", 160, num_cols, "bfloat16", strategy=strategy, tile=tile, sm_margin=100)  # some turns each
-        every += [(ring, Quantization(E4M3, scaling)) for scaling in SCALINGS]
+        ring = Case(
+            "layer_norm", 160, num_cols, "bfloat16", strategy=strategy, tile=tile, sm_margin=100
+        )  # some turns each
+        every += [(ring, How(E4M3, scaling)) for scaling in SCALINGS]
     # Threads as long as their registers hold, and next rows in those of a warp.
     for num_cols, strategy, tile, scalings in (
         (576, "warp", Tile(8, 8, 9, rows_per_block=8, blocks_per_sm=8, exact=1), ("given",)),
@@ -137,16 +234,35 @@ def quantized_cases() -> list[tuple[Case, Quantization]]:
         (1024, "block", Tile(8, 32, 4, blocks_per_sm=24, exact=1), ("row", "block")),
         (1000, "block", Tile(8, 32, 4, blocks_per_sm=20), ("row", "block")),
     ):
-        places = 32 * tile.blocks_per_sm * tile.rows_per_block  # on the multiprocessors that are left
+        places = (
+            32 * tile.blocks_per_sm * tile.rows_per_block
+        )  # on the multiprocessors that are left
         num_rows = places + places // 4
-        long = Case("layer_norm", num_rows, num_cols, "bfloat16", strategy=strategy, tile=tile, sm_margin=100)
-        every += [(long, Quantization(E4M3, scaling)) for scaling in scalings]
+        long = Case(
+            "layer_norm",
+            num_rows,
+            num_cols,
+            "bfloat16",
+            strategy=strategy,
+            tile=tile,
+            sm_margin=100,
+        )
+        every += [(long, How(E4M3, scaling)) for scaling in scalings]
     # Rows in the shared memory of a block, or a cluster.
     for cluster_size in (1, 2):
         strategy = "block" if cluster_size == 1 else "cluster"
-        kept = Case("layer_norm", 40, 4160, "bfloat16", strategy=strategy, tile=Tile(8, 64, cluster_size=cluster_size))
-        every += [(kept, Quantization(E4M3, scaling)) for scaling in SCALINGS]
-    return every + [(case, how._replace(amax=True)) for case, how in every if how.scaling == "given"]
+        kept = Case(
+            "layer_norm",
+            40,
+            4160,
+            "bfloat16",
+            strategy=strategy,
+            tile=Tile(8, 64, cluster_size=cluster_size),
+        )
+        every += [(kept, How(E4M3, scaling)) for scaling in SCALINGS]
+    return every + [
+        (case, how._replace(amax=True)) for case, how in every if how.scaling == "given"
+    ]
 
 
 class Kept:
@@ -165,19 +281,28 @@ class Kept:
         return pointer
 
     def poisoned(self, name: str, shape: tuple[int, ...], storage: str | np.dtype) -> int:
-        return self.put(name, np.full((*shape, np.dtype(storage).itemsize), 0xFF, np.uint8).view(storage)[..., 0])
+        return self.put(
+            name,
+            np.full((*shape, np.dtype(storage).itemsize), 0xFF, np.uint8).view(storage)[..., 0],
+        )
 
     def get(self, name: str) -> np.ndarray:
         return self.where.get(self.arrays[name][0])
 
 
-def run_quantized(case: Case, quantization: Quantization, where: CpuMachine | GpuCheckMachine) -> tuple[dict, dict]:
+def run_quantized(
+    case: Case, quantization: How, where: CpuMachine | GpuCheckMachine
+) -> tuple[dict, dict]:
     """What the kernels make of y in 8 bits, and of y in the arithmetic's dtype by the same tile: arrays by name."""
     problem = random_problem(case)
-    shape, compute, centered = (case.num_rows, case.num_cols), compute_dtype(case.sum).name, case.norm == "layer_norm"
-    num_parts = quantized.scale_shape(quantization.scaling, shape[:1], case.num_cols)
+    shape, compute, centered = (
+        (case.num_rows, case.num_cols),
+        compute_dtype(case.sum).name,
+        case.norm == "layer_norm",
+    )
+    num_parts = scale_shape(quantization.scaling, shape[:1], case.num_cols)
 
-    def run(dtype: str, quantization: Quantization | None, options: calls.Options) -> tuple[Kept, calls.Plan]:
+    def run(dtype: str, quantization: How | None, options: Options) -> tuple[Kept, Plan]:
         kept = Kept(where)
 
         def put(name: str, dtype: str | None) -> int:
@@ -187,37 +312,62 @@ def run_quantized(case: Case, quantization: Quantization, where: CpuMachine | Gp
         def rows(pointer: int, dtype: str) -> Rows | None:
             return Rows(pointer, *shape, case.num_cols, dtype) if pointer else None
 
-        def parameter(name: str) -> tuple[int, str] | None:
-            pointer = put(name, case.dtype(name))
-            return (pointer, case.dtype(name)) if pointer else None
+        def parameter(name: str, dtype: str | None) -> Rows | None:
+            values, pointer = getattr(problem, name), put(name, dtype)
+            return Rows(pointer, 1, values.size, values.size, dtype) if pointer else None
 
         x, residual = rows(put("x", case.x), case.x), rows(put("residual", case.added), case.added)
-        added = rows(kept.poisoned("sum", shape, DTYPES[case.sum].storage), case.sum) if residual else None
+        added = (
+            rows(kept.poisoned("sum", shape, DTYPES[case.sum].storage), case.sum)
+            if residual
+            else None
+        )
         y = rows(kept.poisoned("y", shape, (DTYPES | FLOAT8S)[dtype].storage), dtype)
         mean = kept.poisoned("mean", shape[:1], compute) if centered else 0
         rstd = kept.poisoned("rstd", shape[:1], compute)
-        row_scale = (put("row_scale", case.row_scale), case.row_scale) if case.row_scale else None
-        of_scales = {}
+        tensors = {"x": x, "y": y, "residual": residual, "sum": added}
+        tensors |= {
+            name: parameter(name, case.dtype(name)) for name in ("weight", "bias", "row_scale")
+        }
+        addresses = {"mean": mean, "rstd": rstd}
         if quantization:
             scaling = quantization.scaling
-            scale = kept.put("scale", np.full(1, GIVEN_SCALE, np.float32)) if scaling == "given" else 0
-            scale_inv = kept.poisoned("scale_inv", num_parts, "uint8" if scaling == "mx" else "float32")
-            of_scales["of_scales"] = scale, scale_inv, kept.put("amax", np.zeros(num_parts, np.float32))
-        plan = calls.run_forward(
-            where, centered, x, y, parameter("weight"), parameter("bias"), mean, rstd, case.eps, False, residual, added,
-            options, row_scale=row_scale, dropout=calls.Dropout(case.dropout_p, 0, problem.dropout_seed),
-            quantization=quantization, **of_scales,
-        )  # fmt: skip
-        return kept, plan
+            if scaling == "given":
+                addresses["scale"] = kept.put("scale", np.full(1, GIVEN_SCALE, np.float32))
+            scale_type = "uint8" if scaling == "mx" else "float32"
+            addresses["scale_inv"] = kept.poisoned("scale_inv", num_parts, scale_type)
+            addresses["amax"] = kept.put("amax", np.zeros(num_parts, np.float32))
+            if quantization.amax:
+                tensors["amax"] = Rows(addresses["amax"], 1, 1, 1, "float32")
+        tensors = {name: rows for name, rows in tensors.items() if rows}
+        asked = ForwardOptions(
+            centered,
+            shape[1:],
+            case.eps,
+            dropout_p=case.dropout_p,
+            quantization=quantization and Quantization(quantization.dtype, quantization.scaling),
+            launch=options,
+        )
+        call = forward_call(where.device, tensors, asked, "forward")
+        addresses |= {name: rows.pointer for name, rows in tensors.items()}
+        for launch, words in zip(call.launches, call.fill(addresses, problem.dropout_seed)):
+            where.launch(launch, words)
+        return kept, call.plan
 
     in_8_bits, plan = run(
-        quantization.dtype, quantization, calls.Options(case.strategy, case.tile, case.statistics, case.sm_margin)
+        quantization.dtype,
+        quantization,
+        Options(case.strategy, case.tile, case.statistics, case.sm_margin),
     )
-    plain, _ = run(compute, None, calls.Options(plan.strategy, plan.tile, plan.statistics, case.sm_margin))
+    plain, _ = run(
+        compute, None, Options(plan.strategy, plan.tile, plan.statistics, case.sm_margin)
+    )
     return tuple({name: kept.get(name) for name in kept.arrays} for kept in (in_8_bits, plain))
 
 
-def expected(y: np.ndarray, name: str, scaling: str, scale=None, power_of_two=False) -> fp8.Quantized:
+def expected(
+    y: np.ndarray, name: str, scaling: str, scale=None, power_of_two=False
+) -> fp8.Quantized:
     """By the reference, of a matrix in the dtype of the arithmetic; scale_inv as cupynorm returns it."""
     with np.errstate(all="ignore"):
         if scaling == "given":
@@ -230,11 +380,15 @@ def expected(y: np.ndarray, name: str, scaling: str, scale=None, power_of_two=Fa
             made = fp8.quantize_blocks(y, name, power_of_two=power_of_two)
         else:
             made = fp8.quantize_mxfp8(y, name)
-    scale_inv = np.asarray(made.scale_inv).reshape((1,) if scaling in ("given", "tensor") else (len(y), -1))
+    scale_inv = np.asarray(made.scale_inv).reshape(
+        (1,) if scaling in ("given", "tensor") else (len(y), -1)
+    )
     return made._replace(scale_inv=scale_inv)
 
 
-def judge_quantized(case: Case, quantization: Quantization, got: dict, plain: dict, exact: bool) -> list[Finding]:
+def judge_quantized(
+    case: Case, quantization: How, got: dict, plain: dict, exact: bool
+) -> list[Finding]:
     """exact: to the byte what the reference makes of y in the arithmetic's dtype. A GPU's compiler may fuse other products and
     sums in another kernel: then values within half a step of that y, scales and the rest to a few roundings."""
     truth = expected(plain["y"], quantization.dtype, quantization.scaling, np.float32(GIVEN_SCALE))
@@ -248,8 +402,13 @@ def judge_quantized(case: Case, quantization: Quantization, got: dict, plain: di
     few = 2.0**-20
     y, format = plain["y"].astype(np.float64), FLOAT8S[quantization.dtype]
     values = {name: decode(got[name], case.sum if name == "sum" else "float64") for name in wanted}
-    wanted = {name: decode(each, case.sum if name == "sum" else "float64") for name, each in wanted.items()}
-    factors = 2.0 ** (values["scale_inv"] - 127) if quantization.scaling == "mx" else values["scale_inv"]
+    wanted = {
+        name: decode(each, case.sum if name == "sum" else "float64")
+        for name, each in wanted.items()
+    }
+    factors = (
+        2.0 ** (values["scale_inv"] - 127) if quantization.scaling == "mx" else values["scale_inv"]
+    )
     cols = {"block": 128, "mx": 32}.get(quantization.scaling, case.num_cols)
     spread = np.repeat(factors.reshape(-1, factors.shape[-1]), cols, axis=1)[:, : case.num_cols]
     values["y"], wanted["y"] = fp8.decode(got["y"], quantization.dtype) * spread, y
@@ -257,19 +416,25 @@ def judge_quantized(case: Case, quantization: Quantization, got: dict, plain: di
     allowed["y"] = (1 + few) * (np.abs(y) * format.half_ulp + spread * format.smallest / 2)
     if quantization.scaling == "mx":
         allowed["scale_inv"] = np.ones(1)  # the next power of two, where an amax is close to one
-    allowed |= {"sum": 2 * DTYPES[case.sum].half_ulp * np.abs(wanted["sum"])} if "sum" in wanted else {}
+    allowed |= (
+        {"sum": 2 * DTYPES[case.sum].half_ulp * np.abs(wanted["sum"])} if "sum" in wanted else {}
+    )
     return [within(label, name, values[name], wanted[name], allowed[name]) for name in wanted]
 
 
 def same_bytes(case: str, tensor: str, got: np.ndarray, wanted: np.ndarray) -> Finding:
     """Of elements of one dtype and shape."""
-    off = np.argwhere((got.view(np.uint8) != wanted.view(np.uint8)).reshape(*got.shape, -1).any(axis=-1))
+    off = np.argwhere(
+        (got.view(np.uint8) != wanted.view(np.uint8)).reshape(*got.shape, -1).any(axis=-1)
+    )
     where = tuple(off[0].tolist()) if len(off) else ()
     shown = (float(got[where]), float(wanted[where])) if len(off) else (0.0, 0.0)
     return Finding(case, tensor, float("inf") if len(off) else 0.0, where, *shown, 0.0, len(off))
 
 
-def within(case: str, tensor: str, got: np.ndarray, wanted: np.ndarray, allowed: np.ndarray) -> Finding:
+def within(
+    case: str, tensor: str, got: np.ndarray, wanted: np.ndarray, allowed: np.ndarray
+) -> Finding:
     """Of values."""
     got, wanted, allowed = np.broadcast_arrays(got, wanted, allowed)
     with np.errstate(invalid="ignore"):
@@ -298,8 +463,14 @@ def matrices() -> list[Matrix]:
         *(Matrix(256, 128, dtype, E4M3) for dtype in DTYPES),
         *(Matrix(130, num_cols, "bfloat16", E5M2) for num_cols in (1, 257, 130, 132, 136)),
         *(Matrix(48, num_cols, "float32", E4M3) for num_cols in (33, 34, 140)),
-        *(Matrix(150, num_cols, dtype, E4M3, None, "tensor") for num_cols, dtype in ((136, "bfloat16"), (35, "float64"))),
-        *(Matrix(num_rows, num_cols, E5M2, E5M2) for num_rows, num_cols in ((144, 272), (130, 129), (7, 40))),
+        *(
+            Matrix(150, num_cols, dtype, E4M3, None, "tensor")
+            for num_cols, dtype in ((136, "bfloat16"), (35, "float64"))
+        ),
+        *(
+            Matrix(num_rows, num_cols, E5M2, E5M2)
+            for num_rows, num_cols in ((144, 272), (130, 129), (7, 40))
+        ),
         *(Matrix(num_rows, num_cols, E4M3, E4M3) for num_rows, num_cols in ((16, 130), (33, 132))),
     ]
     for norm in ("layer_norm", "rms_norm"):
@@ -323,7 +494,9 @@ def run_matrix(matrix: Matrix, where: CpuMachine | GpuCheckMachine) -> tuple[dic
             "weight": encode(weight, x),
             "rstd": (1 / np.sqrt(((taken - mean[:, None]) ** 2).mean(axis=1))).astype(compute),
         }
-        given |= {"bias": encode(bias, x), "mean": mean.astype(compute)} if norm == "layer_norm" else {}
+        given |= (
+            {"bias": encode(bias, x), "mean": mean.astype(compute)} if norm == "layer_norm" else {}
+        )
     if scaling == "tensor":
         given["amax"] = np.abs(decode(given["x"], x)).max().astype(np.float32).reshape(1)
     elif is_scaled:
@@ -336,18 +509,19 @@ def run_matrix(matrix: Matrix, where: CpuMachine | GpuCheckMachine) -> tuple[dic
         at["scale_inv"] = kept.poisoned("scale_inv", (1,), "float32")
         if scaling == "given":
             at["amax"] = kept.put("amax", np.zeros(1, np.float32))
-    parameters = [(at[name], x) if name in at else None for name in ("weight", "bias")]
+    tensors = {"x": Rows(at["x"], num_rows, num_cols, num_cols, x)}
+    tensors |= {
+        name: Rows(at[name], 1, num_cols, num_cols, x) for name in ("weight", "bias") if name in at
+    }
     sums = None
     if is_scaled and not norm:
         sums, squares = compute_dtype(x).name, -(-num_rows // 128)
         at["sums"] = kept.poisoned("sums", (num_cols,), sums)
         at["partials"] = kept.poisoned("partials", (squares, num_cols), sums)
-    call = calls.QuantizeCall(
-        Rows(at.pop("x"), num_rows, num_cols, num_cols, x), y, norm and (norm == "layer_norm", *parameters, False), sums,
-        (0.0, False) if scaling == "tensor" else None,
-    )  # fmt: skip
-    words = call.words(kept.arrays["x"][1], at.pop("data", 0), at.pop("transposed"), **at)
-    for launch, each in zip(call.launches, words, strict=True):
+    centered = norm and norm == "layer_norm"
+    rule = (0.0, False) if scaling == "tensor" else None
+    call = quantize_call(tensors, QuantizeOptions(y, centered, sums=sums, rule=rule))
+    for launch, each in zip(call.launches, call.fill(at), strict=True):
         where.launch(launch, each)
     return {name: kept.get(name) for name in kept.arrays if name not in (*given, "partials")}, given
 
@@ -356,28 +530,52 @@ def judge_matrix(matrix: Matrix, got: dict, given: dict) -> list[Finding]:
     """To the byte; of a norm, whose x_hat is rounded, within a step of 8 bits, and few of them."""
     label = " ".join(map(str, matrix))
     if matrix.x == matrix.y:
-        return [same_bytes(label, "transposed", got["transposed"], np.ascontiguousarray(given["x"].T))]
-    findings = [same_bytes(label, "transposed", got["transposed"], np.ascontiguousarray(got["data"].T))]
+        return [
+            same_bytes(label, "transposed", got["transposed"], np.ascontiguousarray(given["x"].T))
+        ]
+    findings = [
+        same_bytes(label, "transposed", got["transposed"], np.ascontiguousarray(got["data"].T))
+    ]
     values = decode(given["x"], matrix.x)
     if matrix.norm:
-        values = (values - given.get("mean", np.zeros(1)).reshape(-1, 1)) * given["rstd"].reshape(-1, 1)
+        values = (values - given.get("mean", np.zeros(1)).reshape(-1, 1)) * given["rstd"].reshape(
+            -1, 1
+        )
         values = values * decode(given["weight"], matrix.x)
         values = values + decode(given["bias"], matrix.x) if "bias" in given else values
-    found = given["scale"][0] if matrix.scaling == "given" else fp8.scale_of(fp8.amax(values), matrix.y)
+    found = (
+        given["scale"][0] if matrix.scaling == "given" else fp8.scale_of(fp8.amax(values), matrix.y)
+    )
     truth = fp8.quantize(values, matrix.y, found)
-    findings.append(same_bytes(label, "scale_inv", got["scale_inv"], np.float32(truth.scale_inv).reshape(1)))
+    findings.append(
+        same_bytes(label, "scale_inv", got["scale_inv"], np.float32(truth.scale_inv).reshape(1))
+    )
     if not matrix.norm:
         if matrix.scaling == "given":
-            findings.append(same_bytes(label, "amax", got["amax"], np.float32(truth.amax).reshape(1)))
+            findings.append(
+                same_bytes(label, "amax", got["amax"], np.float32(truth.amax).reshape(1))
+            )
         # Each of so many additions one after the other rounds: those of a thread, of threads of a square, and of squares.
         additions = 128 + -(-matrix.num_rows // 128)
         rounding = additions * DTYPES[compute_dtype(matrix.x).name].half_ulp
-        findings.append(within(label, "sums", got["sums"], values.sum(axis=0), rounding * np.abs(values).sum(axis=0)))
+        findings.append(
+            within(
+                label,
+                "sums",
+                got["sums"],
+                values.sum(axis=0),
+                rounding * np.abs(values).sum(axis=0),
+            )
+        )
         return [*findings, same_bytes(label, "data", got["data"], truth.data)]
     made, wanted = (fp8.decode(each, matrix.y) for each in (got["data"], truth.data))
     allowed = 2 * FLOAT8S[matrix.y].half_ulp * np.abs(wanted) + FLOAT8S[matrix.y].smallest
     few = within(
-        label, "bytes of a norm's data that differ, as a share", np.mean(made != wanted), np.zeros(()), np.full((), 0.01)
+        label,
+        "bytes of a norm's data that differ, as a share",
+        np.mean(made != wanted),
+        np.zeros(()),
+        np.full((), 0.01),
     )
     return [*findings, within(label, "data of a norm", made, wanted, allowed), few]
 
@@ -393,25 +591,33 @@ class Surveyed(NamedTuple):
 
 def surveys() -> list[Surveyed]:
     """Both kinds, of every dtype, whole packs and lone elements, several slabs and a part of one."""
-    shapes = ((1, 1, "float32"), (3000, 8, "bfloat16"), (130, 257, "float16"), (300, 136, "float32"), (700, 66, "float64"))
+    shapes = (
+        (1, 1, "float32"),
+        (3000, 8, "bfloat16"),
+        (130, 257, "float16"),
+        (300, 136, "float32"),
+        (700, 66, "float64"),
+    )
     return [Surveyed(*shape, sums) for shape in shapes for sums in (None, shape[2])]
 
 
 def run_survey(survey: Surveyed, where: CpuMachine | GpuCheckMachine) -> tuple[dict, dict]:
     """What the kernels find, and what they are given: arrays by name."""
     num_rows, num_cols, x, sums = survey
-    values = np.random.default_rng([num_rows, num_cols]).standard_normal((num_rows, num_cols)) + 0.25
+    values = (
+        np.random.default_rng([num_rows, num_cols]).standard_normal((num_rows, num_cols)) + 0.25
+    )
     given = {"x": encode(values, x)}
     kept = Kept(where)
     at = kept.put("x", given["x"])
-    call = calls.SurveyCall(where.device, Rows(at, num_rows, num_cols, num_cols, x), sums)
+    call = survey_call(where.device, Rows(at, num_rows, num_cols, num_cols, x), sums)
     found = {}
     if sums:
         found["partials"] = kept.poisoned("partials", call.partials_shape, compute_dtype(x).name)
         found["sums"] = kept.poisoned("sums", (num_cols,), DTYPES[sums].storage)
     else:
         found["amax"] = kept.put("amax", np.zeros(1, np.float32))
-    for launch, each in zip(call.launches, call.words(at, **found), strict=True):
+    for launch, each in zip(call.launches, call.fill({"x": at, **found}), strict=True):
         where.launch(launch, each)
     return {name: kept.get(name) for name in found if name != "partials"}, given
 
@@ -420,15 +626,25 @@ def judge_survey(survey: Surveyed, got: dict, given: dict) -> list[Finding]:
     """The largest to the byte; of sums each addition rounds, and the result once."""
     label, values = " ".join(map(str, survey)), decode(given["x"], survey.x)
     if survey.sums is None:
-        return [same_bytes(label, "amax", got["amax"], np.abs(values).max().astype(np.float32).reshape(1))]
-    rounding = survey.num_rows * DTYPES[compute_dtype(survey.x).name].half_ulp * np.abs(values).sum(axis=0)
+        return [
+            same_bytes(
+                label, "amax", got["amax"], np.abs(values).max().astype(np.float32).reshape(1)
+            )
+        ]
+    rounding = (
+        survey.num_rows * DTYPES[compute_dtype(survey.x).name].half_ulp * np.abs(values).sum(axis=0)
+    )
     rounding += DTYPES[survey.sums].half_ulp * np.abs(values.sum(axis=0))
-    return [within(label, "sums", decode(got["sums"], survey.sums), values.sum(axis=0), 1.01 * rounding)]
+    return [
+        within(label, "sums", decode(got["sums"], survey.sums), values.sum(axis=0), 1.01 * rounding)
+    ]
 
 
 def run_scales(num_steps: int, where: CpuMachine | GpuCheckMachine) -> tuple[dict, dict]:
     """What the end of a step of delayed scaling makes, and what it is given, of five tensors: the third was not used."""
-    history = np.abs(np.random.default_rng(num_steps).standard_normal((num_steps, 5))).astype(np.float32)
+    history = np.abs(np.random.default_rng(num_steps).standard_normal((num_steps, 5))).astype(
+        np.float32
+    )
     history[0] = (2.0, np.nan, 0.0, 1e-42, np.inf)
     largest = np.array([448, 57344, 448, 448, 57344], np.float32)
     given = {"scale": np.arange(1, 6, dtype=np.float32), "history": history, "largest": largest}
@@ -446,10 +662,19 @@ def judge_scales(got: dict, given: dict) -> list[Finding]:
     used = history[0] != 0
     for at in np.flatnonzero(used & np.isfinite(amax) & (amax > 0)):
         with np.errstate(over="ignore"):
-            scale[at] = min(given["largest"][at] * np.float32(0.5) / amax[at], np.finfo(np.float32).max)
-    wanted = {"scale": scale, "history": np.where(used, older, history) if len(history) > 1 else np.where(used, 0, history)}
+            scale[at] = min(
+                given["largest"][at] * np.float32(0.5) / amax[at], np.finfo(np.float32).max
+            )
+    wanted = {
+        "scale": scale,
+        "history": np.where(used, older, history)
+        if len(history) > 1
+        else np.where(used, 0, history),
+    }
     label = f"delayed scales of {len(history)} steps"
-    return [same_bytes(label, name, got[name], each.astype(np.float32)) for name, each in wanted.items()]
+    return [
+        same_bytes(label, name, got[name], each.astype(np.float32)) for name, each in wanted.items()
+    ]
 
 
 STEPS = (1, 2, 300)
@@ -482,7 +707,9 @@ def main() -> int:
         welford = case.statistics == "welford" or case.strategy == "uncached"
         result.findings += judge_all(problem, run_kernels(problem, where), rounded_mean=welford)
     for case, quantization in quantized_cases():
-        result.findings += judge_quantized(case, quantization, *run_quantized(case, quantization, where), exact=False)
+        result.findings += judge_quantized(
+            case, quantization, *run_quantized(case, quantization, where), exact=False
+        )
     for matrix in matrices():
         result.findings += judge_matrix(matrix, *run_matrix(matrix, where))
     for survey in surveys():

@@ -30,7 +30,11 @@ class ndarray(np.ndarray):  # noqa: N801
         dtype = np.dtype(dtype)
         num_bytes = int(np.prod(shape)) * dtype.itemsize
         memptr = memptr or Memory((block := np.empty(num_bytes, np.uint8)).ctypes.data, block)
-        made = np.frombuffer((ctypes.c_uint8 * num_bytes).from_address(memptr.ptr), dtype).reshape(shape).view(cls)
+        made = (
+            np.frombuffer((ctypes.c_uint8 * num_bytes).from_address(memptr.ptr), dtype)
+            .reshape(shape)
+            .view(cls)
+        )
         made.owner = memptr.owner
         return made
 
@@ -95,7 +99,9 @@ cuda = SimpleNamespace(
         driverGetVersion=lambda: 13020,
         deviceSynchronize=lambda: None,
         memsetAsync=lambda address, value, num_bytes, stream: None,
-        memcpyAsync=lambda target, source, num_bytes, kind, stream: ctypes.memmove(target, source, num_bytes),
+        memcpyAsync=lambda target, source, num_bytes, kind, stream: ctypes.memmove(
+            target, source, num_bytes
+        ),
     ),
 )
 

@@ -66,7 +66,9 @@ def test_no_value_warns(name):
 def test_wide_types_round_trip(name):
     generator = np.random.default_rng(0)
     unsigned = {"float32": np.uint32, "float64": np.uint64}[name]
-    raw = generator.integers(0, np.iinfo(unsigned).max, 100_000, dtype=unsigned, endpoint=True).view(name)
+    raw = generator.integers(
+        0, np.iinfo(unsigned).max, 100_000, dtype=unsigned, endpoint=True
+    ).view(name)
     raw = raw[~np.isnan(raw)]
     values = decode(raw, name)
     np.testing.assert_array_equal(values, raw)
@@ -84,16 +86,28 @@ def float32_values(name: str, kind: str) -> np.ndarray:
     neighbours = np.unique(neighbours[np.isfinite(neighbours)])
     if kind == "ties":  # halfway between every two neighbours, and the float32 on either side of it
         ties = ((neighbours[1:] + neighbours[:-1]) / 2).astype(np.float32)
-        return np.concatenate([ties, np.nextafter(ties, np.float32(np.inf)), np.nextafter(ties, np.float32(-np.inf))])
+        return np.concatenate(
+            [ties, np.nextafter(ties, np.float32(np.inf)), np.nextafter(ties, np.float32(-np.inf))]
+        )
     if kind == "subnormals":
         below = dtype.smallest * 2.0 ** (dtype.digits - 1)
-        values = np.concatenate([generator.uniform(-2 * below, 2 * below, 200_000), [dtype.smallest, dtype.smallest / 2, -0.0]])
+        values = np.concatenate(
+            [
+                generator.uniform(-2 * below, 2 * below, 200_000),
+                [dtype.smallest, dtype.smallest / 2, -0.0],
+            ]
+        )
         return values.astype(np.float32)
     if kind == "overflow":
         # Half a unit above the largest finite value is a tie that goes to infinity, all below it to the largest.
         half_unit = dtype.largest * 2.0**-(dtype.digits) / (2 - 2.0 ** (1 - dtype.digits)) * 2
         edge = np.float32(min(dtype.largest + half_unit, float(np.finfo(np.float32).max)))
-        near = [edge, np.nextafter(edge, np.float32(0)), np.float32(dtype.largest), np.finfo(np.float32).max]
+        near = [
+            edge,
+            np.nextafter(edge, np.float32(0)),
+            np.float32(dtype.largest),
+            np.finfo(np.float32).max,
+        ]
         return np.array([*near, *(-value for value in near)], np.float32)
     return np.array([np.inf, -np.inf, np.nan, -np.nan, 0.0, -0.0], np.float32)
 
@@ -105,7 +119,9 @@ def test_encode_agrees_with_torch(name, kind):
     torch = pytest.importorskip("torch")
     values = float32_values(name, kind)
     got = encode(values, name)
-    expected = torch.from_numpy(values).to(getattr(torch, name)).view(torch.int16).numpy().view(np.uint16)
+    expected = (
+        torch.from_numpy(values).to(getattr(torch, name)).view(torch.int16).numpy().view(np.uint16)
+    )
     is_nan = np.isnan(values)
     np.testing.assert_array_equal(bits_of(got)[~is_nan], expected[~is_nan])
     assert np.isnan(decode(got[is_nan], name)).all()
@@ -113,7 +129,9 @@ def test_encode_agrees_with_torch(name, kind):
         assert np.isinf(decode(got, name)).any() and np.isfinite(decode(got, name)).any()
 
 
-@pytest.mark.parametrize(("name", "half_unit"), (("bfloat16", 2.0**-8), ("float16", 2.0**-11), ("float32", 2.0**-24)))
+@pytest.mark.parametrize(
+    ("name", "half_unit"), (("bfloat16", 2.0**-8), ("float16", 2.0**-11), ("float32", 2.0**-24))
+)
 def test_float64_is_rounded_once(name, half_unit):
     """1 + half a unit + a little is above the tie, so it goes up; by way of a type in between the little is lost, the tie goes
     to even, down. (For float32 there is no type in between here: the naive way is to cut off.)"""
@@ -124,7 +142,9 @@ def test_float64_is_rounded_once(name, half_unit):
     assert decode(encode(-value, name), name)[0] == -(1 + 2 * half_unit)
     assert decode(encode(np.array([1 + half_unit]), name), name)[0] == 1.0
     assert decode(encode(np.array([1 + 3 * half_unit]), name), name)[0] == 1 + 4 * half_unit
-    assert decode(encode(np.array([1 + 3 * half_unit - 2.0**-45]), name), name)[0] == 1 + 2 * half_unit
+    assert (
+        decode(encode(np.array([1 + 3 * half_unit - 2.0**-45]), name), name)[0] == 1 + 2 * half_unit
+    )
 
 
 @pytest.mark.parametrize("name", SHORT)
@@ -134,10 +154,14 @@ def test_float64_is_rounded_to_the_nearest_of_all_values(name):
     table = np.unique(table[np.isfinite(table)])
     generator = np.random.default_rng(3)
     tiny, largest = DTYPES[name].smallest, DTYPES[name].largest
-    values = generator.choice([-1.0, 1.0], 100_000) * np.exp(generator.uniform(np.log(tiny / 4), np.log(largest), 100_000))
+    values = generator.choice([-1.0, 1.0], 100_000) * np.exp(
+        generator.uniform(np.log(tiny / 4), np.log(largest), 100_000)
+    )
     above = np.clip(np.searchsorted(table, values), 1, len(table) - 1)
     low, high = table[above - 1], table[above]
-    nearest = np.where(values - low < high - values, low, high)  # random float64 do not fall on ties
+    nearest = np.where(
+        values - low < high - values, low, high
+    )  # random float64 do not fall on ties
     assert not (values - low == high - values).any()
     np.testing.assert_array_equal(decode(encode(values, name), name), nearest)
 
@@ -147,7 +171,10 @@ def test_limits_of_the_table(name):
     """itemsize, digits, smallest, largest and half_ulp are what the format says, computed from its own values."""
     dtype = DTYPES[name]
     assert dtype.itemsize == dtype.storage.itemsize == dtype.dlpack[1] // 8
-    assert decode(encode(np.array([dtype.largest, dtype.smallest]), name), name).tolist() == [dtype.largest, dtype.smallest]
+    assert decode(encode(np.array([dtype.largest, dtype.smallest]), name), name).tolist() == [
+        dtype.largest,
+        dtype.smallest,
+    ]
     if name == "bfloat16":
         smallest, largest, digits = 2.0**-133, 2.0**128 - 2.0**120, 8
     else:
@@ -160,7 +187,9 @@ def test_limits_of_the_table(name):
     assert compute_dtype(name).name == ("float64" if name == "float64" else "float32")
     if name != "float64":
         assert np.isinf(decode(encode(np.array([dtype.largest * 2]), name), name)[0])
-        assert decode(encode(np.array([dtype.smallest / 2, dtype.smallest * 0.5001]), name), name).tolist() == [
+        assert decode(
+            encode(np.array([dtype.smallest / 2, dtype.smallest * 0.5001]), name), name
+        ).tolist() == [
             0,
             dtype.smallest,
         ]
@@ -174,7 +203,9 @@ def test_shapes_are_kept(name):
     for given in (values, values.T, values[:0], values[1, 2], values[:, ::2]):
         raw = encode(given, name)
         assert raw.shape == given.shape and raw.dtype == DTYPES[name].storage
-        np.testing.assert_array_equal(decode(np.ascontiguousarray(raw), name).reshape(given.shape), given)
+        np.testing.assert_array_equal(
+            decode(np.ascontiguousarray(raw), name).reshape(given.shape), given
+        )
 
 
 def test_dlpack_codes_are_torchs_and_cupys():

@@ -1,4 +1,4 @@
-"""The README says what the code says: its dispatch table, its commands, its calls."""
+"""README.md and docs/ say what the code says: tables, figures, commands, code, files."""
 
 from __future__ import annotations
 
@@ -7,109 +7,129 @@ import json
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import cupynorm
 from cupynorm.__main__ import main
-from cupynorm.bench_report import read
-from cupynorm.devices import DEVICES
-from cupynorm.dispatch import plan, widest
-from cupynorm.strategies import STRATEGIES
+from cupynorm.bench.documents import SHORT_COLS, short_markdown
+from cupynorm.bench.report import read
+from cupynorm.plan.devices import DEVICES
+from cupynorm.plan.dispatch import widest
+from cupynorm.plan.problem import SCALINGS
+from cupynorm.plan.strategies import STRATEGIES
 
-README = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
-NOTEBOOKS = Path(__file__).parents[1] / "notebooks"
+ROOT = Path(__file__).parents[1]
+NOTEBOOKS = ROOT / "notebooks"
+DOCUMENTS = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")])
+README, CALLS, LINEAR, FLOAT8, BENCHMARKS = (
+    (ROOT / name).read_text(encoding="utf-8")
+    for name in (
+        "README.md",
+        "docs/calls.md",
+        "docs/linear.md",
+        "docs/float8.md",
+        "docs/benchmarks.md",
+    )
+)
 
 
-def block(name: str) -> str:
-    found = re.search(rf"<!-- {name} -->\n(.*?)<!-- /{name} -->", README, re.DOTALL)
-    assert found, f"README.md has no block {name}"
+def block(name: str, text: str = README) -> str:
+    """What is between the markers of a name."""
+    found = re.search(rf"<!-- {name} -->\n(.*?)<!-- /{name} -->", text, re.DOTALL)
+    assert found, f"there is no block {name}"
     return found[1].strip()
 
 
-def strategies_markdown() -> str:
-    """The dispatch table as the README shows it: the widest rows of bfloat16 on an H200."""
-    device = DEVICES["H200"]
-    lines = ["| strategy | a row waits | widest row, forward | widest row, backward |", "|---|---|---|---|"]
-    for row in STRATEGIES.values():
-        problems = (plan(4096, direction=direction, device=device).problem for direction in ("forward", "backward"))
-        cols = (widest(row.name, problem, device) for problem in problems)
-        lines.append(
-            " | ".join([f"| {row.name}", row.row_waits, *("any" if each is None else f"{each:,}" for each in cols)]) + " |"
-        )
-    return "\n".join(lines)
+def command(name: str) -> str:
+    """The one line of a block of shell."""
+    line = block(name).removeprefix("```sh\n").removesuffix("\n```")
+    assert "\n" not in line
+    return line
 
 
-def test_the_dispatch_table_is_generated():
-    assert block("strategies") == strategies_markdown()
-
-
-def test_the_table_of_speeds_is_what_was_measured():
-    assert block("bench") == read(NOTEBOOKS / "h200.json").markdown().strip()
-
-
-@pytest.mark.parametrize("path", sorted(NOTEBOOKS.glob("h200*.json")), ids=lambda path: path.name)
-def test_commands_beside_figures_can_be_typed_anywhere(path):
-    """They name the file that holds them, and no folder of the machine they ran on."""
-    command = json.loads(path.read_text(encoding="utf-8"))["settings"]["command"]
-    assert f"--json {path.name}" in command and "/" not in command
-
-
-def test_ci_runs_the_command_of_the_readme():
-    script = (Path(__file__).parents[1] / ".ci" / "run").read_text(encoding="utf-8")
-    assert "<!-- test -->" in script and "README.md" in script
-    command = block("test").removeprefix("```sh\n").removesuffix("\n```")
-    assert command.startswith("pip install") and "pytest" in command and "\n" not in command
-
-
-def test_every_call_it_names_exists():
-    named = set(re.findall(r"^\| `([a-z_]+)`(?:, `([a-z_]+)`)*", README, re.MULTILINE)[0]) | {"plan", "check", "rms_norm"}
-    for name in filter(None, named):
-        assert callable(getattr(cupynorm, name)), name
-
-
-def run(name, num_lines=None):
-    """The names that a block of Python leaves behind, of so many lines."""
-    code = block(name).removeprefix("```python\n").removesuffix("\n```")
-    assert num_lines is None or sum(bool(line) for line in code.splitlines()) == num_lines
-    names = {}
+def run(name: str, text: str = README, **names: object) -> dict[str, object]:
+    """Runs a block of Python and returns its names."""
+    code = block(name, text).removeprefix("```python\n").removesuffix("\n```")
     exec(code, names)
     return names
 
 
-def test_its_swap_runs(capsys):
-    pytest.importorskip("torch")
-    names = run("swap")
-    assert "torch.RMSNorm  cupynorm.RMSNorm" in capsys.readouterr().out
-    assert type(names["model"][1]).__module__.startswith("torch.")
+def rows(text: str) -> list[list[str]]:
+    """The cells of each line of a table, without its two header lines."""
+    lines = [line for line in text.splitlines() if line.startswith("|")]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
 
 
-def test_its_linear_layer_runs():
-    torch = pytest.importorskip("torch")
-    names = run("linear", 5)
-    layer = names["layer"]
-    assert names["y"].shape == (32, 192) and layer._fp8_states["forward"].scale[0] != 1
-    for name in ("query_weight", "key_weight", "value_weight", "value_bias", "layer_norm_weight"):
-        gradient = getattr(layer, name).grad
-        assert torch.isfinite(gradient).all() and gradient.abs().max() > 0, name
+# What is claimed of the whole.
 
 
-def test_its_8_bit_output_runs():
-    torch = pytest.importorskip("torch")
-    names = run("fp8", 5)
-    y, norm = names["y"], names["norm"]
-    assert y.data.dtype == torch.float8_e4m3fn and y.scale_inv.item() == 1 and y.transposed.shape == (256, 32)
-    assert norm._fp8_scales.scale != 1 and torch.isfinite(norm.weight.grad).all() and norm.weight.grad.abs().max() > 0
+def test_the_readme_is_short():
+    assert len(README.splitlines()) <= 130
 
 
-def test_the_scales_it_names_are_those_that_there_are():
-    from cupynorm.problem import SCALINGS
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
+def test_every_file_that_is_named_exists(path):
+    """Files in backticks by their path in the repository, links by that from the document."""
+    text = path.read_text(encoding="utf-8")
+    named = re.findall(
+        r"`(?:python )?((?:\.ci|notebooks|tests|cuda_src|cupynorm|reference|docs)/[\w./-]*)`", text
+    )
+    for each in named:
+        assert (ROOT / each).exists(), each
+    for link, anchor in re.findall(r"\]\((?!https?:)([^)#]*)(?:#([\w-]+))?\)", text):
+        target = path.parent / link if link else path
+        assert target.exists(), link
+        if anchor:
+            titles = re.findall(r"^#+ (.*)$", target.read_text(encoding="utf-8"), re.MULTILINE)
+            assert anchor in {
+                re.sub(r"[^\w -]", "", title).lower().replace(" ", "-") for title in titles
+            }, anchor
 
-    rows = "\n".join(line.split("|")[1] for line in README.splitlines() if line.startswith(("| `None`", '| `"')))
-    assert set(re.findall(r'"(\w+)"', rows)) == set(SCALINGS) - {"given"}
-    layer_norm = next(line for line in README.splitlines() if line.startswith("| `layer_norm`, `rms_norm` |"))
-    options = set(re.findall(r"`(\w+)`", layer_norm.split("|")[2]))
-    assert options <= set(inspect.signature(cupynorm.layer_norm).parameters)
-    assert {"scale", "amax", "power_of_two", "transpose"} <= options
+
+def test_the_readme_names_where_to_start_reading():
+    assert {"docs/speed.svg", "docs/dispatch.md"} <= set(re.findall(r"\]\(([^)#]*)", README))
+    named = re.findall(r"^\d\. `([\w./]+)`", README, re.MULTILINE)
+    assert named[:3] == [
+        "cuda_src/forward_uncached.cu",
+        "cuda_src/forward_warp.cu",
+        "cupynorm/plan/strategies.py",
+    ]
+    assert named[4] == "reference/layer_norm.py"
+
+
+@pytest.mark.parametrize("path", [*DOCUMENTS, ROOT / "CHANGELOG.md"], ids=lambda path: path.name)
+def test_lines_of_text_have_at_most_100_columns(path):
+    """But for tables, what the benchmark writes, and long commands."""
+    text = re.sub(
+        r"<!-- bench -->.*?<!-- /bench -->", "", path.read_text(encoding="utf-8"), flags=re.DOTALL
+    )
+    for line in text.splitlines():
+        assert len(line) <= 100 or line.startswith("|") or re.search(r"`[^`]{60,}`", line), line
+
+
+def test_the_version_is_the_same_everywhere():
+    version = re.escape(cupynorm.__version__)
+    for name, line in (
+        ("pyproject.toml", rf'^version = "{version}"$'),
+        ("CITATION.cff", rf"^version: {version}$"),
+        ("CHANGELOG.md", rf"^## \[{version}\] - \d{{4}}-\d\d-\d\d$"),
+    ):
+        assert re.search(line, (ROOT / name).read_text(encoding="utf-8"), re.MULTILINE), name
+
+
+# Commands.
+
+
+def test_ci_runs_the_command_of_the_readme():
+    script = (ROOT / ".ci" / "run").read_text(encoding="utf-8")
+    assert "<!-- test -->" in script and "README.md" in script
+    assert command("test").startswith("pip install") and "pytest" in command("test")
+
+
+def test_the_first_command_checks_the_kernels():
+    install, check = command("run").split(" && ")
+    assert install == "pip install ." and check == "python -m cupynorm check --quick"
 
 
 def test_its_plan_command_prints_a_plan(capsys):
@@ -117,21 +137,228 @@ def test_its_plan_command_prints_a_plan(capsys):
     assert "forward_block.cu" in capsys.readouterr().out
 
 
-def test_every_file_it_names_is_there():
-    named = set(re.findall(r"`(?:python )?((?:notebooks|tests|cuda_src|cupynorm|reference)/[\w./]*)`", README))
-    assert {"notebooks/train_gpt.py", "notebooks/swap_hugging_face.py", "cupynorm/norm.py"} <= named
-    for path in named:
-        assert (Path(__file__).parents[1] / path).exists(), path
+@pytest.mark.parametrize("path", sorted(NOTEBOOKS.glob("h200*.json")), ids=lambda path: path.name)
+def test_commands_beside_figures_can_be_typed_anywhere(path):
+    """They name the file that holds them, and no folder of the machine they ran on."""
+    made_by = json.loads(path.read_text(encoding="utf-8"))["settings"]["command"]
+    assert f"--json {path.name}" in made_by and "/" not in made_by
+    assert made_by in BENCHMARKS
 
 
-def test_what_it_says_of_several_ranks_is_checked():
+# Tables.
+
+
+def path_of(tile, strategy: str, direction: str) -> str:
+    if strategy == "uncached":
+        return "uncached"
+    if tile.bundle:
+        return "bundle"
+    if tile.stages:
+        return "staged" if tile.stages == 1 and direction == "forward" else "ring"
+    return "registers" if tile.packs_per_thread else "smem"
+
+
+def test_the_dispatch_table_has_the_widest_rows_of_bfloat16_on_an_h200():
+    table = rows(block("strategies"))
+    assert [row[0] for row in table] == list(STRATEGIES)
+    device = DEVICES["H200"]
+    for name, _, _, *shown in table:
+        for direction, text in zip(("forward", "backward"), shown):
+            cols = widest(
+                name, cupynorm.plan(4096, direction=direction, device=device).problem, device
+            )
+            assert text == ("any" if cols is None else f"{cols:,}"), (name, direction)
+
+
+def test_the_dispatch_table_has_the_paths_that_plans_take():
+    """On these widths, dtypes and GPUs, each path that the table names, and no other."""
+    found: dict[str, set[str]] = {name: set() for name in STRATEGIES}
+    widths = (8, 127, 768, 2332, 4096, 12288, 14000, 24576, 65536, 300_000, 400_000, 2_000_000)
+    for device in ("H200", "A100"):
+        for num_cols in widths:
+            for dtype in ("bfloat16", "float32"):
+                options = [{"direction": "forward"}, {"direction": "backward"}]
+                options += [{"out_dtype": "float8_e4m3fn", "scale": "row"}]
+                for each in options:
+                    made = cupynorm.plan(num_cols, dtype=dtype, device=device, **each)
+                    direction = each.get("direction", "forward")
+                    found[made.strategy].add(path_of(made.tile, made.strategy, direction))
+    assert {row[0]: set(row[1].split(", ")) for row in rows(block("strategies"))} == found
+
+
+def test_the_tables_of_speeds_are_what_was_measured():
+    measured = read(NOTEBOOKS / "h200.json")
+    assert block("bench") == short_markdown(measured).strip()
+    assert block("bench", BENCHMARKS) == measured.markdown().strip()
+    assert len(rows(block("bench"))) == len(SHORT_COLS) == 8
+
+
+def test_the_cells_that_it_wins_are_those_that_the_readme_counts():
+    cells = read(NOTEBOOKS / "h200.json").measurements
+    fastest = sum("cupynorm" in each.fastest for each in cells)
+    num_widths = len({each.cell.num_cols for each in cells})
+    text = " ".join(README.split())
+    assert (
+        f"Over {num_widths} widths and three dtypes" in text
+        and len({each.cell.dtype for each in cells}) == 3
+    )
+    assert f"in {fastest} of {len(cells)} cells" in text
+
+
+def test_the_cells_that_others_win_are_those_that_the_readme_counts():
+    cells = read(NOTEBOOKS / "h200_models.json").measurements
+    behind = [each for each in cells if "cupynorm" not in each.fastest]
+    slower = [each.median("cupynorm") / each.median(each.right[0]) - 1 for each in behind]
+    said = re.search(r"is (\d+) to (\d+)% faster in (\d+) of (\d+) cells", README)
+    assert tuple(map(int, said.groups())) == (
+        round(100 * min(slower)), round(100 * max(slower)), len(behind), len(cells),
+    )  # fmt: skip
+
+
+def test_the_steps_of_a_gpt_are_what_was_measured():
+    runs = json.loads((NOTEBOOKS / "train_gpt.json").read_text(encoding="utf-8"))["runs"]
+    warm_up = int(
+        re.search(r"^FIRST = (\d+)", (NOTEBOOKS / "train_gpt.py").read_text(), re.MULTILINE)[1]
+    )
+    medians = {
+        name: f"{np.median(each['milliseconds'][warm_up:]):.1f}" for name, each in runs.items()
+    }
+    text = " ".join(README.split())
+    cupynorm_step, torch_step = medians["cupynorm"], medians["torch"]
+    assert f"takes {cupynorm_step} ms a step with these norms and {torch_step} with torch's" in text
+    assert f"compiled, {medians['cupynorm-compiled']} and {medians['torch-compiled']} ms" in text
+
+
+def test_the_table_of_8_bit_outputs_is_what_was_measured():
+    measured = read(NOTEBOOKS / "h200_fp8.json").measurements
+    shares: dict[int, dict[str, str]] = {}
+    for each in measured:
+        shares.setdefault(each.cell.num_cols, {})[each.cell.scale or "given"] = (
+            f"{each.share('cupynorm'):.2f}"
+        )
+    names = ("given", "tensor", "row", "block", "mx")
+    expected = [[f"{cols:,}", *(found[name] for name in names)] for cols, found in shares.items()]
+    assert rows(block("fp8", BENCHMARKS)) == expected
+
+
+def test_the_table_of_model_shapes_is_what_was_measured():
+    expected: dict[tuple[str, str], list[str]] = {}
+    for each in read(NOTEBOOKS / "h200_models.json").measurements:
+        key = (each.cell.norm, f"{each.cell.num_rows} x {each.cell.num_cols}")
+        best = next(name for name in each.right if name not in ("cupynorm", "torch"))
+        shown = expected.setdefault(key, [*key])
+        shown += [f"{each.median('cupynorm'):.1f}", f"{best} {each.median(best):.1f}"]
+    assert rows(block("models", BENCHMARKS)) == list(expected.values())
+
+
+# Code.
+
+
+def test_its_swap_runs(capsys):
+    torch = pytest.importorskip("torch")
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.RMSNorm(64))
+    x, weight, r = torch.randn(3, 4096), torch.ones(4096), torch.randn(3, 4096)
+    names = run("swap", cupynorm=cupynorm, model=model, x=x, weight=weight, r=r)
+    assert "torch.RMSNorm  cupynorm.RMSNorm" in capsys.readouterr().out
+    assert type(model[1]) is cupynorm.RMSNorm
+    assert torch.equal(names["s"], x + r) and names["y"].shape == x.shape
+
+
+def test_its_plan_runs(capsys):
+    x = np.arange(3 * 4096.0).reshape(3, 4096)
+    names = run("learn", cupynorm=cupynorm, x=x)
+    assert "forward_block.cu" in capsys.readouterr().out
+    assert abs(names["y"].mean(axis=1)).max() < 1e-12
+
+
+@pytest.mark.slow
+def test_its_checks_run(capsys):
+    torch = pytest.importorskip("torch")
+    x = np.random.default_rng(0).standard_normal((8, 33)).astype("float32")
+    function = torch.nn.functional.layer_norm
+    run("check", cupynorm=cupynorm, my_layer_norm=function, x=x, weight=x[0].copy())
+    out = capsys.readouterr().out
+    assert "layer_norm 64 x 4096 bfloat16" in out and "rms_norm 8 x 33 float32" in out
+
+
+def test_the_linear_layer_of_the_documents_runs():
+    torch = pytest.importorskip("torch")
+    names = run("linear", LINEAR)
+    layer = names["layer"]
+    assert names["y"].shape == (32, 192) and layer._fp8_states["forward"].scale[0] != 1
+    for name in ("query_weight", "key_weight", "value_weight", "value_bias", "layer_norm_weight"):
+        gradient = getattr(layer, name).grad
+        assert torch.isfinite(gradient).all() and gradient.abs().max() > 0, name
+
+
+def test_the_8_bit_output_of_the_documents_runs():
+    torch = pytest.importorskip("torch")
+    names = run("fp8", FLOAT8)
+    y, norm = names["y"], names["norm"]
+    assert (
+        y.data.dtype == torch.float8_e4m3fn
+        and y.scale_inv.item() == 1
+        and y.transposed.shape == (256, 32)
+    )
+    assert norm._fp8_scales.scale != 1
+    assert torch.isfinite(norm.weight.grad).all() and norm.weight.grad.abs().max() > 0
+
+
+# Names.
+
+
+def test_every_public_call_is_listed():
+    """The table of docs/calls.md has every public function and class that a user calls."""
+    listed = set(re.findall(r"`(\w+)`", "\n".join(row[0] for row in rows(block("calls", CALLS)))))
+    assert {name for name in listed if hasattr(cupynorm, name)} == listed
+    results = {
+        "Forward",
+        "Backward",
+        "FusedForward",
+        "FusedBackward",
+        "ProjectedForward",
+        "ProjectedBackward",
+    }
+    others = {
+        "Plan",
+        "Tile",
+        "Device",
+        "DEVICES",
+        "STRATEGIES",
+        "CheckResult",
+        "MissingLibraryError",
+        "SwappedNorms",
+    }
+    assert {name for name in dir(cupynorm) if not name.startswith("_")} - listed <= results | others
+
+
+def test_every_keyword_of_the_norms_is_listed():
+    row = next(row for row in rows(block("calls", CALLS)) if row[0].startswith("`layer_norm`"))
+    listed = set(re.findall(r"`(\w+)`", row[1]))
+    parameters = inspect.signature(cupynorm.layer_norm).parameters.values()
+    assert listed == {
+        each.name for each in parameters if each.kind is inspect.Parameter.KEYWORD_ONLY
+    }
+
+
+def test_the_scales_of_the_documents_are_those_that_there_are():
+    listed = {
+        name for row in rows(block("scales", FLOAT8)) for name in re.findall(r'"(\w+)"', row[0])
+    }
+    assert listed == set(SCALINGS) - {"given"}
+
+
+def test_what_the_documents_say_of_several_ranks_is_checked():
     """Of DistributedDataParallel, fully_shard and DTensors: by name, in what two processes run."""
     pytest.importorskip("torch")
     two_ranks = pytest.importorskip("two_ranks")
     claimed = {"distributed_data_parallel"}
     if two_ranks.HAS_SHARDING:
         claimed |= {
-            "fully_sharded", "fully_sharded_and_compiled", "dtensors_of_any_placement", "they_lie_where_torch_puts_its_own",
+            "fully_sharded",
+            "fully_sharded_and_compiled",
+            "dtensors_of_any_placement",
+            "they_lie_where_torch_puts_its_own",
             "plain_parameters_count_as_the_same_on_every_rank",
-        }  # fmt: skip
+        }
     assert claimed <= set(two_ranks.CHECKS)

@@ -19,11 +19,22 @@ import cupynorm
 REPOSITORY = Path(__file__).parents[1]
 PACKAGE = REPOSITORY / "cupynorm"
 CUDA_SRC = REPOSITORY / "cuda_src"
-MODULES = {path.stem: path for path in sorted(PACKAGE.glob("*.py"))}
+# By path in the package: "dtypes", "plan/dispatch".
+MODULES = {
+    path.relative_to(PACKAGE).with_suffix("").as_posix(): path
+    for path in sorted(PACKAGE.rglob("*.py"))
+    if path.name != "__init__.py" or path.parent == PACKAGE
+}
 KERNELS = sorted(CUDA_SRC.glob("*.cu"))
-SOURCES = sorted(path for path in CUDA_SRC.rglob("*") if path.suffix in (".cu", ".cuh", ".h", ".cpp"))
+SOURCES = sorted(
+    path for path in CUDA_SRC.rglob("*") if path.suffix in (".cu", ".cuh", ".h", ".cpp")
+)
 DEVICE_SOURCES = sorted(path for path in CUDA_SRC.iterdir() if path.suffix in (".cu", ".cuh"))
-PYTHON = sorted(path for folder in ("cupynorm", "reference", "tests") for path in (REPOSITORY / folder).rglob("*.py"))
+PYTHON = sorted(
+    path
+    for folder in ("cupynorm", "reference", "tests")
+    for path in (REPOSITORY / folder).rglob("*.py")
+)
 
 
 def names_of(paths):
@@ -36,13 +47,29 @@ def names_of(paths):
 def python(script: str) -> str:
     path = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))
     done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, cwd=REPOSITORY, env=os.environ | {"PYTHONPATH": path}
+        [sys.executable, "-c", script],
+        capture_output=True,
+        text=True,
+        cwd=REPOSITORY,
+        env=os.environ | {"PYTHONPATH": path},
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
-HEAVY = ("torch", "cupy", "cupy_backends", "triton", "scipy", "pandas", "matplotlib", "ml_dtypes", "IPython", "pytest", "jax")
+HEAVY = (
+    "torch",
+    "cupy",
+    "cupy_backends",
+    "triton",
+    "scipy",
+    "pandas",
+    "matplotlib",
+    "ml_dtypes",
+    "IPython",
+    "pytest",
+    "jax",
+)
 
 
 def brought_by(statements: str) -> set[str]:
@@ -93,52 +120,32 @@ def test_import_takes_less_than_50_milliseconds_beyond_numpy():
 
 # Arrows.
 
-# From the bottom up; an import at module level goes to the same row or below. pure, CuPy, calls, norm, torch, tools.
-PURE = (
+# From the bottom up: a module imports from its own wing or from those before it, anywhere in its text.
+WINGS = (
     "dtypes",
-    "devices",
-    "problem",
-    "quantized_registers",
-    "registers",
-    "bundles",
-    "rings",
-    "staged",
-    "strategies",
-    "dispatch",
-    "candidates",
+    "arguments",
+    "plan",
+    "gpu",
+    "norm",
+    "nn",
+    "linear",
+    "parallel",
+    "check",
+    "bench",
+    "explore",
+    "__main__",
 )
-ROWS = (
-    PURE,
-    ("nvrtc", "launch", "arrays", "cublas", "on_cpu"),
-    ("calls",),
-    ("norm", "norm_linear", "tiles", "fused", "quantized", "survey"),
-    ("formulas", "torch_ops", "autograd", "modules", "fp8", "fp8_linear", "linear", "parallel"),
-    (
-        "gradient_check",
-        "activations",
-        "check",
-        "peers",
-        "tutorial",
-        "bench",
-        "bench_cells",
-        "bench_report",
-        "bench_host",
-        "bench_linear",
-        "tune",
-        "__main__",
-    ),
-)
-ROW_OF = {name: row for row, names in enumerate(ROWS) for name in names} | {"reference": -1, "data": -1}
-# Upward only inside a function that needs it: plan() of the current GPU, and torch tensors.
-UPWARD = {
-    ("dispatch", "launch"),
-    ("norm", "autograd"),
-    ("fused", "autograd"),
-    ("quantized", "autograd"),
-    ("norm_linear", "linear"),
-}
-TORCH = {"formulas", "torch_ops", "autograd", "modules", "fp8", "fp8_linear", "linear", "parallel", "tutorial"}
-CUPY = {"nvrtc", "launch"}
+BELOW_ALL = {"reference", "data", "__version__"}
+# Upward only inside a function that needs it: torch tensors.
+UPWARD = {("norm/route", "nn")}
+TORCH = {"nn", "linear"}
+CUPY = {"gpu/nvrtc", "gpu/launch"}
+
+
+def wing_of(name: str) -> str:
+    """Of a module by its path in the package ("plan/tile"), or by its dotted name in it ("plan.tile")."""
+    first = re.split(r"[/.]", name)[0]
+    return first
 
 
 def imports(path: Path) -> list[tuple[str, bool]]:
@@ -158,12 +165,20 @@ def imports(path: Path) -> list[tuple[str, bool]]:
         elif isinstance(node, ast.ImportFrom):
             base = node.module or ""
             if node.level:
-                base = f"cupynorm.{base}" if base else "cupynorm"
-            if base == "cupynorm":
-                found += [(f"cupynorm.{alias.name}", at_module_level) for alias in node.names]
+                # Of a file of the package: its folder, and one folder up for each dot more than one.
+                folder = (
+                    path.relative_to(PACKAGE).parts[:-1] if path.is_relative_to(PACKAGE) else ()
+                )
+                folder = folder[: len(folder) + 1 - node.level]
+                base = ".".join(filter(None, ("cupynorm", *folder, base)))
+            if base == "cupynorm" or (PACKAGE.parent / base.replace(".", "/")).is_dir():
+                found += [(f"{base}.{alias.name}", at_module_level) for alias in node.names]
             else:
                 found.append((base, at_module_level))
-        elif isinstance(node, ast.Call) and getattr(node.func, "attr", "") in ("import_module", "__import__"):
+        elif isinstance(node, ast.Call) and getattr(node.func, "attr", "") in (
+            "import_module",
+            "__import__",
+        ):
             found.append((ast.unparse(node.args[0]), at_module_level))
     return found
 
@@ -183,22 +198,32 @@ def test_imports_sees_every_kind(tmp_path):
 
 @pytest.mark.parametrize("name", [name for name in MODULES if name != "__init__"])
 def test_arrows_go_one_way(name):
-    assert name in ROW_OF, f"cupynorm/{name}.py has no row in ROWS: say where it stands"
+    own = wing_of(name)
+    assert own in WINGS, f"cupynorm/{name}.py is in no wing: say in WINGS where it stands"
     for imported, at_module_level in imports(MODULES[name]):
-        if not imported.startswith("cupynorm.") or imported == "cupynorm.__version__":
+        package, _, module = imported.partition(".")
+        if package != "cupynorm" or module in BELOW_ALL or wing_of(module) in BELOW_ALL:
             continue
-        other = imported.split(".")[1]
-        assert other in ROW_OF, f"{name} imports {other}, which is no module of the package"
-        upward = ROW_OF[other] > ROW_OF[name]
-        assert not upward or (not at_module_level and (name, other) in UPWARD), f"{name} imports {other} from a row above"
+        other = wing_of(module)
+        assert other in WINGS, f"{name} imports {imported}, which is in no wing"
+        upward = WINGS.index(other) > WINGS.index(own)
+        assert not upward or (not at_module_level and (name, other) in UPWARD), (
+            f"{name} imports {imported} from a wing above"
+        )
 
 
 def test_modules_do_not_import_in_circles():
+    names = {f"cupynorm.{name.replace('/', '.')}": name for name in MODULES}
     arrows = {
-        name: {imported.split(".")[1] for imported, top in imports(path) if top and imported.startswith("cupynorm.")}
+        name: {names[found] for found, top in imports(path) if top and found in names}
+        | {
+            names[parent]
+            for found, top in imports(path)
+            if top and (parent := found.rpartition(".")[0]) in names
+        }
         for name, path in MODULES.items()
     }
-    assert arrows["norm"] >= {"arrays", "dispatch", "dtypes", "problem"}
+    assert arrows["norm/prepared"] >= {"gpu/arrays", "plan/dispatch", "dtypes", "plan/problem"}
     left = dict(arrows)
     while free := [name for name, others in left.items() if not others & set(left)]:
         for name in free:
@@ -211,8 +236,9 @@ def test_who_may_import_torch_and_cupy(name):
     for imported, at_module_level in imports(MODULES[name]):
         library = imported.partition(".")[0]
         if library == "torch":
-            assert not at_module_level or name in TORCH, f"{name} imports torch at module level"
-            assert name not in ROWS[0], f"{name} imports torch"
+            in_torch = wing_of(name) in TORCH or name == "bench/triton_tutorial"
+            assert not at_module_level or in_torch, f"{name} imports torch at module level"
+            assert wing_of(name) not in ("dtypes", "plan"), f"{name} imports torch"
         if library in ("cupy", "cupy_backends", "cupyx"):
             assert name in CUPY, f"{name} imports {imported}; nvrtc.cupy() is the way to it"
             assert not at_module_level, f"{name} imports {imported} at module level"
@@ -220,11 +246,16 @@ def test_who_may_import_torch_and_cupy(name):
 
 
 def test_the_pure_modules_need_only_numpy_and_the_standard_library():
-    for name in PURE:
-        outside = {imported.partition(".")[0] for imported, _ in imports(MODULES[name])} - {"cupynorm"}
+    pure = [name for name in MODULES if wing_of(name) in ("dtypes", "plan")]
+    assert len(pure) > 5
+    for name in pure:
+        outside = {imported.partition(".")[0] for imported, _ in imports(MODULES[name])} - {
+            "cupynorm"
+        }
         assert outside <= set(sys.stdlib_module_names) | {"numpy"}, name
-    for name in set(PURE) - {"dtypes"}:
-        assert "numpy" not in {imported for imported, _ in imports(MODULES[name])}
+        assert name == "dtypes" or "numpy" not in {
+            imported for imported, _ in imports(MODULES[name])
+        }
 
 
 def test_reference_imports_only_numpy_and_itself():
@@ -233,14 +264,138 @@ def test_reference_imports_only_numpy_and_itself():
             if isinstance(node, ast.Import):
                 assert {alias.name for alias in node.names} == {"numpy"}, path.name
             if isinstance(node, ast.ImportFrom):
-                assert node.level == 1 or node.module in ("__future__", "collections.abc", "typing"), path.name
+                assert node.level == 1 or node.module in (
+                    "__future__",
+                    "collections.abc",
+                    "typing",
+                ), path.name
 
 
 def test_no_module_is_a_drawer():
     for path in REPOSITORY.rglob("*"):
         inside = path.relative_to(REPOSITORY).parts
         if path.suffix in (".py", ".cu", ".cuh", ".h") and not inside[0].startswith("."):
-            assert path.stem.lower() not in ("utils", "util", "common", "helpers", "helper", "core", "misc"), path
+            assert path.stem.lower() not in (
+                "utils",
+                "util",
+                "common",
+                "helpers",
+                "helper",
+                "core",
+                "misc",
+            ), path
+
+
+# Sizes.
+
+MOST_POSITIONAL = 6
+MOST_LINES = 500
+# Functions whose signature is set elsewhere: by another library, by autograd or by Triton.
+LONG_SIGNATURES = {
+    "linear/module.LayerNormLinear.__init__",
+    "linear/api.layer_norm_linear_backward",
+    "nn/autograd._Norm.forward",
+    "bench/triton_tutorial._forward",
+    "bench/triton_tutorial._backward_rows",
+    "bench/triton_tutorial._backward_columns",
+}
+# To be split. A file leaves this list once it has at most MOST_LINES.
+LONG_FILES = {"nn/operators": 640}
+
+
+def positional_parameters(text: str) -> dict[str, int]:
+    """Of every function by its qualified name: the parameters that can be given by position."""
+    counts = {}
+
+    def visit(node: ast.AST, inside: str) -> None:
+        for child in ast.iter_child_nodes(node):
+            name = inside
+            if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+                name = f"{inside}.{child.name}".lstrip(".")
+            if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
+                given = [each.arg for each in (*child.args.posonlyargs, *child.args.args)]
+                counts[name] = len(given) - (given[:1] in (["self"], ["cls"]))
+            visit(child, name)
+
+    visit(ast.parse(text), "")
+    return counts
+
+
+def test_positional_parameters_are_counted():
+    text = (
+        "def f(a, b=1, /, c=2, *rest, d, **others): pass\n"
+        "class C:\n    def m(self, a):\n        def inner(x, y): pass\n"
+        "    @classmethod\n    async def k(cls): pass\n"
+    )
+    assert positional_parameters(text) == {"f": 3, "C.m": 1, "C.m.inner": 2, "C.k": 0}
+
+
+def test_functions_have_few_positional_parameters():
+    found = {
+        f"{module}.{name}"
+        for module, path in MODULES.items()
+        for name, count in positional_parameters(path.read_text()).items()
+        if count > MOST_POSITIONAL
+    }
+    assert not found - LONG_SIGNATURES, "pass a small dataclass, or keyword-only parameters"
+    assert not LONG_SIGNATURES - found, "no longer long: remove from LONG_SIGNATURES"
+
+
+def test_python_files_are_short():
+    lines = {name: len(path.read_text().splitlines()) for name, path in MODULES.items()}
+    too_long = {
+        name: count for name, count in lines.items() if count > LONG_FILES.get(name, MOST_LINES)
+    }
+    assert not too_long
+    listed = {name for name in LONG_FILES if lines.get(name, 0) <= MOST_LINES}
+    assert not listed, "no longer long: remove from LONG_FILES"
+
+
+# Underscore names.
+
+# What namedtuple itself offers: its names begin with an underscore, so that no field can hide them.
+OF_NAMEDTUPLES = {"_fields", "_make", "_replace", "_asdict", "_field_defaults"}
+
+
+def is_underscored(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__") and name not in OF_NAMEDTUPLES
+
+
+def borrowed_underscores(text: str) -> list[str]:
+    """Underscore names that a file takes from other modules of the package."""
+    tree = ast.parse(text)
+    found, imported = [], set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (
+            node.level or (node.module or "").split(".")[0] == "cupynorm"
+        ):
+            found += [alias.name for alias in node.names if is_underscored(alias.name)]
+            imported |= {alias.asname or alias.name for alias in node.names}
+        elif isinstance(node, ast.Import):
+            imported |= {
+                alias.asname or alias.name
+                for alias in node.names
+                if alias.name.split(".")[0] == "cupynorm"
+            }
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and is_underscored(node.attr):
+            owner = ast.unparse(node.value)
+            if owner in imported or owner.startswith("cupynorm."):
+                found.append(f"{owner}.{node.attr}")
+    return found
+
+
+def test_borrowed_underscores_are_found():
+    text = (
+        "from .a import _x, y\nfrom cupynorm.b import c as d\nimport torch, cupynorm\n"
+        "d._z; y._fields; torch._C; self._own; cupynorm.gpu._f; d.__name__\n"
+    )
+    assert sorted(borrowed_underscores(text)) == ["_x", "cupynorm.gpu._f", "d._z"]
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_underscore_names_stay_in_their_module(name):
+    assert not borrowed_underscores(MODULES[name].read_text())
 
 
 # Kernels.
@@ -256,16 +411,43 @@ def test_header_of_a_kernel(path):
     keys = [match[1] for line in header[1:] if (match := re.match(r"// (\w+):\s+\S", line))]
     assert keys == ["owns", "moves", "takes", "needs"]
     for line in header[1:]:
-        assert re.match(r"//( (owns|moves|takes|needs): |        )\s*\S", line), f"neither a key nor its continuation: {line}"
+        assert re.match(r"//( (owns|moves|takes|needs): |        )\s*\S", line), (
+            f"neither a key nor its continuation: {line}"
+        )
     for file in re.findall(r"\w+\.cuh?\b", "\n".join(header)):
         assert (CUDA_SRC / file).is_file(), f"the header names {file}, which is not there"
 
 
-@pytest.mark.parametrize("path", **names_of([path for path in DEVICE_SOURCES if path.suffix == ".cuh"]))
+@pytest.mark.parametrize(
+    "path", **names_of([path for path in DEVICE_SOURCES if path.suffix == ".cuh"])
+)
 def test_header_of_a_header(path):
     text = path.read_text()
     assert re.match(rf"// {re.escape(path.name)} -- \S", text)
     assert text.count("#pragma once") == 1
+
+
+def test_kernel_files_are_short():
+    """One idea a file: a .cu has at most 120 lines, a .cuh 250, and the first kernel of a newcomer 45."""
+    lines = {path.name: len(path.read_text().splitlines()) for path in DEVICE_SOURCES}
+    limits = {"forward_uncached.cu": 45, "forward_warp.cu": 45}
+    too_long = {
+        name: count
+        for name, count in lines.items()
+        if count > limits.get(name, 120 if name.endswith(".cu") else 250)
+    }
+    assert not too_long
+
+
+@pytest.mark.parametrize("path", **names_of(SOURCES))
+def test_lines_of_cuda_sources_have_at_most_100_columns(path):
+    assert not [line for line in path.read_text().splitlines() if len(line) > 100]
+
+
+@pytest.mark.parametrize("path", **names_of(DEVICE_SOURCES))
+def test_files_that_a_comment_names_are_there(path):
+    for file in re.findall(r"\b\w+\.cuh?\b", path.read_text()):
+        assert (CUDA_SRC / file).is_file(), f"{path.name} names {file}, which is not there"
 
 
 def code(path: Path) -> str:
@@ -278,9 +460,16 @@ ASM = re.compile(r"\b(?:asm|__asm__|__asm)\b(?:\s+(?:volatile|__volatile__))?\s*
 
 
 def test_the_patterns_find_what_they_seek():
-    for text in ("atomicAdd(&sum, value);", 'asm("red.global.add.f32 [%0], %1;" :: "l"(at), "f"(v));', "atomicCAS(a, b, c)"):
+    for text in (
+        "atomicAdd(&sum, value);",
+        'asm("red.global.add.f32 [%0], %1;" :: "l"(at), "f"(v));',
+        "atomicCAS(a, b, c)",
+    ):
         assert ATOMIC.search(text), text
-    assert ASM.findall('asm("" : "+r"(word)); asm volatile("mov.u32 %0, %%r;" : "=r"(rank));') == ["", "mov.u32 %0, %%r;"]
+    assert ASM.findall('asm("" : "+r"(word)); asm volatile("mov.u32 %0, %%r;" : "=r"(rank));') == [
+        "",
+        "mov.u32 %0, %%r;",
+    ]
     assert ASM.findall('asm volatile(\n "mbarrier.init\\n"\n "more"') == ["mbarrier.init\\n"]
 
 
@@ -289,7 +478,7 @@ def test_sums_are_made_in_a_fixed_order(path):
     """No atomics: an atomic sum of floats depends on who comes first, and results are to repeat to the bit.
     A maximum does not."""
     text = code(path)
-    assert not ATOMIC.search(text.replace("atomicMax(", "") if path.name == "fp8.cuh" else text)
+    assert not ATOMIC.search(text.replace("atomicMax(", "") if path.name == "amax.cuh" else text)
 
 
 @pytest.mark.parametrize("path", **names_of(DEVICE_SOURCES))
@@ -297,7 +486,9 @@ def test_ptx_is_in_two_headers(path):
     """cluster.cuh and bulk.cuh, each instruction with a plain C++ twin; pack.cuh has an empty statement, which is none."""
     text = code(path)
     statements = ASM.findall(text)
-    assert len(re.findall(r"\b(?:asm|__asm__|__asm)\b", text)) == len(statements), "an asm that the pattern does not understand"
+    assert len(re.findall(r"\b(?:asm|__asm__|__asm)\b", text)) == len(statements), (
+        "an asm that the pattern does not understand"
+    )
     if path.name in ("cluster.cuh", "bulk.cuh"):
         assert statements and all(statements)
         assert "#ifdef CUPYNORM_ON_CPU" in text
@@ -332,7 +523,9 @@ def test_kernels_are_chosen_by_templates_not_by_macros(path):
 NEVER = r"hidden_size|gamma|beta|grad_output|invvar|rsigma|epsilon|ctas?|nblks|is_rms_norm|smem_size|qscale|prologue|epilogue"
 
 
-@pytest.mark.parametrize("path", **names_of(DEVICE_SOURCES + sorted((REPOSITORY / "reference").glob("*.py"))))
+@pytest.mark.parametrize(
+    "path", **names_of(DEVICE_SOURCES + sorted((REPOSITORY / "reference").glob("*.py")))
+)
 def test_one_word_for_one_thing(path):
     """The words that the design rules out, in kernels and reference (elsewhere other libraries' spellings are part of the API).
     PTX's own spellings are not ours: strings are left out."""
@@ -344,7 +537,9 @@ def test_one_word_for_one_thing(path):
 
 
 def tool(name: str) -> str:
-    found = shutil.which(name, path=os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]))
+    found = shutil.which(
+        name, path=os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+    )
     if not found:
         pytest.skip(f"{name} is not installed: pip install {name}")
     return found
@@ -352,7 +547,11 @@ def tool(name: str) -> str:
 
 def complaint(*command: str) -> str:
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
-    return "" if done.returncode == 0 else (done.stdout + done.stderr)[-4000:] or f"exit {done.returncode}"
+    return (
+        ""
+        if done.returncode == 0
+        else (done.stdout + done.stderr)[-4000:] or f"exit {done.returncode}"
+    )
 
 
 @pytest.mark.parametrize("path", **names_of(SOURCES))
@@ -363,7 +562,9 @@ def test_cuda_sources_are_formatted(path):
 def test_clang_format_objects_to_what_is_not_formatted(tmp_path):
     path = tmp_path / "sample.cu"
     path.write_text("int  main( ){return 0 ;}\n")
-    assert "code should be clang-formatted" in complaint(tool("clang-format"), "--dry-run", "-Werror", str(path))
+    assert "code should be clang-formatted" in complaint(
+        tool("clang-format"), "--dry-run", "-Werror", str(path)
+    )
 
 
 @pytest.mark.parametrize("command", (("format", "--check"), ("check",)), ids=" ".join)
@@ -374,14 +575,18 @@ def test_python_sources_are_formatted_and_linted(command):
 
 def test_ruff_objects_to_what_is_wrong(tmp_path):
     path = tmp_path / "sample.py"
-    path.write_text("import os\nx = [ 1,2 ]\n# " + 15 * "too long " + "\nprint(x, \nx)  # fmt: skip\n")
+    path.write_text(
+        "import os\nx = [ 1,2 ]\n# " + 15 * "too long " + "\nprint(x, \nx)  # fmt: skip\n"
+    )
     config = ("--no-cache", "--config", str(REPOSITORY / "pyproject.toml"), str(path))
     complained = complaint(tool("ruff"), "check", *config)
     # An import that nobody needs; and what the formatter leaves: a line of more than 128 columns, a blank at the end of one.
     assert "F401" in complained and "E501" in complained and "W291" in complained
     assert "1 file would be reformatted" in complaint(tool("ruff"), "format", "--check", *config)
     path.write_text("x = [1, 2]\n")
-    assert not complaint(tool("ruff"), "check", *config) and not complaint(tool("ruff"), "format", "--check", *config)
+    assert not complaint(tool("ruff"), "check", *config) and not complaint(
+        tool("ruff"), "format", "--check", *config
+    )
 
 
 # Public names.
@@ -393,7 +598,9 @@ def documented(function: object, seen: frozenset[str] = frozenset()) -> str:
     """A function's docstring, and those of the public functions that it refers to for the rest ("as for layer_norm")."""
     text = inspect.getdoc(function) or ""
     referred = [name for name in PUBLIC if name not in seen and re.search(rf"\b{name}\b", text)]
-    functions = [getattr(cupynorm, name) for name in referred if inspect.isfunction(getattr(cupynorm, name))]
+    functions = [
+        getattr(cupynorm, name) for name in referred if inspect.isfunction(getattr(cupynorm, name))
+    ]
     return "\n".join([text, *(documented(other, seen | set(referred)) for other in functions)])
 
 
@@ -409,7 +616,11 @@ def test_public_names_are_documented(name):
     assert not re.match(rf"{name}\(\w+", value.__doc__)
     if inspect.isfunction(value):
         text = documented(value)
-        missing = [argument for argument in inspect.signature(value).parameters if not re.search(rf"\b{argument}\b", text)]
+        missing = [
+            argument
+            for argument in inspect.signature(value).parameters
+            if not re.search(rf"\b{argument}\b", text)
+        ]
         assert not missing, f"{name} does not say what {', '.join(missing)} is"
         assert "Raises" in text or "Error" in text
 

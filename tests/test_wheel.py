@@ -15,7 +15,17 @@ ROOT = Path(__file__).parents[1]
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("wheel")
-    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", str(folder), str(ROOT)]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "wheel",
+        "--quiet",
+        "--no-deps",
+        "--wheel-dir",
+        str(folder),
+        str(ROOT),
+    ]
     built = subprocess.run(command, capture_output=True, text=True)
     if built.returncode and "No matching distribution found for setuptools" in built.stderr:
         pytest.skip("no network: setuptools, which builds the wheel, cannot be fetched")
@@ -25,23 +35,24 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_it_holds_all_sources_and_is_small(wheel: Path):
     # Of text, nearly all of it sources, which compress to a quarter; the activations that are shipped are few.
-    assert wheel.stat().st_size < 350_000
+    assert wheel.stat().st_size < 430_000
     packed = zipfile.ZipFile(wheel).infolist()
     assert sum(each.compress_size for each in packed if each.filename.endswith(".npz")) < 10_000
     suffixes = {Path(each.filename).suffix for each in packed if ".dist-info/" not in each.filename}
-    assert suffixes <= {".py", ".cu", ".cuh", ".cpp", ".h", ".npz", ".typed"}, suffixes
+    assert suffixes <= {".py", ".cu", ".cuh", ".cpp", ".h", ".npz", ".csv", ".typed"}, suffixes
     held = {each.filename for each in packed}
+    assert "cupynorm/py.typed" in held
     for folder, pattern, inside in (
         ("cuda_src", "*.cu*", "cupynorm/cuda_src"),
         ("cuda_src/on_cpu", "*", "cupynorm/cuda_src/on_cpu"),
         ("reference", "*.py", "cupynorm/reference"),
-        ("cupynorm", "*.py", "cupynorm"),
+        ("cupynorm", "**/*.py", "cupynorm"),
         ("cupynorm/data", "*.npz", "cupynorm/data"),
     ):
         paths = list((ROOT / folder).glob(pattern))
         assert paths, folder
         for path in filter(Path.is_file, paths):
-            assert f"{inside}/{path.name}" in held, path
+            assert f"{inside}/{path.relative_to(ROOT / folder).as_posix()}" in held, path
 
 
 def test_it_works_outside_the_repository(wheel: Path, tmp_path: Path):
@@ -57,7 +68,11 @@ def test_it_works_outside_the_repository(wheel: Path, tmp_path: Path):
         "print('works')\n"
     )
     ran = subprocess.run(
-        [sys.executable, "-c", code], cwd=tmp_path / "site", env=_environment(), capture_output=True, text=True
+        [sys.executable, "-c", code],
+        cwd=tmp_path / "site",
+        env=_environment(),
+        capture_output=True,
+        text=True,
     )
     assert ran.stdout.strip().endswith("works"), ran.stderr
 

@@ -1,12 +1,16 @@
-// cuda_on_cpu.h -- just enough CUDA for a C++20 compiler to run the .cu files of this folder, unchanged
+// cuda_on_cpu.h -- just enough CUDA for a C++20 compiler to run the .cu files unchanged
 //
-// models  1-D grids, blocks and clusters; warps of 32 lanes; dynamic shared memory; mbarriers, bulk copies.
-//         Every thread is a fiber; the blocks of one cluster run together, clusters one after the other.
-//         A fiber gives way only where it synchronises; who runs next is drawn from the seed of the launch.
-// shows   missing barriers (wrong results under some seeds); deadlocks, bad masks, overruns (as sentences).
-// not     static __shared__ variables, textures, streams, preemption: a loop that spins on memory never ends.
+// models  1-D grids, blocks and clusters; warps of 32 lanes; dynamic shared memory; mbarriers, bulk
+//         copies. Every thread is a fiber; the blocks of one cluster run together, clusters one
+//         after the other. A fiber is interrupted only where it synchronises; the seed of the
+//         launch decides which one runs next.
+// shows   missing barriers (wrong results under some seeds); deadlocks, bad masks, overruns (as
+//         sentences).
+// not     static __shared__ variables, textures, streams, preemption: a loop that spins on memory
+//         never ends.
 // needs   to be included before everything else. cuda_on_cpu_runtime.cpp holds the scheduler.
-//         No standard header is included, as under NVRTC, so that a kernel compiles in a tenth of a second.
+//         No standard header is included, as under NVRTC, so that a kernel compiles in a tenth of a
+//         second.
 #pragma once
 #define CUPYNORM_ON_CPU 1
 
@@ -23,7 +27,7 @@
 
 using size_t = decltype(sizeof(0));
 
-// ---------------------------------------------------------------------------------------- vector types
+// -------------------------------------------------------------------------------- vector types
 
 #define CUPYNORM_VECTOR_TYPES(type, name)                          \
   struct alignas(2 * sizeof(type)) name##2 { type x, y; };         \
@@ -66,11 +70,14 @@ inline To bits_as(From from) {
 
 inline unsigned char* dynamic_smem() { return on_cpu::smem; }
 
-// --------------------------------------------------------------------------------------- synchronising
+// ------------------------------------------------------------------------------- synchronising
 
 inline void __syncthreads() { on_cpu::block_barrier(); }
-inline void __syncwarp(unsigned mask = 0xffffffffu) { on_cpu::warp_call(on_cpu::WarpCall::syncwarp, mask, 0, 0, 32); }
-// Nothing is reordered here, but these are the places where another thread's view matters: let one run.
+inline void __syncwarp(unsigned mask = 0xffffffffu) {
+  on_cpu::warp_call(on_cpu::WarpCall::syncwarp, mask, 0, 0, 32);
+}
+// Memory is never reordered here. But at a fence another thread's view matters, so another thread
+// may run.
 inline void __threadfence() { on_cpu::yield(); }
 inline void __threadfence_block() { on_cpu::yield(); }
 inline void __threadfence_system() { on_cpu::yield(); }
@@ -109,10 +116,12 @@ inline unsigned __ballot_sync(unsigned mask, int predicate) {
   return unsigned(on_cpu::warp_call(on_cpu::WarpCall::ballot, mask, predicate != 0, 0, 32));
 }
 inline int __any_sync(unsigned mask, int predicate) { return __ballot_sync(mask, predicate) != 0; }
-inline int __all_sync(unsigned mask, int predicate) { return __ballot_sync(mask, predicate) == mask; }
+inline int __all_sync(unsigned mask, int predicate) {
+  return __ballot_sync(mask, predicate) == mask;
+}
 inline unsigned __activemask() { return on_cpu::active_mask(); }
 
-// One fiber runs at a time, so an atomic is a plain update at which another thread may come first.
+// One fiber runs at a time, so an atomic is a plain update, before which another thread may run.
 template <typename Value>
 inline Value atomicAdd(Value* address, decltype(Value() + Value()) value) {
   on_cpu::yield();
@@ -128,7 +137,7 @@ inline Value atomicMax(Value* address, decltype(Value() + Value()) value) {
   return old;
 }
 
-// ------------------------------------------------------------------------------------ loads and stores
+// ---------------------------------------------------------------------------- loads and stores
 
 #define CUPYNORM_LOAD(name)                 \
   template <typename Value>                 \
@@ -153,7 +162,7 @@ CUPYNORM_STORE(__stwt)
 #undef CUPYNORM_LOAD
 #undef CUPYNORM_STORE
 
-// ------------------------------------------------------------------------------------------ arithmetic
+// ---------------------------------------------------------------------------------- arithmetic
 
 #define CUPYNORM_MATH_1(name)      \
   extern "C" float name##f(float); \
@@ -259,12 +268,12 @@ inline int __popc(unsigned x) { return __builtin_popcount(x); }
 inline int __clz(int x) { return x == 0 ? 32 : __builtin_clz(unsigned(x)); }
 inline int __ffs(int x) { return __builtin_ffs(x); }
 
-// --------------------------------------------------------------------------------------- 16-bit floats
+// ------------------------------------------------------------------------------- 16-bit floats
 
 namespace on_cpu {
 
-// Rounds once, to nearest even: from float too, because float to double is exact. A NaN becomes 0x7fff, as in
-// CUDA.
+// Rounds once, to nearest even: from float too, because float to double is exact. A NaN becomes
+// 0x7fff, as in CUDA.
 template <int mantissa_bits>
 inline unsigned short round_to_16_bits(double value) {
   constexpr int exponent_bits = 15 - mantissa_bits;
@@ -277,11 +286,13 @@ inline unsigned short round_to_16_bits(double value) {
 
   const int exponent = int(magnitude >> 52) - 1023;
   const int above_least = exponent > least_exponent ? exponent - least_exponent : 0;
-  const int shift = 52 - mantissa_bits + (exponent < least_exponent ? least_exponent - exponent : 0);
+  const int shift =
+      52 - mantissa_bits + (exponent < least_exponent ? least_exponent - exponent : 0);
   if (shift > 53) return sign;  // below half of the smallest subnormal, or zero
   const unsigned long long significand = (magnitude & ((1ull << 52) - 1)) | 1ull << 52;
   const unsigned long long kept = significand >> shift;
-  const unsigned long long dropped = significand & ((1ull << shift) - 1), half = 1ull << (shift - 1);
+  const unsigned long long dropped = significand & ((1ull << shift) - 1),
+                           half = 1ull << (shift - 1);
   // The leading one of a normal number adds the 1 by which its biased exponent exceeds above_least.
   unsigned long long rounded = ((unsigned long long)above_least << mantissa_bits) + kept;
   rounded += dropped > half || (dropped == half && (kept & 1));

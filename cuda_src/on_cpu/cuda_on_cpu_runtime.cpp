@@ -1,10 +1,10 @@
-// cuda_on_cpu_runtime.cpp -- the scheduler behind cuda_on_cpu.h: runs a grid of fibers, finds faults
+// cuda_on_cpu_runtime.cpp -- the scheduler behind cuda_on_cpu.h: runs fibers, finds faults
 //
 // owns    the fibers' stacks, the blocks' shared memory, the barriers and the copies under way.
-// order   drawn: which block is favoured, which of its warps runs, for how long, and which lane is next.
-//         Clusters are shuffled. The same seed gives the same order.
-// faults  end the launch: the fiber at fault leaves for the launcher's own stack, no other is resumed.
-//         Kernels hold nothing but plain values, so there is nothing to unwind.
+// order   drawn: which block is favoured, which of its warps runs, for how long, and which lane is
+//         next. Clusters are shuffled. The same seed gives the same order.
+// faults  end the launch: the fiber at fault switches to the launcher's stack, no other is resumed.
+//         Kernels have only plain values, so there is nothing to unwind.
 // needs   a POSIX system. Built once and shared by all kernels; launches in one process take turns.
 #include "cuda_on_cpu_runtime.h"
 
@@ -39,13 +39,13 @@ uint3 threadIdx, blockIdx;
 dim3 blockDim, gridDim;
 unsigned char* on_cpu::smem;
 
-// ------------------------------------------------------------------------------------ context switches
+// ---------------------------------------------------------------------------- context switches
 
 extern "C" void on_cpu_fiber_main();
 
 #if defined(__ELF__) && defined(__x86_64__)
-// Saves what a called function must preserve, then takes up another stack. Cheaper than swapcontext, which
-// makes two system calls for the signal mask.
+// Saves the registers that a called function must preserve, then switches to another stack. Cheaper
+// than swapcontext, which makes two system calls for the signal mask.
 asm(R"(
 .text
 .globl on_cpu_switch
@@ -141,9 +141,17 @@ constexpr unsigned most_threads = 1024, most_blocks = 16, guard_bytes = 512;
 constexpr unsigned char guard_byte = 0xa5;
 constexpr Word stack_mark = 0x5ac3d2e1f00f1e2d;
 
-// ------------------------------------------------------------------------------------------- the state
+// ----------------------------------------------------------------------------------- the state
 
-enum class State : unsigned char { running, warp_call, block_barrier, cluster_barrier, mbarrier, bulk_groups, exited };
+enum class State : unsigned char {
+  running,
+  warp_call,
+  block_barrier,
+  cluster_barrier,
+  mbarrier,
+  bulk_groups,
+  exited
+};
 
 struct Block;
 struct Warp;
@@ -164,7 +172,7 @@ struct Thread {
   unsigned arrived_phase;
   // of the mbarrier it waits at
   unsigned barrier, parity;
-  // bulk stores: groups committed, how many of these were waited for, and the last group that holds a store
+  // of bulk stores: groups committed, groups waited for, and the last group with a store
   int num_groups, num_groups_waited, last_group;
 };
 
@@ -197,10 +205,11 @@ struct Copy {
   unsigned char *smem, *global;
   unsigned num_bytes;
   Block* block;
-  unsigned barrier;                       // of a load
-  Thread* thread;                         // of a store
-  int group;                              // of a store
-  std::unique_ptr<unsigned char[]> read;  // what a store has read and not yet written, or what a block sends to another
+  unsigned barrier;  // of a load
+  Thread* thread;    // of a store
+  int group;         // of a store
+  // Bytes that a store has read and not yet written, or that a block sends to another.
+  std::unique_ptr<unsigned char[]> read;
 };
 
 struct Launch {
@@ -211,7 +220,8 @@ struct Launch {
   Word random;
   long long clock;
   Block* favoured;
-  unsigned block_turns, warp_turns;  // warps still to be drawn from the favoured block; lanes from the running warp
+  unsigned block_turns;  // warps still to be drawn from the favoured block
+  unsigned warp_turns;   // lanes still to be drawn from the running warp
 
   Context launcher;
   Context* previous;  // whom the last switch left
@@ -253,9 +263,11 @@ std::string text(const char* format, ...) {
   return buffer;
 }
 
-std::string name_of(const Thread& thread) { return text("thread %u of block %u", thread.index, thread.block->index); }
+std::string name_of(const Thread& thread) {
+  return text("thread %u of block %u", thread.index, thread.block->index);
+}
 
-// ------------------------------------------------------------------------------------------- switching
+// ----------------------------------------------------------------------------------- switching
 
 __attribute__((noinline)) void switch_contexts(Context& from, Context& to) {
   launch.previous = &from;
@@ -269,13 +281,14 @@ __attribute__((noinline)) void switch_contexts(Context& from, Context& to) {
   on_cpu_switch(&from.stack_pointer, to.stack_pointer);
 #endif
 #ifdef WITH_ADDRESS_SANITIZER
-  __sanitizer_finish_switch_fiber(fake_stack, &launch.previous->bottom, &launch.previous->stack_size);
+  __sanitizer_finish_switch_fiber(fake_stack, &launch.previous->bottom,
+                                  &launch.previous->stack_size);
 #endif
 }
 
 void prepare(Context& context, unsigned char* stack, unsigned index) {
-  ASAN_UNPOISON_MEMORY_REGION(stack,
-                              stack_size);  // the last fiber here may have left in the middle of a call
+  // The last fiber on this stack may have ended in the middle of a call.
+  ASAN_UNPOISON_MEMORY_REGION(stack, stack_size);
   memcpy(stack, &stack_mark, sizeof stack_mark);
   context.bottom = stack;
   context.stack_size = stack_size;
@@ -287,8 +300,8 @@ void prepare(Context& context, unsigned char* stack, unsigned index) {
   makecontext(&context.context, on_cpu_fiber_main, 0);
   (void)index;
 #else
-  // Stacks that all began at the same offset of a page would compete for the same few lines of the first
-  // cache.
+  // Stacks that all began at the same offset of a page would compete for the same few lines of the
+  // first cache.
   const size_t top = stack_size - (index * 5 % 32) * 128;
   Word* frame = reinterpret_cast<Word*>(stack + top) - FRAME_WORDS;
   memset(frame, 0, FRAME_WORDS * sizeof(Word));
@@ -321,7 +334,7 @@ void make_ready(Thread& thread) {
   make_ready(*thread.warp, 1u << thread.lane);
 }
 
-// ---------------------------------------------------------------------------------------------- faults
+// -------------------------------------------------------------------------------------- faults
 
 const char* name_of(WarpCall call) {
   switch (call) {
@@ -354,7 +367,8 @@ std::string what_it_does(const Thread& thread) {
     case State::mbarrier: {
       const Mbarrier& barrier = thread.block->barriers[thread.barrier];
       return text(
-          "waits at the mbarrier at byte %u of shared memory for parity %u (%u arrivals and %lld bytes are "
+          "waits at the mbarrier at byte %u of shared memory for parity %u (%u arrivals and %lld "
+          "bytes are "
           "missing)",
           barrier.offset, thread.parity, barrier.missing, barrier.missing_bytes);
     }
@@ -366,7 +380,7 @@ std::string what_it_does(const Thread& thread) {
   return "";
 }
 
-// The thread for which this one waits in vain, or null where no single thread is to blame.
+// The thread that this one waits for in vain, or null if there is no single one.
 const Thread* awaited_by(const Thread& thread) {
   const Block& block = *thread.block;
   if (thread.state == State::warp_call) {
@@ -383,7 +397,9 @@ const Thread* awaited_by(const Thread& thread) {
   if (thread.state == State::cluster_barrier) {
     for (unsigned index = 0; index < launch.num_blocks * launch.block_size; ++index) {
       const Thread& other = launch.threads[index];
-      if (other.state != State::exited && !(other.arrived && other.arrived_phase == launch.cluster_phase)) return &other;
+      if (other.state != State::exited &&
+          !(other.arrived && other.arrived_phase == launch.cluster_phase))
+        return &other;
     }
   }
   return nullptr;
@@ -405,9 +421,9 @@ std::string deadlock() {
   return message + ".";
 }
 
-// --------------------------------------------------------------------------------------- shared memory
+// ------------------------------------------------------------------------------- shared memory
 
-// Mostly ones, a NaN in every floating type, mixed with noise: what nobody has written must not look like
+// Mostly ones, a NaN in every floating type, mixed with noise: unwritten memory must not look like
 // zeros.
 void fill_with_garbage(unsigned char* smem) {
   for (unsigned byte = 0; byte < launch.smem_bytes; byte += 8) {
@@ -417,7 +433,9 @@ void fill_with_garbage(unsigned char* smem) {
   }
 }
 
-size_t stride_of_smem() { return guard_bytes + (launch.smem_bytes + 127) / 128 * 128 + guard_bytes; }
+size_t stride_of_smem() {
+  return guard_bytes + (launch.smem_bytes + 127) / 128 * 128 + guard_bytes;
+}
 
 size_t guard_after_bytes() { return stride_of_smem() - guard_bytes - launch.smem_bytes; }
 
@@ -440,8 +458,9 @@ void check_guards(Block& block) {
     if (before[byte] != guard_byte) stray = int(byte) - int(guard_bytes);
   const bool overrun = stray != 0 || (launch.smem_bytes == 0 && after[0] != guard_byte);
   if (overrun)
-    fail(text("Something wrote at byte %d, outside the %u bytes of dynamic shared memory of block %u.", stray,
-              launch.smem_bytes, block.index));
+    fail(text(
+        "Something wrote at byte %d, outside the %u bytes of dynamic shared memory of block %u.",
+        stray, launch.smem_bytes, block.index));
 }
 
 // The block of this cluster in whose shared memory [pointer, pointer + num_bytes) lies, or null.
@@ -449,20 +468,24 @@ Block* block_at(const void* pointer, size_t num_bytes) {
   const auto address = reinterpret_cast<Word>(pointer);
   for (unsigned rank = 0; rank < launch.num_blocks; ++rank) {
     const auto start = reinterpret_cast<Word>(launch.blocks[rank].smem);
-    if (address >= start && address - start + num_bytes <= launch.smem_bytes) return &launch.blocks[rank];
+    if (address >= start && address - start + num_bytes <= launch.smem_bytes)
+      return &launch.blocks[rank];
   }
   return nullptr;
 }
 
-// -------------------------------------------------------------------------------- mbarriers and copies
+// ------------------------------------------------------------------------ mbarriers and copies
 
-Word mark_of(const unsigned char* address) { return 0x6d62617272696572ull ^ reinterpret_cast<Word>(address); }
+Word mark_of(const unsigned char* address) {
+  return 0x6d62617272696572ull ^ reinterpret_cast<Word>(address);
+}
 
 // Null after a fault, which the caller never sees: fail() does not come back to a fiber.
 Mbarrier* find_mbarrier(Block*& block, unsigned long long* address) {
   block = block_at(address, 8);
   if (block == nullptr || reinterpret_cast<Word>(address) % 8 != 0) {
-    fail(name_of(*launch.current) + " uses an mbarrier that is not 8 aligned bytes of shared memory.");
+    fail(name_of(*launch.current) +
+         " uses an mbarrier that is not 8 aligned bytes of shared memory.");
     return nullptr;
   }
   const unsigned offset = reinterpret_cast<unsigned char*>(address) - block->smem;
@@ -470,13 +493,15 @@ Mbarrier* find_mbarrier(Block*& block, unsigned long long* address) {
     if (barrier.offset != offset) continue;
     const Word mark = mark_of(block->smem + offset);
     if (memcmp(address, &mark, 8) != 0) {
-      fail(text("The mbarrier at byte %u of the shared memory of block %u was overwritten.", offset, block->index));
+      fail(text("The mbarrier at byte %u of the shared memory of block %u was overwritten.", offset,
+                block->index));
       return nullptr;
     }
     return &barrier;
   }
   fail(name_of(*launch.current) +
-       text(" uses the mbarrier at byte %u of the shared memory of block %u before mbarrier_init.", offset, block->index));
+       text(" uses the mbarrier at byte %u of the shared memory of block %u before mbarrier_init.",
+            offset, block->index));
   return nullptr;
 }
 
@@ -494,18 +519,22 @@ void arrive(unsigned long long* address, unsigned num_bytes) {
   Block* block;
   Mbarrier& barrier = *find_mbarrier(block, address);
   if (barrier.missing == 0)
-    return fail(name_of(*launch.current) + text(" arrives at the mbarrier at byte %u of shared memory, which %u have "
-                                                "already reached in this phase: its whole count.",
-                                                barrier.offset, barrier.expected));
+    return fail(name_of(*launch.current) +
+                text(" arrives at the mbarrier at byte %u of shared memory, which %u have "
+                     "already reached in this phase: its whole count.",
+                     barrier.offset, barrier.expected));
   --barrier.missing;
   barrier.missing_bytes += num_bytes;
   complete_if_due(*block, barrier);
 }
 
-// As memcpy, but a load may read what shares 16 bytes with the first and the last of a row: a GPU's memory is handed out in
-// larger units. The address sanitizer sees every other access.
-__attribute__((no_sanitize("address"))) void copy_units(unsigned char* to, const unsigned char* from, unsigned num_bytes) {
-  for (unsigned byte = 0; byte < num_bytes; ++byte) to[byte] = const_cast<const volatile unsigned char*>(from)[byte];
+// As memcpy, but a load may read what shares 16 bytes with the first and the last of a row: a GPU's
+// memory is handed out in larger units. The address sanitizer sees every other access.
+__attribute__((no_sanitize("address"))) void copy_units(unsigned char* to,
+                                                        const unsigned char* from,
+                                                        unsigned num_bytes) {
+  for (unsigned byte = 0; byte < num_bytes; ++byte)
+    to[byte] = const_cast<const volatile unsigned char*>(from)[byte];
 }
 
 // A load happens at once. A store reads at one moment and writes at a later one.
@@ -534,23 +563,26 @@ void advance_copy(unsigned index) {
 void check_copy(const char* name, const void* smem, const void* global, unsigned num_bytes) {
   const Word shared = reinterpret_cast<Word>(smem), other = reinterpret_cast<Word>(global);
   if (shared % 16 != 0 || other % 16 != 0 || num_bytes % 16 != 0)
-    return fail(name_of(*launch.current) +
-                text(" calls %s of %u bytes with shared address ...%llx and global address ...%llx: both addresses "
-                     "and the size must be multiples of 16.",
-                     name, num_bytes, shared & 0xff, other & 0xff));
+    return fail(name_of(*launch.current) + text(" calls %s of %u bytes with shared address ...%llx "
+                                                "and global address ...%llx: both addresses "
+                                                "and the size must be multiples of 16.",
+                                                name, num_bytes, shared & 0xff, other & 0xff));
   if (block_at(smem, num_bytes) == nullptr)
-    fail(name_of(*launch.current) + text(" calls %s of %u bytes outside its dynamic shared memory.", name, num_bytes));
+    fail(name_of(*launch.current) +
+         text(" calls %s of %u bytes outside its dynamic shared memory.", name, num_bytes));
 }
 
-// ------------------------------------------------------------------------------------------ scheduling
+// ---------------------------------------------------------------------------------- scheduling
 
 void start_block(Block& block) {
   block.started = true;
-  fill_with_garbage(block.smem);  // only now: what a neighbour wrote before this block ran is lost, as on a GPU
+  // As on a GPU, what another block wrote before this one ran is lost.
+  fill_with_garbage(block.smem);
 }
 
-// How far a warp or a block runs ahead of the others is drawn over all scales. Were turns short and fair, nobody would
-// be late enough to find a buffer used again too early, or early enough to write to a neighbour that has not begun.
+// How far a warp or block runs ahead of the others is drawn from all scales. With short, fair turns
+// no thread would be late enough to find a buffer reused too early, nor early enough to write to a
+// block that has not begun.
 Warp* choose_warp() {
   Warp* running = launch.current != nullptr ? launch.current->warp : nullptr;
   if (running != nullptr && running->ready != 0 && launch.warp_turns > 0) {
@@ -571,7 +603,8 @@ Warp* choose_warp() {
 
 Thread* choose() {
   ++launch.clock;
-  while (!launch.copies.empty() && (launch.ready.empty() || draw() % 16 == 0)) advance_copy(draw_below(launch.copies.size()));
+  while (!launch.copies.empty() && (launch.ready.empty() || draw() % 16 == 0))
+    advance_copy(draw_below(launch.copies.size()));
   if (launch.ready.empty()) return nullptr;
 
   Warp* warp = choose_warp();
@@ -588,7 +621,7 @@ Thread* choose() {
   return &warp->threads[lane];
 }
 
-// Runs someone else until the current thread is ready and drawn again.
+// Runs other threads until the current one is ready and drawn again.
 void give_way() {
   Thread* from = launch.current;
   Thread* to = choose();
@@ -619,11 +652,14 @@ void end_block(Block& block) {
   check_guards(block);
   for (const Copy& copy : launch.copies)
     if (copy.block == &block && copy.is_load)
-      fail(text("Block %u ends while a bulk load of %u bytes is under way.", block.index, copy.num_bytes));
+      fail(text("Block %u ends while a bulk load of %u bytes is under way.", block.index,
+                copy.num_bytes));
   for (const Mbarrier& barrier : block.barriers)
     if (barrier.last_load_phase > barrier.last_waited_phase)
-      fail(text("Block %u ends without having waited for a bulk load at the mbarrier at byte %u of shared memory.", block.index,
-                barrier.offset));
+      fail(
+          text("Block %u ends without having waited for a bulk load at the mbarrier at byte %u of "
+               "shared memory.",
+               block.index, barrier.offset));
   fill_with_garbage(block.smem);  // it is gone: a neighbour that still reads it is at fault
   ASAN_POISON_MEMORY_REGION(block.smem - guard_bytes, stride_of_smem());
 }
@@ -635,10 +671,12 @@ void end_thread() {
     fail(name_of(thread) + " exits without having waited for its bulk stores.");
   Word mark;
   memcpy(&mark, thread.context.bottom, sizeof mark);
-  if (mark != stack_mark) fail(name_of(thread) + text(" used more than its %zu bytes of stack.", stack_size));
+  if (mark != stack_mark)
+    fail(name_of(thread) + text(" used more than its %zu bytes of stack.", stack_size));
   thread.state = State::exited;
   --launch.num_alive;
-  if (!(thread.arrived && thread.arrived_phase == launch.cluster_phase)) arrive_at_cluster_barrier();
+  if (!(thread.arrived && thread.arrived_phase == launch.cluster_phase))
+    arrive_at_cluster_barrier();
   if (--block.num_alive == 0) end_block(block);
   if (launch.num_alive != 0) give_way();
   launch.current = nullptr;
@@ -655,22 +693,25 @@ extern "C" void on_cpu_fiber_main() {
   end_thread();
 }
 
-// ----------------------------------------------------------------------------------- what kernels call
+// --------------------------------------------------------------------------- what kernels call
 
 namespace on_cpu {
 
-unsigned long long warp_call(WarpCall call, unsigned mask, unsigned long long word, unsigned lane_argument, int width) {
+unsigned long long warp_call(WarpCall call, unsigned mask, unsigned long long word,
+                             unsigned lane_argument, int width) {
   Thread& thread = *launch.current;
   Warp& warp = *thread.warp;
   const unsigned own = 1u << thread.lane;
   if (!(mask & own))
     fail(name_of(thread) +
-         text(" (lane %u) calls %s with mask 0x%08x, which does not name its own lane.", thread.lane, name_of(call), mask));
+         text(" (lane %u) calls %s with mask 0x%08x, which does not name its own lane.",
+              thread.lane, name_of(call), mask));
   if (width < 1 || width > 32 || (width & (width - 1)) != 0)
-    fail(name_of(thread) + text(" calls %s with width %d: it must be 1, 2, 4, 8, 16 or 32.", name_of(call), width));
+    fail(name_of(thread) +
+         text(" calls %s with width %d: it must be 1, 2, 4, 8, 16 or 32.", name_of(call), width));
   if (mask & ~warp.lanes)
-    fail(name_of(thread) + text(" calls %s with mask 0x%08x, but its warp has only %d lanes.", name_of(call), mask,
-                                __builtin_popcount(warp.lanes)));
+    fail(name_of(thread) + text(" calls %s with mask 0x%08x, but its warp has only %d lanes.",
+                                name_of(call), mask, __builtin_popcount(warp.lanes)));
   thread.call = call;
   thread.mask = mask;
   thread.word = word;
@@ -680,7 +721,8 @@ unsigned long long warp_call(WarpCall call, unsigned mask, unsigned long long wo
   thread.state = State::warp_call;
 
   bool complete = (warp.in_warp_call & mask) == mask;
-  for (unsigned rest = mask; complete && rest != 0; rest &= rest - 1) complete = warp.threads[__builtin_ctz(rest)].mask == mask;
+  for (unsigned rest = mask; complete && rest != 0; rest &= rest - 1)
+    complete = warp.threads[__builtin_ctz(rest)].mask == mask;
   if (complete) {
     Word results[32], ballot = 0;
     for (unsigned rest = mask; rest != 0; rest &= rest - 1) {
@@ -691,18 +733,22 @@ unsigned long long warp_call(WarpCall call, unsigned mask, unsigned long long wo
       const unsigned lane = __builtin_ctz(rest);
       const Thread& other = warp.threads[lane];
       if (other.call != call || other.width != width)
-        fail(name_of(thread) + text(" calls %s (width %d) where ", name_of(call), width) + name_of(other) +
-             text(" calls %s (width %d).", name_of(other.call), other.width));
-      // PTX shfl: lanes outside the segment keep their own value, except that xor may reach earlier segments.
-      const unsigned first = lane & -width, last = first + width - 1, argument = other.lane_argument;
+        fail(name_of(thread) + text(" calls %s (width %d) where ", name_of(call), width) +
+             name_of(other) + text(" calls %s (width %d).", name_of(other.call), other.width));
+      // PTX shfl: lanes outside the segment keep their own value, except that xor may reach earlier
+      // segments.
+      const unsigned first = lane & -width, last = first + width - 1,
+                     argument = other.lane_argument;
       unsigned source = lane;
       if (call == WarpCall::shfl) source = first | (argument & (width - 1));
       if (call == WarpCall::shfl_up && argument <= lane - first) source = lane - argument;
       if (call == WarpCall::shfl_down && argument <= last - lane) source = lane + argument;
-      if (call == WarpCall::shfl_xor && (lane ^ (argument & 31)) <= last) source = lane ^ (argument & 31);
+      if (call == WarpCall::shfl_xor && (lane ^ (argument & 31)) <= last)
+        source = lane ^ (argument & 31);
       if (!(mask >> source & 1))
         fail(name_of(other) +
-             text(" (lane %u) reads lane %u in %s, which mask 0x%08x does not name.", lane, source, name_of(call), mask));
+             text(" (lane %u) reads lane %u in %s, which mask 0x%08x does not name.", lane, source,
+                  name_of(call), mask));
       results[lane] = call == WarpCall::ballot ? ballot : warp.threads[source].word;
     }
     for (unsigned rest = mask; rest != 0; rest &= rest - 1) {
@@ -724,7 +770,8 @@ void block_barrier() {
   thread.state = State::block_barrier;
   if (++block.num_at_barrier == launch.block_size) {
     block.num_at_barrier = 0;
-    for (unsigned index = 0; index < launch.block_size; ++index) block.threads[index].state = State::running;
+    for (unsigned index = 0; index < launch.block_size; ++index)
+      block.threads[index].state = State::running;
     for (unsigned warp = 0; warp < launch.num_warps; ++warp) {
       make_ready(block.warps[warp], block.warps[warp].at_block_barrier);
       block.warps[warp].at_block_barrier = 0;
@@ -756,7 +803,8 @@ unsigned cluster_size() { return launch.num_blocks; }
 
 void cluster_arrive() {
   Thread& thread = *launch.current;
-  if (thread.arrived) fail(name_of(thread) + " arrives twice at the barrier of the cluster without waiting between.");
+  if (thread.arrived)
+    fail(name_of(thread) + " arrives twice at the barrier of the cluster without waiting between.");
   thread.arrived = true;
   thread.arrived_phase = launch.cluster_phase;
   arrive_at_cluster_barrier();
@@ -765,7 +813,8 @@ void cluster_arrive() {
 
 void cluster_wait() {
   Thread& thread = *launch.current;
-  if (!thread.arrived) fail(name_of(thread) + " waits at the barrier of the cluster without having arrived.");
+  if (!thread.arrived)
+    fail(name_of(thread) + " waits at the barrier of the cluster without having arrived.");
   if (thread.arrived_phase == launch.cluster_phase)
     wait_in(State::cluster_barrier);
   else
@@ -776,10 +825,12 @@ void cluster_wait() {
 void* cluster_map(void* own_smem_pointer, unsigned rank) {
   Thread& thread = *launch.current;
   if (rank >= launch.num_blocks)
-    fail(name_of(thread) + text(" maps shared memory of rank %u in a cluster of %u blocks.", rank, launch.num_blocks));
+    fail(name_of(thread) + text(" maps shared memory of rank %u in a cluster of %u blocks.", rank,
+                                launch.num_blocks));
   if (block_at(own_smem_pointer, 0) != thread.block)
     fail(name_of(thread) + " maps a pointer that is not in its own block's shared memory.");
-  return launch.blocks[rank].smem + (static_cast<unsigned char*>(own_smem_pointer) - thread.block->smem);
+  return launch.blocks[rank].smem +
+         (static_cast<unsigned char*>(own_smem_pointer) - thread.block->smem);
 }
 
 void mbarrier_init(unsigned long long* address, unsigned count) {
@@ -793,7 +844,8 @@ void mbarrier_init(unsigned long long* address, unsigned count) {
   const Word mark = mark_of(bytes);
   memcpy(bytes, &mark, sizeof mark);
   for (const Mbarrier& barrier : block.barriers)
-    if (barrier.offset == offset) fail(name_of(thread) + text(" makes the mbarrier at byte %u a second time.", offset));
+    if (barrier.offset == offset)
+      fail(name_of(thread) + text(" makes the mbarrier at byte %u a second time.", offset));
   block.barriers.push_back({offset, count, count, 0, 0, -1, -1});
 }
 
@@ -817,14 +869,17 @@ void mbarrier_wait(unsigned long long* address, unsigned parity) {
   Block* block;
   Mbarrier* barrier = find_mbarrier(block, address);
   if (block != thread.block) fail(name_of(thread) + " waits at an mbarrier of another block.");
-  if (parity > 1) fail(name_of(thread) + text(" waits at an mbarrier for parity %u: it must be 0 or 1.", parity));
+  if (parity > 1)
+    fail(name_of(thread) + text(" waits at an mbarrier for parity %u: it must be 0 or 1.", parity));
   thread.barrier = barrier - block->barriers.data();
   thread.parity = parity;
   yield();
-  // Asked again after each wake-up: a waiter that comes too late for its phase misses it, as on a GPU.
+  // Asked again after each wake-up: a waiter that comes too late for its phase misses it, as on a
+  // GPU.
   while (block->barriers[thread.barrier].phase % 2 == int(parity)) wait_in(State::mbarrier);
   barrier = &block->barriers[thread.barrier];
-  if (barrier->phase - 1 > barrier->last_waited_phase) barrier->last_waited_phase = barrier->phase - 1;
+  if (barrier->phase - 1 > barrier->last_waited_phase)
+    barrier->last_waited_phase = barrier->phase - 1;
 }
 
 void bulk_load(void* smem, const void* global, unsigned bytes, unsigned long long* address) {
@@ -832,32 +887,38 @@ void bulk_load(void* smem, const void* global, unsigned bytes, unsigned long lon
   Block* barriers_block;
   const Mbarrier* barrier = find_mbarrier(barriers_block, address);
   Block* block = block_at(smem, bytes);
-  if (block != barriers_block) fail(name_of(*launch.current) + " calls bulk_load into one block with an mbarrier of another.");
+  if (block != barriers_block)
+    fail(name_of(*launch.current) + " calls bulk_load into one block with an mbarrier of another.");
   memset(smem, 0xff,
          bytes);  // from here until the wait, nobody may count on the old values or on the new ones
-  launch.copies.push_back({true, static_cast<unsigned char*>(smem), static_cast<unsigned char*>(const_cast<void*>(global)),
-                           bytes, block, unsigned(barrier - block->barriers.data()), nullptr, 0, nullptr});
+  launch.copies.push_back({true, static_cast<unsigned char*>(smem),
+                           static_cast<unsigned char*>(const_cast<void*>(global)), bytes, block,
+                           unsigned(barrier - block->barriers.data()), nullptr, 0, nullptr});
   yield();
 }
 
 void cluster_send(float* own_address, float value, unsigned long long* own_barrier, unsigned rank) {
   auto* at = static_cast<unsigned char*>(cluster_map(own_address, rank));
   Block* block;
-  const Mbarrier* barrier = find_mbarrier(block, static_cast<unsigned long long*>(cluster_map(own_barrier, rank)));
+  const Mbarrier* barrier =
+      find_mbarrier(block, static_cast<unsigned long long*>(cluster_map(own_barrier, rank)));
   std::unique_ptr<unsigned char[]> sent(new unsigned char[sizeof value]);
   memcpy(sent.get(), &value, sizeof value);
-  launch.copies.push_back(
-      {true, at, nullptr, sizeof value, block, unsigned(barrier - block->barriers.data()), nullptr, 0, std::move(sent)});
+  launch.copies.push_back({true, at, nullptr, sizeof value, block,
+                           unsigned(barrier - block->barriers.data()), nullptr, 0,
+                           std::move(sent)});
   yield();
 }
 
 void bulk_store(void* global, const void* smem, unsigned bytes) {
   check_copy("bulk_store", smem, global, bytes);
   Thread& thread = *launch.current;
-  if (block_at(smem, bytes) != thread.block) fail(name_of(thread) + " calls bulk_store from another block's memory.");
+  if (block_at(smem, bytes) != thread.block)
+    fail(name_of(thread) + " calls bulk_store from another block's memory.");
   thread.last_group = thread.num_groups;
-  launch.copies.push_back({false, static_cast<unsigned char*>(const_cast<void*>(smem)), static_cast<unsigned char*>(global),
-                           bytes, thread.block, 0, &thread, thread.num_groups, nullptr});
+  launch.copies.push_back({false, static_cast<unsigned char*>(const_cast<void*>(smem)),
+                           static_cast<unsigned char*>(global), bytes, thread.block, 0, &thread,
+                           thread.num_groups, nullptr});
   yield();
 }
 
@@ -870,7 +931,8 @@ static void wait_for_groups(unsigned pending_groups, bool written) {
   for (bool done = false; !done;) {
     done = true;
     for (const Copy& copy : launch.copies)
-      if (copy.thread == &thread && copy.group < first_pending && (written || !copy.read)) done = false;
+      if (copy.thread == &thread && copy.group < first_pending && (written || !copy.read))
+        done = false;
     if (!done) wait_in(State::bulk_groups);
   }
   if (first_pending > thread.num_groups_waited) thread.num_groups_waited = first_pending;
@@ -882,7 +944,7 @@ void bulk_wait_read(unsigned pending_groups) { wait_for_groups(pending_groups, f
 
 }  // namespace on_cpu
 
-// ---------------------------------------------------------------------------------------- the launcher
+// -------------------------------------------------------------------------------- the launcher
 
 namespace {
 
@@ -890,8 +952,8 @@ bool reserve(std::string& message) {
   const unsigned num_threads = launch.num_blocks * launch.block_size;
   while (launch.stacks.size() < num_threads) {
     const size_t count = 256;
-    void* memory =
-        mmap(nullptr, count * stack_size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    void* memory = mmap(nullptr, count * stack_size, PROT_READ | PROT_WRITE,
+                        MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (memory == MAP_FAILED) {
       message = text("There is no memory for the stacks of %u threads.", num_threads);
       return false;
@@ -934,9 +996,16 @@ void run_cluster(unsigned first_block) {
     block.barriers.clear();
     place_guards(block);
     for (unsigned index = 0; index < launch.num_warps; ++index) {
-      const unsigned num_lanes = launch.block_size - index * 32 < 32 ? launch.block_size - index * 32 : 32;
+      const unsigned num_lanes =
+          launch.block_size - index * 32 < 32 ? launch.block_size - index * 32 : 32;
       Warp& warp = block.warps[index];
-      warp = {&block, block.threads + index * 32, num_lanes == 32 ? ~0u : (1u << num_lanes) - 1, 0, 0, 0, 0};
+      warp = {&block,
+              block.threads + index * 32,
+              num_lanes == 32 ? ~0u : (1u << num_lanes) - 1,
+              0,
+              0,
+              0,
+              0};
       make_ready(warp, warp.lanes);
     }
     for (unsigned index = 0; index < launch.block_size; ++index) {
@@ -961,22 +1030,23 @@ void run_cluster(unsigned first_block) {
   blockIdx.x = first->block->index;
   on_cpu::smem = first->block->smem;
   switch_contexts(launch.launcher, first->context);
-  // Only the writes of stores whose shared memory has been read can be left; a kernel's end waits for these.
+  // Only the writes of stores whose shared memory has been read can be left; a kernel's end waits
+  // for these.
   while (!launch.failed && !launch.copies.empty()) advance_copy(launch.copies.size() - 1);
 }
 
 }  // namespace
 
 // Returns 0, or 1 and a sentence in `message`.
-extern "C" __attribute__((visibility("default"))) int on_cpu_launch(const on_cpu::Kernel* kernel, const void* words,
-                                                                    unsigned num_bytes, unsigned grid_size, unsigned block_size,
-                                                                    unsigned smem_bytes, unsigned cluster_size,
-                                                                    unsigned long long seed, char* message,
-                                                                    unsigned message_size) {
+extern "C" __attribute__((visibility("default"))) int on_cpu_launch(
+    const on_cpu::Kernel* kernel, const void* words, unsigned num_bytes, unsigned grid_size,
+    unsigned block_size, unsigned smem_bytes, unsigned cluster_size, unsigned long long seed,
+    char* message, unsigned message_size) {
   const std::lock_guard lock(one_launch);
   std::string fault;
   if (num_bytes != kernel->num_bytes)
-    fault = text("The argument struct of the kernel has %u bytes, but %u were given.", kernel->num_bytes, num_bytes);
+    fault = text("The argument struct of the kernel has %u bytes, but %u were given.",
+                 kernel->num_bytes, num_bytes);
   else if (block_size < 1 || block_size > most_threads)
     fault = text("A block has 1 to %u threads, not %u.", most_threads, block_size);
   else if (cluster_size < 1 || cluster_size > most_blocks)
@@ -984,7 +1054,8 @@ extern "C" __attribute__((visibility("default"))) int on_cpu_launch(const on_cpu
   else if (grid_size < 1 || grid_size % cluster_size != 0)
     fault = text("A grid of %u blocks is not made of clusters of %u.", grid_size, cluster_size);
   else if (smem_bytes > 227 << 10)
-    fault = text("No GPU has %u bytes of dynamic shared memory for one block; the most is %u.", smem_bytes, 227 << 10);
+    fault = text("No GPU has %u bytes of dynamic shared memory for one block; the most is %u.",
+                 smem_bytes, 227 << 10);
 
   launch.kernel = kernel;
   launch.words = words;
@@ -1006,7 +1077,8 @@ extern "C" __attribute__((visibility("default"))) int on_cpu_launch(const on_cpu
     for (int warm_up = 0; warm_up < 8; ++warm_up) draw();  // neighbouring seeds start alike
     std::vector<unsigned> order(grid_size / cluster_size);
     for (unsigned index = 0; index < order.size(); ++index) order[index] = index;
-    for (unsigned index = order.size(); index > 1; --index) std::swap(order[index - 1], order[draw_below(index)]);
+    for (unsigned index = order.size(); index > 1; --index)
+      std::swap(order[index - 1], order[draw_below(index)]);
     for (unsigned cluster : order) {
       run_cluster(cluster * cluster_size);
       if (launch.failed) break;

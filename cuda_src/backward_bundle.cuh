@@ -1,0 +1,68 @@
+// backward_bundle.cuh -- path `bundle` of backward_warp.cu: rows come and go several at a time
+//
+// needs: rows without gaps, x and dx of one size, and shared memory for the images (bundle.cuh).
+#pragma once
+#include "bundle.cuh"
+#include "register_gradient.cuh"
+
+// added: the tensor that is added to dx, if there is one.
+template <Gradients gradients, bool centered, Tile tile, class LoadX, class LoadDy, class Scale,
+          class StoreDx, class... Added>
+__device__ __forceinline__ void backward_bundles(
+    const Backward<LoadX, LoadDy, Scale, StoreDx>& problem, unsigned char* smem,
+    const BundleStream<tile, Added>&... added) {
+  using Compute = typename LoadX::Compute;
+  using X = typename LoadX::Held;
+  using Dy = typename LoadDy::Held;
+  using Parts = BundleParts<tile>;
+  const int num_cols = static_cast<int>(problem.num_cols);
+  const BundleStream<tile, X> x{problem.load_x.x, num_cols};
+  const BundleStream<tile, Dy> dy{problem.load_dy.x, num_cols};
+  const BundleStream<tile, Compute> mean{problem.mean, 1}, rstd{problem.rstd, 1};
+  const Bundles<tile, X, Dy, Compute, Compute, Added...> bundles(smem, problem.num_rows, x, dy,
+                                                                 mean, rstd, added...);
+  auto in_smem = problem;  // the same for the rows of one bundle
+  in_smem.load_x.x_stride = in_smem.load_dy.x_stride = in_smem.store.written_stride() = num_cols;
+  RegisterGradient<LoadX, LoadDy, Scale, StoreDx, gradients, centered, tile> gradient(
+      in_smem, {0, num_cols});
+  WarpReduce<tile.threads_per_row> reduce;
+  const auto work_on = [&](const unsigned char* slot, int part, long long first_row, int num_rows,
+                           int num_turns) {
+    in_smem.load_x.x = x.in(slot, part, first_row);
+    in_smem.load_dy.x = dy.in(slot += x.slot_bytes(), part, first_row);
+    in_smem.mean = mean.in(slot += dy.slot_bytes(), part, first_row);
+    in_smem.rstd = rstd.in(slot += mean.slot_bytes(), part, first_row);
+    ((in_smem.store.dsum = added.in(slot + rstd.slot_bytes(), part, first_row),
+      in_smem.store.dsum_stride = num_cols),
+     ...);
+    in_smem.num_rows = num_rows;
+    auto stored = problem.store;
+    auto* const dx = stored.written() + first_row * num_cols;
+    auto* const results =
+        result_image(reinterpret_cast<decltype(dx)>(const_cast<X*>(in_smem.load_x.x)), dx);
+    in_smem.store.written() = results;
+#pragma unroll 1
+    for (int turn = 0; turn < num_turns; ++turn) {
+      const int row = turn * Parts::rows_at_once + Parts::first_row();
+      gradient.add_row(row, row, reduce);
+    }
+    __syncwarp();
+    write_image<Parts::lanes>(dx, results, num_rows * num_cols);
+  };
+  bundles.for_each(work_on, x, dy, mean, rstd, added...);
+  __syncthreads();  // the sums overwrite the images
+  gradient.write_partials(blockIdx.x, reinterpret_cast<Compute*>(smem));
+}
+
+template <Gradients gradients, bool centered, Tile tile, class LoadX, class LoadDy, class Scale,
+          class StoreDx>
+__device__ __forceinline__ void backward_bundle(
+    const Backward<LoadX, LoadDy, Scale, StoreDx>& problem) {
+  if constexpr (StoreDx::adds && gradients.dx) {
+    const BundleStream<tile, typename StoreDx::Added> added{problem.store.added_start(0),
+                                                            static_cast<int>(problem.num_cols)};
+    backward_bundles<gradients, centered, tile>(problem, dynamic_smem(), added);
+  } else {
+    backward_bundles<gradients, centered, tile>(problem, dynamic_smem());
+  }
+}

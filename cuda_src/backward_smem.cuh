@@ -1,0 +1,113 @@
+// backward_smem.cuh -- the path `smem` of backward_cluster.cu: a slice of a row in shared memory
+//
+// A block keeps its slice of x and dy, and its sums of dweight and dbias over all rows of the
+// cluster.
+#pragma once
+#include "backward.cuh"
+#include "smem_row.cuh"
+
+// sums[...] += values, in shared memory. Only this thread uses the pack.
+template <class Compute, int pack_size>
+__device__ __forceinline__ void add_pack(Compute* sums, const Compute (&values)[pack_size]) {
+  Compute added[pack_size];
+  unpack(load_pack<pack_size>(sums), added);
+#pragma unroll
+  for (int at = 0; at < pack_size; ++at) added[at] += values[at];
+  store_pack<pack_size>(sums, repack<Compute>(added));
+}
+
+template <Gradients gradients, bool centered, Tile tile, class LoadX, class LoadDy, class Scale,
+          class StoreDx>
+__device__ __forceinline__ void backward_smem(
+    const Backward<LoadX, LoadDy, Scale, StoreDx>& problem) {
+  using Compute = typename LoadX::Compute;
+  using X = typename LoadX::Held;
+  using Dy = typename LoadDy::Held;
+  constexpr int pack_size = tile.pack_size;
+  const int num_cols = static_cast<int>(problem.num_cols);
+  const Slice cols = slice<tile>(num_cols, cluster_rank());
+  const auto [first_col, last_col] = cols;
+  const int slice_cols = largest_share<tile.cluster_size, 8 * tile.pack_size>(num_cols);
+
+  unsigned char* smem = dynamic_smem();
+  ClusterReduce<tile.threads_per_row, tile.cluster_size, Compute> reduce(smem);
+  smem += decltype(reduce)::smem_bytes;
+  // The widest type first, so that each array begins aligned to its own packs.
+  auto* dweight = reinterpret_cast<Compute*>(smem);
+  smem += gradients.dweight ? (slice_cols * sizeof(Compute) + 15) / 16 * 16 : 0;
+  auto* dbias = reinterpret_cast<Compute*>(smem);
+  smem += gradients.dbias ? (slice_cols * sizeof(Compute) + 15) / 16 * 16 : 0;
+  SmemRow<X, Compute, tile> x(smem);
+  smem += (slice_cols * sizeof(X) + 15) / 16 * 16;
+  SmemRow<Dy, Compute, tile> dy(smem);
+
+  for (int col = first_col + threadIdx.x * pack_size; col < last_col;
+       col += tile.threads_per_row * pack_size) {
+    const Compute zeros[pack_size] = {};
+    if constexpr (gradients.dweight)
+      store_pack<pack_size>(dweight + (col - first_col), repack<Compute>(zeros));
+    if constexpr (gradients.dbias)
+      store_pack<pack_size>(dbias + (col - first_col), repack<Compute>(zeros));
+  }
+  cluster_sync();  // a block may write to its peers once they run
+
+  const Compute reciprocal = Compute(1) / static_cast<Compute>(num_cols);
+  for (long long row = blockIdx.x / tile.cluster_size; row < problem.num_rows;
+       row += gridDim.x / tile.cluster_size) {
+    x.fetch(problem.load_x, row, cols);
+    dy.fetch(problem.load_dy, row, cols);
+    RowGradient<Compute, LoadX::normalized> gradient{};
+    if constexpr (centered && !LoadX::normalized) gradient.mean = problem.mean[row];
+    gradient.rstd = problem.rstd[row];
+
+    Sum<Compute, 2> sums{};
+    x.for_each_pack([&](int col, const Compute(&values)[pack_size]) {
+      Compute dys[pack_size], weights[pack_size], products[pack_size];
+      unpack(load_pack<pack_size>(dy.held + (col - first_col)), dys);
+      if constexpr (gradients.dx || StoreDx::recomputes) problem.scale.load(col, weights);
+      if constexpr (StoreDx::recomputes)
+        recompute<centered>(problem, gradient, row, col, values, weights);
+#pragma unroll
+      for (int at = 0; at < pack_size; ++at) {
+        const Compute x_hat = gradient.template x_hat<centered>(values[at]);
+        products[at] = dys[at] * x_hat;
+        if constexpr (gradients.dx) {
+          const Compute wdy = rounded_product(dys[at], weights[at]);
+          sums.part[0] += wdy * x_hat;
+          if constexpr (centered) sums.part[1] += wdy;
+        }
+      }
+      if constexpr (gradients.dweight) add_pack(dweight + (col - first_col), products);
+      if constexpr (gradients.dbias) add_pack(dbias + (col - first_col), dys);
+    });
+    if constexpr (gradients.dx) {
+      gradient.finish(reduce.all(sums), reciprocal);
+      x.for_each_pack([&](int col, const Compute(&values)[pack_size]) {
+        Compute dys[pack_size], weights[pack_size], dx[pack_size];
+        unpack(load_pack<pack_size>(dy.held + (col - first_col)), dys);
+        problem.scale.load(col, weights);
+#pragma unroll
+        for (int at = 0; at < pack_size; ++at) {
+          dx[at] = gradient.template dx<centered>(gradient.template x_hat<centered>(values[at]),
+                                                  rounded_product(dys[at], weights[at]));
+        }
+        problem.store.store(row, col, dx);
+      });
+    }
+  }
+
+  const long long offset =
+      static_cast<long long>(blockIdx.x / tile.cluster_size) * problem.num_cols;
+  for (int col = first_col + threadIdx.x * pack_size; col < last_col;
+       col += tile.threads_per_row * pack_size) {
+    const int at = col - first_col;
+    if constexpr (gradients.dweight) {
+      store_pack<pack_size>(problem.dweight_partials + offset + col,
+                            load_pack<pack_size>(dweight + at));
+    }
+    if constexpr (gradients.dbias) {
+      store_pack<pack_size>(problem.dbias_partials + offset + col,
+                            load_pack<pack_size>(dbias + at));
+    }
+  }
+}

@@ -1,0 +1,154 @@
+// exchange.cuh -- sums that cross a block or cluster without stopping it
+//
+// Exchange     one to three floats of every warp that shares a row, sent to all of these warps and
+//              read a turn later, when they have arrived. Four buffers suffice: the fastest warp is
+//              at most three turns ahead of the slowest
+// Broadcast    four floats of a row that one warp computed, for all warps of its block. Two buffers
+//              suffice: they depend on what all warps have sent, and a warp sends that of a turn
+//              after it has received the broadcast of two turns before
+#pragma once
+#include "bulk.cuh"
+#include "reduce.cuh"
+#include "ring.cuh"
+
+// Of two values that a warp reduces together, lanes 0 to 15 have the first and lanes 16 to 31 the
+// second.
+__device__ __forceinline__ bool has_second() { return threadIdx.x & 16; }
+
+// Sums two values over a warp with one shuffle more than one sum takes. Each half of the lanes gets
+// its own sum.
+__device__ __forceinline__ float warp_reduce_two(float first, float second) {
+  const float given = has_second() ? first : second;
+  const float kept = has_second() ? second : first;
+  return warp_reduce<16>(Sum<float, 1>{{kept + __shfl_xor_sync(0xffffffffu, given, 16)}}).part[0];
+}
+// Returns the values of both halves to all lanes.
+__device__ __forceinline__ Sum<float, 2> both_halves(float own) {
+  return {{__shfl_sync(0xffffffffu, own, 0), __shfl_sync(0xffffffffu, own, 16)}};
+}
+
+template <Tile tile, int num_values = 2>
+struct Exchange {
+  static constexpr int num_warps = RingShape<tile>::num_warps;
+  static constexpr int num_sources = num_warps * tile.cluster_size;
+  static constexpr bool has_third = num_values == 3;
+  static constexpr int num_buffers = 4;
+  static constexpr int group_bytes =
+      num_buffers * (num_values * num_sources * sizeof(float) + sizeof(unsigned long long));
+  static constexpr int smem_bytes = tile.rows_per_block * group_bytes;
+
+  unsigned long long* barriers;
+  float* buffers;  // [num_buffers][num_values][num_sources]
+
+  // The caller synchronises the block, and the cluster, before the first send.
+  __device__ __forceinline__ explicit Exchange(unsigned char* smem)
+      : barriers(
+            reinterpret_cast<unsigned long long*>(smem + RingShape<tile>::group() * group_bytes)),
+        buffers(reinterpret_cast<float*>(barriers + num_buffers)) {
+    if (RingShape<tile>::thread() == 0) {
+      for (int buffer = 0; buffer < num_buffers; ++buffer) {
+        bulk_barrier_init(barriers + buffer, tile.threads_per_row + (tile.cluster_size > 1));
+        expect(buffer);
+      }
+    }
+  }
+
+  // Called by all lanes of a warp, each half with its own value. Every lane arrives at the barrier,
+  // not only those that write: so its reads of the turn before last come before the writes of
+  // others two turns later. One arrival for the warp after a __syncwarp would be slower, and
+  // racecheck does not see that order.
+  __device__ __forceinline__ void send(unsigned turn, float value) const {
+    send_value(turn, has_second(), value);
+    bulk_arrive(barriers + turn % num_buffers);
+  }
+  // Sends one value, the same in all lanes.
+  __device__ __forceinline__ void send_alone(unsigned turn, float value) const {
+    static_assert(num_values == 1, "a wait ends when all values have arrived");
+    if (!has_second()) send_value(turn, 0, value);
+    bulk_arrive(barriers + turn % num_buffers);
+  }
+  // Sends a third value, the same in all lanes. Called before send.
+  __device__ __forceinline__ void send_third(unsigned turn, float value) const {
+    if (!has_second()) send_value(turn, 2, value);
+  }
+  // expects: whether this thread, one of those that wait, prepares the barrier for the next values.
+  __device__ __forceinline__ void wait(unsigned turn, bool expects) const {
+    bulk_wait(barriers + turn % num_buffers, turn / num_buffers);
+    // Early enough: no warp sends for turn + 4 before this thread has sent for turn + 2.
+    if (expects) expect(turn % num_buffers);
+  }
+
+  // Neighbouring lanes divide the sending warps among themselves: value `index` of this lane comes
+  // from warp source(index). A lane adds up to three sums before another lane is used, because an
+  // addition is faster than an exchange between lanes.
+  static constexpr int lanes = num_values == 1    ? 32
+                               : num_sources > 48 ? 16
+                                                  : power_of_two_from((num_sources + 2) / 3);
+  static constexpr int sources_per_lane = (num_sources + lanes - 1) / lanes;
+  __device__ __forceinline__ static int source(int index) {
+    return index * lanes + static_cast<int>(threadIdx.x) % lanes;
+  }
+  // f(index) for each warp of this lane. received(): what it sent, which = 0, 1, 2 for its values.
+  template <class F>
+  __device__ __forceinline__ static void for_each_source(F f) {
+#pragma unroll
+    for (int index = 0; index < sources_per_lane; ++index) {
+      if (num_sources % lanes == 0 || source(index) < num_sources) f(index);
+    }
+  }
+  __device__ __forceinline__ float received(unsigned turn, int which, int index) const {
+    return buffers[(num_values * static_cast<int>(turn % num_buffers) + which) * num_sources +
+                   source(index)];
+  }
+
+ private:
+  __device__ __forceinline__ void send_value(unsigned turn, int which, float value) const {
+    const int buffer = static_cast<int>(turn % num_buffers);
+    const unsigned lane = threadIdx.x % 16;
+    float* at =
+        buffers + (num_values * buffer + which) * num_sources + RingShape<tile>::thread() / 32;
+    if constexpr (tile.cluster_size > 1) {
+      if (lane < tile.cluster_size)
+        cluster_send(at + cluster_rank() * num_warps, value, barriers + buffer, lane);
+    } else if (lane == 0) {
+      *at = value;
+    }
+  }
+  __device__ __forceinline__ void expect(int buffer) const {
+    if constexpr (tile.cluster_size > 1) {
+      bulk_expect(barriers + buffer,
+                  num_values * num_sources * static_cast<unsigned>(sizeof(float)));
+    }
+  }
+};
+
+template <Tile tile>
+struct Broadcast {
+  static constexpr int group_bytes = 2 * (sizeof(float4) + sizeof(unsigned long long));
+  static constexpr int smem_bytes = tile.rows_per_block * group_bytes;
+
+  float4* buffers;               // [2]
+  unsigned long long* barriers;  // [2]
+
+  // The caller synchronises the block before the first receive. smem: 16-byte aligned
+  __device__ __forceinline__ explicit Broadcast(unsigned char* smem)
+      : buffers(reinterpret_cast<float4*>(smem + RingShape<tile>::group() * group_bytes)),
+        barriers(reinterpret_cast<unsigned long long*>(buffers + 2)) {
+    if (RingShape<tile>::thread() == 0) {
+      bulk_barrier_init(barriers);
+      bulk_barrier_init(barriers + 1);
+    }
+  }
+
+  // Called by one thread.
+  __device__ __forceinline__ void send(unsigned turn, const float4& values) const {
+    const int buffer = static_cast<int>(turn % 2);
+    buffers[buffer] = values;
+    bulk_arrive(barriers + buffer);
+  }
+  __device__ __forceinline__ float4 receive(unsigned turn) const {
+    const int buffer = static_cast<int>(turn % 2);
+    bulk_wait(barriers + buffer, turn / 2);
+    return buffers[buffer];
+  }
+};

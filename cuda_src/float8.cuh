@@ -1,0 +1,55 @@
+// float8.cuh -- 8-bit floats: formats, and conversion that saturates and rounds to nearest even
+#pragma once
+#include <cuda_fp8.h>
+
+#include "pack.cuh"
+
+template <class Float8>
+struct FormatOf;
+template <>
+struct FormatOf<__nv_fp8_e4m3> {
+  static constexpr __nv_fp8_interpretation_t format = __NV_E4M3;
+  static constexpr float largest = 448.0f;
+};
+template <>
+struct FormatOf<__nv_fp8_e5m2> {
+  static constexpr __nv_fp8_interpretation_t format = __NV_E5M2;
+  static constexpr float largest = 57344.0f;
+};
+
+template <class Float8, int size>
+__device__ __forceinline__ Pack<Float8, size> repack_fp8(const float (&values)[size]) {
+  constexpr auto format = FormatOf<Float8>::format;
+  using Word = typename Pack<Float8, size>::Word;
+  Pack<Float8, size> pack{};
+  if constexpr (size == 1) {
+    pack.word[0] = __nv_cvt_float_to_fp8(values[0], __NV_SATFINITE, format);
+  } else {
+    unsigned short pairs[size / 2];
+#pragma unroll
+    for (int at = 0; at < size; at += 2) {
+      pairs[at / 2] =
+          __nv_cvt_float2_to_fp8x2(make_float2(values[at], values[at + 1]), __NV_SATFINITE, format);
+    }
+    if constexpr (size == 2) {
+      pack.word[0] = static_cast<Word>(pairs[0]);
+    } else {
+#pragma unroll
+      for (int at = 0; at < size / 4; ++at)
+        pack.word[at] = reinterpret_bits<unsigned>(make_ushort2(pairs[2 * at], pairs[2 * at + 1]));
+    }
+  }
+  return pack;
+}
+template <class Float8, int size>
+__device__ __forceinline__ Pack<Float8, size> repack_fp8(const double (&values)[size]) {
+  constexpr int word_bytes = sizeof(typename Pack<Float8, size>::Word);
+  using Word = typename Pack<Float8, size>::Word;
+  Pack<Float8, size> pack{};
+#pragma unroll
+  for (int at = 0; at < size; ++at) {
+    const Word bits = __nv_cvt_double_to_fp8(values[at], __NV_SATFINITE, FormatOf<Float8>::format);
+    pack.word[at / word_bytes] |= static_cast<Word>(bits << at % word_bytes * 8);
+  }
+  return pack;
+}

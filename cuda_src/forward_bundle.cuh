@@ -1,0 +1,110 @@
+// forward_bundle.cuh -- path `bundle` of forward_warp.cu: rows come and go several at a time
+//
+// needs: rows without gaps, x and y of one size, a Store, and shared memory for the images
+// (bundle.cuh).
+#pragma once
+#include "bundle.cuh"
+#include "forward.cuh"
+#include "register_row.cuh"
+
+// streams: the tensors that make up a row, one or two.
+template <bool centered, Statistics statistics, Tile tile, class Load, class Store,
+          class... Streamed>
+__device__ __forceinline__ void forward_bundles(const Forward<Load, Store>& problem,
+                                                unsigned char* smem,
+                                                const BundleStream<tile, Streamed>&... streams) {
+  using Compute = typename Load::Compute;
+  using X = typename Load::Held;
+  using Parts = BundleParts<tile>;
+  constexpr bool has_sum = sizeof...(Streamed) == 2;
+  constexpr int num_streams = sizeof...(Streamed);
+  constexpr int pack_size = tile.pack_size;
+  const int num_cols = static_cast<int>(problem.num_cols);
+  const BundleStream<tile, X> all_streams[] = {streams...};
+  const Bundles<tile, Streamed...> bundles(smem, problem.num_rows, streams...);
+  WarpReduce<tile.threads_per_row> reduce;
+
+  // Weights and biases are kept from the first row to the last, two packs together.
+  const auto col_of = [&](int pack) {
+    const bool in_row = pack < tile.packs_per_thread && register_pack_in_row<tile>(pack, num_cols);
+    return in_row ? register_col<tile>(pack) : 0;
+  };
+  typename Store::template Kept<2 * pack_size> kept[(tile.packs_per_thread + 1) / 2];
+#pragma unroll
+  for (int pack = 0; pack < tile.packs_per_thread; pack += 2) {
+    kept[pack / 2] = problem.store.template keep_two<pack_size>(col_of(pack), col_of(pack + 1));
+  }
+
+  const auto work_on = [&](const unsigned char* slot, int part, long long first_row, int num_rows,
+                           int num_turns) {
+    const X* rows[num_streams];
+#pragma unroll
+    for (int at = 0; at < num_streams; ++at) {
+      rows[at] = all_streams[at].in(slot + at * all_streams[at].slot_bytes(), part, first_row);
+    }
+    Store store = problem.store;
+    auto* const y = store.written() + first_row * num_cols;
+    auto* const results = result_image(reinterpret_cast<decltype(y)>(const_cast<X*>(rows[0])), y);
+    X *sum = nullptr, *sums = nullptr;  // they overwrite the residual's image
+    if constexpr (has_sum) {
+      sum = problem.load.sum + first_row * num_cols;
+      sums = result_image(rows[1], sum);
+    }
+#pragma unroll 1
+    for (int turn = 0; turn < num_turns; ++turn) {
+      const int row = turn * Parts::rows_at_once + Parts::first_row();
+      const bool present = row < num_rows;
+      const int own = (present ? row : max(num_rows - 1, 0)) * num_cols + register_col<tile>(0);
+      RegisterRow<Load, tile> values;
+      if constexpr (has_sum) {
+        values.fetch_own({rows[0] + own, rows[1] + own}, {0, num_cols});
+      } else {
+        values.fetch_own({rows[0] + own}, {0, num_cols});
+      }
+      const auto found =
+          row_statistics<centered, statistics, Compute>(values, reduce, num_cols, problem.eps);
+      problem.save(first_row + row, found, present && threadIdx.x % tile.threads_per_row == 0);
+      store.written() = results + own;
+      __syncwarp();  // all lanes have read what the results overwrite
+      if constexpr (has_sum) values.store_own(sums + own, present);
+#pragma unroll
+      for (int pack = 0; pack < tile.packs_per_thread; ++pack) {
+        if (pack % 2 == 0) kept[pack / 2].forget_unpacked();
+        auto of_two = kept[pack / 2];
+        of_two.unpack_after(__float_as_uint(found.rstd) >> 31);
+        Compute two_weights[2 * pack_size], two_biases[2 * pack_size];
+        of_two.weight.unpack_to(two_weights, 1.0f);
+        of_two.bias.unpack_to(two_biases, 0.0f);
+        Compute xs[pack_size], normalized[pack_size], weights[pack_size], biases[pack_size];
+        unpack(values.packs[pack], xs);
+        found.template normalize<centered>(xs, normalized);
+#pragma unroll
+        for (int at = 0; at < pack_size; ++at) {
+          weights[at] = two_weights[pack % 2 * pack_size + at];
+          biases[at] = two_biases[pack % 2 * pack_size + at];
+        }
+        store.store(0, pack * tile.threads_per_row * pack_size, normalized, weights, biases,
+                    present && register_pack_in_row<tile>(pack, num_cols));
+      }
+    }
+    __syncwarp();
+    write_image<Parts::lanes>(y, results, num_rows * num_cols);
+    if constexpr (has_sum) {
+      if (problem.load.sum != nullptr) write_image<Parts::lanes>(sum, sums, num_rows * num_cols);
+    }
+  };
+  bundles.for_each(work_on, streams...);
+}
+
+template <bool centered, Statistics statistics, Tile tile, class Load, class Store>
+__device__ __forceinline__ void forward_bundle(const Forward<Load, Store>& problem) {
+  const auto stream = [&](int index) {
+    return BundleStream<tile, typename Load::Held>{problem.load.row_start(0, index),
+                                                   static_cast<int>(problem.num_cols)};
+  };
+  if constexpr (Load::num_streams == 2) {
+    forward_bundles<centered, statistics, tile>(problem, dynamic_smem(), stream(0), stream(1));
+  } else {
+    forward_bundles<centered, statistics, tile>(problem, dynamic_smem(), stream(0));
+  }
+}

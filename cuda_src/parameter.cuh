@@ -1,0 +1,105 @@
+// parameter.cuh -- weight and bias on their way from memory to the arithmetic
+//
+// KeptParameter   a pack of weights or biases, as in memory, that a thread keeps for many rows
+// Scale           the functor through which a backward kernel reads the weight, or the bias
+//
+// Members of Scale:
+//   present             false if there is no parameter
+//   load(col, values)   the parameter in the compute type; `missing` if there is none
+//   keep(col) -> Kept   a pack for use in many rows
+//   stays_packed        whether to keep the compiler from unpacking it early
+//
+// `void` as the type of a parameter means that it is absent.
+#pragma once
+#include "pack.cuh"
+
+// Unpacks parameters to the compute type. zero_centered: 1 + each, added in the wider of the two
+// types because a weight may be near -1.
+template <bool zero_centered, int pack_size, class Parameter, class Compute>
+__device__ __forceinline__ void unpack_parameter(const Pack<Parameter, pack_size>& pack,
+                                                 Compute (&values)[pack_size]) {
+  if constexpr (zero_centered && is_same<Parameter, double> && !is_same<Compute, double>) {
+    double wide[pack_size];
+    unpack(pack, wide);
+#pragma unroll
+    for (int at = 0; at < pack_size; ++at) values[at] = static_cast<Compute>(1 + wide[at]);
+  } else {
+    unpack(pack, values);
+    if constexpr (zero_centered) {
+#pragma unroll
+      for (int at = 0; at < pack_size; ++at) values[at] += static_cast<Compute>(1);
+    }
+  }
+}
+
+// missing: the value of a parameter that is absent.
+template <class Parameter, bool zero_centered, int pack_size>
+struct KeptParameter {
+  Pack<Parameter, pack_size> pack;
+
+  __device__ __forceinline__ KeptParameter() = default;
+  __device__ __forceinline__ KeptParameter(const Parameter* parameter, long long col)
+      : pack(load_pack<pack_size>(parameter + col)) {}
+  __device__ __forceinline__ KeptParameter(const Parameter* parameter, long long col,
+                                           long long other_col)
+      : pack(join(load_pack<pack_size / 2>(parameter + col),
+                  load_pack<pack_size / 2>(parameter + other_col))) {}
+
+  template <class Compute>
+  __device__ __forceinline__ void unpack_to(Compute (&values)[pack_size], float) const {
+    unpack_parameter<zero_centered>(pack, values);
+  }
+  __device__ __forceinline__ void forget_unpacked() { ::forget_unpacked(pack); }
+  // zero: a word that is 0, computed from what the parameter will be multiplied by. It makes the
+  // compiler unpack float16 then, and not before the first row, which would take more registers.
+  __device__ __forceinline__ void unpack_after(unsigned int zero) {
+    if constexpr (is_same<Parameter, __half> && pack_size > 1) {
+#pragma unroll
+      for (unsigned int& word : pack.word) word ^= zero;
+    }
+  }
+};
+template <bool zero_centered, int pack_size>
+struct KeptParameter<void, zero_centered, pack_size> {
+  __device__ __forceinline__ KeptParameter() = default;
+  __device__ __forceinline__ KeptParameter(const void*, long long, long long = 0) {}
+
+  template <class Compute>
+  __device__ __forceinline__ void unpack_to(Compute (&values)[pack_size], float missing) const {
+#pragma unroll
+    for (int at = 0; at < pack_size; ++at) values[at] = static_cast<Compute>(missing);
+  }
+  __device__ __forceinline__ void forget_unpacked() {}
+  __device__ __forceinline__ void unpack_after(unsigned int) {}
+};
+
+template <class Weight, bool zero_centered, int missing = 1>
+struct Scale {
+  static constexpr bool present = !is_same<Weight, void>;
+  // Left alone, the compiler unpacks float16 once for all rows and keeps it in twice the registers.
+  static constexpr bool stays_packed = is_same<Weight, __half>;
+
+  const Weight* weight;
+
+  template <int pack_size>
+  using Kept = KeptParameter<Weight, zero_centered, pack_size>;
+
+  template <int pack_size>
+  __device__ __forceinline__ Kept<pack_size> keep(long long col) const {
+    return {weight, col};
+  }
+  template <int pack_size>
+  __device__ __forceinline__ Kept<2 * pack_size> keep_two(long long col,
+                                                          long long other_col) const {
+    return {weight, col, other_col};
+  }
+  template <class Kept, int pack_size, class Compute>
+  __device__ __forceinline__ static void unpack(const Kept& kept, Compute (&values)[pack_size]) {
+    kept.unpack_to(values, missing);
+  }
+
+  template <int pack_size, class Compute>
+  __device__ __forceinline__ void load(long long col, Compute (&values)[pack_size]) const {
+    keep<pack_size>(col).unpack_to(values, missing);
+  }
+};

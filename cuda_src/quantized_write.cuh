@@ -1,0 +1,96 @@
+// quantized_write.cuh -- fp8: how the results of one row are written in 8 bits
+//
+// If the scales depend on the row itself, y is computed before they are known. If a thread has the
+// registers, it keeps y until then and computes it once. Otherwise it computes y twice: to find the
+// scales, then to write. `store` is a QuantizeStore.
+#pragma once
+#include "amax.cuh"
+#include "statistics.cuh"
+
+// What NextRow is where no next row is fetched.
+struct NoNextRow {
+  __device__ __forceinline__ void fetch() const {}
+};
+
+// Whether y is kept in registers until the scales of its row are known.
+template <class Store, class Row>
+constexpr bool keeps_results = [] {
+  if constexpr (Store::quantizes) return Store::measures_rows && Row::num_kept_results > 0;
+  return false;
+}();
+
+// Whether a thread also has registers for the next row. Few warps fit a multiprocessor beside
+// results that are kept, so loads would not overlap otherwise.
+template <class Load, class Store, class Row, Tile tile>
+constexpr bool fetches_ahead = [] {
+  if constexpr (keeps_results<Store, Row> && !Load::has_effect &&
+                sizeof(typename Load::Held) == 2) {
+    return tile.pack_size == 8 && Row::has_room_for_next && !Store::has_wide_parameters;
+  }
+  return false;
+}();
+
+// f(col, y_values, in_row) for each pack: y in the compute type, before it is scaled.
+template <bool centered, class Store, class Row, class Compute, class F>
+__device__ __forceinline__ void for_each_result(const Store& store, Row& values_of_row,
+                                                const RowStatistics<Compute>& statistics, F f) {
+  const auto keep = [&](long long col) { return store.template keep<Row::pack_size>(col); };
+  values_of_row.for_each_pack_with(
+      keep, [&](long long col, const auto& values, bool in_row, const auto& kept) {
+        Compute normalized[Row::pack_size], y_values[Row::pack_size];
+        statistics.template normalize<centered>(values, normalized);
+        store.affine(normalized, kept, y_values);
+        f(col, y_values, in_row);
+      });
+}
+
+// The arguments are those of Forward::write.
+template <bool centered, class Store, class Row, class Compute, class Reduce, class Carried,
+          class Next>
+__device__ __forceinline__ void write_quantized(const Store& store, long long row,
+                                                Row& values_of_row,
+                                                const RowStatistics<Compute>& statistics,
+                                                Reduce& reduce, bool saves, Carried& carried,
+                                                bool present, const Next& next) {
+  if constexpr (keeps_results<Store, Row>) {
+    typename Store::template Scales<Row> scales;
+    Compute results[Row::num_kept_results][Row::pack_size];
+    int pack = 0;
+    for_each_result<centered>(store, values_of_row, statistics,
+                              [&](long long, const auto& y_values, bool in_row) {
+                                scales.measure(pack, y_values, in_row);
+#pragma unroll
+                                for (int at = 0; at < Row::pack_size; ++at) {
+                                  results[pack][at] = y_values[at];
+                                }
+                                ++pack;
+                              });
+    // The next row is fetched while the scales are found. MXFP8 has the most scales: with LayerNorm
+    // it has registers for the next row only afterwards.
+    constexpr bool fetches_late = Store::is_mx && centered;
+    if constexpr (!fetches_late) next.fetch();
+    store.find_scales(row, values_of_row, scales, reduce, saves, present);
+    if constexpr (fetches_late) next.fetch();
+    pack = 0;
+    values_of_row.for_each_col([&](long long col, bool in_row) {
+      store.store_scaled(row, col, results[pack], scales.of_pack(pack), in_row && present);
+      ++pack;
+    });
+  } else {
+    if constexpr (Store::measures_rows) {
+      Largest largest{};
+      for_each_result<centered>(store, values_of_row, statistics,
+                                [&](long long, const auto& y_values, bool in_row) {
+                                  if (in_row) largest.add_pack(y_values);
+                                });
+      carried.factor = store.scale_of_row(row, reduce.all(largest).bits(), saves);
+    }
+    const auto keep = [&](long long col) { return store.template keep<Row::pack_size>(col); };
+    values_of_row.for_each_pack_with(
+        keep, [&](long long col, const auto& values, bool in_row, const auto& kept) {
+          Compute normalized[Row::pack_size];
+          statistics.template normalize<centered>(values, normalized);
+          store.store(row, col, normalized, kept, in_row && present, carried);
+        });
+  }
+}

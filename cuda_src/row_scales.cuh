@@ -1,0 +1,102 @@
+// row_scales.cuh -- fp8: the scales of a row that is kept in registers, found before it is written
+#pragma once
+#include "float8.cuh"
+#include "scales.cuh"
+
+// num_values largest magnitudes, each over `lanes` neighbouring lanes. The lanes divide the values
+// among themselves: every exchange halves the values that a lane still compares. In the end a lane
+// knows `own` values from first_own() on and computes their scales for all. Indices from num_values
+// on are unused.
+template <int lanes, int num_values>
+struct SharedLargest {
+  static constexpr int places = power_of_two_from(num_values);
+  static constexpr int own = places > lanes ? places / lanes : 1;
+  // Neighbouring lanes that know the same values.
+  static constexpr int holders = places < lanes ? lanes / places : 1;
+
+  Largest values[num_values]{};
+
+  __device__ __forceinline__ static int first_own() {
+    return static_cast<int>(threadIdx.x % lanes) / holders * own;
+  }
+  __device__ __forceinline__ static bool is_first_holder() { return threadIdx.x % holders == 0; }
+
+  // Called by all lanes of a warp, as is from_owner().
+  __device__ __forceinline__ void share_out() { share_out_with<lanes / 2, num_values>(); }
+  // What its owner computed of value `index`. found: what this lane computed of its own values.
+  __device__ __forceinline__ static float from_owner(const float (&found)[own], int index) {
+    return __shfl_sync(0xffffffffu, found[index % own], index / own * holders, lanes);
+  }
+
+ private:
+  // Exchanges with the lane `distance` away, then with nearer ones. left: values that this lane
+  // still has.
+  template <int distance, int left>
+  __device__ __forceinline__ void share_out_with() {
+    if constexpr (distance > 0) {
+      constexpr int half = places * distance / lanes, compared = half > 0 ? half : 1;
+      const bool upper = (threadIdx.x & distance) != 0;
+#pragma unroll
+      for (int at = 0; at < compared; ++at) {
+        const bool halves = half > 0 && at + half < left;
+        const unsigned mine = values[at].bits(), others = halves ? values[at + half].bits() : mine;
+        values[at] = {};
+        values[at].add(upper ? others : mine);
+        values[at].add(__shfl_xor_sync(0xffffffffu, upper ? mine : others, distance));
+      }
+      share_out_with<distance / 2, (left < compared ? left : compared)>();
+    }
+  }
+};
+
+// The scales of a row: measure() each pack, then find them (QuantizeStore::find_scales), then
+// of_pack(). The scale of a block belongs to `lanes` neighbouring lanes and to packs_per_scale
+// packs of each.
+template <Scaling scaling, class Row>
+struct ScalesOfRow {
+  static constexpr int packs_per_block = cols_of_scale(scaling) / Row::pack_size;
+  static constexpr int lanes =
+      packs_per_block < Row::threads_per_row ? packs_per_block : Row::threads_per_row;
+  static constexpr int packs_per_scale = packs_per_block / lanes;
+  static constexpr int num_scales = (Row::num_kept_results + packs_per_scale - 1) / packs_per_scale;
+  static_assert(lanes <= 32 && packs_per_block % lanes == 0 && Row::threads_per_row % lanes == 0,
+                "the columns of a scale belong to lanes of one warp and to whole packs");
+  using Blocks = SharedLargest<lanes, num_scales>;
+
+  Blocks largest{};
+  float factors[Blocks::own];
+  float factor;
+
+  template <class Compute>
+  __device__ __forceinline__ void measure(int pack, const Compute (&results)[Row::pack_size],
+                                          bool in_row) {
+    if (in_row) largest.values[pack / packs_per_scale].add_pack(results);
+  }
+  // Called for one pack after the other.
+  __device__ __forceinline__ float of_pack(int pack) {
+    if (pack % packs_per_scale == 0) factor = Blocks::from_owner(factors, pack / packs_per_scale);
+    return factor;
+  }
+};
+template <class Row>
+struct ScalesOfRow<Scaling::row, Row> {
+  Extremes extremes;  // used if there are registers for two maxima
+  Largest largest_of_packs{};
+  float factor;
+
+  template <class Compute>
+  __device__ __forceinline__ void measure(int, const Compute (&results)[Row::pack_size],
+                                          bool in_row) {
+    if constexpr (Row::has_spare_registers) {
+      if (in_row) extremes.add_pack(results);
+    } else {
+      if (in_row) largest_of_packs.add_pack(results);
+    }
+  }
+  __device__ __forceinline__ Largest largest() const {
+    Largest largest = largest_of_packs;
+    largest.add(extremes.bits());
+    return largest;
+  }
+  __device__ __forceinline__ float of_pack(int) const { return factor; }
+};

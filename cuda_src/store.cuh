@@ -1,0 +1,178 @@
+// store.cuh -- the functors through which a kernel writes its results
+//
+// A functor is a struct of 8-byte words, passed by value. A user's own struct may take its place.
+// Offsets are 64-bit. Members of every store:
+//   store       store(row, col, values), values in the compute type: applies weight and bias,
+//               rounds once
+//   keep        keep(col) -> Kept: loads the parameters of a pack, to use them in many rows with
+//               store(row, col, values, kept, present), which writes nothing if not present
+//   quantizes   forward: whether it writes 8-bit floats (quantize_store.cuh)
+//   prefetch_parameters   forward: one block brings what keep loads to the L2 cache
+//   written, written_stride   the tensor that is written, for kernels that bundle rows
+//   adds, recomputes   backward: see backward_stores.cuh
+#pragma once
+#include "cluster.cuh"
+#include "parameter.cuh"
+
+// Base of the stores that a backward kernel may take. Biases: no bias, nothing to load.
+struct WritesDxAlone {
+  static constexpr bool recomputes = false;
+  using Biases = Scale<void, false, 0>;
+};
+
+// y = x_hat * weight + bias; without parameters, the dx of backward. Rounded: the element type that
+// x_hat is rounded to before the weight multiplies it, as some models define it; void: it is not
+// rounded.
+template <class Y, class Weight, class Bias, bool zero_centered, class Rounded = void>
+struct Store : WritesDxAlone {
+  using Added = Y;
+  static constexpr bool adds = false;
+  static constexpr bool quantizes = false;
+
+  Y* y;
+  long long y_stride;
+  const Weight* weight;
+  const Bias* bias;
+
+  __device__ __forceinline__ Y*& written() { return y; }
+  __device__ __forceinline__ long long& written_stride() { return y_stride; }
+
+  template <int pack_size>
+  struct Kept {
+    KeptParameter<Weight, zero_centered, pack_size> weight;
+    KeptParameter<Bias, false, pack_size> bias;
+
+    __device__ __forceinline__ void forget_unpacked() {
+      weight.forget_unpacked();
+      bias.forget_unpacked();
+    }
+    __device__ __forceinline__ void unpack_after(unsigned int zero) {
+      weight.unpack_after(zero);
+      bias.unpack_after(zero);
+    }
+  };
+  template <int pack_size>
+  __device__ __forceinline__ Kept<pack_size> keep(long long col) const {
+    return {{weight, col}, {bias, col}};
+  }
+  __device__ __forceinline__ void prefetch_parameters(long long num_cols) const {
+    prefetch(weight, num_cols);
+    prefetch(bias, num_cols);
+  }
+  // Keeps two packs as one: single elements of 16 bits would take a register each.
+  template <int pack_size>
+  __device__ __forceinline__ Kept<2 * pack_size> keep_two(long long col,
+                                                          long long other_col) const {
+    return {{weight, col, other_col}, {bias, col, other_col}};
+  }
+
+  // y in the compute type, before it is rounded.
+  template <int pack_size, class Compute>
+  __device__ __forceinline__ static void affine(const Compute (&values)[pack_size],
+                                                const Kept<pack_size>& kept,
+                                                Compute (&y_values)[pack_size]) {
+    Compute weights[pack_size], biases[pack_size];
+    kept.weight.unpack_to(weights, 1.0f);
+    kept.bias.unpack_to(biases, 0.0f);
+    affine(values, weights, biases, y_values);
+  }
+  template <int pack_size, class Compute>
+  __device__ __forceinline__ static void affine(const Compute (&values)[pack_size],
+                                                const Compute (&weights)[pack_size],
+                                                const Compute (&biases)[pack_size],
+                                                Compute (&y_values)[pack_size]) {
+#pragma unroll
+    for (int at = 0; at < pack_size; ++at) y_values[at] = values[at];
+    if constexpr (!is_same<Rounded, void>) unpack(repack<Rounded>(values), y_values);
+    if constexpr (!is_same<Weight, void> || !is_same<Bias, void>) {
+#pragma unroll
+      for (int at = 0; at < pack_size; ++at) y_values[at] = y_values[at] * weights[at] + biases[at];
+    }
+  }
+
+  template <int pack_size, class Compute>
+  __device__ __forceinline__ void store(long long row, long long col,
+                                        const Compute (&values)[pack_size],
+                                        const Kept<pack_size>& kept, bool present = true) const {
+    Compute weights[pack_size], biases[pack_size];
+    kept.weight.unpack_to(weights, 1.0f);
+    kept.bias.unpack_to(biases, 0.0f);
+    store(row, col, values, weights, biases, present);
+  }
+  template <int pack_size, class Compute>
+  __device__ __forceinline__ void store(long long row, long long col,
+                                        const Compute (&values)[pack_size],
+                                        const Compute (&weights)[pack_size],
+                                        const Compute (&biases)[pack_size], bool present) const {
+    Compute y_values[pack_size];
+    affine(values, weights, biases, y_values);
+    const Pack<Y, pack_size> rounded = repack<Y>(y_values);
+    if (present) store_pack<pack_size>(y + row * y_stride + col, rounded);
+  }
+  template <int pack_size, class Compute>
+  __device__ __forceinline__ void store(long long row, long long col,
+                                        const Compute (&values)[pack_size],
+                                        bool present = true) const {
+    store(row, col, values, keep<pack_size>(present ? col : 0), present);
+  }
+};
+
+// Writes nothing, for a forward that returns mean and rstd alone. It has the words of every Store.
+template <bool zero_centered>
+struct Store<void, void, void, zero_centered, void> {
+  static constexpr bool quantizes = false;
+
+  void* y;
+  long long y_stride;
+  const void* weight;
+  const void* bias;
+
+  template <int pack_size>
+  struct Kept {
+    __device__ __forceinline__ void forget_unpacked() {}
+  };
+  template <int pack_size>
+  __device__ __forceinline__ Kept<pack_size> keep(long long) const {
+    return {};
+  }
+  __device__ __forceinline__ void prefetch_parameters(long long) const {}
+  template <int pack_size, class Compute>
+  __device__ __forceinline__ void store(long long, long long, const Compute (&)[pack_size],
+                                        const Kept<pack_size>&, bool = true) const {}
+};
+
+// Two outputs of one x_hat, each with its own weight and bias: y of First, y1 of Second.
+template <class First, class Second>
+struct TwoStores {
+  static constexpr bool quantizes = false;
+
+  First first;
+  Second second;
+
+  template <int pack_size>
+  struct Kept {
+    typename First::template Kept<pack_size> first;
+    typename Second::template Kept<pack_size> second;
+
+    __device__ __forceinline__ void forget_unpacked() {
+      first.forget_unpacked();
+      second.forget_unpacked();
+    }
+  };
+  template <int pack_size>
+  __device__ __forceinline__ Kept<pack_size> keep(long long col) const {
+    return {first.template keep<pack_size>(col), second.template keep<pack_size>(col)};
+  }
+  __device__ __forceinline__ void prefetch_parameters(long long num_cols) const {
+    first.prefetch_parameters(num_cols);
+    second.prefetch_parameters(num_cols);
+  }
+
+  template <int pack_size, class Compute>
+  __device__ __forceinline__ void store(long long row, long long col,
+                                        const Compute (&values)[pack_size],
+                                        const Kept<pack_size>& kept, bool present = true) const {
+    first.store(row, col, values, kept.first, present);
+    second.store(row, col, values, kept.second, present);
+  }
+};

@@ -1,0 +1,67 @@
+"""Types of command-line arguments. Each raises argparse.ArgumentTypeError with a clear sentence."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+
+class Commands(Protocol):
+    """What argparse's add_subparsers returns."""
+
+    def add_parser(self, name: str, **options: Any) -> argparse.ArgumentParser: ...
+
+
+def number(text: str) -> int:
+    """A whole number of 0 or more, or a power such as 2**28 or 2^28."""
+    base, power, exponent = text.replace("^", "**").partition("**")
+    try:
+        if power and not 0 <= int(exponent) <= 64:
+            raise ValueError
+        value = int(base) ** int(exponent) if power else int(base)
+    except ValueError as error:
+        sentence = f"{text!r} is not a whole number, or a power such as 2**28"
+        raise argparse.ArgumentTypeError(sentence) from error
+    if value < 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is negative; expected 0 or more")
+    return value
+
+
+def positive(text: str) -> int:
+    """A whole number of 1 or more."""
+    value = number(text)
+    if value == 0:
+        raise argparse.ArgumentTypeError("0 is too few; expected 1 or more")
+    return value
+
+
+def positives(text: str) -> list[int]:
+    """Whole numbers of 1 or more, separated by commas. Repeated ones count once."""
+    return list(dict.fromkeys(positive(each) for each in text.split(",")))
+
+
+def several(names: Sequence[str]) -> Callable[[str], list[str]]:
+    """The type of an argument that is some of these names, separated by commas, or "all"."""
+
+    def parse(text: str) -> list[str]:
+        found = list(names) if text == "all" else text.split(",")
+        for name in found:
+            if name not in names:
+                known = ",".join(names)
+                raise argparse.ArgumentTypeError(f"{name!r} is unknown; expected some of {known}")
+        return list(dict.fromkeys(found))
+
+    return parse
+
+
+def check_folders(*paths: str | Path | None) -> None:
+    """Raises ValueError for an output file whose folder does not exist.
+
+    Commands call it first, so that a long run does not fail at its end.
+    """
+    for path in filter(None, paths):
+        folder = Path(path).absolute().parent
+        if not folder.is_dir():
+            raise ValueError(f"{path}: there is no folder {folder}")

@@ -1,0 +1,1 @@
+"""Times kernels beside those of other libraries, and finds better tiles."""

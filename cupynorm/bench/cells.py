@@ -1,0 +1,198 @@
+"""What the benchmark measures: cells, of widths and rows or of the shapes of known models."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ..check.cases import NORMS
+from ..dtypes import DTYPES, ELEMENTS, FLOAT8S
+from ..plan.problem import SCALINGS, Layout, Problem
+from .models import MODELS
+
+COLS = tuple(2**exponent for exponent in range(5, 19))
+DIRECTIONS = ("forward", "backward", "both")
+# Features that not every library offers.
+EXTRAS = ("residual", "zero_centered", "out_dtype", "scale", "amax")
+EPS = 1e-5
+OURS, COPY = "cupynorm", "copy"
+_X_BYTES = 2**29
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One problem that is timed: x as [num_rows, num_cols], with weight, and bias for layer_norm.
+
+    direction: "forward", "backward", or "both" timed together. dtype: of x, and of the tensors
+    below unless given. weight_dtype: of weight and bias. out_dtype: of y and dy.
+    residual: forward adds a residual and returns the sum, backward adds the gradient of the sum.
+    zero_centered: multiply by 1 + weight. scale: of a y in 8-bit floats, one of problem.SCALINGS.
+    amax: with a given scale, also record the largest |y|.
+    """
+
+    norm: str
+    direction: str
+    dtype: str
+    num_rows: int
+    num_cols: int
+    weight_dtype: str | None = None
+    out_dtype: str | None = None
+    residual: bool = False
+    zero_centered: bool = False
+    scale: str | None = None
+    amax: bool = False
+
+    @property
+    def y(self) -> str:
+        """dtype of y and dy."""
+        return self.out_dtype or self.dtype
+
+    @property
+    def parameters(self) -> str:
+        """dtype of weight and bias."""
+        return self.weight_dtype or self.dtype
+
+    @property
+    def passes(self) -> tuple[str, ...]:
+        """The directions that run."""
+        return DIRECTIONS[:2] if self.direction == "both" else (self.direction,)
+
+    @property
+    def extras(self) -> list[str]:
+        """Those of EXTRAS that the cell has."""
+        return [name for name in EXTRAS if getattr(self, name)]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that any implementation must move, without weight and bias.
+
+        Forward: x, y, residual, sum, scales. Backward: x, dy, dx, dsum.
+        """
+        x, y = DTYPES[self.dtype].itemsize, ELEMENTS[self.y].itemsize
+        of = {"forward": x + y + self.residual * 2 * x, "backward": 2 * x + y + self.residual * x}
+        scales = Problem(
+            "forward",
+            True,
+            self.num_cols,
+            self.dtype,
+            Layout.of(self.num_cols, ()),
+            scaling=self.scale,
+        ).scale_bytes
+        return self.num_rows * (self.num_cols * sum(of[name] for name in self.passes) + scales)
+
+    @property
+    def details(self) -> str:
+        """dtypes and extras, in words."""
+        labelled = (("weight", self.weight_dtype), ("y", self.out_dtype), ("scale", self.scale))
+        named = [f"{label} {name}" for label, name in labelled if name]
+        extras = (
+            ("amax", self.amax),
+            ("residual", self.residual),
+            ("1 + weight", self.zero_centered),
+        )
+        named += [label for label, asked in extras if asked]
+        return ", ".join([self.dtype, *named])
+
+    @property
+    def kind(self) -> str:
+        """All but the shape: the title of its table."""
+        return f"{self.norm} {self.direction}, {self.details}"
+
+    def __str__(self) -> str:
+        return f"{self.kind.replace(', ', ' ')} {self.num_rows} x {self.num_cols}"
+
+
+def cells(
+    norms: Sequence[str] = NORMS[:1],
+    dtypes: Sequence[str] = ("bfloat16",),
+    directions: Sequence[str] = DIRECTIONS[:2],
+    cols: Sequence[int] = COLS,
+    elements: int | None = None,
+    *,
+    rows: Sequence[int] = (),
+    models: Sequence[str] = (),
+    scales: Sequence[str] = (),
+    **options: str | bool | None,
+) -> list[Cell]:
+    """Every combination, in the order in which a result shows them.
+
+    elements: of x; num_rows = elements // num_cols, by default of 512 MiB of x.
+    rows: num_rows, instead of elements. models: names of MODELS, whose norms and shapes are used
+    instead of norms, cols and rows. scales: of a y in 8-bit floats, by default "given".
+    options: weight_dtype, out_dtype, residual, zero_centered, amax of a Cell.
+    Raises ValueError for unknown names, for extents below 1 and for options that exclude each
+    other.
+    """
+    out_dtype = options.get("out_dtype")
+    is_quantized = out_dtype in FLOAT8S
+    more_dtypes = (options.get("weight_dtype"), None if is_quantized else out_dtype)
+    for label, names, known in (
+        ("norm", norms, NORMS),
+        ("dtype", [*dtypes, *filter(None, more_dtypes)], tuple(DTYPES)),
+        ("direction", directions, DIRECTIONS),
+        ("scale", scales, SCALINGS),
+        ("models", models, tuple(MODELS)),
+    ):
+        for name in names:
+            if name not in known:
+                raise ValueError(f"{label} is {name!r}; expected {' or '.join(known)}")
+        if not names and label in ("norm", "dtype", "direction"):
+            raise ValueError(f"no {label} is given; expected one or more")
+    for label, extents in (("cols", cols), ("rows", rows)):
+        if any(extent < 1 for extent in extents) or (label == "cols" and not extents):
+            given = ", ".join(map(str, extents)) or "empty"
+            raise ValueError(f"{label} is {given}; expected extents of 1 or more")
+    _check_quantization(out_dtype, directions, scales, bool(options.get("amax")))
+
+    def shapes(dtype: str) -> list[tuple[str, int, int]]:
+        if models:
+            known = [shape for name in models for shape in MODELS[name]]
+            return [
+                (shape.norm, num_rows, shape.num_cols)
+                for shape in known
+                for num_rows in shape.num_rows
+            ]
+        total = elements or _X_BYTES // DTYPES[dtype].itemsize
+        if not rows and total < max(cols):
+            raise ValueError(
+                f"elements is {total}, less than one row of {max(cols)} columns; "
+                "expected at least that many"
+            )
+        return [
+            (norm, num_rows, num_cols)
+            for norm in norms
+            for num_cols in cols
+            for num_rows in rows or (total // num_cols,)
+        ]
+
+    made = [
+        Cell(norm, direction, dtype, num_rows, num_cols, scale=scale, **options)
+        for dtype in dtypes
+        for direction in directions
+        for scale in scales or ("given" if is_quantized else None,)
+        for norm, num_rows, num_cols in shapes(dtype)
+    ]
+    made.sort(key=lambda cell: NORMS.index(cell.norm))
+    return list(dict.fromkeys(made))  # two models may share a shape
+
+
+def _check_quantization(
+    out_dtype: str | None, directions: Sequence[str], scales: Sequence[str], amax: bool
+) -> None:
+    """Raises ValueError for scales or amax that do not belong to out_dtype or the directions."""
+    is_quantized = out_dtype in FLOAT8S
+    if scales and not is_quantized:
+        raise ValueError(
+            f"scale is {scales[0]!r} with out_dtype {out_dtype}; "
+            f"expected an out_dtype of {' or '.join(FLOAT8S)}"
+        )
+    if amax and (not is_quantized or set(scales) - {"given"}):
+        raise ValueError(
+            f"amax is recorded with out_dtype {out_dtype} and scale {', '.join(scales) or None}; "
+            "expected an out_dtype of 8 bits and scale given"
+        )
+    if is_quantized and tuple(directions) != DIRECTIONS[:1]:
+        raise ValueError(
+            f"direction is {', '.join(directions)} with out_dtype {out_dtype}; "
+            "expected forward, because no gradient has 8 bits"
+        )

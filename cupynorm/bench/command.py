@@ -1,0 +1,284 @@
+"""`python -m cupynorm bench` and `bench linear`: measure kernel time, host time and first calls."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Protocol
+
+from tqdm import tqdm
+
+from ..arguments import Commands, check_folders, number, positive, positives, several
+from ..check.cases import NORMS
+from ..dtypes import DTYPES, ELEMENTS, FLOAT8S
+from ..plan.problem import SCALINGS
+from . import comparison, contestants, documents, host, linear, measure, plot, report
+from .cells import COLS, DIRECTIONS, Cell, cells
+from .models import MODELS
+from .peers import PEERS
+from .runners import options_of
+
+GUARDED = "notebooks/h200.json"
+bar = partial(tqdm, leave=False)
+
+
+class Result(Protocol):
+    """What a run returns: a table as a string, and JSON."""
+
+    def to_json(self) -> str: ...
+
+
+def add_to(commands: Commands) -> None:
+    """Adds the parsers of `bench` and `bench linear`."""
+    about = "Measure kernel time on a GPU, beside other libraries and a copy of the same bytes."
+    help = "measure kernel time on a GPU, beside other libraries and a copy of the same bytes"
+    parser = commands.add_parser("bench", help=help, description=about)
+    parser.set_defaults(run=run)
+    add_cells(parser.add_argument_group("what is measured").add_argument)
+    add = parser.add_argument_group("how").add_argument
+    add("--runs", type=positive, default=30, help="of each library in each cell (30)")
+    add("--seed", type=number, help="of the random data (fresh)")
+    jobs = "processes that compile all kernels before the first is timed (1: none)"
+    add("--jobs", type=positive, default=1, help=jobs)
+    add = parser.add_argument_group("output").add_argument
+    add("--json", metavar="FILE", help="write all samples and the environment")
+    add("--plot", metavar="FILE", help="draw GB/s over num_cols: .png, .svg")
+    readme = "rewrite the tables of ./README.md and ./docs/benchmarks.md"
+    add("--readme", action="store_true", help=readme)
+    group = parser.add_argument_group("instead")
+    add = group.add_mutually_exclusive_group().add_argument
+    guard = (
+        f"measure cupynorm again in the cells of a --json file ({GUARDED}), and print the cells "
+        "that changed by more than the spread; exit code 1 if any became slower"
+    )
+    add("--guard", metavar="FILE", nargs="?", const=GUARDED, help=guard)
+    compare = "compare two --json files, cell by cell, without a GPU; exit code as for --guard"
+    add("--compare", metavar=("OLD", "NEW"), nargs=2, help=compare)
+    add("--host", action="store_true", help="measure the host time of an eager call")
+    first_call = "time the first calls of a fresh process, with an empty cache and a full one"
+    add("--first-call", action="store_true", help=first_call)
+    layers = parser.add_subparsers(metavar="linear", title="another layer")
+    add_linear(layers)
+
+
+def add_cells(add: Callable) -> None:
+    """Adds the options that name cells, peers and tiles."""
+    direction = "some of forward,backward,both (forward,backward; for a y of 8 bits, forward)"
+    add("--direction", type=several(DIRECTIONS), help=direction)
+    dtypes = several(tuple(DTYPES))
+    add("--dtype", type=dtypes, default=("bfloat16",), help="one or more, with commas (bfloat16)")
+    norms = "one or more, with commas (layer_norm)"
+    add("--norm", type=several(NORMS), default=NORMS[:1], help=norms)
+    add("--cols", type=positives, default=COLS, help="widths, with commas (32,64,...,262144)")
+    add("--rows", type=positives, default=(), help="num_rows, with commas, instead of --elements")
+    elements = "of x, as 2**28; num_rows = elements // num_cols (512 MiB of x)"
+    add("--elements", type=positive, help=elements)
+    models = f"their norms and shapes instead: all, or some of {','.join(MODELS)}"
+    add("--models", type=several(tuple(MODELS)), default=(), help=models)
+    add("--weight-dtype", choices=tuple(DTYPES), help="of weight and bias (that of x)")
+    add("--out-dtype", choices=tuple(ELEMENTS), help="of y and dy (that of x)")
+    scale = f"of a y of 8 bits: all, or some of {','.join(SCALINGS)} (given)"
+    add("--scale", type=several(SCALINGS), default=(), help=scale)
+    amax = "record the largest |y| with a given scale, as delayed scaling does"
+    add("--amax", action="store_true", help=amax)
+    residual = "add a residual and return the sum; backward adds the gradient of the sum"
+    add("--residual", action="store_true", help=residual)
+    add("--zero-centered", action="store_true", help="multiply by 1 + weight")
+    peers = f"some of {','.join(PEERS)} (all that can run)"
+    add("--peers", type=several(tuple(PEERS)), help=peers)
+    tile = (
+        "a tile to measure beside that of dispatch, in the words of tune and plan: "
+        "'block: pack_size 8, threads_per_row 128, ...'"
+    )
+    add(
+        "--tile",
+        dest="tiles",
+        metavar="TILE",
+        type=tile_in_words,
+        action="append",
+        default=[],
+        help=tile,
+    )
+
+
+def add_linear(layers: Commands) -> None:
+    """Adds the parser of `bench linear`."""
+    help = (
+        "measure a norm and the linear layer after it, beside other libraries and the product alone"
+    )
+    parser = layers.add_parser("linear", help=help, description=f"{help[0].upper()}{help[1:]}.")
+    parser.set_defaults(run=run_linear)
+    add = parser.add_argument
+    shapes = "rows x in_features x out_features, with commas: 8192x4096x12288"
+    add("--shapes", type=linear_shapes, default=linear.SHAPES, help=shapes)
+    formats = several(contestants.FORMATS)
+    add("--format", type=formats, default=contestants.FORMATS, help="some of bfloat16,fp8 (both)")
+    passes, shown = several(linear.PASSES), "some of forward,both (both)"
+    add("--pass", dest="passes", type=passes, default=linear.PASSES, help=shown)
+    names = tuple(contestants.CONTESTANTS)
+    shown = f"some of {','.join(names)} (all that can run)"
+    add("--contestants", type=several(names), help=shown)
+    add("--runs", type=positive, default=30, help="of each contestant in each cell (30)")
+    add("--seed", type=number, default=0, help="of the random data (0)")
+    add("--json", metavar="FILE", help="write all samples and the environment")
+
+
+def tile_in_words(text: str) -> str:
+    """A strategy and a tile, as tune and plan print them."""
+    try:
+        options_of(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+    return text
+
+
+def linear_shapes(text: str) -> list[tuple[int, int, int]]:
+    """ROWSxINxOUT, separated by commas."""
+    try:
+        return [linear.shape_of(each) for each in text.split(",")]
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """The exit code: 0 if all went well, 1 if cupynorm was wrong, slower or stopped."""
+    if arguments.compare:
+        found = comparison.compare(*map(report.read, arguments.compare))
+        print(found)
+        return 0 if found else 1
+    check_folders(arguments.json, arguments.plot)
+    if arguments.host:
+        asked = {"norms": arguments.norm, "dtypes": arguments.dtype, "peers": arguments.peers}
+        return show(host.host(**asked, progress=bar), arguments.json)
+    if arguments.first_call:
+        return show(host.first_call(), arguments.json)
+    if arguments.guard:
+        return guard(arguments)
+    if arguments.readme:
+        check_readme(arguments)
+    if arguments.plot:
+        plot.require_matplotlib()
+    result = measured(arguments, cells_of(arguments), arguments.peers)
+    if arguments.readme and not result:
+        print("README.md and docs/benchmarks.md are left as they were")
+    elif arguments.readme:
+        documents.write_documents(result)
+    return 0 if result else 1
+
+
+def guard(arguments: argparse.Namespace) -> int:
+    """Measures the cells of a file again and compares: 1 if any became slower or is off."""
+    if arguments.readme:
+        raise ValueError("--readme and --guard are given; the README's table is of libraries")
+    before = report.read(arguments.guard)
+    if arguments.plot:
+        plot.require_matplotlib()
+    after = measured(arguments, [each.cell for each in before.measurements], ())
+    found = comparison.compare(before, after)
+    print(f"\n{arguments.guard}, and now:\n{found}")
+    return 0 if after and found else 1
+
+
+def measured(
+    arguments: argparse.Namespace, todo: Sequence[Cell], peers: Sequence[str] | None
+) -> report.BenchResult:
+    """Runs the benchmark, prints the result and writes the files that were asked for."""
+    result = measure.bench(
+        todo,
+        runs=arguments.runs,
+        seed=arguments.seed,
+        peers=peers,
+        tiles=arguments.tiles,
+        jobs=arguments.jobs,
+        progress=bar,
+        command=command_of(arguments),
+    )
+    show(result, arguments.json)
+    if arguments.plot:
+        plot.plot(result, arguments.plot)
+    return result
+
+
+def show(result: Result, path: str | None) -> int:
+    """Prints a result and writes its JSON to a file, if there is one."""
+    print(result)
+    if path:
+        Path(path).write_text(result.to_json() + "\n", encoding="utf-8")
+    return 0
+
+
+def command_of(arguments: argparse.Namespace) -> str:
+    """The command as it was typed."""
+    return shlex.join(["python", "-m", "cupynorm", *arguments.given])
+
+
+def check_readme(arguments: argparse.Namespace) -> None:
+    """Raises ValueError or MissingLibraryError if --readme would fail after the run."""
+    if arguments.tiles:
+        raise ValueError("--readme and --tile are given; the README's table is of libraries")
+    documents.check_documents()
+
+
+def cells_of(arguments: argparse.Namespace) -> list[Cell]:
+    """The cells that the options name. Raises ValueError in the words of the command line."""
+    is_quantized = arguments.out_dtype in FLOAT8S
+    directions = arguments.direction or DIRECTIONS[: 1 if is_quantized else 2]
+    formats = " or ".join(FLOAT8S)
+    for option in ("scale", "amax"):
+        if getattr(arguments, option) and not is_quantized:
+            raise ValueError(f"--{option} is for a y of 8 bits; add --out-dtype {formats}")
+    if arguments.amax and set(arguments.scale) - {"given"}:
+        scales = ",".join(arguments.scale)
+        raise ValueError(f"--amax records the largest |y| with --scale given; --scale is {scales}")
+    if is_quantized and tuple(directions) != ("forward",):
+        raise ValueError(
+            f"--direction is {','.join(directions)} and --out-dtype {arguments.out_dtype}; no "
+            "gradient has 8 bits, use --direction forward"
+        )
+    if arguments.tiles and "both" in directions:
+        raise ValueError("--tile and --direction both are given; a tile belongs to one direction")
+    check_elements(arguments)
+    return cells(
+        arguments.norm,
+        arguments.dtype,
+        directions,
+        arguments.cols,
+        arguments.elements,
+        rows=arguments.rows,
+        models=arguments.models,
+        scales=arguments.scale,
+        weight_dtype=arguments.weight_dtype,
+        out_dtype=arguments.out_dtype,
+        amax=arguments.amax,
+        residual=arguments.residual,
+        zero_centered=arguments.zero_centered,
+    )
+
+
+def check_elements(arguments: argparse.Namespace) -> None:
+    """Raises ValueError if --elements is less than one row of --cols."""
+    elements, widest = arguments.elements, max(arguments.cols)
+    ignored = getattr(arguments, "rows", None) or getattr(arguments, "models", None)
+    if elements and elements < widest and not ignored:
+        raise ValueError(
+            f"--elements is {elements}, less than one row of {widest} columns; "
+            "expected at least that many"
+        )
+
+
+def run_linear(arguments: argparse.Namespace) -> int:
+    """The exit code: 0 if no contestant was wrong, else 1."""
+    check_folders(arguments.json)
+    result = linear.bench_linear(
+        linear.cells(arguments.shapes, arguments.format, arguments.passes),
+        runs=arguments.runs,
+        seed=arguments.seed,
+        contestants=arguments.contestants,
+        progress=bar,
+        command=command_of(arguments),
+    )
+    show(result, arguments.json)
+    return 0 if result else 1

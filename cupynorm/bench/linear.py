@@ -1,0 +1,349 @@
+"""The benchmark of a norm and the linear layer after it: LayerNormLinear beside other libraries.
+
+gemm      the linear layer alone, on an input that is normalised, in fp8 also quantised, already. No
+          design that calls a library for its product is faster.
+copy      a device-to-device copy of the bytes that the norm must move. Forward reads x and writes
+          the normalised tensor. Forward and backward together read x twice and two gradients once,
+          and write three tensors.
+target    gemm + copy / 0.97; cupynorm/target: the time of the default layer over that
+time      as in cupynorm.bench.timer, the contestants in turns
+held      memory that is allocated between forward and backward, beyond y; peak: the most during
+          both, gradients included
+correct   sampled rows of y compared with float64, relative to their norm
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import numpy as np
+
+from .. import reference
+from ..gpu import nvrtc
+from ..gpu.environment import environment, has_gpu
+from .cells import COPY
+from .contestants import CONTESTANTS, EPS, FORMATS, GEMM, Contestant, Inputs, LinearCell
+from .peers import first_line
+from .report import aligned
+from .timer import Runner, Timer, take_turns
+
+# rows x in_features x out_features: projections of language models, in training and in decoding.
+SHAPES = (
+    (8192, 4096, 12288),
+    (16384, 4096, 6144),
+    (4096, 8192, 10240),
+    (49152, 1024, 3072),
+    (32768, 2048, 6144),
+    (1, 4096, 12288),
+    (16, 4096, 12288),
+    (64, 4096, 12288),
+    (256, 4096, 12288),
+)
+PASSES = ("forward", "both")
+TARGET = "target"
+_OF_TARGET = "cupynorm/target"
+_FEW_ROWS = 256  # a decoder's: forward alone
+_SAMPLED_ROWS = 16
+_MEMORY_RUNS = 4
+# Relative to the norm of y: one rounding of each factor and of y; in fp8 what the tests allow.
+_ALLOWED = {"bfloat16": 2.0**-7, "fp8": 0.06}
+_SHARE_OF_COPY = 0.97
+
+
+def cells(
+    shapes: Iterable[tuple[int, int, int]] = SHAPES,
+    formats: Sequence[str] = FORMATS,
+    passes: Sequence[str] = PASSES,
+) -> list[LinearCell]:
+    """Every combination. Few rows run forward alone."""
+    shapes = list(shapes)
+    return [
+        LinearCell(*shape, each, way)
+        for each in formats
+        for way in passes
+        for shape in shapes
+        if way == "forward" or shape[0] > _FEW_ROWS
+    ]
+
+
+def inputs_of(cell: LinearCell, device: str, seed: int) -> Inputs:
+    """Random tensors. They require gradients where the cell has them."""
+    import torch
+    from torch.nn import functional
+
+    generator = torch.Generator(device).manual_seed(seed)
+    wants_gradients = cell.passes == "both"
+
+    def normal(*shape, center=0.0, spread=1.0):
+        made = (
+            torch.randn(*shape, generator=generator, device=device, dtype=torch.bfloat16) * spread
+            + center
+        )
+        return made.requires_grad_(wants_gradients)
+
+    x = normal(cell.num_rows, cell.in_features, center=0.5, spread=2.0)
+    parameters = [
+        torch.nn.Parameter(
+            normal(cell.in_features, center=each, spread=0.5).detach(), wants_gradients
+        )
+        for each in (1, 0)
+    ]
+    weight = torch.nn.Parameter(
+        normal(cell.out_features, cell.in_features, spread=cell.in_features**-0.5).detach(),
+        wants_gradients,
+    )
+    bias = torch.nn.Parameter(normal(cell.out_features).detach(), wants_gradients)
+    with torch.no_grad():
+        normalized = functional.layer_norm(x, x.shape[-1:], *parameters, EPS)
+    dy = normal(cell.num_rows, cell.out_features).detach()
+    return Inputs(x, normalized.requires_grad_(wants_gradients), dy, *parameters, weight, bias)
+
+
+def runner_of(cell: LinearCell, inputs: Inputs, contestant: Contestant) -> Runner:
+    """What is timed: a call that returns y."""
+    import torch
+
+    forward, differentiated = contestant.make(cell, inputs)
+    if cell.passes == "forward":
+
+        def call():
+            with torch.no_grad():
+                return forward()
+
+        return Runner(call)
+
+    def both():
+        y = forward()
+        if differentiated:
+            torch.autograd.grad(y, differentiated, inputs.dy)
+        return y
+
+    return Runner(both)
+
+
+def off_by(cell: LinearCell, inputs: Inputs, y: Any) -> float:
+    """The error of sampled rows of y beside float64, relative to their norm."""
+    rows = np.unique(
+        np.linspace(0, cell.num_rows - 1, min(_SAMPLED_ROWS, cell.num_rows)).astype(int)
+    )
+    x, *parameters, got = (
+        each.detach()[rows] if at in (0, 5) else each.detach()
+        for at, each in enumerate((inputs.x, *inputs[3:], y))
+    )
+    truth = reference.norm_linear(
+        *(each.double().cpu().numpy() for each in (x, *parameters)), EPS
+    ).y
+    got = got.double().cpu().numpy()
+    return float(np.linalg.norm(got - truth) / np.linalg.norm(truth))
+
+
+def memory_of(cell: LinearCell, inputs: Inputs, contestant: Contestant) -> tuple[int, int]:
+    """(held, peak) bytes of one forward and backward on a GPU.
+
+    The most of several runs: memory that an earlier run still holds hides what the next one needs.
+    """
+    import torch
+
+    forward, differentiated = contestant.make(cell, inputs)
+    forward()  # allocates what stays
+
+    def once() -> tuple[int, int]:
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        y = forward()
+        held = torch.cuda.memory_allocated() - before - y.numel() * y.element_size()
+        if differentiated:
+            torch.autograd.grad(y, differentiated, inputs.dy)
+        return held, torch.cuda.max_memory_allocated() - before
+
+    found = [once() for _ in range(_MEMORY_RUNS)]
+    return max(held for held, _ in found), max(peak for _, peak in found)
+
+
+@dataclass(frozen=True)
+class LinearMeasurement:
+    """One cell.
+
+    microseconds: samples by name, "copy" among them. errors: by name. memory: name -> (held, peak)
+    bytes. faults: name -> sentence.
+    """
+
+    cell: LinearCell
+    microseconds: dict[str, list[float]]
+    errors: dict[str, float]
+    memory: dict[str, tuple[int, int]]
+    faults: dict[str, str]
+
+    def median(self, name: str) -> float:
+        if name == TARGET:
+            return self.median(GEMM) + self.median(COPY) / _SHARE_OF_COPY
+        return statistics.median(self.microseconds[name])
+
+
+@dataclass
+class LinearResult:
+    """All cells, printed as tables. True if nothing was wrong."""
+
+    environment: dict[str, Any]
+    settings: dict[str, Any]
+    measurements: list[LinearMeasurement]
+    absent: dict[str, str] = field(default_factory=dict)
+
+    def __bool__(self) -> bool:
+        return bool(self.measurements) and not any(each.faults for each in self.measurements)
+
+    def __str__(self) -> str:
+        names = [
+            name
+            for name in CONTESTANTS
+            if any(name in each.microseconds for each in self.measurements)
+        ]
+        rows = [["microseconds", *names, TARGET, _OF_TARGET]]
+        memory = [["MiB between forward and backward / at most", *names]]
+        for each in self.measurements:
+            has_target = GEMM in each.microseconds and COPY in each.microseconds
+            times = [each.microseconds.get(name) and each.median(name) for name in names]
+            shown = [f"{time:.1f}" if time else "-" for time in times]
+            shown.append(f"{each.median(TARGET):.1f}" if has_target else "-")
+            if has_target and "cupynorm" in each.microseconds:
+                shown.append(f"{each.median('cupynorm') / each.median(TARGET):.3f}")
+            else:
+                shown.append("-")
+            rows.append([str(each.cell), *shown])
+            if each.memory:
+                sizes = [each.memory.get(name) for name in names]
+                memory.append([str(each.cell), *map(_mebibytes, sizes)])
+        lines = [
+            *aligned(rows),
+            "",
+            f"medians; target: gemm + a copy of the norm's bytes / {_SHARE_OF_COPY}; "
+            f"{_OF_TARGET}: of the default layer",
+        ]
+        if len(memory) > 1:
+            lines += ["", *aligned(memory)]
+        lines += [
+            f"{each.cell}: {why}" for each in self.measurements for why in each.faults.values()
+        ]
+        lines += [f"{name} was left out: {why}" for name, why in self.absent.items()]
+        return "\n".join(lines)
+
+    def to_json(self) -> str:
+        measurements = [asdict(each) | {"cell": each.cell._asdict()} for each in self.measurements]
+        content = {
+            "environment": self.environment,
+            "settings": self.settings,
+            "absent": self.absent,
+            "measurements": measurements,
+        }
+        return json.dumps(content, indent=1)
+
+
+def _mebibytes(size: tuple[int, int] | None) -> str:
+    return "-" if size is None else f"{size[0] / 2**20:.0f} / {size[1] / 2**20:.0f}"
+
+
+def measure(
+    cell: LinearCell, names: Sequence[str], timer: Timer, runs: int, seed: int, device: str = "cuda"
+) -> LinearMeasurement:
+    """One cell on a device: the contestants of `names` that run in its format."""
+    import torch
+
+    inputs = inputs_of(cell, device, seed)
+    source = torch.empty(max(1, cell.norm_bytes // 2), dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    runners = {COPY: Runner(lambda: target.copy_(source))}
+    errors: dict[str, float] = {}
+    memory: dict[str, tuple[int, int]] = {}
+    faults: dict[str, str] = {}
+    for name in names:
+        contestant = CONTESTANTS[name]
+        if cell.format not in contestant.formats:
+            continue
+        try:
+            runner = runner_of(cell, inputs, contestant)
+            runner.call()  # delayed scales are right from the second step on
+            errors[name] = off_by(cell, inputs, runner.call())
+            timer.sample(runner)
+            if cell.passes == "both" and device == "cuda":
+                memory[name] = memory_of(cell, inputs, contestant)
+        except Exception as failure:  # a failing contestant must not end the run
+            faults[name] = f"{name} could not run: {first_line(failure)}"
+            continue
+        runners[name] = runner
+        if not errors[name] <= _ALLOWED[cell.format]:
+            most = f"expected {_ALLOWED[cell.format]:.3g} at most"
+            faults[name] = f"{name} is off: y by {errors[name]:.3g} of its norm; {most}"
+    return LinearMeasurement(cell, take_turns(timer, runners, runs), errors, memory, faults)
+
+
+def missing(name: str) -> str | None:
+    """Why a contestant cannot run here, or None."""
+    import importlib
+
+    for module in filter(None, ("torch", CONTESTANTS[name].needs)):
+        try:
+            importlib.import_module(module)
+        except Exception as error:  # a library built for another torch or CUDA fails in its own way
+            return f"{module} could not be imported ({first_line(error)})"
+    return None
+
+
+def bench_linear(
+    todo: Sequence[LinearCell] | None = None,
+    *,
+    runs: int = 30,
+    seed: int = 0,
+    contestants: Sequence[str] | None = None,
+    progress: Callable[..., Iterable] | None = None,
+    command: str = "cupynorm.bench.linear.bench_linear()",
+) -> LinearResult:
+    """Measure todo, by default all of `cells()`, on the current GPU.
+
+    contestants: names of CONTESTANTS, by default all that can run. runs, seed, progress, command:
+    as in cupynorm.bench.measure.bench.
+    Returns a LinearResult. Raises ValueError without a GPU and for unknown names,
+    MissingLibraryError without CuPy.
+    """
+    todo = cells() if todo is None else list(todo)
+    if runs < 1:
+        raise ValueError(f"runs is {runs}; expected 1 or more")
+    names = list(CONTESTANTS if contestants is None else contestants)
+    unknown = [name for name in names if name not in CONTESTANTS]
+    if unknown:
+        raise ValueError(
+            f"contestants has {unknown[0]!r}; expected some of {', '.join(CONTESTANTS)}"
+        )
+    nvrtc.cupy()
+    if not has_gpu():
+        raise ValueError(
+            "the benchmark measures a GPU and none was found; python -m cupynorm check needs none"
+        )
+    absent = {name: why for name in names if (why := missing(name))}
+    names = [name for name in names if name not in absent]
+    timer, measurements = Timer.on_gpu(), []
+    for at, cell in enumerate(
+        (progress or (lambda items, **_: items))(todo, desc="measuring", unit="cell")
+    ):
+        measurements.append(measure(cell, names, timer, runs, seed + at))
+        timer.num_flushes.clear()
+        sys.modules["torch"].cuda.empty_cache()
+    return LinearResult(
+        environment(), {"runs": runs, "seed": seed, "command": command}, measurements, absent
+    )
+
+
+def shape_of(text: str) -> tuple[int, int, int]:
+    """ROWSxINxOUT as three numbers. Raises ValueError for anything else."""
+    parts = text.lower().split("x")
+    if len(parts) != 3 or not all(part.strip().isdigit() and int(part) for part in parts):
+        raise ValueError(
+            f"{text!r} is no shape; "
+            "expected rows x in_features x out_features, for example 8192x4096x12288"
+        )
+    return int(parts[0]), int(parts[1]), int(parts[2])

@@ -1,0 +1,314 @@
+"""What was measured, as tables and as JSON."""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from .cells import COPY, DIRECTIONS, OURS, Cell
+
+
+def quartiles(samples: Sequence[float]) -> tuple[float, float, float]:
+    """Lower quartile, median and upper quartile."""
+    if len(samples) < 2:
+        return (samples[0],) * 3
+    low, middle, high = statistics.quantiles(samples, n=4, method="inclusive")
+    return low, middle, high
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """One cell.
+
+    samples: microseconds of each run, of "copy", "cupynorm", and each peer or tile in words that
+    ran.
+    errors: the largest of the sampled elements of each library, in units of what is allowed.
+    faults: name -> sentence for a library that is off, or could not run.
+    """
+
+    cell: Cell
+    strategy: str
+    samples: dict[str, list[float]]
+    errors: dict[str, float]
+    faults: dict[str, str] = field(default_factory=dict)
+
+    def median(self, name: str) -> float:
+        """Microseconds."""
+        return quartiles(self.samples[name])[1]
+
+    def spread(self, name: str) -> float:
+        """Distance between the quartiles, as a share of the median."""
+        low, middle, high = quartiles(self.samples[name])
+        return (high - low) / middle
+
+    def gigabytes_per_second(self, name: str) -> float:
+        return self.cell.num_bytes / self.median(name) / 1e3
+
+    def share(self, name: str) -> float:
+        """Speed as a share of the copy's."""
+        return self.median(COPY) / self.median(name)
+
+    @property
+    def right(self) -> list[str]:
+        """The libraries that ran and were not off, the fastest first."""
+        return sorted(
+            (name for name in self.samples if name != COPY and name not in self.faults),
+            key=self.median,
+        )
+
+    @property
+    def fastest(self) -> frozenset[str]:
+        """The fastest right library, and those slower by less than half the sum of both spreads."""
+
+        def behind(name: str) -> bool:
+            spreads = (self.spread(each) * self.median(each) for each in (name, best))
+            return self.median(name) - self.median(best) > sum(spreads) / 2
+
+        best = next(iter(self.right), None)
+        return frozenset(name for name in self.right if not behind(name))
+
+
+@dataclass(frozen=True)
+class BenchResult:
+    """All measurements of one run, printed as tables.
+
+    True if the run was complete and cupynorm was right in every cell. environment: GPU, driver,
+    versions. settings: of the run. missing: peer -> why it was not measured.
+    """
+
+    environment: dict[str, Any]
+    settings: dict[str, Any]
+    measurements: list[Measurement]
+    missing: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def ok(self) -> bool:
+        return not self.num_off and "stopped" not in self.settings
+
+    @property
+    def num_off(self) -> int:
+        """Cells in which cupynorm was wrong."""
+        return sum(OURS in measurement.faults for measurement in self.measurements)
+
+    def __bool__(self) -> bool:
+        return self.ok
+
+    @property
+    def libraries(self) -> list[str]:
+        """cupynorm first, then the peers that ran in any cell."""
+        names = [name for measurement in self.measurements for name in measurement.samples]
+        return [OURS, *dict.fromkeys(name for name in names if name not in (COPY, OURS))]
+
+    def tables(self) -> dict[str, list[Measurement]]:
+        """Kind of cell -> its measurements."""
+        tables: dict[str, list[Measurement]] = {}
+        for measurement in self.measurements:
+            tables.setdefault(measurement.cell.kind, []).append(measurement)
+        return tables
+
+    def __str__(self) -> str:
+        lines = [self.headline(), self.method()]
+        peers = self.libraries[1:]
+        # A tile in words has a colon, and is too long for the head of a column.
+        in_words = [name for name in peers if ":" in name]
+        tiles = {name: f"tile {at}" for at, name in enumerate(in_words, 1)}
+        titles = {name: tiles.get(name, name) for name in peers}
+        for title, measurements in self.tables().items():
+            lines += ["", title, *aligned(_table(measurements, titles))]
+        lines += ["", "* the fastest, or slower by less than the spread"]
+        lines += ["share: of the speed of the copy; error: in units of what is allowed"]
+        lines += [f"{short}: {name}" for name, short in tiles.items()]
+        num_cells = len(self.measurements)
+        if peers:
+            num_fastest = sum(OURS in measured.fastest for measured in self.measurements)
+            lines.append(f"{OURS} is among the fastest in {num_fastest} of {num_cells} cells")
+        lines += self._faults()
+        lines += [f"{name} was not measured: {why}" for name, why in self.missing.items()]
+        if self.num_off:
+            lines.append(f"OFF: {OURS} is beyond what its dtypes allow in {self.num_off} cells")
+        if "stopped" in self.settings:
+            lines.append(f"stopped {self.settings['stopped']}")
+        return "\n".join(lines)
+
+    def _faults(self) -> list[str]:
+        """What is off or could not run: one line for all cells of a kind with the same sentence."""
+        shapes: dict[tuple[str, str], list[str]] = {}
+        for measured in self.measurements:
+            cell = measured.cell
+            for text in measured.faults.values():
+                found = shapes.setdefault((cell.kind, text), [])
+                found.append(f"{cell.num_rows} x {cell.num_cols}")
+        return [f"{kind}, {', '.join(each)}: {text}" for (kind, text), each in shapes.items()]
+
+    def headline(self) -> str:
+        """GPU, versions and date in one line."""
+        found = self.environment
+        labels = {"driver": "driver", "cuda_runtime": "CUDA", "cupy": "CuPy", "torch": "torch"}
+        shown = [found.get("gpu")]
+        shown += [f"{label} {found[name]}" for name, label in labels.items() if found.get(name)]
+        peers = found.get("peers") or {}
+        shown += [f"{name} {version}" for name, version in peers.items() if version]
+        shown += [f"cupynorm {found.get('cupynorm')}", str(found.get("date"))[:10]]
+        return ", ".join(filter(None, shown))
+
+    def method(self) -> str:
+        """How it was measured, in a sentence."""
+        return (
+            f"Medians of {self.settings['runs']} runs on random data; kernel time by CUDA events, "
+            "the L2 cache flushed before each run by a write during which the host enqueues the "
+            "call"
+        )
+
+    def markdown(self) -> str:
+        """The table of docs/benchmarks.md: GB/s and the share of the copy for each shape.
+
+        It has cupynorm, torch, and the fastest of the other libraries with its name. Each norm and
+        dtype is a table of its own.
+        """
+        numbers = "GB/s (share of a copy of the same bytes), the fastest in bold"
+        lines = [f"{self.headline()}. {self.method()}. {numbers}."]
+        families: dict[str, list[Measurement]] = {}
+        for measured in self.measurements:
+            cell = measured.cell
+            families.setdefault(f"{cell.norm}, {cell.details}", []).append(measured)
+        for title, measurements in families.items():
+            if len(families) > 1:
+                lines += ["", f"{title}:"]
+            lines += ["", *self._markdown_table(measurements)]
+        if "torch" in self.missing:
+            lines.append(f"\ntorch was not measured: {self.missing['torch']}.")
+        lines += ["", f"Made by `{self.settings['command']}`."]
+        return "\n".join(lines)
+
+    def _markdown_table(self, measurements: Sequence[Measurement]) -> list[str]:
+        shown = [name for name in self.libraries if name in (OURS, "torch")]
+        others = [name for name in self.libraries if name not in shown]
+        measured_directions = {each.cell.direction for each in self.measurements}
+        directions = [name for name in DIRECTIONS if name in measured_directions]
+        shapes: dict[tuple[int, int], dict[str, Measurement]] = {}
+        for measured in measurements:
+            cell = measured.cell
+            shapes.setdefault((cell.num_cols, cell.num_rows), {})[cell.direction] = measured
+        with_rows = len({num_cols for num_cols, _ in shapes}) < len(shapes)
+        header = ["num_cols", *(["num_rows"] if with_rows else [])]
+        for direction in directions:
+            header += [f"{direction}: strategy", *shown, *(["best other"] if others else [])]
+        rule = ["---:" if name in (*shown, "best other") else "---" for name in header]
+        lines = [_markdown_row(header), _markdown_row(rule)]
+        for (num_cols, num_rows), found in shapes.items():
+            row = [f"{num_cols:,}", *([f"{num_rows:,}"] if with_rows else [])]
+            for direction in directions:
+                measured = found.get(direction)
+                row.append(measured.strategy if measured else "")
+                row += [_markdown_cell(measured, name) for name in shown]
+                if others:
+                    right = measured.right if measured else []
+                    best = next((name for name in right if name in others), None)
+                    row.append(f"{best} {_markdown_cell(measured, best)}" if best else "-")
+            lines.append(_markdown_row(row))
+        return lines
+
+    def to_json(self) -> str:
+        """Everything, with all samples."""
+        content = {
+            "environment": self.environment,
+            "settings": self.settings,
+            "missing": self.missing,
+            "cells": [
+                {
+                    **asdict(measured.cell),
+                    "num_bytes": measured.cell.num_bytes,
+                    "strategy": measured.strategy,
+                    "microseconds": measured.samples,
+                    "errors": {
+                        name: error if math.isfinite(error) else None
+                        for name, error in measured.errors.items()
+                    },
+                    "faults": measured.faults,
+                }
+                for measured in self.measurements
+            ],
+        }
+        return json.dumps(content, indent=1, allow_nan=False)
+
+    @classmethod
+    def from_json(cls, text: str) -> BenchResult:
+        """The result that to_json wrote. Raises ValueError for other text."""
+        try:
+            content = json.loads(text)
+            measurements = [_measurement_of(found) for found in content["cells"]]
+            environment, settings = content["environment"], content["settings"]
+            return cls(environment, settings, measurements, content["missing"])
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            why = f"{type(error).__name__}: {error}"
+            raise ValueError(f"no result of the benchmark: {why}") from error
+
+
+def _measurement_of(found: dict[str, Any]) -> Measurement:
+    # Older files lack newer fields of a cell.
+    known = {each.name: found[each.name] for each in fields(Cell) if each.name in found}
+    errors = {name: math.nan if error is None else error for name, error in found["errors"].items()}
+    return Measurement(
+        Cell(**known), found["strategy"], found["microseconds"], errors, found["faults"]
+    )
+
+
+def read(path: str | Path) -> BenchResult:
+    """The result in a file of `bench --json`. Raises OSError, or ValueError for other text."""
+    try:
+        return BenchResult.from_json(Path(path).read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is {error}") from error
+
+
+def aligned(rows: list[list[str]]) -> list[str]:
+    """Lines of columns, each as wide as its widest text."""
+    widths = [max(len(row[at]) for row in rows) for at in range(len(rows[0]))]
+    return [
+        "  ".join(f"{text:>{width}}" for text, width in zip(row, widths)).rstrip() for row in rows
+    ]
+
+
+def _table(measurements: Sequence[Measurement], titles: dict[str, str]) -> list[list[str]]:
+    """Cells of one kind, with a head. titles: peer -> the head of its column."""
+    head = ["num_cols", "num_rows", "strategy", "copy GB/s", f"{OURS} us", "GB/s", "share"]
+    head += ["spread", "error"]
+    for title in titles.values():
+        head += [f"{title} us", "share"]
+    rows = [head]
+    for measured in measurements:
+        cell = measured.cell
+        row = [str(cell.num_cols), str(cell.num_rows), measured.strategy]
+        row += [f"{measured.gigabytes_per_second(COPY):.0f}", _time(measured, OURS)]
+        row += [f"{measured.gigabytes_per_second(OURS):.0f}", f"{measured.share(OURS):.2f}"]
+        row += [f"{measured.spread(OURS):.1%}", f"{measured.errors[OURS]:.2f}"]
+        for name in titles:
+            has_run = name in measured.samples
+            row += [_time(measured, name), f"{measured.share(name):.2f}" if has_run else "-"]
+        rows.append(row)
+    return rows
+
+
+def _time(measured: Measurement, name: str) -> str:
+    if name not in measured.samples:
+        return "-"
+    mark = "*" if name in measured.fastest else "OFF" if name in measured.faults else ""
+    return f"{measured.median(name):.1f}{mark}"
+
+
+def _markdown_row(row: list[str]) -> str:
+    return f"| {' | '.join(row)} |"
+
+
+def _markdown_cell(measured: Measurement | None, name: str) -> str:
+    if measured is None or name not in measured.samples:
+        return "-"
+    if name in measured.faults:
+        return "off"
+    text = f"{measured.gigabytes_per_second(name):,.0f} ({measured.share(name):.2f})"
+    return f"**{text}**" if name in measured.fastest else text

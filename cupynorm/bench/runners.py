@@ -1,0 +1,164 @@
+"""Runners: a library's call on a cell, forward, backward or both."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from ..norm import api
+from ..norm.quantized_tensor import QuantizedTensor
+from ..norm.results import Backward, Forward
+from ..plan.problem import Tile
+from ..plan.strategies import STRATEGIES
+from .cells import EPS, OURS, Cell
+from .peers import PEERS, call_of_ours, refuse
+from .tensors import Tensors, as_torch
+from .timer import Runner
+
+
+def _results(cell: Cell, made: Any) -> dict[str, Any]:
+    """The result of a forward, by name."""
+    y, *added = made if cell.residual else (made,)
+    if cell.scale:
+        if isinstance(y, QuantizedTensor):
+            y = (y.data, y.scale_inv)
+        return dict(zip(("y", "scale_inv", "amax"), y)) | dict(zip(("sum",), added))
+    return {"y": y} | dict(zip(("sum",), added))
+
+
+def options_of(tile: str) -> dict[str, Any]:
+    """strategy and tile as options, from words: "block: pack_size 8, threads_per_row 128, ...".
+
+    Raises ValueError for other words.
+    """
+    strategy, colon, words = tile.partition(":")
+    if strategy not in STRATEGIES or not colon:
+        known = ", ".join(STRATEGIES)
+        raise ValueError(f"tile is {tile!r}; expected one of {known}, a colon, and a tile's fields")
+    return {"strategy": strategy, "tile": Tile.of(words)}
+
+
+def prepare(name: str, cell: Cell, tensors: Tensors) -> Runner:
+    """A library, or cupynorm with a tile in words, on a cell's CuPy arrays.
+
+    Raises ValueError for what a library does not have, and what the library raises.
+    """
+    if name == OURS or name not in PEERS:
+        return prepare_ours(cell, tensors, **({} if name == OURS else options_of(name)))
+    tensors = Tensors(*(None if array is None else as_torch(array) for array in tensors))
+    return prepare_torch(name, cell, tensors)
+
+
+def prepare_torch(name: str, cell: Cell, tensors: Tensors, *, record: bool = False) -> Runner:
+    """A library on torch tensors, by torch's autograd.
+
+    record: whether autograd records a forward, too. Raises as `prepare` does.
+    """
+    import torch
+
+    peer = PEERS[name]
+    wants_gradients = record or "backward" in cell.passes
+    refuse(name, cell, wants_gradients)
+    dtype = getattr(torch, peer.parameters.get(cell.norm, cell.parameters))
+
+    def operand(tensor: Any) -> Any:
+        return tensor if tensor is None else tensor.detach().requires_grad_(wants_gradients)
+
+    def parameter(tensor: Any) -> Any:
+        if tensor is None:
+            return None
+        return torch.nn.Parameter(tensor.detach().to(dtype), wants_gradients)
+
+    tensors = tensors._replace(
+        x=operand(tensors.x),
+        residual=operand(tensors.residual),
+        weight=parameter(tensors.weight),
+        bias=parameter(tensors.bias),
+    )
+    named_inputs = {
+        "dx": tensors.x,
+        "dweight": tensors.weight,
+        "dbias": tensors.bias,
+        "dresidual": tensors.residual,
+    }
+    inputs = {key: each for key, each in named_inputs.items() if each is not None}
+    forward = peer.make(cell, tensors)
+    results = partial(_results, cell)
+    if cell.direction == "forward":
+        return Runner(forward, results)
+    before, dy = None, tensors.dy
+    if peer.overwrites_dy:
+        dy = tensors.dy.clone()
+        before = partial(dy.copy_, tensors.dy)
+    gradients = dy if tensors.residual is None else (dy, tensors.dsum)
+    values = tuple(inputs.values())
+
+    def named(made: Any) -> dict[str, Any]:
+        return dict(zip(inputs, made))
+
+    if cell.direction == "backward":
+        made = forward()
+
+        def backward() -> Any:
+            return torch.autograd.grad(made, values, gradients, retain_graph=True)
+
+        return Runner(backward, named, before)
+
+    def both() -> tuple[Any, Any]:
+        made = forward()
+        return made, torch.autograd.grad(made, values, gradients)
+
+    return Runner(both, lambda made: results(made[0]) | named(made[1]), before)
+
+
+def _forward_alone(cell: Cell, tensors: Tensors, **options: Any) -> Runner:
+    """Our forward without gradients: it writes y, and no statistics."""
+    if not cell.scale:  # the call allocates 8-bit floats
+        options["out"] = tensors.y
+    call = partial(call_of_ours(cell, tensors), **options)
+    if not cell.amax:
+        return Runner(call, partial(_results, cell))
+    # A call only ever raises amax, so it is set to 0 before each, as in each step of a training.
+    amax = tensors.amax
+    return Runner(call, lambda made: _results(cell, made) | {"amax": amax}, partial(amax.fill, 0))
+
+
+def prepare_ours(cell: Cell, tensors: Tensors, **options: Any) -> Runner:
+    """cupynorm on CuPy arrays, without torch.
+
+    options: strategy and tile of the direction that is timed.
+    """
+    if cell.direction == "forward":
+        return _forward_alone(cell, tensors, **options)
+    centered = cell.norm == "layer_norm"
+    gradients = ("dx", "dweight", "dbias") if centered else ("dx", "dweight")
+    run_forward = api.layer_norm_forward if centered else api.rms_norm_forward
+    run_backward = api.layer_norm_backward if centered else api.rms_norm_backward
+    zero_centered = {"zero_centered_weight": True} if cell.zero_centered else {}
+    x, residual, weight = tensors.x, tensors.residual, tensors.weight
+    forward_options = {"residual": residual, "out_dtype": cell.out_dtype, "out": tensors.y}
+    backward_options = {"dsum": tensors.dsum, "gradients": gradients, **options}
+
+    def forward() -> Forward:
+        return run_forward(x, weight, tensors.bias, EPS, **forward_options, **zero_centered)
+
+    def backward(saved: Forward) -> Backward:
+        statistics = (saved.mean, saved.rstd) if centered else (saved.rstd,)
+        given = (tensors.dy, saved.sum, *statistics, weight)
+        return run_backward(*given, **backward_options, **zero_centered)
+
+    def results(made: Forward) -> dict[str, Any]:
+        return {"y": made.y} if residual is None else {"y": made.y, "sum": made.sum}
+
+    def named(made: Backward) -> dict[str, Any]:
+        return {name: getattr(made, name) for name in gradients}
+
+    if cell.direction == "backward":
+        saved = forward()
+        return Runner(lambda: backward(saved), named)
+
+    def both() -> tuple[Forward, Backward]:
+        made = forward()
+        return made, backward(made)
+
+    return Runner(both, lambda made: results(made[0]) | named(made[1]))

@@ -1,0 +1,95 @@
+"""Kernel time of a call on one GPU, by CUDA events.
+
+Before each call a buffer larger than the L2 cache is written. The write also lasts until the host
+has enqueued the whole call, so the result holds no host time. A run in which the host was late is
+repeated behind a longer write.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from ..gpu import nvrtc
+
+_FLUSH_BYTES = 2**28
+_MAX_FLUSHES = 256
+
+
+class Runner(NamedTuple):
+    """What is timed: one library on one problem.
+
+    call: enqueues the work on the current stream and returns the library's own result.
+    outputs: the result of a call as a dict of arrays: those of y, scale_inv, sum, dx, dweight and
+    dbias that there are. before: restores what a call overwrites; it runs before each call,
+    untimed.
+    """
+
+    call: Callable[[], Any]
+    outputs: Callable[[Any], dict[str, Any]] = dict
+    before: Callable[[], Any] | None = None
+
+
+class Timer:
+    """Times calls on the GPU.
+
+    flush(): enqueues one write of more than the L2 cache. start, stop: CUDA events, as CuPy's.
+    elapsed(start, stop): milliseconds between two events.
+    """
+
+    def __init__(
+        self,
+        flush: Callable[[], None],
+        start: Any,
+        stop: Any,
+        elapsed: Callable[[Any, Any], float],
+    ) -> None:
+        self.flush, self.start, self.stop, self.elapsed = flush, start, stop, elapsed
+        self.num_flushes: dict[Callable, int] = {}  # that each call needs to hide its host time
+
+    def sample(self, runner: Runner) -> float:
+        """Microseconds of one call. RuntimeError for a call that waits for the GPU."""
+        num_flushes = self.num_flushes.get(runner.call, 1)
+        while num_flushes <= _MAX_FLUSHES:
+            if runner.before:
+                runner.before()
+            for _ in range(num_flushes):
+                self.flush()
+            self.start.record()
+            runner.call()
+            self.stop.record()
+            ahead = not self.start.done
+            self.stop.synchronize()
+            if ahead:
+                self.num_flushes[runner.call] = num_flushes
+                return self.elapsed(self.start, self.stop) * 1e3
+            num_flushes *= 2
+        raise RuntimeError(
+            "the host does not run ahead of the GPU: the call waits for the GPU, "
+            "so its kernel time is not measured"
+        )
+
+    @classmethod
+    def on_gpu(cls) -> Timer:
+        cupy = nvrtc.cupy()
+        runtime = cupy.cuda.runtime
+        l2_bytes = runtime.getDeviceProperties(runtime.getDevice())["l2CacheSize"]
+        buffer = cupy.empty(max(_FLUSH_BYTES, 4 * l2_bytes), cupy.uint8)
+
+        def flush() -> None:
+            runtime.memsetAsync(
+                buffer.data.ptr, 0, buffer.nbytes, cupy.cuda.get_current_stream().ptr
+            )
+
+        return cls(flush, cupy.cuda.Event(), cupy.cuda.Event(), cupy.cuda.get_elapsed_time)
+
+
+def take_turns(timer: Timer, runners: Mapping[str, Runner], runs: int) -> dict[str, list[float]]:
+    """name -> microseconds of each run. Libraries take turns, after two rounds of warm-up."""
+    samples: dict[str, list[float]] = {name: [] for name in runners}
+    for run in range(runs + 2):
+        for name, runner in runners.items():
+            microseconds = timer.sample(runner)
+            if run >= 2:
+                samples[name].append(microseconds)
+    return samples

@@ -1,0 +1,107 @@
+"""`python -m cupynorm tune`: measure tiles on this GPU and write a table of them."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from ..arguments import Commands, check_folders, number, positive, positives, several
+from ..check.cases import DIRECTIONS, NORMS
+from ..dtypes import DTYPES
+from ..gpu import launch
+from ..gpu.environment import has_gpu
+from ..plan import tables
+from . import tune, tune_ranges
+from .cells import COLS, cells
+from .command import bar, check_elements, command_of
+
+
+def add_to(commands: Commands) -> None:
+    """Adds the parser of `tune`."""
+    help = "measure which tiles are the fastest on this GPU, and write a table for use_tiles"
+    about = "Measure which tiles are the fastest on this GPU, and write a table for use_tiles."
+    parser = commands.add_parser("tune", help=help, description=about)
+    parser.set_defaults(run=run)
+    add = parser.add_argument
+    add("--cols", type=positives, default=COLS, help="widths, with commas (32,64,...,262144)")
+    dtypes = several(tuple(DTYPES))
+    add("--dtype", type=dtypes, default=("bfloat16",), help="one or more, with commas (bfloat16)")
+    norms = "one or more, with commas (layer_norm)"
+    add("--norm", type=several(NORMS), default=NORMS[:1], help=norms)
+    directions = "some of forward,backward (both)"
+    add("--direction", type=several(DIRECTIONS), default=DIRECTIONS, help=directions)
+    add("--weight-dtype", choices=tuple(DTYPES), help="of weight and bias (that of x)")
+    elements = "of x, as 2**28; num_rows = elements // num_cols (512 MiB of x)"
+    add("--elements", type=positive, help=elements)
+    add("--runs", type=positive, default=30, help="of the default and of each finalist (30)")
+    add("--seed", type=number, help="of the random data (fresh)")
+    jobs = "processes that compile all candidates before the first is timed (1: this one)"
+    add("--jobs", type=positive, default=1, help=jobs)
+    output = "the table, replaced if it is there (tiles.json)"
+    add("--output", metavar="FILE", default="tiles.json", help=output)
+    device_file = "measure ranges of widths, and write this data file of a device (h200.csv) again"
+    add("--device-file", metavar="FILE", help=device_file)
+    part = "with --device-file: which share of its ranges, as 3/8 (1/1)"
+    add("--part", type=part_of, default=(1, 1), help=part)
+    seconds = "with --device-file: after so many the other ranges are left as they are (480)"
+    add("--seconds", type=positive, default=480, help=seconds)
+
+
+def part_of(text: str) -> tuple[int, int]:
+    """A share of the ranges, from 1/8 to 8/8, as two ints."""
+    at, _, count = text.partition("/")
+    if not (at.isdigit() and count.isdigit() and 1 <= int(at) <= int(count)):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a part; expected one as 3/8")
+    return int(at), int(count)
+
+
+def run_device_file(arguments: argparse.Namespace) -> int:
+    """Measures a part of a device's data file, and writes it again."""
+    path = Path(arguments.device_file)
+    check_folders(path)
+    rows = tables.read_rows(path) if path.exists() else []
+    if not has_gpu():
+        raise ValueError(
+            "tune measures a GPU and none was found; `plan` shows what is chosen without one"
+        )
+    found, done = tune_ranges.tune_ranges(
+        rows,
+        launch.current_device(),
+        part=arguments.part,
+        seconds=arguments.seconds,
+        seed=arguments.seed or 0,
+        compile_ahead=lambda kernels: tune.compile_all(kernels, arguments.jobs, bar),
+    )
+    tables.write_rows(path, tune_ranges.merged(rows, found, done))
+    faster = f"{len(found)} of them have a tile 2% or more faster than the model's"
+    print(f"{len(done)} ranges measured, {faster}; {path} has them")
+    return 0
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """The exit code: 0 if all problems were measured and no candidate was wrong, else 1."""
+    if arguments.device_file:
+        return run_device_file(arguments)
+    output = Path(arguments.output)
+    check_folders(output)
+    check_elements(arguments)
+    todo = cells(
+        arguments.norm,
+        arguments.dtype,
+        arguments.direction,
+        arguments.cols,
+        arguments.elements,
+        weight_dtype=arguments.weight_dtype,
+    )
+    result = tune.tune(
+        todo,
+        runs=arguments.runs,
+        jobs=arguments.jobs,
+        seed=arguments.seed,
+        progress=bar,
+        command=command_of(arguments),
+    )
+    print(result)
+    output.write_text(result.table.to_json() + "\n", encoding="utf-8")
+    print(f"{output} has the tiles; a program uses them after cupynorm.use_tiles({str(output)!r})")
+    return 0 if result else 1

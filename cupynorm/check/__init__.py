@@ -1,0 +1,1 @@
+"""The gradient check: kernels, or anybody's function, against float64."""

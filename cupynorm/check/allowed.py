@@ -1,0 +1,280 @@
+"""What the gradient check allows: the float64 result of each tensor, and the error of each element.
+
+u is the rounding error of the arithmetic: 2^-24, and 2^-53 for float64. h(v) is half a unit in the
+last place of the output's dtype at v. n is num_cols. g = u * (4 + sqrt(n)): the errors of a sum of
+n rounded terms add up like a random walk. All is per element.
+
+    x_hat    e = g * a * (1 + |x_hat|) + m + m^2 * |x_hat|
+             a = max(1, var / |var + eps|): a negative eps makes rstd more sensitive.
+             m: rounding of the mean. Backward: u * |mean| * rstd. Forward: 0.
+             Welford's mean has a larger error: g * |mean| * rstd in both directions.
+    y        |w| * e + 2u * (|x_hat * w| + |bias|) + h(y)
+             round_x_hat adds |w| * h(x_hat), in the dtype of the input.
+    mean     u * |mean| + g * mean(|x - mean|); Welford: g * |mean| instead of u * |mean|
+    rstd     rstd * (g * a + u + m^2), m of forward
+    dx       rstd * (4u * |wdy| + g * mean(|wdy|)
+                     + |x_hat| * (g * mean(|wdy * x_hat|) + mean(|wdy| * e))
+                     + e * (|mean(wdy * x_hat)| + mean(|wdy| * e)))
+             + g * a * |dx| + h(dx)
+    dweight  2 * sqrt(sum (dy * e)^2) + s(dy * x_hat) + h(dweight)
+    dbias    s(dy) + h(dbias)
+             s(t) = u * (4 + sqrt(num_rows)) * max(|sum t|, sqrt(num_rows) * rms(t)): sums over rows
+
+    sum         exact. If x is scaled or the sum has a dtype of its own:
+                4u * |scaled x| + u * |sum| + h(sum), less what does not apply.
+                All other tensors are then judged by the sum that the kernel returned.
+    dresidual   as dx. dsum adds u * |dresidual|. dx is then dresidual scaled, with 4u * |dx| more.
+    recomputed  y written again by backward: as y, with e of backward
+    y1          as y, with its own dweight1 and dbias1. Its share of dx is allowed as a dx
+                of its own, and the addition 2u * |dx|.
+    memory_efficient  backward computes x_hat from y. With t half a unit in the last place of 1 in
+                the dtype of y: e of backward is what is allowed of y over max(|w|, t), plus
+                |x_hat| * (max(0, 1 - |w| / t) + 2u); dweight has sum |dy * e|.
+
+For float64 everything is allowed twice: the reference has the same rounding error as the kernels.
+
+NaN must be NaN, and infinity the same infinity. Below the smallest normal float32 the arithmetic
+may flush to zero.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from .. import reference
+from ..dtypes import DTYPES, compute_dtype, decode, encode
+from ..reference.layer_norm import scale
+from .cases import Case, Problem
+
+Expected = dict[str, tuple[np.ndarray, np.ndarray]]
+
+
+def half_ulp(values: np.ndarray, dtype: str) -> np.ndarray:
+    """Half a unit in the last place of a dtype at each value: the error of one rounding."""
+    kind = DTYPES[dtype]
+    # float32 arithmetic may flush subnormals to zero, bfloat16 is computed in float32.
+    floor = kind.smallest / 2 if dtype in ("float16", "float64") else 2.0**-126
+    return np.maximum(np.abs(values) * kind.half_ulp, floor)
+
+
+def expect(
+    problem: Problem,
+    *,
+    rounded_mean: bool = False,
+    added: np.ndarray | None = None,
+    e_backward: np.ndarray | None = None,
+) -> Expected:
+    """name -> (float64 result, allowed error) of every tensor that the case has.
+
+    rounded_mean: whether forward subtracts the mean as it is rounded, as Welford's statistics and
+    other libraries do. added: the sum that the kernel returned, which decides all else where it has
+    its own dtype. e_backward: the error of x_hat in backward, if something else than the usual.
+    """
+    case = problem.case
+    scaled_x = problem.scaled(problem.x)
+    exact_sum = scaled_x if problem.residual is None else scaled_x + problem.residual
+    is_own = added is not None and case.has_own_sum
+    x = added if is_own else decode(encode(exact_sum, case.sum), case.sum)
+    rows = _Rows(problem, x, rounded_mean)
+    with np.errstate(all="ignore"):
+        rows.bound(e_backward)
+        second = _second_output(problem, rows)
+        dsum, dsum_allowed = rows.gradient_of_sum(second)
+        dx, dx_allowed = dsum, dsum_allowed
+        if case.is_scaled:
+            dx = problem.scaled(dsum)
+            dx_allowed = np.abs(problem.scaled(dsum_allowed)) + 4 * rows.u * np.abs(dx)
+        expected = rows.outputs()
+        expected["dx"] = (dx, dx_allowed + half_ulp(dx, case.x))
+        if case.recompute:
+            expected["recomputed"] = rows.recomputed()
+        if rows.centered:
+            expected["mean"] = rows.mean_of_row()
+        expected |= rows.gradients_of_parameters()
+        names = ("y", "dweight", "dbias")
+        expected |= {f"{name}1": second[name] for name in names if name in second}
+        if case.has_own_sum:
+            allowed = _allowed_of_sum(case, exact_sum, scaled_x)
+            expected["sum"] = (exact_sum, allowed)
+            if problem.residual is not None:
+                allowed = dsum_allowed + half_ulp(dsum, case.added)
+                expected["dresidual"] = (dsum, allowed)
+        elif problem.residual is not None:
+            expected["sum"] = (x, np.zeros_like(x) + np.finfo(np.float64).tiny)
+    if compute_dtype(case.sum).name == "float64":
+        expected = {name: (values, 2 * allowed) for name, (values, allowed) in expected.items()}
+    return expected
+
+
+class _Rows:
+    """The rows of a problem in float64, and the error that is allowed of their x_hat.
+
+    Attributes as in the docstring of this module: u, g, w, x_hat, e (of forward), e_backward.
+    """
+
+    def __init__(self, problem: Problem, x: np.ndarray, rounded_mean: bool) -> None:
+        """x: the rows that are normalised."""
+        case = problem.case
+        self.problem, self.x, self.rounded_mean = problem, x, rounded_mean
+        self.centered = case.norm == "layer_norm"
+        options = {"zero_centered_weight": case.zero_centered_weight}
+        if self.centered:
+            made = reference.layer_norm(x, problem.weight, problem.bias, case.eps, **options)
+            self.mean = made.mean
+            self.gradients = reference.layer_norm_backward(
+                problem.dy, x, made.mean, made.rstd, problem.weight, **options
+            )
+        else:
+            made = reference.rms_norm(x, problem.weight, problem.bias, case.eps, **options)
+            self.mean = np.zeros(case.num_rows)
+            self.gradients = reference.rms_norm_backward(
+                problem.dy, x, made.rstd, problem.weight, **options
+            )
+        self.y, self.rstd = made.y, made.rstd
+        self.u = compute_dtype(case.sum).half_ulp
+        self.g = self.u * (4 + np.sqrt(case.num_cols))
+
+    def bound(self, e_backward: np.ndarray | None) -> None:
+        """Computes the bounds of x_hat. e_backward: of backward, None for the usual."""
+        case, u, g = self.problem.case, self.u, self.g
+        columns = self.rstd[:, None]
+        self.centered_x = self.x - self.mean[:, None]
+        self.x_hat = self.centered_x * columns
+        variance = (self.centered_x**2).mean(axis=1)
+        self.amplified = np.fmax(1.0, np.abs(variance * self.rstd**2))[:, None]
+        # What the rounding of the mean does to x_hat, and its square to rstd.
+        self.of_mean = (g if self.rounded_mean else u) * np.abs(self.mean)[:, None] * columns
+        of_sums = g * self.amplified * (1 + np.abs(self.x_hat))
+        self.e_usual = of_sums + self.of_mean + self.of_mean**2 * np.abs(self.x_hat)
+        self.e = self.e_usual if self.rounded_mean else of_sums
+        if case.round_x_hat:
+            self.e = self.e + half_ulp(self.x_hat, case.x)
+        weight = scale(self.problem.weight, case.zero_centered_weight)
+        self.w = np.broadcast_to(weight, (case.num_cols,))
+        # Errors of x_hat that come from the rounding of y do not add up like a random walk.
+        self.errors_add_up = case.memory_efficient or e_backward is not None
+        self.e_backward = self.e_usual if e_backward is None else e_backward
+        if case.memory_efficient:
+            self.e_backward = self._e_from_y()
+
+    def _e_from_y(self) -> np.ndarray:
+        """The error of an x_hat that backward computes from y."""
+        u, y = self.u, self.problem.case.dtype("y")
+        bias = self.problem.bias if self.problem.bias is not None else 0.0
+        weight = np.abs(self.w)
+        least = DTYPES[y].half_ulp
+        of_y = weight * self.e + 2 * u * (np.abs(self.x_hat * self.w) + np.abs(bias))
+        of_y = of_y + half_ulp(self.y, y)
+        of_weight = np.maximum(0.0, 1 - weight / least) + 2 * u
+        return of_y / np.maximum(weight, least) + np.abs(self.x_hat) * of_weight
+
+    def gradient_of_sum(self, second: Expected) -> tuple[np.ndarray, np.ndarray]:
+        """The gradient of the normalised rows before it is rounded. second: of a second output."""
+        u, g, e, x_hat = self.u, self.g, self.e_backward, np.abs(self.x_hat)
+        wdy = self.problem.dy * self.w
+        mean_wdy_x_hat = (wdy * self.x_hat).mean(axis=1, keepdims=True)
+        of_e = (np.abs(wdy) * e).mean(axis=1, keepdims=True)
+        of_wdy = 4 * u * np.abs(wdy) + g * np.abs(wdy).mean(axis=1, keepdims=True)
+        of_wdy_x_hat = g * np.abs(wdy * self.x_hat).mean(axis=1, keepdims=True) + of_e
+        allowed = self.rstd[:, None] * (
+            of_wdy + x_hat * of_wdy_x_hat + e * (np.abs(mean_wdy_x_hat) + of_e)
+        )
+        dx = self.gradients.dx
+        allowed = allowed + g * self.amplified * np.abs(dx)
+        if self.problem.dsum is not None:
+            dx = dx + self.problem.dsum
+            allowed = allowed + u * np.abs(dx)
+        if second:
+            dx = dx + second["dx"][0]
+            allowed = allowed + second["dx"][1] + 2 * u * np.abs(dx)
+        return dx, allowed
+
+    def _allowed_of_affine(self) -> np.ndarray:
+        """What weight, bias and the rounding of y add to the error of x_hat times weight."""
+        case, bias = self.problem.case, self.problem.bias
+        b = np.zeros(case.num_cols) if bias is None else bias
+        of_products = 2 * self.u * (np.abs(self.x_hat * self.w) + np.abs(b))
+        return of_products + half_ulp(self.y, case.dtype("y"))
+
+    def outputs(self) -> Expected:
+        """y and rstd."""
+        of_mean = self.of_mean[:, 0] ** 2 if self.rounded_mean else 0.0
+        of_rstd = self.rstd * (self.g * self.amplified[:, 0] + self.u + of_mean)
+        of_y = np.abs(self.w) * self.e + self._allowed_of_affine()
+        return {"y": (self.y, of_y), "rstd": (self.rstd, of_rstd)}
+
+    def recomputed(self) -> tuple[np.ndarray, np.ndarray]:
+        """y as backward writes it again."""
+        return self.y, np.abs(self.w) * self.e_usual + self._allowed_of_affine()
+
+    def mean_of_row(self) -> tuple[np.ndarray, np.ndarray]:
+        of_rounding = (self.g if self.rounded_mean else self.u) * np.abs(self.mean)
+        spread = self.g * np.abs(self.centered_x).mean(axis=1)
+        stored = compute_dtype(self.problem.case.sum).name
+        return self.mean, of_rounding + spread + half_ulp(self.mean, stored)
+
+    def gradients_of_parameters(self) -> Expected:
+        """dweight and dbias, those that there are."""
+        case, expected = self.problem.case, {}
+        if self.problem.weight is not None:
+            off = np.abs(self.problem.dy * self.e_backward)
+            if self.errors_add_up:
+                allowed = off.sum(axis=0)
+            else:
+                allowed = 2 * np.sqrt((off**2).sum(axis=0))
+            allowed = allowed + self._allowed_of_sum_over_rows(self.problem.dy * self.x_hat)
+            dweight = self.gradients.dweight
+            expected["dweight"] = dweight, allowed + half_ulp(dweight, case.dtype("weight"))
+        if self.problem.bias is not None:
+            allowed = self._allowed_of_sum_over_rows(self.problem.dy)
+            dbias = self.gradients.dbias
+            expected["dbias"] = dbias, allowed + half_ulp(dbias, case.dtype("bias"))
+        return expected
+
+    def _allowed_of_sum_over_rows(self, terms: np.ndarray) -> np.ndarray:
+        num_rows = max(1, self.problem.case.num_rows)
+        size = np.maximum(np.abs(terms.sum(axis=0)), np.sqrt((terms**2).sum(axis=0)))
+        return self.u * (4 + np.sqrt(num_rows)) * size
+
+
+def _second_output(problem: Problem, rows: _Rows) -> Expected:
+    """y, dx, dweight and dbias of a second output of the same rows; empty if there is none.
+
+    Its dx is rounded to the dtype of the arithmetic before it is added to that of the first output.
+    """
+    case = problem.case
+    if not case.has_second:
+        return {}
+    alone = Case(
+        case.norm,
+        case.num_rows,
+        case.num_cols,
+        compute_dtype(case.sum).name,
+        case.dtype("y"),
+        case.weight1,
+        case.bias1,
+        zero_centered_weight=case.zero_centered_weight,
+        eps=case.eps,
+    )
+    second = expect(
+        Problem(alone, rows.x, problem.dy1, problem.weight1, problem.bias1),
+        rounded_mean=rows.rounded_mean,
+        e_backward=rows.e_backward,
+    )
+    if case.round_x_hat:
+        weight = np.abs(scale(problem.weight1, case.zero_centered_weight))
+        y, allowed = second["y"]
+        second["y"] = y, allowed + weight * half_ulp(rows.x_hat, case.x)
+    return second
+
+
+def _allowed_of_sum(case: Case, exact_sum: np.ndarray, scaled_x: np.ndarray) -> np.ndarray:
+    """Of a sum that is not simply x, or x plus a residual of its dtype."""
+    kinds = [compute_dtype(name) for name in (case.x, case.sum, case.added) if name]
+    wide = max(kinds, key=lambda kind: kind.digits)
+    allowed = half_ulp(exact_sum, case.sum)
+    if case.is_scaled:
+        allowed = allowed + 4 * wide.half_ulp * np.abs(scaled_x)
+    if case.is_scaled or case.sum != wide.name:
+        allowed = allowed + wide.half_ulp * np.abs(exact_sum)
+    return allowed

@@ -1,0 +1,208 @@
+"""What the gradient check is run on: cases, with random values or a user's own arrays."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from .. import reference
+from ..dtypes import DTYPES, decode, encode
+from ..gpu import arrays
+from ..plan.problem import Tile
+
+NORMS = ("layer_norm", "rms_norm")
+DIRECTIONS = ("forward", "backward")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One problem to check, without its values.
+
+    x, y, weight, bias: dtypes; weight and bias None if absent, "same" for that of x.
+    strategy, tile, statistics: None leaves the choice to dispatch.
+    residual: False, True for one in the dtype of the sum, or its dtype.
+    residual_dtype: of the sum, None for that of x. row_scale: its dtype, None if absent.
+    dsum: whether backward adds a gradient of the sum.
+    weight1, bias1: dtypes of the parameters of a second output, None if absent.
+    recompute: whether backward writes y again.
+    round_x_hat, memory_efficient, dropout_p, zero_centered_weight, eps, sm_margin: as in
+    layer_norm.
+    """
+
+    norm: str
+    num_rows: int
+    num_cols: int
+    x: str
+    y: str | None = None
+    weight: str | None = "same"
+    bias: str | None = "same"
+    strategy: str | None = None
+    tile: Tile | None = None
+    statistics: str | None = None
+    zero_centered_weight: bool = False
+    residual: bool | str = False
+    eps: float = 1e-5
+    sm_margin: int = 0
+    residual_dtype: str | None = None
+    row_scale: str | None = None
+    dropout_p: float = 0.0
+    dsum: bool = False
+    weight1: str | None = None
+    bias1: str | None = None
+    round_x_hat: bool = False
+    memory_efficient: bool = False
+    recompute: bool = False
+
+    def dtype(self, name: str) -> str | None:
+        """The dtype of "y", "weight", "bias" or another field, None if it is absent."""
+        value = getattr(self, name)
+        return self.x if value == "same" or (name == "y" and value is None) else value
+
+    @property
+    def sum(self) -> str:
+        """The dtype of the rows that are normalised."""
+        return self.residual_dtype or self.x
+
+    @property
+    def added(self) -> str | None:
+        """The dtype of the residual, None if there is none."""
+        if isinstance(self.residual, str):
+            return self.residual
+        return self.sum if self.residual else None
+
+    @property
+    def has_own_sum(self) -> bool:
+        """Whether the normalised row is more than x, or x plus a residual of its dtype."""
+        return self.is_scaled or {self.sum, self.added or self.x} != {self.x}
+
+    @property
+    def has_second(self) -> bool:
+        """Whether there is a second output."""
+        return self.weight1 is not None or self.bias1 is not None
+
+    @property
+    def is_scaled(self) -> bool:
+        """Whether x is multiplied by a row scale or a dropout mask."""
+        return self.row_scale is not None or self.dropout_p > 0
+
+    def __str__(self) -> str:
+        y = self.dtype("y")
+        extras = [y if y != self.x else "", self.strategy or "", self.statistics or ""]
+        extras.append(f"residual {self.added}" if self.residual else "")
+        extras.append("1 + weight" if self.zero_centered_weight else "")
+        extras.append(f"sum {self.sum}" if self.residual_dtype else "")
+        extras.append("dsum" if self.dsum else "")
+        second = [(name, getattr(self, name)) for name in ("weight1", "bias1")]
+        extras += [f"{name} {dtype}" for name, dtype in second if dtype]
+        extras.append(f"row_scale {self.row_scale}" if self.row_scale else "")
+        extras.append(f"dropout {self.dropout_p}" if self.dropout_p else "")
+        extras.append("recomputed" if self.recompute else "")
+        named = [self.norm, f"{self.num_rows} x {self.num_cols}", self.x, *extras]
+        return " ".join(filter(None, named))
+
+
+@dataclass
+class Problem:
+    """A case and its float64 values, each exactly representable in its dtype.
+
+    x, residual, dy, dsum, dy1: [num_rows, num_cols]; weight, bias, weight1, bias1: [num_cols];
+    row_scale: [num_rows]. None for what the case does not have.
+    """
+
+    case: Case
+    x: np.ndarray
+    dy: np.ndarray
+    weight: np.ndarray | None
+    bias: np.ndarray | None
+    residual: np.ndarray | None = None
+    row_scale: np.ndarray | None = None
+    dsum: np.ndarray | None = None
+    dropout_seed: int = -0x123456789ABCDEF
+    weight1: np.ndarray | None = None
+    bias1: np.ndarray | None = None
+    dy1: np.ndarray | None = None
+
+    def scaled(self, values: np.ndarray) -> np.ndarray:
+        """Rows times the row scale and the dropout mask: x on its way to the sum, dsum to dx."""
+        case = self.case
+        return reference.scaled(values, self.row_scale, case.dropout_p, self.dropout_seed)
+
+
+def random_problem(case: Case, seed: int = 0) -> Problem:
+    """A problem of random values. Rows have different means and spreads."""
+    generator = np.random.default_rng([seed, case.num_rows, case.num_cols])
+
+    def draw(
+        shape: tuple[int, ...], dtype: str | None, center: object = 0.0, spread: object = 1.0
+    ) -> np.ndarray | None:
+        if dtype is None:
+            return None
+        return decode(encode(generator.standard_normal(shape) * spread + center, dtype), dtype)
+
+    shape = (case.num_rows, case.num_cols)
+    centers = generator.uniform(-2, 2, (case.num_rows, 1))
+    spreads = generator.uniform(0.25, 4, (case.num_rows, 1))
+    weight_center = 0.0 if case.zero_centered_weight else 1.0
+    x = draw(shape, case.x, centers, spreads)
+    dy = draw(shape, case.dtype("y"))
+    weight = draw(shape[1:], case.dtype("weight"), weight_center, 0.5)
+    bias = draw(shape[1:], case.dtype("bias"))
+    problem = Problem(case, x, dy, weight, bias)
+    problem.residual = draw(shape, case.added)
+    problem.row_scale = draw(shape[:1], case.row_scale, 1.0)
+    problem.dsum = draw(shape, case.sum if case.dsum else None)
+    problem.weight1 = draw(shape[1:], case.weight1, weight_center, 0.5)
+    problem.bias1 = draw(shape[1:], case.bias1)
+    problem.dy1 = draw(shape, case.dtype("y") if case.has_second else None)
+    return problem
+
+
+def given_problem(
+    input: Any,
+    weight: Any = None,
+    bias: Any = None,
+    dy: Any = None,
+    *,
+    seed: int = 0,
+    **fields: Any,
+) -> Problem:
+    """A problem of a user's own arrays, of any library.
+
+    input: [..., num_cols]. weight, bias: [num_cols] or None. dy: of input's size, or None for
+    random values. fields: other fields of the Case, norm among them.
+    Raises ValueError for a wrong shape, TypeError for a dtype that the kernels do not have.
+    """
+    x, x_dtype = _on_host(input, "input")
+    if x.ndim < 1:
+        raise ValueError("input has no dimension to normalise over; expected at least one")
+    num_cols = x.shape[-1]
+    x = x.reshape(-1, num_cols)
+    given = {"weight": _on_host(weight, "weight"), "bias": _on_host(bias, "bias")}
+    for label, (values, _) in given.items():
+        if values is not None and values.shape != (num_cols,):
+            raise ValueError(f"{label} has shape {values.shape}; expected ({num_cols},)")
+    dtypes = {label: dtype for label, (_, dtype) in given.items()}
+    case = Case(num_rows=len(x), num_cols=num_cols, x=x_dtype, **dtypes, **fields)
+    values, dy_dtype = _on_host(dy, "dy")
+    if values is None:
+        values = random_problem(case, seed).dy
+    elif values.size != x.size:
+        raise ValueError(f"dy has shape {values.shape}; expected the input's, {tuple(input.shape)}")
+    elif dy_dtype != x_dtype:
+        values = decode(encode(values, x_dtype), x_dtype)
+    return Problem(case, x, values.reshape(x.shape), given["weight"][0], given["bias"][0])
+
+
+def _on_host(array: Any, label: str) -> tuple[np.ndarray | None, str | None]:
+    """(float64 values, name of the dtype) of an array of any library; (None, None) for None."""
+    if array is None:
+        return None, None
+    array = arrays.take(array, label)
+    dtype = arrays.dtype_name(array)
+    if dtype not in DTYPES:
+        raise TypeError(f"{label} is of dtype {dtype}; expected one of {', '.join(DTYPES)}")
+    if arrays.is_torch(array):
+        return array.detach().double().cpu().numpy(), dtype
+    return arrays.to_float64(array.get() if arrays.is_cupy(array) else array), dtype

@@ -1,0 +1,135 @@
+"""The cases that the command `check` runs: from files and from random numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
+
+from ..dtypes import DTYPES
+from ..norm.plans import plan
+from ..plan import dispatch
+from ..plan.devices import Device
+from ..plan.dispatch import Plan
+from ..plan.strategies import STRATEGIES
+from .activations import Activations
+from .cases import DIRECTIONS, NORMS, Case, Problem, random_problem
+
+# Elements of x in one case, by where the kernels run. Most of the time goes into the float64
+# reference on the host, and into the kernels where they run on the CPU.
+_GRID_ELEMENTS = {"gpu": 2**20, "cpu": 2**16}
+_GRID_ROWS = {"gpu": 1021, "cpu": 61}
+_FILE_ELEMENTS = {"gpu": 2**24, "cpu": 2**20}
+_WIDEST_ON_CPU = 2**19
+
+
+class Entry(NamedTuple):
+    """One case of the check. name: its line in the table. make: returns its tensors."""
+
+    name: str
+    case: Case
+    make: Callable[[], Problem]
+
+
+class Shape(NamedTuple):
+    """Random rows. strategy: None leaves the choice to dispatch."""
+
+    num_rows: int
+    num_cols: int
+    strategy: str | None = None
+
+    def __str__(self) -> str:
+        forced = f", {self.strategy} forced" if self.strategy else ""
+        return f"random, {self.num_rows} x {self.num_cols}{forced}"
+
+
+def file_entries(
+    given: Iterable[Activations], dtypes: Sequence[str | None], on: str, seed: int
+) -> list[Entry]:
+    """Activations in each norm and dtype. dtypes: None keeps the stored one. on: "gpu" or "cpu"."""
+    given, entries = list(given), []
+    for norm in NORMS:
+        for each in given:
+            for dtype in dtypes:
+                problem = each.problem(norm, dtype, max_elements=_FILE_ELEMENTS[on], seed=seed)
+                num_rows, num_cols = each.x.shape
+                is_sample = problem.case.num_rows < num_rows
+                taken = f"{problem.case.num_rows} of " if is_sample else ""
+                label = each.name.rpartition("layer_norms/")[2]
+                name = f"{label}, {taken}{num_rows} x {num_cols}"
+                entries.append(Entry(name, problem.case, lambda problem=problem: problem))
+    return entries
+
+
+def random_entries(shapes: Iterable[Shape], dtypes: Sequence[str], seed: int) -> list[Entry]:
+    """Random tensors of these shapes in each norm and dtype."""
+    shapes, entries = list(shapes), []
+    for norm in NORMS:
+        for shape in shapes:
+            for dtype in dtypes:
+                case = Case(norm, shape.num_rows, shape.num_cols, dtype, strategy=shape.strategy)
+                make = lambda case=case: random_problem(case, seed)  # noqa: E731
+                entries.append(Entry(str(shape), case, make))
+    return entries
+
+
+def strategies_of(device: Device) -> list[str]:
+    """The strategies that a device can run."""
+    capability = device.compute_capability
+    return [name for name, row in STRATEGIES.items() if capability >= row.first_capability]
+
+
+def grid_shapes(device: Device, on: str) -> list[Shape]:
+    """Shapes that reach every strategy of a device in both directions. on: "gpu" or "cpu".
+
+    A few narrow and odd widths; then, for each strategy and direction, the first width that is too
+    wide for it in every dtype. Where that is too wide for the CPU, the next strategy is forced on
+    narrower rows.
+    """
+    widths = {1, 33, 768, 4095}
+    forced = set()
+    names = strategies_of(device)
+    for direction in DIRECTIONS:
+        problems = [
+            plan(4096, dtype=dtype, device=device, direction=direction).problem for dtype in DTYPES
+        ]
+        for name, following in zip(names, names[1:]):
+            widest = max(dispatch.widest(name, problem, device) for problem in problems)
+            beyond = (widest // 16 + 1) * 16  # whole packs in every dtype
+            if on == "cpu" and beyond > _WIDEST_ON_CPU:
+                forced.add(following)
+            else:
+                widths.add(beyond)
+
+    def num_rows(num_cols: int) -> int:
+        fewest = 1 if num_cols >= 2**20 else 2
+        return min(_GRID_ROWS[on], max(_GRID_ELEMENTS[on] // num_cols, fewest))
+
+    shapes = [Shape(num_rows(num_cols), num_cols) for num_cols in sorted(widths)]
+    return shapes + [Shape(3, 4096, name) for name in names if name in forced]
+
+
+def quick_shapes(device: Device) -> list[Shape]:
+    """Two widths for each strategy of a device: whole packs, and an odd number of columns.
+
+    Strategies for wide rows are forced on narrower ones.
+    """
+    shapes = [Shape(61, 33), Shape(16, 768)]
+    for name in strategies_of(device):
+        if name != "warp":
+            shapes += [Shape(3, 4095, name), Shape(3, 4096, name)]
+    return shapes
+
+
+def plan_of(case: Case, device: Device, direction: str) -> Plan:
+    """The plan of a case in one direction."""
+    return plan(
+        case.num_cols,
+        case.num_rows,
+        case.x,
+        norm=case.norm,
+        direction=direction,
+        device=device,
+        weight_dtype=case.dtype("weight"),
+        bias_dtype=case.dtype("bias"),
+        strategy=case.strategy,
+    )

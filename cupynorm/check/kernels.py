@@ -1,0 +1,174 @@
+"""Where the gradient check gets its results: the kernels on a CPU or GPU, or a callable."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from ..dtypes import DTYPES
+from ..gpu import arrays, environment, launch, nvrtc, on_cpu
+from ..plan import dispatch
+from ..plan.devices import DEVICES, Device
+from ..plan.instances import Kernel, Launch
+from ..plan.problem import Layout
+from ..plan.problem import Problem as PlanProblem
+from .cases import Case, Problem
+
+
+class CpuMachine:
+    """Runs the kernels on the CPU, planned for `device`. Arrays are NumPy's, in storage dtypes.
+
+    seed: of the order in which threads run. sanitize: as for gpu.on_cpu.kernel.
+    Arrays that are allocated hold NaN.
+    """
+
+    def __init__(
+        self, device: Device = DEVICES["H200"], seed: int = 0, sanitize: tuple[str, ...] = ()
+    ) -> None:
+        self.device = device
+        self.seed = seed
+        self.sanitize = sanitize
+
+    def empty(self, shape: tuple[int, ...], dtype: str) -> tuple[np.ndarray, int]:
+        array = np.empty(shape, DTYPES[dtype].storage)
+        array.view(np.uint8).reshape(-1)[...] = 0xFF if array.size else 0
+        return array, array.ctypes.data
+
+    def put(self, array: np.ndarray) -> tuple[np.ndarray, int]:
+        array = np.ascontiguousarray(array)
+        return array, array.ctypes.data
+
+    def get(self, array: np.ndarray) -> np.ndarray:
+        return array
+
+    def launch(self, kernel_launch: Launch, words: tuple) -> None:
+        instance = cpu_kernel(kernel_launch.kernel, self.sanitize)
+        instance.launch(
+            kernel_launch.grid_size,
+            kernel_launch.block_size,
+            launch.pack(words),
+            smem_bytes=kernel_launch.smem_bytes,
+            cluster_size=kernel_launch.cluster_size,
+            seed=self.seed,
+        )
+
+
+@cache
+def cpu_kernel(kernel: Kernel, sanitize: tuple[str, ...]) -> on_cpu.CpuKernel:
+    """A kernel compiled for the CPU, loaded once."""
+    return on_cpu.kernel(kernel.source, kernel.name_expression, sanitize=sanitize)
+
+
+class GpuCheckMachine:
+    """Runs the kernels on a GPU. Arrays are CuPy's, in storage dtypes; allocated ones hold NaN."""
+
+    def __init__(self, device_index: int = 0) -> None:
+        self.device_index = device_index
+        self.device = launch.device(device_index)
+
+    def empty(self, shape: tuple[int, ...], dtype: str) -> tuple[Any, int]:
+        cupy = nvrtc.cupy()
+        with cupy.cuda.Device(self.device_index):
+            array = cupy.empty(shape, DTYPES[dtype].storage)
+            if array.size:
+                array.view(cupy.uint8).fill(0xFF)
+        return array, array.data.ptr
+
+    def put(self, array: np.ndarray) -> tuple[Any, int]:
+        cupy = nvrtc.cupy()
+        with cupy.cuda.Device(self.device_index):
+            there = cupy.asarray(array)
+        return there, there.data.ptr
+
+    def get(self, array: Any) -> np.ndarray:
+        return array.get()
+
+    def launch(self, kernel_launch: Launch, words: tuple) -> None:
+        cupy = nvrtc.cupy()
+        with cupy.cuda.Device(self.device_index):
+            stream = cupy.cuda.get_current_stream().ptr
+        launch.run(kernel_launch, self.device_index, stream, words)
+
+
+def machine(on: str | None = None) -> CpuMachine | GpuCheckMachine:
+    """Where to run the kernels. on: "gpu", "cpu", or None for a GPU if there is one.
+
+    Raises ValueError for another word and where there is no GPU, MissingLibraryError without CuPy.
+    """
+    if on not in (None, "gpu", "cpu"):
+        raise ValueError(f"on is {on!r}; expected 'gpu', 'cpu' or None for a GPU if there is one")
+    if on == "cpu" or (on is None and not environment.has_gpu()):
+        return CpuMachine()
+    nvrtc.cupy()  # without CuPy, the error says what to install
+    if not environment.has_gpu():
+        raise ValueError(
+            "on is 'gpu', but CuPy finds no GPU; use on='cpu' to run the same kernels on the CPU"
+        )
+    return GpuCheckMachine()
+
+
+def run_callable(function: Callable, problem: Problem) -> dict[str, np.ndarray]:
+    """y of function(input, normalized_shape, weight, bias, eps), as float64.
+
+    With torch installed the function gets torch tensors, on a GPU if there is one, and the result
+    also has dx, dweight and dbias. Without torch it gets NumPy arrays.
+    """
+    case = problem.case
+    given = {
+        "x": (problem.x, case.x),
+        "weight": (problem.weight, case.dtype("weight")),
+        "bias": (problem.bias, case.dtype("bias")),
+    }
+    given = {name: pair for name, pair in given.items() if pair[0] is not None}
+
+    def call(operands: dict[str, Any]) -> Any:
+        weight, bias = operands.get("weight"), operands.get("bias")
+        return function(operands["x"], (case.num_cols,), weight, bias, case.eps)
+
+    try:
+        import torch
+    except ImportError:
+        like = np.empty(0)
+        operands = {name: arrays.from_float64(*pair, like) for name, pair in given.items()}
+        return {"y": arrays.to_float64(call(operands))}
+    device, like = "cuda" if torch.cuda.is_available() else "cpu", torch.empty(0)
+    operands = {
+        name: arrays.from_float64(*pair, like).to(device).requires_grad_(True)
+        for name, pair in given.items()
+    }
+    y = call(operands)
+    dy = torch.from_numpy(problem.dy).to(device=device, dtype=y.dtype)
+    gradients = torch.autograd.grad(y, list(operands.values()), dy)
+    results = {"y": y} | {f"d{name}": value for name, value in zip(operands, gradients)}
+    return {name: value.detach().double().cpu().numpy() for name, value in results.items()}
+
+
+def uses_welford(case: Case, device: Device) -> bool:
+    """Whether forward uses Welford's algorithm for the statistics, the default of `uncached`."""
+    own_sum = {}
+    if case.has_own_sum:
+        own_sum = {
+            "input": case.x,
+            "residual_dtype": case.added,
+            "row_scale": case.row_scale,
+            "dropout": case.dropout_p > 0,
+        }
+    if case.has_second:
+        own_sum |= {"y1": case.dtype("y"), "weight1": case.weight1, "bias1": case.bias1}
+    problem = PlanProblem(
+        "forward",
+        case.norm == "layer_norm",
+        case.num_cols,
+        case.sum,
+        y=case.dtype("y"),
+        weight=case.dtype("weight"),
+        bias=case.dtype("bias"),
+        residual=bool(case.residual) and not case.has_own_sum,
+        layout=Layout.of(case.num_cols, ()),
+        **own_sum,
+    )
+    chosen = dispatch.choose(problem, device, case.strategy, case.tile, case.statistics)
+    return chosen.statistics == "welford"

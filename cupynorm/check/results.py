@@ -1,0 +1,144 @@
+"""What the gradient check found: the worst element of each tensor, and tables of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from ..dtypes import DTYPES, compute_dtype
+from .allowed import expect
+from .cases import Problem
+
+
+@dataclass(frozen=True)
+class Finding:
+    """The worst element of one tensor of one case.
+
+    error: |got - expected| / allowed; infinity or NaN where only one of them is finite.
+    where: its index. num_off: how many elements of the tensor have an error above 1.
+    """
+
+    case: str
+    tensor: str
+    error: float
+    where: tuple[int, ...]
+    got: float
+    expected: float
+    allowed: float
+    num_off: int
+
+    @property
+    def ok(self) -> bool:
+        return self.num_off == 0
+
+
+def worst_of(findings: Iterable[Finding]) -> Finding:
+    """The finding with the largest error, one that is off first."""
+    return max(findings, key=lambda found: (not found.ok, found.error))
+
+
+@dataclass
+class CheckResult:
+    """Findings of a check, printed as a table. True if no element of any tensor is off."""
+
+    findings: list[Finding] = field(default_factory=list)
+
+    @property
+    def ok(self) -> bool:
+        return bool(self.findings) and all(finding.ok for finding in self.findings)
+
+    def __bool__(self) -> bool:
+        return self.ok
+
+    @property
+    def num_off(self) -> int:
+        """Tensors with an element that is off."""
+        return sum(not found.ok for found in self.findings)
+
+    def __str__(self) -> str:
+        verdict = f"{self.num_off} off" if self.num_off else "all within what their dtypes allow"
+        last = (
+            f"{len(self.findings)} tensors checked, {verdict}; error is in units of what is allowed"
+        )
+        return "\n".join([*self._table(), last])
+
+    def _table(self) -> list[str]:
+        table = [("case", "tensor", "error", "where", "got", "expected", "allowed", "verdict")]
+        for found in self.findings:
+            verdict = "ok" if found.ok else f"OFF: {found.num_off} elements"
+            where = ",".join(map(str, found.where)) or "-"
+            numbers = (f"{found.got:.6g}", f"{found.expected:.6g}", f"{found.allowed:.2g}")
+            error = f"{found.error:.3f}"
+            table.append((found.case, found.tensor, error, where, *numbers, verdict))
+        widths = [max(map(len, column)) for column in zip(*table)]
+        return [
+            "  ".join(f"{cell:<{width}}" for cell, width in zip(line, widths)).rstrip()
+            for line in table
+        ]
+
+    def summary(self) -> str:
+        """One line for each name of a tensor: its worst finding over all cases."""
+        named: dict[str, list[Finding]] = {}
+        for found in self.findings:
+            named.setdefault(found.tensor, []).append(found)
+        worst = CheckResult([worst_of(findings) for findings in named.values()])
+        last = f"{len(self.findings)} tensors checked, {self.num_off} off; "
+        return "\n".join([*worst._table(), f"{last}the worst of each name is shown"])
+
+
+def judge(
+    case: object,
+    tensor: str,
+    got: np.ndarray,
+    expected: np.ndarray,
+    allowed: np.ndarray,
+    largest: float = np.inf,
+) -> Finding:
+    """The worst element of one tensor.
+
+    got, expected, allowed: of one shape, float64. largest: the largest number of the output's
+    dtype; infinity is right too for what is beyond it. Raises ValueError for different shapes.
+    """
+    if got.shape != expected.shape:
+        raise ValueError(f"{tensor} of {case} has shape {got.shape}; expected {expected.shape}")
+    if not got.size:
+        return Finding(str(case), tensor, 0.0, (), 0.0, 0.0, 0.0, 0)
+    with np.errstate(all="ignore"):
+        error = np.abs(got - expected) / allowed
+        same = (np.isnan(got) & np.isnan(expected)) | (got == expected)
+        is_beyond = np.abs(expected) * (1 + 2.0**-9) >= largest
+        overflown = np.isinf(got) & (np.sign(got) == np.sign(expected)) & is_beyond
+        error = np.where(same | overflown, 0.0, error)
+        off = ~(error <= 1.0)
+    finite = np.where(np.isfinite(error), error, np.inf)
+    order = np.where(off, finite, np.where(np.isnan(error), np.inf, error))
+    at = np.unravel_index(int(np.argmax(order)), order.shape)
+    where = tuple(int(index) for index in at)
+    numbers = (float(values[at]) for values in (got, expected, allowed))
+    return Finding(str(case), tensor, float(error[at]), where, *numbers, int(off.sum()))
+
+
+def judge_all(
+    problem: Problem, results: dict[str, np.ndarray], *, rounded_mean: bool = False
+) -> list[Finding]:
+    """A finding for each tensor of results that `expect` knows. rounded_mean: as for `expect`."""
+    case = problem.case
+    dtypes = {
+        "dx": case.x,
+        "sum": case.sum,
+        "dresidual": case.added,
+        "dweight": case.dtype("weight"),
+        "dbias": case.dtype("bias"),
+        "dweight1": case.weight1,
+        "dbias1": case.bias1,
+        **dict.fromkeys(("y", "y1", "recomputed"), case.dtype("y")),
+    }
+    findings = []
+    expectations = expect(problem, rounded_mean=rounded_mean, added=results.get("sum"))
+    for name, (expected, allowed) in expectations.items():
+        if name in results:
+            largest = DTYPES[dtypes.get(name) or compute_dtype(case.sum).name].largest
+            findings.append(judge(case, name, results[name], expected, allowed, largest))
+    return findings

@@ -1,0 +1,181 @@
+"""Runs the kernels of one case, forward and backward, on a GPU or on the CPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from ..dtypes import compute_dtype, decode, encode
+from ..gpu.arrays import Rows
+from ..norm.arguments import Call, backward_call, forward_call
+from ..norm.request import BackwardOptions, ForwardOptions, Options
+from .cases import Case, Problem
+from .kernels import CpuMachine, GpuCheckMachine
+
+
+class _Tensors:
+    """The tensors of one case, where kernels run. Outputs are NaN before they run."""
+
+    def __init__(self, where: CpuMachine | GpuCheckMachine, case: Case) -> None:
+        self.where, self.shape = where, (case.num_rows, case.num_cols)
+        self.addresses: dict[str, int] = {}
+        self.rows: dict[str, Rows] = {}  # those that a plan depends on
+        self.outputs: dict[str, tuple[Any, str]] = {}
+        self._kept: list[Any] = []  # arrays must outlive the launches that use their addresses
+
+    def _record(self, name: str, pointer: int, shape: tuple[int, ...], dtype: str) -> None:
+        num_rows = shape[0] if len(shape) == 2 else 1
+        self.addresses[name] = pointer
+        self.rows[name] = Rows(pointer, num_rows, shape[-1], shape[-1], dtype)
+
+    def put(self, name: str, values: np.ndarray | None, dtype: str | None) -> None:
+        if values is not None and dtype is not None:
+            array, pointer = self.where.put(encode(values, dtype))
+            self._kept.append(array)
+            self._record(name, pointer, values.shape, dtype)
+
+    def make(
+        self, name: str, shape: tuple[int, ...], dtype: str, result: str | None = None
+    ) -> None:
+        """result: its name among the results if that is another; "" if it is none of them."""
+        array, pointer = self.where.empty(shape, dtype)
+        self._kept.append(array)
+        if result != "":
+            self.outputs[result or name] = (array, dtype)
+        self._record(name, pointer, shape, dtype)
+
+    def put_seed(self, seed: int) -> None:
+        array, self.addresses["dropout_seed"] = self.where.put(np.array([seed]))
+        self._kept.append(array)
+
+    def only(self, *names: str) -> dict[str, Rows]:
+        return {name: self.rows[name] for name in names if name in self.rows}
+
+    def rename(self, old: str, new: str) -> None:
+        for of in (self.addresses, self.rows):
+            of[new] = of[old]
+
+    def take_out(self, *names: str) -> dict[str, tuple[Rows, int]]:
+        """These, which are then absent; put_back has them again."""
+        there = [name for name in names if name in self.rows]
+        return {name: (self.rows.pop(name), self.addresses.pop(name)) for name in there}
+
+    def put_back(self, taken: dict[str, tuple[Rows, int]]) -> None:
+        for name, (rows, address) in taken.items():
+            self.rows[name], self.addresses[name] = rows, address
+
+    def launch(self, call: Call, seed: int = 0) -> None:
+        addresses = dict(self.addresses)
+        if call.partials_shape:
+            compute = call.plan.problem.compute
+            array, addresses["partials"] = self.where.empty(call.partials_shape, compute)
+            self._kept.append(array)
+        for planned, words in zip(call.launches, call.fill(addresses, seed)):
+            self.where.launch(planned, words)
+
+
+def run_kernels(problem: Problem, where: CpuMachine | GpuCheckMachine) -> dict[str, np.ndarray]:
+    """What the kernels compute, as float64: y, mean, rstd, dx, dweight, dbias, and what the case
+    has of sum, y1, dresidual, dweight1, dbias1 and recomputed."""
+    case = problem.case
+    tensors = _Tensors(where, case)
+    launch_options = Options(case.strategy, case.tile, case.statistics, case.sm_margin)
+    _run_forward(problem, tensors, launch_options)
+    _run_backward(problem, tensors, launch_options._replace(tile=None))
+    outputs = tensors.outputs.items()
+    return {name: decode(where.get(array), dtype) for name, (array, dtype) in outputs}
+
+
+def _run_forward(problem: Problem, tensors: _Tensors, launch_options: Options) -> None:
+    case, shape = problem.case, tensors.shape
+    y_dtype, compute = case.dtype("y"), compute_dtype(case.sum).name
+    for name in ("weight", "bias"):
+        tensors.put(name, getattr(problem, name), case.dtype(name))
+    tensors.put("x", problem.x, case.x)
+    tensors.put("residual", problem.residual, case.added)
+    if problem.residual is not None or case.has_own_sum:
+        tensors.make("sum", shape, case.sum)
+    for name in ("row_scale", "weight1", "bias1"):
+        tensors.put(name, getattr(problem, name), getattr(case, name))
+    if case.has_second:
+        tensors.make("y1", shape, y_dtype)
+    if case.dropout_p:  # forward reads the seed from memory, backward is given its value
+        tensors.put_seed(problem.dropout_seed)
+    tensors.make("y", shape, y_dtype)
+    if case.norm == "layer_norm":
+        tensors.make("mean", shape[:1], compute)
+    tensors.make("rstd", shape[:1], compute)
+    options = ForwardOptions(
+        case.norm == "layer_norm",
+        shape[1:],
+        case.eps,
+        case.zero_centered_weight,
+        dropout_p=case.dropout_p,
+        round_x_hat=case.round_x_hat,
+        launch=launch_options,
+    )
+    read = ("x", "weight", "bias", "residual", "row_scale", "weight1", "bias1")
+    there = tensors.only(*read, "sum", "y", "y1")
+    tensors.launch(forward_call(tensors.where.device, there, options, "forward"))
+
+
+def _run_backward(problem: Problem, tensors: _Tensors, launch_options: Options) -> None:
+    case, shape = problem.case, tensors.shape
+    y_dtype, compute = case.dtype("y"), compute_dtype(case.sum).name
+    # What backward knows of the row: y, or the sum, or x.
+    tensors.take_out("dropout_seed")
+    tensors.addresses.pop("dropout_seed", None)
+    if case.memory_efficient:
+        tensors.rename("y", "x")
+        for name in ("weight", "bias"):
+            if name in tensors.rows:
+                tensors.rename(name, f"y_{name}")
+    elif "sum" in tensors.rows:
+        tensors.rename("sum", "x")
+    tensors.take_out("y")
+    options = BackwardOptions(
+        case.norm == "layer_norm",
+        shape[1:],
+        case.zero_centered_weight,
+        x_is_y=case.memory_efficient,
+        launch=launch_options,
+    )
+    tensors.put("dsum", problem.dsum, case.sum)
+    if case.has_second:
+        # The part of y1 comes first. Its dx is the dsum of what follows.
+        _run_second(problem, tensors, options)
+    tensors.put("dy", problem.dy, y_dtype)
+    tensors.make("dx", shape, case.x)
+    for name in ("weight", "bias"):
+        if name in tensors.rows:
+            tensors.make(f"d{name}", shape[1:], case.dtype(name))
+    if "residual" in tensors.rows and case.has_own_sum:
+        tensors.make("dresidual", shape, case.added)
+    options = options._replace(dropout_p=case.dropout_p, recompute=case.recompute)
+    names = ("x", "dsum", "y_weight", "y_bias", "dy", "weight", "row_scale")
+    names += ("dx", "dweight", "dbias", "dresidual")
+    if case.recompute:
+        tensors.make("y", shape, y_dtype, "recomputed")
+        names += ("y", "bias")
+    call = backward_call(tensors.where.device, tensors.only(*names), options, compute)
+    tensors.launch(call, problem.dropout_seed if case.dropout_p else 0)
+
+
+def _run_second(problem: Problem, tensors: _Tensors, options: BackwardOptions) -> None:
+    """The backward of y1, whose dx becomes dsum."""
+    case, shape = problem.case, tensors.shape
+    compute = compute_dtype(case.sum).name
+    taken = tensors.take_out("weight")
+    tensors.put("dy", problem.dy1, case.dtype("y"))
+    tensors.make("dx", shape, compute, "")
+    for name in ("weight", "bias"):
+        if f"{name}1" in tensors.rows:
+            tensors.make(f"d{name}", shape[1:], getattr(case, f"{name}1"), f"d{name}1")
+    if "weight1" in tensors.rows:
+        tensors.rename("weight1", "weight")
+    names = ("x", "dsum", "y_weight", "y_bias", "dy", "weight", "dx", "dweight", "dbias")
+    tensors.launch(backward_call(tensors.where.device, tensors.only(*names), options, compute))
+    tensors.rename("dx", "dsum")
+    tensors.take_out("dy", "dx", "weight", "dweight", "dbias")
+    tensors.put_back(taken)

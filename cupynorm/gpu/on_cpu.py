@@ -1,0 +1,332 @@
+"""Compiles the unchanged .cu files with the machine's C++ compiler and runs them on the CPU.
+
+It is for tests and exploration. Threads are fibers (cuda_src/on_cpu). A seed decides the order in
+which they run, so that a missing barrier shows. Deadlocks, wrong masks and accesses out of bounds
+raise `OnCpuError`.
+"""
+
+import atexit
+import ctypes
+import functools
+import hashlib
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import tempfile
+import threading
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+# -ffp-contract=off: results are the same bits on all machines, with or without an fma instruction.
+# Kernels that need an fma call fmaf.
+# -fno-strict-aliasing: packs are read through pointers of other types, which CUDA compilers allow.
+# -O1: -O2 compiles longer, and kernels run no faster.
+_SHARED_FLAGS = ["-std=c++20", "-fPIC", "-shared", "-w"]
+_FLAGS = [*_SHARED_FLAGS, "-O1", "-ffp-contract=off", "-fno-math-errno", "-fno-strict-aliasing"]
+_FLAGS += ["-fno-exceptions", "-fno-rtti"]
+_RUNTIME_FLAGS = [*_SHARED_FLAGS, "-O2", "-pthread"]
+_SANITIZERS = {
+    "address": ["-fsanitize=address", "-fno-omit-frame-pointer", "-g1"],
+    "undefined": ["-fsanitize=undefined", "-fno-sanitize-recover=all", "-fno-sanitize=vptr", "-g1"],
+}
+_MESSAGE_SIZE = 4096
+
+_kernels: dict[str, "CpuKernel"] = {}
+_kernels_lock = threading.Lock()
+
+
+class OnCpuError(RuntimeError):
+    """A kernel does not compile, or has failed while it ran on the CPU."""
+
+
+class NoCompilerError(RuntimeError):
+    """No C++20 compiler was found."""
+
+
+class CpuKernel:
+    """One instance of a kernel template, loaded into this process."""
+
+    def __init__(self, name_expression: str, path: Path):
+        self.name_expression = name_expression
+        self._library = ctypes.CDLL(str(path))
+        self._kernel = ctypes.addressof(ctypes.c_char.in_dll(self._library, "on_cpu_kernel"))
+        # The runtime defines this function, and the library depends on the runtime.
+        self._launch = self._library.on_cpu_launch
+        self._launch.restype = ctypes.c_int
+        unsigned = ctypes.c_uint
+        self._launch.argtypes = [ctypes.c_void_p, ctypes.c_char_p, *[unsigned] * 5, ctypes.c_uint64]
+        self._launch.argtypes += [ctypes.c_char_p, unsigned]
+
+    def launch(
+        self,
+        grid_size: int,
+        block_size: int,
+        words: bytes,
+        *,
+        smem_bytes: int = 0,
+        cluster_size: int = 1,
+        seed: int = 0,
+    ) -> None:
+        """Runs the whole grid before it returns.
+
+        words: the packed argument struct, whose pointers are host addresses.
+        seed: decides the order in which threads run.
+        Launches from several threads are allowed. They run one after another.
+
+        Raises OnCpuError for wrong launch sizes and for a failure while the kernel runs.
+        """
+        message = ctypes.create_string_buffer(_MESSAGE_SIZE)
+        sizes = (grid_size, block_size, smem_bytes, cluster_size)
+        if min(sizes) < 0 or max(sizes) >= 2**31:
+            raise OnCpuError(
+                f"{self.name_expression}: the launch sizes {sizes} are not all "
+                "between 0 and 2^31 - 1."
+            )
+        words = bytes(words)
+        failed = self._launch(
+            self._kernel, words, len(words), *sizes, seed & (2**64 - 1), message, _MESSAGE_SIZE
+        )
+        if failed:
+            raise OnCpuError(
+                f"{self.name_expression} (seed {seed}): {message.value.decode(errors='replace')}"
+            )
+
+
+def kernel(
+    source: str, name_expression: str, *, sanitize: tuple[str, ...] = (), folder: Path | None = None
+) -> CpuKernel:
+    """Compiles and loads one instance of a kernel template.
+
+    source: a file of `folder`, for example "forward_warp.cu". folder: None: the installed sources.
+    sanitize: "address", "undefined" or both. A process that runs such kernels must be started with
+        `sanitized_environment()`. It ends with the sanitizer's report when an error is found.
+
+    Raises OnCpuError if the kernel does not compile, NoCompilerError without a C++20 compiler.
+    """
+    _check_sanitizers(sanitize)
+    return _load(*_compile(source, name_expression, sanitize, folder))
+
+
+def compile_many(
+    instances: Iterable[tuple[str, str]],
+    *,
+    sanitize: tuple[str, ...] = (),
+    folder: Path | None = None,
+) -> list[CpuKernel]:
+    """`kernel()` for each (source, name expression). Runs one compiler for each CPU."""
+    _check_sanitizers(sanitize)
+    instances = list(instances)
+    folder = Path(folder or _cuda_src()).resolve()
+    _runtime(folder, sanitize)  # compiled once, before the threads need it
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        compiled = list(pool.map(lambda instance: _compile(*instance, sanitize, folder), instances))
+    return [_load(*each) for each in compiled]
+
+
+def compiler() -> str:
+    """The path of the C++20 compiler.
+
+    It is $CXX if that is set, else the first of c++, g++ and clang++ that supports C++20.
+    """
+    return _find_compiler(os.environ.get("CXX", ""), os.environ.get("PATH", ""))[0][0]
+
+
+def sanitized_environment() -> dict[str, str]:
+    """The environment for a subprocess that runs kernels compiled with `sanitize`."""
+    command, macros = _compiler_and_macros()
+    names = ["libasan.so", "libubsan.so"]
+    if "__clang__" in macros:
+        machine = os.uname().machine
+        names = [f"libclang_rt.asan-{machine}.so"]
+    # The address sanitizer must be loaded first. At its start it needs libstdc++, which Python
+    # does not load.
+    libraries = []
+    for name in [*names, "libstdc++.so.6"]:
+        path = _output([*command, f"-print-file-name={name}"]).strip()
+        if not os.path.isabs(path):
+            raise NoCompilerError(
+                f"{command[0]} has no {name}: install the sanitizer libraries of this compiler."
+            )
+        libraries.append(os.path.realpath(path))
+    return {
+        **os.environ,
+        "LD_PRELOAD": ":".join(libraries),
+        # Python does not free all memory when it exits. Fibers do not work with fake stacks.
+        "ASAN_OPTIONS": "detect_leaks=0:detect_stack_use_after_return=0",
+        "UBSAN_OPTIONS": "halt_on_error=1:print_stacktrace=1",
+        "PYTHONMALLOC": "malloc",
+    }
+
+
+def _cuda_src() -> Path:
+    here = Path(__file__).resolve().parents[1]
+    for folder in (here / "cuda_src", here.parent / "cuda_src"):
+        if folder.is_dir():
+            return folder
+    raise FileNotFoundError(
+        f"The CUDA sources are neither in {here} nor beside it: install cupynorm again."
+    )
+
+
+# The compiler.
+
+
+@functools.cache
+def _find_compiler(cxx: str, path: str) -> tuple[tuple[str, ...], str]:
+    """The compiler's command and its predefined macros.
+
+    The macros depend on the compiler's version, the C++ standard and the target.
+    """
+    wanted = [shlex.split(cxx)] if cxx.strip() else [["c++"], ["g++"], ["clang++"]]
+    refused = []
+    for program, *options in wanted:
+        found = shutil.which(program, path=path)
+        if found is None:
+            continue
+        command = (found, *options)
+        result = _run([*command, "-std=c++20", "-x", "c++", "-dM", "-E", os.devnull])
+        standard = re.search(r"#define __cplusplus (\d+)", result.stdout)
+        if result.returncode == 0 and standard and int(standard[1]) >= 202002:
+            return command, result.stdout
+        refused.append(found)
+    looked = f"$CXX ({cxx})" if cxx.strip() else "c++, g++ and clang++ ($CXX is not set)"
+    reason = f"; {' and '.join(refused)} cannot compile C++20" if refused else ""
+    raise NoCompilerError(
+        f"Running kernels on the CPU needs a C++20 compiler. Looked for {looked} in $PATH{reason}. "
+        "Install g++ 11 or newer, or clang++ 14 or newer, or set CXX."
+    )
+
+
+def _compiler_and_macros() -> tuple[tuple[str, ...], str]:
+    return _find_compiler(os.environ.get("CXX", ""), os.environ.get("PATH", ""))
+
+
+def _output(command: list[str]) -> str:
+    return _run(command).stdout
+
+
+def _run(command: list[str] | tuple[str, ...], text: str = "") -> subprocess.CompletedProcess:
+    # A sanitizer that is preloaded in this process would slow the compiler down.
+    environment = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
+    return subprocess.run(command, input=text, capture_output=True, text=True, env=environment)
+
+
+def _compile(
+    source: str, name_expression: str, sanitize: tuple[str, ...], folder: Path | None
+) -> tuple[str, Path]:
+    folder = Path(folder or _cuda_src()).resolve()
+    if not (folder / source).is_file():
+        raise OnCpuError(f"There is no {source} in {folder}.")
+    runtime = _runtime(folder, sanitize)
+    flags = [*_FLAGS, *_sanitizer_flags(sanitize), f"-I{_headers(folder)}", f"-I{folder}"]
+    text = (
+        f'#include "cuda_on_cpu.h"\n#include "{source}"\n'
+        'extern "C" const on_cpu::Kernel on_cpu_kernel = '
+        f"on_cpu::Instance<&{name_expression}>::kernel;\n"
+    )
+    # The library contains the runtime's path, so the path is part of the key.
+    key = _digest(
+        _digest_of_files(folder), _digest_of_files(_headers(folder)), text, str(runtime), *flags
+    )
+    path = runtime.parent / f"{key}.so"
+    if not path.exists():
+        _build(text, path, [*flags, str(runtime)], f"{source}: {name_expression}")
+    return name_expression, path
+
+
+def _runtime(folder: Path, sanitize: tuple[str, ...]) -> Path:
+    """Compiles the scheduler as a separate library, once, because that takes long."""
+    headers = _headers(folder)
+    flags = [*_RUNTIME_FLAGS, *_sanitizer_flags(sanitize), f"-I{headers}"]
+    cache = _cache_folder()
+    key = _digest(_digest_of_files(headers), str(cache), *flags)
+    path = cache / f"runtime-{key}.so"
+    if not path.exists():
+        _build('#include "cuda_on_cpu_runtime.cpp"\n', path, flags, "cuda_on_cpu_runtime.cpp")
+    return path
+
+
+def _headers(folder: Path) -> Path:
+    own = Path(folder) / "on_cpu"
+    return own if (own / "cuda_on_cpu.h").is_file() else _cuda_src() / "on_cpu"
+
+
+def _check_sanitizers(sanitize: tuple[str, ...]) -> None:
+    if isinstance(sanitize, str) or set(sanitize) - set(_SANITIZERS):
+        raise OnCpuError(f'sanitize is a tuple of "address" and "undefined", not {sanitize!r}.')
+    # Loading such a library ends the process unless the sanitizer was preloaded.
+    if "address" in sanitize and not hasattr(ctypes.CDLL(None), "__asan_init"):
+        raise OnCpuError(
+            "Kernels with the address sanitizer need it preloaded: run Python as a subprocess "
+            "with env=sanitized_environment()."
+        )
+
+
+def _sanitizer_flags(sanitize: tuple[str, ...]) -> list[str]:
+    flags = [flag for name in sorted(set(sanitize)) for flag in _SANITIZERS[name]]
+    if "address" in sanitize and "__clang__" in _compiler_and_macros()[1]:
+        flags.append("-shared-libasan")
+    return flags
+
+
+def _build(text: str, path: Path, flags: list[str], name: str) -> None:
+    command, _ = _compiler_and_macros()
+    # Several processes may build the same library at once. Each writes its own file and renames it.
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix="building-") as building:
+        made = os.path.join(building, path.name)
+        before = [flag for flag in flags if not flag.endswith(".so")]
+        libraries = [flag for flag in flags if flag.endswith(".so")]
+        result = _run(
+            [*command, *before, "-x", "c++", "-", "-x", "none", *libraries, "-o", made], text
+        )
+        if result.returncode != 0:
+            raise OnCpuError(f"{name} does not compile with {command[0]}:\n{result.stderr.strip()}")
+        os.replace(made, path)
+
+
+def _load(name_expression: str, path: Path) -> CpuKernel:
+    with _kernels_lock:
+        if path.name not in _kernels:
+            _kernels[path.name] = CpuKernel(name_expression, path)
+        return _kernels[path.name]
+
+
+# The cache on disk.
+
+
+def _digest(*parts: str) -> str:
+    macros = _compiler_and_macros()
+    return hashlib.sha256(repr((parts, macros)).encode()).hexdigest()[:32]
+
+
+def _digest_of_files(folder: Path) -> str:
+    digest = hashlib.sha256()
+    for path in sorted(folder.rglob("*")):
+        if path.suffix in (".cu", ".cuh", ".h", ".cpp"):
+            content = path.read_bytes()
+            digest.update(f"{path.relative_to(folder)} {len(content)}\n".encode() + content)
+    return digest.hexdigest()
+
+
+def _cache_folder() -> Path:
+    return _writable_folder(os.environ.get("XDG_CACHE_HOME", ""), os.path.expanduser("~"))
+
+
+@functools.cache
+def _writable_folder(cache_home: str, home: str) -> Path:
+    folder = (
+        (Path(cache_home) if os.path.isabs(cache_home) else Path(home) / ".cache")
+        / "cupynorm"
+        / "on_cpu"
+    )
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            return folder
+    except OSError:
+        folder = tempfile.mkdtemp(prefix="cupynorm-")
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
+        return Path(folder)

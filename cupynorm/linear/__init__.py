@@ -1,0 +1,1 @@
+"""A norm and the linear layer after it."""

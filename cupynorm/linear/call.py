@@ -1,0 +1,246 @@
+"""A call of a norm and the linear layer after it: operands, options, checks and results.
+
+Needs no torch: the calls of NumPy and CuPy arrays use it too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from ..gpu import arrays
+from ..norm import checks, options
+from ..norm.request import Array, Options
+
+FUSED = (None, "fold")
+GRADIENTS = ("dx", "dnorm_weight", "dnorm_bias", "dweight", "dbias")
+FOLD_HAS_NO_NORMALIZED = (
+    "return_normalized is given with fused='fold', in which no normalised tensor exists; "
+    "expected one of them"
+)
+
+
+# Requests.
+
+
+class Operands(NamedTuple):
+    """The arrays of a call.
+
+    input, residual: [..., in_features]. norm_weight, norm_bias: [in_features].
+    weights, biases: parts of one linear layer, [part, in_features] and [part], whose rows follow
+        each other; biases is empty where there are none.
+    """
+
+    input: Array
+    residual: Array | None
+    norm_weight: Array | None
+    norm_bias: Array | None
+    weights: Sequence[Array]
+    biases: Sequence[Array]
+
+    @property
+    def all(self) -> tuple[Array | None, ...]:
+        """The arrays in one tuple, in the order of the fields."""
+        input, residual, norm_weight, norm_bias, weights, biases = self
+        return (input, residual, norm_weight, norm_bias, *weights, *biases)
+
+    @classmethod
+    def split(cls, tensors: Sequence[Array | None], num_weights: int) -> Operands:
+        """The operands whose `all` these tensors are."""
+        weights, biases = tensors[4 : 4 + num_weights], tensors[4 + num_weights :]
+        return cls(*tensors[:4], weights, biases)
+
+
+class LinearOptions(NamedTuple):
+    """What a call depends on besides its operands.
+
+    eps: None for RMSNorm's default. fused: None or "fold". launch: strategy, margins of the norm.
+    dtype: of the products, of y and of the normalised tensor; None for arrays other than torch's.
+    """
+
+    centered: bool
+    eps: float | None
+    zero_centered_weight: bool
+    return_normalized: bool
+    save_normalized: bool
+    fused: str | None
+    launch: Options
+    dtype: Any = None
+
+
+class LinearCall(NamedTuple):
+    """One call."""
+
+    operands: Operands
+    options: LinearOptions
+
+
+class LinearBackwardCall(NamedTuple):
+    """One call of an explicit backward.
+
+    x: what was normalised. mean, rstd: its statistics; mean is None for RMSNorm.
+    normalized: what the forward returned, or None. dnormalized, dsum: gradients of the normalised
+    tensor and of the sum from elsewhere, or None. gradients: names of those that are wanted.
+    """
+
+    dy: Array
+    x: Array
+    mean: Array | None
+    rstd: Array
+    norm_weight: Array | None
+    norm_bias: Array | None
+    weight: Array
+    normalized: Array | None
+    dnormalized: Array | None
+    dsum: Array | None
+    options: LinearOptions
+    gradients: Sequence[str]
+
+
+# Results.
+
+
+class ProjectedForward(NamedTuple):
+    """What a forward returns.
+
+    y: [..., out_features]. normalized: of the input's shape and dtype.
+    mean, rstd, sum: as of cupynorm.Forward.
+    """
+
+    y: Array
+    normalized: Array
+    mean: Array | None
+    rstd: Array
+    sum: Array
+
+
+class ProjectedBackward(NamedTuple):
+    """The gradients that were asked for, None for the others.
+
+    dx is the gradient of the input and of the residual alike.
+    """
+
+    dx: Array | None
+    dnorm_weight: Array | None
+    dnorm_bias: Array | None
+    dweight: Array | None
+    dbias: Array | None
+
+
+# Checks.
+
+
+def launch_options(sm_margin: int | Mapping[str, int]) -> Options:
+    """The norm's launch options. Raises ValueError or TypeError for an invalid sm_margin."""
+    return options.launch_options(None, None, None, sm_margin)
+
+
+def check_eps(eps: object, dtype: str, *, centered: bool) -> float:
+    """eps as a float, RMSNorm's default for None. Raises TypeError unless it is a number."""
+    return checks.check_eps(eps, dtype, has_default=not centered)
+
+
+def check(operands: Operands, fused: str | None = None, *, is_cast: bool = False) -> None:
+    """Raises ValueError or TypeError for parameters that do not fit the input.
+
+    is_cast: whether the parameters of the linear layer may have a dtype other than the input's, as
+        under torch.autocast. A bias still needs the dtype of its weight.
+    """
+    if fused not in FUSED:
+        raise ValueError(f"fused is {fused!r}; expected None or 'fold'")
+    input, _, norm_weight, norm_bias, weights, biases = operands
+    norm_parameters = {"norm_weight": norm_weight, "norm_bias": norm_bias}
+    for at, weight in enumerate(weights):
+        parts = {"weight": weight, "bias": biases[at] if biases else None}
+        _check_shapes(input, parts, norm_parameters)
+    checks.check_dtype(input, "input")
+    for at, weight in enumerate(weights):
+        parts = {"weight": weight, "bias": biases[at] if biases else None}
+        for name, part in parts.items():
+            if part is not None:
+                checks.check_same_place(part, input, name, "input")
+                _check_dtype(part, weight if is_cast else input, name)
+
+
+def _check_shapes(input: Array, parts: Mapping[str, Any], norm_parameters: Mapping[str, Any]):
+    for name, parameter in (parts | norm_parameters).items():
+        if not hasattr(parameter, "shape") and (parameter is not None or name == "weight"):
+            kind = type(parameter).__name__
+            raise TypeError(f"{name} is a {kind}; expected an array like the input")
+    shape, (weight, bias) = tuple(input.shape), parts.values()
+    if not shape:
+        raise ValueError("input has no dimension to normalise over; expected at least one")
+    if len(weight.shape) != 2 or weight.shape[1] != shape[-1]:
+        raise ValueError(
+            f"weight has shape {tuple(weight.shape)}, input {shape}; expected (out_features, {shape[-1]})"
+        )
+    if bias is not None and tuple(bias.shape) != (weight.shape[0],):
+        raise ValueError(
+            f"bias has shape {tuple(bias.shape)}; expected ({weight.shape[0]},), a number for each row of weight"
+        )
+    for name, parameter in norm_parameters.items():
+        if parameter is not None:
+            if tuple(parameter.shape) != shape[-1:]:
+                raise ValueError(
+                    f"{name} has shape {tuple(parameter.shape)}; expected {shape[-1:]}"
+                )
+            checks.check_same_place(parameter, input, name, "input")
+
+
+def _check_dtype(part: Array, like: Array, name: str) -> None:
+    dtype, expected = arrays.dtype_name(part), arrays.dtype_name(like)
+    if dtype != expected:
+        raise TypeError(f"{name} is of dtype {dtype}, input of {expected}; expected both the same")
+
+
+def take(array: Array | None, name: str) -> Array | None:
+    """An argument as an array of one of the libraries. Raises TypeError for anything else."""
+    return None if array is None else arrays.take(array, name)
+
+
+def take_operands(operands: Operands) -> Operands:
+    """The operands as arrays of one of the libraries."""
+    input, residual, norm_weight, norm_bias, weights, biases = operands
+    return Operands(
+        take(input, "x"),
+        take(residual, "residual"),
+        take(norm_weight, "norm_weight"),
+        take(norm_bias, "norm_bias"),
+        [take(weight, "weight") for weight in weights],
+        [take(bias, "bias") for bias in biases],
+    )
+
+
+def check_backward(call: LinearBackwardCall) -> LinearBackwardCall:
+    """The call with its arrays as they are taken.
+
+    Raises ValueError or TypeError for arrays that do not fit each other.
+    """
+    gradients = call.gradients
+    expected = ", ".join(GRADIENTS)
+    if not isinstance(gradients, Iterable):
+        raise TypeError(f"gradients is {gradients!r}; expected some of {expected}")
+    gradients = gradients if isinstance(gradients, str) else tuple(gradients)
+    if isinstance(gradients, str) or any(name not in GRADIENTS for name in gradients):
+        raise ValueError(f"gradients is {gradients!r}; expected some of {expected}")
+    given = call._asdict()
+    del given["options"], given["gradients"]
+    taken = {name: take(array, name) for name, array in given.items()}
+    call = call._replace(**taken, gradients=gradients)
+    x, weight = call.x, call.weight
+    check(Operands(x, None, call.norm_weight, call.norm_bias, (weight,), ()))
+    dtype, shape = arrays.dtype_name(x), (*x.shape[:-1], weight.shape[0])
+    if call.dy is None or tuple(call.dy.shape) != shape:
+        found = None if call.dy is None else tuple(call.dy.shape)
+        raise ValueError(f"dy has shape {found}; expected that of y, {shape}")
+    if arrays.dtype_name(call.dy) != dtype:
+        raise TypeError(
+            f"dy is of dtype {arrays.dtype_name(call.dy)}, x of {dtype}; expected both the same"
+        )
+    for name in ("normalized", "dnormalized", "dsum"):
+        checks.take_like(getattr(call, name), x, tuple(x.shape), name, "x")
+    for name in ("normalized", "dnormalized"):
+        array = getattr(call, name)
+        if array is not None and arrays.dtype_name(array) != dtype:
+            raise TypeError(f"{name} is of dtype {arrays.dtype_name(array)}; expected x's, {dtype}")
+    return call

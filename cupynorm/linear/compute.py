@@ -1,0 +1,202 @@
+"""torch: the values and the gradients of a call, outside autograd.
+
+function.py and operator.py differentiate them. Backward needs x, mean and rstd. It recomputes the
+normalised tensor, in the kernel of the norm's gradients where these are wanted too, unless
+save_normalized keeps it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from ..nn.dtypes import outside_autocast
+from ..norm.prepared import FOR_STATISTICS_ALONE
+from . import fold, kernels
+from .call import GRADIENTS, LinearBackwardCall, LinearCall, LinearOptions
+from .kernels import SavedNorm
+from .matrices import as_rows
+from .norms import KERNELS, Norms
+from .weight_gradients import WeightGradientSink, WeightProduct
+
+
+def project(call: LinearCall, normalized: Tensor) -> Tensor:
+    """y of a normalised tensor whose dtype is that of the parameters."""
+    _, _, _, _, (weight,), biases = call.operands
+    with torch.no_grad(), outside_autocast(normalized):
+        return functional.linear(normalized, weight, biases[0] if biases else None)
+
+
+def forward(
+    call: LinearCall,
+    weight: Tensor,
+    bias: Tensor | None,
+    purpose: str,
+    folded: fold.Folded | None = None,
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor, Tensor]:
+    """y, normalized, mean, rstd, input + residual.
+
+    weight, bias: the joined parts of the linear layer.
+    purpose: of the norm, one of cupynorm.norm.FOR_*.
+    folded: the parameters already folded.
+    """
+    operands, options = call
+    if options.fused == "fold":
+        return _forward_folded(call, weight, bias, folded)
+    normalized, mean, rstd, added = kernels.forward(options, operands, options.dtype, purpose)
+    bias = None if bias is None else bias.to(options.dtype)
+    y = functional.linear(normalized, weight.to(options.dtype), bias)
+    return y, normalized, mean, rstd, added
+
+
+def _forward_folded(
+    call: LinearCall, weight: Tensor, bias: Tensor | None, folded: fold.Folded | None
+) -> tuple[Tensor, None, Tensor | None, Tensor, Tensor]:
+    operands, options = call
+    # The statistics alone: one pass over x that writes no y.
+    of_input = operands._replace(norm_weight=None, norm_bias=None)
+    _, mean, rstd, added = kernels.forward(options, of_input, options.dtype, FOR_STATISTICS_ALONE)
+    with outside_autocast(operands.input):
+        folded = folded or fold.fold(
+            operands.norm_weight,
+            operands.norm_bias,
+            weight,
+            bias,
+            centered=options.centered,
+            zero_centered_weight=options.zero_centered_weight,
+            dtype=options.dtype,
+        )
+        return fold.project_folded(added, mean, rstd, folded), None, mean, rstd, added
+
+
+class Saved(NamedTuple):
+    """What a forward saved for its gradients.
+
+    normalized: None where it is to be recomputed. weight: joined from weights, in the dtype of the
+    products.
+    """
+
+    norm: SavedNorm
+    normalized: Tensor | None
+    weight: Tensor
+    weights: Sequence[Tensor]
+    biases: Sequence[Tensor]
+
+
+class Incoming(NamedTuple):
+    """Gradients of the results: y, the normalised tensor, the sum. None of what was not used."""
+
+    dy: Tensor | None
+    dnormalized: Tensor | None
+    dsum: Tensor | None
+
+
+def gradients(
+    norms: Norms,
+    options: LinearOptions,
+    saved: Saved,
+    incoming: Incoming,
+    wanted: Sequence[bool],
+    sink: WeightGradientSink | None = None,
+) -> tuple[Tensor | None, ...]:
+    """The gradients of input, residual, norm_weight, norm_bias, *weights, *biases.
+
+    wanted: which of them; the others are None. norms: the way the norm is computed. sink: takes
+    the gradients of weights and biases instead.
+    """
+    dy, dnormalized, dsum = incoming
+    weights, biases, normalized = saved.weights, saved.biases, saved.normalized
+    wants_norm = (wanted[0] or wanted[1], wanted[2], wanted[3])
+    wants_weights, wants_biases = wanted[4 : 4 + len(weights)], wanted[4 + len(weights) :]
+    rows = None if dy is None else as_rows(dy)
+    wants_normalized = rows is not None and any(wants_weights)
+    # Each tensor is freed before the next one is made, so that few exist at a time.
+    dbiases: Sequence[Tensor | None] = [None] * len(biases)
+    if rows is not None and sink is None and any(wants_biases):
+        sizes = [len(part) for part in biases]
+        dbiases = norms.sum_rows(rows, biases[0].dtype).split(sizes)
+    dx, dnorm_weight, dnorm_bias = dsum, None, None
+    if rows is not None and any(wants_norm):
+        dnormalized = _dnormalized(rows, saved, dnormalized)
+    if dnormalized is not None and any(wants_norm):
+        recomputes = wants_normalized and normalized is None
+        dx, dnorm_weight, dnorm_bias, made = norms.gradients(
+            options,
+            dnormalized,
+            saved.norm,
+            dsum,
+            wanted=wants_norm,
+            recomputes=recomputes,
+            spends_dy=rows is not None,
+        )
+        normalized = made if recomputes else normalized
+    dnormalized = made = None
+
+    dweights: Sequence[Tensor | None] = [None] * len(weights)
+    if sink is not None and rows is None:
+        sink.take_nothing()
+    elif sink is not None:
+        product = _product(norms, options, rows, saved.norm, normalized)
+        dweights, dbiases = sink.take(product, wanted[4:])
+    elif wants_normalized:
+        if normalized is None:
+            normalized = norms.normalize(options, saved.norm.operands)
+        dweight = rows.t() @ as_rows(normalized)
+        parts = dweight.split([len(part) for part in weights])
+        dweights = [each.to(part.dtype) for each, part in zip(parts, weights)]
+    made = (dx, dx, dnorm_weight, dnorm_bias, *dweights, *dbiases)
+    return tuple(gradient if is_wanted else None for gradient, is_wanted in zip(made, wanted))
+
+
+def _dnormalized(rows: Tensor, saved: Saved, dnormalized: Tensor | None) -> Tensor:
+    """The gradient of the normalised tensor: dy weight, and what comes from elsewhere."""
+    if dnormalized is None:
+        total = rows @ saved.weight
+    else:
+        total = torch.addmm(as_rows(dnormalized).to(rows.dtype), rows, saved.weight)
+    return total.reshape(saved.norm.x.shape)
+
+
+def _product(
+    norms: Norms,
+    options: LinearOptions,
+    rows: Tensor,
+    saved: SavedNorm,
+    normalized: Tensor | None,
+) -> WeightProduct:
+    """The product for a sink. If it waits, it keeps one tensor: the normalised one, or x."""
+    if normalized is not None:
+        reads = {"the normalised tensor": normalized}
+        return WeightProduct(rows, partial(as_rows, normalized), reads=reads)
+
+    operands = saved.operands
+
+    def make_normalized() -> Tensor:
+        return as_rows(norms.normalize(options, operands))
+
+    reads = {
+        "the input": saved.x,
+        "the norm's weight": saved.norm_weight,
+        "the norm's bias": saved.norm_bias,
+    }
+    return WeightProduct(rows, make_normalized, reads=reads)
+
+
+def explicit_gradients(call: LinearBackwardCall) -> tuple[Tensor | None, ...]:
+    """dx, dnorm_weight, dnorm_bias, dweight, dbias outside autograd; None where not asked for."""
+    x, weight = call.x, call.weight
+    norm = SavedNorm(x, call.mean, call.rstd, call.norm_weight, call.norm_bias)
+    # A column of weight has the shape and dtype of a bias.
+    saved = Saved(norm, call.normalized, weight, (weight,), (weight[:, 0],))
+    wants_input, *others = (name in call.gradients for name in GRADIENTS)
+    wanted = (wants_input, False, *others)
+    options = call.options._replace(dtype=x.dtype)
+    incoming = Incoming(call.dy, call.dnormalized, call.dsum)
+    with torch.no_grad(), outside_autocast(x):
+        made = gradients(KERNELS, options, saved, incoming, wanted)
+    return made[0], *made[2:]

@@ -1,0 +1,305 @@
+"""torch: what LayerNormLinear computes inside cupynorm.fp8_autocast: products of 8-bit floats.
+
+    y            quantised normalized    x  quantised weight
+    dnormalized  quantised dy            x  quantised weight, transposed
+    dweight      quantised dy, transposed  x  quantised normalized, transposed
+
+The normalised tensor is quantised from float32, without a rounding to 16 bits. As elsewhere x, mean
+and rstd are saved for backward, which recomputes and quantises it by the same scale.
+save_normalized keeps its transposed 8-bit copy, 1 byte an element.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..gpu import arrays
+from ..nn import quantization
+from ..nn.autocast import Region
+from ..nn.dtypes import name_of
+from ..nn.products import Factor, multiply
+from ..nn.recipes import BlockScaling, DelayedScaling
+from ..norm.quantized_tensor import QuantizedTensor
+from . import kernels
+from .call import LinearOptions, Operands
+from .kernels import SavedNorm
+from .matrices import as_rows, concatenate, sum_rows
+from .quantizers import Quantizers
+from .weight_gradients import WeightGradientSink, WeightProduct
+
+_PRODUCT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+class RegionCall(NamedTuple):
+    """A layer's call in a region.
+
+    records: whether the region's step counts. recorded: whether this call has a backward.
+    """
+
+    region: Region
+    options: LinearOptions
+    quantize_gradient: bool
+    is_first_microbatch: bool | None
+    records: bool
+    recorded: bool
+
+
+class QuantizedCall(NamedTuple):
+    """What a call depends on besides its tensors.
+
+    quantize_gradient: whether the gradient of the normalised tensor is rounded to 8 bits too.
+    group: of torch.distributed, over which amaxes are reduced.
+    """
+
+    options: LinearOptions
+    quantizers: Quantizers
+    quantize_gradient: bool
+    group: Any
+
+
+class Saved(NamedTuple):
+    """What a forward saves besides operands.
+
+    scale: of the normalised tensor, where backward recomputes it.
+    kept: otherwise its transposed 8-bit copy. weight: transposed, in 8 bits.
+    """
+
+    mean: Tensor | None
+    rstd: Tensor
+    scale: Tensor | None
+    kept: Tensor | None
+    kept_scale_inv: Tensor | None
+    weight: Tensor
+    weight_scale_inv: Tensor
+
+
+# Forward.
+
+
+def forward(
+    call: QuantizedCall, weight: QuantizedTensor, operands: Operands, *, recorded: bool
+) -> tuple[Tensor, Tensor | None, Saved]:
+    """y, normalized (None unless asked for), and what is saved if there is a backward (recorded).
+
+    weight: the layer's, quantised. operands: the biases are used, the weights are not.
+    """
+    options, quantizers = call.options, call.quantizers
+    rows, normalized, mean, rstd = _normalize(call, operands)
+    bias = concatenate(operands.biases)
+    bias = None if bias is None else bias.to(options.dtype)
+    is_exact = quantizers.is_exact
+    y = multiply(rows, weight, options.dtype, bias=bias, fast=True, is_exact=is_exact)
+    y = y.reshape(*operands.input.shape[:-1], y.shape[-1])
+    scale, kept, kept_scale_inv = None, None, None
+    if options.save_normalized:
+        kept, kept_scale_inv = rows.transposed, _transposed_scale_inv(rows)
+    elif recorded:
+        scale = quantizers.scale_to_keep("input", rows)
+    saved = Saved(
+        mean,
+        rstd,
+        scale,
+        kept,
+        kept_scale_inv,
+        weight.transposed,
+        _transposed_scale_inv(weight),
+    )
+    return y, normalized.to(options.dtype) if options.return_normalized else None, saved
+
+
+class _Normalized(NamedTuple):
+    """rows: the normalised tensor in 8 bits, as a matrix. values: in float32, or None."""
+
+    rows: QuantizedTensor
+    values: Tensor | None
+    mean: Tensor | None
+    rstd: Tensor
+
+
+def _normalize(call: QuantizedCall, operands: Operands) -> _Normalized:
+    """One kernel makes it where there is one scale and no other dtype is asked for."""
+    options, quantizers, input = call.options, call.quantizers, operands.input
+    in_blocks = isinstance(quantizers.recipe, BlockScaling)
+    transpose = options.save_normalized
+    if arrays.on_host(input) or in_blocks or options.return_normalized:
+        values, mean, rstd, _ = kernels.forward(options, operands, torch.float32)
+        rows = quantizers.quantize("input", as_rows(values), transpose=transpose)
+        return _Normalized(rows, values, mean, rstd)
+    quantization, scale, amax = quantizers.of_normalized(transpose=transpose)
+    rows_of_input = operands._replace(input=as_rows(input))
+    rows, mean, rstd = kernels.forward_quantized(options, rows_of_input, quantization, scale, amax)
+    leading = input.shape[:-1]
+    mean = None if mean is None else mean.reshape(leading)
+    return _Normalized(rows, None, mean, rstd.reshape(leading))
+
+
+def _transposed_scale_inv(made: QuantizedTensor) -> Tensor:
+    return made.scale_inv if made.transposed_scale_inv is None else made.transposed_scale_inv
+
+
+# Backward.
+
+
+def backward(
+    call: QuantizedCall,
+    saved: Saved,
+    operands: Operands,
+    incoming: tuple[Tensor | None, Tensor | None],
+    wanted: Sequence[bool],
+    sink: WeightGradientSink | None = None,
+) -> tuple[Tensor | None, ...]:
+    """The gradients of input, norm_weight, norm_bias, *weights, *biases.
+
+    incoming: the gradients of y and of the normalised tensor. wanted: which gradients to compute;
+    the others are None. sink: takes the gradients of weights and biases instead.
+    """
+    quantizers, (dy, dnormalized) = call.quantizers, incoming
+    weights, biases = operands.weights, operands.biases
+    wants_norm, wants_parts = wanted[:3], wanted[3:]
+    wants_weights, wants_biases = wants_parts[: len(weights)], wants_parts[len(weights) :]
+    rows = None if dy is None else as_rows(dy)
+    sums_rows = bool(biases) and sink is None and any(wants_biases)
+    # Each tensor is freed before the next one is made, so that few exist at a time.
+    data = transposed = dbias = None
+    if rows is not None:
+        made, dbias = quantizers.quantize_gradient(rows, biases[0].dtype if sums_rows else None)
+        data = Factor(made.data, made.scale_inv, made.block_rows)
+        transposed = Factor(made.transposed, _transposed_scale_inv(made), made.block_rows)
+        made = None
+    if rows is not None and any(wants_norm):
+        dnormalized = _dnormalized(call, saved, data, operands.input, dnormalized)
+    data, norm_gradients = None, (None, None, None)
+    if dnormalized is not None and any(wants_norm):
+        norm = _saved_norm(saved, operands)
+        norm_gradients = kernels.backward(
+            call.options,
+            dnormalized,
+            norm,
+            None,
+            wanted=wants_norm,
+            spends_dy=rows is not None,
+        )[:3]
+    dnormalized = None
+
+    dweights, dbiases = [None] * len(weights), [None] * len(biases)
+    product = _WeightProduct(call, saved, operands, transposed)
+    if sink is not None and rows is None:
+        sink.take_nothing()
+    elif sink is not None:
+        if sink.delays and any(wants_weights):
+            product.keep()
+        made = WeightProduct(rows, make_dweight=product)
+        dweights, dbiases = sink.take(made, wants_parts)
+    elif rows is not None:
+        if any(wants_weights):
+            parts = product(weights[0].dtype).split([len(each) for each in weights])
+            dweights = [part.to(each.dtype) for part, each in zip(parts, weights)]
+        if sums_rows:
+            dbias = sum_rows(rows, biases[0].dtype) if dbias is None else dbias
+            dbiases = dbias.split([len(each) for each in biases])
+    if isinstance(quantizers.recipe, DelayedScaling):
+        quantizers.states["backward"].update(quantizers.recipe, call.group)
+    made = (*norm_gradients, *dweights, *dbiases)
+    return tuple(gradient if is_wanted else None for gradient, is_wanted in zip(made, wanted))
+
+
+def _dnormalized(
+    call: QuantizedCall, saved: Saved, dy: Factor, input: Tensor, dnormalized: Tensor | None
+) -> Tensor:
+    """The gradient of the normalised tensor: dy weight, and what comes from elsewhere."""
+    dtype, quantizers = call.options.dtype, call.quantizers
+    weight = Factor(saved.weight, saved.weight_scale_inv, quantizers.block_rows)
+    total = multiply(dy, weight, dtype, is_exact=quantizers.is_exact)
+    if call.quantize_gradient:
+        total = quantizers.quantize("grad_input", total).dequantize(dtype)
+    total = total.reshape(input.shape)
+    return total if dnormalized is None else total + dnormalized
+
+
+def _saved_norm(saved: Saved, operands: Operands) -> SavedNorm:
+    _, _, norm_weight, norm_bias, _, _ = operands
+    return SavedNorm(operands.input, saved.mean, saved.rstd, norm_weight, norm_bias)
+
+
+class _WeightProduct:
+    """Makes dweight, [out_features, in_features], in a dtype.
+
+    transposed_dy: dy, quantised along its columns.
+    """
+
+    def __init__(
+        self,
+        call: QuantizedCall,
+        saved: Saved,
+        operands: Operands,
+        transposed_dy: Factor | None,
+    ) -> None:
+        self.call, self.norm = call, _saved_norm(saved, operands)
+        self.scale, self.transposed_dy = saved.scale, transposed_dy
+        self.kept = None
+        if saved.kept is not None:
+            self.kept = saved.kept, saved.kept_scale_inv
+
+    def keep(self) -> None:
+        """Quantises the normalised tensor now, because its input may change before it is needed."""
+        if self.kept is None:
+            self.kept = self._quantize_again()
+
+    def _quantize_again(self) -> tuple[Tensor, Tensor]:
+        """The transposed 8-bit copy of the normalised tensor and its scale_inv."""
+        options, quantizers, norm = self.call.options, self.call.quantizers, self.norm
+        dtype = quantizers.dtype("input")
+        if self.scale is None or arrays.on_host(norm.x):
+            values = kernels.forward(options, norm.operands, torch.float32)[0]
+            rows = as_rows(values)
+            if self.scale is None:
+                made = quantizers.quantize("input", rows, transpose=True)
+            else:
+                made = quantization.quantize(rows, self.scale, dtype, transpose=True)
+            return made.transposed, _transposed_scale_inv(made)
+        norm = norm._replace(x=as_rows(norm.x))
+        made = kernels.quantize_again(options, norm, name_of(dtype), self.scale)
+        return made.transposed, made.scale_inv
+
+    def __call__(self, dtype: torch.dtype) -> Tensor:
+        """Rounded once to dtype, or in float32 where products do not come in dtype."""
+        dy = self.transposed_dy
+        kept, kept_scale_inv = self.kept or self._quantize_again()
+        return multiply(
+            dy,
+            Factor(kept, kept_scale_inv, dy.block_rows),
+            dtype if dtype in _PRODUCT_DTYPES else torch.float32,
+            is_exact=self.call.quantizers.is_exact,
+        )
+
+
+class Projected(torch.autograd.Function):
+    """y, normalized (None unless asked for). tensors: operands.all."""
+
+    @staticmethod
+    def forward(ctx, call, weight, sink, num_weights, *tensors):
+        operands = Operands.split(tensors, num_weights)
+        y, normalized, saved = forward(call, weight, operands, recorded=True)
+        ctx.save_for_backward(*saved, *tensors)
+        ctx.call, ctx.sink, ctx.num_weights = call, sink, num_weights
+        ctx.set_materialize_grads(False)
+        return y, normalized
+
+    @staticmethod
+    def backward(ctx, dy, dnormalized):
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "a differentiable gradient was asked for of a layer inside fp8_autocast; expected create_graph=False"
+            )
+        num_saved = len(Saved._fields)
+        tensors = ctx.saved_tensors
+        saved = Saved(*tensors[:num_saved])
+        operands = Operands.split(tensors[num_saved:], ctx.num_weights)
+        wants_input, _, *wants_others = ctx.needs_input_grad[4:]
+        incoming, wanted = (dy, dnormalized), (wants_input, *wants_others)
+        dx, *others = backward(ctx.call, saved, operands, incoming, wanted, ctx.sink)
+        return None, None, None, None, dx, None, *others

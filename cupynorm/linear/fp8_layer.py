@@ -1,0 +1,189 @@
+"""torch: what LayerNormLinear keeps and does inside cupynorm.fp8_autocast."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..nn import autocast, fp8, modes
+from ..nn.recipes import DelayedScaling, Recipe
+from ..norm.quantized_tensor import QuantizedTensor
+from . import fp8 as fp8_linear
+from . import fp8_operator
+from .call import LinearCall, LinearOptions, Operands
+from .fp8 import RegionCall
+from .function import check_call
+from .matrices import as_rows, join
+from .parameters import NormLinearParameters
+from .quantizers import Quantizers, states_from, states_of
+from .weight_gradients import WeightGradientSink
+
+
+class Fp8Layer(NormLinearParameters):
+    """The part of LayerNormLinear that runs inside cupynorm.fp8_autocast.
+
+    _fp8_states: of DelayedScaling. _fp8_weight: the recipe and the quantised weight that
+    is_first_microbatch shares. _fp8_group: the region's group, for backward. _number: by which the
+    operators find the layer.
+    """
+
+    _fp8_states: dict[str, fp8.Scales]
+    _fp8_weight: tuple[Recipe, QuantizedTensor] | None
+    _fp8_group: Any
+
+    def _begin_state(self) -> None:
+        """Must run in the constructor."""
+        self._fp8_states, self._fp8_weight, self._fp8_group = {}, None, None
+        self._number = fp8_operator.register(self)
+
+    def linear_options(self, dtype: torch.dtype) -> LinearOptions:
+        """The layer's options for products of a dtype."""
+        raise NotImplementedError
+
+    # Calls.
+
+    def _project_in_fp8(
+        self,
+        call: RegionCall,
+        operands: Operands,
+        fp8_output: bool,
+        make_sink: Callable[[], WeightGradientSink] | None,
+    ) -> tuple[Tensor | QuantizedTensor, Tensor | None]:
+        """y (quantised with fp8_output) and the normalised tensor or None.
+
+        make_sink: makes what takes the gradients of weights and biases, if anything does.
+        """
+        if modes.is_compiling() and call.region.text and not fp8_output and make_sink is None:
+            call = self._checked(call, operands, fp8_output)
+            return fp8_operator.by_operator(call, operands, self._number)
+        return modes.run_untraced(self._run_in_fp8)(call, operands, fp8_output, make_sink)
+
+    def _run_in_fp8(
+        self,
+        call: RegionCall,
+        operands: Operands,
+        fp8_output: bool,
+        make_sink: Callable[[], WeightGradientSink] | None,
+    ) -> tuple[Tensor | QuantizedTensor, Tensor | None]:
+        if modes.has_functorch_transforms():
+            raise NotImplementedError(
+                "torch.func was asked to transform a layer inside fp8_autocast; expected it outside"
+            )
+        call = self._checked(call, operands, fp8_output)
+        quantized_call, weight = self.begin_in_fp8(call, operands)
+        if call.recorded:
+            sink = None if make_sink is None else make_sink()
+            num_weights = len(operands.weights)
+            return fp8_linear.Projected.apply(
+                quantized_call, weight, sink, num_weights, *operands.all
+            )
+        with torch.no_grad():
+            y, normalized, _ = fp8_linear.forward(quantized_call, weight, operands, recorded=False)
+            if fp8_output:
+                y = quantized_call.quantizers.quantize("output", as_rows(y))
+            return y, normalized
+
+    def _checked(self, call: RegionCall, operands: Operands, fp8_output: bool) -> RegionCall:
+        """The call, with `recorded` as its tensors say. Raises for what does not fit."""
+        if self.fused is not None:
+            raise ValueError(f"fused is {self.fused!r} inside fp8_autocast; expected None")
+        if operands.input.dtype == torch.float64:
+            raise TypeError(
+                "input is of dtype float64 inside fp8_autocast; expected float16, bfloat16 or float32"
+            )
+        check_call(LinearCall(operands, call.options))
+        recorded = torch.is_grad_enabled() and modes.wants_gradient(*operands.all)
+        if recorded and fp8_output:
+            raise ValueError(
+                "fp8_output is True where gradients are recorded; expected False, or torch.no_grad()"
+            )
+        return call._replace(recorded=recorded)
+
+    def begin_in_fp8(
+        self, call: RegionCall, operands: Operands
+    ) -> tuple[fp8_linear.QuantizedCall, QuantizedTensor]:
+        """What fp8_linear.forward needs: the call and the quantised weight.
+
+        operands: an operator's weights may be copies, because torch writes to them inside a graph.
+        """
+        region, recipe = call.region, call.region.recipe
+        self._fp8_group = region.group
+        device, records = operands.input.device, call.records
+        quantizers = self.quantizers(recipe, device, records=records)
+        quantized_call = self.quantized_call(call.options, quantizers, call.quantize_gradient)
+        if isinstance(recipe, DelayedScaling) and records:
+            scales = self._fp8_states["forward"]
+            region.used[id(self)] = autocast.UsedScales(scales, recipe, region.group)
+        return quantized_call, self._quantized_weight(call, operands, quantizers)
+
+    def quantizers(self, recipe: Recipe, device: torch.device, *, records: bool) -> Quantizers:
+        states = states_of(self._fp8_states, recipe, device, records=records)
+        return Quantizers(recipe, states, records)
+
+    def quantized_call(
+        self, options: LinearOptions, quantizers: Quantizers, quantize_gradient: bool
+    ) -> fp8_linear.QuantizedCall:
+        return fp8_linear.QuantizedCall(options, quantizers, quantize_gradient, self._fp8_group)
+
+    def _quantized_weight(
+        self, call: RegionCall, operands: Operands, quantizers: Quantizers
+    ) -> QuantizedTensor:
+        """The weight, quantised or cached.
+
+        is_first_microbatch True: quantised and cached; False: from the cache, if the recipe is the
+        same; None: quantised.
+        """
+        is_first, recorded = call.is_first_microbatch, call.recorded
+        recipe, cached = self._fp8_weight or (None, None)
+        if is_first is False and recipe == quantizers.recipe:
+            if cached.transposed is not None or not recorded:
+                return cached
+        with torch.no_grad():
+            made = quantizers.quantize("weight", join(operands.weights), transpose=recorded)
+            made.dtype = call.options.dtype
+        if is_first is not None:
+            self._fp8_weight = quantizers.recipe, made
+        return made
+
+    # State.
+
+    def get_extra_state(self) -> Tensor:
+        """The state of delayed scaling as bytes, without pickle.
+
+        An empty uint8 tensor where there is none.
+        """
+        return fp8.pack(self._fp8_states)
+
+    def set_extra_state(self, state: Any) -> None:
+        """Takes what get_extra_state returned.
+
+        An empty state of TransformerEngine is accepted. Its pickle is ignored with a warning.
+        """
+        self._fp8_states = states_from(fp8.unpack(state), self._fp8_states)
+
+    def _drop_derived(self) -> None:
+        """Drops what was made of parameters that have changed."""
+        self._fp8_weight = None
+
+    def _apply(self, function: Callable, recurse: bool = True) -> Fp8Layer:
+        super()._apply(function, recurse)
+        moved = {name: fp8.moved(state, function) for name, state in self._fp8_states.items()}
+        self._fp8_states = {name: state for name, state in moved.items() if state is not None}
+        self._drop_derived()
+        return self
+
+    def __getstate__(self) -> dict:
+        return self.__dict__ | {"_fp8_group": None, "_fp8_weight": None}
+
+    def __setstate__(self, state: dict) -> None:
+        super().__setstate__(state)
+        self._number = fp8_operator.register(self)
+
+    def _load_from_state_dict(self, state_dict: dict, prefix: str, *arguments) -> None:
+        # A state dict of another library may have no extra state.
+        state_dict = {f"{prefix}_extra_state": None, **state_dict}
+        super()._load_from_state_dict(state_dict, prefix, *arguments)
+        self._drop_derived()

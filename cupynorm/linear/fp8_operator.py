@@ -1,0 +1,323 @@
+"""torch: the operators of a layer inside cupynorm.fp8_autocast, for torch.compile.
+
+    cupynorm::norm_linear_in_fp8            -> y, normalized, and the fields of fp8.Saved
+    cupynorm::norm_linear_in_fp8_backward   -> gradients of input, norm_weight, norm_bias, *weights,
+                                               *biases
+
+A result that is not asked for is empty. The operators run the layer's own call on the layer's own
+scales, so they get the layer as a number.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from ..nn import autocast
+from ..nn.dtypes import outside_autocast
+from ..nn.recipes import BLOCK_SIZE, BlockScaling, Recipe
+from ..norm.quantized_tensor import QuantizedTensor
+from . import fp8
+from .call import LinearOptions, Operands
+from .fp8 import QuantizedCall, RegionCall
+from .operator import each_of
+from .quantizers import Quantizers
+
+_library = torch.library.Library("cupynorm", "FRAGMENT")
+# The operators change what their layer keeps, so a CUDA graph must not replay their kernels alone.
+_TAGS = [torch.Tag.pt2_compliant_tag]
+if hasattr(torch.Tag, "cudagraph_unsafe"):
+    _TAGS.append(torch.Tag.cudagraph_unsafe)
+_library.define(
+    "norm_linear_in_fp8(Tensor input, Tensor? norm_weight, Tensor? norm_bias, Tensor[] weights, "
+    "Tensor[] biases, Tensor layer, str recipe, ScalarType dtype, bool centered, "
+    "bool return_normalized, bool save_normalized, bool? is_first_microbatch, "
+    "bool quantize_gradient, bool records, bool recorded) "
+    "-> (Tensor y, Tensor normalized, Tensor mean, Tensor rstd, Tensor scale, Tensor kept, "
+    "Tensor kept_scale_inv, Tensor weight, Tensor weight_scale_inv)",
+    tags=tuple(_TAGS),
+)
+_library.define(
+    "norm_linear_in_fp8_backward(Tensor? dy, Tensor? dnormalized, Tensor input, "
+    "Tensor? norm_weight, Tensor? norm_bias, Tensor[] waiting, Tensor[] weights, Tensor[] biases, "
+    "Tensor layer, str recipe, ScalarType dtype, bool quantize_gradient, bool[] wanted) "
+    "-> Tensor[]",
+    tags=tuple(_TAGS),
+)
+
+
+class _Arguments(NamedTuple):
+    """The forward operator's arguments, in the order of its schema.
+
+    layer: its number. records: whether the region's step counts.
+    recorded: whether this call has a backward.
+    """
+
+    input: Tensor
+    norm_weight: Tensor | None
+    norm_bias: Tensor | None
+    weights: Sequence[Tensor]
+    biases: Sequence[Tensor]
+    layer: Tensor
+    recipe: str
+    dtype: torch.dtype
+    centered: bool
+    return_normalized: bool
+    save_normalized: bool
+    is_first_microbatch: bool | None
+    quantize_gradient: bool
+    records: bool
+    recorded: bool
+
+    @property
+    def operands(self) -> Operands:
+        norm = self.norm_weight, self.norm_bias
+        return Operands(self.input, None, *norm, self.weights, self.biases)
+
+
+class _BackwardArguments(NamedTuple):
+    """The backward operator's arguments, in the order of its schema. waiting: of fp8.Saved."""
+
+    dy: Tensor | None
+    dnormalized: Tensor | None
+    input: Tensor
+    norm_weight: Tensor | None
+    norm_bias: Tensor | None
+    waiting: Sequence[Tensor]
+    weights: Sequence[Tensor]
+    biases: Sequence[Tensor]
+    layer: Tensor
+    recipe: str
+    dtype: torch.dtype
+    quantize_gradient: bool
+    wanted: Sequence[bool]
+
+    @property
+    def operands(self) -> Operands:
+        norm = self.norm_weight, self.norm_bias
+        return Operands(self.input, None, *norm, self.weights, self.biases)
+
+
+class Layer(Protocol):
+    """What the operators call of a layer: see fp8_layer.py."""
+
+    def linear_options(self, dtype: torch.dtype) -> LinearOptions: ...
+
+    def quantizers(self, recipe: Recipe, device: torch.device, *, records: bool) -> Quantizers: ...
+
+    def quantized_call(
+        self, options: LinearOptions, quantizers: Quantizers, quantize_gradient: bool
+    ) -> QuantizedCall: ...
+
+    def begin_in_fp8(
+        self, call: RegionCall, operands: Operands
+    ) -> tuple[QuantizedCall, QuantizedTensor]: ...
+
+
+# Layers by number.
+
+_layers: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+_numbers = itertools.count()
+
+
+def register(layer: Layer) -> Tensor:
+    """The number by which an operator finds a layer.
+
+    It is a tensor, because torch.compile would compile anew for another int.
+    """
+    number = next(_numbers)
+    _layers[number] = layer
+    return torch.tensor(number, device="cpu")
+
+
+def _layer_of(number: Tensor) -> Layer:
+    layer = _layers.get(number.item())
+    if layer is None:
+        raise RuntimeError(
+            "a compiled layer was deleted before its backward; expected it to be kept, as its scales are used"
+        )
+    return layer
+
+
+def by_operator(call: RegionCall, operands: Operands, number: Tensor) -> tuple[Tensor, Tensor]:
+    """y, normalized (empty unless it is asked for). number: of the layer."""
+    options = call.options
+    return torch.ops.cupynorm.norm_linear_in_fp8.default(
+        operands.input,
+        operands.norm_weight,
+        operands.norm_bias,
+        operands.weights,
+        operands.biases,
+        number,
+        call.region.text,
+        options.dtype,
+        options.centered,
+        options.return_normalized,
+        options.save_normalized,
+        call.is_first_microbatch,
+        call.quantize_gradient,
+        call.records,
+        call.recorded,
+    )[:2]
+
+
+# Forward.
+
+
+def _run(*given: Any) -> tuple[Tensor, ...]:
+    arguments = _Arguments(*given)
+    operands, recorded = arguments.operands, arguments.recorded
+    layer, region = _layer_of(arguments.layer), autocast.active()
+    records = arguments.records and region is not None
+    if region is None:
+        # A checkpoint recomputes the call after the region has ended: no step of its scales.
+        recipe = autocast.recipe_of(arguments.recipe)
+        region = autocast.Region(recipe, None, {}, arguments.recipe)
+    call = RegionCall(
+        region,
+        layer.linear_options(arguments.dtype),
+        arguments.quantize_gradient,
+        arguments.is_first_microbatch,
+        records,
+        recorded,
+    )
+    with torch.no_grad():
+        quantized_call, weight = layer.begin_in_fp8(call, operands)
+        with outside_autocast(operands.input):
+            y, normalized, saved = fp8.forward(quantized_call, weight, operands, recorded=recorded)
+        if not recorded:
+            saved = fp8.Saved(*[None] * len(saved))
+        elif arguments.is_first_microbatch is not None:
+            # The layer keeps these, and a compiler may write over what an operator returns.
+            saved = saved._replace(
+                weight=saved.weight.clone(), weight_scale_inv=saved.weight_scale_inv.clone()
+            )
+    results = (y, normalized, *saved)
+    return tuple(y.new_empty(0) if each is None else each.contiguous() for each in results)
+
+
+def _run_without_memory(*given: Any) -> tuple[Tensor, ...]:
+    arguments = _Arguments(*given)
+    recipe = autocast.recipe_of(arguments.recipe)
+    input, keeps = arguments.input, arguments.save_normalized
+    leading, in_features = input.shape[:-1], input.shape[-1]
+    out_features, num_rows = sum(len(each) for each in arguments.weights), leading.numel()
+    in_blocks = isinstance(recipe, BlockScaling)
+
+    def blocks(extent):
+        return (extent + BLOCK_SIZE - 1) // BLOCK_SIZE
+
+    def empty(shape, dtype, is_there=True):
+        return input.new_empty(shape if is_there and arguments.recorded else 0, dtype=dtype)
+
+    narrow, wide = recipe.fp8_format.value[0], torch.float32
+    kept_scales = (in_features, blocks(num_rows)) if in_blocks else 1
+    weight_scales = (blocks(in_features), blocks(out_features)) if in_blocks else 1
+    has_normalized = arguments.return_normalized
+    return (
+        input.new_empty((*leading, out_features), dtype=arguments.dtype),
+        input.new_empty(input.shape if has_normalized else 0, dtype=arguments.dtype),
+        empty(leading, wide, arguments.centered),
+        empty(leading, wide),
+        empty(1, wide, not (keeps or in_blocks)),
+        empty((in_features, num_rows), narrow, keeps),
+        empty(kept_scales, wide, keeps),
+        empty((in_features, out_features), narrow),
+        empty(weight_scales, wide),
+    )
+
+
+def _save(ctx, inputs, output):
+    arguments = _Arguments(*inputs)
+    _, normalized, *saved = output
+    unused = saved if arguments.return_normalized else [*saved, normalized]
+    ctx.mark_non_differentiable(*unused)
+    operands = arguments.operands
+    ctx.save_for_backward(arguments.layer, *saved, *operands.all)
+    ctx.set_materialize_grads(False)
+    ctx.num_parts = len(operands.weights), len(operands.biases)
+    ctx.given = arguments.recipe, arguments.dtype, arguments.quantize_gradient
+
+
+def _differentiate(ctx, dy, dnormalized, *_):
+    layer, *tensors = ctx.saved_tensors
+    num_saved, (num_weights, num_biases) = len(fp8.Saved._fields), ctx.num_parts
+    saved, operands = tensors[:num_saved], Operands.split(tensors[num_saved:], num_weights)
+    *wants_norm, wants_weights, wants_biases = ctx.needs_input_grad[:5]
+    wants_parts = [*each_of(wants_weights, num_weights), *each_of(wants_biases, num_biases)]
+    if dy is None:
+        wants_parts = [False] * len(wants_parts)
+    wanted = [*wants_norm, *wants_parts]
+    made = torch.ops.cupynorm.norm_linear_in_fp8_backward.default(
+        dy,
+        dnormalized,
+        operands.input,
+        operands.norm_weight,
+        operands.norm_bias,
+        saved,
+        operands.weights,
+        operands.biases,
+        layer,
+        *ctx.given,
+        wanted,
+    )
+    made = [gradient if is_wanted else None for gradient, is_wanted in zip(made, wanted)]
+    rest = [None] * (len(ctx.needs_input_grad) - 5)
+    return *made[:3], made[3 : 3 + num_weights], made[3 + num_weights :], *rest
+
+
+# Backward.
+
+
+def _run_backward(*given: Any) -> list[Tensor]:
+    arguments = _BackwardArguments(*given)
+    input, layer = arguments.input, _layer_of(arguments.layer)
+    recipe = autocast.recipe_of(arguments.recipe)
+    options = layer.linear_options(arguments.dtype)
+    with torch.no_grad():
+        quantizers = layer.quantizers(recipe, input.device, records=True)
+        call = layer.quantized_call(options, quantizers, arguments.quantize_gradient)
+        saved = fp8.Saved(*arguments.waiting)
+        if not options.centered:
+            saved = saved._replace(mean=None)
+        if not options.save_normalized:
+            saved = saved._replace(kept=None, kept_scale_inv=None)
+        if options.save_normalized or isinstance(recipe, BlockScaling):
+            saved = saved._replace(scale=None)
+        incoming = arguments.dy, arguments.dnormalized
+        with outside_autocast(input):
+            made = fp8.backward(call, saved, arguments.operands, incoming, arguments.wanted)
+    return [input.new_empty(0) if each is None else _alone(each) for each in made]
+
+
+def _alone(tensor: Tensor) -> Tensor:
+    """Contiguous, and in memory of its own, as an operator's results must be."""
+    if tensor.untyped_storage().nbytes() != tensor.numel() * tensor.element_size():
+        return tensor.clone(memory_format=torch.contiguous_format)
+    return tensor.contiguous()
+
+
+def _run_backward_without_memory(*given: Any) -> list[Tensor]:
+    arguments = _BackwardArguments(*given)
+    input, _, *others = arguments.operands.all
+    return [
+        each.new_empty(each.shape) if is_wanted else input.new_empty(0)
+        for each, is_wanted in zip((input, *others), arguments.wanted)
+    ]
+
+
+for _device in ("CPU", "CUDA"):
+    _library.impl("norm_linear_in_fp8", _run, _device)
+    _library.impl("norm_linear_in_fp8_backward", _run_backward, _device)
+torch.library.register_fake("cupynorm::norm_linear_in_fp8", _run_without_memory, lib=_library)
+torch.library.register_fake(
+    "cupynorm::norm_linear_in_fp8_backward", _run_backward_without_memory, lib=_library
+)
+torch.library.register_autograd(
+    "cupynorm::norm_linear_in_fp8", _differentiate, setup_context=_save, lib=_library
+)

@@ -1,0 +1,224 @@
+"""torch: layer_norm_linear of tensors, differentiable.
+
+`normalize_and_project` chooses how a call runs:
+
+    plain tensors                                compute.py, recorded by `Projected` where a
+                                                 gradient is wanted
+    torch.compile, dispatch modes, subclasses    the operator of operator.py
+    torch.func, forward mode                     torch functions that they can transform
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.nn import functional
+
+from ..gpu import arrays
+from ..nn import dtypes, modes
+from ..norm.prepared import FOR_STATISTICS, FOR_Y
+from . import compute, fold
+from .call import FOLD_HAS_NO_NORMALIZED, LinearCall, Operands, check
+from .kernels import SavedNorm
+from .matrices import join
+from .norms import FORMULAS, KERNELS, OPERATORS, normalize_and_add
+from .operator import by_operator
+from .weight_gradients import WeightGradientSink
+
+_is_compiling = modes.is_compiling
+_has_functorch_transforms = modes.has_functorch_transforms
+
+
+def normalize_and_project(
+    call: LinearCall, sink: WeightGradientSink | None = None, folded: fold.Folded | None = None
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """y, normalized (None unless asked for), input + residual.
+
+    sink: takes the gradients of weights and biases, which autograd then does not get.
+    folded: the folded parameters, where they were made before. Without them a call without
+        gradients takes them from fold.cached_fold. Traced calls fold anew.
+    """
+    check_call(call)
+    operands, options = call
+    tensors, compiling = operands.all, _is_compiling()
+    is_plain = not compiling and modes.are_plain(tensors)
+    if sink is not None and not compiling and not is_plain:
+        # The operator cannot use a sink. Subclasses that torch need not ask are dropped.
+        tensors = tuple(map(_without_subclass, tensors))
+        is_plain = modes.are_plain(tensors)
+        operands = Operands.split(tensors, len(operands.weights))
+        call = LinearCall(operands, options)
+    if modes.compiler_sees_transforms or not compiling:
+        if _has_functorch_transforms() or forward_ad._current_level >= 0:
+            return _normalize_and_project_transformed(call)
+    # A call with a sink is hidden from a dispatch mode, because the operator would lose the sink.
+    has_mode = not compiling and sink is None and modes.num_dispatch_modes()
+    if has_mode or not is_plain:
+        if not compiling:
+            _check_tensors(operands)
+        y, normalized, _, _, added = by_operator(call)
+    elif torch.is_grad_enabled() and modes.wants_gradient(*tensors):
+        if options.fused is not None:
+            fold.forget(operands.weights[0])  # an optimizer may step without telling torch
+        y, normalized, added = _apply(call, sink, folded, *tensors)
+    else:
+        if options.fused is not None:
+            folded = folded or fold.cached_fold(call)
+        weight, bias = join(operands.weights), join(operands.biases)
+        y, normalized, _, _, added = compute.forward(call, weight, bias, FOR_Y, folded)
+    return (
+        y,
+        normalized if options.return_normalized else None,
+        operands.input if operands.residual is None else added,
+    )
+
+
+def _without_subclass(tensor: Tensor | None) -> Tensor | None:
+    """As a torch.Tensor, unless its class has a __torch_dispatch__ of its own."""
+    if tensor.__class__ in modes.PLAIN:
+        return tensor
+    if type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__:
+        return tensor
+    return tensor.as_subclass(Tensor)
+
+
+def _check_tensors(operands: Operands) -> None:
+    """Raises for operands that the operator cannot take."""
+    names = ("input", "residual", "norm_weight", "norm_bias")
+    names += ("weight",) * len(operands.weights) + ("bias",) * len(operands.biases)
+    for name, each in zip(names, operands.all):
+        if hasattr(each, "device_mesh"):
+            raise NotImplementedError(
+                f"{name} of a norm with a linear layer is a DTensor; expected {name}.to_local()"
+            )
+        if each is not None and not isinstance(each, Tensor):
+            raise TypeError(
+                f"{name} is a {type(each).__name__}; expected a torch tensor, as input is"
+            )
+
+
+def check_call(call: LinearCall) -> None:
+    """Raises ValueError or TypeError for parameters and options that do not fit the input."""
+    operands, options = call
+    input = operands.input
+    if input.is_meta:
+        arrays.take(input, "input")  # raises
+    in_autocast = torch.is_autocast_enabled(input.device.type)
+    if _is_compiling():  # the operator's shape function checks the shapes
+        for part in () if in_autocast else (*operands.weights, *operands.biases):
+            if part.dtype != input.dtype:
+                raise TypeError(
+                    f"weight or bias is of dtype {part.dtype}, input of {input.dtype}; expected both the same"
+                )
+    elif options.fused is not None or not _fits(operands):
+        check(operands, options.fused, is_cast=in_autocast)
+    if options.fused == "fold" and options.return_normalized:
+        raise ValueError(FOLD_HAS_NO_NORMALIZED)
+
+
+def _fits(operands: Operands) -> bool:
+    """Whether the parameters fit, in a tenth of the time of call.check.
+
+    Returns False to run call.check, which raises the detailed error or accepts them.
+    """
+    input, _, norm_weight, norm_bias, weights, biases = operands
+    try:
+        in_features, dtype, device = input.shape[-1], input.dtype, input.device
+        for at, weight in enumerate(weights):
+            num_rows, num_cols = weight.shape
+            if num_cols != in_features or weight.dtype != dtype or weight.device != device:
+                return False
+            if biases:
+                bias = biases[at]
+                if bias.shape != (num_rows,) or bias.dtype != dtype or bias.device != device:
+                    return False
+        for parameter in (norm_weight, norm_bias):
+            if parameter is not None:
+                if parameter.shape != (in_features,) or parameter.device != device:
+                    return False
+        return dtype in dtypes.SUPPORTED
+    except (AttributeError, IndexError, ValueError):
+        return False
+
+
+def _normalize_and_project_transformed(
+    call: LinearCall,
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """By functions that torch's transforms and forward mode know."""
+    normalized, added = normalize_and_add(call)
+    dtype = call.options.dtype
+    weight, bias = (
+        None if not parts else (torch.cat(parts) if len(parts) > 1 else parts[0]).to(dtype)
+        for parts in (call.operands.weights, call.operands.biases)
+    )
+    y = functional.linear(normalized, weight, bias)
+    return y, normalized if call.options.return_normalized else None, added
+
+
+class Projected(torch.autograd.Function):
+    """y, normalized (None unless asked for), input + residual (None without a residual)."""
+
+    @staticmethod
+    def forward(ctx, call, sink, folded, *_tensors):
+        operands, options = call
+        weight = join(operands.weights)
+        cast = weight.to(options.dtype)
+        y, normalized, mean, rstd, added = compute.forward(
+            call,
+            cast if options.fused is None else weight,
+            join(operands.biases),
+            FOR_STATISTICS,
+            folded,
+        )
+        ctx.save_for_backward(
+            added,
+            mean,
+            rstd,
+            operands.norm_weight,
+            operands.norm_bias,
+            normalized if options.save_normalized else None,
+            None if cast is weight else cast,
+            *operands.weights,
+            *operands.biases,
+        )
+        # Without the operands, which would stay in memory.
+        ctx.options, ctx.sink, ctx.num_weights = options, sink, len(operands.weights)
+        ctx.set_materialize_grads(False)
+        return (
+            y,
+            normalized if options.return_normalized else None,
+            None if operands.residual is None else added,
+        )
+
+    @staticmethod
+    def backward(ctx, dy, dnormalized, dsum):
+        added, mean, rstd, norm_weight, norm_bias, normalized, cast, *parts = ctx.saved_tensors
+        norm = SavedNorm(added, mean, rstd, norm_weight, norm_bias)
+        weights, biases = parts[: ctx.num_weights], parts[ctx.num_weights :]
+        incoming = compute.Incoming(dy, dnormalized, dsum)
+        arrived = [each for each in incoming if each is not None]
+        if any(map(modes.is_mapped, arrived)) or modes.is_transformed():
+            norms, normalized, weight = FORMULAS, None, None
+        elif torch.is_grad_enabled():  # create_graph=True
+            norms, normalized, weight = OPERATORS, None, None
+        else:
+            norms, weight = KERNELS, join(weights) if cast is None else cast
+        if norms is not KERNELS and ctx.sink is not None:
+            raise RuntimeError(
+                "a differentiable gradient was asked for of a layer that hands its weight "
+                "gradients on (fuse_wgrad_accumulation or delay_wgrad_compute); expected "
+                "create_graph=False"
+            )
+        with dtypes.outside_autocast(norm.x):  # backward() may be called inside of it
+            if weight is None:
+                weight = torch.cat(weights) if len(weights) > 1 else weights[0]
+                weight = weight.to(ctx.options.dtype)
+            saved = compute.Saved(norm, normalized, weight, weights, biases)
+            wanted = ctx.needs_input_grad[3:]
+            made = compute.gradients(norms, ctx.options, saved, incoming, wanted, ctx.sink)
+        return None, None, None, *made
+
+
+# Projected.apply without what it does for functorch's transforms, which do not come here.
+_apply = super(torch.autograd.Function, Projected).apply

@@ -1,0 +1,173 @@
+"""The norm of a linear call, and its gradients, outside autograd.
+
+Every call of the kernels of cupynorm.norm from this folder is here. The arrays
+may be of any library.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from ..gpu import arrays
+from ..norm import route
+from ..norm.prepared import FOR_STATISTICS
+from ..norm.quantize import OfNorm, QuantizedMatrix, quantize
+from ..norm.quantized_tensor import QuantizedTensor
+from ..norm.request import (
+    Array,
+    BackwardOperands,
+    BackwardOptions,
+    BackwardRequest,
+    ForwardOperands,
+    ForwardOptions,
+    ForwardRequest,
+    Quantization,
+)
+from ..norm.results import Backward
+from .call import LinearOptions, Operands
+
+
+class SavedNorm(NamedTuple):
+    """What the gradients of a norm need. x: what was normalised, [..., in_features]."""
+
+    x: Array
+    mean: Array | None
+    rstd: Array
+    norm_weight: Array | None
+    norm_bias: Array | None
+
+    @property
+    def operands(self) -> Operands:
+        """Those of a norm of x."""
+        return Operands(self.x, None, self.norm_weight, self.norm_bias, (), ())
+
+
+def forward_request(options: LinearOptions, operands: Operands, dtype: Any) -> ForwardRequest:
+    """The norm of a call, in dtype."""
+    input = operands.input
+    return ForwardRequest(
+        ForwardOperands(input, operands.norm_weight, operands.norm_bias, operands.residual),
+        ForwardOptions(
+            options.centered,
+            tuple(input.shape[-1:]),
+            options.eps,
+            options.zero_centered_weight,
+            dtype,
+            launch=options.launch,
+        ),
+    )
+
+
+def backward_request(
+    options: LinearOptions,
+    dy: Array,
+    saved: SavedNorm,
+    dsum: Array | None,
+    *,
+    wanted: Sequence[bool],
+    recompute: bool = False,
+    overwrite_dy: bool = False,
+) -> BackwardRequest:
+    """The gradients of a norm; wanted: which of dx, dnorm_weight, dnorm_bias.
+
+    recompute: also write the normalised tensor again. overwrite_dy: dx may be written over dy.
+    """
+    x, mean, rstd, norm_weight, norm_bias = saved
+    operands = BackwardOperands(dy, x, mean, rstd, norm_weight, dsum)
+    if recompute:
+        operands = operands._replace(bias=norm_bias)
+    names = tuple(name for name, is_wanted in zip(Backward._fields, wanted) if is_wanted)
+    return BackwardRequest(
+        operands,
+        BackwardOptions(
+            options.centered,
+            tuple(x.shape[-1:]),
+            options.zero_centered_weight,
+            names,
+            dbias_dtype=_dtype_of(norm_bias),
+            recompute=recompute,
+            overwrite_dy=overwrite_dy,
+            launch=options.launch,
+        ),
+    )
+
+
+def forward(
+    options: LinearOptions, operands: Operands, dtype: Any, purpose: str = FOR_STATISTICS
+) -> tuple[Array | None, Array | None, Array | None, Array]:
+    """normalized (in dtype), mean, rstd, input + residual."""
+    return route.forward(forward_request(options, operands, dtype), purpose)[:4]
+
+
+def backward(
+    options: LinearOptions,
+    dy: Array,
+    saved: SavedNorm,
+    dsum: Array | None,
+    *,
+    wanted: Sequence[bool],
+    recomputes: bool = False,
+    spends_dy: bool = False,
+) -> tuple[Array | None, ...]:
+    """dx, dnorm_weight, dnorm_bias (None where not wanted), and the normalised tensor or None.
+
+    recomputes: also write the normalised tensor again. spends_dy: dx may be written over dy.
+    """
+    made = route.backward(
+        backward_request(
+            options,
+            dy,
+            saved,
+            dsum,
+            wanted=wanted,
+            recompute=recomputes,
+            overwrite_dy=spends_dy,
+        )
+    )
+    return *made[:3], made.y
+
+
+def _dtype_of(parameter: Array | None) -> Any:
+    if parameter is None:
+        return None
+    return parameter.dtype if arrays.is_torch(parameter) else arrays.dtype_name(parameter)
+
+
+def forward_quantized(
+    options: LinearOptions,
+    operands: Operands,
+    quantization: Quantization,
+    scale: Array | None,
+    amax: Array | None,
+) -> tuple[QuantizedTensor, Array | None, Array]:
+    """The normalised tensor in 8-bit floats, mean and rstd of an input [num_rows, in_features].
+
+    scale, amax: as of cupynorm.layer_norm.
+    """
+    asked, asked_options = forward_request(options, operands._replace(residual=None), None)
+    made, mean, rstd, *_ = route.forward(
+        ForwardRequest(
+            asked._replace(scale=scale, amax=amax),
+            asked_options._replace(quantization=quantization),
+        )
+    )
+    return made, mean, rstd
+
+
+def quantize_again(
+    options: LinearOptions, saved: SavedNorm, format: str, scale: Array
+) -> QuantizedMatrix:
+    """The transposed 8-bit copy of the normalised tensor, by a known scale, on a GPU.
+
+    saved.x is [num_rows, in_features]. format: of 8-bit floats, by name.
+    """
+    of_norm = OfNorm(
+        options.centered,
+        saved.norm_weight,
+        saved.norm_bias,
+        options.zero_centered_weight,
+        saved.mean,
+        saved.rstd,
+    )
+    return quantize(saved.x, format, scale, wants_data=False, transpose=True, of_norm=of_norm)

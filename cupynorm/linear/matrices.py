@@ -1,0 +1,54 @@
+"""torch: tensors as matrices of rows: flattened, summed over rows, and joined from parts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ..gpu import arrays
+from ..nn.dtypes import name_of, outside_autocast
+from ..norm import survey
+
+
+def as_rows(tensor: Tensor) -> Tensor:
+    """A tensor [..., num_cols] as [num_rows, num_cols], even where one of them is 0."""
+    return tensor.reshape(tensor.shape[:-1].numel(), tensor.shape[-1])
+
+
+def sum_rows(rows: Tensor, dtype: torch.dtype) -> Tensor:
+    """The sums over rows of a matrix, [num_cols], rounded once.
+
+    On a GPU a kernel makes them with little scratch memory.
+    """
+    if arrays.on_host(rows) or rows.stride(-1) != 1:
+        return rows.sum(0, dtype=dtype)
+    return survey.sum_rows(rows, name_of(dtype))
+
+
+def join(parts: Sequence[Tensor]) -> Tensor | None:
+    """Parts concatenated along rows, detached; None of no parts.
+
+    Parts that follow each other in one storage are not copied.
+    """
+    if len(parts) < 2:
+        return parts[0].detach() if parts else None
+    first, at = parts[0], parts[0].data_ptr()
+    storage = first.untyped_storage().data_ptr()
+    for part in parts:
+        follows = part.data_ptr() == at and part.untyped_storage().data_ptr() == storage
+        if not follows or part.dtype != first.dtype or not part.is_contiguous():
+            return concatenate(parts)
+        at += part.numel() * part.element_size()
+    shape = (sum(len(part) for part in parts), *first.shape[1:])
+    return first.detach().as_strided(shape, first.stride())
+
+
+def concatenate(parts: Sequence[Tensor]) -> Tensor | None:
+    """Parts concatenated along rows, detached, by torch operations alone; None of no parts."""
+    if len(parts) < 2:
+        return parts[0].detach() if parts else None
+    # torch.autocast has no cat of the 16-bit dtype that it does not use.
+    with outside_autocast(parts[0]):
+        return torch.cat([part.detach() for part in parts])

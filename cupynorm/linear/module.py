@@ -1,0 +1,379 @@
+"""torch: LayerNormLinear, TransformerEngine's module of a norm and the linear layer after it.
+
+parameters.py         its parameters
+fp8_layer.py          its calls inside cupynorm.fp8_autocast
+function.py           its other calls
+weight_gradients.py   fuse_wgrad_accumulation and delay_wgrad_compute
+"""
+
+from __future__ import annotations
+
+import numbers
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..nn import autocast
+from ..nn.dtypes import SUPPORTED, outside_autocast, product_dtype
+from ..nn.modes import is_compiling, is_inside_backward, run_untraced
+from ..norm.quantized_tensor import QuantizedTensor
+from . import fold
+from .call import FUSED, LinearCall, LinearOptions, Operands, check_eps, launch_options
+from .fp8 import RegionCall
+from .fp8_layer import Fp8Layer
+from .function import normalize_and_project
+from .weight_gradients import Step, WeightGradientSink, check_main_grad
+
+NORMALIZATIONS = ("LayerNorm", "RMSNorm")
+# Arguments of tensor parallelism and overlap, with the value that means a single GPU.
+_SINGLE = {
+    "sequence_parallel": False,
+    "tp_group": None,
+    "tp_size": 1,
+    "ub_overlap_ag": False,
+    "ub_overlap_rs": False,
+    "ub_overlap_rs_dgrad": False,
+    "ub_bulk_wgrad": False,
+    "ub_bulk_dgrad": False,
+    "symmetric_ar_type": None,
+}
+
+
+class LayerNormLinear(Fp8Layer):
+    """A norm and the linear layer after it.
+
+    It has TransformerEngine's arguments in TransformerEngine's order, its parameters and its state
+    dict.
+
+    in_features: the width of the norm.
+    out_features: rows of the linear weight, of all parts together.
+    eps: of the norm.
+    normalization: "LayerNorm" or "RMSNorm" (no bias in the norm).
+    zero_centered_gamma: multiply by 1 + layer_norm_weight, which is initialised to 0.
+    bias: whether the linear layer has one. return_bias: do not add it, return it.
+    return_layernorm_output: also return the normalised tensor.
+    return_layernorm_output_gathered: the normalised tensor of all ranks, here the same.
+    parameters_split: names, which share out_features evenly, or a dict of names and sizes. The
+        parameters are then name_weight and name_bias instead of weight and bias, views that follow
+        each other in one storage.
+    init_method: fills each weight in place; by default normal with standard deviation 0.023.
+    get_rng_state_tracker: init_method runs inside get_rng_state_tracker().fork(), or fork(name)
+        where the module's attribute rng_tracker_name is set.
+    params_dtype: of the parameters; by default torch's.
+    device: "meta" leaves memory and values to to_empty() and reset_parameters().
+    fuse_wgrad_accumulation: add the weight's gradient to weight.main_grad, which must exist. It is
+        overwritten by the first backward after a forward with is_first_microbatch=True, or if
+        weight.overwrite_main_grad is true. A weight with an attribute grad_added_to_main_grad gets
+        it set to True, and a gradient without meaning.
+    delay_wgrad_compute: backward() leaves the gradients of weights and biases to backward_dw(), one
+        call for each backward.
+    parallel_mode: None or "column". With "column" the biases get the attributes that weights have:
+        tensor_model_parallel, partition_dim and partition_stride.
+    ub_name, name: for the user.
+    sequence_parallel, tp_group, tp_size, ub_overlap_ag, ub_overlap_rs, ub_overlap_rs_dgrad,
+    ub_bulk_wgrad, ub_bulk_dgrad, symmetric_ar_type: TransformerEngine's defaults, or a tp_group of
+        one rank; any other value is refused.
+
+    By keyword only, and not TransformerEngine's: save_normalized, fused, sm_margin, as of
+    cupynorm.layer_norm_linear.
+
+    Called with input (..., in_features) of the parameters' dtype, or of any under torch.autocast,
+    it returns out (..., out_features), or a tuple of out, the bias (an empty tensor without one)
+    and the normalised tensor, those that were asked for.
+
+    is_first_microbatch: True for the first of several forwards with the same parameters, False for
+        the others. What is made of the weight, in 8-bit floats or folded, is then made once.
+        None: it is made each time. A fold without gradients is cached; use True after a change
+        of the parameters that torch cannot see (cupynorm.linear.fold.cached_fold).
+
+    Raises ValueError, TypeError or NotImplementedError for invalid arguments.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        eps: float = 1e-5,
+        sequence_parallel: bool = False,
+        fuse_wgrad_accumulation: bool = False,
+        tp_group: Any = None,
+        tp_size: int = 1,
+        get_rng_state_tracker: Callable | None = None,
+        init_method: Callable | None = None,
+        bias: bool = True,
+        normalization: str = "LayerNorm",
+        return_bias: bool = False,
+        params_dtype: torch.dtype | None = None,
+        parallel_mode: str | None = None,
+        return_layernorm_output: bool = False,
+        return_layernorm_output_gathered: bool = False,
+        parameters_split: Sequence[str] | Mapping[str, int] | None = None,
+        zero_centered_gamma: bool = False,
+        device: torch.device | str = "cuda",
+        ub_overlap_ag: bool = False,
+        ub_overlap_rs: bool = False,
+        ub_overlap_rs_dgrad: bool = False,
+        ub_bulk_wgrad: bool = False,
+        ub_bulk_dgrad: bool = False,
+        ub_name: str | None = None,
+        delay_wgrad_compute: bool = False,
+        symmetric_ar_type: str | None = None,
+        name: str | None = None,
+        *,
+        save_normalized: bool = False,
+        fused: str | None = None,
+        sm_margin: int | Mapping[str, int] = 0,
+    ) -> None:
+        given = locals()
+        _check_parallel(given)
+        _check_choices(given)
+        launch_options(sm_margin)
+        check_eps(eps, "float32", centered=normalization == "LayerNorm")
+        _check_features(in_features=in_features, out_features=out_features)
+        super().__init__()
+        self.in_features, self.out_features, self.eps = in_features, out_features, eps
+        self.normalization, self.zero_centered_gamma = normalization, zero_centered_gamma
+        self.use_bias, self.return_bias = bias, return_bias
+        self.return_layernorm_output = return_layernorm_output
+        gathered = return_layernorm_output_gathered and return_layernorm_output
+        self.return_layernorm_output_gathered = gathered
+        self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
+        self.delay_wgrad_compute = delay_wgrad_compute
+        self.parallel_mode, self.ub_name, self.name = parallel_mode, ub_name, name
+        self.save_normalized, self.fused, self.sm_margin = save_normalized, fused, sm_margin
+        self.init_method, self.get_rng_state_tracker = init_method, get_rng_state_tracker
+        self.wgrad_accumulation_and_reduce_hooks: list[Callable[[], None]] = []
+        self._step, self._begins_later = Step(False), False
+        self._delayed: deque[Callable[[], None]] = deque()
+        self._folded: fold.Folded | None = None
+        self._begin_state()
+        self._make_parameters(parameters_split, device, params_dtype)
+
+    # Calls.
+
+    def forward(
+        self,
+        inp: Tensor,
+        is_first_microbatch: bool | None = None,
+        fp8_output: bool = False,
+        fp8_grad: bool = False,
+    ) -> Tensor | QuantizedTensor | tuple[Tensor | QuantizedTensor, ...]:
+        """The call.
+
+        Inside cupynorm.fp8_autocast:
+        fp8_output: without gradients, return out as a QuantizedTensor of its rows. Its scale is of
+            its own amax, except with BlockScaling.
+        fp8_grad: round the gradient of the normalised tensor to an 8-bit float too.
+        """
+        if not isinstance(inp, Tensor):
+            raise TypeError(f"input is a {type(inp).__name__}; expected a torch tensor")
+        if inp.shape[-1:] != (self.in_features,):
+            raise ValueError(
+                f"input has shape {tuple(inp.shape)}; expected (..., {self.in_features}), in_features of this layer"
+            )
+        is_grad_enabled = torch.is_grad_enabled()
+        hands_on = self.fuse_wgrad_accumulation or self.delay_wgrad_compute
+        if self.fuse_wgrad_accumulation and is_first_microbatch and self.training:
+            self._begins_later = self._begins_later or not is_grad_enabled
+        operands = Operands(
+            inp,
+            None,
+            self.layer_norm_weight,
+            self.layer_norm_bias,
+            self._weights(),
+            [] if self.return_bias else self._biases(),
+        )
+        options = self.linear_options(product_dtype(inp))
+        region = autocast.active()
+        if region is not None:
+            hands_on = hands_on and _any_requires_grad(operands.weights, operands.biases)
+            y, normalized = self._project_in_fp8(
+                RegionCall(region, options, fp8_grad, is_first_microbatch, is_grad_enabled, False),
+                operands,
+                fp8_output,
+                partial(self._make_sink, is_first_microbatch) if hands_on else None,
+            )
+        elif fp8_output or fp8_grad:
+            name = "fp8_output" if fp8_output else "fp8_grad"
+            raise ValueError(
+                f"{name} is True outside of fp8_autocast; expected False, or the call inside of it"
+            )
+        else:
+            call = LinearCall(operands, options)
+            hands_on = hands_on and is_grad_enabled
+            if hands_on and _any_requires_grad(operands.weights, self._biases()):
+                y, normalized = run_untraced(self._project_to_sink)(call, is_first_microbatch)
+            else:
+                y, normalized = self._project(call, is_first_microbatch)
+        if not self.return_bias and not self.return_layernorm_output:
+            return y
+        bias = (self._returned_bias(inp, y.dtype),) if self.return_bias else ()
+        return y, *bias, *((normalized,) if self.return_layernorm_output else ())
+
+    def linear_options(self, dtype: torch.dtype) -> LinearOptions:
+        """The layer's options for products of a dtype."""
+        return LinearOptions(
+            self.normalization == "LayerNorm",
+            self.eps,
+            bool(self.zero_centered_gamma),
+            self.return_layernorm_output,
+            self.save_normalized and self.fused is None,
+            self.fused,
+            launch_options(self.sm_margin),
+            dtype,
+        )
+
+    def _project(
+        self,
+        call: LinearCall,
+        is_first_microbatch: bool | None,
+        sink: WeightGradientSink | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        folded = None
+        if self.fused == "fold" and is_first_microbatch is not None and not is_compiling():
+            folded = self._fold(call, is_first_microbatch)
+        y, normalized, _ = normalize_and_project(call, sink, folded)
+        return y, normalized
+
+    def _project_to_sink(
+        self, call: LinearCall, is_first_microbatch: bool | None
+    ) -> tuple[Tensor, Tensor | None]:
+        return self._project(call, is_first_microbatch, self._make_sink(is_first_microbatch))
+
+    def _fold(self, call: LinearCall, is_first_microbatch: bool) -> fold.Folded:
+        """The folded parameters: made and cached for True, from the cache for False."""
+        folded = self._folded
+        if is_first_microbatch or folded is None or folded.weight.dtype != call.options.dtype:
+            fold.forget(call.operands.weights[0])
+            self._folded = fold.fold_call(call)
+        return self._folded
+
+    # Weight gradients that do not go to autograd.
+
+    def _make_sink(self, is_first_microbatch: bool | None) -> WeightGradientSink:
+        weights, step = self._weights(), None
+        if self.fuse_wgrad_accumulation:
+            for name, weight in zip(self.weight_names, weights):
+                check_main_grad(name, weight)
+            # The first forward begins a step, unless a step that has begun was not yet written to.
+            # A forward that a checkpoint recomputes inside of backward does not begin one, unless
+            # its first run recorded nothing (use_reentrant=True).
+            begins = self._begins_later if is_inside_backward() else is_first_microbatch
+            self._begins_later = False
+            if begins and not self._step.is_stale:
+                self._step = Step(True)
+            step = self._step
+        queue = self._delayed if self.delay_wgrad_compute else None
+        biases = [] if self.return_bias else self._biases()
+        return WeightGradientSink(weights, biases, step, queue)
+
+    def backward_dw(self) -> None:
+        """Makes the gradients of weights and biases that the oldest backward left.
+
+        It adds them to .grad (or main_grad) and runs the hooks. Call it once for each backward; any
+        number may be left before a step. Does nothing without delay_wgrad_compute.
+
+        Raises RuntimeError if no backward has left anything, or if a tensor that it reads was
+        written to: the gradient of y and the normalised tensor (in 8 bits copies of its own), or,
+        where that was not made, the input and the norm's parameters.
+        """
+        if not self.need_backward_dw():
+            return
+        if not self._delayed:
+            raise RuntimeError(
+                "backward_dw() was called and no backward has left a weight gradient; expected one call for each backward"
+            )
+        with torch.no_grad(), outside_autocast(self.layer_norm_weight):
+            self._delayed.popleft()()
+        for hook in self.wgrad_accumulation_and_reduce_hooks:
+            hook()
+
+    def need_backward_dw(self) -> bool:
+        """Whether this layer leaves its weight gradients to backward_dw()."""
+        return self.delay_wgrad_compute
+
+    def register_wgrad_accumulation_and_reduce_hooks(self, hook: Callable[[], None]) -> None:
+        """hook() runs at the end of each backward_dw()."""
+        self.wgrad_accumulation_and_reduce_hooks.append(hook)
+
+    # State.
+
+    def _drop_derived(self) -> None:
+        super()._drop_derived()
+        self._folded = None
+        fold.forget(self._weights()[0])
+
+    def __getstate__(self) -> dict:
+        """Without what belongs to a step of this module alone."""
+        own = {"_delayed": deque(), "_step": Step(False), "_begins_later": False, "_folded": None}
+        return super().__getstate__() | own
+
+    def extra_repr(self) -> str:
+        defaults = {
+            "eps": 1e-5,
+            "bias": True,
+            "normalization": "LayerNorm",
+            "zero_centered_gamma": False,
+            "save_normalized": False,
+            "fused": None,
+        }
+        values = {name: getattr(self, name) for name in defaults if name != "bias"}
+        values["bias"] = self.use_bias
+        extras = [
+            f"{name}={values[name]!r}"
+            for name, default in defaults.items()
+            if values[name] != default
+        ]
+        features = f"in_features={self.in_features}, out_features={self.out_features}"
+        return ", ".join([features, *extras])
+
+
+def _any_requires_grad(weights: Sequence[Tensor], biases: Sequence[Tensor]) -> bool:
+    return any(each.requires_grad for each in (*weights, *biases))
+
+
+def _check_parallel(given: Mapping[str, Any]) -> None:
+    for name, single in _SINGLE.items():
+        size = getattr(given[name], "size", None)
+        if name == "tp_group" and callable(size) and size() == 1:
+            continue
+        if given[name] is not single and given[name] != single:
+            raise ValueError(
+                f"{name} is {given[name]!r}; expected {single!r}: this layer works on one GPU"
+            )
+    parallel_mode = given["parallel_mode"]
+    if parallel_mode == "row":
+        raise NotImplementedError(
+            "parallel_mode is 'row'; expected 'column' or None: a norm needs whole rows, which row parallelism splits"
+        )
+    if parallel_mode not in (None, "column"):
+        raise ValueError(f"parallel_mode is {parallel_mode!r}; expected 'column' or None")
+
+
+def _check_choices(given: Mapping[str, Any]) -> None:
+    normalization, fused = given["normalization"], given["fused"]
+    if normalization not in NORMALIZATIONS:
+        expected = " or ".join(map(repr, NORMALIZATIONS))
+        raise ValueError(f"normalization is {normalization!r}; expected {expected}")
+    if fused not in FUSED:
+        raise ValueError(f"fused is {fused!r}; expected None or 'fold'")
+    if fused is not None and given["return_layernorm_output"]:
+        raise ValueError(
+            "return_layernorm_output is given with fused='fold', in which no normalised tensor exists; expected one of them"
+        )
+    dtype = given["params_dtype"]
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype in SUPPORTED):
+        expected = ", ".join(sorted(map(str, SUPPORTED)))
+        raise TypeError(f"params_dtype is {dtype!r}; expected {expected}, or None")
+
+
+def _check_features(**given: object) -> None:
+    for name, features in given.items():
+        if isinstance(features, bool) or not isinstance(features, numbers.Integral):
+            raise TypeError(f"{name} is {features!r}; expected an int, 1 or more")
+        if features < 1:
+            raise ValueError(f"{name} is {features}; expected an int, 1 or more")

@@ -1,0 +1,180 @@
+"""torch: how a linear layer quantises its tensors inside cupynorm.fp8_autocast, and its scales."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..nn import fp8, quantization
+from ..nn.dtypes import name_of
+from ..nn.fp8 import Scales
+from ..nn.recipes import (
+    BLOCK_SIZE,
+    E4M3,
+    LARGEST_FLOAT32,
+    BlockScaling,
+    CurrentScaling,
+    DelayedScaling,
+    Recipe,
+)
+from ..norm.quantized_tensor import QuantizedTensor
+from ..norm.request import Quantization
+
+# Tensors that have a scale, in TransformerEngine's order.
+FORWARD = ("input", "weight", "output")
+BACKWARD = ("grad_output", "grad_input")
+
+
+class Delayed(NamedTuple):
+    """The scale of one tensor in one step of DelayedScaling: views of one element, in float32.
+
+    value: of the layer's state, which changes at the end of the step.
+    amax: where a kernel records the tensor's amax; None where the step is not recorded.
+    """
+
+    value: Tensor
+    amax: Tensor | None
+
+
+class Quantizers:
+    """How one layer quantises in a region.
+
+    states: "forward" and "backward", kept by the layer, for DelayedScaling.
+    is_recorded: whether this step's amaxes are recorded.
+    """
+
+    def __init__(self, recipe: Recipe, states: dict[str, Scales], is_recorded: bool) -> None:
+        self.recipe, self.states, self.is_recorded = recipe, states, is_recorded
+
+    def dtype(self, name: str) -> torch.dtype:
+        return self.recipe.fp8_format.value[name in BACKWARD]
+
+    def delayed(self, name: str) -> Delayed | None:
+        """The scale of a tensor; None with another recipe."""
+        if not isinstance(self.recipe, DelayedScaling):
+            return None
+        names = BACKWARD if name in BACKWARD else FORWARD
+        state = self.states["backward" if name in BACKWARD else "forward"]
+        at = names.index(name)
+        return Delayed(state.scale[at : at + 1], state.amax(at) if self.is_recorded else None)
+
+    def scale_to_keep(self, name: str, made: QuantizedTensor) -> Tensor | None:
+        """A copy of the scale of `made`, to quantise it again in backward, after the step's end.
+
+        None for blocks. A current scale is the inverse of its inverse, which may differ in the last
+        bit.
+        """
+        if isinstance(self.recipe, BlockScaling):
+            return None
+        delayed = self.delayed(name)
+        if delayed is not None:
+            return delayed.value.clone()
+        return (1.0 / made.scale_inv).clamp(max=LARGEST_FLOAT32)
+
+    @property
+    def rule(self) -> quantization.Rule | None:
+        """Of CurrentScaling; None with another recipe."""
+        recipe = self.recipe
+        if not isinstance(recipe, CurrentScaling):
+            return None
+        return quantization.Rule(recipe.amax_epsilon, recipe.power_of_two)
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether bfloat16 holds the values of blocks: whether their scales are powers of two."""
+        return not isinstance(self.recipe, BlockScaling) or self.recipe.power_of_two
+
+    @property
+    def block_rows(self) -> int | None:
+        """The rows of a block of a weight; None where one scale is for all."""
+        return BLOCK_SIZE if isinstance(self.recipe, BlockScaling) else None
+
+    def of_normalized(
+        self, *, transpose: bool
+    ) -> tuple[Quantization, Tensor | None, Tensor | None]:
+        """How the norm's kernel quantises the normalised tensor, and its scale and amax if they are
+        given; not for BlockScaling."""
+        made = Quantization(name_of(self.dtype("input")), transpose=transpose)
+        delayed, recipe = self.delayed("input"), self.recipe
+        if delayed is not None:
+            return made, delayed.value, delayed.amax
+        made = made._replace(
+            scaling="tensor",
+            power_of_two=recipe.power_of_two,
+            smallest_amax=recipe.amax_epsilon,
+        )
+        return made, None, None
+
+    def quantize(self, name: str, x: Tensor, *, transpose: bool = False) -> QuantizedTensor:
+        """A matrix in 8-bit floats. Its amax is recorded where the step is."""
+        recipe, dtype = self.recipe, self.dtype(name)
+        if isinstance(recipe, BlockScaling):
+            return quantization.quantize_blocks(
+                x,
+                dtype,
+                block_rows=BLOCK_SIZE if name == "weight" else 1,
+                power_of_two=recipe.power_of_two,
+                transpose=transpose,
+            )
+        if isinstance(recipe, CurrentScaling):
+            return quantization.quantize_current(x, dtype, self.rule, transpose=transpose)
+        # The output is quantised only where nothing is recorded, so no step has left its amax.
+        if name == "output":
+            return quantization.quantize_current(x, dtype, transpose=transpose)
+        scale, amax = self.delayed(name)
+        return quantization.quantize(x, scale, dtype, amax=amax, transpose=transpose)
+
+    def quantize_gradient(
+        self, dy: Tensor, sum_dtype: torch.dtype | None
+    ) -> tuple[QuantizedTensor, Tensor | None]:
+        """dy with its transposed copy, and its sums over rows or None.
+
+        The sums are made where sum_dtype is given and one kernel makes both.
+        """
+        if isinstance(self.recipe, BlockScaling) or sum_dtype is None:
+            return self.quantize("grad_output", dy, transpose=True), None
+        scale, amax = self.delayed("grad_output") or (None, None)
+        dtype = self.dtype("grad_output")
+        return quantization.quantize_and_sum(
+            dy, dtype, sum_dtype, scale=scale, amax=amax, rule=self.rule
+        )
+
+
+def states_of(
+    kept: dict[str, Scales], recipe: Recipe, device: torch.device, *, records: bool
+) -> dict[str, Scales]:
+    """A layer's states for a recipe, on a device; made where there are none.
+
+    records: whether the step is recorded. Then they get the recipe's length.
+    """
+    if not isinstance(recipe, DelayedScaling):
+        return kept
+    names = {"forward": FORWARD, "backward": BACKWARD}
+    for (name, tensors), dtype in zip(names.items(), recipe.fp8_format.value):
+        dtypes = (dtype,) * len(tensors)
+        kept[name] = fp8.scales_for(kept.get(name), dtypes, recipe, device, records=records)
+    return kept
+
+
+def states_from(
+    loaded: dict[str, tuple[Tensor, Tensor]], kept: dict[str, Scales]
+) -> dict[str, Scales]:
+    """The states that fp8.unpack returned, in the tensors that a layer has kept.
+
+    Raises ValueError if they are not those of a linear layer.
+    """
+    for name, (scale, _) in loaded.items():
+        tensors = {"forward": FORWARD, "backward": BACKWARD}.get(name)
+        if tensors is None or len(scale) != len(tensors):
+            raise ValueError(
+                f"the fp8 state has {name} of {len(scale)} tensors; expected forward of "
+                f"{len(FORWARD)} and backward of {len(BACKWARD)}"
+            )
+    states = {}
+    for name, (scale, amax_history) in loaded.items():
+        dtypes = (E4M3,) * len(scale)
+        states[name] = kept.get(name) or Scales(dtypes, len(amax_history), scale.device)
+        states[name].load(scale, amax_history)
+    return states

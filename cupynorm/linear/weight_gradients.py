@@ -1,0 +1,205 @@
+"""torch: weight gradients that do not go to autograd.
+
+With fuse_wgrad_accumulation they are added to weight.main_grad. With delay_wgrad_compute they wait
+in a queue for backward_dw(). A WeightGradientSink takes them from a backward.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..nn.products import HAS_WIDE_PRODUCTS, wide_product
+from .matrices import sum_rows
+
+
+class Step:
+    """The forwards whose gradients one main_grad sums.
+
+    is_stale: whether main_grad still holds the sum of an earlier step, and is to be overwritten.
+    """
+
+    def __init__(self, is_stale: bool) -> None:
+        self.is_stale = is_stale
+
+
+class WeightProduct(NamedTuple):
+    """What the gradients of weights and biases are made of.
+
+    rows: dy, [num_rows, out_features].
+    make_normalized: makes the normalised tensor, [num_rows, in_features]; or None.
+    make_dweight: makes the product of both in a dtype, where that is more than a product; or None.
+    reads: the tensors that make_normalized reads, by name.
+    """
+
+    rows: Tensor
+    make_normalized: Callable[[], Tensor] | None = None
+    make_dweight: Callable[[torch.dtype], Tensor] | None = None
+    reads: Mapping[str, Tensor | None] = {}
+
+
+class WeightGradientSink:
+    """Takes the gradients of one forward's weights and biases.
+
+    step: of main_grad; None where gradients go to .grad.
+    queue: of delayed work; None where nothing is delayed.
+    """
+
+    def __init__(
+        self,
+        weights: Sequence[Tensor],
+        biases: Sequence[Tensor],
+        step: Step | None,
+        queue: deque | None,
+    ) -> None:
+        self.weights, self.biases, self.step, self.queue = weights, biases, step, queue
+
+    @property
+    def delays(self) -> bool:
+        """Whether the work waits in a queue."""
+        return self.queue is not None
+
+    def take(
+        self, product: WeightProduct, wanted: Sequence[bool]
+    ) -> tuple[list[Tensor | None], list[Tensor | None]]:
+        """What autograd gets for weights and biases. wanted: of weights, then of biases."""
+        num_weights = len(self.weights)
+        weights = _masked(self.weights, wanted)
+        biases = _masked(self.biases, wanted[num_weights:])
+        if self.delays:
+            reads = dict(product.reads)
+            if product.make_dweight is None or any(bias is not None for bias in biases):
+                reads["the gradient of y"] = product.rows
+            versions = [
+                (name, each, each._version) for name, each in reads.items() if each is not None
+            ]
+            self.queue.append(partial(self._run_delayed, product, weights, biases, versions))
+            return [None] * len(weights), [None] * len(biases)
+        bias_gradients = self._bias_gradients(product.rows, biases)
+        self._add_weights(product, weights)
+        return [_placeholder(weight) for weight in weights], bias_gradients
+
+    def take_nothing(self) -> None:
+        """For a backward that no gradient of y has reached."""
+        if self.delays:
+            self.queue.append(_do_nothing)
+
+    def _bias_gradients(self, rows: Tensor, biases: Sequence[Tensor | None]) -> list[Tensor | None]:
+        if all(bias is None for bias in biases):
+            return list(biases)
+        sizes = [len(bias) for bias in self.biases]
+        parts = sum_rows(rows, self.biases[0].dtype).split(sizes)
+        return [None if bias is None else part for bias, part in zip(biases, parts)]
+
+    def _run_delayed(
+        self,
+        product: WeightProduct,
+        weights: Sequence[Tensor | None],
+        biases: Sequence[Tensor | None],
+        versions: Sequence[tuple[str, Tensor, int]],
+    ) -> None:
+        for name, each, version in versions:
+            if each._version != version:
+                raise RuntimeError(
+                    f"{name} was written to between a backward and its backward_dw(), which reads "
+                    "it; expected it as it was (another gradient may be added up in the memory of "
+                    "that of y: y.register_hook(torch.clone) parts them)"
+                )
+        for bias, gradient in zip(biases, self._bias_gradients(product.rows, biases)):
+            if bias is not None:
+                _accumulate(bias, gradient)
+        self._add_weights(product, weights)
+
+    def _add_weights(self, product: WeightProduct, weights: Sequence[Tensor | None]) -> None:
+        if all(weight is None for weight in weights):
+            return
+        sizes = [len(weight) for weight in self.weights]
+        rows, make_normalized, make_dweight, _ = product
+        normalized = make_normalized() if make_dweight is None else None
+        if self.step is None:
+            if make_dweight is None:
+                dweight = rows.t() @ normalized
+            else:
+                dweight = make_dweight(self.weights[0].dtype)
+            for weight, part in zip(weights, dweight.split(sizes)):
+                if weight is not None:
+                    _accumulate(weight, part.to(weight.dtype))
+            return
+        overwrites, self.step.is_stale = self.step.is_stale, False
+        if make_dweight is None:
+            parts = rows.split(sizes, 1)
+        else:
+            parts = make_dweight(torch.float32).t().split(sizes, 1)
+        for weight, part in zip(weights, parts):
+            if weight is not None:
+                over = overwrites or getattr(weight, "overwrite_main_grad", False)
+                _add_product(_main_grad(weight), part.t(), normalized, accumulate=not over)
+                if hasattr(weight, "grad_added_to_main_grad"):
+                    weight.grad_added_to_main_grad = True
+
+
+def check_main_grad(name: str, weight: Tensor) -> None:
+    """Raises RuntimeError or ValueError where a weight has no main_grad of its shape."""
+    main_grad = getattr(weight, "main_grad", None)
+    if main_grad is None and weight.requires_grad and not hasattr(weight, "__fsdp_param__"):
+        raise RuntimeError(
+            f"{name} has no main_grad, to which fuse_wgrad_accumulation=True adds its gradient; "
+            f"expected a tensor of shape {tuple(weight.shape)}, made before the forward"
+        )
+    if main_grad is not None and main_grad.shape != weight.shape:
+        raise ValueError(
+            f"{name}.main_grad has shape {tuple(main_grad.shape)}; expected {tuple(weight.shape)}"
+        )
+
+
+def _masked(tensors: Sequence[Tensor], wanted: Sequence[bool]) -> list[Tensor | None]:
+    return [tensor if is_wanted else None for tensor, is_wanted in zip(tensors, wanted)]
+
+
+def _do_nothing() -> None:
+    pass
+
+
+def _accumulate(parameter: Tensor, gradient: Tensor) -> None:
+    if parameter.grad is None:
+        parameter.grad = gradient
+    else:
+        parameter.grad.add_(gradient)
+
+
+def _main_grad(weight: Tensor) -> Tensor:
+    """Megatron's FSDP makes it on request."""
+    return weight.get_main_grad() if hasattr(weight, "__fsdp_param__") else weight.main_grad
+
+
+def _placeholder(weight: Tensor | None) -> Tensor | None:
+    """What autograd gets for a gradient that is in main_grad already.
+
+    Whoever marked the weight with grad_added_to_main_grad has hooks that need a tensor.
+    """
+    if weight is None or not hasattr(weight, "grad_added_to_main_grad"):
+        return None
+    zeros = getattr(weight, "zero_out_wgrad", False)
+    return torch.zeros_like(weight) if zeros else torch.empty_like(weight)
+
+
+def _add_product(to: Tensor, a: Tensor, b: Tensor | None, *, accumulate: bool) -> None:
+    """to += a b, or to = a b, in to's dtype. b None: a is the product.
+
+    The product is not rounded before the addition where torch can avoid it.
+    """
+    if b is None:
+        to.add_(a) if accumulate else to.copy_(a)
+    elif to.dtype == a.dtype:
+        torch.addmm(to, a, b, beta=int(accumulate), out=to)
+    elif to.is_cuda and to.dtype == torch.float32 and HAS_WIDE_PRODUCTS:
+        torch.addmm(to, a, b, out_dtype=to.dtype, beta=int(accumulate), out=to)
+    elif accumulate:
+        to.add_(wide_product(a, b))
+    else:
+        to.copy_(wide_product(a, b))

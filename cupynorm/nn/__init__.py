@@ -1,0 +1,1 @@
+"""torch: operators, autograd, modules, swapping the norms of a model, DTensor, fp8 recipes."""

@@ -1,0 +1,129 @@
+"""torch: cupynorm.fp8_autocast, and the region of code that runs inside of it."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from .fp8 import Scales
+from .recipes import DelayedScaling, Recipe
+
+
+class UsedScales(NamedTuple):
+    """Scales that a region has used, and how they are updated."""
+
+    scales: Scales
+    recipe: DelayedScaling
+    group: Any
+
+
+@dataclass
+class Region:
+    """The inside of a fp8_autocast.
+
+    recipe: None where the region is disabled.
+    group: the torch.distributed group of DelayedScaling's amaxes.
+    used: the scales of each module, updated when the outermost region ends.
+    text: the recipe as text, which torch.compile can trace; empty where there is none.
+    """
+
+    recipe: Recipe | None
+    group: Any
+    used: dict[int, UsedScales]
+    text: str
+
+
+# Of the whole process: a backward in a thread of its own sees them too.
+_regions: list[Region] = []
+_recipes: dict[str, Recipe] = {}  # by their texts; a program has few
+
+
+def active() -> Region | None:
+    """The innermost region. None where there is none, or where it is disabled."""
+    return _regions[-1] if _regions and _regions[-1].recipe is not None else None
+
+
+def recipe_of(text: str) -> Recipe:
+    """The recipe of a Region's text."""
+    return _recipes[text]
+
+
+def _text_of(recipe: Recipe | None) -> str:
+    """The whole recipe as text, or "" where it has none.
+
+    torch keeps compiled code for other processes, in which a number could mean another recipe.
+    A recipe with callables has no text, because a program may make ever new ones: torch.compile
+    does not trace its calls.
+    """
+    if recipe is None:
+        return ""
+    if isinstance(recipe, DelayedScaling):
+        if callable(recipe.amax_compute_algo) or recipe.scaling_factor_compute_algo:
+            return ""
+    return _register(recipe)
+
+
+@functools.cache
+def _register(recipe: Recipe) -> str:
+    text = repr(recipe)
+    _recipes[text] = recipe
+    return text
+
+
+@contextlib.contextmanager
+def fp8_autocast(
+    enabled: bool = True, recipe: Recipe | None = None, group: Any = None
+) -> Iterator[None]:
+    """A context manager or decorator inside which LayerNormLinear multiplies in 8-bit floats.
+
+    LayerNorm and RMSNorm write 8-bit floats inside of it where they are called with
+    fp8_output=True.
+
+    enabled: False switches an outer region off.
+    recipe: DelayedScaling (the default), CurrentScaling or BlockScaling.
+    group: the torch.distributed group over which DelayedScaling takes the largest amax.
+
+    When the outermost region ends and gradients are recorded, the delayed scales of the layers that
+    ran in it are updated for the next step. Scales of gradients are updated after each backward of
+    a layer. A forward that is not recorded changes no state, nor does a region that an exception
+    leaves.
+
+    A checkpointed layer must enter the region inside of the checkpointed function. CurrentScaling
+    and BlockScaling then recompute the same numbers. torch.compile compiles what is called inside;
+    a function that enters a region has a graph break. Regions belong to the process: those of
+    several threads are nested in the order in which they began.
+
+    Raises TypeError for a recipe of another kind, or an enabled that is not a bool.
+    """
+    if torch.compiler.is_dynamo_compiling():
+        torch._dynamo.graph_break()  # the region must be active while a graph runs
+    if not isinstance(enabled, bool):
+        raise TypeError(
+            f"enabled is a {type(enabled).__name__}; expected True or False, and a recipe as recipe="
+        )
+    if recipe is not None and not isinstance(recipe, Recipe):
+        raise TypeError(
+            f"recipe is a {type(recipe).__name__}; expected DelayedScaling, CurrentScaling or BlockScaling"
+        )
+    used = _regions[0].used if _regions else {}
+    recipe = (recipe or DelayedScaling()) if enabled else None
+    region = Region(recipe, group, used, _text_of(recipe))
+    _regions.append(region)
+    is_complete = False
+    try:
+        yield
+        is_complete = True
+    finally:
+        # Another thread's region may have begun after this one.
+        _regions[:] = [each for each in _regions if each is not region]
+        if not _regions and torch.is_grad_enabled():
+            for each in used.values():
+                if is_complete:
+                    each.scales.update(each.recipe, each.group)
+                else:
+                    each.scales.forget()

@@ -1,0 +1,334 @@
+"""torch: layer_norm and rms_norm of tensors, on CUDA by the kernels, on the CPU by the reference.
+
+- eager: called directly, and recorded by `_Norm` where a gradient is wanted.
+- traced, by torch.compile, torch.export, a dispatch mode or a tensor subclass: by operators.py.
+- transformed, by torch.func, vmap or forward mode: by torch operations (formulas.py), around the
+  kernels where that is possible.
+
+The kernels compute the gradients; the formulas differentiate them in turn.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from types import NoneType
+
+import torch
+from torch.autograd import forward_ad
+
+from ..gpu.arrays import TorchLibrary
+from ..norm import route
+from ..norm.checks import check_forward
+from ..norm.kept import keep
+from ..norm.prepared import FOR_GRADIENTS, FOR_Y, prepare_backward, prepare_forward
+from ..norm.request import (
+    BackwardOperands,
+    BackwardRequest,
+    ForwardOperands,
+    ForwardOptions,
+    ForwardRequest,
+    is_plain,
+)
+from ..norm.results import Backward
+from . import dtensor, formulas, operators
+
+# Classes of what the kernels read in place. Not torch's wrappers (DTensor, FakeTensor), which have
+# no address.
+_PLAIN = frozenset({torch.Tensor, torch.nn.Parameter, NoneType})
+_is_grad_enabled = torch.is_grad_enabled
+_is_cuda_autocast = torch.is_autocast_enabled  # with "cuda" as its argument it takes twice the time
+_is_compiling = torch.compiler.is_dynamo_compiling
+_num_dispatch_modes = torch._C._len_torch_dispatch_stack
+_is_transformed = torch._C._are_functorch_transforms_active
+# Whether the compiler can evaluate that. torch 2.4's cannot, and takes a transform inside what it
+# compiles for none.
+_compiler_sees_transforms = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 11)
+_is_mapped = torch._C._functorch.is_legacy_batchedtensor  # by is_grads_batched=True
+
+_NO_OUT = "out was given to a call that torch traces or transforms; expected out=None"
+_FUSED = "residual_dtype, row_scale, dropout_p, weight1, bias1, round_x_hat or memory_efficient"
+
+
+def normalize(
+    request: ForwardRequest,
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+    """(y, y1, input + residual), differentiable in input, weight, bias, residual, weight1, bias1.
+
+    Under torch.autocast the dtype of y is what torch.nn.functional gives, unless out_dtype or out
+    is given:
+
+        autocast of   input               y         the sum
+        "cuda"        float16, bfloat16   float32   input's dtype: torch does not autocast an add
+        "cuda"        float32, float64    input's   input's
+        "cpu"         any                 input's   input's
+
+    since layer_norm and rms_norm are in the float32 list of CUDA's autocast (rms_norm in recent
+    versions; here in all of them) and in none of the CPU's. No tensor is cast for that: the
+    arithmetic is float32 anyway, only the last rounding is left out, and every gradient has the
+    dtype of its tensor.
+    """
+    operands, options = request
+    if options.out_dtype is None and operands.out is None and _is_cuda_autocast():
+        if operands.input.is_cuda:
+            options = options._replace(out_dtype=formulas.arithmetic(operands.input))
+            request = ForwardRequest(operands, options)
+    compiling = _is_compiling()
+    if _compiler_sees_transforms or not compiling:
+        if _is_transformed() or forward_ad._current_level >= 0:
+            return _transformed(request)
+    if compiling and options.quantization is not None:
+        # A QuantizedTensor is not a tensor: the compiler calls what makes it as it is.
+        return torch.compiler.disable(normalize)(request)
+    input, weight, bias, residual, _, row_scale, _, weight1, bias1, _, _ = operands
+    tensors = (input, weight, bias, residual, weight1, bias1)
+    if (
+        compiling
+        or _num_dispatch_modes()
+        or not (
+            input.__class__ in _PLAIN
+            and weight.__class__ in _PLAIN
+            and bias.__class__ in _PLAIN
+            and residual.__class__ in _PLAIN
+            and weight1.__class__ in _PLAIN
+            and bias1.__class__ in _PLAIN
+            and row_scale.__class__ in _PLAIN
+        )
+        and _is_wrapped(*tensors, row_scale)
+    ):
+        return _traced(request)
+    recorded = _is_grad_enabled() and _wants_gradient(*tensors)
+    prepared, operands = prepare_forward(request, FOR_GRADIENTS if recorded else FOR_Y)
+    if not recorded:
+        y, _, _, added, y1, _ = prepared.run(operands)
+        return y, y1, added
+    input, weight, bias, residual = operands[:4]
+    call = _Recorded(prepared, operands)
+    y, y1, added = _apply(input, weight, bias, residual, operands.weight1, operands.bias1, call)
+    if call.quantized is not None:
+        call.quantized.attach(partial(_PassingGradients.apply, y))
+        y = call.quantized
+    return y, y1, input if added is None else added
+
+
+def _is_wrapped(*tensors: object) -> bool:
+    """Whether one is of a subclass. Arrays of other libraries are none: the checks refuse them."""
+    for tensor in tensors:
+        if isinstance(tensor, torch.Tensor) and tensor.__class__ not in _PLAIN:
+            return True
+    return False
+
+
+def _wants_gradient(*tensors: object) -> bool:
+    """None and arrays of other libraries count as constants."""
+    for tensor in tensors:
+        if tensor is not None and getattr(tensor, "requires_grad", False):
+            return True
+    return False
+
+
+def _traced(request: ForwardRequest) -> tuple:
+    """By the operator, which torch sees as one node."""
+    operands, options = request
+    compiling = _is_compiling()
+    plain = is_plain(request)
+    if options.quantization is not None:
+        raise NotImplementedError(
+            f"out_dtype is {options.quantization.dtype} in a call that torch traces or of tensors "
+            "of a class of their own; expected plain tensors"
+        )
+    if operands.out is not None:
+        raise ValueError(_NO_OUT)
+    tensors = (operands.input, operands.weight, operands.bias, operands.residual)
+    if _is_wrapped(*tensors, operands.weight1, operands.bias1, operands.row_scale):
+        if plain:
+            weight, bias = dtensor.of_one_kind(
+                operands.input, operands.weight, operands.bias, operands.residual
+            )
+            operands = operands._replace(weight=weight, bias=bias)
+            request = ForwardRequest(operands, options)
+        else:
+            dtensor.refuse(_FUSED, **operands._asdict())
+    if not compiling:  # there, what computes the operator's shapes checks the same
+        check_forward(request)
+    if not plain:
+        return operators.fused_norm_forward(request)
+    y, _, _, added = operators.norm_forward(request)
+    return y, None, operands.input if operands.residual is None else added
+
+
+def _transformed(request: ForwardRequest) -> tuple:
+    """x_hat by the kernels, the affine part and all derivatives by torch. In forward mode and
+    compiled, all of it by torch.
+
+    torch.func.vmap is one launch over more rows, whatever it maps over. All is computed in float32
+    (float64 for float64) as in the kernels, but in another order: y may differ by float32's
+    rounding before it is rounded to its own dtype. torch follows no autograd function through two
+    nested tangents or the compiler, and gives wrong second derivatives or none; there x_hat is
+    computed by torch too.
+    """
+    if not is_plain(request):
+        quantization = request.options.quantization
+        asked = _FUSED if quantization is None else f"out_dtype {quantization.dtype}"
+        raise NotImplementedError(
+            f"{asked} was given to a call that torch.func or forward mode transforms; expected none of them"
+        )
+    if request.operands.out is not None:
+        raise ValueError(_NO_OUT)
+    operands, options = check_forward(request)
+    input, residual = operands.input, operands.residual
+    dtype, num_dims, eps = formulas.arithmetic(input), len(options.extents), options.eps
+    added = input if residual is None else input + residual
+    if _is_compiling() or forward_ad._current_level >= 0:
+        x_hat = formulas.x_hat(added, num_dims, options.centered, eps)
+    else:
+        alone = ForwardOptions(
+            options.centered, options.extents, eps, out_dtype=dtype, launch=options.launch
+        )
+
+        def compute(x):
+            made = operators.norm_forward(ForwardRequest(ForwardOperands(x), alone))
+            return made[0], made[2]
+
+        x_hat, _ = formulas.Normalized.apply(added, num_dims, options.centered, compute)
+    y = x_hat * formulas.scale(operands.weight, options.zero_centered_weight, dtype)
+    if operands.bias is not None:
+        y = y + operands.bias.to(dtype)
+    return y.to(TorchLibrary.dtype(options.out_dtype)), None, added
+
+
+# Eager.
+
+
+class _Recorded:
+    """A forward whose gradients are recorded: its prepared call, and an 8-bit y that came out."""
+
+    __slots__ = ("operands", "prepared", "quantized")
+
+    def __init__(self, prepared, operands: ForwardOperands) -> None:
+        self.prepared, self.operands, self.quantized = prepared, operands, None
+
+
+class _Norm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, input, weight, bias, residual, weight1, bias1, call):
+        prepared, operands = call.prepared, call.operands
+        y, mean, rstd, added, y1, seed = prepared.run(operands)
+        ctx.prepared = prepared
+        ctx.set_materialize_grads(False)
+        # Backward needs no row but the normalised one: the input, or the sum that is returned.
+        if prepared.is_plain:
+            ctx.save_for_backward(added, mean, rstd, weight)
+            return y, None, None if residual is None else added
+        options = prepared.options
+        kept = (y, None) if options.memory_efficient else (added, mean)
+        of_bias = bias if options.memory_efficient else None
+        is_tensor = isinstance(seed, torch.Tensor)
+        ctx.seed = None if is_tensor else seed
+        of_seed = seed if is_tensor else None
+        ctx.save_for_backward(*kept, rstd, weight, weight1, operands.row_scale, of_seed, of_bias)
+        if options.quantization is not None:
+            # 8-bit floats take no gradient: a tensor of y's shape without its memory takes it.
+            call.quantized = y
+            y = added.new_empty(1).expand(added.shape)
+        return y, y1, added if prepared.makes_sum else None
+
+    @staticmethod
+    def backward(ctx, dy, dy1=None, dsum=None):
+        gradients = _plain_gradients if ctx.prepared.is_plain else _fused_gradients
+        return *gradients(ctx, dy, dy1, dsum), None
+
+
+# _Norm.apply without its work for functorch's transforms (vmap, grad, jvp): a third of its time.
+_apply = super(torch.autograd.Function, _Norm).apply
+
+_layout_key = TorchLibrary.layout_key
+
+
+def _plain_gradients(ctx, dy, _, dsum) -> tuple:
+    """Of input, weight, bias, residual, weight1 and bias1."""
+    wants_input, wants_weight, wants_bias, wants_residual = ctx.needs_input_grad[:4]
+    if dy is None:
+        dx, dweight, dbias = dsum, None, None
+    elif _is_transformed() or _is_mapped(dy) or forward_ad._current_level >= 0:
+        # dy has no address, because torch maps over it, or has a tangent.
+        options = ctx.prepared.backward
+        x, mean, rstd, weight = ctx.saved_tensors
+        saved = formulas.Saved(x, mean, rstd, weight, options.extents, options.zero_centered_weight)
+        dx, dweight, dbias = formulas.gradients(dy, dsum, saved)
+        dweight = dweight if wants_weight else None
+        dbias = dbias if wants_bias else None
+    else:
+        dx, dweight, dbias = _gradients(ctx, BackwardOperands(dy, *ctx.saved_tensors, dsum))
+    dresidual = dx if wants_residual else None
+    return dx if wants_input else None, dweight, dbias, dresidual, None, None
+
+
+def _gradients(ctx, operands: BackwardOperands) -> tuple:
+    """dx, dweight, dbias: those that ctx asks for."""
+    forward = ctx.prepared
+    if torch.is_grad_enabled():  # create_graph=True: the operator knows the gradients' derivatives
+        request = BackwardRequest(operands, _with_wanted(ctx))
+        return operators.norm_backward(request)[:3]
+    dy, x, mean, rstd, weight, dsum, *_ = operands
+    # What was saved may have another layout now: torch lets hooks pack and unpack it.
+    try:
+        key = (
+            _layout_key(dy),
+            _layout_key(dsum),
+            _layout_key(x),
+            _layout_key(weight),
+            mean is None or mean.is_contiguous(),
+            rstd.is_contiguous(),
+            ctx.needs_input_grad,
+        )
+        prepared = forward.backwards.get(key)
+    except RuntimeError:  # a sparse dy: the checks refuse it
+        key = prepared = None
+    if prepared is None:
+        prepared, _ = prepare_backward(BackwardRequest(operands, _with_wanted(ctx)))
+        keep(forward.backwards, key, prepared)
+    return prepared.run(operands)[:3]
+
+
+def _with_wanted(ctx):
+    wants_input, wants_weight, wants_bias, wants_residual = ctx.needs_input_grad[:4]
+    wanted = (wants_input or wants_residual, wants_weight, wants_bias)
+    names = tuple(name for name, is_wanted in zip(Backward._fields, wanted) if is_wanted)
+    return ctx.prepared.backward._replace(gradients=names)
+
+
+def _fused_gradients(ctx, dy, dy1, dsum) -> tuple:
+    """Of input, weight, bias, residual, weight1 and bias1."""
+    given = next((each for each in (dy, dy1, dsum) if each is not None), None)
+    if given is None:
+        return (None,) * 6
+    if _is_transformed() or _is_mapped(given) or forward_ad._current_level >= 0:
+        raise NotImplementedError(
+            f"the gradient of a call with {_FUSED} was asked for in a batch or in forward mode; expected one gradient at a time"
+        )
+    forward = ctx.prepared
+    saved = ctx.saved_tensors
+    if saved[6] is None:
+        saved = (*saved[:6], ctx.seed, saved[7])
+    wants = ctx.needs_input_grad
+    asked = operators.fused_gradients(
+        forward.backward, saved, (dy, dy1, dsum), forward.bias1_dtype, wants
+    )
+    if torch.is_grad_enabled():  # create_graph=True
+        made = operators.fused_norm_backward(*asked)
+    else:
+        made = route.backward_of_two(*asked)
+    return tuple(getattr(made, name) for name in operators.GRADIENTS)
+
+
+class _PassingGradients(torch.autograd.Function):
+    """values, whose gradient is that of the tensor that stands for an 8-bit y."""
+
+    @staticmethod
+    def forward(ctx, carrier, values):
+        ctx.dtype = carrier.dtype
+        return values.view_as(values)
+
+    @staticmethod
+    def backward(ctx, dy):
+        return dy.to(ctx.dtype), None

@@ -1,0 +1,215 @@
+"""torch: the state of delayed scaling: scales, the amaxes of earlier steps, and saving them."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..gpu import arrays
+from ..norm.quantize import update_scales
+from .recipes import LARGEST, LARGEST_FLOAT32, DelayedScaling
+
+
+class Scales:
+    """Delayed scaling's state for some tensors, in float32.
+
+    scale, largest: [num_tensors]. amax_history: [length, num_tensors]; row 0 is this step's, the
+    other rows are those of earlier steps from the oldest to the latest.
+    """
+
+    def __init__(self, dtypes: tuple[torch.dtype, ...], length: int, device: torch.device) -> None:
+        # Tensors made in inference mode could not be written to outside of it.
+        with torch.inference_mode(False):
+            self.scale = torch.ones(len(dtypes), device=device)
+            self.amax_history = torch.zeros(length, len(dtypes), device=device)
+            self.largest = torch.tensor([LARGEST[dtype] for dtype in dtypes], device=device)
+        self.dtypes = dtypes
+
+    def amax(self, at: int) -> Tensor:
+        """A view of this step's amax of tensor `at`, one element.
+
+        A kernel raises it, so that it is the largest where the tensor is quantised repeatedly.
+        """
+        return self.amax_history[0, at : at + 1]
+
+    def update(self, recipe: DelayedScaling, group: Any = None) -> None:
+        """Ends a step: computes new scales and shifts the history by one step."""
+        history = self.amax_history
+        distributed = torch.distributed
+        if recipe.reduce_amax and distributed.is_available() and distributed.is_initialized():
+            if distributed.get_world_size(group) > 1:
+                distributed.all_reduce(history[0], distributed.ReduceOp.MAX, group)
+        has_callable = callable(recipe.amax_compute_algo)
+        has_callable = has_callable or recipe.scaling_factor_compute_algo is not None
+        if not has_callable and not arrays.on_host(history) and history.is_contiguous():
+            update_scales(
+                self.scale,
+                history,
+                self.largest,
+                2.0**-recipe.margin,
+                most_recent=recipe.amax_compute_algo == "most_recent",
+            )
+            return
+        scale, history = updated(history, self.scale, self.largest, recipe)
+        self.scale.copy_(scale)
+        self.amax_history.copy_(history)
+
+    def forget(self) -> None:
+        """Drops the amaxes of a step that did not end."""
+        self.amax_history[0].zero_()
+
+    def resize(self, length: int) -> None:
+        """Changes the number of steps in the history, and keeps the latest of them."""
+        history = self.amax_history
+        with torch.inference_mode(False):
+            if length < len(history):
+                latest = history[len(history) - length + 1 :]
+                self.amax_history = torch.cat([history[:1], latest])
+            elif length > len(history):
+                older = history.new_zeros(length - len(history), history.shape[1])
+                self.amax_history = torch.cat([history[:1], older, history[1:]])
+
+    def to(self, device: torch.device) -> Scales:
+        if self.scale.device != device:
+            with torch.inference_mode(False):
+                for name in ("scale", "amax_history", "largest"):
+                    setattr(self, name, getattr(self, name).to(device))
+        return self
+
+    def load(self, scale: Tensor, amax_history: Tensor) -> None:
+        """Takes what `unpack` returned.
+
+        It is copied in place where the length is the same: a CUDA graph may hold the addresses.
+        """
+        self.scale.copy_(scale)
+        if amax_history.shape == self.amax_history.shape:
+            self.amax_history.copy_(amax_history)
+        else:
+            with torch.inference_mode(False):
+                self.amax_history = amax_history.to(self.scale.device, copy=True)
+
+
+def updated(
+    history: Tensor, scale: Tensor, largest: Tensor, recipe: DelayedScaling
+) -> tuple[Tensor, Tensor]:
+    """The scale and the history after a step whose amaxes are in history[0]."""
+    if callable(recipe.amax_compute_algo):
+        amax = recipe.amax_compute_algo(history)
+    elif recipe.amax_compute_algo == "max":
+        amax = history.nan_to_num(nan=0.0, posinf=float("inf")).amax(0)  # a NaN is no maximum
+    else:
+        amax = history[0]
+    if recipe.scaling_factor_compute_algo is not None:
+        new = recipe.scaling_factor_compute_algo(amax, scale, largest, recipe)
+    else:
+        new = (largest * 2.0**-recipe.margin / amax).clamp(max=LARGEST_FLOAT32)
+        new = torch.where(torch.isfinite(amax) & (amax > 0), new, scale)
+    rolled = torch.zeros_like(history)
+    if len(history) > 1:
+        rolled = torch.cat([rolled[:1], history[2:], history[:1]])
+    unused = history[0] == 0
+    return torch.where(unused, scale, new), torch.where(unused, history, rolled)
+
+
+def moved(scales: Scales, function: Callable[[Tensor], Tensor]) -> Scales | None:
+    """The scales on the device that torch.nn.Module._apply moves a module to, still float32.
+
+    None on "meta", where no state can be.
+    """
+    device = function(scales.scale).device
+    return None if device.type == "meta" else scales.to(device)
+
+
+def scales_for(
+    kept: Scales | None,
+    dtypes: tuple[torch.dtype, ...],
+    recipe: DelayedScaling,
+    device: torch.device,
+    *,
+    records: bool,
+) -> Scales:
+    """The scales that a module has kept, moved to a device, or new ones.
+
+    records: whether the step is recorded. Then they also get these dtypes and the recipe's length.
+    Raises RuntimeError where they would be made while a CUDA graph is captured.
+    """
+    length = recipe.amax_history_len
+    fits = kept is not None and kept.scale.device == device
+    fits = fits and (not records or len(kept.amax_history) == length)
+    if not fits and device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            "scales of DelayedScaling were to be made while a CUDA graph is captured, each replay "
+            "of which would make them anew; expected one call with this recipe on this device "
+            "before"
+        )
+    scales = Scales(dtypes, length, device) if kept is None else kept.to(device)
+    if not records:
+        return scales
+    if len(scales.amax_history) != length:
+        scales.resize(length)
+    if scales.dtypes != dtypes:
+        scales.dtypes = dtypes
+        for at, dtype in enumerate(dtypes):
+            scales.largest[at].fill_(LARGEST[dtype])
+    return scales
+
+
+# Saving.
+
+_MAGIC = b"cupynorm fp8 state 1\n"
+
+
+def pack(states: dict[str, Scales]) -> Tensor:
+    """States as bytes, a uint8 tensor on the CPU: a line of JSON, then float32 numbers.
+
+    An empty tensor where there are no states.
+    """
+    if not states:
+        return torch.empty(0, dtype=torch.uint8)
+    header = {name: list(state.amax_history.shape) for name, state in states.items()}
+    tensors = [each for state in states.values() for each in (state.scale, state.amax_history)]
+    raw = torch.cat([each.cpu().reshape(-1) for each in tensors]).contiguous().view(torch.uint8)
+    text = _MAGIC + json.dumps(header).encode() + b"\n"
+    return torch.cat([torch.frombuffer(bytearray(text), dtype=torch.uint8), raw])
+
+
+def is_packed(state: Any) -> bool:
+    """Whether `pack` made it of at least one state."""
+    if not isinstance(state, Tensor) or state.dtype != torch.uint8 or state.ndim != 1:
+        return False
+    return bytes(state[: len(_MAGIC)].cpu().numpy()) == _MAGIC
+
+
+def unpack(packed: Any) -> dict[str, tuple[Tensor, Tensor]]:
+    """name -> (scale, amax_history) of what `pack` made.
+
+    Nothing is unpickled: other states are ignored with a warning.
+    """
+    if packed is None or (isinstance(packed, Tensor) and not packed.numel()):
+        return {}
+    if not is_packed(packed):
+        warnings.warn(
+            "the fp8 state in a state dict is not cupynorm's (a pickle of another library, which "
+            "is not opened): scales start at 1",
+            stacklevel=2,
+        )
+        return {}
+    text, _, raw = bytes(packed.cpu().numpy())[len(_MAGIC) :].partition(b"\n")
+    shapes = json.loads(text) if raw else {}
+    expected = 4 * sum((1 + length) * num_tensors for length, num_tensors in shapes.values())
+    if not shapes or len(raw) != expected:
+        raise ValueError(
+            f"the fp8 state in a state dict has {len(raw)} bytes of numbers; expected {expected or 'some'}"
+        )
+    numbers, found = torch.frombuffer(bytearray(raw), dtype=torch.float32), {}
+    for name, (length, num_tensors) in shapes.items():
+        scale, history, numbers = numbers.tensor_split(
+            (num_tensors, num_tensors + length * num_tensors)
+        )
+        found[name] = scale.clone(), history.clone().reshape(length, num_tensors)
+    return found

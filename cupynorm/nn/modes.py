@@ -1,0 +1,55 @@
+"""torch: what torch does with a call: compile, trace, transform or record it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from types import NoneType
+
+import torch
+from torch.autograd import forward_ad
+
+# Classes of arguments that no subclass intercepts.
+PLAIN = frozenset({torch.Tensor, torch.nn.Parameter, NoneType})
+
+is_compiling = torch.compiler.is_dynamo_compiling
+num_dispatch_modes = torch._C._len_torch_dispatch_stack
+is_mapped = torch._C._functorch.is_legacy_batchedtensor  # by is_grads_batched=True
+has_functorch_transforms = torch._C._are_functorch_transforms_active
+
+# Whether torch.compile knows the answer of is_transformed(). Older versions answer False inside of
+# a transform that they compile.
+compiler_sees_transforms = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 11)
+
+
+def is_transformed() -> bool:
+    """Whether torch.func transforms the call, or forward mode runs."""
+    return has_functorch_transforms() or forward_ad._current_level >= 0
+
+
+def are_plain(tensors: Iterable[object]) -> bool:
+    """Whether none of them is of a subclass of tensors, or an array of another library."""
+    for tensor in tensors:
+        if tensor.__class__ not in PLAIN:
+            return False
+    return True
+
+
+def wants_gradient(*tensors: object) -> bool:
+    """Whether any of them requires a gradient. None and arrays of other libraries do not."""
+    for tensor in tensors:
+        if getattr(tensor, "requires_grad", False):
+            return True
+    return False
+
+
+def is_inside_backward() -> bool:
+    """Whether autograd runs a backward in this thread, as torch.utils.checkpoint asks it."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def run_untraced(method):
+    """The method itself, which torch.compile calls without tracing it.
+
+    For methods that keep Python objects from step to step, such as scales.
+    """
+    return torch.compiler.disable(method) if is_compiling() else method

@@ -1,0 +1,421 @@
+"""torch: LayerNorm and RMSNorm as modules.
+
+They are torch.nn's modules, with the same constructors, parameters and state dicts, and with
+cupynorm's forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from ..gpu import arrays
+from ..norm.api import layer_norm, rms_norm
+from ..norm.options import check_dropout_p, check_sm_margin, complete, extents_of, launch_options
+from ..norm.quantized_tensor import QuantizedTensor
+from ..norm.request import ForwardOperands, ForwardOptions, ForwardRequest, Quantization
+from ..norm.route import normalize
+from . import autocast, fp8
+from .dtypes import name_of
+from .modes import run_untraced
+from .recipes import E4M3, BlockScaling, CurrentScaling
+
+# Keywords beyond torch.nn's, with their defaults.
+EXTRAS = {
+    "zero_centered_gamma": False,
+    "sm_margin": 0,
+    "sequence_parallel": None,
+    "round_x_hat": False,
+    "memory_efficient": False,
+}
+_EXTRA_STATE = "_extra_state"
+
+
+class Norm(torch.nn.Module):
+    """What LayerNorm and RMSNorm have beyond torch's."""
+
+    # The scale of y with DelayedScaling, from the first such call on.
+    _fp8_scales: fp8.Scales | None = None
+
+    def _set_extras(
+        self,
+        *,
+        zero_centered_gamma: bool,
+        sm_margin: int | Mapping[str, int],
+        sequence_parallel: bool | None,
+        round_x_hat: bool,
+        memory_efficient: bool,
+    ) -> None:
+        """Must run before torch's constructor, which resets the parameters."""
+        check_sm_margin(sm_margin)
+        self.zero_centered_gamma = zero_centered_gamma
+        self.sm_margin = sm_margin
+        self.sequence_parallel = sequence_parallel
+        self.round_x_hat = round_x_hat
+        self.memory_efficient = memory_efficient
+
+    def reset_parameters(self) -> None:
+        """Sets weight to 1, or to 0 with zero_centered_gamma, and bias to 0.
+
+        Also sets the parameters' attribute sequence_parallel, unless it is None.
+        """
+        super().reset_parameters()
+        if self.zero_centered_gamma and self.weight is not None:
+            torch.nn.init.zeros_(self.weight)
+        self._mark_parameters()
+
+    def _mark_parameters(self) -> None:
+        if self.sequence_parallel is not None:
+            for parameter in self.parameters(recurse=False):
+                parameter.sequence_parallel = self.sequence_parallel
+
+    def _held(self, name: str) -> torch.Tensor | None:
+        """weight or bias.
+
+        torch.nn.Module's attribute lookup takes a microsecond longer. It is needed where the
+        parameter is parametrized.
+        """
+        held = self._parameters
+        return held[name] if name in held else getattr(self, name)
+
+    def __setstate__(self, state: dict) -> None:
+        super().__setstate__(state)
+        self._mark_parameters()  # a deep copy of a parameter loses its attributes
+
+    def _apply(self, function: Callable, recurse: bool = True) -> Norm:
+        super()._apply(function, recurse)
+        if self._fp8_scales is not None:
+            self._fp8_scales = fp8.moved(self._fp8_scales, function)
+        return self
+
+    def _save_to_state_dict(self, destination: dict, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if self._fp8_scales is not None:  # otherwise the state dict is torch.nn's
+            destination[f"{prefix}{_EXTRA_STATE}"] = fp8.pack({"y": self._fp8_scales})
+
+    def _load_from_state_dict(self, state_dict: dict, prefix: str, *arguments) -> None:
+        key = f"{prefix}{_EXTRA_STATE}"
+        # TransformerEngine's modules save an fp8 state that norms do not use. It is ignored.
+        extra = state_dict.get(key)
+        self._load_scales(fp8.unpack(extra) if fp8.is_packed(extra) else {})
+        others = {name: value for name, value in state_dict.items() if name != key}
+        super()._load_from_state_dict(others, prefix, *arguments)
+        self._mark_parameters()  # load_state_dict(assign=True) replaces the parameters
+
+    def _load_scales(self, states: dict[str, tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """Takes what fp8.unpack returned. Without a state, the next step is the first."""
+        if not states:
+            self._fp8_scales = None
+            return
+        given = ", ".join(f"{name} of {len(scale)}" for name, (scale, _) in states.items())
+        if given != "y of 1":
+            raise ValueError(
+                f"the fp8 state is of {given} tensors; expected that of a norm, y of 1"
+            )
+        ((scale, amax_history),) = states.values()
+        if self._fp8_scales is None:
+            self._fp8_scales = fp8.Scales((E4M3,), len(amax_history), scale.device)
+        self._fp8_scales.load(scale, amax_history)
+
+    def _forward_in_fp8(
+        self,
+        centered: bool,
+        input: torch.Tensor,
+        residual: torch.Tensor | None,
+        return_residual: bool,
+        options: dict[str, Any],
+    ) -> Any:
+        """The call with fp8_output. options: residual_dtype to bias1 of the call."""
+        region = autocast.active()
+        if region is None:
+            raise ValueError(
+                "fp8_output is True outside of fp8_autocast; expected False, or the call inside of it"
+            )
+        if not isinstance(input, torch.Tensor):
+            raise TypeError(f"input is a {type(input).__name__}; expected a torch tensor")
+        arrays.check_addresses(input=input)  # before scales are moved to its device
+        quantization, scale, amax = self._quantization(region, input.device)
+        bias = self._held("bias") if centered else None
+        operands = ForwardOperands(
+            input,
+            self._held("weight"),
+            bias,
+            residual,
+            row_scale=options["row_scale"],
+            dropout_seed=options["dropout_seed"],
+            weight1=options["weight1"],
+            bias1=options["bias1"],
+            scale=scale,
+            amax=amax,
+        )
+        asked = ForwardOptions(
+            centered,
+            self.normalized_shape,
+            self.eps,
+            self.zero_centered_gamma,
+            quantization.dtype,
+            options["residual_dtype"],
+            options["dropout_p"],
+            self.round_x_hat,
+            self.memory_efficient,
+            quantization,
+            launch_options(None, None, None, self.sm_margin),
+        )
+        return normalize(complete(ForwardRequest(operands, asked)), return_residual)
+
+    def _quantization(
+        self, region: autocast.Region, device: torch.device
+    ) -> tuple[Quantization, torch.Tensor | None, torch.Tensor | None]:
+        """How y is quantised, by the region's recipe, and its scale and amax if they are given.
+
+        Where gradients are recorded and there is one scale, the transposed copy is made too: the
+        next layer may need it for its weight's gradient.
+        """
+        recipe, records = region.recipe, torch.is_grad_enabled()
+        dtype = recipe.fp8_format.value[0]
+        made = Quantization(name_of(dtype), transpose=records)
+        if isinstance(recipe, CurrentScaling):
+            made = made._replace(
+                scaling="tensor",
+                power_of_two=recipe.power_of_two,
+                smallest_amax=recipe.amax_epsilon,
+            )
+            return made, None, None
+        if isinstance(recipe, BlockScaling):
+            power_of_two = recipe.power_of_two
+            made = made._replace(scaling="block", power_of_two=power_of_two, transpose=False)
+            return made, None, None
+        self._fp8_scales = scales = fp8.scales_for(
+            self._fp8_scales, (dtype,), recipe, device, records=records
+        )
+        if records:
+            region.used[id(self)] = autocast.UsedScales(scales, recipe, region.group)
+        return made, scales.scale, scales.amax(0) if records else None
+
+    def extra_repr(self) -> str:
+        values = {name: getattr(self, name) for name in EXTRAS}
+        extras = [f"{name}={value}" for name, value in values.items() if value != EXTRAS[name]]
+        return ", ".join([super().extra_repr(), *extras])
+
+
+class LayerNorm(Norm, torch.nn.LayerNorm):
+    """torch.nn.LayerNorm, computed by cupynorm.layer_norm.
+
+    It has the same arguments in the same order, the same parameters and the same state dict.
+
+    normalized_shape, eps, elementwise_affine, bias, device, dtype: as torch's. weight and bias have
+        shape normalized_shape.
+
+    By keyword only, with TransformerEngine's spelling:
+    zero_centered_gamma: multiply by 1 + weight; weight is initialised to 0.
+    sm_margin: an int, or a dict of "forward", "backward" and "inference", as of
+        cupynorm.layer_norm.
+    sequence_parallel: unless None, the parameters' attribute of that name, for frameworks that
+        reduce their gradients.
+    round_x_hat, memory_efficient: as of cupynorm.layer_norm.
+    hidden_size, params_dtype: other names of normalized_shape and dtype.
+
+    Called with input (..., *normalized_shape), and optionally a residual of its shape and dtype, it
+    returns y of input's shape and dtype, or (y, input + residual) with return_residual=True. Under
+    CUDA's autocast y is float32, as torch's is. residual_dtype, row_scale, dropout_p, dropout_seed,
+    weight1 and bias1 are as of cupynorm.layer_norm; elements are dropped only in training mode.
+
+    fp8_output: inside cupynorm.fp8_autocast, return y as a cupynorm.QuantizedTensor in the recipe's
+        forward format. Its dequantize() is differentiable. The limits are those of an 8-bit
+        out_dtype of cupynorm.layer_norm.
+
+        recipe           scale of y
+        DelayedScaling   one that the module keeps; where gradients are recorded the kernel records
+                         the amax of y, and the scale changes when the outermost region ends
+        CurrentScaling   one, from the amax of this y
+        BlockScaling     one for each 128 columns
+
+        With one scale, and where gradients are recorded, y.transposed is made too. The next layer
+        may need it for the gradient of its weight.
+
+    State dicts can be exchanged with torch.nn; in one of TransformerEngine `_extra_state` is
+    ignored. A module with a scale of DelayedScaling saves it under that name, as bytes without
+    pickle (torch.nn loads such a state dict with strict=False). Loading a state dict without it
+    removes the scale.
+
+    Raises TypeError where both spellings are given or normalized_shape is missing, ValueError for
+    fp8_output=True outside of cupynorm.fp8_autocast, and ValueError or TypeError as
+    cupynorm.layer_norm does.
+    """
+
+    def __init__(
+        self,
+        normalized_shape: int | Sequence[int] | None = None,
+        eps: float = 1e-5,
+        elementwise_affine: bool = True,
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        zero_centered_gamma: bool = False,
+        sm_margin: int | Mapping[str, int] = 0,
+        sequence_parallel: bool | None = None,
+        round_x_hat: bool = False,
+        memory_efficient: bool = False,
+        hidden_size: int | Sequence[int] | None = None,
+        params_dtype: torch.dtype | None = None,
+    ) -> None:
+        extents = extents_of(_either(normalized_shape=normalized_shape, hidden_size=hidden_size))
+        self._set_extras(
+            zero_centered_gamma=zero_centered_gamma,
+            sm_margin=sm_margin,
+            sequence_parallel=sequence_parallel,
+            round_x_hat=round_x_hat,
+            memory_efficient=memory_efficient,
+        )
+        dtype = _either(dtype=dtype, params_dtype=params_dtype)
+        super().__init__(extents, eps, elementwise_affine, bias, device, dtype)
+
+    def forward(
+        self,
+        input: torch.Tensor,
+        residual: torch.Tensor | None = None,
+        *,
+        return_residual: bool = False,
+        residual_dtype: torch.dtype | None = None,
+        row_scale: torch.Tensor | None = None,
+        dropout_p: float = 0.0,
+        dropout_seed: int | torch.Tensor | None = None,
+        weight1: torch.Tensor | None = None,
+        bias1: torch.Tensor | None = None,
+        fp8_output: bool = False,
+    ) -> torch.Tensor | QuantizedTensor | tuple[torch.Tensor | QuantizedTensor, ...]:
+        if not self.training:
+            dropout_p = _without_dropout(dropout_p)
+        if fp8_output:
+            call = run_untraced(self._forward_in_fp8)
+            options = {
+                "residual_dtype": residual_dtype,
+                "row_scale": row_scale,
+                "dropout_p": dropout_p,
+                "dropout_seed": dropout_seed,
+                "weight1": weight1,
+                "bias1": bias1,
+            }
+            return call(True, input, residual, return_residual, options)
+        return layer_norm(
+            input,
+            self.normalized_shape,
+            self._held("weight"),
+            self._held("bias"),
+            self.eps,
+            residual=residual,
+            return_residual=return_residual,
+            zero_centered_weight=self.zero_centered_gamma,
+            sm_margin=self.sm_margin,
+            residual_dtype=residual_dtype,
+            row_scale=row_scale,
+            dropout_p=dropout_p,
+            dropout_seed=dropout_seed,
+            weight1=weight1,
+            bias1=bias1,
+            round_x_hat=self.round_x_hat,
+            memory_efficient=self.memory_efficient,
+        )
+
+
+class RMSNorm(Norm, torch.nn.RMSNorm):
+    """torch.nn.RMSNorm, computed by cupynorm.rms_norm.
+
+    It has the same arguments in the same order, the same parameter and the same state dict.
+
+    eps: by default the machine epsilon of the arithmetic, as torch's (TransformerEngine's is 1e-5).
+    All else as cupynorm.LayerNorm, except that there is no bias.
+    """
+
+    def __init__(
+        self,
+        normalized_shape: int | Sequence[int] | None = None,
+        eps: float | None = None,
+        elementwise_affine: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        zero_centered_gamma: bool = False,
+        sm_margin: int | Mapping[str, int] = 0,
+        sequence_parallel: bool | None = None,
+        round_x_hat: bool = False,
+        memory_efficient: bool = False,
+        hidden_size: int | Sequence[int] | None = None,
+        params_dtype: torch.dtype | None = None,
+    ) -> None:
+        extents = extents_of(_either(normalized_shape=normalized_shape, hidden_size=hidden_size))
+        self._set_extras(
+            zero_centered_gamma=zero_centered_gamma,
+            sm_margin=sm_margin,
+            sequence_parallel=sequence_parallel,
+            round_x_hat=round_x_hat,
+            memory_efficient=memory_efficient,
+        )
+        dtype = _either(dtype=dtype, params_dtype=params_dtype)
+        super().__init__(extents, eps, elementwise_affine, device, dtype)
+
+    def forward(
+        self,
+        input: torch.Tensor,
+        residual: torch.Tensor | None = None,
+        *,
+        return_residual: bool = False,
+        residual_dtype: torch.dtype | None = None,
+        row_scale: torch.Tensor | None = None,
+        dropout_p: float = 0.0,
+        dropout_seed: int | torch.Tensor | None = None,
+        weight1: torch.Tensor | None = None,
+        bias1: torch.Tensor | None = None,
+        fp8_output: bool = False,
+    ) -> torch.Tensor | QuantizedTensor | tuple[torch.Tensor | QuantizedTensor, ...]:
+        if not self.training:
+            dropout_p = _without_dropout(dropout_p)
+        if fp8_output:
+            call = run_untraced(self._forward_in_fp8)
+            options = {
+                "residual_dtype": residual_dtype,
+                "row_scale": row_scale,
+                "dropout_p": dropout_p,
+                "dropout_seed": dropout_seed,
+                "weight1": weight1,
+                "bias1": bias1,
+            }
+            return call(False, input, residual, return_residual, options)
+        return rms_norm(
+            input,
+            self.normalized_shape,
+            self._held("weight"),
+            self.eps,
+            residual=residual,
+            return_residual=return_residual,
+            zero_centered_weight=self.zero_centered_gamma,
+            sm_margin=self.sm_margin,
+            residual_dtype=residual_dtype,
+            row_scale=row_scale,
+            dropout_p=dropout_p,
+            dropout_seed=dropout_seed,
+            weight1=weight1,
+            bias1=bias1,
+            round_x_hat=self.round_x_hat,
+            memory_efficient=self.memory_efficient,
+        )
+
+
+def _without_dropout(dropout_p: object) -> float:
+    """0, for a module that does not train; raises as if it trained."""
+    if type(dropout_p) is not float or dropout_p != 0.0:
+        check_dropout_p(dropout_p)
+    return 0.0
+
+
+def _either(**spellings: object) -> object:
+    """The one of two spellings that is given, None if neither is."""
+    given = {name: value for name, value in spellings.items() if value is not None}
+    if len(given) > 1:
+        raise TypeError(
+            f"{' and '.join(given)} are given; expected one of these two names of one argument"
+        )
+    return next(iter(given.values()), None)

@@ -1,0 +1,173 @@
+"""torch: which norm an unknown module computes, found by running it on random input on the CPU."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import inspect
+import math
+import numbers
+import re
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+
+from ..norm.api import layer_norm, rms_norm
+from .dtypes import name_of
+
+
+class Formula(NamedTuple):
+    """layer_norm (centered) or rms_norm, with weight or 1 + weight.
+
+    eps: None for torch's default.
+    """
+
+    centered: bool
+    zero_centered: bool
+    eps: float | None
+
+    def __call__(
+        self, x: torch.Tensor, parameters: dict[str, torch.Tensor], shape: tuple[int, ...]
+    ) -> torch.Tensor:
+        """The values in float64."""
+        parameters = {name: parameter.double() for name, parameter in parameters.items()}
+        # torch's default is the machine epsilon of the module's float32 input.
+        eps = 2.0**-23 if self.eps is None else self.eps
+        call = layer_norm if self.centered else rms_norm
+        return call(
+            x.double(), shape, **parameters, eps=eps, zero_centered_weight=self.zero_centered
+        )
+
+
+def parameters_of(module: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
+    """Its own parameters that are not None."""
+    parameters = module._parameters.items()
+    return {name: parameter for name, parameter in parameters if parameter is not None}
+
+
+def eps_of(module: torch.nn.Module) -> list[float | None]:
+    """What may be its eps: attributes such as eps, epsilon, variance_epsilon.
+
+    None stands for torch's machine epsilon.
+    """
+    found = [value for name, value in vars(module).items() if re.search("(^|_)eps", name)]
+    return [value for value in found if value is None or _is_number(value)]
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)
+
+
+class _Sample(NamedTuple):
+    """Random input and parameters of a module. shape: what it normalises over."""
+
+    x: torch.Tensor
+    parameters: dict[str, torch.Tensor]
+    shape: tuple[int, ...]
+
+
+def probe(
+    module: torch.nn.Module, shape: tuple[int, ...], keep_rounding: bool
+) -> tuple[Formula | None, bool, str]:
+    """The formula whose values the module returns, or None.
+
+    shape: what it normalises over. Also returns whether its replacement must round x_hat, and how
+    dtypes and roundings differ; or, without a formula, the reason.
+    """
+    takes = [*inspect.signature(module.forward).parameters]
+    if len(takes) != 1:
+        return None, False, f"its forward takes {', '.join(takes) or 'nothing'}; expected one input"
+    all_eps = eps_of(module)
+    # Rows of ordinary size, and rows whose variance is about eps, each with a mean.
+    roots = [math.sqrt(2.0**-23 if eps is None else abs(eps)) for eps in all_eps]
+    sizes = [1.0, *(root or 1.0 for root in roots)]
+    generator = torch.Generator("cpu").manual_seed(0)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float32)
+
+    with torch.device("cpu"), torch.random.fork_rng(devices=[]), torch.no_grad():
+        x = torch.stack([(random(4, *shape) + 0.5) * size for size in sizes])
+        parameters = {name: random(*shape) for name in parameters_of(module)}
+        sample = _Sample(x, parameters, shape)
+        # Neither training mode nor more dimensions may change the result.
+        outputs = [_output(module, x, parameters, training) for training in (False, True)]
+        outputs.append(_output(module, x.unsqueeze(1), parameters, False).reshape(x.shape))
+        for formula in _formulas(all_eps, parameters):
+            if all(_agrees(formula, output, sample) for output in outputs):
+                return formula, *_differences(formula, module, sample, keep_rounding)
+    return None, False, "it computes neither layer_norm nor rms_norm of its weight"
+
+
+def _formulas(
+    all_eps: list[float | None], parameters: dict[str, torch.Tensor]
+) -> Iterator[Formula]:
+    """Those that LayerNorm and RMSNorm have."""
+    for eps in all_eps:
+        for zero_centered in (False, True) if parameters else (False,):
+            if "bias" not in parameters:
+                yield Formula(False, zero_centered, eps)
+            if eps is not None:
+                yield Formula(True, zero_centered, eps)
+
+
+def _output(
+    module: torch.nn.Module, x: torch.Tensor, parameters: dict[str, torch.Tensor], training: bool
+) -> torch.Tensor:
+    """Its output with other parameters. The module itself is not changed."""
+    twin = copy.copy(module)
+    twin._parameters = module._parameters | parameters
+    twin.training = training
+    return twin.forward(x.clone())
+
+
+def _agrees(formula: Formula, output: torch.Tensor, sample: _Sample) -> bool:
+    """Whether the output is within four times what gradient_check allows float32.
+
+    Other formulas are off by far more.
+    """
+    x, parameters, shape = sample
+    if output.shape != x.shape:
+        return False
+    expected, x_hat = formula(x, parameters, shape), formula(x, {}, shape)
+    # A bound for weight and 1 + weight alike.
+    magnitude = (1 + x_hat.abs()) * (1 + parameters.get("weight", torch.zeros(())).abs())
+    magnitude += parameters.get("bias", torch.zeros(())).abs()
+    allowed = 4 * 2.0**-24 * (4 + math.sqrt(math.prod(shape))) * magnitude
+    return bool(((output.double() - expected).abs() <= allowed).all())
+
+
+def _differences(
+    formula: Formula, module: torch.nn.Module, sample: _Sample, keep_rounding: bool
+) -> tuple[bool, str]:
+    """What bfloat16 input shows: whether a rounding of x_hat is kept, and how y differs."""
+    x, parameters, shape = sample._replace(x=sample.x.bfloat16())
+    rounded = {name: parameter.bfloat16() for name, parameter in parameters.items()}
+    remarks, keeps = [], False
+    for given, what in ((rounded, "bfloat16"), (parameters, "bfloat16 with float32 weight")):
+        with contextlib.suppress(RuntimeError):  # some modules refuse the first, some the second
+            y = _output(module, x, given, False)
+            if y.dtype != x.dtype:
+                remarks.append(f"y of {what} was {name_of(y.dtype)}, now bfloat16")
+            elif _share_off(y, formula(x, given, shape).bfloat16()) > _FEW:
+                x_hat = formula(x, {}, shape).bfloat16()
+                twice = x_hat * (given.get("weight", 1) + formula.zero_centered)
+                rounds = _share_off(y, twice + given.get("bias", 0)) <= _FEW
+                if rounds and keep_rounding:
+                    keeps = True
+                else:
+                    was = "more than y was rounded"
+                    if rounds:
+                        was = "x_hat was rounded before the weight"
+                    remarks.append(f"{was}, now y alone is")
+    return keeps, "; ".join(dict.fromkeys(remarks))
+
+
+# float32 and float64 round to another bfloat16 about once in 10,000 elements. A second rounding
+# changes one in three.
+_FEW = 1 / 16
+
+
+def _share_off(y: torch.Tensor, expected: torch.Tensor) -> float:
+    return (y != expected).double().mean().item()

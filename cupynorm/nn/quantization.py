@@ -1,0 +1,214 @@
+"""torch: tensors in 8-bit floats.
+
+    data = float8(x * scale)    multiplied in float32, saturated, rounded once
+    x    ~ data * scale_inv
+
+All of it runs on the device and waits for no value, so that a CUDA graph can capture a step.
+For float32 values the results are those of cupynorm.reference.fp8 to the bit (NaN may keep its
+sign).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..gpu import arrays
+from ..norm import quantize as matrices
+from ..norm import survey
+from ..norm.quantized_tensor import QuantizedTensor
+from .dtypes import name_of
+from .products import pad
+from .recipes import BLOCK_SIZE, E4M3, LARGEST, LARGEST_FLOAT32
+
+
+class Rule(NamedTuple):
+    """How a current scale follows from an amax: see `scale_of`."""
+
+    smallest_amax: float = 0.0
+    power_of_two: bool = False
+
+
+def amax_of(x: Tensor, *dims: int) -> Tensor:
+    """max |x| in float32, over dims or over all; 0 of an empty tensor, NaN if x has a NaN."""
+    if not dims and x.ndim == 2 and not arrays.on_host(x):
+        return survey.amax(x).reshape(())
+    if not x.numel():
+        kept = [extent for at, extent in enumerate(x.shape) if dims and at not in dims]
+        return x.new_zeros(kept, dtype=torch.float32)
+    return torch.linalg.vector_norm(x, float("inf"), dims or None).float()
+
+
+def scale_of(
+    amax: Tensor, dtype: torch.dtype, *, power_of_two: bool = False, smallest_amax: float = 0.0
+) -> Tensor:
+    """Current scales in float32: largest / amax, and 1 where amax is 0, infinite or NaN.
+
+    power_of_two: round scales down. smallest_amax: a smaller amax counts as this value.
+    """
+    if smallest_amax:
+        amax = torch.where(amax < smallest_amax, smallest_amax, amax)
+    # A number divided by a tensor would be the rounded reciprocal times the number.
+    scale = (torch.full_like(amax, LARGEST[dtype]) / amax).clamp(max=LARGEST_FLOAT32)
+    scale = torch.where(torch.isfinite(amax) & (amax > 0), scale, 1.0)
+    if power_of_two:
+        scale = (scale.view(torch.int32) & ~0x7FFFFF).view(torch.float32)
+    return scale
+
+
+def encode(x: Tensor, scale: Tensor | float, dtype: torch.dtype) -> Tensor:
+    """x * scale in float32, saturated and rounded once to an 8-bit float."""
+    largest = LARGEST[dtype]
+    x = x.float() if x.dtype == torch.float64 else x
+    if isinstance(scale, Tensor) and not scale.ndim:
+        # With a scale of one dimension torch multiplies 16-bit x in float32 in one pass.
+        scale = scale.reshape(1)
+    product = x * scale if isinstance(scale, Tensor) else x.float() * scale
+    return product.clamp_(-largest, largest).to(dtype)
+
+
+def quantize(
+    x: Tensor,
+    scale: Tensor,
+    dtype: torch.dtype,
+    *,
+    amax: Tensor | None = None,
+    transpose: bool = False,
+) -> QuantizedTensor:
+    """A matrix by a given scale. On a GPU one kernel makes it.
+
+    amax: float32 of one element, raised in place to the largest |x|.
+    transpose: also make the transposed copy.
+    """
+    if not arrays.on_host(x):
+        made = matrices.quantize(x, name_of(dtype), scale, amax, transpose=transpose)
+        return _of_matrix(made, x)
+    if amax is not None:
+        torch.maximum(amax, amax_of(x).reshape(1), out=amax)
+    data = encode(x, scale, dtype).contiguous()
+    transposed = _transposed(data) if transpose else None
+    return QuantizedTensor(data, 1.0 / scale, x.dtype, transposed=transposed)
+
+
+def quantize_current(
+    x: Tensor, dtype: torch.dtype, rule: Rule | None = None, *, transpose: bool = False
+) -> QuantizedTensor:
+    """A matrix by the scale of its own amax. On a GPU two kernels make it."""
+    rule = rule or Rule()
+    if not arrays.on_host(x):
+        amax = survey.amax(x)
+        made = matrices.quantize(x, name_of(dtype), None, amax, transpose=transpose, rule=rule)
+        return _of_matrix(made, x)
+    return quantize(x, _current_scale(x, dtype, rule), dtype, transpose=transpose)
+
+
+def quantize_and_sum(
+    x: Tensor,
+    dtype: torch.dtype,
+    sum_dtype: torch.dtype,
+    *,
+    scale: Tensor | None = None,
+    amax: Tensor | None = None,
+    rule: Rule | None = None,
+) -> tuple[QuantizedTensor, Tensor]:
+    """A matrix and its transposed copy in 8-bit floats, and its sums over rows in sum_dtype.
+
+    As `quantize` with scale and amax, or as `quantize_current` with a rule. The sums have shape
+    [num_cols]. On a GPU one kernel makes all of it from a known scale.
+    """
+    if not arrays.on_host(x):
+        amax = amax if rule is None else survey.amax(x)
+        sums = name_of(sum_dtype)
+        made = matrices.quantize(
+            x, name_of(dtype), scale, amax, transpose=True, sums=sums, rule=rule
+        )
+        return _of_matrix(made, x), made.sums
+    scale = scale if rule is None else _current_scale(x, dtype, rule)
+    return quantize(x, scale, dtype, amax=amax, transpose=True), x.sum(0, dtype=sum_dtype)
+
+
+def _current_scale(x: Tensor, dtype: torch.dtype, rule: Rule) -> Tensor:
+    amax = amax_of(x).reshape(1)
+    return scale_of(amax, dtype, power_of_two=rule.power_of_two, smallest_amax=rule.smallest_amax)
+
+
+def _of_matrix(made: matrices.QuantizedMatrix, x: Tensor) -> QuantizedTensor:
+    return QuantizedTensor(made.data, made.scale_inv, x.dtype, transposed=made.transposed)
+
+
+def _transposed(data: Tensor) -> Tensor:
+    return data.view(torch.uint8).t().contiguous().view(data.dtype)
+
+
+def quantize_rows(
+    x: Tensor, dtype: torch.dtype, *, power_of_two: bool = False
+) -> tuple[Tensor, Tensor]:
+    """data and scale_inv [num_rows]: a matrix by a scale for each row, from its own amax."""
+    scale = scale_of(amax_of(x, 1), dtype, power_of_two=power_of_two)
+    return encode(x, scale[:, None], dtype), 1.0 / scale
+
+
+def quantize_blocks(
+    x: Tensor,
+    dtype: torch.dtype,
+    *,
+    block_rows: int = 1,
+    power_of_two: bool = True,
+    transpose: bool = False,
+) -> QuantizedTensor:
+    """A matrix by a scale for each block of block_rows x 128.
+
+    transpose: also quantise the transposed matrix, by blocks of its own (the same blocks where
+        they are square).
+    """
+    data, scale_inv = _quantize_blocks(x, dtype, block_rows, power_of_two)
+    transposed = transposed_scale_inv = None
+    if transpose and block_rows == BLOCK_SIZE:
+        transposed, transposed_scale_inv = _transposed(data), scale_inv.t().contiguous()
+    elif transpose:
+        transposed, transposed_scale_inv = _quantize_blocks(x.t(), dtype, block_rows, power_of_two)
+    return QuantizedTensor(
+        data,
+        scale_inv,
+        x.dtype,
+        transposed=transposed,
+        transposed_scale_inv=transposed_scale_inv,
+        block_rows=block_rows,
+    )
+
+
+def _quantize_blocks(
+    x: Tensor, dtype: torch.dtype, block_rows: int, power_of_two: bool
+) -> tuple[Tensor, Tensor]:
+    num_rows, num_cols = x.shape
+    padded = pad(x.float(), block_rows, BLOCK_SIZE)
+    blocks = padded.unflatten(1, (padded.shape[1] // BLOCK_SIZE, BLOCK_SIZE))
+    blocks = blocks.unflatten(0, (len(padded) // block_rows, block_rows))
+    scale = scale_of(amax_of(blocks, 1, 3), dtype, power_of_two=power_of_two)
+    data = encode(blocks, scale[:, None, :, None], dtype).reshape(padded.shape)
+    return data[:num_rows, :num_cols].contiguous(), 1.0 / scale
+
+
+def quantize_mxfp8(x: Tensor, dtype: torch.dtype = E4M3) -> tuple[Tensor, Tensor]:
+    """MXFP8 of a matrix on any device: data, and E8M0 scale bytes [num_rows, num_cols / 32].
+
+    The number of scales of a row is rounded up.
+    """
+    num_rows, num_cols = x.shape
+    padded = pad(x.float(), 1, 32)
+    blocks = padded.unflatten(1, (padded.shape[1] // 32, 32))
+    amax = amax_of(blocks, 2) * (1 / LARGEST[dtype])
+    bits = amax.view(torch.int32)
+    exponent, fraction = (bits >> 23) & 0xFF, bits & 0x7FFFFF
+    up = torch.where(exponent == 0, fraction > 0x400000, fraction > 0).int()
+    scale = torch.where(torch.isnan(amax), 255, (exponent + up).clamp(max=254))
+    # 2^(127 - e) is not a float32 for every e, so it is multiplied as two factors that are.
+    # Their product with x is exact or beyond the largest 8-bit float.
+    shift = 127 - scale
+    half = torch.div(shift, 2, rounding_mode="floor")
+    product = torch.ldexp(torch.ldexp(blocks, half[..., None]), (shift - half)[..., None])
+    product = torch.where(scale[..., None] == 255, float("nan"), product)
+    data = encode(product, 1.0, dtype).reshape(padded.shape)[:, :num_cols].contiguous()
+    return data, scale.to(torch.uint8)

@@ -1,0 +1,176 @@
+"""torch: the recipes of cupynorm.fp8_autocast, which say where scales of 8-bit floats come from.
+
+DelayedScaling   from the amaxes of earlier steps; this step's amax is recorded
+CurrentScaling   largest / amax of the tensor itself
+BlockScaling     the same for each 128 columns of a row, and for each 128 x 128 of a weight
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+import numbers
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+LARGEST = {E4M3: 448.0, E5M2: 57344.0}
+LARGEST_FLOAT32 = torch.finfo(torch.float32).max
+BLOCK_SIZE = 128
+_LARGEST_MARGIN = 126
+
+
+class Format(enum.Enum):
+    """The 8-bit floats of forward and backward.
+
+    E4M3: float8_e4m3fn in both. HYBRID: float8_e4m3fn in forward, float8_e5m2 for gradients.
+    """
+
+    HYBRID = (E4M3, E5M2)  # first: the next line hides the name
+    E4M3 = (E4M3, E4M3)
+
+
+def _check_format(recipe: Any) -> None:
+    if not isinstance(recipe.fp8_format, Format):
+        raise TypeError(
+            f"fp8_format is {recipe.fp8_format!r}; expected Format.E4M3 or Format.HYBRID"
+        )
+
+
+def _check_power_of_two(recipe: Any) -> None:
+    if not isinstance(recipe.power_of_two, bool):
+        raise TypeError(f"power_of_two is {recipe.power_of_two!r}; expected True or False")
+
+
+@dataclass(frozen=True)
+class DelayedScaling:
+    """Scales from the amaxes of earlier steps, so that no tensor is read twice.
+
+    The arguments and formulas are TransformerEngine's.
+
+    margin: the largest value maps to largest / 2^margin.
+    fp8_format: a Format.
+    amax_history_len: the number of steps whose amaxes are kept.
+    amax_compute_algo: "max" of the history, the "most_recent" amax, or a callable. The callable
+        takes the history [len, num_tensors], whose first row is this step's, and returns
+        [num_tensors].
+    scaling_factor_compute_algo: None, or a callable (amax, scale, fp8_max, recipe) -> scale of
+        tensors [num_tensors].
+    reduce_amax: take the largest amax of all ranks of the group where torch.distributed runs.
+    fp8_dpa, fp8_mha: for attention, which this library does not have; they must be False.
+
+    After each step scale = largest / 2^margin / amax, and at most float32's largest value.
+    An amax of 0, infinity or NaN leaves the scale unchanged. A tensor whose amax of this step is 0
+    was not used: neither its scale nor its history changes.
+
+    Raises ValueError or TypeError for an invalid argument.
+    """
+
+    margin: int = 0
+    fp8_format: Format = Format.HYBRID
+    amax_history_len: int = 1024
+    amax_compute_algo: str | Callable[[Tensor], Tensor] = "max"
+    scaling_factor_compute_algo: (
+        Callable[[Tensor, Tensor, Tensor, DelayedScaling], Tensor] | None
+    ) = None
+    reduce_amax: bool = True
+    fp8_dpa: bool = False
+    fp8_mha: bool = False
+
+    def __post_init__(self) -> None:
+        _check_format(self)
+        self._check_attention()
+        self._check_margin()
+        self._check_history()
+        if not isinstance(self.reduce_amax, bool):
+            raise TypeError(f"reduce_amax is {self.reduce_amax!r}; expected True or False")
+        compute_scale = self.scaling_factor_compute_algo
+        if compute_scale is not None and not callable(compute_scale):
+            raise TypeError(
+                f"scaling_factor_compute_algo is {compute_scale!r}; expected None or a callable"
+            )
+
+    def _check_attention(self) -> None:
+        for name in ("fp8_dpa", "fp8_mha"):
+            if getattr(self, name) is not False:
+                raise ValueError(
+                    f"{name} is {getattr(self, name)!r}; expected False: there is no attention here"
+                )
+
+    def _check_margin(self) -> None:
+        margin, most = self.margin, _LARGEST_MARGIN
+        is_number = isinstance(margin, numbers.Real) and not isinstance(margin, bool)
+        if not is_number or not -math.inf < margin < math.inf:
+            raise TypeError(f"margin is {margin!r}; expected a finite number")
+        if not -most <= margin <= most:
+            raise ValueError(
+                f"margin is {margin!r}; expected -{most} to {most}, as scales are of float32"
+            )
+
+    def _check_history(self) -> None:
+        length, compute_amax = self.amax_history_len, self.amax_compute_algo
+        if isinstance(length, bool) or not isinstance(length, numbers.Integral):
+            raise TypeError(f"amax_history_len is {length!r}; expected an int, 1 or more")
+        if length < 1:
+            raise ValueError(f"amax_history_len is {length}; expected 1 or more")
+        if not callable(compute_amax) and compute_amax not in ("max", "most_recent"):
+            raise ValueError(
+                f"amax_compute_algo is {compute_amax!r}; expected 'max', 'most_recent' or a callable"
+            )
+
+
+@dataclass(frozen=True)
+class CurrentScaling:
+    """The scale of each tensor from its own amax.
+
+    fp8_format: a Format.
+    amax_epsilon: a smaller amax counts as this value.
+    power_of_two: round scales down to powers of two.
+
+    An amax of 0, infinity or NaN gives scale 1.
+    Raises ValueError or TypeError for an invalid argument.
+    """
+
+    fp8_format: Format = Format.HYBRID
+    amax_epsilon: float = 0.0
+    power_of_two: bool = False
+
+    def __post_init__(self) -> None:
+        _check_format(self)
+        _check_power_of_two(self)
+        smallest = self.amax_epsilon
+        if isinstance(smallest, bool) or not isinstance(smallest, numbers.Real):
+            raise TypeError(f"amax_epsilon is {smallest!r}; expected a number that is 0 or more")
+        if not 0 <= smallest <= LARGEST_FLOAT32:
+            raise ValueError(
+                f"amax_epsilon is {smallest}; expected 0 or more, and no more than float32 holds"
+            )
+
+
+@dataclass(frozen=True)
+class BlockScaling:
+    """A scale for each 128 elements along the summed dimension, and for each 128 x 128 of a weight.
+
+    fp8_format: a Format.
+    power_of_two: round scales down to powers of two.
+
+    The layer multiplies the dequantised values. On a GPU it does so in bfloat16, which holds them
+    exactly where scales are powers of two, else in float32. This recipe therefore gives the
+    numerics of 8-bit floats, but not the speed of 8-bit products.
+
+    Raises TypeError for an invalid argument.
+    """
+
+    fp8_format: Format = Format.E4M3
+    power_of_two: bool = True
+
+    def __post_init__(self) -> None:
+        _check_format(self)
+        _check_power_of_two(self)
+
+
+Recipe = DelayedScaling | CurrentScaling | BlockScaling

@@ -1,0 +1,259 @@
+"""torch: swap_norms, which replaces the norms of a model by cupynorm's.
+
+torch's, TransformerEngine's and apex's norms are known by their classes. Any other module is run on
+random input to find out what it computes (probe.py).
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+
+from ..norm.options import extents_of
+from ..norm.request import Margins
+from .modules import LayerNorm, Norm, RMSNorm
+from .probe import Formula, eps_of, parameters_of, probe
+
+
+class Swap(NamedTuple):
+    """One place in a model: its dotted name, and the class before and after.
+
+    remark: how results differ, or why the module was left.
+    """
+
+    name: str
+    was: str
+    now: str
+    remark: str
+
+
+@dataclass
+class SwappedNorms:
+    """What swap_norms did. Prints as a table.
+
+    swapped: the places with another module now. left: those that look like a norm and were not
+    swapped, with the reason.
+    """
+
+    swapped: list[Swap] = field(default_factory=list)
+    left: list[Swap] = field(default_factory=list)
+    # (parent, name in it, original module, replacement)
+    _places: list[tuple[torch.nn.Module, str, torch.nn.Module, torch.nn.Module]] = field(
+        default_factory=list, repr=False
+    )
+
+    def undo(self) -> None:
+        """Puts the original modules back.
+
+        They are the same objects, with the parameters and the training flag of their replacements.
+        """
+        while self._places:
+            parent, name, module, replacement = self._places.pop()
+            _hand_over(replacement, module)
+            setattr(parent, name, module)
+
+    def __str__(self) -> str:
+        table = [Swap("name", "was", "now", ""), *self.swapped, *self.left]
+        widths = [max(len(line[at]) for line in table) for at in range(3)]
+        lines = []
+        for line in table:
+            cells = [f"{cell:<{width}}" for cell, width in zip(line, widths)]
+            lines.append("  ".join([*cells, line.remark]).rstrip())
+        lines.append(f"{len(self.swapped)} swapped, {len(self.left)} left")
+        return "\n".join(lines)
+
+
+def swap_norms(model: torch.nn.Module, *, keep_rounding: bool = False) -> SwappedNorms:
+    """Replaces every LayerNorm and RMSNorm inside model, in place, by cupynorm's.
+
+    model: any torch.nn.Module, on any device, meta included. The parameters stay the same objects,
+        so that optimizers and state dicts stay valid. A module that is in several places is one
+        module afterwards too.
+    keep_rounding: where a module rounds x_hat before its weight multiplies it, as those of Hugging
+        Face's Llama do, its replacement rounds too (round_x_hat).
+
+    Swapped are
+    - torch.nn's LayerNorm and RMSNorm, TransformerEngine's, and apex's fused ones;
+    - every module with only a weight, perhaps a bias, an eps and one input, whose output for
+      random input on the CPU is that of layer_norm or rms_norm, with weight or 1 + weight. The
+      RMSNorm classes of language models are such modules.
+
+    Left are modules with hooks, with parametrized weights, or with a forward that does more. model
+    itself is left too, because only a parent can hold another module in its place.
+
+    y then has the dtype that LayerNorm gives it, and is rounded once. The remarks say where the
+    original module differs. Attributes that only the original module had are lost. Swap before
+    torch.compile wraps the model.
+
+    Returns a SwappedNorms: prints as a table, `.undo()` puts the original modules back.
+    Raises TypeError if model is not a torch.nn.Module.
+    """
+    if not isinstance(model, torch.nn.Module):
+        raise TypeError(f"model is a {type(model).__name__}; expected a torch.nn.Module")
+    report = SwappedNorms()
+    if _looks_like_a_norm(model):
+        reason = (
+            "it is the model itself, and only what holds a module can hold another in its place: "
+            "swap inside torch.nn.Sequential(model)"
+        )
+        report.left.append(Swap("(model)", _name(model), "", reason))
+    seen: dict[torch.nn.Module, tuple[str, torch.nn.Module | None]] = {}
+    for path, parent, name, module in list(_places(model)):
+        if module in seen:
+            first, replacement = seen[module]
+            remark = f"the module of {first}"
+        else:
+            replacement, remark = _replace(module, keep_rounding)
+            seen[module] = path, replacement
+        if replacement is None:
+            report.left.append(Swap(path, _name(module), "", remark))
+        else:
+            setattr(parent, name, replacement)
+            report._places.append((parent, name, module, replacement))
+            report.swapped.append(Swap(path, _name(module), _name(replacement), remark))
+    return report
+
+
+def _places(
+    model: torch.nn.Module,
+) -> Iterator[tuple[str, torch.nn.Module, str, torch.nn.Module]]:
+    """(dotted name, parent, name in it, module) of all that looks like a norm.
+
+    A shared module comes once for each of its places.
+    """
+    for prefix, parent in model.named_modules():
+        for name, module in parent._modules.items():
+            if module is not None and _looks_like_a_norm(module):
+                yield f"{prefix}.{name}" if prefix else name, parent, name, module
+
+
+def _name(module: torch.nn.Module) -> str:
+    """Package and class: torch.LayerNorm, apex.FusedRMSNorm."""
+    return f"{type(module).__module__.partition('.')[0]}.{type(module).__qualname__}"
+
+
+def _looks_like_a_norm(module: torch.nn.Module) -> bool:
+    """Whether its class is named like a norm, or it has only a weight and an eps.
+
+    A module with children is not a norm, whatever its name.
+    """
+    if isinstance(module, Norm):
+        return False
+    if isinstance(module, torch.nn.LayerNorm | torch.nn.RMSNorm):
+        return True
+    if module._modules and not torch.nn.utils.parametrize.is_parametrized(module):
+        return False
+    if re.search("(layer|rms)_?norm", type(module).__name__, re.IGNORECASE):
+        return True
+    return [*parameters_of(module)] == ["weight"] and bool(eps_of(module))
+
+
+# Known by package and class. Most of them run only on CUDA, and cannot be probed on a CPU.
+_KNOWN = {
+    "transformer_engine": {"LayerNorm", "RMSNorm"},
+    "apex": {
+        "FusedLayerNorm",
+        "MixedFusedLayerNorm",
+        "FastLayerNorm",
+        "FusedRMSNorm",
+        "MixedFusedRMSNorm",
+    },
+}
+
+
+def _replace(module: torch.nn.Module, keep_rounding: bool) -> tuple[torch.nn.Module | None, str]:
+    """(replacement, how results differ), or (None, why there is none)."""
+    if obstacle := _obstacle(module):
+        return None, obstacle
+    kind = type(module)
+    package = kind.__module__.partition(".")[0]
+    eps, rounds = eps_of(module)[0], False
+    if kind in (torch.nn.LayerNorm, torch.nn.RMSNorm):
+        formula, remark = Formula(kind is torch.nn.LayerNorm, False, eps), ""
+    elif kind.__qualname__ in _KNOWN.get(package, ()):
+        zero_centered = getattr(module, "zero_centered_gamma", False)
+        formula = Formula("LayerNorm" in kind.__qualname__, zero_centered, eps)
+        casts = package == "transformer_engine" or kind.__qualname__.startswith("Mixed")
+        remark = "y was of the weight's dtype, now of the input's" if casts else ""
+    else:
+        try:
+            formula, rounds, remark = probe(module, _shape(module), keep_rounding)
+        except Exception as error:  # any forward may raise anything
+            first_line = str(error).partition("\n")[0]
+            reason = f"its forward raised {type(error).__name__} on the CPU: {first_line}"
+            return None, reason
+        if formula is None:
+            return None, remark
+    extras = {"zero_centered_gamma": formula.zero_centered, "round_x_hat": rounds}
+    if package == "transformer_engine":
+        extras["sm_margin"] = _margins_of(module)
+        extras["sequence_parallel"] = getattr(module, "sequence_parallel", None)
+    if package == "apex":
+        extras["memory_efficient"] = getattr(module, "memory_efficient", False)
+    parameters = parameters_of(module)
+    affine = {"elementwise_affine": "weight" in parameters}
+    if formula.centered:
+        affine["bias"] = "bias" in parameters
+    norm_class = LayerNorm if formula.centered else RMSNorm
+    replacement = norm_class(_shape(module), formula.eps, device="meta", **affine, **extras)
+    _hand_over(module, replacement)
+    return replacement, remark
+
+
+def _hand_over(module: torch.nn.Module, other: torch.nn.Module) -> None:
+    """Gives the parameters themselves and the training flag to another module."""
+    for name, parameter in parameters_of(module).items():
+        setattr(other, name, parameter)
+    other.training = module.training
+
+
+def _margins_of(module: torch.nn.Module) -> int | dict[str, int]:
+    """TransformerEngine's margins. Its releases spell the keys differently: forward, fwd."""
+    kinds = {kind[0]: kind for kind in Margins._fields}
+    given = getattr(module, "_sm_margins", {})
+    margins = {kinds[key[0]]: margin for key, margin in given.items()}
+    return margins if any(margins.values()) else 0
+
+
+def _shape(module: torch.nn.Module) -> tuple[int, ...]:
+    """The shape it normalises over; () where it is unknown."""
+    weight = module._parameters.get("weight")
+    if weight is None:
+        return extents_of(getattr(module, "normalized_shape", None) or ())
+    return extents_of(weight.shape)
+
+
+def _obstacle(module: torch.nn.Module) -> str:
+    """Why it is left, whatever it computes; "" if there is no reason."""
+    if torch.nn.utils.parametrize.is_parametrized(module):
+        return f"its {' and '.join(module.parametrizations)} is parametrized"
+    attributes = vars(module).items()
+    hooks = sorted(
+        name.strip("_") for name, value in attributes if name.endswith("hooks") and value
+    )
+    if hooks:
+        return f"it has {', '.join(hooks)}"
+    if "forward" in vars(module):
+        return "its forward was replaced on this object"
+    if type(module).__module__.startswith("transformer_engine.pytorch.ops"):
+        return "TransformerEngine fuses it with what follows"
+    parameters = parameters_of(module)
+    held = {*parameters, *module._buffers, *module._modules}
+    if held not in ({"weight", "bias"}, {"weight"}, set()):
+        return f"it holds {', '.join(sorted(held))}; expected a weight and perhaps a bias"
+    for name, parameter in parameters.items():
+        if type(parameter) is not torch.nn.Parameter:
+            kind = type(parameter).__name__
+            return f"its {name} is a {kind}; expected a plain torch.nn.Parameter"
+    shape = _shape(module)
+    if not shape or not math.prod(shape):
+        return "nothing says what it normalises over: its weight is absent or empty"
+    if any(tuple(parameter.shape) != shape for parameter in parameters.values()):
+        bias_shape = tuple(parameters["bias"].shape)
+        return f"its weight has shape {shape}, its bias {bias_shape}; expected one shape"
+    return "" if eps_of(module) else "it has no eps"

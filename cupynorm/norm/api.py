@@ -1,0 +1,496 @@
+"""layer_norm, rms_norm and their explicit forward and backward: what users call.
+
+Each function builds a request (request.py) and hands it on whole (route.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ..plan.problem import Tile
+from .options import (
+    check_dropout_p,
+    complete,
+    default_extents,
+    dropout_seed_of,
+    extents_of,
+    gradient_names,
+    launch_options,
+    quantization,
+)
+from .request import (
+    Array,
+    BackwardOperands,
+    BackwardOptions,
+    BackwardRequest,
+    ForwardOperands,
+    ForwardOptions,
+    ForwardRequest,
+    SecondGradient,
+    is_plain,
+)
+from .results import Backward, Forward, FusedBackward, FusedForward
+from .route import backward, backward_of_two, forward, normalize
+
+
+def layer_norm(
+    input: Array,
+    normalized_shape: int | Sequence[int],
+    weight: Array | None = None,
+    bias: Array | None = None,
+    eps: float = 1e-5,
+    *,
+    residual: Array | None = None,
+    return_residual: bool = False,
+    zero_centered_weight: bool = False,
+    out_dtype: Any = None,
+    out: Array | None = None,
+    residual_dtype: Any = None,
+    row_scale: Array | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: int | Array | None = None,
+    weight1: Array | None = None,
+    bias1: Array | None = None,
+    round_x_hat: bool = False,
+    memory_efficient: bool = False,
+    scale: Array | str | None = None,
+    amax: Array | None = None,
+    power_of_two: bool = False,
+    transpose: bool = False,
+    sm_margin: int | Mapping[str, int] = 0,
+    strategy: str | None = None,
+    tile: Tile | Mapping[str, int] | None = None,
+    statistics: str | None = None,
+) -> Array | tuple[Array, ...]:
+    """Layer normalisation over the last dimensions (Ba, Kiros, Hinton 2016).
+
+    y = (x - mean) / sqrt(var + eps) * weight + bias; cupynorm.reference.layer_norm has the formula
+    and its gradients.
+
+    input: shape (..., *normalized_shape); float16, bfloat16, float32 or float64. A CuPy array, a
+        torch tensor, a NumPy array or any object with __dlpack__. Any strides: contiguous rows are
+        read in place, others are copied first.
+    normalized_shape: an int or the trailing shape to normalise over.
+    weight, bias: shape normalized_shape, each optional, of any of the four dtypes, on the input's
+        device.
+    eps: added to the variance. It may be 0 or negative; a row whose variance does not exceed -eps
+        is then Inf or NaN, as in float64.
+
+    Residual:
+
+    residual: of the input's shape. input + residual is normalised, rounded once to the input's
+        dtype (or residual_dtype).
+    return_residual: also return that sum, for pre-norm blocks.
+    residual_dtype: the dtype of the sum, by default the input's: a residual stream can stay in
+        float32 beside 16-bit inputs. The residual has this dtype or the input's. Without a residual
+        the sum is the input in this dtype. Each gradient has its tensor's dtype.
+    row_scale: of the leading shape, any of the four dtypes. Each row of the input is multiplied by
+        its element before the residual is added. It is a constant: it has no gradient.
+    dropout_p, dropout_seed: after row_scale and before the residual is added, elements of the input
+        become 0 with probability dropout_p; the others are multiplied by 1 / (1 - dropout_p). A p
+        of 1 drops all. The mask is a function of the seed and of an element's row and column
+        (cupynorm.reference.dropout_mask): it is the same on every device, and backward computes it
+        again. dropout_seed is an int, or an int64 array of one element on the input's device, which
+        the kernel reads there. By default the input's library draws one on that device
+        (torch.randint, cupy.random, np.random), so torch.manual_seed and CUDA graphs work as with
+        torch's dropout.
+
+    Parameters and outputs:
+
+    zero_centered_weight: multiply by 1 + weight.
+    weight1, bias1: as weight and bias, of a second output y1 of the same x_hat, for parallel blocks
+        that have a norm each.
+    round_x_hat: round x_hat to the input's dtype before the weight multiplies it, where that dtype
+        is narrower than the arithmetic, as the norms of Hugging Face's Llama do. Gradients are
+        those of the function without that rounding.
+    memory_efficient: for torch tensors whose gradient is recorded: keep y for backward instead of
+        the normalised row, as apex's norms do. It saves memory where y is kept anyway and the input
+        is not. Backward computes x_hat = (y - bias) / weight. A weight (or 1 + weight) smaller than
+        t counts as t with its sign; t is half a unit in the last place of 1 in y's dtype: 2^-8,
+        2^-11, 2^-24, 2^-53 for bfloat16, float16, float32, float64. Besides float arithmetic, x_hat
+        is then off by up to ulp(y) / (2 * max(|weight|, t)) + |x_hat| * max(0, 1 - |weight| / t).
+        y and the sum must both be float64, or neither.
+    out: an array for the result: of the input's shape, with contiguous rows, sharing no memory with
+        the inputs.
+    out_dtype: dtype of the result (a name, NumPy or torch dtype), by default the input's. With
+        "float8_e4m3fn" or "float8_e5m2" the result is a cupynorm.QuantizedTensor: data = y * scale,
+        saturated and rounded once to 8 bits, and scale_inv = 1 / scale.
+
+    Only for an 8-bit result:
+
+    scale: what y is multiplied by. None: 1. An array of one float32 on the input's device, which
+        the kernel reads there. Or the name of a granularity, whose scales are computed from the
+        largest magnitude (amax) of each part of y: "tensor" (all of y), "row", "block" (128 columns
+        of a row), "mx" (32 columns, MXFP8). Such a scale is largest / amax, where largest is 448 or
+        57344, the format's; it is 1 where amax is 0, infinite or NaN. For "mx", scale_inv is amax /
+        largest rounded up to a power of two, in one byte. "tensor" reads the input twice; so do
+        "block" and "mx" where a block is not held by neighbouring lanes.
+    amax: with a given scale: an array of one float32, 0 (not -0) or more, on the input's device, in
+        memory of its own. It becomes the maximum of itself and all |y| of the call, before scaling.
+        The scale of a later call can be computed from it.
+    power_of_two: round the scales of "tensor", "row" and "block" down to powers of two.
+    transpose: with one scale for all of y: also return y.transposed, [num_cols, num_rows], the
+        layout that the product for a weight's gradient takes on Hopper. On a GPU a second kernel
+        transposes the 8-bit data.
+    An 8-bit y is not a tensor that autograd knows: gradients flow through its dequantize(), as if
+    nothing had been rounded. It works with all of the above but out, weight1, bias1 and
+    memory_efficient.
+
+    How it is computed; none of these changes a result beyond rounding:
+
+    sm_margin: multiprocessors to leave free for other kernels, in forward and backward. Or a dict
+        with values for "forward", "backward" and "inference" (a forward whose gradients nobody
+        asks for), 0 where it has none.
+    strategy, tile, statistics: force a row of cupynorm.STRATEGIES, its Tile, and "two_pass" or
+        "welford". By default the width of a row decides. Ignored on the CPU.
+
+    Returns y of the input's shape in the input's library; (y, sum) with return_residual; (y, y1) or
+    (y, y1, sum) with weight1 or bias1. A CuPy array or DLPack exporter gives a CuPy array. A CUDA
+    tensor gives a torch tensor, differentiable in input, weight, bias and residual. NumPy arrays
+    and CPU tensors are computed by the float64 reference and rounded once (differentiable for
+    torch). torch.compile, torch.func, forward mode and second derivatives work; with any of
+    residual_dtype, row_scale, dropout_p, weight1, bias1, round_x_hat and memory_efficient,
+    torch.compile alone works. Under CUDA's torch.autocast y is float32 unless out_dtype says
+    otherwise, as torch's is.
+
+    Arithmetic is in float32 (float64 for float64 input) with one rounding at the end. A row's
+    result does not depend on other rows and repeats to the bit. A row that holds NaN or Inf is NaN,
+    and only that row. If the squared deviations of a float32 or bfloat16 row sum beyond 3.4e38
+    (values of about 1.8e19 and more), its variance is infinite in float32: rstd is 0 and y is bias.
+
+    For a torch DTensor whose rows are sharded or replicated, y is placed as the input. weight and
+    bias are replicated DTensors, or plain tensors that are the same on every rank. An input whose
+    rows are split is gathered first. Options that change the sum or the outputs take no DTensor.
+
+    Raises ValueError or TypeError, before anything is launched, for shapes, dtypes, devices or
+    options that do not fit; cupynorm.MissingLibraryError if the input is on a GPU and CuPy or NVRTC
+    is not installed.
+    """
+    operands = ForwardOperands(
+        input, weight, bias, residual, out, row_scale, dropout_seed, weight1, bias1, scale, amax
+    )
+    options = ForwardOptions(
+        True,
+        extents_of(normalized_shape),
+        eps,
+        zero_centered_weight,
+        out_dtype,
+        residual_dtype,
+        dropout_p,
+        round_x_hat,
+        memory_efficient,
+        quantization(out_dtype, scale, amax, power_of_two, transpose),
+        launch_options(strategy, tile, statistics, sm_margin),
+    )
+    return normalize(complete(ForwardRequest(operands, options)), return_residual)
+
+
+def rms_norm(
+    input: Array,
+    normalized_shape: int | Sequence[int],
+    weight: Array | None = None,
+    eps: float | None = None,
+    *,
+    bias: Array | None = None,
+    residual: Array | None = None,
+    return_residual: bool = False,
+    zero_centered_weight: bool = False,
+    out_dtype: Any = None,
+    out: Array | None = None,
+    residual_dtype: Any = None,
+    row_scale: Array | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: int | Array | None = None,
+    weight1: Array | None = None,
+    bias1: Array | None = None,
+    round_x_hat: bool = False,
+    memory_efficient: bool = False,
+    scale: Array | str | None = None,
+    amax: Array | None = None,
+    power_of_two: bool = False,
+    transpose: bool = False,
+    sm_margin: int | Mapping[str, int] = 0,
+    strategy: str | None = None,
+    tile: Tile | Mapping[str, int] | None = None,
+    statistics: str | None = None,
+) -> Array | tuple[Array, ...]:
+    """Root-mean-square normalisation (Zhang, Sennrich 2019): layer_norm without the mean.
+
+    y = x / sqrt(mean(x^2) + eps) * weight + bias; see cupynorm.reference.rms_norm.
+
+    eps: by default the machine epsilon of the arithmetic, 2**-23 (2**-52 for float64), as
+        torch.nn.functional.rms_norm.
+
+    All other arguments, what is returned and what is raised: as for layer_norm. A row that holds
+    NaN is NaN. A row that holds Inf is NaN there and 0 * weight elsewhere, as in float64; so is,
+    elsewhere too, a row whose squares sum beyond 3.4e38.
+    """
+    operands = ForwardOperands(
+        input, weight, bias, residual, out, row_scale, dropout_seed, weight1, bias1, scale, amax
+    )
+    options = ForwardOptions(
+        False,
+        extents_of(normalized_shape),
+        eps,
+        zero_centered_weight,
+        out_dtype,
+        residual_dtype,
+        dropout_p,
+        round_x_hat,
+        memory_efficient,
+        quantization(out_dtype, scale, amax, power_of_two, transpose),
+        launch_options(strategy, tile, statistics, sm_margin),
+    )
+    return normalize(complete(ForwardRequest(operands, options)), return_residual)
+
+
+def layer_norm_forward(
+    x: Array,
+    weight: Array | None = None,
+    bias: Array | None = None,
+    eps: float = 1e-5,
+    *,
+    normalized_shape: int | Sequence[int] | None = None,
+    residual: Array | None = None,
+    zero_centered_weight: bool = False,
+    out_dtype: Any = None,
+    out: Array | None = None,
+    residual_dtype: Any = None,
+    row_scale: Array | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: int | Array | None = None,
+    weight1: Array | None = None,
+    bias1: Array | None = None,
+    round_x_hat: bool = False,
+    scale: Array | str | None = None,
+    amax: Array | None = None,
+    power_of_two: bool = False,
+    transpose: bool = False,
+    sm_margin: int | Mapping[str, int] = 0,
+    strategy: str | None = None,
+    tile: Tile | Mapping[str, int] | None = None,
+    statistics: str | None = None,
+) -> Forward | FusedForward:
+    """layer_norm that also returns what backward needs, outside any autograd.
+
+    normalized_shape: by default the shape of weight or bias, or else the last dimension of x.
+
+    Returns Forward(y, mean, rstd, sum), or a FusedForward with any of residual_dtype, row_scale,
+    dropout_p, weight1, bias1, round_x_hat or an 8-bit out_dtype. Arguments and errors: as for
+    layer_norm.
+    """
+    operands = ForwardOperands(
+        x, weight, bias, residual, out, row_scale, dropout_seed, weight1, bias1, scale, amax
+    )
+    options = ForwardOptions(
+        True,
+        default_extents(x, weight, bias, normalized_shape),
+        eps,
+        zero_centered_weight,
+        out_dtype,
+        residual_dtype,
+        dropout_p,
+        round_x_hat,
+        False,
+        quantization(out_dtype, scale, amax, power_of_two, transpose),
+        launch_options(strategy, tile, statistics, sm_margin),
+    )
+    return _forward(complete(ForwardRequest(operands, options)))
+
+
+def rms_norm_forward(
+    x: Array,
+    weight: Array | None = None,
+    bias: Array | None = None,
+    eps: float | None = None,
+    *,
+    normalized_shape: int | Sequence[int] | None = None,
+    residual: Array | None = None,
+    zero_centered_weight: bool = False,
+    out_dtype: Any = None,
+    out: Array | None = None,
+    residual_dtype: Any = None,
+    row_scale: Array | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: int | Array | None = None,
+    weight1: Array | None = None,
+    bias1: Array | None = None,
+    round_x_hat: bool = False,
+    scale: Array | str | None = None,
+    amax: Array | None = None,
+    power_of_two: bool = False,
+    transpose: bool = False,
+    sm_margin: int | Mapping[str, int] = 0,
+    strategy: str | None = None,
+    tile: Tile | Mapping[str, int] | None = None,
+    statistics: str | None = None,
+) -> Forward | FusedForward:
+    """rms_norm that also returns what backward needs: Forward(y, None, rstd, sum).
+
+    All else as for layer_norm_forward; eps as for rms_norm.
+    """
+    operands = ForwardOperands(
+        x, weight, bias, residual, out, row_scale, dropout_seed, weight1, bias1, scale, amax
+    )
+    options = ForwardOptions(
+        False,
+        default_extents(x, weight, bias, normalized_shape),
+        eps,
+        zero_centered_weight,
+        out_dtype,
+        residual_dtype,
+        dropout_p,
+        round_x_hat,
+        False,
+        quantization(out_dtype, scale, amax, power_of_two, transpose),
+        launch_options(strategy, tile, statistics, sm_margin),
+    )
+    return _forward(complete(ForwardRequest(operands, options)))
+
+
+def _forward(request: ForwardRequest) -> Forward | FusedForward:
+    made = forward(request)
+    return Forward(*made[:4]) if is_plain(request) else made
+
+
+def layer_norm_backward(
+    dy: Array,
+    x: Array,
+    mean: Array,
+    rstd: Array,
+    weight: Array | None = None,
+    *,
+    normalized_shape: int | Sequence[int] | None = None,
+    zero_centered_weight: bool = False,
+    dsum: Array | None = None,
+    gradients: Sequence[str] = ("dx", "dweight", "dbias"),
+    dweight_dtype: Any = None,
+    dbias_dtype: Any = None,
+    dx_dtype: Any = None,
+    dresidual_dtype: Any = None,
+    row_scale: Array | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: int | Array | None = None,
+    dy1: Array | None = None,
+    weight1: Array | None = None,
+    dbias1_dtype: Any = None,
+    memory_efficient: bool = False,
+    bias: Array | None = None,
+    sm_margin: int | Mapping[str, int] = 0,
+    strategy: str | None = None,
+    tile: Tile | Mapping[str, int] | None = None,
+) -> Backward | FusedBackward:
+    """Gradients of layer_norm at x (derivation: cupynorm.reference.layer_norm).
+
+    dy: gradient of y, of x's shape, in any of the four dtypes.
+    x: what was normalised (Forward.sum). mean, rstd: as layer_norm_forward returned them, of x's
+        leading shape.
+    dsum: gradient that reaches the returned sum from elsewhere; it is added to dx.
+    gradients: which to compute. The others are None and cost nothing.
+    dweight_dtype, dbias_dtype: by default weight's dtype, or x's without a weight.
+
+    For a forward with fused options:
+
+    row_scale, dropout_p: as in the forward. dropout_seed: as FusedForward has it.
+    dx_dtype, dresidual_dtype: the dtypes of the forward's input and residual, by default x's.
+    dy1, weight1, dbias1_dtype: of the second output.
+    memory_efficient: x is y as forward returned it, mean is not read, and bias is needed if forward
+        had one.
+    With any of these, or "dresidual", "dweight1" or "dbias1" among the gradients, a FusedBackward
+    is returned. One kernel writes dx, of the input, and dresidual; dsum is added to both before
+    they are rounded. The part of dy1 comes from a kernel before it, in the dtype of the arithmetic.
+
+    normalized_shape, zero_centered_weight, sm_margin, strategy, tile: as for layer_norm.
+
+    Returns Backward(dx in x's dtype, dweight and dbias of normalized_shape). Sums over rows are
+    computed in float32 (float64 for float64) in a fixed order: they repeat to the bit. Raises as
+    layer_norm.
+    """
+    operands = BackwardOperands(dy, x, mean, rstd, weight, dsum, None, row_scale, dropout_seed)
+    if memory_efficient:
+        operands = operands._replace(y_weight=weight, y_bias=bias)
+    options = BackwardOptions(
+        True,
+        default_extents(x, weight, None, normalized_shape),
+        zero_centered_weight,
+        gradient_names(gradients),
+        dx_dtype,
+        dweight_dtype,
+        dbias_dtype,
+        dresidual_dtype,
+        dropout_p,
+        bool(memory_efficient),
+        launch=launch_options(strategy, tile, None, sm_margin),
+    )
+    second = SecondGradient(dy1, weight1, dbias1_dtype)
+    return _backward(BackwardRequest(operands, options), second)
+
+
+def rms_norm_backward(
+    dy: Array,
+    x: Array,
+    rstd: Array,
+    weight: Array | None = None,
+    *,
+    normalized_shape: int | Sequence[int] | None = None,
+    zero_centered_weight: bool = False,
+    dsum: Array | None = None,
+    gradients: Sequence[str] = ("dx", "dweight", "dbias"),
+    dweight_dtype: Any = None,
+    dbias_dtype: Any = None,
+    dx_dtype: Any = None,
+    dresidual_dtype: Any = None,
+    row_scale: Array | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: int | Array | None = None,
+    dy1: Array | None = None,
+    weight1: Array | None = None,
+    dbias1_dtype: Any = None,
+    memory_efficient: bool = False,
+    bias: Array | None = None,
+    sm_margin: int | Mapping[str, int] = 0,
+    strategy: str | None = None,
+    tile: Tile | Mapping[str, int] | None = None,
+) -> Backward | FusedBackward:
+    """Gradients of rms_norm at x, for the rstd that rms_norm_forward returned.
+
+    All else as for layer_norm_backward.
+    """
+    operands = BackwardOperands(dy, x, None, rstd, weight, dsum, None, row_scale, dropout_seed)
+    if memory_efficient:
+        operands = operands._replace(y_weight=weight, y_bias=bias)
+    options = BackwardOptions(
+        False,
+        default_extents(x, weight, None, normalized_shape),
+        zero_centered_weight,
+        gradient_names(gradients),
+        dx_dtype,
+        dweight_dtype,
+        dbias_dtype,
+        dresidual_dtype,
+        dropout_p,
+        bool(memory_efficient),
+        launch=launch_options(strategy, tile, None, sm_margin),
+    )
+    second = SecondGradient(dy1, weight1, dbias1_dtype)
+    return _backward(BackwardRequest(operands, options), second)
+
+
+def _backward(request: BackwardRequest, second: SecondGradient) -> Backward | FusedBackward:
+    operands, options = request
+    dropout_p = check_dropout_p(options.dropout_p)
+    is_fused = (
+        dropout_p > 0
+        or options.x_is_y
+        or not (operands.row_scale is None and options.dx_dtype is None)
+        or not (options.dresidual_dtype is None and second.dy is None and second.weight is None)
+        or not set(options.gradients) <= set(Backward._fields)
+    )
+    seed = dropout_seed_of(operands.dropout_seed, dropout_p)
+    request = BackwardRequest(
+        operands._replace(dropout_seed=seed), options._replace(dropout_p=dropout_p)
+    )
+    if is_fused:
+        return backward_of_two(request, second)
+    return Backward(*backward(request)[:3])

@@ -1,0 +1,387 @@
+"""From the tensors of a call to its plan and to the argument of each kernel.
+
+The arguments are the structs of cuda_src (forward.cuh, backward.cuh, backward_parameters.cu,
+quantize.cu, survey.cu). Every word of a struct has 8 bytes. A word is a constant of the plan, or
+the address of a tensor that comes with each run (Address).
+
+The same calls run on a GPU (cupynorm.norm.prepared) and on the CPU (cupynorm.check).
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping, Sequence
+from operator import itemgetter
+from typing import NamedTuple
+
+from ..dtypes import DTYPES
+from ..gpu.arrays import Rows
+from ..plan.devices import Device
+from ..plan.dispatch import Plan, make_plan
+from ..plan.instances import Launch
+from ..plan.matrices import quantize_launch, survey_launch
+from ..plan.problem import Layout, Problem
+from .request import BackwardOptions, ForwardOptions
+
+Tensors = Mapping[str, Rows]  # by name; an absent tensor has no entry
+
+
+class Address(NamedTuple):
+    """A word that is the address of a tensor plus some bytes; 0 if the tensor is absent."""
+
+    tensor: str
+    offset: int = 0
+
+
+class Seed(NamedTuple):
+    """A word that is the dropout seed itself, 0 where the kernel reads it from an address."""
+
+
+Words = list  # of constants, Address and Seed
+
+
+class Template:
+    """The argument of one kernel, for tensors that come in a known order.
+
+    Each word is picked from the addresses of a run, the seed and the constants of the plan, by one
+    itemgetter: this runs in every call.
+    """
+
+    def __init__(self, words: Words, order: Sequence[str]) -> None:
+        """order: names of the tensors of a run. Any other tensor is absent: its address is 0."""
+        indices = {name: index for index, name in enumerate(order)}
+        there = [word for word in words if isinstance(word, Address) and word.tensor in indices]
+        self.offsets = [(indices[word.tensor], word.offset) for word in there if word.offset]
+        constants = [0, *(word for word in words if not isinstance(word, (Address, Seed)))]
+        self.constants = tuple(constants)
+        seed = len(order)
+        behind = iter(range(seed + 1, seed + 1 + len(self.offsets)))
+        absent = seed + 1 + len(self.offsets)
+        constant = iter(range(absent + 1, absent + len(constants)))
+        picked = []
+        for word in words:
+            if isinstance(word, Seed):
+                picked.append(seed)
+            elif not isinstance(word, Address):
+                picked.append(next(constant))
+            elif word.tensor not in indices:
+                picked.append(absent)
+            else:
+                picked.append(next(behind) if word.offset else indices[word.tensor])
+        self.pick = itemgetter(*picked)
+
+    def fill(self, addresses: Sequence[int], seed: int = 0) -> tuple:
+        """The words. addresses: in the order of the run."""
+        if not self.offsets:
+            return self.pick((*addresses, seed, *self.constants))
+        behind = [addresses[index] + offset for index, offset in self.offsets]
+        return self.pick((*addresses, seed, *behind, *self.constants))
+
+
+class Call(NamedTuple):
+    """A planned call: its kernels in order, and the words of each kernel's argument."""
+
+    launches: tuple[Launch, ...]
+    arguments: tuple[Words, ...]
+    plan: Plan | None = None
+    partials_shape: tuple[int, ...] | None = None  # of a scratch tensor named "partials"
+    can_write_over_dy: bool = False
+
+    def templates(self, order: Sequence[str]) -> list[Template]:
+        """order: names of the tensors that a run has."""
+        return [Template(words, order) for words in self.arguments]
+
+    def fill(self, addresses: Mapping[str, int], seed: int = 0) -> list[tuple]:
+        """The words of each kernel's argument; addresses: of the tensors that are there."""
+        filled = []
+        for template in self.templates(list(addresses)):
+            filled.append(template.fill(list(addresses.values()), seed))
+        return filled
+
+
+def _layout(num_cols: int, tensors: Tensors) -> Layout:
+    """What all tensors that a kernel reads or writes allow."""
+    return Layout.of(num_cols, [each.layout() for each in tensors.values()])
+
+
+def _dtype(tensors: Tensors, name: str) -> str | None:
+    return tensors[name].dtype if name in tensors else None
+
+
+def _row_words(tensors: Tensors, name: str, turned: bool = False) -> tuple[Address, int]:
+    """Address and row stride, as struct members; turned: from the last row back to the first."""
+    if name not in tensors:
+        return Address(name), 0
+    rows = tensors[name]
+    if not turned:
+        return Address(name), rows.row_stride
+    # 8-bit dtypes have an itemsize too: Rows.layout knows it.
+    last = (rows.num_rows - 1) * rows.row_stride * rows.layout().itemsize
+    return Address(name, last), -rows.row_stride
+
+
+def _dropout_words(p: float) -> tuple:
+    """The end of struct Factor of dropout.cuh: the seed, its threshold, the factor of the rest."""
+    seed = Address("dropout_seed"), Seed()
+    return *seed, round(p * 2**32), 1 / (1 - p) if p < 1 else 0.0
+
+
+def scale_rule_words(smallest_amax: float, power_of_two: bool) -> tuple[int, int]:
+    """struct ScaleRule of fp8.cuh: the smallest amax as bits; whether scales are powers of 2."""
+    return struct.unpack("I", struct.pack("f", abs(smallest_amax)))[0], int(power_of_two)
+
+
+# Forward.
+
+
+def forward_problem(tensors: Tensors, options: ForwardOptions) -> Problem:
+    """What a kernel is chosen by: the tensors of a forward and what is fused with it.
+
+    tensors: x, y, weight, bias, residual, sum, row_scale, y1, weight1, bias1; amax where one is
+    recorded. Without y: mean and rstd alone.
+    """
+    x = tensors["x"]
+    drops = options.dropout_p > 0
+    # ResidualLoad adds a residual of x's dtype; SumLoad does everything else.
+    dtypes = {tensors[name].dtype for name in ("x", "residual", "sum") if name in tensors}
+    has_own_sum = len(dtypes) > 1 or "row_scale" in tensors or drops
+    own_sum = {}
+    if has_own_sum:
+        own_sum = {
+            "input": x.dtype,
+            "residual_dtype": _dtype(tensors, "residual"),
+            "row_scale": _dtype(tensors, "row_scale"),
+            "dropout": drops,
+        }
+    streamed = {name: rows for name, rows in tensors.items() if name not in ("row_scale", "amax")}
+    rounds = options.round_x_hat and DTYPES[x.dtype].itemsize < 4
+    return Problem(
+        "forward",
+        options.centered,
+        x.num_cols,
+        _dtype(tensors, "sum") or x.dtype,
+        y=_dtype(tensors, "y"),
+        weight=_dtype(tensors, "weight"),
+        bias=_dtype(tensors, "bias"),
+        zero_centered=bool(options.zero_centered_weight),
+        residual="residual" in tensors and not has_own_sum,
+        y1=_dtype(tensors, "y1"),
+        weight1=_dtype(tensors, "weight1"),
+        bias1=_dtype(tensors, "bias1"),
+        round_x_hat=x.dtype if rounds else None,
+        scaling=options.quantization.scaling if options.quantization else None,
+        amax="amax" in tensors,
+        layout=_layout(x.num_cols, streamed),
+        **own_sum,
+    )
+
+
+def forward_call(device: Device, tensors: Tensors, options: ForwardOptions, kind: str) -> Call:
+    """kind: "forward" or "inference", whose sm_margin counts."""
+    problem = forward_problem(tensors, options)
+    x = tensors["x"]
+    plan = make_plan(problem, device, x.num_rows, **options.launch.of(kind)._asdict())
+    # A second launch for y in 8 bits finds the same statistics again. One scale is for all rows,
+    # so it begins with the last ones, which may still be in the L2 cache.
+    turns = problem.scaling == "tensor" and not problem.input
+    arguments = [
+        _forward_words(tensors, problem, options, plan, at > 0, turns and at > 0)
+        for at in range(len(plan.launches))
+    ]
+    return Call(plan.launches, tuple(arguments), plan)
+
+
+def _forward_words(
+    tensors: Tensors,
+    problem: Problem,
+    options: ForwardOptions,
+    plan: Plan,
+    again: bool,
+    turned: bool,
+) -> Words:
+    """struct Forward of forward.cuh."""
+    words = [*_row_words(tensors, "x", turned)]
+    if problem.input or problem.residual:
+        words += [*_row_words(tensors, "residual", turned), *_row_words(tensors, "sum", turned)]
+    if problem.input:
+        words += [Address("row_scale"), *_dropout_words(options.dropout_p)]
+    words += [*_row_words(tensors, "y", turned), Address("weight"), Address("bias")]
+    if problem.y1:
+        words += [*_row_words(tensors, "y1", turned), Address("weight1"), Address("bias1")]
+    if options.quantization:
+        rule = scale_rule_words(
+            options.quantization.smallest_amax, options.quantization.power_of_two
+        )
+        words += [
+            Address("scale"),
+            Address("scale_inv"),
+            Address("amax"),
+            problem.num_scales,
+            *rule,
+        ]
+    words += [0, 0] if again else [Address("mean"), Address("rstd")]
+    first = plan.launches[0]
+    x = tensors["x"]
+    tail = [x.num_rows, x.num_cols, float(options.eps), first.num_first, first.rows_of_first]
+    return words + tail
+
+
+# Backward.
+
+
+def backward_problem(tensors: Tensors, options: BackwardOptions, compute: str) -> Problem:
+    """What a kernel is chosen by.
+
+    tensors: dy, x, weight, dsum, dx, dweight, dbias, dresidual, row_scale; y and bias where y is
+    recomputed; y_weight and y_bias where x is y. compute: the dtype of the statistics.
+    """
+    x = tensors["x"]
+    streamed = {name: rows for name, rows in tensors.items() if name != "row_scale"}
+    return Problem(
+        "backward",
+        options.centered,
+        x.num_cols,
+        compute if options.x_is_y else x.dtype,
+        weight=_dtype(tensors, "weight"),
+        zero_centered=bool(options.zero_centered_weight),
+        dy=tensors["dy"].dtype,
+        dx=_dtype(tensors, "dx"),
+        dweight=_dtype(tensors, "dweight"),
+        dbias=_dtype(tensors, "dbias"),
+        dsum=_dtype(tensors, "dsum"),
+        y=x.dtype if options.x_is_y else None,
+        y_weight=_dtype(tensors, "y_weight"),
+        y_bias=_dtype(tensors, "y_bias"),
+        dresidual=_dtype(tensors, "dresidual"),
+        row_scale=_dtype(tensors, "row_scale"),
+        dropout=options.dropout_p > 0,
+        recomputed=_dtype(tensors, "y"),
+        bias=_dtype(tensors, "bias"),
+        layout=_layout(x.num_cols, streamed),
+    )
+
+
+def backward_call(device: Device, tensors: Tensors, options: BackwardOptions, compute: str) -> Call:
+    """dsum without dx has nothing to be added to and is left out of tensors by the caller."""
+    problem = backward_problem(tensors, options, compute)
+    x, dy = tensors["x"], tensors["dy"]
+    plan = make_plan(problem, device, x.num_rows, **options.launch.of("backward")._asdict())
+    sources = [launch.kernel.source for launch in plan.launches]
+    sums_up = "backward_parameters.cu" in sources
+    sums_dy_itself = sums_up and not plan.num_partials
+    smallest = DTYPES[x.dtype].half_ulp if options.x_is_y else None
+    x_words = [*_row_words(tensors, "x")]
+    if smallest is not None:  # struct LoadXHat in place of struct Load
+        x_words += [Address("y_weight"), Address("y_bias"), smallest]
+    arguments = []
+    if len(sources) > sums_up:
+        arguments.append(_backward_words(tensors, problem, options, plan, x_words))
+    if sums_dy_itself:
+        statistics = [Address("mean"), Address("rstd"), Address("dweight"), Address("dbias")]
+        row_words = [*x_words, *_row_words(tensors, "dy")]
+        arguments.append([*row_words, *statistics, x.num_rows, x.num_cols])
+    elif sums_up:
+        partials = _partial_words(problem, plan)
+        sums = [*partials, x.num_cols, Address("dweight"), Address("dbias")]
+        arguments.append([*sums, plan.num_partials, x.num_cols])
+    partials_shape = None
+    if plan.num_partials:
+        # One partial row of sums for each block or cluster, those of dweight first.
+        num_sums = ("dweight" in tensors) + ("dbias" in tensors)
+        partials_shape = (num_sums, plan.num_partials, x.num_cols)
+    # A row is read before it is written, except by a kernel that sums up dy itself after that.
+    dx = tensors.get("dx")
+    same = dx is not None and (dx.dtype, dx.row_stride) == (dy.dtype, dy.row_stride)
+    return Call(plan.launches, tuple(arguments), plan, partials_shape, same and not sums_dy_itself)
+
+
+def _partial_words(problem: Problem, plan: Plan) -> list:
+    """Addresses of the partial sums of dweight and of dbias; 0 where not wanted."""
+    after = plan.num_partials * problem.num_cols * DTYPES[problem.compute].itemsize
+    of_dweight = Address("partials") if problem.dweight else 0
+    of_dbias = Address("partials", after if problem.dweight else 0) if problem.dbias else 0
+    return [of_dweight, of_dbias]
+
+
+def _backward_words(
+    tensors: Tensors, problem: Problem, options: BackwardOptions, plan: Plan, x_words: Words
+) -> Words:
+    """struct Backward of backward.cuh."""
+    words = [*x_words, *_row_words(tensors, "dy"), Address("weight"), *_row_words(tensors, "dx")]
+    words += _row_words(tensors, "dsum")
+    if problem.dresidual or problem.row_scale or problem.dropout:
+        factor = [Address("row_scale"), *_dropout_words(options.dropout_p)]
+        words += [*_row_words(tensors, "dresidual"), *factor]
+    if problem.recomputed:
+        words += [*_row_words(tensors, "y"), Address("weight"), Address("bias")]
+    x = tensors["x"]
+    partials = _partial_words(problem, plan) if plan.num_partials else [0, 0]
+    return [*words, Address("mean"), Address("rstd"), *partials, x.num_rows, x.num_cols]
+
+
+# Matrices.
+
+
+class QuantizeOptions(NamedTuple):
+    """How a matrix, or a norm's y of it, becomes 8-bit floats of a dtype.
+
+    centered: None, or which norm's y is meant. sums: the dtype of sums of x over rows, or None.
+    rule: (smallest_amax, power_of_two) where the scale comes from a known amax, None where it is
+    given.
+    """
+
+    dtype: str
+    centered: bool | None = None
+    zero_centered: bool = False
+    sums: str | None = None
+    rule: tuple[float, bool] | None = None
+
+
+def quantize_call(tensors: Tensors, options: QuantizeOptions) -> Call:
+    """tensors: x, weight, bias. x of the 8-bit dtype itself is only transposed."""
+    x = tensors["x"]
+    launches = quantize_launch(
+        x.num_rows,
+        x.num_cols,
+        x.dtype,
+        options.dtype,
+        _layout(x.num_cols, tensors).pack_limit,
+        centered=options.centered,
+        weight=_dtype(tensors, "weight"),
+        bias=_dtype(tensors, "bias"),
+        zero_centered=options.zero_centered,
+        sums=options.sums,
+        scaling="tensor" if options.rule else "given",
+    )
+    words = [*_row_words(tensors, "x")]
+    if x.dtype != options.dtype:
+        rule = scale_rule_words(*(options.rule or (0.0, False)))
+        words += [Address("scale"), Address("scale_inv"), Address("amax"), *rule]
+    if options.centered is not None:
+        words += [Address("weight"), Address("bias"), Address("mean"), Address("rstd")]
+    words += [Address("data"), x.num_cols, Address("transposed"), x.num_rows, x.num_cols]
+    arguments, partials_shape = [[*words, Address("partials")]], None
+    if options.sums:
+        partials_shape = (-(-x.num_rows // 128), x.num_cols)  # one row for each 128 rows
+        arguments.append(_sum_words(partials_shape))
+    return Call(launches, tuple(arguments), None, partials_shape)
+
+
+def _sum_words(partials_shape: tuple[int, int]) -> Words:
+    """struct Parameters of backward_parameters.cu, of one kind of sums."""
+    num_cols = partials_shape[1]
+    return [0, Address("partials"), num_cols, 0, Address("sums"), *partials_shape]
+
+
+def survey_call(device: Device, x: Rows, sums: str | None) -> Call:
+    """A reading of a matrix for its largest magnitude, or for sums over its rows, of dtype sums."""
+    limit = _layout(x.num_cols, {"x": x}).pack_limit
+    launches, num_slabs, rows_of_slab = survey_launch(
+        device, x.num_rows, x.num_cols, x.dtype, limit, sums
+    )
+    words = [*_row_words({"x": x}, "x"), x.num_rows, x.num_cols, rows_of_slab]
+    arguments, partials_shape = [[*words, Address("partials"), Address("amax")]], None
+    if sums:
+        partials_shape = (num_slabs, x.num_cols)
+        arguments.append(_sum_words(partials_shape))
+    return Call(launches, tuple(arguments), None, partials_shape)

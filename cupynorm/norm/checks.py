@@ -1,0 +1,284 @@
+"""Checks of a request: each failure is a sentence that says what was given and what was expected.
+
+Nothing is allocated or launched. options.py has the checks that need no array.
+"""
+
+from __future__ import annotations
+
+import math
+import numbers
+
+import numpy as np
+
+from ..dtypes import DTYPES, compute_dtype
+from ..gpu import arrays
+from .options import check_gradients, dtype_name
+from .request import (
+    Array,
+    BackwardOperands,
+    BackwardOptions,
+    BackwardRequest,
+    ForwardOperands,
+    ForwardRequest,
+)
+from .results import GRADIENTS, Backward, FusedBackward
+
+
+def share_an_address(scale: Array | None, amax: Array | None) -> bool:
+    """Whether both are there and begin at one address."""
+    if scale is None or amax is None or arrays.is_torch(scale) != arrays.is_torch(amax):
+        return False
+    return arrays.address(scale) == arrays.address(amax)
+
+
+def _scalar(array: Array | None, name: str, x: Array) -> Array | None:
+    """scale or amax as it is taken."""
+    if array is None:
+        return None
+    array = arrays.take(array, name)
+    if arrays.dtype_name(array) != "float32" or arrays.product(array.shape) != 1:
+        raise TypeError(
+            f"{name} has shape {tuple(array.shape)} and dtype {arrays.dtype_name(array)}; expected one element of float32"
+        )
+    check_same_place(array, x, name, "input")
+    _check_constant(array, name, "it is a constant here, so expected")
+    return array
+
+
+def _check_constant(array: Array | None, name: str, words: str) -> None:
+    if getattr(array, "requires_grad", False):
+        raise ValueError(f"{name} requires a gradient; {words} {name}.detach()")
+
+
+# Arrays.
+
+
+def check_dtype(array: Array, name: str) -> str:
+    dtype = arrays.dtype_name(array)
+    if dtype not in DTYPES:
+        raise TypeError(f"{name} is of dtype {dtype}; expected one of {', '.join(DTYPES)}")
+    return dtype
+
+
+def check_same_place(array: Array, x: Array, name: str, x_name: str) -> None:
+    if arrays.where(array) != arrays.where(x):
+        raise ValueError(
+            f"{name} is {arrays.where(array)}, {x_name} is {arrays.where(x)}; expected both in one place"
+        )
+
+
+def take_like(
+    array: Array | None, x: Array, shape: tuple[int, ...], name: str, x_name: str
+) -> Array | None:
+    """An optional array that must have a shape, a supported dtype, and x's place."""
+    if array is None:
+        return None
+    array = arrays.take(array, name)
+    check_dtype(array, name)
+    if tuple(array.shape) != shape:
+        raise ValueError(f"{name} has shape {tuple(array.shape)}; expected {shape}")
+    check_same_place(array, x, name, x_name)
+    return array
+
+
+def check_eps(eps: object, dtype: str, has_default: bool) -> float:
+    """eps as a float. has_default: None means the machine epsilon of the arithmetic."""
+    if eps is None and has_default:
+        return 2.0 ** (1 - compute_dtype(dtype).digits)
+    if isinstance(eps, bool) or not isinstance(eps, numbers.Real) or math.isnan(eps):
+        raise TypeError(f"eps is {eps!r}; expected a real number")
+    return float(eps)
+
+
+def _check_extents(shape: tuple[int, ...], extents: tuple[int, ...], name: str) -> None:
+    if not extents:
+        raise ValueError("normalized_shape is empty; expected at least one dimension")
+    if len(extents) > len(shape) or shape[len(shape) - len(extents) :] != extents:
+        raise ValueError(
+            f"normalized_shape is {extents}, {name} has shape {shape}; expected its last dimensions"
+        )
+
+
+def check_out(request: ForwardRequest) -> None:
+    """After check_forward: out has the input's shape and place, y's dtype, and rows of its own."""
+    operands, options = request
+    out, x = operands.out, operands.input
+    if out is None:
+        return
+    if options.quantization is not None:
+        raise ValueError(
+            f"out was given with out_dtype {options.quantization.dtype}; expected out=None"
+        )
+    if not (arrays.is_torch(out) or arrays.is_cupy(out) or isinstance(out, np.ndarray)):
+        raise TypeError(f"out is a {type(out).__name__}; expected an array of the input's library")
+    check_same_place(out, x, "out", "input")
+    if tuple(out.shape) != tuple(x.shape):
+        raise ValueError(
+            f"out has shape {tuple(out.shape)}; expected the input's, {tuple(x.shape)}"
+        )
+    if arrays.dtype_name(out) != options.out_dtype:
+        raise TypeError(f"out is of dtype {arrays.dtype_name(out)}; expected {options.out_dtype}")
+    view = arrays.view(out)
+    rows = arrays.rows(view, len(options.extents))
+    if rows is None or (rows.num_rows > 1 and abs(rows.row_stride) < rows.num_cols):
+        raise ValueError(
+            f"out has strides {view.strides}; expected rows that are contiguous and do not overlap"
+        )
+
+
+def check_overlap(operands: ForwardOperands) -> None:
+    """out must share no memory with what is read."""
+    low, high = arrays.extent(arrays.view(operands.out))
+    for name in ("input", "weight", "bias", "residual", "row_scale", "weight1", "bias1"):
+        other = getattr(operands, name)
+        if other is not None:
+            other_low, other_high = arrays.extent(arrays.view(other))
+            if low < other_high and other_low < high:
+                raise ValueError(f"out shares memory with {name}; expected memory of its own")
+
+
+def _check_seed(seed: object, x: Array) -> object:
+    """The seed as it is taken: an array of one int64, an int or None."""
+    if seed is None or isinstance(seed, int):
+        return seed
+    if not hasattr(seed, "__dlpack__"):
+        raise TypeError(
+            f"dropout_seed is a {type(seed).__name__}; expected an int or one element of int64"
+        )
+    seed = arrays.take(seed, "dropout_seed")
+    if arrays.dtype_name(seed) != "int64" or math.prod(seed.shape) != 1:
+        raise ValueError(
+            f"dropout_seed has shape {tuple(seed.shape)} and dtype {arrays.dtype_name(seed)}; "
+            "expected one element of int64, or an int"
+        )
+    check_same_place(seed, x, "dropout_seed", "input")
+    return seed
+
+
+# Requests.
+
+
+def check_forward(request: ForwardRequest) -> ForwardRequest:
+    """The request with arrays as they are taken, eps a float, and the dtypes of y and of the sum by
+    name. Reads no address: a tensor may have no memory."""
+    given, options = request
+    x = arrays.take(given.input, "input")
+    dtype, shape, extents = check_dtype(x, "input"), tuple(x.shape), options.extents
+    _check_extents(shape, extents, "input")
+    parameters = {
+        name: take_like(getattr(given, name), x, extents, name, "input")
+        for name in ("weight", "bias", "weight1", "bias1")
+    }
+    sum_dtype = options.residual_dtype or dtype
+    eps = check_eps(options.eps, sum_dtype, has_default=not options.centered)
+    quantization = options.quantization
+    y_dtype = dtype
+    if quantization is not None:
+        y_dtype = quantization.dtype
+    elif options.out_dtype is not None:
+        y_dtype = dtype_name(options.out_dtype, "out_dtype")
+    residual = take_like(given.residual, x, shape, "residual", "input")
+    if residual is not None and arrays.dtype_name(residual) not in (dtype, sum_dtype):
+        expected = f"the input's, {dtype}"
+        if options.residual_dtype is not None:
+            expected = f"the input's or residual_dtype, {dtype} or {sum_dtype}"
+        raise TypeError(f"residual is of dtype {arrays.dtype_name(residual)}; expected {expected}")
+    leading = shape[: len(shape) - len(extents)]
+    row_scale = take_like(given.row_scale, x, leading, "row_scale", "input")
+    _check_constant(row_scale, "row_scale", "it is a constant here, so expected")
+    seed = _check_seed(given.dropout_seed, x)
+    has_second = given.weight1 is not None or given.bias1 is not None
+    if quantization is not None and (has_second or options.memory_efficient):
+        name = "memory_efficient" if options.memory_efficient else "a second weight or bias"
+        raise ValueError(
+            f"{name} was given with out_dtype {quantization.dtype}; expected only one of them"
+        )
+    if options.memory_efficient and compute_dtype(y_dtype) != compute_dtype(sum_dtype):
+        raise TypeError(
+            f"memory_efficient was given for y of {y_dtype} and a sum of {sum_dtype}; expected both float64, or neither"
+        )
+    scale, amax = (_scalar(getattr(given, name), name, x) for name in ("scale", "amax"))
+    if share_an_address(scale, amax):
+        raise ValueError(
+            "amax is scale's own memory, which the kernel reads; expected an array of its own"
+        )
+    operands = ForwardOperands(
+        input=x,
+        residual=residual,
+        out=given.out,
+        row_scale=row_scale,
+        dropout_seed=seed,
+        scale=scale,
+        amax=amax,
+        **parameters,
+    )
+    options = options._replace(eps=eps, out_dtype=y_dtype, residual_dtype=sum_dtype)
+    return ForwardRequest(operands, options)
+
+
+def check_backward(request: BackwardRequest) -> BackwardRequest:
+    """The request with arrays as they are taken and a dtype by name for each wanted gradient.
+
+    The dtypes of gradients that are not wanted are None.
+    """
+    given, options = request
+    extents = options.extents
+    x = arrays.take(given.x, "x")
+    dtype, shape = check_dtype(x, "x"), tuple(x.shape)
+    _check_extents(shape, extents, "x")
+    leading = shape[: len(shape) - len(extents)]
+    dy = take_like(given.dy, x, shape, "dy", "x")
+    if dy is None:
+        raise TypeError("dy is None; expected the gradient of y")
+    dsum = take_like(given.dsum, x, shape, "dsum", "x")
+    weight = take_like(given.weight, x, extents, "weight", "x")
+    reads_mean = options.centered and not options.x_is_y
+    mean = _take_statistic(given.mean, x, leading, "mean") if reads_mean else None
+    rstd = _take_statistic(given.rstd, x, leading, "rstd")
+    plain = not (_asks_for_more(options) or given.row_scale is not None)
+    check_gradients(options.gradients, Backward._fields if plain else FusedBackward._fields)
+    own = arrays.dtype_name(weight) if weight is not None else dtype
+    dtypes = {}
+    for name, default in zip(GRADIENTS, (dtype, own, own, dtype)):
+        asked = getattr(options, f"{name}_dtype")
+        if asked is not None:
+            default = dtype_name(asked, f"{name}_dtype")
+        dtypes[f"{name}_dtype"] = default if name in options.gradients else None
+    y_weight = y_bias = bias = None
+    if options.x_is_y:
+        y_weight = take_like(given.y_weight, x, extents, "weight", "x")
+        y_bias = take_like(given.y_bias, x, extents, "bias", "x")
+    if options.recompute:
+        bias = take_like(given.bias, x, extents, "bias", "x")
+    if options.dropout_p > 0 and given.dropout_seed is None:
+        raise TypeError("dropout_seed is None; expected the seed that the forward returned")
+    row_scale = take_like(given.row_scale, x, leading, "row_scale", "x")
+    seed = _check_seed(given.dropout_seed, x)
+    operands = BackwardOperands(
+        dy, x, mean, rstd, weight, dsum, bias, row_scale, seed, y_weight, y_bias
+    )
+    return BackwardRequest(operands, options._replace(**dtypes))
+
+
+def _asks_for_more(options: BackwardOptions) -> bool:
+    """Whether a backward is asked for what only a forward with fused options has."""
+    return (
+        options.x_is_y
+        or options.recompute
+        or options.dropout_p > 0
+        or options.dx_dtype is not None
+        or options.dresidual_dtype is not None
+        or "dresidual" in options.gradients
+    )
+
+
+def _take_statistic(array: Array | None, x: Array, leading: tuple[int, ...], name: str) -> Array:
+    if array is None:
+        raise TypeError(f"{name} is None; expected the statistic that the forward returned")
+    array = take_like(array, x, leading, name, "x")
+    expected = compute_dtype(arrays.dtype_name(x)).name
+    if arrays.dtype_name(array) != expected:
+        raise TypeError(
+            f"{name} is of dtype {arrays.dtype_name(array)}; expected {expected} for x of {arrays.dtype_name(x)}"
+        )
+    return array

@@ -1,0 +1,236 @@
+"""Calls on NumPy arrays and CPU tensors: the float64 reference, rounded once. Exact, not fast."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from ..dtypes import DTYPES, compute_dtype, decode, encode
+from ..gpu import arrays
+from .quantized_tensor import on_host
+from .request import (
+    Array,
+    BackwardOperands,
+    BackwardOptions,
+    BackwardRequest,
+    ForwardOperands,
+    ForwardRequest,
+    is_plain,
+    makes_sum,
+)
+from .results import FusedForward, Gradients
+
+
+class CheckedForward:
+    """A forward that is checked, and what its gradients depend on besides arrays.
+
+    backward: the options of its backward, which asks for its own gradients. backwards: backwards
+    that autograd prepared.
+    """
+
+    def __init__(self, request: ForwardRequest) -> None:
+        operands, options = request
+        self.options = options
+        self.dtype = arrays.dtype_name(operands.input)
+        self.makes_sum = makes_sum(request, self.dtype)
+        self.has_second = operands.weight1 is not None or operands.bias1 is not None
+        self.bias1_dtype = _dtype_name(operands.bias1)
+        of_input = _dtype_name(operands.residual)
+        self.is_plain = is_plain(
+            request._replace(
+                options=options._replace(
+                    residual_dtype=None
+                    if options.residual_dtype == self.dtype
+                    else options.residual_dtype
+                )
+            )
+        )
+        self.backward = BackwardOptions(
+            options.centered,
+            options.extents,
+            bool(options.zero_centered_weight),
+            dx_dtype=None if self.is_plain else self.dtype,
+            dbias_dtype=_dtype_name(operands.bias),
+            dresidual_dtype=None if self.is_plain else of_input,
+            dropout_p=options.dropout_p,
+            x_is_y=options.memory_efficient,
+            # A tile belongs to one kernel; a strategy is meant for both directions.
+            launch=options.launch._replace(tile=None),
+        )
+        self.backwards: dict[tuple, object] = {}
+
+
+def _dtype_name(array: Array | None) -> str | None:
+    return None if array is None else arrays.dtype_name(array)
+
+
+def _vector(array: Array | None) -> np.ndarray | None:
+    return None if array is None else arrays.to_float64(array).reshape(-1)
+
+
+def _scaled(
+    matrix: np.ndarray, row_scale: Array | None, dropout_p: float, seed: object
+) -> np.ndarray:
+    from .. import reference
+
+    seed = int(seed.item()) if hasattr(seed, "item") else seed or 0
+    return reference.scaled(matrix, _vector(row_scale), dropout_p, seed)
+
+
+class HostForward(CheckedForward):
+    """The sum by the reference, rounded once, and the norm of that."""
+
+    def __init__(self, request: ForwardRequest, draw_seed: Callable[[Array], Array]) -> None:
+        super().__init__(request)
+        x, extents = request.operands.input, self.options.extents
+        self.shape = tuple(x.shape)
+        self.leading = self.shape[: len(self.shape) - len(extents)]
+        self.matrix_shape = arrays.product(self.leading), arrays.product(extents)
+        self.draw_seed = draw_seed
+
+    def run(self, operands: ForwardOperands) -> FusedForward:
+        options, seed = self.options, operands.dropout_seed
+        if seed is None and options.dropout_p > 0:
+            seed = self.draw_seed(operands.input)
+        added = self._sum(operands, seed)
+        x = arrays.to_float64(added).reshape(self.matrix_shape)
+        y, mean, rstd = self._norm(x, operands.weight, operands.bias)
+        if options.quantization is not None:
+            y = on_host(options.quantization, operands, y.reshape(self.shape), options.extents)
+        else:
+            y = arrays.from_float64(y.reshape(self.shape), options.out_dtype, operands.input)
+            if operands.out is not None:
+                operands.out[...] = y
+                y = operands.out
+        y1 = None
+        if self.has_second:
+            values = self._norm(x, operands.weight1, operands.bias1)[0].reshape(self.shape)
+            y1 = arrays.from_float64(values, options.out_dtype, operands.input)
+        compute = compute_dtype(options.residual_dtype).name
+        mean, rstd = (
+            None if each is None else arrays.from_float64(each, compute, operands.input)
+            for each in (mean, rstd)
+        )
+        return FusedForward(y, mean, rstd, added, y1, seed)
+
+    def _sum(self, operands: ForwardOperands, seed: object) -> Array:
+        if not self.makes_sum:
+            return operands.input
+        values = arrays.to_float64(operands.input).reshape(self.matrix_shape)
+        values = _scaled(values, operands.row_scale, self.options.dropout_p, seed)
+        values = values.reshape(self.shape)
+        if operands.residual is not None:
+            values = values + arrays.to_float64(operands.residual)
+        return arrays.from_float64(values, self.options.residual_dtype, operands.input)
+
+    def _norm(
+        self, x: np.ndarray, weight: Array | None, bias: Array | None
+    ) -> tuple[np.ndarray, np.ndarray | None, np.ndarray]:
+        """y, mean and rstd in float64, of the leading shape where that is theirs."""
+        from .. import reference
+
+        options = self.options
+        if x.shape[1] == 0:
+            nan = np.full(self.leading, np.nan)
+            return np.empty(self.matrix_shape), nan if options.centered else None, nan
+        rounds = options.round_x_hat and compute_dtype(self.dtype).name != self.dtype
+        norm = reference.layer_norm if options.centered else reference.rms_norm
+        made = norm(
+            x,
+            _vector(weight),
+            _vector(bias),
+            options.eps,
+            zero_centered_weight=bool(options.zero_centered_weight),
+            round_x_hat=self._rounded if rounds else None,
+        )
+        mean = made.mean.reshape(self.leading) if options.centered else None
+        return made.y, mean, made.rstd.reshape(self.leading)
+
+    def _rounded(self, x_hat: np.ndarray) -> np.ndarray:
+        return decode(encode(x_hat, self.dtype), self.dtype)
+
+
+class HostBackward:
+    """The gradients by the reference; dx is scaled in float64 before it is rounded."""
+
+    def __init__(self, request: BackwardRequest) -> None:
+        self.options = request.options
+        shape, extents = tuple(request.operands.x.shape), request.options.extents
+        self.shape = shape
+        leading = shape[: len(shape) - len(extents)]
+        self.matrix_shape = arrays.product(leading), arrays.product(extents)
+
+    def run(self, operands: BackwardOperands) -> Gradients:
+        options = self.options
+        x, mean = operands.x, operands.mean
+        x64, mean64 = self._matrix(x), _vector(mean)
+        if options.x_is_y:
+            x64, mean64 = self._row_of(operands)
+        total, dweight, dbias = self._gradients(operands, x64, mean64)
+        dx = dresidual = y = None
+        if options.dx_dtype:
+            scaled = _scaled(total, operands.row_scale, options.dropout_p, operands.dropout_seed)
+            dx = arrays.from_float64(scaled.reshape(self.shape), options.dx_dtype, x)
+        if options.dresidual_dtype:
+            values = total.reshape(self.shape)
+            dresidual = arrays.from_float64(values, options.dresidual_dtype, x)
+        dweight, dbias = (
+            arrays.from_float64(values.reshape(options.extents), dtype, x) if dtype else None
+            for values, dtype in ((dweight, options.dweight_dtype), (dbias, options.dbias_dtype))
+        )
+        if options.recompute:
+            y = self._recomputed(operands, x64, mean64)
+        return Gradients(dx, dweight, dbias, dresidual, y)
+
+    def _matrix(self, array: Array) -> np.ndarray:
+        return arrays.to_float64(array).reshape(self.matrix_shape)
+
+    def _gradients(
+        self, operands: BackwardOperands, x: np.ndarray, mean: np.ndarray | None
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        from .. import reference
+
+        options = self.options
+        if self.matrix_shape[1] == 0:
+            return np.empty(self.matrix_shape), np.empty(0), np.empty(0)
+        rows = [self._matrix(operands.dy), x, _vector(operands.rstd)]
+        if options.centered:
+            rows.insert(2, mean)
+        backward = (
+            reference.layer_norm_backward if options.centered else reference.rms_norm_backward
+        )
+        return backward(
+            *rows,
+            _vector(operands.weight),
+            zero_centered_weight=bool(options.zero_centered_weight),
+            dsum=None if operands.dsum is None else self._matrix(operands.dsum),
+        )
+
+    def _recomputed(
+        self, operands: BackwardOperands, x: np.ndarray, mean: np.ndarray | None
+    ) -> Array:
+        """y from mean and rstd as they were rounded, in dy's dtype."""
+        from ..reference.layer_norm import affine
+
+        rstd = _vector(operands.rstd).reshape(-1, 1)
+        zero_centered = bool(self.options.zero_centered_weight)
+        with np.errstate(all="ignore"):
+            x_hat = (x if mean is None else x - mean.reshape(-1, 1)) * rstd
+            y = affine(x_hat, _vector(operands.weight), _vector(operands.bias), zero_centered)
+        dtype = arrays.dtype_name(operands.dy)
+        return arrays.from_float64(y.reshape(self.shape), dtype, operands.x)
+
+    def _row_of(self, operands: BackwardOperands) -> tuple[np.ndarray, np.ndarray]:
+        """A row of mean 0 that has the x_hat of y and its rstd, and that mean."""
+        from .. import reference
+
+        y, rstd = operands.x, _vector(operands.rstd)
+        x_hat = reference.x_hat_of(
+            self._matrix(y),
+            _vector(operands.y_weight),
+            _vector(operands.y_bias),
+            DTYPES[arrays.dtype_name(y)].half_ulp,
+            bool(self.options.zero_centered_weight),
+        )
+        return x_hat / rstd.reshape(-1, 1), np.zeros_like(rstd)

@@ -1,0 +1,24 @@
+"""The prepared calls of this process, by all that they depend on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+forwards: dict[tuple, Any] = {}
+backwards: dict[tuple, Any] = {}
+matrices: dict[tuple, Any] = {}  # quantisations, surveys, updates of scales
+_MOST = 4096  # then all are dropped: a program with ever new shapes must not fill the memory
+
+
+def keep(prepared: dict, key: tuple | None, value: object) -> None:
+    """key None: do not keep this one."""
+    if key is not None:
+        if len(prepared) >= _MOST:
+            prepared.clear()
+        prepared[key] = value
+
+
+def forget() -> None:
+    """Drops every prepared call, so that the next of each kind is planned anew."""
+    for prepared in (forwards, backwards, matrices):
+        prepared.clear()

@@ -1,0 +1,267 @@
+"""The options of a call, checked as far as they need no array."""
+
+from __future__ import annotations
+
+import numbers
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from ..dtypes import DTYPES, FLOAT8S
+from ..gpu import arrays
+from ..plan.problem import PATHS, SCALINGS, Tile
+from ..plan.strategies import STATISTICS, STRATEGIES
+from .request import DEFAULTS, Array, ForwardRequest, Margins, Options, Quantization
+from .results import FusedBackward
+
+TILE_FIELDS = tuple(Tile.__annotations__)
+_FOUND = SCALINGS[1:]  # the scalings that need no scale from the caller
+
+
+def launch_options(
+    strategy: str | None, tile: object, statistics: str | None, sm_margin: object
+) -> Options:
+    if strategy is None and tile is None and statistics is None:
+        if sm_margin.__class__ is int and sm_margin == 0:
+            return DEFAULTS
+    if strategy is not None and strategy not in STRATEGIES:
+        names = ", ".join(STRATEGIES)
+        raise ValueError(
+            f"strategy is {strategy!r}; it is one of {names}, or None to let the width decide"
+        )
+    if statistics is not None and statistics not in STATISTICS:
+        raise ValueError(
+            f"statistics is {statistics!r}; it is one of {', '.join(STATISTICS)}, or None"
+        )
+    return Options(strategy, _tile(tile), statistics, _margins(sm_margin))
+
+
+def _tile(tile: object) -> Tile | None:
+    if tile is None:
+        return None
+    if not isinstance(tile, Tile):
+        if not isinstance(tile, Mapping):
+            raise TypeError(
+                f"tile is a {type(tile).__name__}; expected a cupynorm.Tile or a dict of its fields"
+            )
+        try:
+            tile = Tile(**tile)
+        except TypeError as error:
+            given = ", ".join(map(str, tile))
+            raise ValueError(
+                f"tile has fields {given}; a Tile takes {', '.join(TILE_FIELDS)}"
+            ) from error
+    for name in TILE_FIELDS:
+        value = getattr(tile, name)
+        if name == "path":
+            if value is not None and value not in PATHS:
+                paths = ", ".join(PATHS)
+                raise ValueError(f"tile has path {value!r}; it is one of {paths}, or None")
+            continue
+        if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+            raise ValueError(f"tile has {name} {value!r}; expected an int")
+    return tile
+
+
+def _margins(sm_margin: object) -> int | Margins:
+    if not isinstance(sm_margin, Mapping):
+        return _margin(sm_margin)
+    if not set(sm_margin) <= set(Margins._fields):
+        given = ", ".join(map(str, sm_margin))
+        raise ValueError(f"sm_margin has {given}; expected some of {', '.join(Margins._fields)}")
+    return Margins(**{kind: _margin(margin) for kind, margin in sm_margin.items()})
+
+
+def _margin(given: object) -> int:
+    if isinstance(given, bool) or not isinstance(given, numbers.Integral) or given < 0:
+        raise ValueError(f"sm_margin is {given!r}; expected a number of multiprocessors, 0 or more")
+    return int(given)
+
+
+def check_sm_margin(sm_margin: object) -> None:
+    _margins(sm_margin)
+
+
+def check_dropout_p(dropout_p: object) -> float:
+    is_real = isinstance(dropout_p, numbers.Real) and not isinstance(dropout_p, bool)
+    if not is_real or not 0 <= dropout_p <= 1:
+        raise ValueError(f"dropout_p is {dropout_p!r}; expected a probability, from 0 to 1")
+    return float(dropout_p)
+
+
+def dropout_seed_of(seed: object, p: float) -> object:
+    """The seed as it is taken: None without dropout, an int as a signed one of 64 bits."""
+    if not p:
+        return None
+    if isinstance(seed, numbers.Integral) and not isinstance(seed, bool):
+        if not -(2**63) <= seed < 2**64:
+            raise ValueError(f"dropout_seed is {seed}; expected an int of 64 bits")
+        return (int(seed) + 2**63) % 2**64 - 2**63
+    if isinstance(seed, (str, numbers.Number, np.generic)):
+        raise TypeError(f"dropout_seed is {seed!r}; expected an int or one element of int64")
+    return seed
+
+
+def complete(request: ForwardRequest) -> ForwardRequest:
+    """The request with its options checked as far as they need no other argument."""
+    operands, options = request
+    # type(): old compilers do not know the __class__ of a float.
+    if (
+        type(options.dropout_p) is float
+        and options.dropout_p == 0.0
+        and operands.dropout_seed is None
+        and options.residual_dtype is None
+        and options.round_x_hat is False
+        and options.memory_efficient is False
+        and options.quantization is None
+    ):
+        return request
+    dropout_p = check_dropout_p(options.dropout_p)
+    residual_dtype = options.residual_dtype
+    if residual_dtype is not None:
+        residual_dtype = dtype_name(residual_dtype, "residual_dtype")
+    options = options._replace(
+        dropout_p=dropout_p,
+        residual_dtype=residual_dtype,
+        round_x_hat=bool(options.round_x_hat),
+        memory_efficient=bool(options.memory_efficient),
+    )
+    operands = operands._replace(dropout_seed=dropout_seed_of(operands.dropout_seed, dropout_p))
+    if isinstance(operands.scale, str):
+        operands = operands._replace(scale=None)
+    return ForwardRequest(operands, options)
+
+
+def extents_of(normalized_shape: object) -> tuple[int, ...]:
+    """normalized_shape as a tuple of ints. (40.0,), which equals (40,), is refused."""
+    kind = normalized_shape.__class__
+    if kind is int:
+        return (normalized_shape,)
+    if kind is tuple:
+        for extent in normalized_shape:
+            if extent.__class__ is not int:
+                break
+        else:
+            return normalized_shape
+    is_int = isinstance(normalized_shape, numbers.Integral)
+    try:
+        extents = (normalized_shape,) if is_int else tuple(normalized_shape)
+    except TypeError:
+        extents = (None,)
+    for extent in extents:
+        if isinstance(extent, bool) or not isinstance(extent, numbers.Integral):
+            raise TypeError(
+                f"normalized_shape is {normalized_shape!r}; expected an int or a sequence of ints"
+            )
+    return tuple(int(extent) for extent in extents)
+
+
+def default_extents(
+    x: Array, weight: Array | None, bias: Array | None, normalized_shape: object
+) -> tuple[int, ...]:
+    """normalized_shape, or else the shape of weight or bias, or else the last dimension of x."""
+    if normalized_shape is not None:
+        return extents_of(normalized_shape)
+    for parameter in (weight, bias):
+        if hasattr(parameter, "shape"):
+            return tuple(parameter.shape)
+    shape = arrays.take(x, "x").shape
+    if not shape:
+        raise ValueError(
+            "x has no dimension to normalise over; expected at least one, or normalized_shape"
+        )
+    return tuple(shape)[-1:]
+
+
+def dtype_name(dtype: object, name: str) -> str:
+    """One of the four dtypes by name, from a name, a NumPy dtype or a torch dtype."""
+    text = dtype if isinstance(dtype, str) else str(dtype).removeprefix("torch.")
+    if text not in DTYPES:
+        try:
+            text = np.dtype(dtype).name
+        except TypeError:
+            pass
+    if text not in DTYPES:
+        raise TypeError(f"{name} is {dtype!r}; expected one of {', '.join(DTYPES)}")
+    return text
+
+
+def gradient_names(gradients: object) -> str | tuple[str, ...]:
+    """gradients as a tuple, which can be a key. A str stays one, for check_gradients to refuse."""
+    if isinstance(gradients, str):
+        return gradients
+    try:
+        names = tuple(gradients)
+        hash(names)
+    except TypeError:
+        expected = ", ".join(FusedBackward._fields)
+        raise TypeError(f"gradients is {gradients!r}; expected some of {expected}") from None
+    return names
+
+
+def check_gradients(gradients: object, names: Sequence[str]) -> None:
+    if isinstance(gradients, str) or any(name not in names for name in gradients):
+        raise ValueError(f"gradients is {gradients!r}; expected some of {', '.join(names)}")
+
+
+# 8-bit outputs.
+
+
+def is_float8(dtype: object) -> bool:
+    """Whether an out_dtype is an 8-bit float, by name or as torch's or ml_dtypes' dtype."""
+    # The first test keeps ordinary calls short, and torch.compile can follow it.
+    if dtype is None or (dtype.__class__ is str and dtype in DTYPES):
+        return False
+    return float8_name(dtype) in FLOAT8S
+
+
+def float8_name(dtype: object) -> str:
+    name = dtype if isinstance(dtype, str) else str(dtype).removeprefix("torch.")
+    if name in FLOAT8S or isinstance(dtype, str):
+        return name
+    return getattr(dtype, "__name__", name)
+
+
+def quantization(
+    out_dtype: object, scale: object, amax: object, power_of_two: object, transpose: object
+) -> Quantization | None:
+    """What an 8-bit y is asked for; None for a y of another dtype."""
+    if not is_float8(out_dtype):
+        if scale is None and amax is None and power_of_two is False and transpose is False:
+            return None
+        given = {"scale": scale, "amax": amax}
+        given |= {"power_of_two": power_of_two or None, "transpose": transpose or None}
+        names = [name for name, value in given.items() if value is not None]
+        if not names:
+            return None
+        raise TypeError(
+            f"{' and '.join(names)} given with out_dtype {out_dtype}; expected an out_dtype of {' or '.join(FLOAT8S)}"
+        )
+    scaling = "given"
+    if isinstance(scale, str):
+        if scale not in _FOUND:
+            names = ", ".join(map(repr, _FOUND))
+            raise ValueError(
+                f"scale is {scale!r}; expected {names}, an array of one float32, or None"
+            )
+        scaling = scale
+    elif isinstance(scale, numbers.Number):
+        raise TypeError(
+            f"scale is {scale!r}; expected an array of one float32 where the input is, so that no step waits for its value"
+        )
+    for name, value in (("power_of_two", power_of_two), ("transpose", transpose)):
+        if not isinstance(value, (bool, np.bool_)):
+            raise TypeError(f"{name} is {value!r}; expected True or False")
+    if amax is not None and scaling != "given":
+        raise ValueError(
+            f"amax was given with scale {scaling!r}, whose amaxes are found and used within the call; expected amax=None"
+        )
+    if power_of_two and scaling == "given":
+        raise ValueError(
+            "power_of_two was given with a scale; expected it with one that is found: 'tensor', 'row' or 'block'"
+        )
+    if transpose and scaling not in ("given", "tensor"):
+        raise ValueError(
+            f"transpose was given with scale {scaling!r}; expected one scale for the whole tensor, which both copies share"
+        )
+    return Quantization(float8_name(out_dtype), scaling, bool(power_of_two), bool(transpose))

@@ -1,0 +1,149 @@
+"""`python -m cupynorm plan`: which kernel, tile and grid a problem gets, on any known device."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+
+from ..arguments import Commands, number
+from ..dtypes import DTYPES, ELEMENTS, FLOAT8S
+from ..plan.devices import DEVICES, Device
+from ..plan.dispatch import widest
+from ..plan.problem import SCALINGS
+from ..plan.strategies import STRATEGIES
+from .plans import plan
+
+DIRECTIONS = ("forward", "backward")
+NORMS = ("layer_norm", "rms_norm")
+_WITHOUT_GPU = "H200"
+
+
+def add_to(commands: Commands, current: Callable[[], Device | None]) -> None:
+    """Adds the parser of `plan`. current: returns the Device of the GPU, None if there is none."""
+    about = "Show which kernel, tile and grid a problem gets, and why. Needs no GPU."
+    help = "show which kernel, tile and grid a problem gets, and why"
+    parser = commands.add_parser("plan", help=help, description=about)
+    parser.set_defaults(run=lambda arguments: run(arguments, current))
+    parser.add_argument("num_cols", metavar="NUM_COLS", type=number, nargs="?")
+    add = parser.add_argument_group("the problem").add_argument
+    add("--rows", type=number, default=4096, help="num_rows (4096)")
+    add("--dtype", choices=tuple(DTYPES), default="bfloat16", help="of all tensors (bfloat16)")
+    add("--norm", choices=NORMS, default=NORMS[0], help="(layer_norm)")
+    add("--direction", choices=(*DIRECTIONS, "both"), help="(both; for a y of 8 bits, forward)")
+    add("--out-dtype", choices=tuple(ELEMENTS), help="of y and dy (that of x)")
+    add("--scale", choices=SCALINGS, help="of a y of 8 bits (given)")
+    add("--amax", action="store_true", help="record the largest |y| with a given scale")
+    residual = "add a residual; backward adds the gradient of the sum"
+    add("--residual", action="store_true", help=residual)
+    add = parser.add_argument_group("the device and the choice").add_argument
+    device = f"one of {', '.join(DEVICES)} (this GPU; without one, {_WITHOUT_GPU})"
+    add("--device", metavar="NAME", help=device)
+    add("--strategy", choices=tuple(STRATEGIES), help="by default the width of a row decides")
+    add("--sm-margin", type=number, default=0, help="multiprocessors to leave free (0)")
+    table = "print the widest row of each strategy instead"
+    add("--table", action="store_true", help=table)
+
+
+def run(arguments: argparse.Namespace, current: Callable[[], Device | None]) -> int:
+    """Prints plans or the table of strategies. Raises ValueError for options that do not fit."""
+    if not arguments.table and arguments.num_cols is None:
+        raise ValueError("plan needs a number of columns, or --table")
+    check_options(arguments)
+    device = device_of(arguments.device, current)
+    if arguments.table:
+        print(strategy_table(device))
+        return 0
+    check_device(arguments, device)
+    direction = arguments.direction
+    if direction is None:
+        direction = "forward" if arguments.out_dtype in FLOAT8S else "both"
+    plans = [
+        plan(
+            arguments.num_cols,
+            arguments.rows,
+            arguments.dtype,
+            norm=arguments.norm,
+            direction=each,
+            device=device,
+            out_dtype=arguments.out_dtype,
+            scale=arguments.scale,
+            amax=arguments.amax,
+            residual=arguments.residual,
+            strategy=arguments.strategy,
+            sm_margin=arguments.sm_margin,
+            bias_dtype="same" if arguments.norm == "layer_norm" else None,
+        )
+        for each in (DIRECTIONS if direction == "both" else (direction,))
+    ]
+    print("\n\n".join(map(str, plans)))
+    return 0
+
+
+def check_options(arguments: argparse.Namespace) -> None:
+    """Raises ValueError for options that exclude each other, in the words of the command line."""
+    is_quantized = arguments.out_dtype in FLOAT8S
+    formats = " or ".join(FLOAT8S)
+    for option in ("scale", "amax"):
+        if getattr(arguments, option) and not is_quantized:
+            raise ValueError(f"--{option} is for a y of 8 bits; add --out-dtype {formats}")
+    if arguments.amax and arguments.scale not in (None, "given"):
+        raise ValueError(
+            f"--amax records the largest |y| with --scale given; --scale is {arguments.scale}"
+        )
+    if is_quantized and arguments.direction not in (None, "forward"):
+        raise ValueError(
+            f"--direction is {arguments.direction} and --out-dtype {arguments.out_dtype}; no "
+            "gradient has 8 bits, use --direction forward"
+        )
+
+
+def check_device(arguments: argparse.Namespace, device: Device) -> None:
+    """Raises ValueError for what a device cannot run, in the words of the command line."""
+    if arguments.sm_margin >= device.num_sms:
+        raise ValueError(
+            f"--sm-margin is {arguments.sm_margin}; {device.name} has {device.num_sms} "
+            f"multiprocessors, so at most {device.num_sms - 1} can be left free"
+        )
+    row = STRATEGIES.get(arguments.strategy)
+    if row and device.compute_capability < row.first_capability:
+        raise ValueError(
+            f"--strategy {row.name} needs compute capability {row.first_capability / 10:.1f} or "
+            f"later; {device.name} has {device.compute_capability / 10:.1f}"
+        )
+
+
+def device_of(name: str | None, current: Callable[[], Device | None]) -> Device:
+    """The device of this name. Without a name the GPU, else the default, which it prints."""
+    if name is None:
+        found = current()
+        if found is None:
+            print(f"No GPU was found: planned for an {_WITHOUT_GPU}. --device names another.\n")
+        return found or DEVICES[_WITHOUT_GPU]
+    known = {key.lower(): device for key, device in DEVICES.items()}
+    if name.lower() not in known:
+        raise ValueError(f"--device is {name}; expected one of {', '.join(DEVICES)}")
+    return known[name.lower()]
+
+
+def strategy_table(device: Device) -> str:
+    """The dispatch table of a device: the widest row of each strategy, by dtype and direction."""
+    rows = [["dtype", "direction", *STRATEGIES]]
+    for dtype in DTYPES:
+        for direction in DIRECTIONS:
+            problem = plan(4096, dtype=dtype, device=device, direction=direction).problem
+            cols = {name: widest(name, problem, device) for name in STRATEGIES}
+            shown = ["-" if each is None else f"{each:,}" for each in cols.values()]
+            rows.append([dtype, direction, *shown[:-1], "any"])
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    lines = [
+        f"{device.name}, {device.num_sms} multiprocessors, sm_{device.compute_capability}: the most columns of a row"
+    ]
+    for row in rows:
+        names = [f"{text:<{width}}" for text, width in zip(row[:2], widths)]
+        numbers = [f"{text:>{width}}" for text, width in zip(row[2:], widths[2:])]
+        lines.append("  ".join([*names, *numbers]))
+    lines.append("The first strategy that is wide enough is chosen, unless a later one is faster.")
+    lines.append("Where it keeps a row:")
+    width = max(map(len, STRATEGIES))
+    lines += [f"  {row.name:<{width}}  {row.row_waits}" for row in STRATEGIES.values()]
+    return "\n".join(lines)

@@ -1,0 +1,105 @@
+"""plan(): which kernels a problem gets, for a named device or for the GPU that is present."""
+
+from __future__ import annotations
+
+from ..dtypes import DTYPES, ELEMENTS, FLOAT8S
+from ..gpu import launch
+from ..plan.devices import DEVICES, Device
+from ..plan.dispatch import Plan, make_plan
+from ..plan.problem import SCALINGS, Layout, OperandLayout, Problem, Tile
+
+
+def plan(
+    num_cols: int,
+    num_rows: int = 4096,
+    dtype: str = "bfloat16",
+    *,
+    norm: str = "layer_norm",
+    direction: str = "forward",
+    device: str | Device | None = None,
+    weight_dtype: str | None = "same",
+    bias_dtype: str | None = "same",
+    out_dtype: str | None = None,
+    scale: str | None = None,
+    amax: bool = False,
+    residual: bool = False,
+    zero_centered_weight: bool = False,
+    alignment: int = 256,
+    strategy: str | None = None,
+    tile: Tile | None = None,
+    statistics: str | None = None,
+    sm_margin: int = 0,
+) -> Plan:
+    """Which kernel, tile and grid a problem gets, the bytes it moves, and why. Prints as a short table. Needs no GPU.
+
+    num_cols, num_rows: the problem. dtype: of x; weight_dtype and bias_dtype are the same unless given, None if absent;
+    out_dtype: of y; where it is a float of 8 bits, scale: "given", or "tensor", "row", "block" or "mx" as in layer_norm;
+    amax: whether that of y is recorded beside a given one. residual: whether x is a sum that forward forms; backward then adds
+    what reaches the sum from elsewhere. norm: "layer_norm" or "rms_norm". direction: "forward", or "backward" with all three
+    gradients. device: a name of cupynorm.DEVICES or a Device; None is the current GPU. alignment: bytes that every base address
+    is a multiple of.
+    strategy, tile, statistics, sm_margin: as in layer_norm.
+    Returns a Plan. Raises ValueError for unknown names and for what does not fit.
+    """
+    if norm not in ("layer_norm", "rms_norm"):
+        raise ValueError(f"norm is {norm!r}; expected 'layer_norm' or 'rms_norm'")
+    if direction not in ("forward", "backward"):
+        raise ValueError(f"direction is {direction!r}; expected 'forward' or 'backward'")
+    for name, extent in (("num_cols", num_cols), ("num_rows", num_rows)):
+        if extent < 0:
+            raise ValueError(f"{name} is {extent}; expected 0 or more")
+    weight, bias = (dtype if name == "same" else name for name in (weight_dtype, bias_dtype))
+    y = out_dtype or dtype
+    is_quantized = direction == "forward" and y in FLOAT8S
+    for name in filter(None, (dtype, weight, bias, None if is_quantized else y)):
+        if name not in DTYPES:
+            raise ValueError(f"dtype is {name!r}; expected one of {', '.join(DTYPES)}")
+    if scale is not None and (not is_quantized or scale not in SCALINGS):
+        raise ValueError(
+            f"scale is {scale!r}; expected one of {', '.join(SCALINGS)}, of a forward whose out_dtype has 8 bits"
+        )
+    if amax and (not is_quantized or scale not in (None, "given")):
+        raise ValueError(
+            f"amax is recorded with scale {scale!r}; expected 'given', of a forward whose out_dtype has 8 bits"
+        )
+    if device is None:
+        device = launch.current_device()
+    elif not isinstance(device, Device):
+        if device not in DEVICES:
+            raise ValueError(
+                f"device is {device!r}; expected one of {', '.join(DEVICES)}, a Device, or None for the current GPU"
+            )
+        device = DEVICES[device]
+    tensors = {"y": y, "bias": bias, "residual": residual, "amax": bool(amax)}
+    tensors["scaling"] = (scale or "given") if is_quantized else None
+    if direction == "backward":
+        tensors = {
+            "dy": y,
+            "dx": dtype,
+            "dweight": weight,
+            "dbias": bias,
+            "dsum": dtype if residual else None,
+        }
+    operands = [
+        OperandLayout(alignment, 0, ELEMENTS[name].itemsize)
+        for name in filter(None, (dtype, y, weight, bias))
+    ]
+    problem = Problem(
+        direction,
+        norm == "layer_norm",
+        num_cols,
+        dtype,
+        Layout.of(num_cols, operands),
+        weight=weight,
+        zero_centered=zero_centered_weight,
+        **tensors,
+    )
+    return make_plan(
+        problem,
+        device,
+        num_rows,
+        strategy=strategy,
+        tile=tile,
+        statistics=statistics,
+        sm_margin=sm_margin,
+    )

@@ -1,0 +1,203 @@
+"""QuantizedTensor: what a norm returns as 8-bit floats; and the same of arrays on the host.
+
+Formats, scales and rounding are those of cupynorm.reference.fp8; the kernels write them by
+cuda_src/fp8.cuh.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from ..gpu import arrays, nvrtc
+from ..plan.problem import ceil_div, cols_of_scale
+from .options import dtype_name
+from .request import Array, ForwardOperands, Quantization
+
+
+class QuantizedTensor:
+    """An array in 8-bit floats. Its values are data * scale_inv.
+
+    data: of the shape that was quantised; a torch tensor of a float8 dtype, or a CuPy or NumPy
+        array of uint8 with its bits.
+    scale_inv: float32. One element for all; block_rows is then None. Or (..., num_rows /
+        block_rows, num_cols / block_cols), both rounded up: one for each block of that many rows
+        and columns, where num_cols counts all dimensions that were normalised over. In uint8 it is
+        MXFP8's: a byte b means 2^(b - 127), and 255 means NaN.
+    format: "float8_e4m3fn" or "float8_e5m2". dtype: what dequantize() gives by default.
+    transposed: None, or [num_cols, num_rows], contiguous: the transpose of data. With
+        transposed_scale_inv it was quantised anew, in blocks along what was a column.
+    """
+
+    def __init__(
+        self,
+        data: Array,
+        scale_inv: Array,
+        dtype: Any,
+        *,
+        transposed: Array | None = None,
+        transposed_scale_inv: Array | None = None,
+        block_rows: int | None = None,
+        block_cols: int = 128,
+        format: str | None = None,
+        carrier: Callable | None = None,
+    ) -> None:
+        """carrier: of torch: passes the gradient of the values on to what was quantised."""
+        self.data, self.scale_inv, self.dtype = data, scale_inv, dtype
+        self.transposed, self.transposed_scale_inv = transposed, transposed_scale_inv
+        self.block_rows, self.block_cols = block_rows, block_cols
+        self.format = format or arrays.dtype_name(data)
+        self._carrier = carrier
+
+    def attach(self, carrier: Callable) -> None:
+        """From now on the gradient of dequantize() goes where carrier passes it."""
+        self._carrier = carrier
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.data.shape
+
+    def dequantize(self, dtype: Any = None) -> Array:
+        """The values, computed in float32.
+
+        For torch tensors whose gradient is recorded, the gradient is passed on as that of y, in the
+        dtype of what was normalised, as if nothing had been rounded.
+
+        dtype: of the result, a torch dtype or a name. Raises TypeError if it is none of the four.
+        """
+        dtype = self.dtype if dtype is None else dtype
+        name = dtype_name(dtype, "dtype")
+        if not arrays.is_torch(self.data):
+            return _scaled(_values_of_bits(self), self).astype(arrays.CuPyLibrary.dtype(name))
+        values = _scaled(self.data.float(), self).to(arrays.TorchLibrary.dtype(name))
+        return values if self._carrier is None else self._carrier(values)
+
+    def __repr__(self) -> str:
+        data = self.data.dtype if arrays.is_torch(self.data) else self.format
+        fields = f"data={data}, dtype={self.dtype}, block_rows={self.block_rows}"
+        return f"QuantizedTensor(shape={tuple(self.shape)}, {fields})"
+
+
+def _values_of_bits(quantized: QuantizedTensor) -> Array:
+    from ..reference import fp8
+
+    table = fp8.decode(np.arange(256, dtype=np.uint8), quantized.format).astype(np.float32)
+    if isinstance(quantized.data, np.ndarray):
+        return table[quantized.data]
+    return nvrtc.cupy().asarray(table)[quantized.data]
+
+
+def _factors(quantized: QuantizedTensor) -> Array:
+    """scale_inv in float32."""
+    found = quantized.scale_inv
+    if arrays.dtype_name(found) != "uint8":
+        return found
+    if arrays.is_torch(found):
+        bits = found.int() << 23
+        # 2^-127 has no exponent of its own, and 255 is NaN where the bits say infinity.
+        bits = bits.masked_fill(found == 0, 1 << 22).masked_fill(found == 255, 0x7FC00000)
+        return bits.view(arrays.TorchLibrary.dtype("float32"))
+    bits = found.astype(np.uint32) << 23
+    bits[found == 0] = 1 << 22
+    bits[found == 255] = 0x7FC00000
+    return bits.view(np.float32)
+
+
+def _scaled(values: Array, quantized: QuantizedTensor) -> Array:
+    """Each of the data's values in float32 times its factor."""
+    factors, shape, block_rows = _factors(quantized), tuple(quantized.shape), quantized.block_rows
+    if block_rows is None:
+        return values * factors
+    # A row may have several dimensions, all that scale_inv has not: its blocks go through them.
+    leading = shape[: len(factors.shape) - 1]
+    num_cols = arrays.product(shape[len(leading) :])
+    by = "repeat_interleave" if arrays.is_torch(factors) else "repeat"
+    if factors.shape[-1] > 1:
+        factors = getattr(factors, by)(quantized.block_cols, -1)[..., :num_cols]
+    if block_rows > 1:
+        factors = getattr(factors, by)(block_rows, -2)[: leading[-1]]
+    return (values.reshape((*leading, num_cols)) * factors).reshape(shape)
+
+
+# Arrays on the host.
+
+
+def on_host(
+    quantization: Quantization, operands: ForwardOperands, y: np.ndarray, extents: tuple[int, ...]
+) -> QuantizedTensor:
+    """y in float64 as 8-bit floats, by the reference, as arrays of the input's library."""
+    from ..reference import fp8
+
+    like = operands.input
+    num_cols, shape = arrays.product(extents), tuple(y.shape)
+    leading = shape[: len(shape) - len(extents)]
+    values = y.reshape(arrays.product(leading), num_cols)
+    name, scaling, power_of_two, transpose, smallest_amax = quantization
+    if scaling == "given":
+        scale, amax = operands.scale, operands.amax
+        factor = np.float32(1)
+        if scale is not None:
+            factor = arrays.to_float64(scale).reshape(()).astype(np.float32)
+        made = fp8.quantize(values, name, factor)
+        if amax is not None:
+            largest = np.maximum(arrays.to_float64(amax), made.amax)
+            amax[...] = arrays.from_float64(largest, "float32", like)
+    elif scaling == "tensor":
+        rule = {"power_of_two": power_of_two, "smallest_amax": smallest_amax}
+        made = fp8.quantize(values, name, fp8.scale_of(fp8.amax(values), name, **rule))
+    elif scaling == "row":
+        made = fp8.quantize_rows(values, name, power_of_two=power_of_two)
+    elif scaling == "block":
+        made = fp8.quantize_blocks(values, name, power_of_two=power_of_two)
+    else:
+        made = fp8.quantize_mxfp8(values, name)
+    data, scale_inv = np.ascontiguousarray(made.data), np.asarray(made.scale_inv)
+    transposed = _of_library(np.ascontiguousarray(data.T), name, like) if transpose else None
+    data = _of_library(data.reshape(shape), name, like)
+    shape_of_scales = scale_shape(scaling, leading, num_cols)
+    scale_inv = _of_library(scale_inv.reshape(shape_of_scales), None, like)
+    return result(quantization, data, scale_inv, transposed, like, num_cols)
+
+
+def scale_shape(scaling: str, leading: tuple[int, ...], num_cols: int) -> tuple[int, ...]:
+    """The shape of scale_inv."""
+    block_cols = cols_of_scale(scaling, num_cols)
+    if block_cols is None:
+        return (1,)
+    return (
+        *leading,
+        1 if scaling == "row" else ceil_div(num_cols, block_cols),
+    )  # a row without columns has its scale too
+
+
+def result(
+    quantization: Quantization,
+    data: Array,
+    scale_inv: Array,
+    transposed: Array | None,
+    x: Array,
+    num_cols: int,
+) -> QuantizedTensor:
+    """The arrays of an 8-bit y of x, as quantization says they were written, as one value."""
+    block_cols = cols_of_scale(quantization.scaling, num_cols)
+    return QuantizedTensor(
+        data,
+        scale_inv,
+        x.dtype if arrays.is_torch(x) else arrays.dtype_name(x),
+        transposed=transposed,
+        format=quantization.dtype,
+        block_rows=None if block_cols is None else 1,
+        block_cols=block_cols or num_cols,
+    )
+
+
+def _of_library(raw: np.ndarray, name: str | None, like: Array) -> Array:
+    """A host array; name: the 8-bit format that its bits are, if any."""
+    if not arrays.is_torch(like):
+        return raw
+    torch = sys.modules["torch"]
+    tensor = torch.from_numpy(np.ascontiguousarray(raw))
+    return tensor.view(getattr(torch, name)) if name else tensor

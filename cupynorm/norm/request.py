@@ -1,0 +1,173 @@
+"""A call as one value: its operands and its options.
+
+A request travels whole from the API to the launch.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from ..plan.problem import Tile
+
+Array = Any  # a CuPy array, torch tensor, NumPy array, or any object with __dlpack__
+
+
+class Margins(NamedTuple):
+    """sm_margin for each kind of call. inference: a forward whose gradients nobody asks for."""
+
+    forward: int = 0
+    backward: int = 0
+    inference: int = 0
+
+
+class Options(NamedTuple):
+    """How a kernel is chosen and launched. None of these changes a result beyond rounding."""
+
+    strategy: str | None = None
+    tile: Tile | None = None
+    statistics: str | None = None
+    sm_margin: int | Margins = 0
+
+    def of(self, kind: str) -> Options:
+        """These options with the one margin of a kind of call, a field of Margins."""
+        margin = self.sm_margin
+        return (
+            self._replace(sm_margin=getattr(margin, kind)) if isinstance(margin, Margins) else self
+        )
+
+
+DEFAULTS = Options()
+
+
+class Quantization(NamedTuple):
+    """How y becomes 8-bit floats.
+
+    scaling: one of cupynorm.plan.problem.SCALINGS. smallest_amax: a smaller amax counts as this.
+    """
+
+    dtype: str
+    scaling: str = "given"
+    power_of_two: bool = False
+    transpose: bool = False
+    smallest_amax: float = 0.0
+
+
+class ForwardOperands(NamedTuple):
+    """The arrays of a forward; None for what is absent. dropout_seed may be an int."""
+
+    input: Array
+    weight: Array | None = None
+    bias: Array | None = None
+    residual: Array | None = None
+    out: Array | None = None
+    row_scale: Array | None = None
+    dropout_seed: Array | int | None = None
+    weight1: Array | None = None
+    bias1: Array | None = None
+    scale: Array | None = None
+    amax: Array | None = None
+
+
+class ForwardOptions(NamedTuple):
+    """Everything else that a forward is asked for, as keywords of cupynorm.layer_norm name it."""
+
+    centered: bool
+    extents: tuple[int, ...]
+    eps: float | None
+    zero_centered_weight: bool = False
+    out_dtype: Any = None
+    residual_dtype: str | None = None
+    dropout_p: float = 0.0
+    round_x_hat: bool = False
+    memory_efficient: bool = False
+    quantization: Quantization | None = None
+    launch: Options = DEFAULTS
+
+
+class ForwardRequest(NamedTuple):
+    """One forward. After the checks, arrays are CuPy's, torch's or NumPy's and dtypes are names."""
+
+    operands: ForwardOperands
+    options: ForwardOptions
+
+
+class BackwardOperands(NamedTuple):
+    """The arrays of a backward. x is what was normalised, or y where options.x_is_y.
+
+    bias is needed where y is recomputed; y_weight and y_bias, those of forward, where x is y.
+    """
+
+    dy: Array
+    x: Array
+    mean: Array | None
+    rstd: Array
+    weight: Array | None = None
+    dsum: Array | None = None
+    bias: Array | None = None
+    row_scale: Array | None = None
+    dropout_seed: Array | int | None = None
+    y_weight: Array | None = None
+    y_bias: Array | None = None
+
+
+class BackwardOptions(NamedTuple):
+    """Everything else that a backward is asked for, as keywords of cupynorm.layer_norm_backward.
+
+    x_is_y: forward kept y in place of x. recompute: also write y again, in dy's dtype.
+    overwrite_dy: nobody else needs dy, so the gradient may be written in its place.
+    """
+
+    centered: bool
+    extents: tuple[int, ...]
+    zero_centered_weight: bool = False
+    gradients: tuple[str, ...] = ("dx", "dweight", "dbias")
+    dx_dtype: Any = None
+    dweight_dtype: Any = None
+    dbias_dtype: Any = None
+    dresidual_dtype: Any = None
+    dropout_p: float = 0.0
+    x_is_y: bool = False
+    recompute: bool = False
+    overwrite_dy: bool = False
+    launch: Options = DEFAULTS
+
+
+class BackwardRequest(NamedTuple):
+    """One backward of one output."""
+
+    operands: BackwardOperands
+    options: BackwardOptions
+
+
+class SecondGradient(NamedTuple):
+    """What a backward is given of the second output, y1."""
+
+    dy: Array | None
+    weight: Array | None = None
+    dbias_dtype: Any = None
+
+
+def makes_sum(request: ForwardRequest, dtype: str) -> bool:
+    """Whether the normalised row is not the input itself. dtype: the input's, by name."""
+    operands, options = request
+    return (
+        operands.residual is not None
+        or operands.row_scale is not None
+        or options.dropout_p > 0
+        or options.residual_dtype not in (None, dtype)
+    )
+
+
+def is_plain(request: ForwardRequest) -> bool:
+    """Whether a forward is asked for nothing beyond norm, residual and out."""
+    operands, options = request
+    return (
+        operands.row_scale is None
+        and operands.weight1 is None
+        and operands.bias1 is None
+        and options.residual_dtype is None
+        and options.dropout_p == 0
+        and not options.round_x_hat
+        and not options.memory_efficient
+        and options.quantization is None
+    )

@@ -1,0 +1,101 @@
+"""Where a call is computed: by torch's autograd for tensors, else directly.
+
+Reading order: api -> here -> prepared (GPU) or host (CPU).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..gpu import arrays
+from .checks import check_gradients
+from .prepared import FOR_STATISTICS, FOR_Y, prepare_backward, prepare_forward
+from .request import Array, BackwardRequest, ForwardRequest, SecondGradient
+from .results import FusedBackward, FusedForward, Gradients
+
+_autograd: Any = None  # set at the first tensor: an import statement takes a microsecond each time
+
+
+def torch_part() -> Any:
+    """cupynorm.nn.autograd, imported when the first tensor comes."""
+    global _autograd
+    if _autograd is None:
+        from ..nn import autograd
+
+        _autograd = autograd
+        return autograd  # old compilers do not see yet what was just assigned
+    return _autograd
+
+
+def is_tensor(array: object) -> bool:
+    """Whether it is a torch tensor. torch.compile would search all of sys.modules for
+    arrays.is_torch, so that is asked for the first tensor alone."""
+    if _autograd is None and not arrays.is_torch(array):
+        return False
+    return isinstance(array, torch_part().torch.Tensor)
+
+
+def normalize(request: ForwardRequest, return_residual: bool) -> Array | tuple[Array, ...]:
+    """What layer_norm and rms_norm return."""
+    operands = request.operands
+    if is_tensor(operands.input):
+        y, y1, added = torch_part().normalize(request)
+    else:
+        prepared, operands = prepare_forward(request, FOR_Y)
+        y, _, _, added, y1, _ = prepared.run(operands)
+    if operands.weight1 is None and operands.bias1 is None:
+        return (y, added) if return_residual else y
+    return (y, y1, added) if return_residual else (y, y1)
+
+
+def forward(request: ForwardRequest, purpose: str = FOR_STATISTICS) -> FusedForward:
+    """y, statistics, sum, y1 and seed, outside any autograd."""
+    prepared, operands = prepare_forward(request, purpose)
+    return FusedForward(*prepared.run(operands))
+
+
+def backward(request: BackwardRequest) -> Gradients:
+    """The gradients of one output, outside any autograd."""
+    prepared, operands = prepare_backward(request)
+    return Gradients(*prepared.run(operands))
+
+
+def backward_of_two(request: BackwardRequest, second: SecondGradient) -> FusedBackward:
+    """The gradients of y and of the second output, y1, whose names may be among the gradients.
+
+    request.operands.dy is None where only y1 has a gradient. Where both have one, what y1 and dsum
+    bring goes to the kernel of dy as its dsum, in the dtype of the arithmetic.
+    """
+    operands, options = request
+    gradients = options.gradients
+    asks_for_second = not isinstance(gradients, str) and {"dweight1", "dbias1"} & set(gradients)
+    if second.dy is None and not asks_for_second:
+        return FusedBackward(*backward(request)[:4], None, None)
+    if second.dy is None:
+        raise TypeError("dy1 is None; expected the gradient of y1")
+    check_gradients(gradients, FusedBackward._fields)
+    of_sum = tuple(name for name in gradients if name in ("dx", "dresidual"))
+    of_first = tuple(name for name in ("dweight", "dbias") if name in gradients)
+    of_second = tuple(name for name in ("dweight", "dbias") if f"{name}1" in gradients)
+    second_operands = operands._replace(dy=second.dy, weight=second.weight)
+    second_options = options._replace(dweight_dtype=None, dbias_dtype=second.dbias_dtype)
+    if operands.dy is None:
+        second_options = second_options._replace(gradients=of_sum + of_second)
+        made = backward(BackwardRequest(second_operands, second_options))
+        return FusedBackward(made.dx, None, None, made.dresidual, made.dweight, made.dbias)
+    wide = "float64" if arrays.on_host(operands.x) else arrays.dtype_name(operands.rstd)
+    second_options = second_options._replace(
+        gradients=of_second + (("dx",) if of_sum else ()),
+        dx_dtype=wide,
+        dresidual_dtype=None,
+        dropout_p=0.0,
+    )
+    second_operands = second_operands._replace(row_scale=None, dropout_seed=None)
+    of_y1 = backward(BackwardRequest(second_operands, second_options))
+    made = backward(
+        BackwardRequest(
+            operands._replace(dsum=of_y1.dx),
+            options._replace(gradients=of_first + of_sum),
+        )
+    )
+    return FusedBackward(*made[:4], of_y1.dweight, of_y1.dbias)

@@ -1,0 +1,200 @@
+"""Tables of tiles that `python -m cupynorm tune` measured on one GPU, and which of them is in use: use_tiles.
+
+belongs to   one GPU and the sources it was measured with; anything else refuses it
+says         strategy and tile of a problem: direction, norm, dtypes, num_cols, pack size. Never num_rows, so a row's result
+             stays the same bits in any batch; and a tile only shares out work whose sums have a fixed order
+read         by use_tiles and by nothing else: no file or environment variable is looked for
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from .. import __version__
+from ..gpu import launch, nvrtc
+from ..plan import dispatch, tables
+from ..plan.devices import Device
+from ..plan.instances import Kernel
+from ..plan.problem import Layout, Problem, Tile
+from ..plan.tables import FILES
+from .kept import forget
+
+# Modules that decide a tile.
+_DECIDING = (
+    "devices",
+    "dispatch",
+    "grids",
+    "instances",
+    "paths",
+    "problem",
+    "strategies",
+    "tables",
+    "tile_checks",
+    "tile_model",
+)
+
+
+def key(problem: Problem) -> Problem:
+    """What a table knows of a problem: the pack size in use, and 1 + weight costs nothing that a tile decides."""
+    return replace(
+        problem, zero_centered=False, layout=replace(problem.layout, pack_limit=problem.widest_pack)
+    )
+
+
+def sources() -> str:
+    """A digest of the kernels and of dispatch: what the tiles of a table were measured with, and against."""
+    text = nvrtc.source(Kernel("", ""))  # begins with a digest of all kernels
+    names = [*(f"{name}.py" for name in _DECIDING), *FILES]
+    choices = b"".join((Path(__file__).parents[1] / "plan" / name).read_bytes() for name in names)
+    return hashlib.sha256(text.encode() + choices).hexdigest()
+
+
+@dataclass(frozen=True)
+class Table:
+    """The best tiles of one GPU. tiles: key(problem) -> (strategy, tile).
+    measured: notes for the reader: when, by which command."""
+
+    device: Device
+    tiles: Mapping[Problem, tuple[str, Tile]]
+    measured: Mapping[str, Any] = field(default_factory=dict)
+
+    def to_json(self) -> str:
+        entries = [
+            {
+                "problem": {
+                    name: value for name, value in asdict(problem).items() if value is not None
+                },
+                "strategy": strategy,
+                "tile": asdict(tile),
+            }
+            for problem, (strategy, tile) in self.tiles.items()
+        ]
+        head = {
+            "cupynorm": __version__,
+            "sources": sources(),
+            "device": asdict(self.device),
+            "measured": self.measured,
+        }
+        return json.dumps(head | {"tiles": entries}, indent=1)
+
+
+def _problem(fields: dict[str, Any]) -> Problem:
+    return Problem(**fields | {"layout": Layout(**fields["layout"])})
+
+
+def read(path: str | Path) -> Table:
+    """A table that tune wrote. OSError if it cannot be read, ValueError if it is none,
+    is of other sources or has a wrong tile."""
+    try:
+        content = json.loads(Path(path).read_text(encoding="utf-8"))
+        of_version, of_sources, device = (
+            content["cupynorm"],
+            content["sources"],
+            dict(content["device"]),
+        )
+        device = Device(**device | {"clusters": tuple(map(tuple, device["clusters"]))})
+        entries = [
+            (_problem(each["problem"]), each["strategy"], Tile(**each["tile"]))
+            for each in content["tiles"]
+        ]
+        measured = dict(content["measured"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} is no table of tiles: {type(error).__name__}: {error}") from error
+    if (of_version, of_sources) != (__version__, sources()):
+        raise ValueError(
+            f"{path} was measured with other sources (cupynorm {of_version}; this is {__version__}): its tiles need not be the "
+            "best any more. Measure again: python -m cupynorm tune"
+        )
+    for problem, strategy, tile in entries:
+        try:
+            if any(type(value) is not int for name, value in vars(tile).items() if name != "path"):
+                raise ValueError("a tile has fields that are no integers")
+            dispatch.choose(problem, device, strategy, tile)
+        except (ValueError, KeyError, TypeError, ZeroDivisionError) as error:
+            raise ValueError(
+                f"{path} has a wrong tile for {getattr(problem, 'num_cols', None)} columns: {error}"
+            ) from error
+    return Table(
+        device, {key(problem): (strategy, tile) for problem, strategy, tile in entries}, measured
+    )
+
+
+def present() -> list[Device]:
+    """The GPUs of this machine; none where there is no CuPy or no GPU."""
+    try:
+        return [launch.device(index) for index in range(nvrtc.cupy().cuda.runtime.getDeviceCount())]
+    except Exception:  # no library, no driver, no GPU: each says it in its own way
+        return []
+
+
+def use_tiles(path: str | Path | None) -> None:
+    """From now on, use the tiles of a table that `python -m cupynorm tune` wrote; None: of no table, as at the start.
+
+    path: the file, or a data file of ranges that `tune --device-file` wrote (.csv), which is for the GPUs that are here. It
+    decides for this process, and for the GPU it was measured on; other GPUs and problems that it does not
+    hold keep their tiles, and so does a call that is given strategy= or tile=. plan() says where a tile is from. Results stay
+    within the same error of float64, repeat to the bit, and do not depend on the batch; between two tables their last bits may
+    differ.
+
+    Call it while no other thread is in a call of this library: that call might keep the tile it had. What a CUDA graph or a
+    recorded autograd graph holds keeps its tiles.
+
+    Raises OSError if the file cannot be read; ValueError, and all stays as it was, if it is no such table, was measured with
+    another version, or on a GPU that is not here. Without any GPU every table is taken, for plan(device=).
+    """
+    if path is not None and Path(path).suffix == ".csv":
+        use_device_file(Path(path))
+        return
+    table = None if path is None else read(path)
+    if table is not None:
+        here = present()
+        if here and table.device not in here:
+            raise ValueError(
+                f"{path} was measured on {_describe(table.device)}; here is "
+                f"{' and '.join(map(_describe, dict.fromkeys(here)))}. Measure here: python -m cupynorm tune"
+            )
+    use(table, "" if path is None else f"from {Path(path).name}, measured on {table.device.name}")
+
+
+def use_device_file(path: Path) -> None:
+    """use_tiles with a data file of ranges of widths: for the GPUs that are here, or for any device without one."""
+    try:
+        rows = tables.by_key(tables.read_rows(path))
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"{path} is no data file of tiles: {type(error).__name__}: {error}"
+        ) from error
+    here = present()
+
+    def tuned(problem: Problem, device: Device) -> tuple[str, Tile, str] | None:
+        found = (
+            tables.tile_of(rows.get(tables.key_of(problem), ()), problem, device)
+            if device in here or not here
+            else None
+        )
+        return found and (*found, f"from {path.name}")
+
+    dispatch.tuned = tuned
+    dispatch.choose.cache_clear()
+    forget()
+
+
+def use(table: Table | None, reason: str = "") -> None:
+    """use_tiles with a table that is read already; reason: what a plan says of its tiles."""
+
+    def tuned(problem: Problem, device: Device) -> tuple[str, Tile, str] | None:
+        found = table.tiles.get(key(problem)) if device == table.device else None
+        return found and (*found, reason)
+
+    dispatch.tuned = tuned if table is not None else None
+    dispatch.choose.cache_clear()
+    forget()
+
+
+def _describe(device: Device) -> str:
+    return f"{device.name} (compute capability {device.compute_capability / 10:.1f}, {device.num_sms} multiprocessors)"

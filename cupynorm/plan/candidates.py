@@ -1,0 +1,157 @@
+"""Which tiles are worth measuring for a problem on a device: a few dozen of all that dispatch accepts.
+Pure Python, no GPU needed.
+
+The grid is that of threads, packs of a thread, rows, blocks, clusters and stages. The model bounds it: registers, shared
+memory, and how busy a tile keeps a multiprocessor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from ..dtypes import DTYPES
+from . import dispatch, paths, tile_model
+from .devices import Device
+from .instances import Choice
+from .problem import Problem, Tile, cols_of_slice
+from .tile_model import blocks_that_fit, shaped
+
+_MOST = 48  # of one problem: they compile in a quarter of a minute, in several processes sooner
+_FILLED = (
+    0.8  # of a tile's packs that a row fills, at least: packs beyond it cost as much as others
+)
+_FEWEST_SLICE_BYTES = 8192  # of x, for a block of a cluster: for less the blocks wait for each other more than for memory
+_PROMISE = 0.6  # of the best of its kind, where there are too many: the estimates are rough
+
+
+def candidates(problem: Problem, device: Device) -> list[Choice]:
+    """The tiles that are worth measuring, a few dozen; the first is what dispatch chooses.
+    Pure: for any device, without a GPU."""
+    default = dispatch.choose(problem, device)
+    tiles_of = [_in_registers, _staged, _in_bundles, _in_rings] + [_elsewhere] * (
+        default.tile.packs_per_thread == 0
+    )
+    kinds: dict[tuple, list[Choice]] = {}
+    for strategy, tile in (each for made in tiles_of for each in made(problem, device)):
+        try:
+            choice = dispatch.choose(problem, device, strategy, tile)
+        except ValueError:
+            continue
+        if (
+            choice.resident >= tile.blocks_per_sm
+        ):  # else shared memory allows fewer blocks, and those are a tile of their own
+            kinds.setdefault((strategy, tile.cluster_size, choice.tile.path), []).append(choice)
+    found = {(default.strategy, default.tile): default}
+    most = _MOST // max(1, len(kinds))
+    for choices in kinds.values():
+        if len(choices) > most:
+            least = _PROMISE * max(_promise(problem, choice) for choice in choices)
+            choices = [choice for choice in choices if _promise(problem, choice) >= least]
+        evenly = range(min(most, len(choices)))
+        for choice in (choices[at * len(choices) // len(evenly)] for at in evenly):
+            found.setdefault((choice.strategy, choice.tile), choice)
+    return list(found.values())
+
+
+def _shapes(
+    problem: Problem, device: Device, pack_size: int | None = None
+) -> Iterator[tuple[str, Tile]]:
+    """Tiles as wide as the row, or a cluster's share of it, and not much wider.
+    Of equal packs_per_thread the one with fewest threads."""
+    pack_size = pack_size or problem.widest_pack
+    for cluster_size in (1, *(size for size, _ in device.clusters)):
+        num_cols = cols_of_slice(problem, pack_size, cluster_size)
+        if cluster_size > 1 and num_cols * DTYPES[problem.x].itemsize < _FEWEST_SLICE_BYTES:
+            continue
+        all_threads = {"block" if cluster_size == 1 else "cluster": range(32, 1024 + 1, 32)}
+        if cluster_size == 1:
+            all_threads["warp"] = (1, 2, 4, 8, 16, 32)
+        for strategy in all_threads:
+            fullest: dict[int, Tile] = {}
+            for threads in all_threads[strategy]:
+                tile = shaped(problem, pack_size, threads, cluster_size)
+                if num_cols >= _FILLED * tile.cols:
+                    fullest.setdefault(tile.packs_per_thread, tile)
+            yield from ((strategy, tile) for tile in fullest.values())
+
+
+def _in_registers(problem: Problem, device: Device) -> Iterator[tuple[str, Tile]]:
+    for strategy, tile in _shapes(problem, device):
+        if tile.elements > 128:
+            continue
+        for rows in (
+            [size // tile.threads_per_row for size in (64, 128, 256)] if strategy == "warp" else [1]
+        ):
+            of_rows = replace(tile, rows_per_block=rows)
+            most = (
+                blocks_that_fit(problem, device, of_rows)
+                if rows * tile.threads_per_row <= 1024
+                else 0
+            )
+            for blocks in {most, -(-most // 2)} - {0}:
+                yield strategy, replace(of_rows, blocks_per_sm=blocks)
+
+
+def _staged(problem: Problem, device: Device) -> Iterator[tuple[str, Tile]]:
+    for strategy, tile in (
+        _shapes(problem, device) if problem.scaling and tile_model.can_ring(problem, device) else ()
+    ):
+        if strategy == "block" and 32 <= tile.elements <= 64:
+            most = blocks_that_fit(problem, device, tile)
+            yield from (
+                (strategy, replace(tile, blocks_per_sm=count, stages=1, path="staged"))
+                for count in {most} - {0}
+            )
+
+
+def _in_bundles(problem: Problem, device: Device) -> Iterator[tuple[str, Tile]]:
+    """Of 16-bit rows, and of those that do not begin on 16 bytes: forward as many blocks as fit, backward one."""
+    pack_size, itemsize = problem.widest_pack, DTYPES[problem.x].itemsize
+    aligned = pack_size * itemsize >= 16
+    if (aligned and itemsize > 2) or not tile_model.can_bundle(problem, device):
+        return
+    if aligned:
+        pack_size = 4 if problem.forward else 2  # a row of a bundle begins on 8 bytes, or on 4
+    for strategy, tile in _shapes(problem, device, pack_size):
+        if strategy == "warp" and tile.elements <= 96:
+            tile = paths.with_bundles(problem, device, tile)
+            yield from (
+                (strategy, replace(tile, stages=stages)) for stages in (2, 3, 4) if tile is not None
+            )
+
+
+def _in_rings(problem: Problem, device: Device) -> Iterator[tuple[str, Tile]]:
+    """A multiprocessor works on several rows at a time: forward in a block each, backward in one block."""
+    for stages in (2, 3, 4, 5) if tile_model.can_ring(problem, device) else ():
+        for strategy, tile in _shapes(problem, device):
+            if strategy == "warp" or tile.elements > 64:
+                continue
+            for rows in range(1, min(8, 1024 // tile.threads_per_row) + 1):
+                shared = {"blocks_per_sm": rows} if problem.forward else {"rows_per_block": rows}
+                of_rows = replace(tile, stages=stages, path="ring", **shared)
+                if blocks_that_fit(problem, device, of_rows) >= of_rows.blocks_per_sm:
+                    yield strategy, of_rows
+
+
+def _elsewhere(problem: Problem, device: Device) -> Iterator[tuple[str, Tile]]:
+    """For rows in shared memory, or nowhere."""
+    for threads in (256, 512, 1024):
+        tile = Tile(problem.widest_pack, threads, path="smem")
+        yield "block", tile
+        yield from (("cluster", replace(tile, cluster_size=size)) for size, _ in device.clusters)
+        yield from (
+            ("uncached", replace(tile, blocks_per_sm=blocks, path="uncached"))
+            for blocks in (1, 2, 4)
+        )
+
+
+def _promise(problem: Problem, choice: Choice) -> float:
+    """About the share of a copy that the model expects of a ring's instructions, or of the bytes that others keep in flight."""
+    tile = choice.tile
+    if tile.path == "ring":
+        return paths.ring_share(problem, tile)
+    row_bytes = (
+        cols_of_slice(problem, tile.pack_size, tile.cluster_size) * DTYPES[problem.x].itemsize
+    )
+    return min(1.0, choice.resident * tile.rows_per_block * row_bytes / paths.ENOUGH_BYTES)

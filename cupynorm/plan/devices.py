@@ -1,0 +1,87 @@
+"""What a plan must know of a GPU, and that of some by name. Pure Python, no GPU needed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+
+@dataclass(frozen=True)
+class Device:
+    """What a plan must know of a GPU. smem_per_block: the opt-in limit of one block, in bytes.
+
+    clusters: how many clusters of 2, 4, 8 and 16 blocks are resident at once with one block a multiprocessor; empty
+    where the device has no clusters. One cluster more would wait for a second wave.
+    """
+
+    name: str
+    compute_capability: int
+    num_sms: int
+    smem_per_block: int
+    smem_per_sm: int
+    threads_per_sm: int
+    clusters: tuple[tuple[int, int], ...] = ()
+    registers_per_sm: int = 65536
+
+
+def _device(name: str, compute_capability: int, num_sms: int, **changes: object) -> Device:
+    family = _FAMILIES[compute_capability]
+    device = Device(name, compute_capability, num_sms, *family)
+    if compute_capability >= 90:
+        sizes = (2, 4, 8, 16) if compute_capability < 120 else (2, 4, 8)
+        # A cluster lives in one graphics processing cluster, some of which lack multiprocessors: 10% are left out.
+        clusters = ((size, int(num_sms * 0.9) // size) for size in sizes)
+        device = replace(device, clusters=tuple((size, count) for size, count in clusters if count))
+    return replace(device, **changes)
+
+
+# (smem_per_block, smem_per_sm, threads_per_sm), CUDA C++ Programming Guide, "Technical Specifications per Compute Capability"
+_FAMILIES = {
+    80: (166912, 167936, 2048),
+    86: (101376, 102400, 1536),
+    89: (101376, 102400, 1536),
+    90: (232448, 233472, 2048),
+    100: (232448, 233472, 2048),
+    120: (101376, 102400, 1536),
+}
+
+DEVICES = {
+    device.name: device
+    for device in (
+        _device("A100", 80, 108),
+        _device("A10", 86, 72),
+        _device("RTX 3090", 86, 82),
+        _device("RTX 4090", 89, 128),
+        _device("L40S", 89, 142),
+        # cuOccupancyMaxActiveClusters on an H200, one block a multiprocessor.
+        _device("H100", 90, 132, clusters=((2, 66), (4, 30), (8, 15), (16, 7))),
+        _device("H200", 90, 132, clusters=((2, 66), (4, 30), (8, 15), (16, 7))),
+        _device("B200", 100, 148),
+        _device("RTX 5090", 120, 170),
+    )
+}
+
+
+def device_like(
+    name: str,
+    compute_capability: int,
+    num_sms: int,
+    smem_per_block: int,
+    smem_per_sm: int,
+    threads_per_sm: int,
+) -> Device:
+    """The Device of a GPU that is present, from what its driver says;
+    numbers only measured come from its namesake in DEVICES."""
+    known = next(
+        (device for key, device in DEVICES.items() if key in name and device.num_sms == num_sms),
+        None,
+    )
+    if known is not None:
+        return known
+    family = max((key for key in _FAMILIES if key <= compute_capability), default=80)
+    return replace(
+        _device(name, family, num_sms),
+        compute_capability=compute_capability,
+        smem_per_block=smem_per_block,
+        smem_per_sm=smem_per_sm,
+        threads_per_sm=threads_per_sm,
+    )

@@ -1,0 +1,317 @@
+"""Which kernel, tile and grid a problem gets: plans made from the table STRATEGIES of cupynorm.plan.strategies.
+Pure Python, no GPU needed.
+
+The table is read from top to bottom: the first strategy wins that is wide enough for the row and does not give way to a faster
+one; the last takes any row.
+num_rows changes the grid, and how many threads share a row where rows are few, never a bit of a row's results.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from functools import lru_cache
+
+from ..dtypes import DTYPES, compute_dtype
+from .devices import Device
+from .grids import for_few_rows, grid_size, parameters_launch, shares_of_first
+from .instances import Choice, Launch, parameters_instance, row_instance
+from .problem import Problem, Tile
+from .strategies import STATISTICS, STRATEGIES
+from .tables import measured_tile
+from .tile_checks import check_path, check_tile
+from .tile_model import RESERVED_BYTES, scales_at_once, smem_bytes_of
+
+# Asked first where neither strategy nor tile is given: (strategy, tile, where they are from), or None. Of cupynorm.norm.tiles.
+tuned: Callable[[Problem, Device], tuple[str, Tile, str] | None] | None = None
+
+
+@lru_cache(maxsize=4096)
+def choose(
+    problem: Problem,
+    device: Device,
+    strategy: str | None = None,
+    tile: Tile | None = None,
+    statistics: str | None = None,
+) -> Choice:
+    """The kernel for a problem. A given strategy, tile or statistics is used as it is, or refused with a ValueError."""
+    if (
+        tuned is not None
+        and strategy is None
+        and tile is None
+        and (found := tuned(problem, device))
+    ):
+        strategy, tile, reason = found
+        return replace(choose(problem, device, strategy, tile, statistics), reason=reason)
+    if strategy is not None and strategy not in STRATEGIES:
+        raise ValueError(
+            f"strategy is {strategy!r}; it is one of {', '.join(STRATEGIES)}, or None to let the width decide"
+        )
+    if statistics is not None and statistics not in STATISTICS:
+        raise ValueError(
+            f"statistics is {statistics!r}; it is one of {', '.join(STATISTICS)}, or None"
+        )
+    if tile is not None and strategy is None:
+        raise ValueError(
+            "tile is given without strategy; a tile belongs to one strategy, so name it too"
+        )
+
+    reason = "as asked for"
+    by_dispatch = tile is None
+    if tile is not None:
+        tile = tile.of_strategy(strategy, problem.forward)
+    if strategy is not None:
+        row = STRATEGIES[strategy]
+        if device.compute_capability < row.first_capability:
+            raise ValueError(
+                f"strategy {strategy!r} needs compute capability {row.first_capability / 10:.1f} or later; {device.name} has "
+                f"{device.compute_capability / 10:.1f}"
+            )
+        if strategy == "cluster" and not device.clusters:
+            raise ValueError(
+                f"strategy 'cluster' needs 2 multiprocessors for a cluster; {device.name} has {device.num_sms}"
+            )
+        if tile is None:
+            tile = row.tile(problem, device)
+            if tile is None:
+                raise ValueError(
+                    f"strategy {strategy!r} is too narrow for {problem.num_cols} columns of {problem.x} on {device.name} "
+                    f"({problem.direction}); its widest row has {widest(strategy, problem, device)}"
+                )
+        else:
+            check_tile(problem, strategy, tile, device)
+    elif (found := measured_tile(problem, device)) is not None:
+        strategy, tile, reason = found
+    else:
+        for row in STRATEGIES.values():
+            tile = (
+                row.tile(problem, device)
+                if device.compute_capability >= row.first_capability
+                else None
+            )
+            if tile is not None and not row.gives_way(problem, device, tile):
+                break
+        strategy = row.name
+        reason = f"the first strategy that is wide enough and gives way to none; path: {tile.path_in_words}"
+
+    statistics = statistics or ("welford" if strategy == "uncached" else "two_pass")
+    smem_bytes = smem_bytes_of(problem, tile, strategy)
+    resident = (
+        tile.blocks_per_sm
+        if smem_bytes == 0
+        else min(tile.blocks_per_sm, device.smem_per_sm // (smem_bytes + RESERVED_BYTES))
+    )
+    kernel = amax_kernel = None
+    if problem.scaling and not scales_at_once(problem, tile, strategy):
+        amax_kernel = row_instance(problem, strategy, tile, statistics, "amax")
+        kernel = row_instance(problem, strategy, tile, statistics, "write")
+    elif problem.forward or problem.dx or problem.recomputed or strategy != "uncached":
+        step = "write" if problem.scaling == "given" and not problem.amax else "all"
+        kernel = row_instance(problem, strategy, tile, statistics, step)
+    parameters_tile, parameters_kernel = (
+        (None, None) if problem.forward else parameters_instance(problem, strategy)
+    )
+    return Choice(
+        strategy, tile, statistics, kernel, smem_bytes, max(1, resident), parameters_tile, parameters_kernel, reason,
+        amax_kernel, by_dispatch,
+    )  # fmt: skip
+
+
+def widest(strategy: str, problem: Problem, device: Device) -> int | None:
+    """The most columns that a strategy takes with a problem's dtypes, or None if it takes any or lacks the device."""
+    row = STRATEGIES[strategy]
+    if strategy == "uncached" or device.compute_capability < row.first_capability:
+        return None
+
+    def fits(num_cols: int) -> bool:
+        return row.tile(replace(problem, num_cols=num_cols), device) is not None
+
+    step = problem.widest_pack
+    low, high = 0, 1
+    while fits(high * step):
+        low, high = high, high * 2
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle * step) else (low, middle)
+    return low * step
+
+
+_TENSORS = {
+    *("x", "y", "weight", "bias", "dy", "dx", "dweight", "dbias", "dsum"),
+    *(
+        "input",
+        "residual_dtype",
+        "row_scale",
+        "dresidual",
+        "y1",
+        "weight1",
+        "bias1",
+        "scaling",
+        "recomputed",
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How one problem is computed. launches: the kernels in order; bytes_moved: what they read and write in global memory.
+
+    bytes_needed: what any implementation must move, each streamed tensor once: the roofline.
+    """
+
+    problem: Problem
+    device: Device
+    num_rows: int
+    strategy: str
+    tile: Tile
+    statistics: str
+    launches: tuple[Launch, ...]
+    num_partials: int
+    bytes_moved: int
+    bytes_needed: int
+    reason: str
+
+    def __str__(self) -> str:
+        norm = "layer_norm" if self.problem.centered else "rms_norm"
+        tensors = ", ".join(
+            f"{name} {value}"
+            for name, value in asdict(self.problem).items()
+            if value and name in _TENSORS
+        )
+        lines = [
+            (
+                "problem",
+                f"{norm} {self.problem.direction}, {self.num_rows} rows x {self.problem.num_cols} columns",
+            ),
+            ("tensors", tensors),
+            (
+                "device",
+                f"{self.device.name}, {self.device.num_sms} multiprocessors, sm_{self.device.compute_capability}",
+            ),
+            ("strategy", f"{self.strategy}: {self.reason}"),
+            ("path", self.tile.path_in_words),
+            ("tile", str(self.tile)),
+            ("statistics", self.statistics if self.problem.forward else "given"),
+        ]
+        for launch in self.launches:
+            shape = f"grid {launch.grid_size} x block {launch.block_size}"
+            if launch.cluster_size > 1:
+                shape += f" in clusters of {launch.cluster_size}"
+            lines.append(
+                (launch.kernel.source, f"{shape}, {launch.smem_bytes} bytes of shared memory")
+            )
+        if not self.launches:
+            lines.append(("launches", "none: there is nothing to compute"))
+        ratio = (
+            f", {self.bytes_moved / self.bytes_needed:.3f} of what is needed"
+            if self.bytes_needed
+            else ""
+        )
+        lines.append(("bytes moved", f"{self.bytes_moved:,}{ratio}"))
+        width = max(len(name) for name, _ in lines)
+        return "\n".join(f"{name:<{width}}  {value}" for name, value in lines)
+
+
+def make_plan(
+    problem: Problem,
+    device: Device,
+    num_rows: int,
+    *,
+    strategy: str | None = None,
+    tile: Tile | None = None,
+    statistics: str | None = None,
+    sm_margin: int = 0,
+) -> Plan:
+    """The plan of one problem on one device. ValueError: strategy, tile or statistics unknown or not fitting, or an
+    sm_margin that leaves no multiprocessor."""
+    if tile is not None and strategy in STRATEGIES:
+        check_path(strategy, tile.of_strategy(strategy, problem.forward))
+    choice = choose(problem, device, strategy, tile, statistics)
+    if choice.by_dispatch:
+        few = for_few_rows(
+            problem, device, choice.strategy, choice.tile, num_rows, choice.statistics
+        )
+        if few != choice.tile:
+            shape = f"{few.threads_per_row} lanes for each and {few.rows_per_block} in a block"
+            reason = f"{choice.reason}; as rows are few, {shape}"
+            choice = replace(
+                choose(problem, device, choice.strategy, few, statistics), reason=reason
+            )
+    if not 0 <= sm_margin < device.num_sms:
+        raise ValueError(
+            f"sm_margin is {sm_margin}; {device.name} has {device.num_sms} multiprocessors, so 0 to {device.num_sms - 1} can "
+            "be left free"
+        )
+    launches = []
+    num_partials = 0
+    needed = moved = num_rows * problem.bytes_per_row
+    row_elements = num_rows * problem.num_cols
+    if row_elements and choice.kernel is not None:
+        grid = grid_size(choice, problem, device, num_rows, sm_margin)
+        cluster_size = choice.tile.cluster_size
+        num_first, rows_of_first = shares_of_first(choice, problem, device, num_rows, sm_margin)
+        for kernel in filter(None, (choice.amax_kernel, choice.kernel)):
+            launches.append(
+                Launch(
+                    kernel, choice.tile, grid, choice.tile.block_size, choice.smem_bytes, cluster_size, num_first=num_first,
+                    rows_of_first=rows_of_first,
+                )
+            )  # fmt: skip
+        if choice.parameters_kernel is not None and choice.strategy != "uncached":
+            num_partials = grid // cluster_size
+    if choice.strategy == "uncached":
+        if problem.forward:
+            passes = (2 if choice.statistics == "two_pass" and problem.centered else 1) + bool(
+                problem.y
+            )
+            passes += problem.scaling == "row"
+            moved += (
+                (passes - 1) * row_elements * DTYPES[problem.x].itemsize * (1 + problem.residual)
+            )
+        else:
+            x_size, dy_size = DTYPES[problem.x].itemsize, DTYPES[problem.dy].itemsize
+            passes = 2 if problem.dx else int(bool(problem.recomputed))
+            reads_of_x = passes + bool(problem.dweight)
+            reads_of_dy = passes + bool(problem.dweight or problem.dbias)
+            moved += row_elements * ((reads_of_x - 1) * x_size + (reads_of_dy - 1) * dy_size)
+    if choice.amax_kernel is not None:
+        # What is read, once more, and the amaxes there and back.
+        moved += moved - num_rows * (problem.num_cols + problem.scale_bytes)
+        moved += 8 * (num_rows * problem.num_scales or 1)
+    if row_elements and choice.parameters_kernel is not None:
+        # Its blocks are in place when the partial sums are written (H200, bf16: 8192 x 128 10.3 to 9.2 us, 512 x 4096 14.9 to
+        # 14.0).
+        overlaps = num_partials > 0 and device.compute_capability >= 90
+        most_blocks = (
+            (device.num_sms - sm_margin) * choice.parameters_tile.blocks_per_sm
+            if sm_margin
+            else None
+        )
+        launches.append(
+            parameters_launch(
+                problem,
+                choice.parameters_tile,
+                choice.parameters_kernel,
+                overlaps=overlaps,
+                most_blocks=most_blocks,
+            )
+        )
+        wanted = bool(problem.dweight) + bool(problem.dbias)
+        moved += 2 * wanted * num_partials * problem.num_cols * DTYPES[problem.compute].itemsize
+    parameters = [problem.weight, problem.bias, problem.dweight, problem.dbias]
+    parameters += [problem.weight1, problem.bias1, problem.y_weight, problem.y_bias]
+    once = problem.num_cols * sum(DTYPES[name].itemsize for name in parameters if name)
+    statistics_bytes = num_rows * (1 + problem.centered) * compute_dtype(problem.x).itemsize
+    return Plan(
+        problem,
+        device,
+        num_rows,
+        choice.strategy,
+        choice.tile,
+        choice.statistics,
+        tuple(launches),
+        num_partials,
+        moved + once + statistics_bytes,
+        needed + once + statistics_bytes,
+        choice.reason,
+    )

@@ -1,0 +1,393 @@
+"""Which tile the model prefers for each path of a row: registers, bundle, ring, smem, uncached. Pure Python, no GPU needed.
+
+The model wants enough bytes in flight, few idle lanes, and warps spread evenly; what was measured to be better on one GPU is
+in its data file (cupynorm.plan.tables). The integers below are rules of any GPU; where they were tuned, docs/experiments.md
+has the measurements.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from functools import lru_cache
+
+from ..dtypes import DTYPES
+from .devices import Device
+from .problem import Problem, Tile, ceil_div, cols_of_slice
+from .tile_model import (
+    RESERVED_BYTES,
+    blocks_that_fit,
+    can_bundle,
+    can_ring,
+    fits_smem,
+    registers_of_thread,
+    shaped,
+    smem_bytes_of,
+    streamed,
+    warps_that_fit,
+)  # fmt: skip
+
+# Bytes of x in flight on a multiprocessor that hide the latency of memory (bandwidth times latency, twice over).
+ENOUGH_BYTES = 55 * 1024
+
+# Bytes of x in one thread. Forward long threads share a row's own instructions among more elements; backward each element
+# takes five registers.
+_THREAD_BYTES = {"forward": {2: 128, 4: 128, 8: 128}, "backward": {2: 48, 4: 64, 8: 64}}
+_LANE_BYTES = {"forward": {2: 80, 4: 64, 8: 64}, "backward": {2: 80, 4: 64, 8: 64}}
+
+# The widest row of a warp, in bytes: beyond it a block of two warps is as fast.
+_WARP_ROW_BYTES = {"forward": {2: 2560, 4: 2048, 8: 2048}, "backward": {2: 1536, 4: 2048, 8: 2048}}
+
+_QUANTIZED_WARP_BYTES = (
+    1792  # to 8 bits: beyond it a warp is a block by itself, and waits for no other
+)
+
+# Elements of 2 bytes that are loaded one by one: each has an address and a register of its own.
+_LONE_ELEMENTS = {"forward": 16, "backward": 6}
+
+# From so many columns on rows take a ring, by direction and itemsize: of rows that begin on 16 bytes, and of others, which
+# threads would load in small packs. Backward a ring hides the wait for two tensors; forward registers do up to here.
+_RING_FROM = {"forward": {2: 8193, 4: 8193}, "backward": {2: 640, 4: 440}}
+_SMALL_PACK_RING_FROM = {"forward": {2: 500, 4: 2048}, "backward": {2: 512, 4: 512}}
+
+# Threads of all rings of a multiprocessor: more have too few registers each for the elements of a thread.
+_RING_THREADS = 384
+_RING_ELEMENTS = {"forward": 64, "backward": 56}
+_MOST_RING_ELEMENTS = 64  # where no other ring holds a row
+
+# Bytes in flight of a ring, the rows in use included.
+_RING_BYTES = {"forward": {2: 96 * 1024, 4: 160 * 1024}, "backward": {2: 140 * 1024, 4: 128 * 1024}}
+
+_MOST_STAGES = {"forward": {2: 3, 4: 4}, "backward": {2: 5, 4: 4}}
+
+# Bytes of the rows of one turn: with fewer the warps wait for each other more than for memory, in a cluster the sooner.
+_TURN_BYTES, _CLUSTER_TURN_BYTES = 20 * 1024, 28 * 1024
+
+# A row costs a thread about as many instructions as 10 elements beside its own, 2 more for each doubling of a cluster. A
+# multiprocessor is bound by memory from so many elements at a time.
+_ROW_COST, _RATE = 10, {"forward": 3.2, "backward": 2.8}
+
+# The widest row of a ring of one block, in columns: beyond it a cluster has the better share of registers. Backward, and
+# forward of single elements, whose parameters take a register each, sooner.
+_COLS_OF_BLOCK, _COLS_OF_FULL_BLOCK = 24576, {2: 9000, 4: 11264}
+
+# Elements of a thread of a bundle, at most. Lanes that have a row each do not meet at the banks of shared memory.
+_BUNDLE_ELEMENTS = {
+    "forward": {1: 64, 8: 20, 16: 32, 32: 80},
+    "backward": {1: 40, 2: 28, 8: 12, 16: 14, 32: 28},
+}
+
+# Bytes of a warp's bundle by the warps of a block: fewer and the copy engine reads too many lines twice.
+_BUNDLE_WARPS = {"forward": (4,), "backward": (12, 8)}
+_BUNDLE_BYTES = {4: 4800, 8: 8192, 12: 6656}
+
+
+def in_flight(problem: Problem, tile: Tile) -> int:
+    """Bytes of x that a multiprocessor loads at once."""
+    row_bytes = (
+        cols_of_slice(problem, tile.pack_size, tile.cluster_size) * DTYPES[problem.x].itemsize
+    )
+    return tile.blocks_per_sm * tile.rows_per_block * row_bytes * (1 + problem.residual)
+
+
+def filled(problem: Problem, tile: Tile) -> float:
+    """The share of a tile's packs that lie in the row: others cost as much."""
+    return (
+        cols_of_slice(problem, tile.pack_size, tile.cluster_size) / tile.cols if tile.cols else 1.0
+    )
+
+
+# Registers.
+
+
+def register_tile(
+    problem: Problem, device: Device, shapes: Iterable[Tile], most_bytes: int
+) -> Tile | None:
+    """Of tiles with the row in registers, the one that keeps most bytes in flight and fills its packs.
+
+    Of equals, the most threads; forward with too few bytes in flight, long threads, best of 48 elements.
+    """
+    itemsize = DTYPES[problem.x].itemsize
+    lone = problem.widest_pack == 1
+    most = (
+        most_bytes // itemsize
+        if not lone
+        else most_bytes // 8
+        if itemsize > 2
+        else _LONE_ELEMENTS[problem.direction]
+    )
+    best, best_score = None, None
+    for tile in shapes:
+        tile = replace(tile, blocks_per_sm=blocks_that_fit(problem, device, tile))
+        if tile.blocks_per_sm == 0 or tile.elements > max(most, tile.pack_size):
+            continue
+        moving = in_flight(problem, tile)
+        # Blocks of a cluster wait for one another: for them more is better without end.
+        counted = moving if tile.cluster_size > 1 else min(moving, ENOUGH_BYTES)
+        fit = (
+            1.0
+            if tile.exact
+            else filled(problem, tile) * (0.995 if problem.forward and itemsize == 2 else 0.9)
+        )
+        long = problem.scaling is not None or (
+            problem.forward and (moving < ENOUGH_BYTES or tile.blocks_per_sm == 1)
+        )
+        wanted = 64 if problem.scaling in ("given", "tensor") else 54 if problem.scaling else 48
+        score = (counted * fit, -abs(tile.elements - wanted) if long else tile.threads_per_row)
+        if best_score is None or score > best_score:
+            best, best_score = tile, score
+    return best
+
+
+def lanes_tile(problem: Problem, device: Device) -> Tile | None:
+    """Rows in the registers of a warp, or of part of one."""
+    itemsize, pack_size = DTYPES[problem.x].itemsize, problem.widest_pack
+    pack_bytes, row_bytes = pack_size * itemsize, problem.num_cols * itemsize
+    if row_bytes > (
+        _QUANTIZED_WARP_BYTES if problem.scaling else _WARP_ROW_BYTES[problem.direction][itemsize]
+    ):
+        return None
+    # The lanes of a row load at least 64 bytes of it together, or half the row if it is shorter.
+    fewest = min(64, row_bytes // 2, 32 * pack_bytes) // pack_bytes
+    if itemsize == 2 and row_bytes == 6 * pack_bytes:
+        fewest = 2  # which fill their packs
+    if problem.forward and pack_bytes == 2:
+        fewest = min(32, row_bytes // 4) // pack_bytes  # more lanes have idle ones
+    block_size = (
+        64 if problem.forward and fewest > 2 else 128
+    )  # of small blocks a place is free again sooner
+    lanes = [lanes for lanes in (1, 2, 4, 8, 16, 32) if lanes >= fewest]
+    shapes = [
+        shaped(problem, pack_size, count, rows_per_block=block_size // count) for count in lanes
+    ]
+    return register_tile(problem, device, shapes, _LANE_BYTES[problem.direction][itemsize])
+
+
+def block_tile(problem: Problem, device: Device, cluster_size: int = 1) -> Tile | None:
+    """Rows in the registers of a block, or of the blocks of a cluster."""
+    most_threads = 1024 if cluster_size == 1 else 512
+    threads = range(32, most_threads + 1, 32)
+    shapes = [shaped(problem, problem.widest_pack, count, cluster_size) for count in threads]
+    return register_tile(
+        problem, device, shapes, _THREAD_BYTES[problem.direction][DTYPES[problem.x].itemsize]
+    )
+
+
+def cluster_tile(problem: Problem, device: Device) -> Tile | None:
+    """The clusters that keep most bytes in flight; the smallest where blocks also exchange the scale of a row."""
+    sizes = [size for size in (2, 4, 8, 16) if size in dict(device.clusters)]
+    tiles = [tile for size in sizes if (tile := block_tile(problem, device, size))]
+    if problem.cols_of_scale is not None and problem.compute == "float32":
+        return tiles[0] if tiles else None
+    return max(
+        tiles, key=lambda tile: in_flight(problem, tile) * (1 if tile.exact else 0.9), default=None
+    )
+
+
+# Shared memory, filled by threads; and nothing.
+
+
+def smem_tile(problem: Problem, device: Device, cluster_sizes: Iterable[int]) -> Tile | None:
+    threads = (
+        256 if problem.dropout else 512
+    )  # random words need more than the 128 registers that 512 threads have
+    for size in cluster_sizes:
+        tile = Tile(problem.widest_pack, threads, cluster_size=size, path="smem")
+        if (
+            smem_bytes_of(problem, tile, "block" if size == 1 else "cluster")
+            <= device.smem_per_block
+        ):
+            return tile
+    return None
+
+
+def uncached_tile(problem: Problem, device: Device) -> Tile:
+    # Two outputs need more than the 64 registers that two blocks leave a thread.
+    return Tile(problem.widest_pack, 512, blocks_per_sm=1 if problem.y1 else 2, path="uncached")
+
+
+# Rings.
+
+
+def wants_ring(problem: Problem, registers: Tile | None) -> bool:
+    """Whether a ring, where there is one, beats a tile in registers, if any."""
+    if problem.compute != "float32":
+        return False
+    if problem.scaling and registers is not None:
+        return (
+            registers.blocks_per_sm == 1
+            and registers.path == "registers"
+            and problem.cols_of_scale is None
+        )
+    itemsize = DTYPES[problem.x].itemsize
+    aligned = all(problem.widest_pack * size >= 16 for size in streamed(problem))
+    first = (_RING_FROM if aligned else _SMALL_PACK_RING_FROM)[problem.direction][itemsize]
+    if problem.num_cols < first:
+        return False
+    if problem.forward and registers is not None and filled(problem, registers) >= 0.95:
+        few = registers.blocks_per_sm == 1 and not problem.residual
+        return few or in_flight(problem, registers) < ENOUGH_BYTES
+    return True
+
+
+def suits_block(problem: Problem) -> bool:
+    """Whether one block takes such a row in a ring, rather than a cluster."""
+    full = not problem.forward or (problem.widest_pack == 1 and DTYPES[problem.x].itemsize == 2)
+    return problem.num_cols <= (
+        _COLS_OF_FULL_BLOCK[DTYPES[problem.x].itemsize] if full else _COLS_OF_BLOCK
+    )
+
+
+def ring_share(problem: Problem, tile: Tile) -> float:
+    """About the share of what memory allows that the instructions of a tile allow: the four parts of a multiprocessor want as
+    many warps each."""
+    warps = tile.block_size * tile.blocks_per_sm // 32
+    turns = ceil_div(warps, 4)
+    if warps > 4:  # a little less is lost where one part has a warp less
+        turns = 0.75 * turns + 0.25 * warps / 4
+    row_cost = _ROW_COST + 2 * (tile.cluster_size.bit_length() - 1)
+    rate = filled(problem, tile) * warps * tile.elements / (turns * (tile.elements + row_cost))
+    return min(1.0, rate * DTYPES[problem.x].itemsize / 2 / _RATE[problem.direction])
+
+
+@lru_cache(maxsize=4096)
+def ring_tile(problem: Problem, device: Device, sizes: tuple[int, ...]) -> Tile | None:
+    """The best of the tiles whose ring fits registers and shared memory."""
+    in_blocks = problem.scaling in ("block", "mx")
+    if not can_ring(problem, device) or (
+        in_blocks and problem.widest_pack * DTYPES[problem.x].itemsize < 16
+    ):
+        return None  # of small packs no warp has a whole block of columns that share a scale
+    largest = tuple(size for size in sizes if size >= 16)
+    for most, among, stages in (
+        (_RING_ELEMENTS[problem.direction], sizes, None), (_MOST_RING_ELEMENTS, largest, None),
+        (_MOST_RING_ELEMENTS, () if problem.forward else largest, 1),
+    ):  # fmt: skip
+        found = max(
+            _rings(problem, device, among, most, stages),
+            key=lambda tile: _ring_score(problem, tile),
+            default=None,
+        )
+        if found is not None:
+            return found
+    return None
+
+
+def _rings(
+    problem: Problem, device: Device, sizes: Iterable[int], most: int, stages: int | None
+) -> Iterator[Tile]:
+    """A multiprocessor works on several rows at a time: forward in a block each, backward in one, which leaves one partial row
+    of sums."""
+    pack_size = problem.widest_pack
+    for cluster_size in sizes:
+        for threads in range(32, _RING_THREADS + 1, 32):
+            if (
+                pack_size
+                * ceil_div(cols_of_slice(problem, pack_size, cluster_size), pack_size * threads)
+                > most
+            ):
+                continue
+            tile = shaped(problem, pack_size, threads, cluster_size, path="ring")
+            # Half-empty threads are no better than fewer full ones.
+            if tile.packs_per_thread > 1 and filled(problem, tile) < 0.5:
+                continue
+            warps = warps_that_fit(device, registers_of_thread(problem, device, tile))
+            for rows in range(1, min(12, _RING_THREADS // threads, warps * 32 // threads) + 1):
+                if rows == 1 or stages is None:
+                    yield from _with_stages(problem, device, tile, rows, stages)
+
+
+def _with_stages(
+    problem: Problem, device: Device, tile: Tile, rows: int, stages: int | None
+) -> Iterator[Tile]:
+    """The tile with so many rows and the stages that are wanted, or as many as fit from 2 on; or with those that are given."""
+    itemsize = DTYPES[problem.x].itemsize
+    turn_bytes, wanted = (
+        tile.cols * sum(streamed(problem)) * rows,
+        _RING_BYTES[problem.direction][itemsize],
+    )
+    wanted = ceil_div(wanted, turn_bytes) if problem.forward else wanted // turn_bytes
+    most = max(2, min(wanted, _MOST_STAGES[problem.direction][itemsize]))
+    rows_per_block, blocks_per_sm = (1, rows) if problem.forward else (rows, 1)
+    for count in range(most, 1, -1) if stages is None else (stages,):
+        if turn_bytes * count < device.smem_per_sm:
+            staged = replace(
+                tile, rows_per_block=rows_per_block, blocks_per_sm=blocks_per_sm, stages=count
+            )
+            if fits_smem(device, smem_bytes_of(problem, staged, "block"), blocks_per_sm):
+                yield staged
+                return
+
+
+def _ring_score(problem: Problem, tile: Tile) -> tuple:
+    """About the share of a copy that the tile reaches; of equals, few threads."""
+    cols = (
+        cols_of_slice(problem, tile.pack_size, tile.cluster_size)
+        * tile.rows_per_block
+        * tile.blocks_per_sm
+    )
+    enough = _TURN_BYTES if tile.cluster_size == 1 else _CLUSTER_TURN_BYTES
+    share = ring_share(problem, tile) * min(1.0, cols * sum(streamed(problem)) / enough)
+    share -= 0.01 * (tile.block_size * tile.blocks_per_sm < 256) + 0.001 * max(
+        0, tile.elements - 32
+    ) * (not problem.forward)
+    share -= (0.06 - 0.05 * problem.forward) * (not tile.exact)
+    share -= 0.01 * (tile.cluster_size.bit_length() - 1) + 0.05 * (tile.cluster_size == 16)
+    return round(share, 3), -tile.block_size, tile.stages
+
+
+# Bundles.
+
+
+def bundle_tile(problem: Problem, device: Device) -> Tile | None:
+    """Of rows that do not begin on 16 bytes, which threads would load in small packs."""
+    itemsize, pack_size = DTYPES[problem.x].itemsize, problem.widest_pack
+    small = pack_size * itemsize <= (8 if itemsize == 2 else 4)
+    if (
+        not can_bundle(problem, device)
+        or not small
+        or problem.num_cols > 32 * max(_BUNDLE_ELEMENTS[problem.direction].values())
+    ):
+        return None
+    if not problem.forward:
+        pack_size = 1 if itemsize == 2 else pack_size
+    best = None
+    for lanes, most in _BUNDLE_ELEMENTS[problem.direction].items():
+        tile = shaped(problem, pack_size, lanes)
+        if (
+            tile.elements * itemsize > 2 * most
+            or (tile.packs_per_thread - 1) * pack_size * lanes >= problem.num_cols
+        ):
+            continue
+        tile = with_bundles(problem, device, tile)
+        if tile is not None and (best is None or filled(problem, tile) > filled(problem, best)):
+            best = tile
+            if filled(problem, tile) >= 0.9:
+                return tile
+    return best
+
+
+def with_bundles(problem: Problem, device: Device, tile: Tile) -> Tile | None:
+    """The tile with rows for its block and its bundles, and as many blocks as fit, or None if one does not."""
+    lanes, row_bytes = tile.threads_per_row, problem.num_cols * DTYPES[problem.x].itemsize
+    # Each group of lanes has as many rows of a bundle; backward sums stay in registers from block to block.
+    group_bytes = (
+        32 // lanes * (row_bytes if problem.forward else len(streamed(problem)) * row_bytes + 8)
+    )
+    for num_warps in _BUNDLE_WARPS[problem.direction]:
+        for smaller in (1, 2, 4, 8):
+            rows = max(1, _BUNDLE_BYTES[num_warps] // smaller // max(1, group_bytes)) * (
+                32 // lanes
+            )
+            rows_per_block = num_warps * 32 // lanes
+            bundled = replace(
+                tile, rows_per_block=rows_per_block, stages=2, bundle=rows, path="bundle"
+            )
+            smem_bytes = smem_bytes_of(problem, bundled, "warp")
+            blocks = min(
+                blocks_that_fit(problem, device, bundled),
+                device.smem_per_sm // (smem_bytes + RESERVED_BYTES),
+            )
+            if smem_bytes <= device.smem_per_block and blocks:
+                return replace(bundled, blocks_per_sm=blocks if problem.forward else 1)
+    return None

@@ -1,0 +1,108 @@
+"""What `bench --readme` writes, from literal measurements."""
+
+import pytest
+
+from cupynorm.bench.cells import Cell
+from cupynorm.bench.documents import (
+    CHART,
+    SHORT_COLS,
+    check_documents,
+    first_family,
+    rewrite_table,
+    short_markdown,
+    write_documents,
+)
+from cupynorm.bench.plot import plot
+from cupynorm.bench.report import BenchResult, Measurement
+
+TEXT = "# title\n\n<!-- bench -->\nold\n<!-- /bench -->\n\nafter\n"
+
+
+def measurement(num_cols, direction="forward", dtype="bfloat16", faults=None, **samples):
+    """1 MiB in 1 us is 1.0 TB/s."""
+    cell = Cell("layer_norm", direction, dtype, 2**18 // num_cols, num_cols)
+    samples = samples or {"copy": [1.0] * 3, "cupynorm": [1.25] * 3, "torch": [2.0] * 3}
+    errors = {name: 0.5 for name in samples if name != "copy"}
+    return Measurement(cell, "warp", samples, errors, faults or {})
+
+
+def result(*measurements):
+    environment = {"gpu": "NVIDIA H200", "cupynorm": "0.1.0", "date": "2026-11-20T12:00:00+00:00"}
+    return BenchResult(environment, {"runs": 3, "command": "a command"}, list(measurements), {})
+
+
+def table(*measurements):
+    lines = short_markdown(result(*measurements)).splitlines()
+    return [line for line in lines if line.startswith("|")]
+
+
+def test_a_table_is_rewritten_between_its_markers():
+    once = rewrite_table(TEXT, "| new |")
+    assert once == "# title\n\n<!-- bench -->\n\n| new |\n\n<!-- /bench -->\n\nafter\n"
+    assert rewrite_table(once, "| new |\n") == once
+    for broken in ("", "<!-- bench -->", TEXT * 2, "<!-- /bench --> <!-- bench -->"):
+        with pytest.raises(ValueError, match="need the markers"):
+            rewrite_table(broken, "| new |")
+
+
+def test_the_short_table_has_shares():
+    lines = short_markdown(result(measurement(128), measurement(128, "backward"))).splitlines()
+    assert (
+        "NVIDIA H200, cupynorm 0.1.0, 2026-11-20." in lines[0]
+        and lines[-1] == "Made by `a command`."
+    )
+    assert lines[2].startswith("layer_norm, bfloat16: share of a copy's speed (1.0 to 1.6 TB/s).")
+    columns = "{}: cupynorm | torch | best other |"
+    assert lines[4] == " ".join(["| num_cols |", *map(columns.format, ("forward", "backward"))])
+    assert lines[6] == "| 128 | **0.80** | 0.50 | - | **0.80** | 0.50 | - |"
+
+
+def test_the_short_table_has_the_first_dtype_and_the_chosen_widths():
+    cells = [
+        measurement(num_cols, dtype=dtype)
+        for dtype in ("bfloat16", "float32")
+        for num_cols in (64, 128)
+    ]
+    assert [line.split(" | ")[0] for line in table(*cells)[2:]] == ["| 128"]
+    assert [line.split(" | ")[0] for line in table(cells[0], cells[2])[2:]] == ["| 64"]
+    assert first_family(result(*cells)).measurements == cells[:2]
+    assert 128 in SHORT_COLS and 64 not in SHORT_COLS
+
+
+def test_the_short_table_names_the_best_of_the_others():
+    samples = {"copy": [1.0] * 3, "cupynorm": [1.25] * 3, "liger": [1.6] * 3, "torch": [2.0] * 3}
+    samples["quack"] = [1.1] * 3
+    assert table(measurement(128, **samples))[2] == "| 128 | 0.80 | 0.50 | quack **0.91** |"
+    off = {"quack": "quack is off", "cupynorm": "cupynorm is off"}
+    assert (
+        table(measurement(128, **samples, faults=off))[2] == "| 128 | - | 0.50 | liger **0.62** |"
+    )
+    both = (measurement(128), measurement(768, "backward"))
+    assert table(*both)[2] == "| 128 | **0.80** | 0.50 | - | - | - | - |"
+
+
+def test_documents_are_checked_and_written(monkeypatch, tmp_path):
+    pytest.importorskip("matplotlib")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "docs").mkdir()
+    paths = (tmp_path / "README.md", tmp_path / "docs" / "benchmarks.md")
+    for path in paths:
+        with pytest.raises(ValueError, match=f"there is no .*{path.name}"):
+            check_documents()
+        path.write_text(TEXT)
+    check_documents()
+    write_documents(result(measurement(64), measurement(128), measurement(64, dtype="float32")))
+    short, whole = (path.read_text() for path in paths)
+    assert "| 128 | **0.80** |" in short and "| 64 |" not in short
+    assert "| 128 | warp |" in whole and "layer_norm, float32:" in whole
+    assert "bfloat16" in CHART.read_text() and "float32" not in CHART.read_text()
+    paths[0].write_text("no markers")
+    with pytest.raises(ValueError, match="need the markers"):
+        check_documents()
+
+
+def test_the_chart_is_the_same_file_for_the_same_measurements(tmp_path):
+    pytest.importorskip("matplotlib")
+    for name in ("a.svg", "b.svg"):
+        plot(result(measurement(64), measurement(96)), tmp_path / name)
+    assert (tmp_path / "a.svg").read_bytes() == (tmp_path / "b.svg").read_bytes()

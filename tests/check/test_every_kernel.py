@@ -1,0 +1,269 @@
+"""What compute-sanitizer is given (every_kernel.py) reaches every kernel and every place in which its rows can wait."""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+import pytest
+from every_kernel import (
+    STEPS,
+    cases,
+    judge_matrix,
+    judge_quantized,
+    judge_scales,
+    judge_survey,
+    matrices,
+    quantized_cases,
+    run_matrix,
+    run_quantized,
+    run_scales,
+    run_survey,
+    surveys,
+)
+
+from cupynorm.check.cases import random_problem
+from cupynorm.check.kernels import CpuMachine
+from cupynorm.check.run import run_kernels
+from cupynorm.plan.devices import DEVICES
+from cupynorm.plan.matrices import survey_launch
+from cupynorm.plan.problem import SCALINGS
+from cupynorm.plan.strategies import STRATEGIES
+
+
+class Recorder(CpuMachine):
+    """Plans as for an H200 and runs nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reached: set[tuple[str, str]] = set()
+        self.functors: set[tuple[str, str]] = set()
+        self.scalings: set[tuple[str, str, str, str]] = set()
+        self.sources: set[tuple[str, int]] = set()
+        self.surveys: set[tuple[str, str, int]] = set()
+
+    def launch(self, launch, words) -> None:
+        tile = launch.tile
+        place = "registers" if tile.packs_per_thread else "shared memory or nowhere"
+        if tile.bundle:
+            place = f"bundles, {tile.threads_per_row} lanes a row"
+        elif tile.stages == 1 and launch.kernel.source.startswith("forward"):
+            place = "registers, staged"
+        elif tile.stages:
+            dtype = re.search(r"Load<(\w+)>", launch.kernel.name_expression)[1]
+            place = f"ring of {dtype}, {tile.cluster_size} blocks a row"
+        self.reached.add((launch.kernel.source, place))
+        functors = re.findall(r"\w*(?:Load\w*|Stores?)(?=<)", launch.kernel.name_expression)
+        self.functors |= {(launch.kernel.source, functor) for functor in functors}
+        for scaling, step in re.findall(
+            r"Scaling::(\w+), Step::(\w+)", launch.kernel.name_expression
+        ):
+            self.scalings.add((launch.kernel.source, place, scaling, step))
+        for source in re.findall(r"^quantize<(\w+)", launch.kernel.name_expression):
+            self.sources.add((source, tile.pack_size))
+        for dtype, sums_up in re.findall(r"^survey<(\w+), (\w+)", launch.kernel.name_expression):
+            self.surveys.add((dtype, sums_up, tile.pack_size))
+
+
+@pytest.mark.slow
+def test_every_place_of_every_kernel():
+    recorder = Recorder()
+    for case in cases():
+        run_kernels(random_problem(case), recorder)
+    expected = {
+        (f"{direction}_{name}.cu", "registers")
+        for direction in ("forward", "backward")
+        for name in STRATEGIES
+    }
+    expected = {each for each in expected if "uncached" not in each[0]}
+    for source in (
+        "forward_block",
+        "forward_cluster",
+        "backward_cluster",
+        "forward_uncached",
+        "backward_uncached",
+        "backward_parameters",
+    ):
+        expected.add((f"{source}.cu", "shared memory or nowhere"))
+    expected.add(("forward_block.cu", "registers, staged"))
+    for direction in ("forward", "backward"):
+        for dtype in ("__nv_bfloat16", "float"):
+            expected.add((f"{direction}_block.cu", f"ring of {dtype}, 1 blocks a row"))
+            expected |= {
+                (f"{direction}_cluster.cu", f"ring of {dtype}, {size} blocks a row")
+                for size in (2, 16)
+            }
+        expected |= {
+            (f"{direction}_warp.cu", f"bundles, {lanes} lanes a row") for lanes in (1, 16, 32)
+        }
+    for name in STRATEGIES:
+        assert {functor for source, functor in recorder.functors if source == f"forward_{name}.cu"} == {
+            "Load", "ResidualLoad", "SumLoad", "Store", "TwoStores",
+        }  # fmt: skip
+        assert {functor for source, functor in recorder.functors if source == f"backward_{name}.cu"} == {
+            "Load", "LoadXHat", "Store", "AddStore", "SplitStore", "RecomputingStore",
+        }  # fmt: skip
+    # Wide rows get rings of other clusters, too.
+    assert recorder.reached >= expected
+    assert {source for source, _ in recorder.reached} == {source for source, _ in expected}
+
+
+@pytest.mark.slow
+def test_every_way_to_8_bits():
+    """Each scaling on each strategy, at once where one launch can and by two where it cannot; and every kind of matrix."""
+    recorder = Recorder()
+    for case, quantization in quantized_cases():
+        run_quantized(case, quantization, recorder)
+    for matrix in matrices():
+        run_matrix(matrix, recorder)
+    at_once, twice = {"all"}, {"amax", "write"}
+    for name in STRATEGIES:
+        found = {key: set() for key in SCALINGS}
+        for source, _, scaling, step in recorder.scalings:
+            if source == f"forward_{name}.cu":
+                found[scaling].add(step)
+        # Lanes of a warp share out the scales of blocks, but of rows in shared memory, of parts
+        # that end in one, or read again.
+        blocks = {"warp": at_once, "uncached": twice}.get(name, at_once | twice)
+        given = at_once | {"write"}  # without an amax to record
+        assert found == {
+            "given": given,
+            "tensor": twice,
+            "row": at_once,
+            "block": blocks,
+            "mx": blocks,
+        }
+        functors = {
+            functor for source, functor in recorder.functors if source == f"forward_{name}.cu"
+        }
+        assert functors >= {"Load", "ResidualLoad", "SumLoad"}
+    for name, num_blocks in (("block", 1), ("cluster", 2)):
+        places = {
+            (place, scaling)
+            for source, place, scaling, _ in recorder.scalings
+            if source == f"forward_{name}.cu"
+        }
+        assert places >= {
+            (f"ring of __nv_bfloat16, {num_blocks} blocks a row", each)
+            for each in ("given", "tensor")
+        }
+        assert places >= {("shared memory or nowhere", each) for each in SCALINGS}
+        assert name == "cluster" or places >= {("registers, staged", each) for each in SCALINGS}
+    assert {each.scaling for each in matrices()} == {"given", "tensor"}
+    packs = {
+        name: {pack for source, pack in recorder.sources if source == name}
+        for name, _ in recorder.sources
+    }
+    assert packs.keys() == {"ScaledSource", "NormalizedSource", "BytesSource"}
+    assert packs["ScaledSource"] == {1, 2, 4, 8} and packs["BytesSource"] == {1, 2, 4, 8, 16}
+    assert packs["NormalizedSource"] >= {1, 2, 8}
+    for norm in (None, "layer_norm", "rms_norm"):
+        extents = [
+            (each.num_rows % 16, each.num_cols % 128) for each in matrices() if each.norm == norm
+        ]
+        # Columns written 16 bytes at a time, and by bytes; squares that are not whole.
+        assert {rows == 0 for rows, _ in extents} == {True, False} and any(
+            rows and cols for rows, cols in extents
+        )
+
+
+def spoilt(got: dict[str, np.ndarray], name: str) -> dict[str, np.ndarray]:
+    """With another last element."""
+    got = {key: each.copy() for key, each in got.items()}
+    got[name].view(np.uint8).reshape(-1)[-1] ^= 8
+    return got
+
+
+@pytest.mark.parametrize("scaling", SCALINGS)
+def test_a_wrong_byte_of_8_bits_is_found(scaling):
+    is_given = scaling == "given"
+    case, quantization = next(
+        each
+        for each in quantized_cases()
+        if each[1][1] == scaling and bool(each[1].amax) == is_given
+    )
+    got, plain = run_quantized(case, quantization, CpuMachine())
+    findings = judge_quantized(case, quantization, got, plain, exact=True)
+    names = [found.tensor for found in findings]
+    assert names == ["y", "scale_inv", "mean", "rstd"] + ["amax"] * is_given
+    assert all(found.ok for found in findings)
+    roughly = judge_quantized(case, quantization, got, plain, exact=False)
+    assert [found.tensor for found in roughly] == names and all(found.ok for found in roughly)
+    assert roughly[0].error > 0.9  # half a step of 8 bits is met
+    for name in names:
+        off = [
+            found
+            for found in judge_quantized(case, quantization, spoilt(got, name), plain, exact=True)
+            if not found.ok
+        ]
+        assert [(found.tensor, found.num_off, found.error) for found in off] == [
+            (name, 1, float("inf"))
+        ]
+        assert off[0].where == tuple(extent - 1 for extent in got[name].shape)
+        off = [
+            found
+            for found in judge_quantized(case, quantization, spoilt(got, name), plain, exact=False)
+            if not found.ok
+        ]
+        assert name in [found.tensor for found in off]
+
+
+@pytest.mark.parametrize(
+    "matrix",
+    [
+        matrices()[4],
+        matrices()[-4],
+        matrices()[-1],
+        *(each for each in matrices() if each.scaling == "tensor" or each.x == each.y),
+    ],
+    ids=str,
+)
+def test_a_wrong_byte_of_a_matrix_is_found(matrix):
+    got, given = run_matrix(matrix, CpuMachine())
+    findings = judge_matrix(matrix, got, given)
+    assert findings and all(found.ok for found in findings)
+    for name in got:
+        if name != "amax" or not matrix.norm:
+            assert not all(found.ok for found in judge_matrix(matrix, spoilt(got, name), given)), (
+                name
+            )
+
+
+def test_every_survey():
+    """Both kinds of each dtype; whole packs and lone elements; one slab, several, and one that is not whole."""
+    recorder = Recorder()
+    for survey in surveys():
+        run_survey(survey, recorder)
+    assert {(dtype, sums_up) for dtype, sums_up, _ in recorder.surveys} == {
+        (dtype, sums_up)
+        for dtype in ("__nv_bfloat16", "__half", "float", "double")
+        for sums_up in ("true", "false")
+    }
+    assert {pack for _, _, pack in recorder.surveys} == {1, 2, 4, 8}
+    slabs = [
+        (survey, *survey_launch(DEVICES["H200"], *survey[:3], 8, "float32")[1:])
+        for survey in surveys()
+    ]
+    counts = {num_slabs for _, num_slabs, _ in slabs}
+    assert 1 in counts and max(counts) > 2
+    assert any(survey.num_rows % rows_of_slab for survey, _, rows_of_slab in slabs)
+
+
+@pytest.mark.parametrize("survey", surveys(), ids=str)
+def test_a_wrong_survey_is_found(survey):
+    got, given = run_survey(survey, CpuMachine())
+    assert all(found.ok for found in judge_survey(survey, got, given))
+    for name in got:
+        off = {name: np.full_like(got[name], 3e4)}
+        assert not all(found.ok for found in judge_survey(survey, off, given))
+
+
+@pytest.mark.parametrize("num_steps", STEPS)
+def test_a_wrong_scale_is_found(num_steps):
+    got, given = run_scales(num_steps, CpuMachine())
+    assert all(found.ok for found in judge_scales(got, given))
+    assert (got["scale"] != given["scale"]).sum() >= 2 and (
+        got["scale"] == given["scale"]
+    ).sum() >= 2
+    for name in got:
+        assert not all(found.ok for found in judge_scales(spoilt(got, name), given)), name

@@ -1,0 +1,154 @@
+"""cupynorm.check: of given arrays, of random ones, of other people's functions; and that it can say no."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import cupynorm
+from cupynorm.check.allowed import expect
+from cupynorm.check.cases import Case, random_problem
+from cupynorm.check.kernels import CpuMachine
+from cupynorm.check.results import CheckResult, judge, judge_all
+from cupynorm.check.run import run_kernels
+
+NAMES = {"y", "mean", "rstd", "dx", "dweight", "dbias"}
+
+
+def names(result: CheckResult) -> set[str]:
+    return {found.tensor for found in result.findings}
+
+
+def test_given_numpy_arrays():
+    generator = np.random.default_rng(0)
+    x = generator.standard_normal((2, 3, 40)).astype(np.float32)
+    result = cupynorm.check(
+        x, np.ones(40, np.float32), np.zeros(40, np.float32), x, eps=1e-6, on="cpu"
+    )
+    assert result and result.ok and names(result) == NAMES
+    assert "6 x 40" in str(result) and "all within what their dtypes allow" in str(result)
+
+
+def test_given_torch_tensors_in_bfloat16():
+    torch = pytest.importorskip("torch")
+    x = torch.randn(5, 33).bfloat16()
+    result = cupynorm.check(x, torch.rand(33), norm=["layer_norm", "rms_norm"], on="cpu")
+    assert result.ok and names(result) == NAMES - {"dbias"}
+
+
+def test_shapes_dtypes_and_strategies():
+    result = cupynorm.check(
+        shapes=[(3, 64), (2, 100)],
+        dtypes=["float16", "float64"],
+        strategies=["warp", "uncached"],
+        statistics=["welford"],
+        on="cpu",
+    )
+    assert result.ok and len(result.findings) == 2 * 2 * 2 * 6
+    assert len({found.case for found in result.findings}) == 8
+
+
+def layer_norm_of_torch(input, normalized_shape, weight, bias, eps):
+    import torch
+
+    return torch.nn.functional.layer_norm(input, normalized_shape, weight, bias, eps)
+
+
+def test_a_function_of_somebody_else_is_judged():
+    pytest.importorskip("torch")
+    result = cupynorm.check(
+        function=layer_norm_of_torch, shapes=[(64, 300)], dtypes=["float32", "float64"]
+    )
+    assert result.ok and names(result) == {"y", "dx", "dweight", "dbias"}
+
+
+@pytest.mark.parametrize(
+    "wrong, off",
+    [
+        (
+            lambda x, shape, w, b, eps: layer_norm_of_torch(x, shape, w, b, eps + 1e-3),
+            {"y", "dx", "dweight"},
+        ),
+        (lambda x, shape, w, b, eps: layer_norm_of_torch(x, shape, w, b, eps) + 1e-5, {"y"}),
+        (
+            lambda x, shape, w, b, eps: layer_norm_of_torch(x, shape, w.detach(), b, eps) + 0 * w,
+            {"dweight"},
+        ),
+        (
+            lambda x, shape, w, b, eps: layer_norm_of_torch(x.detach(), shape, w, b, eps) + 0 * x,
+            {"dx"},
+        ),
+    ],
+    ids=["eps", "bias", "no dweight", "no dx"],
+)
+def test_a_wrong_function_is_seen(wrong, off):
+    pytest.importorskip("torch")
+    result = cupynorm.check(function=wrong, shapes=[(64, 300)])
+    assert not result and {found.tensor for found in result.findings if not found.ok} == off
+    assert "OFF" in str(result)
+
+
+def test_a_wrong_kernel_result_is_seen_where_it_is():
+    problem = random_problem(Case("rms_norm", 4, 50, "float32"))
+    results = run_kernels(problem, CpuMachine())
+    results["dx"][2, 7] *= 1 + 1e-4
+    (found,) = [found for found in judge_all(problem, results) if not found.ok]
+    assert (found.tensor, found.where, found.num_off) == ("dx", (2, 7), 1) and found.error > 1
+
+
+def test_kinds_must_agree():
+    """NaN where a number is expected, a number where NaN is, infinities of the wrong sign: none is within any bound."""
+    expected, allowed = np.array([1.0, np.nan, np.inf, 7e4]), np.array([1.0, np.nan, np.inf, 1.0])
+    assert judge(
+        "case", "y", np.array([1.0, np.nan, np.inf, np.inf]), expected, allowed, largest=65504.0
+    ).ok
+    for got in (
+        [np.nan, np.nan, np.inf, 7e4],
+        [1.0, 0.0, np.inf, 7e4],
+        [1.0, np.nan, -np.inf, 7e4],
+        [1.0, np.nan, np.inf, -np.inf],
+    ):
+        assert judge("case", "y", np.array(got), expected, allowed, largest=65504.0).num_off == 1
+
+
+def test_what_is_allowed_is_half_an_ulp_for_an_exact_result():
+    """float16 y of a float32 computation: the bound is hardly more than the one rounding."""
+    problem = random_problem(Case("layer_norm", 8, 64, "float32", y="float16"))
+    y, allowed = expect(problem)["y"]
+    large = np.abs(y) > 0.1
+    assert (allowed[large] < np.abs(y[large]) * 2.0**-11 * 1.2).all() and (
+        allowed >= np.abs(y) * 2.0**-11
+    ).all()
+
+
+def test_an_empty_result_is_not_ok():
+    assert not CheckResult()
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ({"norm": "batch_norm"}, "norm is 'batch_norm'; expected layer_norm or rms_norm"),
+        ({"on": "tpu"}, "on is 'tpu'; expected 'gpu', 'cpu' or None"),
+        ({"strategies": ["wrap"]}, "strategy is 'wrap'; it is one of"),
+        (
+            {"input": np.zeros((3, 4)), "weight": np.zeros(5)},
+            r"weight has shape \(5,\); expected \(4,\)",
+        ),
+        ({"input": np.array(1.0)}, "input has no dimension to normalise over"),
+    ],
+)
+def test_bad_input(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        cupynorm.check(**{"on": "cpu", **arguments})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("on", ["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("num_cols", [1 << 20, (1 << 20) + 1, 3_000_000])
+def test_a_million_columns(num_cols, on):
+    """Through the strategies that the width chooses; the last is beyond every cluster, in both directions."""
+    result = cupynorm.check(
+        shapes=[(1 if on == "cpu" else 5, num_cols)], dtypes=["bfloat16"], on=on
+    )
+    assert result.ok, result

@@ -1,0 +1,268 @@
+"""Every kernel path with each operand in a layout of its own: values against float64, outputs' surroundings untouched.
+
+A kernel may read several rows as one piece of memory only if all of its tensors allow it. These tests draw the layout of each
+operand independently of the others.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+
+import cupynorm
+from cupynorm.check.cases import Case, Problem, random_problem
+from cupynorm.check.kernels import CpuMachine, uses_welford
+from cupynorm.check.results import CheckResult, judge_all
+from cupynorm.dtypes import FLOAT8S, decode, encode
+from cupynorm.gpu import arrays, launch
+from cupynorm.norm import kept
+from cupynorm.plan.devices import DEVICES
+
+LAYOUTS = ("contiguous", "gap", "misaligned", "broadcast", "transposed", "reversed")
+OPERANDS = ("x", "residual", "dy", "dsum")
+NUM_ROWS = 70
+
+
+class Path(NamedTuple):
+    """A width and dtype whose rows take one path through a kernel, forward or backward."""
+
+    num_cols: int
+    dtype: str
+    strategy: str | None = None
+
+
+PATHS = {
+    "bundle of one lane a row": Path(3, "float16"),
+    "bundle of wide packs": Path(8, "float16"),
+    "bundle of two lanes a row": Path(65, "float32"),
+    "bundle of eight lanes a row": Path(127, "float16"),
+    "bundle of a warp a row": Path(641, "float16"),
+    "registers": Path(512, "float16"),
+    "ring of packs": Path(4096, "float16"),
+    "ring of single elements": Path(2049, "float32"),
+    "block": Path(1000, "float32", "block"),
+    "cluster": Path(4001, "float16", "cluster"),
+    "uncached": Path(515, "float16", "uncached"),
+}
+
+
+class _NumpyLibrary(arrays.CuPyLibrary):
+    """NumPy arrays in place of CuPy's, as if their memory were a GPU's; what is allocated is NaN."""
+
+    address = staticmethod(lambda array: array.ctypes.data)
+    exchange_device = staticmethod(lambda index: index)
+
+    def __init__(self, device_index: int) -> None:
+        pass
+
+    @staticmethod
+    def layout_key(array):
+        return (
+            array
+            if array is None
+            else (array.dtype, array.shape, array.strides, array.ctypes.data & 15)
+        )
+
+    @staticmethod
+    def view(array):
+        strides = tuple(stride // array.itemsize for stride in array.strides)
+        return arrays.View(array.ctypes.data, array.shape, strides, array.dtype.name, 0)
+
+    @staticmethod
+    def allocator(shape, dtype):
+        return lambda: np.full(shape, np.nan if np.dtype(dtype).kind == "f" else 0xFE, dtype)
+
+    @staticmethod
+    def contiguous(array):
+        return np.ascontiguousarray(array)
+
+    @staticmethod
+    def stream():
+        return 0
+
+
+@pytest.fixture(params=["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
+def library(request, monkeypatch):
+    """numpy, whose arrays are given to the kernels on the CPU, or cupy."""
+    if request.param == "gpu":
+        return pytest.importorskip("cupy")
+    # Two multiprocessors: every block takes several rows, and a warp bundles of several.
+    small = replace(
+        DEVICES["H200"],
+        num_sms=2,
+        clusters=tuple((size, 1) for size, _ in DEVICES["H200"].clusters),
+    )
+
+    class Loaded:
+        def __init__(self, planned, device_index):
+            self.planned = planned
+
+        def enqueue(self, stream, words):
+            CpuMachine().launch(self.planned, words)
+
+    monkeypatch.setattr(arrays, "library", lambda array: _NumpyLibrary)
+    monkeypatch.setattr(arrays, "on_host", lambda array: False)
+    monkeypatch.setattr(arrays, "view", _NumpyLibrary.view)
+    monkeypatch.setattr(launch, "device", lambda index: small)
+    monkeypatch.setattr(launch, "load", Loaded)
+    kept.forget()
+    request.addfinalizer(kept.forget)
+    return np
+
+
+def lay_out(library, values: np.ndarray, layout: str):
+    """values, [num_rows, num_cols], in memory of that layout; whatever lies between rows is NaN."""
+    num_rows, num_cols = values.shape
+    values = library.asarray(values)
+    if layout == "contiguous":
+        return library.ascontiguousarray(values)
+    if layout == "broadcast":
+        memory = library.full(
+            values.shape, np.nan, values.dtype
+        )  # what a kernel reads that takes the rows for neighbours
+        memory[0] = values[0]
+        return library.broadcast_to(memory[0], values.shape)
+    if layout == "transposed":
+        return library.ascontiguousarray(values.T).T
+    if layout == "reversed":
+        return library.ascontiguousarray(values[::-1])[::-1]
+    gap = 16 if layout == "gap" else 0
+    memory = library.full(num_rows * (num_cols + gap) + 16, np.nan, values.dtype)
+    first = 0 if layout == "gap" else 1
+    made = memory[first : first + num_rows * (num_cols + gap)].reshape(num_rows, num_cols + gap)[
+        :, :num_cols
+    ]
+    made[...] = values
+    return made
+
+
+def run(library, path: Path, layouts: dict[str, str]) -> None:
+    case = Case(
+        "layer_norm",
+        NUM_ROWS,
+        path.num_cols,
+        path.dtype,
+        strategy=path.strategy,
+        residual=True,
+        dsum=True,
+    )
+    problem = random_problem(case)
+    for name, layout in layouts.items():
+        if layout == "broadcast":
+            getattr(problem, name)[...] = getattr(problem, name)[:1]
+    storage = np.dtype(path.dtype)
+    given = {
+        name: lay_out(
+            library, getattr(problem, name).astype(storage), layouts.get(name, "contiguous")
+        )
+        for name in OPERANDS
+    }
+    weight, bias = (
+        library.asarray(values.astype(storage)) for values in (problem.weight, problem.bias)
+    )
+    options = {} if path.strategy is None else {"strategy": path.strategy}
+    forward = cupynorm.layer_norm_forward(
+        given["x"], weight, bias, residual=given["residual"], **options
+    )
+    backward = cupynorm.layer_norm_backward(
+        given["dy"], forward.sum, forward.mean, forward.rstd, weight, dsum=given["dsum"], **options
+    )
+    assert_right(library, problem, {**forward._asdict(), **backward._asdict()})
+    # Of the sum as another call may give it.
+    case = replace(case, residual=False)
+    alone = Problem(case, problem.x, problem.dy, problem.weight, problem.bias, dsum=problem.dsum)
+    forward = cupynorm.layer_norm_forward(given["x"], weight, bias, **options)
+    backward = cupynorm.layer_norm_backward(
+        given["dy"], given["x"], forward.mean, forward.rstd, weight, dsum=given["dsum"], **options
+    )
+    assert_right(
+        library,
+        alone,
+        {"y": forward.y, "mean": forward.mean, "rstd": forward.rstd, **backward._asdict()},
+    )
+    for name, array in given.items():
+        assert (np.float64(as_numpy(array)) == getattr(problem, name)).all(), (
+            f"{name} was written to"
+        )
+
+
+def as_numpy(array) -> np.ndarray:
+    return array if isinstance(array, np.ndarray) else array.get()
+
+
+def assert_right(library, problem: Problem, results: dict) -> None:
+    results = {name: np.float64(as_numpy(array)) for name, array in results.items()}
+    result = CheckResult(
+        judge_all(problem, results, rounded_mean=uses_welford(problem.case, DEVICES["H200"]))
+    )
+    assert len(result.findings) == len(results)
+    assert result.ok, f"\n{result}"
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("operand", OPERANDS)
+@pytest.mark.parametrize("path", PATHS)
+def test_one_operand_in_another_layout(path, operand, layout, library):
+    run(library, PATHS[path], {operand: layout})
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("path", PATHS)
+def test_each_operand_in_a_layout_of_its_own(path, seed, library):
+    drawn = np.random.default_rng([seed, *path.encode()]).choice(LAYOUTS, len(OPERANDS))
+    run(library, PATHS[path], dict(zip(OPERANDS, drawn)))
+
+
+@pytest.mark.parametrize("layout", ["gap", "misaligned", "reversed"])
+@pytest.mark.parametrize("path", PATHS)
+def test_out_in_another_layout(path, layout, library):
+    path = PATHS[path]
+    problem = random_problem(
+        Case("layer_norm", NUM_ROWS, path.num_cols, path.dtype, strategy=path.strategy)
+    )
+    storage = np.dtype(path.dtype)
+    x, weight, bias = (
+        library.asarray(values.astype(storage))
+        for values in (problem.x, problem.weight, problem.bias)
+    )
+    out = lay_out(library, np.full(problem.x.shape, np.nan, storage), layout)
+    y = cupynorm.layer_norm(x, path.num_cols, weight, bias, out=out, strategy=path.strategy)
+    assert y is out
+    assert_right(library, problem, {"y": out})
+    memory = out if out.base is None else out.base
+    while getattr(memory, "base", None) is not None:
+        memory = memory.base
+    num_written = int((~np.isnan(np.float64(as_numpy(memory)))).sum())
+    assert num_written == out.size, "what lies between the rows was written to"
+
+
+@pytest.mark.parametrize("dtype", FLOAT8S)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_residual_of_an_8_bit_output(layout, dtype, library):
+    generator = np.random.default_rng(0)
+    x, residual = (
+        decode(encode(generator.standard_normal((NUM_ROWS, 641)), "float16"), "float16")
+        for _ in range(2)
+    )
+    if layout == "broadcast":
+        residual[...] = residual[:1]
+    given = [
+        lay_out(library, x.astype("float16"), "contiguous"),
+        lay_out(library, residual.astype("float16"), layout),
+    ]
+    right = cupynorm.layer_norm(
+        given[0],
+        641,
+        residual=library.ascontiguousarray(given[1]),
+        out_dtype=dtype,
+        return_residual=True,
+    )
+    got = cupynorm.layer_norm(
+        given[0], 641, residual=given[1], out_dtype=dtype, return_residual=True
+    )
+    assert (as_numpy(got[1]) == as_numpy(right[1])).all() and (
+        as_numpy(got[0].data) == as_numpy(right[0].data)
+    ).all()

@@ -1,0 +1,249 @@
+"""As test_mutations.py, of kernels whose results have 8 bits: with a bug in the source a check of test_quantized.py is off."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from functools import partial
+
+import pytest
+from every_kernel import STEPS, judge_scales, run_scales
+from test_mutations import ROOT, copy_of_sources, mutate
+
+import cupynorm
+from cupynorm.check import kernels as check_kernels
+from cupynorm.check.kernels import CpuMachine
+from cupynorm.gpu import on_cpu
+from cupynorm.gpu.on_cpu import OnCpuError
+from cupynorm.norm import kept
+from cupynorm.plan.devices import DEVICES
+
+torch = pytest.importorskip("torch")
+import float8_bytes as bytes_of  # noqa: E402  (imports torch)
+import test_fp8 as of_recipes  # noqa: E402
+import test_quantized as of_rows  # noqa: E402
+import test_survey as of_matrices  # noqa: E402
+
+IN_REGISTERS = cupynorm.Tile(8, 64, 2, exact=1)
+FETCHING_AHEAD = cupynorm.Tile(8, 64, 2, blocks_per_sm=2, exact=1)
+IN_A_RING = cupynorm.Tile(8, 64, 2, exact=1, stages=2)
+
+
+def rows(scaling: str, tile: cupynorm.Tile = IN_REGISTERS, **options) -> None:
+    """Seven rows of LayerNorm, one of which is zero, on one multiprocessor."""
+    x, weight, bias = (
+        bytes_of.random(*shape, 1024, dtype=torch.bfloat16, seed=at)
+        for at, shape in enumerate([(7,), (), ()])
+    )
+    x[3] = 0
+    bias[:128] = 0
+    options |= {"strategy": "block", "tile": tile, "sm_margin": DEVICES["H200"].num_sms - 1}
+    bytes_of.assert_exact("layer_norm", x, scaling, weight=weight, bias=bias, **options)
+
+
+def delayed_scales() -> None:
+    for num_steps in STEPS:
+        findings = judge_scales(*run_scales(num_steps, CpuMachine()))
+        assert all(found.ok for found in findings), findings
+
+
+CHECKS = {
+    "delayed scales": delayed_scales,
+    **{scaling: partial(rows, scaling) for scaling in bytes_of.SCALES},
+    "powers of two": partial(rows, "row", power_of_two=True),
+    "ring": partial(rows, "row", IN_A_RING),
+    "ahead": partial(rows, "row", FETCHING_AHEAD),
+    "matrix": partial(
+        of_rows.test_a_matrix_and_its_transposed_copy, (130, 257), torch.bfloat16, "cpu"
+    ),
+    "own amax": partial(
+        of_recipes.test_a_matrix_by_the_scale_of_its_own_amax,
+        torch.bfloat16,
+        3.0,
+        of_recipes.quantization.Rule(),
+        "cpu",
+    ),
+    "small numbers": partial(
+        of_rows.test_a_matrix_of_numbers_below_2_to_the_minus_126, torch.bfloat16, "cpu"
+    ),
+    "amax of a matrix": partial(
+        of_matrices.test_the_largest_magnitude, "bfloat16", (300, 34), "cpu"
+    ),
+    "sums of a matrix": partial(
+        of_matrices.test_sums_over_rows, "bfloat16", "float32", (300, 34), "cpu"
+    ),
+    "sums of many rows": partial(
+        of_matrices.test_sums_over_rows, "float32", "float32", (210_000, 1), "cpu"
+    ),
+    "sums": partial(
+        of_rows.test_sums_over_rows_of_a_matrix, "bfloat16", "bfloat16", (300, 34), "cpu"
+    ),
+}
+
+# name: (file, old, new, who sees it)
+MUTATIONS = {
+    "another largest number": ("float8.cuh", "largest = 448.0f", "largest = 240.0f", "row"),
+    "a sign that counts": ("amax.cuh", "negative & 0x7fffffffu", "negative", "row"),
+    "positive values that are not compared": ("amax.cuh", "positive = max(positive, __float_as_int(values[at]));", "", "row"),
+    "no rule for an amax of zero": ("scales.cuh", "if (bits == 0 || bits >= infinity_bits) return 1.0f;", "", "block"),
+    "scales that are no powers of two": (
+        "scales.cuh", "power_of_two ? scale & infinity_bits : scale", "scale", "powers of two",
+    ),
+    "exponents rounded down": ("scales.cuh", "(bits >> 23) + ((bits & 0x7fffffu) != 0)", "(bits >> 23)", "mx"),
+    "an amax that is not raised": ("amax.cuh", "found > __ldcg(amax)", "false", "given"),
+    "lanes that keep the wrong half": (
+        "row_scales.cuh", "values[at].add(upper ? others : mine);", "values[at].add(mine);", "block",
+    ),
+    "scales of the wrong lane": ("row_scales.cuh", "index / own * holders, lanes)", "0, lanes)", "mx"),
+    "scales in place of their inverses": (
+        "quantize_store.cuh", "= inverse_of(multiplier.factor)", "= multiplier.factor", "block",
+    ),
+    "values that are not scaled": ("quantize_store.cuh", "(value, factor) : value * factor", "(value, factor) : value", "row"),
+    "no scale of the tensor": ("quantize_store.cuh", "carried.factor = rule.scale_of(*amax, largest_finite);", "", "tensor"),
+    "the largest of a lane, not of its warp": (
+        "forward_ring.cuh", "warp_reduce<32>(kept_row.scales.largest())", "kept_row.scales.largest()", "ring",
+    ),
+    "y left in the next row's place": (
+        "forward_ring.cuh", "write_previous(turn - 1, row - turns.step)", "write_previous(turn - 1, row)", "ring",
+    ),
+    "largest magnitudes that are not waited for": (
+        "forward_ring.cuh", "largests.wait(turn, Shape::thread() == 0);", "", "ring",
+    ),
+    "the same row fetched again": ("register_row.cuh", "row(min(row, num_rows - 1))", "row(0)", "ahead"),
+    "a next row that another block has": (
+        "forward_block.cu", "row + turns.step, problem.num_rows", "row + 1, problem.num_rows", "ahead",
+    ),
+    "numbers below 2^-126 that are flushed": (
+        "quantize_sources.cuh", "times_large(values[at], factor)", "values[at] * factor * 0.0f", "small numbers",
+    ),
+    "a matrix whose amax nobody finds": ("quantize_sources.cuh", "largest.add_pack(values);", "", "matrix"),
+    "a matrix whose own amax makes no scale": (
+        "quantize_sources.cuh", "rule.scale_of(*amax, FormatOf<Y>::largest)", "1.0f", "own amax",
+    ),
+    "sums that leave the last group of threads out": (
+        "column_sums.cuh", "from < num_groups; ++from) sum +=", "from < num_groups - 1; ++from) sum +=", "sums",
+    ),
+    "a tensor whose step ends though it was not used": (
+        "update_scales.cu", "if ((latest & 0x7fffffffu) == 0) return;", "", "delayed scales",
+    ),
+    "an amax of NaN that counts": ("update_scales.cu", "if (bits <= infinity_bits) amax", "amax", "delayed scales"),
+    "an infinite amax that makes a scale": (
+        "update_scales.cu", "found > 0 && found < infinity_bits", "found > 0", "delayed scales",
+    ),
+    "a margin that is forgotten": (
+        "update_scales.cu", "(problem.largest[blockIdx.x]) * problem.factor", "(problem.largest[blockIdx.x])", "delayed scales",
+    ),
+    "a history that stays where it is": (
+        "update_scales.cu", "moves ? history[(at + 1) * step]", "moves ? history[at * step]", "delayed scales",
+    ),
+    "an amax that is not cleared": ("update_scales.cu", "at == 0 ? 0 : next", "next", "delayed scales"),
+    "the first steps of a long history alone": (
+        "update_scales.cu", "first < num_steps; first += tile.block_size()", "first < min(num_steps, 1ll); first += num_steps",
+        "delayed scales",
+    ),
+    "rows that are left out": (
+        "survey.cu", "row += tile.packs_per_thread * num_groups", "row += 9 * num_groups", "sums of many rows",
+    ),
+    "rows of the next slab, too": (
+        "survey.cu", "first_row + problem.rows_of_slab", "first_row + 2 * problem.rows_of_slab", "sums of a matrix",
+    ),
+    "a matrix without its last slab": (
+        "survey.cu", "row = first_row + group; row < end", "row = first_row + group; row < end && end < problem.num_rows",
+        "amax of a matrix",
+    ),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module", autouse=True)
+def own_cache(tmp_path_factory):
+    """Mutated kernels stay out of the user's cache."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+@pytest.fixture
+def with_sources(kernels, monkeypatch):
+    """Runs a check by kernels of a folder."""
+
+    def run(folder, check) -> None:
+        def compiled(kernel, sanitize):
+            return on_cpu.kernel(kernel.source, kernel.name_expression, folder=folder)
+
+        monkeypatch.setattr(check_kernels, "cpu_kernel", compiled)
+        kept.forget()
+        try:
+            check()
+        finally:
+            kept.forget()
+
+    return run
+
+
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_mutation_is_seen(name, tmp_path, with_sources):
+    file, old, new, check = MUTATIONS[name]
+    folder = copy_of_sources(tmp_path / "cuda_src")
+    mutate(folder, file, old, new)
+    with pytest.raises((AssertionError, OnCpuError)) as seen:
+        with_sources(folder, CHECKS[check])
+    assert "does not compile" not in str(seen.value)
+
+
+@pytest.mark.parametrize("check", CHECKS)
+def test_sources_as_they_are_pass(check, tmp_path, with_sources):
+    with_sources(copy_of_sources(tmp_path / "cuda_src"), CHECKS[check])
+
+
+# -- sanitizers ------------------------------------------------------------------------------------------
+
+SANITIZED = f"""
+import sys
+sys.path[:0] = {[str(ROOT), str(ROOT / "tests")]!r}
+import numpy as np
+from cupynorm.gpu.arrays import Rows
+from cupynorm.norm.arguments import QuantizeOptions, quantize_call
+from cupynorm.check.kernels import CpuMachine
+from cupynorm.check.results import CheckResult
+from every_kernel import (
+    E4M3, Kept, judge_matrix, judge_quantized, judge_scales, judge_survey, matrices, quantized_cases, run_matrix, run_quantized,
+    run_scales, run_survey, surveys,
+)
+
+machine = CpuMachine(sanitize=("address", "undefined"))
+findings = []
+by_kernel = {{(case.strategy, case.tile, how.scaling): (case, how) for case, how in quantized_cases()}}
+for case, how in [by_kernel[each] for each in sorted(by_kernel, key=str)][::4]:
+    findings += judge_quantized(case, how, *run_quantized(case, how, machine), exact=True)
+for matrix in matrices()[::3]:
+    findings += judge_matrix(matrix, *run_matrix(matrix, machine))
+for survey in surveys()[::3]:
+    findings += judge_survey(survey, *run_survey(survey, machine))
+findings += judge_scales(*run_scales(2, machine))
+# largest / amax, beyond what a float's exponent holds.
+for amax in (2e-38, 3e38):
+    kept = Kept(machine)
+    x = kept.put("x", np.full((4, 64), amax, np.float32))
+    of_amax = kept.put("amax", np.full(1, amax, np.float32))
+    scale_inv = kept.poisoned("scale_inv", (1,), "float32")
+    data, transposed = (kept.poisoned(name, shape, "uint8") for name, shape in (("data", (4, 64)), ("transposed", (64, 4))))
+    call = quantize_call({{"x": Rows(x, 4, 64, 64, "float32")}}, QuantizeOptions(E4M3, rule=(0.0, False)))
+    given = {{"x": x, "data": data, "transposed": transposed, "scale_inv": scale_inv, "amax": of_amax}}
+    for launch, words in zip(call.launches, call.fill(given)):
+        machine.launch(launch, words)
+    largest = np.float32(448) / np.float32(amax) if amax > 1e-30 else np.finfo(np.float32).max
+    assert kept.get("scale_inv")[0] == np.float32(1 / np.float64(largest)), kept.get("scale_inv")
+assert CheckResult(findings).ok, CheckResult(findings)
+print(len(findings) > 50)
+"""
+
+
+def test_kernels_of_8_bits_pass_the_sanitizers():
+    try:
+        environment = on_cpu.sanitized_environment()
+    except on_cpu.NoCompilerError as error:
+        pytest.skip(str(error))
+    result = subprocess.run(
+        [sys.executable, "-c", SANITIZED], env=environment, capture_output=True, text=True
+    )
+    assert (result.returncode, result.stdout) == (0, "True\n"), result.stderr[-4000:]

@@ -1,0 +1,104 @@
+"""Problems drawn at random from all that a call can be: what nobody thought of listing. A seed names its problems for good."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from cupynorm.check.cases import NORMS, Case, random_problem
+from cupynorm.check.kernels import machine, uses_welford
+from cupynorm.check.results import CheckResult, judge_all
+from cupynorm.check.run import run_kernels
+from cupynorm.dtypes import DTYPES
+from cupynorm.plan.strategies import STATISTICS, STRATEGIES
+
+
+def draw(generator: random.Random, max_elements: int, max_cols: int) -> Case:
+    num_cols = int(max_cols ** generator.random())
+    if generator.random() < 0.5:
+        num_cols = max(8, num_cols // 8 * 8)
+    dtypes = list(DTYPES)
+    return Case(
+        generator.choice(NORMS),
+        max(1, min(int(4096 ** generator.random()), max_elements // num_cols)),
+        num_cols,
+        generator.choice(dtypes),
+        y=generator.choice([None, *dtypes]),
+        weight=generator.choice(["same", "same", None, *dtypes]),
+        bias=generator.choice(["same", "same", None, *dtypes]),
+        strategy=generator.choice([None, None, *STRATEGIES]),
+        statistics=generator.choice([None, *STATISTICS]),
+        zero_centered_weight=generator.random() < 0.2,
+        residual=generator.random() < 0.2,
+        eps=generator.choice([1e-5, 1e-12, 0.0, 1e-3]),
+        sm_margin=generator.choice([0, 0, 0, 60]),
+    )
+
+
+def draw_fused(generator: random.Random, max_elements: int, max_cols: int) -> Case:
+    """With a sum of its own dtype, dropout and a scale of each row."""
+    case = draw(generator, max_elements, max_cols)
+    residual_dtype = generator.choice([None, "float32", *DTYPES])
+    fused = replace(
+        case,
+        residual=generator.choice([False, True, case.x]),
+        residual_dtype=residual_dtype,
+        row_scale=generator.choice([None, *DTYPES]),
+        dropout_p=generator.choice([0.0, 0.0, 0.1, 0.9]),
+        dsum=generator.random() < 0.5,
+        weight1=generator.choice([None, None, *DTYPES]),
+        bias1=generator.choice([None, None, *DTYPES]),
+        round_x_hat=generator.random() < 0.3,
+        memory_efficient=generator.random() < 0.3,
+        # Of a row that is all but empty an eps of 0 leaves a variance that a rounding decides.
+        eps=generator.choice([1e-5, 1e-3]),
+    )
+    # y must have the arithmetic of the sum.
+    wide = [name == "float64" for name in (fused.sum, fused.dtype("y"))]
+    fused = replace(fused, memory_efficient=fused.memory_efficient and wide[0] == wide[1])
+    return replace(fused, recompute=not fused.memory_efficient and generator.random() < 0.5)
+
+
+def check(on: str, seed: int, num_cases: int, max_elements: int, max_cols: int, draw=draw) -> None:
+    generator = random.Random(seed)
+    where = machine(on)
+    result = CheckResult()
+    judged = 0
+    while judged < num_cases:
+        case = draw(generator, max_elements, max_cols)
+        problem = random_problem(case, seed)
+        try:
+            welford = uses_welford(case, where.device)
+            results = run_kernels(problem, where)
+        except ValueError as refusal:  # a forced strategy may be too narrow, or lack a cluster: nothing else may be refused
+            assert case.strategy and (
+                "too narrow" in str(refusal) or "too few for a cluster" in str(refusal)
+            ), refusal
+            continue
+        judged += 1
+        result.findings += judge_all(problem, results, rounded_mean=welford)
+    assert result.ok, result.summary()
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_on_the_cpu(seed):
+    check("cpu", seed, num_cases=8, max_elements=1 << 13, max_cols=1 << 13)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_fused_on_the_cpu(seed):
+    check("cpu", seed, num_cases=8, max_elements=1 << 13, max_cols=1 << 13, draw=draw_fused)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("seed", range(8))
+def test_fused_on_a_gpu(seed):
+    check("gpu", seed, num_cases=15, max_elements=1 << 21, max_cols=1 << 18, draw=draw_fused)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("seed", range(8))
+def test_on_a_gpu(seed):
+    check("gpu", seed, num_cases=15, max_elements=1 << 21, max_cols=1 << 18)

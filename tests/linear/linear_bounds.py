@@ -1,0 +1,186 @@
+"""What a norm and a linear layer may err by, element by element, in any dtype: shared by the tests of both.
+
+u is the rounding error of the arithmetic (2^-24; 2^-53 for float64), h(v) half a unit in the last place of the dtype at v. A
+sum of n products errs by no more than (n + 2) u times the sum of their magnitudes, in whatever order it is made.
+
+    normalized          e_n     what cupynorm.check.gradient_check allows the norm
+    y                   e_n |weight|^T + (in_features + 2) u (|normalized| |weight|^T + |bias|) + h(y)
+    d normalized        e_r     (out_features + 2) u (|dy| |weight| + |dnormalized|) + h(d normalized)
+    dweight             |dy|^T e_n + (num_rows + 2) u |dy|^T |normalized| + h(dweight)
+    dbias               (num_rows + 2) u sum |dy| + h(dbias)
+    dx                  what the gradient check allows the norm's, and
+                        rstd (|w| e_r + mean(|w| e_r) + |x_hat| mean(|w x_hat| e_r))
+    dnorm_weight        what it allows, and sum e_r |x_hat|;    dnorm_bias: and sum e_r
+
+For float64 twice that: the reference errs as much.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from cupynorm.reference.layer_norm import scale
+
+from cupynorm import reference
+from cupynorm.check.allowed import expect
+from cupynorm.check.cases import Case, Problem
+from cupynorm.check.results import CheckResult, judge
+from cupynorm.dtypes import DTYPES, compute_dtype, decode, encode
+
+
+@dataclass
+class LinearProblem:
+    """float64 values that the dtype holds exactly. None: absent. The names are those of cupynorm.layer_norm_linear."""
+
+    norm: str
+    dtype: str
+    x: np.ndarray
+    norm_weight: np.ndarray | None
+    norm_bias: np.ndarray | None
+    weight: np.ndarray
+    bias: np.ndarray | None
+    dy: np.ndarray
+    residual: np.ndarray | None = None
+    dnormalized: np.ndarray | None = None
+    dsum: np.ndarray | None = None
+    eps: float = 1e-5
+    zero_centered_weight: bool = False
+    norm_dtype: str | None = None  # of norm_weight and norm_bias
+
+    @property
+    def centered(self) -> bool:
+        return self.norm == "layer_norm"
+
+
+def draw(
+    norm="layer_norm",
+    dtype="float32",
+    num_rows=5,
+    in_features=24,
+    out_features=16,
+    seed=0,
+    **options,
+) -> LinearProblem:
+    """Normal values with a mean of 0.5; residual, dnormalized and dsum where the options say True."""
+    generator = np.random.default_rng([seed, num_rows, in_features, out_features])
+
+    def normal(*shape, dtype=dtype, center=0.0):
+        return decode(encode(generator.standard_normal(shape) + center, dtype), dtype)
+
+    norm_dtype = options.get("norm_dtype") or dtype
+    shape = (num_rows, in_features)
+    made = {
+        "x": normal(*shape, center=0.5), "norm_weight": normal(in_features, dtype=norm_dtype, center=1.0),
+        "norm_bias": normal(in_features, dtype=norm_dtype), "weight": normal(out_features, in_features),
+        "bias": normal(out_features), "dy": normal(num_rows, out_features),
+    }  # fmt: skip
+    for name in ("residual", "dnormalized", "dsum"):
+        if options.pop(name, False):
+            made[name] = normal(*shape)
+    for name in options.pop("without", ()):
+        made[name] = None
+    return LinearProblem(norm, dtype, **made, **options)
+
+
+def expected(problem: LinearProblem) -> dict[str, tuple[np.ndarray, np.ndarray, str]]:
+    """name -> (float64 truth, what is allowed, dtype)."""
+    dtype = problem.dtype
+    kind = DTYPES[dtype]
+    own = problem.norm_dtype or dtype
+    added = (
+        problem.x
+        if problem.residual is None
+        else decode(encode(problem.x + problem.residual, dtype), dtype)
+    )
+    made = reference.norm_linear(
+        added, problem.norm_weight, problem.norm_bias, problem.weight, problem.bias, problem.eps, centered=problem.centered,
+        zero_centered_weight=problem.zero_centered_weight,
+    )  # fmt: skip
+    gradients = reference.norm_linear_backward(
+        problem.dy, added, made.mean, made.rstd, problem.norm_weight, problem.norm_bias, problem.weight,
+        zero_centered_weight=problem.zero_centered_weight, dnormalized=problem.dnormalized, dsum=problem.dsum,
+    )  # fmt: skip
+    u = compute_dtype(dtype).half_ulp
+
+    def h(values, name=dtype):
+        floor = DTYPES[name].smallest / 2 if name in ("float16", "float64") else 2.0**-126
+        return np.maximum(np.abs(values) * DTYPES[name].half_ulp, floor)
+
+    reaches = problem.dy @ problem.weight + (
+        0.0 if problem.dnormalized is None else problem.dnormalized
+    )
+    case = Case(
+        problem.norm, *added.shape, dtype, weight=None if problem.norm_weight is None else own,
+        bias=None if problem.norm_bias is None else own, zero_centered_weight=problem.zero_centered_weight, eps=problem.eps,
+    )  # fmt: skip
+    of_norm = expect(Problem(case, added, reaches, problem.norm_weight, problem.norm_bias))
+    e_n = of_norm["y"][1]
+    num_rows, in_features = added.shape
+    out_features = len(problem.weight)
+    weight, dy, normalized = np.abs(problem.weight), np.abs(problem.dy), np.abs(made.normalized)
+    bias = 0.0 if problem.bias is None else np.abs(problem.bias)
+    e_r = (
+        (out_features + 2)
+        * u
+        * (dy @ weight + (0.0 if problem.dnormalized is None else np.abs(problem.dnormalized)))
+    )
+    e_r = e_r + h(reaches)
+    x_hat = np.abs(added - (0.0 if made.mean is None else made.mean[:, None])) * made.rstd[:, None]
+    w = np.abs(scale(problem.norm_weight, problem.zero_centered_weight))
+    dx_allowed = of_norm["dx"][1] + made.rstd[:, None] * (
+        w * e_r
+        + (w * e_r).mean(axis=1, keepdims=True)
+        + x_hat * (w * x_hat * e_r).mean(axis=1, keepdims=True)
+    )
+    if problem.dsum is not None:
+        dx_allowed = dx_allowed + h(gradients.dx) + 2 * u * np.abs(problem.dsum)
+    found = {
+        "y": (
+            made.y,
+            e_n @ weight.T + (in_features + 2) * u * (normalized @ weight.T + bias) + h(made.y),
+            dtype,
+        ),
+        "normalized": (made.normalized, e_n, dtype),
+        "sum": (added, np.full_like(added, np.finfo(np.float64).tiny), dtype),
+        "dx": (gradients.dx, dx_allowed, dtype),
+        "dweight": (
+            gradients.dweight,
+            dy.T @ e_n + (num_rows + 2) * u * (dy.T @ normalized) + h(gradients.dweight),
+            dtype,
+        ),
+    }
+    if problem.norm_weight is not None:
+        allowed = of_norm["dweight"][1] + (e_r * x_hat).sum(axis=0)
+        found["dnorm_weight"] = (gradients.dnorm_weight, allowed, own)
+    if problem.norm_bias is not None:
+        found["dnorm_bias"] = (gradients.dnorm_bias, of_norm["dbias"][1] + e_r.sum(axis=0), own)
+    if problem.bias is not None:
+        found["dbias"] = (
+            gradients.dbias,
+            (num_rows + 2) * u * dy.sum(axis=0) + h(gradients.dbias),
+            dtype,
+        )
+    if kind.compute == "float64":
+        found = {name: (values, 2 * allowed, own) for name, (values, allowed, own) in found.items()}
+    return found
+
+
+def assert_right(
+    problem: LinearProblem, results: dict[str, np.ndarray], without: tuple[str, ...] = ()
+) -> None:
+    """Every tensor of the truth is among the results (but those named), and every element within what is allowed."""
+    truth = {name: each for name, each in expected(problem).items() if name not in without}
+    assert set(truth) <= set(results), set(truth) - set(results)
+    findings = [
+        judge(
+            f"{problem.norm} {problem.dtype}",
+            name,
+            results[name],
+            values,
+            allowed,
+            DTYPES[dtype].largest,
+        )
+        for name, (values, allowed, dtype) in truth.items()
+    ]
+    assert all(each.ok for each in findings), f"\n{CheckResult(findings)}"

@@ -1,0 +1,173 @@
+"""torch's own cases of layer_norm and rms_norm (OpInfo and ModuleInfo of torch.testing),
+the inputs that it refuses included."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import cupynorm
+from cupynorm.check.allowed import expect
+from cupynorm.check.cases import Case, Problem
+from cupynorm.check.results import judge
+from cupynorm.dtypes import DTYPES
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("expecttest", reason="torch.testing._internal needs it: pip install expecttest")
+
+NORMS = {
+    "nn.functional.layer_norm": cupynorm.layer_norm,
+    "nn.functional.rms_norm": cupynorm.rms_norm,
+}
+BOTH = pytest.mark.parametrize("name", NORMS)
+
+
+@pytest.fixture(scope="module")
+def ops() -> dict:
+    """By name. The import takes seconds: not while tests are collected."""
+    from torch.testing._internal.common_methods_invocations import op_db
+
+    return {op.name: op for op in op_db if op.name in (*NORMS, "native_layer_norm")}
+
+
+@pytest.fixture(scope="module")
+def module_infos() -> dict:
+    from torch.testing._internal.common_modules import module_db
+
+    return {info.module_cls: info for info in module_db}
+
+
+def assert_right(call, theirs, input, normalized_shape, weight=None, bias=None, eps=None) -> int:
+    """y within one unit in the last place of torch's float64 result, gradients within what the dtype allows.
+    Returns their size."""
+    dtype = str(input.dtype).removeprefix("torch.")
+    centered = theirs is torch.nn.functional.layer_norm
+    given = {"x": input, "weight": weight, "bias": bias}
+    given = {key: value.detach() for key, value in given.items() if value is not None}
+
+    def run(call, tensors, eps):
+        leaves = {key: value.clone().requires_grad_() for key, value in tensors.items()}
+        x, *parameters = (leaves.get(key) for key in ("x", "weight", "bias"))
+        y = call(
+            x, normalized_shape, *parameters[: 1 + centered], **{} if eps is None else {"eps": eps}
+        )
+        dy = torch.linspace(-1, 1, y.numel(), dtype=torch.float64).reshape(y.shape).to(input.dtype)
+        gradients = torch.autograd.grad(y, list(leaves.values()), dy.to(y.dtype))
+        named = {"y": y, **{f"d{key}": gradient for key, gradient in zip(leaves, gradients)}}
+        return dy, {key: value.detach().double().numpy() for key, value in named.items()}
+
+    dy, got = run(call, given, eps)
+    used_eps = (
+        eps
+        if eps is not None
+        else 1e-5
+        if centered
+        else 2.0 ** (-52 if dtype == "float64" else -23)
+    )
+    _, right = run(theirs, {key: value.double() for key, value in given.items()}, used_eps)
+
+    num_cols = int(np.prod(normalized_shape))
+    kinds = {key: "same" if key in given else None for key in ("weight", "bias")}
+    case = Case(
+        "layer_norm" if centered else "rms_norm",
+        input.numel() // num_cols,
+        num_cols,
+        dtype,
+        **kinds,
+        eps=used_eps,
+    )
+    flat = {key: value.double().numpy().reshape(-1) for key, value in given.items()}
+    rows = (case.num_rows, num_cols)
+    values = (
+        flat["x"].reshape(rows),
+        dy.double().numpy().reshape(rows),
+        flat.get("weight"),
+        flat.get("bias"),
+    )
+    allowed = {key: limit for key, (_, limit) in expect(Problem(case, *values)).items()}
+    # The reference is exact but for float64's own rounding, and is rounded once, as torch's float64 result would be.
+    exact = expect(Problem(Case(**vars(case) | {"x": "float64"}), *values))["y"][1]
+    y = right["y"].reshape(rows)
+    allowed["y"] = exact + np.maximum(
+        2 * DTYPES[dtype].half_ulp * np.abs(y), DTYPES[dtype].smallest
+    )
+    for key, value in got.items():
+        finding = judge(
+            case,
+            key,
+            value.reshape(allowed[key].shape),
+            right[key].reshape(allowed[key].shape),
+            allowed[key],
+        )
+        assert finding.ok, finding
+    return sum(value.size for value in got.values())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@BOTH
+def test_sample_inputs(name, dtype, ops):
+    theirs = getattr(torch.nn.functional, name.rpartition(".")[2])
+    samples = list(ops[name].sample_inputs("cpu", getattr(torch, dtype)))
+    assert {(1,), (0, 1)} <= {tuple(sample.input.shape) for sample in samples}
+    assert any(sample.kwargs.get("eps") == -0.5 for sample in samples)
+    sizes = [
+        assert_right(NORMS[name], theirs, sample.input, *sample.args, **sample.kwargs)
+        for sample in samples
+    ]
+    assert sum(sizes) > 50
+
+
+@BOTH
+def test_inputs_that_torch_refuses(name, ops):
+    """With a sentence that says what was given and what is expected."""
+    of_errors = "native_layer_norm" if name.endswith("layer_norm") else name
+    errors = list(ops[of_errors].error_inputs("cpu"))
+    assert len(errors) >= 3
+    for error in errors:
+        sample = error.sample_input
+        with pytest.raises(error.error_type, match=error.error_regex):
+            ops[of_errors].op(sample.input, *sample.args, **sample.kwargs)
+        with pytest.raises((ValueError, TypeError), match=r"^\w+ (is|has) .*; expected "):
+            NORMS[name](sample.input, *sample.args, **sample.kwargs)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("kind", ["LayerNorm", "RMSNorm"])
+def test_module_inputs(kind, dtype, module_infos):
+    info = module_infos[getattr(torch.nn, kind)]
+    num_cases = 0
+    for case in info.module_inputs_func(info, "cpu", dtype, requires_grad=False, training=True):
+        constructor, forward = case.constructor_input, case.forward_input
+        module = getattr(cupynorm, kind)(*constructor.args, **constructor.kwargs, dtype=dtype)
+        assert repr(module) == repr(
+            info.module_cls(*constructor.args, **constructor.kwargs, dtype=dtype)
+        )
+        with torch.no_grad():
+            for parameter in module.parameters():
+                parameter.normal_(generator=torch.Generator().manual_seed(num_cases))
+        theirs = (
+            torch.nn.functional.layer_norm if kind == "LayerNorm" else torch.nn.functional.rms_norm
+        )
+        parameters = [getattr(module, name, None) for name in ("weight", "bias")]
+
+        def call(x, normalized_shape, weight, bias=None, eps=None, module=module):
+            given = {
+                name: value
+                for name, value in (("weight", weight), ("bias", bias))
+                if value is not None
+            }
+            return torch.func.functional_call(module, given, (x,))
+
+        assert_right(call, theirs, *forward.args, module.normalized_shape, *parameters, module.eps)
+        num_cases += 1
+    assert num_cases >= 6
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.int64, torch.bool])
+@BOTH
+def test_dtypes_beyond_the_four(name, dtype):
+    with pytest.raises(
+        TypeError,
+        match=f"input is of dtype {str(dtype).removeprefix('torch.')}; expected one of float16",
+    ):
+        NORMS[name](torch.ones(2, 3, dtype=dtype), (3,))

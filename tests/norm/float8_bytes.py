@@ -1,0 +1,89 @@
+"""Compares the bytes of an 8-bit call with the reference's."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from every_kernel import expected
+
+import cupynorm
+from cupynorm.dtypes import compute_dtype
+from cupynorm.gpu import arrays
+from cupynorm.norm import kept
+from cupynorm.norm.quantized_tensor import QuantizedTensor
+
+torch = pytest.importorskip("torch")
+
+SCALES = ("given", "tensor", "row", "block", "mx")
+
+
+def random(*shape, dtype=torch.float32, seed=0, device="cpu"):
+    generator = torch.Generator().manual_seed(seed + sum(shape))
+    return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype).to(device)
+
+
+def numpy(tensor):
+    tensor = tensor.cpu()
+    return (tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor).numpy()
+
+
+def same_bytes(x, y):
+    x, y = np.ascontiguousarray(x), np.ascontiguousarray(y)
+    return x.dtype == y.dtype and x.shape == y.shape and x.tobytes() == y.tobytes()
+
+
+def same_floats(x, y):
+    """The same bytes, but of NaNs: a GPU's has other bits than a CPU's."""
+    x, y = np.asarray(x), np.asarray(y)
+    if x.dtype == np.uint8:
+        return same_bytes(x, y)
+    return np.array_equal(np.isnan(x), np.isnan(y)) and same_bytes(
+        np.where(np.isnan(x), 0, x), np.where(np.isnan(y), 0, y)
+    )
+
+
+def assert_exact(
+    norm, x, scaling, name="float8_e4m3fn", *, power_of_two=False, scale=None, **options
+):
+    """The bytes of y, its scales and its amax against the reference's of y in the arithmetic's dtype, by the very same tile."""
+    call = getattr(cupynorm, norm)
+    num_rows, num_cols = x.shape
+    dtype = arrays.dtype_name(x)
+    amax = torch.zeros(1, device=x.device) if scaling == "given" else None
+    given = scale if scaling == "given" else scaling
+    made = call(
+        x, num_cols, out_dtype=name, scale=given, amax=amax, power_of_two=power_of_two, **options
+    )
+    assert (
+        isinstance(made, QuantizedTensor)
+        and made.format == name
+        and tuple(made.shape) == (num_rows, num_cols)
+    )
+    y = numpy(
+        call(
+            x,
+            num_cols,
+            out_dtype=compute_dtype(dtype).name,
+            **same_tile(x, scaling, name, options),
+            **options,
+        )
+    )
+    truth = expected(y, name, scaling, None if scale is None else numpy(scale)[0], power_of_two)
+    assert same_bytes(numpy(made.data), truth.data), where_off(numpy(made.data), truth.data)
+    assert same_floats(numpy(made.scale_inv), truth.scale_inv)
+    if amax is not None:
+        assert same_floats(numpy(amax), np.asarray(truth.amax).reshape(1))
+
+
+def where_off(got, want):
+    off = np.argwhere(got != want)
+    first = tuple(off[0].tolist())
+    return f"{len(off)} of {got.size} bytes; the first at {first}: {got[first]:#x}, expected {want[first]:#x}"
+
+
+def same_tile(x, scaling, name, options):
+    """strategy and tile of the call that quantises."""
+    if "strategy" in options:
+        return {}
+    plan = next(reversed(kept.forwards.values())).plan
+    return {"strategy": plan.strategy, "tile": plan.tile, "statistics": plan.statistics}

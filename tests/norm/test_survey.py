@@ -1,0 +1,113 @@
+"""Surveys of a matrix, on a GPU or by the kernels on the CPU: sums over rows beside float64, largest magnitudes to the bit."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from cupynorm.dtypes import DTYPES, compute_dtype
+from cupynorm.plan.devices import DEVICES
+from cupynorm.plan.matrices import survey_launch
+
+torch = pytest.importorskip("torch")
+from float8_bytes import numpy, random  # noqa: E402
+
+from cupynorm.linear import matrices  # noqa: E402
+from cupynorm.nn import quantization  # noqa: E402
+from cupynorm.norm import survey  # noqa: E402
+
+SHAPES = [(1, 1), (128, 128), (130, 257), (1000, 72), (300, 34), (210_000, 1), (0, 8), (5, 0)]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize(
+    "dtype, sums",
+    [
+        ("bfloat16", "bfloat16"),
+        ("float16", "float32"),
+        ("bfloat16", "float32"),
+        ("float32", "float32"),
+        ("float64", "float64"),
+    ],
+)
+def test_sums_over_rows(dtype, sums, shape, device):
+    """Each rounded once, of sums whose additions round in turn, and the same in another run."""
+    x = random(*shape, dtype=getattr(torch, dtype), device=device) + 0.25
+    made = survey.sum_rows(x, sums)
+    assert made.dtype == getattr(torch, sums) and tuple(made.shape) == shape[1:]
+    assert torch.equal(made, survey.sum_rows(x, sums))
+    wide = x.double()
+    _, num_slabs, rows_of_slab = survey_launch(DEVICES["H200"], *shape, dtype, 8, sums)
+    additions = min(rows_of_slab, shape[0]) + num_slabs
+    allowed = (
+        additions
+        * DTYPES[compute_dtype(dtype).name].half_ulp
+        * wide.abs().sum(0)
+        * (1 + DTYPES[sums].half_ulp)
+    )
+    allowed += DTYPES[sums].half_ulp * wide.sum(0).abs()
+    assert ((made.double() - wide.sum(0)).abs() <= allowed).all()
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("dtype", list(DTYPES))
+def test_the_largest_magnitude(dtype, shape, device):
+    x = random(*shape, dtype=getattr(torch, dtype), device=device)
+    for value in (None, -7.0, 2.0**-140, float("-inf"), float("nan")):
+        if value is not None and x.numel():
+            x[-1, -1] = value
+        found, expected = survey.amax(x), x.abs().amax().float() if x.numel() else torch.zeros(())
+        assert found.dtype == torch.float32 and found.shape == (1,)
+        assert np.array_equal(numpy(found)[0], numpy(expected), equal_nan=True)
+
+
+def test_of_numbers_below_2_to_the_minus_126(device):
+    """Which the compiler flushes wherever floats are compared."""
+    x = (random(40, 136, dtype=torch.float64) * 2e-39).to(torch.bfloat16)
+    assert 0 < survey.amax(x.to(device)).item() == x.abs().max().item() < 2.0**-126
+
+
+def test_rows_with_gaps_and_what_is_no_matrix_in_memory(device):
+    """A view is read where it lies; a transposed one is copied, or left to torch."""
+    x = random(70, 48, dtype=torch.float32, device=device)
+    for view in (x[:, :40], x[::2], x[:, 1:34], x.t(), x[0].expand(50, 48)):
+        expected, allowed = (
+            view.double().sum(0),
+            len(view) * 2.0**-24 * view.double().abs().sum(0),
+        )  # each addition rounds
+        for made in (survey.sum_rows(view, "float32"), matrices.sum_rows(view, torch.float32)):
+            assert made.dtype == torch.float32
+            assert ((made.double() - expected).abs() <= allowed).all()
+        assert survey.amax(view).item() == view.abs().max().item()
+
+
+def test_a_scale_asks_no_other_kernel(kernels):
+    """The amax of a matrix, wherever it is asked for; those of its rows are torch's."""
+    x = random(30, 40, dtype=torch.bfloat16)
+    kernels.clear()
+    assert (
+        quantization.amax_of(x).shape == ()
+        and quantization.amax_of(x).item() == x.abs().max().item()
+    )
+    assert [launch.kernel.source for launch in kernels] == ["survey.cu"] * 2
+    assert torch.equal(quantization.amax_of(x, 1), x.abs().amax(1).float()) and len(kernels) == 2
+
+
+def test_slabs_fill_the_device():
+    """Each row in one slab, and several blocks for each place of a multiprocessor; few rows in as few slabs as hold them."""
+    for num_rows, num_cols in ((49152, 3072), (8192, 12288), (4096, 10240), (131, 64)):
+        (launch, last), num_slabs, rows_of_slab = survey_launch(
+            DEVICES["H200"], num_rows, num_cols, "bfloat16", 8, "bfloat16"
+        )
+        across, rows_at_once = (
+            -(-num_cols // 128),
+            launch.tile.rows_per_block * launch.tile.packs_per_thread,
+        )
+        assert num_slabs * rows_of_slab >= num_rows > (num_slabs - 1) * rows_of_slab
+        assert (
+            launch.grid_size == num_slabs * across
+            and last.kernel.source == "backward_parameters.cu"
+        )
+        assert (
+            launch.grid_size > 2 * 132 * launch.tile.blocks_per_sm or rows_of_slab == rows_at_once
+        )

@@ -1,0 +1,56 @@
+"""notebooks/swap_hugging_face.py: models of transformers give what they gave, to within what their own rounding does."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+# Of each layer, and besides: after the embeddings, before the scores.
+NUM_NORMS = {"bert": (2, 2), "llama": (2, 1), "gemma": (2, 1), "qwen3": (4, 1)}
+
+
+@pytest.mark.parametrize(
+    "size, device", [("tiny", "cpu"), pytest.param("realistic", "cuda", marks=pytest.mark.gpu)]
+)
+@pytest.mark.parametrize("family", NUM_NORMS)
+def test_logits_and_gradients_are_no_further_off_than_before(example, family, size, device, capsys):
+    pytest.importorskip("transformers")
+    compared = example.main(["--families", family, "--size", size, "--device", device])
+    printed = capsys.readouterr().out
+    if not compared:
+        pytest.skip(printed)
+    of_each_layer, besides = NUM_NORMS[family]
+    expected = of_each_layer * example.SIZES[size]["num_hidden_layers"] + besides
+    assert [each.dtype for each in compared] == ["float32", "bfloat16"]
+    for each in compared:
+        assert each.ok, f"\n{printed}"
+        assert len(each.swapped.swapped) == expected and not each.swapped.left
+        assert f"{expected} " in printed and " -> cupynorm." in printed
+    # float32 has 16 digits more than bfloat16: what is measured is rounding.
+    assert compared[0].logits_was < 2.0**-8 * compared[1].logits_was < 2.0**-8
+
+
+@pytest.mark.parametrize("family", ["bert", "gemma"])
+def test_a_wrong_norm_would_show(example, family, monkeypatch, capsys):
+    """One part in ten thousand: seen in float32, though not in bfloat16."""
+    pytest.importorskip("transformers")
+    for module in (example.cupynorm.LayerNorm, example.cupynorm.RMSNorm):
+        plain = module.forward
+        monkeypatch.setattr(module, "forward", lambda self, x, plain=plain: plain(self, x) * 1.0001)
+    (compared,) = example.main(
+        ["--families", family, "--size", "tiny", "--device", "cpu", "--dtypes", "float32"]
+    )
+    assert not compared.ok and "FURTHER THAN CHANCE" in capsys.readouterr().out
+
+
+def test_what_is_not_there_is_left_out(example, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    assert example.main(["--families", "llama,bert"]) == []
+    printed = capsys.readouterr().out
+    assert "llama is left out: " in printed and "bert is left out: " in printed
+    with pytest.raises(SystemExit):
+        example.main(["--families", "gpt"])
+    assert "--families has gpt; expected some of bert" in capsys.readouterr().err
