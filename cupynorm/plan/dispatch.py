@@ -16,6 +16,7 @@ from ..dtypes import DTYPES, compute_dtype
 from .devices import Device
 from .grids import for_few_rows, grid_size, parameters_launch, shares_of_first
 from .instances import Choice, Launch, parameters_instance, row_instance
+from .paths import is_fuller
 from .problem import Problem, Tile
 from .strategies import STATISTICS, STRATEGIES
 from .tables import measured_tile
@@ -80,19 +81,8 @@ def choose(
                 )
         else:
             check_tile(problem, strategy, tile, device)
-    elif (found := measured_tile(problem, device)) is not None:
-        strategy, tile, reason = found
     else:
-        for row in STRATEGIES.values():
-            tile = (
-                row.tile(problem, device)
-                if device.compute_capability >= row.first_capability
-                else None
-            )
-            if tile is not None and not row.gives_way(problem, device, tile):
-                break
-        strategy = row.name
-        reason = f"the first strategy that is wide enough and gives way to none; path: {tile.path_in_words}"
+        strategy, tile, reason = _best_tile(problem, device)
 
     statistics = statistics or ("welford" if strategy == "uncached" else "two_pass")
     smem_bytes = smem_bytes_of(problem, tile, strategy)
@@ -115,6 +105,26 @@ def choose(
         strategy, tile, statistics, kernel, smem_bytes, max(1, resident), parameters_tile, parameters_kernel, reason,
         amax_kernel, by_dispatch,
     )  # fmt: skip
+
+
+def _best_tile(problem: Problem, device: Device) -> tuple[str, Tile, str]:
+    """Strategy, tile and reason: of the data file, or of the model where the file has no row.
+
+    A row of the file is for a range of widths. Backward, the model knows better of those of them
+    that fill a ring exactly.
+    """
+    found = measured_tile(problem, device)
+    if found is not None and (problem.forward or found[1].path != "ring"):
+        return found
+    for row in STRATEGIES.values():
+        is_there = device.compute_capability >= row.first_capability
+        tile = row.tile(problem, device) if is_there else None
+        if tile is not None and not row.gives_way(problem, device, tile):
+            break
+    if found is not None and not is_fuller(problem, tile, found[1]):
+        return found
+    reason = "the first strategy that is wide enough and gives way to none"
+    return row.name, tile, f"{reason}; path: {tile.path_in_words}"
 
 
 def widest(strategy: str, problem: Problem, device: Device) -> int | None:

@@ -20,6 +20,7 @@ from .tile_model import (
     can_bundle,
     can_ring,
     fits_smem,
+    is_common_quantized,
     registers_of_thread,
     shaped,
     smem_bytes_of,
@@ -38,9 +39,8 @@ _LANE_BYTES = {"forward": {2: 80, 4: 64, 8: 64}, "backward": {2: 80, 4: 64, 8: 6
 # The widest row of a warp, in bytes: beyond it a block of two warps is as fast.
 _WARP_ROW_BYTES = {"forward": {2: 2560, 4: 2048, 8: 2048}, "backward": {2: 1536, 4: 2048, 8: 2048}}
 
-_QUANTIZED_WARP_BYTES = (
-    1792  # to 8 bits: beyond it a warp is a block by itself, and waits for no other
-)
+# Of 16-bit rows to 8 bits: beyond it a warp is a block by itself, and waits for no other.
+_QUANTIZED_WARP_BYTES = 1792
 
 # Elements of 2 bytes that are loaded one by one: each has an address and a register of its own.
 _LONE_ELEMENTS = {"forward": 16, "backward": 6}
@@ -57,6 +57,10 @@ _MOST_RING_ELEMENTS = 64  # where no other ring holds a row
 
 # Bytes in flight of a ring, the rows in use included.
 _RING_BYTES = {"forward": {2: 96 * 1024, 4: 160 * 1024}, "backward": {2: 140 * 1024, 4: 128 * 1024}}
+
+# Backward of 16 bits, where a row fills threads of few elements: bytes of a turn, by the size of a
+# cluster, up to which four stages are better than three.
+_DEEP_TURN_BYTES = {1: 34 * 1024, 2: 30 * 1024, 4: 40 * 1024, 8: 40 * 1024}
 
 _MOST_STAGES = {"forward": {2: 3, 4: 4}, "backward": {2: 5, 4: 4}}
 
@@ -143,9 +147,8 @@ def lanes_tile(problem: Problem, device: Device) -> Tile | None:
     """Rows in the registers of a warp, or of part of one."""
     itemsize, pack_size = DTYPES[problem.x].itemsize, problem.widest_pack
     pack_bytes, row_bytes = pack_size * itemsize, problem.num_cols * itemsize
-    if row_bytes > (
-        _QUANTIZED_WARP_BYTES if problem.scaling else _WARP_ROW_BYTES[problem.direction][itemsize]
-    ):
+    most_bytes = _WARP_ROW_BYTES[problem.direction][itemsize]
+    if row_bytes > (_QUANTIZED_WARP_BYTES if is_common_quantized(problem, device) else most_bytes):
         return None
     # The lanes of a row load at least 64 bytes of it together, or half the row if it is shorter.
     fewest = min(64, row_bytes // 2, 32 * pack_bytes) // pack_bytes
@@ -307,6 +310,11 @@ def _with_stages(
         _RING_BYTES[problem.direction][itemsize],
     )
     wanted = ceil_div(wanted, turn_bytes) if problem.forward else wanted // turn_bytes
+    if not problem.forward and itemsize == 2 and tile.exact and tile.elements <= 40:
+        if turn_bytes > _DEEP_TURN_BYTES.get(tile.cluster_size, 0):
+            wanted = min(wanted, 3)
+        elif tile.cluster_size > 1:
+            wanted = 4
     most = max(2, min(wanted, _MOST_STAGES[problem.direction][itemsize]))
     rows_per_block, blocks_per_sm = (1, rows) if problem.forward else (rows, 1)
     for count in range(most, 1, -1) if stages is None else (stages,):
@@ -327,13 +335,35 @@ def _ring_score(problem: Problem, tile: Tile) -> tuple:
         * tile.blocks_per_sm
     )
     enough = _TURN_BYTES if tile.cluster_size == 1 else _CLUSTER_TURN_BYTES
-    share = ring_share(problem, tile) * min(1.0, cols * sum(streamed(problem)) / enough)
+    deep = is_deep(problem, tile)
+    share = max(ring_share(problem, tile), 0.94 * deep)
+    share *= min(1.0, cols * sum(streamed(problem)) / enough)
     share -= 0.01 * (tile.block_size * tile.blocks_per_sm < 256) + 0.001 * max(
         0, tile.elements - 32
     ) * (not problem.forward)
     share -= (0.06 - 0.05 * problem.forward) * (not tile.exact)
     share -= 0.01 * (tile.cluster_size.bit_length() - 1) + 0.05 * (tile.cluster_size == 16)
+    if deep:
+        share += 0.1 + 0.02 * min(tile.rows_per_block - 1, 5)
     return round(share, 3), -tile.block_size, tile.stages
+
+
+def is_fuller(problem: Problem, tile: Tile, than: Tile) -> bool:
+    """Whether a row fills the ring of a tile, and not that of the other or not so deep a one."""
+    if tile.path != "ring" or not tile.exact:
+        return False
+    enough = 4 if DTYPES[problem.x].itemsize > 2 else 2  # stages
+    return is_deep(problem, tile) or (not than.exact and tile.stages >= enough)
+
+
+def is_deep(problem: Problem, tile: Tile) -> bool:
+    """Whether many rows of short threads are under way in the blocks of a cluster, which hides what
+    they wait for one another. Backward, 16 bits."""
+    if problem.forward or DTYPES[problem.x].itemsize != 2 or not tile.exact or tile.stages < 4:
+        return False
+    warps, many_rows = tile.block_size // 32, tile.cluster_size == 8 and tile.rows_per_block >= 4
+    even = tile.cluster_size == 2 or (tile.cluster_size in (4, 8) and warps in (8, 10, 12))
+    return even and tile.elements <= (40 if many_rows else 32)
 
 
 # Bundles.

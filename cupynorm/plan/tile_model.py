@@ -234,6 +234,13 @@ def _fused_registers(problem: Problem, device: Device, tile: Tile) -> float:
     return needed
 
 
+def _is_bare(problem: Problem) -> bool:
+    """Whether a forward is a norm alone: no sum, no second output, no scales, no wide parameters."""
+    other = [problem.residual, problem.input, problem.round_x_hat, problem.dropout]
+    other += [problem.row_scale, problem.y1, problem.scaling, problem.has_wide_parameters]
+    return not any(other)
+
+
 def _forward_registers(problem: Problem, device: Device, tile: Tile) -> float:
     """A 16-bit row is kept unpacked up to 40 elements, packed beyond; 40 registers are addresses, sums and counters."""
     words, elements, itemsize = (
@@ -242,6 +249,12 @@ def _forward_registers(problem: Problem, device: Device, tile: Tile) -> float:
         DTYPES[problem.x].itemsize,
     )
     wide, lone = _wide_weight(problem), tile.pack_size == 1
+    if tile.exact and device.compute_capability >= 90 and _is_bare(problem):
+        # No column lies beyond the row, so nothing is compared, and less is kept.
+        if itemsize == 2 and 32 < tile.threads_per_row <= 512 and 32 <= elements <= 48:
+            return 32 + elements
+        if itemsize == 2 and tile.threads_per_row <= 4 and elements == 16:
+            return 40
     if elements <= 64 and tile.cluster_size == 1 and is_common_quantized(problem, device):
         in_blocks = (
             problem.scaling in ("block", "mx") and tile.rows_per_block > 1
@@ -284,7 +297,7 @@ def _backward_registers(problem: Problem, device: Device, tile: Tile) -> float:
         DTYPES[problem.x].itemsize,
     )
     each = 5.25 * words + 0.35 * (problem.x == "float16") + 0.3 * _wide_weight(problem)
-    each += 0.35 * (device.compute_capability != 90)
+    each += 0.35 * (device.compute_capability != 90) + 1.1 * (problem.weight == "float64")
     each += 1.8 * (1 < tile.pack_size < 16 // itemsize)
     if problem.dsum:
         each += 0.5 * (itemsize > 2)

@@ -105,12 +105,23 @@ def test_rows_are_written_as_they_are_read(tmp_path):
 
 def test_a_plan_says_where_its_tile_is_from():
     (name,) = FILES
-    for row in read_rows(FOLDER / name)[:50]:
+    rows = [row for row in read_rows(FOLDER / name) if row.direction == "forward"]
+    for row in rows[:50]:
         (_, norm, dtype, _), num_cols = row.keys[0], widths_of(row)[0]
         problem = problem_of(row, norm, dtype, num_cols)
         reason = choose(problem, DEVICES["H200"]).reason
         assert reason.startswith(f"measured, in {name}; path: ")
         assert not choose(problem, DEVICES["B200"]).reason.startswith("measured")
+
+
+def test_a_row_that_fills_a_ring_is_not_of_its_range():
+    """Backward, 24,576 columns fill deep rings of clusters of 8 blocks; 24,584 columns do not."""
+    tiles = {
+        num_cols: plan(num_cols, 1 << 16, direction="backward", device="H200").tile
+        for num_cols in (24576, 24584)
+    }
+    assert (tiles[24576].exact, tiles[24576].cluster_size, tiles[24576].stages) == (1, 8, 4)
+    assert (tiles[24584].exact, tiles[24584].cluster_size) == (0, 2)
 
 
 def test_classes():
