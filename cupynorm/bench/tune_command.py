@@ -11,7 +11,7 @@ from ..dtypes import DTYPES
 from ..gpu import launch
 from ..gpu.environment import has_gpu
 from ..plan import tables
-from . import tune, tune_ranges
+from . import confirm, tune, tune_ranges
 from .cells import COLS, cells
 from .command import bar, check_elements, command_of
 
@@ -41,6 +41,8 @@ def add_to(commands: Commands) -> None:
     add("--output", metavar="FILE", default="tiles.json", help=output)
     device_file = "measure ranges of widths, and write this data file of a device (h200.csv) again"
     add("--device-file", metavar="FILE", help=device_file)
+    confirm = "with --device-file: measure its rows alone, and leave out those that gain nothing"
+    add("--confirm", action="store_true", help=confirm)
     part = "with --device-file: which share of its ranges, as 3/8 (1/1)"
     add("--part", type=part_of, default=(1, 1), help=part)
     seconds = "with --device-file: after so many the other ranges are left as they are (480)"
@@ -64,13 +66,24 @@ def run_device_file(arguments: argparse.Namespace) -> int:
         raise ValueError(
             "tune measures a GPU and none was found; `plan` shows what is chosen without one"
         )
+
+    def compile_ahead(kernels: set) -> object:
+        return tune.compile_all(kernels, arguments.jobs, bar)
+
+    timing = {"part": arguments.part, "seconds": arguments.seconds, "seed": arguments.seed or 0}
+    if arguments.confirm:
+        device = launch.current_device()
+        kept, num_measured, num_left = confirm.confirm(
+            rows, device, **timing, compile_ahead=compile_ahead
+        )
+        tables.write_rows(path, kept)
+        print(f"{num_measured} rows measured, {num_left} of them left out; {path} has the others")
+        return 0
     found, done = tune_ranges.tune_ranges(
         rows,
         launch.current_device(),
-        part=arguments.part,
-        seconds=arguments.seconds,
-        seed=arguments.seed or 0,
-        compile_ahead=lambda kernels: tune.compile_all(kernels, arguments.jobs, bar),
+        **timing,
+        compile_ahead=compile_ahead,
     )
     tables.write_rows(path, tune_ranges.merged(rows, found, done))
     faster = f"{len(found)} of them have a tile 2% or more faster than the model's"

@@ -83,7 +83,7 @@ class Range:
         return Cell(
             norm, direction, dtype, max(1, _X_BYTES // (num_cols * size)), num_cols,
             weight_dtype="float32" if "wide" in self.words else None, out_dtype="float8_e4m3fn" if scale else None,
-            scale=scale, amax="amax" in self.words,
+            residual=bool({"residual", "dsum"} & set(self.words)), scale=scale, amax="amax" in self.words,
         )  # fmt: skip
 
 

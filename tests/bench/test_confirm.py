@@ -1,0 +1,74 @@
+"""The rows of a data file that are measured beside the model, with a measurement that is made up."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from datetime import date
+from pathlib import Path
+from random import Random
+
+import cupynorm
+from cupynorm.bench.confirm import confirm, pair_of
+from cupynorm.plan.devices import DEVICES
+from cupynorm.plan.tables import FILES, read_rows
+
+H200 = DEVICES["H200"]
+ROWS = read_rows(Path(cupynorm.__file__).parent / "plan" / next(iter(FILES)))[::97]
+
+
+def faster_by(share: float):
+    return lambda cell, of_model, of_row: (100.0 * (1 + share), 100.0)
+
+
+def pairs(rows):
+    return [pair_of(row, H200, Random(0)) for row in rows]
+
+
+def test_a_pair_is_of_the_class_and_the_range_of_its_row():
+    assert any(pairs(ROWS))
+    for row, pair in zip(ROWS, pairs(ROWS)):
+        if pair is not None:
+            assert row.holds(pair.cell.num_cols)
+            assert pair.cell.norm in row.norm and pair.cell.dtype in row.dtype
+            assert pair.of_model.tile != pair.of_row.tile
+            assert pair.of_row.tile.threads_per_row == row.threads_per_row
+
+
+def test_a_row_that_gains_stays_with_its_gain_and_the_date():
+    kept, num_measured, num_left = confirm(ROWS, H200, measure=faster_by(0.034))
+    assert (num_measured, num_left) == (len(ROWS), pairs(ROWS).count(None))
+    assert {(row.gain, row.date) for row in kept} == {(0.034, str(date.today()))}
+
+
+def test_a_row_that_gains_too_little_leaves():
+    assert confirm(ROWS, H200, measure=faster_by(0.009))[0] == []
+
+
+def test_a_row_whose_kernel_spills_leaves():
+    kept, _, _ = confirm(
+        ROWS,
+        H200,
+        compile_ahead=lambda kernels: dict.fromkeys(kernels, "spills registers"),
+        measure=faster_by(0.1),
+    )
+    assert kept == []
+
+
+def test_rows_of_other_parts_and_those_without_time_stay_as_they_were():
+    kept, num_measured, _ = confirm(ROWS, H200, part=(1, 2), measure=faster_by(0.0))
+    assert num_measured == len(ROWS[::2]) and kept == ROWS[1::2]
+    assert confirm(ROWS, H200, seconds=-1) == (ROWS, 0, 0)
+
+
+def test_a_family_stays_where_another_row_would_hold_its_widths():
+    family = next(row for row in ROWS if row.step > 1 and pair_of(row, H200, Random(0)))
+    around = replace(family, step=1, to_cols=family.to_cols + 100)
+
+    def measure(cell, of_model, of_row):
+        return faster_by(0.1 if cell.num_cols % family.step else 0.0)(cell, of_model, of_row)
+
+    assert confirm([family], H200, measure=measure)[0] == []
+    assert [row.step for row in confirm([family, around], H200, measure=measure)[0]] == [
+        family.step,
+        1,
+    ]
