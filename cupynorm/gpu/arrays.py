@@ -170,14 +170,14 @@ class TorchLibrary:
         if tensor is None:
             return None
         # The class counts: check_addresses runs once for a key, and a subclass may have no address.
-        layout = tensor.is_contiguous() or tensor.stride()
+        # get_device() is -1 for all but CUDA tensors: calls on those are not kept by key.
         return (
             tensor.__class__,
             tensor.dtype,
             tensor.shape,
-            layout,
+            tensor.is_contiguous() or tensor.stride(),
             tensor.data_ptr() & 15,
-            tensor.device,
+            tensor.get_device(),
         )
 
     @staticmethod

@@ -19,6 +19,7 @@ from torch.autograd import forward_ad
 from ..gpu.arrays import TorchLibrary
 from ..norm import route
 from ..norm.checks import check_forward
+from ..norm.host import DIFFERENTIABLE
 from ..norm.kept import keep
 from ..norm.prepared import FOR_GRADIENTS, FOR_Y, prepare_backward, prepare_forward
 from ..norm.request import (
@@ -101,13 +102,13 @@ def normalize(
     if not recorded:
         y, _, _, added, y1, _ = prepared.run(operands)
         return y, y1, added
-    input, weight, bias, residual = operands[:4]
     call = _Recorded(prepared, operands)
-    y, y1, added = _apply(input, weight, bias, residual, operands.weight1, operands.bias1, call)
+    outputs = _apply(call, *prepared.read_differentiable(operands))
+    y, y1, added = prepared.split_outputs(outputs)
     if call.quantized is not None:
         call.quantized.attach(partial(_PassingGradients.apply, y))
         y = call.quantized
-    return y, y1, input if added is None else added
+    return y, y1, operands.input if added is None else added
 
 
 def _is_wrapped(*tensors: object) -> bool:
@@ -193,7 +194,7 @@ def _transformed(request: ForwardRequest) -> tuple:
     y = x_hat * formulas.scale(operands.weight, options.zero_centered_weight, dtype)
     if operands.bias is not None:
         y = y + operands.bias.to(dtype)
-    return y.to(TorchLibrary.dtype(options.out_dtype)), None, added
+    return y.to(getattr(torch, options.out_dtype)), None, added
 
 
 # Eager.
@@ -209,33 +210,37 @@ class _Recorded:
 
 
 class _Norm(torch.autograd.Function):
+    """Inputs and outputs are the tensors that there are: each one costs host time."""
+
     @staticmethod
-    def forward(ctx, input, weight, bias, residual, weight1, bias1, call):
+    def forward(ctx, call, *tensors):
         prepared, operands = call.prepared, call.operands
         y, mean, rstd, added, y1, seed = prepared.run(operands)
         ctx.prepared = prepared
         ctx.set_materialize_grads(False)
         # Backward needs no row but the normalised one: the input, or the sum that is returned.
+        weight = operands.weight
         if prepared.is_plain:
             ctx.save_for_backward(added, mean, rstd, weight)
-            return y, None, None if residual is None else added
+            return prepared.outputs_of(y, y1, added)
         options = prepared.options
         kept = (y, None) if options.memory_efficient else (added, mean)
-        of_bias = bias if options.memory_efficient else None
+        of_bias = operands.bias if options.memory_efficient else None
         is_tensor = isinstance(seed, torch.Tensor)
         ctx.seed = None if is_tensor else seed
         of_seed = seed if is_tensor else None
-        ctx.save_for_backward(*kept, rstd, weight, weight1, operands.row_scale, of_seed, of_bias)
+        parameters = (weight, operands.weight1, operands.row_scale, of_seed, of_bias)
+        ctx.save_for_backward(*kept, rstd, *parameters)
         if options.quantization is not None:
             # 8-bit floats take no gradient: a tensor of y's shape without its memory takes it.
             call.quantized = y
             y = added.new_empty(1).expand(added.shape)
-        return y, y1, added if prepared.makes_sum else None
+        return prepared.outputs_of(y, y1, added)
 
     @staticmethod
-    def backward(ctx, dy, dy1=None, dsum=None):
+    def backward(ctx, *upstream):
         gradients = _plain_gradients if ctx.prepared.is_plain else _fused_gradients
-        return *gradients(ctx, dy, dy1, dsum), None
+        return gradients(ctx, *ctx.prepared.split_outputs(upstream))
 
 
 # _Norm.apply without its work for functorch's transforms (vmap, grad, jvp): a third of its time.
@@ -245,8 +250,7 @@ _layout_key = TorchLibrary.layout_key
 
 
 def _plain_gradients(ctx, dy, _, dsum) -> tuple:
-    """Of input, weight, bias, residual, weight1 and bias1."""
-    wants_input, wants_weight, wants_bias, wants_residual = ctx.needs_input_grad[:4]
+    """None for the call, and of each tensor that was recorded."""
     if dy is None:
         dx, dweight, dbias = dsum, None, None
     elif _is_transformed() or _is_mapped(dy) or forward_ad._current_level >= 0:
@@ -255,12 +259,10 @@ def _plain_gradients(ctx, dy, _, dsum) -> tuple:
         x, mean, rstd, weight = ctx.saved_tensors
         saved = formulas.Saved(x, mean, rstd, weight, options.extents, options.zero_centered_weight)
         dx, dweight, dbias = formulas.gradients(dy, dsum, saved)
-        dweight = dweight if wants_weight else None
-        dbias = dbias if wants_bias else None
     else:
         dx, dweight, dbias = _gradients(ctx, BackwardOperands(dy, *ctx.saved_tensors, dsum))
-    dresidual = dx if wants_residual else None
-    return dx if wants_input else None, dweight, dbias, dresidual, None, None
+    # Autograd drops the gradients of tensors that want none.
+    return ctx.prepared.pick_gradients((dx, dweight, dbias, dx, None))
 
 
 def _gradients(ctx, operands: BackwardOperands) -> tuple:
@@ -291,17 +293,23 @@ def _gradients(ctx, operands: BackwardOperands) -> tuple:
 
 
 def _with_wanted(ctx):
-    wants_input, wants_weight, wants_bias, wants_residual = ctx.needs_input_grad[:4]
+    wants_input, wants_weight, wants_bias, wants_residual, *_ = _wanted(ctx)
     wanted = (wants_input or wants_residual, wants_weight, wants_bias)
     names = tuple(name for name, is_wanted in zip(Backward._fields, wanted) if is_wanted)
     return ctx.prepared.backward._replace(gradients=names)
 
 
+def _wanted(ctx) -> tuple[bool, ...]:
+    """Of each of DIFFERENTIABLE."""
+    wants = dict(zip(ctx.prepared.differentiable, ctx.needs_input_grad[1:]))
+    return tuple(wants.get(name, False) for name in DIFFERENTIABLE)
+
+
 def _fused_gradients(ctx, dy, dy1, dsum) -> tuple:
-    """Of input, weight, bias, residual, weight1 and bias1."""
+    """As _plain_gradients."""
     given = next((each for each in (dy, dy1, dsum) if each is not None), None)
     if given is None:
-        return (None,) * 6
+        return (None,) * len(ctx.needs_input_grad)
     if _is_transformed() or _is_mapped(given) or forward_ad._current_level >= 0:
         raise NotImplementedError(
             f"the gradient of a call with {_FUSED} was asked for in a batch or in forward mode; expected one gradient at a time"
@@ -310,15 +318,15 @@ def _fused_gradients(ctx, dy, dy1, dsum) -> tuple:
     saved = ctx.saved_tensors
     if saved[6] is None:
         saved = (*saved[:6], ctx.seed, saved[7])
-    wants = ctx.needs_input_grad
     asked = operators.fused_gradients(
-        forward.backward, saved, (dy, dy1, dsum), forward.bias1_dtype, wants
+        forward.backward, saved, (dy, dy1, dsum), forward.bias1_dtype, _wanted(ctx)
     )
     if torch.is_grad_enabled():  # create_graph=True
         made = operators.fused_norm_backward(*asked)
     else:
         made = route.backward_of_two(*asked)
-    return tuple(getattr(made, name) for name in operators.GRADIENTS)
+    gradients = [getattr(made, name) for name in operators.GRADIENTS]
+    return forward.pick_gradients((*gradients, None))
 
 
 class _PassingGradients(torch.autograd.Function):

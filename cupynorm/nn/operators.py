@@ -28,7 +28,7 @@ from torch import Tensor
 from ..norm import route
 from ..norm.checks import check_forward
 from ..norm.options import complete, dtype_name
-from ..norm.prepared import draw_seed
+from ..norm.prepared import SEED_LIMIT
 from ..norm.request import (
     BackwardOperands,
     BackwardOptions,
@@ -230,8 +230,8 @@ def _launch(options: Options) -> tuple:
 def _seed_tensor(x: Tensor, seed: object, dropout_p: float) -> Tensor | None:
     if dropout_p == 0 or isinstance(seed, Tensor):
         return seed
-    if seed is None:
-        return draw_seed(x)
+    if seed is None:  # not draw_seed, which Dynamo cannot trace
+        return torch.randint(0, SEED_LIMIT, (1,), dtype=torch.int64, device=x.device)
     return torch.full((1,), seed, dtype=torch.int64, device=x.device)
 
 

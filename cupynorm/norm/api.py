@@ -19,7 +19,9 @@ from .options import (
     launch_options,
     quantization,
 )
+from .prepared import FOR_STATISTICS, prepare_backward, prepare_forward
 from .request import (
+    NO_SECOND,
     Array,
     BackwardOperands,
     BackwardOptions,
@@ -31,7 +33,9 @@ from .request import (
     is_plain,
 )
 from .results import Backward, Forward, FusedBackward, FusedForward
-from .route import backward, backward_of_two, forward, normalize
+from .route import backward_of_two, normalize
+
+_OF_ONE = frozenset(Backward._fields)  # the gradients of a norm with one output
 
 
 def layer_norm(
@@ -350,8 +354,9 @@ def rms_norm_forward(
 
 
 def _forward(request: ForwardRequest) -> Forward | FusedForward:
-    made = forward(request)
-    return Forward(*made[:4]) if is_plain(request) else made
+    prepared, operands = prepare_forward(request, FOR_STATISTICS)
+    made = prepared.run(operands)
+    return Forward(*made[:4]) if is_plain(request) else FusedForward(*made)
 
 
 def layer_norm_backward(
@@ -423,7 +428,9 @@ def layer_norm_backward(
         bool(memory_efficient),
         launch=launch_options(strategy, tile, None, sm_margin),
     )
-    second = SecondGradient(dy1, weight1, dbias1_dtype)
+    second = NO_SECOND
+    if dy1 is not None or weight1 is not None:
+        second = SecondGradient(dy1, weight1, dbias1_dtype)
     return _backward(BackwardRequest(operands, options), second)
 
 
@@ -473,24 +480,35 @@ def rms_norm_backward(
         bool(memory_efficient),
         launch=launch_options(strategy, tile, None, sm_margin),
     )
-    second = SecondGradient(dy1, weight1, dbias1_dtype)
+    second = NO_SECOND
+    if dy1 is not None or weight1 is not None:
+        second = SecondGradient(dy1, weight1, dbias1_dtype)
     return _backward(BackwardRequest(operands, options), second)
 
 
 def _backward(request: BackwardRequest, second: SecondGradient) -> Backward | FusedBackward:
     operands, options = request
-    dropout_p = check_dropout_p(options.dropout_p)
+    if (
+        type(options.dropout_p) is not float
+        or options.dropout_p
+        or operands.dropout_seed is not None
+    ):
+        dropout_p = check_dropout_p(options.dropout_p)
+        seed = dropout_seed_of(operands.dropout_seed, dropout_p)
+        operands = operands._replace(dropout_seed=seed)
+        options = options._replace(dropout_p=dropout_p)
+        request = BackwardRequest(operands, options)
     is_fused = (
-        dropout_p > 0
+        operands.row_scale is not None
+        or options.dropout_p > 0
         or options.x_is_y
-        or not (operands.row_scale is None and options.dx_dtype is None)
-        or not (options.dresidual_dtype is None and second.dy is None and second.weight is None)
-        or not set(options.gradients) <= set(Backward._fields)
-    )
-    seed = dropout_seed_of(operands.dropout_seed, dropout_p)
-    request = BackwardRequest(
-        operands._replace(dropout_seed=seed), options._replace(dropout_p=dropout_p)
+        or options.dx_dtype is not None
+        or options.dresidual_dtype is not None
+        or second.dy is not None
+        or second.weight is not None
+        or not _OF_ONE.issuperset(options.gradients)
     )
     if is_fused:
         return backward_of_two(request, second)
-    return Backward(*backward(request)[:3])
+    prepared, operands = prepare_backward(request)
+    return Backward(*prepared.run(operands)[:3])

@@ -53,11 +53,12 @@ class Template:
         there = [word for word in words if isinstance(word, Address) and word.tensor in indices]
         self.offsets = [(indices[word.tensor], word.offset) for word in there if word.offset]
         constants = [0, *(word for word in words if not isinstance(word, (Address, Seed)))]
+        self.takes_seed = any(isinstance(word, Seed) for word in words)
         self.constants = tuple(constants)
-        seed = len(order)
-        behind = iter(range(seed + 1, seed + 1 + len(self.offsets)))
-        absent = seed + 1 + len(self.offsets)
+        absent = len(order)
         constant = iter(range(absent + 1, absent + len(constants)))
+        seed = absent + len(constants)
+        behind = iter(range(seed + self.takes_seed, seed + self.takes_seed + len(self.offsets)))
         picked = []
         for word in words:
             if isinstance(word, Seed):
@@ -70,12 +71,15 @@ class Template:
                 picked.append(next(behind) if word.offset else indices[word.tensor])
         self.pick = itemgetter(*picked)
 
-    def fill(self, addresses: Sequence[int], seed: int = 0) -> tuple:
-        """The words. addresses: in the order of the run."""
-        if not self.offsets:
-            return self.pick((*addresses, seed, *self.constants))
-        behind = [addresses[index] + offset for index, offset in self.offsets]
-        return self.pick((*addresses, seed, *behind, *self.constants))
+    def fill(self, addresses: tuple[int, ...], seed: object = 0) -> tuple:
+        """The words. addresses: in the order of the run. seed: an int, or an array that is among
+        them."""
+        picked_from = addresses + self.constants
+        if self.takes_seed:
+            picked_from += (seed if seed.__class__ is int else 0,)
+        if self.offsets:
+            picked_from += tuple(addresses[index] + offset for index, offset in self.offsets)
+        return self.pick(picked_from)
 
 
 class Call(NamedTuple):
@@ -95,7 +99,7 @@ class Call(NamedTuple):
         """The words of each kernel's argument; addresses: of the tensors that are there."""
         filled = []
         for template in self.templates(list(addresses)):
-            filled.append(template.fill(list(addresses.values()), seed))
+            filled.append(template.fill(tuple(addresses.values()), seed))
         return filled
 
 

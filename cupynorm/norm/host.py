@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from operator import itemgetter
+from typing import Any
 
 import numpy as np
 
@@ -20,6 +22,9 @@ from .request import (
     makes_sum,
 )
 from .results import FusedForward, Gradients
+
+# The operands of a forward that have gradients.
+DIFFERENTIABLE = ("input", "weight", "bias", "residual", "weight1", "bias1")
 
 
 class CheckedForward:
@@ -59,6 +64,31 @@ class CheckedForward:
             launch=options.launch._replace(tile=None),
         )
         self.backwards: dict[tuple, object] = {}
+        # What autograd records.
+        self.differentiable = tuple(
+            name for name in DIFFERENTIABLE if getattr(operands, name) is not None
+        )
+        places = [operands._fields.index(name) for name in self.differentiable]
+        self.read_differentiable = (
+            itemgetter(*places) if len(places) > 1 else lambda operands: (operands.input,)
+        )
+        # From gradients in the order of DIFFERENTIABLE, and None.
+        places = [DIFFERENTIABLE.index(name) for name in self.differentiable]
+        self.pick_gradients = itemgetter(-1, *places)
+
+    def outputs_of(self, y: Array, y1: Array | None, added: Array | None) -> Any:
+        """What autograd returns: y, or a tuple where there is more."""
+        if self.has_second:
+            return (y, y1, added) if self.makes_sum else (y, y1)
+        return (y, added) if self.makes_sum else y
+
+    def split_outputs(self, outputs: Any) -> tuple:
+        """(y, y1, sum) of what outputs_of returned, or of the gradients of that."""
+        if not self.makes_sum and not self.has_second:
+            return (outputs[0] if outputs.__class__ is tuple else outputs), None, None
+        if not self.has_second:
+            return outputs[0], None, outputs[1]
+        return outputs[0], outputs[1], outputs[2] if self.makes_sum else None
 
 
 def _dtype_name(array: Array | None) -> str | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from operator import itemgetter
 from typing import Any
 
@@ -37,7 +37,7 @@ def allocator(library: Any, shape: tuple[int, ...], dtype: str | None) -> Callab
     return library.allocator(shape, library.dtype(dtype)) if dtype else lambda: None
 
 
-def fill(some: tuple[Array | None, ...], value: float) -> None:
+def fill(some: Iterable[Array | None], value: float) -> None:
     for array in some:
         if array is not None:
             array[...] = value
@@ -71,9 +71,41 @@ class OnGpu:
             for array, copied in zip(given, self.copies)
         )
 
-    def enqueue(self, tensors: tuple, seed: object) -> None:
-        address, stream = self.library.address, self.library.stream()
-        addresses = [0 if tensor is None else address(tensor) for tensor in tensors]
-        seed = seed if seed.__class__ is int else 0
+    def enqueue(self, addresses: tuple[int, ...], seed: object) -> None:
+        """addresses: in the order that compile was given."""
+        stream = self.library.stream()
         for kernel, template in self.steps:
             kernel.enqueue(stream, template.fill(addresses, seed))
+
+
+class Tensors:
+    """The tensors of a run as one tuple: what is read, then what is made.
+
+    The tuple holds no None, and what is returned is picked by one itemgetter, because this runs in
+    every call.
+    """
+
+    def __init__(self, read: list[str], makers: Mapping[str, Callable[[], Any]]) -> None:
+        """read: names in the order of the tuple. makers: of each new tensor."""
+        self.names = [*read, *makers]
+        self._makers = tuple(makers.values())
+
+    @property
+    def make(self) -> Callable[[], tuple]:
+        """Allocates what is made."""
+        makers = self._makers
+        if len(makers) == 1:
+            (new,) = makers
+            return lambda: (new(),)
+        return lambda: tuple([new() for new in makers])  # faster than of a generator
+
+    def returns(self, *names: str | None) -> Callable[[tuple], tuple]:
+        """Picks tensors by name from (*tensors, given, seed, None), None where there is none.
+
+        "given" and "seed" name what a run puts behind the tensors.
+        """
+        places = {name: at for at, name in enumerate([*self.names, "given", "seed"])}
+        return itemgetter(*(places.get(name, len(places)) for name in names))
+
+    def place(self, name: str) -> int:
+        return self.names.index(name)

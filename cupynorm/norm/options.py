@@ -11,6 +11,7 @@ from ..dtypes import DTYPES, FLOAT8S
 from ..gpu import arrays
 from ..plan.problem import PATHS, SCALINGS, Tile
 from ..plan.strategies import STATISTICS, STRATEGIES
+from ..plan.tile_checks import check_path
 from .request import DEFAULTS, Array, ForwardRequest, Margins, Options, Quantization
 from .results import FusedBackward
 
@@ -33,7 +34,11 @@ def launch_options(
         raise ValueError(
             f"statistics is {statistics!r}; it is one of {', '.join(STATISTICS)}, or None"
         )
-    return Options(strategy, _tile(tile), statistics, _margins(sm_margin))
+    tile = _tile(tile)
+    if tile is not None and tile.path is not None and strategy is not None:
+        # Now: tiles are compared without their path, so a prepared call does not know it.
+        check_path(strategy, tile)
+    return Options(strategy, tile, statistics, _margins(sm_margin))
 
 
 def _tile(tile: object) -> Tile | None:
@@ -187,8 +192,8 @@ def dtype_name(dtype: object, name: str) -> str:
 
 
 def gradient_names(gradients: object) -> str | tuple[str, ...]:
-    """gradients as a tuple, which can be a key. A str stays one, for check_gradients to refuse."""
-    if isinstance(gradients, str):
+    """gradients as a tuple, which can be a key. A str stays one: check_gradients refuses it."""
+    if isinstance(gradients, (str, tuple)):
         return gradients
     try:
         names = tuple(gradients)

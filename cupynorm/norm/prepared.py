@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -27,7 +28,7 @@ from .checks import (
     share_an_address,
 )
 from .kept import backwards, forwards, keep
-from .on_gpu import OnGpu, allocator, fill, parameter_of, rows_of
+from .on_gpu import OnGpu, Tensors, allocator, fill, parameter_of, rows_of
 from .quantize import quantize
 from .quantized_tensor import result, scale_shape
 from .request import (
@@ -43,16 +44,18 @@ FOR_Y, FOR_STATISTICS, FOR_GRADIENTS = "y", "statistics", "gradients"
 FOR_STATISTICS_ALONE = "statistics alone"
 
 
+# A power of two: below any other limit CuPy may have to draw again, and syncs to find out.
+SEED_LIMIT = 2**62
+
+
 def draw_seed(x: Array) -> Array:
     """An int64 array of one element where x is, drawn by x's library there without a sync."""
-    # A power of two: below any other limit CuPy may have to draw again, and syncs to find out.
-    limit = 2**62
     if arrays.is_torch(x):
         torch = sys.modules["torch"]
-        return torch.randint(0, limit, (1,), dtype=torch.int64, device=x.device)
+        return torch.randint(0, SEED_LIMIT, (1,), dtype=torch.int64, device=x.device)
     if isinstance(x, np.ndarray):
-        return np.random.randint(0, limit, 1, np.int64)
-    return nvrtc.cupy().random.randint(0, limit, 1, np.int64)
+        return np.random.randint(0, SEED_LIMIT, 1, np.int64)
+    return nvrtc.cupy().random.randint(0, SEED_LIMIT, 1, np.int64)
 
 
 # Forward.
@@ -60,48 +63,43 @@ def draw_seed(x: Array) -> Array:
 _READ_FORWARD = ("weight", "bias", "row_scale", "weight1", "bias1")  # besides rows
 
 
-def _forward_key(request: ForwardRequest, purpose: str) -> tuple:
-    """Everything that a prepared forward depends on.
-
-    An eps of True equals 1.0 and is refused, so its class counts. Other equal values mean the same.
-    """
-    operands, options = request
-    input, weight, bias, residual, out, row_scale, seed, weight1, bias1, scale, amax = operands
-    layout_key = arrays.library(input).layout_key
-    key = (
-        layout_key(input),
-        None if weight is None else layout_key(weight),
-        None if bias is None else layout_key(bias),
-        None if residual is None else layout_key(residual),
-        None if out is None else layout_key(out),
-        options,
-        options.eps.__class__,
-        purpose,
-    )
-    if row_scale is not None:
-        key += (layout_key(row_scale), getattr(row_scale, "requires_grad", False))
-    if seed is not None or weight1 is not None or bias1 is not None:
-        key += (seed.__class__ is int or layout_key(seed), layout_key(weight1), layout_key(bias1))
-    if options.quantization is not None:
-        constants = (
-            (layout_key(each), getattr(each, "requires_grad", False)) for each in (scale, amax)
-        )
-        key += (*constants, share_an_address(scale, amax))
-    return key
-
-
 def prepare_forward(
     request: ForwardRequest, purpose: str = FOR_STATISTICS
 ) -> tuple[PreparedForward | host.HostForward, ForwardOperands]:
     """Checks everything, or finds what was checked before: an object whose `run` takes the operands
-    that are returned beside it. Nothing is allocated or launched."""
+    that are returned beside it. Nothing is allocated or launched.
+
+    The key is everything that a prepared forward depends on. An eps of True equals 1.0 and is
+    refused, so its class counts. Other equal values mean the same.
+    """
+    operands, options = request
+    input, weight, bias, residual, out, row_scale, seed, weight1, bias1, scale, amax = operands
+    layout_key = arrays.library(input).layout_key
     try:
-        key = _forward_key(request, purpose)
+        key = (
+            layout_key(input),
+            None if weight is None else layout_key(weight),
+            None if bias is None else layout_key(bias),
+            None if residual is None else layout_key(residual),
+            None if out is None else layout_key(out),
+            options,
+            options.eps.__class__,
+            purpose,
+        )
+        if row_scale is not None:
+            key += (layout_key(row_scale), getattr(row_scale, "requires_grad", False))
+        if seed is not None or weight1 is not None or bias1 is not None:
+            key += (seed.__class__ is int or layout_key(seed),)
+            key += layout_key(weight1), layout_key(bias1)
+        if options.quantization is not None:
+            constants = (
+                (layout_key(each), getattr(each, "requires_grad", False)) for each in (scale, amax)
+            )
+            key += (*constants, share_an_address(scale, amax))
         prepared = forwards.get(key)
     except (AttributeError, TypeError, RuntimeError):
         # Arrays of several libraries, none at all, or sparse ones: the checks say so.
         key = prepared = None
-    operands = request.operands
     if prepared is None:
         checked = check_forward(request)
         operands = checked.operands
@@ -120,7 +118,7 @@ def prepare_forward(
         else:
             prepared = PreparedForward(checked, purpose)
             keep(forwards, key, prepared)
-    if operands.out is not None:
+    if out is not None:
         check_overlap(operands)
     return prepared, operands
 
@@ -178,7 +176,9 @@ class PreparedForward(host.CheckedForward, OnGpu):
         self.draws_seed = options.dropout_p > 0 and operands.dropout_seed is None
         of_one = ["dropout_seed"] * (options.dropout_p > 0 and not _is_int(operands.dropout_seed))
         of_one += [name for name in ("scale", "amax") if getattr(operands, name) is not None]
-        OnGpu.__init__(self, x, names + of_one, ForwardOperands._fields)
+        of_one += ["out"] * (operands.out is not None)  # written in place, never copied
+        names += of_one
+        OnGpu.__init__(self, x, names, ForwardOperands._fields)
         if any(copied):
             self.copies = (*copied, *(False for _ in of_one))
         shape, y_dtype, sum_dtype = tuple(x.shape), options.out_dtype, options.residual_dtype
@@ -187,9 +187,8 @@ class PreparedForward(host.CheckedForward, OnGpu):
         def new_rows(dtype: str) -> Rows:
             return arrays.contiguous_rows(shape, num_dims, dtype)
 
-        self.writes_y = purpose is not FOR_STATISTICS_ALONE
-        if self.writes_y:
-            out = operands.out
+        has_y, out = purpose is not FOR_STATISTICS_ALONE, operands.out
+        if has_y:
             tensors["y"] = new_rows(y_dtype) if out is None else rows_of(out, num_dims)[0]
         if self.makes_sum:
             tensors["sum"] = new_rows(sum_dtype)
@@ -206,35 +205,45 @@ class PreparedForward(host.CheckedForward, OnGpu):
         )
         self.plan = call.plan
         self.num_rows, self.num_cols = tensors["x"].num_rows, tensors["x"].num_cols
-        self.makes_more = self.makes_sum or self.has_second or options.quantization is not None
-        order = ["x" if name == "input" else name for name in names] + of_one
-        order += ["y", "mean", "rstd"]
-        if self.makes_more:
-            order += ["sum", "y1", "scale_inv"]
-            order += ["amax"] * (len(call.launches) > 1)
-        self.compile(call, order)
-        self._make_allocators(shape, wants_statistics)
+        dtypes = {
+            "y": y_dtype if has_y and out is None else None,
+            "sum": sum_dtype if self.makes_sum else None,
+            "y1": y_dtype if self.has_second else None,
+        }
+        makers = self._makers(shape, dtypes, wants_statistics, len(call.launches))
+        read = ["x" if name == "input" else "y" if name == "out" else name for name in names]
+        order = Tensors(read, makers)
+        self.make = order.make
+        added = "sum" if self.makes_sum else "given"
+        self.results = order.returns("y", "mean", "rstd", added, "y1", "seed")
+        self.scale_inv = order.place("scale_inv") if "scale_inv" in makers else None
+        self.zeroed = order.place("amaxes") if "amaxes" in makers else None
+        self.compile(call, ["amax" if name == "amaxes" else name for name in order.names])
 
-    def _make_allocators(self, shape: tuple[int, ...], wants_statistics: bool) -> None:
+    def _makers(
+        self,
+        shape: tuple[int, ...],
+        dtypes: dict[str, str | None],
+        wants_statistics: bool,
+        num_launches: int,
+    ) -> dict[str, Callable[[], Array]]:
+        """Of the tensors that a run makes. dtypes: of those of the input's shape."""
         options, library = self.options, self.library
         compute = compute_dtype(options.residual_dtype).name
         leading = shape[: len(shape) - len(options.extents)]
-        y_dtype, sum_dtype = options.out_dtype, options.residual_dtype
-        has_mean = options.centered and wants_statistics
-        self.new_y = allocator(library, shape, y_dtype if self.writes_y else None)
-        self.new_mean = allocator(library, leading, compute if has_mean else None)
-        self.new_rstd = allocator(library, leading, compute if wants_statistics else None)
-        self.new_sum = allocator(library, shape, sum_dtype if self.makes_sum else None)
-        self.new_y1 = allocator(library, shape, y_dtype if self.has_second else None)
-        self.new_scale_inv = self.new_amax = lambda: None
+        makers = {name: allocator(library, shape, dtype) for name, dtype in dtypes.items() if dtype}
+        if wants_statistics:
+            makers["rstd"] = allocator(library, leading, compute)
+            if options.centered:
+                makers["mean"] = allocator(library, leading, compute)
         if options.quantization:
             scaling = options.quantization.scaling
             scales = scale_shape(scaling, leading, self.num_cols)
-            self.new_scale_inv = allocator(
-                library, scales, "uint8" if scaling == "mx" else "float32"
-            )
-            if len(self.steps) > 1:  # what the first launch hands to the second
-                self.new_amax = allocator(library, scales, "float32")
+            dtype = "uint8" if scaling == "mx" else "float32"
+            makers["scale_inv"] = allocator(library, scales, dtype)
+            if num_launches > 1:  # what the first launch hands to the second
+                makers["amaxes"] = allocator(library, scales, "float32")
+        return makers
 
     def run(self, operands: ForwardOperands) -> tuple:
         """Allocates and launches: the fields of a FusedForward. operands: as those it was prepared
@@ -247,38 +256,31 @@ class PreparedForward(host.CheckedForward, OnGpu):
             given = self.read(operands)
             if self.copies:
                 given = self.contiguous(given)
-            x, out, seed = operands.input, operands.out, operands.dropout_seed
-            y = self.new_y() if out is None else out
-            mean, rstd = self.new_mean(), self.new_rstd()
-            tensors = (*given, y, mean, rstd)
-            added, y1, scale_inv = x, None, None
-            if self.makes_more:
-                added, y1, scale_inv = self.new_sum(), self.new_y1(), self.new_scale_inv()
-                tensors += (added, y1, scale_inv)
-                added = x if added is None else added
-                if (amax := self.new_amax()) is not None:
-                    fill((amax,), 0.0)
-                    tensors += (amax,)
+            tensors = given + self.make()
+            if self.zeroed is not None:
+                fill((tensors[self.zeroed],), 0.0)
+            results = self.results((*tensors, operands.input, operands.dropout_seed, None))
             if self.steps:
-                self.enqueue(tensors, seed)
+                self.enqueue(tuple(map(library.address, tensors)), operands.dropout_seed)
             else:  # no rows, or rows without columns, which have no statistics
-                fill((mean, rstd), math.nan)
-                scale = operands.scale
-                fill((scale_inv,), 1.0 if scale is None else 1.0 / scale)
-            if scale_inv is not None:
-                y = self._quantized(x, y, scale_inv)
-            return y, mean, rstd, added, y1, seed
+                fill(results[1:3], math.nan)
+            if self.scale_inv is not None:
+                y = self._quantized(operands, results[0], tensors[self.scale_inv])
+                results = (y, *results[1:])
+            return results
         finally:
             if former != self.device_index:
                 library.exchange_device(former)
 
-    def _quantized(self, x: Array, data: Array, scale_inv: Array) -> Any:
+    def _quantized(self, operands: ForwardOperands, data: Array, scale_inv: Array) -> Any:
         quantization, transposed = self.options.quantization, None
+        if not self.steps:
+            fill((scale_inv,), 1.0 if operands.scale is None else 1.0 / operands.scale)
         if quantization.transpose:
             matrix = data.reshape(self.num_rows, self.num_cols)
             dtype = quantization.dtype
             transposed = quantize(matrix, dtype, wants_data=False, transpose=True).transposed
-        return result(quantization, data, scale_inv, transposed, x, self.num_cols)
+        return result(quantization, data, scale_inv, transposed, operands.input, self.num_cols)
 
 
 def _is_int(seed: object) -> bool:
@@ -387,21 +389,29 @@ class PreparedBackward(OnGpu):
             launch.device(self.device_index), tensors, options, arrays.dtype_name(operands.rstd)
         )
         self.plan = call.plan
-        self.makes_more = second is not None or y_dtype is not None
-        order = [*names, *of_one, "dx", "dweight", "dbias", "partials"]
-        order += ["dresidual", "y"] * self.makes_more
-        made = (first, options.dweight_dtype, options.dbias_dtype, second, y_dtype)
-        if any(made):
-            self.compile(call, order)
-        library = self.library
-        new = [
-            allocator(library, *each) for each in zip((shape, extents, extents, shape, shape), made)
-        ]
-        self.new_dx, self.new_dweight, self.new_dbias, self.new_dresidual, self.new_y = new
-        compute = call.plan.problem.compute
-        partials = compute if call.partials_shape else None
-        self.new_partials = allocator(library, call.partials_shape, partials)
+        shapes = {"dx": (shape, first), "dweight": (extents, options.dweight_dtype)}
+        shapes |= {"dbias": (extents, options.dbias_dtype), "dresidual": (shape, second)}
+        shapes["y"] = (shape, y_dtype)
         self.overwrites_dy = options.overwrite_dy and call.can_write_over_dy
+        wants_any = any(dtype for _, dtype in shapes.values())
+        if call.partials_shape:
+            shapes["partials"] = (call.partials_shape, call.plan.problem.compute)
+        makers = {
+            name: allocator(self.library, *each)
+            for name, each in shapes.items()
+            if each[1] and not (name == "dx" and self.overwrites_dy)
+        }
+        order = Tensors([*names, *of_one], makers)
+        self.make = order.make
+        if wants_any:
+            # The gradient is written in the place of dy, which is the first that is read.
+            written = ["dx"] * self.overwrites_dy
+            self.compile(call, [*order.names, *written])
+        dx = "dy" if self.overwrites_dy else "dx"
+        dresidual = dx if self.is_both else "dresidual"
+        if self.is_residual:
+            dx, dresidual = None, dx
+        self.results = order.returns(dx, "dweight", "dbias", dresidual, "y")
 
     def run(self, operands: BackwardOperands) -> tuple:
         """Allocates and launches: the fields of Gradients. operands: as those it was prepared for."""
@@ -411,22 +421,16 @@ class PreparedBackward(OnGpu):
             given = self.read(operands)
             if self.copies:
                 given = self.contiguous(given)
-            # dy is the first that is read.
-            dx = given[0] if self.overwrites_dy else self.new_dx()
-            dweight, dbias = self.new_dweight(), self.new_dbias()
-            dresidual = y = None
+            tensors = given + self.make()
+            results = self.results((*tensors, None, None, None))
             if self.steps:
-                tensors = (*given, dx, dweight, dbias, self.new_partials())
-                if self.makes_more:
-                    dresidual, y = self.new_dresidual(), self.new_y()
-                    tensors += (dresidual, y)
-                self.enqueue(tensors, operands.dropout_seed)
+                addresses = tuple(map(library.address, tensors))
+                if self.overwrites_dy:
+                    addresses += addresses[:1]
+                self.enqueue(addresses, operands.dropout_seed)
             else:  # no rows or no columns: sums of nothing
-                dresidual, y = self.new_dresidual(), self.new_y()
-                fill((dweight, dbias), 0.0)
-            if self.is_residual:
-                return None, dweight, dbias, dx, y
-            return dx, dweight, dbias, dx if self.is_both else dresidual, y
+                fill(results[1:3], 0.0)
+            return results
         finally:
             if former != self.device_index:
                 library.exchange_device(former)

@@ -129,7 +129,9 @@ class _PreparedQuantize(OnGpu):
                 self.new_data(), self.new_scale_inv(), self.new_transposed(), self.new_sums()
             )
             if self.steps:
-                self.enqueue((*given, *made, self.new_partials()), None)
+                tensors = (*given, *made, self.new_partials())
+                address = library.address
+                self.enqueue(tuple(0 if each is None else address(each) for each in tensors), None)
             else:
                 scale = operands.scale
                 fill((made.scale_inv,), 1.0 if scale is None else 1.0 / scale)

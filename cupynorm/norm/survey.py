@@ -57,7 +57,9 @@ class _PreparedSurvey(OnGpu):
             if not (self.steps and self.has_sums):
                 fill((found,), 0)
             if self.steps:
-                self.enqueue((*given, self.new_partials(), found), None)
+                tensors = (*given, self.new_partials(), found)
+                address = library.address
+                self.enqueue(tuple(0 if each is None else address(each) for each in tensors), None)
             return found
         finally:
             if former != self.device_index:
