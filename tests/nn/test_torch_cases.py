@@ -1,5 +1,7 @@
-"""torch's own cases of layer_norm and rms_norm (OpInfo and ModuleInfo of torch.testing),
-the inputs that it refuses included."""
+"""torch's own cases of layer_norm and rms_norm: OpInfo and ModuleInfo of torch.testing.
+
+They include inputs that torch refuses.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ BOTH = pytest.mark.parametrize("name", NORMS)
 
 @pytest.fixture(scope="module")
 def ops() -> dict:
-    """By name. The import takes seconds: not while tests are collected."""
+    """OpInfos by name. The import takes seconds, so it is not done at collection."""
     from torch.testing._internal.common_methods_invocations import op_db
 
     return {op.name: op for op in op_db if op.name in (*NORMS, "native_layer_norm")}
@@ -38,8 +40,10 @@ def module_infos() -> dict:
 
 
 def assert_right(call, theirs, input, normalized_shape, weight=None, bias=None, eps=None) -> int:
-    """y within one unit in the last place of torch's float64 result, gradients within what the dtype allows.
-    Returns their size."""
+    """Compares y with torch's float64 result to one ulp, and gradients to the bounds of the dtype.
+
+    Returns the number of elements compared.
+    """
     dtype = str(input.dtype).removeprefix("torch.")
     centered = theirs is torch.nn.functional.layer_norm
     given = {"x": input, "weight": weight, "bias": bias}
@@ -85,7 +89,7 @@ def assert_right(call, theirs, input, normalized_shape, weight=None, bias=None, 
         flat.get("bias"),
     )
     allowed = {key: limit for key, (_, limit) in expect(Problem(case, *values)).items()}
-    # The reference is exact but for float64's own rounding, and is rounded once, as torch's float64 result would be.
+    # The reference errs by roundings of float64 and is rounded once, as is torch's float64 result.
     exact = expect(Problem(Case(**vars(case) | {"x": "float64"}), *values))["y"][1]
     y = right["y"].reshape(rows)
     allowed["y"] = exact + np.maximum(
@@ -119,7 +123,7 @@ def test_sample_inputs(name, dtype, ops):
 
 @BOTH
 def test_inputs_that_torch_refuses(name, ops):
-    """With a sentence that says what was given and what is expected."""
+    """The error says what was given and what is expected."""
     of_errors = "native_layer_norm" if name.endswith("layer_norm") else name
     errors = list(ops[of_errors].error_inputs("cpu"))
     assert len(errors) >= 3
