@@ -1,4 +1,4 @@
-"""Reading activations: each format gives back what was saved, and what cannot be read is refused in a sentence."""
+"""Reading activations from each format, and the errors for files that cannot be read."""
 
 import json
 import pickle
@@ -23,7 +23,7 @@ def draw(*shape, seed=0):
 
 
 def safetensors(tensors, **changes):
-    """A .safetensors file's bytes. tensors: name -> (dtype as the format spells it, shape, raw bytes)."""
+    """A .safetensors file's bytes. tensors: name -> (the format's dtype, shape, raw bytes)."""
     header, data = {"__metadata__": {"format": "np"}}, b""
     for name, (dtype, shape, raw) in tensors.items():
         header[name] = {
@@ -42,8 +42,7 @@ def only(path):
     return found
 
 
-# -- what ships
-# ------------------------------------------------------------------------------------------
+# Shipped activations.
 
 
 def test_shipped_activations():
@@ -56,7 +55,7 @@ def test_shipped_activations():
         ) and layer.weight.shape == layer.bias.shape == (384,)
         assert layer.eps == 1e-12 and set(layer.dtypes.values()) == {"float32", "float64"}
         deviations = (layer.x - layer.x.mean(1, keepdims=True)) / layer.x.std(1, keepdims=True)
-        assert np.abs(deviations).max() > 15  # outliers, which random numbers lack
+        assert np.abs(deviations).max() > 15  # outliers, unlike in random numbers
         assert 0 < np.abs(layer.weight).min() < 1e-32
 
 
@@ -91,8 +90,7 @@ def test_fewer_rows():
     assert layer.problem("layer_norm", max_elements=80 * 384).x.shape == (40, 384)
 
 
-# -- round trips
-# -----------------------------------------------------------------------------------------
+# Round trips.
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float32", "float64", ">f4"])
@@ -160,7 +158,7 @@ def test_safetensors(tmp_path, kind, dtype):
     )
 
 
-def test_safetensors_as_its_own_package_writes_them(tmp_path):
+def test_safetensors_written_by_its_package(tmp_path):
     numpy = pytest.importorskip("safetensors.numpy")
     x = draw(3, 8).astype(np.float32)
     numpy.save_file({"x": x}, tmp_path / "a.safetensors")
@@ -188,7 +186,7 @@ def test_pt(tmp_path, dtype):
     assert only(tmp_path / "b.pt").name == "b"
 
 
-def test_what_is_left_out_is_said(tmp_path):
+def test_entries_left_out_are_named(tmp_path):
     torch = pytest.importorskip("torch")
     np.savez(
         tmp_path / "a.npz", x=draw(2, 4), ids=np.arange(3), scalar=1.5, nothing=np.empty((2, 0))
@@ -214,8 +212,7 @@ def test_what_is_left_out_is_said(tmp_path):
             assert any(word in note and "left out" in note for note in notes)
 
 
-# -- what is refused
-# -------------------------------------------------------------------------------------
+# Errors.
 
 
 def refusal(path, error=ValueError):
@@ -226,7 +223,7 @@ def refusal(path, error=ValueError):
 
 
 class Trap:
-    """Unpickling one writes a file."""
+    """An object whose unpickling writes a file."""
 
     def __init__(self, path):
         self.path = path
@@ -275,9 +272,17 @@ def test_truncated_files(tmp_path):
 
 @pytest.mark.parametrize(
     "changes",
-    [{"data_offsets": [0, 4096]}, {"data_offsets": [8, 0]}, {"data_offsets": "none"}, {"shape": [3, 3]}, {"shape": None},
-     {"dtype": None, "shape": [9]}, {"dtype": "F16"}, {"data_offsets": [0, 31]}],
-)  # fmt: skip
+    [
+        {"data_offsets": [0, 4096]},
+        {"data_offsets": [8, 0]},
+        {"data_offsets": "none"},
+        {"shape": [3, 3]},
+        {"shape": None},
+        {"dtype": None, "shape": [9]},
+        {"dtype": "F16"},
+        {"data_offsets": [0, 31]},
+    ],
+)
 def test_wrong_safetensors_headers(tmp_path, changes):
     path = tmp_path / "a.safetensors"
     path.write_bytes(safetensors({"x": ("F32", (2, 4), bytes(32))}, **changes))
@@ -287,12 +292,12 @@ def test_wrong_safetensors_headers(tmp_path, changes):
         refusal(path)
 
 
-def test_a_header_that_is_no_dict(tmp_path):
+def test_a_header_that_is_not_a_dict(tmp_path):
     (tmp_path / "a.safetensors").write_bytes(struct.pack("<Q", 2) + b"[]")
     refusal(tmp_path / "a.safetensors")
 
 
-def test_shapes_that_do_not_fit(tmp_path):
+def test_wrong_shapes_are_refused(tmp_path):
     for field, wrong in (
         ("weight", draw(5)),
         ("bias", draw(2, 8)),
@@ -304,7 +309,7 @@ def test_shapes_that_do_not_fit(tmp_path):
             list(read(tmp_path / "a.npz"))
 
 
-def test_no_such_file_and_unknown_endings(tmp_path):
+def test_missing_files_and_unknown_suffixes(tmp_path):
     assert "there is no file" in refusal(tmp_path / "a.npy", FileNotFoundError)
     (tmp_path / "a.pkl").write_bytes(b"")
     assert ".npy, .npz, .safetensors, .pt" in refusal(tmp_path / "a.pkl")
@@ -316,13 +321,13 @@ def test_pt_without_torch(tmp_path, monkeypatch):
     assert "pip install torch" in refusal(tmp_path / "a.pt", MissingLibraryError)
 
 
-def test_a_zip_of_something_else(tmp_path):
+def test_a_zip_without_arrays(tmp_path):
     with zipfile.ZipFile(tmp_path / "a.npz", "w") as archive:
         archive.writestr("readme.txt", "not an array")
     refusal(tmp_path / "a.npz")
 
 
-def test_the_values_reach_the_kernels(tmp_path):
+def test_kernels_run_on_read_activations(tmp_path):
     layer = shipped()[0]
     np.savez(
         tmp_path / "a.npz",
