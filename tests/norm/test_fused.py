@@ -34,7 +34,7 @@ def device(anywhere: str) -> str:
 
 
 @pytest.mark.parametrize("what", CASES)
-def test_values_and_gradients(what, device):
+def test_results_and_gradients_are_within_bounds(what, device):
     """By autograd. Each gradient has the dtype of its tensor."""
     problem = random_problem(CASES[what])
     case = problem.case
@@ -78,7 +78,7 @@ def test_values_and_gradients(what, device):
 
 @pytest.mark.parametrize("what", CASES)
 @pytest.mark.parametrize("library", ["numpy", "torch", pytest.param("cupy", marks=pytest.mark.gpu)])
-def test_explicit_forward_and_backward(what, library):
+def test_explicit_forward_and_backward_are_within_bounds(what, library):
     problem = random_problem(CASES[what])
     case = problem.case
     if library == "numpy" and "bfloat16" in (case.x, case.sum, case.added):
@@ -263,7 +263,7 @@ def test_a_memory_efficient_call_saves_y_and_not_the_sum(device):
 
 
 @pytest.mark.parametrize("device", DEVICES_HERE)
-def test_real_activations_with_a_tiny_weight(device):
+def test_gradients_of_real_activations_with_a_tiny_weight_are_within_bounds(device):
     """Gradients of a sentence encoder's LayerNorms, one of whose weights is -1.5e-9."""
     from cupynorm.check import activations
 
@@ -286,7 +286,7 @@ def test_real_activations_with_a_tiny_weight(device):
     assert smallest < 2e-9
 
 
-def test_a_second_output_without_the_first(kernels):
+def test_gradients_of_the_second_output_alone_are_those_of_one_output(kernels):
     """The gradient of y1 alone is bit for bit that of a call with weight1 as its weight."""
     x, weight1, bias1 = (
         random(*shape, dtype=torch.float32).requires_grad_() for shape in ((6, 40), (40,), (40,))
@@ -310,7 +310,7 @@ def test_a_second_output_without_the_first(kernels):
     )
 
 
-def test_strided_operands(kernels):
+def test_strided_operands_give_the_results_of_contiguous_ones(kernels):
     """Input, residual and row_scale, each with other strides."""
     x, residual, row_scale = (
         random(40, 6, dtype=torch.float32).T,
@@ -336,7 +336,7 @@ def test_strided_operands(kernels):
 
 
 @pytest.mark.parametrize("shape", [(0, 8), (3, 0)])
-def test_empty_inputs(shape, device):
+def test_empty_inputs_give_empty_results(shape, device):
     x = torch.zeros(shape, dtype=torch.float16, device=device, requires_grad=True)
     y, added = cupynorm.layer_norm(
         x, shape[1], residual_dtype=torch.float32, dropout_p=0.5, return_residual=True

@@ -149,7 +149,7 @@ def test_a_strategy_that_does_not_fit_the_backward_is_refused_at_once(kernels):
         cupynorm.layer_norm(x, 2048, dropout_p=0.5, strategy="warp")
 
 
-def test_out(device):
+def test_out_is_written_and_returned(device):
     x, out = torch.ones(4, 40, device=device), torch.empty(4, 40, device=device)
     y = cupynorm.layer_norm(x, 40, dropout_p=0.5, dropout_seed=1, out=out)
     assert y is out and torch.equal(y, cupynorm.layer_norm(x, 40, dropout_p=0.5, dropout_seed=1))

@@ -62,7 +62,7 @@ def dropped(x, **options):
     return cupynorm.layer_norm(x, x.shape[-1], dropout_p=0.5, return_residual=True, **options)[1]
 
 
-def test_seeds_of_torch(device):
+def test_torch_seeds_repeat_and_are_drawn_once(device):
     x = torch.ones(8, 40, device=device)
     torch.manual_seed(5)
     first, second = dropped(x), dropped(x)
@@ -82,7 +82,7 @@ def test_seeds_of_torch(device):
     assert set(first.unique().tolist()) == {0.0, 2.0}
 
 
-def test_seeds_of_numpy():
+def test_numpy_seeds_repeat():
     x = np.ones((8, 40), np.float32)
     np.random.seed(5)
     first, second = dropped(x), dropped(x)
@@ -94,7 +94,7 @@ def test_seeds_of_numpy():
 
 
 @pytest.mark.gpu
-def test_seeds_of_cupy():
+def test_cupy_seeds_repeat():
     cupy = pytest.importorskip("cupy")
     x = cupy.ones((8, 40), "float32")
     cupy.random.seed(5)
@@ -171,7 +171,7 @@ def test_a_module_checks_dropout_p_in_training_and_evaluation(make, dropout_p):
 
 
 @pytest.mark.parametrize("norm_name", NORMS)
-def test_gradients_by_finite_differences(norm_name):
+def test_gradients_are_numerical_ones(norm_name):
     """By gradcheck, on the CPU in float64, with a fixed mask."""
     x, residual, weight, bias = (
         random(*shape, seed=seed).requires_grad_()

@@ -29,17 +29,17 @@ def check(problem: Problem, lib) -> None:
 @pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
 @pytest.mark.parametrize("name", LIBRARIES)
 @pytest.mark.parametrize("norm_name", NORMS)
-def test_values(norm_name, name, dtype, num_cols):
+def test_results_and_gradients_are_within_bounds(norm_name, name, dtype, num_cols):
     check(random_problem(Case(norm_name, 5, num_cols, dtype)), library(name))
 
 
 @pytest.mark.parametrize("name", TORCH)
 @pytest.mark.parametrize("norm_name", NORMS)
-def test_values_of_bfloat16(norm_name, name):
+def test_results_of_bfloat16_are_within_bounds(norm_name, name):
     check(random_problem(Case(norm_name, 5, 768, "bfloat16", weight="float32")), library(name))
 
 
-def test_bfloat16_of_numpy():
+def test_bfloat16_arrays_of_numpy_are_taken():
     ml_dtypes = pytest.importorskip("ml_dtypes")
     check(random_problem(Case("layer_norm", 5, 40, "bfloat16")), NumPy())
     y = cupynorm.layer_norm(np.ones((2, 4), ml_dtypes.bfloat16), 4)
@@ -49,7 +49,7 @@ def test_bfloat16_of_numpy():
 @pytest.mark.parametrize("residual", [False, True])
 @pytest.mark.parametrize("zero_centered_weight", [False, True])
 @pytest.mark.parametrize("name", LIBRARIES)
-def test_values_with_options(name, zero_centered_weight, residual):
+def test_results_with_options_are_within_bounds(name, zero_centered_weight, residual):
     for weight, bias in (("same", "same"), ("same", None), (None, "same")):
         options = {
             "weight": weight,
@@ -62,13 +62,13 @@ def test_values_with_options(name, zero_centered_weight, residual):
 
 @pytest.mark.parametrize("strategy", ["block", "cluster", "uncached"])
 @pytest.mark.parametrize("name", LIBRARIES)
-def test_values_of_each_strategy(name, strategy):
+def test_results_of_each_strategy_are_within_bounds(name, strategy):
     check(random_problem(Case("layer_norm", 5, 40, "float32", strategy=strategy)), library(name))
 
 
 @pytest.mark.parametrize("out_dtype", DTYPES)
 @pytest.mark.parametrize("name", TORCH)
-def test_out_dtype(name, out_dtype):
+def test_out_dtype_is_the_dtype_of_y(name, out_dtype):
     torch, lib = loaded_torch(), library(name)
     problem = random_problem(Case("layer_norm", 5, 40, "float32", y=out_dtype))
     check(problem, lib)
@@ -178,7 +178,7 @@ def test_the_default_eps_of_rms_norm_is_that_of_torch(name, dtype):
 )
 @pytest.mark.parametrize("name", LIBRARIES)
 @pytest.mark.parametrize("norm_name", NORMS)
-def test_ranks_and_normalized_shapes(norm_name, name, shape, normalized_shape):
+def test_other_ranks_give_the_results_of_a_matrix(norm_name, name, shape, normalized_shape):
     lib = library(name)
     normalized = (
         (normalized_shape,) if isinstance(normalized_shape, int) else tuple(normalized_shape)
@@ -232,7 +232,7 @@ def test_only_the_wanted_gradients_are_returned(name):
 
 
 @pytest.mark.parametrize("name", LIBRARIES)
-def test_dtypes_of_parameter_gradients(name):
+def test_parameter_gradients_have_the_dtype_of_the_weight_or_the_given_one(name):
     lib = library(name)
     problem = random_problem(Case("layer_norm", 5, 40, "float16", weight="float32"))
     x, dy = (lib.put(getattr(problem, key), "float16") for key in ("x", "dy"))
@@ -252,7 +252,7 @@ def test_dtypes_of_parameter_gradients(name):
 
 @pytest.mark.parametrize("name", LIBRARIES)
 @pytest.mark.parametrize("norm_name", NORMS)
-def test_return_residual(norm_name, name):
+def test_return_residual_returns_the_sum(norm_name, name):
     lib = library(name)
     problem = random_problem(Case(norm_name, 5, 40, "float16", residual=True))
     x, residual = (lib.put(getattr(problem, key), "float16") for key in ("x", "residual"))
@@ -269,7 +269,7 @@ def test_return_residual(norm_name, name):
 
 
 @pytest.mark.parametrize("name", LIBRARIES)
-def test_out(name):
+def test_out_is_written_and_returned(name):
     lib = library(name)
     problem = random_problem(Case("layer_norm", 5, 40, "float32"))
     x, weight = lib.put(problem.x, "float32"), lib.put(problem.weight, "float32")
@@ -287,13 +287,13 @@ def test_out(name):
     assert forward.y is out
 
 
-# Torch.autograd.
+# torch.autograd.
 
 
 @pytest.mark.parametrize("zero_centered_weight", [False, True])
 @pytest.mark.parametrize("name", TORCH)
 @pytest.mark.parametrize("norm_name", NORMS)
-def test_gradcheck(norm_name, name, zero_centered_weight):
+def test_gradients_are_numerical_ones(norm_name, name, zero_centered_weight):
     torch, lib = loaded_torch(), library(name)
     generator = np.random.default_rng(0)
     inputs = [
@@ -318,7 +318,7 @@ def test_gradcheck(norm_name, name, zero_centered_weight):
 
 @pytest.mark.parametrize("needs", ["x", "weight", "bias", "residual"])
 @pytest.mark.parametrize("name", TORCH)
-def test_only_one_input_requires_a_gradient(name, needs):
+def test_gradients_of_one_tensor_alone_are_those_of_all(name, needs):
     torch, lib = loaded_torch(), library(name)
     problem = random_problem(Case("layer_norm", 5, 40, "float32", residual=True))
     given = {
@@ -358,7 +358,7 @@ def test_gradients_have_the_dtypes_of_their_inputs(name):
 
 
 @pytest.mark.parametrize("name", TORCH)
-def test_gradients_of_the_sum_alone(name):
+def test_gradients_of_the_sum_alone_skip_the_norm(name):
     lib = library(name)
     x, residual = (
         lib.put(np.random.default_rng(seed).standard_normal((5, 40)), "float32").requires_grad_()

@@ -128,7 +128,7 @@ def test_rows_with_gaps_are_read_in_place(name, monkeypatch):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["cupy", "torch-cuda"])
-def test_one_row_repeated_by_a_stride_of_zero(name):
+def test_rows_repeated_by_a_stride_of_zero_are_normalised(name):
     lib = library(name)
     row = lib.put(np.random.default_rng(0).standard_normal((1, 40)), "float32")
     if lib.is_torch:
@@ -143,7 +143,7 @@ def test_one_row_repeated_by_a_stride_of_zero(name):
 @pytest.mark.parametrize("tensor", ["x", "out", "weight", "bias", "residual", "dy"])
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
 @pytest.mark.parametrize("name", ["cupy", "torch-cuda"])
-def test_a_misaligned_base_address(name, dtype, tensor):
+def test_results_of_misaligned_addresses_are_within_bounds(name, dtype, tensor):
     lib = library(name)
     problem = random_problem(Case("layer_norm", 5, 1024, dtype, residual=True))
     for offset in (1, 2, 3, 4, 8):
@@ -199,7 +199,7 @@ def test_results_are_allocated_by_the_library_of_the_input():
 
 @pytest.mark.multi_gpu
 @pytest.mark.parametrize("name", ["cupy", "torch-cuda"])
-def test_the_device_of_the_input_not_the_current_one(name):
+def test_kernels_run_on_the_device_of_the_input(name):
     cupy = pytest.importorskip("cupy")
     lib = library(name)
     # 100 000 columns need more shared memory than the default, which is an attribute set on each

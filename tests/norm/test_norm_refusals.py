@@ -316,7 +316,7 @@ OUTS = {
 
 
 @pytest.mark.parametrize("what", REFUSED)
-def test_refused_arguments(what):
+def test_wrong_arguments_are_refused(what):
     error, sentence, arguments = REFUSED[what]
     out = ones(4, 40)
     with pytest.raises(error, match=sentence):
@@ -326,7 +326,7 @@ def test_refused_arguments(what):
 
 @pytest.mark.parametrize("what", OPTIONS)
 @pytest.mark.parametrize("norm_name", NORMS)
-def test_refused_options(norm_name, what):
+def test_wrong_options_are_refused(norm_name, what):
     error, sentence, options = OPTIONS[what]
     out = ones(4, 40)
     for call in (
@@ -339,7 +339,7 @@ def test_refused_options(norm_name, what):
 
 
 @pytest.mark.parametrize("what", OUTS)
-def test_refused_out(what):
+def test_a_wrong_out_is_refused(what):
     error, sentence, make = OUTS[what]
     out = make()
     with pytest.raises(error, match=sentence):
@@ -422,7 +422,7 @@ BACKWARD = {
 
 
 @pytest.mark.parametrize("what", BACKWARD)
-def test_refused_arguments_of_backward(what):
+def test_wrong_arguments_of_backward_are_refused(what):
     error, sentence, changes = BACKWARD[what]
     given = {"dy": X, "x": X, "mean": ones(4), "rstd": ones(4), "normalized_shape": None} | changes
     with pytest.raises(error, match=sentence):
@@ -433,7 +433,7 @@ def test_refused_arguments_of_backward(what):
                 cupynorm.rms_norm_backward(X, X, ones(4), **changes, **options)
 
 
-def test_tensors_of_other_devices_and_out_with_gradients():
+def test_tensors_of_other_devices_and_out_with_gradients_are_refused():
     torch = loaded_torch()
     with pytest.raises(
         TypeError,
@@ -493,7 +493,7 @@ def test_a_sparse_gradient_is_refused(name, options):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["cupy", "torch-cuda"])
-def test_arguments_refused_on_a_gpu(name):
+def test_wrong_arguments_are_refused_on_a_gpu(name):
     lib = library(name)
     x, out = lib.put(np.ones((4, 40)), "float32"), lib.put(np.ones((4, 40)), "float32")
     refused = [

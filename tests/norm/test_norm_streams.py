@@ -47,7 +47,7 @@ print("both")
 """
 
 
-def test_fork_after_import():
+def test_a_process_may_fork_after_import():
     result = run_script(
         FORK.replace("{imports}", "").replace("{call}", "cupynorm.layer_norm(x, 40)")
     )
@@ -62,7 +62,7 @@ def test_fork_after_import():
         ("import torch", "cupynorm.layer_norm(torch.from_numpy(x).cuda(), 40).cpu().numpy()"),
     ],
 )
-def test_fork_after_import_without_a_cuda_call(imports, call):
+def test_a_process_may_fork_before_its_first_cuda_call(imports, call):
     result = run_script(
         FORK.replace("{imports}", f"{imports}\ncupynorm.layer_norm, cupynorm.plan").replace(
             "{call}", call
@@ -131,7 +131,7 @@ def test_cupy_arrays_use_the_current_stream_of_cupy(side):
 @pytest.mark.gpu
 @pytest.mark.parametrize("num_cols", [40, 100_004])
 @pytest.mark.parametrize("name", ["cupy", "torch-cuda"])
-def test_the_first_cuda_call_of_a_thread(name, num_cols):
+def test_a_call_may_be_the_first_cuda_call_of_a_thread(name, num_cols):
     # A new thread has no CUDA context. The kernel is loaded, but this number of rows is new and
     # is planned in the thread.
     lib = library(name)
@@ -154,7 +154,7 @@ def test_the_first_cuda_call_of_a_thread(name, num_cols):
 
 
 @pytest.mark.gpu
-def test_two_threads_at_once():
+def test_two_threads_may_call_at_once():
     torch, lib = loaded_torch(), library("torch-cuda")
     wrong = []
     barrier = threading.Barrier(2)
@@ -190,7 +190,7 @@ def test_two_threads_at_once():
 @pytest.mark.gpu
 @pytest.mark.parametrize("num_cols", [1001, 100_003])
 @pytest.mark.parametrize("warm", [False, True])
-def test_a_torch_graph_with_gradients(warm, num_cols):
+def test_a_torch_graph_replays_forward_and_backward(warm, num_cols):
     torch = loaded_torch()
     # Not warm: the shape is new inside the capture, so kernels are compiled and loaded there.
     # The kernel of the wide rows also sets a function attribute.
@@ -336,7 +336,7 @@ def test_backward_runs_on_the_stream_of_forward():
 
 
 @pytest.mark.gpu
-def test_a_cupy_graph():
+def test_a_cupy_graph_replays_a_forward():
     cupy = pytest.importorskip("cupy")
     generator = np.random.default_rng(0)
     x = cupy.asarray(generator.standard_normal((5, 1003)).astype("float32"))

@@ -290,7 +290,7 @@ SHARED = (
 
 
 @pytest.mark.parametrize("scaling", ["block", "mx"])
-def test_scales_shared_by_lanes(scaling, device):
+def test_bytes_of_scales_shared_by_lanes(scaling, device):
     """For rows that fill the tile and rows that end within the packs of the last lanes.
 
     One launch, or two where single elements of two warps make up a scale block.
@@ -456,7 +456,7 @@ def test_gradients_flow_as_if_nothing_was_rounded(scaling, anywhere):
         assert torch.equal(one, other.grad)
 
 
-def test_no_rows(anywhere):
+def test_an_input_without_rows_has_empty_results(anywhere):
     for scaling in SCALES:
         made = cupynorm.layer_norm(
             torch.empty(0, 40, device=anywhere),
@@ -467,7 +467,7 @@ def test_no_rows(anywhere):
         assert made.shape == (0, 40) and made.dequantize().shape == (0, 40)
 
 
-def test_rows_without_columns(anywhere):
+def test_rows_without_columns_have_empty_results(anywhere):
     for scaling in SCALES:
         transpose = scaling in ("given", "tensor")
         made = cupynorm.layer_norm(
@@ -481,7 +481,7 @@ def test_rows_without_columns(anywhere):
         assert tuple(made.transposed.shape) == (0, 3) if transpose else made.transposed is None
 
 
-def test_leading_dimensions_and_strides(device):
+def test_leading_dimensions_and_strides_do_not_change_the_bytes(device):
     x = random(2, 3, 304, dtype=torch.bfloat16, device=device)[..., 3:259]
     made = cupynorm.layer_norm(x, 256, out_dtype=E4M3, scale="block")
     assert made.shape == (2, 3, 256) and made.scale_inv.shape == (2, 3, 2)
@@ -503,7 +503,7 @@ def test_a_transform_of_torch_func_is_refused():
 
 @pytest.mark.parametrize("scaling", SCALES)
 @pytest.mark.parametrize("first_col, num_cols", [(1, 256), (4, 260), (3, 129)])
-def test_misaligned_rows(first_col, num_cols, scaling, device):
+def test_misaligned_rows_have_the_same_bytes(first_col, num_cols, scaling, device):
     """Rows and addresses that no whole pack fits, and rows not a multiple of 16 to transpose."""
     x = random(35, num_cols + 5, dtype=torch.bfloat16, device=device)[
         :, first_col : first_col + num_cols
@@ -522,7 +522,7 @@ def test_misaligned_rows(first_col, num_cols, scaling, device):
     assert not transpose or same_bytes(numpy(made.transposed), numpy(made.data).T)
 
 
-def test_a_scale_and_an_amax_inside_larger_tensors(device):
+def test_a_scale_and_an_amax_may_be_inside_larger_tensors(device):
     """Also strided ones. Their neighbours are not written."""
     x = random(5, 200, device=device)
     scales, amaxes = torch.arange(1.0, 9.0, device=device), torch.zeros(4, 6, device=device)
@@ -537,7 +537,7 @@ def test_a_scale_and_an_amax_inside_larger_tensors(device):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("scaling", SCALES)
-def test_cupy_arrays(scaling):
+def test_cupy_arrays_have_the_bytes_of_torch_tensors(scaling):
     """The bytes are those of torch tensors, as uint8."""
     cupy = pytest.importorskip("cupy")
     x = random(6, 4, 100, device="cuda")
@@ -560,7 +560,7 @@ def test_cupy_arrays(scaling):
     )
 
 
-def test_numpy_arrays():
+def test_numpy_arrays_are_quantised_from_float64():
     """By the reference, from float64. data is uint8."""
     x = numpy(random(6, 200))
     for scaling in SCALES:
@@ -709,7 +709,7 @@ def test_the_compiler_breaks_the_graph():
 
 @pytest.mark.parametrize("shape", [(1, 1), (16, 128), (130, 257), (132, 40), (48, 200), (0, 8)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
-def test_a_matrix_and_its_transposed_copy(shape, dtype, device):
+def test_bytes_of_a_matrix_and_its_transposed_copy(shape, dtype, device):
     x = random(*shape, dtype=dtype, device=device) * 3
     scale, amax = torch.tensor([21.0], device=device), torch.tensor([0.5], device=device)
     data, scale_inv, transposed, _ = quantized.quantize(
@@ -740,7 +740,7 @@ def test_a_matrix_and_its_transposed_copy(shape, dtype, device):
         ("float64", "float64"),
     ],
 )
-def test_sums_over_rows_of_a_matrix(dtype, sums, shape, device):
+def test_sums_over_rows_are_within_bounds_and_leave_the_bytes(dtype, sums, shape, device):
     """The bytes are those without sums. Sums repeat and err by additions and one rounding."""
     x = random(*shape, dtype=getattr(torch, dtype), device=device) + 0.25
     scale = torch.tensor([21.0], device=device)
@@ -768,7 +768,7 @@ def test_sums_over_rows_of_a_matrix(dtype, sums, shape, device):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_a_matrix_of_denormal_numbers(dtype, device):
+def test_bytes_of_a_matrix_of_denormal_numbers(dtype, device):
     """The kernels flush denormals where they compare or multiply floats."""
     x = (random(40, 136, dtype=torch.float64) * 2e-39).to(dtype)
     scale, amax = torch.tensor([3e38], device=device), torch.zeros(1, device=device)
@@ -782,7 +782,7 @@ def test_a_matrix_of_denormal_numbers(dtype, device):
 
 
 @pytest.mark.parametrize("norm", ["layer_norm", "rms_norm"])
-def test_a_norm_with_given_statistics(norm, device):
+def test_bytes_of_a_norm_with_given_statistics(norm, device):
     """Nearly forward's bytes: forward's mean is more accurate than the saved, rounded one."""
     x = random(40, 136, dtype=torch.bfloat16, device=device)
     weight, bias = (random(136, dtype=torch.bfloat16, seed=seed, device=device) for seed in (1, 2))

@@ -220,7 +220,7 @@ def test_complete_brings_options_to_their_types():
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", torch.bfloat16])
-def test_complete_names_residual_dtype_however_it_is_given(dtype):
+def test_complete_makes_a_name_of_residual_dtype(dtype):
     request = complete(forward_request(options=PLAIN._replace(residual_dtype=dtype)))
     assert request.options.residual_dtype == "bfloat16"
 
@@ -285,7 +285,7 @@ PRESENT = object()
         ({}, {"dropout_p": 0.25}, True),
     ],
 )
-def test_makes_sum_where_the_normalised_row_is_not_the_input(operands, options, expected):
+def test_makes_sum_is_true_where_the_normalised_row_is_not_the_input(operands, options, expected):
     request = forward_request(PRESENT, options=PLAIN._replace(**options), **operands)
     assert makes_sum(request, "float16") is expected
 
@@ -306,9 +306,7 @@ def test_makes_sum_where_the_normalised_row_is_not_the_input(operands, options, 
         ({}, {"quantization": Quantization("float8_e4m3fn")}, False),
     ],
 )
-def test_is_plain_where_nothing_beyond_norm_residual_and_out_is_asked_for(
-    operands, options, expected
-):
+def test_is_plain_is_false_for_each_fused_option(operands, options, expected):
     request = forward_request(PRESENT, options=PLAIN._replace(**options), **operands)
     assert is_plain(request) is expected
 

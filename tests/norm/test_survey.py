@@ -30,7 +30,7 @@ SHAPES = [(1, 1), (128, 128), (130, 257), (1000, 72), (300, 34), (210_000, 1), (
         ("float64", "float64"),
     ],
 )
-def test_sums_over_rows(dtype, sums, shape, device):
+def test_sums_over_rows_are_within_bounds_and_repeat(dtype, sums, shape, device):
     """They repeat to the bit, and err by their additions and one rounding."""
     x = random(*shape, dtype=getattr(torch, dtype), device=device) + 0.25
     made = survey.sum_rows(x, sums)
@@ -51,7 +51,7 @@ def test_sums_over_rows(dtype, sums, shape, device):
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("dtype", list(DTYPES))
-def test_the_largest_magnitude(dtype, shape, device):
+def test_the_largest_magnitude_is_exact(dtype, shape, device):
     x = random(*shape, dtype=getattr(torch, dtype), device=device)
     for value in (None, -7.0, 2.0**-140, float("-inf"), float("nan")):
         if value is not None and x.numel():
@@ -61,13 +61,13 @@ def test_the_largest_magnitude(dtype, shape, device):
         assert np.array_equal(numpy(found)[0], numpy(expected), equal_nan=True)
 
 
-def test_the_largest_magnitude_of_denormal_numbers(device):
+def test_the_largest_magnitude_of_denormal_numbers_is_exact(device):
     """The kernels flush denormals where they compare floats."""
     x = (random(40, 136, dtype=torch.float64) * 2e-39).to(torch.bfloat16)
     assert 0 < survey.amax(x.to(device)).item() == x.abs().max().item() < 2.0**-126
 
 
-def test_views(device):
+def test_views_give_the_results_of_contiguous_matrices(device):
     """Rows with gaps are read in place. A transposed matrix is copied or left to torch."""
     x = random(70, 48, dtype=torch.float32, device=device)
     for view in (x[:, :40], x[::2], x[:, 1:34], x.t(), x[0].expand(50, 48)):
