@@ -85,7 +85,9 @@ def assert_close(got, expected) -> None:
 )
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("norm_name", NORMS)
-def test_first_and_second_derivatives(norm_name, device, given, zero_centered_weight):
+def test_first_and_second_derivatives_are_numerical_ones(
+    norm_name, device, given, zero_centered_weight
+):
     shapes = {"x": (2, 3, 5), "weight": (5,), "bias": (5,), "residual": (2, 3, 5)}
     names = ["x", *given.split()]
     options = {
@@ -123,7 +125,7 @@ def test_derivatives_in_batches_and_in_forward_mode(norm_name):
 
 
 @pytest.mark.parametrize("norm_name", NORMS)
-def test_third_derivatives(norm_name):
+def test_third_derivatives_are_numerical_ones(norm_name):
     call, tensors = ours(norm_name), leaves((2, 5), (5,))
 
     def gradients(x, weight):
@@ -185,7 +187,7 @@ def test_second_derivatives_of_a_weight_of_another_dtype(norm_name):
     assert second(narrow)[1].dtype == torch.float32
 
 
-# Torch.func and forward mode.
+# torch.func and forward mode.
 
 SCALARS = {
     "grad": grad,
@@ -269,7 +271,7 @@ def test_a_tangent_of_the_gradient_of_y(norm_name):
     ],
 )
 @pytest.mark.parametrize("norm_name", NORMS)
-def test_vmap(norm_name, shapes, dims):
+def test_vmap_agrees_with_that_of_torch(norm_name, shapes, dims):
     tensors = [random(*shape, seed=seed) for seed, shape in enumerate(shapes)]
     calls = ours(norm_name), theirs(norm_name)
     assert_close(*(vmap(call, dims)(*tensors) for call in calls))
@@ -489,7 +491,7 @@ assert torch.equal(compiled(x), cupynorm.layer_norm(x, 40))
     subprocess.run([sys.executable, "-W", "error::UserWarning", "-c", script], check=True)
 
 
-def test_compiled_by_inductor(compile_anew):
+def test_inductor_gives_the_eager_results(compile_anew):
     tensors = [tensor.detach() for tensor in block_tensors(4)]
     compiled = compile_anew(lambda *given: cupynorm.rms_norm(cupynorm.layer_norm(*given), 40))
     given = (tensors[0], 40, *tensors[1:3])
@@ -503,7 +505,7 @@ OLD_COMPILER = pytest.mark.skipif(
 
 
 @OLD_COMPILER
-def test_compiled_transforms(compile_anew):
+def test_compiled_transforms_agree_with_those_of_torch(compile_anew):
     weight, x, tangent = random(5), random(3, 5), random(3, 5, seed=1)
     for transform in (
         lambda call: grad(lambda x: (call(x, weight) ** 3).sum()),
@@ -515,7 +517,7 @@ def test_compiled_transforms(compile_anew):
 
 
 @OLD_COMPILER
-def test_errors_of_compiled_calls(compile_anew):
+def test_compiled_calls_raise_the_errors_of_eager_ones(compile_anew):
     x = torch.ones(3, 40)
     compiled = compile_anew(lambda x, weight: cupynorm.layer_norm(x, 40, weight), backend="eager")
     with pytest.raises(Exception, match=r"weight has shape \(41,\); expected \(40,\)"):
@@ -535,7 +537,7 @@ class Norm(torch.nn.Module):
 
 
 @pytest.mark.parametrize("strict", [True, False])
-def test_export(strict):
+def test_an_exported_module_gives_the_eager_results(strict):
     module, rows = Norm(), {0: torch.export.Dim("num_rows")}
     exported = torch.export.export(
         module, (torch.ones(4, 40),), dynamic_shapes={"x": rows}, strict=strict
@@ -550,7 +552,7 @@ def test_export(strict):
 
 
 @pytest.mark.parametrize("tracing_mode", ["real", "fake", "symbolic"])
-def test_traced_by_make_fx(tracing_mode):
+def test_make_fx_traces_the_operators(tracing_mode):
     def gradients(x, weight):
         return torch.autograd.grad(cupynorm.layer_norm(x, 40, weight).sum(), (x, weight))
 
@@ -630,7 +632,7 @@ def test_a_retained_graph_gives_the_same_gradients_twice():
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
-def test_checkpoint(use_reentrant):
+def test_checkpointed_gradients_are_the_same(use_reentrant):
     tensors, y = recorded()
     expected = torch.autograd.grad(y.sum(), tensors)
     again = checkpoint(

@@ -143,7 +143,7 @@ def test_x_hat_of_a_constant_row_is_zero_and_only_of_that_row():
 
 @by_norm
 @by_shape
-def test_derivatives_of_x_hat(shape, num_dims, centered):
+def test_derivatives_of_x_hat_are_numerical_ones(shape, num_dims, centered):
     x = random(*shape).requires_grad_()
     arguments = (num_dims, centered, EPS)
     assert gradcheck(lambda x: formulas.x_hat(x, *arguments), x, check_forward_ad=True)
@@ -161,7 +161,7 @@ def test_normalized_returns_what_compute_returns():
 
 @by_norm
 @by_shape
-def test_derivatives_of_normalized(shape, num_dims, centered):
+def test_derivatives_of_normalized_are_numerical_ones(shape, num_dims, centered):
     compute = compute_of(num_dims, centered)
     x = random(*shape).requires_grad_()
     assert gradcheck(lambda x: Normalized.apply(x, num_dims, centered, compute), x)
@@ -169,7 +169,7 @@ def test_derivatives_of_normalized(shape, num_dims, centered):
 
 @by_norm
 @pytest.mark.parametrize("shape, num_dims", [((4, 5), 1), ((2, 3, 4), 2)])
-def test_second_derivatives_of_x_hat_from_saved_statistics(shape, num_dims, centered):
+def test_dx_is_differentiable_in_x_through_saved_statistics(shape, num_dims, centered):
     """Normalized is differentiated twice by `gradients`, whose x_hat it is."""
     x, dy = random(*shape).requires_grad_(), random(*shape, seed=1).requires_grad_()
 
@@ -271,7 +271,7 @@ def test_gradients_of_narrow_tensors_are_float32(centered):
 
 @by_weight
 @by_norm
-def test_derivatives_of_gradients(centered, given):
+def test_derivatives_of_gradients_are_numerical_ones(centered, given):
     """In dy, dsum, x and weight. The numerical derivative in x moves the statistics too."""
     dy, dsum, saved = problem((2, 5), 1, centered, given)
     leaves = [
@@ -334,7 +334,7 @@ def test_second_derivatives_are_those_of_gradients(shape, num_dims, centered, gi
 
 
 @by_norm
-def test_derivatives_of_second_derivatives(centered):
+def test_derivatives_of_second_derivatives_are_numerical_ones(centered):
     a, b, c, dy = random(2, 4), random(4), random(4, seed=1), random(2, 4, seed=2)
     x, weight = random(2, 4, seed=3), random(4, seed=4)
     leaves = [each.requires_grad_() for each in (a, b, c, dy, x, weight)]

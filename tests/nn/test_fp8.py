@@ -193,7 +193,9 @@ def test_a_matrix_by_the_scale_of_its_own_amax(dtype, largest, rule, anywhere):
 @pytest.mark.parametrize("rule", ("max", "most_recent"))
 @pytest.mark.parametrize("length, margin", ((1, 0), (2, 1), (4, 0), (16, 3), (300, -2), (1024, 0)))
 @pytest.mark.parametrize("device", (*DEVICES, "kernels"))
-def test_fifty_steps_of_delayed_scaling(device, length, margin, rule, request):
+def test_fifty_steps_give_the_scales_of_the_second_implementation(
+    device, length, margin, rule, request
+):
     launched = request.getfixturevalue("kernels") if device == "kernels" else None
     device = "cpu" if device == "kernels" else device
     generator = np.random.default_rng([length, margin + 4])
@@ -367,7 +369,7 @@ def test_options_that_recipes_refuse():
             make()
 
 
-def test_regions_that_end_out_of_order():
+def test_regions_may_end_out_of_order():
     """Regions of several threads may end in any order."""
     first, second = (
         autocast.fp8_autocast(recipe=recipe) for recipe in (CurrentScaling(), BlockScaling())
@@ -379,7 +381,7 @@ def test_regions_that_end_out_of_order():
     assert autocast.active() is None
 
 
-def test_reduce_amax(monkeypatch):
+def test_reduce_amax_takes_the_largest_of_all_ranks(monkeypatch):
     """Both ranks take the larger amax. A single rank, or reduce_amax=False, makes no all_reduce."""
     asked = []
 
@@ -430,7 +432,7 @@ def test_a_history_of_another_length():
         )
 
 
-def test_states_as_bytes_without_pickle():
+def test_states_are_packed_as_bytes_without_pickle():
     states = {"forward": filled(4), "backward": filled(2)}
     packed = fp8.pack(states)
     assert packed.dtype == torch.uint8 and packed.is_contiguous()
@@ -465,7 +467,7 @@ def test_states_as_bytes_without_pickle():
 )
 @pytest.mark.parametrize("blocks", (False, True), ids=("tensors", "blocks"))
 @pytest.mark.parametrize("device", DEVICES)
-def test_products_of_any_extents(device, blocks, kinds, shape):
+def test_products_of_any_extents_are_within_bounds(device, blocks, kinds, shape):
     """Products of 8-bit values are exact. float32 sums and the last rounding err."""
     num_rows, depth, num_cols = shape
     generator = torch.Generator().manual_seed(0)
@@ -547,7 +549,7 @@ def test_operands_of_torch_s_product(monkeypatch, shape):
     assert seen == [(True, False), (True, num_cols % 16 == 0), (True, False), (True, False)]
 
 
-def test_an_empty_product():
+def test_an_empty_product_is_zero():
     empty = torch.empty(0, 4).to(recipes.E4M3)
     other, one = torch.ones(3, 4).to(recipes.E4M3), torch.tensor(1.0)
     assert products.multiply(Factor(empty, one), Factor(other, one), torch.float32).shape == (0, 3)
@@ -556,7 +558,7 @@ def test_an_empty_product():
     assert nothing.shape == (3, 2) and not nothing.any()
 
 
-# Fp8_autocast.
+# fp8_autocast.
 
 
 def test_regions():

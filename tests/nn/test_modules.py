@@ -107,7 +107,7 @@ def test_parameters_repr_and_state_dict_are_those_of_torch(ours, theirs, argumen
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
 @pytest.mark.parametrize("device", DEVICES_HERE)
 @BOTH
-def test_values_and_gradients(ours, theirs, device, dtype):
+def test_results_and_gradients_are_within_bounds(ours, theirs, device, dtype):
     """Against float64. torch's module is checked too, in the cases where it meets the bounds."""
     for make in (ours, theirs) if device == "cpu" and dtype in ("float32", "float64") else (ours,):
         module = make(40, 0.01, device=device, dtype=getattr(torch, dtype))
@@ -121,7 +121,7 @@ def test_values_and_gradients(ours, theirs, device, dtype):
 
 @pytest.mark.parametrize("device", DEVICES_HERE)
 @BOTH
-def test_a_residual(ours, theirs, device):
+def test_a_residual_is_added_and_returned(ours, theirs, device):
     module = ours((2, 4), device=device)
     x, residual = (random_input(3, 2, 4, seed=seed).to(device) for seed in (0, 1))
     y, added = module(x, residual, return_residual=True)
@@ -170,7 +170,7 @@ class Twice(torch.nn.Module):
 
 
 @BOTH
-def test_weights_that_are_not_parameters(ours, theirs):
+def test_weights_may_be_plain_tensors(ours, theirs):
     """Swapped for one call by torch, parametrized, or plain attributes."""
     module, x = ours(8), random_input(3, 8)
     weight = random_input(8, seed=1)
@@ -189,7 +189,7 @@ def test_weights_that_are_not_parameters(ours, theirs):
 
 
 @BOTH
-def test_compiled(ours, theirs):
+def test_compiled_modules_give_the_eager_results(ours, theirs):
     torch.compiler.reset()
     module, x = ours(8), random_input(3, 8).requires_grad_()
     compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
@@ -207,7 +207,7 @@ def test_compiled(ours, theirs):
 
 
 @BOTH
-def test_zero_centered_gamma(ours, theirs):
+def test_zero_centered_gamma_starts_at_zero_and_adds_one(ours, theirs):
     module, plain = ours(40, 0.01, zero_centered_gamma=True), theirs(40, 0.01)
     assert (module.weight == 0).all()
     x = random_input(5, 40, dtype="float64")
@@ -253,7 +253,7 @@ def test_sequence_parallel_is_an_attribute_of_the_parameters(ours, theirs):
 
 
 @BOTH
-def test_meta(ours, theirs):
+def test_modules_on_meta_can_be_filled_later(ours, theirs):
     for zero_centered in (False, True):
         module = ours(8, device="meta", zero_centered_gamma=zero_centered)
         assert module.weight.is_meta

@@ -92,7 +92,7 @@ RECIPES = (
 
 @BOTH
 @pytest.mark.parametrize("recipe", RECIPES, ids=str)
-def test_bytes_of_two_steps(recipe, kind, anywhere):
+def test_bytes_and_scales_of_two_steps(recipe, kind, anywhere):
     kept.forget()
     module = make(kind, device=anywhere)
     scale = np.float32(1)
@@ -131,7 +131,7 @@ def test_a_call_without_fp8_output_is_the_same_inside_a_region(kind):
 
 @pytest.mark.parametrize("rule", ("max", "most_recent"))
 @pytest.mark.parametrize("length, margin", ((1, 0), (4, 1), (16, 3)))
-def test_fifty_steps_of_delayed_scaling(length, margin, rule, anywhere):
+def test_fifty_steps_give_the_scales_of_the_second_implementation(length, margin, rule, anywhere):
     """RMSNorm of elements of 1 and -1 is its weight, which sets the amax, also to inf and NaN."""
     generator = np.random.default_rng([length, margin])
     recipe = DelayedScaling(margin, amax_history_len=length, amax_compute_algo=rule)
@@ -268,7 +268,7 @@ def assert_same_scales(one, other):
 
 
 @BOTH
-def test_state_dicts(kind):
+def test_state_dicts_carry_the_scales(kind):
     torchs = getattr(torch.nn, kind)(200)
     fresh = make(kind)
     assert list(fresh.state_dict()) == list(torchs.state_dict())
@@ -517,7 +517,7 @@ def test_scales_cannot_be_made_in_a_capture(monkeypatch):
 @pytest.mark.parametrize(
     "recipe", (DelayedScaling(amax_history_len=3), CurrentScaling(), BlockScaling()), ids=str
 )
-def test_steps_in_a_cuda_graph(recipe):
+def test_steps_in_a_cuda_graph_are_the_eager_ones(recipe):
     module = make("LayerNorm", 768, device="cuda")
     twin, first = copy.deepcopy(module), copy.deepcopy(module)
     x, dy = random(64, 768, device="cuda", grad=True), random(64, 768, seed=1, device="cuda")

@@ -204,7 +204,7 @@ def test_arguments_of_has_the_names_and_defaults_of_the_schema(name):
 # Tensors without memory.
 
 
-def call_without_memory(name: str, shape_env: ShapeEnv | None = None, **given) -> tuple:
+def call_with_fake_tensors(name: str, shape_env: ShapeEnv | None = None, **given) -> tuple:
     """The operator's results as fake tensors. With shape_env, all extents are symbols."""
     with FakeTensorMode(shape_env=shape_env) as mode:
         fake = {
@@ -215,9 +215,9 @@ def call_without_memory(name: str, shape_env: ShapeEnv | None = None, **given) -
 
 
 @by_case
-def test_results_without_memory_have_the_shapes_dtypes_and_strides_of_real_ones(name, given):
+def test_fake_results_have_the_layouts_of_real_ones(name, given):
     real = call(name, **given)
-    made = call_without_memory(name, **given)
+    made = call_with_fake_tensors(name, **given)
     for each, right in zip(made, real, strict=True):
         assert isinstance(each, FakeTensor) and not isinstance(right, FakeTensor)
         assert (each.shape, each.dtype) == (right.shape, right.dtype)
@@ -243,9 +243,9 @@ def test_results_without_memory_have_the_shapes_dtypes_and_strides_of_real_ones(
     ],
     ids=NAMES,
 )
-def test_results_without_memory_have_symbolic_numbers_of_rows(name, given, num_rows_of):
+def test_fake_results_have_symbolic_numbers_of_rows(name, given, num_rows_of):
     """A number in place of the symbol would compile the call anew for each number of rows."""
-    made = call_without_memory(name, ShapeEnv(), **given)
+    made = call_with_fake_tensors(name, ShapeEnv(), **given)
     names = [each.name for each in getattr(OPS, name).default._schema.returns]
     found = {key: each.shape[0] for key, each in zip(names, made) if each.dim() > 1}
     assert set(found) == set(num_rows_of)
@@ -265,9 +265,9 @@ def test_results_without_memory_have_symbolic_numbers_of_rows(name, given, num_r
     ],
 )
 @pytest.mark.parametrize("name", ["norm_forward", "fused_norm_forward"])
-def test_a_call_without_memory_is_refused_as_a_real_one(name, given, error, words):
+def test_wrong_fake_tensors_are_refused_as_real_ones(name, given, error, words):
     given = forward_arguments() | given
-    for each in (call, call_without_memory):
+    for each in (call, call_with_fake_tensors):
         with pytest.raises(error, match=words):
             each(name, **given)
 
@@ -293,7 +293,7 @@ def test_dx_and_dresidual_of_the_kernels_are_two_tensors(kernels):
     assert dx.data_ptr() != dresidual.data_ptr()
 
 
-def test_what_is_not_made_is_empty():
+def test_absent_results_are_empty():
     y, mean, rstd, added = call("norm_forward", **forward_arguments(False))
     assert y.shape == (3, 4, 5) and rstd.shape == (3, 4)
     assert mean.numel() == added.numel() == 0
@@ -302,7 +302,7 @@ def test_what_is_not_made_is_empty():
 
 
 @pytest.mark.parametrize("wanted", range(6))
-def test_the_fused_backward_makes_what_is_wanted(wanted):
+def test_the_fused_backward_returns_the_wanted_gradients(wanted):
     given = backward_arguments(dy1=ROWS, weight=WEIGHT, weight1=BIAS, centered=True)
     everything = call("fused_norm_backward", **given | {"wanted": [True] * 6})
     asked = [place == wanted for place in range(6)]
@@ -315,7 +315,7 @@ def test_the_fused_backward_makes_what_is_wanted(wanted):
 
 
 @by_norm
-def test_the_recomputing_backward_makes_y_again(centered):
+def test_the_recomputing_backward_recomputes_y(centered):
     forward = forward_arguments(centered, weight=WEIGHT, bias=BIAS)
     given = backward_arguments(centered, weight=WEIGHT, bias=BIAS)
     *made, y = call("recomputing_norm_backward", **given)
@@ -329,7 +329,7 @@ def test_the_recomputing_backward_makes_y_again(centered):
 
 
 @by_case
-def test_operators_keep_the_rules_of_torch(name, given):
+def test_operators_pass_opcheck(name, given):
     utils = ["test_schema", "test_faketensor", "test_autograd_registration"]
     opcheck(getattr(OPS, name).default, arguments(name, **given), test_utils=utils)
 
@@ -364,7 +364,7 @@ def assert_same_operands(got, given) -> None:
 
 
 @by_norm
-def test_a_forward_request_comes_out_of_the_operator_as_it_went_in(monkeypatch, centered):
+def test_the_operator_passes_on_the_request_of_a_forward(monkeypatch, centered):
     options = ForwardOptions(centered, (5,), EPS, True, torch.float16, launch=LAUNCH)
     given = ForwardRequest(ForwardOperands(ROWS, WEIGHT, BIAS, ROWS + 1), options)
     got = implementation_request(monkeypatch, "forward", lambda: operators.norm_forward(given))
@@ -381,7 +381,7 @@ def test_a_forward_without_gradients_takes_the_margin_of_inference(monkeypatch):
     assert got.options.launch.sm_margin == 3
 
 
-def test_a_fused_forward_request_comes_out_of_the_operator_as_it_went_in(monkeypatch):
+def test_the_operator_passes_on_the_request_of_a_fused_forward(monkeypatch):
     options = ForwardOptions(True, (5,), EPS, True, torch.float32, "float32", 0.5, True, True)
     seed = torch.tensor([7])
     operands = ForwardOperands(
@@ -396,7 +396,7 @@ def test_a_fused_forward_request_comes_out_of_the_operator_as_it_went_in(monkeyp
 
 
 @pytest.mark.parametrize("names", [("dx",), ("dweight", "dbias"), ("dx", "dweight", "dbias")])
-def test_a_backward_request_comes_out_of_the_operator_as_it_went_in(monkeypatch, names):
+def test_the_operator_passes_on_the_request_of_a_backward(monkeypatch, names):
     made = backward_arguments()
     operands = BackwardOperands(made["dy"], made["x"], made["mean"], made["rstd"], WEIGHT, ROWS)
     options = BackwardOptions(True, (5,), True, names, dbias_dtype=torch.float16)
@@ -406,7 +406,7 @@ def test_a_backward_request_comes_out_of_the_operator_as_it_went_in(monkeypatch,
     assert got.options == given.options
 
 
-def test_a_fused_backward_request_comes_out_of_the_operator_as_it_went_in(monkeypatch):
+def test_the_operator_passes_on_the_request_of_a_fused_backward(monkeypatch):
     made = backward_arguments()
     operands = BackwardOperands(made["dy"], made["x"], made["mean"], made["rstd"], WEIGHT, ROWS)
     operands = operands._replace(row_scale=random(3, 4), dropout_seed=torch.tensor([7]))
@@ -422,7 +422,7 @@ def test_a_fused_backward_request_comes_out_of_the_operator_as_it_went_in(monkey
     assert got.options == given.options
 
 
-def test_what_is_not_wanted_of_a_backward_is_none():
+def test_unwanted_gradients_are_none():
     made = backward_arguments()
     operands = BackwardOperands(made["dy"], made["x"], made["mean"], made["rstd"], WEIGHT)
     options = BackwardOptions(True, (5,), gradients=("dweight",))
@@ -432,7 +432,7 @@ def test_what_is_not_wanted_of_a_backward_is_none():
     assert [each is not None for each in fused] == [False, True, False, False, False, False]
 
 
-def test_a_fused_forward_without_a_sum_or_a_second_output_returns_the_input_and_none():
+def test_a_fused_forward_without_a_sum_returns_the_input():
     options = ForwardOptions(True, (5,), EPS, round_x_hat=True)
     x = random(3, 4, 5)
     y, y1, added = operators.fused_norm_forward(ForwardRequest(ForwardOperands(x), options))
@@ -561,7 +561,7 @@ def test_statistics_take_no_gradient():
 
 
 @pytest.mark.parametrize("name", ["fused_norm_backward", "recomputing_norm_backward"])
-def test_a_derivative_that_does_not_exist_is_refused(name):
+def test_second_derivatives_of_other_operators_are_refused(name):
     given = backward_arguments(weight=WEIGHT, wanted=[True] * (6 if name[0] == "f" else 3))
     if name == "fused_norm_backward":
         given |= {"centered": True, "wanted": [True] * 4 + [False] * 2}

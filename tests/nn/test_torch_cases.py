@@ -109,7 +109,7 @@ def assert_right(call, theirs, input, normalized_shape, weight=None, bias=None, 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @BOTH
-def test_sample_inputs(name, dtype, ops):
+def test_sample_inputs_of_torch_give_its_results(name, dtype, ops):
     theirs = getattr(torch.nn.functional, name.rpartition(".")[2])
     samples = list(ops[name].sample_inputs("cpu", getattr(torch, dtype)))
     assert {(1,), (0, 1)} <= {tuple(sample.input.shape) for sample in samples}
@@ -122,7 +122,7 @@ def test_sample_inputs(name, dtype, ops):
 
 
 @BOTH
-def test_inputs_that_torch_refuses(name, ops):
+def test_inputs_that_torch_refuses_are_refused(name, ops):
     """The error says what was given and what is expected."""
     of_errors = "native_layer_norm" if name.endswith("layer_norm") else name
     errors = list(ops[of_errors].error_inputs("cpu"))
@@ -137,7 +137,7 @@ def test_inputs_that_torch_refuses(name, ops):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("kind", ["LayerNorm", "RMSNorm"])
-def test_module_inputs(kind, dtype, module_infos):
+def test_module_inputs_of_torch_give_its_results(kind, dtype, module_infos):
     info = module_infos[getattr(torch.nn, kind)]
     num_cases = 0
     for case in info.module_inputs_func(info, "cpu", dtype, requires_grad=False, training=True):
@@ -169,7 +169,7 @@ def test_module_inputs(kind, dtype, module_infos):
 
 @pytest.mark.parametrize("dtype", [torch.complex64, torch.int64, torch.bool])
 @BOTH
-def test_dtypes_beyond_the_four(name, dtype):
+def test_dtypes_beyond_the_four_are_refused(name, dtype):
     with pytest.raises(
         TypeError,
         match=f"input is of dtype {str(dtype).removeprefix('torch.')}; expected one of float16",
