@@ -260,7 +260,7 @@ def test_the_gradient_of_the_normalised_tensor_is_added():
     assert relative(made[1] - made[0], alone) < 2.0**-18
 
 
-def test_inside_autocast():
+def test_results_inside_autocast_have_its_dtype():
     """With float32 parameters, products of 8-bit floats, and 16-bit results."""
     module, problem = make(dtype="float32", bias=False)
     x, dy = tensor(problem.x, "float32", grad=True), tensor(problem.dy)
@@ -279,7 +279,7 @@ def test_inside_autocast():
         )
 
 
-def test_zero_rows():
+def test_no_rows_give_empty_results_and_zero_gradients():
     module, problem = make(num_rows=0)
     for recipe in RECIPES:
         module.zero_grad()

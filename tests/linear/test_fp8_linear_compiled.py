@@ -225,7 +225,7 @@ def test_compiled_where_only_the_normalised_tensor_is_used():
     assert all(torch.equal(*pair) for pair in zip(*made))
 
 
-def test_a_compiled_layer_deleted_before_its_backward():
+def test_a_compiled_layer_deleted_before_its_backward_is_an_error():
     torch._dynamo.reset()
     module, problem = make()
     x = tensor(problem.x, grad=True)
@@ -280,7 +280,7 @@ def test_code_cached_for_other_processes_depends_on_the_recipe(tmp_path):
 
 
 @pytest.mark.parametrize("recipe", (DelayedScaling(), CurrentScaling()), ids=str)
-def test_a_region_inside_a_compiled_function(recipe):
+def test_a_region_inside_a_compiled_function_breaks_the_graph(recipe):
     """It breaks the graph. Results and scales are the eager ones."""
     torch._dynamo.reset()
     module, problem = make()
@@ -305,7 +305,7 @@ def test_a_region_inside_a_compiled_function(recipe):
         torch.compile(step_of, backend="aot_eager", fullgraph=True)(twin, tensor(problem.x))
 
 
-def test_compiled_and_checkpointed():
+def test_a_compiled_and_checkpointed_layer_gives_the_eager_results():
     """The layer is run again outside the region, with the same results."""
     torch._dynamo.reset()
     module, problem = make()

@@ -51,7 +51,7 @@ pytestmark = pytest.mark.usefixtures("sums_in_float32")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("norm_name", NORMS)
 @pytest.mark.parametrize("device", DEVICES)
-def test_values_and_gradients(device, norm_name, dtype, way, options):
+def test_results_and_gradients_are_within_bounds(device, norm_name, dtype, way, options):
     problem = draw(norm_name, dtype, **options)
     absent = tuple(
         name
@@ -63,7 +63,7 @@ def test_values_and_gradients(device, norm_name, dtype, way, options):
 
 @pytest.mark.parametrize("way", WAYS, ids=("recomputed", "saved", "fold"))
 @pytest.mark.parametrize("norm_name", NORMS)
-def test_derivatives_of_every_tensor(norm_name, way):
+def test_first_and_second_derivatives_are_numerical_ones(norm_name, way):
     problem = draw(norm_name, "float64", 3, 5, 4, residual=True)
     given = leaves(problem)
     asked = {"return_residual": True, "return_normalized": way != WAYS[2]}
@@ -78,7 +78,7 @@ def test_derivatives_of_every_tensor(norm_name, way):
 
 
 @pytest.mark.parametrize("frozen", ("x", "norm_weight", "norm_bias", "weight", "bias"))
-def test_only_wanted_gradients_are_made(frozen):
+def test_only_the_wanted_gradients_are_computed(frozen):
     problem = draw()
     given = leaves(problem)
     given[frozen].requires_grad_(False)
@@ -163,7 +163,7 @@ def test_a_retained_graph_and_two_calls_in_one_forward(way):
 
 @pytest.mark.parametrize("use_reentrant", (False, True))
 @pytest.mark.parametrize("way", WAYS, ids=("recomputed", "saved", "fold"))
-def test_checkpointing(way, use_reentrant):
+def test_checkpointed_results_and_gradients_are_the_same(way, use_reentrant):
     problem = draw("rms_norm")
 
     def run(problem, given, **options):
@@ -301,7 +301,7 @@ def test_peak_memory_of_backward(kernels, options):
 @pytest.mark.gpu
 @pytest.mark.parametrize("in_features", (96, 1024, 8192, 20000, 300000))
 @pytest.mark.parametrize("dtype", ("bfloat16", "float32"))
-def test_one_kernel_of_every_strategy(dtype, in_features):
+def test_one_backward_kernel_of_each_strategy(dtype, in_features):
     problem = draw("layer_norm", dtype, num_rows=40, in_features=in_features, out_features=24)
     assert_right(problem, recorded(problem, "cuda"), ("normalized", "sum"))
 
@@ -326,7 +326,7 @@ def test_a_recomputing_backward_has_its_own_prepared_call(kernels):
     assert route.backward(asked).y.shape == (0, 24)
 
 
-def test_the_recomputing_operator():
+def test_the_recomputing_operator_passes_opcheck_and_recomputes_y():
     problem = draw()
     given = {
         name: None if value is None else value.detach() for name, value in leaves(problem).items()
@@ -407,7 +407,7 @@ def test_transforms_and_forward_mode(norm_name):
 
 @pytest.mark.parametrize("way", WAYS, ids=("recomputed", "saved", "fold"))
 @pytest.mark.parametrize("device", DEVICES)
-def test_autocast(device, way):
+def test_autocast_rounds_the_operands_of_products(device, way):
     """Products are in the autocast dtype. The norm reads float32 and rounds once."""
     problem = draw(num_rows=4)
     given = leaves(problem, device)

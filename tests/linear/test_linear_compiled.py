@@ -200,7 +200,7 @@ def test_products_are_torch_s_with_their_precision():
     assert switches == (torch.backends.cuda.matmul.allow_tf32, torch.get_float32_matmul_precision())
 
 
-def test_export_and_functional_calls():
+def test_export_and_functional_calls_give_the_eager_results():
     module = LayerNormLinear(24, 16, **CPU)
     x = torch.arange(96.0).reshape(4, 24).sin()
     exported = torch.export.export(module, (x,))

@@ -251,7 +251,7 @@ def test_numerics_of_fold_on_real_activations(at, dtype):
 def test_numerics_of_fold_under_a_large_mean(dtype):
     """With a mean of 64 standard deviations.
 
-    In bfloat16 the errors are those of the plain path, because the sums take the mean back.
+    In bfloat16 the errors are about those of the plain path, because the sums correct for the mean.
     """
     generator = np.random.default_rng(1)
     x = decode(encode(generator.standard_normal((16, 256)) + 64.0, dtype), dtype)

@@ -27,7 +27,7 @@ from cupynorm.linear.module import LayerNormLinear  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("sums_in_float32")
 
-# The arguments of its constructor in order, with their defaults.
+# The arguments of TransformerEngine's constructor in order, with their defaults.
 ARGUMENTS = {
     "in_features": inspect.Parameter.empty,
     "out_features": inspect.Parameter.empty,
@@ -174,7 +174,7 @@ def test_splits_stay_views_of_one_buffer():
     ids=str,
 )
 @pytest.mark.parametrize("device", DEVICES)
-def test_module_values_and_gradients(device, options, dtype):
+def test_results_and_gradients_are_within_bounds(device, options, dtype):
     module = LayerNormLinear(
         24, 16, 0.01, params_dtype=getattr(torch, dtype), device=device, **options
     )
@@ -230,7 +230,7 @@ def test_the_gradient_of_the_gathered_normalised_tensor_is_added():
     )
 
 
-def test_initial_values():
+def test_initial_values_and_their_random_state():
     seen = []
 
     class Tracker:
@@ -440,7 +440,7 @@ def test_wrong_inputs_of_the_module_are_refused():
             module(torch.ones(3, 24), **{name: True})
 
 
-def test_meta():
+def test_a_layer_on_meta_can_be_filled_later():
     module = LayerNormLinear(24, 16, device="meta", parallel_mode="column")
     assert all(each.is_meta for each in module.parameters()) and module.weight.partition_dim == 0
     module.to_empty(device="cpu").reset_parameters()
@@ -452,7 +452,7 @@ def test_meta():
     assert module.weight.partition_dim == 0
 
 
-def test_repr():
+def test_repr_shows_options_that_are_not_default():
     assert (
         repr(LayerNormLinear(24, 16, **CPU)) == "LayerNormLinear(in_features=24, out_features=16)"
     )
@@ -464,7 +464,7 @@ def test_repr():
 
 
 @pytest.mark.parametrize("dtype", ("float32", "float64"))
-def test_the_module_under_checkpointing(dtype):
+def test_checkpointed_gradients_are_the_same(dtype):
     module = LayerNormLinear(24, 16, params_dtype=getattr(torch, dtype), **CPU)
     problem = problem_of(module, dtype=dtype)
     made = []

@@ -41,7 +41,7 @@ def step(module, problem, first=None, dtype="float32", device="cpu"):
 @pytest.mark.parametrize("dtype", ("bfloat16", "float32"))
 @pytest.mark.parametrize("split", (None, SPLIT))
 @pytest.mark.parametrize("device", DEVICES)
-def test_weight_gradients_in_main_grad(device, split, dtype, main_dtype):
+def test_weight_gradients_are_added_to_main_grad(device, split, dtype, main_dtype):
     options = {"parameters_split": split, "params_dtype": getattr(torch, dtype), "device": device}
     module, plain = (
         LayerNormLinear(24, 16, fuse_wgrad_accumulation=True, **options),
@@ -91,7 +91,7 @@ def assert_times(module, problem, once, times):
     assert (off <= num_terms * 2.0**-53 * sizes).all()
 
 
-def test_microbatches_of_main_grad():
+def test_the_first_microbatch_overwrites_main_grad():
     module = LayerNormLinear(
         24, 16, fuse_wgrad_accumulation=True, params_dtype=torch.float64, **CPU
     )
@@ -172,7 +172,7 @@ def test_microbatches_of_main_grad_under_checkpointing(use_reentrant):
         assert_times(module, problem, once, expected_times)
 
 
-def test_marks_of_megatron_and_fsdp_on_a_weight():
+def test_marks_of_other_libraries_on_a_weight_are_honoured():
     module = LayerNormLinear(
         24, 16, fuse_wgrad_accumulation=True, parameters_split=("a", "b"), **CPU
     )
@@ -214,7 +214,7 @@ def test_a_missing_main_grad_is_refused():
 @pytest.mark.parametrize(
     "options", ({}, {"parameters_split": SPLIT}, {"bias": False, "save_normalized": True}), ids=str
 )
-def test_delayed_weight_gradients(options, fuse):
+def test_delayed_weight_gradients_are_those_of_a_plain_layer(options, fuse):
     """They are those of a plain layer, accumulated over two microbatches."""
     options = options | {"params_dtype": torch.float64} | CPU
     module = LayerNormLinear(

@@ -144,7 +144,7 @@ def explicit(problem, library, keep=False, **options):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("norm_name", NORMS)
 @pytest.mark.parametrize("library", LIBRARIES)
-def test_forward_and_gradients(library, norm_name, dtype, options):
+def test_results_and_gradients_are_within_bounds(library, norm_name, dtype, options):
     problem = draw(norm_name, dtype, **options)
     for keep in (False, True):
         assert_right(problem, explicit(problem, library, keep))
@@ -214,7 +214,7 @@ def test_returned_arrays(library):
 
 
 @pytest.mark.parametrize("library", ("numpy", "torch"))
-def test_zero_rows(library):
+def test_no_rows_give_empty_results_and_zero_gradients(library):
     make, back = maker(library)
     problem = draw(num_rows=0)
     results = explicit(problem, library)
@@ -223,7 +223,7 @@ def test_zero_rows(library):
         assert results[name].shape == getattr(problem, name[1:]).shape and not results[name].any()
 
 
-def test_folded_numpy_is_the_same():
+def test_fold_is_ignored_for_numpy_arrays():
     problem = draw()
     given = (problem.x, problem.norm_weight, problem.norm_bias, problem.weight, problem.bias)
     np.testing.assert_array_equal(
@@ -396,7 +396,7 @@ def host(array):
     ids=str,
 )
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_products_of_cupy_arrays(cupy_on_host, dtype, shapes):
+def test_products_of_cupy_arrays_are_those_of_numpy(cupy_on_host, dtype, shapes):
     random = np.random.default_rng(0)
     a, b = (decode(encode(random.standard_normal(shape), dtype), dtype) for shape in shapes)
     before = decode(encode(random.standard_normal((len(a), b.shape[1])), dtype), dtype)
@@ -426,7 +426,9 @@ def test_products_of_cupy_arrays(cupy_on_host, dtype, shapes):
 @pytest.mark.parametrize("options", OPTIONS[:5], ids=str)
 @pytest.mark.parametrize("dtype", ("bfloat16", "float32"))
 @pytest.mark.parametrize("norm_name", NORMS)
-def test_cupy_arrays_by_cublas(cupy_on_host, monkeypatch, norm_name, dtype, options):
+def test_results_of_cupy_arrays_by_cublas_are_within_bounds(
+    cupy_on_host, monkeypatch, norm_name, dtype, options
+):
     """The norm's kernels are replaced by the reference."""
 
     class Norm:
