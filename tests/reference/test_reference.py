@@ -70,7 +70,7 @@ def test_forward_is_the_textbook_formula(norm, shape):
 
 
 @pytest.mark.parametrize("norm", NORMS)
-def test_options_of_forward(norm):
+def test_options_of_forward_are_those_of_the_formula(norm):
     """No weight is 1, no bias is 0, a zero-centred weight multiplies by 1 + weight."""
     shape = (4, 9)
     x, residual, weight, bias = draw(shape)
@@ -103,7 +103,7 @@ def test_layer_norm_of_a_large_mean_is_accurate():
 
 
 @pytest.mark.parametrize("norm", NORMS)
-def test_rows_that_cannot_be_normalised(norm):
+def test_rows_that_cannot_be_normalised_are_nan_and_only_those(norm):
     """A constant row, a row of NaN, a row of infinity, and a variance below -eps.
 
     They do not change other rows.
@@ -160,7 +160,7 @@ BOUND = 1e-8
 @pytest.mark.parametrize("zero_centered", (False, True), ids=("weight", "1+weight"))
 @pytest.mark.parametrize("shape", ((3, 7), (2, 3), (4, 33), (1, 16)), ids=str)
 @pytest.mark.parametrize("norm", NORMS)
-def test_gradients_by_central_differences(norm, shape, zero_centered):
+def test_gradients_are_central_differences(norm, shape, zero_centered):
     """Of loss = sum(dy * y) + sum(dsum * (x + residual))."""
     x, dy, weight, bias = draw(shape)
     residual, dsum, *_ = draw(shape, seed=1)
@@ -188,7 +188,7 @@ def test_gradients_by_central_differences(norm, shape, zero_centered):
 @pytest.mark.parametrize("residual", (False, True), ids=("", "residual"))
 @pytest.mark.parametrize("dropout_p", (0.0, 0.4, 1.0))
 @pytest.mark.parametrize("norm", NORMS)
-def test_gradients_of_a_scaled_input_by_central_differences(norm, dropout_p, residual):
+def test_gradients_of_a_scaled_input_are_central_differences(norm, dropout_p, residual):
     """Of loss = sum(dy * y) + sum(dsum * sum), with row_scale and dropout."""
     x, dy, weight, bias = draw((3, 7))
     other, dsum, *_ = draw((3, 7), seed=1)
@@ -222,7 +222,7 @@ def test_x_hat_is_rounded_before_the_weight(norm):
 
 
 @pytest.mark.parametrize("norm", NORMS)
-def test_x_hat_of_y(norm):
+def test_x_hat_of_y_is_that_of_forward(norm):
     """A weight smaller than `smallest` divides as `smallest` with its sign."""
     x, _, weight, bias = draw((3, 7))
     x_hat = forward(norm, x, None, None).y
@@ -237,7 +237,7 @@ def test_x_hat_of_y(norm):
     np.testing.assert_allclose(got[:, 3:], x_hat[:, 3:], rtol=1e-14)
 
 
-def test_the_sum_of_a_scaled_input():
+def test_the_sum_of_a_scaled_input_is_exact():
     x, residual, *_ = draw((2, 6))
     kept = reference.dropout_mask(2, 6, 0.5, 3)
     assert 0 < kept.sum() < 12
@@ -296,7 +296,7 @@ def test_a_mask_keeps_the_expected_number_of_elements():
 
 
 @pytest.mark.parametrize("norm", NORMS)
-def test_gradient_without_weight(norm):
+def test_gradients_without_weight_are_central_differences(norm):
     """dx and dweight are those of a weight of ones."""
     x, dy, _, _ = draw((3, 7))
     result = forward(norm, x, None, None)
@@ -367,7 +367,7 @@ def test_norm_linear_is_the_norm_and_a_product(norm):
 
 @pytest.mark.parametrize("zero_centered", (False, True), ids=("weight", "1+weight"))
 @pytest.mark.parametrize("norm", NORMS)
-def test_gradients_of_norm_linear_by_central_differences(norm, zero_centered):
+def test_gradients_of_norm_linear_are_central_differences(norm, zero_centered):
     """Of loss = sum(dy * y) + sum(dnormalized * normalized) + sum(dsum * (x + residual))."""
     given = draw_linear()
     dy = given.pop("dy")
@@ -405,7 +405,7 @@ def test_gradients_of_norm_linear_by_central_differences(norm, zero_centered):
 
 
 @pytest.mark.parametrize("norm", NORMS)
-def test_norm_linear_without_optional_arguments(norm):
+def test_norm_linear_without_parameters_is_that_of_ones_and_zeros(norm):
     given = draw_linear()
     dy, centered = given.pop("dy"), norm == "layer_norm"
     absent = dict.fromkeys(("norm_weight", "norm_bias", "bias"))

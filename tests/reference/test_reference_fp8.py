@@ -114,7 +114,7 @@ def scale_by_hand(amax: float, largest: float) -> float:
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_scale_of_an_amax(name):
+def test_scale_of_an_amax_is_largest_by_amax(name):
     scale = fp8.scale_of(AMAXES, name)
     assert scale.dtype == np.float32
     assert scale.tolist() == [scale_by_hand(float(each), LARGEST[name]) for each in AMAXES]
@@ -142,7 +142,7 @@ def draw(shape, seed=0):
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_one_scale(name):
+def test_one_scale_multiplies_in_the_dtype_of_the_values(name):
     values = draw((5, 33))
     quantized = fp8.quantize(values, name, 3.7)
     assert quantized.amax == np.abs(values).max() and quantized.scale_inv == np.float32(
@@ -158,7 +158,7 @@ def test_one_scale(name):
 
 @pytest.mark.parametrize("power_of_two", (False, True))
 @pytest.mark.parametrize("name", FORMATS)
-def test_scales_of_rows_and_blocks(name, power_of_two):
+def test_scales_of_rows_and_blocks_are_of_their_amaxes(name, power_of_two):
     values = draw((6, 300))
     values[3, 7], values[4] = np.nan, 0.0
     half_ulp = 2.0 ** -(fp8.FORMATS[name].mantissa + 1)
@@ -212,7 +212,7 @@ def test_e8m0_is_rounded_up():
     assert fp8.encode_e8m0(np.float32(2.0**-127 * (1 + 2.0**-10))) == 1
 
 
-def test_mxfp8():
+def test_mxfp8_scales_are_powers_of_two_rounded_up():
     values = draw((4, 70))
     values[1, 40], values[2, 3], values[3, 64:] = np.nan, np.inf, 0.0
     data, scale_inv, amax = fp8.quantize_mxfp8(values)
