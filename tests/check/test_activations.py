@@ -45,7 +45,7 @@ def only(path):
 # Shipped activations.
 
 
-def test_shipped_activations():
+def test_shipped_activations_have_outliers_and_a_tiny_weight():
     layers = shipped()
     assert [layer.name.rpartition("/")[2] for layer in layers] == ["layer5_output"]
     for layer in layers:
@@ -75,7 +75,7 @@ def test_a_problem_is_representable_in_its_dtype(dtype):
         )
 
 
-def test_fewer_rows():
+def test_max_elements_leaves_out_rows():
     layer = replace(
         shipped()[0],
         x=draw(40, 384).astype(np.float32),
@@ -94,7 +94,7 @@ def test_fewer_rows():
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float32", "float64", ">f4"])
-def test_npy(tmp_path, dtype):
+def test_an_npy_file_is_read_exactly(tmp_path, dtype):
     x = draw(2, 3, 8).astype(dtype)
     np.save(tmp_path / "a.npy", x)
     found = only(tmp_path / "a.npy")
@@ -112,7 +112,7 @@ def test_one_dimension_is_one_row(tmp_path):
     assert only(tmp_path / "a.npy").x.shape == (1, 8)
 
 
-def test_npz_with_and_without_prefix(tmp_path):
+def test_an_npz_file_is_read_with_and_without_prefixes(tmp_path):
     tensors = {
         "x": draw(2, 3, 8),
         "weight": draw(8).astype(np.float32),
@@ -144,7 +144,7 @@ def test_npz_with_and_without_prefix(tmp_path):
 @pytest.mark.parametrize(
     "kind,dtype", [("F16", "float16"), ("BF16", "bfloat16"), ("F32", "float32"), ("F64", "float64")]
 )
-def test_safetensors(tmp_path, kind, dtype):
+def test_a_safetensors_file_is_read_exactly(tmp_path, kind, dtype):
     raw = encode(draw(3, 8), dtype)
     weight = encode(draw(8), "float32")
     content = safetensors(
@@ -166,7 +166,7 @@ def test_safetensors_written_by_its_package(tmp_path):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_pt(tmp_path, dtype):
+def test_a_pt_file_is_read_exactly(tmp_path, dtype):
     torch = pytest.importorskip("torch")
     x = torch.from_numpy(draw(3, 8)).to(getattr(torch, dtype))
     torch.save(
@@ -249,7 +249,7 @@ def test_pickles_are_refused(tmp_path):
 @pytest.mark.parametrize(
     "content", [b"", b"no such format", bytes(64), b"\x93NUMPY\x01\x00", b"PK\x03\x04 broken"]
 )
-def test_malformed_files(tmp_path, suffix, content):
+def test_malformed_files_are_refused(tmp_path, suffix, content):
     if suffix == ".pt":
         pytest.importorskip("torch")
     if suffix == ".safetensors" and content == b"":
@@ -259,7 +259,7 @@ def test_malformed_files(tmp_path, suffix, content):
     assert "\n" not in refusal(path)
 
 
-def test_truncated_files(tmp_path):
+def test_truncated_files_are_refused(tmp_path):
     torch = pytest.importorskip("torch")
     np.save(tmp_path / "a.npy", draw(8, 8))
     np.savez(tmp_path / "a.npz", x=draw(8, 8))
@@ -283,7 +283,7 @@ def test_truncated_files(tmp_path):
         {"data_offsets": [0, 31]},
     ],
 )
-def test_wrong_safetensors_headers(tmp_path, changes):
+def test_wrong_safetensors_headers_are_refused(tmp_path, changes):
     path = tmp_path / "a.safetensors"
     path.write_bytes(safetensors({"x": ("F32", (2, 4), bytes(32))}, **changes))
     if changes.get("dtype", "F32") is None:
@@ -292,7 +292,7 @@ def test_wrong_safetensors_headers(tmp_path, changes):
         refusal(path)
 
 
-def test_a_header_that_is_not_a_dict(tmp_path):
+def test_a_header_that_is_not_a_dict_is_refused(tmp_path):
     (tmp_path / "a.safetensors").write_bytes(struct.pack("<Q", 2) + b"[]")
     refusal(tmp_path / "a.safetensors")
 
@@ -309,19 +309,19 @@ def test_wrong_shapes_are_refused(tmp_path):
             list(read(tmp_path / "a.npz"))
 
 
-def test_missing_files_and_unknown_suffixes(tmp_path):
+def test_missing_files_and_unknown_suffixes_are_refused(tmp_path):
     assert "there is no file" in refusal(tmp_path / "a.npy", FileNotFoundError)
     (tmp_path / "a.pkl").write_bytes(b"")
     assert ".npy, .npz, .safetensors, .pt" in refusal(tmp_path / "a.pkl")
 
 
-def test_pt_without_torch(tmp_path, monkeypatch):
+def test_a_pt_file_without_torch_is_refused(tmp_path, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "torch", None)
     (tmp_path / "a.pt").write_bytes(b"")
     assert "pip install torch" in refusal(tmp_path / "a.pt", MissingLibraryError)
 
 
-def test_a_zip_without_arrays(tmp_path):
+def test_a_zip_without_arrays_is_refused(tmp_path):
     with zipfile.ZipFile(tmp_path / "a.npz", "w") as archive:
         archive.writestr("readme.txt", "not an array")
     refusal(tmp_path / "a.npz")

@@ -19,7 +19,7 @@ def names(result: CheckResult) -> set[str]:
     return {found.tensor for found in result.findings}
 
 
-def test_given_numpy_arrays():
+def test_given_numpy_arrays_pass():
     generator = np.random.default_rng(0)
     x = generator.standard_normal((2, 3, 40)).astype(np.float32)
     result = cupynorm.check(
@@ -29,14 +29,14 @@ def test_given_numpy_arrays():
     assert "6 x 40" in str(result) and "all within what their dtypes allow" in str(result)
 
 
-def test_given_torch_tensors_in_bfloat16():
+def test_given_torch_tensors_in_bfloat16_pass():
     torch = pytest.importorskip("torch")
     x = torch.randn(5, 33).bfloat16()
     result = cupynorm.check(x, torch.rand(33), norm=["layer_norm", "rms_norm"], on="cpu")
     assert result.ok and names(result) == NAMES - {"dbias"}
 
 
-def test_shapes_dtypes_and_strategies():
+def test_each_shape_dtype_and_strategy_is_a_case():
     result = cupynorm.check(
         shapes=[(3, 64), (2, 100)],
         dtypes=["float16", "float64"],
@@ -138,7 +138,7 @@ def test_an_empty_result_is_false():
         ({"input": np.array(1.0)}, "input has no dimension to normalise over"),
     ],
 )
-def test_bad_input(arguments, message):
+def test_wrong_arguments_are_refused(arguments, message):
     with pytest.raises(ValueError, match=message):
         cupynorm.check(**{"on": "cpu", **arguments})
 
@@ -146,7 +146,7 @@ def test_bad_input(arguments, message):
 @pytest.mark.slow
 @pytest.mark.parametrize("on", ["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("num_cols", [1 << 20, (1 << 20) + 1, 3_000_000])
-def test_a_million_columns(num_cols, on):
+def test_rows_of_a_million_columns_pass(num_cols, on):
     """By the strategies that the width decides. The last width is too wide for any cluster."""
     result = cupynorm.check(
         shapes=[(1 if on == "cpu" else 5, num_cols)], dtypes=["bfloat16"], on=on
