@@ -1,4 +1,4 @@
-"""Reading activations: each format gives back what was saved, and what cannot be read is refused in a sentence."""
+"""Reading activations from each format, and the errors for files that cannot be read."""
 
 import json
 import pickle
@@ -23,7 +23,7 @@ def draw(*shape, seed=0):
 
 
 def safetensors(tensors, **changes):
-    """A .safetensors file's bytes. tensors: name -> (dtype as the format spells it, shape, raw bytes)."""
+    """A .safetensors file's bytes. tensors: name -> (the format's dtype, shape, raw bytes)."""
     header, data = {"__metadata__": {"format": "np"}}, b""
     for name, (dtype, shape, raw) in tensors.items():
         header[name] = {
@@ -42,11 +42,10 @@ def only(path):
     return found
 
 
-# -- what ships
-# ------------------------------------------------------------------------------------------
+# Shipped activations.
 
 
-def test_shipped_activations():
+def test_shipped_activations_have_outliers_and_a_tiny_weight():
     layers = shipped()
     assert [layer.name.rpartition("/")[2] for layer in layers] == ["layer5_output"]
     for layer in layers:
@@ -56,7 +55,7 @@ def test_shipped_activations():
         ) and layer.weight.shape == layer.bias.shape == (384,)
         assert layer.eps == 1e-12 and set(layer.dtypes.values()) == {"float32", "float64"}
         deviations = (layer.x - layer.x.mean(1, keepdims=True)) / layer.x.std(1, keepdims=True)
-        assert np.abs(deviations).max() > 15  # outliers, which random numbers lack
+        assert np.abs(deviations).max() > 15  # outliers, unlike in random numbers
         assert 0 < np.abs(layer.weight).min() < 1e-32
 
 
@@ -76,7 +75,7 @@ def test_a_problem_is_representable_in_its_dtype(dtype):
         )
 
 
-def test_fewer_rows():
+def test_max_elements_leaves_out_rows():
     layer = replace(
         shipped()[0],
         x=draw(40, 384).astype(np.float32),
@@ -91,12 +90,11 @@ def test_fewer_rows():
     assert layer.problem("layer_norm", max_elements=80 * 384).x.shape == (40, 384)
 
 
-# -- round trips
-# -----------------------------------------------------------------------------------------
+# Round trips.
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float32", "float64", ">f4"])
-def test_npy(tmp_path, dtype):
+def test_an_npy_file_is_read_exactly(tmp_path, dtype):
     x = draw(2, 3, 8).astype(dtype)
     np.save(tmp_path / "a.npy", x)
     found = only(tmp_path / "a.npy")
@@ -114,7 +112,7 @@ def test_one_dimension_is_one_row(tmp_path):
     assert only(tmp_path / "a.npy").x.shape == (1, 8)
 
 
-def test_npz_with_and_without_prefix(tmp_path):
+def test_an_npz_file_is_read_with_and_without_prefixes(tmp_path):
     tensors = {
         "x": draw(2, 3, 8),
         "weight": draw(8).astype(np.float32),
@@ -146,7 +144,7 @@ def test_npz_with_and_without_prefix(tmp_path):
 @pytest.mark.parametrize(
     "kind,dtype", [("F16", "float16"), ("BF16", "bfloat16"), ("F32", "float32"), ("F64", "float64")]
 )
-def test_safetensors(tmp_path, kind, dtype):
+def test_a_safetensors_file_is_read_exactly(tmp_path, kind, dtype):
     raw = encode(draw(3, 8), dtype)
     weight = encode(draw(8), "float32")
     content = safetensors(
@@ -160,7 +158,7 @@ def test_safetensors(tmp_path, kind, dtype):
     )
 
 
-def test_safetensors_as_its_own_package_writes_them(tmp_path):
+def test_safetensors_written_by_its_package(tmp_path):
     numpy = pytest.importorskip("safetensors.numpy")
     x = draw(3, 8).astype(np.float32)
     numpy.save_file({"x": x}, tmp_path / "a.safetensors")
@@ -168,7 +166,7 @@ def test_safetensors_as_its_own_package_writes_them(tmp_path):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_pt(tmp_path, dtype):
+def test_a_pt_file_is_read_exactly(tmp_path, dtype):
     torch = pytest.importorskip("torch")
     x = torch.from_numpy(draw(3, 8)).to(getattr(torch, dtype))
     torch.save(
@@ -188,7 +186,7 @@ def test_pt(tmp_path, dtype):
     assert only(tmp_path / "b.pt").name == "b"
 
 
-def test_what_is_left_out_is_said(tmp_path):
+def test_entries_left_out_are_named(tmp_path):
     torch = pytest.importorskip("torch")
     np.savez(
         tmp_path / "a.npz", x=draw(2, 4), ids=np.arange(3), scalar=1.5, nothing=np.empty((2, 0))
@@ -214,8 +212,7 @@ def test_what_is_left_out_is_said(tmp_path):
             assert any(word in note and "left out" in note for note in notes)
 
 
-# -- what is refused
-# -------------------------------------------------------------------------------------
+# Errors.
 
 
 def refusal(path, error=ValueError):
@@ -226,7 +223,7 @@ def refusal(path, error=ValueError):
 
 
 class Trap:
-    """Unpickling one writes a file."""
+    """An object whose unpickling writes a file."""
 
     def __init__(self, path):
         self.path = path
@@ -252,7 +249,7 @@ def test_pickles_are_refused(tmp_path):
 @pytest.mark.parametrize(
     "content", [b"", b"no such format", bytes(64), b"\x93NUMPY\x01\x00", b"PK\x03\x04 broken"]
 )
-def test_malformed_files(tmp_path, suffix, content):
+def test_malformed_files_are_refused(tmp_path, suffix, content):
     if suffix == ".pt":
         pytest.importorskip("torch")
     if suffix == ".safetensors" and content == b"":
@@ -262,7 +259,7 @@ def test_malformed_files(tmp_path, suffix, content):
     assert "\n" not in refusal(path)
 
 
-def test_truncated_files(tmp_path):
+def test_truncated_files_are_refused(tmp_path):
     torch = pytest.importorskip("torch")
     np.save(tmp_path / "a.npy", draw(8, 8))
     np.savez(tmp_path / "a.npz", x=draw(8, 8))
@@ -275,10 +272,18 @@ def test_truncated_files(tmp_path):
 
 @pytest.mark.parametrize(
     "changes",
-    [{"data_offsets": [0, 4096]}, {"data_offsets": [8, 0]}, {"data_offsets": "none"}, {"shape": [3, 3]}, {"shape": None},
-     {"dtype": None, "shape": [9]}, {"dtype": "F16"}, {"data_offsets": [0, 31]}],
-)  # fmt: skip
-def test_wrong_safetensors_headers(tmp_path, changes):
+    [
+        {"data_offsets": [0, 4096]},
+        {"data_offsets": [8, 0]},
+        {"data_offsets": "none"},
+        {"shape": [3, 3]},
+        {"shape": None},
+        {"dtype": None, "shape": [9]},
+        {"dtype": "F16"},
+        {"data_offsets": [0, 31]},
+    ],
+)
+def test_wrong_safetensors_headers_are_refused(tmp_path, changes):
     path = tmp_path / "a.safetensors"
     path.write_bytes(safetensors({"x": ("F32", (2, 4), bytes(32))}, **changes))
     if changes.get("dtype", "F32") is None:
@@ -287,12 +292,12 @@ def test_wrong_safetensors_headers(tmp_path, changes):
         refusal(path)
 
 
-def test_a_header_that_is_no_dict(tmp_path):
+def test_a_header_that_is_not_a_dict_is_refused(tmp_path):
     (tmp_path / "a.safetensors").write_bytes(struct.pack("<Q", 2) + b"[]")
     refusal(tmp_path / "a.safetensors")
 
 
-def test_shapes_that_do_not_fit(tmp_path):
+def test_wrong_shapes_are_refused(tmp_path):
     for field, wrong in (
         ("weight", draw(5)),
         ("bias", draw(2, 8)),
@@ -304,25 +309,25 @@ def test_shapes_that_do_not_fit(tmp_path):
             list(read(tmp_path / "a.npz"))
 
 
-def test_no_such_file_and_unknown_endings(tmp_path):
+def test_missing_files_and_unknown_suffixes_are_refused(tmp_path):
     assert "there is no file" in refusal(tmp_path / "a.npy", FileNotFoundError)
     (tmp_path / "a.pkl").write_bytes(b"")
     assert ".npy, .npz, .safetensors, .pt" in refusal(tmp_path / "a.pkl")
 
 
-def test_pt_without_torch(tmp_path, monkeypatch):
+def test_a_pt_file_without_torch_is_refused(tmp_path, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "torch", None)
     (tmp_path / "a.pt").write_bytes(b"")
     assert "pip install torch" in refusal(tmp_path / "a.pt", MissingLibraryError)
 
 
-def test_a_zip_of_something_else(tmp_path):
+def test_a_zip_without_arrays_is_refused(tmp_path):
     with zipfile.ZipFile(tmp_path / "a.npz", "w") as archive:
         archive.writestr("readme.txt", "not an array")
     refusal(tmp_path / "a.npz")
 
 
-def test_the_values_reach_the_kernels(tmp_path):
+def test_kernels_run_on_read_activations(tmp_path):
     layer = shipped()[0]
     np.savez(
         tmp_path / "a.npz",

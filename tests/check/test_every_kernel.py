@@ -1,4 +1,4 @@
-"""What compute-sanitizer is given (every_kernel.py) reaches every kernel and every place in which its rows can wait."""
+"""every_kernel.py, which runs under compute-sanitizer: it covers all kernels and finds errors."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from cupynorm.plan.strategies import STRATEGIES
 
 
 class Recorder(CpuMachine):
-    """Plans as for an H200 and runs nothing."""
+    """Records launches that are planned for an H200, and runs none."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ class Recorder(CpuMachine):
 
 
 @pytest.mark.slow
-def test_every_place_of_every_kernel():
+def test_all_kernels_and_paths_of_rows_are_covered():
     recorder = Recorder()
     for case in cases():
         run_kernels(random_problem(case), recorder)
@@ -97,20 +97,33 @@ def test_every_place_of_every_kernel():
             (f"{direction}_warp.cu", f"bundles, {lanes} lanes a row") for lanes in (1, 16, 32)
         }
     for name in STRATEGIES:
-        assert {functor for source, functor in recorder.functors if source == f"forward_{name}.cu"} == {
-            "Load", "ResidualLoad", "SumLoad", "Store", "TwoStores",
-        }  # fmt: skip
-        assert {functor for source, functor in recorder.functors if source == f"backward_{name}.cu"} == {
-            "Load", "LoadXHat", "Store", "AddStore", "SplitStore", "RecomputingStore",
-        }  # fmt: skip
-    # Wide rows get rings of other clusters, too.
+        assert {
+            functor for source, functor in recorder.functors if source == f"forward_{name}.cu"
+        } == {
+            "Load",
+            "ResidualLoad",
+            "SumLoad",
+            "Store",
+            "TwoStores",
+        }
+        assert {
+            functor for source, functor in recorder.functors if source == f"backward_{name}.cu"
+        } == {
+            "Load",
+            "LoadXHat",
+            "Store",
+            "AddStore",
+            "SplitStore",
+            "RecomputingStore",
+        }
+    # Wide rows also take rings of other cluster sizes.
     assert recorder.reached >= expected
     assert {source for source, _ in recorder.reached} == {source for source, _ in expected}
 
 
 @pytest.mark.slow
-def test_every_way_to_8_bits():
-    """Each scaling on each strategy, at once where one launch can and by two where it cannot; and every kind of matrix."""
+def test_all_scalings_and_sources_of_8_bits_are_covered():
+    """Each scaling on each strategy, in one launch where possible and else in two."""
     recorder = Recorder()
     for case, quantization in quantized_cases():
         run_quantized(case, quantization, recorder)
@@ -122,8 +135,8 @@ def test_every_way_to_8_bits():
         for source, _, scaling, step in recorder.scalings:
             if source == f"forward_{name}.cu":
                 found[scaling].add(step)
-        # Lanes of a warp share out the scales of blocks, but of rows in shared memory, of parts
-        # that end in one, or read again.
+        # The lanes of a warp compute the scales of blocks in one launch. It takes two for rows in
+        # shared memory, rows that are read again, and slices that end inside a block.
         blocks = {"warp": at_once, "uncached": twice}.get(name, at_once | twice)
         given = at_once | {"write"}  # without an amax to record
         assert found == {
@@ -161,14 +174,14 @@ def test_every_way_to_8_bits():
         extents = [
             (each.num_rows % 16, each.num_cols % 128) for each in matrices() if each.norm == norm
         ]
-        # Columns written 16 bytes at a time, and by bytes; squares that are not whole.
+        # Columns written by 16 bytes and by single bytes, and squares that are not full.
         assert {rows == 0 for rows, _ in extents} == {True, False} and any(
             rows and cols for rows, cols in extents
         )
 
 
 def spoilt(got: dict[str, np.ndarray], name: str) -> dict[str, np.ndarray]:
-    """With another last element."""
+    """The results with a bit of the last byte of one of them changed."""
     got = {key: each.copy() for key, each in got.items()}
     got[name].view(np.uint8).reshape(-1)[-1] ^= 8
     return got
@@ -189,7 +202,7 @@ def test_a_wrong_byte_of_8_bits_is_found(scaling):
     assert all(found.ok for found in findings)
     roughly = judge_quantized(case, quantization, got, plain, exact=False)
     assert [found.tensor for found in roughly] == names and all(found.ok for found in roughly)
-    assert roughly[0].error > 0.9  # half a step of 8 bits is met
+    assert roughly[0].error > 0.9  # close to the bound of half a step
     for name in names:
         off = [
             found
@@ -229,8 +242,8 @@ def test_a_wrong_byte_of_a_matrix_is_found(matrix):
             )
 
 
-def test_every_survey():
-    """Both kinds of each dtype; whole packs and lone elements; one slab, several, and one that is not whole."""
+def test_all_kinds_of_surveys_are_covered():
+    """Each dtype with and without sums, each pack size, and one or several slabs."""
     recorder = Recorder()
     for survey in surveys():
         run_survey(survey, recorder)

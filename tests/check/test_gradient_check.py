@@ -1,4 +1,4 @@
-"""cupynorm.check: of given arrays, of random ones, of other people's functions; and that it can say no."""
+"""cupynorm.check of given arrays, of random arrays and of functions, right and wrong ones."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def names(result: CheckResult) -> set[str]:
     return {found.tensor for found in result.findings}
 
 
-def test_given_numpy_arrays():
+def test_given_numpy_arrays_pass():
     generator = np.random.default_rng(0)
     x = generator.standard_normal((2, 3, 40)).astype(np.float32)
     result = cupynorm.check(
@@ -29,14 +29,14 @@ def test_given_numpy_arrays():
     assert "6 x 40" in str(result) and "all within what their dtypes allow" in str(result)
 
 
-def test_given_torch_tensors_in_bfloat16():
+def test_given_torch_tensors_in_bfloat16_pass():
     torch = pytest.importorskip("torch")
     x = torch.randn(5, 33).bfloat16()
     result = cupynorm.check(x, torch.rand(33), norm=["layer_norm", "rms_norm"], on="cpu")
     assert result.ok and names(result) == NAMES - {"dbias"}
 
 
-def test_shapes_dtypes_and_strategies():
+def test_each_shape_dtype_and_strategy_is_a_case():
     result = cupynorm.check(
         shapes=[(3, 64), (2, 100)],
         dtypes=["float16", "float64"],
@@ -54,7 +54,7 @@ def layer_norm_of_torch(input, normalized_shape, weight, bias, eps):
     return torch.nn.functional.layer_norm(input, normalized_shape, weight, bias, eps)
 
 
-def test_a_function_of_somebody_else_is_judged():
+def test_a_given_function_is_judged():
     pytest.importorskip("torch")
     result = cupynorm.check(
         function=layer_norm_of_torch, shapes=[(64, 300)], dtypes=["float32", "float64"]
@@ -81,14 +81,14 @@ def test_a_function_of_somebody_else_is_judged():
     ],
     ids=["eps", "bias", "no dweight", "no dx"],
 )
-def test_a_wrong_function_is_seen(wrong, off):
+def test_a_wrong_function_is_found(wrong, off):
     pytest.importorskip("torch")
     result = cupynorm.check(function=wrong, shapes=[(64, 300)])
     assert not result and {found.tensor for found in result.findings if not found.ok} == off
     assert "OFF" in str(result)
 
 
-def test_a_wrong_kernel_result_is_seen_where_it_is():
+def test_a_wrong_element_is_found_with_its_index():
     problem = random_problem(Case("rms_norm", 4, 50, "float32"))
     results = run_kernels(problem, CpuMachine())
     results["dx"][2, 7] *= 1 + 1e-4
@@ -96,8 +96,8 @@ def test_a_wrong_kernel_result_is_seen_where_it_is():
     assert (found.tensor, found.where, found.num_off) == ("dx", (2, 7), 1) and found.error > 1
 
 
-def test_kinds_must_agree():
-    """NaN where a number is expected, a number where NaN is, infinities of the wrong sign: none is within any bound."""
+def test_nan_and_infinity_must_agree():
+    """NaN for a number, a number for NaN and infinity of the wrong sign exceed any bound."""
     expected, allowed = np.array([1.0, np.nan, np.inf, 7e4]), np.array([1.0, np.nan, np.inf, 1.0])
     assert judge(
         "case", "y", np.array([1.0, np.nan, np.inf, np.inf]), expected, allowed, largest=65504.0
@@ -111,8 +111,8 @@ def test_kinds_must_agree():
         assert judge("case", "y", np.array(got), expected, allowed, largest=65504.0).num_off == 1
 
 
-def test_what_is_allowed_is_half_an_ulp_for_an_exact_result():
-    """float16 y of a float32 computation: the bound is hardly more than the one rounding."""
+def test_the_bound_of_a_narrow_y_is_hardly_more_than_half_an_ulp():
+    """float16 y of a float32 computation errs by one rounding and little more."""
     problem = random_problem(Case("layer_norm", 8, 64, "float32", y="float16"))
     y, allowed = expect(problem)["y"]
     large = np.abs(y) > 0.1
@@ -121,7 +121,7 @@ def test_what_is_allowed_is_half_an_ulp_for_an_exact_result():
     ).all()
 
 
-def test_an_empty_result_is_not_ok():
+def test_an_empty_result_is_false():
     assert not CheckResult()
 
 
@@ -138,7 +138,7 @@ def test_an_empty_result_is_not_ok():
         ({"input": np.array(1.0)}, "input has no dimension to normalise over"),
     ],
 )
-def test_bad_input(arguments, message):
+def test_wrong_arguments_are_refused(arguments, message):
     with pytest.raises(ValueError, match=message):
         cupynorm.check(**{"on": "cpu", **arguments})
 
@@ -146,8 +146,8 @@ def test_bad_input(arguments, message):
 @pytest.mark.slow
 @pytest.mark.parametrize("on", ["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("num_cols", [1 << 20, (1 << 20) + 1, 3_000_000])
-def test_a_million_columns(num_cols, on):
-    """Through the strategies that the width chooses; the last is beyond every cluster, in both directions."""
+def test_rows_of_a_million_columns_pass(num_cols, on):
+    """By the strategies that the width decides. The last width is too wide for any cluster."""
     result = cupynorm.check(
         shapes=[(1 if on == "cpu" else 5, num_cols)], dtypes=["bfloat16"], on=on
     )

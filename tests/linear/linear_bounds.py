@@ -1,18 +1,19 @@
-"""What a norm and a linear layer may err by, element by element, in any dtype: shared by the tests of both.
+"""Error bounds of a norm followed by a linear layer, element by element, in any dtype.
 
-u is the rounding error of the arithmetic (2^-24; 2^-53 for float64), h(v) half a unit in the last place of the dtype at v. A
-sum of n products errs by no more than (n + 2) u times the sum of their magnitudes, in whatever order it is made.
+u is the rounding error of the arithmetic (2^-24; 2^-53 for float64), h(v) half a unit in the last
+place of the dtype at v. A sum of n products in any order errs by no more than (n + 2) u times the
+sum of their magnitudes. "The norm's" bound is that of cupynorm.check.gradient_check.
 
-    normalized          e_n     what cupynorm.check.gradient_check allows the norm
-    y                   e_n |weight|^T + (in_features + 2) u (|normalized| |weight|^T + |bias|) + h(y)
-    d normalized        e_r     (out_features + 2) u (|dy| |weight| + |dnormalized|) + h(d normalized)
-    dweight             |dy|^T e_n + (num_rows + 2) u |dy|^T |normalized| + h(dweight)
-    dbias               (num_rows + 2) u sum |dy| + h(dbias)
-    dx                  what the gradient check allows the norm's, and
-                        rstd (|w| e_r + mean(|w| e_r) + |x_hat| mean(|w x_hat| e_r))
-    dnorm_weight        what it allows, and sum e_r |x_hat|;    dnorm_bias: and sum e_r
+    normalized     e_n, the norm's
+    y              e_n |weight|^T + (in_features + 2) u (|normalized| |weight|^T + |bias|) + h(y)
+    d normalized   e_r = (out_features + 2) u (|dy| |weight| + |dnormalized|) + h(d normalized)
+    dweight        |dy|^T e_n + (num_rows + 2) u |dy|^T |normalized| + h(dweight)
+    dbias          (num_rows + 2) u sum |dy| + h(dbias)
+    dx             the norm's + rstd (|w| e_r + mean(|w| e_r) + |x_hat| mean(|w x_hat| e_r))
+    dnorm_weight   the norm's + sum e_r |x_hat|
+    dnorm_bias     the norm's + sum e_r
 
-For float64 twice that: the reference errs as much.
+For float64 twice that, because the reference errs as much.
 """
 
 from __future__ import annotations
@@ -31,7 +32,10 @@ from cupynorm.dtypes import DTYPES, compute_dtype, decode, encode
 
 @dataclass
 class LinearProblem:
-    """float64 values that the dtype holds exactly. None: absent. The names are those of cupynorm.layer_norm_linear."""
+    """float64 values that the dtype holds exactly, by the names of cupynorm.layer_norm_linear.
+
+    None: absent.
+    """
 
     norm: str
     dtype: str
@@ -62,7 +66,7 @@ def draw(
     seed=0,
     **options,
 ) -> LinearProblem:
-    """Normal values with a mean of 0.5; residual, dnormalized and dsum where the options say True."""
+    """Normal values. x has a mean of 0.5. residual, dnormalized and dsum: True to draw them."""
     generator = np.random.default_rng([seed, num_rows, in_features, out_features])
 
     def normal(*shape, dtype=dtype, center=0.0):
@@ -71,10 +75,13 @@ def draw(
     norm_dtype = options.get("norm_dtype") or dtype
     shape = (num_rows, in_features)
     made = {
-        "x": normal(*shape, center=0.5), "norm_weight": normal(in_features, dtype=norm_dtype, center=1.0),
-        "norm_bias": normal(in_features, dtype=norm_dtype), "weight": normal(out_features, in_features),
-        "bias": normal(out_features), "dy": normal(num_rows, out_features),
-    }  # fmt: skip
+        "x": normal(*shape, center=0.5),
+        "norm_weight": normal(in_features, dtype=norm_dtype, center=1.0),
+        "norm_bias": normal(in_features, dtype=norm_dtype),
+        "weight": normal(out_features, in_features),
+        "bias": normal(out_features),
+        "dy": normal(num_rows, out_features),
+    }
     for name in ("residual", "dnormalized", "dsum"):
         if options.pop(name, False):
             made[name] = normal(*shape)
@@ -84,7 +91,7 @@ def draw(
 
 
 def expected(problem: LinearProblem) -> dict[str, tuple[np.ndarray, np.ndarray, str]]:
-    """name -> (float64 truth, what is allowed, dtype)."""
+    """name -> (float64 truth, allowed error, dtype)."""
     dtype = problem.dtype
     kind = DTYPES[dtype]
     own = problem.norm_dtype or dtype
@@ -94,13 +101,27 @@ def expected(problem: LinearProblem) -> dict[str, tuple[np.ndarray, np.ndarray, 
         else decode(encode(problem.x + problem.residual, dtype), dtype)
     )
     made = reference.norm_linear(
-        added, problem.norm_weight, problem.norm_bias, problem.weight, problem.bias, problem.eps, centered=problem.centered,
+        added,
+        problem.norm_weight,
+        problem.norm_bias,
+        problem.weight,
+        problem.bias,
+        problem.eps,
+        centered=problem.centered,
         zero_centered_weight=problem.zero_centered_weight,
-    )  # fmt: skip
+    )
     gradients = reference.norm_linear_backward(
-        problem.dy, added, made.mean, made.rstd, problem.norm_weight, problem.norm_bias, problem.weight,
-        zero_centered_weight=problem.zero_centered_weight, dnormalized=problem.dnormalized, dsum=problem.dsum,
-    )  # fmt: skip
+        problem.dy,
+        added,
+        made.mean,
+        made.rstd,
+        problem.norm_weight,
+        problem.norm_bias,
+        problem.weight,
+        zero_centered_weight=problem.zero_centered_weight,
+        dnormalized=problem.dnormalized,
+        dsum=problem.dsum,
+    )
     u = compute_dtype(dtype).half_ulp
 
     def h(values, name=dtype):
@@ -111,9 +132,14 @@ def expected(problem: LinearProblem) -> dict[str, tuple[np.ndarray, np.ndarray, 
         0.0 if problem.dnormalized is None else problem.dnormalized
     )
     case = Case(
-        problem.norm, *added.shape, dtype, weight=None if problem.norm_weight is None else own,
-        bias=None if problem.norm_bias is None else own, zero_centered_weight=problem.zero_centered_weight, eps=problem.eps,
-    )  # fmt: skip
+        problem.norm,
+        *added.shape,
+        dtype,
+        weight=None if problem.norm_weight is None else own,
+        bias=None if problem.norm_bias is None else own,
+        zero_centered_weight=problem.zero_centered_weight,
+        eps=problem.eps,
+    )
     of_norm = expect(Problem(case, added, reaches, problem.norm_weight, problem.norm_bias))
     e_n = of_norm["y"][1]
     num_rows, in_features = added.shape
@@ -169,7 +195,7 @@ def expected(problem: LinearProblem) -> dict[str, tuple[np.ndarray, np.ndarray, 
 def assert_right(
     problem: LinearProblem, results: dict[str, np.ndarray], without: tuple[str, ...] = ()
 ) -> None:
-    """Every tensor of the truth is among the results (but those named), and every element within what is allowed."""
+    """Checks that each result is within its bound. without: names that the results may lack."""
     truth = {name: each for name, each in expected(problem).items() if name not in without}
     assert set(truth) <= set(results), set(truth) - set(results)
     findings = [

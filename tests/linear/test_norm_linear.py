@@ -1,5 +1,4 @@
-"""layer_norm_linear of NumPy arrays, tensors and CuPy arrays: values and every gradient against float64,
-and what is refused."""
+"""layer_norm_linear of NumPy arrays, tensors and CuPy arrays: values, gradients and errors."""
 
 from __future__ import annotations
 
@@ -38,7 +37,7 @@ LIBRARIES = (
 
 
 def maker(library):
-    """array(values, dtype) of a library, and back to float64."""
+    """Two functions: make(values, dtype) for an array of a library, and its values in float64."""
     if library == "numpy":
         return lambda values, dtype: arrays.from_float64(
             values, dtype, np.empty(0)
@@ -53,7 +52,7 @@ def maker(library):
 
         return on_gpu, lambda array: decode(cublas.bits(array).get(), arrays.dtype_name(array))
     torch = pytest.importorskip("torch")
-    if library == "cuda":  # sums that are split are added in float32
+    if library == "cuda":  # cuBLAS then adds the parts of a split sum in float32
         torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
         torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
     device = "cuda" if library == "cuda" else "cpu"
@@ -64,7 +63,7 @@ def maker(library):
 
 
 def explicit(problem, library, keep=False, **options):
-    """All that the explicit forward and backward give, as float64."""
+    """The results of the explicit forward and backward, in float64."""
     make, back = maker(library)
     own = problem.norm_dtype or problem.dtype
     given = {}
@@ -97,9 +96,17 @@ def explicit(problem, library, keep=False, **options):
             **options,
         )
         gradients = cupynorm.layer_norm_linear_backward(
-            dy, made.sum, made.mean, made.rstd, *of_norm, weight, problem.eps, normalized=made.normalized if keep else None,
-            **outside, **options,
-        )  # fmt: skip
+            dy,
+            made.sum,
+            made.mean,
+            made.rstd,
+            *of_norm,
+            weight,
+            problem.eps,
+            normalized=made.normalized if keep else None,
+            **outside,
+            **options,
+        )
     else:
         assert set(options) == {"zero_centered_weight"}
         made = cupynorm.rms_norm_linear_forward(
@@ -113,9 +120,17 @@ def explicit(problem, library, keep=False, **options):
             **options,
         )
         gradients = cupynorm.rms_norm_linear_backward(
-            dy, made.sum, made.rstd, of_norm[0], weight, problem.eps, norm_bias=of_norm[1],
-            normalized=made.normalized if keep else None, **outside, **options,
-        )  # fmt: skip
+            dy,
+            made.sum,
+            made.rstd,
+            of_norm[0],
+            weight,
+            problem.eps,
+            norm_bias=of_norm[1],
+            normalized=made.normalized if keep else None,
+            **outside,
+            **options,
+        )
         assert made.mean is None
     assert type(made.y) is type(given["x"]) and arrays.dtype_name(made.y) == problem.dtype
     return {
@@ -129,13 +144,13 @@ def explicit(problem, library, keep=False, **options):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("norm_name", NORMS)
 @pytest.mark.parametrize("library", LIBRARIES)
-def test_forward_and_gradients(library, norm_name, dtype, options):
+def test_results_and_gradients_are_within_bounds(library, norm_name, dtype, options):
     problem = draw(norm_name, dtype, **options)
     for keep in (False, True):
         assert_right(problem, explicit(problem, library, keep))
 
 
-def test_the_bounds_object_to_what_is_wrong():
+def test_an_error_of_5_percent_exceeds_the_bounds():
     problem = draw(dtype="bfloat16")
     results = explicit(problem, "numpy")
     assert_right(problem, results)
@@ -147,7 +162,7 @@ def test_the_bounds_object_to_what_is_wrong():
 
 
 @pytest.mark.parametrize("norm_name", NORMS)
-def test_only_what_is_asked_for(norm_name):
+def test_only_the_wanted_gradients_are_returned(norm_name):
     problem = draw(norm_name)
     for name in linear_call.GRADIENTS:
         given = (problem.x, problem.norm_weight, problem.norm_bias, problem.weight)
@@ -176,7 +191,7 @@ def test_only_what_is_asked_for(norm_name):
 
 
 @pytest.mark.parametrize("library", ("numpy", "torch"))
-def test_what_is_returned(library):
+def test_returned_arrays(library):
     make, back = maker(library)
     problem = draw(residual=True)
     x, norm_weight, norm_bias, weight, bias, residual = (
@@ -199,7 +214,7 @@ def test_what_is_returned(library):
 
 
 @pytest.mark.parametrize("library", ("numpy", "torch"))
-def test_zero_rows(library):
+def test_no_rows_give_empty_results_and_zero_gradients(library):
     make, back = maker(library)
     problem = draw(num_rows=0)
     results = explicit(problem, library)
@@ -208,7 +223,7 @@ def test_zero_rows(library):
         assert results[name].shape == getattr(problem, name[1:]).shape and not results[name].any()
 
 
-def test_folded_numpy_is_the_same():
+def test_fold_is_ignored_for_numpy_arrays():
     problem = draw()
     given = (problem.x, problem.norm_weight, problem.norm_bias, problem.weight, problem.bias)
     np.testing.assert_array_equal(
@@ -217,29 +232,51 @@ def test_folded_numpy_is_the_same():
 
 
 @pytest.mark.parametrize("library", ("numpy", "torch"))
-def test_what_is_refused(library):
+def test_wrong_arguments_are_refused(library):
     make, _ = maker(library)
     problem = draw()
     names = ("x", "norm_weight", "norm_bias", "weight", "bias")
     right = {name: make(getattr(problem, name), "float32") for name in names}
     for wrong, error, sentence in (
         (
-            {"weight": make(np.ones((16, 23)), "float32")}, ValueError,
+            {"weight": make(np.ones((16, 23)), "float32")},
+            ValueError,
             r"weight has shape \(16, 23\), input \(5, 24\); expected \(out_features, 24\)",
         ),
         ({"weight": make(np.ones(24), "float32")}, ValueError, r"weight has shape \(24,\)"),
-        ({"bias": make(np.ones(24), "float32")}, ValueError, r"bias has shape \(24,\); expected \(16,\)"),
-        ({"norm_weight": make(np.ones(16), "float32")}, ValueError, r"norm_weight has shape \(16,\); expected \(24,\)"),
-        ({"norm_bias": make(np.ones((1, 24)), "float32")}, ValueError, r"norm_bias has shape \(1, 24\); expected \(24,\)"),
         (
-            {"weight": make(np.ones((16, 24)), "float16")}, TypeError,
+            {"bias": make(np.ones(24), "float32")},
+            ValueError,
+            r"bias has shape \(24,\); expected \(16,\)",
+        ),
+        (
+            {"norm_weight": make(np.ones(16), "float32")},
+            ValueError,
+            r"norm_weight has shape \(16,\); expected \(24,\)",
+        ),
+        (
+            {"norm_bias": make(np.ones((1, 24)), "float32")},
+            ValueError,
+            r"norm_bias has shape \(1, 24\); expected \(24,\)",
+        ),
+        (
+            {"weight": make(np.ones((16, 24)), "float16")},
+            TypeError,
             "weight is of dtype float16, input of float32; expected both the same",
         ),
         ({"weight": None}, TypeError, "weight is a NoneType; expected an array"),
         ({"bias": 1.0}, TypeError, "bias is a float; expected a"),
-        ({"bias": make(np.ones(16), "bfloat16")}, TypeError, "bias is of dtype bfloat16, input of float32"),
-        ({"x": make(np.ones(()), "float32")}, ValueError, "input has no dimension to normalise over"),
-    ):  # fmt: skip
+        (
+            {"bias": make(np.ones(16), "bfloat16")},
+            TypeError,
+            "bias is of dtype bfloat16, input of float32",
+        ),
+        (
+            {"x": make(np.ones(()), "float32")},
+            ValueError,
+            "input has no dimension to normalise over",
+        ),
+    ):
         given = right | wrong
         with pytest.raises(error, match=sentence):
             cupynorm.layer_norm_linear(*(given[name] for name in names))
@@ -275,13 +312,31 @@ def test_what_is_refused(library):
             cupynorm.layer_norm_linear(*(wrong[each] for each in names))
 
 
-# cuBLAS, by another that reads the same memory in the same order.
+# CuPy arrays, with cuBLAS replaced by NumPy on the same memory.
 
 
 def gemm_of_columns(
-    handle, transpose_a, transpose_b, m, n, k, alpha, a, a_type, lda, b, b_type, ldb, beta, c, c_type, ldc, compute, algorithm
-):  # fmt: skip
-    """cublasGemmEx by its manual: column-major matrices, C = alpha op(A) op(B) + beta C, added in the compute type."""
+    handle,
+    transpose_a,
+    transpose_b,
+    m,
+    n,
+    k,
+    alpha,
+    a,
+    a_type,
+    lda,
+    b,
+    b_type,
+    ldb,
+    beta,
+    c,
+    c_type,
+    ldc,
+    compute,
+    algorithm,
+):
+    """cublasGemmEx of column-major matrices: C = alpha op(A) op(B) + beta C."""
     assert a_type == b_type == c_type and algorithm == -1 and handle == 7
     name = {value: key for key, value in cublas._CUDA_TYPES.items()}[a_type]
     kind = DTYPES[name]
@@ -341,11 +396,11 @@ def host(array):
     ids=str,
 )
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_products_of_cupy_arrays(cupy_on_host, dtype, shapes):
+def test_products_of_cupy_arrays_are_those_of_numpy(cupy_on_host, dtype, shapes):
     random = np.random.default_rng(0)
     a, b = (decode(encode(random.standard_normal(shape), dtype), dtype) for shape in shapes)
     before = decode(encode(random.standard_normal((len(a), b.shape[1])), dtype), dtype)
-    # In float64 each library adds up in its own order; what is rounded to less shows nothing of that.
+    # The order of additions shows in float64 only, where nothing is rounded afterwards.
     bound = (len(b) + 1) * 2.0**-53 * (abs(a) @ abs(b) + abs(before)) if dtype == "float64" else 0
 
     def assert_product(made, expected):
@@ -371,8 +426,10 @@ def test_products_of_cupy_arrays(cupy_on_host, dtype, shapes):
 @pytest.mark.parametrize("options", OPTIONS[:5], ids=str)
 @pytest.mark.parametrize("dtype", ("bfloat16", "float32"))
 @pytest.mark.parametrize("norm_name", NORMS)
-def test_cupy_arrays_take_the_norm_and_cublas(cupy_on_host, monkeypatch, norm_name, dtype, options):
-    """The way from a CuPy array to its products and back, the norm's kernels replaced by the reference."""
+def test_results_of_cupy_arrays_by_cublas_are_within_bounds(
+    cupy_on_host, monkeypatch, norm_name, dtype, options
+):
+    """The norm's kernels are replaced by the reference."""
 
     class Norm:
         def __init__(self, prepare, request, purpose):
@@ -412,6 +469,6 @@ def test_cupy_arrays_take_the_norm_and_cublas(cupy_on_host, monkeypatch, norm_na
     monkeypatch.setattr(norm_linear, "np", SimpleNamespace(ndarray=()))  # no array here is NumPy's
     for keep in (False, True):
         assert_right(problem, explicit(problem, "cupy", keep))
-        # Forward, and one backward, which writes the normalised tensor again where it was not kept.
+        # A forward, and a backward that recomputes the normalised tensor where it was not kept.
         assert asked == [False, not keep]
         asked.clear()

@@ -1,4 +1,4 @@
-"""torch around the kernels: derivatives of any order and mode, operators, the compiler, autocast, and the hooks of autograd."""
+"""torch tensors: derivatives of any order and mode, operators, the compiler, autocast and hooks."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from cupynorm.norm.options import launch_options  # noqa: E402
 
 NORMS = ("layer_norm", "rms_norm")
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
-EPS = 0.1  # large enough to matter, and for rstd to be 1 / sqrt(EPS) at most
+EPS = 0.1  # large enough to matter; rstd is 1 / sqrt(EPS) at most
 
 
 def random(*shape: int, dtype=torch.float64, device="cpu", seed=0) -> torch.Tensor:
@@ -51,7 +51,7 @@ def ours(norm_name: str, extents=(5,), **options):
 
 
 def theirs(norm_name: str, extents=(5,)):
-    """torch's, which has no bias in rms_norm."""
+    """torch's norm, with a bias for rms_norm too."""
 
     def call(x, weight=None, bias=None):
         if norm_name == "layer_norm":
@@ -63,8 +63,11 @@ def theirs(norm_name: str, extents=(5,)):
 
 
 def assert_close(got, expected) -> None:
-    """float64 by the same mathematics in another order: fewer than 2^10 roundings of terms no larger than 2^4 times the
-    result's largest (rows of 15 columns or fewer, rstd at most 1 / sqrt(EPS), derivatives of third order or less)."""
+    """Compares float64 results of one formula whose operations differ in order.
+
+    Allows 2^10 roundings of terms of at most 2^4 times the largest result. That covers rows of 15
+    columns or fewer, rstd of at most 1 / sqrt(EPS), and derivatives up to third order.
+    """
     for one, other in zip(
         *(each if isinstance(each, tuple) else (each,) for each in (got, expected)), strict=True
     ):
@@ -73,7 +76,7 @@ def assert_close(got, expected) -> None:
         torch.testing.assert_close(one, other, rtol=0, atol=allowed)
 
 
-# -- derivatives -----------------------------------------------------------------------------------------
+# Derivatives.
 
 
 @pytest.mark.parametrize("zero_centered_weight", [False, True])
@@ -82,7 +85,9 @@ def assert_close(got, expected) -> None:
 )
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("norm_name", NORMS)
-def test_first_and_second_derivatives(norm_name, device, given, zero_centered_weight):
+def test_first_and_second_derivatives_are_numerical_ones(
+    norm_name, device, given, zero_centered_weight
+):
     shapes = {"x": (2, 3, 5), "weight": (5,), "bias": (5,), "residual": (2, 3, 5)}
     names = ["x", *given.split()]
     options = {
@@ -120,7 +125,7 @@ def test_derivatives_in_batches_and_in_forward_mode(norm_name):
 
 
 @pytest.mark.parametrize("norm_name", NORMS)
-def test_third_derivatives(norm_name):
+def test_third_derivatives_are_numerical_ones(norm_name):
     call, tensors = ours(norm_name), leaves((2, 5), (5,))
 
     def gradients(x, weight):
@@ -129,7 +134,7 @@ def test_third_derivatives(norm_name):
     assert torch.autograd.gradgradcheck(gradients, tensors)
 
 
-def test_the_checks_object_to_a_wrong_second_derivative(monkeypatch):
+def test_gradgradcheck_fails_for_a_wrong_second_derivative(monkeypatch):
     right = torch_ops.formulas.second_derivatives
 
     def wrong(*arguments):
@@ -144,7 +149,7 @@ def test_the_checks_object_to_a_wrong_second_derivative(monkeypatch):
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("norm_name", NORMS)
 def test_gradients_of_a_graph_are_those_of_the_kernels(norm_name, device):
-    """create_graph=True changes no bit of the first derivatives."""
+    """create_graph=True gives the first derivatives to the bit."""
     for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
         x, residual = leaves((4, 40), (4, 40), dtype=dtype, device=device)
         weight, bias = leaves((40,), (40,), dtype=torch.float32, device=device)
@@ -171,7 +176,8 @@ def test_second_derivatives_of_a_weight_of_another_dtype(norm_name):
         )
         return torch.autograd.grad(sum((each.double() ** 2).sum() for each in first), (x, weight))
 
-    # A weight gradient that is rounded to float32 on the way stands in the next at 2 * 2^-24, the last one is rounded again.
+    # The first gradient of the weight is rounded to float32 and squared, which doubles its error.
+    # The second one is rounded again.
     narrow = random(5, dtype=torch.float32).requires_grad_()
     for got, expected in zip(second(narrow), second(narrow.detach().double().requires_grad_())):
         largest = expected.abs().max().item()
@@ -181,7 +187,7 @@ def test_second_derivatives_of_a_weight_of_another_dtype(norm_name):
     assert second(narrow)[1].dtype == torch.float32
 
 
-# -- torch.func and forward mode -------------------------------------------------------------------------
+# torch.func and forward mode.
 
 SCALARS = {
     "grad": grad,
@@ -213,7 +219,7 @@ def test_derivatives_agree_with_those_of_torch(norm_name, transform, of):
 
 @pytest.mark.parametrize("norm_name", NORMS)
 def test_forward_over_forward_is_forward_over_reverse(norm_name):
-    """Not compared with torch.nn.functional.layer_norm, whose own forward derivative torch takes for a constant."""
+    """Against torch's hessian: torch treats layer_norm's own forward derivative as a constant."""
 
     def scalar(x):
         return (ours(norm_name)(x) ** 3).sum()
@@ -240,7 +246,7 @@ def test_jvp_and_vjp_agree_with_those_of_torch(norm_name):
 
 @pytest.mark.parametrize("norm_name", NORMS)
 def test_a_tangent_of_the_gradient_of_y(norm_name):
-    """The forward was recorded by kernels before there was any tangent."""
+    """The forward was recorded before the tangent was made."""
     x = random(3, 5).requires_grad_()
     y = ours(norm_name)(x)
     dy, tangent = random(3, 5, seed=1), random(3, 5, seed=2)
@@ -252,14 +258,20 @@ def test_a_tangent_of_the_gradient_of_y(norm_name):
     )
 
 
-@pytest.mark.parametrize("shapes, dims", [
-    (((4, 3, 5), (5,), (5,)), (0, None, None)), (((3, 4, 5), (5,), (5,)), (1, None, None)),
-    (((3, 5, 4), (5,), (5,)), (2, None, None)), (((3, 5), (4, 5), (5,)), (None, 0, None)),
-    (((3, 5), (5,), (5, 4)), (None, None, 1)), (((4, 3, 5), (4, 5), (4, 5)), (0, 0, 0)),
-    (((4, 5), (5,), (5,)), (0, None, None)),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "shapes, dims",
+    [
+        (((4, 3, 5), (5,), (5,)), (0, None, None)),
+        (((3, 4, 5), (5,), (5,)), (1, None, None)),
+        (((3, 5, 4), (5,), (5,)), (2, None, None)),
+        (((3, 5), (4, 5), (5,)), (None, 0, None)),
+        (((3, 5), (5,), (5, 4)), (None, None, 1)),
+        (((4, 3, 5), (4, 5), (4, 5)), (0, 0, 0)),
+        (((4, 5), (5,), (5,)), (0, None, None)),
+    ],
+)
 @pytest.mark.parametrize("norm_name", NORMS)
-def test_vmap(norm_name, shapes, dims):
+def test_vmap_agrees_with_that_of_torch(norm_name, shapes, dims):
     tensors = [random(*shape, seed=seed) for seed, shape in enumerate(shapes)]
     calls = ours(norm_name), theirs(norm_name)
     assert_close(*(vmap(call, dims)(*tensors) for call in calls))
@@ -277,7 +289,7 @@ def test_vmap(norm_name, shapes, dims):
     assert_close(*(vmap(vmap(call, dims), tuple(outer))(*nested) for call in calls))
 
 
-def test_what_is_mapped_over_is_more_rows(monkeypatch):
+def test_vmap_adds_rows_to_one_call(monkeypatch):
     shapes = []
     plain = route.prepare_forward
 
@@ -293,7 +305,7 @@ def test_what_is_mapped_over_is_more_rows(monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("norm_name", NORMS)
 def test_transformed_results_have_the_dtypes_of_eager_ones(norm_name, dtype):
-    """And their values but for the rounding of x_hat, the product and the sum in float32 before that to dtype."""
+    """Their values differ by the float32 roundings of x_hat, the product and the sum."""
     x, residual, weight = (
         random(4, 40, dtype=dtype),
         random(4, 40, dtype=dtype, seed=1),
@@ -317,13 +329,13 @@ def test_transformed_results_have_the_dtypes_of_eager_ones(norm_name, dtype):
     assert grad(lambda x: call(x, residual)[0].float().sum())(x).dtype == eager.dtype == dtype
 
 
-# -- operators -------------------------------------------------------------------------------------------
+# Operators.
 
 
 def operands(
     norm_name: str, device: str, residual: bool, affine: bool, dtype
 ) -> tuple[tuple, tuple]:
-    """Arguments of norm_forward, and of norm_backward at its result."""
+    """The arguments of norm_forward, and those of norm_backward from its results."""
     centered = norm_name == "layer_norm"
     x, other = leaves((3, 4, 5), (3, 4, 5), dtype=dtype, device=device)
     weight, bias = (
@@ -348,16 +360,26 @@ def operands(
     added = added.requires_grad_() if residual else x
     dy, dsum = leaves((3, 4, 5), (3, 4, 5), dtype=dtype, device=device)
     backward = (
-        dy, added, mean if centered else None, rstd, weight, dsum if residual else None, [5], (True, affine, affine), affine,
-        torch.float32 if affine else None, 0, None,
-    )  # fmt: skip
+        dy,
+        added,
+        mean if centered else None,
+        rstd,
+        weight,
+        dsum if residual else None,
+        [5],
+        (True, affine, affine),
+        affine,
+        torch.float32 if affine else None,
+        0,
+        None,
+    )
     return forward, backward
 
 
 @pytest.mark.parametrize("residual, affine", list(itertools.product((False, True), repeat=2)))
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("norm_name", NORMS)
-def test_operators_keep_the_rules_of_operators(norm_name, device, residual, affine):
+def test_operators_pass_opcheck(norm_name, device, residual, affine):
     for dtype in (torch.float32, torch.bfloat16):
         forward, backward = operands(norm_name, device, residual, affine, dtype)
         opcheck(torch.ops.cupynorm.norm_forward.default, forward)
@@ -365,7 +387,7 @@ def test_operators_keep_the_rules_of_operators(norm_name, device, residual, affi
 
 
 @pytest.mark.parametrize("wanted", list(itertools.product((False, True), repeat=3)))
-def test_the_backward_operator_makes_what_is_wanted(wanted):
+def test_the_backward_operator_returns_the_wanted_gradients(wanted):
     _, backward = operands("layer_norm", "cpu", True, True, torch.float32)
     everything = torch.ops.cupynorm.norm_backward(*backward)
     made = torch.ops.cupynorm.norm_backward(*backward[:7], wanted, *backward[8:])
@@ -373,7 +395,7 @@ def test_the_backward_operator_makes_what_is_wanted(wanted):
         assert torch.equal(got, right) if is_wanted else got.numel() == 0
 
 
-def test_operators_take_every_option():
+def test_a_compiled_call_passes_on_its_launch_options():
     x = random(3, 40, dtype=torch.float32)
     options = {
         "sm_margin": 2,
@@ -395,11 +417,11 @@ def test_operators_take_every_option():
     assert seen[-1] == launch_options("block", options["tile"], "welford", 2)
 
 
-# -- the compiler ----------------------------------------------------------------------------------------
+# The compiler.
 
 
 def block(x, weight, bias, residual):
-    """A pre-norm block: both norms, a residual and its sum, and operations of torch between them."""
+    """A pre-norm block of both norms, a residual, its sum, and torch operations between them."""
     y, added = cupynorm.layer_norm(2 * x, 40, weight, bias, residual=residual, return_residual=True)
     return (
         cupynorm.rms_norm(y + 1, (40,), weight, zero_centered_weight=True, out_dtype=torch.float32)
@@ -413,7 +435,7 @@ def block_tensors(num_rows: int, dtype=torch.float32, device="cpu") -> list[torc
 
 
 def check_compiled(compiled, tensors) -> None:
-    """Outputs and gradients of a compiled block are the eager ones, to the bit."""
+    """Checks that outputs and gradients of a compiled block are the eager ones, to the bit."""
     expected, got = (function(*tensors) for function in (block, compiled))
     assert torch.equal(got, expected)
     dy = torch.ones_like(expected)
@@ -432,7 +454,7 @@ def compile_anew():
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_compiled_without_a_break_for_any_number_of_rows(compile_anew, backend):
+def test_compiled_for_any_number_of_rows_without_a_graph_break(compile_anew, backend):
     compiled = compile_anew(block, dynamic=True, backend=backend)
     for num_rows in (
         4,
@@ -457,18 +479,19 @@ def test_compiled_results_are_the_eager_ones(compile_anew, dtype):
     check_compiled(compiled, block_tensors(4, dtype))
 
 
-def test_compiled_first_of_all():
-    """In a process that has not called cupynorm before: what is imported while torch traces must not break it."""
+def test_the_first_call_of_a_process_can_be_compiled():
+    """Modules are then imported while torch traces."""
     script = """
 import torch, cupynorm  # noqa: E402
 x = torch.ones(3, 40)
-compiled = torch.compile(lambda x: cupynorm.layer_norm(x, x.shape[-1]), fullgraph=True, backend="eager")
+call = lambda x: cupynorm.layer_norm(x, x.shape[-1])
+compiled = torch.compile(call, fullgraph=True, backend="eager")
 assert torch.equal(compiled(x), cupynorm.layer_norm(x, 40))
 """
     subprocess.run([sys.executable, "-W", "error::UserWarning", "-c", script], check=True)
 
 
-def test_compiled_by_inductor(compile_anew):
+def test_inductor_gives_the_eager_results(compile_anew):
     tensors = [tensor.detach() for tensor in block_tensors(4)]
     compiled = compile_anew(lambda *given: cupynorm.rms_norm(cupynorm.layer_norm(*given), 40))
     given = (tensors[0], 40, *tensors[1:3])
@@ -482,7 +505,7 @@ OLD_COMPILER = pytest.mark.skipif(
 
 
 @OLD_COMPILER
-def test_compiled_transforms(compile_anew):
+def test_compiled_transforms_agree_with_those_of_torch(compile_anew):
     weight, x, tangent = random(5), random(3, 5), random(3, 5, seed=1)
     for transform in (
         lambda call: grad(lambda x: (call(x, weight) ** 3).sum()),
@@ -494,7 +517,7 @@ def test_compiled_transforms(compile_anew):
 
 
 @OLD_COMPILER
-def test_compiled_errors_are_sentences(compile_anew):
+def test_compiled_calls_raise_the_errors_of_eager_ones(compile_anew):
     x = torch.ones(3, 40)
     compiled = compile_anew(lambda x, weight: cupynorm.layer_norm(x, 40, weight), backend="eager")
     with pytest.raises(Exception, match=r"weight has shape \(41,\); expected \(40,\)"):
@@ -514,7 +537,7 @@ class Norm(torch.nn.Module):
 
 
 @pytest.mark.parametrize("strict", [True, False])
-def test_export(strict):
+def test_an_exported_module_gives_the_eager_results(strict):
     module, rows = Norm(), {0: torch.export.Dim("num_rows")}
     exported = torch.export.export(
         module, (torch.ones(4, 40),), dynamic_shapes={"x": rows}, strict=strict
@@ -529,7 +552,7 @@ def test_export(strict):
 
 
 @pytest.mark.parametrize("tracing_mode", ["real", "fake", "symbolic"])
-def test_traced_outside_the_compiler(tracing_mode):
+def test_make_fx_traces_the_operators(tracing_mode):
     def gradients(x, weight):
         return torch.autograd.grad(cupynorm.layer_norm(x, 40, weight).sum(), (x, weight))
 
@@ -542,10 +565,10 @@ def test_traced_outside_the_compiler(tracing_mode):
 
 
 class Meters(torch.Tensor):
-    """A subclass of torch.Tensor as users write them."""
+    """A subclass of torch.Tensor."""
 
 
-def test_subclasses_of_tensors_stay_what_they_are():
+def test_results_of_a_tensor_subclass_are_of_that_subclass():
     x = random(3, 40, dtype=torch.float32)
     y = cupynorm.layer_norm(x.as_subclass(Meters), 40)
     assert type(y) is Meters and torch.equal(
@@ -556,7 +579,7 @@ def test_subclasses_of_tensors_stay_what_they_are():
         cupynorm.layer_norm(x.as_subclass(Meters), 40, torch.ones(40).numpy())
 
 
-# -- autocast --------------------------------------------------------------------------------------------
+# Autocast.
 
 
 @pytest.mark.parametrize("autocast", [torch.float16, torch.bfloat16])
@@ -582,7 +605,7 @@ def test_autocast_gives_the_dtype_that_torch_gives(norm_name, device, dtype, aut
     assert getattr(cupynorm, norm_name)(x, 40, wide).dtype == dtype
 
 
-def test_autocast_of_cuda_leaves_tensors_of_the_cpu_alone():
+def test_autocast_of_cuda_does_not_change_calls_on_the_cpu():
     x = random(3, 40, dtype=torch.bfloat16)
     torch.set_autocast_enabled("cuda", True)
     try:
@@ -591,7 +614,7 @@ def test_autocast_of_cuda_leaves_tensors_of_the_cpu_alone():
         torch.set_autocast_enabled("cuda", False)
 
 
-# -- autograd's hooks ------------------------------------------------------------------------------------
+# Autograd's hooks.
 
 
 def recorded(dtype=torch.float32, **options):
@@ -599,7 +622,7 @@ def recorded(dtype=torch.float32, **options):
     return (x, weight, bias), cupynorm.layer_norm(x, 40, weight, bias, **options)
 
 
-def test_a_graph_that_is_retained_gives_the_same_twice():
+def test_a_retained_graph_gives_the_same_gradients_twice():
     tensors, y = recorded()
     first, second = (torch.autograd.grad(y.sum(), tensors, retain_graph=True) for _ in range(2))
     assert all(map(torch.equal, first, second))
@@ -609,7 +632,7 @@ def test_a_graph_that_is_retained_gives_the_same_twice():
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
-def test_checkpoint(use_reentrant):
+def test_checkpointed_gradients_are_the_same(use_reentrant):
     tensors, y = recorded()
     expected = torch.autograd.grad(y.sum(), tensors)
     again = checkpoint(
@@ -634,9 +657,15 @@ def test_selective_checkpoint_sees_one_operator():
     tensors, y = recorded()
     expected = torch.autograd.grad(y.sum(), tensors)
     again = checkpoint(
-        cupynorm.layer_norm, tensors[0], 40, *tensors[1:], use_reentrant=False,
-        context_fn=functools.partial(torch.utils.checkpoint.create_selective_checkpoint_contexts, policy),
-    )  # fmt: skip
+        cupynorm.layer_norm,
+        tensors[0],
+        40,
+        *tensors[1:],
+        use_reentrant=False,
+        context_fn=functools.partial(
+            torch.utils.checkpoint.create_selective_checkpoint_contexts, policy
+        ),
+    )
     for got, right in zip(torch.autograd.grad(again.sum(), tensors), expected):
         assert torch.equal(got, right)
     assert torch.ops.cupynorm.norm_forward.default in seen
@@ -658,7 +687,7 @@ def test_saved_tensors_may_be_packed(create_graph):
         assert all(map(torch.equal, got, expected))
 
 
-def test_gradients_that_nobody_wants_are_not_computed(monkeypatch):
+def test_only_the_wanted_gradients_are_computed(monkeypatch):
     asked = []
     plain = autograd.prepare_backward
 
@@ -682,7 +711,7 @@ def test_gradients_that_nobody_wants_are_not_computed(monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
-def test_inputs_are_left_as_they_are(dtype):
+def test_inputs_are_not_written(dtype):
     tensors = [
         tensor.requires_grad_()
         for tensor in (random(6, 40, dtype=dtype), random(40, dtype=dtype), random(40, dtype=dtype))
@@ -695,7 +724,7 @@ def test_inputs_are_left_as_they_are(dtype):
     torch.autograd.grad(sum(gradient.sum() for gradient in first), tensors[:2])
     for tensor, bits in zip(held, before):
         assert torch.equal(tensor.detach().view(torch.uint8), bits)
-        assert tensor.untyped_storage().resizable()  # fully_shard frees weights by that
+        assert tensor.untyped_storage().resizable()  # fully_shard frees weights that way
 
 
 def test_a_hook_on_the_weight_fires_once():
@@ -708,15 +737,18 @@ def test_a_hook_on_the_weight_fires_once():
     assert len(fired) == 1 and torch.equal(fired[0], weight.grad) and (bias.grad == 6).all()
 
 
-# -- GPU -------------------------------------------------------------------------------------------------
+# GPU.
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_compiled_by_inductor_on_a_gpu(compile_anew, dtype, dynamic):
-    """To the bit, gradients too, where all that torch fuses rounds once or not at all: products with powers of two,
-    one sum of two."""
+    """Results and gradients are the eager ones to the bit.
+
+    torch fuses only products with powers of two and one sum of two, whose roundings do not depend
+    on the fusion.
+    """
 
     def scaled(x, weight, bias, residual):
         y, added = cupynorm.layer_norm(

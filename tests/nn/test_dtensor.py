@@ -1,5 +1,7 @@
-"""Two processes: DTensors, DistributedDataParallel and fully_shard, as two_ranks.py checks them.
-On the CPU, and on two GPUs."""
+"""DTensors, DistributedDataParallel and fully_shard on two ranks, on the CPU and on two GPUs.
+
+two_ranks.py has the checks.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(scope="module")
 def became(tmp_path_factory: pytest.TempPathFactory):
-    """backend -> what became of each check, on both ranks. One start for all checks of a backend."""
+    """Runs all checks of a backend at once. Returns the outcome of each check on both ranks."""
     found: dict[str, dict[str, list[str]]] = {}
 
     def of(backend: str) -> dict[str, list[str]]:
@@ -37,7 +39,7 @@ def became(tmp_path_factory: pytest.TempPathFactory):
 
 
 def run(backend: str, folder: Path) -> dict[str, list[str]]:
-    # NVLink's multicast is not needed for tensors this small, and not every machine lends it.
+    # Tensors this small need no NVLink multicast, which not every machine has.
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     variables = os.environ | {"NCCL_NVLS_ENABLE": "0", "PYTHONPATH": path}
     errors = [folder / f"{rank}.txt" for rank in (0, 1)]
@@ -79,7 +81,7 @@ def test_on_two_ranks(became, backend, name):
         assert text == "passed", f"rank {rank}: {text}"
 
 
-def test_a_torch_that_cannot_be_told_is_named(monkeypatch):
+def test_the_error_names_a_torch_without_sharding_rules(monkeypatch):
     monkeypatch.setitem(sys.modules, "torch.distributed.tensor.experimental", None)
     sentence = (
         f"torch {re.escape(torch.__version__)} has no .*register_sharding; expected a later torch"
@@ -88,8 +90,8 @@ def test_a_torch_that_cannot_be_told_is_named(monkeypatch):
         parallel._register_once.__wrapped__()
 
 
-def test_who_has_no_dtensor_does_not_import_them():
-    """It would take seconds."""
+def test_dtensors_are_not_imported_for_plain_tensors():
+    """The import takes seconds."""
     script = (
         "import sys, torch, cupynorm\n"
         "before = set(sys.modules)\n"

@@ -1,5 +1,7 @@
-"""8-bit floats of torch beside the reference, byte for byte; recipes beside a state machine of their own; products;
-fp8_autocast."""
+"""8-bit floats of torch byte for byte, recipes of scaling, products, and fp8_autocast.
+
+Recipes are compared with delayed_scaling.py, a second implementation.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ from delayed_scaling import Machine
 import cupynorm
 
 torch = pytest.importorskip("torch")
-from cupynorm.nn import autocast, fp8, products, quantization, recipes  # noqa: E402  (imports torch)
+from cupynorm.nn import autocast, fp8, products, quantization, recipes  # noqa: E402
 from cupynorm.nn.fp8 import Scales  # noqa: E402
 from cupynorm.nn.products import Factor  # noqa: E402
 from cupynorm.nn.recipes import BlockScaling, CurrentScaling, DelayedScaling, Format  # noqa: E402
@@ -23,7 +25,7 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
 def draw(shape=(130, 300), seed=0) -> np.ndarray:
-    """Rows of sizes from 1e-3 to 1e3; a row of zeros, an infinity, a row of the smallest numbers, values out of a tie's way."""
+    """Rows of scales from 1e-3 to 1e3, with a row of zeros, an infinity and a row of denormals."""
     generator = np.random.default_rng(seed)
     values = generator.standard_normal(shape) * 10.0 ** generator.integers(-3, 4, (shape[0], 1))
     values[3], values[5, 7], values[8] = 0.0, np.inf, 1e-44
@@ -35,7 +37,7 @@ def raw(data: torch.Tensor) -> np.ndarray:
 
 
 def record(scales, at, x):
-    """As a step that quantises x."""
+    """Records the amax of x, as a step that quantises x does."""
     quantization.quantize(x.reshape(1, -1), scales.scale[at], recipes.E4M3, amax=scales.amax(at))
 
 
@@ -81,7 +83,7 @@ def test_bytes_are_those_of_the_reference(device, name):
             truth = reference.dequantize(
                 reference.quantize_blocks(values, name, **options), name, block_rows=block_rows
             )
-            # One product in float32 of numbers that float64 multiplies exactly.
+            # One float32 product of numbers whose product is exact in float64.
             np.testing.assert_allclose(
                 made.dequantize(torch.float64).cpu().numpy(), truth, rtol=2.0**-24, atol=2.0**-149
             )
@@ -93,7 +95,7 @@ def test_bytes_are_those_of_the_reference(device, name):
 
 @pytest.mark.parametrize("dtype", (torch.float16, torch.bfloat16), ids=str)
 def test_the_product_of_16_bit_values_and_a_scale_is_float32(dtype):
-    """Rounded to 16 bits before it is rounded to 8, some of these would be another 8-bit float."""
+    """A product rounded to 16 bits first would give other 8-bit floats."""
     x = torch.from_numpy(np.random.default_rng(0).standard_normal((200, 300))).to(dtype)
     scale = torch.tensor(3.7)
     expected = reference.quantize(x.float().numpy(), "float8_e4m3fn", scale.numpy()).data
@@ -103,10 +105,12 @@ def test_the_product_of_16_bit_values_and_a_scale_is_float32(dtype):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_scales_are_those_of_the_reference(name):
-    amaxes = np.concatenate([
-        np.array([0.0, 1.0, 3.0, 448.0, 1e-3, 1e-38, 1e-45, 3e38, np.inf, np.nan], np.float32),
-        np.abs(np.random.default_rng(0).standard_normal(1000)).astype(np.float32),
-    ])  # fmt: skip
+    amaxes = np.concatenate(
+        [
+            np.array([0.0, 1.0, 3.0, 448.0, 1e-3, 1e-38, 1e-45, 3e38, np.inf, np.nan], np.float32),
+            np.abs(np.random.default_rng(0).standard_normal(1000)).astype(np.float32),
+        ]
+    )
     for options in ({}, {"power_of_two": True}, {"smallest_amax": 0.5}):
         got = quantization.scale_of(torch.from_numpy(amaxes), NAMES[name], **options)
         np.testing.assert_array_equal(got.numpy(), reference.scale_of(amaxes, name, **options))
@@ -123,7 +127,8 @@ def test_a_quantised_tensor():
     assert (made.dequantize(torch.float32) - x.float()).abs().max() <= 3 * 2.0**-4
     assert (
         repr(made)
-        == "QuantizedTensor(shape=(8, 5), data=torch.float8_e4m3fn, dtype=torch.bfloat16, block_rows=None)"
+        == "QuantizedTensor(shape=(8, 5), data=torch.float8_e4m3fn, dtype=torch.bfloat16, "
+        "block_rows=None)"
     )
     assert quantization.amax_of(x[:0]).item() == 0.0 and quantization.amax_of(
         x[:, :0], 1
@@ -156,7 +161,7 @@ def test_blocks_as_wide_as_a_row_and_wider(block_rows, shape):
 @pytest.mark.parametrize("largest", (3.0, 0.0, 3e-39, float("inf"), float("nan")))
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float32), ids=str)
 def test_a_matrix_by_the_scale_of_its_own_amax(dtype, largest, rule, anywhere):
-    """Bytes and scale of the reference, alone and beside its sums over rows."""
+    """Bytes and scale are those of the reference, with and without sums over rows."""
     values = np.clip(np.random.default_rng(0).standard_normal((130, 40)), -2.5, 2.5)
     x = torch.from_numpy(values * (largest / 3 if largest < 3 else 1)).to(dtype)
     x[5, 7] = largest
@@ -168,26 +173,29 @@ def test_a_matrix_by_the_scale_of_its_own_amax(dtype, largest, rule, anywhere):
     x = x.to(anywhere)
     beside, sums = quantization.quantize_and_sum(x, recipes.E4M3, torch.float32, rule=rule)
     for made in (quantization.quantize_current(x, recipes.E4M3, rule, transpose=True), beside):
+        # The byte of a NaN is not compared, because its sign may differ.
         same = np.arange(values.size).reshape(values.shape) != (
             5 * 40 + 7 if np.isnan(largest) else -1
-        )  # NaN may have a sign
+        )
         np.testing.assert_array_equal(raw(made.data)[same], truth.data[same])
         np.testing.assert_array_equal(raw(made.transposed).T[same], truth.data[same])
         assert made.scale_inv.cpu().numpy() == np.float32(truth.scale_inv)
     if np.isfinite(largest):
         wide = values.astype(np.float64)
-        # Each addition rounds; what it gives or takes below 2^-126 a GPU flushes.
+        # Each addition rounds, and a GPU flushes its denormal operands and results.
         allowed = len(wide) * (2.0**-24 * abs(wide).sum(0) + 2.0**-125)
         assert (abs(sums.cpu().numpy() - wide.sum(0)) <= allowed).all()
 
 
-# -- recipes ---------------------------------------------------------------------------------------------
+# Recipes.
 
 
 @pytest.mark.parametrize("rule", ("max", "most_recent"))
 @pytest.mark.parametrize("length, margin", ((1, 0), (2, 1), (4, 0), (16, 3), (300, -2), (1024, 0)))
 @pytest.mark.parametrize("device", (*DEVICES, "kernels"))
-def test_fifty_steps_of_delayed_scaling(device, length, margin, rule, request):
+def test_fifty_steps_give_the_scales_of_the_second_implementation(
+    device, length, margin, rule, request
+):
     launched = request.getfixturevalue("kernels") if device == "kernels" else None
     device = "cpu" if device == "kernels" else device
     generator = np.random.default_rng([length, margin + 4])
@@ -205,7 +213,9 @@ def test_fifty_steps_of_delayed_scaling(device, length, margin, rule, request):
         for bound, value in ((0.10, 0.0), (0.17, np.inf), (0.24, np.nan), (0.30, 1e-42)):
             amaxes[(odd < bound) & (odd >= bound - 0.07)] = value
         for at, (machine, amax) in enumerate(zip(machines, amaxes)):
-            if at != 2 or generator.random() < 0.5:  # the last is not always used
+            if (
+                at != 2 or generator.random() < 0.5
+            ):  # the last tensor is used in about half the steps
                 record(scales, at, torch.tensor([[-amax, amax / 2]], device=device))
             else:
                 amax = 0.0
@@ -220,7 +230,7 @@ def test_fifty_steps_of_delayed_scaling(device, length, margin, rule, request):
     assert launched is None or "update_scales.cu" in [launch.kernel.source for launch in launched]
 
 
-def test_a_tensor_used_twice_records_its_largest():
+def test_a_tensor_used_twice_in_a_step_records_the_larger_amax():
     scales = Scales((recipes.E4M3,), 3, torch.device("cpu"))
     for value in (2.0, 8.0, 4.0):
         record(scales, 0, torch.full((3,), value))
@@ -256,7 +266,7 @@ def test_callables_of_a_recipe():
     ]
 
 
-def test_what_recipes_refuse():
+def test_options_that_recipes_refuse():
     assert DelayedScaling() == DelayedScaling(0, Format.HYBRID, 1024, "max", None, True)
     assert CurrentScaling() == CurrentScaling(
         Format.HYBRID, 0.0, False
@@ -359,8 +369,8 @@ def test_what_recipes_refuse():
             make()
 
 
-def test_regions_that_end_out_of_order():
-    """As those of several threads may."""
+def test_regions_may_end_out_of_order():
+    """Regions of several threads may end in any order."""
     first, second = (
         autocast.fp8_autocast(recipe=recipe) for recipe in (CurrentScaling(), BlockScaling())
     )
@@ -371,8 +381,8 @@ def test_regions_that_end_out_of_order():
     assert autocast.active() is None
 
 
-def test_reduce_amax(monkeypatch):
-    """The other rank's amax is the larger: it is what both go on with. Not asked for, or one rank alone: none asks."""
+def test_reduce_amax_takes_the_largest_of_all_ranks(monkeypatch):
+    """Both ranks take the larger amax. A single rank, or reduce_amax=False, makes no all_reduce."""
     asked = []
 
     def all_reduce(tensor, op, group):
@@ -422,7 +432,7 @@ def test_a_history_of_another_length():
         )
 
 
-def test_states_as_bytes_without_pickle():
+def test_states_are_packed_as_bytes_without_pickle():
     states = {"forward": filled(4), "backward": filled(2)}
     packed = fp8.pack(states)
     assert packed.dtype == torch.uint8 and packed.is_contiguous()
@@ -446,7 +456,7 @@ def test_states_as_bytes_without_pickle():
             assert fp8.unpack(foreign) == {}
 
 
-# -- products --------------------------------------------------------------------------------------------
+# Products.
 
 
 @pytest.mark.parametrize(
@@ -457,8 +467,8 @@ def test_states_as_bytes_without_pickle():
 )
 @pytest.mark.parametrize("blocks", (False, True), ids=("tensors", "blocks"))
 @pytest.mark.parametrize("device", DEVICES)
-def test_products_of_any_extents(device, blocks, kinds, shape):
-    """8-bit values multiply exactly: the error is that of float32's sums and of the last rounding."""
+def test_products_of_any_extents_are_within_bounds(device, blocks, kinds, shape):
+    """Products of 8-bit values are exact. float32 sums and the last rounding err."""
     num_rows, depth, num_cols = shape
     generator = torch.Generator().manual_seed(0)
     a, b = (
@@ -484,19 +494,19 @@ def test_products_of_any_extents(device, blocks, kinds, shape):
             sizes = np.abs(wide[0]) @ np.abs(wide[1]).T + (
                 0.0 if added is None else added.abs().double().cpu().numpy()
             )
-            # Tensor cores cut digits off where others round: an ulp a sum.
+            # Tensor cores truncate where others round: an ulp per addition.
             ulps = 1 if device == "cuda" else 0.5
             allowed = (depth + 6) * ulps * 2.0**-23 * sizes + 2 * half_ulp * np.abs(truth)
             if device == "cuda" and not blocks:
-                # The tensor cores of Hopper keep 13 bits behind the point of the largest term of each step; slow accumulation
-                # adds every 128 terms in float32.
+                # Hopper's tensor cores keep 13 bits below the largest term of each step. Slow
+                # accumulation adds up every 128 terms in float32.
                 allowed = allowed + 2.0**-13 * sizes
             assert (np.abs(y.double().cpu().numpy() - truth) <= allowed).all()
 
 
 @pytest.mark.parametrize("shape", ((5, 7, 3), (16, 32, 48), (17, 200, 33), (1, 1, 1)), ids=str)
-def test_what_is_handed_to_torch(monkeypatch, shape):
-    """The way of a GPU, on the CPU: multiples of 16 and layouts that a GPU takes, and the same products."""
+def test_operands_of_torch_s_product(monkeypatch, shape):
+    """The code for a GPU, run on the CPU, pads to multiples of 16 and gives the same products."""
     num_rows, depth, num_cols = shape
     plain, seen = torch._scaled_mm, []
 
@@ -539,7 +549,7 @@ def test_what_is_handed_to_torch(monkeypatch, shape):
     assert seen == [(True, False), (True, num_cols % 16 == 0), (True, False), (True, False)]
 
 
-def test_an_empty_product():
+def test_an_empty_product_is_zero():
     empty = torch.empty(0, 4).to(recipes.E4M3)
     other, one = torch.ones(3, 4).to(recipes.E4M3), torch.tensor(1.0)
     assert products.multiply(Factor(empty, one), Factor(other, one), torch.float32).shape == (0, 3)
@@ -548,7 +558,7 @@ def test_an_empty_product():
     assert nothing.shape == (3, 2) and not nothing.any()
 
 
-# -- fp8_autocast ----------------------------------------------------------------------------------------
+# fp8_autocast.
 
 
 def test_regions():
@@ -573,7 +583,7 @@ def test_regions():
     assert autocast.active() is None
 
 
-def test_what_is_done_at_the_end_of_the_outermost_region():
+def test_actions_at_the_end_of_the_outermost_region():
     ran = []
 
     class Seen:

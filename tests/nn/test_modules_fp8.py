@@ -1,5 +1,4 @@
-"""LayerNorm and RMSNorm that write 8-bit floats inside fp8_autocast: bytes beside the reference's, scales from step to step
-beside a state machine, gradients, and what is saved."""
+"""LayerNorm and RMSNorm with 8-bit outputs inside fp8_autocast."""
 
 from __future__ import annotations
 
@@ -18,7 +17,13 @@ from cupynorm.norm import kept
 
 torch = pytest.importorskip("torch")
 
-from cupynorm import BlockScaling, CurrentScaling, DelayedScaling, Format, fp8_autocast  # noqa: E402
+from cupynorm import (  # noqa: E402
+    BlockScaling,
+    CurrentScaling,
+    DelayedScaling,
+    Format,
+    fp8_autocast,
+)
 from cupynorm.nn import fp8, recipes  # noqa: E402
 
 BOTH = pytest.mark.parametrize("kind", ["LayerNorm", "RMSNorm"])
@@ -46,7 +51,10 @@ def raw(tensor):
 
 
 def exact_y(module, x):
-    """What is quantised: in the arithmetic's dtype by the tile of the last 8-bit call, or in float64 by the reference."""
+    """y before it is quantised.
+
+    By the tile of the last 8-bit call in the arithmetic's dtype, or by the reference in float64.
+    """
     options = {"out_dtype": "float64"}
     if kept.forwards:
         plan = next(reversed(kept.forwards.values())).plan
@@ -72,14 +80,19 @@ def of_recipe(y, recipe, scale):
 
 
 RECIPES = (
-    DelayedScaling(amax_history_len=3), CurrentScaling(), CurrentScaling(Format.E4M3, power_of_two=True),
-    CurrentScaling(amax_epsilon=100.0), CurrentScaling(amax_epsilon=-0.0), BlockScaling(), BlockScaling(power_of_two=False),
-)  # fmt: skip
+    DelayedScaling(amax_history_len=3),
+    CurrentScaling(),
+    CurrentScaling(Format.E4M3, power_of_two=True),
+    CurrentScaling(amax_epsilon=100.0),
+    CurrentScaling(amax_epsilon=-0.0),
+    BlockScaling(),
+    BlockScaling(power_of_two=False),
+)
 
 
 @BOTH
 @pytest.mark.parametrize("recipe", RECIPES, ids=str)
-def test_bytes_of_two_steps(recipe, kind, anywhere):
+def test_bytes_and_scales_of_two_steps(recipe, kind, anywhere):
     kept.forget()
     module = make(kind, device=anywhere)
     scale = np.float32(1)
@@ -108,8 +121,7 @@ def test_bytes_of_two_steps(recipe, kind, anywhere):
 
 
 @BOTH
-def test_the_plain_call_is_the_plain_call(kind):
-    """Inside a region too: 8 bits come where they are asked for."""
+def test_a_call_without_fp8_output_is_the_same_inside_a_region(kind):
     module, x = make(kind), random(5, 200)
     y = module(x)
     with fp8_autocast():
@@ -119,8 +131,8 @@ def test_the_plain_call_is_the_plain_call(kind):
 
 @pytest.mark.parametrize("rule", ("max", "most_recent"))
 @pytest.mark.parametrize("length, margin", ((1, 0), (4, 1), (16, 3)))
-def test_fifty_steps_of_delayed_scaling(length, margin, rule, anywhere):
-    """RMSNorm of rows of 1 and -1 is its weight, so that y's amax is what is wanted: 0, infinity and NaN too."""
+def test_fifty_steps_give_the_scales_of_the_second_implementation(length, margin, rule, anywhere):
+    """RMSNorm of elements of 1 and -1 is its weight, which sets the amax, also to inf and NaN."""
     generator = np.random.default_rng([length, margin])
     recipe = DelayedScaling(margin, amax_history_len=length, amax_compute_algo=rule)
     machine, module = (
@@ -140,19 +152,21 @@ def test_fifty_steps_of_delayed_scaling(length, margin, rule, anywhere):
         with torch.no_grad():
             module.weight.copy_(weight)
         before = machine.scale
-        if step % 7 == 3:  # an evaluation between two steps changes nothing
+        if step % 7 == 3:  # a call in eval mode records no amax
             with torch.no_grad(), fp8_autocast(recipe=recipe):
                 made = module(x, fp8_output=True)
             assert made.transposed is None
         else:
             with fp8_autocast(recipe=recipe):
                 made = module(x, fp8_output=True)
-                assert module._fp8_scales.scale.item() == before  # until the region is left
+                assert (
+                    module._fp8_scales.scale.item() == before
+                )  # the scale changes at the end of the region
             machine.step(amax)
         with np.errstate(all="ignore"):
             truth = reference.quantize(
                 (x.cpu() * weight).numpy() + np.float32(0), E4M3, before
-            )  # no zero is negative
+            )  # no zero has a sign
         np.testing.assert_array_equal(raw(made.data), truth.data)
         assert made.scale_inv.item() == truth.scale_inv
         changed += machine.scale != before
@@ -164,7 +178,7 @@ def test_fifty_steps_of_delayed_scaling(length, margin, rule, anywhere):
     assert changed > 0
 
 
-def test_nested_regions_and_two_calls_are_one_step():
+def test_nested_regions_and_their_calls_are_one_step():
     module, recipe = make("RMSNorm"), DelayedScaling(amax_history_len=2)
     x = random(5, 200)
     with fp8_autocast(recipe=recipe):
@@ -192,8 +206,11 @@ def test_nested_regions_and_two_calls_are_one_step():
     "recipe", (DelayedScaling(amax_history_len=3), CurrentScaling(), BlockScaling()), ids=str
 )
 def test_gradients_are_those_of_the_plain_call(recipe, kind, anywhere):
-    """With a residual and dropout: dequantize() passes them on unrounded. With one scale the tile is that of the plain call, so
-    that no bit differs; blocks have one of their own, whose statistics may differ in float32's last place."""
+    """With a residual and dropout. dequantize() passes gradients on unrounded.
+
+    With one scale the tile is that of the plain call, so gradients are equal to the bit. Blocks
+    have another tile, whose statistics may differ in the last place of float32.
+    """
     module = make(kind, 48, device=anywhere)
     dy, dsum = (random(6, 48, seed=seed, device=anywhere) for seed in (3, 4))
     made = []
@@ -220,14 +237,14 @@ def test_gradients_are_those_of_the_plain_call(recipe, kind, anywhere):
         assert ((one - other).abs() <= allowed).all() and one.abs().max() > 0
 
 
-def test_a_module_that_does_not_train_drops_nothing():
+def test_a_module_in_eval_mode_has_no_dropout():
     module, x = make("LayerNorm").eval(), random(5, 200)
     with fp8_autocast(recipe=CurrentScaling()):
         plain, other = module(x, fp8_output=True), module(x, dropout_p=0.5, fp8_output=True)
     np.testing.assert_array_equal(raw(plain.data), raw(other.data))
 
 
-def test_a_frozen_norm_has_a_transposed_copy_for_what_follows():
+def test_a_frozen_norm_returns_a_transposed_copy_where_gradients_are_enabled():
     module, x = make("RMSNorm").requires_grad_(False), random(5, 200)
     with fp8_autocast(recipe=CurrentScaling()):
         made = module(x, fp8_output=True)
@@ -237,7 +254,7 @@ def test_a_frozen_norm_has_a_transposed_copy_for_what_follows():
 
 
 def stepped(kind="LayerNorm", length=4, **options):
-    """A module that has scales, and the recipe they are for."""
+    """A module with scales, and their recipe."""
     module, recipe = make(kind, **options), DelayedScaling(amax_history_len=length)
     for seed in range(3):
         with fp8_autocast(recipe=recipe):
@@ -251,7 +268,7 @@ def assert_same_scales(one, other):
 
 
 @BOTH
-def test_state_dicts(kind):
+def test_state_dicts_carry_the_scales(kind):
     torchs = getattr(torch.nn, kind)(200)
     fresh = make(kind)
     assert list(fresh.state_dict()) == list(torchs.state_dict())
@@ -267,7 +284,7 @@ def test_state_dicts(kind):
     model = torch.nn.Sequential(torch.nn.Identity(), fresh)
     model.load_state_dict(state, strict=True)
     assert_same_scales(fresh._fp8_scales, module._fp8_scales)
-    # In place, as parameters are, for who holds their addresses.
+    # Loaded in place, as parameters are, because a CUDA graph may hold the addresses.
     places = fresh._fp8_scales.scale.data_ptr(), fresh._fp8_scales.amax_history.data_ptr()
     fresh._fp8_scales.scale.fill_(3)
     model.load_state_dict(state, strict=True)
@@ -276,14 +293,14 @@ def test_state_dicts(kind):
     longer, _ = stepped(kind, length=6)
     longer.load_state_dict(module.state_dict(), strict=True)
     assert_same_scales(longer._fp8_scales, module._fp8_scales)
-    # torch.nn's have none, strictly; with strict=False theirs pass over it.
+    # torch.nn's states have none. torch.nn's modules load ours with strict=False.
     module.load_state_dict(torchs.state_dict(), strict=True)
     assert module._fp8_scales is None and list(module.state_dict()) == list(torchs.state_dict())
     torchs.load_state_dict(longer.state_dict(), strict=False)
 
 
-def test_states_of_others():
-    """TransformerEngine's, empty or a pickle, is passed over without a word; a linear layer's is not meant for a norm."""
+def test_states_of_other_modules():
+    """TransformerEngine's state is ignored without a warning. A linear layer's is refused."""
     module, _ = stepped()
     plain = {name: value for name, value in module.state_dict().items() if name != "_extra_state"}
     for foreign in (
@@ -304,15 +321,16 @@ def test_states_of_others():
         module.load_state_dict(plain | {"_extra_state": of_linear})
 
 
-def test_copies_have_scales_of_their_own():
+def test_copies_have_their_own_scales():
     module, recipe = stepped()
     before = copy.deepcopy(module._fp8_scales)
     buffer = io.BytesIO()
     torch.save(module, buffer)
     copies = [
-        copy.deepcopy(module), pickle.loads(pickle.dumps(module)),
+        copy.deepcopy(module),
+        pickle.loads(pickle.dumps(module)),
         torch.load(io.BytesIO(buffer.getvalue()), weights_only=False),
-    ]  # fmt: skip
+    ]
     for each in copies:
         assert_same_scales(each._fp8_scales, before)
         with fp8_autocast(recipe=recipe):
@@ -324,7 +342,7 @@ def test_copies_have_scales_of_their_own():
     assert_same_scales(module._fp8_scales, copies[0]._fp8_scales)
 
 
-def test_scales_stay_float32_and_go_where_parameters_go():
+def test_scales_stay_float32_and_follow_the_parameters_to_a_device():
     module, recipe = stepped()
     before = copy.deepcopy(module._fp8_scales)
     module.bfloat16()
@@ -365,11 +383,12 @@ def test_training_after_a_first_call_in_inference_mode(kind):
     assert scales.scale[0] != 1 and len(scales.amax_history) == 5
 
 
-def test_what_is_refused():
+def test_wrong_calls_are_refused():
     module, x = make("LayerNorm"), random(5, 200)
     with pytest.raises(
         ValueError,
-        match="fp8_output is True outside of fp8_autocast; expected False, or the call inside of it",
+        match="fp8_output is True outside of fp8_autocast; "
+        "expected False, or the call inside of it",
     ):
         module(x, fp8_output=True)
     with fp8_autocast():
@@ -397,7 +416,7 @@ def test_what_is_refused():
 @pytest.mark.parametrize(
     "recipe", (DelayedScaling(amax_history_len=3), CurrentScaling(), BlockScaling()), ids=str
 )
-def test_compiled_with_a_break(recipe):
+def test_compiled_with_a_graph_break(recipe):
     module = make("LayerNorm")
     twin = copy.deepcopy(module)
 
@@ -424,7 +443,7 @@ def scales_of(module):
 
 @pytest.fixture(params=("RMSNorm", "LayerNormLinear"))
 def of_four_steps(request):
-    """A layer that has kept scales, and how it is called."""
+    """A layer after four steps of delayed scaling, and a function that calls it."""
     if request.param == "RMSNorm":
         module, options = make("RMSNorm"), {"fp8_output": True}
     else:
@@ -436,8 +455,8 @@ def of_four_steps(request):
 
 
 @pytest.mark.parametrize("length", (1, 4, 1024))
-def test_what_is_not_recorded_leaves_the_history_as_it_is(of_four_steps, length):
-    """Values, length and addresses, which a CUDA graph may hold."""
+def test_calls_without_gradients_do_not_change_the_history(of_four_steps, length):
+    """Its values, length and addresses, which a CUDA graph may hold."""
     module, options = of_four_steps
     kept, values = scales_of(module), [each.clone() for each in scales_of(module)]
     assert values[1].count_nonzero() >= 3
@@ -450,12 +469,12 @@ def test_what_is_not_recorded_leaves_the_history_as_it_is(of_four_steps, length)
     assert all(torch.equal(after, before) for after, before in zip(kept, values))
 
 
-def test_what_has_no_memory_is_refused_before_scales_go_there(of_four_steps):
+def test_tensors_without_memory_are_refused_before_scales_move(of_four_steps):
     module, options = of_four_steps
     values = [each.clone() for each in scales_of(module)]
     fake = torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of torch, that the address of a fake tensor was asked for
+        warnings.simplefilter("ignore")  # torch's, for reading the address of a fake tensor
         for x in (torch.empty(5, 200, device="meta"), fake.from_tensor(random(5, 200)))[
             : 1 if not options else 2
         ]:
@@ -482,8 +501,8 @@ def test_a_history_of_another_length_is_loaded_in_inference_mode():
     assert_same_scales(short._fp8_scales, module._fp8_scales)
 
 
-def test_a_capture_makes_no_scales(monkeypatch):
-    """Each replay would make them anew. Those that are there may be used in one."""
+def test_scales_cannot_be_made_in_a_capture(monkeypatch):
+    """Each replay would reset them. Scales made before the capture may be used in it."""
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     with pytest.raises(
         RuntimeError,
@@ -498,7 +517,7 @@ def test_a_capture_makes_no_scales(monkeypatch):
 @pytest.mark.parametrize(
     "recipe", (DelayedScaling(amax_history_len=3), CurrentScaling(), BlockScaling()), ids=str
 )
-def test_steps_in_a_cuda_graph(recipe):
+def test_steps_in_a_cuda_graph_are_the_eager_ones(recipe):
     module = make("LayerNorm", 768, device="cuda")
     twin, first = copy.deepcopy(module), copy.deepcopy(module)
     x, dy = random(64, 768, device="cuda", grad=True), random(64, 768, seed=1, device="cuda")

@@ -1,5 +1,7 @@
-"""torch's own cases of layer_norm and rms_norm (OpInfo and ModuleInfo of torch.testing),
-the inputs that it refuses included."""
+"""torch's own cases of layer_norm and rms_norm: OpInfo and ModuleInfo of torch.testing.
+
+They include inputs that torch refuses.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ BOTH = pytest.mark.parametrize("name", NORMS)
 
 @pytest.fixture(scope="module")
 def ops() -> dict:
-    """By name. The import takes seconds: not while tests are collected."""
+    """OpInfos by name. The import takes seconds, so it is not done at collection."""
     from torch.testing._internal.common_methods_invocations import op_db
 
     return {op.name: op for op in op_db if op.name in (*NORMS, "native_layer_norm")}
@@ -38,8 +40,10 @@ def module_infos() -> dict:
 
 
 def assert_right(call, theirs, input, normalized_shape, weight=None, bias=None, eps=None) -> int:
-    """y within one unit in the last place of torch's float64 result, gradients within what the dtype allows.
-    Returns their size."""
+    """Compares y with torch's float64 result to one ulp, and gradients to the bounds of the dtype.
+
+    Returns the number of elements compared.
+    """
     dtype = str(input.dtype).removeprefix("torch.")
     centered = theirs is torch.nn.functional.layer_norm
     given = {"x": input, "weight": weight, "bias": bias}
@@ -85,7 +89,7 @@ def assert_right(call, theirs, input, normalized_shape, weight=None, bias=None, 
         flat.get("bias"),
     )
     allowed = {key: limit for key, (_, limit) in expect(Problem(case, *values)).items()}
-    # The reference is exact but for float64's own rounding, and is rounded once, as torch's float64 result would be.
+    # The reference errs by roundings of float64 and is rounded once, as is torch's float64 result.
     exact = expect(Problem(Case(**vars(case) | {"x": "float64"}), *values))["y"][1]
     y = right["y"].reshape(rows)
     allowed["y"] = exact + np.maximum(
@@ -105,7 +109,7 @@ def assert_right(call, theirs, input, normalized_shape, weight=None, bias=None, 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @BOTH
-def test_sample_inputs(name, dtype, ops):
+def test_sample_inputs_of_torch_give_its_results(name, dtype, ops):
     theirs = getattr(torch.nn.functional, name.rpartition(".")[2])
     samples = list(ops[name].sample_inputs("cpu", getattr(torch, dtype)))
     assert {(1,), (0, 1)} <= {tuple(sample.input.shape) for sample in samples}
@@ -118,8 +122,8 @@ def test_sample_inputs(name, dtype, ops):
 
 
 @BOTH
-def test_inputs_that_torch_refuses(name, ops):
-    """With a sentence that says what was given and what is expected."""
+def test_inputs_that_torch_refuses_are_refused(name, ops):
+    """The error says what was given and what is expected."""
     of_errors = "native_layer_norm" if name.endswith("layer_norm") else name
     errors = list(ops[of_errors].error_inputs("cpu"))
     assert len(errors) >= 3
@@ -133,7 +137,7 @@ def test_inputs_that_torch_refuses(name, ops):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("kind", ["LayerNorm", "RMSNorm"])
-def test_module_inputs(kind, dtype, module_infos):
+def test_module_inputs_of_torch_give_its_results(kind, dtype, module_infos):
     info = module_infos[getattr(torch.nn, kind)]
     num_cases = 0
     for case in info.module_inputs_func(info, "cpu", dtype, requires_grad=False, training=True):
@@ -165,7 +169,7 @@ def test_module_inputs(kind, dtype, module_infos):
 
 @pytest.mark.parametrize("dtype", [torch.complex64, torch.int64, torch.bool])
 @BOTH
-def test_dtypes_beyond_the_four(name, dtype):
+def test_dtypes_beyond_the_four_are_refused(name, dtype):
     with pytest.raises(
         TypeError,
         match=f"input is of dtype {str(dtype).removeprefix('torch.')}; expected one of float16",

@@ -1,9 +1,12 @@
-"""What two processes check together: DTensor, DistributedDataParallel and fully_shard. test_parallel.py starts it twice:
+"""Checks by two processes: DTensor, DistributedDataParallel and fully_shard.
+
+test_dtensor.py starts it once for each rank:
 
     python tests/nn/two_ranks.py gloo|nccl RANK FOLDER
 
-gloo is on the CPU, nccl on GPUs 0 and 1. All in float64 but for what is about dtypes, so that sums in another order stay close.
-FOLDER/RANK.json holds what became of each check: "passed", or a traceback, after which the others are not run.
+gloo runs on the CPU, nccl on GPUs 0 and 1. All checks but those of dtypes are in float64, so that
+the order of additions matters little. FOLDER/RANK.json has the outcome of each check: "passed", or
+a traceback, after which the other checks are not run.
 """
 
 from __future__ import annotations
@@ -43,12 +46,12 @@ class Ranks(NamedTuple):
     mesh: DeviceMesh | None
 
     def random(self, *shape: int, seed: int = 0, dtype=torch.float64) -> torch.Tensor:
-        """The same on both ranks."""
+        """Random numbers that are the same on both ranks."""
         generator = torch.Generator().manual_seed(seed + sum(shape))
         return torch.randn(shape, generator=generator, dtype=torch.float64).to(self.device, dtype)
 
     def lay(self, tensor: torch.Tensor, placement) -> DTensor:
-        """A tensor that both ranks have, as a DTensor; Partial: all of it on rank 0, zeros on rank 1."""
+        """A DTensor of a tensor that both ranks have. Partial: all on rank 0, zeros on rank 1."""
         if placement.is_partial():
             return DTensor.from_local(
                 tensor * (self.rank == 0), self.mesh, [placement], run_check=False
@@ -73,8 +76,10 @@ def full(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def assert_close(name: str, got: torch.Tensor, expected: torch.Tensor) -> None:
-    """float64 by the same mathematics in another order: fewer than 2^10 roundings of terms no larger than 2^4 times the
-    result's largest."""
+    """Compares float64 results of one formula whose operations differ in order.
+
+    Allows 2^10 roundings of terms of at most 2^4 times the largest result.
+    """
     got = full(got).detach()
     assert got.dtype == expected.dtype == torch.float64, f"{name} is of dtype {got.dtype}"
     allowed = 2.0**-53 * 2**14 * max(1.0, expected.abs().max().item())
@@ -98,11 +103,11 @@ def theirs(norm, x, weight, bias, extents=(8,)):
 NORMS = ("layer_norm", "rms_norm")
 
 
-# -- DTensor ---------------------------------------------------------------------------------------------
+# DTensor.
 
 
 def gradients(call, tensors, dy):
-    """y and the gradients of fresh leaves that lie as tensors do."""
+    """y and the gradients of new leaves with the values and placements of tensors."""
     given = [tensor.detach().clone().requires_grad_() for tensor in tensors]
     y = call(*given)
     y.backward(dy)
@@ -110,7 +115,7 @@ def gradients(call, tensors, dy):
 
 
 def check_placement(ranks, norm, placement, dy_placement, on_ranks, shape=(5, 4, 8)):
-    """on_ranks makes of a weight what every rank has."""
+    """on_ranks: makes of a weight the tensor that each rank has."""
     whole = ranks.random(*shape), ranks.random(8, seed=1), ranks.random(8, seed=2)
     dy = ranks.random(*shape, seed=3)
     expected = gradients(partial(theirs, norm), whole, dy)
@@ -122,7 +127,7 @@ def check_placement(ranks, norm, placement, dy_placement, on_ranks, shape=(5, 4,
 
 
 def placements(shape=(5, 4, 8)):
-    """Rows in shards, rows that every rank has, rows that are split, rows that are yet to be added up."""
+    """Sharded rows, replicated rows, split rows, and partial sums of rows."""
     return [*map(Shard, range(len(shape) - 1)), Replicate(), Shard(len(shape) - 1), Partial()]
 
 
@@ -144,7 +149,7 @@ def dtensors_of_any_placement(ranks):
 @check_of_dtensors
 def they_lie_where_torch_puts_its_own(ranks):
     whole = ranks.lay(ranks.random(8, seed=1), Replicate())
-    # Split rows are left out: torch's own lie on.
+    # Not of split rows, which torch leaves split.
     for placement in placements()[:-2]:
         x, dy = (ranks.lay(ranks.random(5, 4, 8, seed=seed), placement) for seed in (0, 3))
         found, expected = (
@@ -224,7 +229,7 @@ def residuals_and_options(ranks):
 
 @check_of_dtensors
 def calls_that_differ_in_what_is_no_tensor(ranks):
-    """torch keeps how a call is split under its arguments: each of these must be decided on its own."""
+    """torch caches the sharding of a call by its arguments. Each of these needs its own entry."""
     x = ranks.lay(ranks.random(4, 2, 8), Shard(1))
     for extents, split in (((8,), (Shard(1),)), ((2, 8), None), ((8,), (Shard(1),))):
         for norm in NORMS:
@@ -262,7 +267,7 @@ def compiled(ranks):
     dy = ranks.random(5, 4, 8, seed=3)
     expected = gradients(partial(theirs, "layer_norm"), whole, dy)
     call = torch.compile(partial(ours, "layer_norm"), fullgraph=True, backend="aot_eager")
-    parallel._register_once.cache_clear()  # as if nothing had come before
+    parallel._register_once.cache_clear()  # as in a new process
     for on_ranks in (partial(ranks.lay, placement=Replicate()), lambda weight: weight):
         found = gradients(
             call,
@@ -278,7 +283,7 @@ def what_is_refused(ranks):
     x, weight = ranks.random(4, 8), ranks.random(8)
     there = ranks.lay(weight, Replicate())
     rows = ranks.lay(x, Shard(0))
-    # No plan that was made for the one is found for the other.
+    # A DTensor and a plain tensor share no prepared call.
     assert (
         arrays.TorchLibrary.layout_key(there)
         != arrays.TorchLibrary.layout_key(full(there))
@@ -286,9 +291,16 @@ def what_is_refused(ranks):
     )
     of_row = ranks.random(4)
     fused = (
-        {"residual_dtype": "float64"}, {"row_scale": of_row}, {"row_scale": ranks.lay(of_row, Shard(0))}, {"dropout_p": 0.5},
-        {"weight1": weight}, {"weight1": there}, {"bias1": weight}, {"round_x_hat": True}, {"memory_efficient": True},
-    )  # fmt: skip
+        {"residual_dtype": "float64"},
+        {"row_scale": of_row},
+        {"row_scale": ranks.lay(of_row, Shard(0))},
+        {"dropout_p": 0.5},
+        {"weight1": weight},
+        {"weight1": there},
+        {"bias1": weight},
+        {"round_x_hat": True},
+        {"memory_efficient": True},
+    )
     dropped, seed = (
         {"dropout_p": 0.5, "dropout_seed": 1},
         ranks.lay(torch.ones(1, dtype=torch.int64, device=ranks.device), Replicate()),
@@ -398,7 +410,7 @@ def what_is_refused(ranks):
 
 @check_of_dtensors
 def sequence_parallel(ranks):
-    """torch's own plan for norms, on modules of ours."""
+    """torch's SequenceParallel plan on our modules."""
     norms = torch.nn.Sequential(cupynorm.LayerNorm(8), cupynorm.RMSNorm(8)).to(
         ranks.device, torch.float64
     )
@@ -420,7 +432,7 @@ def sequence_parallel(ranks):
         assert_close(name, parameter.grad, right.grad)
 
 
-# -- Models ----------------------------------------------------------------------------------------------
+# Models.
 
 
 class Block(torch.nn.Module):
@@ -447,8 +459,11 @@ NUM_NORMS = 5
 
 
 def step(model, x, target):
-    """The gradients, and the parameters after one step of AdamW, by name. The step changes no parameter by more than its
-    gradient changes: its slope is lr / (eps * ..) at most, which is 1."""
+    """The gradients, and the parameters after one step of AdamW, by name.
+
+    A change of a gradient changes its parameter by no more: the step's slope is at most lr / eps,
+    which is 1.
+    """
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, eps=0.1, weight_decay=0.1)
     functional.mse_loss(model(x), target).backward()
     of = {name: full(parameter.grad).clone() for name, parameter in model.named_parameters()}
@@ -459,7 +474,7 @@ def step(model, x, target):
 
 
 def check_training(ranks, wrap) -> torch.nn.Module:
-    """wrap(model) on two ranks, each with half of a batch, takes the step that torch's norms take on one with all of it."""
+    """wrap(model), with half a batch on each rank, takes the step of torch's norms on all of it."""
     x, target = ranks.random(4, 3, 6), ranks.random(4, 3, 8, seed=1)
     plain = model_of_torch(ranks)
     expected = step(copy.deepcopy(plain), x, target)
@@ -509,7 +524,7 @@ def fully_sharded(ranks):
 
 @check_of_dtensors
 def fully_sharded_by_norms(ranks):
-    """Each norm a unit of its own, as where they stay in float32."""
+    """Each norm is a unit of fully_shard, as in models whose norms stay in float32."""
 
     def wrap(model):
         for norm in [
@@ -535,7 +550,7 @@ def fully_sharded_and_compiled(ranks):
 
 @check_of_dtensors
 def fully_sharded_in_mixed_precision(ranks):
-    """float32 parameters, bfloat16 arithmetic, float32 sums: to the bit what the calls give on each rank, averaged."""
+    """float32 parameters, bfloat16 arithmetic, float32 sums: the mean of both ranks, to the bit."""
     norm = cupynorm.LayerNorm(8, device=ranks.device)
     with torch.no_grad():
         for seed, parameter in enumerate(norm.parameters()):
@@ -562,7 +577,7 @@ def fully_sharded_in_mixed_precision(ranks):
 
 @check_of_dtensors
 def norms_that_are_sharded_already_are_left(ranks):
-    """fully_shard hooks the modules whose weights it gathers: another in their place would never get one."""
+    """fully_shard gathers weights by hooks of the module, which a swapped module would not have."""
     model = model_of_torch(ranks)
     x, target = ranks.random(4, 3, 6), ranks.random(4, 3, 8, seed=1)
     expected, _ = step(copy.deepcopy(model), x, target)
@@ -581,9 +596,13 @@ def main(backend: str, rank: int, folder: Path) -> None:
     if device == "cuda":
         torch.cuda.set_device(rank)
     distributed.init_process_group(
-        backend, f"file://{folder}/store", timedelta(seconds=60), world_size=2, rank=rank,
+        backend,
+        f"file://{folder}/store",
+        timedelta(seconds=60),
+        world_size=2,
+        rank=rank,
         device_id=torch.device(device, rank) if device == "cuda" else None,
-    )  # fmt: skip
+    )
     ranks = Ranks(rank, device, init_device_mesh(device, (2,)) if HAS_SHARDING else None)
     became = dict.fromkeys(CHECKS, "not run, because of the one before")
     for name, function in CHECKS.items():

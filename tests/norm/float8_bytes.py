@@ -33,7 +33,7 @@ def same_bytes(x, y):
 
 
 def same_floats(x, y):
-    """The same bytes, but of NaNs: a GPU's has other bits than a CPU's."""
+    """Whether the bytes are equal. All NaNs count as equal: a GPU's and a CPU's differ in bits."""
     x, y = np.asarray(x), np.asarray(y)
     if x.dtype == np.uint8:
         return same_bytes(x, y)
@@ -45,7 +45,10 @@ def same_floats(x, y):
 def assert_exact(
     norm, x, scaling, name="float8_e4m3fn", *, power_of_two=False, scale=None, **options
 ):
-    """The bytes of y, its scales and its amax against the reference's of y in the arithmetic's dtype, by the very same tile."""
+    """Compares the bytes of y, its scales and its amax with the reference's.
+
+    The reference takes the y of a call with the same tile in the arithmetic's dtype.
+    """
     call = getattr(cupynorm, norm)
     num_rows, num_cols = x.shape
     dtype = arrays.dtype_name(x)
@@ -78,11 +81,14 @@ def assert_exact(
 def where_off(got, want):
     off = np.argwhere(got != want)
     first = tuple(off[0].tolist())
-    return f"{len(off)} of {got.size} bytes; the first at {first}: {got[first]:#x}, expected {want[first]:#x}"
+    return (
+        f"{len(off)} of {got.size} bytes; the first at {first}: "
+        f"{got[first]:#x}, expected {want[first]:#x}"
+    )
 
 
 def same_tile(x, scaling, name, options):
-    """strategy and tile of the call that quantises."""
+    """The strategy, tile and statistics of the call before, which quantised."""
     if "strategy" in options:
         return {}
     plan = next(reversed(kept.forwards.values())).plan

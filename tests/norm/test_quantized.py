@@ -1,4 +1,8 @@
-"""y in 8-bit floats: to the byte what the reference makes of the y that the same call gives in the arithmetic's dtype."""
+"""y in 8-bit floats, byte for byte.
+
+The expected bytes are those of the reference, from the y of the same call in the arithmetic's
+dtype.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +37,7 @@ E4M3, E5M2 = FLOAT8S
 
 
 @pytest.mark.parametrize("scaling", SCALES)
-def test_bytes(scaling, device):
+def test_bytes_of_each_scaling(scaling, device):
     for norm, name, num_cols, dtype in (
         ("layer_norm", E4M3, 768, torch.bfloat16),
         ("rms_norm", E5M2, 1000, torch.float16),
@@ -49,7 +53,8 @@ def test_bytes(scaling, device):
         )
 
 
-# Columns whose tiles an H200 has for 8 bits alone: long lanes; next rows in registers or in shared memory; long threads.
+# Columns for which an H200 has tiles of 8-bit outputs: many packs per lane or thread, and next rows
+# fetched to registers or shared memory.
 WIDTHS = (
     576,
     704,
@@ -73,7 +78,7 @@ WIDTHS = (
 
 @pytest.mark.parametrize("scaling", SCALES)
 @pytest.mark.parametrize("num_cols", WIDTHS)
-def test_bytes_of_widths_that_have_tiles_of_their_own(num_cols, scaling, device):
+def test_bytes_of_widths_with_tiles_for_8_bit_outputs(num_cols, scaling, device):
     for dtype in (torch.bfloat16, torch.float16):
         x = random(3, num_cols, dtype=dtype, device=device)
         weight, bias = (random(num_cols, dtype=dtype, seed=seed, device=device) for seed in (1, 2))
@@ -84,7 +89,7 @@ def test_bytes_of_widths_that_have_tiles_of_their_own(num_cols, scaling, device)
 @pytest.mark.parametrize("scaling", SCALES)
 @pytest.mark.parametrize("strategy", ["warp", "block", "cluster", "uncached"])
 def test_bytes_of_every_strategy(strategy, scaling, device):
-    """5 columns beyond a block of 128, and of 32; statistics saved; 3 rows, of which a block of several is not full."""
+    """With saved statistics, a last scale block that is not full, and too few rows for a block."""
     num_cols = {"warp": 328, "block": 1352, "cluster": 4232, "uncached": 1352}[strategy]
     x = random(3, num_cols, dtype=torch.bfloat16, device=device)
     weight, bias = (
@@ -109,8 +114,8 @@ def test_bytes_of_every_strategy(strategy, scaling, device):
     assert same_bytes(numpy(made.scale_inv), truth.scale_inv)
 
 
-# Rings, by columns, strategy and tile: of one block and of a cluster, filled and not, of whole packs and of lone elements; of
-# several rows a block, and of none for some of them.
+# Rings, by columns, strategy and tile: of one block and of a cluster, filled or not, of packs and
+# of single elements, with several rows per block.
 RINGS = (
     (16384, "block", cupynorm.Tile(8, 256, 8, exact=1, stages=3)),
     (4096, "block", cupynorm.Tile(8, 64, 8, exact=1, stages=2)),
@@ -125,7 +130,7 @@ RINGS = (
 @pytest.mark.parametrize("scaling", SCALES)
 @pytest.mark.parametrize("num_cols, strategy, tile", RINGS)
 def test_bytes_of_a_ring(num_cols, strategy, tile, scaling, device):
-    """Rows that the copy engine fetches, with a residual; more of them than a ring has stages, on few blocks."""
+    """With a residual, and with more rows than stages on few blocks."""
     for num_rows, margin in (
         (3, 0),
         (11, GPUS["H200"].num_sms - tile.cluster_size - tile.cluster_size // 4),
@@ -143,8 +148,8 @@ def test_bytes_of_a_ring(num_cols, strategy, tile, scaling, device):
 
 
 @pytest.mark.parametrize("scaling", ["row", "block", "mx"])
-def test_bytes_of_the_registers_of_a_cluster(scaling, device):
-    """In one launch where no slice ends in a block."""
+def test_bytes_of_a_cluster_that_keeps_rows_in_registers(scaling, device):
+    """One launch is enough where no slice ends inside a scale block."""
     tile = cupynorm.Tile(8, 64, 2, cluster_size=2, exact=1)
     x, weight = (
         random(5, 2048, dtype=torch.bfloat16, device=device),
@@ -169,10 +174,8 @@ def test_bytes_of_the_registers_of_a_cluster(scaling, device):
 @pytest.mark.parametrize("scaling", SCALES)
 @pytest.mark.parametrize("num_cols, exact", [(1024, 1), (1000, 0)])
 @pytest.mark.parametrize("stages", [0, 1], ids=["by their threads", "staged"])
-def test_bytes_of_rows_that_are_fetched_while_others_are_written(
-    stages, num_cols, exact, scaling, device
-):
-    """Several rows a block, not as many in each."""
+def test_bytes_of_rows_fetched_while_others_are_written(stages, num_cols, exact, scaling, device):
+    """Several rows per block, whose number differs between blocks."""
     tile = cupynorm.Tile(8, 64, 2, blocks_per_sm=2, exact=exact, stages=stages)
     problem = Problem(
         "forward",
@@ -195,7 +198,8 @@ def test_bytes_of_rows_that_are_fetched_while_others_are_written(
         assert_exact(norm, x, scaling, weight=weight, **options)
 
 
-# norm, tile, num_rows, and by hand for an H200: grid, blocks or clusters that start first, rows of each, nine tenths of all.
+# norm, tile, num_rows, and computed by hand for an H200: grid size, blocks or clusters that start
+# first, and rows of each of them (nine tenths of all rows).
 SHARED_OUT = {
     "ahead": (
         "layer_norm",
@@ -220,8 +224,8 @@ SHARED_OUT = {
 
 
 @pytest.mark.parametrize("norm, tile, num_rows, shares", SHARED_OUT.values(), ids=SHARED_OUT)
-def test_bytes_of_rows_that_later_blocks_take(norm, tile, num_rows, shares, device):
-    """Blocks that start where others have ended take two rows each."""
+def test_bytes_of_rows_left_to_later_blocks(norm, tile, num_rows, shares, device):
+    """Blocks that start after the first ones have ended take two rows each."""
     problem = Problem(
         "forward",
         norm == "layer_norm",
@@ -242,7 +246,7 @@ def test_bytes_of_rows_that_later_blocks_take(norm, tile, num_rows, shares, devi
     assert_exact(norm, x, "row", weight=weight, **options)
 
 
-def test_scales_of_blocks_in_a_ring_are_found_at_once_where_no_warp_has_part_of_one():
+def test_a_ring_takes_one_launch_where_no_warp_has_part_of_a_scale_block():
     for num_cols, strategy, tile in RINGS:
         for scaling, cols in (("block", 128), ("mx", 32)):
             problem = Problem(
@@ -259,18 +263,38 @@ def test_scales_of_blocks_in_a_ring_are_found_at_once_where_no_warp_has_part_of_
             assert len(launches) == (1 if at_once else 2), (tile, scaling)
 
 
-# pack_size, threads_per_row and packs_per_thread: 2 to 32 lanes share the scales of a block, which may be of several of their
-# packs; fewer scales than lanes, more, and not a power of two.
+# pack_size, threads_per_row and packs_per_thread. 2 to 32 lanes share the scales of a scale block
+# of one or several packs, with fewer or more scales than lanes, also not a power of two.
 SHARED = (
-    (8, 2, 2), (8, 4, 1), (8, 4, 4), (8, 4, 5), (8, 8, 3), (8, 16, 1), (8, 16, 3), (8, 16, 8), (8, 32, 7), (4, 8, 16),
-    (4, 16, 3), (4, 32, 1), (4, 32, 5), (2, 8, 8), (2, 16, 6), (1, 32, 5), (1, 32, 16), (8, 96, 3), (4, 64, 3), (1, 64, 3),
-)  # fmt: skip
+    (8, 2, 2),
+    (8, 4, 1),
+    (8, 4, 4),
+    (8, 4, 5),
+    (8, 8, 3),
+    (8, 16, 1),
+    (8, 16, 3),
+    (8, 16, 8),
+    (8, 32, 7),
+    (4, 8, 16),
+    (4, 16, 3),
+    (4, 32, 1),
+    (4, 32, 5),
+    (2, 8, 8),
+    (2, 16, 6),
+    (1, 32, 5),
+    (1, 32, 16),
+    (8, 96, 3),
+    (4, 64, 3),
+    (1, 64, 3),
+)
 
 
 @pytest.mark.parametrize("scaling", ["block", "mx"])
-def test_scales_that_lanes_share_out(scaling, device):
-    """Found at once, but where lone elements of two warps make a block, and to the byte: rows that fill the tile and rows that
-    end within a pack of the last lanes."""
+def test_bytes_of_scales_shared_by_lanes(scaling, device):
+    """For rows that fill the tile and rows that end within the packs of the last lanes.
+
+    One launch, or two where single elements of two warps make up a scale block.
+    """
     for pack_size, threads, packs in SHARED:
         tile = cupynorm.Tile(pack_size, threads, packs, rows_per_block=max(1, 64 // threads))
         strategy = "warp" if threads <= 32 else "block"
@@ -316,7 +340,7 @@ SPECIAL = {
 @pytest.mark.parametrize("scaling", SCALES)
 @pytest.mark.parametrize("what", SPECIAL)
 def test_bytes_of_special_values(what, scaling, device):
-    """RMSNorm of rows of one size, times weights: y is the weight, with the sign of x; each row may have its own specials."""
+    """By RMSNorm of elements of 1 and -1: y is the weight, with the sign of x."""
     values, scale = SPECIAL[what]
     num_cols = 264
     x = torch.ones(4, num_cols, device=device)
@@ -326,7 +350,7 @@ def test_bytes_of_special_values(what, scaling, device):
     assert_exact("rms_norm", x, scaling, weight=weight, eps=0.0, scale=given)
 
 
-def test_nan_and_infinity_spoil_no_other_row_or_block(device):
+def test_a_row_of_nan_or_infinity_changes_no_other_row(device):
     x = random(4, 512, dtype=torch.bfloat16, device=device)
     plain = cupynorm.layer_norm(x, 512, out_dtype=E4M3, scale="row")
     x[1, 7], x[2, 300] = float("nan"), float("inf")
@@ -337,12 +361,12 @@ def test_nan_and_infinity_spoil_no_other_row_or_block(device):
 
 
 @pytest.mark.parametrize("scaling", ["tensor", "row", "block"])
-def test_scales_that_are_powers_of_two(scaling, device):
+def test_bytes_with_power_of_two(scaling, device):
     x = random(5, 768, dtype=torch.bfloat16, device=device)
     assert_exact("layer_norm", x, scaling, power_of_two=True)
 
 
-def test_amax_is_raised_and_the_scale_read_on_the_device(device):
+def test_amax_is_updated_and_scale_is_read_on_the_device(device):
     x = random(5, 768, device=device)
     amax, scale = torch.tensor([100.0], device=device), torch.tensor([2.0], device=device)
     first = cupynorm.rms_norm(x, 768, out_dtype=E4M3, scale=scale, amax=amax)
@@ -357,8 +381,8 @@ def test_amax_is_raised_and_the_scale_read_on_the_device(device):
 
 
 @pytest.mark.parametrize("scaling", SCALES)
-def test_what_dequantizes(scaling, anywhere):
-    """On every way through the library the values are y within half a step of the format, at the scale."""
+def test_dequantize_gives_y_within_half_a_step(scaling, anywhere):
+    """A step of the 8-bit format, at the scale, by each way through the library."""
     x = random(6, 200, dtype=torch.bfloat16, device=anywhere)
     made = cupynorm.layer_norm(
         x,
@@ -390,8 +414,8 @@ def test_what_dequantizes(scaling, anywhere):
     "shape, num_dims",
     [((4, 4, 32), 2), ((3, 2, 150), 2), ((2, 3, 128), 1), ((2, 5, 4, 10), 3), ((40,), 1)],
 )
-def test_what_dequantizes_of_rows_of_several_dimensions(shape, num_dims, scaling, anywhere):
-    """Blocks go through all the dimensions that are normalised over; float32 rounds the one product."""
+def test_dequantize_of_rows_of_several_dimensions(shape, num_dims, scaling, anywhere):
+    """Scale blocks span all normalised dimensions. float32 rounds the one product."""
     weight = random(*shape[-num_dims:], seed=1, device=anywhere) * 10
     made = cupynorm.layer_norm(
         random(*shape, device=anywhere),
@@ -409,7 +433,7 @@ def test_what_dequantizes_of_rows_of_several_dimensions(shape, num_dims, scaling
 
 
 @pytest.mark.parametrize("scaling", ["given", "row"])
-def test_gradients_pass_as_if_nothing_was_rounded(scaling, anywhere):
+def test_gradients_flow_as_if_nothing_was_rounded(scaling, anywhere):
     x, residual = (random(6, 40, seed=seed, device=anywhere).requires_grad_() for seed in (0, 1))
     weight = random(40, seed=2, device=anywhere).requires_grad_()
     dy, dsum = (random(6, 40, seed=seed, device=anywhere) for seed in (3, 4))
@@ -432,7 +456,7 @@ def test_gradients_pass_as_if_nothing_was_rounded(scaling, anywhere):
         assert torch.equal(one, other.grad)
 
 
-def test_rows_that_are_not_there(anywhere):
+def test_an_input_without_rows_has_empty_results(anywhere):
     for scaling in SCALES:
         made = cupynorm.layer_norm(
             torch.empty(0, 40, device=anywhere),
@@ -443,18 +467,21 @@ def test_rows_that_are_not_there(anywhere):
         assert made.shape == (0, 40) and made.dequantize().shape == (0, 40)
 
 
-def test_columns_that_are_not_there(anywhere):
+def test_rows_without_columns_have_empty_results(anywhere):
     for scaling in SCALES:
         transpose = scaling in ("given", "tensor")
         made = cupynorm.layer_norm(
-            torch.empty(3, 0, device=anywhere), 0, out_dtype=E4M3, scale=None if scaling == "given" else scaling,
+            torch.empty(3, 0, device=anywhere),
+            0,
+            out_dtype=E4M3,
+            scale=None if scaling == "given" else scaling,
             transpose=transpose,
-        )  # fmt: skip
+        )
         assert made.shape == made.dequantize().shape == (3, 0)
         assert tuple(made.transposed.shape) == (0, 3) if transpose else made.transposed is None
 
 
-def test_leading_dimensions_and_strides(device):
+def test_leading_dimensions_and_strides_do_not_change_the_bytes(device):
     x = random(2, 3, 304, dtype=torch.bfloat16, device=device)[..., 3:259]
     made = cupynorm.layer_norm(x, 256, out_dtype=E4M3, scale="block")
     assert made.shape == (2, 3, 256) and made.scale_inv.shape == (2, 3, 2)
@@ -464,7 +491,7 @@ def test_leading_dimensions_and_strides(device):
     assert same_bytes(numpy(made.data), numpy(again.data))
 
 
-def test_a_transform_of_torch_is_refused():
+def test_a_transform_of_torch_func_is_refused():
     with pytest.raises(
         NotImplementedError,
         match="out_dtype float8_e4m3fn was given to a call that torch.func or forward mode",
@@ -476,8 +503,8 @@ def test_a_transform_of_torch_is_refused():
 
 @pytest.mark.parametrize("scaling", SCALES)
 @pytest.mark.parametrize("first_col, num_cols", [(1, 256), (4, 260), (3, 129)])
-def test_rows_that_are_not_aligned(first_col, num_cols, scaling, device):
-    """Rows and addresses that no whole pack fits; the transposed copy of a number of rows that is no multiple of 16 either."""
+def test_misaligned_rows_have_the_same_bytes(first_col, num_cols, scaling, device):
+    """Rows and addresses that no whole pack fits, and rows not a multiple of 16 to transpose."""
     x = random(35, num_cols + 5, dtype=torch.bfloat16, device=device)[
         :, first_col : first_col + num_cols
     ]
@@ -495,8 +522,8 @@ def test_rows_that_are_not_aligned(first_col, num_cols, scaling, device):
     assert not transpose or same_bytes(numpy(made.transposed), numpy(made.data).T)
 
 
-def test_a_scale_and_an_amax_that_are_elements_of_others(device):
-    """Also strided ones; their neighbours stay as they are."""
+def test_a_scale_and_an_amax_may_be_inside_larger_tensors(device):
+    """Also strided ones. Their neighbours are not written."""
     x = random(5, 200, device=device)
     scales, amaxes = torch.arange(1.0, 9.0, device=device), torch.zeros(4, 6, device=device)
     made = cupynorm.rms_norm(x, 200, out_dtype=E4M3, scale=scales[4:5], amax=amaxes[1:3, 2::9][1:])
@@ -510,8 +537,8 @@ def test_a_scale_and_an_amax_that_are_elements_of_others(device):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("scaling", SCALES)
-def test_cupy_arrays(scaling):
-    """The bytes that torch tensors get, as uint8."""
+def test_cupy_arrays_have_the_bytes_of_torch_tensors(scaling):
+    """The bytes are those of torch tensors, as uint8."""
     cupy = pytest.importorskip("cupy")
     x = random(6, 4, 100, device="cuda")
     options = {
@@ -522,17 +549,19 @@ def test_cupy_arrays(scaling):
     amax = cupy.zeros(1, np.float32) if scaling == "given" else None
     made = cupynorm.layer_norm(cupy.from_dlpack(x), (4, 100), out_dtype=E4M3, amax=amax, **options)
     for got, want in (
-        (made.data, expected.data), (made.scale_inv, expected.scale_inv), (made.transposed, expected.transposed),
+        (made.data, expected.data),
+        (made.scale_inv, expected.scale_inv),
+        (made.transposed, expected.transposed),
         (made.dequantize(), expected.dequantize()),
-    ):  # fmt: skip
+    ):
         assert want is None and got is None or same_bytes(got.get(), numpy(want))
     assert amax is None or amax[0].item() == pytest.approx(
         cupynorm.layer_norm(x, (4, 100)).abs().max().item(), rel=1e-6
     )
 
 
-def test_numpy_arrays():
-    """By the reference, from float64: data is uint8."""
+def test_numpy_arrays_are_quantised_from_float64():
+    """By the reference, from float64. data is uint8."""
     x = numpy(random(6, 200))
     for scaling in SCALES:
         made = cupynorm.layer_norm(
@@ -559,7 +588,8 @@ ONE = torch.ones(1)
         (
             {"scale": "row"},
             TypeError,
-            "scale given with out_dtype None; expected an out_dtype of float8_e4m3fn or float8_e5m2",
+            "scale given with out_dtype None; "
+            "expected an out_dtype of float8_e4m3fn or float8_e5m2",
         ),
         (
             {"out_dtype": E4M3, "scale": "column"},
@@ -640,13 +670,13 @@ ONE = torch.ones(1)
     ),
     ids=lambda value: " ".join(value) if isinstance(value, dict) else "",
 )
-def test_what_does_not_fit(options, error, words):
+def test_wrong_options_are_refused(options, error, words):
     with pytest.raises(error, match=words):
         cupynorm.layer_norm(torch.ones(2, 8), 8, **options)
 
 
-def test_what_takes_no_gradient_is_refused_one_in_each_call(kernels):
-    """Also in one that lies as one before."""
+def test_a_constant_that_requires_a_gradient_is_refused_in_each_call(kernels):
+    """Also after a call with a constant of the same layout that was taken."""
     x, constant = torch.ones(2, 64), torch.ones(1, requires_grad=True)
     for name in ("scale", "amax"):
         for value in (constant.detach(), constant, constant.detach()):
@@ -665,7 +695,7 @@ def test_what_takes_no_gradient_is_refused_one_in_each_call(kernels):
         cupynorm.layer_norm(x, 64, out_dtype=E4M3, scale=scale, amax=scale)
 
 
-def test_the_compiler_calls_it_as_it_is():
+def test_the_compiler_breaks_the_graph():
     x = random(4, 40)
 
     @torch.compile(backend="eager")
@@ -679,7 +709,7 @@ def test_the_compiler_calls_it_as_it_is():
 
 @pytest.mark.parametrize("shape", [(1, 1), (16, 128), (130, 257), (132, 40), (48, 200), (0, 8)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
-def test_a_matrix_and_its_transposed_copy(shape, dtype, device):
+def test_bytes_of_a_matrix_and_its_transposed_copy(shape, dtype, device):
     x = random(*shape, dtype=dtype, device=device) * 3
     scale, amax = torch.tensor([21.0], device=device), torch.tensor([0.5], device=device)
     data, scale_inv, transposed, _ = quantized.quantize(
@@ -710,8 +740,8 @@ def test_a_matrix_and_its_transposed_copy(shape, dtype, device):
         ("float64", "float64"),
     ],
 )
-def test_sums_over_rows_of_a_matrix(dtype, sums, shape, device):
-    """Beside the very same bytes; each rounded once, of sums whose additions round in turn, and the same in another run."""
+def test_sums_over_rows_are_within_bounds_and_leave_the_bytes(dtype, sums, shape, device):
+    """The bytes are those without sums. Sums repeat and err by additions and one rounding."""
     x = random(*shape, dtype=getattr(torch, dtype), device=device) + 0.25
     scale = torch.tensor([21.0], device=device)
     plain = quantized.quantize(x, "float8_e5m2", scale, transpose=True)
@@ -738,8 +768,8 @@ def test_sums_over_rows_of_a_matrix(dtype, sums, shape, device):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_a_matrix_of_numbers_below_2_to_the_minus_126(dtype, device):
-    """Which the compiler flushes wherever floats are compared or multiplied."""
+def test_bytes_of_a_matrix_of_denormal_numbers(dtype, device):
+    """The kernels flush denormals where they compare or multiply floats."""
     x = (random(40, 136, dtype=torch.float64) * 2e-39).to(dtype)
     scale, amax = torch.tensor([3e38], device=device), torch.zeros(1, device=device)
     data, _, transposed, _ = quantized.quantize(
@@ -752,8 +782,8 @@ def test_a_matrix_of_numbers_below_2_to_the_minus_126(dtype, device):
 
 
 @pytest.mark.parametrize("norm", ["layer_norm", "rms_norm"])
-def test_a_norm_whose_statistics_are_known(norm, device):
-    """Nearly forward's bytes: what rounding took from the saved mean is not there to be added."""
+def test_bytes_of_a_norm_with_given_statistics(norm, device):
+    """Nearly forward's bytes: forward's mean is more accurate than the saved, rounded one."""
     x = random(40, 136, dtype=torch.bfloat16, device=device)
     weight, bias = (random(136, dtype=torch.bfloat16, seed=seed, device=device) for seed in (1, 2))
     bias = bias if norm == "layer_norm" else None

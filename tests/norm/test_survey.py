@@ -1,4 +1,4 @@
-"""Surveys of a matrix, on a GPU or by the kernels on the CPU: sums over rows beside float64, largest magnitudes to the bit."""
+"""Surveys of a matrix: sums over rows against float64, and largest magnitudes to the bit."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ SHAPES = [(1, 1), (128, 128), (130, 257), (1000, 72), (300, 34), (210_000, 1), (
         ("float64", "float64"),
     ],
 )
-def test_sums_over_rows(dtype, sums, shape, device):
-    """Each rounded once, of sums whose additions round in turn, and the same in another run."""
+def test_sums_over_rows_are_within_bounds_and_repeat(dtype, sums, shape, device):
+    """They repeat to the bit, and err by their additions and one rounding."""
     x = random(*shape, dtype=getattr(torch, dtype), device=device) + 0.25
     made = survey.sum_rows(x, sums)
     assert made.dtype == getattr(torch, sums) and tuple(made.shape) == shape[1:]
@@ -51,7 +51,7 @@ def test_sums_over_rows(dtype, sums, shape, device):
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("dtype", list(DTYPES))
-def test_the_largest_magnitude(dtype, shape, device):
+def test_the_largest_magnitude_is_exact(dtype, shape, device):
     x = random(*shape, dtype=getattr(torch, dtype), device=device)
     for value in (None, -7.0, 2.0**-140, float("-inf"), float("nan")):
         if value is not None and x.numel():
@@ -61,28 +61,25 @@ def test_the_largest_magnitude(dtype, shape, device):
         assert np.array_equal(numpy(found)[0], numpy(expected), equal_nan=True)
 
 
-def test_of_numbers_below_2_to_the_minus_126(device):
-    """Which the compiler flushes wherever floats are compared."""
+def test_the_largest_magnitude_of_denormal_numbers_is_exact(device):
+    """The kernels flush denormals where they compare floats."""
     x = (random(40, 136, dtype=torch.float64) * 2e-39).to(torch.bfloat16)
     assert 0 < survey.amax(x.to(device)).item() == x.abs().max().item() < 2.0**-126
 
 
-def test_rows_with_gaps_and_what_is_no_matrix_in_memory(device):
-    """A view is read where it lies; a transposed one is copied, or left to torch."""
+def test_views_give_the_results_of_contiguous_matrices(device):
+    """Rows with gaps are read in place. A transposed matrix is copied or left to torch."""
     x = random(70, 48, dtype=torch.float32, device=device)
     for view in (x[:, :40], x[::2], x[:, 1:34], x.t(), x[0].expand(50, 48)):
-        expected, allowed = (
-            view.double().sum(0),
-            len(view) * 2.0**-24 * view.double().abs().sum(0),
-        )  # each addition rounds
+        expected = view.double().sum(0)
+        allowed = len(view) * 2.0**-24 * view.double().abs().sum(0)  # each addition rounds
         for made in (survey.sum_rows(view, "float32"), matrices.sum_rows(view, torch.float32)):
             assert made.dtype == torch.float32
             assert ((made.double() - expected).abs() <= allowed).all()
         assert survey.amax(view).item() == view.abs().max().item()
 
 
-def test_a_scale_asks_no_other_kernel(kernels):
-    """The amax of a matrix, wherever it is asked for; those of its rows are torch's."""
+def test_amax_of_a_matrix_is_one_survey_and_amax_of_rows_is_torch_s(kernels):
     x = random(30, 40, dtype=torch.bfloat16)
     kernels.clear()
     assert (
@@ -94,7 +91,7 @@ def test_a_scale_asks_no_other_kernel(kernels):
 
 
 def test_slabs_fill_the_device():
-    """Each row in one slab, and several blocks for each place of a multiprocessor; few rows in as few slabs as hold them."""
+    """Many rows: more than two waves of blocks. Few rows: as few slabs as hold them."""
     for num_rows, num_cols in ((49152, 3072), (8192, 12288), (4096, 10240), (131, 64)):
         (launch, last), num_slabs, rows_of_slab = survey_launch(
             DEVICES["H200"], num_rows, num_cols, "bfloat16", 8, "bfloat16"

@@ -1,6 +1,7 @@
-"""reference/: forward against the textbook formula, every gradient against central differences, and no import of the package.
+"""The reference against the textbook formula and central differences.
 
-The reference is the truth that kernels are held to, so nothing here is compared with the package or with another library.
+Kernels are checked against the reference, so it is not compared with the package or with another
+library.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ def backward(norm, dy, result, weight, **options):
 
 
 def textbook(norm, x, weight, bias, eps):
-    """One row at a time in Python floats summed without rounding (math.fsum): no code in common with reference/."""
+    """One row at a time in Python floats, with exact sums (math.fsum)."""
     rows = []
     for row in x.tolist():
         mean = math.fsum(row) / len(row) if norm == "layer_norm" else 0.0
@@ -46,7 +47,7 @@ def textbook(norm, x, weight, bias, eps):
 
 
 def draw(shape, seed=0):
-    """x, dy of `shape`; weight, bias of a row: away from zero in mean and spread, so that no term of a formula vanishes."""
+    """x, dy, weight and bias, whose means and spreads make every term of a formula count."""
     generator = np.random.default_rng([seed, *shape])
     x, dy = 3 * generator.standard_normal(shape) + 1.5, generator.standard_normal(shape)
     return x, dy, generator.uniform(0.5, 2, shape[1]), generator.standard_normal(shape[1])
@@ -58,7 +59,7 @@ def test_forward_is_the_textbook_formula(norm, shape):
     x, _, weight, bias = draw(shape)
     result = forward(norm, x, weight, bias)
     y, mean, rstd = textbook(norm, x, weight, bias, EPS)
-    # Sums of at most 128 terms err by less than 128 * 2^-53 = 1.4e-14 of the terms, which are of size 10 here.
+    # Sums of at most 128 terms err by less than 128 * 2^-53 = 1.4e-14 of the terms, about 10 here.
     np.testing.assert_allclose(result.y, y, rtol=1e-12, atol=1e-12)
     np.testing.assert_allclose(result.rstd, rstd, rtol=1e-12)
     np.testing.assert_array_equal(result.sum, x)
@@ -69,8 +70,8 @@ def test_forward_is_the_textbook_formula(norm, shape):
 
 
 @pytest.mark.parametrize("norm", NORMS)
-def test_options_of_forward(norm):
-    """Absent weight is 1, absent bias 0, a zero-centred weight w multiplies by 1 + w, a residual is added first."""
+def test_options_of_forward_are_those_of_the_formula(norm):
+    """No weight is 1, no bias is 0, a zero-centred weight multiplies by 1 + weight."""
     shape = (4, 9)
     x, residual, weight, bias = draw(shape)
     ones, zeros = np.ones(9), np.zeros(9)
@@ -89,8 +90,8 @@ def test_options_of_forward(norm):
         np.testing.assert_array_equal(result.sum, formula[0])
 
 
-def test_layer_norm_of_a_far_mean_keeps_its_digits():
-    """x = 2^27 + small, each exact in float64: what E[x^2] - E[x]^2 loses altogether is held to the digits of small alone."""
+def test_layer_norm_of_a_large_mean_is_accurate():
+    """x = 2^27 + small is exact in float64. E[x^2] - E[x]^2 would lose all digits of small."""
     small = np.round(np.random.default_rng(1).standard_normal((3, 64)) * 2**20) / 2**20
     far = small + 2.0**27
     np.testing.assert_array_equal(far - 2.0**27, small)
@@ -102,8 +103,11 @@ def test_layer_norm_of_a_far_mean_keeps_its_digits():
 
 
 @pytest.mark.parametrize("norm", NORMS)
-def test_rows_that_cannot_be_normalised(norm):
-    """A constant row, a row with NaN, a row with infinity, a variance below -eps: each as the formula says, and alone."""
+def test_rows_that_cannot_be_normalised_are_nan_and_only_those(norm):
+    """A constant row, a row of NaN, a row of infinity, and a variance below -eps.
+
+    They do not change other rows.
+    """
     x = np.array(
         [
             [2.0, 2.0, 2.0, 2.0],
@@ -127,10 +131,11 @@ def test_rows_that_cannot_be_normalised(norm):
 
 
 def central_differences(function, at):
-    """The gradient of a scalar function of an array, element by element, to about 1e-9 of the function's size.
+    """The gradient of a scalar function of an array, to about 1e-9 of the function's values.
 
-    The fourth-order stencil errs by h^4 f^(5) / 30 and by eps64 * |f| / h from rounding: h = 1e-3 makes both about 1e-13,
-    for functions whose fifth derivative is of order 1 to 1e3 (rows of a spread of 0.5 or more).
+    The fourth-order stencil errs by h^4 f^(5) / 30, and by eps64 * |f| / h from rounding. With
+    h = 1e-3 both are about 1e-13 for functions whose fifth derivative is of order 1 to 1e3, as for
+    rows of a spread of 0.5 or more.
     """
     h = 1e-3
     gradient = np.empty_like(at)
@@ -148,15 +153,15 @@ def relative_error(got, expected):
     return np.linalg.norm(got - expected) / max(np.linalg.norm(expected), 1e-300)
 
 
-# Two orders above the 1e-9 that central_differences promises at worst, seven below a wrong term.
+# An order above the error of central_differences, 1e-9, and seven below that of a wrong term.
 BOUND = 1e-8
 
 
 @pytest.mark.parametrize("zero_centered", (False, True), ids=("weight", "1+weight"))
 @pytest.mark.parametrize("shape", ((3, 7), (2, 3), (4, 33), (1, 16)), ids=str)
 @pytest.mark.parametrize("norm", NORMS)
-def test_gradients_by_central_differences(norm, shape, zero_centered):
-    """loss = sum(dy * y) + sum(dsum * (x + residual)): every argument that has a gradient is moved element by element."""
+def test_gradients_are_central_differences(norm, shape, zero_centered):
+    """Of loss = sum(dy * y) + sum(dsum * (x + residual))."""
     x, dy, weight, bias = draw(shape)
     residual, dsum, *_ = draw(shape, seed=1)
 
@@ -183,8 +188,8 @@ def test_gradients_by_central_differences(norm, shape, zero_centered):
 @pytest.mark.parametrize("residual", (False, True), ids=("", "residual"))
 @pytest.mark.parametrize("dropout_p", (0.0, 0.4, 1.0))
 @pytest.mark.parametrize("norm", NORMS)
-def test_gradients_of_a_scaled_input_by_central_differences(norm, dropout_p, residual):
-    """loss = sum(dy * y) + sum(dsum * sum) of rows that are scaled and dropped out before a residual is added."""
+def test_gradients_of_a_scaled_input_are_central_differences(norm, dropout_p, residual):
+    """Of loss = sum(dy * y) + sum(dsum * sum), with row_scale and dropout."""
     x, dy, weight, bias = draw((3, 7))
     other, dsum, *_ = draw((3, 7), seed=1)
     scaling = {"row_scale": np.array([0.5, -2.0, 1.25]), "dropout_p": dropout_p, "dropout_seed": 7}
@@ -195,9 +200,8 @@ def test_gradients_of_a_scaled_input_by_central_differences(norm, dropout_p, res
 
     result = forward(norm, x, weight, bias, residual=other if residual else None, **scaling)
     gradients = backward(norm, dy, result, weight, dsum=dsum)
-    if (
-        dropout_p < 1 or residual
-    ):  # a row of zeros has a variance of 0, whose gradient no step of 1e-3 can see
+    # Not of rows of zeros: their gradient changes within a step of 1e-3.
+    if dropout_p < 1 or residual:
         got, expected = (
             reference.scaled(gradients.dx, **scaling),
             central_differences(lambda moved: loss(x=moved), x),
@@ -218,8 +222,8 @@ def test_x_hat_is_rounded_before_the_weight(norm):
 
 
 @pytest.mark.parametrize("norm", NORMS)
-def test_x_hat_of_y(norm):
-    """What forward multiplied and added is taken back; a small weight divides as if it were `smallest`, with its sign."""
+def test_x_hat_of_y_is_that_of_forward(norm):
+    """A weight smaller than `smallest` divides as `smallest` with its sign."""
     x, _, weight, bias = draw((3, 7))
     x_hat = forward(norm, x, None, None).y
     for zero_centered in (False, True):
@@ -233,7 +237,7 @@ def test_x_hat_of_y(norm):
     np.testing.assert_allclose(got[:, 3:], x_hat[:, 3:], rtol=1e-14)
 
 
-def test_the_sum_of_a_scaled_input():
+def test_the_sum_of_a_scaled_input_is_exact():
     x, residual, *_ = draw((2, 6))
     kept = reference.dropout_mask(2, 6, 0.5, 3)
     assert 0 < kept.sum() < 12
@@ -253,7 +257,7 @@ def test_the_sum_of_a_scaled_input():
         assert result.sum[row, col] == term + residual[row, col]
 
 
-# Counter, key and words of the known answers that Random123, the authors' library, is tested with: philox4x32 of 10 rounds.
+# Counter, key and words: the known answers of Random123's tests for philox4x32 with 10 rounds.
 ANSWERS = (
     ((0, 0), 0, (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
     ((2**64 - 1, 2**64 - 1), 2**64 - 1, (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
@@ -270,14 +274,15 @@ def test_random_words_are_those_of_philox(counter, key, words):
     from cupynorm.reference.dropout import philox
 
     assert philox(key, *map(np.uint64, counter)).tolist() == list(words)
-    assert philox(key - 2**64, *map(np.uint64, counter)).tolist() == list(
-        words
-    )  # 64 bits of a key count
+    # Only 64 bits of the key count.
+    assert philox(key - 2**64, *map(np.uint64, counter)).tolist() == list(words)
 
 
-def test_a_mask_keeps_as_many_as_it_should():
-    """Within 5 standard deviations of a binomial, overall and of each column; another seed, another mask;
-    longer rows begin alike."""
+def test_a_mask_keeps_the_expected_number_of_elements():
+    """Within 5 standard deviations of a binomial, in total and in each column.
+
+    Another seed gives another mask. A mask of longer rows begins with that of shorter ones.
+    """
     for p in (0.1, 0.5, 0.9):
         kept = reference.dropout_mask(400, 250, p, 11)
         assert abs(kept.mean() - (1 - p)) < 5 * math.sqrt(p * (1 - p) / kept.size)
@@ -291,8 +296,8 @@ def test_a_mask_keeps_as_many_as_it_should():
 
 
 @pytest.mark.parametrize("norm", NORMS)
-def test_gradient_without_weight(norm):
-    """No weight: dx as for ones, and dweight is still the gradient of the ones that are not there."""
+def test_gradients_without_weight_are_central_differences(norm):
+    """dx and dweight are those of a weight of ones."""
     x, dy, _, _ = draw((3, 7))
     result = forward(norm, x, None, None)
     got = backward(norm, dy, result, None)
@@ -308,8 +313,8 @@ def test_gradient_without_weight(norm):
 
 
 @pytest.mark.parametrize("norm", NORMS)
-def test_the_bound_tells_right_from_wrong(norm):
-    """The comparison above can fail: each gradient with one term left out, or of another eps, is far outside the bound."""
+def test_wrong_gradients_exceed_the_bound(norm):
+    """Without a term, with a wrong weight, and with another eps."""
     x, dy, weight, bias = draw((3, 7))
     result = forward(norm, x, weight, bias)
     expected = central_differences(
@@ -342,7 +347,7 @@ def draw_linear(shape=(3, 7), out_features=4):
 
 
 @pytest.mark.parametrize("norm", NORMS)
-def test_norm_linear_is_the_norm_and_then_sums_of_products(norm):
+def test_norm_linear_is_the_norm_and_a_product(norm):
     given = draw_linear()
     dy, centered = given.pop("dy"), norm == "layer_norm"
     made = reference.norm_linear(**given, eps=EPS, centered=centered)
@@ -362,9 +367,8 @@ def test_norm_linear_is_the_norm_and_then_sums_of_products(norm):
 
 @pytest.mark.parametrize("zero_centered", (False, True), ids=("weight", "1+weight"))
 @pytest.mark.parametrize("norm", NORMS)
-def test_gradients_of_norm_linear_by_central_differences(norm, zero_centered):
-    """loss = sum(dy * y) + sum(dnormalized * normalized) + sum(dsum * (x + residual)): every argument is moved element by
-    element."""
+def test_gradients_of_norm_linear_are_central_differences(norm, zero_centered):
+    """Of loss = sum(dy * y) + sum(dnormalized * normalized) + sum(dsum * (x + residual))."""
     given = draw_linear()
     dy = given.pop("dy")
     given["residual"], dnormalized, *_ = draw((3, 7), seed=1)
@@ -401,7 +405,7 @@ def test_gradients_of_norm_linear_by_central_differences(norm, zero_centered):
 
 
 @pytest.mark.parametrize("norm", NORMS)
-def test_norm_linear_without_what_is_optional(norm):
+def test_norm_linear_without_parameters_is_that_of_ones_and_zeros(norm):
     given = draw_linear()
     dy, centered = given.pop("dy"), norm == "layer_norm"
     absent = dict.fromkeys(("norm_weight", "norm_bias", "bias"))
@@ -422,7 +426,7 @@ def test_norm_linear_without_what_is_optional(norm):
 
 @pytest.mark.parametrize("zero_centered", (False, True), ids=("weight", "1+weight"))
 @pytest.mark.parametrize("norm", NORMS)
-def test_folded_is_the_same_function(norm, zero_centered):
+def test_a_folded_layer_is_the_same_function(norm, zero_centered):
     given = draw_linear((5, 33))
     given.pop("dy")
     options = {"centered": norm == "layer_norm", "zero_centered_weight": zero_centered}
@@ -439,8 +443,8 @@ def test_folded_is_the_same_function(norm, zero_centered):
     assert without.bias.shape == (4,) and not without.bias.any()
 
 
-def test_the_reference_imports_nothing_of_the_package():
-    """Loaded from its folder as a package of its own, it brings NumPy and itself, and nothing named cupynorm, cupy or torch."""
+def test_the_reference_imports_only_numpy():
+    """Imported from its folder, it loads only itself and NumPy."""
     script = f"""
 import json, sys
 sys.path.insert(0, {str(REPOSITORY)!r})

@@ -1,4 +1,4 @@
-"""8-bit floats of the reference, byte for byte beside ml_dtypes and torch, which round but do not saturate; and the scales."""
+"""8-bit floats of the reference, byte for byte against ml_dtypes and torch, and their scales."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def every_float16() -> np.ndarray:
 
 
 def tricky(name: str) -> np.ndarray:
-    """Every value of the format, every midpoint of two, and the float32 neighbours of both; bounds; what is not finite."""
+    """The format's values, their midpoints, the float32 neighbours of both, NaN and infinity."""
     exact = np.unique(finite(name))
     middle = (exact[1:] + exact[:-1]) / 2
     beyond = LARGEST[name] * np.array([1 + 2.0**-5, 1 + 2.0**-4, 17 / 16, 18 / 16, 2.0, 2.0**20])
@@ -39,7 +39,7 @@ def finite(name: str) -> np.ndarray:
 
 
 def others(values: np.ndarray, name: str) -> dict[str, np.ndarray]:
-    """The same by other people's casts."""
+    """The bytes by the casts of ml_dtypes and torch."""
     with np.errstate(invalid="ignore"):
         made = {"ml_dtypes": values.astype(getattr(ml_dtypes, name)).view(np.uint8)}
     torch = pytest.importorskip("torch")
@@ -61,14 +61,14 @@ def test_decode_is_that_of_ml_dtypes(name):
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_encode_is_the_cast_of_others_up_to_the_largest_value(name):
+def test_encode_is_the_cast_of_other_libraries_up_to_the_largest_value(name):
     for values in (every_float16(), tricky(name)):
         got = fp8.encode(values, name)
         inside = np.abs(values) <= LARGEST[name]
         assert inside.sum() > 500
         for library, expected in others(values, name).items():
             np.testing.assert_array_equal(got[inside], expected[inside], err_msg=library)
-        # The casts of others make NaN or infinity of what is larger; this one saturates.
+        # Larger values saturate. Other casts give NaN or infinity.
         beyond = np.abs(values) > LARGEST[name]
         assert beyond.sum() > 10
         largest = fp8.encode(np.float32(LARGEST[name]), name)
@@ -80,7 +80,7 @@ def test_encode_is_the_cast_of_others_up_to_the_largest_value(name):
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_float64_is_rounded_once(name):
-    """A value just above a midpoint, by less than float32 can tell: rounded to float32 first it would be a tie."""
+    """A value just above a midpoint would be a tie if it were rounded to float32 first."""
     exact = np.sort(finite(name))
     exact = exact[exact > 0]
     middle = (exact[1:] + exact[:-1]) / 2
@@ -91,7 +91,7 @@ def test_float64_is_rounded_once(name):
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_every_pattern_survives_the_way_there_and_back(name):
+def test_every_byte_is_decoded_and_encoded_again(name):
     raw = np.arange(256, dtype=np.uint8)
     values = fp8.decode(raw, name)
     number = np.isfinite(values)
@@ -114,7 +114,7 @@ def scale_by_hand(amax: float, largest: float) -> float:
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_scale_of_an_amax(name):
+def test_scale_of_an_amax_is_largest_by_amax(name):
     scale = fp8.scale_of(AMAXES, name)
     assert scale.dtype == np.float32
     assert scale.tolist() == [scale_by_hand(float(each), LARGEST[name]) for each in AMAXES]
@@ -142,14 +142,14 @@ def draw(shape, seed=0):
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_one_scale(name):
+def test_one_scale_multiplies_in_the_dtype_of_the_values(name):
     values = draw((5, 33))
     quantized = fp8.quantize(values, name, 3.7)
     assert quantized.amax == np.abs(values).max() and quantized.scale_inv == np.float32(
         1
     ) / np.float32(3.7)
     np.testing.assert_array_equal(quantized.data, fp8.encode(values * np.float32(3.7), name))
-    # In float64 the product is another.
+    # float64 values are multiplied in float64.
     np.testing.assert_array_equal(
         fp8.quantize(values.astype(np.float64), name, 3.7).data,
         fp8.encode(values.astype(np.float64) * float(np.float32(3.7)), name),
@@ -158,7 +158,7 @@ def test_one_scale(name):
 
 @pytest.mark.parametrize("power_of_two", (False, True))
 @pytest.mark.parametrize("name", FORMATS)
-def test_scales_of_rows_and_blocks(name, power_of_two):
+def test_scales_of_rows_and_blocks_are_of_their_amaxes(name, power_of_two):
     values = draw((6, 300))
     values[3, 7], values[4] = np.nan, 0.0
     half_ulp = 2.0 ** -(fp8.FORMATS[name].mantissa + 1)
@@ -196,7 +196,8 @@ def test_scales_of_rows_and_blocks(name, power_of_two):
             assert scale_inv == np.float32(1) / scale
             np.testing.assert_array_equal(quantized.data[part], fp8.encode(piece * scale, name))
             if not np.isnan(piece).any():
-                # Half a unit of the last place, or of the smallest denormal; scale and scale_inv err by 2^-24 each.
+                # Half a unit in the last place, or half the smallest denormal. scale and scale_inv
+                # err by 2^-24 each.
                 smallest = fp8.decode(np.uint8(1), name) * scale_inv
                 allowed = np.abs(piece) * (half_ulp + 2.0**-22) + smallest / 2
                 assert (np.abs(back[part] - piece) <= allowed).all()
@@ -211,7 +212,7 @@ def test_e8m0_is_rounded_up():
     assert fp8.encode_e8m0(np.float32(2.0**-127 * (1 + 2.0**-10))) == 1
 
 
-def test_mxfp8():
+def test_mxfp8_scales_are_powers_of_two_rounded_up():
     values = draw((4, 70))
     values[1, 40], values[2, 3], values[3, 64:] = np.nan, np.inf, 0.0
     data, scale_inv, amax = fp8.quantize_mxfp8(values)

@@ -1,0 +1,126 @@
+"""Layers inside fp8_autocast, one step of them, and the errors of 8-bit products.
+
+Against products of exactly quantised tensors, only the order of float32 sums and the last rounding
+differ. Against float64, each factor of a product has a uniform error of half a unit in its last
+place: 2^-4 / sqrt(3) of its size for float8_e4m3fn (3 bits behind the point) and 2^-3 / sqrt(3) for
+float8_e5m2. No value is small enough to be a denormal. Over all elements, a product of two then
+errs relative to its norm by at most the root of the sum of both squares: 5.2% of y and 8.1% of a
+gradient.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from linear_bounds import draw
+
+from cupynorm import reference
+from cupynorm.gpu import arrays
+
+torch = pytest.importorskip("torch")
+from cupynorm import (  # noqa: E402
+    BlockScaling,
+    CurrentScaling,
+    DelayedScaling,
+    Format,
+    LayerNormLinear,
+    fp8_autocast,
+)
+from cupynorm.nn import recipes  # noqa: E402
+
+CPU = {"device": "cpu"}
+NAME = {recipes.E4M3: "float8_e4m3fn", recipes.E5M2: "float8_e5m2"}
+OF_Y = (2 * 2.0**-8 / 3) ** 0.5
+OF_GRADIENT = ((2.0**-8 + 2.0**-6) / 3) ** 0.5
+RECIPES = (
+    DelayedScaling(amax_history_len=4),
+    DelayedScaling(margin=1, fp8_format=Format.E4M3, amax_history_len=4),
+    CurrentScaling(),
+    CurrentScaling(Format.E4M3, power_of_two=True),
+    BlockScaling(),
+)
+
+
+def tensor(values, dtype="bfloat16", device="cpu", grad=False):
+    return arrays.from_float64(values, dtype, torch.empty(0)).to(device).requires_grad_(grad)
+
+
+def make(num_rows=40, in_features=200, out_features=72, dtype="bfloat16", device="cpu", **options):
+    """A layer, and a problem with the values of its parameters."""
+    norm_name = "rms_norm" if options.get("normalization") == "RMSNorm" else "layer_norm"
+    zero_centered = options.get("zero_centered_gamma", False)
+    without = [
+        *(("norm_bias",) if norm_name == "rms_norm" else ()),
+        *(() if options.get("bias", True) else ("bias",)),
+    ]
+    problem = draw(
+        norm_name,
+        dtype,
+        num_rows,
+        in_features,
+        out_features,
+        zero_centered_weight=zero_centered,
+        without=without,
+    )
+    module = LayerNormLinear(
+        in_features, out_features, params_dtype=getattr(torch, dtype), device=device, **options
+    )
+    with torch.no_grad():
+        for parameter, values in (
+            (module.layer_norm_weight, problem.norm_weight),
+            (module.layer_norm_bias, problem.norm_bias),
+        ):
+            if parameter is not None:
+                parameter.copy_(tensor(values, dtype))
+        for parts, whole in ((module._weights(), problem.weight), (module._biases(), problem.bias)):
+            for part, values in zip(
+                parts,
+                ()
+                if whole is None
+                else np.split(whole, np.cumsum(module.parameter_split_sizes)[:-1]),
+            ):
+                part.copy_(tensor(values, dtype))
+    return module, problem
+
+
+def step(module, problem, recipe, first=None, **options) -> dict[str, np.ndarray]:
+    """y and the gradients of one forward and backward. Gradients of parameters accumulate."""
+    device = module.layer_norm_weight.device
+    x = tensor(problem.x, problem.dtype, device, grad=True)
+    with fp8_autocast(recipe=recipe):
+        results = module(x, is_first_microbatch=first, **options)
+    y, *others = results if isinstance(results, tuple) else (results,)
+    y.backward(tensor(problem.dy, problem.dtype, device))
+    made = {"y": y, "dx": x.grad, "dnorm_weight": module.layer_norm_weight.grad}
+    if all(each.grad is not None for each in module._weights()):
+        made["dweight"] = torch.cat([each.grad for each in module._weights()])
+    if module.use_bias and not module.return_bias and module._biases()[0].grad is not None:
+        made["dbias"] = torch.cat([each.grad for each in module._biases()])
+    return {name: value.detach().double().cpu().numpy() for name, value in made.items()}
+
+
+def relative(got, expected) -> float:
+    return float(np.linalg.norm(got - expected) / np.linalg.norm(expected))
+
+
+def truth_of(problem) -> dict[str, np.ndarray]:
+    made = reference.norm_linear(
+        problem.x,
+        problem.norm_weight,
+        problem.norm_bias,
+        problem.weight,
+        problem.bias,
+        centered=problem.centered,
+        zero_centered_weight=problem.zero_centered_weight,
+    )
+    gradients = reference.norm_linear_backward(
+        problem.dy,
+        problem.x,
+        made.mean,
+        made.rstd,
+        problem.norm_weight,
+        problem.norm_bias,
+        problem.weight,
+        zero_centered_weight=problem.zero_centered_weight,
+    )
+    return {"y": made.y, **gradients._asdict()}

@@ -1,0 +1,138 @@
+"""Tensors, calls and modules for the tests of layer_norm_linear and LayerNormLinear."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from linear_bounds import LinearProblem, draw
+
+import cupynorm
+from cupynorm.gpu import arrays
+
+torch = pytest.importorskip("torch")
+
+NORMS = ("layer_norm", "rms_norm")
+NORMALIZATION = {"layer_norm": "LayerNorm", "rms_norm": "RMSNorm"}
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+WAYS = ({}, {"save_normalized": True}, {"fused": "fold"})
+CPU = {"device": "cpu"}
+
+
+def tensor(values, dtype="float64", device="cpu", grad=False):
+    return (
+        None
+        if values is None
+        else arrays.from_float64(values, dtype, torch.empty(0)).to(device).requires_grad_(grad)
+    )
+
+
+def leaves(problem: LinearProblem, device="cpu") -> dict[str, torch.Tensor | None]:
+    own = problem.norm_dtype or problem.dtype
+    names = ("x", "norm_weight", "norm_bias", "weight", "bias", "residual")
+    return {
+        name: tensor(
+            getattr(problem, name), own if "norm" in name else problem.dtype, device, grad=True
+        )
+        for name in names
+    }
+
+
+def call(problem: LinearProblem, given, **options):
+    options = {
+        "zero_centered_weight": problem.zero_centered_weight,
+        "residual": given["residual"],
+        **options,
+    }
+    if problem.centered:
+        return cupynorm.layer_norm_linear(
+            given["x"],
+            given["norm_weight"],
+            given["norm_bias"],
+            given["weight"],
+            given["bias"],
+            problem.eps,
+            **options,
+        )
+    return cupynorm.rms_norm_linear(
+        given["x"],
+        given["norm_weight"],
+        given["weight"],
+        given["bias"],
+        problem.eps,
+        norm_bias=given["norm_bias"],
+        **options,
+    )
+
+
+def as_float64(named) -> dict[str, np.ndarray]:
+    return {
+        name: value.detach().double().cpu().numpy()
+        for name, value in named.items()
+        if value is not None
+    }
+
+
+def recorded(problem: LinearProblem, device="cpu", run=call, **options) -> dict[str, np.ndarray]:
+    """Results and gradients by autograd."""
+    given = leaves(problem, device)
+    asked = {
+        "return_normalized": problem.dnormalized is not None,
+        "return_residual": problem.dsum is not None,
+    }
+    results = run(problem, given, **asked, **options)
+    results = results if isinstance(results, tuple) else (results,)
+    names = [
+        "y",
+        *(["normalized"] if asked["return_normalized"] else []),
+        *(["sum"] if asked["return_residual"] else []),
+    ]
+    outside = {"y": problem.dy, "normalized": problem.dnormalized, "sum": problem.dsum}
+    torch.autograd.backward(
+        results, [tensor(outside[name], problem.dtype, device) for name in names]
+    )
+    gradients = {f"d{name}": value.grad for name, value in given.items() if value is not None}
+    if problem.residual is not None:
+        assert torch.equal(gradients.pop("dresidual"), gradients["dx"])
+    return as_float64(dict(zip(names, results)) | gradients)
+
+
+SPLIT = {"q_": 8, "k": 4, "v": 4}
+
+
+def problem_of(module, num_rows=5, dtype="float32", **options) -> LinearProblem:
+    norm_name = {value: key for key, value in NORMALIZATION.items()}[module.normalization]
+    without = [
+        *(("norm_bias",) if norm_name == "rms_norm" else ()),
+        *(() if module.use_bias else ("bias",)),
+    ]
+    problem = draw(
+        norm_name,
+        dtype,
+        num_rows,
+        zero_centered_weight=module.zero_centered_gamma,
+        without=without,
+        **options,
+    )
+    with torch.no_grad():
+        module.layer_norm_weight.copy_(tensor(problem.norm_weight, dtype))
+        if problem.norm_bias is not None:
+            module.layer_norm_bias.copy_(tensor(problem.norm_bias, dtype))
+        for parts, whole in ((module._weights(), problem.weight), (module._biases(), problem.bias)):
+            for part, values in zip(
+                parts,
+                ()
+                if whole is None
+                else np.split(whole, np.cumsum(module.parameter_split_sizes)[:-1]),
+            ):
+                part.copy_(tensor(values, dtype))
+    return problem
+
+
+def gradients_of(module) -> dict[str, np.ndarray]:
+    found = {"dnorm_weight": module.layer_norm_weight.grad}
+    if module.layer_norm_bias is not None:
+        found["dnorm_bias"] = module.layer_norm_bias.grad
+    found["dweight"] = torch.cat([each.grad for each in module._weights()])
+    if module.use_bias:
+        found["dbias"] = torch.cat([each.grad for each in module._biases()])
+    return as_float64(found)

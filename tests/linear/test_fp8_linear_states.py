@@ -1,0 +1,255 @@
+"""LayerNormLinear inside fp8_autocast: scales, states and kept weights."""
+
+from __future__ import annotations
+
+import copy
+
+import numpy as np
+import pytest
+
+import cupynorm
+
+torch = pytest.importorskip("torch")
+from fp8_linear_cases import make, relative, step, tensor  # noqa: E402
+
+from cupynorm import (  # noqa: E402
+    BlockScaling,
+    CurrentScaling,
+    DelayedScaling,
+    fp8_autocast,
+)
+from cupynorm.nn import fp8, products, quantization, recipes  # noqa: E402
+
+
+def test_scales_of_each_step():
+    """The amaxes of a step set the scales of the next.
+
+    Forward's change at the end of the region, backward's after the backward.
+    """
+    module, problem = make()
+    recipe = DelayedScaling(amax_history_len=3)
+    x, dy = tensor(problem.x, grad=True), tensor(problem.dy)
+    normalized = cupynorm.layer_norm(
+        x, 200, module.layer_norm_weight, module.layer_norm_bias, out_dtype="float32"
+    )
+    with fp8_autocast(recipe=recipe):
+        y = module(x)
+        forward, backward = module._fp8_states["forward"], module._fp8_states["backward"]
+        assert (
+            forward.scale.tolist() == [1, 1, 1]
+            and forward.amax_history[0, 0] == normalized.abs().max()
+        )
+    assert forward.scale.tolist() == [
+        448 / normalized.abs().max(),
+        448 / module.weight.float().abs().max(),
+        1,
+    ]
+    assert forward.amax_history[2].tolist() == [
+        normalized.abs().max(),
+        module.weight.float().abs().max(),
+        0,
+    ]
+    y.backward(dy)
+    assert backward.scale.tolist() == [57344 / dy.float().abs().max(), 1]
+    before = forward.scale.clone(), forward.amax_history.clone()
+    with torch.no_grad(), fp8_autocast(recipe=recipe):
+        module(x * 100)
+    assert torch.equal(forward.scale, before[0]) and torch.equal(forward.amax_history, before[1])
+    with fp8_autocast(recipe=DelayedScaling(amax_history_len=5)):
+        module(x)
+    assert forward.amax_history.shape == (5, 3)
+
+
+def test_state_dicts_carry_the_scales():
+    module, problem = make()
+    recipe = DelayedScaling(amax_history_len=4)
+    assert module.state_dict()["_extra_state"].numel() == 0
+    for _ in range(2):
+        step(module, problem, recipe)
+    state = copy.deepcopy(module.state_dict())
+    assert state["_extra_state"].dtype == torch.uint8
+    other, _ = make()
+    other.load_state_dict(state, strict=True)
+    model = torch.nn.Sequential(torch.nn.Identity(), make()[0])
+    model.load_state_dict({f"1.{name}": value for name, value in state.items()}, strict=True)
+    for each in (module, other, model[1], copy.deepcopy(module)):
+        each.zero_grad()
+    expected = step(module, problem, recipe)
+    for each in (other, model[1]):
+        for name, value in step(each, problem, recipe).items():
+            np.testing.assert_array_equal(value, expected[name])
+    # Strictly, without a state and with another library's.
+    del state["_extra_state"]
+    other.load_state_dict(state, strict=True)
+    assert not other._fp8_states
+    with pytest.warns(UserWarning, match="is not cupynorm's"):
+        other.load_state_dict(
+            state | {"_extra_state": torch.tensor([128, 4], dtype=torch.uint8)}, strict=True
+        )
+    with pytest.raises(
+        ValueError, match="the fp8 state has forward of 2 tensors; expected forward of 3"
+    ):
+        other.set_extra_state(
+            fp8.pack({"forward": fp8.Scales((recipes.E4M3,) * 2, 3, torch.device("cpu"))})
+        )
+
+
+def test_scales_keep_their_addresses_and_follow_the_layer_to_a_device():
+    """A CUDA graph may hold the addresses."""
+    module, problem = make()
+    recipe = DelayedScaling(amax_history_len=4)
+    step(module, problem, recipe)
+    state = copy.deepcopy(module.state_dict())
+    kept = [
+        tensor for each in module._fp8_states.values() for tensor in (each.scale, each.amax_history)
+    ]
+    expected = [each.clone() for each in kept]
+    step(module, problem, recipe)
+    assert not torch.equal(kept[1], expected[1])
+    module.load_state_dict(state, strict=True)
+    again = [
+        tensor for each in module._fp8_states.values() for tensor in (each.scale, each.amax_history)
+    ]
+    assert all(now is before for now, before in zip(again, kept)) and all(
+        map(torch.equal, kept, expected)
+    )
+    module.half()
+    assert {each.scale.dtype for each in module._fp8_states.values()} == {torch.float32} and len(
+        module._fp8_states
+    ) == 2
+    module.to("meta")
+    assert not module._fp8_states
+
+
+def count_weights(monkeypatch) -> list:
+    made = []
+    plain = quantization.quantize
+
+    def quantize(x, *arguments, **options):
+        made.append(tuple(x.shape))
+        return plain(x, *arguments, **options)
+
+    monkeypatch.setattr(quantization, "quantize", quantize)
+    return made
+
+
+def test_microbatches_share_a_quantised_weight(monkeypatch):
+    module, problem = make()
+    made = count_weights(monkeypatch)
+    for first, times in (
+        (None, 1),
+        (None, 2),
+        (False, 3),
+        (False, 3),
+        (True, 4),
+        (False, 4),
+        (False, 4),
+        (None, 5),
+    ):
+        results = step(module, problem, CurrentScaling(), first)
+        assert made.count((72, 200)) == times, first
+        module.zero_grad()
+    with torch.no_grad():
+        module.weight.mul_(2)
+    kept = step(module, problem, CurrentScaling(), False)
+    # is_first_microbatch=False tells the layer that the weight has not changed.
+    np.testing.assert_array_equal(kept["y"], results["y"])
+    assert (
+        relative(
+            step(module, problem, CurrentScaling(), True)["y"] - problem.bias,
+            2 * (kept["y"] - problem.bias),
+        )
+        < 2.0**-7
+    )
+    assert module.float()._fp8_weight is None
+
+
+def test_a_kept_weight_is_not_used_by_another_recipe(monkeypatch):
+    """Another recipe quantises it again, also with is_first_microbatch=False."""
+    made = count_weights(monkeypatch)
+    module, problem = make()
+    step(module, problem, BlockScaling(), True)
+    results = step(module, problem, CurrentScaling(), False)
+    expected = step(make()[0], problem, CurrentScaling())
+    np.testing.assert_array_equal(results["y"], expected["y"])
+    before = made.count((72, 200))
+    step(module, problem, CurrentScaling(), False)
+    assert made.count((72, 200)) == before
+
+
+@pytest.mark.parametrize("recipe", (CurrentScaling(), BlockScaling()), ids=str)
+@pytest.mark.parametrize("use_reentrant", (False, True))
+def test_checkpointing_around_the_region(use_reentrant, recipe):
+    """The region is inside the function that is run again."""
+    module, problem = make()
+    expected = step(module, problem, recipe)
+    module.zero_grad()
+
+    def run(x):
+        with fp8_autocast(recipe=recipe):
+            return module(x)
+
+    x = tensor(problem.x, grad=True)
+    torch.utils.checkpoint.checkpoint(run, x, use_reentrant=use_reentrant).backward(
+        tensor(problem.dy)
+    )
+    np.testing.assert_array_equal(module.weight.grad.float().numpy(), expected["dweight"])
+    np.testing.assert_array_equal(x.grad.float().numpy(), expected["dx"])
+
+
+@pytest.mark.parametrize("recipe", (CurrentScaling(), BlockScaling()), ids=str)
+def test_a_retained_graph_and_a_layer_used_twice(recipe):
+    module, problem = make()
+    expected = step(module, problem, recipe)
+    module.zero_grad()
+    x, dy = tensor(problem.x, grad=True), tensor(problem.dy)
+    with fp8_autocast(recipe=recipe):
+        y = module(x)
+    y.backward(dy, retain_graph=True)
+    np.testing.assert_array_equal(x.grad.float().numpy(), expected["dx"])
+    y.backward(dy)
+    np.testing.assert_array_equal(x.grad.float().numpy(), 2 * expected["dx"])
+    np.testing.assert_array_equal(module.weight.grad.float().numpy(), 2 * expected["dweight"])
+    module.zero_grad()
+    with fp8_autocast(recipe=recipe):
+        made = module(x), module(x)
+    torch.autograd.backward(made, (dy, dy))
+    np.testing.assert_array_equal(module.weight.grad.float().numpy(), 2 * expected["dweight"])
+
+
+def test_a_step_ended_by_an_exception_leaves_no_trace():
+    """A second layer without that step has the same amaxes and scales."""
+    recipe = DelayedScaling(amax_history_len=4, amax_compute_algo="most_recent")
+    module, problem = make()
+    twin, _ = make()
+    for layer in (module, twin):
+        step(layer, problem, recipe)
+    with pytest.raises(KeyError), fp8_autocast(recipe=recipe):
+        module(tensor(100 * problem.x))
+        raise KeyError
+    for layer in (module, twin):
+        step(layer, problem, recipe)
+    for name in ("forward", "backward"):
+        assert torch.equal(module._fp8_states[name].scale, twin._fp8_states[name].scale)
+        assert torch.equal(
+            module._fp8_states[name].amax_history, twin._fp8_states[name].amax_history
+        )
+
+
+@pytest.mark.parametrize("device", ("cpu", pytest.param("cuda", marks=pytest.mark.gpu)))
+def test_products_of_blocks_without_power_of_two_scales(device):
+    """bfloat16 would round the values, so products and sums are in float32."""
+    x, weight = (
+        torch.randn(*shape, generator=torch.Generator().manual_seed(len(shape)))
+        for shape in ((40, 200), (72, 200))
+    )
+    a = quantization.quantize_blocks(x.to(device), recipes.E4M3, power_of_two=False)
+    b = quantization.quantize_blocks(
+        weight.to(device), recipes.E4M3, block_rows=128, power_of_two=False
+    )
+    y = products.multiply(a, b, torch.float32, is_exact=False)
+    a, b = (each.dequantize().double().cpu() for each in (a, b))
+    assert not torch.equal(a, a.bfloat16().double())
+    assert (
+        (y.double().cpu() - a @ b.T).abs() <= (200 + 6) * 2.0**-24 * (a.abs() @ b.abs().T)
+    ).all()

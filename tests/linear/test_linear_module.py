@@ -1,0 +1,476 @@
+"""LayerNormLinear: arguments, parameters, results and errors."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import inspect
+import io
+
+import numpy as np
+import pytest
+from linear_bounds import assert_right
+
+torch = pytest.importorskip("torch")
+from linear_cases import (  # noqa: E402
+    CPU,
+    DEVICES,
+    SPLIT,
+    as_float64,
+    gradients_of,
+    problem_of,
+    tensor,
+)
+from torch.utils.checkpoint import checkpoint  # noqa: E402
+
+from cupynorm.linear.module import LayerNormLinear  # noqa: E402
+
+pytestmark = pytest.mark.usefixtures("sums_in_float32")
+
+# The arguments of TransformerEngine's constructor in order, with their defaults.
+ARGUMENTS = {
+    "in_features": inspect.Parameter.empty,
+    "out_features": inspect.Parameter.empty,
+    "eps": 1e-5,
+    "sequence_parallel": False,
+    "fuse_wgrad_accumulation": False,
+    "tp_group": None,
+    "tp_size": 1,
+    "get_rng_state_tracker": None,
+    "init_method": None,
+    "bias": True,
+    "normalization": "LayerNorm",
+    "return_bias": False,
+    "params_dtype": None,
+    "parallel_mode": None,
+    "return_layernorm_output": False,
+    "return_layernorm_output_gathered": False,
+    "parameters_split": None,
+    "zero_centered_gamma": False,
+    "device": "cuda",
+    "ub_overlap_ag": False,
+    "ub_overlap_rs": False,
+    "ub_overlap_rs_dgrad": False,
+    "ub_bulk_wgrad": False,
+    "ub_bulk_dgrad": False,
+    "ub_name": None,
+    "delay_wgrad_compute": False,
+    "symmetric_ar_type": None,
+    "name": None,
+}
+
+
+def test_the_arguments_are_those_of_transformer_engine():
+    given = list(inspect.signature(LayerNormLinear).parameters.values())
+    positional = [each for each in given if each.kind is each.POSITIONAL_OR_KEYWORD]
+    assert {each.name: each.default for each in positional} == ARGUMENTS and len(ARGUMENTS) == 28
+    assert [each.name for each in positional] == list(ARGUMENTS)
+    assert [each.name for each in given[28:]] == ["save_normalized", "fused", "sm_margin"]
+    called = {
+        each.name: each.default
+        for each in inspect.signature(LayerNormLinear.forward).parameters.values()
+    }
+    assert list(called)[1:] == ["inp", "is_first_microbatch", "fp8_output", "fp8_grad"]
+    assert list(called.values())[2:] == [None, False, False]
+
+
+@pytest.mark.parametrize(
+    "options, names",
+    (
+        ({}, ["layer_norm_weight", "layer_norm_bias", "weight", "bias"]),
+        ({"normalization": "RMSNorm", "bias": False}, ["layer_norm_weight", "weight"]),
+        (
+            {"parameters_split": ("query", "key_")},
+            [
+                "layer_norm_weight",
+                "layer_norm_bias",
+                "query_weight",
+                "key_weight",
+                "query_bias",
+                "key_bias",
+            ],
+        ),
+        (
+            {"parameters_split": SPLIT, "bias": False},
+            ["layer_norm_weight", "layer_norm_bias", "q_weight", "k_weight", "v_weight"],
+        ),
+    ),
+    ids=str,
+)
+def test_parameters_and_state_dict(options, names):
+    module = LayerNormLinear(24, 16, **options, **CPU)
+    assert [name for name, _ in module.named_parameters()] == names
+    assert [name for name in module.state_dict() if name != "_extra_state"] == names
+    assert (module.layer_norm_weight == 1).all() and all(
+        (each == 0).all() for each in module._biases()
+    )
+    other = LayerNormLinear(24, 16, **options, **CPU)
+    other.load_state_dict(module.state_dict(), strict=True)
+    x = torch.randn(3, 24)
+    assert torch.equal(other(x), module(x))
+    zero = LayerNormLinear(24, 16, **options, zero_centered_gamma=True, **CPU)
+    assert (zero.layer_norm_weight == 0).all()
+    assert (module.layer_norm_bias is None) == (options.get("normalization") == "RMSNorm")
+    if options.get("bias") is False:
+        assert all(getattr(module, name).shape == (0,) for name in module.bias_names)
+    assert [len(each) for each in module._weights()] == module.parameter_split_sizes
+    assert (
+        sum(module.parameter_split_sizes) == 16
+        and module.weight_names == [name for name in names if name.endswith("weight")][1:]
+    )
+
+
+def lie_together(module) -> bool:
+    weights = module._weights()
+    return all(
+        before.data_ptr() + before.numel() * before.element_size() == after.data_ptr()
+        for before, after in zip(weights, weights[1:])
+    )
+
+
+def test_splits_stay_views_of_one_buffer():
+    module = LayerNormLinear(24, 16, parameters_split=SPLIT, **CPU)
+    assert lie_together(module)
+    x = torch.randn(3, 24)
+    y = module(x)
+    for moved in (
+        copy.deepcopy(module),
+        module.double().float(),
+        LayerNormLinear(24, 16, parameters_split=SPLIT, device="meta"),
+    ):
+        if moved.q_weight.is_meta:
+            moved.to_empty(device="cpu")
+            moved.load_state_dict(module.state_dict())
+        assert lie_together(moved) and torch.equal(moved(x), y)
+    file = io.BytesIO()
+    torch.save(module, file)
+    file.seek(0)
+    assert torch.equal(torch.load(file, weights_only=False)(x), y)
+    # Parameters in separate buffers are copied, and give the same result.
+    apart = LayerNormLinear(24, 16, parameters_split=SPLIT, **CPU)
+    apart.load_state_dict(
+        {name: value.clone() for name, value in module.state_dict().items() if value is not None},
+        assign=True,
+    )
+    assert not lie_together(apart) and torch.equal(apart(x), y)
+
+
+@pytest.mark.parametrize("dtype", ("bfloat16", "float32", "float64"))
+@pytest.mark.parametrize(
+    "options",
+    (
+        {},
+        {"normalization": "RMSNorm", "zero_centered_gamma": True},
+        {"bias": False, "save_normalized": True},
+        {"parameters_split": SPLIT, "return_bias": True},
+        {"parameters_split": ("a", "b"), "return_layernorm_output": True},
+        {
+            "return_bias": True,
+            "return_layernorm_output": True,
+            "return_layernorm_output_gathered": True,
+        },
+        {"normalization": "RMSNorm", "return_bias": True, "bias": False},
+    ),
+    ids=str,
+)
+@pytest.mark.parametrize("device", DEVICES)
+def test_results_and_gradients_are_within_bounds(device, options, dtype):
+    module = LayerNormLinear(
+        24, 16, 0.01, params_dtype=getattr(torch, dtype), device=device, **options
+    )
+    returns_normalized, returns_bias = (
+        options.get("return_layernorm_output", False),
+        options.get("return_bias", False),
+    )
+    problem = problem_of(module, dtype=dtype, eps=0.01, dnormalized=returns_normalized)
+    x = tensor(problem.x, dtype, device, grad=True)
+    results = module(x)
+    results = results if isinstance(results, tuple) else (results,)
+    assert len(results) == 1 + returns_bias + returns_normalized
+    y, outside = results[0], [tensor(problem.dy, dtype, device)]
+    if returns_bias:
+        returned = results[1]
+        assert returned.dtype == y.dtype and returned.shape == ((16,) if module.use_bias else (0,))
+        if module.use_bias:
+            y = y + returned  # as the caller does
+    results = [y, *results[2 if returns_bias else 1 :]]
+    if returns_normalized:
+        outside.append(tensor(problem.dnormalized, dtype, device))
+    torch.autograd.backward(results, outside)
+    found = as_float64(dict(zip(("y", "normalized"), results)) | {"dx": x.grad}) | gradients_of(
+        module
+    )
+    # y is rounded once more where the caller adds the bias.
+    left_out = ("y", "dbias") if returns_bias and dtype == "bfloat16" else ()
+    assert_right(
+        problem, found, ("sum", *(() if returns_normalized else ("normalized",)), *left_out)
+    )
+
+
+def test_the_gradient_of_the_gathered_normalised_tensor_is_added():
+    plain, gathered = (
+        LayerNormLinear(
+            24, 16, return_layernorm_output=True, return_layernorm_output_gathered=each, **CPU
+        )
+        for each in (False, True)
+    )
+    gathered.load_state_dict(plain.state_dict())
+    made = []
+    for module in (plain, gathered):
+        x = torch.ones(3, 24).cumsum(1).requires_grad_()
+        y, normalized = module(x)
+        (y.sum() + (normalized**3).sum()).backward()
+        made.append(x.grad)
+    assert torch.equal(*made) and made[0].abs().max() > 1e-3
+    assert (
+        LayerNormLinear(
+            24, 16, return_layernorm_output_gathered=True, **CPU
+        ).return_layernorm_output_gathered
+        is False
+    )
+
+
+def test_initial_values_and_their_random_state():
+    seen = []
+
+    class Tracker:
+        @contextlib.contextmanager
+        def fork(self, *names):
+            seen.append(("enter", names))
+            yield
+            seen.append(("leave", names))
+
+    def fill(weight):
+        seen.append(tuple(weight.shape))
+        weight.fill_(2.0)
+
+    module = LayerNormLinear(
+        24,
+        16,
+        None or 1e-5,
+        get_rng_state_tracker=Tracker,
+        init_method=fill,
+        parameters_split=SPLIT,
+        **CPU,
+    )
+    assert seen == [
+        each for size in (8, 4, 4) for each in (("enter", ()), (size, 24), ("leave", ()))
+    ]
+    assert all((weight == 2).all() for weight in module._weights())
+    seen.clear()
+    module.rng_tracker_name = "model-parallel"
+    module.reset_parameters()
+    assert seen[0] == ("enter", ("model-parallel",)) and len(seen) == 9
+    torch.manual_seed(0)
+    weight = LayerNormLinear(500, 400, **CPU).weight
+    # Of 200,000 draws, the standard deviation has a standard error of 0.16%.
+    assert abs(weight.std() / 0.023 - 1) < 0.01 and abs(weight.mean()) < 3e-4
+
+
+def test_attributes_for_reductions_of_gradients():
+    for mode in (None, "column"):
+        module = LayerNormLinear(24, 16, parallel_mode=mode, ub_name="qkv", name="layer", **CPU)
+        for again in (module, copy.deepcopy(module), module.double()):
+            assert (
+                again.layer_norm_weight.sequence_parallel
+                is again.layer_norm_bias.sequence_parallel
+                is False
+            )
+            for parameter, is_marked in ((again.weight, True), (again.bias, mode == "column")):
+                assert getattr(parameter, "tensor_model_parallel", False) == is_marked
+                assert getattr(parameter, "partition_dim", None) == (0 if is_marked else None)
+                assert getattr(parameter, "partition_stride", None) == (1 if is_marked else None)
+
+
+@pytest.mark.parametrize(
+    "options, error, sentence",
+    (
+        (
+            {"normalization": "BatchNorm"},
+            ValueError,
+            "normalization is 'BatchNorm'; expected 'LayerNorm' or 'RMSNorm'",
+        ),
+        ({"eps": "small"}, TypeError, "eps is 'small'; expected a real number"),
+        (
+            {"params_dtype": torch.int32},
+            TypeError,
+            "params_dtype is torch.int32; expected torch.bfloat16, torch.float16, ",
+        ),
+        (
+            {"params_dtype": "half"},
+            TypeError,
+            "params_dtype is 'half'; expected torch.bfloat16, torch.float16, ",
+        ),
+        (
+            {"parallel_mode": "row"},
+            NotImplementedError,
+            "parallel_mode is 'row'; expected 'column' or None",
+        ),
+        ({"parallel_mode": "both"}, ValueError, "parallel_mode is 'both'"),
+        (
+            {"parameters_split": ()},
+            ValueError,
+            r"parameters_split is \(\); expected at least one name",
+        ),
+        ({"parameters_split": (1, 2)}, TypeError, r"parameters_split is \(1, 2\); expected names"),
+        (
+            {"parameters_split": 3},
+            TypeError,
+            "parameters_split is 3; expected names, or a dict of names and sizes",
+        ),
+        (
+            {"parameters_split": {"a", "b"}},
+            TypeError,
+            "parameters_split is {.*}; expected names, or a dict of names and sizes",
+        ),
+        (
+            {"parameters_split": ("q", "q_")},
+            ValueError,
+            "which differ in more than underscores at their end",
+        ),
+        (
+            {"parameters_split": ("layer_norm", "b")},
+            ValueError,
+            "none of which is layer_norm, the norm's",
+        ),
+        ({"parameters_split": {"a.b": 8, "c": 8}}, ValueError, "expected names without a dot"),
+        (
+            {"parameters_split": ("a", "b", "c")},
+            ValueError,
+            r"sizes \[5, 5, 5\], 15 together; expected out_features, 16",
+        ),
+        ({"parameters_split": {"a": 8, "b": 9}}, ValueError, r"sizes \[8, 9\], 17 together"),
+        (
+            {"parameters_split": {"a": 8.0, "b": 8}},
+            TypeError,
+            "expected sizes that are numbers of rows",
+        ),
+        (
+            {"parameters_split": {"a": True, "b": 15}},
+            TypeError,
+            "expected sizes that are numbers of rows",
+        ),
+        ({"fused": "gemm"}, ValueError, "fused is 'gemm'; expected None or 'fold'"),
+        (
+            {"fused": "fold", "return_layernorm_output": True},
+            ValueError,
+            "no normalised tensor exists",
+        ),
+        ({"sm_margin": -1}, ValueError, "sm_margin is -1"),
+        *(
+            (
+                {name: value},
+                ValueError,
+                f"{name} is .*; expected {single!r}: this layer works on one GPU",
+            )
+            for name, value, single in (
+                ("sequence_parallel", True, False),
+                ("tp_group", object(), None),
+                ("tp_size", 2, 1),
+                ("ub_overlap_ag", True, False),
+                ("ub_overlap_rs", True, False),
+                ("ub_overlap_rs_dgrad", True, False),
+                ("ub_bulk_wgrad", True, False),
+                ("ub_bulk_dgrad", True, False),
+                ("symmetric_ar_type", "multimem_all_reduce", None),
+            )
+        ),
+    ),
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else None,
+)
+def test_wrong_arguments_of_the_module_are_refused(options, error, sentence):
+    with pytest.raises(error, match=sentence):
+        LayerNormLinear(24, 16, **options, **CPU)
+
+
+@pytest.mark.parametrize(
+    "given, error",
+    [
+        (0, ValueError),
+        (-1, ValueError),
+        (8.5, TypeError),
+        (8.0, TypeError),
+        ("8", TypeError),
+        (True, TypeError),
+        (None, TypeError),
+    ],
+)
+@pytest.mark.parametrize("name", ["in_features", "out_features"])
+def test_wrong_numbers_of_features_are_refused(name, given, error):
+    with pytest.raises(error, match=f"{name} is {given!r}; expected an int, 1 or more"):
+        LayerNormLinear(**{"in_features": 24, "out_features": 16, name: given}, **CPU)
+    LayerNormLinear(**{"in_features": 24, "out_features": 16, name: np.int64(8)}, **CPU)(
+        torch.ones(3, 8 if name == "in_features" else 24)
+    )
+
+
+def test_a_group_of_one_rank_is_allowed():
+    class Group:
+        def __init__(self, num_ranks):
+            self.num_ranks = num_ranks
+
+        def size(self):
+            return self.num_ranks
+
+    LayerNormLinear(24, 16, tp_group=Group(1), parallel_mode="column", **CPU)
+    with pytest.raises(ValueError, match="tp_group is .*; expected None"):
+        LayerNormLinear(24, 16, tp_group=Group(2), **CPU)
+
+
+def test_wrong_inputs_of_the_module_are_refused():
+    module = LayerNormLinear(24, 16, **CPU)
+    for x, error, sentence in (
+        (np.ones((3, 24), np.float32), TypeError, "input is a ndarray; expected a torch tensor"),
+        ([1.0] * 24, TypeError, "input is a list; expected a torch tensor"),
+        (
+            torch.ones(3, 23),
+            ValueError,
+            r"input has shape \(3, 23\); expected \(..., 24\), in_features of this layer",
+        ),
+        (
+            torch.ones(3, 24, dtype=torch.bfloat16),
+            TypeError,
+            "weight is of dtype float32, input of bfloat16; expected both the same",
+        ),
+    ):
+        with pytest.raises(error, match=sentence):
+            module(x)
+    for name in ("fp8_output", "fp8_grad"):
+        with pytest.raises(ValueError, match=f"{name} is True outside of fp8_autocast"):
+            module(torch.ones(3, 24), **{name: True})
+
+
+def test_a_layer_on_meta_can_be_filled_later():
+    module = LayerNormLinear(24, 16, device="meta", parallel_mode="column")
+    assert all(each.is_meta for each in module.parameters()) and module.weight.partition_dim == 0
+    module.to_empty(device="cpu").reset_parameters()
+    assert (
+        (module.layer_norm_weight == 1).all()
+        and 0.01 < module.weight.std() < 0.04
+        and (module.bias == 0).all()
+    )
+    assert module.weight.partition_dim == 0
+
+
+def test_repr_shows_options_that_are_not_default():
+    assert (
+        repr(LayerNormLinear(24, 16, **CPU)) == "LayerNormLinear(in_features=24, out_features=16)"
+    )
+    module = LayerNormLinear(24, 16, 0.1, bias=False, normalization="RMSNorm", fused="fold", **CPU)
+    assert (
+        repr(module) == "LayerNormLinear(in_features=24, out_features=16, eps=0.1, bias=False, "
+        "normalization='RMSNorm', fused='fold')"
+    )
+
+
+@pytest.mark.parametrize("dtype", ("float32", "float64"))
+def test_checkpointed_gradients_are_the_same(dtype):
+    module = LayerNormLinear(24, 16, params_dtype=getattr(torch, dtype), **CPU)
+    problem = problem_of(module, dtype=dtype)
+    made = []
+    for run in (module, lambda x: checkpoint(module, x, use_reentrant=False)):
+        module.zero_grad()
+        run(tensor(problem.x, dtype, grad=True)).backward(tensor(problem.dy, dtype))
+        made.append(gradients_of(module))
+    for name, value in made[0].items():
+        np.testing.assert_array_equal(made[1][name], value)

@@ -1,0 +1,429 @@
+"""Gradients of LayerNormLinear's weights in main_grad, and delayed to backward_dw."""
+
+from __future__ import annotations
+
+import copy
+
+import numpy as np
+import pytest
+from linear_bounds import expected
+
+import cupynorm
+from cupynorm.dtypes import decode, encode
+
+torch = pytest.importorskip("torch")
+from linear_cases import CPU, DEVICES, SPLIT, as_float64, problem_of, tensor  # noqa: E402
+from torch.utils.checkpoint import checkpoint  # noqa: E402
+
+from cupynorm.linear.call import Operands  # noqa: E402
+from cupynorm.linear.module import LayerNormLinear  # noqa: E402
+
+pytestmark = pytest.mark.usefixtures("sums_in_float32")
+
+
+def main_grads(module, dtype=torch.float32, value=0.0):
+    for weight in module._weights():
+        weight.main_grad = torch.full(weight.shape, value, dtype=dtype, device=weight.device)
+
+
+def whole(module, name) -> torch.Tensor:
+    return torch.cat([getattr(each, name) for each in module._weights()])
+
+
+def step(module, problem, first=None, dtype="float32", device="cpu"):
+    x = tensor(problem.x, dtype, device, grad=True)
+    y = module(x, is_first_microbatch=first)
+    y.backward(tensor(problem.dy, dtype, device))
+    return x.grad
+
+
+@pytest.mark.parametrize("main_dtype", (torch.float32, torch.bfloat16))
+@pytest.mark.parametrize("dtype", ("bfloat16", "float32"))
+@pytest.mark.parametrize("split", (None, SPLIT))
+@pytest.mark.parametrize("device", DEVICES)
+def test_weight_gradients_are_added_to_main_grad(device, split, dtype, main_dtype):
+    options = {"parameters_split": split, "params_dtype": getattr(torch, dtype), "device": device}
+    module, plain = (
+        LayerNormLinear(24, 16, fuse_wgrad_accumulation=True, **options),
+        LayerNormLinear(24, 16, **options),
+    )
+    problem = problem_of(module, dtype=dtype)
+    plain.load_state_dict(module.state_dict())
+    main_grads(module, main_dtype, 3.0)
+    dx = step(module, problem, dtype=dtype, device=device)
+    assert torch.equal(dx, step(plain, problem, dtype=dtype, device=device))
+    assert all(each.grad is None for each in module._weights())
+    for one, other in zip(
+        (*module._biases(), module.layer_norm_weight), (*plain._biases(), plain.layer_norm_weight)
+    ):
+        assert torch.equal(one.grad, other.grad)
+    values, allowed, _ = expected(problem)["dweight"]
+    # One more rounding, of the sum with 3 in main_grad's dtype.
+    half_ulp = 2.0**-8 if main_dtype == torch.bfloat16 else 2.0**-24
+    got = whole(module, "main_grad").double().cpu().numpy()
+    assert (np.abs(got - (values + 3)) <= allowed + 2 * half_ulp * (np.abs(values) + 3)).all()
+    if dtype == "bfloat16" and main_dtype == torch.float32:
+        # The product is not rounded to bfloat16 before the sum, so the error is below bfloat16's.
+        rounded = np.abs(decode(encode(values, "bfloat16"), "bfloat16") - values)
+        exact = np.abs(got - 3 - as_float64({"dweight": whole_product(module, problem)})["dweight"])
+        assert exact.max() <= 2.0**-20 * (np.abs(values).max() + 3) < rounded.max()
+
+
+def whole_product(module, problem) -> torch.Tensor:
+    """dy^T normalized in float64, of the rounded normalised tensor."""
+    given = (problem.x, problem.norm_weight, problem.norm_bias)
+    normalized = cupynorm.layer_norm_linear_forward(
+        *(tensor(each, problem.dtype) for each in (*given, problem.weight))
+    ).normalized
+    return tensor(problem.dy).t() @ normalized.double()
+
+
+def assert_times(module, problem, once, times):
+    """Checks that main_grad is the sum of that many steps, with errors by each addition."""
+    x, dy = tensor(problem.x), tensor(problem.dy)
+    with torch.no_grad():
+        y = torch.nn.functional.layer_norm(
+            x, x.shape[-1:], module.layer_norm_weight, module.layer_norm_bias, module.eps
+        )
+    sizes = times * (dy.abs().flatten(0, -2).T @ y.abs().flatten(0, -2))
+    num_terms = times * dy.numel() // dy.shape[-1]
+    off = (module.weight.main_grad - times * once).abs()
+    assert (off <= num_terms * 2.0**-53 * sizes).all()
+
+
+def test_the_first_microbatch_overwrites_main_grad():
+    module = LayerNormLinear(
+        24, 16, fuse_wgrad_accumulation=True, params_dtype=torch.float64, **CPU
+    )
+    problem = problem_of(module, dtype="float64")
+    main_grads(module, torch.float64)
+    step(module, problem, dtype="float64")
+    once = module.weight.main_grad.clone()
+    for first, expected_times in (
+        (None, 2),
+        (False, 3),
+        (True, 1),
+        (False, 2),
+        (None, 3),
+        (True, 1),
+        (True, 1),
+    ):
+        step(module, problem, first, "float64")
+        assert_times(module, problem, once, expected_times)
+    module.weight.overwrite_main_grad = True
+    step(module, problem, False, "float64")
+    assert torch.equal(module.weight.main_grad, once)
+
+
+def test_microbatches_with_backwards_in_another_order():
+    """Two forwards with the last backward first, and a layer used twice in one forward."""
+    module = LayerNormLinear(
+        24, 16, fuse_wgrad_accumulation=True, params_dtype=torch.float64, **CPU
+    )
+    problem = problem_of(module, dtype="float64")
+    main_grads(module, torch.float64)
+    step(module, problem, dtype="float64")
+    once, x, dy = module.weight.main_grad.clone(), tensor(problem.x), tensor(problem.dy)
+    for flags in ((True, False), (True, True), (True, None)):
+        made = [module(x, is_first_microbatch=first) for first in flags]
+        for y in reversed(made):
+            y.backward(dy)
+        assert_times(module, problem, once, 2)
+    with torch.no_grad():
+        module(x, is_first_microbatch=True)  # records no gradients, so begins no step
+    step(module, problem, False, "float64")
+    assert_times(module, problem, once, 3)
+
+
+@pytest.mark.parametrize("use_reentrant", (False, True))
+def test_microbatches_of_main_grad_under_checkpointing(use_reentrant):
+    """A forward that backward runs again begins no step.
+
+    With use_reentrant=True the first run is not recorded, so the second one begins the step, once.
+    """
+    module = LayerNormLinear(
+        24, 16, fuse_wgrad_accumulation=True, params_dtype=torch.float64, **CPU
+    )
+    problem = problem_of(module, dtype="float64")
+    main_grads(module, torch.float64)
+    step(module, problem, dtype="float64")
+    once, dy = module.weight.main_grad.clone(), tensor(problem.dy)
+
+    def run(first):
+        x = tensor(problem.x, grad=True)
+        return checkpoint(
+            lambda x: module(x, is_first_microbatch=first), x, use_reentrant=use_reentrant
+        )
+
+    for _ in range(2):
+        made = [run(True), run(False)]
+        for y in reversed(made):
+            y.backward(dy)
+        assert_times(module, problem, once, 2)
+        run(False).backward(dy)
+        assert_times(module, problem, once, 3)
+    for first, expected_times in (
+        (True, 1),
+        (False, 2),
+        (None, 3),
+        (True, 1),
+    ):  # each backward after its forward
+        run(first).backward(dy)
+        assert_times(module, problem, once, expected_times)
+
+
+def test_marks_of_other_libraries_on_a_weight_are_honoured():
+    module = LayerNormLinear(
+        24, 16, fuse_wgrad_accumulation=True, parameters_split=("a", "b"), **CPU
+    )
+    problem = problem_of(module)
+    main_grads(module)
+    module.a_weight.grad_added_to_main_grad, module.a_weight.zero_out_wgrad = False, True
+    fired = []
+    module.a_weight.register_hook(lambda gradient: fired.append(gradient))
+    step(module, problem)
+    assert module.a_weight.grad_added_to_main_grad is True and len(fired) == 1
+    assert fired[0].shape == module.a_weight.shape and not fired[0].any()
+    assert module.b_weight.grad is None and not hasattr(module.b_weight, "grad_added_to_main_grad")
+    asked = []
+    module.b_weight.__fsdp_param__ = True
+    kept = module.b_weight.main_grad
+    del module.b_weight.main_grad
+    module.b_weight.get_main_grad = lambda: asked.append(1) or kept
+    before = kept.clone()
+    step(module, problem)
+    assert asked == [1]
+    torch.testing.assert_close(kept, 2 * before, rtol=2.0**-22, atol=0)
+
+
+def test_a_missing_main_grad_is_refused():
+    module = LayerNormLinear(24, 16, fuse_wgrad_accumulation=True, **CPU)
+    x = torch.ones(3, 24)
+    with pytest.raises(
+        RuntimeError,
+        match="weight has no main_grad, to which fuse_wgrad_accumulation=True adds its gradient",
+    ):
+        module(x)
+    with torch.no_grad():
+        module(x)
+    module.weight.requires_grad_(False)
+    module(x.requires_grad_()).sum().backward()
+
+
+@pytest.mark.parametrize("fuse", (False, True))
+@pytest.mark.parametrize(
+    "options", ({}, {"parameters_split": SPLIT}, {"bias": False, "save_normalized": True}), ids=str
+)
+def test_delayed_weight_gradients_are_those_of_a_plain_layer(options, fuse):
+    """They are those of a plain layer, accumulated over two microbatches."""
+    options = options | {"params_dtype": torch.float64} | CPU
+    module = LayerNormLinear(
+        24, 16, delay_wgrad_compute=True, fuse_wgrad_accumulation=fuse, **options
+    )
+    plain = LayerNormLinear(24, 16, **options)
+    assert module.need_backward_dw() and not plain.need_backward_dw()
+    problem = problem_of(module, dtype="float64")
+    plain.load_state_dict(module.state_dict())
+    if fuse:
+        main_grads(module, torch.float64)
+    ran = []
+    module.register_wgrad_accumulation_and_reduce_hooks(lambda: ran.append(1))
+    for _ in range(2):
+        step(plain, problem, dtype="float64")
+        dx = step(module, problem, dtype="float64")
+        assert dx.abs().max() > 0 and not ran
+        assert all(each.grad is None for each in (*module._weights(), *module._biases()))
+    for count in (1, 2):
+        module.backward_dw()
+        assert len(ran) == count
+    name = "main_grad" if fuse else "grad"
+    torch.testing.assert_close(
+        whole(module, name), whole(plain, "grad"), rtol=2.0**-50, atol=2.0**-50
+    )
+    for one, other in zip(module._biases(), plain._biases()):
+        assert torch.equal(one.grad, other.grad)
+    with pytest.raises(RuntimeError, match="no backward has left a weight gradient"):
+        module.backward_dw()
+    assert all(each.skip_backward_post_hook for each in (*module._weights(), *module._biases()))
+    plain.backward_dw()  # does nothing
+    step(module, problem, dtype="float64")
+    assert not copy.deepcopy(module)._delayed and len(module._delayed) == 1
+
+
+@pytest.mark.parametrize("frozen", (False, True))
+def test_tensors_held_for_a_delayed_gradient(frozen):
+    """dy and the normalised tensor, or x where backward does not compute that."""
+    module = LayerNormLinear(96, 64, delay_wgrad_compute=True, params_dtype=torch.bfloat16, **CPU)
+    x = torch.randn(32, 96, dtype=torch.bfloat16, requires_grad=not frozen)
+    (
+        module.layer_norm_weight.requires_grad_(not frozen),
+        module.layer_norm_bias.requires_grad_(not frozen),
+    )
+    y = module(x)
+    y.backward(torch.ones_like(y))
+    rows, make_normalized, *_ = module._delayed[0].args[0]
+    if frozen:
+        cells = [cell.cell_contents for cell in make_normalized.__closure__]
+        (operands,) = [each for each in cells if isinstance(each, Operands)]
+        held = [each for each in (*cells, *operands.all) if isinstance(each, torch.Tensor)]
+    else:
+        held = list(make_normalized.args)
+    large = [each for each in held if each.numel() > 96]
+    assert rows.shape == (32, 64) and sum(each.numel() for each in large) == 32 * 96
+    assert any(each.data_ptr() == x.data_ptr() for each in large) == frozen
+
+
+@pytest.mark.parametrize(
+    "written", ("the gradient of y", "the normalised tensor", "the input", "the norm's weight")
+)
+def test_a_tensor_written_before_backward_dw_is_refused(written):
+    """As autograd refuses saved tensors that were written."""
+    module = LayerNormLinear(
+        24, 16, delay_wgrad_compute=True, return_layernorm_output=True, save_normalized=True, **CPU
+    )
+    if written in ("the input", "the norm's weight"):
+        module = LayerNormLinear(24, 16, delay_wgrad_compute=True, **CPU)
+        module.layer_norm_weight.requires_grad_(False), module.layer_norm_bias.requires_grad_(False)
+    x, dy = torch.randn(3, 24), torch.randn(3, 16)
+    made = module(x)
+    y, normalized = made if isinstance(made, tuple) else (made, None)
+    y.backward(dy)
+    with torch.no_grad():
+        {
+            "the gradient of y": dy,
+            "the normalised tensor": normalized,
+            "the input": x,
+            "the norm's weight": module.layer_norm_weight,
+        }[written].mul_(2)
+    with pytest.raises(
+        RuntimeError, match=f"{written} was written to between a backward and its backward_dw"
+    ):
+        module.backward_dw()
+    assert module.weight.grad is None
+
+
+def test_a_gradient_of_y_that_shares_memory_with_a_parameter_s():
+    """autograd adds to that memory. The hook that the error names makes a copy."""
+    made = {}
+    for delays in (False, True):
+        torch.manual_seed(0)
+        module = LayerNormLinear(
+            16, 8, delay_wgrad_compute=delays, params_dtype=torch.float64, **CPU
+        )
+        position = torch.nn.Parameter(torch.randn(5, 8, dtype=torch.float64))
+        for _ in range(2):
+            y = module(torch.randn(1, 5, 16, dtype=torch.float64))
+            y.register_hook(torch.clone)
+            (y + position.unsqueeze(0)).square().sum().backward()
+        for _ in range(2):
+            module.backward_dw()
+        made[delays] = module.weight.grad, module.bias.grad, position.grad
+    assert all(torch.equal(*pair) for pair in zip(made[True], made[False]))
+
+
+def test_a_backward_without_a_gradient_of_y_counts_for_backward_dw():
+    module = LayerNormLinear(24, 16, delay_wgrad_compute=True, return_layernorm_output=True, **CPU)
+    x = torch.randn(3, 24)
+    for recipe in (None, cupynorm.CurrentScaling()):
+        with cupynorm.fp8_autocast(recipe is not None, recipe):
+            normalized = module(x)[1]
+        normalized.square().sum().backward()
+        module.backward_dw()
+        assert module.weight.grad is None and not module._delayed
+
+
+class Named(torch.Tensor):
+    """A subclass without a __torch_function__ of its own."""
+
+
+@pytest.mark.parametrize("option", ("fuse_wgrad_accumulation", "delay_wgrad_compute"))
+def test_weight_gradients_of_an_input_of_a_subclass(option):
+    module, plain = LayerNormLinear(24, 16, **{option: True}, **CPU), LayerNormLinear(24, 16, **CPU)
+    plain.load_state_dict(module.state_dict())
+    main_grads(module, module.weight.dtype)
+    x = torch.randn(3, 24)
+    for each in (module, plain):
+        each(x.as_subclass(Named) if each is module else x).square().sum().backward()
+    module.backward_dw()
+    made = module.weight.grad if option == "delay_wgrad_compute" else module.weight.main_grad
+    assert torch.equal(made, plain.weight.grad)
+
+
+def test_meta_tensors_and_arrays_are_refused():
+    module, x = LayerNormLinear(24, 16, **CPU), torch.ones(3, 24)
+    with pytest.raises(
+        TypeError,
+        match="input is a torch tensor on meta; expected one on the CPU or on a CUDA device",
+    ):
+        module(x.to("meta"))
+    given = (module.layer_norm_weight, module.layer_norm_bias, module.weight)
+    with pytest.raises(
+        TypeError, match="residual is a ndarray; expected a torch tensor, as input is"
+    ):
+        cupynorm.layer_norm_linear(x, *given, residual=x.numpy())
+
+
+def test_a_main_grad_of_another_shape_is_refused():
+    module = LayerNormLinear(24, 16, fuse_wgrad_accumulation=True, **CPU)
+    module.weight.main_grad = torch.zeros(24 * 16)
+    with pytest.raises(
+        ValueError, match=r"weight.main_grad has shape \(384,\); expected \(16, 24\)"
+    ):
+        module(torch.ones(3, 24))
+
+
+@pytest.mark.parametrize("recipe", (None, cupynorm.CurrentScaling()), ids=str)
+@pytest.mark.parametrize("return_bias", (False, True))
+def test_splits_in_autocast_of_the_other_16_bit_dtype(return_bias, recipe):
+    """torch's cat fails for float16 inside autocast of bfloat16."""
+    module = LayerNormLinear(
+        32,
+        16,
+        params_dtype=torch.float16,
+        parameters_split=("a", "b"),
+        return_bias=return_bias,
+        **CPU,
+    )
+    x = torch.randn(4, 32, dtype=torch.float16, requires_grad=True)
+    with torch.autocast("cpu", torch.bfloat16), cupynorm.fp8_autocast(recipe is not None, recipe):
+        made = module(x)
+        results = made if return_bias else (made,)
+        assert all(each.dtype == torch.bfloat16 for each in results)
+        sum(each.float().square().sum() for each in results).backward()
+    assert x.grad.abs().sum() > 0 and all(
+        each.grad.dtype == torch.float16 for each in module._weights()
+    )
+
+
+def test_weight_gradients_under_a_dispatch_mode():
+    from torch.utils.flop_counter import FlopCounterMode
+
+    module, plain = (
+        LayerNormLinear(24, 16, fuse_wgrad_accumulation=fuse, **CPU) for fuse in (True, False)
+    )
+    problem = problem_of(module)
+    plain.load_state_dict(module.state_dict())
+    main_grads(module)
+    with FlopCounterMode(display=False):
+        for each in (module, plain):
+            step(each, problem)
+    assert module.weight.grad is None
+    torch.testing.assert_close(
+        module.weight.main_grad, plain.weight.grad, rtol=2.0**-20, atol=2.0**-20
+    )
+
+
+def test_create_graph_is_refused_for_delayed_gradients():
+    module = LayerNormLinear(24, 16, delay_wgrad_compute=True, **CPU)
+    x = torch.randn(3, 24, requires_grad=True)
+    with pytest.raises(RuntimeError, match="expected create_graph=False"):
+        torch.autograd.grad(module(x).sum(), x, create_graph=True)
+
+
+def test_frozen_weights_have_no_delayed_gradient():
+    module = LayerNormLinear(24, 16, delay_wgrad_compute=True, **CPU)
+    module.weight.requires_grad_(False)
+    problem = problem_of(module)
+    step(module, problem)
+    module.backward_dw()
+    assert module.weight.grad is None and module.bias.grad is not None

@@ -1,0 +1,124 @@
+"""Modules in CUDA graphs."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+
+import cupynorm
+
+torch = pytest.importorskip("torch")
+from module_inputs import random_input  # noqa: E402
+
+
+class Normed(torch.nn.Module):
+    """Two norms, one with a residual. The torch operations between them repeat to the bit."""
+
+    def __init__(self, num_cols: int) -> None:
+        super().__init__()
+        self.first, self.last = torch.nn.LayerNorm(num_cols), torch.nn.RMSNorm(num_cols)
+
+    def forward(self, x):
+        return self.last(x + 2 * self.first(x))
+
+
+def normed(num_cols: int, dtype: torch.dtype) -> torch.nn.Module:
+    model = Normed(num_cols)
+    assert len(cupynorm.swap_norms(model).swapped) == 2
+    for seed, parameter in enumerate(model.parameters()):
+        parameter.data = random_input(num_cols, seed=seed)
+    return model.to("cuda", dtype)
+
+
+def eager_step(model: torch.nn.Module, x: torch.Tensor, dy: torch.Tensor) -> list[torch.Tensor]:
+    """y, dx and the gradients of the parameters, by a copy of the model."""
+    model = copy.deepcopy(model)
+    x = x.detach().clone().requires_grad_()
+    y = model(x)
+    return [y.detach(), *torch.autograd.grad(y, (x, *model.parameters()), dy)]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("num_cols", [768, 20_000])
+def test_a_training_step_in_a_graph(num_cols, dtype):
+    """Forward and backward() of modules, replayed on other data, are the eager ones to the bit.
+
+    All results are in the graph's memory pool, and a replay allocates nothing.
+    """
+    model = normed(num_cols, dtype)
+    x, dy = (torch.randn(64, num_cols, device="cuda", dtype=dtype) for _ in range(2))
+    x.requires_grad_()
+
+    def step():
+        y = model(x)
+        y.backward(dy)
+        return y
+
+    def forget():
+        x.grad = None
+        model.zero_grad(set_to_none=True)
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(2):
+            forget()
+            step()
+    torch.cuda.current_stream().wait_stream(side)
+    forget()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = step()
+    made = [y.detach(), x.grad, *(parameter.grad for parameter in model.parameters())]
+    of_the_graph = [
+        (segment["address"], segment["address"] + segment["total_size"])
+        for segment in torch.cuda.memory_snapshot()
+        if tuple(segment["segment_pool_id"]) == tuple(graph.pool())
+    ]
+    for tensor in made:
+        assert any(low <= tensor.data_ptr() < high for low, high in of_the_graph)
+    # These would reuse a temporary of the capture that is not in the graph's pool.
+    others = [torch.full((64, num_cols), 7.0, device="cuda", dtype=dtype) for _ in range(8)]
+    others += [
+        torch.full((num_rows, num_cols), 7.0, device="cuda") for num_rows in (1, 2, 132, 264, 528)
+    ]
+    for seed in range(3):
+        with torch.no_grad():
+            x.copy_(random_input(64, num_cols, seed=seed))
+            dy.copy_(random_input(64, num_cols, seed=seed + 10))
+        torch.cuda.synchronize()
+        allocated = torch.cuda.memory_stats()["allocation.all.allocated"]
+        graph.replay()
+        torch.cuda.synchronize()
+        assert torch.cuda.memory_stats()["allocation.all.allocated"] == allocated
+        right = eager_step(model, x, dy)
+        assert len(right) == len(made) == 5
+        for got, expected in zip(made, right):
+            assert (
+                torch.equal(got, expected)
+                and expected.isfinite().all()
+                and expected.abs().max() > 1
+            )
+    assert all((other == 7).all() for other in others)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_make_graphed_callables(dtype):
+    """torch captures forward and backward of a module, which an eager step then replays."""
+    plain = normed(1024, dtype)
+    sample = torch.randn(64, 1024, device="cuda", dtype=dtype, requires_grad=True)
+    graphed = torch.cuda.make_graphed_callables(copy.deepcopy(plain), (sample,))
+    for seed in range(3):
+        x, dy = (random_input(64, 1024, seed=seed + add).to("cuda", dtype) for add in (0, 10))
+        right = eager_step(plain, x, dy)
+        x.requires_grad_()
+        graphed.zero_grad(set_to_none=True)
+        y = graphed(x)
+        y.backward(dy)
+        got = [y, x.grad, *(parameter.grad for parameter in graphed.parameters())]
+        assert len(got) == len(right) == 5
+        for one, expected in zip(got, right):
+            assert torch.equal(one, expected) and expected.abs().max() > 1

@@ -1,0 +1,129 @@
+"""Cases of fused options, their operands as arrays, and the check of their results."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from cupynorm.check.cases import Case, Problem
+from cupynorm.check.results import CheckResult, judge_all
+from cupynorm.gpu import arrays
+
+torch = pytest.importorskip("torch")
+
+DEVICES_HERE = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+def tensor(values: np.ndarray, dtype: str, device: str = "cpu") -> torch.Tensor:
+    return arrays.from_float64(values, dtype, torch.empty(0)).to(device)
+
+
+def numbers(tensor) -> np.ndarray:
+    return (
+        tensor.detach().double().cpu().numpy()
+        if arrays.is_torch(tensor)
+        else arrays.to_float64(tensor)
+    )
+
+
+def random(*shape: int, dtype=torch.float64, seed=0) -> torch.Tensor:
+    return torch.randn(
+        shape, generator=torch.Generator().manual_seed(seed + sum(shape)), dtype=torch.float64
+    ).to(dtype)
+
+
+def options_of(problem: Problem, put) -> dict:
+    """Keywords of the public calls."""
+    case = problem.case
+    given = {
+        "residual": (problem.residual, case.added),
+        "row_scale": (problem.row_scale, case.row_scale),
+    }
+    given |= {"weight1": (problem.weight1, case.weight1), "bias1": (problem.bias1, case.bias1)}
+    options = {
+        name: None if values is None else put(values, dtype)
+        for name, (values, dtype) in given.items()
+    }
+    options |= {
+        "residual_dtype": case.residual_dtype,
+        "dropout_p": case.dropout_p,
+        "dropout_seed": problem.dropout_seed,
+    }
+    options |= {"round_x_hat": case.round_x_hat, "memory_efficient": case.memory_efficient}
+    return options | {"zero_centered_weight": case.zero_centered_weight, "out_dtype": case.y}
+
+
+def assert_right(problem: Problem, results: dict) -> None:
+    result = CheckResult(
+        judge_all(problem, {name: numbers(value) for name, value in results.items()})
+    )
+    assert len(result.findings) == len(results)
+    assert result.ok, f"\n{result}"
+
+
+CASES = {
+    "a stream of float32": Case(
+        "layer_norm", 6, 40, "bfloat16", residual=True, residual_dtype="float32", dsum=True
+    ),
+    "a stream of float32 that begins": Case("rms_norm", 6, 40, "float16", residual_dtype="float32"),
+    "a stream of the input's dtype": Case(
+        "layer_norm", 6, 40, "float32", residual=True, residual_dtype="float32", dsum=True
+    ),
+    "nothing to add": Case("layer_norm", 6, 40, "float32", residual_dtype="float32"),
+    "a residual of the input's dtype": Case(
+        "layer_norm", 6, 33, "float16", residual="float16", residual_dtype="float32"
+    ),
+    "a stream of float64": Case(
+        "rms_norm", 6, 40, "float32", residual=True, residual_dtype="float64", dsum=True
+    ),
+    "row_scale": Case("layer_norm", 6, 40, "bfloat16", row_scale="float32", residual=True),
+    "dropout": Case("rms_norm", 6, 40, "float32", dropout_p=0.3),
+    "two outputs": Case("layer_norm", 6, 40, "bfloat16", weight1="float32", bias1="bfloat16"),
+    "two outputs of a stream": Case(
+        "rms_norm",
+        6,
+        33,
+        "float16",
+        residual=True,
+        residual_dtype="float32",
+        weight1="float16",
+        dsum=True,
+    ),
+    "x_hat rounded": Case("rms_norm", 6, 40, "bfloat16", weight="float32", round_x_hat=True),
+    "nothing to round": Case("layer_norm", 6, 40, "float32", round_x_hat=True),
+    "y alone": Case("layer_norm", 6, 40, "bfloat16", memory_efficient=True),
+    "y alone of a stream": Case(
+        "rms_norm",
+        6,
+        40,
+        "float16",
+        residual=True,
+        residual_dtype="float32",
+        row_scale="float32",
+        weight="float32",
+        weight1="float16",
+        dsum=True,
+        memory_efficient=True,
+        zero_centered_weight=True,
+    ),
+    "y alone, x_hat rounded": Case(
+        "layer_norm", 6, 40, "bfloat16", bias=None, round_x_hat=True, memory_efficient=True
+    ),
+    "all": Case(
+        "layer_norm",
+        6,
+        40,
+        "bfloat16",
+        y="float32",
+        weight="float32",
+        residual=True,
+        residual_dtype="float32",
+        row_scale="float16",
+        dropout_p=0.25,
+        dsum=True,
+        zero_centered_weight=True,
+        weight1="bfloat16",
+        bias1="float32",
+        round_x_hat=True,
+    ),
+}

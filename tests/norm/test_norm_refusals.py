@@ -1,0 +1,572 @@
+"""Arguments that the public calls refuse: the error, its sentence, and that nothing is written."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from array_libraries import api, library, loaded_torch
+
+import cupynorm
+from cupynorm.check.cases import NORMS
+from cupynorm.norm import kept
+from cupynorm.norm.options import extents_of
+from cupynorm.plan.problem import Tile
+
+
+@pytest.mark.parametrize("given", [40, (40,), [40], np.int64(40), (np.int32(40),), np.array([40])])
+def test_normalized_shape_becomes_a_tuple_of_ints(given):
+    # Prepared calls are found by it. 40.0 equals 40 and True equals 1, so both are refused.
+    found = extents_of(given)
+    assert found == (40,) and type(found) is tuple and type(found[0]) is int
+    for wrong in (
+        40.0,
+        (40.0,),
+        [True],
+        True,
+        (2, True),
+        "40",
+        None,
+        ((40,),),
+        1j,
+        np.float64(40),
+        np.array([40.0]),
+    ):
+        with pytest.raises(TypeError, match="expected an int or a sequence of ints"):
+            extents_of(wrong)
+
+
+def ones(*shape: int, dtype: str = "float32") -> np.ndarray:
+    return np.ones(shape, dtype)
+
+
+X = ones(4, 40)
+
+
+OVERLAPPED = ones(8, 40)
+
+
+def torch_ones(*shape: int):
+    return loaded_torch().ones(*shape)
+
+
+REFUSED = {
+    "input is a list": (
+        TypeError,
+        "input is a list; expected a CuPy, torch or NumPy array",
+        lambda: ([1.0], 1),
+    ),
+    "input of ints": (
+        TypeError,
+        "input is of dtype int64; expected one of float16, bfloat16",
+        lambda: (ones(4, 40, dtype="int64"), 40),
+    ),
+    "input of bools": (
+        TypeError,
+        "input is of dtype bool",
+        lambda: (ones(4, 40, dtype="bool"), 40),
+    ),
+    "input of complex": (
+        TypeError,
+        "input is of dtype complex64",
+        lambda: (ones(4, 40, dtype="complex64"), 40),
+    ),
+    "input without dimensions": (
+        ValueError,
+        r"normalized_shape is \(40,\), input has shape \(\)",
+        lambda: (ones(), 40),
+    ),
+    "other normalized_shape": (
+        ValueError,
+        r"normalized_shape is \(41,\), input has shape \(4, 40\)",
+        lambda: (X, 41),
+    ),
+    "too long normalized_shape": (
+        ValueError,
+        r"normalized_shape is \(1, 4, 40\), input has shape",
+        lambda: (X, (1, 4, 40)),
+    ),
+    "first dimension": (ValueError, r"normalized_shape is \(4,\), input has shape", lambda: (X, 4)),
+    "negative normalized_shape": (ValueError, r"normalized_shape is \(-1,\)", lambda: (X, -1)),
+    "empty normalized_shape": (ValueError, "normalized_shape is empty", lambda: (X, ())),
+    "fractional normalized_shape": (
+        TypeError,
+        r"normalized_shape is 40\.0; expected an int",
+        lambda: (X, 40.0),
+    ),
+    "normalized_shape of fractions": (
+        TypeError,
+        r"normalized_shape is \(40\.0,\); expected an int",
+        lambda: (X, (40.0,)),
+    ),
+    "normalized_shape in words": (
+        TypeError,
+        "normalized_shape is '40'; expected an int",
+        lambda: (X, "40"),
+    ),
+    "no normalized_shape": (
+        TypeError,
+        "normalized_shape is None; expected an int",
+        lambda: (X, None),
+    ),
+    "true normalized_shape": (
+        TypeError,
+        "normalized_shape is True; expected an int",
+        lambda: (ones(4, 1), True),
+    ),
+    "normalized_shape of truths": (
+        TypeError,
+        r"normalized_shape is \(True,\); expected an int",
+        lambda: (ones(4, 1), (True,)),
+    ),
+    "other weight": (
+        ValueError,
+        r"weight has shape \(41,\); expected \(40,\)",
+        lambda: (X, 40, ones(41)),
+    ),
+    "weight of two dimensions": (
+        ValueError,
+        r"weight has shape \(1, 40\); expected \(40,\)",
+        lambda: (X, 40, ones(1, 40)),
+    ),
+    "other bias": (
+        ValueError,
+        r"bias has shape \(39,\); expected \(40,\)",
+        lambda: (X, 40, None, ones(39)),
+    ),
+    "weight of ints": (
+        TypeError,
+        "weight is of dtype int32",
+        lambda: (X, 40, ones(40, dtype="int32")),
+    ),
+    "weight of bools": (
+        TypeError,
+        "weight is of dtype bool",
+        lambda: (X, 40, ones(40, dtype="bool")),
+    ),
+    "bias of complex": (
+        TypeError,
+        "bias is of dtype complex128",
+        lambda: (X, 40, None, ones(40, dtype="complex128")),
+    ),
+    "weight is a list": (
+        TypeError,
+        "weight is a list; expected a CuPy, torch or NumPy array",
+        lambda: (X, 40, [1.0] * 40),
+    ),
+    "weight of torch": (
+        ValueError,
+        "weight is a torch tensor on cpu, input is a NumPy array",
+        lambda: (X, 40, torch_ones(40)),
+    ),
+    "input of torch": (
+        ValueError,
+        "weight is a NumPy array, input is a torch tensor on cpu",
+        lambda: (torch_ones(4, 40), 40, ones(40)),
+    ),
+    "eps in words": (
+        TypeError,
+        "eps is '1e-5'; expected a real number",
+        lambda: (X, 40, None, None, "1e-5"),
+    ),
+    "eps is not a number": (
+        TypeError,
+        "eps is nan; expected a real number",
+        lambda: (X, 40, None, None, float("nan")),
+    ),
+    "eps is a bool": (
+        TypeError,
+        "eps is True; expected a real number",
+        lambda: (X, 40, None, None, True),
+    ),
+    "eps is complex": (
+        TypeError,
+        r"eps is 1j; expected a real number",
+        lambda: (X, 40, None, None, 1j),
+    ),
+    "no eps": (TypeError, "eps is None; expected a real number", lambda: (X, 40, None, None, None)),
+}
+
+
+OPTIONS = {
+    "strategy": (
+        ValueError,
+        "strategy is 'wrap'; it is one of warp, block, cluster, uncached",
+        {"strategy": "wrap"},
+    ),
+    "statistics": (
+        ValueError,
+        "statistics is 'one_pass'; it is one of two_pass, welford",
+        {"statistics": "one_pass"},
+    ),
+    "tile in words": (
+        TypeError,
+        "tile is a str; expected a cupynorm.Tile or a dict",
+        {"strategy": "warp", "tile": "8x32"},
+    ),
+    "tile with an unknown field": (
+        ValueError,
+        "tile has fields packs; a Tile takes pack_size",
+        {"strategy": "warp", "tile": {"packs": 8}},
+    ),
+    "tile of fractions": (
+        ValueError,
+        r"tile has pack_size 8\.0; expected an int",
+        {"strategy": "warp", "tile": Tile(8.0, 32, 1, 4)},
+    ),
+    "tile of truths": (
+        ValueError,
+        "tile has exact True; expected an int",
+        {"strategy": "warp", "tile": {"pack_size": 8, "threads_per_row": 32, "exact": True}},
+    ),
+    "negative margin": (
+        ValueError,
+        "sm_margin is -1; expected a number of multiprocessors",
+        {"sm_margin": -1},
+    ),
+    "fractional margin": (
+        ValueError,
+        r"sm_margin is 1\.5; expected a number of multiprocessors",
+        {"sm_margin": 1.5},
+    ),
+    "false margin": (
+        ValueError,
+        "sm_margin is False; expected a number of multiprocessors",
+        {"sm_margin": False},
+    ),
+    "zero as a float": (
+        ValueError,
+        r"sm_margin is 0\.0; expected a number of multiprocessors",
+        {"sm_margin": 0.0},
+    ),
+    "true margin": (
+        ValueError,
+        "sm_margin is True; expected a number of multiprocessors",
+        {"sm_margin": True},
+    ),
+    "out_dtype of ints": (
+        TypeError,
+        "out_dtype is 'int32'; expected one of float16",
+        {"out_dtype": "int32"},
+    ),
+    "out_dtype unknown": (
+        TypeError,
+        "out_dtype is 'float17'; expected one of float16",
+        {"out_dtype": "float17"},
+    ),
+    "other residual": (
+        ValueError,
+        r"residual has shape \(4, 41\); expected \(4, 40\)",
+        {"residual": ones(4, 41)},
+    ),
+    "residual of one row": (
+        ValueError,
+        r"residual has shape \(40,\); expected \(4, 40\)",
+        {"residual": ones(40)},
+    ),
+    "residual of another dtype": (
+        TypeError,
+        "residual is of dtype float16; expected the input's, float32",
+        {"residual": ones(4, 40, dtype="float16")},
+    ),
+    "residual of ints": (
+        TypeError,
+        "residual is of dtype int64",
+        {"residual": ones(4, 40, dtype="int64")},
+    ),
+}
+
+
+OUTS = {
+    "other shape": (
+        ValueError,
+        r"out has shape \(40, 4\); expected the input's, \(4, 40\)",
+        lambda: ones(40, 4),
+    ),
+    "other dtype": (
+        TypeError,
+        "out is of dtype float64; expected float32",
+        lambda: ones(4, 40, dtype="float64"),
+    ),
+    "other library": (
+        ValueError,
+        "out is a torch tensor on cpu, input is a NumPy array",
+        lambda: torch_ones(4, 40),
+    ),
+    "a list": (
+        TypeError,
+        "out is a list; expected an array of the input's library",
+        lambda: [[1.0] * 40] * 4,
+    ),
+    "columns apart": (
+        ValueError,
+        r"out has strides \(80, 2\); expected rows that are contiguous",
+        lambda: ones(4, 80)[:, ::2],
+    ),
+    "transposed": (
+        ValueError,
+        r"out has strides \(1, 4\); expected rows that are contiguous",
+        lambda: ones(40, 4).T,
+    ),
+    "rows that overlap": (
+        ValueError,
+        r"out has strides \(20, 1\); expected rows that are contiguous and do not overlap",
+        lambda: np.lib.stride_tricks.as_strided(ones(200), (4, 40), (80, 4)),
+    ),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_wrong_arguments_are_refused(what):
+    error, sentence, arguments = REFUSED[what]
+    out = ones(4, 40)
+    with pytest.raises(error, match=sentence):
+        cupynorm.layer_norm(*arguments(), out=out)
+    assert (out == 1).all()
+
+
+@pytest.mark.parametrize("what", OPTIONS)
+@pytest.mark.parametrize("norm_name", NORMS)
+def test_wrong_options_are_refused(norm_name, what):
+    error, sentence, options = OPTIONS[what]
+    out = ones(4, 40)
+    for call in (
+        getattr(cupynorm, norm_name),
+        lambda x, shape, **given: api(norm_name, "forward")(x, normalized_shape=shape, **given),
+    ):
+        with pytest.raises(error, match=sentence):
+            call(X, 40, out=out, **options)
+        assert (out == 1).all()
+
+
+@pytest.mark.parametrize("what", OUTS)
+def test_a_wrong_out_is_refused(what):
+    error, sentence, make = OUTS[what]
+    out = make()
+    with pytest.raises(error, match=sentence):
+        cupynorm.layer_norm(X, 40, out=out)
+    assert (np.asarray(out) == 1).all()
+
+
+@pytest.mark.parametrize("shared", ["input", "weight", "bias", "residual"])
+def test_out_that_shares_memory_with_an_argument_is_refused(shared):
+    memory = ones(8, 40)
+    given = {"input": ones(4, 40), "weight": ones(40), "bias": ones(40), "residual": ones(4, 40)}
+    given[shared] = memory[3] if shared in ("weight", "bias") else memory[2:6]
+    with pytest.raises(
+        ValueError, match=f"out shares memory with {shared}; expected memory of its own"
+    ):
+        cupynorm.layer_norm(**given, normalized_shape=40, out=memory[:4])
+    assert (memory == 1).all()
+    # Adjacent parts of one buffer share no memory.
+    given[shared] = memory[4] if shared in ("weight", "bias") else memory[4:]
+    assert cupynorm.layer_norm(**given, normalized_shape=40, out=memory[:4]).base is not None
+
+
+BACKWARD = {
+    "no dy": (TypeError, "dy is None; expected the gradient of y", {"dy": None}),
+    "other dy": (ValueError, r"dy has shape \(4, 39\); expected \(4, 40\)", {"dy": ones(4, 39)}),
+    "dy of ints": (TypeError, "dy is of dtype int64", {"dy": ones(4, 40, dtype="int64")}),
+    "no mean": (TypeError, "mean is None; expected the statistic", {"mean": None}),
+    "no rstd": (TypeError, "rstd is None; expected the statistic", {"rstd": None}),
+    "other mean": (ValueError, r"mean has shape \(5,\); expected \(4,\)", {"mean": ones(5)}),
+    "mean of another dtype": (
+        TypeError,
+        "mean is of dtype float64; expected float32 for x of float32",
+        {"mean": ones(4, dtype="float64")},
+    ),
+    "rstd of another dtype": (
+        TypeError,
+        "rstd is of dtype float16; expected float32 for x of float32",
+        {"rstd": ones(4, dtype="float16")},
+    ),
+    "mean is a list": (TypeError, "mean is a list", {"mean": [1.0] * 4}),
+    "other weight": (
+        ValueError,
+        r"normalized_shape is \(41,\), x has shape \(4, 40\)",
+        {"weight": ones(41)},
+    ),
+    "other dsum": (ValueError, r"dsum has shape \(40,\); expected \(4, 40\)", {"dsum": ones(40)}),
+    "unknown gradient": (
+        ValueError,
+        r"gradients is \('dx', 'dgamma'\); expected some of dx, dweight, dbias",
+        {"gradients": ("dx", "dgamma")},
+    ),
+    "gradients in words": (
+        ValueError,
+        "gradients is 'dx'; expected some of dx, dweight, dbias",
+        {"gradients": "dx"},
+    ),
+    "no gradients": (
+        TypeError,
+        "gradients is None; expected some of dx, dweight, dbias",
+        {"gradients": None},
+    ),
+    "a number of gradients": (
+        TypeError,
+        "gradients is 3; expected some of dx, dweight, dbias",
+        {"gradients": 3},
+    ),
+    "gradients in lists": (
+        TypeError,
+        r"gradients is \[\['dx'\]\]; expected some of dx, dweight, dbias",
+        {"gradients": [["dx"]]},
+    ),
+    "dweight_dtype": (
+        TypeError,
+        "dweight_dtype is 'int8'; expected one of float16",
+        {"dweight_dtype": "int8"},
+    ),
+    "x is a list": (TypeError, "x is a list", {"x": [[1.0] * 40] * 4}),
+    "strategy": (ValueError, "strategy is 'wrap'; it is one of", {"strategy": "wrap"}),
+}
+
+
+@pytest.mark.parametrize("what", BACKWARD)
+def test_wrong_arguments_of_backward_are_refused(what):
+    error, sentence, changes = BACKWARD[what]
+    given = {"dy": X, "x": X, "mean": ones(4), "rstd": ones(4), "normalized_shape": None} | changes
+    with pytest.raises(error, match=sentence):
+        cupynorm.layer_norm_backward(**given)
+    if "gradients" in changes:
+        for options in ({}, {"row_scale": ones(4)}):
+            with pytest.raises(error, match=sentence):
+                cupynorm.rms_norm_backward(X, X, ones(4), **changes, **options)
+
+
+def test_tensors_of_other_devices_and_out_with_gradients_are_refused():
+    torch = loaded_torch()
+    with pytest.raises(
+        TypeError,
+        match="input is a torch tensor on meta; expected one on the CPU or on a CUDA device",
+    ):
+        cupynorm.layer_norm(torch.empty(4, 40, device="meta"), 40)
+    x, out = torch.ones(4, 40, requires_grad=True), torch.ones(4, 40)
+    with pytest.raises(
+        ValueError,
+        match="out was given for tensors that require gradients; "
+        "expected out=None, or torch.no_grad",
+    ):
+        cupynorm.layer_norm(x, 40, out=out)
+    assert (out == 1).all()
+
+
+@pytest.mark.parametrize("options", [{}, {"residual_dtype": "float64"}], ids=["plain", "fused"])
+@pytest.mark.parametrize("layout", ["sparse_coo", "sparse_csr", "_mkldnn"])
+@pytest.mark.parametrize("name", ["torch-cpu", pytest.param("torch-cuda", marks=pytest.mark.gpu)])
+def test_sparse_tensors_are_refused(name, layout, options):
+    torch = loaded_torch()
+    if layout == "_mkldnn" and (name == "torch-cuda" or not torch.backends.mkldnn.is_available()):
+        pytest.skip("no tensors of this layout here")
+    x, of_row = (
+        torch.ones(*shape, device=name.removeprefix("torch-")) for shape in ((4, 40), (4,))
+    )
+    sparse = x.to_mkldnn() if layout == "_mkldnn" else x.to_sparse(layout=getattr(torch, layout))
+    row_scale = {"row_scale": of_row} if options else {}
+    for argument, call in (
+        ("input", lambda: cupynorm.layer_norm(sparse, 40, **options)),
+        ("input", lambda: cupynorm.rms_norm(sparse.detach().requires_grad_(), 40, **options)),
+        ("residual", lambda: cupynorm.rms_norm(x, 40, residual=sparse, **options)),
+        ("out", lambda: cupynorm.layer_norm(x, 40, out=sparse, **options)),
+        ("x", lambda: cupynorm.layer_norm_forward(sparse, **options)),
+        ("dy", lambda: cupynorm.rms_norm_backward(sparse, x, of_row, **row_scale)),
+    ):
+        with pytest.raises(
+            TypeError, match=f"{argument} is a torch tensor of layout {layout}; expected a dense"
+        ):
+            call()
+
+
+@pytest.mark.parametrize("options", [{}, {"residual_dtype": "float64"}], ids=["plain", "fused"])
+@pytest.mark.parametrize("name", ["torch-cpu", pytest.param("torch-cuda", marks=pytest.mark.gpu)])
+def test_a_sparse_gradient_is_refused(name, options):
+    torch = loaded_torch()
+    weight = torch.ones(5, 40, device=name.removeprefix("torch-"), requires_grad=True)
+    y = cupynorm.layer_norm(weight, 40, **options)
+    found = torch.nn.functional.embedding(
+        torch.tensor([1, 2], device=weight.device), y, sparse=True
+    )
+    with pytest.raises(
+        TypeError, match="dy is a torch tensor of layout sparse_coo; expected a dense"
+    ):
+        found.sum().backward()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["cupy", "torch-cuda"])
+def test_wrong_arguments_are_refused_on_a_gpu(name):
+    lib = library(name)
+    x, out = lib.put(np.ones((4, 40)), "float32"), lib.put(np.ones((4, 40)), "float32")
+    refused = [
+        (ValueError, "tile is given without strategy", {"tile": Tile(1, 32, 2, 4)}),
+        (ValueError, "tile holds 32 columns", {"strategy": "warp", "tile": Tile(1, 32, 1, 4)}),
+        (ValueError, "tile has pack_size 3", {"strategy": "warp", "tile": Tile(3, 32, 1, 4)}),
+        (ValueError, "sm_margin is 100000", {"sm_margin": 100000}),
+        (ValueError, "weight is a NumPy array, input is a", {"weight": ones(40)}),
+        (ValueError, "out shares memory with input", {"out": x}),
+    ]
+    for error, sentence, options in refused:
+        with pytest.raises(error, match=sentence):
+            cupynorm.layer_norm(x, 40, **{"out": out, **options})
+        assert (lib.get(out) == 1).all() and (lib.get(x) == 1).all()
+    with pytest.raises(ValueError, match="out is a NumPy array, input is a"):
+        cupynorm.layer_norm(x, 40, out=ones(4, 40))
+    wide = lib.put(np.ones((2, 100000)), "float32")
+    with pytest.raises(ValueError, match="strategy 'warp' is too narrow for 100000 columns"):
+        cupynorm.layer_norm(wide, 100000, strategy="warp")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["cupy", "torch-cuda"])
+def test_a_wrong_argument_is_refused_after_a_right_one_that_equals_it(name):
+    # 40.0 equals 40 and True equals 1 as keys of a dict. No prepared call may be found that way.
+    lib = library(name)
+    x, one = lib.put(np.ones((4, 40)), "float32"), lib.put(np.ones((4, 1)), "float32")
+    tile = {"pack_size": 1, "threads_per_row": 32, "packs_per_thread": 2, "rows_per_block": 4}
+    pairs = [
+        (x, {"normalized_shape": 40}, {"normalized_shape": 40.0}),
+        (x, {"normalized_shape": (40,)}, {"normalized_shape": (40.0,)}),
+        (x, {"normalized_shape": (4, 40)}, {"normalized_shape": (4, 40.0)}),
+        (one, {"normalized_shape": (1,)}, {"normalized_shape": (True,)}),
+        (one, {"normalized_shape": 1}, {"normalized_shape": True}),
+        (x, {"normalized_shape": 40, "eps": 1}, {"normalized_shape": 40, "eps": True}),
+        (x, {"normalized_shape": 40, "eps": 0}, {"normalized_shape": 40, "eps": False}),
+        (x, {"normalized_shape": 40, "sm_margin": 1}, {"normalized_shape": 40, "sm_margin": True}),
+        (x, {"normalized_shape": 40, "sm_margin": 1}, {"normalized_shape": 40, "sm_margin": 1.0}),
+        (
+            x,
+            {"normalized_shape": 40, "strategy": "warp", "tile": tile},
+            {"normalized_shape": 40, "strategy": "warp", "tile": tile | {"pack_size": True}},
+        ),
+    ]
+    for array, good, bad in pairs:
+        cupynorm.layer_norm(array, **good)
+        with pytest.raises((TypeError, ValueError), match="expected"):
+            cupynorm.layer_norm(array, **bad)
+    # Equal arguments of the same meaning share a prepared call.
+    before = len(kept.forwards)
+    for shape in ((40,), [40], 40, np.int64(40)):
+        cupynorm.layer_norm(x, shape)
+    assert len(kept.forwards) <= before + 1
+
+
+@pytest.mark.gpu
+def test_mixed_libraries_on_a_gpu_are_refused():
+    cupy, torch = pytest.importorskip("cupy"), loaded_torch()
+    x, weight = cupy.ones((4, 40), "float32"), torch.ones(40, device="cuda")
+    with pytest.raises(
+        ValueError, match="weight is a torch tensor on cuda:0, input is a CuPy array on cuda:0"
+    ):
+        cupynorm.layer_norm(x, 40, weight)
+    with pytest.raises(
+        ValueError, match="weight is a torch tensor on cpu, input is a torch tensor on cuda:0"
+    ):
+        cupynorm.layer_norm(torch.ones(4, 40, device="cuda"), 40, torch.ones(40))
+
+
+@pytest.mark.multi_gpu
+def test_mixed_devices_are_refused():
+    torch = loaded_torch()
+    with pytest.raises(
+        ValueError, match="weight is a torch tensor on cuda:1, input is a torch tensor on cuda:0"
+    ):
+        cupynorm.layer_norm(torch.ones(4, 40, device="cuda:0"), 40, torch.ones(40, device="cuda:1"))

@@ -1,0 +1,438 @@
+"""Requests and the functions of options.py that build them, and the prepared calls they key."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import cupynorm
+from cupynorm.norm import kept
+from cupynorm.norm.options import complete, launch_options, quantization
+from cupynorm.norm.prepared import FOR_STATISTICS, FOR_Y, prepare_backward, prepare_forward
+from cupynorm.norm.request import (
+    DEFAULTS,
+    BackwardOperands,
+    BackwardOptions,
+    BackwardRequest,
+    ForwardOperands,
+    ForwardOptions,
+    ForwardRequest,
+    Margins,
+    Options,
+    Quantization,
+    SecondGradient,
+    is_plain,
+    makes_sum,
+)
+
+torch = pytest.importorskip("torch")
+
+TILE = {"pack_size": 4, "threads_per_row": 32, "packs_per_thread": 1, "rows_per_block": 4}
+PLAIN = ForwardOptions(True, (8,), 1e-5)
+
+
+def forward_request(input=None, *, options=PLAIN, **operands) -> ForwardRequest:
+    return ForwardRequest(ForwardOperands(input, **operands), options)
+
+
+# Values that cannot change and can be keys.
+
+EXAMPLES = [
+    Margins(1, 2, 3),
+    Options("warp", cupynorm.Tile(**TILE), "welford", Margins(1)),
+    Quantization("float8_e4m3fn", "row", True),
+    PLAIN._replace(launch=Options("warp"), quantization=Quantization("float8_e5m2")),
+    BackwardOptions(True, (8,), gradients=("dx",), launch=Options("block")),
+    ForwardOperands(None),
+    BackwardOperands(None, None, None, None),
+    ForwardRequest(ForwardOperands(None), PLAIN),
+    BackwardRequest(BackwardOperands(None, None, None, None), BackwardOptions(True, (8,))),
+    SecondGradient(None),
+]
+by_type = pytest.mark.parametrize("value", EXAMPLES, ids=lambda value: type(value).__name__)
+
+
+@by_type
+def test_no_field_can_be_assigned(value):
+    for name in value._fields:
+        with pytest.raises(AttributeError):
+            setattr(value, name, None)
+    with pytest.raises(AttributeError):
+        value.another_name = None
+
+
+@by_type
+def test_equal_values_are_one_key(value):
+    again = type(value)(*value)
+    assert again is not value
+    assert {value: "found"}[again] == "found"
+
+
+@by_type
+def test_each_field_is_part_of_the_key(value):
+    for name in value._fields:
+        other = value._replace(**{name: "another value"})
+        assert other not in {value: "found"}, name
+
+
+def test_a_tile_in_a_request_cannot_change():
+    tile = launch_options("warp", TILE, None, 0).tile
+    with pytest.raises(AttributeError):
+        tile.pack_size = 8
+
+
+# launch_options and Options.of.
+
+
+def test_launch_options_without_a_choice_are_the_shared_defaults():
+    assert launch_options(None, None, None, 0) is DEFAULTS
+    assert DEFAULTS == Options(None, None, None, 0)
+
+
+def test_launch_options_keep_each_choice_in_its_field():
+    made = launch_options("warp", TILE, "welford", 3)
+    assert made == Options("warp", cupynorm.Tile(**TILE), "welford", 3)
+
+
+def test_a_tile_given_as_a_dict_becomes_an_equal_hashable_tile():
+    from_dict = launch_options(None, TILE, None, 0)
+    from_tile = launch_options(None, cupynorm.Tile(**TILE), None, 0)
+    assert from_dict == from_tile and hash(from_dict) == hash(from_tile)
+
+
+def test_changing_the_given_dicts_later_does_not_change_the_options():
+    tile, margins = dict(TILE), {"forward": 1}
+    made = launch_options(None, tile, None, margins)
+    tile["pack_size"] = 8
+    margins["forward"] = 9
+    assert made.tile.pack_size == TILE["pack_size"]
+    assert made.sm_margin == Margins(forward=1)
+
+
+def test_a_margin_becomes_a_python_int():
+    for margin in (np.int32(5), np.int64(5), 5):
+        made = launch_options(None, None, None, margin).sm_margin
+        assert made == 5 and type(made) is int
+        made = launch_options(None, None, None, {"backward": margin}).sm_margin
+        assert made == Margins(backward=5) and type(made.backward) is int
+
+
+def test_of_selects_the_margin_of_one_kind_of_call():
+    options = launch_options("block", None, "two_pass", {"forward": 1, "inference": 3})
+    for kind, margin in (("forward", 1), ("backward", 0), ("inference", 3)):
+        assert options.of(kind) == Options("block", None, "two_pass", margin)
+
+
+def test_of_returns_options_with_one_margin_unchanged():
+    options = Options("warp", sm_margin=5)
+    assert all(options.of(kind) is options for kind in Margins._fields)
+
+
+@pytest.mark.parametrize(
+    "given, error, words",
+    [
+        (("warps", None, None, 0), ValueError, "strategy is 'warps'"),
+        ((None, None, "one_pass", 0), ValueError, "statistics is 'one_pass'"),
+        ((None, [4, 32], None, 0), TypeError, "tile is a list"),
+        ((None, {"pack": 4}, None, 0), ValueError, "tile has fields pack"),
+        ((None, {**TILE, "pack_size": 4.0}, None, 0), ValueError, "tile has pack_size 4.0"),
+        ((None, {**TILE, "pack_size": True}, None, 0), ValueError, "tile has pack_size True"),
+        ((None, {**TILE, "path": "bus"}, None, 0), ValueError, "tile has path 'bus'"),
+        ((None, None, None, -1), ValueError, "sm_margin is -1"),
+        ((None, None, None, True), ValueError, "sm_margin is True"),
+        ((None, None, None, False), ValueError, "sm_margin is False"),
+        ((None, None, None, 0.0), ValueError, "sm_margin is 0.0"),
+        ((None, None, None, {"both": 1}), ValueError, "sm_margin has both"),
+        ((None, None, None, {"forward": -1}), ValueError, "sm_margin is -1"),
+    ],
+)
+def test_launch_options_name_the_argument_that_they_refuse(given, error, words):
+    with pytest.raises(error, match=words):
+        launch_options(*given)
+
+
+# quantization.
+
+
+@pytest.mark.parametrize("out_dtype", [None, "float32", "bfloat16", torch.float16, np.float64])
+def test_an_output_that_is_not_8_bit_has_no_quantization(out_dtype):
+    assert quantization(out_dtype, None, None, False, False) is None
+
+
+@pytest.mark.parametrize("out_dtype", ["float8_e4m3fn", torch.float8_e4m3fn])
+@pytest.mark.parametrize("scale", [None, np.ones(1, np.float32)], ids=["no scale", "an array"])
+def test_a_scale_that_is_no_name_is_a_given_scale(out_dtype, scale):
+    made = quantization(out_dtype, scale, None, False, False)
+    assert made == Quantization("float8_e4m3fn", "given", False, False)
+
+
+@pytest.mark.parametrize("scaling", ["tensor", "row", "block", "mx"])
+def test_a_scale_by_name_is_the_scaling(scaling):
+    made = quantization("float8_e5m2", scaling, None, True, False)
+    assert made == Quantization("float8_e5m2", scaling, True, False)
+
+
+def test_quantization_makes_python_bools_of_numpy_bools():
+    made = quantization("float8_e4m3fn", "tensor", None, np.True_, np.True_)
+    assert made.power_of_two is True and made.transpose is True
+
+
+ONE = np.ones(1, np.float32)
+
+
+@pytest.mark.parametrize(
+    "given, error, words",
+    [
+        (("float32", ONE, None, False, False), TypeError, "^scale given with out_dtype float32"),
+        ((None, "row", ONE, False, False), TypeError, "^scale and amax given with out_dtype None"),
+        ((None, None, None, True, True), TypeError, "^power_of_two and transpose given"),
+        (("float8_e4m3fn", "col", None, False, False), ValueError, "scale is 'col'"),
+        (("float8_e4m3fn", "given", None, False, False), ValueError, "scale is 'given'"),
+        (("float8_e4m3fn", 2.0, None, False, False), TypeError, "scale is 2.0"),
+        (("float8_e4m3fn", "row", None, 1, False), TypeError, "power_of_two is 1"),
+        (("float8_e4m3fn", None, None, False, 1), TypeError, "transpose is 1"),
+        (("float8_e4m3fn", "row", ONE, False, False), ValueError, "amax was given"),
+        (("float8_e4m3fn", None, None, True, False), ValueError, "power_of_two was given"),
+        (("float8_e4m3fn", "row", None, False, True), ValueError, "transpose was given"),
+    ],
+)
+def test_quantization_names_the_argument_that_it_refuses(given, error, words):
+    with pytest.raises(error, match=words):
+        quantization(*given)
+
+
+# complete.
+
+
+def test_complete_returns_a_plain_request_itself():
+    request = forward_request("x", weight="weight")
+    assert complete(request) is request
+
+
+def test_complete_brings_options_to_their_types():
+    given = PLAIN._replace(
+        dropout_p=np.float32(0.5), residual_dtype=torch.float32, round_x_hat=1, memory_efficient=0
+    )
+    _, options = complete(forward_request(options=given))
+    assert options.dropout_p == 0.5 and type(options.dropout_p) is float
+    assert options.residual_dtype == "float32"
+    assert options.round_x_hat is True and options.memory_efficient is False
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", torch.bfloat16])
+def test_complete_makes_a_name_of_residual_dtype(dtype):
+    request = complete(forward_request(options=PLAIN._replace(residual_dtype=dtype)))
+    assert request.options.residual_dtype == "bfloat16"
+
+
+@pytest.mark.parametrize(
+    "given, signed",
+    [(0, 0), (7, 7), (-1, -1), (2**63 - 1, 2**63 - 1), (2**63, -(2**63)), (2**64 - 1, -1)],
+)
+def test_complete_makes_an_int_seed_a_signed_64_bit_one(given, signed):
+    options = PLAIN._replace(dropout_p=0.5)
+    request = complete(forward_request(options=options, dropout_seed=given))
+    assert request.operands.dropout_seed == signed
+
+
+def test_complete_drops_a_seed_that_dropout_does_not_read():
+    assert complete(forward_request(dropout_seed=7)).operands.dropout_seed is None
+
+
+def test_complete_drops_the_name_of_a_scaling_and_keeps_an_array():
+    scale = np.ones(1, np.float32)
+    options = PLAIN._replace(quantization=Quantization("float8_e4m3fn", "row"))
+    assert complete(forward_request(options=options, scale="row")).operands.scale is None
+    assert complete(forward_request(options=options, scale=scale)).operands.scale is scale
+
+
+@pytest.mark.parametrize(
+    "options, seed, error, words",
+    [
+        ({"dropout_p": 1.5}, None, ValueError, "dropout_p is 1.5"),
+        ({"dropout_p": -0.1}, None, ValueError, "dropout_p is -0.1"),
+        ({"dropout_p": True}, None, ValueError, "dropout_p is True"),
+        ({"dropout_p": float("nan")}, None, ValueError, "dropout_p is nan"),
+        ({"dropout_p": 0.5}, 2**64, ValueError, "dropout_seed is 18446744073709551616"),
+        ({"dropout_p": 0.5}, -(2**63) - 1, ValueError, "dropout_seed is -9223372036854775809"),
+        ({"dropout_p": 0.5}, 1.0, TypeError, "dropout_seed is 1.0"),
+        ({"dropout_p": 0.5}, True, TypeError, "dropout_seed is True"),
+        ({"residual_dtype": "int32"}, None, TypeError, "residual_dtype is 'int32'"),
+    ],
+)
+def test_complete_names_the_option_that_it_refuses(options, seed, error, words):
+    request = forward_request(options=PLAIN._replace(**options), dropout_seed=seed)
+    with pytest.raises(error, match=words):
+        complete(request)
+
+
+# makes_sum and is_plain. The functions read which operands are there, not their values.
+
+PRESENT = object()
+
+
+@pytest.mark.parametrize(
+    "operands, options, expected",
+    [
+        ({}, {}, False),
+        ({"weight": PRESENT, "bias": PRESENT}, {}, False),
+        ({"weight1": PRESENT}, {"memory_efficient": True}, False),
+        ({}, {"residual_dtype": "float16"}, False),
+        ({}, {"out_dtype": "float32"}, False),
+        ({}, {"residual_dtype": "float32"}, True),
+        ({"residual": PRESENT}, {}, True),
+        ({"row_scale": PRESENT}, {}, True),
+        ({}, {"dropout_p": 0.25}, True),
+    ],
+)
+def test_makes_sum_is_true_where_the_normalised_row_is_not_the_input(operands, options, expected):
+    request = forward_request(PRESENT, options=PLAIN._replace(**options), **operands)
+    assert makes_sum(request, "float16") is expected
+
+
+@pytest.mark.parametrize(
+    "operands, options, expected",
+    [
+        ({"weight": PRESENT, "bias": PRESENT, "residual": PRESENT, "out": PRESENT}, {}, True),
+        ({}, {"zero_centered_weight": True, "out_dtype": "float32"}, True),
+        ({}, {"launch": Options("warp", sm_margin=3)}, True),
+        ({"row_scale": PRESENT}, {}, False),
+        ({"weight1": PRESENT}, {}, False),
+        ({"bias1": PRESENT}, {}, False),
+        ({}, {"residual_dtype": "float16"}, False),
+        ({}, {"dropout_p": 0.25}, False),
+        ({}, {"round_x_hat": True}, False),
+        ({}, {"memory_efficient": True}, False),
+        ({}, {"quantization": Quantization("float8_e4m3fn")}, False),
+    ],
+)
+def test_is_plain_is_false_for_each_fused_option(operands, options, expected):
+    request = forward_request(PRESENT, options=PLAIN._replace(**options), **operands)
+    assert is_plain(request) is expected
+
+
+def test_the_plain_request_returns_the_input_as_its_sum():
+    x = np.ones((2, 8), np.float32)
+    assert cupynorm.layer_norm_forward(x).sum is x
+    assert cupynorm.layer_norm_forward(x, residual=x).sum is not x
+
+
+# Prepared calls. Tensors on the CPU are planned as on a GPU; nothing is launched.
+
+
+def prepared_forward(purpose: str = FOR_STATISTICS, *, options=PLAIN, **operands) -> object:
+    x = torch.zeros(3, options.extents[-1])
+    return prepare_forward(complete(forward_request(x, options=options, **operands)), purpose)[0]
+
+
+def test_equal_requests_share_a_prepared_call(kernels):
+    def options():
+        return PLAIN._replace(launch=launch_options("warp", None, "welford", {"forward": 2}))
+
+    first = prepared_forward(options=options(), weight=torch.ones(8))
+    assert prepared_forward(options=options(), weight=torch.ones(8)) is first
+    assert len(kept.forwards) == 1
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"centered": False},
+        {"eps": 1e-6},
+        {"zero_centered_weight": True},
+        {"out_dtype": "float16"},
+        {"residual_dtype": "float16"},
+        {"dropout_p": 0.5},
+        {"round_x_hat": True},
+        {"quantization": Quantization("float8_e4m3fn")},
+        {"quantization": Quantization("float8_e4m3fn", "row")},
+        {"launch": Options("uncached")},
+        {"launch": Options(statistics="welford")},
+        {"launch": Options(sm_margin=4)},
+        {"launch": Options(sm_margin=Margins(forward=4))},
+    ],
+    ids=str,
+)
+def test_requests_of_different_options_have_their_own_prepared_calls(kernels, change):
+    first = prepared_forward(weight=torch.ones(8))
+    other = prepared_forward(options=PLAIN._replace(**change), weight=torch.ones(8))
+    assert other is not first
+    assert prepared_forward(weight=torch.ones(8)) is first
+
+
+@pytest.mark.parametrize(
+    "operands",
+    [
+        {},
+        {"weight": torch.ones(8, dtype=torch.float16)},
+        {"weight": torch.ones(8), "bias": torch.ones(8)},
+        {"weight": torch.ones(8), "residual": torch.ones(3, 8)},
+        {"weight": torch.ones(8), "row_scale": torch.ones(3)},
+        {"weight": torch.ones(8), "weight1": torch.ones(8)},
+        {"weight": torch.ones(8), "out": torch.empty(3, 8)},
+    ],
+    ids=["none", "dtype", "bias", "residual", "row_scale", "weight1", "out"],
+)
+def test_requests_of_different_operands_have_their_own_prepared_calls(kernels, operands):
+    first = prepared_forward(weight=torch.ones(8))
+    assert prepared_forward(**operands) is not first
+
+
+def test_each_purpose_has_its_own_prepared_call(kernels):
+    assert prepared_forward(FOR_Y) is not prepared_forward(FOR_STATISTICS)
+    assert prepared_forward(FOR_Y) is prepared_forward(FOR_Y)
+
+
+def test_int_seeds_of_any_value_share_a_prepared_call(kernels):
+    options = PLAIN._replace(dropout_p=0.5)
+    first = prepared_forward(options=options, dropout_seed=1)
+    assert prepared_forward(options=options, dropout_seed=2) is first
+    seed = torch.zeros(1, dtype=torch.int64)
+    assert prepared_forward(options=options, dropout_seed=seed) is not first
+    assert prepared_forward(options=options) is not first
+
+
+def test_an_eps_of_true_is_refused_after_a_call_with_an_equal_eps(kernels):
+    prepared_forward(options=PLAIN._replace(eps=1.0))
+    with pytest.raises(TypeError, match="eps is True"):
+        prepared_forward(options=PLAIN._replace(eps=True))
+
+
+def test_a_request_that_is_refused_leaves_no_prepared_call(kernels):
+    with pytest.raises(ValueError, match="weight has shape"):
+        prepared_forward(weight=torch.ones(7))
+    assert not kept.forwards
+
+
+def prepared_backward(*, dsum=None, **options) -> object:
+    x, rstd = torch.zeros(3, 8), torch.ones(3)
+    operands = BackwardOperands(x, x, rstd, rstd, torch.ones(8), dsum)
+    options = BackwardOptions(True, (8,))._replace(**options)
+    return prepare_backward(BackwardRequest(operands, options))[0]
+
+
+def test_equal_backward_requests_share_a_prepared_call(kernels):
+    first = prepared_backward(launch=launch_options("warp", None, None, 0))
+    assert prepared_backward(launch=launch_options("warp", None, None, 0)) is first
+    assert len(kept.backwards) == 1
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"gradients": ("dx",)},
+        {"gradients": ("dweight", "dbias")},
+        {"zero_centered_weight": True},
+        {"dweight_dtype": "float16"},
+        {"dbias_dtype": "bfloat16"},
+        {"overwrite_dy": True},
+        {"launch": Options("uncached")},
+        {"launch": Options(sm_margin=4)},
+        {"dsum": torch.zeros(3, 8)},
+    ],
+    ids=lambda change: next(iter(change)),
+)
+def test_backward_requests_of_different_options_have_their_own_prepared_calls(kernels, change):
+    first = prepared_backward()
+    assert prepared_backward(**change) is not first
+    assert prepared_backward() is first
