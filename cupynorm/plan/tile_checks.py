@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from ..dtypes import DTYPES
 from .devices import Device
 from .problem import PATHS_OF_STRATEGY, Problem, Tile, cols_of_slice
@@ -127,6 +129,13 @@ def check_path(strategy: str, tile: Tile) -> None:
         )
     if tile.bundle and tile.path != "bundle":
         raise ValueError(f"tile has bundle {tile.bundle}; path {tile.path!r} has none, use 0")
+    by_counts = [
+        replace(tile, path=None).of_strategy(strategy, each).path for each in (True, False)
+    ]
+    if tile.path not in by_counts:
+        raise ValueError(
+            f"tile has path {tile.path!r}; its counts are those of path {by_counts[0]!r}"
+        )
 
 
 def _check_bundle(problem: Problem, strategy: str, tile: Tile, device: Device) -> None:

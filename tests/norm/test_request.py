@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -436,3 +438,19 @@ def test_backward_requests_of_different_options_have_their_own_prepared_calls(ke
     first = prepared_backward()
     assert prepared_backward(**change) is not first
     assert prepared_backward() is first
+
+
+@pytest.mark.parametrize(
+    "strategy, tile, message",
+    [
+        ("warp", cupynorm.Tile(4, 32, 1, 4, path="bundle"), "path 'bundle' and stages 0"),
+        ("warp", cupynorm.Tile(4, 32, 1, 4, path="smem"), "takes one of registers, bundle"),
+        ("block", cupynorm.Tile(4, 32, 1, path="smem"), "its counts are those of path 'registers'"),
+    ],
+)
+def test_a_path_that_does_not_suit_its_tile_is_refused_in_every_call(strategy, tile, message):
+    """Tiles are compared without their path, so a prepared call of an equal tile must not be used."""
+    x = np.ones((4, 128), np.float32)
+    cupynorm.layer_norm(x, 128, strategy=strategy, tile=replace(tile, path="registers"))
+    with pytest.raises(ValueError, match=message):
+        cupynorm.layer_norm(x, 128, strategy=strategy, tile=tile)
