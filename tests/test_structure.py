@@ -290,17 +290,14 @@ def test_no_module_is_a_drawer():
 
 MOST_POSITIONAL = 6
 MOST_LINES = 500
-# Functions whose signature is set elsewhere: by another library, by autograd or by Triton.
+# Functions whose signature is set elsewhere: by another library or by Triton.
 LONG_SIGNATURES = {
     "linear/module.LayerNormLinear.__init__",
     "linear/api.layer_norm_linear_backward",
-    "nn/autograd._Norm.forward",
     "bench/triton_tutorial._forward",
     "bench/triton_tutorial._backward_rows",
     "bench/triton_tutorial._backward_columns",
 }
-# To be split. A file leaves this list once it has at most MOST_LINES.
-LONG_FILES = {"nn/operators": 640}
 
 
 def positional_parameters(text: str) -> dict[str, int]:
@@ -343,12 +340,7 @@ def test_functions_have_few_positional_parameters():
 
 def test_python_files_are_short():
     lines = {name: len(path.read_text().splitlines()) for name, path in MODULES.items()}
-    too_long = {
-        name: count for name, count in lines.items() if count > LONG_FILES.get(name, MOST_LINES)
-    }
-    assert not too_long
-    listed = {name for name in LONG_FILES if lines.get(name, 0) <= MOST_LINES}
-    assert not listed, "no longer long: remove from LONG_FILES"
+    assert not {name: count for name, count in lines.items() if count > MOST_LINES}
 
 
 # Underscore names.

@@ -1,7 +1,8 @@
 """torch: layer_norm and rms_norm of tensors, on CUDA by the kernels, on the CPU by the reference.
 
 - eager: called directly, and recorded by `_Norm` where a gradient is wanted.
-- traced, by torch.compile, torch.export, a dispatch mode or a tensor subclass: by operators.py.
+- traced, by torch.compile, torch.export, a dispatch mode or a tensor subclass: by operators.py and
+  fused_operators.py.
 - transformed, by torch.func, vmap or forward mode: by torch operations (formulas.py), around the
   kernels where that is possible.
 
@@ -31,7 +32,7 @@ from ..norm.request import (
     is_plain,
 )
 from ..norm.results import Backward
-from . import dtensor, formulas, operators
+from . import dtensor, formulas, fused_operators, operators
 
 # Classes of what the kernels read in place. Not torch's wrappers (DTensor, FakeTensor), which have
 # no address.
@@ -152,7 +153,7 @@ def _traced(request: ForwardRequest) -> tuple:
     if not compiling:  # there, what computes the operator's shapes checks the same
         check_forward(request)
     if not plain:
-        return operators.fused_norm_forward(request)
+        return fused_operators.fused_norm_forward(request)
     y, _, _, added = operators.norm_forward(request)
     return y, None, operands.input if operands.residual is None else added
 
@@ -318,14 +319,14 @@ def _fused_gradients(ctx, dy, dy1, dsum) -> tuple:
     saved = ctx.saved_tensors
     if saved[6] is None:
         saved = (*saved[:6], ctx.seed, saved[7])
-    asked = operators.fused_gradients(
+    asked = fused_operators.fused_gradients(
         forward.backward, saved, (dy, dy1, dsum), forward.bias1_dtype, _wanted(ctx)
     )
     if torch.is_grad_enabled():  # create_graph=True
-        made = operators.fused_norm_backward(*asked)
+        made = fused_operators.fused_norm_backward(*asked)
     else:
         made = route.backward_of_two(*asked)
-    gradients = [getattr(made, name) for name in operators.GRADIENTS]
+    gradients = [getattr(made, name) for name in fused_operators.GRADIENTS]
     return forward.pick_gradients((*gradients, None))
 
 

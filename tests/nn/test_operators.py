@@ -11,7 +11,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv  # noqa: E402
 from torch.library import opcheck  # noqa: E402
 
 import cupynorm  # noqa: E402
-from cupynorm.nn import operators  # noqa: E402
+from cupynorm.nn import fused_operators, operators, schemas  # noqa: E402
 from cupynorm.norm import route  # noqa: E402
 from cupynorm.norm.request import (  # noqa: E402
     BackwardOperands,
@@ -191,7 +191,7 @@ def test_a_graph_of_an_older_version_needs_no_backward_sm_margin():
 @by_name
 def test_arguments_of_has_the_names_and_defaults_of_the_schema(name):
     operator = getattr(OPS, name).default
-    found = operators.arguments_of(operator)
+    found = schemas.arguments_of(operator)
     assert found._fields == tuple(each.name for each in operator._schema.arguments)
     defaults = {
         each.name: each.default_value
@@ -389,7 +389,7 @@ def test_the_operator_passes_on_the_request_of_a_fused_forward(monkeypatch):
     )
     given = ForwardRequest(operands, options._replace(launch=LAUNCH))
     got = implementation_request(
-        monkeypatch, "forward", lambda: operators.fused_norm_forward(given)
+        monkeypatch, "forward", lambda: fused_operators.fused_norm_forward(given)
     )
     assert_same_operands(got.operands, operands)
     assert got.options == options._replace(launch=LAUNCH._replace(sm_margin=1))
@@ -416,7 +416,7 @@ def test_the_operator_passes_on_the_request_of_a_fused_backward(monkeypatch):
     given = BackwardRequest(operands, options._replace(launch=Options("block", None, None, 2)))
     second = SecondGradient(ROWS, BIAS, torch.float16)
     got = implementation_request(
-        monkeypatch, "backward_of_two", lambda: operators.fused_norm_backward(given, second)
+        monkeypatch, "backward_of_two", lambda: fused_operators.fused_norm_backward(given, second)
     )
     assert_same_operands(got.operands, operands)
     assert got.options == given.options
@@ -428,14 +428,16 @@ def test_unwanted_gradients_are_none():
     options = BackwardOptions(True, (5,), gradients=("dweight",))
     dx, dweight, dbias, *_ = operators.norm_backward(BackwardRequest(operands, options))
     assert dx is None and dbias is None and dweight.shape == (5,)
-    fused = operators.fused_norm_backward(BackwardRequest(operands, options), SecondGradient(None))
+    fused = fused_operators.fused_norm_backward(
+        BackwardRequest(operands, options), SecondGradient(None)
+    )
     assert [each is not None for each in fused] == [False, True, False, False, False, False]
 
 
 def test_a_fused_forward_without_a_sum_returns_the_input():
     options = ForwardOptions(True, (5,), EPS, round_x_hat=True)
     x = random(3, 4, 5)
-    y, y1, added = operators.fused_norm_forward(ForwardRequest(ForwardOperands(x), options))
+    y, y1, added = fused_operators.fused_norm_forward(ForwardRequest(ForwardOperands(x), options))
     assert y1 is None and added is x and y.shape == x.shape
 
 
@@ -443,7 +445,7 @@ def test_an_int_seed_is_that_seed_in_a_tensor():
     def run(seed):
         options = ForwardOptions(True, (5,), EPS, dropout_p=0.5)
         operands = ForwardOperands(ROWS, dropout_seed=seed)
-        return operators.fused_norm_forward(ForwardRequest(operands, options))[2]
+        return fused_operators.fused_norm_forward(ForwardRequest(operands, options))[2]
 
     assert torch.equal(run(7), run(torch.tensor([7])))
     assert not torch.equal(run(7), run(8))
@@ -517,7 +519,7 @@ def test_gradients_through_the_fused_operator_are_the_eager_ones(centered, optio
         request = ForwardRequest(
             ForwardOperands(**given, **constants), ForwardOptions(centered, (5,), EPS, **rest)
         )
-        return operators.fused_norm_forward(request)
+        return fused_operators.fused_norm_forward(request)
 
     def by_eager(input, **given):
         return eager(input, 5, eps=EPS, return_residual=True, **given, **options)

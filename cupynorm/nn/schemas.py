@@ -1,0 +1,108 @@
+"""The schemas of the operators torch.ops.cupynorm, and how an operator is registered.
+
+    cupynorm::norm_forward  -> y, mean, rstd, input + residual
+        an empty mean for rms_norm, an empty sum without a residual
+    cupynorm::norm_backward -> dx, dweight, dbias
+        empty where not wanted
+    cupynorm::recomputing_norm_backward -> dx, dweight, dbias, y
+        the same, and y again
+    cupynorm::fused_norm_forward -> y, mean, rstd, sum, y1
+        with fused options; an empty sum where it is the input itself
+    cupynorm::fused_norm_backward -> dx, dweight, dbias, dresidual, dweight1, dbias1
+
+Arguments are those of cupynorm.layer_norm_forward and layer_norm_backward. tile has the fields of a
+cupynorm.Tile in their order. A norm_backward without a mean is that of rms_norm. All are
+differentiable but fused_norm_backward and recomputing_norm_backward. All accept torch's fake
+tensors and any number of rows.
+"""
+
+from __future__ import annotations
+
+from collections import namedtuple
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ..norm.options import dtype_name
+from ..norm.request import Options
+
+_library = torch.library.Library("cupynorm", "DEF")
+for _schema in (
+    "norm_forward(Tensor input, Tensor? weight, Tensor? bias, Tensor? residual, "
+    "SymInt[] normalized_shape, float? eps, bool centered, bool zero_centered_weight, "
+    "ScalarType? out_dtype, int sm_margin, str? strategy, str? statistics, int[]? tile, "
+    "int backward_sm_margin=0) "
+    "-> (Tensor y, Tensor mean, Tensor rstd, Tensor sum)",
+    "norm_backward(Tensor dy, Tensor x, Tensor? mean, Tensor rstd, Tensor? weight, Tensor? dsum, "
+    "SymInt[] normalized_shape, bool[3] wanted, bool zero_centered_weight, "
+    "ScalarType? dbias_dtype, int sm_margin, str? strategy) "
+    "-> (Tensor dx, Tensor dweight, Tensor dbias)",
+    "recomputing_norm_backward(Tensor dy, Tensor x, Tensor? mean, Tensor rstd, Tensor? weight, "
+    "Tensor? bias, Tensor? dsum, SymInt[] normalized_shape, bool[3] wanted, "
+    "bool zero_centered_weight, int sm_margin) "
+    "-> (Tensor dx, Tensor dweight, Tensor dbias, Tensor y)",
+    "fused_norm_forward(Tensor input, Tensor? weight, Tensor? bias, Tensor? residual, "
+    "Tensor? weight1, Tensor? bias1, Tensor? row_scale, Tensor? dropout_seed, "
+    "SymInt[] normalized_shape, float? eps, bool centered, bool zero_centered_weight, "
+    "ScalarType? out_dtype, ScalarType? residual_dtype, float dropout_p, bool round_x_hat, "
+    "bool memory_efficient, int sm_margin, str? strategy, str? statistics, int[]? tile, "
+    "int backward_sm_margin=0) "
+    "-> (Tensor y, Tensor mean, Tensor rstd, Tensor sum, Tensor y1)",
+    "fused_norm_backward(Tensor? dy, Tensor? dy1, Tensor x, Tensor? mean, Tensor rstd, "
+    "Tensor? weight, Tensor? weight1, Tensor? dsum, Tensor? row_scale, Tensor? dropout_seed, "
+    "Tensor? bias, SymInt[] normalized_shape, bool[6] wanted, bool centered, "
+    "bool zero_centered_weight, bool memory_efficient, ScalarType? dbias_dtype, "
+    "ScalarType? dbias1_dtype, ScalarType? dx_dtype, ScalarType? dresidual_dtype, "
+    "float dropout_p, int sm_margin, str? strategy) "
+    "-> (Tensor dx, Tensor dweight, Tensor dbias, Tensor dresidual, Tensor dweight1, "
+    "Tensor dbias1)",
+):
+    _library.define(_schema, tags=(torch.Tag.pt2_compliant_tag,))
+
+
+def arguments_of(operator: Any) -> type:
+    """A NamedTuple class of the arguments of an operator, as its schema names them."""
+    arguments = operator._schema.arguments
+    defaults = [each.default_value for each in arguments if each.has_default_value()]
+    return namedtuple("Arguments", [each.name for each in arguments], defaults=defaults)
+
+
+def torch_dtype(dtype: object, name: str) -> torch.dtype | None:
+    return None if dtype is None else getattr(torch, dtype_name(dtype, name))
+
+
+def launch_of(options: Options) -> tuple:
+    """As a forward operator takes them."""
+    tile = options.tile
+    fields = None if tile is None else tile.as_ints()
+    margin = options.of("forward" if torch.is_grad_enabled() else "inference").sm_margin
+    backward_margin = options.of("backward").sm_margin
+    return margin, options.strategy, options.statistics, fields, backward_margin
+
+
+def register(name: str, implementation: Callable, fake: Callable, autograd: tuple) -> None:
+    """Registers an operator on the CPU and on CUDA.
+
+    fake: its results for fake tensors. autograd: the functions setup_context and backward of
+    torch.library.register_autograd.
+    """
+    for device in ("CPU", "CUDA"):
+        _library.impl(name, implementation, device)
+    torch.library.register_fake(f"cupynorm::{name}", fake, lib=_library)
+    save, differentiate = autograd
+    torch.library.register_autograd(
+        f"cupynorm::{name}", differentiate, setup_context=save, lib=_library
+    )
+
+
+def save_nothing(ctx, inputs, output):
+    ctx.set_materialize_grads(False)
+
+
+def refuse_second_derivatives(ctx, *gradients):
+    raise NotImplementedError(
+        "the second derivative of a norm with residual_dtype, row_scale, dropout_p, weight1, "
+        "bias1, round_x_hat or memory_efficient, or of recomputing_norm_backward, was asked for; "
+        "it has first derivatives only"
+    )
