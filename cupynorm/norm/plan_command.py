@@ -145,5 +145,5 @@ def strategy_table(device: Device) -> str:
     lines.append("The first strategy that is wide enough is chosen, unless a later one is faster.")
     lines.append("Where it keeps a row:")
     width = max(map(len, STRATEGIES))
-    lines += [f"  {row.name:<{width}}  {row.row_waits}" for row in STRATEGIES.values()]
+    lines += [f"  {row.name:<{width}}  {row.kept_in}" for row in STRATEGIES.values()]
     return "\n".join(lines)
