@@ -902,7 +902,10 @@ CLUSTER_RING = Tile(pack_size=8, threads_per_row=64, packs_per_thread=1, cluster
         (r"exact 2;", "warp", replace(WARP, exact=2), {}),
         (r"exact 1;", "uncached", replace(UNCACHED, exact=1), {}),
         (r"blocks_per_sm 0 and blocks of 128 threads", "warp", replace(WARP, blocks_per_sm=0), {}),
-        (r"blocks_per_sm 17 and blocks of 128 threads; a multiprocessor of H200 holds 2048", "warp", replace(WARP, blocks_per_sm=17), {}),
+        (
+            r"blocks_per_sm 17 and blocks of 128 threads; a multiprocessor of H200 holds 2048", "warp",
+            replace(WARP, blocks_per_sm=17), {},
+        ),
         (
             r"stages 2; a ring needs float32 arithmetic", "block", replace(RING, pack_size=2, packs_per_thread=4),
             {"dtype": "float64"},
