@@ -1,6 +1,6 @@
 """layer_norm, rms_norm and their explicit forward and backward: what users call.
 
-Each function builds a request (request.py) and hands it on whole (route.py).
+Each function builds a request (request.py) and passes it to route.py.
 """
 
 from __future__ import annotations

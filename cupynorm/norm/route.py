@@ -28,8 +28,11 @@ def torch_part() -> Any:
 
 
 def is_tensor(array: object) -> bool:
-    """Whether it is a torch tensor. torch.compile would search all of sys.modules for
-    arrays.is_torch, so that is asked for the first tensor alone."""
+    """Whether it is a torch tensor.
+
+    arrays.is_torch is called only until the first tensor, because torch.compile would inspect
+    sys.modules for it.
+    """
     if _autograd is None and not arrays.is_torch(array):
         return False
     return isinstance(array, torch_part().torch.Tensor)
