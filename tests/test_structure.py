@@ -572,7 +572,7 @@ def test_ruff_objects_to_what_is_wrong(tmp_path):
     )
     config = ("--no-cache", "--config", str(REPOSITORY / "pyproject.toml"), str(path))
     complained = complaint(tool("ruff"), "check", *config)
-    # An import that nobody needs; and what the formatter leaves: a line of more than 128 columns, a blank at the end of one.
+    # An import that nobody needs; and what the formatter leaves: a line of more than 100 columns, a blank at the end of one.
     assert "F401" in complained and "E501" in complained and "W291" in complained
     assert "1 file would be reformatted" in complaint(tool("ruff"), "format", "--check", *config)
     path.write_text("x = [1, 2]\n")

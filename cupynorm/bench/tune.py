@@ -1,15 +1,16 @@
-"""Which tile is the fastest on this GPU: `python -m cupynorm tune`. What dispatch chooses is measured beside every candidate.
+"""Which tile is the fastest on this GPU: `python -m cupynorm tune`.
 
-    candidates  cupynorm.plan.candidates: tiles that dispatch accepts, a few dozen a problem
-    compiled    all ahead, in several processes; one that spills is left out
-    correct     each against float64: all tensors on few rows and two multiprocessors, so that every block takes several turns,
-                and sampled rows of those that are measured; one that is off is left out
-    time        as in the benchmark: all take turns a few times. The fastest and the default meet again, with fresh samples,
-                since the best of many owes something to luck; it wins if it is ahead by more than
-                the spread of both
+    candidates  cupynorm.plan.candidates: tiles that dispatch accepts, a few dozen a problem. The
+                default is the tile that dispatch chooses.
+    compiled    all kernels ahead, in several processes; tiles that spill are dropped
+    correct     compared with float64: all tensors of a few rows on two multiprocessors, so that
+                every block takes several turns, and sampled rows of the full size; wrong tiles are
+                dropped
+    time        as in the benchmark: all tiles take turns a few times. The fastest few and the
+                default are then measured again, because the best of many is partly luck. A tile
+                wins if it is ahead of the default by more than the spread of both.
 
-What is found becomes a table (cupynorm.norm.tiles) that cupynorm.use_tiles reads where a user asks for
-it.
+The winners form a table (cupynorm.norm.tiles), which cupynorm.use_tiles reads.
 """
 
 from __future__ import annotations
@@ -44,18 +45,19 @@ from .timer import Timer, take_turns
 from .truth import Truth, verify
 
 _SCREENING_RUNS, _FINALISTS = 5, 3
-_LEAST_GAIN = 0.01  # a tile may owe less than this to whose turn came before its own
-_CHECKED_ELEMENTS, _CHECKED_ROWS = 2**16, 8  # at least so many rows: more than a ring has stages
+_LEAST_GAIN = 0.01  # a smaller gain may come from the order of the turns
+_CHECKED_ELEMENTS, _CHECKED_ROWS = 2**16, 8  # at least 8 rows: more than a ring has stages
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One cell. choices: name -> Choice of what dispatch chooses, which comes first, and of the finalists;
-    a name is the tile in words.
+    """One cell. A name is a tile in words.
 
-    samples: microseconds of each run, for these names and "copy". num_measured: candidates that
-    took turns. left_out: name -> why a candidate did not. off: sentences about those of them whose
-    results were wrong.
+    choices: name -> Choice, of the default, which comes first, and of the finalists.
+    samples: microseconds of each run, for these names and "copy".
+    num_measured: how many candidates were timed.
+    left_out: name -> why a candidate was not timed.
+    off: sentences about candidates with wrong results.
     """
 
     cell: Cell
@@ -76,7 +78,7 @@ class Finding:
 
     @property
     def gain(self) -> float:
-        """What the fastest does more than the default in the same time, as a share."""
+        """The speedup of the fastest over the default, as a share."""
         return (
             quartiles(self.samples[self.default])[1] / quartiles(self.samples[self.fastest])[1] - 1
         )
@@ -91,8 +93,10 @@ class Finding:
 
 
 def is_faster(samples: Sequence[float], than: Sequence[float]) -> bool:
-    """Whether the medians are further apart than half of both spreads (between the quartiles) together,
-    and than _LEAST_GAIN."""
+    """Whether the median is lower by more than half the sum of both spreads and by _LEAST_GAIN.
+
+    A spread is the distance between the quartiles.
+    """
     (low, median, high), (other_low, other_median, other_high) = quartiles(samples), quartiles(than)
     spread = (high - low + other_high - other_low) / 2
     return other_median - median > max(spread, _LEAST_GAIN * other_median)
@@ -100,7 +104,10 @@ def is_faster(samples: Sequence[float], than: Sequence[float]) -> bool:
 
 @dataclass(frozen=True)
 class TuneResult:
-    """What was found. Prints as a table, two lines a problem; true if it came to its end and no candidate was wrong."""
+    """All findings of one run. Prints as a table, two lines a problem.
+
+    True if the run was complete and no candidate was wrong.
+    """
 
     device: Device
     measured: Mapping[str, Any]
@@ -125,19 +132,22 @@ class TuneResult:
 
     def __str__(self) -> str:
         lines = [
-            f"{self.measured['gpu']}, medians of {self.measured['runs']} runs; share: of the speed of a copy of the same bytes"
+            f"{self.measured['gpu']}, medians of {self.measured['runs']} runs; "
+            "share: of the speed of a copy of the same bytes"
         ]
         for kind in dict.fromkeys(finding.cell.kind for finding in self.findings):
             lines += ["", kind, "num_cols  candidates  share    gain  tile"]
             for each in (finding for finding in self.findings if finding.cell.kind == kind):
                 count, share = each.num_measured, each.share(each.default)
                 lines.append(
-                    f"{each.cell.num_cols:>8}  {count:>10}  {share:.3f}          {each.default} (default)"
+                    f"{each.cell.num_cols:>8}  {count:>10}  {share:.3f}          "
+                    f"{each.default} (default)"
                 )
                 if each.fastest != each.default:
                     verdict = "" if each.wins else " (not beyond the spread)"
                     lines.append(
-                        f"{'':20}  {each.share(each.fastest):.3f}  {each.gain:>+6.1%}  {each.fastest}{verdict}"
+                        f"{'':20}  {each.share(each.fastest):.3f}  {each.gain:>+6.1%}  "
+                        f"{each.fastest}{verdict}"
                     )
         reasons = Counter(
             reason for finding in self.findings for reason in finding.left_out.values()
@@ -149,7 +159,8 @@ class TuneResult:
         lines += [f"OFF: {sentence}" for finding in self.findings for sentence in finding.off]
         num_won = sum(finding.wins for finding in self.findings)
         lines.append(
-            f"{num_won} of {len(self.findings)} problems have a tile that is faster than the default beyond the spread"
+            f"{num_won} of {len(self.findings)} problems have a tile that is faster than "
+            "the default beyond the spread"
         )
         return "\n".join(lines + ([f"stopped {self.stopped}"] if self.stopped else []))
 
@@ -163,16 +174,21 @@ def tune(
     progress: Callable[..., Iterable] | None = None,
     command: str = "cupynorm.tune.tune()",
 ) -> TuneResult:
-    """Measure the candidates of every cell on the current GPU, beside what dispatch chooses; tables in use are laid aside.
+    """Measure the candidates of every cell on the current GPU, beside the choice of dispatch.
 
-    todo: cells of one direction each, by default those of cupynorm.bench.cells.cells(). runs:
-    samples of the default and of each finalist. jobs: processes that compile ahead. seed: of the
-    random data, fresh if None. progress: wraps what is done one by one, as tqdm does. command: what
-    made the result, for the table's reader.
+    It removes a table that cupynorm.use_tiles has set.
+
+    todo: cells of one direction each, by default those of cupynorm.bench.cells.cells().
+    runs: samples of the default and of each finalist.
+    jobs: processes that compile ahead.
+    seed: of the random data, fresh if None.
+    progress: wraps iterables, as tqdm does.
+    command: the command that made the result, recorded in the table.
 
     Returns a TuneResult; its `table` is what cupynorm.use_tiles reads. After the first cell, an
-    interrupt (Ctrl-C) or a failure ends the run and returns what was found until then. Raises
-    ValueError without a GPU or for what is not known, MissingLibraryError without CuPy.
+    interrupt (Ctrl-C) or a failure ends the run, and the result has the findings so far.
+    Raises ValueError without a GPU or for cells that tune cannot measure, MissingLibraryError
+    without CuPy.
     """
     todo = cells() if todo is None else list(todo)
     progress = progress or (lambda items, **_: items)
@@ -181,12 +197,14 @@ def tune(
     for cell in todo:
         if cell.direction == "both" or cell.extras:
             raise ValueError(
-                f"{cell} is asked for; tune measures forward or backward, without residual, out_dtype or zero_centered"
+                f"todo has {cell}; tune measures forward or backward, without residual, "
+                "out_dtype or zero_centered"
             )
     nvrtc.cupy()
     if not environment.has_gpu():
         raise ValueError(
-            "tune measures a GPU and none was found; python -m cupynorm plan shows what is chosen without one"
+            "tune measures a GPU and none was found; "
+            "python -m cupynorm plan shows what is chosen without one"
         )
     if seed is None:
         seed = int(np.random.SeedSequence().generate_state(1)[0])
@@ -204,7 +222,7 @@ def tune(
             findings.append(_measure(cell, tried[cell], faults, timer, runs, seed + 8 * at))
             timer.num_flushes.clear()
             free_memory()
-    except (KeyboardInterrupt, Exception) as failure:  # minutes of measurements are not thrown away
+    except (KeyboardInterrupt, Exception) as failure:  # keep minutes of measurements
         if not findings:
             raise
         return TuneResult(
@@ -219,12 +237,12 @@ def tune(
 def compile_all(
     kernels: Iterable[Kernel], jobs: int, progress: Callable[..., Iterable]
 ) -> dict[Kernel, str | None]:
-    """kernel -> why it is left out, or None. What is compiled stays in CuPy's cache on disk."""
+    """kernel -> why it is left out, or None. Compiled kernels stay in CuPy's cache on disk."""
     kernels = sorted(kernels, key=lambda kernel: kernel.name_expression)
     shown = {"total": len(kernels), "desc": "compiling", "unit": "kernel"}
     if jobs == 1:
         return dict(zip(kernels, progress(map(fault_of, kernels), **shown)))
-    context = multiprocessing.get_context("spawn")  # a forked process could not use the GPU
+    context = multiprocessing.get_context("spawn")  # a forked process cannot use the GPU
     with concurrent.futures.ProcessPoolExecutor(min(jobs, len(kernels)), context) as pool:
         return dict(zip(kernels, progress(pool.map(fault_of, kernels), **shown)))
 
@@ -233,8 +251,8 @@ def fault_of(kernel: Kernel) -> str | None:
     try:
         if nvrtc.module(kernel).get_function(kernel.name_expression).local_size_bytes == 0:
             return None
-        # A stack: of spilled registers, or of float64's division, which only the compiler's report
-        # tells apart.
+        # Local memory holds spilled registers or the stack of a float64 division. Only the
+        # compiler's report tells which.
         used = nvrtc.compile_for(kernel, launch.current_device().compute_capability)[1]
     except Exception as error:
         return f"does not compile ({first_line(error)})"
@@ -256,12 +274,12 @@ def _measure(
     }
     off: list[str] = []
 
-    def right(names: Iterable[str], is_wrong: Callable[[str], str | None]) -> list[str]:
+    def without_wrong(names: Iterable[str], find_wrong: Callable[[str], str | None]) -> list[str]:
         for name in names:
             try:
-                if wrong := is_wrong(name):
+                if wrong := find_wrong(name):
                     off.append(f"{cell}, {name}: {wrong}")
-            except Exception as failure:  # a tile that cannot be launched must not end the run
+            except Exception as failure:  # a tile that fails to launch must not end the run
                 wrong = f"fails ({first_line(failure)})"
             if wrong and name == default:
                 raise RuntimeError(f"{cell}, {name}, which is the default: {wrong}")
@@ -270,27 +288,26 @@ def _measure(
         return [name for name in names if name not in left_out]
 
     names = [name for name in named if name not in left_out]
-    names = right(names, lambda name: what_is_wrong(problem, named[name], small, where))
+    names = without_wrong(names, lambda name: what_is_wrong(problem, named[name], small, where))
     tensors, copy = tensors_of(cell, seed)
     truth = Truth(cell, tensors, seed)
     runners = {
         name: prepare_ours(cell, tensors, strategy=named[name].strategy, tile=named[name].tile)
         for name in names
     }
-    names = right(
-        names,
-        lambda name: verify(runners[name], truth, rounded_mean=named[name].statistics == "welford")[
-            1
-        ],
-    )
+
+    def wrong_rows(name: str) -> str | None:
+        return verify(runners[name], truth, rounded_mean=named[name].statistics == "welford")[1]
+
+    names = without_wrong(names, wrong_rows)
     screened = take_turns(timer, {name: runners[name] for name in names}, _SCREENING_RUNS)
     finalists = sorted(screened, key=lambda name: quartiles(screened[name])[1])[:_FINALISTS]
-    met = {name: runners[name] for name in dict.fromkeys((default, *finalists))}
-    samples = take_turns(timer, {COPY: copy} | met, runs)
+    timed = {name: runners[name] for name in dict.fromkeys((default, *finalists))}
+    samples = take_turns(timer, {COPY: copy} | timed, runs)
     return Finding(
         cell,
         problem,
-        {name: named[name] for name in met},
+        {name: named[name] for name in timed},
         samples,
         len(names),
         left_out,
@@ -305,8 +322,10 @@ def _few_rows(cell: Cell) -> Case:
 
 
 def what_is_wrong(problem: Problem, choice: Choice, small: CheckProblem, where: Any) -> str | None:
-    """The gradient check of a candidate, planned for two multiprocessors: a sentence,
-    or None if all of its tensors are right."""
+    """A sentence about a candidate's first wrong tensor, or None if all are right.
+
+    The check plans for two multiprocessors, so that every block takes several turns.
+    """
     device = where.device
     where.device = replace(
         device, num_sms=2, clusters=tuple((size, 1) for size, _ in device.clusters)
@@ -318,8 +337,8 @@ def what_is_wrong(problem: Problem, choice: Choice, small: CheckProblem, where: 
     finally:
         tiles.use(None)
         where.device = device
-    for found in judge_all(small, results, rounded_mean=welford):
-        if not found.ok:
-            expected = f"expected {found.expected:.6g} within {found.allowed:.2g}"
-            return f"{found.tensor} is {found.got:.6g} at {found.where}; {expected}"
+    for result in judge_all(small, results, rounded_mean=welford):
+        if not result.ok:
+            expected = f"expected {result.expected:.6g} within {result.allowed:.2g}"
+            return f"{result.tensor} is {result.got:.6g} at {result.where}; {expected}"
     return None

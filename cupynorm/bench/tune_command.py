@@ -37,15 +37,15 @@ def add_to(commands: Commands) -> None:
     add("--seed", type=number, help="of the random data (fresh)")
     jobs = "processes that compile all candidates before the first is timed (1: this one)"
     add("--jobs", type=positive, default=1, help=jobs)
-    output = "the table, replaced if it is there (tiles.json)"
+    output = "the table, overwritten if it exists (tiles.json)"
     add("--output", metavar="FILE", default="tiles.json", help=output)
-    device_file = "measure ranges of widths, and write this data file of a device (h200.csv) again"
+    device_file = "measure ranges of widths, and update this data file of a device (h200.csv)"
     add("--device-file", metavar="FILE", help=device_file)
     confirm = "with --device-file: measure its rows alone, and leave out those that gain nothing"
     add("--confirm", action="store_true", help=confirm)
     part = "with --device-file: which share of its ranges, as 3/8 (1/1)"
     add("--part", type=part_of, default=(1, 1), help=part)
-    seconds = "with --device-file: after so many the other ranges are left as they are (480)"
+    seconds = "with --device-file: measure for this long; other ranges are left as they are (480)"
     add("--seconds", type=positive, default=480, help=seconds)
 
 
@@ -58,7 +58,7 @@ def part_of(text: str) -> tuple[int, int]:
 
 
 def run_device_file(arguments: argparse.Namespace) -> int:
-    """Measures a part of a device's data file, and writes it again."""
+    """Measures a part of a device's data file, and updates the file."""
     path = Path(arguments.device_file)
     check_folders(path)
     rows = tables.read_rows(path) if path.exists() else []
@@ -79,14 +79,14 @@ def run_device_file(arguments: argparse.Namespace) -> int:
         tables.write_rows(path, kept)
         print(f"{num_measured} rows measured, {num_left} of them left out; {path} has the others")
         return 0
-    found, done = tune_ranges.tune_ranges(
+    winners, done = tune_ranges.tune_ranges(
         rows,
         launch.current_device(),
         **timing,
         compile_ahead=compile_ahead,
     )
-    tables.write_rows(path, tune_ranges.merged(rows, found, done))
-    faster = f"{len(found)} of them have a tile 2% or more faster than the model's"
+    tables.write_rows(path, tune_ranges.merged(rows, winners, done))
+    faster = f"{len(winners)} of them have a tile 2% or more faster than the model's"
     print(f"{len(done)} ranges measured, {faster}; {path} has them")
     return 0
 

@@ -1,11 +1,14 @@
 """The data file of a device, measured: `python -m cupynorm tune --device-file h200.csv`.
 
-    ranges    rows of the file, and bands of widths between powers of two that it does not hold
-    tiles     the model's, the file's, its neighbours in threads, blocks and stages, and candidates of the middle width
-    time      all take turns at a few random widths of the range
-    kept      the tile with the best mean speed, if it is 2% or more faster than the model's; else the model's
+    ranges    rows of the file, and bands of widths between powers of two that it does not cover
+    tiles     the model's, the file's, its neighbours in threads, blocks and stages, and candidates
+              of the middle width
+    time      all tiles take turns at a few random widths of the range
+    kept      the tile with the best mean speed, if it is at least 2% faster than the model's; else
+              the model's
 
-A range that is not measured in time stays as it was. Problems with a residual or dsum are not measured.
+A range that is not measured in time keeps its row. Problems with a residual or dsum are not
+measured.
 """
 
 from __future__ import annotations
@@ -45,7 +48,7 @@ Measure = Callable[[Cell, Sequence[tuple[str, Tile]]], list[float]]
 
 @dataclass(frozen=True)
 class Range:
-    """Widths of one class. row: what the file has for them, None where the model decides. measured: classes that are timed."""
+    """Widths of one class. row: the file's row for them, or None if the model decides."""
 
     key: tables.Key
     from_cols: int
@@ -62,7 +65,7 @@ class Range:
         return not {"residual", "dsum"} & set(self.words)
 
     def widths(self, random: Random, count: int = _WIDTHS) -> list[int]:
-        """Some widths at random, whose rows begin on as many bytes as the class says, and no more."""
+        """Random widths of the range, whose rows have exactly the alignment of the class."""
         pack = int(self.words[0]) // (4 if self.key[2] == "float32" else 2)
         step = max(self.step, pack)
         fitting = [
@@ -81,15 +84,25 @@ class Range:
         )
         size = 4 if dtype == "float32" else 2
         return Cell(
-            norm, direction, dtype, max(1, _X_BYTES // (num_cols * size)), num_cols,
-            weight_dtype="float32" if "wide" in self.words else None, out_dtype="float8_e4m3fn" if scale else None,
-            residual=bool({"residual", "dsum"} & set(self.words)), scale=scale, amax="amax" in self.words,
-        )  # fmt: skip
+            norm,
+            direction,
+            dtype,
+            max(1, _X_BYTES // (num_cols * size)),
+            num_cols,
+            weight_dtype="float32" if "wide" in self.words else None,
+            out_dtype="float8_e4m3fn" if scale else None,
+            residual=bool({"residual", "dsum"} & set(self.words)),
+            scale=scale,
+            amax="amax" in self.words,
+        )
 
 
 def ranges_of(rows: Iterable[Row]) -> list[Range]:
-    """Those of the file, one for each class, then bands between powers of two for rows that begin on 16 bytes."""
-    found = [
+    """The file's ranges, one for each class, then bands between powers of two.
+
+    The bands are for rows that begin on 16 bytes.
+    """
+    ranges = [
         Range(key, row.from_cols, row.to_cols, row.step, row) for row in rows for key in row.keys
     ]
     for direction in ("forward", "backward"):
@@ -98,13 +111,16 @@ def ranges_of(rows: Iterable[Row]) -> list[Range]:
                 at = _BAND_FROM
                 while at < _BAND_TO:
                     for first, last in ((at + 1, at * 3 // 2), (at * 3 // 2 + 1, 2 * at)):
-                        found.append(Range((direction, norm, dtype, "16 bytes"), first, last, 64))
+                        ranges.append(Range((direction, norm, dtype, "16 bytes"), first, last, 64))
                     at *= 2
-    return found
+    return ranges
 
 
 def part_of(ranges: Sequence[Range], part: tuple[int, int]) -> list[Range]:
-    """(3, 8): the third of eight parts, every eighth range, so that parts take as long."""
+    """One part of the ranges: (3, 8) is every eighth range from the third on.
+
+    Parts formed in this way take about equally long.
+    """
     at, count = part
     return list(ranges[at - 1 :: count])
 
@@ -127,7 +143,7 @@ def _neighbours(row: Row) -> Iterable[Row]:
 
 
 def rows_to_try(range_: Range, problems: Sequence[Problem], device: Device) -> list[Row]:
-    """Rows whose tile every problem takes; the first has the model's tile of the middle width."""
+    """Rows whose tile fits every problem; the first has the model's tile of the middle width."""
     by_model = replace(device, name=f"{device.name} by the model")
     middle = problems[len(problems) // 2]
     direction, norm, dtype, kind = range_.key
@@ -164,8 +180,11 @@ def rows_to_try(range_: Range, problems: Sequence[Problem], device: Device) -> l
 def best_of(
     rows: Sequence[Row], times: Sequence[Sequence[float]], model: Sequence[float]
 ) -> Row | None:
-    """The row with the best mean speed over the widths, with its gain over the model, if that is enough. times: of each row at
-    each width; model: of the model's own tile at each width."""
+    """The row with the best mean speed over the widths, if its gain is at least LEAST_GAIN.
+
+    times: of each row, at each width.
+    model: times of the model's own tile, at each width.
+    """
     gains = [
         -1.0 if inf in each else exp(sum(map(log, map(truediv, model, each))) / len(model)) - 1
         for each in times
@@ -179,7 +198,7 @@ def best_of(
 
 
 def measure_on_gpu(cell: Cell, tiles: Sequence[tuple[str, Tile]], seed: int = 0) -> list[float]:
-    """Median microseconds of each tile; infinite where it spills, or its result is wrong."""
+    """Median microseconds of each tile; infinite if it spills or its result is wrong."""
     problem = plan_of(cell, cell.direction).problem
     device = launch.current_device()
     faults = [fault_of(choose(problem, device, strategy, tile).kernel) for strategy, tile in tiles]
@@ -210,16 +229,22 @@ def _prepared(range_: Range, random: Random, device: Device) -> tuple:
 
 
 def tune_ranges(
-    rows: Sequence[Row], device: Device, *, part: tuple[int, int] = (1, 1), seconds: float = 480, seed: int = 0,
-    measure: Measure = measure_on_gpu, compile_ahead: Callable[[set[Kernel]], object] = len,
-) -> tuple[list[Row], list[Range]]:  # fmt: skip
-    """Rows for the ranges of a part that were measured in time, and those ranges.
+    rows: Sequence[Row],
+    device: Device,
+    *,
+    part: tuple[int, int] = (1, 1),
+    seconds: float = 480,
+    seed: int = 0,
+    measure: Measure = measure_on_gpu,
+    compile_ahead: Callable[[set[Kernel]], object] = len,
+) -> tuple[list[Row], list[Range]]:
+    """The winning rows of one part of the ranges, and the ranges that were measured in time.
 
-    compile_ahead: is given the kernels of the next ranges before they are measured.
+    compile_ahead: receives the kernels of the next ranges before they are measured.
     """
     end, random = time.monotonic() + seconds, Random(seed)
     by_model = replace(device, name=f"{device.name} by the model")
-    found, done = [], []
+    winners, done = [], []
     ranges = part_of([each for each in ranges_of(rows) if each.is_measured], part)
     ahead: dict[Range, tuple] = {}
     for at, each in enumerate(ranges):
@@ -244,21 +269,24 @@ def tune_ranges(
             for samples, microseconds in zip(times, of_width[1:]):
                 samples.append(microseconds)
         best = best_of(tried, times, model) if tried and inf not in model else None
-        found += [best] if best else []
+        winners += [best] if best else []
         done.append(each)
-    return found, done
+    return winners, done
 
 
-def merged(rows: Sequence[Row], found: Sequence[Row], done: Sequence[Range]) -> list[Row]:
-    """The file's rows with measured ranges in the place of what they were; neighbours with one tile become one row."""
+def merged(rows: Sequence[Row], winners: Sequence[Row], done: Sequence[Range]) -> list[Row]:
+    """The file's rows, in which the winners replace the rows of the measured ranges.
+
+    Neighbouring rows with equal tiles become one row.
+    """
     measured = {(each.key, each.from_cols, each.to_cols, each.step) for each in done}
     alone = [replace(row, norm=key[1], dtype=key[2]) for row in rows for key in row.keys]
     kept = [
         row for row in alone if (row.keys[0], row.from_cols, row.to_cols, row.step) not in measured
     ]
     whole: list[Row] = []
-    # Rows of the widest step first: a family of widths comes before the range that it lies in.
-    for row in sorted([*kept, *found], key=lambda row: (*row.keys[0], -row.step, row.from_cols)):
+    # Rows of the widest step first: a family of widths comes before the range that contains it.
+    for row in sorted([*kept, *winners], key=lambda row: (*row.keys[0], -row.step, row.from_cols)):
         last = whole[-1] if whole else None
         if (
             last

@@ -55,7 +55,8 @@ def run(arguments: argparse.Namespace) -> int:
     on = arguments.on or ("gpu" if environment.has_gpu() else "cpu")
     if on == "gpu" and not environment.has_gpu():
         raise ValueError(
-            "--on gpu: CuPy finds no GPU (or is not installed); --on cpu runs the same kernels on the CPU"
+            "--on gpu: CuPy finds no GPU (or is not installed); "
+            "--on cpu runs the same kernels on the CPU"
         )
     where = kernels.machine("gpu") if on == "gpu" else kernels.CpuMachine(seed=arguments.seed)
     print(describe(on, where.device), end="\n\n", flush=True)
@@ -87,7 +88,8 @@ def describe(on: str, device: Device) -> str:
     lines = [f"cupynorm {__version__} found {gpu}, {', '.join(libraries)}"]
     if on == "cpu":
         lines.append(
-            f"The .cu files are compiled by {on_cpu.compiler()} and run on the CPU, planned for an {device.name}."
+            f"The .cu files are compiled by {on_cpu.compiler()} and run on the CPU, planned for an "
+            f"{device.name}."
         )
     return "\n".join(lines)
 
@@ -129,13 +131,15 @@ def report(results: Sequence[tuple[Entry, list[Finding]]], device: Device) -> in
     cases = f"{len(results)} cases"
     if not off:
         print(
-            f"OK: every element of {len(findings)} tensors in {cases} is within what its dtype allows"
+            f"OK: every element of {len(findings)} tensors in {cases} is within what its dtype "
+            "allows"
         )
         return 0
     print(CheckResult(off[:_MAX_SHOWN]), end="\n\n")
     num_cases = sum(not all(found.ok for found in each) for _, each in results)
     print(
-        f"OFF: {len(off)} of {len(findings)} tensors in {num_cases} of {cases} are beyond what their dtypes allow"
+        f"OFF: {len(off)} of {len(findings)} tensors in {num_cases} of {cases} are beyond what "
+        "their dtypes allow"
     )
     return 1
 

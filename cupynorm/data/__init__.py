@@ -1,1 +1,4 @@
-"""Real activations: a row with an outlier, its gradient and the weights of a LayerNorm of a sentence encoder (MiniLM)."""
+"""Real activations of a LayerNorm of a sentence encoder (MiniLM).
+
+A row with an outlier, its gradient, and the weights.
+"""

@@ -172,11 +172,13 @@ def _check_shapes(input: Array, parts: Mapping[str, Any], norm_parameters: Mappi
         raise ValueError("input has no dimension to normalise over; expected at least one")
     if len(weight.shape) != 2 or weight.shape[1] != shape[-1]:
         raise ValueError(
-            f"weight has shape {tuple(weight.shape)}, input {shape}; expected (out_features, {shape[-1]})"
+            f"weight has shape {tuple(weight.shape)}, input {shape}; "
+            f"expected (out_features, {shape[-1]})"
         )
     if bias is not None and tuple(bias.shape) != (weight.shape[0],):
         raise ValueError(
-            f"bias has shape {tuple(bias.shape)}; expected ({weight.shape[0]},), a number for each row of weight"
+            f"bias has shape {tuple(bias.shape)}; expected ({weight.shape[0]},), a number for each "
+            "row of weight"
         )
     for name, parameter in norm_parameters.items():
         if parameter is not None:

@@ -92,13 +92,15 @@ class Fp8Layer(NormLinearParameters):
             raise ValueError(f"fused is {self.fused!r} inside fp8_autocast; expected None")
         if operands.input.dtype == torch.float64:
             raise TypeError(
-                "input is of dtype float64 inside fp8_autocast; expected float16, bfloat16 or float32"
+                "input is of dtype float64 inside fp8_autocast; "
+                "expected float16, bfloat16 or float32"
             )
         check_call(LinearCall(operands, call.options))
         recorded = torch.is_grad_enabled() and modes.wants_gradient(*operands.all)
         if recorded and fp8_output:
             raise ValueError(
-                "fp8_output is True where gradients are recorded; expected False, or torch.no_grad()"
+                "fp8_output is True where gradients are recorded; "
+                "expected False, or torch.no_grad()"
             )
         return call._replace(recorded=recorded)
 

@@ -139,7 +139,8 @@ def _layer_of(number: Tensor) -> Layer:
     layer = _layers.get(number.item())
     if layer is None:
         raise RuntimeError(
-            "a compiled layer was deleted before its backward; expected it to be kept, as its scales are used"
+            "a compiled layer was deleted before its backward; "
+            "expected it to be kept, as its scales are used"
         )
     return layer
 

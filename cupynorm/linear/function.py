@@ -109,7 +109,8 @@ def check_call(call: LinearCall) -> None:
         for part in () if in_autocast else (*operands.weights, *operands.biases):
             if part.dtype != input.dtype:
                 raise TypeError(
-                    f"weight or bias is of dtype {part.dtype}, input of {input.dtype}; expected both the same"
+                    f"weight or bias is of dtype {part.dtype}, input of {input.dtype}; "
+                    "expected both the same"
                 )
     elif options.fused is not None or not _fits(operands):
         check(operands, options.fused, is_cast=in_autocast)

@@ -173,7 +173,8 @@ class LayerNormLinear(Fp8Layer):
             raise TypeError(f"input is a {type(inp).__name__}; expected a torch tensor")
         if inp.shape[-1:] != (self.in_features,):
             raise ValueError(
-                f"input has shape {tuple(inp.shape)}; expected (..., {self.in_features}), in_features of this layer"
+                f"input has shape {tuple(inp.shape)}; expected (..., {self.in_features}), "
+                "in_features of this layer"
             )
         is_grad_enabled = torch.is_grad_enabled()
         hands_on = self.fuse_wgrad_accumulation or self.delay_wgrad_compute
@@ -285,7 +286,8 @@ class LayerNormLinear(Fp8Layer):
             return
         if not self._delayed:
             raise RuntimeError(
-                "backward_dw() was called and no backward has left a weight gradient; expected one call for each backward"
+                "backward_dw() was called and no backward has left a weight gradient; "
+                "expected one call for each backward"
             )
         with torch.no_grad(), outside_autocast(self.layer_norm_weight):
             self._delayed.popleft()()
@@ -348,7 +350,8 @@ def _check_parallel(given: Mapping[str, Any]) -> None:
     parallel_mode = given["parallel_mode"]
     if parallel_mode == "row":
         raise NotImplementedError(
-            "parallel_mode is 'row'; expected 'column' or None: a norm needs whole rows, which row parallelism splits"
+            "parallel_mode is 'row'; expected 'column' or None: a norm needs whole rows, which row "
+            "parallelism splits"
         )
     if parallel_mode not in (None, "column"):
         raise ValueError(f"parallel_mode is {parallel_mode!r}; expected 'column' or None")
@@ -363,7 +366,8 @@ def _check_choices(given: Mapping[str, Any]) -> None:
         raise ValueError(f"fused is {fused!r}; expected None or 'fold'")
     if fused is not None and given["return_layernorm_output"]:
         raise ValueError(
-            "return_layernorm_output is given with fused='fold', in which no normalised tensor exists; expected one of them"
+            "return_layernorm_output is given with fused='fold', in which no normalised tensor "
+            "exists; expected one of them"
         )
     dtype = given["params_dtype"]
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype in SUPPORTED):

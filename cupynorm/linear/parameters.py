@@ -166,6 +166,7 @@ def _splits(
         sizes = [out_features // len(names)] * len(names)
     if sum(sizes) != out_features:
         raise ValueError(
-            f"parameters_split has sizes {sizes}, {sum(sizes)} together; expected out_features, {out_features}"
+            f"parameters_split has sizes {sizes}, {sum(sizes)} together; "
+            f"expected out_features, {out_features}"
         )
     return [f"{stem}_" for stem in stems], sizes

@@ -104,11 +104,13 @@ def fp8_autocast(
         torch._dynamo.graph_break()  # the region must be active while a graph runs
     if not isinstance(enabled, bool):
         raise TypeError(
-            f"enabled is a {type(enabled).__name__}; expected True or False, and a recipe as recipe="
+            f"enabled is a {type(enabled).__name__}; "
+            "expected True or False, and a recipe as recipe="
         )
     if recipe is not None and not isinstance(recipe, Recipe):
         raise TypeError(
-            f"recipe is a {type(recipe).__name__}; expected DelayedScaling, CurrentScaling or BlockScaling"
+            f"recipe is a {type(recipe).__name__}; expected DelayedScaling, CurrentScaling or "
+            "BlockScaling"
         )
     used = _regions[0].used if _regions else {}
     recipe = (recipe or DelayedScaling()) if enabled else None

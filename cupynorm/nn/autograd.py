@@ -79,7 +79,7 @@ def normalize(
         if _is_transformed() or forward_ad._current_level >= 0:
             return _transformed(request)
     if compiling and options.quantization is not None:
-        # A QuantizedTensor is not a tensor: the compiler calls what makes it as it is.
+        # A QuantizedTensor is not a tensor, so this call breaks the graph.
         return torch.compiler.disable(normalize)(request)
     input, weight, bias, residual, _, row_scale, _, weight1, bias1, _, _ = operands
     tensors = (input, weight, bias, residual, weight1, bias1)
@@ -172,7 +172,8 @@ def _transformed(request: ForwardRequest) -> tuple:
         quantization = request.options.quantization
         asked = _FUSED if quantization is None else f"out_dtype {quantization.dtype}"
         raise NotImplementedError(
-            f"{asked} was given to a call that torch.func or forward mode transforms; expected none of them"
+            f"{asked} was given to a call that torch.func or forward mode transforms; "
+            "expected none of them"
         )
     if request.operands.out is not None:
         raise ValueError(_NO_OUT)
@@ -313,7 +314,8 @@ def _fused_gradients(ctx, dy, dy1, dsum) -> tuple:
         return (None,) * len(ctx.needs_input_grad)
     if _is_transformed() or _is_mapped(given) or forward_ad._current_level >= 0:
         raise NotImplementedError(
-            f"the gradient of a call with {_FUSED} was asked for in a batch or in forward mode; expected one gradient at a time"
+            f"the gradient of a call with {_FUSED} was asked for in a batch or in forward mode; "
+            "expected one gradient at a time"
         )
     forward = ctx.prepared
     saved = ctx.saved_tensors

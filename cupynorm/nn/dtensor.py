@@ -32,12 +32,14 @@ def of_one_kind(
         for name, tensor in given.items():
             if hasattr(tensor, "device_mesh"):
                 raise TypeError(
-                    f"{name} is a DTensor and input is a {type(input).__name__}; expected input to be a DTensor too"
+                    f"{name} is a DTensor and input is a {type(input).__name__}; "
+                    "expected input to be a DTensor too"
                 )
         return weight, bias
     if residual is not None and not hasattr(residual, "device_mesh"):
         raise TypeError(
-            f"input is a DTensor and residual is a {type(residual).__name__}; expected a DTensor too"
+            f"input is a DTensor and residual is a {type(residual).__name__}; "
+            "expected a DTensor too"
         )
     _register()
     return _on_every_rank(weight, input), _on_every_rank(bias, input)
@@ -48,7 +50,8 @@ def refuse(options: str, **tensors: object) -> None:
     for name, tensor in tensors.items():
         if hasattr(tensor, "device_mesh"):
             raise NotImplementedError(
-                f"{name} is a DTensor and {options} was given; expected none of these options, or {name}.to_local()"
+                f"{name} is a DTensor and {options} was given; "
+                f"expected none of these options, or {name}.to_local()"
             )
 
 

@@ -204,7 +204,8 @@ def unpack(packed: Any) -> dict[str, tuple[Tensor, Tensor]]:
     expected = 4 * sum((1 + length) * num_tensors for length, num_tensors in shapes.values())
     if not shapes or len(raw) != expected:
         raise ValueError(
-            f"the fp8 state in a state dict has {len(raw)} bytes of numbers; expected {expected or 'some'}"
+            f"the fp8 state in a state dict has {len(raw)} bytes of numbers; "
+            f"expected {expected or 'some'}"
         )
     numbers, found = torch.frombuffer(bytearray(raw), dtype=torch.float32), {}
     for name, (length, num_tensors) in shapes.items():

@@ -131,7 +131,8 @@ class Norm(torch.nn.Module):
         region = autocast.active()
         if region is None:
             raise ValueError(
-                "fp8_output is True outside of fp8_autocast; expected False, or the call inside of it"
+                "fp8_output is True outside of fp8_autocast; "
+                "expected False, or the call inside of it"
             )
         if not isinstance(input, torch.Tensor):
             raise TypeError(f"input is a {type(input).__name__}; expected a torch tensor")

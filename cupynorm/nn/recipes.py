@@ -119,7 +119,8 @@ class DelayedScaling:
             raise ValueError(f"amax_history_len is {length}; expected 1 or more")
         if not callable(compute_amax) and compute_amax not in ("max", "most_recent"):
             raise ValueError(
-                f"amax_compute_algo is {compute_amax!r}; expected 'max', 'most_recent' or a callable"
+                f"amax_compute_algo is {compute_amax!r}; "
+                "expected 'max', 'most_recent' or a callable"
             )
 
 

@@ -1,6 +1,6 @@
 """layer_norm, rms_norm and their explicit forward and backward: what users call.
 
-Each function builds a request (request.py) and hands it on whole (route.py).
+Each function builds a request (request.py) and passes it to route.py.
 """
 
 from __future__ import annotations
@@ -10,16 +10,13 @@ from typing import Any
 
 from ..plan.problem import Tile
 from .options import (
-    check_dropout_p,
     complete,
     default_extents,
-    dropout_seed_of,
     extents_of,
     gradient_names,
     launch_options,
     quantization,
 )
-from .prepared import FOR_STATISTICS, prepare_backward, prepare_forward
 from .request import (
     NO_SECOND,
     Array,
@@ -30,12 +27,9 @@ from .request import (
     ForwardOptions,
     ForwardRequest,
     SecondGradient,
-    is_plain,
 )
 from .results import Backward, Forward, FusedBackward, FusedForward
-from .route import backward_of_two, normalize
-
-_OF_ONE = frozenset(Backward._fields)  # the gradients of a norm with one output
+from .route import explicit_backward, explicit_forward, normalize
 
 
 def layer_norm(
@@ -300,7 +294,7 @@ def layer_norm_forward(
         quantization(out_dtype, scale, amax, power_of_two, transpose),
         launch_options(strategy, tile, statistics, sm_margin),
     )
-    return _forward(complete(ForwardRequest(operands, options)))
+    return explicit_forward(complete(ForwardRequest(operands, options)))
 
 
 def rms_norm_forward(
@@ -350,13 +344,7 @@ def rms_norm_forward(
         quantization(out_dtype, scale, amax, power_of_two, transpose),
         launch_options(strategy, tile, statistics, sm_margin),
     )
-    return _forward(complete(ForwardRequest(operands, options)))
-
-
-def _forward(request: ForwardRequest) -> Forward | FusedForward:
-    prepared, operands = prepare_forward(request, FOR_STATISTICS)
-    made = prepared.run(operands)
-    return Forward(*made[:4]) if is_plain(request) else FusedForward(*made)
+    return explicit_forward(complete(ForwardRequest(operands, options)))
 
 
 def layer_norm_backward(
@@ -431,7 +419,7 @@ def layer_norm_backward(
     second = NO_SECOND
     if dy1 is not None or weight1 is not None:
         second = SecondGradient(dy1, weight1, dbias1_dtype)
-    return _backward(BackwardRequest(operands, options), second)
+    return explicit_backward(BackwardRequest(operands, options), second)
 
 
 def rms_norm_backward(
@@ -483,32 +471,4 @@ def rms_norm_backward(
     second = NO_SECOND
     if dy1 is not None or weight1 is not None:
         second = SecondGradient(dy1, weight1, dbias1_dtype)
-    return _backward(BackwardRequest(operands, options), second)
-
-
-def _backward(request: BackwardRequest, second: SecondGradient) -> Backward | FusedBackward:
-    operands, options = request
-    if (
-        type(options.dropout_p) is not float
-        or options.dropout_p
-        or operands.dropout_seed is not None
-    ):
-        dropout_p = check_dropout_p(options.dropout_p)
-        seed = dropout_seed_of(operands.dropout_seed, dropout_p)
-        operands = operands._replace(dropout_seed=seed)
-        options = options._replace(dropout_p=dropout_p)
-        request = BackwardRequest(operands, options)
-    is_fused = (
-        operands.row_scale is not None
-        or options.dropout_p > 0
-        or options.x_is_y
-        or options.dx_dtype is not None
-        or options.dresidual_dtype is not None
-        or second.dy is not None
-        or second.weight is not None
-        or not _OF_ONE.issuperset(options.gradients)
-    )
-    if is_fused:
-        return backward_of_two(request, second)
-    prepared, operands = prepare_backward(request)
-    return Backward(*prepared.run(operands)[:3])
+    return explicit_backward(BackwardRequest(operands, options), second)

@@ -119,7 +119,7 @@ def _row_words(tensors: Tensors, name: str, turned: bool = False) -> tuple[Addre
     rows = tensors[name]
     if not turned:
         return Address(name), rows.row_stride
-    # 8-bit dtypes have an itemsize too: Rows.layout knows it.
+    # Rows.layout has the itemsize of 8-bit dtypes too.
     last = (rows.num_rows - 1) * rows.row_stride * rows.layout().itemsize
     return Address(name, last), -rows.row_stride
 
@@ -131,7 +131,7 @@ def _dropout_words(p: float) -> tuple:
 
 
 def scale_rule_words(smallest_amax: float, power_of_two: bool) -> tuple[int, int]:
-    """struct ScaleRule of fp8.cuh: the smallest amax as bits; whether scales are powers of 2."""
+    """struct ScaleRule of scales.cuh: the smallest amax as bits; whether scales are powers of 2."""
     return struct.unpack("I", struct.pack("f", abs(smallest_amax)))[0], int(power_of_two)
 
 
@@ -139,7 +139,7 @@ def scale_rule_words(smallest_amax: float, power_of_two: bool) -> tuple[int, int
 
 
 def forward_problem(tensors: Tensors, options: ForwardOptions) -> Problem:
-    """What a kernel is chosen by: the tensors of a forward and what is fused with it.
+    """The problem of a forward: its tensors and what is fused with the norm.
 
     tensors: x, y, weight, bias, residual, sum, row_scale, y1, weight1, bias1; amax where one is
     recorded. Without y: mean and rstd alone.
@@ -234,7 +234,7 @@ def _forward_words(
 
 
 def backward_problem(tensors: Tensors, options: BackwardOptions, compute: str) -> Problem:
-    """What a kernel is chosen by.
+    """The problem of a backward.
 
     tensors: dy, x, weight, dsum, dx, dweight, dbias, dresidual, row_scale; y and bias where y is
     recomputed; y_weight and y_bias where x is y. compute: the dtype of the statistics.
@@ -275,7 +275,7 @@ def backward_call(device: Device, tensors: Tensors, options: BackwardOptions, co
     sums_dy_itself = sums_up and not plan.num_partials
     smallest = DTYPES[x.dtype].half_ulp if options.x_is_y else None
     x_words = [*_row_words(tensors, "x")]
-    if smallest is not None:  # struct LoadXHat in place of struct Load
+    if smallest is not None:  # struct LoadXHat instead of struct Load
         x_words += [Address("y_weight"), Address("y_bias"), smallest]
     arguments = []
     if len(sources) > sums_up:

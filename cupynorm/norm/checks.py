@@ -38,7 +38,8 @@ def _scalar(array: Array | None, name: str, x: Array) -> Array | None:
     array = arrays.take(array, name)
     if arrays.dtype_name(array) != "float32" or arrays.product(array.shape) != 1:
         raise TypeError(
-            f"{name} has shape {tuple(array.shape)} and dtype {arrays.dtype_name(array)}; expected one element of float32"
+            f"{name} has shape {tuple(array.shape)} and dtype {arrays.dtype_name(array)}; "
+            "expected one element of float32"
         )
     check_same_place(array, x, name, "input")
     _check_constant(array, name, "it is a constant here, so expected")
@@ -63,7 +64,8 @@ def check_dtype(array: Array, name: str) -> str:
 def check_same_place(array: Array, x: Array, name: str, x_name: str) -> None:
     if arrays.where(array) != arrays.where(x):
         raise ValueError(
-            f"{name} is {arrays.where(array)}, {x_name} is {arrays.where(x)}; expected both in one place"
+            f"{name} is {arrays.where(array)}, {x_name} is {arrays.where(x)}; "
+            "expected both in one place"
         )
 
 
@@ -195,7 +197,8 @@ def check_forward(request: ForwardRequest) -> ForwardRequest:
         )
     if options.memory_efficient and compute_dtype(y_dtype) != compute_dtype(sum_dtype):
         raise TypeError(
-            f"memory_efficient was given for y of {y_dtype} and a sum of {sum_dtype}; expected both float64, or neither"
+            f"memory_efficient was given for y of {y_dtype} and a sum of {sum_dtype}; "
+            "expected both float64, or neither"
         )
     scale, amax = (_scalar(getattr(given, name), name, x) for name in ("scale", "amax"))
     if share_an_address(scale, amax):
@@ -261,7 +264,7 @@ def check_backward(request: BackwardRequest) -> BackwardRequest:
 
 
 def _asks_for_more(options: BackwardOptions) -> bool:
-    """Whether a backward is asked for what only a forward with fused options has."""
+    """Whether a backward uses options that only a forward with fused options has."""
     return (
         options.x_is_y
         or options.recompute
@@ -279,6 +282,7 @@ def _take_statistic(array: Array | None, x: Array, leading: tuple[int, ...], nam
     expected = compute_dtype(arrays.dtype_name(x)).name
     if arrays.dtype_name(array) != expected:
         raise TypeError(
-            f"{name} is of dtype {arrays.dtype_name(array)}; expected {expected} for x of {arrays.dtype_name(x)}"
+            f"{name} is of dtype {arrays.dtype_name(array)}; "
+            f"expected {expected} for x of {arrays.dtype_name(x)}"
         )
     return array

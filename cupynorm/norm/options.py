@@ -230,7 +230,7 @@ def float8_name(dtype: object) -> str:
 def quantization(
     out_dtype: object, scale: object, amax: object, power_of_two: object, transpose: object
 ) -> Quantization | None:
-    """What an 8-bit y is asked for; None for a y of another dtype."""
+    """The options of an 8-bit y; None for a y of another dtype."""
     if not is_float8(out_dtype):
         if scale is None and amax is None and power_of_two is False and transpose is False:
             return None
@@ -240,7 +240,8 @@ def quantization(
         if not names:
             return None
         raise TypeError(
-            f"{' and '.join(names)} given with out_dtype {out_dtype}; expected an out_dtype of {' or '.join(FLOAT8S)}"
+            f"{' and '.join(names)} given with out_dtype {out_dtype}; "
+            f"expected an out_dtype of {' or '.join(FLOAT8S)}"
         )
     scaling = "given"
     if isinstance(scale, str):
@@ -252,21 +253,25 @@ def quantization(
         scaling = scale
     elif isinstance(scale, numbers.Number):
         raise TypeError(
-            f"scale is {scale!r}; expected an array of one float32 where the input is, so that no step waits for its value"
+            f"scale is {scale!r}; expected an array of one float32 where the input is, so that no "
+            "step waits for its value"
         )
     for name, value in (("power_of_two", power_of_two), ("transpose", transpose)):
         if not isinstance(value, (bool, np.bool_)):
             raise TypeError(f"{name} is {value!r}; expected True or False")
     if amax is not None and scaling != "given":
         raise ValueError(
-            f"amax was given with scale {scaling!r}, whose amaxes are found and used within the call; expected amax=None"
+            f"amax was given with scale {scaling!r}, whose amaxes are found and used within the "
+            "call; expected amax=None"
         )
     if power_of_two and scaling == "given":
         raise ValueError(
-            "power_of_two was given with a scale; expected it with one that is found: 'tensor', 'row' or 'block'"
+            "power_of_two was given with a scale; expected it with one that is found: 'tensor', "
+            "'row' or 'block'"
         )
     if transpose and scaling not in ("given", "tensor"):
         raise ValueError(
-            f"transpose was given with scale {scaling!r}; expected one scale for the whole tensor, which both copies share"
+            f"transpose was given with scale {scaling!r}; expected one scale for the whole tensor, "
+            "which both copies share"
         )
     return Quantization(float8_name(out_dtype), scaling, bool(power_of_two), bool(transpose))

@@ -136,7 +136,8 @@ def strategy_table(device: Device) -> str:
             rows.append([dtype, direction, *shown[:-1], "any"])
     widths = [max(map(len, column)) for column in zip(*rows)]
     lines = [
-        f"{device.name}, {device.num_sms} multiprocessors, sm_{device.compute_capability}: the most columns of a row"
+        f"{device.name}, {device.num_sms} multiprocessors, sm_{device.compute_capability}: the "
+        "most columns of a row"
     ]
     for row in rows:
         names = [f"{text:<{width}}" for text, width in zip(row[:2], widths)]
@@ -145,5 +146,5 @@ def strategy_table(device: Device) -> str:
     lines.append("The first strategy that is wide enough is chosen, unless a later one is faster.")
     lines.append("Where it keeps a row:")
     width = max(map(len, STRATEGIES))
-    lines += [f"  {row.name:<{width}}  {row.row_waits}" for row in STRATEGIES.values()]
+    lines += [f"  {row.name:<{width}}  {row.kept_in}" for row in STRATEGIES.values()]
     return "\n".join(lines)

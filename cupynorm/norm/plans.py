@@ -30,16 +30,23 @@ def plan(
     statistics: str | None = None,
     sm_margin: int = 0,
 ) -> Plan:
-    """Which kernel, tile and grid a problem gets, the bytes it moves, and why. Prints as a short table. Needs no GPU.
+    """Which kernel, tile and grid a problem gets, the bytes it moves, and why. Needs no GPU.
 
-    num_cols, num_rows: the problem. dtype: of x; weight_dtype and bias_dtype are the same unless given, None if absent;
-    out_dtype: of y; where it is a float of 8 bits, scale: "given", or "tensor", "row", "block" or "mx" as in layer_norm;
-    amax: whether that of y is recorded beside a given one. residual: whether x is a sum that forward forms; backward then adds
-    what reaches the sum from elsewhere. norm: "layer_norm" or "rms_norm". direction: "forward", or "backward" with all three
-    gradients. device: a name of cupynorm.DEVICES or a Device; None is the current GPU. alignment: bytes that every base address
-    is a multiple of.
+    num_cols, num_rows: the extents of x.
+    dtype: of x.
+    weight_dtype, bias_dtype: the same as dtype unless given; None if absent.
+    out_dtype: of y.
+    scale: for an out_dtype of 8 bits, "given", "tensor", "row", "block" or "mx".
+    amax: whether the amax of y is recorded beside a given scale.
+    residual: whether forward adds a residual to x; backward then adds the gradient of the sum.
+    norm: "layer_norm" or "rms_norm".
+    direction: "forward", or "backward" with all three gradients.
+    device: a name of cupynorm.DEVICES or a Device; None is the current GPU.
+    alignment: bytes of which every base address is a multiple.
     strategy, tile, statistics, sm_margin: as in layer_norm.
-    Returns a Plan. Raises ValueError for unknown names and for what does not fit.
+
+    Returns a Plan, which prints as a short table. Raises ValueError for unknown names and for a
+    strategy or tile that does not fit.
     """
     if norm not in ("layer_norm", "rms_norm"):
         raise ValueError(f"norm is {norm!r}; expected 'layer_norm' or 'rms_norm'")
@@ -56,18 +63,21 @@ def plan(
             raise ValueError(f"dtype is {name!r}; expected one of {', '.join(DTYPES)}")
     if scale is not None and (not is_quantized or scale not in SCALINGS):
         raise ValueError(
-            f"scale is {scale!r}; expected one of {', '.join(SCALINGS)}, of a forward whose out_dtype has 8 bits"
+            f"scale is {scale!r}; expected one of {', '.join(SCALINGS)}, of a forward whose "
+            "out_dtype has 8 bits"
         )
     if amax and (not is_quantized or scale not in (None, "given")):
         raise ValueError(
-            f"amax is recorded with scale {scale!r}; expected 'given', of a forward whose out_dtype has 8 bits"
+            f"amax is recorded with scale {scale!r}; "
+            "expected 'given', of a forward whose out_dtype has 8 bits"
         )
     if device is None:
         device = launch.current_device()
     elif not isinstance(device, Device):
         if device not in DEVICES:
             raise ValueError(
-                f"device is {device!r}; expected one of {', '.join(DEVICES)}, a Device, or None for the current GPU"
+                f"device is {device!r}; expected one of {', '.join(DEVICES)}, a Device, "
+                "or None for the current GPU"
             )
         device = DEVICES[device]
     tensors = {"y": y, "bias": bias, "residual": residual, "amax": bool(amax)}

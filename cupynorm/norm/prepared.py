@@ -110,7 +110,8 @@ def prepare_forward(
         if purpose is FOR_GRADIENTS:
             if operands.out is not None:
                 raise ValueError(
-                    "out was given for tensors that require gradients; expected out=None, or torch.no_grad()"
+                    "out was given for tensors that require gradients; "
+                    "expected out=None, or torch.no_grad()"
                 )
             _check_backward_strategy(checked)
         if arrays.on_host(operands.input):
@@ -414,7 +415,10 @@ class PreparedBackward(OnGpu):
         self.results = order.returns(dx, "dweight", "dbias", dresidual, "y")
 
     def run(self, operands: BackwardOperands) -> tuple:
-        """Allocates and launches: the fields of Gradients. operands: as those it was prepared for."""
+        """Allocates and launches; returns the fields of Gradients.
+
+        operands: like those for which it was prepared.
+        """
         library = self.library
         former = library.exchange_device(self.device_index)
         try:

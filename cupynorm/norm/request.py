@@ -69,7 +69,7 @@ class ForwardOperands(NamedTuple):
 
 
 class ForwardOptions(NamedTuple):
-    """Everything else that a forward is asked for, as keywords of cupynorm.layer_norm name it."""
+    """The options of a forward, named as the keywords of cupynorm.layer_norm."""
 
     centered: bool
     extents: tuple[int, ...]
@@ -111,9 +111,9 @@ class BackwardOperands(NamedTuple):
 
 
 class BackwardOptions(NamedTuple):
-    """Everything else that a backward is asked for, as keywords of cupynorm.layer_norm_backward.
+    """The options of a backward, named as the keywords of cupynorm.layer_norm_backward.
 
-    x_is_y: forward kept y in place of x. recompute: also write y again, in dy's dtype.
+    x_is_y: forward kept y instead of x. recompute: also write y again, in dy's dtype.
     overwrite_dy: nobody else needs dy, so the gradient may be written in its place.
     """
 
@@ -162,7 +162,7 @@ def makes_sum(request: ForwardRequest, dtype: str) -> bool:
 
 
 def is_plain(request: ForwardRequest) -> bool:
-    """Whether a forward is asked for nothing beyond norm, residual and out."""
+    """Whether a forward uses no option beyond norm, residual and out."""
     operands, options = request
     return (
         operands.row_scale is None

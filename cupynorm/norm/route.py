@@ -9,10 +9,12 @@ from typing import Any
 
 from ..gpu import arrays
 from .checks import check_gradients
+from .options import check_dropout_p, dropout_seed_of
 from .prepared import FOR_STATISTICS, FOR_Y, prepare_backward, prepare_forward
-from .request import Array, BackwardRequest, ForwardRequest, SecondGradient
-from .results import FusedBackward, FusedForward, Gradients
+from .request import Array, BackwardRequest, ForwardRequest, SecondGradient, is_plain
+from .results import Backward, Forward, FusedBackward, FusedForward, Gradients
 
+_OF_ONE = frozenset(Backward._fields)  # the gradients of a norm with one output
 _autograd: Any = None  # set at the first tensor: an import statement takes a microsecond each time
 
 
@@ -28,8 +30,11 @@ def torch_part() -> Any:
 
 
 def is_tensor(array: object) -> bool:
-    """Whether it is a torch tensor. torch.compile would search all of sys.modules for
-    arrays.is_torch, so that is asked for the first tensor alone."""
+    """Whether it is a torch tensor.
+
+    arrays.is_torch is called only until the first tensor, because torch.compile would inspect
+    sys.modules for it.
+    """
     if _autograd is None and not arrays.is_torch(array):
         return False
     return isinstance(array, torch_part().torch.Tensor)
@@ -46,6 +51,42 @@ def normalize(request: ForwardRequest, return_residual: bool) -> Array | tuple[A
     if operands.weight1 is None and operands.bias1 is None:
         return (y, added) if return_residual else y
     return (y, y1, added) if return_residual else (y, y1)
+
+
+def explicit_forward(request: ForwardRequest) -> Forward | FusedForward:
+    """What layer_norm_forward and rms_norm_forward return."""
+    prepared, operands = prepare_forward(request, FOR_STATISTICS)
+    made = prepared.run(operands)
+    return Forward(*made[:4]) if is_plain(request) else FusedForward(*made)
+
+
+def explicit_backward(request: BackwardRequest, second: SecondGradient) -> Backward | FusedBackward:
+    """What layer_norm_backward and rms_norm_backward return."""
+    operands, options = request
+    if (
+        type(options.dropout_p) is not float
+        or options.dropout_p
+        or operands.dropout_seed is not None
+    ):
+        dropout_p = check_dropout_p(options.dropout_p)
+        seed = dropout_seed_of(operands.dropout_seed, dropout_p)
+        operands = operands._replace(dropout_seed=seed)
+        options = options._replace(dropout_p=dropout_p)
+        request = BackwardRequest(operands, options)
+    is_fused = (
+        operands.row_scale is not None
+        or options.dropout_p > 0
+        or options.x_is_y
+        or options.dx_dtype is not None
+        or options.dresidual_dtype is not None
+        or second.dy is not None
+        or second.weight is not None
+        or not _OF_ONE.issuperset(options.gradients)
+    )
+    if is_fused:
+        return backward_of_two(request, second)
+    prepared, operands = prepare_backward(request)
+    return Backward(*prepared.run(operands)[:3])
 
 
 def forward(request: ForwardRequest, purpose: str = FOR_STATISTICS) -> FusedForward:

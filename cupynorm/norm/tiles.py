@@ -1,9 +1,10 @@
-"""Tables of tiles that `python -m cupynorm tune` measured on one GPU, and which of them is in use: use_tiles.
+"""Tables of tiles that `python -m cupynorm tune` measured, and use_tiles, which applies them.
 
-belongs to   one GPU and the sources it was measured with; anything else refuses it
-says         strategy and tile of a problem: direction, norm, dtypes, num_cols, pack size. Never num_rows, so a row's result
-             stays the same bits in any batch; and a tile only shares out work whose sums have a fixed order
-read         by use_tiles and by nothing else: no file or environment variable is looked for
+valid for   the GPU and the sources with which it was measured; use_tiles rejects other tables
+contents    strategy and tile of a problem: direction, norm, dtypes, num_cols, pack size. Never
+            num_rows, so a row's result has the same bits in any batch. A tile only divides work;
+            sums have a fixed order.
+read        only by use_tiles: no other file or environment variable is read
 """
 
 from __future__ import annotations
@@ -40,14 +41,14 @@ _DECIDING = (
 
 
 def key(problem: Problem) -> Problem:
-    """What a table knows of a problem: the pack size in use, and 1 + weight costs nothing that a tile decides."""
+    """The problem as a table stores it: with its pack size, without what decides no tile."""
     return replace(
         problem, zero_centered=False, layout=replace(problem.layout, pack_limit=problem.widest_pack)
     )
 
 
 def sources() -> str:
-    """A digest of the kernels and of dispatch: what the tiles of a table were measured with, and against."""
+    """A digest of the kernels and of dispatch, with which the tiles of a table were measured."""
     text = nvrtc.source(Kernel("", ""))  # begins with a digest of all kernels
     names = [*(f"{name}.py" for name in _DECIDING), *FILES]
     choices = b"".join((Path(__file__).parents[1] / "plan" / name).read_bytes() for name in names)
@@ -88,8 +89,11 @@ def _problem(fields: dict[str, Any]) -> Problem:
 
 
 def read(path: str | Path) -> Table:
-    """A table that tune wrote. OSError if it cannot be read, ValueError if it is none,
-    is of other sources or has a wrong tile."""
+    """A table that tune wrote.
+
+    Raises OSError if it cannot be read, and ValueError if it is not a table, is of other sources
+    or has a wrong tile.
+    """
     try:
         content = json.loads(Path(path).read_text(encoding="utf-8"))
         of_version, of_sources, device = (
@@ -107,8 +111,9 @@ def read(path: str | Path) -> Table:
         raise ValueError(f"{path} is no table of tiles: {type(error).__name__}: {error}") from error
     if (of_version, of_sources) != (__version__, sources()):
         raise ValueError(
-            f"{path} was measured with other sources (cupynorm {of_version}; this is {__version__}): its tiles need not be the "
-            "best any more. Measure again: python -m cupynorm tune"
+            f"{path} was measured with other sources (cupynorm {of_version}; this is "
+            f"{__version__}), so its tiles may no longer be the best. "
+            "Measure again: python -m cupynorm tune"
         )
     for problem, strategy, tile in entries:
         try:
@@ -125,27 +130,30 @@ def read(path: str | Path) -> Table:
 
 
 def present() -> list[Device]:
-    """The GPUs of this machine; none where there is no CuPy or no GPU."""
+    """The GPUs of this machine; none without CuPy."""
     try:
         return [launch.device(index) for index in range(nvrtc.cupy().cuda.runtime.getDeviceCount())]
-    except Exception:  # no library, no driver, no GPU: each says it in its own way
+    except Exception:  # a missing library, driver or GPU raises different errors
         return []
 
 
 def use_tiles(path: str | Path | None) -> None:
-    """From now on, use the tiles of a table that `python -m cupynorm tune` wrote; None: of no table, as at the start.
+    """Use the tiles of a table that `python -m cupynorm tune` wrote, for the rest of this process.
 
-    path: the file, or a data file of ranges that `tune --device-file` wrote (.csv), which is for the GPUs that are here. It
-    decides for this process, and for the GPU it was measured on; other GPUs and problems that it does not
-    hold keep their tiles, and so does a call that is given strategy= or tile=. plan() says where a tile is from. Results stay
-    within the same error of float64, repeat to the bit, and do not depend on the batch; between two tables their last bits may
-    differ.
+    path: the table, or a data file of ranges (.csv) that `tune --device-file` wrote. A table is for
+    the GPU on which it was measured, a data file for all GPUs of this machine. None removes the
+    table in use.
 
-    Call it while no other thread is in a call of this library: that call might keep the tile it had. What a CUDA graph or a
-    recorded autograd graph holds keeps its tiles.
+    Other GPUs, problems that the table does not cover, and calls with strategy= or tile= keep their
+    tiles. plan() shows where a tile comes from. Results keep the same error bounds, repeat to the
+    bit, and do not depend on the batch. Between two tables their last bits may differ.
 
-    Raises OSError if the file cannot be read; ValueError, and all stays as it was, if it is no such table, was measured with
-    another version, or on a GPU that is not here. Without any GPU every table is taken, for plan(device=).
+    Do not call it while another thread is in a call of this library: that call may keep its old
+    tile. A captured CUDA graph and a recorded autograd graph keep their tiles.
+
+    Raises OSError if the file cannot be read. Raises ValueError, without a change, if the file is
+    no such table, was measured with another version, or on a GPU that this machine does not have.
+    Without any GPU every table is accepted, for plan(device=).
     """
     if path is not None and Path(path).suffix == ".csv":
         use_device_file(Path(path))
@@ -156,13 +164,17 @@ def use_tiles(path: str | Path | None) -> None:
         if here and table.device not in here:
             raise ValueError(
                 f"{path} was measured on {_describe(table.device)}; here is "
-                f"{' and '.join(map(_describe, dict.fromkeys(here)))}. Measure here: python -m cupynorm tune"
+                f"{' and '.join(map(_describe, dict.fromkeys(here)))}. "
+                "Measure here: python -m cupynorm tune"
             )
     use(table, "" if path is None else f"from {Path(path).name}, measured on {table.device.name}")
 
 
 def use_device_file(path: Path) -> None:
-    """use_tiles with a data file of ranges of widths: for the GPUs that are here, or for any device without one."""
+    """use_tiles with a data file of ranges of widths.
+
+    It is for the GPUs of this machine; without a GPU, for any device.
+    """
     try:
         rows = tables.by_key(tables.read_rows(path))
     except (KeyError, TypeError, ValueError) as error:
@@ -185,7 +197,7 @@ def use_device_file(path: Path) -> None:
 
 
 def use(table: Table | None, reason: str = "") -> None:
-    """use_tiles with a table that is read already; reason: what a plan says of its tiles."""
+    """use_tiles with a table already read. reason: what a plan says about its tiles."""
 
     def tuned(problem: Problem, device: Device) -> tuple[str, Tile, str] | None:
         found = table.tiles.get(key(problem)) if device == table.device else None
@@ -197,4 +209,5 @@ def use(table: Table | None, reason: str = "") -> None:
 
 
 def _describe(device: Device) -> str:
-    return f"{device.name} (compute capability {device.compute_capability / 10:.1f}, {device.num_sms} multiprocessors)"
+    capability = f"compute capability {device.compute_capability / 10:.1f}"
+    return f"{device.name} ({capability}, {device.num_sms} multiprocessors)"

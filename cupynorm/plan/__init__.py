@@ -1,1 +1,3 @@
-"""From a problem to a plan: strategy, tile, kernel and grid. Pure Python: no GPU, no CuPy, no torch."""
+"""From a problem to a plan: strategy, tile, kernel and grid.
+Pure Python: no GPU, no CuPy, no torch.
+"""

@@ -1,8 +1,8 @@
-"""Which tiles are worth measuring for a problem on a device: a few dozen of all that dispatch accepts.
+"""Which tiles are worth measuring: a few dozen of all that dispatch accepts for a problem.
 Pure Python, no GPU needed.
 
-The grid is that of threads, packs of a thread, rows, blocks, clusters and stages. The model bounds it: registers, shared
-memory, and how busy a tile keeps a multiprocessor.
+The search varies threads, packs of a thread, rows, blocks, clusters and stages. The model bounds
+it by registers, shared memory, and how busy a tile keeps a multiprocessor.
 """
 
 from __future__ import annotations
@@ -17,32 +17,34 @@ from .instances import Choice
 from .problem import Problem, Tile, cols_of_slice
 from .tile_model import blocks_that_fit, shaped
 
-_MOST = 48  # of one problem: they compile in a quarter of a minute, in several processes sooner
-_FILLED = (
-    0.8  # of a tile's packs that a row fills, at least: packs beyond it cost as much as others
-)
-_FEWEST_SLICE_BYTES = 8192  # of x, for a block of a cluster: for less the blocks wait for each other more than for memory
-_PROMISE = 0.6  # of the best of its kind, where there are too many: the estimates are rough
+# Candidates of one problem, at most: this many compile in 15 seconds, sooner in several processes.
+_MOST = 48
+# The share of a tile's packs that a row must fill: packs beyond its end cost as much as others.
+_FILLED = 0.8
+# Bytes of x for each block of a cluster, at least: with fewer, blocks wait for each other most of
+# the time.
+_FEWEST_SLICE_BYTES = 8192
+# If there are too many candidates, those below this share of the best estimate are dropped. It is
+# low because estimates are rough.
+_PROMISE = 0.6
 
 
 def candidates(problem: Problem, device: Device) -> list[Choice]:
-    """The tiles that are worth measuring, a few dozen; the first is what dispatch chooses.
-    Pure: for any device, without a GPU."""
+    """The tiles that are worth measuring; the first is what dispatch chooses."""
     default = dispatch.choose(problem, device)
-    tiles_of = [_in_registers, _staged, _in_bundles, _in_rings] + [_elsewhere] * (
-        default.tile.packs_per_thread == 0
-    )
+    generators = [_in_registers, _staged, _in_bundles, _in_rings]
+    if default.tile.packs_per_thread == 0:
+        generators.append(_elsewhere)
     kinds: dict[tuple, list[Choice]] = {}
-    for strategy, tile in (each for made in tiles_of for each in made(problem, device)):
+    for strategy, tile in (each for generate in generators for each in generate(problem, device)):
         try:
             choice = dispatch.choose(problem, device, strategy, tile)
         except ValueError:
             continue
-        if (
-            choice.resident >= tile.blocks_per_sm
-        ):  # else shared memory allows fewer blocks, and those are a tile of their own
+        # If shared memory allows fewer blocks, the tile with that number is a candidate itself.
+        if choice.resident >= tile.blocks_per_sm:
             kinds.setdefault((strategy, tile.cluster_size, choice.tile.path), []).append(choice)
-    found = {(default.strategy, default.tile): default}
+    chosen = {(default.strategy, default.tile): default}
     most = _MOST // max(1, len(kinds))
     for choices in kinds.values():
         if len(choices) > most:
@@ -50,15 +52,17 @@ def candidates(problem: Problem, device: Device) -> list[Choice]:
             choices = [choice for choice in choices if _promise(problem, choice) >= least]
         evenly = range(min(most, len(choices)))
         for choice in (choices[at * len(choices) // len(evenly)] for at in evenly):
-            found.setdefault((choice.strategy, choice.tile), choice)
-    return list(found.values())
+            chosen.setdefault((choice.strategy, choice.tile), choice)
+    return list(chosen.values())
 
 
 def _shapes(
     problem: Problem, device: Device, pack_size: int | None = None
 ) -> Iterator[tuple[str, Tile]]:
-    """Tiles as wide as the row, or a cluster's share of it, and not much wider.
-    Of equal packs_per_thread the one with fewest threads."""
+    """Tiles as wide as the row, or as one block's slice of it, and not much wider.
+
+    Of tiles with equal packs_per_thread, only the one with fewest threads.
+    """
     pack_size = pack_size or problem.widest_pack
     for cluster_size in (1, *(size for size, _ in device.clusters)):
         num_cols = cols_of_slice(problem, pack_size, cluster_size)
@@ -106,13 +110,16 @@ def _staged(problem: Problem, device: Device) -> Iterator[tuple[str, Tile]]:
 
 
 def _in_bundles(problem: Problem, device: Device) -> Iterator[tuple[str, Tile]]:
-    """Of 16-bit rows, and of those that do not begin on 16 bytes: forward as many blocks as fit, backward one."""
+    """For 16-bit rows and for rows that do not begin on 16 bytes.
+
+    Forward has as many blocks as fit, backward one.
+    """
     pack_size, itemsize = problem.widest_pack, DTYPES[problem.x].itemsize
     aligned = pack_size * itemsize >= 16
     if (aligned and itemsize > 2) or not tile_model.can_bundle(problem, device):
         return
     if aligned:
-        pack_size = 4 if problem.forward else 2  # a row of a bundle begins on 8 bytes, or on 4
+        pack_size = 4 if problem.forward else 2  # rows of a bundle begin on 8 bytes, or on 4
     for strategy, tile in _shapes(problem, device, pack_size):
         if strategy == "warp" and tile.elements <= 96:
             tile = paths.with_bundles(problem, device, tile)
@@ -122,7 +129,7 @@ def _in_bundles(problem: Problem, device: Device) -> Iterator[tuple[str, Tile]]:
 
 
 def _in_rings(problem: Problem, device: Device) -> Iterator[tuple[str, Tile]]:
-    """A multiprocessor works on several rows at a time: forward in a block each, backward in one block."""
+    """A multiprocessor works on several rows: forward in a block each, backward in one block."""
     for stages in (2, 3, 4, 5) if tile_model.can_ring(problem, device) else ():
         for strategy, tile in _shapes(problem, device):
             if strategy == "warp" or tile.elements > 64:
@@ -135,7 +142,7 @@ def _in_rings(problem: Problem, device: Device) -> Iterator[tuple[str, Tile]]:
 
 
 def _elsewhere(problem: Problem, device: Device) -> Iterator[tuple[str, Tile]]:
-    """For rows in shared memory, or nowhere."""
+    """Rows in shared memory, and uncached rows."""
     for threads in (256, 512, 1024):
         tile = Tile(problem.widest_pack, threads, path="smem")
         yield "block", tile
@@ -147,7 +154,10 @@ def _elsewhere(problem: Problem, device: Device) -> Iterator[tuple[str, Tile]]:
 
 
 def _promise(problem: Problem, choice: Choice) -> float:
-    """About the share of a copy that the model expects of a ring's instructions, or of the bytes that others keep in flight."""
+    """An estimate of the speed, as a share of a copy's.
+
+    For rings it comes from the instruction count, for others from the bytes in flight.
+    """
     tile = choice.tile
     if tile.path == "ring":
         return paths.ring_share(problem, tile)

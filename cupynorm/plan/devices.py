@@ -1,4 +1,4 @@
-"""What a plan must know of a GPU, and that of some by name. Pure Python, no GPU needed."""
+"""What a plan must know of a GPU, and some GPUs by name. Pure Python, no GPU needed."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 class Device:
     """What a plan must know of a GPU. smem_per_block: the opt-in limit of one block, in bytes.
 
-    clusters: how many clusters of 2, 4, 8 and 16 blocks are resident at once with one block a multiprocessor; empty
-    where the device has no clusters. One cluster more would wait for a second wave.
+    clusters: how many clusters of 2, 4, 8 and 16 blocks are resident at once with one block a
+    multiprocessor; empty if the device has no clusters. Further clusters run in a second wave.
     """
 
     name: str
@@ -28,13 +28,15 @@ def _device(name: str, compute_capability: int, num_sms: int, **changes: object)
     device = Device(name, compute_capability, num_sms, *family)
     if compute_capability >= 90:
         sizes = (2, 4, 8, 16) if compute_capability < 120 else (2, 4, 8)
-        # A cluster lives in one graphics processing cluster, some of which lack multiprocessors: 10% are left out.
+        # A cluster runs in one graphics processing cluster (GPC). Some GPCs have fewer
+        # multiprocessors than others, so 10% of all are not counted.
         clusters = ((size, int(num_sms * 0.9) // size) for size in sizes)
         device = replace(device, clusters=tuple((size, count) for size, count in clusters if count))
     return replace(device, **changes)
 
 
-# (smem_per_block, smem_per_sm, threads_per_sm), CUDA C++ Programming Guide, "Technical Specifications per Compute Capability"
+# (smem_per_block, smem_per_sm, threads_per_sm): CUDA C++ Programming Guide, "Technical
+# Specifications per Compute Capability".
 _FAMILIES = {
     80: (166912, 167936, 2048),
     86: (101376, 102400, 1536),
@@ -69,8 +71,10 @@ def device_like(
     smem_per_sm: int,
     threads_per_sm: int,
 ) -> Device:
-    """The Device of a GPU that is present, from what its driver says;
-    numbers only measured come from its namesake in DEVICES."""
+    """The Device that matches a driver's report: one of DEVICES if name and num_sms match.
+
+    Of an unknown GPU the clusters are estimated: a driver does not report them.
+    """
     known = next(
         (device for key, device in DEVICES.items() if key in name and device.num_sms == num_sms),
         None,

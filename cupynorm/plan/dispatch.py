@@ -1,9 +1,9 @@
-"""Which kernel, tile and grid a problem gets: plans made from the table STRATEGIES of cupynorm.plan.strategies.
-Pure Python, no GPU needed.
+"""Which kernel, tile and grid a problem gets. Pure Python, no GPU needed.
 
-The table is read from top to bottom: the first strategy wins that is wide enough for the row and does not give way to a faster
-one; the last takes any row.
-num_rows changes the grid, and how many threads share a row where rows are few, never a bit of a row's results.
+The table STRATEGIES (cupynorm.plan.strategies) is read from top to bottom. The first strategy wins
+that is wide enough for the row and does not give way to a faster one; the last takes any row.
+num_rows changes the grid, and for few rows how many threads share a row. It never changes a bit of
+a row's results.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from .tables import measured_tile
 from .tile_checks import check_path, check_tile
 from .tile_model import RESERVED_BYTES, scales_at_once, smem_bytes_of
 
-# Asked first where neither strategy nor tile is given: (strategy, tile, where they are from), or None. Of cupynorm.norm.tiles.
+# Set by cupynorm.norm.tiles. choose() calls it first if neither strategy nor tile is given. It
+# returns (strategy, tile, reason), or None.
 tuned: Callable[[Problem, Device], tuple[str, Tile, str] | None] | None = None
 
 
@@ -35,18 +36,20 @@ def choose(
     tile: Tile | None = None,
     statistics: str | None = None,
 ) -> Choice:
-    """The kernel for a problem. A given strategy, tile or statistics is used as it is, or refused with a ValueError."""
+    """The kernel for a problem. Raises ValueError if a given strategy, tile or statistics does not
+    fit."""
     if (
         tuned is not None
         and strategy is None
         and tile is None
-        and (found := tuned(problem, device))
+        and (tuned_choice := tuned(problem, device))
     ):
-        strategy, tile, reason = found
+        strategy, tile, reason = tuned_choice
         return replace(choose(problem, device, strategy, tile, statistics), reason=reason)
     if strategy is not None and strategy not in STRATEGIES:
         raise ValueError(
-            f"strategy is {strategy!r}; it is one of {', '.join(STRATEGIES)}, or None to let the width decide"
+            f"strategy is {strategy!r}; it is one of {', '.join(STRATEGIES)}, "
+            "or None to choose by width"
         )
     if statistics is not None and statistics not in STATISTICS:
         raise ValueError(
@@ -65,19 +68,21 @@ def choose(
         row = STRATEGIES[strategy]
         if device.compute_capability < row.first_capability:
             raise ValueError(
-                f"strategy {strategy!r} needs compute capability {row.first_capability / 10:.1f} or later; {device.name} has "
-                f"{device.compute_capability / 10:.1f}"
+                f"strategy {strategy!r} needs compute capability {row.first_capability / 10:.1f} "
+                f"or later; {device.name} has {device.compute_capability / 10:.1f}"
             )
         if strategy == "cluster" and not device.clusters:
             raise ValueError(
-                f"strategy 'cluster' needs 2 multiprocessors for a cluster; {device.name} has {device.num_sms}"
+                "strategy 'cluster' needs 2 multiprocessors for a cluster; "
+                f"{device.name} has {device.num_sms}"
             )
         if tile is None:
             tile = row.tile(problem, device)
             if tile is None:
                 raise ValueError(
-                    f"strategy {strategy!r} is too narrow for {problem.num_cols} columns of {problem.x} on {device.name} "
-                    f"({problem.direction}); its widest row has {widest(strategy, problem, device)}"
+                    f"strategy {strategy!r} is too narrow for {problem.num_cols} columns of "
+                    f"{problem.x} on {device.name} ({problem.direction}); "
+                    f"its widest row has {widest(strategy, problem, device)}"
                 )
         else:
             check_tile(problem, strategy, tile, device)
@@ -102,33 +107,45 @@ def choose(
         (None, None) if problem.forward else parameters_instance(problem, strategy)
     )
     return Choice(
-        strategy, tile, statistics, kernel, smem_bytes, max(1, resident), parameters_tile, parameters_kernel, reason,
-        amax_kernel, by_dispatch,
-    )  # fmt: skip
+        strategy,
+        tile,
+        statistics,
+        kernel,
+        smem_bytes,
+        max(1, resident),
+        parameters_tile,
+        parameters_kernel,
+        reason,
+        amax_kernel,
+        by_dispatch,
+    )
 
 
 def _best_tile(problem: Problem, device: Device) -> tuple[str, Tile, str]:
-    """Strategy, tile and reason: of the data file, or of the model where the file has no row.
+    """Strategy, tile and reason: from the data file, or from the model if the file has no row.
 
-    A row of the file is for a range of widths. Backward, the model knows better of those of them
-    that fill a ring exactly.
+    A row of the file covers a range of widths. Backward, the model's ring is better for those
+    widths of the range that fill it exactly.
     """
-    found = measured_tile(problem, device)
-    if found is not None and (problem.forward or found[1].path != "ring"):
-        return found
+    measured = measured_tile(problem, device)
+    if measured is not None and (problem.forward or measured[1].path != "ring"):
+        return measured
     for row in STRATEGIES.values():
-        is_there = device.compute_capability >= row.first_capability
-        tile = row.tile(problem, device) if is_there else None
+        is_available = device.compute_capability >= row.first_capability
+        tile = row.tile(problem, device) if is_available else None
         if tile is not None and not row.gives_way(problem, device, tile):
             break
-    if found is not None and not is_fuller(problem, tile, found[1]):
-        return found
+    if measured is not None and not is_fuller(problem, tile, measured[1]):
+        return measured
     reason = "the first strategy that is wide enough and gives way to none"
     return row.name, tile, f"{reason}; path: {tile.path_in_words}"
 
 
 def widest(strategy: str, problem: Problem, device: Device) -> int | None:
-    """The most columns that a strategy takes with a problem's dtypes, or None if it takes any or lacks the device."""
+    """The most columns that a strategy takes with a problem's dtypes.
+
+    None if it takes any number, or if the device is too old for it.
+    """
     row = STRATEGIES[strategy]
     if strategy == "uncached" or device.compute_capability < row.first_capability:
         return None
@@ -164,9 +181,12 @@ _TENSORS = {
 
 @dataclass(frozen=True)
 class Plan:
-    """How one problem is computed. launches: the kernels in order; bytes_moved: what they read and write in global memory.
+    """How one problem is computed.
 
-    bytes_needed: what any implementation must move, each streamed tensor once: the roofline.
+    launches: the kernels in order.
+    num_partials: partial rows of dweight and dbias.
+    bytes_moved: what the kernels read and write in global memory.
+    bytes_needed: what every implementation must move, each streamed tensor once: the roofline.
     """
 
     problem: Problem
@@ -191,12 +211,14 @@ class Plan:
         lines = [
             (
                 "problem",
-                f"{norm} {self.problem.direction}, {self.num_rows} rows x {self.problem.num_cols} columns",
+                f"{norm} {self.problem.direction}, "
+                f"{self.num_rows} rows x {self.problem.num_cols} columns",
             ),
             ("tensors", tensors),
             (
                 "device",
-                f"{self.device.name}, {self.device.num_sms} multiprocessors, sm_{self.device.compute_capability}",
+                f"{self.device.name}, {self.device.num_sms} multiprocessors, "
+                f"sm_{self.device.compute_capability}",
             ),
             ("strategy", f"{self.strategy}: {self.reason}"),
             ("path", self.tile.path_in_words),
@@ -232,8 +254,11 @@ def make_plan(
     statistics: str | None = None,
     sm_margin: int = 0,
 ) -> Plan:
-    """The plan of one problem on one device. ValueError: strategy, tile or statistics unknown or not fitting, or an
-    sm_margin that leaves no multiprocessor."""
+    """The plan of one problem on one device.
+
+    Raises ValueError if strategy, tile or statistics is unknown or does not fit, or if sm_margin
+    leaves no multiprocessor.
+    """
     if tile is not None and strategy in STRATEGIES:
         check_path(strategy, tile.of_strategy(strategy, problem.forward))
     choice = choose(problem, device, strategy, tile, statistics)
@@ -249,8 +274,8 @@ def make_plan(
             )
     if not 0 <= sm_margin < device.num_sms:
         raise ValueError(
-            f"sm_margin is {sm_margin}; {device.name} has {device.num_sms} multiprocessors, so 0 to {device.num_sms - 1} can "
-            "be left free"
+            f"sm_margin is {sm_margin}; {device.name} has {device.num_sms} multiprocessors, "
+            f"so 0 to {device.num_sms - 1} can be left free"
         )
     launches = []
     num_partials = 0
@@ -263,10 +288,16 @@ def make_plan(
         for kernel in filter(None, (choice.amax_kernel, choice.kernel)):
             launches.append(
                 Launch(
-                    kernel, choice.tile, grid, choice.tile.block_size, choice.smem_bytes, cluster_size, num_first=num_first,
+                    kernel,
+                    choice.tile,
+                    grid,
+                    choice.tile.block_size,
+                    choice.smem_bytes,
+                    cluster_size,
+                    num_first=num_first,
                     rows_of_first=rows_of_first,
                 )
-            )  # fmt: skip
+            )
         if choice.parameters_kernel is not None and choice.strategy != "uncached":
             num_partials = grid // cluster_size
     if choice.strategy == "uncached":
@@ -285,12 +316,11 @@ def make_plan(
             reads_of_dy = passes + bool(problem.dweight or problem.dbias)
             moved += row_elements * ((reads_of_x - 1) * x_size + (reads_of_dy - 1) * dy_size)
     if choice.amax_kernel is not None:
-        # What is read, once more, and the amaxes there and back.
+        # The second launch reads the inputs again. The amaxes are written and read.
         moved += moved - num_rows * (problem.num_cols + problem.scale_bytes)
         moved += 8 * (num_rows * problem.num_scales or 1)
     if row_elements and choice.parameters_kernel is not None:
-        # Its blocks are in place when the partial sums are written (H200, bf16: 8192 x 128 10.3 to 9.2 us, 512 x 4096 14.9 to
-        # 14.0).
+        # Its blocks start while the partial sums are written, which hides the launch.
         overlaps = num_partials > 0 and device.compute_capability >= 90
         most_blocks = (
             (device.num_sms - sm_margin) * choice.parameters_tile.blocks_per_sm

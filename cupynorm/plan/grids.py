@@ -1,4 +1,6 @@
-"""How many blocks a kernel is launched with, and how rows are shared out among them. Pure Python, no GPU needed."""
+"""How many blocks a kernel is launched with, and how rows are divided among them.
+Pure Python, no GPU needed. docs/experiments.md has the measurements behind the integers.
+"""
 
 from __future__ import annotations
 
@@ -10,40 +12,42 @@ from .instances import Choice, Kernel, Launch
 from .problem import Problem, Tile, ceil_div
 from .tile_model import blocks_that_fit, fetches_ahead, smem_bytes_of
 
-# Of y in 8 bits a block has some instructions before its first row, so of many rows it takes a few groups one after the other
-# (H200, bf16, 1 x 128 blocks, 1024 columns: four rows a block 0.94 of a copy, one 0.87); then the queue has the next ones.
-# Of fewer rows the queue must have this many blocks for each place of one, by scaling, to even out what multiprocessors get
-# (H200, bf16, microseconds: scale given, 8192 x 4096 32.2, four rows a block 35.4; 4096 x 8192 32.4 and 36.5; by row, 16,384 x
-# 2048 32.3 and 35.7); but fewer than two for each start no queue (given, 1024 x 8192, 1.6: 13.9, one row a block 14.6). Where
-# a second launch reads the rows again, resident blocks alone keep to their order, and leave more of them in the L2 cache
-# (8192 x 4096 55.9, four rows a block 60.2; 8192 x 8192, 12.4 rows for each place, 98.9 and 102.8; 16,384 x 5120, 15.5 of
-# them, 118.3 and 116.7).
-_QUANTIZED_GROUPS, _QUEUED_QUANTIZED, _QUEUED_GIVEN, _RESIDENT_TENSOR = 4, 4, 12, 14
+# Forward to 8 bits, rows in registers. "Queue" means the hardware's queue: blocks that start when
+# a resident block ends.
+#
+# A block runs a few dozen instructions before its first row. With many rows each block therefore
+# takes this many groups of rows.
+_QUANTIZED_GROUPS = 4
+# With fewer rows, the queue needs this many blocks for each resident one. It then evens out the
+# bandwidth that multiprocessors get. With fewer than two blocks for each there is no queue.
+_QUEUED_QUANTIZED, _QUEUED_GIVEN = 4, 12  # for scales that the kernel finds, for a given scale
+# A tensor's scale takes a second launch, which reads the rows again. Resident blocks alone visit
+# rows in order, which leaves more of them in the L2 cache: up to this many groups for each block.
+_RESIDENT_TENSOR = 14
 
-
-# Bytes of x that a block, or a cluster of 2, takes through a ring before the next one takes its place: the hardware gives the
-# place to whoever is free. Larger clusters are slow to start: they stay. To 8 bits a block has instructions before its first
-# row, so it takes more.
+# Bytes of x that a block, or a cluster of 2, takes through a ring before it ends and the next one
+# in the queue starts. Quantizing blocks take more, because they start more slowly. Larger clusters
+# stay resident: they are slow to start.
 _QUEUED_RING_BYTES, _QUEUED_QUANTIZED_BYTES, _QUEUED_CLUSTER_SIZE = 256 * 1024, 1024 * 1024, 2
 
-# Turns of a warp with bundles before the next block takes its place.
+# Turns that a warp with bundles takes before its block ends.
 _BUNDLE_TURNS = 4
 
 
 def queued_ring_bytes(problem: Problem) -> int | None:
-    """Forward, bytes of x that a block takes before the next one takes its place; None where blocks stay."""
+    """Forward: bytes of x that a block takes before it ends; None if blocks stay resident."""
     if not problem.scaling or not problem.centered:
         return _QUEUED_RING_BYTES
     return None if problem.cols_of_scale is not None else _QUEUED_QUANTIZED_BYTES
 
 
 def queued_bundles(tile: Tile) -> int:
-    """Bundles that a warp takes forward before its block ends."""
+    """Forward: bundles that a warp takes before its block ends."""
     return max(2, ceil_div(_BUNDLE_TURNS * 32 // tile.threads_per_row, tile.bundle))
 
 
 def _quantized_blocks(problem: Problem, groups: int, resident: int) -> int:
-    """Blocks, or clusters, that write y in 8 bits from registers."""
+    """The number of blocks, or clusters, that write y in 8 bits from registers."""
     few = ceil_div(groups, _QUANTIZED_GROUPS)
     if problem.scaling == "tensor":
         return resident if groups < _RESIDENT_TENSOR * resident else max(resident, few)
@@ -53,16 +57,14 @@ def _quantized_blocks(problem: Problem, groups: int, resident: int) -> int:
     return max(min(groups, queued * resident), few)
 
 
-# Blocks that stay on their multiprocessor begin with this share of the rows; then the hardware's queue has blocks of so many,
-# which evens out what multiprocessors get of the memory (H200, bf16 to 8 bits: LayerNorm by row, 8192 columns 0.974, all rows
-# on resident blocks 0.958; 12,288 columns 0.94 and 0.90; RMSNorm, 16,384 columns 0.995 and 0.97, in a ring 49,152 columns 0.95,
-# from the queue alone 0.88). Where one block of LayerNorm has a multiprocessor to itself nothing hides how it starts (32,768
-# columns 0.86 and 0.85, in a ring 24,576 columns 0.84 and 0.89).
+# Resident blocks take this share of the rows. Blocks from the queue take the rest, a few rows each,
+# which evens out the bandwidth that multiprocessors get. One block of LayerNorm alone on a
+# multiprocessor takes all its rows at once: nothing would hide the start of the next block.
 _SHARE_OF_FIRST, _ROWS_OF_LATER, _FEWEST_ROWS_OF_FIRST = 0.9, 2, 4
 
 
 def _stays(choice: Choice, problem: Problem) -> bool:
-    """Forward, of rows in registers: whether a block stays for the row that it has begun to fetch."""
+    """Forward, rows in registers: whether blocks stay resident because they prefetch a row."""
     tile = choice.tile
     in_registers = choice.strategy == "block" and tile.path == "registers"
     return tile.path == "staged" or (
@@ -73,17 +75,17 @@ def _stays(choice: Choice, problem: Problem) -> bool:
 def shares_of_first(
     choice: Choice, problem: Problem, device: Device, num_rows: int, sm_margin: int
 ) -> tuple[int, int]:
-    """num_first and rows_of_first of a Launch; 0 where all blocks are alike."""
+    """num_first and rows_of_first of a Launch; 0 if all blocks take the same number of rows."""
     tile = choice.tile
     if tile.path == "ring":
-        shares_out = (
+        divides = (
             problem.scaling is not None
             and not problem.centered
             and tile.cluster_size <= _QUEUED_CLUSTER_SIZE
         )
     else:
-        shares_out = choice.resident > 1 and _stays(choice, problem)
-    if not shares_out or sm_margin:
+        divides = choice.resident > 1 and _stays(choice, problem)
+    if not divides or sm_margin:
         return 0, 0
     num_first = choice.resident * (
         dict(device.clusters)[tile.cluster_size] if tile.cluster_size > 1 else device.num_sms
@@ -95,8 +97,11 @@ def shares_of_first(
 def grid_size(
     choice: Choice, problem: Problem, device: Device, num_rows: int, sm_margin: int
 ) -> int:
-    """Blocks of the first kernel. Forward takes one block for each group of rows and lets the hardware queue them, unless a
-    margin of multiprocessors is to stay free; backward keeps its sums from row to row, so its blocks are all resident."""
+    """The number of blocks of the first kernel.
+
+    Forward usually launches one block for each group of rows, and the hardware queues them. With
+    an sm_margin, and backward, all blocks are resident. Backward keeps its sums from row to row.
+    """
     tile = choice.tile
     groups = ceil_div(num_rows, tile.rows_per_block)
     most = (2**31 - 1) // tile.cluster_size
@@ -105,16 +110,15 @@ def grid_size(
         left = clusters - ceil_div(sm_margin * clusters, device.num_sms)
         if left < 1:
             raise ValueError(
-                f"sm_margin is {sm_margin}; it leaves {device.num_sms - sm_margin} multiprocessors of {device.name}, too few "
-                f"for a cluster of {tile.cluster_size}"
+                f"sm_margin is {sm_margin}; it leaves {device.num_sms - sm_margin} "
+                f"multiprocessors of {device.name}, too few for a cluster of {tile.cluster_size}"
             )
         resident = left * choice.resident
     else:
         resident = (device.num_sms - sm_margin) * choice.resident
     if not problem.forward or sm_margin or (tile.cluster_size > 1 and tile.path == "smem"):
-        return (
-            min(groups, resident) * tile.cluster_size
-        )  # what waits in shared memory is worth a block that stays
+        # Resident blocks: what they keep in shared memory is reused from row to row.
+        return min(groups, resident) * tile.cluster_size
     if tile.path == "bundle":
         rows = tile.bundle * queued_bundles(tile) * tile.block_size // 32
         return min(groups, max(resident, ceil_div(num_rows, rows)), most)
@@ -128,7 +132,7 @@ def grid_size(
         queued_bytes = (
             queued_ring_bytes(problem) if tile.cluster_size <= _QUEUED_CLUSTER_SIZE else None
         )
-        queued = 0  # resident blocks alone
+        queued = 0  # only resident blocks
         if queued_bytes:
             rows = max(
                 1,
@@ -164,10 +168,11 @@ def parameters_launch(
 def for_few_rows(
     problem: Problem, device: Device, strategy: str, tile: Tile, num_rows: int, statistics: str
 ) -> Tile:
-    """The tile, or one that gives few rows the same bits sooner: more lanes a row, whose sums the kernels form in one order
-    (PackSums in cuda_src/statistics.cuh), and more rows a block, as blocks of few threads take longer to start.
+    """The tile, or one that computes the same bits of few rows sooner.
 
-    Few: all are on the multiprocessors at once, in 32 warps of each at most.
+    It has more lanes a row, because PackSums (cuda_src/statistics.cuh) adds in the same order for
+    any number of lanes. It has more rows a block, because many small blocks take longer to start.
+    Rows are few if all are resident at once in at most 32 warps of each multiprocessor.
     """
     if not problem.forward or strategy != "warp" or tile.path != "registers" or problem.scaling:
         return tile

@@ -1,4 +1,6 @@
-"""Kernels as C++ names: which template instance, of which file, computes a problem. Pure Python, no GPU needed."""
+"""Kernels as C++ names: which template instance, of which file, computes a problem.
+Pure Python, no GPU needed.
+"""
 
 from __future__ import annotations
 
@@ -18,10 +20,12 @@ class Kernel:
 
 @dataclass(frozen=True)
 class Launch:
-    """One kernel launch: grid_size blocks of block_size threads, each with smem_bytes of dynamic shared memory.
+    """One launch: grid_size blocks of block_size threads, smem_bytes of dynamic shared memory each.
 
-    overlaps: whether it may start while the launch before it still runs, for whose end its kernel waits itself. num_first,
-    rows_of_first: forward, how many blocks begin with so many rows each; others share what is left (cuda_src/turns.cuh).
+    overlaps: whether it may start before the previous launch has ended (programmatic dependent
+    launch). The kernel itself waits for the end.
+    num_first, rows_of_first: forward, the first num_first blocks take rows_of_first rows each, and
+    the others share the rest (cuda_src/turns.cuh).
     """
 
     kernel: Kernel
@@ -37,19 +41,25 @@ class Launch:
 
 @dataclass(frozen=True)
 class Choice:
-    """All of a plan that does not depend on num_rows: the strategy, its tile, its kernel, and why."""
+    """The part of a plan that does not depend on num_rows.
+
+    resident: a lower bound of the blocks of the kernel that are resident on one multiprocessor.
+    parameters_tile, parameters_kernel: backward, the kernel that sums dweight and dbias.
+    amax_kernel: runs before the kernel if one launch cannot find the scales and write y.
+    by_dispatch: whether dispatch chose the tile. If so, few rows may get another one.
+    """
 
     strategy: str
     tile: Tile
     statistics: str
     kernel: Kernel | None
     smem_bytes: int
-    resident: int  # blocks of this kernel that are resident on one multiprocessor, at least
+    resident: int
     parameters_tile: Tile | None
     parameters_kernel: Kernel | None
     reason: str
-    amax_kernel: Kernel | None = None  # which comes before it, where scales are not found at once
-    by_dispatch: bool = False  # whether the tile is neither a caller's nor from a table, so that few rows may get another
+    amax_kernel: Kernel | None = None
+    by_dispatch: bool = False
 
 
 def cpp_name(name: str | None) -> str:
@@ -81,13 +91,15 @@ def row_instance(
         if problem.residual:
             load_x = f"ResidualLoad<{cpp_name(problem.x)}>"
         if problem.input:
-            load_x = f"SumLoad<{cpp_name(problem.input)}, {cpp_name(problem.residual_dtype)}, {cpp_name(problem.x)}, {factor}>"
+            types = cpp_names(problem.input, problem.residual_dtype)
+            load_x = f"SumLoad<{types}, {cpp_name(problem.x)}, {factor}>"
         rounded = f", {cpp_name(problem.round_x_hat)}" if problem.round_x_hat else ""
         outputs = cpp_names(problem.y, problem.weight, problem.bias)
         store = f"Store<{outputs}, {zero_centered}{rounded}>"
         if problem.scaling:
             rounded_to = cpp_name(problem.round_x_hat)
-            store = f"QuantizeStore<{outputs}, {zero_centered}, {rounded_to}, Scaling::{problem.scaling}, Step::{step}>"
+            scaling = f"Scaling::{problem.scaling}, Step::{step}"
+            store = f"QuantizeStore<{outputs}, {zero_centered}, {rounded_to}, {scaling}>"
         if problem.y1:
             second = cpp_names(problem.y1, problem.weight1, problem.bias1)
             second = f"Store<{second}, {zero_centered}{rounded}>"
@@ -98,7 +110,8 @@ def row_instance(
         if problem.dsum:
             store = f"AddStore<{cpp_name(problem.dx or problem.x)}, {cpp_name(problem.dsum)}>"
         if problem.dresidual or problem.row_scale or problem.dropout:
-            store = f"SplitStore<{cpp_name(problem.dx)}, {cpp_name(problem.dresidual)}, {cpp_name(problem.dsum)}, {factor}>"
+            types = cpp_names(problem.dx, problem.dresidual, problem.dsum)
+            store = f"SplitStore<{types}, {factor}>"
         if problem.recomputed:
             types = ", ".join(
                 cpp_name(name) for name in (problem.recomputed, problem.weight, problem.bias)
@@ -107,10 +120,12 @@ def row_instance(
         scale = f"Scale<{cpp_name(problem.weight)}, {zero_centered}>"
         sums = strategy != "uncached"
         gradients = (
-            f"Gradients{{.dx = {cpp_bool(problem.dx)}, .dweight = {cpp_bool(problem.dweight and sums)}, "
+            f"Gradients{{.dx = {cpp_bool(problem.dx)}, "
+            f".dweight = {cpp_bool(problem.dweight and sums)}, "
             f".dbias = {cpp_bool(problem.dbias and sums)}}}"
         )
-        arguments = f"{load_x}, Load<{cpp_name(problem.dy)}>, {scale}, {store}, {gradients}, {cpp_bool(problem.centered)}"
+        loads = f"{load_x}, Load<{cpp_name(problem.dy)}>"
+        arguments = f"{loads}, {scale}, {store}, {gradients}, {cpp_bool(problem.centered)}"
     name = f"{problem.direction}_{strategy}"
     return Kernel(f"{name}.cu", f"{name}<{arguments}, {tile.cpp}>")
 
@@ -119,14 +134,15 @@ def parameters_instance(problem: Problem, strategy: str) -> tuple[Tile | None, K
     if not (problem.dweight or problem.dbias):
         return None, None
     pack_size = min(problem.widest_pack, 4)
-    # Partial rows are few: the columns are shared out among as many multiprocessors as they fill, by units of a cache line.
+    # Partial rows are few, so units of one cache line spread the columns over more multiprocessors.
     lanes = 32 if strategy == "uncached" or problem.num_cols >= 16384 else 8
-    # Four rows of float64 that are divided at a time need more than the 64 registers that two blocks leave a thread.
+    # With y, four float64 divisions at a time need more than the 64 registers of two blocks.
     blocks_per_sm = 1 if problem.y and strategy == "uncached" else 2
     tile = Tile(pack_size, lanes, rows_per_block=512 // lanes, blocks_per_sm=blocks_per_sm)
     compute = cpp_name(problem.compute)
     if strategy == "uncached":
-        rows = f"RowProducts<{load_x_name(problem)}, Load<{cpp_name(problem.dy)}>, {cpp_bool(problem.centered)}>"
+        loads = f"{load_x_name(problem)}, Load<{cpp_name(problem.dy)}>"
+        rows = f"RowProducts<{loads}, {cpp_bool(problem.centered)}>"
     else:
         rows = f"PartialSums<{compute}>"
     outputs = f"{cpp_name(problem.dweight)}, {cpp_name(problem.dbias)}"

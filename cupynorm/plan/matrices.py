@@ -1,4 +1,6 @@
-"""Launches of the kernels that take a whole matrix: quantize, survey, and the update of scales. Pure Python, no GPU needed."""
+"""Launches of the kernels that take a whole matrix: quantize, survey and update_scales.
+Pure Python, no GPU needed. docs/experiments.md has the measurements behind the integers.
+"""
 
 from __future__ import annotations
 
@@ -10,15 +12,28 @@ from .problem import Layout, Problem, Tile, ceil_div
 
 
 def quantize_launch(
-    num_rows: int, num_cols: int, x: str, y: str, pack_limit: int, *, centered: bool | None = None, weight: str | None = None,
-    bias: str | None = None, zero_centered: bool = False, rounded: str | None = None, sums: str | None = None,
+    num_rows: int,
+    num_cols: int,
+    x: str,
+    y: str,
+    pack_limit: int,
+    *,
+    centered: bool | None = None,
+    weight: str | None = None,
+    bias: str | None = None,
+    zero_centered: bool = False,
+    rounded: str | None = None,
+    sums: str | None = None,
     scaling: str = "given",
-) -> tuple[Launch, ...]:  # fmt: skip
-    """The kernel that makes 8-bit floats of dtype y of a matrix, and transposes them; with sums, the dtype of sums over rows,
-    a second one that adds up those of squares.
+) -> tuple[Launch, ...]:
+    """The kernel that quantizes a matrix to the 8-bit dtype y and transposes the result.
 
-    x: its dtype, or y where they are only transposed. centered: None, or which norm's y of x is meant. scaling: given, or
-    tensor, where x's amax is known."""
+    x: the dtype of the matrix; equal to y if the kernel only transposes.
+    centered: quantizes the output of this norm of x; None quantizes x itself.
+    rounded: the dtype to which x_hat is rounded.
+    sums: the dtype of sums of x over rows, for which a second kernel adds up those of squares.
+    scaling: "given", or "tensor" for a scale from x's known amax.
+    """
     source = (
         f"BytesSource<{cpp_name(y)}>"
         if x == y
@@ -29,11 +44,12 @@ def quantize_launch(
         source = f"NormalizedSource<{cpp_names(x, weight, bias)}, {flags}, {cpp_names(rounded, y)}>"
     pack_size = min(pack_limit, 16 // ELEMENTS[x].itemsize)
     lanes = 128 // pack_size
-    # Of small packs more are in flight, each with an address: too many for the 80 registers that three blocks leave a thread.
+    # More small packs are in flight, each with an address: too many for the 80 registers a thread
+    # has with three blocks.
     small = pack_size * ELEMENTS[x].itemsize < 16 and (pack_size > 1 or scaling == "tensor")
     blocks_per_sm = 2 if small or x == "float64" else 3
     if centered is not None and pack_size == 8 and {weight, bias} <= {x, None}:
-        blocks_per_sm = 4  # H200, bf16, 8192 x 4096: 34.9 us, with three blocks 37.7
+        blocks_per_sm = 4
     tile = Tile(pack_size, lanes, rows_per_block=256 // lanes, blocks_per_sm=blocks_per_sm)
     squares = ceil_div(num_rows, 128) * ceil_div(num_cols, 128)
     kernel = Kernel("quantize.cu", f"quantize<{source}, {cpp_bool(sums)}, {tile.cpp}>")
@@ -47,22 +63,23 @@ def quantize_launch(
     return Launch(kernel, tile, squares, tile.block_size, smem_bytes), last
 
 
-# Rows of a slab are as many as give each place of a block this many blocks, one after the other. (H200, bf16, 8192 x 12,288,
-# microseconds: sums 61.4, largest magnitude 60.0; two blocks for each place 60.8 and over 61; eight packs in flight a thread on
-# three blocks of a multiprocessor 62.3 and 59.8.)
-_SURVEYS_OF_PLACE = 4
+# Blocks for each resident block: it sets the rows of a slab.
+_BLOCKS_PER_RESIDENT = 4
 
 
 def survey_launch(
     device: Device, num_rows: int, num_cols: int, x: str, pack_limit: int, sums: str | None = None
 ) -> tuple[tuple[Launch, ...], int, int]:
-    """The kernel that reads a matrix of dtype x for its largest magnitude, or, with sums, for sums over its rows of that dtype,
-    and a second one that adds up those of slabs; the number of slabs, and the rows of one."""
+    """The launches that survey a matrix of dtype x, the number of slabs, and the rows of a slab.
+
+    Without sums, one kernel finds the largest magnitude. With sums, a dtype, it sums over the rows
+    of each slab, and a second kernel adds up the slabs.
+    """
     pack_size = min(pack_limit, 16 // DTYPES[x].itemsize)
     tile = Tile(pack_size, 16, 6, 16, blocks_per_sm=4)
     rows_at_once = tile.rows_per_block * tile.packs_per_thread
     across = ceil_div(num_cols, tile.threads_per_row * pack_size)
-    wanted = ceil_div(_SURVEYS_OF_PLACE * tile.blocks_per_sm * device.num_sms, max(across, 1))
+    wanted = ceil_div(_BLOCKS_PER_RESIDENT * tile.blocks_per_sm * device.num_sms, max(across, 1))
     rows_of_slab = ceil_div(max(num_rows, 1), wanted * rows_at_once) * rows_at_once
     num_slabs = ceil_div(num_rows, rows_of_slab)
     kernel = Kernel("survey.cu", f"survey<{cpp_name(x)}, {cpp_bool(sums)}, {tile.cpp}>")
@@ -79,7 +96,7 @@ def survey_launch(
 
 
 def update_scales_launch(num_tensors: int) -> Launch:
-    """The kernel that ends a step of delayed scaling: a block for each tensor."""
+    """The kernel that ends a step of delayed scaling, with one block for each tensor."""
     tile = Tile(1, 256)
     return Launch(
         Kernel("update_scales.cu", f"update_scales<{tile.cpp}>"),

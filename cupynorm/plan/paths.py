@@ -1,8 +1,9 @@
-"""Which tile the model prefers for each path of a row: registers, bundle, ring, smem, uncached. Pure Python, no GPU needed.
+"""Which tile the model prefers for each path of a row: registers, bundle, ring, smem, uncached.
+Pure Python, no GPU needed.
 
-The model wants enough bytes in flight, few idle lanes, and warps spread evenly; what was measured to be better on one GPU is
-in its data file (cupynorm.plan.tables). The integers below are rules of any GPU; where they were tuned, docs/experiments.md
-has the measurements.
+The model prefers enough bytes in flight, few idle lanes, and warps spread evenly. Tiles that
+measured faster on one GPU are in its data file (cupynorm.plan.tables). The integers below apply to
+every GPU; docs/experiments.md has the measurements behind them.
 """
 
 from __future__ import annotations
@@ -26,68 +27,73 @@ from .tile_model import (
     smem_bytes_of,
     streamed,
     warps_that_fit,
-)  # fmt: skip
+)
 
-# Bytes of x in flight on a multiprocessor that hide the latency of memory (bandwidth times latency, twice over).
+# Bytes of x in flight on a multiprocessor that hide memory latency: twice bandwidth times latency.
 ENOUGH_BYTES = 55 * 1024
 
-# Bytes of x in one thread. Forward long threads share a row's own instructions among more elements; backward each element
-# takes five registers.
+# Bytes of x in one thread, at most. Forward, long threads spread the fixed instructions of a row
+# over more elements. Backward, each element takes five registers.
 _THREAD_BYTES = {"forward": {2: 128, 4: 128, 8: 128}, "backward": {2: 48, 4: 64, 8: 64}}
 _LANE_BYTES = {"forward": {2: 80, 4: 64, 8: 64}, "backward": {2: 80, 4: 64, 8: 64}}
 
-# The widest row of a warp, in bytes: beyond it a block of two warps is as fast.
+# The widest row of a warp, in bytes. A block of two warps is as fast for wider rows.
 _WARP_ROW_BYTES = {"forward": {2: 2560, 4: 2048, 8: 2048}, "backward": {2: 1536, 4: 2048, 8: 2048}}
 
-# Of 16-bit rows to 8 bits: beyond it a warp is a block by itself, and waits for no other.
+# The same for 16-bit rows to 8 bits. Wider rows get blocks of one warp, which wait for no other.
 _QUANTIZED_WARP_BYTES = 1792
 
-# Elements of 2 bytes that are loaded one by one: each has an address and a register of its own.
-_LONE_ELEMENTS = {"forward": 16, "backward": 6}
+# The most single elements of 2 bytes in a thread: each takes an address and a register.
+_SINGLE_ELEMENTS = {"forward": 16, "backward": 6}
 
-# From so many columns on rows take a ring, by direction and itemsize: of rows that begin on 16 bytes, and of others, which
-# threads would load in small packs. Backward a ring hides the wait for two tensors; forward registers do up to here.
+# The fewest columns for a ring, by direction and itemsize: first for rows that begin on 16 bytes,
+# then for others, which threads load in small packs. Backward, a ring hides the latency of two
+# tensors. Forward, registers are as fast below these widths.
 _RING_FROM = {"forward": {2: 8193, 4: 8193}, "backward": {2: 640, 4: 440}}
 _SMALL_PACK_RING_FROM = {"forward": {2: 500, 4: 2048}, "backward": {2: 512, 4: 512}}
 
-# Threads of all rings of a multiprocessor: more have too few registers each for the elements of a thread.
+# Threads of all rings of a multiprocessor: with more, each has too few registers for its elements.
 _RING_THREADS = 384
 _RING_ELEMENTS = {"forward": 64, "backward": 56}
-_MOST_RING_ELEMENTS = 64  # where no other ring holds a row
+_MOST_RING_ELEMENTS = 64  # if no other ring holds the row
 
-# Bytes in flight of a ring, the rows in use included.
+# Bytes in flight in a ring, including the rows in use.
 _RING_BYTES = {"forward": {2: 96 * 1024, 4: 160 * 1024}, "backward": {2: 140 * 1024, 4: 128 * 1024}}
 
-# Backward of 16 bits, where a row fills threads of few elements: bytes of a turn, by the size of a
-# cluster, up to which four stages are better than three.
+# Backward of 16-bit rows that fill short threads: the most bytes of a turn for which four stages
+# are faster than three, by cluster_size.
 _DEEP_TURN_BYTES = {1: 34 * 1024, 2: 30 * 1024, 4: 40 * 1024, 8: 40 * 1024}
 
 _MOST_STAGES = {"forward": {2: 3, 4: 4}, "backward": {2: 5, 4: 4}}
 
-# Bytes of the rows of one turn: with fewer the warps wait for each other more than for memory, in a cluster the sooner.
+# Bytes of the rows of one turn. With fewer, warps wait for each other longer than for memory. A
+# cluster needs more because its blocks wait for each other too.
 _TURN_BYTES, _CLUSTER_TURN_BYTES = 20 * 1024, 28 * 1024
 
-# A row costs a thread about as many instructions as 10 elements beside its own, 2 more for each doubling of a cluster. A
-# multiprocessor is bound by memory from so many elements at a time.
+# _ROW_COST: the fixed instructions of a row cost a thread as much as 10 elements, plus 2 for each
+# doubling of the cluster. _RATE: the elements at a time from which memory is the bottleneck.
 _ROW_COST, _RATE = 10, {"forward": 3.2, "backward": 2.8}
 
-# The widest row of a ring of one block, in columns: beyond it a cluster has the better share of registers. Backward, and
-# forward of single elements, whose parameters take a register each, sooner.
+# The widest row of a ring in one block, in columns. For wider rows a cluster uses its registers
+# better. The second limit, by itemsize, is for backward and for forward of single elements, whose
+# parameters take a register each.
 _COLS_OF_BLOCK, _COLS_OF_FULL_BLOCK = 24576, {2: 9000, 4: 11264}
 
-# Elements of a thread of a bundle, at most. Lanes that have a row each do not meet at the banks of shared memory.
+# The most 2-byte elements in a thread of a bundle, by lanes of a row. One lane a row may have many:
+# such lanes have no bank conflicts in shared memory.
 _BUNDLE_ELEMENTS = {
     "forward": {1: 64, 8: 20, 16: 32, 32: 80},
     "backward": {1: 40, 2: 28, 8: 12, 16: 14, 32: 28},
 }
 
-# Bytes of a warp's bundle by the warps of a block: fewer and the copy engine reads too many lines twice.
+# Bytes of a warp's bundle, by the warps of a block. In smaller bundles the copy engine reads too
+# many cache lines twice.
 _BUNDLE_WARPS = {"forward": (4,), "backward": (12, 8)}
 _BUNDLE_BYTES = {4: 4800, 8: 8192, 12: 6656}
 
 
 def in_flight(problem: Problem, tile: Tile) -> int:
-    """Bytes of x that a multiprocessor loads at once."""
+    """Bytes of x that a multiprocessor has in flight."""
     row_bytes = (
         cols_of_slice(problem, tile.pack_size, tile.cluster_size) * DTYPES[problem.x].itemsize
     )
@@ -95,7 +101,7 @@ def in_flight(problem: Problem, tile: Tile) -> int:
 
 
 def filled(problem: Problem, tile: Tile) -> float:
-    """The share of a tile's packs that lie in the row: others cost as much."""
+    """The share of a tile's packs that are inside the row. Packs beyond it cost as much."""
     return (
         cols_of_slice(problem, tile.pack_size, tile.cluster_size) / tile.cols if tile.cols else 1.0
     )
@@ -107,26 +113,25 @@ def filled(problem: Problem, tile: Tile) -> float:
 def register_tile(
     problem: Problem, device: Device, shapes: Iterable[Tile], most_bytes: int
 ) -> Tile | None:
-    """Of tiles with the row in registers, the one that keeps most bytes in flight and fills its packs.
+    """Of tiles with the row in registers, the one with most bytes in flight and best filled packs.
 
-    Of equals, the most threads; forward with too few bytes in flight, long threads, best of 48 elements.
+    Of equals, the one with the most threads. Forward with too few bytes in flight, and to 8 bits,
+    the one with long threads: the nearest to the wanted number of elements.
     """
     itemsize = DTYPES[problem.x].itemsize
-    lone = problem.widest_pack == 1
-    most = (
-        most_bytes // itemsize
-        if not lone
-        else most_bytes // 8
-        if itemsize > 2
-        else _LONE_ELEMENTS[problem.direction]
-    )
+    if problem.widest_pack > 1:
+        most = most_bytes // itemsize
+    elif itemsize > 2:
+        most = most_bytes // 8
+    else:
+        most = _SINGLE_ELEMENTS[problem.direction]
     best, best_score = None, None
     for tile in shapes:
         tile = replace(tile, blocks_per_sm=blocks_that_fit(problem, device, tile))
         if tile.blocks_per_sm == 0 or tile.elements > max(most, tile.pack_size):
             continue
         moving = in_flight(problem, tile)
-        # Blocks of a cluster wait for one another: for them more is better without end.
+        # Blocks of a cluster wait for one another, so more bytes are always better for them.
         counted = moving if tile.cluster_size > 1 else min(moving, ENOUGH_BYTES)
         fit = (
             1.0
@@ -150,15 +155,14 @@ def lanes_tile(problem: Problem, device: Device) -> Tile | None:
     most_bytes = _WARP_ROW_BYTES[problem.direction][itemsize]
     if row_bytes > (_QUANTIZED_WARP_BYTES if is_common_quantized(problem, device) else most_bytes):
         return None
-    # The lanes of a row load at least 64 bytes of it together, or half the row if it is shorter.
+    # The lanes of a row load at least 64 bytes together, or half of a shorter row.
     fewest = min(64, row_bytes // 2, 32 * pack_bytes) // pack_bytes
     if itemsize == 2 and row_bytes == 6 * pack_bytes:
-        fewest = 2  # which fill their packs
+        fewest = 2  # two lanes fill their packs
     if problem.forward and pack_bytes == 2:
-        fewest = min(32, row_bytes // 4) // pack_bytes  # more lanes have idle ones
-    block_size = (
-        64 if problem.forward and fewest > 2 else 128
-    )  # of small blocks a place is free again sooner
+        fewest = min(32, row_bytes // 4) // pack_bytes  # with more, some lanes are idle
+    # Small blocks end sooner, so the next ones start sooner.
+    block_size = 64 if problem.forward and fewest > 2 else 128
     lanes = [lanes for lanes in (1, 2, 4, 8, 16, 32) if lanes >= fewest]
     shapes = [
         shaped(problem, pack_size, count, rows_per_block=block_size // count) for count in lanes
@@ -177,7 +181,7 @@ def block_tile(problem: Problem, device: Device, cluster_size: int = 1) -> Tile 
 
 
 def cluster_tile(problem: Problem, device: Device) -> Tile | None:
-    """The clusters that keep most bytes in flight; the smallest where blocks also exchange the scale of a row."""
+    """The clusters with most bytes in flight; the smallest ones if blocks also exchange scales."""
     sizes = [size for size in (2, 4, 8, 16) if size in dict(device.clusters)]
     tiles = [tile for size in sizes if (tile := block_tile(problem, device, size))]
     if problem.cols_of_scale is not None and problem.compute == "float32":
@@ -187,13 +191,12 @@ def cluster_tile(problem: Problem, device: Device) -> Tile | None:
     )
 
 
-# Shared memory, filled by threads; and nothing.
+# Shared memory filled by threads, and uncached rows.
 
 
 def smem_tile(problem: Problem, device: Device, cluster_sizes: Iterable[int]) -> Tile | None:
-    threads = (
-        256 if problem.dropout else 512
-    )  # random words need more than the 128 registers that 512 threads have
+    # Random words of dropout need more than the 128 registers of each of 512 threads.
+    threads = 256 if problem.dropout else 512
     for size in cluster_sizes:
         tile = Tile(problem.widest_pack, threads, cluster_size=size, path="smem")
         if (
@@ -205,7 +208,7 @@ def smem_tile(problem: Problem, device: Device, cluster_sizes: Iterable[int]) ->
 
 
 def uncached_tile(problem: Problem, device: Device) -> Tile:
-    # Two outputs need more than the 64 registers that two blocks leave a thread.
+    # Two outputs need more than the 64 registers that a thread has with two blocks.
     return Tile(problem.widest_pack, 512, blocks_per_sm=1 if problem.y1 else 2, path="uncached")
 
 
@@ -213,7 +216,7 @@ def uncached_tile(problem: Problem, device: Device) -> Tile:
 
 
 def wants_ring(problem: Problem, registers: Tile | None) -> bool:
-    """Whether a ring, where there is one, beats a tile in registers, if any."""
+    """Whether a ring, if one fits, beats the tile in registers, if there is one."""
     if problem.compute != "float32":
         return False
     if problem.scaling and registers is not None:
@@ -234,7 +237,7 @@ def wants_ring(problem: Problem, registers: Tile | None) -> bool:
 
 
 def suits_block(problem: Problem) -> bool:
-    """Whether one block takes such a row in a ring, rather than a cluster."""
+    """Whether a ring in one block is faster than one in a cluster."""
     full = not problem.forward or (problem.widest_pack == 1 and DTYPES[problem.x].itemsize == 2)
     return problem.num_cols <= (
         _COLS_OF_FULL_BLOCK[DTYPES[problem.x].itemsize] if full else _COLS_OF_BLOCK
@@ -242,11 +245,13 @@ def suits_block(problem: Problem) -> bool:
 
 
 def ring_share(problem: Problem, tile: Tile) -> float:
-    """About the share of what memory allows that the instructions of a tile allow: the four parts of a multiprocessor want as
-    many warps each."""
+    """An estimate of the share of memory bandwidth that the instructions of a tile allow.
+
+    The four parts of a multiprocessor should have equally many warps.
+    """
     warps = tile.block_size * tile.blocks_per_sm // 32
     turns = ceil_div(warps, 4)
-    if warps > 4:  # a little less is lost where one part has a warp less
+    if warps > 4:  # one warp less in one part costs less than a whole turn
         turns = 0.75 * turns + 0.25 * warps / 4
     row_cost = _ROW_COST + 2 * (tile.cluster_size.bit_length() - 1)
     rate = filled(problem, tile) * warps * tile.elements / (turns * (tile.elements + row_cost))
@@ -255,32 +260,38 @@ def ring_share(problem: Problem, tile: Tile) -> float:
 
 @lru_cache(maxsize=4096)
 def ring_tile(problem: Problem, device: Device, sizes: tuple[int, ...]) -> Tile | None:
-    """The best of the tiles whose ring fits registers and shared memory."""
+    """The best tile whose ring fits registers and shared memory."""
     in_blocks = problem.scaling in ("block", "mx")
     if not can_ring(problem, device) or (
         in_blocks and problem.widest_pack * DTYPES[problem.x].itemsize < 16
     ):
-        return None  # of small packs no warp has a whole block of columns that share a scale
+        # With small packs no warp has all columns of a block that share a scale.
+        return None
     largest = tuple(size for size in sizes if size >= 16)
-    for most, among, stages in (
-        (_RING_ELEMENTS[problem.direction], sizes, None), (_MOST_RING_ELEMENTS, largest, None),
+    attempts = [
+        (_RING_ELEMENTS[problem.direction], sizes, None),
+        (_MOST_RING_ELEMENTS, largest, None),
         (_MOST_RING_ELEMENTS, () if problem.forward else largest, 1),
-    ):  # fmt: skip
-        found = max(
-            _rings(problem, device, among, most, stages),
+    ]
+    for most, allowed_sizes, stages in attempts:
+        best = max(
+            _rings(problem, device, allowed_sizes, most, stages),
             key=lambda tile: _ring_score(problem, tile),
             default=None,
         )
-        if found is not None:
-            return found
+        if best is not None:
+            return best
     return None
 
 
 def _rings(
     problem: Problem, device: Device, sizes: Iterable[int], most: int, stages: int | None
 ) -> Iterator[Tile]:
-    """A multiprocessor works on several rows at a time: forward in a block each, backward in one, which leaves one partial row
-    of sums."""
+    """Rings with at most `most` elements in a thread.
+
+    A multiprocessor works on several rows at a time: forward in a block each, backward in one
+    block, which writes one partial row of sums.
+    """
     pack_size = problem.widest_pack
     for cluster_size in sizes:
         for threads in range(32, _RING_THREADS + 1, 32):
@@ -291,7 +302,7 @@ def _rings(
             ):
                 continue
             tile = shaped(problem, pack_size, threads, cluster_size, path="ring")
-            # Half-empty threads are no better than fewer full ones.
+            # Half-empty threads are no faster than fewer full ones.
             if tile.packs_per_thread > 1 and filled(problem, tile) < 0.5:
                 continue
             warps = warps_that_fit(device, registers_of_thread(problem, device, tile))
@@ -303,7 +314,7 @@ def _rings(
 def _with_stages(
     problem: Problem, device: Device, tile: Tile, rows: int, stages: int | None
 ) -> Iterator[Tile]:
-    """The tile with so many rows and the stages that are wanted, or as many as fit from 2 on; or with those that are given."""
+    """The tile with this many rows and stages; None in stages means the best number that fits."""
     itemsize = DTYPES[problem.x].itemsize
     turn_bytes, wanted = (
         tile.cols * sum(streamed(problem)) * rows,
@@ -328,7 +339,7 @@ def _with_stages(
 
 
 def _ring_score(problem: Problem, tile: Tile) -> tuple:
-    """About the share of a copy that the tile reaches; of equals, few threads."""
+    """An estimate of the tile's speed as a share of a copy's; of equals, few threads are better."""
     cols = (
         cols_of_slice(problem, tile.pack_size, tile.cluster_size)
         * tile.rows_per_block
@@ -349,7 +360,7 @@ def _ring_score(problem: Problem, tile: Tile) -> tuple:
 
 
 def is_fuller(problem: Problem, tile: Tile, than: Tile) -> bool:
-    """Whether a row fills the ring of a tile, and not that of the other or not so deep a one."""
+    """Whether a row fills the ring of a tile, but not the other ring, or not so deep a one."""
     if tile.path != "ring" or not tile.exact:
         return False
     enough = 4 if DTYPES[problem.x].itemsize > 2 else 2  # stages
@@ -357,8 +368,10 @@ def is_fuller(problem: Problem, tile: Tile, than: Tile) -> bool:
 
 
 def is_deep(problem: Problem, tile: Tile) -> bool:
-    """Whether many rows of short threads are under way in the blocks of a cluster, which hides what
-    they wait for one another. Backward, 16 bits."""
+    """Backward, 16 bits: whether a cluster works on many rows with short threads.
+
+    This hides the time for which its blocks wait for one another.
+    """
     if problem.forward or DTYPES[problem.x].itemsize != 2 or not tile.exact or tile.stages < 4:
         return False
     warps, many_rows = tile.block_size // 32, tile.cluster_size == 8 and tile.rows_per_block >= 4
@@ -370,7 +383,7 @@ def is_deep(problem: Problem, tile: Tile) -> bool:
 
 
 def bundle_tile(problem: Problem, device: Device) -> Tile | None:
-    """Of rows that do not begin on 16 bytes, which threads would load in small packs."""
+    """For rows that do not begin on 16 bytes, which threads would load in small packs."""
     itemsize, pack_size = DTYPES[problem.x].itemsize, problem.widest_pack
     small = pack_size * itemsize <= (8 if itemsize == 2 else 4)
     if (
@@ -398,9 +411,9 @@ def bundle_tile(problem: Problem, device: Device) -> Tile | None:
 
 
 def with_bundles(problem: Problem, device: Device, tile: Tile) -> Tile | None:
-    """The tile with rows for its block and its bundles, and as many blocks as fit, or None if one does not."""
+    """The tile with rows_per_block, bundle and blocks_per_sm set; None if no block fits."""
     lanes, row_bytes = tile.threads_per_row, problem.num_cols * DTYPES[problem.x].itemsize
-    # Each group of lanes has as many rows of a bundle; backward sums stay in registers from block to block.
+    # Each group of lanes has the same number of rows of a bundle.
     group_bytes = (
         32 // lanes * (row_bytes if problem.forward else len(streamed(problem)) * row_bytes + 8)
     )

@@ -1,4 +1,6 @@
-"""What decides a kernel, and the tile that it becomes. Pure Python, no GPU needed. cuda_src/tile.cuh has the same Tile."""
+"""Problem, all that decides a kernel, and Tile, its compile-time integers.
+Pure Python, no GPU needed. cuda_src/tile.cuh has the same Tile.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,7 @@ from typing import NamedTuple
 
 from ..dtypes import DTYPES, ELEMENTS, FLOAT8S
 
-# How a row travels between its uses, as in cuda_src/tile.cuh, by strategy.
+# How a row travels between its uses (Path in cuda_src/tile.cuh), by strategy.
 PATHS_OF_STRATEGY = {
     "warp": ("registers", "bundle"),
     "block": ("registers", "smem", "staged", "ring"),
@@ -22,14 +24,17 @@ PATHS = ("registers", "smem", "staged", "ring", "bundle", "uncached")
 class Tile:
     """The compile-time integers of one kernel, as in cuda_src/tile.cuh.
 
-    pack_size: elements moved by one memory instruction. threads_per_row: threads of one block that share a row.
-    packs_per_thread: packs of a row that one thread keeps in registers, else 0. rows_per_block: rows that a block works
-    on at a time. cluster_size: blocks that share a row. blocks_per_sm: blocks that must fit on a multiprocessor, which
-    bounds the registers of a thread. exact: 1 if the row fills the registers, so that no pack lies beyond it.
-    stages: rows, or bundles of rows, in shared memory at once that the copy engine fetches; 0 where threads load them.
-    bundle: rows, consecutive in memory, that make up one stage of a warp; 0 where a stage is one row.
-    path: how a row travels, one of PATHS. None in a tile that a caller gives: what the counts say. It follows from the
-    counts, the strategy and the direction, so tiles are compared without it.
+    pack_size: elements moved by one memory instruction.
+    threads_per_row: threads of one block that share a row.
+    packs_per_thread: packs of a row that one thread keeps in registers, else 0.
+    rows_per_block: rows that a block works on at a time.
+    cluster_size: blocks that share a row.
+    blocks_per_sm: blocks that must fit on a multiprocessor, which bounds the registers of a thread.
+    exact: 1 if the row fills the registers, so that no pack is beyond its end.
+    stages: rows or bundles in shared memory that the copy engine fetches; 0 if threads load them.
+    bundle: consecutive rows that make up one stage of a warp; 0 if a stage is one row.
+    path: how a row travels, one of PATHS. None in a caller's tile means that of_strategy derives it
+    from the counts, the strategy and the direction. Comparisons therefore ignore it.
     """
 
     pack_size: int
@@ -80,7 +85,7 @@ class Tile:
         return words.get(self.path, "registers")
 
     def of_strategy(self, strategy: str, forward: bool) -> Tile:
-        """This tile; where it names no path, with the one that its counts mean for a strategy."""
+        """This tile; if its path is None, with the path that its counts imply for the strategy."""
         if self.path is not None:
             return self
         if strategy == "uncached":
@@ -94,13 +99,13 @@ class Tile:
         return replace(self, path=path)
 
     def as_ints(self) -> list[int]:
-        """The counts in their order, then the place of the path in PATHS if it is named."""
+        """The counts in field order, then the index of the path in PATHS unless it is None."""
         *counts, path = (getattr(self, each.name) for each in fields(self))
         return [*counts, *([] if path is None else [PATHS.index(path)])]
 
     @classmethod
     def from_ints(cls, ints: Sequence[int]) -> Tile:
-        """The tile whose as_ints() these are; the last ones may be left out."""
+        """The tile whose as_ints() these are; trailing counts may be omitted."""
         num_counts = len(fields(cls)) - 1
         return cls(*ints[:num_counts], *(PATHS[at] for at in ints[num_counts:]))
 
@@ -112,8 +117,10 @@ class Tile:
 
     @classmethod
     def of(cls, words: str) -> Tile:
-        """The tile that prints as these words: "pack_size 8, threads_per_row 128, packs_per_thread 8". What a problem allows of
-        it is for dispatch to say. Raises ValueError for other words."""
+        """Parse what str(tile) prints: "pack_size 8, threads_per_row 128, packs_per_thread 8".
+
+        Dispatch checks whether the tile fits a problem. Raises ValueError if words do not parse.
+        """
         try:
             pairs = dict(each.split() for each in words.split(","))
             path = pairs.pop("path", None)
@@ -121,24 +128,25 @@ class Tile:
         except (TypeError, ValueError) as error:
             names = ", ".join(each.name for each in fields(cls))
             raise ValueError(
-                f"tile is {words!r}; expected pairs as 'pack_size 8, threads_per_row 128', these two and others of {names}"
+                f"tile is {words!r}; expected pairs as 'pack_size 8, threads_per_row 128', "
+                f"these two and others of {names}"
             ) from error
         if path is not None and path not in PATHS:
             raise ValueError(f"tile has path {path!r}; it is one of {', '.join(PATHS)}")
         return tile
 
 
-# Where the scales of a y of 8 bits come from, as in cuda_src/scales.cuh.
+# Where the scales of an 8-bit y come from, as in cuda_src/scales.cuh.
 SCALINGS = ("given", "tensor", "row", "block", "mx")
 
 
 def cols_of_scale(scaling: str | None, num_cols: int) -> int | None:
-    """Columns of a row of num_cols that share a scale, None where it belongs to no part of a row."""
+    """Columns of a row that share a scale; None if the scale is that of the whole tensor."""
     return {"row": num_cols, "block": 128, "mx": 32}.get(scaling)
 
 
 class OperandLayout(NamedTuple):
-    """Where a tensor of rows lies: its address, its row stride in elements, bytes of an element, and how many rows it has."""
+    """The layout of one operand: address, row stride in elements, itemsize and number of rows."""
 
     address: int
     row_stride: int
@@ -150,8 +158,8 @@ class OperandLayout(NamedTuple):
 class Layout:
     """What a kernel may assume of every tensor that it reads or writes.
 
-    pack_limit: the largest pack_size that num_cols, addresses and row strides allow, a power of two.
-    contiguous: whether no tensor has a gap between its rows, nor the same row twice.
+    pack_limit: the largest pack_size that num_cols, addresses and strides allow, a power of two.
+    contiguous: whether the rows of every tensor follow one another without gaps or repeats.
     """
 
     pack_limit: int
@@ -159,10 +167,10 @@ class Layout:
 
     @classmethod
     def of(cls, num_cols: int, operands: Iterable[tuple[int, int, int, int]]) -> Layout:
-        """From an OperandLayout of each tensor.
+        """The layout of tensors described by one OperandLayout each.
 
-        pack_limit is the largest power of two that divides num_cols and keeps the packs of every tensor aligned: a pack's
-        address is a multiple of its bytes, or of 16 if it has more.
+        pack_limit is the largest power of two that divides num_cols and aligns all packs. A pack
+        is aligned if its address is a multiple of its bytes, or of 16 if it is larger.
         """
         limit, contiguous = 16, True
         while limit > 1 and num_cols % limit:
@@ -179,19 +187,27 @@ class Layout:
 
 @dataclass(frozen=True)
 class Problem:
-    """What decides the kernel: one direction, one norm, the dtypes, which tensors are there, and how they lie.
+    """All that decides a kernel: direction, norm, dtypes, which tensors there are, their layout.
 
-    dtypes are names of cupynorm.dtypes.DTYPES, None for a tensor that is absent. dy, dx, dweight, dbias are of the
-    backward direction alone (None: not wanted). layout: of all tensors together.
+    A tensor is described by its dtype, a name of cupynorm.dtypes.DTYPES, or None if it is absent.
 
-    x is the row that is normalised. Forward without a y gives its statistics alone. Forward it may be a sum of its own dtype:
-    `input` is then the dtype of what is read, residual_dtype that of what is added to it (None: nothing), and row_scale and
-    dropout are what multiplies the input first. Backward these two belong to dx, where dresidual (None: not wanted, or the same
-    tensor as dx) is the gradient of the sum itself. y1, weight1 and bias1 are of a second output of forward; round_x_hat is the
-    dtype that x_hat is rounded to (None: it is not). scaling is where the scales of a y of 8 bits come from, as in
-    cuda_src/scales.cuh: given, tensor, row, block or mx; amax: whether that of y is recorded beside a given one.
-    Backward with a y knows x by it alone: x is then the arithmetic's dtype, y_weight and y_bias those of forward. recomputed
-    (None: not wanted) is the dtype of a y that backward writes again from x; bias is then forward's.
+    x: the row that is normalised. Forward it may be a sum, formed in this dtype.
+    layout: of all tensors together.
+    y: the result. Forward without it computes only the statistics. Backward with it computes x_hat
+    from y instead of x; x is then the dtype of the arithmetic.
+    y_weight, y_bias: the parameters that produced that y.
+    dy, dx, dweight, dbias: backward only; None for a gradient that is not wanted.
+    residual: forward, whether a residual of x's dtype is added and the sum stored.
+    dsum: backward, the gradient that is added to dx.
+    input: the dtype that is read where x is a sum.
+    residual_dtype: what is added to the input.
+    row_scale, dropout: factors of the input; backward, of dx.
+    dresidual: the gradient of the sum itself; None if it is not wanted or is the same tensor as dx.
+    y1, weight1, bias1: the second output of forward.
+    round_x_hat: the dtype to which x_hat is rounded; None for no rounding.
+    scaling: where the scales of an 8-bit y come from, one of SCALINGS.
+    amax: whether the amax of y is recorded beside a given scale.
+    recomputed: the dtype of a y that backward writes again from x; bias is then that of forward.
     """
 
     direction: str
@@ -234,7 +250,10 @@ class Problem:
 
     @property
     def widest_pack(self) -> int:
-        """16 bytes of the narrowest of the streamed tensors, 8 bits not counted, or what their layout allows."""
+        """The most elements that a pack may have.
+
+        16 bytes of the narrowest streamed tensor (8-bit ones aside), or what the layout allows.
+        """
         streamed = [
             self.x,
             self.y,
@@ -264,7 +283,7 @@ class Problem:
 
     @property
     def num_scales(self) -> int:
-        """Scales of each row."""
+        """The number of scales of each row."""
         return ceil_div(self.num_cols, self.cols_of_scale) if self.cols_of_scale else 0
 
     @property
@@ -274,7 +293,7 @@ class Problem:
 
     @property
     def bytes_per_row(self) -> int:
-        """Bytes that any implementation must move for a row: each streamed tensor once."""
+        """Bytes that every implementation must move for a row: each streamed tensor once."""
         streamed = (
             [self.x, self.y, self.y1]
             if self.forward
@@ -294,6 +313,6 @@ def ceil_div(value: int, step: int) -> int:
 
 
 def cols_of_slice(problem: Problem, pack_size: int, cluster_size: int) -> int:
-    """The most columns that one block of a cluster owns, as slice() in cuda_src/slice.cuh divides them."""
+    """The most columns that one block of a cluster owns, as divided by slice() in slice.cuh."""
     step = 8 if cluster_size > 1 else 1
     return ceil_div(ceil_div(problem.num_cols, pack_size), cluster_size * step) * step * pack_size

@@ -24,14 +24,15 @@ from .problem import Problem, Tile
 
 @dataclass(frozen=True)
 class Strategy:
-    """One row of the dispatch table: where a row waits between its uses, and the tile for a problem,
-    or None if the row does not fit.
+    """One row of the dispatch table.
 
+    kept_in: where a row is kept between its uses.
+    tile: the tile for a problem on a device, or None if the row does not fit.
     gives_way: whether a later strategy is faster although this one is wide enough.
     """
 
     name: str
-    row_waits: str
+    kept_in: str
     tile: Callable[[Problem, Device], Tile | None]
     first_capability: int = 0
     gives_way: Callable[[Problem, Device, Tile], bool] = lambda problem, device, tile: False
@@ -52,7 +53,7 @@ def _block_tile(problem: Problem, device: Device) -> Tile | None:
     if ring is not None:
         return ring
     if tile is not None or not problem.forward or device.clusters:
-        return tile  # the registers of a cluster are faster than the shared memory of one block
+        return tile  # a cluster's registers, if any, are faster than one block's shared memory
     return smem_tile(problem, device, (1,))
 
 

@@ -1,7 +1,9 @@
-"""Tiles that were measured to be better than the model's, from one data file a device. Pure Python, no GPU needed.
+"""Tiles that measured faster than the model's, from one data file a device.
+Pure Python, no GPU needed.
 
-A row of the file holds a range of widths of one class of problems: direction, norm, dtype and what else decides. The first row
-that holds a problem gives its tile; packs_per_thread and exact follow from the width. `python -m cupynorm tune` writes it.
+Each row of a file covers a range of widths of one class of problems: direction, norm, dtype and
+kind. The first row that covers a problem gives its tile; packs_per_thread and exact follow from the
+width. `python -m cupynorm tune` writes the file.
 """
 
 from __future__ import annotations
@@ -17,10 +19,10 @@ from .devices import Device
 from .problem import Problem, Tile
 from .tile_model import can_bundle, shaped
 
-# The data files, and the devices that each is for: an H100 has the multiprocessors of an H200.
+# The data files and their devices. An H100 has the multiprocessors of an H200.
 FILES = {"h200.csv": ("H200", "H100")}
 
-# Counts of a tile that a row holds.
+# The counts of a tile that a row lists.
 COUNTS = (
     "pack_size",
     "threads_per_row",
@@ -31,7 +33,7 @@ COUNTS = (
     "bundle",
 )
 
-# Elements of a thread beyond which the compiler moves more ahead, and spills, where there is no weight or no bias.
+# Without a weight or bias the compiler moves more loads ahead; threads with more elements spill.
 _LONG_ELEMENTS = 64
 
 Key = tuple[str, str, str, str]
@@ -39,9 +41,11 @@ Key = tuple[str, str, str, str]
 
 @dataclass(frozen=True)
 class Row:
-    """One row of a data file: num_cols from from_cols to to_cols, those that are multiples of step.
+    """One row of a data file, for num_cols from from_cols to to_cols that are multiples of step.
 
-    kind: what class_of says. gain: of the tile over the model's, a share; None where it is not measured."""
+    kind: the result of class_of.
+    gain: the speedup of the tile over the model's, as a share; None if it was not measured.
+    """
 
     direction: str
     norm: str
@@ -64,7 +68,7 @@ class Row:
 
     @property
     def keys(self) -> list[Key]:
-        """The classes of problems that the row is for: `norm` and `dtype` may name several."""
+        """The classes of problems that the row covers: `norm` and `dtype` may name several."""
         return [
             (self.direction, norm, dtype, self.kind)
             for norm in self.norm.split("|")
@@ -93,9 +97,10 @@ class Row:
 
 
 def class_of(problem: Problem) -> str | None:
-    """What decides a tile beside direction, norm, dtype and width, in words; None where data files have no rows.
+    """What decides a tile besides direction, norm, dtype and width; None if files have no rows.
 
-    First the bytes of a pack of x; then residual or dsum, wide for parameters of a wider type than x, the scaling, and amax.
+    The words are: bytes of a pack of x, "residual" or "dsum", "wide" if parameters have a wider
+    dtype than x, the scaling, and "amax".
     """
     same = {problem.y, problem.dy, problem.dx, problem.dsum, problem.x}
     if problem.scaling:
@@ -133,7 +138,7 @@ def key_of(problem: Problem) -> Key | None:
 
 
 def read_rows(path: Path) -> list[Row]:
-    """The rows of a data file. ValueError where one is none."""
+    """The rows of a data file. Raises ValueError if a line is not a row."""
     with path.open(encoding="utf-8", newline="") as file:
         return [row_of(fields) for fields in csv.DictReader(file)]
 
@@ -156,11 +161,11 @@ def write_rows(path: Path, rows: Iterable[Row]) -> None:
 
 
 def by_key(rows: Iterable[Row]) -> dict[Key, list[Row]]:
-    found: dict[Key, list[Row]] = {}
+    rows_of: dict[Key, list[Row]] = {}
     for row in rows:
         for key in row.keys:
-            found.setdefault(key, []).append(row)
-    return found
+            rows_of.setdefault(key, []).append(row)
+    return rows_of
 
 
 @cache
@@ -169,16 +174,18 @@ def _rows_of(name: str) -> dict[Key, list[Row]]:
 
 
 def measured_tile(problem: Problem, device: Device) -> tuple[str, Tile, str] | None:
-    """(strategy, tile, reason) of a problem that the data file of a device holds, None of another."""
+    """(strategy, tile, reason) from the device's data file; None if no row covers the problem."""
     for name, devices in FILES.items():
         if device.name in devices and (key := key_of(problem)):
-            found = tile_of(_rows_of(name).get(key, ()), problem, device)
-            return found and (*found, f"measured, in {name}; path: {found[1].path_in_words}")
+            measured = tile_of(_rows_of(name).get(key, ()), problem, device)
+            if measured is None:
+                return None
+            return *measured, f"measured, in {name}; path: {measured[1].path_in_words}"
     return None
 
 
 def tile_of(rows: Iterable[Row], problem: Problem, device: Device) -> tuple[str, Tile] | None:
-    """Strategy and tile of the first of some rows that holds a problem of their class."""
+    """Strategy and tile of the first row that covers a problem; rows are of the problem's class."""
     usual = not problem.forward or (
         problem.weight is not None
         and bool(problem.bias) == problem.centered

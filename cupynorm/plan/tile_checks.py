@@ -1,4 +1,6 @@
-"""Whether a tile that a caller gives fits a problem: each rule is a ValueError with a sentence. Pure Python, no GPU needed."""
+"""Whether a caller's tile fits a problem: each rule raises a ValueError that explains it.
+Pure Python, no GPU needed.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +20,8 @@ def check_tile(problem: Problem, strategy: str, tile: Tile, device: Device) -> N
 
     if not power_of_two(tile.pack_size) or tile.pack_size > problem.layout.pack_limit:
         raise ValueError(
-            f"tile has pack_size {tile.pack_size}; num_cols {problem.num_cols} and the alignment of the arrays allow a "
-            f"power of two up to {problem.layout.pack_limit}"
+            f"tile has pack_size {tile.pack_size}; num_cols {problem.num_cols} and the alignment "
+            f"of the arrays allow a power of two up to {problem.layout.pack_limit}"
         )
     if (
         tile.threads_per_row < 1
@@ -28,16 +30,19 @@ def check_tile(problem: Problem, strategy: str, tile: Tile, device: Device) -> N
         or tile.block_size % 32
     ):
         raise ValueError(
-            f"tile has threads_per_row {tile.threads_per_row} and rows_per_block {tile.rows_per_block}; their product "
-            "must be a multiple of 32 up to 1024"
+            f"tile has threads_per_row {tile.threads_per_row} and "
+            f"rows_per_block {tile.rows_per_block}; their product must be a multiple of 32 "
+            "up to 1024"
         )
     if strategy == "warp" and (tile.threads_per_row > 32 or not power_of_two(tile.threads_per_row)):
         raise ValueError(
-            f"tile has threads_per_row {tile.threads_per_row}; strategy 'warp' takes a power of two up to 32"
+            f"tile has threads_per_row {tile.threads_per_row}; "
+            "strategy 'warp' takes a power of two up to 32"
         )
     if strategy != "warp" and not tile.stages and tile.rows_per_block != 1:
         raise ValueError(
-            f"tile has rows_per_block {tile.rows_per_block}; without stages strategy {strategy!r} works on one row a block"
+            f"tile has rows_per_block {tile.rows_per_block}; "
+            f"without stages strategy {strategy!r} works on one row a block"
         )
     if strategy == "cluster":
         if tile.cluster_size not in dict(device.clusters):
@@ -47,41 +52,46 @@ def check_tile(problem: Problem, strategy: str, tile: Tile, device: Device) -> N
             )
     elif tile.cluster_size != 1:
         raise ValueError(
-            f"tile has cluster_size {tile.cluster_size}; strategy {strategy!r} has no clusters, use 1"
+            f"tile has cluster_size {tile.cluster_size}; "
+            f"strategy {strategy!r} has no clusters, use 1"
         )
     in_registers = strategy == "warp" or (strategy == "block" and not problem.forward)
     in_registers = in_registers or tile.path not in ("smem", "uncached")
     num_cols = cols_of_slice(problem, tile.pack_size, tile.cluster_size)
     if in_registers and tile.cols < num_cols:
         raise ValueError(
-            f"tile holds {tile.cols} columns (pack_size {tile.pack_size} x threads_per_row {tile.threads_per_row} x "
+            f"tile holds {tile.cols} columns (pack_size {tile.pack_size} x "
+            f"threads_per_row {tile.threads_per_row} x "
             f"packs_per_thread {tile.packs_per_thread}), the row has {num_cols}"
             + " for each block"
             * (strategy == "cluster")
         )
     if in_registers and tile.cols - tile.pack_size * tile.threads_per_row >= max(num_cols, 1):
         raise ValueError(
-            f"tile has packs_per_thread {tile.packs_per_thread}; the last pack of every thread lies beyond the {num_cols} "
-            "columns of its block, use fewer"
+            f"tile has packs_per_thread {tile.packs_per_thread}; the last pack of every thread "
+            f"is beyond the {num_cols} columns of its block, use fewer"
         )
     if tile.exact not in (0, 1) or (
         tile.exact and not (in_registers and tile.cols * tile.cluster_size == problem.num_cols)
     ):
         raise ValueError(
-            f"tile has exact {tile.exact}; 1 is for a row that fills the {tile.cols} columns of the registers, else 0"
+            f"tile has exact {tile.exact}; 1 is for a row that fills the {tile.cols} columns "
+            "of the registers, else 0"
         )
     if in_registers and tile.pack_size * tile.packs_per_thread > 256:
         raise ValueError(
-            f"tile keeps {tile.pack_size * tile.packs_per_thread} elements in each thread, more than its 255 registers"
+            f"tile keeps {tile.pack_size * tile.packs_per_thread} elements in each thread, "
+            "more than its 255 registers"
         )
     if not in_registers and tile.packs_per_thread:
         raise ValueError(
-            f"tile has packs_per_thread {tile.packs_per_thread}; here the row is not kept in registers, use 0"
+            f"tile has packs_per_thread {tile.packs_per_thread}; "
+            "here the row is not kept in registers, use 0"
         )
     if tile.blocks_per_sm < 1 or tile.blocks_per_sm * tile.block_size > device.threads_per_sm:
         raise ValueError(
-            f"tile asks for blocks_per_sm {tile.blocks_per_sm} of {tile.block_size} threads; a multiprocessor of "
-            f"{device.name} holds {device.threads_per_sm} threads"
+            f"tile has blocks_per_sm {tile.blocks_per_sm} and blocks of {tile.block_size} threads; "
+            f"a multiprocessor of {device.name} holds {device.threads_per_sm} threads"
         )
     if tile.path == "bundle":
         _check_bundle(problem, strategy, tile, device)
@@ -91,31 +101,35 @@ def check_tile(problem: Problem, strategy: str, tile: Tile, device: Device) -> N
         or strategy not in (("block",) if tile.path == "staged" else ("block", "cluster"))
     ):
         raise ValueError(
-            f"tile has stages {tile.stages}, rows_per_block {tile.rows_per_block}, packs_per_thread {tile.packs_per_thread}; "
-            "a ring has 2 or more stages, or backward 1 for one row a block, and 1 or more packs, and belongs to strategy "
+            f"tile has stages {tile.stages}, rows_per_block {tile.rows_per_block}, "
+            f"packs_per_thread {tile.packs_per_thread}; a ring has 2 or more stages, "
+            "or backward 1 for one row a block, and 1 or more packs, and belongs to strategy "
             "'block' or 'cluster'; forward, 1 stage belongs to 'block' and one row a block"
         )
     if tile.path == "staged" and (
         problem.residual or tile.pack_size * DTYPES[problem.x].itemsize < 16
     ):
         raise ValueError(
-            f"tile has stages 1 and pack_size {tile.pack_size}; forward, 1 stage takes packs of 16 bytes or more, of x alone"
+            f"tile has stages 1 and pack_size {tile.pack_size}; forward, 1 stage takes packs of "
+            "16 bytes or more and no residual"
         )
     if tile.path in ("ring", "staged") and not can_ring(problem, device):
         raise ValueError(
-            f"tile has stages {tile.stages}; a ring needs float32 arithmetic, sm_90 or later for the copy engine, and neither "
-            "residual_dtype nor dropout nor row_scale nor memory_efficient"
+            f"tile has stages {tile.stages}; a ring needs float32 arithmetic, sm_90 or later for "
+            "the copy engine, and neither residual_dtype nor dropout nor row_scale nor "
+            "memory_efficient"
         )
     check_path(strategy, tile)
     smem_bytes = smem_bytes_of(problem, tile, strategy)
     if smem_bytes > device.smem_per_block:
         raise ValueError(
-            f"tile needs {smem_bytes} bytes of shared memory a block, {device.name} has {device.smem_per_block}"
+            f"tile needs {smem_bytes} bytes of shared memory a block, "
+            f"{device.name} has {device.smem_per_block}"
         )
 
 
 def check_path(strategy: str, tile: Tile) -> None:
-    """Whether the path belongs to the strategy, and the counts to the path."""
+    """Raise a ValueError if the path does not fit the strategy, or the counts the path."""
     if tile.path not in PATHS_OF_STRATEGY[strategy]:
         paths = ", ".join(PATHS_OF_STRATEGY[strategy])
         raise ValueError(
@@ -139,15 +153,17 @@ def check_path(strategy: str, tile: Tile) -> None:
 
 
 def _check_bundle(problem: Problem, strategy: str, tile: Tile, device: Device) -> None:
-    """The same of a tile whose rows come and go in bundles."""
+    """The rules of check_tile for path "bundle"."""
     groups = 32 // min(tile.threads_per_row, 32)
     if tile.bundle < 1 or tile.bundle % groups or tile.stages < 1 or strategy != "warp":
         raise ValueError(
-            f"tile has bundle {tile.bundle} and stages {tile.stages}; bundles belong to strategy 'warp', with stages, "
-            f"and with threads_per_row {tile.threads_per_row} have a multiple of {groups} rows"
+            f"tile has bundle {tile.bundle} and stages {tile.stages}; bundles belong to strategy "
+            f"'warp', with stages, and with threads_per_row {tile.threads_per_row} "
+            f"have a multiple of {groups} rows"
         )
     if not can_bundle(problem, device):
         raise ValueError(
-            f"tile has bundle {tile.bundle}; bundles need float32 arithmetic, sm_90 or later for the copy engine, rows without "
-            "gaps between them, tensors of one itemsize, and nothing that is fused with the norm"
+            f"tile has bundle {tile.bundle}; bundles need float32 arithmetic, sm_90 or later for "
+            "the copy engine, rows without gaps between them, tensors of one itemsize, and "
+            "nothing that is fused with the norm"
         )

@@ -327,7 +327,7 @@ def test_plan_table(capsys, device):
                     "any" if name == "uncached" else "-" if widest is None else f"{widest:,}"
                 )
     for row in STRATEGIES.values():
-        assert row.row_waits in out
+        assert row.kept_in in out
 
 
 def test_the_table_says_where_the_strategy_changes():
