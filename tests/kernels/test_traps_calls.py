@@ -41,6 +41,7 @@ def test_t13_dtypes_of_x_and_weight(name, x, kind, weight, bias):
     assert_right(problem, api_results(problem, library(name)))
 
 
+@pytest.mark.slow
 def test_t13_weights_of_two_dtypes_in_one_process(where):
     """Elsewhere a kernel cached for one weight dtype was used for the next.
 
@@ -136,7 +137,12 @@ def test_t16_gradients_share_no_memory(name):
 
 @pytest.mark.parametrize(
     "shape, normalized_shape",
-    [((3, 5, 40), 40), ((2, 3, 5, 40), (40,)), ((7, 6, 129), (6, 129)), ((65537, 8, 16), (8, 16))],
+    [
+        ((3, 5, 40), 40),
+        ((2, 3, 5, 40), (40,)),
+        ((7, 6, 129), (6, 129)),
+        pytest.param((65537, 8, 16), (8, 16), marks=pytest.mark.slow),
+    ],
 )
 @pytest.mark.parametrize("name", TORCH)
 def test_t17_ranks_and_normalized_shapes(name, shape, normalized_shape):
