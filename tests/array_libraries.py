@@ -83,14 +83,26 @@ def api_results(problem: Problem, lib) -> dict[str, np.ndarray]:
     x, dy, residual = put("x", case.x), put("dy", case.dtype("y")), put("residual", case.x)
     weight, bias = put("weight", case.dtype("weight")), put("bias", case.dtype("bias"))
     forward = api(case.norm, "forward")(
-        x, weight, bias, case.eps, residual=residual, zero_centered_weight=case.zero_centered_weight, out_dtype=case.y,
-        strategy=case.strategy, statistics=case.statistics,
-    )  # fmt: skip
+        x,
+        weight,
+        bias,
+        case.eps,
+        residual=residual,
+        zero_centered_weight=case.zero_centered_weight,
+        out_dtype=case.y,
+        strategy=case.strategy,
+        statistics=case.statistics,
+    )
     statistics = (forward.mean, forward.rstd) if centered else (forward.rstd,)
     backward = api(case.norm, "backward")(
-        dy, forward.sum, *statistics, weight, zero_centered_weight=case.zero_centered_weight, strategy=case.strategy,
+        dy,
+        forward.sum,
+        *statistics,
+        weight,
+        zero_centered_weight=case.zero_centered_weight,
+        strategy=case.strategy,
         dbias_dtype=case.dtype("bias"),
-    )  # fmt: skip
+    )
     results = {"y": forward.y, "rstd": forward.rstd, "dx": backward.dx}
     results |= {"mean": forward.mean} if centered else {}
     results |= {"dweight": backward.dweight} if weight is not None else {}

@@ -1,4 +1,4 @@
-"""Markers: `gpu` and `multi_gpu` tests are skipped where there is no GPU, or only one, and counted in one line."""
+"""Skips `gpu` and `multi_gpu` tests without enough GPUs; fixtures that several folders share."""
 
 from __future__ import annotations
 
@@ -68,7 +68,10 @@ def example(request: pytest.FixtureRequest) -> ModuleType:
 
 @pytest.fixture
 def tile_of_backward(monkeypatch: pytest.MonkeyPatch) -> Callable:
-    """Call it with a tile, and backward takes that one: a Case names the tile of forward alone. Returns the plans then made."""
+    """A function that sets the tile of backward and returns the list of plans made from then on.
+
+    A Case names only the tile of forward.
+    """
     from cupynorm.norm import arguments
 
     plain = arguments.make_plan
@@ -95,10 +98,9 @@ def tile_of_backward(monkeypatch: pytest.MonkeyPatch) -> Callable:
 
 @pytest.fixture
 def kernels(monkeypatch: pytest.MonkeyPatch) -> list:
-    """Makes tensors of the CPU take the way of a GPU's: planned as for an H200, the kernels run on the CPU;
-    what is allocated is NaN.
+    """Runs calls with CPU tensors through the kernels, planned for an H200 and run on the CPU.
 
-    A list of the launches that were planned.
+    Allocated memory is NaN. The value is a list of the launches.
     """
     import torch
 
@@ -110,7 +112,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> list:
     launched = []
 
     class TensorsOfTheCpu(arrays.TorchLibrary):
-        """Members as arrays.TorchLibrary's; what it allocates is poisoned."""
+        """Has the members of arrays.TorchLibrary; what it allocates is NaN."""
 
         def __init__(self, device_index: int) -> None:
             self.address = torch.Tensor.data_ptr
@@ -152,7 +154,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> list:
 
 @pytest.fixture(params=["kernels", pytest.param("gpu", marks=pytest.mark.gpu)])
 def device(request: pytest.FixtureRequest) -> str:
-    """Where tensors lie: on a GPU, or on the CPU, where the kernels run then."""
+    """The device of tensors: the CPU, on which the kernels run, or a GPU."""
     if request.param == "kernels":
         request.getfixturevalue("kernels")
     return "cuda" if request.param == "gpu" else "cpu"
@@ -160,7 +162,7 @@ def device(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(params=["reference", "kernels", pytest.param("gpu", marks=pytest.mark.gpu)])
 def anywhere(request: pytest.FixtureRequest) -> str:
-    """Where tensors lie: three ways through the library, by the reference, by the kernels on the CPU, and on a GPU."""
+    """The device of tensors: the CPU with the reference, the CPU with the kernels, and a GPU."""
     if request.param == "kernels":
         request.getfixturevalue("kernels")
     return "cuda" if request.param == "gpu" else "cpu"

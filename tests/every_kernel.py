@@ -1,8 +1,8 @@
-"""Runs every kernel once on small problems, for a tool that watches a whole process:
+"""Runs every kernel once on small problems, for tools that check a whole process:
 
-    compute-sanitizer --tool memcheck  python tests/every_kernel.py      (also racecheck, initcheck, synccheck)
+    compute-sanitizer --tool memcheck python tests/every_kernel.py
 
-Exits with 1 if a result is wrong; the tool says what else is.
+The other tools are racecheck, initcheck and synccheck. Exits with 1 if a result is wrong.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def cases() -> list[Case]:
                 zero_centered_weight=True,
             )
         )
-        # Sums of their own dtype of an input that is scaled and dropped out: packs and lone elements, whose gradient is split.
+        # Sums of another dtype of a scaled input with dropout, in packs and single elements.
         options = {
             "residual": True,
             "residual_dtype": "float32",
@@ -85,7 +85,7 @@ def cases() -> list[Case]:
         every.append(
             Case("rms_norm", 7, 255, "float32", strategy=strategy, bias="bfloat16", recompute=True)
         )
-    # Rows that begin anywhere: in bundles, of lanes with images of their own and without; through rings.
+    # Rows at any address: in bundles of one and of several images, and in rings.
     for num_cols in (33, 127, 511):
         every += [
             Case(norm, 300, num_cols, dtype)
@@ -106,7 +106,7 @@ def cases() -> list[Case]:
         Case("layer_norm", 300, num_cols, "bfloat16", recompute=True)
         for num_cols in (1023, 1024, 12288)
     ]
-    # Rows in the registers of clusters of 2 to 16 blocks, and (200001 and 262144 backward) beyond them.
+    # Rows in the registers of clusters of 2 to 16 blocks; 200001 and 262144 backward are wider.
     every += [
         Case("layer_norm", 9, num_cols, "float32") for num_cols in (200_000, 230_001)
     ]  # one row fills a ring
@@ -166,8 +166,7 @@ def cases() -> list[Case]:
 
 
 def narrowest_ring(dtype: str, cluster_size: int) -> int:
-    """Columns, in steps of 1000 so that they do not fill their tile, of the first row whose backward is a ring of such
-    clusters."""
+    """The fewest columns, a multiple of 1000, whose backward is a ring of such clusters."""
     for num_cols in range(1000, 200_000, 1000):
         tile = plan(num_cols, dtype=dtype, direction="backward", device="H200").tile
         if tile.stages and tile.cluster_size == cluster_size:
@@ -194,7 +193,7 @@ def quantized_cases() -> list[tuple[Case, How]]:
     every = []
     for strategy in STRATEGIES:
         for scaling in SCALINGS:
-            # Whole packs, of blocks of which the last is not whole; lone elements, whose blocks no neighbouring lanes hold.
+            # Packs, with a part of a block of columns at the end; single elements.
             every.append(
                 (Case("layer_norm", 40, 560, "bfloat16", strategy=strategy), How(E4M3, scaling))
             )
@@ -293,7 +292,7 @@ class Kept:
 def run_quantized(
     case: Case, quantization: How, where: CpuMachine | GpuCheckMachine
 ) -> tuple[dict, dict]:
-    """What the kernels make of y in 8 bits, and of y in the arithmetic's dtype by the same tile: arrays by name."""
+    """Arrays by name of a call with y in 8 bits and of one with y in the compute dtype."""
     problem = random_problem(case)
     shape, compute, centered = (
         (case.num_rows, case.num_cols),
@@ -368,7 +367,7 @@ def run_quantized(
 def expected(
     y: np.ndarray, name: str, scaling: str, scale=None, power_of_two=False
 ) -> fp8.Quantized:
-    """By the reference, of a matrix in the dtype of the arithmetic; scale_inv as cupynorm returns it."""
+    """The reference's result for y in the compute dtype; scale_inv as cupynorm returns it."""
     with np.errstate(all="ignore"):
         if scaling == "given":
             made = fp8.quantize(y, name, np.float32(1) if scale is None else scale)
@@ -389,8 +388,11 @@ def expected(
 def judge_quantized(
     case: Case, quantization: How, got: dict, plain: dict, exact: bool
 ) -> list[Finding]:
-    """exact: to the byte what the reference makes of y in the arithmetic's dtype. A GPU's compiler may fuse other products and
-    sums in another kernel: then values within half a step of that y, scales and the rest to a few roundings."""
+    """exact: y has the bytes of the reference, computed from y in the compute dtype.
+
+    A GPU's compiler may fuse other operations in another kernel. Then values agree within half a
+    step, and scales and the rest within a few roundings.
+    """
     truth = expected(plain["y"], quantization.dtype, quantization.scaling, np.float32(GIVEN_SCALE))
     wanted = {"y": truth.data, "scale_inv": truth.scale_inv}
     wanted |= {name: plain[name] for name in ("sum", "mean", "rstd") if name in plain}
@@ -446,8 +448,11 @@ def within(
 
 
 class Matrix(NamedTuple):
-    """To be quantised and transposed. x: its dtype, y's own where it is only transposed. norm: whose y of x is meant.
-    scaling: given, or tensor: the scale is of x's amax."""
+    """A matrix to quantize and transpose.
+
+    x: its dtype, or that of y if it is only transposed. norm: the norm of x is quantized.
+    scaling: given, or tensor for a scale from the amax of x.
+    """
 
     num_rows: int
     num_cols: int
@@ -458,7 +463,7 @@ class Matrix(NamedTuple):
 
 
 def matrices() -> list[Matrix]:
-    """Squares of 128 that are whole and not, columns that are written 16 bytes at a time and by bytes, every pack size."""
+    """Whole and partial squares of 128, columns written by 16 bytes and by 1, every pack size."""
     every = [
         *(Matrix(256, 128, dtype, E4M3) for dtype in DTYPES),
         *(Matrix(130, num_cols, "bfloat16", E5M2) for num_cols in (1, 257, 130, 132, 136)),
@@ -555,7 +560,7 @@ def judge_matrix(matrix: Matrix, got: dict, given: dict) -> list[Finding]:
             findings.append(
                 same_bytes(label, "amax", got["amax"], np.float32(truth.amax).reshape(1))
             )
-        # Each of so many additions one after the other rounds: those of a thread, of threads of a square, and of squares.
+        # Additions in sequence, each rounded: 128 in a square, and one for each square.
         additions = 128 + -(-matrix.num_rows // 128)
         rounding = additions * DTYPES[compute_dtype(matrix.x).name].half_ulp
         findings.append(
@@ -581,7 +586,7 @@ def judge_matrix(matrix: Matrix, got: dict, given: dict) -> list[Finding]:
 
 
 class Surveyed(NamedTuple):
-    """A matrix of which survey.cu finds the sums over rows, or with sums None the largest magnitude."""
+    """A matrix for survey.cu: sums over rows, or the largest magnitude if sums is None."""
 
     num_rows: int
     num_cols: int
@@ -590,7 +595,7 @@ class Surveyed(NamedTuple):
 
 
 def surveys() -> list[Surveyed]:
-    """Both kinds, of every dtype, whole packs and lone elements, several slabs and a part of one."""
+    """Both kinds in every dtype, packs and single elements, several slabs and a part of one."""
     shapes = (
         (1, 1, "float32"),
         (3000, 8, "bfloat16"),
@@ -641,7 +646,7 @@ def judge_survey(survey: Surveyed, got: dict, given: dict) -> list[Finding]:
 
 
 def run_scales(num_steps: int, where: CpuMachine | GpuCheckMachine) -> tuple[dict, dict]:
-    """What the end of a step of delayed scaling makes, and what it is given, of five tensors: the third was not used."""
+    """Results and inputs of a step of delayed scaling for five tensors; the third is unused."""
     history = np.abs(np.random.default_rng(num_steps).standard_normal((num_steps, 5))).astype(
         np.float32
     )
@@ -681,8 +686,10 @@ STEPS = (1, 2, 300)
 
 
 class WholeUnits(GpuCheckMachine):
-    """Arrays in units of 16 bytes that are zero: the copy engine reads whole units, also of those that an array shares with
-    others, and initcheck knows nothing of what is done with them."""
+    """Arrays in units of 16 bytes that are zero, for initcheck.
+
+    The copy engine reads whole units, also those that an array shares with others.
+    """
 
     def empty(self, shape: tuple[int, ...], dtype: str) -> tuple[Any, int]:
         storage = DTYPES[dtype].storage

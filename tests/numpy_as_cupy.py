@@ -1,6 +1,6 @@
-"""NumPy in CuPy's clothes: as much of CuPy as the benchmark uses, so that a whole run of it can be followed without a GPU.
+"""A stand-in for CuPy on NumPy arrays, so that the benchmark runs without a GPU.
 
-Memory is the host's, a call is over when it returns, and an event is never done before it is waited for.
+Memory is on the host. Calls are synchronous. An event is never done before it is waited for.
 """
 
 from __future__ import annotations

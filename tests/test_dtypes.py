@@ -1,4 +1,4 @@
-"""dtypes.py: host conversion is exact in one direction and rounded once, to nearest even, in the other."""
+"""dtypes.py: decode is exact, and encode rounds once, to nearest even."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def bits_of(raw: np.ndarray) -> np.ndarray:
 
 
 def by_fields(bits: np.ndarray, name: str) -> np.ndarray:
-    """What bit patterns mean by the IEEE 754 formula: sign, exponent and fraction taken apart, no conversion instruction."""
+    """Values of bit patterns by the IEEE 754 formula, from sign, exponent and fraction."""
     fraction_bits = DTYPES[name].digits - 1
     exponent_bits = 15 - fraction_bits
     sign = np.where(bits >> 15, -1.0, 1.0)
@@ -39,7 +39,7 @@ def by_fields(bits: np.ndarray, name: str) -> np.ndarray:
 
 @pytest.mark.parametrize("name", SHORT)
 def test_all_bit_patterns(name):
-    """decode is the IEEE formula on all 65536 patterns, and encode takes each back; a NaN stays a NaN of the same sign."""
+    """All 65536 patterns: decode is the IEEE formula, encode its inverse. NaN keeps its sign."""
     with np.errstate(invalid="ignore"):  # test_no_value_warns is about that
         values = decode(stored(ALL_BITS, name), name)
     np.testing.assert_array_equal(values, by_fields(ALL_BITS, name))
@@ -54,7 +54,7 @@ def test_all_bit_patterns(name):
 
 @pytest.mark.parametrize("name", SHORT)
 def test_no_value_warns(name):
-    """NaN (signalling ones too), infinity and overflow are values like others: no RuntimeWarning reaches the user."""
+    """NaN, signalling NaN, infinity and overflow raise no RuntimeWarning."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         values = decode(stored(ALL_BITS, name), name)
@@ -99,7 +99,7 @@ def float32_values(name: str, kind: str) -> np.ndarray:
         )
         return values.astype(np.float32)
     if kind == "overflow":
-        # Half a unit above the largest finite value is a tie that goes to infinity, all below it to the largest.
+        # Half a unit above the largest value is a tie, which is rounded to infinity.
         half_unit = dtype.largest * 2.0**-(dtype.digits) / (2 - 2.0 ** (1 - dtype.digits)) * 2
         edge = np.float32(min(dtype.largest + half_unit, float(np.finfo(np.float32).max)))
         near = [
@@ -133,8 +133,11 @@ def test_encode_agrees_with_torch(name, kind):
     ("name", "half_unit"), (("bfloat16", 2.0**-8), ("float16", 2.0**-11), ("float32", 2.0**-24))
 )
 def test_float64_is_rounded_once(name, half_unit):
-    """1 + half a unit + a little is above the tie, so it goes up; by way of a type in between the little is lost, the tie goes
-    to even, down. (For float32 there is no type in between here: the naive way is to cut off.)"""
+    """1 + half a unit + a little is rounded up.
+
+    Rounding to another type first loses the little, and the tie is rounded down to even. For
+    float32 no type is in between; there the naive way is to truncate.
+    """
     value = np.array([1 + half_unit + 2.0**-45])
     assert decode(encode(value, name), name)[0] == 1 + 2 * half_unit
     if name != "float32":
@@ -149,7 +152,7 @@ def test_float64_is_rounded_once(name, half_unit):
 
 @pytest.mark.parametrize("name", SHORT)
 def test_float64_is_rounded_to_the_nearest_of_all_values(name):
-    """Random float64 against a search among all finite values of the type: no rounding instruction, no scaling."""
+    """Random float64 values: the result is the nearest of all finite values of the type."""
     table = by_fields(ALL_BITS, name)
     table = np.unique(table[np.isfinite(table)])
     generator = np.random.default_rng(3)
@@ -168,7 +171,7 @@ def test_float64_is_rounded_to_the_nearest_of_all_values(name):
 
 @pytest.mark.parametrize("name", DTYPES)
 def test_limits_of_the_table(name):
-    """itemsize, digits, smallest, largest and half_ulp are what the format says, computed from its own values."""
+    """itemsize, digits, smallest, largest and half_ulp, computed from the values of the format."""
     dtype = DTYPES[name]
     assert dtype.itemsize == dtype.storage.itemsize == dtype.dlpack[1] // 8
     assert decode(encode(np.array([dtype.largest, dtype.smallest]), name), name).tolist() == [

@@ -211,8 +211,11 @@ def test_the_cells_that_others_win_are_those_that_the_readme_counts():
     slower = [each.median("cupynorm") / each.median(each.right[0]) - 1 for each in behind]
     said = re.search(r"is (\d+) to (\d+)% faster in (\d+) of (\d+) cells", README)
     assert tuple(map(int, said.groups())) == (
-        round(100 * min(slower)), round(100 * max(slower)), len(behind), len(cells),
-    )  # fmt: skip
+        round(100 * min(slower)),
+        round(100 * max(slower)),
+        len(behind),
+        len(cells),
+    )
 
 
 def test_the_steps_of_a_gpt_are_what_was_measured():

@@ -1,4 +1,4 @@
-"""The benchmark's run: the timer's rule, what is found wrong, and a whole run, followed on NumPy arrays and on a GPU."""
+"""bench: when timing stops, which errors are found, and whole runs on NumPy arrays and a GPU."""
 
 import concurrent.futures
 import json
@@ -28,7 +28,7 @@ from cupynorm.plan.problem import Tile
 
 @pytest.fixture
 def on_numpy(monkeypatch):
-    """The benchmark on NumPy arrays: cupynorm computes by its reference, torch on the CPU, and no GPU is asked for."""
+    """The benchmark on NumPy arrays: cupynorm uses its reference, torch the CPU."""
     pytest.importorskip(
         "torch._dynamo"
     )  # before it can see a cupy that has only what the benchmark needs
@@ -56,7 +56,7 @@ def on_numpy(monkeypatch):
 
 
 class Clock:
-    """A host and a GPU that works through a queue: enough to see who is ahead. Times in microseconds."""
+    """A host and a GPU with a queue, so that a test sees which is ahead. Microseconds."""
 
     def __init__(self, flush_time):
         self.host = self.gpu = 0.0
@@ -175,7 +175,8 @@ def test_environment_names_what_is_there():
         found["numpy"] == np.__version__ and found["cupynorm"] and found["date"].endswith("+00:00")
     )
     json.dumps(found, allow_nan=False)
-    code = "import sys, cupynorm.gpu.environment; cupynorm.gpu.environment.environment(); sys.exit('torch' in sys.modules)"
+    code = "import sys, cupynorm.gpu.environment; cupynorm.gpu.environment.environment(); "
+    code += "sys.exit('torch' in sys.modules)"
     variables = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
     assert subprocess.run([sys.executable, "-c", code], env=variables).returncode == 0
 
@@ -192,7 +193,7 @@ OPTIONS = [
 @pytest.mark.filterwarnings("ignore:Mismatch dtype")  # torch's, of a weight of another dtype
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda options: next(iter(options), "plain"))
 def test_a_run_on_numpy(on_numpy, options):
-    """Every direction and both norms: right, checked against float64, with torch beside it where torch has a function."""
+    """Every direction and both norms agree with float64; torch is measured where it can."""
     todo = cells(NORMS, ["float32"], ["forward", "backward", "both"], [33, 64], 2**10, **options)
     shown = []
 
@@ -232,11 +233,17 @@ def with_torch_compile(on_numpy, monkeypatch):
 @pytest.mark.parametrize("residual", [False, True], ids=["plain", "residual"])
 @pytest.mark.parametrize("out_dtype", ["float8_e4m3fn", "float8_e5m2"])
 def test_a_run_of_8_bit_outputs(with_torch_compile, out_dtype, residual):
-    """Every scale and both norms, widths beyond whole blocks: values and scales are right, with torch.compile beside it."""
+    """Every scale and both norms at widths with a part of a block; torch.compile is measured."""
     todo = cells(
-        NORMS, ["bfloat16", "float64"], ["forward"], [33, 256], 2**10, scales=SCALES, out_dtype=out_dtype,
+        NORMS,
+        ["bfloat16", "float64"],
+        ["forward"],
+        [33, 256],
+        2**10,
+        scales=SCALES,
+        out_dtype=out_dtype,
         residual=residual,
-    )  # fmt: skip
+    )
     result = measure.bench(todo, runs=1, seed=3, peers=["torch", "torch.compile"])
     assert (
         [measured.cell for measured in result.measurements] == todo
@@ -261,7 +268,7 @@ WIDE = "block: pack_size 8, threads_per_row 32, packs_per_thread 1"
 
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 def test_tiles_take_turns_beside_what_dispatch_chooses(on_numpy, monkeypatch, direction):
-    """In 256 columns that a tile holds; in 512, which it does not, it says so and the others are measured."""
+    """A tile holds 256 columns. For 512 its cell has an error, and the others are measured."""
     forced = []
 
     def prepared(cell, tensors, **options):
@@ -412,7 +419,7 @@ def test_torch_says_that_it_has_no_8_bit_outputs(on_numpy):
 @pytest.mark.parametrize("library", ["cupynorm", "torch.compile"])
 @pytest.mark.parametrize("scale", SCALES)
 def test_wrong_8_bit_outputs_are_found(with_torch_compile, scale, library):
-    """Wrong scales, also of values that fit them; wrong bytes; bytes that nothing has written; too few scales."""
+    """Wrong scales, wrong values, values that are not written, and missing scales are found."""
     cell = Cell("rms_norm", "forward", "float32", 8, 320, out_dtype="float8_e4m3fn", scale=scale)
     tensors, _ = tensors_of(cell, 3)
     truth = Truth(cell, tensors, 0)
@@ -508,8 +515,13 @@ def test_inputs_are_those_that_are_named(on_numpy):
     assert np.array_equal(again.x, tensors.x) and not np.array_equal(other.x, tensors.x)
     forward, _ = tensors_of(Cell("rms_norm", "forward", "float32", 4, 8), 5)
     assert [name for name, each in zip(forward._fields, forward) if each is None] == [
-        "dy", "bias", "residual", "dsum", "scale", "amax",
-    ]  # fmt: skip
+        "dy",
+        "bias",
+        "residual",
+        "dsum",
+        "scale",
+        "amax",
+    ]
     quantized, _ = tensors_of(
         Cell("rms_norm", "forward", "float32", 4, 8, out_dtype="float8_e5m2", scale="given"), 5
     )
@@ -693,7 +705,7 @@ def test_a_small_run_of_8_bit_outputs(dtype, out_dtype):
 
 @pytest.mark.gpu
 def test_a_small_run_of_tiles():
-    """Both compile ahead in processes of their own; a tile that dispatch does not choose is right, too."""
+    """Both compile in other processes first; a tile that dispatch does not choose is right."""
     tile = "block: pack_size 8, threads_per_row 128, packs_per_thread 4, exact 1"
     todo = cells(["layer_norm"], ["bfloat16"], ["forward", "backward"], [4096], 2**18)
     todo += cells(

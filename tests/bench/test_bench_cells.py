@@ -108,8 +108,11 @@ def test_every_combination_once():
     assert [cell.num_cols for cell in cells()] == list(COLS) * 2
     by_rows = cells(["rms_norm"], ["float16"], ["both"], [64, 32], 7, rows=[5, 6], residual=True)
     assert [(cell.num_rows, cell.num_cols, cell.residual) for cell in by_rows] == [
-        (5, 64, True), (6, 64, True), (5, 32, True), (6, 32, True),
-    ]  # fmt: skip
+        (5, 64, True),
+        (6, 64, True),
+        (5, 32, True),
+        (6, 32, True),
+    ]
 
 
 def test_models_bring_their_norm_and_shapes():
@@ -141,18 +144,38 @@ def test_models_bring_their_norm_and_shapes():
         ((["rms_norm"], ["float32"]), {"weight_dtype": "int8"}, "dtype is 'int8'"),
         ((["rms_norm"], ["float32"], ["sideways"]), {}, "direction is 'sideways'"),
         ((["rms_norm"], ["float8_e5m2"]), {}, "dtype is 'float8_e5m2'"),
-        ((["rms_norm"],), {"scales": ["row"]}, "scale is 'row' with out_dtype None; expected an out_dtype of float8_e4m3fn or"),
-        ((["rms_norm"],), {"scales": ["row"], "out_dtype": "float32"}, "scale is 'row' with out_dtype float32"),
-        ((["rms_norm"],), {"scales": ["column"], "out_dtype": "float8_e5m2"}, "scale is 'column'; expected given or tensor or"),
-        ((["rms_norm"],), {"out_dtype": "float8_e5m2"}, "direction is forward, backward with out_dtype float8_e5m2; expected"),
+        (
+            (["rms_norm"],),
+            {"scales": ["row"]},
+            "scale is 'row' with out_dtype None; expected an out_dtype of float8_e4m3fn or",
+        ),
+        (
+            (["rms_norm"],),
+            {"scales": ["row"], "out_dtype": "float32"},
+            "scale is 'row' with out_dtype float32",
+        ),
+        (
+            (["rms_norm"],),
+            {"scales": ["column"], "out_dtype": "float8_e5m2"},
+            "scale is 'column'; expected given or tensor or",
+        ),
+        (
+            (["rms_norm"],),
+            {"out_dtype": "float8_e5m2"},
+            "direction is forward, backward with out_dtype float8_e5m2; expected",
+        ),
         ((), {"models": ["gpt9"]}, "models is 'gpt9'"),
         ((["rms_norm"], []), {}, "no dtype is given"),
         ((["rms_norm"], ["float32"], ["forward"], []), {}, "cols is empty"),
         ((["rms_norm"], ["float32"], ["forward"], [0]), {}, "cols is 0"),
         ((["rms_norm"], ["float32"], ["forward"], [8]), {"rows": [4, 0]}, "rows is 4, 0"),
-        ((["rms_norm"], ["float32"], ["forward"], [32, 64], 63), {}, "elements is 63, less than one row of 64 columns"),
+        (
+            (["rms_norm"], ["float32"], ["forward"], [32, 64], 63),
+            {},
+            "elements is 63, less than one row of 64 columns",
+        ),
     ],
-)  # fmt: skip
+)
 def test_cells_that_cannot_be(arguments, options, sentence):
     with pytest.raises(ValueError, match=sentence):
         cells(*arguments, **options)

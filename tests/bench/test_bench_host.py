@@ -91,9 +91,13 @@ def test_modules_are_called_as_models_call_them(norm):
     for label, (direction, record) in bench_host.CALLS.items():
         calls = bench_host.module_calls(norm, label, tensors)
         assert list(calls) == ["cupynorm", "torch"]
-        assert [type(call.func if direction == "forward" else call.args[0].func).__module__ for call in calls.values()] == [
-            "cupynorm.nn.modules", "torch.nn.modules.normalization",
-        ]  # fmt: skip
+        assert [
+            type(call.func if direction == "forward" else call.args[0].func).__module__
+            for call in calls.values()
+        ] == [
+            "cupynorm.nn.modules",
+            "torch.nn.modules.normalization",
+        ]
         ours, torchs = (call() for call in calls.values())
         if direction == "forward":
             assert ours.requires_grad == torchs.requires_grad == record

@@ -1,4 +1,4 @@
-"""The benchmark of LayerNormLinear: whole cells of it on the CPU, what it prints, what it objects to; with a GPU, real ones."""
+"""bench of LayerNormLinear: whole cells on the CPU and a GPU, output, refused arguments."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is made of measurements, on literal ones: statistics, tables, README, JSON, plots, and one run against another."""
+"""Reports of literal measurements: statistics, tables, README, JSON, plots, comparisons."""
 
 import builtins
 import json
@@ -102,8 +102,8 @@ def test_the_table():
     )
     first, second = text.splitlines()[:2]
     assert (
-        first
-        == "NVIDIA H200, driver 580.1, CUDA 13.0, CuPy 14.2.0, liger 0.8.5, cupynorm 0.1.0, 2026-11-20"
+        first == "NVIDIA H200, driver 580.1, CUDA 13.0, CuPy 14.2.0, liger 0.8.5, cupynorm 0.1.0, "
+        "2026-11-20"
     )
     assert "flushed" in second and "Medians of 3 runs" in second
     assert "layer_norm forward, bfloat16" in text and "layer_norm backward, bfloat16" in text
@@ -160,8 +160,8 @@ def test_markdown_has_one_row_per_num_cols():
     table = [line for line in lines if line.startswith("|")]
     assert len(table) == 4
     assert (
-        table[0]
-        == "| num_cols | forward: strategy | cupynorm | torch | backward: strategy | cupynorm | torch |"
+        table[0] == "| num_cols | forward: strategy | cupynorm | torch "
+        "| backward: strategy | cupynorm | torch |"
     )
     assert table[1].count("---") == 7
     assert (

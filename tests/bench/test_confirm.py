@@ -1,4 +1,4 @@
-"""The rows of a data file that are measured beside the model, with a measurement that is made up."""
+"""confirm.py with made-up times: rows of a data file are compared with the model."""
 
 from __future__ import annotations
 

@@ -174,8 +174,19 @@ def _cudnn():
 
 
 def _flash_attn():
-    def layer_norm_fn(x, weight, bias, residual=None, x1=None, weight1=None, bias1=None, eps=1e-6, dropout_p=0.0, rowscale=None,
-                      prenorm=False):  # fmt: skip
+    def layer_norm_fn(
+        x,
+        weight,
+        bias,
+        residual=None,
+        x1=None,
+        weight1=None,
+        bias1=None,
+        eps=1e-6,
+        dropout_p=0.0,
+        rowscale=None,
+        prenorm=False,
+    ):
         added = x if residual is None else x + residual
         y = (
             rms(added, weight, eps)
@@ -373,7 +384,7 @@ def test_rounding_once_and_offsets(stand_ins):
 @pytest.mark.parametrize("name", PEERS)
 @pytest.mark.parametrize("norm", ["layer_norm", "rms_norm"])
 def test_the_real_libraries(name, norm):
-    """Whatever is installed runs, or says what it lacks. (Whether it is right is its own affair, and shown in the table.)"""
+    """Installed libraries run or name what they lack. Their results are not judged here."""
     from cupynorm.bench import measure
 
     if why := missing(name):

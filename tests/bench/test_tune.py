@@ -1,4 +1,4 @@
-"""tune.py: who wins and by how much, what is left out, and a whole run, followed on NumPy arrays and on a GPU."""
+"""tune.py: which tile wins, which are left out, and whole runs on NumPy arrays and a GPU."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ needs_compiler = pytest.mark.skipif(
     bool(_no_compiler()), reason=_no_compiler() or "there is a compiler"
 )
 
-# -- who wins --------------------------------------------------------------------------------------------
+# Who wins.
 
 
 @pytest.mark.parametrize(
@@ -114,7 +114,7 @@ def test_what_is_left_out_is_said():
     assert not stopped and str(stopped).endswith("stopped after 1 of 2 problems: KeyboardInterrupt")
 
 
-# -- the check -------------------------------------------------------------------------------------------
+# The check.
 
 
 class Recording(CpuMachine):
@@ -165,7 +165,7 @@ def test_the_check_runs_the_candidate(norm, direction):
     assert wrong and " is " in wrong and "expected" in wrong
 
 
-# -- a run -----------------------------------------------------------------------------------------------
+# A run.
 
 
 @pytest.fixture
@@ -236,8 +236,10 @@ def test_candidates_that_spill_fail_or_are_off_are_left_out(on_numpy, monkeypatc
     found = tune.tune(TODO[:1], runs=1)
     (each,) = found.findings
     assert sorted(each.left_out.values()) == [
-        "fails (CUDA_ERROR_INVALID_VALUE: invalid argument)", "spills registers", "y is 3; expected 2"
-    ]  # fmt: skip
+        "fails (CUDA_ERROR_INVALID_VALUE: invalid argument)",
+        "spills registers",
+        "y is 3; expected 2",
+    ]
     assert each.default not in each.left_out and each.num_measured == 2
     (sentence,) = each.off
     assert (
@@ -283,7 +285,7 @@ def test_without_a_gpu(monkeypatch):
         tune.tune()
 
 
-# -- the command -----------------------------------------------------------------------------------------
+# The command.
 
 
 def test_the_command_writes_a_table_that_is_used_when_asked_for(monkeypatch, tmp_path, capsys):
@@ -337,7 +339,7 @@ def test_the_command_refuses_first(tmp_path, capsys):
     assert "'both' is unknown; expected some of forward,backward" in capsys.readouterr().err
 
 
-# -- on a GPU --------------------------------------------------------------------------------------------
+# On a GPU.
 
 
 @pytest.mark.gpu

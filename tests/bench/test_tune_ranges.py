@@ -1,4 +1,4 @@
-"""tune_ranges.py without a GPU: times are made up, so what is kept, merged and left alone is known."""
+"""tune_ranges.py with made-up times: which rows are kept, merged or left alone."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_two_percent_over_the_model_are_kept():
 
 
 def test_what_is_faster_is_found_and_the_rest_stays():
-    """A tile of 5 stages, or one block more, is made to be faster: rows with it take the place of those that are measured."""
+    """Tiles of 5 stages or one more block are faster, so they replace the measured rows."""
 
     def measure(cell, tiles):
         return [90.0 if tile.stages == 4 else 100.0 for _, tile in tiles]

@@ -1,4 +1,4 @@
-"""python -m cupynorm: what it prints, its exit codes, and that a wrong kernel makes the check fail."""
+"""python -m cupynorm: its output, its exit codes, and a check that fails for a wrong kernel."""
 
 import os
 import re
@@ -274,9 +274,20 @@ def test_plan(capsys):
 
 def test_plan_options(capsys):
     code, out, _ = call(
-        capsys, "plan", "5000", "--device", "H200", "--norm", "rms_norm", "--direction", "backward", "--strategy", "uncached",
-        "--sm-margin", "32",
-    )  # fmt: skip
+        capsys,
+        "plan",
+        "5000",
+        "--device",
+        "H200",
+        "--norm",
+        "rms_norm",
+        "--direction",
+        "backward",
+        "--strategy",
+        "uncached",
+        "--sm-margin",
+        "32",
+    )
     plan = plans.plan(
         5000,
         device="H200",
@@ -401,7 +412,8 @@ def test_the_table_says_where_the_strategy_changes():
         ),
         (
             ("plan", "64", "--device", "H200", "--out-dtype", "float8_e5m2", "--direction", "both"),
-            "--direction is both and --out-dtype float8_e5m2; no gradient has 8 bits, use --direction forward",
+            "--direction is both and --out-dtype float8_e5m2; no gradient has 8 bits, "
+            "use --direction forward",
         ),
         (
             ("bench", "--amax"),
@@ -417,7 +429,8 @@ def test_the_table_says_where_the_strategy_changes():
         ),
         (
             ("bench", "--out-dtype", "float8_e5m2", "--direction", "both"),
-            "--direction is both and --out-dtype float8_e5m2; no gradient has 8 bits, use --direction forward",
+            "--direction is both and --out-dtype float8_e5m2; no gradient has 8 bits, "
+            "use --direction forward",
         ),
         (("bench", "--cols", "0"), "expected 1 or more"),
         (("bench", "--cols", "64,,"), "not a whole number"),
@@ -706,7 +719,10 @@ def test_a_reader_that_stops_early():
     os.close(reading)
     result = subprocess.run(
         [sys.executable, "-m", "cupynorm", "plan", "--table", "--device", "H200"],
-        stdout=writing, stderr=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )  # fmt: skip
+        stdout=writing,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
     os.close(writing)
     assert result.returncode == 0 and result.stderr == ""

@@ -11,7 +11,7 @@ from cupynorm.norm.plans import plan
 
 
 def test_only_the_sum_over_partial_rows_overlaps_what_came_before_it():
-    """From sm_90 on, where its kernel can wait; not where it reads x and dy itself, beside the kernel of dx."""
+    """From sm_90 on, if its kernel waits for another; not if it reads x and dy itself."""
     for device, expected in (
         ("H200", [False, True]),
         ("B200", [False, True]),

@@ -1,4 +1,4 @@
-"""Kernels on the CPU: right results, every fault as a sentence, conversions, sanitizers, compiler, cache."""
+"""Kernels on the CPU: results, errors for faults, conversions, sanitizers, compiler, cache."""
 
 import shutil
 import struct
@@ -37,7 +37,7 @@ def aligned(num_values, dtype=np.float32):
     return raw[start : len(raw) - 16 + start].view(dtype)
 
 
-# -- right results, and wrong ones where a barrier is missing --------------------------------------------
+# Right results, and wrong ones where a barrier is missing.
 
 
 def block_sums(with_barrier, seed):
@@ -211,7 +211,8 @@ def test_a_buffer_filled_before_its_store_has_read_it_shows():
     [
         (
             "no_wait",
-            r"bulk load of 256 bytes is under way|without having waited for a bulk load at the mbarrier",
+            r"bulk load of 256 bytes is under way"
+            r"|without having waited for a bulk load at the mbarrier",
         ),
         ("wrong_parity", r"under way|without having waited for a bulk load|waits at the mbarrier"),
         ("no_store_wait", r"thread 0 of block \d exits without having waited for its bulk stores"),
@@ -264,7 +265,8 @@ def test_sends_within_a_cluster(cluster_size):
         ("not_shared", r"maps a pointer that is not in its own block's shared memory"),
         (
             "to_the_end",
-            r"was overwritten|ends while a bulk load of 4 bytes is under way|ends without having waited",
+            r"was overwritten|ends while a bulk load of 4 bytes is under way"
+            r"|ends without having waited",
         ),
     ],
 )
@@ -276,7 +278,7 @@ def test_faults_of_sends(fault, sentence):
 
 @pytest.mark.parametrize("fault", ["one_buffer", "too_few_bytes", "before_init"])
 def test_sends_that_come_too_early_show(fault):
-    """For some orders: a value is overwritten, a block goes on without the last value, or a peer does not run yet."""
+    """For some orders a value is overwritten or missing, or a peer has not started."""
 
     def shows(seed):
         try:
@@ -287,7 +289,7 @@ def test_sends_that_come_too_early_show(fault):
     assert any(shows(seed) for seed in SEEDS)
 
 
-# -- faults ----------------------------------------------------------------------------------------------
+# Faults.
 
 
 @pytest.mark.parametrize(
@@ -299,7 +301,8 @@ def test_sends_that_come_too_early_show(fault):
         ),
         (
             "different_masks",
-            r"mask 0xffffffff.*, thread 16 .*mask 0xfffffff0.*; the lanes of one call must all give",
+            r"mask 0xffffffff.*, thread 16 .*mask 0xfffffff0.*; "
+            r"the lanes of one call must all give",
         ),
         (
             "half_masks",
@@ -429,7 +432,7 @@ def test_two_threads_at_once():
     assert wrong == []
 
 
-# -- conversions -----------------------------------------------------------------------------------------
+# Conversions.
 
 
 def converted(name, x, dtype):
@@ -465,7 +468,7 @@ def rounded_to_bfloat16(x):
 
 
 def difficult(dtype, mantissa_bits, least_exponent):
-    """Random values, ties and their neighbours, subnormals, overflow, what rounds wrongly by way of float."""
+    """Random values, ties and their neighbours, subnormals, overflow, double rounding."""
     random = np.random.default_rng(0)
     scales = np.ldexp(
         random.standard_normal(40000), random.integers(least_exponent - 14, 130, 40000)
@@ -518,7 +521,7 @@ def test_double_is_rounded_once():
     assert widened(converted("DoubleToBfloat", x, np.uint16)[1])[0] == 1 + 2.0**-7
 
 
-# -- sanitizers ------------------------------------------------------------------------------------------
+# Sanitizers.
 
 
 def run_sanitized(sanitize, body):
@@ -546,8 +549,9 @@ SCALE = 'instance("packs.cu", "scale_packs").launch(1, 64, words(x.ctypes.data{}
 BOTH = ("address", "undefined")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sanitize", [("address",), ("undefined",), BOTH])
-def test_sanitizers_let_a_right_kernel_pass(sanitize):
+def test_sanitizers_accept_a_right_kernel(sanitize):
     result = run_sanitized(sanitize, SCALE.format("", 256))
     assert (result.returncode, result.stdout) == (0, "sum 2048.0\n"), result.stderr
 
@@ -601,7 +605,7 @@ def test_address_sanitizer_without_its_environment():
         instance("packs.cu", "scale_packs", sanitize=("thread",))
 
 
-# -- compiler and cache ----------------------------------------------------------------------------------
+# Compiler and cache.
 
 
 def test_no_compiler(monkeypatch, tmp_path):
@@ -667,6 +671,7 @@ def test_compile_many(monkeypatch, tmp_path):
         assert y[0] == 4 * pack_size
 
 
+@pytest.mark.slow
 def test_two_processes_with_an_empty_cache(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("PYTHONPATH", f"{ROOT}:{Path(__file__).parent}")

@@ -1,7 +1,7 @@
-"""Every kernel path with each operand in a layout of its own: values against float64, outputs' surroundings untouched.
+"""Every kernel path with one operand in another layout: right values, and no stray writes.
 
-A kernel may read several rows as one piece of memory only if all of its tensors allow it. These tests draw the layout of each
-operand independently of the others.
+A kernel may read several rows as one piece of memory only if all of its tensors allow it. So each
+operand has a layout that does not depend on the others.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ PATHS = {
 
 
 class _NumpyLibrary(arrays.CuPyLibrary):
-    """NumPy arrays in place of CuPy's, as if their memory were a GPU's; what is allocated is NaN."""
+    """NumPy arrays that stand in for CuPy's; allocated memory is NaN."""
 
     address = staticmethod(lambda array: array.ctypes.data)
     exchange_device = staticmethod(lambda index: index)

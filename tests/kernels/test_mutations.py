@@ -1,4 +1,4 @@
-"""Proof that running the kernels on the CPU sees bugs: each known kind of bug, put into a copy of the sources, shows."""
+"""Kernels on the CPU show bugs: a test fails for each kind of bug in a copy of the sources."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from cupynorm.plan.problem import Tile
 
 ROOT = Path(__file__).parents[2]
 H200 = DEVICES["H200"]
-# Few multiprocessors: blocks and clusters take several rows each, so that what is missing between rows shows.
+# With few multiprocessors each block works on several rows, so errors between rows show.
 SMALL = replace(
     H200, name="small", num_sms=2, clusters=tuple((size, 1) for size, _ in H200.clusters)
 )
@@ -34,9 +34,9 @@ _GUARD = 1 << 16  # bytes: more than all rows of a block that a wrong bound may 
 
 
 class MutatedMachine(CpuMachine):
-    """Runs the kernels of a folder of sources. A wrong index must not hurt this process: memory around arrays is watched.
+    """Runs the kernels of a folder. Guards around arrays catch writes to wrong addresses.
 
-    apart: arrays begin each elsewhere in 16 bytes.
+    apart: each array begins at another offset within 16 bytes.
     """
 
     def __init__(self, folder: Path, seed: int = 0, apart: bool = False) -> None:
@@ -67,9 +67,13 @@ class MutatedMachine(CpuMachine):
     def launch(self, kernel_launch: Launch, words: tuple) -> None:
         kernel = kernel_launch.kernel
         on_cpu.kernel(kernel.source, kernel.name_expression, folder=self.folder).launch(
-            kernel_launch.grid_size, kernel_launch.block_size, pack(words), smem_bytes=kernel_launch.smem_bytes,
-            cluster_size=kernel_launch.cluster_size, seed=self.seed,
-        )  # fmt: skip
+            kernel_launch.grid_size,
+            kernel_launch.block_size,
+            pack(words),
+            smem_bytes=kernel_launch.smem_bytes,
+            cluster_size=kernel_launch.cluster_size,
+            seed=self.seed,
+        )
 
     def guards_are_whole(self) -> bool:
         return all(
@@ -81,7 +85,7 @@ class MutatedMachine(CpuMachine):
 def sees_a_bug(folder: Path, case: Case, center: float) -> bool:
     problem = random_problem(case)
     if center:
-        # Values about a large mean, exact in float32: what is computed carelessly loses digits here.
+        # Values near a large mean, exact in float32, show a loss of digits.
         problem = replace(problem, x=np.float64(np.float32(problem.x + center)))
     welford = case.statistics == "welford" or uses_welford(case, SMALL)
     for seed in SEEDS:
@@ -108,7 +112,7 @@ def own_cache(tmp_path_factory):
 
 
 def copy_of_sources(folder: Path) -> Path:
-    # The headers that stand in for CUDA stay where they are: the scheduler is then compiled once for all copies.
+    # Without on_cpu, so that the scheduler is compiled once for all copies.
     shutil.copytree(nvrtc.cuda_src(), folder, ignore=shutil.ignore_patterns("on_cpu"))
     return folder
 
@@ -119,10 +123,10 @@ def mutate(folder: Path, file: str, old: str, new: str) -> None:
     (folder / file).write_text(text.replace(old, new))
 
 
-# A margin of one of the two multiprocessors: a forward block, too, goes from row to row.
+# A margin of one of the two multiprocessors makes forward blocks work on several rows, too.
 WARP = Case("layer_norm", 37, 40, "float32", strategy="warp")
 ODD = Case("layer_norm", 5, 37, "float32", strategy="warp", tile=Tile(1, 16, 3, rows_per_block=4))
-# Bundles of several parts and of one, the last of few rows; a row a lane; and rows that not all lanes have a part of.
+# Bundles of several parts and of one, with a lane for each row, and with idle lanes.
 BUNDLE = Case(
     "layer_norm", 150, 127, "bfloat16", strategy="warp", tile=Tile(1, 8, 16, 8, stages=2, bundle=12)
 )
@@ -151,8 +155,8 @@ BLOCK = Case(
 )
 SHARED = Case("layer_norm", 5, 264, "float32", strategy="block", tile=Tile(4, 96), sm_margin=1)
 CLUSTER = Case("layer_norm", 5, 264, "float64", strategy="cluster")  # a ring takes no float64
-# Rings of which the last warp has a part of a row or nothing, and in which a warp keeps weights in shared memory. One block or
-# cluster takes 12 rows: three times round each ring and the four buffers.
+# Rings whose last warp has few columns or none, and with weights in shared memory. A block or
+# cluster works on 12 rows, so it uses each slot and each of four buffers three times.
 RING = Case("layer_norm", 24, 4 * 470, "float32", strategy="block", tile=Tile(4, 96, 5, stages=3))
 CLUSTER_RING = Case(
     "layer_norm",
@@ -223,7 +227,10 @@ MUTATIONS = {
         "reduce.cuh", "__syncthreads();\n      constexpr int width", "constexpr int width", BLOCK
     ),
     "block reduction with one buffer": Mutation(
-        "reduce.cuh", "buffers + turn * max_parts * num_warps;\n      turn ^= 1;", "buffers;", UNCACHED
+        "reduce.cuh",
+        "buffers + turn * max_parts * num_warps;\n      turn ^= 1;",
+        "buffers;",
+        UNCACHED,
     ),
     "block reduction that leaves the last warp out": Mutation(
         "reduce.cuh", "source < num_warps ?", "source < num_warps - 1 ?", BLOCK
@@ -232,129 +239,239 @@ MUTATIONS = {
         "reduce.cuh", "cluster_sync();\n    const int source", "const int source", CLUSTER
     ),
     "cluster reduction with one buffer": Mutation(
-        "reduce.cuh", "buffers + turn * Block::max_parts * cluster_size;\n    turn ^= 1;", "buffers;", CLUSTER
+        "reduce.cuh",
+        "buffers + turn * Block::max_parts * cluster_size;\n    turn ^= 1;",
+        "buffers;",
+        CLUSTER,
     ),
     "shuffle that names too few lanes": Mutation(
         "reduce.cuh", "__shfl_xor_sync(0xffffffffu", "__shfl_xor_sync(0x7fffffffu", WARP
     ),
     "packs of a thread that are added up with some left out": Mutation(
-        "sums.cuh", "total_of<first + step, 2 * step, count / 2>", "total_of<first, 2 * step, count / 2>",
+        "sums.cuh",
+        "total_of<first + step, 2 * step, count / 2>",
+        "total_of<first, 2 * step, count / 2>",
         Case("rms_norm", 9, 64, "float32", strategy="warp", tile=Tile(4, 4, 4, 8, exact=1)),
     ),
     "shuffle over half of the lanes": Mutation(
-        "reduce.cuh", "distance = threads / 2; distance > 0", "distance = threads / 4; distance > 0", WARP
+        "reduce.cuh",
+        "distance = threads / 2; distance > 0",
+        "distance = threads / 4; distance > 0",
+        WARP,
     ),
     "cluster forward in registers that does not wait for its peers to run": Mutation(
         "forward_cluster.cu", "if (!peers_run) cluster_sync();", "", CLUSTER
     ),
     "cluster backward in registers that does not wait for its peers to run": Mutation(
-        "backward_cluster.cu", "cluster_sync();  // a block may write to its peers once they run", "", CLUSTER
+        "backward_cluster.cu",
+        "cluster_sync();  // a block may write to its peers once they run",
+        "",
+        CLUSTER,
     ),
     "cluster in registers that begins at the first column": Mutation(
-        "register_row.cuh", "return cols.first_col + register_col<tile>(0)", "return register_col<tile>(0)", CLUSTER
+        "register_row.cuh",
+        "return cols.first_col + register_col<tile>(0)",
+        "return register_col<tile>(0)",
+        CLUSTER,
     ),
-    "pack beyond the row that counts": Mutation("statistics.cuh", "in_row ? squares : Compute(0)", "squares", ODD),
-    "pack beyond the row that is written": Mutation("store.cuh", "if (present) store_pack", "store_pack", ODD),
+    "pack beyond the row that counts": Mutation(
+        "statistics.cuh", "in_row ? squares : Compute(0)", "squares", ODD
+    ),
+    "pack beyond the row that is written": Mutation(
+        "store.cuh", "if (present) store_pack", "store_pack", ODD
+    ),
     "gradient of a pack beyond the row that counts": Mutation(
-        "register_gradient.cuh", "present && in_row(pack);\n      Compute scales", "present;\n      Compute scales", ODD
+        "register_gradient.cuh",
+        "present && in_row(pack);\n      Compute scales",
+        "present;\n      Compute scales",
+        ODD,
     ),
     "row of shared memory that begins a pack late": Mutation(
         "smem_row.cuh", "f(col, values);", "f(col + tile.pack_size, values);", SHARED
     ),
     "cluster backward in shared memory that does not wait for its peers to run": Mutation(
-        "backward_smem.cuh", "cluster_sync();  // a block may write to its peers once they run", "", SHARED_CLUSTER
+        "backward_smem.cuh",
+        "cluster_sync();  // a block may write to its peers once they run",
+        "",
+        SHARED_CLUSTER,
     ),
     "one column too many": Mutation(
-        "register_row.cuh", "register_col<tile>(pack) < num_cols", "register_col<tile>(pack) <= num_cols", ODD,
+        "register_row.cuh",
+        "register_col<tile>(pack) < num_cols",
+        "register_col<tile>(pack) <= num_cols",
+        ODD,
     ),
     "one column too few": Mutation(
-        "register_row.cuh", "register_col<tile>(pack) < num_cols", "register_col<tile>(pack) < num_cols - 1", ODD,
+        "register_row.cuh",
+        "register_col<tile>(pack) < num_cols",
+        "register_col<tile>(pack) < num_cols - 1",
+        ODD,
     ),
-    "row offset in columns": Mutation("store.cuh", "y + row * y_stride + col", "y + row * (y_stride - 1) + col", ODD),
+    "row offset in columns": Mutation(
+        "store.cuh", "y + row * y_stride + col", "y + row * (y_stride - 1) + col", ODD
+    ),
     "correction of the mean dropped": Mutation(
-        "statistics.cuh", "(value - first) * rstd + shift", "(value - first) * rstd", BLOCK, center=1e4
+        "statistics.cuh",
+        "(value - first) * rstd + shift",
+        "(value - first) * rstd",
+        BLOCK,
+        center=1e4,
     ),
     "variance from the mean of squares": Mutation(
-        "statistics.cuh", "squares_of(centered_values)",
-        "squares_of(values) - pack_size * first * first", BLOCK, center=1e3,
+        "statistics.cuh",
+        "squares_of(centered_values)",
+        "squares_of(values) - pack_size * first * first",
+        BLOCK,
+        center=1e3,
     ),
     "eps left out": Mutation(
         "statistics.cuh", "+ static_cast<Compute>(eps)", "", replace(BLOCK, eps=1e-3)
     ),
     "weight applied twice": Mutation(
-        "store.cuh", "y_values[at] * weights[at] + biases[at]", "y_values[at] * weights[at] * weights[at] + biases[at]", WARP
+        "store.cuh",
+        "y_values[at] * weights[at] + biases[at]",
+        "y_values[at] * weights[at] * weights[at] + biases[at]",
+        WARP,
     ),
     "bias of the neighbouring column": Mutation(
-        "parameter.cuh", "load_pack<pack_size>(parameter + col)", "load_pack<pack_size>(parameter + (col ^ pack_size))", WARP
+        "parameter.cuh",
+        "load_pack<pack_size>(parameter + col)",
+        "load_pack<pack_size>(parameter + (col ^ pack_size))",
+        WARP,
     ),
-    "dx without the mean of wdy": Mutation("backward.cuh", "((wdy - mean_wdy) - x_hat", "(wdy - x_hat", WARP),
-    "parameter sums without their barrier": Mutation("backward_parameters.cu", "  __syncthreads();\n", "", WARP),
+    "dx without the mean of wdy": Mutation(
+        "backward.cuh", "((wdy - mean_wdy) - x_hat", "(wdy - x_hat", WARP
+    ),
+    "parameter sums without their barrier": Mutation(
+        "backward_parameters.cu", "  __syncthreads();\n", "", WARP
+    ),
     "parameter sums without the last warp": Mutation(
-        "backward_parameters.cu", "warp < num_warps; ++warp", "warp < num_warps - 1; ++warp", UNCACHED
+        "backward_parameters.cu",
+        "warp < num_warps; ++warp",
+        "warp < num_warps - 1; ++warp",
+        UNCACHED,
     ),
     "sums of the warps of a block without their barrier": Mutation(
-        "register_gradient.cuh", "        __syncthreads();\n        for_each_sum", "        for_each_sum", WARP
+        "register_gradient.cuh",
+        "        __syncthreads();\n        for_each_sum",
+        "        for_each_sum",
+        WARP,
     ),
-    "bundle whose rows are not waited for": Mutation("bundle.cuh", "bulk_wait(barriers + slot, round);", "", BUNDLE),
+    "bundle whose rows are not waited for": Mutation(
+        "bundle.cuh", "bulk_wait(barriers + slot, round);", "", BUNDLE
+    ),
     "sum that is not left in a bundle": Mutation(
-        "forward_bundle.cuh", "values.store_own(sums + own, present);", "{}", replace(BUNDLE, residual=True)
+        "forward_bundle.cuh",
+        "values.store_own(sums + own, present);",
+        "{}",
+        replace(BUNDLE, residual=True),
     ),
     "residual that is read where x is": Mutation(
-        "forward_bundle.cuh", "slot + at * all_streams[at].slot_bytes()", "slot", replace(BUNDLE, residual=True)
+        "forward_bundle.cuh",
+        "slot + at * all_streams[at].slot_bytes()",
+        "slot",
+        replace(BUNDLE, residual=True),
     ),
-    "bundle that is waited for with one parity": Mutation("bundle.cuh", "slot, round)", "slot, 0)", BUNDLE),
+    "bundle that is waited for with one parity": Mutation(
+        "bundle.cuh", "slot, round)", "slot, 0)", BUNDLE
+    ),
     "bundle that is fetched before its lanes have written": Mutation(
         "bundle.cuh", "the slot is free.\n      __syncwarp();", "the slot is free.", BUNDLE
     ),
-    "bundle whose last rows are not fetched": Mutation("bundle.cuh", "(part_rows), left)", "(part_rows), left - 1)", BUNDLE_32),
-    "bundle whose parts are all the first": Mutation("bundle.cuh", "threadIdx.x) % 32 / lanes;", "threadIdx.x) * 0;", BUNDLE),
-    "bundle whose ends are not written": Mutation("bundle.cuh", "if (lane < head) to[lane] = image[lane];", "", BUNDLE),
+    "bundle whose last rows are not fetched": Mutation(
+        "bundle.cuh", "(part_rows), left)", "(part_rows), left - 1)", BUNDLE_32
+    ),
+    "bundle whose parts are all the first": Mutation(
+        "bundle.cuh", "threadIdx.x) % 32 / lanes;", "threadIdx.x) * 0;", BUNDLE
+    ),
+    "bundle whose ends are not written": Mutation(
+        "bundle.cuh", "if (lane < head) to[lane] = image[lane];", "", BUNDLE
+    ),
     "bundle whose results take the place of what is still to read": Mutation(
-        "forward_bundle.cuh", "__syncwarp();  // all lanes have read what the results overwrite", "", BUNDLE_1
+        "forward_bundle.cuh",
+        "__syncwarp();  // all lanes have read what the results overwrite",
+        "",
+        BUNDLE_1,
     ),
     "bundle whose results take the place of what is still to read, backward": Mutation(
-        "register_gradient.cuh", "__syncwarp();  // all lanes have read what the results overwrite", "", BUNDLE_1
+        "register_gradient.cuh",
+        "__syncwarp();  // all lanes have read what the results overwrite",
+        "",
+        BUNDLE_1,
     ),
     "bundle whose sums take the place of rows that others still read": Mutation(
         "backward_bundle.cuh", "__syncthreads();  // the sums overwrite the images", "", BUNDLE_32
     ),
     "bundle whose idle lanes read beyond their row": Mutation(
-        "register_row.cuh", "tile.packs_per_thread > 1 ? 0 : -register_col<tile>(0)", "0", BUNDLE_FEW
+        "register_row.cuh",
+        "tile.packs_per_thread > 1 ? 0 : -register_col<tile>(0)",
+        "0",
+        BUNDLE_FEW,
     ),
     "a mask of 9 rounds": Mutation("dropout.cuh", "round < 10", "round < 9", SUM),
     "a mask that is the same in every row": Mutation("dropout.cuh", "/ 4, row)", "/ 4, 0)", SUM),
-    "a mask whose words change places": Mutation("dropout.cuh", "at & 1 ? odd : even", "at & 1 ? even : odd", SUM),
+    "a mask whose words change places": Mutation(
+        "dropout.cuh", "at & 1 ? odd : even", "at & 1 ? even : odd", SUM
+    ),
     "a residual that is scaled": Mutation(
-        "sum_load.cuh", "    factor.multiply(row, col, values, present);\n", "", replace(SUM, dropout_p=0.0)
+        "sum_load.cuh",
+        "    factor.multiply(row, col, values, present);\n",
+        "",
+        replace(SUM, dropout_p=0.0),
     ),
     "a gradient that is not scaled": Mutation(
         "backward_stores.cuh", "    factor.multiply(row, col, split, present);\n", "", SUM
     ),
     "a second output with the first's weights": Mutation(
-        "store.cuh", "second.store(row, col, values, kept.second", "first.store(row, col, values, kept.first", TWO
+        "store.cuh",
+        "second.store(row, col, values, kept.second",
+        "first.store(row, col, values, kept.first",
+        TWO,
     ),
     "y again of the first columns' biases": Mutation(
-        "register_gradient.cuh", "load(in_row(pack) ? col(pack) : cols.first_col, biases)", "load(cols.first_col, biases)",
-        AGAIN
+        "register_gradient.cuh",
+        "load(in_row(pack) ? col(pack) : cols.first_col, biases)",
+        "load(cols.first_col, biases)",
+        AGAIN,
     ),
-    "y again beyond the row": Mutation("register_gradient.cuh", "scales, biases, counts", "scales, biases, true", AGAIN),
-    "y again of another row": Mutation("backward_stores.cuh", "store_y.store(row, col", "store_y.store(row ^ 1, col", AGAIN),
+    "y again beyond the row": Mutation(
+        "register_gradient.cuh", "scales, biases, counts", "scales, biases, true", AGAIN
+    ),
+    "y again of another row": Mutation(
+        "backward_stores.cuh", "store_y.store(row, col", "store_y.store(row ^ 1, col", AGAIN
+    ),
     "y again with weights for biases": Mutation(
-        "backward_ring.cuh", "biases.unpack_to(pack, shifts)", "weights.unpack_to(pack, shifts)", AGAIN_IN_RING
+        "backward_ring.cuh",
+        "biases.unpack_to(pack, shifts)",
+        "weights.unpack_to(pack, shifts)",
+        AGAIN_IN_RING,
     ),
     "biases where the weights are": Mutation(
-        "backward_ring.cuh", "parameters + decltype(weights)::smem_bytes", "parameters", AGAIN_IN_RING,
+        "backward_ring.cuh",
+        "parameters + decltype(weights)::smem_bytes",
+        "parameters",
+        AGAIN_IN_RING,
     ),
     "x_hat with the bias in it": Mutation(
-        "x_hat_load.cuh", "(values[at] - biases[at]) / divisor", "values[at] / divisor", BY_Y,
+        "x_hat_load.cuh",
+        "(values[at] - biases[at]) / divisor",
+        "values[at] / divisor",
+        BY_Y,
     ),
-    "x_hat that is normalised again": Mutation("backward.cuh", "if constexpr (normalized) return x;", "", BY_Y),
-    "a staged row that is not waited for": Mutation("staged_row.cuh", "bulk_wait(barrier, turn++);", "turn++;", STAGED),
+    "x_hat that is normalised again": Mutation(
+        "backward.cuh", "if constexpr (normalized) return x;", "", BY_Y
+    ),
+    "a staged row that is not waited for": Mutation(
+        "staged_row.cuh", "bulk_wait(barrier, turn++);", "turn++;", STAGED
+    ),
     "a staged row that is waited for with one parity": Mutation(
         "staged_row.cuh", "bulk_wait(barrier, turn++);", "bulk_wait(barrier, 0);", STAGED
     ),
     "a staged row that another block has": Mutation(
-        "forward_block.cu", "staged.fetch(problem.load, row + turns.step,", "staged.fetch(problem.load, row + 1,", STAGED
+        "forward_block.cu",
+        "staged.fetch(problem.load, row + turns.step,",
+        "staged.fetch(problem.load, row + 1,",
+        STAGED,
     ),
     "a last row that first blocks leave out": Mutation(
         "turns.cuh", "min(shared_out, num_rows)", "min(shared_out - 1, num_rows)", STAGED
@@ -362,17 +479,20 @@ MUTATIONS = {
     "later blocks that begin a row late": Mutation(
         "turns.cuh", "(is_first ? 0 : shared_out)", "(is_first ? 0 : shared_out + 1)", STAGED
     ),
-    "later blocks that leave rows out": Mutation("turns.cuh", "num_blocks - num_first)", "num_blocks)", STAGED),
-    "a cluster that leaves its last columns out": Mutation(
-        "slice.cuh", "whole.first_col + last * step, whole.last_col)", "whole.first_col + last * step, whole.last_col - 2)",
-        CLUSTER
+    "later blocks that leave rows out": Mutation(
+        "turns.cuh", "num_blocks - num_first)", "num_blocks)", STAGED
     ),
-}  # fmt: skip
+    "a cluster that leaves its last columns out": Mutation(
+        "slice.cuh",
+        "whole.first_col + last * step, whole.last_col)",
+        "whole.first_col + last * step, whole.last_col - 2)",
+        CLUSTER,
+    ),
+}
 
 
-# What the ring's barriers keep apart, who sends what to whom, and where a warp's part lies. A ring has no mutation for what
-# only a GPU's memory can get wrong: fences, and the order of release and acquire. To the emulator a store is seen by all at
-# once.
+# Barriers, exchanged values and the columns of a warp. Fences and the order of release and acquire
+# have no mutation, because on the CPU every thread sees a store at once.
 def ring_mutations() -> dict[str, Mutation]:
     both = {"block": RING, "cluster": CLUSTER_RING}
     wait = "bulk_wait(barriers + turn % num_buffers, turn / num_buffers);"
@@ -381,53 +501,129 @@ def ring_mutations() -> dict[str, Mutation]:
     free = "// All lanes have written, so all have read: the slot is free.\n    __syncwarp();"
     in_both = {
         "ring whose sums are not waited for": ("exchange.cuh", wait, ""),
-        "ring whose sums are waited for with one parity": ("exchange.cuh", wait, wait.replace("turn / num_buffers)", "0)")),
-        "ring with three buffers for four turns of sums": ("exchange.cuh", "num_buffers = 4;", "num_buffers = 3;"),
-        "ring whose broadcasts are not waited for": ("exchange.cuh", "bulk_wait(barriers + buffer, turn / 2);", ""),
+        "ring whose sums are waited for with one parity": (
+            "exchange.cuh",
+            wait,
+            wait.replace("turn / num_buffers)", "0)"),
+        ),
+        "ring with three buffers for four turns of sums": (
+            "exchange.cuh",
+            "num_buffers = 4;",
+            "num_buffers = 3;",
+        ),
+        "ring whose broadcasts are not waited for": (
+            "exchange.cuh",
+            "bulk_wait(barriers + buffer, turn / 2);",
+            "",
+        ),
         "ring whose broadcasts are waited for with one parity": (
-            "exchange.cuh", "bulk_wait(barriers + buffer, turn / 2);", "bulk_wait(barriers + buffer, 0);"
+            "exchange.cuh",
+            "bulk_wait(barriers + buffer, turn / 2);",
+            "bulk_wait(barriers + buffer, 0);",
         ),
         "ring in which no warp's turn it is to find statistics": (
-            "forward_ring.cuh", "turns_until_own = Shape::num_warps - 1;", "turns_until_own = Shape::num_warps;"
+            "forward_ring.cuh",
+            "turns_until_own = Shape::num_warps - 1;",
+            "turns_until_own = Shape::num_warps;",
         ),
-        "ring whose halves of a warp send each other's values": ("forward_ring.cuh", "? squares : mean", "? mean : squares"),
+        "ring whose halves of a warp send each other's values": (
+            "forward_ring.cuh",
+            "? squares : mean",
+            "? mean : squares",
+        ),
         "ring in which a part of a row counts as a whole one": (
-            "forward_ring.cuh", "part_of(Sums::source(index)).size()", "Shape::part_cols"
+            "forward_ring.cuh",
+            "part_of(Sums::source(index)).size()",
+            "Shape::part_cols",
         ),
-        "ring whose rows are not waited for": ("ring.cuh", "if (num_cols > 0) bulk_wait(barriers + at.slot, at.round);", ""),
-        "ring whose rows are waited for with one parity": ("ring.cuh", "barriers + at.slot, at.round", "barriers + at.slot, 0"),
+        "ring whose rows are not waited for": (
+            "ring.cuh",
+            "if (num_cols > 0) bulk_wait(barriers + at.slot, at.round);",
+            "",
+        ),
+        "ring whose rows are waited for with one parity": (
+            "ring.cuh",
+            "barriers + at.slot, at.round",
+            "barriers + at.slot, 0",
+        ),
         "ring that never counts its rounds": ("ring.cuh", "++round;", ""),
         "ring copied a pack short": (
-            "ring.cuh", "if constexpr (aligned) return bytes;", "if constexpr (aligned) return bytes - 16;"
+            "ring.cuh",
+            "if constexpr (aligned) return bytes;",
+            "if constexpr (aligned) return bytes - 16;",
         ),
         "ring whose warps all take the first part": (
-            "ring.cuh", "source / num_warps), source % num_warps", "source / num_warps), 0"
+            "ring.cuh",
+            "source / num_warps), source % num_warps",
+            "source / num_warps), 0",
         ),
         "ring that a warp fills before its lanes have read": ("forward_ring.cuh", free, ""),
-        "ring that a warp fills before its lanes have read, backward": ("backward_ring.cuh", free, ""),
-        "ring that fills the slot of the next row": ("forward_ring.cuh", "fetch(at.slot);", "fetch(ahead.slot);"),
-        "ring that fills the slot of the next row, backward": ("backward_ring.cuh", "fetch(at.slot);", "fetch(ahead.slot);"),
+        "ring that a warp fills before its lanes have read, backward": (
+            "backward_ring.cuh",
+            free,
+            "",
+        ),
+        "ring that fills the slot of the next row": (
+            "forward_ring.cuh",
+            "fetch(at.slot);",
+            "fetch(ahead.slot);",
+        ),
+        "ring that fills the slot of the next row, backward": (
+            "backward_ring.cuh",
+            "fetch(at.slot);",
+            "fetch(ahead.slot);",
+        ),
         "ring that goes on filling after the last row": (
-            "forward_ring.cuh", "turn + tile.stages < turns.count", "turn + tile.stages <= turns.count"
+            "forward_ring.cuh",
+            "turn + tile.stages < turns.count",
+            "turn + tile.stages <= turns.count",
         ),
         "ring that stops filling a row early": (
-            "backward_ring.cuh", "turn + tile.stages < turns.count", "turn + tile.stages + 1 < turns.count"
+            "backward_ring.cuh",
+            "turn + tile.stages < turns.count",
+            "turn + tile.stages + 1 < turns.count",
         ),
-        "ring with garbage beyond the row": ("ring_row.cuh", "value = in_part(pack) ? value : Compute(0);", ";"),
+        "ring with garbage beyond the row": (
+            "ring_row.cuh",
+            "value = in_part(pack) ? value : Compute(0);",
+            ";",
+        ),
         "ring with garbage beyond the row, backward": (
-            "backward_ring.cuh", "present = Shape::in_part(pack, cols);", "present = true;",
+            "backward_ring.cuh",
+            "present = Shape::in_part(pack, cols);",
+            "present = true;",
         ),
-        "ring whose barriers are used before they are made": ("forward_ring.cuh", "ring_sync<tile>();", ""),
-        "ring whose barriers are used before they are made, backward": ("backward_ring.cuh", "ring_sync<tile>();", ""),
+        "ring whose barriers are used before they are made": (
+            "forward_ring.cuh",
+            "ring_sync<tile>();",
+            "",
+        ),
+        "ring whose barriers are used before they are made, backward": (
+            "backward_ring.cuh",
+            "ring_sync<tile>();",
+            "",
+        ),
         "ring that takes dy for x": (
-            "backward_ring.cuh", "dy.in(start + RingOffset<tile, X>::part_bytes, is_ahead)", "dy.in(start, is_ahead)"
+            "backward_ring.cuh",
+            "dy.in(start + RingOffset<tile, X>::part_bytes, is_ahead)",
+            "dy.in(start, is_ahead)",
         ),
-        "ring that adds x to x": ("forward_ring.cuh", "+ stream * RingOffset<tile, Held>::part_bytes", ""),
-        "ring that returns no sum": ("forward_ring.cuh", "problem.load.keep(row,", "problem.load.keep(0,"),
+        "ring that adds x to x": (
+            "forward_ring.cuh",
+            "+ stream * RingOffset<tile, Held>::part_bytes",
+            "",
+        ),
+        "ring that returns no sum": (
+            "forward_ring.cuh",
+            "problem.load.keep(row,",
+            "problem.load.keep(0,",
+        ),
         "ring that takes a row's statistics for the next one's": (
-            "backward_ring.cuh", "add(turn + 1, next)", "add(turn + 1, gradient)",
+            "backward_ring.cuh",
+            "add(turn + 1, next)",
+            "add(turn + 1, gradient)",
         ),
-    }  # fmt: skip
+    }
     made = {
         f"{name} ({kind})": Mutation(*change, case)
         for name, change in in_both.items()
@@ -440,37 +636,56 @@ def ring_mutations() -> dict[str, Mutation]:
             )
     return made | {
         "ring of a block that waits for a lane of each warp": Mutation(
-            "exchange.cuh", "buffer, tile.threads_per_row +", "buffer, num_warps +", RING,
+            "exchange.cuh",
+            "buffer, tile.threads_per_row +",
+            "buffer, num_warps +",
+            RING,
         ),
         "ring of several rows a block that exchange sums in one place": Mutation(
             "exchange.cuh", "smem + RingShape<tile>::group() * group_bytes", "smem", GROUP_RING
         ),
         "ring of several rows a block that add up their sums at once": Mutation(
-            "backward_ring.cuh", "    __syncthreads();\n    if (Shape::group() + kept", "    if (Shape::group() + kept",
-            GROUP_RING
+            "backward_ring.cuh",
+            "    __syncthreads();\n    if (Shape::group() + kept",
+            "    if (Shape::group() + kept",
+            GROUP_RING,
         ),
         "ring of a block in which nobody arrives": Mutation("exchange.cuh", arrive, ";", RING),
         "ring whose warps share their weights": Mutation(
-            "ring_parameters.cuh", "(smem) + Shape::thread())", "(smem) + Shape::thread() % 32)", RING
+            "ring_parameters.cuh",
+            "(smem) + Shape::thread())",
+            "(smem) + Shape::thread() % 32)",
+            RING,
         ),
         "ring of a cluster that expects the sums of a turn twice": Mutation(
             "exchange.cuh", wait + "\n", expect + wait + "\n", CLUSTER_RING
         ),
-        "ring of a cluster that never expects sums again": Mutation("exchange.cuh", expect, "", CLUSTER_RING),
+        "ring of a cluster that never expects sums again": Mutation(
+            "exchange.cuh", expect, "", CLUSTER_RING
+        ),
         "ring of a cluster that expects half of the sums": Mutation(
-            "exchange.cuh", "num_values * num_sources * static_cast", "num_sources * static_cast", CLUSTER_RING,
+            "exchange.cuh",
+            "num_values * num_sources * static_cast",
+            "num_sources * static_cast",
+            CLUSTER_RING,
         ),
         "ring of a cluster whose blocks send to one place": Mutation(
-            "exchange.cuh", "at + cluster_rank() * num_warps", "at", CLUSTER_RING,
+            "exchange.cuh",
+            "at + cluster_rank() * num_warps",
+            "at",
+            CLUSTER_RING,
         ),
         "ring of a cluster that only synchronises its blocks": Mutation(
             "ring.cuh", "    cluster_sync();", "    __syncthreads();", CLUSTER_RING
         ),
         "ring of one row that adds the next one up": Mutation(
-            "backward_ring.cuh", "      add(turn, gradient);", "      add(turn, next);", RING,
+            "backward_ring.cuh",
+            "      add(turn, gradient);",
+            "      add(turn, next);",
+            RING,
             backward=replace(RING.tile, stages=1),
         ),
-    }  # fmt: skip
+    }
 
 
 MUTATIONS |= ring_mutations()
@@ -478,8 +693,7 @@ MUTATIONS |= ring_mutations()
 
 @pytest.fixture
 def same_tile_backward(tile_of_backward):
-    """Backward of a mutation's case takes the tile of forward, too, unless it names its own; but a block's backward has no rows
-    in shared memory."""
+    """Backward gets its own tile, or that of forward if the strategy allows it."""
 
     def give(case: Case, backward: Tile | None) -> list:
         if (
@@ -502,7 +716,8 @@ def test_mutation_is_seen(name, tmp_path, same_tile_backward):
     assert sees_a_bug(folder, mutation.case, mutation.center)
 
 
-def test_sources_as_they_are_pass(tmp_path, same_tile_backward):
+@pytest.mark.slow
+def test_unchanged_sources_pass(tmp_path, same_tile_backward):
     folder = copy_of_sources(tmp_path / "cuda_src")
     for case, backward, center in {
         (each.case, each.backward, each.center) for each in MUTATIONS.values()
@@ -511,7 +726,7 @@ def test_sources_as_they_are_pass(tmp_path, same_tile_backward):
         assert not sees_a_bug(folder, case, center), case
 
 
-# -- sanitizers ------------------------------------------------------------------------------------------
+# Sanitizers.
 
 
 SANITIZED = f"""
@@ -531,7 +746,8 @@ if folder:
     on_cpu.kernel = lambda *arguments, **options: kernel(*arguments, **options, folder=Path(folder))
 for case in cases:
     problem, machine = random_problem(case), CpuMachine(sanitize=sanitize)
-    findings = judge_all(problem, run_kernels(problem, machine), rounded_mean=uses_welford(case, machine.device))
+    welford = uses_welford(case, machine.device)
+    findings = judge_all(problem, run_kernels(problem, machine), rounded_mean=welford)
     assert CheckResult(findings).ok, CheckResult(findings)
 print(len(cases), "cases pass")
 """
@@ -548,7 +764,7 @@ def run_sanitized(cases: list[Case], folder: str = "") -> subprocess.CompletedPr
     )
 
 
-# Every kernel, rows in registers, in shared memory and on their way through a ring, whole packs and single elements.
+# Every kernel and path, in packs and in single elements.
 SMALL_CASES = [
     Case("layer_norm", 5, 40, "bfloat16", strategy="warp"),
     Case("layer_norm", 5, 37, "float32", strategy="warp", residual=True),
@@ -566,7 +782,7 @@ SMALL_CASES = [
         tile=Tile(8, 32, packs_per_thread=1, cluster_size=8),
     ),
     Case("rms_norm", 3, 129, "float32", strategy="cluster"),
-    # So wide that backward, too, passes through a ring.
+    # Wide enough for a ring in backward, too.
     Case(
         "layer_norm",
         3,
@@ -594,6 +810,7 @@ SMALL_CASES = [
 ]
 
 
+@pytest.mark.slow
 def test_every_kernel_passes_the_sanitizers():
     result = run_sanitized(SMALL_CASES)
     assert (result.returncode, result.stdout) == (0, f"{len(SMALL_CASES)} cases pass\n"), (

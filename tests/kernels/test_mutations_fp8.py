@@ -1,4 +1,4 @@
-"""As test_mutations.py, of kernels whose results have 8 bits: with a bug in the source a check of test_quantized.py is off."""
+"""As test_mutations.py for 8-bit results: a bug in the sources makes a check fail."""
 
 from __future__ import annotations
 
@@ -84,74 +84,176 @@ CHECKS = {
 MUTATIONS = {
     "another largest number": ("float8.cuh", "largest = 448.0f", "largest = 240.0f", "row"),
     "a sign that counts": ("amax.cuh", "negative & 0x7fffffffu", "negative", "row"),
-    "positive values that are not compared": ("amax.cuh", "positive = max(positive, __float_as_int(values[at]));", "", "row"),
-    "no rule for an amax of zero": ("scales.cuh", "if (bits == 0 || bits >= infinity_bits) return 1.0f;", "", "block"),
-    "scales that are no powers of two": (
-        "scales.cuh", "power_of_two ? scale & infinity_bits : scale", "scale", "powers of two",
+    "positive values that are not compared": (
+        "amax.cuh",
+        "positive = max(positive, __float_as_int(values[at]));",
+        "",
+        "row",
     ),
-    "exponents rounded down": ("scales.cuh", "(bits >> 23) + ((bits & 0x7fffffu) != 0)", "(bits >> 23)", "mx"),
+    "no rule for an amax of zero": (
+        "scales.cuh",
+        "if (bits == 0 || bits >= infinity_bits) return 1.0f;",
+        "",
+        "block",
+    ),
+    "scales that are no powers of two": (
+        "scales.cuh",
+        "power_of_two ? scale & infinity_bits : scale",
+        "scale",
+        "powers of two",
+    ),
+    "exponents rounded down": (
+        "scales.cuh",
+        "(bits >> 23) + ((bits & 0x7fffffu) != 0)",
+        "(bits >> 23)",
+        "mx",
+    ),
     "an amax that is not raised": ("amax.cuh", "found > __ldcg(amax)", "false", "given"),
     "lanes that keep the wrong half": (
-        "row_scales.cuh", "values[at].add(upper ? others : mine);", "values[at].add(mine);", "block",
+        "row_scales.cuh",
+        "values[at].add(upper ? others : mine);",
+        "values[at].add(mine);",
+        "block",
     ),
-    "scales of the wrong lane": ("row_scales.cuh", "index / own * holders, lanes)", "0, lanes)", "mx"),
+    "scales of the wrong lane": (
+        "row_scales.cuh",
+        "index / own * holders, lanes)",
+        "0, lanes)",
+        "mx",
+    ),
     "scales in place of their inverses": (
-        "quantize_store.cuh", "= inverse_of(multiplier.factor)", "= multiplier.factor", "block",
+        "quantize_store.cuh",
+        "= inverse_of(multiplier.factor)",
+        "= multiplier.factor",
+        "block",
     ),
-    "values that are not scaled": ("quantize_store.cuh", "(value, factor) : value * factor", "(value, factor) : value", "row"),
-    "no scale of the tensor": ("quantize_store.cuh", "carried.factor = rule.scale_of(*amax, largest_finite);", "", "tensor"),
+    "values that are not scaled": (
+        "quantize_store.cuh",
+        "(value, factor) : value * factor",
+        "(value, factor) : value",
+        "row",
+    ),
+    "no scale of the tensor": (
+        "quantize_store.cuh",
+        "carried.factor = rule.scale_of(*amax, largest_finite);",
+        "",
+        "tensor",
+    ),
     "the largest of a lane, not of its warp": (
-        "forward_ring.cuh", "warp_reduce<32>(kept_row.scales.largest())", "kept_row.scales.largest()", "ring",
+        "forward_ring.cuh",
+        "warp_reduce<32>(kept_row.scales.largest())",
+        "kept_row.scales.largest()",
+        "ring",
     ),
     "y left in the next row's place": (
-        "forward_ring.cuh", "write_previous(turn - 1, row - turns.step)", "write_previous(turn - 1, row)", "ring",
+        "forward_ring.cuh",
+        "write_previous(turn - 1, row - turns.step)",
+        "write_previous(turn - 1, row)",
+        "ring",
     ),
     "largest magnitudes that are not waited for": (
-        "forward_ring.cuh", "largests.wait(turn, Shape::thread() == 0);", "", "ring",
+        "forward_ring.cuh",
+        "largests.wait(turn, Shape::thread() == 0);",
+        "",
+        "ring",
     ),
-    "the same row fetched again": ("register_row.cuh", "row(min(row, num_rows - 1))", "row(0)", "ahead"),
+    "the same row fetched again": (
+        "register_row.cuh",
+        "row(min(row, num_rows - 1))",
+        "row(0)",
+        "ahead",
+    ),
     "a next row that another block has": (
-        "forward_block.cu", "row + turns.step, problem.num_rows", "row + 1, problem.num_rows", "ahead",
+        "forward_block.cu",
+        "row + turns.step, problem.num_rows",
+        "row + 1, problem.num_rows",
+        "ahead",
     ),
     "numbers below 2^-126 that are flushed": (
-        "quantize_sources.cuh", "times_large(values[at], factor)", "values[at] * factor * 0.0f", "small numbers",
+        "quantize_sources.cuh",
+        "times_large(values[at], factor)",
+        "values[at] * factor * 0.0f",
+        "small numbers",
     ),
-    "a matrix whose amax nobody finds": ("quantize_sources.cuh", "largest.add_pack(values);", "", "matrix"),
+    "a matrix whose amax nobody finds": (
+        "quantize_sources.cuh",
+        "largest.add_pack(values);",
+        "",
+        "matrix",
+    ),
     "a matrix whose own amax makes no scale": (
-        "quantize_sources.cuh", "rule.scale_of(*amax, FormatOf<Y>::largest)", "1.0f", "own amax",
+        "quantize_sources.cuh",
+        "rule.scale_of(*amax, FormatOf<Y>::largest)",
+        "1.0f",
+        "own amax",
     ),
     "sums that leave the last group of threads out": (
-        "column_sums.cuh", "from < num_groups; ++from) sum +=", "from < num_groups - 1; ++from) sum +=", "sums",
+        "column_sums.cuh",
+        "from < num_groups; ++from) sum +=",
+        "from < num_groups - 1; ++from) sum +=",
+        "sums",
     ),
     "a tensor whose step ends though it was not used": (
-        "update_scales.cu", "if ((latest & 0x7fffffffu) == 0) return;", "", "delayed scales",
+        "update_scales.cu",
+        "if ((latest & 0x7fffffffu) == 0) return;",
+        "",
+        "delayed scales",
     ),
-    "an amax of NaN that counts": ("update_scales.cu", "if (bits <= infinity_bits) amax", "amax", "delayed scales"),
+    "an amax of NaN that counts": (
+        "update_scales.cu",
+        "if (bits <= infinity_bits) amax",
+        "amax",
+        "delayed scales",
+    ),
     "an infinite amax that makes a scale": (
-        "update_scales.cu", "found > 0 && found < infinity_bits", "found > 0", "delayed scales",
+        "update_scales.cu",
+        "found > 0 && found < infinity_bits",
+        "found > 0",
+        "delayed scales",
     ),
     "a margin that is forgotten": (
-        "update_scales.cu", "(problem.largest[blockIdx.x]) * problem.factor", "(problem.largest[blockIdx.x])", "delayed scales",
+        "update_scales.cu",
+        "(problem.largest[blockIdx.x]) * problem.factor",
+        "(problem.largest[blockIdx.x])",
+        "delayed scales",
     ),
     "a history that stays where it is": (
-        "update_scales.cu", "moves ? history[(at + 1) * step]", "moves ? history[at * step]", "delayed scales",
+        "update_scales.cu",
+        "moves ? history[(at + 1) * step]",
+        "moves ? history[at * step]",
+        "delayed scales",
     ),
-    "an amax that is not cleared": ("update_scales.cu", "at == 0 ? 0 : next", "next", "delayed scales"),
+    "an amax that is not cleared": (
+        "update_scales.cu",
+        "at == 0 ? 0 : next",
+        "next",
+        "delayed scales",
+    ),
     "the first steps of a long history alone": (
-        "update_scales.cu", "first < num_steps; first += tile.block_size()", "first < min(num_steps, 1ll); first += num_steps",
+        "update_scales.cu",
+        "first < num_steps; first += tile.block_size()",
+        "first < min(num_steps, 1ll); first += num_steps",
         "delayed scales",
     ),
     "rows that are left out": (
-        "survey.cu", "row += tile.packs_per_thread * num_groups", "row += 9 * num_groups", "sums of many rows",
+        "survey.cu",
+        "row += tile.packs_per_thread * num_groups",
+        "row += 9 * num_groups",
+        "sums of many rows",
     ),
     "rows of the next slab, too": (
-        "survey.cu", "first_row + problem.rows_of_slab", "first_row + 2 * problem.rows_of_slab", "sums of a matrix",
+        "survey.cu",
+        "first_row + problem.rows_of_slab",
+        "first_row + 2 * problem.rows_of_slab",
+        "sums of a matrix",
     ),
     "a matrix without its last slab": (
-        "survey.cu", "row = first_row + group; row < end", "row = first_row + group; row < end && end < problem.num_rows",
+        "survey.cu",
+        "row = first_row + group; row < end",
+        "row = first_row + group; row < end && end < problem.num_rows",
         "amax of a matrix",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -191,11 +293,11 @@ def test_mutation_is_seen(name, tmp_path, with_sources):
 
 
 @pytest.mark.parametrize("check", CHECKS)
-def test_sources_as_they_are_pass(check, tmp_path, with_sources):
+def test_unchanged_sources_pass(check, tmp_path, with_sources):
     with_sources(copy_of_sources(tmp_path / "cuda_src"), CHECKS[check])
 
 
-# -- sanitizers ------------------------------------------------------------------------------------------
+# Sanitizers.
 
 SANITIZED = f"""
 import sys
@@ -206,13 +308,15 @@ from cupynorm.norm.arguments import QuantizeOptions, quantize_call
 from cupynorm.check.kernels import CpuMachine
 from cupynorm.check.results import CheckResult
 from every_kernel import (
-    E4M3, Kept, judge_matrix, judge_quantized, judge_scales, judge_survey, matrices, quantized_cases, run_matrix, run_quantized,
-    run_scales, run_survey, surveys,
+    E4M3, Kept, judge_matrix, judge_quantized, judge_scales, judge_survey, matrices,
+    quantized_cases, run_matrix, run_quantized, run_scales, run_survey, surveys,
 )
 
 machine = CpuMachine(sanitize=("address", "undefined"))
 findings = []
-by_kernel = {{(case.strategy, case.tile, how.scaling): (case, how) for case, how in quantized_cases()}}
+by_kernel = {{
+    (case.strategy, case.tile, how.scaling): (case, how) for case, how in quantized_cases()
+}}
 for case, how in [by_kernel[each] for each in sorted(by_kernel, key=str)][::4]:
     findings += judge_quantized(case, how, *run_quantized(case, how, machine), exact=True)
 for matrix in matrices()[::3]:
@@ -226,9 +330,12 @@ for amax in (2e-38, 3e38):
     x = kept.put("x", np.full((4, 64), amax, np.float32))
     of_amax = kept.put("amax", np.full(1, amax, np.float32))
     scale_inv = kept.poisoned("scale_inv", (1,), "float32")
-    data, transposed = (kept.poisoned(name, shape, "uint8") for name, shape in (("data", (4, 64)), ("transposed", (64, 4))))
-    call = quantize_call({{"x": Rows(x, 4, 64, 64, "float32")}}, QuantizeOptions(E4M3, rule=(0.0, False)))
-    given = {{"x": x, "data": data, "transposed": transposed, "scale_inv": scale_inv, "amax": of_amax}}
+    data = kept.poisoned("data", (4, 64), "uint8")
+    transposed = kept.poisoned("transposed", (64, 4), "uint8")
+    options = QuantizeOptions(E4M3, rule=(0.0, False))
+    call = quantize_call({{"x": Rows(x, 4, 64, 64, "float32")}}, options)
+    given = {{"x": x, "data": data, "transposed": transposed}}
+    given |= {{"scale_inv": scale_inv, "amax": of_amax}}
     for launch, words in zip(call.launches, call.fill(given)):
         machine.launch(launch, words)
     largest = np.float32(448) / np.float32(amax) if amax > 1e-30 else np.finfo(np.float32).max
@@ -238,6 +345,7 @@ print(len(findings) > 50)
 """
 
 
+@pytest.mark.slow
 def test_kernels_of_8_bits_pass_the_sanitizers():
     try:
         environment = on_cpu.sanitized_environment()

@@ -1,4 +1,4 @@
-"""Problems drawn at random from all that a call can be: what nobody thought of listing. A seed names its problems for good."""
+"""Random problems with every option of a call. A seed always draws the same problems."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def draw(generator: random.Random, max_elements: int, max_cols: int) -> Case:
 
 
 def draw_fused(generator: random.Random, max_elements: int, max_cols: int) -> Case:
-    """With a sum of its own dtype, dropout and a scale of each row."""
+    """Adds a sum of another dtype, dropout, a scale of each row, and second outputs."""
     case = draw(generator, max_elements, max_cols)
     residual_dtype = generator.choice([None, "float32", *DTYPES])
     fused = replace(
@@ -52,7 +52,7 @@ def draw_fused(generator: random.Random, max_elements: int, max_cols: int) -> Ca
         bias1=generator.choice([None, None, *DTYPES]),
         round_x_hat=generator.random() < 0.3,
         memory_efficient=generator.random() < 0.3,
-        # Of a row that is all but empty an eps of 0 leaves a variance that a rounding decides.
+        # With eps 0 a rounding would decide the variance of a row that is mostly dropped.
         eps=generator.choice([1e-5, 1e-3]),
     )
     # y must have the arithmetic of the sum.
@@ -72,7 +72,8 @@ def check(on: str, seed: int, num_cases: int, max_elements: int, max_cols: int, 
         try:
             welford = uses_welford(case, where.device)
             results = run_kernels(problem, where)
-        except ValueError as refusal:  # a forced strategy may be too narrow, or lack a cluster: nothing else may be refused
+        except ValueError as refusal:
+            # Only a strategy that is too narrow or has no cluster may be refused.
             assert case.strategy and (
                 "too narrow" in str(refusal) or "too few for a cluster" in str(refusal)
             ), refusal
@@ -82,11 +83,13 @@ def check(on: str, seed: int, num_cases: int, max_elements: int, max_cols: int, 
     assert result.ok, result.summary()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(6))
 def test_on_the_cpu(seed):
     check("cpu", seed, num_cases=8, max_elements=1 << 13, max_cols=1 << 13)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(6))
 def test_fused_on_the_cpu(seed):
     check("cpu", seed, num_cases=8, max_elements=1 << 13, max_cols=1 << 13, draw=draw_fused)

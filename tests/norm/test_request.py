@@ -449,7 +449,7 @@ def test_backward_requests_of_different_options_have_their_own_prepared_calls(ke
     ],
 )
 def test_a_path_that_does_not_suit_its_tile_is_refused_in_every_call(strategy, tile, message):
-    """Tiles are compared without their path, so a prepared call of an equal tile must not be used."""
+    """Tiles are compared without their path: an equal tile's prepared call must not be used."""
     x = np.ones((4, 128), np.float32)
     cupynorm.layer_norm(x, 128, strategy=strategy, tile=replace(tile, path="registers"))
     with pytest.raises(ValueError, match=message):

@@ -1,4 +1,7 @@
-"""notebooks/swap_hugging_face.py: models of transformers give what they gave, to within what their own rounding does."""
+"""notebooks/swap_hugging_face.py: swapped models of transformers agree with the original ones.
+
+They may differ by the rounding of their own dtype.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""notebooks/train_gpt.py learns alike with torch's norms and with cupynorm's, and would show it if it did not."""
+"""notebooks/train_gpt.py: the losses with torch's norms and with cupynorm's agree.
+
+A wrong norm is seen in them.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,8 @@ TINY = ["--steps", "12", "--layers", "2", "--width", "64", "--batch", "4", "--co
 
 
 def allowed(trained) -> float:
-    """Float32 rounds each weight and each sum; 2^10 such roundings of a loss of this size are more than 12 steps add up."""
+    """Float32 rounds each weight and each sum. 12 steps accumulate less than 2^10 roundings of a
+    loss of this size."""
     return 2.0**-24 * 2**10 * trained["torch"].losses[0]
 
 
@@ -98,13 +102,14 @@ def test_what_it_refuses(example, arguments, sentence, capsys):
 
 @pytest.mark.gpu
 def test_all_runs_on_a_gpu(example):
-    """Eager and compiled. What bfloat16 allows is measured beside it: cupynorm may be a few times as far off, no more."""
+    """Eager and compiled. The test also measures how far bfloat16 alone moves the losses: those of
+    cupynorm may differ by a few times as much."""
     torch.compiler.reset()
     trained = example.main([*TINY, "--steps", "40", "--device", "cuda"])
     assert list(trained) == list(example.RUNS)
     roundings = example.largest_gap(trained["float64"], trained["torch"])
     for run in ("cupynorm", "torch-compiled", "cupynorm-compiled"):
-        # Compiled code rounds elsewhere too: to bfloat16, of 8 digits, in what lies between the products.
+        # Compiled code also rounds to bfloat16 (8 bits) in other places, between the products.
         more = (
             2.0**-8 * trained["torch"].losses[0]
             if run.endswith("compiled")

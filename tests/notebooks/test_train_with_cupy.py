@@ -20,9 +20,14 @@ def test_its_gradients_are_those_of_its_loss(example, where, monkeypatch):
     xp, random = example.array_library(), np.random.default_rng(0)
     cols = example.CONTEXT * example.WIDTH
     shapes = {
-        "embedding": (5, example.WIDTH), "weight_1": (cols,), "bias_1": (cols,), "hidden": (cols, example.WIDTH),
-        "weight_2": (example.WIDTH,), "bias_2": (example.WIDTH,), "output": (example.WIDTH, 5),
-    }  # fmt: skip
+        "embedding": (5, example.WIDTH),
+        "weight_1": (cols,),
+        "bias_1": (cols,),
+        "hidden": (cols, example.WIDTH),
+        "weight_2": (example.WIDTH,),
+        "bias_2": (example.WIDTH,),
+        "output": (example.WIDTH, 5),
+    }
     parameters = {
         name: xp.asarray(random.standard_normal(shape) * shape[0] ** -0.5)
         for name, shape in shapes.items()
@@ -44,5 +49,6 @@ def test_its_gradients_are_those_of_its_loss(example, where, monkeypatch):
             for sign in (1, -1)
         ]
         slope = float((gradients[name] * direction).sum())
-        # The error of a central difference is of order step^2 of the third derivative, and 2^-53 / step of rounding.
+        # A central difference is off by step^2 of the third derivative, and by 2^-53 / step
+        # of rounding.
         assert abs((moved[0] - moved[1]) / (2 * step) - slope) <= 1e-6 * (1 + abs(slope)), name

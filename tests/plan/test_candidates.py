@@ -1,5 +1,4 @@
-"""candidates.py: what is worth measuring is valid, bounded, different from one another,
-and needs no registers that are not there."""
+"""candidates.py: candidates are valid, few, different, and fit the registers."""
 
 from __future__ import annotations
 
@@ -7,6 +6,7 @@ import os
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from nvrtc_here import needs_nvrtc
 
 from cupynorm.gpu import nvrtc
 from cupynorm.norm.plans import plan
@@ -56,7 +56,7 @@ def test_candidates_are_valid_and_few(name):
 @pytest.mark.parametrize("name", ["H200", "A100", "RTX 4090", "B200"])
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 def test_candidates_differ_in_all_that_a_tile_is(name, direction):
-    """A table of them could tell threads, packs, blocks and rows apart, and rings where there are any."""
+    """A table of candidates has several threads, packs, blocks and rows, and rings."""
     device = DEVICES[name]
 
     def seen(num_cols, field):
@@ -73,20 +73,13 @@ def test_candidates_differ_in_all_that_a_tile_is(name, direction):
     )
 
 
-def _nvrtc_is_missing() -> str:
-    try:
-        nvrtc.version()
-    except Exception as error:
-        return f"NVRTC is needed to compile: {error}"
-    return ""
-
-
-@pytest.mark.skipif(bool(_nvrtc_is_missing()), reason=_nvrtc_is_missing() or "NVRTC is there")
+@needs_nvrtc
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["H200", "A100"])
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 @pytest.mark.parametrize("num_cols,dtype", [(1000, "bfloat16"), (8192, "float32")])
 def test_hardly_any_candidate_spills(name, direction, num_cols, dtype):
-    """The estimates bound what is compiled; what spills all the same is left out, and must be the exception."""
+    """Registers are estimated as bounds. `tune` leaves out candidates that spill all the same."""
     device = DEVICES[name]
     sample = candidates(
         plan(num_cols, dtype=dtype, direction=direction, device=device).problem, device

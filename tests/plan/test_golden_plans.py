@@ -1,6 +1,6 @@
-"""The plans of tests/data/golden_plans.csv are those that dispatch makes: a change of the model or of a data file shows which.
+"""dispatch makes the plans of tests/data/golden_plans.csv, so a change of the model shows here.
 
-After a change that is meant, write the file again: PYTHONPATH=. python tests/plan/test_golden_plans.py
+After an intended change write the file: PYTHONPATH=. python tests/plan/test_golden_plans.py
 """
 
 from __future__ import annotations

@@ -39,13 +39,31 @@ def problem_of(row: tables.Row, norm: str, dtype: str, num_cols: int) -> Problem
     )
     if row.direction == "forward":
         return Problem(
-            "forward", norm == "layer_norm", num_cols, dtype, layout, y=E4M3 if scaling else dtype, weight=wide, bias=bias,
-            residual="residual" in words, scaling=scaling, amax="amax" in words,
-        )  # fmt: skip
+            "forward",
+            norm == "layer_norm",
+            num_cols,
+            dtype,
+            layout,
+            y=E4M3 if scaling else dtype,
+            weight=wide,
+            bias=bias,
+            residual="residual" in words,
+            scaling=scaling,
+            amax="amax" in words,
+        )
     return Problem(
-        "backward", norm == "layer_norm", num_cols, dtype, layout, dy=dtype, dx=dtype, weight=wide, dweight=wide, dbias=bias,
+        "backward",
+        norm == "layer_norm",
+        num_cols,
+        dtype,
+        layout,
+        dy=dtype,
+        dx=dtype,
+        weight=wide,
+        dweight=wide,
+        dbias=bias,
         dsum=dtype if "dsum" in words else None,
-    )  # fmt: skip
+    )
 
 
 def widths_of(row: tables.Row) -> list[int]:

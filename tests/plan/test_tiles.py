@@ -1,4 +1,4 @@
-"""tiles.py: a table is refused where it does not belong, used where it does, and changes nothing but who does the work."""
+"""A tuned table is used where it applies, refused elsewhere, and changes only the tile."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def test_a_table_that_does_not_belong_here_is_refused(file, change, sentence):
 
 
 def test_the_sources_are_all_that_decide_a_tile():
-    """Every module that dispatch takes anything from, and those that they do; but what dtypes are does not change."""
+    """_DECIDING lists every module that dispatch imports, directly or not, but dtypes."""
     folder = Path(cupynorm.__file__).parent / "plan"
     found, unread = set(), ["dispatch"]
     while unread:
@@ -162,7 +162,7 @@ def test_plans_follow_the_table_and_return(file):
         assert f"{strategy}: from tiles.json, measured on H200" in str(found)
         assert found.launches[0].kernel.name_expression.count(found.tile.cpp) == 1
         assert plan(1024, direction=direction, device=H200, zero_centered_weight=True).tile == tile
-        # Another device, width, norm, set of tensors or alignment, and what is asked for by name: as without a table.
+        # The table does not apply to other problems or to a strategy that is asked for.
         for options in (
             {"device": "H100"},
             {"norm": "rms_norm"},
@@ -205,7 +205,7 @@ def _no_compiler() -> str:
 @pytest.mark.skipif(bool(_no_compiler()), reason=_no_compiler() or "there is a compiler")
 @pytest.mark.parametrize("backward", [BACKWARD, RING], ids=["registers", "ring"])
 def test_results_under_a_table(backward):
-    """Right, the same bits whatever the order of threads, and a row's bits the same alone and in a batch."""
+    """Right, with the same bits for any order of threads, alone and in a batch."""
     tiles.use(table(backward), "from a test")
     whole = random_problem(Case("layer_norm", 19, 1024, "bfloat16"))
 

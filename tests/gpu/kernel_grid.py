@@ -1,0 +1,362 @@
+"""Every kind of kernel that plan can choose, for six architectures: what test_spills.py compiles.
+
+The whole grid takes half an hour of one core. With fewer than 8 cores it is a sample: fewer widths,
+and of the kernels that differ in the integers of their tile alone only the tightest.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+from functools import cache
+
+from cupynorm.dtypes import DTYPES, FLOAT8S
+from cupynorm.norm.plans import plan
+from cupynorm.plan.devices import DEVICES, Device
+from cupynorm.plan.dispatch import make_plan
+from cupynorm.plan.instances import Kernel, Launch
+from cupynorm.plan.matrices import quantize_launch, survey_launch, update_scales_launch
+from cupynorm.plan.problem import SCALINGS, Layout, Problem
+
+ARCHITECTURES = {80: "A100", 86: "A10", 89: "RTX 4090", 90: "H200", 100: "B200", 120: "RTX 5090"}
+HAS_TIME = os.cpu_count() >= 8
+# sm_80 and sm_90 stand for GPUs without and with clusters: they get all of the grid.
+FULL = (80, 90) if HAS_TIME else ()
+E4M3, E5M2 = FLOAT8S
+
+# A problem is a dict: arguments of plan() or, if it has an "x", fields of a Problem.
+
+
+def _dtypes(dtype: str, direction: str = "forward", **options: object) -> dict:
+    return {"dtype": dtype, "direction": direction, **options}
+
+
+# Odd and even widths, both sides of every edge of a strategy, and rows that fit only a cluster or
+# nothing.
+WIDTHS = (1, 7, 33, 64, 768, 1000, 1023, 1024, 1025, 2048, 4096, 5120, 8192, 12288, 16384, 32768)
+WIDTHS += (65536, 131072, 262144, 1 << 20)
+MIXED = {"weight_dtype": "float32", "bias_dtype": "float32"}
+BARE = {"weight_dtype": None, "bias_dtype": None}
+
+
+def _problems() -> list[dict]:
+    found = []
+    for dtype in ("float32", "float16", "bfloat16", "float64"):
+        for norm in ("layer_norm", "rms_norm"):
+            found += [
+                {"dtype": dtype, "norm": norm},
+                {"dtype": dtype, "norm": norm, "direction": "backward"},
+            ]
+        found.append({"dtype": dtype, "residual": True})
+    for norm in ("layer_norm", "rms_norm"):
+        for options in (MIXED, BARE):
+            found += [{"norm": norm, **options}, {"norm": norm, "direction": "backward", **options}]
+    found += [{"residual": True, **MIXED}, {"residual": True, "norm": "rms_norm"}]
+    for dtype, out_dtype in (
+        ("float32", "bfloat16"),
+        ("bfloat16", "float32"),
+        ("float32", "float16"),
+    ):
+        found += [
+            {"dtype": dtype, "out_dtype": out_dtype},
+            {"dtype": dtype, "out_dtype": out_dtype, "direction": "backward"},
+        ]
+    return found
+
+
+PROBLEMS = _problems()
+# The other architectures differ in shared memory and in the registers that ptxas needs. These
+# problems need the most.
+FEWER_WIDTHS = (7, 768, 1000, 1023, 1025, 4096, 8192, 65536, 1 << 20)
+FEWER_PROBLEMS = (
+    {},
+    {"direction": "backward"},
+    {"dtype": "float16", "direction": "backward"},
+    {"dtype": "float16", "norm": "rms_norm", "direction": "backward"},
+    {"residual": True, **MIXED},
+    {"dtype": "float32", "direction": "backward"},
+    {"dtype": "float64"},
+    {"dtype": "float64", "direction": "backward"},
+)
+# Rings: each problem needs other registers or other shared memory. Few of the widths fill a tile.
+RING_WIDTHS = (1096, 2048, 5128, 8192, 12296, 24576, 40008, 100000, 131072, 200000, 262144)
+FEWER_RING_WIDTHS = (1096, 5128, 12296, 131072, 262144)
+RING_PROBLEMS = [
+    _dtypes("bfloat16"),
+    _dtypes("float32"),
+    _dtypes("bfloat16", **MIXED),
+    _dtypes("bfloat16", "backward"),
+    _dtypes("float16", "backward"),
+    _dtypes("float32", "backward"),
+    _dtypes("bfloat16", "backward", **MIXED),
+]
+# Bundles on 1 to 32 lanes, the widest rows of each; single elements, pairs and packs of 4.
+BUNDLE_WIDTHS = (41, 67, 95, 127, 301, 320, 497, 639, 895, 1057, 1569, 2047, 2559)
+BUNDLE_WIDTHS += (24, 50, 72, 136, 250, 392, 500, 900)
+DOUBLE = {"weight_dtype": "float64", "bias_dtype": "float64", "zero_centered_weight": True}
+BUNDLE_PROBLEMS = [
+    _dtypes(dtype, direction, **options)
+    for dtype, options in (
+        ("bfloat16", {}),
+        ("float16", {}),
+        ("bfloat16", MIXED),
+        ("float32", {}),
+        ("float16", DOUBLE),
+    )
+    for direction in ("forward", "backward")
+]
+# Fused options: a float32 sum of 16-bit inputs, and dropout, which needs the most registers.
+DROPS = {"row_scale": "float32", "dropout": True}
+PARAMETERS = ("weight", "bias", "weight1", "bias1")
+BACKWARD = ("dy", "dx", "weight", "dweight", "dbias")
+
+
+def _forward_of_sum(dtype: str, held: str, **options: object) -> dict:
+    named = dict.fromkeys(("input", "y", "weight", "bias"), dtype)
+    return {"direction": "forward", "x": held, "residual_dtype": held} | named | options
+
+
+def _backward_of_sum(dtype: str, held: str, **options: object) -> dict:
+    named = dict.fromkeys(BACKWARD, dtype)
+    return {"direction": "backward", "x": held, "dsum": held, "dresidual": held} | named | options
+
+
+def _two_outputs(dtype: str, weight: str, residual: bool) -> dict:
+    outputs = {"x": dtype, "y": dtype, "y1": dtype}
+    return (
+        {"direction": "forward", "residual": residual} | outputs | dict.fromkeys(PARAMETERS, weight)
+    )
+
+
+def _backward_by_y(y: str, held: str, weight: str) -> dict:
+    named = dict.fromkeys(("y_weight", "y_bias", "weight", "dweight", "dbias"), weight)
+    return {"direction": "backward", "x": held} | dict.fromkeys(("y", "dy", "dx"), y) | named
+
+
+FUSED_PROBLEMS = [
+    _forward_of_sum("bfloat16", "float32"),
+    _forward_of_sum("bfloat16", "float32", **DROPS),
+    _forward_of_sum("float16", "float16", **DROPS),
+    _forward_of_sum("float64", "float64", **DROPS),
+    _two_outputs("bfloat16", "float32", True),
+    _two_outputs("bfloat16", "bfloat16", False),
+    _two_outputs("float32", "float32", False),
+    _backward_of_sum("bfloat16", "float32"),
+    _backward_of_sum("float16", "float32", **DROPS),
+    _backward_of_sum("bfloat16", "bfloat16", **DROPS),
+    _backward_of_sum("float64", "float64", **DROPS),
+    _backward_by_y("bfloat16", "float32", "float32"),
+    _backward_by_y("float16", "float32", "float16"),
+    _backward_by_y("float64", "float64", "float64"),
+    {"direction": "forward"} | dict.fromkeys(("x", "y", "round_x_hat", "weight"), "float16"),
+    # Statistics alone.
+    {"direction": "forward", "x": "bfloat16"},
+    {"direction": "forward", "x": "float32"},
+]
+FUSED_WIDTHS = (7, 768, 1000, 1025, 8192, 262144)
+FEWER_FUSED_WIDTHS = (768, 1025)
+# Backward that writes y again reads the bias and writes one more tensor.
+RECOMPUTING_PROBLEMS = [
+    {"direction": "backward"}
+    | dict.fromkeys(("x", "dy", "dx", "recomputed"), dtype)
+    | dict.fromkeys(("weight", "bias", "dweight", "dbias"), weight)
+    for dtype, weight in (
+        ("bfloat16", "bfloat16"),
+        ("bfloat16", "float32"),
+        ("float16", "float16"),
+        ("float32", "float32"),
+        ("float64", "float64"),
+    )
+]
+RECOMPUTING_WIDTHS = (33, 64, 512, 640, 768, 1000, 1096, 1792, 4096, 8192, 12296, 40008, 262144)
+FEWER_RECOMPUTING_WIDTHS = (512, 1096, 4096, 12296)
+# y in 8 bits. Where a row's own scale is used, y is kept until it is known: single elements and
+# long threads need the most registers.
+
+
+def _to_8_bits(scaling: str, dtype: str, weight: str, **options: object) -> dict:
+    named = {"x": dtype, "y": E4M3, "scaling": scaling, "weight": weight, "bias": weight}
+    return {"direction": "forward"} | named | options
+
+
+def _sum_in(held: str) -> dict:
+    return {"input": "bfloat16", "residual_dtype": held}
+
+
+QUANTIZED_PROBLEMS = [
+    {"direction": "forward", "scaling": scaling, **options}
+    for scaling in SCALINGS
+    for options in (
+        {"x": "bfloat16", "y": E4M3, "weight": "bfloat16", "bias": "bfloat16"},
+        {"x": "float16", "y": E5M2, "weight": "float32", "centered": False},
+        {"x": "float32", "y": E4M3},
+    )
+] + [
+    _to_8_bits("given", "bfloat16", "bfloat16", amax=True),
+    _to_8_bits("given", "float32", "float32", amax=True),
+    _to_8_bits("row", "bfloat16", "float32", residual=True),
+    _to_8_bits("mx", "float16", "float32", residual=True),
+    _to_8_bits("row", "float64", "float64"),
+    _to_8_bits("block", "float64", "float64"),
+    _to_8_bits("row", "float32", "bfloat16", **_sum_in("float32")),
+    _to_8_bits("tensor", "float32", "bfloat16", **_sum_in("float32")),
+    _to_8_bits("row", "bfloat16", "bfloat16", **_sum_in("bfloat16"), **DROPS),
+    _to_8_bits("mx", "float16", "float16", round_x_hat="float16", centered=False),
+]
+QUANTIZED_WIDTHS = (1, 33, 40, 255, 768, 999, 1536, 2048, 4096, 6144, 8192, 13312, 16384)
+QUANTIZED_WIDTHS += (65536, 200000)
+FEWER_QUANTIZED_WIDTHS = (255, 1536, 65536, 66000)
+
+# Tiles that only an H200 has: long threads of wide 16-bit rows, two blocks of float32 rows, single
+# elements in lanes and in small rings, 32-bit weights in lanes.
+TUNED_PROBLEMS = [
+    {"dtype": "bfloat16", "norm": "layer_norm"},
+    {"dtype": "float16", "norm": "layer_norm"},
+    {"dtype": "bfloat16", "norm": "rms_norm"},
+    {"dtype": "bfloat16", "norm": "layer_norm", "zero_centered_weight": True},
+    {"dtype": "float32", "norm": "layer_norm"},
+    {"dtype": "float32", "norm": "rms_norm"},
+    {"dtype": "bfloat16", "norm": "layer_norm", **MIXED},
+    {"dtype": "float32", "norm": "layer_norm", "out_dtype": "bfloat16"},
+]
+TUNED_WIDTHS = (511, 901, 1160, 2601, 4097, 8191, 9304, 10000, 12001, 13312, 14336, 15000)
+TUNED_WIDTHS += (16384, 20001, 20480, 24576)
+
+
+def _tuned_quantized(
+    scalings: tuple[tuple[str, bool], ...], norms: tuple[tuple[str, bool], ...]
+) -> list[dict]:
+    return [
+        {
+            "direction": "forward",
+            "x": dtype,
+            "y": E4M3,
+            "scaling": scaling,
+            "weight": dtype,
+            "amax": amax,
+        }
+        | ({"bias": dtype} if centered else {"centered": False})
+        for scaling, amax in scalings
+        for dtype, centered in norms
+    ]
+
+
+LAYER_NORMS = (("bfloat16", True), ("float16", True))
+NORMS = (*LAYER_NORMS, ("bfloat16", False))
+TUNED_QUANTIZED_PROBLEMS = _tuned_quantized(
+    (("row", False), ("given", False), ("given", True), ("block", False)), NORMS
+)
+TUNED_QUANTIZED_WIDTHS = (256, 384, 640, 896, 1024, 1536, 2560, 3072, 5120, 7168, 12288)
+TUNED_QUANTIZED_WIDTHS += (24576, 28672, 49152)
+# Threads as long as their registers allow; next rows in registers or in shared memory.
+LONG_QUANTIZED_PROBLEMS = _tuned_quantized((("given", False), ("given", True)), NORMS)
+LONG_QUANTIZED_PROBLEMS += _tuned_quantized((("tensor", False),), LAYER_NORMS)
+LONG_QUANTIZED_WIDTHS = (576, 704, 768, 6500, 7000, 9000, 10000, 11000, 13000, 14000, 15000)
+LONG_QUANTIZED_WIDTHS += (16000, 17600, 20000)
+AHEAD_QUANTIZED_PROBLEMS = _tuned_quantized(
+    (("row", False), ("block", False), ("mx", False)), LAYER_NORMS
+)
+AHEAD_QUANTIZED_WIDTHS = (768, 3000, 5000, 6000, 7000, 7600, 8600, 9000, 10000, 11000, 15000)
+
+
+def matrix_launches(limits: tuple[int, ...], device: Device) -> list[Launch]:
+    """Every kind of quantize.cu and survey.cu with packs of up to `limits`, and update_scales."""
+    found = [update_scales_launch(3)]
+    for limit in limits:
+        for dtype, sums in itertools.product(DTYPES, (None, "bfloat16")):
+            found += survey_launch(device, 130, 257, dtype, limit, sums)[0]
+        for sums, scaling, dtype in itertools.product(
+            (None, "bfloat16"), ("given", "tensor"), DTYPES
+        ):
+            found += quantize_launch(130, 257, dtype, E5M2, limit, sums=sums, scaling=scaling)
+        for name in FLOAT8S:
+            found += quantize_launch(130, 257, name, name, limit)
+        for dtype, weight in (
+            ("bfloat16", "bfloat16"),
+            ("float16", "float32"),
+            ("float32", None),
+            ("float64", "float64"),
+        ):
+            options = {"weight": weight, "zero_centered": dtype == "bfloat16"}
+            found += quantize_launch(
+                130, 257, dtype, E4M3, limit, centered=True, bias=weight, **options
+            )
+            found += quantize_launch(130, 257, dtype, E5M2, limit, centered=False, **options)
+    return found
+
+
+def _grid(compute_capability: int) -> list[tuple]:
+    """Pairs of problems and widths."""
+    full, is_sm_90 = compute_capability in FULL, compute_capability == 90
+    grid = [
+        (PROBLEMS if full or is_sm_90 else FEWER_PROBLEMS, WIDTHS if full else FEWER_WIDTHS),
+        (FUSED_PROBLEMS, FUSED_WIDTHS if HAS_TIME else FEWER_FUSED_WIDTHS),
+        (RECOMPUTING_PROBLEMS, RECOMPUTING_WIDTHS if full else FEWER_RECOMPUTING_WIDTHS),
+        (QUANTIZED_PROBLEMS, QUANTIZED_WIDTHS if HAS_TIME else FEWER_QUANTIZED_WIDTHS),
+    ]
+    if compute_capability >= 90:
+        all_widths = HAS_TIME or is_sm_90
+        grid += [
+            (RING_PROBLEMS, RING_WIDTHS if all_widths else FEWER_RING_WIDTHS),
+            (BUNDLE_PROBLEMS, BUNDLE_WIDTHS if all_widths else BUNDLE_WIDTHS[::4]),
+        ]
+    if is_sm_90:
+        grid += [
+            (TUNED_PROBLEMS, TUNED_WIDTHS),
+            (TUNED_QUANTIZED_PROBLEMS, TUNED_QUANTIZED_WIDTHS),
+            (LONG_QUANTIZED_PROBLEMS, LONG_QUANTIZED_WIDTHS),
+            (AHEAD_QUANTIZED_PROBLEMS, AHEAD_QUANTIZED_WIDTHS),
+        ]
+    return grid
+
+
+@cache
+def instances(compute_capability: int) -> dict[Kernel, str]:
+    """The distinct kernels of the grid, each with the first problem that asks for it."""
+    device = DEVICES[ARCHITECTURES[compute_capability]]
+    found: dict[Kernel, str] = {}
+    launches: dict[Kernel, Launch] = {}
+    rows = (4096, 2**30)  # few rows may have tiles of their own
+    for problem, num_cols, num_rows in (
+        each
+        for problems, widths in _grid(compute_capability)
+        for each in itertools.product(problems, widths, rows)
+    ):
+        if "x" in problem:
+            layout = Layout.of(num_cols, ())
+            fields = {"centered": True, "num_cols": num_cols, "layout": layout, **problem}
+            made = make_plan(Problem(**fields), device, num_rows)
+        else:
+            made = plan(num_cols, num_rows, device=device, **problem)
+        for launch in made.launches:
+            words = " ".join(f"{key}={value}" for key, value in problem.items())
+            text = f"{num_cols:>7} {words:<60} {launch.kernel.source:<23} {launch.tile}"
+            found.setdefault(launch.kernel, text)
+            launches.setdefault(launch.kernel, launch)
+    if not HAS_TIME:
+        found = {kernel: found[kernel] for kernel in tightest(launches)}
+    limits = (1, 2, 4, 8, 16) if compute_capability in FULL else (1, 16)
+    for launch in matrix_launches(limits, device):
+        found.setdefault(launch.kernel, launch.kernel.name_expression)
+    return found
+
+
+def tightest(launches: dict[Kernel, Launch]) -> list[Kernel]:
+    """Of kernels that differ in their tile's integers alone, the one closest to its registers.
+
+    Single elements and packs count as different, as do the paths of a row.
+    """
+    groups: dict[tuple, list[Kernel]] = {}
+    for kernel, launch in launches.items():
+        types = re.sub(r"Tile\{[^}]*\}", "", kernel.name_expression)
+        tile = launch.tile
+        key = (kernel.source, types, tile.path, tile.pack_size == 1)
+        groups.setdefault(key, []).append(kernel)
+
+    def load(kernel: Kernel) -> int:
+        """Elements in the registers of a multiprocessor."""
+        tile = launches[kernel].tile
+        return tile.elements * tile.block_size * tile.blocks_per_sm
+
+    return [max(kernels, key=load) for kernels in groups.values()]

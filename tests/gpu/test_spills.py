@@ -1,0 +1,177 @@
+"""Every kernel that plan can choose compiles without spills for six architectures, with no GPU.
+
+There are 0 bytes of spills, but not 0 bytes of stack: the division and the square root of float64
+are subroutines that may keep a frame.
+"""
+
+from __future__ import annotations
+
+import itertools
+import shutil
+
+import pytest
+from kernel_grid import ARCHITECTURES, FULL, instances
+from nvrtc_here import needs_nvrtc
+
+import cupynorm
+from cupynorm.gpu import nvrtc
+from cupynorm.gpu.nvrtc import Resources, compile_for, cuda_src, source
+from cupynorm.norm.plans import plan
+from cupynorm.plan.devices import DEVICES
+from cupynorm.plan.dispatch import choose
+from cupynorm.plan.instances import Kernel
+from cupynorm.plan.problem import SCALINGS, Layout, Problem, Tile
+from cupynorm.plan.tile_model import fetches_ahead
+
+# Tests of each architecture, so that pytest-xdist can share them out.
+PARTS = {80: 8, 86: 2, 89: 2, 90: 8, 100: 4, 120: 4}
+
+
+def batches(kernels: list[Kernel], size: int) -> list[list[Kernel]]:
+    return [kernels[first : first + size] for first in range(0, len(kernels), size)]
+
+
+def resources_of(kernels: list[Kernel], compute_capability: int) -> dict[Kernel, Resources]:
+    """As compile_for, of kernels of one source, which is read once for all of them."""
+    from cupy.cuda import get_cuda_path
+    from cupy_backends.cuda.libs import nvrtc as library
+
+    flags = [*nvrtc.options(), "-ftz=true", f"-arch=sm_{compute_capability}", "-Xptxas=-v"]
+    program = library.createProgram(source(kernels[0]), "instances.cu", (), ())
+    try:
+        for kernel in kernels:
+            library.addNameExpression(program, kernel.name_expression)
+        library.compileProgram(program, [*flags, *nvrtc._include_options(get_cuda_path())])
+        assert library.getCUBIN(program)[:4] == b"\x7fELF"
+        reports = library.getProgramLog(program).split("Compiling entry function '")[1:]
+        assert len(reports) == len(kernels)
+        of_name = {report.partition("'")[0]: nvrtc._resources(report) for report in reports}
+        return {
+            kernel: of_name[library.getLoweredName(program, kernel.name_expression)]
+            for kernel in kernels
+        }
+    finally:
+        library.destroyProgram(program)
+
+
+@needs_nvrtc
+def test_kernels_that_are_compiled_together_use_what_each_uses_alone():
+    kernels = [
+        plan(num_cols, device="H200", direction="backward").launches[0].kernel
+        for num_cols in (128, 256, 512)
+    ]
+    assert resources_of(kernels, 90) == {kernel: compile_for(kernel, 90)[1] for kernel in kernels}
+
+
+@needs_nvrtc
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("compute_capability", "part"),
+    [(key, part) for key, parts in PARTS.items() for part in range(parts)],
+    ids=str,
+)
+def test_every_chosen_kernel_compiles_without_spills(compute_capability, part):
+    """A spill means that the tile has too many elements or blocks for the registers."""
+    found = instances(compute_capability)
+    kernels = sorted(found, key=lambda kernel: (kernel.source, kernel.name_expression))
+    reports = {}
+    of_part = kernels[part :: PARTS[compute_capability]]
+    for _, of_source in itertools.groupby(of_part, key=lambda kernel: kernel.source):
+        for batch in batches(list(of_source), 16):
+            reports |= resources_of(batch, compute_capability)
+    spilled = [
+        f"{found[kernel]}: {used.registers} registers, "
+        f"{used.spill_store_bytes} + {used.spill_load_bytes} bytes spilled"
+        for kernel, used in reports.items()
+        if used.spill_store_bytes or used.spill_load_bytes
+    ]
+    count = f"{len(spilled)} of {len(of_part)} kernels spill on sm_{compute_capability}"
+    assert not spilled, "\n".join([count, *spilled])
+    for kernel, used in reports.items():
+        assert 0 < used.registers <= 255, found[kernel]
+        if "double" not in kernel.name_expression:
+            frame = f"{found[kernel]}: a stack frame of {used.stack_bytes} bytes"
+            assert used.stack_bytes == 0, frame
+
+
+def test_the_grid_meets_every_strategy():
+    """The kernels compiled above are of every .cu file, clusters only where there are any."""
+    for compute_capability in ARCHITECTURES:
+        found = instances(compute_capability)
+        files = {kernel.source for kernel in found}
+        clusters = {"forward_cluster.cu", "backward_cluster.cu"}
+        everything = {path.name for path in cuda_src().glob("*.cu")}
+        assert files == (everything if compute_capability >= 90 else everything - clusters)
+        rings = [kernel for kernel in found if ".stages = 0" not in kernel.name_expression]
+        assert len(rings) >= 50 if compute_capability >= 90 else not rings
+        assert len(found) >= (400 if compute_capability in FULL else 200)
+        names = " ".join(kernel.name_expression for kernel in found)
+        for scaling, steps in dict.fromkeys(SCALINGS, ("amax", "write")).items():
+            steps = {"given": ("write", "all"), "row": ("all",), "tensor": steps}.get(
+                scaling, (*steps, "all")
+            )
+            assert all(f"Scaling::{scaling}, Step::{step}>" in names for step in steps)
+        assert all(
+            f"quantize<{each}<" in names
+            for each in ("ScaledSource", "NormalizedSource", "BytesSource")
+        )
+
+
+@needs_nvrtc
+def test_spills_are_seen():
+    """The check above can fail: 4 packs of sums in 1024 threads cannot fit 64 registers."""
+    tile = cupynorm.Tile(pack_size=8, threads_per_row=1024, packs_per_thread=4)
+    made = plan(
+        32768, 8, "float32", direction="backward", device="H200", strategy="block", tile=tile
+    )
+    used = compile_for(made.launches[0].kernel, 90)[1]
+    assert used.registers == 64 and used.spill_store_bytes > 0 and used.spill_load_bytes > 0
+
+
+@needs_nvrtc
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "changes",
+    ({}, {"y": "float8_e5m2", "x": "float16"}, {"weight": "float32"}, {"residual": True}),
+    ids=str,
+)
+def test_kernels_fetch_the_next_row_early_where_the_plan_says_so(tmp_path, changes):
+    """fetches_ahead of quantized_write.cuh agrees with tile_model.fetches_ahead."""
+    folder = tmp_path / "cuda_src"
+    shutil.copytree(cuda_src(), folder)
+    (folder / "says.cu").write_text(
+        '#include "forward.cuh"\n#include "register_row.cuh"\n'
+        "template <class Load, class Store, bool centered, Statistics statistics, Tile tile, "
+        "bool expected>\n"
+        "__global__ void says() {\n"
+        "  static_assert(fetches_ahead<Load, Store, RegisterRow<Load, tile>, tile> == expected);\n"
+        "}\n"
+    )
+
+    def compile_what(said: bool, instance: str) -> None:
+        name = (
+            instance.replace("forward_block<", "says<").removesuffix(">")
+            + f", {str(said).lower()}>"
+        )
+        compile_for(Kernel("says.cu", name), 90, folder)
+
+    x = changes.get("x", "bfloat16")
+    of_all = {"y": "float8_e4m3fn", "weight": x, "bias": x, **changes, "x": x}
+    seen = set()
+    for scaling, packs, blocks, exact in itertools.product(
+        ("row", "block", "mx", "given"), (7, 8), (2, 4, 5), (0, 1)
+    ):
+        tile = Tile(8, 128, packs, blocks_per_sm=blocks, exact=exact)
+        num_cols = tile.cols - 8 * (not exact)
+        layout = Layout.of(num_cols, ())
+        problem = Problem("forward", True, num_cols, layout=layout, scaling=scaling, **of_all)
+        expected = fetches_ahead(problem, tile)
+        seen.add(expected)
+        choice = choose(problem, DEVICES["H200"], "block", tile)
+        if choice.amax_kernel is not None:
+            continue  # scales that two launches find
+        compile_what(expected, choice.kernel.name_expression)
+        if (scaling, packs, blocks, exact) == ("row", 8, 4, 1):
+            with pytest.raises(RuntimeError, match="assert"):
+                compile_what(not expected, choice.kernel.name_expression)
+    assert seen == ({False} if "residual" in changes or "weight" in changes else {True, False})

@@ -1,0 +1,234 @@
+"""Kernels with the options of a call: dtypes, parameters, statistics, backward that reads y."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from kernel_checks import check, forward_problem
+
+from cupynorm.check import run
+from cupynorm.check.cases import NORMS, Case, random_problem
+from cupynorm.check.kernels import uses_welford
+from cupynorm.check.results import CheckResult, judge_all
+from cupynorm.check.run import run_kernels
+from cupynorm.dtypes import DTYPES, decode, encode
+from cupynorm.norm.arguments import Address
+from cupynorm.plan import dispatch
+from cupynorm.plan.problem import Tile
+from cupynorm.plan.strategies import STATISTICS, STRATEGIES
+
+MIXED = [
+    (x, weight)
+    for x, weights in (
+        ("bfloat16", ("float32", "float64", "float16")),
+        ("float16", ("float32", "float64", "bfloat16")),
+        ("float32", ("bfloat16", "float16", "float64")),
+        ("float64", ("bfloat16", "float32")),
+    )
+    for weight in weights
+]
+
+
+@pytest.mark.parametrize("x, weight", MIXED)
+def test_weight_of_another_dtype(x, weight, where):
+    check(Case("layer_norm", 4, 96, x, weight=weight, bias=weight), where)
+
+
+def test_weight_and_bias_of_two_dtypes(where):
+    check(Case("layer_norm", 4, 96, "float16", weight="float32", bias="bfloat16"), where)
+    check(Case("rms_norm", 4, 97, "bfloat16", weight="float64", bias="float16"), where)
+
+
+@pytest.mark.parametrize("y", DTYPES)
+@pytest.mark.parametrize("x", DTYPES)
+def test_out_dtype(x, y, where):
+    check(Case("layer_norm", 4, 72, x, y=y), where)
+
+
+@pytest.mark.parametrize("weight, bias", [("same", None), (None, "same"), (None, None)])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("name", NORMS)
+def test_absent_parameters(name, strategy, weight, bias, where):
+    check(Case(name, 4, 100, "bfloat16", weight=weight, bias=bias, strategy=strategy), where)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float64"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_zero_centered_weight(strategy, dtype, where):
+    case = Case("rms_norm", 4, 100, dtype, strategy=strategy, zero_centered_weight=True)
+    results = check(case, where)
+    # The option matters: the same numbers without it are another result.
+    plain = run_kernels(
+        replace(random_problem(case), case=replace(case, zero_centered_weight=False)), where
+    )
+    assert not np.array_equal(results["y"], plain["y"])
+
+
+@pytest.mark.parametrize(
+    "x, weight", [("bfloat16", "float64"), ("float64", "float32"), ("float64", "bfloat16")]
+)
+def test_zero_centered_weight_near_minus_one(x, weight, where):
+    """1 + weight is computed in the wider of the two types, because its leading digits cancel."""
+    case = Case("layer_norm", 4, 200, x, y="float32", weight=weight, zero_centered_weight=True)
+    problem = random_problem(case)
+    problem.weight = decode(encode(problem.weight * 2.0**-8 - 1, weight), weight)
+    result = CheckResult(judge_all(problem, run_kernels(problem, where)))
+    assert result.ok, f"\n{result}"
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        pytest.param(each, marks=pytest.mark.slow) if each == "cluster" else each
+        for each in STRATEGIES
+    ],
+)
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_x_hat_is_rounded_first(dtype, strategy, where):
+    """Exact bits: a product of two 16-bit numbers is exact in float32 and rounded once."""
+    for name, num_cols in (("layer_norm", 120), ("rms_norm", 77)):
+        case = Case(name, 4, num_cols, dtype, bias=None, strategy=strategy, round_x_hat=True)
+        tile = dispatch.choose(forward_problem(case), where.device, strategy).tile
+        if tile.bundle:  # a y of another size does not fit
+            tile = replace(tile, blocks_per_sm=1, stages=0, bundle=0, path="registers")
+        problem = random_problem(replace(case, tile=tile))
+        rounded = check(problem.case, where)["y"]
+        bare = replace(problem.case, y="float32", weight=None, round_x_hat=False)
+        x_hat = run_kernels(replace(problem, case=bare, weight=None), where)["y"]
+        expected = decode(
+            encode(decode(encode(x_hat, dtype), dtype) * problem.weight, dtype), dtype
+        )
+        assert rounded.tobytes() == expected.tobytes()
+        once = run_kernels(replace(problem, case=replace(problem.case, round_x_hat=False)), where)[
+            "y"
+        ]
+        assert 0.1 < (rounded != once).mean() < 0.6
+
+
+FROM_Y = {
+    "y": ("bfloat16", {}),
+    "y of another dtype": (
+        "float16",
+        {"y": "float32", "weight": "float32", "zero_centered_weight": True},
+    ),
+    "y of float64": ("float64", {"bias": "float32"}),
+    "y without parameters": ("float32", {"weight": None, "bias": None}),
+    "y, dropout and a second output": (
+        "bfloat16",
+        {
+            "residual": True,
+            "residual_dtype": "float32",
+            "dropout_p": 0.2,
+            "dsum": True,
+            "weight1": "float32",
+            "bias1": "float32",
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("what", FROM_Y)
+def test_backward_from_y(what, strategy, where):
+    """Weights near zero have the documented error in their column; other columns have none."""
+    dtype, options = FROM_Y[what]
+    turn = (list(FROM_Y).index(what) + list(STRATEGIES).index(strategy)) % 2
+    name, num_cols = (("layer_norm", 120), ("rms_norm", 77))[turn]
+    case = Case(name, 4, num_cols, dtype, strategy=strategy, memory_efficient=True, **options)
+    check(case, where)
+    if case.weight is not None:
+        problem = random_problem(case)
+        for col, weight in ((3, -1.5e-9), (7, 0.0), (11, 1e-4)):
+            problem.weight[col] = decode(
+                encode(np.array(weight - case.zero_centered_weight), case.dtype("weight")),
+                case.dtype("weight"),
+            )
+        results = run_kernels(problem, where)
+        result = CheckResult(
+            judge_all(problem, results, rounded_mean=uses_welford(case, where.device))
+        )
+        assert result.ok and np.isfinite(results["dx"]).all(), f"\n{result}"
+
+
+@pytest.mark.parametrize(
+    "strategy, num_cols, tile",
+    [
+        ("block", 1000, Tile(8, 64, packs_per_thread=2)),
+        ("cluster", 1000, Tile(8, 32, cluster_size=4)),
+        ("cluster", 999, Tile(1, 96, cluster_size=2)),
+    ],
+)
+def test_backward_from_y_with_explicit_tiles(strategy, num_cols, tile, where, tile_of_backward):
+    plans = tile_of_backward(tile)
+    check(
+        Case("layer_norm", 9, num_cols, "bfloat16", strategy=strategy, memory_efficient=True), where
+    )
+    assert plans[-1].tile == tile and "LoadXHat" in plans[-1].launches[0].kernel.name_expression
+
+
+@pytest.mark.parametrize("residual", [False, True])
+@pytest.mark.parametrize("statistics", STATISTICS)
+@pytest.mark.parametrize(
+    "strategy, tile",
+    [
+        ("warp", None),
+        ("block", Tile(8, 64, packs_per_thread=2)),
+        ("block", Tile(8, 64)),
+        ("block", Tile(8, 64, 2, stages=2)),
+        ("cluster", Tile(8, 32, packs_per_thread=1, cluster_size=4)),
+        ("cluster", Tile(8, 32, cluster_size=2)),
+        ("cluster", Tile(8, 32, 2, cluster_size=2, stages=2)),
+        ("uncached", None),
+    ],
+)
+def test_forward_without_y(strategy, tile, statistics, residual, where, monkeypatch):
+    """The statistics have the bits of a forward with y. y is neither written nor needed."""
+    case = Case(
+        "layer_norm",
+        7,
+        1000,
+        "bfloat16",
+        weight=None,
+        bias=None,
+        strategy=strategy,
+        tile=tile,
+        statistics=statistics,
+    )
+    case = replace(case, residual=residual, num_cols=240 if strategy == "warp" else 1000)
+    problem = random_problem(case)
+    plans, plain = [], run.forward_call
+    with_y = run_kernels(problem, where)
+
+    def forward_call(device, tensors, options, kind):
+        tensors = {name: rows for name, rows in tensors.items() if name != "y"}
+        call = plain(device, tensors, options, kind)
+        plans.append(call.plan)
+        # run_kernels passes an address for y, which this kernel does not use.
+        arguments = [
+            [0 if word == Address("y") else word for word in words] for words in call.arguments
+        ]
+        return call._replace(arguments=tuple(arguments))
+
+    monkeypatch.setattr(run, "forward_call", forward_call)
+    alone = run_kernels(problem, where)
+    assert np.isnan(alone["y"]).all()
+    for name in ("mean", "rstd", *(["sum"] if residual else [])):
+        assert alone[name].tobytes() == with_y[name].tobytes() and np.isfinite(alone[name]).all()
+    assert "Store<void, void, void, false>" in plans[0].launches[0].kernel.name_expression
+    assert tile is None or plans[0].tile == tile
+    read = 7 * case.num_cols * 2
+    assert plans[0].bytes_needed == read * (1 + 2 * residual) + 7 * 2 * 4
+    if strategy == "uncached":
+        passes = 2 if statistics == "two_pass" else 1
+        assert plans[0].bytes_moved == plans[0].bytes_needed + (passes - 1) * read * (1 + residual)
+
+
+# 240 columns fit a warp in any dtype.
+@pytest.mark.parametrize("num_cols", [57, 240])
+@pytest.mark.parametrize("statistics", STATISTICS)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float64"])
+def test_statistics(dtype, strategy, statistics, num_cols, where):
+    check(Case("layer_norm", 4, num_cols, dtype, strategy=strategy, statistics=statistics), where)

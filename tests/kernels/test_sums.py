@@ -1,0 +1,218 @@
+"""Kernels that normalize a sum: residuals, dropout, scales of rows, second outputs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from kernel_checks import check, forward_problem
+from kernel_rings import rows_of_turns
+
+from cupynorm import reference
+from cupynorm.check.cases import Case, random_problem
+from cupynorm.check.kernels import CpuMachine
+from cupynorm.check.run import run_kernels
+from cupynorm.dtypes import DTYPES
+from cupynorm.plan import dispatch
+from cupynorm.plan.problem import Layout, Tile
+from cupynorm.plan.problem import Problem as DispatchProblem
+from cupynorm.plan.strategies import STRATEGIES
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_residual(strategy, dtype, where):
+    for name, num_cols in (("layer_norm", 120), ("rms_norm", 77)):
+        case = Case(name, 4, num_cols, dtype, strategy=strategy, residual=True)
+        problem = random_problem(case)
+        fused = check(case, where)
+        # The same bits as normalizing the sum that it returns.
+        tile = dispatch.choose(forward_problem(case), where.device, strategy).tile
+        alone = replace(
+            problem, case=replace(case, residual=False, tile=tile), x=fused["sum"], residual=None
+        )
+        assert run_kernels(alone, where)["y"].tobytes() == fused["y"].tobytes()
+
+
+# The sum has its own dtype, or the input is scaled first.
+SUMS = {
+    "float32 stream": ("bfloat16", {"residual": True, "residual_dtype": "float32", "dsum": True}),
+    "float32 stream begins": ("float16", {"residual_dtype": "float32"}),
+    "float32 stream, residual of the input's dtype": (
+        "bfloat16",
+        {"residual": "bfloat16", "residual_dtype": "float32", "dsum": True},
+    ),
+    "narrower stream": ("float32", {"residual": True, "residual_dtype": "bfloat16", "dsum": True}),
+    "float64 stream": (
+        "float32",
+        {"residual": True, "residual_dtype": "float64", "weight": "float32"},
+    ),
+    "input of float64": ("float64", {"residual": True, "residual_dtype": "float32"}),
+    "row_scale": ("bfloat16", {"residual": True, "row_scale": "float32"}),
+    "row_scale of float64": ("float64", {"row_scale": "float64", "dsum": True}),
+    "dropout": ("float32", {"dropout_p": 0.3}),
+    "dropout and residual": ("float16", {"residual": True, "dropout_p": 0.5, "dsum": True}),
+    "everything": (
+        "bfloat16",
+        {
+            "residual": True,
+            "residual_dtype": "float32",
+            "row_scale": "bfloat16",
+            "dropout_p": 0.1,
+            "dsum": True,
+            "weight": "float32",
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("what", SUMS)
+def test_sum_of_another_dtype(what, strategy, where):
+    dtype, options = SUMS[what]
+    # Packs or single elements and one of the norms by turns, so that each option has all of them.
+    turn = (list(SUMS).index(what) + list(STRATEGIES).index(strategy)) % 2
+    name, num_cols = (("layer_norm", 120), ("rms_norm", 77))[turn]
+    results = check(Case(name, 4, num_cols, dtype, strategy=strategy, **options), where)
+    assert "sum" in results and ("dresidual" in results) == ("residual" in options)
+
+
+@pytest.mark.parametrize("what", ["float32 stream", "everything"])
+@pytest.mark.parametrize(
+    "strategy, num_cols, tile",
+    [
+        ("warp", 64, Tile(2, 4, packs_per_thread=8, rows_per_block=8)),
+        ("block", 1000, Tile(8, 64, packs_per_thread=2)),
+        ("cluster", 1000, Tile(8, 32, cluster_size=4)),
+        ("cluster", 999, Tile(1, 96, cluster_size=2)),
+        ("uncached", 1000, Tile(2, 96)),
+    ],
+)
+def test_sum_of_another_dtype_with_explicit_tiles(
+    strategy, num_cols, tile, what, where, tile_of_backward
+):
+    dtype, options = SUMS[what]
+    plans = tile_of_backward(tile)
+    results = check(
+        Case("layer_norm", 9, num_cols, dtype, strategy=strategy, tile=tile, **options), where
+    )
+    assert plans[-1].tile == tile and np.isfinite(results["dresidual"]).all()
+
+
+def test_sum_of_another_dtype_in_the_shared_memory_of_a_block(where):
+    dtype, options = SUMS["everything"]
+    for num_cols, tile in ((1000, Tile(8, 128)), (1001, Tile(1, 96))):
+        check(Case("layer_norm", 4, num_cols, dtype, strategy="block", tile=tile, **options), where)
+
+
+@pytest.mark.parametrize(
+    "num_cols, tile",
+    [(1000, Tile(4, 64, 4, stages=2)), (1000, Tile(4, 32, 4, cluster_size=2, stages=3))],
+)
+def test_ring_splits_the_gradient_of_a_sum(num_cols, tile, small, tile_of_backward):
+    """A ring fetches x and dsum as float32 beside dy. It refuses dropout and row_scale."""
+    plans = tile_of_backward(tile)
+    dtype, options = SUMS["float32 stream"]
+    strategy = "cluster" if tile.cluster_size > 1 else "block"
+    check(
+        Case(
+            "layer_norm",
+            rows_of_turns(small, tile, 4),
+            num_cols,
+            dtype,
+            strategy=strategy,
+            **options,
+        ),
+        small,
+    )
+    assert plans[-1].tile == tile and "SplitStore" in plans[-1].launches[0].kernel.name_expression
+    for problem in (
+        replace(plans[-1].problem, dropout=True),
+        replace(plans[-1].problem, row_scale="float32"),
+        replace(plans[0].problem, layout=Layout(4, contiguous=True)),
+    ):
+        with pytest.raises(
+            ValueError, match="a ring needs .* neither residual_dtype nor dropout nor row_scale"
+        ):
+            dispatch.choose(problem, small.device, strategy, tile)
+
+
+@pytest.mark.parametrize("num_cols", [198, 199, 200])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_dropout_mask_depends_only_on_seed_row_and_column(strategy, num_cols, where):
+    """Forward, backward and reference drop the same elements, for any strategy and pack size."""
+    case = Case("rms_norm", 5, num_cols, "float32", strategy=strategy, dropout_p=0.4)
+    problem = random_problem(case)
+    for seed in (0, 1, -1, 2**62 + 12345):
+        problem.dropout_seed = seed
+        results = run_kernels(problem, where)
+        kept = reference.dropout_mask(5, num_cols, 0.4, seed)
+        assert ((results["sum"] != 0) == kept).all() and ((results["dx"] != 0) == kept).all()
+
+
+@pytest.mark.parametrize("p, kept", [(1.0, 0), (1e-12, 400), (1 - 2.0**-33, 0), (2.0**-30, 400)])
+def test_dropout_of_all_or_nearly_none(p, kept, where):
+    """All dropped: zeros, as in torch. Almost none: the input, scaled."""
+    problem = random_problem(Case("layer_norm", 4, 100, "float32", dropout_p=p))
+    results = run_kernels(problem, where)
+    assert (results["sum"] != 0).sum() == (results["dx"] != 0).sum() == kept
+    assert np.isfinite(results["y"]).all()
+
+
+SECOND_OUTPUTS = {
+    "weights": ("bfloat16", {"weight1": "bfloat16"}),
+    "weights and biases": (
+        "float32",
+        {"weight1": "float32", "bias1": "float32", "zero_centered_weight": True},
+    ),
+    "other dtypes": (
+        "float16",
+        {"y": "float32", "weight": None, "bias": None, "weight1": "float64", "bias1": "bfloat16"},
+    ),
+    "a bias": ("float64", {"bias1": "float64", "dsum": True}),
+    "a sum": (
+        "bfloat16",
+        {
+            "weight1": "float32",
+            "residual": True,
+            "residual_dtype": "float32",
+            "dropout_p": 0.2,
+            "dsum": True,
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("what", SECOND_OUTPUTS)
+def test_second_output(what, strategy, where):
+    dtype, options = SECOND_OUTPUTS[what]
+    turn = (list(SECOND_OUTPUTS).index(what) + list(STRATEGIES).index(strategy)) % 2
+    name, num_cols = (("layer_norm", 120), ("rms_norm", 77))[turn]
+    case = Case(name, 4, num_cols, dtype, strategy=strategy, **options)
+    results = check(case, where)
+    # The same bits as in a call of its own on the CPU, whose compiler fuses nothing.
+    if not case.has_own_sum and isinstance(where, CpuMachine):
+        problem = random_problem(case)
+        alone = replace(case, weight=case.weight1, bias=case.bias1, weight1=None, bias1=None)
+        tile = dispatch.choose(two_output_problem(case), where.device, strategy).tile
+        alone = replace(
+            problem, case=replace(alone, tile=tile), weight=problem.weight1, bias=problem.bias1
+        )
+        assert run_kernels(alone, where)["y"].tobytes() == results["y1"].tobytes()
+
+
+def two_output_problem(case: Case) -> DispatchProblem:
+    """A forward without a residual and with two outputs."""
+    names = ("weight", "bias", "weight1", "bias1")
+    return DispatchProblem(
+        "forward",
+        case.norm == "layer_norm",
+        case.num_cols,
+        case.x,
+        y=case.dtype("y"),
+        y1=case.dtype("y"),
+        **{name: case.dtype(name) for name in names},
+        layout=Layout.of(case.num_cols, ()),
+    )

@@ -1,0 +1,322 @@
+"""Tiles, strategies and arguments that a plan refuses, and why."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from plan_problems import problem_of
+
+from cupynorm.norm.plans import plan
+from cupynorm.plan.devices import DEVICES
+from cupynorm.plan.dispatch import choose, widest
+from cupynorm.plan.problem import Layout, Tile
+
+WARP = Tile(pack_size=8, threads_per_row=32, packs_per_thread=4, rows_per_block=4)
+
+
+BLOCK = Tile(pack_size=8, threads_per_row=128, packs_per_thread=1)
+
+
+UNCACHED = Tile(pack_size=8, threads_per_row=512)
+
+
+CLUSTER = Tile(pack_size=8, threads_per_row=512, cluster_size=2)
+
+
+RING = replace(BLOCK, stages=2)
+
+
+CLUSTER_RING = Tile(pack_size=8, threads_per_row=64, packs_per_thread=1, cluster_size=2, stages=2)
+
+
+@pytest.mark.parametrize(
+    ("message", "strategy", "tile", "changes"),
+    (
+        (
+            r"pack_size 3; num_cols 1024 and the alignment .* power of two up to 16",
+            "warp",
+            replace(WARP, pack_size=3),
+            {},
+        ),
+        (r"pack_size 0;", "warp", replace(WARP, pack_size=0), {}),
+        (
+            r"pack_size 8; num_cols 1024 .* up to 4",
+            "warp",
+            WARP,
+            {"layout": Layout(4, contiguous=True)},
+        ),
+        (
+            r"pack_size 8; num_cols 1023 .* up to 1",
+            "warp",
+            WARP,
+            {"num_cols": 1023, "layout": Layout(1, contiguous=True)},
+        ),
+        (
+            r"threads_per_row 32 and rows_per_block 64; .*multiple of 32 up",
+            "warp",
+            replace(WARP, rows_per_block=64),
+            {},
+        ),
+        (
+            r"threads_per_row 8 and rows_per_block 3;",
+            "warp",
+            replace(WARP, threads_per_row=8, rows_per_block=3),
+            {},
+        ),
+        (r"threads_per_row 0 and", "warp", replace(WARP, threads_per_row=0), {}),
+        (r"threads_per_row 32 and rows_per_block -1", "warp", replace(WARP, rows_per_block=-1), {}),
+        (
+            r"threads_per_row 64; strategy 'warp' takes a power of two",
+            "warp",
+            replace(WARP, threads_per_row=64),
+            {},
+        ),
+        (r"threads_per_row 24; strategy 'warp'", "warp", replace(WARP, threads_per_row=24), {}),
+        (
+            r"rows_per_block 2; without stages strategy 'block' works on one row",
+            "block",
+            replace(BLOCK, rows_per_block=2),
+            {},
+        ),
+        (
+            r"rows_per_block 2; without stages strategy 'uncached'",
+            "uncached",
+            replace(UNCACHED, rows_per_block=2),
+            {},
+        ),
+        (
+            r"cluster_size 3; H200 runs clusters of 2, 4, 8, 16",
+            "cluster",
+            replace(CLUSTER, cluster_size=3),
+            {},
+        ),
+        (r"cluster_size 1; H200 runs clusters", "cluster", replace(CLUSTER, cluster_size=1), {}),
+        (
+            r"cluster_size 2; strategy 'block' has no clusters, use 1",
+            "block",
+            replace(BLOCK, cluster_size=2),
+            {},
+        ),
+        (
+            r"holds 512 columns \(pack_size 8 x threads_per_row 32 x packs_per_thread 2\), the row "
+            r"has 1024",
+            "warp",
+            replace(WARP, packs_per_thread=2),
+            {},
+        ),
+        (r"holds 512 columns", "block", replace(BLOCK, threads_per_row=64), {}),
+        (r"holds 0 columns", "warp", replace(WARP, packs_per_thread=0), {}),
+        (r"holds -1024 columns", "warp", replace(WARP, packs_per_thread=-4), {}),
+        (
+            r"packs_per_thread -1; here the row is not kept",
+            "block",
+            replace(BLOCK, packs_per_thread=-1),
+            {},
+        ),
+        (
+            r"holds 512 columns \(.* x packs_per_thread 2\), the row has 1024 for each block$",
+            "cluster",
+            Tile(8, 32, packs_per_thread=2, cluster_size=2),
+            {"num_cols": 2048},
+        ),
+        (
+            r"packs_per_thread 2; the last pack of every thread is beyond",
+            "cluster",
+            replace(CLUSTER, threads_per_row=64, packs_per_thread=2),
+            {},
+        ),
+        (
+            r"exact 1; 1 is for a row that fills the 512 columns",
+            "cluster",
+            replace(CLUSTER, threads_per_row=64, packs_per_thread=1, exact=1),
+            {"num_cols": 1008},
+        ),
+        (
+            r"keeps 512 elements in each thread, more than its 255 registers",
+            "block",
+            replace(BLOCK, threads_per_row=32, packs_per_thread=64),
+            {"num_cols": 16384},
+        ),
+        (
+            r"packs_per_thread 5; the last pack of every thread is beyond the 1024 columns",
+            "warp",
+            replace(WARP, packs_per_thread=5),
+            {},
+        ),
+        (
+            r"packs_per_thread 1; here the row is not kept in registers",
+            "uncached",
+            replace(UNCACHED, packs_per_thread=1),
+            {},
+        ),
+        (r"packs_per_thread -1; here", "cluster", replace(CLUSTER, packs_per_thread=-1), {}),
+        (
+            r"exact 1; 1 is for a row that fills the 1024 columns",
+            "warp",
+            replace(WARP, exact=1),
+            {"num_cols": 1000},
+        ),
+        (r"exact 2;", "warp", replace(WARP, exact=2), {}),
+        (r"exact 1;", "uncached", replace(UNCACHED, exact=1), {}),
+        (r"blocks_per_sm 0 and blocks of 128 threads", "warp", replace(WARP, blocks_per_sm=0), {}),
+        (
+            r"blocks_per_sm 17 and blocks of 128 threads; a multiprocessor of H200 holds 2048",
+            "warp",
+            replace(WARP, blocks_per_sm=17),
+            {},
+        ),
+        (
+            r"stages 2; a ring needs float32 arithmetic",
+            "block",
+            replace(RING, pack_size=2, packs_per_thread=4),
+            {"dtype": "float64"},
+        ),
+        (
+            r"stages 1, rows_per_block 1, packs_per_thread 1; a ring has 2 or more stages, "
+            r".* 1 stage belongs to 'block'",
+            "cluster",
+            replace(CLUSTER_RING, stages=1),
+            {},
+        ),
+        (
+            r"stages 1, rows_per_block 2, packs_per_thread 1; .* and one row a block",
+            "block",
+            replace(RING, stages=1, rows_per_block=2),
+            {},
+        ),
+        (
+            r"stages 1 and pack_size 8; .* no residual",
+            "block",
+            replace(RING, stages=1),
+            {"residual": True},
+        ),
+        (r"stages 1 and pack_size 4; .* packs of 16 bytes", "block", Tile(4, 128, 2, stages=1), {}),
+        (
+            r"stages 1, rows_per_block 2, packs_per_thread 1; .* backward 1 for one row a block",
+            "block",
+            replace(RING, stages=1, rows_per_block=2),
+            {"direction": "backward"},
+        ),
+        (r"stages -1, ", "block", replace(RING, stages=-1), {}),
+        (
+            r"stages 2, .*packs_per_thread 0; .* 1 or more packs",
+            "cluster",
+            replace(CLUSTER, stages=2, path="smem"),
+            {},
+        ),
+        (
+            r"stages 2, .*packs_per_thread 4; .* belongs to strategy 'block' or 'cluster'",
+            "warp",
+            replace(WARP, stages=2),
+            {},
+        ),
+        (
+            r"needs 262400 bytes of shared memory a block, H200",
+            "block",
+            UNCACHED,
+            {"num_cols": 131008},
+        ),
+        (
+            r"needs 267856 bytes of shared memory a block, H200",
+            "block",
+            replace(RING, threads_per_row=1024, stages=16),
+            {"num_cols": 8192},
+        ),
+    ),
+    ids=lambda value: (
+        value.split(";")[0].split(" \\(")[0] if isinstance(value, str) and " " in value else None
+    ),
+)
+def test_tiles_that_are_refused(message, strategy, tile, changes):
+    problem = problem_of(
+        changes.get("num_cols", 1024),
+        **{key: value for key, value in changes.items() if key != "num_cols"},
+    )
+    with pytest.raises(ValueError, match="tile .*" + message):
+        choose(problem, DEVICES["H200"], strategy, tile)
+
+
+def test_tiles_next_to_the_refused_ones_are_accepted():
+    """The tiles from which refused ones are made are accepted."""
+    problem = problem_of(1024)
+    for strategy, tile in (
+        ("warp", WARP),
+        ("block", BLOCK),
+        ("uncached", UNCACHED),
+        ("cluster", CLUSTER),
+        ("block", UNCACHED),
+        ("block", RING),
+        ("block", replace(RING, rows_per_block=2)),
+        ("block", replace(RING, stages=1)),
+        ("cluster", CLUSTER_RING),
+    ):
+        choice = choose(problem, DEVICES["H200"], strategy, tile)
+        assert (choice.strategy, choice.tile, choice.reason) == (strategy, tile, "as asked for")
+    assert choose(problem, DEVICES["H200"], "warp", replace(WARP, exact=1)).tile.exact == 1
+    in_registers = replace(
+        CLUSTER, threads_per_row=64, packs_per_thread=1, exact=1
+    )  # 2 x 64 threads x 8 = 1024
+    assert choose(problem, DEVICES["H200"], "cluster", in_registers).tile == in_registers
+    with pytest.raises(ValueError, match=r"stages 2; .* sm_90 or later"):
+        choose(problem, DEVICES["A100"], "block", RING)
+
+
+def test_backward_block_refuses_rows_in_shared_memory():
+    with pytest.raises(ValueError, match="holds 0 columns"):
+        choose(problem_of(1024, direction="backward"), DEVICES["H200"], "block", UNCACHED)
+
+
+def test_unknown_and_incomplete_choices():
+    problem = problem_of(1024)
+    with pytest.raises(
+        ValueError,
+        match="strategy is 'tensor_core'; it is one of warp, block, cluster, uncached, or None",
+    ):
+        choose(problem, DEVICES["H200"], "tensor_core")
+    with pytest.raises(
+        ValueError, match="statistics is 'naive'; it is one of two_pass, welford, or None"
+    ):
+        choose(problem, DEVICES["H200"], statistics="naive")
+    with pytest.raises(ValueError, match="tile is given without strategy"):
+        choose(problem, DEVICES["H200"], tile=WARP)
+    for device, has in (("A100", "8.0"), ("RTX 4090", "8.9")):
+        with pytest.raises(
+            ValueError,
+            match=rf"strategy 'cluster' needs compute capability 9\.0 or later; {device} has {has}",
+        ):
+            choose(problem, DEVICES[device], "cluster")
+    for strategy, direction in (("warp", "forward"), ("block", "backward")):
+        edge = widest(strategy, problem_of(1 << 20, "float32", direction), DEVICES["H200"])
+        message = (
+            rf"'{strategy}' is too narrow for 200000 columns of float32 on H200 \({direction}\); "
+            rf"its widest row has {edge}$"
+        )
+        with pytest.raises(ValueError, match=message):
+            plan(200000, 8, "float32", direction=direction, device="H200", strategy=strategy)
+
+
+@pytest.mark.parametrize(
+    ("message", "options"),
+    (
+        (r"norm is 'batch_norm'; expected 'layer_norm' or 'rms_norm'", {"norm": "batch_norm"}),
+        (r"direction is 'sideways'; expected 'forward' or 'backward'", {"direction": "sideways"}),
+        (r"num_cols is -1; expected 0 or more", {"num_cols": -1}),
+        (r"num_rows is -5; expected 0 or more", {"num_rows": -5}),
+        (
+            r"dtype is 'int8'; expected one of float16, bfloat16, float32, float64",
+            {"dtype": "int8"},
+        ),
+        (r"dtype is 'int8'; expected one of", {"weight_dtype": "int8"}),
+        (r"dtype is 'fp16'; expected one of", {"bias_dtype": "fp16"}),
+        (r"dtype is 'half'; expected one of", {"out_dtype": "half"}),
+        (
+            r"device is 'Voodoo2'; expected one of A100, .*B200.*, a Device, or None",
+            {"device": "Voodoo2"},
+        ),
+    ),
+    ids=lambda value: value.split(";")[0] if isinstance(value, str) else "",
+)
+def test_arguments_that_plan_refuses(message, options):
+    with pytest.raises(ValueError, match=message):
+        plan(**({"num_cols": 768, "device": "H200"} | options))
