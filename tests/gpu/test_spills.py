@@ -10,7 +10,7 @@ import itertools
 import shutil
 
 import pytest
-from kernel_grid import ARCHITECTURES, FULL, instances
+from kernel_grid import ARCHITECTURES, FULL, HAS_TIME, instances
 from nvrtc_here import needs_nvrtc
 
 import cupynorm
@@ -25,6 +25,8 @@ from cupynorm.plan.tile_model import fetches_ahead
 
 # Tests of each architecture, so that pytest-xdist can share them out.
 PARTS = {80: 8, 86: 2, 89: 2, 90: 8, 100: 4, 120: 4}
+# The plans of these two have the same limits. With few cores each kernel is compiled for one.
+SHARES = {86: 0, 89: 1}
 
 
 def batches(kernels: list[Kernel], size: int) -> list[list[Kernel]]:
@@ -74,6 +76,8 @@ def test_every_chosen_kernel_compiles_without_spills(compute_capability, part):
     """A spill means that the tile has too many elements or blocks for the registers."""
     found = instances(compute_capability)
     kernels = sorted(found, key=lambda kernel: (kernel.source, kernel.name_expression))
+    if not HAS_TIME and compute_capability in SHARES:
+        kernels = kernels[SHARES[compute_capability] :: 2]
     reports = {}
     of_part = kernels[part :: PARTS[compute_capability]]
     for _, of_source in itertools.groupby(of_part, key=lambda kernel: kernel.source):
