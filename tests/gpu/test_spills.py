@@ -57,7 +57,7 @@ def resources_of(kernels: list[Kernel], compute_capability: int) -> dict[Kernel,
 
 
 @needs_nvrtc
-def test_kernels_that_are_compiled_together_use_what_each_uses_alone():
+def test_kernels_compiled_together_use_the_same_resources():
     kernels = [
         plan(num_cols, device="H200", direction="backward").launches[0].kernel
         for num_cols in (128, 256, 512)
@@ -139,7 +139,7 @@ def test_spills_are_seen():
     ({}, {"y": "float8_e5m2", "x": "float16"}, {"weight": "float32"}, {"residual": True}),
     ids=str,
 )
-def test_kernels_fetch_the_next_row_early_where_the_plan_says_so(tmp_path, changes):
+def test_plan_and_kernel_agree_on_early_fetches(tmp_path, changes):
     """fetches_ahead of quantized_write.cuh agrees with tile_model.fetches_ahead."""
     folder = tmp_path / "cuda_src"
     shutil.copytree(cuda_src(), folder)
