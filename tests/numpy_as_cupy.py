@@ -16,7 +16,7 @@ from cupynorm.dtypes import encode
 
 
 class Memory(NamedTuple):
-    """An address, and whose memory it is."""
+    """An address and the object that owns the memory."""
 
     ptr: int
     owner: object

@@ -115,7 +115,7 @@ def float32_values(name: str, kind: str) -> np.ndarray:
 @pytest.mark.parametrize("kind", ("random", "ties", "subnormals", "overflow", "special"))
 @pytest.mark.parametrize("name", SHORT)
 def test_encode_agrees_with_torch(name, kind):
-    """From float32, where torch too rounds once."""
+    """From float32, because torch rounds once from there."""
     torch = pytest.importorskip("torch")
     values = float32_values(name, kind)
     got = encode(values, name)

@@ -1,4 +1,4 @@
-"""README.md and docs/ say what the code says: tables, figures, commands, code, files."""
+"""README.md and docs/ match the code: tables, figures, commands, code, files."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ README, CALLS, LINEAR, FLOAT8, BENCHMARKS = (
 
 
 def block(name: str, text: str = README) -> str:
-    """What is between the markers of a name."""
+    """The text between the markers of a name."""
     found = re.search(rf"<!-- {name} -->\n(.*?)<!-- /{name} -->", text, re.DOTALL)
     assert found, f"there is no block {name}"
     return found[1].strip()
 
 
 def command(name: str) -> str:
-    """The one line of a block of shell."""
+    """The only line of a shell block."""
     line = block(name).removeprefix("```sh\n").removesuffix("\n```")
     assert "\n" not in line
     return line
@@ -61,7 +61,7 @@ def rows(text: str) -> list[list[str]]:
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
 
 
-# What is claimed of the whole.
+# Claims.
 
 
 def test_the_readme_is_short():
@@ -100,7 +100,7 @@ def test_the_readme_names_where_to_start_reading():
 
 @pytest.mark.parametrize("path", [*DOCUMENTS, ROOT / "CHANGELOG.md"], ids=lambda path: path.name)
 def test_lines_of_text_have_at_most_100_columns(path):
-    """But for tables, what the benchmark writes, and long commands."""
+    """Except in tables, output of the benchmark, and long commands."""
     text = re.sub(
         r"<!-- bench -->.*?<!-- /bench -->", "", path.read_text(encoding="utf-8"), flags=re.DOTALL
     )
@@ -138,8 +138,8 @@ def test_its_plan_command_prints_a_plan(capsys):
 
 
 @pytest.mark.parametrize("path", sorted(NOTEBOOKS.glob("h200*.json")), ids=lambda path: path.name)
-def test_commands_beside_figures_can_be_typed_anywhere(path):
-    """They name the file that holds them, and no folder of the machine they ran on."""
+def test_commands_of_figures_run_in_any_folder(path):
+    """They name their own file and no folder of a machine."""
     made_by = json.loads(path.read_text(encoding="utf-8"))["settings"]["command"]
     assert f"--json {path.name}" in made_by and "/" not in made_by
     assert made_by in BENCHMARKS
@@ -171,7 +171,7 @@ def test_the_dispatch_table_has_the_widest_rows_of_bfloat16_on_an_h200():
 
 
 def test_the_dispatch_table_has_the_paths_that_plans_take():
-    """On these widths, dtypes and GPUs, each path that the table names, and no other."""
+    """Plans for these widths, dtypes and GPUs have exactly the paths of the table."""
     found: dict[str, set[str]] = {name: set() for name in STRATEGIES}
     widths = (8, 127, 768, 2332, 4096, 12288, 14000, 24576, 65536, 300_000, 400_000, 2_000_000)
     for device in ("H200", "A100"):
@@ -186,7 +186,7 @@ def test_the_dispatch_table_has_the_paths_that_plans_take():
     assert {row[0]: set(row[1].split(", ")) for row in rows(block("strategies"))} == found
 
 
-def test_the_tables_of_speeds_are_what_was_measured():
+def test_tables_of_speeds_match_the_measurements():
     measured = read(NOTEBOOKS / "h200.json")
     assert block("bench") == short_markdown(measured).strip()
     assert block("bench", BENCHMARKS) == measured.markdown().strip()
@@ -218,7 +218,7 @@ def test_the_cells_that_others_win_are_those_that_the_readme_counts():
     )
 
 
-def test_the_steps_of_a_gpt_are_what_was_measured():
+def test_steps_of_a_gpt_match_the_measurements():
     runs = json.loads((NOTEBOOKS / "train_gpt.json").read_text(encoding="utf-8"))["runs"]
     warm_up = int(
         re.search(r"^FIRST = (\d+)", (NOTEBOOKS / "train_gpt.py").read_text(), re.MULTILINE)[1]
@@ -232,7 +232,7 @@ def test_the_steps_of_a_gpt_are_what_was_measured():
     assert f"compiled, {medians['cupynorm-compiled']} and {medians['torch-compiled']} ms" in text
 
 
-def test_the_table_of_8_bit_outputs_is_what_was_measured():
+def test_table_of_8_bit_outputs_matches_the_measurements():
     measured = read(NOTEBOOKS / "h200_fp8.json").measurements
     shares: dict[int, dict[str, str]] = {}
     for each in measured:
@@ -244,7 +244,7 @@ def test_the_table_of_8_bit_outputs_is_what_was_measured():
     assert rows(block("fp8", BENCHMARKS)) == expected
 
 
-def test_the_table_of_model_shapes_is_what_was_measured():
+def test_table_of_model_shapes_matches_the_measurements():
     expected: dict[tuple[str, str], list[str]] = {}
     for each in read(NOTEBOOKS / "h200_models.json").measurements:
         key = (each.cell.norm, f"{each.cell.num_rows} x {each.cell.num_cols}")
@@ -351,8 +351,8 @@ def test_the_scales_of_the_documents_are_those_that_there_are():
     assert listed == set(SCALINGS) - {"given"}
 
 
-def test_what_the_documents_say_of_several_ranks_is_checked():
-    """Of DistributedDataParallel, fully_shard and DTensors: by name, in what two processes run."""
+def test_code_for_several_ranks_in_the_documents():
+    """Names of DistributedDataParallel, fully_shard and DTensors occur in two_ranks.py."""
     pytest.importorskip("torch")
     two_ranks = pytest.importorskip("two_ranks")
     claimed = {"distributed_data_parallel"}

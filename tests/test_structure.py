@@ -41,7 +41,7 @@ def names_of(paths):
     return {"argvalues": paths, "ids": [str(path.relative_to(REPOSITORY)) for path in paths]}
 
 
-# What an import brings.
+# Imported modules and import time.
 
 
 def python(script: str) -> str:
@@ -84,7 +84,7 @@ print(json.dumps(sorted({{name.partition(".")[0] for name in set(sys.modules) - 
 
 
 def test_import_brings_nothing_heavy():
-    """`import cupynorm` is itself and the standard library, not even NumPy."""
+    """`import cupynorm` imports only itself and the standard library, not NumPy."""
     brought = brought_by("import cupynorm")
     assert "cupynorm" in brought
     assert brought - {"cupynorm"} <= set(sys.stdlib_module_names)
@@ -115,11 +115,11 @@ def test_import_takes_less_than_50_milliseconds_beyond_numpy():
 
     assert best("import cupynorm", "import numpy") < 0.050
     names = best("for name in cupynorm.__all__: getattr(cupynorm, name)", "import numpy, cupynorm")
-    # All modules together: allowed twice what NumPy itself takes here, whatever the machine.
+    # All modules together may take twice as long as NumPy on the same machine.
     assert names < 2 * max(0.050, best("import numpy"))
 
 
-# Arrows.
+# Imports between folders.
 
 # From the bottom up: a module imports from its own folder or from those before it.
 WINGS = (
@@ -185,7 +185,7 @@ def imports(path: Path) -> list[tuple[str, bool]]:
 
 
 def test_imports_sees_every_kind(tmp_path):
-    """The parser that the tests below trust."""
+    """The parser of the tests below finds every kind of import."""
     path = tmp_path / "sample.py"
     path.write_text(
         "import a.b, c\nfrom . import d\nfrom .e import f\nfrom g.h import k\n"
@@ -245,7 +245,7 @@ def test_modules_do_not_import_in_circles():
 
 
 @pytest.mark.parametrize("name", MODULES)
-def test_who_may_import_torch_and_cupy(name):
+def test_modules_that_may_import_torch_and_cupy(name):
     for imported, at_module_level in imports(MODULES[name]):
         library = imported.partition(".")[0]
         if library == "torch":
@@ -284,7 +284,7 @@ def test_reference_imports_only_numpy_and_itself():
                 ), path.name
 
 
-def test_no_module_is_a_drawer():
+def test_no_module_has_a_catch_all_name():
     for path in REPOSITORY.rglob("*"):
         inside = path.relative_to(REPOSITORY).parts
         if path.suffix in (".py", ".cu", ".cuh", ".h") and not inside[0].startswith("."):
@@ -303,7 +303,7 @@ def test_no_module_is_a_drawer():
 
 MOST_POSITIONAL = 6
 MOST_LINES = 500
-# Functions whose signature is set elsewhere: by another library or by Triton.
+# Another library or Triton decides the signature of these.
 LONG_SIGNATURES = {
     "linear/module.LayerNormLinear.__init__",
     "linear/api.layer_norm_linear_backward",
@@ -314,7 +314,7 @@ LONG_SIGNATURES = {
 
 
 def positional_parameters(text: str) -> dict[str, int]:
-    """Of every function by its qualified name: the parameters that can be given by position."""
+    """The number of positional parameters of every function, by qualified name."""
     counts = {}
 
     def visit(node: ast.AST, inside: str) -> None:
@@ -358,7 +358,7 @@ def test_python_files_are_short():
 
 # Underscore names.
 
-# What namedtuple itself offers: its names begin with an underscore, so that no field can hide them.
+# Public members of namedtuple, whose names begin with an underscore.
 OF_NAMEDTUPLES = {"_fields", "_make", "_replace", "_asdict", "_field_defaults"}
 
 
@@ -456,7 +456,7 @@ def test_files_that_a_comment_names_are_there(path):
 
 
 def code(path: Path) -> str:
-    """Without comments; strings stay."""
+    """The text without comments."""
     return re.sub(r"//[^\n]*|/\*.*?\*/", "", path.read_text(), flags=re.S)
 
 
@@ -464,7 +464,7 @@ ATOMIC = re.compile(r"\batomic[A-Z]\w*|\batomic_ref\b|\bred\.(global|shared|asyn
 ASM = re.compile(r"\b(?:asm|__asm__|__asm)\b(?:\s+(?:volatile|__volatile__))?\s*\(\s*\"([^\"]*)\"")
 
 
-def test_the_patterns_find_what_they_seek():
+def test_patterns_of_atomics_and_ptx():
     for text in (
         "atomicAdd(&sum, value);",
         'asm("red.global.add.f32 [%0], %1;" :: "l"(at), "f"(v));',
@@ -516,7 +516,7 @@ def test_every_ptx_function_has_a_twin(name):
 
 @pytest.mark.parametrize("path", **names_of(DEVICE_SOURCES))
 def test_kernels_are_chosen_by_templates_not_by_macros(path):
-    """No #if on a dtype, no macro: what changes code is a template parameter."""
+    """Template parameters choose the code; there are no macros and no #if."""
     text = code(path)
     assert not re.search(r"^\s*#\s*(define|if|elif|ifndef)\b", text, re.M)
     assert set(re.findall(r"#ifdef (\w+)", text)) <= {"CUPYNORM_ON_CPU"}
@@ -531,7 +531,7 @@ NEVER += r"|smem_size|qscale|prologue|epilogue"
 @pytest.mark.parametrize(
     "path", **names_of(DEVICE_SOURCES + sorted((REPOSITORY / "reference").glob("*.py")))
 )
-def test_one_word_for_one_thing(path):
+def test_words_that_are_not_used(path):
     """No word of NEVER in kernels and reference. Strings may have PTX's spellings."""
     text = re.sub(r"\"[^\"\n]*\"", "", path.read_text())
     assert not re.findall(rf"\b({NEVER})\b", text, re.I)
@@ -563,7 +563,7 @@ def test_cuda_sources_are_formatted(path):
     assert not complaint(tool("clang-format"), "--dry-run", "-Werror", str(path))
 
 
-def test_clang_format_objects_to_what_is_not_formatted(tmp_path):
+def test_clang_format_finds_wrong_format(tmp_path):
     path = tmp_path / "sample.cu"
     path.write_text("int  main( ){return 0 ;}\n")
     assert "code should be clang-formatted" in complaint(
@@ -577,7 +577,7 @@ def test_python_sources_are_formatted_and_linted(command):
     assert not complaint(tool("ruff"), *command, "--no-cache", *map(str, PYTHON))
 
 
-def test_ruff_objects_to_what_is_wrong(tmp_path):
+def test_ruff_finds_errors(tmp_path):
     path = tmp_path / "sample.py"
     path.write_text(
         "import os\nx = [ 1,2 ]\n# " + 15 * "too long " + "\nprint(x, \nx)  # fmt: skip\n"
@@ -616,7 +616,7 @@ def test_public_names_are_documented(name):
         assert value, f"{name} is empty"
         return
     assert len((value.__doc__ or "").split()) >= 5
-    # What dataclasses and NamedTuples write of themselves is no documentation.
+    # The docstrings that dataclasses and NamedTuples generate do not count.
     assert not re.match(rf"{name}\(\w+", value.__doc__)
     if inspect.isfunction(value):
         text = documented(value)

@@ -51,8 +51,7 @@ def on_numpy(monkeypatch):
     )
 
 
-# -- the timer
-# -------------------------------------------------------------------------------------------
+# The timer.
 
 
 class Clock:
@@ -112,7 +111,7 @@ def test_host_time_stays_out_of_the_result():
     assert timer.sample(Runner(lambda: clock.enqueue(5.0))) == pytest.approx(5.0)
 
 
-def test_what_restores_a_call_is_not_timed():
+def test_restoring_inputs_is_not_timed():
     clock = Clock(flush_time=80.0)
     restored = []
 
@@ -155,8 +154,7 @@ def test_libraries_take_turns():
     assert samples == {"copy": [pytest.approx(4.0)] * 3, "cupynorm": [pytest.approx(5.0)] * 3}
 
 
-# -- a run
-# -----------------------------------------------------------------------------------------------
+# A run.
 
 
 def test_arguments_are_checked_first():
@@ -169,7 +167,7 @@ def test_arguments_are_checked_first():
             measure.bench()
 
 
-def test_environment_names_what_is_there():
+def test_environment_lists_the_installed_libraries():
     found = environment.environment()
     assert (
         found["numpy"] == np.__version__ and found["cupynorm"] and found["date"].endswith("+00:00")
@@ -222,7 +220,7 @@ SCALES = ("given", "tensor", "row", "block", "mx")
 
 @pytest.fixture
 def with_torch_compile(on_numpy, monkeypatch):
-    """torch.compile as a peer, whose functions run as they are written."""
+    """torch.compile as a peer whose functions are not compiled."""
     can_run = (peers.OURS, "torch.compile")
     monkeypatch.setattr(
         measure, "missing", lambda name: None if name in can_run else f"no module named {name!r}"
@@ -267,7 +265,7 @@ WIDE = "block: pack_size 8, threads_per_row 32, packs_per_thread 1"
 
 
 @pytest.mark.parametrize("direction", ["forward", "backward"])
-def test_tiles_take_turns_beside_what_dispatch_chooses(on_numpy, monkeypatch, direction):
+def test_tiles_are_timed_in_turns_with_the_chosen_one(on_numpy, monkeypatch, direction):
     """A tile holds 256 columns. For 512 its cell has an error, and the others are measured."""
     forced = []
 
@@ -339,7 +337,7 @@ def test_a_tile_of_8_bit_outputs(on_numpy):
         ("torch", "tile is 'torch'; expected one of warp"),
     ],
 )
-def test_words_that_are_no_tile_are_refused_first(tile, sentence):
+def test_text_that_is_no_tile_is_refused_first(tile, sentence):
     with pytest.raises(ValueError, match=re.escape(sentence)):
         measure.bench(cells(cols=[64], directions=["forward"]), tiles=[tile])
 
@@ -370,7 +368,7 @@ def test_a_run_that_records_amaxes(with_torch_compile):
 
 @pytest.mark.parametrize("library", ["cupynorm", "torch.compile"])
 def test_a_wrong_amax_is_found(with_torch_compile, library):
-    """Twice and half of it, one of a former call, and none."""
+    """Twice the scale, half of it, that of an earlier call, and none."""
     cell = Cell(
         "layer_norm",
         "forward",
@@ -404,7 +402,7 @@ def test_a_wrong_amax_is_found(with_torch_compile, library):
     assert all(spoilt(factor).startswith("amax is") for factor in (2, 0.5, 0))
 
 
-def test_torch_says_that_it_has_no_8_bit_outputs(on_numpy):
+def test_torch_has_no_8_bit_outputs(on_numpy):
     todo = cells(
         dtypes=["float32"],
         directions=["forward"],
@@ -439,7 +437,7 @@ def test_wrong_8_bit_outputs_are_found(with_torch_compile, scale, library):
         return verify(right._replace(outputs=outputs), truth, rounded_mean=False)
 
     def halved(made):
-        """Values and scale: what they stand for is as before, but the format is not used up."""
+        """The product of values and scale is right, but the range of the format is not used."""
         made["y"][...] -= np.uint8(8) * (
             (made["y"] & 0x7F) > 15
         )  # an exponent less, where there is one
@@ -601,7 +599,7 @@ def test_a_peer_that_fails_or_is_off_does_not_end_the_run(on_numpy, monkeypatch)
     assert "quack" not in measured.fastest and len(measured.samples["quack"]) == 1 and result.ok
 
 
-def test_an_interrupt_keeps_what_was_measured(on_numpy):
+def test_an_interrupt_keeps_the_measurements(on_numpy):
     todo = cells(dtypes=["float32"], cols=[64], elements=2**10)
 
     def interrupted(items, **how):
@@ -618,7 +616,7 @@ def test_an_interrupt_keeps_what_was_measured(on_numpy):
         measure.bench(todo, runs=1, peers=[], progress=at_once)
 
 
-def test_a_failure_of_ours_keeps_what_was_measured(on_numpy, monkeypatch):
+def test_a_failure_of_cupynorm_keeps_the_measurements(on_numpy, monkeypatch):
     prepare = measure.prepare
 
     def fails(name, cell, tensors):
@@ -657,8 +655,7 @@ def test_every_cell_is_tried_ahead(on_numpy, monkeypatch):
     assert tried == [(cell, ("cupynorm",)) for cell in todo] and len(result.measurements) == 2
 
 
-# -- on a GPU
-# --------------------------------------------------------------------------------------------
+# On a GPU.
 
 
 @pytest.mark.gpu
@@ -676,8 +673,7 @@ def test_a_small_run(norm, dtype):
         assert "torch" not in each.faults or "torch is off" in each.faults["torch"], each.faults
         assert all(len(samples) == 3 and min(samples) > 0 for samples in each.samples.values())
         assert all(0 < error <= 1 for name, error in each.errors.items() if name == "cupynorm")
-        # No kernel moves its bytes several times faster than a copy; a time that is far too short
-        # was not measured.
+        # A kernel that is several times faster than a copy was not measured right.
         assert each.share("cupynorm") < 5
     assert BenchResult.from_json(measured.to_json()).measurements == measured.measurements
 

@@ -1,4 +1,4 @@
-"""What is measured: bytes, combinations, shapes of models, and sentences for what cannot be."""
+"""Cells of the benchmark: bytes, combinations, shapes of models, and refused arguments."""
 
 import pytest
 
@@ -46,7 +46,7 @@ def test_bytes_of_8_bit_outputs():
     )
 
 
-def test_words_of_a_cell():
+def test_text_of_a_cell():
     cell = Cell(
         "rms_norm",
         "both",

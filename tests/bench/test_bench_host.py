@@ -1,4 +1,4 @@
-"""What the host pays: how calls are timed, what is printed; with a GPU, real calls."""
+"""The host's time of a call: timing, output, and real calls with a GPU."""
 
 import json
 
@@ -12,7 +12,7 @@ from cupynorm.gpu import environment
 
 
 class Clock:
-    """Nanoseconds that pass only as it is told."""
+    """A clock in nanoseconds that a test advances."""
 
     def __init__(self):
         self.now, self.events = 0, []
@@ -108,7 +108,7 @@ def test_modules_are_called_as_models_call_them(norm):
 
 
 @pytest.mark.skipif(environment.has_gpu(), reason="there is a GPU")
-def test_without_a_gpu_it_says_so():
+def test_error_without_a_gpu():
     pytest.importorskip("cupy")
     pytest.importorskip("torch")
     with pytest.raises(ValueError, match="eager calls are timed with a GPU"):
@@ -138,7 +138,7 @@ def test_first_calls():
         and len(result.cold) == 7
         and result.cold["import cupynorm"] < 1000
     )
-    # Compiling takes longer than finding on disk, and that longer than calling again.
+    # Compiling is slower than the cache on disk, which is slower than a second call.
     assert (
         result.cold["another width: forward"]
         > result.warm["another width: forward"]

@@ -43,7 +43,7 @@ def test_a_cell_on_the_cpu(each, passes):
     assert (max(found.errors.values()) > 2.0**-7) == (each == "fp8")
 
 
-def test_what_is_wrong_or_fails_is_said(monkeypatch):
+def test_wrong_results_and_failures_are_reported(monkeypatch):
     def wrong(cell, inputs):
         return lambda: torch.nn.functional.linear(
             inputs.normalized * 1.1, inputs.weight, inputs.bias
@@ -150,7 +150,7 @@ def test_the_command(monkeypatch, capsys, tmp_path):
     assert "'4x8' is no shape" in capsys.readouterr().err
 
 
-def test_what_is_refused():
+def test_refused_arguments():
     with pytest.raises(ValueError, match="runs is 0"):
         bench_linear.bench_linear(runs=0)
     with pytest.raises(

@@ -45,8 +45,7 @@ def result(*measurements, missing=None, gpu="NVIDIA H200"):
     return BenchResult(found, settings, list(measurements), missing or {})
 
 
-# -- statistics
-# ------------------------------------------------------------------------------------------
+# Statistics.
 
 
 def test_quartiles():
@@ -82,8 +81,7 @@ def test_a_wrong_library_never_wins():
     assert result(measurement(faults={"torch": "torch is off"})).ok
 
 
-# -- what is shown
-# ---------------------------------------------------------------------------------------
+# Output.
 
 
 def cells_of(text, num_cols):
@@ -126,7 +124,7 @@ def test_the_table():
     )
 
 
-def test_the_table_names_what_is_off_and_what_could_not_run():
+def test_the_table_names_wrong_results_and_failures():
     off = measurement(
         faults={"cupynorm": "cupynorm is off: y is 3 at row 1, col 2"},
         errors={"cupynorm": 7.5, "torch": 0.5},
@@ -267,8 +265,7 @@ def test_the_file_in_the_notebooks_folder_is_read():
     assert all(0.1 < measured.share("cupynorm") < 1.2 for measured in shipped.measurements)
 
 
-# -- plots
-# -----------------------------------------------------------------------------------------------
+# Plots.
 
 
 @pytest.mark.parametrize("suffix,beginning", [("png", b"\x89PNG"), ("svg", b"<?xml")])
@@ -294,7 +291,7 @@ def test_a_plot_is_written(tmp_path, suffix, beginning):
             assert b"<!-- " + text + b" -->" in content
 
 
-def test_a_plot_needs_matplotlib_and_says_so(monkeypatch, tmp_path):
+def test_error_of_a_plot_without_matplotlib(monkeypatch, tmp_path):
     imported = builtins.__import__
 
     def without(name, *arguments):
@@ -307,11 +304,10 @@ def test_a_plot_needs_matplotlib_and_says_so(monkeypatch, tmp_path):
         plot(result(measurement()), tmp_path / "plot.png")
 
 
-# -- one run against another
-# -----------------------------------------------------------------------------
+# One run against another.
 
 
-def test_what_changed_beyond_the_spread():
+def test_changes_beyond_the_spread():
     cells = (64, 128, 256, 512)
     before = result(*(measurement(each, copy=[1.0] * 3, cupynorm=[1.25] * 3) for each in cells))
     times = {

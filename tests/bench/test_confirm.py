@@ -44,7 +44,7 @@ def test_a_row_that_gains_too_little_leaves():
     assert confirm(ROWS, H200, measure=faster_by(0.009))[0] == []
 
 
-def test_a_row_whose_kernel_spills_leaves():
+def test_rows_whose_kernel_spills_are_dropped():
     kept, _, _ = confirm(
         ROWS,
         H200,

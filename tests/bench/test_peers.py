@@ -1,4 +1,4 @@
-"""The peers: why one cannot run, what it is refused, and that each is called as its own API says.
+"""Peers: why one cannot run, problems that it does not support, and calls of its API.
 
 The libraries are not here. Stand-ins with the signatures of the real functions compute with torch
 on the CPU: an argument in the wrong place gives a wrong result.
@@ -20,8 +20,7 @@ torch = pytest.importorskip("torch")
 functional = torch.nn.functional
 
 
-# -- who can run
-# -----------------------------------------------------------------------------------------
+# Libraries that can run.
 
 
 @pytest.fixture(autouse=True)
@@ -32,7 +31,7 @@ def asked_afresh():
 
 
 @pytest.mark.parametrize("name", PEERS)
-def test_a_peer_without_its_library_says_so(monkeypatch, name):
+def test_error_of_a_peer_without_its_library(monkeypatch, name):
     def absent(module):
         raise ImportError(f"No module named {module!r}\nand more")
 
@@ -55,11 +54,11 @@ def test_a_peer_that_is_not_here_names_its_module(monkeypatch):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_a_peer_without_a_gpu_says_so():
+def test_error_of_a_peer_without_a_gpu():
     assert missing("torch") == f"torch {torch.__version__} finds no GPU"
 
 
-def test_what_a_peer_lacks_is_a_sentence():
+def test_reasons_of_peers_that_cannot_run():
     for name, cell, sentence in (
         ("tutorial", Cell("rms_norm", "forward", "float32", 1, 8), "it has no rms_norm"),
         ("flashinfer", Cell("rms_norm", "both", "float32", 1, 8), "it has no backward"),
@@ -90,8 +89,7 @@ def test_a_fault_is_one_line():
     assert peers.fault("liger", ValueError()) == "liger could not run: ValueError"
 
 
-# -- how each is called
-# ----------------------------------------------------------------------------------
+# Calls.
 
 
 def rms(x, weight, eps, offset=0.0):
@@ -332,7 +330,7 @@ CALLED = [
 
 
 @pytest.mark.parametrize("name,norm,extra", CALLED, ids=lambda each: each or "plain")
-def test_every_peer_is_called_as_its_api_says(stand_ins, name, norm, extra):
+def test_every_peer_is_called_by_its_api(stand_ins, name, norm, extra):
     for direction in ("forward", "backward", "both") if PEERS[name].has_backward else ("forward",):
         cell = Cell(norm, direction, "float32", 5, 24, **({extra: True} if extra else {}))
         tensors = tensors_of(cell)
@@ -355,7 +353,7 @@ def test_every_peer_is_called_as_its_api_says(stand_ins, name, norm, extra):
             assert before is None or torch.equal(before, after)  # other libraries use them too
 
 
-def test_parameters_come_in_the_dtype_that_a_library_takes(stand_ins):
+def test_parameters_have_the_dtype_that_a_library_supports(stand_ins):
     cell = Cell("layer_norm", "both", "bfloat16", 3, 16)
     halves = Tensors(*(each if each is None else each.bfloat16() for each in tensors_of(cell)))
     outputs = prepare_torch("cudnn", cell, halves)

@@ -42,7 +42,7 @@ needs_compiler = pytest.mark.skipif(
     bool(_no_compiler()), reason=_no_compiler() or "there is a compiler"
 )
 
-# Who wins.
+# The winner.
 
 
 @pytest.mark.parametrize(
@@ -101,7 +101,7 @@ def test_only_winners_enter_the_table():
     assert "1 of 2 problems have a tile that is faster" in text.splitlines()[-1]
 
 
-def test_what_is_left_out_is_said():
+def test_candidates_that_are_left_out_are_reported():
     found = result(
         finding([10.0] * 3, [9.0] * 3, {"a": "spills registers", "b": "spills registers"})
     )
@@ -156,7 +156,7 @@ def test_the_check_runs_the_candidate(norm, direction):
         turns = small.case.num_rows / (
             run.grid_size / run.cluster_size * choice.tile.rows_per_block
         )
-        # A warp takes two bundles forward and ends; a ring must come round to a stage again.
+        # A warp works on two bundles forward and ends; a ring reuses its stages.
         assert turns > (1 if choice.tile.bundle else 2) or (
             direction == "forward" and not choice.tile.stages
         )
@@ -170,8 +170,7 @@ def test_the_check_runs_the_candidate(norm, direction):
 
 @pytest.fixture
 def on_numpy(monkeypatch):
-    """tune on NumPy arrays: calls are the reference's, the check is of the kernels on the CPU,
-    and nothing compiles for a GPU."""
+    """tune on NumPy arrays: calls use the reference, checks the kernels on the CPU."""
     pytest.importorskip(
         "torch._dynamo"
     )  # before it can see a cupy that has only what the benchmark needs
@@ -253,7 +252,7 @@ def test_a_default_that_is_off_ends_the_run(on_numpy, monkeypatch):
         tune.tune(TODO, runs=1)
 
 
-def test_an_interrupt_keeps_what_was_found(on_numpy, monkeypatch):
+def test_an_interrupt_keeps_the_findings(on_numpy, monkeypatch):
     monkeypatch.setattr(tune, "what_is_wrong", lambda *arguments: None)
 
     def interrupted(items, **how):
@@ -265,7 +264,7 @@ def test_an_interrupt_keeps_what_was_found(on_numpy, monkeypatch):
     assert found.stopped == "after 1 of 2 problems: KeyboardInterrupt"
 
 
-def test_what_cannot_be_measured_is_refused(on_numpy):
+def test_problems_that_cannot_be_measured_are_refused(on_numpy):
     with pytest.raises(ValueError, match="runs is 0"):
         tune.tune(runs=0)
     for options in (
@@ -288,7 +287,7 @@ def test_without_a_gpu(monkeypatch):
 # The command.
 
 
-def test_the_command_writes_a_table_that_is_used_when_asked_for(monkeypatch, tmp_path, capsys):
+def test_the_command_writes_a_table_for_use_tiles(monkeypatch, tmp_path, capsys):
     asked = {}
 
     def measure(todo, **options):

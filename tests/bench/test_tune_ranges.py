@@ -42,7 +42,7 @@ def test_two_percent_over_the_model_are_kept():
     assert best_of([first], [[float("inf"), 1.0]], [100.0, 100.0]) is None
 
 
-def test_what_is_faster_is_found_and_the_rest_stays():
+def test_faster_tiles_replace_rows_and_others_stay():
     """Tiles of 5 stages or one more block are faster, so they replace the measured rows."""
 
     def measure(cell, tiles):

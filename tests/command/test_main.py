@@ -70,8 +70,7 @@ def call(capsys, *arguments):
     return code, captured.out, captured.err
 
 
-# -- check
-# -----------------------------------------------------------------------------------------------
+# Check.
 
 
 @needs_compiler
@@ -228,7 +227,7 @@ def test_without_a_gpu(refused, monkeypatch, tmp_path):
 
 
 def test_a_refusal_is_a_sentence_and_an_exit_code():
-    """In a process of its own, as users see it."""
+    """The message and the exit code, in another process."""
     result = run("plan", "4096", "--device", "H9000")
     assert (result.returncode, result.stdout) == (2, "")
     assert re.fullmatch("cupynorm: --device is H9000; expected one of A100, .*\\n", result.stderr)
@@ -257,8 +256,7 @@ def test_the_grid_reaches_every_strategy(device, on):
     assert max(elements) <= (2**20 if on == "cpu" else 2**22)
 
 
-# -- plan
-# ------------------------------------------------------------------------------------------------
+# Plan.
 
 
 def test_plan(capsys):
@@ -341,7 +339,7 @@ def test_plan_table(capsys, device):
         assert row.kept_in in out
 
 
-def test_the_table_says_where_the_strategy_changes():
+def test_the_table_marks_changes_of_strategy():
     for device in ("A100", "H200"):
         for direction in DIRECTIONS:
             problem = plans.plan(4096, device=device, direction=direction).problem
@@ -359,8 +357,7 @@ def test_the_table_says_where_the_strategy_changes():
                     )
 
 
-# -- usage
-# -----------------------------------------------------------------------------------------------
+# Usage.
 
 
 @pytest.mark.parametrize(
@@ -473,7 +470,7 @@ def test_bad_usage(refused, arguments, sentence):
 
 
 @pytest.mark.parametrize("arguments", [("12288",), ("--table",)])
-def test_a_plan_without_a_gpu_is_of_an_h200_and_says_so(capsys, monkeypatch, arguments):
+def test_a_plan_without_a_gpu_is_for_an_h200(capsys, monkeypatch, arguments):
     monkeypatch.setattr(command, "has_gpu", lambda: False)
     code, out, err = call(capsys, "plan", *arguments)
     line, _, rest = out.partition("\n\n")
@@ -490,7 +487,7 @@ def test_a_plan_without_a_device_is_of_the_gpu(capsys, monkeypatch):
 
 
 def test_a_newcomer_without_a_gpu_sees_a_plan():
-    """The command as the README writes it, in a process of its own."""
+    """Runs the command of the README in another process."""
     result = run("plan", "12288")
     assert (result.returncode, result.stderr) == (0, "") and "12288" in result.stdout
 
@@ -592,7 +589,7 @@ def test_guard(capsys, monkeypatch, tmp_path, share, code, verdict):
 
 
 def test_guard_has_a_default(capsys, monkeypatch):
-    """Without a file: the figures that are checked in, cell by cell, and slower cells by name."""
+    """Without a file it compares with the committed figures and names slower cells."""
     before = bench_report.read(ROOT / "notebooks" / "h200.json")
 
     def measure(todo, **options):
@@ -617,7 +614,7 @@ def test_guard_has_a_default(capsys, monkeypatch):
     assert line.endswith(str(before.measurements[0].cell))
 
 
-def test_what_becomes_of_a_run(capsys, monkeypatch, tmp_path):
+def test_outcome_of_a_run(capsys, monkeypatch, tmp_path):
     pytest.importorskip("matplotlib")
     measured = result_file(tmp_path / "ignored.json", 0.9)
     asked = {}
@@ -687,8 +684,8 @@ def test_what_becomes_of_a_run(capsys, monkeypatch, tmp_path):
         (("--scale", "all"), ["given", "tensor", "row", "block", "mx"]),
     ],
 )
-def test_8_bit_outputs_are_asked_for_by_their_scales(capsys, monkeypatch, tmp_path, given, scales):
-    """Forward alone, unless told otherwise: no gradient has 8 bits."""
+def test_8_bit_outputs_by_scale(capsys, monkeypatch, tmp_path, given, scales):
+    """The default direction is forward, because no gradient has 8 bits."""
     measured = result_file(tmp_path / "ignored.json", 0.9)
     asked = []
     monkeypatch.setattr(bench, "bench", lambda todo, **options: asked.extend(todo) or measured)

@@ -311,6 +311,13 @@ def _grid(compute_capability: int) -> list[tuple]:
     return grid
 
 
+def pack_limits(compute_capability: int) -> tuple[int, ...]:
+    """Widest packs of the kernels of matrices; wide packs need the most registers."""
+    if compute_capability in FULL:
+        return (1, 2, 4, 8, 16)
+    return (1, 16) if HAS_TIME or compute_capability in (80, 90) else (16,)
+
+
 @cache
 def instances(compute_capability: int) -> dict[Kernel, str]:
     """The distinct kernels of the grid, each with the first problem that asks for it."""
@@ -336,8 +343,7 @@ def instances(compute_capability: int) -> dict[Kernel, str]:
             launches.setdefault(launch.kernel, launch)
     if not HAS_TIME:
         found = {kernel: found[kernel] for kernel in tightest(launches)}
-    limits = (1, 2, 4, 8, 16) if compute_capability in FULL else (1, 16)
-    for launch in matrix_launches(limits, device):
+    for launch in matrix_launches(pack_limits(compute_capability), device):
         found.setdefault(launch.kernel, launch.kernel.name_expression)
     return found
 

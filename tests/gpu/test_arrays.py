@@ -12,7 +12,7 @@ CUBE = np.arange(2 * 3 * 4, dtype=np.float32).reshape(2, 3, 4)
 
 
 def values_of(rows: Rows, array: np.ndarray) -> np.ndarray:
-    """What a kernel reads of float32 rows in the memory of an array."""
+    """The float32 values that a kernel would read."""
     owner = array
     while isinstance(owner.base, np.ndarray):
         owner = owner.base
@@ -120,7 +120,7 @@ def test_view_of_a_tensor_on_the_host():
 def test_contiguous_rows(num_dims, expected):
     rows = arrays.contiguous_rows((2, 3, 4), num_dims, "float16")
     assert rows == Rows(0, *expected, expected[1], "float16")
-    # As of the array itself, but for the address; a single row has no stride that matters.
+    # As for the array, except for the address; the stride of a single row has no meaning.
     there = arrays.rows(arrays.view(CUBE.astype(np.float16)), num_dims)
     assert rows[1:3] == there[1:3]
     assert rows.num_rows == 1 or rows.row_stride == there.row_stride
@@ -141,6 +141,6 @@ def test_float64_there_and_back(dtype):
 
 
 @pytest.mark.parametrize("given", [[1.0], 3, "x", None])
-def test_what_is_no_array_is_refused(given):
+def test_objects_that_are_no_arrays_are_refused(given):
     with pytest.raises(TypeError, match="operand is a .*; expected a CuPy, torch or NumPy array"):
         arrays.take(given, "operand")

@@ -10,7 +10,7 @@ from cupynorm.norm import api as norm
 from cupynorm.norm.plans import plan
 
 
-def test_only_the_sum_over_partial_rows_overlaps_what_came_before_it():
+def test_only_the_sum_over_partial_rows_overlaps_the_kernel_before():
     """From sm_90 on, if its kernel waits for another; not if it reads x and dy itself."""
     for device, expected in (
         ("H200", [False, True]),
@@ -25,7 +25,7 @@ def test_only_the_sum_over_partial_rows_overlaps_what_came_before_it():
     assert not any(each.overlaps for each in plan(1024, device="H200").launches)
 
 
-def test_the_attribute_and_the_configuration_lie_as_cuda_h_has_them():
+def test_attribute_and_configuration_have_the_layout_of_cuda_h():
     assert [launch._Attribute.value.offset, ctypes.sizeof(launch._Attribute)] == [8, 72]
     offsets = [
         launch._Config.stream.offset,
@@ -38,8 +38,7 @@ def test_the_attribute_and_the_configuration_lie_as_cuda_h_has_them():
 @pytest.mark.gpu
 @pytest.mark.parametrize("num_cols", (128, 1000, 4096, 16384))
 def test_sums_over_partial_rows_wait_for_them(num_cols):
-    """Backwards close upon one another, whose partial sums take turns in the same memory,
-    give the bits that each gives alone."""
+    """Consecutive backwards that share the memory of partial sums give the bits of single ones."""
     import cupy
 
     x = cupy.random.standard_normal((512, num_cols), dtype=np.float32)

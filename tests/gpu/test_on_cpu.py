@@ -31,7 +31,7 @@ def words(*arguments):
 
 
 def aligned(num_values, dtype=np.float32):
-    """NumPy promises 16 bytes for no array, and bulk copies need them."""
+    """An array aligned to 16 bytes, which bulk copies need and NumPy does not promise."""
     raw = np.full(num_values * np.dtype(dtype).itemsize + 16, 0xFF, np.uint8)
     start = -raw.ctypes.data % 16
     return raw[start : len(raw) - 16 + start].view(dtype)

@@ -10,7 +10,7 @@ import itertools
 import shutil
 
 import pytest
-from kernel_grid import ARCHITECTURES, FULL, instances
+from kernel_grid import ARCHITECTURES, FULL, HAS_TIME, instances
 from nvrtc_here import needs_nvrtc
 
 import cupynorm
@@ -25,6 +25,8 @@ from cupynorm.plan.tile_model import fetches_ahead
 
 # Tests of each architecture, so that pytest-xdist can share them out.
 PARTS = {80: 8, 86: 2, 89: 2, 90: 8, 100: 4, 120: 4}
+# The plans of these two have the same limits. With few cores each kernel is compiled for one.
+SHARES = {86: 0, 89: 1}
 
 
 def batches(kernels: list[Kernel], size: int) -> list[list[Kernel]]:
@@ -55,7 +57,7 @@ def resources_of(kernels: list[Kernel], compute_capability: int) -> dict[Kernel,
 
 
 @needs_nvrtc
-def test_kernels_that_are_compiled_together_use_what_each_uses_alone():
+def test_kernels_compiled_together_use_the_same_resources():
     kernels = [
         plan(num_cols, device="H200", direction="backward").launches[0].kernel
         for num_cols in (128, 256, 512)
@@ -74,6 +76,8 @@ def test_every_chosen_kernel_compiles_without_spills(compute_capability, part):
     """A spill means that the tile has too many elements or blocks for the registers."""
     found = instances(compute_capability)
     kernels = sorted(found, key=lambda kernel: (kernel.source, kernel.name_expression))
+    if not HAS_TIME and compute_capability in SHARES:
+        kernels = kernels[SHARES[compute_capability] :: 2]
     reports = {}
     of_part = kernels[part :: PARTS[compute_capability]]
     for _, of_source in itertools.groupby(of_part, key=lambda kernel: kernel.source):
@@ -135,7 +139,7 @@ def test_spills_are_seen():
     ({}, {"y": "float8_e5m2", "x": "float16"}, {"weight": "float32"}, {"residual": True}),
     ids=str,
 )
-def test_kernels_fetch_the_next_row_early_where_the_plan_says_so(tmp_path, changes):
+def test_plan_and_kernel_agree_on_early_fetches(tmp_path, changes):
     """fetches_ahead of quantized_write.cuh agrees with tile_model.fetches_ahead."""
     folder = tmp_path / "cuda_src"
     shutil.copytree(cuda_src(), folder)

@@ -54,7 +54,7 @@ CHECKS = {
     "ring": partial(rows, "row", IN_A_RING),
     "ahead": partial(rows, "row", FETCHING_AHEAD),
     "matrix": partial(
-        of_rows.test_a_matrix_and_its_transposed_copy, (130, 257), torch.bfloat16, "cpu"
+        of_rows.test_bytes_of_a_matrix_and_its_transposed_copy, (130, 257), torch.bfloat16, "cpu"
     ),
     "own amax": partial(
         of_recipes.test_a_matrix_by_the_scale_of_its_own_amax,
@@ -64,19 +64,31 @@ CHECKS = {
         "cpu",
     ),
     "small numbers": partial(
-        of_rows.test_a_matrix_of_numbers_below_2_to_the_minus_126, torch.bfloat16, "cpu"
+        of_rows.test_bytes_of_a_matrix_of_denormal_numbers, torch.bfloat16, "cpu"
     ),
     "amax of a matrix": partial(
-        of_matrices.test_the_largest_magnitude, "bfloat16", (300, 34), "cpu"
+        of_matrices.test_the_largest_magnitude_is_exact, "bfloat16", (300, 34), "cpu"
     ),
     "sums of a matrix": partial(
-        of_matrices.test_sums_over_rows, "bfloat16", "float32", (300, 34), "cpu"
+        of_matrices.test_sums_over_rows_are_within_bounds_and_repeat,
+        "bfloat16",
+        "float32",
+        (300, 34),
+        "cpu",
     ),
     "sums of many rows": partial(
-        of_matrices.test_sums_over_rows, "float32", "float32", (210_000, 1), "cpu"
+        of_matrices.test_sums_over_rows_are_within_bounds_and_repeat,
+        "float32",
+        "float32",
+        (210_000, 1),
+        "cpu",
     ),
     "sums": partial(
-        of_rows.test_sums_over_rows_of_a_matrix, "bfloat16", "bfloat16", (300, 34), "cpu"
+        of_rows.test_sums_over_rows_are_within_bounds_and_leave_the_bytes,
+        "bfloat16",
+        "bfloat16",
+        (300, 34),
+        "cpu",
     ),
 }
 

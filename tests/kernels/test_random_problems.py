@@ -86,13 +86,13 @@ def check(on: str, seed: int, num_cases: int, max_elements: int, max_cols: int, 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(6))
 def test_on_the_cpu(seed):
-    check("cpu", seed, num_cases=8, max_elements=1 << 13, max_cols=1 << 13)
+    check("cpu", seed, num_cases=6, max_elements=1 << 13, max_cols=1 << 13)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(6))
 def test_fused_on_the_cpu(seed):
-    check("cpu", seed, num_cases=8, max_elements=1 << 13, max_cols=1 << 13, draw=draw_fused)
+    check("cpu", seed, num_cases=6, max_elements=1 << 13, max_cols=1 << 13, draw=draw_fused)
 
 
 @pytest.mark.gpu

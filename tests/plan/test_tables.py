@@ -121,7 +121,7 @@ def test_rows_are_written_as_they_are_read(tmp_path):
         assert (tmp_path / name).read_text() == (FOLDER / name).read_text()
 
 
-def test_a_plan_says_where_its_tile_is_from():
+def test_reason_of_a_plan_names_the_table():
     (name,) = FILES
     rows = [row for row in read_rows(FOLDER / name) if row.direction == "forward"]
     for row in rows[:50]:

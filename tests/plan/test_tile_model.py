@@ -253,7 +253,7 @@ def bytes_of_structs(tmp_path_factory) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_shared_memory_is_what_the_structs_take(name, bytes_of_structs):
+def test_shared_memory_of_the_structs(name, bytes_of_structs):
     layout = LAYOUTS[name]
     found = smem_bytes_of(layout.problem, layout.tile, layout.strategy)
     assert found == bytes_of_structs[name] > 0
@@ -423,7 +423,7 @@ def test_streamed_itemsizes():
     assert streamed(backward(x="float32", dy="bfloat16", dsum="float32")) == [4, 2, 4]
 
 
-def test_what_can_pass_through_a_ring():
+def test_problems_that_can_use_a_ring():
     for problem in (
         forward(),
         forward(x="float32", residual=True),
@@ -452,11 +452,11 @@ def test_what_can_pass_through_a_ring():
     ],
     ids=["float64", "input", "dropout", "row_scale", "dropout of dx", "row_scale of dx", "by y"],
 )
-def test_what_cannot_pass_through_a_ring(problem):
+def test_problems_that_cannot_use_a_ring(problem):
     assert not can_ring(problem, H200)
 
 
-def test_what_can_be_a_bundle():
+def test_problems_that_can_use_bundles():
     for problem in (
         forward(127),
         forward(127, "float32"),
@@ -494,7 +494,7 @@ def test_what_can_be_a_bundle():
         "wide dy,no dx,wide dsum,dresidual,recomputed,by y"
     ).split(","),
 )
-def test_what_cannot_be_a_bundle(problem):
+def test_problems_that_cannot_use_bundles(problem):
     assert not can_bundle(problem, H200)
 
 
@@ -583,7 +583,7 @@ def test_shaped(num_cols, pack_size, threads, cluster_size, packs, exact):
     assert tile.path == "registers"
 
 
-def test_shaped_takes_other_counts():
+def test_shaped_with_other_counts():
     tile = shaped(forward(1024), 8, 64, path="ring", stages=3, rows_per_block=2)
     assert tile == Tile(8, 64, 2, 2, exact=1, stages=3)
     assert tile.path == "ring"

@@ -259,7 +259,7 @@ def test_calls_on_a_gpu_follow_the_table(tmp_path, monkeypatch):
 
 
 def test_a_data_file_of_ranges_is_used_for_any_device_without_a_gpu(tmp_path, monkeypatch):
-    """The H200's own file decides for a B200 where a user says so."""
+    """A user may use the file of an H200 for a B200."""
     monkeypatch.setattr(tiles, "present", lambda: [])
     own = Path(cupynorm.__file__).parent / "plan" / "h200.csv"
     before = plan(12296, device="B200")
