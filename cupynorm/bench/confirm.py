@@ -1,12 +1,15 @@
 """Each row of a device's data file beside the model: `tune --device-file h200.csv --confirm`.
 
-For each row, its tile and the model's take turns at a random width of the row's range, of one of
-the row's classes. A row that is at least 1 % faster than the model stays, with its gain and the
-date. Others leave the file; so do rows whose kernel spills, and rows whose tile is the model's at
-all widths that are tried. But where a row that stays would hold widths of one that leaves, that one
-stays too. A row that is not measured in time stays as it was.
+For each class of a row, its tile and the model's take turns at two random widths of its range. A
+row stays if it is at least 1 % faster than the model at one of them. It gets the date and the mean
+gain. These rows leave the file:
 
-Nothing is checked against float64 here: tests run every tile of the file.
+- others, unless a row that stays would hold their widths;
+- rows whose kernel spills;
+- rows whose tile is the model's at all widths that are tried.
+
+A row that is not measured in time stays as it was. Nothing is checked against float64 here: tests
+run every tile of the file.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import date
 from random import Random
+from statistics import mean
 from time import monotonic
 
 from ..plan.devices import Device
@@ -30,7 +34,7 @@ from .timer import Timer, take_turns
 from .tune_ranges import Range, part_of
 
 LEAST_GAIN = 0.01
-_WIDTHS, _RUNS = 8, 11
+_TRIED, _MEASURED, _RUNS = 8, 2, 11  # widths of a class; runs of each
 
 Measure = Callable[[Cell, Choice, Choice], tuple[float, float]]
 
@@ -44,24 +48,28 @@ class Pair:
     of_row: Choice
 
 
-def pair_of(row: Row, device: Device, random: Random) -> Pair | None:
-    """The first of some random widths at which the row's tile is not the model's."""
+def pairs_of(row: Row, device: Device, random: Random) -> list[Pair]:
+    """Of each class of a row, the first random widths at which its tile is not the model's."""
     by_model = replace(device, name=f"{device.name} by the model")
-    range_ = Range(random.choice(row.keys), row.from_cols, row.to_cols, row.step, row)
-    widths = range_.widths(random, _WIDTHS)
-    random.shuffle(widths)
-    for num_cols in widths:
-        cell = range_.cell(num_cols)
-        problem = plan_of(cell, cell.direction, device).problem
-        of_model = choose(problem, by_model)
-        of_row = choose(problem, by_model, row.strategy, row.tile(problem))
-        if (of_model.strategy, of_model.tile) != (of_row.strategy, of_row.tile):
-            return Pair(cell, of_model, of_row)
-    return None
+    pairs = []
+    for key in row.keys:
+        range_ = Range(key, row.from_cols, row.to_cols, row.step, row)
+        widths = range_.widths(random, _TRIED)
+        random.shuffle(widths)
+        of_class = []
+        for num_cols in widths:
+            cell = range_.cell(num_cols)
+            problem = plan_of(cell, cell.direction, device).problem
+            of_model = choose(problem, by_model)
+            of_row = choose(problem, by_model, row.strategy, row.tile(problem))
+            if (of_model.strategy, of_model.tile) != (of_row.strategy, of_row.tile):
+                of_class.append(Pair(cell, of_model, of_row))
+        pairs += of_class[:_MEASURED]
+    return pairs
 
 
-def kernels_of(pair: Pair) -> set[Kernel]:
-    choices = (pair.of_model, pair.of_row)
+def kernels_of(pairs: Sequence[Pair]) -> set[Kernel]:
+    choices = [each for pair in pairs for each in (pair.of_model, pair.of_row)]
     kernels = {kernel for each in choices for kernel in (each.amax_kernel, each.kernel)}
     return kernels - {None}
 
@@ -96,24 +104,22 @@ def confirm(
     """
     random = Random(seed)
     chosen = set(part_of(range(len(rows)), part))
-    pairs = {at: pair_of(rows[at], device, random) for at in sorted(chosen)}
-    kernels = {kernel for pair in pairs.values() if pair for kernel in kernels_of(pair)}
-    faults = compile_ahead(kernels)
+    pairs = {at: pairs_of(rows[at], device, random) for at in sorted(chosen)}
+    faults = compile_ahead({kernel for each in pairs.values() for kernel in kernels_of(each)})
     end = monotonic() + seconds
     kept, slow, num_measured = {}, {}, 0
     for at, row in enumerate(rows):
         if at not in pairs or monotonic() > end:
             kept[at] = row
             continue
-        pair, gain = pairs[at], 0.0
-        if pair is not None and faults[pair.of_row.kernel]:
-            gain = -1.0
-        elif pair is not None:
-            of_model, of_row = measure(pair.cell, pair.of_model, pair.of_row)
-            gain = of_model / of_row - 1
         num_measured += 1
-        of_row = kept if gain >= LEAST_GAIN else slow
-        of_row[at] = replace(row, gain=round(gain, 3), date=str(date.today()))
+        if any(faults[pair.of_row.kernel] for pair in pairs[at]):
+            continue
+        times = [measure(pair.cell, pair.of_model, pair.of_row) for pair in pairs[at]]
+        gains = [of_model / of_row - 1 for of_model, of_row in times] or [0.0]
+        row = replace(row, gain=round(mean(gains), 3), date=str(date.today()))
+        rows_of = kept if max(gains) >= LEAST_GAIN else slow
+        rows_of[at] = row
     others = by_key(kept.values())
     kept |= {at: row for at, row in slow.items() if row.gain > -LEAST_GAIN and shares(row, others)}
     return [kept[at] for at in sorted(kept)], num_measured, len(rows) - len(kept)

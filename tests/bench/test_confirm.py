@@ -8,7 +8,7 @@ from pathlib import Path
 from random import Random
 
 import cupynorm
-from cupynorm.bench.confirm import confirm, pair_of
+from cupynorm.bench.confirm import confirm, pairs_of
 from cupynorm.plan.devices import DEVICES
 from cupynorm.plan.tables import FILES, read_rows
 
@@ -20,24 +20,33 @@ def faster_by(share: float):
     return lambda cell, of_model, of_row: (100.0 * (1 + share), 100.0)
 
 
-def pairs(rows):
-    return [pair_of(row, H200, Random(0)) for row in rows]
-
-
-def test_a_pair_is_of_the_class_and_the_range_of_its_row():
-    assert any(pairs(ROWS))
-    for row, pair in zip(ROWS, pairs(ROWS)):
-        if pair is not None:
+def test_pairs_are_of_the_classes_and_the_range_of_their_row():
+    for row in ROWS:
+        pairs = pairs_of(row, H200, Random(0))
+        assert len(pairs) <= 2 * len(row.keys)
+        for pair in pairs:
             assert row.holds(pair.cell.num_cols)
             assert pair.cell.norm in row.norm and pair.cell.dtype in row.dtype
             assert pair.of_model.tile != pair.of_row.tile
             assert pair.of_row.tile.threads_per_row == row.threads_per_row
+    assert any(len(pairs_of(row, H200, Random(0))) == 2 * len(row.keys) > 2 for row in ROWS)
 
 
 def test_a_row_that_gains_stays_with_its_gain_and_the_date():
     kept, num_measured, num_left = confirm(ROWS, H200, measure=faster_by(0.034))
-    assert (num_measured, num_left) == (len(ROWS), pairs(ROWS).count(None))
+    same = sum(not pairs_of(row, H200, Random(0)) for row in ROWS)
+    assert (num_measured, num_left) == (len(ROWS), same)
     assert {(row.gain, row.date) for row in kept} == {(0.034, str(date.today()))}
+
+
+def test_one_class_that_gains_is_enough():
+    row = next(row for row in ROWS if "|" in row.norm and pairs_of(row, H200, Random(0)))
+
+    def measure(cell, of_model, of_row):
+        return faster_by(0.1 if cell.norm == "rms_norm" else 0.0)(cell, of_model, of_row)
+
+    (kept,) = confirm([row], H200, measure=measure)[0]
+    assert 0 < kept.gain < 0.1
 
 
 def test_a_row_that_gains_too_little_leaves():
@@ -61,7 +70,7 @@ def test_rows_of_other_parts_and_those_without_time_stay_as_they_were():
 
 
 def test_a_family_stays_where_another_row_would_hold_its_widths():
-    family = next(row for row in ROWS if row.step > 1 and pair_of(row, H200, Random(0)))
+    family = next(row for row in ROWS if row.step > 1 and pairs_of(row, H200, Random(0)))
     around = replace(family, step=1, to_cols=family.to_cols + 100)
 
     def measure(cell, of_model, of_row):
