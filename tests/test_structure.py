@@ -105,6 +105,7 @@ cupynorm.layer_norm_backward(x, x, made.mean, made.rstd)
     assert brought.isdisjoint(HEAVY)
 
 
+@pytest.mark.slow
 def test_import_takes_less_than_50_milliseconds_beyond_numpy():
     """The best of several processes, because other work on the machine only adds time."""
 
@@ -558,6 +559,7 @@ def complaint(*command: str) -> str:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", **names_of(SOURCES))
 def test_cuda_sources_are_formatted(path):
     assert not complaint(tool("clang-format"), "--dry-run", "-Werror", str(path))

@@ -33,9 +33,10 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return next(folder.glob("cupynorm-*.whl"))
 
 
+@pytest.mark.slow
 def test_it_holds_all_sources_and_is_small(wheel: Path):
     # Mostly sources, which compress to a quarter.
-    assert wheel.stat().st_size < 430_000
+    assert wheel.stat().st_size < 445_000
     packed = zipfile.ZipFile(wheel).infolist()
     assert sum(each.compress_size for each in packed if each.filename.endswith(".npz")) < 10_000
     suffixes = {Path(each.filename).suffix for each in packed if ".dist-info/" not in each.filename}
@@ -55,6 +56,7 @@ def test_it_holds_all_sources_and_is_small(wheel: Path):
             assert f"{inside}/{path.relative_to(ROOT / folder).as_posix()}" in held, path
 
 
+@pytest.mark.slow
 def test_it_works_outside_the_repository(wheel: Path, tmp_path: Path):
     """Unpacked outside the repository it computes, plans and checks kernels on the CPU."""
     zipfile.ZipFile(wheel).extractall(tmp_path / "site")

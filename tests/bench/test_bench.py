@@ -228,6 +228,7 @@ def with_torch_compile(on_numpy, monkeypatch):
     monkeypatch.setattr(sys.modules["torch"], "compile", lambda function, dynamic: function)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("residual", [False, True], ids=["plain", "residual"])
 @pytest.mark.parametrize("out_dtype", ["float8_e4m3fn", "float8_e5m2"])
 def test_a_run_of_8_bit_outputs(with_torch_compile, out_dtype, residual):

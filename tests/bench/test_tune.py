@@ -138,6 +138,7 @@ class Recording(CpuMachine):
             )
 
 
+@pytest.mark.slow
 @needs_compiler
 @pytest.mark.parametrize("norm", ["layer_norm", "rms_norm"])
 @pytest.mark.parametrize("direction", ["forward", "backward"])
@@ -193,6 +194,7 @@ def on_numpy(monkeypatch):
 TODO = cells(dtypes=["float32"], cols=[64], elements=2**12)
 
 
+@pytest.mark.slow
 @needs_compiler
 @pytest.mark.parametrize("norm", ["layer_norm", "rms_norm"])
 def test_a_run(on_numpy, norm):

@@ -36,6 +36,7 @@ def test_given_torch_tensors_in_bfloat16_pass():
     assert result.ok and names(result) == NAMES - {"dbias"}
 
 
+@pytest.mark.slow
 def test_each_shape_dtype_and_strategy_is_a_case():
     result = cupynorm.check(
         shapes=[(3, 64), (2, 100)],

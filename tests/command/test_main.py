@@ -73,6 +73,7 @@ def call(capsys, *arguments):
 # Check.
 
 
+@pytest.mark.slow
 @needs_compiler
 @pytest.mark.parametrize(
     "arguments", [("--quick", "--on", "cpu"), ("check", "--quick", "--on", "cpu", "--seed", "7")]
@@ -109,6 +110,7 @@ def test_quick_check_on_a_gpu():
     )
 
 
+@pytest.mark.slow
 @needs_compiler
 @pytest.mark.parametrize("tensor", ["y", "rstd", "dx", "dweight"])
 def test_a_wrong_kernel_fails(monkeypatch, capsys, tensor):
@@ -233,6 +235,7 @@ def test_a_refusal_is_a_sentence_and_an_exit_code():
     assert re.fullmatch("cupynorm: --device is H9000; expected one of A100, .*\\n", result.stderr)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("on", ["cpu", "gpu"])
 @pytest.mark.parametrize("device", DEVICES.values(), ids=str)
 def test_the_grid_reaches_every_strategy(device, on):

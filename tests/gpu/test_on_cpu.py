@@ -659,6 +659,7 @@ def test_the_same_instance_is_compiled_once(monkeypatch):
     assert instance("packs.cu", "scale_packs") is first
 
 
+@pytest.mark.slow
 def test_compile_many(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     wanted = [

@@ -97,6 +97,7 @@ class MisalignedMachine(CpuMachine):
         return self._placed(array)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_rows", [1, 4, 37, 201])
 @pytest.mark.parametrize("bundle", BUNDLES)
 def test_bundle(bundle, num_rows, small, tile_of_backward):
@@ -112,6 +113,7 @@ def test_bundle(bundle, num_rows, small, tile_of_backward):
             ), f"seed {seed}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("residual", [False, True])
 @pytest.mark.parametrize("bundle", BUNDLES)
 def test_bundles_at_any_address(bundle, residual, tile_of_backward):
@@ -127,6 +129,7 @@ def test_bundles_at_any_address(bundle, residual, tile_of_backward):
     assert {plan.tile for plan in plans} == {tile}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bundle", ["8 lanes", "32 lanes"])
 @pytest.mark.parametrize("options", BUNDLE_OPTIONS)
 def test_options_of_bundles(options, bundle, small, tile_of_backward):
@@ -138,6 +141,7 @@ def test_options_of_bundles(options, bundle, small, tile_of_backward):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bundle", BUNDLES)
 def test_residual_of_bundles(bundle, small, tile_of_backward):
     norm, dtype, num_cols, tile = BUNDLES[bundle]

@@ -202,6 +202,7 @@ def assert_right(library, problem: Problem, results: dict) -> None:
     assert result.ok, f"\n{result}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("operand", OPERANDS)
 @pytest.mark.parametrize("path", PATHS)
@@ -209,6 +210,7 @@ def test_one_operand_in_another_layout(path, operand, layout, library):
     run(library, PATHS[path], {operand: layout})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("path", PATHS)
 def test_each_operand_in_a_layout_of_its_own(path, seed, library):

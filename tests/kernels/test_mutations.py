@@ -707,6 +707,7 @@ def same_tile_backward(tile_of_backward):
     return give
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_mutation_is_seen(name, tmp_path, same_tile_backward):
     mutation = MUTATIONS[name]
@@ -818,6 +819,7 @@ def test_every_kernel_passes_the_sanitizers():
     )
 
 
+@pytest.mark.slow
 def test_address_sanitizer_sees_a_read_past_the_last_row(tmp_path):
     # The value read is not used: only the sanitizer can see it.
     folder = copy_of_sources(tmp_path / "cuda_src")

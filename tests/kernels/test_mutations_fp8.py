@@ -294,6 +294,7 @@ def with_sources(kernels, monkeypatch):
     return run
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_mutation_is_seen(name, tmp_path, with_sources):
     file, old, new, check = MUTATIONS[name]
@@ -304,6 +305,7 @@ def test_mutation_is_seen(name, tmp_path, with_sources):
     assert "does not compile" not in str(seen.value)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("check", CHECKS)
 def test_unchanged_sources_pass(check, tmp_path, with_sources):
     with_sources(copy_of_sources(tmp_path / "cuda_src"), CHECKS[check])

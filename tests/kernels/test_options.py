@@ -31,6 +31,7 @@ MIXED = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("x, weight", MIXED)
 def test_weight_of_another_dtype(x, weight, where):
     check(Case("layer_norm", 4, 96, x, weight=weight, bias=weight), where)
@@ -41,12 +42,14 @@ def test_weight_and_bias_of_two_dtypes(where):
     check(Case("rms_norm", 4, 97, "bfloat16", weight="float64", bias="float16"), where)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("y", DTYPES)
 @pytest.mark.parametrize("x", DTYPES)
 def test_out_dtype(x, y, where):
     check(Case("layer_norm", 4, 72, x, y=y), where)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("weight, bias", [("same", None), (None, "same"), (None, None)])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("name", NORMS)
@@ -54,6 +57,7 @@ def test_absent_parameters(name, strategy, weight, bias, where):
     check(Case(name, 4, 100, "bfloat16", weight=weight, bias=bias, strategy=strategy), where)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bfloat16", "float64"])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_zero_centered_weight(strategy, dtype, where):
@@ -129,6 +133,7 @@ FROM_Y = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("what", FROM_Y)
 def test_backward_from_y(what, strategy, where):
@@ -168,6 +173,7 @@ def test_backward_from_y_with_explicit_tiles(strategy, num_cols, tile, where, ti
     assert plans[-1].tile == tile and "LoadXHat" in plans[-1].launches[0].kernel.name_expression
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("residual", [False, True])
 @pytest.mark.parametrize("statistics", STATISTICS)
 @pytest.mark.parametrize(
@@ -226,6 +232,7 @@ def test_forward_without_y(strategy, tile, statistics, residual, where, monkeypa
 
 
 # 240 columns fit a warp in any dtype.
+@pytest.mark.slow
 @pytest.mark.parametrize("num_cols", [57, 240])
 @pytest.mark.parametrize("statistics", STATISTICS)
 @pytest.mark.parametrize("strategy", STRATEGIES)

@@ -31,6 +31,7 @@ RECOMPUTED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", RECOMPUTED)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_backward_recomputes_y(strategy, what, where):
@@ -73,6 +74,7 @@ def test_recomputed_y_uses_the_saved_mean(strategy, dtype):
     assert bits(results["recomputed"]) == bits(y_of(random_problem(case), results))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "gradients", [(), ("dweight",), ("dbias",), ("dx",), ("dx", "dweight", "dbias")], ids=str
 )
@@ -115,6 +117,7 @@ def test_recomputed_y_with_any_gradients(strategy, num_cols, tile, gradients, wh
     assert "RecomputingStore" in plans[-1].launches[0].kernel.name_expression
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [

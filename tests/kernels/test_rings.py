@@ -27,6 +27,7 @@ from cupynorm.plan.problem import Tile
 from cupynorm.plan.strategies import STATISTICS
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "tile",
     [Tile(8, 64, 3, stages=2), Tile(8, 64, 3, cluster_size=2, stages=3)],
@@ -86,6 +87,7 @@ def test_ring(ring, turns, small, tile_of_backward):
             ), f"seed {seed}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("turns", [1, 2, 7])
 @pytest.mark.parametrize("ring", ONE_STAGE_RINGS)
 def test_ring_of_one_stage(ring, turns, small, tile_of_backward):
@@ -103,6 +105,7 @@ def test_ring_of_one_stage(ring, turns, small, tile_of_backward):
             ), f"seed {seed}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [
@@ -135,6 +138,7 @@ def test_row_of_a_ring_of_one_stage_is_the_same_alone_and_in_a_batch(ring, small
     assert_rows_are_the_same_alone(problem, small, {0, num_rows // 2, num_rows - 1})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tile", OPTION_TILES, ids=["block", "cluster"])
 @pytest.mark.parametrize("options", CALL_OPTIONS)
 def test_options_of_a_ring(options, tile, small, tile_of_backward):
@@ -152,6 +156,7 @@ def test_options_of_a_ring(options, tile, small, tile_of_backward):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ring", RINGS)
 def test_row_of_a_ring_is_the_same_alone_and_in_a_batch(ring, small, tile_of_backward):
     norm, dtype, packs, tile = RINGS[ring]
@@ -180,6 +185,7 @@ def test_twenty_runs_of_a_ring_on_a_gpu_give_the_same_bits(ring, tile_of_backwar
         assert identical(first, run_kernels(problem, where))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("statistics", STATISTICS)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize(
@@ -224,6 +230,7 @@ def test_extreme_values_in_a_ring(ring, dtype, statistics, small, tile_of_backwa
             assert results[tensor][[0, 2]].tobytes() == clean[tensor][[0, 2]].tobytes()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ring", RINGS)
 def test_residual_in_a_ring(ring, small):
     norm, dtype, packs, tile = RINGS[ring]
@@ -255,6 +262,7 @@ def subsets_of_gradients(ring: str) -> list[int]:
     return [1 + turn, 4 + turn]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ring", RINGS)
 def test_gradients_that_a_ring_is_asked_for(ring, small):
     norm, dtype, packs, tile = RINGS[ring]

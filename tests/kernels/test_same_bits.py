@@ -81,6 +81,7 @@ def test_row_is_the_same_alone_and_in_a_batch_on_a_gpu(dtype, strategy, num_rows
     assert_rows_are_the_same_alone(problem, GpuCheckMachine(), {0, num_rows // 2, num_rows - 1})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_cols", [16, 24, 32, 64, 96, 128, 160, 250, 256, 320, 500, 512, 640])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float64"])
 @pytest.mark.parametrize("name", NORMS)
@@ -117,6 +118,7 @@ SUM_OPTIONS |= {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", SUM_OPTIONS)
 def test_more_lanes_for_few_rows_change_no_bits_with_any_option(options, where):
     case = Case("layer_norm", 5, 256, "bfloat16", strategy="warp", **SUM_OPTIONS[options])

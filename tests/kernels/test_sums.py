@@ -20,6 +20,7 @@ from cupynorm.plan.problem import Problem as DispatchProblem
 from cupynorm.plan.strategies import STRATEGIES
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_residual(strategy, dtype, where):
@@ -67,6 +68,7 @@ SUMS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("what", SUMS)
 def test_sum_of_another_dtype(what, strategy, where):
@@ -78,6 +80,7 @@ def test_sum_of_another_dtype(what, strategy, where):
     assert "sum" in results and ("dresidual" in results) == ("residual" in options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", ["float32 stream", "everything"])
 @pytest.mark.parametrize(
     "strategy, num_cols, tile",
@@ -138,6 +141,7 @@ def test_ring_splits_the_gradient_of_a_sum(num_cols, tile, small, tile_of_backwa
             dispatch.choose(problem, small.device, strategy, tile)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_cols", [198, 199, 200])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_dropout_mask_depends_only_on_seed_row_and_column(strategy, num_cols, where):
@@ -184,6 +188,7 @@ SECOND_OUTPUTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("what", SECOND_OUTPUTS)
 def test_second_output(what, strategy, where):

@@ -264,6 +264,7 @@ def test_t19_sum_with_a_residual_and_its_gradient(norm_name, name, with_dsum, dt
     assert found.ok, found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float64"])
 def test_t19_gradient_of_the_sum_in_the_kernels(dtype, strategy):

@@ -234,6 +234,7 @@ def test_t09_row_stride_of_2_to_the_31_elements():
     assert torch.equal(out, cupynorm.layer_norm(rows, num_cols, weight, bias))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_cols", [1, 3, 31, 33, 1023, 1024, 1025, 8191, 8193])
 @pytest.mark.parametrize(
     "x, weight",

@@ -227,6 +227,7 @@ class Displaced:
         return self._place("empty", self.empties, array, pointer, shape)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tensor", [*Displaced.puts, *Displaced.empties])
 @pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
 def test_t11_unaligned_base_address(dtype, tensor, where):

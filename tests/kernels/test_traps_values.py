@@ -74,6 +74,7 @@ def assert_right_with_rounded_means(problem: Problem, results: dict[str, np.ndar
             assert found.ok, found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("statistics", STATISTICS)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("rows", large_means())
@@ -115,6 +116,7 @@ def assert_constant_rows(problem: Problem, results: dict[str, np.ndarray]) -> No
     assert (results["dweight"] == 0).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("statistics", STATISTICS)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -144,6 +146,7 @@ def test_t02_constant_rows_in_arrays(name, num_cols):
         assert_constant_rows(problem, api_results(problem, library(name)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_t03_rows_of_one_to_seven_columns(dtype, strategy, where):
@@ -191,6 +194,7 @@ def assert_only_row_2_is_broken(problem: Problem, clean: dict, broken: dict) -> 
         assert np.isnan(broken["dweight"]).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("norm_name", NORMS)
@@ -225,6 +229,7 @@ def spread(value: float, num_cols: int) -> np.ndarray:
     return np.stack([np.linspace(-value, value, num_cols), np.linspace(value / 2, value, num_cols)])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("statistics", STATISTICS)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("norm_name", NORMS)
@@ -313,6 +318,7 @@ def test_t06_weights_near_zero_and_huge_in_arrays(norm_name, name):
     assert_right(problem, api_results(problem, library(name)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_rows, num_cols", [(7, 33), (3, 1000), (2, 9000)])
 @pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
 @pytest.mark.parametrize("norm_name", NORMS)

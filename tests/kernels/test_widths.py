@@ -36,6 +36,7 @@ def test_width(name, dtype, num_cols, where):
     check(Case(name, 5, num_cols, dtype), where)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_cols", [1, 2, 7, 33, 768, 1000, 1025])
 @pytest.mark.parametrize("strategy", ["block", "cluster", "uncached"])
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -59,6 +60,7 @@ def last_width(strategy: str, direction: str, dtype: str, device) -> int:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("step", [-1, 0, 1])
 @pytest.mark.parametrize("strategy, direction", EDGES)
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -71,6 +73,7 @@ def test_edge_of_a_strategy(name, dtype, strategy, direction, step, where):
     check(Case(name, 2, widest + step, dtype), where)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("step", [-1, 0, 1])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_edge_of_block_forward(dtype, step, where):
@@ -80,6 +83,7 @@ def test_edge_of_block_forward(dtype, step, where):
     check(Case("layer_norm", 1, widest + step, dtype), where)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["block", "cluster"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_last_width_of_registers_and_first_of_shared_memory(dtype, strategy, where):
@@ -107,6 +111,7 @@ def test_last_width_of_registers_and_first_of_shared_memory(dtype, strategy, whe
         check(Case("layer_norm", 2, num_cols, dtype), where)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float64"])
 def test_rows_for_a_cluster_and_rows_wider_than_a_cluster(dtype, where):
     widest = {
@@ -121,6 +126,7 @@ def test_rows_for_a_cluster_and_rows_wider_than_a_cluster(dtype, where):
     check(Case("layer_norm", 1, beyond, dtype), where)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", ["A100", "RTX 4090", "RTX 5090"])
 @pytest.mark.parametrize("dtype", ["float16", "float64"])
 def test_kernels_planned_for_other_devices(dtype, device):
@@ -165,6 +171,7 @@ def test_rows_in_the_shared_memory_of_one_block(statistics, where):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "strategy, num_cols, tile",
     [
@@ -192,6 +199,7 @@ def test_explicit_tile(strategy, num_cols, tile, where):
     check(Case("layer_norm", 5, num_cols, "float16", strategy=strategy, tile=tile), where)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "strategy, num_cols, tile",
     [
@@ -216,6 +224,7 @@ def test_explicit_tile_of_backward(strategy, num_cols, tile, where, tile_of_back
     assert plans[-1].tile == tile
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "strategy, device, num_rows, num_cols, margin",
     [

@@ -56,6 +56,7 @@ LAYERS = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", RECIPES, ids=str)
 @pytest.mark.parametrize("options", LAYERS, ids=str)
 def test_results_are_within_the_errors_of_the_formats(anywhere, options, recipe):
@@ -71,6 +72,7 @@ def test_results_are_within_the_errors_of_the_formats(anywhere, options, recipe)
     assert relative(made["y"], truth["y"]) > OF_Y / 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "recipe", (DelayedScaling(amax_history_len=2), CurrentScaling(power_of_two=True)), ids=str
 )

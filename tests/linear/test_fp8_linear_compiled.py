@@ -31,6 +31,7 @@ COMPILED = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", COMPILED, ids=str)
 @pytest.mark.parametrize("recipe", RECIPES, ids=str)
 def test_a_compiled_layer_has_no_graph_break(recipe, options):
@@ -88,6 +89,7 @@ def test_compiled_by_inductor_on_a_gpu(recipe, mode):
         assert all(torch.equal(*pair) for pair in zip(*made)), size
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", (DelayedScaling(), CurrentScaling(), BlockScaling()), ids=str)
 def test_a_compiled_layer_takes_any_number_of_rows(recipe):
     torch._dynamo.reset()
@@ -264,6 +266,7 @@ print(torch._dynamo.utils.counters["aot_autograd"]["autograd_cache_hit"])
 """
 
 
+@pytest.mark.slow
 def test_code_cached_for_other_processes_depends_on_the_recipe(tmp_path):
     """torch finds cached code by the text of its graph, which contains the recipe."""
     hits = []

@@ -61,6 +61,7 @@ def test_results_and_gradients_are_within_bounds(device, norm_name, dtype, way, 
     assert_right(problem, recorded(problem, device, **way), absent)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS, ids=("recomputed", "saved", "fold"))
 @pytest.mark.parametrize("norm_name", NORMS)
 def test_first_and_second_derivatives_are_numerical_ones(norm_name, way):
@@ -177,6 +178,7 @@ def test_checkpointed_results_and_gradients_are_the_same(way, use_reentrant):
         np.testing.assert_array_equal(value, expected[name])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("compiled", (False, True))
 @pytest.mark.parametrize("norm_name", NORMS)
 @pytest.mark.parametrize(
@@ -234,6 +236,7 @@ SPENT = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recomputed", (False, True))
 @pytest.mark.parametrize("names", (("dx",), ("dx", "dweight", "dbias")), ids="-".join)
 @pytest.mark.parametrize("strategy, num_cols, tile", SPENT, ids=str)

@@ -27,6 +27,7 @@ from cupynorm.linear.module import LayerNormLinear  # noqa: E402
 pytestmark = pytest.mark.usefixtures("sums_in_float32")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS, ids=("recomputed", "saved", "fold"))
 @pytest.mark.parametrize("norm_name", NORMS)
 @pytest.mark.parametrize("device", DEVICES)

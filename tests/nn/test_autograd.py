@@ -79,6 +79,7 @@ def assert_close(got, expected) -> None:
 # Derivatives.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("zero_centered_weight", [False, True])
 @pytest.mark.parametrize(
     "given", ["", "weight", "bias", "weight bias", "residual", "weight bias residual"]
@@ -376,6 +377,7 @@ def operands(
     return forward, backward
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("residual, affine", list(itertools.product((False, True), repeat=2)))
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("norm_name", NORMS)
@@ -479,6 +481,7 @@ def test_compiled_results_are_the_eager_ones(compile_anew, dtype):
     check_compiled(compiled, block_tensors(4, dtype))
 
 
+@pytest.mark.slow
 def test_the_first_call_of_a_process_can_be_compiled():
     """Modules are then imported while torch traces."""
     script = """

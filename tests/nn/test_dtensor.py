@@ -74,6 +74,7 @@ def run(backend: str, folder: Path) -> dict[str, list[str]]:
     return {name: [report[name] for report in reports] for name in two_ranks.CHECKS}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", two_ranks.CHECKS)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_on_two_ranks(became, backend, name):

@@ -90,6 +90,7 @@ RECIPES = (
 )
 
 
+@pytest.mark.slow
 @BOTH
 @pytest.mark.parametrize("recipe", RECIPES, ids=str)
 def test_bytes_and_scales_of_two_steps(recipe, kind, anywhere):

@@ -33,6 +33,7 @@ def device(anywhere: str) -> str:
     return anywhere
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", CASES)
 def test_results_and_gradients_are_within_bounds(what, device):
     """By autograd. Each gradient has the dtype of its tensor."""
@@ -144,6 +145,7 @@ def test_explicit_forward_and_backward_are_within_bounds(what, library):
     assert_right(problem, results)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "what, wanted",
     [

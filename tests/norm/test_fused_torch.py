@@ -254,6 +254,7 @@ def compiled_call(x, residual, weight, row_scale, seed, memory_efficient):
     return y + 1, y1, added
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("memory_efficient", [False, True])
 @pytest.mark.parametrize("seed", [7, torch.tensor([7])], ids=["int", "tensor"])
 def test_compiled_results_are_the_eager_ones(compile_anew, seed, memory_efficient, device):
@@ -313,6 +314,7 @@ def test_a_compiled_call_draws_its_seed(compile_anew):
     assert torch.equal(same[1], x) and torch.equal(same[0], cupynorm.layer_norm(x, 40))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "affine, residual, dropout_p", list(itertools.product((False, True), (False, True), (0.0, 0.5)))
 )

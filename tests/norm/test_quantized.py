@@ -36,6 +36,7 @@ from float8_bytes import (  # noqa: E402  (imports torch)
 E4M3, E5M2 = FLOAT8S
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scaling", SCALES)
 def test_bytes_of_each_scaling(scaling, device):
     for norm, name, num_cols, dtype in (
@@ -76,6 +77,7 @@ WIDTHS = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scaling", SCALES)
 @pytest.mark.parametrize("num_cols", WIDTHS)
 def test_bytes_of_widths_with_tiles_for_8_bit_outputs(num_cols, scaling, device):
@@ -86,6 +88,7 @@ def test_bytes_of_widths_with_tiles_for_8_bit_outputs(num_cols, scaling, device)
         assert_exact("rms_norm", x, scaling, E5M2, weight=weight)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scaling", SCALES)
 @pytest.mark.parametrize("strategy", ["warp", "block", "cluster", "uncached"])
 def test_bytes_of_every_strategy(strategy, scaling, device):
@@ -127,6 +130,7 @@ RINGS = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scaling", SCALES)
 @pytest.mark.parametrize("num_cols, strategy, tile", RINGS)
 def test_bytes_of_a_ring(num_cols, strategy, tile, scaling, device):
@@ -171,6 +175,7 @@ def test_bytes_of_a_cluster_that_keeps_rows_in_registers(scaling, device):
         assert len(launches) == (1 if exact or scaling == "row" else 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scaling", SCALES)
 @pytest.mark.parametrize("num_cols, exact", [(1024, 1), (1000, 0)])
 @pytest.mark.parametrize("stages", [0, 1], ids=["by their threads", "staged"])
@@ -289,6 +294,7 @@ SHARED = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scaling", ["block", "mx"])
 def test_bytes_of_scales_shared_by_lanes(scaling, device):
     """For rows that fill the tile and rows that end within the packs of the last lanes.
@@ -409,6 +415,7 @@ def test_dequantize_gives_y_within_half_a_step(scaling, anywhere):
         assert same_bytes(numpy(made.transposed), numpy(made.data).T)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scaling", SCALES)
 @pytest.mark.parametrize(
     "shape, num_dims",
@@ -501,6 +508,7 @@ def test_a_transform_of_torch_func_is_refused():
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scaling", SCALES)
 @pytest.mark.parametrize("first_col, num_cols", [(1, 256), (4, 260), (3, 129)])
 def test_misaligned_rows_have_the_same_bytes(first_col, num_cols, scaling, device):
@@ -728,6 +736,7 @@ def test_bytes_of_a_matrix_and_its_transposed_copy(shape, dtype, device):
     assert data is None and same_bytes(numpy(transposed), truth.data.T)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "shape", [(1, 1), (128, 128), (130, 257), (1000, 72), (300, 34), (0, 8), (5, 0)]
 )

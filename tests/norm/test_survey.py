@@ -49,6 +49,7 @@ def test_sums_over_rows_are_within_bounds_and_repeat(dtype, sums, shape, device)
     assert ((made.double() - wide.sum(0)).abs() <= allowed).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("dtype", list(DTYPES))
 def test_the_largest_magnitude_is_exact(dtype, shape, device):

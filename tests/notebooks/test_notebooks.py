@@ -66,6 +66,7 @@ def test_stored_outputs(path):
     )  # no path of the machine that made it
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_it_runs(path, monkeypatch):
     try:

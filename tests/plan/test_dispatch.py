@@ -104,6 +104,7 @@ def test_backward_plan_with_a_residual_has_dsum():
     assert added.bytes_needed == alone.bytes_needed + 64 * 512 * 2 and "dsum bfloat16" in str(added)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("direction", DIRECTIONS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("device", GPUS)
@@ -144,6 +145,7 @@ def test_widest_row_of_a_strategy(device, dtype, direction):
     assert choose(problem_of(1 << 33, dtype, direction), gpu).strategy == "uncached"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("direction", DIRECTIONS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("device", GPUS)
