@@ -25,7 +25,7 @@ from .results import FusedForward, Gradients
 class CheckedForward:
     """A forward that is checked, and what its gradients depend on besides arrays.
 
-    backward: the options of its backward, which asks for its own gradients. backwards: backwards
+    backward: the options of its backward, which selects its own gradients. backwards: backwards
     that autograd prepared.
     """
 
