@@ -185,7 +185,7 @@ def guard(arguments: argparse.Namespace) -> int:
 def measured(
     arguments: argparse.Namespace, todo: Sequence[Cell], peers: Sequence[str] | None
 ) -> report.BenchResult:
-    """Runs the benchmark, prints the result and writes the files that were asked for."""
+    """Runs the benchmark, prints the result and writes the files that were requested."""
     result = measure.bench(
         todo,
         runs=arguments.runs,

@@ -194,7 +194,7 @@ def _read_safetensors(path: Path) -> dict[str, tuple[np.ndarray | None, str]]:
             if not isinstance(entry["shape"], list):
                 raise ValueError(f"{name} has shape {entry['shape']}")
             if not 0 <= first <= last <= len(data):
-                raise ValueError(f"{name} lies at bytes {first} to {last} of {len(data)}")
+                raise ValueError(f"{name} is at bytes {first} to {last} of {len(data)}")
             values = np.frombuffer(data[first:last], DTYPES[dtype].storage.newbyteorder("<"))
             arrays[name] = (
                 values.astype(DTYPES[dtype].storage, copy=False).reshape(entry["shape"]),

@@ -77,7 +77,7 @@ def layer_norm_linear(
         cached until a parameter changes: cupynorm.linear.fold.cached_fold.
 
     Returns y of shape (..., out_features), of input's dtype and library, or (y, normalized, sum)
-    with those that were asked for.
+    with those that were requested.
 
     torch: differentiable in every tensor, any number of times; torch.compile sees one operator.
     Under torch.autocast y and normalized have the autocast dtype. On the CPU the norm is computed

@@ -115,7 +115,7 @@ class ProjectedForward(NamedTuple):
 
 
 class ProjectedBackward(NamedTuple):
-    """The gradients that were asked for, None for the others.
+    """The gradients that were requested, None for the others.
 
     dx is the gradient of the input and of the residual alike.
     """

@@ -188,7 +188,7 @@ def _product(
 
 
 def explicit_gradients(call: LinearBackwardCall) -> tuple[Tensor | None, ...]:
-    """dx, dnorm_weight, dnorm_bias, dweight, dbias outside autograd; None where not asked for."""
+    """dx, dnorm_weight, dnorm_bias, dweight, dbias outside autograd; None where not requested."""
     x, weight = call.x, call.weight
     norm = SavedNorm(x, call.mean, call.rstd, call.norm_weight, call.norm_bias)
     # A column of weight has the shape and dtype of a bias.

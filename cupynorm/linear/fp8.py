@@ -83,7 +83,7 @@ class Saved(NamedTuple):
 def forward(
     call: QuantizedCall, weight: QuantizedTensor, operands: Operands, *, recorded: bool
 ) -> tuple[Tensor, Tensor | None, Saved]:
-    """y, normalized (None unless asked for), and what is saved if there is a backward (recorded).
+    """y, normalized (None unless requested), and what is saved if there is a backward (recorded).
 
     weight: the layer's, quantised. operands: the biases are used, the weights are not.
     """
@@ -121,7 +121,7 @@ class _Normalized(NamedTuple):
 
 
 def _normalize(call: QuantizedCall, operands: Operands) -> _Normalized:
-    """One kernel makes it where there is one scale and no other dtype is asked for."""
+    """One kernel makes it where there is one scale and no other dtype is requested."""
     options, quantizers, input = call.options, call.quantizers, operands.input
     in_blocks = isinstance(quantizers.recipe, BlockScaling)
     transpose = options.save_normalized
@@ -278,7 +278,7 @@ class _WeightProduct:
 
 
 class Projected(torch.autograd.Function):
-    """y, normalized (None unless asked for). tensors: operands.all."""
+    """y, normalized (None unless requested). tensors: operands.all."""
 
     @staticmethod
     def forward(ctx, call, weight, sink, num_weights, *tensors):

@@ -4,7 +4,7 @@
     cupynorm::norm_linear_in_fp8_backward   -> gradients of input, norm_weight, norm_bias, *weights,
                                                *biases
 
-A result that is not asked for is empty. The operators run the layer's own call on the layer's own
+A result that is not requested is empty. The operators run the layer's own call on the layer's own
 scales, so they get the layer as a number.
 """
 
@@ -146,7 +146,7 @@ def _layer_of(number: Tensor) -> Layer:
 
 
 def by_operator(call: RegionCall, operands: Operands, number: Tensor) -> tuple[Tensor, Tensor]:
-    """y, normalized (empty unless it is asked for). number: of the layer."""
+    """y, normalized (empty unless requested). number: of the layer."""
     options = call.options
     return torch.ops.cupynorm.norm_linear_in_fp8.default(
         operands.input,

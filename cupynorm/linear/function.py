@@ -33,7 +33,7 @@ _has_functorch_transforms = modes.has_functorch_transforms
 def normalize_and_project(
     call: LinearCall, sink: WeightGradientSink | None = None, folded: fold.Folded | None = None
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """y, normalized (None unless asked for), input + residual.
+    """y, normalized (None unless requested), input + residual.
 
     sink: takes the gradients of weights and biases, which autograd then does not get.
     folded: the folded parameters, where they were made before. Without them a call without
@@ -158,7 +158,7 @@ def _normalize_and_project_transformed(
 
 
 class Projected(torch.autograd.Function):
-    """y, normalized (None unless asked for), input + residual (None without a residual)."""
+    """y, normalized (None unless requested), input + residual (None without a residual)."""
 
     @staticmethod
     def forward(ctx, call, sink, folded, *_tensors):

@@ -29,7 +29,7 @@ def project(call: LinearCall, added: np.ndarray) -> np.ndarray:
 
 
 def gradients(call: LinearBackwardCall) -> list[np.ndarray]:
-    """dx, dnorm_weight, dnorm_bias, dweight, dbias, whichever are asked for."""
+    """dx, dnorm_weight, dnorm_bias, dweight, dbias, whichever are requested."""
     x, weight, norm_weight, norm_bias = call.x, call.weight, call.norm_weight, call.norm_bias
     num_rows, in_features = arrays.product(x.shape[:-1]), x.shape[-1]
     made = reference.norm_linear_backward(

@@ -83,7 +83,7 @@ class LayerNormLinear(Fp8Layer):
 
     Called with input (..., in_features) of the parameters' dtype, or of any under torch.autocast,
     it returns out (..., out_features), or a tuple of out, the bias (an empty tensor without one)
-    and the normalised tensor, those that were asked for.
+    and the normalised tensor, those that were requested.
 
     is_first_microbatch: True for the first of several forwards with the same parameters, False for
         the others. What is made of the weight, in 8-bit floats or folded, is then made once.

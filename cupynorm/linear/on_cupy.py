@@ -23,7 +23,7 @@ def project(call: LinearCall, rows: Array) -> Array:
 
 
 def gradients(call: LinearBackwardCall) -> list[Array | None]:
-    """dx, dnorm_weight, dnorm_bias, dweight, dbias; None where not asked for."""
+    """dx, dnorm_weight, dnorm_bias, dweight, dbias; None where not requested."""
     with launch.on_device(call.x.device.id):
         return _gradients(call)
 

@@ -1,6 +1,6 @@
 """torch: the operator cupynorm::norm_linear, for calls that torch traces.
 
-    -> y, normalized, mean, rstd, sum    a result that is not asked for is empty
+    -> y, normalized, mean, rstd, sum    a result that is not requested is empty
 
 Its gradients are made of torch operations and of the operators of nn/operators.py, so that they can
 be traced and differentiated too.
@@ -78,7 +78,7 @@ class _Arguments(NamedTuple):
 
 
 def by_operator(call: LinearCall) -> tuple[Tensor, ...]:
-    """y, normalized, mean, rstd, input + residual; a result that is not asked for is empty."""
+    """y, normalized, mean, rstd, input + residual; a result that is not requested is empty."""
     operands, options = call
     kind = "forward" if torch.is_grad_enabled() else "inference"
     return _operator(

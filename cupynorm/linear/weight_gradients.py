@@ -61,7 +61,7 @@ class WeightGradientSink:
 
     @property
     def delays(self) -> bool:
-        """Whether the work waits in a queue."""
+        """Whether the work is queued."""
         return self.queue is not None
 
     def take(

@@ -268,7 +268,7 @@ def _plain_gradients(ctx, dy, _, dsum) -> tuple:
 
 
 def _gradients(ctx, operands: BackwardOperands) -> tuple:
-    """dx, dweight, dbias: those that ctx asks for."""
+    """dx, dweight, dbias: those that ctx needs."""
     forward = ctx.prepared
     if torch.is_grad_enabled():  # create_graph=True: the operator knows the gradients' derivatives
         request = BackwardRequest(operands, _with_wanted(ctx))

@@ -138,8 +138,8 @@ def layer_norm(
     How it is computed; none of these changes a result beyond rounding:
 
     sm_margin: multiprocessors to leave free for other kernels, in forward and backward. Or a dict
-        with values for "forward", "backward" and "inference" (a forward whose gradients nobody
-        asks for), 0 where it has none.
+        with values for "forward", "backward" and "inference" (a forward whose gradients are not
+        recorded); a missing value is 0.
     strategy, tile, statistics: force a row of cupynorm.STRATEGIES, its Tile, and "two_pass" or
         "welford". By default the width of a row decides. Ignored on the CPU.
 

@@ -30,7 +30,7 @@ DIFFERENTIABLE = ("input", "weight", "bias", "residual", "weight1", "bias1")
 class CheckedForward:
     """A forward that is checked, and what its gradients depend on besides arrays.
 
-    backward: the options of its backward, which asks for its own gradients. backwards: backwards
+    backward: the options of its backward, which selects its own gradients. backwards: backwards
     that autograd prepared.
     """
 

@@ -13,7 +13,7 @@ Array = Any  # a CuPy array, torch tensor, NumPy array, or any object with __dlp
 
 
 class Margins(NamedTuple):
-    """sm_margin for each kind of call. inference: a forward whose gradients nobody asks for."""
+    """sm_margin for each kind of call. inference: a forward whose gradients are not recorded."""
 
     forward: int = 0
     backward: int = 0

@@ -37,7 +37,7 @@ class FusedForward(NamedTuple):
 
 
 class Backward(NamedTuple):
-    """The gradients that were asked for, None for the others. dx is also that of the residual."""
+    """The gradients that were requested, None for the others. dx is also that of the residual."""
 
     dx: Array | None
     dweight: Array | None
@@ -45,7 +45,7 @@ class Backward(NamedTuple):
 
 
 class FusedBackward(NamedTuple):
-    """The gradients of a forward with fused options, None for those not asked for.
+    """The gradients of a forward with fused options, None for those not requested.
 
     dx is that of the input alone.
     """
