@@ -7,11 +7,14 @@ n rounded terms add up like a random walk. All is per element.
     x_hat    e = g * a * (1 + |x_hat|) + m + m^2 * |x_hat|
              a = max(1, var / |var + eps|): a negative eps makes rstd more sensitive.
              m: rounding of the mean. Backward: u * |mean| * rstd. Forward: 0.
-             Welford's mean has a larger error: g * |mean| * rstd in both directions.
+             Welford's mean has a larger error: g * |mean| * rstd in both directions. The
+             running means, off by u * |mean| each, enter its variance: v * |x_hat| more, with
+             v = g * |mean| * rstd / sqrt(n) (Chan, Golub, LeVeque 1983: the condition number of
+             the variance is about |mean| * rstd). Otherwise v is 0.
     y        |w| * e + 2u * (|x_hat * w| + |bias|) + h(y)
              round_x_hat adds |w| * h(x_hat), in the dtype of the input.
     mean     u * |mean| + g * mean(|x - mean|); Welford: g * |mean| instead of u * |mean|
-    rstd     rstd * (g * a + u + m^2), m of forward
+    rstd     rstd * (g * a + u + m^2 + v), m of forward
     dx       rstd * (4u * |wdy| + g * mean(|wdy|)
                      + |x_hat| * (g * mean(|wdy * x_hat|) + mean(|wdy| * e))
                      + e * (|mean(wdy * x_hat)| + mean(|wdy| * e)))
@@ -19,6 +22,7 @@ n rounded terms add up like a random walk. All is per element.
     dweight  2 * sqrt(sum (dy * e)^2) + s(dy * x_hat) + h(dweight)
     dbias    s(dy) + h(dbias)
              s(t) = u * (4 + sqrt(num_rows)) * max(|sum t|, sqrt(num_rows) * rms(t)): sums over rows
+             The errors of equal terms do not cancel: u * num_rows * |sum t| for those.
 
     sum         exact. If x is scaled or the sum has a dtype of its own:
                 4u * |scaled x| + u * |sum| + h(sum), less what does not apply.
@@ -145,6 +149,10 @@ class _Rows:
         # What the rounding of the mean does to x_hat, and its square to rstd.
         self.of_mean = (g if self.rounded_mean else u) * np.abs(self.mean)[:, None] * columns
         of_sums = g * self.amplified * (1 + np.abs(self.x_hat))
+        self.of_variance = np.zeros_like(columns)
+        if self.rounded_mean:
+            self.of_variance = self.of_mean / np.sqrt(case.num_cols)
+            of_sums = of_sums + self.of_variance * np.abs(self.x_hat)
         self.e_usual = of_sums + self.of_mean + self.of_mean**2 * np.abs(self.x_hat)
         self.e = self.e_usual if self.rounded_mean else of_sums
         if case.round_x_hat:
@@ -199,6 +207,7 @@ class _Rows:
     def outputs(self) -> Expected:
         """y and rstd."""
         of_mean = self.of_mean[:, 0] ** 2 if self.rounded_mean else 0.0
+        of_mean = of_mean + self.of_variance[:, 0]
         of_rstd = self.rstd * (self.g * self.amplified[:, 0] + self.u + of_mean)
         of_y = np.abs(self.w) * self.e + self._allowed_of_affine()
         return {"y": (self.y, of_y), "rstd": (self.rstd, of_rstd)}
@@ -233,8 +242,11 @@ class _Rows:
 
     def _allowed_of_sum_over_rows(self, terms: np.ndarray) -> np.ndarray:
         num_rows = max(1, self.problem.case.num_rows)
-        size = np.maximum(np.abs(terms.sum(axis=0)), np.sqrt((terms**2).sum(axis=0)))
-        return self.u * (4 + np.sqrt(num_rows)) * size
+        total = np.abs(terms.sum(axis=0))
+        size = np.maximum(total, np.sqrt((terms**2).sum(axis=0)))
+        allowed = self.u * (4 + np.sqrt(num_rows)) * size
+        are_equal = (terms == terms[:1]).all(axis=0)
+        return np.where(are_equal, np.maximum(allowed, self.u * num_rows * total), allowed)
 
 
 def _second_output(problem: Problem, rows: _Rows) -> Expected:

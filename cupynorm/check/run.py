@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
-from ..dtypes import compute_dtype, decode, encode
+from ..dtypes import DTYPES, compute_dtype, decode, encode
 from ..gpu.arrays import Rows
 from ..norm.arguments import Call, backward_call, forward_call
 from ..norm.request import BackwardOptions, ForwardOptions, Options
 from .cases import Case, Problem
 from .kernels import CpuMachine, GpuCheckMachine
+from .placement import Placed, WrongWrite, empty, place
 
 
 class _Tensors:
@@ -24,16 +26,24 @@ class _Tensors:
         self.outputs: dict[str, tuple[Any, str]] = {}
         self._kept: list[Any] = []  # arrays must outlive the launches that use their addresses
 
-    def _record(self, name: str, pointer: int, shape: tuple[int, ...], dtype: str) -> None:
+    def record(
+        self,
+        name: str,
+        pointer: int,
+        shape: tuple[int, ...],
+        dtype: str,
+        row_stride: int | None = None,
+    ) -> None:
         num_rows = shape[0] if len(shape) == 2 else 1
+        row_stride = shape[-1] if row_stride is None else row_stride
         self.addresses[name] = pointer
-        self.rows[name] = Rows(pointer, num_rows, shape[-1], shape[-1], dtype)
+        self.rows[name] = Rows(pointer, num_rows, shape[-1], row_stride, dtype)
 
     def put(self, name: str, values: np.ndarray | None, dtype: str | None) -> None:
         if values is not None and dtype is not None:
             array, pointer = self.where.put(encode(values, dtype))
             self._kept.append(array)
-            self._record(name, pointer, values.shape, dtype)
+            self.record(name, pointer, values.shape, dtype)
 
     def make(
         self, name: str, shape: tuple[int, ...], dtype: str, result: str | None = None
@@ -43,7 +53,7 @@ class _Tensors:
         self._kept.append(array)
         if result != "":
             self.outputs[result or name] = (array, dtype)
-        self._record(name, pointer, shape, dtype)
+        self.record(name, pointer, shape, dtype)
 
     def put_seed(self, seed: int) -> None:
         array, self.addresses["dropout_seed"] = self.where.put(np.array([seed]))
@@ -65,26 +75,98 @@ class _Tensors:
         for name, (rows, address) in taken.items():
             self.rows[name], self.addresses[name] = rows, address
 
+    def scratch(self, shape: tuple[int, ...], dtype: str) -> int:
+        """The address of memory for one launch."""
+        array, pointer = self.where.empty(shape, dtype)
+        self._kept.append(array)
+        return pointer
+
+    def results(self) -> dict[str, np.ndarray]:
+        """All outputs as float64."""
+        outputs = self.outputs.items()
+        return {name: decode(self.where.get(array), dtype) for name, (array, dtype) in outputs}
+
     def launch(self, call: Call, seed: int = 0) -> None:
         addresses = dict(self.addresses)
         if call.partials_shape:
             compute = call.plan.problem.compute
-            array, addresses["partials"] = self.where.empty(call.partials_shape, compute)
-            self._kept.append(array)
+            addresses["partials"] = self.scratch(call.partials_shape, compute)
         for planned, words in zip(call.launches, call.fill(addresses, seed)):
             self.where.launch(planned, words)
 
 
-def run_kernels(problem: Problem, where: CpuMachine | GpuCheckMachine) -> dict[str, np.ndarray]:
+class _GuardedTensors(_Tensors):
+    """Tensors between guards (placement.py), inputs in layouts of their own.
+
+    It is not the usual kind: a sanitizer cannot see an access to a guard.
+    """
+
+    def __init__(
+        self, where: CpuMachine | GpuCheckMachine, case: Case, layouts: Mapping[str, str]
+    ) -> None:
+        super().__init__(where, case)
+        self._layouts = layouts
+        self._placed: list[tuple[str, Any, Placed, str | None]] = []
+
+    def _put(self, name: str, placed: Placed, dtype: str | None = None) -> int:
+        """The address of the first element. dtype: of an output, None for an input."""
+        array, pointer = self.where.put(placed.memory)
+        self._placed.append((name, array, placed, dtype))
+        return pointer + placed.offset
+
+    def put(self, name: str, values: np.ndarray | None, dtype: str | None) -> None:
+        if values is not None and dtype is not None:
+            placed = place(encode(values, dtype), self._layouts.get(name, "contiguous"))
+            pointer = self._put(name, placed)
+            row_stride = placed.strides[0] if values.ndim == 2 else None
+            self.record(name, pointer, values.shape, dtype, row_stride)
+
+    def make(
+        self, name: str, shape: tuple[int, ...], dtype: str, result: str | None = None
+    ) -> None:
+        label = name if result is None else result
+        pointer = self._put(label, empty(shape, DTYPES[dtype].storage), dtype)
+        if label:
+            self.outputs[label] = (None, dtype)
+        self.record(name, pointer, shape, dtype)
+
+    def scratch(self, shape: tuple[int, ...], dtype: str) -> int:
+        size = (int(np.prod(shape)),)
+        return self._put("scratch memory", empty(size, DTYPES[dtype].storage), dtype)
+
+    def results(self) -> dict[str, np.ndarray]:
+        """All outputs as float64. Raises WrongWrite if anything else was written to."""
+        results = {}
+        for name, array, placed, dtype in self._placed:
+            memory = self.where.get(array)
+            if dtype is None and memory.tobytes() != placed.memory.tobytes():
+                raise WrongWrite(f"{name} was written to, or what surrounds it")
+            try:
+                made = placed.taken_from(memory)
+            except WrongWrite as error:
+                raise WrongWrite(f"{name}: {error}") from None
+            if name in self.outputs:
+                results[name] = decode(made, dtype)
+        return results
+
+
+def run_kernels(
+    problem: Problem,
+    where: CpuMachine | GpuCheckMachine,
+    layouts: Mapping[str, str] | None = None,
+) -> dict[str, np.ndarray]:
     """What the kernels compute, as float64: y, mean, rstd, dx, dweight, dbias, and what the case
-    has of sum, y1, dresidual, dweight1, dbias1 and recomputed."""
+    has of sum, y1, dresidual, dweight1, dbias1 and recomputed.
+
+    layouts: of inputs by name, from placement.LAYOUTS without "transposed". Every tensor then lies
+    between guards, and WrongWrite is raised if anything but the outputs was written to.
+    """
     case = problem.case
-    tensors = _Tensors(where, case)
+    tensors = _Tensors(where, case) if layouts is None else _GuardedTensors(where, case, layouts)
     launch_options = Options(case.strategy, case.tile, case.statistics, case.sm_margin)
     _run_forward(problem, tensors, launch_options)
     _run_backward(problem, tensors, launch_options._replace(tile=None))
-    outputs = tensors.outputs.items()
-    return {name: decode(where.get(array), dtype) for name, (array, dtype) in outputs}
+    return tensors.results()
 
 
 def _run_forward(problem: Problem, tensors: _Tensors, launch_options: Options) -> None:
@@ -167,7 +249,8 @@ def _run_second(problem: Problem, tensors: _Tensors, options: BackwardOptions) -
     case, shape = problem.case, tensors.shape
     compute = compute_dtype(case.sum).name
     taken = tensors.take_out("weight")
-    tensors.put("dy", problem.dy1, case.dtype("y"))
+    tensors.put("dy1", problem.dy1, case.dtype("y"))
+    tensors.rename("dy1", "dy")
     tensors.make("dx", shape, compute, "")
     for name in ("weight", "bias"):
         if f"{name}1" in tensors.rows:

@@ -1,0 +1,11 @@
+"""Random calls, held to float64: `python -m cupynorm fuzz`.
+
+Reading order: draws (what is drawn), placement (memory and guards), calls (the public API on a
+GPU), judge (what a result is held to), smaller (the smallest call that still fails), command.
+"""
+
+from ..cases import Case
+from .draws import Draw
+from .judge import rerun
+
+__all__ = ["Case", "Draw", "rerun"]

@@ -1,0 +1,247 @@
+"""Runs a draw: by the kernels' argument structs, or by the public functions on a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import numpy as np
+
+from ...dtypes import DTYPES, encode
+from ...gpu import arrays, nvrtc
+from ...norm import api
+from ..cases import Problem
+from ..kernels import CpuMachine, GpuCheckMachine
+from ..placement import Placed, WrongWrite, empty, place
+from ..run import run_kernels
+from .draws import Draw
+
+Machine = CpuMachine | GpuCheckMachine
+Results = dict[str, np.ndarray]
+
+
+def run(drawn: Draw, problem: Problem, where: Machine) -> Results:
+    """All outputs as float64. Raises WrongWrite, and what the call raises."""
+    if drawn.route == "kernels":
+        return run_kernels(problem, where, drawn.layouts)
+    return _PublicCall(drawn, problem).run()
+
+
+class _Torch:
+    """Tensors of torch on the current GPU."""
+
+    def __init__(self) -> None:
+        import torch
+
+        self.torch = torch
+
+    def put(self, placed: Placed, dtype: str) -> tuple[Any, Any]:
+        """(its memory, the tensor in it)."""
+        raw = self.torch.from_numpy(placed.memory.view(np.uint8).copy()).cuda()
+        memory = raw.view(getattr(self.torch, dtype))
+        return raw, memory.as_strided(placed.shape, placed.strides, placed.first)
+
+    def host(self, memory: Any) -> np.ndarray:
+        return memory.cpu().numpy()
+
+    def stream(self) -> Any:
+        """A context with a stream of its own, which begins after all earlier work."""
+        self.torch.cuda.synchronize()
+        return self.torch.cuda.stream(self.torch.cuda.Stream())
+
+    def synchronize(self) -> None:
+        self.torch.cuda.synchronize()
+
+
+class _CuPy:
+    """Arrays of CuPy on the current GPU."""
+
+    def __init__(self) -> None:
+        self.cupy = nvrtc.cupy()
+
+    def put(self, placed: Placed, dtype: str) -> tuple[Any, Any]:
+        """(its memory, the array in it)."""
+        raw = self.cupy.asarray(placed.memory.view(np.uint8))
+        memory = raw.view(arrays.CuPyLibrary.dtype(dtype))
+        strides = tuple(stride * memory.itemsize for stride in placed.strides)
+        first = memory[placed.first :]
+        return raw, self.cupy.lib.stride_tricks.as_strided(first, placed.shape, strides)
+
+    def host(self, memory: Any) -> np.ndarray:
+        return memory.get()
+
+    def stream(self) -> Any:
+        """A context with a stream of its own, which begins after all earlier work."""
+        self.synchronize()
+        return self.cupy.cuda.Stream(non_blocking=True)
+
+    def synchronize(self) -> None:
+        self.cupy.cuda.runtime.deviceSynchronize()
+
+
+class _PublicCall:
+    """A forward and a backward by the public functions."""
+
+    def __init__(self, drawn: Draw, problem: Problem) -> None:
+        self.drawn, self.problem, self.case = drawn, problem, problem.case
+        self.library = _CuPy() if drawn.route == "cupy" else _Torch()
+        self._placed: list[tuple[str, Any, Placed]] = []
+        case = self.case
+        y = case.dtype("y")
+        dtypes = {
+            "x": case.x,
+            "weight": case.dtype("weight"),
+            "bias": case.dtype("bias"),
+            "residual": case.added,
+            "row_scale": case.row_scale,
+            "weight1": case.weight1,
+            "bias1": case.bias1,
+            "dy": y,
+            "dy1": y,
+            "dsum": case.sum,
+        }
+        self.dtypes = dtypes
+        self.operands = {name: self._put(name, dtype) for name, dtype in dtypes.items()}
+        self.is_layer_norm = case.norm == "layer_norm"
+
+    def _put(self, name: str, dtype: str | None) -> Any:
+        values = getattr(self.problem, name)
+        if values is None or dtype is None:
+            return None
+        placed = place(encode(values, dtype), self.drawn.layouts.get(name, "contiguous"))
+        memory, operand = self.library.put(placed, dtype)
+        self._placed.append((name, memory, placed))
+        return operand
+
+    def run(self) -> Results:
+        has_own_stream = self.drawn.seed % 4 == 0
+        with self.library.stream() if has_own_stream else nullcontext():
+            made = self._recorded() if self.drawn.route == "autograd" else self._explicit()
+        self.library.synchronize()
+        for name, memory, placed in self._placed:
+            if self.library.host(memory).tobytes() != placed.memory.tobytes():
+                raise WrongWrite(f"{name} was written to, or what surrounds it")
+        return {name: _float64(array) for name, array in made.items() if array is not None}
+
+    def _launch_options(self) -> dict[str, Any]:
+        case = self.case
+        return {"strategy": case.strategy, "tile": case.tile, "sm_margin": case.sm_margin}
+
+    def _forward_options(self) -> dict[str, Any]:
+        case, operands = self.case, self.operands
+        return {
+            "residual": operands["residual"],
+            "zero_centered_weight": case.zero_centered_weight,
+            "out_dtype": case.y,
+            "residual_dtype": case.residual_dtype,
+            "row_scale": operands["row_scale"],
+            "dropout_p": case.dropout_p,
+            "dropout_seed": self.problem.dropout_seed if case.dropout_p else None,
+            "weight1": operands["weight1"],
+            "bias1": operands["bias1"],
+            "round_x_hat": case.round_x_hat,
+            "statistics": case.statistics,
+            **self._launch_options(),
+        }
+
+    def _explicit(self) -> dict[str, Any]:
+        """By layer_norm_forward and layer_norm_backward, or those of rms_norm."""
+        case, operands = self.case, self.operands
+        options, check_out = self._forward_options(), None
+        if self.drawn.seed % 3 == 0:
+            options["out"], check_out = self._out()
+        forward = api.layer_norm_forward if self.is_layer_norm else api.rms_norm_forward
+        made = forward(operands["x"], operands["weight"], operands["bias"], case.eps, **options)
+        results = {name: getattr(made, name) for name in ("y", "mean", "rstd")}
+        if case.has_own_sum or operands["residual"] is not None:
+            results["sum"] = made.sum
+        if case.has_second:
+            results["y1"] = made.y1
+        gradients = self._explicit_backward(made)
+        if check_out:
+            check_out()
+        return results | gradients
+
+    def _out(self) -> tuple[Any, Callable[[], None]]:
+        """An array for y between guards, and what checks them after the call."""
+        dtype = self.case.dtype("y")
+        placed = empty((self.case.num_rows, self.case.num_cols), DTYPES[dtype].storage)
+        memory, out = self.library.put(placed, dtype)
+
+        def check() -> None:
+            self.library.synchronize()
+            try:
+                placed.taken_from(self.library.host(memory).view(placed.memory.dtype))
+            except WrongWrite as error:
+                raise WrongWrite(f"out: {error}") from None
+
+        return out, check
+
+    def _explicit_backward(self, made: Any) -> dict[str, Any]:
+        case, operands, dtypes = self.case, self.operands, self.dtypes
+        names = ["dx", *(f"d{name}" for name in ("weight", "bias") if operands[name] is not None)]
+        if case.has_own_sum and operands["residual"] is not None:
+            names.append("dresidual")
+        names += [f"d{name}" for name in ("weight1", "bias1") if operands[name] is not None]
+        options = {
+            "zero_centered_weight": case.zero_centered_weight,
+            "dsum": operands["dsum"],
+            "gradients": tuple(names),
+            "dbias_dtype": dtypes["bias"],
+            "row_scale": operands["row_scale"],
+            "dropout_p": case.dropout_p,
+            "dropout_seed": getattr(made, "dropout_seed", None),
+            **self._launch_options(),
+            "tile": None,
+        }
+        if case.has_own_sum:
+            options |= {"dx_dtype": case.x, "dresidual_dtype": case.added}
+        if case.has_second:
+            options |= {"dy1": operands["dy1"], "weight1": operands["weight1"]}
+            options["dbias1_dtype"] = dtypes["bias1"]
+        x = made.sum
+        if case.memory_efficient:
+            x = made.y
+            options |= {"memory_efficient": True, "bias": operands["bias"]}
+        statistics = (made.mean, made.rstd) if self.is_layer_norm else (made.rstd,)
+        backward = api.layer_norm_backward if self.is_layer_norm else api.rms_norm_backward
+        found = backward(operands["dy"], x, *statistics, operands["weight"], **options)
+        return {name: getattr(found, name) for name in names}
+
+    def _recorded(self) -> dict[str, Any]:
+        """By layer_norm or rms_norm and torch's autograd."""
+        case, operands, torch = self.case, self.operands, self.library.torch
+        given = ("x", "weight", "bias", "residual", "weight1", "bias1")
+        leaves = {
+            name: operands[name].detach().requires_grad_()
+            for name in given
+            if operands[name] is not None
+        }
+        options = self._forward_options() | leaves | {"return_residual": True}
+        x, weight, bias = options.pop("x"), options.pop("weight", None), options.pop("bias", None)
+        options["memory_efficient"] = case.memory_efficient
+        norm = api.layer_norm
+        if not self.is_layer_norm:
+            norm, options["bias"] = api.rms_norm, bias
+        affine = (weight, bias) if self.is_layer_norm else (weight,)
+        made = norm(x, (case.num_cols,), *affine, eps=case.eps, **options)
+        results = dict(zip(("y", "y1", "sum") if case.has_second else ("y", "sum"), made))
+        upstream = {name: operands[f"d{name}"] for name in results}
+        upstream["y1"] = operands["dy1"]
+        there = [name for name in results if upstream[name] is not None]
+        gradients = torch.autograd.grad(
+            [results[name] for name in there], list(leaves.values()), [upstream[n] for n in there]
+        )
+        if operands["residual"] is None and not case.has_own_sum:
+            del results["sum"]  # it is x
+        results |= {f"d{name}": gradient for name, gradient in zip(leaves, gradients)}
+        if not case.has_own_sum:
+            results.pop("dresidual", None)  # it is dx
+        return {name: array.detach() for name, array in results.items()}
+
+
+def _float64(array: Any) -> np.ndarray:
+    if arrays.is_torch(array):
+        return array.double().cpu().numpy()
+    return arrays.to_float64(array.get())

@@ -1,0 +1,237 @@
+"""The fuzzer: it finds each kind of fault that it looks for, and draws everything it promises."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from cupynorm import __main__ as main
+from cupynorm.check.cases import Case
+from cupynorm.check.fuzz import Draw, command, judge, rerun
+from cupynorm.check.fuzz.draws import ROUTES, VALUES, draw, problem_of
+from cupynorm.check.fuzz.smaller import as_python, smallest
+from cupynorm.check.kernels import CpuMachine
+from cupynorm.check.placement import GUARD_BYTES, LAYOUTS, WrongWrite, empty, place
+from cupynorm.plan.strategies import STRATEGIES
+
+PLAIN = Draw(Case("layer_norm", 5, 96, "float32"), seed=7)
+
+# Placement.
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float64"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_placed_tensor_has_its_values(layout, dtype):
+    values = np.arange(1, 13, dtype=dtype).reshape(3, 4)
+    placed = place(values, layout)
+    expected = np.broadcast_to(values[:1], values.shape) if layout == "broadcast" else values
+    np.testing.assert_array_equal(placed.view(), expected)
+    np.testing.assert_array_equal(placed.taken_from(placed.memory.copy()), expected)
+    is_aligned = placed.offset % GUARD_BYTES == 0
+    assert is_aligned == (layout not in ("misaligned", "reversed"))
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "gap", "misaligned", "reversed", "transposed"])
+def test_a_write_anywhere_else_is_found(layout):
+    """One byte at a time, in front of the tensor, between its rows and behind it."""
+    placed = empty((3, 4), np.dtype("float16"), layout)
+    inside = placed._replace(memory=np.zeros_like(placed.memory))
+    inside.view()[...] = 1
+    num_outside = 0
+    for at in np.flatnonzero(inside.memory == 0):
+        memory = placed.memory.copy()
+        memory.view(np.uint8)[2 * at] = 0
+        with pytest.raises(WrongWrite, match="1 bytes outside it"):
+            placed.taken_from(memory)
+        num_outside += 1
+    assert num_outside == placed.memory.size - 12 > 2 * GUARD_BYTES // 2
+
+
+# Draws.
+
+
+def test_a_draw_is_a_function_of_seed_and_index():
+    assert draw(1, 5, "cpu") == draw(1, 5, "cpu")
+    assert len({repr(draw(1, index, "cpu")) for index in range(50)}) == 50
+    assert draw(1, 5, "cpu") != draw(2, 5, "cpu")
+    first, second = problem_of(draw(1, 5, "cpu")), problem_of(draw(1, 5, "cpu"))
+    np.testing.assert_array_equal(first.x, second.x)
+
+
+def test_everything_is_drawn():
+    draws = [draw(0, index, "gpu") for index in range(3000)]
+    assert {each.values for each in draws} == set(VALUES)
+    assert {each.route for each in draws} == set(ROUTES)
+    assert {each.case.strategy for each in draws} == {None, *STRATEGIES}
+    laid_out = {(name, layout) for each in draws for name, layout in each.layouts.items()}
+    assert laid_out == {
+        (name, layout) for name in ("x", "residual", "dy", "dsum") for layout in LAYOUTS
+    }
+    widths = [each.case.num_cols for each in draws]
+    assert min(widths) == 1 and max(widths) > 2**19
+    # One call differs from another in each of its fields.
+    for name in Case.__dataclass_fields__:
+        assert name == "tile" or len({getattr(each.case, name) for each in draws}) > 1, name
+
+
+# What a call is held to: a machine with each fault.
+
+
+class FaultyMachine(CpuMachine):
+    """Kernels whose memory a fault changes after they ran. It is fetched in the order of launch."""
+
+    def __init__(self, fault) -> None:
+        super().__init__()
+        self.fault, self.num_fetched = fault, 0
+
+    def get(self, array):
+        self.num_fetched += 1
+        array = array.copy()
+        self.fault(array.view(np.uint8), self.num_fetched)
+        return array
+
+
+def complaints(fault, drawn: Draw = PLAIN) -> str:
+    return "\n".join(judge.complaints(drawn, FaultyMachine(fault)))
+
+
+def test_right_kernels_pass():
+    assert complaints(lambda memory, count: None) == ""
+
+
+@pytest.mark.parametrize("name", ["y", "mean", "rstd", "dx", "dweight", "dbias"])
+def test_a_wrong_element_is_found(name, monkeypatch):
+    """One element of one output, its largest, off by 2^-16 of itself."""
+    right = judge.run
+
+    def run(drawn, problem, where):
+        made = right(drawn, problem, where)
+        at = np.unravel_index(np.abs(made[name]).argmax(), made[name].shape)
+        made[name][at] *= 1 + 2.0**-16
+        return made
+
+    monkeypatch.setattr(judge, "run", run)
+    found = judge.complaints(PLAIN, CpuMachine())[0]
+    assert found.startswith(f"{name}: 1 elements are off")
+
+
+@pytest.mark.parametrize("at", [GUARD_BYTES - 1, -1])
+def test_a_write_to_a_guard_is_found(at):
+    def spoil(memory, count):
+        if count == 4:  # weight, bias and x come first, then y
+            memory[at] = 0
+
+    assert complaints(spoil) == "y: 1 bytes outside it were written to"
+
+
+def test_a_write_to_an_input_is_found():
+    def spoil(memory, count):
+        if count == 1:
+            memory[GUARD_BYTES] ^= 1
+
+    assert complaints(spoil) == "weight was written to, or what surrounds it"
+
+
+def test_a_result_that_does_not_repeat_is_found(monkeypatch):
+    values = iter([0.0, 1.0, 0.0])  # the call, the same again, one row alone
+
+    def run(drawn, problem, where):
+        return {"y": np.full((problem.case.num_rows, 96), next(values))}
+
+    monkeypatch.setattr(judge, "run", run)
+    monkeypatch.setattr(judge, "judge_all", lambda *given, **options: [])
+    assert judge.complaints(PLAIN, CpuMachine()) == ["y differs when the call is repeated"]
+
+
+def test_a_row_that_differs_alone_is_found(monkeypatch):
+    def run(drawn, problem, where):
+        return {"y": np.full((problem.case.num_rows, 96), float(problem.case.num_rows))}
+
+    monkeypatch.setattr(judge, "run", run)
+    monkeypatch.setattr(judge, "judge_all", lambda *given, **options: [])
+    assert judge.complaints(PLAIN, CpuMachine()) == [f"row {7 % 5} of y differs alone"]
+
+
+def test_a_forced_strategy_that_does_not_fit_is_refused():
+    drawn = replace(PLAIN, case=replace(PLAIN.case, strategy="warp", num_cols=2**17, num_rows=1))
+    with pytest.raises(judge.Refused, match="too narrow"):
+        rerun(drawn, "cpu")
+
+
+# Reports.
+
+
+def test_the_smallest_call_keeps_only_what_matters():
+    case = Case("rms_norm", 100, 77, "float16", y="float32", residual=True, sm_margin=60)
+    drawn = Draw(case, "outliers", {"x": "gap", "residual": "broadcast"}, seed=3)
+
+    def fails(simpler: Draw) -> bool:
+        return simpler.case.residual and simpler.case.num_cols > 40 and "x" in simpler.layouts
+
+    small = smallest(drawn, fails, seconds=10)
+    assert small == Draw(
+        Case("rms_norm", 1, 41, "float16", residual=True), layouts={"x": "gap"}, seed=3
+    )
+
+
+def test_three_lines_of_python_make_the_call_again(capsys):
+    drawn = replace(PLAIN, values="outliers", layouts={"x": "gap"})
+    lines = as_python(drawn, "cpu")
+    assert len(lines.splitlines()) == 3
+    names: dict = {}
+    exec(
+        lines.replace("print(rerun(Draw(", "drawn = ((Draw(").replace("), 'cpu'))", "), 'cpu'))"),
+        names,
+    )
+    assert names["drawn"] == (drawn, "cpu")
+    exec(lines, {})
+    assert capsys.readouterr().out == "\n"  # nothing is wrong
+
+
+def test_replay_shows_a_failure(monkeypatch, capsys):
+    monkeypatch.setattr(command, "complaints", lambda drawn, where: ["dx: all wrong"])
+    monkeypatch.setattr(command, "_SHRINK_SECONDS", 0.0)
+    given = ["fuzz", "--seed", "1", "--replay", "3", "--on", "cpu"]
+    assert main.main(given) == 1
+    shown = capsys.readouterr().out
+    assert "dx: all wrong" in shown and "from cupynorm.check.fuzz import" in shown
+    monkeypatch.setattr(command, "complaints", lambda drawn, where: [])
+    assert main.main(given) == 0
+
+
+def test_failures_are_counted_and_shown(monkeypatch, capsys):
+    found = command.Batch(10, 2, [(4, ["dx: all wrong"])])
+    monkeypatch.setattr(command, "_fuzz", lambda *given: found)
+    monkeypatch.setattr(command, "_SHRINK_SECONDS", 0.0)
+    assert main.main(["fuzz", "--seed", "1", "--on", "cpu"]) == 1
+    shown = capsys.readouterr().out
+    assert "call 4: " in shown and "OFF: 1 of 10 calls" in shown
+
+
+def test_an_error_of_a_call_is_a_failure(monkeypatch):
+    def fail(drawn, where):
+        raise RuntimeError("no such kernel")
+
+    monkeypatch.setattr(command, "complaints", fail)
+    assert command.batch(1, 0, 1, "cpu") == command.Batch(
+        1, 0, [(0, ["RuntimeError: no such kernel"])]
+    )
+
+
+def test_replay_needs_a_seed(capsys):
+    assert main.main(["fuzz", "--replay", "3", "--on", "cpu"]) == 2
+    assert "--replay was given without --seed" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_random_calls_on_the_cpu(capsys):
+    assert main.main(["fuzz", "--seconds", "20", "--seed", "2", "--jobs", "1", "--on", "cpu"]) == 0
+    assert capsys.readouterr().out.startswith("OK: ")
+
+
+@pytest.mark.gpu
+def test_random_calls_on_a_gpu(capsys):
+    assert main.main(["fuzz", "--seconds", "20", "--seed", "2", "--jobs", "4"]) == 0
+    assert capsys.readouterr().out.startswith("OK: ")
