@@ -18,7 +18,7 @@ n rounded terms add up like a random walk. All is per element.
     dx       rstd * (4u * |wdy| + g * mean(|wdy|)
                      + |x_hat| * (g * mean(|wdy * x_hat|) + mean(|wdy| * e))
                      + e * (|mean(wdy * x_hat)| + mean(|wdy| * e)))
-             + g * a * |dx| + h(dx)
+             + (g * a + m^2 + v) * |dx| + h(dx), with this m of Welford's mean alone
     dweight  2 * sqrt(sum (dy * e)^2) + s(dy * x_hat) + h(dweight)
     dbias    s(dy) + h(dbias)
              s(t) = u * (4 + sqrt(num_rows)) * max(|sum t|, sqrt(num_rows) * rms(t)): sums over rows
@@ -37,8 +37,9 @@ n rounded terms add up like a random walk. All is per element.
 
 For float64 everything is allowed twice: the reference has the same rounding error as the kernels.
 
-NaN must be NaN, and infinity the same infinity. Below the smallest normal float32 the arithmetic
-may flush to zero.
+NaN must be NaN, and infinity the same infinity. The mean of a row that holds an infinity may be
+either: Welford's depends on where in the row it is. Below the smallest normal float32 the
+arithmetic may flush to zero.
 """
 
 from __future__ import annotations
@@ -188,7 +189,10 @@ class _Rows:
             of_wdy + x_hat * of_wdy_x_hat + e * (np.abs(mean_wdy_x_hat) + of_e)
         )
         dx = self.gradients.dx
-        allowed = allowed + g * self.amplified * np.abs(dx)
+        of_rstd = g * self.amplified + self.of_variance
+        if self.rounded_mean:
+            of_rstd = of_rstd + self.of_mean**2
+        allowed = allowed + of_rstd * np.abs(dx)
         if self.problem.dsum is not None:
             dx = dx + self.problem.dsum
             allowed = allowed + u * np.abs(dx)

@@ -139,6 +139,9 @@ def judge_all(
     expectations = expect(problem, rounded_mean=rounded_mean, added=results.get("sum"))
     for name, (expected, allowed) in expectations.items():
         if name in results:
+            got = results[name]
+            if name == "mean":  # of a row with an infinity: NaN, or infinite
+                got = np.where(np.isfinite(expected) | np.isfinite(got), got, expected)
             largest = DTYPES[dtypes.get(name) or compute_dtype(case.sum).name].largest
-            findings.append(judge(case, name, results[name], expected, allowed, largest))
+            findings.append(judge(case, name, got, expected, allowed, largest))
     return findings

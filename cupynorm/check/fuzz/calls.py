@@ -195,7 +195,7 @@ class _PublicCall:
             **self._launch_options(),
             "tile": None,
         }
-        if case.has_own_sum:
+        if case.has_own_sum or case.memory_efficient:
             options |= {"dx_dtype": case.x, "dresidual_dtype": case.added}
         if case.has_second:
             options |= {"dy1": operands["dy1"], "weight1": operands["weight1"]}

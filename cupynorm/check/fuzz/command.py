@@ -18,11 +18,11 @@ from ...gpu import environment
 from .. import kernels
 from ..kernels import CpuMachine
 from .calls import Machine
-from .draws import Draw, draw
+from .draws import PER_CASE, Draw, draw
 from .judge import Refused, complaints
 from .smaller import as_python, smallest
 
-_BATCH = {"gpu": 32, "cpu": 4}  # calls that one process makes before it reports
+_BATCH = {"gpu": 4 * PER_CASE, "cpu": PER_CASE}  # calls that one process makes before it reports
 _MAX_SHOWN = 5
 _SHRINK_SECONDS = 20.0
 

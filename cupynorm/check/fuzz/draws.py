@@ -27,6 +27,7 @@ VALUES = (
 # How a call is made: the kernels with their argument structs, or the public functions.
 ROUTES = ("kernels", "cupy", "torch", "autograd")
 OPERANDS = ("x", "residual", "dy", "dsum")  # those with rows
+PER_CASE = 8
 
 # Values whose float64 result is NaN or depends on the last bit when eps is 0.
 _NEED_EPS = ("constant rows", "tiny spreads", "subnormals", "zeros")
@@ -51,11 +52,20 @@ class Draw:
 
 
 def draw(seed: int, index: int, on: str) -> Draw:
-    """Number `index` of the calls of a seed. on: "gpu" or "cpu", which takes small ones."""
+    """Number `index` of the calls of a seed. on: "gpu" or "cpu", which takes small ones.
+
+    PER_CASE calls in a row have the same dtypes, width and options, because most of the time of a
+    call would otherwise go into compiling its kernels.
+    """
+    generator = random.Random(f"{seed} {index // PER_CASE}")
+    max_elements, max_cols = (2**21, 2**20) if on == "gpu" else (2**13, 2**13)
+    case = _case(generator, max_cols)
     generator = random.Random(f"{seed} {index}")
+    num_rows = max(1, min(int(4096 ** generator.random()), max_elements // case.num_cols))
+    sm_margin = generator.choice([0, 0, 0, 60])
+    case = replace(case, num_rows=num_rows, sm_margin=sm_margin)
     values = generator.choice([*["normal"] * len(VALUES), *VALUES])
     route = generator.choice(ROUTES) if on == "gpu" else "kernels"
-    case = _case(generator, 2**21 if on == "gpu" else 2**13, 2**20 if on == "gpu" else 2**13)
     if values in _NEED_EPS:
         case = replace(case, eps=1e-5)
     if route == "autograd":  # it has a sum only with a residual, and no second pass over y
@@ -73,15 +83,15 @@ def _has(case: Case, name: str) -> bool:
     return {"residual": bool(case.residual), "dsum": case.dsum}.get(name, True)
 
 
-def _case(generator: random.Random, max_elements: int, max_cols: int) -> Case:
+def _case(generator: random.Random, max_cols: int) -> Case:
+    """A case of one row."""
     num_cols = int(max_cols ** generator.random())
     if generator.random() < 0.5:
         num_cols = max(8, num_cols // 8 * 8)
     dtypes = list(DTYPES)
-    num_rows = max(1, min(int(4096 ** generator.random()), max_elements // num_cols))
     case = Case(
         generator.choice(NORMS),
-        num_rows,
+        1,
         num_cols,
         generator.choice(dtypes),
         y=generator.choice([None, None, *dtypes]),
@@ -92,7 +102,6 @@ def _case(generator: random.Random, max_elements: int, max_cols: int) -> Case:
         zero_centered_weight=generator.random() < 0.2,
         residual=generator.random() < 0.3,
         eps=generator.choice([1e-5, 1e-12, 1e-3]),
-        sm_margin=generator.choice([0, 0, 0, 60]),
         dsum=generator.random() < 0.3,
     )
     return case if generator.random() < 0.5 else _fused(generator, case)
