@@ -7,7 +7,9 @@ import re
 import numpy as np
 import pytest
 from every_kernel import (
+    E4M3,
     STEPS,
+    How,
     cases,
     judge_matrix,
     judge_quantized,
@@ -22,7 +24,7 @@ from every_kernel import (
     surveys,
 )
 
-from cupynorm.check.cases import random_problem
+from cupynorm.check.cases import Case, random_problem
 from cupynorm.check.kernels import CpuMachine
 from cupynorm.check.run import run_kernels
 from cupynorm.plan.devices import DEVICES
@@ -122,6 +124,17 @@ def test_all_kernels_and_paths_of_rows_are_covered():
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("num_cols", [128, 256, 640])
+@pytest.mark.parametrize("scaling", ["block", "mx"])
+def test_no_block_of_a_scale_is_split_within_a_cluster(scaling, num_cols):
+    """A float64 row whose slices are whole and end inside a block of 128 columns."""
+    case = Case("rms_norm", 5, num_cols, "float64", strategy="cluster")
+    for seed in (1, 2, 3):  # the order of threads decides which of two scales is left
+        got, plain = run_quantized(case, How(E4M3, scaling), CpuMachine(seed=seed))
+        findings = judge_quantized(case, How(E4M3, scaling), got, plain, exact=True)
+        assert len(findings) == 3 and all(found.ok for found in findings), findings
+
+
 def test_all_scalings_and_sources_of_8_bits_are_covered():
     """Each scaling on each strategy, in one launch where possible and else in two."""
     recorder = Recorder()

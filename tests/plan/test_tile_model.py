@@ -16,6 +16,7 @@ from cupynorm.dtypes import DTYPES
 from cupynorm.gpu import on_cpu
 from cupynorm.gpu.nvrtc import cuda_src
 from cupynorm.plan.devices import DEVICES
+from cupynorm.plan.dispatch import choose
 from cupynorm.plan.problem import Layout, Problem, Tile
 from cupynorm.plan.tile_model import (
     RESERVED_BYTES,
@@ -542,12 +543,45 @@ def test_scales_that_belong_to_no_block_of_columns():
         # A cluster only if its slices are whole.
         (Tile(8, 128, 4, cluster_size=2), "cluster", False, False),
         (Tile(8, 128, 4, cluster_size=2, exact=1), "cluster", True, True),
+        # A slice of 64 columns is half of a block of 128.
+        (Tile(2, 32, 1, cluster_size=2, exact=1), "cluster", False, True),
+        # One of 320 columns ends in the middle of a block of 128.
+        (Tile(2, 32, 5, cluster_size=2, exact=1), "cluster", False, True),
     ],
     ids=str,
 )
 def test_scales_of_blocks_in_one_launch(tile, strategy, block, mx):
     assert scales_at_once(quantized("block"), tile, strategy) == block
     assert scales_at_once(quantized("mx"), tile, strategy) == mx
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+@pytest.mark.parametrize("scaling", ["block", "mx"])
+def test_no_plan_splits_the_block_of_a_scale(scaling, dtype):
+    """One launch writes the scales of blocks only where each block lies in one slice of the row,
+    and there in lanes of one warp."""
+    block, num_at_once = {"block": 128, "mx": 32}[scaling], 0
+    widths = [*range(1, 700), *range(704, 4097, 64), *(1 << at for at in range(13, 19))]
+    for num_cols in widths:
+        given = {"y": "float8_e5m2", "scaling": scaling, "layout": Layout.of(num_cols, ())}
+        problem = Problem("forward", True, num_cols, dtype, **given)
+        for strategy in (None, "warp", "block", "cluster", "uncached"):
+            try:
+                chosen = choose(problem, DEVICES["H200"], strategy)
+            except ValueError:  # too wide for a warp, or too narrow for a cluster
+                continue
+            if chosen.amax_kernel is not None:
+                continue
+            num_at_once += 1
+            tile, at_a_time = chosen.tile, chosen.tile.pack_size * chosen.tile.threads_per_row
+            if tile.cluster_size > 1:
+                assert tile.exact == 1 and tile.cols % block == 0, (num_cols, tile)
+            of_warp = tile.pack_size * 32
+            if tile.path == "ring":
+                assert of_warp % block == 0, (num_cols, tile)
+            else:
+                assert at_a_time % block == 0 and of_warp >= block or block % at_a_time == 0
+    assert num_at_once > 500
 
 
 def test_scales_of_blocks_in_a_ring():

@@ -58,7 +58,7 @@ def draw(seed: int, index: int, on: str) -> Draw:
     call would otherwise go into compiling its kernels.
     """
     generator = random.Random(f"{seed} {index // PER_CASE}")
-    max_elements, max_cols = (2**21, 2**20) if on == "gpu" else (2**13, 2**13)
+    max_elements, max_cols = (2**18, 2**20) if on == "gpu" else (2**13, 2**13)
     case = _case(generator, max_cols)
     generator = random.Random(f"{seed} {index}")
     num_rows = max(1, min(int(4096 ** generator.random()), max_elements // case.num_cols))
