@@ -27,8 +27,8 @@ n rounded terms add up like a random walk. All is per element.
              The errors of equal terms do not cancel: u * num_rows * |sum t| for those.
 
     sum         exact. If x is scaled or the sum has a dtype of its own:
-                4u * |scaled x| + u * |sum| + h(sum) + t * (1 + |its factor|), less what does not
-                apply.
+                4u * |scaled x| + u * |sum| + h(sum) + t * (1 + |f| + k), less what does not apply.
+                f: what x is multiplied by in all; k: by dropout alone, after row_scale.
                 All other tensors are then judged by the sum that the kernel returned.
     dresidual   as dx. dsum adds u * |dresidual|. dx is then dresidual scaled, with 4u * |dx| more.
     recomputed  y written again by backward: as y, with e of backward
@@ -104,7 +104,8 @@ def expect(
         names = ("y", "dweight", "dbias")
         expected |= {f"{name}1": second[name] for name in names if name in second}
         if case.has_own_sum:
-            factor = np.abs(problem.scaled(np.ones_like(problem.x)))
+            kept = 1 / (1 - case.dropout_p) if case.dropout_p < 1 else 0.0
+            factor = np.abs(problem.scaled(np.ones_like(problem.x))) + kept
             allowed = _allowed_of_sum(case, exact_sum, scaled_x) + _FLUSHED * (1 + factor)
             expected["sum"] = (exact_sum, allowed)
             if problem.residual is not None:

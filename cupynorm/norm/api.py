@@ -152,10 +152,12 @@ def layer_norm(
     torch.compile alone works. Under CUDA's torch.autocast y is float32 unless out_dtype says
     otherwise, as torch's is.
 
-    Arithmetic is in float32 (float64 for float64 input) with one rounding at the end. A row's
-    result does not depend on other rows and repeats to the bit. A row that holds NaN or Inf is NaN,
-    and only that row. If the squared deviations of a float32 or bfloat16 row sum beyond 3.4e38
-    (values of about 1.8e19 and more), its variance is infinite in float32: rstd is 0 and y is bias.
+    Arithmetic is in float32 (float64 for a float64 input or sum) with one rounding at the end.
+    Other operands are converted to that when they are read, also a float64 weight beside a 16-bit
+    input. float32 values below 2^-126 may count as 0. A row's result does not depend on other rows
+    and repeats to the bit. A row that holds NaN or Inf is NaN, and only that row. If the squared
+    deviations of a float32 or bfloat16 row sum beyond 3.4e38 (values of about 1.8e19 and more), its
+    variance is infinite in float32: rstd is 0 and y is bias.
 
     For a torch DTensor whose rows are sharded or replicated, y is placed as the input. weight and
     bias are replicated DTensors, or plain tensors that are the same on every rank. An input whose
