@@ -268,7 +268,9 @@ def tune_ranges(
             model.append(of_width[0])
             for samples, microseconds in zip(times, of_width[1:]):
                 samples.append(microseconds)
-        best = best_of(tried, times, model) if tried and inf not in model else None
+        if inf in model:  # the model's own tile spills or is wrong: nothing to compare with
+            continue
+        best = best_of(tried, times, model) if tried else None
         winners += [best] if best else []
         done.append(each)
     return winners, done

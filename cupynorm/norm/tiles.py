@@ -9,6 +9,7 @@ read        only by use_tiles: no other file or environment variable is read
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import json
 from collections.abc import Mapping
@@ -50,9 +51,26 @@ def key(problem: Problem) -> Problem:
 def sources() -> str:
     """A digest of the kernels and of dispatch, with which the tiles of a table were measured."""
     text = nvrtc.source(Kernel("", ""))  # begins with a digest of all kernels
-    names = [*(f"{name}.py" for name in _DECIDING), *FILES]
-    choices = b"".join((Path(__file__).parents[1] / "plan" / name).read_bytes() for name in names)
-    return hashlib.sha256(text.encode() + choices).hexdigest()
+    folder = Path(__file__).parents[1] / "plan"
+    text += "".join(code((folder / f"{name}.py").read_text()) for name in _DECIDING)
+    text += "".join((folder / name).read_text() for name in FILES)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def code(text: str) -> str:
+    """Python source without comments, docstrings and line breaks that change nothing."""
+    tree = ast.parse(text)
+    for node in ast.walk(tree):
+        body = getattr(node, "body", None)
+        if isinstance(body, list):
+            # A string alone is a docstring, or as good as one.
+            node.body = [each for each in body if not _is_text(each)] or [ast.Pass()]
+    return ast.unparse(tree)
+
+
+def _is_text(node: ast.AST) -> bool:
+    is_constant = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+    return is_constant and isinstance(node.value.value, str)
 
 
 @dataclass(frozen=True)

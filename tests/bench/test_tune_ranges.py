@@ -42,6 +42,15 @@ def test_two_percent_over_the_model_are_kept():
     assert best_of([first], [[float("inf"), 1.0]], [100.0, 100.0]) is None
 
 
+def test_a_range_whose_own_tile_is_wrong_stays_as_it_is():
+    """Its rows are kept, because nothing was measured beside them."""
+    rows = [row for row in ROWS if row.direction == "backward" and row.kind == "16 bytes"][:6]
+    wrong = lambda cell, tiles: [float("inf"), *(1.0 for _ in tiles[1:])]  # noqa: E731
+    found, done = tune_ranges(rows, H200, part=(1, 12), seconds=60, measure=wrong)
+    assert found == [] and done == []
+    assert merged(rows, found, done) == merged(rows, [], [])
+
+
 def test_faster_tiles_replace_rows_and_others_stay():
     """Tiles of 5 stages or one more block are faster, so they replace the measured rows."""
 

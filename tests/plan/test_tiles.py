@@ -116,6 +116,15 @@ def test_a_table_that_does_not_belong_here_is_refused(file, change, sentence):
     assert dispatch.tuned is None and str(plan(1024, device=H200)) == before
 
 
+def test_comments_and_docstrings_decide_no_tile():
+    text = '"""A module."""\nclass A:\n    """A class."""\n'
+    text += 'def f(x):  # why\n    """Docs."""\n    return x + 1\n'
+    same = "class A: pass\n\ndef f(x):\n    # another reason\n    return (x +\n            1)\n"
+    assert tiles.code(text) == tiles.code(same)
+    assert tiles.code(text) != tiles.code(same.replace("1)", "2)"))
+    assert tiles.code("x = 'text'") != tiles.code("x = 'another'")
+
+
 def test_the_sources_are_all_that_decide_a_tile():
     """_DECIDING lists every module that dispatch imports, directly or not, but dtypes."""
     folder = Path(cupynorm.__file__).parent / "plan"
