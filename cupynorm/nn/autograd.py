@@ -1,8 +1,8 @@
 """torch: layer_norm and rms_norm of tensors, on CUDA by the kernels, on the CPU by the reference.
 
 - eager: called directly, and recorded by `_Norm` where a gradient is wanted.
-- traced, by torch.compile, torch.export, a dispatch mode or a tensor subclass: by operators.py and
-  fused_operators.py.
+- traced, by torch.compile, torch.export, torch.jit.trace, a dispatch mode or a tensor subclass: by
+  operators.py and fused_operators.py.
 - transformed, by torch.func, vmap or forward mode: by torch operations (formulas.py), around the
   kernels where that is possible.
 
@@ -41,6 +41,7 @@ _is_grad_enabled = torch.is_grad_enabled
 _is_cuda_autocast = torch.is_autocast_enabled  # with "cuda" as its argument it takes twice the time
 _is_compiling = torch.compiler.is_dynamo_compiling
 _num_dispatch_modes = torch._C._len_torch_dispatch_stack
+_is_jit_traced = torch._C._get_tracing_state
 _is_transformed = torch._C._are_functorch_transforms_active
 # Whether the compiler can evaluate that. torch 2.4's cannot, and takes a transform inside what it
 # compiles for none.
@@ -86,6 +87,7 @@ def normalize(
     if (
         compiling
         or _num_dispatch_modes()
+        or _is_jit_traced()
         or not (
             input.__class__ in _PLAIN
             and weight.__class__ in _PLAIN
@@ -150,7 +152,9 @@ def _traced(request: ForwardRequest) -> tuple:
             request = ForwardRequest(operands, options)
         else:
             dtensor.refuse(_FUSED, **operands._asdict())
-    if not compiling:  # there, what computes the operator's shapes checks the same
+    # Compiled, what computes the operator's shapes checks the same. torch.jit.trace warns of every
+    # shape that is looked at; there the operator itself checks.
+    if not compiling and not _is_jit_traced():
         check_forward(request)
     if not plain:
         return fused_operators.fused_norm_forward(request)

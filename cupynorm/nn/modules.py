@@ -22,6 +22,10 @@ from .dtypes import name_of
 from .modes import run_untraced
 from .recipes import E4M3, BlockScaling, CurrentScaling
 
+# torch.fx.symbolic_trace records these calls instead of tracing into them.
+torch.fx.wrap("layer_norm")
+torch.fx.wrap("rms_norm")
+
 # Keywords beyond torch.nn's, with their defaults.
 EXTRAS = {
     "zero_centered_gamma": False,

@@ -1,0 +1,84 @@
+"""torch.jit.trace and torch.fx.symbolic_trace record the norms, and no result of them."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+
+import cupynorm
+
+torch = pytest.importorskip("torch")
+from module_inputs import random_input  # noqa: E402
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+class Block(torch.nn.Module):
+    """Both norms, one with a residual whose sum is returned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(16, 16)
+        self.first, self.last = cupynorm.RMSNorm(16), cupynorm.LayerNorm(16)
+
+    def forward(self, x):
+        y, added = self.first(self.linear(x), residual=x, return_residual=True)
+        return self.last(y) + added
+
+
+def jit_trace(call, x):
+    """Any warning but that of its age is an error: torch warns of values that it bakes in."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warnings.filterwarnings("ignore", category=DeprecationWarning)
+        return torch.jit.trace(call, x)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("recorded", [False, True])
+def test_jit_trace_takes_other_values_and_other_rows(recorded, device):
+    """The trace under no_grad had the result of its example as a constant."""
+    block = Block().to(device)
+    example, x = random_input(4, 16).to(device), random_input(7, 16, seed=1).to(device)
+    with torch.set_grad_enabled(recorded):
+        traced = jit_trace(block, example)
+        got, expected = traced(x), block(x)
+    assert torch.equal(got, expected) and not torch.equal(got[:4], block(example))
+    if recorded:
+        parameters = list(block.parameters())
+        dy = torch.randn_like(got)
+        pairs = zip(
+            torch.autograd.grad(got, parameters, dy), torch.autograd.grad(expected, parameters, dy)
+        )
+        assert all(torch.equal(*pair) for pair in pairs)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_jit_trace_of_fused_options(device):
+    def call(x):
+        options = {"dropout_p": 0.5, "dropout_seed": 3, "residual_dtype": "float64"}
+        return cupynorm.layer_norm(x, 16, residual=x, return_residual=True, **options)
+
+    example, x = random_input(4, 16).to(device), random_input(7, 16, seed=1).to(device)
+    traced = jit_trace(call, example)
+    for got, expected in zip(traced(x), call(x), strict=True):
+        assert torch.equal(got, expected)
+
+
+def test_jit_trace_refuses_8_bit_outputs():
+    with pytest.raises(NotImplementedError, match="torch traces"):
+        jit_trace(
+            lambda x: cupynorm.layer_norm(x, 16, out_dtype="float8_e4m3fn").data,
+            random_input(4, 16),
+        )
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_symbolic_trace_records_the_calls(device):
+    block = Block().to(device)
+    traced = torch.fx.symbolic_trace(block)
+    called = [node.target for node in traced.graph.nodes if node.op == "call_function"]
+    assert cupynorm.layer_norm in called and cupynorm.rms_norm in called
+    x = random_input(7, 16).to(device)
+    assert torch.equal(traced(x), block(x))
