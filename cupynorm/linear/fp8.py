@@ -27,7 +27,7 @@ from ..norm.quantized_tensor import QuantizedTensor
 from . import kernels
 from .call import LinearOptions, Operands
 from .kernels import SavedNorm
-from .matrices import as_rows, concatenate, sum_rows
+from .matrices import as_result, as_rows, concatenate, sum_rows
 from .quantizers import Quantizers
 from .weight_gradients import WeightGradientSink, WeightProduct
 
@@ -287,7 +287,7 @@ class Projected(torch.autograd.Function):
         ctx.save_for_backward(*saved, *tensors)
         ctx.call, ctx.sink, ctx.num_weights = call, sink, num_weights
         ctx.set_materialize_grads(False)
-        return y, normalized
+        return as_result(y), as_result(normalized)
 
     @staticmethod
     def backward(ctx, dy, dnormalized):

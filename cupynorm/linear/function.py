@@ -21,7 +21,7 @@ from ..norm.prepared import FOR_STATISTICS, FOR_Y
 from . import compute, fold
 from .call import FOLD_HAS_NO_NORMALIZED, LinearCall, Operands, check
 from .kernels import SavedNorm
-from .matrices import join
+from .matrices import as_result, join
 from .norms import FORMULAS, KERNELS, OPERATORS, normalize_and_add
 from .operator import by_operator
 from .weight_gradients import WeightGradientSink
@@ -172,6 +172,7 @@ class Projected(torch.autograd.Function):
             FOR_STATISTICS,
             folded,
         )
+        y, normalized = as_result(y), as_result(normalized)
         ctx.save_for_backward(
             added,
             mean,

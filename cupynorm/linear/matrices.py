@@ -17,6 +17,14 @@ def as_rows(tensor: Tensor) -> Tensor:
     return tensor.reshape(tensor.shape[:-1].numel(), tensor.shape[-1])
 
 
+def as_result(tensor: Tensor | None) -> Tensor | None:
+    """A tensor in the same memory that is no view to autograd.
+
+    A result of an autograd.Function that is a view cannot be written to in place.
+    """
+    return tensor.data if tensor is not None and tensor._is_view() else tensor
+
+
 def sum_rows(rows: Tensor, dtype: torch.dtype) -> Tensor:
     """The sums over rows of a matrix, [num_cols], rounded once.
 
