@@ -248,10 +248,11 @@ def on_host(array: Any) -> bool:
 def take(array: Any, name: str) -> object:
     """A CuPy, torch or NumPy array unchanged, another as a CuPy array that shares its memory.
 
-    TypeError: not an array, a sparse torch tensor, or one on a device other than CPU and CUDA.
+    TypeError: not an array, a sparse torch tensor, or one on a device other than CPU and CUDA. Meta
+    tensors pass: check_addresses refuses them where memory is needed.
     """
     if is_torch(array):
-        if array.device.type not in ("cpu", "cuda"):
+        if array.device.type not in ("cpu", "cuda", "meta"):
             raise TypeError(
                 f"{name} is a torch tensor on {array.device}; "
                 "expected one on the CPU or on a CUDA device"
@@ -285,6 +286,11 @@ def check_addresses(**given: Any) -> None:
         if not is_torch(array):
             continue
         _check_dense(array, name)  # first: the error of data_ptr is less clear
+        if array.is_meta:
+            raise TypeError(
+                f"{name} is a torch tensor on meta, which has no memory; "
+                "expected one on the CPU or on a CUDA device"
+            )
         if array.numel() and not array.data_ptr():
             raise TypeError(
                 f"{name} is a {type(array).__name__}, which has no address; "

@@ -103,7 +103,7 @@ def check_call(call: LinearCall) -> None:
     operands, options = call
     input = operands.input
     if input.is_meta:
-        arrays.take(input, "input")  # raises
+        arrays.check_addresses(input=input)  # raises
     in_autocast = torch.is_autocast_enabled(input.device.type)
     if _is_compiling():  # the operator's shape function checks the shapes
         for part in () if in_autocast else (*operands.weights, *operands.biases):

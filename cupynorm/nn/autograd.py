@@ -1,8 +1,8 @@
 """torch: layer_norm and rms_norm of tensors, on CUDA by the kernels, on the CPU by the reference.
 
 - eager: called directly, and recorded by `_Norm` where a gradient is wanted.
-- traced, by torch.compile, torch.export, torch.jit.trace, a dispatch mode or a tensor subclass: by
-  operators.py and fused_operators.py.
+- traced, by torch.compile, torch.export, torch.jit.trace, a dispatch mode, a tensor subclass or a
+  meta tensor: by operators.py and fused_operators.py.
 - transformed, by torch.func, vmap or forward mode: by torch operations (formulas.py), around the
   kernels where that is possible.
 
@@ -88,6 +88,7 @@ def normalize(
         compiling
         or _num_dispatch_modes()
         or _is_jit_traced()
+        or input.is_meta
         or not (
             input.__class__ in _PLAIN
             and weight.__class__ in _PLAIN

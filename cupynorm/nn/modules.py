@@ -245,9 +245,9 @@ class LayerNorm(Norm, torch.nn.LayerNorm):
     pickle (torch.nn loads such a state dict with strict=False). Loading a state dict without it
     removes the scale.
 
-    Raises TypeError where both spellings are given or normalized_shape is missing, ValueError for
-    fp8_output=True outside of cupynorm.fp8_autocast, and ValueError or TypeError as
-    cupynorm.layer_norm does.
+    Raises TypeError where both spellings are given, normalized_shape is missing or arguments come
+    in TransformerEngine's order; ValueError for fp8_output=True outside of cupynorm.fp8_autocast;
+    ValueError or TypeError as cupynorm.layer_norm does.
     """
 
     def __init__(
@@ -267,6 +267,7 @@ class LayerNorm(Norm, torch.nn.LayerNorm):
         hidden_size: int | Sequence[int] | None = None,
         params_dtype: torch.dtype | None = None,
     ) -> None:
+        _check_no_dtype(elementwise_affine=elementwise_affine, bias=bias, device=device)
         extents = extents_of(_either(normalized_shape=normalized_shape, hidden_size=hidden_size))
         self._set_extras(
             zero_centered_gamma=zero_centered_gamma,
@@ -351,6 +352,7 @@ class RMSNorm(Norm, torch.nn.RMSNorm):
         hidden_size: int | Sequence[int] | None = None,
         params_dtype: torch.dtype | None = None,
     ) -> None:
+        _check_no_dtype(elementwise_affine=elementwise_affine, device=device)
         extents = extents_of(_either(normalized_shape=normalized_shape, hidden_size=hidden_size))
         self._set_extras(
             zero_centered_gamma=zero_centered_gamma,
@@ -414,6 +416,18 @@ def _without_dropout(dropout_p: object) -> float:
     if type(dropout_p) is not float or dropout_p != 0.0:
         check_dropout_p(dropout_p)
     return 0.0
+
+
+def _check_no_dtype(**given: object) -> None:
+    """Refuses arguments in the order of TransformerEngine, whose third and fourth are
+    sequence_parallel and dtype."""
+    for name, value in given.items():
+        if isinstance(value, torch.dtype):
+            raise TypeError(
+                f"{name} is {value}; the order of the arguments is torch.nn's: normalized_shape, "
+                "eps, elementwise_affine. Give TransformerEngine's sequence_parallel and dtype by "
+                "keyword"
+            )
 
 
 def _either(**spellings: object) -> object:

@@ -252,6 +252,28 @@ def test_sequence_parallel_is_an_attribute_of_the_parameters(ours, theirs):
             module.load_state_dict(theirs(8).state_dict(), assign=True)
 
 
+@pytest.mark.parametrize("ours", [cupynorm.LayerNorm, cupynorm.RMSNorm])
+def test_meta_tensors_give_meta_tensors(ours):
+    module = ours(8, device="meta", dtype=torch.bfloat16)
+    x = torch.empty(3, 5, 8, device="meta", dtype=torch.bfloat16)
+    y, added = module(x, x, return_residual=True, dropout_p=0.5, residual_dtype=torch.float32)
+    assert y.is_meta and y.shape == x.shape and y.dtype == x.dtype
+    assert added.is_meta and added.shape == x.shape and added.dtype == torch.float32
+    (dweight,) = torch.autograd.grad(module(x), module.weight, x)
+    assert dweight.is_meta and dweight.shape == (8,)
+    with pytest.raises(ValueError, match=r"input has shape \(3, 9\)"):
+        module(torch.empty(3, 9, device="meta"))
+
+
+@pytest.mark.parametrize("ours", [cupynorm.LayerNorm, cupynorm.RMSNorm])
+def test_arguments_in_the_order_of_transformer_engine_are_refused(ours):
+    """Its third and fourth, sequence_parallel and dtype, made a norm without parameters."""
+    with pytest.raises(
+        TypeError, match="is torch.bfloat16; the order of the arguments is torch.nn's"
+    ):
+        ours(768, 1e-5, False, torch.bfloat16)
+
+
 @BOTH
 def test_modules_on_meta_can_be_filled_later(ours, theirs):
     for zero_centered in (False, True):

@@ -437,9 +437,10 @@ def test_tensors_of_other_devices_and_out_with_gradients_are_refused():
     torch = loaded_torch()
     with pytest.raises(
         TypeError,
-        match="input is a torch tensor on meta; expected one on the CPU or on a CUDA device",
+        match="input is a torch tensor on meta, which has no memory; "
+        "expected one on the CPU or on a CUDA device",
     ):
-        cupynorm.layer_norm(torch.empty(4, 40, device="meta"), 40)
+        cupynorm.layer_norm_forward(torch.empty(4, 40, device="meta"))
     x, out = torch.ones(4, 40, requires_grad=True), torch.ones(4, 40)
     with pytest.raises(
         ValueError,
