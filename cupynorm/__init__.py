@@ -111,7 +111,16 @@ if not TYPE_CHECKING:  # With __getattr__ a type checker would accept any misspe
     def __getattr__(name: str) -> object:
         if name not in _NAMES:
             raise AttributeError(f"module 'cupynorm' has no attribute {name!r}")
-        value = getattr(importlib.import_module(f".{_NAMES[name]}", __name__), name)
+        try:
+            value = getattr(importlib.import_module(f".{_NAMES[name]}", __name__), name)
+        except ModuleNotFoundError as error:
+            if error.name != "torch":
+                raise
+            from .gpu.nvrtc import MissingLibraryError
+
+            raise MissingLibraryError(
+                f"cupynorm.{name} needs torch, which is not installed: pip install torch"
+            ) from error
         globals()[name] = value
         return value
 

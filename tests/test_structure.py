@@ -638,3 +638,17 @@ def test_public_names_are_the_ones_that_resolve():
     assert len(set(cupynorm.__all__)) == len(cupynorm.__all__)
     with pytest.raises(AttributeError, match="module 'cupynorm' has no attribute 'layernorm'"):
         _ = cupynorm.layernorm
+
+
+def test_names_that_need_torch_say_what_to_install():
+    for name in ("LayerNorm", "LayerNormLinear", "swap_norms", "fp8_autocast"):
+        code = f"import sys; sys.modules['torch'] = None; import cupynorm; cupynorm.{name}"
+        done = subprocess.run(
+            [sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True
+        )
+        assert done.returncode == 1
+        last = done.stderr.splitlines()[-1]
+        assert last.endswith(
+            f"cupynorm.{name} needs torch, which is not installed: pip install torch"
+        )
+        assert "MissingLibraryError" in last

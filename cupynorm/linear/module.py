@@ -151,7 +151,14 @@ class LayerNormLinear(Fp8Layer):
         self._delayed: deque[Callable[[], None]] = deque()
         self._folded: fold.Folded | None = None
         self._begin_state()
-        self._make_parameters(parameters_split, device, params_dtype)
+        try:
+            self._make_parameters(parameters_split, device, params_dtype)
+        except (AssertionError, RuntimeError) as error:  # what torch says depends on its build
+            if torch.device(device).type != "cuda" or torch.cuda.is_available():
+                raise
+            raise ValueError(
+                f"device is {str(device)!r}, but torch finds no GPU; expected device='cpu' here"
+            ) from error
 
     # Calls.
 

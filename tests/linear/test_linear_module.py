@@ -474,3 +474,10 @@ def test_checkpointed_gradients_are_the_same(dtype):
         made.append(gradients_of(module))
     for name, value in made[0].items():
         np.testing.assert_array_equal(made[1][name], value)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_the_error_names_the_device_to_give():
+    with pytest.raises(ValueError, match="torch finds no GPU; expected device='cpu' here"):
+        LayerNormLinear(16, 16)
+    assert LayerNormLinear(16, 16, device="cpu").weight.device.type == "cpu"
