@@ -114,7 +114,7 @@ __device__ __forceinline__ void forward_ring(const Forward<Load, Store>& problem
         statistics_of_moments<centered>(exchange, turn, source_cols, num_cols, problem.eps);
     problem.save(turns.first_row + turn * turns.step, found,
                  is_first && (tile.cluster_size == 1 || cluster_rank() == 0));
-    if (is_first) broadcast.send(turn, make_float4(found.first, found.rstd, found.rest, 0));
+    if (is_first) broadcast.send(turn, make_float4(found.first, found.rstd, found.shift, 0));
   };
   const auto receive_statistics = [&](unsigned turn) {
     const float4 received = broadcast.receive(turn);

@@ -22,8 +22,7 @@ __device__ __forceinline__ Compute divide(Compute numerator, Compute denominator
   return fma(fma(-quotient, denominator, numerator), reciprocal, quotient);
 }
 
-// x_hat = (value - first - rest) * rstd. Not (value - first) * rstd - rest * rstd: an fma of these
-// rounds one product and not the other, and a constant row would not give exactly 0.
+// x_hat = (value - first) * rstd + shift
 template <class Compute>
 struct RowStatistics {
   Compute mean;
@@ -31,12 +30,12 @@ struct RowStatistics {
   // The computed mean before correction. The squares were centred by it, so a value in registers is
   // centred once.
   Compute first;
-  // The exact mean is nearly first + rest.
-  Compute rest;
+  // -rest * rstd, where rest = exact mean - first: exactly 0 for a constant row.
+  Compute shift;
 
   template <bool centered>
   __device__ __forceinline__ Compute normalize(Compute value) const {
-    if constexpr (centered) return (value - first - rest) * rstd;
+    if constexpr (centered) return (value - first) * rstd + shift;
     return value * rstd;
   }
   template <bool centered, int pack_size>
@@ -70,7 +69,7 @@ __device__ __forceinline__ RowStatistics<Compute> corrected(Compute first,
   // maximum would not.
   const Compute rstd =
       rsqrt_rounded((variance < 0 ? Compute(0) : variance) + static_cast<Compute>(eps));
-  return {first + correction, rstd, first, correction};
+  return {first + correction, rstd, first, -correction * rstd};
 }
 
 // row: see uncached_row.cuh for its members. reduce.all adds over the threads that share the row.

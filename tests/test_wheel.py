@@ -36,7 +36,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.slow
 def test_it_holds_all_sources_and_is_small(wheel: Path):
     # Mostly sources, which compress to a quarter.
-    assert wheel.stat().st_size < 445_000
+    assert wheel.stat().st_size < 460_000
     packed = zipfile.ZipFile(wheel).infolist()
     assert sum(each.compress_size for each in packed if each.filename.endswith(".npz")) < 10_000
     suffixes = {Path(each.filename).suffix for each in packed if ".dist-info/" not in each.filename}

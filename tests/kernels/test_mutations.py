@@ -312,7 +312,7 @@ MUTATIONS = {
     ),
     "correction of the mean dropped": Mutation(
         "statistics.cuh",
-        "(value - first - rest) * rstd",
+        "(value - first) * rstd + shift",
         "(value - first) * rstd",
         BLOCK,
         center=1e4,
