@@ -18,6 +18,7 @@ from .fp8 import RegionCall
 from .function import check_call
 from .matrices import as_rows, join
 from .parameters import NormLinearParameters
+from .past_calls import PastCalls
 from .quantizers import Quantizers, states_from, states_of
 from .weight_gradients import WeightGradientSink
 
@@ -26,17 +27,19 @@ class Fp8Layer(NormLinearParameters):
     """The part of LayerNormLinear that runs inside cupynorm.fp8_autocast.
 
     _fp8_states: of DelayedScaling. _fp8_weight: the recipe and the quantised weight that
-    is_first_microbatch shares. _fp8_group: the region's group, for backward. _number: by which the
-    operators find the layer.
+    is_first_microbatch shares. _fp8_group: the region's group, for backward. _past_calls: which a
+    checkpoint may run again. _number: by which the operators find the layer.
     """
 
     _fp8_states: dict[str, fp8.Scales]
     _fp8_weight: tuple[Recipe, QuantizedTensor] | None
     _fp8_group: Any
+    _past_calls: PastCalls
 
     def _begin_state(self) -> None:
         """Must run in the constructor."""
         self._fp8_states, self._fp8_weight, self._fp8_group = {}, None, None
+        self._past_calls = PastCalls()
         self._number = fp8_operator.register(self)
 
     def linear_options(self, dtype: torch.dtype) -> LinearOptions:
@@ -44,6 +47,18 @@ class Fp8Layer(NormLinearParameters):
         raise NotImplementedError
 
     # Calls.
+
+    def _region(self) -> autocast.Region | None:
+        """The region of a call: of the first run of a call that a checkpoint runs again."""
+        region = autocast.active()
+        if modes.is_compiling():
+            return region
+        if region is None:
+            past = self._past_calls.run_again()
+            region = None if past is None else past.region
+        if region is None and self._past_calls:
+            self._past_calls.add(None)
+        return region
 
     def _project_in_fp8(
         self,
@@ -113,8 +128,17 @@ class Fp8Layer(NormLinearParameters):
         """
         region, recipe = call.region, call.region.recipe
         self._fp8_group = region.group
-        device, records = operands.input.device, call.records
+        past = self._past_calls.run_again()
+        device, has_amaxes = operands.input.device, past is not None and past.has_amaxes
+        records = call.records and not has_amaxes and autocast.active() is not None
         quantizers = self.quantizers(recipe, device, records=records)
+        if isinstance(recipe, DelayedScaling):
+            scale = None if past is None else past.scale
+            quantizers.scale = scale
+            scale = self._fp8_states["forward"].scale.clone() if scale is None else scale
+            self._past_calls.add(region, has_amaxes=records or has_amaxes, scale=scale)
+        else:
+            self._past_calls.add(region)
         quantized_call = self.quantized_call(call.options, quantizers, call.quantize_gradient)
         if isinstance(recipe, DelayedScaling) and records:
             scales = self._fp8_states["forward"]
@@ -178,7 +202,11 @@ class Fp8Layer(NormLinearParameters):
         return self
 
     def __getstate__(self) -> dict:
-        return self.__dict__ | {"_fp8_group": None, "_fp8_weight": None}
+        return self.__dict__ | {
+            "_fp8_group": None,
+            "_fp8_weight": None,
+            "_past_calls": PastCalls(),
+        }
 
     def __setstate__(self, state: dict) -> None:
         super().__setstate__(state)

@@ -1,6 +1,7 @@
 """torch: LayerNormLinear, TransformerEngine's module of a norm and the linear layer after it.
 
 parameters.py         its parameters
+past_calls.py         those that a checkpoint runs again
 fp8_layer.py          its calls inside cupynorm.fp8_autocast
 function.py           its other calls
 weight_gradients.py   fuse_wgrad_accumulation and delay_wgrad_compute
@@ -17,9 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..nn import autocast
 from ..nn.dtypes import SUPPORTED, outside_autocast, product_dtype
-from ..nn.modes import is_compiling, is_inside_backward, run_untraced
+from ..nn.modes import is_compiling, is_inside_backward, run_untraced, wants_gradient
 from ..norm.quantized_tensor import QuantizedTensor
 from . import fold
 from .call import FUSED, LinearCall, LinearOptions, Operands, check_eps, launch_options
@@ -196,11 +196,15 @@ class LayerNormLinear(Fp8Layer):
             [] if self.return_bias else self._biases(),
         )
         options = self.linear_options(product_dtype(inp))
-        region = autocast.active()
+        region = self._region()
         if region is not None:
+            # A checkpoint may run its layers without recording them, and again in backward.
+            records = is_grad_enabled or (
+                region.records and self.training and wants_gradient(*operands.all)
+            )
             hands_on = hands_on and _any_requires_grad(operands.weights, operands.biases)
             y, normalized = self._project_in_fp8(
-                RegionCall(region, options, fp8_grad, is_first_microbatch, is_grad_enabled, False),
+                RegionCall(region, options, fp8_grad, is_first_microbatch, records, False),
                 operands,
                 fp8_output,
                 partial(self._make_sink, is_first_microbatch) if hands_on else None,

@@ -42,11 +42,19 @@ class Quantizers:
     """How one layer quantises in a region.
 
     states: "forward" and "backward", kept by the layer, for DelayedScaling.
-    is_recorded: whether this step's amaxes are recorded.
+    is_recorded: whether the amaxes of this forward are recorded.
+    scale: of the forward's tensors in place of the states', where a forward is run again.
     """
 
-    def __init__(self, recipe: Recipe, states: dict[str, Scales], is_recorded: bool) -> None:
+    def __init__(
+        self,
+        recipe: Recipe,
+        states: dict[str, Scales],
+        is_recorded: bool,
+        scale: Tensor | None = None,
+    ) -> None:
         self.recipe, self.states, self.is_recorded = recipe, states, is_recorded
+        self.scale = scale
 
     def dtype(self, name: str) -> torch.dtype:
         return self.recipe.fp8_format.value[name in BACKWARD]
@@ -55,10 +63,12 @@ class Quantizers:
         """The scale of a tensor; None with another recipe."""
         if not isinstance(self.recipe, DelayedScaling):
             return None
-        names = BACKWARD if name in BACKWARD else FORWARD
-        state = self.states["backward" if name in BACKWARD else "forward"]
-        at = names.index(name)
-        return Delayed(state.scale[at : at + 1], state.amax(at) if self.is_recorded else None)
+        if name in BACKWARD:
+            state, at = self.states["backward"], BACKWARD.index(name)
+            return Delayed(state.scale[at : at + 1], state.amax(at))
+        state, at = self.states["forward"], FORWARD.index(name)
+        scale = state.scale if self.scale is None else self.scale
+        return Delayed(scale[at : at + 1], state.amax(at) if self.is_recorded else None)
 
     def scale_to_keep(self, name: str, made: QuantizedTensor) -> Tensor | None:
         """A copy of the scale of `made`, to quantise it again in backward, after the step's end.

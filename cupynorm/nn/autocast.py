@@ -30,12 +30,14 @@ class Region:
     group: the torch.distributed group of DelayedScaling's amaxes.
     used: the scales of each module, updated when the outermost region ends.
     text: the recipe as text, which torch.compile can trace; empty where there is none.
+    records: whether gradients were recorded where it began.
     """
 
     recipe: Recipe | None
     group: Any
     used: dict[int, UsedScales]
     text: str
+    records: bool
 
 
 # Of the whole process: a backward in a thread of its own sees them too.
@@ -90,11 +92,11 @@ def fp8_autocast(
 
     When the outermost region ends and gradients are recorded, the delayed scales of the layers that
     ran in it are updated for the next step. Scales of gradients are updated after each backward of
-    a layer. A forward that is not recorded changes no state, nor does a region that an exception
-    leaves.
+    a layer. A forward under torch.no_grad() changes no state if the region began under it too, or
+    if the layer is in eval mode. Nor does a region that an exception leaves.
 
-    A checkpointed layer must enter the region inside of the checkpointed function. CurrentScaling
-    and BlockScaling then recompute the same numbers. torch.compile compiles what is called inside;
+    A region may be around a checkpoint or inside of the checkpointed function. LayerNormLinear is
+    run again by the recipe and the scales of its forward. torch.compile compiles what is called;
     a function that enters a region has a graph break. Regions belong to the process: those of
     several threads are nested in the order in which they began.
 
@@ -114,7 +116,7 @@ def fp8_autocast(
         )
     used = _regions[0].used if _regions else {}
     recipe = (recipe or DelayedScaling()) if enabled else None
-    region = Region(recipe, group, used, _text_of(recipe))
+    region = Region(recipe, group, used, _text_of(recipe), torch.is_grad_enabled())
     _regions.append(region)
     is_complete = False
     try:

@@ -1,4 +1,4 @@
-"""LayerNormLinear in what training puts around it: in-place operations after it."""
+"""LayerNormLinear in what training puts around it: in-place operations, checkpoints."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 from fp8_linear_cases import make, tensor  # noqa: E402
+from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 from cupynorm import BlockScaling, CurrentScaling, DelayedScaling, fp8_autocast  # noqa: E402
 
@@ -41,3 +42,103 @@ def test_results_may_be_written_in_place(shape, recipe, options):
         made.append([x.grad, *(each.grad for each in module.parameters())])
     assert made[0][1].abs().max() > 0
     assert all(torch.equal(*pair) for pair in zip(*made))
+
+
+def train(module, problem, recipe, how, steps=3):
+    """The gradients of each step, with a checkpoint that is laid as `how` says."""
+    made, (place, use_reentrant) = [], how
+
+    def inside(x):
+        with region(recipe):
+            return module(x)
+
+    for at in range(steps):
+        module.zero_grad()
+        x = tensor((1 + at) * problem.x, grad=True)
+        if place == "inside":
+            y = checkpoint(inside, x, use_reentrant=use_reentrant)
+        else:
+            with region(recipe):
+                if place == "around":
+                    y = checkpoint(module, x, use_reentrant=use_reentrant)
+                else:
+                    y = module(x)
+        y.backward(tensor((1 + at) * problem.dy))
+        made.append([y, x.grad, *(each.grad for each in module.parameters())])
+    return made
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=str)
+@pytest.mark.parametrize("use_reentrant", (False, True))
+@pytest.mark.parametrize("place", ("around", "inside"))
+def test_a_region_and_a_checkpoint(place, use_reentrant, recipe):
+    """Results, gradients and scales are those without a checkpoint, to the bit."""
+    module, problem = make(zero_centered_gamma=True)
+    twin, _ = make(zero_centered_gamma=True)
+    expected = train(module, problem, recipe, ("none", None))
+    found = train(twin, problem, recipe, (place, use_reentrant))
+    for at, (ones, others) in enumerate(zip(found, expected)):
+        assert all(torch.equal(*pair) for pair in zip(ones, others)), at
+    assert module._fp8_states.keys() == twin._fp8_states.keys()
+    for name, state in module._fp8_states.items():
+        assert torch.equal(state.amax_history, twin._fp8_states[name].amax_history), name
+        assert torch.equal(state.scale, twin._fp8_states[name].scale), name
+
+
+@pytest.mark.parametrize("use_reentrant", (False, True))
+@pytest.mark.parametrize("order", ((0, 1, 2), (2, 1, 0), (1, 2, 0)), ids=str)
+def test_microbatches_that_are_run_again_in_any_order(order, use_reentrant):
+    """Each has a region, and so scales, of its own. Without a checkpoint the weight's are kept."""
+    recipe, made = DelayedScaling(amax_history_len=4, amax_compute_algo="most_recent"), []
+    for checkpointed in (False, True):
+        module, problem = make(dtype="float32")
+        xs = [tensor(10.0**at * problem.x, "float32", grad=True) for at in range(3)]
+        with torch.no_grad():
+            scales = [module.weight.clone() * 3.0**at for at in range(3)]
+        ys = []
+        for x, weight in zip(xs, scales):
+            module.weight.data.copy_(weight)
+            with region(recipe):
+                if checkpointed:
+                    ys.append(checkpoint(module, x + 0, use_reentrant=use_reentrant))
+                else:
+                    ys.append(module(x + 0))
+        module.weight.data.copy_(scales[0])
+        for at in order:
+            module.weight.data.copy_(scales[at])
+            ys[at].backward(tensor(problem.dy, "float32"))
+        made.append([*ys, *(x.grad for x in xs), *(each.grad for each in module.parameters())])
+    assert all(torch.equal(*pair) for pair in zip(*made))
+
+
+@pytest.mark.parametrize("use_reentrant", (False, True))
+def test_a_checkpoint_outside_of_a_region_after_a_step_inside(use_reentrant):
+    """It runs again in 16 bits, as its forward did."""
+    module, problem = make()
+    train(module, problem, CurrentScaling(), ("around", use_reentrant))
+    expected = train(make()[0], problem, None, ("none", None))
+    found = train(module, problem, None, ("around", use_reentrant))
+    for ones, others in zip(found, expected):
+        assert all(torch.equal(*pair) for pair in zip(ones, others))
+
+
+@pytest.mark.parametrize("use_reentrant", (False, True))
+def test_checkpoints_in_a_checkpoint(use_reentrant):
+    recipe, made = DelayedScaling(amax_history_len=4), []
+    for checkpointed in (False, True):
+        module, problem = make(40, 72, 72, dtype="float32")
+
+        def run(function, *tensors, checkpointed=checkpointed):
+            if not checkpointed:
+                return function(*tensors)
+            return checkpoint(function, *tensors, use_reentrant=use_reentrant)
+
+        for _ in range(3):
+            module.zero_grad()
+            x = tensor(problem.x, "float32", grad=True)
+            with region(recipe):
+                y = run(lambda x, m=module, run=run: run(m, torch.tanh(run(m, x))), x)
+            y.backward(tensor(problem.dy, "float32"))
+            made.append([y, x.grad, *(each.grad for each in module.parameters())])
+    for ones, others in zip(made[:3], made[3:]):
+        assert all(torch.equal(*pair) for pair in zip(ones, others))
