@@ -12,7 +12,7 @@ save_normalized keeps its transposed 8-bit copy, 1 byte an element.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,6 +31,8 @@ from .matrices import as_result, as_rows, concatenate, sum_rows
 from .quantizers import Quantizers
 from .weight_gradients import WeightGradientSink, WeightProduct
 
+# Whether the backward that runs may run again. Older versions of torch do not tell.
+_keeps_graph = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", lambda: True)
 _PRODUCT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -52,13 +54,11 @@ class QuantizedCall(NamedTuple):
     """What a call depends on besides its tensors.
 
     quantize_gradient: whether the gradient of the normalised tensor is rounded to 8 bits too.
-    group: of torch.distributed, over which amaxes are reduced.
     """
 
     options: LinearOptions
     quantizers: Quantizers
     quantize_gradient: bool
-    group: Any
 
 
 class Saved(NamedTuple):
@@ -201,8 +201,6 @@ def backward(
         if sums_rows:
             dbias = sum_rows(rows, biases[0].dtype) if dbias is None else dbias
             dbiases = dbias.split([len(each) for each in biases])
-    if isinstance(quantizers.recipe, DelayedScaling):
-        quantizers.states["backward"].update(quantizers.recipe, call.group)
     made = (*norm_gradients, *dweights, *dbiases)
     return tuple(gradient if is_wanted else None for gradient, is_wanted in zip(made, wanted))
 
@@ -277,6 +275,26 @@ class _WeightProduct:
         )
 
 
+def _call_of_backward(ctx) -> QuantizedCall:
+    """The call of a node's backward, which may run for some gradients now and for others later.
+
+    Where a step has ended in between, the second one has the scale of the first, and records no
+    amax again.
+    """
+    call, quantizers = ctx.call, ctx.call.quantizers
+    if not isinstance(quantizers.recipe, DelayedScaling):
+        return call
+    state = quantizers.states["backward"]
+    if ctx.first_backward is None:
+        if _keeps_graph():
+            ctx.first_backward = state.num_steps, state.scale.clone()
+        return call
+    num_steps, scale = ctx.first_backward
+    if num_steps == state.num_steps:
+        return call
+    return call._replace(quantizers=quantizers.of_ended_backward(scale))
+
+
 class Projected(torch.autograd.Function):
     """y, normalized (None unless requested). tensors: operands.all."""
 
@@ -286,6 +304,7 @@ class Projected(torch.autograd.Function):
         y, normalized, saved = forward(call, weight, operands, recorded=True)
         ctx.save_for_backward(*saved, *tensors)
         ctx.call, ctx.sink, ctx.num_weights = call, sink, num_weights
+        ctx.first_backward = None
         ctx.set_materialize_grads(False)
         return as_result(y), as_result(normalized)
 
@@ -302,5 +321,6 @@ class Projected(torch.autograd.Function):
         operands = Operands.split(tensors[num_saved:], ctx.num_weights)
         wants_input, _, *wants_others = ctx.needs_input_grad[4:]
         incoming, wanted = (dy, dnormalized), (wants_input, *wants_others)
-        dx, *others = backward(ctx.call, saved, operands, incoming, wanted, ctx.sink)
+        call = _call_of_backward(ctx)
+        dx, *others = backward(call, saved, operands, incoming, wanted, ctx.sink)
         return None, None, None, None, dx, None, *others

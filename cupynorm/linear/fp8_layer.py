@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..nn import autocast, fp8, modes
+from ..nn import amaxes, autocast, fp8, modes
 from ..nn.recipes import DelayedScaling, Recipe
 from ..norm.quantized_tensor import QuantizedTensor
 from . import fp8 as fp8_linear
@@ -27,18 +27,18 @@ class Fp8Layer(NormLinearParameters):
     """The part of LayerNormLinear that runs inside cupynorm.fp8_autocast.
 
     _fp8_states: of DelayedScaling. _fp8_weight: the recipe and the quantised weight that
-    is_first_microbatch shares. _fp8_group: the region's group, for backward. _past_calls: which a
-    checkpoint may run again. _number: by which the operators find the layer.
+    is_first_microbatch shares. _slot: for amaxes.py. _past_calls: which a checkpoint may run
+    again. _number: by which the operators find the layer.
     """
 
     _fp8_states: dict[str, fp8.Scales]
     _fp8_weight: tuple[Recipe, QuantizedTensor] | None
-    _fp8_group: Any
     _past_calls: PastCalls
 
     def _begin_state(self) -> None:
         """Must run in the constructor."""
-        self._fp8_states, self._fp8_weight, self._fp8_group = {}, None, None
+        self._fp8_states, self._fp8_weight = {}, None
+        self._slot = amaxes.new_slot()
         self._past_calls = PastCalls()
         self._number = fp8_operator.register(self)
 
@@ -127,7 +127,6 @@ class Fp8Layer(NormLinearParameters):
         operands: an operator's weights may be copies, because torch writes to them inside a graph.
         """
         region, recipe = call.region, call.region.recipe
-        self._fp8_group = region.group
         past = self._past_calls.run_again()
         device, has_amaxes = operands.input.device, past is not None and past.has_amaxes
         records = call.records and not has_amaxes and autocast.active() is not None
@@ -141,8 +140,9 @@ class Fp8Layer(NormLinearParameters):
             self._past_calls.add(region)
         quantized_call = self.quantized_call(call.options, quantizers, call.quantize_gradient)
         if isinstance(recipe, DelayedScaling) and records:
-            scales = self._fp8_states["forward"]
-            region.used[id(self)] = autocast.UsedScales(scales, recipe, region.group)
+            for name, at in (("forward", 0), ("backward", amaxes.OF_BACKWARD)):
+                used = amaxes.UsedScales(self._fp8_states[name], recipe, region.group)
+                region.used[self._slot, at] = used
         return quantized_call, self._quantized_weight(call, operands, quantizers)
 
     def quantizers(self, recipe: Recipe, device: torch.device, *, records: bool) -> Quantizers:
@@ -152,7 +152,7 @@ class Fp8Layer(NormLinearParameters):
     def quantized_call(
         self, options: LinearOptions, quantizers: Quantizers, quantize_gradient: bool
     ) -> fp8_linear.QuantizedCall:
-        return fp8_linear.QuantizedCall(options, quantizers, quantize_gradient, self._fp8_group)
+        return fp8_linear.QuantizedCall(options, quantizers, quantize_gradient)
 
     def _quantized_weight(
         self, call: RegionCall, operands: Operands, quantizers: Quantizers
@@ -203,13 +203,13 @@ class Fp8Layer(NormLinearParameters):
 
     def __getstate__(self) -> dict:
         return self.__dict__ | {
-            "_fp8_group": None,
             "_fp8_weight": None,
             "_past_calls": PastCalls(),
         }
 
     def __setstate__(self, state: dict) -> None:
         super().__setstate__(state)
+        self._slot = amaxes.new_slot()
         self._number = fp8_operator.register(self)
 
     def _load_from_state_dict(self, state_dict: dict, prefix: str, *arguments) -> None:

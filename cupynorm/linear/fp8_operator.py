@@ -178,7 +178,7 @@ def _run(*given: Any) -> tuple[Tensor, ...]:
     if region is None:
         # A checkpoint recomputes the call after the region has ended: no step of its scales.
         recipe = autocast.recipe_of(arguments.recipe)
-        region = autocast.Region(recipe, None, {}, arguments.recipe, False)
+        region = autocast.Region(recipe, None, {}, [], arguments.recipe, False)
     call = RegionCall(
         region,
         layer.linear_options(arguments.dtype),

@@ -54,7 +54,13 @@ class Quantizers:
         scale: Tensor | None = None,
     ) -> None:
         self.recipe, self.states, self.is_recorded = recipe, states, is_recorded
-        self.scale = scale
+        self.scale, self.gradient_scale = scale, None
+
+    def of_ended_backward(self, scale: Tensor) -> Quantizers:
+        """With the scale of the backward's tensors as it was, whose amaxes have been recorded."""
+        made = Quantizers(self.recipe, self.states, self.is_recorded, self.scale)
+        made.gradient_scale = scale
+        return made
 
     def dtype(self, name: str) -> torch.dtype:
         return self.recipe.fp8_format.value[name in BACKWARD]
@@ -65,6 +71,8 @@ class Quantizers:
             return None
         if name in BACKWARD:
             state, at = self.states["backward"], BACKWARD.index(name)
+            if self.gradient_scale is not None:
+                return Delayed(self.gradient_scale[at : at + 1], None)
             return Delayed(state.scale[at : at + 1], state.amax(at))
         state, at = self.states["forward"], FORWARD.index(name)
         scale = state.scale if self.scale is None else self.scale

@@ -6,20 +6,14 @@ import contextlib
 import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
-from .fp8 import Scales
+from . import amaxes
+from .amaxes import UsedScales
+from .modes import is_inside_backward
 from .recipes import DelayedScaling, Recipe
-
-
-class UsedScales(NamedTuple):
-    """Scales that a region has used, and how they are updated."""
-
-    scales: Scales
-    recipe: DelayedScaling
-    group: Any
 
 
 @dataclass
@@ -29,13 +23,15 @@ class Region:
     recipe: None where the region is disabled.
     group: the torch.distributed group of DelayedScaling's amaxes.
     used: the scales of each module, updated when the outermost region ends.
+    groups: those over which it then reduces amaxes.
     text: the recipe as text, which torch.compile can trace; empty where there is none.
     records: whether gradients were recorded where it began.
     """
 
     recipe: Recipe | None
     group: Any
-    used: dict[int, UsedScales]
+    used: dict[tuple[int, int], UsedScales]
+    groups: list[Any]
     text: str
     records: bool
 
@@ -91,9 +87,12 @@ def fp8_autocast(
     group: the torch.distributed group over which DelayedScaling takes the largest amax.
 
     When the outermost region ends and gradients are recorded, the delayed scales of the layers that
-    ran in it are updated for the next step. Scales of gradients are updated after each backward of
-    a layer. A forward under torch.no_grad() changes no state if the region began under it too, or
-    if the layer is in eval mode. Nor does a region that an exception leaves.
+    ran in it are updated for the next step. So are scales of gradients, from the backwards since
+    the region before, or inside of this one. Amaxes of all layers are then reduced at once: every
+    rank of the group must enter a region, but need not use the same layers.
+
+    A forward under torch.no_grad() changes no state if the region began under it too, or if the
+    layer is in eval mode. Nor does a region that an exception leaves.
 
     A region may be around a checkpoint or inside of the checkpointed function. LayerNormLinear is
     run again by the recipe and the scales of its forward. torch.compile compiles what is called;
@@ -114,9 +113,12 @@ def fp8_autocast(
             f"recipe is a {type(recipe).__name__}; expected DelayedScaling, CurrentScaling or "
             "BlockScaling"
         )
-    used = _regions[0].used if _regions else {}
+    used, groups = (_regions[0].used, _regions[0].groups) if _regions else ({}, [])
     recipe = (recipe or DelayedScaling()) if enabled else None
-    region = Region(recipe, group, used, _text_of(recipe), torch.is_grad_enabled())
+    region = Region(recipe, group, used, groups, _text_of(recipe), torch.is_grad_enabled())
+    if isinstance(recipe, DelayedScaling) and recipe.reduce_amax:
+        if not any(each is group for each in groups):
+            groups.append(group)
     _regions.append(region)
     is_complete = False
     try:
@@ -126,8 +128,7 @@ def fp8_autocast(
         # Another thread's region may have begun after this one.
         _regions[:] = [each for each in _regions if each is not region]
         if not _regions and torch.is_grad_enabled():
-            for each in used.values():
-                if is_complete:
-                    each.scales.update(each.recipe, each.group)
-                else:
-                    each.scales.forget()
+            if not is_complete:
+                amaxes.forget(used)
+            elif used or not is_inside_backward():  # a checkpoint's second run is no step
+                amaxes.end_step(used, groups)

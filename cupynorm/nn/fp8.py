@@ -20,6 +20,7 @@ class Scales:
 
     scale, largest: [num_tensors]. amax_history: [length, num_tensors]; row 0 is this step's, the
     other rows are those of earlier steps from the oldest to the latest.
+    num_steps: since they were made.
     """
 
     def __init__(self, dtypes: tuple[torch.dtype, ...], length: int, device: torch.device) -> None:
@@ -28,7 +29,7 @@ class Scales:
             self.scale = torch.ones(len(dtypes), device=device)
             self.amax_history = torch.zeros(length, len(dtypes), device=device)
             self.largest = torch.tensor([LARGEST[dtype] for dtype in dtypes], device=device)
-        self.dtypes = dtypes
+        self.dtypes, self.num_steps = dtypes, 0
 
     def amax(self, at: int) -> Tensor:
         """A view of this step's amax of tensor `at`, one element.
@@ -37,13 +38,10 @@ class Scales:
         """
         return self.amax_history[0, at : at + 1]
 
-    def update(self, recipe: DelayedScaling, group: Any = None) -> None:
+    def update(self, recipe: DelayedScaling) -> None:
         """Ends a step: computes new scales and shifts the history by one step."""
         history = self.amax_history
-        distributed = torch.distributed
-        if recipe.reduce_amax and distributed.is_available() and distributed.is_initialized():
-            if distributed.get_world_size(group) > 1:
-                distributed.all_reduce(history[0], distributed.ReduceOp.MAX, group)
+        self.num_steps += 1
         has_callable = callable(recipe.amax_compute_algo)
         has_callable = has_callable or recipe.scaling_factor_compute_algo is not None
         if not has_callable and not arrays.on_host(history) and history.is_contiguous():

@@ -17,7 +17,7 @@ from ..norm.options import check_dropout_p, check_sm_margin, complete, extents_o
 from ..norm.quantized_tensor import QuantizedTensor
 from ..norm.request import ForwardOperands, ForwardOptions, ForwardRequest, Quantization
 from ..norm.route import normalize
-from . import autocast, fp8
+from . import amaxes, autocast, fp8
 from .dtypes import name_of
 from .modes import run_untraced
 from .recipes import E4M3, BlockScaling, CurrentScaling
@@ -59,6 +59,7 @@ class Norm(torch.nn.Module):
         self.sequence_parallel = sequence_parallel
         self.round_x_hat = round_x_hat
         self.memory_efficient = memory_efficient
+        self._fp8_slot = amaxes.new_slot()
 
     def reset_parameters(self) -> None:
         """Sets weight to 1, or to 0 with zero_centered_gamma, and bias to 0.
@@ -86,6 +87,7 @@ class Norm(torch.nn.Module):
 
     def __setstate__(self, state: dict) -> None:
         super().__setstate__(state)
+        self._fp8_slot = amaxes.new_slot()
         self._mark_parameters()  # a deep copy of a parameter loses its attributes
 
     def _apply(self, function: Callable, recurse: bool = True) -> Norm:
@@ -196,7 +198,7 @@ class Norm(torch.nn.Module):
             self._fp8_scales, (dtype,), recipe, device, records=records
         )
         if records:
-            region.used[id(self)] = autocast.UsedScales(scales, recipe, region.group)
+            region.used[self._fp8_slot, 0] = autocast.UsedScales(scales, recipe, region.group)
         return made, scales.scale, scales.amax(0) if records else None
 
     def extra_repr(self) -> str:

@@ -24,7 +24,7 @@ from cupynorm.nn import fp8, products, quantization, recipes  # noqa: E402
 def test_scales_of_each_step():
     """The amaxes of a step set the scales of the next.
 
-    Forward's change at the end of the region, backward's after the backward.
+    Forward's change at the end of the region, backward's at the end of the next region.
     """
     module, problem = make()
     recipe = DelayedScaling(amax_history_len=3)
@@ -50,6 +50,9 @@ def test_scales_of_each_step():
         0,
     ]
     y.backward(dy)
+    assert backward.scale.tolist() == [1, 1] and backward.amax_history[0, 0] == dy.abs().max()
+    with fp8_autocast(recipe=recipe):
+        module(x)
     assert backward.scale.tolist() == [57344 / dy.float().abs().max(), 1]
     before = forward.scale.clone(), forward.amax_history.clone()
     with torch.no_grad(), fp8_autocast(recipe=recipe):

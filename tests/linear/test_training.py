@@ -142,3 +142,36 @@ def test_checkpoints_in_a_checkpoint(use_reentrant):
             made.append([y, x.grad, *(each.grad for each in module.parameters())])
     for ones, others in zip(made[:3], made[3:]):
         assert all(torch.equal(*pair) for pair in zip(ones, others))
+
+
+@pytest.mark.parametrize("delay", (False, True))
+def test_a_backward_in_two_parts_is_one_step(delay):
+    """As in zero-bubble pipelines: the gradient of the input first, that of the weights later.
+
+    The next forward may come before the second part, which then has the first one's scale.
+    """
+    recipe, made = DelayedScaling(amax_history_len=4), []
+    for parts in (1, 2):
+        module, problem = make()
+        weights = [*module.parameters()]
+        for at in range(3):
+            x, dy = tensor(problem.x, grad=True), tensor((1 + at) * problem.dy)
+            with region(recipe):
+                y = module(x)
+            if parts == 1:
+                found = torch.autograd.grad(y, [x, *weights], dy)
+            else:
+                found = torch.autograd.grad(y, x, dy, retain_graph=True)
+                if delay:
+                    with region(recipe):
+                        module(x)
+                found += torch.autograd.grad(y, weights, dy)
+            if parts == 1 and delay:
+                with region(recipe):
+                    module(x)
+            made.append(found)
+        state = module._fp8_states["backward"]
+        made.append([state.scale, state.amax_history])
+    for ones, others in zip(made[:4], made[4:]):
+        assert all(torch.equal(*pair) for pair in zip(ones, others))
+    assert (state.amax_history[:, 0] > 0).sum() == 3

@@ -392,6 +392,7 @@ def test_reduce_amax_takes_the_largest_of_all_ranks(monkeypatch):
     for name, value in (
         ("is_initialized", lambda: True),
         ("get_world_size", lambda group: 2),
+        ("get_backend", lambda group: "gloo"),
         ("all_reduce", all_reduce),
     ):
         monkeypatch.setattr(torch.distributed, name, value)
@@ -401,11 +402,14 @@ def test_reduce_amax_takes_the_largest_of_all_ranks(monkeypatch):
     ):
         scales = Scales((recipes.E4M3,), 2, torch.device("cpu"))
         record(scales, 0, torch.ones(1))
-        scales.update(recipe, "group")
+        with cupynorm.fp8_autocast(recipe=recipe, group="group"):
+            used = autocast.UsedScales(scales, recipe, "group")
+            autocast.active().used[2100, 0] = used
         assert scales.scale.item() == expected
     assert asked == [(torch.distributed.ReduceOp.MAX, "group")]
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda group: 1)
-    scales.update(DelayedScaling(amax_history_len=2))
+    with cupynorm.fp8_autocast(recipe=DelayedScaling(amax_history_len=2)):
+        pass
     assert len(asked) == 1
 
 
@@ -587,8 +591,8 @@ def test_actions_at_the_end_of_the_outermost_region():
     ran = []
 
     class Seen:
-        def update(self, recipe, group):
-            ran.append((recipe, group))
+        def update(self, recipe):
+            ran.append(recipe)
 
         def forget(self):
             ran.append("forgotten")
@@ -597,14 +601,14 @@ def test_actions_at_the_end_of_the_outermost_region():
     with cupynorm.fp8_autocast():
         with cupynorm.fp8_autocast(recipe=CurrentScaling()):
             for _ in range(2):
-                autocast.active().used[0] = autocast.UsedScales(Seen(), recipe, "group")
+                autocast.active().used[0, 0] = autocast.UsedScales(Seen(), recipe, "group")
         assert not ran
-    assert ran == [(recipe, "group")]
+    assert ran == [recipe]
     with torch.no_grad(), cupynorm.fp8_autocast():
-        autocast.active().used[0] = autocast.UsedScales(Seen(), recipe, None)
+        autocast.active().used[0, 0] = autocast.UsedScales(Seen(), recipe, None)
     assert len(ran) == 1
     with pytest.raises(KeyError), cupynorm.fp8_autocast():
-        autocast.active().used[0] = autocast.UsedScales(Seen(), recipe, None)
+        autocast.active().used[0, 0] = autocast.UsedScales(Seen(), recipe, None)
         raise KeyError
     assert ran[1:] == ["forgotten"]
 

@@ -1,0 +1,121 @@
+"""Checks of LayerNormLinear by two processes on the CPU.
+
+test_training_on_two_ranks.py starts it once for each rank:
+
+    python tests/linear/training_ranks.py RANK FOLDER
+
+FOLDER/RANK.json has the outcome of each check: "passed", or a traceback.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import traceback
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+from torch import distributed
+
+from cupynorm import DelayedScaling, LayerNormLinear, fp8_autocast
+
+CHECKS = {}
+
+
+def check(function):
+    CHECKS[function.__name__] = function
+    return function
+
+
+def random(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def make_layers(number: int, **options) -> torch.nn.ModuleList:
+    layers = torch.nn.ModuleList(
+        LayerNormLinear(16, 16, device="cpu", **options) for _ in range(number)
+    )
+    with torch.no_grad():
+        for seed, parameter in enumerate(layers.parameters()):
+            parameter.copy_(random(*parameter.shape, seed=seed))
+    return layers
+
+
+def gathered(value) -> list:
+    values = [None, None]
+    distributed.all_gather_object(values, value)
+    return values
+
+
+@check
+def amaxes_are_reduced_once_a_step(rank: int) -> None:
+    """Six layers of which each rank skips others, and takes the rest in another order."""
+    asked, plain = [], distributed.all_reduce
+
+    def all_reduce(tensor, *arguments, **options):
+        asked.append(len(tensor))
+        return plain(tensor, *arguments, **options)
+
+    layers, recipe = make_layers(6), DelayedScaling(amax_history_len=3)
+    distributed.all_reduce = all_reduce
+    order = ((0, 1, 2, 3, 5), (5, 4, 3, 2, 1))[rank]
+    largest = {}
+    try:
+        for step in range(3):
+            with fp8_autocast(recipe=recipe):
+                y = sum(layers[at](random(8, 16, seed=10 * rank + at)) * (1 + rank) for at in order)
+            y.square().sum().backward()
+            if step == 0:
+                rows = {at: layers[at]._fp8_states["backward"].amax_history[0, 0] for at in order}
+                largest = {at: row.item() for at, row in rows.items()}
+    finally:
+        distributed.all_reduce = plain
+    assert len(asked) == 3, asked
+    states = {
+        at: {
+            name: (state.scale.tolist(), state.amax_history[1:].tolist())
+            for name, state in layers[at]._fp8_states.items()
+        }
+        for at in order
+    }
+    (one, other), (first, second) = gathered(states), gathered(largest)
+    shared = one.keys() & other.keys()
+    assert shared == {1, 2, 3, 5}
+    for at in shared:
+        assert one[at] == other[at], (at, one[at], other[at])
+        # The amax of the first backward: the larger of both.
+        assert first[at] != second[at]
+        assert one[at]["backward"][1][0][0] == max(first[at], second[at])
+
+
+@check
+def a_rank_that_uses_no_layer_takes_part(rank: int) -> None:
+    (layer,), recipe = make_layers(1), DelayedScaling(amax_history_len=3)
+    with fp8_autocast(recipe=recipe):
+        if rank == 0:
+            layer(random(8, 16))
+    assert not layer._fp8_states or layer._fp8_states["forward"].scale[0] != 1
+    assert gathered(bool(layer._fp8_states)) == [True, False]
+
+
+def main(rank: int, folder: Path) -> None:
+    torch.set_num_threads(1)
+    store = f"file://{folder}/store"
+    limit = timedelta(seconds=60)
+    distributed.init_process_group("gloo", store, limit, world_size=2, rank=rank)
+    became = dict.fromkeys(CHECKS, "not run, because of the one before")
+    for name, function in CHECKS.items():
+        try:
+            function(rank)
+            became[name] = "passed"
+        except Exception:
+            became[name] = traceback.format_exc()
+        (folder / f"{rank}.json").write_text(json.dumps(became))
+        if became[name] != "passed":
+            break
+    distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), Path(sys.argv[2]))
