@@ -5,6 +5,7 @@ past_calls.py         those that a checkpoint runs again
 fp8_layer.py          its calls inside cupynorm.fp8_autocast
 function.py           its other calls
 weight_gradients.py   fuse_wgrad_accumulation and delay_wgrad_compute
+rank_gradients.py     those of parameters that other libraries share over ranks
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ from .call import FUSED, LinearCall, LinearOptions, Operands, check_eps, launch_
 from .fp8 import RegionCall
 from .fp8_layer import Fp8Layer
 from .function import normalize_and_project
-from .weight_gradients import Step, WeightGradientSink, check_main_grad
+from .rank_gradients import DataParallel, check_is_leaf
+from .weight_gradients import Delay, Step, WeightGradientSink, check_main_grad
 
 NORMALIZATIONS = ("LayerNorm", "RMSNorm")
 # Arguments of tensor parallelism and overlap, with the value that means a single GPU.
@@ -149,6 +151,7 @@ class LayerNormLinear(Fp8Layer):
         self.wgrad_accumulation_and_reduce_hooks: list[Callable[[], None]] = []
         self._step, self._begins_later = Step(False), False
         self._delayed: deque[Callable[[], None]] = deque()
+        self._data_parallel = DataParallel()
         self._folded: fold.Folded | None = None
         self._begin_state()
         try:
@@ -279,14 +282,27 @@ class LayerNormLinear(Fp8Layer):
             if begins and not self._step.is_stale:
                 self._step = Step(True)
             step = self._step
-        queue = self._delayed if self.delay_wgrad_compute else None
         biases = [] if self.return_bias else self._biases()
-        return WeightGradientSink(weights, biases, step, queue)
+        if not self.delay_wgrad_compute:
+            return WeightGradientSink(weights, biases, step, None)
+        for name, parameter in zip(self._delayed_names(), (*weights, *biases)):
+            check_is_leaf(name, parameter)
+        delay = Delay(self._delayed, self._present, self._data_parallel.group(weights[0]))
+        return WeightGradientSink(weights, biases, step, delay)
+
+    def _delayed_names(self) -> list[str]:
+        return self.weight_names + (self.bias_names if self.use_bias else [])
+
+    def _present(self) -> list[Tensor]:
+        """The weights and biases that the layer holds now."""
+        return [getattr(self, name) for name in self._delayed_names()]
 
     def backward_dw(self) -> None:
         """Makes the gradients of weights and biases that the oldest backward left.
 
-        It adds them to .grad (or main_grad) and runs the hooks. Call it once for each backward; any
+        It adds them to .grad (or main_grad) and runs the hooks. Inside of DistributedDataParallel
+        and fully_shard it adds the mean over all ranks, so all ranks must call it, and fully_shard
+        must reshard after backward, as it does by default. Call it once for each backward; any
         number may be left before a step. Does nothing without delay_wgrad_compute.
 
         Raises RuntimeError if no backward has left anything, or if a tensor that it reads was
@@ -323,7 +339,7 @@ class LayerNormLinear(Fp8Layer):
     def __getstate__(self) -> dict:
         """Without what belongs to a step of this module alone."""
         own = {"_delayed": deque(), "_step": Step(False), "_begins_later": False, "_folded": None}
-        return super().__getstate__() | own
+        return super().__getstate__() | own | {"_data_parallel": DataParallel()}
 
     def extra_repr(self) -> str:
         defaults = {

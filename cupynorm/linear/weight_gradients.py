@@ -9,13 +9,14 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..nn.products import HAS_WIDE_PRODUCTS, wide_product
 from .matrices import sum_rows
+from .rank_gradients import accumulate
 
 
 class Step:
@@ -43,11 +44,22 @@ class WeightProduct(NamedTuple):
     reads: Mapping[str, Tensor | None] = {}
 
 
+class Delay(NamedTuple):
+    """Where delayed work goes.
+
+    queue: of the work. present: makes the list of weights and biases that the layer holds now.
+    group: of DistributedDataParallel, or None.
+    """
+
+    queue: deque
+    present: Callable[[], Sequence[Tensor]]
+    group: Any
+
+
 class WeightGradientSink:
     """Takes the gradients of one forward's weights and biases.
 
-    step: of main_grad; None where gradients go to .grad.
-    queue: of delayed work; None where nothing is delayed.
+    step: of main_grad; None where gradients go to .grad. delay: None where nothing is delayed.
     """
 
     def __init__(
@@ -55,14 +67,14 @@ class WeightGradientSink:
         weights: Sequence[Tensor],
         biases: Sequence[Tensor],
         step: Step | None,
-        queue: deque | None,
+        delay: Delay | None,
     ) -> None:
-        self.weights, self.biases, self.step, self.queue = weights, biases, step, queue
+        self.weights, self.biases, self.step, self.delay = weights, biases, step, delay
 
     @property
     def delays(self) -> bool:
         """Whether the work is queued."""
-        return self.queue is not None
+        return self.delay is not None
 
     def take(
         self, product: WeightProduct, wanted: Sequence[bool]
@@ -78,7 +90,7 @@ class WeightGradientSink:
             versions = [
                 (name, each, each._version) for name, each in reads.items() if each is not None
             ]
-            self.queue.append(partial(self._run_delayed, product, weights, biases, versions))
+            self.delay.queue.append(partial(self._run_delayed, product, weights, biases, versions))
             return [None] * len(weights), [None] * len(biases)
         bias_gradients = self._bias_gradients(product.rows, biases)
         self._add_weights(product, weights)
@@ -87,7 +99,7 @@ class WeightGradientSink:
     def take_nothing(self) -> None:
         """For a backward that no gradient of y has reached."""
         if self.delays:
-            self.queue.append(_do_nothing)
+            self.delay.queue.append(_do_nothing)
 
     def _bias_gradients(self, rows: Tensor, biases: Sequence[Tensor | None]) -> list[Tensor | None]:
         if all(bias is None for bias in biases):
@@ -110,10 +122,16 @@ class WeightGradientSink:
                     "it; expected it as it was (another gradient may be added up in the memory of "
                     "that of y: y.register_hook(torch.clone) parts them)"
                 )
-        for bias, gradient in zip(biases, self._bias_gradients(product.rows, biases)):
+        present = self._present()[len(self.weights) :]
+        of_biases = self._bias_gradients(product.rows, biases)
+        for bias, now, gradient in zip(biases, present, of_biases):
             if bias is not None:
-                _accumulate(bias, gradient)
+                accumulate(bias, now, gradient, self.delay.group)
         self._add_weights(product, weights)
+
+    def _present(self) -> Sequence[Tensor]:
+        """What the layer holds now in place of the weights and biases of the forward."""
+        return self.delay.present()
 
     def _add_weights(self, product: WeightProduct, weights: Sequence[Tensor | None]) -> None:
         if all(weight is None for weight in weights):
@@ -126,9 +144,9 @@ class WeightGradientSink:
                 dweight = rows.t() @ normalized
             else:
                 dweight = make_dweight(self.weights[0].dtype)
-            for weight, part in zip(weights, dweight.split(sizes)):
+            for weight, now, part in zip(weights, self._present(), dweight.split(sizes)):
                 if weight is not None:
-                    _accumulate(weight, part.to(weight.dtype))
+                    accumulate(weight, now, part.to(weight.dtype), self.delay.group)
             return
         overwrites, self.step.is_stale = self.step.is_stale, False
         if make_dweight is None:
@@ -163,13 +181,6 @@ def _masked(tensors: Sequence[Tensor], wanted: Sequence[bool]) -> list[Tensor | 
 
 def _do_nothing() -> None:
     pass
-
-
-def _accumulate(parameter: Tensor, gradient: Tensor) -> None:
-    if parameter.grad is None:
-        parameter.grad = gradient
-    else:
-        parameter.grad.add_(gradient)
 
 
 def _main_grad(weight: Tensor) -> Tensor:

@@ -175,3 +175,22 @@ def test_a_backward_in_two_parts_is_one_step(delay):
     for ones, others in zip(made[:4], made[4:]):
         assert all(torch.equal(*pair) for pair in zip(ones, others))
     assert (state.amax_history[:, 0] > 0).sum() == 3
+
+
+def test_delayed_gradients_run_hooks_and_refuse_what_they_cannot_reach():
+    module, problem = make(delay_wgrad_compute=True)
+    seen = []
+
+    def hook(parameter):
+        if parameter.grad is not None:  # torch runs it without a gradient too
+            seen.append(parameter)
+
+    for parameter in module.parameters():
+        parameter.register_post_accumulate_grad_hook(hook)
+    module(tensor(problem.x)).backward(tensor(problem.dy))
+    assert {*map(id, seen)} == {id(module.layer_norm_weight), id(module.layer_norm_bias)}
+    module.backward_dw()
+    assert {*map(id, seen)} == {*map(id, module.parameters())} and len(seen) == 4
+    torch.nn.utils.parametrizations.weight_norm(module)
+    with pytest.raises(RuntimeError, match="weight is made of other tensors .* expected a param"):
+        module(tensor(problem.x))

@@ -17,6 +17,8 @@ from pathlib import Path
 
 import torch
 from torch import distributed
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 from cupynorm import DelayedScaling, LayerNormLinear, fp8_autocast
 
@@ -97,6 +99,63 @@ def a_rank_that_uses_no_layer_takes_part(rank: int) -> None:
             layer(random(8, 16))
     assert not layer._fp8_states or layer._fp8_states["forward"].scale[0] != 1
     assert gathered(bool(layer._fp8_states)) == [True, False]
+
+
+def wrapped(kind: str, layers: torch.nn.Module) -> torch.nn.Module:
+    if kind == "DistributedDataParallel":
+        return torch.nn.parallel.DistributedDataParallel(layers)
+    mesh = init_device_mesh("cpu", (2,))
+    if kind == "fully_shard of each":
+        for layer in layers:
+            fully_shard(layer, mesh=mesh)
+    return fully_shard(layers, mesh=mesh)
+
+
+def full(tensor):
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+@check
+def delayed_weight_gradients_are_the_mean_of_all_ranks(rank: int) -> None:
+    """As without a delay, of one backward and of two microbatches, and so is a step after them."""
+    for kind in ("DistributedDataParallel", "fully_shard", "fully_shard of each"):
+        for num_microbatches in (1, 2):
+            made = []
+            for delay in (False, True):
+                layers = torch.nn.Sequential(*make_layers(2, delay_wgrad_compute=delay))
+                model, hooked = wrapped(kind, layers), set()
+
+                def hook(parameter, hooked=hooked):
+                    if parameter.grad is not None:
+                        hooked.add(id(parameter))
+
+                for parameter in layers.parameters():
+                    parameter.register_post_accumulate_grad_hook(hook)
+                optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+                for step in range(2):
+                    optimizer.zero_grad()
+                    for at in range(num_microbatches):
+                        x = random(6, 16, seed=100 * step + 10 * at + rank)
+                        model(x).square().mean().backward()
+                        for layer in layers:
+                            layer.backward_dw()
+                    assert {id(each) for each in layers.parameters()} == hooked
+                    hooked.clear()
+                    made += [full(each.grad).clone() for each in layers.parameters()]
+                    optimizer.step()
+            names = [name for name, _ in layers.named_parameters()] * 2
+            half = len(made) // 2
+            for name, right, got in zip(names, made[:half], made[half:]):
+                assert right.abs().max() > 0
+                torch.testing.assert_close(
+                    got,
+                    right,
+                    rtol=2.0**-18,
+                    atol=2.0**-18,
+                    msg=f"{kind} {num_microbatches} {name}",
+                )
+            one, other = gathered([each.tolist() for each in made])
+            assert one == other, kind
 
 
 def main(rank: int, folder: Path) -> None:
