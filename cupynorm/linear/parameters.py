@@ -128,6 +128,16 @@ class NormLinearParameters(torch.nn.Module):
         self._join_parameters()
         self._mark_parameters()  # a deep copy of a parameter loses its attributes
 
+    def _save_to_state_dict(self, destination: dict, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if keep_vars or len(self.weight_names) < 2:
+            return
+        # safetensors saves no tensor that is a part of a storage.
+        for name in (*self.weight_names, *self.bias_names):
+            part = destination.get(f"{prefix}{name}")
+            if part.__class__ is Tensor and not part.is_meta and part.numel():
+                destination[f"{prefix}{name}"] = torch.from_dlpack(part)
+
     def _load_from_state_dict(self, state_dict: dict, prefix: str, *arguments) -> None:
         super()._load_from_state_dict(state_dict, prefix, *arguments)
         self._mark_parameters()  # load_state_dict(assign=True) replaces the parameters

@@ -162,18 +162,42 @@ def scales_for(
 _MAGIC = b"cupynorm fp8 state 1\n"
 
 
+class Packed(Tensor):
+    """What `pack` returns: a uint8 tensor whose length depends on the state.
+
+    torch.distributed.checkpoint loads a tensor into one of the same length. This one it saves and
+    loads as an object, so that any state can be loaded into any module.
+    """
+
+    def __create_write_items__(self, name: str, packed: Tensor) -> list:
+        from torch.distributed.checkpoint import planner
+        from torch.distributed.checkpoint.metadata import MetadataIndex
+
+        kind = planner.WriteItemType.BYTE_IO
+        return [planner.WriteItem(index=MetadataIndex(name), type=kind)]
+
+    def __deepcopy__(self, memo: dict) -> Packed:
+        memo[id(self)] = copied = self.clone().as_subclass(Packed)
+        return copied
+
+    def __reduce_ex__(self, protocol: int) -> Any:
+        """As a plain tensor, which torch.load(weights_only=True) opens."""
+        return self.as_subclass(Tensor).__reduce_ex__(protocol)
+
+
 def pack(states: dict[str, Scales]) -> Tensor:
     """States as bytes, a uint8 tensor on the CPU: a line of JSON, then float32 numbers.
 
     An empty tensor where there are no states.
     """
     if not states:
-        return torch.empty(0, dtype=torch.uint8)
+        return torch.empty(0, dtype=torch.uint8).as_subclass(Packed)
     header = {name: list(state.amax_history.shape) for name, state in states.items()}
     tensors = [each for state in states.values() for each in (state.scale, state.amax_history)]
     raw = torch.cat([each.cpu().reshape(-1) for each in tensors]).contiguous().view(torch.uint8)
     text = _MAGIC + json.dumps(header).encode() + b"\n"
-    return torch.cat([torch.frombuffer(bytearray(text), dtype=torch.uint8), raw])
+    text = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    return torch.cat([text, raw]).as_subclass(Packed)
 
 
 def is_packed(state: Any) -> bool:

@@ -16,6 +16,9 @@ import pytest
 torch = pytest.importorskip("torch")
 if not torch.distributed.is_available():
     pytest.skip("this torch has no distributed package", allow_module_level=True)
+pytest.importorskip("torch.distributed.checkpoint.state_dict")
+if not hasattr(pytest.importorskip("torch.distributed.fsdp"), "fully_shard"):
+    pytest.skip("this torch has no fully_shard", allow_module_level=True)
 import training_ranks  # noqa: E402  (imports torch)
 
 ROOT = Path(__file__).parents[2]

@@ -11,12 +11,19 @@ from __future__ import annotations
 
 import json
 import sys
+import tempfile
 import traceback
 from datetime import timedelta
 from pathlib import Path
 
 import torch
 from torch import distributed
+from torch.distributed import checkpoint
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    set_model_state_dict,
+)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
@@ -156,6 +163,46 @@ def delayed_weight_gradients_are_the_mean_of_all_ranks(rank: int) -> None:
                 )
             one, other = gathered([each.tolist() for each in made])
             assert one == other, kind
+
+
+def trained(num_steps: int, length: int) -> torch.nn.Module:
+    """Two sharded layers."""
+    layers = torch.nn.Sequential(*make_layers(2))
+    wrapped("fully_shard of each", layers)
+    for step in range(num_steps):
+        with fp8_autocast(recipe=DelayedScaling(amax_history_len=length)):
+            y = layers(random(8, 16, seed=step))
+        y.square().sum().backward()
+    return layers
+
+
+@check
+def sharded_layers_load_delayed_scales(rank: int) -> None:
+    """Into new and trained layers, from sharded and whole checkpoints."""
+    folder = gathered(tempfile.mkdtemp())[0]
+    # With cpu_offload rank 0 alone has the state.
+    offloaded = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    spread = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    whole = StateDictOptions(full_state_dict=True)
+    for number, of_loader in enumerate(((0, 1), (1, 4), (2, 7))):
+        saver = trained(3, 4)
+        saved = [layer.get_extra_state() for layer in saver]
+        for way in ("sharded", "whole", "from rank 0"):
+            loader = trained(*of_loader)
+            if way == "sharded":
+                path = f"{folder}/{number}"
+                checkpoint.save(get_model_state_dict(saver), checkpoint_id=path)
+                state = get_model_state_dict(loader)
+                checkpoint.load(state, checkpoint_id=path)
+                set_model_state_dict(loader, state)
+            else:
+                one, options = (whole, whole) if way == "whole" else (offloaded, spread)
+                state = get_model_state_dict(saver, options=one)
+                set_model_state_dict(loader, state, options=options)
+            for layer, expected in zip(loader, saved):
+                assert expected.numel() and torch.equal(layer.get_extra_state(), expected), way
+            for one, other in zip(saver.parameters(), loader.parameters()):
+                assert torch.equal(full(one), full(other))
 
 
 def main(rank: int, folder: Path) -> None:

@@ -1,0 +1,87 @@
+"""Layers with delayed scales saved and loaded by torch.distributed.checkpoint and safetensors."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+
+torch = pytest.importorskip("torch")
+checkpoint = pytest.importorskip("torch.distributed.checkpoint")
+state_dict = pytest.importorskip("torch.distributed.checkpoint.state_dict")
+from fp8_linear_cases import make, step  # noqa: E402
+
+from cupynorm import DelayedScaling  # noqa: E402
+
+FULL = state_dict.StateDictOptions(full_state_dict=True, cpu_offload=True)
+# Steps, and the length of the history.
+TRAINED = ((0, 1), (2, 4), (3, 6))
+
+
+def trained(num_steps, length, **options) -> torch.nn.Module:
+    module, problem = make(**options)
+    for _ in range(num_steps):
+        step(module, problem, DelayedScaling(amax_history_len=length))
+    return torch.nn.Sequential(module)
+
+
+def by_checkpoint(saver, loader, path):
+    checkpoint.save({"model": saver.state_dict()}, checkpoint_id=path)
+    state = {"model": loader.state_dict()}
+    checkpoint.load(state, checkpoint_id=path)
+    loader.load_state_dict(state["model"])
+
+
+def by_model_state_dict(saver, loader, path, options=None):
+    checkpoint.save(state_dict.get_model_state_dict(saver, options=options), checkpoint_id=path)
+    state = state_dict.get_model_state_dict(loader, options=options)
+    checkpoint.load(state, checkpoint_id=path)
+    state_dict.set_model_state_dict(loader, state, options=options)
+
+
+def by_full_state_dict(saver, loader, path):
+    by_model_state_dict(saver, loader, path, FULL)
+
+
+def by_torch(saver, loader, path):
+    file = io.BytesIO()
+    torch.save(saver.state_dict(), file)
+    file.seek(0)
+    loader.load_state_dict(torch.load(file, weights_only=True))
+
+
+def by_safetensors(saver, loader, path):
+    safetensors = pytest.importorskip("safetensors.torch")
+    safetensors.save_model(saver, str(path / "model"))
+    safetensors.load_model(loader, str(path / "model"))
+
+
+WAYS = (by_checkpoint, by_model_state_dict, by_full_state_dict, by_torch, by_safetensors)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("of_loader", TRAINED, ids=str)
+@pytest.mark.parametrize("of_saver", TRAINED, ids=str)
+def test_states_of_any_length_are_loaded(of_saver, of_loader, way, tmp_path):
+    options = {"parameters_split": ("q", "k")}
+    saver, loader = (trained(*each, **options) for each in (of_saver, of_loader))
+    with torch.no_grad():
+        for parameter in loader.parameters():
+            parameter.zero_()
+    way(saver, loader, tmp_path)
+    saved, loaded = saver[0]._fp8_states, loader[0]._fp8_states
+    assert saved.keys() == loaded.keys() and bool(saved) == (of_saver[0] > 0)
+    for name, state in saved.items():
+        assert torch.equal(state.scale, loaded[name].scale)
+        assert torch.equal(state.amax_history, loaded[name].amax_history)
+    for one, other in zip(saver.parameters(), loader.parameters()):
+        assert torch.equal(one, other) and one.any()
+
+
+def test_parts_in_a_state_dict_share_the_memory_of_the_parameters():
+    module, _ = make(parameters_split=("q", "k"))
+    for name, part in module.state_dict().items():
+        if name != "_extra_state":
+            assert part.data_ptr() == getattr(module, name).data_ptr()
+            assert part.untyped_storage().nbytes() == part.numel() * part.element_size()
