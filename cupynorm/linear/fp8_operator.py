@@ -11,12 +11,14 @@ scales, so they get the layer as a number.
 from __future__ import annotations
 
 import itertools
+import math
 import weakref
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
 
 from ..nn import autocast
 from ..nn.dtypes import outside_autocast
@@ -322,3 +324,16 @@ torch.library.register_fake(
 torch.library.register_autograd(
     "cupynorm::norm_linear_in_fp8", _differentiate, setup_context=_save, lib=_library
 )
+
+
+@register_flop_formula(torch.ops.cupynorm.norm_linear_in_fp8)
+def _count_flops(input_shape, *shapes, out_shape=None, **_) -> int:
+    return 2 * math.prod(input_shape) * out_shape[0][-1]
+
+
+@register_flop_formula(torch.ops.cupynorm.norm_linear_in_fp8_backward)
+def _count_backward_flops(dy_shape, dnormalized_shape, input_shape, *rest, **_) -> int:
+    """One product for the gradient of the input, one for those of the weights."""
+    wanted = rest[-1]
+    products = any(wanted[:3]) + any(wanted[3:])
+    return 0 if dy_shape is None else 2 * math.prod(input_shape) * dy_shape[-1] * products

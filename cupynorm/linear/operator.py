@@ -8,19 +8,23 @@ be traced and differentiated too.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._decomp import register_decomposition
+from torch.nn import functional
+from torch.utils.flop_counter import register_flop_formula
 
-from ..nn import formulas
+from ..nn import formulas, operators
 from ..nn.dtypes import outside_autocast
 from ..norm.prepared import FOR_STATISTICS
 from ..norm.request import Options
 from . import compute
 from .call import LinearCall, LinearOptions, Operands, check
-from .kernels import SavedNorm
+from .kernels import SavedNorm, forward_request
 from .matrices import join
 from .norms import OPERATORS
 
@@ -189,3 +193,21 @@ torch.library.register_fake("cupynorm::norm_linear", _run_without_memory, lib=_l
 torch.library.register_autograd(
     "cupynorm::norm_linear", _differentiate, setup_context=_save, lib=_library
 )
+
+
+@register_decomposition(_operator)
+def _decompose(*given: Any) -> tuple[Tensor, ...]:
+    """For torch.onnx.export: the norm's operator, which has a decomposition, and a product."""
+    arguments = _Arguments(*given)
+    operands, options = arguments.operands, arguments.options(0)
+    norm = operators.norm_forward(forward_request(options, operands, options.dtype))
+    # Not join, which reads addresses.
+    weight = torch.cat(list(operands.weights)).to(options.dtype)
+    bias = torch.cat(list(operands.biases)).to(options.dtype) if operands.biases else None
+    return functional.linear(norm[0], weight, bias), *norm
+
+
+@register_flop_formula(torch.ops.cupynorm.norm_linear)
+def _count_flops(input_shape, *shapes, out_shape=None, **_) -> int:
+    """Those of the product, as for torch.nn.Linear. torch counts none for a norm."""
+    return 2 * math.prod(input_shape) * out_shape[0][-1]

@@ -32,6 +32,7 @@ from ..norm.request import (
     is_plain,
 )
 from ..norm.results import Backward
+from . import decompositions as _decompositions  # noqa: F401  registered when imported
 from . import dtensor, formulas, fused_operators, operators
 
 # Classes of what the kernels read in place. Not torch's wrappers (DTensor, FakeTensor), which have

@@ -117,11 +117,11 @@ def _makes_sum(operands: Any, residual_dtype: object, dropout_p: float) -> bool:
 
 # Implementations.
 
-_FusedNormForward = arguments_of(_fused_norm_forward)
+FusedNormForward = arguments_of(_fused_norm_forward)
 _FusedNormBackward = arguments_of(_fused_norm_backward)
 
 
-def _fused_request(given: Any) -> ForwardRequest:
+def fused_request(given: Any) -> ForwardRequest:
     operands, options = forward_request(given)
     operands = operands._replace(
         row_scale=given.row_scale,
@@ -139,8 +139,8 @@ def _fused_request(given: Any) -> ForwardRequest:
 
 
 def _fused_forward(*arguments):
-    given = _FusedNormForward(*arguments)
-    y, mean, rstd, added, y1, _ = route.forward(_fused_request(given))
+    given = FusedNormForward(*arguments)
+    y, mean, rstd, added, y1, _ = route.forward(fused_request(given))
     empty = given.input.new_empty
     makes_sum = _makes_sum(given, given.residual_dtype, given.dropout_p)
     return (
@@ -153,8 +153,8 @@ def _fused_forward(*arguments):
 
 
 def _fused_forward_without_memory(*arguments):
-    given = _FusedNormForward(*arguments)
-    options = check_forward(_fused_request(given)).options
+    given = FusedNormForward(*arguments)
+    options = check_forward(fused_request(given)).options
     x = given.input
     leading = x.shape[: -len(given.normalized_shape)]
     y_dtype, sum_dtype = (
@@ -173,7 +173,7 @@ def _fused_forward_without_memory(*arguments):
 
 
 def _save_fused_forward(ctx, inputs, output):
-    given = _FusedNormForward(*inputs)
+    given = FusedNormForward(*inputs)
     y, mean, rstd, added, y1 = output
     makes_sum = _makes_sum(given, given.residual_dtype, given.dropout_p)
     has_second = given.weight1 is not None or given.bias1 is not None

@@ -100,7 +100,7 @@ def recomputing_norm_backward(request: BackwardRequest) -> Gradients:
 
 # norm_forward.
 
-_NormForward = arguments_of(_norm_forward)
+NormForward = arguments_of(_norm_forward)
 
 
 def forward_request(given: Any) -> ForwardRequest:
@@ -119,7 +119,7 @@ def forward_request(given: Any) -> ForwardRequest:
 
 
 def _forward(*arguments):
-    given = _NormForward(*arguments)
+    given = NormForward(*arguments)
     y, mean, rstd, added, *_ = route.forward(forward_request(given))
     # An operator returns tensors, and none that it was given.
     mean = mean if given.centered else rstd.new_empty(0)
@@ -127,7 +127,7 @@ def _forward(*arguments):
 
 
 def _forward_without_memory(*arguments):
-    given = _NormForward(*arguments)
+    given = NormForward(*arguments)
     options = check_forward(forward_request(given)).options
     x = given.input
     leading, dtype = x.shape[: -len(given.normalized_shape)], formulas.arithmetic(x)
@@ -140,7 +140,7 @@ def _forward_without_memory(*arguments):
 
 
 def _save_forward(ctx, inputs, output):
-    given = _NormForward(*inputs)
+    given = NormForward(*inputs)
     _, mean, rstd, added = output
     if given.residual is None:
         ctx.mark_non_differentiable(mean, rstd, added)

@@ -22,7 +22,9 @@ from linear_cases import (  # noqa: E402
     tensor,
 )
 from torch.utils.checkpoint import checkpoint  # noqa: E402
+from torch.utils.flop_counter import FlopCounterMode  # noqa: E402
 
+import cupynorm  # noqa: E402
 from cupynorm.linear.module import LayerNormLinear  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("sums_in_float32")
@@ -481,3 +483,23 @@ def test_without_a_gpu_the_error_names_the_device_to_give():
     with pytest.raises(ValueError, match="torch finds no GPU; expected device='cpu' here"):
         LayerNormLinear(16, 16)
     assert LayerNormLinear(16, 16, device="cpu").weight.device.type == "cpu"
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("options", [{}, {"parameters_split": ("q", "k", "v")}, {"fused": "fold"}])
+def test_the_flop_counter_sees_the_products(options, compiled, fp8):
+    """Those of torch.nn.Linear: one in forward, two in backward."""
+    if fp8 and options.get("fused"):
+        pytest.skip("no weights are folded inside fp8_autocast")
+    module = LayerNormLinear(32, 48, **options, **CPU)
+    call = torch.compile(module, backend="aot_eager") if compiled else module
+    x = torch.randn(16, 32, requires_grad=True)
+    product = 2 * 16 * 32 * 48
+    counter = FlopCounterMode(display=False)
+    with counter, cupynorm.fp8_autocast(enabled=fp8):
+        y = call(x)
+    assert counter.get_total_flops() == product
+    with FlopCounterMode(display=False) as counter:
+        y.sum().backward()
+    assert counter.get_total_flops() == 2 * product
