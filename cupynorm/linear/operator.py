@@ -14,11 +14,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._decomp import register_decomposition
 from torch.nn import functional
 from torch.utils.flop_counter import register_flop_formula
 
-from ..nn import formulas, operators
+from ..nn import formulas, onnx
 from ..nn.dtypes import outside_autocast
 from ..norm.prepared import FOR_STATISTICS
 from ..norm.request import Options
@@ -84,6 +83,8 @@ class _Arguments(NamedTuple):
 def by_operator(call: LinearCall) -> tuple[Tensor, ...]:
     """y, normalized, mean, rstd, input + residual; a result that is not requested is empty."""
     operands, options = call
+    if onnx.is_exporting():
+        return _by_torch_operations(call)
     kind = "forward" if torch.is_grad_enabled() else "inference"
     return _operator(
         *operands[:4],
@@ -99,6 +100,15 @@ def by_operator(call: LinearCall) -> tuple[Tensor, ...]:
         options.launch.of(kind).sm_margin,
         options.launch.of("backward").sm_margin,
     )
+
+
+def _by_torch_operations(call: LinearCall) -> tuple[Tensor, Tensor, None, None, Tensor]:
+    """As by_operator, without the statistics."""
+    operands, options = call
+    normalized, _, added = onnx.forward(forward_request(options, operands, options.dtype))
+    weight = torch.cat(list(operands.weights)).to(options.dtype)
+    bias = torch.cat(list(operands.biases)).to(options.dtype) if operands.biases else None
+    return functional.linear(normalized, weight, bias), normalized, None, None, added
 
 
 def _run(*given: Any) -> tuple[Tensor, ...]:
@@ -193,18 +203,6 @@ torch.library.register_fake("cupynorm::norm_linear", _run_without_memory, lib=_l
 torch.library.register_autograd(
     "cupynorm::norm_linear", _differentiate, setup_context=_save, lib=_library
 )
-
-
-@register_decomposition(_operator)
-def _decompose(*given: Any) -> tuple[Tensor, ...]:
-    """For torch.onnx.export: the norm's operator, which has a decomposition, and a product."""
-    arguments = _Arguments(*given)
-    operands, options = arguments.operands, arguments.options(0)
-    norm = operators.norm_forward(forward_request(options, operands, options.dtype))
-    # Not join, which reads addresses.
-    weight = torch.cat(list(operands.weights)).to(options.dtype)
-    bias = torch.cat(list(operands.biases)).to(options.dtype) if operands.biases else None
-    return functional.linear(norm[0], weight, bias), *norm
 
 
 @register_flop_formula(torch.ops.cupynorm.norm_linear)

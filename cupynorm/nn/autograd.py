@@ -32,8 +32,7 @@ from ..norm.request import (
     is_plain,
 )
 from ..norm.results import Backward
-from . import decompositions as _decompositions  # noqa: F401  registered when imported
-from . import dtensor, formulas, fused_operators, operators
+from . import dtensor, formulas, fused_operators, onnx, operators
 
 # Classes of what the kernels read in place. Not torch's wrappers (DTensor, FakeTensor), which have
 # no address.
@@ -158,6 +157,8 @@ def _traced(request: ForwardRequest) -> tuple:
     # shape that is looked at; there the operator itself checks.
     if not compiling and not _is_jit_traced():
         check_forward(request)
+    if not compiling and onnx.is_exporting():
+        return onnx.forward(request)
     if not plain:
         return fused_operators.fused_norm_forward(request)
     y, _, _, added = operators.norm_forward(request)

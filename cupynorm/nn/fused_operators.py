@@ -121,7 +121,7 @@ FusedNormForward = arguments_of(_fused_norm_forward)
 _FusedNormBackward = arguments_of(_fused_norm_backward)
 
 
-def fused_request(given: Any) -> ForwardRequest:
+def _fused_request(given: Any) -> ForwardRequest:
     operands, options = forward_request(given)
     operands = operands._replace(
         row_scale=given.row_scale,
@@ -140,7 +140,7 @@ def fused_request(given: Any) -> ForwardRequest:
 
 def _fused_forward(*arguments):
     given = FusedNormForward(*arguments)
-    y, mean, rstd, added, y1, _ = route.forward(fused_request(given))
+    y, mean, rstd, added, y1, _ = route.forward(_fused_request(given))
     empty = given.input.new_empty
     makes_sum = _makes_sum(given, given.residual_dtype, given.dropout_p)
     return (
@@ -154,7 +154,7 @@ def _fused_forward(*arguments):
 
 def _fused_forward_without_memory(*arguments):
     given = FusedNormForward(*arguments)
-    options = check_forward(fused_request(given)).options
+    options = check_forward(_fused_request(given)).options
     x = given.input
     leading = x.shape[: -len(given.normalized_shape)]
     y_dtype, sum_dtype = (

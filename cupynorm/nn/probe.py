@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import inspect
+import itertools
 import math
 import numbers
 import re
@@ -59,6 +60,19 @@ def _is_number(value: object) -> bool:
     return isinstance(value, numbers.Real) and not isinstance(value, bool)
 
 
+class Found(NamedTuple):
+    """What a module computes.
+
+    own_names: the names of its weight and bias. rounds: whether its replacement must round x_hat.
+    remark: how dtypes and roundings differ.
+    """
+
+    formula: Formula
+    own_names: dict[str, str]
+    rounds: bool
+    remark: str
+
+
 class _Sample(NamedTuple):
     """Random input and parameters of a module. shape: what it normalises over."""
 
@@ -67,37 +81,85 @@ class _Sample(NamedTuple):
     shape: tuple[int, ...]
 
 
+NEITHER = "it computes neither layer_norm nor rms_norm of its weight"
+
+
 def probe(
     module: torch.nn.Module, shape: tuple[int, ...], keep_rounding: bool
-) -> tuple[Formula | None, bool, str]:
-    """The formula whose values the module returns, or None.
+) -> tuple[Found | None, str]:
+    """The formula whose values the module returns; or None, and the reason.
 
-    shape: what it normalises over. Also returns whether its replacement must round x_hat, and how
-    dtypes and roundings differ; or, without a formula, the reason.
+    shape: what it normalises over.
     """
     takes = [*inspect.signature(module.forward).parameters]
     if len(takes) != 1:
-        return None, False, f"its forward takes {', '.join(takes) or 'nothing'}; expected one input"
-    all_eps = eps_of(module)
-    # Rows of ordinary size, and rows whose variance is about eps, each with a mean.
-    roots = [math.sqrt(2.0**-23 if eps is None else abs(eps)) for eps in all_eps]
-    sizes = [1.0, *(root or 1.0 for root in roots)]
+        return None, f"its forward takes {', '.join(takes) or 'nothing'}; expected one input"
     generator = torch.Generator("cpu").manual_seed(0)
 
     def random(*shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=generator, dtype=torch.float32)
 
     with torch.device("cpu"), torch.random.fork_rng(devices=[]), torch.no_grad():
-        x = torch.stack([(random(4, *shape) + 0.5) * size for size in sizes])
         parameters = {name: random(*shape) for name in parameters_of(module)}
+        measured = _measure_eps(module, parameters, shape)
+        all_eps = [*eps_of(module), *([] if measured is None else [measured])]
+        # Rows of ordinary size, rows whose variance is about eps, each with a mean, and zeros.
+        roots = [math.sqrt(2.0**-23 if eps is None else abs(eps)) for eps in all_eps]
+        sizes = [1.0, *(root or 1.0 for root in roots), 0.0]
+        x = torch.stack([(random(4, *shape) + 0.5) * size for size in sizes])
         sample = _Sample(x, parameters, shape)
         # Neither training mode nor more dimensions may change the result.
         outputs = [_output(module, x, parameters, training) for training in (False, True)]
         outputs.append(_output(module, x.unsqueeze(1), parameters, False).reshape(x.shape))
-        for formula in _formulas(all_eps, parameters):
-            if all(_agrees(formula, output, sample) for output in outputs):
-                return formula, *_differences(formula, module, sample, keep_rounding)
-    return None, False, "it computes neither layer_norm nor rms_norm of its weight"
+        for own_names in _own_names(parameters):
+            named = sample._replace(
+                parameters={name: parameters[own] for name, own in own_names.items()}
+            )
+            for formula in _formulas(all_eps, named.parameters):
+                if all(_agrees(formula, output, named) for output in outputs):
+                    rounds, remark = _differences(formula, module, sample, own_names, keep_rounding)
+                    if formula.eps not in eps_of(module):
+                        remark = "; ".join(filter(None, [f"eps={formula.eps}, measured", remark]))
+                    return Found(formula, own_names, rounds, remark), ""
+    return None, NEITHER
+
+
+def _measure_eps(
+    module: torch.nn.Module, parameters: dict[str, torch.Tensor], shape: tuple[int, ...]
+) -> float | None:
+    """The eps of a norm whose code has it as a number, to two digits.
+
+    Rows t * u with u of mean 0 and mean square 1 become w * u * t / sqrt(t^2 + eps) + bias. Half
+    the difference of t * u and -t * u has no bias, and its ratio to that of a large t no w.
+    """
+    u = torch.linspace(-1, 1, math.prod(shape), dtype=torch.float32)
+    if len(u) < 2:
+        return None
+    u = (u / u.square().mean().sqrt()).reshape(shape)
+
+    def response(t: float) -> torch.Tensor:
+        above, below = _output(module, torch.stack([t * u, -t * u]), parameters, False).double()
+        return (above - below) / 2
+
+    large, t, eps = response(2.0**10), 2.0**-10, 0.0
+    for _ in range(3):  # best where t^2 is about eps
+        ratio = float((response(t) * large).sum() / large.square().sum())
+        if not 0 < ratio <= 1.1:
+            return None
+        eps = t * t * max(0.0, 1 / ratio**2 - 1)
+        t = min(1.0, max(1e-12, math.sqrt(eps)))
+    machine = 2.0**-23
+    return machine if abs(eps / machine - 1) < 1e-3 else float(f"{eps:.1e}")
+
+
+def _own_names(parameters: dict[str, torch.Tensor]) -> Iterator[dict[str, str]]:
+    """Which of the module's parameters may be weight and bias."""
+    roles = ("weight", "bias")[: len(parameters)]
+    if set(roles) == set(parameters):
+        yield {name: name for name in roles}
+        return
+    for own in itertools.permutations(parameters):
+        yield dict(zip(roles, own))
 
 
 def _formulas(
@@ -135,11 +197,16 @@ def _agrees(formula: Formula, output: torch.Tensor, sample: _Sample) -> bool:
     magnitude = (1 + x_hat.abs()) * (1 + parameters.get("weight", torch.zeros(())).abs())
     magnitude += parameters.get("bias", torch.zeros(())).abs()
     allowed = 4 * 2.0**-24 * (4 + math.sqrt(math.prod(shape))) * magnitude
-    return bool(((output.double() - expected).abs() <= allowed).all())
+    near = (output.double() - expected).abs() <= allowed
+    return bool((near | (output.isnan() & expected.isnan())).all())
 
 
 def _differences(
-    formula: Formula, module: torch.nn.Module, sample: _Sample, keep_rounding: bool
+    formula: Formula,
+    module: torch.nn.Module,
+    sample: _Sample,
+    own_names: dict[str, str],
+    keep_rounding: bool,
 ) -> tuple[bool, str]:
     """What bfloat16 input shows: whether a rounding of x_hat is kept, and how y differs."""
     x, parameters, shape = sample._replace(x=sample.x.bfloat16())
@@ -148,6 +215,7 @@ def _differences(
     for given, what in ((rounded, "bfloat16"), (parameters, "bfloat16 with float32 weight")):
         with contextlib.suppress(RuntimeError):  # some modules refuse the first, some the second
             y = _output(module, x, given, False)
+            given = {name: given[own] for name, own in own_names.items()}
             if y.dtype != x.dtype:
                 remarks.append(f"y of {what} was {name_of(y.dtype)}, now bfloat16")
             elif _share_off(y, formula(x, given, shape).bfloat16()) > _FEW:

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -79,12 +79,14 @@ def swap_norms(model: torch.nn.Module, *, keep_rounding: bool = False) -> Swappe
 
     Swapped are
     - torch.nn's LayerNorm and RMSNorm, TransformerEngine's, and apex's fused ones;
-    - every module with only a weight, perhaps a bias, an eps and one input, whose output for
-      random input on the CPU is that of layer_norm or rms_norm, with weight or 1 + weight. The
-      RMSNorm classes of language models are such modules.
+    - every module with one or two parameters of one shape and one input, whose output for random
+      input on the CPU is that of layer_norm or rms_norm, with weight or 1 + weight. The RMSNorm
+      classes of language models are such modules. The parameters may have any names, such as gamma
+      and beta, and keep them. eps may be an attribute or a number in the code.
 
     Left are modules with hooks, with parametrized weights, or with a forward that does more. model
-    itself is left too, because only a parent can hold another module in its place.
+    itself is left too, because only a parent can hold another module in its place. Those that look
+    like a norm are listed with the reason.
 
     y then has the dtype that LayerNorm gives it, and is rounded once. The remarks say where the
     original module differs. Attributes that only the original module had are lost. Swap before
@@ -111,7 +113,8 @@ def swap_norms(model: torch.nn.Module, *, keep_rounding: bool = False) -> Swappe
             replacement, remark = _replace(module, keep_rounding)
             seen[module] = path, replacement
         if replacement is None:
-            report.left.append(Swap(path, _name(module), "", remark))
+            if _looks_like_a_norm(module):
+                report.left.append(Swap(path, _name(module), "", remark))
         else:
             setattr(parent, name, replacement)
             report._places.append((parent, name, module, replacement))
@@ -122,13 +125,13 @@ def swap_norms(model: torch.nn.Module, *, keep_rounding: bool = False) -> Swappe
 def _places(
     model: torch.nn.Module,
 ) -> Iterator[tuple[str, torch.nn.Module, str, torch.nn.Module]]:
-    """(dotted name, parent, name in it, module) of all that looks like a norm.
+    """(dotted name, parent, name in it, module) of all that may be a norm.
 
     A shared module comes once for each of its places.
     """
     for prefix, parent in model.named_modules():
         for name, module in parent._modules.items():
-            if module is not None and _looks_like_a_norm(module):
+            if module is not None and (_looks_like_a_norm(module) or _has_vectors(module)):
                 yield f"{prefix}.{name}" if prefix else name, parent, name, module
 
 
@@ -146,11 +149,51 @@ def _looks_like_a_norm(module: torch.nn.Module) -> bool:
         return False
     if isinstance(module, torch.nn.LayerNorm | torch.nn.RMSNorm):
         return True
-    if module._modules and not torch.nn.utils.parametrize.is_parametrized(module):
+    if _is_torchs(module) or (
+        module._modules and not torch.nn.utils.parametrize.is_parametrized(module)
+    ):
         return False
-    if re.search("(layer|rms)_?norm", type(module).__name__, re.IGNORECASE):
-        return True
+    if re.search("norm", type(module).__name__, re.IGNORECASE):
+        return not re.search("(batch|group|instance)_?norm", type(module).__name__, re.IGNORECASE)
     return [*parameters_of(module)] == ["weight"] and bool(eps_of(module))
+
+
+def _has_vectors(module: torch.nn.Module) -> bool:
+    """Whether it holds nothing but one or two parameters of one shape, as a norm does."""
+    shapes = {parameter.shape for parameter in parameters_of(module).values()}
+    return (
+        len(shapes) == 1
+        and len(parameters_of(module)) <= 2
+        and not module._modules
+        and not module._buffers
+        and not isinstance(module, Norm)
+        and not _is_torchs(module)
+    )
+
+
+def _is_torchs(module: torch.nn.Module) -> bool:
+    """Whether it is one of torch.nn's modules other than LayerNorm and RMSNorm."""
+    return type(module).__module__.startswith("torch.nn.")
+
+
+class _OwnNames(Norm):
+    """A norm whose weight and bias are registered by other names, as the replaced module's were."""
+
+    _own_names: Mapping[str, str] = {}
+
+    def _held(self, name: str) -> torch.Tensor | None:
+        return self._parameters.get(self._own_names.get(name, name))
+
+    def __getattr__(self, name: str) -> Any:
+        return super().__getattr__(self._own_names.get(name, name))
+
+
+class RenamedLayerNorm(_OwnNames, LayerNorm):
+    """A LayerNorm whose parameters keep names such as gamma and beta."""
+
+
+class RenamedRMSNorm(_OwnNames, RMSNorm):
+    """An RMSNorm whose weight keeps a name such as scale."""
 
 
 # Known by package and class. Most of them run only on CUDA, and cannot be probed on a CPU.
@@ -172,7 +215,8 @@ def _replace(module: torch.nn.Module, keep_rounding: bool) -> tuple[torch.nn.Mod
         return None, obstacle
     kind = type(module)
     package = kind.__module__.partition(".")[0]
-    eps, rounds = eps_of(module)[0], False
+    eps, rounds = (eps_of(module) or [None])[0], False
+    own_names = {name: name for name in parameters_of(module)}
     if kind in (torch.nn.LayerNorm, torch.nn.RMSNorm):
         formula, remark = Formula(kind is torch.nn.LayerNorm, False, eps), ""
     elif kind.__qualname__ in _KNOWN.get(package, ()):
@@ -182,25 +226,30 @@ def _replace(module: torch.nn.Module, keep_rounding: bool) -> tuple[torch.nn.Mod
         remark = "y was of the weight's dtype, now of the input's" if casts else ""
     else:
         try:
-            formula, rounds, remark = probe(module, _shape(module), keep_rounding)
+            found, reason = probe(module, _shape(module), keep_rounding)
         except Exception as error:  # any forward may raise anything
             first_line = str(error).partition("\n")[0]
             reason = f"its forward raised {type(error).__name__} on the CPU: {first_line}"
             return None, reason
-        if formula is None:
-            return None, remark
+        if found is None:
+            return None, reason
+        formula, own_names, rounds, remark = found
     extras = {"zero_centered_gamma": formula.zero_centered, "round_x_hat": rounds}
     if package == "transformer_engine":
         extras["sm_margin"] = _margins_of(module)
         extras["sequence_parallel"] = getattr(module, "sequence_parallel", None)
     if package == "apex":
         extras["memory_efficient"] = getattr(module, "memory_efficient", False)
-    parameters = parameters_of(module)
-    affine = {"elementwise_affine": "weight" in parameters}
+    affine = {"elementwise_affine": "weight" in own_names}
     if formula.centered:
-        affine["bias"] = "bias" in parameters
+        affine["bias"] = "bias" in own_names
     norm_class = LayerNorm if formula.centered else RMSNorm
+    if any(name != own for name, own in own_names.items()):
+        norm_class = RenamedLayerNorm if formula.centered else RenamedRMSNorm
     replacement = norm_class(_shape(module), formula.eps, device="meta", **affine, **extras)
+    if isinstance(replacement, _OwnNames):
+        replacement._parameters.clear()
+        replacement._own_names = own_names
     _hand_over(module, replacement)
     return replacement, remark
 
@@ -222,10 +271,9 @@ def _margins_of(module: torch.nn.Module) -> int | dict[str, int]:
 
 def _shape(module: torch.nn.Module) -> tuple[int, ...]:
     """The shape it normalises over; () where it is unknown."""
-    weight = module._parameters.get("weight")
-    if weight is None:
-        return extents_of(getattr(module, "normalized_shape", None) or ())
-    return extents_of(weight.shape)
+    for parameter in parameters_of(module).values():
+        return extents_of(parameter.shape)
+    return extents_of(getattr(module, "normalized_shape", None) or ())
 
 
 def _obstacle(module: torch.nn.Module) -> str:
@@ -244,7 +292,7 @@ def _obstacle(module: torch.nn.Module) -> str:
         return "TransformerEngine fuses it with what follows"
     parameters = parameters_of(module)
     held = {*parameters, *module._buffers, *module._modules}
-    if held not in ({"weight", "bias"}, {"weight"}, set()):
+    if len(parameters) > 2 or len(held) > len(parameters):
         return f"it holds {', '.join(sorted(held))}; expected a weight and perhaps a bias"
     for name, parameter in parameters.items():
         if type(parameter) is not torch.nn.Parameter:
@@ -253,7 +301,8 @@ def _obstacle(module: torch.nn.Module) -> str:
     shape = _shape(module)
     if not shape or not math.prod(shape):
         return "nothing says what it normalises over: its weight is absent or empty"
-    if any(tuple(parameter.shape) != shape for parameter in parameters.values()):
-        bias_shape = tuple(parameters["bias"].shape)
-        return f"its weight has shape {shape}, its bias {bias_shape}; expected one shape"
-    return "" if eps_of(module) else "it has no eps"
+    shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
+    if len({*shapes.values()}) > 1:
+        each = ", its ".join(f"{name} has shape {shape}" for name, shape in shapes.items())
+        return f"its {each}; expected one shape"
+    return ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 
 import numpy as np
 import pytest
@@ -63,6 +64,49 @@ class InBfloat16(LlamaRMSNorm):
         return self.weight * self.normalized(x)
 
 
+class AnotherEps(LlamaRMSNorm):
+    """Its eps is not the number in its attribute."""
+
+    def normalized(self, x: torch.Tensor) -> torch.Tensor:
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-5)
+
+
+class WithGamma(torch.nn.Module):
+    """Parameters of other names, in another order, and an eps in the code."""
+
+    eps_in_code = 1e-12
+
+    def __init__(self, num_cols: int) -> None:
+        super().__init__()
+        self.beta = torch.nn.Parameter(torch.zeros(num_cols))
+        self.gamma = torch.nn.Parameter(torch.ones(num_cols))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        variance, mean = torch.var_mean(x, -1, keepdim=True, correction=0)
+        x_hat = (x - mean) / torch.sqrt(variance + type(self).eps_in_code)
+        return self.gamma * x_hat + self.beta
+
+
+class WithGammaAndLargeEps(WithGamma):
+    eps_in_code = 0.1
+
+
+class WithGammaAndNoEps(WithGamma):
+    eps_in_code = 0.0
+
+
+class Scaled(torch.nn.Module):
+    """An RMSNorm by neither name nor attribute."""
+
+    def __init__(self, *shape: int) -> None:
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.zeros(shape))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        dims = tuple(range(-self.scale.ndim, 0))
+        return (1 + self.scale) * x * torch.rsqrt(x.square().mean(dims, True) + 2.0**-23)
+
+
 class ClipLayerNorm(torch.nn.LayerNorm):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return super().forward(x.float()).type(x.dtype)
@@ -112,6 +156,12 @@ RECOGNISED = {
     ),
     "Clip": (lambda: ClipLayerNorm(64), "LayerNorm", False, ""),
     "a subclass that only initialises": (lambda: InitialisedLayerNorm(64), "LayerNorm", False, ""),
+    "another eps": (
+        lambda: AnotherEps(64),
+        "RMSNorm",
+        False,
+        f"eps=1e-05, measured; {TWICE}; {WIDENED}",
+    ),
     "one column": (lambda: LlamaRMSNorm(1), "RMSNorm", False, WIDENED),
     "wide": (lambda: GemmaRMSNorm(16384, 1e-5), "RMSNorm", True, ""),
 }
@@ -153,6 +203,50 @@ def test_a_known_norm_is_swapped(what):
     torch.testing.assert_close(model(x), expected, rtol=0, atol=allowed)
     report.undo()
     assert model[0] is module and torch.equal(model(x), expected)
+
+
+RENAMED = {
+    "gamma and beta": (lambda: WithGamma(64), "RenamedLayerNorm", 1e-12, False),
+    "a large eps": (lambda: WithGammaAndLargeEps(768), "RenamedLayerNorm", 0.1, False),
+    "eps of 0": (lambda: WithGammaAndNoEps(64), "RenamedLayerNorm", 0.0, False),
+    "scale": (lambda: Scaled(1000), "RenamedRMSNorm", 2.0**-23, True),
+    "scale of two dimensions": (lambda: Scaled(4, 32), "RenamedRMSNorm", 2.0**-23, True),
+}
+
+
+@pytest.mark.parametrize("what", RENAMED)
+def test_parameters_of_other_names_keep_them(what):
+    make, kind, eps, zero_centered = RENAMED[what]
+    module = make()
+    with torch.no_grad():
+        for each in module.parameters():
+            each.normal_(generator=torch.Generator().manual_seed(1))
+    shape = next(module.parameters()).shape
+    model = torch.nn.Sequential(module)
+    before, names = list(model.parameters()), list(model.state_dict())
+    x = random_input(9, *shape).requires_grad_()
+    expected = model(x)
+    dy = torch.randn_like(expected)
+    expected_gradients = torch.autograd.grad(expected, [x, *before], dy)
+    report = cupynorm.swap_norms(model)
+    (swap,) = report.swapped
+    assert swap.now == f"cupynorm.{kind}" and swap.remark.startswith(f"eps={eps}, measured; ")
+    assert model[0].eps == eps and model[0].zero_centered_gamma is zero_centered
+    assert isinstance(model[0], cupynorm.LayerNorm | cupynorm.RMSNorm)
+    assert list(model.state_dict()) == names
+    assert all(now is then for now, then in zip(model.parameters(), before))
+    assert model[0].weight is before[-1] and (len(before) == 1 or model[0].bias is before[0])
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    for call in (model, compiled, pickle.loads(pickle.dumps(model))):
+        y = call(x)
+        torch.testing.assert_close(y, expected, rtol=1e-5, atol=1e-5)
+    gradients = torch.autograd.grad(compiled(x), [x, *before], dy)
+    for one, other in zip(gradients, expected_gradients):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+    model.load_state_dict({name: torch.ones(shape) for name in names})
+    assert torch.equal(before[-1], torch.ones(shape))
+    report.undo()
+    assert model[0] is module and all(now is then for now, then in zip(model.parameters(), before))
 
 
 @pytest.mark.parametrize("what", ["Llama", "T5", "Gemma", "in bfloat16", "torch.nn.RMSNorm"])
@@ -322,9 +416,15 @@ class EpsOutside(LlamaRMSNorm):
         return x / (x.pow(2).mean(-1, keepdim=True).sqrt() + self.variance_epsilon)
 
 
-class AnotherEps(LlamaRMSNorm):
-    def normalized(self, x: torch.Tensor) -> torch.Tensor:
-        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-5)
+class Normalize(torch.nn.Module):
+    """Divides by the larger of the length and 1e-12: no norm with an eps."""
+
+    def __init__(self, num_cols: int) -> None:
+        super().__init__()
+        self.g = torch.nn.Parameter(torch.ones(num_cols))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.normalize(x, dim=-1) * len(self.g) ** 0.5 * self.g
 
 
 class Unbiased(LlamaRMSNorm):
@@ -405,7 +505,7 @@ LEFT = {
         "it holds scale, weight; expected a weight and perhaps a bias",
     ),
     "eps outside": (lambda: EpsOutside(64), NEITHER),
-    "another eps": (lambda: AnotherEps(64), NEITHER),
+    "length": (lambda: Normalize(64), NEITHER),
     "num_cols - 1": (lambda: Unbiased(4096), NEITHER),
     "dropout": (lambda: DroppingRMSNorm(64).eval(), NEITHER),
     "no norm": (lambda: ScaleOnly(64), NEITHER),
@@ -415,9 +515,9 @@ LEFT = {
     ),
     "no tensor": (lambda: NoTensor(64), "its forward raised AttributeError on the CPU: "),
     "raises": (lambda: Raising(64), "its forward raised RuntimeError on the CPU: Triton kernels"),
-    "no eps": (
+    "no parameters": (
         lambda: with_(foreign("OlmoLayerNorm", "olmo"), normalized_shape=(64,)),
-        "it has no eps",
+        "its forward raised AssertionError on the CPU: only CUDA",
     ),
     "no weight": (
         lambda: with_(foreign("L2RMSNorm", "other"), eps=0.1),
@@ -426,7 +526,7 @@ LEFT = {
     "empty weight": (lambda: torch.nn.LayerNorm(0), "nothing says what it normalises over"),
     "other shapes": (
         lambda: with_(torch.nn.LayerNorm(64), bias=parameter(1)),
-        "its weight has shape (64,), its bias (1,)",
+        "its weight has shape (64,), its bias has shape (1,)",
     ),
     "other parameter": (
         lambda: with_(torch.nn.RMSNorm(64), weight=OtherParameter(torch.ones(64))),
