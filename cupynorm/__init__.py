@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:  # The names of _NAMES, for pyright, mypy and editors.
     from .check.gradient_check import check as check
     from .check.results import CheckResult as CheckResult
+    from .explore.trace import Trace as Trace
+    from .explore.trace import trace as trace
     from .gpu.nvrtc import MissingLibraryError as MissingLibraryError
     from .linear.api import layer_norm_linear as layer_norm_linear
     from .linear.api import layer_norm_linear_backward as layer_norm_linear_backward
@@ -87,6 +89,8 @@ _NAMES = {
     "use_tiles": "norm.tiles",
     "check": "check.gradient_check",
     "CheckResult": "check.results",
+    "trace": "explore.trace",
+    "Trace": "explore.trace",
     "MissingLibraryError": "gpu.nvrtc",
     "LayerNorm": "nn.modules",
     "RMSNorm": "nn.modules",

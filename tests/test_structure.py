@@ -126,6 +126,7 @@ def test_import_takes_less_than_50_milliseconds_beyond_numpy():
 WINGS = (
     "dtypes",
     "arguments",
+    "table",
     "plan",
     "gpu",
     "norm",

@@ -474,6 +474,8 @@ Block* block_at(const void* pointer, size_t num_bytes) {
   return nullptr;
 }
 
+#include "cuda_on_cpu_trace.h"
+
 // ------------------------------------------------------------------------ mbarriers and copies
 
 Word mark_of(const unsigned char* address) {
@@ -523,6 +525,7 @@ void arrive(unsigned long long* address, unsigned num_bytes) {
                 text(" arrives at the mbarrier at byte %u of shared memory, which %u have "
                      "already reached in this phase: its whole count.",
                      barrier.offset, barrier.expected));
+  trace::step(trace::Kind::arrive, trace::What::mbarrier, barrier.offset);
   --barrier.missing;
   barrier.missing_bytes += num_bytes;
   complete_if_due(*block, barrier);
@@ -636,8 +639,13 @@ void give_way() {
 }
 
 void wait_in(State state) {
+  const auto what = state == State::cluster_barrier ? trace::What::cluster
+                    : state == State::mbarrier      ? trace::What::mbarrier
+                                                    : trace::What::bulk_groups;
   launch.current->state = state;
+  trace::step(trace::Kind::wait, what);
   give_way();
+  trace::step(trace::Kind::go_on, what);
 }
 
 void arrive_at_cluster_barrier() {
@@ -673,6 +681,7 @@ void end_thread() {
   memcpy(&mark, thread.context.bottom, sizeof mark);
   if (mark != stack_mark)
     fail(name_of(thread) + text(" used more than its %zu bytes of stack.", stack_size));
+  trace::step(trace::Kind::finish, trace::What::none);
   thread.state = State::exited;
   --launch.num_alive;
   if (!(thread.arrived && thread.arrived_phase == launch.cluster_phase))
@@ -759,7 +768,9 @@ unsigned long long warp_call(WarpCall call, unsigned mask, unsigned long long wo
     warp.in_warp_call &= ~mask;
     make_ready(warp, mask);
   }
+  trace::step(trace::Kind::wait, trace::What::warp, mask, static_cast<unsigned char>(call));
   give_way();
+  trace::step(trace::Kind::go_on, trace::What::warp, mask, static_cast<unsigned char>(call));
   return thread.word;
 }
 
@@ -777,7 +788,9 @@ void block_barrier() {
       block.warps[warp].at_block_barrier = 0;
     }
   }
+  trace::step(trace::Kind::wait, trace::What::block);
   give_way();
+  trace::step(trace::Kind::go_on, trace::What::block);
 }
 
 void yield() {
@@ -807,6 +820,7 @@ void cluster_arrive() {
     fail(name_of(thread) + " arrives twice at the barrier of the cluster without waiting between.");
   thread.arrived = true;
   thread.arrived_phase = launch.cluster_phase;
+  trace::step(trace::Kind::arrive, trace::What::cluster);
   arrive_at_cluster_barrier();
   yield();
 }
@@ -889,6 +903,8 @@ void bulk_load(void* smem, const void* global, unsigned bytes, unsigned long lon
   Block* block = block_at(smem, bytes);
   if (block != barriers_block)
     fail(name_of(*launch.current) + " calls bulk_load into one block with an mbarrier of another.");
+  trace::access(trace::Kind::bulk_load, global, bytes, __builtin_return_address(0));
+  trace::access(trace::Kind::bulk_load, smem, bytes, __builtin_return_address(0));
   memset(smem, 0xff,
          bytes);  // from here until the wait, nobody may count on the old values or on the new ones
   launch.copies.push_back({true, static_cast<unsigned char*>(smem),
@@ -902,6 +918,7 @@ void cluster_send(float* own_address, float value, unsigned long long* own_barri
   Block* block;
   const Mbarrier* barrier =
       find_mbarrier(block, static_cast<unsigned long long*>(cluster_map(own_barrier, rank)));
+  trace::access(trace::Kind::send, at, sizeof value, __builtin_return_address(0));
   std::unique_ptr<unsigned char[]> sent(new unsigned char[sizeof value]);
   memcpy(sent.get(), &value, sizeof value);
   launch.copies.push_back({true, at, nullptr, sizeof value, block,
@@ -915,6 +932,8 @@ void bulk_store(void* global, const void* smem, unsigned bytes) {
   Thread& thread = *launch.current;
   if (block_at(smem, bytes) != thread.block)
     fail(name_of(thread) + " calls bulk_store from another block's memory.");
+  trace::access(trace::Kind::bulk_store, smem, bytes, __builtin_return_address(0));
+  trace::access(trace::Kind::bulk_store, global, bytes, __builtin_return_address(0));
   thread.last_group = thread.num_groups;
   launch.copies.push_back({false, static_cast<unsigned char*>(const_cast<void*>(smem)),
                            static_cast<unsigned char*>(global), bytes, thread.block, 0, &thread,
@@ -1069,6 +1088,10 @@ extern "C" __attribute__((visibility("default"))) int on_cpu_launch(
   launch.current = nullptr;
   launch.failed = false;
   launch.message.clear();
+#ifdef CUPYNORM_TRACE
+  trace::events.clear();
+  trace::is_full = false;
+#endif
   threadIdx = blockIdx = {0, 0, 0};
   blockDim = {block_size, 1, 1};
   gridDim = {grid_size, 1, 1};
@@ -1088,3 +1111,44 @@ extern "C" __attribute__((visibility("default"))) int on_cpu_launch(
   snprintf(message, message_size, "%s", fault.c_str());
   return fault.empty() ? 0 : 1;
 }
+
+#ifdef CUPYNORM_TRACE
+
+// What the last launch recorded; null if that was too much.
+extern "C" __attribute__((visibility("default"))) const void* on_cpu_trace(
+    unsigned long long* num_events) {
+  *num_events = trace::events.size();
+  return trace::is_full ? nullptr : trace::events.data();
+}
+
+// What -fsanitize=thread calls before each access. One of an unusual size, or of unknown alignment,
+// has a function of its own.
+#define ACCESS(name, kind, num_bytes)                                                   \
+  extern "C" __attribute__((visibility("default"))) void __tsan_##name(void* address) { \
+    trace::access(trace::Kind::kind, address, num_bytes, __builtin_return_address(0));  \
+  }
+#define ACCESSES(num_bytes)                          \
+  ACCESS(read##num_bytes, read, num_bytes)           \
+  ACCESS(write##num_bytes, write, num_bytes)         \
+  ACCESS(unaligned_read##num_bytes, read, num_bytes) \
+  ACCESS(unaligned_write##num_bytes, write, num_bytes)
+ACCESSES(1)
+ACCESSES(2)
+ACCESSES(4)
+ACCESSES(8)
+ACCESSES(16)
+#undef ACCESSES
+#undef ACCESS
+extern "C" __attribute__((visibility("default"))) void __tsan_read_range(void* address,
+                                                                         unsigned long num_bytes) {
+  trace::access(trace::Kind::read, address, num_bytes, __builtin_return_address(0));
+}
+extern "C" __attribute__((visibility("default"))) void __tsan_write_range(void* address,
+                                                                          unsigned long num_bytes) {
+  trace::access(trace::Kind::write, address, num_bytes, __builtin_return_address(0));
+}
+extern "C" __attribute__((visibility("default"))) void __tsan_func_entry(void*) {}
+extern "C" __attribute__((visibility("default"))) void __tsan_func_exit() {}
+extern "C" __attribute__((visibility("default"))) void __tsan_init() {}
+
+#endif

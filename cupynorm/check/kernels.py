@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any
 
@@ -22,7 +22,8 @@ class CpuMachine:
     """Runs the kernels on the CPU, planned for `device`. Arrays are NumPy's, in storage dtypes.
 
     seed: of the order in which threads run. sanitize: as for gpu.on_cpu.kernel.
-    Arrays that are allocated hold NaN.
+    Arrays that are allocated hold NaN. launch() gets the addresses of tensors by name too, for
+    machines that record them.
     """
 
     def __init__(
@@ -44,7 +45,9 @@ class CpuMachine:
     def get(self, array: np.ndarray) -> np.ndarray:
         return array
 
-    def launch(self, kernel_launch: Launch, words: tuple) -> None:
+    def launch(
+        self, kernel_launch: Launch, words: tuple, addresses: Mapping[str, int] | None = None
+    ) -> None:
         instance = cpu_kernel(kernel_launch.kernel, self.sanitize)
         instance.launch(
             kernel_launch.grid_size,
@@ -86,7 +89,9 @@ class GpuCheckMachine:
     def get(self, array: Any) -> np.ndarray:
         return array.get()
 
-    def launch(self, kernel_launch: Launch, words: tuple) -> None:
+    def launch(
+        self, kernel_launch: Launch, words: tuple, addresses: Mapping[str, int] | None = None
+    ) -> None:
         cupy = nvrtc.cupy()
         with cupy.cuda.Device(self.device_index):
             stream = cupy.cuda.get_current_stream().ptr

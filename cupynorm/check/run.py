@@ -92,7 +92,7 @@ class _Tensors:
             compute = call.plan.problem.compute
             addresses["partials"] = self.scratch(call.partials_shape, compute)
         for planned, words in zip(call.launches, call.fill(addresses, seed)):
-            self.where.launch(planned, words)
+            self.where.launch(planned, words, addresses)
 
 
 class _GuardedTensors(_Tensors):

@@ -19,6 +19,7 @@ import threading
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import NamedTuple
 
 # -ffp-contract=off: results are the same bits on all machines, with or without an fma instruction.
 # Kernels that need an fma call fmaf.
@@ -32,7 +33,25 @@ _SANITIZERS = {
     "address": ["-fsanitize=address", "-fno-omit-frame-pointer", "-g1"],
     "undefined": ["-fsanitize=undefined", "-fno-sanitize-recover=all", "-fno-sanitize=vptr", "-g1"],
 }
+# For traced kernels (cuda_on_cpu_trace.h): the compiler calls the trace before each access, and
+# keeps the accesses of 16 bytes whole. -g names the lines.
+_TRACE_FLAGS = ["-fsanitize=thread", "-fno-tree-sra", "-g"]
 _MESSAGE_SIZE = 4096
+EVENT_BYTES = 40  # of a trace::Event
+
+
+class _Instruments(NamedTuple):
+    """What is compiled into kernels and runtime besides themselves."""
+
+    sanitize: tuple[str, ...] = ()
+    traced: bool = False
+
+    def of_kernel(self) -> list[str]:
+        return [*_sanitizer_flags(self.sanitize), *(_TRACE_FLAGS if self.traced else ())]
+
+    def of_runtime(self) -> list[str]:
+        return [*_sanitizer_flags(self.sanitize), *(["-DCUPYNORM_TRACE"] if self.traced else ())]
+
 
 _kernels: dict[str, "CpuKernel"] = {}
 _kernels_lock = threading.Lock()
@@ -51,6 +70,7 @@ class CpuKernel:
 
     def __init__(self, name_expression: str, path: Path):
         self.name_expression = name_expression
+        self.path = path
         self._library = ctypes.CDLL(str(path))
         self._kernel = ctypes.addressof(ctypes.c_char.in_dll(self._library, "on_cpu_kernel"))
         # The runtime defines this function, and the library depends on the runtime.
@@ -94,20 +114,46 @@ class CpuKernel:
                 f"{self.name_expression} (seed {seed}): {message.value.decode(errors='replace')}"
             )
 
+    def take_trace(self) -> bytes:
+        """What the last launch of a traced kernel recorded: trace::Events as bytes.
+
+        Raises OnCpuError where that was too much.
+        """
+        self._library.on_cpu_trace.restype = ctypes.c_void_p
+        num_events = ctypes.c_ulonglong()
+        events = self._library.on_cpu_trace(ctypes.byref(num_events))
+        if events is None and num_events.value:
+            raise OnCpuError(
+                f"{self.name_expression} made more than {num_events.value:,} accesses and waits: "
+                "trace fewer rows."
+            )
+        return ctypes.string_at(events, num_events.value * EVENT_BYTES) if events else b""
+
+    def first_address(self) -> int:
+        """Where the library is loaded, which its debug information counts from."""
+        maps = Path("/proc/self/maps").read_text(encoding="utf-8").splitlines()
+        return min(int(line.split("-")[0], 16) for line in maps if line.endswith(str(self.path)))
+
 
 def kernel(
-    source: str, name_expression: str, *, sanitize: tuple[str, ...] = (), folder: Path | None = None
+    source: str,
+    name_expression: str,
+    *,
+    sanitize: tuple[str, ...] = (),
+    folder: Path | None = None,
+    traced: bool = False,
 ) -> CpuKernel:
     """Compiles and loads one instance of a kernel template.
 
     source: a file of `folder`, for example "forward_warp.cu". folder: None: the installed sources.
     sanitize: "address", "undefined" or both. A process that runs such kernels must be started with
         `sanitized_environment()`. It ends with the sanitizer's report when an error is found.
+    traced: every launch is recorded for CpuKernel.take_trace().
 
     Raises OnCpuError if the kernel does not compile, NoCompilerError without a C++20 compiler.
     """
     _check_sanitizers(sanitize)
-    return _load(*_compile(source, name_expression, sanitize, folder))
+    return _load(*_compile(source, name_expression, _Instruments(sanitize, traced), folder))
 
 
 def compile_many(
@@ -120,9 +166,11 @@ def compile_many(
     _check_sanitizers(sanitize)
     instances = list(instances)
     folder = Path(folder or _cuda_src()).resolve()
-    _runtime(folder, sanitize)  # compiled once, before the threads need it
+    instruments = _Instruments(sanitize)
+    _runtime(folder, instruments)  # compiled once, before the threads need it
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        compiled = list(pool.map(lambda instance: _compile(*instance, sanitize, folder), instances))
+        compile_one = lambda instance: _compile(*instance, instruments, folder)  # noqa: E731
+        compiled = list(pool.map(compile_one, instances))
     return [_load(*each) for each in compiled]
 
 
@@ -215,13 +263,13 @@ def _run(command: list[str] | tuple[str, ...], text: str = "") -> subprocess.Com
 
 
 def _compile(
-    source: str, name_expression: str, sanitize: tuple[str, ...], folder: Path | None
+    source: str, name_expression: str, instruments: _Instruments, folder: Path | None
 ) -> tuple[str, Path]:
     folder = Path(folder or _cuda_src()).resolve()
     if not (folder / source).is_file():
         raise OnCpuError(f"There is no {source} in {folder}.")
-    runtime = _runtime(folder, sanitize)
-    flags = [*_FLAGS, *_sanitizer_flags(sanitize), f"-I{_headers(folder)}", f"-I{folder}"]
+    runtime = _runtime(folder, instruments)
+    flags = [*_FLAGS, *instruments.of_kernel(), f"-I{_headers(folder)}", f"-I{folder}"]
     text = (
         f'#include "cuda_on_cpu.h"\n#include "{source}"\n'
         'extern "C" const on_cpu::Kernel on_cpu_kernel = '
@@ -237,10 +285,10 @@ def _compile(
     return name_expression, path
 
 
-def _runtime(folder: Path, sanitize: tuple[str, ...]) -> Path:
+def _runtime(folder: Path, instruments: _Instruments) -> Path:
     """Compiles the scheduler as a separate library, once, because that takes long."""
     headers = _headers(folder)
-    flags = [*_RUNTIME_FLAGS, *_sanitizer_flags(sanitize), f"-I{headers}"]
+    flags = [*_RUNTIME_FLAGS, *instruments.of_runtime(), f"-I{headers}"]
     cache = _cache_folder()
     key = _digest(_digest_of_files(headers), str(cache), *flags)
     path = cache / f"runtime-{key}.so"
@@ -279,9 +327,16 @@ def _build(text: str, path: Path, flags: list[str], name: str) -> None:
         made = os.path.join(building, path.name)
         before = [flag for flag in flags if not flag.endswith(".so")]
         libraries = [flag for flag in flags if flag.endswith(".so")]
-        result = _run(
-            [*command, *before, "-x", "c++", "-", "-x", "none", *libraries, "-o", made], text
-        )
+        if _TRACE_FLAGS[0] in before:
+            # Two commands, because a linker that sees this flag adds the sanitizer's own library.
+            compiled = f"{made}.o"
+            before.remove("-shared")
+            result = _run([*command, *before, "-c", "-x", "c++", "-", "-o", compiled], text)
+            if result.returncode == 0:
+                result = _run([*command, "-shared", compiled, *libraries, "-o", made])
+        else:
+            inputs = ["-x", "c++", "-", "-x", "none", *libraries]
+            result = _run([*command, *before, *inputs, "-o", made], text)
         if result.returncode != 0:
             raise OnCpuError(f"{name} does not compile with {command[0]}:\n{result.stderr.strip()}")
         os.replace(made, path)

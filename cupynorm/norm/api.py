@@ -147,10 +147,10 @@ def layer_norm(
     (y, y1, sum) with weight1 or bias1. A CuPy array or DLPack exporter gives a CuPy array. A CUDA
     tensor gives a torch tensor, differentiable in input, weight, bias and residual. NumPy arrays
     and CPU tensors are computed by the float64 reference and rounded once, ten to a hundred times
-    slower than torch's norm (differentiable for torch). torch.compile, torch.func, forward mode and second derivatives work; with any of
-    residual_dtype, row_scale, dropout_p, weight1, bias1, round_x_hat and memory_efficient,
-    torch.compile alone works. Under CUDA's torch.autocast y is float32 unless out_dtype says
-    otherwise, as torch's is.
+    slower than torch's norm (differentiable for torch). torch.compile, torch.func, forward mode and
+    second derivatives work; with any of residual_dtype, row_scale, dropout_p, weight1, bias1,
+    round_x_hat and memory_efficient, torch.compile alone works. Under CUDA's torch.autocast y is
+    float32 unless out_dtype says otherwise, as torch's is.
 
     Arithmetic is in float32 (float64 for a float64 input or sum) with one rounding at the end.
     Other operands are converted to that when they are read, also a float64 weight beside a 16-bit

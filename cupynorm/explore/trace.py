@@ -1,0 +1,175 @@
+"""trace(): what every thread of a kernel reads, writes and waits for, recorded on the CPU."""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import numpy as np
+
+from ..check.cases import NORMS, Case
+from ..dtypes import DTYPES
+from ..norm.plans import plan
+from ..plan.devices import DEVICES, Device
+from ..plan.problem import Tile
+from ..table import as_html, as_text
+from . import pictures
+from .recording import BULK, KINDS, Recording, record
+from .requests import Site, requests_of, sectors_of, sites_of, turns_of
+from .svg import Picture
+
+_WRITES = [KINDS.index(kind) for kind in ("write", "bulk_store", "send")]
+
+
+class Requests(NamedTuple):
+    """Requests of one place: how many, and their sums.
+
+    tensor: of global memory, or "shared memory". is_write: whether they write.
+    num_bytes: that lanes asked for. num_sectors: of 32 bytes that were moved (global memory).
+    num_turns: how often the banks were needed (shared memory; 1 a request is the least).
+    least: the sectors, or turns, that so many bytes need at least.
+    """
+
+    launch: int
+    site: Site
+    tensor: str
+    is_write: bool
+    num_requests: int
+    num_bytes: int
+    num_sectors: int
+    num_turns: int
+    least: int
+
+
+class Trace(Recording):
+    """What trace() recorded. Prints as a table; in Jupyter also as pictures.
+
+    plan: of the call. tensors: by name. launches: their kernels, in order.
+    """
+
+    @functools.cached_property
+    def bytes(self) -> dict[str, tuple[int, int]]:
+        """By tensor: bytes that threads asked for, and different bytes of each launch."""
+        totals: dict[str, tuple[int, int]] = {}
+        for launch in range(len(self._recorded)):
+            accesses = self.accesses(launch)
+            for index, (name, address, array) in enumerate(self.tensors.values()):
+                own = accesses[accesses["tensor"] == index]
+                if len(own):
+                    touched = np.zeros(array.nbytes + 1, np.int64)
+                    first = (own["address"] - np.uint64(address)).astype(np.int64)
+                    np.add.at(touched, first, 1)
+                    # A copy of whole 16 bytes may end behind the tensor.
+                    np.add.at(touched, np.minimum(first + own["num_bytes"], array.nbytes), -1)
+                    different = int((np.cumsum(touched) > 0).sum())
+                    before = totals.get(name, (0, 0))
+                    asked = before[0] + int(own["num_bytes"].sum())
+                    totals[name] = asked, before[1] + different
+        return totals
+
+    @functools.cached_property
+    def requests(self) -> list[Requests]:
+        """By place in the code: what warps asked of global and of shared memory."""
+        found = []
+        for launch, recorded in enumerate(self._recorded):
+            accesses = self.accesses(launch)
+            names = [*self.tensors, "shared memory"]
+            request = requests_of(accesses)
+            keys = np.stack([accesses["site"], accesses["tensor"] % len(names)], axis=1)
+            places, place = np.unique(keys, axis=0, return_inverse=True)
+            sites = sites_of(recorded.kernel, places[:, 0])
+            place = place.reshape(-1)
+            for index, (_, tensor) in enumerate(places):
+                own = place == index
+                part = accesses[own]
+                is_shared = int(tensor) == len(names) - 1
+                count = turns_of if is_shared else sectors_of
+                moved, least = count(part, request[own])
+                found.append(
+                    Requests(
+                        launch,
+                        sites[index],
+                        names[int(tensor)],
+                        bool(np.isin(part["kind"][0], _WRITES))
+                        or (is_shared and part["kind"][0] == BULK[0]),
+                        len(np.unique(request[own])),
+                        int(part["num_bytes"].sum()),
+                        0 if is_shared else moved,
+                        moved if is_shared else 0,
+                        least,
+                    )
+                )
+        return sorted(found, key=lambda each: (each.launch, each.tensor, str(each.site)))
+
+    def __str__(self) -> str:
+        rows = [("tensor", "bytes asked for", "different bytes", "asked / different")]
+        for name, (asked, different) in self.bytes.items():
+            rows.append((name, f"{asked:,}", f"{different:,}", f"{asked / different:.2f}"))
+        return f"{as_text(rows)}\n\n{as_text(self._request_rows())}"
+
+    def _request_rows(self) -> list[tuple[str, ...]]:
+        """The requests of one line of the kernel together."""
+        sums: dict[tuple[str, ...], np.ndarray] = {}
+        for each in self.requests:
+            kernel = self.launches[each.launch].kernel.source
+            way = "write" if each.is_write else "read"
+            key = (kernel, each.site.of_kernel, each.tensor, way)
+            moved = each.num_sectors or each.num_turns
+            counts = np.array([each.num_requests, each.num_bytes, moved, each.least])
+            sums[key] = sums.get(key, 0) + counts
+        rows = [("line", "memory", "", "requests", "bytes", "sectors or turns", "least")]
+        rows += [(*key[1:], *(f"{number:,}" for number in counts)) for key, counts in sums.items()]
+        return rows
+
+    def owners(self, tensor: str = "x", launch: int = 0) -> Picture:
+        """A picture of which warp and lane touches which columns of a tensor."""
+        return pictures.owners(self, tensor, launch)
+
+    def lanes(self, tensor: str = "x", launch: int = 0) -> Picture:
+        """A picture of one request of a warp, and of the sectors that serve it."""
+        return pictures.lanes(self, tensor, launch)
+
+    def waits(self, launch: int = 0, block: int = 0) -> Picture:
+        """A picture of what the warps of a block wait for."""
+        return pictures.timeline(self, launch, block)
+
+    def _repr_html_(self) -> str:
+        return f"{self.owners()}<br>{self.waits()}{as_html(self._request_rows())}"
+
+
+def trace(
+    num_cols: int,
+    num_rows: int = 4,
+    dtype: str = "bfloat16",
+    *,
+    norm: str = "layer_norm",
+    direction: str = "forward",
+    device: str | Device = "H200",
+    residual: bool = False,
+    strategy: str | None = None,
+    tile: Tile | None = None,
+    statistics: str | None = None,
+    seed: int = 0,
+) -> Trace:
+    """Runs a kernel on the CPU and records what every thread reads, writes and waits for.
+
+    num_cols, num_rows: the extents of x. A few rows are enough: every access is recorded.
+    dtype: of all tensors. norm, direction, residual, strategy, tile, statistics: as for plan().
+    device: a name of cupynorm.DEVICES or a Device, for which the kernel is chosen.
+    seed: of the values, and of the order in which threads run.
+
+    Returns a Trace. Raises ValueError for unknown names and for a strategy or tile that does not
+    fit, NoCompilerError without a C++ compiler, OnCpuError where too much happened.
+    """
+    if norm not in NORMS:
+        raise ValueError(f"norm is {norm!r}; expected {' or '.join(NORMS)}")
+    chosen = {"strategy": strategy, "tile": tile, "statistics": statistics}
+    options = {"norm": norm, "direction": direction, "residual": residual, **chosen}
+    planned = plan(num_cols, num_rows, dtype, device=device, **options)
+    if dtype not in DTYPES or num_rows < 1 or num_cols < 1:
+        raise ValueError(f"x is {num_rows} x {num_cols}; expected at least one element")
+    in_forward = chosen if direction == "forward" else {"strategy": strategy}
+    case = Case(norm, num_rows, num_cols, dtype, residual=residual, dsum=residual, **in_forward)
+    of = DEVICES[device] if isinstance(device, str) else device
+    _, _, recorder = record(case, of, direction, seed)
+    return Trace(planned, recorder.tensors, recorder.recorded)

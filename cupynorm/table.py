@@ -1,0 +1,34 @@
+"""Tables, as text for terminals and as HTML for notebooks."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Sequence
+
+Rows = Sequence[Sequence[str]]  # the first row has the headings
+
+# Jupyter sets the colours of its theme, light or dark; these follow them.
+_STYLE = "border-collapse: collapse; font-variant-numeric: tabular-nums"
+
+
+def as_text(rows: Rows) -> str:
+    """Columns as wide as their widest cell, two spaces apart. The first row has the headings."""
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    return "\n".join(
+        "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths)).rstrip() for row in rows
+    )
+
+
+def as_html(rows: Rows) -> str:
+    """The same as a table of HTML. Cells that look like numbers are aligned to the right."""
+    heading, *body = rows
+    lines = [f'<table style="{_STYLE}"><thead><tr>']
+    lines += [f"<th style='text-align: left'>{html.escape(cell)}</th>" for cell in heading]
+    lines.append("</tr></thead><tbody>")
+    for row in body:
+        cells = []
+        for cell in row:
+            side = "right" if cell[:1].isdigit() or cell[:1] == "-" else "left"
+            cells.append(f"<td style='text-align: {side}'>{html.escape(cell)}</td>")
+        lines.append(f"<tr>{''.join(cells)}</tr>")
+    return "".join([*lines, "</tbody></table>"])

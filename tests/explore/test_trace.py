@@ -1,0 +1,179 @@
+"""trace(): what is recorded is what the plan says, and what the sources do."""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+import pytest
+
+import cupynorm
+from cupynorm.explore.recording import EVENT
+from cupynorm.explore.requests import requests_of, sectors_of, turns_of
+from cupynorm.explore.trace import Trace
+
+# One for each strategy and path: keywords of trace().
+FORWARD = {
+    "warp": {"num_cols": 1024},
+    "warp, float64": {"num_cols": 65, "dtype": "float64"},
+    "bundle": {"num_cols": 33, "num_rows": 9},
+    "several rows a warp": {"num_cols": 64, "num_rows": 37},
+    "block": {"num_cols": 4096},
+    "block with idle lanes": {"num_cols": 1000, "dtype": "float32"},
+    "smem": {"num_cols": 30001, "dtype": "float32", "num_rows": 2},
+    "cluster": {"num_cols": 16384, "strategy": "cluster"},
+    "residual": {"num_cols": 768, "residual": True},
+    "rms_norm": {"num_cols": 2048, "norm": "rms_norm"},
+}
+BACKWARD = {
+    "warp": {"num_cols": 128, "num_rows": 40},
+    "ring": {"num_cols": 1024},
+    "block": {"num_cols": 1000, "dtype": "float32"},
+    "cluster": {"num_cols": 16384, "strategy": "cluster", "num_rows": 2},
+}
+
+
+def traced(**options) -> Trace:
+    return cupynorm.trace(**options)
+
+
+def different_bytes(trace: Trace) -> int:
+    return sum(different for _, different in trace.bytes.values())
+
+
+@pytest.mark.parametrize("name", FORWARD)
+def test_forward_moves_the_bytes_of_its_plan(name):
+    trace = traced(**FORWARD[name])
+    assert [each.kernel for each in trace.launches] == [each.kernel for each in trace.plan.launches]
+    assert different_bytes(trace) == trace.plan.bytes_moved
+
+
+@pytest.mark.parametrize("name", BACKWARD)
+def test_backward_moves_the_bytes_of_its_plan(name):
+    trace = traced(**BACKWARD[name], direction="backward")
+    assert [each.kernel for each in trace.launches] == [each.kernel for each in trace.plan.launches]
+    # Partial sums are written by one kernel and read by the next.
+    assert different_bytes(trace) == trace.plan.bytes_moved
+
+
+@pytest.mark.parametrize("statistics, passes", [("welford", 2), ("two_pass", 3)])
+def test_uncached_reads_x_in_every_pass(statistics, passes):
+    trace = traced(num_cols=4096, strategy="uncached", statistics=statistics)
+    num_bytes = 4 * 4096 * 2
+    assert trace.bytes["x"] == (passes * num_bytes, num_bytes)
+    again = (passes - 1) * num_bytes
+    assert different_bytes(trace) + again == trace.plan.bytes_moved
+
+
+def test_every_element_is_read_once_by_the_lane_that_owns_it():
+    """Lane t of a warp takes packs t, t + 32, ... of 8 elements."""
+    trace = traced(num_cols=1024, num_rows=4)
+    accesses, x = trace.accesses(), trace.tensors["x"]
+    own = accesses[accesses["tensor"] == list(trace.tensors).index("x")]
+    element = (own["address"] - np.uint64(x.address)).astype(np.int64) // 2
+    row, col = element // 1024, element % 1024
+    assert sorted(element) == list(range(0, 4 * 1024, 8)) and set(own["num_bytes"]) == {16}
+    assert np.array_equal(own["thread"] % 32, col // 8 % 32)
+    tile = trace.plan.tile
+    assert np.array_equal(
+        own["block"] * tile.rows_per_block + own["thread"] // tile.threads_per_row, row
+    )
+
+
+def test_coalesced_requests_need_the_fewest_sectors():
+    trace = traced(num_cols=1024)
+    streams = [each for each in trace.requests if each.tensor in ("x", "y")]
+    assert {each.tensor for each in streams} == {"x", "y"}
+    for each in streams:
+        assert each.num_sectors == each.least == each.num_bytes // 32
+        assert each.num_bytes == 512 * each.num_requests  # 32 lanes of 16 bytes
+
+
+def test_sites_are_lines_of_the_sources():
+    trace = traced(num_cols=1024)
+    (site,) = {each.site for each in trace.requests if each.tensor == "x"}
+    assert site.lines[0].startswith("pack.cuh:")
+    line = int(site.of_kernel.removeprefix("forward_warp.cu:"))
+    source = (cupynorm.gpu.on_cpu._cuda_src() / "forward_warp.cu").read_text().splitlines()
+    assert "values.fetch(problem.load" in source[line - 1]
+
+
+def events(*rows) -> np.ndarray:
+    """Reads of shared memory, or of global memory: (thread, site, address, bytes, space)."""
+    made = np.zeros(len(rows), EVENT)
+    for field, values in zip(("thread", "site", "address", "num_bytes", "space"), zip(*rows)):
+        made[field] = values
+    return made
+
+
+def test_lanes_at_one_place_are_one_request_and_a_loop_makes_new_ones():
+    made = events(*[(lane, 7, 4 * lane, 4, 1) for lane in (0, 1, 31, 32)] * 2)
+    request = requests_of(made)
+    assert request[0] == request[1] == request[2] != request[3]
+    assert len(set(request)) == 4 and set(request[:4]).isdisjoint(request[4:])
+
+
+@pytest.mark.parametrize("stride, turns", [(1, 1), (2, 2), (8, 8), (32, 32), (33, 1), (0, 1)])
+def test_lanes_that_need_one_bank_take_turns(stride, turns):
+    made = events(*[(lane, 7, 4 * stride * lane, 4, 2) for lane in range(32)])
+    assert turns_of(made, requests_of(made))[0] == turns
+
+
+@pytest.mark.parametrize("stride, sectors", [(1, 4), (2, 8), (8, 32), (0, 1)])
+def test_lanes_far_apart_need_more_sectors(stride, sectors):
+    made = events(*[(lane, 7, 4 * stride * lane, 4, 1) for lane in range(32)])
+    moved, least = sectors_of(made, requests_of(made))
+    assert moved == sectors and least == (1 if stride == 0 else 4)
+
+
+def test_the_timeline_has_the_waits_of_the_sources():
+    """A block of one row shares its two sums through shared memory, each behind a barrier."""
+    trace = traced(num_cols=4096, num_rows=1)
+    spans = trace.timeline()
+    num_warps = trace.plan.tile.block_size // 32
+    assert {warp for warp, *_ in spans} == set(range(num_warps))
+    barriers = [span for span in spans if span[1] == "block"]
+    assert len(barriers) % num_warps == 0 and len(barriers) >= 2 * num_warps
+    assert all(first <= last for _, _, first, last in spans)
+    # Nobody leaves a barrier before everybody has come.
+    nth = sorted(barriers)[:: len(barriers) // num_warps]
+    assert max(first for *_, first, _ in nth) <= min(last for *_, last in nth)
+
+
+def test_a_trace_prints_and_draws():
+    trace = traced(num_cols=1024, num_rows=2)
+    text = str(trace)
+    assert re.search(r"^x +4,096 +4,096 +1\.00$", text, re.MULTILINE)
+    assert re.search(r"^forward_warp\.cu:\d+ +x +read +8 +4,096 +128 +128$", text, re.MULTILINE)
+    owners = str(trace.owners())
+    assert owners.count("<rect") == 2 * 1024 // 8
+    assert "columns 8 to 15: block 0, warp 0, lane 1" in owners
+    lanes = str(trace.lanes())
+    assert "32 lanes ask for 512 bytes of x: 16 sectors" in lanes
+    assert "warp 0 waits for" in str(trace.waits())
+    assert trace._repr_html_().count("<svg") == 2
+
+
+def test_a_bundle_is_drawn_as_one_copy_of_several_rows():
+    trace = traced(num_cols=33, num_rows=9)
+    owners = str(trace.owners())
+    assert owners.count("<rect") == 8 and owners.count("columns 0 to 32: one copy") == 8
+    assert "one thread asks for" in str(trace.lanes())
+
+
+def test_another_seed_gives_another_order_of_the_same_accesses():
+    first, second = (traced(num_cols=4096, num_rows=1, seed=seed) for seed in (1, 2))
+    assert first.bytes == second.bytes
+    assert first.timeline() != second.timeline()
+    assert traced(num_cols=4096, num_rows=1, seed=1).timeline() == first.timeline()
+
+
+def test_bad_arguments_are_refused():
+    with pytest.raises(ValueError, match="norm is 'batch_norm'; expected layer_norm or rms_norm"):
+        traced(num_cols=8, norm="batch_norm")
+    with pytest.raises(ValueError, match="direction is 'up'; expected 'forward' or 'backward'"):
+        traced(num_cols=8, direction="up")
+    with pytest.raises(ValueError, match="x is 0 x 8; expected at least one element"):
+        traced(num_cols=8, num_rows=0)
+    with pytest.raises(ValueError, match="dtype is 'int8'"):
+        traced(num_cols=8, dtype="int8")
