@@ -7,8 +7,9 @@ from collections.abc import Sequence
 
 Rows = Sequence[Sequence[str]]  # the first row has the headings
 
-# Jupyter sets the colours of its theme, light or dark; these follow them.
-_STYLE = "border-collapse: collapse; font-variant-numeric: tabular-nums"
+# No colours: those of the page hold, light or dark.
+_STYLE = "border-collapse: collapse; font-variant-numeric: tabular-nums; margin: 8px 0"
+_CELL = "padding: 1px 10px 1px 0; text-align"
 
 
 def as_text(rows: Rows) -> str:
@@ -23,12 +24,12 @@ def as_html(rows: Rows) -> str:
     """The same as a table of HTML. Cells that look like numbers are aligned to the right."""
     heading, *body = rows
     lines = [f'<table style="{_STYLE}"><thead><tr>']
-    lines += [f"<th style='text-align: left'>{html.escape(cell)}</th>" for cell in heading]
+    lines += [f"<th style='{_CELL}: left'>{html.escape(cell)}</th>" for cell in heading]
     lines.append("</tr></thead><tbody>")
     for row in body:
         cells = []
         for cell in row:
             side = "right" if cell[:1].isdigit() or cell[:1] == "-" else "left"
-            cells.append(f"<td style='text-align: {side}'>{html.escape(cell)}</td>")
+            cells.append(f"<td style='{_CELL}: {side}'>{html.escape(cell)}</td>")
         lines.append(f"<tr>{''.join(cells)}</tr>")
     return "".join([*lines, "</tbody></table>"])

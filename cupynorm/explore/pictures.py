@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 
 from .recording import KINDS, Recording
@@ -120,4 +122,40 @@ def timeline(trace: Recording, launch: int = 0, block: int = 0) -> Picture:
         hint = f"warp {warp} waits for {_WAITS.get(what, what)}: steps {first} to {last}"
         color = colors[_WAITS.get(what, "lanes of the warp")]
         picture.rectangle(left, 22 + warp * 14, (width, 10), color, hint)
+    return picture
+
+
+def roofline(device: str, peaks: tuple[float, float], operations_per_byte: float) -> Picture:
+    """The most operations a second that a device can do, by operations for each byte.
+
+    peaks: bytes and operations a second. Both axes are logarithmic.
+    """
+    bandwidth, most = peaks
+    left, top, width, height = 60, 24, 520, 150
+    picture = Picture(_WIDTH, f"roofline of {device}")
+    least_x, most_x = 0.25, 256.0
+    ceiling = math.log10(most) + 0.3
+
+    def at(intensity: float, operations: float) -> tuple[float, float]:
+        x = math.log(intensity / least_x) / math.log(most_x / least_x)
+        floor = math.log10(least_x * bandwidth)
+        y = (math.log10(operations) - floor) / (ceiling - floor)
+        return left + x * width, top + (1 - y) * height
+
+    knee = most / bandwidth
+    roof = [(least_x, least_x * bandwidth), (knee, most), (most_x, most)]
+    picture.text(0, 12, f"{device}: {bandwidth / 1e12:.2f} TB/s and {most / 1e12:.1f} TFLOP/s")
+    picture.line((left, top), (left, top + height))
+    picture.line((left, top + height), (left + width, top + height))
+    picture.curve([at(*point) for point in roof], COLORS[0])
+    for intensity in (0.25, 1, 4, 16, 64, 256):
+        x, _ = at(intensity, most)
+        picture.text(x, top + height + 14, f"{intensity:g}", "middle")
+    picture.text(left + width / 2, top + height + 30, "operations for each byte", "middle")
+    here = at(operations_per_byte, min(most, operations_per_byte * bandwidth))
+    picture.line((here[0], here[1]), (here[0], top + height), COLORS[5])
+    picture.rectangle(here[0] - 4, here[1] - 4, (8, 8), COLORS[5])
+    reached = min(most, operations_per_byte * bandwidth) / 1e12
+    words = f"this kernel: {operations_per_byte:.1f}, so at most {reached:.1f} TFLOP/s"
+    picture.text(here[0] + 8, here[1] + 12, words)
     return picture

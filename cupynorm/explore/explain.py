@@ -1,0 +1,255 @@
+"""explain(): the story of one call, from the choice of its kernel to the roofline."""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+from ..check.cases import NORMS
+from ..dtypes import ELEMENTS
+from ..gpu import environment, launch, nvrtc, on_cpu
+from ..norm.plans import plan
+from ..plan.devices import DEVICES, Device
+from ..plan.dispatch import Plan, widest
+from ..plan.instances import Launch
+from ..plan.problem import Tile
+from ..plan.strategies import STRATEGIES
+from ..table import as_html, as_text
+from . import pictures
+from .svg import Picture
+from .trace import Trace, trace
+
+# Bytes and float32 operations a second, from NVIDIA's data sheets (SXM where there are several).
+_PEAKS = {
+    "A100": (2.04e12, 19.5e12),
+    "A10": (0.60e12, 31.2e12),
+    "RTX 3090": (0.94e12, 35.6e12),
+    "RTX 4090": (1.01e12, 82.6e12),
+    "L40S": (0.86e12, 91.6e12),
+    "H100": (3.35e12, 67e12),
+    "H200": (4.80e12, 67e12),
+    "B200": (8.00e12, 75e12),
+}
+# Additions and multiplications for an element: the formulas of reference/layer_norm.py.
+_OPERATIONS = {"forward": 8, "backward": 15}
+_WARP, _REGISTER_UNIT = 32, 256  # registers are handed to a warp in units of 256
+
+
+class Occupancy(NamedTuple):
+    """Blocks that a multiprocessor holds at once, and what allows no more.
+
+    warps: in these blocks. most_warps: that a multiprocessor can hold.
+    registers: of a thread; None where NVRTC is not installed.
+    """
+
+    blocks: int
+    limit: str
+    warps: int
+    most_warps: int
+    registers: int | None
+    spilled_bytes: int
+
+
+class Explanation:
+    """What explain() found out. Prints as text; in Jupyter also as pictures.
+
+    plan: of the call.
+    """
+
+    def __init__(self, plan: Plan, options: dict) -> None:
+        self.plan, self._options = plan, options
+
+    @functools.cached_property
+    def occupancies(self) -> list[Occupancy]:
+        """Of each launch."""
+        return [occupancy_of(each, self.plan.device) for each in self.plan.launches]
+
+    @functools.cached_property
+    def trace(self) -> Trace:
+        """A trace of a few rows (cupynorm.trace). Needs a C++ compiler."""
+        num_rows = max(1, min(self.plan.num_rows, 4))
+        return trace(self.plan.problem.num_cols, num_rows, **self._options)
+
+    @property
+    def source(self) -> str:
+        """The text of the kernel's file."""
+        return (nvrtc.cuda_src() / self.plan.launches[0].kernel.source).read_text(encoding="utf-8")
+
+    @property
+    def header(self) -> str:
+        """The comment at the head of the kernel's file: the formula, who owns what, its limits."""
+        lines = []
+        for line in self.source.splitlines():
+            if not line.startswith("//"):
+                break
+            lines.append(line.removeprefix("//").removeprefix(" "))
+        return "\n".join(lines)
+
+    def least_microseconds(self) -> float | None:
+        """What moving the bytes takes at the memory's full speed. None for an unknown device."""
+        peaks = _PEAKS.get(self.plan.device.name)
+        return None if peaks is None else self.plan.bytes_moved / peaks[0] * 1e6
+
+    def operations_per_byte(self) -> float:
+        operations = _OPERATIONS[self.plan.problem.direction]
+        return operations * self.plan.num_rows * self.plan.problem.num_cols / self.plan.bytes_moved
+
+    # The parts of the story.
+
+    def choice(self) -> list[tuple[str, ...]]:
+        """A table: every strategy, its widest row, and whether it was chosen."""
+        problem, device = self.plan.problem, self.plan.device
+        rows = [("strategy", "widest row", "this row")]
+        for name in STRATEGIES:
+            most = widest(name, problem, device)
+            if device.compute_capability < STRATEGIES[name].first_capability:
+                verdict = "needs a newer GPU"
+            elif name == self.plan.strategy:
+                verdict = f"chosen: {self.plan.reason}"
+            elif most is not None and problem.num_cols > most:
+                verdict = "too wide"
+            else:
+                verdict = "would fit"
+            rows.append((name, "any" if most is None else f"{most:,}", verdict))
+        return rows
+
+    def traffic(self) -> list[tuple[str, ...]]:
+        """A table: the bytes of each tensor that a launch must move."""
+        problem, num_rows = self.plan.problem, self.plan.num_rows
+        compute, x = problem.compute, problem.x
+        matrices = {name: getattr(problem, name) for name in ("x", "y", "dy", "dx", "dsum")}
+        if problem.residual:
+            matrices |= {"residual": x, "sum": x}
+        vectors = {name: getattr(problem, name) for name in ("weight", "bias", "dweight", "dbias")}
+        moved = [(name, dtype, num_rows, problem.num_cols) for name, dtype in matrices.items()]
+        moved += [(name, dtype, 1, problem.num_cols) for name, dtype in vectors.items()]
+        moved += [("mean", compute if problem.centered else None, num_rows, 1)]
+        moved += [("rstd", compute, num_rows, 1)]
+        for name in ("dweight", "dbias"):  # written by one kernel, read by the next
+            partial = compute if vectors[name] and self.plan.num_partials else None
+            of_kernels = (f"partial sums of {name}", partial, self.plan.num_partials)
+            moved += [(*of_kernels, problem.num_cols)] * 2
+        rows, total = [("tensor", "dtype", "shape", "bytes")], 0
+        for name, dtype, height, width in moved:
+            if dtype is not None:
+                num_bytes = height * width * ELEMENTS[dtype].itemsize
+                total += num_bytes
+                shape = f"{height} x {width}" if height > 1 and width > 1 else f"{height * width}"
+                rows.append((name, dtype, shape, f"{num_bytes:,}"))
+        if total < self.plan.bytes_moved:
+            rows.append(("read in further passes", "", "", f"{self.plan.bytes_moved - total:,}"))
+        return [*rows, ("all that is moved", "", "", f"{self.plan.bytes_moved:,}")]
+
+    def kernels(self) -> list[tuple[str, ...]]:
+        """A table: grid, registers, shared memory and occupancy of each launch."""
+        rows = [("kernel", "grid x block", "registers", "shared memory", "warps resident", "limit")]
+        for each, found in zip(self.plan.launches, self.occupancies):
+            registers = "?" if found.registers is None else str(found.registers)
+            if found.spilled_bytes:
+                registers += f", {found.spilled_bytes} bytes spilled"
+            resident = f"{found.warps} of {found.most_warps}"
+            shape = f"{each.grid_size} x {each.block_size}"
+            smem = f"{each.smem_bytes:,}"
+            rows.append((each.kernel.source, shape, registers, smem, resident, found.limit))
+        return rows
+
+    def speed(self) -> str:
+        """A sentence: what limits this kernel, and the least time."""
+        least, device = self.least_microseconds(), self.plan.device.name
+        intensity = self.operations_per_byte()
+        if least is None:
+            return f"{intensity:.1f} operations for each byte. The peaks of {device} are not known."
+        bandwidth, operations = _PEAKS[device]
+        return (
+            f"{intensity:.1f} operations for each byte, where {device} can do "
+            f"{operations / bandwidth:.0f}: memory is the limit. {self.plan.bytes_moved:,} bytes "
+            f"at {bandwidth / 1e12:.2f} TB/s take at least {least:.1f} µs."
+        )
+
+    def roofline(self) -> Picture:
+        """A picture: the most operations a second over operations for each byte."""
+        return pictures.roofline(
+            self.plan.device.name, _PEAKS[self.plan.device.name], self.operations_per_byte()
+        )
+
+    def __str__(self) -> str:
+        rows = f"{self.plan.num_rows} x {self.plan.problem.num_cols}"
+        norm = "layer_norm" if self.plan.problem.centered else "rms_norm"
+        title = f"{norm} {self.plan.problem.direction} of {rows} on {self.plan.device.name}"
+        if not self.plan.launches:
+            return f"{title}\n\nNothing is launched: there is nothing to compute."
+        parts = [title, as_text(self.choice()), f"path: {self.plan.tile.path_in_words}"]
+        parts += [as_text(self.kernels()), as_text(self.traffic()), self.speed(), self.header]
+        return "\n\n".join(parts)
+
+    def _repr_html_(self) -> str:
+        if not self.plan.launches:
+            return f"<p>{self}</p>"
+        parts = [as_html(self.choice()), as_html(self.kernels()), as_html(self.traffic())]
+        parts.append(f"<p>{self.speed()}</p>")
+        if self.plan.device.name in _PEAKS:
+            parts.append(str(self.roofline()))
+        try:
+            parts.append(str(self.trace.owners()))
+        except on_cpu.NoCompilerError:
+            parts.append("<p>With a C++ compiler a picture shows who owns which element.</p>")
+        return "".join([*parts, f"<pre>{self.header}</pre>"])
+
+
+def explain(
+    num_cols: int,
+    num_rows: int = 4096,
+    dtype: str = "bfloat16",
+    *,
+    norm: str = "layer_norm",
+    direction: str = "forward",
+    device: str | Device | None = None,
+    residual: bool = False,
+    strategy: str | None = None,
+    tile: Tile | None = None,
+    statistics: str | None = None,
+) -> Explanation:
+    """Tells which kernel a call gets and why, who owns what, and what limits its speed.
+
+    num_cols, num_rows: the extents of x. dtype: of all tensors.
+    norm, direction, residual, strategy, tile, statistics: as for plan().
+    device: a name of cupynorm.DEVICES or a Device; None is the current GPU, or an H200 without one.
+
+    Returns an Explanation: prints as text, in Jupyter with pictures; its parts are its methods.
+    Raises ValueError for unknown names and for a strategy or tile that does not fit.
+    """
+    if norm not in NORMS:
+        raise ValueError(f"norm is {norm!r}; expected {' or '.join(NORMS)}")
+    if device is None:
+        device = launch.current_device() if environment.has_gpu() else DEVICES["H200"]
+    options = {
+        "norm": norm,
+        "direction": direction,
+        "device": device,
+        "residual": residual,
+        "strategy": strategy,
+        "tile": tile,
+        "statistics": statistics,
+    }
+    return Explanation(plan(num_cols, num_rows, dtype, **options), {"dtype": dtype, **options})
+
+
+def occupancy_of(planned: Launch, device: Device) -> Occupancy:
+    """How many blocks of a launch a multiprocessor holds."""
+    warps = -(-planned.block_size // _WARP)
+    limits = {"threads": device.threads_per_sm // planned.block_size}
+    if planned.smem_bytes:
+        limits["shared memory"] = device.smem_per_sm // (planned.smem_bytes + 1024)
+    registers, spilled = None, 0
+    try:
+        _, used = nvrtc.compile_for(planned.kernel, device.compute_capability)
+    except nvrtc.MissingLibraryError:
+        pass
+    else:
+        registers, spilled = used.registers, used.spill_store_bytes
+        of_warp = -(-registers * _WARP // _REGISTER_UNIT) * _REGISTER_UNIT
+        limits["registers"] = device.registers_per_sm // (of_warp * warps)
+    limit = min(limits, key=lambda name: limits[name])
+    most_warps = device.threads_per_sm // _WARP
+    blocks = limits[limit]
+    return Occupancy(blocks, limit, blocks * warps, most_warps, registers, spilled)
