@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:  # The names of _NAMES, for pyright, mypy and editors.
     from .check.gradient_check import check as check
     from .check.results import CheckResult as CheckResult
+    from .explore.experiment import Experiment as Experiment
+    from .explore.experiment import experiment as experiment
     from .explore.explain import Explanation as Explanation
     from .explore.explain import explain as explain
     from .explore.trace import Trace as Trace
@@ -91,6 +93,8 @@ _NAMES = {
     "use_tiles": "norm.tiles",
     "check": "check.gradient_check",
     "CheckResult": "check.results",
+    "experiment": "explore.experiment",
+    "Experiment": "explore.experiment",
     "explain": "explore.explain",
     "Explanation": "explore.explain",
     "trace": "explore.trace",

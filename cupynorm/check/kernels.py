@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,16 +23,20 @@ class CpuMachine:
     """Runs the kernels on the CPU, planned for `device`. Arrays are NumPy's, in storage dtypes.
 
     seed: of the order in which threads run. sanitize: as for gpu.on_cpu.kernel.
-    Arrays that are allocated hold NaN. launch() gets the addresses of tensors by name too, for
-    machines that record them.
+    folder: of the sources, None for the installed ones. Arrays that are allocated hold NaN.
     """
 
     def __init__(
-        self, device: Device = DEVICES["H200"], seed: int = 0, sanitize: tuple[str, ...] = ()
+        self,
+        device: Device = DEVICES["H200"],
+        seed: int = 0,
+        sanitize: tuple[str, ...] = (),
+        folder: Path | None = None,
     ) -> None:
         self.device = device
         self.seed = seed
         self.sanitize = sanitize
+        self.folder = folder
 
     def empty(self, shape: tuple[int, ...], dtype: str) -> tuple[np.ndarray, int]:
         array = np.empty(shape, DTYPES[dtype].storage)
@@ -45,10 +50,11 @@ class CpuMachine:
     def get(self, array: np.ndarray) -> np.ndarray:
         return array
 
-    def launch(
-        self, kernel_launch: Launch, words: tuple, addresses: Mapping[str, int] | None = None
-    ) -> None:
-        instance = cpu_kernel(kernel_launch.kernel, self.sanitize)
+    def name_tensors(self, addresses: Mapping[str, int]) -> None:
+        """Is told the addresses of all tensors before the launches of a call."""
+
+    def launch(self, kernel_launch: Launch, words: tuple) -> None:
+        instance = cpu_kernel(kernel_launch.kernel, self.sanitize, self.folder)
         instance.launch(
             kernel_launch.grid_size,
             kernel_launch.block_size,
@@ -60,17 +66,23 @@ class CpuMachine:
 
 
 @cache
-def cpu_kernel(kernel: Kernel, sanitize: tuple[str, ...]) -> on_cpu.CpuKernel:
+def cpu_kernel(
+    kernel: Kernel, sanitize: tuple[str, ...], folder: Path | None = None
+) -> on_cpu.CpuKernel:
     """A kernel compiled for the CPU, loaded once."""
-    return on_cpu.kernel(kernel.source, kernel.name_expression, sanitize=sanitize)
+    return on_cpu.kernel(kernel.source, kernel.name_expression, sanitize=sanitize, folder=folder)
 
 
 class GpuCheckMachine:
-    """Runs the kernels on a GPU. Arrays are CuPy's, in storage dtypes; allocated ones hold NaN."""
+    """Runs the kernels on a GPU. Arrays are CuPy's, in storage dtypes; allocated ones hold NaN.
 
-    def __init__(self, device_index: int = 0) -> None:
+    folder: of the sources, None for the installed ones.
+    """
+
+    def __init__(self, device_index: int = 0, folder: Path | None = None) -> None:
         self.device_index = device_index
         self.device = launch.device(device_index)
+        self.folder = folder
 
     def empty(self, shape: tuple[int, ...], dtype: str) -> tuple[Any, int]:
         cupy = nvrtc.cupy()
@@ -89,13 +101,14 @@ class GpuCheckMachine:
     def get(self, array: Any) -> np.ndarray:
         return array.get()
 
-    def launch(
-        self, kernel_launch: Launch, words: tuple, addresses: Mapping[str, int] | None = None
-    ) -> None:
+    def name_tensors(self, addresses: Mapping[str, int]) -> None:
+        """As CpuMachine's."""
+
+    def launch(self, kernel_launch: Launch, words: tuple) -> None:
         cupy = nvrtc.cupy()
         with cupy.cuda.Device(self.device_index):
             stream = cupy.cuda.get_current_stream().ptr
-        launch.run(kernel_launch, self.device_index, stream, words)
+        launch.run(kernel_launch, self.device_index, stream, words, self.folder)
 
 
 def machine(on: str | None = None) -> CpuMachine | GpuCheckMachine:

@@ -91,8 +91,9 @@ class _Tensors:
         if call.partials_shape:
             compute = call.plan.problem.compute
             addresses["partials"] = self.scratch(call.partials_shape, compute)
+        self.where.name_tensors(addresses)
         for planned, words in zip(call.launches, call.fill(addresses, seed)):
-            self.where.launch(planned, words, addresses)
+            self.where.launch(planned, words)
 
 
 class _GuardedTensors(_Tensors):

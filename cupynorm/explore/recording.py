@@ -124,6 +124,7 @@ class Recorder(CpuMachine):
         self.direction = direction
         self.recorded: list[Recorded] = []
         self.tensors: dict[str, Tensor] = {}
+        self._named: dict[str, Tensor] = {}  # of the call that comes next
         self._arrays: dict[int, np.ndarray] = {}  # by their addresses
 
     def _new(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
@@ -143,16 +144,16 @@ class Recorder(CpuMachine):
         mine[...] = array
         return mine, mine.ctypes.data
 
-    def launch(
-        self, kernel_launch: Launch, words: tuple, addresses: Mapping[str, int] | None = None
-    ) -> None:
+    def name_tensors(self, addresses: Mapping[str, int]) -> None:
+        there = {name: address for name, address in addresses.items() if address in self._arrays}
+        self._named = {name: Tensor(name, at, self._arrays[at]) for name, at in there.items()}
+
+    def launch(self, kernel_launch: Launch, words: tuple) -> None:
         kernel = kernel_launch.kernel
         if not kernel.source.startswith(self.direction):
             super().launch(kernel_launch, words)
             return
-        for name, address in (addresses or {}).items():
-            if address in self._arrays:
-                self.tensors[name] = Tensor(name, address, self._arrays[address])
+        self.tensors |= self._named
         instance = on_cpu.kernel(kernel.source, kernel.name_expression, traced=True)
         instance.launch(
             kernel_launch.grid_size,

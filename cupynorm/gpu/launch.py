@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable
 from contextlib import contextmanager
 from functools import cache, partial
+from pathlib import Path
 
 from ..plan.devices import Device, device_like
 from ..plan.instances import Kernel, Launch
@@ -94,16 +95,19 @@ def _relaxed_capture():
 
 
 class LoadedKernel:
-    """One planned launch on one device, compiled and loaded."""
+    """One planned launch on one device, compiled and loaded.
 
-    def __init__(self, launch: Launch, device_index: int) -> None:
+    folder: of the sources, None for the installed ones.
+    """
+
+    def __init__(self, launch: Launch, device_index: int, folder: Path | None = None) -> None:
         from cupy_backends.cuda.api import driver
 
         self.thread = _thread()
         self.thread.address  # noqa: B018  (creates this thread's CUDA context)
         with on_device(device_index):
             # A reference to the function keeps the module loaded.
-            self.function = _function(launch.kernel, device_index)
+            self.function = _function(launch.kernel, device_index, folder)
             if launch.smem_bytes > 48 * 1024:
                 # The device's limit, because another plan of the same kernel may need more.
                 self.function.max_dynamic_shared_size_bytes = device(device_index).smem_per_block
@@ -173,16 +177,17 @@ _functions: dict = {}
 _loading = threading.Lock()
 
 
-def _function(kernel: Kernel, device_index: int):
+def _function(kernel: Kernel, device_index: int, folder: Path | None):
     """The cupy.RawKernel of a kernel. The caller has made the device current."""
-    function = _functions.get((kernel, device_index))
+    key = (kernel, device_index, folder)
+    function = _functions.get(key)
     if function is None:
         with _loading, _relaxed_capture():
-            function = _functions.get((kernel, device_index))
+            function = _functions.get(key)
             if function is None:
-                function = nvrtc.module(kernel).get_function(kernel.name_expression)
+                function = nvrtc.module(kernel, folder).get_function(kernel.name_expression)
                 function.kernel  # noqa: B018  (compiles and loads it now)
-                _functions[kernel, device_index] = function
+                _functions[key] = function
     return function
 
 
@@ -191,10 +196,12 @@ def load(launch: Launch, device_index: int) -> LoadedKernel:
     return LoadedKernel(launch, device_index)
 
 
-def run(launch: Launch, device_index: int, stream: int, words: tuple) -> None:
+def run(
+    launch: Launch, device_index: int, stream: int, words: tuple, folder: Path | None = None
+) -> None:
     """Loads and enqueues one kernel. The current device does not matter."""
     with on_device(device_index):
-        load(launch, device_index).enqueue(stream, words)
+        LoadedKernel(launch, device_index, folder).enqueue(stream, words)
 
 
 def _format(words: tuple) -> str:

@@ -229,5 +229,5 @@ def test_kernels_are_loaded_once_for_each_device():
     for device in (0, 1, 0, 1):
         cupynorm.layer_norm(torch.randn(3, 100_001, device=f"cuda:{device}"), 100_001)
     added = set(launch._functions) - before
-    assert {device for _, device in added} == {0, 1}
-    assert len(added) == 2 * len({kernel for kernel, _ in added})
+    assert {device for _, device, _ in added} == {0, 1}
+    assert len(added) == 2 * len({kernel for kernel, _, _ in added})

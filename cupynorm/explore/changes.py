@@ -1,0 +1,105 @@
+"""Changed copies of the CUDA sources: whole files, replaced words, or a unified diff."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import shutil
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from ..gpu import nvrtc
+
+Replacements = Sequence[tuple[str, str]]
+Changes = str | Mapping[str, str | Replacements]
+
+
+def changed_sources(changes: Changes) -> Path:
+    """The folder of a copy of the sources with the changes.
+
+    changes: a unified diff; or by file name the whole new text, or pairs (old, new), each old text
+        once in the file. A name that does not exist is a new file.
+
+    Raises ValueError for changes that do not fit.
+    """
+    texts = {
+        path.name: path.read_text(encoding="utf-8")
+        for path in nvrtc.cuda_src().iterdir()
+        if path.suffix in (".cu", ".cuh")
+    }
+    before = dict(texts)
+    if isinstance(changes, str):
+        _apply_diff(texts, changes)
+    elif isinstance(changes, Mapping):
+        for name, change in changes.items():
+            texts[name] = change if isinstance(change, str) else _replace(texts, name, change)
+    else:
+        kind = type(changes).__name__
+        raise TypeError(f"changes is a {kind}; expected a diff, or a dict of files")
+    for name in texts:
+        if Path(name).name != name or Path(name).suffix not in (".cu", ".cuh"):
+            raise ValueError(f"changes names {name!r}; expected a .cu or .cuh file of cuda_src")
+    if texts == before:
+        raise ValueError("changes leaves every file as it is; expected a change")
+    return _folder_of(texts)
+
+
+def _folder_of(texts: dict[str, str]) -> Path:
+    """The same texts get the same folder, so that nothing is compiled twice."""
+    digest = hashlib.sha256(repr(sorted(texts.items())).encode()).hexdigest()[:16]
+    folder = Path(tempfile.gettempdir()) / f"cupynorm-experiment-{digest}"
+    if not folder.is_dir():
+        made = Path(tempfile.mkdtemp(prefix="cupynorm-experiment-"))
+        for name, text in texts.items():
+            (made / name).write_text(text, encoding="utf-8")
+        try:
+            made.rename(folder)
+        except OSError:  # another process was faster
+            shutil.rmtree(made)
+    return folder
+
+
+def _replace(texts: dict[str, str], name: str, pairs: Replacements) -> str:
+    if name not in texts:
+        raise ValueError(f"changes names {name!r}, which is not in cuda_src")
+    text = texts[name]
+    for old, new in pairs:
+        if text.count(old) != 1:
+            raise ValueError(
+                f"{name} has {old!r} {text.count(old)} times; expected it once, "
+                "with as much of its surroundings as it takes"
+            )
+        text = text.replace(old, new)
+    return text
+
+
+def _apply_diff(texts: dict[str, str], diff: str) -> None:
+    """A unified diff, as `git diff` and `diff -u` write it. Line numbers are only a hint."""
+    name, hunks = "", 0
+    lines = diff.strip("\n").splitlines()
+    at = 0
+    while at < len(lines):
+        line = lines[at]
+        at += 1
+        if line.startswith("+++ "):
+            name = Path(line[4:].split("\t")[0].strip()).name
+            if name not in texts:
+                raise ValueError(f"the diff changes {name!r}, which is not in cuda_src")
+        elif line.startswith("@@"):
+            old, new = [], []
+            while at < len(lines) and not re.match(r"@@|diff |--- |\+\+\+ ", lines[at]):
+                kind, rest = lines[at][:1], lines[at][1:]
+                if kind in ("-", " ", ""):
+                    old.append(rest)
+                if kind in ("+", " ", ""):
+                    new.append(rest)
+                at += 1
+            before, after = "\n".join(old) + "\n", "\n".join(new) + "\n"
+            texts[name] = _replace(texts, name, [(before, after)])
+            hunks += 1
+    if not hunks:
+        raise ValueError(
+            "changes is a text without a part that begins with @@; "
+            "expected a unified diff, or a dict of files"
+        )

@@ -1,0 +1,261 @@
+"""experiment(): a changed kernel beside the shipped one: right? how fast? how many registers?"""
+
+from __future__ import annotations
+
+import difflib
+import statistics as averages
+import struct
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ..bench.timer import Runner, Timer, take_turns
+from ..check.cases import NORMS, Case, Problem, random_problem
+from ..check.kernels import CpuMachine, GpuCheckMachine, uses_welford
+from ..check.results import CheckResult, judge_all
+from ..check.run import run_kernels
+from ..gpu import environment, nvrtc
+from ..gpu.on_cpu import OnCpuError
+from ..norm.plans import plan
+from ..plan.devices import DEVICES
+from ..plan.dispatch import Plan
+from ..plan.instances import Launch
+from ..plan.problem import Tile
+from ..table import as_html, as_text
+from .changes import Changes, changed_sources
+
+_RUNS = 20
+_FEW_ROWS = 8  # that the CPU runs
+_NOP = b"\x18\x79"
+
+
+@dataclass
+class Version:
+    """What was found of one version of the kernels.
+
+    result: of the check; None where it does not compile or fails while it runs. fault: then why.
+    registers, spilled_bytes, instructions: of each launch; empty without NVRTC. The instructions
+    are those of the GPU's machine code.
+    microseconds: medians over runs on a GPU; None without one.
+    """
+
+    result: CheckResult | None = None
+    fault: str = ""
+    registers: list[int] = field(default_factory=list)
+    spilled_bytes: list[int] = field(default_factory=list)
+    instructions: list[int] = field(default_factory=list)
+    microseconds: float | None = None
+
+    @property
+    def ok(self) -> bool:
+        return self.result is not None and self.result.ok
+
+
+class Experiment:
+    """What experiment() found. Prints as a table; true if the changed kernel is right.
+
+    plan: of the call. shipped, changed: a Version each. folder: of the changed sources.
+    """
+
+    def __init__(self, plan: Plan, shipped: Version, changed: Version, folder: Path) -> None:
+        self.plan, self.shipped, self.changed, self.folder = plan, shipped, changed, folder
+
+    def __bool__(self) -> bool:
+        return self.changed.ok
+
+    @property
+    def diff(self) -> str:
+        """The changes as a unified diff."""
+        parts = []
+        for path in sorted(self.folder.iterdir()):
+            new = path.read_text(encoding="utf-8").splitlines(keepends=True)
+            shipped = nvrtc.cuda_src() / path.name
+            old = shipped.read_text(encoding="utf-8").splitlines(True) if shipped.exists() else []
+            parts += difflib.unified_diff(old, new, path.name, path.name)
+        return "".join(parts)
+
+    def _rows(self) -> list[tuple[str, ...]]:
+        rows = [("", "shipped", "changed")]
+        versions = (self.shipped, self.changed)
+        rows.append(("result", *(_verdict(each) for each in versions)))
+        for at, launch in enumerate(self.plan.launches):
+            source = launch.kernel.source
+            for name in ("registers", "spilled_bytes", "instructions"):
+                found = [getattr(each, name) for each in versions]
+                if any(found):
+                    cells = (str(each[at]) if each else "-" for each in found)
+                    rows.append((f"{source}: {name.replace('_', ' ')}", *cells))
+        times = [each.microseconds for each in versions]
+        if any(times):
+            rows.append(("µs", *("-" if each is None else f"{each:.1f}" for each in times)))
+        return rows
+
+    def __str__(self) -> str:
+        parts = [as_text(self._rows())]
+        if self.changed.fault:
+            parts.append(self.changed.fault)
+        elif self.changed.result is not None and not self.changed.result.ok:
+            parts.append(str(self.changed.result))
+        return "\n\n".join(parts)
+
+    def _repr_html_(self) -> str:
+        rest = self.changed.fault or ("" if self.changed.ok else str(self.changed.result))
+        return as_html(self._rows()) + (f"<pre>{rest}</pre>" if rest else "")
+
+
+def _verdict(version: Version) -> str:
+    if version.result is None:
+        return "FAULT"
+    worst = max(found.error for found in version.result.findings)
+    return f"right ({worst:.2f} of what is allowed)" if version.ok else "WRONG"
+
+
+def experiment(
+    changes: Changes,
+    num_cols: int = 1024,
+    num_rows: int = 4096,
+    dtype: str = "bfloat16",
+    *,
+    norm: str = "layer_norm",
+    direction: str = "forward",
+    residual: bool = False,
+    strategy: str | None = None,
+    tile: Tile | None = None,
+    statistics: str | None = None,
+    on: str | None = None,
+    seed: int = 0,
+) -> Experiment:
+    """Compiles changed sources, checks them against float64, and puts the shipped ones beside them.
+
+    changes: a unified diff of files of cuda_src; or a dict from file names to the whole new text or
+        to pairs (old, new), each old text once in the file.
+    num_cols, num_rows: the extents of x. On the CPU a few rows are run.
+    dtype: of all tensors. norm, direction, residual, strategy, tile, statistics: as for plan().
+    on: "gpu", "cpu", or None for a GPU if there is one. Kernels are timed on a GPU alone.
+    seed: of the values, and of the order in which threads run on the CPU.
+
+    Returns an Experiment: true if the changed kernels are right; prints as a table. Raises
+    ValueError for changes that do not fit, for unknown names and for a strategy or tile that does
+    not fit.
+    """
+    if norm not in NORMS:
+        raise ValueError(f"norm is {norm!r}; expected {' or '.join(NORMS)}")
+    if on not in (None, "gpu", "cpu"):
+        raise ValueError(f"on is {on!r}; expected 'gpu', 'cpu' or None for a GPU if there is one")
+    on_gpu = environment.has_gpu() if on is None else on == "gpu"
+    folder = changed_sources(changes)
+    options = {"strategy": strategy, "statistics": statistics}
+    device = GpuCheckMachine().device if on_gpu else DEVICES["H200"]
+    num_rows = num_rows if on_gpu else min(num_rows, _FEW_ROWS)
+    planned = plan(
+        num_cols,
+        num_rows,
+        dtype,
+        norm=norm,
+        direction=direction,
+        device=device,
+        residual=residual,
+        tile=tile,
+        **options,
+    )
+    own_tile = tile if direction == "forward" else None
+    case = Case(
+        norm, num_rows, num_cols, dtype, residual=residual, dsum=residual, tile=own_tile, **options
+    )
+    problem = random_problem(case, seed)
+    versions = []
+    for source_folder in (None, folder):
+        version = Version()
+        machine = _machine(on_gpu, direction, source_folder, seed)
+        _inspect(version, planned, source_folder)
+        _check(version, problem, machine, direction)
+        versions.append((version, machine))
+    if on_gpu and all(version.ok for version, _ in versions):
+        runners = {name: Runner(machine.run_again) for name, (_, machine) in zip("sc", versions)}
+        samples = take_turns(Timer.on_gpu(), runners, _RUNS)
+        for (version, _), each in zip(versions, samples.values()):
+            version.microseconds = averages.median(each)
+    return Experiment(planned, versions[0][0], versions[1][0], folder)
+
+
+class _Remembers:
+    """A machine that remembers the launches of one direction, and changes no other."""
+
+    direction: str
+    folder: Path | None
+    launches: list[tuple[Launch, tuple]]
+
+    def launch(self, kernel_launch: Launch, words: tuple) -> None:
+        own, self.folder = self.folder, None
+        if kernel_launch.kernel.source.startswith(self.direction):
+            self.folder = own
+            self.launches.append((kernel_launch, words))
+        try:
+            super().launch(kernel_launch, words)
+        finally:
+            self.folder = own
+
+    def run_again(self) -> None:
+        """Enqueues the launches once more, with the same tensors."""
+        for kernel_launch, words in self.launches:
+            super().launch(kernel_launch, words)
+
+
+class _OnGpu(_Remembers, GpuCheckMachine):
+    pass
+
+
+class _OnCpu(_Remembers, CpuMachine):
+    pass
+
+
+def _machine(on_gpu: bool, direction: str, folder: Path | None, seed: int) -> _Remembers:
+    machine = _OnGpu(folder=folder) if on_gpu else _OnCpu(seed=seed, folder=folder)
+    machine.direction, machine.launches = direction, []
+    return machine
+
+
+def _check(version: Version, problem: Problem, machine: _Remembers, direction: str) -> None:
+    try:
+        got = run_kernels(problem, machine)
+    except (OnCpuError, RuntimeError) as error:
+        version.fault = version.fault or str(error)
+        return
+    of_direction = ("y", "mean", "rstd", "sum") if direction == "forward" else ("dx", "dw", "db")
+    got = {name: values for name, values in got.items() if name.startswith(of_direction)}
+    rounded = uses_welford(problem.case, machine.device)
+    version.result = CheckResult(judge_all(problem, got, rounded_mean=rounded))
+
+
+def _inspect(version: Version, planned: Plan, folder: Path | None) -> None:
+    """What the compiler for the GPU says, where it is installed."""
+    for each in planned.launches:
+        try:
+            cubin, used = nvrtc.compile_for(each.kernel, planned.device.compute_capability, folder)
+        except nvrtc.MissingLibraryError:
+            return
+        except RuntimeError as error:
+            version.fault = str(error)
+            return
+        version.registers.append(used.registers)
+        version.spilled_bytes.append(used.spill_store_bytes)
+        version.instructions.append(num_instructions(cubin))
+
+
+def num_instructions(cubin: bytes) -> int:
+    """Machine instructions of the kernel in a cubin, without the padding at its end.
+
+    A cubin is an ELF file of 64 bits. Code is in sections .text.*; since sm_70 an instruction has
+    16 bytes, and NOP begins with 0x7918.
+    """
+    (first,) = struct.unpack_from("<Q", cubin, 0x28)
+    size, count, names_at = struct.unpack_from("<HHH", cubin, 0x3A)
+    sections = [struct.unpack_from("<IIQQQQ", cubin, first + size * at) for at in range(count)]
+    names = sections[names_at][4]
+    total = 0
+    for name, _, _, _, code, num_bytes in sections:
+        start = names + name
+        if cubin[start : cubin.index(b"\0", start)].startswith(b".text."):
+            while num_bytes and cubin.startswith(_NOP, code + num_bytes - 16):
+                num_bytes -= 16
+            total += num_bytes // 16
+    return total

@@ -1,0 +1,131 @@
+"""experiment(): changed kernels are compiled, checked and set beside the shipped ones."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from nvrtc_here import needs_nvrtc
+
+import cupynorm
+from cupynorm.explore.changes import changed_sources
+from cupynorm.gpu import nvrtc
+
+TWO_PASS = "centered_values[at] = values[at] - first;"
+NO_MEAN = {"statistics.cuh": [(TWO_PASS, "centered_values[at] = values[at];")]}
+SAME = {"statistics.cuh": [(TWO_PASS, "centered_values[at] = -first + values[at];")]}
+DIFF = f"""--- a/cuda_src/statistics.cuh
++++ b/cuda_src/statistics.cuh
+@@ -99,3 +99,3 @@
+ #pragma unroll
+-      for (int at = 0; at < pack_size; ++at) {TWO_PASS}
++      for (int at = 0; at < pack_size; ++at) centered_values[at] = -first + values[at];
+       const Compute squares = squares_of(centered_values);
+"""
+
+
+def on_cpu(changes, num_cols: int = 256, **options) -> cupynorm.Experiment:
+    return cupynorm.experiment(changes, num_cols, num_rows=4, on="cpu", **options)
+
+
+def test_a_change_of_form_is_right():
+    found = on_cpu(SAME)
+    assert found and found.shipped.ok and found.changed.ok
+    assert {each.tensor for each in found.changed.result.findings} == {"y", "mean", "rstd"}
+    worst = [max(each.error for each in version.result.findings) for version in versions(found)]
+    assert worst[0] == worst[1]
+
+
+def versions(found: cupynorm.Experiment) -> tuple:
+    return found.shipped, found.changed
+
+
+def test_a_diff_is_the_same_change():
+    assert changed_sources(DIFF) == changed_sources(SAME)
+    assert changed_sources(on_cpu(SAME).diff) == changed_sources(SAME)
+
+
+def test_a_whole_source_is_a_change():
+    text = (nvrtc.cuda_src() / "statistics.cuh").read_text(encoding="utf-8")
+    assert changed_sources(
+        {"statistics.cuh": text.replace(*SAME["statistics.cuh"][0])}
+    ) == changed_sources(SAME)
+
+
+def test_a_wrong_kernel_is_wrong():
+    found = on_cpu(NO_MEAN)
+    assert not found and found.shipped.ok and not found.changed.ok
+    off = {each.tensor for each in found.changed.result.findings if not each.ok}
+    assert off == {"y", "rstd"}
+    text = str(found)
+    assert "WRONG" in text and "right (" in text and "OFF:" in text
+    assert "OFF:" in found._repr_html_()
+    assert "+      for (int at = 0; at < pack_size; ++at) centered_values[at] = values[at];" in (
+        found.diff
+    )
+
+
+@needs_nvrtc
+def test_registers_and_instructions_are_those_of_the_compiler():
+    found = on_cpu({"statistics.cuh": [(TWO_PASS, TWO_PASS + " centered_values[0] *= 1.0001f;")]})
+    (launch,) = found.plan.launches
+    cubin, used = nvrtc.compile_for(launch.kernel, 90, found.folder)
+    assert found.changed.registers == [used.registers]
+    assert len(found.changed.instructions) == 1
+    assert 100 < found.shipped.instructions[0] < found.changed.instructions[0] < 10_000
+    assert re.search(rf"cu: registers +{found.shipped.registers[0]} +{used.registers}", str(found))
+
+
+@needs_nvrtc
+def test_a_source_that_does_not_compile_is_a_fault():
+    found = on_cpu({"statistics.cuh": [(TWO_PASS, "undeclared = 1;")]})
+    assert not found and found.changed.result is None and found.shipped.ok
+    assert "FAULT" in str(found) and 'identifier "undeclared"' in found.changed.fault
+
+
+def test_a_kernel_that_hangs_is_a_fault():
+    barrier = "__syncthreads();"
+    text = (nvrtc.cuda_src() / "reduce.cuh").read_text(encoding="utf-8")
+    assert barrier in text
+    waits_alone = text.replace(barrier, f"if (threadIdx.x > 0) {barrier}")
+    found = on_cpu({"reduce.cuh": waits_alone}, num_cols=4096)
+    assert not found and "Deadlock: thread" in found.changed.fault
+
+
+def test_backward_is_changed_alone():
+    """The forward of a check of backward is the shipped one."""
+    found = on_cpu(NO_MEAN, direction="backward")
+    assert found  # the change is one of forward
+    assert {each.tensor for each in found.changed.result.findings} == {"dx", "dweight", "dbias"}
+
+
+def test_changes_that_do_not_fit_are_refused():
+    for changes, message in (
+        (
+            {"statistics.cuh": [("no such text", "")]},
+            "has 'no such text' 0 times; expected it once",
+        ),
+        ({"statistics.cuh": [("Compute", "")]}, "expected it once, with as much of its"),
+        ({"other.cuh": [("a", "b")]}, "changes names 'other.cuh', which is not in cuda_src"),
+        ({"../other.cuh": "text"}, "changes names '../other.cuh'; expected a .cu or .cuh file"),
+        ({}, "leaves every file as it is"),
+        ("no diff", "a text without a part that begins with @@"),
+        (DIFF.replace("statistics.cuh", "other.cuh"), "the diff changes 'other.cuh'"),
+        (DIFF.replace(" #pragma unroll", " #pragma unrolled"), "0 times; expected it once"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            changed_sources(changes)
+    with pytest.raises(TypeError, match="changes is a list; expected a diff, or a dict of files"):
+        changed_sources([])
+    with pytest.raises(ValueError, match="on is 'tpu'"):
+        cupynorm.experiment(SAME, on="tpu")
+    with pytest.raises(ValueError, match="norm is 'batch_norm'"):
+        on_cpu(SAME, norm="batch_norm")
+
+
+@pytest.mark.gpu
+def test_a_gpu_also_tells_the_time():
+    found = cupynorm.experiment(SAME, 4096)
+    assert found and found.shipped.microseconds > 0
+    assert abs(found.changed.microseconds / found.shipped.microseconds - 1) < 0.5
+    assert not cupynorm.experiment(NO_MEAN, 4096)
