@@ -20,6 +20,16 @@ def as_text(rows: Rows) -> str:
     )
 
 
+def pairs_as_html(pairs: Rows) -> str:
+    """Names and values, one pair a line."""
+    lines = [f'<table style="{_STYLE}"><tbody>']
+    for name, value in pairs:
+        cells = f"<th style='{_CELL}: left; vertical-align: top'>{html.escape(name)}</th>"
+        cells += f"<td style='{_CELL}: left; white-space: pre-wrap'>{html.escape(value)}</td>"
+        lines.append(f"<tr>{cells}</tr>")
+    return "".join([*lines, "</tbody></table>"])
+
+
 def as_html(rows: Rows) -> str:
     """The same as a table of HTML. Cells that look like numbers are aligned to the right."""
     heading, *body = rows

@@ -127,6 +127,7 @@ WINGS = (
     "dtypes",
     "arguments",
     "table",
+    "svg",
     "plan",
     "gpu",
     "norm",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import json
 import math
 import statistics
@@ -10,7 +11,9 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from ..table import as_html
 from .cells import COPY, DIRECTIONS, OURS, Cell
+from .pictures import shares
 
 
 def quartiles(samples: Sequence[float]) -> tuple[float, float, float]:
@@ -73,7 +76,7 @@ class Measurement:
         return frozenset(name for name in self.right if not behind(name))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class BenchResult:
     """All measurements of one run, printed as tables.
 
@@ -134,6 +137,17 @@ class BenchResult:
         if "stopped" in self.settings:
             lines.append(f"stopped {self.settings['stopped']}")
         return "\n".join(lines)
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        parts = [f"<p>{html.escape(self.headline())}</p>"]
+        for title, measurements in self.tables().items():
+            if len({each.cell.num_cols for each in measurements}) > 1:
+                parts.append(str(shares(title, measurements)))
+            peers = {name: name for name in self.libraries[1:]}
+            parts.append(as_html(_table(measurements, peers)))
+        return "".join([*parts, f"<p>{html.escape(' '.join(self._faults()))}</p>"])
 
     def _faults(self) -> list[str]:
         """What is off or could not run: one line for all cells of a kind with the same sentence."""

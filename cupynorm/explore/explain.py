@@ -14,9 +14,9 @@ from ..plan.dispatch import Plan, widest
 from ..plan.instances import Launch
 from ..plan.problem import Tile
 from ..plan.strategies import STRATEGIES
+from ..svg import Picture
 from ..table import as_html, as_text
 from . import pictures
-from .svg import Picture
 from .trace import Trace, trace
 
 # Bytes and float32 operations a second, from NVIDIA's data sheets (SXM where there are several).

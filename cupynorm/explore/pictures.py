@@ -6,9 +6,9 @@ import math
 
 import numpy as np
 
+from ..svg import COLORS, Picture, shade
 from .recording import KINDS, Recording
 from .requests import SECTOR_BYTES, requests_of
-from .svg import COLORS, Picture, shade
 
 _WIDTH = 760
 _LEFT = 90

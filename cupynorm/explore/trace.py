@@ -12,11 +12,11 @@ from ..dtypes import DTYPES
 from ..norm.plans import plan
 from ..plan.devices import DEVICES, Device
 from ..plan.problem import Tile
+from ..svg import Picture
 from ..table import as_html, as_text
 from . import pictures
 from .recording import BULK, KINDS, Recording, record
 from .requests import Site, requests_of, sectors_of, sites_of, turns_of
-from .svg import Picture
 
 _WRITES = [KINDS.index(kind) for kind in ("write", "bulk_store", "send")]
 

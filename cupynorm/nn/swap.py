@@ -16,6 +16,7 @@ import torch
 
 from ..norm.options import extents_of
 from ..norm.request import Margins
+from ..table import as_html, as_text
 from .modules import LayerNorm, Norm, RMSNorm
 from .probe import Formula, eps_of, parameters_of, probe
 
@@ -32,7 +33,7 @@ class Swap(NamedTuple):
     remark: str
 
 
-@dataclass
+@dataclass(repr=False)
 class SwappedNorms:
     """What swap_norms did. Prints as a table.
 
@@ -58,14 +59,18 @@ class SwappedNorms:
             setattr(parent, name, module)
 
     def __str__(self) -> str:
-        table = [Swap("name", "was", "now", ""), *self.swapped, *self.left]
-        widths = [max(len(line[at]) for line in table) for at in range(3)]
-        lines = []
-        for line in table:
-            cells = [f"{cell:<{width}}" for cell, width in zip(line, widths)]
-            lines.append("  ".join([*cells, line.remark]).rstrip())
-        lines.append(f"{len(self.swapped)} swapped, {len(self.left)} left")
-        return "\n".join(lines)
+        return f"{as_text(self._rows())}\n{self._summary()}"
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        return f"{as_html(self._rows())}{self._summary()}"
+
+    def _rows(self) -> list[Swap]:
+        return [Swap("name", "was", "now", ""), *self.swapped, *self.left]
+
+    def _summary(self) -> str:
+        return f"{len(self.swapped)} swapped, {len(self.left)} left"
 
 
 def swap_norms(model: torch.nn.Module, *, keep_rounding: bool = False) -> SwappedNorms:

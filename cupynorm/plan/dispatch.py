@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 
 from ..dtypes import DTYPES, compute_dtype
+from ..table import as_text, pairs_as_html
 from .devices import Device
 from .grids import for_few_rows, grid_size, parameters_launch, shares_of_first
 from .instances import Choice, Launch, parameters_instance, row_instance
@@ -179,9 +180,9 @@ _TENSORS = {
 }
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Plan:
-    """How one problem is computed.
+    """How one problem is computed. Prints as a short table.
 
     launches: the kernels in order.
     num_partials: partial rows of dweight and dbias.
@@ -201,7 +202,7 @@ class Plan:
     bytes_needed: int
     reason: str
 
-    def __str__(self) -> str:
+    def _facts(self) -> list[tuple[str, str]]:
         norm = "layer_norm" if self.problem.centered else "rms_norm"
         tensors = ", ".join(
             f"{name} {value}"
@@ -239,9 +240,15 @@ class Plan:
             if self.bytes_needed
             else ""
         )
-        lines.append(("bytes moved", f"{self.bytes_moved:,}{ratio}"))
-        width = max(len(name) for name, _ in lines)
-        return "\n".join(f"{name:<{width}}  {value}" for name, value in lines)
+        return [*lines, ("bytes moved", f"{self.bytes_moved:,}{ratio}")]
+
+    def __str__(self) -> str:
+        return as_text(self._facts())
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        return pairs_as_html(self._facts())
 
 
 def make_plan(
