@@ -200,6 +200,7 @@ class Displaced:
         self.machine, self.tensor, self.offset = machine, tensor, offset
         self.device = machine.device
         self.get, self.launch = machine.get, machine.launch
+        self.name_tensors = machine.name_tensors
         self.counts = {"put": 0, "empty": 0}
         self.displaced = 0
 
