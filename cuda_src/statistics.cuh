@@ -30,7 +30,7 @@ struct RowStatistics {
   // The computed mean before correction. The squares were centred by it, so a value in registers is
   // centred once.
   Compute first;
-  // -rest * rstd, where rest = exact mean - first: exactly 0 for a constant row.
+  // -rest * rstd, where rest = exact mean - first. Where rest is 0, a constant row is exactly 0.
   Compute shift;
 
   template <bool centered>
@@ -86,13 +86,17 @@ __device__ __forceinline__ RowStatistics<Compute> row_statistics(Row& row, Reduc
     });
     return uncentered(reduce.all(squares.total()).part[0], reciprocal, eps);
   } else if constexpr (statistics == Statistics::two_pass) {
+    constexpr bool has_origin = requires { row.origin(); };
+    Compute origin = 0;  // what the first pass subtracts
+    if constexpr (has_origin) origin = row.origin();
     PackSums<Sum<Compute, 1>, Row::num_summed_packs> sums;
     row.for_each_pack_padded([&](long long, const auto& values, bool in_row) {
-      const Compute of_pack = sum_of(values);
+      const Compute of_pack = sum_of(values, origin);
       sums.add({{in_row ? of_pack : Compute(0)}});
     });
     const Sum<Compute, 1> total = reduce.all(sums.total());
-    const Compute first = divide(total.part[0], count, reciprocal);
+    Compute first = divide(total.part[0], count, reciprocal);
+    if constexpr (has_origin) first += origin;
     // If the sum is exact, the error of the mean is the remainder of the division.
     constexpr bool correct = !Row::has_exact_sums;
     using Deviations = Sum<Compute, correct ? 2 : 1>;
@@ -111,6 +115,7 @@ __device__ __forceinline__ RowStatistics<Compute> row_statistics(Row& row, Reduc
       of_packs.add(of_pack);
     });
     const Deviations deviations = reduce.all(of_packs.total());
+    static_assert(correct || !has_origin);
     const Compute rest = correct ? deviations.part[correct] : fma(-first, count, total.part[0]);
     return corrected(first, {{rest, deviations.part[0]}}, count, eps);
   } else {

@@ -2,13 +2,13 @@
 #pragma once
 #include "reduce.cuh"
 
-// The sum of one pack, and of its squares. Each pack has its own chain of additions, so that packs
-// overlap.
+// The sum of one pack, or of its deviations from origin, and of its squares. Each pack has its own
+// chain of additions, so that packs overlap.
 template <int pack_size, class Compute>
-__device__ __forceinline__ Compute sum_of(const Compute (&values)[pack_size]) {
+__device__ __forceinline__ Compute sum_of(const Compute (&values)[pack_size], Compute origin = 0) {
   Compute sums[pack_size];
 #pragma unroll
-  for (int at = 0; at < pack_size; ++at) sums[at] = values[at];
+  for (int at = 0; at < pack_size; ++at) sums[at] = values[at] - origin;
 #pragma unroll
   for (int width = pack_size / 2; width > 0; width /= 2) {
 #pragma unroll

@@ -29,6 +29,18 @@ struct UncachedRow {
   long long num_cols;
   bool first_pass = true;
 
+  // The first value of the row: deviations from it are small where the mean is large, and 0 in a
+  // constant row, whose mean is then exact. A value whose square overflows is no help.
+  __device__ __forceinline__ Compute origin() const {
+    Compute value[1];
+    if constexpr (Load::has_effect) {
+      unpack(load.finish(row, 0, load.template begin<1>(row, 0), false), value);
+    } else {
+      unpack(load.template load<1>(row, 0), value);
+    }
+    constexpr Compute largest = 0x1p63f;
+    return value[0] < largest && value[0] > -largest ? value[0] : Compute(0);
+  }
   template <class F>
   __device__ __forceinline__ void for_each_pack(F f) {
     const long long step = static_cast<long long>(tile.threads_per_row) * pack_size;

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import replace
 
 import numpy as np
@@ -11,9 +12,11 @@ from trap_checks import as_dtype, assert_right, check, fits, with_rows
 
 from cupynorm.check.allowed import expect
 from cupynorm.check.cases import NORMS, Case, Problem, random_problem
+from cupynorm.check.kernels import CpuMachine, GpuCheckMachine
 from cupynorm.check.results import judge
 from cupynorm.check.run import run_kernels
 from cupynorm.dtypes import DTYPES
+from cupynorm.gpu import nvrtc
 from cupynorm.plan.strategies import STATISTICS, STRATEGIES
 
 
@@ -133,6 +136,49 @@ def test_t02_constant_rows(dtype, strategy, statistics, where):
             assert_constant_rows(problem, run_kernels(problem, where))
             checked += 1
     assert checked >= 3
+
+
+def wide_constant_rows(case: Case) -> Problem:
+    constants = np.concatenate([CONSTANTS, [3.14159e-5, 65499.0, -0.7]])
+    problem = with_rows(case, np.repeat(constants[:, None], case.num_cols, axis=1))
+    problem.bias[::2] = 0.0  # where the last digits of an x_hat that is not 0 would show
+    return problem
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("statistics", STATISTICS)
+@pytest.mark.parametrize("strategy", [None, "block", "cluster", "uncached"])
+@pytest.mark.parametrize("num_cols", [10007, 33196, 100003, 262144])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_t02_wide_constant_rows(dtype, num_cols, strategy, statistics):
+    """The sum of a wide row is not exact, so the first mean may not be the value."""
+    case = Case("layer_norm", 0, num_cols, dtype, strategy=strategy, statistics=statistics)
+    where = GpuCheckMachine()
+    if strategy and not fits(case, where.device):
+        pytest.skip(f"{strategy} takes no row of {num_cols} columns")
+    problem = wide_constant_rows(case)
+    assert_constant_rows(problem, run_kernels(problem, where))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("residual", [False, True])
+def test_t02_wide_constant_rows_with_a_fused_multiply_add(residual, tmp_path, monkeypatch):
+    """On the CPU, with the multiply-add that a GPU's compiler makes of x_hat."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    folder = tmp_path / "cuda_src"
+    shutil.copytree(nvrtc.cuda_src(), folder)
+    header = folder / "statistics.cuh"
+    plain, fused = "(value - first) * rstd + shift", "fma(value - first, rstd, shift)"
+    assert plain in header.read_text()
+    header.write_text(header.read_text().replace(plain, fused))
+    case = Case("layer_norm", 0, 100_003, "float32", strategy="uncached", statistics="two_pass")
+    problem = wide_constant_rows(replace(case, residual=residual))
+    if residual:
+        problem = replace(problem, residual=as_dtype(0.37 * problem.x, "float32"))
+    results = run_kernels(problem, CpuMachine(folder=folder))
+    if residual:  # the sum is what is constant
+        problem = replace(problem, x=results["sum"])
+    assert_constant_rows(problem, results)
 
 
 @pytest.mark.parametrize("num_cols", [3, 7, 768, 1000, 5000])
