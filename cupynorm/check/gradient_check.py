@@ -36,6 +36,11 @@ def check(
     Errors are in units of what the dtypes allow: above 1 is off. The formulas are in the docstring
     of cupynorm.check.allowed.
 
+    Examples:
+        >>> result = cupynorm.check(function=torch.nn.functional.layer_norm, shapes=[(4, 64)])
+        >>> result.ok
+        True
+
     On your arrays: input [..., num_cols] of any library, weight and bias [num_cols] or None, dy of
     input's shape or None for random values, in the dtypes of the kernels.
     Without input, on random arrays with weight and bias: every combination of shapes

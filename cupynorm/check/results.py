@@ -41,7 +41,15 @@ def worst_of(findings: Iterable[Finding]) -> Finding:
 
 @dataclass
 class CheckResult:
-    """Findings of a check, printed as a table. True if no element of any tensor is off."""
+    """Findings of a check, printed as a table. True if no element of any tensor is off.
+
+    Examples:
+        >>> def no_mean(input, normalized_shape, weight, bias, eps):
+        ...     return torch.nn.functional.rms_norm(input, normalized_shape, weight, eps) + bias
+        >>> result = cupynorm.check(function=no_mean, shapes=[(4, 64)])
+        >>> result.ok, [found.tensor for found in result.findings if not found.ok]
+        (False, ['y', 'dx', 'dweight'])
+    """
 
     findings: list[Finding] = field(default_factory=list)
 

@@ -53,6 +53,14 @@ class Version:
 class Experiment:
     """What experiment() found. Prints as a table; true if the changed kernel is right.
 
+    Examples:
+        >>> no_mean = {"statistics.cuh": [("= values[at] - first;", "= values[at];")]}
+        >>> found = cupynorm.experiment(no_mean, 64, strategy="warp", on="cpu")
+        >>> bool(found)
+        False
+        >>> [each.tensor for each in found.changed.result.findings if not each.ok]
+        ['y', 'rstd']
+
     plan: of the call. shipped, changed: a Version each. folder: of the changed sources.
     """
 
@@ -125,6 +133,12 @@ def experiment(
     seed: int = 0,
 ) -> Experiment:
     """Compiles changed sources, checks them against float64, and puts the shipped ones beside them.
+
+    Examples:
+        >>> no_mean = {"statistics.cuh": [("= values[at] - first;", "= values[at];")]}
+        >>> found = cupynorm.experiment(no_mean, 64, strategy="warp", on="cpu")
+        >>> found.shipped.ok, found.changed.ok
+        (True, False)
 
     changes: a unified diff of files of cuda_src; or a dict from file names to the whole new text or
         to pairs (old, new), each old text once in the file.

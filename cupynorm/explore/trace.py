@@ -44,6 +44,12 @@ class Requests(NamedTuple):
 class Trace(Recording):
     """What trace() recorded. Prints as a table; in Jupyter also as pictures.
 
+    Examples:
+        >>> found = cupynorm.trace(64, num_rows=2, strategy="uncached")
+        >>> reads = [each for each in found.requests if each.tensor == "x"]
+        >>> [(each.num_requests, each.num_sectors) for each in reads]
+        [(2, 8), (2, 8)]
+
     plan: of the call. tensors: by name. launches: their kernels, in order.
     """
 
@@ -152,6 +158,10 @@ def trace(
     seed: int = 0,
 ) -> Trace:
     """Runs a kernel on the CPU and records what every thread reads, writes and waits for.
+
+    Examples:
+        >>> cupynorm.trace(64, num_rows=2, strategy="uncached").bytes["x"]
+        (512, 256)
 
     num_cols, num_rows: the extents of x. A few rows are enough: every access is recorded.
     dtype: of all tensors. norm, direction, residual, strategy, tile, statistics: as for plan().

@@ -18,7 +18,12 @@ from ..plan.instances import Kernel
 
 
 class MissingLibraryError(ImportError):
-    """CuPy or NVRTC is not installed. The message says what to install."""
+    """CuPy or NVRTC is not installed. The message says what to install.
+
+    Examples:
+        >>> issubclass(cupynorm.MissingLibraryError, ImportError)
+        True
+    """
 
 
 @cache

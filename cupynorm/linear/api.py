@@ -58,6 +58,11 @@ def layer_norm_linear(
 ) -> Array | tuple[Array, ...]:
     """linear(layer_norm(input), weight, bias): layer normalisation, then a linear layer.
 
+    Examples:
+        >>> x, weight = np.array([[1.0, 3.0]]), np.array([[1.0, 0.0], [2.0, 3.0]])
+        >>> cupynorm.layer_norm_linear(x, None, None, weight, eps=0.0)
+        array([[-1.,  1.]])
+
     input: shape (..., in_features), float16, bfloat16, float32 or float64; normalised over the last
         dimension. A CuPy array, a torch tensor, a NumPy array or any object with __dlpack__.
     norm_weight, norm_bias: shape (in_features,), each optional, of any of the four dtypes.
@@ -120,6 +125,10 @@ def rms_norm_linear(
 ) -> Array | tuple[Array, ...]:
     """linear(rms_norm(input), weight, bias).
 
+    Examples:
+        >>> cupynorm.rms_norm_linear(np.array([[3.0, 4.0]]), None, np.array([[1.0, 1.0]])).round(3)
+        array([[1.98]])
+
     eps: as of cupynorm.rms_norm. All else, errors too, as for layer_norm_linear.
     """
     operands = Operands(
@@ -152,6 +161,12 @@ def layer_norm_linear_forward(
 ) -> ProjectedForward:
     """layer_norm_linear that also returns what backward needs, outside any autograd.
 
+    Examples:
+        >>> x, weight = np.array([[1.0, 3.0]]), np.array([[1.0, 0.0], [2.0, 3.0]])
+        >>> made = cupynorm.layer_norm_linear_forward(x, None, None, weight, eps=0.0)
+        >>> made.y, made.mean, made.rstd
+        (array([[-1.,  1.]]), array([2.]), array([1.]))
+
     x: the input. Other arguments and errors as for layer_norm_linear.
     Returns ProjectedForward(y, normalized, mean, rstd, sum).
     """
@@ -175,6 +190,11 @@ def rms_norm_linear_forward(
     sm_margin: int | Mapping[str, int] = 0,
 ) -> ProjectedForward:
     """rms_norm_linear that also returns what backward needs; mean is None.
+
+    Examples:
+        >>> x, weight = np.array([[3.0, 4.0]]), np.array([[1.0, 1.0]])
+        >>> cupynorm.rms_norm_linear_forward(x, None, weight).rstd.round(3)
+        array([0.283])
 
     Arguments as for layer_norm_linear_forward.
     """
@@ -203,6 +223,16 @@ def layer_norm_linear_backward(
     sm_margin: int | Mapping[str, int] = 0,
 ) -> ProjectedBackward:
     """Gradients of layer_norm_linear at x, for statistics of layer_norm_linear_forward.
+
+    Examples:
+        >>> x, weight = np.array([[1.0, 3.0]]), np.array([[1.0, 0.0], [2.0, 3.0]])
+        >>> made = cupynorm.layer_norm_linear_forward(x, None, None, weight, eps=0.0)
+        >>> back = cupynorm.layer_norm_linear_backward(
+        ...     np.ones((1, 2)), x, made.mean, made.rstd, None, None, weight, eps=0.0
+        ... )
+        >>> back.dweight
+        array([[-1.,  1.],
+               [-1.,  1.]])
 
     dy: gradient of y, of its shape and dtype.
     x: what was normalised (ProjectedForward.sum). mean, rstd: its statistics.
@@ -250,7 +280,15 @@ def rms_norm_linear_backward(
     gradients: Sequence[str] = GRADIENTS,
     sm_margin: int | Mapping[str, int] = 0,
 ) -> ProjectedBackward:
-    """Gradients of rms_norm_linear at x. All else as for layer_norm_linear_backward."""
+    """Gradients of rms_norm_linear at x. All else as for layer_norm_linear_backward.
+
+    Examples:
+        >>> x, weight = np.array([[3.0, 4.0]]), np.array([[1.0, 1.0]])
+        >>> rstd = cupynorm.rms_norm_linear_forward(x, None, weight).rstd
+        >>> back = cupynorm.rms_norm_linear_backward(np.ones((1, 1)), x, rstd, None, weight)
+        >>> back.dweight.round(3)
+        array([[0.849, 1.131]])
+    """
     call = LinearBackwardCall(
         dy,
         x,

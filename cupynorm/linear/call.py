@@ -103,6 +103,12 @@ class LinearBackwardCall(NamedTuple):
 class ProjectedForward(NamedTuple):
     """What a forward returns.
 
+    Examples:
+        >>> x, weight = np.array([[1.0, 3.0]]), np.array([[1.0, 0.0], [2.0, 3.0]])
+        >>> made = cupynorm.layer_norm_linear_forward(x, None, None, weight, eps=0.0)
+        >>> made.normalized, made.y
+        (array([[-1.,  1.]]), array([[-1.,  1.]]))
+
     y: [..., out_features]. normalized: of the input's shape and dtype.
     mean, rstd, sum: as of cupynorm.Forward.
     """
@@ -118,6 +124,13 @@ class ProjectedBackward(NamedTuple):
     """The gradients that were requested, None for the others.
 
     dx is the gradient of the input and of the residual alike.
+
+    Examples:
+        >>> x, weight = np.array([[3.0, 4.0]]), np.array([[1.0, 1.0]])
+        >>> rstd = cupynorm.rms_norm_linear_forward(x, None, weight).rstd
+        >>> back = cupynorm.rms_norm_linear_backward(np.ones((1, 1)), x, rstd, None, weight)
+        >>> back.dx.round(3), back.dbias
+        (array([[ 0.045, -0.034]]), array([1.]))
     """
 
     dx: Array | None

@@ -51,6 +51,13 @@ class LayerNormLinear(Fp8Layer):
     It has TransformerEngine's arguments in TransformerEngine's order, its parameters and its state
     dict.
 
+    Examples:
+        >>> layer = cupynorm.LayerNormLinear(64, 192, normalization="RMSNorm", device="cpu")
+        >>> layer(torch.randn(8, 64)).shape
+        torch.Size([8, 192])
+        >>> [name for name, _ in layer.named_parameters()]
+        ['layer_norm_weight', 'weight', 'bias']
+
     in_features: the width of the norm.
     out_features: rows of the linear weight, of all parts together.
     eps: of the norm.

@@ -82,6 +82,13 @@ def fp8_autocast(
     LayerNorm and RMSNorm write 8-bit floats inside of it where they are called with
     fp8_output=True.
 
+    Examples:
+        >>> norm, x = cupynorm.RMSNorm(2), torch.tensor([[3.0, 4.0]])
+        >>> with cupynorm.fp8_autocast(recipe=cupynorm.CurrentScaling()):
+        ...     y = norm(x, fp8_output=True)
+        >>> y.data.dtype, y.dequantize().detach().numpy().round(3)
+        (torch.float8_e4m3fn, array([[0.808, 1.131]], dtype=float32))
+
     enabled: False switches an outer region off.
     recipe: DelayedScaling (the default), CurrentScaling or BlockScaling.
     group: the torch.distributed group over which DelayedScaling takes the largest amax.

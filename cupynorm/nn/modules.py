@@ -212,6 +212,11 @@ class LayerNorm(Norm, torch.nn.LayerNorm):
 
     It has the same arguments in the same order, the same parameters and the same state dict.
 
+    Examples:
+        >>> norm = cupynorm.LayerNorm(4)
+        >>> norm(torch.tensor([[1.0, 2.0, 3.0, 6.0]])).detach().numpy().round(3)
+        array([[-1.069, -0.535,  0.   ,  1.604]], dtype=float32)
+
     normalized_shape, eps, elementwise_affine, bias, device, dtype: as torch's. weight and bias have
         shape normalized_shape.
 
@@ -333,6 +338,11 @@ class RMSNorm(Norm, torch.nn.RMSNorm):
     """torch.nn.RMSNorm, computed by cupynorm.rms_norm.
 
     It has the same arguments in the same order, the same parameter and the same state dict.
+
+    Examples:
+        >>> norm = cupynorm.RMSNorm(2)
+        >>> norm(torch.tensor([[3.0, 4.0]])).detach().numpy().round(3)
+        array([[0.849, 1.131]], dtype=float32)
 
     eps: by default the machine epsilon of the arithmetic, as torch's (TransformerEngine's is 1e-5).
     All else as cupynorm.LayerNorm, except that there is no bias.

@@ -27,6 +27,10 @@ _LARGEST_MARGIN = 126
 class Format(enum.Enum):
     """The 8-bit floats of forward and backward.
 
+    Examples:
+        >>> cupynorm.Format.HYBRID.value
+        (torch.float8_e4m3fn, torch.float8_e5m2)
+
     E4M3: float8_e4m3fn in both. HYBRID: float8_e4m3fn in forward, float8_e5m2 for gradients.
     """
 
@@ -51,6 +55,15 @@ class DelayedScaling:
     """Scales from the amaxes of earlier steps, so that no tensor is read twice.
 
     The arguments and formulas are TransformerEngine's.
+
+    Examples:
+        >>> norm, x = cupynorm.RMSNorm(2), torch.tensor([[3.0, 4.0]], requires_grad=True)
+        >>> for step in range(2):
+        ...     with cupynorm.fp8_autocast(recipe=cupynorm.DelayedScaling(amax_history_len=16)):
+        ...         y = norm(x, fp8_output=True)
+        ...     print(round(1 / y.scale_inv.item(), 1))
+        1.0
+        396.0
 
     margin: the largest value maps to largest / 2^margin.
     fp8_format: a Format.
@@ -128,6 +141,13 @@ class DelayedScaling:
 class CurrentScaling:
     """The scale of each tensor from its own amax.
 
+    Examples:
+        >>> norm, x = cupynorm.RMSNorm(2), torch.tensor([[3.0, 4.0]])
+        >>> with cupynorm.fp8_autocast(recipe=cupynorm.CurrentScaling(power_of_two=True)):
+        ...     y = norm(x, fp8_output=True)
+        >>> 1 / y.scale_inv.item()
+        256.0
+
     fp8_format: a Format.
     amax_epsilon: a smaller amax counts as this value.
     power_of_two: round scales down to powers of two.
@@ -155,6 +175,13 @@ class CurrentScaling:
 @dataclass(frozen=True)
 class BlockScaling:
     """A scale for each 128 elements along the summed dimension, and for each 128 x 128 of a weight.
+
+    Examples:
+        >>> norm, x = cupynorm.RMSNorm(256), torch.ones(4, 256)
+        >>> with cupynorm.fp8_autocast(recipe=cupynorm.BlockScaling()):
+        ...     y = norm(x, fp8_output=True)
+        >>> tuple(y.scale_inv.shape)
+        (4, 2)
 
     fp8_format: a Format.
     power_of_two: round scales down to powers of two.

@@ -37,6 +37,15 @@ class Swap(NamedTuple):
 class SwappedNorms:
     """What swap_norms did. Prints as a table.
 
+    Examples:
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.LayerNorm(4))
+        >>> swapped = cupynorm.swap_norms(model)
+        >>> swapped.swapped[0].name, swapped.swapped[0].now
+        ('1', 'cupynorm.LayerNorm')
+        >>> swapped.undo()
+        >>> type(model[1])
+        <class 'torch.nn.modules.normalization.LayerNorm'>
+
     swapped: the places with another module now. left: those that look like a norm and were not
     swapped, with the reason.
     """
@@ -75,6 +84,13 @@ class SwappedNorms:
 
 def swap_norms(model: torch.nn.Module, *, keep_rounding: bool = False) -> SwappedNorms:
     """Replaces every LayerNorm and RMSNorm inside model, in place, by cupynorm's.
+
+    Examples:
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.RMSNorm(4))
+        >>> print(cupynorm.swap_norms(model))
+        name  was            now
+        1     torch.RMSNorm  cupynorm.RMSNorm
+        1 swapped, 0 left
 
     model: any torch.nn.Module, on any device, meta included. The parameters stay the same objects,
         so that optimizers and state dicts stay valid. A module that is in several places is one

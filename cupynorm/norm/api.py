@@ -18,7 +18,6 @@ from .options import (
     quantization,
 )
 from .request import (
-    NO_SECOND,
     Array,
     BackwardOperands,
     BackwardOptions,
@@ -65,6 +64,11 @@ def layer_norm(
 
     y = (x - mean) / sqrt(var + eps) * weight + bias; cupynorm.reference.layer_norm has the formula
     and its gradients.
+
+    Examples:
+        >>> x = np.array([[1.0, 2.0, 3.0, 6.0]])
+        >>> cupynorm.layer_norm(x, 4).round(3)
+        array([[-1.069, -0.535,  0.   ,  1.604]])
 
     input: shape (..., *normalized_shape); float16, bfloat16, float32 or float64. A CuPy array, a
         torch tensor, a NumPy array or any object with __dlpack__. Any strides: contiguous rows are
@@ -219,6 +223,10 @@ def rms_norm(
 
     y = x / sqrt(mean(x^2) + eps) * weight + bias; see cupynorm.reference.rms_norm.
 
+    Examples:
+        >>> cupynorm.rms_norm(np.array([[3.0, 4.0]]), 2).round(3)
+        array([[0.849, 1.131]])
+
     eps: by default the machine epsilon of the arithmetic, 2**-23 (2**-52 for float64), as
         torch.nn.functional.rms_norm.
 
@@ -274,6 +282,11 @@ def layer_norm_forward(
 ) -> Forward | FusedForward:
     """layer_norm that also returns what backward needs, outside any autograd.
 
+    Examples:
+        >>> made = cupynorm.layer_norm_forward(np.array([[1.0, 3.0]]), eps=0.0)
+        >>> made.y, made.mean, made.rstd
+        (array([[-1.,  1.]]), array([2.]), array([1.]))
+
     normalized_shape: by default the shape of weight or bias, or else the last dimension of x.
 
     Returns Forward(y, mean, rstd, sum), or a FusedForward with any of residual_dtype, row_scale,
@@ -328,6 +341,10 @@ def rms_norm_forward(
 ) -> Forward | FusedForward:
     """rms_norm that also returns what backward needs: Forward(y, None, rstd, sum).
 
+    Examples:
+        >>> cupynorm.rms_norm_forward(np.array([[3.0, 4.0]])).rstd.round(3)
+        array([0.283])
+
     All else as for layer_norm_forward; eps as for rms_norm.
     """
     operands = ForwardOperands(
@@ -378,6 +395,11 @@ def layer_norm_backward(
 ) -> Backward | FusedBackward:
     """Gradients of layer_norm at x (derivation: cupynorm.reference.layer_norm).
 
+    Examples:
+        >>> made = cupynorm.layer_norm_forward(x := np.array([[1.0, 2.0, 6.0]]))
+        >>> cupynorm.layer_norm_backward(x, x, made.mean, made.rstd).dweight.round(3)
+        array([-0.926, -0.926,  8.332])
+
     dy: gradient of y, of x's shape, in any of the four dtypes.
     x: what was normalised (Forward.sum). mean, rstd: as layer_norm_forward returned them, of x's
         leading shape.
@@ -418,9 +440,7 @@ def layer_norm_backward(
         bool(memory_efficient),
         launch=launch_options(strategy, tile, None, sm_margin),
     )
-    second = NO_SECOND
-    if dy1 is not None or weight1 is not None:
-        second = SecondGradient(dy1, weight1, dbias1_dtype)
+    second = SecondGradient(dy1, weight1, dbias1_dtype)
     return explicit_backward(BackwardRequest(operands, options), second)
 
 
@@ -452,6 +472,11 @@ def rms_norm_backward(
 ) -> Backward | FusedBackward:
     """Gradients of rms_norm at x, for the rstd that rms_norm_forward returned.
 
+    Examples:
+        >>> rstd = cupynorm.rms_norm_forward(x := np.array([[3.0, 4.0]])).rstd
+        >>> cupynorm.rms_norm_backward(np.array([[1.0, 0.0]]), x, rstd).dx.round(3)
+        array([[ 0.181, -0.136]])
+
     All else as for layer_norm_backward.
     """
     operands = BackwardOperands(dy, x, None, rstd, weight, dsum, None, row_scale, dropout_seed)
@@ -470,7 +495,5 @@ def rms_norm_backward(
         bool(memory_efficient),
         launch=launch_options(strategy, tile, None, sm_margin),
     )
-    second = NO_SECOND
-    if dy1 is not None or weight1 is not None:
-        second = SecondGradient(dy1, weight1, dbias1_dtype)
+    second = SecondGradient(dy1, weight1, dbias1_dtype)
     return explicit_backward(BackwardRequest(operands, options), second)

@@ -32,6 +32,11 @@ def plan(
 ) -> Plan:
     """Which kernel, tile and grid a problem gets, the bytes it moves, and why. Needs no GPU.
 
+    Examples:
+        >>> plan = cupynorm.plan(4096, device="H200")
+        >>> plan.strategy, plan.launches[0].kernel.source, plan.bytes_needed
+        ('block', 'forward_block.cu', 67158016)
+
     num_cols, num_rows: the extents of x.
     dtype: of x.
     weight_dtype, bias_dtype: the same as dtype unless given; None if absent.

@@ -23,6 +23,14 @@ from .request import Array, ForwardOperands, Quantization
 class QuantizedTensor:
     """An array in 8-bit floats. Its values are data * scale_inv.
 
+    Examples:
+        >>> x = np.array([[1.0, 2.0, 3.0, 6.0]])
+        >>> y = cupynorm.layer_norm(x, 4, out_dtype="float8_e4m3fn", scale="row")
+        >>> y.data
+        array([[249, 241,   0, 126]], dtype=uint8)
+        >>> y.dequantize().round(3)
+        array([[-1.031, -0.515,  0.   ,  1.604]])
+
     data: of the shape that was quantised; a torch tensor of a float8 dtype, or a CuPy or NumPy
         array of uint8 with its bits.
     scale_inv: float32. One element for all; block_rows is then None. Or (..., num_rows /

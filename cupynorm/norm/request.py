@@ -147,9 +147,6 @@ class SecondGradient(NamedTuple):
     dbias_dtype: Any = None
 
 
-NO_SECOND = SecondGradient(None)
-
-
 def makes_sum(request: ForwardRequest, dtype: str) -> bool:
     """Whether the normalised row is not the input itself. dtype: the input's, by name."""
     operands, options = request

@@ -158,6 +158,11 @@ def present() -> list[Device]:
 def use_tiles(path: str | Path | None) -> None:
     """Use the tiles of a table that `python -m cupynorm tune` wrote, for the rest of this process.
 
+    Examples:
+        >>> cupynorm.use_tiles(None)
+        >>> cupynorm.plan(4096, device="H200").strategy
+        'block'
+
     path: the table, or a data file of ranges (.csv) that `tune --device-file` wrote. A table is for
     the GPU on which it was measured, a data file for all GPUs of this machine. None removes the
     table in use.

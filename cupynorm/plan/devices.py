@@ -9,6 +9,12 @@ from dataclasses import dataclass, replace
 class Device:
     """What a plan must know of a GPU. smem_per_block: the opt-in limit of one block, in bytes.
 
+    Examples:
+        >>> from dataclasses import replace
+        >>> small = replace(cupynorm.DEVICES["H100"], name="H100 PCIe", num_sms=114)
+        >>> cupynorm.plan(4096, device=small).device.num_sms
+        114
+
     clusters: how many clusters of 2, 4, 8 and 16 blocks are resident at once with one block a
     multiprocessor; empty if the device has no clusters. Further clusters run in a second wave.
     """
@@ -61,6 +67,12 @@ DEVICES = {
         _device("RTX 5090", 120, 170),
     )
 }
+"""The GPUs whose plans need no GPU, by name; each is a Device.
+
+Examples:
+    >>> list(cupynorm.DEVICES)
+    ['A100', 'A10', 'RTX 3090', 'RTX 4090', 'L40S', 'H100', 'H200', 'B200', 'RTX 5090']
+"""
 
 
 def device_like(

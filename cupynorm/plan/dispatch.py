@@ -184,6 +184,13 @@ _TENSORS = {
 class Plan:
     """How one problem is computed. Prints as a short table.
 
+    Examples:
+        >>> plan = cupynorm.plan(12288, device="H200", direction="backward")
+        >>> [launch.kernel.source for launch in plan.launches]
+        ['backward_cluster.cu', 'backward_parameters.cu']
+        >>> plan.strategy, plan.tile.path
+        ('cluster', 'ring')
+
     launches: the kernels in order.
     num_partials: partial rows of dweight and dbias.
     bytes_moved: what the kernels read and write in global memory.

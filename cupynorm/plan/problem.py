@@ -24,6 +24,13 @@ PATHS = ("registers", "smem", "staged", "ring", "bundle", "uncached")
 class Tile:
     """The compile-time integers of one kernel, as in cuda_src/tile.cuh.
 
+    Examples:
+        >>> tile = cupynorm.Tile(pack_size=8, threads_per_row=32, packs_per_thread=4)
+        >>> tile.cols
+        1024
+        >>> cupynorm.plan(1000, device="H200", strategy="warp", tile=tile).launches[0].block_size
+        32
+
     pack_size: elements moved by one memory instruction.
     threads_per_row: threads of one block that share a row.
     packs_per_thread: packs of a row that one thread keeps in registers, else 0.

@@ -100,5 +100,15 @@ STRATEGIES = {
         Strategy("uncached", "nowhere: it is read again", uncached_tile),
     )
 }
+"""The dispatch table, by name, from narrow rows to wide ones: where a row is kept.
+
+Examples:
+    >>> for name, strategy in cupynorm.STRATEGIES.items():
+    ...     print(name, strategy.kept_in, sep=': ')
+    warp: in the registers of a warp, or of part of one
+    block: in one block's registers or shared memory
+    cluster: in the registers or shared memory of a thread-block cluster
+    uncached: nowhere: it is read again
+"""
 
 STATISTICS = ("two_pass", "welford")
