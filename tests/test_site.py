@@ -1,0 +1,185 @@
+"""The site of docs/: it builds without warnings and without a network, and what it says is so."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import re
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+from urllib.parse import unquote
+
+import numpy as np
+import pytest
+from docstrings import as_html, names_of, pages
+from test_readme import block, rows
+
+import cupynorm
+
+ROOT = Path(__file__).parents[1]
+INSTALL, ERRORS = (
+    (ROOT / "docs" / name).read_text(encoding="utf-8") for name in ("install.md", "errors.md")
+)
+
+# Errors.
+
+
+def code_of(cell: str) -> str:
+    found = re.match(r"^`([^`]+)`", cell)
+    assert found, cell
+    return found[1]
+
+
+def raised_texts() -> list[str]:
+    """The messages that the package raises, with … for each value in them."""
+
+    def text(node: ast.expr) -> str:
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            return node.value
+        return "".join(map(text, node.values)) if isinstance(node, ast.JoinedStr) else "…"
+
+    return [
+        text(node.exc.args[0])
+        for path in sorted((ROOT / "cupynorm").rglob("*.py"))
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call) and node.exc.args
+    ]
+
+
+def test_messages_of_missing_parts_are_in_the_sources():
+    texts = raised_texts()
+    table = rows(block("errors of machines", ERRORS))
+    assert len(texts) > 200 and len(table) >= 5
+    for message, *_ in table:
+        assert any(text.startswith(code_of(message)) for text in texts), message
+
+
+CALLS = [
+    row
+    for name in ("arrays", "options", "torch")
+    for row in rows(block(f"errors of {name}", ERRORS))
+]
+
+
+@pytest.mark.parametrize("row", CALLS, ids=lambda row: re.sub(r"\W+", "-", row[0])[1:40])
+def test_calls_raise_the_messages_of_the_page(row):
+    torch = pytest.importorskip("torch")
+    message, call = map(code_of, row[:2])
+    if "torch finds no GPU" in message and torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    names = {"cupynorm": cupynorm, "np": np, "torch": torch}
+    names |= {"x": np.ones((2, 8)), "t": torch.ones(2, 8)}
+    with pytest.raises((ValueError, TypeError, NotImplementedError)) as raised:
+        exec(call, names)
+    assert str(raised.value) == message
+
+
+# Install.
+
+
+def test_the_extras_of_the_install_page_are_those_of_pyproject():
+    tomllib = pytest.importorskip("tomllib")  # Python 3.11
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
+        "optional-dependencies"
+    ]
+    named = re.findall(
+        r"\[([\w,]+)\]\"", "\n".join(row[1] for row in rows(block("extras", INSTALL)))
+    )
+    assert {name for names in named for name in names.split(",")} == set(extras)
+
+
+# Rendering.
+
+
+def test_a_docstring_becomes_html():
+    shown = as_html(
+        "One line.\n\nExamples:\n    >>> 1 < 2\n    True\n\n"
+        "x: of shape (*, n),\n    see layer_norm. y, z: as cupynorm.Plan.\nPlain __text__.\n\n"
+        "A title:\n\na:  b\n"
+    )
+    assert shown.startswith('<div class="docstring"><p>One line.</p><div class="codehilite">')
+    assert "&lt;" in shown and "(*, n)" in shown and "__text__" in shown
+    assert '<a href="norms.html#layer_norm"><code>layer_norm</code></a>' in shown
+    assert '<dt><code>y</code>, <code>z</code></dt><dd>as <a href="plans.html#plan">' in shown
+    assert '<p class="title">A title</p>' in shown
+
+
+def test_every_public_name_is_on_one_page():
+    found = [name for page in pages() for name in names_of(page)]
+    assert sorted(found) == sorted(name for name in dir(cupynorm) if not name.startswith("_"))
+
+
+# The site.
+
+
+class Links(HTMLParser):
+    """Names of the elements of a page, its links, and what a browser loads with it."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+        self.links: list[str] = []
+        self.loaded: list[str] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        given = dict(attributes)
+        self.names.add(given.get("id") or "")
+        if tag == "a" and given.get("href"):
+            self.links.append(given["href"])
+        elif tag == "link" and given.get("rel") != "canonical":
+            self.loaded.append(given.get("href") or "")
+        elif tag in ("script", "img", "iframe", "source") and given.get("src"):
+            self.loaded.append(given["src"])
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    pytest.importorskip("torch")
+    for library in ("mkdocs", "latex2mathml"):
+        if importlib.util.find_spec(library) is None:
+            pytest.skip(f"{library} is not installed: pip install -e '.[docs]'")
+    folder = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)]
+    command += ["--config-file", str(ROOT / "docs" / "site" / "mkdocs.yml")]
+    built = subprocess.run(command, capture_output=True, text=True)
+    assert built.returncode == 0 and "WARNING" not in built.stderr, built.stderr
+    return folder
+
+
+@pytest.mark.slow
+def test_pages_need_no_network_and_their_links_lead_somewhere(site):
+    found = {path: Links(path.read_text(encoding="utf-8")) for path in site.rglob("*.html")}
+    assert len(found) > 15
+    for path, links in found.items():
+        for each in links.loaded:
+            assert not re.match(r"(https?:)?//", each), f"{path.name} loads {each}"
+        inside = [each for each in links.links if not re.match(r"https?:|mailto:|/", each)]
+        for each in [*inside, *(each for each in links.loaded if not each.startswith("data:"))]:
+            name, _, anchor = unquote(each).partition("#")
+            target = (path.parent / name.split("?")[0]).resolve() if name else path
+            if path.name == "404.html" or target == site.resolve():
+                continue  # its links begin at the root of a server
+            assert target.exists(), f"{path.name} links to {each}"
+            if anchor and target in found:
+                assert anchor in found[target].names, f"{path.name} links to {each}"
+    for path in site.rglob("*.css"):
+        assert not re.search(r"(url\(|@import)\s*[\"']?(https?:)?//", path.read_text("utf-8")), path
+
+
+@pytest.mark.slow
+def test_pages_show_the_guide_examples_errors_and_stored_pictures(site):
+    text = {path.name: path.read_text(encoding="utf-8") for path in site.rglob("*.html")}
+    assert "LayerNorm and RMSNorm for NVIDIA GPUs" in text["index.html"]
+    assert "speed.svg" in text["index.html"] and (site / "speed.svg").exists()
+    assert "round" in text["norms.html"] and 'id="layer_norm_backward"' in text["norms.html"]
+    assert "expected its last dimensions" in text["errors.html"]
+    notebooks = sorted((ROOT / "notebooks").glob("*.ipynb"))
+    assert notebooks
+    for path in notebooks:
+        stored = path.read_text(encoding="utf-8").count('"image/')
+        shown = text[f"{path.stem}.html"]
+        assert shown.count("<img") + shown.count("<svg") >= stored
+        assert "$$" not in shown
