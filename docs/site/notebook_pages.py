@@ -20,7 +20,7 @@ def title(path: Path) -> str:
     first = next(cell for cell in _cells(path) if cell["cell_type"] == "markdown")
     heading = "".join(first["source"]).splitlines()[0].lstrip("# ")
     number = re.match(r"\d+", path.stem)
-    return f"{number[0]}. {heading}" if number else heading
+    return f"{number[0]} {heading}" if number and not heading[0].isdigit() else heading
 
 
 def markdown(path: Path) -> str:
@@ -50,7 +50,9 @@ def with_formulas(text: str) -> str:
         math = convert(match[1] or match[2], display=display)
         # Markdown would take these for emphasis.
         math = math.replace("_", "&#95;").replace("*", "&#42;").replace("\n", " ")
-        return f"<div>{math}</div>" if match[1] else math
+        # Markdown takes a line that begins with <math> for a block.
+        tag = "div" if match[1] else "span"
+        return f"<{tag}>{math}</{tag}>"
 
     return _FORMULA.sub(formula, text)
 
