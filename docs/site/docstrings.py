@@ -100,16 +100,10 @@ def page(path: str) -> str:
 def _formulas() -> Iterator[str]:
     yield "# Formulas in float64"
     yield "Modules of `cupynorm.reference`, and what the gradient check allows beside them."
-    modules = ["cupynorm.reference." + name for name in _modules_of("cupynorm.reference")]
-    for name in [*modules, "cupynorm.check.allowed"]:
+    for name in _MODULES:
         text = inspect.cleandoc(importlib.import_module(name).__doc__ or "")
         yield f"## {name}"
         yield f"<pre>{html.escape(text)}</pre>"
-
-
-def _modules_of(package: str) -> list[str]:
-    folder = Path(importlib.import_module(package).__path__[0])
-    return sorted(path.stem for path in folder.glob("[!_]*.py"))
 
 
 def _members(value: type) -> Iterator[str]:
@@ -256,7 +250,12 @@ def _code(names: str) -> str:
 def _words(text: str) -> str:
     """Text with code in backticks, and links to the public names that it has."""
     text = re.sub(r"`([^`]+)`", r"<code>\1</code>", html.escape(text, quote=False))
-    return _NAME.sub(_link, text)
+    return _MODULE.sub(_link_to_formulas, _NAME.sub(_link, text))
+
+
+def _link_to_formulas(match: re.Match[str]) -> str:
+    anchor = match[0].replace(".", "")
+    return f'<a href="formulas.html#{anchor}"><code>{match[0]}</code></a>'
 
 
 def _link(match: re.Match[str]) -> str:
@@ -274,3 +273,7 @@ def _is_unmistakable(name: str) -> bool:
 _ALL = "|".join(cupynorm._NAMES)
 _UNMISTAKABLE = "|".join(filter(_is_unmistakable, cupynorm._NAMES))
 _NAME = re.compile(rf"(?<![\w.])(?:cupynorm\.({_ALL})|({_UNMISTAKABLE}))(?!\.?\w)")
+_FOLDER = Path(cupynorm.__path__[-1]) / "reference"  # in a checkout
+_MODULES = [f"cupynorm.reference.{path.stem}" for path in sorted(_FOLDER.glob("[!_]*.py"))]
+_MODULES.append("cupynorm.check.allowed")
+_MODULE = re.compile("(?:" + "|".join(map(re.escape, _MODULES)) + r")(?!\.?\w)")
