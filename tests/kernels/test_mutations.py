@@ -744,7 +744,8 @@ from cupynorm.check.results import CheckResult, judge_all
 sanitize, folder, cases = ("address", "undefined"), {{folder!r}}, {{cases!r}}
 if folder:
     kernel = on_cpu.kernel
-    on_cpu.kernel = lambda *arguments, **options: kernel(*arguments, **options, folder=Path(folder))
+    own = dict(folder=Path(folder))
+    on_cpu.kernel = lambda *arguments, **options: kernel(*arguments, **(options | own))
 for case in cases:
     problem, machine = random_problem(case), CpuMachine(sanitize=sanitize)
     welford = uses_welford(case, machine.device)
