@@ -23,7 +23,7 @@ from .entries import (
     quick_shapes,
     random_entries,
 )
-from .results import CheckResult, Finding, judge_all, worst_of
+from .results import CheckResult, Finding, worst_of
 from .run import run_kernels
 
 _MAX_SHOWN = 12  # findings that are off
@@ -65,10 +65,12 @@ def run(arguments: argparse.Namespace) -> int:
         compile_on_cpu(entries, where.device)
     results = []
     for entry in tqdm(entries, desc="checking", unit="case", leave=False):
-        problem = entry.make()
-        got = run_kernels(problem, where)
-        rounded_mean = kernels.uses_welford(problem.case, where.device)
-        results.append((entry, judge_all(problem, got, rounded_mean=rounded_mean)))
+        findings = []
+        rounded_mean = kernels.uses_welford(entry.case, where.device)
+        for trial in entry.make():
+            got = run_kernels(trial.problem, where)
+            findings += trial.judged(got, rounded_mean=rounded_mean)
+        results.append((entry, findings))
     return report(results, where.device)
 
 

@@ -12,7 +12,8 @@ from ..plan.devices import Device
 from ..plan.dispatch import Plan
 from ..plan.strategies import STRATEGIES
 from .activations import Activations
-from .cases import DIRECTIONS, NORMS, Case, Problem, random_problem
+from .cases import DIRECTIONS, NORMS, Case
+from .trials import Trial, default_trials
 
 # Elements of x in one case, by where the kernels run. Most of the time goes into the float64
 # reference on the host, and into the kernels where they run on the CPU.
@@ -23,11 +24,11 @@ _WIDEST_ON_CPU = 2**19
 
 
 class Entry(NamedTuple):
-    """One case of the check. name: its line in the table. make: returns its tensors."""
+    """One case of the check. name: its line in the table. make: returns what is run for it."""
 
     name: str
     case: Case
-    make: Callable[[], Problem]
+    make: Callable[[], list[Trial]]
 
 
 class Shape(NamedTuple):
@@ -56,18 +57,19 @@ def file_entries(
                 taken = f"{problem.case.num_rows} of " if is_sample else ""
                 label = each.name.rpartition("layer_norms/")[2]
                 name = f"{label}, {taken}{num_rows} x {num_cols}"
-                entries.append(Entry(name, problem.case, lambda problem=problem: problem))
+                trials = [Trial(problem)]
+                entries.append(Entry(name, problem.case, lambda trials=trials: trials))
     return entries
 
 
 def random_entries(shapes: Iterable[Shape], dtypes: Sequence[str], seed: int) -> list[Entry]:
-    """Random tensors of these shapes in each norm and dtype."""
+    """Random tensors of these shapes in each norm and dtype, and again with a NaN in one row."""
     shapes, entries = list(shapes), []
     for norm in NORMS:
         for shape in shapes:
             for dtype in dtypes:
                 case = Case(norm, shape.num_rows, shape.num_cols, dtype, strategy=shape.strategy)
-                make = lambda case=case: random_problem(case, seed)  # noqa: E731
+                make = lambda case=case: default_trials(case, seed)  # noqa: E731
                 entries.append(Entry(str(shape), case, make))
     return entries
 

@@ -1,16 +1,19 @@
-"""The gradient check: kernels, or any callable like layer_norm, compared with float64."""
+"""The gradient check: kernels, or a user's own functions, compared with float64."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
 from ..gpu import on_cpu
 from . import kernels
-from .cases import NORMS, Case, Problem, given_problem, random_problem
-from .results import CheckResult, judge_all
+from .callables import Callables
+from .cases import NORMS, Case, given_problem
+from .results import CheckResult
 from .run import run_kernels
+from .trials import Trial, default_trials
 
 
 def check(
@@ -22,6 +25,9 @@ def check(
     eps: float = 1e-5,
     norm: str | Sequence[str] = "layer_norm",
     function: Callable | None = None,
+    forward: Callable | None = None,
+    backward: Callable | None = None,
+    library: str | None = None,
     shapes: Iterable[tuple[int, int]] = ((64, 768),),
     dtypes: Iterable[str] = ("float32",),
     strategies: Iterable[str | None] = (None,),
@@ -44,50 +50,64 @@ def check(
     On your arrays: input [..., num_cols] of any library, weight and bias [num_cols] or None, dy of
     input's shape or None for random values, in the dtypes of the kernels.
     Without input, on random arrays with weight and bias: every combination of shapes
-    (num_rows, num_cols), dtypes, strategies and statistics.
+    (num_rows, num_cols), dtypes, strategies and statistics. A few rows have a mean far above their
+    spread, or a variance as small as eps. Each case is run again with a NaN in one row.
 
     norm: "layer_norm", "rms_norm" or both. strategies, statistics: None leaves the choice to
     dispatch. eps, zero_centered_weight: as in layer_norm.
-    function: a callable to check instead of the kernels. It is called as
-    function(input, normalized_shape, weight, bias, eps) on torch tensors; without torch on NumPy
-    arrays, and only y is checked.
+
+    Your own functions are checked in place of the kernels. They get arrays of library: "numpy",
+    "cupy" or "torch", on a GPU if there is one; None for torch if it is installed, else NumPy.
+    NumPy and CuPy have bfloat16 if ml_dtypes is installed.
+
+    function: function(input, normalized_shape, weight, bias, eps) -> y. torch's autograd computes
+        the gradients. With another library only y is checked.
+    forward: forward(x, weight, bias, eps) -> y, or (y, mean, rstd), for RMSNorm (y, rstd).
+    backward: backward(dy, x, mean, rstd, weight) -> dx, or (dx, dweight, dbias), without mean for
+        RMSNorm. mean and rstd are right ones, in float32, or float64 for float64.
+    x, y, dy and dx are [num_rows, num_cols]; mean and rstd are [num_rows]. Parameters of these
+    names may be left out or in another order: see cupynorm.check.callables.
+
     on: "gpu", "cpu" for the same kernels on the CPU, or None for a GPU if there is one.
     seed: of the random values. progress: wraps the cases, as tqdm does.
 
     Returns a CheckResult: true if no tensor is off; prints as a table.
-    Raises ValueError for an unknown norm or a wrong shape, TypeError for a dtype that the kernels
-    do not have, and what a call of the kernels raises.
+    Raises ValueError for an unknown norm, a wrong shape, and a result of a function that is None or
+    detached; TypeError for a dtype that the kernels do not have; and what a call raises.
     """
     norms = (norm,) if isinstance(norm, str) else tuple(norm)
     for name in norms:
         if name not in NORMS:
             raise ValueError(f"norm is {name!r}; expected {' or '.join(NORMS)}")
-    options = {"zero_centered_weight": zero_centered_weight, "eps": eps}
-
-    def problem_of(name: str, strategy: str | None, kind: str | None, **shape: Any) -> Problem:
-        fields = {"norm": name, "strategy": strategy, "statistics": kind, **options}
-        if input is not None:
-            return given_problem(input, weight, bias, dy, seed=seed, **fields)
-        return random_problem(Case(**fields, **shape), seed)
-
+    own = Callables(function, forward, backward, library)
+    fields: dict[str, Any] = {"zero_centered_weight": zero_centered_weight, "eps": eps}
     if input is not None:
-        problems = [problem_of(*each) for each in product(norms, strategies, statistics)]
+        absent = {"weight", "bias"} - set.union(*map(own.takes, norms)) if own else set()
+        for label, values in (("weight", weight), ("bias", bias)):
+            if values is not None and label in absent:
+                raise ValueError(f"{label} is given, but your function has no parameter for it")
+        every = product(norms, [None], [None], strategies, statistics)
     else:
         every = product(norms, shapes, dtypes, strategies, statistics)
-        problems = [
-            problem_of(name, strategy, kind, num_rows=num_rows, num_cols=num_cols, x=dtype)
-            for name, (num_rows, num_cols), dtype, strategy, kind in every
-        ]
+    trials: list[Trial] = []
+    for name, shape, dtype, strategy, kind in every:
+        fields |= {"norm": name, "strategy": strategy, "statistics": kind}
+        if input is not None:
+            trials.append(Trial(given_problem(input, weight, bias, dy, seed=seed, **fields)))
+        else:
+            absent = {"weight", "bias"} - own.takes(name) if own else ()
+            case = Case(num_rows=shape[0], num_cols=shape[1], x=dtype, **fields)
+            trials += default_trials(replace(case, **dict.fromkeys(absent)), seed)
     result = CheckResult()
-    if function is None:
+    if not own:
         where = kernels.machine(on)
         if isinstance(where, kernels.CpuMachine):
             on_cpu.compiler()  # without a compiler, the error says what to install
-    for problem in progress(problems) if progress else problems:
-        if function is not None:
-            got, rounded_mean = kernels.run_callable(function, problem), True
+    for trial in progress(trials) if progress else trials:
+        if own:
+            got, rounded_mean = own.run(trial.problem, trial.layouts), True
         else:
-            rounded_mean = kernels.uses_welford(problem.case, where.device)
-            got = run_kernels(problem, where)
-        result.findings += judge_all(problem, got, rounded_mean=rounded_mean)
+            rounded_mean = kernels.uses_welford(trial.problem.case, where.device)
+            got = run_kernels(trial.problem, where, trial.layouts or None)
+        result.findings += trial.judged(got, rounded_mean=rounded_mean)
     return result

@@ -1,8 +1,8 @@
-"""Where the gradient check gets its results: the kernels on a CPU or GPU, or a callable."""
+"""The machines that run the kernels: a CPU or a GPU."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 
 from ..dtypes import DTYPES
-from ..gpu import arrays, environment, launch, nvrtc, on_cpu
+from ..gpu import environment, launch, nvrtc, on_cpu
 from ..plan import dispatch
 from ..plan.devices import DEVICES, Device
 from ..plan.instances import Kernel, Launch
 from ..plan.problem import Layout
 from ..plan.problem import Problem as PlanProblem
-from .cases import Case, Problem
+from .cases import Case
 
 
 class CpuMachine:
@@ -126,42 +126,6 @@ def machine(on: str | None = None) -> CpuMachine | GpuCheckMachine:
             "on is 'gpu', but CuPy finds no GPU; use on='cpu' to run the same kernels on the CPU"
         )
     return GpuCheckMachine()
-
-
-def run_callable(function: Callable, problem: Problem) -> dict[str, np.ndarray]:
-    """y of function(input, normalized_shape, weight, bias, eps), as float64.
-
-    With torch installed the function gets torch tensors, on a GPU if there is one, and the result
-    also has dx, dweight and dbias. Without torch it gets NumPy arrays.
-    """
-    case = problem.case
-    given = {
-        "x": (problem.x, case.x),
-        "weight": (problem.weight, case.dtype("weight")),
-        "bias": (problem.bias, case.dtype("bias")),
-    }
-    given = {name: pair for name, pair in given.items() if pair[0] is not None}
-
-    def call(operands: dict[str, Any]) -> Any:
-        weight, bias = operands.get("weight"), operands.get("bias")
-        return function(operands["x"], (case.num_cols,), weight, bias, case.eps)
-
-    try:
-        import torch
-    except ImportError:
-        like = np.empty(0)
-        operands = {name: arrays.from_float64(*pair, like) for name, pair in given.items()}
-        return {"y": arrays.to_float64(call(operands))}
-    device, like = "cuda" if torch.cuda.is_available() else "cpu", torch.empty(0)
-    operands = {
-        name: arrays.from_float64(*pair, like).to(device).requires_grad_(True)
-        for name, pair in given.items()
-    }
-    y = call(operands)
-    dy = torch.from_numpy(problem.dy).to(device=device, dtype=y.dtype)
-    gradients = torch.autograd.grad(y, list(operands.values()), dy)
-    results = {"y": y} | {f"d{name}": value for name, value in zip(operands, gradients)}
-    return {name: value.detach().double().cpu().numpy() for name, value in results.items()}
 
 
 def uses_welford(case: Case, device: Device) -> bool:

@@ -1,0 +1,198 @@
+"""cupynorm.check of a user's own functions: their parameters, libraries, results and errors."""
+
+from __future__ import annotations
+
+import sys
+
+import numpy as np
+import pytest
+
+import cupynorm
+from cupynorm.check.callables import bind
+from cupynorm.check.libraries import Library
+from cupynorm.check.placement import LAYOUTS
+
+torch = pytest.importorskip("torch")
+SHAPE = [(16, 48)]
+GPU = pytest.param("cupy", marks=pytest.mark.gpu)
+
+
+def forward(x, weight, bias, eps):
+    """Two passes, in the library of x, with one rounding of y."""
+    wide = _wide(x)
+    mean = wide.mean(1)
+    centered = wide - mean[:, None]
+    rstd = 1 / ((centered**2).mean(1) + eps) ** 0.5
+    y = centered * rstd[:, None] * _wide(weight) + _wide(bias)
+    return _as(y, x), mean, rstd
+
+
+def backward(dy, x, mean, rstd, weight):
+    x_hat = (_wide(x) - mean[:, None]) * rstd[:, None]
+    wdy = _wide(dy) * _wide(weight)
+    mean_wdy_x_hat = (wdy * x_hat).mean(1)[:, None]
+    dx = rstd[:, None] * (wdy - wdy.mean(1)[:, None] - x_hat * mean_wdy_x_hat)
+    return _as(dx, x), _as((_wide(dy) * x_hat).sum(0), x), _as(_wide(dy).sum(0), x)
+
+
+def rms_forward(x, weight, eps):
+    wide = _wide(x)
+    rstd = 1 / ((wide**2).mean(1) + eps) ** 0.5
+    return _as(wide * rstd[:, None] * _wide(weight), x), rstd
+
+
+def rms_backward(dy, x, rstd, weight):
+    x_hat = _wide(x) * rstd[:, None]
+    wdy = _wide(dy) * _wide(weight)
+    dx = rstd[:, None] * (wdy - x_hat * (wdy * x_hat).mean(1)[:, None])
+    return _as(dx, x), _as((_wide(dy) * x_hat).sum(0), x)
+
+
+def _wide(array):
+    """In the dtype of the arithmetic."""
+    is_double = str(array.dtype).endswith("float64")
+    if isinstance(array, torch.Tensor):
+        return array if is_double else array.float()
+    return array if is_double else array.astype("float32")
+
+
+def _as(array, like):
+    return array.to(like.dtype) if isinstance(array, torch.Tensor) else array.astype(like.dtype)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+@pytest.mark.parametrize("library", ["numpy", "torch", GPU])
+def test_right_functions_of_any_library_pass(library, dtype):
+    if dtype == "bfloat16" and library != "torch":
+        pytest.importorskip("ml_dtypes")
+    options = {"library": library, "shapes": SHAPE, "dtypes": [dtype]}
+    result = cupynorm.check(forward=forward, backward=backward, **options)
+    assert result.ok, result
+    assert {found.tensor for found in result.findings} == {
+        "y", "mean", "rstd", "dx", "dweight", "dbias",
+    }  # fmt: skip
+    result = cupynorm.check(forward=rms_forward, backward=rms_backward, norm="rms_norm", **options)
+    assert result.ok, result
+    assert {found.tensor for found in result.findings} == {"y", "rstd", "dx", "dweight"}
+
+
+@pytest.mark.parametrize("norm", ["layer_norm", "rms_norm"])
+def test_the_explicit_functions_of_this_library_pass(norm):
+    made = cupynorm.check(
+        forward=getattr(cupynorm, f"{norm}_forward"),
+        backward=getattr(cupynorm, f"{norm}_backward"),
+        norm=norm,
+        shapes=SHAPE,
+        library="numpy",
+    )
+    assert made.ok and len({found.tensor for found in made.findings}) == 5 + (norm == "layer_norm")
+
+
+def test_functions_of_fewer_parameters_are_checked_without_weight_or_bias():
+    functional = torch.nn.functional
+    assert cupynorm.check(function=functional.rms_norm, norm="rms_norm", shapes=SHAPE).ok
+    for function, tensors in (
+        (lambda x: functional.layer_norm(x, x.shape[-1:], eps=1e-5), {"y", "dx"}),
+        (lambda x, weight: functional.layer_norm(x, x.shape[-1:], weight), {"y", "dx", "dweight"}),
+        (torch.layer_norm, {"y", "dx", "dweight", "dbias"}),  # built in, without a signature
+        (lambda *all: functional.layer_norm(*all), {"y", "dx", "dweight", "dbias"}),
+    ):
+        result = cupynorm.check(function=function, shapes=SHAPE)
+        assert result.ok and {found.tensor for found in result.findings} == tensors
+
+
+def test_one_direction_alone_is_checked():
+    assert {found.tensor for found in cupynorm.check(forward=forward, shapes=SHAPE).findings} == {
+        "y", "mean", "rstd",
+    }  # fmt: skip
+    only_dx = cupynorm.check(backward=lambda *given: backward(*given[:5])[0], shapes=SHAPE)
+    assert only_dx.ok and {found.tensor for found in only_dx.findings} == {"dx"}
+
+
+def test_names_of_parameters_decide_and_others_follow_in_order():
+    order = ("x", "normalized_shape", "weight", "bias", "eps")
+    by_name = lambda eps, gamma, input: None  # noqa: E731
+    assert bind(by_name, order, "f") == ([], {"eps": "eps", "gamma": "weight", "input": "x"})
+    in_order = lambda a, w, c, d=3: None  # noqa: E731
+    assert bind(in_order, order, "f") == (
+        [], {"a": "x", "w": "weight", "c": "normalized_shape"},
+    )  # fmt: skip
+    assert bind(lambda a, /, *rest, bias: None, order, "f") == (
+        ["x", "normalized_shape", "weight", "eps"], {"bias": "bias"},
+    )  # fmt: skip
+    with pytest.raises(ValueError, match="f has a required parameter c, for which no operand is"):
+        bind(lambda a, b, c: None, ("x",), "f")
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("library", ["numpy", "torch", GPU])
+def test_layouts_have_the_values_and_strides_that_they_name(library, layout):
+    if library == "torch" and layout == "reversed":
+        pytest.skip("torch has no negative strides")
+    values = np.arange(12.0).reshape(3, 4)
+    made = Library(library).put(values, "float32", layout)
+    right = np.repeat(values[:1], 3, axis=0) if layout == "broadcast" else values
+    assert (Library(library).get(made, "x") == right).all()
+    strides = made.stride() if library == "torch" else [each // 4 for each in made.strides]
+    expected = {"gap": (20, 1), "broadcast": (0, 1), "reversed": (-4, 1), "transposed": (1, 3)}
+    assert tuple(strides) == expected.get(layout, (4, 1))
+
+
+# Errors.
+
+
+@pytest.mark.parametrize(
+    "given, message",
+    [
+        ({"function": lambda x: None}, "function returned None; expected y, a torch tensor"),
+        ({"function": lambda x: x.detach()}, "function returned a tensor that is detached"),
+        ({"function": lambda x: "y"}, "function returned a str; expected y"),
+        (
+            {"function": lambda x, w, weight: x * 1},
+            "function returned a y that does not depend on weight in autograd's graph",
+        ),
+        ({"forward": lambda x: None}, r"forward returned None; expected y, or \(y, mean, rstd\)"),
+        ({"forward": lambda x: (x, x)}, r"forward returned 2 values; expected y, or \(y, mean"),
+        ({"forward": lambda x: {"out": x}}, "forward returned fields out; expected y"),
+        ({"forward": lambda x: x[:, :5]}, r"forward returned y of shape \(16, 5\) for x of shape"),
+        ({"forward": lambda x: x.T}, "forward returned y of shape .* it is transposed"),
+        ({"backward": lambda dy: None}, r"backward returned None; expected dx, or \(dx, dweight"),
+        (
+            {"backward": lambda dy, x: (dy, x.sum(1))},
+            r"backward returned dweight of shape \(16,\).* one value for each column",
+        ),
+        ({"backward": lambda dy: (dy,) * 4}, "backward returned 4 values; expected dx, or"),
+        ({"forward": 3}, "forward is a int; expected a callable"),
+        ({"forward": forward, "library": "jax"}, "library is 'jax'; expected 'numpy', 'cupy'"),
+        (
+            {"function": forward, "backward": backward},
+            "function is given together with forward or backward; expected function alone",
+        ),
+        (
+            {"input": np.ones((2, 4)), "bias": np.ones(4), "forward": lambda x, weight: x},
+            "bias is given, but your function has no parameter for it",
+        ),
+    ],
+)
+def test_wrong_functions_are_one_sentence(given, message):
+    with pytest.raises(ValueError, match=message):
+        cupynorm.check(**{"shapes": SHAPE, **given})
+
+
+def test_a_result_that_is_no_array_is_named():
+    with pytest.raises(TypeError, match="y is a str; expected a CuPy, torch or NumPy array"):
+        cupynorm.check(forward=lambda x: "y", shapes=SHAPE)
+
+
+def test_libraries_that_are_not_there_are_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "ml_dtypes", None)
+    with pytest.raises(cupynorm.MissingLibraryError, match="pip install ml_dtypes"):
+        cupynorm.check(forward=forward, library="numpy", dtypes=["bfloat16"], shapes=SHAPE)
+    monkeypatch.setitem(sys.modules, "torch", None)
+    with pytest.raises(cupynorm.MissingLibraryError, match="library is 'torch'"):
+        cupynorm.check(forward=forward, library="torch", shapes=SHAPE)
+    assert cupynorm.check(forward=lambda x: x, shapes=[(1, 1)], eps=0.0).findings  # NumPy
+    cupy = pytest.importorskip("cupy")
+    monkeypatch.setattr(cupy.cuda.runtime, "getDeviceCount", lambda: 0)
+    with pytest.raises(ValueError, match="CuPy finds no GPU"):
+        cupynorm.check(forward=forward, library="cupy", shapes=SHAPE)
