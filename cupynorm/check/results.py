@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from ..dtypes import DTYPES, compute_dtype
 from .allowed import expect
-from .cases import Problem
+from .cases import Case, Problem
+from .diagnosis import Diagnosis, Judged, diagnose
 
 
 @dataclass(frozen=True)
@@ -18,6 +19,7 @@ class Finding:
 
     error: |got - expected| / allowed; infinity or NaN where only one of them is finite.
     where: its index. num_off: how many elements of the tensor have an error above 1.
+    diagnosis: which elements are off and why, None where nothing is off or nobody has looked.
     """
 
     case: str
@@ -28,6 +30,7 @@ class Finding:
     expected: float
     allowed: float
     num_off: int
+    diagnosis: Diagnosis | None = None
 
     @property
     def ok(self) -> bool:
@@ -70,7 +73,24 @@ class CheckResult:
         last = (
             f"{len(self.findings)} tensors checked, {verdict}; error is in units of what is allowed"
         )
-        return "\n".join([*self._table(), last])
+        return "\n".join([*self._table(), last, *self.diagnoses])
+
+    @property
+    def diagnoses(self) -> list[str]:
+        """One sentence for each tensor that is off: which elements, by how much, and why.
+
+        A tensor that is off for the same reason in several cases has one sentence.
+        """
+        same: dict[tuple[str, str], list[Finding]] = {}
+        for found in self.findings:
+            if found.diagnosis is not None:
+                same.setdefault((found.tensor, found.diagnosis.cause), []).append(found)
+        sentences = []
+        for (tensor, _), (first, *others) in same.items():
+            more = f" (and in {len(others)} more cases)" if others else ""
+            more = more.replace("1 more cases", "1 more case")
+            sentences.append(f"{tensor} of {first.case}: {first.diagnosis}{more}")
+        return sentences
 
     def _table(self) -> list[str]:
         table = [("case", "tensor", "error", "where", "got", "expected", "allowed", "verdict")]
@@ -113,13 +133,7 @@ def judge(
         raise ValueError(f"{tensor} of {case} has shape {got.shape}; expected {expected.shape}")
     if not got.size:
         return Finding(str(case), tensor, 0.0, (), 0.0, 0.0, 0.0, 0)
-    with np.errstate(all="ignore"):
-        error = np.abs(got - expected) / allowed
-        same = (np.isnan(got) & np.isnan(expected)) | (got == expected)
-        is_beyond = np.abs(expected) * (1 + 2.0**-9) >= largest
-        overflown = np.isinf(got) & (np.sign(got) == np.sign(expected)) & is_beyond
-        error = np.where(same | overflown, 0.0, error)
-        off = ~(error <= 1.0)
+    error, off = errors_of(got, expected, allowed, largest)
     finite = np.where(np.isfinite(error), error, np.inf)
     order = np.where(off, finite, np.where(np.isnan(error), np.inf, error))
     at = np.unravel_index(int(np.argmax(order)), order.shape)
@@ -128,11 +142,21 @@ def judge(
     return Finding(str(case), tensor, float(error[at]), where, *numbers, int(off.sum()))
 
 
-def judge_all(
-    problem: Problem, results: dict[str, np.ndarray], *, rounded_mean: bool = False
-) -> list[Finding]:
-    """A finding for each tensor of results that `expect` knows. rounded_mean: as for `expect`."""
-    case = problem.case
+def errors_of(
+    got: np.ndarray, expected: np.ndarray, allowed: np.ndarray, largest: float = np.inf
+) -> tuple[np.ndarray, np.ndarray]:
+    """|got - expected| / allowed of each element, and which elements are off. As for `judge`."""
+    with np.errstate(all="ignore"):
+        error = np.abs(got - expected) / allowed
+        same = (np.isnan(got) & np.isnan(expected)) | (got == expected)
+        is_beyond = np.abs(expected) * (1 + 2.0**-9) >= largest
+        overflown = np.isinf(got) & (np.sign(got) == np.sign(expected)) & is_beyond
+        error = np.where(same | overflown, 0.0, error)
+        return error, ~(error <= 1.0)
+
+
+def dtype_of(case: Case, tensor: str) -> str:
+    """The dtype of a result; that of the arithmetic for mean and rstd."""
     dtypes = {
         "dx": case.x,
         "sum": case.sum,
@@ -143,6 +167,14 @@ def judge_all(
         "dbias1": case.bias1,
         **dict.fromkeys(("y", "y1", "recomputed"), case.dtype("y")),
     }
+    return dtypes.get(tensor) or compute_dtype(case.sum).name
+
+
+def judge_all(
+    problem: Problem, results: dict[str, np.ndarray], *, rounded_mean: bool = False
+) -> list[Finding]:
+    """A finding for each tensor of results that `expect` knows. rounded_mean: as for `expect`."""
+    case = problem.case
     findings = []
     expectations = expect(problem, rounded_mean=rounded_mean, added=results.get("sum"))
     for name, (expected, allowed) in expectations.items():
@@ -150,6 +182,29 @@ def judge_all(
             got = results[name]
             if name == "mean":  # of a row with an infinity: NaN, or infinite
                 got = np.where(np.isfinite(expected) | np.isfinite(got), got, expected)
-            largest = DTYPES[dtypes.get(name) or compute_dtype(case.sum).name].largest
+            largest = DTYPES[dtype_of(case, name)].largest
             findings.append(judge(case, name, got, expected, allowed, largest))
     return findings
+
+
+def diagnosed(
+    problem: Problem,
+    results: dict[str, np.ndarray],
+    findings: list[Finding],
+    *,
+    rounded_mean: bool = False,
+) -> list[Finding]:
+    """The findings that judge_all made of results; those that are off get a diagnosis."""
+    if all(found.ok for found in findings):
+        return findings
+    expectations = expect(problem, rounded_mean=rounded_mean, added=results.get("sum"))
+    made = []
+    for found in findings:
+        if not found.ok:
+            got, dtype = results[found.tensor], dtype_of(problem.case, found.tensor)
+            numbers = (got, *expectations[found.tensor])
+            off = errors_of(*numbers, DTYPES[dtype].largest)[1]
+            judged = Judged(found.tensor, dtype, *numbers, off)
+            found = replace(found, diagnosis=diagnose(problem, judged))
+        made.append(found)
+    return made

@@ -22,7 +22,7 @@ import numpy as np
 
 from ..dtypes import DTYPES, decode, encode
 from .cases import Case, Problem, random_problem
-from .results import Finding, judge_all
+from .results import Finding, diagnosed, judge_all
 
 # Of narrow dtypes the rows have few different values, so that the errors of Welford's algorithm do
 # not cancel: as small a ratio as shows the mistake beside the rounding of y.
@@ -46,10 +46,14 @@ class Trial(NamedTuple):
     def judged(
         self, results: dict[str, np.ndarray], *, rounded_mean: bool = False
     ) -> list[Finding]:
-        """A finding for each tensor. rounded_mean: as for allowed.expect."""
+        """A finding for each tensor, with a diagnosis if it is off.
+
+        rounded_mean: as for allowed.expect.
+        """
         if self.tensors is not None:
             results = {name: results[name] for name in results if name in self.tensors}
         findings = judge_all(self.problem, results, rounded_mean=rounded_mean)
+        findings = diagnosed(self.problem, results, findings, rounded_mean=rounded_mean)
         if not self.name:
             return findings
         return [replace(found, case=f"{found.case}, {self.name}") for found in findings]

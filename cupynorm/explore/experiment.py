@@ -9,10 +9,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ..bench.timer import Runner, Timer, take_turns
-from ..check.cases import NORMS, Case, Problem, random_problem
+from ..check.cases import NORMS, Case, Problem
 from ..check.kernels import CpuMachine, GpuCheckMachine, uses_welford
-from ..check.results import CheckResult, judge_all
+from ..check.results import CheckResult
 from ..check.run import run_kernels
+from ..check.trials import Trial, default_problem
 from ..gpu import environment, nvrtc
 from ..gpu.on_cpu import OnCpuError
 from ..norm.plans import plan
@@ -175,7 +176,7 @@ def experiment(
     case = Case(
         norm, num_rows, num_cols, dtype, residual=residual, dsum=residual, tile=own_tile, **options
     )
-    problem = random_problem(case, seed)
+    problem = default_problem(case, seed)
     versions = []
     for source_folder in (None, folder):
         version = Version()
@@ -237,7 +238,7 @@ def _check(version: Version, problem: Problem, machine: _Remembers, direction: s
     of_direction = ("y", "mean", "rstd", "sum") if direction == "forward" else ("dx", "dw", "db")
     got = {name: values for name, values in got.items() if name.startswith(of_direction)}
     rounded = uses_welford(problem.case, machine.device)
-    version.result = CheckResult(judge_all(problem, got, rounded_mean=rounded))
+    version.result = CheckResult(Trial(problem).judged(got, rounded_mean=rounded))
 
 
 def _inspect(version: Version, planned: Plan, folder: Path | None) -> None:

@@ -1,0 +1,351 @@
+"""Why a tensor is off: which elements, by how many ulp, and the mistake that explains the numbers.
+
+A mistake explains a tensor if its values, computed in float64, are within what is allowed for 95%
+of all elements and 95% of those that are off. Of several, the one with the smallest rest is taken.
+Three mistakes have no formula, because their errors are those of roundings:
+
+    E[x^2] - E[x]^2     rows are off by a factor, and that of the variance is at most the rounding
+                        error of mean^2
+    16-bit statistics   rows are off by a factor and a shift of the size of a 16-bit rounding
+    narrow arithmetic   the errors have the size of the roundings of a narrower dtype
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+
+from ..dtypes import DTYPES, compute_dtype
+from .allowed import half_ulp
+from .cases import Problem
+from .mistakes import Rows, candidates, of_statistics, rearrangements, round_to
+
+_SHARE = 0.95  # of elements that a mistake must explain
+_UNKNOWN = "no mistake that is tried explains the numbers"
+
+
+class Diagnosis(NamedTuple):
+    """pattern: which elements are off. ulps: the largest error, in ulp of the output's dtype.
+
+    cause: the mistake that explains the numbers, or that none does.
+    """
+
+    pattern: str
+    ulps: float
+    cause: str
+
+    def __str__(self) -> str:
+        size = f" by up to {self.ulps:.3g} ulp" if np.isfinite(self.ulps) else ""
+        return f"{self.pattern} off{size}; {self.cause}"
+
+
+class Judged(NamedTuple):
+    """One tensor that is off.
+
+    got, expected, allowed: float64 of one shape. off: which elements are. dtype: of the output.
+    """
+
+    tensor: str
+    dtype: str
+    got: np.ndarray
+    expected: np.ndarray
+    allowed: np.ndarray
+    off: np.ndarray
+
+
+def diagnose(problem: Problem, judged: Judged) -> Diagnosis:
+    """The pattern, size and likely cause of what is off. judged.off has at least one element."""
+    with np.errstate(all="ignore"):
+        # In ulp of the larger number: those of a result near 0 say nothing.
+        larger = np.fmax(np.abs(judged.expected), np.abs(judged.got))
+        error = np.abs(judged.got - judged.expected) / (2 * half_ulp(larger, judged.dtype))
+        finite = error[np.isfinite(error) & judged.off]
+        ulps = float(finite.max()) if finite.size else float("inf")
+        return Diagnosis(pattern_of(judged.off), ulps, _cause(problem, judged))
+
+
+def _cause(problem: Problem, judged: Judged) -> str:
+    unwritten = _spread_nan(problem, judged) or _unwritten(judged)
+    case = problem.case
+    if case.is_scaled or case.has_second or case.memory_efficient or case.round_x_hat:
+        return unwritten or _narrow(judged)
+    rows = Rows(problem)
+    return (
+        _best(judged, _every_candidate(rows, judged), _counted(rows, judged))
+        or unwritten
+        or _nearly_right(judged)
+        or _missing_row(rows, judged)
+        or _of_row_statistics(rows, judged)
+        or _narrow(judged)
+    )
+
+
+# Patterns.
+
+
+def pattern_of(off: np.ndarray) -> str:
+    """Which elements are off: "all elements are", "row 3 is", "every 4th column is", ..."""
+    if off.all():
+        return "all elements are"
+    if off.sum() == 1:
+        where = ", ".join(str(each[0]) for each in np.nonzero(off))
+        return f"the element [{where}] is"
+    if off.ndim == 1:
+        return _of_line(off, "element") or f"{off.sum()} of {off.size} elements are"
+    in_row, in_col = off.any(axis=1), off.any(axis=0)
+    # Elements near 0 may be right in a row that is wrong.
+    of_rows = off[in_row].mean() > 0.5 and in_col.mean() > 0.5
+    of_cols = off[:, in_col].mean() > 0.5 and in_row.mean() > 0.5
+    if of_rows and of_cols and in_row.all() and in_col.all():
+        share = off.mean()
+        words = f"{share:.0%} of all elements" if share < 0.99 else "nearly all elements"
+        return f"{words}, in all rows and columns, are"
+    names = []
+    if of_cols and not in_col.all():
+        names.append(_of_line(in_col, "column"))
+    if of_rows and not in_row.all():
+        names.append(_of_line(in_row, "row"))
+    if any(names):
+        return next(filter(None, names))
+    rows, cols = np.flatnonzero(in_row), np.flatnonzero(in_col)
+    box = off[rows[0] : rows[-1] + 1, cols[0] : cols[-1] + 1]
+    if box.mean() > 0.5 and box.size < off.size:
+        return f"a block of rows {rows[0]} to {rows[-1]}, columns {cols[0]} to {cols[-1]} is"
+    return f"{off.sum()} of {off.size} elements, scattered, are"
+
+
+def _of_line(off: np.ndarray, name: str) -> str:
+    """Which rows, columns or elements of one dimension, or "" if all or in no order."""
+    at = np.flatnonzero(off)
+    steps = np.diff(at)
+    if len(at) == 1:
+        return f"{name} {at[0]} is"
+    if (steps == 1).all():
+        if at[-1] == len(off) - 1:
+            return f"the last {len(at)} {name}s are"
+        return f"{name}s {at[0]} to {at[-1]} are"
+    if len(at) > 2 and len(set(steps)) == 1:
+        return f"every {_ordinal(steps[0])} {name}, from {name} {at[0]}, is"
+    if len(at) <= 4:
+        return f"{name}s {', '.join(map(str, at[:-1]))} and {at[-1]} are"
+    return f"{len(at)} of {len(off)} {name}s are"
+
+
+def _ordinal(number: int) -> str:
+    ending = {1: "st", 2: "nd", 3: "rd"}.get(number % 10, "th")
+    return f"{number}{'th' if number % 100 in (11, 12, 13) else ending}"
+
+
+# Causes.
+
+
+def _spread_nan(problem: Problem, judged: Judged) -> str:
+    """A NaN of x in results of other rows, or missing in those of its own."""
+    if judged.got.shape[:1] != problem.x.shape[:1] or judged.tensor in ("dweight", "dbias"):
+        return ""
+    has_nan = ~np.isfinite(problem.x).all(axis=1)
+    axes = tuple(range(1, judged.got.ndim))
+    got, expected = np.isnan(judged.got), np.isnan(judged.expected)
+    got_nan, lost = (got & ~expected).all(axis=axes), (~got & expected).all(axis=axes)
+    source = np.flatnonzero(has_nan)
+    if not source.size:
+        return ""
+    if got_nan.any():
+        reached = _of_line(got_nan, "row").rpartition(" ")[0]
+        return f"a NaN or infinity of row {source[0]} spreads to {reached}"
+    if lost[source].any():
+        return f"row {source[0]} has a NaN or infinity in x, and its result should be NaN"
+    return ""
+
+
+def _unwritten(judged: Judged) -> str:
+    """Elements that are off are all NaN, or all 0."""
+    got = judged.got[judged.off]
+    if np.isnan(got).all():
+        return "they are NaN: not written, or made by an invalid operation"
+    if (got == 0).all() and not judged.off.all():
+        return "they are 0: not written"
+    return ""
+
+
+class _Candidate(NamedTuple):
+    """What a tensor would be by a mistake, and what is allowed of it."""
+
+    sentence: str
+    values: np.ndarray
+    allowed: np.ndarray
+
+
+def _nearly_right(judged: Judged) -> str:
+    if (_rest(judged, judged.expected, judged.allowed) <= 1).all():
+        return "errors are below twice what is allowed, as by one rounding too many"
+    return ""
+
+
+def _every_candidate(rows: Rows, judged: Judged) -> Iterator[_Candidate]:
+    for sentence, values in _every_formula(rows, judged):
+        yield _Candidate(sentence, values, judged.allowed)
+    for sentence, rearranged in rearrangements(judged.got.shape):
+        yield _Candidate(sentence, rearranged(judged.expected), rearranged(judged.allowed))
+
+
+def _every_formula(rows: Rows, judged: Judged) -> Iterator[tuple[str, np.ndarray]]:
+    yield from candidates(rows, judged.tensor, judged.expected)
+    for dtype in ("float16", "bfloat16", "float32"):
+        if DTYPES[dtype].digits < DTYPES[judged.dtype].digits:
+            yield f"the result is rounded to {dtype}", round_to(judged.expected, dtype)
+    eps = _fitted_eps(rows, judged)
+    if eps is not None:
+        sentence = f"eps is about {eps:.3g}, not {rows.case.eps:g}"
+        rstd = 1 / np.sqrt(rows.spread + eps)
+        yield sentence, of_statistics(rows, judged.tensor, rows.center, rstd)
+
+
+def _rest(judged: Judged, values: np.ndarray, allowed: np.ndarray) -> np.ndarray:
+    """|got - values| in units of twice what is allowed; infinite where only one of them is NaN."""
+    u = compute_dtype(judged.dtype).half_ulp
+    allowed = 2 * (allowed + half_ulp(values, judged.dtype))
+    allowed = np.where(np.isfinite(allowed), allowed, 0) + 16 * u * np.abs(values)
+    rest = np.abs(judged.got - values) / (allowed + np.finfo(np.float64).tiny)
+    same = (np.isnan(judged.got) & np.isnan(values)) | (judged.got == values)
+    rest = np.where(same, 0.0, rest)
+    return np.where(np.isnan(rest), np.inf, rest)
+
+
+def _best(judged: Judged, tried: Iterator[_Candidate], counted: np.ndarray) -> str:
+    """The mistake with the smallest rest among those that explain the numbers, or "".
+
+    counted: which elements are compared.
+    """
+    off = judged.off[counted]
+    if not off.any():
+        return ""
+    right = _rest(judged, judged.expected, judged.allowed)[counted]
+    best, smallest = "", float(np.minimum(right, 100).mean()) / 2
+    for sentence, values, allowed in tried:
+        rest = _rest(judged, values, allowed)[counted]
+        within = rest <= 1
+        if within.mean() < _SHARE or within[off].mean() < _SHARE:
+            continue
+        size = float(np.minimum(rest, 100).mean())
+        if size < 0.9 * smallest:
+            best, smallest = sentence, size
+    return best
+
+
+def _counted(rows: Rows, judged: Judged) -> np.ndarray:
+    """All elements but those of rows with a mean far above their spread, if most rows are left.
+
+    A mistake that is harmless elsewhere may amplify roundings there beyond what is allowed.
+    """
+    counted = np.ones(judged.got.shape, bool)
+    is_plain = (rows.mean**2 <= 100 * rows.var)[:, 0]
+    if len(counted) == len(is_plain) and is_plain.mean() >= 0.5:
+        if judged.tensor not in ("dweight", "dbias"):
+            counted[~is_plain] = False
+    return counted
+
+
+def _missing_row(rows: Rows, judged: Judged) -> str:
+    """A sum over rows that lacks one row, or counts it twice."""
+    if judged.tensor not in ("dweight", "dbias") or not 1 < len(rows.dy) <= 4096:
+        return ""
+    terms = rows.dy * (rows.x_hat if judged.tensor == "dweight" else 1.0)
+    error = judged.got - judged.expected
+    products = terms @ error / np.maximum((terms**2).sum(axis=1), np.finfo(np.float64).tiny)
+    row = int(np.argmax(np.abs(products) * np.sqrt((terms**2).sum(axis=1))))
+    times = float(np.rint(products[row]))
+    if times == 0:
+        return ""
+    words = f"row {row} is not summed" if times == -1 else f"row {row} counts {1 + times:g} times"
+    tried = _Candidate(words, judged.expected + times * terms[row], judged.allowed)
+    return _best(judged, iter([tried]), np.ones(judged.got.shape, bool))
+
+
+def _factors(rows: Rows, judged: Judged) -> tuple[np.ndarray, np.ndarray] | None:
+    """(factor of rstd, shift of x_hat) of each row, fitted to a tensor. None: they do not fit."""
+    got = judged.got
+    if judged.tensor == "rstd":
+        return got / rows.rstd[:, 0], np.zeros(len(got))
+    x_hat, none = rows.x_hat, np.zeros(len(got))
+    if judged.tensor == "y":
+        use = np.abs(rows.w) > 0.1
+        if not use.any():
+            return None
+        z = ((got - rows.bias) / np.where(use, rows.w, 1))[:, use]
+        base = x_hat[:, use]
+        shift_of = z.mean(axis=1) if rows.centered else none
+        lever = base - base.mean(axis=1, keepdims=True) if rows.centered else base
+        factor = (z * lever).sum(axis=1) / (lever**2).sum(axis=1)
+        shift = shift_of - factor * base.mean(axis=1) if rows.centered else none
+        made = (factor[:, None] * x_hat + shift[:, None]) * rows.w + rows.bias
+    elif judged.tensor == "dx" and rows.problem.dsum is None:
+        first = rows.wdy - rows.centered * rows.wdy.mean(axis=1, keepdims=True)
+        of_x_hat = (rows.wdy * x_hat).mean(axis=1)
+        # got = r * s * (first - s^2 * x_hat * of_x_hat): along x_hat, and across it.
+        along = (x_hat**2).sum(axis=1)
+        across = first - x_hat * ((first * x_hat).sum(axis=1) / along)[:, None]
+        factor = (got * across).sum(axis=1) / (across**2).sum(axis=1) / rows.rstd[:, 0]
+        shift = none
+        inner = first - (factor**2 * of_x_hat)[:, None] * x_hat
+        made = (rows.rstd[:, 0] * factor)[:, None] * inner
+    else:
+        return None
+    rest = _rest(judged, made, judged.allowed)
+    fits = (rest <= 4) | np.isnan(got)
+    return (factor, shift) if fits[judged.off].mean() >= _SHARE else None
+
+
+def _of_row_statistics(rows: Rows, judged: Judged) -> str:
+    """Rows that are off by a factor: E[x^2] - E[x]^2, or statistics in 16 bits."""
+    fitted = _factors(rows, judged)
+    if fitted is None:
+        return ""
+    factor, shift = fitted
+    off = judged.off if judged.off.ndim == 1 else judged.off.any(axis=1)
+    spread, mean = rows.spread[:, 0], rows.mean[:, 0]
+    compute = compute_dtype(rows.case.sum)
+    if rows.centered:
+        implied = 1 / (factor * rows.rstd[:, 0]) ** 2 - rows.case.eps
+        rounding = 4 * (4 + np.sqrt(rows.n)) * compute.half_ulp * mean**2
+        explained = np.where(np.isfinite(implied), np.abs(implied - spread), spread) <= rounding
+        explained &= mean**2 > 100 * spread  # it is small in other rows
+        if explained[off].mean() >= _SHARE:
+            return (
+                "the variance is off by the rounding of mean^2, as in E[x^2] - E[x]^2: "
+                "subtract the mean first"
+            )
+    size = np.nanmedian(np.maximum(np.abs(factor - 1), np.abs(shift))[off])
+    if compute.half_ulp * 64 < size < 0.1 and off.mean() > 0.1:
+        return "mean or rstd of rows have errors of 16-bit arithmetic: accumulate them in float32"
+    return ""
+
+
+def _fitted_eps(rows: Rows, judged: Judged) -> float | None:
+    """The eps that explains the row with the smallest variance."""
+    fitted = _factors(rows, judged)
+    if fitted is None:
+        return None
+    row = int(np.nanargmin(np.where(rows.spread[:, 0] > 0, rows.spread[:, 0], np.inf)))
+    eps = 1 / (fitted[0][row] * rows.rstd[row, 0]) ** 2 - rows.spread[row, 0]
+    is_other = np.isfinite(eps) and eps >= 0 and not np.isclose(eps, rows.case.eps, 0.01, 0)
+    return float(eps) if is_other else None
+
+
+def _narrow(judged: Judged) -> str:
+    """Errors of the size of a narrower dtype's roundings, or the words for no cause."""
+    error = np.abs(judged.got - judged.expected)
+    squares = np.where(np.isfinite(judged.expected), judged.expected**2, 0.0)
+    size = np.sqrt(squares.mean(axis=-1, keepdims=True))
+    relative = (error / size)[judged.off & np.isfinite(error)]
+    if judged.off.mean() < 0.1 or not relative.size:
+        return _UNKNOWN
+    digits = -np.log2(np.median(relative))
+    for dtype in ("bfloat16", "float16", "float32"):
+        narrow = DTYPES[dtype].digits
+        wide = compute_dtype(judged.dtype).digits
+        if narrow < wide and abs(digits - narrow - 1) < (1.5 if narrow < 20 else 4):
+            return f"the errors have the size of roundings to {dtype}"
+    return _UNKNOWN
