@@ -80,8 +80,9 @@ def read(
     """The floating-point arrays of a .npy, .npz, .safetensors or .pt file.
 
     Each is normalised over its last dimension. Arrays named prefix/x, prefix/dy, prefix/weight,
-    prefix/bias and prefix/eps belong together, and so do x, dy, ... without a prefix. Every other
-    array is an x of its own. note: called with one line for each array that is left out.
+    prefix/bias and prefix/eps belong together, and so do x, dy, ... without a prefix. x may be
+    called input. Every other array is an x of its own. note: called with one line for each array
+    that is left out.
 
     Raises ValueError for a malformed file or one with pickled objects, FileNotFoundError for a
     missing one, MissingLibraryError for .pt without torch.
@@ -99,13 +100,17 @@ def read(
         if (
             dtype in DTYPES
             and array is not None
-            and (array.size or name.rpartition("/")[2] in _FIELDS)
+            and (array.size or name.rpartition("/")[2] in (*_FIELDS, "input"))
         ):
             found[name] = (decode(array, dtype), dtype)
         else:
             why = f"dtype {dtype}" if dtype not in DTYPES else "no elements"
             note(f"{path.name}: {name or 'the array'} is left out, it has {why}")
 
+    for name in [each for each in found if each.rpartition("/")[2] == "input"]:
+        x = name.removesuffix("input") + "x"
+        if x not in found:
+            found[x] = found.pop(name)
     for name, (values, dtype) in found.items():
         prefix, slash, field = name.rpartition("/")
         prefix += slash

@@ -16,6 +16,7 @@ RMSNorm has no mean. A function without a parameter for weight or bias is checke
 
 from __future__ import annotations
 
+import importlib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -87,6 +88,24 @@ def bind(function: Callable, order: Sequence[str], label: str) -> tuple[list[str
     return positional + (left if takes_any else []), names
 
 
+def imported(text: str, label: str) -> Callable:
+    """The function MODULE:NAME. Raises ValueError where there is none. label: of the argument."""
+    module, colon, name = text.partition(":")
+    if not (module and colon and name):
+        raise ValueError(f"{label} is {text!r}; expected MODULE:NAME, such as my_norms:layer_norm")
+    try:
+        found = importlib.import_module(module)
+    except ImportError as error:
+        raise ValueError(f"{label} {text}: {module} could not be imported: {error}") from error
+    for part in name.split("."):
+        if not hasattr(found, part):
+            raise ValueError(f"{label} {text}: there is no {name} in {module}")
+        found = getattr(found, part)
+    if not callable(found):
+        raise ValueError(f"{label} {text} is of type {type(found).__name__}; expected a function")
+    return found
+
+
 @dataclass(frozen=True)
 class Callables:
     """What is checked instead of the kernels, and the library of its arrays.
@@ -109,7 +128,7 @@ class Callables:
             )
         for label, given in self._given().items():
             if not callable(given):
-                raise ValueError(f"{label} is a {type(given).__name__}; expected a callable")
+                raise ValueError(f"{label} is of type {type(given).__name__}; expected a callable")
 
     def __bool__(self) -> bool:
         return bool(self._given())
@@ -125,10 +144,12 @@ class Callables:
     def takes(self, norm: str) -> set[str]:
         """Which of weight and bias the functions take. Backward alone may also return dbias."""
         found = {"bias"} if self._given().keys() == {"backward"} else set()
-        for label in self._given():
-            positional, names = self._bound(label, norm)
-            found |= {*positional, *names.values()}
-        return found & {"weight", "bias"}
+        return (self.operands(norm) | found) & {"weight", "bias"}
+
+    def operands(self, norm: str) -> set[str]:
+        """The operands that the functions get."""
+        every = (self._bound(label, norm) for label in self._given())
+        return {name for positional, names in every for name in (*positional, *names.values())}
 
     def run(
         self, problem: Problem, layouts: Mapping[str, str] | None = None
@@ -168,10 +189,14 @@ class Callables:
         source = dict.fromkeys(results, "function")
         if self.function is None:
             source = {name: "backward" if name in _BACKWARD else "forward" for name in results}
-        return {
-            name: _checked(library.get(value, name), name, problem, source[name])
-            for name, value in results.items()
-        }
+        made = {}
+        for name, value in results.items():
+            try:
+                values = library.get(value, name)
+            except TypeError as error:
+                raise ValueError(f"{source[name]} returned no array: {error}") from error
+            made[name] = _checked(values, name, problem, source[name])
+        return made
 
 
 def _statistics(problem: Problem, library: Library) -> dict[str, Any]:

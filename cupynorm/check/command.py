@@ -5,26 +5,34 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from functools import partial
 
 from tqdm import tqdm
 
 from .. import __version__
-from ..arguments import Commands, number
+from ..arguments import Commands, number, positive, several
 from ..dtypes import DTYPES
 from ..gpu import environment, on_cpu
 from ..plan.devices import Device
 from . import activations, kernels
-from .cases import DIRECTIONS
+from .callables import Callables, imported
+from .cases import DIRECTIONS, NORMS
 from .entries import (
     Entry,
+    Wanted,
     file_entries,
     grid_shapes,
     plan_of,
     quick_shapes,
     random_entries,
+    trap_entries,
 )
+from .gradient_check import check
+from .libraries import LIBRARIES
 from .results import CheckResult, Finding, worst_of
 from .run import run_kernels
+from .trials import Trial
 
 _MAX_SHOWN = 12  # findings that are off
 _QUICK_DTYPES = ("float32", "bfloat16")
@@ -39,7 +47,11 @@ def add_to(commands: Commands) -> None:
     help = "compare the kernels, forward and backward, with float64"
     parser = commands.add_parser("check", help=help, description=about)
     add = parser.add_argument
-    files = ".npy, .npz, .safetensors or .pt: check on its arrays, in their own dtypes"
+    files = (
+        ".npy, .npz, .safetensors or .pt: check on its arrays, in their own dtypes. x or input, "
+        "weight, bias, dy and eps belong together, with or without a prefix such as layer1/; "
+        "every other array is an x of its own"
+    )
     add("files", metavar="FILE", nargs="*", help=files)
     on = "where the kernels run; by default on a GPU if there is one"
     add("--on", choices=("gpu", "cpu"), help=on)
@@ -47,11 +59,52 @@ def add_to(commands: Commands) -> None:
     add("--seed", type=number, default=0, help=seed)
     quick = "every strategy on a few shapes: seconds on a laptop without a GPU"
     add("--quick", action="store_true", help=quick)
+    add("--traps", action="store_true", help="data and layouts on which other norms failed")
+    norm = "the norm that is checked; by default both, of functions layer_norm"
+    add("--norm", choices=NORMS, help=norm)
+    add("--eps", type=float, metavar="EPS", help="by default that of a file, else 1e-5")
+    own = parser.add_argument_group(
+        "your own functions",
+        "They are checked in place of the kernels, on random data or on files. Their parameters "
+        "may have the names x or input, normalized_shape, weight, bias, eps, dy, mean and rstd; "
+        "parameters of other names get what is left, in the order shown.",
+    )
+    add = own.add_argument
+    signatures = {
+        "function": "(input, normalized_shape, weight, bias, eps) -> y, differentiated by torch",
+        "forward": "(x, weight, bias, eps) -> y, or (y, mean, rstd); RMSNorm: (y, rstd)",
+        "backward": "(dy, x, mean, rstd, weight) -> dx, or (dx, dweight, dbias)",
+    }
+    for name, signature in signatures.items():
+        add(f"--{name}", metavar="MODULE:NAME", help=signature)
+    library = "of the arrays that they get; by default torch if it is installed, else numpy"
+    add("--library", choices=LIBRARIES, help=library)
+    add("--dtype", type=several(list(DTYPES)), help="of random data, separated by commas (float32)")
+    add("--shape", type=shapes, help="of random data, as 64x768, separated by commas (64x768)")
     parser.set_defaults(run=run)
+
+
+def shapes(text: str) -> list[tuple[int, int]]:
+    """The type of an argument such as 64x768,3x33."""
+    found = []
+    for each in text.split(","):
+        parts = each.split("x")
+        if len(parts) != 2:
+            sentence = f"{each!r} is no shape; expected rows x columns, such as 64x768"
+            raise argparse.ArgumentTypeError(sentence)
+        found.append((positive(parts[0]), positive(parts[1])))
+    return found
 
 
 def run(arguments: argparse.Namespace) -> int:
     """The exit code: 0 if all is within what the dtypes allow, else 1."""
+    labels = ("function", "forward", "backward")
+    named = {label: getattr(arguments, label) for label in labels}
+    if any(named.values()):
+        return run_functions(arguments, named)
+    for name in ("library", "dtype", "shape"):
+        if getattr(arguments, name):
+            raise ValueError(f"--{name} is for --function, --forward and --backward")
     on = arguments.on or ("gpu" if environment.has_gpu() else "cpu")
     if on == "gpu" and not environment.has_gpu():
         raise ValueError(
@@ -68,10 +121,57 @@ def run(arguments: argparse.Namespace) -> int:
         findings = []
         rounded_mean = kernels.uses_welford(entry.case, where.device)
         for trial in entry.make():
-            got = run_kernels(trial.problem, where)
+            got = run_kernels(trial.problem, where, trial.layouts or None)
             findings += trial.judged(got, rounded_mean=rounded_mean)
         results.append((entry, findings))
     return report(results, where.device)
+
+
+def _arrays_of(files: Sequence[str]) -> list[activations.Activations]:
+    given = [each for path in files for each in activations.read(path, print)]
+    if not given:
+        raise ValueError(f"{', '.join(files)}: no floating-point array was found")
+    return given
+
+
+def run_functions(arguments: argparse.Namespace, named: dict[str, str | None]) -> int:
+    """Checks functions, given as MODULE:NAME or None by label, and returns the exit code."""
+    if arguments.on or arguments.quick:
+        raise ValueError("--on and --quick are for the kernels, not for your own functions")
+    functions = {label: imported(text, f"--{label}") for label, text in named.items() if text}
+    norm = arguments.norm or NORMS[0]
+    if arguments.files:
+        if arguments.traps or arguments.dtype or arguments.shape:
+            raise ValueError("--traps, --dtype and --shape are for random data, not for files")
+        own = Callables(**functions, library=arguments.library)
+        result = CheckResult()
+        for each in _arrays_of(arguments.files):
+            each = each if arguments.eps is None else replace(each, eps=arguments.eps)
+            absent = {"weight", "bias"} - own.takes(norm)
+            trial = Trial(replace(each, **dict.fromkeys(absent)).problem(norm), each.name)
+            result.findings += trial.judged(own.run(trial.problem), rounded_mean=True)
+    else:
+        result = check(
+            **functions,
+            norm=norm,
+            eps=1e-5 if arguments.eps is None else arguments.eps,
+            library=arguments.library,
+            traps=arguments.traps,
+            shapes=arguments.shape or [(64, 768)],
+            dtypes=arguments.dtype or ["float32"],
+            seed=arguments.seed,
+            progress=partial(tqdm, desc="checking", unit="case", leave=False),
+        )
+    print(result.summary(), end="\n\n")
+    off = [found for found in result.findings if not found.ok]
+    if off:
+        print(CheckResult(off[:_MAX_SHOWN]), end="\n\n")
+    checked = f"{len(result.findings)} tensors of {', '.join(filter(None, named.values()))}"
+    if not off:
+        print(f"OK: every element of {checked} is within what its dtype allows")
+        return 0
+    print(f"OFF: {len(off)} of {checked} are beyond what their dtypes allow")
+    return 1
 
 
 def describe(on: str, device: Device) -> str:
@@ -98,17 +198,17 @@ def describe(on: str, device: Device) -> str:
 
 def entries_of(arguments: argparse.Namespace, on: str, device: Device) -> list[Entry]:
     """What the arguments ask to check."""
-    seed = arguments.seed
+    norms = (arguments.norm,) if arguments.norm else NORMS
+    wanted = Wanted(on, norms, arguments.eps, arguments.seed)
     if arguments.files:
-        given = [each for path in arguments.files for each in activations.read(path, print)]
-        if not given:
-            raise ValueError(f"{', '.join(arguments.files)}: no floating-point array was found")
-        return file_entries(given, [None], on, seed)
+        return file_entries(_arrays_of(arguments.files), [None], wanted)
+    if arguments.traps:
+        return trap_entries(_QUICK_DTYPES if arguments.quick else list(DTYPES), wanted)
     if arguments.quick:
-        entries = file_entries(activations.shipped(), _QUICK_DTYPES, on, seed)
-        return entries + random_entries(quick_shapes(device), _QUICK_DTYPES[1:], seed)
-    entries = file_entries(activations.shipped(), list(DTYPES), on, seed)
-    return entries + random_entries(grid_shapes(device, on), list(DTYPES), seed)
+        entries = file_entries(activations.shipped(), _QUICK_DTYPES, wanted)
+        return entries + random_entries(quick_shapes(device), _QUICK_DTYPES[1:], wanted)
+    entries = file_entries(activations.shipped(), list(DTYPES), wanted)
+    return entries + random_entries(grid_shapes(device, on), list(DTYPES), wanted)
 
 
 def compile_on_cpu(entries: Iterable[Entry], device: Device) -> None:

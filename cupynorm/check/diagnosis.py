@@ -13,6 +13,7 @@ Three mistakes have no formula, because their errors are those of roundings:
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -23,6 +24,7 @@ from .cases import Problem
 from .mistakes import Rows, candidates, of_statistics, rearrangements, round_to
 
 _SHARE = 0.95  # of elements that a mistake must explain
+_MOST_ELEMENTS = 2**17
 _UNKNOWN = "no mistake that is tried explains the numbers"
 
 
@@ -66,8 +68,25 @@ def diagnose(problem: Problem, judged: Judged) -> Diagnosis:
         return Diagnosis(pattern_of(judged.off), ulps, _cause(problem, judged))
 
 
+def _fewer_rows(problem: Problem, judged: Judged) -> tuple[Problem, Judged]:
+    """The rows around the first that is off, where there are more than a cause needs."""
+    num_rows = problem.case.num_rows
+    most = max(16, _MOST_ELEMENTS // max(1, problem.case.num_cols))
+    if num_rows <= most or judged.tensor not in ("y", "dx", "mean", "rstd"):
+        return problem, judged
+    first = int(np.argmax(judged.off.reshape(num_rows, -1).any(axis=1)))
+    start = min(max(0, first - most // 4), num_rows - most)
+    at = slice(start, start + most)
+    named = {name: getattr(problem, name) for name in ("x", "dy", "residual", "dsum")}
+    named = {name: values[at] for name, values in named.items() if values is not None}
+    case = replace(problem.case, num_rows=most)
+    arrays = {name: getattr(judged, name)[at] for name in ("got", "expected", "allowed", "off")}
+    return replace(problem, case=case, **named), judged._replace(**arrays)
+
+
 def _cause(problem: Problem, judged: Judged) -> str:
     unwritten = _spread_nan(problem, judged) or _unwritten(judged)
+    problem, judged = _fewer_rows(problem, judged)
     case = problem.case
     if case.is_scaled or case.has_second or case.memory_efficient or case.round_x_hat:
         return unwritten or _narrow(judged)

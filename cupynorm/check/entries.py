@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 from ..dtypes import DTYPES
 from ..norm.plans import plan
@@ -12,7 +13,9 @@ from ..plan.devices import Device
 from ..plan.dispatch import Plan
 from ..plan.strategies import STRATEGIES
 from .activations import Activations
+from .callables import Callables
 from .cases import DIRECTIONS, NORMS, Case
+from .traps import allowed_of, trap_trials
 from .trials import Trial, default_trials
 
 # Elements of x in one case, by where the kernels run. Most of the time goes into the float64
@@ -31,6 +34,24 @@ class Entry(NamedTuple):
     make: Callable[[], list[Trial]]
 
 
+@dataclass(frozen=True)
+class Wanted:
+    """What all entries have in common. on: "gpu" or "cpu". eps: None for a file's own, or 1e-5.
+
+    seed: of random values.
+    """
+
+    on: str
+    norms: tuple[str, ...] = NORMS
+    eps: float | None = None
+    seed: int = 0
+
+    def case(self, norm: str, num_rows: int, num_cols: int, dtype: str, **options: Any) -> Case:
+        if self.eps is not None:
+            options["eps"] = self.eps
+        return Case(norm, num_rows, num_cols, dtype, **options)
+
+
 class Shape(NamedTuple):
     """Random rows. strategy: None leaves the choice to dispatch."""
 
@@ -44,14 +65,16 @@ class Shape(NamedTuple):
 
 
 def file_entries(
-    given: Iterable[Activations], dtypes: Sequence[str | None], on: str, seed: int
+    given: Iterable[Activations], dtypes: Sequence[str | None], wanted: Wanted
 ) -> list[Entry]:
-    """Activations in each norm and dtype. dtypes: None keeps the stored one. on: "gpu" or "cpu"."""
+    """Activations in each norm and dtype. dtypes: None keeps the stored one."""
     given, entries = list(given), []
-    for norm in NORMS:
+    for norm in wanted.norms:
         for each in given:
+            each = each if wanted.eps is None else replace(each, eps=wanted.eps)
             for dtype in dtypes:
-                problem = each.problem(norm, dtype, max_elements=_FILE_ELEMENTS[on], seed=seed)
+                most = _FILE_ELEMENTS[wanted.on]
+                problem = each.problem(norm, dtype, max_elements=most, seed=wanted.seed)
                 num_rows, num_cols = each.x.shape
                 is_sample = problem.case.num_rows < num_rows
                 taken = f"{problem.case.num_rows} of " if is_sample else ""
@@ -62,15 +85,29 @@ def file_entries(
     return entries
 
 
-def random_entries(shapes: Iterable[Shape], dtypes: Sequence[str], seed: int) -> list[Entry]:
+def random_entries(shapes: Iterable[Shape], dtypes: Sequence[str], wanted: Wanted) -> list[Entry]:
     """Random tensors of these shapes in each norm and dtype, and again with a NaN in one row."""
     shapes, entries = list(shapes), []
-    for norm in NORMS:
+    for norm in wanted.norms:
         for shape in shapes:
             for dtype in dtypes:
-                case = Case(norm, shape.num_rows, shape.num_cols, dtype, strategy=shape.strategy)
-                make = lambda case=case: default_trials(case, seed)  # noqa: E731
+                extents = (shape.num_rows, shape.num_cols)
+                case = wanted.case(norm, *extents, dtype, strategy=shape.strategy)
+                make = lambda case=case: default_trials(case, wanted.seed)  # noqa: E731
                 entries.append(Entry(str(shape), case, make))
+    return entries
+
+
+def trap_entries(dtypes: Sequence[str], wanted: Wanted) -> list[Entry]:
+    """All traps of the kernels in each norm and dtype."""
+    entries = []
+    for norm in wanted.norms:
+        given = allowed_of(Callables(), norm)
+        for dtype in dtypes:
+            for trial in trap_trials(wanted.case(norm, 0, 0, dtype), given, wanted.seed):
+                case = trial.problem.case
+                name = f"{trial.name}, {case.num_rows} x {case.num_cols}"
+                entries.append(Entry(name, case, lambda trial=trial: [trial]))
     return entries
 
 

@@ -13,6 +13,7 @@ from .callables import Callables
 from .cases import NORMS, Case, given_problem
 from .results import CheckResult
 from .run import run_kernels
+from .traps import allowed_of, trap_trials
 from .trials import Trial, default_trials
 
 
@@ -28,6 +29,7 @@ def check(
     forward: Callable | None = None,
     backward: Callable | None = None,
     library: str | None = None,
+    traps: bool = False,
     shapes: Iterable[tuple[int, int]] = ((64, 768),),
     dtypes: Iterable[str] = ("float32",),
     strategies: Iterable[str | None] = (None,),
@@ -68,6 +70,8 @@ def check(
     x, y, dy and dx are [num_rows, num_cols]; mean and rstd are [num_rows]. Parameters of these
     names may be left out or in another order: see cupynorm.check.callables.
 
+    traps: also run data and layouts on which other libraries failed: cupynorm.check.traps lists
+        them. An error that your function raises there is a finding.
     on: "gpu", "cpu" for the same kernels on the CPU, or None for a GPU if there is one.
     seed: of the random values. progress: wraps the cases, as tqdm does.
 
@@ -80,24 +84,29 @@ def check(
         if name not in NORMS:
             raise ValueError(f"norm is {name!r}; expected {' or '.join(NORMS)}")
     own = Callables(function, forward, backward, library)
-    fields: dict[str, Any] = {"zero_centered_weight": zero_centered_weight, "eps": eps}
+    options = {"zero_centered_weight": zero_centered_weight, "eps": eps}
+    trials: list[Trial] = []
     if input is not None:
+        if traps:
+            raise ValueError("traps is given together with input; expected one of the two")
         absent = {"weight", "bias"} - set.union(*map(own.takes, norms)) if own else set()
         for label, values in (("weight", weight), ("bias", bias)):
             if values is not None and label in absent:
                 raise ValueError(f"{label} is given, but your function has no parameter for it")
-        every = product(norms, [None], [None], strategies, statistics)
+        for name, strategy, kind in product(norms, strategies, statistics):
+            fields: dict[str, Any] = {"norm": name, "strategy": strategy, "statistics": kind}
+            made = given_problem(input, weight, bias, dy, seed=seed, **fields, **options)
+            trials.append(Trial(made))
     else:
-        every = product(norms, shapes, dtypes, strategies, statistics)
-    trials: list[Trial] = []
-    for name, shape, dtype, strategy, kind in every:
-        fields |= {"norm": name, "strategy": strategy, "statistics": kind}
-        if input is not None:
-            trials.append(Trial(given_problem(input, weight, bias, dy, seed=seed, **fields)))
-        else:
-            absent = {"weight", "bias"} - own.takes(name) if own else ()
-            case = Case(num_rows=shape[0], num_cols=shape[1], x=dtype, **fields)
-            trials += default_trials(replace(case, **dict.fromkeys(absent)), seed)
+        cases = []  # without extents
+        for name, dtype, strategy, kind in product(norms, dtypes, strategies, statistics):
+            absent = {"weight", "bias"} - own.takes(name) if own else set()
+            fields = options | dict.fromkeys(absent)
+            cases.append(Case(name, 0, 0, dtype, strategy=strategy, statistics=kind, **fields))
+        for case, (num_rows, num_cols) in product(cases, shapes):
+            trials += default_trials(replace(case, num_rows=num_rows, num_cols=num_cols), seed)
+        for case in cases if traps else ():
+            trials += trap_trials(case, allowed_of(own, case.norm), seed)
     result = CheckResult()
     if not own:
         where = kernels.machine(on)
@@ -105,9 +114,16 @@ def check(
             on_cpu.compiler()  # without a compiler, the error says what to install
     for trial in progress(trials) if progress else trials:
         if own:
-            got, rounded_mean = own.run(trial.problem, trial.layouts), True
+            try:
+                got = own.run(trial.problem, trial.layouts)
+            except Exception as error:
+                if not (traps and trial.name):
+                    raise
+                result.findings.append(trial.failed(error))
+                continue
+            result.findings += trial.judged(got, rounded_mean=True)
         else:
             rounded_mean = kernels.uses_welford(trial.problem.case, where.device)
             got = run_kernels(trial.problem, where, trial.layouts or None)
-        result.findings += trial.judged(got, rounded_mean=rounded_mean)
+            result.findings += trial.judged(got, rounded_mean=rounded_mean)
     return result

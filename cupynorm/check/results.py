@@ -87,8 +87,7 @@ class CheckResult:
                 same.setdefault((found.tensor, found.diagnosis.cause), []).append(found)
         sentences = []
         for (tensor, _), (first, *others) in same.items():
-            more = f" (and in {len(others)} more cases)" if others else ""
-            more = more.replace("1 more cases", "1 more case")
+            more = f" (and in {len(others)} more case{'s' * (len(others) > 1)})" if others else ""
             sentences.append(f"{tensor} of {first.case}: {first.diagnosis}{more}")
         return sentences
 

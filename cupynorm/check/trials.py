@@ -22,13 +22,14 @@ import numpy as np
 
 from ..dtypes import DTYPES, decode, encode
 from .cases import Case, Problem, random_problem
+from .diagnosis import Diagnosis
 from .results import Finding, diagnosed, judge_all
 
 # Of narrow dtypes the rows have few different values, so that the errors of Welford's algorithm do
 # not cancel: as small a ratio as shows the mistake beside the rounding of y.
 _MEAN_OVER_STD = {"float16": 500.0, "bfloat16": 700.0, "float32": 2000.0, "float64": 2000.0}
 _SMALL_DY = 2.0**-10
-_OF_ROWS = ("y", "mean", "rstd", "dx")
+OF_ROWS = ("y", "mean", "rstd", "dx")  # tensors with a value or row for each row of x
 
 
 class Trial(NamedTuple):
@@ -57,6 +58,12 @@ class Trial(NamedTuple):
         if not self.name:
             return findings
         return [replace(found, case=f"{found.case}, {self.name}") for found in findings]
+
+    def failed(self, error: Exception) -> Finding:
+        """The finding of a call that raised an error."""
+        why = Diagnosis("the call is", float("inf"), f"it raised {type(error).__name__}: {error}")
+        nan = float("nan")
+        return Finding(f"{self.problem.case}, {self.name}", "call", nan, (), nan, nan, nan, 1, why)
 
 
 def default_problem(case: Case, seed: int = 0) -> Problem:
@@ -105,5 +112,5 @@ def default_trials(case: Case, seed: int = 0) -> list[Trial]:
         problem = default_problem(case, seed)
         row = case.num_rows // 2
         problem.x[row, case.num_cols // 2] = np.nan
-        trials.append(Trial(problem, f"NaN in row {row}", tensors=_OF_ROWS))
+        trials.append(Trial(problem, f"NaN in row {row}", tensors=OF_ROWS))
     return trials

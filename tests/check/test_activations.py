@@ -141,6 +141,15 @@ def test_an_npz_file_is_read_with_and_without_prefixes(tmp_path):
     assert found["a/lone/weight"].x.shape == (1, 7)
 
 
+def test_x_may_be_called_input(tmp_path):
+    x, other, weight = draw(3, 8), draw(2, 8), draw(8)
+    np.savez(tmp_path / "a.npz", **{"l/input": x, "l/weight": weight, "x": x, "input": other})
+    found = {each.name: each for each in read(tmp_path / "a.npz")}
+    assert set(found) == {"a/l", "a", "a/input"}
+    assert np.array_equal(found["a/l"].x, x) and np.array_equal(found["a/l"].weight, weight)
+    assert np.array_equal(found["a"].x, x) and np.array_equal(found["a/input"].x, other)
+
+
 @pytest.mark.parametrize(
     "kind,dtype", [("F16", "float16"), ("BF16", "bfloat16"), ("F32", "float32"), ("F64", "float64")]
 )

@@ -32,7 +32,7 @@ def backward(dy, x, mean, rstd, weight):
     wdy = _wide(dy) * _wide(weight)
     mean_wdy_x_hat = (wdy * x_hat).mean(1)[:, None]
     dx = rstd[:, None] * (wdy - wdy.mean(1)[:, None] - x_hat * mean_wdy_x_hat)
-    return _as(dx, x), _as((_wide(dy) * x_hat).sum(0), x), _as(_wide(dy).sum(0), x)
+    return _as(dx, x), _as((_wide(dy) * x_hat).sum(0), weight), _as(_wide(dy).sum(0), weight)
 
 
 def rms_forward(x, weight, eps):
@@ -45,7 +45,7 @@ def rms_backward(dy, x, rstd, weight):
     x_hat = _wide(x) * rstd[:, None]
     wdy = _wide(dy) * _wide(weight)
     dx = rstd[:, None] * (wdy - x_hat * (wdy * x_hat).mean(1)[:, None])
-    return _as(dx, x), _as((_wide(dy) * x_hat).sum(0), x)
+    return _as(dx, x), _as((_wide(dy) * x_hat).sum(0), weight)
 
 
 def _wide(array):
@@ -162,7 +162,7 @@ def test_layouts_have_the_values_and_strides_that_they_name(library, layout):
             r"backward returned dweight of shape \(16,\).* one value for each column",
         ),
         ({"backward": lambda dy: (dy,) * 4}, "backward returned 4 values; expected dx, or"),
-        ({"forward": 3}, "forward is a int; expected a callable"),
+        ({"forward": 3}, "forward is of type int; expected a callable"),
         ({"forward": forward, "library": "jax"}, "library is 'jax'; expected 'numpy', 'cupy'"),
         (
             {"function": forward, "backward": backward},
@@ -180,7 +180,8 @@ def test_wrong_functions_are_one_sentence(given, message):
 
 
 def test_a_result_that_is_no_array_is_named():
-    with pytest.raises(TypeError, match="y is a str; expected a CuPy, torch or NumPy array"):
+    message = "forward returned no array: y is a str; expected a CuPy, torch or NumPy array"
+    with pytest.raises(ValueError, match=message):
         cupynorm.check(forward=lambda x: "y", shapes=SHAPE)
 
 

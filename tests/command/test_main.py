@@ -19,7 +19,7 @@ from cupynorm.bench.models import MODELS
 from cupynorm.check import command as check_command
 from cupynorm.check.activations import shipped
 from cupynorm.check.cases import DIRECTIONS, NORMS
-from cupynorm.check.entries import grid_shapes, plan_of, random_entries
+from cupynorm.check.entries import Wanted, grid_shapes, plan_of, random_entries
 from cupynorm.dtypes import DTYPES
 from cupynorm.gpu import environment, launch, on_cpu
 from cupynorm.norm import plans
@@ -116,8 +116,8 @@ def test_quick_check_on_a_gpu():
 def test_a_wrong_kernel_fails(monkeypatch, capsys, tensor):
     run_kernels = check_command.run_kernels
 
-    def wrong(problem, where):
-        results = run_kernels(problem, where)
+    def wrong(problem, where, layouts=None):
+        results = run_kernels(problem, where, layouts)
         if problem.case.norm == "rms_norm" and problem.case.x == "float32" and tensor in results:
             flat = results[tensor].reshape(-1)
             flat[np.abs(flat).argmax()] *= 1 + 1e-4
@@ -137,8 +137,8 @@ def test_a_wrong_kernel_fails(monkeypatch, capsys, tensor):
 def test_a_result_left_unwritten_fails(monkeypatch, capsys):
     run_kernels = check_command.run_kernels
 
-    def forgetful(problem, where):
-        results = run_kernels(problem, where)
+    def forgetful(problem, where, layouts=None):
+        results = run_kernels(problem, where, layouts)
         results["dx"][0, 0] = np.nan
         return results
 
@@ -149,7 +149,7 @@ def test_a_result_left_unwritten_fails(monkeypatch, capsys):
 
 @needs_compiler
 def test_a_kernel_that_fails_is_one_sentence(monkeypatch, capsys):
-    def fails(problem, where):
+    def fails(problem, where, layouts=None):
         raise on_cpu.OnCpuError("a thread never reached the barrier")
 
     monkeypatch.setattr(check_command, "run_kernels", fails)
@@ -161,7 +161,7 @@ def test_a_kernel_that_fails_is_one_sentence(monkeypatch, capsys):
 
 @needs_compiler
 def test_interrupted(monkeypatch, capsys):
-    def interrupt(problem, where):
+    def interrupt(problem, where, layouts=None):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(check_command, "run_kernels", interrupt)
@@ -239,7 +239,7 @@ def test_a_refusal_is_a_sentence_and_an_exit_code():
 @pytest.mark.parametrize("on", ["cpu", "gpu"])
 @pytest.mark.parametrize("device", DEVICES.values(), ids=str)
 def test_the_grid_reaches_every_strategy(device, on):
-    entries = random_entries(grid_shapes(device, on), list(DTYPES), 0)
+    entries = random_entries(grid_shapes(device, on), list(DTYPES), Wanted(on))
     expected = {
         name
         for name, row in STRATEGIES.items()
