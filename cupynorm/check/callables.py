@@ -158,7 +158,8 @@ class Callables:
 
         layouts: of x and dy by name, from placement.LAYOUTS, or "three dimensions".
 
-        Raises ValueError for a result that is None, detached, of a wrong shape or too long.
+        Raises ValueError for a result that is None, detached, of a wrong shape or too long, and for
+        a function that changes its inputs.
         """
         library, case = Library(self.library), problem.case
         operands: dict[str, Any] = {"normalized_shape": (case.num_cols,), "eps": case.eps}
@@ -173,7 +174,9 @@ class Callables:
         def call(label: str) -> Any:
             positional, names = self._bound(label, case.norm)
             given = {name: operands[operand] for name, operand in names.items()}
-            return self._given()[label](*(operands[operand] for operand in positional), **given)
+            made = self._given()[label](*(operands[operand] for operand in positional), **given)
+            _check_unchanged(label, problem, operands, library)
+            return made
 
         results: dict[str, Any] = {}
         if self.function is not None and library.name == "torch":
@@ -197,6 +200,19 @@ class Callables:
                 raise ValueError(f"{source[name]} returned no array: {error}") from error
             made[name] = _checked(values, name, problem, source[name])
         return made
+
+
+def _check_unchanged(
+    label: str, problem: Problem, operands: dict[str, Any], library: Library
+) -> None:
+    """Raises ValueError if a function has written to its inputs."""
+    for name in ("x", "dy", "weight", "bias"):
+        values = getattr(problem, name)
+        if operands[name] is None or values is None:
+            continue
+        now = library.get(operands[name], name).reshape(values.shape)
+        if not np.array_equal(now, values, equal_nan=True):
+            raise ValueError(f"{label} has changed {name}; expected it to leave its inputs alone")
 
 
 def _statistics(problem: Problem, library: Library) -> dict[str, Any]:

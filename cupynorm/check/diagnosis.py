@@ -171,7 +171,7 @@ def _spread_nan(problem: Problem, judged: Judged) -> str:
     source = np.flatnonzero(has_nan)
     if not source.size:
         return ""
-    if got_nan.any():
+    if got_nan.any() and np.isnan(judged.got)[judged.off].mean() >= _SHARE:
         reached = _of_line(got_nan, "row").rpartition(" ")[0]
         return f"a NaN or infinity of row {source[0]} spreads to {reached}"
     if lost[source].any():

@@ -113,7 +113,7 @@ def _narrow_statistics(rows: Rows, dtype: str) -> Iterator[Statistics]:
     yield Statistics(f"mean and rstd are rounded to {dtype}", mean, rstd)
     mean = rows.center
     if rows.centered:
-        mean = round_to(summed_in(rows.x, dtype, 1) / n, dtype)
+        mean = round_to(summed_in(round_to(rows.x, dtype), dtype, 1) / n, dtype)
     square = round_to(summed_in(round_to((rows.x - mean) ** 2, dtype), dtype, 1) / n, dtype)
     yield Statistics(f"the statistics are accumulated in {dtype}", mean, 1 / np.sqrt(square + eps))
 

@@ -179,6 +179,17 @@ def test_wrong_functions_are_one_sentence(given, message):
         cupynorm.check(**{"shapes": SHAPE, **given})
 
 
+@pytest.mark.parametrize("library", ["numpy", "torch"])
+def test_inputs_must_stay_as_they_are(library):
+    def in_place(x, weight, bias, eps):
+        y = forward(x, weight, bias, eps)[0]
+        x[:] = y
+        return x
+
+    with pytest.raises(ValueError, match="forward has changed x; expected it to leave its inputs"):
+        cupynorm.check(forward=in_place, library=library, shapes=SHAPE)
+
+
 def test_a_result_that_is_no_array_is_named():
     message = "forward returned no array: y is a str; expected a CuPy, torch or NumPy array"
     with pytest.raises(ValueError, match=message):

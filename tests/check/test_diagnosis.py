@@ -284,6 +284,38 @@ def test_a_wrong_rms_norm_is_named(change, words):
     assert words in sentence
 
 
+def test_wrong_statistics_are_named():
+    def swapped(x, weight, bias, eps):
+        mean, rstd = x.mean(1), 1 / np.sqrt(x.var(1) + np.float32(eps))
+        return layer_norm(x, weight, bias, np.float32(eps)), rstd, mean
+
+    def inverse(x, weight, bias, eps):
+        y, rstd, mean = swapped(x, weight, bias, eps)
+        return y, mean, 1 / rstd
+
+    rstd, mean = diagnoses(forward=swapped)
+    assert mean.startswith("mean of") and "it is rstd: mean and rstd are swapped" in mean
+    assert rstd.startswith("rstd of") and "it is the mean: mean and rstd are swapped" in rstd
+    (rstd,) = diagnoses(forward=inverse)
+    assert "rstd is the standard deviation, not its reciprocal" in rstd
+
+
+def test_sums_over_the_wrong_axis_are_named():
+    wrong = backward_of("dbias", lambda dy, x, h, w, rstd: dy.sum(1))
+    result = cupynorm.check(backward=wrong, shapes=[(48, 48)], library="numpy")
+    assert "it is summed over columns, not over rows" in result.diagnoses[0]
+
+
+def test_statistics_in_16_bits_are_named():
+    def in_half(x, w, b, eps):
+        mean = (sum_in_half(x.T) / 96)[:, None]
+        variance = (sum_in_half(((x - mean) ** 2).T) / 96)[:, None]
+        return (x - mean) / np.sqrt(variance + eps) * w + b
+
+    for sentence in diagnoses(forward=forward_of(in_half)):
+        assert "accumulated in float16" in sentence or "16-bit arithmetic" in sentence
+
+
 def test_right_functions_have_no_diagnosis():
     for dtype in ("float16", "float32", "float64"):
         given = {"forward": forward_of(layer_norm), "backward": backward_of("", None)}
