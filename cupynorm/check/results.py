@@ -49,9 +49,11 @@ class CheckResult:
     Examples:
         >>> def no_mean(input, normalized_shape, weight, bias, eps):
         ...     return torch.nn.functional.rms_norm(input, normalized_shape, weight, eps) + bias
-        >>> result = cupynorm.check(function=no_mean, shapes=[(4, 64)])
-        >>> result.ok, [found.tensor for found in result.findings if not found.ok]
+        >>> result = cupynorm.check(function=no_mean, shapes=[(8, 64)])
+        >>> result.ok, [found.tensor for found in result.findings[:4] if not found.ok]
         (False, ['y', 'dx', 'dweight'])
+        >>> result.diagnoses[0].rpartition("; ")[2]
+        'the mean is not subtracted: this is RMSNorm (and in 1 more case)'
     """
 
     findings: list[Finding] = field(default_factory=list)

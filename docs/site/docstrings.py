@@ -99,7 +99,7 @@ def page(path: str) -> str:
 
 def _formulas() -> Iterator[str]:
     yield "# Formulas in float64"
-    yield "Modules of `cupynorm.reference`, and what the gradient check allows beside them."
+    yield "Modules of `cupynorm.reference`, and those of the gradient check that state rules."
     for name in _MODULES:
         text = inspect.cleandoc(importlib.import_module(name).__doc__ or "")
         yield f"## {name}"
@@ -275,5 +275,5 @@ _UNMISTAKABLE = "|".join(filter(_is_unmistakable, cupynorm._NAMES))
 _NAME = re.compile(rf"(?<![\w.])(?:cupynorm\.({_ALL})|({_UNMISTAKABLE}))(?!\.?\w)")
 _FOLDER = Path(cupynorm.__path__[-1]) / "reference"  # in a checkout
 _MODULES = [f"cupynorm.reference.{path.stem}" for path in sorted(_FOLDER.glob("[!_]*.py"))]
-_MODULES.append("cupynorm.check.allowed")
+_MODULES += [f"cupynorm.check.{name}" for name in ("allowed", "callables", "traps")]
 _MODULE = re.compile("(?:" + "|".join(map(re.escape, _MODULES)) + r")(?!\.?\w)")
