@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from ..gpu.nvrtc import MissingLibraryError
+from . import style
 from .cells import COPY, OURS
 from .report import BenchResult, Measurement
 
@@ -31,38 +33,57 @@ def plot(result: BenchResult, path: str | Path, *, panel: tuple[float, float] = 
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
+    with rc_context(style.settings()):
+        panels = panels_of(result)
+        across = min(2, len(panels))
+        down = -(-len(panels) // across)
+        figure = Figure(figsize=(panel[0] * across, panel[1] * down + 0.6), layout="constrained")
+        drawn: dict[str, Any] = {}
+        for at, (title, measurements) in enumerate(panels.items()):
+            axes = figure.add_subplot(down, across, at + 1)
+            drawn |= draw_speeds(axes, measurements, result.libraries)
+            axes.set(title=title, xlabel="num_cols", ylabel="GB/s")
+        ncols = min(4 if len(drawn) > 6 else 6, len(drawn))
+        figure.legend(drawn.values(), drawn.keys(), loc="outside lower center", ncols=ncols)
+        figure.suptitle(result.headline(), fontsize=8)
+        # The same file for the same measurements: no date.
+        metadata = {"Date": None} if Path(path).suffix == ".svg" else None
+        figure.savefig(path, dpi=150, metadata=metadata)
+
+
+def panels_of(result: BenchResult) -> dict[str, list[Measurement]]:
+    """Title -> measurements of each panel, by width. Several num_rows have a panel each."""
     panels: dict[str, list[Measurement]] = {}
     for title, measurements in result.tables().items():
         several = len({measured.cell.num_cols for measured in measurements}) < len(measurements)
         for measured in sorted(measurements, key=lambda measured: measured.cell.num_cols):
             rows = f", {measured.cell.num_rows} rows" if several else ""
             panels.setdefault(title + rows, []).append(measured)
-    across = min(2, len(panels))
-    down = -(-len(panels) // across)
-    figure = Figure(figsize=(panel[0] * across, panel[1] * down + 0.6), layout="constrained")
+    return panels
+
+
+def draw_speeds(
+    axes: Any, measurements: Sequence[Measurement], libraries: Sequence[str]
+) -> dict[str, Any]:
+    """Draws GB/s over num_cols. Returns what a legend names.
+
+    Odd widths are a line of their own, with open markers: their rows do not begin on addresses that
+    packs need, so they are another problem and not a dip of the even ones.
+    libraries: all that any panel has, so that each looks the same in all.
+    """
     drawn: dict[str, Any] = {}
-    for at, (title, measurements) in enumerate(panels.items()):
-        axes = figure.add_subplot(down, across, at + 1)
-        for name in (COPY, *result.libraries):
-            points = [measured for measured in measurements if name in measured.samples]
-            styles = {
-                COPY: {"color": "gray", "linestyle": "--"},
-                OURS: {"color": "black", "marker": "o", "zorder": 3},
-            }
-            color = None if name == COPY else f"C{result.libraries.index(name) - 1}"
-            look = styles.get(name, {"color": color, "marker": "."})
-            xs = [measured.cell.num_cols for measured in points]
-            speeds = [measured.gigabytes_per_second(name) for measured in points]
-            (drawn[name],) = axes.plot(xs, speeds, **look)
-        axes.set(title=title, xlabel="num_cols", ylabel="GB/s")
-        axes.set_xscale("log", base=2)
-        axes.set_ylim(bottom=0)
-        axes.grid(alpha=0.3)
-    figure.legend(
-        drawn.values(), drawn.keys(), loc="outside lower center", ncols=min(6, len(drawn))
-    )
-    figure.suptitle(result.headline(), fontsize=8)
-    # The same file for the same measurements: no random ids, no date.
-    metadata = {"Date": None} if Path(path).suffix == ".svg" else None
-    with rc_context({"svg.hashsalt": "cupynorm"}):
-        figure.savefig(path, dpi=150, metadata=metadata)
+    for name in (COPY, *libraries):
+        looks = style.look(list(libraries).index(name)) if name != COPY else style.GUIDE
+        ran = [each for each in measurements if name in each.samples]
+        odd = [each for each in ran if each.cell.num_cols % 2 and name != COPY]
+        even = [each for each in ran if each not in odd]
+        open_markers = {"markerfacecolor": "white", "linewidth": 0.8}
+        for points, label, more in ((even, "", {}), (odd, ", odd num_cols", open_markers)):
+            if points:
+                xs = [each.cell.num_cols for each in points]
+                speeds = [each.gigabytes_per_second(name) for each in points]
+                order = 3 if name == OURS else 2
+                (drawn[name + label],) = axes.plot(xs, speeds, **looks | more, zorder=order)
+    axes.set_xscale("log", base=2)
+    axes.set_ylim(bottom=0)
+    return drawn

@@ -10,8 +10,9 @@ import pytest
 
 from cupynorm.bench.cells import Cell
 from cupynorm.bench.comparison import compare
-from cupynorm.bench.plot import plot
+from cupynorm.bench.plot import draw_speeds, plot
 from cupynorm.bench.report import BenchResult, Measurement, quartiles, read
+from cupynorm.bench.style import look
 from cupynorm.gpu.nvrtc import MissingLibraryError
 
 H200 = Path(__file__).parents[2] / "notebooks" / "h200.json"
@@ -289,6 +290,33 @@ def test_a_plot_is_written(tmp_path, suffix, beginning):
             b"copy",
         ):
             assert b"<!-- " + text + b" -->" in content
+
+
+def test_odd_widths_are_a_line_of_their_own():
+    pytest.importorskip("matplotlib")
+    from matplotlib.figure import Figure
+
+    odd = {"copy": [1.0], "cupynorm": [2.0]}
+    cells = [measurement(64), measurement(127, **odd), measurement(128), measurement(255, **odd)]
+    axes = Figure().add_subplot()
+    drawn = draw_speeds(axes, cells, ["cupynorm", "torch"])
+    assert list(drawn) == ["copy", "cupynorm", "cupynorm, odd num_cols", "torch"]
+    points = {name: line.get_xydata().tolist() for name, line in drawn.items()}
+    speeds = {each.cell.num_cols: each.gigabytes_per_second("cupynorm") for each in cells}
+    assert points["cupynorm"] == [[64, speeds[64]], [128, speeds[128]]]
+    assert points["cupynorm, odd num_cols"] == [[127, speeds[127]], [255, speeds[255]]]
+    assert [x for x, _ in points["copy"]] == [64, 127, 128, 255]
+    both = [drawn[name] for name in ("cupynorm", "cupynorm, odd num_cols")]
+    assert both[0].get_color() == both[1].get_color() != drawn["torch"].get_color()
+    assert both[1].get_markerfacecolor() == "white" != both[0].get_markerfacecolor()
+    assert len(axes.lines) == 4
+
+
+def test_lines_differ_in_grey_too():
+    looks = [look(at) for at in range(6)]
+    for name in ("color", "marker", "linestyle"):
+        assert len({str(each[name]) for each in looks}) == 6
+    assert look(6) == look(0)
 
 
 def test_error_of_a_plot_without_matplotlib(monkeypatch, tmp_path):

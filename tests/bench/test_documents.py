@@ -1,5 +1,8 @@
 """What `bench --readme` writes, from literal measurements."""
 
+import re
+from pathlib import Path
+
 import pytest
 
 from cupynorm.bench.cells import Cell
@@ -13,8 +16,9 @@ from cupynorm.bench.documents import (
     write_documents,
 )
 from cupynorm.bench.plot import plot
-from cupynorm.bench.report import BenchResult, Measurement
+from cupynorm.bench.report import BenchResult, Measurement, read
 
+ROOT = Path(__file__).parents[2]
 TEXT = "# title\n\n<!-- bench -->\nold\n<!-- /bench -->\n\nafter\n"
 
 
@@ -106,3 +110,19 @@ def test_the_chart_is_the_same_file_for_the_same_measurements(tmp_path):
     for name in ("a.svg", "b.svg"):
         plot(result(measurement(64), measurement(96)), tmp_path / name)
     assert (tmp_path / "a.svg").read_bytes() == (tmp_path / "b.svg").read_bytes()
+
+
+def test_the_chart_shows_the_stored_measurements(tmp_path):
+    """Titles and numbers of points: versions of matplotlib place them differently."""
+    pytest.importorskip("matplotlib")
+    stored = read(ROOT / "notebooks" / "h200.json")
+    plot(first_family(stored), tmp_path / "chart.svg", panel=(4.9, 2.9))
+    found = []
+    for path in (ROOT / CHART, tmp_path / "chart.svg"):
+        text = path.read_text(encoding="utf-8")
+        titles = set(re.findall("<!-- (.*) -->", text))
+        found.append((titles, len(re.findall('<use xlink:href="#m[^"]*" x=', text))))
+    assert found[0] == found[1] and found[0][1] > 200
+    of_all = (ROOT / "notebooks" / "h200.svg").read_text(encoding="utf-8")
+    for title in (*stored.tables(), stored.headline(), "cupynorm, odd num_cols"):
+        assert f"<!-- {title} -->" in of_all

@@ -1,0 +1,39 @@
+"""How plots look: one style for screen and print, which colour-blind readers can tell apart.
+
+A line has one of Okabe and Ito's colours, and a marker and a dash of its own for print in grey.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..svg import COLORS
+
+MARKERS = ("o", "s", "^", "D", "v", "P")
+DASHES = ("-", "--", "-.", (0, (1, 1)), (0, (4, 1, 1, 1, 1, 1)), (0, (6, 2)))
+GREY = "#666666"
+GUIDE = {"color": GREY, "linestyle": (0, (2, 2)), "linewidth": 1.0}  # a limit, or a theory
+
+
+def look(at: int) -> dict[str, Any]:
+    """Colour, marker and dash of line number `at`. The seventh line looks like the first."""
+    at %= len(MARKERS)
+    return {"color": COLORS[at], "marker": MARKERS[at], "linestyle": DASHES[at]}
+
+
+def settings() -> dict[str, Any]:
+    """matplotlib's rcParams: small text, no frame, the same file for the same data."""
+    return {
+        "font.size": 9,
+        "axes.titlesize": 9,
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "axes.grid": True,
+        "grid.alpha": 0.3,
+        "grid.linewidth": 0.6,
+        "legend.frameon": False,
+        "legend.fontsize": 8,
+        "lines.markersize": 3.5,
+        "lines.linewidth": 1.3,
+        "svg.hashsalt": "cupynorm",
+    }
