@@ -8,12 +8,15 @@ import struct
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy as np
+
 from ..bench.timer import Runner, Timer, take_turns
 from ..check.cases import NORMS, Case, Problem
 from ..check.kernels import CpuMachine, GpuCheckMachine, uses_welford
 from ..check.results import CheckResult
 from ..check.run import run_kernels
 from ..check.trials import Trial, default_problem
+from ..dtypes import decode, encode
 from ..gpu import environment, nvrtc
 from ..gpu.on_cpu import OnCpuError
 from ..norm.plans import plan
@@ -34,6 +37,7 @@ class Version:
     """What was found of one version of the kernels.
 
     result: of the check; None where it does not compile or fails while it runs. fault: then why.
+    tensors: what the kernels wrote, by name, as float64.
     registers, spilled_bytes, instructions: of each launch; empty without NVRTC. The instructions
     are those of the GPU's machine code.
     microseconds: medians over runs on a GPU; None without one.
@@ -41,6 +45,7 @@ class Version:
 
     result: CheckResult | None = None
     fault: str = ""
+    tensors: dict[str, np.ndarray] = field(default_factory=dict)
     registers: list[int] = field(default_factory=list)
     spilled_bytes: list[int] = field(default_factory=list)
     instructions: list[int] = field(default_factory=list)
@@ -124,6 +129,7 @@ def experiment(
     num_rows: int = 4096,
     dtype: str = "bfloat16",
     *,
+    input: np.ndarray | None = None,
     norm: str = "layer_norm",
     direction: str = "forward",
     residual: bool = False,
@@ -144,13 +150,14 @@ def experiment(
     changes: a unified diff of files of cuda_src; or a dict from file names to the whole new text or
         to pairs (old, new), each old text once in the file.
     num_cols, num_rows: the extents of x. On the CPU a few rows are run.
+    input: x [num_rows, num_cols], rounded to dtype, which replaces random values and the extents.
     dtype: of all tensors. norm, direction, residual, strategy, tile, statistics: as for plan().
     on: "gpu", "cpu", or None for a GPU if there is one. Kernels are timed on a GPU alone.
     seed: of the values, and of the order in which threads run on the CPU.
 
     Returns an Experiment: true if the changed kernels are right; prints as a table. Raises
-    ValueError for changes that do not fit, for unknown names and for a strategy or tile that does
-    not fit.
+    ValueError for changes that do not fit, for unknown names, for a strategy or tile that does not
+    fit and for an input that is not a matrix.
     """
     if norm not in NORMS:
         raise ValueError(f"norm is {norm!r}; expected {' or '.join(NORMS)}")
@@ -160,7 +167,13 @@ def experiment(
     folder = changed_sources(changes)
     options = {"strategy": strategy, "statistics": statistics}
     device = GpuCheckMachine().device if on_gpu else DEVICES["H200"]
-    num_rows = num_rows if on_gpu else min(num_rows, _FEW_ROWS)
+    if input is not None:
+        input = np.asarray(input, dtype=np.float64)
+        if input.ndim != 2 or not input.size:
+            raise ValueError(f"input has shape {input.shape}; expected (num_rows, num_cols)")
+        num_rows, num_cols = input.shape
+    elif not on_gpu:
+        num_rows = min(num_rows, _FEW_ROWS)
     planned = plan(
         num_cols,
         num_rows,
@@ -177,6 +190,8 @@ def experiment(
         norm, num_rows, num_cols, dtype, residual=residual, dsum=residual, tile=own_tile, **options
     )
     problem = default_problem(case, seed)
+    if input is not None:
+        problem.x = decode(encode(input, dtype), dtype)
     versions = []
     for source_folder in (None, folder):
         version = Version()
@@ -200,6 +215,8 @@ class _Remembers:
     launches: list[tuple[Launch, tuple]]
 
     def launch(self, kernel_launch: Launch, words: tuple) -> None:
+        if self.direction == "forward" and not kernel_launch.kernel.source.startswith("forward"):
+            return  # nothing of it is looked at
         own, self.folder = self.folder, None
         if kernel_launch.kernel.source.startswith(self.direction):
             self.folder = own
@@ -237,6 +254,7 @@ def _check(version: Version, problem: Problem, machine: _Remembers, direction: s
         return
     of_direction = ("y", "mean", "rstd", "sum") if direction == "forward" else ("dx", "dw", "db")
     got = {name: values for name, values in got.items() if name.startswith(of_direction)}
+    version.tensors = got
     rounded = uses_welford(problem.case, machine.device)
     version.result = CheckResult(Trial(problem).judged(got, rounded_mean=rounded))
 

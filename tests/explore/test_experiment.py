@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+import numpy as np
 import pytest
 from nvrtc_here import needs_nvrtc
 
@@ -14,6 +15,16 @@ from cupynorm.gpu import nvrtc
 TWO_PASS = "centered_values[at] = values[at] - first;"
 NO_MEAN = {"statistics.cuh": [(TWO_PASS, "centered_values[at] = values[at];")]}
 SAME = {"statistics.cuh": [(TWO_PASS, "centered_values[at] = -first + values[at];")]}
+ONE_PASS = {
+    "statistics.cuh": [
+        (TWO_PASS, "centered_values[at] = values[at];"),
+        (
+            "corrected(first, {{rest, deviations.part[0]}}, count, eps)",
+            """
+        corrected(first, {{0, deviations.part[0] - count * first * first}}, count, eps)""",
+        ),
+    ]
+}
 DIFF = f"""--- a/cuda_src/statistics.cuh
 +++ b/cuda_src/statistics.cuh
 @@ -99,3 +99,3 @@
@@ -129,3 +140,18 @@ def test_a_gpu_also_tells_the_time():
     assert found and found.shipped.microseconds > 0
     assert abs(found.changed.microseconds / found.shipped.microseconds - 1) < 0.5
     assert not cupynorm.experiment(NO_MEAN, 4096)
+
+
+def test_an_input_of_ones_own():
+    """A one-pass variance is right on rows near zero, and wrong where the mean is large."""
+    rows = np.random.default_rng(0).standard_normal((2, 256)) + [[0.0], [30000.0]]
+    found = on_cpu(ONE_PASS, input=rows, dtype="float32", strategy="warp")
+    assert found.shipped.ok and not found
+    rstd = 1 / np.sqrt(np.float32(rows).astype(np.float64).var(axis=1) + 1e-5)
+    errors = [np.abs(each.tensors["rstd"] / rstd - 1) for each in versions(found)]
+    assert errors[0].max() < 1e-6 and errors[1][0] < 1e-6 < 0.01 < errors[1][1]
+    assert set(found.changed.tensors) == {"y", "mean", "rstd"}
+    with pytest.raises(
+        ValueError, match=r"input has shape \(3,\); expected \(num_rows, num_cols\)"
+    ):
+        on_cpu(ONE_PASS, input=np.ones(3))
