@@ -155,10 +155,13 @@ def run_kernels(
     problem: Problem,
     where: CpuMachine | GpuCheckMachine,
     layouts: Mapping[str, str] | None = None,
+    *,
+    forward_only: bool = False,
 ) -> dict[str, np.ndarray]:
     """What the kernels compute, as float64: y, mean, rstd, dx, dweight, dbias, and what the case
     has of sum, y1, dresidual, dweight1, dbias1 and recomputed.
 
+    forward_only: runs no backward, for which a forced strategy may be too narrow.
     layouts: of inputs by name, from placement.LAYOUTS without "transposed". Every tensor then lies
     between guards, and WrongWrite is raised if anything but the outputs was written to.
     """
@@ -166,7 +169,8 @@ def run_kernels(
     tensors = _Tensors(where, case) if layouts is None else _GuardedTensors(where, case, layouts)
     launch_options = Options(case.strategy, case.tile, case.statistics, case.sm_margin)
     _run_forward(problem, tensors, launch_options)
-    _run_backward(problem, tensors, launch_options._replace(tile=None))
+    if not forward_only:
+        _run_backward(problem, tensors, launch_options._replace(tile=None))
     return tensors.results()
 
 

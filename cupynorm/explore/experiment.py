@@ -215,8 +215,6 @@ class _Remembers:
     launches: list[tuple[Launch, tuple]]
 
     def launch(self, kernel_launch: Launch, words: tuple) -> None:
-        if self.direction == "forward" and not kernel_launch.kernel.source.startswith("forward"):
-            return  # nothing of it is looked at
         own, self.folder = self.folder, None
         if kernel_launch.kernel.source.startswith(self.direction):
             self.folder = own
@@ -248,7 +246,7 @@ def _machine(on_gpu: bool, direction: str, folder: Path | None, seed: int) -> _R
 
 def _check(version: Version, problem: Problem, machine: _Remembers, direction: str) -> None:
     try:
-        got = run_kernels(problem, machine)
+        got = run_kernels(problem, machine, forward_only=direction == "forward")
     except (OnCpuError, RuntimeError) as error:
         version.fault = version.fault or str(error)
         return

@@ -173,7 +173,8 @@ def record(
     """A random problem of the case, what its kernels computed, and the recorder."""
     problem = random_problem(case, seed)
     recorder = Recorder(device, direction, seed)
-    return problem, run_kernels(problem, recorder), recorder
+    made = run_kernels(problem, recorder, forward_only=direction == "forward")
+    return problem, made, recorder
 
 
 def _with_field(array: np.ndarray, name: str, values: np.ndarray) -> np.ndarray:

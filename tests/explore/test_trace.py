@@ -14,7 +14,7 @@ from cupynorm.explore.trace import Trace
 
 # One for each strategy and path: keywords of trace().
 FORWARD = {
-    "warp": {"num_cols": 1024},
+    "warp": {"num_cols": 1024, "strategy": "warp"},  # too wide for that of backward
     "warp, float64": {"num_cols": 65, "dtype": "float64"},
     "bundle": {"num_cols": 33, "num_rows": 9},
     "several rows a warp": {"num_cols": 64, "num_rows": 37},
