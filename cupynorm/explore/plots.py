@@ -43,12 +43,17 @@ class Plot(Figure):
         return re.sub(r"(\d+\.\d\d)\d+", r"\1", svg)
 
 
-def _grid(titles: Collection[str], size: tuple[float, float], across: int) -> tuple[Plot, list]:
-    """A figure and its panels. size: of one panel, inches. across: the most in a line."""
+def _grid(
+    titles: Collection[str], size: tuple[float, float], across: int, shared: bool = True
+) -> tuple[Plot, list]:
+    """A figure and its panels. size: of one panel, inches. across: the most in a line.
+
+    shared: whether all panels have the same axes.
+    """
     across = min(across, len(titles))
     down = -(-len(titles) // across)
     figure = Plot(figsize=(size[0] * across, size[1] * down), layout="constrained")
-    panels = figure.subplots(down, across, squeeze=False, sharex=True, sharey=True).ravel()
+    panels = figure.subplots(down, across, squeeze=False, sharex=shared, sharey=shared).ravel()
     for axes in panels[len(titles) :]:
         axes.remove()
     for title, axes in zip(titles, panels):
@@ -147,11 +152,15 @@ def images(
     largest = max(np.nanmax(np.abs(values)) for values in arrays.values())
     low, high = limits or ((-largest, largest) if diverging else (0.0, largest))
     with rc_context(style.settings() | {"axes.grid": False}):
-        figure, axes_of = _grid(arrays, size, across)
+        are_alike = len({values.shape for values in arrays.values()}) == 1
+        figure, axes_of = _grid(arrays, size, across, are_alike)
         for values, axes in zip(arrays.values(), axes_of):
             kind = "PuOr" if diverging else "Blues"
             look = {"cmap": kind, "vmin": low, "vmax": high, "interpolation": "nearest"}
             shown = axes.imshow(values, aspect="auto", **look)
+            axes.yaxis.get_major_locator().set_params(integer=True)
+            if len(values) == 1:
+                axes.set_yticks([0])
             axes.set_xlabel(xlabel)
         axes_of[0].set_ylabel(ylabel)
         figure.colorbar(shown, ax=axes_of, label=label)
