@@ -13,6 +13,7 @@ MARKERS = ("o", "s", "^", "D", "v", "P")
 DASHES = ("-", "--", "-.", (0, (1, 1)), (0, (4, 1, 1, 1, 1, 1)), (0, (6, 2)))
 GREY = "#666666"
 GUIDE = {"color": GREY, "linestyle": (0, (2, 2)), "linewidth": 1.0}  # a limit, or a theory
+OTHER_GUIDE = GUIDE | {"linestyle": "-", "linewidth": 0.8}
 
 
 def look(at: int) -> dict[str, Any]:

@@ -83,7 +83,7 @@ def lines(
     """Lines in panels: title -> name -> (xs, ys). The same name looks the same in all panels.
 
     log: the axes that are logarithmic, "x", "y" or "xy". joined: False for markers alone.
-    guides: names drawn as grey dashes, for limits and theories.
+    guides: names drawn in grey, for limits and theories: dashed the first, solid the second.
     """
     with rc_context(style.settings()):
         figure, axes_of = _grid(panels, size, across)
@@ -92,9 +92,11 @@ def lines(
         drawn: dict[str, Any] = {}
         for (_, named), axes in zip(panels.items(), axes_of):
             for name, (xs, ys) in named.items():
-                look = style.GUIDE if name in guides else style.look(drawn_lines.index(name))
-                if not joined and name not in guides:
-                    look = look | {"linestyle": "none"}
+                if name in guides:
+                    look = (style.GUIDE, style.OTHER_GUIDE)[list(guides).index(name) % 2]
+                else:
+                    look = style.look(drawn_lines.index(name))
+                    look |= {} if joined else {"linestyle": "none"}
                 (drawn[name],) = axes.plot(xs, ys, **look)
             axes.set_xlabel(xlabel)
             if "x" in log:
@@ -313,12 +315,10 @@ def roofline(
         "data sheet": (xs, np.minimum(xs * bandwidth, most)),
         "a copy's bytes": (xs, np.minimum(xs * copy, most)),
     }
-    named |= {name: ([x], [y]) for name, (x, y) in points.items()}
+    measured = {name: ([x], [y]) for name, (x, y) in points.items()}
     labels = {"xlabel": "operations for each byte", "ylabel": "operations a second"}
-    kinds = {"log": "xy", "guides": ("data sheet", "a copy's bytes")}
-    figure = lines({"": named}, **labels, **kinds, size=(6.0, 3.4))
-    figure.axes[0].lines[1].set_linestyle("-")
-    return figure
+    kinds = {"log": "xy", "guides": list(named)[:2], "joined": False}
+    return lines({"": named | measured}, **labels, **kinds, size=(6.0, 3.4))
 
 
 def before_after(
@@ -330,10 +330,10 @@ def before_after(
         axes = figure.subplots()
         for at, (_, before, after) in enumerate(changes):
             color = COLORS[0] if after > before else COLORS[5]
-            arrow = {"arrowstyle": "-|>", "color": color, "linewidth": 1.6}
+            arrow = {"arrowstyle": "-|>", "color": color, "linewidth": 1.6, "shrinkB": 0}
             axes.annotate("", (after, at), (before, at), arrowprops=arrow)
             axes.plot([before], [at], "o", markerfacecolor="white", color=color)
-            axes.plot([after], [at], "o", color=color, markersize=1)
+            axes.plot([after], [at], "|", color=color, markersize=7)
         axes.set_yticks(range(len(changes)), [name for name, _, _ in changes])
         axes.invert_yaxis()
         axes.set_xlabel(xlabel)
