@@ -38,8 +38,9 @@ class Plot(Figure):
         text = io.StringIO()
         with rc_context(style.settings() | _AS_TEXT):
             self.savefig(text, format="svg", metadata={"Date": None}, facecolor="white")
+        svg = re.sub(r"\s*<metadata>.*</metadata>", "", text.getvalue(), flags=re.S)
         # Formulas name one font alone, which few readers' machines have. Hundredths of a point do.
-        svg = text.getvalue().replace(f"'{_FONT}'\"", f"'{_FONT}', {_ELSE}\"")
+        svg = svg.replace(f"'{_FONT}'\"", f"'{_FONT}', {_ELSE}\"")
         return re.sub(r"(\d+\.\d\d)\d+", r"\1", svg)
 
 
@@ -103,6 +104,7 @@ def lines(
                 axes.set_xscale("log", base=2)
             if "y" in log:
                 axes.set_yscale("log")
+            axes.minorticks_off()
             if ylim is not None:
                 axes.set_ylim(ylim)
         axes_of[0].set_ylabel(ylabel)
@@ -158,7 +160,7 @@ def images(
         figure, axes_of = _grid(arrays, size, across, are_alike)
         for values, axes in zip(arrays.values(), axes_of):
             kind = "PuOr" if diverging else "Blues"
-            look = {"cmap": kind, "vmin": low, "vmax": high, "interpolation": "nearest"}
+            look = {"cmap": kind, "vmin": low, "vmax": high, "interpolation": "none"}
             shown = axes.imshow(values, aspect="auto", **look)
             axes.yaxis.get_major_locator().set_params(integer=True)
             if len(values) == 1:
