@@ -254,10 +254,13 @@ def strategies(
 
 
 def _spans(widths: Sequence[int], chosen: Sequence[str]) -> list[tuple[str, int, int]]:
-    """Runs of the same name: (name, first width, the width at which the next begins)."""
+    """Runs of the same name: (name, first width, the width at which the next begins).
+
+    The last width only ends the last run.
+    """
     spans: list[tuple[str, int, int]] = []
-    for at, name in enumerate(chosen):
-        end = widths[min(at + 1, len(widths) - 1)]
+    for at, name in enumerate(chosen[:-1]):
+        end = widths[at + 1]
         if spans and spans[-1][0] == name:
             spans[-1] = (name, spans[-1][1], end)
         else:
@@ -289,7 +292,8 @@ def over_widths(
 
 def speeds(result: BenchResult, dtype: str = "bfloat16") -> Plot:
     """GB/s over num_cols of one dtype, as in the chart of the README. Odd widths are open."""
-    panels = {title: each for title, each in panels_of(result).items() if dtype in title}
+    all_panels = panels_of(result).items()
+    panels = {title: each for title, each in all_panels if each[0].cell.dtype == dtype}
     if not panels:
         raise ValueError(f"dtype is {dtype!r}, which the benchmark does not have")
     with rc_context(style.settings()):

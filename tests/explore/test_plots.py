@@ -1,0 +1,168 @@
+"""Plots for notebooks show the data that they are given, in the one style."""
+
+from __future__ import annotations
+
+import xml.etree.ElementTree
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+pytest.importorskip("matplotlib")
+
+import cupynorm
+from cupynorm.bench.report import read
+from cupynorm.bench.style import GUIDE, look
+from cupynorm.explore import plots
+from cupynorm.explore.sources import piece
+from cupynorm.svg import COLORS
+
+H200 = Path(__file__).parents[2] / "notebooks" / "h200.json"
+XS, YS = (1.0, 2.0, 4.0), (1.0, 4.0, 16.0)
+
+
+def data(line) -> tuple[list, list]:
+    return tuple(list(map(float, each)) for each in line.get_data())
+
+
+def test_lines_have_the_points_and_the_look_of_their_name():
+    plot = plots.lines(
+        {"a": {"first": (XS, YS), "limit": (XS, XS)}, "b": {"second": (XS, XS)}},
+        xlabel="x",
+        ylabel="y",
+        log="xy",
+        guides=("limit",),
+    )
+    left, right = plot.axes
+    assert [axes.get_title() for axes in plot.axes] == ["a", "b"]
+    assert [data(line) for line in left.lines] == [(list(XS), list(YS)), (list(XS), list(XS))]
+    assert left.lines[0].get_color() == look(0)["color"] and left.lines[0].get_marker() == "o"
+    assert left.lines[1].get_color() == GUIDE["color"] and left.lines[1].get_marker() == "None"
+    assert right.lines[0].get_color() == look(1)["color"]  # a name keeps its look in all panels
+    assert left.get_xscale() == left.get_yscale() == "log" and left.get_ylabel() == "y"
+    (legend,) = plot.legends
+    assert [text.get_text() for text in legend.get_texts()] == ["first", "limit", "second"]
+    alone = plots.lines({"": {"first": (XS, YS)}}, joined=False)
+    assert alone.axes[0].lines[0].get_linestyle() == "None" and not alone.legends
+
+
+def test_rows_have_their_values_mean_and_spread():
+    values = np.array([[0.0, 2.0], [5.0, 5.0]])
+    plot = plots.rows({"x": values})
+    ticks = plot.axes[0].lines
+    xs = [np.unique(line.get_xdata()[np.isfinite(line.get_xdata())]) for line in ticks]
+    assert any(list(found) == [0.0, 2.0] for found in xs)
+    (bar,) = (each for each in plot.axes[0].containers if each.lines[0].get_xdata()[0] == 1.0)
+    assert [segment[:, 0].tolist() for segment in bar.lines[2][0].get_segments()] == [[0.0, 2.0]]
+
+
+def test_images_share_a_scale_of_colours():
+    small, large = np.eye(2), -3 * np.eye(2)
+    plot = plots.images({"a": small, "b": large}, label="size", diverging=True)
+    shown = [axes.images[0] for axes in plot.axes[:2]]
+    assert [image.get_array().tolist() for image in shown] == [small.tolist(), large.tolist()]
+    assert [image.get_clim() for image in shown] == [(-3.0, 3.0)] * 2
+    assert plot.axes[2].get_ylabel() == "size"
+    limited = plots.images({"a": np.ones((1, 3)), "b": np.ones((2, 3))}, limits=(0, 0.5))
+    assert limited.axes[0].images[0].get_clim() == (0.0, 0.5)
+    assert limited.axes[0].get_ylim() != limited.axes[1].get_ylim()  # other numbers of rows
+
+
+def test_histograms_are_shares_of_all_values():
+    values = np.array([0.1, 0.2, 0.3, 0.9, 7.0])
+    plot = plots.histograms({"": {"error": values}}, np.array([0, 0.5, 1.0]), limit=1)
+    (stairs,) = plot.axes[0].patches
+    assert stairs.get_data().values.tolist() == [0.6, 0.2]
+    assert plot.axes[0].lines[0].get_xdata() == [1, 1]
+
+
+def test_combs_have_a_tooth_for_each_value():
+    plot = plots.combs({"a": np.array([1.0, 8.0]), "b": np.array([2.0])}, xlabel="value", log=True)
+    found = [
+        np.unique(line.get_xdata()[np.isfinite(line.get_xdata())]) for line in plot.axes[0].lines
+    ]
+    assert [each.tolist() for each in found] == [[1.0, 8.0], [2.0]]
+
+
+def test_strategies_are_those_of_the_plans():
+    widths = (64, 1024, 4096, 65536)
+    plot = plots.strategies(["H200"], ["forward"], widths=widths)
+    bars = [(bar.get_x(), bar.get_x() + bar.get_width(), bar) for bar in plot.axes[0].patches]
+    names = list(cupynorm.STRATEGIES)
+    for left, right, bar in bars:
+        inside = [width for width in widths[:-1] if left <= width < right]
+        chosen = {cupynorm.plan(width, device="H200").strategy for width in inside}
+        color = tuple(round(255 * part) for part in bar.get_facecolor()[:3])
+        name = names[[_rgb(each) for each in COLORS].index(color)]
+        assert chosen == {name}
+    assert min(left for left, _, _ in bars) == 64 and max(right for _, right, _ in bars) == 65536
+
+
+def _rgb(color: str) -> tuple[int, ...]:
+    return tuple(int(color[at : at + 2], 16) for at in (1, 3, 5))
+
+
+def test_numbers_over_widths_are_those_of_the_plans():
+    widths = (64, 4096)
+    plot = plots.over_widths(
+        lambda plan: plan.tile.threads_per_row, "A100", ["backward"], widths=widths
+    )
+    found = dict(point for line in plot.axes[0].lines for point in zip(*data(line)))
+    plans = [cupynorm.plan(width, device="A100", direction="backward") for width in widths]
+    assert found == {width: plan.tile.threads_per_row for width, plan in zip(widths, plans)}
+
+
+def test_speeds_are_those_of_the_file():
+    result = read(H200)
+    plot = plots.speeds(result, "float16")
+    assert [axes.get_title() for axes in plot.axes] == [
+        f"layer_norm {direction}, float16" for direction in ("forward", "backward")
+    ]
+    points = {point for line in plot.axes[0].lines for point in zip(*data(line))}
+    cells = [each for each in result.measurements if each.cell.dtype == "float16"]
+    for each in cells:
+        if each.cell.direction == "forward":
+            assert (each.cell.num_cols, each.gigabytes_per_second("torch")) in points
+    with pytest.raises(ValueError, match="dtype is 'int8', which the benchmark does not have"):
+        plots.speeds(result, "int8")
+
+
+def test_the_roof_is_the_lower_of_memory_and_arithmetic():
+    plot = plots.roofline((4.0, 40.0), {"kernel": (2.0, 6.0)}, copy=3.0)
+    sheet, copy, kernel = plot.axes[0].lines
+    xs, ys = map(np.array, data(sheet))
+    assert np.allclose(ys, np.minimum(4 * xs, 40)) and max(data(copy)[1]) == 40
+    assert np.allclose(data(copy)[1], np.minimum(3 * xs, 40)) and data(kernel) == ([2.0], [6.0])
+
+
+def test_arrows_go_from_before_to_after():
+    plot = plots.before_after([("up", 0.5, 0.9), ("down", 0.8, 0.3)], xlabel="share")
+    arrows = [text for text in plot.axes[0].texts]
+    assert [(arrow.xyann[0], arrow.xy[0]) for arrow in arrows] == [(0.5, 0.9), (0.8, 0.3)]
+    colors = [arrow.arrow_patch.get_edgecolor() for arrow in arrows]
+    assert colors[0] != colors[1]
+    assert [text.get_text() for text in plot.axes[0].get_yticklabels()] == ["up", "down"]
+
+
+def test_a_plot_is_the_same_svg_each_time_and_names_a_font_that_all_have():
+    made = [plots.lines({"a < b": {"first": (XS, YS)}}, log="x")._repr_svg_() for _ in range(2)]
+    assert made[0] == made[1] and "a &lt; b" in made[0] and "<metadata>" not in made[0]
+    assert made[0].count("'DejaVu Sans'") == made[0].count("'DejaVu Sans', sans-serif") > 0
+    xml.etree.ElementTree.fromstring(made[0])
+
+
+def test_a_piece_of_a_source_has_its_numbers():
+    text = piece("forward_warp.cu", "const long long step", "const bool present")
+    lines = (
+        (Path(piece.__globals__["nvrtc"].cuda_src()) / "forward_warp.cu").read_text().splitlines()
+    )
+    for line in text.splitlines():
+        number, _, rest = line.strip().partition("  ")
+        assert lines[int(number) - 1].strip() == rest.strip()
+    assert (
+        len(text.splitlines()) > 5 and len(piece("tile.cuh", "enum class Path").splitlines()) == 1
+    )
+    with pytest.raises(ValueError, match="which is not in cuda_src"):
+        piece("no.cu", "x")
+    with pytest.raises(ValueError, match="tile.cuh has no 'nowhere' from line 1 on"):
+        piece("tile.cuh", "nowhere")
