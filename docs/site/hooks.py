@@ -25,6 +25,7 @@ import notebook_pages  # noqa: E402
 # Page -> the file of the repository that it shows. docs/*.md are pages by themselves.
 COPIES = {
     "index.md": "README.md",
+    "notebooks/overview.md": "notebooks/README.md",
     "contributing.md": "CONTRIBUTING.md",
     "changelog.md": "CHANGELOG.md",
 }
@@ -36,7 +37,8 @@ _LINK = re.compile(r"(?<=\]\()(?!https?:)([\w./-]+)")
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
     pages = {title: name for name, title in docstrings.pages().items()}
     _section(config, "Reference", pages)
-    _section(config, "Notebooks", {notebook_pages.title(path): _page(path) for path in NOTEBOOKS})
+    notebooks = {notebook_pages.title(path): _page(path) for path in NOTEBOOKS}
+    _section(config, "Notebooks", {"All notebooks": "notebooks/overview.md"} | notebooks)
     return config
 
 
@@ -68,17 +70,21 @@ def _colours_of_code() -> str:
 def on_page_markdown(text: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Links to files of the repository become links to their pages."""
     name = page.file.src_uri
-    folder = posixpath.dirname(COPIES.get(name, f"docs/{name}"))
-    pages = {shown: copy for copy, shown in COPIES.items()}
+    notebooks = {f"notebooks/{path.name}": _page(path) for path in NOTEBOOKS}
+    is_notebook = name in notebooks.values()
+    folder = posixpath.dirname(name if is_notebook else COPIES.get(name, f"docs/{name}"))
+    pages = {shown: copy for copy, shown in COPIES.items()} | notebooks
 
     def link(match: re.Match[str]) -> str:
         target = posixpath.normpath(posixpath.join(folder, match[1]))
         if target not in pages and not target.startswith("docs/"):
+            if is_notebook:
+                return match[1]  # brackets of the code
             raise PluginError(f"{name} links to {target}, which the site does not have")
         return posixpath.relpath(
             pages.get(target, target.removeprefix("docs/")), posixpath.dirname(name) or "."
         )
 
-    if name.startswith(("reference/", "notebooks/")):
+    if name.startswith("reference/"):
         return text
     return _LINK.sub(link, _MARKER.sub("", text))
