@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -119,8 +120,10 @@ class Recording:
 class Recorder(CpuMachine):
     """Records the launches of one direction. Tensors are aligned as a GPU aligns them."""
 
-    def __init__(self, device: Device, direction: str, seed: int = 0) -> None:
-        super().__init__(device, seed)
+    def __init__(
+        self, device: Device, direction: str, seed: int = 0, folder: Path | None = None
+    ) -> None:
+        super().__init__(device, seed, folder=folder)
         self.direction = direction
         self.recorded: list[Recorded] = []
         self.tensors: dict[str, Tensor] = {}
@@ -154,7 +157,8 @@ class Recorder(CpuMachine):
             super().launch(kernel_launch, words)
             return
         self.tensors |= self._named
-        instance = on_cpu.kernel(kernel.source, kernel.name_expression, traced=True)
+        names = (kernel.source, kernel.name_expression)
+        instance = on_cpu.kernel(*names, folder=self.folder, traced=True)
         instance.launch(
             kernel_launch.grid_size,
             kernel_launch.block_size,
@@ -168,11 +172,14 @@ class Recorder(CpuMachine):
 
 
 def record(
-    case: Case, device: Device, direction: str, seed: int
+    case: Case, device: Device, direction: str, seed: int, folder: Path | None = None
 ) -> tuple[Problem, dict[str, np.ndarray], Recorder]:
-    """A random problem of the case, what its kernels computed, and the recorder."""
+    """A random problem of the case, what its kernels computed, and the recorder.
+
+    folder: of the sources, None for the installed ones.
+    """
     problem = random_problem(case, seed)
-    recorder = Recorder(device, direction, seed)
+    recorder = Recorder(device, direction, seed, folder)
     made = run_kernels(problem, recorder, forward_only=direction == "forward")
     return problem, made, recorder
 

@@ -15,6 +15,7 @@ from ..plan.problem import Tile
 from ..svg import Picture
 from ..table import as_html, as_text
 from . import pictures
+from .changes import Changes, changed_sources
 from .recording import BULK, KINDS, Recording, record
 from .requests import Site, requests_of, sectors_of, sites_of, turns_of
 
@@ -155,6 +156,7 @@ def trace(
     strategy: str | None = None,
     tile: Tile | None = None,
     statistics: str | None = None,
+    changes: Changes | None = None,
     seed: int = 0,
 ) -> Trace:
     """Runs a kernel on the CPU and records what every thread reads, writes and waits for.
@@ -166,10 +168,11 @@ def trace(
     num_cols, num_rows: the extents of x. A few rows are enough: every access is recorded.
     dtype: of all tensors. norm, direction, residual, strategy, tile, statistics: as for plan().
     device: a name of cupynorm.DEVICES or a Device, for which the kernel is chosen.
+    changes: of the sources, as for experiment().
     seed: of the values, and of the order in which threads run.
 
-    Returns a Trace. Raises ValueError for unknown names and for a strategy or tile that does not
-    fit, NoCompilerError without a C++ compiler, OnCpuError where too much happened.
+    Returns a Trace. Raises ValueError for unknown names and for changes, a strategy or a tile that
+    do not fit, NoCompilerError without a C++ compiler, OnCpuError where too much happened.
     """
     if norm not in NORMS:
         raise ValueError(f"norm is {norm!r}; expected {' or '.join(NORMS)}")
@@ -181,5 +184,6 @@ def trace(
     in_forward = chosen if direction == "forward" else {"strategy": strategy}
     case = Case(norm, num_rows, num_cols, dtype, residual=residual, dsum=residual, **in_forward)
     of = DEVICES[device] if isinstance(device, str) else device
-    _, _, recorder = record(case, of, direction, seed)
+    folder = None if changes is None else changed_sources(changes)
+    _, _, recorder = record(case, of, direction, seed, folder)
     return Trace(planned, recorder.tensors, recorder.recorded)
