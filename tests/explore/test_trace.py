@@ -60,7 +60,9 @@ def test_backward_moves_the_bytes_of_its_plan(name):
 def test_uncached_reads_x_in_every_pass(statistics, passes):
     trace = traced(num_cols=4096, strategy="uncached", statistics=statistics)
     num_bytes = 4 * 4096 * 2
-    assert trace.bytes["x"] == (passes * num_bytes, num_bytes)
+    # In three passes every thread also reads the row's first value, which the first one subtracts.
+    firsts = 4 * trace.plan.tile.threads_per_row * 2 if passes == 3 else 0
+    assert trace.bytes["x"] == (passes * num_bytes + firsts, num_bytes)
     again = (passes - 1) * num_bytes
     assert different_bytes(trace) + again == trace.plan.bytes_moved
 
