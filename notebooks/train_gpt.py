@@ -195,25 +195,25 @@ def table(trained: dict[str, Trained]) -> str:
 
 
 def plot(trained: dict[str, Trained], path: Path) -> None:
-    import matplotlib
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    from cupynorm.bench import style
 
-    figure, (above, below) = pyplot.subplots(
-        2, 1, sharex=True, figsize=(8, 7), height_ratios=(2, 1)
-    )
-    for run, each in trained.items():
-        above.plot(each.losses, label=run, linewidth=1)
-        if run != "torch" and "torch" in trained:
-            gaps = [abs(a - b) for a, b in zip(each.losses, trained["torch"].losses)]
-            below.plot(gaps, label=run, linewidth=1, color=above.lines[-1].get_color())
-    above.set_ylabel("loss, nats a byte")
-    above.legend()
-    below.set(xlabel="step", ylabel="distance from torch", yscale="log")
-    figure.tight_layout()
-    figure.savefig(path)
-    pyplot.close(figure)
+    with rc_context(style.settings()):
+        figure = Figure(figsize=(8, 7), layout="constrained")
+        above, below = figure.subplots(2, 1, sharex=True, height_ratios=(2, 1))
+        for at, (run, each) in enumerate(trained.items()):
+            look = style.look(at) | {"markevery": (10 * at, 50)}
+            above.plot(each.losses, label=run, **look)
+            if run != "torch" and "torch" in trained:
+                gaps = [abs(a - b) for a, b in zip(each.losses, trained["torch"].losses)]
+                below.plot(gaps, label=run, **look)
+        above.set_ylabel("loss, nats a byte")
+        above.legend()
+        below.set(xlabel="step", ylabel="distance from torch", yscale="log")
+        metadata = {"Date": None} if path.suffix == ".svg" else None
+        figure.savefig(path, metadata=metadata)
 
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, Trained]:
