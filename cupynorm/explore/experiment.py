@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from ..bench.timer import Runner, Timer, take_turns
-from ..check.cases import NORMS, Case, Problem
+from ..check.cases import NORMS, Case, Problem, random_problem
 from ..check.kernels import CpuMachine, GpuCheckMachine, uses_welford
 from ..check.results import CheckResult
 from ..check.run import run_kernels
@@ -189,8 +189,10 @@ def experiment(
     case = Case(
         norm, num_rows, num_cols, dtype, residual=residual, dsum=residual, tile=own_tile, **options
     )
-    problem = default_problem(case, seed)
-    if input is not None:
+    if input is None:
+        problem = default_problem(case, seed)
+    else:
+        problem = random_problem(case, seed)
         problem.x = decode(encode(input, dtype), dtype)
     versions = []
     for source_folder in (None, folder):
