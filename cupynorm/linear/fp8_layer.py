@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from ..nn import amaxes, autocast, fp8, modes
+from ..nn.dtypes import outside_autocast
 from ..nn.recipes import DelayedScaling, Recipe
 from ..norm.quantized_tensor import QuantizedTensor
 from . import fp8 as fp8_linear
-from . import fp8_operator
+from . import fp8_operator, kernels
 from .call import LinearCall, LinearOptions, Operands
 from .fp8 import RegionCall
 from .function import check_call
@@ -83,10 +84,7 @@ class Fp8Layer(NormLinearParameters):
         fp8_output: bool,
         make_sink: Callable[[], WeightGradientSink] | None,
     ) -> tuple[Tensor | QuantizedTensor, Tensor | None]:
-        if modes.has_functorch_transforms():
-            raise NotImplementedError(
-                "torch.func was asked to transform a layer inside fp8_autocast; expected it outside"
-            )
+        _refuse_transforms()
         call = self._checked(call, operands, fp8_output)
         quantized_call, weight = self.begin_in_fp8(call, operands)
         if call.recorded:
@@ -140,10 +138,32 @@ class Fp8Layer(NormLinearParameters):
             self._past_calls.add(region)
         quantized_call = self.quantized_call(call.options, quantizers, call.quantize_gradient)
         if isinstance(recipe, DelayedScaling) and records:
-            for name, at in (("forward", 0), ("backward", amaxes.OF_BACKWARD)):
-                used = amaxes.UsedScales(self._fp8_states[name], recipe, region.group)
-                region.used[self._slot, at] = used
+            self._use_scales(region, recipe)
         return quantized_call, self._quantized_weight(call, operands, quantizers)
+
+    def _use_scales(self, region: autocast.Region, recipe: DelayedScaling) -> None:
+        """Has the scales updated when the outermost region ends."""
+        for name, at in (("forward", 0), ("backward", amaxes.OF_BACKWARD)):
+            used = amaxes.UsedScales(self._fp8_states[name], recipe, region.group)
+            region.used[self._slot, at] = used
+
+    def _calibrate(self, call: LinearCall) -> None:
+        """Records the amaxes of a call in its own dtype, in a region that is calibrating."""
+        region = autocast.calibration()
+        if region is not None and not call.operands.input.is_meta:
+            modes.run_untraced(self._record_amaxes)(call, region)
+
+    def _record_amaxes(self, call: LinearCall, region: autocast.Region) -> None:
+        if modes.is_inside_backward():
+            return  # a checkpoint runs the call again
+        _refuse_transforms()
+        operands, recipe = call.operands, region.calibration
+        with torch.no_grad(), outside_autocast(operands.input):
+            quantizers = self.quantizers(recipe, operands.input.device, records=True)
+            normalized = kernels.forward(call.options, operands, torch.float32)[0]
+            quantizers.record("input", as_rows(normalized))
+            quantizers.record("weight", join(operands.weights))
+        self._use_scales(region, recipe)
 
     def quantizers(self, recipe: Recipe, device: torch.device, *, records: bool) -> Quantizers:
         states = states_of(self._fp8_states, recipe, device, records=records)
@@ -217,3 +237,10 @@ class Fp8Layer(NormLinearParameters):
         state_dict = {f"{prefix}_extra_state": None, **state_dict}
         super()._load_from_state_dict(state_dict, prefix, *arguments)
         self._drop_derived()
+
+
+def _refuse_transforms() -> None:
+    if modes.has_functorch_transforms():
+        raise NotImplementedError(
+            "torch.func was asked to transform a layer inside fp8_autocast; expected it outside"
+        )

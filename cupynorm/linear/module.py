@@ -226,6 +226,7 @@ class LayerNormLinear(Fp8Layer):
             )
         else:
             call = LinearCall(operands, options)
+            self._calibrate(call)
             hands_on = hands_on and is_grad_enabled
             if hands_on and _any_requires_grad(operands.weights, self._biases()):
                 y, normalized = run_untraced(self._project_to_sink)(call, is_first_microbatch)

@@ -125,6 +125,11 @@ class Quantizers:
         )
         return made, None, None
 
+    def record(self, name: str, x: Tensor) -> None:
+        """Records the amax of a matrix that is not quantised, for DelayedScaling."""
+        _, amax = self.delayed(name)
+        torch.maximum(amax, quantization.amax_of(x).reshape(1), out=amax)
+
     def quantize(self, name: str, x: Tensor, *, transpose: bool = False) -> QuantizedTensor:
         """A matrix in 8-bit floats. Its amax is recorded where the step is."""
         recipe, dtype = self.recipe, self.dtype(name)

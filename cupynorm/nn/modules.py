@@ -21,6 +21,7 @@ from . import amaxes, autocast, fp8
 from .dtypes import name_of
 from .modes import run_untraced
 from .recipes import E4M3, BlockScaling, CurrentScaling
+from .spellings import either
 
 # torch.fx.symbolic_trace records these calls instead of tracing into them.
 torch.fx.wrap("layer_norm")
@@ -275,7 +276,7 @@ class LayerNorm(Norm, torch.nn.LayerNorm):
         params_dtype: torch.dtype | None = None,
     ) -> None:
         _check_no_dtype(elementwise_affine=elementwise_affine, bias=bias, device=device)
-        extents = extents_of(_either(normalized_shape=normalized_shape, hidden_size=hidden_size))
+        extents = extents_of(either(normalized_shape=normalized_shape, hidden_size=hidden_size))
         self._set_extras(
             zero_centered_gamma=zero_centered_gamma,
             sm_margin=sm_margin,
@@ -283,7 +284,7 @@ class LayerNorm(Norm, torch.nn.LayerNorm):
             round_x_hat=round_x_hat,
             memory_efficient=memory_efficient,
         )
-        dtype = _either(dtype=dtype, params_dtype=params_dtype)
+        dtype = either(dtype=dtype, params_dtype=params_dtype)
         super().__init__(extents, eps, elementwise_affine, bias, device, dtype)
 
     def forward(
@@ -365,7 +366,7 @@ class RMSNorm(Norm, torch.nn.RMSNorm):
         params_dtype: torch.dtype | None = None,
     ) -> None:
         _check_no_dtype(elementwise_affine=elementwise_affine, device=device)
-        extents = extents_of(_either(normalized_shape=normalized_shape, hidden_size=hidden_size))
+        extents = extents_of(either(normalized_shape=normalized_shape, hidden_size=hidden_size))
         self._set_extras(
             zero_centered_gamma=zero_centered_gamma,
             sm_margin=sm_margin,
@@ -373,7 +374,7 @@ class RMSNorm(Norm, torch.nn.RMSNorm):
             round_x_hat=round_x_hat,
             memory_efficient=memory_efficient,
         )
-        dtype = _either(dtype=dtype, params_dtype=params_dtype)
+        dtype = either(dtype=dtype, params_dtype=params_dtype)
         super().__init__(extents, eps, elementwise_affine, device, dtype)
 
     def forward(
@@ -440,13 +441,3 @@ def _check_no_dtype(**given: object) -> None:
                 "eps, elementwise_affine. Give TransformerEngine's sequence_parallel and dtype by "
                 "keyword"
             )
-
-
-def _either(**spellings: object) -> object:
-    """The one of two spellings that is given, None if neither is."""
-    given = {name: value for name, value in spellings.items() if value is not None}
-    if len(given) > 1:
-        raise TypeError(
-            f"{' and '.join(given)} are given; expected one of these two names of one argument"
-        )
-    return next(iter(given.values()), None)
