@@ -37,6 +37,7 @@ if TYPE_CHECKING:  # The names of _NAMES, for pyright, mypy and editors.
     from .nn.recipes import CurrentScaling as CurrentScaling
     from .nn.recipes import DelayedScaling as DelayedScaling
     from .nn.recipes import Format as Format
+    from .nn.recipes import MXFP8BlockScaling as MXFP8BlockScaling
     from .nn.swap import SwappedNorms as SwappedNorms
     from .nn.swap import swap_norms as swap_norms
     from .norm.api import layer_norm as layer_norm
@@ -110,6 +111,7 @@ _NAMES = {
     "DelayedScaling": "nn.recipes",
     "CurrentScaling": "nn.recipes",
     "BlockScaling": "nn.recipes",
+    "MXFP8BlockScaling": "nn.recipes",
     "QuantizedTensor": "norm.quantized_tensor",
 }
 

@@ -22,7 +22,7 @@ from ..nn import quantization
 from ..nn.autocast import Region
 from ..nn.dtypes import name_of
 from ..nn.products import Factor, multiply
-from ..nn.recipes import BlockScaling, DelayedScaling
+from ..nn.recipes import IN_BLOCKS, DelayedScaling
 from ..norm.quantized_tensor import QuantizedTensor
 from . import kernels
 from .call import LinearOptions, Operands
@@ -123,7 +123,7 @@ class _Normalized(NamedTuple):
 def _normalize(call: QuantizedCall, operands: Operands) -> _Normalized:
     """One kernel makes it where there is one scale and no other dtype is requested."""
     options, quantizers, input = call.options, call.quantizers, operands.input
-    in_blocks = isinstance(quantizers.recipe, BlockScaling)
+    in_blocks = isinstance(quantizers.recipe, IN_BLOCKS)
     transpose = options.save_normalized
     if arrays.on_host(input) or in_blocks or options.return_normalized:
         values, mean, rstd, _ = kernels.forward(options, operands, torch.float32)
@@ -167,8 +167,8 @@ def backward(
     data = transposed = dbias = None
     if rows is not None:
         made, dbias = quantizers.quantize_gradient(rows, biases[0].dtype if sums_rows else None)
-        data = Factor(made.data, made.scale_inv, made.block_rows)
-        transposed = Factor(made.transposed, _transposed_scale_inv(made), made.block_rows)
+        data = Factor(made.data, made.scale_inv, made.block_rows, made.block_cols)
+        transposed = data._replace(data=made.transposed, scale_inv=_transposed_scale_inv(made))
         made = None
     if rows is not None and any(wants_norm):
         dnormalized = _dnormalized(call, saved, data, operands.input, dnormalized)
@@ -210,7 +210,7 @@ def _dnormalized(
 ) -> Tensor:
     """The gradient of the normalised tensor: dy weight, and what comes from elsewhere."""
     dtype, quantizers = call.options.dtype, call.quantizers
-    weight = Factor(saved.weight, saved.weight_scale_inv, quantizers.block_rows)
+    weight = quantizers.transposed_weight(saved.weight, saved.weight_scale_inv)
     total = multiply(dy, weight, dtype, is_exact=quantizers.is_exact)
     if call.quantize_gradient:
         total = quantizers.quantize("grad_input", total).dequantize(dtype)
@@ -269,7 +269,7 @@ class _WeightProduct:
         kept, kept_scale_inv = self.kept or self._quantize_again()
         return multiply(
             dy,
-            Factor(kept, kept_scale_inv, dy.block_rows),
+            dy._replace(data=kept, scale_inv=kept_scale_inv),
             dtype if dtype in _PRODUCT_DTYPES else torch.float32,
             is_exact=self.call.quantizers.is_exact,
         )

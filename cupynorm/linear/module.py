@@ -183,7 +183,7 @@ class LayerNormLinear(Fp8Layer):
 
         Inside cupynorm.fp8_autocast:
         fp8_output: without gradients, return out as a QuantizedTensor of its rows. Its scale is of
-            its own amax, except with BlockScaling.
+            its own amax, except where the recipe's scales are of blocks.
         fp8_grad: round the gradient of the normalised tensor to an 8-bit float too.
         """
         if not isinstance(inp, Tensor):

@@ -10,13 +10,17 @@ from torch import Tensor
 from ..nn import fp8, quantization
 from ..nn.dtypes import name_of
 from ..nn.fp8 import Scales
+from ..nn.products import Factor
 from ..nn.recipes import (
     BLOCK_SIZE,
     E4M3,
+    IN_BLOCKS,
     LARGEST_FLOAT32,
+    MX_BLOCK_SIZE,
     BlockScaling,
     CurrentScaling,
     DelayedScaling,
+    MXFP8BlockScaling,
     Recipe,
 )
 from ..norm.quantized_tensor import QuantizedTensor
@@ -84,7 +88,7 @@ class Quantizers:
         None for blocks. A current scale is the inverse of its inverse, which may differ in the last
         bit.
         """
-        if isinstance(self.recipe, BlockScaling):
+        if isinstance(self.recipe, IN_BLOCKS):
             return None
         delayed = self.delayed(name)
         if delayed is not None:
@@ -104,16 +108,19 @@ class Quantizers:
         """Whether bfloat16 holds the values of blocks: whether their scales are powers of two."""
         return not isinstance(self.recipe, BlockScaling) or self.recipe.power_of_two
 
-    @property
-    def block_rows(self) -> int | None:
-        """The rows of a block of a weight; None where one scale is for all."""
-        return BLOCK_SIZE if isinstance(self.recipe, BlockScaling) else None
+    def transposed_weight(self, data: Tensor, scale_inv: Tensor) -> Factor:
+        """What a weight's transposed copy and its scales mean."""
+        if isinstance(self.recipe, BlockScaling):
+            return Factor(data, scale_inv, BLOCK_SIZE)
+        if isinstance(self.recipe, MXFP8BlockScaling):
+            return Factor(data, scale_inv, 1, MX_BLOCK_SIZE)
+        return Factor(data, scale_inv)
 
     def of_normalized(
         self, *, transpose: bool
     ) -> tuple[Quantization, Tensor | None, Tensor | None]:
         """How the norm's kernel quantises the normalised tensor, and its scale and amax if they are
-        given; not for BlockScaling."""
+        given; not for scales of blocks."""
         made = Quantization(name_of(self.dtype("input")), transpose=transpose)
         delayed, recipe = self.delayed("input"), self.recipe
         if delayed is not None:
@@ -141,6 +148,8 @@ class Quantizers:
                 power_of_two=recipe.power_of_two,
                 transpose=transpose,
             )
+        if isinstance(recipe, MXFP8BlockScaling):
+            return quantization.quantize_mx(x, dtype, transpose=transpose)
         if isinstance(recipe, CurrentScaling):
             return quantization.quantize_current(x, dtype, self.rule, transpose=transpose)
         # The output is quantised only where nothing is recorded, so no step has left its amax.
@@ -156,7 +165,7 @@ class Quantizers:
 
         The sums are made where sum_dtype is given and one kernel makes both.
         """
-        if isinstance(self.recipe, BlockScaling) or sum_dtype is None:
+        if isinstance(self.recipe, IN_BLOCKS) or sum_dtype is None:
             return self.quantize("grad_output", dy, transpose=True), None
         scale, amax = self.delayed("grad_output") or (None, None)
         dtype = self.dtype("grad_output")

@@ -104,7 +104,7 @@ def fp8_autocast(
         (torch.float8_e4m3fn, array([[0.808, 1.131]], dtype=float32))
 
     enabled: False switches an outer region off.
-    recipe: DelayedScaling (the default), CurrentScaling or BlockScaling.
+    recipe: DelayedScaling (the default), CurrentScaling, BlockScaling or MXFP8BlockScaling.
     group: the torch.distributed group over which DelayedScaling takes the largest amax.
     calibrating: with enabled=False, layers compute in their own dtype and record the amaxes of
         their input (normalised, behind a norm) and weight. When the region ends their delayed
@@ -177,6 +177,6 @@ def _check(enabled: object, calibrating: object, recipe: object) -> None:
         raise TypeError(f"calibrating is {calibrating!r}; expected True or False")
     if recipe is not None and not isinstance(recipe, Recipe):
         raise TypeError(
-            f"recipe is a {type(recipe).__name__}; expected DelayedScaling, CurrentScaling or "
-            "BlockScaling"
+            f"recipe is a {type(recipe).__name__}; expected DelayedScaling, CurrentScaling, "
+            "BlockScaling or MXFP8BlockScaling"
         )

@@ -20,7 +20,7 @@ from ..norm.route import normalize
 from . import amaxes, autocast, fp8
 from .dtypes import name_of
 from .modes import run_untraced
-from .recipes import E4M3, BlockScaling, CurrentScaling
+from .recipes import E4M3, BlockScaling, CurrentScaling, MXFP8BlockScaling
 from .spellings import either
 
 # torch.fx.symbolic_trace records these calls instead of tracing into them.
@@ -191,6 +191,8 @@ class Norm(torch.nn.Module):
                 smallest_amax=recipe.amax_epsilon,
             )
             return made, None, None
+        if isinstance(recipe, MXFP8BlockScaling):
+            return made._replace(scaling="mx", transpose=False), None, None
         if isinstance(recipe, BlockScaling):
             power_of_two = recipe.power_of_two
             made = made._replace(scaling="block", power_of_two=power_of_two, transpose=False)
@@ -239,11 +241,13 @@ class LayerNorm(Norm, torch.nn.LayerNorm):
         forward format. Its dequantize() is differentiable. The limits are those of an 8-bit
         out_dtype of cupynorm.layer_norm.
 
-        recipe           scale of y
-        DelayedScaling   one that the module keeps; where gradients are recorded the kernel records
-                         the amax of y, and the scale changes when the outermost region ends
-        CurrentScaling   one, from the amax of this y
-        BlockScaling     one for each 128 columns
+        recipe             scale of y
+        DelayedScaling     one that the module keeps; where gradients are recorded the kernel
+                           records the amax of y, and the scale changes when the outermost region
+                           ends
+        CurrentScaling     one, from the amax of this y
+        BlockScaling       one for each 128 columns
+        MXFP8BlockScaling  one byte for each 32 columns
 
         With one scale, and where gradients are recorded, y.transposed is made too. The next layer
         may need it for the gradient of its weight.

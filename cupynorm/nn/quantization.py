@@ -21,7 +21,7 @@ from ..norm import survey
 from ..norm.quantized_tensor import QuantizedTensor
 from .dtypes import name_of
 from .products import pad
-from .recipes import BLOCK_SIZE, E4M3, LARGEST, LARGEST_FLOAT32
+from .recipes import BLOCK_SIZE, E4M3, LARGEST, LARGEST_FLOAT32, MX_BLOCK_SIZE
 
 
 class Rule(NamedTuple):
@@ -191,14 +191,29 @@ def _quantize_blocks(
     return data[:num_rows, :num_cols].contiguous(), 1.0 / scale
 
 
+def quantize_mx(x: Tensor, dtype: torch.dtype, *, transpose: bool = False) -> QuantizedTensor:
+    """A matrix in MXFP8. transpose: also quantise the transposed matrix, by blocks of its own."""
+    data, scale_inv = quantize_mxfp8(x, dtype)
+    transposed, transposed_scale_inv = quantize_mxfp8(x.t(), dtype) if transpose else (None, None)
+    return QuantizedTensor(
+        data,
+        scale_inv,
+        x.dtype,
+        transposed=transposed,
+        transposed_scale_inv=transposed_scale_inv,
+        block_rows=1,
+        block_cols=MX_BLOCK_SIZE,
+    )
+
+
 def quantize_mxfp8(x: Tensor, dtype: torch.dtype = E4M3) -> tuple[Tensor, Tensor]:
     """MXFP8 of a matrix on any device: data, and E8M0 scale bytes [num_rows, num_cols / 32].
 
     The number of scales of a row is rounded up.
     """
     num_rows, num_cols = x.shape
-    padded = pad(x.float(), 1, 32)
-    blocks = padded.unflatten(1, (padded.shape[1] // 32, 32))
+    padded = pad(x.float(), 1, MX_BLOCK_SIZE)
+    blocks = padded.unflatten(1, (padded.shape[1] // MX_BLOCK_SIZE, MX_BLOCK_SIZE))
     amax = amax_of(blocks, 2) * (1 / LARGEST[dtype])
     bits = amax.view(torch.int32)
     exponent, fraction = (bits >> 23) & 0xFF, bits & 0x7FFFFF

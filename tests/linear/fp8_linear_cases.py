@@ -24,6 +24,7 @@ from cupynorm import (  # noqa: E402
     DelayedScaling,
     Format,
     LayerNormLinear,
+    MXFP8BlockScaling,
     fp8_autocast,
 )
 from cupynorm.nn import recipes  # noqa: E402
@@ -38,6 +39,7 @@ RECIPES = (
     CurrentScaling(),
     CurrentScaling(Format.E4M3, power_of_two=True),
     BlockScaling(),
+    MXFP8BlockScaling(),
 )
 
 
