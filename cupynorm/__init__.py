@@ -30,6 +30,7 @@ if TYPE_CHECKING:  # The names of _NAMES, for pyright, mypy and editors.
     from .linear.call import ProjectedBackward as ProjectedBackward
     from .linear.call import ProjectedForward as ProjectedForward
     from .linear.module import LayerNormLinear as LayerNormLinear
+    from .linear.plain import Linear as Linear
     from .nn.autocast import fp8_autocast as fp8_autocast
     from .nn.modules import LayerNorm as LayerNorm
     from .nn.modules import RMSNorm as RMSNorm
@@ -106,6 +107,7 @@ _NAMES = {
     "swap_norms": "nn.swap",
     "SwappedNorms": "nn.swap",
     "LayerNormLinear": "linear.module",
+    "Linear": "linear.plain",
     "fp8_autocast": "nn.autocast",
     "Format": "nn.recipes",
     "DelayedScaling": "nn.recipes",
@@ -116,7 +118,14 @@ _NAMES = {
 }
 
 # `from cupynorm import *` works without torch: names that need torch are left out.
-_NEED_TORCH = ("nn.modules", "nn.swap", "nn.autocast", "nn.recipes", "linear.module")
+_NEED_TORCH = (
+    "nn.modules",
+    "nn.swap",
+    "nn.autocast",
+    "nn.recipes",
+    "linear.module",
+    "linear.plain",
+)
 __all__ = ["__version__", *(name for name, module in _NAMES.items() if module not in _NEED_TORCH)]
 
 

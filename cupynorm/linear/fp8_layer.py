@@ -1,4 +1,4 @@
-"""torch: what LayerNormLinear keeps and does inside cupynorm.fp8_autocast."""
+"""torch: what a linear layer keeps and does inside cupynorm.fp8_autocast."""
 
 from __future__ import annotations
 
@@ -18,14 +18,13 @@ from .call import LinearCall, LinearOptions, Operands
 from .fp8 import RegionCall
 from .function import check_call
 from .matrices import as_rows, join
-from .parameters import NormLinearParameters
 from .past_calls import PastCalls
 from .quantizers import Quantizers, states_from, states_of
 from .weight_gradients import WeightGradientSink
 
 
-class Fp8Layer(NormLinearParameters):
-    """The part of LayerNormLinear that runs inside cupynorm.fp8_autocast.
+class Fp8Layer(torch.nn.Module):
+    """The part of a linear layer that runs inside cupynorm.fp8_autocast.
 
     _fp8_states: of DelayedScaling. _fp8_weight: the recipe and the quantised weight that
     is_first_microbatch shares. _slot: for amaxes.py. _past_calls: which a checkpoint may run
@@ -72,7 +71,8 @@ class Fp8Layer(NormLinearParameters):
 
         make_sink: makes what takes the gradients of weights and biases, if anything does.
         """
-        if modes.is_compiling() and call.region.text and not fp8_output and make_sink is None:
+        is_plain = not fp8_output and make_sink is None and call.input is None
+        if modes.is_compiling() and call.region.text and is_plain:
             call = self._checked(call, operands, fp8_output)
             return fp8_operator.by_operator(call, operands, self._number)
         return modes.run_untraced(self._run_in_fp8)(call, operands, fp8_output, make_sink)
@@ -137,6 +137,7 @@ class Fp8Layer(NormLinearParameters):
         else:
             self._past_calls.add(region)
         quantized_call = self.quantized_call(call.options, quantizers, call.quantize_gradient)
+        quantized_call = quantized_call._replace(input=call.input)
         if isinstance(recipe, DelayedScaling) and records:
             self._use_scales(region, recipe)
         return quantized_call, self._quantized_weight(call, operands, quantizers)

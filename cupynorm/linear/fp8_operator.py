@@ -210,6 +210,7 @@ def _run_without_memory(*given: Any) -> tuple[Tensor, ...]:
     input, keeps = arguments.input, arguments.save_normalized
     leading, in_features = input.shape[:-1], input.shape[-1]
     out_features, num_rows = sum(len(each) for each in arguments.weights), leading.numel()
+    has_norm = arguments.norm_weight is not None  # a norm of a layer has a weight
     in_blocks, is_mx = isinstance(recipe, IN_BLOCKS), isinstance(recipe, MXFP8BlockScaling)
     of_scales = torch.uint8 if is_mx else torch.float32
 
@@ -229,7 +230,7 @@ def _run_without_memory(*given: Any) -> tuple[Tensor, ...]:
         input.new_empty((*leading, out_features), dtype=arguments.dtype),
         input.new_empty(input.shape if has_normalized else 0, dtype=arguments.dtype),
         empty(leading, wide, arguments.centered),
-        empty(leading, wide),
+        empty(leading, wide, has_norm),
         empty(1, wide, not (keeps or in_blocks)),
         empty((in_features, num_rows), narrow, keeps),
         empty(kept_scales, of_scales, keeps),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -100,8 +100,7 @@ class NormLinearParameters(torch.nn.Module):
             parameter.tensor_model_parallel = True
             parameter.partition_dim, parameter.partition_stride = 0, 1
         if self.delay_wgrad_compute:
-            for parameter in (*self._weights(), *self._biases()):
-                parameter.skip_backward_post_hook = True
+            mark_delayed((*self._weights(), *self._biases()))
 
     def _join_parameters(self) -> None:
         """Puts the parts into one storage again, after each was moved by itself."""
@@ -141,6 +140,12 @@ class NormLinearParameters(torch.nn.Module):
     def _load_from_state_dict(self, state_dict: dict, prefix: str, *arguments) -> None:
         super()._load_from_state_dict(state_dict, prefix, *arguments)
         self._mark_parameters()  # load_state_dict(assign=True) replaces the parameters
+
+
+def mark_delayed(parameters: Iterable[Tensor]) -> None:
+    """Tells Megatron that backward leaves no gradient of these."""
+    for parameter in parameters:
+        parameter.skip_backward_post_hook = True
 
 
 def _initialize(weight: Tensor) -> None:

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..gpu import arrays
 from ..nn import fp8, quantization
 from ..nn.dtypes import name_of
 from ..nn.fp8 import Scales
@@ -25,6 +26,7 @@ from ..nn.recipes import (
 )
 from ..norm.quantized_tensor import QuantizedTensor
 from ..norm.request import Quantization
+from .matrices import as_rows
 
 # Tensors that have a scale, in TransformerEngine's order.
 FORWARD = ("input", "weight", "output")
@@ -158,6 +160,29 @@ class Quantizers:
         scale, amax = self.delayed(name)
         return quantization.quantize(x, scale, dtype, amax=amax, transpose=transpose)
 
+    def with_transposed(self, rows: QuantizedTensor) -> QuantizedTensor:
+        """An input that was given in 8 bits, with its transposed copy.
+
+        With scales of blocks that is quantised anew, from the values.
+        """
+        if rows.transposed is not None:
+            return rows
+        if rows.block_rows is None:
+            transposed, scale_inv = quantization.transpose_data(rows.data), None
+        else:
+            values = rows.dequantize(torch.float32)
+            made = self.quantize("input", values, transpose=True)
+            transposed, scale_inv = made.transposed, made.transposed_scale_inv
+        return QuantizedTensor(
+            rows.data,
+            rows.scale_inv,
+            rows.dtype,
+            transposed=transposed,
+            transposed_scale_inv=scale_inv,
+            block_rows=rows.block_rows,
+            block_cols=rows.block_cols,
+        )
+
     def quantize_gradient(
         self, dy: Tensor, sum_dtype: torch.dtype | None
     ) -> tuple[QuantizedTensor, Tensor | None]:
@@ -172,6 +197,34 @@ class Quantizers:
         return quantization.quantize_and_sum(
             dy, dtype, sum_dtype, scale=scale, amax=amax, rule=self.rule
         )
+
+
+def fits(made: QuantizedTensor, recipe: Recipe) -> bool:
+    """Whether a recipe can multiply what was quantised elsewhere, as an input."""
+    if not arrays.is_torch(made.data) or made.data.dtype != recipe.fp8_format.value[0]:
+        return False
+    if not isinstance(recipe, IN_BLOCKS):
+        return made.block_rows is None
+    is_mx = isinstance(recipe, MXFP8BlockScaling)
+    return (
+        (made.block_rows, made.block_cols) == (1, MX_BLOCK_SIZE if is_mx else BLOCK_SIZE)
+        and made.scale_inv.dtype == (torch.uint8 if is_mx else torch.float32)
+        and made.scale_inv.shape[:-1] == made.data.shape[:-1]
+    )
+
+
+def as_matrix(made: QuantizedTensor) -> QuantizedTensor:
+    """An input that fits, as rows."""
+    scale_inv = made.scale_inv
+    return QuantizedTensor(
+        as_rows(made.data),
+        scale_inv if made.block_rows is None else as_rows(scale_inv),
+        made.dtype,
+        transposed=made.transposed,
+        transposed_scale_inv=made.transposed_scale_inv,
+        block_rows=made.block_rows,
+        block_cols=made.block_cols,
+    )
 
 
 def states_of(

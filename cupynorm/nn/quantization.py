@@ -88,7 +88,7 @@ def quantize(
     if amax is not None:
         torch.maximum(amax, amax_of(x).reshape(1), out=amax)
     data = encode(x, scale, dtype).contiguous()
-    transposed = _transposed(data) if transpose else None
+    transposed = transpose_data(data) if transpose else None
     return QuantizedTensor(data, 1.0 / scale, x.dtype, transposed=transposed)
 
 
@@ -138,7 +138,8 @@ def _of_matrix(made: matrices.QuantizedMatrix, x: Tensor) -> QuantizedTensor:
     return QuantizedTensor(made.data, made.scale_inv, x.dtype, transposed=made.transposed)
 
 
-def _transposed(data: Tensor) -> Tensor:
+def transpose_data(data: Tensor) -> Tensor:
+    """The transpose of a matrix of 8-bit floats, contiguous."""
     return data.view(torch.uint8).t().contiguous().view(data.dtype)
 
 
@@ -166,7 +167,7 @@ def quantize_blocks(
     data, scale_inv = _quantize_blocks(x, dtype, block_rows, power_of_two)
     transposed = transposed_scale_inv = None
     if transpose and block_rows == BLOCK_SIZE:
-        transposed, transposed_scale_inv = _transposed(data), scale_inv.t().contiguous()
+        transposed, transposed_scale_inv = transpose_data(data), scale_inv.t().contiguous()
     elif transpose:
         transposed, transposed_scale_inv = _quantize_blocks(x.t(), dtype, block_rows, power_of_two)
     return QuantizedTensor(
