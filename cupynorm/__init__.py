@@ -29,6 +29,7 @@ if TYPE_CHECKING:  # The names of _NAMES, for pyright, mypy and editors.
     from .linear.api import rms_norm_linear_forward as rms_norm_linear_forward
     from .linear.call import ProjectedBackward as ProjectedBackward
     from .linear.call import ProjectedForward as ProjectedForward
+    from .linear.model_init import fp8_model_init as fp8_model_init
     from .linear.module import LayerNormLinear as LayerNormLinear
     from .linear.plain import Linear as Linear
     from .nn.autocast import fp8_autocast as fp8_autocast
@@ -108,6 +109,7 @@ _NAMES = {
     "SwappedNorms": "nn.swap",
     "LayerNormLinear": "linear.module",
     "Linear": "linear.plain",
+    "fp8_model_init": "linear.model_init",
     "fp8_autocast": "nn.autocast",
     "Format": "nn.recipes",
     "DelayedScaling": "nn.recipes",
@@ -119,12 +121,8 @@ _NAMES = {
 
 # `from cupynorm import *` works without torch: names that need torch are left out.
 _NEED_TORCH = (
-    "nn.modules",
-    "nn.swap",
-    "nn.autocast",
-    "nn.recipes",
-    "linear.module",
-    "linear.plain",
+    *("nn.modules", "nn.swap", "nn.autocast", "nn.recipes"),
+    *("linear.module", "linear.plain", "linear.model_init"),
 )
 __all__ = ["__version__", *(name for name, module in _NAMES.items() if module not in _NEED_TORCH)]
 

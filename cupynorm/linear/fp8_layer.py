@@ -19,6 +19,7 @@ from .fp8 import RegionCall
 from .function import check_call
 from .matrices import as_rows, join
 from .past_calls import PastCalls
+from .quantized_weight import QuantizedWeight, keeping_8_bits
 from .quantizers import Quantizers, states_from, states_of
 from .weight_gradients import WeightGradientSink
 
@@ -45,6 +46,10 @@ class Fp8Layer(torch.nn.Module):
     def linear_options(self, dtype: torch.dtype) -> LinearOptions:
         """The layer's options for products of a dtype."""
         raise NotImplementedError
+
+    def _has_8_bit_weights(self) -> bool:
+        """Whether the layer was made inside fp8_model_init."""
+        return isinstance(self._weights()[0], QuantizedWeight)
 
     # Calls.
 
@@ -184,6 +189,9 @@ class Fp8Layer(torch.nn.Module):
         same; None: quantised.
         """
         is_first, recorded = call.is_first_microbatch, call.recorded
+        weight = operands.weights[0]
+        if isinstance(weight, QuantizedWeight):
+            return weight.for_products(quantizers.recipe, transpose=recorded)
         recipe, cached = self._fp8_weight or (None, None)
         if is_first is False and recipe == quantizers.recipe:
             if cached.transposed is not None or not recorded:
@@ -216,7 +224,8 @@ class Fp8Layer(torch.nn.Module):
         self._fp8_weight = None
 
     def _apply(self, function: Callable, recurse: bool = True) -> Fp8Layer:
-        super()._apply(function, recurse)
+        with keeping_8_bits():
+            super()._apply(function, recurse)
         moved = {name: fp8.moved(state, function) for name, state in self._fp8_states.items()}
         self._fp8_states = {name: state for name, state in moved.items() if state is not None}
         self._drop_derived()
@@ -232,6 +241,12 @@ class Fp8Layer(torch.nn.Module):
         super().__setstate__(state)
         self._slot = amaxes.new_slot()
         self._number = fp8_operator.register(self)
+
+    def _save_to_state_dict(self, destination: dict, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        for name, parameter in () if keep_vars else self._parameters.items():
+            if isinstance(parameter, QuantizedWeight):
+                destination[f"{prefix}{name}"] = parameter.detach().dequantize()
 
     def _load_from_state_dict(self, state_dict: dict, prefix: str, *arguments) -> None:
         # A state dict of another library may have no extra state.

@@ -28,6 +28,7 @@ from .fp8 import RegionCall
 from .fp8_layer import Fp8Layer
 from .function import normalize_and_project
 from .gradient_layer import GradientLayer
+from .model_init import with_plain_weights
 from .parameters import NormLinearParameters
 from .weight_gradients import WeightGradientSink
 
@@ -185,6 +186,8 @@ class LayerNormLinear(GradientLayer, Fp8Layer, NormLinearParameters):
             its own amax, except where the recipe's scales are of blocks.
         fp8_grad: round the gradient of the normalised tensor to an 8-bit float too.
         """
+        if is_compiling() and self._has_8_bit_weights():
+            return run_untraced(self.forward)(inp, is_first_microbatch, fp8_output, fp8_grad)
         if isinstance(inp, QuantizedTensor):
             inp = inp.dequantize()
         if not isinstance(inp, Tensor):
@@ -224,7 +227,7 @@ class LayerNormLinear(GradientLayer, Fp8Layer, NormLinearParameters):
                 f"{name} is True outside of fp8_autocast; expected False, or the call inside of it"
             )
         else:
-            call = LinearCall(operands, options)
+            call = LinearCall(with_plain_weights(operands), options)
             self._calibrate(call)
             hands_on = hands_on and is_grad_enabled
             if hands_on and _any_requires_grad(operands.weights, self._biases()):

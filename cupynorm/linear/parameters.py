@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from .matrices import join
+from .model_init import begin_weights, fill
 
 
 class NormLinearParameters(torch.nn.Module):
@@ -49,6 +50,8 @@ class NormLinearParameters(torch.nn.Module):
             else:
                 setattr(self, name, empty(0))
         self.reset_parameters()
+        begin_weights(self, self.weight_names)
+        self._mark_parameters()
 
     def reset_parameters(self) -> None:
         """Sets the first values and the attributes of the parameters.
@@ -65,7 +68,7 @@ class NormLinearParameters(torch.nn.Module):
                 self.layer_norm_bias.zero_()
             for weight in self._weights():
                 with self._random_state():
-                    (self.init_method or _initialize)(weight)
+                    fill(weight, self.init_method or _initialize)
             for bias in self._biases():
                 bias.zero_()
 

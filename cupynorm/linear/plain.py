@@ -17,6 +17,7 @@ from .fp8 import RegionCall
 from .fp8_layer import Fp8Layer
 from .function import normalize_and_project
 from .gradient_layer import GradientLayer
+from .model_init import begin_weights, with_plain_weights
 from .parameters import mark_delayed
 from .quantizers import as_matrix, fits
 
@@ -79,6 +80,7 @@ class Linear(GradientLayer, Fp8Layer, torch.nn.Linear):
         self.delay_wgrad_compute = delay_wgrad_compute
         self._begin_gradients()
         self._begin_state()
+        begin_weights(self, self.weight_names)
         self._mark_parameters()
 
     @property
@@ -114,6 +116,9 @@ class Linear(GradientLayer, Fp8Layer, torch.nn.Linear):
         fp8_output: bool = False,
         fp8_grad: bool = False,
     ) -> Tensor | QuantizedTensor:
+        if modes.is_compiling() and self._has_8_bit_weights():
+            given = input, is_first_microbatch, fp8_output, fp8_grad
+            return modes.run_untraced(self.forward)(*given)
         region, quantized = self._region(), None
         if isinstance(input, QuantizedTensor):
             quantized, input = _unpacked(input, region)
@@ -142,11 +147,12 @@ class Linear(GradientLayer, Fp8Layer, torch.nn.Linear):
             raise ValueError(
                 f"{name} is True outside of fp8_autocast; expected False, or the call inside of it"
             )
+        operands = with_plain_weights(operands)
         call = LinearCall(operands, options)
         self._calibrate(call)
         if hands_on and torch.is_grad_enabled():
             return modes.run_untraced(self._project_to_sink)(call, is_first_microbatch)
-        return functional.linear(input, self.weight, self.bias)
+        return functional.linear(input, *operands.weights, self.bias)
 
     def _project_to_sink(self, call: LinearCall, is_first_microbatch: bool | None) -> Tensor:
         if modes.is_transformed() or not modes.are_plain(call.operands.all):

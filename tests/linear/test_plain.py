@@ -5,12 +5,11 @@ from __future__ import annotations
 import copy
 import io
 
-import numpy as np
 import pytest
 from cupynorm.reference import fp8 as reference
 
 torch = pytest.importorskip("torch")
-from fp8_linear_cases import NAME  # noqa: E402
+from fp8_linear_cases import NAME, assert_product, values  # noqa: E402
 
 import cupynorm  # noqa: E402
 from cupynorm import (  # noqa: E402
@@ -40,26 +39,6 @@ def draw(*shape, seed=0, dtype=torch.float32):
 def make(dtype=torch.float32, **options):
     torch.manual_seed(0)
     return Linear(IN, OUT, dtype=dtype, **options)
-
-
-def values(x, recipe, *, is_gradient=False, is_weight=False) -> np.ndarray:
-    """x quantised by the reference, in float64. A delayed scale is that of the same tensor."""
-    x, name = x.detach().float().numpy(), NAME[recipe.fp8_format.value[is_gradient]]
-    if isinstance(recipe, MXFP8BlockScaling):
-        return reference.dequantize(reference.quantize_mxfp8(x, name), name)
-    if isinstance(recipe, BlockScaling):
-        rows = 128 if is_weight else 1
-        made = reference.quantize_blocks(x, name, block_rows=rows)
-        return reference.dequantize(made, name, block_rows=rows)
-    power_of_two = isinstance(recipe, CurrentScaling) and recipe.power_of_two
-    scale = reference.scale_of(reference.amax(x), name, power_of_two=power_of_two)
-    return reference.dequantize(reference.quantize(x, name, scale), name)
-
-
-def assert_product(got, a, b, added=0.0):
-    """got = a b + added in float32, of float64 a and b: only float32 sums and products differ."""
-    allowed = (a.shape[1] + 6) * 2.0**-24 * (np.abs(a) @ np.abs(b) + np.abs(added))
-    assert (np.abs(got.detach().double().numpy() - (a @ b + added)) <= allowed + 1e-30).all()
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=str)
