@@ -113,6 +113,10 @@ class Fp8Layer(torch.nn.Module):
                 "input is of dtype float64 inside fp8_autocast; "
                 "expected float16, bfloat16 or float32"
             )
+        if any(hasattr(each, "device_mesh") for each in operands.all):
+            raise NotImplementedError(
+                "a DTensor was given to a linear layer inside fp8_autocast; expected to_local()"
+            )
         check_call(LinearCall(operands, call.options))
         recorded = torch.is_grad_enabled() and modes.wants_gradient(*operands.all)
         if recorded and fp8_output:

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from ..nn.recipes import DelayedScaling, Recipe
-from .call import Operands
 from .quantized_weight import QuantizedWeight
 
 
@@ -110,8 +109,6 @@ def fill(weight: Tensor, initialize: Callable[[Tensor], Any]) -> None:
     weight.copy_(values)
 
 
-def with_plain_weights(operands: Operands) -> Operands:
-    """Operands for products in another dtype than 8 bits."""
-    if not any(isinstance(each, QuantizedWeight) for each in operands.weights):
-        return operands
-    return operands._replace(weights=[each.dequantize() for each in operands.weights])
+def plain_weights(weights: Sequence[Tensor]) -> list[Tensor]:
+    """The weights for products that are not of 8-bit floats."""
+    return [each.dequantize() if isinstance(each, QuantizedWeight) else each for each in weights]

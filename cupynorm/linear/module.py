@@ -28,7 +28,7 @@ from .fp8 import RegionCall
 from .fp8_layer import Fp8Layer
 from .function import normalize_and_project
 from .gradient_layer import GradientLayer
-from .model_init import with_plain_weights
+from .model_init import plain_weights
 from .parameters import NormLinearParameters
 from .weight_gradients import WeightGradientSink
 
@@ -227,7 +227,8 @@ class LayerNormLinear(GradientLayer, Fp8Layer, NormLinearParameters):
                 f"{name} is True outside of fp8_autocast; expected False, or the call inside of it"
             )
         else:
-            call = LinearCall(with_plain_weights(operands), options)
+            operands = operands._replace(weights=plain_weights(operands.weights))
+            call = LinearCall(operands, options)
             self._calibrate(call)
             hands_on = hands_on and is_grad_enabled
             if hands_on and _any_requires_grad(operands.weights, self._biases()):

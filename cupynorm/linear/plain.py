@@ -17,11 +17,11 @@ from .fp8 import RegionCall
 from .fp8_layer import Fp8Layer
 from .function import normalize_and_project
 from .gradient_layer import GradientLayer
-from .model_init import begin_weights, with_plain_weights
+from .model_init import begin_weights, plain_weights
 from .parameters import mark_delayed
 from .quantizers import as_matrix, fits
 
-_EXTRA_STATE = "_extra_state"
+_EXTRA_STATE, _LAUNCH = "_extra_state", launch_options(0)
 
 
 class Linear(GradientLayer, Fp8Layer, torch.nn.Linear):
@@ -102,7 +102,7 @@ class Linear(GradientLayer, Fp8Layer, torch.nn.Linear):
             return_normalized=False,
             save_normalized=True,
             fused=None,
-            launch=launch_options(0),
+            launch=_LAUNCH,
             dtype=dtype,
             has_norm=False,
         )
@@ -122,21 +122,15 @@ class Linear(GradientLayer, Fp8Layer, torch.nn.Linear):
         region, quantized = self._region(), None
         if isinstance(input, QuantizedTensor):
             quantized, input = _unpacked(input, region)
-        if not isinstance(input, Tensor):
-            raise TypeError(f"input is a {type(input).__name__}; expected a torch tensor")
-        if input.shape[-1:] != (self.in_features,):
-            raise ValueError(
-                f"input has shape {tuple(input.shape)}; expected (..., {self.in_features}), "
-                "in_features of this layer"
-            )
-        operands = Operands(input, None, None, None, self._weights(), self._biases())
-        options = self.linear_options(product_dtype(input))
+        self._check_input(input)
         hands_on = self._begin_forward(is_first_microbatch)
-        hands_on = hands_on and modes.wants_gradient(*operands.weights, *operands.biases)
+        hands_on = hands_on and modes.wants_gradient(self.weight, self.bias)
         if region is not None:
+            operands = Operands(input, None, None, None, self._weights(), self._biases())
             records = torch.is_grad_enabled() or (
                 region.records and self.training and modes.wants_gradient(*operands.all)
             )
+            options = self.linear_options(product_dtype(input))
             call = RegionCall(
                 region, options, fp8_grad, is_first_microbatch, records, False, quantized
             )
@@ -147,12 +141,29 @@ class Linear(GradientLayer, Fp8Layer, torch.nn.Linear):
             raise ValueError(
                 f"{name} is True outside of fp8_autocast; expected False, or the call inside of it"
             )
-        operands = with_plain_weights(operands)
-        call = LinearCall(operands, options)
-        self._calibrate(call)
-        if hands_on and torch.is_grad_enabled():
-            return modes.run_untraced(self._project_to_sink)(call, is_first_microbatch)
-        return functional.linear(input, *operands.weights, self.bias)
+        (weight,) = plain_weights(self._weights())
+        hands_on = hands_on and torch.is_grad_enabled()
+        if hands_on or autocast.calibration() is not None:
+            operands = Operands(input, None, None, None, [weight], self._biases())
+            call = LinearCall(operands, self.linear_options(product_dtype(input)))
+            self._calibrate(call)
+            if hands_on:
+                return modes.run_untraced(self._project_to_sink)(call, is_first_microbatch)
+        return functional.linear(input, weight, self.bias)
+
+    def _check_input(self, input: object) -> None:
+        if input.__class__ is torch.fx.Proxy:
+            raise NotImplementedError(
+                "torch.fx was asked to trace into a cupynorm.Linear; expected a Tracer whose "
+                "is_leaf_module returns True for it"
+            )
+        if not isinstance(input, Tensor):
+            raise TypeError(f"input is a {type(input).__name__}; expected a torch tensor")
+        if input.shape[-1:] != (self.in_features,):
+            raise ValueError(
+                f"input has shape {tuple(input.shape)}; expected (..., {self.in_features}), "
+                "in_features of this layer"
+            )
 
     def _project_to_sink(self, call: LinearCall, is_first_microbatch: bool | None) -> Tensor:
         if modes.is_transformed() or not modes.are_plain(call.operands.all):

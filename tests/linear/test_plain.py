@@ -215,6 +215,11 @@ def test_wrong_calls_are_refused():
         (lambda: layer(x[:, 1:]), ValueError, r"input has shape \(3, 99\); expected \(..., 100\)"),
         (lambda: layer([1.0]), TypeError, "input is a list; expected a torch tensor"),
         (lambda: layer(x, fp8_output=True), ValueError, "fp8_output is True outside of fp8_autoc"),
+        (
+            lambda: torch.fx.symbolic_trace(torch.nn.Sequential(layer)),
+            NotImplementedError,
+            "torch.fx was asked to trace into a cupynorm.Linear",
+        ),
         (lambda: Linear(IN, OUT, 1e-5), TypeError, "bias is 1e-05; expected True or False"),
     ):
         with pytest.raises(error, match=sentence):

@@ -26,11 +26,13 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from cupynorm import (
     CurrentScaling,
     DelayedScaling,
     LayerNormLinear,
+    Linear,
     fp8_autocast,
     fp8_model_init,
 )
@@ -245,6 +247,17 @@ def weights_in_8_bits(rank: int) -> None:
     assert torch.equal(layer.weight.full_tensor(), values)
     with fp8_autocast(recipe=recipe):
         layer(x).sum().backward()
+
+    # A layer whose weight is split by torch's tensor parallelism has no 8-bit products.
+    layer = parallelize_module(Linear(16, 16), init_device_mesh("cpu", (2,)), ColwiseParallel())
+    assert layer(x).shape == (8, 8)
+    try:
+        with fp8_autocast(recipe=recipe):
+            layer(x)
+    except NotImplementedError as error:
+        assert "a DTensor was given to a linear layer inside fp8_autocast" in str(error)
+    else:
+        raise AssertionError("expected NotImplementedError")
 
 
 def main(rank: int, folder: Path) -> None:
