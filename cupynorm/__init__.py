@@ -29,7 +29,9 @@ if TYPE_CHECKING:  # The names of _NAMES, for pyright, mypy and editors.
     from .linear.api import rms_norm_linear_forward as rms_norm_linear_forward
     from .linear.call import ProjectedBackward as ProjectedBackward
     from .linear.call import ProjectedForward as ProjectedForward
+    from .linear.model_init import fp8_model_init as fp8_model_init
     from .linear.module import LayerNormLinear as LayerNormLinear
+    from .linear.plain import Linear as Linear
     from .nn.autocast import fp8_autocast as fp8_autocast
     from .nn.modules import LayerNorm as LayerNorm
     from .nn.modules import RMSNorm as RMSNorm
@@ -37,6 +39,7 @@ if TYPE_CHECKING:  # The names of _NAMES, for pyright, mypy and editors.
     from .nn.recipes import CurrentScaling as CurrentScaling
     from .nn.recipes import DelayedScaling as DelayedScaling
     from .nn.recipes import Format as Format
+    from .nn.recipes import MXFP8BlockScaling as MXFP8BlockScaling
     from .nn.swap import SwappedNorms as SwappedNorms
     from .nn.swap import swap_norms as swap_norms
     from .norm.api import layer_norm as layer_norm
@@ -105,16 +108,22 @@ _NAMES = {
     "swap_norms": "nn.swap",
     "SwappedNorms": "nn.swap",
     "LayerNormLinear": "linear.module",
+    "Linear": "linear.plain",
+    "fp8_model_init": "linear.model_init",
     "fp8_autocast": "nn.autocast",
     "Format": "nn.recipes",
     "DelayedScaling": "nn.recipes",
     "CurrentScaling": "nn.recipes",
     "BlockScaling": "nn.recipes",
+    "MXFP8BlockScaling": "nn.recipes",
     "QuantizedTensor": "norm.quantized_tensor",
 }
 
 # `from cupynorm import *` works without torch: names that need torch are left out.
-_NEED_TORCH = ("nn.modules", "nn.swap", "nn.autocast", "nn.recipes", "linear.module")
+_NEED_TORCH = (
+    *("nn.modules", "nn.swap", "nn.autocast", "nn.recipes"),
+    *("linear.module", "linear.plain", "linear.model_init"),
+)
 __all__ = ["__version__", *(name for name, module in _NAMES.items() if module not in _NEED_TORCH)]
 
 

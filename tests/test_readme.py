@@ -294,6 +294,24 @@ def test_the_linear_layer_of_the_documents_runs():
         assert torch.isfinite(gradient).all() and gradient.abs().max() > 0, name
 
 
+def test_the_plain_layer_of_the_documents_runs():
+    torch = pytest.importorskip("torch")
+    names = run("plain", LINEAR)
+    layer, norm = names["layer"], names["norm"]
+    assert names["y"].shape == (32, 64)
+    for gradient in (layer.weight.grad, layer.bias.grad, norm.weight.grad):
+        assert torch.isfinite(gradient).all() and gradient.abs().max() > 0
+
+
+def test_the_8_bit_weight_of_the_documents_runs():
+    torch = pytest.importorskip("torch")
+    names = run("primary", LINEAR)
+    weight, master = names["layer"].weight, names["master"]
+    assert type(weight).__name__ == "QuantizedWeight" and type(master) is torch.Tensor
+    off = (weight.detach().dequantize() - master).abs()
+    assert off.max() <= 2.0**-4 * master.abs().max() and off.max() > 0
+
+
 def test_the_8_bit_output_of_the_documents_runs():
     torch = pytest.importorskip("torch")
     names = run("fp8", FLOAT8)

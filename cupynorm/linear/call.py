@@ -56,6 +56,7 @@ class LinearOptions(NamedTuple):
 
     eps: None for RMSNorm's default. fused: None or "fold". launch: strategy, margins of the norm.
     dtype: of the products, of y and of the normalised tensor; None for arrays other than torch's.
+    has_norm: False for a linear layer alone, of torch. Its input counts as normalised.
     """
 
     centered: bool
@@ -66,6 +67,7 @@ class LinearOptions(NamedTuple):
     fused: str | None
     launch: Options
     dtype: Any = None
+    has_norm: bool = True
 
 
 class LinearCall(NamedTuple):

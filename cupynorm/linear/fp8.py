@@ -1,4 +1,4 @@
-"""torch: what LayerNormLinear computes inside cupynorm.fp8_autocast: products of 8-bit floats.
+"""torch: what a linear layer computes inside cupynorm.fp8_autocast: products of 8-bit floats.
 
     y            quantised normalized    x  quantised weight
     dnormalized  quantised dy            x  quantised weight, transposed
@@ -6,7 +6,8 @@
 
 The normalised tensor is quantised from float32, without a rounding to 16 bits. As elsewhere x, mean
 and rstd are saved for backward, which recomputes and quantises it by the same scale.
-save_normalized keeps its transposed 8-bit copy, 1 byte an element.
+save_normalized keeps its transposed 8-bit copy, 1 byte an element. So does a layer without a norm,
+which does not keep its input.
 """
 
 from __future__ import annotations
@@ -22,12 +23,12 @@ from ..nn import quantization
 from ..nn.autocast import Region
 from ..nn.dtypes import name_of
 from ..nn.products import Factor, multiply
-from ..nn.recipes import BlockScaling, DelayedScaling
+from ..nn.recipes import IN_BLOCKS, DelayedScaling
 from ..norm.quantized_tensor import QuantizedTensor
 from . import kernels
 from .call import LinearOptions, Operands
 from .kernels import SavedNorm
-from .matrices import as_result, as_rows, concatenate, sum_rows
+from .matrices import as_result, as_rows, concatenate, sum_rows, without_memory
 from .quantizers import Quantizers
 from .weight_gradients import WeightGradientSink, WeightProduct
 
@@ -40,6 +41,7 @@ class RegionCall(NamedTuple):
     """A layer's call in a region.
 
     records: whether the region's step counts. recorded: whether this call has a backward.
+    input: as of QuantizedCall.
     """
 
     region: Region
@@ -48,17 +50,20 @@ class RegionCall(NamedTuple):
     is_first_microbatch: bool | None
     records: bool
     recorded: bool
+    input: QuantizedTensor | None = None
 
 
 class QuantizedCall(NamedTuple):
     """What a call depends on besides its tensors.
 
     quantize_gradient: whether the gradient of the normalised tensor is rounded to 8 bits too.
+    input: of a layer without a norm, where it was given in 8 bits.
     """
 
     options: LinearOptions
     quantizers: Quantizers
     quantize_gradient: bool
+    input: QuantizedTensor | None = None
 
 
 class Saved(NamedTuple):
@@ -88,10 +93,12 @@ def forward(
     weight: the layer's, quantised. operands: the biases are used, the weights are not.
     """
     options, quantizers = call.options, call.quantizers
-    rows, normalized, mean, rstd = _normalize(call, operands)
+    rows, normalized, mean, rstd = _normalize(call, operands, recorded=recorded)
     bias = concatenate(operands.biases)
     bias = None if bias is None else bias.to(options.dtype)
-    is_exact = quantizers.is_exact
+    # The scales of an input that was given in 8 bits may be no powers of two, except in MXFP8.
+    is_exact = call.input is None or rows.scale_inv.dtype == torch.uint8
+    is_exact = is_exact and quantizers.is_exact
     y = multiply(rows, weight, options.dtype, bias=bias, fast=True, is_exact=is_exact)
     y = y.reshape(*operands.input.shape[:-1], y.shape[-1])
     scale, kept, kept_scale_inv = None, None, None
@@ -120,10 +127,16 @@ class _Normalized(NamedTuple):
     rstd: Tensor
 
 
-def _normalize(call: QuantizedCall, operands: Operands) -> _Normalized:
+def _normalize(call: QuantizedCall, operands: Operands, *, recorded: bool) -> _Normalized:
     """One kernel makes it where there is one scale and no other dtype is requested."""
     options, quantizers, input = call.options, call.quantizers, operands.input
-    in_blocks = isinstance(quantizers.recipe, BlockScaling)
+    if not options.has_norm:
+        if call.input is None:
+            rows = quantizers.quantize("input", as_rows(input), transpose=recorded)
+        else:
+            rows = quantizers.with_transposed(call.input) if recorded else call.input
+        return _Normalized(rows, None, None, None)
+    in_blocks = isinstance(quantizers.recipe, IN_BLOCKS)
     transpose = options.save_normalized
     if arrays.on_host(input) or in_blocks or options.return_normalized:
         values, mean, rstd, _ = kernels.forward(options, operands, torch.float32)
@@ -167,8 +180,8 @@ def backward(
     data = transposed = dbias = None
     if rows is not None:
         made, dbias = quantizers.quantize_gradient(rows, biases[0].dtype if sums_rows else None)
-        data = Factor(made.data, made.scale_inv, made.block_rows)
-        transposed = Factor(made.transposed, _transposed_scale_inv(made), made.block_rows)
+        data = Factor(made.data, made.scale_inv, made.block_rows, made.block_cols)
+        transposed = data._replace(data=made.transposed, scale_inv=_transposed_scale_inv(made))
         made = None
     if rows is not None and any(wants_norm):
         dnormalized = _dnormalized(call, saved, data, operands.input, dnormalized)
@@ -210,7 +223,7 @@ def _dnormalized(
 ) -> Tensor:
     """The gradient of the normalised tensor: dy weight, and what comes from elsewhere."""
     dtype, quantizers = call.options.dtype, call.quantizers
-    weight = Factor(saved.weight, saved.weight_scale_inv, quantizers.block_rows)
+    weight = quantizers.transposed_weight(saved.weight, saved.weight_scale_inv)
     total = multiply(dy, weight, dtype, is_exact=quantizers.is_exact)
     if call.quantize_gradient:
         total = quantizers.quantize("grad_input", total).dequantize(dtype)
@@ -269,7 +282,7 @@ class _WeightProduct:
         kept, kept_scale_inv = self.kept or self._quantize_again()
         return multiply(
             dy,
-            Factor(kept, kept_scale_inv, dy.block_rows),
+            dy._replace(data=kept, scale_inv=kept_scale_inv),
             dtype if dtype in _PRODUCT_DTYPES else torch.float32,
             is_exact=self.call.quantizers.is_exact,
         )
@@ -302,6 +315,8 @@ class Projected(torch.autograd.Function):
     def forward(ctx, call, weight, sink, num_weights, *tensors):
         operands = Operands.split(tensors, num_weights)
         y, normalized, saved = forward(call, weight, operands, recorded=True)
+        if not call.options.has_norm:  # its transposed 8-bit copy is saved instead
+            tensors = (without_memory(operands.input), *tensors[1:])
         ctx.save_for_backward(*saved, *tensors)
         ctx.call, ctx.sink, ctx.num_weights = call, sink, num_weights
         ctx.first_backward = None

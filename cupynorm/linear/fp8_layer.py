@@ -1,4 +1,4 @@
-"""torch: what LayerNormLinear keeps and does inside cupynorm.fp8_autocast."""
+"""torch: what a linear layer keeps and does inside cupynorm.fp8_autocast."""
 
 from __future__ import annotations
 
@@ -9,22 +9,23 @@ import torch
 from torch import Tensor
 
 from ..nn import amaxes, autocast, fp8, modes
+from ..nn.dtypes import outside_autocast
 from ..nn.recipes import DelayedScaling, Recipe
 from ..norm.quantized_tensor import QuantizedTensor
 from . import fp8 as fp8_linear
-from . import fp8_operator
+from . import fp8_operator, kernels
 from .call import LinearCall, LinearOptions, Operands
 from .fp8 import RegionCall
 from .function import check_call
 from .matrices import as_rows, join
-from .parameters import NormLinearParameters
 from .past_calls import PastCalls
+from .quantized_weight import QuantizedWeight, keeping_8_bits
 from .quantizers import Quantizers, states_from, states_of
 from .weight_gradients import WeightGradientSink
 
 
-class Fp8Layer(NormLinearParameters):
-    """The part of LayerNormLinear that runs inside cupynorm.fp8_autocast.
+class Fp8Layer(torch.nn.Module):
+    """The part of a linear layer that runs inside cupynorm.fp8_autocast.
 
     _fp8_states: of DelayedScaling. _fp8_weight: the recipe and the quantised weight that
     is_first_microbatch shares. _slot: for amaxes.py. _past_calls: which a checkpoint may run
@@ -45,6 +46,10 @@ class Fp8Layer(NormLinearParameters):
     def linear_options(self, dtype: torch.dtype) -> LinearOptions:
         """The layer's options for products of a dtype."""
         raise NotImplementedError
+
+    def _has_8_bit_weights(self) -> bool:
+        """Whether the layer was made inside fp8_model_init."""
+        return isinstance(self._weights()[0], QuantizedWeight)
 
     # Calls.
 
@@ -71,7 +76,8 @@ class Fp8Layer(NormLinearParameters):
 
         make_sink: makes what takes the gradients of weights and biases, if anything does.
         """
-        if modes.is_compiling() and call.region.text and not fp8_output and make_sink is None:
+        is_plain = not fp8_output and make_sink is None and call.input is None
+        if modes.is_compiling() and call.region.text and is_plain:
             call = self._checked(call, operands, fp8_output)
             return fp8_operator.by_operator(call, operands, self._number)
         return modes.run_untraced(self._run_in_fp8)(call, operands, fp8_output, make_sink)
@@ -83,10 +89,7 @@ class Fp8Layer(NormLinearParameters):
         fp8_output: bool,
         make_sink: Callable[[], WeightGradientSink] | None,
     ) -> tuple[Tensor | QuantizedTensor, Tensor | None]:
-        if modes.has_functorch_transforms():
-            raise NotImplementedError(
-                "torch.func was asked to transform a layer inside fp8_autocast; expected it outside"
-            )
+        _refuse_transforms()
         call = self._checked(call, operands, fp8_output)
         quantized_call, weight = self.begin_in_fp8(call, operands)
         if call.recorded:
@@ -109,6 +112,10 @@ class Fp8Layer(NormLinearParameters):
             raise TypeError(
                 "input is of dtype float64 inside fp8_autocast; "
                 "expected float16, bfloat16 or float32"
+            )
+        if any(hasattr(each, "device_mesh") for each in operands.all):
+            raise NotImplementedError(
+                "a DTensor was given to a linear layer inside fp8_autocast; expected to_local()"
             )
         check_call(LinearCall(operands, call.options))
         recorded = torch.is_grad_enabled() and modes.wants_gradient(*operands.all)
@@ -139,11 +146,34 @@ class Fp8Layer(NormLinearParameters):
         else:
             self._past_calls.add(region)
         quantized_call = self.quantized_call(call.options, quantizers, call.quantize_gradient)
+        quantized_call = quantized_call._replace(input=call.input)
         if isinstance(recipe, DelayedScaling) and records:
-            for name, at in (("forward", 0), ("backward", amaxes.OF_BACKWARD)):
-                used = amaxes.UsedScales(self._fp8_states[name], recipe, region.group)
-                region.used[self._slot, at] = used
+            self._use_scales(region, recipe)
         return quantized_call, self._quantized_weight(call, operands, quantizers)
+
+    def _use_scales(self, region: autocast.Region, recipe: DelayedScaling) -> None:
+        """Has the scales updated when the outermost region ends."""
+        for name, at in (("forward", 0), ("backward", amaxes.OF_BACKWARD)):
+            used = amaxes.UsedScales(self._fp8_states[name], recipe, region.group)
+            region.used[self._slot, at] = used
+
+    def _calibrate(self, call: LinearCall) -> None:
+        """Records the amaxes of a call in its own dtype, in a region that is calibrating."""
+        region = autocast.calibration()
+        if region is not None and not call.operands.input.is_meta:
+            modes.run_untraced(self._record_amaxes)(call, region)
+
+    def _record_amaxes(self, call: LinearCall, region: autocast.Region) -> None:
+        if modes.is_inside_backward():
+            return  # a checkpoint runs the call again
+        _refuse_transforms()
+        operands, recipe = call.operands, region.calibration
+        with torch.no_grad(), outside_autocast(operands.input):
+            quantizers = self.quantizers(recipe, operands.input.device, records=True)
+            normalized = kernels.forward(call.options, operands, torch.float32)[0]
+            quantizers.record("input", as_rows(normalized))
+            quantizers.record("weight", join(operands.weights))
+        self._use_scales(region, recipe)
 
     def quantizers(self, recipe: Recipe, device: torch.device, *, records: bool) -> Quantizers:
         states = states_of(self._fp8_states, recipe, device, records=records)
@@ -163,6 +193,9 @@ class Fp8Layer(NormLinearParameters):
         same; None: quantised.
         """
         is_first, recorded = call.is_first_microbatch, call.recorded
+        weight = operands.weights[0]
+        if isinstance(weight, QuantizedWeight):
+            return weight.for_products(quantizers.recipe, transpose=recorded)
         recipe, cached = self._fp8_weight or (None, None)
         if is_first is False and recipe == quantizers.recipe:
             if cached.transposed is not None or not recorded:
@@ -195,7 +228,8 @@ class Fp8Layer(NormLinearParameters):
         self._fp8_weight = None
 
     def _apply(self, function: Callable, recurse: bool = True) -> Fp8Layer:
-        super()._apply(function, recurse)
+        with keeping_8_bits():
+            super()._apply(function, recurse)
         moved = {name: fp8.moved(state, function) for name, state in self._fp8_states.items()}
         self._fp8_states = {name: state for name, state in moved.items() if state is not None}
         self._drop_derived()
@@ -212,8 +246,21 @@ class Fp8Layer(NormLinearParameters):
         self._slot = amaxes.new_slot()
         self._number = fp8_operator.register(self)
 
+    def _save_to_state_dict(self, destination: dict, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        for name, parameter in () if keep_vars else self._parameters.items():
+            if isinstance(parameter, QuantizedWeight):
+                destination[f"{prefix}{name}"] = parameter.detach().dequantize()
+
     def _load_from_state_dict(self, state_dict: dict, prefix: str, *arguments) -> None:
         # A state dict of another library may have no extra state.
         state_dict = {f"{prefix}_extra_state": None, **state_dict}
         super()._load_from_state_dict(state_dict, prefix, *arguments)
         self._drop_derived()
+
+
+def _refuse_transforms() -> None:
+    if modes.has_functorch_transforms():
+        raise NotImplementedError(
+            "torch.func was asked to transform a layer inside fp8_autocast; expected it outside"
+        )

@@ -22,7 +22,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from ..nn import autocast
 from ..nn.dtypes import outside_autocast
-from ..nn.recipes import BLOCK_SIZE, BlockScaling, Recipe
+from ..nn.recipes import BLOCK_SIZE, IN_BLOCKS, MX_BLOCK_SIZE, MXFP8BlockScaling, Recipe
 from ..norm.quantized_tensor import QuantizedTensor
 from . import fp8
 from .call import LinearOptions, Operands
@@ -210,28 +210,32 @@ def _run_without_memory(*given: Any) -> tuple[Tensor, ...]:
     input, keeps = arguments.input, arguments.save_normalized
     leading, in_features = input.shape[:-1], input.shape[-1]
     out_features, num_rows = sum(len(each) for each in arguments.weights), leading.numel()
-    in_blocks = isinstance(recipe, BlockScaling)
+    has_norm = arguments.norm_weight is not None  # a norm of a layer has a weight
+    in_blocks, is_mx = isinstance(recipe, IN_BLOCKS), isinstance(recipe, MXFP8BlockScaling)
+    of_scales = torch.uint8 if is_mx else torch.float32
 
     def blocks(extent):
-        return (extent + BLOCK_SIZE - 1) // BLOCK_SIZE
+        block_size = MX_BLOCK_SIZE if is_mx else BLOCK_SIZE
+        return (extent + block_size - 1) // block_size
 
     def empty(shape, dtype, is_there=True):
         return input.new_empty(shape if is_there and arguments.recorded else 0, dtype=dtype)
 
     narrow, wide = recipe.fp8_format.value[0], torch.float32
     kept_scales = (in_features, blocks(num_rows)) if in_blocks else 1
-    weight_scales = (blocks(in_features), blocks(out_features)) if in_blocks else 1
+    weight_rows = in_features if is_mx else blocks(in_features)
+    weight_scales = (weight_rows, blocks(out_features)) if in_blocks else 1
     has_normalized = arguments.return_normalized
     return (
         input.new_empty((*leading, out_features), dtype=arguments.dtype),
         input.new_empty(input.shape if has_normalized else 0, dtype=arguments.dtype),
         empty(leading, wide, arguments.centered),
-        empty(leading, wide),
+        empty(leading, wide, has_norm),
         empty(1, wide, not (keeps or in_blocks)),
         empty((in_features, num_rows), narrow, keeps),
-        empty(kept_scales, wide, keeps),
+        empty(kept_scales, of_scales, keeps),
         empty((in_features, out_features), narrow),
-        empty(weight_scales, wide),
+        empty(weight_scales, of_scales),
     )
 
 
@@ -290,7 +294,7 @@ def _run_backward(*given: Any) -> list[Tensor]:
             saved = saved._replace(mean=None)
         if not options.save_normalized:
             saved = saved._replace(kept=None, kept_scale_inv=None)
-        if options.save_normalized or isinstance(recipe, BlockScaling):
+        if options.save_normalized or isinstance(recipe, IN_BLOCKS):
             saved = saved._replace(scale=None)
         incoming = arguments.dy, arguments.dnormalized
         with outside_autocast(input):

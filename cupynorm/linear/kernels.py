@@ -96,7 +96,9 @@ def backward_request(
 def forward(
     options: LinearOptions, operands: Operands, dtype: Any, purpose: str = FOR_STATISTICS
 ) -> tuple[Array | None, Array | None, Array | None, Array]:
-    """normalized (in dtype), mean, rstd, input + residual."""
+    """normalized (in dtype), mean, rstd, input + residual. Without a norm: the input in dtype."""
+    if not options.has_norm:
+        return operands.input.to(dtype), None, None, operands.input
     return route.forward(forward_request(options, operands, dtype), purpose)[:4]
 
 
@@ -114,6 +116,8 @@ def backward(
 
     recomputes: also write the normalised tensor again. spends_dy: dx may be written over dy.
     """
+    if not options.has_norm:
+        return dy.to(saved.x.dtype), None, None, saved.x.to(dy.dtype) if recomputes else None
     made = route.backward(
         backward_request(
             options,

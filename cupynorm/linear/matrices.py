@@ -17,6 +17,11 @@ def as_rows(tensor: Tensor) -> Tensor:
     return tensor.reshape(tensor.shape[:-1].numel(), tensor.shape[-1])
 
 
+def without_memory(tensor: Tensor) -> Tensor:
+    """A tensor of the same shape, dtype and device that has one element in memory."""
+    return tensor.new_empty(1).expand(tensor.shape)
+
+
 def as_result(tensor: Tensor | None) -> Tensor | None:
     """A tensor in the same memory that is no view to autograd.
 

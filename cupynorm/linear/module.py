@@ -4,14 +4,14 @@ parameters.py         its parameters
 past_calls.py         those that a checkpoint runs again
 fp8_layer.py          its calls inside cupynorm.fp8_autocast
 function.py           its other calls
-weight_gradients.py   fuse_wgrad_accumulation and delay_wgrad_compute
+gradient_layer.py     fuse_wgrad_accumulation and delay_wgrad_compute
+weight_gradients.py   how they add
 rank_gradients.py     those of parameters that other libraries share over ranks
 """
 
 from __future__ import annotations
 
 import numbers
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -19,16 +19,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..nn.dtypes import SUPPORTED, outside_autocast, product_dtype
-from ..nn.modes import is_compiling, is_inside_backward, run_untraced, wants_gradient
+from ..nn.dtypes import SUPPORTED, product_dtype
+from ..nn.modes import is_compiling, run_untraced, wants_gradient
 from ..norm.quantized_tensor import QuantizedTensor
 from . import fold
 from .call import FUSED, LinearCall, LinearOptions, Operands, check_eps, launch_options
 from .fp8 import RegionCall
 from .fp8_layer import Fp8Layer
 from .function import normalize_and_project
-from .rank_gradients import DataParallel, check_is_leaf
-from .weight_gradients import Delay, Step, WeightGradientSink, check_main_grad
+from .gradient_layer import GradientLayer
+from .model_init import plain_weights
+from .parameters import NormLinearParameters
+from .weight_gradients import WeightGradientSink
 
 NORMALIZATIONS = ("LayerNorm", "RMSNorm")
 # Arguments of tensor parallelism and overlap, with the value that means a single GPU.
@@ -45,7 +47,7 @@ _SINGLE = {
 }
 
 
-class LayerNormLinear(Fp8Layer):
+class LayerNormLinear(GradientLayer, Fp8Layer, NormLinearParameters):
     """A norm and the linear layer after it.
 
     It has TransformerEngine's arguments in TransformerEngine's order, its parameters and its state
@@ -92,7 +94,8 @@ class LayerNormLinear(Fp8Layer):
 
     Called with input (..., in_features) of the parameters' dtype, or of any under torch.autocast,
     it returns out (..., out_features), or a tuple of out, the bias (an empty tensor without one)
-    and the normalised tensor, those that were requested.
+    and the normalised tensor, those that were requested. A cupynorm.QuantizedTensor as input is
+    dequantised.
 
     is_first_microbatch: True for the first of several forwards with the same parameters, False for
         the others. What is made of the weight, in 8-bit floats or folded, is then made once.
@@ -155,10 +158,7 @@ class LayerNormLinear(Fp8Layer):
         self.parallel_mode, self.ub_name, self.name = parallel_mode, ub_name, name
         self.save_normalized, self.fused, self.sm_margin = save_normalized, fused, sm_margin
         self.init_method, self.get_rng_state_tracker = init_method, get_rng_state_tracker
-        self.wgrad_accumulation_and_reduce_hooks: list[Callable[[], None]] = []
-        self._step, self._begins_later = Step(False), False
-        self._delayed: deque[Callable[[], None]] = deque()
-        self._data_parallel = DataParallel()
+        self._begin_gradients()
         self._folded: fold.Folded | None = None
         self._begin_state()
         try:
@@ -174,7 +174,7 @@ class LayerNormLinear(Fp8Layer):
 
     def forward(
         self,
-        inp: Tensor,
+        inp: Tensor | QuantizedTensor,
         is_first_microbatch: bool | None = None,
         fp8_output: bool = False,
         fp8_grad: bool = False,
@@ -183,9 +183,13 @@ class LayerNormLinear(Fp8Layer):
 
         Inside cupynorm.fp8_autocast:
         fp8_output: without gradients, return out as a QuantizedTensor of its rows. Its scale is of
-            its own amax, except with BlockScaling.
+            its own amax, except where the recipe's scales are of blocks.
         fp8_grad: round the gradient of the normalised tensor to an 8-bit float too.
         """
+        if is_compiling() and self._has_8_bit_weights():
+            return run_untraced(self.forward)(inp, is_first_microbatch, fp8_output, fp8_grad)
+        if isinstance(inp, QuantizedTensor):
+            inp = inp.dequantize()
         if not isinstance(inp, Tensor):
             raise TypeError(f"input is a {type(inp).__name__}; expected a torch tensor")
         if inp.shape[-1:] != (self.in_features,):
@@ -194,9 +198,7 @@ class LayerNormLinear(Fp8Layer):
                 "in_features of this layer"
             )
         is_grad_enabled = torch.is_grad_enabled()
-        hands_on = self.fuse_wgrad_accumulation or self.delay_wgrad_compute
-        if self.fuse_wgrad_accumulation and is_first_microbatch and self.training:
-            self._begins_later = self._begins_later or not is_grad_enabled
+        hands_on = self._begin_forward(is_first_microbatch)
         operands = Operands(
             inp,
             None,
@@ -225,7 +227,9 @@ class LayerNormLinear(Fp8Layer):
                 f"{name} is True outside of fp8_autocast; expected False, or the call inside of it"
             )
         else:
+            operands = operands._replace(weights=plain_weights(operands.weights))
             call = LinearCall(operands, options)
+            self._calibrate(call)
             hands_on = hands_on and is_grad_enabled
             if hands_on and _any_requires_grad(operands.weights, self._biases()):
                 y, normalized = run_untraced(self._project_to_sink)(call, is_first_microbatch)
@@ -274,68 +278,6 @@ class LayerNormLinear(Fp8Layer):
             self._folded = fold.fold_call(call)
         return self._folded
 
-    # Weight gradients that do not go to autograd.
-
-    def _make_sink(self, is_first_microbatch: bool | None) -> WeightGradientSink:
-        weights, step = self._weights(), None
-        if self.fuse_wgrad_accumulation:
-            for name, weight in zip(self.weight_names, weights):
-                check_main_grad(name, weight)
-            # The first forward begins a step, unless a step that has begun was not yet written to.
-            # A forward that a checkpoint recomputes inside of backward does not begin one, unless
-            # its first run recorded nothing (use_reentrant=True).
-            begins = self._begins_later if is_inside_backward() else is_first_microbatch
-            self._begins_later = False
-            if begins and not self._step.is_stale:
-                self._step = Step(True)
-            step = self._step
-        biases = [] if self.return_bias else self._biases()
-        if not self.delay_wgrad_compute:
-            return WeightGradientSink(weights, biases, step, None)
-        for name, parameter in zip(self._delayed_names(), (*weights, *biases)):
-            check_is_leaf(name, parameter)
-        delay = Delay(self._delayed, self._present, self._data_parallel.group(weights[0]))
-        return WeightGradientSink(weights, biases, step, delay)
-
-    def _delayed_names(self) -> list[str]:
-        return self.weight_names + (self.bias_names if self.use_bias else [])
-
-    def _present(self) -> list[Tensor]:
-        """The weights and biases that the layer holds now."""
-        return [getattr(self, name) for name in self._delayed_names()]
-
-    def backward_dw(self) -> None:
-        """Makes the gradients of weights and biases that the oldest backward left.
-
-        It adds them to .grad (or main_grad) and runs the hooks. Inside of DistributedDataParallel
-        and fully_shard it adds the mean over all ranks, so all ranks must call it, and fully_shard
-        must reshard after backward, as it does by default. Call it once for each backward; any
-        number may be left before a step. Does nothing without delay_wgrad_compute.
-
-        Raises RuntimeError if no backward has left anything, or if a tensor that it reads was
-        written to: the gradient of y and the normalised tensor (in 8 bits copies of its own), or,
-        where that was not made, the input and the norm's parameters.
-        """
-        if not self.need_backward_dw():
-            return
-        if not self._delayed:
-            raise RuntimeError(
-                "backward_dw() was called and no backward has left a weight gradient; "
-                "expected one call for each backward"
-            )
-        with torch.no_grad(), outside_autocast(self.layer_norm_weight):
-            self._delayed.popleft()()
-        for hook in self.wgrad_accumulation_and_reduce_hooks:
-            hook()
-
-    def need_backward_dw(self) -> bool:
-        """Whether this layer leaves its weight gradients to backward_dw()."""
-        return self.delay_wgrad_compute
-
-    def register_wgrad_accumulation_and_reduce_hooks(self, hook: Callable[[], None]) -> None:
-        """hook() runs at the end of each backward_dw()."""
-        self.wgrad_accumulation_and_reduce_hooks.append(hook)
-
     # State.
 
     def _drop_derived(self) -> None:
@@ -344,9 +286,7 @@ class LayerNormLinear(Fp8Layer):
         fold.forget(self._weights()[0])
 
     def __getstate__(self) -> dict:
-        """Without what belongs to a step of this module alone."""
-        own = {"_delayed": deque(), "_step": Step(False), "_begins_later": False, "_folded": None}
-        return super().__getstate__() | own | {"_data_parallel": DataParallel()}
+        return super().__getstate__() | {"_folded": None}
 
     def extra_repr(self) -> str:
         defaults = {

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from .matrices import join
+from .model_init import begin_weights, fill
 
 
 class NormLinearParameters(torch.nn.Module):
@@ -49,6 +50,8 @@ class NormLinearParameters(torch.nn.Module):
             else:
                 setattr(self, name, empty(0))
         self.reset_parameters()
+        begin_weights(self, self.weight_names)
+        self._mark_parameters()
 
     def reset_parameters(self) -> None:
         """Sets the first values and the attributes of the parameters.
@@ -65,7 +68,7 @@ class NormLinearParameters(torch.nn.Module):
                 self.layer_norm_bias.zero_()
             for weight in self._weights():
                 with self._random_state():
-                    (self.init_method or _initialize)(weight)
+                    fill(weight, self.init_method or _initialize)
             for bias in self._biases():
                 bias.zero_()
 
@@ -100,8 +103,7 @@ class NormLinearParameters(torch.nn.Module):
             parameter.tensor_model_parallel = True
             parameter.partition_dim, parameter.partition_stride = 0, 1
         if self.delay_wgrad_compute:
-            for parameter in (*self._weights(), *self._biases()):
-                parameter.skip_backward_post_hook = True
+            mark_delayed((*self._weights(), *self._biases()))
 
     def _join_parameters(self) -> None:
         """Puts the parts into one storage again, after each was moved by itself."""
@@ -141,6 +143,12 @@ class NormLinearParameters(torch.nn.Module):
     def _load_from_state_dict(self, state_dict: dict, prefix: str, *arguments) -> None:
         super()._load_from_state_dict(state_dict, prefix, *arguments)
         self._mark_parameters()  # load_state_dict(assign=True) replaces the parameters
+
+
+def mark_delayed(parameters: Iterable[Tensor]) -> None:
+    """Tells Megatron that backward leaves no gradient of these."""
+    for parameter in parameters:
+        parameter.skip_backward_post_hook = True
 
 
 def _initialize(weight: Tensor) -> None:

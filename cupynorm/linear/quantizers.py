@@ -7,20 +7,26 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..gpu import arrays
 from ..nn import fp8, quantization
 from ..nn.dtypes import name_of
 from ..nn.fp8 import Scales
+from ..nn.products import Factor
 from ..nn.recipes import (
     BLOCK_SIZE,
     E4M3,
+    IN_BLOCKS,
     LARGEST_FLOAT32,
+    MX_BLOCK_SIZE,
     BlockScaling,
     CurrentScaling,
     DelayedScaling,
+    MXFP8BlockScaling,
     Recipe,
 )
 from ..norm.quantized_tensor import QuantizedTensor
 from ..norm.request import Quantization
+from .matrices import as_rows
 
 # Tensors that have a scale, in TransformerEngine's order.
 FORWARD = ("input", "weight", "output")
@@ -84,7 +90,7 @@ class Quantizers:
         None for blocks. A current scale is the inverse of its inverse, which may differ in the last
         bit.
         """
-        if isinstance(self.recipe, BlockScaling):
+        if isinstance(self.recipe, IN_BLOCKS):
             return None
         delayed = self.delayed(name)
         if delayed is not None:
@@ -104,16 +110,19 @@ class Quantizers:
         """Whether bfloat16 holds the values of blocks: whether their scales are powers of two."""
         return not isinstance(self.recipe, BlockScaling) or self.recipe.power_of_two
 
-    @property
-    def block_rows(self) -> int | None:
-        """The rows of a block of a weight; None where one scale is for all."""
-        return BLOCK_SIZE if isinstance(self.recipe, BlockScaling) else None
+    def transposed_weight(self, data: Tensor, scale_inv: Tensor) -> Factor:
+        """What a weight's transposed copy and its scales mean."""
+        if isinstance(self.recipe, BlockScaling):
+            return Factor(data, scale_inv, BLOCK_SIZE)
+        if isinstance(self.recipe, MXFP8BlockScaling):
+            return Factor(data, scale_inv, 1, MX_BLOCK_SIZE)
+        return Factor(data, scale_inv)
 
     def of_normalized(
         self, *, transpose: bool
     ) -> tuple[Quantization, Tensor | None, Tensor | None]:
         """How the norm's kernel quantises the normalised tensor, and its scale and amax if they are
-        given; not for BlockScaling."""
+        given; not for scales of blocks."""
         made = Quantization(name_of(self.dtype("input")), transpose=transpose)
         delayed, recipe = self.delayed("input"), self.recipe
         if delayed is not None:
@@ -124,6 +133,11 @@ class Quantizers:
             smallest_amax=recipe.amax_epsilon,
         )
         return made, None, None
+
+    def record(self, name: str, x: Tensor) -> None:
+        """Records the amax of a matrix that is not quantised, for DelayedScaling."""
+        _, amax = self.delayed(name)
+        torch.maximum(amax, quantization.amax_of(x).reshape(1), out=amax)
 
     def quantize(self, name: str, x: Tensor, *, transpose: bool = False) -> QuantizedTensor:
         """A matrix in 8-bit floats. Its amax is recorded where the step is."""
@@ -136,6 +150,8 @@ class Quantizers:
                 power_of_two=recipe.power_of_two,
                 transpose=transpose,
             )
+        if isinstance(recipe, MXFP8BlockScaling):
+            return quantization.quantize_mx(x, dtype, transpose=transpose)
         if isinstance(recipe, CurrentScaling):
             return quantization.quantize_current(x, dtype, self.rule, transpose=transpose)
         # The output is quantised only where nothing is recorded, so no step has left its amax.
@@ -144,6 +160,29 @@ class Quantizers:
         scale, amax = self.delayed(name)
         return quantization.quantize(x, scale, dtype, amax=amax, transpose=transpose)
 
+    def with_transposed(self, rows: QuantizedTensor) -> QuantizedTensor:
+        """An input that was given in 8 bits, with its transposed copy.
+
+        With scales of blocks that is quantised anew, from the values.
+        """
+        if rows.transposed is not None:
+            return rows
+        if rows.block_rows is None:
+            transposed, scale_inv = quantization.transpose_data(rows.data), None
+        else:
+            values = rows.dequantize(torch.float32)
+            made = self.quantize("input", values, transpose=True)
+            transposed, scale_inv = made.transposed, made.transposed_scale_inv
+        return QuantizedTensor(
+            rows.data,
+            rows.scale_inv,
+            rows.dtype,
+            transposed=transposed,
+            transposed_scale_inv=scale_inv,
+            block_rows=rows.block_rows,
+            block_cols=rows.block_cols,
+        )
+
     def quantize_gradient(
         self, dy: Tensor, sum_dtype: torch.dtype | None
     ) -> tuple[QuantizedTensor, Tensor | None]:
@@ -151,13 +190,41 @@ class Quantizers:
 
         The sums are made where sum_dtype is given and one kernel makes both.
         """
-        if isinstance(self.recipe, BlockScaling) or sum_dtype is None:
+        if isinstance(self.recipe, IN_BLOCKS) or sum_dtype is None:
             return self.quantize("grad_output", dy, transpose=True), None
         scale, amax = self.delayed("grad_output") or (None, None)
         dtype = self.dtype("grad_output")
         return quantization.quantize_and_sum(
             dy, dtype, sum_dtype, scale=scale, amax=amax, rule=self.rule
         )
+
+
+def fits(made: QuantizedTensor, recipe: Recipe) -> bool:
+    """Whether a recipe can multiply what was quantised elsewhere, as an input."""
+    if not arrays.is_torch(made.data) or made.data.dtype != recipe.fp8_format.value[0]:
+        return False
+    if not isinstance(recipe, IN_BLOCKS):
+        return made.block_rows is None
+    is_mx = isinstance(recipe, MXFP8BlockScaling)
+    return (
+        (made.block_rows, made.block_cols) == (1, MX_BLOCK_SIZE if is_mx else BLOCK_SIZE)
+        and made.scale_inv.dtype == (torch.uint8 if is_mx else torch.float32)
+        and made.scale_inv.shape[:-1] == made.data.shape[:-1]
+    )
+
+
+def as_matrix(made: QuantizedTensor) -> QuantizedTensor:
+    """An input that fits, as rows."""
+    scale_inv = made.scale_inv
+    return QuantizedTensor(
+        as_rows(made.data),
+        scale_inv if made.block_rows is None else as_rows(scale_inv),
+        made.dtype,
+        transposed=made.transposed,
+        transposed_scale_inv=made.transposed_scale_inv,
+        block_rows=made.block_rows,
+        block_cols=made.block_cols,
+    )
 
 
 def states_of(

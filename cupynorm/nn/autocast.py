@@ -14,6 +14,7 @@ from . import amaxes
 from .amaxes import UsedScales
 from .modes import is_inside_backward
 from .recipes import DelayedScaling, Recipe
+from .spellings import either
 
 
 @dataclass
@@ -26,6 +27,7 @@ class Region:
     groups: those over which it then reduces amaxes.
     text: the recipe as text, which torch.compile can trace; empty where there is none.
     records: whether gradients were recorded where it began.
+    calibration: the recipe of a disabled region that records amaxes.
     """
 
     recipe: Recipe | None
@@ -34,6 +36,7 @@ class Region:
     groups: list[Any]
     text: str
     records: bool
+    calibration: DelayedScaling | None = None
 
 
 # Of the whole process: a backward in a thread of its own sees them too.
@@ -44,6 +47,11 @@ _recipes: dict[str, Recipe] = {}  # by their texts; a program has few
 def active() -> Region | None:
     """The innermost region. None where there is none, or where it is disabled."""
     return _regions[-1] if _regions and _regions[-1].recipe is not None else None
+
+
+def calibration() -> Region | None:
+    """The innermost region, if it is disabled and records amaxes."""
+    return _regions[-1] if _regions and _regions[-1].calibration is not None else None
 
 
 def recipe_of(text: str) -> Recipe:
@@ -75,7 +83,13 @@ def _register(recipe: Recipe) -> str:
 
 @contextlib.contextmanager
 def fp8_autocast(
-    enabled: bool = True, recipe: Recipe | None = None, group: Any = None
+    enabled: bool = True,
+    recipe: Recipe | None = None,
+    group: Any = None,
+    *,
+    calibrating: bool = False,
+    fp8_recipe: Recipe | None = None,
+    fp8_group: Any = None,
 ) -> Iterator[None]:
     """A context manager or decorator inside which LayerNormLinear multiplies in 8-bit floats.
 
@@ -90,8 +104,13 @@ def fp8_autocast(
         (torch.float8_e4m3fn, array([[0.808, 1.131]], dtype=float32))
 
     enabled: False switches an outer region off.
-    recipe: DelayedScaling (the default), CurrentScaling or BlockScaling.
+    recipe: DelayedScaling (the default), CurrentScaling, BlockScaling or MXFP8BlockScaling.
     group: the torch.distributed group over which DelayedScaling takes the largest amax.
+    calibrating: with enabled=False, layers compute in their own dtype and record the amaxes of
+        their input (normalised, behind a norm) and weight. When the region ends their delayed
+        scales are updated, also in eval mode and under torch.no_grad(). Other recipes keep no
+        scales, so that there is nothing to record. No effect with enabled=True.
+    fp8_recipe, fp8_group: TransformerEngine's names of recipe and group.
 
     When the outermost region ends and gradients are recorded, the delayed scales of the layers that
     ran in it are updated for the next step. So are scales of gradients, from the backwards since
@@ -106,26 +125,28 @@ def fp8_autocast(
     a function that enters a region has a graph break. Regions belong to the process: those of
     several threads are nested in the order in which they began.
 
-    Raises TypeError for a recipe of another kind, or an enabled that is not a bool.
+    Raises TypeError for a recipe of another kind, an enabled or calibrating that is not a bool, or
+    where both names of one argument are given.
     """
     if torch.compiler.is_dynamo_compiling():
         torch._dynamo.graph_break()  # the region must be active while a graph runs
-    if not isinstance(enabled, bool):
-        raise TypeError(
-            f"enabled is a {type(enabled).__name__}; "
-            "expected True or False, and a recipe as recipe="
-        )
-    if recipe is not None and not isinstance(recipe, Recipe):
-        raise TypeError(
-            f"recipe is a {type(recipe).__name__}; expected DelayedScaling, CurrentScaling or "
-            "BlockScaling"
-        )
+    recipe = either(recipe=recipe, fp8_recipe=fp8_recipe)
+    group = either(group=group, fp8_group=fp8_group)
+    _check(enabled, calibrating, recipe)
     used, groups = (_regions[0].used, _regions[0].groups) if _regions else ({}, [])
-    recipe = (recipe or DelayedScaling()) if enabled else None
-    region = Region(recipe, group, used, groups, _text_of(recipe), torch.is_grad_enabled())
-    if isinstance(recipe, DelayedScaling) and recipe.reduce_amax:
-        if not any(each is group for each in groups):
-            groups.append(group)
+    recipe = recipe or DelayedScaling()
+    is_recorded = isinstance(recipe, DelayedScaling) and (enabled or calibrating)
+    region = Region(
+        recipe if enabled else None,
+        group,
+        used,
+        groups,
+        _text_of(recipe if enabled else None),
+        torch.is_grad_enabled(),
+        recipe if is_recorded and not enabled else None,
+    )
+    if is_recorded and recipe.reduce_amax and not any(each is group for each in groups):
+        groups.append(group)
     _regions.append(region)
     is_complete = False
     try:
@@ -134,8 +155,28 @@ def fp8_autocast(
     finally:
         # Another thread's region may have begun after this one.
         _regions[:] = [each for each in _regions if each is not region]
-        if not _regions and torch.is_grad_enabled():
+        if not _regions and (torch.is_grad_enabled() or region.calibration is not None):
             if not is_complete:
                 amaxes.forget(used)
             elif used or not is_inside_backward():  # a checkpoint's second run is no step
                 amaxes.end_step(used, groups)
+
+
+def _check(enabled: object, calibrating: object, recipe: object) -> None:
+    if not isinstance(enabled, bool):
+        raise TypeError(
+            f"enabled is a {type(enabled).__name__}; "
+            "expected True or False, and a recipe as recipe="
+        )
+    if isinstance(recipe, bool):
+        raise TypeError(
+            f"recipe is {recipe}; expected a recipe: TransformerEngine's second argument is "
+            f"given here as calibrating={recipe}"
+        )
+    if not isinstance(calibrating, bool):
+        raise TypeError(f"calibrating is {calibrating!r}; expected True or False")
+    if recipe is not None and not isinstance(recipe, Recipe):
+        raise TypeError(
+            f"recipe is a {type(recipe).__name__}; expected DelayedScaling, CurrentScaling, "
+            "BlockScaling or MXFP8BlockScaling"
+        )

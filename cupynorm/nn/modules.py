@@ -20,7 +20,8 @@ from ..norm.route import normalize
 from . import amaxes, autocast, fp8
 from .dtypes import name_of
 from .modes import run_untraced
-from .recipes import E4M3, BlockScaling, CurrentScaling
+from .recipes import E4M3, BlockScaling, CurrentScaling, MXFP8BlockScaling
+from .spellings import either
 
 # torch.fx.symbolic_trace records these calls instead of tracing into them.
 torch.fx.wrap("layer_norm")
@@ -190,6 +191,8 @@ class Norm(torch.nn.Module):
                 smallest_amax=recipe.amax_epsilon,
             )
             return made, None, None
+        if isinstance(recipe, MXFP8BlockScaling):
+            return made._replace(scaling="mx", transpose=False), None, None
         if isinstance(recipe, BlockScaling):
             power_of_two = recipe.power_of_two
             made = made._replace(scaling="block", power_of_two=power_of_two, transpose=False)
@@ -238,11 +241,13 @@ class LayerNorm(Norm, torch.nn.LayerNorm):
         forward format. Its dequantize() is differentiable. The limits are those of an 8-bit
         out_dtype of cupynorm.layer_norm.
 
-        recipe           scale of y
-        DelayedScaling   one that the module keeps; where gradients are recorded the kernel records
-                         the amax of y, and the scale changes when the outermost region ends
-        CurrentScaling   one, from the amax of this y
-        BlockScaling     one for each 128 columns
+        recipe             scale of y
+        DelayedScaling     one that the module keeps; where gradients are recorded the kernel
+                           records the amax of y, and the scale changes when the outermost region
+                           ends
+        CurrentScaling     one, from the amax of this y
+        BlockScaling       one for each 128 columns
+        MXFP8BlockScaling  one byte for each 32 columns
 
         With one scale, and where gradients are recorded, y.transposed is made too. The next layer
         may need it for the gradient of its weight.
@@ -275,7 +280,7 @@ class LayerNorm(Norm, torch.nn.LayerNorm):
         params_dtype: torch.dtype | None = None,
     ) -> None:
         _check_no_dtype(elementwise_affine=elementwise_affine, bias=bias, device=device)
-        extents = extents_of(_either(normalized_shape=normalized_shape, hidden_size=hidden_size))
+        extents = extents_of(either(normalized_shape=normalized_shape, hidden_size=hidden_size))
         self._set_extras(
             zero_centered_gamma=zero_centered_gamma,
             sm_margin=sm_margin,
@@ -283,7 +288,7 @@ class LayerNorm(Norm, torch.nn.LayerNorm):
             round_x_hat=round_x_hat,
             memory_efficient=memory_efficient,
         )
-        dtype = _either(dtype=dtype, params_dtype=params_dtype)
+        dtype = either(dtype=dtype, params_dtype=params_dtype)
         super().__init__(extents, eps, elementwise_affine, bias, device, dtype)
 
     def forward(
@@ -365,7 +370,7 @@ class RMSNorm(Norm, torch.nn.RMSNorm):
         params_dtype: torch.dtype | None = None,
     ) -> None:
         _check_no_dtype(elementwise_affine=elementwise_affine, device=device)
-        extents = extents_of(_either(normalized_shape=normalized_shape, hidden_size=hidden_size))
+        extents = extents_of(either(normalized_shape=normalized_shape, hidden_size=hidden_size))
         self._set_extras(
             zero_centered_gamma=zero_centered_gamma,
             sm_margin=sm_margin,
@@ -373,7 +378,7 @@ class RMSNorm(Norm, torch.nn.RMSNorm):
             round_x_hat=round_x_hat,
             memory_efficient=memory_efficient,
         )
-        dtype = _either(dtype=dtype, params_dtype=params_dtype)
+        dtype = either(dtype=dtype, params_dtype=params_dtype)
         super().__init__(extents, eps, elementwise_affine, device, dtype)
 
     def forward(
@@ -440,13 +445,3 @@ def _check_no_dtype(**given: object) -> None:
                 "eps, elementwise_affine. Give TransformerEngine's sequence_parallel and dtype by "
                 "keyword"
             )
-
-
-def _either(**spellings: object) -> object:
-    """The one of two spellings that is given, None if neither is."""
-    given = {name: value for name, value in spellings.items() if value is not None}
-    if len(given) > 1:
-        raise TypeError(
-            f"{' and '.join(given)} are given; expected one of these two names of one argument"
-        )
-    return next(iter(given.values()), None)

@@ -13,6 +13,7 @@ from torch import Tensor
 from ..norm.quantized_tensor import QuantizedTensor
 from . import formulas
 from .dtypes import outside_autocast
+from .recipes import BLOCK_SIZE
 
 HAS_WIDE_PRODUCTS = "dtype" in torch.ops.aten.mm.overloads()  # since torch 2.8
 
@@ -32,12 +33,14 @@ def wide_product(a: Tensor, b: Tensor) -> Tensor:
 class Factor(NamedTuple):
     """An 8-bit matrix whose values are data * scale_inv.
 
-    block_rows: the rows of each block that has a scale; None where one scale is for all.
+    block_rows, block_cols: the extents of each block that has a scale; block_rows is None where one
+        scale is for all.
     """
 
     data: Tensor
     scale_inv: Tensor
     block_rows: int | None = None
+    block_cols: int = BLOCK_SIZE
 
 
 def multiply(
@@ -98,7 +101,8 @@ def multiply_scaled(
 
 def _values(a: Factor | QuantizedTensor) -> Tensor:
     """In float32."""
-    return QuantizedTensor(a.data, a.scale_inv, torch.float32, block_rows=a.block_rows).dequantize()
+    blocks = {"block_rows": a.block_rows, "block_cols": a.block_cols}
+    return QuantizedTensor(a.data, a.scale_inv, torch.float32, **blocks).dequantize()
 
 
 def _multiply_values(a: Tensor, b: Tensor, is_exact: bool) -> Tensor:

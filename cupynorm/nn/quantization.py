@@ -21,7 +21,7 @@ from ..norm import survey
 from ..norm.quantized_tensor import QuantizedTensor
 from .dtypes import name_of
 from .products import pad
-from .recipes import BLOCK_SIZE, E4M3, LARGEST, LARGEST_FLOAT32
+from .recipes import BLOCK_SIZE, E4M3, LARGEST, LARGEST_FLOAT32, MX_BLOCK_SIZE
 
 
 class Rule(NamedTuple):
@@ -88,7 +88,7 @@ def quantize(
     if amax is not None:
         torch.maximum(amax, amax_of(x).reshape(1), out=amax)
     data = encode(x, scale, dtype).contiguous()
-    transposed = _transposed(data) if transpose else None
+    transposed = transpose_data(data) if transpose else None
     return QuantizedTensor(data, 1.0 / scale, x.dtype, transposed=transposed)
 
 
@@ -138,7 +138,8 @@ def _of_matrix(made: matrices.QuantizedMatrix, x: Tensor) -> QuantizedTensor:
     return QuantizedTensor(made.data, made.scale_inv, x.dtype, transposed=made.transposed)
 
 
-def _transposed(data: Tensor) -> Tensor:
+def transpose_data(data: Tensor) -> Tensor:
+    """The transpose of a matrix of 8-bit floats, contiguous."""
     return data.view(torch.uint8).t().contiguous().view(data.dtype)
 
 
@@ -166,7 +167,7 @@ def quantize_blocks(
     data, scale_inv = _quantize_blocks(x, dtype, block_rows, power_of_two)
     transposed = transposed_scale_inv = None
     if transpose and block_rows == BLOCK_SIZE:
-        transposed, transposed_scale_inv = _transposed(data), scale_inv.t().contiguous()
+        transposed, transposed_scale_inv = transpose_data(data), scale_inv.t().contiguous()
     elif transpose:
         transposed, transposed_scale_inv = _quantize_blocks(x.t(), dtype, block_rows, power_of_two)
     return QuantizedTensor(
@@ -191,14 +192,29 @@ def _quantize_blocks(
     return data[:num_rows, :num_cols].contiguous(), 1.0 / scale
 
 
+def quantize_mx(x: Tensor, dtype: torch.dtype, *, transpose: bool = False) -> QuantizedTensor:
+    """A matrix in MXFP8. transpose: also quantise the transposed matrix, by blocks of its own."""
+    data, scale_inv = quantize_mxfp8(x, dtype)
+    transposed, transposed_scale_inv = quantize_mxfp8(x.t(), dtype) if transpose else (None, None)
+    return QuantizedTensor(
+        data,
+        scale_inv,
+        x.dtype,
+        transposed=transposed,
+        transposed_scale_inv=transposed_scale_inv,
+        block_rows=1,
+        block_cols=MX_BLOCK_SIZE,
+    )
+
+
 def quantize_mxfp8(x: Tensor, dtype: torch.dtype = E4M3) -> tuple[Tensor, Tensor]:
     """MXFP8 of a matrix on any device: data, and E8M0 scale bytes [num_rows, num_cols / 32].
 
     The number of scales of a row is rounded up.
     """
     num_rows, num_cols = x.shape
-    padded = pad(x.float(), 1, 32)
-    blocks = padded.unflatten(1, (padded.shape[1] // 32, 32))
+    padded = pad(x.float(), 1, MX_BLOCK_SIZE)
+    blocks = padded.unflatten(1, (padded.shape[1] // MX_BLOCK_SIZE, MX_BLOCK_SIZE))
     amax = amax_of(blocks, 2) * (1 / LARGEST[dtype])
     bits = amax.view(torch.int32)
     exponent, fraction = (bits >> 23) & 0xFF, bits & 0x7FFFFF

@@ -85,6 +85,15 @@ class QuantizedTensor:
         values = _scaled(self.data.float(), self).to(arrays.TorchLibrary.dtype(name))
         return values if self._carrier is None else self._carrier(values)
 
+    def without_values(self) -> Array:
+        """A torch tensor as dequantize() gives it, but with one element in memory, of no meaning.
+
+        Its gradient goes where that of dequantize() goes.
+        """
+        dtype = arrays.TorchLibrary.dtype(dtype_name(self.dtype, "dtype"))
+        tensor = self.data.new_empty(1, dtype=dtype).expand(self.shape)
+        return tensor if self._carrier is None else self._carrier(tensor)
+
     def __repr__(self) -> str:
         data = self.data.dtype if arrays.is_torch(self.data) else self.format
         fields = f"data={data}, dtype={self.dtype}, block_rows={self.block_rows}"

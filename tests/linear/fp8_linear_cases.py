@@ -24,6 +24,7 @@ from cupynorm import (  # noqa: E402
     DelayedScaling,
     Format,
     LayerNormLinear,
+    MXFP8BlockScaling,
     fp8_autocast,
 )
 from cupynorm.nn import recipes  # noqa: E402
@@ -38,6 +39,7 @@ RECIPES = (
     CurrentScaling(),
     CurrentScaling(Format.E4M3, power_of_two=True),
     BlockScaling(),
+    MXFP8BlockScaling(),
 )
 
 
@@ -124,3 +126,23 @@ def truth_of(problem) -> dict[str, np.ndarray]:
         zero_centered_weight=problem.zero_centered_weight,
     )
     return {"y": made.y, **gradients._asdict()}
+
+
+def values(x, recipe, *, is_gradient=False, is_weight=False) -> np.ndarray:
+    """x quantised by the reference, in float64. A delayed scale is that of the same tensor."""
+    x, name = x.detach().float().numpy(), NAME[recipe.fp8_format.value[is_gradient]]
+    if isinstance(recipe, MXFP8BlockScaling):
+        return reference.fp8.dequantize(reference.fp8.quantize_mxfp8(x, name), name)
+    if isinstance(recipe, BlockScaling):
+        rows = 128 if is_weight else 1
+        made = reference.fp8.quantize_blocks(x, name, block_rows=rows)
+        return reference.fp8.dequantize(made, name, block_rows=rows)
+    power_of_two = isinstance(recipe, CurrentScaling) and recipe.power_of_two
+    scale = reference.fp8.scale_of(reference.fp8.amax(x), name, power_of_two=power_of_two)
+    return reference.fp8.dequantize(reference.fp8.quantize(x, name, scale), name)
+
+
+def assert_product(got, a, b, added=0.0):
+    """got = a b + added in float32, of float64 a and b: only float32 sums and products differ."""
+    allowed = (a.shape[1] + 6) * 2.0**-24 * (np.abs(a) @ np.abs(b) + np.abs(added))
+    assert (np.abs(got.detach().double().numpy() - (a @ b + added)) <= allowed + 1e-30).all()

@@ -26,8 +26,16 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
-from cupynorm import DelayedScaling, LayerNormLinear, fp8_autocast
+from cupynorm import (
+    CurrentScaling,
+    DelayedScaling,
+    LayerNormLinear,
+    Linear,
+    fp8_autocast,
+    fp8_model_init,
+)
 
 CHECKS = {}
 
@@ -203,6 +211,53 @@ def sharded_layers_load_delayed_scales(rank: int) -> None:
                 assert expected.numel() and torch.equal(layer.get_extra_state(), expected), way
             for one, other in zip(saver.parameters(), loader.parameters()):
                 assert torch.equal(full(one), full(other))
+
+
+@check
+def weights_in_8_bits(rank: int) -> None:
+    """DistributedDataParallel makes them equal on all ranks; fully_shard makes them plain."""
+    recipe, x, made = CurrentScaling(), random(8, 16, seed=rank), []
+    for in_8_bits in (True, False):
+        with fp8_model_init(in_8_bits):
+            layer = make_layers(1)[0]
+        with torch.no_grad():
+            layer.weight.mul_(1 + rank)
+            if not in_8_bits:
+                layer.weight.copy_(made[0][0])
+        wrapped = torch.nn.parallel.DistributedDataParallel(layer)
+        values = layer.weight.detach().clone()
+        if in_8_bits:
+            values = values.dequantize()
+        with fp8_autocast(recipe=recipe):
+            y = wrapped(x)
+        y.square().sum().backward()
+        made.append((values, y.detach(), layer.weight.grad))
+        torch.optim.SGD(wrapped.parameters(), 0.1).step()
+        both = gathered(layer.state_dict()["weight"])
+        assert torch.equal(*both) and not torch.equal(both[0], values)
+        one, other = gathered([each.numpy().tolist() for each in (values, layer.weight.grad)])
+        assert one == other
+    assert all(map(torch.equal, *made))
+
+    with fp8_model_init():
+        layer = make_layers(1)[0]
+    values = layer.weight.detach().dequantize()
+    fully_shard(layer)
+    assert type(layer.weight.to_local()) is torch.Tensor
+    assert torch.equal(layer.weight.full_tensor(), values)
+    with fp8_autocast(recipe=recipe):
+        layer(x).sum().backward()
+
+    # A layer whose weight is split by torch's tensor parallelism has no 8-bit products.
+    layer = parallelize_module(Linear(16, 16), init_device_mesh("cpu", (2,)), ColwiseParallel())
+    assert layer(x).shape == (8, 8)
+    try:
+        with fp8_autocast(recipe=recipe):
+            layer(x)
+    except NotImplementedError as error:
+        assert "a DTensor was given to a linear layer inside fp8_autocast" in str(error)
+    else:
+        raise AssertionError("expected NotImplementedError")
 
 
 def main(rank: int, folder: Path) -> None:

@@ -1,0 +1,100 @@
+"""torch: what a linear layer keeps for fuse_wgrad_accumulation and delay_wgrad_compute."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from ..nn.dtypes import outside_autocast
+from ..nn.modes import is_inside_backward
+from .rank_gradients import DataParallel, check_is_leaf
+from .weight_gradients import Delay, Step, WeightGradientSink, check_main_grad
+
+
+class GradientLayer(torch.nn.Module):
+    """The part of a layer whose weight gradients do not go to autograd.
+
+    The subclass sets fuse_wgrad_accumulation, delay_wgrad_compute, weight_names, bias_names,
+    use_bias and return_bias, and has the lists _weights() and _biases().
+    """
+
+    def _begin_gradients(self) -> None:
+        """Must run in the constructor."""
+        self.wgrad_accumulation_and_reduce_hooks: list[Callable[[], None]] = []
+        self._step, self._begins_later = Step(False), False
+        self._delayed: deque[Callable[[], None]] = deque()
+        self._data_parallel = DataParallel()
+
+    def _begin_forward(self, is_first_microbatch: bool | None) -> bool:
+        """Whether the layer hands its weight gradients on."""
+        if self.fuse_wgrad_accumulation and is_first_microbatch and self.training:
+            self._begins_later = self._begins_later or not torch.is_grad_enabled()
+        return self.fuse_wgrad_accumulation or self.delay_wgrad_compute
+
+    def _make_sink(self, is_first_microbatch: bool | None) -> WeightGradientSink:
+        weights, step = self._weights(), None
+        if self.fuse_wgrad_accumulation:
+            for name, weight in zip(self.weight_names, weights):
+                check_main_grad(name, weight)
+            # The first forward begins a step, unless a step that has begun was not yet written to.
+            # A forward that a checkpoint recomputes inside of backward does not begin one, unless
+            # its first run recorded nothing (use_reentrant=True).
+            begins = self._begins_later if is_inside_backward() else is_first_microbatch
+            self._begins_later = False
+            if begins and not self._step.is_stale:
+                self._step = Step(True)
+            step = self._step
+        biases = [] if self.return_bias else self._biases()
+        if not self.delay_wgrad_compute:
+            return WeightGradientSink(weights, biases, step, None)
+        for name, parameter in zip(self._delayed_names(), (*weights, *biases)):
+            check_is_leaf(name, parameter)
+        delay = Delay(self._delayed, self._present, self._data_parallel.group(weights[0]))
+        return WeightGradientSink(weights, biases, step, delay)
+
+    def _delayed_names(self) -> list[str]:
+        return self.weight_names + (self.bias_names if self.use_bias else [])
+
+    def _present(self) -> list[Tensor]:
+        """The weights and biases that the layer holds now."""
+        return [getattr(self, name) for name in self._delayed_names()]
+
+    def backward_dw(self) -> None:
+        """Makes the gradients of weights and biases that the oldest backward left.
+
+        It adds them to .grad (or main_grad) and runs the hooks. Inside of DistributedDataParallel
+        and fully_shard it adds the mean over all ranks, so all ranks must call it, and fully_shard
+        must reshard after backward, as it does by default. Call it once for each backward; any
+        number may be left before a step. Does nothing without delay_wgrad_compute.
+
+        Raises RuntimeError if no backward has left anything, or if a tensor that it reads was
+        written to: the gradient of y and the normalised tensor (in 8 bits copies of its own), or,
+        where that was not made, the input and the norm's parameters.
+        """
+        if not self.need_backward_dw():
+            return
+        if not self._delayed:
+            raise RuntimeError(
+                "backward_dw() was called and no backward has left a weight gradient; "
+                "expected one call for each backward"
+            )
+        with torch.no_grad(), outside_autocast(self._weights()[0]):
+            self._delayed.popleft()()
+        for hook in self.wgrad_accumulation_and_reduce_hooks:
+            hook()
+
+    def need_backward_dw(self) -> bool:
+        """Whether this layer leaves its weight gradients to backward_dw()."""
+        return self.delay_wgrad_compute
+
+    def register_wgrad_accumulation_and_reduce_hooks(self, hook: Callable[[], None]) -> None:
+        """hook() runs at the end of each backward_dw()."""
+        self.wgrad_accumulation_and_reduce_hooks.append(hook)
+
+    def __getstate__(self) -> dict:
+        """Without what belongs to a step of this module alone."""
+        own = {"_delayed": deque(), "_step": Step(False), "_begins_later": False}
+        return super().__getstate__() | own | {"_data_parallel": DataParallel()}
