@@ -43,11 +43,11 @@ if TYPE_CHECKING:  # The names of _NAMES, for pyright, mypy and editors.
     from .nn.swap import SwappedNorms as SwappedNorms
     from .nn.swap import swap_norms as swap_norms
     from .norm.api import layer_norm as layer_norm
-    from .norm.api import layer_norm_backward as layer_norm_backward
     from .norm.api import layer_norm_forward as layer_norm_forward
     from .norm.api import rms_norm as rms_norm
-    from .norm.api import rms_norm_backward as rms_norm_backward
     from .norm.api import rms_norm_forward as rms_norm_forward
+    from .norm.backward import layer_norm_backward as layer_norm_backward
+    from .norm.backward import rms_norm_backward as rms_norm_backward
     from .norm.plans import plan as plan
     from .norm.quantized_tensor import QuantizedTensor as QuantizedTensor
     from .norm.results import Backward as Backward
@@ -72,9 +72,9 @@ _NAMES = {
     "layer_norm": "norm.api",
     "rms_norm": "norm.api",
     "layer_norm_forward": "norm.api",
-    "layer_norm_backward": "norm.api",
+    "layer_norm_backward": "norm.backward",
     "rms_norm_forward": "norm.api",
-    "rms_norm_backward": "norm.api",
+    "rms_norm_backward": "norm.backward",
     "Forward": "norm.results",
     "Backward": "norm.results",
     "layer_norm_linear": "linear.api",

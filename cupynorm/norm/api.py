@@ -1,4 +1,4 @@
-"""layer_norm, rms_norm and their explicit forward and backward: what users call.
+"""layer_norm, rms_norm and their explicit forward: what users call. backward.py has the backward.
 
 Each function builds a request (request.py) and passes it to route.py.
 """
@@ -13,22 +13,12 @@ from .options import (
     complete,
     default_extents,
     extents_of,
-    gradient_names,
     launch_options,
     quantization,
 )
-from .request import (
-    Array,
-    BackwardOperands,
-    BackwardOptions,
-    BackwardRequest,
-    ForwardOperands,
-    ForwardOptions,
-    ForwardRequest,
-    SecondGradient,
-)
-from .results import Backward, Forward, FusedBackward, FusedForward
-from .route import explicit_backward, explicit_forward, normalize
+from .request import Array, ForwardOperands, ForwardOptions, ForwardRequest
+from .results import Forward, FusedForward
+from .route import explicit_forward, normalize
 
 
 def layer_norm(
@@ -364,136 +354,3 @@ def rms_norm_forward(
         launch_options(strategy, tile, statistics, sm_margin),
     )
     return explicit_forward(complete(ForwardRequest(operands, options)))
-
-
-def layer_norm_backward(
-    dy: Array,
-    x: Array,
-    mean: Array,
-    rstd: Array,
-    weight: Array | None = None,
-    *,
-    normalized_shape: int | Sequence[int] | None = None,
-    zero_centered_weight: bool = False,
-    dsum: Array | None = None,
-    gradients: Sequence[str] = ("dx", "dweight", "dbias"),
-    dweight_dtype: Any = None,
-    dbias_dtype: Any = None,
-    dx_dtype: Any = None,
-    dresidual_dtype: Any = None,
-    row_scale: Array | None = None,
-    dropout_p: float = 0.0,
-    dropout_seed: int | Array | None = None,
-    dy1: Array | None = None,
-    weight1: Array | None = None,
-    dbias1_dtype: Any = None,
-    memory_efficient: bool = False,
-    bias: Array | None = None,
-    sm_margin: int | Mapping[str, int] = 0,
-    strategy: str | None = None,
-    tile: Tile | Mapping[str, int] | None = None,
-) -> Backward | FusedBackward:
-    """Gradients of layer_norm at x (derivation: cupynorm.reference.layer_norm).
-
-    Examples:
-        >>> made = cupynorm.layer_norm_forward(x := np.array([[1.0, 2.0, 6.0]]))
-        >>> cupynorm.layer_norm_backward(x, x, made.mean, made.rstd).dweight.round(3)
-        array([-0.926, -0.926,  8.332])
-
-    dy: gradient of y, of x's shape, in any of the four dtypes.
-    x: what was normalised (Forward.sum). mean, rstd: as layer_norm_forward returned them, of x's
-        leading shape.
-    dsum: gradient that reaches the returned sum from elsewhere; it is added to dx.
-    gradients: which to compute. The others are None and cost nothing.
-    dweight_dtype, dbias_dtype: by default weight's dtype, or x's without a weight.
-
-    For a forward with fused options:
-
-    row_scale, dropout_p: as in the forward. dropout_seed: as FusedForward has it.
-    dx_dtype, dresidual_dtype: the dtypes of the forward's input and residual, by default x's.
-    dy1, weight1, dbias1_dtype: of the second output.
-    memory_efficient: x is y as forward returned it, mean is not read, and bias is needed if forward
-        had one.
-    With any of these, or "dresidual", "dweight1" or "dbias1" among the gradients, a FusedBackward
-    is returned. One kernel writes dx, of the input, and dresidual; dsum is added to both before
-    they are rounded. The part of dy1 comes from a kernel before it, in the dtype of the arithmetic.
-
-    normalized_shape, zero_centered_weight, sm_margin, strategy, tile: as for layer_norm.
-
-    Returns Backward(dx in x's dtype, dweight and dbias of normalized_shape). Sums over rows are
-    computed in float32 (float64 for float64) in a fixed order: they repeat to the bit. Raises as
-    layer_norm.
-    """
-    operands = BackwardOperands(dy, x, mean, rstd, weight, dsum, None, row_scale, dropout_seed)
-    if memory_efficient:
-        operands = operands._replace(y_weight=weight, y_bias=bias)
-    options = BackwardOptions(
-        True,
-        default_extents(x, weight, None, normalized_shape),
-        zero_centered_weight,
-        gradient_names(gradients),
-        dx_dtype,
-        dweight_dtype,
-        dbias_dtype,
-        dresidual_dtype,
-        dropout_p,
-        bool(memory_efficient),
-        launch=launch_options(strategy, tile, None, sm_margin),
-    )
-    second = SecondGradient(dy1, weight1, dbias1_dtype)
-    return explicit_backward(BackwardRequest(operands, options), second)
-
-
-def rms_norm_backward(
-    dy: Array,
-    x: Array,
-    rstd: Array,
-    weight: Array | None = None,
-    *,
-    normalized_shape: int | Sequence[int] | None = None,
-    zero_centered_weight: bool = False,
-    dsum: Array | None = None,
-    gradients: Sequence[str] = ("dx", "dweight", "dbias"),
-    dweight_dtype: Any = None,
-    dbias_dtype: Any = None,
-    dx_dtype: Any = None,
-    dresidual_dtype: Any = None,
-    row_scale: Array | None = None,
-    dropout_p: float = 0.0,
-    dropout_seed: int | Array | None = None,
-    dy1: Array | None = None,
-    weight1: Array | None = None,
-    dbias1_dtype: Any = None,
-    memory_efficient: bool = False,
-    bias: Array | None = None,
-    sm_margin: int | Mapping[str, int] = 0,
-    strategy: str | None = None,
-    tile: Tile | Mapping[str, int] | None = None,
-) -> Backward | FusedBackward:
-    """Gradients of rms_norm at x, for the rstd that rms_norm_forward returned.
-
-    Examples:
-        >>> rstd = cupynorm.rms_norm_forward(x := np.array([[3.0, 4.0]])).rstd
-        >>> cupynorm.rms_norm_backward(np.array([[1.0, 0.0]]), x, rstd).dx.round(3)
-        array([[ 0.181, -0.136]])
-
-    All else as for layer_norm_backward.
-    """
-    operands = BackwardOperands(dy, x, None, rstd, weight, dsum, None, row_scale, dropout_seed)
-    if memory_efficient:
-        operands = operands._replace(y_weight=weight, y_bias=bias)
-    options = BackwardOptions(
-        False,
-        default_extents(x, weight, None, normalized_shape),
-        zero_centered_weight,
-        gradient_names(gradients),
-        dx_dtype,
-        dweight_dtype,
-        dbias_dtype,
-        dresidual_dtype,
-        dropout_p,
-        bool(memory_efficient),
-        launch=launch_options(strategy, tile, None, sm_margin),
-    )
-    second = SecondGradient(dy1, weight1, dbias1_dtype)
-    return explicit_backward(BackwardRequest(operands, options), second)
