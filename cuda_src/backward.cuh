@@ -5,6 +5,7 @@
 //   dweight = sum over rows of dy * x_hat,  dbias = sum over rows of dy
 #pragma once
 #include "backward_stores.cuh"
+#include "functor_gradient.cuh"
 #include "load.cuh"
 #include "reduce.cuh"
 #include "x_hat_load.cuh"

@@ -8,6 +8,7 @@
 //                recompute(row, col, x_hats, weights, biases, present)
 #pragma once
 #include "dropout.cuh"
+#include "functor_gradient.cuh"
 #include "store.cuh"
 
 // dx + dsum, rounded once. dsum is the gradient that reaches the sum x + residual from elsewhere.
@@ -52,9 +53,11 @@ struct AddStore : WritesDxAlone {
 
 // The gradient of a sum of a residual and a scaled x. It includes dsum, which reaches the sum from
 // elsewhere (void: none). dresidual is that gradient (void: not wanted); dx is that gradient times
-// the factor of forward. Each is rounded once.
-template <class Dx, class Dresidual, class Dsum, class RowScale, bool drops>
-struct SplitStore : WritesDxAlone {
+// the factor of forward. Each is rounded once. Through: ThroughLoad, where x went through a
+// functor.
+template <class Dx, class Dresidual, class Dsum, class RowScale, bool drops,
+          class Through = NoFunctor>
+struct SplitStore : WritesDxAlone, Through {
   static constexpr bool adds = !is_same<Dsum, void>;
   using Added = typename Otherwise<Dsum, Dx>::type;
 
@@ -85,6 +88,7 @@ struct SplitStore : WritesDxAlone {
       if (present) store_pack<pack_size>(dresidual + row * dresidual_stride + col, rounded);
     }
     factor.multiply(row, col, split, present);
+    if constexpr (!is_same<Through, NoFunctor>) Through::apply(row, col, split, present);
     const Pack<Dx, pack_size> rounded = repack<Dx>(split);
     if (present) store_pack<pack_size>(dx + row * dx_stride + col, rounded);
   }

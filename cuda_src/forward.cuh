@@ -3,6 +3,7 @@
 // A kernel knows only its row: `load` reads it (load.cuh), `store` writes its results (store.cuh).
 // Every thread of a kernel calls start() first, write() for each row, and finish() last.
 #pragma once
+#include "functor.cuh"
 #include "load.cuh"
 #include "quantize_store.cuh"
 #include "quantized_write.cuh"
@@ -59,9 +60,30 @@ struct Forward {
           keep, [&](long long col, const auto& values, bool in_row, const auto& kept) {
             Compute normalized[Row::pack_size];
             statistics.template normalize<centered>(values, normalized);
-            store.store(row, col, normalized, kept, in_row);
+            if constexpr (has_functor<Store>) {
+              store_functor<centered>(row, col, normalized, kept, in_row, statistics);
+            } else {
+              store.store(row, col, normalized, kept, in_row);
+            }
           });
     }
+  }
+
+  // Writes a pack of f(y), where the store has a user's functor, which may read other columns.
+  template <bool centered, int pack_size, class Kept>
+  __device__ __forceinline__ void store_functor(long long row, long long col,
+                                                const Compute (&normalized)[pack_size],
+                                                const Kept& kept, bool present,
+                                                const RowStatistics<Compute>& statistics) const {
+    Compute y_values[pack_size];
+    store.affine(normalized, kept, y_values);
+    store.finish(row, col, store.y + row * store.y_stride + col, y_values,
+                 other_y<centered>(row, statistics), present);
+  }
+  template <bool centered>
+  __device__ __forceinline__ auto other_y(long long row,
+                                          const RowStatistics<Compute>& statistics) const {
+    return OtherY<centered, Load, Store, RowStatistics<Compute>>{load, store, statistics, row};
   }
 
   // Writes mean and rstd of one row, if `saves`.

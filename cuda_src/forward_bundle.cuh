@@ -83,8 +83,17 @@ __device__ __forceinline__ void forward_bundles(const Forward<Load, Store>& prob
           weights[at] = two_weights[pack % 2 * pack_size + at];
           biases[at] = two_biases[pack % 2 * pack_size + at];
         }
-        store.store(0, pack * tile.threads_per_row * pack_size, normalized, weights, biases,
-                    present && register_pack_in_row<tile>(pack, num_cols));
+        const int own_col = pack * tile.threads_per_row * pack_size;
+        if constexpr (has_functor<Store>) {
+          Compute y_values[pack_size];
+          store.affine(normalized, weights, biases, y_values);
+          store.finish(first_row + row, col_of(pack), store.y + own_col, y_values,
+                       problem.template other_y<centered>(first_row + row, found),
+                       present && register_pack_in_row<tile>(pack, num_cols));
+        } else {
+          store.store(0, own_col, normalized, weights, biases,
+                      present && register_pack_in_row<tile>(pack, num_cols));
+        }
       }
     }
     __syncwarp();

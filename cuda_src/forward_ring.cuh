@@ -197,6 +197,9 @@ __device__ __forceinline__ void forward_ring(const Forward<Load, Store>& problem
             if constexpr (Store::quantizes) {
               problem.store.store(row, col, normalized, kept[pack], Shape::in_part(pack, cols),
                                   carried);
+            } else if constexpr (has_functor<Store>) {
+              problem.template store_functor<centered>(row, col, normalized, kept[pack],
+                                                       Shape::in_part(pack, cols), found);
             } else {
               problem.store.store(row, col, normalized, kept[pack], Shape::in_part(pack, cols));
             }

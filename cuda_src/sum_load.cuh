@@ -1,15 +1,17 @@
 // sum_load.cuh -- the load of a sum whose parts have dtypes of their own, with dropout and
 // row_scale
 //
-// Its row is residual + factor * x, rounded once to Sum. The copy engine cannot fetch it, so it has
-// no streams (load.cuh).
+// Its row is residual + factor * x, rounded once to Sum; x may first go through a user's functor.
+// The copy engine cannot fetch it, so it has no streams (load.cuh).
 #pragma once
 #include "dropout.cuh"
+#include "functor.cuh"
 #include "load.cuh"
 
 // Residual: void if there is none. `sum` is needed: later passes read the row from it.
-template <class X, class Residual, class Sum, class RowScale, bool drops>
-struct SumLoad {
+// form(row, col): the row again, from x and the residual.
+template <class X, class Residual, class Sum, class RowScale, bool drops, class Functor = NoFunctor>
+struct SumLoad : Functor {
   using Held = Sum;
   using Compute = typename ComputeOf<Sum>::type;
   using Wide = typename WiderOf<typename WiderOf<X, Residual>::type, Sum>::type;
@@ -38,11 +40,13 @@ struct SumLoad {
     return begun;
   }
   template <int pack_size>
-  __device__ __forceinline__ Pack<Sum, pack_size> finish(long long row, long long col,
-                                                         const Begun<pack_size>& begun,
-                                                         bool present = true) const {
+  __device__ __forceinline__ Pack<Sum, pack_size> rounded(long long row, long long col,
+                                                          const Begun<pack_size>& begun,
+                                                          bool present) const {
     Wide values[pack_size];
     unpack(begun.x, values);
+    if constexpr (!is_same<Functor, NoFunctor>)
+      Functor::apply(row, col, values, OtherX<X, Wide>{x + row * x_stride});
     factor.multiply(row, col, values, present);
     if constexpr (!is_same<Residual, void>) {
       Wide added[pack_size];
@@ -50,9 +54,19 @@ struct SumLoad {
 #pragma unroll
       for (int at = 0; at < pack_size; ++at) values[at] += added[at];
     }
-    const Pack<Sum, pack_size> rounded = repack<Sum>(values);
-    if (present) store_pack<pack_size>(sum + row * sum_stride + col, rounded);
-    return rounded;
+    return repack<Sum>(values);
+  }
+  template <int pack_size>
+  __device__ __forceinline__ Pack<Sum, pack_size> finish(long long row, long long col,
+                                                         const Begun<pack_size>& begun,
+                                                         bool present = true) const {
+    const Pack<Sum, pack_size> formed = rounded(row, col, begun, present);
+    if (present) store_pack<pack_size>(sum + row * sum_stride + col, formed);
+    return formed;
+  }
+  template <int pack_size>
+  __device__ __forceinline__ Pack<Sum, pack_size> form(long long row, long long col) const {
+    return rounded(row, col, begin<pack_size>(row, col), true);
   }
   template <int pack_size>
   __device__ __forceinline__ Pack<Sum, pack_size> load(long long row, long long col) const {

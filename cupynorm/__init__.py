@@ -12,6 +12,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # The names of _NAMES, for pyright, mypy and editors.
+    from . import functors as functors
     from .check.gradient_check import check as check
     from .check.results import CheckResult as CheckResult
     from .explore.experiment import Experiment as Experiment
@@ -58,6 +59,9 @@ if TYPE_CHECKING:  # The names of _NAMES, for pyright, mypy and editors.
     from .plan.devices import DEVICES as DEVICES
     from .plan.devices import Device as Device
     from .plan.dispatch import Plan as Plan
+    from .plan.functors import Functor as Functor
+    from .plan.functors import FunctorError as FunctorError
+    from .plan.functors import functor as functor
     from .plan.problem import Tile as Tile
     from .plan.strategies import STRATEGIES as STRATEGIES
 
@@ -94,6 +98,9 @@ _NAMES = {
     "DEVICES": "plan.devices",
     "STRATEGIES": "plan.strategies",
     "use_tiles": "norm.tiles",
+    "functor": "plan.functors",
+    "Functor": "plan.functors",
+    "FunctorError": "plan.functors",
     "check": "check.gradient_check",
     "CheckResult": "check.results",
     "experiment": "explore.experiment",
@@ -119,17 +126,23 @@ _NAMES = {
     "QuantizedTensor": "norm.quantized_tensor",
 }
 
+# Public modules.
+_MODULES = ("functors",)
+
 # `from cupynorm import *` works without torch: names that need torch are left out.
 _NEED_TORCH = (
     *("nn.modules", "nn.swap", "nn.autocast", "nn.recipes"),
     *("linear.module", "linear.plain", "linear.model_init"),
 )
-__all__ = ["__version__", *(name for name, module in _NAMES.items() if module not in _NEED_TORCH)]
+__all__ = ["__version__", *_MODULES]
+__all__ += [name for name, module in _NAMES.items() if module not in _NEED_TORCH]
 
 
 if not TYPE_CHECKING:  # With __getattr__ a type checker would accept any misspelt name.
 
     def __getattr__(name: str) -> object:
+        if name in _MODULES:
+            return importlib.import_module(f".{name}", __name__)
         if name not in _NAMES:
             raise AttributeError(f"module 'cupynorm' has no attribute {name!r}")
         try:
@@ -147,7 +160,7 @@ if not TYPE_CHECKING:  # With __getattr__ a type checker would accept any misspe
 
 
 def __dir__() -> list[str]:
-    return sorted(["__version__", *_NAMES])
+    return sorted(["__version__", *_MODULES, *_NAMES])
 
 
 class _Package(ModuleType):

@@ -16,7 +16,7 @@ from cupynorm.gpu import on_cpu
 
 NAMES = [name for name in dir(cupynorm) if not name.startswith("_")]
 # Their examples compile kernels for the CPU.
-COMPILED = {"trace", "Trace", "experiment", "Experiment"}
+COMPILED = {"trace", "Trace", "experiment", "Experiment", "functor", "functors"}
 DOCUMENTS = sorted((Path(__file__).parents[1] / "docs").glob("*.md"))
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 

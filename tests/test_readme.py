@@ -22,13 +22,14 @@ from cupynorm.plan.strategies import STRATEGIES
 ROOT = Path(__file__).parents[1]
 NOTEBOOKS = ROOT / "notebooks"
 DOCUMENTS = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")])
-README, CALLS, LINEAR, FLOAT8, BENCHMARKS = (
+README, CALLS, LINEAR, FLOAT8, FUNCTORS, BENCHMARKS = (
     (ROOT / name).read_text(encoding="utf-8")
     for name in (
         "README.md",
         "docs/calls.md",
         "docs/linear.md",
         "docs/float8.md",
+        "docs/functors.md",
         "docs/benchmarks.md",
     )
 )
@@ -323,6 +324,33 @@ def test_the_8_bit_output_of_the_documents_runs():
     )
     assert norm._fp8_scales.scale != 1
     assert torch.isfinite(norm.weight.grad).all() and norm.weight.grad.abs().max() > 0
+
+
+def test_the_functor_of_the_documents_runs(capsys):
+    torch = pytest.importorskip("torch")
+    names = run("functor", FUNCTORS)
+    x, gate, y = names["x"], names["gate"], names["y"]
+    right = torch.nn.functional.rms_norm(x, (64,)) * (1 + 0.5 * gate)
+    torch.testing.assert_close(y, right)
+    for given, gradient in zip((x, gate), torch.autograd.grad(right.sum(), (x, gate))):
+        torch.testing.assert_close(given.grad, gradient)
+    run("check_functor", FUNCTORS, gated=names["gated"])
+    assert "all within what their dtypes allow" in capsys.readouterr().out
+
+
+def test_the_shipped_functors_are_listed():
+    table = next(part for part in FUNCTORS.split("\n## ") if part.startswith("Those that ship"))
+    shipped = {
+        name: each
+        for name, each in vars(cupynorm.functors).items()
+        if isinstance(each, cupynorm.Functor)
+    }
+    listed = {row[0].strip("`"): row for row in rows(table)}
+    assert listed.keys() == shipped.keys()
+    for name, (_, role, _, arrays) in listed.items():
+        value = {"load": "x", "store": "y"}[role]
+        assert f"{value} = " in shipped[name].lines
+        assert tuple(arrays.split(", ")) == shipped[name].arrays
 
 
 # Names.

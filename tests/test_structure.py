@@ -131,6 +131,7 @@ WINGS = (
     "plan",
     "gpu",
     "norm",
+    "functors",
     "nn",
     "linear",
     "parallel",

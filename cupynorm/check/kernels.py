@@ -70,7 +70,13 @@ def cpu_kernel(
     kernel: Kernel, sanitize: tuple[str, ...], folder: Path | None = None
 ) -> on_cpu.CpuKernel:
     """A kernel compiled for the CPU, loaded once."""
-    return on_cpu.kernel(kernel.source, kernel.name_expression, sanitize=sanitize, folder=folder)
+    return on_cpu.kernel(
+        kernel.source,
+        kernel.name_expression,
+        sanitize=sanitize,
+        folder=folder,
+        functors=kernel.functors,
+    )
 
 
 class GpuCheckMachine:

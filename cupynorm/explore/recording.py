@@ -158,7 +158,7 @@ class Recorder(CpuMachine):
             return
         self.tensors |= self._named
         names = (kernel.source, kernel.name_expression)
-        instance = on_cpu.kernel(*names, folder=self.folder, traced=True)
+        instance = on_cpu.kernel(*names, folder=self.folder, traced=True, functors=kernel.functors)
         instance.launch(
             kernel_launch.grid_size,
             kernel_launch.block_size,

@@ -18,7 +18,7 @@ from ..plan.devices import Device, device_like
 from ..plan.instances import Kernel, Launch
 from . import nvrtc
 
-_MAX_WORDS = 32
+_MAX_WORDS = 384  # two functors with all their arrays, forward and gradient (plan/functors.py)
 _RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 _NON_PORTABLE_CLUSTER_SIZE_ALLOWED = 14  # CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED
 _PROGRAMMATIC_STREAM_SERIALIZATION = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
@@ -185,9 +185,7 @@ def _function(kernel: Kernel, device_index: int, folder: Path | None):
         with _loading, _relaxed_capture():
             function = _functions.get(key)
             if function is None:
-                function = nvrtc.module(kernel, folder).get_function(kernel.name_expression)
-                function.kernel  # noqa: B018  (compiles and loads it now)
-                _functions[key] = function
+                function = _functions[key] = nvrtc.function(kernel, folder)
     return function
 
 

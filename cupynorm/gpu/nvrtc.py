@@ -14,6 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
+from ..plan.functors import FunctorError
 from ..plan.instances import Kernel
 
 
@@ -40,12 +41,12 @@ def cuda_src() -> Path:
 
 
 def source(kernel: Kernel, folder: Path | None = None) -> str:
-    """The text that is compiled: a digest of all sources in a comment, then one include."""
+    """The text that is compiled: a digest of all sources in a comment, an include, functors."""
     folder = folder or cuda_src()
     digest = hashlib.sha256()
     for path in sorted([*folder.glob("*.cu"), *folder.glob("*.cuh")]):
         digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
-    return f'// {digest.hexdigest()}\n#include "{kernel.source}"\n'
+    return f'// {digest.hexdigest()}\n#include "{kernel.source}"\n{kernel.functors}'
 
 
 @cache
@@ -90,6 +91,24 @@ def version() -> tuple[int, int]:
         ) from error
 
 
+def function(kernel: Kernel, folder: Path | None = None):
+    """The cupy.RawKernel of a kernel, compiled and loaded on the current device.
+
+    Raises FunctorError if a user's functor does not compile.
+    """
+    found = module(kernel, folder)
+    from cupy.cuda.compiler import CompileException
+
+    try:
+        found = found.get_function(kernel.name_expression)
+        found.kernel  # noqa: B018  (compiles and loads it now)
+    except CompileException as error:
+        if not kernel.functors:
+            raise
+        raise FunctorError(f"a functor does not compile:\n{error}") from error
+    return found
+
+
 def module(kernel: Kernel, folder: Path | None = None):
     """The cupy.RawModule of one kernel. CuPy compiles it when its function is first used."""
     version()
@@ -115,7 +134,7 @@ def compile_for(
     """Compiles a kernel for any GPU. Needs neither a GPU nor a driver. Returns (cubin, resources).
 
     Raises MissingLibraryError without CuPy or NVRTC, RuntimeError with the compiler's log if the
-    source does not compile.
+    source does not compile, FunctorError with it if there is a user's functor.
     """
     # NVRTC 12.9 and later use the driver's cache, which does not keep ptxas's report.
     no_cache = ["-no-cache"] if version() >= (12, 9) else []
@@ -136,9 +155,10 @@ def compile_for(
         try:
             nvrtc.compileProgram(program, flags)
         except nvrtc.NVRTCError as error:
-            raise RuntimeError(
-                f"{kernel.name_expression}: {nvrtc.getProgramLog(program)}"
-            ) from error
+            log = nvrtc.getProgramLog(program)
+            if kernel.functors:
+                raise FunctorError(f"a functor does not compile:\n{log}") from error
+            raise RuntimeError(f"{kernel.name_expression}: {log}") from error
         return nvrtc.getCUBIN(program), _resources(nvrtc.getProgramLog(program))
     finally:
         nvrtc.destroyProgram(program)

@@ -21,6 +21,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
+from ..plan.functors import FunctorError
+from ..plan.instances import Kernel
+
 # -ffp-contract=off: results are the same bits on all machines, with or without an fma instruction.
 # Kernels that need an fma call fmaf.
 # -fno-strict-aliasing: packs are read through pointers of other types, which CUDA compilers allow.
@@ -142,18 +145,22 @@ def kernel(
     sanitize: tuple[str, ...] = (),
     folder: Path | None = None,
     traced: bool = False,
+    functors: str = "",
 ) -> CpuKernel:
     """Compiles and loads one instance of a kernel template.
 
     source: a file of `folder`, for example "forward_warp.cu". folder: None: the installed sources.
+    functors: the structs of a user's functors, compiled behind the source.
     sanitize: "address", "undefined" or both. A process that runs such kernels must be started with
         `sanitized_environment()`. It ends with the sanitizer's report when an error is found.
     traced: every launch is recorded for CpuKernel.take_trace().
 
-    Raises OnCpuError if the kernel does not compile, NoCompilerError without a C++20 compiler.
+    Raises OnCpuError if the kernel does not compile, FunctorError if it has functors, and
+    NoCompilerError without a C++20 compiler.
     """
     _check_sanitizers(sanitize)
-    return _load(*_compile(source, name_expression, _Instruments(sanitize, traced), folder))
+    instruments = _Instruments(sanitize, traced)
+    return _load(*_compile(Kernel(source, name_expression, functors), instruments, folder))
 
 
 def compile_many(
@@ -169,7 +176,7 @@ def compile_many(
     instruments = _Instruments(sanitize)
     _runtime(folder, instruments)  # compiled once, before the threads need it
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        compile_one = lambda instance: _compile(*instance, instruments, folder)  # noqa: E731
+        compile_one = lambda instance: _compile(Kernel(*instance), instruments, folder)  # noqa: E731
         compiled = list(pool.map(compile_one, instances))
     return [_load(*each) for each in compiled]
 
@@ -262,16 +269,15 @@ def _run(command: list[str] | tuple[str, ...], text: str = "") -> subprocess.Com
     return subprocess.run(command, input=text, capture_output=True, text=True, env=environment)
 
 
-def _compile(
-    source: str, name_expression: str, instruments: _Instruments, folder: Path | None
-) -> tuple[str, Path]:
+def _compile(kernel: Kernel, instruments: _Instruments, folder: Path | None) -> tuple[str, Path]:
+    source, name_expression, functors = kernel.source, kernel.name_expression, kernel.functors
     folder = Path(folder or _cuda_src()).resolve()
     if not (folder / source).is_file():
         raise OnCpuError(f"There is no {source} in {folder}.")
     runtime = _runtime(folder, instruments)
     flags = [*_FLAGS, *instruments.of_kernel(), f"-I{_headers(folder)}", f"-I{folder}"]
     text = (
-        f'#include "cuda_on_cpu.h"\n#include "{source}"\n'
+        f'#include "cuda_on_cpu.h"\n#include "{source}"\n{functors}'
         'extern "C" const on_cpu::Kernel on_cpu_kernel = '
         f"on_cpu::Instance<&{name_expression}>::kernel;\n"
     )
@@ -281,7 +287,12 @@ def _compile(
     )
     path = runtime.parent / f"{key}.so"
     if not path.exists():
-        _build(text, path, [*flags, str(runtime)], f"{source}: {name_expression}")
+        try:
+            _build(text, path, [*flags, str(runtime)], f"{source}: {name_expression}")
+        except OnCpuError as error:
+            if not functors:
+                raise
+            raise FunctorError(f"a functor does not compile: {error}") from error
     return name_expression, path
 
 

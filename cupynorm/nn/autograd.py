@@ -32,7 +32,7 @@ from ..norm.request import (
     is_plain,
 )
 from ..norm.results import Backward
-from . import dtensor, formulas, fused_operators, onnx, operators
+from . import dtensor, formulas, functor_operators, fused_operators, onnx, operators
 
 # Classes of what the kernels read in place. Not torch's wrappers (DTensor, FakeTensor), which have
 # no address.
@@ -49,7 +49,8 @@ _compiler_sees_transforms = tuple(map(int, torch.__version__.split(".")[:2])) >=
 _is_mapped = torch._C._functorch.is_legacy_batchedtensor  # by is_grads_batched=True
 
 _NO_OUT = "out was given to a call that torch traces or transforms; expected out=None"
-_FUSED = "residual_dtype, row_scale, dropout_p, weight1, bias1, round_x_hat or memory_efficient"
+_FUSED = "residual_dtype, row_scale, dropout_p, weight1, bias1, round_x_hat, memory_efficient, "
+_FUSED += "load or store"
 
 
 def normalize(
@@ -82,7 +83,9 @@ def normalize(
     if compiling and options.quantization is not None:
         # A QuantizedTensor is not a tensor, so this call breaks the graph.
         return torch.compiler.disable(normalize)(request)
-    input, weight, bias, residual, _, row_scale, _, weight1, bias1, _, _ = operands
+    input, weight, bias, residual, _, row_scale, _, weight1, bias1, _, _, functors = operands
+    if functors is not None:
+        return _with_functors(request, compiling)
     tensors = (input, weight, bias, residual, weight1, bias1)
     if (
         compiling
@@ -113,6 +116,33 @@ def normalize(
         call.quantized.attach(partial(_PassingGradients.apply, y))
         y = call.quantized
     return y, y1, operands.input if added is None else added
+
+
+def _with_functors(request: ForwardRequest, compiling: bool) -> tuple:
+    """One operator, or directly where nothing is recorded or traced."""
+    operands = request.operands
+    tensors = (operands.input, operands.weight, operands.bias, operands.residual)
+    own = operands.functors
+    if _is_wrapped(*tensors, *own.arrays()):
+        named = operands._replace(functors=None)._asdict()
+        dtensor.refuse("load or store", **named, **dict(zip(own.names(), own.arrays())))
+    tensors = (*tensors, *own.arrays())
+    traced = compiling or _num_dispatch_modes() or _is_jit_traced() or _is_wrapped(*tensors)
+    traced = traced or operands.input.is_meta
+    if not traced and not (_is_grad_enabled() and _wants_gradient(*tensors)):
+        prepared, operands = prepare_forward(request, FOR_Y)
+        y, _, _, added, _, _ = prepared.run(operands)
+        return y, None, added
+    if operands.out is not None:
+        raise ValueError(
+            "out was given with load or store to a call that torch records or traces; "
+            "expected out=None"
+        )
+    if not compiling:
+        if onnx.is_exporting():
+            raise NotImplementedError("load or store cannot be exported to ONNX; expected neither")
+        check_forward(request)
+    return functor_operators.functor_norm_forward(request)
 
 
 def _is_wrapped(*tensors: object) -> bool:

@@ -13,10 +13,12 @@ import torch
 
 from ..gpu import arrays
 from ..norm.api import layer_norm, rms_norm
+from ..norm.functors import bound
 from ..norm.options import check_dropout_p, check_sm_margin, complete, extents_of, launch_options
 from ..norm.quantized_tensor import QuantizedTensor
 from ..norm.request import ForwardOperands, ForwardOptions, ForwardRequest, Quantization
 from ..norm.route import normalize
+from ..plan.functors import BoundFunctor, Functor
 from . import amaxes, autocast, fp8
 from .dtypes import name_of
 from .modes import run_untraced
@@ -134,7 +136,7 @@ class Norm(torch.nn.Module):
         return_residual: bool,
         options: dict[str, Any],
     ) -> Any:
-        """The call with fp8_output. options: residual_dtype to bias1 of the call."""
+        """The call with fp8_output. options: residual_dtype to bias1 of the call, functors."""
         region = autocast.active()
         if region is None:
             raise ValueError(
@@ -157,6 +159,7 @@ class Norm(torch.nn.Module):
             bias1=options["bias1"],
             scale=scale,
             amax=amax,
+            functors=options["functors"],
         )
         asked = ForwardOptions(
             centered,
@@ -235,7 +238,8 @@ class LayerNorm(Norm, torch.nn.LayerNorm):
     Called with input (..., *normalized_shape), and optionally a residual of its shape and dtype, it
     returns y of input's shape and dtype, or (y, input + residual) with return_residual=True. Under
     CUDA's autocast y is float32, as torch's is. residual_dtype, row_scale, dropout_p, dropout_seed,
-    weight1 and bias1 are as of cupynorm.layer_norm; elements are dropped only in training mode.
+    weight1, bias1, load and store are as of cupynorm.layer_norm; elements are dropped only in
+    training mode.
 
     fp8_output: inside cupynorm.fp8_autocast, return y as a cupynorm.QuantizedTensor in the recipe's
         forward format. Its dequantize() is differentiable. The limits are those of an 8-bit
@@ -304,6 +308,8 @@ class LayerNorm(Norm, torch.nn.LayerNorm):
         weight1: torch.Tensor | None = None,
         bias1: torch.Tensor | None = None,
         fp8_output: bool = False,
+        load: Functor | BoundFunctor | None = None,
+        store: Functor | BoundFunctor | None = None,
     ) -> torch.Tensor | QuantizedTensor | tuple[torch.Tensor | QuantizedTensor, ...]:
         if not self.training:
             dropout_p = _without_dropout(dropout_p)
@@ -316,6 +322,7 @@ class LayerNorm(Norm, torch.nn.LayerNorm):
                 "dropout_seed": dropout_seed,
                 "weight1": weight1,
                 "bias1": bias1,
+                "functors": None if load is None and store is None else bound(load, store),
             }
             return call(True, input, residual, return_residual, options)
         return layer_norm(
@@ -336,6 +343,8 @@ class LayerNorm(Norm, torch.nn.LayerNorm):
             bias1=bias1,
             round_x_hat=self.round_x_hat,
             memory_efficient=self.memory_efficient,
+            load=load,
+            store=store,
         )
 
 
@@ -394,6 +403,8 @@ class RMSNorm(Norm, torch.nn.RMSNorm):
         weight1: torch.Tensor | None = None,
         bias1: torch.Tensor | None = None,
         fp8_output: bool = False,
+        load: Functor | BoundFunctor | None = None,
+        store: Functor | BoundFunctor | None = None,
     ) -> torch.Tensor | QuantizedTensor | tuple[torch.Tensor | QuantizedTensor, ...]:
         if not self.training:
             dropout_p = _without_dropout(dropout_p)
@@ -406,6 +417,7 @@ class RMSNorm(Norm, torch.nn.RMSNorm):
                 "dropout_seed": dropout_seed,
                 "weight1": weight1,
                 "bias1": bias1,
+                "functors": None if load is None and store is None else bound(load, store),
             }
             return call(False, input, residual, return_residual, options)
         return rms_norm(
@@ -425,6 +437,8 @@ class RMSNorm(Norm, torch.nn.RMSNorm):
             bias1=bias1,
             round_x_hat=self.round_x_hat,
             memory_efficient=self.memory_efficient,
+            load=load,
+            store=store,
         )
 
 

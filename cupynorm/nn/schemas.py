@@ -9,11 +9,14 @@
     cupynorm::fused_norm_forward -> y, mean, rstd, sum, y1
         with fused options; an empty sum where it is the input itself
     cupynorm::fused_norm_backward -> dx, dweight, dbias, dresidual, dweight1, dbias1
+    cupynorm::functor_norm_forward -> y, mean, rstd, sum
+    cupynorm::functor_norm_backward -> dx, dweight, dbias, dresidual, gradients of the arrays
+        with a user's functors: load and store are their text (plan/functors.py)
 
 Arguments are those of cupynorm.layer_norm_forward and layer_norm_backward. tile has the fields of a
 cupynorm.Tile in their order. A norm_backward without a mean is that of rms_norm. All are
-differentiable but fused_norm_backward and recomputing_norm_backward. All accept torch's fake
-tensors and any number of rows.
+differentiable but fused_norm_backward, functor_norm_backward and recomputing_norm_backward. All
+accept torch's fake tensors and any number of rows.
 """
 
 from __future__ import annotations
@@ -57,6 +60,20 @@ for _schema in (
     "float dropout_p, int sm_margin, str? strategy) "
     "-> (Tensor dx, Tensor dweight, Tensor dbias, Tensor dresidual, Tensor dweight1, "
     "Tensor dbias1)",
+    "functor_norm_forward(Tensor input, Tensor? weight, Tensor? bias, Tensor? residual, "
+    "Tensor? row_scale, Tensor? dropout_seed, Tensor[] arrays, str? load, str? store, "
+    "float[] numbers, SymInt[] normalized_shape, float? eps, bool centered, "
+    "bool zero_centered_weight, ScalarType? out_dtype, ScalarType? residual_dtype, "
+    "float dropout_p, int sm_margin, str? strategy, str? statistics, int[]? tile, "
+    "int backward_sm_margin=0) "
+    "-> (Tensor y, Tensor mean, Tensor rstd, Tensor sum)",
+    "functor_norm_backward(Tensor dy, Tensor? input, Tensor x, Tensor? mean, Tensor rstd, "
+    "Tensor? weight, Tensor? bias, Tensor? dsum, Tensor? row_scale, Tensor? dropout_seed, "
+    "Tensor[] arrays, str? load, str? store, float[] numbers, SymInt[] normalized_shape, "
+    "bool[4] wanted, "
+    "bool[] wanted_arrays, bool centered, bool zero_centered_weight, ScalarType dx_dtype, "
+    "ScalarType? dresidual_dtype, float dropout_p, int sm_margin, str? strategy) "
+    "-> (Tensor dx, Tensor dweight, Tensor dbias, Tensor dresidual, Tensor[] arrays)",
 ):
     _library.define(_schema, tags=(torch.Tag.pt2_compliant_tag,))
 
@@ -103,6 +120,7 @@ def save_nothing(ctx, inputs, output):
 def refuse_second_derivatives(ctx, *gradients):
     raise NotImplementedError(
         "the second derivative of a norm with residual_dtype, row_scale, dropout_p, weight1, "
-        "bias1, round_x_hat or memory_efficient, or of recomputing_norm_backward, was asked for; "
+        "bias1, round_x_hat, memory_efficient, load or store, or of recomputing_norm_backward, was "
+        "asked for; "
         "it has first derivatives only"
     )

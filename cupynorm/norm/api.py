@@ -8,7 +8,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ..plan.functors import BoundFunctor, Functor
 from ..plan.problem import Tile
+from .functors import bound
 from .options import (
     complete,
     default_extents,
@@ -49,6 +51,8 @@ def layer_norm(
     strategy: str | None = None,
     tile: Tile | Mapping[str, int] | None = None,
     statistics: str | None = None,
+    load: Functor | BoundFunctor | None = None,
+    store: Functor | BoundFunctor | None = None,
 ) -> Array | tuple[Array, ...]:
     """Layer normalisation over the last dimensions (Ba, Kiros, Hinton 2016).
 
@@ -129,6 +133,13 @@ def layer_norm(
     nothing had been rounded. It works with all of the above but out, weight1, bias1 and
     memory_efficient.
 
+    A user's own functor (cupynorm.functor), fused into the kernel; docs/functors.md:
+
+    store: applied to y, after weight and bias, before y is rounded.
+    load: applied to the input before anything else. Without a residual its result is normalised
+        as it is, in the compute type, and return_residual is refused. Neither goes with an 8-bit y,
+        weight1, bias1, memory_efficient or round_x_hat.
+
     How it is computed; none of these changes a result beyond rounding:
 
     sm_margin: multiprocessors to leave free for other kernels, in forward and backward. Or a dict
@@ -164,6 +175,8 @@ def layer_norm(
     operands = ForwardOperands(
         input, weight, bias, residual, out, row_scale, dropout_seed, weight1, bias1, scale, amax
     )
+    if load is not None or store is not None:
+        operands = operands._replace(functors=bound(load, store, return_residual, residual))
     options = ForwardOptions(
         True,
         extents_of(normalized_shape),
@@ -208,6 +221,8 @@ def rms_norm(
     strategy: str | None = None,
     tile: Tile | Mapping[str, int] | None = None,
     statistics: str | None = None,
+    load: Functor | BoundFunctor | None = None,
+    store: Functor | BoundFunctor | None = None,
 ) -> Array | tuple[Array, ...]:
     """Root-mean-square normalisation (Zhang, Sennrich 2019): layer_norm without the mean.
 
@@ -227,6 +242,8 @@ def rms_norm(
     operands = ForwardOperands(
         input, weight, bias, residual, out, row_scale, dropout_seed, weight1, bias1, scale, amax
     )
+    if load is not None or store is not None:
+        operands = operands._replace(functors=bound(load, store, return_residual, residual))
     options = ForwardOptions(
         False,
         extents_of(normalized_shape),

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from operator import itemgetter
 from typing import NamedTuple
 
@@ -21,6 +22,7 @@ from ..plan.dispatch import Plan, make_plan
 from ..plan.instances import Launch
 from ..plan.matrices import quantize_launch, survey_launch
 from ..plan.problem import Layout, Problem
+from .functors import NO_FUNCTORS, PlacedFunctor, PlacedFunctors
 from .request import BackwardOptions, ForwardOptions
 
 Tensors = Mapping[str, Rows]  # by name; an absent tensor has no entry
@@ -135,10 +137,46 @@ def scale_rule_words(smallest_amax: float, power_of_two: bool) -> tuple[int, int
     return struct.unpack("I", struct.pack("f", abs(smallest_amax)))[0], int(power_of_two)
 
 
+# Functors.
+
+
+def _functor_words(
+    own: PlacedFunctor | None, role: str, problem: Problem, backward: bool = False
+) -> Words:
+    """The struct of a user's functor (cupynorm/plan/functors.py)."""
+    if own is None:
+        return []
+    words = []
+    for name, array in zip(own.functor.arrays, own.arrays):
+        words += [Address(f"{role}.{name}"), array.rows.row_stride, array.repeat, array.period]
+    words += [*own.numbers, problem.num_cols]
+    if backward:
+        words += [Address(f"{role}.d{name}") for name in own.functor.arrays]
+    return words
+
+
+def _with_functors(problem: Problem, functors: PlacedFunctors, **sources: str | None) -> Problem:
+    """sources: of load and store, the dtypes of what they are applied to, where x or dy has that of
+    the arithmetic."""
+    if functors is NO_FUNCTORS:
+        return problem
+    narrow = [name for name in sources.values() if name]
+    bytes_ = [DTYPES[name].itemsize for name in narrow]
+    pack_size = min([problem.widest_pack, *(16 // each for each in bytes_)])
+    fused = {
+        role: own.fused(problem.num_cols, pack_size, sources.get(role))
+        for role, own in zip(functors._fields, functors)
+        if own is not None
+    }
+    return replace(problem, **fused)
+
+
 # Forward.
 
 
-def forward_problem(tensors: Tensors, options: ForwardOptions) -> Problem:
+def forward_problem(
+    tensors: Tensors, options: ForwardOptions, functors: PlacedFunctors = NO_FUNCTORS
+) -> Problem:
     """The problem of a forward: its tensors and what is fused with the norm.
 
     tensors: x, y, weight, bias, residual, sum, row_scale, y1, weight1, bias1; amax where one is
@@ -149,6 +187,9 @@ def forward_problem(tensors: Tensors, options: ForwardOptions) -> Problem:
     # ResidualLoad adds a residual of x's dtype; SumLoad does everything else.
     dtypes = {tensors[name].dtype for name in ("x", "residual", "sum") if name in tensors}
     has_own_sum = len(dtypes) > 1 or "row_scale" in tensors or drops
+    has_own_sum |= functors.load is not None and "sum" in tensors
+    # A load keeps what it makes in the dtype of the arithmetic.
+    source = x.dtype if functors.load is not None and not has_own_sum else None
     own_sum = {}
     if has_own_sum:
         own_sum = {
@@ -159,11 +200,11 @@ def forward_problem(tensors: Tensors, options: ForwardOptions) -> Problem:
         }
     streamed = {name: rows for name, rows in tensors.items() if name not in ("row_scale", "amax")}
     rounds = options.round_x_hat and DTYPES[x.dtype].itemsize < 4
-    return Problem(
+    problem = Problem(
         "forward",
         options.centered,
         x.num_cols,
-        _dtype(tensors, "sum") or x.dtype,
+        _dtype(tensors, "sum") or (DTYPES[source].compute if source else x.dtype),
         y=_dtype(tensors, "y"),
         weight=_dtype(tensors, "weight"),
         bias=_dtype(tensors, "bias"),
@@ -178,18 +219,27 @@ def forward_problem(tensors: Tensors, options: ForwardOptions) -> Problem:
         layout=_layout(x.num_cols, streamed),
         **own_sum,
     )
+    return _with_functors(problem, functors, load=source)
 
 
-def forward_call(device: Device, tensors: Tensors, options: ForwardOptions, kind: str) -> Call:
+def forward_call(
+    device: Device,
+    tensors: Tensors,
+    options: ForwardOptions,
+    kind: str,
+    functors: PlacedFunctors = NO_FUNCTORS,
+) -> Call:
     """kind: "forward" or "inference", whose sm_margin counts."""
-    problem = forward_problem(tensors, options)
+    problem = forward_problem(tensors, options, functors)
     x = tensors["x"]
     plan = make_plan(problem, device, x.num_rows, **options.launch.of(kind)._asdict())
     # A second launch for y in 8 bits finds the same statistics again. One scale is for all rows,
     # so it begins with the last ones, which may still be in the L2 cache.
     turns = problem.scaling == "tensor" and not problem.input
     arguments = [
-        _forward_words(tensors, problem, options, plan, at > 0, turns and at > 0)
+        _forward_words(
+            tensors, problem, options, plan, again=at > 0, turned=turns and at > 0, own=functors
+        )
         for at in range(len(plan.launches))
     ]
     return Call(plan.launches, tuple(arguments), plan)
@@ -200,11 +250,13 @@ def _forward_words(
     problem: Problem,
     options: ForwardOptions,
     plan: Plan,
+    *,
     again: bool,
     turned: bool,
+    own: PlacedFunctors,
 ) -> Words:
     """struct Forward of forward.cuh."""
-    words = [*_row_words(tensors, "x", turned)]
+    words = [*_functor_words(own.load, "load", problem), *_row_words(tensors, "x", turned)]
     if problem.input or problem.residual:
         words += [*_row_words(tensors, "residual", turned), *_row_words(tensors, "sum", turned)]
     if problem.input:
@@ -223,6 +275,7 @@ def _forward_words(
             problem.num_scales,
             *rule,
         ]
+    words += _functor_words(own.store, "store", problem)
     words += [0, 0] if again else [Address("mean"), Address("rstd")]
     first = plan.launches[0]
     x = tensors["x"]
@@ -233,22 +286,34 @@ def _forward_words(
 # Backward.
 
 
-def backward_problem(tensors: Tensors, options: BackwardOptions, compute: str) -> Problem:
+def backward_problem(
+    tensors: Tensors,
+    options: BackwardOptions,
+    compute: str,
+    functors: PlacedFunctors = NO_FUNCTORS,
+) -> Problem:
     """The problem of a backward.
 
     tensors: dy, x, weight, dsum, dx, dweight, dbias, dresidual, row_scale; y and bias where y is
-    recomputed; y_weight and y_bias where x is y. compute: the dtype of the statistics.
+    recomputed; y_weight and y_bias where x is y; input and bias of functors. compute: the dtype of
+    the statistics.
     """
-    x = tensors["x"]
+    x, dy = tensors["x"], tensors["dy"]
     streamed = {name: rows for name, rows in tensors.items() if name != "row_scale"}
-    return Problem(
+    # What comes through a functor has the dtype of the arithmetic.
+    sources = {}
+    if functors.load is not None and "input" not in tensors:
+        sources["load"] = x.dtype
+    if functors.store is not None:
+        sources["store"] = dy.dtype
+    problem = Problem(
         "backward",
         options.centered,
         x.num_cols,
-        compute if options.x_is_y else x.dtype,
+        compute if options.x_is_y or "load" in sources else x.dtype,
         weight=_dtype(tensors, "weight"),
         zero_centered=bool(options.zero_centered_weight),
-        dy=tensors["dy"].dtype,
+        dy=compute if "store" in sources else dy.dtype,
         dx=_dtype(tensors, "dx"),
         dweight=_dtype(tensors, "dweight"),
         dbias=_dtype(tensors, "dbias"),
@@ -259,15 +324,23 @@ def backward_problem(tensors: Tensors, options: BackwardOptions, compute: str) -
         dresidual=_dtype(tensors, "dresidual"),
         row_scale=_dtype(tensors, "row_scale"),
         dropout=options.dropout_p > 0,
+        input=_dtype(tensors, "input"),
         recomputed=_dtype(tensors, "y"),
         bias=_dtype(tensors, "bias"),
         layout=_layout(x.num_cols, streamed),
     )
+    return _with_functors(problem, functors, **sources)
 
 
-def backward_call(device: Device, tensors: Tensors, options: BackwardOptions, compute: str) -> Call:
+def backward_call(
+    device: Device,
+    tensors: Tensors,
+    options: BackwardOptions,
+    compute: str,
+    functors: PlacedFunctors = NO_FUNCTORS,
+) -> Call:
     """dsum without dx has nothing to be added to and is left out of tensors by the caller."""
-    problem = backward_problem(tensors, options, compute)
+    problem = backward_problem(tensors, options, compute, functors)
     x, dy = tensors["x"], tensors["dy"]
     plan = make_plan(problem, device, x.num_rows, **options.launch.of("backward")._asdict())
     sources = [launch.kernel.source for launch in plan.launches]
@@ -277,12 +350,27 @@ def backward_call(device: Device, tensors: Tensors, options: BackwardOptions, co
     x_words = [*_row_words(tensors, "x")]
     if smallest is not None:  # struct LoadXHat instead of struct Load
         x_words += [Address("y_weight"), Address("y_bias"), smallest]
+    if problem.load and problem.load.source:  # struct FunctorLoad
+        x_words = [*_functor_words(functors.load, "load", problem), *x_words]
+    through = [Address("weight"), Address("bias"), Address("mean"), Address("rstd")]
+
+    def dy_words(backward: bool) -> Words:
+        """struct Load, or LoadThrough; backward: whether it writes the gradients of arrays."""
+        row = [*_row_words(tensors, "dy")]
+        if functors.store is None:
+            return row
+        own = _functor_words(functors.store, "store", problem, backward=True)
+        if not backward:
+            own[-len(functors.store.arrays) or len(own) :] = [0] * len(functors.store.arrays)
+        return [*x_words, *row, *through, *own]
+
     arguments = []
     if len(sources) > sums_up:
-        arguments.append(_backward_words(tensors, problem, options, plan, x_words))
+        read = [*x_words, *dy_words(backward=True)]
+        arguments.append(_backward_words(tensors, problem, options, plan, read, functors.load))
     if sums_dy_itself:
         statistics = [Address("mean"), Address("rstd"), Address("dweight"), Address("dbias")]
-        row_words = [*x_words, *_row_words(tensors, "dy")]
+        row_words = [*x_words, *dy_words(backward=False)]
         arguments.append([*row_words, *statistics, x.num_rows, x.num_cols])
     elif sums_up:
         partials = _partial_words(problem, plan)
@@ -308,12 +396,20 @@ def _partial_words(problem: Problem, plan: Plan) -> list:
 
 
 def _backward_words(
-    tensors: Tensors, problem: Problem, options: BackwardOptions, plan: Plan, x_words: Words
+    tensors: Tensors,
+    problem: Problem,
+    options: BackwardOptions,
+    plan: Plan,
+    read: Words,
+    own: PlacedFunctor | None,
 ) -> Words:
-    """struct Backward of backward.cuh."""
-    words = [*x_words, *_row_words(tensors, "dy"), Address("weight"), *_row_words(tensors, "dx")]
-    words += _row_words(tensors, "dsum")
-    if problem.dresidual or problem.row_scale or problem.dropout:
+    """struct Backward of backward.cuh. read: its loads. own: the functor of forward's load."""
+    words = [*read, Address("weight")]
+    if own is not None:  # struct ThroughLoad
+        words += _row_words(tensors, "input" if problem.input else "x")
+        words += _functor_words(own, "load", problem, backward=True)
+    words += [*_row_words(tensors, "dx"), *_row_words(tensors, "dsum")]
+    if problem.dresidual or problem.row_scale or problem.dropout or own is not None:
         factor = [Address("row_scale"), *_dropout_words(options.dropout_p)]
         words += [*_row_words(tensors, "dresidual"), *factor]
     if problem.recomputed:

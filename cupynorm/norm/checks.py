@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import math
 import numbers
+from functools import partial
 
 import numpy as np
 
 from ..dtypes import DTYPES, compute_dtype
 from ..gpu import arrays
+from . import functors
 from .options import check_gradients, dtype_name
 from .request import (
     Array,
@@ -83,6 +85,14 @@ def take_like(
     return array
 
 
+def _take_array(array: Array, name: str, *, x: Array) -> Array:
+    """An array of a functor, of any shape."""
+    array = arrays.take(array, name)
+    check_dtype(array, name)
+    check_same_place(array, x, name, "input")
+    return array
+
+
 def check_eps(eps: object, dtype: str, has_default: bool) -> float:
     """eps as a float. has_default: None means the machine epsilon of the arithmetic."""
     if eps is None and has_default:
@@ -131,8 +141,11 @@ def check_out(request: ForwardRequest) -> None:
 def check_overlap(operands: ForwardOperands) -> None:
     """out must share no memory with what is read."""
     low, high = arrays.extent(arrays.view(operands.out))
-    for name in ("input", "weight", "bias", "residual", "row_scale", "weight1", "bias1"):
-        other = getattr(operands, name)
+    names = ("input", "weight", "bias", "residual", "row_scale", "weight1", "bias1")
+    others = [(name, getattr(operands, name)) for name in names]
+    if operands.functors is not None:
+        others += zip(operands.functors.names(), operands.functors.arrays())
+    for name, other in others:
         if other is not None:
             other_low, other_high = arrays.extent(arrays.view(other))
             if low < other_high and other_low < high:
@@ -205,6 +218,20 @@ def check_forward(request: ForwardRequest) -> ForwardRequest:
         raise ValueError(
             "amax is scale's own memory, which the kernel reads; expected an array of its own"
         )
+    own = None
+    if given.functors is not None:
+        own = functors.check(
+            given.functors,
+            x,
+            extents,
+            partial(_take_array, x=x),
+            {
+                "an 8-bit out_dtype": quantization is not None,
+                "weight1 or bias1": has_second,
+                "memory_efficient": options.memory_efficient,
+                "round_x_hat": options.round_x_hat,
+            },
+        )
     operands = ForwardOperands(
         input=x,
         residual=residual,
@@ -213,6 +240,7 @@ def check_forward(request: ForwardRequest) -> ForwardRequest:
         dropout_seed=seed,
         scale=scale,
         amax=amax,
+        functors=own,
         **parameters,
     )
     options = options._replace(eps=eps, out_dtype=y_dtype, residual_dtype=sum_dtype)
@@ -238,11 +266,12 @@ def check_backward(request: BackwardRequest) -> BackwardRequest:
     reads_mean = options.centered and not options.x_is_y
     mean = _take_statistic(given.mean, x, leading, "mean") if reads_mean else None
     rstd = _take_statistic(given.rstd, x, leading, "rstd")
-    plain = not (_asks_for_more(options) or given.row_scale is not None)
+    own = given.functors
+    plain = not (_asks_for_more(options) or given.row_scale is not None or own is not None)
     check_gradients(options.gradients, Backward._fields if plain else FusedBackward._fields)
-    own = arrays.dtype_name(weight) if weight is not None else dtype
+    of_weight = arrays.dtype_name(weight) if weight is not None else dtype
     dtypes = {}
-    for name, default in zip(GRADIENTS, (dtype, own, own, dtype)):
+    for name, default in zip(GRADIENTS, (dtype, of_weight, of_weight, dtype)):
         asked = getattr(options, f"{name}_dtype")
         if asked is not None:
             default = dtype_name(asked, f"{name}_dtype")
@@ -251,14 +280,18 @@ def check_backward(request: BackwardRequest) -> BackwardRequest:
     if options.x_is_y:
         y_weight = take_like(given.y_weight, x, extents, "weight", "x")
         y_bias = take_like(given.y_bias, x, extents, "bias", "x")
-    if options.recompute:
+    raw = None
+    if own is not None:
+        raw = take_like(given.input, x, shape, "input", "x")
+        own = functors.check(own, x, extents, partial(_take_array, x=x))
+    if options.recompute or own is not None:
         bias = take_like(given.bias, x, extents, "bias", "x")
     if options.dropout_p > 0 and given.dropout_seed is None:
         raise TypeError("dropout_seed is None; expected the seed that the forward returned")
     row_scale = take_like(given.row_scale, x, leading, "row_scale", "x")
     seed = _check_seed(given.dropout_seed, x)
     operands = BackwardOperands(
-        dy, x, mean, rstd, weight, dsum, bias, row_scale, seed, y_weight, y_bias
+        dy, x, mean, rstd, weight, dsum, bias, row_scale, seed, y_weight, y_bias, raw, own
     )
     return BackwardRequest(operands, options._replace(**dtypes))
 

@@ -10,6 +10,8 @@ import numpy as np
 
 from ..dtypes import DTYPES, compute_dtype, decode, encode
 from ..gpu import arrays
+from ..plan.functors import BoundFunctor
+from .functors import summed
 from .quantized_tensor import on_host
 from .request import (
     Array,
@@ -95,6 +97,20 @@ def _dtype_name(array: Array | None) -> str | None:
     return None if array is None else arrays.dtype_name(array)
 
 
+def _apply(bound: BoundFunctor, role: str, values: np.ndarray, shape: tuple) -> np.ndarray:
+    from .host_functors import apply  # not before it is needed: it imports what compiles
+
+    return apply(bound, role, values, shape)
+
+
+def _through(
+    bound: BoundFunctor, role: str, values: np.ndarray, upstream: np.ndarray, shape: tuple
+) -> tuple[np.ndarray, list[np.ndarray]]:
+    from .host_functors import gradients
+
+    return gradients(bound, role, values, upstream, shape)
+
+
 def _vector(array: Array | None) -> np.ndarray | None:
     return None if array is None else arrays.to_float64(array).reshape(-1)
 
@@ -125,7 +141,12 @@ class HostForward(CheckedForward):
             seed = self.draw_seed(operands.input)
         added = self._sum(operands, seed)
         x = arrays.to_float64(added).reshape(self.matrix_shape)
+        load, store = operands.functors or (None, None)
+        if load is not None and not self.makes_sum:
+            x = _apply(load, "load", x, self.shape)
         y, mean, rstd = self._norm(x, operands.weight, operands.bias)
+        if store is not None:
+            y = _apply(store, "store", y, self.shape)
         if options.quantization is not None:
             y = on_host(options.quantization, operands, y.reshape(self.shape), options.extents)
         else:
@@ -148,6 +169,8 @@ class HostForward(CheckedForward):
         if not self.makes_sum:
             return operands.input
         values = arrays.to_float64(operands.input).reshape(self.matrix_shape)
+        if operands.functors is not None and operands.functors.load is not None:
+            values = _apply(operands.functors.load, "load", values, self.shape)
         values = _scaled(values, operands.row_scale, self.options.dropout_p, seed)
         values = values.reshape(self.shape)
         if operands.residual is not None:
@@ -197,10 +220,22 @@ class HostBackward:
         x64, mean64 = self._matrix(x), _vector(mean)
         if options.x_is_y:
             x64, mean64 = self._row_of(operands)
-        total, dweight, dbias = self._gradients(operands, x64, mean64)
+        load, store = operands.functors or (None, None)
+        raw64, of_load, of_store = x64, [], []
+        if load is not None and operands.input is None:
+            x64 = _apply(load, "load", raw64, self.shape)
+        elif load is not None:
+            raw64 = self._matrix(operands.input)
+        dy64 = self._matrix(operands.dy)
+        if store is not None:
+            y64 = self._y(operands, x64, mean64)
+            dy64, of_store = _through(store, "store", y64, dy64, self.shape)
+        total, dweight, dbias = self._gradients(operands, dy64, x64, mean64)
         dx = dresidual = y = None
         if options.dx_dtype:
             scaled = _scaled(total, operands.row_scale, options.dropout_p, operands.dropout_seed)
+            if load is not None:
+                scaled, of_load = _through(load, "load", raw64, scaled, self.shape)
             dx = arrays.from_float64(scaled.reshape(self.shape), options.dx_dtype, x)
         if options.dresidual_dtype:
             values = total.reshape(self.shape)
@@ -210,21 +245,36 @@ class HostBackward:
             for values, dtype in ((dweight, options.dweight_dtype), (dbias, options.dbias_dtype))
         )
         if options.recompute:
-            y = self._recomputed(operands, x64, mean64)
-        return Gradients(dx, dweight, dbias, dresidual, y)
+            y64 = self._y(operands, x64, mean64).reshape(self.shape)
+            y = arrays.from_float64(y64, arrays.dtype_name(operands.dy), x)
+        of_functors = self._of_functors(operands, [*of_load, *of_store])
+        return Gradients(dx, dweight, dbias, dresidual, y, of_functors)
+
+    def _of_functors(self, operands: BackwardOperands, made: list[np.ndarray]) -> tuple:
+        """The wanted gradients of functors' arrays, rounded once after they are summed."""
+        functors, wanted = operands.functors, self.options.functor_gradients
+        if functors is None:
+            return ()
+        return tuple(
+            arrays.from_float64(
+                summed(each, tuple(array.shape)), arrays.dtype_name(array), operands.x
+            )
+            for name, array, each in zip(functors.names(), functors.arrays(), made)
+            if name in wanted
+        )
 
     def _matrix(self, array: Array) -> np.ndarray:
         return arrays.to_float64(array).reshape(self.matrix_shape)
 
     def _gradients(
-        self, operands: BackwardOperands, x: np.ndarray, mean: np.ndarray | None
+        self, operands: BackwardOperands, dy: np.ndarray, x: np.ndarray, mean: np.ndarray | None
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         from .. import reference
 
         options = self.options
         if self.matrix_shape[1] == 0:
             return np.empty(self.matrix_shape), np.empty(0), np.empty(0)
-        rows = [self._matrix(operands.dy), x, _vector(operands.rstd)]
+        rows = [dy, x, _vector(operands.rstd)]
         if options.centered:
             rows.insert(2, mean)
         backward = (
@@ -237,19 +287,15 @@ class HostBackward:
             dsum=None if operands.dsum is None else self._matrix(operands.dsum),
         )
 
-    def _recomputed(
-        self, operands: BackwardOperands, x: np.ndarray, mean: np.ndarray | None
-    ) -> Array:
-        """y from mean and rstd as they were rounded, in dy's dtype."""
+    def _y(self, operands: BackwardOperands, x: np.ndarray, mean: np.ndarray | None) -> np.ndarray:
+        """y from mean and rstd as they were rounded."""
         from ..reference.layer_norm import affine
 
         rstd = _vector(operands.rstd).reshape(-1, 1)
         zero_centered = bool(self.options.zero_centered_weight)
         with np.errstate(all="ignore"):
             x_hat = (x if mean is None else x - mean.reshape(-1, 1)) * rstd
-            y = affine(x_hat, _vector(operands.weight), _vector(operands.bias), zero_centered)
-        dtype = arrays.dtype_name(operands.dy)
-        return arrays.from_float64(y.reshape(self.shape), dtype, operands.x)
+            return affine(x_hat, _vector(operands.weight), _vector(operands.bias), zero_centered)
 
     def _row_of(self, operands: BackwardOperands) -> tuple[np.ndarray, np.ndarray]:
         """A row of mean 0 that has the x_hat of y and its rstd, and that mean."""

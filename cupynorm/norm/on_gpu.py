@@ -8,7 +8,9 @@ from typing import Any
 
 from ..gpu import arrays, launch
 from ..gpu.arrays import Rows
+from ..plan.functors import Functors
 from .arguments import Call, Template
+from .functors import PlacedFunctors, place_all, summed
 from .request import Array
 
 
@@ -37,6 +39,13 @@ def allocator(library: Any, shape: tuple[int, ...], dtype: str | None) -> Callab
     return library.allocator(shape, library.dtype(dtype)) if dtype else lambda: None
 
 
+def in_dtype(array: Array, dtype: Any) -> Array:
+    """dtype: of the array's library."""
+    if array.dtype == dtype:
+        return array
+    return array.to(dtype) if arrays.is_torch(array) else array.astype(dtype)
+
+
 def fill(some: Iterable[Array | None], value: float) -> None:
     for array in some:
         if array is not None:
@@ -57,6 +66,49 @@ class OnGpu:
             self.read = lambda operands: (operands[indices[0]],)
         self.copies: tuple[bool, ...] = ()
         self.steps: list[tuple[Any, Template]] = []
+
+    def read_functors(
+        self,
+        functors: Functors | None,
+        x: Array,
+        num_dims: int,
+        copied: list[bool],
+        wanted: tuple[str, ...] = (),
+    ) -> tuple[PlacedFunctors, list[bool]]:
+        """Adds the arrays of functors to what is read, and to `copied`, whether each is a copy."""
+        placed, copies = place_all(functors, x, num_dims, wanted)
+        if functors is not None:
+            read = self.read
+            self.read = lambda operands: read(operands) + operands.functors.arrays()
+        return placed, copied + copies
+
+    @staticmethod
+    def functor_gradients(
+        functors: Functors | None, placed: PlacedFunctors, shape: tuple[int, ...]
+    ) -> dict[str, tuple[tuple[int, ...], str | None]]:
+        """Shape and dtype of each gradient of a functor's array, before it is summed."""
+        made = {}
+        for role, own in zip(placed._fields, placed):
+            if own is not None:
+                for name, dtype in zip(own.functor.arrays, own.gradients):
+                    made[f"{role}.d{name}"] = (shape, dtype)
+        return made
+
+    def place_gradients(
+        self, functors: Functors | None, wanted: tuple[str, ...], order: Tensors
+    ) -> None:
+        """Remembers where a run has the gradients of the functors' arrays."""
+        self.of_functors = [
+            (order.place(name.replace(".", ".d", 1)), tuple(array.shape), array.dtype)
+            for name, array in (zip(functors.names(), functors.arrays()) if functors else ())
+            if name in wanted
+        ]
+
+    def summed(self, tensors: tuple) -> tuple:
+        """The gradients of the functors' arrays, in their shapes and dtypes."""
+        return tuple(
+            in_dtype(summed(tensors[at], shape), dtype) for at, shape, dtype in self.of_functors
+        )
 
     def compile(self, call: Call, order: list[str]) -> None:
         """order: names of the tensors in the order in which a run has their addresses."""

@@ -18,6 +18,7 @@ from ..gpu import arrays, launch, nvrtc
 from ..gpu.arrays import Rows
 from ..plan.dispatch import choose
 from ..plan.problem import Layout, Problem
+from . import functors as own_functors
 from . import host
 from .arguments import backward_call, forward_call
 from .checks import (
@@ -73,7 +74,9 @@ def prepare_forward(
     refused, so its class counts. Other equal values mean the same.
     """
     operands, options = request
-    input, weight, bias, residual, out, row_scale, seed, weight1, bias1, scale, amax = operands
+    input, weight, bias, residual, out, row_scale, seed, weight1, bias1, scale, amax, functors = (
+        operands
+    )
     layout_key = arrays.library(input).layout_key
     try:
         key = (
@@ -96,6 +99,8 @@ def prepare_forward(
                 (layout_key(each), getattr(each, "requires_grad", False)) for each in (scale, amax)
             )
             key += (*constants, share_an_address(scale, amax))
+        if functors is not None:
+            key += own_functors.key_of(functors, layout_key)
         prepared = forwards.get(key)
     except (AttributeError, TypeError, RuntimeError):
         # Arrays of several libraries, none at all, or sparse ones: the checks say so.
@@ -103,9 +108,7 @@ def prepare_forward(
     if prepared is None:
         checked = check_forward(request)
         operands = checked.operands
-        arrays.check_addresses(
-            **{name: array for name, array in operands._asdict().items() if array is not None}
-        )
+        _check_addresses(operands)
         check_out(checked)
         if purpose is FOR_GRADIENTS:
             if operands.out is not None:
@@ -122,6 +125,16 @@ def prepare_forward(
     if out is not None:
         check_overlap(operands)
     return prepared, operands
+
+
+def _check_addresses(operands: ForwardOperands | BackwardOperands) -> None:
+    there = {name: array for name, array in operands._asdict().items() if array is not None}
+    functors = there.pop("functors", None)
+    names = {"y_weight": "weight", "y_bias": "bias"}
+    for name, array in there.items():
+        arrays.check_addresses(**{names.get(name, name): array})
+    if functors is not None:
+        arrays.check_addresses(**dict(zip(functors.names(), functors.arrays())))
 
 
 def _check_backward_strategy(request: ForwardRequest) -> None:
@@ -180,8 +193,13 @@ class PreparedForward(host.CheckedForward, OnGpu):
         of_one += ["out"] * (operands.out is not None)  # written in place, never copied
         names += of_one
         OnGpu.__init__(self, x, names, ForwardOperands._fields)
+        placed, copied = self.read_functors(
+            operands.functors, x, len(options.extents), [*copied, *(False for _ in of_one)]
+        )
+        if operands.functors is not None:
+            names += operands.functors.names()
         if any(copied):
-            self.copies = (*copied, *(False for _ in of_one))
+            self.copies = tuple(copied)
         shape, y_dtype, sum_dtype = tuple(x.shape), options.out_dtype, options.residual_dtype
         num_dims = len(options.extents)
 
@@ -203,6 +221,7 @@ class PreparedForward(host.CheckedForward, OnGpu):
             tensors,
             options,
             "forward" if wants_statistics else "inference",
+            placed,
         )
         self.plan = call.plan
         self.num_rows, self.num_cols = tensors["x"].num_rows, tensors["x"].num_cols
@@ -290,12 +309,14 @@ def _is_int(seed: object) -> bool:
 
 # Backward.
 
-_READ_BACKWARD = ("weight", "dsum", "bias", "row_scale", "y_weight", "y_bias")
+_READ_BACKWARD = ("weight", "dsum", "bias", "row_scale", "y_weight", "y_bias", "input")
 
 
 def _backward_key(request: BackwardRequest) -> tuple:
     operands, options = request
-    dy, x, mean, rstd, weight, dsum, bias, row_scale, seed, y_weight, y_bias = operands
+    dy, x, mean, rstd, weight, dsum, bias, row_scale, seed, y_weight, y_bias, input, functors = (
+        operands
+    )
     layout_key = arrays.library(x).layout_key
     key = (
         layout_key(dy),
@@ -310,6 +331,8 @@ def _backward_key(request: BackwardRequest) -> tuple:
     )
     if seed is not None or y_weight is not None or y_bias is not None:
         key += (seed.__class__ is int or layout_key(seed), layout_key(y_weight), layout_key(y_bias))
+    if functors is not None:
+        key += (layout_key(input), own_functors.key_of(functors, layout_key))
     return key
 
 
@@ -326,10 +349,7 @@ def prepare_backward(
     if prepared is None:
         checked = check_backward(request)
         operands = checked.operands
-        there = {name: array for name, array in operands._asdict().items() if array is not None}
-        names = {"y_weight": "weight", "y_bias": "bias"}
-        for name, array in there.items():
-            arrays.check_addresses(**{names.get(name, name): array})
+        _check_addresses(operands)
         if arrays.on_host(operands.x):
             prepared = host.HostBackward(checked)
         else:
@@ -348,7 +368,10 @@ class PreparedBackward(OnGpu):
         # dx and dresidual are one tensor where they would be the same. Where only dresidual is
         # wanted, it is written as dx is and not scaled.
         dx, dresidual = options.dx_dtype, options.dresidual_dtype
-        is_scaled = dx is not None and (operands.row_scale is not None or options.dropout_p > 0)
+        functors = operands.functors
+        has_load = functors is not None and functors.load is not None
+        has_factor = operands.row_scale is not None or options.dropout_p > 0
+        is_scaled = dx is not None and (has_factor or has_load)
         self.is_both = None not in (dx, dresidual) and not is_scaled and dx == dresidual
         self.is_residual = dx is None
         first, second = (
@@ -365,16 +388,22 @@ class PreparedBackward(OnGpu):
         tensors, copied = {}, []
         for name in names:
             array = getattr(operands, name)
-            is_rows = name in ("dy", "x", "dsum")
+            is_rows = name in ("dy", "x", "dsum", "input")
             rows, copies = rows_of(array, num_dims) if is_rows else parameter_of(array)
             copied.append(copies)
             if name not in ("mean", "rstd"):
                 tensors[name] = rows
         drops = is_scaled and options.dropout_p > 0
         of_one = ["dropout_seed"] * (drops and not _is_int(operands.dropout_seed))
-        OnGpu.__init__(self, x, names + of_one, BackwardOperands._fields)
+        names += of_one
+        OnGpu.__init__(self, x, names, BackwardOperands._fields)
+        copied += [False for _ in of_one]
+        wanted = options.functor_gradients
+        placed, copied = self.read_functors(functors, x, num_dims, copied, wanted)
+        if functors is not None:
+            names += functors.names()
         if any(copied):
-            self.copies = (*copied, *(False for _ in of_one))
+            self.copies = tuple(copied)
         shape = tuple(x.shape)
         y_dtype = tensors["dy"].dtype if options.recompute else None
         for name, dtype in (("dx", first), ("dresidual", second), ("y", y_dtype)):
@@ -387,12 +416,17 @@ class PreparedBackward(OnGpu):
         if not drops:
             options = options._replace(dropout_p=0.0)
         call = backward_call(
-            launch.device(self.device_index), tensors, options, arrays.dtype_name(operands.rstd)
+            launch.device(self.device_index),
+            tensors,
+            options,
+            arrays.dtype_name(operands.rstd),
+            placed,
         )
         self.plan = call.plan
         shapes = {"dx": (shape, first), "dweight": (extents, options.dweight_dtype)}
         shapes |= {"dbias": (extents, options.dbias_dtype), "dresidual": (shape, second)}
         shapes["y"] = (shape, y_dtype)
+        shapes |= self.functor_gradients(functors, placed, shape)
         self.overwrites_dy = options.overwrite_dy and call.can_write_over_dy
         wants_any = any(dtype for _, dtype in shapes.values())
         if call.partials_shape:
@@ -402,7 +436,7 @@ class PreparedBackward(OnGpu):
             for name, each in shapes.items()
             if each[1] and not (name == "dx" and self.overwrites_dy)
         }
-        order = Tensors([*names, *of_one], makers)
+        order = Tensors(names, makers)
         self.make = order.make
         if wants_any:
             # The gradient is written in the place of dy, which is the first that is read.
@@ -413,6 +447,7 @@ class PreparedBackward(OnGpu):
         if self.is_residual:
             dx, dresidual = None, dx
         self.results = order.returns(dx, "dweight", "dbias", dresidual, "y")
+        self.place_gradients(functors, wanted, order)
 
     def run(self, operands: BackwardOperands) -> tuple:
         """Allocates and launches; returns the fields of Gradients.
@@ -434,7 +469,7 @@ class PreparedBackward(OnGpu):
                 self.enqueue(addresses, operands.dropout_seed)
             else:  # no rows or no columns: sums of nothing
                 fill(results[1:3], 0.0)
-            return results
+            return (*results, self.summed(tensors)) if self.of_functors else results
         finally:
             if former != self.device_index:
                 library.exchange_device(former)

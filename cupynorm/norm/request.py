@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from ..plan.functors import Functors
 from ..plan.problem import Tile
 
 Array = Any  # a CuPy array, torch tensor, NumPy array, or any object with __dlpack__
@@ -66,6 +67,7 @@ class ForwardOperands(NamedTuple):
     bias1: Array | None = None
     scale: Array | None = None
     amax: Array | None = None
+    functors: Functors | None = None
 
 
 class ForwardOptions(NamedTuple):
@@ -95,6 +97,8 @@ class BackwardOperands(NamedTuple):
     """The arrays of a backward. x is what was normalised, or y where options.x_is_y.
 
     bias is needed where y is recomputed; y_weight and y_bias, those of forward, where x is y.
+    functors: those of forward. A store needs bias. input: what a load was applied to, where its
+    result is part of a sum; else x is that.
     """
 
     dy: Array
@@ -108,6 +112,8 @@ class BackwardOperands(NamedTuple):
     dropout_seed: Array | int | None = None
     y_weight: Array | None = None
     y_bias: Array | None = None
+    input: Array | None = None
+    functors: Functors | None = None
 
 
 class BackwardOptions(NamedTuple):
@@ -115,6 +121,8 @@ class BackwardOptions(NamedTuple):
 
     x_is_y: forward kept y instead of x. recompute: also write y again, in dy's dtype.
     overwrite_dy: nobody else needs dy, so the gradient may be written in its place.
+    functor_gradients: names of the functors' arrays whose gradients are wanted, as "store.gate".
+    With functors, "dx" is among the gradients.
     """
 
     centered: bool
@@ -129,6 +137,7 @@ class BackwardOptions(NamedTuple):
     x_is_y: bool = False
     recompute: bool = False
     overwrite_dy: bool = False
+    functor_gradients: tuple[str, ...] = ()
     launch: Options = DEFAULTS
 
 
@@ -170,4 +179,5 @@ def is_plain(request: ForwardRequest) -> bool:
         and not options.round_x_hat
         and not options.memory_efficient
         and options.quantization is None
+        and operands.functors is None
     )

@@ -86,13 +86,17 @@ class FusedBackward(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """What one backward kernel gives. y is None unless it was recomputed."""
+    """What one backward kernel gives. y is None unless it was recomputed.
+
+    functors: the gradients of the functors' arrays that are wanted, in their order.
+    """
 
     dx: Array | None
     dweight: Array | None
     dbias: Array | None
     dresidual: Array | None = None
     y: Array | None = None
+    functors: tuple[Array, ...] = ()
 
 
 GRADIENTS = Gradients._fields[:4]

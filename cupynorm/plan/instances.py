@@ -6,7 +6,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..dtypes import ELEMENTS
+from ..dtypes import DTYPES, ELEMENTS
+from .functors import struct_text
 from .problem import Problem, Tile
 
 
@@ -16,6 +17,7 @@ class Kernel:
 
     source: str
     name_expression: str
+    functors: str = ""  # the structs of a user's functors (plan/functors.py)
 
 
 @dataclass(frozen=True)
@@ -75,10 +77,42 @@ def cpp_bool(value: object) -> str:
 
 
 def load_x_name(problem: Problem) -> str:
+    if problem.load and problem.load.source:
+        own = problem.load.struct("load", problem.compute)
+        return f"FunctorLoad<{cpp_name(problem.load.source)}, {own}>"
     if problem.forward or problem.y is None:
         return f"Load<{cpp_name(problem.x)}>"
     types = ", ".join(cpp_name(name) for name in (problem.y, problem.y_weight, problem.y_bias))
     return f"LoadXHat<{types}, {cpp_bool(problem.zero_centered)}, {cpp_name(problem.compute)}>"
+
+
+def load_dy_name(problem: Problem) -> str:
+    if problem.store is None:
+        return f"Load<{cpp_name(problem.dy)}>"
+    types = cpp_names(problem.store.source, problem.weight, problem.bias)
+    flags = f"{cpp_bool(problem.zero_centered)}, {cpp_bool(problem.centered)}"
+    own = problem.store.struct("store", problem.compute, backward=True)
+    return f"LoadThrough<{load_x_name(problem)}, {types}, {flags}, {own}>"
+
+
+def functor_structs(problem: Problem) -> str:
+    """The structs that a kernel of the problem needs besides those of cuda_src."""
+    texts = []
+    for role, each in (("load", problem.load), ("store", problem.store)):
+        if each is None:
+            continue
+        if problem.forward or (role == "load" and each.source):
+            texts.append(struct_text(each.functor, role))
+        if not problem.forward:
+            texts.append(struct_text(each.functor, role, backward=True))
+    return "".join(texts)
+
+
+def compute_of_load(problem: Problem) -> str:
+    """The dtype in which a load's functor computes: the widest arithmetic of the parts of a sum."""
+    parts = (problem.x, problem.input, problem.residual_dtype)
+    wide = any(name and DTYPES[name].compute == "float64" for name in parts)
+    return "float64" if wide else "float32"
 
 
 def row_instance(
@@ -92,7 +126,10 @@ def row_instance(
             load_x = f"ResidualLoad<{cpp_name(problem.x)}>"
         if problem.input:
             types = cpp_names(problem.input, problem.residual_dtype)
-            load_x = f"SumLoad<{types}, {cpp_name(problem.x)}, {factor}>"
+            own = factor
+            if problem.load:
+                own += f", {problem.load.struct('load', compute_of_load(problem))}"
+            load_x = f"SumLoad<{types}, {cpp_name(problem.x)}, {own}>"
         rounded = f", {cpp_name(problem.round_x_hat)}" if problem.round_x_hat else ""
         outputs = cpp_names(problem.y, problem.weight, problem.bias)
         store = f"Store<{outputs}, {zero_centered}{rounded}>"
@@ -104,14 +141,21 @@ def row_instance(
             second = cpp_names(problem.y1, problem.weight1, problem.bias1)
             second = f"Store<{second}, {zero_centered}{rounded}>"
             store = f"TwoStores<{store}, {second}>"
+        if problem.store:
+            store = f"FunctorStore<{store}, {problem.store.struct('store', problem.compute)}>"
         arguments = f"{load_x}, {store}, {cpp_bool(problem.centered)}, Statistics::{statistics}"
     else:
         store = f"Store<{cpp_name(problem.dx or problem.x)}, void, void, false>"
         if problem.dsum:
             store = f"AddStore<{cpp_name(problem.dx or problem.x)}, {cpp_name(problem.dsum)}>"
-        if problem.dresidual or problem.row_scale or problem.dropout:
+        if problem.dresidual or problem.row_scale or problem.dropout or problem.load:
             types = cpp_names(problem.dx, problem.dresidual, problem.dsum)
-            store = f"SplitStore<{types}, {factor}>"
+            through = ""
+            if problem.load:
+                own = problem.load.struct("load", problem.compute, backward=True)
+                source = cpp_name(problem.input or problem.load.source)
+                through = f", ThroughLoad<{source}, {own}>"
+            store = f"SplitStore<{types}, {factor}{through}>"
         if problem.recomputed:
             types = ", ".join(
                 cpp_name(name) for name in (problem.recomputed, problem.weight, problem.bias)
@@ -124,10 +168,10 @@ def row_instance(
             f".dweight = {cpp_bool(problem.dweight and sums)}, "
             f".dbias = {cpp_bool(problem.dbias and sums)}}}"
         )
-        loads = f"{load_x}, Load<{cpp_name(problem.dy)}>"
+        loads = f"{load_x}, {load_dy_name(problem)}"
         arguments = f"{loads}, {scale}, {store}, {gradients}, {cpp_bool(problem.centered)}"
     name = f"{problem.direction}_{strategy}"
-    return Kernel(f"{name}.cu", f"{name}<{arguments}, {tile.cpp}>")
+    return Kernel(f"{name}.cu", f"{name}<{arguments}, {tile.cpp}>", functor_structs(problem))
 
 
 def parameters_instance(problem: Problem, strategy: str) -> tuple[Tile | None, Kernel | None]:
@@ -136,16 +180,20 @@ def parameters_instance(problem: Problem, strategy: str) -> tuple[Tile | None, K
     pack_size = min(problem.widest_pack, 4)
     # Partial rows are few, so units of one cache line spread the columns over more multiprocessors.
     lanes = 32 if strategy == "uncached" or problem.num_cols >= 16384 else 8
-    # With y, four float64 divisions at a time need more than the 64 registers of two blocks.
-    blocks_per_sm = 1 if problem.y and strategy == "uncached" else 2
+    # Four float64 divisions at a time, with y, or functors need more than the 64 registers of two
+    # blocks.
+    is_tight = problem.y or problem.load or problem.store
+    blocks_per_sm = 1 if is_tight and strategy == "uncached" else 2
     tile = Tile(pack_size, lanes, rows_per_block=512 // lanes, blocks_per_sm=blocks_per_sm)
     compute = cpp_name(problem.compute)
     if strategy == "uncached":
-        loads = f"{load_x_name(problem)}, Load<{cpp_name(problem.dy)}>"
+        loads = f"{load_x_name(problem)}, {load_dy_name(problem)}"
         rows = f"RowProducts<{loads}, {cpp_bool(problem.centered)}>"
     else:
         rows = f"PartialSums<{compute}>"
     outputs = f"{cpp_name(problem.dweight)}, {cpp_name(problem.dbias)}"
     return tile, Kernel(
-        "backward_parameters.cu", f"backward_parameters<{rows}, {outputs}, {tile.cpp}>"
+        "backward_parameters.cu",
+        f"backward_parameters<{rows}, {outputs}, {tile.cpp}>",
+        functor_structs(problem) if strategy == "uncached" else "",
     )

@@ -208,8 +208,9 @@ def smem_tile(problem: Problem, device: Device, cluster_sizes: Iterable[int]) ->
 
 
 def uncached_tile(problem: Problem, device: Device) -> Tile:
-    # Two outputs need more than the 64 registers that a thread has with two blocks.
-    return Tile(problem.widest_pack, 512, blocks_per_sm=1 if problem.y1 else 2, path="uncached")
+    # Two outputs, and a functor, need more than the 64 registers of a thread with two blocks.
+    is_tight = problem.y1 or problem.load or problem.store
+    return Tile(problem.widest_pack, 512, blocks_per_sm=1 if is_tight else 2, path="uncached")
 
 
 # Rings.

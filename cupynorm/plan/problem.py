@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import NamedTuple
 
 from ..dtypes import DTYPES, ELEMENTS, FLOAT8S
+from .functors import Fused
 
 # How a row travels between its uses (Path in cuda_src/tile.cuh), by strategy.
 PATHS_OF_STRATEGY = {
@@ -215,6 +216,9 @@ class Problem:
     scaling: where the scales of an 8-bit y come from, one of SCALINGS.
     amax: whether the amax of y is recorded beside a given scale.
     recomputed: the dtype of a y that backward writes again from x; bias is then that of forward.
+    load, store: the user's functors. What a load without a sum is applied to has the dtype of its
+    source, and x is the dtype of the arithmetic. So is dy of a backward with a store, whose bias is
+    that of forward. Backward, where a sum was stored after a load, input is what the load read.
     """
 
     direction: str
@@ -246,6 +250,8 @@ class Problem:
     scaling: str | None = None
     amax: bool = False
     recomputed: str | None = None
+    load: Fused | None = None
+    store: Fused | None = None
 
     @property
     def compute(self) -> str:
@@ -270,6 +276,7 @@ class Problem:
             self.residual_dtype,
             self.dresidual,
             self.recomputed,
+            *(each.source for each in (self.load, self.store) if each),
         ]
         return min(
             self.layout.pack_limit,
@@ -306,6 +313,10 @@ class Problem:
             if self.forward
             else [self.y or self.x, self.dy, self.dx, self.dsum, self.dresidual]
         )
+        if self.load and self.load.source:
+            streamed[0] = self.load.source
+        if self.store and not self.forward:
+            streamed[1] = self.store.source
         streamed += [self.input, self.residual_dtype, self.recomputed]
         if self.residual:
             streamed += [self.x, self.x]

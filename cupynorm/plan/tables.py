@@ -114,7 +114,7 @@ def class_of(problem: Problem) -> str | None:
         problem.round_x_hat,
     ]
     other += [problem.recomputed, None if problem.forward else problem.y, problem.x == "float64"]
-    other += ["float64" in (problem.weight, problem.bias)]
+    other += ["float64" in (problem.weight, problem.bias), problem.load, problem.store]
     if any(other) or len(same - {None}) > 1:
         return None
     words = [f"{problem.widest_pack * DTYPES[problem.x].itemsize} bytes"]

@@ -117,7 +117,7 @@ def check_tile(problem: Problem, strategy: str, tile: Tile, device: Device) -> N
         raise ValueError(
             f"tile has stages {tile.stages}; a ring needs float32 arithmetic, sm_90 or later for "
             "the copy engine, and neither residual_dtype nor dropout nor row_scale nor "
-            "memory_efficient"
+            "memory_efficient nor load nor, backward, store"
         )
     check_path(strategy, tile)
     smem_bytes = smem_bytes_of(problem, tile, strategy)

@@ -37,7 +37,8 @@ def can_ring(problem: Problem, device: Device) -> bool:
     an input of another dtype.
     """
     plain = problem.input is None and not problem.dropout and problem.row_scale is None
-    plain = plain and (problem.forward or problem.y is None)
+    plain = plain and problem.load is None
+    plain = plain and (problem.forward or (problem.y is None and problem.store is None))
     return plain and problem.compute == "float32" and device.compute_capability >= 90
 
 
@@ -57,7 +58,7 @@ def can_bundle(problem: Problem, device: Device) -> bool:
         problem.dresidual,
         problem.recomputed,
     ]
-    fused += [None if problem.forward else problem.y]
+    fused += [problem.load, None if problem.forward else problem.y or problem.store]
     plain = len(sizes) == 1 and not any(fused) and problem.layout.contiguous
     return plain and problem.compute == "float32" and device.compute_capability >= 90
 
@@ -243,6 +244,9 @@ def _fused_registers(problem: Problem, device: Device, tile: Tile) -> float:
     )
     if problem.y1:  # a second pair of parameters, and an address for each single element
         needed += 32 + 0.75 * elements + (2.5 * elements if tile.pack_size == 1 else 0)
+    # A user's functor may read other columns; its gradient computes y again.
+    needed += 24 * words * bool(problem.load)
+    needed += (40 if problem.forward else 72) * words * bool(problem.store)
     if problem.recomputed:
         needed += 8 + 40 * (device.compute_capability >= 120 and elements >= 32)
     return needed
@@ -252,6 +256,7 @@ def _is_bare(problem: Problem) -> bool:
     """Whether forward is only a norm: no sum, second output, scales or wide parameters."""
     other = [problem.residual, problem.input, problem.round_x_hat, problem.dropout]
     other += [problem.row_scale, problem.y1, problem.scaling, problem.has_wide_parameters]
+    other += [problem.load, problem.store]
     return not any(other)
 
 
@@ -347,6 +352,7 @@ def _ring_registers(problem: Problem, device: Device, tile: Tile) -> float:
     tight = (24 if "float64" in names else 8) * (device.compute_capability >= 120)
     if problem.cols_of_scale is not None:
         tight += 24 * problem.residual + 16 + 8 * (problem.scaling == "row")
+    tight += 32 * bool(problem.store)
     needed = max(104, 40 + kept_y) + elements * kept / 4 + tight
     # Two parameters and x of a single element of 2 bytes take a register each.
     return max(needed, 46 + 3 * elements + kept_y) if fewest and kept == 8 else needed

@@ -25,7 +25,7 @@ import cupynorm
 
 # Page -> its title, and the modules (or the folders of modules) whose public names it has.
 _PAGES = {
-    "norms": ("Norms", ("norm", "gpu")),
+    "norms": ("Norms", ("norm", "gpu", "plan.functors")),
     "linear": ("Norm and linear layer", ("linear", "parallel")),
     "torch": ("torch modules and recipes", ("nn",)),
     "plans": ("Plans", ("plan", "norm.plans", "norm.tiles")),
@@ -63,7 +63,7 @@ def names_of(page: str) -> list[str]:
 def docstring_of(name: str) -> str:
     """The docstring of a public name. That of a constant follows it in its module."""
     value = getattr(cupynorm, name)
-    if inspect.isclass(value) or inspect.isfunction(value):
+    if inspect.isclass(value) or inspect.isfunction(value) or inspect.ismodule(value):
         return inspect.cleandoc(value.__doc__ or "")
     module = importlib.import_module(f"cupynorm.{cupynorm._NAMES[name]}")
     return text_after(name, inspect.getsource(module))

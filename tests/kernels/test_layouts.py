@@ -11,17 +11,15 @@ from typing import NamedTuple
 
 import numpy as np
 import pytest
+from laid_out import LAYOUTS, as_numpy, lay_out
 
 import cupynorm
 from cupynorm.check.cases import Case, Problem, random_problem
-from cupynorm.check.kernels import CpuMachine, uses_welford
+from cupynorm.check.kernels import uses_welford
 from cupynorm.check.results import CheckResult, judge_all
 from cupynorm.dtypes import FLOAT8S, decode, encode
-from cupynorm.gpu import arrays, launch
-from cupynorm.norm import kept
 from cupynorm.plan.devices import DEVICES
 
-LAYOUTS = ("contiguous", "gap", "misaligned", "broadcast", "transposed", "reversed")
 OPERANDS = ("x", "residual", "dy", "dsum")
 NUM_ROWS = 70
 
@@ -47,96 +45,6 @@ PATHS = {
     "cluster": Path(4001, "float16", "cluster"),
     "uncached": Path(515, "float16", "uncached"),
 }
-
-
-class _NumpyLibrary(arrays.CuPyLibrary):
-    """NumPy arrays that stand in for CuPy's; allocated memory is NaN."""
-
-    address = staticmethod(lambda array: array.ctypes.data)
-    exchange_device = staticmethod(lambda index: index)
-
-    def __init__(self, device_index: int) -> None:
-        pass
-
-    @staticmethod
-    def layout_key(array):
-        return (
-            array
-            if array is None
-            else (array.dtype, array.shape, array.strides, array.ctypes.data & 15)
-        )
-
-    @staticmethod
-    def view(array):
-        strides = tuple(stride // array.itemsize for stride in array.strides)
-        return arrays.View(array.ctypes.data, array.shape, strides, array.dtype.name, 0)
-
-    @staticmethod
-    def allocator(shape, dtype):
-        return lambda: np.full(shape, np.nan if np.dtype(dtype).kind == "f" else 0xFE, dtype)
-
-    @staticmethod
-    def contiguous(array):
-        return np.ascontiguousarray(array)
-
-    @staticmethod
-    def stream():
-        return 0
-
-
-@pytest.fixture(params=["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
-def library(request, monkeypatch):
-    """numpy, whose arrays are given to the kernels on the CPU, or cupy."""
-    if request.param == "gpu":
-        return pytest.importorskip("cupy")
-    # Two multiprocessors: every block takes several rows, and a warp bundles of several.
-    small = replace(
-        DEVICES["H200"],
-        num_sms=2,
-        clusters=tuple((size, 1) for size, _ in DEVICES["H200"].clusters),
-    )
-
-    class Loaded:
-        def __init__(self, planned, device_index):
-            self.planned = planned
-
-        def enqueue(self, stream, words):
-            CpuMachine().launch(self.planned, words)
-
-    monkeypatch.setattr(arrays, "library", lambda array: _NumpyLibrary)
-    monkeypatch.setattr(arrays, "on_host", lambda array: False)
-    monkeypatch.setattr(arrays, "view", _NumpyLibrary.view)
-    monkeypatch.setattr(launch, "device", lambda index: small)
-    monkeypatch.setattr(launch, "load", Loaded)
-    kept.forget()
-    request.addfinalizer(kept.forget)
-    return np
-
-
-def lay_out(library, values: np.ndarray, layout: str):
-    """values, [num_rows, num_cols], in memory of that layout; whatever lies between rows is NaN."""
-    num_rows, num_cols = values.shape
-    values = library.asarray(values)
-    if layout == "contiguous":
-        return library.ascontiguousarray(values)
-    if layout == "broadcast":
-        memory = library.full(
-            values.shape, np.nan, values.dtype
-        )  # what a kernel reads that takes the rows for neighbours
-        memory[0] = values[0]
-        return library.broadcast_to(memory[0], values.shape)
-    if layout == "transposed":
-        return library.ascontiguousarray(values.T).T
-    if layout == "reversed":
-        return library.ascontiguousarray(values[::-1])[::-1]
-    gap = 16 if layout == "gap" else 0
-    memory = library.full(num_rows * (num_cols + gap) + 16, np.nan, values.dtype)
-    first = 0 if layout == "gap" else 1
-    made = memory[first : first + num_rows * (num_cols + gap)].reshape(num_rows, num_cols + gap)[
-        :, :num_cols
-    ]
-    made[...] = values
-    return made
 
 
 def run(library, path: Path, layouts: dict[str, str]) -> None:
@@ -187,10 +95,6 @@ def run(library, path: Path, layouts: dict[str, str]) -> None:
         assert (np.float64(as_numpy(array)) == getattr(problem, name)).all(), (
             f"{name} was written to"
         )
-
-
-def as_numpy(array) -> np.ndarray:
-    return array if isinstance(array, np.ndarray) else array.get()
 
 
 def assert_right(library, problem: Problem, results: dict) -> None:

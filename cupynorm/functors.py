@@ -1,0 +1,146 @@
+"""Functors that ship: for `store=` and `load=` of layer_norm and rms_norm, and as examples.
+
+Examples:
+    >>> x, gate = np.array([[1.0, 3.0]]), np.array([[0.0, 1.0]])
+    >>> cupynorm.layer_norm(x, 2, store=cupynorm.functors.silu_gate(gate=gate)).round(3)
+    array([[-0.   ,  0.731]])
+
+Each has a derivative and a `reference`, the same in float64 NumPy. cupynorm.functor says what the
+lines see. Importing this module compiles nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from .plan.functors import functor
+
+
+def _silu_gate(y: Any, gate: Any) -> Any:
+    import numpy as np
+
+    return y * gate / (1 + np.exp(-gate))
+
+
+# store: y * silu(gate), the gated norm of Mamba 2. gate: as the input.
+silu_gate = functor(
+    "silu_gate",
+    "y = y * gate / (C(1) + exp(-gate));",
+    arrays=("gate",),
+    backward="""
+        const C sigmoid = C(1) / (C(1) + exp(-gate));
+        dgate = dy * y * sigmoid * (C(1) + gate * (C(1) - sigmoid));
+        dy = dy * gate * sigmoid;
+    """,
+    reference=_silu_gate,
+)
+
+
+def _bias_gelu(x: Any, bias: Any) -> Any:
+    import numpy as np
+
+    u = x + bias
+    return u * (0.5 + 0.5 * np.vectorize(math.erf)(u / math.sqrt(2)))
+
+
+# load: GELU(x + bias) with the exact erf, of the layer before. bias: of normalized_shape.
+bias_gelu = functor(
+    "bias_gelu",
+    """
+    const C u = x + bias;
+    x = u * (C(0.5) + C(0.5) * erf(u * C(0.70710678118654752)));
+    """,
+    arrays=("bias",),
+    backward="""
+        const C u = x + bias;
+        const C density = C(0.39894228040143268) * exp(C(-0.5) * u * u);
+        dx = dx * (C(0.5) + C(0.5) * erf(u * C(0.70710678118654752)) + u * density);
+        dbias = dx;
+    """,
+    reference=_bias_gelu,
+)
+
+# store: y * (1 + scale) + shift, adaptive LayerNorm (Peebles, Xie 2023). scale, shift: [batch, 1,
+# N] for an input [batch, seq, N].
+ada_ln = functor(
+    "ada_ln",
+    "y = y * (C(1) + scale) + shift;",
+    arrays=("scale", "shift"),
+    backward="""
+        dscale = dy * y;
+        dshift = dy;
+        dy = dy * (C(1) + scale);
+    """,
+    reference=lambda y, scale, shift: y * (1 + scale) + shift,
+)
+
+
+def _rotary(y: Any, cos: Any, sin: Any) -> Any:
+    import numpy as np
+
+    first, second = np.split(y, 2, axis=-1)
+    return y * cos + np.concatenate([-second, first], axis=-1) * sin
+
+
+# store: rotary position embedding (Su et al. 2021) of each head of a query or key that is
+# normalised per head, [batch, seq, heads, N]. Column c turns with column c + N/2, as in Llama.
+# cos, sin: [1, seq, 1, N], whose two halves are equal. N is even.
+rotary = functor(
+    "rotary",
+    """
+    const long long half = num_cols / 2;
+    const C turned = col < half ? -y_at(col + half) : y_at(col - half);
+    y = y * cos + turned * sin;
+    """,
+    arrays=("cos", "sin"),
+    backward="""
+        const long long half = num_cols / 2, other = col < half ? col + half : col - half;
+        const C sign = col < half ? C(1) : C(-1);
+        dcos = dy * y;
+        dsin = -sign * dy * y_at(other);
+        dy = dy * cos + sign * dy_at(other) * sin;
+    """,
+    reference=_rotary,
+)
+
+
+def _rotary_interleaved(y: Any, cos: Any, sin: Any) -> Any:
+    import numpy as np
+
+    turned = np.empty_like(y)
+    turned[..., ::2], turned[..., 1::2] = -y[..., 1::2], y[..., ::2]
+    return y * cos + turned * sin
+
+
+# store: the same for columns in pairs, 2i and 2i + 1, as in GPT-J. The two of a pair have equal cos
+# and sin.
+rotary_interleaved = functor(
+    "rotary_interleaved",
+    """
+    const C turned = col % 2 == 0 ? -y_at(col + 1) : y_at(col - 1);
+    y = y * cos + turned * sin;
+    """,
+    arrays=("cos", "sin"),
+    backward="""
+        const long long other = col % 2 == 0 ? col + 1 : col - 1;
+        const C sign = col % 2 == 0 ? C(1) : C(-1);
+        dcos = dy * y;
+        dsin = -sign * dy * y_at(other);
+        dy = dy * cos + sign * dy_at(other) * sin;
+    """,
+    reference=_rotary_interleaved,
+)
+
+# load: x * scale, LayerScale (Touvron et al. 2021), before a residual is added. scale: of
+# normalized_shape.
+layer_scale = functor(
+    "layer_scale",
+    "x = x * scale;",
+    arrays=("scale",),
+    backward="""
+        dscale = dx * x;
+        dx = dx * scale;
+    """,
+    reference=lambda x, scale: x * scale,
+)

@@ -1,0 +1,274 @@
+"""torch: norms with a user's own functors, as operators. schemas.py describes them.
+
+A call whose gradients are recorded, or that torch traces, is one operator. Compiled code outlives
+the process, so an operator gets the functors' lines and names as text.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..norm import route
+from ..norm.checks import check_forward
+from ..norm.functors import check_differentiable
+from ..norm.options import complete
+from ..norm.prepared import SEED_LIMIT
+from ..norm.request import (
+    BackwardOperands,
+    BackwardOptions,
+    BackwardRequest,
+    ForwardRequest,
+    Options,
+    makes_sum,
+)
+from ..plan.functors import Functors, bind_all, from_text
+from .operators import forward_request, or_empty
+from .schemas import (
+    arguments_of,
+    launch_of,
+    refuse_second_derivatives,
+    register,
+    save_nothing,
+    torch_dtype,
+)
+
+_GRADIENTS = ("dx", "dweight", "dbias", "dresidual")
+_functor_norm_forward = torch.ops.cupynorm.functor_norm_forward.default
+_functor_norm_backward = torch.ops.cupynorm.functor_norm_backward.default
+
+
+def functor_norm_forward(request: ForwardRequest) -> tuple[Tensor, None, Tensor]:
+    """y, no second output, and what was normalised, or the input where that is not stored."""
+    operands, options = request
+    functors, seed = operands.functors, operands.dropout_seed
+    tensors = (operands.input, operands.weight, operands.bias, operands.residual)
+    if torch.is_grad_enabled() and _wants_gradient(*tensors, *functors.arrays()):
+        check_differentiable(functors)
+    if options.dropout_p > 0 and not isinstance(seed, Tensor):
+        device = operands.input.device
+        if seed is None:
+            seed = torch.randint(0, SEED_LIMIT, (1,), dtype=torch.int64, device=device)
+        else:
+            seed = torch.full((1,), seed, dtype=torch.int64, device=device)
+    y, _, _, added = _functor_norm_forward(
+        *tensors,
+        operands.row_scale,
+        seed,
+        list(functors.arrays()),
+        None if functors.load is None else functors.load.functor.text,
+        None if functors.store is None else functors.store.functor.text,
+        list(functors.numbers()),
+        options.extents,
+        options.eps,
+        options.centered,
+        bool(options.zero_centered_weight),
+        torch_dtype(options.out_dtype, "out_dtype"),
+        torch_dtype(options.residual_dtype, "residual_dtype"),
+        options.dropout_p,
+        *launch_of(options.launch),
+    )
+    return y, None, added if _makes_sum(request) else operands.input
+
+
+def _wants_gradient(*tensors: object) -> bool:
+    for tensor in tensors:
+        if tensor is not None and getattr(tensor, "requires_grad", False):
+            return True
+    return False
+
+
+def _makes_sum(request: ForwardRequest) -> bool:
+    dtype = str(request.operands.input.dtype).removeprefix("torch.")
+    return makes_sum(request, dtype)
+
+
+# Implementations.
+
+_Forward = arguments_of(_functor_norm_forward)
+_Backward = arguments_of(_functor_norm_backward)
+
+
+def _functors(given: Any) -> Functors:
+    return bind_all(from_text(given.load, given.store), given.arrays, given.numbers)
+
+
+def _request(given: Any) -> ForwardRequest:
+    operands, options = forward_request(given)
+    functors = _functors(given)
+    operands = operands._replace(
+        row_scale=given.row_scale, dropout_seed=given.dropout_seed, functors=functors
+    )
+    dtype = given.residual_dtype
+    options = options._replace(residual_dtype=dtype, dropout_p=given.dropout_p)
+    return complete(ForwardRequest(operands, options))
+
+
+def _forward(*arguments):
+    given = _Forward(*arguments)
+    request = _request(given)
+    y, mean, rstd, added, _, _ = route.forward(request)
+    # An operator returns tensors, and none that it was given.
+    mean = mean if given.centered else rstd.new_empty(0)
+    return y, mean, rstd, added if _makes_sum(request) else given.input.new_empty(0)
+
+
+def _forward_without_memory(*arguments):
+    given = _Forward(*arguments)
+    request = _request(given)
+    options = check_forward(request).options
+    x = given.input
+    leading = x.shape[: -len(given.normalized_shape)]
+    y_dtype, sum_dtype = (
+        getattr(torch, name) for name in (options.out_dtype, options.residual_dtype)
+    )
+    dtype = torch.promote_types(sum_dtype, torch.float32)
+    return (
+        x.new_empty(x.shape, dtype=y_dtype),
+        x.new_empty(leading if given.centered else 0, dtype=dtype),
+        x.new_empty(leading, dtype=dtype),
+        x.new_empty(x.shape, dtype=sum_dtype) if _makes_sum(request) else x.new_empty(0),
+    )
+
+
+def _save_forward(ctx, inputs, output):
+    given = _Forward(*inputs)
+    functors = _functors(given)
+    check_differentiable(functors)
+    _, mean, rstd, added = output
+    has_sum = _makes_sum(_request(given))
+    ctx.mark_non_differentiable(mean, rstd, *(() if has_sum else (added,)))
+    raw = given.input if has_sum and functors.load is not None else None
+    x = added if has_sum else given.input
+    mean = mean if given.centered else None
+    parameters = (given.weight, given.bias, given.row_scale, given.dropout_seed)
+    ctx.save_for_backward(raw, x, mean, rstd, *parameters, *given.arrays)
+    ctx.set_materialize_grads(False)
+    ctx.given = given._replace(
+        input=given.input.dtype,
+        residual=None if given.residual is None else given.residual.dtype,
+        **dict.fromkeys(("weight", "bias", "row_scale", "dropout_seed", "arrays")),
+    )
+
+
+def _differentiate_forward(ctx, dy, _dmean, _drstd, dsum):
+    """One gradient for each input of the operator. A list of tensors has a list of them, and torch
+    takes an empty list of numbers for one of tensors."""
+    wants = ctx.needs_input_grad
+    wanted_arrays = list(wants[6])
+    nothing = (*(None for _ in wants[:6]), [None for _ in wanted_arrays])
+    rest = (None, None, None if ctx.given.numbers else [], *(None for _ in wants[10:]))
+    if dy is None and dsum is None:
+        return *nothing, *rest
+    raw, x, mean, rstd, weight, bias, row_scale, seed, *arrays = ctx.saved_tensors
+    given = ctx.given
+    if dy is None:
+        dy = torch.zeros_like(x)
+    *made, of_arrays = _functor_norm_backward(
+        dy,
+        raw,
+        x,
+        mean,
+        rstd,
+        weight,
+        bias,
+        dsum,
+        row_scale,
+        seed,
+        arrays,
+        given.load,
+        given.store,
+        given.numbers,
+        given.normalized_shape,
+        list(wants[:4]),
+        wanted_arrays,
+        given.centered,
+        given.zero_centered_weight,
+        given.input,
+        given.residual,
+        given.dropout_p,
+        given.backward_sm_margin,
+        given.strategy,
+    )
+    gradients = tuple(each if is_wanted else None for each, is_wanted in zip(made, wants))
+    of_arrays = [each if wanted else None for each, wanted in zip(of_arrays, wanted_arrays)]
+    return *gradients, None, None, of_arrays, *rest
+
+
+def _names(functors: Functors, wanted: list[bool]) -> tuple[str, ...]:
+    return tuple(name for name, is_wanted in zip(functors.names(), wanted) if is_wanted)
+
+
+def _backward(*arguments):
+    given = _Backward(*arguments)
+    functors = _functors(given)
+    names = [name for name, wanted in zip(_GRADIENTS, given.wanted) if wanted]
+    options = BackwardOptions(
+        given.centered,
+        tuple(given.normalized_shape),
+        given.zero_centered_weight,
+        # The kernel that writes dx also writes the gradients of the arrays.
+        tuple(dict.fromkeys(["dx", *names])),
+        given.dx_dtype,
+        None,
+        None if given.bias is None else given.bias.dtype,
+        given.dresidual_dtype,
+        given.dropout_p,
+        functor_gradients=_names(functors, given.wanted_arrays),
+        launch=Options(given.strategy, sm_margin=given.sm_margin),
+    )
+    operands = BackwardOperands(
+        given.dy,
+        given.x,
+        given.mean,
+        given.rstd,
+        given.weight,
+        given.dsum,
+        given.bias,
+        given.row_scale,
+        given.dropout_seed,
+        input=given.input,
+        functors=functors,
+    )
+    made = route.backward(BackwardRequest(operands, options))
+    dx, dweight, dbias, dresidual = made[:4]
+    if dresidual is not None and dresidual is dx:
+        dresidual = dx.clone()  # an operator returns no tensor twice
+    gradients = or_empty(given.x, (dx if given.wanted[0] else None, dweight, dbias, dresidual))
+    of_arrays = iter(made.functors)
+    empty = given.x.new_empty
+    return *gradients, [next(of_arrays) if wanted else empty(0) for wanted in given.wanted_arrays]
+
+
+def _backward_without_memory(*arguments):
+    given = _Backward(*arguments)
+    x, extents, empty = given.x, given.normalized_shape, given.x.new_empty
+    of_weight = x.dtype if given.weight is None else given.weight.dtype
+    shapes = (x.shape, extents, extents, x.shape)
+    of_bias = of_weight if given.bias is None else given.bias.dtype
+    dtypes = (given.dx_dtype, of_weight, of_bias, given.dresidual_dtype or x.dtype)
+    gradients = [
+        empty(shape, dtype=dtype) if wanted else empty(0)
+        for shape, dtype, wanted in zip(shapes, dtypes, given.wanted)
+    ]
+    of_arrays = [
+        torch.empty_like(each, memory_format=torch.contiguous_format) if wanted else empty(0)
+        for each, wanted in zip(given.arrays, given.wanted_arrays)
+    ]
+    return *gradients, of_arrays
+
+
+register(
+    "functor_norm_forward",
+    _forward,
+    _forward_without_memory,
+    (_save_forward, _differentiate_forward),
+)
+register(
+    "functor_norm_backward",
+    _backward,
+    _backward_without_memory,
+    (save_nothing, refuse_second_derivatives),
+)

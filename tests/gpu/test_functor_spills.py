@@ -1,0 +1,63 @@
+"""NVRTC compiles kernels with functors, and ptxas reports no spills: no GPU is needed."""
+
+from __future__ import annotations
+
+import pytest
+
+from cupynorm import functors
+from cupynorm.gpu.nvrtc import compile_for
+from cupynorm.plan import dispatch
+from cupynorm.plan.devices import DEVICES
+from cupynorm.plan.functors import FunctorError, Fused, functor
+from cupynorm.plan.problem import Layout, Problem
+
+pytest.importorskip("cupy")
+GPUS = {90: DEVICES["H200"], 80: DEVICES["A100"]}
+
+
+def fused(own, source=None, gradient=None, dtype="float16"):
+    count = len(own.arrays)
+    return Fused(own, (dtype,) * count, ("packs",) * count, source, (gradient,) * count)
+
+
+def problem(direction, num_cols, **fields):
+    outputs = {"forward": ("y",), "backward": ("dy", "dx", "dweight", "dbias")}[direction]
+    given = {**dict.fromkeys((*outputs, "weight", "bias"), "float16"), "x": "float16", **fields}
+    layout = Layout.of(num_cols, ())
+    return Problem(direction, True, num_cols, layout=layout, **given)
+
+
+def store(own, num_cols):
+    yield problem("forward", num_cols, store=fused(own))
+    yield problem("backward", num_cols, dy="float32", store=fused(own, "float16", "float32"))
+
+
+def load(own, num_cols):
+    yield problem("forward", num_cols, x="float32", load=fused(own, "float16"))
+    yield problem("forward", num_cols, input="float16", residual_dtype="float16", load=fused(own))
+    own = fused(own, gradient="float32")
+    yield problem("backward", num_cols, input="float16", dresidual="float16", load=own)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("compute_capability", GPUS)
+@pytest.mark.parametrize(
+    "problems",
+    [
+        list(store(functors.silu_gate, 4096)),
+        list(store(functors.rotary, 128)),
+        list(load(functors.bias_gelu, 1024)),
+    ],
+    ids=["silu_gate", "rotary", "bias_gelu"],
+)
+def test_no_spills(problems, compute_capability):
+    for each in problems:
+        choice = dispatch.choose(each, GPUS[compute_capability])
+        _, resources = compile_for(choice.kernel, compute_capability)
+        assert resources.spill_store_bytes == resources.spill_load_bytes == 0, choice
+
+
+def test_lines_that_do_not_compile():
+    wrong = functor("wrong", "// a comment\ny = gat;")
+    with pytest.raises(FunctorError, match=r'functor wrong\(2\).*"gat" is undefined'):
+        compile_for(dispatch.choose(next(store(wrong, 64)), GPUS[90]).kernel, 90)

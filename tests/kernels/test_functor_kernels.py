@@ -1,0 +1,320 @@
+"""A user's functor in every path of every strategy, forward and backward, against its reference."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+from laid_out import as_numpy, lay_out
+from small_devices import NO_REGISTERS, SMALL
+
+import cupynorm
+from cupynorm import functors
+from cupynorm.check.cases import Case, random_problem
+from cupynorm.check.functors import FunctorProblem, judge_functor, run_with_functor
+from cupynorm.check.kernels import CpuMachine
+from cupynorm.check.results import CheckResult
+from cupynorm.dtypes import decode, encode
+from cupynorm.gpu import on_cpu
+from cupynorm.norm import route
+from cupynorm.norm.functors import bound
+from cupynorm.norm.options import complete
+from cupynorm.norm.request import (
+    BackwardOperands,
+    BackwardOptions,
+    BackwardRequest,
+    ForwardOperands,
+    ForwardOptions,
+    ForwardRequest,
+    Options,
+)
+from cupynorm.plan import dispatch
+from cupynorm.plan.devices import Device
+from cupynorm.plan.problem import Tile
+
+MIXED = cupynorm.functor(  # reads its own and another column, an array and a number
+    "mixed",
+    "y = y * gate + alpha * y_at(num_cols - 1 - col) * C(row + 1);",
+    arrays=("gate",),
+    numbers=("alpha",),
+    backward="""
+        dgate = dy * y;
+        dy = dy * gate + alpha * dy_at(num_cols - 1 - col) * C(row + 1);
+    """,
+    reference=lambda y, gate, alpha: (
+        y * gate + alpha * y[:, ::-1] * (1 + np.arange(len(y)))[:, None]
+    ),
+)
+SOFT = cupynorm.functor(
+    "soft",
+    "x = bias + tanh(alpha * x);",
+    arrays=("bias",),
+    numbers=("alpha",),
+    backward="""
+        const C t = tanh(alpha * x);
+        dbias = dx;
+        dx = dx * alpha * (C(1) - t * t);
+    """,
+    reference=lambda x, bias, alpha: bias + np.tanh(alpha * x),
+)
+ROLES = {"load": SOFT, "store": MIXED}
+
+
+class Path_(NamedTuple):
+    """A problem that takes one path, and the paths that the plans then have."""
+
+    num_cols: int
+    dtype: str
+    strategy: str | None
+    tile: dict | None = None
+    device: Device = SMALL
+
+
+FOUR = {"pack_size": 4, "threads_per_row": 32, "packs_per_thread": 1}
+PATHS = {
+    "warp": Path_(96, "float16", None),
+    "bundle": Path_(65, "float32", None),
+    "block": Path_(128, "float32", "block"),
+    "block of single elements": Path_(67, "float16", "block"),
+    "ring": Path_(128, "float32", "block", {**FOUR, "stages": 2}),
+    "staged": Path_(128, "float32", "block", {**FOUR, "stages": 1}),
+    "smem": Path_(128, "float32", "block", {**FOUR, "packs_per_thread": 0}),
+    "cluster": Path_(136, "float16", "cluster"),
+    "cluster in smem": Path_(136, "float16", "cluster", device=NO_REGISTERS),
+    "uncached": Path_(72, "float16", "uncached"),
+    "double": Path_(33, "float64", None),
+}
+STREAMED = ("ring", "staged")  # the copy engine's; a load leaves it nothing to fetch
+
+
+def given_of(role: str, path: Path_, norm: str, shape: str) -> FunctorProblem:
+    tile = None if path.tile is None else Tile(**path.tile)
+    case = Case(norm, 9, path.num_cols, path.dtype, strategy=path.strategy, tile=tile)
+    rows, cols = (9 if shape != "cols" else 1), (path.num_cols if shape != "rows" else 1)
+    drawn = np.random.default_rng(3).standard_normal((rows, cols))
+    own = ROLES[role]
+    values = {own.arrays[0]: decode(encode(drawn, path.dtype), path.dtype)}
+    return FunctorProblem(random_problem(case), role, own, values, {"alpha": 0.75})
+
+
+CASES = [
+    (role, name, ("layer_norm", "rms_norm")[at % 2], ("full", "cols", "rows")[at % 3])
+    for role in ROLES
+    for at, name in enumerate(PATHS)
+    if role == "store" or name not in STREAMED
+]
+
+
+@pytest.mark.parametrize(("role", "name", "norm", "shape"), CASES)
+def test_every_path(role, name, norm, shape, monkeypatch):
+    path, plans = PATHS[name], []
+    make_plan = dispatch.make_plan
+
+    def planned(*arguments, **options):
+        plans.append(make_plan(*arguments, **options))
+        return plans[-1]
+
+    monkeypatch.setattr("cupynorm.norm.arguments.make_plan", planned)
+    given = given_of(role, path, norm, shape)
+    where = CpuMachine(path.device)
+    results = run_with_functor(given, where)
+    result = CheckResult(judge_functor(given, results, where))
+    assert result.ok, f"\n{result}"
+    array = ROLES[role].arrays[0]
+    wanted = {"y", "rstd", "dx", "dweight", "dbias", f"d{array}"}
+    assert {found.tensor for found in result.findings} - {"mean"} == wanted
+    forward, backward = plans
+    expected = name.split(" ")[0] if name in (*STREAMED, "smem") else None
+    if name == "bundle" and role == "store":
+        expected = "bundle"
+    assert expected is None or forward.tile.path == expected
+    if name == "cluster in smem":
+        assert forward.tile.path == backward.tile.path == "smem"
+    if path.strategy is not None:
+        assert forward.strategy == backward.strategy == path.strategy
+    assert all(
+        f"{ROLES[role].name}_of_{role}" in plan.launches[0].kernel.functors for plan in plans
+    )
+
+
+def test_a_load_refuses_the_paths_of_the_copy_engine():
+    for name in STREAMED:
+        with pytest.raises(ValueError, match="nor load"):
+            run_with_functor(given_of("load", PATHS[name], "layer_norm", "cols"), CpuMachine(SMALL))
+
+
+def test_a_wrong_derivative_is_found():
+    given = given_of("store", PATHS["double"], "layer_norm", "full")
+    wrong = replace(MIXED, backward=MIXED.backward.replace("alpha * dy_at", "C(0.999) * dy_at"))
+    given.functor = wrong
+    where = CpuMachine(SMALL)
+    off = {
+        found.tensor
+        for found in judge_functor(given, run_with_functor(given, where), where)
+        if not found.ok
+    }
+    assert off == {"dx", "dweight", "dbias"}
+
+
+# Layouts of the arrays.
+
+NUM_ROWS, NUM_COLS = 14, 64
+
+
+def through_the_api(library, x, own, dtype, residual=None):
+    """y and all gradients of a call with functors, of the kernels."""
+    weight = library.asarray(np.linspace(0.5, 1.5, x.shape[-1]).astype(dtype))
+    options = {"residual": residual} if residual is not None else {}
+    y = cupynorm.layer_norm(x, x.shape[-1], weight, load=own.load, store=own.store, **options)
+    compute = np.float64 if dtype == "float64" else np.float32
+    mean = library.zeros(x.shape[:-1], compute)
+    rstd = library.ones(x.shape[:-1], compute)
+    operands = BackwardOperands(y, x, mean, rstd, weight, functors=own)
+    options = BackwardOptions(True, (x.shape[-1],), functor_gradients=own.names())
+    made = route.backward(BackwardRequest(operands, options))
+    return [as_numpy(each) for each in (y, made.dx, made.dweight, *made.functors)]
+
+
+@pytest.mark.parametrize("layout", ["gap", "misaligned", "broadcast", "transposed", "reversed"])
+def test_layouts_of_an_array(layout, library):
+    """The same bits as with a contiguous array."""
+    generator = np.random.default_rng(5)
+    x, gate, bias = (
+        generator.standard_normal((NUM_ROWS, NUM_COLS)).astype("float16") for _ in range(3)
+    )
+    if layout == "broadcast":
+        gate[...] = gate[:1]
+        bias[...] = bias[:1]
+    results = []
+    for form in ("contiguous", layout):
+        gate_, bias_ = (lay_out(library, each, form) for each in (gate, bias))
+        own = bound(functors.bias_gelu(bias=bias_), functors.silu_gate(gate=gate_))
+        results.append(through_the_api(library, library.asarray(x), own, "float16"))
+    for right, got in zip(*results):
+        assert np.isfinite(np.float64(right)).all()
+        assert right.tobytes() == got.tobytes()
+
+
+SHAPES = [
+    (2, 1, 1, NUM_COLS),  # adaLN
+    (1, 7, 1, NUM_COLS),  # rotary
+    (2, 7, 3, 1),
+    (3, 1),
+    (NUM_COLS,),
+    (1,),
+    (7, 1, 1),
+    (2, 7, 1, NUM_COLS),
+]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_broadcast_arrays(shape, library):
+    """The bits of y, dx and dweight as with the array written out, and the gradient summed."""
+    generator = np.random.default_rng(7)
+    x = library.asarray(generator.standard_normal((2, 7, 3, NUM_COLS)).astype("float32"))
+    gate = generator.standard_normal(shape).astype("float32")
+    given = (
+        library.asarray(gate),
+        library.asarray(np.ascontiguousarray(np.broadcast_to(gate, x.shape))),
+    )
+    alone, full = (
+        through_the_api(library, x, bound(None, functors.silu_gate(gate=each)), "float32")
+        for each in given
+    )
+    for right, got in zip(full[:3], alone[:3]):
+        assert right.tobytes() == got.tobytes()
+    of_gate, terms = alone[3], np.float64(full[3])
+    assert of_gate.shape == shape and of_gate.dtype == np.float32
+    axes = tuple(range(4 - len(shape)))
+    axes += tuple(at for at in range(4) if at >= 4 - len(shape) and shape[at - 4] == 1)
+    right = terms.sum(axis=axes, keepdims=True).reshape(shape)
+    size = np.abs(terms).sum(axis=axes, keepdims=True).reshape(shape)
+    assert (np.abs(of_gate - right) <= 2.0**-24 * terms.size / right.size * size).all()
+
+
+ONE_TILE = {  # of both calls, so that sums have one order
+    64: Options("warp", Tile(4, 16, 1, rows_per_block=4, exact=1)),
+    65: Options("block", Tile(1, 32, 3)),
+    66: Options("uncached", Tile(2, 512)),
+}
+
+
+@pytest.mark.parametrize("num_cols", ONE_TILE)
+def test_a_load_before_dropout_and_a_residual(num_cols, library):
+    """A load that multiplies by powers of two gives the bits of the call without it on their
+    product, forward and backward, also where a store reads other columns of the sum."""
+    generator = np.random.default_rng(9)
+    x, residual, dy = (
+        library.asarray(generator.standard_normal((NUM_ROWS, num_cols)).astype("float32"))
+        for _ in range(3)
+    )
+    scale, gate = (
+        library.asarray(np.exp2(generator.integers(-2, 3, shape)).astype("float32"))
+        for shape in ((num_cols,), (NUM_ROWS, num_cols))
+    )
+    row_scale = library.asarray(np.linspace(0.5, 2, NUM_ROWS).astype("float32"))
+    weight = library.asarray(np.linspace(1, 2, num_cols).astype("float32"))
+    launch, results = ONE_TILE[num_cols], []
+    for is_loaded in (True, False):
+        load = functors.layer_scale(scale=scale) if is_loaded else None
+        own = bound(load, MIXED(gate=gate, alpha=0.5))
+        options = ForwardOptions(True, (num_cols,), 1e-5, dropout_p=0.25, launch=launch)
+        row = x if is_loaded else x * scale
+        operands = ForwardOperands(row, weight, None, residual, None, row_scale, 7, functors=own)
+        made = route.forward(complete(ForwardRequest(operands, options)))
+        operands = BackwardOperands(
+            *(dy, made.sum, made.mean, made.rstd, weight, None, None, row_scale, 7),
+            input=row if is_loaded else None,
+            functors=own,
+        )
+        gradients = ("dx", "dweight", "dresidual")
+        options = BackwardOptions(
+            True,
+            (num_cols,),
+            gradients=gradients,
+            dropout_p=0.25,
+            functor_gradients=own.names(),
+            launch=launch,
+        )
+        back = route.backward(BackwardRequest(operands, options))
+        dx = back.dx if is_loaded else back.dx * scale
+        results.append([made.y, made.sum, dx, back.dweight, back.dresidual, back.functors[-1]])
+        if is_loaded:
+            right = np.float64(as_numpy(x * back.dx / scale)).sum(axis=0)
+            off = np.abs(as_numpy(back.functors[0]) - right)
+            size = np.abs(np.float64(as_numpy(x * back.dx / scale))).sum(axis=0)
+            assert (off <= 2.0**-24 * (NUM_ROWS + 2) * size).all()
+    for right, got in zip(*results):
+        if library is np:
+            assert as_numpy(right).tobytes() == as_numpy(got).tobytes()
+        else:  # a GPU's compiler may fuse other operations
+            np.testing.assert_allclose(as_numpy(got), as_numpy(right), rtol=1e-5, atol=1e-5)
+    # A call on what is stored gives the same y.
+    operands = ForwardOperands(made.sum, weight, functors=own)
+    alone = route.forward(ForwardRequest(operands, ForwardOptions(True, (num_cols,), 1e-5)))
+    np.testing.assert_allclose(as_numpy(alone.y), as_numpy(made.y), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_addresses_and_bounds_under_sanitizers():
+    """A bundle whose last rows and columns are not there for every lane; the array ends there."""
+    script = """
+import numpy as np
+from test_functor_kernels import CpuMachine, PATHS, SMALL, given_of, run_with_functor
+where = CpuMachine(SMALL, sanitize=("address", "undefined"))
+made = run_with_functor(given_of("store", PATHS["bundle"], "layer_norm", "full"), where)
+assert np.isfinite(made["y"]).all()
+print("done")
+"""
+    folder = Path(__file__).parent
+    environment = on_cpu.sanitized_environment()
+    environment["PYTHONPATH"] = f"{folder}:{folder.parents[1]}"
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, env=environment
+    )
+    assert done.returncode == 0 and "done" in done.stdout, done.stderr[-3000:]

@@ -1,0 +1,193 @@
+"""Functors in torch: gradients, torch.compile, the operators, modules, and what is refused."""
+
+from __future__ import annotations
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import cupynorm  # noqa: E402
+from cupynorm import functors  # noqa: E402
+
+DOUBLED = cupynorm.functor("doubled", "y = C(2) * y;")
+POWER = cupynorm.functor(
+    "power",
+    "y = y * pow(gate, p);",
+    arrays=("gate",),
+    numbers=("p",),
+    backward="dgate = dy * y * p * pow(gate, p - C(1)); dy = dy * pow(gate, p);",
+)
+
+
+def draw(*shape, dtype=torch.float64, requires_grad=True):
+    generator = torch.Generator().manual_seed(sum(shape))
+    made = torch.randn(shape, dtype=torch.float64, generator=generator).to(dtype)
+    return made.requires_grad_(requires_grad)
+
+
+def sums(x, weight, bias, scale, gate, residual):
+    return cupynorm.layer_norm(
+        x,
+        8,
+        weight,
+        bias,
+        residual=residual,
+        return_residual=True,
+        load=functors.layer_scale(scale=scale),
+        store=functors.silu_gate(gate=gate),
+    )
+
+
+def alone(x, weight, bias, scale, shift):
+    return cupynorm.rms_norm(
+        x,
+        8,
+        weight,
+        load=functors.bias_gelu(bias=bias),
+        store=functors.ada_ln(scale=scale, shift=shift),
+    )
+
+
+def rotated(x, weight, angle):
+    turns = torch.cat([angle, angle], -1)
+    store = functors.rotary(cos=turns.cos(), sin=turns.sin())
+    return cupynorm.layer_norm(x, 8, weight, store=store)
+
+
+def raised(x, gate):
+    return cupynorm.rms_norm(x, 8, store=POWER(gate=gate.exp(), p=1.5))
+
+
+CALLS = {
+    sums: ((2, 3, 8), (8,), (8,), (8,), (2, 1, 8), (2, 3, 8)),
+    alone: ((2, 3, 8), (8,), (8,), (2, 1, 1), (1, 3, 8)),
+    rotated: ((2, 3, 8), (8,), (1, 3, 4)),
+    raised: ((2, 3, 8), (2, 3, 8)),
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_gradients(call):
+    """Of every tensor, broadcast ones too, by central differences in float64."""
+    assert torch.autograd.gradcheck(call, [draw(*shape) for shape in CALLS[call]])
+
+
+def test_some_gradients_of_low_precision():
+    """A tensor that wants none gets none; dtypes are those of the tensors."""
+    x = draw(4, 8, dtype=torch.bfloat16, requires_grad=False)
+    gate = draw(8, dtype=torch.float16)
+    y = cupynorm.layer_norm(x, 8, store=functors.silu_gate(gate=gate))
+    assert y.dtype == torch.bfloat16 and x.grad is None
+    y.sum().backward()
+    wide = gate.detach().double().requires_grad_()
+    plain = torch.nn.functional.layer_norm(x.double(), (8,))
+    (right,) = torch.autograd.grad((plain * torch.nn.functional.silu(wide)).sum(), wide)
+    assert gate.grad.dtype == torch.float16
+    torch.testing.assert_close(gate.grad.double(), right, rtol=2e-3, atol=2e-3)
+
+
+@pytest.mark.slow
+def test_compiled():
+    """One node without a graph break, the same bits as eager, for any number of rows."""
+    call = sums
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+    for num_samples in (2, 5):
+        shapes = [(num_samples, *shape[1:]) if shape[0] == 2 else shape for shape in CALLS[call]]
+        given = [draw(*shape) for shape in shapes]
+        results = []
+        for each in (call, compiled):
+            made = each(*given)
+            made = made if isinstance(made, tuple) else (made,)
+            gradients = torch.autograd.grad(sum(part.sin().sum() for part in made), given)
+            results.append((*made, *gradients))
+        for right, got in zip(*results):
+            assert torch.equal(right, got)
+    with torch.no_grad():
+        assert torch.equal(first(compiled(*given)), first(call(*given)))
+
+
+def first(made):
+    return made[0] if isinstance(made, tuple) else made
+
+
+def test_opcheck():
+    """torch's own tests of an operator: schema, fake tensors, autograd."""
+    x, gate, scale = draw(2, 3, 8), draw(2, 1, 8), draw(8)
+    texts = (functors.layer_scale.text, functors.silu_gate.text)
+    given = (x, scale, None, None, None, None, [scale, gate], *texts, [], [8], 1e-5, True, False)
+    given += (None, torch.float64, 0.0, 0, None, None, None)
+    torch.library.opcheck(torch.ops.cupynorm.functor_norm_forward.default, given)
+    power = (x, None, None, x, None, None, [gate.exp()], None, POWER.text, [2.0], [8], 1e-5, False)
+    power += (False, torch.float32, None, 0.0, 0, None, None, None)
+    torch.library.opcheck(torch.ops.cupynorm.functor_norm_forward.default, power)
+
+
+@pytest.mark.parametrize("name", ["LayerNorm", "RMSNorm"])
+def test_modules(name):
+    norm = getattr(cupynorm, name)(8, dtype=torch.float64)
+    x, gate = draw(2, 3, 8), draw(2, 1, 8)
+    y = norm(x, store=functors.silu_gate(gate=gate))
+    torch.testing.assert_close(y, norm(x) * torch.nn.functional.silu(gate))
+    y.sum().backward()
+    assert norm.weight.grad.abs().max() > 0 and gate.grad.shape == gate.shape
+
+
+def test_without_a_derivative():
+    x = draw(3, 8)
+    words = r"store is doubled, which has no derivative.*cupynorm.functor\('doubled', \.\.\., backw"
+    with pytest.raises(ValueError, match=words):
+        cupynorm.layer_norm(x, 8, store=DOUBLED)
+    with torch.no_grad():
+        y = cupynorm.layer_norm(x, 8, store=DOUBLED)
+    torch.testing.assert_close(y, 2 * cupynorm.layer_norm(x.detach(), 8))
+    torch.testing.assert_close(y, cupynorm.layer_norm(x.detach(), 8, store=DOUBLED))
+
+
+def test_refusals():
+    x, gate = draw(3, 8), draw(3, 8)
+    store = functors.silu_gate(gate=gate)
+    with pytest.raises(ValueError, match="out was given with load or store to a call that torch"):
+        cupynorm.layer_norm(x, 8, store=store, out=torch.empty_like(x))
+    with pytest.raises(
+        NotImplementedError, match="load or store was given to a call that torch.fu"
+    ):
+        torch.func.vmap(lambda each: cupynorm.layer_norm(each, 8, store=store))(x)
+    with pytest.raises(ValueError, match="store.gate is a NumPy array, input is a torch tensor"):
+        cupynorm.layer_norm(x, 8, store=functors.silu_gate(gate=gate.detach().numpy()))
+    y = cupynorm.layer_norm(x, 8, store=store)
+    (dx,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+    with pytest.raises(NotImplementedError, match="the second derivative of a norm.*load or store"):
+        dx.sum().backward()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_on_a_gpu(call, dtype):
+    """y and all gradients near those of the CPU in float64, eager and compiled."""
+    given = [draw(*shape) for shape in CALLS[call]]
+    right = first(call(*given))
+    on_gpu = [each.detach().to("cuda", dtype).requires_grad_() for each in given]
+    wide = [each.detach().double().cpu().requires_grad_() for each in on_gpu]
+    right = first(call(*wide))
+    gradients = torch.autograd.grad(right.sin().sum(), wide)
+    tolerance = {torch.float32: 1e-4, torch.bfloat16: 6e-2}[dtype]
+    for each in (call, torch.compile(call, fullgraph=True)):
+        y = first(each(*on_gpu))
+        torch.testing.assert_close(y.double().cpu(), right, rtol=tolerance, atol=tolerance)
+        made = torch.autograd.grad(y.float().sin().sum(), on_gpu)
+        for got, expected in zip(made, gradients):
+            size = expected.abs().max() + 1
+            assert (got.double().cpu() - expected).abs().max() <= tolerance * size
+
+
+@pytest.mark.gpu
+def test_cupy_arrays_and_wrong_lines_on_a_gpu():
+    cupy = pytest.importorskip("cupy")
+    x, gate = cupy.random.randn(64, 768).astype("float32"), cupy.random.randn(1, 768)
+    gate = gate.astype("float32")
+    y = cupynorm.layer_norm(x, 768, store=functors.silu_gate(gate=gate))
+    right = cupynorm.layer_norm(x.get(), 768, store=functors.silu_gate(gate=gate.get()))
+    assert abs(y.get() - right).max() < 1e-5
+    with pytest.raises(cupynorm.FunctorError, match="wrong"):
+        cupynorm.layer_norm(x, 768, store=cupynorm.functor("wrong", "y = z;"))

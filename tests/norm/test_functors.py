@@ -1,0 +1,197 @@
+"""Functors in calls: what NumPy arrays give, how arrays are broadcast, and every refusal."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import cupynorm
+from cupynorm import functors
+from cupynorm.gpu.arrays import View
+from cupynorm.norm.functors import place
+from cupynorm.plan.functors import MOST_ARRAYS
+
+
+def draw(*shape, dtype="float32"):
+    return np.random.default_rng(len(shape)).standard_normal(shape).astype(dtype)
+
+
+def normalized(x, weight=None):
+    made = cupynorm.reference.layer_norm(
+        np.float64(x).reshape(-1, x.shape[-1]), None if weight is None else np.float64(weight)
+    )
+    return made.y.reshape(x.shape)
+
+
+# NumPy arrays: the reference, and the functor's own lines in double.
+
+
+def test_store():
+    x, gate, weight = draw(2, 5, 12), draw(2, 1, 12), draw(12)
+    y = cupynorm.layer_norm(x, 12, weight, store=functors.silu_gate(gate=gate))
+    right = functors.silu_gate.reference(normalized(x, weight), np.float64(gate))
+    assert y.dtype == np.float32
+    assert (
+        y == right.astype(np.float32)
+    ).mean() > 0.99  # the same but where exp's last bit differs
+    np.testing.assert_allclose(y, right, rtol=2.0**-23)
+
+
+def test_load_and_store_with_a_residual():
+    x, residual, bias, scale = draw(6, 8), draw(6, 8), draw(8), draw(6, 1)
+    y, added = cupynorm.layer_norm(
+        x,
+        8,
+        residual=residual,
+        return_residual=True,
+        load=functors.bias_gelu(bias=bias),
+        store=functors.ada_ln(scale=scale, shift=scale),
+    )
+    right = functors.bias_gelu.reference(np.float64(x), np.float64(bias)) + residual
+    np.testing.assert_allclose(added, right, rtol=2.0**-23, atol=1e-7)
+    wide = np.float64(scale)
+    np.testing.assert_allclose(y, normalized(added) * (1 + wide) + wide, rtol=1e-6, atol=1e-6)
+
+
+def test_a_load_alone_is_not_rounded():
+    """Its result is normalised in the compute type: 2^-12 survives beside 1 in float16."""
+    x = np.array([[1, 1, 1, 1 + 2.0**-9]], "float16")
+    halve = cupynorm.functor("halve", "x = C(1) + (x - C(1)) / C(8);")
+    y = cupynorm.layer_norm(x, 4, eps=0.0, load=halve)
+    np.testing.assert_allclose(y, [[-(3**-0.5)] * 3 + [3**0.5]], rtol=2.0**-11)
+
+
+def test_lines_of_a_file_and_numbers(tmp_path):
+    path = tmp_path / "scaled.cu"
+    path.write_text("// y by a factor\ny = factor * y;\n")
+    scaled = cupynorm.functor("scaled", path, numbers=("factor",))
+    x = draw(3, 7)
+    made = [cupynorm.rms_norm(x, 7, store=scaled(factor=factor)) for factor in (1.0, 2)]
+    np.testing.assert_array_equal(2 * made[0], made[1])
+    path.write_text("// y by a factor\ny = facto * y;\n")
+    with pytest.raises(cupynorm.FunctorError, match=r"scaled\.cu:2:5: error.*facto") as error:
+        cupynorm.rms_norm(x, 7, store=cupynorm.functor("wrong", path)())
+    assert isinstance(error.value, ValueError)
+
+
+def test_rows_of_several_dimensions_and_no_rows():
+    x, cos = draw(2, 3, 4, 6), np.tile(draw(1, 3, 1, 3), 2)
+    y = cupynorm.rms_norm(x, 6, store=functors.rotary(cos=cos, sin=cos))
+    plain = cupynorm.rms_norm(np.float64(x), 6, eps=2.0**-23)
+    np.testing.assert_allclose(y, functors.rotary.reference(plain, cos, cos), rtol=1e-6, atol=1e-6)
+    assert cupynorm.rms_norm(x[:0], 6, store=functors.rotary(cos=cos, sin=cos)).shape == (
+        0,
+        3,
+        4,
+        6,
+    )
+    flat = cupynorm.layer_norm(x, (4, 6), store=functors.silu_gate(gate=draw(4, 6)))
+    assert flat.shape == x.shape
+
+
+# Places.
+
+
+@pytest.mark.parametrize(
+    ("shape", "strides", "expected"),
+    [
+        ((2, 5, 3, 8), (120, 24, 8, 1), (8, 1, None, False)),
+        ((2, 5, 3, 8), (150, 30, 10, 1), (10, 1, None, False)),  # a gap after each row
+        ((2, 1, 1, 8), (8, 8, 8, 1), (8, 15, None, False)),
+        ((1, 5, 1, 8), (40, 8, 8, 1), (8, 3, 5, False)),
+        ((5, 1, 1), (1, 1, 1), (1, 3, 5, True)),
+        ((8,), (1,), (0, 1, None, False)),
+        ((1,), (1,), (0, 1, None, True)),
+        ((2, 5, 3, 8), (0, 8, 0, 1), (8, 3, 5, False)),  # torch's expand
+        ((2, 5, 3, 8), (8, 48, 16, 1), "copied"),
+        ((2, 5, 3, 8), (120, 24, 1, 3), "copied"),
+    ],
+)
+def test_where_an_array_lies(shape, strides, expected, monkeypatch):
+    view = View(64, shape, strides, "float32", 0)
+    monkeypatch.setattr("cupynorm.gpu.arrays.view", lambda array: array)
+    placed, copied = place(view, (2, 5, 3, 8), 1)
+    assert copied == (expected == "copied")
+    if copied:
+        expected = (8, 1, None, False)
+    stride, repeat, period, per_row = expected
+    assert (placed.rows.row_stride, placed.repeat, placed.per_row) == (stride, repeat, per_row)
+    assert placed.period == (2**62 if period is None else period)
+    assert placed.rows.pointer == (0 if copied else 64)
+
+
+# Refusals.
+
+X = np.ones((2, 5, 3, 8), "float32")
+GATE = functors.silu_gate(gate=X)
+
+
+@pytest.mark.parametrize(
+    ("shape", "words"),
+    [
+        ((4,), "store.gate has shape \\(4,\\), the input \\(2, 5, 3, 8\\); expected an array"),
+        ((2, 1, 3, 8), "repeated over the rows as in"),
+        ((1, 2, 5, 3, 8), "broadcast to it"),
+        ((2, 5, 3, 4), "all or one of the normalised columns"),
+    ],
+)
+def test_shapes_that_do_not_fit(shape, words):
+    with pytest.raises(ValueError, match=words):
+        cupynorm.layer_norm(X, 8, store=functors.silu_gate(gate=np.ones(shape, "float32")))
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"out_dtype": "float8_e4m3fn"}, "an 8-bit out_dtype was given with load or store"),
+        ({"weight1": np.ones(8, "float32")}, "weight1 or bias1 was given with load or store"),
+        ({"memory_efficient": True}, "memory_efficient was given with load or store"),
+        ({"round_x_hat": True}, "round_x_hat was given with load or store"),
+    ],
+)
+def test_options_that_do_not_go_with_a_functor(options, words):
+    with pytest.raises(ValueError, match=words):
+        cupynorm.layer_norm(X, 8, store=GATE, **options)
+
+
+def test_other_refusals():
+    with pytest.raises(TypeError, match="load is a str; expected a functor with its arrays"):
+        cupynorm.layer_norm(X, 8, load="x = x;")
+    with pytest.raises(TypeError, match="store.gate is of dtype int64; expected one of float16"):
+        cupynorm.layer_norm(X, 8, store=functors.silu_gate(gate=np.ones(8, int)))
+    with pytest.raises(TypeError, match="store.gate is a list; expected a CuPy, torch or NumPy"):
+        cupynorm.layer_norm(X, 8, store=functors.silu_gate(gate=[1.0] * 8))
+    load = functors.layer_scale(scale=X)
+    with pytest.raises(ValueError, match="return_residual was given with load and no residual"):
+        cupynorm.layer_norm(X, 8, load=load, return_residual=True)
+    for given, words in (
+        ({}, "silu_gate needs gate; expected gate"),
+        ({"gate": X, "gat": X}, "silu_gate got gat; expected gate"),
+    ):
+        with pytest.raises(TypeError, match=words):
+            functors.silu_gate(**given)
+    number = cupynorm.functor("number", "y *= a;", numbers=("a",))
+    with pytest.raises(TypeError, match="a of number is '2'; expected a number"):
+        number(a="2")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "words"),
+    [
+        ({"name": "1st"}, ValueError, "'1st' names a functor, array or number; expected an ident"),
+        ({"arrays": ("y",)}, ValueError, "expected each once, and none of C, col"),
+        ({"arrays": ("a", "a")}, ValueError, "has names a, a, da, da; expected each once"),
+        ({"arrays": ("a", "da")}, ValueError, "expected each once"),
+        ({"lines": 3}, TypeError, "has lines of type int; expected a str or a pathlib.Path"),
+        ({"lines": None}, TypeError, "has no lines"),
+        (
+            {"arrays": [f"a{at}" for at in range(MOST_ARRAYS + 1)]},
+            ValueError,
+            "has 9 arrays and 0 numbers; expected at most 8 and 8",
+        ),
+    ],
+)
+def test_definitions_that_are_refused(arguments, error, words):
+    given = {"name": "f", "lines": "y = y;", **arguments}
+    with pytest.raises(error, match=words):
+        cupynorm.functor(given.pop("name"), given.pop("lines"), **given)
