@@ -9,7 +9,7 @@
 // FunctorLoad    f(x), kept in the compute type; SumLoad (sum_load.cuh) adds a residual to it
 // FunctorStore   f(y) after weight and bias, before y is rounded
 #pragma once
-#include "pack.cuh"
+#include "load.cuh"
 
 // How a functor's array is read along a row.
 enum class Reach {
@@ -117,12 +117,7 @@ struct OtherY {
   long long row;
 
   __device__ __forceinline__ Compute operator()(long long col) const {
-    Compute values[1], normalized[1], y[1];
-    if constexpr (requires { load.template form<1>(row, col); }) {
-      unpack(load.template form<1>(row, col), values);
-    } else {
-      unpack(load.template reload<1>(row, col), values);
-    }
+    Compute values[1] = {load_one(load, row, col)}, normalized[1], y[1];
     statistics.template normalize<centered>(values, normalized);
     store.affine(normalized, store.template keep<1>(col), y);
     return y[0];

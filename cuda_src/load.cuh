@@ -16,6 +16,9 @@
 //   combine(packs)      the row's pack, from one pack of each stream
 //   keep                keep(row, col, values, present): the side effect of load
 //
+// load_one(load, row, col) reads one element in any pass, without a side effect. A load whose
+// reload reads what an earlier pass has written has form(row, col) for that.
+//
 // Other loads: sum_load.cuh, x_hat_load.cuh.
 #pragma once
 #include "pack.cuh"
@@ -124,3 +127,15 @@ struct ResidualLoad {
       store_pack<pack_size>(sum + row * sum_stride + col, repack<X>(values));
   }
 };
+
+template <class Load>
+__device__ __forceinline__ typename Load::Compute load_one(const Load& load, long long row,
+                                                           long long col) {
+  typename Load::Compute value[1];
+  if constexpr (requires { load.template form<1>(row, col); }) {
+    unpack(load.template form<1>(row, col), value);
+  } else {
+    unpack(load.template reload<1>(row, col), value);
+  }
+  return value[0];
+}

@@ -10,7 +10,7 @@
 //
 // Other rows: register_row.cuh, smem_row.cuh, ring_row.cuh.
 #pragma once
-#include "pack.cuh"
+#include "load.cuh"
 #include "tile.cuh"
 
 template <class Load, Tile tile>
@@ -32,14 +32,9 @@ struct UncachedRow {
   // The first value of the row: deviations from it are small where the mean is large, and 0 in a
   // constant row, whose mean is then exact. A value whose square overflows is no help.
   __device__ __forceinline__ Compute origin() const {
-    Compute value[1];
-    if constexpr (Load::has_effect) {
-      unpack(load.finish(row, 0, load.template begin<1>(row, 0), false), value);
-    } else {
-      unpack(load.template load<1>(row, 0), value);
-    }
+    const Compute value = load_one(load, row, 0);
     constexpr Compute largest = 0x1p63f;
-    return value[0] < largest && value[0] > -largest ? value[0] : Compute(0);
+    return value < largest && value > -largest ? value : Compute(0);
   }
   template <class F>
   __device__ __forceinline__ void for_each_pack(F f) {
