@@ -22,6 +22,8 @@ import cupynorm
 
 x = torch.randn(8, 64)
 y = cupynorm.layer_norm(x, 64, torch.ones(64), torch.zeros(64), eps=1e-6)
+y.sum().backward()
+cupynorm.layer_norm_linear(x, torch.ones(64), None, torch.ones(8, 64)).sum()
 y, s = cupynorm.rms_norm(x, (64,), residual=x, return_residual=True)
 model: torch.nn.Module = torch.nn.Sequential(torch.nn.Linear(64, 64), cupynorm.RMSNorm(64))
 cupynorm.swap_norms(model).undo()

@@ -55,7 +55,7 @@ def layer_norm_linear(
     save_normalized: bool = False,
     fused: str | None = None,
     sm_margin: int | Mapping[str, int] = 0,
-) -> Array | tuple[Array, ...]:
+) -> Any:
     """linear(layer_norm(input), weight, bias): layer normalisation, then a linear layer.
 
     Examples:
@@ -122,7 +122,7 @@ def rms_norm_linear(
     save_normalized: bool = False,
     fused: str | None = None,
     sm_margin: int | Mapping[str, int] = 0,
-) -> Array | tuple[Array, ...]:
+) -> Any:
     """linear(rms_norm(input), weight, bias).
 
     Examples:

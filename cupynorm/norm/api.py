@@ -53,7 +53,7 @@ def layer_norm(
     statistics: str | None = None,
     load: Functor | BoundFunctor | None = None,
     store: Functor | BoundFunctor | None = None,
-) -> Array | tuple[Array, ...]:
+) -> Any:
     """Layer normalisation over the last dimensions (Ba, Kiros, Hinton 2016).
 
     y = (x - mean) / sqrt(var + eps) * weight + bias; cupynorm.reference.layer_norm has the formula
@@ -223,7 +223,7 @@ def rms_norm(
     statistics: str | None = None,
     load: Functor | BoundFunctor | None = None,
     store: Functor | BoundFunctor | None = None,
-) -> Array | tuple[Array, ...]:
+) -> Any:
     """Root-mean-square normalisation (Zhang, Sennrich 2019): layer_norm without the mean.
 
     y = x / sqrt(mean(x^2) + eps) * weight + bias; see cupynorm.reference.rms_norm.
