@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..gpu import arrays
 from ..nn import amaxes, autocast, fp8, modes
 from ..nn.dtypes import outside_autocast
 from ..nn.recipes import DelayedScaling, Recipe
@@ -90,6 +91,8 @@ class Fp8Layer(torch.nn.Module):
         make_sink: Callable[[], WeightGradientSink] | None,
     ) -> tuple[Tensor | QuantizedTensor, Tensor | None]:
         _refuse_transforms()
+        if operands.input.is_meta:
+            arrays.check_addresses(input=operands.input)  # raises
         call = self._checked(call, operands, fp8_output)
         quantized_call, weight = self.begin_in_fp8(call, operands)
         if call.recorded:
@@ -260,6 +263,10 @@ class Fp8Layer(torch.nn.Module):
 
 
 def _refuse_transforms() -> None:
+    if modes.is_jit_traced():
+        raise NotImplementedError(
+            "torch.jit.trace was asked to record a layer inside fp8_autocast; expected it outside"
+        )
     if modes.has_functorch_transforms():
         raise NotImplementedError(
             "torch.func was asked to transform a layer inside fp8_autocast; expected it outside"

@@ -4,7 +4,8 @@
 
     plain tensors                                compute.py, recorded by `Projected` where a
                                                  gradient is wanted
-    torch.compile, dispatch modes, subclasses    the operator of operator.py
+    torch.compile, torch.jit.trace,
+    dispatch modes, subclasses, meta tensors     the operator of operator.py
     torch.func, forward mode                     torch functions that they can transform
 """
 
@@ -15,7 +16,6 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.nn import functional
 
-from ..gpu import arrays
 from ..nn import dtypes, modes
 from ..norm.prepared import FOR_STATISTICS, FOR_Y
 from . import compute, fold
@@ -23,7 +23,7 @@ from .call import FOLD_HAS_NO_NORMALIZED, LinearCall, Operands, check
 from .kernels import SavedNorm
 from .matrices import as_result, join
 from .norms import FORMULAS, KERNELS, OPERATORS, normalize_and_add
-from .operator import by_operator
+from .operator import by_operator, fits
 from .weight_gradients import WeightGradientSink
 
 _is_compiling = modes.is_compiling
@@ -52,9 +52,14 @@ def normalize_and_project(
     if modes.compiler_sees_transforms or not compiling:
         if _has_functorch_transforms() or forward_ad._current_level >= 0:
             return _normalize_and_project_transformed(call)
+    if sink is not None and not compiling and modes.is_jit_traced():
+        raise NotImplementedError(
+            "torch.jit.trace was asked to record a layer with fuse_wgrad_accumulation or "
+            "delay_wgrad_compute; expected torch.no_grad()"
+        )
     # A call with a sink is hidden from a dispatch mode, because the operator would lose the sink.
     has_mode = not compiling and sink is None and modes.num_dispatch_modes()
-    if has_mode or not is_plain:
+    if has_mode or not is_plain or modes.is_jit_traced() or operands.input.is_meta:
         if not compiling:
             _check_tensors(operands)
         y, normalized, _, _, added = by_operator(call)
@@ -102,9 +107,7 @@ def check_call(call: LinearCall) -> None:
     """Raises ValueError or TypeError for parameters and options that do not fit the input."""
     operands, options = call
     input = operands.input
-    if input.is_meta:
-        arrays.check_addresses(input=input)  # raises
-    in_autocast = torch.is_autocast_enabled(input.device.type)
+    in_autocast = dtypes.in_autocast(input)
     if _is_compiling():  # the operator's shape function checks the shapes
         for part in () if in_autocast else (*operands.weights, *operands.biases):
             if part.dtype != input.dtype:
@@ -112,35 +115,12 @@ def check_call(call: LinearCall) -> None:
                     f"weight or bias is of dtype {part.dtype}, input of {input.dtype}; "
                     "expected both the same"
                 )
-    elif options.fused is not None or not _fits(operands):
+    elif modes.is_jit_traced():
+        pass  # torch warns of every shape that is looked at; the operator itself checks
+    elif options.fused is not None or not fits(operands):
         check(operands, options.fused, is_cast=in_autocast)
     if options.fused == "fold" and options.return_normalized:
         raise ValueError(FOLD_HAS_NO_NORMALIZED)
-
-
-def _fits(operands: Operands) -> bool:
-    """Whether the parameters fit, in a tenth of the time of call.check.
-
-    Returns False to run call.check, which raises the detailed error or accepts them.
-    """
-    input, _, norm_weight, norm_bias, weights, biases = operands
-    try:
-        in_features, dtype, device = input.shape[-1], input.dtype, input.device
-        for at, weight in enumerate(weights):
-            num_rows, num_cols = weight.shape
-            if num_cols != in_features or weight.dtype != dtype or weight.device != device:
-                return False
-            if biases:
-                bias = biases[at]
-                if bias.shape != (num_rows,) or bias.dtype != dtype or bias.device != device:
-                    return False
-        for parameter in (norm_weight, norm_bias):
-            if parameter is not None:
-                if parameter.shape != (in_features,) or parameter.device != device:
-                    return False
-        return dtype in dtypes.SUPPORTED
-    except (AttributeError, IndexError, ValueError):
-        return False
 
 
 def _normalize_and_project_transformed(

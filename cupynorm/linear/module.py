@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from ..nn.dtypes import SUPPORTED, product_dtype
-from ..nn.modes import is_compiling, run_untraced, wants_gradient
+from ..nn.modes import is_compiling, is_jit_traced, run_untraced, wants_gradient
 from ..norm.quantized_tensor import QuantizedTensor
 from . import fold
 from .call import FUSED, LinearCall, LinearOptions, Operands, check_eps, launch_options
@@ -190,9 +190,15 @@ class LayerNormLinear(GradientLayer, Fp8Layer, NormLinearParameters):
             return run_untraced(self.forward)(inp, is_first_microbatch, fp8_output, fp8_grad)
         if isinstance(inp, QuantizedTensor):
             inp = inp.dequantize()
+        if inp.__class__ is torch.fx.Proxy:
+            raise NotImplementedError(
+                "torch.fx was asked to trace into a LayerNormLinear; expected a Tracer whose "
+                "is_leaf_module returns True for it"
+            )
         if not isinstance(inp, Tensor):
             raise TypeError(f"input is a {type(inp).__name__}; expected a torch tensor")
-        if inp.shape[-1:] != (self.in_features,):
+        # torch.jit.trace warns of every shape that is looked at; there the operator checks.
+        if (is_compiling() or not is_jit_traced()) and inp.shape[-1:] != (self.in_features,):
             raise ValueError(
                 f"input has shape {tuple(inp.shape)}; expected (..., {self.in_features}), "
                 "in_features of this layer"

@@ -32,7 +32,7 @@ from ..norm.request import (
     is_plain,
 )
 from ..norm.results import Backward
-from . import dtensor, formulas, functor_operators, fused_operators, onnx, operators
+from . import dtensor, formulas, functor_operators, fused_operators, operators
 
 # Classes of what the kernels read in place. Not torch's wrappers (DTensor, FakeTensor), which have
 # no address.
@@ -139,8 +139,6 @@ def _with_functors(request: ForwardRequest, compiling: bool) -> tuple:
             "expected out=None"
         )
     if not compiling:
-        if onnx.is_exporting():
-            raise NotImplementedError("load or store cannot be exported to ONNX; expected neither")
         check_forward(request)
     return functor_operators.functor_norm_forward(request)
 
@@ -168,8 +166,8 @@ def _traced(request: ForwardRequest) -> tuple:
     plain = is_plain(request)
     if options.quantization is not None:
         raise NotImplementedError(
-            f"out_dtype is {options.quantization.dtype} in a call that torch traces or of tensors "
-            "of a class of their own; expected plain tensors"
+            f"out_dtype is {options.quantization.dtype} in a call that torch traces, of meta "
+            "tensors or of tensors of a class of their own; expected plain tensors"
         )
     if operands.out is not None:
         raise ValueError(_NO_OUT)
@@ -187,12 +185,21 @@ def _traced(request: ForwardRequest) -> tuple:
     # shape that is looked at; there the operator itself checks.
     if not compiling and not _is_jit_traced():
         check_forward(request)
-    if not compiling and onnx.is_exporting():
-        return onnx.forward(request)
     if not plain:
         return fused_operators.fused_norm_forward(request)
     y, _, _, added = operators.norm_forward(request)
     return y, None, operands.input if operands.residual is None else added
+
+
+def forward_of_meta(request: ForwardRequest) -> tuple:
+    """y, mean, rstd and the sum of meta tensors: shapes and dtypes without memory."""
+    request = check_forward(request)
+    if request.operands.out is not None:
+        raise ValueError(_NO_OUT)
+    y, mean, rstd, added = operators.norm_forward(request)
+    operands, options = request
+    mean = mean if options.centered else None
+    return y, mean, rstd, operands.input if operands.residual is None else added
 
 
 def _transformed(request: ForwardRequest) -> tuple:

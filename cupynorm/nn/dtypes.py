@@ -22,18 +22,19 @@ def product_dtype(input: Tensor) -> torch.dtype:
 
     Autocast leaves float64 and dtypes that are not floating point unchanged.
     """
-    if input.is_meta:  # torch knows no autocast for it
-        return input.dtype
-    kind = input.device.type
     is_cast = input.dtype != torch.float64 and input.is_floating_point()
-    if not is_cast or not torch.is_autocast_enabled(kind):
+    if not is_cast or not in_autocast(input):
         return input.dtype
-    return torch.get_autocast_dtype(kind)
+    return torch.get_autocast_dtype(input.device.type)
+
+
+def in_autocast(tensor: Tensor) -> bool:
+    """Whether torch.autocast is on for the tensor's kind of device. torch has none for meta."""
+    return not tensor.is_meta and torch.is_autocast_enabled(tensor.device.type)
 
 
 def outside_autocast(tensor: Tensor) -> contextlib.AbstractContextManager:
     """A context in which torch.autocast casts no operand on the tensor's kind of device."""
-    kind = tensor.device.type
-    if torch.is_autocast_enabled(kind):
-        return torch.autocast(kind, enabled=False)
+    if in_autocast(tensor):
+        return torch.autocast(tensor.device.type, enabled=False)
     return contextlib.nullcontext()

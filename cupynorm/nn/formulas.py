@@ -53,6 +53,20 @@ def x_hat(x: Tensor, num_dims: int, centered: bool, eps: float) -> Tensor:
     return x * torch.rsqrt(_average(x * x, num_dims) + eps)
 
 
+def statistics(
+    x: Tensor, num_dims: int, centered: bool, eps: float
+) -> tuple[Tensor | None, Tensor]:
+    """mean (None unless centered) and rstd, [...] without the last num_dims dimensions."""
+    x = x.to(arithmetic(x))
+    mean = _average(x, num_dims) if centered else None
+    if mean is not None:
+        x = x - mean
+    rstd = torch.rsqrt(_average(x * x, num_dims) + eps)
+    return None if mean is None else mean.flatten(-num_dims)[..., 0], rstd.flatten(-num_dims)[
+        ..., 0
+    ]
+
+
 def scale(weight: Tensor | None, zero_centered_weight: bool, dtype: torch.dtype) -> Tensor | float:
     """What x_hat is multiplied by: weight, 1 + weight, or 1 without a weight."""
     if weight is None:

@@ -260,11 +260,19 @@ def _backward_without_memory(*arguments):
     return *gradients, of_arrays
 
 
+def _refuse_decomposition(*arguments):
+    raise NotImplementedError(
+        "load or store was given where a norm is decomposed into torch operations, as "
+        "torch.onnx.export does; expected neither"
+    )
+
+
 register(
     "functor_norm_forward",
     _forward,
     _forward_without_memory,
     (_save_forward, _differentiate_forward),
+    _refuse_decomposition,
 )
 register(
     "functor_norm_backward",

@@ -20,6 +20,7 @@ from ..norm.request import (
     SecondGradient,
 )
 from ..norm.results import FusedBackward
+from . import decompositions
 from .operators import forward_request, or_empty
 from .schemas import (
     arguments_of,
@@ -172,6 +173,20 @@ def _fused_forward_without_memory(*arguments):
     )
 
 
+def _fused_forward_of_torch_operations(*arguments):
+    given = FusedNormForward(*arguments)
+    made = decompositions.forward(_fused_request(given))
+    empty = given.input.new_empty
+    makes_sum = _makes_sum(given, given.residual_dtype, given.dropout_p)
+    return (
+        made.y,
+        made.mean if given.centered else made.rstd.new_empty(0),
+        made.rstd,
+        made.sum if makes_sum else empty(0),
+        empty(0) if made.y1 is None else made.y1,
+    )
+
+
 def _save_fused_forward(ctx, inputs, output):
     given = FusedNormForward(*inputs)
     y, mean, rstd, added, y1 = output
@@ -295,6 +310,7 @@ register(
     _fused_forward,
     _fused_forward_without_memory,
     (_save_fused_forward, _differentiate_fused_forward),
+    _fused_forward_of_torch_operations,
 )
 register(
     "fused_norm_backward",

@@ -12,6 +12,7 @@ from torch.autograd import forward_ad
 PLAIN = frozenset({torch.Tensor, torch.nn.Parameter, NoneType})
 
 is_compiling = torch.compiler.is_dynamo_compiling
+is_jit_traced = torch._C._get_tracing_state
 num_dispatch_modes = torch._C._len_torch_dispatch_stack
 is_mapped = torch._C._functorch.is_legacy_batchedtensor  # by is_grads_batched=True
 has_functorch_transforms = torch._C._are_functorch_transforms_active

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.fx import Proxy
 
 from ..gpu import arrays
 from ..norm.api import layer_norm, rms_norm
@@ -28,6 +29,8 @@ from .spellings import either
 # torch.fx.symbolic_trace records these calls instead of tracing into them.
 torch.fx.wrap("layer_norm")
 torch.fx.wrap("rms_norm")
+torch.fx.wrap("_without_dropout")
+torch.fx.wrap("_without_fp8")
 
 # Keywords beyond torch.nn's, with their defaults.
 EXTRAS = {
@@ -313,7 +316,9 @@ class LayerNorm(Norm, torch.nn.LayerNorm):
     ) -> torch.Tensor | QuantizedTensor | tuple[torch.Tensor | QuantizedTensor, ...]:
         if not self.training:
             dropout_p = _without_dropout(dropout_p)
-        if fp8_output:
+        if fp8_output.__class__ is Proxy:
+            dropout_p = _without_fp8(dropout_p, fp8_output)
+        elif fp8_output:
             call = run_untraced(self._forward_in_fp8)
             options = {
                 "residual_dtype": residual_dtype,
@@ -408,7 +413,9 @@ class RMSNorm(Norm, torch.nn.RMSNorm):
     ) -> torch.Tensor | QuantizedTensor | tuple[torch.Tensor | QuantizedTensor, ...]:
         if not self.training:
             dropout_p = _without_dropout(dropout_p)
-        if fp8_output:
+        if fp8_output.__class__ is Proxy:
+            dropout_p = _without_fp8(dropout_p, fp8_output)
+        elif fp8_output:
             call = run_untraced(self._forward_in_fp8)
             options = {
                 "residual_dtype": residual_dtype,
@@ -447,6 +454,15 @@ def _without_dropout(dropout_p: object) -> float:
     if type(dropout_p) is not float or dropout_p != 0.0:
         check_dropout_p(dropout_p)
     return 0.0
+
+
+def _without_fp8(dropout_p: float, fp8_output: bool) -> float:
+    """dropout_p, in what torch.fx.symbolic_trace records of a norm that is the root."""
+    if fp8_output:
+        raise NotImplementedError(
+            "fp8_output is True in a call of what torch.fx.symbolic_trace recorded; expected False"
+        )
+    return dropout_p
 
 
 def _check_no_dtype(**given: object) -> None:

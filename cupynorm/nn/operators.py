@@ -22,7 +22,7 @@ from ..norm.request import (
 )
 from ..norm.results import Backward, Gradients
 from ..plan.problem import Tile
-from . import formulas
+from . import decompositions, formulas
 from .schemas import (
     arguments_of,
     launch_of,
@@ -136,6 +136,18 @@ def _forward_without_memory(*arguments):
         x.new_empty(leading if given.centered else 0, dtype=dtype),
         x.new_empty(leading, dtype=dtype),
         x.new_empty(0 if given.residual is None else x.shape),
+    )
+
+
+def _forward_of_torch_operations(*arguments):
+    given = NormForward(*arguments)
+    made = decompositions.forward(forward_request(given))
+    empty = given.input.new_empty
+    return (
+        made.y,
+        made.mean if given.centered else made.rstd.new_empty(0),
+        made.rstd,
+        empty(0) if given.residual is None else made.sum,
     )
 
 
@@ -261,6 +273,7 @@ register(
     _forward,
     _forward_without_memory,
     (_save_forward, _differentiate_forward),
+    _forward_of_torch_operations,
 )
 register(
     "norm_backward",

@@ -98,11 +98,17 @@ def launch_of(options: Options) -> tuple:
     return margin, options.strategy, options.statistics, fields, backward_margin
 
 
-def register(name: str, implementation: Callable, fake: Callable, autograd: tuple) -> None:
+def register(
+    name: str,
+    implementation: Callable,
+    fake: Callable,
+    autograd: tuple,
+    decomposition: Callable | None = None,
+) -> None:
     """Registers an operator on the CPU and on CUDA.
 
     fake: its results for fake tensors. autograd: the functions setup_context and backward of
-    torch.library.register_autograd.
+    torch.library.register_autograd. decomposition: the same by torch operations.
     """
     for device in ("CPU", "CUDA"):
         _library.impl(name, implementation, device)
@@ -111,6 +117,19 @@ def register(name: str, implementation: Callable, fake: Callable, autograd: tupl
     torch.library.register_autograd(
         f"cupynorm::{name}", differentiate, setup_context=save, lib=_library
     )
+    if decomposition is not None:
+        register_decompositions(name, decomposition, fake)
+
+
+def register_decompositions(name: str, decomposition: Callable, fake: Callable) -> None:
+    """Puts an operator into torch's table of all decompositions.
+
+    Fake tensors would use these too. They use `fake`, as for other operators, if it is in torch's
+    table of meta functions.
+    """
+    operator = getattr(torch.ops.cupynorm, name).default
+    torch._decomp.register_decomposition(operator)(decomposition)
+    torch._decomp.register_decomposition(operator, type="meta")(fake)
 
 
 def save_nothing(ctx, inputs, output):

@@ -55,6 +55,9 @@ def normalize(request: ForwardRequest, return_residual: bool) -> Array | tuple[A
 
 def explicit_forward(request: ForwardRequest) -> Forward | FusedForward:
     """What layer_norm_forward and rms_norm_forward return."""
+    input = request.operands.input
+    if is_tensor(input) and input.is_meta and is_plain(request):
+        return Forward(*torch_part().forward_of_meta(request))
     prepared, operands = prepare_forward(request, FOR_STATISTICS)
     made = prepared.run(operands)
     return Forward(*made[:4]) if is_plain(request) else FusedForward(*made)

@@ -265,6 +265,39 @@ def test_meta_tensors_give_meta_tensors(ours):
         module(torch.empty(3, 9, device="meta"))
 
 
+def test_explicit_forwards_and_linear_layers_of_meta_tensors():
+    x = torch.empty(3, 8, device="meta", dtype=torch.bfloat16)
+    for forward, options in (
+        (cupynorm.layer_norm_forward, {"residual": x}),
+        (cupynorm.rms_norm_forward, {"out_dtype": "float32"}),
+    ):
+        made, expected = (
+            forward(x, **options),
+            forward(torch.ones(3, 8).bfloat16(), **_on_cpu(options)),
+        )
+        for one, other in zip(made, expected, strict=True):
+            assert one is other is None or (
+                one.is_meta and one.shape == other.shape and one.dtype == other.dtype
+            )
+    layer = cupynorm.LayerNormLinear(8, 5, device="meta", params_dtype=torch.bfloat16)
+    y = layer(x)
+    assert y.is_meta and y.shape == (3, 5) and y.dtype == torch.bfloat16
+    gradients = torch.autograd.grad(y, list(layer.parameters()), y)
+    assert [each.shape for each in gradients] == [each.shape for each in layer.parameters()]
+    with pytest.raises(TypeError, match="input is a torch tensor on meta, which has no memory"):
+        with cupynorm.fp8_autocast():
+            layer(x)
+    with pytest.raises(NotImplementedError, match="of meta tensors .* expected plain tensors"):
+        cupynorm.layer_norm(x, 8, out_dtype="float8_e4m3fn", scale="row")
+
+
+def _on_cpu(options: dict) -> dict:
+    return {
+        name: torch.ones(value.shape, dtype=value.dtype) if torch.is_tensor(value) else value
+        for name, value in options.items()
+    }
+
+
 @pytest.mark.parametrize("ours", [cupynorm.LayerNorm, cupynorm.RMSNorm])
 def test_arguments_in_the_order_of_transformer_engine_are_refused(ours):
     """Its third and fourth, sequence_parallel and dtype, made a norm without parameters."""

@@ -66,6 +66,33 @@ def test_jit_trace_of_fused_options(device):
         assert torch.equal(got, expected)
 
 
+LAYERS = ({}, {"parameters_split": ("q", "k")}, {"fused": "fold"}, {"normalization": "RMSNorm"})
+
+
+@pytest.mark.parametrize("options", LAYERS, ids=str)
+@pytest.mark.parametrize("recorded", [False, True])
+def test_jit_trace_of_a_linear_layer(recorded, options):
+    layer = cupynorm.LayerNormLinear(16, 8, device="cpu", **options)
+    x = random_input(7, 16, seed=1)
+    with torch.set_grad_enabled(recorded):
+        traced = jit_trace(layer, random_input(4, 16))
+        assert torch.equal(traced(x), layer(x))
+    with pytest.raises(RuntimeError, match=r"weight has shape \(., 16\), input \(7, 17\)"):
+        traced(random_input(7, 17))
+
+
+def test_jit_trace_refuses_what_a_layer_keeps():
+    layer, x = cupynorm.LayerNormLinear(16, 8, device="cpu"), random_input(4, 16)
+    with pytest.raises(NotImplementedError, match="record a layer inside fp8_autocast"):
+        with cupynorm.fp8_autocast():
+            jit_trace(layer, x)
+    layer = cupynorm.LayerNormLinear(16, 8, device="cpu", delay_wgrad_compute=True)
+    with pytest.raises(NotImplementedError, match="delay_wgrad_compute; expected torch.no_grad"):
+        jit_trace(layer, x)
+    with torch.no_grad():
+        assert torch.equal(jit_trace(layer, x)(x + 1), layer(x + 1))
+
+
 def test_jit_trace_refuses_8_bit_outputs():
     with pytest.raises(NotImplementedError, match="torch traces"):
         jit_trace(
@@ -82,3 +109,32 @@ def test_symbolic_trace_records_the_calls(device):
     assert cupynorm.layer_norm in called and cupynorm.rms_norm in called
     x = random_input(7, 16).to(device)
     assert torch.equal(traced(x), block(x))
+
+
+@pytest.mark.parametrize("norm_class", [cupynorm.LayerNorm, cupynorm.RMSNorm])
+@pytest.mark.parametrize("training", [False, True])
+def test_symbolic_trace_of_a_norm_itself(training, norm_class):
+    """All arguments of its forward are inputs of the graph."""
+    norm, x = norm_class(16).train(training), random_input(7, 16)
+    traced = torch.fx.symbolic_trace(norm)
+    assert torch.equal(traced(x), norm(x))
+    call = {"residual": x, "return_residual": True, "dropout_p": 0.5, "dropout_seed": 3}
+    assert all(torch.equal(*pair) for pair in zip(traced(x, **call), norm(x, **call), strict=True))
+    with pytest.raises(ValueError, match="dropout_p is 2.0"):
+        traced(x, dropout_p=2.0)
+    with pytest.raises(NotImplementedError, match="fp8_output is True"):
+        traced(x, fp8_output=True)
+
+
+def test_symbolic_trace_of_a_linear_layer_needs_a_leaf():
+    model = torch.nn.Sequential(cupynorm.LayerNormLinear(16, 8, device="cpu"))
+    with pytest.raises(NotImplementedError, match="expected a Tracer whose is_leaf_module"):
+        torch.fx.symbolic_trace(model)
+
+    class Tracer(torch.fx.Tracer):
+        def is_leaf_module(self, module, name):
+            is_layer = isinstance(module, cupynorm.LayerNormLinear)
+            return is_layer or super().is_leaf_module(module, name)
+
+    traced, x = torch.fx.GraphModule(model, Tracer().trace(model)), random_input(7, 16)
+    assert torch.equal(traced(x), model(x))

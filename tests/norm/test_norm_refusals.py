@@ -440,7 +440,7 @@ def test_tensors_of_other_devices_and_out_with_gradients_are_refused():
         match="input is a torch tensor on meta, which has no memory; "
         "expected one on the CPU or on a CUDA device",
     ):
-        cupynorm.layer_norm_forward(torch.empty(4, 40, device="meta"))
+        cupynorm.layer_norm_forward(torch.empty(4, 40, device="meta"), dropout_p=0.5)
     x, out = torch.ones(4, 40, requires_grad=True), torch.ones(4, 40)
     with pytest.raises(
         ValueError,

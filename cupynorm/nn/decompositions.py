@@ -1,10 +1,12 @@
-"""torch: a forward of torch operations alone, for torch.onnx.export(dynamo=True).
+"""torch: the forward operators as torch operations, for torch.onnx.export(dynamo=True).
 
-The exporter knows no operators but torch's. torch.compile and torch.export record the operators of
-nn/operators.py instead.
+The exporter knows no operators but torch's. It replaces others by their entries in torch's table of
+decompositions. torch.compile and torch.export use other tables, and keep the operators.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,22 +16,32 @@ from ..norm.checks import check_forward
 from ..norm.request import ForwardOperands, ForwardOptions, ForwardRequest
 from . import formulas
 
-is_exporting = torch.onnx.is_in_onnx_export
+
+class Decomposed(NamedTuple):
+    """mean is None for rms_norm, y1 without a second weight or bias."""
+
+    y: Tensor
+    mean: Tensor | None
+    rstd: Tensor
+    sum: Tensor
+    y1: Tensor | None
 
 
-def forward(request: ForwardRequest) -> tuple[Tensor, Tensor | None, Tensor]:
-    """y, y1 (None without a second weight or bias), and the sum."""
+def forward(request: ForwardRequest) -> Decomposed:
+    """Raises NotImplementedError for dropout, whose bits no torch operation draws."""
     operands, options = check_forward(request)
     if options.dropout_p > 0:
         raise NotImplementedError(
-            f"dropout_p is {options.dropout_p}; expected 0 in torch.onnx.export: "
-            "call eval() on the model first"
+            f"dropout_p is {options.dropout_p} where a norm is decomposed into torch operations, "
+            "as torch.onnx.export does; expected 0: call eval() on the model first"
         )
     added = _sum(operands, options)
     y = _normalize(added, operands.weight, operands.bias, options)
-    if operands.weight1 is None and operands.bias1 is None:
-        return y, None, added
-    return y, _normalize(added, operands.weight1, operands.bias1, options), added
+    y1 = None
+    if operands.weight1 is not None or operands.bias1 is not None:
+        y1 = _normalize(added, operands.weight1, operands.bias1, options)
+    mean, rstd = formulas.statistics(added, len(options.extents), options.centered, options.eps)
+    return Decomposed(y, mean, rstd, added, y1)
 
 
 def _sum(operands: ForwardOperands, options: ForwardOptions) -> Tensor:
