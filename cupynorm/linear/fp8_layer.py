@@ -11,6 +11,7 @@ from torch import Tensor
 from ..gpu import arrays
 from ..nn import amaxes, autocast, fp8, modes
 from ..nn.dtypes import outside_autocast
+from ..nn.past_calls import PastCalls, runs_again_by_hooks
 from ..nn.recipes import DelayedScaling, Recipe
 from ..norm.quantized_tensor import QuantizedTensor
 from . import fp8 as fp8_linear
@@ -19,7 +20,6 @@ from .call import LinearCall, LinearOptions, Operands
 from .fp8 import RegionCall
 from .function import check_call
 from .matrices import as_rows, join
-from .past_calls import PastCalls
 from .quantized_weight import QuantizedWeight, keeping_8_bits
 from .quantizers import Quantizers, states_from, states_of
 from .weight_gradients import WeightGradientSink
@@ -62,9 +62,22 @@ class Fp8Layer(torch.nn.Module):
         if region is None:
             past = self._past_calls.run_again()
             region = None if past is None else past.region
-        if region is None and self._past_calls:
-            self._past_calls.add(None)
+            if region is not None and past.is_compiled and runs_again_by_hooks():
+                raise NotImplementedError(
+                    "checkpoint(use_reentrant=False) runs a compiled layer again outside of its "
+                    "fp8_autocast; expected the region inside of the checkpointed function, "
+                    "use_reentrant=True, or the checkpoint inside of what torch.compile compiles"
+                )
+        if region is None and not self._past_calls.is_empty:
+            self._past_calls.add(None, is_recorded=torch.is_grad_enabled())
         return region
+
+    def _needs_eager(self) -> bool:
+        """Whether the compiler must not trace a call, because a checkpoint may run it again.
+
+        The call then looks for the region of its first run, which no graph can.
+        """
+        return modes.is_compiling() and autocast.active() is None and not self._past_calls.is_empty
 
     def _project_in_fp8(
         self,
@@ -130,13 +143,13 @@ class Fp8Layer(torch.nn.Module):
         return call._replace(recorded=recorded)
 
     def begin_in_fp8(
-        self, call: RegionCall, operands: Operands
+        self, call: RegionCall, operands: Operands, *, is_compiled: bool = False
     ) -> tuple[fp8_linear.QuantizedCall, QuantizedTensor]:
         """What fp8_linear.forward needs: the call and the quantised weight.
 
         operands: an operator's weights may be copies, because torch writes to them inside a graph.
         """
-        region, recipe = call.region, call.region.recipe
+        region, recipe, scale = call.region, call.region.recipe, None
         past = self._past_calls.run_again()
         device, has_amaxes = operands.input.device, past is not None and past.has_amaxes
         records = call.records and not has_amaxes and autocast.active() is not None
@@ -144,10 +157,14 @@ class Fp8Layer(torch.nn.Module):
         if isinstance(recipe, DelayedScaling):
             scale = None if past is None else past.scale
             quantizers.scale = scale
-            scale = self._fp8_states["forward"].scale.clone() if scale is None else scale
-            self._past_calls.add(region, has_amaxes=records or has_amaxes, scale=scale)
-        else:
-            self._past_calls.add(region)
+            scale = self._fp8_states["forward"].scale if scale is None else scale
+        self._past_calls.add(
+            region,
+            is_recorded=call.recorded,
+            has_amaxes=records or has_amaxes,
+            scale=scale,
+            is_compiled=is_compiled,
+        )
         quantized_call = self.quantized_call(call.options, quantizers, call.quantize_gradient)
         quantized_call = quantized_call._replace(input=call.input)
         if isinstance(recipe, DelayedScaling) and records:

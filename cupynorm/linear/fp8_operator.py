@@ -117,7 +117,7 @@ class Layer(Protocol):
     ) -> QuantizedCall: ...
 
     def begin_in_fp8(
-        self, call: RegionCall, operands: Operands
+        self, call: RegionCall, operands: Operands, *, is_compiled: bool = False
     ) -> tuple[QuantizedCall, QuantizedTensor]: ...
 
 
@@ -190,7 +190,7 @@ def _run(*given: Any) -> tuple[Tensor, ...]:
         recorded,
     )
     with torch.no_grad():
-        quantized_call, weight = layer.begin_in_fp8(call, operands)
+        quantized_call, weight = layer.begin_in_fp8(call, operands, is_compiled=True)
         with outside_autocast(operands.input):
             y, normalized, saved = fp8.forward(quantized_call, weight, operands, recorded=recorded)
         if not recorded:

@@ -1,7 +1,6 @@
 """torch: LayerNormLinear, TransformerEngine's module of a norm and the linear layer after it.
 
 parameters.py         its parameters
-past_calls.py         those that a checkpoint runs again
 fp8_layer.py          its calls inside cupynorm.fp8_autocast
 function.py           its other calls
 gradient_layer.py     fuse_wgrad_accumulation and delay_wgrad_compute
@@ -186,7 +185,7 @@ class LayerNormLinear(GradientLayer, Fp8Layer, NormLinearParameters):
             its own amax, except where the recipe's scales are of blocks.
         fp8_grad: round the gradient of the normalised tensor to an 8-bit float too.
         """
-        if is_compiling() and self._has_8_bit_weights():
+        if is_compiling() and (self._has_8_bit_weights() or self._needs_eager()):
             return run_untraced(self.forward)(inp, is_first_microbatch, fp8_output, fp8_grad)
         if isinstance(inp, QuantizedTensor):
             inp = inp.dequantize()

@@ -116,7 +116,7 @@ class Linear(GradientLayer, Fp8Layer, torch.nn.Linear):
         fp8_output: bool = False,
         fp8_grad: bool = False,
     ) -> Tensor | QuantizedTensor:
-        if modes.is_compiling() and self._has_8_bit_weights():
+        if modes.is_compiling() and (self._has_8_bit_weights() or self._needs_eager()):
             given = input, is_first_microbatch, fp8_output, fp8_grad
             return modes.run_untraced(self.forward)(*given)
         region, quantized = self._region(), None
@@ -159,7 +159,9 @@ class Linear(GradientLayer, Fp8Layer, torch.nn.Linear):
             )
         if not isinstance(input, Tensor):
             raise TypeError(f"input is a {type(input).__name__}; expected a torch tensor")
-        if input.shape[-1:] != (self.in_features,):
+        # torch.jit.trace warns of every shape that is looked at; there the product itself checks.
+        is_traced = not modes.is_compiling() and modes.is_jit_traced()
+        if not is_traced and input.shape[-1:] != (self.in_features,):
             raise ValueError(
                 f"input has shape {tuple(input.shape)}; expected (..., {self.in_features}), "
                 "in_features of this layer"

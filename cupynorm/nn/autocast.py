@@ -120,10 +120,13 @@ def fp8_autocast(
     A forward under torch.no_grad() changes no state if the region began under it too, or if the
     layer is in eval mode. Nor does a region that an exception leaves.
 
-    A region may be around a checkpoint or inside of the checkpointed function. LayerNormLinear is
-    run again by the recipe and the scales of its forward. torch.compile compiles what is called;
-    a function that enters a region has a graph break. Regions belong to the process: those of
-    several threads are nested in the order in which they began.
+    A region may be around a checkpoint or inside of the checkpointed function. Layers are run again
+    by the recipe and the scales of their forward. Refused is one case: a compiled LayerNormLinear
+    in a checkpoint with use_reentrant=False, and the region around it.
+
+    torch.compile compiles what is called; a function that enters a region has a graph break.
+    Regions belong to the process: those of several threads are nested in the order in which they
+    began.
 
     Raises TypeError for a recipe of another kind, an enabled or calibrating that is not a bool, or
     where both names of one argument are given.

@@ -6,24 +6,18 @@ cupynorm's forward.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch.fx import Proxy
 
-from ..gpu import arrays
 from ..norm.api import layer_norm, rms_norm
 from ..norm.functors import bound
-from ..norm.options import check_dropout_p, check_sm_margin, complete, extents_of, launch_options
+from ..norm.options import check_dropout_p, check_sm_margin, extents_of
 from ..norm.quantized_tensor import QuantizedTensor
-from ..norm.request import ForwardOperands, ForwardOptions, ForwardRequest, Quantization
-from ..norm.route import normalize
 from ..plan.functors import BoundFunctor, Functor
-from . import amaxes, autocast, fp8
-from .dtypes import name_of
+from .fp8_norm import Fp8Norm
 from .modes import run_untraced
-from .recipes import E4M3, BlockScaling, CurrentScaling, MXFP8BlockScaling
 from .spellings import either
 
 # torch.fx.symbolic_trace records these calls instead of tracing into them.
@@ -39,15 +33,12 @@ EXTRAS = {
     "sequence_parallel": None,
     "round_x_hat": False,
     "memory_efficient": False,
+    "fp8_state": False,
 }
-_EXTRA_STATE = "_extra_state"
 
 
-class Norm(torch.nn.Module):
+class Norm(Fp8Norm):
     """What LayerNorm and RMSNorm have beyond torch's."""
-
-    # The scale of y with DelayedScaling, from the first such call on.
-    _fp8_scales: fp8.Scales | None = None
 
     def _set_extras(
         self,
@@ -57,6 +48,7 @@ class Norm(torch.nn.Module):
         sequence_parallel: bool | None,
         round_x_hat: bool,
         memory_efficient: bool,
+        fp8_state: bool,
     ) -> None:
         """Must run before torch's constructor, which resets the parameters."""
         check_sm_margin(sm_margin)
@@ -65,7 +57,8 @@ class Norm(torch.nn.Module):
         self.sequence_parallel = sequence_parallel
         self.round_x_hat = round_x_hat
         self.memory_efficient = memory_efficient
-        self._fp8_slot = amaxes.new_slot()
+        self.fp8_state = fp8_state
+        self._begin_fp8()
 
     def reset_parameters(self) -> None:
         """Sets weight to 1, or to 0 with zero_centered_gamma, and bias to 0.
@@ -93,122 +86,11 @@ class Norm(torch.nn.Module):
 
     def __setstate__(self, state: dict) -> None:
         super().__setstate__(state)
-        self._fp8_slot = amaxes.new_slot()
         self._mark_parameters()  # a deep copy of a parameter loses its attributes
 
-    def _apply(self, function: Callable, recurse: bool = True) -> Norm:
-        super()._apply(function, recurse)
-        if self._fp8_scales is not None:
-            self._fp8_scales = fp8.moved(self._fp8_scales, function)
-        return self
-
-    def _save_to_state_dict(self, destination: dict, prefix: str, keep_vars: bool) -> None:
-        super()._save_to_state_dict(destination, prefix, keep_vars)
-        if self._fp8_scales is not None:  # otherwise the state dict is torch.nn's
-            destination[f"{prefix}{_EXTRA_STATE}"] = fp8.pack({"y": self._fp8_scales})
-
     def _load_from_state_dict(self, state_dict: dict, prefix: str, *arguments) -> None:
-        key = f"{prefix}{_EXTRA_STATE}"
-        # TransformerEngine's modules save an fp8 state that norms do not use. It is ignored.
-        extra = state_dict.get(key)
-        self._load_scales(fp8.unpack(extra) if fp8.is_packed(extra) else {})
-        others = {name: value for name, value in state_dict.items() if name != key}
-        super()._load_from_state_dict(others, prefix, *arguments)
+        super()._load_from_state_dict(state_dict, prefix, *arguments)
         self._mark_parameters()  # load_state_dict(assign=True) replaces the parameters
-
-    def _load_scales(self, states: dict[str, tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """Takes what fp8.unpack returned. Without a state, the next step is the first."""
-        if not states:
-            self._fp8_scales = None
-            return
-        given = ", ".join(f"{name} of {len(scale)}" for name, (scale, _) in states.items())
-        if given != "y of 1":
-            raise ValueError(
-                f"the fp8 state is of {given} tensors; expected that of a norm, y of 1"
-            )
-        ((scale, amax_history),) = states.values()
-        if self._fp8_scales is None:
-            self._fp8_scales = fp8.Scales((E4M3,), len(amax_history), scale.device)
-        self._fp8_scales.load(scale, amax_history)
-
-    def _forward_in_fp8(
-        self,
-        centered: bool,
-        input: torch.Tensor,
-        residual: torch.Tensor | None,
-        return_residual: bool,
-        options: dict[str, Any],
-    ) -> Any:
-        """The call with fp8_output. options: residual_dtype to bias1 of the call, functors."""
-        region = autocast.active()
-        if region is None:
-            raise ValueError(
-                "fp8_output is True outside of fp8_autocast; "
-                "expected False, or the call inside of it"
-            )
-        if not isinstance(input, torch.Tensor):
-            raise TypeError(f"input is a {type(input).__name__}; expected a torch tensor")
-        arrays.check_addresses(input=input)  # before scales are moved to its device
-        quantization, scale, amax = self._quantization(region, input.device)
-        bias = self._held("bias") if centered else None
-        operands = ForwardOperands(
-            input,
-            self._held("weight"),
-            bias,
-            residual,
-            row_scale=options["row_scale"],
-            dropout_seed=options["dropout_seed"],
-            weight1=options["weight1"],
-            bias1=options["bias1"],
-            scale=scale,
-            amax=amax,
-            functors=options["functors"],
-        )
-        asked = ForwardOptions(
-            centered,
-            self.normalized_shape,
-            self.eps,
-            self.zero_centered_gamma,
-            quantization.dtype,
-            options["residual_dtype"],
-            options["dropout_p"],
-            self.round_x_hat,
-            self.memory_efficient,
-            quantization,
-            launch_options(None, None, None, self.sm_margin),
-        )
-        return normalize(complete(ForwardRequest(operands, asked)), return_residual)
-
-    def _quantization(
-        self, region: autocast.Region, device: torch.device
-    ) -> tuple[Quantization, torch.Tensor | None, torch.Tensor | None]:
-        """How y is quantised, by the region's recipe, and its scale and amax if they are given.
-
-        Where gradients are recorded and there is one scale, the transposed copy is made too: the
-        next layer may need it for its weight's gradient.
-        """
-        recipe, records = region.recipe, torch.is_grad_enabled()
-        dtype = recipe.fp8_format.value[0]
-        made = Quantization(name_of(dtype), transpose=records)
-        if isinstance(recipe, CurrentScaling):
-            made = made._replace(
-                scaling="tensor",
-                power_of_two=recipe.power_of_two,
-                smallest_amax=recipe.amax_epsilon,
-            )
-            return made, None, None
-        if isinstance(recipe, MXFP8BlockScaling):
-            return made._replace(scaling="mx", transpose=False), None, None
-        if isinstance(recipe, BlockScaling):
-            power_of_two = recipe.power_of_two
-            made = made._replace(scaling="block", power_of_two=power_of_two, transpose=False)
-            return made, None, None
-        self._fp8_scales = scales = fp8.scales_for(
-            self._fp8_scales, (dtype,), recipe, device, records=records
-        )
-        if records:
-            region.used[self._fp8_slot, 0] = autocast.UsedScales(scales, recipe, region.group)
-        return made, scales.scale, scales.amax(0) if records else None
 
     def extra_repr(self) -> str:
         values = {name: getattr(self, name) for name in EXTRAS}
@@ -236,6 +118,7 @@ class LayerNorm(Norm, torch.nn.LayerNorm):
     sequence_parallel: unless None, the parameters' attribute of that name, for frameworks that
         reduce their gradients.
     round_x_hat, memory_efficient: as of cupynorm.layer_norm.
+    fp8_state: True: `_extra_state` is in the state dict from the start, empty without a scale.
     hidden_size, params_dtype: other names of normalized_shape and dtype.
 
     Called with input (..., *normalized_shape), and optionally a residual of its shape and dtype, it
@@ -262,7 +145,8 @@ class LayerNorm(Norm, torch.nn.LayerNorm):
     State dicts can be exchanged with torch.nn; in one of TransformerEngine `_extra_state` is
     ignored. A module with a scale of DelayedScaling saves it under that name, as bytes without
     pickle (torch.nn loads such a state dict with strict=False). Loading a state dict without it
-    removes the scale.
+    removes the scale. torch.distributed.checkpoint loads only what the new module has in its own
+    state dict: give fp8_state=True to load a scale there.
 
     Raises TypeError where both spellings are given, normalized_shape is missing or arguments come
     in TransformerEngine's order; ValueError for fp8_output=True outside of cupynorm.fp8_autocast;
@@ -283,6 +167,7 @@ class LayerNorm(Norm, torch.nn.LayerNorm):
         sequence_parallel: bool | None = None,
         round_x_hat: bool = False,
         memory_efficient: bool = False,
+        fp8_state: bool = False,
         hidden_size: int | Sequence[int] | None = None,
         params_dtype: torch.dtype | None = None,
     ) -> None:
@@ -294,6 +179,7 @@ class LayerNorm(Norm, torch.nn.LayerNorm):
             sequence_parallel=sequence_parallel,
             round_x_hat=round_x_hat,
             memory_efficient=memory_efficient,
+            fp8_state=fp8_state,
         )
         dtype = either(dtype=dtype, params_dtype=params_dtype)
         super().__init__(extents, eps, elementwise_affine, bias, device, dtype)
@@ -380,6 +266,7 @@ class RMSNorm(Norm, torch.nn.RMSNorm):
         sequence_parallel: bool | None = None,
         round_x_hat: bool = False,
         memory_efficient: bool = False,
+        fp8_state: bool = False,
         hidden_size: int | Sequence[int] | None = None,
         params_dtype: torch.dtype | None = None,
     ) -> None:
@@ -391,6 +278,7 @@ class RMSNorm(Norm, torch.nn.RMSNorm):
             sequence_parallel=sequence_parallel,
             round_x_hat=round_x_hat,
             memory_efficient=memory_efficient,
+            fp8_state=fp8_state,
         )
         dtype = either(dtype=dtype, params_dtype=params_dtype)
         super().__init__(extents, eps, elementwise_affine, device, dtype)

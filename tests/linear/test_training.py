@@ -111,6 +111,80 @@ def test_microbatches_that_are_run_again_in_any_order(order, use_reentrant):
     assert all(torch.equal(*pair) for pair in zip(*made))
 
 
+BETWEEN = ("16 bits", "eval", "8 bits", "8 bits in eval")
+
+
+@pytest.mark.parametrize("recipe", RECIPES[1:3], ids=str)
+@pytest.mark.parametrize("use_reentrant", (False, True))
+@pytest.mark.parametrize("between", BETWEEN)
+def test_a_call_without_gradients_between_a_checkpoint_and_its_backward(
+    between, use_reentrant, recipe
+):
+    """Such a call is never run again, and must not be taken for the one that is."""
+    made = []
+    for checkpointed in (False, True):
+        module, problem = make()
+        for at in range(3):
+            module.zero_grad()
+            x = tensor((1 + at) * problem.x, grad=True)
+            with region(recipe):
+                y = (
+                    checkpoint(module, x, use_reentrant=use_reentrant)
+                    if checkpointed
+                    else module(x)
+                )
+            module.train("eval" not in between)
+            with torch.no_grad(), region(recipe if "8" in between else None):
+                module(100 * x)
+            module.train()
+            y.backward(tensor((1 + at) * problem.dy))
+            made.append([y, x.grad, *(each.grad for each in module.parameters())])
+    for ones, others in zip(made[:3], made[3:]):
+        assert all(torch.equal(*pair) for pair in zip(ones, others))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("use_reentrant", (False, True))
+def test_any_number_of_checkpoints_may_wait_for_their_backward(use_reentrant):
+    """Each step's scales differ. The calls are forgotten with their graphs."""
+    recipe, made = DelayedScaling(amax_history_len=2, amax_compute_algo="most_recent"), []
+    for checkpointed in (False, True):
+        module, problem = make(2, 16, 16, dtype="float32")
+        xs = [tensor((1 + at % 7) * problem.x, "float32", grad=True) for at in range(270)]
+        ys = []
+        for x in xs:
+            with region(recipe):
+                ys.append(
+                    checkpoint(module, x + 0, use_reentrant=use_reentrant)
+                    if checkpointed
+                    else module(x + 0)
+                )
+        torch.stack(ys).square().sum().backward()
+        del ys
+        assert module._past_calls.is_empty
+        made.append([*(x.grad for x in xs), *(each.grad for each in module.parameters())])
+    assert all(torch.equal(*pair) for pair in zip(*made))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", RECIPES[1:3], ids=str)
+def test_a_compiled_layer_in_a_checkpoint_with_the_region_around(recipe):
+    """Reentrant it is run again in eager mode, by the operator's recipe and scales."""
+    torch._dynamo.reset()
+    module, problem = make()
+    expected = train(module, problem, recipe, ("none", None))
+    for use_reentrant in (True, False):
+        twin, _ = make()
+        compiled = torch.compile(twin, backend="aot_eager")
+        if use_reentrant:
+            found = train(compiled, problem, recipe, ("around", True))
+            for ones, others in zip(found, expected):
+                assert all(torch.equal(*pair) for pair in zip(ones, others))
+            continue
+        with pytest.raises(NotImplementedError, match="runs a compiled layer again outside"):
+            train(compiled, problem, recipe, ("around", False))
+
+
 @pytest.mark.parametrize("use_reentrant", (False, True))
 def test_a_checkpoint_outside_of_a_region_after_a_step_inside(use_reentrant):
     """It runs again in 16 bits, as its forward did."""

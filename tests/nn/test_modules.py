@@ -68,6 +68,7 @@ def test_the_constructors_are_those_of_torch(ours, theirs):
         "sequence_parallel",
         "round_x_hat",
         "memory_efficient",
+        "fp8_state",
         "hidden_size",
         "params_dtype",
     }

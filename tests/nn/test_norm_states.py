@@ -1,0 +1,91 @@
+"""8-bit outputs of LayerNorm and RMSNorm in checkpoints: of activations, and of models."""
+
+from __future__ import annotations
+
+import pytest
+
+import cupynorm
+from cupynorm import BlockScaling, CurrentScaling, DelayedScaling
+
+torch = pytest.importorskip("torch")
+dcp = pytest.importorskip("torch.distributed.checkpoint")
+from module_inputs import random_input  # noqa: E402
+from torch.utils.checkpoint import checkpoint  # noqa: E402
+
+RECIPES = (DelayedScaling(amax_history_len=3), CurrentScaling(), BlockScaling())
+NORMS = (cupynorm.LayerNorm, cupynorm.RMSNorm)
+
+
+def train(norm, recipe, use_reentrant):
+    """y and the gradients of three steps. use_reentrant: None without a checkpoint."""
+
+    def call(x):
+        return norm(x * 1.0, fp8_output=True).dequantize(torch.float32)
+
+    made = []
+    for at in range(3):
+        norm.zero_grad()
+        x = ((3 - at) * random_input(5, 128, seed=at)).requires_grad_()
+        with cupynorm.fp8_autocast(recipe=recipe):
+            y = (
+                call(x)
+                if use_reentrant is None
+                else checkpoint(call, x, use_reentrant=use_reentrant)
+            )
+            with torch.no_grad():
+                norm.eval()(100 * x, fp8_output=True)
+                norm.train()
+        y.square().sum().backward()
+        made += [y, x.grad, *(each.grad for each in norm.parameters())]
+    return made
+
+
+@pytest.mark.parametrize("norm_class", NORMS)
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: type(recipe).__name__)
+@pytest.mark.parametrize("use_reentrant", (False, True))
+def test_a_norm_in_a_checkpoint_with_the_region_around(use_reentrant, recipe, norm_class):
+    norm, twin = norm_class(128), norm_class(128)
+    for got, expected in zip(train(norm, recipe, use_reentrant), train(twin, recipe, None)):
+        assert torch.equal(got, expected)
+    if isinstance(recipe, DelayedScaling):
+        assert torch.equal(norm._fp8_scales.scale, twin._fp8_scales.scale)
+        assert torch.equal(norm._fp8_scales.amax_history, twin._fp8_scales.amax_history)
+
+
+def test_a_norm_outside_of_a_region_is_still_refused():
+    norm = cupynorm.LayerNorm(128)
+    train(norm, CurrentScaling(), True)
+    with pytest.raises(ValueError, match="fp8_output is True outside of fp8_autocast"):
+        norm(random_input(5, 128), fp8_output=True)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("steps_of_loader", (0, 2))
+@pytest.mark.parametrize("steps_of_saver", (0, 3))
+def test_distributed_checkpoints_of_a_scale(steps_of_saver, steps_of_loader, tmp_path):
+    """fp8_state=True: new and trained norms have the same names in their state dicts."""
+    norms = []
+    for num_steps, length in ((steps_of_saver, 4), (steps_of_loader, 2)):
+        norm = cupynorm.LayerNorm(128, fp8_state=True)
+        for at in range(num_steps):
+            with cupynorm.fp8_autocast(recipe=DelayedScaling(amax_history_len=length)):
+                norm((1 + at + length) * random_input(5, 128), fp8_output=True)
+        norms.append(torch.nn.Sequential(norm))
+    saver, loader = norms
+    dcp.save({"model": saver.state_dict()}, checkpoint_id=tmp_path)
+    state = {"model": loader.state_dict()}
+    dcp.load(state, checkpoint_id=tmp_path)
+    loader.load_state_dict(state["model"])
+    saved, loaded = saver[0]._fp8_scales, loader[0]._fp8_scales
+    assert (saved is None) == (loaded is None) == (steps_of_saver == 0)
+    if saved is not None:
+        assert torch.equal(saved.scale, loaded.scale)
+        assert torch.equal(saved.amax_history, loaded.amax_history)
+
+
+def test_a_norm_that_was_never_used_in_8_bits_has_torchs_state_dict():
+    assert cupynorm.LayerNorm(8).state_dict().keys() == torch.nn.LayerNorm(8).state_dict().keys()
+    norm = cupynorm.LayerNorm(8, fp8_state=True)
+    assert norm.state_dict().keys() == {"weight", "bias", "_extra_state"}
+    norm.load_state_dict(torch.nn.LayerNorm(8).state_dict())
+    torch.nn.LayerNorm(8).load_state_dict(norm.state_dict(), strict=False)
