@@ -81,6 +81,8 @@ class _Sample(NamedTuple):
     shape: tuple[int, ...]
 
 
+_LARGE = 2.0**20
+
 NEITHER = "it computes neither layer_norm nor rms_norm of its weight"
 
 
@@ -102,21 +104,28 @@ def probe(
     with torch.device("cpu"), torch.random.fork_rng(devices=[]), torch.no_grad():
         parameters = {name: random(*shape) for name in parameters_of(module)}
         measured = _measure_eps(module, parameters, shape)
-        all_eps = [*eps_of(module), *([] if measured is None else [measured])]
+        all_eps = [*eps_of(module), *measured]
         # Rows of ordinary size, rows whose variance is about eps, each with a mean, and zeros.
         roots = [math.sqrt(2.0**-23 if eps is None else abs(eps)) for eps in all_eps]
-        sizes = [1.0, *(root or 1.0 for root in roots), 0.0]
+        sizes = [1.0, *(root or 1.0 for root in roots), 0.0, _LARGE]
         x = torch.stack([(random(4, *shape) + 0.5) * size for size in sizes])
+        x[0, 0].view(-1)[0] = 100.0  # an outlier
         sample = _Sample(x, parameters, shape)
         # Neither training mode nor more dimensions may change the result.
         outputs = [_output(module, x, parameters, training) for training in (False, True)]
         outputs.append(_output(module, x.unsqueeze(1), parameters, False).reshape(x.shape))
+        # Large results show whether they are limited.
+        large = {name: parameter * _LARGE for name, parameter in parameters.items()}
+        large_output = _output(module, x, large, False)
         for own_names in _own_names(parameters):
-            named = sample._replace(
-                parameters={name: parameters[own] for name, own in own_names.items()}
+            named, large_named = (
+                sample._replace(parameters={name: of[own] for name, own in own_names.items()})
+                for of in (parameters, large)
             )
             for formula in _formulas(all_eps, named.parameters):
-                if all(_agrees(formula, output, named) for output in outputs):
+                if all(_agrees(formula, output, named) for output in outputs) and _agrees(
+                    formula, large_output, large_named
+                ):
                     rounds, remark = _differences(formula, module, sample, own_names, keep_rounding)
                     if formula.eps not in eps_of(module):
                         remark = "; ".join(filter(None, [f"eps={formula.eps}, measured", remark]))
@@ -126,15 +135,15 @@ def probe(
 
 def _measure_eps(
     module: torch.nn.Module, parameters: dict[str, torch.Tensor], shape: tuple[int, ...]
-) -> float | None:
-    """The eps of a norm whose code has it as a number, to two digits.
+) -> list[float]:
+    """What may be the eps of a norm whose code has it as a number: to two, three and four digits.
 
     Rows t * u with u of mean 0 and mean square 1 become w * u * t / sqrt(t^2 + eps) + bias. Half
     the difference of t * u and -t * u has no bias, and its ratio to that of a large t no w.
     """
     u = torch.linspace(-1, 1, math.prod(shape), dtype=torch.float32)
     if len(u) < 2:
-        return None
+        return []
     u = (u / u.square().mean().sqrt()).reshape(shape)
 
     def response(t: float) -> torch.Tensor:
@@ -145,11 +154,13 @@ def _measure_eps(
     for _ in range(3):  # best where t^2 is about eps
         ratio = float((response(t) * large).sum() / large.square().sum())
         if not 0 < ratio <= 1.1:
-            return None
+            return []
         eps = t * t * max(0.0, 1 / ratio**2 - 1)
         t = min(1.0, max(1e-12, math.sqrt(eps)))
     machine = 2.0**-23
-    return machine if abs(eps / machine - 1) < 1e-3 else float(f"{eps:.1e}")
+    if abs(eps / machine - 1) < 1e-3:
+        return [machine]
+    return [*dict.fromkeys(float(f"{eps:.{digits}e}") for digits in (1, 2, 3))]
 
 
 def _own_names(parameters: dict[str, torch.Tensor]) -> Iterator[dict[str, str]]:
@@ -180,8 +191,47 @@ def _output(
     """Its output with other parameters. The module itself is not changed."""
     twin = copy.copy(module)
     twin._parameters = module._parameters | parameters
+    twin._buffers = {name: _on_cpu(buffer) for name, buffer in module._buffers.items()}
     twin.training = training
     return twin.forward(x.clone())
+
+
+def _on_cpu(buffer: torch.Tensor | None) -> torch.Tensor | None:
+    """A copy; zeros where it has no memory."""
+    if buffer is None:
+        return None
+    if buffer.is_meta:
+        return torch.zeros(buffer.shape, dtype=buffer.dtype, device="cpu")
+    return buffer.detach().to("cpu", copy=True)
+
+
+def normalized_input(module: torch.nn.Module) -> str:
+    """The input whose size does not change the output, as for a norm: "rows" or "images".
+
+    Images are [N, C, H, W]. "" for a module that is no such norm.
+    """
+    generator = torch.Generator("cpu").manual_seed(1)
+    own = parameters_of(module)
+    shapes = {tuple(each.shape) for each in own.values()}
+    num_cols = max((each.numel() for each in own.values()), default=0)
+    places = {(4, *shape): "rows" for shape in shapes} | {(3, 2, num_cols): "rows"}
+    places[2, num_cols, 5, 5] = "images"
+    with torch.device("cpu"), torch.random.fork_rng(devices=[]), torch.no_grad():
+        parameters = {
+            name: torch.randn(each.shape, generator=generator) for name, each in own.items()
+        }
+        for place, kind in places.items():
+            # Large enough for any eps, and small enough for most limits.
+            x, other = (8 * torch.randn(place, generator=generator) for _ in range(2))
+            with contextlib.suppress(Exception):  # any forward may raise anything
+                y, *others = (
+                    _output(module, each, parameters, False).double() for each in (x, 8 * x, other)
+                )
+                allowed = 1e-2 * float(y.abs().max())
+                is_near = [float((each - y).abs().max()) < allowed for each in others]
+                if y.shape == x.shape and is_near == [True, False]:
+                    return kind
+    return ""
 
 
 def _agrees(formula: Formula, output: torch.Tensor, sample: _Sample) -> bool:

@@ -18,7 +18,7 @@ from ..norm.options import extents_of
 from ..norm.request import Margins
 from ..table import as_html, as_text
 from .modules import LayerNorm, Norm, RMSNorm
-from .probe import Formula, eps_of, parameters_of, probe
+from .probe import Formula, eps_of, normalized_input, parameters_of, probe
 
 
 class Swap(NamedTuple):
@@ -103,11 +103,13 @@ def swap_norms(model: torch.nn.Module, *, keep_rounding: bool = False) -> Swappe
     - every module with one or two parameters of one shape and one input, whose output for random
       input on the CPU is that of layer_norm or rms_norm, with weight or 1 + weight. The RMSNorm
       classes of language models are such modules. The parameters may have any names, such as gamma
-      and beta, and keep them. eps may be an attribute or a number in the code.
+      and beta, and keep them. eps may be an attribute, or a number of up to four digits.
 
-    Left are modules with hooks, with parametrized weights, or with a forward that does more. model
-    itself is left too, because only a parent can hold another module in its place. Those that look
-    like a norm are listed with the reason.
+    Left are modules with hooks, with parametrized weights, with a weight such as (1, 1, C), or with
+    a forward that does more. model itself is left too, because only a parent can hold another
+    module in its place. Those that look like a norm are listed with the reason: by the names of
+    their class or parameters, or because the size of their input does not change their output.
+    A module without parameters looks like one by its class alone.
 
     y then has the dtype that LayerNorm gives it, and is rounded once. The remarks say where the
     original module differs. Attributes that only the original module had are lost. Swap before
@@ -134,7 +136,10 @@ def swap_norms(model: torch.nn.Module, *, keep_rounding: bool = False) -> Swappe
             replacement, remark = _replace(module, keep_rounding)
             seen[module] = path, replacement
         if replacement is None:
-            if _looks_like_a_norm(module):
+            kind = normalized_input(module)
+            if kind == "images" and remark.startswith("its forward raised"):
+                remark = "it normalises images of shape (N, C, H, W); expected rows"
+            if kind or _looks_like_a_norm(module) or _is_named_as_a_norm(module):
                 report.left.append(Swap(path, _name(module), "", remark))
         else:
             setattr(parent, name, replacement)
@@ -152,7 +157,7 @@ def _places(
     """
     for prefix, parent in model.named_modules():
         for name, module in parent._modules.items():
-            if module is not None and (_looks_like_a_norm(module) or _has_vectors(module)):
+            if module is not None and (_looks_like_a_norm(module) or _may_be_a_norm(module)):
                 yield f"{prefix}.{name}" if prefix else name, parent, name, module
 
 
@@ -179,22 +184,32 @@ def _looks_like_a_norm(module: torch.nn.Module) -> bool:
     return [*parameters_of(module)] == ["weight"] and bool(eps_of(module))
 
 
-def _has_vectors(module: torch.nn.Module) -> bool:
-    """Whether it holds nothing but one or two parameters of one shape, as a norm does."""
-    shapes = {parameter.shape for parameter in parameters_of(module).values()}
+def _may_be_a_norm(module: torch.nn.Module) -> bool:
+    """Whether it holds one or two parameters of one shape, as a norm does, and no modules."""
+    parameters = parameters_of(module).values()
     return (
-        len(shapes) == 1
-        and len(parameters_of(module)) <= 2
+        len({parameter.shape for parameter in parameters}) == 1
+        and len(parameters) <= 2
+        and max(parameter.numel() for parameter in parameters) <= _MOST_COLS
         and not module._modules
-        and not module._buffers
         and not isinstance(module, Norm)
         and not _is_torchs(module)
     )
 
 
+def _is_named_as_a_norm(module: torch.nn.Module) -> bool:
+    """Whether its parameters are called gamma and beta, or as in other well-known norms."""
+    return tuple(sorted(parameters_of(module))) in _NAMES
+
+
 def _is_torchs(module: torch.nn.Module) -> bool:
     """Whether it is one of torch.nn's modules other than LayerNorm and RMSNorm."""
     return type(module).__module__.startswith("torch.nn.")
+
+
+_NAMES = {("beta", "gamma"), ("gamma",), ("a_2", "b_2")}
+# Wider parameters are a table or a matrix; a probe of them would take gigabytes.
+_MOST_COLS = 2**20
 
 
 class _OwnNames(Norm):
@@ -323,6 +338,12 @@ def _obstacle(module: torch.nn.Module) -> str:
     if not shape or not math.prod(shape):
         return "nothing says what it normalises over: its weight is absent or empty"
     shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
+    if type(module) not in (torch.nn.LayerNorm, torch.nn.RMSNorm) and len(shape) > 1 and 1 in shape:
+        first = next(iter(parameters))
+        return (
+            f"its {first} has shape {shape}; expected no dimension of 1, over which nothing says "
+            "whether it normalises"
+        )
     if len({*shapes.values()}) > 1:
         each = ", its ".join(f"{name} has shape {shape}" for name, shape in shapes.items())
         return f"its {each}; expected one shape"

@@ -541,6 +541,103 @@ LEFT = {
 }
 
 
+class Affine(torch.nn.Module):
+    """A norm of any formula, whose class does not say so. buffers: the names that are buffers."""
+
+    def __init__(self, names: str, formula, shape=(64,), buffers: str = "") -> None:
+        super().__init__()
+        self.names, self.formula = names.split(), formula
+        for at, name in enumerate(self.names):
+            self.register_parameter(name, parameter(*shape).requires_grad_())
+            if name in buffers.split():
+                del self._parameters[name]
+                self.register_buffer(name, torch.full(shape, float(1 - at)))
+
+    def forward(self, x):
+        return self.formula(x, *(getattr(self, name) for name in self.names))
+
+
+class Masked(Affine):
+    def forward(self, x, mask=None):
+        return super().forward(x)
+
+
+def normal(x, gamma, beta=0.0, eps=1e-6, dim=-1):
+    centred = x - x.mean(dim, keepdim=True)
+    return centred * torch.rsqrt(centred.square().mean(dim, keepdim=True) + eps) * gamma + beta
+
+
+def by_std(x, gain, shift):
+    centred = x - x.mean(-1, keepdim=True)
+    return centred / (x.std(-1, keepdim=True) + 1e-6) * gain + shift
+
+
+def of_images(x, gamma, beta):
+    return normal(x, gamma[:, None, None], beta[:, None, None], dim=1)
+
+
+def only_on_cuda(x, gamma, beta):
+    assert x.is_cuda
+    return x
+
+
+def rms(x, scale, eps):
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps.mean()) * scale
+
+
+def unit(x, g):
+    return torch.nn.functional.normalize(x, dim=-1) * 8 * g
+
+
+ONES = "has shape (1, 1, 64); expected no dimension of 1"
+UNNAMED = {
+    "second input": (Masked("gamma beta", normal), "its forward takes x, mask; expected one input"),
+    "beta is a buffer": (Affine("gamma beta", normal, buffers="beta"), "it holds beta, gamma; "),
+    "eps is a buffer": (Affine("scale eps", rms, buffers="eps"), "it holds eps, scale; "),
+    "a_2 and b_2": (Affine("a_2 b_2", by_std), NEITHER),
+    "gain and shift": (Affine("gain shift", by_std), NEITHER),
+    "length": (Affine("g", unit), NEITHER),
+    "images": (Affine("gamma beta", of_images), "it normalises images of shape (N, C, H, W)"),
+    "raises": (Affine("gamma beta", only_on_cuda), "its forward raised AssertionError on the CPU"),
+    "dimensions of 1": (Affine("g b", normal, (1, 1, 64)), f"its g {ONES}"),
+    "one of its weight": (Affine("weight", normal, (1, 1, 64)), f"its weight {ONES}"),
+    "limited y": (Affine("g b", lambda *a: normal(*a).clamp(-6e4, 6e4)), NEITHER),
+    "limited x": (Affine("g b", lambda x, *a: normal(x.clamp(-500, 500), *a)), NEITHER),
+    "limited x_hat": (Affine("g", lambda x, g: normal(x, 1).clamp(-6, 6) * g), NEITHER),
+}
+
+
+@pytest.mark.parametrize("what", UNNAMED)
+def test_a_norm_that_only_its_values_show_is_listed(what):
+    module, reason = UNNAMED[what]
+    model = torch.nn.Sequential(module)
+    buffers = copy.deepcopy(dict(module.named_buffers()))
+    report = cupynorm.swap_norms(model)
+    assert not report.swapped and model[0] is module
+    ((name, was, now, remark),) = report.left
+    assert (name, now) == ("0", "") and remark.startswith(reason)
+    assert all(torch.equal(value, buffers[name]) for name, value in module.named_buffers())
+
+
+@pytest.mark.parametrize("eps", [1.25e-5, 1.234e-6])
+def test_an_eps_of_several_digits_is_measured(eps):
+    model = torch.nn.Sequential(Affine("gamma beta", lambda *given: normal(*given, eps=eps)))
+    report = cupynorm.swap_norms(model)
+    assert not report.left and model[0].eps == eps
+
+
+def test_layers_of_one_vector_that_are_no_norms_are_not_listed():
+    """Their output grows with their input."""
+    kinds = [
+        Affine("gain", lambda x, gain: x * gain),
+        Affine("scale shift", lambda x, scale, shift: torch.tanh(x * scale) + shift),
+        Affine("alpha", lambda x, alpha: x + torch.sin(alpha * x) ** 2),
+        Affine("gate", lambda x, gate: torch.nn.functional.silu(x) * gate),
+    ]
+    report = cupynorm.swap_norms(torch.nn.Sequential(*kinds))
+    assert not report.swapped and not report.left
+
+
 @pytest.mark.parametrize("what", LEFT)
 def test_a_module_that_cannot_be_swapped_is_left(what):
     make, reason = LEFT[what]
