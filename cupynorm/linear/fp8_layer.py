@@ -33,6 +33,8 @@ class Fp8Layer(torch.nn.Module):
     again. _number: by which the operators find the layer.
     """
 
+    in_features: int
+    out_features: int
     _fp8_states: dict[str, fp8.Scales]
     _fp8_weight: tuple[Recipe, QuantizedTensor] | None
     _past_calls: PastCalls
@@ -40,9 +42,13 @@ class Fp8Layer(torch.nn.Module):
     def _begin_state(self) -> None:
         """Must run in the constructor."""
         self._fp8_states, self._fp8_weight = {}, None
-        self._slot = amaxes.new_slot()
+        self._slot = amaxes.new_slot(self._kind())
         self._past_calls = PastCalls()
         self._number = fp8_operator.register(self)
+
+    def _kind(self) -> str:
+        """What the layer's twins on other ranks share with it."""
+        return f"{type(self).__qualname__}({self.in_features}, {self.out_features})"
 
     def linear_options(self, dtype: torch.dtype) -> LinearOptions:
         """The layer's options for products of a dtype."""
@@ -263,7 +269,7 @@ class Fp8Layer(torch.nn.Module):
 
     def __setstate__(self, state: dict) -> None:
         super().__setstate__(state)
-        self._slot = amaxes.new_slot()
+        self._slot = amaxes.new_slot(self._kind())
         self._number = fp8_operator.register(self)
 
     def _save_to_state_dict(self, destination: dict, prefix: str, keep_vars: bool) -> None:

@@ -3,11 +3,17 @@
 All amaxes of a group are reduced at once. Each has a place of its own in what is reduced, by the
 slot of its layer. Slots count layers in the order in which they were made, which all ranks share.
 A layer that a rank has not used is zero there, so ranks need not use the same layers.
+
+Ranks that made different layers would mix up their amaxes. So in the steps 1, 2, 4, 8 and so on of
+a group the ranks first compare the kinds of the layers that they have made. Layers that a rank has
+beyond those of the others are no difference, and an exchange of two of one kind is not seen.
 """
 
 from __future__ import annotations
 
-import itertools
+import threading
+import weakref
+import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -31,12 +37,20 @@ class UsedScales(NamedTuple):
     group: Any
 
 
-_slots = itertools.count()
+# A number for each slot: of the kinds of this layer and of all that were made before it.
+_digests: list[int] = []
+_lock = threading.Lock()
+# The steps of each group; a group is forgotten with its last reference.
+_num_steps: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
 
-def new_slot() -> int:
-    """For a layer that is made."""
-    return next(_slots)
+def new_slot(kind: str) -> int:
+    """For a layer that is made. kind: what it shares with its twins on other ranks."""
+    with _lock:
+        before = _digests[-1] if _digests else 0
+        # 24 bits, which float32 holds.
+        _digests.append(zlib.crc32(kind.encode(), before) & 0xFFFFFF)
+        return len(_digests) - 1
 
 
 def end_step(used: Mapping[tuple[int, int], UsedScales], groups: Sequence[Any]) -> None:
@@ -70,9 +84,13 @@ def _reduce(used: Mapping[tuple[int, int], UsedScales], group: Any) -> None:
         for (slot, at), each in sorted(used.items())
         if each.recipe.reduce_amax and each.group is group
     }
-    size = _SLOTS_AT_ONCE * SLOT_SIZE
-    length = (max(rows, default=0) // size + 1) * size
-    zeros = torch.zeros(length, device=_device(rows.values(), group))
+    most = max(len(_digests), max(rows, default=0) // SLOT_SIZE + 1)
+    num_slots = (most + _SLOTS_AT_ONCE - 1) // _SLOTS_AT_ONCE * _SLOTS_AT_ONCE
+    device = _device(rows.values(), group)
+    if _is_compared(group):
+        _compare(num_slots, group, device)
+    length = num_slots * SLOT_SIZE
+    zeros = torch.zeros(length, device=device)
     parts, end = [], 0
     for place, row in rows.items():
         parts += [zeros[end:place], row.to(zeros.device)]
@@ -81,6 +99,39 @@ def _reduce(used: Mapping[tuple[int, int], UsedScales], group: Any) -> None:
     torch.distributed.all_reduce(amaxes, torch.distributed.ReduceOp.MAX, group)
     for place, row in rows.items():
         row.copy_(amaxes[place : place + len(row)])
+
+
+def _is_compared(group: Any) -> bool:
+    """Whether the ranks compare their layers in this step of the group."""
+    key = torch.distributed.group.WORLD if group is None else group
+    _num_steps[key] = num_steps = _num_steps.get(key, 0) + 1
+    return num_steps & (num_steps - 1) == 0
+
+
+def _compare(num_slots: int, group: Any, device: torch.device | str) -> None:
+    """Raises RuntimeError on all ranks unless all have made the same layers in the same order.
+
+    num_slots: those of what is reduced.
+    """
+
+    def spread(values: Tensor) -> bool:
+        """Whether ranks that have a value have different ones. Those without one have -inf."""
+        both = torch.cat([values, torch.where(values.isinf(), values, -values)])
+        torch.distributed.all_reduce(both, torch.distributed.ReduceOp.MAX, group)
+        largest, smallest = both.chunk(2)
+        return bool(((largest != -smallest) & largest.isfinite()).any())
+
+    is_different = spread(torch.tensor([float(num_slots)], device=device))
+    if not is_different:
+        digests = torch.full((num_slots,), -torch.inf)
+        digests[: len(_digests)] = torch.tensor(_digests, dtype=torch.float32)
+        is_different = spread(digests.to(device))
+    if is_different:
+        raise RuntimeError(
+            f"the ranks of the group of fp8_autocast have made different layers ({len(_digests)} "
+            "on this rank), so that their amaxes do not fit together; expected layers with 8-bit "
+            "scales to be made on all ranks in one order, or a group of the ranks that share them"
+        )
 
 
 def _device(rows: Any, group: Any) -> torch.device | str:

@@ -39,7 +39,7 @@ class Fp8Norm(torch.nn.Module):
 
     def _begin_fp8(self) -> None:
         """Must run in the constructor."""
-        self._fp8_slot = amaxes.new_slot()
+        self._fp8_slot = amaxes.new_slot(type(self).__qualname__)
         self._past_calls = PastCalls()
 
     def _held(self, name: str) -> torch.Tensor | None:

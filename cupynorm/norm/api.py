@@ -109,7 +109,8 @@ def layer_norm(
         y and the sum must both be float64, or neither.
     out: an array for the result: of the input's shape, with contiguous rows, sharing no memory with
         the inputs.
-    out_dtype: dtype of the result (a name, NumPy or torch dtype), by default the input's. With
+    out_dtype: dtype of the result (a name, NumPy or torch dtype), by default the input's. On a GPU
+        float64 holds values of float32, unless the input or the sum is float64 too. With
         "float8_e4m3fn" or "float8_e5m2" the result is a cupynorm.QuantizedTensor: data = y * scale,
         saturated and rounded once to 8 bits, and scale_inv = 1 / scale.
 
@@ -151,11 +152,11 @@ def layer_norm(
     Returns y of the input's shape in the input's library; (y, sum) with return_residual; (y, y1) or
     (y, y1, sum) with weight1 or bias1. A CuPy array or DLPack exporter gives a CuPy array. A CUDA
     tensor gives a torch tensor, differentiable in input, weight, bias and residual. NumPy arrays
-    and CPU tensors are computed by the float64 reference and rounded once, ten to a hundred times
-    slower than torch's norm (differentiable for torch). torch.compile, torch.func, forward mode and
-    second derivatives work; with any of residual_dtype, row_scale, dropout_p, weight1, bias1,
-    round_x_hat and memory_efficient, torch.compile alone works. Under CUDA's torch.autocast y is
-    float32 unless out_dtype says otherwise, as torch's is.
+    and CPU tensors are computed by the float64 reference and rounded once (differentiable for
+    torch). torch.compile, torch.func, forward mode and second derivatives work; with any of
+    residual_dtype, row_scale, dropout_p, weight1, bias1, round_x_hat and memory_efficient,
+    torch.compile alone works. Under CUDA's torch.autocast y is float32 unless out_dtype says
+    otherwise, as torch's is.
 
     Arithmetic is in float32 (float64 for a float64 input or sum) with one rounding at the end.
     Other operands are converted to that when they are read, also a float64 weight beside a 16-bit

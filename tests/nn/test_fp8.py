@@ -15,7 +15,7 @@ from delayed_scaling import Machine
 import cupynorm
 
 torch = pytest.importorskip("torch")
-from cupynorm.nn import autocast, fp8, products, quantization, recipes  # noqa: E402
+from cupynorm.nn import amaxes, autocast, fp8, products, quantization, recipes  # noqa: E402
 from cupynorm.nn.fp8 import Scales  # noqa: E402
 from cupynorm.nn.products import Factor  # noqa: E402
 from cupynorm.nn.recipes import BlockScaling, CurrentScaling, DelayedScaling, Format  # noqa: E402
@@ -383,11 +383,17 @@ def test_regions_may_end_out_of_order():
 
 def test_reduce_amax_takes_the_largest_of_all_ranks(monkeypatch):
     """Both ranks take the larger amax. A single rank, or reduce_amax=False, makes no all_reduce."""
-    asked = []
+
+    class Group:
+        pass
+
+    asked, group = [], Group()
 
     def all_reduce(tensor, op, group):
         asked.append((op, group))
-        tensor.copy_(torch.maximum(tensor, torch.tensor([7.0])))
+        is_amaxes = len(tensor) % amaxes.SLOT_SIZE == 0
+        if is_amaxes:
+            tensor.copy_(torch.maximum(tensor, torch.tensor([7.0])))
 
     for name, value in (
         ("is_initialized", lambda: True),
@@ -402,15 +408,16 @@ def test_reduce_amax_takes_the_largest_of_all_ranks(monkeypatch):
     ):
         scales = Scales((recipes.E4M3,), 2, torch.device("cpu"))
         record(scales, 0, torch.ones(1))
-        with cupynorm.fp8_autocast(recipe=recipe, group="group"):
-            used = autocast.UsedScales(scales, recipe, "group")
+        with cupynorm.fp8_autocast(recipe=recipe, group=group):
+            used = autocast.UsedScales(scales, recipe, group)
             autocast.active().used[2100, 0] = used
         assert scales.scale.item() == expected
-    assert asked == [(torch.distributed.ReduceOp.MAX, "group")]
+    # Two comparisons of the ranks' layers come before a group's first.
+    assert asked == 3 * [(torch.distributed.ReduceOp.MAX, group)]
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda group: 1)
     with cupynorm.fp8_autocast(recipe=DelayedScaling(amax_history_len=2)):
         pass
-    assert len(asked) == 1
+    assert len(asked) == 3
 
 
 def filled(length: int) -> Scales:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 import sys
 import traceback
 from datetime import timedelta
@@ -593,6 +594,7 @@ def norms_that_are_sharded_already_are_left(ranks):
 def main(backend: str, rank: int, folder: Path) -> None:
     torch.set_num_threads(1)
     device = {"gloo": "cpu", "nccl": "cuda"}[backend]
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     if device == "cuda":
         torch.cuda.set_device(rank)
     distributed.init_process_group(

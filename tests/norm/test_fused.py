@@ -264,6 +264,37 @@ def test_a_memory_efficient_call_saves_y_and_not_the_sum(device):
         assert x.data_ptr() not in kept
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("has_second", [False, True])
+def test_dx_of_a_memory_efficient_call_is_that_of_the_explicit_backward(has_second, kernels):
+    """To the bit, and not that of a backward from x."""
+    x = random(1000, 24, dtype=torch.float16).requires_grad_()
+    weight, bias, weight1, bias1 = (
+        random(24, dtype=torch.float16, seed=seed) for seed in (1, 2, 3, 4)
+    )
+    second = {"weight1": weight1, "bias1": bias1} if has_second else {}
+    made = cupynorm.layer_norm(
+        x, 24, weight, bias, memory_efficient=True, strategy="warp", **second
+    )
+    made = made if has_second else (made,)
+    dys = [random(1000, 24, dtype=torch.float16, seed=5 + at) for at in range(len(made))]
+    (dx,) = torch.autograd.grad(made, x, dys)
+    saved = cupynorm.layer_norm_forward(x.detach(), weight, bias, strategy="warp", **second)
+    assert torch.equal(saved.y, made[0])
+    options = {"strategy": "warp", "dx_dtype": torch.float16}
+    if has_second:
+        options |= {"dy1": dys[1], "weight1": weight1}
+    of_y, of_x = (
+        cupynorm.layer_norm_backward(
+            dys[0], kept, saved.mean, saved.rstd, weight, **options, **by_y
+        ).dx
+        for kept, by_y in ((saved.y, {"bias": bias, "memory_efficient": True}), (x.detach(), {}))
+    )
+    assert torch.equal(dx, of_y) and not torch.equal(dx, of_x)
+    sources = {each.kernel.source for each in kernels}
+    assert {"forward_warp.cu", "backward_warp.cu"} <= sources
+
+
 @pytest.mark.parametrize("device", DEVICES_HERE)
 def test_gradients_of_real_activations_with_a_tiny_weight_are_within_bounds(device):
     """Gradients of a sentence encoder's LayerNorms, one of whose weights is -1.5e-9."""
