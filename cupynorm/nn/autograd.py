@@ -191,6 +191,11 @@ def _traced(request: ForwardRequest) -> tuple:
     return y, None, operands.input if operands.residual is None else added
 
 
+def is_recorded_by_jit() -> bool:
+    """Whether torch.jit.trace records what runs now."""
+    return not _is_compiling() and _is_jit_traced() is not None
+
+
 def forward_of_meta(request: ForwardRequest) -> tuple:
     """y, mean, rstd and the sum of meta tensors: shapes and dtypes without memory."""
     request = check_forward(request)

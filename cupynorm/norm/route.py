@@ -58,13 +58,24 @@ def explicit_forward(request: ForwardRequest) -> Forward | FusedForward:
     input = request.operands.input
     if is_tensor(input) and input.is_meta and is_plain(request):
         return Forward(*torch_part().forward_of_meta(request))
+    _refuse_jit_trace(input)
     prepared, operands = prepare_forward(request, FOR_STATISTICS)
     made = prepared.run(operands)
     return Forward(*made[:4]) if is_plain(request) else FusedForward(*made)
 
 
+def _refuse_jit_trace(array: object) -> None:
+    """torch.jit.trace would keep the result for its example."""
+    if is_tensor(array) and torch_part().is_recorded_by_jit():
+        raise NotImplementedError(
+            "torch.jit.trace was asked to record an explicit forward or backward; expected "
+            "layer_norm, rms_norm, layer_norm_linear or rms_norm_linear"
+        )
+
+
 def explicit_backward(request: BackwardRequest, second: SecondGradient) -> Backward | FusedBackward:
     """What layer_norm_backward and rms_norm_backward return."""
+    _refuse_jit_trace(request.operands.x)
     operands, options = request
     if (
         type(options.dropout_p) is not float
@@ -94,6 +105,7 @@ def explicit_backward(request: BackwardRequest, second: SecondGradient) -> Backw
 
 def forward(request: ForwardRequest, purpose: str = FOR_STATISTICS) -> FusedForward:
     """y, statistics, sum, y1 and seed, outside any autograd."""
+    _refuse_jit_trace(request.operands.input)
     prepared, operands = prepare_forward(request, purpose)
     return FusedForward(*prepared.run(operands))
 

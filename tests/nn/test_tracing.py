@@ -93,6 +93,23 @@ def test_jit_trace_refuses_what_a_layer_keeps():
         assert torch.equal(jit_trace(layer, x)(x + 1), layer(x + 1))
 
 
+EXPLICIT = {
+    "forward": lambda x: cupynorm.layer_norm_forward(x).y,
+    "fused forward": lambda x: cupynorm.rms_norm_forward(x, dropout_p=0.5).y,
+    "backward": lambda x: cupynorm.rms_norm_backward(x, x, x[:, 0]).dx,
+    "linear": lambda x: cupynorm.layer_norm_linear_forward(x, None, None, torch.ones(3, 16)).y,
+}
+
+
+@pytest.mark.parametrize("name", EXPLICIT)
+def test_jit_trace_refuses_explicit_calls(name):
+    """Their kernels write to memory that torch does not see."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's, of shapes that are looked at
+        with pytest.raises(NotImplementedError, match="an explicit forward or backward; expected"):
+            torch.jit.trace(EXPLICIT[name], random_input(4, 16))
+
+
 def test_jit_trace_refuses_8_bit_outputs():
     with pytest.raises(NotImplementedError, match="torch traces"):
         jit_trace(
