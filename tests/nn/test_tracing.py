@@ -81,6 +81,11 @@ def test_jit_trace_of_a_linear_layer(recorded, options):
         traced(random_input(7, 17))
 
 
+def test_jit_trace_of_a_plain_linear_layer():
+    layer, x = cupynorm.Linear(16, 8), random_input(7, 16, seed=1)
+    assert torch.equal(jit_trace(layer, random_input(4, 16))(x), layer(x))
+
+
 def test_jit_trace_refuses_what_a_layer_keeps():
     layer, x = cupynorm.LayerNormLinear(16, 8, device="cpu"), random_input(4, 16)
     with pytest.raises(NotImplementedError, match="record a layer inside fp8_autocast"):
