@@ -145,6 +145,13 @@ def test_dropout_is_refused():
         export(module, draw(5, 16))
 
 
+def test_functors_are_refused():
+    load = cupynorm.functors.layer_scale(scale=draw(16))
+    module = Call(layer_norm, load=load)
+    with pytest.raises(Exception, match="load or store was given .* expected neither"):
+        export(module, draw(5, 16))
+
+
 def test_an_exported_program():
     """torch.export records the operators. The exporter then decomposes them."""
     layer = cupynorm.LayerNormLinear(16, 24, device="cpu")
