@@ -11,6 +11,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
 
+from .norm import tensors
+
 if TYPE_CHECKING:  # The names of _NAMES, for pyright, mypy and editors.
     from . import functors as functors
     from .check.gradient_check import check as check
@@ -157,6 +159,15 @@ if not TYPE_CHECKING:  # With __getattr__ a type checker would accept any misspe
             ) from error
         globals()[name] = value
         return value
+
+
+def _autograd() -> ModuleType:
+    from .nn import autograd
+
+    return autograd
+
+
+tensors.load_autograd = _autograd
 
 
 def __dir__() -> list[str]:

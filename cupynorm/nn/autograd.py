@@ -12,7 +12,6 @@ The kernels compute the gradients; the formulas differentiate them in turn.
 from __future__ import annotations
 
 from functools import partial
-from types import NoneType
 
 import torch
 from torch.autograd import forward_ad
@@ -33,20 +32,21 @@ from ..norm.request import (
 )
 from ..norm.results import Backward
 from . import dtensor, formulas, functor_operators, fused_operators, operators
+from .modes import (
+    PLAIN,
+    compiler_sees_transforms,
+    has_functorch_transforms,
+    is_compiling,
+    is_jit_traced,
+    is_mapped,
+    is_transformed,
+    num_dispatch_modes,
+    wants_gradient,
+)
 
-# Classes of what the kernels read in place. Not torch's wrappers (DTensor, FakeTensor), which have
-# no address.
-_PLAIN = frozenset({torch.Tensor, torch.nn.Parameter, NoneType})
+# Called by these names in each call: an attribute of a module takes longer.
 _is_grad_enabled = torch.is_grad_enabled
 _is_cuda_autocast = torch.is_autocast_enabled  # with "cuda" as its argument it takes twice the time
-_is_compiling = torch.compiler.is_dynamo_compiling
-_num_dispatch_modes = torch._C._len_torch_dispatch_stack
-_is_jit_traced = torch._C._get_tracing_state
-_is_transformed = torch._C._are_functorch_transforms_active
-# Whether the compiler can evaluate that. torch 2.4's cannot, and takes a transform inside what it
-# compiles for none.
-_compiler_sees_transforms = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 11)
-_is_mapped = torch._C._functorch.is_legacy_batchedtensor  # by is_grads_batched=True
 
 _NO_OUT = "out was given to a call that torch traces or transforms; expected out=None"
 _FUSED = "residual_dtype, row_scale, dropout_p, weight1, bias1, round_x_hat, memory_efficient, "
@@ -76,9 +76,9 @@ def normalize(
         if operands.input.is_cuda:
             options = options._replace(out_dtype=formulas.arithmetic(operands.input))
             request = ForwardRequest(operands, options)
-    compiling = _is_compiling()
-    if _compiler_sees_transforms or not compiling:
-        if _is_transformed() or forward_ad._current_level >= 0:
+    compiling = is_compiling()
+    if compiler_sees_transforms or not compiling:
+        if has_functorch_transforms() or forward_ad._current_level >= 0:
             return _transformed(request)
     if compiling and options.quantization is not None:
         # A QuantizedTensor is not a tensor, so this call breaks the graph.
@@ -89,22 +89,22 @@ def normalize(
     tensors = (input, weight, bias, residual, weight1, bias1)
     if (
         compiling
-        or _num_dispatch_modes()
-        or _is_jit_traced()
+        or num_dispatch_modes()
+        or is_jit_traced()
         or input.is_meta
         or not (
-            input.__class__ in _PLAIN
-            and weight.__class__ in _PLAIN
-            and bias.__class__ in _PLAIN
-            and residual.__class__ in _PLAIN
-            and weight1.__class__ in _PLAIN
-            and bias1.__class__ in _PLAIN
-            and row_scale.__class__ in _PLAIN
+            input.__class__ in PLAIN
+            and weight.__class__ in PLAIN
+            and bias.__class__ in PLAIN
+            and residual.__class__ in PLAIN
+            and weight1.__class__ in PLAIN
+            and bias1.__class__ in PLAIN
+            and row_scale.__class__ in PLAIN
         )
         and _is_wrapped(*tensors, row_scale)
     ):
         return _traced(request)
-    recorded = _is_grad_enabled() and _wants_gradient(*tensors)
+    recorded = _is_grad_enabled() and wants_gradient(*tensors)
     prepared, operands = prepare_forward(request, FOR_GRADIENTS if recorded else FOR_Y)
     if not recorded:
         y, _, _, added, y1, _ = prepared.run(operands)
@@ -127,9 +127,9 @@ def _with_functors(request: ForwardRequest, compiling: bool) -> tuple:
         named = operands._replace(functors=None)._asdict()
         dtensor.refuse("load or store", **named, **dict(zip(own.names(), own.arrays())))
     tensors = (*tensors, *own.arrays())
-    traced = compiling or _num_dispatch_modes() or _is_jit_traced() or _is_wrapped(*tensors)
+    traced = compiling or num_dispatch_modes() or is_jit_traced() or _is_wrapped(*tensors)
     traced = traced or operands.input.is_meta
-    if not traced and not (_is_grad_enabled() and _wants_gradient(*tensors)):
+    if not traced and not (_is_grad_enabled() and wants_gradient(*tensors)):
         prepared, operands = prepare_forward(request, FOR_Y)
         y, _, _, added, _, _ = prepared.run(operands)
         return y, None, added
@@ -146,15 +146,7 @@ def _with_functors(request: ForwardRequest, compiling: bool) -> tuple:
 def _is_wrapped(*tensors: object) -> bool:
     """Whether one is of a subclass. Arrays of other libraries are none: the checks refuse them."""
     for tensor in tensors:
-        if isinstance(tensor, torch.Tensor) and tensor.__class__ not in _PLAIN:
-            return True
-    return False
-
-
-def _wants_gradient(*tensors: object) -> bool:
-    """None and arrays of other libraries count as constants."""
-    for tensor in tensors:
-        if tensor is not None and getattr(tensor, "requires_grad", False):
+        if isinstance(tensor, torch.Tensor) and tensor.__class__ not in PLAIN:
             return True
     return False
 
@@ -162,7 +154,7 @@ def _wants_gradient(*tensors: object) -> bool:
 def _traced(request: ForwardRequest) -> tuple:
     """By the operator, which torch sees as one node."""
     operands, options = request
-    compiling = _is_compiling()
+    compiling = is_compiling()
     plain = is_plain(request)
     if options.quantization is not None:
         raise NotImplementedError(
@@ -183,7 +175,7 @@ def _traced(request: ForwardRequest) -> tuple:
             dtensor.refuse(_FUSED, **operands._asdict())
     # Compiled, what computes the operator's shapes checks the same. torch.jit.trace warns of every
     # shape that is looked at; there the operator itself checks.
-    if not compiling and not _is_jit_traced():
+    if not compiling and not is_jit_traced():
         check_forward(request)
     if not plain:
         return fused_operators.fused_norm_forward(request)
@@ -193,7 +185,7 @@ def _traced(request: ForwardRequest) -> tuple:
 
 def is_recorded_by_jit() -> bool:
     """Whether torch.jit.trace records what runs now."""
-    return not _is_compiling() and _is_jit_traced() is not None
+    return not is_compiling() and is_jit_traced() is not None
 
 
 def forward_of_meta(request: ForwardRequest) -> tuple:
@@ -230,7 +222,7 @@ def _transformed(request: ForwardRequest) -> tuple:
     input, residual = operands.input, operands.residual
     dtype, num_dims, eps = formulas.arithmetic(input), len(options.extents), options.eps
     added = input if residual is None else input + residual
-    if _is_compiling() or forward_ad._current_level >= 0:
+    if is_compiling() or forward_ad._current_level >= 0:
         x_hat = formulas.x_hat(added, num_dims, options.centered, eps)
     else:
         alone = ForwardOptions(
@@ -304,7 +296,7 @@ def _plain_gradients(ctx, dy, _, dsum) -> tuple:
     """None for the call, and of each tensor that was recorded."""
     if dy is None:
         dx, dweight, dbias = dsum, None, None
-    elif _is_transformed() or _is_mapped(dy) or forward_ad._current_level >= 0:
+    elif is_transformed() or is_mapped(dy):
         # dy has no address, because torch maps over it, or has a tangent.
         options = ctx.prepared.backward
         x, mean, rstd, weight = ctx.saved_tensors
@@ -361,7 +353,7 @@ def _fused_gradients(ctx, dy, dy1, dsum) -> tuple:
     given = next((each for each in (dy, dy1, dsum) if each is not None), None)
     if given is None:
         return (None,) * len(ctx.needs_input_grad)
-    if _is_transformed() or _is_mapped(given) or forward_ad._current_level >= 0:
+    if is_transformed() or is_mapped(given):
         raise NotImplementedError(
             f"the gradient of a call with {_FUSED} was asked for in a batch or in forward mode; "
             "expected one gradient at a time"

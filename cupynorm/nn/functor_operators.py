@@ -25,6 +25,7 @@ from ..norm.request import (
     makes_sum,
 )
 from ..plan.functors import Functors, bind_all, from_text
+from .modes import wants_gradient
 from .operators import forward_request, or_empty
 from .schemas import (
     arguments_of,
@@ -45,7 +46,7 @@ def functor_norm_forward(request: ForwardRequest) -> tuple[Tensor, None, Tensor]
     operands, options = request
     functors, seed = operands.functors, operands.dropout_seed
     tensors = (operands.input, operands.weight, operands.bias, operands.residual)
-    if torch.is_grad_enabled() and _wants_gradient(*tensors, *functors.arrays()):
+    if torch.is_grad_enabled() and wants_gradient(*tensors, *functors.arrays()):
         check_differentiable(functors)
     if options.dropout_p > 0 and not isinstance(seed, Tensor):
         device = operands.input.device
@@ -71,13 +72,6 @@ def functor_norm_forward(request: ForwardRequest) -> tuple[Tensor, None, Tensor]
         *launch_of(options.launch),
     )
     return y, None, added if _makes_sum(request) else operands.input
-
-
-def _wants_gradient(*tensors: object) -> bool:
-    for tensor in tensors:
-        if tensor is not None and getattr(tensor, "requires_grad", False):
-            return True
-    return False
 
 
 def _makes_sum(request: ForwardRequest) -> bool:

@@ -8,7 +8,8 @@ from types import NoneType
 import torch
 from torch.autograd import forward_ad
 
-# Classes of arguments that no subclass intercepts.
+# Classes of arguments that no subclass intercepts, and of what kernels read in place: not torch's
+# wrappers (DTensor, FakeTensor), which have no address.
 PLAIN = frozenset({torch.Tensor, torch.nn.Parameter, NoneType})
 
 is_compiling = torch.compiler.is_dynamo_compiling
@@ -38,7 +39,7 @@ def are_plain(tensors: Iterable[object]) -> bool:
 def wants_gradient(*tensors: object) -> bool:
     """Whether any of them requires a gradient. None and arrays of other libraries do not."""
     for tensor in tensors:
-        if getattr(tensor, "requires_grad", False):
+        if tensor is not None and getattr(tensor, "requires_grad", False):
             return True
     return False
 

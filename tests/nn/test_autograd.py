@@ -21,7 +21,7 @@ from torch.nn import functional  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 import cupynorm  # noqa: E402
-from cupynorm.nn import autograd  # noqa: E402
+from cupynorm.nn import autograd, modes  # noqa: E402
 from cupynorm.nn import operators as torch_ops  # noqa: E402
 from cupynorm.norm import route  # noqa: E402
 from cupynorm.norm.options import launch_options  # noqa: E402
@@ -502,7 +502,7 @@ def test_inductor_gives_the_eager_results(compile_anew):
 
 
 OLD_COMPILER = pytest.mark.skipif(
-    not autograd._compiler_sees_transforms,
+    not modes.compiler_sees_transforms,
     reason="this torch's compiler refuses transforms, and puts its own words for an exception's",
 )
 
