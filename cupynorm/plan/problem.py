@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
 from typing import NamedTuple
 
 from ..dtypes import DTYPES, ELEMENTS, FLOAT8S
@@ -143,6 +144,10 @@ class Tile:
             raise ValueError(f"tile has path {path!r}; it is one of {', '.join(PATHS)}")
         return tile
 
+
+# Fields of a Problem that fuse more with the norm than its own arithmetic.
+_FUSED = ("residual", "dsum", "input", "row_scale", "dropout", "dresidual", "y1", "round_x_hat")
+_FUSED += ("recomputed", "amax", "load", "store")
 
 # Where the scales of an 8-bit y come from, as in cuda_src/scales.cuh.
 SCALINGS = ("given", "tensor", "row", "block", "mx")
@@ -290,6 +295,15 @@ class Problem:
             name and DTYPES[name].itemsize > DTYPES[self.x].itemsize
             for name in (self.weight, self.bias)
         )
+
+    @cached_property
+    def extras(self) -> frozenset[str]:
+        """Words for what is fused with the norm: names of fields, "by_y" for backward from y,
+        "wide" for parameters of a wider dtype than x, and the scaling."""
+        words = {name for name in _FUSED if getattr(self, name)}
+        words |= {"by_y"} if self.y and not self.forward else set()
+        words |= {"wide"} if self.has_wide_parameters else set()
+        return frozenset(words | ({self.scaling} if self.scaling else set()))
 
     @property
     def cols_of_scale(self) -> int | None:

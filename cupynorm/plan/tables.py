@@ -16,7 +16,7 @@ from pathlib import Path
 
 from ..dtypes import DTYPES
 from .devices import Device
-from .problem import Problem, Tile
+from .problem import SCALINGS, Problem, Tile
 from .tile_model import can_bundle, shaped
 
 # The data files and their devices. An H100 has the multiprocessors of an H200.
@@ -35,6 +35,9 @@ COUNTS = (
 
 # Without a weight or bias the compiler moves more loads ahead; threads with more elements spill.
 _LONG_ELEMENTS = 64
+
+# Words of a kind, in their order.
+_WORDS = ("residual", "dsum", "wide", *SCALINGS, "amax")
 
 Key = tuple[str, str, str, str]
 
@@ -102,29 +105,14 @@ def class_of(problem: Problem) -> str | None:
     The words are: bytes of a pack of x, "residual" or "dsum", "wide" if parameters have a wider
     dtype than x, the scaling, and "amax".
     """
-    same = {problem.y, problem.dy, problem.dx, problem.dsum, problem.x}
-    if problem.scaling:
-        same -= {problem.y}
-    other = [
-        problem.input,
-        problem.row_scale,
-        problem.dropout,
-        problem.dresidual,
-        problem.y1,
-        problem.round_x_hat,
-    ]
-    other += [problem.recomputed, None if problem.forward else problem.y, problem.x == "float64"]
-    other += ["float64" in (problem.weight, problem.bias), problem.load, problem.store]
-    if any(other) or len(same - {None}) > 1:
+    tensors = [problem.y, problem.dy, problem.dx, problem.dsum]
+    same = set(tensors[1:] if problem.scaling else tensors) - {None, problem.x}
+    if same or "float64" in (problem.x, problem.weight, problem.bias):
+        return None
+    if problem.extras - set(_WORDS):
         return None
     words = [f"{problem.widest_pack * DTYPES[problem.x].itemsize} bytes"]
-    words += (
-        ["residual"] * problem.residual
-        + ["dsum"] * bool(problem.dsum)
-        + ["wide"] * problem.has_wide_parameters
-    )
-    words += [problem.scaling] * bool(problem.scaling) + ["amax"] * problem.amax
-    return " ".join(words)
+    return " ".join(words + [word for word in _WORDS if word in problem.extras])
 
 
 def key_of(problem: Problem) -> Key | None:

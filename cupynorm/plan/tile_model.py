@@ -8,9 +8,9 @@ they do not spill.
 
 from __future__ import annotations
 
-from ..dtypes import DTYPES, FLOAT8S
+from ..dtypes import DTYPES
 from .devices import Device
-from .problem import Problem, Tile, ceil_div, cols_of_slice
+from .problem import SCALINGS, Problem, Tile, ceil_div, cols_of_slice
 
 # The hardware reserves 1024 bytes of shared memory for each block.
 RESERVED_BYTES = 1024
@@ -36,31 +36,21 @@ def can_ring(problem: Problem, device: Device) -> bool:
     It needs the copy engine and float32 sums. It has no registers left for random words or for
     an input of another dtype.
     """
-    plain = problem.input is None and not problem.dropout and problem.row_scale is None
-    plain = plain and problem.load is None
-    plain = plain and (problem.forward or (problem.y is None and problem.store is None))
-    return plain and problem.compute == "float32" and device.compute_capability >= 90
+    alone = {"input", "dropout", "row_scale", "by_y", "load"}
+    fused = problem.extras & (alone if problem.forward else alone | {"store"})
+    return not fused and problem.compute == "float32" and device.compute_capability >= 90
 
 
 def can_bundle(problem: Problem, device: Device) -> bool:
     """Whether several rows are contiguous in each tensor, and results can overwrite x."""
-    names = (
-        [problem.x, problem.y]
-        if problem.forward
-        else [problem.x, problem.dy, problem.dx, problem.dsum or problem.x]
-    )
-    sizes = {DTYPES[name].itemsize if name and name not in FLOAT8S else None for name in names}
-    fused = [
-        problem.input,
-        problem.row_scale,
-        problem.dropout,
-        problem.y1,
-        problem.dresidual,
-        problem.recomputed,
-    ]
-    fused += [problem.load, None if problem.forward else problem.y or problem.store]
-    plain = len(sizes) == 1 and not any(fused) and problem.layout.contiguous
-    return plain and problem.compute == "float32" and device.compute_capability >= 90
+    names = [problem.x, problem.y]
+    if not problem.forward:
+        names = [problem.x, problem.dy, problem.dx, problem.dsum or problem.x]
+    sizes = {DTYPES[name].itemsize if name in DTYPES else None for name in names}
+    beside = {"residual", "dsum", "wide", "round_x_hat"} | ({"store"} if problem.forward else set())
+    plain = len(sizes) == 1 and problem.extras <= beside
+    plain = plain and problem.layout.contiguous and problem.compute == "float32"
+    return plain and device.compute_capability >= 90
 
 
 def fetches_ahead(problem: Problem, tile: Tile) -> bool:
@@ -68,7 +58,7 @@ def fetches_ahead(problem: Problem, tile: Tile) -> bool:
 
     It mirrors fetches_ahead in cuda_src/quantized_write.cuh.
     """
-    plain = not (problem.residual or problem.input) and not problem.has_wide_parameters
+    plain = not problem.extras & {"residual", "input", "wide"}
     registers = 512 // ceil_div(tile.block_size * tile.blocks_per_sm, 128) // 8 * 8
     elements = tile.elements
     keeps_y = (
@@ -198,20 +188,9 @@ def is_common_quantized(problem: Problem, device: Device) -> bool:
 
     For these, the register counts come from compiling every number of elements.
     """
-    other = [
-        problem.residual,
-        problem.input,
-        problem.round_x_hat,
-        problem.dropout,
-        problem.row_scale,
-        problem.y1,
-    ]
-    other += [
-        problem.has_wide_parameters,
-        problem.widest_pack != 8,
-        DTYPES[problem.x].itemsize != 2,
-    ]
-    return problem.scaling is not None and device.compute_capability == 90 and not any(other)
+    packs_of_16_bytes = problem.widest_pack == 8 and DTYPES[problem.x].itemsize == 2
+    common = problem.scaling is not None and problem.extras <= {*SCALINGS, "amax"}
+    return common and packs_of_16_bytes and device.compute_capability == 90
 
 
 def registers_of_thread(problem: Problem, device: Device, tile: Tile) -> int:
@@ -252,14 +231,6 @@ def _fused_registers(problem: Problem, device: Device, tile: Tile) -> float:
     return needed
 
 
-def _is_bare(problem: Problem) -> bool:
-    """Whether forward is only a norm: no sum, second output, scales or wide parameters."""
-    other = [problem.residual, problem.input, problem.round_x_hat, problem.dropout]
-    other += [problem.row_scale, problem.y1, problem.scaling, problem.has_wide_parameters]
-    other += [problem.load, problem.store]
-    return not any(other)
-
-
 def _forward_registers(problem: Problem, device: Device, tile: Tile) -> float:
     """A thread keeps up to 40 16-bit elements unpacked, more of them packed.
 
@@ -271,7 +242,7 @@ def _forward_registers(problem: Problem, device: Device, tile: Tile) -> float:
         DTYPES[problem.x].itemsize,
     )
     wide, single_elements = _wide_weight(problem), tile.pack_size == 1
-    if tile.exact and device.compute_capability >= 90 and _is_bare(problem):
+    if tile.exact and device.compute_capability >= 90 and not problem.extras - {"amax"}:
         # No pack is beyond the row's end, so there are no bounds to check.
         if itemsize == 2 and 32 < tile.threads_per_row <= 512 and 32 <= elements <= 48:
             return 32 + elements
