@@ -75,7 +75,7 @@ class Cell:
             True,
             self.num_cols,
             self.dtype,
-            Layout.of(self.num_cols, ()),
+            Layout.of_new_arrays(self.num_cols),
             scaling=self.scale,
         ).scale_bytes
         return self.num_rows * (self.num_cols * sum(of[name] for name in self.passes) + scales)

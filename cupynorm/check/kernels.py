@@ -155,7 +155,7 @@ def uses_welford(case: Case, device: Device) -> bool:
         weight=case.dtype("weight"),
         bias=case.dtype("bias"),
         residual=bool(case.residual) and not case.has_own_sum,
-        layout=Layout.of(case.num_cols, ()),
+        layout=Layout.of_new_arrays(case.num_cols),
         **own_sum,
     )
     chosen = dispatch.choose(problem, device, case.strategy, case.tile, case.statistics)

@@ -160,7 +160,7 @@ def _check_backward_strategy(request: ForwardRequest) -> None:
         weight=dtype_of(operands.weight),
         dweight=dtype_of(operands.weight),
         dbias=dtype_of(operands.bias),
-        layout=Layout.of(num_cols, ()),
+        layout=Layout.of_new_arrays(num_cols),
         row_scale=dtype_of(operands.row_scale),
         dropout=options.dropout_p > 0,
     )

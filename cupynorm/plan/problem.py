@@ -183,11 +183,13 @@ class Layout:
         """The layout of tensors described by one OperandLayout each.
 
         pack_limit is the largest power of two that divides num_cols and aligns all packs. A pack
-        is aligned if its address is a multiple of its bytes, or of 16 if it is larger.
+        is aligned if its address is a multiple of its bytes, or of 16 if it is larger. Raises
+        ValueError without operands: nothing is known of their layout.
         """
-        limit, contiguous = 16, True
-        while limit > 1 and num_cols % limit:
-            limit //= 2
+        limit, contiguous = cls.of_new_arrays(num_cols).pack_limit, True
+        operands = list(operands)
+        if not operands:
+            raise ValueError("operands is empty; a layout needs the tensors that a kernel accesses")
         for address, row_stride, itemsize, num_rows in operands:
             stride_bytes = row_stride * itemsize if num_rows > 1 else 0
             contiguous = contiguous and (num_rows <= 1 or row_stride == num_cols)
@@ -196,6 +198,11 @@ class Layout:
             ):
                 limit //= 2
         return cls(limit, contiguous)
+
+    @classmethod
+    def of_new_arrays(cls, num_cols: int) -> Layout:
+        """The layout of newly allocated arrays: aligned to 16 bytes and more, without gaps."""
+        return cls(next(limit for limit in (16, 8, 4, 2, 1) if num_cols % limit == 0), True)
 
 
 @dataclass(frozen=True)

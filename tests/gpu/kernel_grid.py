@@ -331,7 +331,7 @@ def instances(compute_capability: int) -> dict[Kernel, str]:
         for each in itertools.product(problems, widths, rows)
     ):
         if "x" in problem:
-            layout = Layout.of(num_cols, ())
+            layout = Layout.of_new_arrays(num_cols)
             fields = {"centered": True, "num_cols": num_cols, "layout": layout, **problem}
             made = make_plan(Problem(**fields), device, num_rows)
         else:

@@ -167,7 +167,7 @@ def test_plan_and_kernel_agree_on_early_fetches(tmp_path, changes):
     ):
         tile = Tile(8, 128, packs, blocks_per_sm=blocks, exact=exact)
         num_cols = tile.cols - 8 * (not exact)
-        layout = Layout.of(num_cols, ())
+        layout = Layout.of_new_arrays(num_cols)
         problem = Problem("forward", True, num_cols, layout=layout, scaling=scaling, **of_all)
         expected = fetches_ahead(problem, tile)
         seen.add(expected)

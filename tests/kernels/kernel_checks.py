@@ -57,13 +57,15 @@ def problem_of(
 
 
 def strategy_of(direction: str, dtype: str, num_cols: int, device: Device) -> str:
-    problem = problem_of(direction, dtype, layout=Layout.of(num_cols, ()))
+    problem = problem_of(direction, dtype, layout=Layout.of_new_arrays(num_cols))
     return dispatch.choose(replace(problem, num_cols=num_cols), device).strategy
 
 
 def forward_problem(case: Case) -> DispatchProblem:
     return replace(
-        problem_of("forward", case.x, case.norm == "layer_norm", Layout.of(case.num_cols, ())),
+        problem_of(
+            "forward", case.x, case.norm == "layer_norm", Layout.of_new_arrays(case.num_cols)
+        ),
         num_cols=case.num_cols,
         residual=case.residual,
     )

@@ -219,5 +219,5 @@ def two_output_problem(case: Case) -> DispatchProblem:
         y=case.dtype("y"),
         y1=case.dtype("y"),
         **{name: case.dtype(name) for name in names},
-        layout=Layout.of(case.num_cols, ()),
+        layout=Layout.of_new_arrays(case.num_cols),
     )

@@ -53,7 +53,7 @@ def test_t13_weights_of_two_dtypes_in_one_process(where):
             where,
         )
     problem = DispatchProblem(
-        "forward", True, 256, "bfloat16", Layout.of(256, ()), y="bfloat16", weight="bfloat16"
+        "forward", True, 256, "bfloat16", Layout.of_new_arrays(256), y="bfloat16", weight="bfloat16"
     )
     kernels = {dispatch.choose(replace(problem, weight=dtype), H200).kernel for dtype in DTYPES}
     assert len(kernels) == len(DTYPES)

@@ -36,7 +36,7 @@ def test_t07_empty_input_launches_no_kernel(strategy):
                 True,
                 num_cols,
                 "float16",
-                Layout.of(num_cols, ()),
+                Layout.of_new_arrays(num_cols),
                 weight="float16",
                 **others,
             )

@@ -34,7 +34,7 @@ def with_rows(case: Case, rows, seed: int = 0) -> Problem:
 
 def fits(case: Case, device) -> bool:
     """Whether a forced strategy takes the row in both directions."""
-    parameters = {"weight": case.dtype("weight"), "layout": Layout.of(case.num_cols, ())}
+    parameters = {"weight": case.dtype("weight"), "layout": Layout.of_new_arrays(case.num_cols)}
     forward = DispatchProblem(
         "forward", True, case.num_cols, case.x, y=case.x, bias=case.dtype("bias"), **parameters
     )

@@ -314,7 +314,7 @@ def test_bytes_of_scales_shared_by_lanes(scaling, device):
                 False,
                 num_cols,
                 "bfloat16",
-                Layout.of(num_cols, ()),
+                Layout.of_new_arrays(num_cols),
                 y=E4M3,
                 scaling=scaling,
             )

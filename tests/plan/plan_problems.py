@@ -27,7 +27,7 @@ def problem_of(
     tensors: dict = {"y": dtype, "weight": dtype, "bias": dtype}
     if direction == "backward":
         tensors = {"weight": dtype, "dy": dtype, "dx": dtype, "dweight": dtype, "dbias": dtype}
-    tensors["layout"] = Layout.of(num_cols, [])
+    tensors["layout"] = Layout.of_new_arrays(num_cols)
     return Problem(
         direction, num_cols=num_cols, x=dtype, **({"centered": True} | tensors | changes)
     )

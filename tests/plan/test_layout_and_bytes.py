@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from plan_problems import pack_limit
 
 from cupynorm.norm.plans import plan
-from cupynorm.plan.problem import Tile
+from cupynorm.plan.problem import Layout, Tile
 
 
 def test_pack_limit():
@@ -21,7 +22,7 @@ def test_pack_limit():
         (1023, 1),
         (1 << 20, 16),
     ):
-        assert pack_limit(num_cols, []) == expected
+        assert Layout.of_new_arrays(num_cols) == Layout(expected, contiguous=True)
         assert pack_limit(num_cols, [(256, num_cols, 2), (512, 0, 4)]) == expected or num_cols in (
             1000,
         )
@@ -69,6 +70,11 @@ def packs_fit(num_cols, layouts, pack_size):
         ):
             return False
     return num_cols % pack_size == 0
+
+
+def test_a_layout_without_operands_is_refused():
+    with pytest.raises(ValueError, match="operands is empty"):
+        Layout.of(768, ())
 
 
 def test_pack_limit_is_the_largest_aligned_pack():

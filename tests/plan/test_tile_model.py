@@ -40,13 +40,13 @@ H200, A100, RTX_4090, RTX_5090 = (
 
 
 def forward(num_cols: int = 1024, x: str = "bfloat16", **changes: object) -> Problem:
-    named = {"y": x, "weight": x, "bias": x, "layout": Layout.of(num_cols, []), **changes}
+    named = {"y": x, "weight": x, "bias": x, "layout": Layout.of_new_arrays(num_cols), **changes}
     return Problem("forward", **{"centered": True, "num_cols": num_cols, "x": x} | named)
 
 
 def backward(num_cols: int = 1024, x: str = "bfloat16", **changes: object) -> Problem:
     named = dict.fromkeys(("weight", "dy", "dx", "dweight", "dbias"), x)
-    named |= {"layout": Layout.of(num_cols, []), **changes}
+    named |= {"layout": Layout.of_new_arrays(num_cols), **changes}
     return Problem("backward", **{"centered": True, "num_cols": num_cols, "x": x} | named)
 
 
@@ -563,7 +563,7 @@ def test_no_plan_splits_the_block_of_a_scale(scaling, dtype):
     block, num_at_once = {"block": 128, "mx": 32}[scaling], 0
     widths = [*range(1, 700), *range(704, 4097, 64), *(1 << at for at in range(13, 19))]
     for num_cols in widths:
-        given = {"y": "float8_e5m2", "scaling": scaling, "layout": Layout.of(num_cols, ())}
+        given = {"y": "float8_e5m2", "scaling": scaling, "layout": Layout.of_new_arrays(num_cols)}
         problem = Problem("forward", True, num_cols, dtype, **given)
         for strategy in (None, "warp", "block", "cluster", "uncached"):
             try:
