@@ -62,6 +62,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     if not given or given[0] not in (*COMMANDS, "-h", "--help", "--version"):
+        if given and given[0].isidentifier() and not os.path.exists(given[0]):
+            print(
+                f"cupynorm: {given[0]!r} is no command; expected one of {', '.join(COMMANDS)}",
+                file=sys.stderr,
+            )
+            return 2
         given = ["check", *given]
     parsed = parser().parse_args(given)
     parsed.given = given

@@ -9,7 +9,7 @@ from ..arguments import Commands, number
 from ..dtypes import DTYPES, ELEMENTS, FLOAT8S
 from ..plan.devices import DEVICES, Device
 from ..plan.dispatch import widest
-from ..plan.problem import SCALINGS
+from ..plan.problem import SCALINGS, Problem
 from ..plan.strategies import STRATEGIES
 from .plans import plan
 
@@ -57,24 +57,22 @@ def run(arguments: argparse.Namespace, current: Callable[[], Device | None]) -> 
     direction = arguments.direction
     if direction is None:
         direction = "forward" if arguments.out_dtype in FLOAT8S else "both"
-    plans = [
-        plan(
-            arguments.num_cols,
-            arguments.rows,
-            arguments.dtype,
-            norm=arguments.norm,
-            direction=each,
-            device=device,
-            out_dtype=arguments.out_dtype,
-            scale=arguments.scale,
-            amax=arguments.amax,
-            residual=arguments.residual,
-            strategy=arguments.strategy,
-            sm_margin=arguments.sm_margin,
-            bias_dtype="same" if arguments.norm == "layer_norm" else None,
-        )
-        for each in (DIRECTIONS if direction == "both" else (direction,))
-    ]
+    plans = []
+    for each in DIRECTIONS if direction == "both" else (direction,):
+        options = {
+            "norm": arguments.norm,
+            "direction": each,
+            "device": device,
+            "out_dtype": arguments.out_dtype,
+            "scale": arguments.scale,
+            "amax": arguments.amax,
+            "residual": arguments.residual,
+            "bias_dtype": "same" if arguments.norm == "layer_norm" else None,
+        }
+        shape = arguments.num_cols, arguments.rows, arguments.dtype
+        check_width(arguments.strategy, plan(*shape, **options).problem, device)
+        options |= {"strategy": arguments.strategy, "sm_margin": arguments.sm_margin}
+        plans.append(plan(*shape, **options))
     print("\n\n".join(map(str, plans)))
     return 0
 
@@ -109,6 +107,16 @@ def check_device(arguments: argparse.Namespace, device: Device) -> None:
         raise ValueError(
             f"--strategy {row.name} needs compute capability {row.first_capability / 10:.1f} or "
             f"later; {device.name} has {device.compute_capability / 10:.1f}"
+        )
+
+
+def check_width(strategy: str | None, problem: Problem, device: Device) -> None:
+    """Raises ValueError for a row too wide for a strategy, in the words of the command line."""
+    most = widest(strategy, problem, device) if strategy else None
+    if most is not None and problem.num_cols > most:
+        raise ValueError(
+            f"--strategy {strategy} takes at most {most} columns of {problem.x} on {device.name} "
+            f"({problem.direction}); the row has {problem.num_cols}"
         )
 
 

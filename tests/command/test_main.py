@@ -372,7 +372,8 @@ def test_the_table_marks_changes_of_strategy():
         (("plan", "-5", "--device", "H200"), "-5"),
         (
             ("plan", "90000", "--device", "H200", "--strategy", "warp"),
-            "'warp' is too narrow for 90000 columns",
+            "--strategy warp takes at most 1280 columns of bfloat16 on H200 (forward); "
+            "the row has 90000",
         ),
         (
             ("plan", "64", "--device", "H200", "--sm-margin", "132"),
@@ -465,6 +466,7 @@ def test_the_table_marks_changes_of_strategy():
         (("tune", "--output", "none/tiles.json"), "none/tiles.json: there is no folder"),
         (("bench", "linear", "--json", "none/linear.json"), "none/linear.json: there is no folder"),
         (("--on", "tpu"), "invalid choice: 'tpu'"),
+        (("plna", "12288"), "'plna' is no command; expected one of check, fuzz, plan, bench, tune"),
         (("--fast",), "unrecognized arguments: --fast"),
     ],
 )
