@@ -17,7 +17,7 @@ from ..table import as_text, pairs_as_html
 from .devices import Device
 from .grids import for_few_rows, grid_size, parameters_launch, shares_of_first
 from .instances import Choice, Launch, parameters_instance, row_instance
-from .paths import is_fuller
+from .paths import is_deep
 from .problem import Problem, Tile
 from .strategies import STATISTICS, STRATEGIES
 from .tables import measured_tile
@@ -136,10 +136,16 @@ def _best_tile(problem: Problem, device: Device) -> tuple[str, Tile, str]:
         tile = row.tile(problem, device) if is_available else None
         if tile is not None and not row.gives_way(problem, device, tile):
             break
-    if measured is not None and not is_fuller(problem, tile, measured[1]):
+    if measured is not None and not _is_fuller(problem, tile, measured[1]):
         return measured
-    reason = "the first strategy that is wide enough and gives way to none"
-    return row.name, tile, f"{reason}; path: {tile.path_in_words}"
+    return row.name, tile, "the first strategy that is wide enough and gives way to none"
+
+
+def _is_fuller(problem: Problem, tile: Tile, than: Tile) -> bool:
+    """Whether a row fills the ring of a tile, but not the other ring, or not so deep a one."""
+    enough = 4 if DTYPES[problem.x].itemsize > 2 else 2  # stages
+    fills = tile.path == "ring" and tile.exact
+    return fills and (is_deep(problem, tile) or (not than.exact and tile.stages >= enough))
 
 
 def widest(strategy: str, problem: Problem, device: Device) -> int | None:
@@ -230,7 +236,7 @@ class Plan:
             ),
             ("strategy", f"{self.strategy}: {self.reason}"),
             ("path", self.tile.path_in_words),
-            ("tile", str(self.tile)),
+            ("tile", str(replace(self.tile, path=None))),
             ("statistics", self.statistics if self.problem.forward else "given"),
         ]
         functors = (("load", self.problem.load), ("store", self.problem.store))

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import lru_cache
+from itertools import product
 
 from ..dtypes import DTYPES
 from .devices import Device
@@ -21,7 +22,7 @@ from .tile_model import (
     can_bundle,
     can_ring,
     fits_smem,
-    is_common_quantized,
+    is_only_quantized,
     registers_of_thread,
     shaped,
     smem_bytes_of,
@@ -35,7 +36,7 @@ ENOUGH_BYTES = 55 * 1024
 # Bytes of x in one thread, at most. Forward, long threads spread the fixed instructions of a row
 # over more elements. Backward, each element takes five registers.
 _THREAD_BYTES = {"forward": {2: 128, 4: 128, 8: 128}, "backward": {2: 48, 4: 64, 8: 64}}
-_LANE_BYTES = {"forward": {2: 80, 4: 64, 8: 64}, "backward": {2: 80, 4: 64, 8: 64}}
+_LANE_BYTES = {2: 80, 4: 64, 8: 64}
 
 # The widest row of a warp, in bytes. A block of two warps is as fast for wider rows.
 _WARP_ROW_BYTES = {"forward": {2: 2560, 4: 2048, 8: 2048}, "backward": {2: 1536, 4: 2048, 8: 2048}}
@@ -54,8 +55,8 @@ _SMALL_PACK_RING_FROM = {"forward": {2: 500, 4: 2048}, "backward": {2: 512, 4: 5
 
 # Threads of all rings of a multiprocessor: with more, each has too few registers for its elements.
 _RING_THREADS = 384
-_RING_ELEMENTS = {"forward": 64, "backward": 56}
-_MOST_RING_ELEMENTS = 64  # if no other ring holds the row
+# Elements of a thread, at most; in clusters of 16 up to _MOST_RING_ELEMENTS if no other ring fits.
+_RING_ELEMENTS, _MOST_RING_ELEMENTS = {"forward": 64, "backward": 56}, 64
 
 # Bytes in flight in a ring, including the rows in use.
 _RING_BYTES = {"forward": {2: 96 * 1024, 4: 160 * 1024}, "backward": {2: 140 * 1024, 4: 128 * 1024}}
@@ -94,20 +95,15 @@ _BUNDLE_BYTES = {4: 4800, 8: 8192, 12: 6656}
 
 def in_flight(problem: Problem, tile: Tile) -> int:
     """Bytes of x that a multiprocessor has in flight."""
-    row_bytes = (
-        cols_of_slice(problem, tile.pack_size, tile.cluster_size) * DTYPES[problem.x].itemsize
-    )
-    return tile.blocks_per_sm * tile.rows_per_block * row_bytes * (1 + problem.residual)
+    cols = cols_of_slice(problem, tile.pack_size, tile.cluster_size)
+    row_bytes = cols * DTYPES[problem.x].itemsize * (1 + problem.residual)
+    return tile.blocks_per_sm * tile.rows_per_block * row_bytes
 
 
 def filled(problem: Problem, tile: Tile) -> float:
     """The share of a tile's packs that are inside the row. Packs beyond it cost as much."""
-    return (
-        cols_of_slice(problem, tile.pack_size, tile.cluster_size) / tile.cols if tile.cols else 1.0
-    )
-
-
-# Registers.
+    cols = cols_of_slice(problem, tile.pack_size, tile.cluster_size)
+    return cols / tile.cols if tile.cols else 1.0
 
 
 def register_tile(
@@ -133,11 +129,8 @@ def register_tile(
         moving = in_flight(problem, tile)
         # Blocks of a cluster wait for one another, so more bytes are always better for them.
         counted = moving if tile.cluster_size > 1 else min(moving, ENOUGH_BYTES)
-        fit = (
-            1.0
-            if tile.exact
-            else filled(problem, tile) * (0.995 if problem.forward and itemsize == 2 else 0.9)
-        )
+        slack = 0.995 if problem.forward and itemsize == 2 else 0.9
+        fit = filled(problem, tile) * (1.0 if tile.exact else slack)
         long = problem.scaling is not None or (
             problem.forward and (moving < ENOUGH_BYTES or tile.blocks_per_sm == 1)
         )
@@ -153,7 +146,7 @@ def lanes_tile(problem: Problem, device: Device) -> Tile | None:
     itemsize, pack_size = DTYPES[problem.x].itemsize, problem.widest_pack
     pack_bytes, row_bytes = pack_size * itemsize, problem.num_cols * itemsize
     most_bytes = _WARP_ROW_BYTES[problem.direction][itemsize]
-    if row_bytes > (_QUANTIZED_WARP_BYTES if is_common_quantized(problem, device) else most_bytes):
+    if row_bytes > (_QUANTIZED_WARP_BYTES if is_only_quantized(problem) else most_bytes):
         return None
     # The lanes of a row load at least 64 bytes together, or half of a shorter row.
     fewest = min(64, row_bytes // 2, 32 * pack_bytes) // pack_bytes
@@ -167,7 +160,7 @@ def lanes_tile(problem: Problem, device: Device) -> Tile | None:
     shapes = [
         shaped(problem, pack_size, count, rows_per_block=block_size // count) for count in lanes
     ]
-    return register_tile(problem, device, shapes, _LANE_BYTES[problem.direction][itemsize])
+    return register_tile(problem, device, shapes, _LANE_BYTES[itemsize])
 
 
 def block_tile(problem: Problem, device: Device, cluster_size: int = 1) -> Tile | None:
@@ -191,18 +184,13 @@ def cluster_tile(problem: Problem, device: Device) -> Tile | None:
     )
 
 
-# Shared memory filled by threads, and uncached rows.
-
-
 def smem_tile(problem: Problem, device: Device, cluster_sizes: Iterable[int]) -> Tile | None:
     # Random words of dropout need more than the 128 registers of each of 512 threads.
     threads = 256 if problem.dropout else 512
     for size in cluster_sizes:
         tile = Tile(problem.widest_pack, threads, cluster_size=size, path="smem")
-        if (
-            smem_bytes_of(problem, tile, "block" if size == 1 else "cluster")
-            <= device.smem_per_block
-        ):
+        smem_bytes = smem_bytes_of(problem, tile, "block" if size == 1 else "cluster")
+        if smem_bytes <= device.smem_per_block:
             return tile
     return None
 
@@ -213,19 +201,13 @@ def uncached_tile(problem: Problem, device: Device) -> Tile:
     return Tile(problem.widest_pack, 512, blocks_per_sm=1 if is_tight else 2, path="uncached")
 
 
-# Rings.
-
-
 def wants_ring(problem: Problem, registers: Tile | None) -> bool:
     """Whether a ring, if one fits, beats the tile in registers, if there is one."""
     if problem.compute != "float32":
         return False
     if problem.scaling and registers is not None:
-        return (
-            registers.blocks_per_sm == 1
-            and registers.path == "registers"
-            and problem.cols_of_scale is None
-        )
+        alone = registers.blocks_per_sm == 1 and registers.path == "registers"
+        return alone and problem.cols_of_scale is None
     itemsize = DTYPES[problem.x].itemsize
     aligned = all(problem.widest_pack * size >= 16 for size in streamed(problem))
     first = (_RING_FROM if aligned else _SMALL_PACK_RING_FROM)[problem.direction][itemsize]
@@ -239,21 +221,16 @@ def wants_ring(problem: Problem, registers: Tile | None) -> bool:
 
 def suits_block(problem: Problem) -> bool:
     """Whether a ring in one block is faster than one in a cluster."""
-    full = not problem.forward or (problem.widest_pack == 1 and DTYPES[problem.x].itemsize == 2)
-    return problem.num_cols <= (
-        _COLS_OF_FULL_BLOCK[DTYPES[problem.x].itemsize] if full else _COLS_OF_BLOCK
-    )
+    itemsize = DTYPES[problem.x].itemsize
+    full = not problem.forward or (problem.widest_pack == 1 and itemsize == 2)
+    return problem.num_cols <= (_COLS_OF_FULL_BLOCK[itemsize] if full else _COLS_OF_BLOCK)
 
 
 def ring_share(problem: Problem, tile: Tile) -> float:
-    """An estimate of the share of memory bandwidth that the instructions of a tile allow.
-
-    The four parts of a multiprocessor should have equally many warps.
-    """
+    """An estimate of the share of memory bandwidth that the instructions of a tile allow."""
     warps = tile.block_size * tile.blocks_per_sm // 32
-    turns = ceil_div(warps, 4)
-    if warps > 4:  # one warp less in one part costs less than a whole turn
-        turns = 0.75 * turns + 0.25 * warps / 4
+    # One warp less in one of a multiprocessor's four parts costs less than a whole turn.
+    turns = ceil_div(warps, 4) if warps <= 4 else 0.75 * ceil_div(warps, 4) + 0.25 * warps / 4
     row_cost = _ROW_COST + 2 * (tile.cluster_size.bit_length() - 1)
     rate = filled(problem, tile) * warps * tile.elements / (turns * (tile.elements + row_cost))
     return min(1.0, rate * DTYPES[problem.x].itemsize / 2 / _RATE[problem.direction])
@@ -262,117 +239,65 @@ def ring_share(problem: Problem, tile: Tile) -> float:
 @lru_cache(maxsize=4096)
 def ring_tile(problem: Problem, device: Device, sizes: tuple[int, ...]) -> Tile | None:
     """The best tile whose ring fits registers and shared memory."""
+    # With small packs no warp has all columns of a block that share a scale.
     in_blocks = problem.scaling in ("block", "mx")
-    if not can_ring(problem, device) or (
-        in_blocks and problem.widest_pack * DTYPES[problem.x].itemsize < 16
-    ):
-        # With small packs no warp has all columns of a block that share a scale.
-        return None
-    largest = tuple(size for size in sizes if size >= 16)
-    attempts = [
-        (_RING_ELEMENTS[problem.direction], sizes, None),
-        (_MOST_RING_ELEMENTS, largest, None),
-        (_MOST_RING_ELEMENTS, () if problem.forward else largest, 1),
-    ]
-    for most, allowed_sizes, stages in attempts:
-        best = max(
-            _rings(problem, device, allowed_sizes, most, stages),
-            key=lambda tile: _ring_score(problem, tile),
-            default=None,
-        )
-        if best is not None:
-            return best
-    return None
+    split = in_blocks and problem.widest_pack * DTYPES[problem.x].itemsize < 16
+    rings = _rings(problem, device, sizes) if can_ring(problem, device) and not split else ()
+    return max(rings, key=lambda tile: _ring_score(problem, tile), default=None)
 
 
-def _rings(
-    problem: Problem, device: Device, sizes: Iterable[int], most: int, stages: int | None
-) -> Iterator[Tile]:
-    """Rings with at most `most` elements in a thread.
+def _rings(problem: Problem, device: Device, sizes: Iterable[int]) -> Iterator[Tile]:
+    """Rings that fit, each with the best number of stages.
 
     A multiprocessor works on several rows at a time: forward in a block each, backward in one
-    block, which writes one partial row of sums.
+    block, which writes one partial row of sums. Only the widest rows backward may have one stage.
     """
-    pack_size = problem.widest_pack
-    for cluster_size in sizes:
-        for threads in range(32, _RING_THREADS + 1, 32):
-            if (
-                pack_size
-                * ceil_div(cols_of_slice(problem, pack_size, cluster_size), pack_size * threads)
-                > most
-            ):
-                continue
-            tile = shaped(problem, pack_size, threads, cluster_size, path="ring")
-            # Half-empty threads are no faster than fewer full ones.
-            if tile.packs_per_thread > 1 and filled(problem, tile) < 0.5:
-                continue
-            warps = warps_that_fit(device, registers_of_thread(problem, device, tile))
-            for rows in range(1, min(12, _RING_THREADS // threads, warps * 32 // threads) + 1):
-                if rows == 1 or stages is None:
-                    yield from _with_stages(problem, device, tile, rows, stages)
-
-
-def _with_stages(
-    problem: Problem, device: Device, tile: Tile, rows: int, stages: int | None
-) -> Iterator[Tile]:
-    """The tile with this many rows and stages; None in stages means the best number that fits."""
     itemsize = DTYPES[problem.x].itemsize
-    turn_bytes, wanted = (
-        tile.cols * sum(streamed(problem)) * rows,
-        _RING_BYTES[problem.direction][itemsize],
-    )
-    wanted = ceil_div(wanted, turn_bytes) if problem.forward else wanted // turn_bytes
-    if not problem.forward and itemsize == 2 and tile.exact and tile.elements <= 40:
-        if turn_bytes > _DEEP_TURN_BYTES.get(tile.cluster_size, 0):
-            wanted = min(wanted, 3)
-        elif tile.cluster_size > 1:
-            wanted = 4
-    most = max(2, min(wanted, _MOST_STAGES[problem.direction][itemsize]))
-    rows_per_block, blocks_per_sm = (1, rows) if problem.forward else (rows, 1)
-    for count in range(most, 1, -1) if stages is None else (stages,):
-        if turn_bytes * count < device.smem_per_sm:
-            staged = replace(
-                tile, rows_per_block=rows_per_block, blocks_per_sm=blocks_per_sm, stages=count
-            )
-            if fits_smem(device, smem_bytes_of(problem, staged, "block"), blocks_per_sm):
-                yield staged
-                return
+    wanted, most = (each[problem.direction][itemsize] for each in (_RING_BYTES, _MOST_STAGES))
+    for cluster_size, threads in product(sizes, range(32, _RING_THREADS + 1, 32)):
+        tile = shaped(problem, problem.widest_pack, threads, cluster_size, path="ring")
+        # Half-empty threads are no faster than fewer full ones.
+        half_empty = tile.packs_per_thread > 1 and filled(problem, tile) < 0.5
+        usual = _RING_ELEMENTS[problem.direction]
+        if half_empty or tile.elements > (_MOST_RING_ELEMENTS if cluster_size == 16 else usual):
+            continue
+        warps = warps_that_fit(device, registers_of_thread(problem, device, tile))
+        row_bytes = tile.cols * sum(streamed(problem))
+        for rows in range(1, min(12, _RING_THREADS // threads, warps * 32 // threads) + 1):
+            turn_bytes = row_bytes * rows
+            turns = ceil_div(wanted, turn_bytes) if problem.forward else wanted // turn_bytes
+            if not problem.forward and itemsize == 2 and tile.exact and tile.elements <= 40:
+                if turn_bytes > _DEEP_TURN_BYTES.get(cluster_size, 0):
+                    turns = min(turns, 3)
+                elif cluster_size > 1:
+                    turns = 4
+            least = 1 if rows == 1 and cluster_size == 16 and not problem.forward else 2
+            counts = {"blocks_per_sm": rows} if problem.forward else {"rows_per_block": rows}
+            for stages in range(max(2, min(turns, most)), least - 1, -1):
+                ring = replace(tile, stages=stages, **counts)
+                if fits_smem(device, smem_bytes_of(problem, ring, "block"), ring.blocks_per_sm):
+                    yield ring
+                    break
 
 
 def _ring_score(problem: Problem, tile: Tile) -> tuple:
     """An estimate of the tile's speed as a share of a copy's; of equals, few threads are better."""
-    cols = (
-        cols_of_slice(problem, tile.pack_size, tile.cluster_size)
-        * tile.rows_per_block
-        * tile.blocks_per_sm
-    )
+    slice_bytes = cols_of_slice(problem, tile.pack_size, tile.cluster_size) * sum(streamed(problem))
+    rows = tile.rows_per_block * tile.blocks_per_sm
     enough = _TURN_BYTES if tile.cluster_size == 1 else _CLUSTER_TURN_BYTES
     deep = is_deep(problem, tile)
-    share = max(ring_share(problem, tile), 0.94 * deep)
-    share *= min(1.0, cols * sum(streamed(problem)) / enough)
-    share -= 0.01 * (tile.block_size * tile.blocks_per_sm < 256) + 0.001 * max(
-        0, tile.elements - 32
-    ) * (not problem.forward)
+    share = max(ring_share(problem, tile), 0.94 * deep) * min(1.0, rows * slice_bytes / enough)
+    share -= 0.01 * (tile.block_size * tile.blocks_per_sm < 256)
     share -= (0.06 - 0.05 * problem.forward) * (not tile.exact)
     share -= 0.01 * (tile.cluster_size.bit_length() - 1) + 0.05 * (tile.cluster_size == 16)
-    if deep:
-        share += 0.1 + 0.02 * min(tile.rows_per_block - 1, 5)
-    return round(share, 3), -tile.block_size, tile.stages
-
-
-def is_fuller(problem: Problem, tile: Tile, than: Tile) -> bool:
-    """Whether a row fills the ring of a tile, but not the other ring, or not so deep a one."""
-    if tile.path != "ring" or not tile.exact:
-        return False
-    enough = 4 if DTYPES[problem.x].itemsize > 2 else 2  # stages
-    return is_deep(problem, tile) or (not than.exact and tile.stages >= enough)
+    share -= 0.001 * max(0, tile.elements - 32) * (not problem.forward)
+    share += deep * (0.1 + 0.02 * min(tile.rows_per_block - 1, 5))
+    usual = tile.elements <= _RING_ELEMENTS[problem.direction] or tile.stages == 1
+    return tile.stages > 1, usual, round(share, 3), -tile.block_size, tile.stages
 
 
 def is_deep(problem: Problem, tile: Tile) -> bool:
-    """Backward, 16 bits: whether a cluster works on many rows with short threads.
-
-    This hides the time for which its blocks wait for one another.
-    """
+    """Whether a cluster works on many rows with short threads, which hides its blocks' waits."""
     if problem.forward or DTYPES[problem.x].itemsize != 2 or not tile.exact or tile.stages < 4:
         return False
     warps, many_rows = tile.block_size // 32, tile.cluster_size == 8 and tile.rows_per_block >= 4
@@ -380,58 +305,35 @@ def is_deep(problem: Problem, tile: Tile) -> bool:
     return even and tile.elements <= (40 if many_rows else 32)
 
 
-# Bundles.
-
-
 def bundle_tile(problem: Problem, device: Device) -> Tile | None:
     """For rows that do not begin on 16 bytes, which threads would load in small packs."""
     itemsize, pack_size = DTYPES[problem.x].itemsize, problem.widest_pack
     small = pack_size * itemsize <= (8 if itemsize == 2 else 4)
-    if (
-        not can_bundle(problem, device)
-        or not small
-        or problem.num_cols > 32 * max(_BUNDLE_ELEMENTS[problem.direction].values())
-    ):
+    if not can_bundle(problem, device) or not small:
         return None
-    if not problem.forward:
-        pack_size = 1 if itemsize == 2 else pack_size
-    best = None
+    pack_size = 1 if itemsize == 2 and not problem.forward else pack_size
     for lanes, most in _BUNDLE_ELEMENTS[problem.direction].items():
         tile = shaped(problem, pack_size, lanes)
-        if (
-            tile.elements * itemsize > 2 * most
-            or (tile.packs_per_thread - 1) * pack_size * lanes >= problem.num_cols
-        ):
-            continue
-        tile = with_bundles(problem, device, tile)
-        if tile is not None and (best is None or filled(problem, tile) > filled(problem, best)):
-            best = tile
-            if filled(problem, tile) >= 0.9:
-                return tile
-    return best
+        fits = tile.elements * itemsize <= 2 * most
+        if fits and (tile := with_bundles(problem, device, tile)):
+            return tile
+    return None
 
 
 def with_bundles(problem: Problem, device: Device, tile: Tile) -> Tile | None:
     """The tile with rows_per_block, bundle and blocks_per_sm set; None if no block fits."""
     lanes, row_bytes = tile.threads_per_row, problem.num_cols * DTYPES[problem.x].itemsize
     # Each group of lanes has the same number of rows of a bundle.
-    group_bytes = (
-        32 // lanes * (row_bytes if problem.forward else len(streamed(problem)) * row_bytes + 8)
-    )
+    of_row = row_bytes if problem.forward else len(streamed(problem)) * row_bytes + 8
+    group_bytes = 32 // lanes * of_row
     for num_warps in _BUNDLE_WARPS[problem.direction]:
-        for smaller in (1, 2, 4, 8):
-            rows = max(1, _BUNDLE_BYTES[num_warps] // smaller // max(1, group_bytes)) * (
-                32 // lanes
-            )
-            rows_per_block = num_warps * 32 // lanes
-            bundled = replace(
-                tile, rows_per_block=rows_per_block, stages=2, bundle=rows, path="bundle"
-            )
-            smem_bytes = smem_bytes_of(problem, bundled, "warp")
-            blocks = min(
-                blocks_that_fit(problem, device, bundled),
-                device.smem_per_sm // (smem_bytes + RESERVED_BYTES),
-            )
-            if smem_bytes <= device.smem_per_block and blocks:
-                return replace(bundled, blocks_per_sm=blocks if problem.forward else 1)
+        rows = max(1, _BUNDLE_BYTES[num_warps] // max(1, group_bytes)) * (32 // lanes)
+        bundled = replace(
+            tile, rows_per_block=num_warps * 32 // lanes, stages=2, bundle=rows, path="bundle"
+        )
+        smem_bytes = smem_bytes_of(problem, bundled, "warp")
+        by_smem = device.smem_per_sm // (smem_bytes + RESERVED_BYTES)
+        blocks = min(blocks_that_fit(problem, device, bundled), by_smem)
+        if smem_bytes <= device.smem_per_block and blocks:
+            return replace(bundled, blocks_per_sm=blocks if problem.forward else 1)
     return None

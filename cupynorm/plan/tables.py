@@ -168,7 +168,7 @@ def measured_tile(problem: Problem, device: Device) -> tuple[str, Tile, str] | N
             measured = tile_of(_rows_of(name).get(key, ()), problem, device)
             if measured is None:
                 return None
-            return *measured, f"measured, in {name}; path: {measured[1].path_in_words}"
+            return *measured, f"measured, in {name}"
     return None
 
 

@@ -8,9 +8,14 @@ they do not spill.
 
 from __future__ import annotations
 
+import csv
+from functools import cache, lru_cache
+from itertools import combinations
+from pathlib import Path
+
 from ..dtypes import DTYPES
 from .devices import Device
-from .problem import SCALINGS, Problem, Tile, ceil_div, cols_of_slice
+from .problem import Problem, Tile, ceil_div, cols_of_slice
 
 # The hardware reserves 1024 bytes of shared memory for each block.
 RESERVED_BYTES = 1024
@@ -31,11 +36,7 @@ def streamed(problem: Problem) -> list[int]:
 
 
 def can_ring(problem: Problem, device: Device) -> bool:
-    """Whether a ring can take the problem's rows.
-
-    It needs the copy engine and float32 sums. It has no registers left for random words or for
-    an input of another dtype.
-    """
+    """Whether a ring can take the rows: it needs the copy engine, float32 sums and registers."""
     alone = {"input", "dropout", "row_scale", "by_y", "load"}
     fused = problem.extras & (alone if problem.forward else alone | {"store"})
     return not fused and problem.compute == "float32" and device.compute_capability >= 90
@@ -51,6 +52,12 @@ def can_bundle(problem: Problem, device: Device) -> bool:
     plain = len(sizes) == 1 and problem.extras <= beside
     plain = plain and problem.layout.contiguous and problem.compute == "float32"
     return plain and device.compute_capability >= 90
+
+
+def is_only_quantized(problem: Problem) -> bool:
+    """Whether it is forward of 16-bit rows to 8 bits in packs of 16 bytes, with nothing fused."""
+    aligned = problem.widest_pack == 8 and DTYPES[problem.x].itemsize == 2
+    return bool(problem.scaling) and aligned and problem.extras <= {problem.scaling, "amax"}
 
 
 def fetches_ahead(problem: Problem, tile: Tile) -> bool:
@@ -121,16 +128,10 @@ def _ring_bytes(problem: Problem, tile: Tile) -> int:
         rings, exchange = ceil_div(rings, 16) * 16, exchange + 48 * tile.rows_per_block
     parameters = 0
     if not problem.forward and tile.elements > 16:
-        for name in filter(
-            None, (problem.weight if problem.dx or problem.recomputed else None, problem.bias)
-        ):
-            itemsize = DTYPES[name].itemsize
-            parameters += (
-                (tile.packs_per_thread - (itemsize == 2))
-                * tile.pack_size
-                * tile.threads_per_row
-                * itemsize
-            )
+        weight = problem.weight if problem.dx or problem.recomputed else None
+        for itemsize in (DTYPES[name].itemsize for name in (weight, problem.bias) if name):
+            packs = tile.packs_per_thread - (itemsize == 2)
+            parameters += packs * tile.pack_size * tile.threads_per_row * itemsize
     return ceil_div(rings + exchange, 16) * 16 + parameters
 
 
@@ -138,9 +139,8 @@ def _bundle_bytes(problem: Problem, tile: Tile) -> int:
     """Bundles, as in cuda_src/bundle.cuh, or the sums that overwrite them at the end."""
     names = [problem.x] * (1 + problem.residual) if problem.forward else [problem.x, problem.dy]
     names += [problem.dsum] if problem.dsum else []
-    rows = [problem.num_cols * DTYPES[name].itemsize for name in names] + [4, 4] * (
-        not problem.forward
-    )
+    rows = [problem.num_cols * DTYPES[name].itemsize for name in names]
+    rows += [] if problem.forward else [4, 4]
     parts = 32 // tile.threads_per_row if tile.threads_per_row >= 8 else 1
     images = [ceil_div(tile.bundle // parts * row, 16) * 16 + 32 for row in rows]
     if parts > 1:  # each part has its own bank offset
@@ -160,12 +160,8 @@ def smem_bytes_of(problem: Problem, tile: Tile, strategy: str) -> int:
     if strategy == "parameters":
         return 2 * tile.pack_size * tile.threads_per_row * tile.block_size // 32 * compute_bytes
     if strategy == "warp":
-        num_warps = tile.block_size // 32
-        return (
-            0
-            if problem.forward or num_warps == 1
-            else 2 * num_warps * problem.num_cols * compute_bytes
-        )
+        sums_of = 0 if problem.forward or tile.block_size == 32 else tile.block_size // 32
+        return 2 * sums_of * problem.num_cols * compute_bytes
     scratch = reduce_bytes(problem, tile.threads_per_row, tile.cluster_size)
     if tile.path == "staged":  # StagedRow in cuda_src/staged_row.cuh
         return scratch + ceil_div(tile.cols * itemsize, 16) * 16 + 16
@@ -174,195 +170,70 @@ def smem_bytes_of(problem: Problem, tile: Tile, strategy: str) -> int:
     slice_cols = cols_of_slice(problem, tile.pack_size, tile.cluster_size)
     kept = [itemsize]
     if not problem.forward:
-        kept += [DTYPES[problem.dy].itemsize] + [compute_bytes] * (
-            bool(problem.dweight) + bool(problem.dbias)
-        )
+        wanted = bool(problem.dweight) + bool(problem.dbias)
+        kept += [DTYPES[problem.dy].itemsize] + [compute_bytes] * wanted
     return scratch + sum(ceil_div(slice_cols * size, 16) * 16 for size in kept)
 
 
-# Registers.
+@cache
+def _register_table() -> dict[tuple[str, str], tuple[float, float]]:
+    """The registers that words add, fixed and for each element: upper bounds without spills."""
+    with (Path(__file__).parent / "registers.csv").open(encoding="utf-8", newline="") as file:
+        rows = csv.DictReader(file)
+        return {
+            (row["kind"], row["words"]): (float(row["fixed"]), float(row["each"])) for row in rows
+        }
 
 
-def is_common_quantized(problem: Problem, device: Device) -> bool:
-    """Whether it is forward of 16-bit rows to 8 bits in packs of 16 bytes, unfused, on sm_90.
-
-    For these, the register counts come from compiling every number of elements.
-    """
-    packs_of_16_bytes = problem.widest_pack == 8 and DTYPES[problem.x].itemsize == 2
-    common = problem.scaling is not None and problem.extras <= {*SCALINGS, "amax"}
-    return common and packs_of_16_bytes and device.compute_capability == 90
+@lru_cache(maxsize=1024)
+def _registers_of_words(kind: str, words: frozenset[str]) -> tuple[float, float]:
+    """The sums over the words, and over each two and each three of them in their order."""
+    table = _register_table()
+    groups = (group for size in (1, 2, 3) for group in combinations(sorted(words), size))
+    names = [(kind, " ".join(group)) for group in groups]
+    fixed, each = zip(*(table[name] for name in names if name in table))
+    return sum(fixed), sum(each)
 
 
 def registers_of_thread(problem: Problem, device: Device, tile: Tile) -> int:
-    """An upper bound of the registers that a thread needs without spills."""
-    if tile.path == "bundle":
-        return int(_bundle_registers(problem, device, tile))
-    if tile.path == "ring":
-        return int(_ring_registers(problem, device, tile))
-    if problem.forward:
-        return int(_forward_registers(problem, device, tile))
-    return int(_backward_registers(problem, device, tile))
+    """An upper bound of the registers that a thread needs without spills: a line of registers.csv.
 
-
-def _wide_weight(problem: Problem) -> bool:
-    return (
-        problem.weight is not None and DTYPES[problem.weight].itemsize > DTYPES[problem.x].itemsize
-    )
-
-
-def _fused_registers(problem: Problem, device: Device, tile: Tile) -> float:
-    """Registers of what is fused with the norm: random words, addresses of further tensors."""
-    words, elements = DTYPES[problem.compute].itemsize // 4, tile.elements
-    needed = (
-        24 * words * problem.dropout
-        + 16 * (problem.dropout and elements > 48)
-        + 8 * bool(problem.row_scale)
-    )
-    needed += 16 * bool(problem.input or problem.dresidual) + 24 * bool(
-        problem.y and not problem.forward
-    )
-    if problem.y1:  # a second pair of parameters, and an address for each single element
-        needed += 32 + 0.75 * elements + (2.5 * elements if tile.pack_size == 1 else 0)
-    # A user's functor may read other columns; its gradient computes y again.
-    needed += 24 * words * bool(problem.load)
-    needed += (40 if problem.forward else 72) * words * bool(problem.store)
-    if problem.recomputed:
-        needed += 8 + 40 * (device.compute_capability >= 120 and elements >= 32)
-    return needed
-
-
-def _forward_registers(problem: Problem, device: Device, tile: Tile) -> float:
-    """A thread keeps up to 40 16-bit elements unpacked, more of them packed.
-
-    Addresses, sums and counters take 40 registers.
+    Its words are the dtype of x, what is fused, and what follows here of the tile and the device.
     """
-    words, elements, itemsize = (
-        DTYPES[problem.compute].itemsize // 4,
-        tile.elements,
-        DTYPES[problem.x].itemsize,
-    )
-    wide, single_elements = _wide_weight(problem), tile.pack_size == 1
-    if tile.exact and device.compute_capability >= 90 and not problem.extras - {"amax"}:
-        # No pack is beyond the row's end, so there are no bounds to check.
-        if itemsize == 2 and 32 < tile.threads_per_row <= 512 and 32 <= elements <= 48:
-            return 32 + elements
-        if itemsize == 2 and tile.threads_per_row <= 4 and elements == 16:
-            return 40
-    if elements <= 64 and tile.cluster_size == 1 and is_common_quantized(problem, device):
-        # With scales of blocks of columns, lanes also find the amax of each block.
-        in_blocks = problem.scaling in ("block", "mx") and tile.rows_per_block > 1
-        if elements <= 32 or (tile.exact and elements <= 48 and not in_blocks):
-            # With a known scale the compiler moves more loads ahead.
-            known = elements > 32 and problem.cols_of_scale is None
-            return 42 + 0.8 * elements + 8 * in_blocks + 16 * (not tile.exact or known)
-        return 48 + (2.0 if in_blocks else 1.25) * elements
-    needed = 40 + words * elements * (1.25 if itemsize > 2 else 1.15 if elements > 40 else 1.0)
-    needed += _fused_registers(problem, device, tile) + 8 * wide
-    needed += problem.residual * (8 + 8 * (elements > 24))  # both packs of a sum
-    if tile.rows_per_block > 1 and elements > 32:
-        needed += 14 + 2 * tile.packs_per_thread * (tile.pack_size < 8)
-    if single_elements:  # an address for each element
-        needed += 1.5 * elements + 8
-    elif tile.pack_size * itemsize < 16:
-        needed += 6 + elements * wide + 2 * max(0, elements - 32)
-    if device.compute_capability < 90:
-        needed += 8 * (wide or elements >= 32 or (problem.residual and single_elements))
-    if problem.scaling and problem.scaling != "given":
-        # The amaxes of blocks of columns. Long threads also keep y or weights until the scale is
-        # known.
-        needed += 24 if problem.scaling != "row" else 16 + elements / (2 if itemsize > 2 else 4)
-        needed += 32 * (elements > 40) + 8 * (device.compute_capability >= 100)
-        if problem.cols_of_scale is not None:
-            needed += (
-                elements / 2 * (elements > (40 if wide else 80))
-                + (24 + 32 * problem.residual) * single_elements
-            )
-            needed += 32 * (problem.residual and wide)
-    elif problem.scaling:
-        needed += elements / 4 * (elements > 80)
-    return needed
-
-
-def _backward_registers(problem: Problem, device: Device, tile: Tile) -> float:
-    """x_hat, the weighted dy and two sums of each element, unpacked.
-
-    Unpacking float16 takes more registers than bfloat16.
-    """
-    words, elements, itemsize = (
-        DTYPES[problem.compute].itemsize // 4,
-        tile.elements,
-        DTYPES[problem.x].itemsize,
-    )
-    each = 5.25 * words + 0.35 * (problem.x == "float16") + 0.3 * _wide_weight(problem)
-    each += 0.35 * (device.compute_capability != 90) + 1.1 * (problem.weight == "float64")
-    each += 1.8 * (1 < tile.pack_size < 16 // itemsize)
-    if problem.dsum:
-        each += 0.5 * (itemsize > 2)
-    needed = 36 + each * elements + _fused_registers(problem, device, tile)
-    needed += bool(problem.dsum) * (8 + 16 * (elements >= 40))
-    return needed + (1.5 * elements + 8) * (tile.pack_size == 1)
-
-
-def _ring_registers(problem: Problem, device: Device, tile: Tile) -> float:
-    """Forward keeps weights and biases of its columns.
-
-    Backward keeps the sums of their gradients, two registers for each column.
-    """
-    elements = tile.elements
-    if not problem.forward:
-        addresses = 0.75 * elements if problem.widest_pack == 1 else 0
-        wide_bias = (
-            problem.bias is not None and DTYPES[problem.bias].itemsize > DTYPES[problem.x].itemsize
-        )
-        return 60 + 3.375 * min(elements, 57) + addresses + 8 * wide_bias
-    fewest = 4 if problem.widest_pack == 1 else 0  # a single element takes a whole register
-    names = (problem.weight, problem.bias, problem.weight1, problem.bias1)
-    kept = sum(max(DTYPES[name].itemsize, fewest) for name in names if name)
-    # y is kept while the next row is summed.
-    kept_y = elements if problem.scaling == "row" else 0
-    tight = (24 if "float64" in names else 8) * (device.compute_capability >= 120)
-    if problem.cols_of_scale is not None:
-        tight += 24 * problem.residual + 16 + 8 * (problem.scaling == "row")
-    tight += 32 * bool(problem.store)
-    needed = max(104, 40 + kept_y) + elements * kept / 4 + tight
-    # Two parameters and x of a single element of 2 bytes take a register each.
-    return max(needed, 46 + 3 * elements + kept_y) if fewest and kept == 8 else needed
-
-
-def _bundle_registers(problem: Problem, device: Device, tile: Tile) -> float:
-    elements, lanes, small_packs = tile.elements, tile.threads_per_row, tile.pack_size < 4
-    kept = [
-        name
-        for name in ((problem.weight, problem.bias) if problem.forward else (problem.weight,))
-        if name
-    ]
-    wide = sum(max(DTYPES[name].itemsize - 2, 0) for name in kept)
-    tight = 16 if device.compute_capability >= 120 else 8 * (device.compute_capability >= 100)
-    if not problem.forward:
-        each = (5.2 if problem.x == "float16" else 4.7) + 0.5 * wide
-        return tight + 4 * wide * (device.compute_capability >= 120) + 37 + each * elements
-    if problem.residual:  # a thread keeps both packs of each sum
-        tight += 36 if lanes == 1 else 8 * (wide > 0) + max(16, elements - 12 * (not small_packs))
-    # Rows that do not begin at the first lane of a warp, and single elements, have own addresses.
-    apart = lanes < 8 or (small_packs and lanes < 32)
-    if lanes == 1:
-        addresses = elements / 4
+    itemsize, kind = DTYPES[problem.x].itemsize, problem.direction
+    small = tile.pack_size * itemsize < (8 if tile.path == "bundle" else 16)
+    words = {problem.x, *problem.extras, f"sm_{device.compute_capability // 10 * 10}"}
+    words |= {"single" if tile.pack_size == 1 else "small"} if small else set()
+    words |= {f"over {count}" for count in (24, 32, 40) if tile.elements > count}
+    if tile.path in ("ring", "bundle"):
+        kind += f" {tile.path}"
+        words |= {"one lane"} if tile.threads_per_row == 1 else set()
+        words |= {"lanes"} if 1 < tile.threads_per_row < 32 else set()
     else:
-        addresses = (31 if wide and small_packs else 12 if wide else 7) * apart
-    addresses += 4 * (wide > 0 and not apart) + elements / 10 * (
-        problem.x == "float16" and not small_packs
-    )
-    each = 1.86 + 0.27 * wide + 0.16 * max(0, wide - 4)
-    return tight + max(
-        62, 35 - wide / 2 + each * elements + 0.2 * max(0, elements - 33) + addresses
-    )
+        words |= {"lanes"} if tile.rows_per_block > 1 else set()
+        kind += " to 8 bits" * (is_only_quantized(problem) and tile.cluster_size == 1)
+        # If no pack is beyond the row's end, there are no bounds to check.
+        few_lanes = tile.threads_per_row <= 4 and tile.elements == 16
+        bare = kind == "forward" and itemsize == 2 and device.compute_capability >= 90
+        long = tile.threads_per_row > 32 and tile.elements >= 32
+        bare = bare and not problem.extras and (few_lanes or long)
+        if tile.exact and tile.elements <= 48 and (bare or " to " in kind):
+            words.add("exact")
+    fixed, each = _registers_of_words(kind, frozenset(words))
+    # Forward, threads of rings and bundles keep their parameters.
+    kept = [problem.weight, problem.bias, problem.weight1, problem.bias1]
+    sizes = [DTYPES[name].itemsize for name in kept if name]
+    if kind == "forward ring":
+        each += sum(max(size, 4) if tile.pack_size == 1 else size for size in sizes) / 4
+    if tile.path == "bundle":
+        wider = sum(size - 2 for size in sizes)
+        each += (0.27 if problem.forward else 0.5) * wider
+        fixed -= wider / 2 * problem.forward
+    return int(fixed + each * tile.elements)
 
 
 def warps_that_fit(device: Device, registers: int) -> int:
-    """Warps that fit if each thread has this many registers.
-
-    Each of the four parts of a multiprocessor holds whole warps.
-    """
+    """Warps with so many registers a thread that fit the four parts of a multiprocessor."""
     registers = ceil_div(registers, 8) * 8
     return 0 if registers > 256 else 4 * (device.registers_per_sm // 4 // 32 // registers)
 
@@ -374,10 +245,8 @@ def blocks_that_fit(problem: Problem, device: Device, tile: Tile) -> int:
 
 
 def fits_smem(device: Device, smem_bytes: int, blocks_per_sm: int) -> bool:
-    return (
-        smem_bytes <= device.smem_per_block
-        and blocks_per_sm * (smem_bytes + RESERVED_BYTES) <= device.smem_per_sm
-    )
+    of_blocks = blocks_per_sm * (smem_bytes + RESERVED_BYTES)
+    return smem_bytes <= device.smem_per_block and of_blocks <= device.smem_per_sm
 
 
 def shaped(

@@ -47,4 +47,6 @@ def slice_of(num_cols: int, tile: Tile) -> int:
 
 def pack_limit(num_cols: int, operands: list[tuple[int, int, int]]) -> int:
     """Of tensors of several rows: address, row stride, itemsize."""
+    if not operands:
+        return Layout.of_new_arrays(num_cols).pack_limit
     return Layout.of(num_cols, [(*each, 9) for each in operands]).pack_limit

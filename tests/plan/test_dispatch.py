@@ -320,9 +320,11 @@ def test_str_of_a_plan_is_a_short_table():
             assert table["device"] == "H200, 132 multiprocessors, sm_90"
             assert table["strategy"].startswith(made.strategy + ": ")
             assert (
-                table["tile"] == str(made.tile)
+                table["tile"] == str(replace(made.tile, path=None))
                 and f"threads_per_row {made.tile.threads_per_row}" in table["tile"]
             )
+            assert table["path"] == made.tile.path_in_words
+            assert "path" not in table["tile"] + table["strategy"]
             assert table["bytes moved"].startswith(f"{made.bytes_moved:,}")
             for launch in made.launches:
                 assert (

@@ -5,9 +5,12 @@ Nothing here needs a GPU. The sizes of the structs come from the C++ compiler.
 
 from __future__ import annotations
 
+import csv
+import re
 import shutil
 import struct
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,16 +18,16 @@ import pytest
 from cupynorm.dtypes import DTYPES
 from cupynorm.gpu import on_cpu
 from cupynorm.gpu.nvrtc import cuda_src
+from cupynorm.plan import tile_model
 from cupynorm.plan.devices import DEVICES
 from cupynorm.plan.dispatch import choose
-from cupynorm.plan.problem import Layout, Problem, Tile
+from cupynorm.plan.problem import SCALINGS, Layout, Problem, Tile
 from cupynorm.plan.tile_model import (
     RESERVED_BYTES,
     blocks_that_fit,
     can_bundle,
     can_ring,
     fits_smem,
-    is_common_quantized,
     reduce_bytes,
     registers_of_thread,
     scales_at_once,
@@ -33,6 +36,12 @@ from cupynorm.plan.tile_model import (
     streamed,
     warps_that_fit,
 )
+
+
+def register_rows() -> list[dict[str, str]]:
+    with (Path(tile_model.__file__).parent / "registers.csv").open(encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
 
 H200, A100, RTX_4090, RTX_5090 = (
     DEVICES[name] for name in ("H200", "A100", "RTX 4090", "RTX 5090")
@@ -396,22 +405,28 @@ def test_registers_of_options():
     assert more(x="float64") == 2 * 16 * 1.25 - 16
 
 
-def test_common_rows_to_8_bits():
-    plain = forward(1536, **QUANTIZED)
-    assert is_common_quantized(plain, H200)
-    assert not is_common_quantized(forward(1536), H200)
-    assert not is_common_quantized(plain, A100)
-    for changes in (
-        {"residual": True},
-        {"input": "bfloat16"},
-        {"round_x_hat": "bfloat16"},
-        {"dropout": True},
-        {"row_scale": "float32"},
-        {"weight": "float32"},
-        {"x": "float32", "weight": None, "bias": None},
-        {"layout": Layout(4, contiguous=True)},
-    ):
-        assert not is_common_quantized(replace(plain, **changes), H200), changes
+@pytest.mark.parametrize("row", register_rows(), ids=lambda row: f"{row['kind']}: {row['words']}")
+def test_every_line_of_registers_has_words_of_a_kernel(row):
+    """A line whose words no problem, tile and device have together would never count."""
+    kinds = ("ring", "bundle", "to 8 bits")
+    direction, _, path = row["kind"].partition(" ")
+    assert direction in ("forward", "backward") and path in ("", *kinds)
+    words = re.findall(r"over \d+|one lane|\S+", row["words"])
+    assert words == sorted(words) and 1 <= len(words) <= 3
+    fused = {"residual", "dsum", "input", "row_scale", "dropout", "dresidual", "y1", "recomputed"}
+    fused |= {"load", "store"}
+    of_tile = {"single", "small", "exact", "lanes", "one lane", "over 24", "over 32", "over 40"}
+    known = {*DTYPES, *SCALINGS, *fused, *of_tile, "wide", "by_y", "sm_80", "sm_100", "sm_120"}
+    assert set(words) <= known
+
+
+def test_rows_to_8_bits_with_nothing_else_fused_have_registers_of_their_own():
+    """16 elements in packs of 16 bytes: 47.5 + 1.26 for each; with a residual 40 + 8 + 16 + 16."""
+    tile, plain = Tile(8, 128, 2, path="registers"), forward(2040, **QUANTIZED)
+    assert registers_of_thread(plain, H200, tile) == int(47.5 + 16 * 1.26)
+    assert registers_of_thread(replace(plain, residual=True), H200, tile) == 40 + 16 + 8 + 16 + 4
+    exact = replace(tile, exact=1)
+    assert registers_of_thread(replace(plain, num_cols=2048), H200, exact) == int(31.5 + 16 * 1.26)
 
 
 # What a kernel can do.
@@ -555,33 +570,81 @@ def test_scales_of_blocks_in_one_launch(tile, strategy, block, mx):
     assert scales_at_once(quantized("mx"), tile, strategy) == mx
 
 
-@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+def splits_a_block(tile: Tile, block: int) -> bool:
+    """Whether a slice of the row, or what the lanes of one warp hold, ends inside a block."""
+    at_a_time, of_warp = tile.pack_size * tile.threads_per_row, tile.pack_size * 32
+    if tile.cluster_size > 1 and not (tile.exact == 1 and tile.cols % block == 0):
+        return True
+    if tile.path == "ring":
+        return tile.exact != 1 or of_warp % block != 0
+    by_warps = at_a_time % block == 0 and of_warp >= block
+    return not by_warps and not (block % at_a_time == 0 and tile.threads_per_row <= 32)
+
+
+# What else is fused with 8-bit rows; options of which a row of a data file is chosen come first.
+FUSED_WITH_SCALES = (
+    {"x": "bfloat16", "weight": "bfloat16"},
+    {"x": "float32"},
+    {"x": "float64"},
+    {"x": "float16", "residual": True},
+    {"x": "float32", "input": "bfloat16", "residual_dtype": "float32"},
+    {"x": "float16", "input": "float16", "residual_dtype": "float16", "dropout": True},
+)
+TILES_OF_CALLERS = [
+    (strategy, Tile(pack_size, threads, packs, rows, cluster_size, stages=stages))
+    for pack_size in (1, 2, 4, 8)
+    for packs in (1, 3, 8)
+    for strategy, threads, rows, cluster_size, stages in (
+        *(("warp", lanes, 128 // lanes, 1, 0) for lanes in (1, 4, 16, 32)),
+        *(("block", threads, 1, 1, 0) for threads in (32, 96, 160, 256)),
+        *(("block", threads, 1, 1, stages) for threads in (96, 128) for stages in (1, 2)),
+        *(("cluster", threads, 1, 2, stages) for threads in (32, 96, 128) for stages in (0, 2)),
+    )
+]
+
+
+@pytest.mark.parametrize("device", ["A100", "RTX 4090", "H200", "B200", "RTX 5090"])
 @pytest.mark.parametrize("scaling", ["block", "mx"])
-def test_no_plan_splits_the_block_of_a_scale(scaling, dtype):
+def test_no_plan_splits_the_block_of_a_scale(scaling, device):
     """One launch writes the scales of blocks only where each block lies in one slice of the row,
-    and there in lanes of one warp."""
-    block, num_at_once = {"block": 128, "mx": 32}[scaling], 0
-    widths = [*range(1, 700), *range(704, 4097, 64), *(1 << at for at in range(13, 19))]
-    for num_cols in widths:
-        given = {"y": "float8_e5m2", "scaling": scaling, "layout": Layout.of_new_arrays(num_cols)}
-        problem = Problem("forward", True, num_cols, dtype, **given)
-        for strategy in (None, "warp", "block", "cluster", "uncached"):
-            try:
-                chosen = choose(problem, DEVICES["H200"], strategy)
-            except ValueError:  # too wide for a warp, or too narrow for a cluster
-                continue
-            if chosen.amax_kernel is not None:
-                continue
-            num_at_once += 1
-            tile, at_a_time = chosen.tile, chosen.tile.pack_size * chosen.tile.threads_per_row
-            if tile.cluster_size > 1:
-                assert tile.exact == 1 and tile.cols % block == 0, (num_cols, tile)
-            of_warp = tile.pack_size * 32
-            if tile.path == "ring":
-                assert of_warp % block == 0, (num_cols, tile)
-            else:
-                assert at_a_time % block == 0 and of_warp >= block or block % at_a_time == 0
-    assert num_at_once > 500
+    and there in lanes of one warp: chosen tiles, forced strategies, and tiles of callers."""
+    block, at_once = {"block": 128, "mx": 32}[scaling], {"chosen": 0, "of a caller": 0}
+
+    def look(problem: Problem, strategy: str | None, tile: Tile | None = None) -> None:
+        try:
+            choice = choose(problem, DEVICES[device], strategy, tile)
+        except ValueError:  # too wide or too narrow, or not for this device
+            return
+        if choice.amax_kernel is None:
+            at_once["of a caller" if tile else "chosen"] += 1
+            assert not splits_a_block(choice.tile, block), (problem, choice.tile)
+
+    def problem_of(num_cols: int, fused: dict) -> Problem:
+        named = {"y": "float8_e5m2", "scaling": scaling, **fused}
+        layout = Layout.of_new_arrays(num_cols)
+        return Problem("forward", True, num_cols, layout=layout, **named)
+
+    for fused in FUSED_WITH_SCALES:
+        for num_cols in (1, 24, 32, 96, 127, 128, 160, 384, 640, 1000, 1024, 4096, 9216, 24576):
+            for strategy in (None, "warp", "block", "cluster", "uncached"):
+                look(problem_of(num_cols, fused), strategy)
+    for num_cols in range(128, 32768, 416):  # ranges of a data file
+        look(problem_of(num_cols, FUSED_WITH_SCALES[0]), None)
+    for at, (strategy, tile) in enumerate(TILES_OF_CALLERS):
+        for exact in (0, 1):
+            num_cols = tile.cluster_size * tile.cols - tile.pack_size * (1 - exact)
+            fused = FUSED_WITH_SCALES[at % len(FUSED_WITH_SCALES)]
+            look(problem_of(num_cols, fused), strategy, replace(tile, exact=exact))
+    assert at_once["chosen"] > 50 and at_once["of a caller"] > 30, at_once
+
+
+def test_the_check_of_split_blocks_can_fail():
+    for tile in (
+        Tile(8, 96, 2, cluster_size=2, exact=1, path="registers"),
+        Tile(2, 128, 4, exact=1, stages=2, path="ring"),
+        Tile(1, 64, 4, path="registers"),
+    ):
+        assert splits_a_block(replace(tile, pack_size=1), 128)
 
 
 def test_scales_of_blocks_in_a_ring():
