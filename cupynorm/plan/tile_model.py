@@ -215,7 +215,7 @@ def registers_of_thread(problem: Problem, device: Device, tile: Tile) -> int:
         # If no pack is beyond the row's end, there are no bounds to check.
         few_lanes = tile.threads_per_row <= 4 and tile.elements == 16
         bare = kind == "forward" and itemsize == 2 and device.compute_capability >= 90
-        long = tile.threads_per_row > 32 and tile.elements >= 32
+        long = 32 < tile.threads_per_row <= 512 and tile.elements >= 32
         bare = bare and not problem.extras and (few_lanes or long)
         if tile.exact and tile.elements <= 48 and (bare or " to " in kind):
             words.add("exact")
