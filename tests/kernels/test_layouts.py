@@ -172,3 +172,79 @@ def test_residual_of_an_8_bit_output(layout, dtype, library):
     assert (as_numpy(got[1]) == as_numpy(right[1])).all() and (
         as_numpy(got[0].data) == as_numpy(right[0].data)
     ).all()
+
+
+def drawn(num_cols: int, library, layouts: dict[str, str], **dtypes: str) -> dict:
+    """Tensors in these layouts, float16 unless another dtype is named.
+
+    One that is broadcast repeats its first row.
+    """
+    generator = np.random.default_rng(num_cols)
+    tensors = {}
+    for name, layout in layouts.items():
+        values = generator.standard_normal((NUM_ROWS, num_cols))
+        values[...] = values[:1] if layout == "broadcast" else values
+        tensors[name] = lay_out(library, values.astype(dtypes.get(name, "float16")), layout)
+    return tensors
+
+
+def same_as_contiguous(library, call, tensors: dict) -> None:
+    """A call on other layouts has the bits of the same call on contiguous copies."""
+    copies = {name: library.ascontiguousarray(array) for name, array in tensors.items()}
+    for got, expected in zip(call(**tensors), call(**copies)):
+        assert as_numpy(got).tobytes() == as_numpy(expected).tobytes()
+
+
+@pytest.mark.parametrize("layout", ["gap", "misaligned", "broadcast", "reversed"])
+@pytest.mark.parametrize("counts", [(1, 512), (8, 32, 4, 1, 1, 1, 0, 1)], ids=["smem", "staged"])
+def test_x_in_another_layout_on_paths_that_dispatch_rarely_takes(counts, layout, library):
+    """One pack_size for all layouts of smem. Staged rows start on 16 bytes, or are refused."""
+    tile = cupynorm.Tile(*counts)
+
+    def call(x):
+        return (cupynorm.layer_norm(x, 1000, strategy="block", tile=tile),)
+
+    tensors = drawn(1000, library, {"x": layout})
+    if tile.pack_size > 1 and layout == "misaligned":
+        with pytest.raises(ValueError, match="tile has pack_size 8; num_cols 1000 and the align"):
+            call(**tensors)
+        return
+    same_as_contiguous(library, call, tensors)
+
+
+@pytest.mark.parametrize("scale", ["row", "block"])
+@pytest.mark.parametrize("layout", ["gap", "misaligned", "broadcast", "reversed"])
+def test_x_of_an_8_bit_output_in_another_layout(layout, scale, library):
+    def call(x):
+        y = cupynorm.layer_norm(x, 640, out_dtype="float8_e4m3fn", scale=scale)
+        return y.data, y.scale_inv
+
+    same_as_contiguous(library, call, drawn(640, library, {"x": layout}))
+
+
+@pytest.mark.parametrize("x,residual", [("gap", "broadcast"), ("misaligned", "reversed")])
+def test_a_sum_with_row_scale_and_a_wider_residual_in_other_layouts(x, residual, library):
+    """SumLoad, which reads one tensor for each operand of the sum."""
+    row_scale = library.linspace(0.5, 2, NUM_ROWS, dtype="float32")
+
+    def call(x, residual):
+        options = {"residual_dtype": "float32", "return_residual": True, "row_scale": row_scale}
+        return cupynorm.layer_norm(x, 640, residual=residual, **options)
+
+    tensors = drawn(640, library, {"x": x, "residual": residual}, residual="float32")
+    same_as_contiguous(library, call, tensors)
+
+
+@pytest.mark.parametrize("y,dy", [("gap", "reversed"), ("misaligned", "gap")])
+def test_backward_from_y_in_other_layouts(y, dy, library):
+    """memory_efficient: the tensor that backward reads in place of x is y."""
+    weight = library.linspace(0.5, 2, 640, dtype="float16")
+    made = cupynorm.layer_norm_forward(drawn(640, library, {"x": "contiguous"})["x"], weight)
+
+    def call(y, dy):
+        options = {"weight": weight, "memory_efficient": True}
+        return tuple(cupynorm.layer_norm_backward(dy, y, made.mean, made.rstd, **options))[:2]
+
+    tensors = drawn(640, library, {"dy": dy})
+    tensors["y"] = lay_out(library, as_numpy(made.y), y)
+    same_as_contiguous(library, call, tensors)
