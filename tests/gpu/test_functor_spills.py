@@ -23,7 +23,7 @@ def fused(own, source=None, gradient=None, dtype="float16"):
 def problem(direction, num_cols, **fields):
     outputs = {"forward": ("y",), "backward": ("dy", "dx", "dweight", "dbias")}[direction]
     given = {**dict.fromkeys((*outputs, "weight", "bias"), "float16"), "x": "float16", **fields}
-    layout = Layout.of(num_cols, ())
+    layout = Layout.of_new_arrays(num_cols)
     return Problem(direction, True, num_cols, layout=layout, **given)
 
 
