@@ -9,7 +9,7 @@ from functools import partial
 
 import pytest
 from every_kernel import STEPS, judge_scales, run_scales
-from test_mutations import ROOT, copy_of_sources, mutate
+from mutated_machine import ROOT, copy_of_sources, mutate
 
 import cupynorm
 from cupynorm.check import kernels as check_kernels
@@ -24,6 +24,8 @@ import float8_bytes as bytes_of  # noqa: E402  (imports torch)
 import test_fp8 as of_recipes  # noqa: E402
 import test_quantized as of_rows  # noqa: E402
 import test_survey as of_matrices  # noqa: E402
+
+pytestmark = pytest.mark.usefixtures("own_cache")
 
 IN_REGISTERS = cupynorm.Tile(8, 64, 2, exact=1)
 FETCHING_AHEAD = cupynorm.Tile(8, 64, 2, blocks_per_sm=2, exact=1)
@@ -267,14 +269,6 @@ MUTATIONS = {
         "amax of a matrix",
     ),
 }
-
-
-@pytest.fixture(scope="module", autouse=True)
-def own_cache(tmp_path_factory):
-    """Mutated kernels stay out of the user's cache."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-        yield
 
 
 @pytest.fixture

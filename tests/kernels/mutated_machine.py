@@ -1,0 +1,106 @@
+"""Kernels of changed sources, on the CPU: what runs them, and whether a check sees the bug."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+from small_devices import SMALL
+
+from cupynorm.check.cases import Case, random_problem
+from cupynorm.check.kernels import CpuMachine, uses_welford
+from cupynorm.check.results import CheckResult, judge_all
+from cupynorm.check.run import run_kernels
+from cupynorm.dtypes import DTYPES
+from cupynorm.gpu import nvrtc, on_cpu
+from cupynorm.gpu.launch import pack
+from cupynorm.gpu.on_cpu import OnCpuError
+from cupynorm.plan.instances import Launch
+
+ROOT = Path(__file__).parents[2]
+SEEDS = range(20)
+_GUARD = 1 << 16  # bytes: more than all rows of a block that a wrong bound may add
+
+
+class MutatedMachine(CpuMachine):
+    """Runs the kernels of a folder. Guards around arrays catch writes to wrong addresses.
+
+    apart: each array begins at another offset within 16 bytes.
+    """
+
+    def __init__(self, folder: Path, seed: int = 0, apart: bool = False) -> None:
+        super().__init__(SMALL, seed)
+        self.folder = folder
+        self.apart = apart
+        self.guarded = []
+
+    def empty(self, shape: tuple[int, ...], dtype: str) -> tuple[np.ndarray, int]:
+        storage = DTYPES[dtype].storage
+        size = int(np.prod(shape)) * storage.itemsize
+        around = np.full(size + 2 * _GUARD + 16, 0xFF, np.uint8)
+        start = _GUARD + -(around.ctypes.data + _GUARD) % 16
+        if self.apart:
+            start += len(self.guarded) * storage.itemsize % 16
+        self.guarded.append((around, start, start + size))
+        array = around[start : start + size].view(storage).reshape(shape)
+        return array, array.ctypes.data
+
+    def put(self, array: np.ndarray) -> tuple[np.ndarray, int]:
+        if array.dtype == np.int64:  # a seed
+            return super().put(array)
+        name = next(name for name, dtype in DTYPES.items() if dtype.storage == array.dtype)
+        copy, pointer = self.empty(array.shape, name)
+        copy[...] = array
+        return copy, pointer
+
+    def launch(self, kernel_launch: Launch, words: tuple) -> None:
+        kernel = kernel_launch.kernel
+        on_cpu.kernel(kernel.source, kernel.name_expression, folder=self.folder).launch(
+            kernel_launch.grid_size,
+            kernel_launch.block_size,
+            pack(words),
+            smem_bytes=kernel_launch.smem_bytes,
+            cluster_size=kernel_launch.cluster_size,
+            seed=self.seed,
+        )
+
+    def guards_are_whole(self) -> bool:
+        return all(
+            (around[:start] == 0xFF).all() and (around[end:] == 0xFF).all()
+            for around, start, end in self.guarded
+        )
+
+
+def sees_a_bug(folder: Path, case: Case, center: float) -> bool:
+    problem = random_problem(case)
+    if center:
+        # Values near a large mean, exact in float32, show a loss of digits.
+        problem = replace(problem, x=np.float64(np.float32(problem.x + center)))
+    welford = case.statistics == "welford" or uses_welford(case, SMALL)
+    for seed in SEEDS:
+        machine = MutatedMachine(folder, seed, apart=bool(case.tile and case.tile.bundle))
+        try:
+            results = run_kernels(problem, machine)
+        except OnCpuError as error:
+            assert "does not compile" not in str(error), error
+            return True
+        if (
+            not CheckResult(judge_all(problem, results, rounded_mean=welford)).ok
+            or not machine.guards_are_whole()
+        ):
+            return True
+    return False
+
+
+def copy_of_sources(folder: Path) -> Path:
+    # Without on_cpu, so that the scheduler is compiled once for all copies.
+    shutil.copytree(nvrtc.cuda_src(), folder, ignore=shutil.ignore_patterns("on_cpu"))
+    return folder
+
+
+def mutate(folder: Path, file: str, old: str, new: str) -> None:
+    text = (folder / file).read_text()
+    assert old in text, f"{file} has no {old!r}: the mutation follows the source"
+    (folder / file).write_text(text.replace(old, new))
