@@ -22,7 +22,7 @@ from cupynorm.plan.devices import DEVICES
 torch = pytest.importorskip("torch")
 import float8_bytes as bytes_of  # noqa: E402  (imports torch)
 import test_fp8 as of_recipes  # noqa: E402
-import test_quantized as of_rows  # noqa: E402
+import test_quantized_matrices as of_quantized  # noqa: E402
 import test_survey as of_matrices  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("own_cache")
@@ -57,7 +57,10 @@ CHECKS = {
     "ring": partial(rows, "row", IN_A_RING),
     "ahead": partial(rows, "row", FETCHING_AHEAD),
     "matrix": partial(
-        of_rows.test_bytes_of_a_matrix_and_its_transposed_copy, (130, 257), torch.bfloat16, "cpu"
+        of_quantized.test_bytes_of_a_matrix_and_its_transposed_copy,
+        (130, 257),
+        torch.bfloat16,
+        "cpu",
     ),
     "own amax": partial(
         of_recipes.test_a_matrix_by_the_scale_of_its_own_amax,
@@ -67,7 +70,7 @@ CHECKS = {
         "cpu",
     ),
     "small numbers": partial(
-        of_rows.test_bytes_of_a_matrix_of_denormal_numbers, torch.bfloat16, "cpu"
+        of_quantized.test_bytes_of_a_matrix_of_denormal_numbers, torch.bfloat16, "cpu"
     ),
     "amax of a matrix": partial(
         of_matrices.test_the_largest_magnitude_is_exact, "bfloat16", (300, 34), "cpu"
@@ -87,7 +90,7 @@ CHECKS = {
         "cpu",
     ),
     "sums": partial(
-        of_rows.test_sums_over_rows_are_within_bounds_and_leave_the_bytes,
+        of_quantized.test_sums_over_rows_are_within_bounds_and_leave_the_bytes,
         "bfloat16",
         "bfloat16",
         (300, 34),

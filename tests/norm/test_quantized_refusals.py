@@ -1,0 +1,154 @@
+"""Options of 8-bit outputs that a call refuses, and transforms and graphs that it does not join."""
+
+from __future__ import annotations
+
+import functools
+
+import numpy as np
+import pytest
+
+import cupynorm
+from cupynorm.dtypes import FLOAT8S
+
+torch = pytest.importorskip("torch")
+from float8_bytes import random  # noqa: E402  (imports torch)
+
+E4M3, _ = FLOAT8S
+
+
+def test_a_transform_of_torch_func_is_refused():
+    with pytest.raises(
+        NotImplementedError,
+        match="out_dtype float8_e4m3fn was given to a call that torch.func or forward mode",
+    ):
+        torch.func.vmap(lambda x: cupynorm.layer_norm(x, 40, out_dtype=E4M3).dequantize())(
+            random(3, 4, 40)
+        )
+
+
+ONE = torch.ones(1)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    (
+        (
+            {"scale": "row"},
+            TypeError,
+            "scale given with out_dtype None; "
+            "expected an out_dtype of float8_e4m3fn or float8_e5m2",
+        ),
+        (
+            {"out_dtype": E4M3, "scale": "column"},
+            ValueError,
+            "scale is 'column'; expected 'tensor', 'row', 'block', 'mx'",
+        ),
+        (
+            {"out_dtype": E4M3, "scale": 2.0},
+            TypeError,
+            "scale is 2.0; expected an array of one float32",
+        ),
+        (
+            {"out_dtype": E4M3, "scale": torch.ones(2)},
+            TypeError,
+            r"scale has shape \(2,\) and dtype float32; expected one element",
+        ),
+        (
+            {"out_dtype": E4M3, "amax": torch.ones(1).double()},
+            TypeError,
+            r"amax has shape \(1,\) and dtype float64; expected one",
+        ),
+        (
+            {"out_dtype": E4M3, "scale": np.ones(1, np.float32)},
+            ValueError,
+            "scale is a NumPy array, input is a torch tensor on cpu",
+        ),
+        (
+            {"out_dtype": E4M3, "scale": torch.ones(1, requires_grad=True)},
+            ValueError,
+            r"scale requires a gradient; it is a constant here, so expected scale.detach\(\)",
+        ),
+        (
+            {"out_dtype": E4M3, "amax": torch.ones(1, requires_grad=True)},
+            ValueError,
+            "amax requires a gradient",
+        ),
+        (
+            {"out_dtype": E4M3, "scale": ONE, "amax": ONE[:]},
+            ValueError,
+            "amax is scale's own memory",
+        ),
+        (
+            {"out_dtype": E4M3, "scale": "row", "amax": torch.ones(1)},
+            ValueError,
+            "amax was given with scale 'row'",
+        ),
+        (
+            {"out_dtype": E4M3, "scale": "mx", "transpose": True},
+            ValueError,
+            "transpose was given with scale 'mx'",
+        ),
+        (
+            {"out_dtype": E4M3, "power_of_two": True},
+            ValueError,
+            "power_of_two was given with a scale",
+        ),
+        ({"out_dtype": E4M3, "transpose": 1}, TypeError, "transpose is 1; expected True or False"),
+        (
+            {"out_dtype": E4M3, "out": torch.ones(2, 8)},
+            ValueError,
+            "out was given with out_dtype float8_e4m3fn; expected out=None",
+        ),
+        (
+            {"out_dtype": E4M3, "weight1": torch.ones(8)},
+            ValueError,
+            "a second weight or bias was given with out_dtype float8_e4m3fn",
+        ),
+        (
+            {"out_dtype": E4M3, "memory_efficient": True},
+            ValueError,
+            "memory_efficient was given with out_dtype float8_e4m3fn",
+        ),
+        (
+            {"out_dtype": "float8_e4m3fnuz"},
+            TypeError,
+            "out_dtype is 'float8_e4m3fnuz'; expected one of float16",
+        ),
+    ),
+    ids=lambda value: " ".join(value) if isinstance(value, dict) else "",
+)
+def test_wrong_options_are_refused(options, error, words):
+    with pytest.raises(error, match=words):
+        cupynorm.layer_norm(torch.ones(2, 8), 8, **options)
+
+
+def test_a_constant_that_requires_a_gradient_is_refused_in_each_call(kernels):
+    """Also after a call with a constant of the same layout that was taken."""
+    x, constant = torch.ones(2, 64), torch.ones(1, requires_grad=True)
+    for name in ("scale", "amax"):
+        for value in (constant.detach(), constant, constant.detach()):
+            call = functools.partial(cupynorm.layer_norm, x, 64, out_dtype=E4M3, **{name: value})
+            if value is constant:
+                with pytest.raises(ValueError, match=f"{name} requires a gradient"):
+                    call()
+            else:
+                assert call().shape == (2, 64)
+    cupynorm.layer_norm(x, 64, row_scale=torch.ones(2))
+    with pytest.raises(ValueError, match="row_scale requires a gradient"):
+        cupynorm.layer_norm(x, 64, row_scale=torch.ones(2, requires_grad=True))
+    scale = torch.ones(1)
+    cupynorm.layer_norm(x, 64, out_dtype=E4M3, scale=scale, amax=torch.zeros(1))
+    with pytest.raises(ValueError, match="amax is scale's own memory"):
+        cupynorm.layer_norm(x, 64, out_dtype=E4M3, scale=scale, amax=scale)
+
+
+def test_the_compiler_breaks_the_graph():
+    x = random(4, 40)
+
+    @torch.compile(backend="eager")
+    def quantise(x):
+        return cupynorm.layer_norm(x * 2, 40, out_dtype=E4M3, scale="row").dequantize() + 1
+
+    assert torch.equal(
+        quantise(x), cupynorm.layer_norm(x * 2, 40, out_dtype=E4M3, scale="row").dequantize() + 1
+    )
