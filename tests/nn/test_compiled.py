@@ -1,0 +1,237 @@
+"""Calls in torch.compile, torch.export and make_fx give the eager results."""
+
+from __future__ import annotations
+
+import functools
+import subprocess
+import sys
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from norm_calls import assert_close, leaves, ours, random, theirs  # noqa: E402
+from torch._dynamo.utils import counters  # noqa: E402
+from torch.func import grad, jvp, vmap  # noqa: E402
+from torch.fx.experimental.proxy_tensor import make_fx  # noqa: E402
+
+import cupynorm  # noqa: E402
+from cupynorm.nn import modes  # noqa: E402
+from cupynorm.norm import route  # noqa: E402
+from cupynorm.norm.options import launch_options  # noqa: E402
+
+
+def test_a_compiled_call_passes_on_its_launch_options():
+    x = random(3, 40, dtype=torch.float32)
+    options = {
+        "sm_margin": 2,
+        "strategy": "block",
+        "statistics": "welford",
+        "tile": {"pack_size": 4, "threads_per_row": 32},
+    }
+    seen = []
+    with pytest.MonkeyPatch.context() as patch:
+        plain = route.prepare_forward
+        patch.setattr(
+            route,
+            "prepare_forward",
+            lambda *given: seen.append(given[0].options.launch) or plain(*given),
+        )
+        torch.compile(
+            lambda x: cupynorm.layer_norm(x, 40, **options), fullgraph=True, backend="aot_eager"
+        )(x)
+    assert seen[-1] == launch_options("block", options["tile"], "welford", 2)
+
+
+def block(x, weight, bias, residual):
+    """A pre-norm block of both norms, a residual, its sum, and torch operations between them."""
+    y, added = cupynorm.layer_norm(2 * x, 40, weight, bias, residual=residual, return_residual=True)
+    return (
+        cupynorm.rms_norm(y + 1, (40,), weight, zero_centered_weight=True, out_dtype=torch.float32)
+        + added
+    )
+
+
+def block_tensors(num_rows: int, dtype=torch.float32, device="cpu") -> list[torch.Tensor]:
+    rows = leaves((num_rows, 3, 40), (num_rows, 3, 40), dtype=dtype, device=device)
+    return [rows[0], *leaves((40,), (40,), device=device, dtype=torch.float32), rows[1]]
+
+
+def check_compiled(compiled, tensors) -> None:
+    """Checks that outputs and gradients of a compiled block are the eager ones, to the bit."""
+    expected, got = (function(*tensors) for function in (block, compiled))
+    assert torch.equal(got, expected)
+    dy = torch.ones_like(expected)
+    for one, other in zip(*(torch.autograd.grad(y, tensors, dy) for y in (got, expected))):
+        assert torch.equal(one, other) and one.dtype == other.dtype
+    with torch.no_grad():
+        assert torch.equal(compiled(*tensors), block(*tensors))
+
+
+@pytest.fixture
+def compile_anew():
+    torch.compiler.reset()
+    counters.clear()
+    yield functools.partial(torch.compile, fullgraph=True)
+    torch.compiler.reset()
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_compiled_for_any_number_of_rows_without_a_graph_break(compile_anew, backend):
+    compiled = compile_anew(block, dynamic=True, backend=backend)
+    for num_rows in (
+        4,
+        5,
+        17,
+        2,
+    ):  # not the 3 of the second dimension: torch would take equal extents for one
+        tensors = block_tensors(num_rows)
+        results = [
+            (y := function(*tensors), *torch.autograd.grad(y.sum(), tensors))
+            for function in (block, compiled)
+        ]
+        assert results[0][0].shape == (num_rows, 3, 40)
+        assert all(map(torch.equal, *results))
+    assert counters["stats"]["unique_graphs"] == 1
+    assert not counters["graph_break"]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_compiled_results_are_the_eager_ones(compile_anew, dtype):
+    compiled = compile_anew(block, backend="aot_eager")
+    check_compiled(compiled, block_tensors(4, dtype))
+
+
+@pytest.mark.slow
+def test_the_first_call_of_a_process_can_be_compiled():
+    """Modules are then imported while torch traces."""
+    script = """
+import torch, cupynorm  # noqa: E402
+x = torch.ones(3, 40)
+call = lambda x: cupynorm.layer_norm(x, x.shape[-1])
+compiled = torch.compile(call, fullgraph=True, backend="eager")
+assert torch.equal(compiled(x), cupynorm.layer_norm(x, 40))
+"""
+    subprocess.run([sys.executable, "-W", "error::UserWarning", "-c", script], check=True)
+
+
+def test_inductor_gives_the_eager_results(compile_anew):
+    tensors = [tensor.detach() for tensor in block_tensors(4)]
+    compiled = compile_anew(lambda *given: cupynorm.rms_norm(cupynorm.layer_norm(*given), 40))
+    given = (tensors[0], 40, *tensors[1:3])
+    assert torch.equal(compiled(*given), cupynorm.rms_norm(cupynorm.layer_norm(*given), 40))
+
+
+OLD_COMPILER = pytest.mark.skipif(
+    not modes.compiler_sees_transforms,
+    reason="this torch's compiler refuses transforms, and puts its own words for an exception's",
+)
+
+
+@OLD_COMPILER
+def test_compiled_transforms_agree_with_those_of_torch(compile_anew):
+    weight, x, tangent = random(5), random(3, 5), random(3, 5, seed=1)
+    for transform in (
+        lambda call: grad(lambda x: (call(x, weight) ** 3).sum()),
+        lambda call: vmap(lambda x: call(x, weight)),
+        lambda call: lambda x: jvp(lambda x: call(x, weight), (x,), (tangent,)),
+    ):
+        compiled = compile_anew(transform(ours("layer_norm")), backend="aot_eager")
+        assert_close(compiled(x), transform(theirs("layer_norm"))(x))
+
+
+@OLD_COMPILER
+def test_compiled_calls_raise_the_errors_of_eager_ones(compile_anew):
+    x = torch.ones(3, 40)
+    compiled = compile_anew(lambda x, weight: cupynorm.layer_norm(x, 40, weight), backend="eager")
+    with pytest.raises(Exception, match=r"weight has shape \(41,\); expected \(40,\)"):
+        compiled(x, torch.ones(41))
+    compiled = compile_anew(lambda x, out: cupynorm.layer_norm(x, 40, out=out), backend="eager")
+    with pytest.raises(Exception, match="out was given to a call that torch traces or transforms"):
+        compiled(x, torch.ones(3, 40))
+
+
+class Norm(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(random(40, dtype=torch.float32))
+
+    def forward(self, x):
+        return cupynorm.layer_norm(x, x.shape[-1], self.weight)
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_an_exported_module_gives_the_eager_results(strict):
+    module, rows = Norm(), {0: torch.export.Dim("num_rows")}
+    exported = torch.export.export(
+        module, (torch.ones(4, 40),), dynamic_shapes={"x": rows}, strict=strict
+    )
+    assert (
+        sum(node.target == torch.ops.cupynorm.norm_forward.default for node in exported.graph.nodes)
+        == 1
+    )
+    for num_rows in (4, 9, 2):
+        x = random(num_rows, 40, dtype=torch.float32)
+        assert torch.equal(exported.module()(x), module(x))
+
+
+@pytest.mark.parametrize("tracing_mode", ["real", "fake", "symbolic"])
+def test_make_fx_traces_the_operators(tracing_mode):
+    def gradients(x, weight):
+        return torch.autograd.grad(cupynorm.layer_norm(x, 40, weight).sum(), (x, weight))
+
+    given = leaves((3, 40), (40,), dtype=torch.float32)
+    graph = make_fx(gradients, tracing_mode=tracing_mode)(*given)
+    names = {str(node.target) for node in graph.graph.nodes}
+    assert {"cupynorm.norm_forward.default", "cupynorm.norm_backward.default"} <= names
+    for got, expected in zip(graph(*given), gradients(*given)):
+        assert torch.equal(got, expected)
+
+
+# GPU.
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_compiled_by_inductor_on_a_gpu(compile_anew, dtype, dynamic):
+    """Results and gradients are the eager ones to the bit.
+
+    torch fuses only products with powers of two and one sum of two, whose roundings do not depend
+    on the fusion.
+    """
+
+    def scaled(x, weight, bias, residual):
+        y, added = cupynorm.layer_norm(
+            2 * x, 40, weight, bias, residual=residual, return_residual=True
+        )
+        return cupynorm.rms_norm(4 * y, 40, weight), 0.5 * added
+
+    compiled = compile_anew(scaled, dynamic=dynamic)
+    for num_rows in (4, 4096) if dynamic else (4,):
+        tensors = block_tensors(num_rows, dtype, "cuda")
+        results = []
+        for function in (scaled, compiled):
+            y, added = function(*tensors)
+            results.append(
+                (
+                    y,
+                    added,
+                    *torch.autograd.grad(
+                        (y, added), tensors, (torch.ones_like(y), torch.ones_like(added))
+                    ),
+                )
+            )
+        for name, one, other in zip(("y", "sum", "dx", "dweight", "dbias", "dresidual"), *results):
+            assert torch.equal(one, other), name
+
+
+@pytest.mark.gpu
+def test_a_compiled_module_is_captured_in_a_graph(compile_anew):
+    module = Norm().cuda()
+    compiled = compile_anew(module, mode="reduce-overhead")
+    with torch.no_grad():
+        for seed in range(4):  # warm-up, capture, replay
+            x = random(8, 40, dtype=torch.float32, device="cuda", seed=seed)
+            torch.compiler.cudagraph_mark_step_begin()
+            assert torch.equal(compiled(x), module(x))
