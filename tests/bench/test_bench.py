@@ -1,4 +1,4 @@
-"""bench: when timing stops, which errors are found, and whole runs on NumPy arrays and a GPU."""
+"""bench: whole runs on NumPy arrays, their inputs, and what ends a run early."""
 
 import concurrent.futures
 import json
@@ -9,152 +9,16 @@ import sys
 from pathlib import Path
 
 import numpy as np
-import numpy_as_cupy
 import pytest
+from bench_cases import OPTIONS, SCALES
 
 from cupynorm.bench import measure, peers, runners
 from cupynorm.bench.cells import Cell, cells
 from cupynorm.bench.report import BenchResult
-from cupynorm.bench.tensors import bits, tensors_of
-from cupynorm.bench.timer import Runner, Timer, take_turns
-from cupynorm.bench.truth import Truth, verify
+from cupynorm.bench.tensors import tensors_of
 from cupynorm.check.cases import NORMS
-from cupynorm.dtypes import decode
-from cupynorm.gpu import arrays, environment, launch, nvrtc
-from cupynorm.norm import quantized_tensor
-from cupynorm.plan.devices import DEVICES
+from cupynorm.gpu import environment
 from cupynorm.plan.problem import Tile
-
-
-@pytest.fixture
-def on_numpy(monkeypatch):
-    """The benchmark on NumPy arrays: cupynorm uses its reference, torch the CPU."""
-    pytest.importorskip(
-        "torch._dynamo"
-    )  # before it can see a cupy that has only what the benchmark needs
-
-    def in_clothes(make):
-        def dressed(*given):
-            made = make(*given)
-            return made if arrays.is_torch(made) else numpy_as_cupy.asarray(made)
-
-        return dressed
-
-    monkeypatch.setattr(nvrtc, "cupy", lambda: numpy_as_cupy)
-    monkeypatch.setitem(sys.modules, "cupy", numpy_as_cupy)
-    monkeypatch.setattr(arrays, "from_float64", in_clothes(arrays.from_float64))
-    monkeypatch.setattr(quantized_tensor, "_of_library", in_clothes(quantized_tensor._of_library))
-    monkeypatch.setattr(launch, "current_device", lambda: DEVICES["H200"])
-    can_run = (peers.OURS, "torch")
-    monkeypatch.setattr(
-        measure, "missing", lambda name: None if name in can_run else f"no module named {name!r}"
-    )
-
-
-# The timer.
-
-
-class Clock:
-    """A host and a GPU with a queue, so that a test sees which is ahead. Microseconds."""
-
-    def __init__(self, flush_time):
-        self.host = self.gpu = 0.0
-        self.flush_time = flush_time
-        self.flushes = 0
-
-    def enqueue(self, gpu_time, host_time=1.0):
-        self.host += host_time
-        self.gpu = max(self.gpu, self.host) + gpu_time
-
-    def flush(self):
-        self.flushes += 1
-        self.enqueue(self.flush_time)
-
-    def timer(self):
-        return Timer(
-            self.flush, Event(self), Event(self), lambda start, stop: (stop.time - start.time) / 1e3
-        )
-
-
-class Event:
-    def __init__(self, clock):
-        self.clock = clock
-
-    def record(self):
-        self.clock.enqueue(0.0)
-        self.time = self.clock.gpu
-
-    @property
-    def done(self):
-        return self.clock.host >= self.time
-
-    def synchronize(self):
-        self.clock.host = max(self.clock.host, self.time)
-
-
-def test_host_time_stays_out_of_the_result():
-    clock = Clock(flush_time=80.0)
-    timer = clock.timer()
-
-    def slow_host():
-        clock.enqueue(5.0, host_time=60.0)
-        clock.enqueue(3.0, host_time=60.0)
-
-    runner = Runner(slow_host)
-    assert timer.sample(runner) == pytest.approx(8.0)
-    needed = timer.num_flushes[slow_host]
-    assert needed > 1
-    before = clock.flushes
-    assert (
-        timer.sample(runner) == pytest.approx(8.0) and clock.flushes == before + needed
-    )  # remembered
-    assert timer.sample(Runner(lambda: clock.enqueue(5.0))) == pytest.approx(5.0)
-
-
-def test_restoring_inputs_is_not_timed():
-    clock = Clock(flush_time=80.0)
-    restored = []
-
-    def before():
-        restored.append(clock.flushes)
-        clock.enqueue(1000.0)
-
-    assert clock.timer().sample(Runner(lambda: clock.enqueue(5.0), before=before)) == pytest.approx(
-        5.0
-    )
-    assert restored == [0]
-
-
-def test_a_call_that_waits_for_the_gpu_is_refused():
-    clock = Clock(flush_time=80.0)
-
-    def waits():
-        clock.enqueue(5.0)
-        clock.host = clock.gpu
-
-    with pytest.raises(RuntimeError, match="does not run ahead"):
-        clock.timer().sample(Runner(waits))
-
-
-def test_libraries_take_turns():
-    clock = Clock(flush_time=80.0)
-    order = []
-
-    def library(name, microseconds):
-        def call():
-            order.append(name)
-            clock.enqueue(microseconds)
-
-        return Runner(call)
-
-    samples = take_turns(
-        clock.timer(), {"copy": library("copy", 4.0), "cupynorm": library("cupynorm", 5.0)}, 3
-    )
-    assert order == ["copy", "cupynorm"] * 5  # two rounds to warm up
-    assert samples == {"copy": [pytest.approx(4.0)] * 3, "cupynorm": [pytest.approx(5.0)] * 3}
-
-
-# A run.
 
 
 def test_arguments_are_checked_first():
@@ -177,15 +41,6 @@ def test_environment_lists_the_installed_libraries():
     code += "sys.exit('torch' in sys.modules)"
     variables = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
     assert subprocess.run([sys.executable, "-c", code], env=variables).returncode == 0
-
-
-OPTIONS = [
-    {},
-    {"weight_dtype": "float64"},
-    {"residual": True},
-    {"zero_centered": True},
-    {"out_dtype": "float16"},
-]
 
 
 @pytest.mark.filterwarnings("ignore:Mismatch dtype")  # torch's, of a weight of another dtype
@@ -213,19 +68,6 @@ def test_a_run_on_numpy(on_numpy, options):
             assert 0 < measured.errors["torch"] <= 1 and not measured.faults
     assert BenchResult.from_json(result.to_json()).measurements == result.measurements
     assert str(result).count("\n* the fastest") == 1 and len(result.tables()) == 6
-
-
-SCALES = ("given", "tensor", "row", "block", "mx")
-
-
-@pytest.fixture
-def with_torch_compile(on_numpy, monkeypatch):
-    """torch.compile as a peer whose functions are not compiled."""
-    can_run = (peers.OURS, "torch.compile")
-    monkeypatch.setattr(
-        measure, "missing", lambda name: None if name in can_run else f"no module named {name!r}"
-    )
-    monkeypatch.setattr(sys.modules["torch"], "compile", lambda function, dynamic: function)
 
 
 @pytest.mark.slow
@@ -367,42 +209,6 @@ def test_a_run_that_records_amaxes(with_torch_compile):
     assert BenchResult.from_json(result.to_json()).measurements == result.measurements
 
 
-@pytest.mark.parametrize("library", ["cupynorm", "torch.compile"])
-def test_a_wrong_amax_is_found(with_torch_compile, library):
-    """Twice the scale, half of it, that of an earlier call, and none."""
-    cell = Cell(
-        "layer_norm",
-        "forward",
-        "float32",
-        8,
-        320,
-        out_dtype="float8_e5m2",
-        scale="given",
-        amax=True,
-    )
-    tensors, _ = tensors_of(cell, 3)
-    truth = Truth(cell, tensors, 0)
-    right = runners.prepare(library, cell, tensors)
-    assert verify(right, truth, rounded_mean=False)[1] is None
-    tensors.amax[...] = 1e6
-    assert (
-        verify(right, truth, rounded_mean=False)[1] is None
-    )  # what was there before a call is gone
-
-    def spoilt(factor):
-        def outputs(result):
-            made = {
-                name: numpy_as_cupy.asarray(bits(each))
-                for name, each in right.outputs(result).items()
-            }
-            return made | {"amax": made["amax"] * np.float32(factor)}
-
-        return verify(right._replace(outputs=outputs), truth, rounded_mean=False)[1]
-
-    assert spoilt(1) is None
-    assert all(spoilt(factor).startswith("amax is") for factor in (2, 0.5, 0))
-
-
 def test_torch_has_no_8_bit_outputs(on_numpy):
     todo = cells(
         dtypes=["float32"],
@@ -413,62 +219,6 @@ def test_torch_has_no_8_bit_outputs(on_numpy):
     )
     (measured,) = measure.bench(todo, runs=1, seed=3, peers=["torch"]).measurements
     assert measured.faults["torch"].endswith("its layer_norm has no out_dtype")
-
-
-@pytest.mark.parametrize("library", ["cupynorm", "torch.compile"])
-@pytest.mark.parametrize("scale", SCALES)
-def test_wrong_8_bit_outputs_are_found(with_torch_compile, scale, library):
-    """Wrong scales, wrong values, values that are not written, and missing scales are found."""
-    cell = Cell("rms_norm", "forward", "float32", 8, 320, out_dtype="float8_e4m3fn", scale=scale)
-    tensors, _ = tensors_of(cell, 3)
-    truth = Truth(cell, tensors, 0)
-    right = runners.prepare(library, cell, tensors)
-    error, wrong = verify(right, truth, rounded_mean=False)
-    assert wrong is None and 0.5 < error <= 1
-
-    def spoilt(spoil):
-        def outputs(result):
-            made = {
-                name: numpy_as_cupy.asarray(bits(each))
-                for name, each in right.outputs(result).items()
-            }
-            spoil(made)
-            return made
-
-        return verify(right._replace(outputs=outputs), truth, rounded_mean=False)
-
-    def halved(made):
-        """The product of values and scale is right, but the range of the format is not used."""
-        made["y"][...] -= np.uint8(8) * (
-            (made["y"] & 0x7F) > 15
-        )  # an exponent less, where there is one
-        made["scale_inv"][...] = made["scale_inv"] + 1 if scale == "mx" else made["scale_inv"] * 2
-
-    def other_scale(made):
-        made["scale_inv"][-1] = (
-            made["scale_inv"][-1] + 1 if scale == "mx" else made["scale_inv"][-1] * 1.25
-        )
-
-    def other_byte(made):
-        """The largest of each row."""
-        for row in made["y"]:
-            row[np.argmax(row & 0x7F)] -= 8
-
-    assert "scale_inv is" in spoilt(halved)[1]
-    assert spoilt(other_scale)[1] is not None
-    assert spoilt(other_byte)[1] is not None
-    assert "y holds NaN" in spoilt(lambda made: made["y"][3, 7:8].fill(0xFF))[1]
-    assert (
-        "scale_inv holds NaN" in spoilt(lambda made: made["scale_inv"].view(np.uint8).fill(0xFF))[1]
-    )
-    if scale not in ("given", "tensor", "row"):
-
-        def fewer(made):
-            made["scale_inv"] = numpy_as_cupy.asarray(
-                np.ascontiguousarray(made["scale_inv"][:, :-1])
-            )
-
-        assert "scales of a row; expected" in spoilt(fewer)[1]
 
 
 def test_inputs_are_those_that_are_named(on_numpy):
@@ -527,48 +277,6 @@ def test_inputs_are_those_that_are_named(on_numpy):
     assert (
         quantized.y is None and quantized.scale.shape == (1,) and quantized.scale[0] == 57344 / 64
     )
-
-
-CAUGHT = [
-    ("forward", "y", None),
-    ("backward", "dx", None),
-    ("both", "dx", None),
-    ("forward", "y", "residual"),
-    ("forward", "sum", "residual"),
-]
-
-
-@pytest.mark.parametrize("direction,name,extra", CAUGHT)
-def test_a_wrong_output_is_found(on_numpy, direction, name, extra):
-    check_that_wrong_outputs_are_found(
-        Cell("layer_norm", direction, "float32", 64, 512, residual=extra is not None), name
-    )
-
-
-def check_that_wrong_outputs_are_found(cell, name):
-    tensors, _ = tensors_of(cell, 3)
-    truth = Truth(cell, tensors, 0)
-    right = runners.prepare("cupynorm", cell, tensors)
-    error, wrong = verify(right, truth, rounded_mean=False)
-    assert wrong is None and error <= 1
-
-    def spoilt(spoil):
-        def outputs(result):
-            made = right.outputs(result)
-            made[name] = spoil(made[name])
-            return made
-
-        return verify(right._replace(outputs=outputs), truth, rounded_mean=False)
-
-    error, wrong = spoilt(lambda output: output * 1.001)
-    assert error > 1 and f"{name} is" in wrong and "expected" in wrong
-    error, wrong = spoilt(lambda output: output.astype("float64"))
-    assert wrong == f"{name} is float64; expected float32"
-
-    first = right.call()
-    lazy = Runner(lambda: first, right.outputs)  # nothing is computed: what was poisoned stays
-    error, wrong = verify(lazy, truth, rounded_mean=False)
-    assert np.isnan(error) and "not every element was written" in wrong
 
 
 def test_a_peer_that_fails_or_is_off_does_not_end_the_run(on_numpy, monkeypatch):
@@ -654,94 +362,3 @@ def test_every_cell_is_tried_ahead(on_numpy, monkeypatch):
     todo = cells(dtypes=["float32"], cols=[64], elements=2**10)
     result = measure.bench(todo, runs=1, peers=[], jobs=4)
     assert tried == [(cell, ("cupynorm",)) for cell in todo] and len(result.measurements) == 2
-
-
-# On a GPU.
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("norm", NORMS)
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32", "float64"])
-def test_a_small_run(norm, dtype):
-    todo = cells([norm], [dtype], ["forward", "backward", "both"], [64, 4096], 2**20)
-    measured = measure.bench(todo, runs=3, seed=5, peers=["torch", "tutorial"])
-    assert measured.ok, str(measured)
-    assert len(measured.measurements) == 6 and measured.environment["gpu"]
-    for each in measured.measurements:
-        assert set(each.samples) >= {"copy", "cupynorm"} and "cupynorm" not in each.faults, (
-            each.faults
-        )
-        assert "torch" not in each.faults or "torch is off" in each.faults["torch"], each.faults
-        assert all(len(samples) == 3 and min(samples) > 0 for samples in each.samples.values())
-        assert all(0 < error <= 1 for name, error in each.errors.items() if name == "cupynorm")
-        # A kernel that is several times faster than a copy was not measured right.
-        assert each.share("cupynorm") < 5
-    assert BenchResult.from_json(measured.to_json()).measurements == measured.measurements
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("options", OPTIONS[1:], ids=lambda options: next(iter(options)))
-def test_a_small_run_with_other_tensors(options):
-    options = {name: "float32" if value == "float64" else value for name, value in options.items()}
-    todo = cells(NORMS, ["bfloat16"], ["forward", "backward", "both"], [96], 2**14, **options)
-    measured = measure.bench(todo, runs=1, seed=5, peers=[])
-    assert measured.ok and len(measured.measurements) == 6, str(measured)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("out_dtype", ["float8_e4m3fn", "float8_e5m2"])
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_a_small_run_of_8_bit_outputs(dtype, out_dtype):
-    todo = cells(NORMS, [dtype], ["forward"], [96, 4096], 2**18, scales=SCALES, out_dtype=out_dtype)
-    measured = measure.bench(todo, runs=1, seed=5, peers=["torch.compile"])
-    assert measured.ok and len(measured.measurements) == 20, str(measured)
-    for each in measured.measurements:
-        assert 0.5 < each.errors["cupynorm"] <= 1 and not each.faults, each.faults
-        assert each.share("cupynorm") < 5
-
-
-@pytest.mark.gpu
-def test_a_small_run_of_tiles():
-    """Both compile in other processes first; a tile that dispatch does not choose is right."""
-    tile = "block: pack_size 8, threads_per_row 128, packs_per_thread 4, exact 1"
-    todo = cells(["layer_norm"], ["bfloat16"], ["forward", "backward"], [4096], 2**18)
-    todo += cells(
-        ["layer_norm"],
-        ["bfloat16"],
-        ["forward"],
-        [4096],
-        2**18,
-        scales=SCALES,
-        out_dtype="float8_e4m3fn",
-    )
-    measured = measure.bench(todo, runs=2, seed=5, peers=[], tiles=[tile], jobs=2)
-    assert measured.ok and len(measured.measurements) == 7, str(measured)
-    for each in measured.measurements:
-        assert 0 < each.errors[tile] <= 1 and not each.faults and each.share(tile) < 5, str(
-            measured
-        )
-
-
-@pytest.mark.gpu
-def test_compiling_ahead():
-    measured = measure.bench(cells(cols=[72], elements=2**14), runs=1, peers=[], jobs=2)
-    assert measured.ok and len(measured.measurements) == 2
-
-
-@pytest.mark.gpu
-def test_random_data_is_normal_and_fresh():
-    cell = Cell("layer_norm", "forward", "bfloat16", 1024, 1024)
-    x, again, other = (
-        decode(bits(tensors_of(cell, seed)[0].x).get(), "bfloat16") for seed in (1, 1, 5)
-    )
-    assert np.array_equal(x, again) and not np.array_equal(x, other)
-    assert abs(x.mean() - 0.5) < 0.02 and abs(x.std() - 2) < 0.02 and np.abs(x).max() > 8
-    assert abs(((x - 0.5) ** 3).mean()) < 0.2 and abs(((x - 0.5) ** 4).mean() / 16 - 3) < 0.1
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("direction,name,extra", CAUGHT)
-def test_a_wrong_or_unwritten_output_is_found(direction, name, extra):
-    check_that_wrong_outputs_are_found(
-        Cell("layer_norm", direction, "float32", 64, 512, residual=extra is not None), name
-    )

@@ -1,0 +1,105 @@
+"""When timing stops, what it leaves out, and the turns that libraries take."""
+
+import pytest
+
+from cupynorm.bench.timer import Runner, Timer, take_turns
+
+
+class Clock:
+    """A host and a GPU with a queue, so that a test sees which is ahead. Microseconds."""
+
+    def __init__(self, flush_time):
+        self.host = self.gpu = 0.0
+        self.flush_time = flush_time
+        self.flushes = 0
+
+    def enqueue(self, gpu_time, host_time=1.0):
+        self.host += host_time
+        self.gpu = max(self.gpu, self.host) + gpu_time
+
+    def flush(self):
+        self.flushes += 1
+        self.enqueue(self.flush_time)
+
+    def timer(self):
+        return Timer(
+            self.flush, Event(self), Event(self), lambda start, stop: (stop.time - start.time) / 1e3
+        )
+
+
+class Event:
+    def __init__(self, clock):
+        self.clock = clock
+
+    def record(self):
+        self.clock.enqueue(0.0)
+        self.time = self.clock.gpu
+
+    @property
+    def done(self):
+        return self.clock.host >= self.time
+
+    def synchronize(self):
+        self.clock.host = max(self.clock.host, self.time)
+
+
+def test_host_time_stays_out_of_the_result():
+    clock = Clock(flush_time=80.0)
+    timer = clock.timer()
+
+    def slow_host():
+        clock.enqueue(5.0, host_time=60.0)
+        clock.enqueue(3.0, host_time=60.0)
+
+    runner = Runner(slow_host)
+    assert timer.sample(runner) == pytest.approx(8.0)
+    needed = timer.num_flushes[slow_host]
+    assert needed > 1
+    before = clock.flushes
+    assert (
+        timer.sample(runner) == pytest.approx(8.0) and clock.flushes == before + needed
+    )  # remembered
+    assert timer.sample(Runner(lambda: clock.enqueue(5.0))) == pytest.approx(5.0)
+
+
+def test_restoring_inputs_is_not_timed():
+    clock = Clock(flush_time=80.0)
+    restored = []
+
+    def before():
+        restored.append(clock.flushes)
+        clock.enqueue(1000.0)
+
+    assert clock.timer().sample(Runner(lambda: clock.enqueue(5.0), before=before)) == pytest.approx(
+        5.0
+    )
+    assert restored == [0]
+
+
+def test_a_call_that_waits_for_the_gpu_is_refused():
+    clock = Clock(flush_time=80.0)
+
+    def waits():
+        clock.enqueue(5.0)
+        clock.host = clock.gpu
+
+    with pytest.raises(RuntimeError, match="does not run ahead"):
+        clock.timer().sample(Runner(waits))
+
+
+def test_libraries_take_turns():
+    clock = Clock(flush_time=80.0)
+    order = []
+
+    def library(name, microseconds):
+        def call():
+            order.append(name)
+            clock.enqueue(microseconds)
+
+        return Runner(call)
+
+    samples = take_turns(
+        clock.timer(), {"copy": library("copy", 4.0), "cupynorm": library("cupynorm", 5.0)}, 3
+    )
+    assert order == ["copy", "cupynorm"] * 5  # two rounds to warm up
+    assert samples == {"copy": [pytest.approx(4.0)] * 3, "cupynorm": [pytest.approx(5.0)] * 3}
