@@ -6,23 +6,19 @@ import re
 
 import numpy as np
 import pytest
-from every_kernel import (
-    E4M3,
+from every_kernel import cases
+from every_matrix import (
     STEPS,
-    How,
-    cases,
     judge_matrix,
-    judge_quantized,
     judge_scales,
     judge_survey,
     matrices,
-    quantized_cases,
     run_matrix,
-    run_quantized,
     run_scales,
     run_survey,
     surveys,
 )
+from every_quantized import E4M3, How, judge_quantized, quantized_cases, run_quantized
 
 from cupynorm.check.cases import Case, random_problem
 from cupynorm.check.kernels import CpuMachine

@@ -8,7 +8,7 @@ import sys
 from functools import partial
 
 import pytest
-from every_kernel import STEPS, judge_scales, run_scales
+from every_matrix import STEPS, judge_scales, run_scales
 from mutated_machine import ROOT, copy_of_sources, mutate
 
 import cupynorm
@@ -320,10 +320,10 @@ from cupynorm.gpu.arrays import Rows
 from cupynorm.norm.arguments import QuantizeOptions, quantize_call
 from cupynorm.check.kernels import CpuMachine
 from cupynorm.check.results import CheckResult
-from every_kernel import (
-    E4M3, Kept, judge_matrix, judge_quantized, judge_scales, judge_survey, matrices,
-    quantized_cases, run_matrix, run_quantized, run_scales, run_survey, surveys,
+from every_matrix import (
+    judge_matrix, judge_scales, judge_survey, matrices, run_matrix, run_scales, run_survey, surveys,
 )
+from every_quantized import E4M3, Kept, judge_quantized, quantized_cases, run_quantized
 
 machine = CpuMachine(sanitize=("address", "undefined"))
 findings = []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from every_kernel import expected
+from every_quantized import expected
 
 import cupynorm
 from cupynorm.dtypes import compute_dtype

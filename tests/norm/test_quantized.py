@@ -7,7 +7,7 @@ dtype.
 from __future__ import annotations
 
 import pytest
-from every_kernel import expected
+from every_quantized import expected
 
 import cupynorm
 from cupynorm.dtypes import FLOAT8S

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from cupynorm.reference import fp8
-from every_kernel import expected
+from every_quantized import expected
 
 import cupynorm
 from cupynorm.dtypes import FLOAT8S
