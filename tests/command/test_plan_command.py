@@ -1,0 +1,134 @@
+"""python -m cupynorm plan: it prints the plans of cupynorm.plan and the table of strategies."""
+
+import pytest
+from command_runs import call, run
+
+from cupynorm import __main__ as command
+from cupynorm.check.cases import DIRECTIONS
+from cupynorm.dtypes import DTYPES
+from cupynorm.gpu import launch
+from cupynorm.norm import plans
+from cupynorm.plan import dispatch
+from cupynorm.plan.devices import DEVICES
+from cupynorm.plan.strategies import STRATEGIES
+
+
+def test_plan(capsys):
+    code, out, _ = call(
+        capsys, "plan", "4096", "--rows", "8192", "--device", "h200", "--dtype", "float32"
+    )
+    expected = [
+        str(plans.plan(4096, 8192, "float32", device="H200", direction=direction))
+        for direction in ("forward", "backward")
+    ]
+    assert code == 0 and out.strip() == "\n\n".join(expected)
+
+
+def test_plan_options(capsys):
+    code, out, _ = call(
+        capsys,
+        "plan",
+        "5000",
+        "--device",
+        "H200",
+        "--norm",
+        "rms_norm",
+        "--direction",
+        "backward",
+        "--strategy",
+        "uncached",
+        "--sm-margin",
+        "32",
+    )
+    plan = plans.plan(
+        5000,
+        device="H200",
+        norm="rms_norm",
+        direction="backward",
+        strategy="uncached",
+        sm_margin=32,
+        bias_dtype=None,
+    )
+    assert code == 0 and out.strip() == str(plan) and "dbias" not in out
+
+
+def test_plan_of_8_bit_outputs(capsys):
+    options = ("plan", "1024", "--device", "H200", "--out-dtype", "float8_e5m2")
+    for given, arguments in (
+        ({"amax": True, "residual": True}, ("--amax", "--residual")),
+        ({"scale": "block"}, ("--scale", "block")),
+    ):
+        code, out, _ = call(capsys, *options, *arguments)
+        plan = plans.plan(1024, device="H200", out_dtype="float8_e5m2", **given)
+        assert code == 0 and out.strip() == str(plan)
+        assert (plan.problem.scaling, plan.problem.amax) == (
+            given.get("scale", "given"),
+            given.get("amax", False),
+        )
+
+
+def test_plan_of_a_residual(capsys):
+    code, out, _ = call(
+        capsys, "plan", "1024", "--device", "H200", "--residual", "--direction", "backward"
+    )
+    plan = plans.plan(1024, device="H200", direction="backward", residual=True)
+    assert code == 0 and out.strip() == str(plan) and plan.problem.dsum == "bfloat16"
+
+
+@pytest.mark.parametrize("device", ["A100", "H200", "RTX 4090"])
+def test_plan_table(capsys, device):
+    code, out, _ = call(capsys, "plan", "--table", "--device", device)
+    assert code == 0 and out.startswith(device)
+    for dtype in DTYPES:
+        for direction in DIRECTIONS:
+            problem = plans.plan(4096, dtype=dtype, device=device, direction=direction).problem
+            (line,) = [line for line in out.splitlines() if line.split()[:2] == [dtype, direction]]
+            shown = line.split()[2:]
+            for name, text in zip(STRATEGIES, shown):
+                widest = dispatch.widest(name, problem, DEVICES[device])
+                assert text == (
+                    "any" if name == "uncached" else "-" if widest is None else f"{widest:,}"
+                )
+    for row in STRATEGIES.values():
+        assert row.kept_in in out
+
+
+def test_the_table_marks_changes_of_strategy():
+    for device in ("A100", "H200"):
+        for direction in DIRECTIONS:
+            problem = plans.plan(4096, device=device, direction=direction).problem
+            for name in STRATEGIES:
+                widest = dispatch.widest(name, problem, DEVICES[device])
+                if widest is not None:
+                    at, beyond = (
+                        plans.plan(cols, device=device, direction=direction)
+                        for cols in (widest, widest + 8)
+                    )
+                    # A later one may be faster before the row is too wide.
+                    assert (
+                        list(STRATEGIES).index(at.strategy) >= list(STRATEGIES).index(name)
+                        and beyond.strategy != name
+                    )
+
+
+@pytest.mark.parametrize("arguments", [("12288",), ("--table",)])
+def test_a_plan_without_a_gpu_is_for_an_h200(capsys, monkeypatch, arguments):
+    monkeypatch.setattr(command, "has_gpu", lambda: False)
+    code, out, err = call(capsys, "plan", *arguments)
+    line, _, rest = out.partition("\n\n")
+    assert (code, err) == (0, "")
+    assert line == "No GPU was found: planned for an H200. --device names another."
+    assert rest == call(capsys, "plan", *arguments, "--device", "H200")[1]
+
+
+def test_a_plan_without_a_device_is_of_the_gpu(capsys, monkeypatch):
+    monkeypatch.setattr(command, "has_gpu", lambda: True)
+    monkeypatch.setattr(launch, "current_device", lambda: DEVICES["A100"])
+    code, out, _ = call(capsys, "plan", "12288")
+    assert code == 0 and out == call(capsys, "plan", "12288", "--device", "a100")[1]
+
+
+def test_a_newcomer_without_a_gpu_sees_a_plan():
+    """Runs the command of the README in another process."""
+    result = run("plan", "12288")
+    assert (result.returncode, result.stderr) == (0, "") and "12288" in result.stdout

@@ -1,0 +1,133 @@
+"""python -m cupynorm: arguments that are refused in a sentence, and how numbers are written."""
+
+import pytest
+from command_runs import ROOT
+
+from cupynorm import __main__ as command
+from cupynorm.arguments import number, positives
+from cupynorm.bench import cells as bench_cells
+from cupynorm.bench.models import MODELS
+
+
+@pytest.mark.parametrize(
+    "arguments,sentence",
+    [
+        (("plan", "4096", "--device", "H9000"), "expected one of A100"),
+        (("plan", "--device", "H200"), "plan needs a number of columns"),
+        (("plan", "many", "--device", "H200"), "'many' is not a whole number"),
+        (("plan", "-5", "--device", "H200"), "-5"),
+        (
+            ("plan", "90000", "--device", "H200", "--strategy", "warp"),
+            "--strategy warp takes at most 1280 columns of bfloat16 on H200 (forward); "
+            "the row has 90000",
+        ),
+        (
+            ("plan", "64", "--device", "H200", "--sm-margin", "132"),
+            "--sm-margin is 132; H200 has 132 multiprocessors, so at most 131",
+        ),
+        (
+            ("plan", "64", "--device", "A100", "--strategy", "cluster"),
+            "--strategy cluster needs compute capability 9.0 or later; A100 has 8.0",
+        ),
+        (("plan", "64", "--device", "H200", "--strategy", "fast"), "invalid choice: 'fast'"),
+        (("bench", "--dtype", "float8"), "'float8' is unknown"),
+        (
+            ("bench", "--scale", "column"),
+            "'column' is unknown; expected some of given,tensor,row,block,mx",
+        ),
+        (
+            ("plan", "64", "--device", "H200", "--scale", "row"),
+            "--scale is for a y of 8 bits; add --out-dtype float8_e4m3fn or float8_e5m2",
+        ),
+        (
+            ("plan", "64", "--device", "H200", "--amax"),
+            "--amax is for a y of 8 bits; add --out-dtype float8_e4m3fn or",
+        ),
+        (
+            (
+                "plan",
+                "64",
+                "--device",
+                "H200",
+                "--out-dtype",
+                "float8_e5m2",
+                "--amax",
+                "--scale",
+                "row",
+            ),
+            "--amax records the largest |y| with --scale given; --scale is row",
+        ),
+        (
+            ("plan", "64", "--device", "H200", "--out-dtype", "float8_e5m2", "--direction", "both"),
+            "--direction is both and --out-dtype float8_e5m2; no gradient has 8 bits, "
+            "use --direction forward",
+        ),
+        (
+            ("bench", "--amax"),
+            "--amax is for a y of 8 bits; add --out-dtype float8_e4m3fn or float8_e5m2",
+        ),
+        (
+            ("bench", "--amax", "--out-dtype", "float8_e5m2", "--scale", "given,row"),
+            "--amax records the largest |y| with --scale given; --scale is given,row",
+        ),
+        (
+            ("bench", "--scale", "row"),
+            "--scale is for a y of 8 bits; add --out-dtype float8_e4m3fn or float8_e5m2",
+        ),
+        (
+            ("bench", "--out-dtype", "float8_e5m2", "--direction", "both"),
+            "--direction is both and --out-dtype float8_e5m2; no gradient has 8 bits, "
+            "use --direction forward",
+        ),
+        (("bench", "--cols", "0"), "expected 1 or more"),
+        (("bench", "--cols", "64,,"), "not a whole number"),
+        (("bench", "--elements", "2**"), "not a whole number"),
+        (("bench", "--direction", "up"), "'up' is unknown; expected some of forward,backward,both"),
+        (("bench", "--models", "gpt9"), "'gpt9' is unknown"),
+        (
+            ("bench", "--tile", "fast: pack_size 8"),
+            "tile is 'fast: pack_size 8'; expected one of warp, block, cluster, uncached",
+        ),
+        (
+            ("bench", "--direction", "both", "--tile", "warp: pack_size 8, threads_per_row 32"),
+            "--tile and --direction both are given; a tile belongs to one direction",
+        ),
+        (
+            ("bench", "--readme", "--tile", "warp: pack_size 8, threads_per_row 32"),
+            "the README's table is of libraries",
+        ),
+        (("bench", "--peers", "nobody"), "'nobody' is unknown; expected some of cupynorm,torch,"),
+        (("bench", "--host", "--first-call"), "not allowed with argument"),
+        (
+            ("bench", "--elements", "8", "--cols", "16"),
+            "--elements is 8, less than one row of 16 columns",
+        ),
+        (("bench", "--guard", str(ROOT / "README.md")), "README.md is no result of the benchmark"),
+        (("bench", "--compare", "none.json", "none.json"), "none.json: No such file or directory"),
+        (("tune", "--direction", "both"), "'both' is unknown; expected some of forward,backward"),
+        (
+            ("tune", "--cols", "16", "--elements", "8"),
+            "--elements is 8, less than one row of 16 columns",
+        ),
+        (("tune", "--output", "none/tiles.json"), "none/tiles.json: there is no folder"),
+        (("bench", "linear", "--json", "none/linear.json"), "none/linear.json: there is no folder"),
+        (("--on", "tpu"), "invalid choice: 'tpu'"),
+        (("plna", "12288"), "'plna' is no command; expected one of check, fuzz, plan, bench, tune"),
+        (("--fast",), "unrecognized arguments: --fast"),
+    ],
+)
+def test_bad_usage(refused, arguments, sentence):
+    assert sentence in refused(*arguments)
+
+
+def test_names_may_be_all(capsys):
+    parsed = command.parser().parse_args(
+        ["bench", "--models", "all", "--direction", "all", "--peers", "torch,torch"]
+    )
+    assert parsed.models == list(MODELS) and parsed.direction == list(bench_cells.DIRECTIONS)
+    assert parsed.peers == ["torch"] and parsed.cols == bench_cells.COLS and parsed.jobs == 1
+
+
+def test_numbers():
+    assert [number(text) for text in ("0", "28", "2**28", "2^10")] == [0, 28, 2**28, 1024]
+    assert positives("64,32,2**6") == [64, 32]
