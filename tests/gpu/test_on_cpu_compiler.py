@@ -1,0 +1,187 @@
+"""Kernels on the CPU: sanitizers, the compiler and the cache of what it compiled."""
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from on_cpu_calls import KERNELS, ROOT, aligned, block_sums, instance, words
+
+from cupynorm.gpu import on_cpu
+from cupynorm.gpu.on_cpu import NoCompilerError, OnCpuError
+
+# Sanitizers.
+
+
+def run_sanitized(sanitize, body):
+    try:
+        environment = on_cpu.sanitized_environment()
+    except NoCompilerError as error:
+        pytest.skip(str(error))
+    script = f"""
+import sys
+sys.path[:0] = [{str(ROOT)!r}, {str(KERNELS.parent)!r}]
+from functools import partial
+import on_cpu_calls
+from on_cpu_calls import np, on_cpu, words
+instance = partial(on_cpu_calls.instance, sanitize={sanitize!r})
+x, y = np.ones(1024, np.float32), np.zeros(1024, np.float32)
+{body}
+print("sum", y.sum())
+"""
+    return subprocess.run(
+        [sys.executable, "-c", script], env=environment, capture_output=True, text=True
+    )
+
+
+SCALE = 'instance("packs.cu", "scale_packs").launch(1, 64, words(x.ctypes.data{}, y, {}))'
+BOTH = ("address", "undefined")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sanitize", [("address",), ("undefined",), BOTH])
+def test_sanitizers_accept_a_right_kernel(sanitize):
+    result = run_sanitized(sanitize, SCALE.format("", 256))
+    assert (result.returncode, result.stdout) == (0, "sum 2048.0\n"), result.stderr
+
+
+def test_sanitizers_live_with_fibers_and_faults():
+    body = """
+z = np.zeros(16 * 256, np.float32)
+v = np.arange(16.0 * 256, dtype=np.float32)
+for seed in range(3):
+    for name in ("warp_sum<Fault::lane_exited>", "warp_sum<Fault::own_lane_missing>"):
+        try:
+            instance("warp_calls.cu", name).launch(1, 64, words(v, z), seed=seed)
+            raise SystemExit("no fault")
+        except on_cpu.OnCpuError:
+            pass
+    exchange = instance("cluster_exchange.cu", "cluster_exchange<Synchronise::both>")
+    exchange.launch(16, 256, words(v, z), smem_bytes=1024, cluster_size=16, seed=seed)
+    y[0] = z.sum() - v.sum()
+"""
+    result = run_sanitized(BOTH, body)
+    assert (result.returncode, result.stdout) == (0, "sum 0.0\n"), result.stderr
+
+
+def test_address_sanitizer_sees_a_global_read_out_of_bounds():
+    result = run_sanitized(("address",), "y = np.zeros(2048, np.float32)\n" + SCALE.format("", 257))
+    assert result.returncode != 0
+    assert (
+        "AddressSanitizer: heap-buffer-overflow" in result.stderr and "scale_packs" in result.stderr
+    )
+
+
+def test_address_sanitizer_sees_a_shared_read_out_of_bounds():
+    read = 'instance("packs.cu", "shared_read").launch(1, 32, words(y, {}), smem_bytes=128)'
+    result = run_sanitized(("address",), read.format(0))
+    assert (result.returncode, result.stdout) == (0, "sum 32.0\n"), result.stderr
+    result = run_sanitized(("address",), read.format(1))
+    assert result.returncode != 0
+    assert "AddressSanitizer: use-after-poison" in result.stderr and "shared_read" in result.stderr
+
+
+def test_undefined_behaviour_sanitizer_sees_a_misaligned_pack():
+    result = run_sanitized(("undefined",), SCALE.format(" + 4", 200))
+    assert result.returncode != 0
+    assert "misaligned address" in result.stderr and "packs.cu" in result.stderr
+
+
+def test_address_sanitizer_without_its_environment():
+    with pytest.raises(OnCpuError, match="sanitized_environment"):
+        instance("packs.cu", "scale_packs", sanitize=("address",))
+    with pytest.raises(OnCpuError, match='a tuple of "address" and "undefined"'):
+        instance("packs.cu", "scale_packs", sanitize=("thread",))
+
+
+# Compiler and cache.
+
+
+def test_no_compiler(monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+    with pytest.raises(
+        NoCompilerError, match=r"Looked for c\+\+, g\+\+ and clang\+\+ .* Install g\+\+ 11 or newer"
+    ):
+        instance("packs.cu", "scale_packs")
+    monkeypatch.setenv("CXX", "cxx-that-is-not-there")
+    with pytest.raises(NoCompilerError, match=r"\$CXX \(cxx-that-is-not-there\)"):
+        on_cpu.compiler()
+
+
+def test_a_compiler_that_is_too_old(monkeypatch, tmp_path):
+    old = tmp_path / "g++"
+    old.write_text('#!/bin/sh\necho "#define __cplusplus 201709L"\n')
+    old.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+    with pytest.raises(NoCompilerError, match=r"g\+\+ cannot compile C\+\+20"):
+        on_cpu.compiler()
+
+
+def test_cxx_with_options(monkeypatch):
+    monkeypatch.setenv("CXX", f"{on_cpu.compiler()} -DUNUSED")
+    assert block_sums(True, 0)
+
+
+def test_a_kernel_that_does_not_compile():
+    with pytest.raises(OnCpuError, match=r"(?s)tile_sizes.*does not compile.*error"):
+        instance("tile.cu", "tile_sizes<float, Tile{.pack_sizes = 4}>")
+    with pytest.raises(OnCpuError, match=r"There is no missing\.cu"):
+        instance("missing.cu", "missing")
+
+
+def test_a_changed_header_recompiles(tmp_path):
+    folder = tmp_path / "kernels"
+    shutil.copytree(KERNELS, folder)
+    x, y = aligned(64), aligned(64)
+    x[:] = 1
+    for factor in (2, 3, 2):
+        (folder / "factor.cuh").write_text(f"constexpr float factor = {factor};\n")
+        instance("packs.cu", "scale_packs", folder=folder).launch(1, 32, words(x, y, 16))
+        assert (y == factor).all()
+
+
+def test_the_same_instance_is_compiled_once(monkeypatch):
+    first = instance("packs.cu", "scale_packs")
+    monkeypatch.setattr(on_cpu, "_build", lambda *_: pytest.fail("compiled again"))
+    assert instance("packs.cu", "scale_packs") is first
+
+
+@pytest.mark.slow
+def test_compile_many(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    wanted = [
+        ("tile.cu", f"tile_sizes<float, Tile{{{pack_size}, 32}}>") for pack_size in range(1, 9)
+    ]
+    kernels = on_cpu.compile_many(wanted, folder=KERNELS)
+    for pack_size, kernel in zip(range(1, 9), kernels, strict=True):
+        y = np.zeros(1, np.int64)
+        kernel.launch(1, 32, words(y))
+        assert y[0] == 4 * pack_size
+
+
+@pytest.mark.slow
+def test_two_processes_with_an_empty_cache(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", f"{ROOT}:{Path(__file__).parent}")
+    script = (
+        "import on_cpu_calls; assert all(on_cpu_calls.block_sums(True, seed) for seed in range(3))"
+    )
+    processes = [
+        subprocess.Popen([sys.executable, "-c", script], stderr=subprocess.PIPE, text=True)
+        for _ in range(2)
+    ]
+    for process in processes:
+        _, stderr = process.communicate(timeout=60)
+        assert process.returncode == 0, stderr
+    made = sorted(path.name.split("-")[0] for path in (tmp_path / "cupynorm" / "on_cpu").iterdir())
+    assert len(made) == 2 and made[1] == "runtime"
+
+
+def test_a_cache_that_cannot_be_written(monkeypatch, tmp_path):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    assert block_sums(True, 0)
