@@ -10,6 +10,10 @@ from cupynorm.check.cases import Problem
 from cupynorm.gpu import arrays
 
 
+def ones(*shape: int, dtype: str = "float32") -> np.ndarray:
+    return np.ones(shape, dtype)
+
+
 def loaded_torch():
     return pytest.importorskip("torch")
 

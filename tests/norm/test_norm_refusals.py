@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from array_libraries import api, library, loaded_torch
+from array_libraries import api, loaded_torch, ones
 
 import cupynorm
 from cupynorm.check.cases import NORMS
-from cupynorm.norm import kept
 from cupynorm.norm.options import extents_of
 from cupynorm.plan.problem import Tile
 
@@ -35,14 +34,7 @@ def test_normalized_shape_becomes_a_tuple_of_ints(given):
             extents_of(wrong)
 
 
-def ones(*shape: int, dtype: str = "float32") -> np.ndarray:
-    return np.ones(shape, dtype)
-
-
 X = ones(4, 40)
-
-
-OVERLAPPED = ones(8, 40)
 
 
 def torch_ones(*shape: int):
@@ -362,77 +354,6 @@ def test_out_that_shares_memory_with_an_argument_is_refused(shared):
     assert cupynorm.layer_norm(**given, normalized_shape=40, out=memory[:4]).base is not None
 
 
-BACKWARD = {
-    "no dy": (TypeError, "dy is None; expected the gradient of y", {"dy": None}),
-    "other dy": (ValueError, r"dy has shape \(4, 39\); expected \(4, 40\)", {"dy": ones(4, 39)}),
-    "dy of ints": (TypeError, "dy is of dtype int64", {"dy": ones(4, 40, dtype="int64")}),
-    "no mean": (TypeError, "mean is None; expected the statistic", {"mean": None}),
-    "no rstd": (TypeError, "rstd is None; expected the statistic", {"rstd": None}),
-    "other mean": (ValueError, r"mean has shape \(5,\); expected \(4,\)", {"mean": ones(5)}),
-    "mean of another dtype": (
-        TypeError,
-        "mean is of dtype float64; expected float32 for x of float32",
-        {"mean": ones(4, dtype="float64")},
-    ),
-    "rstd of another dtype": (
-        TypeError,
-        "rstd is of dtype float16; expected float32 for x of float32",
-        {"rstd": ones(4, dtype="float16")},
-    ),
-    "mean is a list": (TypeError, "mean is a list", {"mean": [1.0] * 4}),
-    "other weight": (
-        ValueError,
-        r"normalized_shape is \(41,\), x has shape \(4, 40\)",
-        {"weight": ones(41)},
-    ),
-    "other dsum": (ValueError, r"dsum has shape \(40,\); expected \(4, 40\)", {"dsum": ones(40)}),
-    "unknown gradient": (
-        ValueError,
-        r"gradients is \('dx', 'dgamma'\); expected some of dx, dweight, dbias",
-        {"gradients": ("dx", "dgamma")},
-    ),
-    "gradients in words": (
-        ValueError,
-        "gradients is 'dx'; expected some of dx, dweight, dbias",
-        {"gradients": "dx"},
-    ),
-    "no gradients": (
-        TypeError,
-        "gradients is None; expected some of dx, dweight, dbias",
-        {"gradients": None},
-    ),
-    "a number of gradients": (
-        TypeError,
-        "gradients is 3; expected some of dx, dweight, dbias",
-        {"gradients": 3},
-    ),
-    "gradients in lists": (
-        TypeError,
-        r"gradients is \[\['dx'\]\]; expected some of dx, dweight, dbias",
-        {"gradients": [["dx"]]},
-    ),
-    "dweight_dtype": (
-        TypeError,
-        "dweight_dtype is 'int8'; expected one of float16",
-        {"dweight_dtype": "int8"},
-    ),
-    "x is a list": (TypeError, "x is a list", {"x": [[1.0] * 40] * 4}),
-    "strategy": (ValueError, "strategy is 'wrap'; it is one of", {"strategy": "wrap"}),
-}
-
-
-@pytest.mark.parametrize("what", BACKWARD)
-def test_wrong_arguments_of_backward_are_refused(what):
-    error, sentence, changes = BACKWARD[what]
-    given = {"dy": X, "x": X, "mean": ones(4), "rstd": ones(4), "normalized_shape": None} | changes
-    with pytest.raises(error, match=sentence):
-        cupynorm.layer_norm_backward(**given)
-    if "gradients" in changes:
-        for options in ({}, {"row_scale": ones(4)}):
-            with pytest.raises(error, match=sentence):
-                cupynorm.rms_norm_backward(X, X, ones(4), **changes, **options)
-
-
 def test_tensors_of_other_devices_and_out_with_gradients_are_refused():
     torch = loaded_torch()
     with pytest.raises(
@@ -475,99 +396,3 @@ def test_sparse_tensors_are_refused(name, layout, options):
             TypeError, match=f"{argument} is a torch tensor of layout {layout}; expected a dense"
         ):
             call()
-
-
-@pytest.mark.parametrize("options", [{}, {"residual_dtype": "float64"}], ids=["plain", "fused"])
-@pytest.mark.parametrize("name", ["torch-cpu", pytest.param("torch-cuda", marks=pytest.mark.gpu)])
-def test_a_sparse_gradient_is_refused(name, options):
-    torch = loaded_torch()
-    weight = torch.ones(5, 40, device=name.removeprefix("torch-"), requires_grad=True)
-    y = cupynorm.layer_norm(weight, 40, **options)
-    found = torch.nn.functional.embedding(
-        torch.tensor([1, 2], device=weight.device), y, sparse=True
-    )
-    with pytest.raises(
-        TypeError, match="dy is a torch tensor of layout sparse_coo; expected a dense"
-    ):
-        found.sum().backward()
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("name", ["cupy", "torch-cuda"])
-def test_wrong_arguments_are_refused_on_a_gpu(name):
-    lib = library(name)
-    x, out = lib.put(np.ones((4, 40)), "float32"), lib.put(np.ones((4, 40)), "float32")
-    refused = [
-        (ValueError, "tile is given without strategy", {"tile": Tile(1, 32, 2, 4)}),
-        (ValueError, "tile holds 32 columns", {"strategy": "warp", "tile": Tile(1, 32, 1, 4)}),
-        (ValueError, "tile has pack_size 3", {"strategy": "warp", "tile": Tile(3, 32, 1, 4)}),
-        (ValueError, "sm_margin is 100000", {"sm_margin": 100000}),
-        (ValueError, "weight is a NumPy array, input is a", {"weight": ones(40)}),
-        (ValueError, "out shares memory with input", {"out": x}),
-    ]
-    for error, sentence, options in refused:
-        with pytest.raises(error, match=sentence):
-            cupynorm.layer_norm(x, 40, **{"out": out, **options})
-        assert (lib.get(out) == 1).all() and (lib.get(x) == 1).all()
-    with pytest.raises(ValueError, match="out is a NumPy array, input is a"):
-        cupynorm.layer_norm(x, 40, out=ones(4, 40))
-    wide = lib.put(np.ones((2, 100000)), "float32")
-    with pytest.raises(ValueError, match="strategy 'warp' is too narrow for 100000 columns"):
-        cupynorm.layer_norm(wide, 100000, strategy="warp")
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("name", ["cupy", "torch-cuda"])
-def test_a_wrong_argument_is_refused_after_a_right_one_that_equals_it(name):
-    # 40.0 equals 40 and True equals 1 as keys of a dict. No prepared call may be found that way.
-    lib = library(name)
-    x, one = lib.put(np.ones((4, 40)), "float32"), lib.put(np.ones((4, 1)), "float32")
-    tile = {"pack_size": 1, "threads_per_row": 32, "packs_per_thread": 2, "rows_per_block": 4}
-    pairs = [
-        (x, {"normalized_shape": 40}, {"normalized_shape": 40.0}),
-        (x, {"normalized_shape": (40,)}, {"normalized_shape": (40.0,)}),
-        (x, {"normalized_shape": (4, 40)}, {"normalized_shape": (4, 40.0)}),
-        (one, {"normalized_shape": (1,)}, {"normalized_shape": (True,)}),
-        (one, {"normalized_shape": 1}, {"normalized_shape": True}),
-        (x, {"normalized_shape": 40, "eps": 1}, {"normalized_shape": 40, "eps": True}),
-        (x, {"normalized_shape": 40, "eps": 0}, {"normalized_shape": 40, "eps": False}),
-        (x, {"normalized_shape": 40, "sm_margin": 1}, {"normalized_shape": 40, "sm_margin": True}),
-        (x, {"normalized_shape": 40, "sm_margin": 1}, {"normalized_shape": 40, "sm_margin": 1.0}),
-        (
-            x,
-            {"normalized_shape": 40, "strategy": "warp", "tile": tile},
-            {"normalized_shape": 40, "strategy": "warp", "tile": tile | {"pack_size": True}},
-        ),
-    ]
-    for array, good, bad in pairs:
-        cupynorm.layer_norm(array, **good)
-        with pytest.raises((TypeError, ValueError), match="expected"):
-            cupynorm.layer_norm(array, **bad)
-    # Equal arguments of the same meaning share a prepared call.
-    before = len(kept.forwards)
-    for shape in ((40,), [40], 40, np.int64(40)):
-        cupynorm.layer_norm(x, shape)
-    assert len(kept.forwards) <= before + 1
-
-
-@pytest.mark.gpu
-def test_mixed_libraries_on_a_gpu_are_refused():
-    cupy, torch = pytest.importorskip("cupy"), loaded_torch()
-    x, weight = cupy.ones((4, 40), "float32"), torch.ones(40, device="cuda")
-    with pytest.raises(
-        ValueError, match="weight is a torch tensor on cuda:0, input is a CuPy array on cuda:0"
-    ):
-        cupynorm.layer_norm(x, 40, weight)
-    with pytest.raises(
-        ValueError, match="weight is a torch tensor on cpu, input is a torch tensor on cuda:0"
-    ):
-        cupynorm.layer_norm(torch.ones(4, 40, device="cuda"), 40, torch.ones(40))
-
-
-@pytest.mark.multi_gpu
-def test_mixed_devices_are_refused():
-    torch = loaded_torch()
-    with pytest.raises(
-        ValueError, match="weight is a torch tensor on cuda:1, input is a torch tensor on cuda:0"
-    ):
-        cupynorm.layer_norm(torch.ones(4, 40, device="cuda:0"), 40, torch.ones(40, device="cuda:1"))

@@ -1,0 +1,95 @@
+"""Arguments that the public backward calls refuse, and gradients that autograd may not give."""
+
+from __future__ import annotations
+
+import pytest
+from array_libraries import loaded_torch, ones
+
+import cupynorm
+
+X = ones(4, 40)
+
+BACKWARD = {
+    "no dy": (TypeError, "dy is None; expected the gradient of y", {"dy": None}),
+    "other dy": (ValueError, r"dy has shape \(4, 39\); expected \(4, 40\)", {"dy": ones(4, 39)}),
+    "dy of ints": (TypeError, "dy is of dtype int64", {"dy": ones(4, 40, dtype="int64")}),
+    "no mean": (TypeError, "mean is None; expected the statistic", {"mean": None}),
+    "no rstd": (TypeError, "rstd is None; expected the statistic", {"rstd": None}),
+    "other mean": (ValueError, r"mean has shape \(5,\); expected \(4,\)", {"mean": ones(5)}),
+    "mean of another dtype": (
+        TypeError,
+        "mean is of dtype float64; expected float32 for x of float32",
+        {"mean": ones(4, dtype="float64")},
+    ),
+    "rstd of another dtype": (
+        TypeError,
+        "rstd is of dtype float16; expected float32 for x of float32",
+        {"rstd": ones(4, dtype="float16")},
+    ),
+    "mean is a list": (TypeError, "mean is a list", {"mean": [1.0] * 4}),
+    "other weight": (
+        ValueError,
+        r"normalized_shape is \(41,\), x has shape \(4, 40\)",
+        {"weight": ones(41)},
+    ),
+    "other dsum": (ValueError, r"dsum has shape \(40,\); expected \(4, 40\)", {"dsum": ones(40)}),
+    "unknown gradient": (
+        ValueError,
+        r"gradients is \('dx', 'dgamma'\); expected some of dx, dweight, dbias",
+        {"gradients": ("dx", "dgamma")},
+    ),
+    "gradients in words": (
+        ValueError,
+        "gradients is 'dx'; expected some of dx, dweight, dbias",
+        {"gradients": "dx"},
+    ),
+    "no gradients": (
+        TypeError,
+        "gradients is None; expected some of dx, dweight, dbias",
+        {"gradients": None},
+    ),
+    "a number of gradients": (
+        TypeError,
+        "gradients is 3; expected some of dx, dweight, dbias",
+        {"gradients": 3},
+    ),
+    "gradients in lists": (
+        TypeError,
+        r"gradients is \[\['dx'\]\]; expected some of dx, dweight, dbias",
+        {"gradients": [["dx"]]},
+    ),
+    "dweight_dtype": (
+        TypeError,
+        "dweight_dtype is 'int8'; expected one of float16",
+        {"dweight_dtype": "int8"},
+    ),
+    "x is a list": (TypeError, "x is a list", {"x": [[1.0] * 40] * 4}),
+    "strategy": (ValueError, "strategy is 'wrap'; it is one of", {"strategy": "wrap"}),
+}
+
+
+@pytest.mark.parametrize("what", BACKWARD)
+def test_wrong_arguments_of_backward_are_refused(what):
+    error, sentence, changes = BACKWARD[what]
+    given = {"dy": X, "x": X, "mean": ones(4), "rstd": ones(4), "normalized_shape": None} | changes
+    with pytest.raises(error, match=sentence):
+        cupynorm.layer_norm_backward(**given)
+    if "gradients" in changes:
+        for options in ({}, {"row_scale": ones(4)}):
+            with pytest.raises(error, match=sentence):
+                cupynorm.rms_norm_backward(X, X, ones(4), **changes, **options)
+
+
+@pytest.mark.parametrize("options", [{}, {"residual_dtype": "float64"}], ids=["plain", "fused"])
+@pytest.mark.parametrize("name", ["torch-cpu", pytest.param("torch-cuda", marks=pytest.mark.gpu)])
+def test_a_sparse_gradient_is_refused(name, options):
+    torch = loaded_torch()
+    weight = torch.ones(5, 40, device=name.removeprefix("torch-"), requires_grad=True)
+    y = cupynorm.layer_norm(weight, 40, **options)
+    found = torch.nn.functional.embedding(
+        torch.tensor([1, 2], device=weight.device), y, sparse=True
+    )
+    with pytest.raises(
+        TypeError, match="dy is a torch tensor of layout sparse_coo; expected a dense"
+    ):
+        found.sum().backward()
