@@ -22,6 +22,7 @@ def measurement(
     num_cols=1024,
     direction="forward",
     dtype="bfloat16",
+    *,
     faults=None,
     errors=None,
     norm="layer_norm",

@@ -122,7 +122,7 @@ def truth_of(problem) -> dict[str, np.ndarray]:
         made.rstd,
         problem.norm_weight,
         problem.norm_bias,
-        problem.weight,
+        weight=problem.weight,
         zero_centered_weight=problem.zero_centered_weight,
     )
     return {"y": made.y, **gradients._asdict()}

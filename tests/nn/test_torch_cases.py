@@ -39,7 +39,7 @@ def module_infos() -> dict:
     return {info.module_cls: info for info in module_db}
 
 
-def assert_right(call, theirs, input, normalized_shape, weight=None, bias=None, eps=None) -> int:
+def assert_right(call, theirs, input, normalized_shape, weight=None, bias=None, *, eps=None) -> int:
     """Compares y with torch's float64 result to one ulp, and gradients to the bounds of the dtype.
 
     Returns the number of elements compared.
@@ -162,7 +162,8 @@ def test_module_inputs_of_torch_give_its_results(kind, dtype, module_infos):
             }
             return torch.func.functional_call(module, given, (x,))
 
-        assert_right(call, theirs, *forward.args, module.normalized_shape, *parameters, module.eps)
+        arguments = (*forward.args, module.normalized_shape, *parameters)
+        assert_right(call, theirs, *arguments, eps=module.eps)
         num_cases += 1
     assert num_cases >= 6
 

@@ -382,13 +382,14 @@ def test_gradients_of_norm_linear_are_central_differences(norm, zero_centered):
         )
 
     made = reference.norm_linear(**given, **options)
-    parameters = (given["norm_weight"], given["norm_bias"], given["weight"])
+    parameters, weight = (given["norm_weight"], given["norm_bias"]), given["weight"]
     gradients = reference.norm_linear_backward(
         dy,
         made.sum,
         made.mean,
         made.rstd,
         *parameters,
+        weight=weight,
         zero_centered_weight=zero_centered,
         dnormalized=dnormalized,
         dsum=dsum,
@@ -399,7 +400,7 @@ def test_gradients_of_norm_linear_are_central_differences(norm, zero_centered):
         assert got.shape == at.shape
         assert relative_error(got, expected) < BOUND, name
     without = reference.norm_linear_backward(
-        dy, made.sum, made.mean, made.rstd, *parameters, dsum=dsum
+        dy, made.sum, made.mean, made.rstd, *parameters, weight=weight, dsum=dsum
     )
     assert relative_error(without.dx, gradients.dx) > 1e3 * BOUND
 
@@ -417,7 +418,9 @@ def test_norm_linear_without_parameters_is_that_of_ones_and_zeros(norm):
     for got, expected in zip(made, same):
         assert (got is None and expected is None) or np.array_equal(got, expected)
     one, other = (
-        reference.norm_linear_backward(dy, made.sum, made.mean, made.rstd, *each, given["weight"])
+        reference.norm_linear_backward(
+            dy, made.sum, made.mean, made.rstd, *each, weight=given["weight"]
+        )
         for each in ((None, None), (ones, zeros))
     )
     for got, expected in zip(one, other):
