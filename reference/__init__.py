@@ -1,9 +1,9 @@
-"""LayerNorm, RMSNorm, the linear layer after them, dropout and 8-bit floats in NumPy.
+"""LayerNorm, RMSNorm, the linear layer after them, dropout, 8-bit floats and ranks in NumPy.
 
 Every kernel is checked against these functions. They import only NumPy.
 """
 
-from . import fp8
+from . import fp8, parallel
 from .dropout import dropout_mask, scaled
 from .layer_norm import Gradients, Normalized, layer_norm, layer_norm_backward, x_hat_of
 from .layer_norm_linear import (
@@ -29,6 +29,7 @@ __all__ = [
     "layer_norm_backward",
     "norm_linear",
     "norm_linear_backward",
+    "parallel",
     "rms_norm",
     "rms_norm_backward",
     "scaled",
