@@ -33,7 +33,6 @@ if TYPE_CHECKING:  # The names of _NAMES, for pyright, mypy and editors.
     from .linear.call import ProjectedBackward as ProjectedBackward
     from .linear.call import ProjectedForward as ProjectedForward
     from .linear.model_init import fp8_model_init as fp8_model_init
-    from .linear.module import LayerNormLinear as LayerNormLinear
     from .linear.plain import Linear as Linear
     from .nn.autocast import fp8_autocast as fp8_autocast
     from .nn.modules import LayerNorm as LayerNorm
@@ -58,6 +57,7 @@ if TYPE_CHECKING:  # The names of _NAMES, for pyright, mypy and editors.
     from .norm.results import FusedBackward as FusedBackward
     from .norm.results import FusedForward as FusedForward
     from .norm.tiles import use_tiles as use_tiles
+    from .parallel.module import LayerNormLinear as LayerNormLinear
     from .plan.devices import DEVICES as DEVICES
     from .plan.devices import Device as Device
     from .plan.dispatch import Plan as Plan
@@ -116,7 +116,7 @@ _NAMES = {
     "RMSNorm": "nn.modules",
     "swap_norms": "nn.swap",
     "SwappedNorms": "nn.swap",
-    "LayerNormLinear": "linear.module",
+    "LayerNormLinear": "parallel.module",
     "Linear": "linear.plain",
     "fp8_model_init": "linear.model_init",
     "fp8_autocast": "nn.autocast",
@@ -134,7 +134,7 @@ _MODULES = ("functors",)
 # `from cupynorm import *` works without torch: names that need torch are left out.
 _NEED_TORCH = (
     *("nn.modules", "nn.swap", "nn.autocast", "nn.recipes"),
-    *("linear.module", "linear.plain", "linear.model_init"),
+    *("parallel.module", "linear.plain", "linear.model_init"),
 )
 __all__ = ["__version__", *_MODULES]
 __all__ += [name for name, module in _NAMES.items() if module not in _NEED_TORCH]

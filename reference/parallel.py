@@ -166,9 +166,9 @@ def row_linear_backward(
 ) -> list[ProjectedGradients]:
     """The gradients on each rank.
 
-    dy: the gradient of the rank's y: the same on each rank, or its rows with sequence_parallel.
+    dy: the gradient of the rank's y: the same on each rank, or its rows with sequence_parallel,
+        which are gathered; so dbias is the whole sum on each rank.
     made: what row_linear returned. dnormalized: gradients of each rank's normalized.
-    With sequence_parallel dbias is of the rank's rows; the sum over ranks is the gradient.
     """
     num_cols = sum(each.sum.shape[1] for each in made)
     whole = np.concatenate(dy) if sequence_parallel else dy[0]
@@ -189,6 +189,6 @@ def row_linear_backward(
         dnorm_weight = (reaching[rank] * x_hats[rank]).sum(axis=0)
         dnorm_bias = reaching[rank].sum(axis=0)
         dweight = whole.T @ own.normalized
-        dbias = dy[rank].sum(axis=0)
+        dbias = whole.sum(axis=0)
         gradients.append(ProjectedGradients(dx, dnorm_weight, dnorm_bias, dweight, dbias))
     return gradients

@@ -141,7 +141,7 @@ WINGS = (
     "__main__",
 )
 BELOW_ALL = {"reference", "data", "__version__"}
-TORCH = {"nn", "linear"}
+TORCH = {"nn", "linear", "parallel"}
 CUPY = {"gpu/nvrtc", "gpu/launch"}
 
 

@@ -131,9 +131,9 @@ def _layer(cell, inputs, make, **options):
 
 
 def _cupynorm(cell, inputs, recipe=None, **options):
-    from ..linear.module import LayerNormLinear
     from ..nn.autocast import fp8_autocast
     from ..nn.recipes import DelayedScaling
+    from ..parallel.module import LayerNormLinear
 
     module, differentiated = (
         _layer(cell, inputs, LayerNormLinear, **options),

@@ -32,18 +32,6 @@ from .parameters import NormLinearParameters
 from .weight_gradients import WeightGradientSink
 
 NORMALIZATIONS = ("LayerNorm", "RMSNorm")
-# Arguments of tensor parallelism and overlap, with the value that means a single GPU.
-_SINGLE = {
-    "sequence_parallel": False,
-    "tp_group": None,
-    "tp_size": 1,
-    "ub_overlap_ag": False,
-    "ub_overlap_rs": False,
-    "ub_overlap_rs_dgrad": False,
-    "ub_bulk_wgrad": False,
-    "ub_bulk_dgrad": False,
-    "symmetric_ar_type": None,
-}
 
 
 class LayerNormLinear(GradientLayer, Fp8Layer, NormLinearParameters):
@@ -81,15 +69,21 @@ class LayerNormLinear(GradientLayer, Fp8Layer, NormLinearParameters):
         it set to True, and a gradient without meaning.
     delay_wgrad_compute: backward() leaves the gradients of weights and biases to backward_dw(), one
         call for each backward.
-    parallel_mode: None or "column". With "column" the biases get the attributes that weights have:
-        tensor_model_parallel, partition_dim and partition_stride.
+    parallel_mode: None, "column" or "row": how the ranks of tp_group share the layer. The biases
+        of "column" get the attributes that weights have: tensor_model_parallel, partition_dim and
+        partition_stride.
+    tp_group: of torch.distributed. tp_size: its size, where set_tensor_parallel_group() gives the
+        group later. With one rank nothing is shared, whatever the other arguments are.
+    sequence_parallel: "column": the input has this rank's rows (its first dimension); "row": the
+        output has.
     ub_name, name: for the user.
-    sequence_parallel, tp_group, tp_size, ub_overlap_ag, ub_overlap_rs, ub_overlap_rs_dgrad,
-    ub_bulk_wgrad, ub_bulk_dgrad, symmetric_ar_type: TransformerEngine's defaults, or a tp_group of
-        one rank; any other value is refused.
+    ub_overlap_ag, ub_overlap_rs, ub_overlap_rs_dgrad, ub_bulk_wgrad, ub_bulk_dgrad,
+    symmetric_ar_type: accepted for one rank.
 
     By keyword only, and not TransformerEngine's: save_normalized, fused, sm_margin, as of
-    cupynorm.layer_norm_linear.
+    cupynorm.layer_norm_linear; and reduce_norm_gradients: with "column" and sequence_parallel, sum
+    the gradients of the norm's parameters over tp_group in backward. Otherwise their attribute
+    sequence_parallel tells Megatron to.
 
     Called with input (..., in_features) of the parameters' dtype, or of any under torch.autocast,
     it returns out (..., out_features), or a tuple of out, the bias (an empty tensor without one)
@@ -138,15 +132,16 @@ class LayerNormLinear(GradientLayer, Fp8Layer, NormLinearParameters):
         save_normalized: bool = False,
         fused: str | None = None,
         sm_margin: int | Mapping[str, int] = 0,
+        reduce_norm_gradients: bool = False,
     ) -> None:
         given = locals()
-        _check_parallel(given)
         _check_choices(given)
         launch_options(sm_margin)
         check_eps(eps, "float32", centered=normalization == "LayerNorm")
         _check_features(in_features=in_features, out_features=out_features)
         super().__init__()
         self.in_features, self.out_features, self.eps = in_features, out_features, eps
+        self._share(given)
         self.normalization, self.zero_centered_gamma = normalization, zero_centered_gamma
         self.use_bias, self.return_bias = bias, return_bias
         self.return_layernorm_output = return_layernorm_output
@@ -168,6 +163,14 @@ class LayerNormLinear(GradientLayer, Fp8Layer, NormLinearParameters):
             raise ValueError(
                 f"device is {str(device)!r}, but torch finds no GPU; expected device='cpu' here"
             ) from error
+
+    def _share(self, given: Mapping[str, Any]) -> None:
+        """Takes the arguments of parallelism. The layer of parallel/module.py shares the work."""
+        if given["tp_size"] != 1 or given["tp_group"] is not None:
+            raise ValueError(
+                f"tp_size is {given['tp_size']}; expected 1: cupynorm.LayerNormLinear is the layer "
+                "of several ranks"
+            )
 
     # Calls.
 
@@ -315,25 +318,6 @@ class LayerNormLinear(GradientLayer, Fp8Layer, NormLinearParameters):
 
 def _any_requires_grad(weights: Sequence[Tensor], biases: Sequence[Tensor]) -> bool:
     return any(each.requires_grad for each in (*weights, *biases))
-
-
-def _check_parallel(given: Mapping[str, Any]) -> None:
-    for name, single in _SINGLE.items():
-        size = getattr(given[name], "size", None)
-        if name == "tp_group" and callable(size) and size() == 1:
-            continue
-        if given[name] is not single and given[name] != single:
-            raise ValueError(
-                f"{name} is {given[name]!r}; expected {single!r}: this layer works on one GPU"
-            )
-    parallel_mode = given["parallel_mode"]
-    if parallel_mode == "row":
-        raise NotImplementedError(
-            "parallel_mode is 'row'; expected 'column' or None: a norm needs whole rows, which row "
-            "parallelism splits"
-        )
-    if parallel_mode not in (None, "column"):
-        raise ValueError(f"parallel_mode is {parallel_mode!r}; expected 'column' or None")
 
 
 def _check_choices(given: Mapping[str, Any]) -> None:

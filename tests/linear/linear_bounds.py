@@ -90,8 +90,18 @@ def draw(
     return LinearProblem(norm, dtype, **made, **options)
 
 
-def expected(problem: LinearProblem) -> dict[str, tuple[np.ndarray, np.ndarray, str]]:
-    """name -> (float64 truth, allowed error, dtype)."""
+def half_ulp(values, name):
+    floor = DTYPES[name].smallest / 2 if name in ("float16", "float64") else 2.0**-126
+    return np.maximum(np.abs(values) * DTYPES[name].half_ulp, floor)
+
+
+def expected(
+    problem: LinearProblem, y_error: np.ndarray | float = 0.0, reach_error: np.ndarray | float = 0.0
+) -> dict[str, tuple[np.ndarray, np.ndarray, str]]:
+    """name -> (float64 truth, allowed error, dtype).
+
+    y_error, reach_error: what is allowed besides of y and of d normalized.
+    """
     dtype = problem.dtype
     kind = DTYPES[dtype]
     own = problem.norm_dtype or dtype
@@ -125,8 +135,7 @@ def expected(problem: LinearProblem) -> dict[str, tuple[np.ndarray, np.ndarray, 
     u = compute_dtype(dtype).half_ulp
 
     def h(values, name=dtype):
-        floor = DTYPES[name].smallest / 2 if name in ("float16", "float64") else 2.0**-126
-        return np.maximum(np.abs(values) * DTYPES[name].half_ulp, floor)
+        return half_ulp(values, name)
 
     reaches = problem.dy @ problem.weight + (
         0.0 if problem.dnormalized is None else problem.dnormalized
@@ -151,7 +160,7 @@ def expected(problem: LinearProblem) -> dict[str, tuple[np.ndarray, np.ndarray, 
         * u
         * (dy @ weight + (0.0 if problem.dnormalized is None else np.abs(problem.dnormalized)))
     )
-    e_r = e_r + h(reaches)
+    e_r = e_r + h(reaches) + reach_error
     x_hat = np.abs(added - (0.0 if made.mean is None else made.mean[:, None])) * made.rstd[:, None]
     w = np.abs(scale(problem.norm_weight, problem.zero_centered_weight))
     dx_allowed = of_norm["dx"][1] + made.rstd[:, None] * (
@@ -164,7 +173,10 @@ def expected(problem: LinearProblem) -> dict[str, tuple[np.ndarray, np.ndarray, 
     found = {
         "y": (
             made.y,
-            e_n @ weight.T + (in_features + 2) * u * (normalized @ weight.T + bias) + h(made.y),
+            e_n @ weight.T
+            + (in_features + 2) * u * (normalized @ weight.T + bias)
+            + h(made.y)
+            + y_error,
             dtype,
         ),
         "normalized": (made.normalized, e_n, dtype),
@@ -193,10 +205,17 @@ def expected(problem: LinearProblem) -> dict[str, tuple[np.ndarray, np.ndarray, 
 
 
 def assert_right(
-    problem: LinearProblem, results: dict[str, np.ndarray], without: tuple[str, ...] = ()
+    problem: LinearProblem,
+    results: dict[str, np.ndarray],
+    without: tuple[str, ...] = (),
+    **errors: np.ndarray | float,
 ) -> None:
-    """Checks that each result is within its bound. without: names that the results may lack."""
-    truth = {name: each for name, each in expected(problem).items() if name not in without}
+    """Checks that each result is within its bound. without: names that the results may lack.
+
+    errors: y_error and reach_error of `expected`.
+    """
+    truth = expected(problem, **errors)
+    truth = {name: each for name, each in truth.items() if name not in without}
     assert set(truth) <= set(results), set(truth) - set(results)
     findings = [
         judge(

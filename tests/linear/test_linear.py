@@ -25,7 +25,7 @@ from linear_cases import (  # noqa: E402
 from torch.library import opcheck  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 
-from cupynorm.linear.module import LayerNormLinear  # noqa: E402
+from cupynorm import LayerNormLinear  # noqa: E402
 from cupynorm.norm import kept, route  # noqa: E402
 from cupynorm.norm.request import (  # noqa: E402
     BackwardOperands,

@@ -22,7 +22,7 @@ from linear_cases import (  # noqa: E402
     recorded,
 )
 
-from cupynorm.linear.module import LayerNormLinear  # noqa: E402
+from cupynorm import LayerNormLinear  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("sums_in_float32")
 

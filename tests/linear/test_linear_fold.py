@@ -18,8 +18,8 @@ torch = pytest.importorskip("torch")
 
 from linear_cases import CPU, NORMS, SPLIT, as_float64, call, leaves, recorded, tensor  # noqa: E402
 
+from cupynorm import LayerNormLinear  # noqa: E402
 from cupynorm.linear import fold as folding  # noqa: E402  (imports torch)
-from cupynorm.linear.module import LayerNormLinear  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("sums_in_float32")
 

@@ -25,7 +25,7 @@ from torch.utils.checkpoint import checkpoint  # noqa: E402
 from torch.utils.flop_counter import FlopCounterMode  # noqa: E402
 
 import cupynorm  # noqa: E402
-from cupynorm.linear.module import LayerNormLinear  # noqa: E402
+from cupynorm import LayerNormLinear  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("sums_in_float32")
 
@@ -67,7 +67,12 @@ def test_the_arguments_are_those_of_transformer_engine():
     positional = [each for each in given if each.kind is each.POSITIONAL_OR_KEYWORD]
     assert {each.name: each.default for each in positional} == ARGUMENTS and len(ARGUMENTS) == 28
     assert [each.name for each in positional] == list(ARGUMENTS)
-    assert [each.name for each in given[28:]] == ["save_normalized", "fused", "sm_margin"]
+    assert [each.name for each in given[28:]] == [
+        "save_normalized",
+        "fused",
+        "sm_margin",
+        "reduce_norm_gradients",
+    ]
     called = {
         each.name: each.default
         for each in inspect.signature(LayerNormLinear.forward).parameters.values()
@@ -303,12 +308,40 @@ def test_attributes_for_reductions_of_gradients():
             TypeError,
             "params_dtype is 'half'; expected torch.bfloat16, torch.float16, ",
         ),
+        ({"parallel_mode": "both"}, ValueError, "parallel_mode is 'both'; expected None, 'col"),
+        ({"tp_group": object()}, TypeError, "tp_group is a object; expected a group of torch"),
+        ({"tp_size": 0}, ValueError, "tp_size is 0; expected 1 or more"),
+        ({"tp_size": 2.0}, TypeError, "tp_size is 2.0; expected an int"),
         (
-            {"parallel_mode": "row"},
-            NotImplementedError,
-            "parallel_mode is 'row'; expected 'column' or None",
+            {"tp_size": 3, "parallel_mode": "column"},
+            ValueError,
+            "out_features is 16 and tp_size is 3; expected a multiple of 3",
         ),
-        ({"parallel_mode": "both"}, ValueError, "parallel_mode is 'both'"),
+        (
+            {"tp_size": 5, "parallel_mode": "row"},
+            ValueError,
+            "in_features is 24 and tp_size is 5; expected a multiple of 5",
+        ),
+        (
+            {"tp_size": 2, "parallel_mode": "row", "fused": "fold"},
+            ValueError,
+            "fused is 'fold' and tp_size is 2; expected fused=None on several ranks",
+        ),
+        (
+            {"tp_size": 4, "parallel_mode": "column", "parameters_split": {"a": 6, "b": 10}},
+            ValueError,
+            "a of parameters_split has 6 rows and tp_size is 4; expected a multiple of 4",
+        ),
+        (
+            {"tp_size": 4, "parallel_mode": "column", "parameters_split": list("abcdefgh")},
+            ValueError,
+            "parameters_split has 8 parts of 2 rows and tp_size is 4",
+        ),
+        (
+            {"tp_size": 2, "parallel_mode": "column", "parameters_split": {"a": 6, "b": 8}},
+            ValueError,
+            r"sizes \[6, 8\], 14 together; expected .* out_features of all ranks, 16, together",
+        ),
         (
             {"parameters_split": ()},
             ValueError,
@@ -359,24 +392,6 @@ def test_attributes_for_reductions_of_gradients():
             "no normalised tensor exists",
         ),
         ({"sm_margin": -1}, ValueError, "sm_margin is -1"),
-        *(
-            (
-                {name: value},
-                ValueError,
-                f"{name} is .*; expected {single!r}: this layer works on one GPU",
-            )
-            for name, value, single in (
-                ("sequence_parallel", True, False),
-                ("tp_group", object(), None),
-                ("tp_size", 2, 1),
-                ("ub_overlap_ag", True, False),
-                ("ub_overlap_rs", True, False),
-                ("ub_overlap_rs_dgrad", True, False),
-                ("ub_bulk_wgrad", True, False),
-                ("ub_bulk_dgrad", True, False),
-                ("symmetric_ar_type", "multimem_all_reduce", None),
-            )
-        ),
     ),
     ids=lambda value: "-".join(value) if isinstance(value, dict) else None,
 )
@@ -406,17 +421,46 @@ def test_wrong_numbers_of_features_are_refused(name, given, error):
     )
 
 
-def test_a_group_of_one_rank_is_allowed():
-    class Group:
-        def __init__(self, num_ranks):
-            self.num_ranks = num_ranks
+class Group:
+    def __init__(self, num_ranks):
+        self.num_ranks = num_ranks
 
-        def size(self):
-            return self.num_ranks
+    def size(self):
+        return self.num_ranks
 
-    LayerNormLinear(24, 16, tp_group=Group(1), parallel_mode="column", **CPU)
-    with pytest.raises(ValueError, match="tp_group is .*; expected None"):
-        LayerNormLinear(24, 16, tp_group=Group(2), **CPU)
+
+@pytest.mark.parametrize("mode", (None, "column", "row"))
+def test_with_one_rank_no_argument_of_parallelism_matters(mode):
+    flags = ("sequence_parallel", "ub_overlap_ag", "ub_overlap_rs", "ub_overlap_rs_dgrad")
+    flags += ("ub_bulk_wgrad", "ub_bulk_dgrad", "return_layernorm_output_gathered")
+    flags += ("reduce_norm_gradients", "return_layernorm_output")
+    module = LayerNormLinear(
+        24,
+        16,
+        tp_group=Group(1),
+        parallel_mode=mode,
+        symmetric_ar_type="multimem_all_reduce",
+        ub_name="qkv",
+        **dict.fromkeys(flags, True),
+        **CPU,
+    )
+    plain = LayerNormLinear(24, 16, return_layernorm_output=True, **CPU)
+    plain.load_state_dict(module.state_dict())
+    module.set_tensor_parallel_group(None)
+    x = torch.randn(3, 24)
+    for got, right in zip(module(x), plain(x)):
+        assert torch.equal(got, right)
+    assert module.weight.shape == (16, 24) and not module.layer_norm_weight.sequence_parallel
+
+
+def test_a_group_that_does_not_fit_is_refused_before_any_call():
+    with pytest.raises(ValueError, match="tp_group has 3 ranks and tp_size is 2; expected the sam"):
+        LayerNormLinear(24, 16, tp_group=Group(3), tp_size=2, parallel_mode="column", **CPU)
+    module = LayerNormLinear(24, 16, tp_size=2, parallel_mode="column", **CPU)
+    with pytest.raises(ValueError, match="tp_group has 4 ranks and tp_size is 2"):
+        module.set_tensor_parallel_group(Group(4))
+    with pytest.raises(RuntimeError, match="tp_size is 2 and the layer has no tp_group; expected "):
+        module(torch.ones(3, 24))
 
 
 def test_wrong_inputs_of_the_module_are_refused():

@@ -15,8 +15,8 @@ torch = pytest.importorskip("torch")
 from linear_cases import CPU, DEVICES, SPLIT, as_float64, problem_of, tensor  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 
+from cupynorm import LayerNormLinear  # noqa: E402
 from cupynorm.linear.call import Operands  # noqa: E402
-from cupynorm.linear.module import LayerNormLinear  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("sums_in_float32")
 

@@ -1,0 +1,113 @@
+"""torch: the column-parallel layer: a rank has some rows of weight, and so some columns of y.
+
+forward    x -> normalized, gathered with sequence_parallel -> y of the rank's columns
+backward   the gathering of normalized runs beside the product that makes its gradient;
+           the reduction of that gradient runs beside the product that makes dweight
+
+The formulas are in cupynorm.reference.parallel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ..linear import kernels
+from ..linear.call import Operands
+from ..linear.kernels import SavedNorm
+from ..linear.matrices import as_rows
+from ..linear.weight_gradients import WeightGradientSink
+from .products import Kept, Products, joined_bias
+from .ranks import together
+from .weights import Arrived, weight_gradients
+
+
+def forward(
+    products: Products, operands: Operands
+) -> tuple[Tensor, Tensor | None, tuple[Tensor | None, ...]]:
+    """y, normalized (None unless requested), and the tensors that `backward` needs."""
+    options, split = products.options, products.split
+    values, mean, rstd, _ = kernels.forward(options, operands, products.value_dtype)
+    rows = products.rows(as_rows(values))
+    gathering = products.gather(rows)
+    normalized = None
+    if options.return_normalized:
+        normalized = values.to(options.dtype)
+        if split.gathered:
+            normalized = split.gather_input(normalized).wait()
+    weight, saved_weight = products.weight(operands.weights)
+    y = products.project(gathering(), weight, joined_bias(operands.biases, options.dtype))
+    shape = operands.input.shape
+    shape = split.with_all_rows(shape) if split.gathers_input else shape
+    saved = (mean, rstd, *products.keep(rows), *saved_weight)
+    return y.reshape(*shape[:-1], y.shape[-1]), normalized, saved
+
+
+def backward(
+    products: Products,
+    saved: Sequence[Tensor | None],
+    operands: Operands,
+    incoming: tuple[Tensor | None, Tensor | None],
+    wanted: Sequence[bool],
+    sink: WeightGradientSink | None,
+) -> tuple[Tensor | None, ...]:
+    """The gradients of input, norm_weight, norm_bias, *weights, *biases.
+
+    incoming: of y and of normalized. wanted: which gradients; the others are None.
+    """
+    mean, rstd, data, scale, *saved_weight = saved
+    split, (dy, dnormalized) = products.split, incoming
+    input, _, norm_weight, norm_bias, weights, biases = operands
+    norm = SavedNorm(input, mean, rstd, norm_weight, norm_bias)
+    wants_norm, wants_parts = wanted[:3], wanted[3:]
+    wants_weight = any(wants_parts[: len(weights)])
+
+    def values(dtype: torch.dtype) -> Tensor:
+        return as_rows(kernels.forward(products.options, norm.operands, dtype)[0])
+
+    gathering = total = made = dbias = None
+    if dy is not None:
+        rows = as_rows(dy)
+        if wants_weight:
+            gathering = products.gather_again(values, Kept(data, scale))
+        sums = biases[0].dtype if sink is None and any(wants_parts[len(weights) :]) else None
+        made, dbias = products.gradient(rows, sums)
+        if any(wants_norm):
+            total = products.dnormalized(made, weights, saved_weight)
+    if dnormalized is not None and split.gathered:
+        # Each rank's copy of the gathered tensor is a tensor of its own: the gradients are added.
+        total = as_rows(dnormalized) if total is None else total + as_rows(dnormalized)
+        dnormalized = None
+    reduction = None
+    if total is not None and any(wants_norm):
+        reduction = split.reduce(total)
+    dparts = [None] * (len(weights) + len(biases))
+    if dy is not None:
+        normalized = None if gathering is None else gathering()
+        of_dy = Arrived(rows, made, dbias)
+        dparts = weight_gradients(products, operands, of_dy, normalized, wants_parts, sink)
+    elif sink is not None:
+        sink.take_nothing()
+
+    if reduction is not None:
+        total = reduction.wait().reshape(input.shape)
+        total = total if dnormalized is None else total + dnormalized.to(total.dtype)
+    else:
+        total = dnormalized
+    of_norm: list[Tensor | None] = [None] * 3
+    if total is not None and any(wants_norm):
+        of_norm = list(
+            kernels.backward(
+                products.options, total, norm, None, wanted=wants_norm, spends_dy=dy is not None
+            )[:3]
+        )
+    if split.reduces_norm and split.gathers_input:
+        places = [at for at in (1, 2) if of_norm[at] is not None]
+        if places:
+            made = together([of_norm[at] for at in places], split.ranks.all_reduce)
+            for at, each in zip(places, made):
+                of_norm[at] = each
+    made = (*of_norm, *dparts)
+    return tuple(gradient if is_wanted else None for gradient, is_wanted in zip(made, wanted))

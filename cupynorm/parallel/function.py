@@ -1,0 +1,85 @@
+"""torch: the layer of several ranks as a differentiable function."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..linear.call import Operands
+from ..linear.matrices import as_result
+from ..linear.weight_gradients import WeightGradientSink
+from ..nn import modes
+from ..nn.dtypes import outside_autocast
+from . import column, row
+from .products import Products
+
+_MODES = {"column": column, "row": row}
+
+
+def project(
+    products: Products, operands: Operands, sink: WeightGradientSink | None
+) -> tuple[Tensor, Tensor | None]:
+    """y and normalized (None unless requested).
+
+    sink: takes the gradients of weights and biases.
+    Raises NotImplementedError for what torch would transform or trace.
+    """
+    _check_plain(operands)
+    if torch.is_grad_enabled() and modes.wants_gradient(*operands.all):
+        return Sharded.apply(products, sink, len(operands.weights), *operands.all)
+    with torch.no_grad(), outside_autocast(operands.input):
+        return _MODES[products.split.mode].forward(products, operands)[:2]
+
+
+def _check_plain(operands: Operands) -> None:
+    if modes.is_transformed():
+        raise NotImplementedError(
+            "torch.func or forward mode was asked to transform a layer with tp_size of 2 or more; "
+            "expected it outside of them"
+        )
+    for name, each in zip(Operands._fields, operands):
+        for tensor in each if isinstance(each, Sequence) else (each,):
+            if hasattr(tensor, "device_mesh"):
+                raise NotImplementedError(
+                    f"{name} of a layer with tp_size of 2 or more is a DTensor; "
+                    "expected this rank's part, to_local()"
+                )
+
+
+class Sharded(torch.autograd.Function):
+    """y, normalized (None unless requested). tensors: operands.all."""
+
+    @staticmethod
+    def forward(ctx, products, sink, num_weights, *tensors):
+        operands, mode = Operands.split(tensors, num_weights), products.split.mode
+        with outside_autocast(operands.input):
+            y, normalized, saved = _MODES[mode].forward(products, operands)
+        ctx.save_for_backward(*saved, *tensors)
+        ctx.products, ctx.sink = products.without_weight(), sink
+        ctx.num_saved, ctx.num_weights = len(saved), num_weights
+        ctx.set_materialize_grads(False)
+        return as_result(y), as_result(normalized)
+
+    @staticmethod
+    def backward(ctx, dy, dnormalized):
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "a differentiable gradient was asked for of a layer with tp_size of 2 or more; "
+                "expected create_graph=False"
+            )
+        tensors: tuple[Any, ...] = ctx.saved_tensors
+        operands = Operands.split(tensors[ctx.num_saved :], ctx.num_weights)
+        wants_input, _, *others = ctx.needs_input_grad[3:]
+        with outside_autocast(operands.input):
+            dx, *made = _MODES[ctx.products.split.mode].backward(
+                ctx.products,
+                tensors[: ctx.num_saved],
+                operands,
+                (dy, dnormalized),
+                (wants_input, *others),
+                ctx.sink,
+            )
+        return None, None, None, dx, None, *made

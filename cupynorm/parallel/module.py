@@ -1,0 +1,272 @@
+"""torch: LayerNormLinear on one rank or several: which part of it a rank has, and its calls.
+
+column.py, row.py   what ranks compute and exchange
+products.py         their products, in the dtype of the call or in 8-bit floats
+ranks.py            the group and its collectives
+checkpoints.py      state dicts that load on another number of ranks
+"""
+
+from __future__ import annotations
+
+import numbers
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, distributed
+
+from ..linear.call import LinearCall, Operands
+from ..linear.fp8 import RegionCall
+from ..linear.function import check_call
+from ..linear.matrices import as_rows
+from ..linear.module import LayerNormLinear as OneRank
+from ..linear.weight_gradients import WeightGradientSink
+from ..nn import modes
+from ..nn.recipes import DelayedScaling
+from ..norm.quantized_tensor import QuantizedTensor
+from .function import project
+from .products import FloatProducts, QuantizedProducts
+from .ranks import Ranks, Split, group_size
+
+MODES = (None, "column", "row")
+
+
+class LayerNormLinear(OneRank):
+    __doc__ = OneRank.__doc__
+
+    # Parameters.
+
+    def _share(self, given: Mapping[str, Any]) -> None:
+        mode, group, size = given["parallel_mode"], given["tp_group"], given["tp_size"]
+        if mode not in MODES:
+            raise ValueError(f"parallel_mode is {mode!r}; expected None, 'column' or 'row'")
+        self._ranks = Ranks(_size(group, size), group)
+        self.tp_size = size = self._ranks.size
+        self.sequence_parallel = bool(given["sequence_parallel"]) and size > 1
+        self.reduce_norm_gradients = given["reduce_norm_gradients"]
+        is_shared = size > 1 and mode is not None
+        if is_shared and given["fused"] is not None:
+            raise ValueError(
+                f"fused is {given['fused']!r} and tp_size is {size}; expected fused=None on "
+                "several ranks"
+            )
+        name = {"column": "out_features", "row": "in_features"}.get(mode, "")
+        if is_shared:
+            if given[name] % size:
+                raise ValueError(
+                    f"{name} is {given[name]} and tp_size is {size}; expected a multiple of {size}"
+                )
+            setattr(self, name, given[name] // size)
+        self._is_shared = is_shared
+
+    def _make_parameters(
+        self,
+        split: Sequence[str] | Mapping[str, int] | None,
+        device: torch.device | str,
+        dtype: torch.dtype | None,
+    ) -> None:
+        if self._is_shared and self.parallel_mode == "column" and split:
+            split = self._own_sizes(split)
+        super()._make_parameters(split, device, dtype)
+
+    def _own_sizes(self, split: Any) -> Any:
+        """parameters_split with the sizes of this rank; as it is if the layer will refuse it."""
+        size, names = self.tp_size, [split] if isinstance(split, str) else split
+        whole = self.out_features * size
+        if not isinstance(split, Mapping):
+            is_even = isinstance(names, Sequence) and whole % len(names) == 0
+            if is_even and self.out_features % len(names):
+                raise ValueError(
+                    f"parameters_split has {len(names)} parts of {whole // len(names)} rows and "
+                    f"tp_size is {size}; expected parts of a multiple of {size} rows"
+                )
+            return split
+        numbers = list(split.values())
+        if not all(isinstance(each, int) for each in numbers) or sum(numbers) != whole:
+            found = f", {sum(numbers)} together" if numbers and type(numbers[0]) is int else ""
+            raise ValueError(
+                f"parameters_split has sizes {numbers}{found}; expected numbers of rows, "
+                f"out_features of all ranks, {whole}, together"
+            )
+        for name, rows in split.items():
+            if rows % size:
+                raise ValueError(
+                    f"{name} of parameters_split has {rows} rows and tp_size is {size}; "
+                    f"expected a multiple of {size}"
+                )
+        return {name: rows // size for name, rows in split.items()}
+
+    def _mark_parameters(self) -> None:
+        super()._mark_parameters()
+        of_norm = [
+            each for each in (self.layer_norm_weight, self.layer_norm_bias) if each is not None
+        ]
+        if self.parallel_mode == "row" and self._is_shared:
+            for parameter in of_norm:
+                _mark(parameter, 0)
+            for weight in self._weights():
+                _mark(weight, 1)
+            for bias in self._biases():
+                # Only a bias that is returned is added to some rows on each rank.
+                bias.sequence_parallel = self.sequence_parallel and self.return_bias
+        else:
+            reduced = self._is_shared and self.reduce_norm_gradients
+            for parameter in of_norm:
+                parameter.sequence_parallel = self.sequence_parallel and not reduced
+
+    def set_tensor_parallel_group(self, tp_group: Any) -> None:
+        """Sets the group of tp_size ranks. Expected before the first call, if not given before.
+
+        Raises ValueError for a group of another size, TypeError for what is no group.
+        """
+        if tp_group is not None or self.tp_size > 1:
+            self._ranks.set_group(tp_group)
+
+    # Calls.
+
+    def forward(
+        self,
+        inp: Tensor,
+        is_first_microbatch: bool | None = None,
+        fp8_output: bool = False,
+        fp8_grad: bool = False,
+    ) -> Tensor | QuantizedTensor | tuple[Tensor | QuantizedTensor, ...]:
+        if self._is_shared and isinstance(inp, Tensor):
+            modes.run_untraced(self._begin_call)(inp, fp8_grad)
+        return super().forward(inp, is_first_microbatch, fp8_output, fp8_grad)
+
+    forward.__doc__ = OneRank.forward.__doc__
+
+    def _begin_call(self, inp: Tensor, fp8_grad: bool) -> None:
+        """Raises before any collective for what one rank can tell, and compares first calls."""
+        size, mode = self.tp_size, self.parallel_mode
+        self._ranks.check_group()
+        if fp8_grad:
+            raise ValueError(f"fp8_grad is True and tp_size is {size}; expected False")
+        if inp.shape[-1:] != (self.in_features,):
+            whole = f", of {self.in_features * size} on all ranks" if mode == "row" else ""
+            raise ValueError(
+                f"input has shape {tuple(inp.shape)}; expected (..., {self.in_features}), this "
+                f"rank's in_features{whole}"
+            )
+        if self.sequence_parallel and inp.ndim < 2:
+            raise ValueError(
+                f"input has shape {tuple(inp.shape)} with sequence_parallel; expected two "
+                "dimensions or more, the first of which is shared"
+            )
+        if self.sequence_parallel and mode == "row" and len(inp) % size:
+            raise ValueError(
+                f"input has {len(inp)} rows in its first dimension, and tp_size is {size}; "
+                f"expected a multiple of {size}"
+            )
+        self._ranks.agree(
+            {
+                "parallel_mode": mode,
+                "sequence_parallel": self.sequence_parallel,
+                "the shape of the input": tuple(inp.shape),
+                "the dtype of the input": str(inp.dtype),
+                "out_features of a rank": self.out_features,
+                "normalization": self.normalization,
+            }
+        )
+
+    @property
+    def _split(self) -> Split:
+        is_gathered = self.return_layernorm_output_gathered and self.sequence_parallel
+        return Split(
+            self._ranks,
+            self.parallel_mode,
+            self.sequence_parallel,
+            is_gathered and self.parallel_mode == "column",
+            self.reduce_norm_gradients,
+        )
+
+    def _project(
+        self,
+        call: LinearCall,
+        is_first_microbatch: bool | None,
+        sink: WeightGradientSink | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        if not self._is_shared:
+            return super()._project(call, is_first_microbatch, sink)
+        return modes.run_untraced(self._project_shared)(call, sink)
+
+    def _project_shared(
+        self, call: LinearCall, sink: WeightGradientSink | None
+    ) -> tuple[Tensor, Tensor | None]:
+        check_call(call)
+        return project(FloatProducts(call.options, self._split), call.operands, sink)
+
+    def _project_in_fp8(
+        self,
+        call: RegionCall,
+        operands: Operands,
+        fp8_output: bool,
+        make_sink: Callable[[], WeightGradientSink] | None,
+    ) -> tuple[Tensor | QuantizedTensor, Tensor | None]:
+        if not self._is_shared:
+            return super()._project_in_fp8(call, operands, fp8_output, make_sink)
+        run = modes.run_untraced(self._project_shared_in_fp8)
+        return run(call, operands, fp8_output, make_sink)
+
+    def _project_shared_in_fp8(
+        self,
+        call: RegionCall,
+        operands: Operands,
+        fp8_output: bool,
+        make_sink: Callable[[], WeightGradientSink] | None,
+    ) -> tuple[Tensor | QuantizedTensor, Tensor | None]:
+        call = self._checked(call, operands, fp8_output)
+        self._check_amaxes(call)
+        quantized, weight = self.begin_in_fp8(call, operands)
+        sink = make_sink() if call.recorded and make_sink is not None else None
+        products = QuantizedProducts(call.options, self._split, quantized.quantizers, weight)
+        y, normalized = project(products, operands, sink)
+        if fp8_output:
+            y = quantized.quantizers.quantize("output", as_rows(y))
+        return y, normalized
+
+    def _check_amaxes(self, call: RegionCall) -> None:
+        """Raises where ranks that share an 8-bit tensor would have scales of their own."""
+        recipe, group = call.region.recipe, call.region.group
+        if not isinstance(recipe, DelayedScaling) or not self._shares_scales:
+            return
+        if not recipe.reduce_amax:
+            raise ValueError(
+                "reduce_amax is False and ranks share a tensor (sequence_parallel or "
+                "parallel_mode='row'); expected reduce_amax=True"
+            )
+        reducing = set(distributed.get_process_group_ranks(group or distributed.group.WORLD))
+        sharing = distributed.get_process_group_ranks(self._ranks.group)
+        if not reducing.issuperset(sharing):
+            raise ValueError(
+                f"fp8_autocast reduces amaxes over the ranks {sorted(reducing)}, and the ranks "
+                f"{sharing} share this layer; expected a group that has all of them"
+            )
+
+    @property
+    def _shares_scales(self) -> bool:
+        return self.sequence_parallel or self.parallel_mode == "row"
+
+    def extra_repr(self) -> str:
+        if not self._is_shared:
+            return super().extra_repr()
+        return (
+            f"{super().extra_repr()}, parallel_mode={self.parallel_mode!r}, "
+            f"tp_size={self.tp_size}, sequence_parallel={self.sequence_parallel}"
+        )
+
+
+def _size(group: Any, size: Any) -> int:
+    """The number of ranks. Raises TypeError or ValueError for arguments that do not fit."""
+    if isinstance(size, bool) or not isinstance(size, numbers.Integral):
+        raise TypeError(f"tp_size is {size!r}; expected an int, 1 or more")
+    if size < 1:
+        raise ValueError(f"tp_size is {size}; expected 1 or more")
+    return group_size(group) if group is not None and size == 1 else size
+
+
+def _mark(parameter: Tensor, dim: int) -> None:
+    parameter.tensor_model_parallel = True
+    parameter.partition_dim, parameter.partition_stride = dim, 1
+    parameter.sequence_parallel = False

@@ -1,0 +1,240 @@
+"""torch: the products of a rank, in the dtype of the call or in 8-bit floats.
+
+column.py and row.py say which values are multiplied, and what ranks exchange besides. The classes
+here say how: each makes Rows of a rank's normalised values, gathers them where the ranks have
+rows of their own, and multiplies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from ..linear.call import LinearOptions
+from ..linear.matrices import concatenate, join, sum_rows
+from ..linear.quantizers import Quantizers
+from ..linear.weight_gradients import WeightProduct
+from ..nn import quantization
+from ..nn.products import Factor, multiply
+from ..nn.recipes import BlockScaling
+from ..norm.quantized_tensor import QuantizedTensor
+from .ranks import Pending, Split
+
+
+class Kept(NamedTuple):
+    """What a forward keeps of its Rows.
+
+    data: the Rows of this rank; None where backward makes them again. scale: of 8-bit floats.
+    """
+
+    data: Tensor | None
+    scale: Tensor | None
+
+
+class Products(Protocol):
+    """value_dtype: of the normalised values, [num_rows, in_features], that `rows` takes."""
+
+    options: LinearOptions
+    split: Split
+    value_dtype: torch.dtype
+
+    def without_weight(self) -> Products:
+        """For a backward, which has the weight among its saved tensors."""
+
+    def rows(self, values: Tensor) -> Any:
+        """Rows of this rank."""
+
+    def keep(self, rows: Any) -> Kept: ...
+
+    def gather(self, rows: Any) -> Callable[[], Any]:
+        """Starts to gather Rows. The function that is returned waits for those of all ranks."""
+
+    def gather_again(
+        self, make_values: Callable[[torch.dtype], Tensor], kept: Kept
+    ) -> Callable[[], Any]:
+        """The same in backward. The function returns the Rows as `dweight` takes them."""
+
+    def weight(self, weights: Sequence[Tensor]) -> tuple[Any, tuple[Tensor, ...]]:
+        """The weight for `project`, and the tensors that `dnormalized` needs besides weights."""
+
+    def project(self, rows: Any, weight: Any, bias: Tensor | None) -> Tensor: ...
+
+    def gradient(self, dy: Tensor, sum_dtype: torch.dtype | None) -> tuple[Any, Tensor | None]:
+        """dy as the products take it, and its sums over rows if sum_dtype is given."""
+
+    def dnormalized(
+        self, dy: Any, weights: Sequence[Tensor], saved: Sequence[Tensor]
+    ) -> Tensor: ...
+
+    def dweight(self, dy: Any, rows: Any, dtype: torch.dtype) -> Tensor: ...
+
+    def for_sink(self, dy_rows: Tensor, dy: Any, rows: Any) -> WeightProduct:
+        """The weight's gradient as a WeightGradientSink takes it. dy_rows: dy as it came."""
+
+
+class FloatProducts:
+    """Products in the dtype of the options. Rows are tensors."""
+
+    def __init__(self, options: LinearOptions, split: Split) -> None:
+        self.options, self.split, self.value_dtype = options, split, options.dtype
+
+    def without_weight(self) -> FloatProducts:
+        return self
+
+    def rows(self, values: Tensor) -> Tensor:
+        return values
+
+    def keep(self, rows: Tensor) -> Kept:
+        return Kept(rows if self.options.save_normalized else None, None)
+
+    def gather(self, rows: Tensor) -> Callable[[], Tensor]:
+        return self.split.gather_input(rows).wait
+
+    def gather_again(
+        self, make_values: Callable[[torch.dtype], Tensor], kept: Kept
+    ) -> Callable[[], Tensor]:
+        return self.gather(make_values(self.value_dtype) if kept.data is None else kept.data)
+
+    def weight(self, weights: Sequence[Tensor]) -> tuple[Tensor, tuple[Tensor, ...]]:
+        return join(weights).to(self.options.dtype), ()
+
+    def project(self, rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return functional.linear(rows, weight, bias)
+
+    def gradient(self, dy: Tensor, sum_dtype: torch.dtype | None) -> tuple[Tensor, Tensor | None]:
+        return dy, None if sum_dtype is None else sum_rows(dy, sum_dtype)
+
+    def dnormalized(self, dy: Tensor, weights: Sequence[Tensor], saved: Sequence[Tensor]) -> Tensor:
+        return dy @ self.weight(weights)[0]
+
+    def dweight(self, dy: Tensor, rows: Tensor, dtype: torch.dtype) -> Tensor:
+        return dy.t() @ rows
+
+    def for_sink(self, dy_rows: Tensor, dy: Tensor, rows: Tensor) -> WeightProduct:
+        reads = {"the normalised tensor": rows}
+        return WeightProduct(dy_rows, lambda: rows, reads=reads)
+
+
+class _Gradient(NamedTuple):
+    """dy in 8-bit floats, as both products take it."""
+
+    data: Factor
+    transposed: Factor
+
+
+class QuantizedProducts:
+    """Products of 8-bit floats. Rows are QuantizedTensors of values in float32.
+
+    Ranks gather data, 1 byte an element, and the scales of blocks. One scale for all rows is the
+    same on all ranks: DelayedScaling reduces amaxes when a step ends, CurrentScaling here.
+    In backward BlockScaling gathers values in float32, because its blocks then go along columns;
+    it does not keep data.
+
+    weight: quantised, with its transposed copy where there is a backward; None in backward.
+    """
+
+    def __init__(
+        self,
+        options: LinearOptions,
+        split: Split,
+        quantizers: Quantizers,
+        weight: QuantizedTensor | None,
+    ) -> None:
+        self.options, self.split, self.value_dtype = options, split, torch.float32
+        self.quantizers, self._weight = quantizers, weight
+        self._in_blocks = isinstance(quantizers.recipe, BlockScaling)
+
+    def without_weight(self) -> QuantizedProducts:
+        return QuantizedProducts(self.options, self.split, self.quantizers, None)
+
+    def rows(self, values: Tensor) -> QuantizedTensor:
+        quantizers, rule = self.quantizers, self.quantizers.rule
+        if rule is None or not self.split.shares_rows:
+            return quantizers.quantize("input", values)
+        amax = quantization.amax_of(values).reshape(1)
+        amax = self.split.ranks.all_reduce(amax, largest=True).wait()
+        dtype, smallest = quantizers.dtype("input"), rule.smallest_amax
+        scale = quantization.scale_of(
+            amax, dtype, power_of_two=rule.power_of_two, smallest_amax=smallest
+        )
+        return quantization.quantize(values, scale, dtype)
+
+    def keep(self, rows: QuantizedTensor) -> Kept:
+        is_kept = self.options.save_normalized and not self._in_blocks
+        return Kept(rows.data if is_kept else None, self.quantizers.scale_to_keep("input", rows))
+
+    def gather(self, rows: QuantizedTensor) -> Callable[[], QuantizedTensor]:
+        data, scale_inv = self.split.gather_input(rows.data), Pending(rows.scale_inv)
+        if self._in_blocks:
+            scale_inv = self.split.gather_input(rows.scale_inv)
+        return lambda: QuantizedTensor(
+            data.wait(), scale_inv.wait(), rows.dtype, block_rows=rows.block_rows
+        )
+
+    def gather_again(
+        self, make_values: Callable[[torch.dtype], Tensor], kept: Kept
+    ) -> Callable[[], Factor]:
+        if self._in_blocks:
+            values = self.split.gather_input(make_values(self.value_dtype))
+            return lambda: self._along_columns(values.wait())
+        data = kept.data
+        if data is None:
+            values, dtype = make_values(self.value_dtype), self.quantizers.dtype("input")
+            data = quantization.quantize(values, kept.scale, dtype).data
+        data = self.split.gather_input(data)
+        return lambda: Factor(_transposed(data.wait()), 1.0 / kept.scale)
+
+    def _along_columns(self, values: Tensor) -> Factor:
+        made = self.quantizers.quantize("input", values, transpose=True)
+        return Factor(made.transposed, made.transposed_scale_inv, made.block_rows)
+
+    def weight(self, weights: Sequence[Tensor]) -> tuple[QuantizedTensor, tuple[Tensor, ...]]:
+        weight = self._weight
+        if weight.transposed is None:
+            return weight, ()
+        return weight, (weight.transposed, _transposed_scale_inv(weight))
+
+    def project(
+        self, rows: QuantizedTensor, weight: QuantizedTensor, bias: Tensor | None
+    ) -> Tensor:
+        is_exact = self.quantizers.is_exact
+        return multiply(rows, weight, self.options.dtype, bias=bias, fast=True, is_exact=is_exact)
+
+    def gradient(
+        self, dy: Tensor, sum_dtype: torch.dtype | None
+    ) -> tuple[_Gradient, Tensor | None]:
+        made, sums = self.quantizers.quantize_gradient(dy, sum_dtype)
+        if sum_dtype is not None and sums is None:
+            sums = sum_rows(dy, sum_dtype)
+        transposed = Factor(made.transposed, _transposed_scale_inv(made), made.block_rows)
+        return _Gradient(Factor(made.data, made.scale_inv, made.block_rows), transposed), sums
+
+    def dnormalized(
+        self, dy: _Gradient, weights: Sequence[Tensor], saved: Sequence[Tensor]
+    ) -> Tensor:
+        weight, is_exact = Factor(*saved, self.quantizers.block_rows), self.quantizers.is_exact
+        return multiply(dy.data, weight, self.options.dtype, is_exact=is_exact)
+
+    def dweight(self, dy: _Gradient, rows: Factor, dtype: torch.dtype) -> Tensor:
+        return multiply(dy.transposed, rows, dtype, is_exact=self.quantizers.is_exact)
+
+    def for_sink(self, dy_rows: Tensor, dy: _Gradient, rows: Factor) -> WeightProduct:
+        return WeightProduct(dy_rows, make_dweight=lambda dtype: self.dweight(dy, rows, dtype))
+
+
+def joined_bias(biases: Sequence[Tensor], dtype: torch.dtype) -> Tensor | None:
+    """The parts of the bias together, in a dtype; None of no parts."""
+    bias = concatenate(biases)
+    return None if bias is None else bias.to(dtype)
+
+
+def _transposed(data: Tensor) -> Tensor:
+    return data.view(torch.uint8).t().contiguous().view(data.dtype)
+
+
+def _transposed_scale_inv(made: QuantizedTensor) -> Tensor:
+    return made.scale_inv if made.transposed_scale_inv is None else made.transposed_scale_inv

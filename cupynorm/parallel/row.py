@@ -1,0 +1,116 @@
+"""torch: the row-parallel layer: a rank has some columns of x and of weight.
+
+forward    x -> the statistics of whole rows -> normalized -> a product that is a part of y;
+           the parts are summed over ranks, and bias is added to the sum
+backward   two sums of each row, all that dx needs of other ranks, are reduced by one collective
+           beside the product that makes dweight
+
+With sequence_parallel a rank has some rows of y: its gradient is gathered first. The formulas are
+in cupynorm.reference.parallel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ..linear.call import Operands, check_eps
+from ..linear.matrices import as_rows
+from ..linear.weight_gradients import WeightGradientSink
+from ..nn.dtypes import name_of
+from ..nn.formulas import scale as norm_scale
+from .products import Kept, Products, joined_bias
+from .statistics import RowStatistics, statistics
+from .weights import Arrived, weight_gradients
+
+
+def forward(
+    products: Products, operands: Operands
+) -> tuple[Tensor, Tensor | None, tuple[Tensor | None, ...]]:
+    """y, this rank's columns of normalized (None unless requested), and what `backward` needs."""
+    options, split, input = products.options, products.split, operands.input
+    eps = check_eps(options.eps, name_of(input.dtype), centered=options.centered)
+    found = statistics(as_rows(input), eps, centered=options.centered, ranks=split.ranks)
+    values = _values(products, found.x_hat(as_rows(input)), operands)
+    rows = products.rows(values.to(products.value_dtype))
+    weight, saved_weight = products.weight(operands.weights)
+    part = products.project(rows, weight, None)
+    part = part.reshape(*input.shape[:-1], part.shape[-1])
+    normalized = None
+    if options.return_normalized:
+        normalized = values.to(options.dtype).reshape(input.shape)
+    y = split.reduce(part).wait()
+    bias = joined_bias(operands.biases, options.dtype)
+    y = y if bias is None else y + bias
+    return y, normalized, (*found, *products.keep(rows), *saved_weight)
+
+
+def backward(
+    products: Products,
+    saved: Sequence[Tensor | None],
+    operands: Operands,
+    incoming: tuple[Tensor | None, Tensor | None],
+    wanted: Sequence[bool],
+    sink: WeightGradientSink | None,
+) -> tuple[Tensor | None, ...]:
+    """As column.backward. Where rows of dy were gathered, each rank has the whole dbias."""
+    pivot, shift, rstd, data, scale, *saved_weight = saved
+    found, split, (dy, dnormalized) = RowStatistics(pivot, shift, rstd), products.split, incoming
+    input, _, norm_weight, norm_bias, weights, biases = operands
+    wants_norm, wants_parts = wanted[:3], wanted[3:]
+    wants_weight = any(wants_parts[: len(weights)])
+    x_hat = found.x_hat(as_rows(input))
+
+    def values(dtype: torch.dtype) -> Tensor:
+        return _values(products, x_hat, operands).to(dtype)
+
+    total = rows = made = dbias = None
+    if dy is not None:
+        rows = as_rows(split.ranks.gather(dy).wait() if split.sequence_parallel else dy)
+        sums = biases[0].dtype if sink is None and any(wants_parts[len(weights) :]) else None
+        made, dbias = products.gradient(rows, sums)
+        if any(wants_norm):
+            total = products.dnormalized(made, weights, saved_weight)
+    if dnormalized is not None:
+        dnormalized = as_rows(dnormalized)
+        total = dnormalized if total is None else total + dnormalized
+    reduction = weighted = None
+    if total is not None and wants_norm[0]:
+        total = total.to(x_hat.dtype)
+        weighted = total * norm_scale(
+            norm_weight, products.options.zero_centered_weight, x_hat.dtype
+        )
+        sums = [(weighted * x_hat).sum(1), *([] if pivot is None else [weighted.sum(1)])]
+        reduction = split.ranks.all_reduce(torch.stack(sums))
+    dparts = [None] * (len(weights) + len(biases))
+    if dy is not None:
+        # The rows are this rank's alone: nothing is gathered.
+        kept = Kept(data, scale)
+        normalized = products.gather_again(values, kept)() if wants_weight else None
+        of_dy = Arrived(rows, made, dbias)
+        dparts = weight_gradients(products, operands, of_dy, normalized, wants_parts, sink)
+    elif sink is not None:
+        sink.take_nothing()
+
+    dx = dnorm_weight = dnorm_bias = None
+    if total is not None:
+        if wants_norm[1]:
+            dnorm_weight = (total * x_hat).sum(0).to(norm_weight.dtype)
+        if wants_norm[2]:
+            dnorm_bias = total.sum(0, dtype=x_hat.dtype).to(norm_bias.dtype)
+    if reduction is not None:
+        of_row = reduction.wait() / (input.shape[-1] * split.ranks.size)
+        dx = weighted - x_hat * of_row[0][:, None]
+        dx = dx if pivot is None else dx - of_row[1][:, None]
+        dx = (dx * rstd[:, None]).to(input.dtype).reshape(input.shape)
+    made = (dx, dnorm_weight, dnorm_bias, *dparts)
+    return tuple(gradient if is_wanted else None for gradient, is_wanted in zip(made, wanted))
+
+
+def _values(products: Products, x_hat: Tensor, operands: Operands) -> Tensor:
+    """This rank's columns of normalized, in the dtype of arithmetic."""
+    zero_centered, dtype = products.options.zero_centered_weight, x_hat.dtype
+    values = x_hat * norm_scale(operands.norm_weight, zero_centered, dtype)
+    return values if operands.norm_bias is None else values + operands.norm_bias.to(dtype)

@@ -1,0 +1,31 @@
+"""LayerNormLinear on several processes on the CPU. layer_ranks.py has the checks."""
+
+from __future__ import annotations
+
+import pytest
+
+torch = pytest.importorskip("torch")
+if not torch.distributed.is_available():
+    pytest.skip("this torch has no distributed package", allow_module_level=True)
+import layer_ranks  # noqa: E402  (imports torch)
+import start_ranks  # noqa: E402
+
+
+@pytest.fixture(scope="module")
+def became(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
+    return start_ranks.start(layer_ranks.__file__, 2, tmp_path_factory.mktemp("ranks"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", layer_ranks.CHECKS)
+def test_on_two_ranks(became, name):
+    assert [report[name] for report in became] == ["passed", "passed"]
+
+
+ON_FOUR = tuple(case.name for case in layer_ranks.MAIN)
+
+
+@pytest.mark.slow
+def test_on_four_ranks(tmp_path):
+    reports = start_ranks.start(layer_ranks.__file__, 4, tmp_path, ON_FOUR)
+    assert reports == [dict.fromkeys(ON_FOUR, "passed")] * 4
