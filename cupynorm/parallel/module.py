@@ -114,6 +114,20 @@ class LayerNormLinear(OneRank):
             for parameter in of_norm:
                 parameter.sequence_parallel = self.sequence_parallel and not reduced
 
+    def shard_dims(self) -> dict[str, int]:
+        """The parameters of which each rank has a part, and the dimension that is split."""
+        if not self._is_shared:
+            return {}
+        if self.parallel_mode == "column":
+            return dict.fromkeys([*self.weight_names, *(self.bias_names * self.use_bias)], 0)
+        norm = ("layer_norm_weight", "layer_norm_bias")[: 1 + (self.layer_norm_bias is not None)]
+        return dict.fromkeys(norm, 0) | dict.fromkeys(self.weight_names, 1)
+
+    @property
+    def tp_group(self) -> Any:
+        """Of torch.distributed; None where none was given or set."""
+        return self._ranks.group
+
     def set_tensor_parallel_group(self, tp_group: Any) -> None:
         """Sets the group of tp_size ranks. Expected before the first call, if not given before.
 

@@ -1,0 +1,48 @@
+"""notebooks/train_on_ranks.py learns, and has the same losses on one process and on two."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+STEPS = 12
+
+
+def losses_of(text: str, num_ranks: int) -> list[float]:
+    found = re.search(rf"^{num_ranks} ranks: ([\d. ]+)$", text, re.M)
+    assert found, text
+    return [float(each) for each in found[1].split()]
+
+
+@pytest.mark.slow
+def test_two_ranks_have_the_losses_of_one(example, monkeypatch, capsys):
+    torch = pytest.importorskip("torch")
+    if not torch.distributed.is_available():
+        pytest.skip("this torch has no distributed package")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(sys, "argv", ["train_on_ranks.py", str(STEPS)])
+    example.main()
+    alone = losses_of(capsys.readouterr().out, 1)
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"),
+            *("--standalone", example.__file__, str(STEPS)),
+        ],
+        env=os.environ | {"PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    together = losses_of(done.stdout, 2)
+    assert len(alone) == len(together) == STEPS
+    # Printed to 4 digits; float32 sums in another order differ in the seventh.
+    assert max(abs(one - other) for one, other in zip(alone, together)) < 2e-4
+    assert alone[0] > 4 and sum(alone[-3:]) / 3 < 3.6
