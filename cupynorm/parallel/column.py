@@ -31,14 +31,13 @@ def forward(
     options, split = products.options, products.split
     values, mean, rstd, _ = kernels.forward(options, operands, products.value_dtype)
     rows = products.rows(as_rows(values))
-    gathering = products.gather(rows)
+    weight, saved_weight = products.weight(operands.weights)
+    y = products.project(rows, weight, joined_bias(operands.biases, options.dtype))
     normalized = None
     if options.return_normalized:
         normalized = values.to(options.dtype)
         if split.gathered:
             normalized = split.gather_input(normalized).wait()
-    weight, saved_weight = products.weight(operands.weights)
-    y = products.project(gathering(), weight, joined_bias(operands.biases, options.dtype))
     shape = operands.input.shape
     shape = split.with_all_rows(shape) if split.gathers_input else shape
     saved = (mean, rstd, *products.keep(rows), *saved_weight)
@@ -67,22 +66,24 @@ def backward(
     def values(dtype: torch.dtype) -> Tensor:
         return as_rows(kernels.forward(products.options, norm.operands, dtype)[0])
 
-    gathering = total = made = dbias = None
+    gathering = reduction = made = dbias = None
+    wants_reach = any(wants_norm)
     if dy is not None:
         rows = as_rows(dy)
         if wants_weight:
             gathering = products.gather_again(values, Kept(data, scale))
         sums = biases[0].dtype if sink is None and any(wants_parts[len(weights) :]) else None
         made, dbias = products.gradient(rows, sums)
-        if any(wants_norm):
-            total = products.dnormalized(made, weights, saved_weight)
     if dnormalized is not None and split.gathered:
         # Each rank's copy of the gathered tensor is a tensor of its own: the gradients are added.
-        total = as_rows(dnormalized) if total is None else total + as_rows(dnormalized)
+        if wants_reach:
+            total = as_rows(dnormalized)
+            if dy is not None:
+                total = total + products.dnormalized(made, weights, saved_weight)
+            reduction = split.reduce(total)
         dnormalized = None
-    reduction = None
-    if total is not None and any(wants_norm):
-        reduction = split.reduce(total)
+    elif dy is not None and wants_reach:
+        reduction = products.dnormalized_of_ranks(made, weights, saved_weight)
     dparts = [None] * (len(weights) + len(biases))
     if dy is not None:
         normalized = None if gathering is None else gathering()
@@ -97,10 +98,15 @@ def backward(
     else:
         total = dnormalized
     of_norm: list[Tensor | None] = [None] * 3
-    if total is not None and any(wants_norm):
+    if total is not None and wants_reach:
         of_norm = list(
             kernels.backward(
-                products.options, total, norm, None, wanted=wants_norm, spends_dy=dy is not None
+                products.options,
+                total,
+                norm,
+                None,
+                wanted=wants_norm,
+                spends_dy=reduction is not None,
             )[:3]
         )
     if split.reduces_norm and split.gathers_input:

@@ -25,8 +25,10 @@ from ..nn import modes
 from ..nn.recipes import DelayedScaling
 from ..norm.quantized_tensor import QuantizedTensor
 from .function import project
+from .overlap import SymmetricSum, overlaps
 from .products import FloatProducts, QuantizedProducts
-from .ranks import Ranks, Split, group_size
+from .ranks import Ranks, group_size
+from .split import Split
 
 MODES = (None, "column", "row")
 
@@ -58,6 +60,11 @@ class LayerNormLinear(OneRank):
                 )
             setattr(self, name, given[name] // size)
         self._is_shared = is_shared
+        self._overlaps = overlaps(
+            given, mode, sequence_parallel=self.sequence_parallel, is_shared=is_shared
+        )
+        kind = self._overlaps.all_reduce
+        self._symmetric_sum = None if kind is None else SymmetricSum(kind)
 
     def _make_parameters(
         self,
@@ -181,7 +188,8 @@ class LayerNormLinear(OneRank):
                 "the dtype of the input": str(inp.dtype),
                 "out_features of a rank": self.out_features,
                 "normalization": self.normalization,
-            }
+            },
+            inp.device,
         )
 
     @property
@@ -193,6 +201,8 @@ class LayerNormLinear(OneRank):
             self.sequence_parallel,
             is_gathered and self.parallel_mode == "column",
             self.reduce_norm_gradients,
+            self._overlaps,
+            self._symmetric_sum,
         )
 
     def _project(

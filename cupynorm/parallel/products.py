@@ -22,7 +22,10 @@ from ..nn import quantization
 from ..nn.products import Factor, multiply
 from ..nn.recipes import BlockScaling
 from ..norm.quantized_tensor import QuantizedTensor
-from .ranks import Pending, Split
+from . import overlap
+from .overlap import PendingChunks
+from .ranks import Pending
+from .split import Split
 
 
 class Kept(NamedTuple):
@@ -61,7 +64,11 @@ class Products(Protocol):
     def weight(self, weights: Sequence[Tensor]) -> tuple[Any, tuple[Tensor, ...]]:
         """The weight for `project`, and the tensors that `dnormalized` needs besides weights."""
 
-    def project(self, rows: Any, weight: Any, bias: Tensor | None) -> Tensor: ...
+    def project(self, rows: Any, weight: Any, bias: Tensor | None) -> Tensor:
+        """y of the Rows of all ranks, which it gathers."""
+
+    def project_part(self, rows: Any, weight: Any) -> Pending | PendingChunks:
+        """The sum over ranks of the products of their columns: all rows of it, or this rank's."""
 
     def gradient(self, dy: Tensor, sum_dtype: torch.dtype | None) -> tuple[Any, Tensor | None]:
         """dy as the products take it, and its sums over rows if sum_dtype is given."""
@@ -69,6 +76,11 @@ class Products(Protocol):
     def dnormalized(
         self, dy: Any, weights: Sequence[Tensor], saved: Sequence[Tensor]
     ) -> Tensor: ...
+
+    def dnormalized_of_ranks(
+        self, dy: Any, weights: Sequence[Tensor], saved: Sequence[Tensor]
+    ) -> Pending | PendingChunks:
+        """The same summed over ranks: all rows of it, or this rank's."""
 
     def dweight(self, dy: Any, rows: Any, dtype: torch.dtype) -> Tensor: ...
 
@@ -103,13 +115,41 @@ class FloatProducts:
         return join(weights).to(self.options.dtype), ()
 
     def project(self, rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return functional.linear(rows, weight, bias)
+        split = self.split
+        if not split.overlaps.gather:
+            return functional.linear(self.gather(rows)(), weight, bias)
+        if split.ranks.shares_memory:
+            y = overlap.gather_and_multiply(rows, weight, split.ranks)
+            return y if bias is None else y + bias
+        waits = [self.gather(chunk) for chunk in overlap.chunks_of(rows, 1)]
+        return overlap.gather_in_chunks(
+            waits, lambda chunk: functional.linear(chunk, weight, bias), split.ranks.size
+        )
+
+    def project_part(self, rows: Tensor, weight: Tensor) -> Pending | PendingChunks:
+        if self.split.overlaps.scatter:
+            return self._multiply_and_scatter(rows, weight.t())
+        return self.split.reduce_output(functional.linear(rows, weight))
+
+    def _multiply_and_scatter(self, a: Tensor, b: Tensor) -> Pending | PendingChunks:
+        ranks = self.split.ranks
+        if ranks.shares_memory:
+            return Pending(overlap.multiply_and_scatter(a, b, ranks))
+        chunks = overlap.chunks_of(a, ranks.size)
+        return overlap.reduce_in_chunks(chunks, lambda chunk: chunk @ b, ranks)
 
     def gradient(self, dy: Tensor, sum_dtype: torch.dtype | None) -> tuple[Tensor, Tensor | None]:
         return dy, None if sum_dtype is None else sum_rows(dy, sum_dtype)
 
     def dnormalized(self, dy: Tensor, weights: Sequence[Tensor], saved: Sequence[Tensor]) -> Tensor:
         return dy @ self.weight(weights)[0]
+
+    def dnormalized_of_ranks(
+        self, dy: Tensor, weights: Sequence[Tensor], saved: Sequence[Tensor]
+    ) -> Pending | PendingChunks:
+        if self.split.overlaps.scatter:
+            return self._multiply_and_scatter(dy, self.weight(weights)[0])
+        return self.split.reduce(self.dnormalized(dy, weights, saved))
 
     def dweight(self, dy: Tensor, rows: Tensor, dtype: torch.dtype) -> Tensor:
         return dy.t() @ rows
@@ -201,8 +241,42 @@ class QuantizedProducts:
     def project(
         self, rows: QuantizedTensor, weight: QuantizedTensor, bias: Tensor | None
     ) -> Tensor:
+        split = self.split
+        if not split.overlaps.gather:
+            return self._project(self.gather(rows)(), weight, bias)
+        waits = [self.gather(chunk) for chunk in self._chunks_of(rows, 1)]
+        return overlap.gather_in_chunks(
+            waits, lambda chunk: self._project(chunk, weight, bias), split.ranks.size
+        )
+
+    def _project(
+        self, rows: QuantizedTensor, weight: QuantizedTensor, bias: Tensor | None
+    ) -> Tensor:
         is_exact = self.quantizers.is_exact
         return multiply(rows, weight, self.options.dtype, bias=bias, fast=True, is_exact=is_exact)
+
+    def project_part(
+        self, rows: QuantizedTensor, weight: QuantizedTensor
+    ) -> Pending | PendingChunks:
+        if not self.split.overlaps.scatter:
+            return self.split.reduce_output(self._project(rows, weight, None))
+        ranks = self.split.ranks
+        return overlap.reduce_in_chunks(
+            self._chunks_of(rows, ranks.size),
+            lambda chunk: self._project(chunk, weight, None),
+            ranks,
+        )
+
+    def _chunks_of(self, rows: QuantizedTensor | Factor, size: int) -> list[QuantizedTensor]:
+        bits = rows.data.view(torch.uint8)
+        data = [each.view(rows.data.dtype) for each in overlap.chunks_of(bits, size)]
+        scales = [rows.scale_inv] * len(data)
+        if self._in_blocks:  # of which each row has its own
+            scales = overlap.chunks_of(rows.scale_inv, size)
+        return [
+            QuantizedTensor(each, scale_inv, torch.float32, block_rows=rows.block_rows)
+            for each, scale_inv in zip(data, scales)
+        ]
 
     def gradient(
         self, dy: Tensor, sum_dtype: torch.dtype | None
@@ -216,8 +290,22 @@ class QuantizedProducts:
     def dnormalized(
         self, dy: _Gradient, weights: Sequence[Tensor], saved: Sequence[Tensor]
     ) -> Tensor:
+        return self._multiply_back(dy.data, saved)
+
+    def dnormalized_of_ranks(
+        self, dy: _Gradient, weights: Sequence[Tensor], saved: Sequence[Tensor]
+    ) -> Pending | PendingChunks:
+        split = self.split
+        if not split.overlaps.scatter:
+            return split.reduce(self._multiply_back(dy.data, saved))
+        chunks = self._chunks_of(dy.data, split.ranks.size)
+        return overlap.reduce_in_chunks(
+            chunks, lambda chunk: self._multiply_back(chunk, saved), split.ranks
+        )
+
+    def _multiply_back(self, dy: Factor | QuantizedTensor, saved: Sequence[Tensor]) -> Tensor:
         weight, is_exact = Factor(*saved, self.quantizers.block_rows), self.quantizers.is_exact
-        return multiply(dy.data, weight, self.options.dtype, is_exact=is_exact)
+        return multiply(dy, weight, self.options.dtype, is_exact=is_exact)
 
     def dweight(self, dy: _Gradient, rows: Factor, dtype: torch.dtype) -> Tensor:
         return multiply(dy.transposed, rows, dtype, is_exact=self.quantizers.is_exact)

@@ -7,8 +7,9 @@ after it; gloo communicates in a thread, and wait() blocks.
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, distributed
@@ -45,10 +46,12 @@ class Ranks:
     """The group of tensor parallelism of one layer.
 
     size: of the group. group: of torch.distributed; None until it is set.
+    shares_memory: whether each rank's GPU reaches the memory of the others; known after `agree`.
     """
 
     def __init__(self, size: int, group: Any = None) -> None:
         self.size, self.group, self._agreed = size, None, False
+        self.shares_memory = False
         if group is not None:
             self.set_group(group)
 
@@ -74,16 +77,16 @@ class Ranks:
                 "expected set_tensor_parallel_group(group) before its first call"
             )
 
-    def agree(self, call: dict[str, Any]) -> None:
+    def agree(self, call: dict[str, Any], device: torch.device) -> None:
         """Compares the layer's first call on all ranks, because later ones cannot be compared
         without a wait.
 
-        call: what must be the same, by name. Raises ValueError on every rank if it is not.
+        call: what must be the same, by name. device: of the input.
+        Raises ValueError on every rank if it is not the same.
         """
         if self._agreed or self.size == 1:
             return
-        calls: list[Any] = [None] * self.size
-        distributed.all_gather_object(calls, call, self.group)
+        calls = self._objects(call)
         for rank, other in enumerate(calls):
             for name, value in calls[0].items():
                 if other.get(name) != value:
@@ -91,7 +94,16 @@ class Ranks:
                         f"{name} is {other.get(name)} on rank {rank} of tp_group and {value} on "
                         "rank 0; expected the same on all ranks"
                     )
+        if device.type == "cuda" and distributed.get_backend(self.group) == "nccl":
+            places = self._objects((socket.gethostname(), device.index))
+            self.shares_memory = all(self._objects(_reaches(places, self.rank)))
         self._agreed = True
+
+    def _objects(self, own: Any) -> list[Any]:
+        """An object of each rank."""
+        found: list[Any] = [None] * self.size
+        distributed.all_gather_object(found, own, self.group)
+        return found
 
     # Collectives.
 
@@ -128,46 +140,20 @@ class Ranks:
 
     def __getstate__(self) -> dict:
         """Without the group, which belongs to a process."""
-        return {"size": self.size, "group": None, "_agreed": False}
+        return Ranks(self.size).__dict__
 
 
-class Split(NamedTuple):
-    """How the ranks share a layer.
-
-    mode: "column" or "row". sequence_parallel: whether each rank has rows of its own of the input
-    (column) or of y (row). gathered: whether normalized is returned with the rows of all ranks.
-    reduces_norm: whether the gradients of the norm's parameters are summed over ranks here.
-    """
-
-    ranks: Ranks
-    mode: str
-    sequence_parallel: bool
-    gathered: bool
-    reduces_norm: bool
-
-    @property
-    def gathers_input(self) -> bool:
-        """Whether each rank has rows of its own of the input, which the product needs all."""
-        return self.sequence_parallel and self.mode == "column"
-
-    @property
-    def shares_rows(self) -> bool:
-        """Whether the matrix that a rank multiplies is a part of one that all ranks have."""
-        return self.mode == "row" or self.sequence_parallel
-
-    def gather_input(self, tensor: Tensor) -> Pending:
-        """The rows of all ranks, where gathers_input."""
-        return self.ranks.gather(tensor) if self.gathers_input else Pending(tensor)
-
-    def reduce(self, tensor: Tensor) -> Pending:
-        """The sum over ranks: this rank's rows of it, or all rows without sequence_parallel."""
-        if self.sequence_parallel:
-            return self.ranks.reduce_scatter(tensor)
-        return self.ranks.all_reduce(tensor)
-
-    def with_all_rows(self, shape: torch.Size) -> torch.Size:
-        """The shape of a tensor with the rows of all ranks, from that of one rank's."""
-        return torch.Size((shape[0] * self.ranks.size, *shape[1:]))
+def _reaches(places: list[tuple[str, int]], rank: int) -> bool:
+    """Whether a rank's GPU reaches the memory of the others. places: of all ranks."""
+    host, own = places[rank]
+    others = [index for at, (_, index) in enumerate(places) if at != rank]
+    try:
+        import torch.distributed._symmetric_memory  # noqa: F401  (defines the operators)
+    except ImportError:
+        return False
+    return all(each[0] == host for each in places) and all(
+        index != own and torch.cuda.can_device_access_peer(own, index) for index in others
+    )
 
 
 def group_size(group: Any) -> int:

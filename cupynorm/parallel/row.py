@@ -36,12 +36,14 @@ def forward(
     values = _values(products, found.x_hat(as_rows(input)), operands)
     rows = products.rows(values.to(products.value_dtype))
     weight, saved_weight = products.weight(operands.weights)
-    part = products.project(rows, weight, None)
-    part = part.reshape(*input.shape[:-1], part.shape[-1])
+    reduction = products.project_part(rows, weight)
     normalized = None
     if options.return_normalized:
         normalized = values.to(options.dtype).reshape(input.shape)
-    y = split.reduce(part).wait()
+    y, shape = reduction.wait(), input.shape
+    if split.sequence_parallel:
+        shape = (len(input) // split.ranks.size, *shape[1:])
+    y = y.reshape(*shape[:-1], y.shape[-1])
     bias = joined_bias(operands.biases, options.dtype)
     y = y if bias is None else y + bias
     return y, normalized, (*found, *products.keep(rows), *saved_weight)

@@ -11,7 +11,9 @@ from __future__ import annotations
 import contextlib
 import copy
 import itertools
+import os
 import tempfile
+import warnings
 from functools import partial
 from typing import NamedTuple
 
@@ -29,6 +31,7 @@ from cupynorm import BlockScaling, CurrentScaling, DelayedScaling, LayerNormLine
 from cupynorm.parallel.checkpoints import distributed_state_dict, load_distributed_state_dict
 
 CHECKS = {}
+DEVICE = os.environ.get("RANKS_DEVICE", "cpu")
 NORMS = {"layer_norm": "LayerNorm", "rms_norm": "RMSNorm"}
 ROWS, WIDTH, IN, OUT = 8, 2, 24, 16  # input is [ROWS, WIDTH, IN]
 
@@ -69,8 +72,8 @@ class Shares:
         self.y_rows = self.rows if not column and case.sequence_parallel else np.arange(ROWS)
 
 
-def tensor(values: np.ndarray | None, dtype: str) -> torch.Tensor | None:
-    return None if values is None else torch.tensor(values, dtype=getattr(torch, dtype))
+def tensor(values: np.ndarray, dtype: str) -> torch.Tensor:
+    return torch.tensor(values, dtype=getattr(torch, dtype), device=DEVICE)
 
 
 def make_layer(case: Case, problem: LinearProblem, own: Shares, **options) -> LayerNormLinear:
@@ -83,7 +86,7 @@ def make_layer(case: Case, problem: LinearProblem, own: Shares, **options) -> La
         params_dtype=getattr(torch, problem.dtype),
         bias=problem.bias is not None,
         zero_centered_gamma=problem.zero_centered_weight,
-        device="cpu",
+        device=DEVICE,
         parallel_mode=case.mode,
         sequence_parallel=case.sequence_parallel,
         **{"tp_group": distributed.group.WORLD} | options,
@@ -173,7 +176,7 @@ def allowed_besides(case: Case, problem: LinearProblem, all_own: list[Shares]) -
 
 
 def float64(value: torch.Tensor) -> np.ndarray:
-    return value.detach().double().numpy()
+    return value.detach().double().cpu().numpy()
 
 
 def joined(parts) -> np.ndarray:
@@ -447,7 +450,7 @@ RECIPES = {
 WIDE = 256
 
 
-def in_fp8(case: Case, recipe, rank: int) -> None:
+def in_fp8(case: Case, recipe, rank: int, **options) -> None:
     """Three steps against the unsharded layer in this process.
 
     Each rank's part of weight and dy has the same amax, so scales are the same on all ranks.
@@ -461,7 +464,7 @@ def in_fp8(case: Case, recipe, rank: int) -> None:
     size = distributed.get_world_size()
     all_own = [Shares(case, each, WIDE, WIDE) for each in range(size)]
     own = all_own[rank]
-    layer = make_layer(case, problem, own)
+    layer = make_layer(case, problem, own, **options)
     alone = Case("column", False, case.norm, case.dtype)
     all_of_it = Shares(alone, 0, WIDE, WIDE)
     all_of_it.outs = all_of_it.ins = np.arange(WIDE)
@@ -512,30 +515,90 @@ for _mode, _rows in itertools.product(("column", "row"), (False, True)):
         CHECKS[f"{_case.name}-{_name}"] = partial(in_fp8, _case, _recipe)
 
 
+@contextlib.contextmanager
+def counted(name: str):
+    """The dtype and size of what each rank gives to the gathers or scatters inside."""
+    from cupynorm.parallel import ranks
+
+    seen, before = [], getattr(ranks, name)
+
+    def collective(result, own, **options):
+        seen.append((own.dtype, own.numel()))
+        return before(result, own, **options)
+
+    setattr(ranks, name, collective)
+    try:
+        yield seen
+    finally:
+        setattr(ranks, name, before)
+
+
 @check
 def gathered_8_bit_rows_are_bytes(rank):
     """Of an 8-bit tensor ranks gather one byte an element, in forward and in backward."""
-    from cupynorm.parallel import ranks
-
     case = Case("column", True, "layer_norm", "float32")
     problem, own = problem_of(case), Shares(case, rank)
     layer = make_layer(case, problem, own)
     layer(inputs(problem, own)[0])  # compares first calls
-    seen, before = [], ranks._gather
-
-    def gather(whole, own, **options):
-        seen.append((own.dtype, own.numel()))
-        return before(whole, own, **options)
-
-    ranks._gather = gather
-    try:
-        x, dy = inputs(problem, own)
+    x, dy = inputs(problem, own)
+    with counted("_gather") as seen:
         with fp8_autocast(recipe=DelayedScaling()):
             y = layer(x)
         y.backward(dy)
-    finally:
-        ranks._gather = before
     assert seen == [(torch.uint8, x.numel())] * 2, seen
+
+
+# Overlap.
+
+
+def flags(case: Case) -> dict[str, bool]:
+    if case.mode == "row":
+        return {"ub_overlap_rs": True}
+    names = ("ub_overlap_ag", "ub_overlap_rs_dgrad", "ub_bulk_dgrad", "ub_bulk_wgrad")
+    return dict.fromkeys(names, True)
+
+
+for _case in [each for each in CASES if each.sequence_parallel and each.norm == "layer_norm"]:
+
+    def _overlapping(rank, case=_case):
+        """In four chunks, where a plain layer has one collective."""
+        for options, number in (({}, 1), (flags(case), 4)):
+            with counted("_scatter") as scattered, counted("_gather") as gathered:
+                run(case, rank, problem_of(case), **options)
+            gathers = len(gathered) - 1  # in backward, or of statistics and of dy
+            if case.mode == "row":
+                assert (len(scattered), gathers) == (number, 1)
+            else:
+                assert (len(scattered), gathers) == (number, number)
+
+    CHECKS[f"overlapping-{_case.name}"] = _overlapping
+
+for _mode, (_name, _recipe) in itertools.product(("column", "row"), RECIPES.items()):
+    _case = Case(_mode, True, "layer_norm", "float32")
+    CHECKS[f"overlapping-{_case.name}-{_name}"] = partial(in_fp8, _case, _recipe, **flags(_case))
+
+
+@check
+def a_sum_in_symmetric_memory(rank):
+    """Without GPUs that share memory all_reduce is used, and one warning says so."""
+    case = Case("row", False, "layer_norm", "float32")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("default")
+        problem, own = problem_of(case), Shares(case, rank)
+        for kind in ("one_shot", "two_shot", "multimem_all_reduce"):
+            layer = make_layer(case, problem, own, symmetric_ar_type=kind)
+            right = make_layer(case, problem, own)
+            x, _ = inputs(problem, own)
+            for _ in range(2):
+                y, expected = layer(x), right(x)
+                # Three ways to add two float32 numbers a rank.
+                torch.testing.assert_close(y, expected, rtol=2.0**-20, atol=2.0**-18)
+    found = [str(each.message) for each in caught if "symmetric_ar_type" in str(each.message)]
+    if DEVICE == "cpu":
+        assert len(found) == 3 and len(set(found)) == 3, found
+        assert found[0].endswith("the ranks share no GPU memory: all_reduce of the group is used")
+    else:
+        assert not found, found
 
 
 # Refusals that need several ranks.
@@ -551,10 +614,10 @@ def another_shape_on_one_rank(case, rank):
     """All ranks raise, and the layer works afterwards."""
     layer = make_layer(case, problem_of(case), Shares(case, rank))
     size = distributed.get_world_size()
-    x = torch.ones(size * (2 + rank), WIDTH, layer.in_features)
+    x = torch.ones(size * (2 + rank), WIDTH, layer.in_features, device=DEVICE)
     sentence = "the shape of the input is .* on rank 1 of tp_group and .* on rank 0; expected the "
     refused(ValueError, sentence, lambda: layer(x))
-    assert layer(torch.ones(size, WIDTH, layer.in_features)).isfinite().all()
+    assert layer(torch.ones(size, WIDTH, layer.in_features, device=DEVICE)).isfinite().all()
 
 
 @check
@@ -619,7 +682,7 @@ def checkpoints_load_at_another_size(case, rank):
     for save, load, right in ((shards, whole, whole), (whole, shards, shards)):
         saved, path = save(), f"{folder}/{load.__name__}"
         with fp8_autocast(recipe=DelayedScaling(amax_history_len=2)):
-            x = torch.ones(size, saved[0].in_features)
+            x = torch.ones(size, saved[0].in_features, device=DEVICE)
             saved[0](x)
         checkpoint_files.save(distributed_state_dict(saved), checkpoint_id=path)
         loaded = emptied(load())
@@ -657,7 +720,7 @@ def first_values_of_shards(case, rank):
             get_rng_state_tracker=get,
             parallel_mode=case.mode,
             tp_group=distributed.group.WORLD,
-            device="cpu",
+            device=DEVICE,
         )
         weights.append(layer.weight.detach())
     parts = [gathered(weight) for weight in weights]

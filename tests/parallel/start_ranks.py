@@ -23,15 +23,18 @@ ROOT = Path(__file__).parents[2]
 
 
 def start(
-    file: str, num_ranks: int, folder: Path, names: tuple[str, ...] = ()
+    file: str, num_ranks: int, folder: Path, names: tuple[str, ...] = (), device: str = "cpu"
 ) -> list[dict[str, str]]:
-    """Runs all checks of a file at once, or those named. Returns the outcomes on each rank."""
+    """Runs all checks of a file at once, or those named. Returns the outcomes on each rank.
+
+    device: "cpu" (gloo) or "cuda" (NCCL, a GPU for each rank).
+    """
     parts = [ROOT, ROOT / "tests" / "linear", os.environ.get("PYTHONPATH")]
     path = os.pathsep.join(str(part) for part in parts if part)
     processes = [
         subprocess.Popen(
             [sys.executable, file, str(rank), str(num_ranks), str(folder), *names],
-            env=os.environ | {"PYTHONPATH": path},
+            env=os.environ | {"PYTHONPATH": path, "RANKS_DEVICE": device},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -59,8 +62,17 @@ def main(checks: dict[str, Callable[[int], None]]) -> None:
     rank, num_ranks, folder = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
     checks = {name: checks[name] for name in sys.argv[4:] or checks}
     torch.set_num_threads(1)
+    on_gpus = os.environ.get("RANKS_DEVICE") == "cuda"
+    if on_gpus:
+        torch.cuda.set_device(rank)
+        # cuBLAS adds the parts of a split sum in float32, as the bounds assume.
+        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     distributed.init_process_group(
-        "gloo", f"file://{folder}/store", timedelta(seconds=60), world_size=num_ranks, rank=rank
+        "nccl" if on_gpus else "gloo",
+        f"file://{folder}/store",
+        timedelta(seconds=60),
+        world_size=num_ranks,
+        rank=rank,
     )
     became = dict.fromkeys(checks, "not run, because of the one before")
     for name, function in checks.items():

@@ -29,3 +29,10 @@ ON_FOUR = tuple(case.name for case in layer_ranks.MAIN)
 def test_on_four_ranks(tmp_path):
     reports = start_ranks.start(layer_ranks.__file__, 4, tmp_path, ON_FOUR)
     assert reports == [dict.fromkeys(ON_FOUR, "passed")] * 4
+
+
+@pytest.mark.multi_gpu
+@pytest.mark.slow
+def test_on_two_gpus(tmp_path):
+    reports = start_ranks.start(layer_ranks.__file__, 2, tmp_path, device="cuda")
+    assert reports == [dict.fromkeys(layer_ranks.CHECKS, "passed")] * 2

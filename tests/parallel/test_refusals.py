@@ -58,3 +58,14 @@ def test_its_text_says_how_it_is_shared():
     assert "parallel_mode='row', tp_size=2, sequence_parallel=True" in repr(
         make("row", sequence_parallel=True)
     )
+
+
+def test_arguments_of_overlap():
+    with pytest.raises(ValueError, match="symmetric_ar_type is 'ring'; expected None, 'one_shot'"):
+        make("row", symmetric_ar_type="ring")
+    with pytest.warns(UserWarning, match="ub_overlap_rs, symmetric_ar_type has no effect with par"):
+        make("column", sequence_parallel=True, ub_overlap_rs=True, symmetric_ar_type="two_shot")
+    with pytest.warns(
+        UserWarning, match="ub_overlap_ag, ub_bulk_wgrad has no effect with parallel"
+    ):
+        make("row", ub_overlap_ag=True, ub_bulk_wgrad=True)

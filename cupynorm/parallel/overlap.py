@@ -1,0 +1,172 @@
+"""torch: products that overlap with the collective before or after them.
+
+TransformerEngine's arguments choose them:
+
+    ub_overlap_ag         gathering rows, and the product of them (mode "column")
+    ub_overlap_rs         the product of mode "row", and the sum over ranks of this rank's rows
+    ub_overlap_rs_dgrad   the gradient of normalized, and the same sum (mode "column")
+    symmetric_ar_type     the sum over ranks of all rows in mode "row"
+
+Where GPUs of one host reach each other's memory, torch's symmetric-memory operators do it.
+Elsewhere rows are cut into chunks: the collective of one chunk runs beside the product of the next
+one. ub_bulk_dgrad and ub_bulk_wgrad name what column.py does in any case.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .ranks import Pending, Ranks
+
+ALL_REDUCES = ("one_shot", "two_shot", "multimem_all_reduce")
+_NUM_CHUNKS = 4
+
+
+class Overlaps(NamedTuple):
+    """What a layer was asked to overlap. all_reduce: one of ALL_REDUCES, or None."""
+
+    gather: bool = False
+    scatter: bool = False
+    all_reduce: str | None = None
+
+
+def overlaps(
+    given: Mapping[str, Any], mode: str | None, *, sequence_parallel: bool, is_shared: bool
+) -> Overlaps:
+    """From the arguments of a layer. Warns where one has no effect.
+
+    Raises ValueError for a symmetric_ar_type of another name.
+    """
+    kind = given["symmetric_ar_type"]
+    if kind is not None and kind not in ALL_REDUCES:
+        expected = ", ".join(map(repr, ALL_REDUCES))
+        raise ValueError(f"symmetric_ar_type is {kind!r}; expected None, {expected}")
+    if not is_shared:
+        return Overlaps()
+    column, row = (mode == each and sequence_parallel for each in ("column", "row"))
+    has_effect = {
+        "ub_overlap_ag": column,
+        "ub_overlap_rs": row,
+        "ub_overlap_rs_dgrad": column,
+        "ub_bulk_dgrad": column,
+        "ub_bulk_wgrad": column,
+        "symmetric_ar_type": mode == "row" and not sequence_parallel,
+    }
+    idle = [name for name, effective in has_effect.items() if given[name] and not effective]
+    if idle:
+        warnings.warn(
+            f"{', '.join(idle)} has no effect with parallel_mode={mode!r} and "
+            f"sequence_parallel={sequence_parallel}",
+            stacklevel=4,
+        )
+    scatter = given["ub_overlap_rs_dgrad"] if column else given["ub_overlap_rs"] and row
+    return Overlaps(
+        bool(given["ub_overlap_ag"] and column),
+        bool(scatter),
+        kind if has_effect["symmetric_ar_type"] else None,
+    )
+
+
+# Chunks.
+
+
+def chunks_of(matrix: Tensor, size: int) -> list[Tensor]:
+    """Some rows of each of `size` equal parts of a matrix, in up to 4 chunks."""
+    parts = matrix.unflatten(0, (size, -1)) if len(matrix) else matrix[None].expand(size, -1, -1)
+    return [chunk.flatten(0, 1) for chunk in parts.chunk(_NUM_CHUNKS, 1)]
+
+
+def gather_in_chunks(
+    gathers: Sequence[Callable[[], Any]], project: Callable[[Any], Tensor], size: int
+) -> Tensor:
+    """The products of rows that are being gathered chunk by chunk, in the order of all rows.
+
+    gathers: functions that wait for a chunk. project: makes the product of one.
+    """
+    made = [project(wait()).unflatten(0, (size, -1)) for wait in gathers]
+    return torch.cat(made, 1).flatten(0, 1)
+
+
+class PendingChunks:
+    """Chunks of one result, each of a collective that may still run."""
+
+    def __init__(self, chunks: Sequence[Pending]) -> None:
+        self._chunks = chunks
+
+    def wait(self) -> Tensor:
+        return torch.cat([each.wait() for each in self._chunks])
+
+
+def reduce_in_chunks(
+    chunks: Sequence[Any], multiply: Callable[[Any], Tensor], ranks: Ranks
+) -> PendingChunks:
+    """This rank's rows of the sum over ranks of a product that is made chunk by chunk.
+
+    chunks: of chunks_of. multiply: makes the product of one.
+    """
+    return PendingChunks([ranks.reduce_scatter(multiply(each)) for each in chunks])
+
+
+# Symmetric memory of GPUs.
+
+
+def gather_and_multiply(rows: Tensor, weight: Tensor, ranks: Ranks) -> Tensor:
+    """The rows of all ranks times weight^T. With the gathered rows asked for, torch uses no
+    multicast."""
+    _, (y,) = torch.ops.symm_mem.fused_all_gather_matmul(
+        rows.contiguous(), [weight.t()], 0, ranks.group.group_name, return_A=True
+    )
+    return y
+
+
+def multiply_and_scatter(a: Tensor, b: Tensor, ranks: Ranks) -> Tensor:
+    """This rank's rows of the sum over ranks of a b."""
+    return torch.ops.symm_mem.fused_matmul_reduce_scatter(
+        a.contiguous(), b, "sum", 0, ranks.group.group_name
+    )
+
+
+class SymmetricSum:
+    """The sum over ranks by a symmetric_ar_type, in a buffer that the ranks share."""
+
+    def __init__(self, kind: str) -> None:
+        self.kind, self._buffer = kind, None
+
+    def __call__(self, part: Tensor, ranks: Ranks) -> Pending:
+        if not ranks.shares_memory:
+            warnings.warn(
+                f"symmetric_ar_type is {self.kind!r}, and the ranks share no GPU memory: "
+                "all_reduce of the group is used",
+                stacklevel=2,
+            )
+            return ranks.all_reduce(part)
+        shared, name = self._shared(part, ranks), ranks.group.group_name
+        shared.copy_(part)
+        operators = torch.ops.symm_mem
+        if self.kind == "one_shot":
+            return Pending(operators.one_shot_all_reduce(shared, "sum", name))
+        two_shot = self.kind == "two_shot"
+        reduce = operators.two_shot_all_reduce_ if two_shot else operators.multimem_all_reduce_
+        return Pending(reduce(shared, "sum", name).clone())
+
+    def _shared(self, part: Tensor, ranks: Ranks) -> Tensor:
+        """Shared memory of the shape of part; made anew where what there is is too small."""
+        from torch.distributed import _symmetric_memory as symmetric_memory
+
+        kept = self._buffer
+        if kept is None or kept.dtype != part.dtype or kept.numel() < part.numel():
+            kept = symmetric_memory.empty(part.numel(), dtype=part.dtype, device=part.device)
+            symmetric_memory.rendezvous(kept, ranks.group)
+            self._buffer = kept
+        return kept[: part.numel()].view(part.shape)
+
+    def __deepcopy__(self, memo: dict) -> SymmetricSum:
+        return SymmetricSum(self.kind)
+
+    def __reduce__(self) -> Any:
+        return SymmetricSum, (self.kind,)
