@@ -176,7 +176,12 @@ def _traced(request: ForwardRequest) -> tuple:
     # Compiled, what computes the operator's shapes checks the same. torch.jit.trace warns of every
     # shape that is looked at; there the operator itself checks.
     if not compiling and not is_jit_traced():
-        check_forward(request)
+        checked = check_forward(request)
+        mesh_dim = dtensor.splitting_dim(operands.input, len(options.extents))
+        if plain and mesh_dim is not None:
+            from . import split_rows  # imports DTensor, which takes seconds
+
+            return split_rows.normalize(checked, mesh_dim)
     if not plain:
         return fused_operators.fused_norm_forward(request)
     y, _, _, added = operators.norm_forward(request)

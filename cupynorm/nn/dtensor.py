@@ -3,7 +3,8 @@
 Tensors with one row for each row of the input are sharded by rows, or replicated on every rank.
 weight and bias are replicated. Their gradients are sums over rows: where rows are sharded, each
 rank has a partial sum, which torch reduces when it is read, as it does for its own layer_norm.
-Rows that are sharded themselves, or that are partial sums, are gathered or reduced by torch first.
+Rows that are split between ranks stay split: split_rows.py. Compiled, or normalised over several
+dimensions, they are gathered by torch first. Partial sums are reduced first.
 """
 
 from __future__ import annotations
@@ -43,6 +44,21 @@ def of_one_kind(
         )
     _register()
     return _on_every_rank(weight, input), _on_every_rank(bias, input)
+
+
+def splitting_dim(input: Tensor, num_dims: int) -> int | None:
+    """The dimension of the mesh that splits the rows of a DTensor. None: there is none, or its rows
+    must be gathered.
+
+    num_dims: over which it is normalised.
+    """
+    if num_dims != 1 or not hasattr(input, "device_mesh"):
+        return None
+    placements, last = input.placements, input.ndim - 1
+    splits = [at for at, each in enumerate(placements) if each.is_shard(last)]
+    if len(splits) != 1 or any(each.is_partial() for each in placements):
+        return None
+    return splits[0]
 
 
 def refuse(options: str, **tensors: object) -> None:

@@ -21,8 +21,8 @@ from ..linear.matrices import as_rows
 from ..linear.weight_gradients import WeightGradientSink
 from ..nn.dtypes import name_of
 from ..nn.formulas import scale as norm_scale
+from ..nn.row_statistics import RowStatistics, combined, of_part
 from .products import Kept, Products, joined_bias
-from .statistics import RowStatistics, statistics
 from .weights import Arrived, weight_gradients
 
 
@@ -32,7 +32,9 @@ def forward(
     """y, this rank's columns of normalized (None unless requested), and what `backward` needs."""
     options, split, input = products.options, products.split, operands.input
     eps = check_eps(options.eps, name_of(input.dtype), centered=options.centered)
-    found = statistics(as_rows(input), eps, centered=options.centered, ranks=split.ranks)
+    parts = split.ranks.gather(of_part(as_rows(input), centered=options.centered)[None]).wait()
+    counts = [input.shape[-1]] * split.ranks.size
+    found = combined(parts, counts, eps, centered=options.centered)
     values = _values(products, found.x_hat(as_rows(input)), operands)
     rows = products.rows(values.to(products.value_dtype))
     weight, saved_weight = products.weight(operands.weights)

@@ -141,9 +141,9 @@ def dtensors_of_any_placement(ranks):
                 y, dx, dweight, dbias = check_placement(ranks, norm, placement, dy_placement, whole)
                 for gradient in (dweight, dbias):
                     assert [each.is_partial() for each in gradient.placements] == [
-                        each.is_shard() for each in dx.placements
+                        each.is_shard() and each != Shard(2) for each in dx.placements
                     ]
-                if placement in (Shard(0), Shard(1), Replicate()):
+                if not placement.is_partial():
                     assert y.placements == (placement,)
 
 
@@ -182,15 +182,70 @@ def rows_that_do_not_share_out_evenly(ranks):
 
 @check_of_dtensors
 def a_mesh_of_two_dimensions(ranks):
-    mesh = init_device_mesh(ranks.device, (2, 1))
+    # The second dimension splits rows, or the columns of one rank.
+    for mesh_shape, rows in (((2, 1), [Shard(0), Shard(1)]), ((1, 2), [Shard(0), Shard(2)])):
+        on_mesh(ranks, init_device_mesh(ranks.device, mesh_shape), rows)
+
+
+def on_mesh(ranks, mesh, rows):
     x, weight, bias = ranks.random(4, 6, 8), ranks.random(8, seed=1), ranks.random(8, seed=2)
     dy = ranks.random(4, 6, 8, seed=3)
     expected = gradients(partial(theirs, "layer_norm"), (x, weight, bias), dy)
-    rows, each = [Shard(0), Shard(1)], [Replicate(), Replicate()]
+    each = [Replicate(), Replicate()]
     given = distribute_tensor(x, mesh, rows), distribute_tensor(weight, mesh, each), bias
     found = gradients(partial(ours, "layer_norm"), given, distribute_tensor(dy, mesh, rows))
     for name, got, right in zip(("y", "dx", "dweight", "dbias"), found, expected):
         assert_close(name, got, right)
+
+
+@check_of_dtensors
+def split_rows_are_not_gathered(ranks):
+    """Ranks exchange three numbers a row, also where they have different numbers of columns."""
+    from torch.distributed import _functional_collectives as collectives
+
+    plain, sent = collectives.all_gather_tensor, []
+
+    def all_gather_tensor(tensor, *arguments):
+        sent.append(tensor.numel())
+        return plain(tensor, *arguments)
+
+    for norm, numbers in (("layer_norm", 3), ("rms_norm", 1)):
+        for num_cols in (8, 7, 1):
+            x, dy = (ranks.random(5, num_cols, seed=seed) for seed in (0, 1))
+            x = x + 1000.0
+            expected = gradients(
+                lambda x, norm=norm: theirs(norm, x, None, None, x.shape[-1:]), [x], dy
+            )
+            collectives.all_gather_tensor = all_gather_tensor
+            try:
+                given = [ranks.lay(x, Shard(1))]
+                found = gradients(
+                    lambda x, norm=norm: ours(norm, x, None, None, x.shape[-1:]),
+                    given,
+                    ranks.lay(dy, Shard(1)),
+                )
+            finally:
+                collectives.all_gather_tensor = plain
+            assert sent == [numbers * 5], sent
+            sent.clear()
+            for name, got, right in zip(("y", "dx"), found, expected):
+                assert got.placements == (Shard(1),)
+                # The mean is 1000 standard deviations.
+                assert_close(f"{norm} of {num_cols} columns: {name}", got / 1000, right / 1000)
+
+
+@check_of_dtensors
+def parameters_of_split_rows(ranks):
+    """A weight that is split as the rows are has such a gradient."""
+    x, dy = ranks.random(5, 8), ranks.random(5, 8, seed=1)
+    weight, bias = ranks.random(8, seed=2), ranks.random(8, seed=3)
+    for norm in NORMS:
+        expected = gradients(partial(theirs, norm), (x, weight, bias), dy)
+        given = ranks.lay(x, Shard(1)), ranks.lay(weight, Shard(0)), ranks.lay(bias, Shard(0))
+        found = gradients(partial(ours, norm), given, ranks.lay(dy, Shard(1)))
+        for name, got, right in zip(("y", "dx", "dweight", "dbias"), found, expected):
+            assert_close(f"{norm} {name}", got, right)
+        assert found[2].placements == found[3].placements == (Shard(0),)
 
 
 @check_of_dtensors
@@ -223,9 +278,11 @@ def residuals_and_options(ranks):
             ranks.lay(residual, Shard(0)),
             ranks.lay(weight, Replicate()),
         )
-        found = gradients(partial(call, norm, our), given, ranks.lay(dy, Shard(1)))
-        for name, got, right in zip(("y * sum", "dx", "dresidual", "dweight"), found, expected):
-            assert_close(f"{norm} {name}", got, right)
+        split = (ranks.lay(x, Shard(2)), *given[1:])
+        for tensors in (given, split):
+            found = gradients(partial(call, norm, our), tensors, ranks.lay(dy, Shard(1)))
+            for name, got, right in zip(("y * sum", "dx", "dresidual", "dweight"), found, expected):
+                assert_close(f"{norm} {name}", got, right)
 
 
 @check_of_dtensors
@@ -256,7 +313,7 @@ def second_derivatives(ranks):
         )
         return torch.autograd.grad((first[0] ** 2).sum() + (first[1] ** 2).sum(), (x, weight))
 
-    for placement in (Shard(0), Shard(1), Replicate()):
+    for placement in (Shard(0), Shard(1), Shard(2), Replicate()):
         found = call(ours, ranks.lay(x, placement), ranks.lay(weight, Replicate()))
         for name, got, right in zip(("x", "weight"), found, call(theirs, x, weight)):
             assert_close(f"{placement} {name}", got, right)
