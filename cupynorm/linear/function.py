@@ -7,6 +7,7 @@
     torch.compile, torch.jit.trace,
     dispatch modes, subclasses, meta tensors     the operator of operator.py
     torch.func, forward mode                     torch functions that they can transform
+    DTensors                                     dtensors.py
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from torch.nn import functional
 
 from ..nn import dtypes, modes
 from ..norm.prepared import FOR_STATISTICS, FOR_Y
-from . import compute, fold
+from . import compute, dtensors, fold
 from .call import FOLD_HAS_NO_NORMALIZED, LinearCall, Operands, check
 from .kernels import SavedNorm
 from .matrices import as_result, join
@@ -43,6 +44,11 @@ def normalize_and_project(
     operands, options = call
     tensors, compiling = operands.all, _is_compiling()
     is_plain = not compiling and modes.are_plain(tensors)
+    if not is_plain and dtensors.has_dtensors(operands):
+        if sink is not None or options.fused is not None:
+            where = "with fuse_wgrad_accumulation, delay_wgrad_compute or fused"
+            dtensors.refuse(operands, where)
+        return dtensors.normalize_and_project(call)
     if sink is not None and not compiling and not is_plain:
         # The operator cannot use a sink. Subclasses that torch need not ask are dropped.
         tensors = tuple(map(_without_subclass, tensors))
@@ -93,10 +99,6 @@ def _check_tensors(operands: Operands) -> None:
     names = ("input", "residual", "norm_weight", "norm_bias")
     names += ("weight",) * len(operands.weights) + ("bias",) * len(operands.biases)
     for name, each in zip(names, operands.all):
-        if hasattr(each, "device_mesh"):
-            raise NotImplementedError(
-                f"{name} of a norm with a linear layer is a DTensor; expected {name}.to_local()"
-            )
         if each is not None and not isinstance(each, Tensor):
             raise TypeError(
                 f"{name} is a {type(each).__name__}; expected a torch tensor, as input is"

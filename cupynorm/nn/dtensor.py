@@ -43,7 +43,7 @@ def of_one_kind(
             "expected a DTensor too"
         )
     _register()
-    return _on_every_rank(weight, input), _on_every_rank(bias, input)
+    return on_every_rank(weight, input), on_every_rank(bias, input)
 
 
 def splitting_dim(input: Tensor, num_dims: int) -> int | None:
@@ -71,7 +71,8 @@ def refuse(options: str, **tensors: object) -> None:
             )
 
 
-def _on_every_rank(tensor: Tensor | None, like: Tensor) -> Tensor | None:
+def on_every_rank(tensor: Tensor | None, like: Tensor) -> Tensor | None:
+    """A plain tensor as a DTensor that is replicated over the mesh of another."""
     if not isinstance(tensor, Tensor) or hasattr(tensor, "device_mesh"):
         return tensor
     from torch.distributed.tensor import DTensor, Replicate

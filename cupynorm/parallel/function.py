@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..linear import dtensors
 from ..linear.call import Operands
 from ..linear.matrices import as_result
 from ..linear.weight_gradients import WeightGradientSink
@@ -40,13 +40,7 @@ def _check_plain(operands: Operands) -> None:
             "torch.func or forward mode was asked to transform a layer with tp_size of 2 or more; "
             "expected it outside of them"
         )
-    for name, each in zip(Operands._fields, operands):
-        for tensor in each if isinstance(each, Sequence) else (each,):
-            if hasattr(tensor, "device_mesh"):
-                raise NotImplementedError(
-                    f"{name} of a layer with tp_size of 2 or more is a DTensor; "
-                    "expected this rank's part, to_local()"
-                )
+    dtensors.refuse(operands, "with tp_size of 2 or more")
 
 
 class Sharded(torch.autograd.Function):

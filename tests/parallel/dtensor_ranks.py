@@ -1,0 +1,166 @@
+"""Checks of LayerNormLinear with DTensors, by two processes on the CPU: see start_ranks.py.
+
+All is in float64, so that the order of additions matters little.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+
+import pytest
+import torch
+from start_ranks import main
+from torch import distributed
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import SequenceParallel, parallelize_module
+
+import cupynorm
+from cupynorm import LayerNormLinear
+from cupynorm.parallel.styles import ColwiseParallel, RowwiseParallel
+
+CHECKS = {}
+
+
+def check(function):
+    CHECKS[function.__name__] = function
+    return function
+
+
+def random(*shape: int, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+
+def make_layer(in_features=24, out_features=16, **options) -> LayerNormLinear:
+    layer = LayerNormLinear(
+        in_features, out_features, params_dtype=torch.float64, device="cpu", **options
+    )
+    with torch.no_grad():
+        for seed, parameter in enumerate(layer.parameters()):
+            parameter.copy_(random(*parameter.shape, seed=seed))
+    return layer
+
+
+def full(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def assert_close(got: torch.Tensor, expected: torch.Tensor, name: str) -> None:
+    """Allows 2^10 roundings of terms of at most 2^4 times the largest result."""
+    got = full(got).detach()
+    assert got.dtype == expected.dtype == torch.float64, name
+    allowed = 2.0**-53 * 2**14 * max(1.0, expected.abs().max().item())
+    torch.testing.assert_close(
+        got, expected, rtol=0, atol=allowed, msg=lambda text: f"{name}: {text}"
+    )
+
+
+def mesh_of_all():
+    return init_device_mesh("cpu", (distributed.get_world_size(),))
+
+
+@check
+def weights_and_inputs_of_any_placement(rank):
+    mesh = mesh_of_all()
+    inputs = (Replicate(), Shard(0), Shard(2))
+    weights = (Replicate(), Shard(0), Shard(1))
+    options = (
+        {"normalization": "RMSNorm", "bias": False},
+        {"parameters_split": ("q", "k"), "return_layernorm_output": True},
+    )
+    for of_input, of_weight, given in itertools.product(inputs, weights, options):
+        single = make_layer(**given)
+        layer = copy.deepcopy(single)
+        for name in layer.weight_names:
+            made = distribute_tensor(getattr(single, name).detach(), mesh, [of_weight])
+            setattr(layer, name, torch.nn.Parameter(made))
+        x, dy = random(4, 2, 24, seed=8), random(4, 2, 16, seed=9)
+        x_of_ranks = distribute_tensor(x, mesh, [of_input]).requires_grad_()
+        x.requires_grad_()
+        y, right = layer(x_of_ranks), single(x)
+        if given.get("return_layernorm_output"):
+            (y, normalized), (right, expected) = y, right
+            assert_close(normalized, expected.detach(), "normalized")
+        y.backward(distribute_tensor(dy, mesh, [Replicate()]))
+        right.backward(dy)
+        text = f"{of_input} {of_weight} {given}"
+        assert_close(y, right.detach(), f"y of {text}")
+        assert_close(x_of_ranks.grad, x.grad, f"dx of {text}")
+        for (name, parameter), other in zip(layer.named_parameters(), single.parameters()):
+            assert other.grad.abs().max() > 0
+            assert_close(parameter.grad, other.grad, f"{name} of {text}")
+
+
+@check
+def a_block_by_parallelize_module(rank):
+    """SequenceParallel, ColwiseParallel and RowwiseParallel, two steps of an optimizer."""
+
+    class Block(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm = cupynorm.RMSNorm(24, dtype=torch.float64)
+            self.up, self.down = make_layer(24, 32), make_layer(32, 24)
+
+        def forward(self, x):
+            x = self.norm(x)
+            return x + self.down(torch.nn.functional.gelu(self.up(x)))
+
+    single = Block()
+    block = parallelize_module(
+        copy.deepcopy(single),
+        mesh_of_all(),
+        {
+            "norm": SequenceParallel(sequence_dim=0, use_local_output=True),
+            "up": ColwiseParallel(input_layouts=Shard(0)),
+            "down": RowwiseParallel(output_layouts=Shard(0)),
+        },
+    )
+    assert block.up.weight.to_local().shape == (32 // distributed.get_world_size(), 24)
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.01) for each in (single, block)]
+    size = distributed.get_world_size()
+    for step in range(2):
+        x = random(4, 2, 24, seed=step)
+        right, y = single(x), block(x.chunk(size)[rank])
+        assert_close(y, right.chunk(size)[rank].detach(), f"y of step {step}")
+        right.square().sum().backward()
+        y.square().sum().backward()
+        for (name, one), other in zip(single.named_parameters(), block.parameters()):
+            assert_close(other.grad, one.grad, f"{name} of step {step}")
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@check
+def what_is_refused(rank):
+    mesh = mesh_of_all()
+    layer = make_layer()
+    x = distribute_tensor(random(4, 24), mesh, [Replicate()])
+
+    def refused(error, sentence, call):
+        with pytest.raises(error, match=sentence):
+            call()
+
+    with cupynorm.fp8_autocast(recipe=cupynorm.CurrentScaling()):
+        sentence = "a DTensor was given to a norm and linear layer inside fp8_autocast"
+        refused(NotImplementedError, sentence, lambda: layer(x.float()))
+    for options in ({"delay_wgrad_compute": True}, {"fused": "fold"}):
+        sentence = "linear layer with fuse_wgrad_accumulation, delay_wgrad_compute or fused; exp"
+        refused(NotImplementedError, sentence, lambda options=options: make_layer(**options)(x))
+    layer.weight = torch.nn.Parameter(distribute_tensor(layer.weight.detach(), mesh, [Shard(0)]))
+    sentence = "a weight or bias is a DTensor and input is a Tensor; expected input to be a DTensor"
+    refused(TypeError, sentence, lambda: layer(random(4, 24)))
+    several = make_layer(return_bias=True)
+    sentence = "expected a layer that returns y alone"
+    refused(
+        NotImplementedError, sentence, lambda: parallelize_module(several, mesh, ColwiseParallel())
+    )
+    shared = make_layer(parallel_mode="column", tp_group=distributed.group.WORLD)
+    sentence = "a DTensor was given to a norm and linear layer with tp_size of 2 or more"
+    refused(NotImplementedError, sentence, lambda: shared(x))
+
+
+if __name__ == "__main__":
+    main(CHECKS)
