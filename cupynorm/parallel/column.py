@@ -29,8 +29,11 @@ def forward(
 ) -> tuple[Tensor, Tensor | None, tuple[Tensor | None, ...]]:
     """y, normalized (None unless requested), and the tensors that `backward` needs."""
     options, split = products.options, products.split
-    values, mean, rstd, _ = kernels.forward(options, operands, products.value_dtype)
-    rows = products.rows(as_rows(values))
+    if products.fuses_norm(operands.input):
+        rows, mean, rstd = products.normalize(operands)
+    else:
+        values, mean, rstd, _ = kernels.forward(options, operands, products.value_dtype)
+        rows = products.rows(as_rows(values))
     weight, saved_weight = products.weight(operands.weights)
     y = products.project(rows, weight, joined_bias(operands.biases, options.dtype))
     normalized = None
@@ -71,7 +74,10 @@ def backward(
     if dy is not None:
         rows = as_rows(dy)
         if wants_weight:
-            gathering = products.gather_again(values, Kept(data, scale))
+            kept = Kept(data, scale)
+            if data is None and products.fuses_norm(input):
+                kept = products.normalize_again(norm.operands, kept)
+            gathering = products.gather_again(values, kept)
         sums = biases[0].dtype if sink is None and any(wants_parts[len(weights) :]) else None
         made, dbias = products.gradient(rows, sums)
     if dnormalized is not None and split.gathered:
@@ -94,7 +100,7 @@ def backward(
 
     if reduction is not None:
         total = reduction.wait().reshape(input.shape)
-        total = total if dnormalized is None else total + dnormalized.to(total.dtype)
+        total = total if dnormalized is None else total + dnormalized
     else:
         total = dnormalized
     of_norm: list[Tensor | None] = [None] * 3

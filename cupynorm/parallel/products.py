@@ -14,14 +14,18 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ..linear.call import LinearOptions
-from ..linear.matrices import concatenate, join, sum_rows
+from ..gpu import arrays
+from ..linear import kernels
+from ..linear.call import LinearOptions, Operands
+from ..linear.matrices import as_rows, concatenate, join, sum_rows
 from ..linear.quantizers import Quantizers
 from ..linear.weight_gradients import WeightProduct
 from ..nn import quantization
+from ..nn.dtypes import name_of
 from ..nn.products import Factor, multiply
 from ..nn.recipes import BlockScaling
 from ..norm.quantized_tensor import QuantizedTensor
+from ..norm.request import Quantization
 from . import overlap
 from .overlap import PendingChunks
 from .ranks import Pending
@@ -47,6 +51,9 @@ class Products(Protocol):
 
     def without_weight(self) -> Products:
         """For a backward, which has the weight among its saved tensors."""
+
+    def fuses_norm(self, input: Tensor) -> bool:
+        """Whether the norm's kernel writes Rows: then `normalize` and `normalize_again` exist."""
 
     def rows(self, values: Tensor) -> Any:
         """Rows of this rank."""
@@ -96,6 +103,9 @@ class FloatProducts:
 
     def without_weight(self) -> FloatProducts:
         return self
+
+    def fuses_norm(self, input: Tensor) -> bool:
+        return False
 
     def rows(self, values: Tensor) -> Tensor:
         return values
@@ -190,6 +200,26 @@ class QuantizedProducts:
 
     def without_weight(self) -> QuantizedProducts:
         return QuantizedProducts(self.options, self.split, self.quantizers, None)
+
+    def fuses_norm(self, input: Tensor) -> bool:
+        """On a GPU, for one scale that needs no other rank, and if nothing else is returned."""
+        needs_ranks = self._in_blocks or self.quantizers.rule is not None and self.split.shares_rows
+        return not (arrays.on_host(input) or needs_ranks or self.options.return_normalized)
+
+    def normalize(self, operands: Operands) -> tuple[QuantizedTensor, Tensor | None, Tensor]:
+        """Rows, mean and rstd."""
+        input, made = operands.input, self.quantizers.of_normalized(transpose=False)
+        of_rows = operands._replace(input=as_rows(input))
+        rows, mean, rstd = kernels.forward_quantized(self.options, of_rows, *made)
+        leading = input.shape[:-1]
+        return rows, None if mean is None else mean.reshape(leading), rstd.reshape(leading)
+
+    def normalize_again(self, operands: Operands, kept: Kept) -> Kept:
+        """With the data of the forward, by its scale."""
+        made = Quantization(name_of(self.quantizers.dtype("input")))
+        of_rows = operands._replace(input=as_rows(operands.input))
+        rows, _, _ = kernels.forward_quantized(self.options, of_rows, made, kept.scale, None)
+        return kept._replace(data=rows.data)
 
     def rows(self, values: Tensor) -> QuantizedTensor:
         quantizers, rule = self.quantizers, self.quantizers.rule

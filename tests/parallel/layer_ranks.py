@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import importlib.util
 import itertools
 import os
+import pickle
 import tempfile
 import warnings
 from functools import partial
@@ -29,6 +31,7 @@ from torch.utils.checkpoint import checkpoint
 import cupynorm
 from cupynorm import BlockScaling, CurrentScaling, DelayedScaling, LayerNormLinear, fp8_autocast
 from cupynorm.parallel.checkpoints import distributed_state_dict, load_distributed_state_dict
+from cupynorm.parallel.products import QuantizedProducts
 
 CHECKS = {}
 DEVICE = os.environ.get("RANKS_DEVICE", "cpu")
@@ -406,6 +409,34 @@ def a_group_that_is_set_later_and_a_copy(case, rank):
 
 
 @for_main
+def no_rows_and_inference_mode(case, rank):
+    problem, own = problem_of(case), Shares(case, rank)
+    layer = make_layer(case, problem, own)
+    for leading in ((0, 3), (0,)):
+        x = torch.ones(*leading, layer.in_features, device=DEVICE, requires_grad=True)
+        y = make_layer(case, problem, own)(x)
+        assert y.shape == (*leading, layer.out_features)
+        y.sum().backward()
+        assert x.grad.shape == x.shape
+    x, _ = inputs(problem, own)
+    with torch.inference_mode():
+        y = layer(x.detach())
+    assert torch.equal(y, layer(x))
+
+
+@for_main
+def a_pickled_layer_needs_its_group_again(case, rank):
+    problem, own = problem_of(case), Shares(case, rank)
+    layer = make_layer(case, problem, own, **(flags(case) if case.sequence_parallel else {}))
+    x, _ = inputs(problem, own)
+    right = layer(x)
+    copied = pickle.loads(pickle.dumps(layer))
+    refused(RuntimeError, "the layer has no tp_group; expected set_tensor_p", lambda: copied(x))
+    copied.set_tensor_parallel_group(distributed.group.WORLD)
+    assert torch.equal(copied(x), right)
+
+
+@for_main
 def attributes_that_megatron_reads(case, rank):
     layer = make_layer(case, problem_of(case), Shares(case, rank))
     marks = {
@@ -513,6 +544,20 @@ for _mode, _rows in itertools.product(("column", "row"), (False, True)):
     for _name, _recipe in RECIPES.items():
         _case = Case(_mode, _rows, "layer_norm", "float32")
         CHECKS[f"{_case.name}-{_name}"] = partial(in_fp8, _case, _recipe)
+
+
+@check
+def a_kernel_of_the_norm_that_writes_8_bits(rank):
+    """As on a GPU. Its values are not rounded to float32 before, which few bytes notice."""
+    before = QuantizedProducts.fuses_norm
+    QuantizedProducts.fuses_norm = lambda self, input: not self.options.return_normalized
+    try:
+        for rows in (False, True):
+            case = Case("column", rows, "layer_norm", "float32")
+            for options in ({}, {"save_normalized": True}):
+                in_fp8(case, RECIPES["DelayedScaling"], rank, **options)
+    finally:
+        QuantizedProducts.fuses_norm = before
 
 
 @contextlib.contextmanager
@@ -658,7 +703,6 @@ def gradients_of_gradients(case, rank):
 # State.
 
 
-@for_main
 def checkpoints_load_at_another_size(case, rank):
     """From two ranks to one and back; also the scales of DelayedScaling."""
     problem, size = problem_of(case), distributed.get_world_size()
@@ -693,6 +737,10 @@ def checkpoints_load_at_another_size(case, rank):
             assert torch.equal(got, expected), name
         extra = [model[0].get_extra_state() for model in (saved, loaded)]
         assert extra[0].numel() and torch.equal(*extra)
+
+
+if importlib.util.find_spec("torch.distributed.tensor"):  # since torch 2.5
+    for_main(checkpoints_load_at_another_size)
 
 
 @for_main
