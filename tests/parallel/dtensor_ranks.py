@@ -94,6 +94,20 @@ def weights_and_inputs_of_any_placement(rank):
 
 
 @check
+def the_weight_is_never_gathered(rank):
+    """Although it is smaller than the rows, so that torch alone would gather it."""
+    mesh, layer = mesh_of_all(), make_layer()
+    x = distribute_tensor(random(64, 2, 24), mesh, [Shard(0)])
+    right = make_layer()(x.full_tensor())
+    for of_weight, of_y in ((Shard(0), Shard(2)), (Replicate(), Shard(0))):
+        made = distribute_tensor(make_layer().weight.detach(), mesh, [of_weight])
+        layer.weight = torch.nn.Parameter(made)
+        y = layer(x)
+        assert y.placements == (of_y,)
+        assert_close(y, right.detach(), f"y of {of_weight}")
+
+
+@check
 def a_block_by_parallelize_module(rank):
     """SequenceParallel, ColwiseParallel and RowwiseParallel, two steps of an optimizer."""
 
@@ -131,6 +145,40 @@ def a_block_by_parallelize_module(rank):
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
+
+
+@check
+def compiled_products_and_collectives_are_operations_of_torch(rank):
+    """In one graph, where a compiler may fuse a product with a collective."""
+    from torch._dynamo.backends.common import aot_autograd
+
+    graphs = []
+
+    def record(module, example):
+        graphs.append({str(node.target) for node in module.graph.nodes})
+        return module
+
+    single, size = torch.nn.Sequential(make_layer(24, 32), make_layer(32, 24)), 2
+    styles = {
+        "0": ColwiseParallel(input_layouts=Shard(0)),
+        "1": RowwiseParallel(output_layouts=Shard(0)),
+    }
+    block = parallelize_module(copy.deepcopy(single), mesh_of_all(), styles)
+    compiled = torch.compile(block, backend=aot_autograd(fw_compiler=record), fullgraph=True)
+    x = random(4, 2, 24)
+    y, right = compiled(x.chunk(size)[rank]), single(x)
+    assert_close(y, right.chunk(size)[rank].detach(), "y")
+    right.square().sum().backward()
+    y.square().sum().backward()
+    for (name, one), other in zip(single.named_parameters(), block.parameters()):
+        assert_close(other.grad, one.grad, name)
+    forward, backward = graphs
+    collectives = {
+        "_c10d_functional.all_gather_into_tensor.default",
+        "_c10d_functional.reduce_scatter_tensor.default",
+    }
+    assert forward >= {"cupynorm.norm_forward.default", "aten.addmm.default"} | collectives
+    assert backward >= {"cupynorm.norm_backward.default", "aten.mm.default"} | collectives
 
 
 @check
