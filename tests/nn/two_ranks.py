@@ -449,12 +449,8 @@ def what_is_refused(ranks):
             "weight is a DTensor, which has no address",
         ),
         (
-            lambda: cupynorm.layer_norm_linear(rows, weight, None, x),
-            "input of a norm with a linear layer is a DTensor",
-        ),
-        (
             lambda: cupynorm.layer_norm_linear(x, weight, None, ranks.lay(x, Replicate())),
-            "weight of a norm with a linear layer is",
+            "a weight or bias is a DTensor and input is a Tensor; expected input to be a DTensor",
         ),
         (lambda: cupynorm.layer_norm(rows, 7), r"normalized_shape is (7,), input has shape (4, 8)"),
     ):

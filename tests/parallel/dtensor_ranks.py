@@ -94,6 +94,20 @@ def weights_and_inputs_of_any_placement(rank):
 
 
 @check
+def the_function_with_a_residual(rank):
+    mesh = mesh_of_all()
+    x, residual, weight = random(4, 24), random(4, 24, seed=1), random(16, 24, seed=2)
+    given = distribute_tensor(x, mesh, [Shard(0)]), random(24, seed=3), None, weight
+    right = cupynorm.layer_norm_linear(x, *given[1:], residual=residual, return_residual=True)
+    made = cupynorm.layer_norm_linear(
+        *given, residual=distribute_tensor(residual, mesh, [Replicate()]), return_residual=True
+    )
+    for name, got, expected in zip(("y", "sum"), made, right):
+        assert got.placements == (Shard(0),)
+        assert_close(got, expected, name)
+
+
+@check
 def the_weight_is_never_gathered(rank):
     """Although it is smaller than the rows, so that torch alone would gather it."""
     mesh, layer = mesh_of_all(), make_layer()
