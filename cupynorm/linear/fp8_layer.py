@@ -14,8 +14,8 @@ from ..nn.dtypes import outside_autocast
 from ..nn.past_calls import PastCalls, runs_again_by_hooks
 from ..nn.recipes import DelayedScaling, Recipe
 from ..norm.quantized_tensor import QuantizedTensor
-from . import dtensors, fp8_operator, kernels
 from . import fp8 as fp8_linear
+from . import fp8_operator, kernels
 from .call import LinearCall, LinearOptions, Operands
 from .fp8 import RegionCall
 from .function import check_call
@@ -128,7 +128,6 @@ class Fp8Layer(torch.nn.Module):
 
     def _checked(self, call: RegionCall, operands: Operands, fp8_output: bool) -> RegionCall:
         """The call, with `recorded` as its tensors say. Raises for what does not fit."""
-        dtensors.refuse(operands, "inside fp8_autocast")
         if self.fused is not None:
             raise ValueError(f"fused is {self.fused!r} inside fp8_autocast; expected None")
         if operands.input.dtype == torch.float64:

@@ -147,11 +147,13 @@ class LayerNormLinear(OneRank):
 
     def forward(
         self,
-        inp: Tensor,
+        inp: Tensor | QuantizedTensor,
         is_first_microbatch: bool | None = None,
         fp8_output: bool = False,
         fp8_grad: bool = False,
     ) -> Tensor | QuantizedTensor | tuple[Tensor | QuantizedTensor, ...]:
+        if self._is_shared and isinstance(inp, QuantizedTensor):
+            inp = inp.dequantize()
         if self._is_shared and isinstance(inp, Tensor):
             modes.run_untraced(self._begin_call)(inp, fp8_grad)
         return super().forward(inp, is_first_microbatch, fp8_output, fp8_grad)

@@ -23,7 +23,7 @@ from ..linear.weight_gradients import WeightProduct
 from ..nn import quantization
 from ..nn.dtypes import name_of
 from ..nn.products import Factor, multiply
-from ..nn.recipes import BlockScaling
+from ..nn.recipes import IN_BLOCKS
 from ..norm.quantized_tensor import QuantizedTensor
 from ..norm.request import Quantization
 from . import overlap
@@ -181,8 +181,8 @@ class QuantizedProducts:
 
     Ranks gather data, 1 byte an element, and the scales of blocks. One scale for all rows is the
     same on all ranks: DelayedScaling reduces amaxes when a step ends, CurrentScaling here.
-    In backward BlockScaling gathers values in float32, because its blocks then go along columns;
-    it does not keep data.
+    Where scales are of blocks, backward gathers values in float32, because its blocks go along
+    columns. Data is not kept then.
 
     weight: quantised, with its transposed copy where there is a backward; None in backward.
     """
@@ -196,7 +196,7 @@ class QuantizedProducts:
     ) -> None:
         self.options, self.split, self.value_dtype = options, split, torch.float32
         self.quantizers, self._weight = quantizers, weight
-        self._in_blocks = isinstance(quantizers.recipe, BlockScaling)
+        self._in_blocks = isinstance(quantizers.recipe, IN_BLOCKS)
 
     def without_weight(self) -> QuantizedProducts:
         return QuantizedProducts(self.options, self.split, self.quantizers, None)
@@ -242,7 +242,7 @@ class QuantizedProducts:
         if self._in_blocks:
             scale_inv = self.split.gather_input(rows.scale_inv)
         return lambda: QuantizedTensor(
-            data.wait(), scale_inv.wait(), rows.dtype, block_rows=rows.block_rows
+            data.wait(), scale_inv.wait(), rows.dtype, **_blocks_of(rows)
         )
 
     def gather_again(
@@ -256,11 +256,11 @@ class QuantizedProducts:
             values, dtype = make_values(self.value_dtype), self.quantizers.dtype("input")
             data = quantization.quantize(values, kept.scale, dtype).data
         data = self.split.gather_input(data)
-        return lambda: Factor(_transposed(data.wait()), 1.0 / kept.scale)
+        return lambda: Factor(quantization.transpose_data(data.wait()), 1.0 / kept.scale)
 
     def _along_columns(self, values: Tensor) -> Factor:
         made = self.quantizers.quantize("input", values, transpose=True)
-        return Factor(made.transposed, made.transposed_scale_inv, made.block_rows)
+        return Factor(made.transposed, made.transposed_scale_inv, **_blocks_of(made))
 
     def weight(self, weights: Sequence[Tensor]) -> tuple[QuantizedTensor, tuple[Tensor, ...]]:
         weight = self._weight
@@ -304,7 +304,7 @@ class QuantizedProducts:
         if self._in_blocks:  # of which each row has its own
             scales = overlap.chunks_of(rows.scale_inv, size)
         return [
-            QuantizedTensor(each, scale_inv, torch.float32, block_rows=rows.block_rows)
+            QuantizedTensor(each, scale_inv, torch.float32, **_blocks_of(rows))
             for each, scale_inv in zip(data, scales)
         ]
 
@@ -314,8 +314,9 @@ class QuantizedProducts:
         made, sums = self.quantizers.quantize_gradient(dy, sum_dtype)
         if sum_dtype is not None and sums is None:
             sums = sum_rows(dy, sum_dtype)
-        transposed = Factor(made.transposed, _transposed_scale_inv(made), made.block_rows)
-        return _Gradient(Factor(made.data, made.scale_inv, made.block_rows), transposed), sums
+        blocks = _blocks_of(made)
+        transposed = Factor(made.transposed, _transposed_scale_inv(made), **blocks)
+        return _Gradient(Factor(made.data, made.scale_inv, **blocks), transposed), sums
 
     def dnormalized(
         self, dy: _Gradient, weights: Sequence[Tensor], saved: Sequence[Tensor]
@@ -334,7 +335,7 @@ class QuantizedProducts:
         )
 
     def _multiply_back(self, dy: Factor | QuantizedTensor, saved: Sequence[Tensor]) -> Tensor:
-        weight, is_exact = Factor(*saved, self.quantizers.block_rows), self.quantizers.is_exact
+        weight, is_exact = self.quantizers.transposed_weight(*saved), self.quantizers.is_exact
         return multiply(dy, weight, self.options.dtype, is_exact=is_exact)
 
     def dweight(self, dy: _Gradient, rows: Factor, dtype: torch.dtype) -> Tensor:
@@ -350,8 +351,9 @@ def joined_bias(biases: Sequence[Tensor], dtype: torch.dtype) -> Tensor | None:
     return None if bias is None else bias.to(dtype)
 
 
-def _transposed(data: Tensor) -> Tensor:
-    return data.view(torch.uint8).t().contiguous().view(data.dtype)
+def _blocks_of(made: QuantizedTensor | Factor) -> dict[str, Any]:
+    """The extents of its blocks."""
+    return {"block_rows": made.block_rows, "block_cols": made.block_cols}
 
 
 def _transposed_scale_inv(made: QuantizedTensor) -> Tensor:

@@ -206,7 +206,7 @@ def what_is_refused(rank):
             call()
 
     with cupynorm.fp8_autocast(recipe=cupynorm.CurrentScaling()):
-        sentence = "a DTensor was given to a norm and linear layer inside fp8_autocast"
+        sentence = "a DTensor was given to a linear layer inside fp8_autocast"
         refused(NotImplementedError, sentence, lambda: layer(x.float()))
     for options in ({"delay_wgrad_compute": True}, {"fused": "fold"}):
         sentence = "linear layer with fuse_wgrad_accumulation, delay_wgrad_compute or fused; exp"

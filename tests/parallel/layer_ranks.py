@@ -29,7 +29,15 @@ from torch.distributed import checkpoint as checkpoint_files
 from torch.utils.checkpoint import checkpoint
 
 import cupynorm
-from cupynorm import BlockScaling, CurrentScaling, DelayedScaling, LayerNormLinear, fp8_autocast
+from cupynorm import (
+    BlockScaling,
+    CurrentScaling,
+    DelayedScaling,
+    LayerNormLinear,
+    MXFP8BlockScaling,
+    fp8_autocast,
+    fp8_model_init,
+)
 from cupynorm.parallel.checkpoints import distributed_state_dict, load_distributed_state_dict
 from cupynorm.parallel.products import QuantizedProducts
 
@@ -477,6 +485,7 @@ RECIPES = {
     "DelayedScaling": DelayedScaling(amax_history_len=2),
     "CurrentScaling": CurrentScaling(),
     "BlockScaling": BlockScaling(),
+    "MXFP8BlockScaling": MXFP8BlockScaling(),
 }
 WIDE = 256
 
@@ -591,6 +600,31 @@ def gathered_8_bit_rows_are_bytes(rank):
             y = layer(x)
         y.backward(dy)
     assert seen == [(torch.uint8, x.numel())] * 2, seen
+
+
+@for_main
+def weights_and_inputs_in_8_bits(case, rank):
+    """Weights of fp8_model_init, and an input that is a QuantizedTensor."""
+    problem, own = problem_of(case), Shares(case, rank)
+    recipe = CurrentScaling()
+    x, dy = inputs(problem, own)
+    with fp8_model_init(recipe=recipe):
+        layer = make_layer(case, problem, own)
+    plain = make_layer(case, problem, own)
+    results = []
+    for each in (layer, plain):
+        x.grad = None
+        with fp8_autocast(recipe=recipe):
+            y = each(x)
+        y.backward(dy)
+        results.append((y.detach(), x.grad, each.weight.grad, each.bias.grad))
+    for got, right in zip(*results):
+        assert torch.equal(got, right) and right.abs().max() > 0
+    narrow = torch.randn(4, WIDTH, layer.in_features, device=DEVICE).to(torch.float8_e4m3fn)
+    one = torch.ones(1, device=DEVICE)
+    given = cupynorm.QuantizedTensor(narrow, one, torch.float32)
+    again = make_layer(case, problem, own)
+    assert again(given).shape == again(narrow.float()).shape
 
 
 # Overlap.
