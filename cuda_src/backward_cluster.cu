@@ -9,6 +9,7 @@
 //        multiples of pack_size, addresses aligned to a pack
 #include "backward_ring.cuh"
 #include "backward_smem.cuh"
+#include "cluster_reduce.cuh"
 #include "register_gradient.cuh"
 
 template <class LoadX, class LoadDy, class Scale, class StoreDx, Gradients gradients, bool centered,

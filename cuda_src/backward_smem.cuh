@@ -4,6 +4,7 @@
 // cluster.
 #pragma once
 #include "backward.cuh"
+#include "cluster_reduce.cuh"
 #include "smem_row.cuh"
 
 // sums[...] += values, in shared memory. Only this thread uses the pack.

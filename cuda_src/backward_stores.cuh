@@ -1,6 +1,7 @@
-// backward_stores.cuh -- the stores of dx that add, split or recompute
+// backward_stores.cuh -- the stores of dx that add or split; recomputing_store.cuh writes y again
 //
-// Store without parameters writes dx alone. The stores here have more members than store.cuh lists:
+// Store without parameters writes dx alone. The stores of backward have more members than store.cuh
+// names:
 //   adds         whether a gradient of type Added is added to dx. Then the copy engine may fetch
 //                its rows: added_start(row), added_stride(), store(row, col, values, fetched,
 //                present)
@@ -101,26 +102,5 @@ struct SplitStore : WritesDxAlone, Through {
       if (present) fetched = load_pack<pack_size>(added_start(row) + col);
     }
     store(row, col, values, fetched, present);
-  }
-};
-
-// Writes dx through StoreDx, and y again through forward's store. So a layer that needs y in
-// backward need not keep it. The kernel has x_hat and the weight anyway, for dx.
-template <class StoreDx, class Y, class Weight, class Bias, bool zero_centered>
-struct RecomputingStore : StoreDx {
-  static constexpr bool recomputes = true;
-  using Biases = Scale<Bias, false, 0>;
-
-  Store<Y, Weight, Bias, zero_centered> store_y;
-
-  __device__ __forceinline__ Biases biases() const { return {store_y.bias}; }
-
-  template <int pack_size, class Compute>
-  __device__ __forceinline__ void recompute(long long row, long long col,
-                                            const Compute (&x_hats)[pack_size],
-                                            const Compute (&weights)[pack_size],
-                                            const Compute (&biases)[pack_size],
-                                            bool present = true) const {
-    store_y.store(row, col, x_hats, weights, biases, present);
   }
 };

@@ -4,71 +4,12 @@
 // have others. But consecutive rows without gaps are one piece of memory, a bundle: only its ends
 // share 16 bytes with other rows. The image of a bundle in shared memory has the bundle's own
 // offset within 16 bytes. A warp reads rows from the image, its results overwrite them, and whole
-// 16-byte units go back. Rows of 16-bit elements whose width fits no tile of registers well gain
-// too: whole lines move.
-//
-// BundleParts     which lanes of a warp share an image: the 8 to 32 lanes of a row, or all of them
-// BundleStream    a tensor [num_rows, num_cols] without gaps, and its images in a slot
-// Bundles         a warp's ring of `stages` slots, filled by the copy engine
-// result_image    where results go in the image; write_image: from the image to global memory
+// 16-byte units go back (result_image.cuh). Rows of 16-bit elements whose width fits no tile of
+// registers well gain too: whole lines move.
 #pragma once
-#include "pack.cuh"
-#include "ring.cuh"
+#include "bundle_stream.cuh"
 
-template <Tile tile>
-struct BundleParts {
-  static constexpr int groups = 32 / tile.threads_per_row;  // each shares a row
-  // Each group of lanes has an image of its own, at its own banks of shared memory: rows that begin
-  // anywhere would cause bank conflicts. Groups of fewer lanes read rows of odd widths, which fall
-  // on different banks.
-  static constexpr int count = tile.threads_per_row >= 8 ? groups : 1;
-  static constexpr int lanes = 32 / count;
-  static constexpr int most_rows = tile.bundle / count;
-  static constexpr int rows_at_once = groups / count;
-
-  __device__ __forceinline__ static int own() { return static_cast<int>(threadIdx.x) % 32 / lanes; }
-  // The first row of a part that this lane's group works on.
-  __device__ __forceinline__ static int first_row() {
-    return count > 1 ? 0 : static_cast<int>(threadIdx.x) % 32 / tile.threads_per_row;
-  }
-};
-
-template <Tile tile, class T>
-struct BundleStream {
-  using Parts = BundleParts<tile>;
-  using Offset = RingOffset<Tile{.pack_size = 1, .threads_per_row = 32}, T>;
-
-  const T* start;  // null: absent
-  int num_cols;
-
-  // Has 16 bytes more at the start, for results whose offset is smaller than that of the rows.
-  __device__ __forceinline__ int image_bytes() const {
-    const int bytes =
-        (Parts::most_rows * num_cols * static_cast<int>(sizeof(T)) + 15) / 16 * 16 + 32;
-    return Parts::count > 1 ? bytes + ((128 / Parts::count - bytes) & 127) : bytes;
-  }
-  __device__ __forceinline__ int slot_bytes() const { return Parts::count * image_bytes(); }
-  // Where the rows from first_row on are in the image of a part. images: those of this stream in a
-  // slot.
-  __device__ __forceinline__ const T* in(const unsigned char* images, int part,
-                                         long long first_row) const {
-    return reinterpret_cast<const T*>(
-        images + part * image_bytes() + 16 +
-        reinterpret_cast<unsigned long long>(start + first_row * num_cols) % 16);
-  }
-  __device__ __forceinline__ unsigned fetched_bytes(long long first_row, int num_rows) const {
-    if (start == nullptr) return 0;
-    return Offset::fetched_bytes(start + first_row * num_cols, num_rows * num_cols);
-  }
-  __device__ __forceinline__ void fetch(unsigned char* images, int part, long long first_row,
-                                        int num_rows, unsigned long long* barrier) const {
-    if (start == nullptr) return;
-    bulk_copy(images + part * image_bytes() + 16,
-              Offset::fetched_from(start + first_row * num_cols),
-              fetched_bytes(first_row, num_rows), barrier);
-  }
-};
-
+// A warp's ring of `stages` slots, filled by the copy engine.
 template <Tile tile, class... T>
 struct Bundles {
   using Parts = BundleParts<tile>;
@@ -149,30 +90,3 @@ struct Bundles {
      ...);
   }
 };
-
-// Where results for `to` go in the image of `from`: at the offset of `to` within 16 bytes, and not
-// behind `from`. So a result never overwrites a row that is still to be read.
-template <class T>
-__device__ __forceinline__ T* result_image(const T* from, const T* to) {
-  const unsigned long long from_offset = reinterpret_cast<unsigned long long>(from) % 16;
-  const unsigned long long to_offset = reinterpret_cast<unsigned long long>(to) % 16;
-  return const_cast<T*>(from) - (from_offset + 16 - to_offset) % 16 / sizeof(T);
-}
-
-// Called by the lanes of a part: writes `size` elements of an image to global memory.
-template <int lanes, class T>
-__device__ __forceinline__ void write_image(T* to, const T* image, int size) {
-  constexpr int unit = 16 / sizeof(T);
-  static_assert(lanes >= unit - 1, "the elements of an incomplete unit take one turn");
-  const int lane = threadIdx.x % lanes;
-  const int before = static_cast<int>(reinterpret_cast<unsigned long long>(to) % 16 / sizeof(T));
-  const int head = min(size, (unit - before) % unit);
-  const int num_units = (size - head) / unit, tail = head + num_units * unit;
-  // Lanes that write at the same time write whole lines of 128 bytes.
-  const int in_line = static_cast<int>(reinterpret_cast<unsigned long long>(to + head) / 16 % 8);
-  for (int at = lane - in_line; at < num_units; at += lanes) {
-    if (at >= 0) store_pack<unit>(to + head + at * unit, load_pack<unit>(image + head + at * unit));
-  }
-  if (lane < head) to[lane] = image[lane];
-  if (lane < size - tail) to[tail + lane] = image[tail + lane];
-}

@@ -2,15 +2,13 @@
 //
 // PTX ISA: mapa, barrier.cluster, griddepcontrol (sm_90; before, griddepcontrol does nothing),
 // prefetch, redux.sync. Each function has a plain C++ twin for the CPU.
-//
 // dynamic_smem()            this block's dynamic shared memory, 128-byte aligned
 // cluster_rank()            this block's rank in its cluster
 // cluster_sync()            barrier of all threads of the cluster; orders their shared memory
 // cluster_map(at, rank)     the address of `at` in the shared memory of block `rank`
 // prefetch(array, size)     called by one block: brings an array to the L2 cache; null: absent
-// let_next_kernel_start()   lets a next kernel whose launch allows it (Launch.overlaps) start early
-// await_previous_kernel()   in such a kernel: until the previous one has ended and its writes are
-//                           seen
+// let_next_kernel_start()   lets a next kernel start early, if its launch allows it (overlaps)
+// await_previous_kernel()   in such a kernel: until the previous one has ended, writes are seen
 // warp_max(value)           the largest value of a warp, to all lanes; before sm_80 by shuffles
 #pragma once
 

@@ -5,7 +5,7 @@
 // So the mask does not depend on tile or strategy, and backward computes it again.
 // cupynorm.reference.dropout_mask is the same in NumPy.
 #pragma once
-#include "pack.cuh"
+#include "convert.cuh"
 
 struct Random4 {
   unsigned word[4];

@@ -1,17 +1,13 @@
 // exchange.cuh -- sums that cross a block or cluster without stopping it
 //
-// Exchange     one to three floats of every warp that shares a row, sent to all of these warps and
-//              read a turn later, when they have arrived. Four buffers suffice: the fastest warp is
-//              at most three turns ahead of the slowest
-// Broadcast    four floats of a row that one warp computed, for all warps of its block. Two buffers
-//              suffice: they depend on what all warps have sent, and a warp sends that of a turn
-//              after it has received the broadcast of two turns before
+// Exchange has one to three floats of every warp that shares a row, sent to all of these warps and
+// read a turn later, when they have arrived. Four buffers suffice: the fastest warp is at most
+// three turns ahead of the slowest.
 #pragma once
 #include "bulk.cuh"
 #include "reduce.cuh"
-#include "ring.cuh"
+#include "ring_shape.cuh"
 
-// Of two values that a warp reduces together, lanes 0 to 15 have the first and lanes 16 to 31 the
 // second.
 __device__ __forceinline__ bool has_second() { return threadIdx.x & 16; }
 
@@ -119,36 +115,5 @@ struct Exchange {
       bulk_expect(barriers + buffer,
                   num_values * num_sources * static_cast<unsigned>(sizeof(float)));
     }
-  }
-};
-
-template <Tile tile>
-struct Broadcast {
-  static constexpr int group_bytes = 2 * (sizeof(float4) + sizeof(unsigned long long));
-  static constexpr int smem_bytes = tile.rows_per_block * group_bytes;
-
-  float4* buffers;               // [2]
-  unsigned long long* barriers;  // [2]
-
-  // The caller synchronises the block before the first receive. smem: 16-byte aligned
-  __device__ __forceinline__ explicit Broadcast(unsigned char* smem)
-      : buffers(reinterpret_cast<float4*>(smem + RingShape<tile>::group() * group_bytes)),
-        barriers(reinterpret_cast<unsigned long long*>(buffers + 2)) {
-    if (RingShape<tile>::thread() == 0) {
-      bulk_barrier_init(barriers);
-      bulk_barrier_init(barriers + 1);
-    }
-  }
-
-  // Called by one thread.
-  __device__ __forceinline__ void send(unsigned turn, const float4& values) const {
-    const int buffer = static_cast<int>(turn % 2);
-    buffers[buffer] = values;
-    bulk_arrive(barriers + buffer);
-  }
-  __device__ __forceinline__ float4 receive(unsigned turn) const {
-    const int buffer = static_cast<int>(turn % 2);
-    bulk_wait(barriers + buffer, turn / 2);
-    return buffers[buffer];
   }
 };

@@ -2,7 +2,7 @@
 #pragma once
 #include <cuda_fp8.h>
 
-#include "pack.cuh"
+#include "convert.cuh"
 
 template <class Float8>
 struct FormatOf;

@@ -5,11 +5,14 @@
 #pragma once
 #include "functor.cuh"
 #include "load.cuh"
+#include "no_store.cuh"
 #include "quantize_store.cuh"
 #include "quantized_write.cuh"
+#include "residual_load.cuh"
 #include "statistics.cuh"
 #include "store.cuh"
 #include "sum_load.cuh"
+#include "two_stores.cuh"
 
 template <class Load, class Store>
 struct Forward {

@@ -7,6 +7,7 @@
 //        ClusterReduce::smem_bytes; wider rows: forward_uncached.cu
 // needs: sm_90 or later; the grid a multiple of cluster_size; num_cols and all row strides
 //        multiples of pack_size, addresses aligned to a pack
+#include "cluster_reduce.cuh"
 #include "forward.cuh"
 #include "forward_ring.cuh"
 #include "smem_row.cuh"

@@ -6,6 +6,7 @@
 // bits and its scales are found in the row, y is kept in registers. The scale of a whole row needs
 // the largest |y| of all warps: y is then written a turn later.
 #pragma once
+#include "broadcast.cuh"
 #include "exchange.cuh"
 #include "forward.cuh"
 #include "ring_row.cuh"

@@ -11,7 +11,7 @@
 //
 // `void` as the type of a parameter means that it is absent.
 #pragma once
-#include "pack.cuh"
+#include "convert.cuh"
 
 // Unpacks parameters to the compute type. zero_centered: 1 + each, added in the wider of the two
 // types because a weight may be near -1.

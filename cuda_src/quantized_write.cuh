@@ -5,7 +5,7 @@
 // scales, then to write. `store` is a QuantizeStore.
 #pragma once
 #include "amax.cuh"
-#include "statistics.cuh"
+#include "mean_rstd.cuh"
 
 // What NextRow is where no next row is fetched.
 struct NoNextRow {

@@ -4,7 +4,7 @@
 // The packs keep the type that holds the row exactly; each pass unpacks them. The members are those
 // of every row (uncached_row.cuh). NextRow fetches the next row while the present one is written.
 #pragma once
-#include "pack.cuh"
+#include "convert.cuh"
 #include "register_budget.cuh"
 #include "slice.cuh"
 #include "tile.cuh"

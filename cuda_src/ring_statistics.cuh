@@ -5,7 +5,8 @@
 //                          sent
 #pragma once
 #include "exchange.cuh"
-#include "statistics.cuh"
+#include "mean_rstd.cuh"
+#include "sums.cuh"
 
 // The part's mean, and the sum of squared deviations from it, which merge to those of the row
 // (Chan, Golub, LeVeque 1983). rest: the rounding error of the mean. RMSNorm: the sum of squares

@@ -7,70 +7,9 @@
 // welford    one pass and one exchange: moments of each pack, merged pairwise (sums.cuh).
 // RMSNorm has no mean: both are the mean of squares. E[x^2] - E[x]^2 is used nowhere.
 #pragma once
+#include "mean_rstd.cuh"
 #include "sums.cuh"
 #include "tile.cuh"
-
-__device__ __forceinline__ float rsqrt_rounded(float value) { return __frsqrt_rn(value); }
-__device__ __forceinline__ double rsqrt_rounded(double value) { return 1.0 / sqrt(value); }
-// numerator / denominator from the denominator's reciprocal, rounded as a division (Markstein
-// 1990): an exact multiple of the denominator gives an exact quotient. An infinite numerator gives
-// NaN.
-template <class Compute>
-__device__ __forceinline__ Compute divide(Compute numerator, Compute denominator,
-                                          Compute reciprocal) {
-  const Compute quotient = numerator * reciprocal;
-  return fma(fma(-quotient, denominator, numerator), reciprocal, quotient);
-}
-
-// x_hat = (value - first) * rstd + shift
-template <class Compute>
-struct RowStatistics {
-  Compute mean;
-  Compute rstd;
-  // The computed mean before correction. The squares were centred by it, so a value in registers is
-  // centred once.
-  Compute first;
-  // -rest * rstd, where rest = exact mean - first. Where rest is 0, a constant row is exactly 0.
-  Compute shift;
-
-  template <bool centered>
-  __device__ __forceinline__ Compute normalize(Compute value) const {
-    if constexpr (centered) return (value - first) * rstd + shift;
-    return value * rstd;
-  }
-  template <bool centered, int pack_size>
-  __device__ __forceinline__ void normalize(const Compute (&values)[pack_size],
-                                            Compute (&normalized)[pack_size]) const {
-#pragma unroll
-    for (int at = 0; at < pack_size; ++at) normalized[at] = normalize<centered>(values[at]);
-  }
-};
-
-// RMSNorm: from the sum of squares.
-template <class Compute>
-__device__ __forceinline__ RowStatistics<Compute> uncentered(Compute squares, Compute reciprocal,
-                                                             double eps) {
-  return {0, rsqrt_rounded(squares * reciprocal + static_cast<Compute>(eps)), 0, 0};
-}
-
-// From the sums of (value - first) and of its square, where `first` is nearly the mean.
-template <class Compute>
-__device__ __forceinline__ RowStatistics<Compute> corrected(Compute first,
-                                                            const Sum<Compute, 2>& deviations,
-                                                            Compute count, double eps) {
-  const Compute reciprocal = Compute(1) / count;
-  const Compute correction = divide(deviations.part[0], count, reciprocal);
-  const Compute mean_square = deviations.part[1] * reciprocal;
-  const Compute excess = correction * correction;
-  // Leaves out an excess that overflowed: the variance is then infinite, not NaN. (x - x is 0 only
-  // for finite x.)
-  const Compute variance = excess - excess == 0 ? mean_square - excess : mean_square;
-  // Rounding can make the variance of a constant row slightly negative. The comparison keeps NaN; a
-  // maximum would not.
-  const Compute rstd =
-      rsqrt_rounded((variance < 0 ? Compute(0) : variance) + static_cast<Compute>(eps));
-  return {first + correction, rstd, first, -correction * rstd};
-}
 
 // row: see uncached_row.cuh for its members. reduce.all adds over the threads that share the row.
 template <bool centered, Statistics statistics, class Compute, class Row, class Reduce>

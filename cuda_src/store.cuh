@@ -1,20 +1,18 @@
-// store.cuh -- the functors through which a kernel writes its results
-//
-// A functor is a struct of 8-byte words, passed by value. A user's own struct may take its place.
-// Offsets are 64-bit. Members of every store:
-//   store       store(row, col, values), values in the compute type: applies weight and bias,
-//               rounds once
-//   keep        keep(col) -> Kept: loads the parameters of a pack, to use them in many rows with
-//               store(row, col, values, kept, present), which writes nothing if not present
-//   quantizes   forward: whether it writes 8-bit floats (quantize_store.cuh)
-//   prefetch_parameters   forward: one block brings what keep loads to the L2 cache
-//   written, written_stride   the tensor that is written, for kernels that bundle rows
-//   adds, recomputes   backward: see backward_stores.cuh
+// store.cuh -- the functors through which a kernel writes its results: structs of 8-byte words
+// store       store(row, col, values), values in the compute type: applies weight and bias,
+//             rounds once
+// keep        keep(col) -> Kept: loads the parameters of a pack, to use them in many rows with
+//             store(row, col, values, kept, present), which writes nothing if not present
+// quantizes   forward: whether it writes 8-bit floats (quantize_store.cuh)
+// prefetch_parameters   forward: one block brings what keep loads to the L2 cache
+// written, written_stride   the tensor that is written, for kernels that bundle rows
+// adds, recomputes   backward: see backward_stores.cuh
+// A user's own struct may take their place. Offsets are 64-bit. Others: no_store.cuh,
+// two_stores.cuh, quantize_store.cuh.
 #pragma once
 #include "cluster.cuh"
 #include "parameter.cuh"
 
-// Base of the stores that a backward kernel may take. Biases: no bias, nothing to load.
 struct WritesDxAlone {
   static constexpr bool recomputes = false;
   using Biases = Scale<void, false, 0>;
@@ -114,65 +112,5 @@ struct Store : WritesDxAlone {
                                         const Compute (&values)[pack_size],
                                         bool present = true) const {
     store(row, col, values, keep<pack_size>(present ? col : 0), present);
-  }
-};
-
-// Writes nothing, for a forward that returns mean and rstd alone. It has the words of every Store.
-template <bool zero_centered>
-struct Store<void, void, void, zero_centered, void> {
-  static constexpr bool quantizes = false;
-
-  void* y;
-  long long y_stride;
-  const void* weight;
-  const void* bias;
-
-  template <int pack_size>
-  struct Kept {
-    __device__ __forceinline__ void forget_unpacked() {}
-  };
-  template <int pack_size>
-  __device__ __forceinline__ Kept<pack_size> keep(long long) const {
-    return {};
-  }
-  __device__ __forceinline__ void prefetch_parameters(long long) const {}
-  template <int pack_size, class Compute>
-  __device__ __forceinline__ void store(long long, long long, const Compute (&)[pack_size],
-                                        const Kept<pack_size>&, bool = true) const {}
-};
-
-// Two outputs of one x_hat, each with its own weight and bias: y of First, y1 of Second.
-template <class First, class Second>
-struct TwoStores {
-  static constexpr bool quantizes = false;
-
-  First first;
-  Second second;
-
-  template <int pack_size>
-  struct Kept {
-    typename First::template Kept<pack_size> first;
-    typename Second::template Kept<pack_size> second;
-
-    __device__ __forceinline__ void forget_unpacked() {
-      first.forget_unpacked();
-      second.forget_unpacked();
-    }
-  };
-  template <int pack_size>
-  __device__ __forceinline__ Kept<pack_size> keep(long long col) const {
-    return {first.template keep<pack_size>(col), second.template keep<pack_size>(col)};
-  }
-  __device__ __forceinline__ void prefetch_parameters(long long num_cols) const {
-    first.prefetch_parameters(num_cols);
-    second.prefetch_parameters(num_cols);
-  }
-
-  template <int pack_size, class Compute>
-  __device__ __forceinline__ void store(long long row, long long col,
-                                        const Compute (&values)[pack_size],
-                                        const Kept<pack_size>& kept, bool present = true) const {
-    first.store(row, col, values, kept.first, present);
-    second.store(row, col, values, kept.second, present);
   }
 };

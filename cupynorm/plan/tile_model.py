@@ -102,14 +102,14 @@ def scales_at_once(problem: Problem, tile: Tile, strategy: str) -> bool:
 
 
 def reduce_bytes(problem: Problem, threads_per_row: int, cluster_size: int = 1) -> int:
-    """BlockReduce (cluster_size 1) or ClusterReduce, as in cuda_src/reduce.cuh."""
+    """BlockReduce (cluster_size 1) or ClusterReduce, as in reduce.cuh and cluster_reduce.cuh."""
     itemsize = DTYPES[problem.compute].itemsize
     parts = [threads_per_row // 32] + ([cluster_size] if cluster_size > 1 else [])
     return sum(ceil_div(2 * 3 * values * itemsize, 16) * 16 for values in parts)
 
 
 def _ring_bytes(problem: Problem, tile: Tile) -> int:
-    """WarpRing, Exchange, Notice and RingWeights, as in cuda_src/ring.cuh and backward_ring.cuh."""
+    """WarpRing, Exchange, Broadcast and RingParameters, as in the headers of these names."""
     num_warps = tile.threads_per_row // 32
     # A part that does not begin on 16 bytes is fetched in the aligned units that contain it.
     row_bytes = sum(
@@ -136,7 +136,7 @@ def _ring_bytes(problem: Problem, tile: Tile) -> int:
 
 
 def _bundle_bytes(problem: Problem, tile: Tile) -> int:
-    """Bundles, as in cuda_src/bundle.cuh, or the sums that overwrite them at the end."""
+    """Bundles and BundleStream, as in cuda_src, or the sums that overwrite them at the end."""
     names = [problem.x] * (1 + problem.residual) if problem.forward else [problem.x, problem.dy]
     names += [problem.dsum] if problem.dsum else []
     rows = [problem.num_cols * DTYPES[name].itemsize for name in names]

@@ -28,12 +28,12 @@ def ring_mutations() -> dict[str, Mutation]:
             "num_buffers = 3;",
         ),
         "ring whose broadcasts are not waited for": (
-            "exchange.cuh",
+            "broadcast.cuh",
             "bulk_wait(barriers + buffer, turn / 2);",
             "",
         ),
         "ring whose broadcasts are waited for with one parity": (
-            "exchange.cuh",
+            "broadcast.cuh",
             "bulk_wait(barriers + buffer, turn / 2);",
             "bulk_wait(barriers + buffer, 0);",
         ),
@@ -64,12 +64,12 @@ def ring_mutations() -> dict[str, Mutation]:
         ),
         "ring that never counts its rounds": ("ring.cuh", "++round;", ""),
         "ring copied a pack short": (
-            "ring.cuh",
+            "ring_shape.cuh",
             "if constexpr (aligned) return bytes;",
             "if constexpr (aligned) return bytes - 16;",
         ),
         "ring whose warps all take the first part": (
-            "ring.cuh",
+            "ring_shape.cuh",
             "source / num_warps), source % num_warps",
             "source / num_warps), 0",
         ),

@@ -47,10 +47,10 @@ MUTATIONS = {
         "reduce.cuh", "source < num_warps ?", "source < num_warps - 1 ?", BLOCK
     ),
     "cluster reduction without its barrier": Mutation(
-        "reduce.cuh", "cluster_sync();\n    const int source", "const int source", CLUSTER
+        "cluster_reduce.cuh", "cluster_sync();\n    const int source", "const int source", CLUSTER
     ),
     "cluster reduction with one buffer": Mutation(
-        "reduce.cuh",
+        "cluster_reduce.cuh",
         "buffers + turn * Block::max_parts * cluster_size;\n    turn ^= 1;",
         "buffers;",
         CLUSTER,
@@ -122,7 +122,7 @@ MUTATIONS = {
         "store.cuh", "y + row * y_stride + col", "y + row * (y_stride - 1) + col", ODD
     ),
     "correction of the mean dropped": Mutation(
-        "statistics.cuh",
+        "mean_rstd.cuh",
         "(value - first) * rstd + shift",
         "(value - first) * rstd",
         BLOCK,
@@ -193,10 +193,10 @@ MUTATIONS = {
         "bundle.cuh", "(part_rows), left)", "(part_rows), left - 1)", BUNDLE_32
     ),
     "bundle whose parts are all the first": Mutation(
-        "bundle.cuh", "threadIdx.x) % 32 / lanes;", "threadIdx.x) * 0;", BUNDLE
+        "bundle_stream.cuh", "threadIdx.x) % 32 / lanes;", "threadIdx.x) * 0;", BUNDLE
     ),
     "bundle whose ends are not written": Mutation(
-        "bundle.cuh", "if (lane < head) to[lane] = image[lane];", "", BUNDLE
+        "result_image.cuh", "if (lane < head) to[lane] = image[lane];", "", BUNDLE
     ),
     "bundle whose results take the place of what is still to read": Mutation(
         "forward_bundle.cuh",
@@ -234,7 +234,7 @@ MUTATIONS = {
         "backward_stores.cuh", "    factor.multiply(row, col, split, present);\n", "", SUM
     ),
     "a second output with the first's weights": Mutation(
-        "store.cuh",
+        "two_stores.cuh",
         "second.store(row, col, values, kept.second",
         "first.store(row, col, values, kept.first",
         TWO,
@@ -249,7 +249,7 @@ MUTATIONS = {
         "register_gradient.cuh", "scales, biases, counts", "scales, biases, true", AGAIN
     ),
     "y again of another row": Mutation(
-        "backward_stores.cuh", "store_y.store(row, col", "store_y.store(row ^ 1, col", AGAIN
+        "recomputing_store.cuh", "store_y.store(row, col", "store_y.store(row ^ 1, col", AGAIN
     ),
     "y again with weights for biases": Mutation(
         "backward_ring.cuh",

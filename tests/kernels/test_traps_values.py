@@ -167,7 +167,7 @@ def test_t02_wide_constant_rows_with_a_fused_multiply_add(residual, tmp_path, mo
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     folder = tmp_path / "cuda_src"
     shutil.copytree(nvrtc.cuda_src(), folder)
-    header = folder / "statistics.cuh"
+    header = folder / "mean_rstd.cuh"
     plain, fused = "(value - first) * rstd + shift", "fma(value - first, rstd, shift)"
     assert plain in header.read_text()
     header.write_text(header.read_text().replace(plain, fused))

@@ -23,10 +23,12 @@ def constant(pattern: str, file: str = "reduce.cuh") -> str:
 
 @pytest.mark.parametrize("dtype", ("float32", "float64"))
 def test_reduce_bytes_are_those_of_reduce_cuh(dtype):
-    """The formulas of reduce.cuh, read from its text and evaluated here, against reduce_bytes."""
+    """The formulas of the two headers, read from their text, against reduce_bytes."""
     block = constant(r"static constexpr int smem_bytes = (\(2 \* max_parts \* num_warps .*);")
-    assert constant(r"smem_bytes = (Block::smem_bytes .*);") == "Block::smem_bytes + buffer_bytes"
-    cluster = "Block::smem_bytes + " + constant(r"buffer_bytes =\s+(.*);")
+    of_cluster = "cluster_reduce.cuh"
+    all_bytes = constant(r"smem_bytes = (Block::smem_bytes .*);", of_cluster)
+    assert all_bytes == "Block::smem_bytes + buffer_bytes"
+    cluster = "Block::smem_bytes + " + constant(r"buffer_bytes =\s+(.*);", of_cluster)
     max_parts = int(constant(r"static constexpr int max_parts = (\d+);"))
     assert constant(r"static constexpr int num_warps = (.*);") == "threads / 32"
     block, cluster = (text.replace("/", "//") for text in (block, cluster))

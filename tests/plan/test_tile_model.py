@@ -227,9 +227,12 @@ LAYOUTS = {
 
 SIZES = """
 #include "backward.cuh"
+#include "broadcast.cuh"
 #include "bundle.cuh"
+#include "cluster_reduce.cuh"
 #include "exchange.cuh"
 #include "forward.cuh"
+#include "ring.cuh"
 #include "ring_parameters.cuh"
 #include "staged_row.cuh"
 

@@ -1,0 +1,97 @@
+// ring_shape.cuh -- where the parts of a row are, in memory and in a slot of a ring
+//
+// A block works on rows_per_block rows at a time and owns a slice of their columns. Each of the
+// warps that share a row owns a part of the slice: packs_per_thread packs of 32 lanes, side by
+// side.
+//
+// RingShape     which row, slice and part a thread works on
+// RingOffset    where a part begins in its slot, and what the copy engine fetches
+// RingStream    one tensor that passes through the ring
+#pragma once
+#include "bulk.cuh"
+#include "cluster.cuh"
+#include "slice.cuh"
+
+template <Tile tile>
+struct RingShape {
+  static constexpr int num_warps = tile.threads_per_row / 32;  // that share a row
+  static constexpr int part_cols = tile.pack_size * 32 * tile.packs_per_thread;
+
+  // Which of the block's rows this thread works on, and its index among the threads that share the
+  // row.
+  __device__ __forceinline__ static int group() {
+    return tile.rows_per_block > 1 ? static_cast<int>(threadIdx.x) / tile.threads_per_row : 0;
+  }
+  __device__ __forceinline__ static int thread() {
+    return tile.rows_per_block > 1 ? static_cast<int>(threadIdx.x) % tile.threads_per_row
+                                   : static_cast<int>(threadIdx.x);
+  }
+
+  // The columns of warp `source` of those that share the row.
+  __device__ __forceinline__ static Slice part_of(int source, int num_cols) {
+    constexpr int step = tile.pack_size * (tile.pack_size > 1 ? 8 : 1);
+    return share_of<num_warps, step>(slice<tile>(num_cols, source / num_warps), source % num_warps);
+  }
+  // Which of those warps this is.
+  __device__ __forceinline__ static int source() {
+    return (tile.cluster_size > 1 ? cluster_rank() * num_warps : 0) + thread() / 32;
+  }
+  __device__ __forceinline__ static Slice part(int num_cols) { return part_of(source(), num_cols); }
+  // Where pack `pack` of this lane begins in its part.
+  __device__ __forceinline__ static int col(int pack) {
+    return (pack * 32 + static_cast<int>(threadIdx.x) % 32) * tile.pack_size;
+  }
+  // Only a lane's last pack can lie beyond the part, because the parts have nearly the same size.
+  __device__ __forceinline__ static bool in_part(int pack, Slice part) {
+    return tile.exact || pack < tile.packs_per_thread - 1 || col(pack) < part.size();
+  }
+};
+
+// Rows whose packs have fewer than 16 bytes may begin anywhere, but the copy engine needs multiples
+// of 16 bytes. It then fetches the 16-byte units that hold the part, and the part begins at an
+// offset in its slot.
+template <Tile tile, class T>
+struct RingOffset {
+  static constexpr bool aligned = tile.pack_size * sizeof(T) >= 16;
+  static constexpr int part_bytes = RingShape<tile>::part_cols * sizeof(T) + (aligned ? 0 : 32);
+
+  unsigned bytes, step;
+
+  __device__ __forceinline__ RingOffset() = default;
+  // start: of the part of the first turn's row; step: elements from turn to turn
+  __device__ __forceinline__ RingOffset(const T* start, long long step)
+      : bytes(reinterpret_cast<unsigned long long>(start) % 16),
+        step(static_cast<unsigned>(step * sizeof(T)) % 16) {}
+
+  __device__ __forceinline__ const T* in(const unsigned char* part) const {
+    return reinterpret_cast<const T*>(aligned ? part : part + bytes);
+  }
+  __device__ __forceinline__ void advance() { bytes = (bytes + step) % 16; }
+
+  // What the copy engine fetches: how many bytes, and from where.
+  __device__ __forceinline__ static unsigned fetched_bytes(const T* start, int num_cols) {
+    const unsigned bytes = static_cast<unsigned>(num_cols) * static_cast<unsigned>(sizeof(T));
+    if constexpr (aligned) return bytes;
+    return (static_cast<unsigned>(reinterpret_cast<unsigned long long>(start) % 16) + bytes + 15) /
+           16 * 16;
+  }
+  __device__ __forceinline__ static const void* fetched_from(const T* start) {
+    if constexpr (aligned) return start;
+    return reinterpret_cast<const void*>(reinterpret_cast<unsigned long long>(start) / 16 * 16);
+  }
+};
+
+template <Tile tile, class T>
+struct RingStream {
+  const T* to_fetch;
+  long long step;
+  RingOffset<tile, T> ahead, at;  // of the row that is summed, and of the row that is written
+
+  __device__ __forceinline__ RingStream() = default;
+  __device__ __forceinline__ RingStream(const T* start, long long step)
+      : to_fetch(start), step(step), ahead(start, step), at(ahead) {}
+
+  __device__ __forceinline__ const T* in(const unsigned char* part, bool is_ahead) const {
+    return is_ahead ? ahead.in(part) : at.in(part);
+  }
+};
