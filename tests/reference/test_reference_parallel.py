@@ -59,7 +59,7 @@ def test_column(centered, zero_centered_weight, sequence_parallel, num_ranks):
         whole.rstd,
         norm_weight,
         norm_bias,
-        weight,
+        weight=weight,
         dnormalized=elsewhere,
         **options,
     )
@@ -106,7 +106,7 @@ def test_row(centered, zero_centered_weight, sequence_parallel, num_ranks):
         whole.rstd,
         norm_weight,
         norm_bias,
-        weight,
+        weight=weight,
         dnormalized=dnormalized,
         **options,
     )
