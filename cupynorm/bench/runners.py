@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any
 
 from ..norm import api
+from ..norm import backward as backwards
 from ..norm.quantized_tensor import QuantizedTensor
 from ..norm.results import Backward, Forward
 from ..plan.problem import Tile
@@ -133,7 +134,7 @@ def prepare_ours(cell: Cell, tensors: Tensors, **options: Any) -> Runner:
     centered = cell.norm == "layer_norm"
     gradients = ("dx", "dweight", "dbias") if centered else ("dx", "dweight")
     run_forward = api.layer_norm_forward if centered else api.rms_norm_forward
-    run_backward = api.layer_norm_backward if centered else api.rms_norm_backward
+    run_backward = backwards.layer_norm_backward if centered else backwards.rms_norm_backward
     zero_centered = {"zero_centered_weight": True} if cell.zero_centered else {}
     x, residual, weight = tensors.x, tensors.residual, tensors.weight
     forward_options = {"residual": residual, "out_dtype": cell.out_dtype, "out": tensors.y}

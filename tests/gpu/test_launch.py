@@ -7,6 +7,7 @@ import pytest
 
 from cupynorm.gpu import launch
 from cupynorm.norm import api as norm
+from cupynorm.norm import backward
 from cupynorm.norm.plans import plan
 
 
@@ -47,9 +48,11 @@ def test_sums_over_partial_rows_wait_for_them(num_cols):
     alone = []
     for dy in dys:
         cupy.cuda.runtime.deviceSynchronize()
-        alone.append(norm.layer_norm_backward(dy, x, made.mean, made.rstd))
+        alone.append(backward.layer_norm_backward(dy, x, made.mean, made.rstd))
         cupy.cuda.runtime.deviceSynchronize()
-    close = [norm.layer_norm_backward(dys[turn % 3], x, made.mean, made.rstd) for turn in range(60)]
+    close = [
+        backward.layer_norm_backward(dys[turn % 3], x, made.mean, made.rstd) for turn in range(60)
+    ]
     for turn, gradients in enumerate(close):
         for name, found, expected in zip(gradients._fields, gradients, alone[turn % 3]):
             assert bool((found == expected).all()), f"turn {turn}: {name}"

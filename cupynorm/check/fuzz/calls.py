@@ -11,6 +11,7 @@ import numpy as np
 from ...dtypes import DTYPES, encode
 from ...gpu import arrays, nvrtc
 from ...norm import api
+from ...norm import backward as backwards
 from ..cases import Problem
 from ..kernels import CpuMachine, GpuCheckMachine
 from ..placement import Placed, WrongWrite, empty, place
@@ -205,7 +206,9 @@ class _PublicCall:
             x = made.y
             options |= {"memory_efficient": True, "bias": operands["bias"]}
         statistics = (made.mean, made.rstd) if self.is_layer_norm else (made.rstd,)
-        backward = api.layer_norm_backward if self.is_layer_norm else api.rms_norm_backward
+        backward = (
+            backwards.layer_norm_backward if self.is_layer_norm else backwards.rms_norm_backward
+        )
         found = backward(operands["dy"], x, *statistics, operands["weight"], **options)
         return {name: getattr(found, name) for name in names}
 
