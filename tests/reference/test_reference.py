@@ -461,6 +461,6 @@ print(json.dumps([brought, float(reference.layer_norm([[1.0, 3.0]], eps=0.0).y[0
         [sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=120
     )
     brought, value = json.loads(done.stdout)
-    modules = ("dropout", "fp8", "layer_norm", "layer_norm_linear", "rms_norm")
+    modules = ("dropout", "fp8", "layer_norm", "layer_norm_linear", "parallel", "rms_norm")
     assert brought == ["reference", *(f"reference.{name}" for name in modules)]
     assert value == 1.0
