@@ -20,7 +20,7 @@ SOURCES = sorted(
 DEVICE_SOURCES = sorted(path for path in CUDA_SRC.iterdir() if path.suffix in (".cu", ".cuh"))
 PYTHON = sorted(
     path
-    for folder in ("cupynorm", "reference", "tests", "docs")
+    for folder in ("cupynorm", "reference", "tests", "docs", "notebooks")
     for path in (REPOSITORY / folder).rglob("*.py")
 )
 
