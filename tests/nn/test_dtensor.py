@@ -1,6 +1,6 @@
 """DTensors, DistributedDataParallel and fully_shard on two ranks, on the CPU and on two GPUs.
 
-two_ranks.py has the checks.
+two_ranks.py runs the checks of dtensor_norm_ranks.py and model_ranks.py.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""LayerNormLinear on several processes on the CPU. layer_ranks.py has the checks."""
+"""LayerNormLinear on several processes on the CPU. layer_ranks.py runs the checks."""
 
 from __future__ import annotations
 

@@ -1,0 +1,397 @@
+"""Checks of norms of DTensors on two ranks."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from rank_checks import HAS_SHARDING, NORMS, assert_close, check_of_dtensors, full, ours, theirs
+from torch.nn import functional
+
+import cupynorm
+from cupynorm.gpu import arrays
+from cupynorm.nn import dtensor as parallel
+
+if HAS_SHARDING:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
+    from torch.distributed.tensor.parallel import SequenceParallel, parallelize_module
+
+
+def gradients(call, tensors, dy):
+    """y and the gradients of new leaves with the values and placements of tensors."""
+    given = [tensor.detach().clone().requires_grad_() for tensor in tensors]
+    y = call(*given)
+    y.backward(dy)
+    return [y, *(tensor.grad for tensor in given)]
+
+
+def check_placement(ranks, norm, placement, dy_placement, on_ranks, shape=(5, 4, 8)):
+    """on_ranks: makes of a weight the tensor that each rank has."""
+    whole = ranks.random(*shape), ranks.random(8, seed=1), ranks.random(8, seed=2)
+    dy = ranks.random(*shape, seed=3)
+    expected = gradients(partial(theirs, norm), whole, dy)
+    x, dy = ranks.lay(whole[0], placement), ranks.lay(dy, dy_placement)
+    found = gradients(partial(ours, norm), (x, *map(on_ranks, whole[1:])), dy)
+    for name, got, right in zip(("y", "dx", "dweight", "dbias"), found, expected):
+        assert_close(f"{norm} {placement} {dy_placement} {name}", got, right)
+    return found
+
+
+def placements(shape=(5, 4, 8)):
+    """Sharded rows, replicated rows, split rows, and partial sums of rows."""
+    return [*map(Shard, range(len(shape) - 1)), Replicate(), Shard(len(shape) - 1), Partial()]
+
+
+@check_of_dtensors
+def dtensors_of_any_placement(ranks):
+    whole = partial(ranks.lay, placement=Replicate())
+    for norm in NORMS:
+        for placement in placements():
+            for dy_placement in (Shard(0), Replicate()):
+                y, dx, dweight, dbias = check_placement(ranks, norm, placement, dy_placement, whole)
+                for gradient in (dweight, dbias):
+                    assert [each.is_partial() for each in gradient.placements] == [
+                        each.is_shard() and each != Shard(2) for each in dx.placements
+                    ]
+                if not placement.is_partial():
+                    assert y.placements == (placement,)
+
+
+@check_of_dtensors
+def they_lie_where_torch_puts_its_own(ranks):
+    whole = ranks.lay(ranks.random(8, seed=1), Replicate())
+    # Not of split rows, which torch leaves split.
+    for placement in placements()[:-2]:
+        x, dy = (ranks.lay(ranks.random(5, 4, 8, seed=seed), placement) for seed in (0, 3))
+        found, expected = (
+            gradients(partial(call, "layer_norm"), (x, whole, whole), dy) for call in (ours, theirs)
+        )
+        assert [each.placements for each in found] == [each.placements for each in expected], (
+            placement
+        )
+
+
+@check_of_dtensors
+def plain_parameters_count_as_the_same_on_every_rank(ranks):
+    for norm in NORMS:
+        for placement in placements():
+            *_, dweight, dbias = check_placement(
+                ranks, norm, placement, Shard(0), lambda weight: weight
+            )
+            assert type(dweight) is type(dbias) is torch.Tensor
+
+
+@check_of_dtensors
+def rows_that_do_not_share_out_evenly(ranks):
+    for shape in ((1, 8), (3, 8), (8,), (0, 8)):
+        for placement in (Shard(0), Replicate()):
+            if shape == (0, 8) or placement == Shard(0) == Shard(len(shape) - 1):
+                continue
+            check_placement(ranks, "layer_norm", placement, placement, lambda weight: weight, shape)
+
+
+@check_of_dtensors
+def a_mesh_of_two_dimensions(ranks):
+    # The second dimension splits rows, or the columns of one rank.
+    for mesh_shape, rows in (((2, 1), [Shard(0), Shard(1)]), ((1, 2), [Shard(0), Shard(2)])):
+        on_mesh(ranks, init_device_mesh(ranks.device, mesh_shape), rows)
+
+
+def on_mesh(ranks, mesh, rows):
+    x, weight, bias = ranks.random(4, 6, 8), ranks.random(8, seed=1), ranks.random(8, seed=2)
+    dy = ranks.random(4, 6, 8, seed=3)
+    expected = gradients(partial(theirs, "layer_norm"), (x, weight, bias), dy)
+    each = [Replicate(), Replicate()]
+    given = distribute_tensor(x, mesh, rows), distribute_tensor(weight, mesh, each), bias
+    found = gradients(partial(ours, "layer_norm"), given, distribute_tensor(dy, mesh, rows))
+    for name, got, right in zip(("y", "dx", "dweight", "dbias"), found, expected):
+        assert_close(name, got, right)
+
+
+@check_of_dtensors
+def split_rows_are_not_gathered(ranks):
+    """Ranks exchange three numbers a row, also where they have different numbers of columns."""
+    from torch.distributed import _functional_collectives as collectives
+
+    plain, sent = collectives.all_gather_tensor, []
+
+    def all_gather_tensor(tensor, *arguments):
+        sent.append(tensor.numel())
+        return plain(tensor, *arguments)
+
+    for norm, numbers in (("layer_norm", 3), ("rms_norm", 1)):
+        for num_cols in (8, 7, 1):
+            x, dy = (ranks.random(5, num_cols, seed=seed) for seed in (0, 1))
+            x = x + 1000.0
+            expected = gradients(
+                lambda x, norm=norm: theirs(norm, x, None, None, x.shape[-1:]), [x], dy
+            )
+            collectives.all_gather_tensor = all_gather_tensor
+            try:
+                given = [ranks.lay(x, Shard(1))]
+                found = gradients(
+                    lambda x, norm=norm: ours(norm, x, None, None, x.shape[-1:]),
+                    given,
+                    ranks.lay(dy, Shard(1)),
+                )
+            finally:
+                collectives.all_gather_tensor = plain
+            assert sent == [numbers * 5], sent
+            sent.clear()
+            for name, got, right in zip(("y", "dx"), found, expected):
+                assert got.placements == (Shard(1),)
+                # The mean is 1000 standard deviations.
+                assert_close(f"{norm} of {num_cols} columns: {name}", got / 1000, right / 1000)
+
+
+@check_of_dtensors
+def parameters_of_split_rows(ranks):
+    """A weight that is split as the rows are has such a gradient."""
+    x, dy = ranks.random(5, 8), ranks.random(5, 8, seed=1)
+    weight, bias = ranks.random(8, seed=2), ranks.random(8, seed=3)
+    for norm in NORMS:
+        expected = gradients(partial(theirs, norm), (x, weight, bias), dy)
+        given = ranks.lay(x, Shard(1)), ranks.lay(weight, Shard(0)), ranks.lay(bias, Shard(0))
+        found = gradients(partial(ours, norm), given, ranks.lay(dy, Shard(1)))
+        for name, got, right in zip(("y", "dx", "dweight", "dbias"), found, expected):
+            assert_close(f"{norm} {name}", got, right)
+        assert found[2].placements == found[3].placements == (Shard(0),)
+
+
+@check_of_dtensors
+def residuals_and_options(ranks):
+    x, residual = ranks.random(5, 4, 8), ranks.random(5, 4, 8, seed=1)
+    weight, dy = ranks.random(8, seed=2), ranks.random(5, 4, 8, seed=3)
+
+    def call(norm, normalize, x, residual, weight):
+        y, added = normalize(norm, x, residual, weight)
+        return y * added
+
+    def our(norm, x, residual, weight):
+        return ours(
+            norm,
+            x,
+            weight,
+            None,
+            residual=residual,
+            return_residual=True,
+            zero_centered_weight=True,
+        )
+
+    def torchs(norm, x, residual, weight):
+        return theirs(norm, x + residual, 1 + weight, None), x + residual
+
+    for norm in NORMS:
+        expected = gradients(partial(call, norm, torchs), (x, residual, weight), dy)
+        given = (
+            ranks.lay(x, Shard(1)),
+            ranks.lay(residual, Shard(0)),
+            ranks.lay(weight, Replicate()),
+        )
+        split = (ranks.lay(x, Shard(2)), *given[1:])
+        for tensors in (given, split):
+            found = gradients(partial(call, norm, our), tensors, ranks.lay(dy, Shard(1)))
+            for name, got, right in zip(("y * sum", "dx", "dresidual", "dweight"), found, expected):
+                assert_close(f"{norm} {name}", got, right)
+
+
+@check_of_dtensors
+def calls_that_differ_in_what_is_no_tensor(ranks):
+    """torch caches the sharding of a call by its arguments. Each of these needs its own entry."""
+    x = ranks.lay(ranks.random(4, 2, 8), Shard(1))
+    for extents, split in (((8,), (Shard(1),)), ((2, 8), None), ((8,), (Shard(1),))):
+        for norm in NORMS:
+            y = ours(norm, x, None, None, extents)
+            assert_close(f"{norm} over {extents}", y, theirs(norm, full(x), None, None, extents))
+            assert split is None or y.placements == split
+    for dtype in (torch.float32, torch.float64, torch.bfloat16):
+        y = cupynorm.layer_norm(x, 8, out_dtype=dtype)
+        assert y.dtype == y.to_local().dtype == full(y).dtype == dtype
+    for eps in (0.1, 10.0):
+        y = cupynorm.layer_norm(x, 8, eps=eps)
+        assert_close(f"eps {eps}", y, functional.layer_norm(full(x), (8,), eps=eps))
+
+
+@check_of_dtensors
+def second_derivatives(ranks):
+    x, weight = ranks.random(4, 3, 8), ranks.random(8, seed=1)
+
+    def call(normalize, x, weight):
+        x, weight = x.detach().clone().requires_grad_(), weight.detach().clone().requires_grad_()
+        first = torch.autograd.grad(
+            (normalize("layer_norm", x, weight, None) ** 3).sum(), (x, weight), create_graph=True
+        )
+        return torch.autograd.grad((first[0] ** 2).sum() + (first[1] ** 2).sum(), (x, weight))
+
+    for placement in (Shard(0), Shard(1), Shard(2), Replicate()):
+        found = call(ours, ranks.lay(x, placement), ranks.lay(weight, Replicate()))
+        for name, got, right in zip(("x", "weight"), found, call(theirs, x, weight)):
+            assert_close(f"{placement} {name}", got, right)
+
+
+@check_of_dtensors
+def compiled(ranks):
+    whole = ranks.random(5, 4, 8), ranks.random(8, seed=1), ranks.random(8, seed=2)
+    dy = ranks.random(5, 4, 8, seed=3)
+    expected = gradients(partial(theirs, "layer_norm"), whole, dy)
+    call = torch.compile(partial(ours, "layer_norm"), fullgraph=True, backend="aot_eager")
+    parallel._register_once.cache_clear()  # as in a new process
+    for on_ranks in (partial(ranks.lay, placement=Replicate()), lambda weight: weight):
+        found = gradients(
+            call,
+            (ranks.lay(whole[0], Shard(0)), *map(on_ranks, whole[1:])),
+            ranks.lay(dy, Shard(0)),
+        )
+        for name, got, right in zip(("y", "dx", "dweight", "dbias"), found, expected):
+            assert_close(name, got, right)
+
+
+@check_of_dtensors
+def what_is_refused(ranks):
+    x, weight = ranks.random(4, 8), ranks.random(8)
+    there = ranks.lay(weight, Replicate())
+    rows = ranks.lay(x, Shard(0))
+    # A DTensor and a plain tensor share no prepared call.
+    assert (
+        arrays.TorchLibrary.layout_key(there)
+        != arrays.TorchLibrary.layout_key(full(there))
+        == arrays.TorchLibrary.layout_key(weight)
+    )
+    of_row = ranks.random(4)
+    fused = (
+        {"residual_dtype": "float64"},
+        {"row_scale": of_row},
+        {"row_scale": ranks.lay(of_row, Shard(0))},
+        {"dropout_p": 0.5},
+        {"weight1": weight},
+        {"weight1": there},
+        {"bias1": weight},
+        {"round_x_hat": True},
+        {"memory_efficient": True},
+    )
+    dropped, seed = (
+        {"dropout_p": 0.5, "dropout_seed": 1},
+        ranks.lay(torch.ones(1, dtype=torch.int64, device=ranks.device), Replicate()),
+    )
+    for call, sentence in (
+        *(
+            (
+                partial(cupynorm.layer_norm, rows, 8, weight, **each),
+                "input is a DTensor and residual_dtype, row_scale",
+            )
+            for each in fused
+        ),
+        *(
+            (
+                partial(cupynorm.rms_norm, x, 8, there, **each),
+                "weight is a DTensor and residual_dtype",
+            )
+            for each in fused
+        ),
+        (
+            lambda: cupynorm.layer_norm(x, 8, weight1=there),
+            "weight1 is a DTensor and residual_dtype",
+        ),
+        (
+            lambda: cupynorm.layer_norm(x, 8, residual=rows, dropout_p=0.5),
+            "residual is a DTensor and residual_dtype",
+        ),
+        (
+            lambda: cupynorm.layer_norm(x, 8, dropout_p=0.5, dropout_seed=seed),
+            "dropout_seed is a DTensor, which has no address",
+        ),
+        (
+            lambda: cupynorm.layer_norm_forward(rows, weight, **dropped),
+            "input is a DTensor, which has no address",
+        ),
+        (
+            lambda: cupynorm.rms_norm_backward(rows, x, of_row, weight, **dropped),
+            "dy is a DTensor, which has no address",
+        ),
+        (
+            lambda: cupynorm.layer_norm_backward(
+                x, rows, of_row, of_row, weight, dx_dtype="float32"
+            ),
+            "x is a DTensor, which has no",
+        ),
+        (
+            lambda: cupynorm.rms_norm_backward(
+                x, x, ranks.lay(of_row, Shard(0)), weight, **dropped
+            ),
+            "rstd is a DTensor, which has no",
+        ),
+        (
+            lambda: cupynorm.rms_norm_backward(x, x, of_row, there, **dropped),
+            "weight is a DTensor, which has no address",
+        ),
+        (
+            lambda: cupynorm.rms_norm_backward(
+                x, x, of_row, weight, bias=there, memory_efficient=True
+            ),
+            "bias is a DTensor, which",
+        ),
+        (
+            lambda: cupynorm.layer_norm(x, 8, there),
+            "weight is a DTensor and input is a Tensor; expected input to be a DTensor",
+        ),
+        (
+            lambda: cupynorm.layer_norm(x, 8, weight, there),
+            "bias is a DTensor and input is a Tensor",
+        ),
+        (
+            lambda: cupynorm.rms_norm(x, 8, weight, residual=rows),
+            "residual is a DTensor and input is a Tensor",
+        ),
+        (
+            lambda: cupynorm.rms_norm(rows, 8, weight, residual=x),
+            "input is a DTensor and residual is a Tensor",
+        ),
+        (
+            lambda: cupynorm.layer_norm(rows, 8, out=x),
+            "out was given to a call that torch traces or transforms",
+        ),
+        (
+            lambda: cupynorm.layer_norm_forward(rows, weight),
+            "input is a DTensor, which has no address",
+        ),
+        (
+            lambda: cupynorm.layer_norm_forward(x, there),
+            "weight is a DTensor, which has no address",
+        ),
+        (
+            lambda: cupynorm.layer_norm_linear(x, weight, None, ranks.lay(x, Replicate())),
+            "a weight or bias is a DTensor and input is a Tensor; expected input to be a DTensor",
+        ),
+        (lambda: cupynorm.layer_norm(rows, 7), r"normalized_shape is (7,), input has shape (4, 8)"),
+    ):
+        try:
+            call()
+        except (TypeError, ValueError, NotImplementedError) as error:
+            assert sentence in str(error), error
+        else:
+            raise AssertionError(f"nothing was raised; expected: {sentence}")
+
+
+@check_of_dtensors
+def sequence_parallel(ranks):
+    """torch's SequenceParallel plan on our modules."""
+    norms = torch.nn.Sequential(cupynorm.LayerNorm(8), cupynorm.RMSNorm(8)).to(
+        ranks.device, torch.float64
+    )
+    with torch.no_grad():
+        for seed, parameter in enumerate(norms.parameters()):
+            parameter.copy_(ranks.random(8, seed=seed))
+    whole = torch.nn.Sequential(torch.nn.LayerNorm(8), torch.nn.RMSNorm(8)).to(
+        ranks.device, torch.float64
+    )
+    whole.load_state_dict(norms.state_dict())
+    x, dy = ranks.random(3, 4, 8), ranks.random(3, 4, 8, seed=1)
+    expected = gradients(whole, [x], dy)
+    parallelize_module(norms, ranks.mesh, {"0": SequenceParallel(), "1": SequenceParallel()})
+    mine = slice(2 * ranks.rank, 2 * ranks.rank + 2)
+    found = gradients(norms, [x[:, mine]], ranks.lay(dy, Shard(1)))
+    assert_close("y", found[0], expected[0])
+    assert_close("dx", found[1], expected[1][:, mine])
+    for (name, parameter), right in zip(norms.named_parameters(), whole.parameters()):
+        assert_close(name, parameter.grad, right.grad)

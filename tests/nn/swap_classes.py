@@ -1,0 +1,129 @@
+"""Norms as other libraries write them, for the tests of swap_norms."""
+
+from __future__ import annotations
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+
+class LlamaRMSNorm(torch.nn.Module):
+    """The norm of Hugging Face's Llama, which rounds x_hat before the weight multiplies it."""
+
+    def __init__(self, num_cols: int, eps: float = 1e-6) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(num_cols))
+        self.variance_epsilon = eps
+        self.num_steps = 0  # not an eps, though its name ends in eps
+
+    def normalized(self, x: torch.Tensor) -> torch.Tensor:
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        self.num_steps += 1
+        return self.weight * self.normalized(hidden_states.float()).to(hidden_states.dtype)
+
+
+class T5LayerNorm(LlamaRMSNorm):
+    """An RMSNorm in spite of its name."""
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        variance = hidden_states.to(torch.float32).pow(2).mean(-1, keepdim=True)
+        hidden_states = hidden_states * torch.rsqrt(variance + self.variance_epsilon)
+        if self.weight.dtype in (torch.float16, torch.bfloat16):
+            hidden_states = hidden_states.to(self.weight.dtype)
+        return self.weight * hidden_states
+
+
+class GemmaRMSNorm(LlamaRMSNorm):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.normalized(x.float()) * (1.0 + self.weight.float())).type_as(x)
+
+
+class CohereLayerNorm(LlamaRMSNorm):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        wide = x.float()
+        return (self.weight.float() * self.normalized(wide - wide.mean(-1, keepdim=True))).to(
+            x.dtype
+        )
+
+
+class InBfloat16(LlamaRMSNorm):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.weight * self.normalized(x)
+
+
+class AnotherEps(LlamaRMSNorm):
+    """Its eps is not the number in its attribute."""
+
+    def normalized(self, x: torch.Tensor) -> torch.Tensor:
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-5)
+
+
+class WithGamma(torch.nn.Module):
+    """Parameters of other names, in another order, and an eps in the code."""
+
+    eps_in_code = 1e-12
+
+    def __init__(self, num_cols: int) -> None:
+        super().__init__()
+        self.beta = torch.nn.Parameter(torch.zeros(num_cols))
+        self.gamma = torch.nn.Parameter(torch.ones(num_cols))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        variance, mean = torch.var_mean(x, -1, keepdim=True, correction=0)
+        x_hat = (x - mean) / torch.sqrt(variance + type(self).eps_in_code)
+        return self.gamma * x_hat + self.beta
+
+
+class WithGammaAndLargeEps(WithGamma):
+    eps_in_code = 0.1
+
+
+class WithGammaAndNoEps(WithGamma):
+    eps_in_code = 0.0
+
+
+class Scaled(torch.nn.Module):
+    """An RMSNorm by neither name nor attribute."""
+
+    def __init__(self, *shape: int) -> None:
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.zeros(shape))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        dims = tuple(range(-self.scale.ndim, 0))
+        return (1 + self.scale) * x * torch.rsqrt(x.square().mean(dims, True) + 2.0**-23)
+
+
+class ClipLayerNorm(torch.nn.LayerNorm):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x.float()).type(x.dtype)
+
+
+class InitialisedLayerNorm(torch.nn.LayerNorm):
+    def reset_parameters(self) -> None:
+        torch.nn.init.normal_(self.weight)
+
+
+def foreign(name: str, module: str, **attributes) -> torch.nn.Module:
+    """A module with the name of another library's. Its forward raises."""
+
+    def forward(self, x):
+        raise AssertionError("only CUDA")
+
+    made = type(
+        name, (torch.nn.Module,), {"__module__": module, "__qualname__": name, "forward": forward}
+    )()
+    for key, value in attributes.items():
+        setattr(made, key, value)
+    return made
+
+
+def parameter(*shape: int) -> torch.nn.Parameter:
+    return torch.nn.Parameter(torch.randn(shape))
+
+
+class Gated(LlamaRMSNorm):
+    def forward(self, x: torch.Tensor, gate: torch.Tensor | None = None) -> torch.Tensor:
+        return super().forward(x if gate is None else x * torch.nn.functional.silu(gate))

@@ -1,0 +1,303 @@
+"""Scales of LayerNorm and RMSNorm inside fp8_autocast: states, copies, devices and CUDA graphs."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+import warnings
+
+import numpy as np
+import pytest
+
+import cupynorm
+
+torch = pytest.importorskip("torch")
+
+from fp8_modules import BOTH, make, random, raw  # noqa: E402
+
+from cupynorm import (  # noqa: E402
+    BlockScaling,
+    CurrentScaling,
+    DelayedScaling,
+    Format,
+    fp8_autocast,
+)
+from cupynorm.nn import fp8, recipes  # noqa: E402
+
+
+def stepped(kind="LayerNorm", length=4, **options):
+    """A module with scales, and their recipe."""
+    module, recipe = make(kind, **options), DelayedScaling(amax_history_len=length)
+    for seed in range(3):
+        with fp8_autocast(recipe=recipe):
+            module(random(5, 200, seed=seed) * 2.0**seed, fp8_output=True)
+    return module, recipe
+
+
+def assert_same_scales(one, other):
+    assert torch.equal(one.scale, other.scale) and torch.equal(one.amax_history, other.amax_history)
+    assert one.scale.item() != 1 and one.amax_history[1:].abs().max() > 0
+
+
+@BOTH
+def test_state_dicts_carry_the_scales(kind):
+    torchs = getattr(torch.nn, kind)(200)
+    fresh = make(kind)
+    assert list(fresh.state_dict()) == list(torchs.state_dict())
+    torchs.load_state_dict(fresh.state_dict(), strict=True)
+    module, _ = stepped(kind)
+    state = copy.deepcopy(torch.nn.Sequential(torch.nn.Identity(), module).state_dict())
+    assert state["1._extra_state"].dtype == torch.uint8 and bytes(
+        state["1._extra_state"]
+    ).startswith(b"cupynorm fp8 state 1\n")
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    state = torch.load(io.BytesIO(buffer.getvalue()), weights_only=True)
+    model = torch.nn.Sequential(torch.nn.Identity(), fresh)
+    model.load_state_dict(state, strict=True)
+    assert_same_scales(fresh._fp8_scales, module._fp8_scales)
+    # Loaded in place, as parameters are, because a CUDA graph may hold the addresses.
+    places = fresh._fp8_scales.scale.data_ptr(), fresh._fp8_scales.amax_history.data_ptr()
+    fresh._fp8_scales.scale.fill_(3)
+    model.load_state_dict(state, strict=True)
+    assert_same_scales(fresh._fp8_scales, module._fp8_scales)
+    assert places == (fresh._fp8_scales.scale.data_ptr(), fresh._fp8_scales.amax_history.data_ptr())
+    longer, _ = stepped(kind, length=6)
+    longer.load_state_dict(module.state_dict(), strict=True)
+    assert_same_scales(longer._fp8_scales, module._fp8_scales)
+    # torch.nn's states have none. torch.nn's modules load ours with strict=False.
+    module.load_state_dict(torchs.state_dict(), strict=True)
+    assert module._fp8_scales is None and list(module.state_dict()) == list(torchs.state_dict())
+    torchs.load_state_dict(longer.state_dict(), strict=False)
+
+
+def test_states_of_other_modules():
+    """TransformerEngine's state is ignored without a warning. A linear layer's is refused."""
+    module, _ = stepped()
+    plain = {name: value for name, value in module.state_dict().items() if name != "_extra_state"}
+    for foreign in (
+        None,
+        torch.empty(0, dtype=torch.uint8),
+        torch.tensor([128, 4, 149], dtype=torch.uint8),
+        io.BytesIO(b"x"),
+    ):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            module.load_state_dict(plain | {"_extra_state": foreign}, strict=True)
+        assert module._fp8_scales is None
+    of_linear = fp8.pack({"forward": fp8.Scales((recipes.E4M3,) * 3, 2, torch.device("cpu"))})
+    with pytest.raises(
+        ValueError,
+        match="the fp8 state is of forward of 3 tensors; expected that of a norm, y of 1",
+    ):
+        module.load_state_dict(plain | {"_extra_state": of_linear})
+
+
+def test_copies_have_their_own_scales():
+    module, recipe = stepped()
+    before = copy.deepcopy(module._fp8_scales)
+    buffer = io.BytesIO()
+    torch.save(module, buffer)
+    copies = [
+        copy.deepcopy(module),
+        pickle.loads(pickle.dumps(module)),
+        torch.load(io.BytesIO(buffer.getvalue()), weights_only=False),
+    ]
+    for each in copies:
+        assert_same_scales(each._fp8_scales, before)
+        with fp8_autocast(recipe=recipe):
+            each(random(5, 200) * 100, fp8_output=True)
+        assert not torch.equal(each._fp8_scales.amax_history, before.amax_history)
+    assert_same_scales(module._fp8_scales, before)
+    with fp8_autocast(recipe=recipe):
+        module(random(5, 200) * 100, fp8_output=True)
+    assert_same_scales(module._fp8_scales, copies[0]._fp8_scales)
+
+
+def test_scales_stay_float32_and_follow_the_parameters_to_a_device():
+    module, recipe = stepped()
+    before = copy.deepcopy(module._fp8_scales)
+    module.bfloat16()
+    assert module.weight.dtype == torch.bfloat16 and module._fp8_scales.scale.dtype == torch.float32
+    assert_same_scales(module._fp8_scales, before)
+    module.to("meta")
+    assert module._fp8_scales is None and "_extra_state" not in module.state_dict()
+
+
+@pytest.mark.gpu
+def test_scales_go_to_a_gpu_and_back():
+    module, recipe = stepped()
+    before = copy.deepcopy(module._fp8_scales)
+    module.cuda()
+    assert module._fp8_scales.scale.is_cuda and module._fp8_scales.largest.is_cuda
+    with fp8_autocast(recipe=recipe):
+        module(random(5, 200, device="cuda"), fp8_output=True)
+    assert module._fp8_scales.amax_history.is_cuda
+    module.load_state_dict(module.state_dict(), strict=True)
+    assert module.cpu()._fp8_scales.scale.device.type == "cpu"
+    other, _ = stepped()
+    other.load_state_dict(module.state_dict(), strict=True)
+    assert_same_scales(other._fp8_scales, module._fp8_scales)
+    assert not torch.equal(before.amax_history, other._fp8_scales.amax_history)
+
+
+@pytest.mark.parametrize("kind", ["LayerNorm", "RMSNorm", "LayerNormLinear"])
+def test_training_after_a_first_call_in_inference_mode(kind):
+    linear = kind == "LayerNormLinear"
+    module = cupynorm.LayerNormLinear(200, 16, device="cpu") if linear else make(kind)
+    x, options = random(5, 200), {} if linear else {"fp8_output": True}
+    with torch.inference_mode(), fp8_autocast(recipe=DelayedScaling(amax_history_len=3)):
+        module(x, **options)
+    for length, fp8_format in ((3, Format.HYBRID), (5, Format.E4M3)):
+        with fp8_autocast(recipe=DelayedScaling(amax_history_len=length, fp8_format=fp8_format)):
+            module(x, **options)
+    scales = module._fp8_states["forward"] if linear else module._fp8_scales
+    assert scales.scale[0] != 1 and len(scales.amax_history) == 5
+
+
+@pytest.mark.parametrize(
+    "recipe", (DelayedScaling(amax_history_len=3), CurrentScaling(), BlockScaling()), ids=str
+)
+def test_compiled_with_a_graph_break(recipe):
+    module = make("LayerNorm")
+    twin = copy.deepcopy(module)
+
+    def run(module, x):
+        return module(x * 2, fp8_output=True).dequantize() + 1
+
+    compiled = torch.compile(run, backend="eager")
+    for step in range(3):
+        x = random(5, 200, seed=step)
+        with fp8_autocast(recipe=recipe):
+            assert torch.equal(compiled(module, x), run(twin, x))
+    if isinstance(recipe, DelayedScaling):
+        assert_same_scales(module._fp8_scales, twin._fp8_scales)
+
+
+def scales_of(module):
+    kept = (
+        module._fp8_states["forward"]
+        if isinstance(module, cupynorm.LayerNormLinear)
+        else module._fp8_scales
+    )
+    return kept.scale, kept.amax_history, kept.largest
+
+
+@pytest.fixture(params=("RMSNorm", "LayerNormLinear"))
+def of_four_steps(request):
+    """A layer after four steps of delayed scaling, and a function that calls it."""
+    if request.param == "RMSNorm":
+        module, options = make("RMSNorm"), {"fp8_output": True}
+    else:
+        module, options = cupynorm.LayerNormLinear(200, 48, device="cpu"), {}
+    for seed in range(4):
+        with fp8_autocast(recipe=DelayedScaling(amax_history_len=4)):
+            module(random(5, 200, seed=seed), **options)
+    return module, options
+
+
+@pytest.mark.parametrize("length", (1, 4, 1024))
+def test_calls_without_gradients_do_not_change_the_history(of_four_steps, length):
+    """Its values, length and addresses, which a CUDA graph may hold."""
+    module, options = of_four_steps
+    kept, values = scales_of(module), [each.clone() for each in scales_of(module)]
+    assert values[1].count_nonzero() >= 3
+    with (
+        torch.no_grad(),
+        fp8_autocast(recipe=DelayedScaling(amax_history_len=length, fp8_format=Format.E4M3)),
+    ):
+        module(random(5, 200), **options)
+    assert all(after is before for after, before in zip(scales_of(module), kept))
+    assert all(torch.equal(after, before) for after, before in zip(kept, values))
+
+
+def test_tensors_without_memory_are_refused_before_scales_move(of_four_steps):
+    module, options = of_four_steps
+    values = [each.clone() for each in scales_of(module)]
+    fake = torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's, for reading the address of a fake tensor
+        for x in (torch.empty(5, 200, device="meta"), fake.from_tensor(random(5, 200)))[
+            : 1 if not options else 2
+        ]:
+            with pytest.raises(
+                TypeError, match="input is a (.*Tensor, which has no address|torch tensor on meta)"
+            ):
+                with fp8_autocast(recipe=DelayedScaling(amax_history_len=2)):
+                    module(x, **options)
+    assert all(torch.equal(*pair) for pair in zip(scales_of(module), values))
+
+
+def test_a_history_of_another_length_is_loaded_in_inference_mode():
+    modules = []
+    for length in (3, 5):
+        modules.append(make("RMSNorm"))
+        with fp8_autocast(recipe=DelayedScaling(amax_history_len=length)):
+            modules[-1](random(5, 200, seed=length), fp8_output=True)
+    short, module = modules
+    with torch.inference_mode():
+        module.load_state_dict(short.state_dict())
+    for each in modules:
+        with fp8_autocast(recipe=DelayedScaling(amax_history_len=3)):
+            each(random(5, 200), fp8_output=True)
+    assert_same_scales(short._fp8_scales, module._fp8_scales)
+
+
+def test_scales_cannot_be_made_in_a_capture(monkeypatch):
+    """Each replay would reset them. Scales made before the capture may be used in it."""
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(
+        RuntimeError,
+        match="scales of DelayedScaling were to be made while a CUDA graph is captured",
+    ):
+        fp8.scales_for(
+            None, (recipes.E4M3,), DelayedScaling(), torch.device("cuda:0"), records=True
+        )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "recipe", (DelayedScaling(amax_history_len=3), CurrentScaling(), BlockScaling()), ids=str
+)
+def test_steps_in_a_cuda_graph_are_the_eager_ones(recipe):
+    module = make("LayerNorm", 768, device="cuda")
+    twin, first = copy.deepcopy(module), copy.deepcopy(module)
+    x, dy = random(64, 768, device="cuda", grad=True), random(64, 768, seed=1, device="cuda")
+
+    def run(module):
+        module.zero_grad(set_to_none=False)
+        with fp8_autocast(recipe=recipe):
+            made = module(x, fp8_output=True)
+        made.dequantize().backward(dy)
+        return made
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            run(module), run(twin)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        made = run(module)
+    for size in (1.0, 20.0, 0.1):
+        with torch.no_grad():
+            x.copy_(random(64, 768, seed=2, device="cuda") * size)
+            for each in (module, twin):
+                each.bias.fill_(size)
+        graph.replay()
+        expected = run(twin)
+        np.testing.assert_array_equal(raw(made.data), raw(expected.data))
+        assert torch.equal(made.scale_inv, expected.scale_inv) and torch.equal(
+            module.weight.grad, twin.weight.grad
+        )
+        if isinstance(recipe, DelayedScaling):
+            assert_same_scales(module._fp8_scales, twin._fp8_scales)
+            np.testing.assert_array_equal(raw(made.transposed), raw(expected.transposed))
+    if isinstance(recipe, DelayedScaling):
+        with (
+            pytest.raises(RuntimeError, match="expected one call with this recipe"),
+            torch.cuda.graph(torch.cuda.CUDAGraph()),
+        ):
+            run(first)

@@ -1,0 +1,317 @@
+"""Recipes of scaling, their states, and scales of several ranks and of CUDA graphs.
+
+Delayed scaling is compared with delayed_scaling.py, a second implementation.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from delayed_scaling import Machine
+
+import cupynorm
+
+torch = pytest.importorskip("torch")
+from norm_calls import DEVICES  # noqa: E402
+
+from cupynorm.nn import amaxes, autocast, fp8, quantization, recipes  # noqa: E402
+from cupynorm.nn.fp8 import Scales  # noqa: E402
+from cupynorm.nn.recipes import BlockScaling, CurrentScaling, DelayedScaling, Format  # noqa: E402
+
+
+def record(scales, at, x):
+    """Records the amax of x, as a step that quantises x does."""
+    quantization.quantize(x.reshape(1, -1), scales.scale[at], recipes.E4M3, amax=scales.amax(at))
+
+
+@pytest.mark.parametrize("rule", ("max", "most_recent"))
+@pytest.mark.parametrize("length, margin", ((1, 0), (2, 1), (4, 0), (16, 3), (300, -2), (1024, 0)))
+@pytest.mark.parametrize("device", (*DEVICES, "kernels"))
+def test_fifty_steps_give_the_scales_of_the_second_implementation(
+    device, length, margin, rule, request
+):
+    launched = request.getfixturevalue("kernels") if device == "kernels" else None
+    device = "cpu" if device == "kernels" else device
+    generator = np.random.default_rng([length, margin + 4])
+    dtypes = (recipes.E4M3, recipes.E5M2, recipes.E4M3)
+    recipe = DelayedScaling(margin, amax_history_len=length, amax_compute_algo=rule)
+    scales = Scales(dtypes, length, torch.device(device))
+    machines = [Machine(recipes.LARGEST[dtype], length, margin, rule) for dtype in dtypes]
+    places = scales.scale.data_ptr(), scales.amax_history.data_ptr()
+    changed = 0
+    for _ in range(50):
+        amaxes = np.abs(generator.standard_normal(3) * 10.0 ** generator.integers(-4, 5, 3)).astype(
+            np.float32
+        )
+        odd = generator.random(3)
+        for bound, value in ((0.10, 0.0), (0.17, np.inf), (0.24, np.nan), (0.30, 1e-42)):
+            amaxes[(odd < bound) & (odd >= bound - 0.07)] = value
+        for at, (machine, amax) in enumerate(zip(machines, amaxes)):
+            if (
+                at != 2 or generator.random() < 0.5
+            ):  # the last tensor is used in about half the steps
+                record(scales, at, torch.tensor([[-amax, amax / 2]], device=device))
+            else:
+                amax = 0.0
+            machine.step(amax)
+        before = scales.scale.clone()
+        scales.update(recipe)
+        changed += int((scales.scale != before).any())
+        assert scales.scale.tolist() == [machine.scale for machine in machines]
+        expected = np.array([machine.history() for machine in machines], np.float32).T
+        np.testing.assert_array_equal(scales.amax_history.cpu().numpy(), expected)
+    assert changed > 3 and places == (scales.scale.data_ptr(), scales.amax_history.data_ptr())
+    assert launched is None or "update_scales.cu" in [launch.kernel.source for launch in launched]
+
+
+def test_a_tensor_used_twice_in_a_step_records_the_larger_amax():
+    scales = Scales((recipes.E4M3,), 3, torch.device("cpu"))
+    for value in (2.0, 8.0, 4.0):
+        record(scales, 0, torch.full((3,), value))
+    scales.update(DelayedScaling(amax_history_len=3))
+    assert scales.scale.item() == 448 / 8 and scales.amax_history.flatten().tolist() == [
+        0.0,
+        0.0,
+        8.0,
+    ]
+
+
+def test_callables_of_a_recipe():
+    seen = []
+
+    def amax(history):
+        seen.append(history.clone())
+        return history.mean(0)
+
+    def scale(amax, scale, fp8_max, recipe):
+        assert recipe.margin == 2 and fp8_max.tolist() == [448.0, 57344.0]
+        return fp8_max / amax / 2
+
+    recipe = DelayedScaling(
+        2, amax_history_len=2, amax_compute_algo=amax, scaling_factor_compute_algo=scale
+    )
+    scales = Scales((recipes.E4M3, recipes.E5M2), 2, torch.device("cpu"))
+    for at in range(2):
+        record(scales, at, torch.tensor([4.0]))
+    scales.update(recipe)
+    assert seen[0].tolist() == [[4.0, 4.0], [0.0, 0.0]] and scales.scale.tolist() == [
+        112.0,
+        14336.0,
+    ]
+
+
+def test_options_that_recipes_refuse():
+    assert DelayedScaling() == DelayedScaling(0, Format.HYBRID, 1024, "max", None, True)
+    assert CurrentScaling() == CurrentScaling(
+        Format.HYBRID, 0.0, False
+    ) and BlockScaling() == BlockScaling(Format.E4M3, True)
+    assert Format.HYBRID.value == (recipes.E4M3, recipes.E5M2) and Format.E4M3.value == (
+        recipes.E4M3,
+        recipes.E4M3,
+    )
+    for make, error, sentence in (
+        (
+            lambda: DelayedScaling(amax_history_len=0),
+            ValueError,
+            "amax_history_len is 0; expected 1 or more",
+        ),
+        (
+            lambda: DelayedScaling(amax_history_len=1.5),
+            TypeError,
+            "amax_history_len is 1.5; expected an int, 1 or more",
+        ),
+        (lambda: DelayedScaling(margin="a"), TypeError, "margin is 'a'; expected a finite number"),
+        (
+            lambda: DelayedScaling(margin=True),
+            TypeError,
+            "margin is True; expected a finite number",
+        ),
+        (
+            lambda: DelayedScaling(margin=None),
+            TypeError,
+            "margin is None; expected a finite number",
+        ),
+        (
+            lambda: DelayedScaling(margin=float("nan")),
+            TypeError,
+            "margin is nan; expected a finite number",
+        ),
+        (lambda: DelayedScaling(margin=-2000), ValueError, "margin is -2000; expected -126 to 126"),
+        (lambda: DelayedScaling(margin=10**400), ValueError, "margin is 1000"),
+        (
+            lambda: DelayedScaling(reduce_amax="no"),
+            TypeError,
+            "reduce_amax is 'no'; expected True or False",
+        ),
+        (
+            lambda: DelayedScaling(scaling_factor_compute_algo=3),
+            TypeError,
+            "algo is 3; expected None or a callable",
+        ),
+        (
+            lambda: CurrentScaling(power_of_two="no"),
+            TypeError,
+            "power_of_two is 'no'; expected True or False",
+        ),
+        (
+            lambda: BlockScaling(power_of_two=1),
+            TypeError,
+            "power_of_two is 1; expected True or False",
+        ),
+        (
+            lambda: autocast.fp8_autocast(CurrentScaling()).__enter__(),
+            TypeError,
+            "enabled is a CurrentScaling; expected True or False, and a recipe as recipe=",
+        ),
+        (
+            lambda: DelayedScaling(amax_compute_algo="mean"),
+            ValueError,
+            "amax_compute_algo is 'mean'",
+        ),
+        (
+            lambda: DelayedScaling(fp8_format="E5M2"),
+            TypeError,
+            "fp8_format is 'E5M2'; expected Format.E4M3 or Format.HYBRID",
+        ),
+        (
+            lambda: CurrentScaling(amax_epsilon=-1.0),
+            ValueError,
+            "amax_epsilon is -1.0; expected 0 or more",
+        ),
+        (
+            lambda: CurrentScaling(amax_epsilon=float("nan")),
+            ValueError,
+            "amax_epsilon is nan; expected 0 or more",
+        ),
+        (
+            lambda: CurrentScaling(amax_epsilon=1e39),
+            ValueError,
+            "1e\\+39; expected 0 or more, and no more than float32 holds",
+        ),
+        (
+            lambda: CurrentScaling(amax_epsilon="0"),
+            TypeError,
+            "amax_epsilon is '0'; expected a number that is 0 or more",
+        ),
+        (
+            lambda: autocast.fp8_autocast(recipe="delayed").__enter__(),
+            TypeError,
+            "recipe is a str; expected DelayedScaling",
+        ),
+    ):
+        with pytest.raises(error, match=sentence):
+            make()
+
+
+def test_reduce_amax_takes_the_largest_of_all_ranks(monkeypatch):
+    """Both ranks take the larger amax. A single rank, or reduce_amax=False, makes no all_reduce."""
+
+    class Group:
+        pass
+
+    asked, group = [], Group()
+
+    def all_reduce(tensor, op, group):
+        asked.append((op, group))
+        is_amaxes = len(tensor) % amaxes.SLOT_SIZE == 0
+        if is_amaxes:
+            tensor.copy_(torch.maximum(tensor, torch.tensor([7.0])))
+
+    for name, value in (
+        ("is_initialized", lambda: True),
+        ("get_world_size", lambda group: 2),
+        ("get_backend", lambda group: "gloo"),
+        ("all_reduce", all_reduce),
+    ):
+        monkeypatch.setattr(torch.distributed, name, value)
+    for recipe, expected in (
+        (DelayedScaling(amax_history_len=2), 64.0),
+        (DelayedScaling(amax_history_len=2, reduce_amax=False), 448.0),
+    ):
+        scales = Scales((recipes.E4M3,), 2, torch.device("cpu"))
+        record(scales, 0, torch.ones(1))
+        with cupynorm.fp8_autocast(recipe=recipe, group=group):
+            used = autocast.UsedScales(scales, recipe, group)
+            autocast.active().used[2100, 0] = used
+        assert scales.scale.item() == expected
+    # Two comparisons of the ranks' layers come before a group's first.
+    assert asked == 3 * [(torch.distributed.ReduceOp.MAX, group)]
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda group: 1)
+    with cupynorm.fp8_autocast(recipe=DelayedScaling(amax_history_len=2)):
+        pass
+    assert len(asked) == 3
+
+
+def filled(length: int) -> Scales:
+    scales = Scales((recipes.E4M3, recipes.E5M2), length, torch.device("cpu"))
+    recipe = DelayedScaling(amax_history_len=length)
+    for step in range(1, 6):
+        for at in range(2):
+            record(scales, at, torch.tensor([step * 10.0**at]))
+        scales.update(recipe)
+    return scales
+
+
+def test_a_history_of_another_length():
+    longer = filled(4)
+    assert longer.amax_history[:, 0].tolist() == [0.0, 3.0, 4.0, 5.0]
+    longer.resize(6)
+    assert longer.amax_history[:, 0].tolist() == [0.0, 0.0, 0.0, 3.0, 4.0, 5.0]
+    for length, kept in ((3, [0.0, 4.0, 5.0]), (2, [0.0, 5.0]), (1, [0.0])):
+        longer.resize(length)
+        assert longer.amax_history[:, 0].tolist() == kept and longer.amax_history.shape == (
+            length,
+            2,
+        )
+
+
+def test_states_are_packed_as_bytes_without_pickle():
+    states = {"forward": filled(4), "backward": filled(2)}
+    packed = fp8.pack(states)
+    assert packed.dtype == torch.uint8 and packed.is_contiguous()
+    assert bytes(packed.numpy()).startswith(
+        b'cupynorm fp8 state 1\n{"forward": [4, 2], "backward": [2, 2]}\n'
+    )
+    found = fp8.unpack(packed)
+    assert list(found) == ["forward", "backward"]
+    for name, (scale, history) in found.items():
+        assert torch.equal(scale, states[name].scale) and torch.equal(
+            history, states[name].amax_history
+        )
+    for cut in (packed[:-8], packed[:-3], packed[:40]):
+        with pytest.raises(
+            ValueError, match="the fp8 state in a state dict has [0-9]+ bytes of numbers; expected"
+        ):
+            fp8.unpack(cut)
+    assert fp8.pack({}).numel() == 0 and fp8.unpack(fp8.pack({})) == {} and fp8.unpack(None) == {}
+    for foreign in (torch.tensor([128, 4, 149], dtype=torch.uint8), {"scale": 1}):
+        with pytest.warns(UserWarning, match="is not cupynorm's"):
+            assert fp8.unpack(foreign) == {}
+
+
+@pytest.mark.gpu
+def test_a_step_of_delayed_scaling_in_a_cuda_graph():
+    recipe, length = DelayedScaling(amax_history_len=3), 3
+    scales, plain = (Scales((recipes.E4M3,), length, torch.device("cuda")) for _ in range(2))
+    x = torch.ones(64, 64, device="cuda")
+
+    def step(scales):
+        record(scales, 0, x)
+        data = quantization.encode(x, scales.scale[0], recipes.E4M3)
+        scales.update(recipe)
+        return data
+
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        step(Scales((recipes.E4M3,), length, torch.device("cuda")))
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step(scales)
+    for size in (3.0, 0.5, 100.0, 2.0):
+        x.fill_(size)
+        graph.replay()
+        assert torch.equal(captured.view(torch.uint8), step(plain).view(torch.uint8))
+        assert torch.equal(scales.scale, plain.scale) and torch.equal(
+            scales.amax_history, plain.amax_history
+        )

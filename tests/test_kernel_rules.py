@@ -1,0 +1,125 @@
+"""Rules of the CUDA sources: headers, sizes, sums, PTX and macros."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from repository_files import CUDA_SRC, DEVICE_SOURCES, KERNELS, SOURCES, names_of
+
+
+@pytest.mark.parametrize("path", **names_of(KERNELS))
+def test_header_of_a_kernel(path):
+    """At most 12 lines: `// name -- formula, who owns a row`; owns, moves, takes, needs."""
+    lines = path.read_text().splitlines()
+    header = lines[: next(at for at, line in enumerate(lines) if not line.startswith("//"))]
+    assert len(header) <= 12
+    assert re.match(rf"// {path.stem} -- \S", header[0])
+    keys = [match[1] for line in header[1:] if (match := re.match(r"// (\w+):\s+\S", line))]
+    assert keys == ["owns", "moves", "takes", "needs"]
+    for line in header[1:]:
+        assert re.match(r"//( (owns|moves|takes|needs): |        )\s*\S", line), (
+            f"neither a key nor its continuation: {line}"
+        )
+    for file in re.findall(r"\w+\.cuh?\b", "\n".join(header)):
+        assert (CUDA_SRC / file).is_file(), f"the header names {file}, which is not there"
+
+
+@pytest.mark.parametrize(
+    "path", **names_of([path for path in DEVICE_SOURCES if path.suffix == ".cuh"])
+)
+def test_header_of_a_header(path):
+    text = path.read_text()
+    assert re.match(rf"// {re.escape(path.name)} -- \S", text)
+    assert text.count("#pragma once") == 1
+
+
+def test_kernel_files_are_short():
+    """A .cu has at most 120 lines, a .cuh 250, and each of the two simplest kernels 45."""
+    lines = {path.name: len(path.read_text().splitlines()) for path in DEVICE_SOURCES}
+    limits = {"forward_uncached.cu": 45, "forward_warp.cu": 45}
+    too_long = {
+        name: count
+        for name, count in lines.items()
+        if count > limits.get(name, 120 if name.endswith(".cu") else 250)
+    }
+    assert not too_long
+
+
+@pytest.mark.parametrize("path", **names_of(SOURCES))
+def test_lines_of_cuda_sources_have_at_most_100_columns(path):
+    assert not [line for line in path.read_text().splitlines() if len(line) > 100]
+
+
+@pytest.mark.parametrize("path", **names_of(DEVICE_SOURCES))
+def test_files_that_a_comment_names_are_there(path):
+    for file in re.findall(r"\b\w+\.cuh?\b", path.read_text()):
+        assert (CUDA_SRC / file).is_file(), f"{path.name} names {file}, which is not there"
+
+
+def code(path: Path) -> str:
+    """The text without comments."""
+    return re.sub(r"//[^\n]*|/\*.*?\*/", "", path.read_text(), flags=re.S)
+
+
+ATOMIC = re.compile(r"\batomic[A-Z]\w*|\batomic_ref\b|\bred\.(global|shared|async)|\batom\.")
+ASM = re.compile(r"\b(?:asm|__asm__|__asm)\b(?:\s+(?:volatile|__volatile__))?\s*\(\s*\"([^\"]*)\"")
+
+
+def test_patterns_of_atomics_and_ptx():
+    for text in (
+        "atomicAdd(&sum, value);",
+        'asm("red.global.add.f32 [%0], %1;" :: "l"(at), "f"(v));',
+        "atomicCAS(a, b, c)",
+    ):
+        assert ATOMIC.search(text), text
+    assert ASM.findall('asm("" : "+r"(word)); asm volatile("mov.u32 %0, %%r;" : "=r"(rank));') == [
+        "",
+        "mov.u32 %0, %%r;",
+    ]
+    assert ASM.findall('asm volatile(\n "mbarrier.init\\n"\n "more"') == ["mbarrier.init\\n"]
+
+
+@pytest.mark.parametrize("path", **names_of(DEVICE_SOURCES))
+def test_sums_are_made_in_a_fixed_order(path):
+    """No atomic sums, because their order and so their last bits change. A maximum does not."""
+    text = code(path)
+    assert not ATOMIC.search(text.replace("atomicMax(", "") if path.name == "amax.cuh" else text)
+
+
+@pytest.mark.parametrize("path", **names_of(DEVICE_SOURCES))
+def test_ptx_is_in_two_headers(path):
+    """Only in cluster.cuh and bulk.cuh, with a C++ branch. pack.cuh has empty statements."""
+    text = code(path)
+    statements = ASM.findall(text)
+    assert len(re.findall(r"\b(?:asm|__asm__|__asm)\b", text)) == len(statements), (
+        "an asm that the pattern does not understand"
+    )
+    if path.name in ("cluster.cuh", "bulk.cuh"):
+        assert statements and all(statements)
+        assert "#ifdef CUPYNORM_ON_CPU" in text
+    else:
+        assert not any(statements)
+        assert not statements or path.name == "pack.cuh"
+
+
+def declared(text: str) -> set[str]:
+    return set(re.findall(r"__device__ __forceinline__ [\w:*<> ]+?[ *&](\w+)\(", text))
+
+
+@pytest.mark.parametrize("name", ("cluster.cuh", "bulk.cuh"))
+def test_every_ptx_function_has_a_twin(name):
+    """Both branches declare the same functions, but for those of PTX or of the runtime."""
+    _, on_cpu, on_gpu = re.split(r"#ifdef CUPYNORM_ON_CPU|#else", code(CUDA_SRC / name))
+    extra = {"smem_address", "dynamic_smem"}
+    assert len(declared(on_cpu)) >= 3
+    assert declared(on_gpu) - extra == declared(on_cpu) - extra
+
+
+@pytest.mark.parametrize("path", **names_of(DEVICE_SOURCES))
+def test_kernels_are_chosen_by_templates_not_by_macros(path):
+    """Template parameters choose the code; there are no macros and no #if."""
+    text = code(path)
+    assert not re.search(r"^\s*#\s*(define|if|elif|ifndef)\b", text, re.M)
+    assert set(re.findall(r"#ifdef (\w+)", text)) <= {"CUPYNORM_ON_CPU"}

@@ -1,0 +1,70 @@
+"""Public names: their docstrings, and which of them need torch."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import subprocess
+import sys
+
+import pytest
+from repository_files import REPOSITORY
+
+import cupynorm
+
+PUBLIC = [name for name in dir(cupynorm) if not name.startswith("_")]
+
+
+def documented(function: object, seen: frozenset[str] = frozenset()) -> str:
+    """A function's docstring and those of public functions that it names."""
+    text = inspect.getdoc(function) or ""
+    referred = [name for name in PUBLIC if name not in seen and re.search(rf"\b{name}\b", text)]
+    functions = [
+        getattr(cupynorm, name) for name in referred if inspect.isfunction(getattr(cupynorm, name))
+    ]
+    return "\n".join([text, *(documented(other, seen | set(referred)) for other in functions)])
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_public_names_are_documented(name):
+    """Docstrings name every argument and what is raised, or name a function that does."""
+    value = getattr(cupynorm, name)
+    if not (inspect.isfunction(value) or inspect.isclass(value)):
+        assert value, f"{name} is empty"
+        return
+    assert len((value.__doc__ or "").split()) >= 5
+    # The docstrings that dataclasses and NamedTuples generate do not count.
+    assert not re.match(rf"{name}\(\w+", value.__doc__)
+    if inspect.isfunction(value):
+        text = documented(value)
+        missing = [
+            argument
+            for argument in inspect.signature(value).parameters
+            if not re.search(rf"\b{argument}\b", text)
+        ]
+        assert not missing, f"{name} does not say what {', '.join(missing)} is"
+        assert "Raises" in text or "Error" in text
+
+
+def test_public_names_are_the_ones_that_resolve():
+    need_torch = {"LayerNorm", "RMSNorm", "swap_norms", "SwappedNorms", "LayerNormLinear"}
+    need_torch |= {"fp8_autocast", "Format", "DelayedScaling", "CurrentScaling", "BlockScaling"}
+    need_torch |= {"MXFP8BlockScaling", "Linear", "fp8_model_init"}
+    assert set(dir(cupynorm)) - set(cupynorm.__all__) == need_torch
+    assert len(set(cupynorm.__all__)) == len(cupynorm.__all__)
+    with pytest.raises(AttributeError, match="module 'cupynorm' has no attribute 'layernorm'"):
+        _ = cupynorm.layernorm
+
+
+def test_names_that_need_torch_say_what_to_install():
+    for name in ("LayerNorm", "LayerNormLinear", "swap_norms", "fp8_autocast"):
+        code = f"import sys; sys.modules['torch'] = None; import cupynorm; cupynorm.{name}"
+        done = subprocess.run(
+            [sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True
+        )
+        assert done.returncode == 1
+        last = done.stderr.splitlines()[-1]
+        assert last.endswith(
+            f"cupynorm.{name} needs torch, which is not installed: pip install torch"
+        )
+        assert "MissingLibraryError" in last
