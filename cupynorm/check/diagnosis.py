@@ -12,7 +12,7 @@ Three mistakes have no formula, because their errors are those of roundings:
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -60,12 +60,30 @@ class Judged(NamedTuple):
 def diagnose(problem: Problem, judged: Judged) -> Diagnosis:
     """The pattern, size and likely cause of what is off. judged.off has at least one element."""
     with np.errstate(all="ignore"):
-        # In ulp of the larger number: those of a result near 0 say nothing.
-        larger = np.fmax(np.abs(judged.expected), np.abs(judged.got))
-        error = np.abs(judged.got - judged.expected) / (2 * half_ulp(larger, judged.dtype))
-        finite = error[np.isfinite(error) & judged.off]
-        ulps = float(finite.max()) if finite.size else float("inf")
-        return Diagnosis(pattern_of(judged.off), ulps, _cause(problem, judged))
+        return _described(judged, _cause(problem, judged))
+
+
+def diagnosis(judged: Judged, mistakes: Iterable[tuple[str, np.ndarray]]) -> Diagnosis:
+    """The same with the first of these mistakes that explains the numbers.
+
+    mistakes: the name of each, and what the tensor would be, float64 without roundings.
+    """
+    with np.errstate(all="ignore"):
+        for name, made in mistakes:
+            allowed = 2 * (judged.allowed + half_ulp(made, judged.dtype))
+            explained = np.abs(judged.got - made) <= allowed
+            if min(explained.mean(), explained[judged.off].mean()) >= _SHARE:
+                return _described(judged, name)
+        return _described(judged, _UNKNOWN)
+
+
+def _described(judged: Judged, cause: str) -> Diagnosis:
+    # In ulp of the larger number: those of a result near 0 say nothing.
+    larger = np.fmax(np.abs(judged.expected), np.abs(judged.got))
+    error = np.abs(judged.got - judged.expected) / (2 * half_ulp(larger, judged.dtype))
+    finite = error[np.isfinite(error) & judged.off]
+    ulps = float(finite.max()) if finite.size else float("inf")
+    return Diagnosis(pattern_of(judged.off), ulps, cause)
 
 
 def _fewer_rows(problem: Problem, judged: Judged) -> tuple[Problem, Judged]:
