@@ -16,14 +16,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 
 from ..dtypes import compute_dtype, decode, encode
 from ..gpu.arrays import Rows
-from ..norm.arguments import backward_call, forward_call
+from ..norm.arguments import Call, backward_call, forward_call
 from ..norm.functors import PlacedArray, PlacedFunctor, PlacedFunctors, summed
 from ..norm.request import BackwardOptions, ForwardOptions, Options
+from ..plan.dispatch import Plan
 from ..plan.functors import ROLES, BoundFunctor, Functor
 from .allowed import Expected, expect, half_ulp
 from .cases import Case, Problem, random_problem
@@ -237,16 +239,24 @@ class _Arrays:
         array, dtype = self.there[name]
         return decode(self.where.get(array), dtype)
 
-    def launch(self, call) -> None:
+    def launch(self, call: Call) -> None:
+        self.where.name_tensors(self.addresses)
         for each, words in zip(call.launches, call.fill(self.addresses)):
             self.where.launch(each, words)
 
 
-def run_with_functor(
-    given: FunctorProblem, where: CpuMachine | GpuCheckMachine
-) -> dict[str, np.ndarray]:
-    """y, mean, rstd, dx, dweight, dbias and d<array> of the kernels; the gradients if the functor
-    has backward lines."""
+class FunctorRun(NamedTuple):
+    """What kernels computed, by the name of the tensor, and the plans of "forward" and "backward".
+
+    There is no backward if the functor has no backward lines.
+    """
+
+    results: dict[str, np.ndarray]
+    plans: dict[str, Plan]
+
+
+def run_with_functor(given: FunctorProblem, where: CpuMachine | GpuCheckMachine) -> FunctorRun:
+    """y, mean, rstd, dx, dweight, dbias and d<array> of the kernels."""
     case, problem, role = given.problem.case, given.problem, given.role
     shape, dtype = problem.x.shape, case.x
     compute, centered = compute_dtype(dtype).name, case.norm == "layer_norm"
@@ -275,7 +285,9 @@ def run_with_functor(
         own.make("mean", shape[:1], compute)
     functors = PlacedFunctors(**{role: functor})
     read = own.some("x", "weight", "bias")
-    own.launch(forward_call(where.device, read | own.some("y"), options, "forward", functors))
+    call = forward_call(where.device, read | own.some("y"), options, "forward", functors)
+    own.launch(call)
+    plans = {"forward": call.plan}
     names = ["y", "rstd", *(["mean"] if centered else [])]
     sums = {}
     if given.functor.backward is not None:
@@ -296,12 +308,13 @@ def run_with_functor(
         )
         read = read | own.some("dy", "dx", "dweight", "dbias")
         call = backward_call(where.device, read, options, compute, functors)
+        plans["backward"] = call.plan
         if call.partials_shape:
             own.make("partials", call.partials_shape, compute)
         own.launch(call)
         for name, values in given.arrays.items():
             sums[f"d{name}"] = summed(own.get(f"{role}.d{name}"), values.shape)
-    return {name: own.get(name) for name in names} | sums
+    return FunctorRun({name: own.get(name) for name in names} | sums, plans)
 
 
 # What users call, through cupynorm.check.
@@ -310,24 +323,19 @@ Given = Functor | BoundFunctor
 _MOST_DIFFERENCES = 2**24  # numbers in one array of derivatives
 
 
-def checkable(given: Given, role: str) -> BoundFunctor:
+def with_kinds(given: Given, role: str) -> BoundFunctor:
     """A functor with a kind, or a function, for each of its arrays.
 
     given: bound to kinds of random array: "full" ([num_rows, num_cols]), "cols" ([1, num_cols]),
         "rows" ([num_rows, 1]) or "one" ([1, 1]); or to functions of (num_rows, num_cols) that
         return an array of one of these shapes. A functor alone has full arrays.
 
-    Raises ValueError for a functor without a reference, with numbers that are not bound, or bound
-    to something else; TypeError for what is no functor.
+    Raises ValueError for a functor whose numbers are not bound, or that is bound to something else;
+    TypeError for what is no functor.
     """
     if not isinstance(given, (Functor, BoundFunctor)):
         raise TypeError(f"{role} is of type {type(given).__name__}; expected a functor")
     functor = given if isinstance(given, Functor) else given.functor
-    if functor.reference is None:
-        raise ValueError(
-            f"functor {functor.name} has no reference; expected a Python function that computes "
-            "the same in float64"
-        )
     if isinstance(given, Functor):
         if functor.numbers:
             raise ValueError(
@@ -353,11 +361,6 @@ def _example(functor: Functor) -> str:
 def random_functor_problem(given: BoundFunctor, role: str, case: Case, seed: int) -> FunctorProblem:
     """Random values, and arrays of the kinds that `given` is bound to."""
     shape = (case.num_rows, case.num_cols)
-    if case.num_rows * case.num_cols**2 > _MOST_DIFFERENCES:
-        raise ValueError(
-            f"shapes has {case.num_rows} x {case.num_cols}; a functor is differentiated column by "
-            f"column, so expected num_rows * num_cols**2 of at most {_MOST_DIFFERENCES}"
-        )
     functor, generator = given.functor, np.random.default_rng([seed, *shape])
     arrays = {
         name: _draw(kind, shape, case.x, generator)
@@ -376,10 +379,21 @@ def check_functor(
 ) -> list[Finding]:
     """Compares a functor in the kernels of a case, forward and backward, with its reference.
 
-    given: as checkable() returns it. role: "store" or "load".
+    given: as with_kinds() returns it. role: "store" or "load".
+    Raises ValueError for a functor without a reference and for a case of too many columns.
     """
+    if given.functor.reference is None:
+        raise ValueError(
+            f"functor {given.functor.name} has no reference; expected a Python function that "
+            "computes the same in float64"
+        )
+    if case.num_rows * case.num_cols**2 > _MOST_DIFFERENCES:
+        raise ValueError(
+            f"shapes has {case.num_rows} x {case.num_cols}; a functor is differentiated column by "
+            f"column, so expected num_rows * num_cols**2 of at most {_MOST_DIFFERENCES}"
+        )
     problem = random_functor_problem(given, role, case, seed)
-    return judge_functor(problem, run_with_functor(problem, where), where)
+    return judge_functor(problem, run_with_functor(problem, where).results, where)
 
 
 def _draw(

@@ -180,7 +180,7 @@ def _check_functors(
     functors: Mapping[str, functor_check.Given], cases: Iterable[Case], on: str | None, seed: int
 ) -> CheckResult:
     """functors: by role."""
-    bound = {role: functor_check.checkable(given, role) for role, given in functors.items()}
+    bound = {role: functor_check.with_kinds(given, role) for role, given in functors.items()}
     where, result = _machine(on), CheckResult()
     for case in cases:
         for role, each in bound.items():
