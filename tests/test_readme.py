@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import json
 import re
@@ -334,8 +335,13 @@ def test_the_functor_of_the_documents_runs(capsys):
     torch.testing.assert_close(y, right)
     for given, gradient in zip((x, gate), torch.autograd.grad(right.sum(), (x, gate))):
         torch.testing.assert_close(given.grad, gradient)
-    run("check_functor", FUNCTORS, gated=names["gated"])
+    gated = names["gated"]
+    run("check_functor", FUNCTORS, cupynorm=cupynorm, gated=gated)
     assert "all within what their dtypes allow" in capsys.readouterr().out
+    swapped = "; ".join(reversed(gated.backward.rstrip(";").split("; "))) + ";"
+    wrong = dataclasses.replace(gated, backward=swapped)
+    (found,) = cupynorm.check(store=wrong(gate="cols", alpha=0.5), on="cpu").diagnoses
+    assert found in " ".join(FUNCTORS.split())
 
 
 def test_the_shipped_functors_are_listed():

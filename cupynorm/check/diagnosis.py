@@ -2,8 +2,9 @@
 
 A mistake explains a tensor if its values, computed in float64, are within what is allowed for 95%
 of all elements and 95% of those that are off. Of several, the one with the smallest rest is taken.
-Three mistakes have no formula, because their errors are those of roundings:
+Four mistakes have no formula, because their errors are those of roundings:
 
+    a rounded mean      rows of large mean are off by a shift of the size of its rounding error
     E[x^2] - E[x]^2     rows are off by a factor, and that of the variance is at most the rounding
                         error of mean^2
     16-bit statistics   rows are off by a factor and a shift of the size of a 16-bit rounding
@@ -12,7 +13,7 @@ Three mistakes have no formula, because their errors are those of roundings:
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -60,12 +61,30 @@ class Judged(NamedTuple):
 def diagnose(problem: Problem, judged: Judged) -> Diagnosis:
     """The pattern, size and likely cause of what is off. judged.off has at least one element."""
     with np.errstate(all="ignore"):
-        # In ulp of the larger number: those of a result near 0 say nothing.
-        larger = np.fmax(np.abs(judged.expected), np.abs(judged.got))
-        error = np.abs(judged.got - judged.expected) / (2 * half_ulp(larger, judged.dtype))
-        finite = error[np.isfinite(error) & judged.off]
-        ulps = float(finite.max()) if finite.size else float("inf")
-        return Diagnosis(pattern_of(judged.off), ulps, _cause(problem, judged))
+        return _described(judged, _cause(problem, judged))
+
+
+def diagnosis(judged: Judged, mistakes: Iterable[tuple[str, np.ndarray]]) -> Diagnosis:
+    """The same with the first of these mistakes that explains the numbers.
+
+    mistakes: the name of each, and what the tensor would be, float64 without roundings.
+    """
+    with np.errstate(all="ignore"):
+        for name, made in mistakes:
+            allowed = 2 * (judged.allowed + half_ulp(made, judged.dtype))
+            explained = np.abs(judged.got - made) <= allowed
+            if min(explained.mean(), explained[judged.off].mean()) >= _SHARE:
+                return _described(judged, name)
+        return _described(judged, _UNKNOWN)
+
+
+def _described(judged: Judged, cause: str) -> Diagnosis:
+    # In ulp of the larger number: those of a result near 0 say nothing.
+    larger = np.fmax(np.abs(judged.expected), np.abs(judged.got))
+    error = np.abs(judged.got - judged.expected) / (2 * half_ulp(larger, judged.dtype))
+    finite = error[np.isfinite(error) & judged.off]
+    ulps = float(finite.max()) if finite.size else float("inf")
+    return Diagnosis(pattern_of(judged.off), ulps, cause)
 
 
 def _fewer_rows(problem: Problem, judged: Judged) -> tuple[Problem, Judged]:
@@ -318,7 +337,7 @@ def _factors(rows: Rows, judged: Judged) -> tuple[np.ndarray, np.ndarray] | None
 
 
 def _of_row_statistics(rows: Rows, judged: Judged) -> str:
-    """Rows that are off by a factor: E[x^2] - E[x]^2, or statistics in 16 bits."""
+    """Rows that are off by a factor or a shift: a rounded mean, E[x^2] - E[x]^2, or 16 bits."""
     fitted = _factors(rows, judged)
     if fitted is None:
         return ""
@@ -327,6 +346,13 @@ def _of_row_statistics(rows: Rows, judged: Judged) -> str:
     spread, mean = rows.spread[:, 0], rows.mean[:, 0]
     compute = compute_dtype(rows.case.sum)
     if rows.centered:
+        rounding = 4 * (4 + np.sqrt(rows.n)) * compute.half_ulp * np.abs(mean) * rows.rstd[:, 0]
+        shifted = (np.abs(shift) <= rounding) & (np.abs(factor - 1) < np.abs(shift) / 4)
+        if shifted[off].mean() >= _SHARE:
+            return (
+                "the rounding error of the mean is left in x - mean: subtract the mean of "
+                "x - mean too"
+            )
         implied = 1 / (factor * rows.rstd[:, 0]) ** 2 - rows.case.eps
         rounding = 4 * (4 + np.sqrt(rows.n)) * compute.half_ulp * mean**2
         explained = np.where(np.isfinite(implied), np.abs(implied - spread), spread) <= rounding

@@ -14,21 +14,24 @@ by about 1e-9: beside float64 kernels that is the largest part.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 
 from ..dtypes import compute_dtype, decode, encode
 from ..gpu.arrays import Rows
-from ..norm.arguments import backward_call, forward_call
+from ..norm.arguments import Call, backward_call, forward_call
 from ..norm.functors import PlacedArray, PlacedFunctor, PlacedFunctors, summed
 from ..norm.request import BackwardOptions, ForwardOptions, Options
-from ..plan.functors import ROLES, Functor
+from ..plan.dispatch import Plan
+from ..plan.functors import ROLES, BoundFunctor, Functor
 from .allowed import Expected, expect, half_ulp
 from .cases import Case, Problem, random_problem
-from .kernels import CpuMachine, GpuCheckMachine, machine, uses_welford
-from .results import CheckResult, Finding, judge
+from .diagnosis import Judged, diagnosis
+from .kernels import CpuMachine, GpuCheckMachine, uses_welford
+from .results import Finding, dtype_of, errors_of, judge
 
 KINDS = ("full", "cols", "rows", "one")
 _DIFFERENCES = 1e-9
@@ -44,6 +47,23 @@ class FunctorProblem:
     functor: Functor
     arrays: dict[str, np.ndarray]
     numbers: dict[str, float]
+
+    def dtype_of(self, tensor: str) -> str:
+        """The dtype of a result."""
+        array = self.arrays.get(tensor[1:])
+        if array is not None and array.shape == self.problem.x.shape:
+            return self.problem.case.x
+        return dtype_of(self.problem.case, tensor)
+
+    def argument_and_gradient(self) -> tuple[np.ndarray, np.ndarray]:
+        """What F is applied to, and the gradient of its result, without roundings."""
+        problem, case = self.problem, self.problem.case
+        if self.role == "store":
+            return expect(problem)["y"][0], problem.dy
+        compute = compute_dtype(case.x).name
+        dtypes = {name: case.dtype(name) for name in ("y", "weight", "bias")}
+        plain = replace(problem, case=replace(case, x=compute, **dtypes), x=self.apply(problem.x))
+        return problem.x, expect(plain)["dx"][0]
 
     def apply(self, values: np.ndarray, **others: np.ndarray) -> np.ndarray:
         """F(values). others: arrays in the place of the problem's."""
@@ -219,16 +239,24 @@ class _Arrays:
         array, dtype = self.there[name]
         return decode(self.where.get(array), dtype)
 
-    def launch(self, call) -> None:
+    def launch(self, call: Call) -> None:
+        self.where.name_tensors(self.addresses)
         for each, words in zip(call.launches, call.fill(self.addresses)):
             self.where.launch(each, words)
 
 
-def run_with_functor(
-    given: FunctorProblem, where: CpuMachine | GpuCheckMachine
-) -> dict[str, np.ndarray]:
-    """y, mean, rstd, dx, dweight, dbias and d<array> of the kernels; the gradients if the functor
-    has backward lines."""
+class FunctorRun(NamedTuple):
+    """What kernels computed, by the name of the tensor, and the plans of "forward" and "backward".
+
+    There is no backward if the functor has no backward lines.
+    """
+
+    results: dict[str, np.ndarray]
+    plans: dict[str, Plan]
+
+
+def run_with_functor(given: FunctorProblem, where: CpuMachine | GpuCheckMachine) -> FunctorRun:
+    """y, mean, rstd, dx, dweight, dbias and d<array> of the kernels."""
     case, problem, role = given.problem.case, given.problem, given.role
     shape, dtype = problem.x.shape, case.x
     compute, centered = compute_dtype(dtype).name, case.norm == "layer_norm"
@@ -257,7 +285,9 @@ def run_with_functor(
         own.make("mean", shape[:1], compute)
     functors = PlacedFunctors(**{role: functor})
     read = own.some("x", "weight", "bias")
-    own.launch(forward_call(where.device, read | own.some("y"), options, "forward", functors))
+    call = forward_call(where.device, read | own.some("y"), options, "forward", functors)
+    own.launch(call)
+    plans = {"forward": call.plan}
     names = ["y", "rstd", *(["mean"] if centered else [])]
     sums = {}
     if given.functor.backward is not None:
@@ -278,67 +308,92 @@ def run_with_functor(
         )
         read = read | own.some("dy", "dx", "dweight", "dbias")
         call = backward_call(where.device, read, options, compute, functors)
+        plans["backward"] = call.plan
         if call.partials_shape:
             own.make("partials", call.partials_shape, compute)
         own.launch(call)
         for name, values in given.arrays.items():
             sums[f"d{name}"] = summed(own.get(f"{role}.d{name}"), values.shape)
-    return {name: own.get(name) for name in names} | sums
+    return FunctorRun({name: own.get(name) for name in names} | sums, plans)
 
 
-# What users call.
+# What users call, through cupynorm.check.
+
+Given = Functor | BoundFunctor
+_MOST_DIFFERENCES = 2**24  # numbers in one array of derivatives
+
+
+def with_kinds(given: Given, role: str) -> BoundFunctor:
+    """A functor with a kind, or a function, for each of its arrays.
+
+    given: bound to kinds of random array: "full" ([num_rows, num_cols]), "cols" ([1, num_cols]),
+        "rows" ([num_rows, 1]) or "one" ([1, 1]); or to functions of (num_rows, num_cols) that
+        return an array of one of these shapes. A functor alone has full arrays.
+
+    Raises ValueError for a functor whose numbers are not bound, or that is bound to something else;
+    TypeError for what is no functor.
+    """
+    if not isinstance(given, (Functor, BoundFunctor)):
+        raise TypeError(f"{role} is of type {type(given).__name__}; expected a functor")
+    functor = given if isinstance(given, Functor) else given.functor
+    if isinstance(given, Functor):
+        if functor.numbers:
+            raise ValueError(
+                f"functor {functor.name} has numbers {', '.join(functor.numbers)}; expected it "
+                f"with them and a kind for each array, as {_example(functor)}"
+            )
+        given = BoundFunctor(functor, ("full",) * len(functor.arrays))
+    for name, kind in zip(functor.arrays, given.arrays):
+        if not callable(kind) and not (isinstance(kind, str) and kind in KINDS):
+            shown = repr(kind) if isinstance(kind, str) else f"of type {type(kind).__name__}"
+            raise ValueError(
+                f"{role}.{name} is {shown}; expected one of {', '.join(KINDS)}, or a function of "
+                "num_rows and num_cols"
+            )
+    return given
+
+
+def _example(functor: Functor) -> str:
+    named = [f'{name}="full"' for name in functor.arrays] + [f"{n}=0.5" for n in functor.numbers]
+    return f"{functor.name}({', '.join(named)})"
+
+
+def random_functor_problem(given: BoundFunctor, role: str, case: Case, seed: int) -> FunctorProblem:
+    """Random values, and arrays of the kinds that `given` is bound to."""
+    shape = (case.num_rows, case.num_cols)
+    functor, generator = given.functor, np.random.default_rng([seed, *shape])
+    arrays = {
+        name: _draw(kind, shape, case.x, generator)
+        for name, kind in zip(functor.arrays, given.arrays)
+    }
+    numbers = dict(zip(functor.numbers, given.numbers))
+    return FunctorProblem(random_problem(case, seed), role, functor, arrays, numbers)
 
 
 def check_functor(
-    functor: Functor,
-    role: str = "store",
-    *,
-    arrays: Mapping[str, str | Callable] | None = None,
-    numbers: Mapping[str, float] | None = None,
-    norm: str = "layer_norm",
-    shapes: Iterable[tuple[int, int]] = ((5, 96),),
-    dtypes: Iterable[str] = ("float32", "bfloat16", "float16"),
-    on: str | None = None,
+    given: BoundFunctor,
+    role: str,
+    case: Case,
+    where: CpuMachine | GpuCheckMachine,
     seed: int = 0,
-) -> CheckResult:
-    """Compares a functor in the kernels of a norm, forward and backward, with its reference.
+) -> list[Finding]:
+    """Compares a functor in the kernels of a case, forward and backward, with its reference.
 
-    role: "store" or "load". arrays: for each name a kind of random array, "full" ([num_rows,
-        num_cols]), "cols" ([1, num_cols]), "rows" ([num_rows, 1]) or "one" ([1, 1]); by default all
-        are full. Or a function of (num_rows, num_cols) that returns a float64 array of one of these
-        shapes.
-    numbers: the functor's numbers. norm: "layer_norm" or "rms_norm". on: as for cupynorm.check.
-    shapes: of x; a few rows and at most some hundred columns, since each column is moved by itself.
-
-    Returns a cupynorm.CheckResult. Raises ValueError for a functor without a reference, and for
-    names that it does not have.
+    given: as with_kinds() returns it. role: "store" or "load".
+    Raises ValueError for a functor without a reference and for a case of too many columns.
     """
-    if functor.reference is None:
+    if given.functor.reference is None:
         raise ValueError(
-            f"functor {functor.name} has no reference; expected a Python function that computes "
-            "the same in float64"
+            f"functor {given.functor.name} has no reference; expected a Python function that "
+            "computes the same in float64"
         )
-    kinds, numbers = dict(arrays or {}), dict(numbers or {})
-    unknown = [name for name in kinds if name not in functor.arrays]
-    if role not in ROLES or unknown or set(numbers) != set(functor.numbers):
+    if case.num_rows * case.num_cols**2 > _MOST_DIFFERENCES:
         raise ValueError(
-            f"the check of {functor.name} got role {role!r}, arrays {', '.join(kinds) or 'none'} "
-            f"and numbers {', '.join(numbers) or 'none'}; expected load or store, "
-            f"{', '.join(functor.arrays) or 'none'} and {', '.join(functor.numbers) or 'none'}"
+            f"shapes has {case.num_rows} x {case.num_cols}; a functor is differentiated column by "
+            f"column, so expected num_rows * num_cols**2 of at most {_MOST_DIFFERENCES}"
         )
-    where, findings = machine(on), []
-    for shape in shapes:
-        for dtype in dtypes:
-            case = Case(norm, *shape, dtype)
-            generator = np.random.default_rng([seed, *shape])
-            values = {
-                name: _draw(kinds.get(name, "full"), shape, dtype, generator)
-                for name in functor.arrays
-            }
-            ordered = {name: float(numbers[name]) for name in functor.numbers}
-            given = FunctorProblem(random_problem(case, seed), role, functor, values, ordered)
-            findings += judge_functor(given, run_with_functor(given, where), where)
-    return CheckResult(findings)
+    problem = random_functor_problem(given, role, case, seed)
+    return judge_functor(problem, run_with_functor(problem, where).results, where)
 
 
 def _draw(
@@ -346,12 +401,15 @@ def _draw(
 ) -> np.ndarray:
     if callable(kind):
         values = np.asarray(kind(*shape), np.float64)
-    elif kind in KINDS:
+        if values.ndim != 2 or any(own not in (1, all_) for own, all_ in zip(values.shape, shape)):
+            raise ValueError(
+                f"an array of a functor has shape {values.shape}; expected {shape}, or 1 in the "
+                "place of either"
+            )
+    else:
         num_rows = shape[0] if kind in ("full", "rows") else 1
         num_cols = shape[1] if kind in ("full", "cols") else 1
         values = generator.standard_normal((num_rows, num_cols))
-    else:
-        raise ValueError(f"an array is of kind {kind!r}; expected one of {', '.join(KINDS)}")
     return decode(encode(values, dtype), dtype)
 
 
@@ -360,8 +418,46 @@ def judge_functor(
     results: Mapping[str, np.ndarray],
     where: CpuMachine | GpuCheckMachine,
 ) -> list[Finding]:
-    """The worst element of each result."""
+    """The worst element of each result. A tensor that is off has a diagnosis."""
     case = given.problem.case
     expected = expect_with_functor(given, uses_welford(case, where.device))
-    label = f"{case} {given.role} {given.functor.name}"
-    return [judge(label, name, got, *expected[name]) for name, got in results.items()]
+    label, findings = f"{case} {given.role} {given.functor.name}", []
+    for name, got in results.items():
+        found = judge(label, name, got, *expected[name])
+        if not found.ok:
+            off = errors_of(got, *expected[name])[1]
+            judged = Judged(name, given.dtype_of(name), got, *expected[name], off)
+            found = replace(found, diagnosis=diagnosis(judged, _mistakes(given, judged)))
+        findings.append(found)
+    return findings
+
+
+# Why a tensor is off.
+
+
+def _mistakes(given: FunctorProblem, judged: Judged) -> Iterator[tuple[str, np.ndarray]]:
+    """What the tensor would be if a mistake had been made in the lines, and its name."""
+    value, problem = ROLES[given.role], given.problem
+    tensor, expected = judged.tensor, judged.expected
+    if tensor in ("y", "mean", "rstd"):
+        plain = expect(problem)
+        yield f"it is that of the norm alone: the lines do not change {value}", plain[tensor][0]
+        return
+    array = tensor[1:] if tensor[1:] in given.arrays else None
+    if array is not None:
+        yield f"the backward lines do not set {tensor}", np.zeros_like(expected)
+    yield "it has the wrong sign", -expected
+    values, upstream = given.argument_and_gradient()
+    if array is not None:
+        shape = given.arrays[array].shape
+        of_ones = _product(given.slopes(values, array), np.ones_like(values))
+        yield f"the factor d{value} is missing", summed(of_ones, shape)
+        overwritten = _product(given.slopes(values), upstream)
+        of_array = _product(given.slopes(values, array), overwritten)
+        yield f"d{value} was overwritten before {tensor} was computed", summed(of_array, shape)
+    elif given.role == "load":
+        if tensor == "dx":
+            yield "the lines do not change dx: the derivative by x is missing", upstream
+    else:
+        plain = expect(problem)
+        yield "the lines do not change dy: the derivative by y is missing", plain[tensor][0]

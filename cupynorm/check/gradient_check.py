@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import product
 from typing import Any
 
 from ..gpu import on_cpu
+from . import functors as functor_check
 from . import kernels
 from .callables import Callables
 from .cases import NORMS, Case, given_problem
@@ -29,8 +30,10 @@ def check(
     forward: Callable | None = None,
     backward: Callable | None = None,
     library: str | None = None,
+    load: functor_check.Given | None = None,
+    store: functor_check.Given | None = None,
     traps: bool = False,
-    shapes: Iterable[tuple[int, int]] = ((64, 768),),
+    shapes: Iterable[tuple[int, int]] | None = None,
     dtypes: Iterable[str] = ("float32",),
     strategies: Iterable[str | None] = (None,),
     statistics: Iterable[str | None] = (None,),
@@ -52,8 +55,9 @@ def check(
     On your arrays: input [..., num_cols] of any library, weight and bias [num_cols] or None, dy of
     input's shape or None for random values, in the dtypes of the kernels.
     Without input, on random arrays with weight and bias: every combination of shapes
-    (num_rows, num_cols), dtypes, strategies and statistics. A few rows have a mean far above their
-    spread, or a variance as small as eps. Each case is run again with a NaN in one row.
+    (num_rows, num_cols), by default (64, 768), dtypes, strategies and statistics. A few rows have a
+    mean far above their spread, or a variance as small as eps. Each case is run again with a NaN in
+    one row.
 
     norm: "layer_norm", "rms_norm" or both. strategies, statistics: None leaves the choice to
     dispatch. eps, zero_centered_weight: as in layer_norm.
@@ -70,20 +74,43 @@ def check(
     x, y, dy and dx are [num_rows, num_cols]; mean and rstd are [num_rows]. Parameters of these
     names may be left out or in another order: see cupynorm.check.callables.
 
+    Your own functor is checked in the kernels: y, and every gradient if it has backward lines.
+
+    load, store: one of the two, a functor that has a reference. Derivatives of the reference are
+        central differences, column by column, so shapes are small: by default (5, 96).
+        Bind its numbers, and to each array a kind of random array: "full" [num_rows, num_cols],
+        "cols" [1, num_cols], "rows" [num_rows, 1] or "one" [1, 1]; or a function of (num_rows,
+        num_cols) that returns an array of one of these shapes. A functor alone has full arrays.
+
+        >>> scaled = cupynorm.functors.layer_scale(scale="cols")
+        >>> cupynorm.check(load=scaled, shapes=[(2, 16)], on="cpu").ok
+        True
+
     traps: also run data and layouts on which other libraries failed: cupynorm.check.traps lists
         them. An error that your function raises there is a finding.
     on: "gpu", "cpu" for the same kernels on the CPU, or None for a GPU if there is one.
     seed: of the random values. progress: wraps the cases, as tqdm does.
 
     Returns a CheckResult: true if no tensor is off; prints as a table.
-    Raises ValueError for an unknown norm, a wrong shape, and a result of a function that is None or
-    detached; TypeError for a dtype that the kernels do not have; and what a call raises.
+    Raises ValueError for an unknown norm, a wrong shape, a result of a function that is None or
+    detached, a functor without a reference, and arguments that do not go together; TypeError for a
+    dtype that the kernels do not have; and what a call raises.
     """
     norms = (norm,) if isinstance(norm, str) else tuple(norm)
     for name in norms:
         if name not in NORMS:
             raise ValueError(f"norm is {name!r}; expected {' or '.join(NORMS)}")
     own = Callables(function, forward, backward, library)
+    functors = {
+        role: given for role, given in (("load", load), ("store", store)) if given is not None
+    }
+    if functors:
+        others = {"input": input, "weight": weight, "bias": bias, "dy": dy, "traps": traps or None}
+        others |= {"function": function, "forward": forward, "backward": backward}
+        others = {name: given for name, given in others.items() if given is not None}
+        _refuse_together([*functors, *others])
+    if shapes is None:
+        shapes = [(5, 96)] if functors else [(64, 768)]
     options = {"zero_centered_weight": zero_centered_weight, "eps": eps}
     trials: list[Trial] = []
     if input is not None:
@@ -103,15 +130,19 @@ def check(
             absent = {"weight", "bias"} - own.takes(name) if own else set()
             fields = options | dict.fromkeys(absent)
             cases.append(Case(name, 0, 0, dtype, strategy=strategy, statistics=kind, **fields))
-        for case, (num_rows, num_cols) in product(cases, shapes):
-            trials += default_trials(replace(case, num_rows=num_rows, num_cols=num_cols), seed)
+        sized = [
+            replace(case, num_rows=num_rows, num_cols=num_cols)
+            for case, (num_rows, num_cols) in product(cases, shapes)
+        ]
+        if functors:
+            return _check_functors(functors, progress(sized) if progress else sized, on, seed)
+        for case in sized:
+            trials += default_trials(case, seed)
         for case in cases if traps else ():
             trials += trap_trials(case, allowed_of(own, case.norm), seed)
     result = CheckResult()
     if not own:
-        where = kernels.machine(on)
-        if isinstance(where, kernels.CpuMachine):
-            on_cpu.compiler()  # without a compiler, the error says what to install
+        where = _machine(on)
     for trial in progress(trials) if progress else trials:
         if own:
             try:
@@ -126,4 +157,32 @@ def check(
             rounded_mean = kernels.uses_welford(trial.problem.case, where.device)
             got = run_kernels(trial.problem, where, trial.layouts or None)
             result.findings += trial.judged(got, rounded_mean=rounded_mean)
+    return result
+
+
+def _machine(on: str | None) -> kernels.CpuMachine | kernels.GpuCheckMachine:
+    where = kernels.machine(on)
+    if isinstance(where, kernels.CpuMachine):
+        on_cpu.compiler()  # without a compiler, the error says what to install
+    return where
+
+
+def _refuse_together(names: Sequence[str]) -> None:
+    """names: of the functors, then of what does not go with them."""
+    if len(names) > 1:
+        raise ValueError(
+            f"{names[0]} is given together with {names[1]}; expected one of the two: a functor is "
+            "checked by itself, on random values"
+        )
+
+
+def _check_functors(
+    functors: Mapping[str, functor_check.Given], cases: Iterable[Case], on: str | None, seed: int
+) -> CheckResult:
+    """functors: by role."""
+    bound = {role: functor_check.with_kinds(given, role) for role, given in functors.items()}
+    where, result = _machine(on), CheckResult()
+    for case in cases:
+        for role, each in bound.items():
+            result.findings += functor_check.check_functor(each, role, case, where, seed)
     return result

@@ -9,11 +9,13 @@ from typing import NamedTuple
 import numpy as np
 
 from ..check.cases import Case, Problem, random_problem
+from ..check.functors import random_functor_problem, run_with_functor
 from ..check.kernels import CpuMachine
 from ..check.run import run_kernels
 from ..gpu import launch, on_cpu
 from ..plan.devices import Device
 from ..plan.dispatch import Plan
+from ..plan.functors import BoundFunctor
 from ..plan.instances import Launch
 
 # trace::Event of cuda_src/on_cpu/cuda_on_cpu_trace.h.
@@ -182,6 +184,21 @@ def record(
     recorder = Recorder(device, direction, seed, folder)
     made = run_kernels(problem, recorder, forward_only=direction == "forward")
     return problem, made, recorder
+
+
+def record_functor(
+    bound: BoundFunctor, role: str, case: Case, recorder: Recorder, seed: int
+) -> Plan:
+    """The plan of a random problem of the case with a functor, after the recorder recorded it.
+
+    bound: to kinds of arrays. Raises ValueError for a backward without backward lines.
+    """
+    if recorder.direction == "backward" and bound.functor.backward is None:
+        raise ValueError(
+            f"functor {bound.functor.name} has no backward lines; expected direction 'forward'"
+        )
+    given = random_functor_problem(bound, role, case, seed)
+    return run_with_functor(given, recorder).plans[recorder.direction]
 
 
 def _with_field(array: np.ndarray, name: str, values: np.ndarray) -> np.ndarray:

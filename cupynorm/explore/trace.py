@@ -8,6 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ..check.cases import NORMS, Case
+from ..check.functors import Given, with_kinds
 from ..dtypes import DTYPES
 from ..norm.plans import plan
 from ..plan.devices import DEVICES, Device
@@ -16,7 +17,7 @@ from ..svg import Picture
 from ..table import as_html, as_text
 from . import pictures
 from .changes import Changes, changed_sources
-from .recording import BULK, KINDS, Recording, record
+from .recording import BULK, KINDS, Recorder, Recording, record, record_functor
 from .requests import Site, requests_of, sectors_of, sites_of, turns_of
 
 _WRITES = [KINDS.index(kind) for kind in ("write", "bulk_store", "send")]
@@ -156,6 +157,8 @@ def trace(
     strategy: str | None = None,
     tile: Tile | None = None,
     statistics: str | None = None,
+    load: Given | None = None,
+    store: Given | None = None,
     changes: Changes | None = None,
     seed: int = 0,
 ) -> Trace:
@@ -168,6 +171,8 @@ def trace(
     num_cols, num_rows: the extents of x. A few rows are enough: every access is recorded.
     dtype: of all tensors. norm, direction, residual, strategy, tile, statistics: as for plan().
     device: a name of cupynorm.DEVICES or a Device, for which the kernel is chosen.
+    load, store: a functor, of one of the two, with numbers and kinds of arrays as for check().
+        The bytes of the plan do not include its arrays.
     changes: of the sources, as for experiment().
     seed: of the values, and of the order in which threads run.
 
@@ -185,5 +190,14 @@ def trace(
     case = Case(norm, num_rows, num_cols, dtype, residual=residual, dsum=residual, **in_forward)
     of = DEVICES[device] if isinstance(device, str) else device
     folder = None if changes is None else changed_sources(changes)
-    _, _, recorder = record(case, of, direction, seed, folder)
+    functors = [(role, each) for role, each in (("load", load), ("store", store)) if each]
+    if len(functors) + residual > 1:
+        given = [role for role, _ in functors] + ["residual"] * residual
+        raise ValueError(f"{' and '.join(given)} are given; expected one of load, store, residual")
+    if functors:
+        role, given = functors[0]
+        recorder = Recorder(of, direction, seed, folder)
+        planned = record_functor(with_kinds(given, role), role, case, recorder, seed)
+    else:
+        _, _, recorder = record(case, of, direction, seed, folder)
     return Trace(planned, recorder.tensors, recorder.recorded)

@@ -7,8 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+import cupynorm
 from cupynorm import functors
-from cupynorm.check.functors import check_functor
 
 
 def in_halves(num_rows, num_cols):
@@ -44,40 +44,110 @@ def test_every_shipped_functor_is_checked():
 @pytest.mark.parametrize("on", ["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
 def test_shipped_functors(name, on):
     role, arrays = SHIPPED[name]
+    functor = getattr(functors, name)
     norm = "layer_norm" if len(name) % 2 else "rms_norm"
-    result = check_functor(
-        getattr(functors, name),
-        role,
-        arrays=arrays,
-        norm=norm,
-        shapes=[(3, 40)],
-        dtypes=("float32",),
-        on=on,
-    )
+    given = functor(**arrays) if arrays else functor
+    result = cupynorm.check(**{role: given}, norm=norm, shapes=[(3, 40)], on=on)
     assert result.ok, f"\n{result}"
     tensors = {found.tensor for found in result.findings}
-    assert {"y", "dx", *(f"d{array}" for array in getattr(functors, name).arrays)} <= tensors
+    assert {"y", "dx", *(f"d{array}" for array in functor.arrays)} <= tensors
 
 
-def off(functor, **options):
-    result = check_functor(functor, dtypes=("float32",), shapes=[(3, 8)], on="cpu", **options)
-    return {found.tensor for found in result.findings if not found.ok}
+def off(functor, role="store"):
+    """The tensors that are off, and why."""
+    result = cupynorm.check(**{role: functor}, shapes=[(3, 8)], on="cpu")
+    return {found.tensor: found.diagnosis.cause for found in result.findings if not found.ok}
 
 
-def test_wrong_lines_are_found():
-    gate = functors.silu_gate
-    assert off(gate) == set()
-    assert off(replace(gate, lines="y = y * gate / (C(1.0001) + exp(-gate));")) == {"y"}
-    assert off(
-        replace(gate, backward=gate.backward.replace("gate * (C", "C(1.001) * gate * (C"))
-    ) == {"dgate"}
-    assert "dx" in off(replace(gate, backward=gate.backward.replace("gate * sigmoid;", "gate;")))
+def changed(functor, old, new, part="backward"):
+    text = getattr(functor, part)
+    assert old in text
+    return replace(functor, **{part: text.replace(old, new)})
 
 
-def test_refusals():
-    with pytest.raises(ValueError, match="silu_gate has no reference; expected a Python function"):
-        check_functor(replace(functors.silu_gate, reference=None))
-    with pytest.raises(ValueError, match="got role 'store', arrays gates and numbers none"):
-        check_functor(functors.silu_gate, arrays={"gates": "full"})
-    with pytest.raises(ValueError, match="of kind 'columns'; expected one of full, cols"):
-        check_functor(functors.silu_gate, arrays={"gate": "columns"}, on="cpu")
+UNKNOWN = "no mistake that is tried explains the numbers"
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "cause"),
+    [
+        ("gate * (C(1) - s", "C(1.001) * gate * (C(1) - s", UNKNOWN),
+        ("dgate = dy * y * s", "dgate = y * s", "the factor dy is missing"),
+        ("dgate = dy", "dgate = -dy", "it has the wrong sign"),
+        ("dgate = dy", "const C unused = dy", "the backward lines do not set dgate"),
+        (
+            "dgate = dy",
+            "dy = dy * gate * sigmoid; dgate = dy",
+            "dy was overwritten before dgate was computed",
+        ),
+    ],
+)
+def test_a_wrong_gradient_of_an_array_is_named(old, new, cause):
+    assert off(changed(functors.silu_gate, old, new))["dgate"] == cause
+
+
+def test_other_wrong_lines_are_named():
+    gate, scale = functors.silu_gate, functors.layer_scale
+    assert off(changed(gate, "C(1)", "C(1.0001)", "lines")) == {"y": UNKNOWN}
+    unchanged = off(changed(gate, "dy = dy * gate * sigmoid;", ""))
+    assert unchanged.keys() == {"dx", "dweight", "dbias"}
+    assert set(unchanged.values()) == {"the lines do not change dy: the derivative by y is missing"}
+    assert off(changed(gate, "y = y", "const C unused = y", "lines")) == {
+        "y": "it is that of the norm alone: the lines do not change y"
+    }
+    assert off(changed(scale, "dx = dx * scale;", ""), "load") == {
+        "dx": "the lines do not change dx: the derivative by x is missing"
+    }
+    early = changed(scale, "dscale = dx * x;", "")
+    early = changed(early, "dx = dx * scale;", "dx = dx * scale; dscale = dx * x;")
+    assert off(early, "load") == {"dscale": "dx was overwritten before dscale was computed"}
+
+
+NUMBER = cupynorm.functor(
+    "number", "y = y * a * b;", arrays=("a",), numbers=("b",), reference=lambda y, a, b: y * a * b
+)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (
+            {"store": replace(functors.silu_gate, reference=None)},
+            "silu_gate has no reference; expected a Python function",
+        ),
+        ({"store": NUMBER}, r'numbers b; expected it .* as number\(a="full", b=0.5\)'),
+        (
+            {"store": NUMBER(a="columns", b=1)},
+            "store.a is 'columns'; expected one of full, cols, rows, one, or a function",
+        ),
+        ({"load": functors.layer_scale(scale=np.ones(8))}, "load.scale is of type ndarray"),
+        (
+            {"load": functors.layer_scale(scale=lambda num_rows, num_cols: np.ones(3))},
+            r"has shape \(3,\); expected \(5, 96\), or 1",
+        ),
+        (
+            {"load": functors.layer_scale, "store": functors.silu_gate},
+            "load is given together with store; expected one of the two",
+        ),
+        ({"store": functors.silu_gate, "traps": True}, "store is given together with traps"),
+        ({"store": functors.silu_gate, "forward": len}, "store is given together with forward"),
+        ({"store": functors.silu_gate, "input": np.ones((2, 8))}, "together with input"),
+        ({"store": functors.silu_gate, "shapes": [(64, 768)]}, "shapes has 64 x 768; a functor"),
+    ],
+)
+def test_refusals(arguments, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        cupynorm.check(**arguments, on="cpu")
+
+
+def test_what_is_no_functor_is_refused():
+    with pytest.raises(TypeError, match="store is of type str; expected a functor"):
+        cupynorm.check(store="y = 2 * y;", on="cpu")
+
+
+def test_a_number_without_backward_in_each_strategy():
+    given = NUMBER(a="rows", b=0.5)
+    strategies = ["warp", "uncached"]
+    result = cupynorm.check(store=given, shapes=[(3, 16)], strategies=strategies, on="cpu")
+    assert result.ok and [found.tensor for found in result.findings] == ["y", "rstd", "mean"] * 2
+    assert "uncached" in result.findings[-1].case

@@ -396,3 +396,22 @@ def test_a_wrong_kernel_is_named(file, old, new, words):
         pytest.skip(str(error))
     found = cupynorm.CheckResult(Trial(problem).judged(got)).diagnoses
     assert any(_matches(words, sentence) for sentence in found), found
+
+
+def test_a_mean_that_is_rounded_is_told_from_a_variance_that_is():
+    """Both show in rows of large mean. Kernels subtract the rounding error of the mean too."""
+    problem = default_problem(Case("layer_norm", 16, 128, "float32"))
+    x = problem.x.astype(np.float32)
+    mean = (np.cumsum(x, axis=1)[:, -1:] / np.float32(128)).astype(np.float32)
+    centered = (x - mean).astype(np.float32)
+    causes = {}
+    for name, variance in (
+        ("mean", mean_of(centered**2)),
+        ("variance", mean_of(x * x) - mean * mean),
+    ):
+        rstd = 1 / np.sqrt(variance + np.float32(problem.case.eps))
+        y = (centered * rstd * problem.weight + problem.bias).astype(np.float32)
+        (found,) = Trial(problem).judged({"y": y.astype(np.float64)})
+        causes[name] = found.diagnosis.cause
+    assert causes["mean"].startswith("the rounding error of the mean is left in x - mean")
+    assert causes["variance"].startswith("the variance is off by the rounding of mean^2")

@@ -142,6 +142,29 @@ def test_the_timeline_has_the_waits_of_the_sources():
     assert max(first for *_, first, _ in nth) <= min(last for *_, last in nth)
 
 
+def test_a_functor_moves_its_arrays_and_nothing_else():
+    plain = {"num_cols": 64, "num_rows": 3, "dtype": "float32", "strategy": "warp"}
+    without = traced(**plain)
+    trace = traced(**plain, store=cupynorm.functors.silu_gate)
+    assert trace.bytes == without.bytes | {"store.gate": (3 * 64 * 4, 3 * 64 * 4)}
+    assert different_bytes(trace) == trace.plan.bytes_moved + 3 * 64 * 4
+    trace = traced(**plain, direction="backward", load=cupynorm.functors.layer_scale(scale="cols"))
+    assert trace.bytes["load.scale"][1] == 64 * 4
+    assert trace.bytes["load.dscale"] == (3 * 64 * 4, 3 * 64 * 4)  # summed afterwards
+
+
+def test_functors_of_a_trace_that_do_not_fit():
+    gate = cupynorm.functors.silu_gate
+    for more, sentence in (
+        ({"residual": True}, "store and residual are given; expected one of"),
+        ({"load": gate}, "load and store are given"),
+        ({"direction": "backward"}, "functor twice has no backward lines"),
+    ):
+        store = cupynorm.functor("twice", "y = y + y;") if "direction" in more else gate
+        with pytest.raises(ValueError, match=sentence):
+            traced(num_cols=64, store=store, **more)
+
+
 def test_a_trace_prints_and_draws():
     trace = traced(num_cols=1024, num_rows=2)
     text = str(trace)
