@@ -22,10 +22,11 @@ from every_matrix import (
     run_survey,
     surveys,
 )
-from every_quantized import judge_quantized, quantized_cases, run_quantized
+from every_quantized import quantized_cases, run_quantized
 
 from cupynorm.check.cases import Case, random_problem
 from cupynorm.check.kernels import GpuCheckMachine
+from cupynorm.check.quantized import judge_quantized
 from cupynorm.check.results import CheckResult, judge_all
 from cupynorm.check.run import run_kernels
 from cupynorm.dtypes import DTYPES

@@ -6,9 +6,10 @@ from typing import NamedTuple
 
 import numpy as np
 from cupynorm.reference import fp8
-from every_quantized import E4M3, E5M2, Kept, same_bytes, within
+from every_quantized import E4M3, E5M2, Kept
 
 from cupynorm.check.kernels import CpuMachine, GpuCheckMachine
+from cupynorm.check.quantized import same_bytes, within
 from cupynorm.check.results import Finding
 from cupynorm.dtypes import DTYPES, FLOAT8S, compute_dtype, decode, encode
 from cupynorm.gpu.arrays import Rows

@@ -1,34 +1,18 @@
-"""Norms with y in 8-bit floats, for every_kernel.py: problems, how they run, and their findings."""
+"""Norms with y in 8-bit floats, for every_kernel.py: problems, and how they run."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import numpy as np
-from cupynorm.reference import fp8
 
+from cupynorm.check import quantized
 from cupynorm.check.cases import Case, random_problem
 from cupynorm.check.kernels import CpuMachine, GpuCheckMachine
-from cupynorm.check.results import Finding
-from cupynorm.dtypes import DTYPES, FLOAT8S, compute_dtype, decode, encode
-from cupynorm.gpu.arrays import Rows
-from cupynorm.norm.arguments import forward_call
-from cupynorm.norm.quantized_tensor import scale_shape
-from cupynorm.norm.request import ForwardOptions, Options, Quantization
-from cupynorm.plan.dispatch import Plan
+from cupynorm.check.quantized import How
+from cupynorm.dtypes import FLOAT8S
 from cupynorm.plan.problem import SCALINGS, Tile
 from cupynorm.plan.strategies import STRATEGIES
 
 E4M3, E5M2 = FLOAT8S
-GIVEN_SCALE = 20.0
-
-
-class How(NamedTuple):
-    """How y becomes 8-bit floats; amax: whether that of y is recorded beside a given scale."""
-
-    dtype: str
-    scaling: str
-    amax: bool = False
 
 
 def quantized_cases() -> list[tuple[Case, How]]:
@@ -139,155 +123,4 @@ def run_quantized(
     case: Case, quantization: How, where: CpuMachine | GpuCheckMachine
 ) -> tuple[dict, dict]:
     """Arrays by name of a call with y in 8 bits and of one with y in the compute dtype."""
-    problem = random_problem(case)
-    shape, compute, centered = (
-        (case.num_rows, case.num_cols),
-        compute_dtype(case.sum).name,
-        case.norm == "layer_norm",
-    )
-    num_parts = scale_shape(quantization.scaling, shape[:1], case.num_cols)
-
-    def run(dtype: str, quantization: How | None, options: Options) -> tuple[Kept, Plan]:
-        kept = Kept(where)
-
-        def put(name: str, dtype: str | None) -> int:
-            values = getattr(problem, name)
-            return kept.put(name, None if values is None else encode(values, dtype))
-
-        def rows(pointer: int, dtype: str) -> Rows | None:
-            return Rows(pointer, *shape, case.num_cols, dtype) if pointer else None
-
-        def parameter(name: str, dtype: str | None) -> Rows | None:
-            values, pointer = getattr(problem, name), put(name, dtype)
-            return Rows(pointer, 1, values.size, values.size, dtype) if pointer else None
-
-        x, residual = rows(put("x", case.x), case.x), rows(put("residual", case.added), case.added)
-        added = (
-            rows(kept.poisoned("sum", shape, DTYPES[case.sum].storage), case.sum)
-            if residual
-            else None
-        )
-        y = rows(kept.poisoned("y", shape, (DTYPES | FLOAT8S)[dtype].storage), dtype)
-        mean = kept.poisoned("mean", shape[:1], compute) if centered else 0
-        rstd = kept.poisoned("rstd", shape[:1], compute)
-        tensors = {"x": x, "y": y, "residual": residual, "sum": added}
-        tensors |= {
-            name: parameter(name, case.dtype(name)) for name in ("weight", "bias", "row_scale")
-        }
-        addresses = {"mean": mean, "rstd": rstd}
-        if quantization:
-            scaling = quantization.scaling
-            if scaling == "given":
-                addresses["scale"] = kept.put("scale", np.full(1, GIVEN_SCALE, np.float32))
-            scale_type = "uint8" if scaling == "mx" else "float32"
-            addresses["scale_inv"] = kept.poisoned("scale_inv", num_parts, scale_type)
-            addresses["amax"] = kept.put("amax", np.zeros(num_parts, np.float32))
-            if quantization.amax:
-                tensors["amax"] = Rows(addresses["amax"], 1, 1, 1, "float32")
-        tensors = {name: rows for name, rows in tensors.items() if rows}
-        asked = ForwardOptions(
-            centered,
-            shape[1:],
-            case.eps,
-            dropout_p=case.dropout_p,
-            quantization=quantization and Quantization(quantization.dtype, quantization.scaling),
-            launch=options,
-        )
-        call = forward_call(where.device, tensors, asked, "forward")
-        addresses |= {name: rows.pointer for name, rows in tensors.items()}
-        for launch, words in zip(call.launches, call.fill(addresses, problem.dropout_seed)):
-            where.launch(launch, words)
-        return kept, call.plan
-
-    in_8_bits, plan = run(
-        quantization.dtype,
-        quantization,
-        Options(case.strategy, case.tile, case.statistics, case.sm_margin),
-    )
-    plain, _ = run(
-        compute, None, Options(plan.strategy, plan.tile, plan.statistics, case.sm_margin)
-    )
-    return tuple({name: kept.get(name) for name in kept.arrays} for kept in (in_8_bits, plain))
-
-
-def expected(
-    y: np.ndarray, name: str, scaling: str, scale=None, power_of_two=False
-) -> fp8.Quantized:
-    """The reference's result for y in the compute dtype; scale_inv as cupynorm returns it."""
-    with np.errstate(all="ignore"):
-        if scaling == "given":
-            made = fp8.quantize(y, name, np.float32(1) if scale is None else scale)
-        elif scaling == "tensor":
-            made = fp8.quantize(y, name, fp8.scale_of(fp8.amax(y), name, power_of_two=power_of_two))
-        elif scaling == "row":
-            made = fp8.quantize_rows(y, name, power_of_two=power_of_two)
-        elif scaling == "block":
-            made = fp8.quantize_blocks(y, name, power_of_two=power_of_two)
-        else:
-            made = fp8.quantize_mxfp8(y, name)
-    scale_inv = np.asarray(made.scale_inv).reshape(
-        (1,) if scaling in ("given", "tensor") else (len(y), -1)
-    )
-    return made._replace(scale_inv=scale_inv)
-
-
-def judge_quantized(
-    case: Case, quantization: How, got: dict, plain: dict, exact: bool
-) -> list[Finding]:
-    """exact: y has the bytes of the reference, computed from y in the compute dtype.
-
-    A GPU's compiler may fuse other operations in another kernel. Then values agree within half a
-    step, and scales and the rest within a few roundings.
-    """
-    truth = expected(plain["y"], quantization.dtype, quantization.scaling, np.float32(GIVEN_SCALE))
-    wanted = {"y": truth.data, "scale_inv": truth.scale_inv}
-    wanted |= {name: plain[name] for name in ("sum", "mean", "rstd") if name in plain}
-    if quantization.amax:
-        wanted["amax"] = np.asarray(truth.amax, np.float32).reshape(1)
-    label = f"{case}, {quantization.dtype} {quantization.scaling}"
-    if exact:
-        return [same_bytes(label, name, got[name], each) for name, each in wanted.items()]
-    few = 2.0**-20
-    y, format = plain["y"].astype(np.float64), FLOAT8S[quantization.dtype]
-    values = {name: decode(got[name], case.sum if name == "sum" else "float64") for name in wanted}
-    wanted = {
-        name: decode(each, case.sum if name == "sum" else "float64")
-        for name, each in wanted.items()
-    }
-    factors = (
-        2.0 ** (values["scale_inv"] - 127) if quantization.scaling == "mx" else values["scale_inv"]
-    )
-    cols = {"block": 128, "mx": 32}.get(quantization.scaling, case.num_cols)
-    spread = np.repeat(factors.reshape(-1, factors.shape[-1]), cols, axis=1)[:, : case.num_cols]
-    values["y"], wanted["y"] = fp8.decode(got["y"], quantization.dtype) * spread, y
-    allowed = {name: few * np.abs(each).max() for name, each in wanted.items()}
-    allowed["y"] = (1 + few) * (np.abs(y) * format.half_ulp + spread * format.smallest / 2)
-    if quantization.scaling == "mx":
-        allowed["scale_inv"] = np.ones(1)  # the next power of two, where an amax is close to one
-    allowed |= (
-        {"sum": 2 * DTYPES[case.sum].half_ulp * np.abs(wanted["sum"])} if "sum" in wanted else {}
-    )
-    return [within(label, name, values[name], wanted[name], allowed[name]) for name in wanted]
-
-
-def same_bytes(case: str, tensor: str, got: np.ndarray, wanted: np.ndarray) -> Finding:
-    """Of elements of one dtype and shape."""
-    off = np.argwhere(
-        (got.view(np.uint8) != wanted.view(np.uint8)).reshape(*got.shape, -1).any(axis=-1)
-    )
-    where = tuple(off[0].tolist()) if len(off) else ()
-    shown = (float(got[where]), float(wanted[where])) if len(off) else (0.0, 0.0)
-    return Finding(case, tensor, float("inf") if len(off) else 0.0, where, *shown, 0.0, len(off))
-
-
-def within(
-    case: str, tensor: str, got: np.ndarray, wanted: np.ndarray, allowed: np.ndarray
-) -> Finding:
-    """Of values."""
-    got, wanted, allowed = np.broadcast_arrays(got, wanted, allowed)
-    with np.errstate(invalid="ignore"):
-        errors = np.abs(got - wanted) / np.maximum(allowed, np.finfo(np.float64).tiny)
-    at = np.unravel_index(np.argmax(np.where(np.isnan(errors), np.inf, errors)), errors.shape)
-    numbers = (float(each[at]) for each in (errors, got, wanted, allowed))
-    error, *shown = numbers
-    return Finding(case, tensor, error, tuple(map(int, at)), *shown, int((~(errors <= 1)).sum()))
+    return quantized.run_quantized(random_problem(case), quantization, where)

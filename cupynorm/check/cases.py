@@ -24,7 +24,7 @@ class Case:
     strategy, tile, statistics: None leaves the choice to dispatch.
     residual: False, True for one in the dtype of the sum, or its dtype.
     residual_dtype: of the sum, None for that of x. row_scale: its dtype, None if absent.
-    dsum: whether backward adds a gradient of the sum.
+    dy: its dtype, None for that of y. dsum: whether backward adds a gradient of the sum.
     weight1, bias1: dtypes of the parameters of a second output, None if absent.
     recompute: whether backward writes y again.
     round_x_hat, memory_efficient, dropout_p, zero_centered_weight, eps, sm_margin: as in
@@ -54,10 +54,13 @@ class Case:
     round_x_hat: bool = False
     memory_efficient: bool = False
     recompute: bool = False
+    dy: str | None = None
 
     def dtype(self, name: str) -> str | None:
-        """The dtype of "y", "weight", "bias" or another field, None if it is absent."""
+        """The dtype of "y", "dy", "weight", "bias" or another field, None if it is absent."""
         value = getattr(self, name)
+        if name == "dy" and value is None:
+            return self.dtype("y")
         return self.x if value == "same" or (name == "y" and value is None) else value
 
     @property
@@ -94,6 +97,7 @@ class Case:
         extras.append("1 + weight" if self.zero_centered_weight else "")
         extras.append(f"sum {self.sum}" if self.residual_dtype else "")
         extras.append("dsum" if self.dsum else "")
+        extras.append(f"dy {self.dy}" if self.dy else "")
         second = [(name, getattr(self, name)) for name in ("weight1", "bias1")]
         extras += [f"{name} {dtype}" for name, dtype in second if dtype]
         extras.append(f"row_scale {self.row_scale}" if self.row_scale else "")
@@ -146,7 +150,7 @@ def random_problem(case: Case, seed: int = 0) -> Problem:
     spreads = generator.uniform(0.25, 4, (case.num_rows, 1))
     weight_center = 0.0 if case.zero_centered_weight else 1.0
     x = draw(shape, case.x, centers, spreads)
-    dy = draw(shape, case.dtype("y"))
+    dy = draw(shape, case.dtype("dy"))
     weight = draw(shape[1:], case.dtype("weight"), weight_center, 0.5)
     bias = draw(shape[1:], case.dtype("bias"))
     problem = Problem(case, x, dy, weight, bias)

@@ -10,7 +10,8 @@ import numpy as np
 from ..dtypes import DTYPES, compute_dtype, decode, encode
 from ..gpu.arrays import Rows
 from ..norm.arguments import Call, backward_call, forward_call
-from ..norm.request import BackwardOptions, ForwardOptions, Options
+from ..norm.request import BackwardOptions, ForwardOptions, Options, Quantization
+from ..plan.dispatch import Plan
 from .cases import Case, Problem
 from .kernels import CpuMachine, GpuCheckMachine
 from .placement import Placed, WrongWrite, empty, place
@@ -55,6 +56,12 @@ class _Tensors:
             self.outputs[result or name] = (array, dtype)
         self.record(name, pointer, shape, dtype)
 
+    def write(self, name: str, initial: np.ndarray) -> None:
+        """An output that begins with these values, in a storage dtype."""
+        array, pointer = self.where.put(initial.copy())
+        self.outputs[name] = (array, initial.dtype.name)
+        self.record(name, pointer, initial.shape, initial.dtype.name)
+
     def put_seed(self, seed: int) -> None:
         array, self.addresses["dropout_seed"] = self.where.put(np.array([seed]))
         self._kept.append(array)
@@ -81,10 +88,13 @@ class _Tensors:
         self._kept.append(array)
         return pointer
 
+    def raw(self) -> dict[str, np.ndarray]:
+        """All outputs in their storage dtypes."""
+        return {name: self.where.get(array) for name, (array, _) in self.outputs.items()}
+
     def results(self) -> dict[str, np.ndarray]:
         """All outputs as float64."""
-        outputs = self.outputs.items()
-        return {name: decode(self.where.get(array), dtype) for name, (array, dtype) in outputs}
+        return {name: decode(each, self.outputs[name][1]) for name, each in self.raw().items()}
 
     def launch(self, call: Call, seed: int = 0) -> None:
         addresses = dict(self.addresses)
@@ -126,17 +136,24 @@ class _GuardedTensors(_Tensors):
         self, name: str, shape: tuple[int, ...], dtype: str, result: str | None = None
     ) -> None:
         label = name if result is None else result
-        pointer = self._put(label, empty(shape, DTYPES[dtype].storage), dtype)
+        placed = empty(shape, DTYPES[dtype].storage, self._layouts.get(name, "contiguous"))
+        pointer = self._put(label, placed, dtype)
         if label:
             self.outputs[label] = (None, dtype)
-        self.record(name, pointer, shape, dtype)
+        self.record(name, pointer, shape, dtype, placed.strides[0] if len(shape) == 2 else None)
+
+    def write(self, name: str, initial: np.ndarray) -> None:
+        dtype = initial.dtype.name
+        pointer = self._put(name, place(initial), dtype)
+        self.outputs[name] = (None, dtype)
+        self.record(name, pointer, initial.shape, dtype)
 
     def scratch(self, shape: tuple[int, ...], dtype: str) -> int:
         size = (int(np.prod(shape)),)
         return self._put("scratch memory", empty(size, DTYPES[dtype].storage), dtype)
 
-    def results(self) -> dict[str, np.ndarray]:
-        """All outputs as float64. Raises WrongWrite if anything else was written to."""
+    def raw(self) -> dict[str, np.ndarray]:
+        """All outputs in their storage dtypes. Raises WrongWrite if anything else was written."""
         results = {}
         for name, array, placed, dtype in self._placed:
             memory = self.where.get(array)
@@ -147,8 +164,15 @@ class _GuardedTensors(_Tensors):
             except WrongWrite as error:
                 raise WrongWrite(f"{name}: {error}") from None
             if name in self.outputs:
-                results[name] = decode(made, dtype)
+                results[name] = made
         return results
+
+
+def tensors_of(
+    where: CpuMachine | GpuCheckMachine, case: Case, layouts: Mapping[str, str] | None = None
+) -> _Tensors:
+    """layouts: as for run_kernels."""
+    return _Tensors(where, case) if layouts is None else _GuardedTensors(where, case, layouts)
 
 
 def run_kernels(
@@ -166,17 +190,30 @@ def run_kernels(
     between guards, and WrongWrite is raised if anything but the outputs was written to.
     """
     case = problem.case
-    tensors = _Tensors(where, case) if layouts is None else _GuardedTensors(where, case, layouts)
+    tensors = tensors_of(where, case, layouts)
     launch_options = Options(case.strategy, case.tile, case.statistics, case.sm_margin)
-    _run_forward(problem, tensors, launch_options)
+    run_forward(problem, tensors, launch_options)
     if not forward_only:
         _run_backward(problem, tensors, launch_options._replace(tile=None))
     return tensors.results()
 
 
-def _run_forward(problem: Problem, tensors: _Tensors, launch_options: Options) -> None:
+def run_forward(
+    problem: Problem,
+    tensors: _Tensors,
+    launch_options: Options,
+    quantization: Quantization | None = None,
+    *,
+    y_dtype: str | None = None,
+    amax: bool = False,
+) -> Plan:
+    """Its outputs are then in tensors.
+
+    quantization: of y, whose scale, scale_inv and amax tensors has. amax: whether the amax is
+    recorded beside a given scale. y_dtype: in the place of the case's.
+    """
     case, shape = problem.case, tensors.shape
-    y_dtype, compute = case.dtype("y"), compute_dtype(case.sum).name
+    y_dtype, compute = y_dtype or case.dtype("y"), compute_dtype(case.sum).name
     for name in ("weight", "bias"):
         tensors.put(name, getattr(problem, name), case.dtype(name))
     tensors.put("x", problem.x, case.x)
@@ -189,7 +226,11 @@ def _run_forward(problem: Problem, tensors: _Tensors, launch_options: Options) -
         tensors.make("y1", shape, y_dtype)
     if case.dropout_p:  # forward reads the seed from memory, backward is given its value
         tensors.put_seed(problem.dropout_seed)
-    tensors.make("y", shape, y_dtype)
+    if quantization is None:
+        tensors.make("y", shape, y_dtype)
+    else:
+        tensors.write("y", np.full(shape, 0xFF, np.uint8))
+        tensors.rows["y"] = tensors.rows["y"]._replace(dtype=quantization.dtype)
     if case.norm == "layer_norm":
         tensors.make("mean", shape[:1], compute)
     tensors.make("rstd", shape[:1], compute)
@@ -200,11 +241,14 @@ def _run_forward(problem: Problem, tensors: _Tensors, launch_options: Options) -
         case.zero_centered_weight,
         dropout_p=case.dropout_p,
         round_x_hat=case.round_x_hat,
+        quantization=quantization,
         launch=launch_options,
     )
     read = ("x", "weight", "bias", "residual", "row_scale", "weight1", "bias1")
-    there = tensors.only(*read, "sum", "y", "y1")
-    tensors.launch(forward_call(tensors.where.device, there, options, "forward"))
+    there = tensors.only(*read, "sum", "y", "y1", *["amax"] * amax)
+    call = forward_call(tensors.where.device, there, options, "forward")
+    tensors.launch(call)
+    return call.plan
 
 
 def _run_backward(problem: Problem, tensors: _Tensors, launch_options: Options) -> None:
@@ -232,7 +276,7 @@ def _run_backward(problem: Problem, tensors: _Tensors, launch_options: Options) 
     if case.has_second:
         # The part of y1 comes first. Its dx is the dsum of what follows.
         _run_second(problem, tensors, options)
-    tensors.put("dy", problem.dy, y_dtype)
+    tensors.put("dy", problem.dy, case.dtype("dy"))
     tensors.make("dx", shape, case.x)
     for name in ("weight", "bias"):
         if name in tensors.rows:

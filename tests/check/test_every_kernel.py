@@ -18,10 +18,11 @@ from every_matrix import (
     run_survey,
     surveys,
 )
-from every_quantized import E4M3, How, judge_quantized, quantized_cases, run_quantized
+from every_quantized import E4M3, quantized_cases, run_quantized
 
 from cupynorm.check.cases import Case, random_problem
 from cupynorm.check.kernels import CpuMachine
+from cupynorm.check.quantized import How, judge_quantized
 from cupynorm.check.run import run_kernels
 from cupynorm.plan.devices import DEVICES
 from cupynorm.plan.matrices import survey_launch

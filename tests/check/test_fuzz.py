@@ -10,10 +10,12 @@ import pytest
 from cupynorm import __main__ as main
 from cupynorm.check.cases import Case
 from cupynorm.check.fuzz import Draw, command, judge, rerun
-from cupynorm.check.fuzz.draws import ROUTES, VALUES, draw, problem_of
+from cupynorm.check.fuzz.draws import OUTPUTS, PARAMETERS, ROUTES, VALUES, draw, problem_of
 from cupynorm.check.fuzz.smaller import as_python, smallest
 from cupynorm.check.kernels import CpuMachine
 from cupynorm.check.placement import GUARD_BYTES, LAYOUTS, WrongWrite, empty, place
+from cupynorm.check.quantized import How
+from cupynorm.plan.problem import SCALINGS, Tile
 from cupynorm.plan.strategies import STRATEGIES
 
 PLAIN = Draw(Case("layer_norm", 5, 96, "float32"), seed=7)
@@ -67,13 +69,19 @@ def test_everything_is_drawn():
     assert {each.case.strategy for each in draws} == {None, *STRATEGIES}
     laid_out = {(name, layout) for each in draws for name, layout in each.layouts.items()}
     assert laid_out == {
-        (name, layout) for name in ("x", "residual", "dy", "dsum") for layout in LAYOUTS
+        *((name, layout) for name in ("x", "residual", "dy", "dsum") for layout in LAYOUTS),
+        *((name, "misaligned") for name in PARAMETERS),
+        *((name, layout) for name in OUTPUTS for layout in ("gap", "misaligned")),
     }
     widths = [each.case.num_cols for each in draws]
     assert min(widths) == 1 and max(widths) > 2**19
     # One call differs from another in each of its fields.
     for name in Case.__dataclass_fields__:
-        assert name == "tile" or len({getattr(each.case, name) for each in draws}) > 1, name
+        assert len({getattr(each.case, name) for each in draws}) > 1, name
+    hows = [each.how for each in draws if each.how]
+    assert {each.scaling for each in hows} == set(SCALINGS)
+    for at in range(len(How._fields)):
+        assert len({each[at] for each in hows}) > 1, How._fields[at]
 
 
 # What a call is held to: a machine with each fault.
@@ -117,6 +125,43 @@ def test_a_wrong_element_is_found(name, monkeypatch):
     assert found.startswith(f"{name}: 1 elements are off")
 
 
+OF_8_BITS = replace(PLAIN, how=How("float8_e4m3fn", "row"))
+
+
+@pytest.mark.parametrize("name", ["y", "scale_inv", "mean", "rstd"])
+def test_a_wrong_bit_of_an_8_bit_call_is_found(name, monkeypatch):
+    """Also in a call that is repeated, and in a row alone."""
+    assert judge.complaints(OF_8_BITS, CpuMachine()) == []
+    right = judge.run_quantized
+
+    def found_in(wrong_call):
+        calls = []
+
+        def run(problem, how, where, layouts):
+            made, plain = right(problem, how, where, layouts)
+            calls.append(problem.case.num_rows)
+            if len(calls) == wrong_call:
+                made[name].view(np.uint8).reshape(-1)[0] ^= 1
+            return made, plain
+
+        monkeypatch.setattr(judge, "run_quantized", run)
+        found = judge.complaints(OF_8_BITS, CpuMachine())
+        assert calls == [5, 5, 1]
+        return found
+
+    assert found_in(1)[0].startswith(f"{name}: 1 elements are off")
+    assert found_in(2) == [f"{name} differs when the call is repeated"]
+    assert found_in(3) == [f"row 2 of {name} differs alone"]
+
+
+def test_a_write_outside_an_8_bit_y_is_found():
+    def spoil(memory, count):
+        if count == 6:  # scale_inv, amax, weight, bias and x come first, then y
+            memory[-1] = 0
+
+    assert complaints(spoil, OF_8_BITS) == "y: 1 bytes outside it were written to"
+
+
 @pytest.mark.parametrize("at", [GUARD_BYTES - 1, -1])
 def test_a_write_to_a_guard_is_found(at):
     def spoil(memory, count):
@@ -154,6 +199,12 @@ def test_a_row_that_differs_alone_is_found(monkeypatch):
     assert judge.complaints(PLAIN, CpuMachine()) == [f"row {7 % 5} of y differs alone"]
 
 
+def test_a_tile_that_does_not_fit_is_refused():
+    drawn = replace(PLAIN, case=replace(PLAIN.case, strategy="warp", tile=Tile(4, 8, 2, 4)))
+    with pytest.raises(judge.Refused, match="tile holds 64 columns"):
+        rerun(drawn, "cpu")
+
+
 def test_a_forced_strategy_that_does_not_fit_is_refused():
     drawn = replace(PLAIN, case=replace(PLAIN.case, strategy="warp", num_cols=2**17, num_rows=1))
     with pytest.raises(judge.Refused, match="too narrow"):
@@ -176,8 +227,10 @@ def test_the_smallest_call_keeps_only_what_matters():
     )
 
 
-def test_three_lines_of_python_make_the_call_again(capsys):
-    drawn = replace(PLAIN, values="outliers", layouts={"x": "gap"})
+@pytest.mark.parametrize("how", [None, How("float8_e5m2", "tensor", power_of_two=True)])
+def test_three_lines_of_python_make_the_call_again(how, capsys):
+    case = replace(PLAIN.case, strategy="warp", tile=Tile(4, 8, 3, rows_per_block=4))
+    drawn = replace(PLAIN, case=case, values="outliers", layouts={"x": "gap"}, how=how)
     lines = as_python(drawn, "cpu")
     assert len(lines.splitlines()) == 3
     names: dict = {}

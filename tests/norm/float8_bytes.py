@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from every_quantized import expected
 
 import cupynorm
+from cupynorm.check.quantized import expected
 from cupynorm.dtypes import compute_dtype
 from cupynorm.gpu import arrays
 from cupynorm.norm import kept

@@ -7,9 +7,9 @@ dtype.
 from __future__ import annotations
 
 import pytest
-from every_quantized import expected
 
 import cupynorm
+from cupynorm.check.quantized import expected
 from cupynorm.dtypes import FLOAT8S
 from cupynorm.norm import kept
 from cupynorm.plan.devices import DEVICES as GPUS

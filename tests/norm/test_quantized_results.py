@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from cupynorm.reference import fp8
-from every_quantized import expected
 
 import cupynorm
+from cupynorm.check.quantized import expected
 from cupynorm.dtypes import FLOAT8S
 
 torch = pytest.importorskip("torch")

@@ -4,8 +4,10 @@ Reading order: draws (what is drawn), placement (memory and guards), calls (the 
 GPU), judge (what a result is held to), smaller (the smallest call that still fails), command.
 """
 
+from ...plan.problem import Tile
 from ..cases import Case
+from ..quantized import How
 from .draws import Draw
 from .judge import rerun
 
-__all__ = ["Case", "Draw", "rerun"]
+__all__ = ["Case", "Draw", "How", "Tile", "rerun"]

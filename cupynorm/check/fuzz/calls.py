@@ -97,7 +97,7 @@ class _PublicCall:
             "row_scale": case.row_scale,
             "weight1": case.weight1,
             "bias1": case.bias1,
-            "dy": y,
+            "dy": case.dtype("dy"),
             "dy1": y,
             "dsum": case.sum,
         }

@@ -67,7 +67,7 @@ def run(arguments: argparse.Namespace) -> int:
         return _replay(seed, arguments.replay, on)
     found = _fuzz(seed, on, arguments.seconds, arguments.jobs)
     counts = f"{found.num_judged} calls on the {on.upper()} with seed {seed}"
-    refused = f"{found.num_refused} more refused, as their forced strategy does not fit"
+    refused = f"{found.num_refused} more refused, as what they force does not fit"
     if not found.failures:
         print(f"OK: {counts}: every element is within what its dtype allows; {refused}")
         return 0

@@ -8,10 +8,15 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from ...dtypes import DTYPES, decode, encode
+from ...dtypes import DTYPES, FLOAT8S, decode, encode
+from ...plan.candidates import candidates
+from ...plan.devices import DEVICES
+from ...plan.problem import SCALINGS, Layout
+from ...plan.problem import Problem as PlanProblem
 from ...plan.strategies import STATISTICS, STRATEGIES
 from ..cases import NORMS, Case, Problem, random_problem
 from ..placement import LAYOUTS
+from ..quantized import How
 
 VALUES = (
     "normal",
@@ -23,10 +28,13 @@ VALUES = (
     "zeros",
     "a NaN",
     "an infinity",
+    "a NaN and an infinity",
 )
 # How a call is made: the kernels with their argument structs, or the public functions.
 ROUTES = ("kernels", "cupy", "torch", "autograd")
 OPERANDS = ("x", "residual", "dy", "dsum")  # those with rows
+PARAMETERS = ("weight", "bias", "weight1", "bias1", "row_scale")  # they may be misaligned
+OUTPUTS = ("y", "dx")  # of the kernels: rows with gaps between them, or misaligned
 PER_CASE = 8
 
 # Values whose float64 result is NaN or depends on the last bit when eps is 0.
@@ -37,8 +45,9 @@ _NEED_EPS = ("constant rows", "tiny spreads", "subnormals", "zeros")
 class Draw:
     """A call that can be made again: the same fields give the same bits.
 
-    values: one of VALUES, of x. layouts: of OPERANDS, contiguous if not named. route: one of
-    ROUTES. seed: of the values, of the dropout mask, and of the order of threads on the CPU.
+    values: one of VALUES, of x. layouts: of OPERANDS, PARAMETERS and OUTPUTS, contiguous if not
+    named. route: one of ROUTES. seed: of the values, of the dropout mask, and of the order of
+    threads on the CPU. how: y becomes 8-bit floats; forward alone is then called.
     """
 
     case: Case
@@ -46,9 +55,10 @@ class Draw:
     layouts: Mapping[str, str] = field(default_factory=dict)
     route: str = "kernels"
     seed: int = 0
+    how: How | None = None
 
     def __hash__(self) -> int:
-        return hash((self.case, self.values, self.route, self.seed))
+        return hash((self.case, self.values, self.route, self.seed, self.how))
 
 
 def draw(seed: int, index: int, on: str) -> Draw:
@@ -60,12 +70,21 @@ def draw(seed: int, index: int, on: str) -> Draw:
     generator = random.Random(f"{seed} {index // PER_CASE}")
     max_elements, max_cols = (2**18, 2**20) if on == "gpu" else (2**13, 2**13)
     case = _case(generator, max_cols)
+    how = _how(generator) if generator.random() < 0.2 else None
+    if generator.random() < 0.15:
+        case = _with_tile(generator, case)
     generator = random.Random(f"{seed} {index}")
     num_rows = max(1, min(int(4096 ** generator.random()), max_elements // case.num_cols))
-    sm_margin = generator.choice([0, 0, 0, 60])
+    sm_margin = generator.choice([0, 0, 0, generator.randrange(100)])
     case = replace(case, num_rows=num_rows, sm_margin=sm_margin)
     values = generator.choice([*["normal"] * len(VALUES), *VALUES])
     route = generator.choice(ROUTES) if on == "gpu" else "kernels"
+    if route != "autograd" and generator.random() < 0.15:
+        case = replace(case, dy=generator.choice(list(DTYPES)))
+    if how is not None:
+        case, route = _quantizable(case), "kernels"
+        if on == "gpu" and values.startswith("a"):  # there y is compared as a number
+            values = "normal"
     if values in _NEED_EPS:
         case = replace(case, eps=1e-5)
     if route == "autograd":  # it has a sum only with a residual, and no second pass over y
@@ -76,7 +95,38 @@ def draw(seed: int, index: int, on: str) -> Draw:
     known |= {"cupy": LAYOUTS, "kernels": LAYOUTS[:5]}
     there = [name for name in OPERANDS if _has(case, name)]
     layouts = {name: generator.choice(known[route]) for name in there if generator.random() < 0.4}
-    return Draw(case, values, layouts, route, generator.getrandbits(32))
+    for name in PARAMETERS:
+        if getattr(case, name) is not None and generator.random() < 0.1:
+            layouts[name] = "misaligned"
+    for name in OUTPUTS if route == "kernels" and how is None else ():
+        if generator.random() < 0.2:
+            layouts[name] = generator.choice(["gap", "misaligned"])
+    return Draw(case, values, layouts, route, generator.getrandbits(32), how)
+
+
+def _how(generator: random.Random) -> How:
+    scaling = generator.choice(SCALINGS)
+    has_power = scaling in ("tensor", "row", "block") and generator.random() < 0.4
+    has_amax = scaling == "given" and generator.random() < 0.5
+    return How(generator.choice(list(FLOAT8S)), scaling, has_amax, has_power)
+
+
+def _quantizable(case: Case) -> Case:
+    """Without what an 8-bit y does not go with, and without backward."""
+    names = ("y", "weight1", "bias1", "round_x_hat", "memory_efficient", "recompute", "dsum", "dy")
+    return replace(case, **{name: Case.__dataclass_fields__[name].default for name in names})
+
+
+def _with_tile(generator: random.Random, case: Case) -> Case:
+    """One of the tiles that the benchmark would try for such a row, with its strategy."""
+    layout = Layout.of_new_arrays(case.num_cols)
+    centered = case.norm == "layer_norm"
+    problem = PlanProblem("forward", centered, case.num_cols, case.sum, layout=layout)
+    try:
+        choice = generator.choice(candidates(problem, DEVICES["H200"]))
+    except ValueError:
+        return case
+    return replace(case, strategy=choice.strategy, tile=choice.tile)
 
 
 def _has(case: Case, name: str) -> bool:
@@ -150,7 +200,7 @@ def _special(drawn: Draw, x: np.ndarray, generator: np.random.Generator) -> np.n
     if drawn.values == "constant rows":
         return np.broadcast_to(x[:, :1] * generator.choice([1.0, 100.0]), x.shape)
     if drawn.values == "huge means":
-        return x + generator.choice([-1, 1]) * min(largest / 64, 1e4)
+        return x + generator.choice([-1, 1]) * min(largest / 64, generator.choice([1e4, 1e6, 1e8]))
     if drawn.values == "tiny spreads":
         return x * max(1e-6, DTYPES[case.x].smallest)
     if drawn.values == "outliers":
@@ -164,4 +214,8 @@ def _special(drawn: Draw, x: np.ndarray, generator: np.random.Generator) -> np.n
     if drawn.values in ("a NaN", "an infinity"):
         x = x.copy()
         x[at] = np.nan if drawn.values == "a NaN" else generator.choice([-np.inf, np.inf])
+    if drawn.values == "a NaN and an infinity":
+        x = x.copy()
+        other = generator.integers(case.num_rows), generator.integers(case.num_cols)
+        x[at], x[other] = np.nan, generator.choice([-np.inf, np.inf])
     return x

@@ -40,6 +40,11 @@ def _simpler(drawn: Draw) -> Iterator[Draw]:
     for name in drawn.layouts:
         rest = {other: layout for other, layout in drawn.layouts.items() if other != name}
         yield replace(drawn, layouts=rest)
+    if drawn.how is not None:
+        for name in ("amax", "power_of_two"):
+            if getattr(drawn.how, name):
+                yield replace(drawn, how=drawn.how._replace(**{name: False}))
+        yield replace(drawn, how=None)
     if drawn.values != "normal":
         yield replace(drawn, values="normal")
     for num_cols in dict.fromkeys((case.num_cols // 2, case.num_cols - 8, case.num_cols - 1)):
@@ -57,12 +62,19 @@ def as_python(drawn: Draw, on: str) -> str:
     )
     more = "".join(
         f", {name}={getattr(drawn, name)!r}"
-        for name, default in (("values", "normal"), ("layouts", {}), ("route", "kernels"))
+        for name, default in (
+            ("values", "normal"),
+            ("layouts", {}),
+            ("route", "kernels"),
+            ("how", None),
+        )
         if getattr(drawn, name) != default
     )
+    names = ["Case", "Draw", "rerun"]
+    names += ["How"] * (drawn.how is not None) + ["Tile"] * (case.tile is not None)
     return "\n".join(
         [
-            "from cupynorm.check.fuzz import Case, Draw, rerun",
+            f"from cupynorm.check.fuzz import {', '.join(sorted(names))}",
             f"case = Case({case.norm!r}, {case.num_rows}, {case.num_cols}, {case.x!r}{options})",
             f"print(rerun(Draw(case{more}, seed={drawn.seed}), {on!r}))",
         ]
