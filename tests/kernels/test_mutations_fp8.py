@@ -323,6 +323,7 @@ from cupynorm.check.results import CheckResult
 from every_matrix import (
     judge_matrix, judge_scales, judge_survey, matrices, run_matrix, run_scales, run_survey, surveys,
 )
+from cupynorm.check.quantized import judge_quantized
 from every_quantized import E4M3, Kept, quantized_cases, run_quantized
 
 machine = CpuMachine(sanitize=("address", "undefined"))

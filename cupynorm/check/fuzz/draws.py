@@ -119,7 +119,7 @@ def _quantizable(case: Case) -> Case:
 
 def _with_tile(generator: random.Random, case: Case) -> Case:
     """One of the tiles that the benchmark would try for such a row, with its strategy."""
-    layout = Layout.of(case.num_cols, ())
+    layout = Layout.of_new_arrays(case.num_cols)
     centered = case.norm == "layer_norm"
     problem = PlanProblem("forward", centered, case.num_cols, case.sum, layout=layout)
     try:
