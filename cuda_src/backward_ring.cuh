@@ -4,20 +4,9 @@
 // warps have arrived, for dx. Each thread keeps its sums of dweight and dbias, and its weights,
 // from the first row to the last.
 #pragma once
-#include "backward.cuh"
+#include "backward_ring_row.cuh"
 #include "exchange.cuh"
 #include "ring_parameters.cuh"
-#include "turns.cuh"
-
-// A ring for x and dy, and for what is added to dx, if anything is.
-template <Tile tile, class X, class Dy, class Added, bool adds>
-struct BackwardRing : WarpRing<tile, X, Dy> {
-  using WarpRing<tile, X, Dy>::WarpRing;
-};
-template <Tile tile, class X, class Dy, class Added>
-struct BackwardRing<tile, X, Dy, Added, true> : WarpRing<tile, X, Dy, Added> {
-  using WarpRing<tile, X, Dy, Added>::WarpRing;
-};
 
 template <Gradients gradients, bool centered, Tile tile, class LoadX, class LoadDy, class Scale,
           class StoreDx>
@@ -44,14 +33,8 @@ __device__ __forceinline__ void backward_ring(
   if constexpr (recomputes) bias = problem.store.biases();
   RingParameters<typename StoreDx::Biases, tile, recomputes> biases(
       bias, cols, parameters + decltype(weights)::smem_bytes);
-  const auto row_gradient = [&](unsigned turn) {
-    const long long row = min(turns.first_row + turn * turns.step, problem.num_rows - 1);
-    RowGradient<Compute> gradient{};
-    if constexpr (centered) gradient.mean = problem.mean[row];
-    gradient.rstd = problem.rstd[row];
-    return gradient;
-  };
-  RowGradient<Compute> gradient = row_gradient(0), next = row_gradient(1);
+  RowGradient<Compute> gradient = gradient_of_turn<centered>(problem, turns, 0),
+                       next = gradient_of_turn<centered>(problem, turns, 1);
 
   RingStream<tile, X> x(problem.load_x.row_start(turns.first_row) + cols.first_col,
                         problem.load_x.x_stride * turns.step);
@@ -101,24 +84,11 @@ __device__ __forceinline__ void backward_ring(
     Sum<Compute, 2> sums{};
     for_each_pack(ahead.slot, true,
                   [&](int pack, const Compute(&xs)[pack_size], const Compute(&dys)[pack_size]) {
-                    Compute scales[pack_size], partial[2] = {};
+                    Compute scales[pack_size];
                     weights.unpack_to(pack, scales);
-#pragma unroll
-                    for (int index = 0; index < pack_size; ++index) {
-                      // A pack beyond the row adds zeros.
-                      const bool present = Shape::in_part(pack, cols);
-                      const Compute dy = present ? dys[index] : Compute(0);
-                      const Compute x_hat =
-                          present ? gradient.template x_hat<centered>(xs[index]) : Compute(0);
-                      if constexpr (gradients.dweight) dweight[pack][index] += dy * x_hat;
-                      if constexpr (gradients.dbias) dbias[pack][index] += dy;
-                      if constexpr (gradients.dx) {
-                        const Compute wdy = rounded_product(dy, scales[index]);
-                        partial[0] += wdy * x_hat;
-                        if constexpr (centered) partial[1] += wdy;
-                      }
-                    }
-                    sums.merge({{partial[0], partial[1]}});
+                    const bool present = Shape::in_part(pack, cols);
+                    sums.merge(add_to_sums<gradients, centered>(dweight[pack], dbias[pack], xs, dys,
+                                                                scales, gradient, present));
                   });
     if constexpr (gradients.dx) exchange.send(turn, warp_reduce_two(sums.part[0], sums.part[1]));
     ahead.advance();
@@ -132,7 +102,7 @@ __device__ __forceinline__ void backward_ring(
   if (overlaps && turns.count > 0) add(0, gradient);
   long long row = turns.first_row;
   for (unsigned turn = 0; turn < turns.count; ++turn) {
-    const RowGradient<Compute> following = row_gradient(turn + 2);
+    const RowGradient<Compute> following = gradient_of_turn<centered>(problem, turns, turn + 2);
     if constexpr (overlaps) {
       if (turn + 1 < turns.count) add(turn + 1, next);
     } else {

@@ -8,6 +8,7 @@
 // needs: num_cols and all row strides multiples of pack_size, addresses aligned to a pack
 #include "forward.cuh"
 #include "forward_ring.cuh"
+#include "next_row.cuh"
 #include "smem_row.cuh"
 #include "staged_row.cuh"
 

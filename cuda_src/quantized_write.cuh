@@ -7,7 +7,7 @@
 #include "amax.cuh"
 #include "mean_rstd.cuh"
 
-// What NextRow is where no next row is fetched.
+// What NextRow (next_row.cuh) is where no next row is fetched.
 struct NoNextRow {
   __device__ __forceinline__ void fetch() const {}
 };

@@ -1,5 +1,4 @@
 // cuda_on_cpu.h -- just enough CUDA for a C++20 compiler to run the .cu files unchanged
-//
 // models  1-D grids, blocks and clusters; warps of 32 lanes; dynamic shared memory; mbarriers, bulk
 //         copies. Every thread is a fiber; the blocks of one cluster run together, clusters one
 //         after the other. A fiber is interrupted only where it synchronises; the seed of the
@@ -8,9 +7,8 @@
 //         sentences).
 // not     static __shared__ variables, textures, streams, preemption: a loop that spins on memory
 //         never ends.
-// needs   to be included before everything else. cuda_on_cpu_runtime.cpp holds the scheduler.
-//         No standard header is included, as under NVRTC, so that a kernel compiles in a tenth of a
-//         second.
+// needs   to be included first; cuda_on_cpu_runtime.cpp is the scheduler. No standard header is
+//         included, as under NVRTC, so that a kernel compiles in a tenth of a second.
 #pragma once
 #define CUPYNORM_ON_CPU 1
 
@@ -23,26 +21,14 @@
 #define __grid_constant__
 #define __align__(n) __attribute__((aligned(n)))
 
-#include "cuda_on_cpu_runtime.h"
-
 using size_t = decltype(sizeof(0));
 
-// -------------------------------------------------------------------------------- vector types
-
-#define CUPYNORM_VECTOR_TYPES(type, name)                          \
-  struct alignas(2 * sizeof(type)) name##2 { type x, y; };         \
-  struct alignas(16) name##4 { type x, y, z, w; };                 \
-  inline name##2 make_##name##2(type x, type y) { return {x, y}; } \
-  inline name##4 make_##name##4(type x, type y, type z, type w) { return {x, y, z, w}; }
-CUPYNORM_VECTOR_TYPES(int, int)
-CUPYNORM_VECTOR_TYPES(unsigned, uint)
-CUPYNORM_VECTOR_TYPES(float, float)
-CUPYNORM_VECTOR_TYPES(double, double)
-#undef CUPYNORM_VECTOR_TYPES
-struct alignas(4) ushort2 {
-  unsigned short x, y;
-};
-inline ushort2 make_ushort2(unsigned short x, unsigned short y) { return {x, y}; }
+#include "arithmetic.h"
+#include "cuda_on_cpu_runtime.h"
+#include "memory_calls.h"
+#include "rounding.h"
+#include "vectors.h"
+#include "warp_calls.h"
 
 namespace on_cpu {
 
@@ -60,243 +46,6 @@ struct Instance<function> {
   static constexpr Kernel kernel = {run, sizeof(Arguments)};
 };
 
-template <typename To, typename From>
-inline To bits_as(From from) {
-  static_assert(sizeof(To) == sizeof(From));
-  return __builtin_bit_cast(To, from);
-}
-
 }  // namespace on_cpu
 
 inline unsigned char* dynamic_smem() { return on_cpu::smem; }
-
-// ------------------------------------------------------------------------------- synchronising
-
-inline void __syncthreads() { on_cpu::block_barrier(); }
-inline void __syncwarp(unsigned mask = 0xffffffffu) {
-  on_cpu::warp_call(on_cpu::WarpCall::syncwarp, mask, 0, 0, 32);
-}
-// Memory is never reordered here. But at a fence another thread's view matters, so another thread
-// may run.
-inline void __threadfence() { on_cpu::yield(); }
-inline void __threadfence_block() { on_cpu::yield(); }
-inline void __threadfence_system() { on_cpu::yield(); }
-inline void __trap() { on_cpu::trap(); }
-inline long long clock64() { return on_cpu::clock(); }
-
-namespace on_cpu {
-template <typename Value>
-inline Value shuffle(WarpCall call, unsigned mask, Value value, unsigned lane, int width) {
-  static_assert(sizeof(Value) == 4 || sizeof(Value) == 8, "A shuffle moves 4 or 8 bytes.");
-  unsigned long long word = 0;
-  __builtin_memcpy(&word, &value, sizeof value);
-  word = warp_call(call, mask, word, lane, width);
-  __builtin_memcpy(&value, &word, sizeof value);
-  return value;
-}
-}  // namespace on_cpu
-
-template <typename Value>
-inline Value __shfl_sync(unsigned mask, Value value, int lane, int width = 32) {
-  return on_cpu::shuffle(on_cpu::WarpCall::shfl, mask, value, lane, width);
-}
-template <typename Value>
-inline Value __shfl_up_sync(unsigned mask, Value value, unsigned delta, int width = 32) {
-  return on_cpu::shuffle(on_cpu::WarpCall::shfl_up, mask, value, delta, width);
-}
-template <typename Value>
-inline Value __shfl_down_sync(unsigned mask, Value value, unsigned delta, int width = 32) {
-  return on_cpu::shuffle(on_cpu::WarpCall::shfl_down, mask, value, delta, width);
-}
-template <typename Value>
-inline Value __shfl_xor_sync(unsigned mask, Value value, int lane_mask, int width = 32) {
-  return on_cpu::shuffle(on_cpu::WarpCall::shfl_xor, mask, value, lane_mask, width);
-}
-inline unsigned __ballot_sync(unsigned mask, int predicate) {
-  return unsigned(on_cpu::warp_call(on_cpu::WarpCall::ballot, mask, predicate != 0, 0, 32));
-}
-inline int __any_sync(unsigned mask, int predicate) { return __ballot_sync(mask, predicate) != 0; }
-inline int __all_sync(unsigned mask, int predicate) {
-  return __ballot_sync(mask, predicate) == mask;
-}
-inline unsigned __activemask() { return on_cpu::active_mask(); }
-
-// One fiber runs at a time, so an atomic is a plain update, before which another thread may run.
-template <typename Value>
-inline Value atomicAdd(Value* address, decltype(Value() + Value()) value) {
-  on_cpu::yield();
-  const Value old = *address;
-  *address = old + value;
-  return old;
-}
-template <typename Value>
-inline Value atomicMax(Value* address, decltype(Value() + Value()) value) {
-  on_cpu::yield();
-  const Value old = *address;
-  *address = old < value ? value : old;
-  return old;
-}
-
-// ---------------------------------------------------------------------------- loads and stores
-
-#define CUPYNORM_LOAD(name)                 \
-  template <typename Value>                 \
-  inline Value name(const Value* address) { \
-    return *address;                        \
-  }
-#define CUPYNORM_STORE(name)                      \
-  template <typename Value>                       \
-  inline void name(Value* address, Value value) { \
-    *address = value;                             \
-  }
-CUPYNORM_LOAD(__ldg)
-CUPYNORM_LOAD(__ldca)
-CUPYNORM_LOAD(__ldcs)
-CUPYNORM_LOAD(__ldcg)
-CUPYNORM_LOAD(__ldcv)
-CUPYNORM_LOAD(__ldlu)
-CUPYNORM_STORE(__stcs)
-CUPYNORM_STORE(__stcg)
-CUPYNORM_STORE(__stwb)
-CUPYNORM_STORE(__stwt)
-#undef CUPYNORM_LOAD
-#undef CUPYNORM_STORE
-
-// ---------------------------------------------------------------------------------- arithmetic
-
-#define CUPYNORM_MATH_1(name)      \
-  extern "C" float name##f(float); \
-  extern "C" double name(double);  \
-  inline float name(float x) { return name##f(x); }
-#define CUPYNORM_MATH_2(name)             \
-  extern "C" float name##f(float, float); \
-  extern "C" double name(double, double); \
-  inline float name(float x, float y) { return name##f(x, y); }
-CUPYNORM_MATH_1(sqrt)
-CUPYNORM_MATH_1(fabs)
-CUPYNORM_MATH_1(exp)
-CUPYNORM_MATH_1(exp2)
-CUPYNORM_MATH_1(log)
-CUPYNORM_MATH_1(log2)
-CUPYNORM_MATH_1(tanh)
-CUPYNORM_MATH_1(erf)
-CUPYNORM_MATH_1(floor)
-CUPYNORM_MATH_1(ceil)
-CUPYNORM_MATH_1(trunc)
-CUPYNORM_MATH_1(rint)
-CUPYNORM_MATH_1(round)
-CUPYNORM_MATH_2(fmin)
-CUPYNORM_MATH_2(fmax)
-CUPYNORM_MATH_2(fmod)
-CUPYNORM_MATH_2(pow)
-CUPYNORM_MATH_2(copysign)
-#undef CUPYNORM_MATH_1
-#undef CUPYNORM_MATH_2
-extern "C" float fmaf(float, float, float);
-extern "C" double fma(double, double, double);
-inline float fma(float x, float y, float z) { return fmaf(x, y, z); }
-extern "C" float ldexpf(float, int);
-extern "C" double ldexp(double, int);
-
-extern "C" int abs(int);
-inline long long abs(long long x) { return x < 0 ? -x : x; }
-inline float abs(float x) { return fabsf(x); }
-inline double abs(double x) { return fabs(x); }
-
-inline bool isnan(float x) { return x != x; }
-inline bool isnan(double x) { return x != x; }
-inline bool isinf(float x) { return __builtin_isinf(x); }
-inline bool isinf(double x) { return __builtin_isinf(x); }
-inline bool isfinite(float x) { return __builtin_isfinite(x); }
-inline bool isfinite(double x) { return __builtin_isfinite(x); }
-
-// The type of mixed arguments is that of their sum and a NaN loses, both as in CUDA.
-template <typename Left, typename Right>
-inline constexpr auto min(Left left, Right right) {
-  const decltype(left + right) x = left, y = right;
-  return x != x || y < x ? y : x;
-}
-template <typename Left, typename Right>
-inline constexpr auto max(Left left, Right right) {
-  const decltype(left + right) x = left, y = right;
-  return x != x || x < y ? y : x;
-}
-
-inline float __fadd_rn(float x, float y) { return x + y; }
-inline float __fsub_rn(float x, float y) { return x - y; }
-inline float __fmul_rn(float x, float y) { return x * y; }
-inline float __fdiv_rn(float x, float y) { return x / y; }
-inline float __fmaf_rn(float x, float y, float z) { return fmaf(x, y, z); }
-inline float __fmaf_ieee_rn(float x, float y, float z) { return fmaf(x, y, z); }
-inline float __fsqrt_rn(float x) { return sqrtf(x); }
-inline float __frcp_rn(float x) { return 1.0f / x; }
-inline float __frsqrt_rn(float x) { return float(1.0 / sqrt(double(x))); }
-inline double __dadd_rn(double x, double y) { return x + y; }
-inline double __dsub_rn(double x, double y) { return x - y; }
-inline double __dmul_rn(double x, double y) { return x * y; }
-inline double __ddiv_rn(double x, double y) { return x / y; }
-inline double __fma_rn(double x, double y, double z) { return fma(x, y, z); }
-inline double __dsqrt_rn(double x) { return sqrt(x); }
-inline double __drcp_rn(double x) { return 1.0 / x; }
-inline float rsqrtf(float x) { return __frsqrt_rn(x); }
-inline float rsqrt(float x) { return __frsqrt_rn(x); }
-inline double rsqrt(double x) { return 1.0 / sqrt(x); }
-inline float __expf(float x) { return expf(x); }
-inline float __logf(float x) { return logf(x); }
-inline float __fdividef(float x, float y) { return x / y; }
-inline float __saturatef(float x) { return x > 0.0f ? (x < 1.0f ? x : 1.0f) : 0.0f; }
-
-inline float __uint_as_float(unsigned x) { return on_cpu::bits_as<float>(x); }
-inline unsigned __float_as_uint(float x) { return on_cpu::bits_as<unsigned>(x); }
-inline float __int_as_float(int x) { return on_cpu::bits_as<float>(x); }
-inline int __float_as_int(float x) { return on_cpu::bits_as<int>(x); }
-inline double __longlong_as_double(long long x) { return on_cpu::bits_as<double>(x); }
-inline long long __double_as_longlong(double x) { return on_cpu::bits_as<long long>(x); }
-inline float __double2float_rn(double x) { return float(x); }
-inline int __float2int_rn(float x) { return int(rintf(x)); }
-inline unsigned __double2uint_rn(double x) { return unsigned(rint(x)); }
-
-inline unsigned __byte_perm(unsigned x, unsigned y, unsigned selector) {
-  unsigned picked = 0;
-  for (int at = 0; at < 4; ++at) {
-    const unsigned byte = selector >> 4 * at & 7u;
-    picked |= ((byte < 4 ? x >> 8 * byte : y >> 8 * (byte - 4)) & 0xffu) << 8 * at;
-  }
-  return picked;
-}
-inline int __popc(unsigned x) { return __builtin_popcount(x); }
-inline int __clz(int x) { return x == 0 ? 32 : __builtin_clz(unsigned(x)); }
-inline int __ffs(int x) { return __builtin_ffs(x); }
-
-// ------------------------------------------------------------------------------- 16-bit floats
-
-namespace on_cpu {
-
-// Rounds once, to nearest even: from float too, because float to double is exact. A NaN becomes
-// 0x7fff, as in CUDA.
-template <int mantissa_bits>
-inline unsigned short round_to_16_bits(double value) {
-  constexpr int exponent_bits = 15 - mantissa_bits;
-  constexpr int least_exponent = 2 - (1 << (exponent_bits - 1));
-  constexpr unsigned long long infinity = ((1ull << exponent_bits) - 1) << mantissa_bits;
-  const auto bits = bits_as<unsigned long long>(value);
-  const auto sign = (unsigned short)(bits >> 63 << 15);
-  const unsigned long long magnitude = bits & ~(1ull << 63);
-  if (value != value) return 0x7fff;
-
-  const int exponent = int(magnitude >> 52) - 1023;
-  const int above_least = exponent > least_exponent ? exponent - least_exponent : 0;
-  const int shift =
-      52 - mantissa_bits + (exponent < least_exponent ? least_exponent - exponent : 0);
-  if (shift > 53) return sign;  // below half of the smallest subnormal, or zero
-  const unsigned long long significand = (magnitude & ((1ull << 52) - 1)) | 1ull << 52;
-  const unsigned long long kept = significand >> shift;
-  const unsigned long long dropped = significand & ((1ull << shift) - 1),
-                           half = 1ull << (shift - 1);
-  // The leading one of a normal number adds the 1 by which its biased exponent exceeds above_least.
-  unsigned long long rounded = ((unsigned long long)above_least << mantissa_bits) + kept;
-  rounded += dropped > half || (dropped == half && (kept & 1));
-  return sign | (unsigned short)(rounded < infinity ? rounded : infinity);
-}
-
-}  // namespace on_cpu

@@ -1,10 +1,12 @@
 // cuda_on_cpu_trace.h -- records what every thread reads, writes and waits for
 //
-// Part of the scheduler, which includes it after its state. Without CUPYNORM_TRACE nothing is
-// recorded. With it kernels are compiled with -fsanitize=thread, so that the compiler calls
-// __tsan_read16(address) and its kin before each access; they are defined here, and no library of
-// the sanitizer is linked.
+// Without CUPYNORM_TRACE nothing is recorded. With it kernels are compiled with -fsanitize=thread,
+// so that the compiler calls __tsan_read16(address) and its kin before each access. They are
+// defined in traced_accesses.h; no library of the sanitizer is linked.
 #pragma once
+#include <vector>
+
+#include "shared_memory.h"
 
 namespace trace {
 

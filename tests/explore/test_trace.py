@@ -207,14 +207,16 @@ def test_bad_arguments_are_refused():
 def test_changed_sources_are_traced():
     """Lanes that take neighbouring packs each, not in turn, need twice the sectors."""
     far_apart = {
-        "register_row.cuh": [
-            ("(pack * tile.threads_per_row + thread)", "(thread * tile.packs_per_thread + pack)"),
+        "register_cols.cuh": [
+            ("(pack * tile.threads_per_row + thread)", "(thread * tile.packs_per_thread + pack)")
+        ],
+        "register_packs.cuh": [
             (
                 """register_col<tile>(0) +
            static_cast<long long>(pack * (tile.cols() / tile.packs_per_thread))""",
                 "register_col<tile>(pack)",
             ),
-        ]
+        ],
     }
     tile = cupynorm.Tile(pack_size=4, threads_per_row=32, packs_per_thread=2)
     options = {"num_cols": 256, "num_rows": 1, "dtype": "float32", "strategy": "warp", "tile": tile}

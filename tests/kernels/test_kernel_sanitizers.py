@@ -113,7 +113,7 @@ def test_address_sanitizer_sees_a_read_past_the_last_row(tmp_path):
     folder = copy_of_sources(tmp_path / "cuda_src")
     mutate(
         folder,
-        "register_row.cuh",
+        "register_packs.cuh",
         "return register_pack_in_row<tile>(pack, cols.size()) ? col_of(pack) : cols.first_col;",
         "return col_of(pack);",
     )

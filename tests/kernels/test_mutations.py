@@ -80,7 +80,7 @@ MUTATIONS = {
         CLUSTER,
     ),
     "cluster in registers that begins at the first column": Mutation(
-        "register_row.cuh",
+        "register_packs.cuh",
         "return cols.first_col + register_col<tile>(0)",
         "return register_col<tile>(0)",
         CLUSTER,
@@ -107,13 +107,13 @@ MUTATIONS = {
         SHARED_CLUSTER,
     ),
     "one column too many": Mutation(
-        "register_row.cuh",
+        "register_cols.cuh",
         "register_col<tile>(pack) < num_cols",
         "register_col<tile>(pack) <= num_cols",
         ODD,
     ),
     "one column too few": Mutation(
-        "register_row.cuh",
+        "register_cols.cuh",
         "register_col<tile>(pack) < num_cols",
         "register_col<tile>(pack) < num_cols - 1",
         ODD,
@@ -163,7 +163,7 @@ MUTATIONS = {
         UNCACHED,
     ),
     "sums of the warps of a block without their barrier": Mutation(
-        "register_gradient.cuh",
+        "register_sums.cuh",
         "        __syncthreads();\n        for_each_sum",
         "        for_each_sum",
         WARP,
@@ -214,7 +214,7 @@ MUTATIONS = {
         "backward_bundle.cuh", "__syncthreads();  // the sums overwrite the images", "", BUNDLE_32
     ),
     "bundle whose idle lanes read beyond their row": Mutation(
-        "register_row.cuh",
+        "register_packs.cuh",
         "tile.packs_per_thread > 1 ? 0 : -register_col<tile>(0)",
         "0",
         BUNDLE_FEW,

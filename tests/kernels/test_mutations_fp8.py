@@ -140,7 +140,7 @@ MUTATIONS = {
         "mx",
     ),
     "scales in place of their inverses": (
-        "quantize_store.cuh",
+        "quantize_scales.cuh",
         "= inverse_of(multiplier.factor)",
         "= multiplier.factor",
         "block",
@@ -152,7 +152,7 @@ MUTATIONS = {
         "row",
     ),
     "no scale of the tensor": (
-        "quantize_store.cuh",
+        "quantize_scales.cuh",
         "carried.factor = rule.scale_of(*amax, largest_finite);",
         "",
         "tensor",
@@ -176,7 +176,7 @@ MUTATIONS = {
         "ring",
     ),
     "the same row fetched again": (
-        "register_row.cuh",
+        "next_row.cuh",
         "row(min(row, num_rows - 1))",
         "row(0)",
         "ahead",

@@ -1,0 +1,50 @@
+// backward_ring_row.cuh -- what a backward ring does with each row: where it passes, how it is
+// added
+#pragma once
+#include "backward.cuh"
+#include "ring.cuh"
+#include "turns.cuh"
+
+// A ring for x and dy, and for what is added to dx, if anything is.
+template <Tile tile, class X, class Dy, class Added, bool adds>
+struct BackwardRing : WarpRing<tile, X, Dy> {
+  using WarpRing<tile, X, Dy>::WarpRing;
+};
+template <Tile tile, class X, class Dy, class Added>
+struct BackwardRing<tile, X, Dy, Added, true> : WarpRing<tile, X, Dy, Added> {
+  using WarpRing<tile, X, Dy, Added>::WarpRing;
+};
+
+// What backward needs of the row of a turn.
+template <bool centered, class Problem, Tile tile>
+__device__ __forceinline__ auto gradient_of_turn(const Problem& problem, const Turns<tile>& turns,
+                                                 unsigned turn) {
+  const long long row = min(turns.first_row + turn * turns.step, problem.num_rows - 1);
+  RowGradient<typename Problem::Compute> gradient{};
+  if constexpr (centered) gradient.mean = problem.mean[row];
+  gradient.rstd = problem.rstd[row];
+  return gradient;
+}
+
+// Adds a pack of a row to its columns' sums. Returns the pack's sums of wdy * x_hat and of wdy. A
+// pack that is not present adds zeros.
+template <Gradients gradients, bool centered, int pack_size, class Compute>
+__device__ __forceinline__ Sum<Compute, 2> add_to_sums(
+    Compute (&dweight)[pack_size], Compute (&dbias)[pack_size], const Compute (&xs)[pack_size],
+    const Compute (&dys)[pack_size], const Compute (&scales)[pack_size],
+    const RowGradient<Compute>& gradient, bool present) {
+  Compute partial[2] = {};
+#pragma unroll
+  for (int index = 0; index < pack_size; ++index) {
+    const Compute dy = present ? dys[index] : Compute(0);
+    const Compute x_hat = present ? gradient.template x_hat<centered>(xs[index]) : Compute(0);
+    if constexpr (gradients.dweight) dweight[index] += dy * x_hat;
+    if constexpr (gradients.dbias) dbias[index] += dy;
+    if constexpr (gradients.dx) {
+      const Compute wdy = rounded_product(dy, scales[index]);
+      partial[0] += wdy * x_hat;
+      if constexpr (centered) partial[1] += wdy;
+    }
+  }
+  return {{partial[0], partial[1]}};
+}

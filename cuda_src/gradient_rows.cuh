@@ -1,0 +1,94 @@
+// gradient_rows.cuh -- what backward keeps of its rows in registers: x, dy, weights, an added
+// gradient
+//
+// If registers allow, the next row is fetched while the present one is computed.
+#pragma once
+#include "backward.cuh"
+#include "register_row.cuh"
+
+template <class LoadX, class LoadDy, class Weights, class StoreDx, Gradients gradients,
+          bool centered, Tile tile>
+struct GradientRows {
+  using Compute = typename LoadX::Compute;
+  using Problem = Backward<LoadX, LoadDy, Weights, StoreDx>;
+
+  static constexpr bool in_bundle = tile.path == Path::bundle;
+  // Packs of 16-bit elements leave registers for a second row. Packs of 32 bits and single elements
+  // do not.
+  static constexpr bool fetch_ahead =
+      sizeof(typename LoadX::Held) + sizeof(typename LoadDy::Held) <= 4 && tile.pack_size > 1 &&
+      !in_bundle;
+
+  static constexpr bool needs_weights = gradients.dx || StoreDx::recomputes;
+
+  const Problem& problem;
+  Slice cols;  // of this block
+  Compute reciprocal;
+  // Two single elements are kept as one pack: each would take a register.
+  static constexpr int joined = in_bundle ? 2 : 1;
+  typename Weights::template Kept<joined * tile.pack_size>
+      weights[(tile.packs_per_thread + joined - 1) / joined];
+  RegisterRow<LoadX, tile> x;
+  RegisterRow<LoadDy, tile> dy;
+  RegisterRow<Load<typename StoreDx::Added>, tile> added;  // what is added to dx, if anything is
+  RowGradient<Compute, LoadX::normalized> next;
+
+  __device__ __forceinline__ GradientRows(const Problem& problem, Slice cols)
+      : problem(problem),
+        cols(cols),
+        reciprocal(Compute(1) / static_cast<Compute>(problem.num_cols)) {
+    if constexpr (needs_weights) {
+#pragma unroll
+      for (int pack = 0; pack < tile.packs_per_thread; pack += joined) {
+        const int from = in_row(pack) ? col(pack) : cols.first_col;
+        if constexpr (joined == 2) {
+          const int other =
+              pack + 1 < tile.packs_per_thread && in_row(pack + 1) ? col(pack + 1) : cols.first_col;
+          weights[pack / 2] = problem.scale.template keep_two<tile.pack_size>(from, other);
+        } else {
+          weights[pack] = problem.scale.template keep<tile.pack_size>(from);
+        }
+      }
+    }
+  }
+
+  __device__ __forceinline__ bool in_row(int pack) const {
+    return register_pack_in_row<tile>(pack, cols.size());
+  }
+  __device__ __forceinline__ int col(int pack) const {
+    return cols.first_col + register_col<tile>(pack);
+  }
+
+  // Called before the first row.
+  __device__ __forceinline__ void start(long long row) {
+    if constexpr (fetch_ahead) fetch(row);
+  }
+
+  // Starts the loads of a row. Beyond the last row it loads the last one again; add_row then
+  // ignores it.
+  __device__ __forceinline__ void fetch(long long row) {
+    if (row >= problem.num_rows) row = max(problem.num_rows, 1LL) - 1;
+    if constexpr (in_bundle) {
+      x.fetch_own({problem.load_x.row_start(row) + col(0)}, cols);
+      dy.fetch_own({problem.load_dy.row_start(row) + col(0)}, cols);
+    } else {
+      x.fetch(problem.load_x, row, cols);
+      dy.fetch(problem.load_dy, row, cols);
+    }
+    if constexpr (centered && !LoadX::normalized) next.mean = problem.mean[row];
+    next.rstd = problem.rstd[row];
+  }
+
+  // The same for what is added to dx: all of it before the first pack of dx is stored, because the
+  // compiler keeps loads behind that store.
+  __device__ __forceinline__ void fetch_added(long long row) {
+    if constexpr (StoreDx::adds && gradients.dx) {
+      if (row >= problem.num_rows) row = max(problem.num_rows, 1LL) - 1;
+      if constexpr (in_bundle) {
+        added.fetch_own({problem.store.added_start(row) + col(0)}, cols);
+      } else {
+        added.fetch({problem.store.added_start(0), problem.store.added_stride()}, row, cols);
+      }
+    }
+  }
+};

@@ -1,0 +1,116 @@
+// arithmetic.h -- CUDA's functions of numbers and of their bits
+#pragma once
+
+namespace on_cpu {
+
+template <typename To, typename From>
+inline To bits_as(From from) {
+  static_assert(sizeof(To) == sizeof(From));
+  return __builtin_bit_cast(To, from);
+}
+
+}  // namespace on_cpu
+
+#define CUPYNORM_MATH_1(name)      \
+  extern "C" float name##f(float); \
+  extern "C" double name(double);  \
+  inline float name(float x) { return name##f(x); }
+#define CUPYNORM_MATH_2(name)             \
+  extern "C" float name##f(float, float); \
+  extern "C" double name(double, double); \
+  inline float name(float x, float y) { return name##f(x, y); }
+CUPYNORM_MATH_1(sqrt)
+CUPYNORM_MATH_1(fabs)
+CUPYNORM_MATH_1(exp)
+CUPYNORM_MATH_1(exp2)
+CUPYNORM_MATH_1(log)
+CUPYNORM_MATH_1(log2)
+CUPYNORM_MATH_1(tanh)
+CUPYNORM_MATH_1(erf)
+CUPYNORM_MATH_1(floor)
+CUPYNORM_MATH_1(ceil)
+CUPYNORM_MATH_1(trunc)
+CUPYNORM_MATH_1(rint)
+CUPYNORM_MATH_1(round)
+CUPYNORM_MATH_2(fmin)
+CUPYNORM_MATH_2(fmax)
+CUPYNORM_MATH_2(fmod)
+CUPYNORM_MATH_2(pow)
+CUPYNORM_MATH_2(copysign)
+#undef CUPYNORM_MATH_1
+#undef CUPYNORM_MATH_2
+extern "C" float fmaf(float, float, float);
+extern "C" double fma(double, double, double);
+inline float fma(float x, float y, float z) { return fmaf(x, y, z); }
+extern "C" float ldexpf(float, int);
+extern "C" double ldexp(double, int);
+
+extern "C" int abs(int);
+inline long long abs(long long x) { return x < 0 ? -x : x; }
+inline float abs(float x) { return fabsf(x); }
+inline double abs(double x) { return fabs(x); }
+
+inline bool isnan(float x) { return x != x; }
+inline bool isnan(double x) { return x != x; }
+inline bool isinf(float x) { return __builtin_isinf(x); }
+inline bool isinf(double x) { return __builtin_isinf(x); }
+inline bool isfinite(float x) { return __builtin_isfinite(x); }
+inline bool isfinite(double x) { return __builtin_isfinite(x); }
+
+// The type of mixed arguments is that of their sum and a NaN loses, both as in CUDA.
+template <typename Left, typename Right>
+inline constexpr auto min(Left left, Right right) {
+  const decltype(left + right) x = left, y = right;
+  return x != x || y < x ? y : x;
+}
+template <typename Left, typename Right>
+inline constexpr auto max(Left left, Right right) {
+  const decltype(left + right) x = left, y = right;
+  return x != x || x < y ? y : x;
+}
+
+inline float __fadd_rn(float x, float y) { return x + y; }
+inline float __fsub_rn(float x, float y) { return x - y; }
+inline float __fmul_rn(float x, float y) { return x * y; }
+inline float __fdiv_rn(float x, float y) { return x / y; }
+inline float __fmaf_rn(float x, float y, float z) { return fmaf(x, y, z); }
+inline float __fmaf_ieee_rn(float x, float y, float z) { return fmaf(x, y, z); }
+inline float __fsqrt_rn(float x) { return sqrtf(x); }
+inline float __frcp_rn(float x) { return 1.0f / x; }
+inline float __frsqrt_rn(float x) { return float(1.0 / sqrt(double(x))); }
+inline double __dadd_rn(double x, double y) { return x + y; }
+inline double __dsub_rn(double x, double y) { return x - y; }
+inline double __dmul_rn(double x, double y) { return x * y; }
+inline double __ddiv_rn(double x, double y) { return x / y; }
+inline double __fma_rn(double x, double y, double z) { return fma(x, y, z); }
+inline double __dsqrt_rn(double x) { return sqrt(x); }
+inline double __drcp_rn(double x) { return 1.0 / x; }
+inline float rsqrtf(float x) { return __frsqrt_rn(x); }
+inline float rsqrt(float x) { return __frsqrt_rn(x); }
+inline double rsqrt(double x) { return 1.0 / sqrt(x); }
+inline float __expf(float x) { return expf(x); }
+inline float __logf(float x) { return logf(x); }
+inline float __fdividef(float x, float y) { return x / y; }
+inline float __saturatef(float x) { return x > 0.0f ? (x < 1.0f ? x : 1.0f) : 0.0f; }
+
+inline float __uint_as_float(unsigned x) { return on_cpu::bits_as<float>(x); }
+inline unsigned __float_as_uint(float x) { return on_cpu::bits_as<unsigned>(x); }
+inline float __int_as_float(int x) { return on_cpu::bits_as<float>(x); }
+inline int __float_as_int(float x) { return on_cpu::bits_as<int>(x); }
+inline double __longlong_as_double(long long x) { return on_cpu::bits_as<double>(x); }
+inline long long __double_as_longlong(double x) { return on_cpu::bits_as<long long>(x); }
+inline float __double2float_rn(double x) { return float(x); }
+inline int __float2int_rn(float x) { return int(rintf(x)); }
+inline unsigned __double2uint_rn(double x) { return unsigned(rint(x)); }
+
+inline unsigned __byte_perm(unsigned x, unsigned y, unsigned selector) {
+  unsigned picked = 0;
+  for (int at = 0; at < 4; ++at) {
+    const unsigned byte = selector >> 4 * at & 7u;
+    picked |= ((byte < 4 ? x >> 8 * byte : y >> 8 * (byte - 4)) & 0xffu) << 8 * at;
+  }
+  return picked;
+}
+inline int __popc(unsigned x) { return __builtin_popcount(x); }
+inline int __clz(int x) { return x == 0 ? 32 : __builtin_clz(unsigned(x)); }
+inline int __ffs(int x) { return __builtin_ffs(x); }

@@ -1,0 +1,140 @@
+// launch_state.h -- the state of a launch: its threads, warps, blocks, mbarriers and copies
+#pragma once
+#include <cstdarg>
+#include <cstdio>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "fibers.h"
+
+namespace {
+
+using on_cpu::WarpCall;
+
+enum class State : unsigned char {
+  running,
+  warp_call,
+  block_barrier,
+  cluster_barrier,
+  mbarrier,
+  bulk_groups,
+  exited
+};
+
+struct Block;
+struct Warp;
+
+struct Thread {
+  Context context;
+  Block* block;
+  Warp* warp;
+  unsigned index, lane;
+  State state;
+  // of the warp call that it makes or made last
+  WarpCall call;
+  unsigned mask, lane_argument;
+  int width;
+  Word word;
+  // of the cluster barrier
+  bool arrived;
+  unsigned arrived_phase;
+  // of the mbarrier it waits at
+  unsigned barrier, parity;
+  // of bulk stores: groups committed, groups waited for, and the last group with a store
+  int num_groups, num_groups_waited, last_group;
+};
+
+struct Warp {
+  Block* block;
+  Thread* threads;
+  unsigned lanes;  // a partial warp has fewer than 32
+  unsigned ready, in_warp_call, at_block_barrier;
+  unsigned ready_index;  // in Launch::ready
+};
+
+struct Mbarrier {
+  unsigned offset;  // in the block's shared memory
+  unsigned expected, missing;
+  long long missing_bytes;
+  int phase, last_load_phase, last_waited_phase;
+};
+
+struct Block {
+  unsigned index, rank, num_alive, num_at_barrier;
+  bool started;
+  unsigned char* smem;
+  Warp* warps;
+  Thread* threads;
+  std::vector<Mbarrier> barriers;
+};
+
+struct Copy {
+  bool is_load;
+  unsigned char *smem, *global;
+  unsigned num_bytes;
+  Block* block;
+  unsigned barrier;  // of a load
+  Thread* thread;    // of a store
+  int group;         // of a store
+  // Bytes that a store has read and not yet written, or that a block sends to another.
+  std::unique_ptr<unsigned char[]> read;
+};
+
+struct Launch {
+  const on_cpu::Kernel* kernel;
+  const void* words;
+  unsigned grid_size, block_size, smem_bytes, num_blocks,
+      num_warps;  // num_blocks of one cluster; num_warps of a block
+  Word random;
+  long long clock;
+  Block* favoured;
+  unsigned block_turns;  // warps still to be drawn from the favoured block
+  unsigned warp_turns;   // lanes still to be drawn from the running warp
+
+  Context launcher;
+  Context* previous;  // whom the last switch left
+  Thread* current;
+  std::vector<Warp*> ready;  // warps with a ready lane
+  std::vector<Copy> copies;
+  unsigned num_alive, num_missing, cluster_phase;  // of the cluster and its barrier
+
+  std::vector<Thread> threads;
+  std::vector<Warp> warps;
+  std::vector<Block> blocks;
+  std::vector<unsigned char*> stacks;
+  std::unique_ptr<unsigned char[]> arena;
+  size_t arena_bytes;
+
+  bool failed;
+  std::string message;
+};
+
+Launch launch;
+std::mutex one_launch;
+
+unsigned draw() {  // xorshift64*
+  launch.random ^= launch.random >> 12;
+  launch.random ^= launch.random << 25;
+  launch.random ^= launch.random >> 27;
+  return unsigned(launch.random * 0x2545f4914f6cdd1dull >> 32);
+}
+
+unsigned draw_below(unsigned count) { return unsigned(Word(draw()) * count >> 32); }
+
+std::string text(const char* format, ...) __attribute__((format(printf, 1, 2)));
+std::string text(const char* format, ...) {
+  char buffer[512];
+  va_list arguments;
+  va_start(arguments, format);
+  vsnprintf(buffer, sizeof buffer, format, arguments);
+  va_end(arguments);
+  return buffer;
+}
+
+std::string name_of(const Thread& thread) {
+  return text("thread %u of block %u", thread.index, thread.block->index);
+}
+
+}  // namespace

@@ -1,0 +1,120 @@
+// quantize_scales.cuh -- fp8: the scales of what is written in 8 bits
+//
+// Where scales belong to parts of the row, they are found before any of the row is written
+// (quantized_write.cuh), or by a first launch of Step::amax, which writes no y. One of Step::write
+// then has its amaxes.
+#pragma once
+#include "float8.cuh"
+#include "row_scales.cuh"
+
+// What QuantizeStore (quantize_store.cuh) has in memory, and how it finds and writes scales.
+template <class Y, class Weight, class Bias, Scaling scaling, Step step>
+struct QuantizeScales {
+  static constexpr bool quantizes = true;
+  static constexpr bool is_mx = scaling == Scaling::mx;
+  static constexpr bool has_blocks = scaling == Scaling::block || is_mx;
+  // Whether the scales of a row are found before any of it is written.
+  static constexpr bool measures_rows =
+      scaling == Scaling::row || (has_blocks && step == Step::all);
+  static constexpr bool raises = (scaling == Scaling::given && step == Step::all) ||
+                                 (scaling == Scaling::tensor && step == Step::amax);
+  static constexpr float largest_finite = FormatOf<Y>::largest;
+
+  Y* y;
+  long long y_stride;
+  const Weight* weight;
+  const Bias* bias;
+  const float* scale;  // given: one, or null
+  void* scale_inv;     // float (mx: unsigned char): one, or [num_rows, parts]
+  // Bits of floats. given: one, raised to the largest |y|. Else: those that a first launch finds.
+  unsigned* amax;
+  long long parts;  // scales of a row
+  ScaleRule rule;
+
+  // What a thread carries from row to row: the scale of the tensor or of the row; the largest |y|.
+  struct Carried {
+    float factor = 1.0f;
+    Largest largest{};
+  };
+  template <class Row>
+  using Scales = ScalesOfRow<scaling, Row>;
+
+  __device__ __forceinline__ Carried start() const {
+    Carried carried;
+    if constexpr (scaling == Scaling::given) carried.factor = scale == nullptr ? 1.0f : *scale;
+    if constexpr (scaling == Scaling::tensor && step == Step::write) {
+      carried.factor = rule.scale_of(*amax, largest_finite);
+    }
+    return carried;
+  }
+  // The scales of a row whose packs all threads have measured. saves: whether this thread writes
+  // what belongs to the row; present: false for a row that other threads own.
+  template <class Row, class Reduce>
+  __device__ __forceinline__ void find_scales(long long row, const Row& values_of_row,
+                                              ScalesOfRow<scaling, Row>& scales, Reduce& reduce,
+                                              bool saves, bool present) const {
+    if constexpr (scaling == Scaling::row) {
+      const LargestOf<!Row::is_tight> largest{{scales.largest().part[0]}};
+      scales.factor = scale_of_row(row, reduce.all(largest).bits(), saves);
+    } else {
+      find_scales_of_blocks(row, values_of_row, scales, present);
+    }
+  }
+  // The scales of blocks of columns, which neighbouring lanes share.
+  template <class Row>
+  __device__ __forceinline__ void find_scales_of_blocks(long long row, const Row& values_of_row,
+                                                        ScalesOfRow<scaling, Row>& scales,
+                                                        bool present = true) const {
+    using Found = ScalesOfRow<scaling, Row>;
+    using Blocks = typename Found::Blocks;
+    scales.largest.share_out();
+#pragma unroll
+    for (int at = 0; at < Blocks::own; ++at) {
+      const int index = Blocks::first_own() + at;
+      const long long part =
+          values_of_row.col_of(index * Found::packs_per_scale) / cols_of_scale(scaling);
+      const Multiplier multiplier = multiplier_of(scales.largest.values[at].bits());
+      scales.factors[at] = multiplier.factor;
+      const bool is_first =
+          present && Blocks::is_first_holder() && index < Found::num_scales && part < parts;
+      if (is_first) save_scale_of(row * parts + part, multiplier);
+    }
+  }
+  // The scale of a row. amax_bits: of all threads that share the row.
+  __device__ __forceinline__ float scale_of_row(long long row, unsigned amax_bits,
+                                                bool saves) const {
+    const float found = rule.scale_of(amax_bits, largest_finite);
+    if (saves) static_cast<float*>(scale_inv)[row] = inverse_of(found);
+    return found;
+  }
+  // Called by all lanes of a warp after their last row.
+  __device__ __forceinline__ void finish(const Carried& carried) const {
+    if constexpr (raises) raise_amax(amax, warp_reduce<32>(carried.largest).bits());
+  }
+  // Called by one thread of the grid: writes the scale of the tensor.
+  __device__ __forceinline__ void save_scale() const {
+    if constexpr (scaling == Scaling::given)
+      *static_cast<float*>(scale_inv) = inverse_of_any(scale == nullptr ? 1.0f : *scale);
+    if constexpr (scaling == Scaling::tensor && step == Step::write) {
+      *static_cast<float*>(scale_inv) = inverse_of(rule.scale_of(*amax, largest_finite));
+    }
+  }
+
+ protected:
+  // Of a block of columns.
+  __device__ __forceinline__ Multiplier multiplier_of(unsigned amax_bits) const {
+    if constexpr (scaling == Scaling::mx) {
+      return multiplier_of_e8m0(e8m0_of(amax_bits, 1.0f / largest_finite));
+    } else {
+      return {rule.scale_of(amax_bits, largest_finite), 0};
+    }
+  }
+  __device__ __forceinline__ void save_scale_of(long long part,
+                                                const Multiplier& multiplier) const {
+    if constexpr (scaling == Scaling::mx) {
+      static_cast<unsigned char*>(scale_inv)[part] = static_cast<unsigned char>(multiplier.e8m0);
+    } else {
+      static_cast<float*>(scale_inv)[part] = inverse_of(multiplier.factor);
+    }
+  }
+};
