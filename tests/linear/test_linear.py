@@ -254,7 +254,7 @@ def test_dx_is_written_over_dy(device, dtype, strategy, num_cols, tile, names, r
         asked = BackwardOptions(
             True, (num_cols,), False, names, recompute=recomputed, launch=options, **more
         )
-        return route.backward(BackwardRequest(operands, asked))
+        return route.backward(BackwardRequest(operands, asked))[:5]  # without functors
 
     spent = dy.clone()
     expected, made = gradients(dy), gradients(spent, overwrite_dy=True)
@@ -318,7 +318,7 @@ def test_a_recomputing_backward_has_its_own_prepared_call(kernels):
     for _ in range(2):
         for recompute, bias in ((False, None), (True, None), (True, torch.ones(24))):
             asked = options._replace(recompute=recompute)
-            dx, _, _, _, y = route.backward(BackwardRequest(operands._replace(bias=bias), asked))
+            dx, _, _, _, y, _ = route.backward(BackwardRequest(operands._replace(bias=bias), asked))
             assert dx.isfinite().all() and (y is None) == (not recompute)
             if y is not None:
                 shift = 0.0 if bias is None else 1.0
