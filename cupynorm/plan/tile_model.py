@@ -203,6 +203,7 @@ def registers_of_thread(problem: Problem, device: Device, tile: Tile) -> int:
     itemsize, kind = DTYPES[problem.x].itemsize, problem.direction
     small = tile.pack_size * itemsize < (8 if tile.path == "bundle" else 16)
     words = {problem.x, *problem.extras, f"sm_{device.compute_capability // 10 * 10}"}
+    words |= {"weight64"} if problem.weight == "float64" and itemsize < 8 else set()
     words |= {"single" if tile.pack_size == 1 else "small"} if small else set()
     words |= {f"over {count}" for count in (24, 32, 40) if tile.elements > count}
     if tile.path in ("ring", "bundle"):

@@ -132,7 +132,18 @@ def test_every_line_of_registers_has_words_of_a_kernel(row):
     fused = {"residual", "dsum", "input", "row_scale", "dropout", "dresidual", "y1", "recomputed"}
     fused |= {"load", "store"}
     of_tile = {"single", "small", "exact", "lanes", "one lane", "over 24", "over 32", "over 40"}
-    known = {*DTYPES, *SCALINGS, *fused, *of_tile, "wide", "by_y", "sm_80", "sm_100", "sm_120"}
+    known = {
+        *DTYPES,
+        *SCALINGS,
+        *fused,
+        *of_tile,
+        "wide",
+        "weight64",
+        "by_y",
+        "sm_80",
+        "sm_100",
+        "sm_120",
+    }
     assert set(words) <= known
 
 
