@@ -136,7 +136,7 @@ MUTATIONS = {
         center=1e3,
     ),
     "eps left out": Mutation(
-        "statistics.cuh", "+ static_cast<Compute>(eps)", "", replace(BLOCK, eps=1e-3)
+        "mean_rstd.cuh", "+ static_cast<Compute>(eps)", "", replace(BLOCK, eps=1e-3)
     ),
     "weight applied twice": Mutation(
         "store.cuh",
