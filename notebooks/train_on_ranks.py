@@ -125,6 +125,7 @@ def main() -> None:
     losses = train(steps, distributed.group.WORLD, torch.device(device))
     if rank == 0:
         print(f"{size} ranks:", *(f"{loss:.4f}" for loss in losses))
+    distributed.barrier()  # a rank that leaves first can break the end of another
     distributed.destroy_process_group()
 
 
