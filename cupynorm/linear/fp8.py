@@ -312,7 +312,6 @@ class Projected(torch.autograd.Function):
     """y, normalized (None unless requested). tensors: operands.all."""
 
     @staticmethod
-    @torch.compiler.disable
     def forward(ctx, call, weight, sink, num_weights, *tensors):
         operands = Operands.split(tensors, num_weights)
         y, normalized, saved = forward(call, weight, operands, recorded=True)

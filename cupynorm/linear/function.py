@@ -143,8 +143,6 @@ class Projected(torch.autograd.Function):
     """y, normalized (None unless requested), input + residual (None without a residual)."""
 
     @staticmethod
-    # torch.compile would trace this, frame by frame, in a call that it has left to Python.
-    @torch.compiler.disable
     def forward(ctx, call, sink, folded, *_tensors):
         operands, options = call
         weight = join(operands.weights)

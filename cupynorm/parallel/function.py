@@ -47,7 +47,6 @@ class Sharded(torch.autograd.Function):
     """y, normalized (None unless requested). tensors: operands.all."""
 
     @staticmethod
-    @torch.compiler.disable
     def forward(ctx, products, sink, num_weights, *tensors):
         operands, mode = Operands.split(tensors, num_weights), products.split.mode
         with outside_autocast(operands.input):
