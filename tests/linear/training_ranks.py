@@ -1,23 +1,11 @@
-"""Checks of LayerNormLinear by two processes on the CPU.
-
-test_training_on_two_ranks.py starts it once for each rank:
-
-    python tests/linear/training_ranks.py RANK FOLDER
-
-FOLDER/RANK.json has the outcome of each check: "passed", or a traceback.
-"""
+"""Checks of LayerNormLinear in distributed training, by two processes: see start_ranks.py."""
 
 from __future__ import annotations
 
-import json
-import os
-import sys
 import tempfile
-import traceback
-from datetime import timedelta
-from pathlib import Path
 
 import torch
+from start_ranks import main
 from torch import distributed
 from torch.distributed import checkpoint
 from torch.distributed.checkpoint.state_dict import (
@@ -38,7 +26,6 @@ from cupynorm import (
     fp8_model_init,
 )
 
-os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # before torch starts gloo
 CHECKS = {}
 
 
@@ -290,23 +277,5 @@ def other_layers_on_a_rank_are_refused(rank: int) -> None:
     assert "expected layers with 8-bit scales to be made on all ranks in one order" in said
 
 
-def main(rank: int, folder: Path) -> None:
-    torch.set_num_threads(1)
-    store = f"file://{folder}/store"
-    limit = timedelta(seconds=60)
-    distributed.init_process_group("gloo", store, limit, world_size=2, rank=rank)
-    became = dict.fromkeys(CHECKS, "not run, because of the one before")
-    for name, function in CHECKS.items():
-        try:
-            function(rank)
-            became[name] = "passed"
-        except Exception:
-            became[name] = traceback.format_exc()
-        (folder / f"{rank}.json").write_text(json.dumps(became))
-        if became[name] != "passed":
-            break
-    distributed.destroy_process_group()
-
-
 if __name__ == "__main__":
-    main(int(sys.argv[1]), Path(sys.argv[2]))
+    main(CHECKS)
