@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..nn.dtypes import name_of
 from .ranks import Pending, Ranks
 
 ALL_REDUCES = ("one_shot", "two_shot", "multimem_all_reduce")
@@ -138,32 +139,50 @@ class SymmetricSum:
         self.kind, self._buffer = kind, None
 
     def __call__(self, part: Tensor, ranks: Ranks) -> Pending:
-        if not ranks.shares_memory:
+        obstacle = self._obstacle(part, ranks)
+        if obstacle is not None:
             warnings.warn(
-                f"symmetric_ar_type is {self.kind!r}, and the ranks share no GPU memory: "
+                f"symmetric_ar_type is {self.kind!r}, and {obstacle}: "
                 "all_reduce of the group is used",
                 stacklevel=2,
             )
+        if obstacle is not None or not part.numel():
             return ranks.all_reduce(part)
         shared, name = self._shared(part, ranks), ranks.group.group_name
-        shared.copy_(part)
+        shared[: part.numel()].copy_(part.reshape(-1))
         operators = torch.ops.symm_mem
         if self.kind == "one_shot":
-            return Pending(operators.one_shot_all_reduce(shared, "sum", name))
-        two_shot = self.kind == "two_shot"
-        reduce = operators.two_shot_all_reduce_ if two_shot else operators.multimem_all_reduce_
-        return Pending(reduce(shared, "sum", name).clone())
+            total = operators.one_shot_all_reduce(shared, "sum", name)
+        elif self.kind == "two_shot":
+            total = operators.two_shot_all_reduce_(shared, "sum", name).clone()
+        else:
+            total = operators.multimem_all_reduce_(shared, "sum", name).clone()
+        return Pending(total[: part.numel()].view(part.shape))
+
+    def _obstacle(self, part: Tensor, ranks: Ranks) -> str | None:
+        """Why torch's operators cannot make the sum; None if they can. The same on all ranks."""
+        if not ranks.shares_memory:
+            return "the ranks share no GPU memory"
+        if part.dtype not in (torch.float32, torch.bfloat16):
+            return f"the sum is of {name_of(part.dtype)}, not float32 or bfloat16"
+        if self.kind == "multimem_all_reduce" and not ranks.has_multicast:
+            return "the GPUs have no NVLink multicast, or it is turned off"
+        return None
 
     def _shared(self, part: Tensor, ranks: Ranks) -> Tensor:
-        """Shared memory of the shape of part; made anew where what there is is too small."""
+        """A shared vector of part's elements, and up to 15 bytes more, which makes packs of 16.
+
+        Made anew where the present one is too small.
+        """
         from torch.distributed import _symmetric_memory as symmetric_memory
 
-        kept = self._buffer
-        if kept is None or kept.dtype != part.dtype or kept.numel() < part.numel():
-            kept = symmetric_memory.empty(part.numel(), dtype=part.dtype, device=part.device)
+        kept, pack = self._buffer, 16 // part.element_size()
+        length = -(-part.numel() // pack) * pack
+        if kept is None or kept.dtype != part.dtype or kept.numel() < length:
+            kept = symmetric_memory.empty(length, dtype=part.dtype, device=part.device)
             symmetric_memory.rendezvous(kept, ranks.group)
             self._buffer = kept
-        return kept[: part.numel()].view(part.shape)
+        return kept[:length]
 
     def __deepcopy__(self, memo: dict) -> SymmetricSum:
         return SymmetricSum(self.kind)

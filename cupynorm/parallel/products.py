@@ -128,7 +128,7 @@ class FloatProducts:
         split = self.split
         if not split.overlaps.gather:
             return functional.linear(self.gather(rows)(), weight, bias)
-        if split.ranks.shares_memory:
+        if split.ranks.shares_memory and len(rows):
             y = overlap.gather_and_multiply(rows, weight, split.ranks)
             return y if bias is None else y + bias
         waits = [self.gather(chunk) for chunk in overlap.chunks_of(rows, 1)]
@@ -143,7 +143,7 @@ class FloatProducts:
 
     def _multiply_and_scatter(self, a: Tensor, b: Tensor) -> Pending | PendingChunks:
         ranks = self.split.ranks
-        if ranks.shares_memory:
+        if ranks.shares_memory and len(a):
             return Pending(overlap.multiply_and_scatter(a, b, ranks))
         chunks = overlap.chunks_of(a, ranks.size)
         return overlap.reduce_in_chunks(chunks, lambda chunk: chunk @ b, ranks)

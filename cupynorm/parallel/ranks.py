@@ -46,12 +46,13 @@ class Ranks:
     """The group of tensor parallelism of one layer.
 
     size: of the group. group: of torch.distributed; None until it is set.
-    shares_memory: whether each rank's GPU reaches the memory of the others; known after `agree`.
+    shares_memory: whether each rank's GPU reaches the memory of the others. has_multicast: whether
+    torch reduces over NVLink multicast. Both are known after `agree`.
     """
 
     def __init__(self, size: int, group: Any = None) -> None:
         self.size, self.group, self._agreed = size, None, False
-        self.shares_memory = False
+        self.shares_memory = self.has_multicast = False
         if group is not None:
             self.set_group(group)
 
@@ -96,7 +97,8 @@ class Ranks:
                     )
         if device.type == "cuda" and distributed.get_backend(self.group) == "nccl":
             places = self._objects((socket.gethostname(), device.index))
-            self.shares_memory = all(self._objects(_reaches(places, self.rank)))
+            found = self._objects((_reaches(places, self.rank), _has_multicast(device)))
+            self.shares_memory, self.has_multicast = map(all, zip(*found))
         self._agreed = True
 
     def _objects(self, own: Any) -> list[Any]:
@@ -154,6 +156,16 @@ def _reaches(places: list[tuple[str, int]], rank: int) -> bool:
     return all(each[0] == host for each in places) and all(
         index != own and torch.cuda.can_device_access_peer(own, index) for index in others
     )
+
+
+def _has_multicast(device: torch.device) -> bool:
+    try:
+        from torch._C._autograd import DeviceType
+        from torch._C._distributed_c10d import _SymmetricMemory
+
+        return _SymmetricMemory.has_multicast_support(DeviceType.CUDA, device.index)
+    except (ImportError, AttributeError):
+        return False
 
 
 def group_size(group: Any) -> int:

@@ -1,4 +1,4 @@
-"""LayerNormLinear in distributed training, by two processes on the CPU.
+"""LayerNormLinear in distributed training, by two processes, on the CPU and on GPUs.
 
 training_ranks.py has the checks.
 """
@@ -16,12 +16,16 @@ if not hasattr(pytest.importorskip("torch.distributed.fsdp"), "fully_shard"):
 import start_ranks  # noqa: E402
 import training_ranks  # noqa: E402  (imports torch)
 
+DEVICES = ("cpu", pytest.param("cuda", marks=pytest.mark.multi_gpu))
 
-@pytest.fixture(scope="module")
-def became(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
+
+@pytest.fixture(scope="module", params=DEVICES)
+def became(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> list[dict[str, str]]:
     """Runs all checks at once. Returns the outcomes on each rank."""
     folder = tmp_path_factory.mktemp("ranks")
-    return start_ranks.start(training_ranks.__file__, 2, folder)
+    return start_ranks.start(training_ranks.__file__, 2, folder, device=request.param)
 
 
 @pytest.mark.parametrize("name", training_ranks.CHECKS)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 
+import pytest
 import torch
 from start_ranks import main
 from torch import distributed
@@ -27,6 +29,7 @@ from cupynorm import (
 )
 
 CHECKS = {}
+DEVICE = os.environ.get("RANKS_DEVICE", "cpu")
 
 
 def check(function):
@@ -35,12 +38,12 @@ def check(function):
 
 
 def random(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
 
 
 def make_layers(number: int, **options) -> torch.nn.ModuleList:
     layers = torch.nn.ModuleList(
-        LayerNormLinear(16, 16, device="cpu", **options) for _ in range(number)
+        LayerNormLinear(16, 16, device=DEVICE, **options) for _ in range(number)
     )
     with torch.no_grad():
         for seed, parameter in enumerate(layers.parameters()):
@@ -109,7 +112,7 @@ def a_rank_that_uses_no_layer_takes_part(rank: int) -> None:
 def wrapped(kind: str, layers: torch.nn.Module) -> torch.nn.Module:
     if kind == "DistributedDataParallel":
         return torch.nn.parallel.DistributedDataParallel(layers)
-    mesh = init_device_mesh("cpu", (2,))
+    mesh = init_device_mesh(DEVICE, (2,))
     if kind == "fully_shard of each":
         for layer in layers:
             fully_shard(layer, mesh=mesh)
@@ -161,6 +164,38 @@ def delayed_weight_gradients_are_the_mean_of_all_ranks(rank: int) -> None:
                 )
             one, other = gathered([each.tolist() for each in made])
             assert one == other, kind
+
+
+@check
+def main_grad_of_a_sharded_layer(rank: int) -> None:
+    """The weight that fully_shard gathers has a main_grad, which the user reduces."""
+    made = []
+    for fuses in (False, True):
+        layer = make_layers(1, fuse_wgrad_accumulation=fuses)[0]
+        main_grad = torch.zeros(16, 16, device=DEVICE)
+        fully_shard(layer)
+        if fuses:  # after fully_shard's own hook, which gathers the weight
+
+            def give(layer, arguments, main_grad=main_grad):
+                layer.weight.main_grad = main_grad
+
+            layer.register_forward_pre_hook(give)
+        for at in range(2):
+            layer(random(6, 16, seed=10 * at + rank)).square().mean().backward()
+        if fuses:
+            assert layer.weight.grad is None
+            distributed.all_reduce(main_grad)
+            made.append(main_grad / 2)
+        else:
+            made.append(full(layer.weight.grad))
+        made.append(full(layer.bias.grad))
+    for right, got in zip(made[:2], made[2:]):
+        assert right.abs().max() > 0
+        torch.testing.assert_close(got, right, rtol=2.0**-18, atol=2.0**-18)
+    layer = make_layers(1, fuse_wgrad_accumulation=True)[0]
+    fully_shard(layer)
+    with pytest.raises(RuntimeError, match="weight has no main_grad, to which fuse_wgrad_accum"):
+        layer(random(6, 16))
 
 
 def trained(num_steps: int, length: int) -> torch.nn.Module:
@@ -223,9 +258,9 @@ def weights_in_8_bits(rank: int) -> None:
         y.square().sum().backward()
         made.append((values, y.detach(), layer.weight.grad))
         torch.optim.SGD(wrapped.parameters(), 0.1).step()
-        both = gathered(layer.state_dict()["weight"])
-        assert torch.equal(*both) and not torch.equal(both[0], values)
-        one, other = gathered([each.numpy().tolist() for each in (values, layer.weight.grad)])
+        both = gathered(layer.state_dict()["weight"].cpu())
+        assert torch.equal(*both) and not torch.equal(both[0], values.cpu())
+        one, other = gathered([each.cpu().numpy().tolist() for each in (values, layer.weight.grad)])
         assert one == other
     assert all(map(torch.equal, *made))
 
@@ -239,7 +274,9 @@ def weights_in_8_bits(rank: int) -> None:
         layer(x).sum().backward()
 
     # A layer whose weight is split by torch's tensor parallelism has no 8-bit products.
-    layer = parallelize_module(Linear(16, 16), init_device_mesh("cpu", (2,)), ColwiseParallel())
+    layer = parallelize_module(
+        Linear(16, 16, device=DEVICE), init_device_mesh(DEVICE, (2,)), ColwiseParallel()
+    )
     assert layer(x).shape == (8, 8)
     try:
         with fp8_autocast(recipe=recipe):
@@ -256,7 +293,7 @@ def other_layers_on_a_rank_are_refused(rank: int) -> None:
     group = distributed.new_group([0, 1])
     recipe = DelayedScaling(amax_history_len=3)
     if rank == 1:
-        LayerNormLinear(24, 8, device="cpu")
+        LayerNormLinear(24, 8, device=DEVICE)
     (layer,) = make_layers(1)
     said = ""
     try:
@@ -266,7 +303,7 @@ def other_layers_on_a_rank_are_refused(rank: int) -> None:
         said = str(error)
     assert gathered("have made different layers" in said) == [True, True], said
     if rank == 0:  # the ranks have the same number of layers again, in another order
-        LayerNormLinear(24, 8, device="cpu")
+        LayerNormLinear(24, 8, device=DEVICE)
     group, (layer,) = distributed.new_group([0, 1]), make_layers(1)
     try:
         with fp8_autocast(recipe=recipe, group=group):

@@ -20,12 +20,18 @@ def losses_of(text: str, num_ranks: int) -> list[float]:
     return [float(each) for each in found[1].split()]
 
 
+DEVICES = ("cpu", pytest.param("cuda", marks=pytest.mark.multi_gpu))
+
+
 @pytest.mark.slow
-def test_two_ranks_have_the_losses_of_one(example, monkeypatch, capsys):
+@pytest.mark.parametrize("device", DEVICES)
+def test_two_ranks_have_the_losses_of_one(example, monkeypatch, capsys, device):
     torch = pytest.importorskip("torch")
     if not torch.distributed.is_available():
         pytest.skip("this torch has no distributed package")
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    if device == "cpu":
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.setattr(sys, "argv", ["train_on_ranks.py", str(STEPS)])
     example.main()
     alone = losses_of(capsys.readouterr().out, 1)
@@ -35,7 +41,7 @@ def test_two_ranks_have_the_losses_of_one(example, monkeypatch, capsys):
             *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"),
             *("--standalone", example.__file__, str(STEPS)),
         ],
-        env=os.environ | {"PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""},
+        env=os.environ | {"PYTHONPATH": path},
         capture_output=True,
         text=True,
         timeout=300,

@@ -1,4 +1,4 @@
-"""Checks of LayerNormLinear with DTensors, by two processes on the CPU: see start_ranks.py.
+"""Checks of LayerNormLinear with DTensors, by two processes: see start_ranks.py.
 
 All is in float64, so that the order of additions matters little.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import os
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from cupynorm import LayerNormLinear
 from cupynorm.parallel.styles import ColwiseParallel, RowwiseParallel
 
 CHECKS = {}
+DEVICE = os.environ.get("RANKS_DEVICE", "cpu")
 
 
 def check(function):
@@ -30,12 +32,12 @@ def check(function):
 
 def random(*shape: int, seed: int = 0) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
-    return torch.randn(shape, generator=generator, dtype=torch.float64)
+    return torch.randn(shape, generator=generator, dtype=torch.float64).to(DEVICE)
 
 
 def make_layer(in_features=24, out_features=16, **options) -> LayerNormLinear:
     layer = LayerNormLinear(
-        in_features, out_features, params_dtype=torch.float64, device="cpu", **options
+        in_features, out_features, params_dtype=torch.float64, device=DEVICE, **options
     )
     with torch.no_grad():
         for seed, parameter in enumerate(layer.parameters()):
@@ -58,7 +60,7 @@ def assert_close(got: torch.Tensor, expected: torch.Tensor, name: str) -> None:
 
 
 def mesh_of_all():
-    return init_device_mesh("cpu", (distributed.get_world_size(),))
+    return init_device_mesh(DEVICE, (distributed.get_world_size(),))
 
 
 @check
@@ -128,7 +130,7 @@ def a_block_by_parallelize_module(rank):
     class Block(torch.nn.Module):
         def __init__(self):
             super().__init__()
-            self.norm = cupynorm.RMSNorm(24, dtype=torch.float64)
+            self.norm = cupynorm.RMSNorm(24, dtype=torch.float64, device=DEVICE)
             self.up, self.down = make_layer(24, 32), make_layer(32, 24)
 
         def forward(self, x):

@@ -120,16 +120,18 @@ if importlib.util.find_spec("torch.distributed.tensor"):  # since torch 2.5
 def first_values_of_shards(case, rank):
     """With a generator for each rank they differ; with the same one they are the same."""
 
+    of_device = torch.cuda if DEVICE == "cuda" else torch
+
     class Tracker:
-        generator_state = torch.Generator().manual_seed(2718 + rank).get_state()
+        generator_state = torch.Generator(DEVICE).manual_seed(2718 + rank).get_state()
 
         @contextlib.contextmanager
         def fork(self, name="model-parallel-rng"):
-            before = torch.get_rng_state()
-            torch.set_rng_state(self.generator_state)
+            before = of_device.get_rng_state()
+            of_device.set_rng_state(self.generator_state)
             yield
-            self.generator_state = torch.get_rng_state()
-            torch.set_rng_state(before)
+            self.generator_state = of_device.get_rng_state()
+            of_device.set_rng_state(before)
 
     torch.manual_seed(5)
     tracker = Tracker()
@@ -143,6 +145,6 @@ def first_values_of_shards(case, rank):
             tp_group=distributed.group.WORLD,
             device=DEVICE,
         )
-        weights.append(layer.weight.detach())
+        weights.append(layer.weight.detach().cpu())
     parts = [gathered(weight) for weight in weights]
     assert not torch.equal(*parts[0][:2]) and torch.equal(*parts[1][:2])

@@ -1,4 +1,4 @@
-"""LayerNormLinear on several processes on the CPU. layer_ranks.py runs the checks."""
+"""LayerNormLinear on several processes, on the CPU and on GPUs. layer_ranks.py runs the checks."""
 
 from __future__ import annotations
 
@@ -10,10 +10,15 @@ if not torch.distributed.is_available():
 import layer_ranks  # noqa: E402  (imports torch)
 import start_ranks  # noqa: E402
 
+DEVICES = ("cpu", pytest.param("cuda", marks=pytest.mark.multi_gpu))
 
-@pytest.fixture(scope="module")
-def became(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
-    return start_ranks.start(layer_ranks.__file__, 2, tmp_path_factory.mktemp("ranks"))
+
+@pytest.fixture(scope="module", params=DEVICES)
+def became(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> list[dict[str, str]]:
+    folder = tmp_path_factory.mktemp("ranks")
+    return start_ranks.start(layer_ranks.__file__, 2, folder, device=request.param)
 
 
 @pytest.mark.slow
@@ -29,10 +34,3 @@ ON_FOUR = tuple(case.name for case in layer_ranks.MAIN)
 def test_on_four_ranks(tmp_path):
     reports = start_ranks.start(layer_ranks.__file__, 4, tmp_path, ON_FOUR)
     assert reports == [dict.fromkeys(ON_FOUR, "passed")] * 4
-
-
-@pytest.mark.multi_gpu
-@pytest.mark.slow
-def test_on_two_gpus(tmp_path):
-    reports = start_ranks.start(layer_ranks.__file__, 2, tmp_path, device="cuda")
-    assert reports == [dict.fromkeys(layer_ranks.CHECKS, "passed")] * 2

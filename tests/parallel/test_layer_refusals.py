@@ -8,6 +8,8 @@ torch = pytest.importorskip("torch")
 
 from cupynorm import CurrentScaling, LayerNormLinear, fp8_autocast  # noqa: E402
 from cupynorm.parallel.checkpoints import distributed_state_dict  # noqa: E402
+from cupynorm.parallel.overlap import SymmetricSum  # noqa: E402
+from cupynorm.parallel.ranks import Ranks  # noqa: E402
 
 
 class Group:
@@ -69,3 +71,18 @@ def test_arguments_of_overlap():
         UserWarning, match="ub_overlap_ag, ub_bulk_wgrad has no effect with parallel"
     ):
         make("row", ub_overlap_ag=True, ub_bulk_wgrad=True)
+
+
+def test_sums_that_torch_cannot_make_in_symmetric_memory():
+    ranks, part = Ranks(1), torch.ones(3)
+    for kind, dtype, sentence in (
+        ("two_shot", torch.float16, "the sum is of float16, not float32 or bfloat16: all_reduce"),
+        ("multimem_all_reduce", torch.float32, "have no NVLink multicast, or it is turned off"),
+    ):
+        ranks.shares_memory = False
+        with pytest.warns(UserWarning, match=f"{kind}', and the ranks share no GPU memory: all_r"):
+            SymmetricSum(kind)(part, ranks)
+        ranks.shares_memory = True
+        with pytest.warns(UserWarning, match=sentence):
+            total = SymmetricSum(kind)(part.to(dtype), ranks).wait()
+        assert total.dtype == dtype and torch.equal(total, part.to(dtype))
