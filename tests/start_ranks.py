@@ -33,7 +33,7 @@ def start(
 ) -> list[dict[str, str]]:
     """Runs all checks of a file at once, or those named. Returns the outcomes on each rank.
 
-    device: "cpu" (gloo) or "cuda" (NCCL, a GPU for each rank).
+    device: "cpu" (gloo) or "cuda" (NCCL, a GPU for each rank; gloo where there are fewer).
     """
     parts = [ROOT, ROOT / "tests", ROOT / "tests" / "linear", os.environ.get("PYTHONPATH")]
     variables = os.environ | WITHOUT_MULTICAST
@@ -76,14 +76,16 @@ def main(
     rank, num_ranks, folder = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
     checks = {name: checks[name] for name in sys.argv[4:] or checks}
     torch.set_num_threads(1)
-    on_gpus = os.environ.get("RANKS_DEVICE") == "cuda"
-    if on_gpus:
-        torch.cuda.set_device(rank)
+    backend = "gloo"
+    if os.environ.get("RANKS_DEVICE") == "cuda":
+        num_gpus = torch.cuda.device_count()
+        backend = "nccl" if num_gpus >= num_ranks else "gloo"
+        torch.cuda.set_device(rank % num_gpus)
         # cuBLAS adds the parts of a split sum in float32, as the bounds assume.
         torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     store, limit = distributed.FileStore(f"{folder}/store", num_ranks), timedelta(seconds=60)
     distributed.init_process_group(
-        "nccl" if on_gpus else "gloo", None, limit, world_size=num_ranks, rank=rank, store=store
+        backend, None, limit, world_size=num_ranks, rank=rank, store=store
     )
     store.set_timeout(limit)
     given = rank if make is None else make(rank)

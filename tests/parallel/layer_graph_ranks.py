@@ -1,13 +1,12 @@
 """Checks of CUDA graphs and streams on several ranks.
 
-On a GPU steps are captured and replayed, and run on a stream whose inputs arrive late. On the CPU
-the same steps run again.
+On GPUs steps run on a stream whose inputs arrive late, and with NCCL they are captured and
+replayed. Elsewhere the same steps run again.
 """
 
 from __future__ import annotations
 
 import contextlib
-import warnings
 from functools import partial
 
 import torch
@@ -22,6 +21,7 @@ from layer_cases import (
     make_layer,
     problem_of,
 )
+from torch import distributed
 
 from cupynorm import CurrentScaling, DelayedScaling, fp8_autocast
 
@@ -38,9 +38,7 @@ class Steps:
 
     def __init__(self, case: Case, rank: int, recipe, **options) -> None:
         problem, own = problem_of(case), Shares(case, rank)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of symmetric_ar_type without shared memory
-            self.layer = make_layer(case, problem, own, **options)
+        self.layer = make_layer(case, problem, own, **options)
         self.recipe, self.delays = recipe, bool(options.get("delay_wgrad_compute"))
         self.x, self.dy = inputs(problem, own)
         self.values = self.x.detach().clone(), self.dy.clone()
@@ -73,12 +71,16 @@ class Steps:
         return [each.detach().clone() for each in (y, self.x.grad, *of_layer)]
 
 
+def captures() -> bool:
+    return distributed.get_backend() == "nccl"
+
+
 def captured(steps: Steps):
-    """A function that runs a step in a CUDA graph and returns y; on the CPU the step itself."""
+    """A function that runs a step, in a CUDA graph where there can be one, and returns y."""
     with side_stream() if ON_GPU else contextlib.nullcontext():
         for _ in range(4):  # in some of the first steps ranks compare their layers
             steps.run()
-    if not ON_GPU:
+    if not captures():
         return steps.run
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
@@ -103,11 +105,10 @@ def side_stream():
 def in_a_graph(case: Case, options: dict, recipe, rank: int) -> None:
     """Replays with other inputs have the bits of a twin that no graph has captured."""
     steps, twin = (Steps(case, rank, recipe, **options) for _ in range(2))
-    for _ in range(5 if ON_GPU else 4):  # as captured(), whose capture computes nothing
+    for _ in range(5):
         twin.run()
-    replay = captured(steps)
-    if ON_GPU:
-        replay()  # the twin's fifth step
+    replay = captured(steps)  # runs four steps; a capture computes nothing
+    replay()
     for size in (1.0, 4.0, 0.5):
         made = []
         for each, run in ((steps, replay), (twin, twin.run)):
