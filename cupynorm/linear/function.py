@@ -29,6 +29,7 @@ from .weight_gradients import WeightGradientSink
 
 _is_compiling = modes.is_compiling
 _has_functorch_transforms = modes.has_functorch_transforms
+_present_tracer = modes.present_tracer
 
 
 def normalize_and_project(
@@ -40,9 +41,12 @@ def normalize_and_project(
     folded: the folded parameters, where they were made before. Without them a call without
         gradients takes them from fold.cached_fold. Traced calls fold anew.
     """
+    compiling = _is_compiling()
+    if not compiling and _present_tracer():  # it would trace what reads memory
+        return torch.compiler.disable(normalize_and_project)(call, sink, folded)
     check_call(call)
     operands, options = call
-    tensors, compiling = operands.all, _is_compiling()
+    tensors = operands.all
     is_plain = not compiling and modes.are_plain(tensors)
     if not is_plain and dtensors.has_dtensors(operands):
         if sink is not None or options.fused is not None:

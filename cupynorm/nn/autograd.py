@@ -41,6 +41,7 @@ from .modes import (
     is_mapped,
     is_transformed,
     num_dispatch_modes,
+    present_tracer,
     wants_gradient,
 )
 
@@ -77,6 +78,8 @@ def normalize(
             options = options._replace(out_dtype=formulas.arithmetic(operands.input))
             request = ForwardRequest(operands, options)
     compiling = is_compiling()
+    if not compiling and present_tracer():  # it would trace what reads memory
+        return torch.compiler.disable(normalize)(request)
     if compiler_sees_transforms or not compiling:
         if has_functorch_transforms() or forward_ad._current_level >= 0:
             return _transformed(request)

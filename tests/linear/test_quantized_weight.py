@@ -232,7 +232,6 @@ def test_weight_gradients_in_main_grad_and_delayed():
 
 @pytest.mark.slow
 def test_torch_compile_runs_such_a_layer_outside_of_the_graph():
-    torch.compiler.reset()  # forget what other tests of this process have compiled
     for kind in (Linear, LayerNormLinear):
         layer, x = make(kind), draw(NUM_ROWS, IN)
         model = torch.nn.Sequential(torch.nn.ReLU(), layer)

@@ -1,0 +1,67 @@
+"""Functions that torch.compile runs as they are, while it traces what they call.
+
+It does so with functions that it has failed to trace, for the rest of the process.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+torch = pytest.importorskip("torch")
+if not hasattr(torch._C._dynamo.eval_frame, "get_eval_frame_callback"):
+    pytest.skip("this torch does not tell what it traces", allow_module_level=True)
+
+import cupynorm  # noqa: E402
+from cupynorm import CurrentScaling, LayerNormLinear, Linear, fp8_autocast, fp8_model_init  # noqa: E402
+from cupynorm.linear import function  # noqa: E402
+from cupynorm.nn import autograd, modes  # noqa: E402
+from cupynorm.norm import route  # noqa: E402
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture
+def run_as_they_are(monkeypatch: pytest.MonkeyPatch):
+    """Has the compiler run functions as they are, until the test ends."""
+    from torch._dynamo.eval_frame import skip_code
+
+    def skip(*functions) -> None:
+        for each in functions:
+            # A copy, which other tests do not use.
+            monkeypatch.setattr(each, "__code__", each.__code__.replace())
+            skip_code(each.__code__)
+
+    return skip
+
+
+def assert_compiled_is_right(layer: torch.nn.Module) -> None:
+    x = torch.randn(9, 100, generator=torch.Generator().manual_seed(0))
+    for model in (layer, torch.nn.Sequential(torch.nn.ReLU(), layer)):
+        compiled = torch.compile(model, backend="aot_eager")
+        for is_recorded in (True, False):
+            with torch.set_grad_enabled(is_recorded):
+                right = model(x)
+                assert torch.equal(compiled(x), right) and right.abs().max() > 0
+
+
+@pytest.mark.parametrize("kind", (Linear, LayerNormLinear))
+def test_weights_in_8_bits(kind, run_as_they_are):
+    run_as_they_are(modes.run_untraced)
+    with fp8_model_init():
+        layer = kind(100, 31, device="cpu")
+    assert_compiled_is_right(layer)
+    with fp8_autocast(recipe=CurrentScaling()):
+        assert_compiled_is_right(layer)
+
+
+def test_a_linear_layer(run_as_they_are):
+    for each in (LayerNormLinear, LayerNormLinear.__mro__[1]):
+        run_as_they_are(each.forward, each._project)
+    run_as_they_are(function.normalize_and_project)
+    assert_compiled_is_right(LayerNormLinear(100, 31, device="cpu"))
+
+
+def test_a_norm(run_as_they_are):
+    run_as_they_are(cupynorm.LayerNorm.forward, cupynorm.layer_norm)
+    run_as_they_are(route.normalize, autograd.normalize)
+    assert_compiled_is_right(cupynorm.LayerNorm(100))
