@@ -152,10 +152,13 @@ class LayerNormLinear(OneRank):
         fp8_output: bool = False,
         fp8_grad: bool = False,
     ) -> Tensor | QuantizedTensor | tuple[Tensor | QuantizedTensor, ...]:
+        if self._is_shared and (modes.is_compiling() or modes.present_tracer()):
+            call = modes.run_untraced(self.forward)
+            return call(inp, is_first_microbatch, fp8_output, fp8_grad)
         if self._is_shared and isinstance(inp, QuantizedTensor):
             inp = inp.dequantize()
         if self._is_shared and isinstance(inp, Tensor):
-            modes.run_untraced(self._begin_call)(inp, fp8_grad)
+            self._begin_call(inp, fp8_grad)
         return super().forward(inp, is_first_microbatch, fp8_output, fp8_grad)
 
     forward.__doc__ = OneRank.forward.__doc__
@@ -215,11 +218,6 @@ class LayerNormLinear(OneRank):
     ) -> tuple[Tensor, Tensor | None]:
         if not self._is_shared:
             return super()._project(call, is_first_microbatch, sink)
-        return modes.run_untraced(self._project_shared)(call, sink)
-
-    def _project_shared(
-        self, call: LinearCall, sink: WeightGradientSink | None
-    ) -> tuple[Tensor, Tensor | None]:
         check_call(call)
         return project(FloatProducts(call.options, self._split), call.operands, sink)
 
@@ -232,16 +230,6 @@ class LayerNormLinear(OneRank):
     ) -> tuple[Tensor | QuantizedTensor, Tensor | None]:
         if not self._is_shared:
             return super()._project_in_fp8(call, operands, fp8_output, make_sink)
-        run = modes.run_untraced(self._project_shared_in_fp8)
-        return run(call, operands, fp8_output, make_sink)
-
-    def _project_shared_in_fp8(
-        self,
-        call: RegionCall,
-        operands: Operands,
-        fp8_output: bool,
-        make_sink: Callable[[], WeightGradientSink] | None,
-    ) -> tuple[Tensor | QuantizedTensor, Tensor | None]:
         call = self._checked(call, operands, fp8_output)
         self._check_amaxes(call)
         quantized, weight = self.begin_in_fp8(call, operands)
