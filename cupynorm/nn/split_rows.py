@@ -6,12 +6,14 @@ backward. No row is gathered. y is split as the input is.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed import _functional_collectives as collectives
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from ..norm.request import ForwardOptions, ForwardRequest
@@ -43,24 +45,62 @@ def normalize(request: ForwardRequest, mesh_dim: int) -> tuple[DTensor, None, DT
     counts += [0] * (mesh.size(mesh_dim) - len(counts))
     split = _Split(options, mesh.get_group(mesh_dim), counts)
     parameters = [
-        None if each is None else _columns(each, placements, mesh_dim)
+        None if each is None else _Columns.apply(each, placements, mesh_dim)
         for each in (operands.weight, operands.bias)
     ]
-    y = _Normalized.apply(added.to_local(), *parameters, split)
-    y = DTensor.from_local(
-        y, mesh, placements, run_check=False, shape=input.shape, stride=input.stride()
-    )
-    return y, None, added
+    y = _Normalized.apply(_ToLocal.apply(added), *parameters, split)
+    return _with_shards(y, mesh, placements, input.shape, input.stride()), None, added
 
 
-def _columns(parameter: DTensor, placements: tuple[Placement, ...], mesh_dim: int) -> Tensor:
-    """This rank's elements of a weight or bias. Gradients are sums over the rank's rows."""
-    own = [Shard(0) if at == mesh_dim else Replicate() for at in range(len(placements))]
-    gradient = [
-        Partial() if placement.is_shard() and at != mesh_dim else each
-        for at, (each, placement) in enumerate(zip(own, placements))
-    ]
-    return parameter.redistribute(placements=own).to_local(grad_placements=gradient)
+class _ToLocal(torch.autograd.Function):
+    """x.to_local(), whose gradient has the strides of x.
+
+    torch 2.11 guesses them where ranks have different numbers of columns, and gathers the gradient.
+    """
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.like = x.device_mesh, x.placements, x.shape, x.stride()
+        local = x.to_local()
+        return local.view_as(local)
+
+    @staticmethod
+    def backward(ctx, dx):
+        return _with_shards(dx, *ctx.like)
+
+
+class _Columns(torch.autograd.Function):
+    """This rank's elements of a weight or bias. Gradients are sums over the rank's rows.
+
+    Of torch's own redistribute(), torch 2.11 drops gradients of the gradient.
+    """
+
+    @staticmethod
+    def forward(ctx, parameter, placements, mesh_dim):
+        mesh, own = parameter.device_mesh, [Replicate()] * len(placements)
+        own[mesh_dim] = Shard(0)
+        gradient = [Partial() if each.is_shard() else Replicate() for each in placements]
+        gradient[mesh_dim] = Shard(0)
+        ctx.like = mesh, gradient, parameter.shape, parameter.stride()
+        ctx.wanted = list(gradient)
+        ctx.wanted[mesh_dim] = parameter.placements[mesh_dim]
+        local = parameter.redistribute(placements=own).to_local()
+        return local.view_as(local)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        made = _with_shards(gradient, *ctx.like)
+        return made.redistribute(placements=ctx.wanted), None, None
+
+
+def _with_shards(
+    local: Tensor,
+    mesh: DeviceMesh,
+    placements: Sequence[Placement],
+    shape: torch.Size,
+    stride: Sequence[int],
+) -> DTensor:
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
 
 
 class _Normalized(torch.autograd.Function):

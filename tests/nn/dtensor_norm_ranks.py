@@ -116,9 +116,9 @@ def split_rows_are_not_gathered(ranks):
 
     plain, sent = collectives.all_gather_tensor, []
 
-    def all_gather_tensor(tensor, *arguments):
+    def all_gather_tensor(tensor, *arguments, **options):
         sent.append(tensor.numel())
-        return plain(tensor, *arguments)
+        return plain(tensor, *arguments, **options)
 
     for norm, numbers in (("layer_norm", 3), ("rms_norm", 1)):
         for num_cols in (8, 7, 1):
