@@ -27,12 +27,12 @@ class RowStatistics(NamedTuple):
     rstd: Tensor
 
     def x_hat(self, rows: Tensor) -> Tensor:
-        """Of the columns of one rank, [num_rows, num_cols]."""
-        rows = rows.to(self.rstd.dtype)
-        if self.pivot is not None:
-            # Near the mean the first difference is exact.
-            rows = rows - self.pivot[:, None] - self.shift[:, None]
-        return rows * self.rstd[:, None]
+        """Of the columns of one rank, [num_rows, num_cols], in the dtype of arithmetic."""
+        if self.pivot is None:
+            return rows * self.rstd[:, None]
+        # Near the mean the first difference is exact.
+        rows = rows - self.pivot[:, None]
+        return rows.sub_(self.shift[:, None]).mul_(self.rstd[:, None])
 
 
 def of_part(rows: Tensor, *, centered: bool) -> Tensor:
@@ -40,14 +40,18 @@ def of_part(rows: Tensor, *, centered: bool) -> Tensor:
 
     Returns [3, num_rows], or for RMSNorm the sums of squares, [1, num_rows].
     """
-    rows, num_cols = rows.to(arithmetic(rows)), max(1, rows.shape[1])
+    dtype, num_cols = arithmetic(rows), max(1, rows.shape[1])
     if not centered:
-        return (rows * rows).sum(1)[None]
-    mean = rows.sum(1) / num_cols
+        return _squares(rows, dtype)[None]
+    mean = rows.sum(1, dtype=dtype) / num_cols
     rows = rows - mean[:, None]
     rest = rows.sum(1) / num_cols  # the mean is rounded
-    rows = rows - rest[:, None]
-    return torch.stack((mean, rest, (rows * rows).sum(1)))
+    return torch.stack((mean, rest, _squares(rows.sub_(rest[:, None]), dtype)))
+
+
+def _squares(rows: Tensor, dtype: torch.dtype) -> Tensor:
+    """The sum of each row's squares. The squares themselves are not written to memory."""
+    return torch.linalg.vector_norm(rows, dim=1, dtype=dtype).square()
 
 
 def combined(parts: Tensor, counts: Sequence[int], eps: float, *, centered: bool) -> RowStatistics:
@@ -57,7 +61,10 @@ def combined(parts: Tensor, counts: Sequence[int], eps: float, *, centered: bool
         var = parts[:, 0].sum(0) / num_cols
         return RowStatistics(None, None, 1.0 / torch.sqrt(var + eps))
     means, rests, squares = parts.unbind(1)
-    weights = means.new_tensor(counts)[:, None]
+    if len(set(counts)) == 1:
+        weights: float | Tensor = float(counts[0])  # a copy to the GPU could not be captured
+    else:
+        weights = means.new_tensor(counts)[:, None]
     pivot = means[0]
     offsets = means - pivot + rests
     shift = (weights * offsets).sum(0) / num_cols

@@ -35,8 +35,8 @@ def forward(
     parts = split.ranks.gather(of_part(as_rows(input), centered=options.centered)[None]).wait()
     counts = [input.shape[-1]] * split.ranks.size
     found = combined(parts, counts, eps, centered=options.centered)
-    values = _values(products, found.x_hat(as_rows(input)), operands)
-    rows = products.rows(values.to(products.value_dtype))
+    values = _values(products, found.x_hat(as_rows(input)), operands, products.value_dtype)
+    rows = products.rows(values)
     weight, saved_weight = products.weight(operands.weights)
     reduction = products.project_part(rows, weight)
     normalized = None
@@ -68,7 +68,7 @@ def backward(
     x_hat = found.x_hat(as_rows(input))
 
     def values(dtype: torch.dtype) -> Tensor:
-        return _values(products, x_hat, operands).to(dtype)
+        return _values(products, x_hat, operands, dtype)
 
     total = rows = made = dbias = None
     if dy is not None:
@@ -80,14 +80,17 @@ def backward(
     if dnormalized is not None:
         dnormalized = as_rows(dnormalized)
         total = dnormalized if total is None else total + dnormalized
-    reduction = weighted = None
+    reduction = weighted = dnorm_weight = dnorm_bias = None
+    if total is not None and any(wants_norm[:2]):
+        product = total * x_hat
+        if wants_norm[1]:
+            dnorm_weight = product.sum(0).to(norm_weight.dtype)
     if total is not None and wants_norm[0]:
-        total = total.to(x_hat.dtype)
-        weighted = total * norm_scale(
-            norm_weight, products.options.zero_centered_weight, x_hat.dtype
-        )
-        sums = [(weighted * x_hat).sum(1), *([] if pivot is None else [weighted.sum(1)])]
+        factor = norm_scale(norm_weight, products.options.zero_centered_weight, x_hat.dtype)
+        weighted = total * factor
+        sums = [product.mul_(factor).sum(1), *([] if pivot is None else [weighted.sum(1)])]
         reduction = split.ranks.all_reduce(torch.stack(sums))
+        del product
     dparts = [None] * (len(weights) + len(biases))
     if dy is not None:
         # The rows are this rank's alone: nothing is gathered.
@@ -98,23 +101,24 @@ def backward(
     elif sink is not None:
         sink.take_nothing()
 
-    dx = dnorm_weight = dnorm_bias = None
-    if total is not None:
-        if wants_norm[1]:
-            dnorm_weight = (total * x_hat).sum(0).to(norm_weight.dtype)
-        if wants_norm[2]:
-            dnorm_bias = total.sum(0, dtype=x_hat.dtype).to(norm_bias.dtype)
+    dx = None
+    if total is not None and wants_norm[2]:
+        dnorm_bias = total.sum(0, dtype=x_hat.dtype).to(norm_bias.dtype)
     if reduction is not None:
         of_row = reduction.wait() / (input.shape[-1] * split.ranks.size)
-        dx = weighted - x_hat * of_row[0][:, None]
-        dx = dx if pivot is None else dx - of_row[1][:, None]
-        dx = (dx * rstd[:, None]).to(input.dtype).reshape(input.shape)
+        weighted.addcmul_(x_hat, of_row[0][:, None], value=-1)
+        if pivot is not None:
+            weighted.sub_(of_row[1][:, None])
+        dx = weighted.new_empty(weighted.shape, dtype=input.dtype)
+        dx = torch.mul(weighted, rstd[:, None], out=dx).reshape(input.shape)
     made = (dx, dnorm_weight, dnorm_bias, *dparts)
     return tuple(gradient if is_wanted else None for gradient, is_wanted in zip(made, wanted))
 
 
-def _values(products: Products, x_hat: Tensor, operands: Operands) -> Tensor:
-    """This rank's columns of normalized, in the dtype of arithmetic."""
-    zero_centered, dtype = products.options.zero_centered_weight, x_hat.dtype
-    values = x_hat * norm_scale(operands.norm_weight, zero_centered, dtype)
-    return values if operands.norm_bias is None else values + operands.norm_bias.to(dtype)
+def _values(products: Products, x_hat: Tensor, operands: Operands, dtype: torch.dtype) -> Tensor:
+    """This rank's columns of normalized, rounded once to dtype."""
+    scale = norm_scale(operands.norm_weight, products.options.zero_centered_weight, x_hat.dtype)
+    values = x_hat.new_empty(x_hat.shape, dtype=dtype)
+    if operands.norm_bias is None:
+        return torch.mul(x_hat, scale, out=values)
+    return torch.addcmul(operands.norm_bias.to(x_hat.dtype), x_hat, scale, out=values)
