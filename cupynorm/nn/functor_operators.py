@@ -12,21 +12,18 @@ import torch
 from torch import Tensor
 
 from ..norm import route
-from ..norm.checks import check_forward
 from ..norm.functors import check_differentiable
-from ..norm.options import complete
-from ..norm.prepared import SEED_LIMIT
 from ..norm.request import (
     BackwardOperands,
     BackwardOptions,
     BackwardRequest,
     ForwardRequest,
     Options,
-    makes_sum,
 )
 from ..plan.functors import Functors, bind_all, from_text
+from .fused_operators import fused_request, has_sum, outputs_without_memory, seed_tensor
 from .modes import wants_gradient
-from .operators import forward_request, or_empty
+from .operators import or_empty
 from .schemas import (
     arguments_of,
     launch_of,
@@ -48,12 +45,7 @@ def functor_norm_forward(request: ForwardRequest) -> tuple[Tensor, None, Tensor]
     tensors = (operands.input, operands.weight, operands.bias, operands.residual)
     if torch.is_grad_enabled() and wants_gradient(*tensors, *functors.arrays()):
         check_differentiable(functors)
-    if options.dropout_p > 0 and not isinstance(seed, Tensor):
-        device = operands.input.device
-        if seed is None:
-            seed = torch.randint(0, SEED_LIMIT, (1,), dtype=torch.int64, device=device)
-        else:
-            seed = torch.full((1,), seed, dtype=torch.int64, device=device)
+    seed = seed_tensor(operands.input, seed, options.dropout_p)
     y, _, _, added = _functor_norm_forward(
         *tensors,
         operands.row_scale,
@@ -71,12 +63,7 @@ def functor_norm_forward(request: ForwardRequest) -> tuple[Tensor, None, Tensor]
         options.dropout_p,
         *launch_of(options.launch),
     )
-    return y, None, added if _makes_sum(request) else operands.input
-
-
-def _makes_sum(request: ForwardRequest) -> bool:
-    dtype = str(request.operands.input.dtype).removeprefix("torch.")
-    return makes_sum(request, dtype)
+    return y, None, added if has_sum(request) else operands.input
 
 
 # Implementations.
@@ -90,14 +77,7 @@ def _functors(given: Any) -> Functors:
 
 
 def _request(given: Any) -> ForwardRequest:
-    operands, options = forward_request(given)
-    functors = _functors(given)
-    operands = operands._replace(
-        row_scale=given.row_scale, dropout_seed=given.dropout_seed, functors=functors
-    )
-    dtype = given.residual_dtype
-    options = options._replace(residual_dtype=dtype, dropout_p=given.dropout_p)
-    return complete(ForwardRequest(operands, options))
+    return fused_request(given, {"functors": _functors(given)}, {})
 
 
 def _forward(*arguments):
@@ -106,25 +86,12 @@ def _forward(*arguments):
     y, mean, rstd, added, _, _ = route.forward(request)
     # An operator returns tensors, and none that it was given.
     mean = mean if given.centered else rstd.new_empty(0)
-    return y, mean, rstd, added if _makes_sum(request) else given.input.new_empty(0)
+    return y, mean, rstd, added if has_sum(request) else given.input.new_empty(0)
 
 
 def _forward_without_memory(*arguments):
     given = _Forward(*arguments)
-    request = _request(given)
-    options = check_forward(request).options
-    x = given.input
-    leading = x.shape[: -len(given.normalized_shape)]
-    y_dtype, sum_dtype = (
-        getattr(torch, name) for name in (options.out_dtype, options.residual_dtype)
-    )
-    dtype = torch.promote_types(sum_dtype, torch.float32)
-    return (
-        x.new_empty(x.shape, dtype=y_dtype),
-        x.new_empty(leading if given.centered else 0, dtype=dtype),
-        x.new_empty(leading, dtype=dtype),
-        x.new_empty(x.shape, dtype=sum_dtype) if _makes_sum(request) else x.new_empty(0),
-    )
+    return outputs_without_memory(given, _request(given))
 
 
 def _save_forward(ctx, inputs, output):
@@ -132,10 +99,10 @@ def _save_forward(ctx, inputs, output):
     functors = _functors(given)
     check_differentiable(functors)
     _, mean, rstd, added = output
-    has_sum = _makes_sum(_request(given))
-    ctx.mark_non_differentiable(mean, rstd, *(() if has_sum else (added,)))
-    raw = given.input if has_sum and functors.load is not None else None
-    x = added if has_sum else given.input
+    is_stored = has_sum(_request(given))
+    ctx.mark_non_differentiable(mean, rstd, *(() if is_stored else (added,)))
+    raw = given.input if is_stored and functors.load is not None else None
+    x = added if is_stored else given.input
     mean = mean if given.centered else None
     parameters = (given.weight, given.bias, given.row_scale, given.dropout_seed)
     ctx.save_for_backward(raw, x, mean, rstd, *parameters, *given.arrays)

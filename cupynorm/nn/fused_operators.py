@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from ..norm.request import (
     ForwardRequest,
     Options,
     SecondGradient,
+    makes_sum,
 )
 from ..norm.results import FusedBackward
 from . import decompositions
@@ -52,7 +54,7 @@ def fused_norm_forward(request: ForwardRequest) -> tuple[Tensor, Tensor | None, 
         operands.weight1,
         operands.bias1,
         operands.row_scale,
-        _seed_tensor(operands.input, operands.dropout_seed, options.dropout_p),
+        seed_tensor(operands.input, operands.dropout_seed, options.dropout_p),
         options.extents,
         options.eps,
         options.centered,
@@ -65,8 +67,7 @@ def fused_norm_forward(request: ForwardRequest) -> tuple[Tensor, Tensor | None, 
         *launch_of(options.launch),
     )
     has_second = operands.weight1 is not None or operands.bias1 is not None
-    makes_sum = _makes_sum(operands, options.residual_dtype, options.dropout_p)
-    return y, y1 if has_second else None, added if makes_sum else operands.input
+    return y, y1 if has_second else None, added if has_sum(request) else operands.input
 
 
 def fused_norm_backward(request: BackwardRequest, second: SecondGradient) -> FusedBackward:
@@ -83,7 +84,7 @@ def fused_norm_backward(request: BackwardRequest, second: SecondGradient) -> Fus
         second.weight,
         operands.dsum,
         operands.row_scale,
-        _seed_tensor(operands.x, operands.dropout_seed, options.dropout_p),
+        seed_tensor(operands.x, operands.dropout_seed, options.dropout_p),
         operands.y_bias,
         options.extents,
         wanted,
@@ -101,7 +102,8 @@ def fused_norm_backward(request: BackwardRequest, second: SecondGradient) -> Fus
     return FusedBackward(*(each if is_wanted else None for each, is_wanted in zip(made, wanted)))
 
 
-def _seed_tensor(x: Tensor, seed: object, dropout_p: float) -> Tensor | None:
+def seed_tensor(x: Tensor, seed: object, dropout_p: float) -> Tensor | None:
+    """The seed as a tensor on x's device, drawn if there is none; None without dropout."""
     if dropout_p == 0 or isinstance(seed, Tensor):
         return seed
     if seed is None:  # not draw_seed, which Dynamo cannot trace
@@ -109,11 +111,9 @@ def _seed_tensor(x: Tensor, seed: object, dropout_p: float) -> Tensor | None:
     return torch.full((1,), seed, dtype=torch.int64, device=x.device)
 
 
-def _makes_sum(operands: Any, residual_dtype: object, dropout_p: float) -> bool:
-    """operands: anything with input, residual and row_scale."""
-    dtype = torch_dtype(residual_dtype, "residual_dtype")
-    is_scaled = operands.row_scale is not None or dropout_p > 0
-    return operands.residual is not None or is_scaled or dtype not in (None, operands.input.dtype)
+def has_sum(request: ForwardRequest) -> bool:
+    """Whether the normalised row is not the input itself."""
+    return makes_sum(request, str(request.operands.input.dtype).removeprefix("torch."))
 
 
 # Implementations.
@@ -122,67 +122,69 @@ FusedNormForward = arguments_of(_fused_norm_forward)
 _FusedNormBackward = arguments_of(_fused_norm_backward)
 
 
-def _fused_request(given: Any) -> ForwardRequest:
-    operands, options = forward_request(given)
-    operands = operands._replace(
-        row_scale=given.row_scale,
-        dropout_seed=given.dropout_seed,
-        weight1=given.weight1,
-        bias1=given.bias1,
+def fused_request(given: Any, operands: Mapping, options: Mapping) -> ForwardRequest:
+    """given: the arguments of an operator. operands, options: those that it alone has."""
+    own_operands, own_options = forward_request(given)
+    row_scale, seed = given.row_scale, given.dropout_seed
+    own_operands = own_operands._replace(row_scale=row_scale, dropout_seed=seed, **operands)
+    dtype, dropout_p = given.residual_dtype, given.dropout_p
+    own_options = own_options._replace(residual_dtype=dtype, dropout_p=dropout_p, **options)
+    return complete(ForwardRequest(own_operands, own_options))
+
+
+def outputs_without_memory(given: Any, request: ForwardRequest) -> tuple[Tensor, ...]:
+    """y, mean, rstd and the sum of an operator's arguments, as their shapes and dtypes."""
+    options, x = check_forward(request).options, given.input
+    leading = x.shape[: -len(given.normalized_shape)]
+    y_dtype, sum_dtype = (
+        getattr(torch, name) for name in (options.out_dtype, options.residual_dtype)
     )
-    options = options._replace(
-        residual_dtype=given.residual_dtype,
-        dropout_p=given.dropout_p,
-        round_x_hat=given.round_x_hat,
-        memory_efficient=given.memory_efficient,
+    dtype = torch.promote_types(sum_dtype, torch.float32)
+    return (
+        x.new_empty(x.shape, dtype=y_dtype),
+        x.new_empty(leading if given.centered else 0, dtype=dtype),
+        x.new_empty(leading, dtype=dtype),
+        x.new_empty(x.shape, dtype=sum_dtype) if has_sum(request) else x.new_empty(0),
     )
-    return complete(ForwardRequest(operands, options))
+
+
+def _request(given: Any) -> ForwardRequest:
+    second = {"weight1": given.weight1, "bias1": given.bias1}
+    flags = {"round_x_hat": given.round_x_hat, "memory_efficient": given.memory_efficient}
+    return fused_request(given, second, flags)
 
 
 def _fused_forward(*arguments):
     given = FusedNormForward(*arguments)
-    y, mean, rstd, added, y1, _ = route.forward(_fused_request(given))
+    request = _request(given)
+    y, mean, rstd, added, y1, _ = route.forward(request)
     empty = given.input.new_empty
-    makes_sum = _makes_sum(given, given.residual_dtype, given.dropout_p)
     return (
         y,
         mean if given.centered else rstd.new_empty(0),
         rstd,
-        added if makes_sum else empty(0),
+        added if has_sum(request) else empty(0),
         empty(0) if y1 is None else y1,
     )
 
 
 def _fused_forward_without_memory(*arguments):
     given = FusedNormForward(*arguments)
-    options = check_forward(_fused_request(given)).options
-    x = given.input
-    leading = x.shape[: -len(given.normalized_shape)]
-    y_dtype, sum_dtype = (
-        getattr(torch, name) for name in (options.out_dtype, options.residual_dtype)
-    )
-    dtype = torch.promote_types(sum_dtype, torch.float32)
-    makes_sum = _makes_sum(given, given.residual_dtype, given.dropout_p)
+    y, *others = outputs_without_memory(given, _request(given))
     has_second = given.weight1 is not None or given.bias1 is not None
-    return (
-        x.new_empty(x.shape, dtype=y_dtype),
-        x.new_empty(leading if given.centered else 0, dtype=dtype),
-        x.new_empty(leading, dtype=dtype),
-        x.new_empty(x.shape, dtype=sum_dtype) if makes_sum else x.new_empty(0),
-        x.new_empty(x.shape, dtype=y_dtype) if has_second else x.new_empty(0),
-    )
+    return y, *others, torch.empty_like(y) if has_second else given.input.new_empty(0)
 
 
 def _fused_forward_of_torch_operations(*arguments):
     given = FusedNormForward(*arguments)
-    made = decompositions.forward(_fused_request(given))
+    request = _request(given)
+    made = decompositions.forward(request)
     empty = given.input.new_empty
-    makes_sum = _makes_sum(given, given.residual_dtype, given.dropout_p)
     return (
         made.y,
         made.mean if given.centered else made.rstd.new_empty(0),
         made.rstd,
-        made.sum if makes_sum else empty(0),
+        made.sum if has_sum(request) else empty(0),
         empty(0) if made.y1 is None else made.y1,
     )
 
@@ -190,11 +192,11 @@ def _fused_forward_of_torch_operations(*arguments):
 def _save_fused_forward(ctx, inputs, output):
     given = FusedNormForward(*inputs)
     y, mean, rstd, added, y1 = output
-    makes_sum = _makes_sum(given, given.residual_dtype, given.dropout_p)
+    is_stored = has_sum(_request(given))
     has_second = given.weight1 is not None or given.bias1 is not None
-    unused = (*(() if makes_sum else (added,)), *(() if has_second else (y1,)))
+    unused = (*(() if is_stored else (added,)), *(() if has_second else (y1,)))
     ctx.mark_non_differentiable(mean, rstd, *unused)
-    kept = (added if makes_sum else given.input, mean if given.centered else None)
+    kept = (added if is_stored else given.input, mean if given.centered else None)
     if given.memory_efficient:
         kept = (y, None)
     bias = given.bias if given.memory_efficient else None

@@ -104,7 +104,7 @@ NormForward = arguments_of(_norm_forward)
 
 
 def forward_request(given: Any) -> ForwardRequest:
-    """given: the arguments of norm_forward, or all of these of fused_norm_forward."""
+    """given: the arguments of norm_forward, or those of them that another operator has."""
     tile = None if given.tile is None else Tile.from_ints(given.tile)
     options = ForwardOptions(
         given.centered,
