@@ -25,8 +25,9 @@ def require_matplotlib() -> None:
 def plot(result: BenchResult, path: str | Path, *, panel: tuple[float, float] = (6.5, 3.6)) -> None:
     """Draws GB/s over num_cols into a file. Each kind of cell is a panel, the copy is the ceiling.
 
-    path: .png, .svg or another format of matplotlib. Where a width has several num_rows, each is a
-    panel of its own. panel: width and height of one, inches.
+    path: .png, .svg (with colours for light and dark pages) or another format of matplotlib.
+    Where a width has several num_rows, each is a panel of its own. panel: width and height of one,
+    inches.
     Raises MissingLibraryError without matplotlib, ValueError for an unknown format.
     """
     require_matplotlib()
@@ -46,9 +47,12 @@ def plot(result: BenchResult, path: str | Path, *, panel: tuple[float, float] = 
         ncols = min(4 if len(drawn) > 6 else 6, len(drawn))
         figure.legend(drawn.values(), drawn.keys(), loc="outside lower center", ncols=ncols)
         figure.suptitle(result.headline(), fontsize=8)
+        path, is_svg = Path(path), Path(path).suffix == ".svg"
         # The same file for the same measurements: no date.
-        metadata = {"Date": None} if Path(path).suffix == ".svg" else None
-        figure.savefig(path, dpi=150, metadata=metadata)
+        figure.savefig(path, dpi=150, metadata={"Date": None} if is_svg else None)
+        if is_svg:
+            text = path.read_text(encoding="utf-8")
+            path.write_text(style.with_dark_colors(text), encoding="utf-8")
 
 
 def panels_of(result: BenchResult) -> dict[str, list[Measurement]]:

@@ -13,6 +13,8 @@ MARKERS = ("o", "s", "^", "D", "v", "P")
 DASHES = ("-", "--", "-.", (0, (1, 1)), (0, (4, 1, 1, 1, 1, 1)), (0, (6, 2)))
 GREY = "#666666"
 GUIDE = {"color": GREY, "linestyle": (0, (2, 2)), "linewidth": 1.0}  # a limit, or a theory
+# What colours become on a dark page. Those of lines that are not named here are light enough.
+DARK = {"#ffffff": "#0d1117", "#000000": "#c9d1d9", "#666666": "#9198a1", "#0072b2": "#58a6ff"}
 OTHER_GUIDE = GUIDE | {"linestyle": "-", "linewidth": 0.8}
 
 
@@ -38,3 +40,15 @@ def settings() -> dict[str, Any]:
         "lines.linewidth": 1.3,
         "svg.hashsalt": "cupynorm",
     }
+
+
+def with_dark_colors(svg: str) -> str:
+    """A matplotlib SVG whose colours follow the reader's preference for light or dark pages."""
+    rules = "".join(
+        f'[style*="{kind}: {light}"] {{{kind}: {dark} !important}}'
+        for light, dark in DARK.items()
+        for kind in ("fill", "stroke")
+    )
+    text = f"svg {{fill: {DARK['#000000']}}}"  # text has no colour of its own
+    added = f'<style type="text/css">@media (prefers-color-scheme: dark) {{{text}{rules}}}</style>'
+    return svg.replace("<defs>\n", f"<defs>\n  {added}\n", 1)

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from cupynorm.bench import style
 from cupynorm.bench.cells import Cell
 from cupynorm.bench.documents import (
     CHART,
@@ -110,6 +111,30 @@ def test_the_chart_is_the_same_file_for_the_same_measurements(tmp_path):
     for name in ("a.svg", "b.svg"):
         plot(result(measurement(64), measurement(96)), tmp_path / name)
     assert (tmp_path / "a.svg").read_bytes() == (tmp_path / "b.svg").read_bytes()
+
+
+def luminance(color: str) -> float:
+    """Relative luminance of "#rrggbb", as of WCAG 2.1."""
+    parts = [int(color[at : at + 2], 16) / 255 for at in (1, 3, 5)]
+    linear = [
+        each / 12.92 if each <= 0.04045 else ((each + 0.055) / 1.055) ** 2.4 for each in parts
+    ]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+def test_the_chart_can_be_read_on_a_dark_page():
+    """Colours of lines and text have a contrast of 3 with the background, and so has black text."""
+    text = (ROOT / CHART).read_text(encoding="utf-8")
+    assert text.count("@media (prefers-color-scheme: dark)") == 1
+    drawn = set(re.findall(r'style="[^"]*?(?:fill|stroke): (#[0-9a-f]{6})', text)) - {"#ffffff"}
+    drawn -= {"#b0b0b0"}  # the grid is faint on purpose
+    assert {"#0072b2", "#666666"} <= drawn
+    background = luminance(style.DARK["#ffffff"])
+    for color in drawn | {"#000000"}:
+        shown = style.DARK.get(color, color)
+        assert (luminance(shown) + 0.05) / (background + 0.05) > 3, color
+    for light, dark in style.DARK.items():
+        assert f'[style*="fill: {light}"] {{fill: {dark} !important}}' in text
 
 
 def test_the_chart_shows_the_stored_measurements(tmp_path):
