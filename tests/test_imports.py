@@ -79,13 +79,15 @@ cupynorm.layer_norm_backward(x, x, made.mean, made.rstd)
 
 @pytest.mark.slow
 def test_import_takes_less_than_50_milliseconds_beyond_numpy():
-    """The best of several processes, because other work on the machine only adds time."""
+    """Time of the processor, and the best of several processes, because other work on the machine
+    only adds time."""
 
     def best(statements: str, before: str = "") -> float:
-        script = f"import time\n{before}\nstart = time.perf_counter()\n{statements}\n"
-        script += "print(time.perf_counter() - start)"
-        return min(float(python(script)) for _ in range(5))
+        script = f"import time\n{before}\nstart = time.process_time()\n{statements}\n"
+        script += "print(time.process_time() - start)"
+        return min(float(python(script)) for _ in range(7))
 
+    assert best("sum(range(10**7))") > 0.050  # what takes longer is seen
     assert best("import cupynorm", "import numpy") < 0.050
     names = best("for name in cupynorm.__all__: getattr(cupynorm, name)", "import numpy, cupynorm")
     # All modules together may take twice as long as NumPy on the same machine.
