@@ -208,10 +208,13 @@ def _on_cpu(buffer: torch.Tensor | None) -> torch.Tensor | None:
 def normalized_input(module: torch.nn.Module) -> str:
     """The input whose size does not change the output, as for a norm: "rows" or "images".
 
-    Images are [N, C, H, W]. "" for a module that is no such norm.
+    Images are [N, C, H, W]. "" for a module that is no such norm. Without parameters its output
+    must be about that of a norm.
     """
     generator = torch.Generator("cpu").manual_seed(1)
     own = parameters_of(module)
+    if not own:
+        return "rows" if _returns_x_hat(module, 8 * torch.randn(4, 24, generator=generator)) else ""
     shapes = {tuple(each.shape) for each in own.values()}
     num_cols = max((each.numel() for each in own.values()), default=0)
     places = {(4, *shape): "rows" for shape in shapes} | {(3, 2, num_cols): "rows"}
@@ -232,6 +235,19 @@ def normalized_input(module: torch.nn.Module) -> str:
                 if y.shape == x.shape and is_near == [True, False]:
                     return kind
     return ""
+
+
+def _returns_x_hat(module: torch.nn.Module, x: torch.Tensor) -> bool:
+    """Whether a module without parameters or buffers normalises rows, with any ordinary eps."""
+    if module._buffers or len(inspect.signature(module.forward).parameters) != 1:
+        return False
+    with contextlib.suppress(Exception), torch.random.fork_rng(devices=[]), torch.no_grad():
+        y = _output(module, x, {}, False).double()
+        for norm in (layer_norm, rms_norm):
+            x_hat = norm(x.double(), x.shape[1])
+            if y.shape == x.shape and float((y - x_hat).abs().max()) < 1e-2:
+                return True
+    return False
 
 
 def _agrees(formula: Formula, output: torch.Tensor, sample: _Sample) -> bool:

@@ -109,7 +109,7 @@ def swap_norms(model: torch.nn.Module, *, keep_rounding: bool = False) -> Swappe
     a forward that does more. model itself is left too, because only a parent can hold another
     module in its place. Those that look like a norm are listed with the reason: by the names of
     their class or parameters, or because the size of their input does not change their output.
-    A module without parameters looks like one by its class alone.
+    One without parameters looks like a norm if it returns about what a norm of 24 columns does.
 
     y then has the dtype that LayerNorm gives it, and is rounded once. The remarks say where the
     original module differs. Attributes that only the original module had are lost. Swap before
@@ -185,12 +185,12 @@ def _looks_like_a_norm(module: torch.nn.Module) -> bool:
 
 
 def _may_be_a_norm(module: torch.nn.Module) -> bool:
-    """Whether it holds one or two parameters of one shape, as a norm does, and no modules."""
+    """Whether it holds up to two parameters of one shape, as a norm does, and no modules."""
     parameters = parameters_of(module).values()
     return (
-        len({parameter.shape for parameter in parameters}) == 1
+        len({parameter.shape for parameter in parameters}) <= 1
         and len(parameters) <= 2
-        and max(parameter.numel() for parameter in parameters) <= _MOST_COLS
+        and max((parameter.numel() for parameter in parameters), default=0) <= _MOST_COLS
         and not module._modules
         and not isinstance(module, Norm)
         and not _is_torchs(module)

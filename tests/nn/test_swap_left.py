@@ -170,6 +170,32 @@ class Masked(Affine):
         return super().forward(x)
 
 
+class Standardize(torch.nn.Module):
+    def __init__(self, formula) -> None:
+        super().__init__()
+        self.formula = formula
+
+    def forward(self, x):
+        return self.formula(x)
+
+
+@pytest.mark.parametrize(
+    "formula, is_norm",
+    (
+        (lambda x: torch.nn.functional.layer_norm(x, x.shape[-1:], eps=1e-3), True),
+        (lambda x: x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6), True),
+        (torch.sign, False),  # whose output does not depend on the size of its input either
+        (lambda x: torch.nn.functional.normalize(x, dim=-1), False),
+        (lambda x: (x - x.mean(-2, keepdim=True)) / x.std(-2, keepdim=True), False),
+        (lambda x: x.reshape(-1, 7, 3), False),
+    ),
+)
+def test_modules_without_parameters_are_known_by_what_they_compute(formula, is_norm):
+    report = cupynorm.swap_norms(torch.nn.Sequential(Standardize(formula)))
+    assert not report.swapped and len(report.left) == is_norm
+    assert all("nothing says what it normalises over" in each.remark for each in report.left)
+
+
 def normal(x, gamma, beta=0.0, eps=1e-6, dim=-1):
     centred = x - x.mean(dim, keepdim=True)
     return centred * torch.rsqrt(centred.square().mean(dim, keepdim=True) + eps) * gamma + beta
