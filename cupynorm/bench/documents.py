@@ -80,7 +80,8 @@ def short_markdown(result: BenchResult) -> str:
         f"{title}: share of a copy's speed ({speed}). Bold: the fastest, or within its spread."
     ]
     lines += ["", *(f"| {' | '.join(row)} |" for row in rows)]
-    return "\n".join([*lines, "", f"Made by `{result.settings['command']}`."])
+    # A block, which is scrolled where the command is wider than the page.
+    return "\n".join([*lines, "", f"<pre>{result.settings['command']}</pre>"])
 
 
 def _shares(measured: Measurement | None) -> list[str]:
