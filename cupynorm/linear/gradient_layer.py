@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..nn.dtypes import outside_autocast
-from ..nn.modes import is_inside_backward
+from ..nn.modes import is_inside_backward, wants_gradient
 from .rank_gradients import DataParallel, check_is_leaf
 from .weight_gradients import Delay, Step, WeightGradientSink, check_main_grad
 
@@ -33,6 +33,16 @@ class GradientLayer(torch.nn.Module):
         if self.fuse_wgrad_accumulation and is_first_microbatch and self.training:
             self._begins_later = self._begins_later or not torch.is_grad_enabled()
         return self.fuse_wgrad_accumulation or self.delay_wgrad_compute
+
+    def _hands_gradients_on(self) -> bool:
+        """Whether a call now leaves weight gradients to main_grad or backward_dw().
+
+        The compiler then calls the layer untraced as a whole: torch 2.11 fails where the graph
+        breaks further inside, beside tuples that the traced part has made.
+        """
+        is_asked = self.fuse_wgrad_accumulation or self.delay_wgrad_compute
+        parameters = (*self._weights(), *self._biases())
+        return is_asked and torch.is_grad_enabled() and wants_gradient(*parameters)
 
     def _make_sink(self, is_first_microbatch: bool | None) -> WeightGradientSink:
         weights, step = self._weights(), None

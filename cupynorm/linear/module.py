@@ -189,7 +189,9 @@ class LayerNormLinear(GradientLayer, Fp8Layer, NormLinearParameters):
             its own amax, except where the recipe's scales are of blocks.
         fp8_grad: round the gradient of the normalised tensor to an 8-bit float too.
         """
-        if is_compiling() and (self._has_8_bit_weights() or self._needs_eager()):
+        if is_compiling() and (
+            self._has_8_bit_weights() or self._needs_eager() or self._hands_gradients_on()
+        ):
             return run_untraced(self.forward)(inp, is_first_microbatch, fp8_output, fp8_grad)
         if isinstance(inp, QuantizedTensor):
             inp = inp.dequantize()

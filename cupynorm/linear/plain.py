@@ -116,7 +116,9 @@ class Linear(GradientLayer, Fp8Layer, torch.nn.Linear):
         fp8_output: bool = False,
         fp8_grad: bool = False,
     ) -> Tensor | QuantizedTensor:
-        if modes.is_compiling() and (self._has_8_bit_weights() or self._needs_eager()):
+        if modes.is_compiling() and (
+            self._has_8_bit_weights() or self._needs_eager() or self._hands_gradients_on()
+        ):
             given = input, is_first_microbatch, fp8_output, fp8_grad
             return modes.run_untraced(self.forward)(*given)
         region, quantized = self._region(), None
