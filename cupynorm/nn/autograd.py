@@ -109,15 +109,15 @@ def normalize(
         return _traced(request)
     recorded = _is_grad_enabled() and wants_gradient(*tensors)
     prepared, operands = prepare_forward(request, FOR_GRADIENTS if recorded else FOR_Y)
+    made = prepared.run(operands)
     if not recorded:
-        y, _, _, added, y1, _ = prepared.run(operands)
+        y, _, _, added, y1, _ = made
         return y, y1, added
-    call = _Recorded(prepared, operands)
-    outputs = _apply(call, *prepared.read_differentiable(operands))
+    outputs = _apply((prepared, operands, made), *prepared.read_differentiable(operands))
     y, y1, added = prepared.split_outputs(outputs)
-    if call.quantized is not None:
-        call.quantized.attach(partial(_PassingGradients.apply, y))
-        y = call.quantized
+    if options.quantization is not None:
+        made[0].attach(partial(_PassingGradients.apply, y))
+        y = made[0]
     return y, y1, operands.input if added is None else added
 
 
@@ -251,42 +251,35 @@ def _transformed(request: ForwardRequest) -> tuple:
 # Eager.
 
 
-class _Recorded:
-    """A forward whose gradients are recorded: its prepared call, and an 8-bit y that came out."""
-
-    __slots__ = ("operands", "prepared", "quantized")
-
-    def __init__(self, prepared, operands: ForwardOperands) -> None:
-        self.prepared, self.operands, self.quantized = prepared, operands, None
-
-
 class _Norm(torch.autograd.Function):
-    """Inputs and outputs are the tensors that there are: each one costs host time."""
+    """Records what a forward has made.
+
+    Inputs and outputs are the tensors that there are: each one costs host time.
+    """
 
     @staticmethod
     def forward(ctx, call, *tensors):
-        prepared, operands = call.prepared, call.operands
-        y, mean, rstd, added, y1, seed = prepared.run(operands)
+        """call: a prepared forward, its operands, and what its run returned."""
+        prepared, operands, made = call
         ctx.prepared = prepared
         ctx.set_materialize_grads(False)
         # Backward needs no row but the normalised one: the input, or the sum that is returned.
-        weight = operands.weight
+        y, mean, rstd, added, _, seed = made
         if prepared.is_plain:
-            ctx.save_for_backward(added, mean, rstd, weight)
-            return prepared.outputs_of(y, y1, added)
+            ctx.save_for_backward(added, mean, rstd, operands.weight)
+            return prepared.pick_outputs(made)
         options = prepared.options
         kept = (y, None) if options.memory_efficient else (added, mean)
         of_bias = operands.bias if options.memory_efficient else None
         is_tensor = isinstance(seed, torch.Tensor)
         ctx.seed = None if is_tensor else seed
         of_seed = seed if is_tensor else None
-        parameters = (weight, operands.weight1, operands.row_scale, of_seed, of_bias)
+        parameters = (operands.weight, operands.weight1, operands.row_scale, of_seed, of_bias)
         ctx.save_for_backward(*kept, rstd, *parameters)
         if options.quantization is not None:
             # 8-bit floats take no gradient: a tensor of y's shape without its memory takes it.
-            call.quantized = y
-            y = added.new_empty(1).expand(added.shape)
-        return prepared.outputs_of(y, y1, added)
+            made = (added.new_empty(1).expand(added.shape), *made[1:])
+        return prepared.pick_outputs(made)
 
     @staticmethod
     def backward(ctx, *upstream):

@@ -279,7 +279,7 @@ class PreparedForward(host.CheckedForward, OnGpu):
             tensors = given + self.make()
             if self.zeroed is not None:
                 fill((tensors[self.zeroed],), 0.0)
-            results = self.results((*tensors, operands.input, operands.dropout_seed, None))
+            results = self.results(tensors + (operands.input, operands.dropout_seed, None))
             if self.steps:
                 self.enqueue(tuple(map(library.address, tensors)), operands.dropout_seed)
             else:  # no rows, or rows without columns, which have no statistics
@@ -461,7 +461,7 @@ class PreparedBackward(OnGpu):
             if self.copies:
                 given = self.contiguous(given)
             tensors = given + self.make()
-            results = self.results((*tensors, None, None, None))
+            results = self.results(tensors + (None, None, None))
             if self.steps:
                 addresses = tuple(map(library.address, tensors))
                 if self.overwrites_dy:
