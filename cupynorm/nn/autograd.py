@@ -16,11 +16,10 @@ from functools import partial
 import torch
 from torch.autograd import forward_ad
 
-from ..gpu.arrays import TorchLibrary
 from ..norm import route
 from ..norm.checks import check_forward
 from ..norm.host import DIFFERENTIABLE
-from ..norm.kept import keep
+from ..norm.kept import repeated
 from ..norm.prepared import FOR_GRADIENTS, FOR_Y, prepare_backward, prepare_forward
 from ..norm.request import (
     BackwardOperands,
@@ -44,6 +43,7 @@ from .modes import (
     present_tracer,
     wants_gradient,
 )
+from .repeated import remember
 
 # Called by these names in each call: an attribute of a module takes longer.
 _is_grad_enabled = torch.is_grad_enabled
@@ -86,29 +86,25 @@ def normalize(
     if compiling and options.quantization is not None:
         # A QuantizedTensor is not a tensor, so this call breaks the graph.
         return torch.compiler.disable(normalize)(request)
-    input, weight, bias, residual, _, row_scale, _, weight1, bias1, _, _, functors = operands
-    if functors is not None:
+    if operands.functors is not None:
         return _with_functors(request, compiling)
-    tensors = (input, weight, bias, residual, weight1, bias1)
-    if (
-        compiling
-        or num_dispatch_modes()
-        or is_jit_traced()
-        or input.is_meta
-        or not (
-            input.__class__ in PLAIN
-            and weight.__class__ in PLAIN
-            and bias.__class__ in PLAIN
-            and residual.__class__ in PLAIN
-            and weight1.__class__ in PLAIN
-            and bias1.__class__ in PLAIN
-            and row_scale.__class__ in PLAIN
-        )
-        and _is_wrapped(*tensors, row_scale)
-    ):
+    if compiling or num_dispatch_modes() or is_jit_traced():
         return _traced(request)
-    recorded = _is_grad_enabled() and wants_gradient(*tensors)
-    prepared, operands = prepare_forward(request, FOR_GRADIENTS if recorded else FOR_Y)
+    try:
+        known = repeated.get(kind := _kind(request))
+    except TypeError:  # an option that cannot be a key: the checks say so
+        kind = known = None
+    if known is not None and known.fits(operands):
+        prepared = known.prepared
+        recorded = prepared.records
+    else:
+        tensors = (operands.input, operands.weight, operands.bias, operands.residual)
+        tensors = (*tensors, operands.weight1, operands.bias1)
+        if operands.input.is_meta or _is_wrapped(*tensors, operands.row_scale):
+            return _traced(request)
+        recorded = _is_grad_enabled() and wants_gradient(*tensors)
+        prepared, operands = prepare_forward(request, FOR_GRADIENTS if recorded else FOR_Y)
+        remember(repeated, kind, prepared, operands)
     made = prepared.run(operands)
     if not recorded:
         y, _, _, added, y1, _ = made
@@ -119,6 +115,23 @@ def normalize(
         made[0].attach(partial(_PassingGradients.apply, y))
         y = made[0]
     return y, y1, operands.input if added is None else added
+
+
+def _kind(request: ForwardRequest) -> tuple | None:
+    """What a forward's prepared call depends on besides the layouts of its input, weight, bias and
+    residual. None: on more."""
+    operands, options = request
+    _, weight, bias, residual, out, row_scale, seed, weight1, bias1, scale, amax, _ = operands
+    if not (out is row_scale is seed is weight1 is bias1 is scale is amax is None):
+        return None
+    return (
+        options,
+        options.eps.__class__,  # True equals 1.0 and is refused
+        weight is None,
+        bias is None,
+        residual is None,
+        _is_grad_enabled(),
+    )
 
 
 def _with_functors(request: ForwardRequest, compiling: bool) -> tuple:
@@ -290,8 +303,6 @@ class _Norm(torch.autograd.Function):
 # _Norm.apply without its work for functorch's transforms (vmap, grad, jvp): a third of its time.
 _apply = super(torch.autograd.Function, _Norm).apply
 
-_layout_key = TorchLibrary.layout_key
-
 
 def _plain_gradients(ctx, dy, _, dsum) -> tuple:
     """None for the call, and of each tensor that was recorded."""
@@ -315,25 +326,14 @@ def _gradients(ctx, operands: BackwardOperands) -> tuple:
     if torch.is_grad_enabled():  # create_graph=True: the operator knows the gradients' derivatives
         request = BackwardRequest(operands, _with_wanted(ctx))
         return operators.norm_backward(request)[:3]
-    dy, x, mean, rstd, weight, dsum, *_ = operands
+    kind = ctx.needs_input_grad, operands.dsum is None
+    known = forward.backwards.get(kind)
     # What was saved may have another layout now: torch lets hooks pack and unpack it.
-    try:
-        key = (
-            _layout_key(dy),
-            _layout_key(dsum),
-            _layout_key(x),
-            _layout_key(weight),
-            mean is None or mean.is_contiguous(),
-            rstd.is_contiguous(),
-            ctx.needs_input_grad,
-        )
-        prepared = forward.backwards.get(key)
-    except RuntimeError:  # a sparse dy: the checks refuse it
-        key = prepared = None
-    if prepared is None:
-        prepared, _ = prepare_backward(BackwardRequest(operands, _with_wanted(ctx)))
-        keep(forward.backwards, key, prepared)
-    return prepared.run(operands)[:3]
+    if known is not None and known.fits(operands):
+        return known.prepared.run(operands)[:3]
+    prepared, checked = prepare_backward(BackwardRequest(operands, _with_wanted(ctx)))
+    remember(forward.backwards, kind, prepared, checked)
+    return prepared.run(checked)[:3]
 
 
 def _with_wanted(ctx):

@@ -187,6 +187,7 @@ class PreparedForward(host.CheckedForward, OnGpu):
             )
             tensors["x" if name == "input" else name] = rows
             copied.append(copies)
+        self.records = purpose is FOR_GRADIENTS
         self.draws_seed = options.dropout_p > 0 and operands.dropout_seed is None
         of_one = ["dropout_seed"] * (options.dropout_p > 0 and not _is_int(operands.dropout_seed))
         of_one += [name for name in ("scale", "amax") if getattr(operands, name) is not None]

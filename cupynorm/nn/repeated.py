@@ -1,0 +1,47 @@
+"""torch: whether a call is like the last one of its kind, which is checked and prepared.
+
+One call of torch compares the layouts of all tensors; keys of them take ten calls a tensor.
+"""
+
+from __future__ import annotations
+
+from functools import reduce
+from operator import or_
+from typing import Any
+
+import torch
+
+from ..norm.kept import keep
+from ..norm.on_gpu import OnGpu
+
+_address = torch.Tensor.data_ptr
+_same_layouts = torch._C._dynamo.guards.TensorGuards  # private; torch.compile's own checks
+
+
+class Repeated:
+    """A prepared call, and the layouts that its tensors had last."""
+
+    __slots__ = ("_are_same", "prepared")
+
+    def __init__(self, prepared: Any, operands: tuple) -> None:
+        self.prepared = prepared
+        self._are_same = _same_layouts(
+            *prepared.read(operands), dynamic_dims_sizes=None, dynamic_dims_strides=None
+        ).check
+
+    def fits(self, operands: tuple) -> bool:
+        """Whether the tensors that the call reads are like those of last time.
+
+        Compared are classes, dtypes, shapes, strides, devices and requires_grad. Addresses must be
+        multiples of 16.
+        """
+        given = self.prepared.read(operands)
+        return self._are_same(*given) and not reduce(or_, map(_address, given)) & 15
+
+
+def remember(calls: dict, kind: tuple | None, prepared: Any, operands: tuple) -> None:
+    """Keeps a call that kernels compute as the last one of its kind, unless a tensor is copied or
+    not aligned to 16 bytes."""
+    if isinstance(prepared, OnGpu) and not prepared.copies:
+        if not reduce(or_, map(_address, prepared.read(operands))) & 15:
+            keep(calls, kind, Repeated(prepared, operands))
