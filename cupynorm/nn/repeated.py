@@ -40,8 +40,10 @@ class Repeated:
 
 
 def remember(calls: dict, kind: tuple | None, prepared: Any, operands: tuple) -> None:
-    """Keeps a call that kernels compute as the last one of its kind, unless a tensor is copied or
-    not aligned to 16 bytes."""
-    if isinstance(prepared, OnGpu) and not prepared.copies:
-        if not reduce(or_, map(_address, prepared.read(operands))) & 15:
-            keep(calls, kind, Repeated(prepared, operands))
+    """Keeps a call that kernels compute as the last one of its kind, unless it draws a seed, or a
+    tensor is copied or not aligned to 16 bytes."""
+    if kind is None or not isinstance(prepared, OnGpu) or prepared.copies:
+        return
+    given = prepared.read(operands)
+    if all(each is not None and not each.data_ptr() & 15 for each in given):
+        keep(calls, kind, Repeated(prepared, operands))

@@ -1,7 +1,4 @@
-"""Calls like the last one of their kind, on CPU tensors that the prepared calls take for CUDA's.
-
-Kernels are planned as for an H200. What they would be launched with is recorded.
-"""
+"""Calls like the last one of their kind. What kernels would be launched with is recorded."""
 
 from __future__ import annotations
 
@@ -11,34 +8,16 @@ from itertools import permutations
 import pytest
 
 import cupynorm
-from cupynorm.gpu import arrays, launch
+from cupynorm.gpu import launch
 from cupynorm.norm import kept
-from cupynorm.plan.devices import DEVICES
 
 torch = pytest.importorskip("torch")
 from cupynorm.nn import autograd  # noqa: E402
 
 
-class CpuLibrary(arrays.TorchLibrary):
-    """torch's CPU tensors as if they were on device 0."""
-
-    def __init__(self, device_index: int) -> None:
-        self.address = torch.Tensor.data_ptr
-        self.exchange_device = lambda index: index
-        self.stream = lambda: 0
-
-    @staticmethod
-    def allocator(shape, dtype):
-        return partial(torch.zeros, shape, dtype=dtype)
-
-    @staticmethod
-    def view(tensor):
-        return arrays.TorchLibrary.view(tensor)._replace(device=0)
-
-
 @pytest.fixture
-def launched(monkeypatch):
-    """The kernel and the words of each launch. Counts checks in `launched.checks`."""
+def launched(kernels, monkeypatch):
+    """The kernel and the words of each launch. `launched.checks` counts calls that were checked."""
 
     class Launched(list):
         checks = 0
@@ -52,10 +31,6 @@ def launched(monkeypatch):
         def enqueue(self, stream, words):
             found.append((self.planned, words))
 
-    monkeypatch.setattr(arrays, "on_host", lambda array: False)
-    monkeypatch.setattr(arrays, "library", lambda array: CpuLibrary)
-    monkeypatch.setattr(arrays, "view", CpuLibrary.view)
-    monkeypatch.setattr(launch, "device", lambda index: DEVICES["H200"])
     monkeypatch.setattr(launch, "load", Kernel)
     for name in ("prepare_forward", "prepare_backward"):
         plain = getattr(autograd, name)
@@ -65,9 +40,7 @@ def launched(monkeypatch):
             return plain(*arguments)
 
         monkeypatch.setattr(autograd, name, counted)
-    kept.forget()
-    yield found
-    kept.forget()
+    return found
 
 
 def tensor(*shape, dtype=torch.bfloat16, shift=0, **options):
