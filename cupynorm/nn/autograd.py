@@ -12,6 +12,7 @@ The kernels compute the gradients; the formulas differentiate them in turn.
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import torch
 from torch.autograd import forward_ad
@@ -28,6 +29,7 @@ from ..norm.request import (
     ForwardOptions,
     ForwardRequest,
     is_plain,
+    weight_of,
 )
 from ..norm.results import Backward
 from . import dtensor, formulas, functor_operators, fused_operators, operators
@@ -43,7 +45,7 @@ from .modes import (
     present_tracer,
     wants_gradient,
 )
-from .repeated import remember
+from .repeated import Repeated, remember
 
 # Called by these names in each call: an attribute of a module takes longer.
 _is_grad_enabled = torch.is_grad_enabled
@@ -72,7 +74,7 @@ def normalize(
     arithmetic is float32 anyway, only the last rounding is left out, and every gradient has the
     dtype of its tensor.
     """
-    operands, options = request
+    operands, options = asked = request
     if options.out_dtype is None and operands.out is None and _is_cuda_autocast():
         if operands.input.is_cuda:
             options = options._replace(out_dtype=formulas.arithmetic(operands.input))
@@ -90,47 +92,74 @@ def normalize(
         return _with_functors(request, compiling)
     if compiling or num_dispatch_modes() or is_jit_traced():
         return _traced(request)
+    input, weight, bias, residual, _, row_scale, _, weight1, bias1, *_ = operands
+    tensors = (input, weight, bias, residual, weight1, bias1)
+    if input.is_meta or _is_wrapped(*tensors, row_scale):
+        return _traced(request)
+    recorded = _is_grad_enabled() and wants_gradient(*tensors)
+    prepared, operands = prepare_forward(request, FOR_GRADIENTS if recorded else FOR_Y)
+    remember(repeated, _kind(*asked), prepared, operands)
+    return _run(prepared, operands, recorded)
+
+
+def repeat(operands: tuple, options: tuple) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """y and the sum, if the call is like the last one of its kind; else None.
+
+    operands, options: the fields of ForwardOperands and ForwardOptions.
+    """
+    if (
+        is_compiling()
+        or has_functorch_transforms()
+        or forward_ad._current_level >= 0
+        or num_dispatch_modes()
+        or is_jit_traced()
+    ):
+        return None
+    known = _known(_kind(operands, options))
+    if known is None or not known.fits(operands):
+        return None
+    y, _, added = _run(known.prepared, operands, known.prepared.records)
+    return y, added
+
+
+def _known(kind: tuple | None) -> Repeated | None:
     try:
-        known = repeated.get(kind := _kind(request))
+        return repeated.get(kind)
     except TypeError:  # an option that cannot be a key: the checks say so
-        kind = known = None
-    if known is not None and known.fits(operands):
-        prepared = known.prepared
-        recorded = prepared.records
-    else:
-        tensors = (operands.input, operands.weight, operands.bias, operands.residual)
-        tensors = (*tensors, operands.weight1, operands.bias1)
-        if operands.input.is_meta or _is_wrapped(*tensors, operands.row_scale):
-            return _traced(request)
-        recorded = _is_grad_enabled() and wants_gradient(*tensors)
-        prepared, operands = prepare_forward(request, FOR_GRADIENTS if recorded else FOR_Y)
-        remember(repeated, kind, prepared, operands)
+        return None
+
+
+def _run(prepared: Any, operands: tuple, recorded: bool) -> tuple:
+    """What normalize returns."""
     made = prepared.run(operands)
     if not recorded:
         y, _, _, added, y1, _ = made
         return y, y1, added
     outputs = _apply((prepared, operands, made), *prepared.read_differentiable(operands))
     y, y1, added = prepared.split_outputs(outputs)
-    if options.quantization is not None:
+    if prepared.options.quantization is not None:
         made[0].attach(partial(_PassingGradients.apply, y))
         y = made[0]
-    return y, y1, operands.input if added is None else added
+    return y, y1, operands[0] if added is None else added
 
 
-def _kind(request: ForwardRequest) -> tuple | None:
+def _kind(operands: tuple, options: tuple) -> tuple | None:
     """What a forward's prepared call depends on besides the layouts of its input, weight, bias and
     residual. None: on more."""
-    operands, options = request
-    _, weight, bias, residual, out, row_scale, seed, weight1, bias1, scale, amax, _ = operands
-    if not (out is row_scale is seed is weight1 is bias1 is scale is amax is None):
+    _, weight, bias, residual, out, row_scale, seed, weight1, bias1, scale, amax, own = operands
+    _, _, eps, _, _, _, dropout_p, _, _, quantization, _ = options
+    has_no_more = out is row_scale is seed is weight1 is bias1 is scale is amax is own is None
+    if not has_no_more or quantization is not None:
         return None
     return (
         options,
-        options.eps.__class__,  # True equals 1.0 and is refused
+        eps.__class__,  # True equals 1.0 and is refused
+        dropout_p.__class__,
         weight is None,
         bias is None,
         residual is None,
         _is_grad_enabled(),
+        _is_cuda_autocast(),  # decides the dtype of y
     )
 
 
@@ -279,8 +308,9 @@ class _Norm(torch.autograd.Function):
         # Backward needs no row but the normalised one: the input, or the sum that is returned.
         y, mean, rstd, added, _, seed = made
         if prepared.is_plain:
-            ctx.save_for_backward(added, mean, rstd, operands.weight)
+            ctx.save_for_backward(added, mean, rstd, weight_of(operands))
             return prepared.pick_outputs(made)
+        operands = ForwardOperands._make(operands)
         options = prepared.options
         kept = (y, None) if options.memory_efficient else (added, mean)
         of_bias = operands.bias if options.memory_efficient else None
