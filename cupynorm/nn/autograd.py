@@ -45,7 +45,7 @@ from .modes import (
     present_tracer,
     wants_gradient,
 )
-from .repeated import Repeated, remember
+from .repeated import remember
 
 # Called by these names in each call: an attribute of a module takes longer.
 _is_grad_enabled = torch.is_grad_enabled
@@ -74,6 +74,10 @@ def normalize(
     arithmetic is float32 anyway, only the last rounding is left out, and every gradient has the
     dtype of its tensor.
     """
+    made = repeat(*request)
+    if made is not None:
+        y, added = made
+        return y, None, added
     operands, options = asked = request
     if options.out_dtype is None and operands.out is None and _is_cuda_autocast():
         if operands.input.is_cuda:
@@ -115,18 +119,14 @@ def repeat(operands: tuple, options: tuple) -> tuple[torch.Tensor, torch.Tensor]
         or is_jit_traced()
     ):
         return None
-    known = _known(_kind(operands, options))
+    try:
+        known = repeated.get(_kind(operands, options))
+    except (TypeError, RuntimeError):  # no tensor, or an option that cannot be a key: checked later
+        return None
     if known is None or not known.fits(operands):
         return None
     y, _, added = _run(known.prepared, operands, known.prepared.records)
     return y, added
-
-
-def _known(kind: tuple | None) -> Repeated | None:
-    try:
-        return repeated.get(kind)
-    except TypeError:  # an option that cannot be a key: the checks say so
-        return None
 
 
 def _run(prepared: Any, operands: tuple, recorded: bool) -> tuple:
@@ -146,7 +146,7 @@ def _run(prepared: Any, operands: tuple, recorded: bool) -> tuple:
 def _kind(operands: tuple, options: tuple) -> tuple | None:
     """What a forward's prepared call depends on besides the layouts of its input, weight, bias and
     residual. None: on more."""
-    _, weight, bias, residual, out, row_scale, seed, weight1, bias1, scale, amax, own = operands
+    input, weight, bias, residual, out, row_scale, seed, weight1, bias1, scale, amax, own = operands
     _, _, eps, _, _, _, dropout_p, _, _, quantization, _ = options
     has_no_more = out is row_scale is seed is weight1 is bias1 is scale is amax is own is None
     if not has_no_more or quantization is not None:
@@ -160,6 +160,7 @@ def _kind(operands: tuple, options: tuple) -> tuple | None:
         residual is None,
         _is_grad_enabled(),
         _is_cuda_autocast(),  # decides the dtype of y
+        input.numel(),  # so that calls with rows of other numbers keep their own
     )
 
 

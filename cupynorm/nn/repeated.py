@@ -1,6 +1,7 @@
 """torch: whether a call is like the last one of its kind, which is checked and prepared.
 
-One call of torch compares the layouts of all tensors; keys of them take ten calls a tensor.
+torch compares the layouts of all tensors in one call. A key of them, as norm/prepared.py makes it,
+takes six calls for each tensor.
 """
 
 from __future__ import annotations
@@ -14,8 +15,9 @@ import torch
 from ..norm.kept import keep
 from ..norm.on_gpu import OnGpu
 
+# Private; torch.compile checks with it whether compiled code fits its arguments.
+_TensorGuards = torch._C._dynamo.guards.TensorGuards
 _address = torch.Tensor.data_ptr
-_same_layouts = torch._C._dynamo.guards.TensorGuards  # private; torch.compile's own checks
 
 
 class Repeated:
@@ -25,7 +27,7 @@ class Repeated:
 
     def __init__(self, prepared: Any, operands: tuple) -> None:
         self.prepared = prepared
-        self._are_same = _same_layouts(
+        self._are_same = _TensorGuards(
             *prepared.read(operands), dynamic_dims_sizes=None, dynamic_dims_strides=None
         ).check
 
@@ -33,7 +35,7 @@ class Repeated:
         """Whether the tensors that the call reads are like those of last time.
 
         Compared are classes, dtypes, shapes, strides, devices and requires_grad. Addresses must be
-        multiples of 16.
+        multiples of 16. A tensor that is given twice does not fit.
         """
         given = self.prepared.read(operands)
         return self._are_same(*given) and not reduce(or_, map(_address, given)) & 15

@@ -10,6 +10,7 @@ import pytest
 import cupynorm
 from cupynorm.gpu import launch
 from cupynorm.norm import kept
+from cupynorm.norm.request import ForwardOperands, ForwardOptions, ForwardRequest
 
 torch = pytest.importorskip("torch")
 from cupynorm.nn import autograd  # noqa: E402
@@ -129,6 +130,11 @@ def test_a_repeated_forward_is_not_checked_again(launched):
         before = launched.checks
         recorded(launched, name)
         assert launched.checks == before, name
+    recorded(launched, "plain")
+    before = launched.checks
+    for name in ("more rows", "plain", "more rows"):  # they do not displace each other
+        recorded(launched, name)
+    assert launched.checks == before + 1
     cupynorm.layer_norm(tensor(4, 64), 64, tensor(64), eps=1.0)
     with pytest.raises(TypeError, match="eps is True"):
         cupynorm.layer_norm(tensor(4, 64), 64, tensor(64), eps=True)
@@ -210,3 +216,16 @@ def test_what_a_hook_unpacks_may_have_another_layout(launched):
         assert words[words.index(other.data_ptr()) + 1] == other.stride(0)
         plans.append(planned)
     assert plans[1] != plans[0]
+
+
+def test_a_request_is_repeated_too(launched):
+    """As a LayerNormLinear of DTensors makes it."""
+    x = tensor(4, 64, grad=True)
+    request = ForwardRequest(ForwardOperands(x, tensor(64)), ForwardOptions(True, (64,), 1e-5))
+    first = autograd.normalize(request)
+    assert launched.checks == 1
+    second = autograd.normalize(request)
+    assert launched.checks == 1 and len(first) == len(second) == 3
+    assert second[0].requires_grad and second[1] is None and second[2] is x
+    cupynorm.layer_norm(x, 64, tensor(64))
+    assert launched.checks == 1
