@@ -12,15 +12,15 @@ The kernels compute the gradients; the formulas differentiate them in turn.
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import torch
 from torch.autograd import forward_ad
 
-from ..gpu.arrays import TorchLibrary
 from ..norm import route
 from ..norm.checks import check_forward
 from ..norm.host import DIFFERENTIABLE
-from ..norm.kept import keep
+from ..norm.kept import repeated
 from ..norm.prepared import FOR_GRADIENTS, FOR_Y, prepare_backward, prepare_forward
 from ..norm.request import (
     BackwardOperands,
@@ -29,6 +29,7 @@ from ..norm.request import (
     ForwardOptions,
     ForwardRequest,
     is_plain,
+    weight_of,
 )
 from ..norm.results import Backward
 from . import dtensor, formulas, functor_operators, fused_operators, operators
@@ -44,6 +45,7 @@ from .modes import (
     present_tracer,
     wants_gradient,
 )
+from .repeated import remember
 
 # Called by these names in each call: an attribute of a module takes longer.
 _is_grad_enabled = torch.is_grad_enabled
@@ -72,7 +74,11 @@ def normalize(
     arithmetic is float32 anyway, only the last rounding is left out, and every gradient has the
     dtype of its tensor.
     """
-    operands, options = request
+    made = repeat(*request)
+    if made is not None:
+        y, added = made
+        return y, None, added
+    operands, options = asked = request
     if options.out_dtype is None and operands.out is None and _is_cuda_autocast():
         if operands.input.is_cuda:
             options = options._replace(out_dtype=formulas.arithmetic(operands.input))
@@ -86,39 +92,76 @@ def normalize(
     if compiling and options.quantization is not None:
         # A QuantizedTensor is not a tensor, so this call breaks the graph.
         return torch.compiler.disable(normalize)(request)
-    input, weight, bias, residual, _, row_scale, _, weight1, bias1, _, _, functors = operands
-    if functors is not None:
+    if operands.functors is not None:
         return _with_functors(request, compiling)
+    if compiling or num_dispatch_modes() or is_jit_traced():
+        return _traced(request)
+    input, weight, bias, residual, _, row_scale, _, weight1, bias1, *_ = operands
     tensors = (input, weight, bias, residual, weight1, bias1)
-    if (
-        compiling
-        or num_dispatch_modes()
-        or is_jit_traced()
-        or input.is_meta
-        or not (
-            input.__class__ in PLAIN
-            and weight.__class__ in PLAIN
-            and bias.__class__ in PLAIN
-            and residual.__class__ in PLAIN
-            and weight1.__class__ in PLAIN
-            and bias1.__class__ in PLAIN
-            and row_scale.__class__ in PLAIN
-        )
-        and _is_wrapped(*tensors, row_scale)
-    ):
+    if input.is_meta or _is_wrapped(*tensors, row_scale):
         return _traced(request)
     recorded = _is_grad_enabled() and wants_gradient(*tensors)
     prepared, operands = prepare_forward(request, FOR_GRADIENTS if recorded else FOR_Y)
+    remember(repeated, _kind(*asked), prepared, operands)
+    return _run(prepared, operands, recorded)
+
+
+def repeat(operands: tuple, options: tuple) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """y and the sum, if the call is like the last one of its kind; else None.
+
+    operands, options: the fields of ForwardOperands and ForwardOptions.
+    """
+    if (
+        is_compiling()
+        or has_functorch_transforms()
+        or forward_ad._current_level >= 0
+        or num_dispatch_modes()
+        or is_jit_traced()
+    ):
+        return None
+    try:
+        known = repeated.get(_kind(operands, options))
+    except (TypeError, RuntimeError):  # no tensor, or an option that cannot be a key: checked later
+        return None
+    if known is None or not known.fits(operands):
+        return None
+    y, _, added = _run(known.prepared, operands, known.prepared.records)
+    return y, added
+
+
+def _run(prepared: Any, operands: tuple, recorded: bool) -> tuple:
+    """What normalize returns."""
+    made = prepared.run(operands)
     if not recorded:
-        y, _, _, added, y1, _ = prepared.run(operands)
+        y, _, _, added, y1, _ = made
         return y, y1, added
-    call = _Recorded(prepared, operands)
-    outputs = _apply(call, *prepared.read_differentiable(operands))
+    outputs = _apply((prepared, operands, made), *prepared.read_differentiable(operands))
     y, y1, added = prepared.split_outputs(outputs)
-    if call.quantized is not None:
-        call.quantized.attach(partial(_PassingGradients.apply, y))
-        y = call.quantized
-    return y, y1, operands.input if added is None else added
+    if prepared.options.quantization is not None:
+        made[0].attach(partial(_PassingGradients.apply, y))
+        y = made[0]
+    return y, y1, operands[0] if added is None else added
+
+
+def _kind(operands: tuple, options: tuple) -> tuple | None:
+    """What a forward's prepared call depends on besides the layouts of its input, weight, bias and
+    residual. None: on more."""
+    input, weight, bias, residual, out, row_scale, seed, weight1, bias1, scale, amax, own = operands
+    _, _, eps, _, _, _, dropout_p, _, _, quantization, _ = options
+    has_no_more = out is row_scale is seed is weight1 is bias1 is scale is amax is own is None
+    if not has_no_more or quantization is not None:
+        return None
+    return (
+        options,
+        eps.__class__,  # True equals 1.0 and is refused
+        dropout_p.__class__,
+        weight is None,
+        bias is None,
+        residual is None,
+        _is_grad_enabled(),
+        _is_cuda_autocast(),  # decides the dtype of y
+        input.numel(),  # so that calls with rows of other numbers keep their own
+    )
 
 
 def _with_functors(request: ForwardRequest, compiling: bool) -> tuple:
@@ -251,42 +294,36 @@ def _transformed(request: ForwardRequest) -> tuple:
 # Eager.
 
 
-class _Recorded:
-    """A forward whose gradients are recorded: its prepared call, and an 8-bit y that came out."""
-
-    __slots__ = ("operands", "prepared", "quantized")
-
-    def __init__(self, prepared, operands: ForwardOperands) -> None:
-        self.prepared, self.operands, self.quantized = prepared, operands, None
-
-
 class _Norm(torch.autograd.Function):
-    """Inputs and outputs are the tensors that there are: each one costs host time."""
+    """Records what a forward has made.
+
+    Inputs and outputs are the tensors that there are: each one costs host time.
+    """
 
     @staticmethod
     def forward(ctx, call, *tensors):
-        prepared, operands = call.prepared, call.operands
-        y, mean, rstd, added, y1, seed = prepared.run(operands)
+        """call: a prepared forward, its operands, and what its run returned."""
+        prepared, operands, made = call
         ctx.prepared = prepared
         ctx.set_materialize_grads(False)
         # Backward needs no row but the normalised one: the input, or the sum that is returned.
-        weight = operands.weight
+        y, mean, rstd, added, _, seed = made
         if prepared.is_plain:
-            ctx.save_for_backward(added, mean, rstd, weight)
-            return prepared.outputs_of(y, y1, added)
+            ctx.save_for_backward(added, mean, rstd, weight_of(operands))
+            return prepared.pick_outputs(made)
+        operands = ForwardOperands._make(operands)
         options = prepared.options
         kept = (y, None) if options.memory_efficient else (added, mean)
         of_bias = operands.bias if options.memory_efficient else None
         is_tensor = isinstance(seed, torch.Tensor)
         ctx.seed = None if is_tensor else seed
         of_seed = seed if is_tensor else None
-        parameters = (weight, operands.weight1, operands.row_scale, of_seed, of_bias)
+        parameters = (operands.weight, operands.weight1, operands.row_scale, of_seed, of_bias)
         ctx.save_for_backward(*kept, rstd, *parameters)
         if options.quantization is not None:
             # 8-bit floats take no gradient: a tensor of y's shape without its memory takes it.
-            call.quantized = y
-            y = added.new_empty(1).expand(added.shape)
-        return prepared.outputs_of(y, y1, added)
+            made = (added.new_empty(1).expand(added.shape), *made[1:])
+        return prepared.pick_outputs(made)
 
     @staticmethod
     def backward(ctx, *upstream):
@@ -296,8 +333,6 @@ class _Norm(torch.autograd.Function):
 
 # _Norm.apply without its work for functorch's transforms (vmap, grad, jvp): a third of its time.
 _apply = super(torch.autograd.Function, _Norm).apply
-
-_layout_key = TorchLibrary.layout_key
 
 
 def _plain_gradients(ctx, dy, _, dsum) -> tuple:
@@ -322,25 +357,14 @@ def _gradients(ctx, operands: BackwardOperands) -> tuple:
     if torch.is_grad_enabled():  # create_graph=True: the operator knows the gradients' derivatives
         request = BackwardRequest(operands, _with_wanted(ctx))
         return operators.norm_backward(request)[:3]
-    dy, x, mean, rstd, weight, dsum, *_ = operands
+    kind = ctx.needs_input_grad, operands.dsum is None
+    known = forward.backwards.get(kind)
     # What was saved may have another layout now: torch lets hooks pack and unpack it.
-    try:
-        key = (
-            _layout_key(dy),
-            _layout_key(dsum),
-            _layout_key(x),
-            _layout_key(weight),
-            mean is None or mean.is_contiguous(),
-            rstd.is_contiguous(),
-            ctx.needs_input_grad,
-        )
-        prepared = forward.backwards.get(key)
-    except RuntimeError:  # a sparse dy: the checks refuse it
-        key = prepared = None
-    if prepared is None:
-        prepared, _ = prepare_backward(BackwardRequest(operands, _with_wanted(ctx)))
-        keep(forward.backwards, key, prepared)
-    return prepared.run(operands)[:3]
+    if known is not None and known.fits(operands):
+        return known.prepared.run(operands)[:3]
+    prepared, checked = prepare_backward(BackwardRequest(operands, _with_wanted(ctx)))
+    remember(forward.backwards, kind, prepared, checked)
+    return prepared.run(checked)[:3]
 
 
 def _with_wanted(ctx):

@@ -20,7 +20,7 @@ from .options import (
 )
 from .request import Array, ForwardOperands, ForwardOptions, ForwardRequest
 from .results import Forward, FusedForward
-from .route import explicit_forward, normalize
+from .route import call, explicit_forward
 
 
 def layer_norm(
@@ -173,12 +173,25 @@ def layer_norm(
     options that do not fit; cupynorm.MissingLibraryError if the input is on a GPU and CuPy or NVRTC
     is not installed.
     """
-    operands = ForwardOperands(
-        input, weight, bias, residual, out, row_scale, dropout_seed, weight1, bias1, scale, amax
-    )
+    functors = None
     if load is not None or store is not None:
-        operands = operands._replace(functors=bound(load, store, return_residual, residual))
-    options = ForwardOptions(
+        functors = bound(load, store, return_residual, residual)
+    # The fields of ForwardOperands and ForwardOptions.
+    operands = (
+        input,
+        weight,
+        bias,
+        residual,
+        out,
+        row_scale,
+        dropout_seed,
+        weight1,
+        bias1,
+        scale,
+        amax,
+        functors,
+    )
+    options = (
         True,
         extents_of(normalized_shape),
         eps,
@@ -191,7 +204,7 @@ def layer_norm(
         quantization(out_dtype, scale, amax, power_of_two, transpose),
         launch_options(strategy, tile, statistics, sm_margin),
     )
-    return normalize(complete(ForwardRequest(operands, options)), return_residual)
+    return call(operands, options, return_residual)
 
 
 def rms_norm(
@@ -240,12 +253,25 @@ def rms_norm(
     NaN is NaN. A row that holds Inf is NaN there and 0 * weight elsewhere, as in float64; so is,
     elsewhere too, a row whose squares sum beyond 3.4e38.
     """
-    operands = ForwardOperands(
-        input, weight, bias, residual, out, row_scale, dropout_seed, weight1, bias1, scale, amax
-    )
+    functors = None
     if load is not None or store is not None:
-        operands = operands._replace(functors=bound(load, store, return_residual, residual))
-    options = ForwardOptions(
+        functors = bound(load, store, return_residual, residual)
+    # The fields of ForwardOperands and ForwardOptions.
+    operands = (
+        input,
+        weight,
+        bias,
+        residual,
+        out,
+        row_scale,
+        dropout_seed,
+        weight1,
+        bias1,
+        scale,
+        amax,
+        functors,
+    )
+    options = (
         False,
         extents_of(normalized_shape),
         eps,
@@ -258,7 +284,7 @@ def rms_norm(
         quantization(out_dtype, scale, amax, power_of_two, transpose),
         launch_options(strategy, tile, statistics, sm_margin),
     )
-    return normalize(complete(ForwardRequest(operands, options)), return_residual)
+    return call(operands, options, return_residual)
 
 
 def layer_norm_forward(

@@ -42,46 +42,52 @@ class Seed(NamedTuple):
 Words = list  # of constants, Address and Seed
 
 
-class Template:
-    """The argument of one kernel, for tensors that come in a known order.
+class Arguments:
+    """The arguments of a call's kernels, for tensors that come in a known order.
 
-    Each word is picked from the addresses of a run, the seed and the constants of the plan, by one
-    itemgetter: this runs in every call.
+    The words of all kernels are one tuple: the addresses of a run, the constants of the plan, the
+    seed, and sums of an address and an offset. Each kernel has an itemgetter that picks its own
+    from them, because this runs in every call.
     """
 
-    def __init__(self, words: Words, order: Sequence[str]) -> None:
+    def __init__(self, arguments: Sequence[Words], order: Sequence[str]) -> None:
         """order: names of the tensors of a run. Any other tensor is absent: its address is 0."""
         indices = {name: index for index, name in enumerate(order)}
-        there = [word for word in words if isinstance(word, Address) and word.tensor in indices]
-        self.offsets = [(indices[word.tensor], word.offset) for word in there if word.offset]
-        constants = [0, *(word for word in words if not isinstance(word, (Address, Seed)))]
+        words = [word for argument in arguments for word in argument]
+        sums = [word for word in words if _has_offset(word) and word.tensor in indices]
+        self.sums = [(indices[word.tensor], word.offset) for word in sums]
+        constants = [word for word in words if not isinstance(word, (Address, Seed))]
+        self.constants = (0, *constants)
         self.takes_seed = any(isinstance(word, Seed) for word in words)
-        self.constants = tuple(constants)
         absent = len(order)
-        constant = iter(range(absent + 1, absent + len(constants)))
-        seed = absent + len(constants)
-        behind = iter(range(seed + self.takes_seed, seed + self.takes_seed + len(self.offsets)))
-        picked = []
-        for word in words:
-            if isinstance(word, Seed):
-                picked.append(seed)
-            elif not isinstance(word, Address):
-                picked.append(next(constant))
-            elif word.tensor not in indices:
-                picked.append(absent)
-            else:
-                picked.append(next(behind) if word.offset else indices[word.tensor])
-        self.pick = itemgetter(*picked)
+        constant = iter(range(absent + 1, absent + len(self.constants)))
+        seed = absent + len(self.constants)
+        sum_ = iter(range(seed + self.takes_seed, seed + self.takes_seed + len(sums)))
 
-    def fill(self, addresses: tuple[int, ...], seed: object = 0) -> tuple:
-        """The words. addresses: in the order of the run. seed: an int, or an array that is among
-        them."""
-        picked_from = addresses + self.constants
+        def place(word: object) -> int:
+            if isinstance(word, Seed):
+                return seed
+            if not isinstance(word, Address):
+                return next(constant)
+            if word.tensor not in indices:
+                return absent
+            return next(sum_) if word.offset else indices[word.tensor]
+
+        self.picks = [itemgetter(*map(place, argument)) for argument in arguments]
+
+    def words(self, addresses: tuple[int, ...], seed: object = 0) -> tuple:
+        """What each of `picks` picks from. addresses: in the order of the run. seed: an int, or an
+        array that is among them."""
+        words = addresses + self.constants
         if self.takes_seed:
-            picked_from += (seed if seed.__class__ is int else 0,)
-        if self.offsets:
-            picked_from += tuple(addresses[index] + offset for index, offset in self.offsets)
-        return self.pick(picked_from)
+            words += (seed if seed.__class__ is int else 0,)
+        if self.sums:
+            words += tuple([addresses[index] + offset for index, offset in self.sums])
+        return words
+
+
+def _has_offset(word: object) -> bool:
+    return isinstance(word, Address) and word.offset != 0
 
 
 class Call(NamedTuple):
@@ -93,16 +99,15 @@ class Call(NamedTuple):
     partials_shape: tuple[int, ...] | None = None  # of a scratch tensor named "partials"
     can_write_over_dy: bool = False
 
-    def templates(self, order: Sequence[str]) -> list[Template]:
+    def arguments_of(self, order: Sequence[str]) -> Arguments:
         """order: names of the tensors that a run has."""
-        return [Template(words, order) for words in self.arguments]
+        return Arguments(self.arguments, order)
 
     def fill(self, addresses: Mapping[str, int], seed: int = 0) -> list[tuple]:
         """The words of each kernel's argument; addresses: of the tensors that are there."""
-        filled = []
-        for template in self.templates(list(addresses)):
-            filled.append(template.fill(tuple(addresses.values()), seed))
-        return filled
+        arguments = self.arguments_of(list(addresses))
+        words = arguments.words(tuple(addresses.values()), seed)
+        return [pick(words) for pick in arguments.picks]
 
 
 def _layout(num_cols: int, tensors: Tensors) -> Layout:

@@ -77,15 +77,12 @@ class CheckedForward:
         # From gradients in the order of DIFFERENTIABLE, and None.
         places = [DIFFERENTIABLE.index(name) for name in self.differentiable]
         self.pick_gradients = itemgetter(-1, *places)
-
-    def outputs_of(self, y: Array, y1: Array | None, added: Array | None) -> Any:
-        """What autograd returns: y, or a tuple where there is more."""
-        if self.has_second:
-            return (y, y1, added) if self.makes_sum else (y, y1)
-        return (y, added) if self.makes_sum else y
+        # From a FusedForward, what autograd returns: y, or a tuple where there is more.
+        outputs = ["y", *["y1"] * self.has_second, *["sum"] * self.makes_sum]
+        self.pick_outputs = itemgetter(*map(FusedForward._fields.index, outputs))
 
     def split_outputs(self, outputs: Any) -> tuple:
-        """(y, y1, sum) of what outputs_of returned, or of the gradients of that."""
+        """(y, y1, sum) of what pick_outputs picked, or of the gradients of that."""
         if not self.makes_sum and not self.has_second:
             return (outputs[0] if outputs.__class__ is tuple else outputs), None, None
         if not self.has_second:

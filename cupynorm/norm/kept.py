@@ -6,6 +6,7 @@ from typing import Any
 
 forwards: dict[tuple, Any] = {}
 backwards: dict[tuple, Any] = {}
+repeated: dict[tuple, Any] = {}  # of torch's tensors, the last forward of each kind
 matrices: dict[tuple, Any] = {}  # quantisations, surveys, updates of scales
 _MOST = 4096  # then all are dropped: a program with ever new shapes must not fill the memory
 
@@ -20,5 +21,5 @@ def keep(prepared: dict, key: tuple | None, value: object) -> None:
 
 def forget() -> None:
     """Drops every prepared call, so that the next of each kind is planned anew."""
-    for prepared in (forwards, backwards, matrices):
+    for prepared in (forwards, backwards, repeated, matrices):
         prepared.clear()

@@ -9,7 +9,7 @@ from typing import Any
 from ..gpu import arrays, launch
 from ..gpu.arrays import Rows
 from ..plan.functors import Functors
-from .arguments import Call, Template
+from .arguments import Call
 from .functors import PlacedFunctors, place_all, summed
 from .request import Array
 
@@ -65,7 +65,7 @@ class OnGpu:
         else:
             self.read = lambda operands: (operands[indices[0]],)
         self.copies: tuple[bool, ...] = ()
-        self.steps: list[tuple[Any, Template]] = []
+        self.steps: list[tuple[Any, Callable[[tuple], tuple]]] = []
 
     def read_functors(
         self,
@@ -112,10 +112,9 @@ class OnGpu:
 
     def compile(self, call: Call, order: list[str]) -> None:
         """order: names of the tensors in the order in which a run has their addresses."""
-        self.steps = [
-            (launch.load(each, self.device_index), template)
-            for each, template in zip(call.launches, call.templates(order))
-        ]
+        self.arguments = call.arguments_of(order)
+        kernels = [launch.load(each, self.device_index) for each in call.launches]
+        self.steps = [*zip(kernels, self.arguments.picks)]
 
     def contiguous(self, given: tuple) -> tuple:
         return tuple(
@@ -126,8 +125,9 @@ class OnGpu:
     def enqueue(self, addresses: tuple[int, ...], seed: object) -> None:
         """addresses: in the order that compile was given."""
         stream = self.library.stream()
-        for kernel, template in self.steps:
-            kernel.enqueue(stream, template.fill(addresses, seed))
+        words = self.arguments.words(addresses, seed)
+        for kernel, pick in self.steps:
+            kernel.enqueue(stream, pick(words))
 
 
 class Tensors:

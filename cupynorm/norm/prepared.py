@@ -38,6 +38,7 @@ from .request import (
     BackwardRequest,
     ForwardOperands,
     ForwardRequest,
+    input_and_seed_of,
 )
 
 # What a forward is for: y; y and statistics; both, where gradients are recorded; statistics alone.
@@ -187,6 +188,7 @@ class PreparedForward(host.CheckedForward, OnGpu):
             )
             tensors["x" if name == "input" else name] = rows
             copied.append(copies)
+        self.records = purpose is FOR_GRADIENTS
         self.draws_seed = options.dropout_p > 0 and operands.dropout_seed is None
         of_one = ["dropout_seed"] * (options.dropout_p > 0 and not _is_int(operands.dropout_seed))
         of_one += [name for name in ("scale", "amax") if getattr(operands, name) is not None]
@@ -266,22 +268,27 @@ class PreparedForward(host.CheckedForward, OnGpu):
         return makers
 
     def run(self, operands: ForwardOperands) -> tuple:
-        """Allocates and launches: the fields of a FusedForward. operands: as those it was prepared
-        for."""
+        """Allocates and launches: the fields of a FusedForward.
+
+        operands: like those for which it was prepared. A plain tuple is enough where a call is
+        repeated (cupynorm.nn.repeated).
+        """
         library = self.library
+        input, seed = input_and_seed_of(operands)
         former = library.exchange_device(self.device_index)
         try:
             if self.draws_seed:
-                operands = operands._replace(dropout_seed=draw_seed(operands.input))
+                seed = draw_seed(input)
+                operands = operands._replace(dropout_seed=seed)
             given = self.read(operands)
             if self.copies:
                 given = self.contiguous(given)
             tensors = given + self.make()
             if self.zeroed is not None:
                 fill((tensors[self.zeroed],), 0.0)
-            results = self.results((*tensors, operands.input, operands.dropout_seed, None))
+            results = self.results(tensors + (input, seed, None))
             if self.steps:
-                self.enqueue(tuple(map(library.address, tensors)), operands.dropout_seed)
+                self.enqueue(tuple(map(library.address, tensors)), seed)
             else:  # no rows, or rows without columns, which have no statistics
                 fill(results[1:3], math.nan)
             if self.scale_inv is not None:
@@ -461,7 +468,7 @@ class PreparedBackward(OnGpu):
             if self.copies:
                 given = self.contiguous(given)
             tensors = given + self.make()
-            results = self.results((*tensors, None, None, None))
+            results = self.results(tensors + (None, None, None))
             if self.steps:
                 addresses = tuple(map(library.address, tensors))
                 if self.overwrites_dy:

@@ -5,6 +5,7 @@ A request travels whole from the API to the launch.
 
 from __future__ import annotations
 
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 from ..plan.functors import Functors
@@ -91,6 +92,11 @@ class ForwardRequest(NamedTuple):
 
     operands: ForwardOperands
     options: ForwardOptions
+
+
+# Of operands, which in a repeated call are a plain tuple of the same order.
+weight_of = itemgetter(ForwardOperands._fields.index("weight"))
+input_and_seed_of = itemgetter(*map(ForwardOperands._fields.index, ("input", "dropout_seed")))
 
 
 class BackwardOperands(NamedTuple):

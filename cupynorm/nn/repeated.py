@@ -1,0 +1,51 @@
+"""torch: whether a call is like the last one of its kind, which is checked and prepared.
+
+torch compares the layouts of all tensors in one call. A key of them, as norm/prepared.py makes it,
+takes six calls for each tensor.
+"""
+
+from __future__ import annotations
+
+from functools import reduce
+from operator import or_
+from typing import Any
+
+import torch
+
+from ..norm.kept import keep
+from ..norm.on_gpu import OnGpu
+
+# Private; torch.compile checks with it whether compiled code fits its arguments.
+_TensorGuards = torch._C._dynamo.guards.TensorGuards
+_address = torch.Tensor.data_ptr
+
+
+class Repeated:
+    """A prepared call, and the layouts that its tensors had last."""
+
+    __slots__ = ("_are_same", "prepared")
+
+    def __init__(self, prepared: Any, operands: tuple) -> None:
+        self.prepared = prepared
+        self._are_same = _TensorGuards(
+            *prepared.read(operands), dynamic_dims_sizes=None, dynamic_dims_strides=None
+        ).check
+
+    def fits(self, operands: tuple) -> bool:
+        """Whether the tensors that the call reads are like those of last time.
+
+        Compared are classes, dtypes, shapes, strides, devices and requires_grad. Addresses must be
+        multiples of 16. A tensor that is given twice does not fit.
+        """
+        given = self.prepared.read(operands)
+        return self._are_same(*given) and not reduce(or_, map(_address, given)) & 15
+
+
+def remember(calls: dict, kind: tuple | None, prepared: Any, operands: tuple) -> None:
+    """Keeps a call that kernels compute as the last one of its kind, unless it draws a seed, or a
+    tensor is copied or not aligned to 16 bytes."""
+    if kind is None or not isinstance(prepared, OnGpu) or prepared.copies:
+        return
+    given = prepared.read(operands)
+    if all(each is not None and not each.data_ptr() & 15 for each in given):
+        keep(calls, kind, Repeated(prepared, operands))
