@@ -35,11 +35,13 @@ class Phase:
     """Training or inference of one model.
 
     milliseconds: run -> of each step. distances: run -> quantity -> the largest relative distance
-    from the run torch on the same inputs. Quantities are loss and gradients, or outputs.
+    from the run torch on the same inputs. Quantities are loss and gradients, or outputs. changes:
+    what graph passes did, as tables.
     """
 
     milliseconds: dict[str, list[float]] = field(default_factory=dict)
     distances: dict[str, dict[str, float]] = field(default_factory=dict)
+    changes: list[str] = field(default_factory=list)
 
     def median(self, run: str) -> float:
         """Milliseconds."""
@@ -171,15 +173,21 @@ class Result:
 
     def __str__(self) -> str:
         lines = [self.headline(), self.method()]
+        lines += [f"{model.title}: {model.about}" for model in self.models.values()]
         for phase in PHASES:
             lines += ["", phase, as_text(self.times(phase))]
         lines += ["", "relative distance from torch", as_text(self.distances())]
+        for model in self.models.values():
+            for phase, found in model.phases.items():
+                for changes in found.changes:
+                    lines += ["", f"graph passes in {model.title}, {phase}", changes]
         lines += [*self.left_out, *(f"TOO FAR: {each}" for each in self.too_far)]
         return "\n".join(lines)
 
     def markdown(self) -> str:
         """The tables of docs/benchmarks.md."""
-        lines = [f"{self.headline()}. {self.method()}."]
+        lines = [f"{self.headline()}. {self.method()}.", ""]
+        lines += [f"- {model.title}: {model.about}." for model in self.models.values()]
         for phase in PHASES:
             lines += ["", f"{phase.capitalize()}:", "", *_markdown(self.times(phase), 1)]
         lines += ["", "Relative distance from torch's eager run, the largest of all inputs:"]
