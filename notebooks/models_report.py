@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -56,11 +57,12 @@ class Phase:
     def limit(self, run: str, quantity: str) -> float:
         """How far a run may be from torch by roundings alone.
 
-        Compiled code rounds in other places, so torch's own compiled run is its measure.
+        Compiled code rounds in other places, so torch's own compiled run is its measure. Without
+        that run nothing is known: the limit is infinite.
         """
         like = [FLOAT64, *(["torch-compiled"] if run in COMPILED else [])]
-        found = [self.distances[each][quantity] for each in like if each in self.distances]
-        return CHANCE * max(found) + NOISE if found else float("inf")
+        found = [self.distances.get(each, {}).get(quantity, math.inf) for each in like]
+        return CHANCE * max(found) + NOISE
 
 
 @dataclass

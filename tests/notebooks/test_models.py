@@ -240,6 +240,8 @@ def test_what_roundings_do_not_explain():
     # Compiled code rounds elsewhere, as torch's own does.
     assert not sentences(float64=1e-5, torch_compiled=1e-3, cupynorm_compiled=7e-3)
     assert sentences(float64=1e-5, torch_compiled=1e-3, cupynorm=7e-3)
+    assert sentences(float64=1e-5, torch_compiled=1e-3, cupynorm_compiled=9e-3)
+    assert not sentences(float64=1e-5, cupynorm_compiled=1.0)
 
 
 def test_a_file_is_shown_drawn_and_written_into_the_document(
