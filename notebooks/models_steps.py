@@ -156,8 +156,8 @@ class Step:
         if not self.trains:
             with torch.no_grad():
                 return model(*inputs)
-        autocast = torch.autocast("cuda", torch.bfloat16, enabled=self.autocast)
-        with autocast if self.autocast else contextlib.nullcontext():
+        in_bfloat16 = torch.autocast("cuda", torch.bfloat16) if self.autocast else None
+        with in_bfloat16 or contextlib.nullcontext():
             output = model(*inputs)
         loss = model.loss(output, target)
         loss.backward()
