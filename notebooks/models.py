@@ -45,33 +45,34 @@ BLOCK = "steps"  # the markers in the document
 
 _TINY = {"num_layers": 2, "width": 64}
 _HEADS = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 16}
+# Vocabularies are padded to a multiple of 64, as in training: products of odd widths are slow.
 MODELS = {
     "gpt2": Subject(
         "GPT-2 124M",
-        "16 x 1024 tokens, float32 under autocast",
+        "32 x 1024 tokens, float32 under autocast",
         Gpt2,
-        {"num_layers": 12, "width": 768, "context": 1024, "num_tokens": 50257},
+        {"num_layers": 12, "width": 768, "context": 1024, "num_tokens": 50304},
         _TINY | {"context": 32, "num_tokens": 100},
-        (16, 2),
+        (32, 2),
         torch.float32,
     ),
     "bert": Subject(
         "BERT-base",
-        "32 x 512 tokens, float32 under autocast",
+        "64 x 512 tokens, float32 under autocast",
         Bert,
-        {"num_layers": 12, "width": 768, "num_heads": 12, "context": 512, "num_tokens": 30522},
+        {"num_layers": 12, "width": 768, "num_heads": 12, "context": 512, "num_tokens": 30528},
         _TINY | {"num_heads": 2, "context": 32, "num_tokens": 100},
-        (32, 2),
+        (64, 2),
         torch.float32,
     ),
     "vit": Subject(
         "ViT-L/16",
-        "64 images of 224 x 224, float32 under autocast",
+        "128 images of 224 x 224, float32 under autocast",
         Vit,
         {"num_layers": 24, "width": 1024, "num_heads": 16}
         | {"image_size": 224, "patch_size": 16, "num_classes": 1000},
         _TINY | {"num_heads": 2, "image_size": 32, "patch_size": 8, "num_classes": 10},
-        (64, 2),
+        (128, 2),
         torch.float32,
     ),
     "llama3": Subject(

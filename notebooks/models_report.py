@@ -36,12 +36,13 @@ class Phase:
     """Training or inference of one model.
 
     milliseconds: run -> of each step. distances: run -> quantity -> the largest relative distance
-    from the run torch on the same inputs. Quantities are loss and gradients, or outputs. changes:
-    what graph passes did, as tables.
+    from the run torch on the same inputs. Quantities are loss and gradients, or outputs. kernels:
+    run -> milliseconds that the GPU computes in a step. changes: what graph passes did, as tables.
     """
 
     milliseconds: dict[str, list[float]] = field(default_factory=dict)
     distances: dict[str, dict[str, float]] = field(default_factory=dict)
+    kernels: dict[str, float] = field(default_factory=dict)
     changes: list[str] = field(default_factory=list)
 
     def median(self, run: str) -> float:
@@ -173,11 +174,26 @@ class Result:
                     rows.append([model.title, quantity, *shown])
         return rows
 
+    def kernels(self) -> list[list[str]]:
+        """The table of the time that the GPU computes; only a heading without a GPU."""
+        runs = self.runs()
+        rows = [["model", "phase", *(TITLES[run] for run in runs)]]
+        for model in self.models.values():
+            for name, phase in model.phases.items():
+                if phase.kernels:
+                    found = (phase.kernels.get(run) for run in runs)
+                    shown = ["-" if each is None else f"{each:.2f}" for each in found]
+                    rows.append([model.title, name, *shown])
+        return rows
+
     def __str__(self) -> str:
         lines = [self.headline(), self.method()]
         lines += [f"{model.title}: {model.about}" for model in self.models.values()]
         for phase in PHASES:
             lines += ["", phase, as_text(self.times(phase))]
+        kernels = self.kernels()
+        if len(kernels) > 1:
+            lines += ["", "milliseconds that the GPU computes in a step", as_text(kernels)]
         lines += ["", "relative distance from torch", as_text(self.distances())]
         for model in self.models.values():
             for phase, found in model.phases.items():
@@ -192,6 +208,10 @@ class Result:
         lines += [f"- {model.title}: {model.about}." for model in self.models.values()]
         for phase in PHASES:
             lines += ["", f"{phase.capitalize()}:", "", *_markdown(self.times(phase), 1)]
+        kernels = self.kernels()
+        if len(kernels) > 1:
+            lines += ["", "Milliseconds that the GPU computes in a step, by torch.profiler:", ""]
+            lines += _markdown(kernels, 2)
         lines += ["", "Relative distance from torch's eager run, the largest of all inputs:"]
         lines += ["", *_markdown(self.distances(), 2)]
         lines += ["", *(f"- {each}" for each in self.left_out)] if self.left_out else []

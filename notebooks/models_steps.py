@@ -171,6 +171,13 @@ class Step:
         self.wait()
         return 1e3 * (time.perf_counter() - start)
 
+    def kernels(self, model: torch.nn.Module, batch: Batch) -> float:
+        """Milliseconds that a GPU computes in a step, by torch.profiler."""
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiled:
+            self(model, batch)
+            self.wait()
+        return sum(each.self_device_time_total for each in profiled.key_averages()) / 1e3
+
     def wait(self) -> None:
         if on_gpu(self.device):
             torch.cuda.synchronize(self.device)
@@ -253,13 +260,23 @@ def measure(subject: Subject, settings: Settings, bar: tqdm) -> tuple[ModelResul
                     taken = found.milliseconds.setdefault(variant.run, [])
                     taken.append(round(milliseconds, 4))
             bar.update()
+        if on_gpu(settings.device):
+            batch = step.batch(model)
+            found.kernels = {each.run: step.kernels(each.model, batch) for each in timed}
         found.changes = step.changes
         result.phases[phase] = found
     return result, left_out
 
 
 def compile_ahead(subject: Subject, run: str, settings: Settings) -> None:
-    """Compiles one run of a model, in a process of its own, into the caches on disk."""
+    """Compiles one run of a model, in a process of its own, into the caches on disk.
+
+    One layer is enough, for all have the same code.
+    """
+    torch._inductor.config.compile_threads = 1  # there are many processes already
+    subject = subject._replace(
+        sizes=subject.sizes | {"num_layers": 1}, quick=subject.quick | {"num_layers": 1}
+    )
     variant = variant_of(make(subject, settings), run)
     for phase in PHASES:
         if phase == "inference" and on_gpu(settings.device):

@@ -203,16 +203,22 @@ def test_models_are_compiled_ahead_in_processes(example, monkeypatch):
     assert sorted(run for _, run in started) == ["cupynorm-compiled", "torch-compiled"]
 
 
-def test_compiling_ahead_compiles_both_phases(example, eager, variants):
+def test_compiling_ahead_compiles_both_phases(example, eager, variants, monkeypatch):
+    monkeypatch.setattr(torch._inductor.config, "compile_threads", 4)  # restored afterwards
     settings = steps.Settings(("torch", "torch-compiled"), 1, True, "cpu", 0)
     steps.compile_ahead(example.MODELS["dit"], "torch-compiled", settings)
     assert [each.backend.num_graphs for each in variants["torch-compiled"]] == [2]
+    assert torch._inductor.config.compile_threads == 1
 
 
 def test_tables():
     times = {"torch": [2.0, 3.0, 4.0], "cupynorm": [1.0, 2.0, 3.0], "torch-compiled": [1.0] * 3}
     distances = {"float64": {"loss": 1e-3}, "cupynorm": {"loss": 2e-3}}
     made = result_of(times, distances)
+    assert len(made.kernels()) == 1
+    made.models["gpt2"].phases["training"].kernels = {"torch": 1.5, "cupynorm": 1.25}
+    row = ["GPT-2 124M", "training", "1.50", "1.25", "-"]
+    assert made.kernels()[1:] == [row] and f"| {' | '.join(row)} |" in made.markdown()
     assert made.times("training") == [
         ["model", "torch", "cupynorm", "gain", "torch compiled"],
         ["GPT-2 124M", "3.00 ± 0.50", "2.00 ± 0.50", "+50.0%", "1.00 ± 0.00"],
@@ -302,3 +308,8 @@ def test_all_runs_on_a_gpu(example, tmp_path):
     for model in json.loads(file.read_text())["models"].values():
         for phase in model["phases"].values():
             assert len(phase["milliseconds"]) >= 4
+            # The GPU computes during a part of the step.
+            assert all(
+                0 < phase["kernels"][run] < 1.1 * max(each)
+                for run, each in phase["milliseconds"].items()
+            )
