@@ -120,7 +120,7 @@ def write_document(result: Result) -> None:
 
 
 def some_of(known: Sequence[str]) -> Callable[[str], tuple[str, ...]]:
-    """A type of an option: names with commas, in the order of `known`."""
+    """A type of an option: names with commas, each once, in the order in which they are given."""
 
     def parse(text: str) -> tuple[str, ...]:
         names = text.split(",")
@@ -129,7 +129,7 @@ def some_of(known: Sequence[str]) -> Callable[[str], tuple[str, ...]]:
                 raise argparse.ArgumentTypeError(
                     f"{name!r} is unknown; expected some of {', '.join(known)}"
                 )
-        return tuple(name for name in known if name in names)
+        return tuple(dict.fromkeys(names))
 
     return parse
 
