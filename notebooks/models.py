@@ -1,7 +1,8 @@
 """Times six models with torch's norms and with cupynorm's, and compares losses and gradients.
 
     python notebooks/models.py [--models MODEL,..] [--runs RUN,..] [--steps 30] [--quick]
-                               [--jobs N] [--device cuda] [--json FILE] [--plot FILE] [--docs]
+                               [--jobs N] [--device cuda] [--json FILE [--resume]]
+                               [--plot FILE] [--docs]
     python notebooks/models.py --from FILE [--plot FILE] [--docs]
 
 Weights and inputs are random. All runs of a model share their weights. Each step has a new input,
@@ -156,14 +157,40 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--seed", type=int, default=0, help="of weights and inputs (0)")
     add("--from", dest="source", type=Path, metavar="FILE", help="shows a --json file again")
     add("--json", type=Path, metavar="FILE", help="writes all times and distances")
+    shown = "keeps the models that the --json file has already, and measures the others"
+    add("--resume", action="store_true", help=shown)
     add("--plot", type=Path, metavar="FILE", help="draws the speeds: .svg, .png")
     add("--docs", action="store_true", help=f"rewrites the tables of ./{DOCUMENT.as_posix()}")
     given = parser.parse_args(arguments)
     if given.runs is None:
         given.runs = RUNS if on_gpu(given.device) else RUNS[:2]
+    if given.resume and not given.json:
+        parser.error(
+            "--resume is given without --json; expected the file that has the first models"
+        )
     given.steps = given.steps or (3 if given.quick else 30)
     given.runs = ("torch", *(run for run in given.runs if run != "torch"))
     return given
+
+
+def resumed(result: Result, file: Path) -> Result:
+    """The result in a file, if there is one: models are added to it.
+
+    Raises ValueError if it was measured with other settings, versions or GPU than `result`.
+    """
+    if not file.exists():
+        return result
+    before = Result.from_json(file.read_text(encoding="utf-8"))
+    for label, were, are in (
+        ("settings", before.settings, result.settings),
+        ("environment", before.environment, result.environment),
+    ):
+        for name in are.keys() - {"command", "date"}:
+            if were.get(name) != are[name]:
+                raise ValueError(
+                    f"--resume: {name} of the {label} is {are[name]}, in {file} {were.get(name)}"
+                )
+    return before
 
 
 def run(given: argparse.Namespace, arguments: Sequence[str]) -> Result:
@@ -177,15 +204,19 @@ def run(given: argparse.Namespace, arguments: Sequence[str]) -> Result:
         torch.set_num_threads(1)  # more threads than free cores wait for each other
     # One backend more for each run, and each phase is compiled again.
     torch._dynamo.config.cache_size_limit = 64
-    if given.jobs > 1 and set(runs) & set(COMPILED):
-        compile_in_processes([MODELS[name] for name in given.models], settings, given.jobs)
-    command = shlex.join(["python", "notebooks/models.py", *arguments])
+    files = {str(each): each.name for each in (given.json, given.plot) if each}
+    command = [files.get(each, each) for each in arguments if each != "--resume"]
     found = environment() | ({} if on_gpu(given.device) else {"gpu": None, "driver": None})
-    noted = {"command": command, **settings._asdict(), "runs": [*runs]}
-    result = Result(found, noted, {}, left_out)
-    num_steps = len(given.models) * len(PHASES) * (NUM_WARM + given.steps)
+    noted = {"command": shlex.join(["python", "notebooks/models.py", *command])}
+    result = Result(found, noted | settings._asdict() | {"runs": [*runs]}, {}, left_out)
+    if given.resume:
+        result = resumed(result, given.json)
+    todo = [name for name in given.models if name not in result.models]
+    if given.jobs > 1 and set(runs) & set(COMPILED):
+        compile_in_processes([MODELS[name] for name in todo], settings, given.jobs)
+    num_steps = len(todo) * len(PHASES) * (NUM_WARM + given.steps)
     with tqdm(total=num_steps, unit="step", leave=False) as bar:
-        for name in given.models:
+        for name in todo:
             try:
                 result.models[name], failures = measure(MODELS[name], settings, bar)
             except Exception as error:  # keep the other models

@@ -274,9 +274,24 @@ def test_a_file_is_shown_drawn_and_written_into_the_document(
         example.main(asked)
 
 
+def test_a_run_that_was_stopped_is_resumed(example, tmp_path, variants):
+    file = tmp_path / "models.json"
+    asked = ["--quick", "--device", "cpu", "--steps", "2", "--json", str(file), "--resume"]
+    assert example.main([*asked, "--models", "dit"]) == 0
+    first = report.Result.from_json(file.read_text())
+    assert first.settings["command"].endswith("--steps 2 --json models.json --models dit")
+    assert example.main([*asked, "--models", "dit,bert"]) == 0
+    both = report.Result.from_json(file.read_text())
+    assert [*both.models] == ["dit", "bert"] and both.models["dit"] == first.models["dit"]
+    assert len(variants["cupynorm"]) == 2
+    with pytest.raises(ValueError, match="--resume: seed of the settings is 1, in .* 0"):
+        example.main([*asked, "--seed", "1"])
+
+
 @pytest.mark.parametrize(
     "arguments, sentence",
     [
+        (["--resume"], "--resume is given without --json"),
         (["--models", "gpt9"], "'gpt9' is unknown; expected some of gpt2, bert"),
         (["--runs", "apex"], "'apex' is unknown; expected some of torch"),
         (["--steps", "0"], "'0' is not a number of 1 or more"),
