@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import textwrap
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ TITLES = {
     "cupynorm": "cupynorm",
     "torch-compiled": "torch compiled",
     "cupynorm-compiled": "cupynorm compiled",
-    PASSES: "with graph passes",
+    PASSES: "graph passes",
 }
 PHASES = ("training", "inference")
 FLOAT64 = "float64"
@@ -186,6 +187,22 @@ class Result:
                     rows.append([model.title, name, *shown])
         return rows
 
+    def gains(self) -> list[str]:
+        """A sentence for each of our runs: its least and its greatest gain over torch's run."""
+        sentences = []
+        for other, ours in PAIRS.items():
+            for run in ours:
+                ranges = []
+                for phase in PHASES:
+                    found = (model.phases.get(phase, Phase()) for model in self.models.values())
+                    gains = [gain for each in found if (gain := each.gain(run, other)) is not None]
+                    if gains:
+                        ranges.append(f"{min(gains):+.1%} to {max(gains):+.1%} in {phase}")
+                if ranges:
+                    what = f"Gain of {TITLES[run]} over {TITLES[other]}"
+                    sentences.append(f"{what}: {', '.join(ranges)}.")
+        return sentences
+
     def __str__(self) -> str:
         lines = [self.headline(), self.method()]
         lines += [f"{model.title}: {model.about}" for model in self.models.values()]
@@ -199,22 +216,18 @@ class Result:
             for phase, found in model.phases.items():
                 for changes in found.changes:
                     lines += ["", f"graph passes in {model.title}, {phase}", changes]
-        lines += [*self.left_out, *(f"TOO FAR: {each}" for each in self.too_far)]
+        lines += ["", *self.gains(), *self.left_out, *(f"TOO FAR: {each}" for each in self.too_far)]
         return "\n".join(lines)
 
     def markdown(self) -> str:
         """The tables of docs/benchmarks.md."""
-        lines = [f"{self.headline()}. {self.method()}.", ""]
-        lines += [f"- {model.title}: {model.about}." for model in self.models.values()]
+        lines = [_wrapped(f"{self.headline()}. {self.method()}."), ""]
+        lines += [_wrapped(f"- {model.title}: {model.about}.") for model in self.models.values()]
         for phase in PHASES:
             lines += ["", f"{phase.capitalize()}:", "", *_markdown(self.times(phase), 1)]
-        kernels = self.kernels()
-        if len(kernels) > 1:
-            lines += ["", "Milliseconds that the GPU computes in a step, by torch.profiler:", ""]
-            lines += _markdown(kernels, 2)
         lines += ["", "Relative distance from torch's eager run, the largest of all inputs:"]
         lines += ["", *_markdown(self.distances(), 2)]
-        lines += ["", *(f"- {each}" for each in self.left_out)] if self.left_out else []
+        lines += ["", *(_wrapped(f"- {each}") for each in (*self.gains(), *self.left_out))]
         return "\n".join([*lines, "", f"Made by `{self.settings['command']}`."])
 
 
@@ -223,6 +236,11 @@ def _time(samples: list[float] | None) -> str:
         return "-"
     low, middle, high = quartiles(samples)
     return f"{middle:.2f} ± {(high - low) / 2:.2f}"
+
+
+def _wrapped(text: str) -> str:
+    """Lines of at most 100 columns. A list item is indented from its second line on."""
+    return textwrap.fill(text, 100, subsequent_indent="  " if text.startswith("- ") else "")
 
 
 def _markdown(rows: list[list[str]], num_words: int) -> list[str]:

@@ -262,7 +262,11 @@ def measure(subject: Subject, settings: Settings, bar: tqdm) -> tuple[ModelResul
             bar.update()
         if on_gpu(settings.device):
             batch = step.batch(model)
-            found.kernels = {each.run: step.kernels(each.model, batch) for each in timed}
+            for _ in range(2):  # the profiler's start lets the clocks of the GPU fall
+                for each in timed:
+                    computed = step.kernels(each.model, batch)
+                    least = min(computed, found.kernels.get(each.run, computed))
+                    found.kernels[each.run] = least
         found.changes = step.changes
         result.phases[phase] = found
     return result, left_out
