@@ -59,13 +59,15 @@ class Block(torch.nn.Module):
 
 
 class Gpt(torch.nn.Module):
-    def __init__(self, num_layers: int, width: int, context: int) -> None:
+    def __init__(
+        self, num_layers: int, width: int, context: int, num_tokens: int = NUM_TOKENS
+    ) -> None:
         super().__init__()
-        self.tokens = torch.nn.Embedding(NUM_TOKENS, width)
+        self.tokens = torch.nn.Embedding(num_tokens, width)
         self.positions = torch.nn.Embedding(context, width)
         self.blocks = torch.nn.ModuleList(Block(width) for _ in range(num_layers))
         self.norm = torch.nn.LayerNorm(width)
-        self.head = torch.nn.Linear(width, NUM_TOKENS, bias=False)
+        self.head = torch.nn.Linear(width, num_tokens, bias=False)
         for name, parameter in self.named_parameters():
             if parameter.ndim == 2:
                 # As in GPT-2: layers that add to the residual start smaller in deeper models.
@@ -81,18 +83,36 @@ class Gpt(torch.nn.Module):
         return self.head(self.norm(x))
 
 
+def in_float64(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    return None if tensor is None else tensor.double()
+
+
+def like_torch(y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """y in the dtype that torch's norm of x returns: float32 under autocast."""
+    return y.to(torch.float32 if torch.is_autocast_enabled() else x.dtype)
+
+
 class LayerNormInFloat64(torch.nn.LayerNorm):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = functional.layer_norm(
-            x.double(), self.normalized_shape, self.weight.double(), self.bias.double(), self.eps
-        )
-        return y.to(x.dtype)
+        weight, bias = in_float64(self.weight), in_float64(self.bias)
+        y = functional.layer_norm(x.double(), self.normalized_shape, weight, bias, self.eps)
+        return like_torch(y, x)
+
+
+class RMSNormInFloat64(torch.nn.RMSNorm):
+    """eps must be a number: torch's default depends on the dtype."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weight = in_float64(self.weight)
+        y = functional.rms_norm(x.double(), self.normalized_shape, weight, self.eps)
+        return like_torch(y, x)
 
 
 def norms_in_float64(model: torch.nn.Module) -> None:
+    """Computes torch's norms in the model in float64 from now on, and rounds once."""
+    classes = {torch.nn.LayerNorm: LayerNormInFloat64, torch.nn.RMSNorm: RMSNormInFloat64}
     for module in model.modules():
-        if type(module) is torch.nn.LayerNorm:
-            module.__class__ = LayerNormInFloat64
+        module.__class__ = classes.get(type(module), type(module))
 
 
 def read_text() -> torch.Tensor:

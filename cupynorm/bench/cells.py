@@ -144,11 +144,14 @@ def cells(
             raise ValueError(f"{label} is {given}; expected extents of 1 or more")
     _check_quantization(out_dtype, directions, scales, bool(options.get("amax")))
 
-    def shapes(dtype: str) -> list[tuple[str, int, int]]:
+    residual = bool(options.pop("residual", False))
+
+    def shapes(dtype: str) -> list[tuple[str, int, int, bool]]:
+        """norm, num_rows, num_cols, and whether a residual is added."""
         if models:
             known = [shape for name in models for shape in MODELS[name]]
             return [
-                (shape.norm, num_rows, shape.num_cols)
+                (shape.norm, num_rows, shape.num_cols, residual or shape.residual)
                 for shape in known
                 for num_rows in shape.num_rows
             ]
@@ -159,18 +162,18 @@ def cells(
                 "expected at least that many"
             )
         return [
-            (norm, num_rows, num_cols)
+            (norm, num_rows, num_cols, residual)
             for norm in norms
             for num_cols in cols
             for num_rows in rows or (total // num_cols,)
         ]
 
     made = [
-        Cell(norm, direction, dtype, num_rows, num_cols, scale=scale, **options)
+        Cell(norm, direction, dtype, num_rows, num_cols, residual=added, scale=scale, **options)
         for dtype in dtypes
         for direction in directions
         for scale in scales or ("given" if is_quantized else None,)
-        for norm, num_rows, num_cols in shapes(dtype)
+        for norm, num_rows, num_cols, added in shapes(dtype)
     ]
     made.sort(key=lambda cell: NORMS.index(cell.norm))
     return list(dict.fromkeys(made))  # two models may share a shape

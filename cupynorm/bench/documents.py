@@ -12,7 +12,6 @@ from .report import BenchResult, Measurement
 README, DOCUMENT, CHART = Path("README.md"), Path("docs/benchmarks.md"), Path("docs/speed.svg")
 # The widths of the README's table: powers of two, a width of many models, and an odd one.
 SHORT_COLS = (128, 768, 1024, 4096, 4097, 8192, 16384, 65536)
-_MARKERS = ("<!-- bench -->", "<!-- /bench -->")
 
 
 def check_documents() -> None:
@@ -32,15 +31,16 @@ def write_documents(result: BenchResult) -> None:
         path.write_text(text, encoding="utf-8")
 
 
-def rewrite_table(text: str, table: str) -> str:
-    """`text` with `table` between its bench markers.
+def rewrite_table(text: str, table: str, name: str = "bench") -> str:
+    """`text` with `table` between its markers of a name.
 
     Raises ValueError unless it has both markers once and in order.
     """
-    start, end = _MARKERS
+    start, end = f"<!-- {name} -->", f"<!-- /{name} -->"
     if text.count(start) != 1 or text.count(end) != 1 or text.index(start) > text.index(end):
+        documents = f"{README} and {DOCUMENT} need" if name == "bench" else f"{DOCUMENT} needs"
         raise ValueError(
-            f"{README} and {DOCUMENT} need the markers {start} and {end} around the table, "
+            f"{documents} the markers {start} and {end} around the table, "
             "each once and in this order"
         )
     before, after = text.partition(start)[0], text.partition(end)[2]

@@ -6,15 +6,20 @@ from typing import NamedTuple
 
 
 class Shape(NamedTuple):
-    """A norm of a model: its width, and the numbers of rows that it normalises at once."""
+    """A norm of a model: its width, and the numbers of rows that it normalises at once.
+
+    residual: adds a residual, also without the option --residual.
+    """
 
     norm: str
     num_cols: int
     num_rows: tuple[int, ...]
+    residual: bool = False
 
 
 # 128 sequences that are one token longer each; a short and a long batch in training.
 _TOKENS = (128, 4096, 16384)
+_FEW = (1, 16, 64, 256, 1024, 4096)
 MODELS = {
     # Brown and others 2020, table 2.1: d_model of GPT-3 175B.
     "gpt3": (Shape("layer_norm", 12288, _TOKENS),),
@@ -49,5 +54,12 @@ MODELS = {
         Shape("layer_norm", 1024, (4096, 49152)),
         Shape("layer_norm", 4096, (16384,)),
         Shape("layer_norm", 8192, (4096,)),
+    ),
+    # Few rows, as in decoding and small batches. A launch and the latency of memory decide here.
+    "few": tuple(
+        Shape(norm, num_cols, _FEW, residual)
+        for norm in ("layer_norm", "rms_norm")
+        for residual in (False, True)
+        for num_cols in (64, 128, 1024, 2880, 4096, 8192, 12288, 16384)
     ),
 }

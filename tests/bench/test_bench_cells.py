@@ -126,6 +126,13 @@ def test_models_bring_their_norm_and_shapes():
     assert {cell.num_rows for cell in made if cell.num_cols == 4096} == {128, 4096, 8192, 16384}
     mix = cells(models=["mix"], directions=["forward"])
     assert len(mix) == 11 and Cell("rms_norm", "forward", "bfloat16", 131072, 128) in mix
+    few = cells(models=["few"])
+    assert {cell.residual for cell in few} == {False, True} and len(few) == 6 * 8 * 2 * 2 * 2
+    assert {cell.norm for cell in few} == {"layer_norm", "rms_norm"}
+    assert {cell.direction for cell in few} == {"forward", "backward"}
+    assert max(cell.num_rows for cell in few) == 4096 and min(cell.num_rows for cell in few) == 1
+    assert {64, 16384} <= {cell.num_cols for cell in few}
+    assert all(cell.residual for cell in cells(models=["few"], residual=True))
     everything = cells(models=list(MODELS))
     assert (
         len(everything) == len(set(everything))

@@ -1,0 +1,300 @@
+"""How models.py measures: one model, its runs, and their steps."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import copy
+import math
+import multiprocessing
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from models_decoders import Batch
+from models_report import COMPILED, FLOAT64, PASSES, PHASES, ModelResult, Phase
+from tqdm import tqdm
+from train_gpt import norms_in_float64
+
+import cupynorm
+
+BACKEND = "inductor"
+NUM_COMPARED = 3  # inputs on which the runs are compared
+NUM_WARM = 2  # steps of each run after that, not timed
+
+
+class Subject(NamedTuple):
+    """A model to measure.
+
+    sizes, quick: its arguments, and those of --quick. batch: samples in a step, in full and with
+    --quick. weights: dtype in training on a GPU; float32 is computed under autocast to bfloat16.
+    """
+
+    title: str
+    about: str
+    make: Callable[..., torch.nn.Module]
+    sizes: dict[str, Any]
+    quick: dict[str, Any]
+    batch: tuple[int, int]
+    weights: torch.dtype
+
+
+class Backend:
+    """torch.compile's backend for one run.
+
+    Code that dynamo compiled for one backend is not used for another. A run with graph passes has
+    the same modules as one without.
+    """
+
+    def __init__(self) -> None:
+        self.num_graphs = 0
+
+    def __call__(self, graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable:
+        self.num_graphs += 1
+        return torch._dynamo.lookup_backend(BACKEND)(graph, inputs)
+
+
+class Variant(NamedTuple):
+    """A model as one run has it."""
+
+    run: str
+    model: torch.nn.Module
+    backend: Backend
+
+
+class Settings(NamedTuple):
+    """Options that all models share."""
+
+    runs: tuple[str, ...]
+    steps: int
+    quick: bool
+    device: str
+    seed: int
+
+
+@contextlib.contextmanager
+def graph_passes(run: str, changes: list[str]) -> Iterator[None]:
+    """Inside, torch.compile runs cupynorm's graph passes, if the run wants them.
+
+    changes: gets the table of what they did.
+    """
+    if run != PASSES:
+        yield
+        return
+    with cupynorm.compile_passes() as passes:
+        yield
+        if passes.changes:
+            changes.append(str(passes))
+
+
+def initialize(model: torch.nn.Module) -> None:
+    """Random weights, among them those of norms: ones would hide errors in their use."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.normal_(std=0.02)
+            else:
+                parameter.add_(torch.randn_like(parameter), alpha=0.1)
+
+
+def variant_of(model: torch.nn.Module, run: str) -> Variant:
+    """A copy of the model for a run. All copies share the parameters."""
+    shared = {id(parameter): parameter for parameter in model.parameters()}
+    model, backend = copy.deepcopy(model, shared), Backend()
+    if run == FLOAT64:
+        norms_in_float64(model)
+    if run.startswith("cupynorm"):
+        swapped = cupynorm.swap_norms(model)
+        if swapped.left or not swapped.swapped:
+            raise RuntimeError(f"not all norms were swapped:\n{swapped}")
+    if run in COMPILED:
+        for block in model.blocks:
+            block.compile(backend=backend, fullgraph=True, dynamic=False)
+    return Variant(run, model, backend)
+
+
+def make(subject: Subject, settings: Settings) -> torch.nn.Module:
+    torch.manual_seed(settings.seed)
+    with torch.device(settings.device):
+        model = subject.make(**(subject.quick if settings.quick else subject.sizes))
+        initialize(model)
+    return model.to(subject.weights) if on_gpu(settings.device) else model
+
+
+def on_gpu(device: str) -> bool:
+    return torch.device(device).type == "cuda"
+
+
+class Step:
+    """Runs the steps of one phase of a model. changes: tables of what graph passes did."""
+
+    def __init__(self, phase: str, subject: Subject, settings: Settings) -> None:
+        self.trains, self.device = phase == "training", settings.device
+        self.batch_size = subject.batch[settings.quick]
+        self.autocast = self.trains and on_gpu(self.device) and subject.weights is torch.float32
+        self.changes: list[str] = []
+        self.generator = torch.Generator(self.device).manual_seed(settings.seed)
+
+    def batch(self, model: torch.nn.Module) -> Batch:
+        """A new input and target, in the dtype of the weights."""
+        dtype = next(model.parameters()).dtype
+        inputs, target = model.batch(self.batch_size, self.generator)
+        inputs = tuple(
+            each.detach().to(dtype).requires_grad_(each.requires_grad and self.trains)
+            if each.is_floating_point()
+            else each
+            for each in inputs
+        )
+        return inputs, target
+
+    def __call__(self, model: torch.nn.Module, batch: Batch) -> torch.Tensor:
+        """The loss after backward, or in inference the output. Earlier gradients are dropped."""
+        inputs, target = batch
+        for each in (*model.parameters(), *inputs):
+            each.grad = None
+        if not self.trains:
+            with torch.no_grad():
+                return model(*inputs)
+        in_bfloat16 = torch.autocast("cuda", torch.bfloat16) if self.autocast else None
+        with in_bfloat16 or contextlib.nullcontext():
+            output = model(*inputs)
+        loss = model.loss(output, target)
+        loss.backward()
+        return loss.detach()
+
+    def timed(self, model: torch.nn.Module, batch: Batch) -> float:
+        """Milliseconds until the GPU is done."""
+        self.wait()
+        start = time.perf_counter()
+        self(model, batch)
+        self.wait()
+        return 1e3 * (time.perf_counter() - start)
+
+    def kernels(self, model: torch.nn.Module, batch: Batch) -> float:
+        """Milliseconds that a GPU computes in a step, by torch.profiler."""
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiled:
+            self(model, batch)
+            self.wait()
+        return sum(each.self_device_time_total for each in profiled.key_averages()) / 1e3
+
+    def wait(self) -> None:
+        if on_gpu(self.device):
+            torch.cuda.synchronize(self.device)
+
+    def quantities(self, variant: Variant, batch: Batch) -> dict[str, list[torch.Tensor]]:
+        """What is compared after a step: loss and gradients, or outputs."""
+        with graph_passes(variant.run, self.changes):  # the first step compiles
+            result = self(variant.model, batch)
+        if not self.trains:
+            return {"outputs": [result]}
+        return {"loss": [result], "gradients": [each.grad for each in variant.model.parameters()]}
+
+
+def distance(found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> float:
+    """Of all elements together, relative: the norm of the difference over that of `expected`.
+
+    Raises ArithmeticError if it is not finite.
+    """
+    of_difference, of_expected = (
+        torch.stack(norms).norm().item()
+        for norms in (
+            [(a.double() - b.double()).norm() for a, b in zip(found, expected)],
+            [each.double().norm() for each in expected],
+        )
+    )
+    if not (math.isfinite(of_difference) and 0 < of_expected < math.inf):
+        raise ArithmeticError(f"norms of {of_difference} and {of_expected} are not comparable")
+    return of_difference / of_expected
+
+
+def compare(step: Step, variants: list[Variant], phase: Phase) -> dict[str, str]:
+    """Compares all variants on a few inputs, which also compiles. Returns run -> why it failed."""
+    failed: dict[str, str] = {}
+    first, *others = variants
+    for _ in range(NUM_COMPARED):
+        batch = step.batch(first.model)
+        expected = step.quantities(first, batch)
+        for variant in (each for each in others if each.run not in failed):
+            try:
+                found = step.quantities(variant, batch)
+                distances = {name: distance(found[name], expected[name]) for name in found}
+            except Exception as error:  # keep the other runs
+                line = str(error).strip().partition("\n")[0]
+                failed[variant.run] = f"{type(error).__name__}: {line}"
+                continue
+            largest = phase.distances.setdefault(variant.run, {})
+            for name, each in distances.items():
+                largest[name] = max(each, largest.get(name, 0.0))
+    return failed
+
+
+def measure(subject: Subject, settings: Settings, bar: tqdm) -> tuple[ModelResult, list[str]]:
+    """One model, and sentences about what failed."""
+    about = "tiny" if settings.quick else subject.about
+    result, left_out = ModelResult(subject.title, about), []
+    model = make(subject, settings)
+    variants = [variant_of(model, run) for run in ("torch", FLOAT64, *settings.runs[1:])]
+    for phase in PHASES:
+        step, found = Step(phase, subject, settings), Phase()
+        if phase == "inference" and on_gpu(settings.device):
+            for variant in variants:
+                variant.model.to(torch.bfloat16)
+        bar.set_description(f"{subject.title}, {phase}")
+        before = {variant.run: variant.backend.num_graphs for variant in variants}
+        failed = compare(step, variants, found)
+        left_out += [
+            f"{subject.title}, {phase}: {run} failed: {why}" for run, why in failed.items()
+        ]
+        timed = [each for each in variants if each.run != FLOAT64 and each.run not in failed]
+        for variant in timed:
+            if variant.run in COMPILED and variant.backend.num_graphs == before[variant.run]:
+                raise RuntimeError(f"{variant.run} was not compiled for {phase}")
+        for at in range(NUM_WARM + settings.steps):
+            batch = step.batch(model)
+            # Each run is first, second, ... equally often.
+            turn = at % len(timed)
+            for variant in timed[turn:] + timed[:turn]:
+                milliseconds = step.timed(variant.model, batch)
+                if at >= NUM_WARM:
+                    taken = found.milliseconds.setdefault(variant.run, [])
+                    taken.append(round(milliseconds, 4))
+            bar.update()
+        if on_gpu(settings.device):
+            batch = step.batch(model)
+            for _ in range(2):  # the profiler's start lets the clocks of the GPU fall
+                for each in timed:
+                    computed = step.kernels(each.model, batch)
+                    least = min(computed, found.kernels.get(each.run, computed))
+                    found.kernels[each.run] = least
+        found.changes = step.changes
+        result.phases[phase] = found
+    return result, left_out
+
+
+def compile_ahead(subject: Subject, run: str, settings: Settings) -> None:
+    """Compiles one run of a model, in a process of its own, into the caches on disk.
+
+    One layer is enough, for all have the same code.
+    """
+    torch._inductor.config.compile_threads = 1  # there are many processes already
+    subject = subject._replace(
+        sizes=subject.sizes | {"num_layers": 1}, quick=subject.quick | {"num_layers": 1}
+    )
+    variant = variant_of(make(subject, settings), run)
+    for phase in PHASES:
+        if phase == "inference" and on_gpu(settings.device):
+            variant.model.to(torch.bfloat16)
+        step = Step(phase, subject, settings)
+        step.quantities(variant, step.batch(variant.model))
+
+
+def compile_in_processes(subjects: Sequence[Subject], settings: Settings, jobs: int) -> None:
+    """Runs compile_ahead for every model and every compiled run."""
+    todo = [(each, run) for each in subjects for run in settings.runs if run in COMPILED]
+    context = multiprocessing.get_context("spawn")  # a forked process could not use the GPU
+    with concurrent.futures.ProcessPoolExecutor(jobs, context) as pool:
+        started = [pool.submit(compile_ahead, *each, settings) for each in todo]
+        done = concurrent.futures.as_completed(started)
+        for each in tqdm(done, desc="compiling", total=len(todo), leave=False):
+            each.exception()  # a process that failed has compiled less; the run will say what fails
