@@ -23,6 +23,7 @@ from every_matrix import (
     surveys,
 )
 from every_quantized import quantized_cases, run_quantized
+from every_split import run_shared, shared_cases
 
 from cupynorm.check.cases import Case, random_problem
 from cupynorm.check.kernels import GpuCheckMachine
@@ -216,6 +217,9 @@ def main() -> int:
         result.findings += judge_matrix(matrix, *run_matrix(matrix, where))
     for survey in surveys():
         result.findings += judge_survey(survey, *run_survey(survey, where))
+    for case, num_ranks in shared_cases():
+        problem = random_problem(case)
+        result.findings += judge_all(problem, run_shared(problem, num_ranks, where))
     for num_steps in STEPS:
         result.findings += judge_scales(*run_scales(num_steps, where))
     print(result.summary())

@@ -17,16 +17,18 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from ..norm.request import ForwardOptions, ForwardRequest
+from ..norm.split_calls import SplitNorm
+from ..norm.split_rows import OfPart, Wanted
 from . import formulas, row_statistics
-from .row_statistics import RowStatistics
+from .dtypes import name_of
 
 
 class _Split(NamedTuple):
-    """options: checked. counts: columns of each rank of group."""
+    """options: checked. group: the ranks that share the rows."""
 
     options: ForwardOptions
     group: ProcessGroup
-    counts: list[int]
+    norm: SplitNorm
 
 
 def normalize(request: ForwardRequest, mesh_dim: int) -> tuple[DTensor, None, DTensor]:
@@ -40,10 +42,15 @@ def normalize(request: ForwardRequest, mesh_dim: int) -> tuple[DTensor, None, DT
     added = input
     if operands.residual is not None:
         added = (input + operands.residual).redistribute(placements=placements)
-    columns = torch.arange(input.shape[-1]).chunk(mesh.size(mesh_dim))
-    counts = [len(each) for each in columns]
-    counts += [0] * (mesh.size(mesh_dim) - len(counts))
-    split = _Split(options, mesh.get_group(mesh_dim), counts)
+    # Shard gives ranks as many columns as torch.chunk does, as SplitNorm says.
+    norm = SplitNorm(
+        options.centered,
+        options.eps,
+        options.zero_centered_weight,
+        input.shape[-1],
+        mesh.size(mesh_dim),
+    )
+    split = _Split(options, mesh.get_group(mesh_dim), norm)
     parameters = [
         None if each is None else _Columns.apply(each, placements, mesh_dim)
         for each in (operands.weight, operands.bias)
@@ -108,18 +115,19 @@ class _Normalized(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, weight, bias, split):
-        options, rows = split.options, _as_rows(x)
-        centered, eps = options.centered, options.eps
-        own = row_statistics.of_part(rows, centered=centered)
-        parts = collectives.all_gather_tensor(own[None], 0, split.group)
-        found = row_statistics.combined(parts, split.counts, eps, centered=centered)
-        ctx.save_for_backward(x, weight, bias, *found)
+        of_part, norm = OfPart(_as_rows(x), weight, bias), split.norm
+        own = row_statistics.statistics_of_part(of_part, norm)
+        parts = _arrived(collectives.all_gather_tensor(own[None], 0, split.group))
+        y, statistics = row_statistics.normalize(
+            of_part._replace(parts=parts), norm, getattr(torch, split.options.out_dtype)
+        )
+        ctx.save_for_backward(x, weight, bias, statistics)
         ctx.split = split
-        return _affine(found.x_hat(rows), weight, bias, split).reshape(x.shape)
+        return y.reshape(x.shape)
 
     @staticmethod
     def backward(ctx, dy):
-        x, weight, bias, *found = ctx.saved_tensors
+        x, weight, bias, statistics = ctx.saved_tensors
         wanted, split = ctx.needs_input_grad[:3], ctx.split
         if torch.is_grad_enabled():  # create_graph=True
             given = [each for each, is_wanted in zip((x, weight, bias), wanted) if is_wanted]
@@ -127,24 +135,24 @@ class _Normalized(torch.autograd.Function):
                 y = _by_operations(x, weight, bias, split)
                 made = iter(torch.autograd.grad(y, given, dy, create_graph=True))
             return *(next(made) if is_wanted else None for is_wanted in wanted), None
-        found = RowStatistics(*found)
-        x_hat, dy = found.x_hat(_as_rows(x)), _as_rows(dy).to(found.rstd.dtype)
-        dx = dweight = dbias = None
+        rows, dy_rows, sums = _as_rows(x), _as_rows(_arrived(dy)), None
+        of_part = OfPart(rows, weight, None, dy_rows, None, statistics)
         if wanted[0]:
-            zero_centered = split.options.zero_centered_weight
-            wdy = dy * formulas.scale(weight, zero_centered, dy.dtype)
-            sums = torch.stack(((wdy * x_hat).sum(1), wdy.sum(1)))
-            of_product, of_wdy = collectives.all_reduce(sums, "sum", split.group) / sum(
-                split.counts
-            )
-            dx = wdy - x_hat * of_product[:, None]
-            dx = dx - of_wdy[:, None] if split.options.centered else dx
-            dx = (dx * found.rstd[:, None]).to(x.dtype).reshape(x.shape)
-        if wanted[1]:
-            dweight = (dy * x_hat).sum(0).to(weight.dtype)
-        if wanted[2]:
-            dbias = dy.sum(0).to(bias.dtype)
-        return dx, dweight, dbias, None
+            own = row_statistics.sums_of_part(of_part, split.norm)
+            sums = _arrived(collectives.all_reduce(own, "sum", split.group))
+        dtypes = (
+            name_of(each.dtype) if is_wanted else None
+            for each, is_wanted in zip((x, weight, bias), wanted)
+        )
+        dx, dweight, dbias = row_statistics.gradients(
+            of_part._replace(sums=sums), split.norm, Wanted(*dtypes)
+        )
+        return None if dx is None else dx.reshape(x.shape), dweight, dbias, None
+
+
+def _arrived(tensor: Tensor) -> Tensor:
+    """The result of a collective as a plain tensor, which has an address."""
+    return tensor.wait() if isinstance(tensor, collectives.AsyncCollectiveTensor) else tensor
 
 
 class _SumOverRanks(torch.autograd.Function):
@@ -162,7 +170,7 @@ class _SumOverRanks(torch.autograd.Function):
 
 def _by_operations(x: Tensor, weight: Tensor | None, bias: Tensor | None, split: _Split) -> Tensor:
     """y by operations that torch differentiates."""
-    rows, num_cols = _as_rows(x), sum(split.counts)
+    rows, num_cols = _as_rows(x), split.norm.cols_of_row
     rows = rows.to(formulas.arithmetic(rows))
 
     def average(values: Tensor) -> Tensor:
@@ -171,14 +179,10 @@ def _by_operations(x: Tensor, weight: Tensor | None, bias: Tensor | None, split:
     if split.options.centered:
         rows = rows - average(rows)
     x_hat = rows * torch.rsqrt(average(rows * rows) + split.options.eps)
-    return _affine(x_hat, weight, bias, split).reshape(x.shape)
-
-
-def _affine(x_hat: Tensor, weight: Tensor | None, bias: Tensor | None, split: _Split) -> Tensor:
     options = split.options
     y = x_hat * formulas.scale(weight, options.zero_centered_weight, x_hat.dtype)
     y = y if bias is None else y + bias.to(y.dtype)
-    return y.to(getattr(torch, options.out_dtype))
+    return y.to(getattr(torch, options.out_dtype)).reshape(x.shape)
 
 
 def _as_rows(tensor: Tensor) -> Tensor:

@@ -19,9 +19,10 @@ from torch import Tensor
 from ..linear.call import Operands, check_eps
 from ..linear.matrices import as_rows
 from ..linear.weight_gradients import WeightGradientSink
+from ..nn import row_statistics
 from ..nn.dtypes import name_of
-from ..nn.formulas import scale as norm_scale
-from ..nn.row_statistics import RowStatistics, combined, of_part
+from ..norm.split_calls import SplitNorm
+from ..norm.split_rows import OfPart, Wanted
 from .products import Kept, Products, joined_bias
 from .weights import Arrived, weight_gradients
 
@@ -31,24 +32,28 @@ def forward(
 ) -> tuple[Tensor, Tensor | None, tuple[Tensor | None, ...]]:
     """y, this rank's columns of normalized (None unless requested), and what `backward` needs."""
     options, split, input = products.options, products.split, operands.input
-    eps = check_eps(options.eps, name_of(input.dtype), centered=options.centered)
-    parts = split.ranks.gather(of_part(as_rows(input), centered=options.centered)[None]).wait()
-    counts = [input.shape[-1]] * split.ranks.size
-    found = combined(parts, counts, eps, centered=options.centered)
-    values = _values(products, found.x_hat(as_rows(input)), operands, products.value_dtype)
+    norm, of_part = _norm(products, input), _of_part(operands)
+    own = row_statistics.statistics_of_part(of_part, norm)
+    parts = split.ranks.gather(own[None]).wait()
+    values, statistics = row_statistics.normalize(
+        of_part._replace(parts=parts), norm, products.value_dtype
+    )
     rows = products.rows(values)
     weight, saved_weight = products.weight(operands.weights)
     reduction = products.project_part(rows, weight)
     normalized = None
     if options.return_normalized:
-        normalized = values.to(options.dtype).reshape(input.shape)
+        if values.dtype != options.dtype:
+            of_part = of_part._replace(statistics=statistics)
+            values, _ = row_statistics.normalize(of_part, norm, options.dtype)
+        normalized = values.reshape(input.shape)
     y, shape = reduction.wait(), input.shape
     if split.sequence_parallel:
         shape = (len(input) // split.ranks.size, *shape[1:])
     y = y.reshape(*shape[:-1], y.shape[-1])
     bias = joined_bias(operands.biases, options.dtype)
     y = y if bias is None else y + bias
-    return y, normalized, (*found, *products.keep(rows), *saved_weight)
+    return y, normalized, (statistics, *products.keep(rows), *saved_weight)
 
 
 def backward(
@@ -60,15 +65,15 @@ def backward(
     sink: WeightGradientSink | None,
 ) -> tuple[Tensor | None, ...]:
     """As column.backward. Where rows of dy were gathered, each rank has the whole dbias."""
-    pivot, shift, rstd, data, scale, *saved_weight = saved
-    found, split, (dy, dnormalized) = RowStatistics(pivot, shift, rstd), products.split, incoming
+    statistics, data, scale, *saved_weight = saved
+    split, (dy, dnormalized) = products.split, incoming
     input, _, norm_weight, norm_bias, weights, biases = operands
     wants_norm, wants_parts = wanted[:3], wanted[3:]
     wants_weight = any(wants_parts[: len(weights)])
-    x_hat = found.x_hat(as_rows(input))
+    norm, of_part = _norm(products, input), _of_part(operands)._replace(statistics=statistics)
 
     def values(dtype: torch.dtype) -> Tensor:
-        return _values(products, x_hat, operands, dtype)
+        return row_statistics.normalize(of_part, norm, dtype)[0]
 
     total = rows = made = dbias = None
     if dy is not None:
@@ -80,17 +85,10 @@ def backward(
     if dnormalized is not None:
         dnormalized = as_rows(dnormalized)
         total = dnormalized if total is None else total + dnormalized
-    reduction = weighted = dnorm_weight = dnorm_bias = None
-    if total is not None and any(wants_norm[:2]):
-        product = total * x_hat
-        if wants_norm[1]:
-            dnorm_weight = product.sum(0).to(norm_weight.dtype)
+    reduction = None
+    of_total = of_part._replace(bias=None, dy=total)
     if total is not None and wants_norm[0]:
-        factor = norm_scale(norm_weight, products.options.zero_centered_weight, x_hat.dtype)
-        weighted = total * factor
-        sums = [product.mul_(factor).sum(1), *([] if pivot is None else [weighted.sum(1)])]
-        reduction = split.ranks.all_reduce(torch.stack(sums))
-        del product
+        reduction = split.ranks.all_reduce(row_statistics.sums_of_part(of_total, norm))
     dparts = [None] * (len(weights) + len(biases))
     if dy is not None:
         # The rows are this rank's alone: nothing is gathered.
@@ -101,24 +99,33 @@ def backward(
     elif sink is not None:
         sink.take_nothing()
 
-    dx = None
-    if total is not None and wants_norm[2]:
-        dnorm_bias = total.sum(0, dtype=x_hat.dtype).to(norm_bias.dtype)
-    if reduction is not None:
-        of_row = reduction.wait() / (input.shape[-1] * split.ranks.size)
-        weighted.addcmul_(x_hat, of_row[0][:, None], value=-1)
-        if pivot is not None:
-            weighted.sub_(of_row[1][:, None])
-        dx = weighted.new_empty(weighted.shape, dtype=input.dtype)
-        dx = torch.mul(weighted, rstd[:, None], out=dx).reshape(input.shape)
-    made = (dx, dnorm_weight, dnorm_bias, *dparts)
-    return tuple(gradient if is_wanted else None for gradient, is_wanted in zip(made, wanted))
+    of_norm: tuple[Tensor | None, ...] = (None, None, None)
+    if total is not None and any(wants_norm):
+        of_total = of_total._replace(sums=None if reduction is None else reduction.wait())
+        dtypes = (
+            name_of(each.dtype) if is_wanted else None
+            for each, is_wanted in zip((input, norm_weight, norm_bias), wants_norm)
+        )
+        of_norm = row_statistics.gradients(of_total, norm, Wanted(*dtypes))
+    dx, *of_parameters = of_norm
+    dx = None if dx is None else dx.reshape(input.shape)
+    every = (dx, *of_parameters, *dparts)
+    return tuple(gradient if is_wanted else None for gradient, is_wanted in zip(every, wanted))
 
 
-def _values(products: Products, x_hat: Tensor, operands: Operands, dtype: torch.dtype) -> Tensor:
-    """This rank's columns of normalized, rounded once to dtype."""
-    scale = norm_scale(operands.norm_weight, products.options.zero_centered_weight, x_hat.dtype)
-    values = x_hat.new_empty(x_hat.shape, dtype=dtype)
-    if operands.norm_bias is None:
-        return torch.mul(x_hat, scale, out=values)
-    return torch.addcmul(operands.norm_bias.to(x_hat.dtype), x_hat, scale, out=values)
+def _norm(products: Products, input: Tensor) -> SplitNorm:
+    options, num_ranks = products.options, products.split.ranks.size
+    eps = check_eps(options.eps, name_of(input.dtype), centered=options.centered)
+    return SplitNorm(
+        options.centered,
+        eps,
+        options.zero_centered_weight,
+        input.shape[-1] * num_ranks,
+        num_ranks,
+    )
+
+
+def _of_part(operands: Operands) -> OfPart:
+    """Without dy and what comes from other ranks."""
+    input, _, norm_weight, norm_bias, _, _ = operands
+    return OfPart(as_rows(input), norm_weight, norm_bias)

@@ -7,6 +7,7 @@ import pytest
 torch = pytest.importorskip("torch")
 if not torch.distributed.is_available():
     pytest.skip("this torch has no distributed package", allow_module_level=True)
+import layer_kernel_ranks  # noqa: E402  (imports torch)
 import layer_ranks  # noqa: E402  (imports torch)
 import start_ranks  # noqa: E402
 
@@ -34,3 +35,10 @@ ON_FOUR = tuple(case.name for case in layer_ranks.MAIN)
 def test_on_four_ranks(tmp_path):
     reports = start_ranks.start(layer_ranks.__file__, 4, tmp_path, ON_FOUR)
     assert reports == [dict.fromkeys(ON_FOUR, "passed")] * 4
+
+
+@pytest.mark.slow
+def test_row_parallel_layers_by_the_kernels(tmp_path):
+    """Not by torch's operators, which tensors on the CPU take otherwise."""
+    reports = start_ranks.start(layer_kernel_ranks.__file__, 2, tmp_path)
+    assert reports == [dict.fromkeys(layer_kernel_ranks.CHECKS, "passed")] * 2

@@ -1,0 +1,105 @@
+// split_gradients -- dx, and partial sums of dweight and dbias, by the sums of whole rows, of which
+//        this rank has a part; a block owns columns of a slab
+// owns:  threads_per_row neighbouring packs of columns of rows_of_slab rows. Each of rows_per_block
+//        groups of threads takes every rows_per_block-th row, packs_per_thread of them at once
+// moves: x and dy once in, dx once out; a sum a column and slab, which backward_parameters.cu adds
+// takes: any part of at least one column
+// needs: num_cols and all row strides multiples of pack_size, addresses aligned to a pack; shared
+//        memory for a pack of sums a thread
+#include "backward.cuh"
+#include "column_sums.cuh"
+#include "split_rows.cuh"
+
+template <class X, class Dy, class Scale, bool centered>
+struct SplitGradients {
+  using Compute = typename Load<X>::Compute;
+  Load<X> x;
+  Load<Dy> dy;
+  Scale scale;
+  Store<X, void, void, false> dx;
+  SavedStatistics<Compute, centered> saved;
+  const Compute* sums;        // over all ranks, else as in split_sums.cu
+  Compute* dweight_partials;  // [slabs, num_cols]
+  Compute* dbias_partials;
+  long long num_rows;
+  long long num_cols;
+  long long rows_of_slab;
+  long long cols_of_row;
+
+  // Everything about a row but its x and dy.
+  template <bool needs_sums>
+  __device__ __forceinline__ RowGradient<Compute, true> gradient_of(long long row,
+                                                                    Compute rstd) const {
+    RowGradient<Compute, true> gradient{};
+    gradient.rstd = rstd;
+    if constexpr (needs_sums) {
+      const Sum<Compute, 2> of_row{{sums[row], centered ? sums[num_rows + row] : Compute(0)}};
+      gradient.finish(of_row, Compute(1) / static_cast<Compute>(cols_of_row));
+    }
+    return gradient;
+  }
+};
+
+template <class X, class Dy, class Scale, Gradients gradients, bool centered, Tile tile>
+__global__ void __launch_bounds__(tile.block_size(), tile.blocks_per_sm)
+    split_gradients(const SplitGradients<X, Dy, Scale, centered> problem) {
+  using Compute = typename Load<X>::Compute;
+  constexpr int pack_size = tile.pack_size, num_groups = tile.rows_per_block,
+                block_cols = tile.threads_per_row * pack_size;
+  const long long blocks_across = (problem.num_cols + block_cols - 1) / block_cols;
+  const long long slab = blockIdx.x / blocks_across,
+                  first_col = blockIdx.x % blocks_across * block_cols;
+  const long long first_row = slab * problem.rows_of_slab;
+  const long long end = min(first_row + problem.rows_of_slab, problem.num_rows);
+  const int group = threadIdx.x / tile.threads_per_row,
+            own_col = threadIdx.x % tile.threads_per_row * pack_size;
+  const long long col = first_col + own_col;
+
+  Compute dweights[pack_size] = {}, dbiases[pack_size] = {};
+  if (col < problem.num_cols) {
+    auto kept = problem.scale.template keep<pack_size>(col);
+#pragma unroll 1
+    for (long long row = first_row + group; row < end; row += tile.packs_per_thread * num_groups) {
+      Pack<X, pack_size> x_packs[tile.packs_per_thread];
+      Pack<Dy, pack_size> dy_packs[tile.packs_per_thread];
+#pragma unroll
+      for (int at = 0; at < tile.packs_per_thread; ++at) {
+        const long long own = min(row + at * num_groups, end - 1);
+        x_packs[at] = problem.x.template load<pack_size>(own, col);
+        dy_packs[at] = problem.dy.template load<pack_size>(own, col);
+      }
+#pragma unroll
+      for (int at = 0; at < tile.packs_per_thread; ++at) {
+        const long long own = row + at * num_groups;
+        if (own >= end) break;
+        const auto statistics = problem.saved.load(own, problem.num_rows);
+        const auto gradient = problem.template gradient_of<gradients.dx>(own, statistics.rstd);
+        Compute xs[pack_size], x_hats[pack_size], dys[pack_size], weights[pack_size];
+        unpack(x_packs[at], xs);
+        unpack(dy_packs[at], dys);
+        if constexpr (Scale::stays_packed) kept.forget_unpacked();
+        Scale::unpack(kept, weights);
+        statistics.template normalize<centered>(xs, x_hats);
+        Compute dx[pack_size];
+#pragma unroll
+        for (int element = 0; element < pack_size; ++element) {
+          const Compute value = dys[element], x_hat = x_hats[element];
+          if constexpr (gradients.dweight) dweights[element] += value * x_hat;
+          if constexpr (gradients.dbias) dbiases[element] += value;
+          dx[element] =
+              gradient.template dx<centered>(x_hat, rounded_product(value, weights[element]));
+        }
+        if constexpr (gradients.dx) problem.dx.store(own, col, dx);
+      }
+    }
+  }
+  auto* of_groups = reinterpret_cast<Compute*>(dynamic_smem());
+  const auto write = [&](const Compute(&sums)[pack_size], Compute* partials) {
+    add_groups<block_cols, num_groups>(of_groups, sums, group, own_col,
+                                       partials + slab * problem.num_cols + first_col,
+                                       problem.num_cols - first_col);
+    __syncthreads();  // before of_groups is used again
+  };
+  if constexpr (gradients.dweight) write(dweights, problem.dweight_partials);
+  if constexpr (gradients.dbias) write(dbiases, problem.dbias_partials);
+}

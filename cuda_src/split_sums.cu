@@ -1,0 +1,56 @@
+// split_sums -- sums of wdy * x_hat and of wdy over one rank's part of a row; a block owns a row
+// owns:  the part of x in registers; path uncached: nothing
+// moves: x and dy once in, two numbers a row out (RMSNorm: one)
+// takes: any row of at least one column
+// needs: num_cols and all row strides multiples of pack_size, addresses aligned to a pack
+#include "backward.cuh"
+#include "split_rows.cuh"
+
+// wdy = dy * weight. The sums over all ranks are what split_gradients.cu needs of other ranks.
+template <class X, class Dy, class Scale, bool centered>
+struct SplitSums {
+  using Compute = typename Load<X>::Compute;
+  Load<X> x;
+  Load<Dy> dy;
+  Scale scale;
+  SavedStatistics<Compute, centered> saved;
+  Compute* sums;  // [of wdy * x_hat, of wdy][num_rows]; RMSNorm: the first alone
+  long long num_rows;
+  long long num_cols;
+};
+
+template <class X, class Dy, class Scale, bool centered, Tile tile>
+__global__ void __launch_bounds__(tile.block_size(), tile.blocks_per_sm)
+    split_sums(const SplitSums<X, Dy, Scale, centered> problem) {
+  using Compute = typename Load<X>::Compute;
+  BlockReduce<tile.threads_per_row, Compute> reduce(dynamic_smem());
+
+  for (long long row = blockIdx.x; row < problem.num_rows; row += gridDim.x) {
+    auto x_of_row = part_of_row<tile>(problem.x, row, problem.num_cols);
+    const RowStatistics<Compute> statistics = problem.saved.load(row, problem.num_rows);
+    Sum<Compute, 2> sums{};
+    const auto load_dy = [&](long long col) {
+      return problem.dy.template load<tile.pack_size>(row, col);
+    };
+    x_of_row.for_each_pack_with(
+        load_dy, [&](long long col, const auto& xs, bool in_row, const auto& dy) {
+          Compute x_hats[tile.pack_size], dys[tile.pack_size], weights[tile.pack_size];
+          statistics.template normalize<centered>(xs, x_hats);
+          unpack(dy, dys);
+          problem.scale.load(in_row ? col : 0, weights);
+          Sum<Compute, 2> of_pack{};
+#pragma unroll
+          for (int at = 0; at < tile.pack_size; ++at) {
+            const Compute wdy = in_row ? rounded_product(dys[at], weights[at]) : Compute(0);
+            of_pack.part[0] += wdy * x_hats[at];
+            of_pack.part[1] += wdy;
+          }
+          sums.merge(of_pack);
+        });
+    sums = reduce.all(sums);
+    if (threadIdx.x == 0) {
+      problem.sums[row] = sums.part[0];
+      if constexpr (centered) problem.sums[problem.num_rows + row] = sums.part[1];
+    }
+  }
+}
