@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import importlib.metadata
 import platform
 import re
 import sys
@@ -40,6 +39,8 @@ def environment() -> dict[str, str | None]:
         name = runtime.getDeviceProperties(runtime.getDevice())["name"]
         found["gpu"] = name.decode() if isinstance(name, bytes) else name
         found["driver"] = _driver()
+    import importlib.metadata  # takes a tenth of the time of importing all of the package
+
     try:
         loaded = getattr(sys.modules.get("torch"), "__version__", None)
         found["torch"] = str(loaded or importlib.metadata.version("torch"))
