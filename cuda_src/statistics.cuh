@@ -11,6 +11,14 @@
 #include "sums.cuh"
 #include "tile.cuh"
 
+// Welford's statistics, from the moments of a whole row.
+template <class Compute>
+__device__ __forceinline__ RowStatistics<Compute> of_moments(const Moments<Compute>& moments,
+                                                             Compute reciprocal, double eps) {
+  return {moments.part[1], rsqrt_rounded(moments.part[2] * reciprocal + static_cast<Compute>(eps)),
+          moments.part[1], 0};
+}
+
 // row: see uncached_row.cuh for its members. reduce.all adds over the threads that share the row.
 template <bool centered, Statistics statistics, class Compute, class Row, class Reduce>
 __device__ __forceinline__ RowStatistics<Compute> row_statistics(Row& row, Reduce& reduce,
@@ -61,9 +69,6 @@ __device__ __forceinline__ RowStatistics<Compute> row_statistics(Row& row, Reduc
     Moments<Compute> moments{};
     row.for_each_pack(
         [&](long long, const auto& values) { moments.merge(Moments<Compute>::of(values)); });
-    moments = reduce.all(moments);
-    return {moments.part[1],
-            rsqrt_rounded(moments.part[2] * reciprocal + static_cast<Compute>(eps)),
-            moments.part[1], 0};
+    return of_moments(reduce.all(moments), reciprocal, eps);
   }
 }

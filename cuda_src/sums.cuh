@@ -16,6 +16,12 @@ __device__ __forceinline__ Compute sum_of(const Compute (&values)[pack_size], Co
   }
   return sums[0];
 }
+// A value whose square overflows is no help as an origin.
+template <class Compute>
+__device__ __forceinline__ Compute usable_origin(Compute value) {
+  constexpr Compute largest = 0x1p63f;
+  return value < largest && value > -largest ? value : Compute(0);
+}
 template <int pack_size, class Compute>
 __device__ __forceinline__ Compute squares_of(const Compute (&values)[pack_size]) {
   Compute squares = values[0] * values[0];

@@ -38,3 +38,12 @@ struct Otherwise<void, B> {
 
 // Stands for a value that an instance does not need.
 struct Nothing {};
+
+template <bool first, class A, class B>
+struct Either {
+  using type = A;
+};
+template <class A, class B>
+struct Either<false, A, B> {
+  using type = B;
+};

@@ -30,11 +30,9 @@ struct UncachedRow {
   bool first_pass = true;
 
   // The first value of the row: deviations from it are small where the mean is large, and 0 in a
-  // constant row, whose mean is then exact. A value whose square overflows is no help.
+  // constant row, whose mean is then exact.
   __device__ __forceinline__ Compute origin() const {
-    const Compute value = load_one(load, row, 0);
-    constexpr Compute largest = 0x1p63f;
-    return value < largest && value > -largest ? value : Compute(0);
+    return usable_origin(load_one(load, row, 0));
   }
   template <class F>
   __device__ __forceinline__ void for_each_pack(F f) {

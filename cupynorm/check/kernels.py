@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,8 @@ class CpuMachine:
         sanitize: tuple[str, ...] = (),
         folder: Path | None = None,
     ) -> None:
-        self.device = device
+        # A block that shares its rows has hundreds of threads, each with a stack of its own.
+        self.device = replace(device, grid_blocks=min(device.grid_blocks, 16))
         self.seed = seed
         self.sanitize = sanitize
         self.folder = folder

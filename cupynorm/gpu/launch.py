@@ -21,6 +21,7 @@ from . import nvrtc
 _MAX_WORDS = 384  # two functors with all their arrays, forward and gradient (plan/functors.py)
 _RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 _NON_PORTABLE_CLUSTER_SIZE_ALLOWED = 14  # CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED
+_COOPERATIVE = 2  # CU_LAUNCH_ATTRIBUTE_COOPERATIVE: all blocks are resident at once
 _PROGRAMMATIC_STREAM_SERIALIZATION = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 _CAPTURES_OVERLAPS = 12030  # the first CUDA version whose graphs support that attribute
 
@@ -111,14 +112,16 @@ class LoadedKernel:
             if launch.smem_bytes > 48 * 1024:
                 # The device's limit, because another plan of the same kernel may need more.
                 self.function.max_dynamic_shared_size_bytes = device(device_index).smem_per_block
-            if launch.cluster_size > 8:
+            if launch.tile.hardware_cluster_size > 8:
                 driver.funcSetAttribute(
                     self.function.kernel.ptr, _NON_PORTABLE_CLUSTER_SIZE_ALLOWED, 1
                 )
             pointer = self.function.kernel.ptr
         sizes = (launch.grid_size, 1, 1, launch.block_size, 1, 1, launch.smem_bytes)
         if launch.overlaps and nvrtc.cupy().cuda.runtime.driverGetVersion() >= _CAPTURES_OVERLAPS:
-            self.launch = _overlapping_launch(pointer, sizes)
+            self.launch = _launch_with(_PROGRAMMATIC_STREAM_SERIALIZATION, pointer, sizes)
+        elif launch.tile.path == "grid":
+            self.launch = _launch_with(_COOPERATIVE, pointer, sizes)
         else:
             self.launch = partial(driver.launchKernel, pointer, *sizes)
         self.format: struct.Struct | None = None
@@ -153,8 +156,10 @@ class _Config(ctypes.Structure):
     )
 
 
-def _overlapping_launch(function: int, sizes: tuple[int, ...]) -> Callable[[int, int, int], None]:
-    """A launch with the attribute that lets the kernel start before the previous one has ended.
+def _launch_with(
+    kind: int, function: int, sizes: tuple[int, ...]
+) -> Callable[[int, int, int], None]:
+    """A launch with one of the attributes above.
 
     Returns a function with the last three parameters of driver.launchKernel.
     """
@@ -163,7 +168,7 @@ def _overlapping_launch(function: int, sizes: tuple[int, ...]) -> Callable[[int,
     # PyDLL holds the GIL, so no other thread can change config.stream before the launch reads it.
     launch = ctypes.PyDLL("libcuda.so.1").cuLaunchKernelEx
     launch.argtypes = (ctypes.POINTER(_Config), ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p)
-    attribute = _Attribute(_PROGRAMMATIC_STREAM_SERIALIZATION, value=(1,))
+    attribute = _Attribute(kind, value=(1,))
     config = _Config(sizes, attributes=ctypes.pointer(attribute), num_attributes=1)
 
     def enqueue(stream: int, parameters: int, extra: int) -> None:

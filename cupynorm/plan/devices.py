@@ -17,6 +17,7 @@ class Device:
 
     clusters: how many clusters of 2, 4, 8 and 16 blocks are resident at once with one block a
     multiprocessor; empty if the device has no clusters. Further clusters run in a second wave.
+    grid_blocks: the most blocks that share a row as one resident grid.
     """
 
     name: str
@@ -27,6 +28,7 @@ class Device:
     threads_per_sm: int
     clusters: tuple[tuple[int, int], ...] = ()
     registers_per_sm: int = 65536
+    grid_blocks: int = 128
 
 
 def _device(name: str, compute_capability: int, num_sms: int, **changes: object) -> Device:

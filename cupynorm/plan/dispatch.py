@@ -17,12 +17,19 @@ from ..table import as_text, pairs_as_html
 from .devices import Device
 from .grids import for_few_rows, grid_size, parameters_launch, shares_of_first
 from .instances import Choice, Launch, parameters_instance, row_instance
-from .paths import is_deep
+from .paths import is_deep, uncached_tile
 from .problem import Problem, Tile
 from .strategies import STATISTICS, STRATEGIES
 from .tables import measured_tile
 from .tile_checks import check_path, check_tile
-from .tile_model import RESERVED_BYTES, scales_at_once, smem_bytes_of
+from .tile_model import (
+    RESERVED_BYTES,
+    grid_packs,
+    keeps_sums,
+    scales_at_once,
+    smem_bytes_of,
+    streamed,
+)
 
 # Set by cupynorm.norm.tiles. choose() calls it first if neither strategy nor tile is given. It
 # returns (strategy, tile, reason), or None.
@@ -62,7 +69,7 @@ def choose(
         )
 
     reason = "as asked for"
-    by_dispatch = tile is None
+    by_dispatch, given = tile is None, strategy
     if tile is not None:
         tile = tile.of_strategy(strategy, problem.forward)
     if strategy is not None:
@@ -90,7 +97,15 @@ def choose(
     else:
         strategy, tile, reason = _best_tile(problem, device)
 
-    statistics = statistics or ("welford" if strategy == "uncached" else "two_pass")
+    if tile.path == "grid" and statistics == "two_pass":
+        if not by_dispatch or given is not None:
+            raise ValueError(
+                "statistics is 'two_pass'; all blocks share these rows and exchange sums once, as "
+                "'welford' does"
+            )
+        strategy, tile = "uncached", uncached_tile(problem, device)
+    one_pass = tile.path in ("grid", "uncached")
+    statistics = statistics or ("welford" if one_pass else "two_pass")
     smem_bytes = smem_bytes_of(problem, tile, strategy)
     resident = (
         tile.blocks_per_sm
@@ -105,7 +120,7 @@ def choose(
         step = "write" if problem.scaling == "given" and not problem.amax else "all"
         kernel = row_instance(problem, strategy, tile, statistics, step)
     parameters_tile, parameters_kernel = (
-        (None, None) if problem.forward else parameters_instance(problem, strategy)
+        (None, None) if problem.forward else parameters_instance(problem, keeps_sums(problem, tile))
     )
     return Choice(
         strategy,
@@ -243,7 +258,7 @@ class Plan:
         lines += [(role, f"functor {each}") for role, each in functors if each]
         for launch in self.launches:
             shape = f"grid {launch.grid_size} x block {launch.block_size}"
-            if launch.cluster_size > 1:
+            if launch.tile.hardware_cluster_size > 1:
                 shape += f" in clusters of {launch.cluster_size}"
             lines.append(
                 (launch.kernel.source, f"{shape}, {launch.smem_bytes} bytes of shared memory")
@@ -284,6 +299,10 @@ def make_plan(
     if tile is not None and strategy in STRATEGIES:
         check_path(strategy, tile.of_strategy(strategy, problem.forward))
     choice = choose(problem, device, strategy, tile, statistics)
+    left = device.num_sms - sm_margin
+    if strategy is None and choice.tile.path == "grid" and choice.tile.cluster_size > left:
+        reason = f"{left} multiprocessors are too few for {choice.tile.cluster_size} blocks"
+        choice = replace(choose(problem, device, "uncached", None, statistics), reason=reason)
     if choice.by_dispatch:
         few = for_few_rows(
             problem, device, choice.strategy, choice.tile, num_rows, choice.statistics
@@ -320,7 +339,7 @@ def make_plan(
                     rows_of_first=rows_of_first,
                 )
             )
-        if choice.parameters_kernel is not None and choice.strategy != "uncached":
+        if choice.parameters_kernel is not None and keeps_sums(problem, choice.tile):
             num_partials = grid // cluster_size
     if choice.strategy == "uncached":
         if problem.forward:
@@ -334,16 +353,25 @@ def make_plan(
         else:
             x_size, dy_size = DTYPES[problem.x].itemsize, DTYPES[problem.dy].itemsize
             passes = 2 if problem.dx else int(bool(problem.recomputed))
-            reads_of_x = passes + bool(problem.dweight)
-            reads_of_dy = passes + bool(problem.dweight or problem.dbias)
-            moved += row_elements * ((reads_of_x - 1) * x_size + (reads_of_dy - 1) * dy_size)
+            moved += (passes - 1) * row_elements * (x_size + dy_size)
+    if choice.tile.path == "grid":
+        # What is not kept is read again: twice, or once without a mean or backward.
+        left = 1 - choice.tile.packs_per_thread / grid_packs(problem, choice.tile)
+        times = 2 if problem.forward and problem.centered else 1
+        moved += int(times * left * row_elements * sum(streamed(problem)))
+    if not (problem.forward or keeps_sums(problem, choice.tile)):
+        x_bytes = DTYPES[problem.x].itemsize * bool(problem.dweight)
+        dy_bytes = DTYPES[problem.dy].itemsize * bool(problem.dweight or problem.dbias)
+        moved += row_elements * (x_bytes + dy_bytes)
     if choice.amax_kernel is not None:
         # The second launch reads the inputs again. The amaxes are written and read.
         moved += moved - num_rows * (problem.num_cols + problem.scale_bytes)
         moved += 8 * (num_rows * problem.num_scales or 1)
     if row_elements and choice.parameters_kernel is not None:
         # Its blocks start while the partial sums are written, which hides the launch.
-        overlaps = num_partials > 0 and device.compute_capability >= 90
+        overlaps = (
+            num_partials > 0 and choice.tile.path != "grid" and device.compute_capability >= 90
+        )
         most_blocks = (
             (device.num_sms - sm_margin) * choice.parameters_tile.blocks_per_sm
             if sm_margin

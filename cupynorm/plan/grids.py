@@ -105,6 +105,13 @@ def grid_size(
     tile = choice.tile
     groups = ceil_div(num_rows, tile.rows_per_block)
     most = (2**31 - 1) // tile.cluster_size
+    if tile.path == "grid":
+        if tile.cluster_size > device.num_sms - sm_margin:
+            raise ValueError(
+                f"sm_margin is {sm_margin}; it leaves {device.num_sms - sm_margin} multiprocessors "
+                f"of {device.name}, too few for the {tile.cluster_size} blocks that share a row"
+            )
+        return tile.cluster_size
     if tile.cluster_size > 1:
         clusters = dict(device.clusters)[tile.cluster_size]
         left = clusters - ceil_div(sm_margin * clusters, device.num_sms)

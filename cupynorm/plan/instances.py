@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from ..dtypes import DTYPES, ELEMENTS
 from .functors import struct_text
 from .problem import Problem, Tile
+from .tile_model import keeps_sums
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,7 @@ class Launch:
 
     overlaps: whether it may start before the previous launch has ended (programmatic dependent
     launch). The kernel itself waits for the end.
+    cluster_size: blocks that share a row; on path "grid" they are no thread-block cluster.
     num_first, rows_of_first: forward, the first num_first blocks take rows_of_first rows each, and
     the others share the rest (cuda_src/turns.cuh).
     """
@@ -162,7 +164,7 @@ def row_instance(
             )
             store = f"RecomputingStore<{store}, {types}, {zero_centered}>"
         scale = f"Scale<{cpp_name(problem.weight)}, {zero_centered}>"
-        sums = strategy != "uncached"
+        sums = keeps_sums(problem, tile)
         gradients = (
             f"Gradients{{.dx = {cpp_bool(problem.dx)}, "
             f".dweight = {cpp_bool(problem.dweight and sums)}, "
@@ -174,19 +176,20 @@ def row_instance(
     return Kernel(f"{name}.cu", f"{name}<{arguments}, {tile.cpp}>", functor_structs(problem))
 
 
-def parameters_instance(problem: Problem, strategy: str) -> tuple[Tile | None, Kernel | None]:
+def parameters_instance(problem: Problem, has_partials: bool) -> tuple[Tile | None, Kernel | None]:
+    """The kernel that sums dweight and dbias, from partial rows or from x and dy."""
     if not (problem.dweight or problem.dbias):
         return None, None
     pack_size = min(problem.widest_pack, 4)
     # Partial rows are few, so units of one cache line spread the columns over more multiprocessors.
-    lanes = 32 if strategy == "uncached" or problem.num_cols >= 16384 else 8
+    lanes = 32 if not has_partials or problem.num_cols >= 16384 else 8
     # Four float64 divisions at a time, with y, or functors need more than the 64 registers of two
     # blocks.
     is_tight = problem.y or problem.load or problem.store
-    blocks_per_sm = 1 if is_tight and strategy == "uncached" else 2
+    blocks_per_sm = 1 if is_tight and not has_partials else 2
     tile = Tile(pack_size, lanes, rows_per_block=512 // lanes, blocks_per_sm=blocks_per_sm)
     compute = cpp_name(problem.compute)
-    if strategy == "uncached":
+    if not has_partials:
         loads = f"{load_x_name(problem)}, {load_dy_name(problem)}"
         rows = f"RowProducts<{loads}, {cpp_bool(problem.centered)}>"
     else:
@@ -195,5 +198,5 @@ def parameters_instance(problem: Problem, strategy: str) -> tuple[Tile | None, K
     return tile, Kernel(
         "backward_parameters.cu",
         f"backward_parameters<{rows}, {outputs}, {tile.cpp}>",
-        functor_structs(problem) if strategy == "uncached" else "",
+        "" if has_partials else functor_structs(problem),
     )

@@ -1,4 +1,4 @@
-"""Which tile the model prefers for each path of a row: registers, bundle, ring, smem, uncached.
+"""Which tile the model prefers for each path of a row, from registers to uncached.
 Pure Python, no GPU needed.
 
 The model prefers enough bytes in flight, few idle lanes, and warps spread evenly. Tiles that
@@ -21,7 +21,10 @@ from .tile_model import (
     blocks_that_fit,
     can_bundle,
     can_ring,
+    can_share_grid,
+    fits_grid,
     fits_smem,
+    grid_packs,
     is_only_quantized,
     registers_of_thread,
     shaped,
@@ -86,6 +89,15 @@ _BUNDLE_ELEMENTS = {
     "forward": {1: 64, 8: 20, 16: 32, 32: 80},
     "backward": {1: 40, 2: 28, 8: 12, 16: 14, 32: 28},
 }
+
+# Path "grid": threads of a block, of which two warps exchange sums, for rows kept whole and, by
+# itemsize, for others. Forward, the fewest columns for it where a cluster has room. The most
+# stages; backward they leave room for the L1 cache. With the fewest stages, a block keeps at least
+# this share of each row.
+_GRID_THREADS = {"forward": 576, "backward": 320}
+_PART_THREADS = {"forward": {2: 576, 4: 576}, "backward": {2: 576, 4: 512}}
+_GRID_FROM = {2: 1 << 20, 4: 1 << 19}
+_MOST_GRID_STAGES, _FEWEST_GRID_STAGES, _GRID_KEPT = {"forward": 8, "backward": 4}, 3, 0.25
 
 # Bytes of a warp's bundle, by the warps of a block. In smaller bundles the copy engine reads too
 # many cache lines twice.
@@ -193,6 +205,34 @@ def smem_tile(problem: Problem, device: Device, cluster_sizes: Iterable[int]) ->
         if smem_bytes <= device.smem_per_block:
             return tile
     return None
+
+
+def grid_tile(problem: Problem, device: Device) -> Tile | None:
+    """Rows that all blocks share: as many stages as fit, and of very wide rows a part."""
+    if not can_share_grid(problem):
+        return None
+    blocks = 1 << (min(device.num_sms, device.grid_blocks).bit_length() - 1)
+    threads = _GRID_THREADS[problem.direction]
+    tile = Tile(problem.widest_pack, threads, cluster_size=blocks, path="grid")
+    packs = grid_packs(problem, tile)
+    for stages in range(_MOST_GRID_STAGES[problem.direction], _FEWEST_GRID_STAGES - 1, -1):
+        whole = replace(tile, packs_per_thread=packs, stages=stages)
+        if fits_grid(problem, device, whole):
+            return whole
+    threads = _PART_THREADS[problem.direction][DTYPES[problem.x].itemsize]
+    tile = replace(tile, threads_per_row=threads, stages=_FEWEST_GRID_STAGES)
+    packs = grid_packs(problem, tile)
+    for kept in range(packs, int(_GRID_KEPT * packs), -1):
+        part = replace(tile, packs_per_thread=kept)
+        if fits_grid(problem, device, part):
+            return part
+    return None
+
+
+def wants_grid(problem: Problem) -> bool:
+    """Whether rows that all blocks share beat rows that a cluster keeps, if both fit."""
+    narrowest = _GRID_FROM.get(DTYPES[problem.x].itemsize)
+    return problem.forward and narrowest is not None and problem.num_cols >= narrowest
 
 
 def uncached_tile(problem: Problem, device: Device) -> Tile:

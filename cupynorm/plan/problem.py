@@ -16,10 +16,10 @@ from .functors import Fused
 PATHS_OF_STRATEGY = {
     "warp": ("registers", "bundle"),
     "block": ("registers", "smem", "staged", "ring"),
-    "cluster": ("registers", "smem", "ring"),
+    "cluster": ("registers", "smem", "ring", "grid"),
     "uncached": ("uncached",),
 }
-PATHS = ("registers", "smem", "staged", "ring", "bundle", "uncached")
+PATHS = ("registers", "smem", "staged", "ring", "bundle", "grid", "uncached")
 
 
 @dataclass(frozen=True)
@@ -35,9 +35,10 @@ class Tile:
 
     pack_size: elements moved by one memory instruction.
     threads_per_row: threads of one block that share a row.
-    packs_per_thread: packs of a row that one thread keeps in registers, else 0.
+    packs_per_thread: packs of a row that one thread keeps in registers, else 0; on path "grid", in
+    shared memory.
     rows_per_block: rows that a block works on at a time.
-    cluster_size: blocks that share a row.
+    cluster_size: blocks that share a row; on path "grid" all blocks of the launch.
     blocks_per_sm: blocks that must fit on a multiprocessor, which bounds the registers of a thread.
     exact: 1 if the row fills the registers, so that no pack is beyond its end.
     stages: rows or bundles in shared memory that the copy engine fetches; 0 if threads load them.
@@ -72,6 +73,11 @@ class Tile:
         return self.pack_size * self.threads_per_row * self.packs_per_thread
 
     @property
+    def hardware_cluster_size(self) -> int:
+        """Blocks of a thread-block cluster: 1 without one."""
+        return 1 if self.path == "grid" else self.cluster_size
+
+    @property
     def cpp(self) -> str:
         pairs = [
             f".{at.name} = {getattr(self, at.name)}" for at in fields(self) if at.name != "path"
@@ -89,6 +95,7 @@ class Tile:
             "staged": "registers, the next row staged in shared memory",
             "ring": f"ring of {self.stages} row{'s' * (self.stages > 1)}",
             "bundle": f"{self.stages} bundles of {self.bundle} rows for each warp",
+            "grid": f"shared memory of all blocks, {self.stages} rows",
             "uncached": "uncached, the row is read again",
         }
         return words.get(self.path, "registers")

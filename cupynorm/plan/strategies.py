@@ -12,11 +12,13 @@ from .paths import (
     block_tile,
     bundle_tile,
     cluster_tile,
+    grid_tile,
     lanes_tile,
     ring_tile,
     smem_tile,
     suits_block,
     uncached_tile,
+    wants_grid,
     wants_ring,
 )
 from .problem import Problem, Tile
@@ -73,7 +75,12 @@ def _cluster_sizes(device: Device) -> tuple[int, ...]:
 def _cluster_tile(problem: Problem, device: Device) -> Tile | None:
     sizes = _cluster_sizes(device)
     ring = ring_tile(problem, device, sizes)
-    return ring or cluster_tile(problem, device) or smem_tile(problem, device, sizes)
+    if ring is not None:
+        return ring
+    shared = grid_tile(problem, device) if sizes else None
+    if shared is not None and wants_grid(problem):
+        return shared
+    return cluster_tile(problem, device) or smem_tile(problem, device, sizes) or shared
 
 
 STRATEGIES = {

@@ -9,7 +9,7 @@ from dataclasses import replace
 from ..dtypes import DTYPES
 from .devices import Device
 from .problem import PATHS_OF_STRATEGY, Problem, Tile, cols_of_slice
-from .tile_model import can_bundle, can_ring, smem_bytes_of
+from .tile_model import RESERVED_BYTES, can_bundle, can_ring, can_share_grid, smem_bytes_of
 
 
 def check_tile(problem: Problem, strategy: str, tile: Tile, device: Device) -> None:
@@ -45,7 +45,9 @@ def check_tile(problem: Problem, strategy: str, tile: Tile, device: Device) -> N
             f"without stages strategy {strategy!r} works on one row a block"
         )
     if strategy == "cluster":
-        if tile.cluster_size not in dict(device.clusters):
+        if tile.path == "grid":
+            _check_grid(problem, tile, device)
+        elif tile.cluster_size not in dict(device.clusters):
             sizes = ", ".join(str(size) for size, _ in device.clusters)
             raise ValueError(
                 f"tile has cluster_size {tile.cluster_size}; {device.name} runs clusters of {sizes}"
@@ -56,7 +58,7 @@ def check_tile(problem: Problem, strategy: str, tile: Tile, device: Device) -> N
             f"strategy {strategy!r} has no clusters, use 1"
         )
     in_registers = strategy == "warp" or (strategy == "block" and not problem.forward)
-    in_registers = in_registers or tile.path not in ("smem", "uncached")
+    in_registers = in_registers or tile.path not in ("smem", "grid", "uncached")
     num_cols = cols_of_slice(problem, tile.pack_size, tile.cluster_size)
     if in_registers and tile.cols < num_cols:
         raise ValueError(
@@ -83,7 +85,7 @@ def check_tile(problem: Problem, strategy: str, tile: Tile, device: Device) -> N
             f"tile keeps {tile.pack_size * tile.packs_per_thread} elements in each thread, "
             "more than its 255 registers"
         )
-    if not in_registers and tile.packs_per_thread:
+    if not in_registers and tile.packs_per_thread and tile.path != "grid":
         raise ValueError(
             f"tile has packs_per_thread {tile.packs_per_thread}; "
             "here the row is not kept in registers, use 0"
@@ -95,10 +97,14 @@ def check_tile(problem: Problem, strategy: str, tile: Tile, device: Device) -> N
         )
     if tile.path == "bundle":
         _check_bundle(problem, strategy, tile, device)
-    elif tile.stages and (
-        tile.stages < 1 + (tile.rows_per_block > 1)
-        or not tile.packs_per_thread
-        or strategy not in (("block",) if tile.path == "staged" else ("block", "cluster"))
+    elif (
+        tile.stages
+        and tile.path != "grid"
+        and (
+            tile.stages < 1 + (tile.rows_per_block > 1)
+            or not tile.packs_per_thread
+            or strategy not in (("block",) if tile.path == "staged" else ("block", "cluster"))
+        )
     ):
         raise ValueError(
             f"tile has stages {tile.stages}, rows_per_block {tile.rows_per_block}, "
@@ -135,9 +141,9 @@ def check_path(strategy: str, tile: Tile) -> None:
         raise ValueError(
             f"tile has path {tile.path!r}; a row of strategy {strategy!r} takes one of {paths}"
         )
-    if tile.stages and tile.path not in ("staged", "ring", "bundle"):
+    if tile.stages and tile.path not in ("staged", "ring", "bundle", "grid"):
         raise ValueError(f"tile has stages {tile.stages}; path {tile.path!r} has none, use 0")
-    if not tile.stages and tile.path in ("staged", "ring", "bundle"):
+    if not tile.stages and tile.path in ("staged", "ring", "bundle", "grid"):
         raise ValueError(
             f"tile has path {tile.path!r} and stages 0; the copy engine fetches 1 or more"
         )
@@ -146,9 +152,33 @@ def check_path(strategy: str, tile: Tile) -> None:
     by_counts = [
         replace(tile, path=None).of_strategy(strategy, each).path for each in (True, False)
     ]
-    if tile.path not in by_counts:
+    if tile.path not in by_counts and tile.path != "grid":
         raise ValueError(
             f"tile has path {tile.path!r}; its counts are those of path {by_counts[0]!r}"
+        )
+
+
+def _check_grid(problem: Problem, tile: Tile, device: Device) -> None:
+    """The rules of check_tile for path "grid"."""
+    if tile.cluster_size > device.num_sms or tile.blocks_per_sm != 1:
+        raise ValueError(
+            f"tile has cluster_size {tile.cluster_size} and blocks_per_sm {tile.blocks_per_sm}; "
+            f"all blocks must be resident, one on each of {device.num_sms} multiprocessors"
+        )
+    if tile.threads_per_row < 96 or tile.stages < 2:
+        raise ValueError(
+            f"tile has threads_per_row {tile.threads_per_row} and stages {tile.stages}; blocks "
+            "that share rows have 2 or more stages, and two warps besides those that have columns"
+        )
+    if 2 * (smem_bytes_of(problem, tile, "cluster") + RESERVED_BYTES) <= device.smem_per_sm:
+        raise ValueError(
+            f"tile has path 'grid'; a multiprocessor of {device.name} holds two of its blocks, so "
+            "two launches could wait for each other"
+        )
+    if not can_share_grid(problem):
+        raise ValueError(
+            "tile has path 'grid'; it needs float32 arithmetic, packs of 4 bytes or more, dx if "
+            "backward, and nothing that is fused with the norm"
         )
 
 

@@ -24,6 +24,10 @@ RESERVED_BYTES = 1024
 # the limit in cuda_src/register_budget.cuh.
 MOST_BYTES_MADE = 320
 
+# Path grid: shared memory of a block, at least: two do not fit a multiprocessor. Of its sums and
+# one and a half rows, at most.
+_GRID_BYTES, _MOST_GRID_BYTES = 116 * 1024, 227 * 1024
+
 
 # What a kernel can do.
 
@@ -52,6 +56,22 @@ def can_bundle(problem: Problem, device: Device) -> bool:
     plain = len(sizes) == 1 and problem.extras <= beside
     plain = plain and problem.layout.contiguous and problem.compute == "float32"
     return plain and device.compute_capability >= 90
+
+
+def can_share_grid(problem: Problem) -> bool:
+    """Whether all blocks of a grid can share rows. Asynchronous copies have 4 bytes or more."""
+    plain = problem.compute == "float32" and problem.extras <= {"wide"}
+    copied = all(problem.widest_pack * size >= 4 for size in streamed(problem))
+    return plain and copied and bool(problem.forward or problem.dx)
+
+
+def keeps_sums(problem: Problem, tile: Tile) -> bool:
+    """Backward: whether the kernel that writes dx also forms partial sums of dweight and dbias."""
+    if tile.path != "grid":
+        return tile.path != "uncached"
+    slice_cols = cols_of_slice(problem, tile.pack_size, tile.cluster_size)
+    row_bytes = slice_cols * sum(streamed(problem))
+    return _grid_sum_bytes(problem, tile) + 1.5 * row_bytes <= _MOST_GRID_BYTES
 
 
 def is_only_quantized(problem: Problem) -> bool:
@@ -150,6 +170,38 @@ def _bundle_bytes(problem: Problem, tile: Tile) -> int:
     return max(num_warps * tile.stages * (parts * sum(images) + 8), sums)
 
 
+def _grid_bytes(problem: Problem, tile: Tile) -> int:
+    """GridExchange and GridRow, as in the headers of these names, and sums.
+
+    More than half of a multiprocessor's, so that two such grids are never resident together.
+    """
+    parts = (3 if problem.centered else 1) if problem.forward else 2
+    scratch = ceil_div(2 * parts * (tile.threads_per_row // 32 - 1) * 4, 16) * 16
+    cols = tile.pack_size * (tile.threads_per_row - 64) * tile.packs_per_thread
+    kept = tile.stages * cols * sum(streamed(problem))
+    sums = _grid_sum_bytes(problem, tile) if keeps_sums(problem, tile) else 0
+    return max(scratch + kept + sums, _GRID_BYTES)
+
+
+def _grid_sum_bytes(problem: Problem, tile: Tile) -> int:
+    wanted = bool(problem.dweight) + bool(problem.dbias)
+    slice_cols = cols_of_slice(problem, tile.pack_size, tile.cluster_size)
+    return 0 if problem.forward else wanted * slice_cols * 4
+
+
+def grid_packs(problem: Problem, tile: Tile) -> int:
+    """Path grid: packs of a row that one thread has; two warps have none."""
+    slice_cols = cols_of_slice(problem, tile.pack_size, tile.cluster_size)
+    return max(1, ceil_div(slice_cols, tile.pack_size * (tile.threads_per_row - 64)))
+
+
+def fits_grid(problem: Problem, device: Device, tile: Tile) -> bool:
+    """Whether one block fits a multiprocessor, and two do not (cuda_src/grid_exchange.cuh)."""
+    smem_bytes = smem_bytes_of(problem, tile, "cluster")
+    alone = 2 * (smem_bytes + RESERVED_BYTES) > device.smem_per_sm
+    return alone and smem_bytes <= device.smem_per_block
+
+
 def smem_bytes_of(problem: Problem, tile: Tile, strategy: str) -> int:
     """Dynamic shared memory of one block."""
     itemsize, compute_bytes = DTYPES[problem.x].itemsize, DTYPES[problem.compute].itemsize
@@ -157,6 +209,8 @@ def smem_bytes_of(problem: Problem, tile: Tile, strategy: str) -> int:
         return _bundle_bytes(problem, tile)
     if tile.path == "ring":
         return _ring_bytes(problem, tile)
+    if tile.path == "grid":
+        return _grid_bytes(problem, tile)
     if strategy == "parameters":
         return 2 * tile.pack_size * tile.threads_per_row * tile.block_size // 32 * compute_bytes
     if strategy == "warp":

@@ -17,7 +17,7 @@ from cupynorm.plan.dispatch import choose, make_plan, widest
 from cupynorm.plan.instances import Choice
 from cupynorm.plan.problem import Layout, Problem
 from cupynorm.plan.strategies import STATISTICS, STRATEGIES
-from cupynorm.plan.tile_model import fetches_ahead
+from cupynorm.plan.tile_model import fetches_ahead, fits_grid, grid_packs
 
 
 def problem_to_8_bits(num_cols: int, scaling: str, dtype: str = "bfloat16", **changes) -> Problem:
@@ -154,7 +154,7 @@ def test_wider_rows_never_get_an_earlier_strategy(device, dtype, direction):
     gpu = without_file(device)
     for step in (1, 8):
         ranks = []
-        for num_cols in np.unique(np.geomspace(step, 4e6, 400).astype(int) // step * step).tolist():
+        for num_cols in np.unique(np.geomspace(step, 4e7, 400).astype(int) // step * step).tolist():
             problem = replace(
                 problem_of(num_cols, dtype, direction), layout=Layout(step, contiguous=True)
             )
@@ -216,7 +216,11 @@ def test_every_plan_covers_its_row_and_fits_its_device(device, direction, norm):
             assert (
                 num_cols % tile.pack_size == 0 and tile.pack_size <= made.problem.layout.pack_limit
             )
-            if (
+            if tile.path == "grid":
+                assert made.strategy == "cluster" and tile.cluster_size <= made.device.num_sms
+                assert 0 < tile.packs_per_thread <= grid_packs(made.problem, tile)
+                assert fits_grid(made.problem, made.device, tile) and tile.stages >= 2
+            elif (
                 tile.packs_per_thread
             ):  # in registers: all columns have a place, and no pack is idle in every thread
                 assert (

@@ -75,7 +75,9 @@ def test_num_rows_changes_only_the_grid():
         assert made[0].launches[0].grid_size == made[0].tile.cluster_size
         tile = made[0].tile
         stays = tile.cluster_size > (2 if tile.stages else 1 if not tile.packs_per_thread else 16)
-        if problem.forward and tile.bundle:  # queued, some rows for each
+        if tile.path == "grid":
+            assert made[-1].launches[0].grid_size == tile.cluster_size
+        elif problem.forward and tile.bundle:  # queued, some rows for each
             rows = tile.bundle * queued_bundles(tile) * tile.block_size // 32
             assert made[-1].launches[0].grid_size == min(2**31 - 1, ceil_div(2**40, rows))
         elif problem.forward and not stays:  # queued: as many as a grid may have

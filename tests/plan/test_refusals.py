@@ -30,9 +30,35 @@ RING = replace(BLOCK, stages=2)
 CLUSTER_RING = Tile(pack_size=8, threads_per_row=64, packs_per_thread=1, cluster_size=2, stages=2)
 
 
+GRID = Tile(8, 128, packs_per_thread=1, cluster_size=128, stages=3, path="grid")
+
+
 @pytest.mark.parametrize(
     ("message", "strategy", "tile", "changes"),
     (
+        (
+            r"cluster_size 133 and blocks_per_sm 1; .* one on each of 132 multiprocessors",
+            "cluster",
+            replace(GRID, cluster_size=133),
+            {},
+        ),
+        (
+            r"threads_per_row 64 and stages 3; .* two warps besides those that have columns",
+            "cluster",
+            replace(GRID, threads_per_row=64),
+            {},
+        ),
+        (r"threads_per_row 128 and stages 1; ", "cluster", replace(GRID, stages=1), {}),
+        (r"threads_per_row 128 and stages 0; ", "cluster", replace(GRID, stages=0), {}),
+        (r"bundle 2; path 'grid' has none", "cluster", replace(GRID, bundle=2), {}),
+        (r"path 'grid'; a row of strategy 'block'", "block", replace(GRID, cluster_size=1), {}),
+        (
+            r"path 'grid'; it needs float32 arithmetic",
+            "cluster",
+            replace(GRID, pack_size=2),
+            {"dtype": "float64"},
+        ),
+        (r"path 'grid'; it needs .* nothing that is", "cluster", GRID, {"residual": True}),
         (
             r"pack_size 3; num_cols 1024 and the alignment .* power of two up to 16",
             "warp",

@@ -82,9 +82,9 @@ def test_smem_bytes_of_each_kernel():
     assert got == aligned(24 * 16) + aligned(80000 * 2) and made.strategy == "block"
     got, made = smem(33331, "float32", device="A100")
     assert got == aligned(24 * 16) + aligned(33331 * 4) and made.strategy == "block"
-    assert (
-        smem(1 << 22, "float32")[0] == smem(1 << 22, "float32", "backward")[0] == 24 * 16
-    )  # uncached
+    for direction in DIRECTIONS:
+        got, made = smem(1 << 22, "float64", direction)
+        assert got == 48 * 16 and made.strategy == "uncached"
     # A cluster that keeps rows in registers: only the sums of its warps and of its blocks.
     for direction in DIRECTIONS:
         got, made = smem(30000, "float64", direction)
@@ -96,8 +96,7 @@ def test_smem_bytes_of_each_kernel():
     assert got == aligned(24 * 16) + aligned(24 * 2) + aligned(
         100032 * 2
     )  # 1563 steps of 64 columns
-    got, made = smem(1 << 20, "bfloat16")
-    assert made.tile.cluster_size == 16
+    got, made = smem(1 << 20, "bfloat16", strategy="cluster", tile=Tile(8, 512, cluster_size=16))
     assert got == 2 * aligned(24 * 16) + (1 << 20) // 16 * 2
     # 70001 single columns over 4 blocks: slices of 17504. x, dy, and two rows of float sums.
     got, made = smem(

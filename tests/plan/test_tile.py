@@ -91,6 +91,6 @@ def test_text_of_a_tile_names_its_path():
             assert made.tile.path in PATHS_OF_STRATEGY[made.strategy]
     with pytest.raises(
         ValueError,
-        match="tile has path 'rings'; it is one of registers, smem, staged, ring, bundle, uncached",
+        match="tile has path .rings.; it is one of registers, .*, ring, bundle, grid, uncached",
     ):
         Tile.of("pack_size 8, threads_per_row 32, path rings")

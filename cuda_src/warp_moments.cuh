@@ -1,0 +1,70 @@
+// warp_moments.cuh -- count, mean and squares of values, and of parts, that the lanes of a warp
+// have
+#pragma once
+#include "mean_rstd.cuh"
+#include "sums.cuh"
+
+// deviations: the sums of squares of (value - first) and of (value - first).
+__device__ __forceinline__ Moments<float> corrected_moments(float count, float first,
+                                                            const Sum<float, 2>& deviations) {
+  const float rest = deviations.part[1] * (1.0f / count), excess = deviations.part[1] * rest;
+  // Leaves out an excess that overflowed.
+  const float squares = excess - excess == 0 ? deviations.part[0] - excess : deviations.part[0];
+  return {{count, first + rest, squares < 0 ? 0 : squares}};
+}
+
+// The moments of a warp's values: their mean first, then the squares of the centred values and, for
+// the rounding of the mean, their sum. The mean is that of deviations from one of the values, so
+// equal values give exactly that value and zero. for_each(f): f(values) for each pack of the
+// thread.
+template <class ForEach>
+__device__ __forceinline__ Moments<float> warp_moments(float origin, int num_cols,
+                                                       ForEach for_each) {
+  if (num_cols == 0) return {};
+  const float count = static_cast<float>(num_cols), reciprocal = 1.0f / count;
+  Sum<float, 1> total{};
+  for_each([&](const auto& values) { total.part[0] += sum_of(values, origin); });
+  total = warp_reduce<32>(total);
+  const float first = origin + divide(total.part[0], count, reciprocal);
+  Sum<float, 2> deviations{};
+  for_each([&](const auto& values) {
+    constexpr int pack_size = sizeof(values) / sizeof(float);
+    float centered_values[pack_size];
+#pragma unroll
+    for (int at = 0; at < pack_size; ++at) centered_values[at] = values[at] - first;
+    deviations.part[0] += squares_of(centered_values);
+    deviations.part[1] += sum_of(centered_values);
+  });
+  return corrected_moments(count, first, warp_reduce<32>(deviations));
+}
+
+// The total of `count` parts in each lane, to all lanes. Moments: as above, because merging pairs
+// would take a division for each. An empty part has a count of 0.
+template <int count>
+__device__ __forceinline__ Moments<float> total_of(const Moments<float> (&parts)[count]) {
+  Sum<float, 2> sums{};
+#pragma unroll
+  for (int at = 0; at < count; ++at) {
+    sums.part[0] += parts[at].part[0];
+    sums.part[1] += parts[at].part[0] * parts[at].part[1];
+  }
+  sums = warp_reduce<32>(sums);
+  const float first = divide(sums.part[1], sums.part[0], 1.0f / sums.part[0]);
+  Sum<float, 2> deviations{};
+#pragma unroll
+  for (int at = 0; at < count; ++at) {
+    const float distance = parts[at].part[1] - first;
+    const float weighed = parts[at].part[0] * distance;
+    deviations.part[0] += parts[at].part[2] + weighed * distance;
+    deviations.part[1] += weighed;
+  }
+  return corrected_moments(sums.part[0], first, warp_reduce<32>(deviations));
+}
+template <int num_parts, int count>
+__device__ __forceinline__ Sum<float, num_parts> total_of(
+    const Sum<float, num_parts> (&parts)[count]) {
+  Sum<float, num_parts> total = parts[0];
+#pragma unroll
+  for (int at = 1; at < count; ++at) total.merge(parts[at]);
+  return warp_reduce<32>(total);
+}

@@ -1,0 +1,132 @@
+"""Rows that all blocks of a grid share: path "grid", on a small GPU of 8 multiprocessors."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from kernel_checks import H200, SEEDS, check, identical
+from test_traps_values import assert_constant_rows, wide_constant_rows, with_rows
+
+from cupynorm.check.cases import NORMS, Case, random_problem
+from cupynorm.check.kernels import CpuMachine, GpuCheckMachine
+from cupynorm.check.run import run_kernels
+from cupynorm.plan import dispatch
+from cupynorm.plan.problem import Tile
+
+SMALL = replace(H200, name="eight", num_sms=8, clusters=((2, 4), (4, 2), (8, 1)))
+# Two warps that have columns and two that exchange sums; five blocks.
+TILE = Tile(8, 128, packs_per_thread=2, cluster_size=5, stages=3, path="grid")
+
+
+def grid_case(
+    name: str = "layer_norm", num_rows: int = 11, num_cols: int = 5000, **changes
+) -> Case:
+    return Case(name, num_rows, num_cols, **{"x": "bfloat16", "strategy": "cluster", **changes})
+
+
+@pytest.fixture
+def both_ways(monkeypatch, tile_of_backward):
+    """Runs a case, whose forward has the tile, with the tile in backward too."""
+
+    def run(case: Case, tile: Tile = TILE, seed: int = 0) -> dict[str, np.ndarray]:
+        plans = tile_of_backward(tile)
+        results = check(replace(case, tile=tile), CpuMachine(SMALL, seed=seed))
+        assert plans and {plan.tile.path for plan in plans} == {"grid"}
+        assert plans[-1].num_partials == 1
+        return results
+
+    return run
+
+
+@pytest.mark.parametrize(
+    "changes, tile",
+    [
+        ({}, TILE),
+        ({"name": "rms_norm", "x": "float32", "num_cols": 2500}, replace(TILE, pack_size=4)),
+        # A lag of two turns; a part of each row is read again; fewer rows than stages.
+        ({"num_cols": 7000, "num_rows": 3}, replace(TILE, packs_per_thread=1, stages=5)),
+        # A lag of three turns; nothing is kept; single elements; blocks without columns.
+        (
+            {"x": "float32", "num_cols": 67, "num_rows": 9},
+            replace(TILE, pack_size=1, packs_per_thread=0, stages=6, cluster_size=8),
+        ),
+        ({"name": "rms_norm", "x": "float16", "num_rows": 1}, replace(TILE, stages=2)),
+    ],
+)
+def test_rows_that_all_blocks_share(changes, tile, both_ways):
+    both_ways(grid_case(**changes), tile)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NORMS)
+def test_bits_of_rows_that_all_blocks_share(name, both_ways):
+    """Neither the order of threads nor other rows change a bit."""
+    case = grid_case(name, 7)
+    results = both_ways(case)
+    for seed in SEEDS[1:3]:
+        assert identical(results, both_ways(case, seed=seed))
+    problem = random_problem(replace(case, tile=TILE))
+    for row in (0, 6):
+        one = slice(row, row + 1)
+        alone = with_rows(replace(case, tile=TILE, num_rows=1), problem.x[one])
+        alone = replace(alone, weight=problem.weight, bias=problem.bias, dy=problem.dy[one])
+        lone = run_kernels(alone, CpuMachine(SMALL))
+        for tensor in {"y", "mean", "rstd", "dx"} & set(results):
+            assert lone[tensor].tobytes() == results[tensor][one].tobytes()
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_constant_rows_that_all_blocks_share(dtype):
+    pack_size = 16 // np.dtype("f2" if dtype == "bfloat16" else "f4").itemsize
+    tile = replace(TILE, pack_size=pack_size, packs_per_thread=4)
+    problem = wide_constant_rows(grid_case(x=dtype, num_rows=0, num_cols=10008, tile=tile))
+    assert_constant_rows(problem, run_kernels(problem, CpuMachine(SMALL)))
+
+
+def test_one_row_that_is_not_finite_spoils_no_other():
+    case = grid_case(num_rows=5, tile=TILE)
+    problem = random_problem(case)
+    spoilt = replace(problem, x=problem.x.copy())
+    spoilt.x[2, 1234] = (
+        np.asarray(np.inf, problem.x.dtype) if problem.x.dtype.kind == "f" else 0x7F80
+    )
+    clean, results = (run_kernels(each, CpuMachine(SMALL)) for each in (problem, spoilt))
+    others = [0, 1, 3, 4]
+    for tensor in ("y", "mean", "rstd", "dx"):
+        assert results[tensor][others].tobytes() == clean[tensor][others].tobytes()
+    assert results["rstd"][2] != clean["rstd"][2]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_cols", [1 << 20, 1_000_004])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("name", NORMS)
+def test_widest_rows_on_a_gpu(name, dtype, num_cols):
+    """As dispatch plans them, twice: a launch leaves its counters ready for the next one."""
+    where = GpuCheckMachine()
+    case = Case(name, 11, num_cols, dtype)
+    results = check(case, where)
+    assert identical(results, run_kernels(random_problem(case), where))
+
+
+def test_wide_rows_are_shared_by_all_blocks():
+    """What the path cannot do is left to strategy uncached."""
+    from cupynorm.norm.plans import plan
+
+    options = {"device": "H200", "direction": "forward"}
+    made = plan(1 << 21, 8, **options)
+    assert made.tile.path == "grid" and made.launches[0].grid_size == 128
+    assert plan(1 << 21, 8, sm_margin=4, **options).launches == made.launches
+    for changes in ({"sm_margin": 5}, {"statistics": "two_pass"}, {"residual": True}):
+        assert plan(1 << 21, 8, **options, **changes).strategy == "uncached"
+    for num_cols, dtype in ((1 << 21, "float64"), ((1 << 21) + 1, "bfloat16")):
+        assert plan(num_cols, 8, dtype, **options).strategy == "uncached"
+    with pytest.raises(
+        ValueError, match="sm_margin is 5; .* too few for the 128 blocks that share"
+    ):
+        plan(1 << 21, 8, sm_margin=5, strategy="cluster", **options)
+    with pytest.raises(ValueError, match="statistics is 'two_pass'; all blocks share these rows"):
+        plan(1 << 21, 8, statistics="two_pass", strategy="cluster", **options)
+    assert dispatch.choose(made.problem, H200).statistics == "welford"
