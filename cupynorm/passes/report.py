@@ -1,0 +1,50 @@
+"""What the graph passes did: a record that prints as a table."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from ..table import as_html, as_text
+
+
+class Change(NamedTuple):
+    """One norm of one graph.
+
+    done: "replaced" by cupynorm's operator; "fused", an operator that was there and takes in what
+    is around it; "kept", one that was there; "cast", one that reads or writes another dtype now;
+    or "left" to torch. remark: what was taken in, or why it was left.
+    """
+
+    graph: int
+    name: str
+    norm: str
+    done: str
+    remark: str
+
+
+@dataclass
+class Report:
+    """All changes, in the order of compilation."""
+
+    changes: list[Change] = field(default_factory=list)
+    num_graphs: int = 0
+
+    def next_graph(self) -> int:
+        self.num_graphs += 1
+        return self.num_graphs
+
+    def rows(self) -> list[tuple[str, ...]]:
+        lines = [("graph", "name", "norm", "done", "")]
+        return lines + [(str(each.graph), *each[1:]) for each in self.changes]
+
+    def summary(self) -> str:
+        done = [change.done for change in self.changes]
+        counts = (f"{done.count(each)} {each}" for each in ("replaced", "fused", "kept", "left"))
+        return f"{self.num_graphs} graphs: {', '.join(counts)}"
+
+    def as_text(self) -> str:
+        return f"{as_text(self.rows())}\n{self.summary()}" if self.changes else self.summary()
+
+    def as_html(self) -> str:
+        return f"{as_html(self.rows())}{self.summary()}"
