@@ -38,8 +38,8 @@ def rewrite(graph: Graph, replace: str, report: Report) -> None:
         FUSED: (_cast_y,),
         FUNCTOR: (_cast_y,),
         NORM_BACKWARD: (_read_uncast, _add_gradient),
-        FUSED_BACKWARD: (_read_uncast, _add_gradient),
-        FUNCTOR_BACKWARD: (_read_uncast,),
+        FUSED_BACKWARD: (_read_uncast, _share_gradient, _add_gradient),
+        FUNCTOR_BACKWARD: (_read_uncast, _add_gradient),
     }
     number = max(1, report.num_graphs)
     for node in list(graph.nodes):
@@ -98,8 +98,9 @@ def _add_gradient(graph: Graph, node: Node) -> str | None:
     """dx + other of backward without dsum: other becomes dsum."""
     given = arguments_of(node.target)(*node.args, **node.kwargs)
     dx = _result(node, 0)
-    if node.target is FUSED_BACKWARD and (
-        given.row_scale is not None or given.dropout_p or given.wanted[3] or given.dy1 is not None
+    if node.target is not NORM_BACKWARD and (
+        any(getattr(given, name, None) for name in ("load", "dropout_p", "row_scale", "dy1"))
+        or given.wanted[3]
     ):
         return None  # dx is not the gradient of what was normalised
     if given.dsum is not None or dx is None or len(dx.users) != 1 or not given.wanted[0]:
@@ -128,6 +129,24 @@ def _add_gradient(graph: Graph, node: Node) -> str | None:
     return "adds the other gradient of its input"
 
 
+def _share_gradient(graph: Graph, node: Node) -> str | None:
+    """One gradient for the input and the residual where they are the same numbers."""
+    given = arguments_of(node.target)(*node.args, **node.kwargs)
+    dx, dresidual = _result(node, 0), _result(node, 3)
+    if dx is None or dresidual is None or given.row_scale is not None or given.dropout_p:
+        return None
+    if dx.meta["val"].dtype != dresidual.meta["val"].dtype:
+        return None
+    first = min((dx, dresidual), key=[*graph.nodes].index)
+    if first is dresidual:
+        dresidual.prepend(dx)
+    dresidual.replace_all_uses_with(dx)
+    graph.erase_node(dresidual)
+    wanted = [name != 3 and is_wanted for name, is_wanted in enumerate(given.wanted)]
+    _set(node, given._replace(wanted=wanted, dresidual_dtype=None))
+    return "writes one gradient for input and residual"
+
+
 def _result(node: Node, index: int) -> Node | None:
     """The one node that reads a result of an operator."""
     found = [each for each in node.users if each.args[1] == index]
@@ -137,9 +156,10 @@ def _result(node: Node, index: int) -> Node | None:
 def _is_cast(node: Node) -> bool:
     if node.op != "call_function" or node.target not in _CASTS:
         return False
-    if node.target is torch.ops.aten._to_copy.default and set(node.kwargs) - {"dtype"}:
+    given = node.kwargs
+    if given.get("memory_format") is not None or given.get("pin_memory"):
         return False
-    return node.args[0].meta["val"].stride() == node.meta["val"].stride()
+    return node.args[0].meta["val"].device == node.meta["val"].device
 
 
 def _is_supported(dtype: torch.dtype) -> bool:

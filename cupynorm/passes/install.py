@@ -9,6 +9,7 @@ from typing import Any
 
 import torch._inductor.config as config
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
+from torch._inductor.virtualized import V
 from torch.fx import Graph
 
 from . import after_autograd, before_autograd
@@ -30,7 +31,9 @@ class _Pass(CustomGraphPass):
         self._rewrite, self._replace, self._report = rewrite, replace, report
 
     def __call__(self, graph: Graph) -> None:
-        self._rewrite(graph, self._replace, self._report)
+        # A program that loads an AOTInductor package need not have Python's operators.
+        if not V.aot_compilation:
+            self._rewrite(graph, self._replace, self._report)
 
     def uuid(self) -> Any:
         """For the key of inductor's cache on disk: the text of the passes, and their options."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -35,8 +35,8 @@ DEFAULT_LAUNCH = (0, None, None, None, 0)
 class Norm:
     """A norm in a graph. x: what it normalises. y: its result, the last of its nodes.
 
-    rounds: x_hat is rounded to x's dtype before the weight. is_ours: it is cupynorm's operator.
-    sum: where that operator's own sum is read; None elsewhere.
+    rounded: the dtype to which x_hat is rounded before the weight. bare: the same norm without
+    weight and bias, where they can be left out. is_ours: it is cupynorm's operator.
     """
 
     x: Node
@@ -48,7 +48,8 @@ class Norm:
     weight: Node | None = None
     bias: Node | None = None
     zero_centered: bool = False
-    rounds: bool = False
+    rounded: torch.dtype | None = None
+    bare: Norm | None = None
     is_ours: bool = False
     launch: tuple[Any, ...] = field(default=DEFAULT_LAUNCH)
 
@@ -77,9 +78,7 @@ def _of_torch(node: Node) -> Norm | None:
     if not centered:
         names = ("input", "normalized_shape", "weight", "eps")
     given = dict(zip(names, node.args)) | node.kwargs
-    if not isinstance(given.get("input"), Node) or not isinstance(
-        given["normalized_shape"], (tuple, list, torch.Size)
-    ):
+    if not isinstance(given.get("input"), Node) or not _are_ints(given["normalized_shape"]):
         return None
     found = Norm(
         given["input"],
@@ -95,6 +94,11 @@ def _of_torch(node: Node) -> Norm | None:
     return found
 
 
+def _are_ints(extents: object) -> bool:
+    """Whether the width of a row is known."""
+    return isinstance(extents, (tuple, list)) and all(isinstance(each, int) for each in extents)
+
+
 def _peel(norm: Norm) -> None:
     """Takes what x was cast from, where only the norm reads the cast."""
     source = uncast(norm.x)
@@ -106,7 +110,7 @@ def _peel(norm: Norm) -> None:
 def _of_cupynorm(node: Node) -> Norm | None:
     """An operator without a residual and without fused options other than round_x_hat."""
     given = arguments_of(node.target)(*node.args, **node.kwargs)
-    if given.residual is not None:
+    if given.residual is not None or not _are_ints(given.normalized_shape):
         return None
     if node.target is FUSED:
         others = (given.weight1, given.bias1, given.row_scale, given.residual_dtype)
@@ -125,9 +129,9 @@ def _of_cupynorm(node: Node) -> Norm | None:
         given.weight,
         given.bias,
         given.zero_centered_weight,
-        getattr(given, "round_x_hat", False),
-        True,
-        tuple(getattr(given, name) for name in _LAUNCH),
+        value(given.input).dtype if getattr(given, "round_x_hat", False) else None,
+        is_ours=True,
+        launch=tuple(getattr(given, name) for name in _LAUNCH),
     )
 
 
@@ -146,19 +150,21 @@ def _of_operations(root: Node) -> Norm | None:
     eps, variance = given
     if (squared := _mean_of(variance)) is None or (h := _square_of(squared)) is None:
         return None
-    x_hat = _normalized(root, h)
-    if x_hat is None:
+    made = _normalized(root, h)
+    if made is None:
         return None
+    x_hat, numerator = made
     wide = value(squared)
-    own = [variance, shifted, root, x_hat]
-    x, nodes, centered = uncast(h), [squared, *own], False
-    if operation(h) == "sub" and (pair := two_nodes(h)) is not None:
-        mean = _mean_of(pair[1])
-        if mean is not None and uncast(mean) is uncast(pair[0]):
-            x, centered = uncast(pair[0]), True
-            nodes = [pair[1], h, *nodes]
+    x, nodes, centered = uncast(h), [squared, variance, shifted, root, x_hat], False
+    if (source := _centered(h)) is not None:
+        x, centered = source, True
+        differences = dict.fromkeys((h, numerator))
+        means = dict.fromkeys(two_nodes(each)[1] for each in differences)
+        nodes = [*means, *differences, *nodes]
     given_x = value(x)
     if wide is None or given_x is None or value(x_hat) is None:
+        return None
+    if not _are_ints(given_x.shape[-1:]):
         return None
     if wide.dtype != torch.promote_types(given_x.dtype, torch.float32):
         return None  # its statistics are in 16 bits, ours would differ
@@ -198,8 +204,16 @@ def _square_of(node: Node) -> Node | None:
     return None
 
 
-def _normalized(root: Node, h: Node) -> Node | None:
-    """h * root, or h / root where root is a square root."""
+def _centered(node: Node) -> Node | None:
+    """x where the node is x - mean(x)."""
+    if operation(node) != "sub" or (pair := two_nodes(node)) is None:
+        return None
+    mean = _mean_of(pair[1])
+    return uncast(pair[0]) if mean is not None and uncast(mean) is uncast(pair[0]) else None
+
+
+def _normalized(root: Node, h: Node) -> tuple[Node, Node] | None:
+    """h * root, or h / root where root is a square root; and the node of h in it."""
     if len(root.users) != 1:
         return None
     (user,) = root.users
@@ -209,7 +223,9 @@ def _normalized(root: Node, h: Node) -> Node | None:
     if expected == "div" and given[1] is not root:
         return None
     other = given[0] if given[1] is root else given[1]
-    return user if uncast(other) is uncast(h) else None
+    centered = _centered(h)
+    same = uncast(other) is uncast(h) or centered is not None and _centered(other) is centered
+    return (user, other) if same else None
 
 
 def _are_private(norm: Norm) -> bool:
@@ -222,24 +238,26 @@ def _add_affine(norm: Norm) -> None:
     """Takes in the rounding of x_hat, the weight and the bias that follow."""
     x, x_hat = value(norm.x), value(norm.y)
     assert x is not None and x_hat is not None  # or it would not have been found
-    last, rounds = norm.y, False
+    last, rounded = norm.y, None
     taken: list[Node] = []
     user = _only_user(last)
-    if user is not None and operation(user) == "cast" and value(user).dtype == x.dtype:
-        rounds = x.dtype != x_hat.dtype
+    if operation(user) == "cast":
+        if value(user).dtype != x_hat.dtype:
+            rounded = value(user).dtype
         last, taken = user, [user]
         user = _only_user(last)
-    if user is None or operation(user) != "mul" or (given := two_nodes(user)) is None:
+    if operation(user) != "mul" or (given := two_nodes(user)) is None:
         return
     weight = given[0] if given[1] is last else given[1]
     if not _is_parameter(weight, norm.extents):
         return
+    norm.bare = replace(norm, nodes=[*norm.nodes])
     norm.nodes += [*taken, user]
-    norm.y, norm.rounds = user, rounds
+    norm.y, norm.rounded = user, rounded
     norm.weight, norm.zero_centered = _weight(weight)
     user = _only_user(norm.y)
     made = value(norm.y)
-    if user is None or operation(user) != "add" or made is None or made.dtype != x_hat.dtype:
+    if operation(user) != "add" or made is None or made.dtype != x_hat.dtype:
         return
     given = two_nodes(user)
     if given is not None:

@@ -10,8 +10,8 @@ from torch.fx import Node
 from torch.nn import functional
 
 from ..dtypes import DTYPES
-from .norms import Norm
 from .spellings import operation, value
+from .surroundings import Fusion
 
 REPLACE = ("faster", "all", "none")
 
@@ -29,9 +29,9 @@ _VIEWS = {"view", "reshape", "flatten", "unflatten", "contiguous", "transpose", 
 _VIEWS |= {"unsqueeze", "squeeze", torch.reshape, torch.flatten, torch.transpose, torch.permute}
 
 
-def why_left(norm: Norm, replace: str) -> str:
+def why_left(fusion: Fusion, replace: str) -> str:
     """The reason why a norm stays as it is; "" for one that is replaced."""
-    x = value(norm.x)
+    norm, x = fusion.norm, value(fusion.norm.x)
     if str(x.dtype).removeprefix("torch.") not in DTYPES:
         return f"x is {x.dtype}"
     if norm.is_ours:
@@ -45,7 +45,7 @@ def why_left(norm: Norm, replace: str) -> str:
     num_elements = hint(math.prod(x.shape))
     if num_elements < FEWEST_ELEMENTS:
         return f"x has {num_elements:,} elements; under {FEWEST_ELEMENTS:,} torch is faster"
-    reader = fused_reader(norm.y)
+    reader = fused_reader(fusion.y)
     if reader is not None:
         return f"torch fuses it with what reads y: {reader}"
     return ""

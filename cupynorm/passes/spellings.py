@@ -26,6 +26,7 @@ _SPELLINGS: dict[str, tuple[Any, ...]] = {
     "rsqrt": (torch.rsqrt, "rsqrt"),
     "silu": (functional.silu, torch.ops.aten.silu.default),
     "unsqueeze": (torch.unsqueeze, "unsqueeze"),
+    "dropout": (functional.dropout,),
     "cast": ("to", "type", "type_as", "float", "half", "bfloat16", "double"),
     "layer_norm": (functional.layer_norm, torch.layer_norm),
     "rms_norm": (functional.rms_norm, torch.rms_norm) if hasattr(torch, "rms_norm") else (),
@@ -50,7 +51,7 @@ def operation(node: object) -> str | None:
     if not isinstance(node, Node) or node.op not in ("call_function", "call_method"):
         return None
     found = _OPERATIONS.get(node.target)
-    if found in ("layer_norm", "rms_norm"):
+    if found in ("layer_norm", "rms_norm", "dropout"):
         return found
     known = {"mean": {"dim", "keepdim"}, "cast": {"dtype"}, "silu": {"inplace"}}
     known |= {"pow": {"exponent"}, "unsqueeze": {"dim"}}
@@ -70,7 +71,7 @@ def _is_cast(node: Node) -> bool:
     made, given = value(node), value(source)
     if made is None or given is None or any(isinstance(each, bool) for each in node.args):
         return False
-    return made.device == given.device and made.stride() == given.stride()
+    return made.device == given.device
 
 
 def value(node: object) -> torch.Tensor | None:
