@@ -21,6 +21,7 @@ from ..dtypes import DTYPES
 from ..nn.schemas import arguments_of
 from .norms import FUNCTOR, FUSED, NORM
 from .report import Change, Report
+from .spellings import have_one_shape
 
 NORM_BACKWARD = torch.ops.cupynorm.norm_backward.default
 FUSED_BACKWARD = torch.ops.cupynorm.fused_norm_backward.default
@@ -112,7 +113,8 @@ def _add_gradient(graph: Graph, node: Node) -> str | None:
     if not isinstance(other, Node) or other is dx:
         return None
     values = [each.meta["val"] for each in (added, dx, other)]
-    if any(each.shape != values[1].shape or each.dtype != values[1].dtype for each in values):
+    dx_value = values[1]
+    if any(not have_one_shape(each, dx_value) or each.dtype != dx_value.dtype for each in values):
         return None
     order = {each: at for at, each in enumerate(graph.nodes)}
     readers = {user for result in node.users for user in result.users} - {added}

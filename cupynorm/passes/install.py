@@ -3,65 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
-from types import TracebackType
-from typing import Any
 
-import torch._inductor.config as config
-from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
-from torch._inductor.virtualized import V
-from torch.fx import Graph
+import torch
 
-from . import after_autograd, before_autograd
-from .report import Report
-from .rule import REPLACE
+from .report import Change, Report
 
-_PLACES = {
-    "pre_grad_custom_pass": before_autograd.rewrite,
-    "joint_custom_post_pass": after_autograd.rewrite,
-}
-
-
-class _Pass(CustomGraphPass):
-    """One of the passes, as inductor takes it."""
-
-    def __init__(
-        self, rewrite: Callable[[Graph, str, Report], None], replace: str, report: Report
-    ) -> None:
-        self._rewrite, self._replace, self._report = rewrite, replace, report
-
-    def __call__(self, graph: Graph) -> None:
-        # A program that loads an AOTInductor package need not have Python's operators.
-        if not V.aot_compilation:
-            self._rewrite(graph, self._replace, self._report)
-
-    def uuid(self) -> Any:
-        """For the key of inductor's cache on disk: the text of the passes, and their options."""
-        files = tuple(sorted(str(path) for path in Path(__file__).parent.glob("*.py")))
-        return get_hash_for_files(files).hex(), self._rewrite.__module__, self._replace
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Some versions of torch put the pickled pass into the key."""
-        return tuple, (self.uuid(),)
-
-
-class _Chain(CustomGraphPass):
-    """Passes of others, and one of these after them."""
-
-    def __init__(self, passes: tuple[Any, ...]) -> None:
-        self.passes = passes
-
-    def __call__(self, graph: Graph) -> None:
-        for each in self.passes:
-            each(graph)
-
-    def uuid(self) -> Any:
-        """None, which means that nothing is cached, if one of the others has none."""
-        found = [each.uuid() if isinstance(each, CustomGraphPass) else None for each in self.passes]
-        return None if None in found else tuple(found)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return tuple, (self.uuid() or (),)
+REPLACE = ("faster", "all", "none")
+_OLDEST = (2, 11)
 
 
 class CompilePasses:
@@ -72,49 +20,32 @@ class CompilePasses:
         ...     passes
         0 graphs: 0 replaced, 0 fused, 0 kept, 0 left
 
-    changes: one for each norm of each compiled graph, with what was done and why. undo() takes the
-    passes out; so does the end of a with statement.
+    changes: one for each norm of each compiled graph, with what was done and why; one for each
+    operator that reads or writes another dtype. undo() takes the passes out; so does the end of a
+    with statement.
     """
 
-    def __init__(self, replace: str) -> None:
-        self._report = Report()
-        self._before = {place: getattr(config, place) for place in _PLACES}
-        for place, rewrite in _PLACES.items():
-            before = self._before[place]
-            others = before if isinstance(before, (list, tuple)) else [before]
-            own = _Pass(rewrite, replace, self._report)
-            passes = (*_without_ours(others), own)
-            setattr(config, place, own if len(passes) == 1 else _Chain(passes))
-        self._now = {place: getattr(config, place) for place in _PLACES}
+    def __init__(self, report: Report, undo: Callable[[], None]) -> None:
+        self._report = report
+        self._undo: Callable[[], None] | None = undo
 
     @property
-    def changes(self) -> list[Any]:
+    def changes(self) -> list[Change]:
         return self._report.changes
 
     def undo(self) -> None:
-        """Restores inductor's passes as they were. Code that is compiled already stays.
+        """Takes the passes out of torch.compile. What is compiled already stays as it is.
 
-        Raises RuntimeError if others were set since; undo those first.
+        Raises RuntimeError if inductor's passes were set again since; undo that first.
         """
-        for place, now in self._now.items():
-            if getattr(config, place) is not now:
-                raise RuntimeError(
-                    f"torch._inductor.config.{place} was set again after compile_passes; "
-                    "expected that to be undone first"
-                )
-        for place, before in self._before.items():
-            setattr(config, place, before)
-        self._now = {}
+        if self._undo is not None:
+            self._undo()
+            self._undo = None
 
     def __enter__(self) -> CompilePasses:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.undo()
 
     def __str__(self) -> str:
@@ -126,19 +57,8 @@ class CompilePasses:
         return self._report.as_html()
 
 
-def _without_ours(passes: Any) -> list[Any]:
-    """Passes of others: a second compile_passes takes the place of the first."""
-    found: list[Any] = []
-    for each in passes:
-        if isinstance(each, _Chain):
-            found += _without_ours(each.passes)
-        elif each is not None and not isinstance(each, _Pass):
-            found.append(each)
-    return found
-
-
 def compile_passes(*, replace: str = "faster") -> CompilePasses:
-    """Makes torch.compile fuse norms with what is around them.
+    """Makes torch.compile put what is around a norm into cupynorm's kernels.
 
     Examples:
         >>> with cupynorm.compile_passes(replace="all") as passes:
@@ -146,11 +66,23 @@ def compile_passes(*, replace: str = "faster") -> CompilePasses:
         >>> passes.changes
         []
 
-    replace: which norms of torch become cupynorm's. "faster": those that are measured to be faster,
-        as docs/torch_compile.md says. "all": all. "none": none; only cupynorm's own are fused.
+    Additions of a residual, autocast's casts, dropout, scales and gates beside a norm become
+    options of its operator, forward and backward. That holds for cupynorm's own norms, and for
+    those of torch that are replaced. Only what is compiled after this call changes. A second call
+    takes the place of the first.
 
-    Raises ValueError for another replace.
+    replace: which norms of torch become cupynorm's, torch.nn.functional's and those written in
+        torch operations. "faster": those that docs/torch_compile.md says are faster. "all": all
+        that are found, also on the CPU. "none": none.
+
+    Returns a CompilePasses: prints what was replaced, and why a norm was left.
+    Raises ValueError for another replace, RuntimeError for a torch before 2.11.
     """
     if replace not in REPLACE:
         raise ValueError(f"replace is {replace!r}; expected one of {', '.join(REPLACE)}")
-    return CompilePasses(replace)
+    if tuple(map(int, torch.__version__.split(".")[:2])) < _OLDEST:
+        raise RuntimeError(f"torch is {torch.__version__}; expected 2.11 or later")
+    from .inductor import install  # imports torch's compiler
+
+    report = Report()
+    return CompilePasses(report, install(replace, report))

@@ -21,7 +21,7 @@ from torch.fx import Graph, Node
 
 from ..nn import functor_operators, fused_operators, operators  # noqa: F401, they register
 from ..nn.schemas import arguments_of
-from .spellings import number_and_node, operation, two_nodes, uncast, value
+from .spellings import known, number_and_node, operation, two_nodes, uncast, value
 
 NORM = torch.ops.cupynorm.norm_forward.default
 FUSED = torch.ops.cupynorm.fused_norm_forward.default
@@ -78,13 +78,14 @@ def _of_torch(node: Node) -> Norm | None:
     if not centered:
         names = ("input", "normalized_shape", "weight", "eps")
     given = dict(zip(names, node.args)) | node.kwargs
-    if not isinstance(given.get("input"), Node) or not _are_ints(given["normalized_shape"]):
+    extents = given.get("normalized_shape")
+    if not isinstance(given.get("input"), Node) or not _are_ints(extents):
         return None
     found = Norm(
         given["input"],
         node,
         [node],
-        tuple(given["normalized_shape"]),
+        tuple(extents),
         given.get("eps", 1e-5 if centered else None),
         centered,
         given.get("weight"),
@@ -164,11 +165,12 @@ def _of_operations(root: Node) -> Norm | None:
     given_x = value(x)
     if wide is None or given_x is None or value(x_hat) is None:
         return None
-    if not _are_ints(given_x.shape[-1:]):
+    extents = known(given_x.shape[-1:])
+    if not _are_ints(extents):
         return None
     if wide.dtype != torch.promote_types(given_x.dtype, torch.float32):
         return None  # its statistics are in 16 bits, ours would differ
-    found = Norm(x, x_hat, nodes, (given_x.shape[-1],), eps, centered)
+    found = Norm(x, x_hat, nodes, extents, eps, centered)
     if not _are_private(found):
         return None
     _add_affine(found)
@@ -273,7 +275,7 @@ def _only_user(node: Node) -> Node | None:
 
 def _is_parameter(node: Node, extents: tuple[Any, ...]) -> bool:
     given = value(node)
-    return given is not None and tuple(given.shape) == extents
+    return given is not None and known(given.shape) == extents
 
 
 def _weight(node: Node) -> tuple[Node, bool]:

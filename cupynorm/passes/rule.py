@@ -13,8 +13,6 @@ from ..dtypes import DTYPES
 from .spellings import operation, value
 from .surroundings import Fusion
 
-REPLACE = ("faster", "all", "none")
-
 # A launch from compiled code takes about 10 us of the CPU, inductor's own kernel about 3.
 FEWEST_ELEMENTS = 2**20
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch.fx import Node
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.nn import functional
 
 # operation -> functions, and names of methods
@@ -80,6 +81,20 @@ def value(node: object) -> torch.Tensor | None:
         return None
     found = node.meta.get("example_value", node.meta.get("val"))
     return found if isinstance(found, torch.Tensor) else None
+
+
+def known(extents: Any) -> tuple[Any, ...]:
+    """Extents as ints where torch knows them, also where it calls them by a symbol."""
+    return tuple(
+        found if isinstance(each, torch.SymInt) and (found := each.node.maybe_as_int()) else each
+        for each in extents
+    )
+
+
+def have_one_shape(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two shapes are known to be equal. No size is guarded for it."""
+    pairs = zip(one.shape, other.shape)
+    return one.dim() == other.dim() and all(statically_known_true(a == b) for a, b in pairs)
 
 
 def operands(node: Node) -> tuple[Any, ...]:

@@ -15,12 +15,21 @@ from dataclasses import dataclass, field
 import torch
 import torch._inductor.config as config
 from torch.fx import Node
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from .. import functors
 from ..dtypes import DTYPES
 from ..plan.functors import Functor, functor
 from .norms import Norm
-from .spellings import is_barrier, number_and_node, operation, two_nodes, uncast, value
+from .spellings import (
+    have_one_shape,
+    is_barrier,
+    number_and_node,
+    operation,
+    two_nodes,
+    uncast,
+    value,
+)
 
 # load: x * silu(gate), as Mamba 2 does before its norm. gate: as the input.
 GATED_INPUT = functor(
@@ -129,7 +138,7 @@ def _add_residual(fusion: Fusion, broadcasts: bool) -> None:
     (input, dropout_p, load), residual = (taking or narrow or found)[0]
     residual = uncast(residual) if _only_user(residual) is added else residual
     values = [value(input), value(residual)]
-    if any(each is None or each.shape != made.shape for each in values) or input is residual:
+    if any(each is None or not have_one_shape(each, made) for each in values) or input is residual:
         return
     dtypes = [each.dtype for each in values]
     # The operators take a residual of the input's dtype or of the sum's.
@@ -156,8 +165,10 @@ def _branch(
                 return given["input"], given["p"], None
     if operation(source) == "mul" and len(source.users) == 1:
         for input, scale in [*_orders(two_nodes(source))]:
-            shape = getattr(value(input), "shape", None)
-            if shape == made.shape and _is_broadcast(scale, made, broadcasts):
+            given = value(input)
+            if given is None or not have_one_shape(given, made):
+                continue
+            if _is_broadcast(scale, made, broadcasts):
                 return uncast(input), 0.0, (functors.layer_scale, (uncast(scale),))
     return source, 0.0, None
 
@@ -174,9 +185,11 @@ def _add_gate(fusion: Fusion) -> None:
     for input, factor in _orders(two_nodes(x)):
         if operation(factor) == "silu" and operation(input) != "silu":
             source, gate = uncast(input), uncast(factor.args[0])
-            shapes = {getattr(value(each), "shape", None) for each in (x, source, gate)}
+            values = [value(each) for each in (x, source, gate)]
+            if any(each is None or not have_one_shape(each, values[0]) for each in values):
+                continue
             # A load without a residual does not return what it made.
-            if len(shapes) == 1 and set(x.users) <= _readers(fusion.norm):
+            if set(x.users) <= _readers(fusion.norm):
                 fusion.input, fusion.load = source, (GATED_INPUT, (gate,))
                 fusion.notes.append("with the gate before it")
                 return
@@ -194,7 +207,7 @@ def _is_array(node: object, y: Node, broadcasts: bool) -> bool:
     given, made = value(node), value(y)
     if given is None or made is None or not is_supported(given.dtype):
         return False
-    return given.shape == made.shape or _is_broadcast(node, made, broadcasts)
+    return have_one_shape(given, made) or _is_broadcast(node, made, broadcasts)
 
 
 def _is_broadcast(node: object, made: torch.Tensor, broadcasts: bool) -> bool:
@@ -203,10 +216,10 @@ def _is_broadcast(node: object, made: torch.Tensor, broadcasts: bool) -> bool:
     if given is None or not is_supported(given.dtype) or given.requires_grad and not broadcasts:
         return False
     shape = (1,) * (made.dim() - given.dim()) + tuple(given.shape)
-    if len(shape) != made.dim() or shape[-1] != made.shape[-1]:
+    if len(shape) != made.dim() or not statically_known_true(shape[-1] == made.shape[-1]):
         return False
-    own = [at for at, extent in enumerate(shape[:-1]) if extent != 1]
-    fits = all(shape[at] == made.shape[at] for at in own)
+    own = [at for at, extent in enumerate(shape[:-1]) if not statically_known_true(extent == 1)]
+    fits = all(statically_known_true(shape[at] == made.shape[at]) for at in own)
     return fits and (not own or own == list(range(own[0], own[-1] + 1)))
 
 
