@@ -19,12 +19,11 @@ from torch.fx.node import map_arg
 
 from ..dtypes import DTYPES
 from ..nn.schemas import arguments_of
+from .lower import FUSED_BACKWARD, NORM_BACKWARD, lower
 from .norms import FUNCTOR, FUSED, NORM
 from .report import Change, Report
 from .spellings import have_one_shape
 
-NORM_BACKWARD = torch.ops.cupynorm.norm_backward.default
-FUSED_BACKWARD = torch.ops.cupynorm.fused_norm_backward.default
 FUNCTOR_BACKWARD = torch.ops.cupynorm.functor_norm_backward.default
 
 _CASTS = (torch.ops.prims.convert_element_type.default, torch.ops.aten._to_copy.default)
@@ -49,6 +48,7 @@ def rewrite(graph: Graph, replace: str, report: Report) -> None:
             if remark:
                 name = str(node.target).removeprefix("cupynorm.").removesuffix(".default")
                 report.changes.append(Change(number, "", name, "cast", remark))
+    lower(graph)
 
 
 def _cast_y(graph: Graph, node: Node) -> str | None:

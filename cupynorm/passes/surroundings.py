@@ -86,14 +86,14 @@ def surround(norm: Norm, order: dict[Node, int], broadcasts: bool) -> Fusion:
     order: the position of every node of the graph. broadcasts: take in arrays that are broadcast
     over rows also where their gradient is wanted.
     """
-    fusion = Fusion(norm, norm.x, norm.y, norm.y)
-    _add_store(fusion, broadcasts)
-    _add_residual(fusion, broadcasts)
-    if fusion.residual is None:
-        _add_gate(fusion)
-    if (fusion.residual or fusion.load or fusion.store) and not _find_place(fusion, order):
+    for parts in _PARTS:
         fusion = Fusion(norm, norm.x, norm.y, norm.y)
-        fusion.notes.append("what is around it stays: the graph reads or writes it in between")
+        for part in parts:
+            part(fusion, broadcasts)
+        if parts != _PARTS[0]:
+            fusion.notes.append("without more: the graph reads or writes that in between")
+        if _find_place(fusion, order):
+            break
     if norm.rounded is not None and norm.bare is not None:
         if fusion.load or fusion.store:
             fusion.notes.append("x_hat is not rounded before the weight")
@@ -177,7 +177,7 @@ def _orders(given: tuple[Node, Node] | None) -> list[tuple[Node, Node]]:
     return [] if given is None else [given, given[::-1]]
 
 
-def _add_gate(fusion: Fusion) -> None:
+def _add_gate(fusion: Fusion, broadcasts: bool) -> None:
     """Takes in x = input * silu(gate)."""
     x = fusion.norm.x
     if operation(x) != "mul":
@@ -235,6 +235,9 @@ def _dtype(node: Node) -> torch.dtype | None:
 def _only_user(node: Node) -> Node | None:
     return next(iter(node.users)) if len(node.users) == 1 else None
 
+
+# What is tried, until there is a place for the operator.
+_PARTS = ((_add_store, _add_residual, _add_gate), (_add_store, _add_gate), (_add_residual,), ())
 
 # Where the operator goes.
 

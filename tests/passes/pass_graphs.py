@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import operator
 from typing import Any
 
@@ -74,6 +75,8 @@ def _operation(node: Node) -> str:
 
 def _call(node: Node, is_joint: bool) -> str:
     given = arguments_of(node.target)(*node.args, **node.kwargs)._asdict()
+    if "options" in given:
+        given |= json.loads(given.pop("options"))
     own = ("normalized_shape", "eps", "centered", "numbers", "dbias_dtype", "dbias1_dtype")
     shown = [
         f"{name}={_shown(each, is_joint)}"
@@ -94,6 +97,6 @@ def _shown(value: object, is_joint: bool) -> str:
         return "torch" if is_joint and not _is_ours(value) else _operation(value)
     if isinstance(value, (list, tuple)):
         return f"[{', '.join(_shown(each, is_joint) for each in value)}]"
-    if isinstance(value, str):
-        return value.split('"')[1]  # a functor's name
+    if isinstance(value, str) and value.startswith("["):
+        return json.loads(value)[0]  # a functor's name
     return str(value).removeprefix("torch.")

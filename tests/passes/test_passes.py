@@ -180,6 +180,19 @@ def test_a_layer_scale_and_a_gate():
     assert "store=silu_gate" in graph and "silu\n" not in graph
 
 
+def test_what_is_made_from_the_sum_stays():
+    """A scale that is computed from the sum can be read after it, the sum's operands cannot."""
+
+    def modulated(x, r):
+        added = x + r
+        scale = 2 * added
+        return norm(added) * (1 + scale) + r
+
+    graph, report = after(modulated, x(), x(seed=1))
+    assert "store=ada_ln" in graph and "residual" not in graph
+    assert "without more" in report.changes[0].remark
+
+
 def test_dropout_has_one_mask_in_forward_and_backward():
     """What is dropped passes no gradient, and what is kept passes 1 / (1 - p)."""
 
