@@ -46,7 +46,31 @@ def why_left(fusion: Fusion, replace: str) -> str:
     reader = fused_reader(fusion.y)
     if reader is not None:
         return f"torch fuses it with what reads y: {reader}"
+    dtypes = _dtypes_of_readers(fusion.y)
+    if len(dtypes) > 1:
+        return f"y is read in {' and '.join(dtypes)}; torch writes both at once"
+    if fusion.sum is not None and not _is_sum_needed(fusion):
+        return "nothing else reads the sum; torch does not write it"
     return ""
+
+
+def _dtypes_of_readers(y: Node) -> list[str]:
+    """Under autocast products read y in 16 bits, and additions as it is."""
+    found = set()
+    for user in y.users:
+        is_product = user.target in _PRODUCTS
+        made = value(user if is_product else y)
+        if made is not None and user.op != "output":
+            found.add(str(made.dtype).removeprefix("torch."))
+    return sorted(found)
+
+
+def _is_sum_needed(fusion: Fusion) -> bool:
+    """Whether backward or anything but the norm reads the sum."""
+    readers = {user for user in fusion.sum.users if operation(user) != "cast"}
+    readers |= {each for user in set(fusion.sum.users) - readers for each in user.users}
+    inside = {*fusion.norm.nodes, *fusion.nodes, fusion.norm.y, fusion.y}
+    return value(fusion.sum).requires_grad or not readers <= inside
 
 
 def hint(size: int | torch.SymInt) -> int:

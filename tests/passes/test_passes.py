@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import pickle
 
 import pytest
@@ -262,6 +263,36 @@ def test_the_rule():
     assert done == "left" and "none" in remark
     done, remark = decided(traced(product, large, w, device="cpu"))
     assert done == "left" and "cpu" in remark
+
+
+def test_the_rule_for_sums_and_dtypes():
+    def post_norm(x, r, w):
+        return torch.matmul(functional.layer_norm(x + r, (1024,)), w)
+
+    def pre_norm(x, r, w):
+        added = x + r
+        return torch.matmul(functional.layer_norm(added, (1024,)), w), added
+
+    def two_dtypes(x, w):
+        y = functional.layer_norm(x, (1024,))
+        z = torch.matmul(y, w)  # whose result has 16 bits, as under autocast
+        return z, y + x
+
+    large, w = (4096, 1024), (1024, 1024)
+    done, remark = decided(traced(post_norm, large, large, w))
+    assert done == "left" and "nothing else reads the sum" in remark
+    assert decided(traced(pre_norm, large, large, w))[0] == "replaced"
+    graph = traced(post_norm, large, large, w)
+    for node in graph.nodes:
+        if node.target is operator.add:  # as where gradients are wanted
+            node.meta["example_value"].requires_grad_()
+    assert decided(graph)[0] == "replaced"
+    graph = traced(two_dtypes, large, w, dtype=torch.float32)
+    for node in graph.nodes:
+        if node.target is torch.matmul:
+            node.meta["example_value"] = node.meta["example_value"].bfloat16()
+    done, remark = decided(graph)
+    assert done == "left" and "y is read in bfloat16 and float32" in remark
 
 
 def test_cpu_tensors_are_left():
