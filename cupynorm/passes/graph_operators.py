@@ -29,6 +29,7 @@ from ..norm.request import (
     ForwardRequest,
     Options,
 )
+from ..plan.functors import Functor, bind_all, from_text
 from ..plan.problem import Tile
 
 FORWARD_RESULTS = ("y", "mean", "rstd", "sum")
@@ -37,7 +38,7 @@ BACKWARD_RESULTS = ("dx", "dweight", "dbias", "dresidual")
 _library = torch.library.Library("cupynorm", "FRAGMENT")
 for _schema in (
     "norm_forward_in_graph(Tensor input, Tensor? weight, Tensor? bias, Tensor? residual, "
-    "Tensor? dropout_seed, str options) -> Tensor[]",
+    "Tensor? dropout_seed, Tensor[] arrays, str options) -> Tensor[]",
     "norm_backward_in_graph(Tensor dy, Tensor x, Tensor? mean, Tensor rstd, Tensor? weight, "
     "Tensor? dsum, Tensor? dropout_seed, str options) -> Tensor[]",
 ):
@@ -53,14 +54,18 @@ def text_of(results: tuple[str, ...], options: dict[str, Any]) -> str:
     return json.dumps({"results": results} | kept)
 
 
-class _Forward(NamedTuple):
+class ParsedForward(NamedTuple):
+    """functors: the load and the store, each may be None; None without both."""
+
     options: ForwardOptions
     purpose: str
     results: tuple[str, ...]
     pick: Callable[[tuple[Tensor, ...]], list[Tensor]]
+    functors: tuple[Functor | None, Functor | None] | None
+    numbers: tuple[float, ...]
 
 
-class _Backward(NamedTuple):
+class ParsedBackward(NamedTuple):
     options: BackwardOptions
     results: tuple[str, ...]
     pick: Callable[[tuple[Tensor, ...]], list[Tensor]]
@@ -86,7 +91,7 @@ def _launch(given: dict[str, Any]) -> Options:
 
 
 @cache
-def _forward_of(text: str) -> _Forward:
+def parsed_forward(text: str) -> ParsedForward:
     given = json.loads(text)
     results = tuple(given["results"])
     options = ForwardOptions(
@@ -101,11 +106,14 @@ def _forward_of(text: str) -> _Forward:
         launch=_launch(given),
     )
     purpose = FOR_STATISTICS if {"mean", "rstd"} & set(results) else FOR_Y
-    return _Forward(options, purpose, results, _picker(results, FORWARD_RESULTS))
+    load, store = given.get("load"), given.get("store")
+    functors = from_text(load, store) if load or store else None
+    pick = _picker(results, FORWARD_RESULTS)
+    return ParsedForward(options, purpose, results, pick, functors, tuple(given.get("numbers", ())))
 
 
 @cache
-def _backward_of(text: str) -> _Backward:
+def parsed_backward(text: str) -> ParsedBackward:
     given = json.loads(text)
     results = tuple(given["results"])
     options = BackwardOptions(
@@ -120,27 +128,29 @@ def _backward_of(text: str) -> _Backward:
         given.get("dropout_p", 0.0),
         launch=_launch(given),
     )
-    return _Backward(options, results, _picker(results, BACKWARD_RESULTS))
+    return ParsedBackward(options, results, _picker(results, BACKWARD_RESULTS))
 
 
 def _forward(*arguments):
-    *rows, seed, text = arguments
-    options, purpose, _, pick = _forward_of(text)
+    *rows, seed, arrays, text = arguments
+    options, purpose, _, pick, functors, numbers = parsed_forward(text)
     operands = ForwardOperands(*rows, None, None, seed)
+    if functors is not None:
+        operands = operands._replace(functors=bind_all(functors, arrays, numbers))
     prepared, operands = prepare_forward(ForwardRequest(operands, options), purpose)
     return pick(prepared.run(operands))
 
 
 def _backward(*arguments):
     *rows, seed, text = arguments
-    options, _, pick = _backward_of(text)
+    options, _, pick = parsed_backward(text)
     operands = BackwardOperands(*rows, None, None, seed)
     prepared, operands = prepare_backward(BackwardRequest(operands, options))
     return pick(prepared.run(operands))
 
 
 def _forward_without_memory(input, *others):
-    options, _, results, _ = _forward_of(others[-1])
+    options, _, results, *_ = parsed_forward(others[-1])
     sum_dtype = _dtype(options.residual_dtype, input.dtype)
     wide = torch.promote_types(sum_dtype, torch.float32)
     leading = input.shape[: input.dim() - len(options.extents)]
@@ -155,7 +165,7 @@ def _forward_without_memory(input, *others):
 
 def _backward_without_memory(*arguments):
     _, x, _, _, weight, *_, text = arguments
-    options, results, _ = _backward_of(text)
+    options, results, _ = parsed_backward(text)
     own = x.dtype if weight is None else weight.dtype
     made = {
         "dx": (x.shape, _dtype(options.dx_dtype, x.dtype)),

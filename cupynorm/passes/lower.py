@@ -12,13 +12,13 @@ from torch.fx.node import map_arg
 from ..nn.schemas import arguments_of
 from . import graph_operators
 from .graph_operators import BACKWARD_RESULTS, FORWARD_RESULTS
-from .norms import FUSED, NORM
+from .norms import FUNCTOR, FUSED, NORM
 
 NORM_BACKWARD = torch.ops.cupynorm.norm_backward.default
 FUSED_BACKWARD = torch.ops.cupynorm.fused_norm_backward.default
 
 _FORWARD_OPTIONS = ("normalized_shape", "eps", "centered", "zero_centered_weight", "out_dtype")
-_FORWARD_OPTIONS += ("residual_dtype", "dropout_p", "round_x_hat")
+_FORWARD_OPTIONS += ("residual_dtype", "dropout_p", "round_x_hat", "load", "store", "numbers")
 _BACKWARD_OPTIONS = ("normalized_shape", "centered", "zero_centered_weight", "dbias_dtype")
 _BACKWARD_OPTIONS += ("dx_dtype", "dresidual_dtype", "dropout_p")
 _LAUNCH = ("strategy", "statistics", "tile", "sm_margin")
@@ -29,7 +29,7 @@ def lower(graph: Graph) -> None:
     for node in list(graph.nodes):
         if node.op != "call_function":
             continue
-        if node.target in (NORM, FUSED):
+        if node.target in (NORM, FUSED, FUNCTOR):
             _forward(graph, node)
         elif node.target in (NORM_BACKWARD, FUSED_BACKWARD):
             _backward(graph, node)
@@ -41,7 +41,7 @@ def _forward(graph: Graph, node: Node) -> None:
     if any(getattr(given, name, None) for name in others):
         return
     tensors = (given.input, given.weight, given.bias, given.residual)
-    tensors += (getattr(given, "dropout_seed", None),)
+    tensors += (getattr(given, "dropout_seed", None), list(getattr(given, "arrays", ())))
     _replace(
         graph,
         node,
