@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -35,8 +36,12 @@ class Report:
         return self.num_graphs
 
     def rows(self) -> list[tuple[str, ...]]:
+        """Equal changes of one graph, which only operators without a name have, are one row."""
         lines = [("graph", "name", "norm", "done", "")]
-        return lines + [(str(each.graph), *each[1:]) for each in self.changes]
+        for each, times in Counter(self.changes).items():
+            remark = f"{each.remark} ({times} times)" if times > 1 else each.remark
+            lines.append((str(each.graph), *each[1:4], remark))
+        return lines
 
     def summary(self) -> str:
         done = [change.done for change in self.changes]

@@ -18,7 +18,7 @@ from torch.nn import functional  # noqa: E402
 
 import cupynorm  # noqa: E402
 from cupynorm.passes import before_autograd, rule  # noqa: E402
-from cupynorm.passes.report import Report  # noqa: E402
+from cupynorm.passes.report import Change, Report  # noqa: E402
 
 WIDTH = 8
 
@@ -299,6 +299,14 @@ def test_cpu_tensors_are_left():
     graph, report = after(norm, x(), replace="faster")
     assert graph == "layer_norm" and report.changes[0].done == "left"
     assert str(report.changes[0].remark) in report.as_text() and "1 left" in report.as_html()
+
+
+def test_the_report_counts_equal_casts():
+    report = Report([Change(1, "", "norm_forward", "cast", "writes y")] * 3, 1)
+    report.changes.append(Change(1, "n", "layer_norm", "left", "small"))
+    lines = report.as_text().splitlines()
+    assert lines[1].endswith("cast  writes y (3 times)") and lines[2].endswith("left  small")
+    assert lines[3] == "1 graphs: 0 replaced, 0 fused, 0 kept, 1 left"
 
 
 # Installing.
