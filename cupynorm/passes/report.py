@@ -46,7 +46,8 @@ class Report:
     def summary(self) -> str:
         done = [change.done for change in self.changes]
         counts = (f"{done.count(each)} {each}" for each in ("replaced", "fused", "kept", "left"))
-        return f"{self.num_graphs} graphs: {', '.join(counts)}"
+        graphs = "1 graph" if self.num_graphs == 1 else f"{self.num_graphs} graphs"
+        return f"{graphs}: {', '.join(counts)}"
 
     def as_text(self) -> str:
         return f"{as_text(self.rows())}\n{self.summary()}" if self.changes else self.summary()

@@ -306,7 +306,7 @@ def test_the_report_counts_equal_casts():
     report.changes.append(Change(1, "n", "layer_norm", "left", "small"))
     lines = report.as_text().splitlines()
     assert lines[1].endswith("cast  writes y (3 times)") and lines[2].endswith("left  small")
-    assert lines[3] == "1 graphs: 0 replaced, 0 fused, 0 kept, 1 left"
+    assert lines[3] == "1 graph: 0 replaced, 0 fused, 0 kept, 1 left"
 
 
 # Installing.
