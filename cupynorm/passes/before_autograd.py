@@ -32,7 +32,9 @@ def rewrite(graph: Graph, replace: str, report: Report) -> None:
         order = {node: at for at, node in enumerate(graph.nodes)}
         if norm.y not in order:
             continue
-        fusion = surround(norm, order, broadcasts=replace == "all")
+        # torch's own kernels with such operations are faster than functors (docs/torch_compile.md).
+        functors = "all" if replace == "all" else "some" if norm.is_ours else "none"
+        fusion = surround(norm, order, functors)
         reason = why_left(fusion, replace)
         if not reason and not can_move(norm, order):
             reason = "the graph writes in place among its operations"

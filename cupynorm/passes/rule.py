@@ -22,6 +22,7 @@ _PRODUCTS = {
     *(torch.baddbmm, operator.matmul, torch.einsum, functional.scaled_dot_product_attention),
     *(torch.conv1d, torch.conv2d, torch.conv3d, "matmul", "mm", "bmm", "__matmul__"),
 }
+_ELEMENTWISE = {"mul", "div", "sub", "pow", "silu"}
 # What moves no data, or none that a kernel before it would save.
 _VIEWS = {"view", "reshape", "flatten", "unflatten", "contiguous", "transpose", "permute"}
 _VIEWS |= {"unsqueeze", "squeeze", torch.reshape, torch.flatten, torch.transpose, torch.permute}
@@ -43,26 +44,55 @@ def why_left(fusion: Fusion, replace: str) -> str:
     num_elements = hint(math.prod(x.shape))
     if num_elements < FEWEST_ELEMENTS:
         return f"x has {num_elements:,} elements; under {FEWEST_ELEMENTS:,} torch is faster"
-    reader = fused_reader(fusion.y)
-    if reader is not None:
-        return f"torch fuses it with what reads y: {reader}"
-    dtypes = _dtypes_of_readers(fusion.y)
+    return _why_torch_is_faster(fusion)
+
+
+def _why_torch_is_faster(fusion: Fusion) -> str:
+    """What torch fuses with its own norm and cannot fuse with an operator; "" for nothing."""
+    y, readers = fusion.y, readers_of(fusion.y)
+    for reader in readers:
+        if not _is_opaque(reader):
+            return f"torch fuses it with what reads y: {_name(reader)}"
+    dtypes = {_dtype_read(reader, y) for reader in readers if reader.op != "output"}
     if len(dtypes) > 1:
-        return f"y is read in {' and '.join(dtypes)}; torch writes both at once"
-    if fusion.sum is not None and not _is_sum_needed(fusion):
+        return f"y is read in {' and '.join(sorted(dtypes))}; torch writes both at once"
+    if len(readers) > 1 and value(y).requires_grad:
+        return f"{len(readers)} operations read y; torch adds their gradients in its own kernel"
+    if fusion.sum is None:
+        return ""
+    for part in (fusion.input, fusion.residual):
+        if operation(part) in _ELEMENTWISE and len(part.users) == 1:
+            return f"torch fuses it with what is added: {_name(part)}"
+    if not _is_sum_needed(fusion):
         return "nothing else reads the sum; torch does not write it"
     return ""
 
 
-def _dtypes_of_readers(y: Node) -> list[str]:
-    """Under autocast products read y in 16 bits, and additions as it is."""
-    found = set()
+def readers_of(y: Node) -> list[Node]:
+    """What reads a node, through views and casts."""
+    found = []
     for user in y.users:
-        is_product = user.target in _PRODUCTS
-        made = value(user if is_product else y)
-        if made is not None and user.op != "output":
-            found.add(str(made.dtype).removeprefix("torch."))
-    return sorted(found)
+        is_view = user.target in _VIEWS or user.target is operator.getitem
+        found += readers_of(user) if is_view or operation(user) == "cast" else [user]
+    return found
+
+
+def _is_opaque(reader: Node) -> bool:
+    """Whether torch cannot fuse the norm into it. An addition belongs to the residual stream: it
+    goes into the next norm."""
+    if isinstance(reader.target, torch._ops.HigherOrderOperator):
+        return True
+    return reader.op == "output" or reader.target in _PRODUCTS or operation(reader) == "add"
+
+
+def _dtype_read(reader: Node, y: Node) -> str:
+    """Under autocast products read y in 16 bits, and additions as it is."""
+    made = value(reader if reader.target in _PRODUCTS else y)
+    return str(getattr(made, "dtype", value(y).dtype)).removeprefix("torch.")
+
+
+def _name(node: Node) -> str:
+    return operation(node) or getattr(node.target, "__name__", str(node.target))
 
 
 def _is_sum_needed(fusion: Fusion) -> bool:
@@ -79,22 +109,3 @@ def hint(size: int | torch.SymInt) -> int:
         return size
     found = size.node.hint
     return int(found) if found is not None else FEWEST_ELEMENTS
-
-
-def fused_reader(y: Node) -> str | None:
-    """The first element-wise operation that reads y; None where only products and sums read it.
-
-    An addition belongs to the residual stream: it goes into the next norm.
-    """
-    for user in y.users:
-        if user.op == "output" or user.target in _PRODUCTS or operation(user) == "add":
-            continue
-        if isinstance(user.target, torch._ops.HigherOrderOperator):
-            continue
-        if user.target in _VIEWS or operation(user) == "cast" or user.target is operator.getitem:
-            reader = fused_reader(user)
-            if reader is not None:
-                return reader
-            continue
-        return getattr(user.target, "__name__", str(user.target))
-    return None

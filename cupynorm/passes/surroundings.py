@@ -17,8 +17,8 @@ import torch._inductor.config as config
 from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from .. import functors
 from ..dtypes import DTYPES
+from ..functors import ada_ln, layer_scale, silu_gate
 from ..plan.functors import Functor, functor
 from .norms import Norm
 from .spellings import (
@@ -80,16 +80,17 @@ class Fusion:
         return [each for each in given if each is not None]
 
 
-def surround(norm: Norm, order: dict[Node, int], broadcasts: bool) -> Fusion:
+def surround(norm: Norm, order: dict[Node, int], functors: str) -> Fusion:
     """The norm with all that its operator can take in.
 
-    order: the position of every node of the graph. broadcasts: take in arrays that are broadcast
-    over rows also where their gradient is wanted.
+    order: the position of every node of the graph. functors: which of them are used. "all", "none",
+    or "some": all but those whose arrays are broadcast over rows and want a gradient, which torch
+    sums faster.
     """
     for parts in _PARTS:
         fusion = Fusion(norm, norm.x, norm.y, norm.y)
         for part in parts:
-            part(fusion, broadcasts)
+            part(fusion, functors)
         if parts != _PARTS[0]:
             fusion.notes.append("without more: the graph reads or writes that in between")
         if _find_place(fusion, order):
@@ -98,14 +99,14 @@ def surround(norm: Norm, order: dict[Node, int], broadcasts: bool) -> Fusion:
         if fusion.load or fusion.store:
             fusion.notes.append("x_hat is not rounded before the weight")
         elif norm.rounded != fusion.sum_dtype():
-            return surround(norm.bare, order, broadcasts)
+            return surround(norm.bare, order, functors)
     return fusion
 
 
-def _add_store(fusion: Fusion, broadcasts: bool) -> None:
+def _add_store(fusion: Fusion, functors: str) -> None:
     """Takes in an element-wise operation of y."""
     y, user = fusion.y, _only_user(fusion.y)
-    if operation(user) != "mul" or (given := two_nodes(user)) is None:
+    if functors == "none" or operation(user) != "mul" or (given := two_nodes(user)) is None:
         return
     factor = given[0] if given[1] is y else given[1]
     last = _only_user(user)
@@ -115,16 +116,16 @@ def _add_store(fusion: Fusion, broadcasts: bool) -> None:
     scaled = number_and_node(factor) if operation(factor) == "add" else None
     if scaled is not None and scaled[0] == 1 and shift is not None:
         arrays = (scaled[1], shift)
-        if all(_is_array(each, y, broadcasts) for each in arrays):
-            fusion.store, fusion.y, fusion.nodes = (functors.ada_ln, arrays), last, [y, user, last]
+        if all(_is_array(each, y, functors) for each in arrays):
+            fusion.store, fusion.y, fusion.nodes = (ada_ln, arrays), last, [y, user, last]
             fusion.notes.append("with scale and shift after it")
-    elif operation(factor) == "silu" and _is_array(factor.args[0], y, broadcasts):
-        fusion.store, fusion.y = (functors.silu_gate, (uncast(factor.args[0]),)), user
+    elif operation(factor) == "silu" and _is_array(factor.args[0], y, functors):
+        fusion.store, fusion.y = (silu_gate, (uncast(factor.args[0]),)), user
         fusion.nodes = [y, user]
         fusion.notes.append("with the gate after it")
 
 
-def _add_residual(fusion: Fusion, broadcasts: bool) -> None:
+def _add_residual(fusion: Fusion, functors: str) -> None:
     """Takes in x = a + b of two tensors of x's shape."""
     added = fusion.norm.x
     if operation(added) != "add" or (given := two_nodes(added)) is None:
@@ -132,7 +133,7 @@ def _add_residual(fusion: Fusion, broadcasts: bool) -> None:
     made = value(added)
     # Either may be the branch: the one with a dropout or a scale, or else with fewer bytes.
     sides = [(given[1], given[0]), given]  # (branch, residual)
-    found = [(_branch(branch, added, made, broadcasts), residual) for branch, residual in sides]
+    found = [(_branch(branch, added, made, functors), residual) for branch, residual in sides]
     taking = [each for each in found if each[0][1] or each[0][2]]
     narrow = [each for each in found if _dtype(each[0][0]) != made.dtype]
     (input, dropout_p, load), residual = (taking or narrow or found)[0]
@@ -151,7 +152,7 @@ def _add_residual(fusion: Fusion, broadcasts: bool) -> None:
 
 
 def _branch(
-    node: Node, added: Node, made: torch.Tensor, broadcasts: bool
+    node: Node, added: Node, made: torch.Tensor, functors: str
 ) -> tuple[Node, float, tuple[Functor, tuple[Node, ...]] | None]:
     """An operand of the addition: what the operator reads of it, its dropout_p and its load."""
     if _only_user(node) is not added:
@@ -163,13 +164,13 @@ def _branch(
         if given["training"] and not given.get("inplace") and 0 < given["p"] < 1:
             if not config.fallback_random:  # which asks for torch's own random numbers
                 return given["input"], given["p"], None
-    if operation(source) == "mul" and len(source.users) == 1:
+    if functors != "none" and operation(source) == "mul" and len(source.users) == 1:
         for input, scale in [*_orders(two_nodes(source))]:
             given = value(input)
             if given is None or not have_one_shape(given, made):
                 continue
-            if _is_broadcast(scale, made, broadcasts):
-                return uncast(input), 0.0, (functors.layer_scale, (uncast(scale),))
+            if _is_broadcast(scale, made, functors):
+                return uncast(input), 0.0, (layer_scale, (uncast(scale),))
     return source, 0.0, None
 
 
@@ -177,10 +178,10 @@ def _orders(given: tuple[Node, Node] | None) -> list[tuple[Node, Node]]:
     return [] if given is None else [given, given[::-1]]
 
 
-def _add_gate(fusion: Fusion, broadcasts: bool) -> None:
+def _add_gate(fusion: Fusion, functors: str) -> None:
     """Takes in x = input * silu(gate)."""
     x = fusion.norm.x
-    if operation(x) != "mul":
+    if functors == "none" or operation(x) != "mul":
         return
     for input, factor in _orders(two_nodes(x)):
         if operation(factor) == "silu" and operation(input) != "silu":
@@ -202,18 +203,18 @@ def _readers(norm: Norm) -> set[Node]:
     return found | {each for each in casts if set(each.users) <= found}
 
 
-def _is_array(node: object, y: Node, broadcasts: bool) -> bool:
+def _is_array(node: object, y: Node, functors: str) -> bool:
     """Whether a functor of y can read a node as an array."""
     given, made = value(node), value(y)
     if given is None or made is None or not is_supported(given.dtype):
         return False
-    return have_one_shape(given, made) or _is_broadcast(node, made, broadcasts)
+    return have_one_shape(given, made) or _is_broadcast(node, made, functors)
 
 
-def _is_broadcast(node: object, made: torch.Tensor, broadcasts: bool) -> bool:
+def _is_broadcast(node: object, made: torch.Tensor, functors: str) -> bool:
     """Whether a node is broadcast over rows, in one of the ways of docs/functors.md."""
     given = value(node)
-    if given is None or not is_supported(given.dtype) or given.requires_grad and not broadcasts:
+    if given is None or not is_supported(given.dtype) or given.requires_grad and functors != "all":
         return False
     shape = (1,) * (made.dim() - given.dim()) + tuple(given.shape)
     if len(shape) != made.dim() or not statically_known_true(shape[-1] == made.shape[-1]):

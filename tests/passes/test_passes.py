@@ -218,6 +218,13 @@ def test_dropout_has_one_mask_in_forward_and_backward():
 # The rule.
 
 
+def values_of(node: torch.fx.Node, values: dict) -> torch.Tensor:
+    arguments = torch.fx.map_arg((node.args, node.kwargs), values.get)
+    if node.op == "call_method":
+        return getattr(torch.Tensor, node.target)(*arguments[0], **arguments[1])
+    return node.target(*arguments[0], **arguments[1])
+
+
 def traced(function, *shapes, dtype=torch.bfloat16, device="cuda") -> torch.fx.Graph:
     """torch's graph of fake tensors of a GPU, as Dynamo hands it to a backend."""
     with FakeTensorMode():
@@ -228,8 +235,7 @@ def traced(function, *shapes, dtype=torch.bfloat16, device="cuda") -> torch.fx.G
             if node.op == "placeholder":
                 values[node] = given[len(values)]
             elif node.op != "output":
-                arguments = torch.fx.map_arg((node.args, node.kwargs), values.get)
-                values[node] = node.target(*arguments[0], **arguments[1])
+                values[node] = values_of(node, values)
             if node in values:
                 node.meta["example_value"] = values[node]
     return graph
@@ -241,6 +247,10 @@ def product(x, w):
 
 def scaled(x, w):
     return functional.layer_norm(x, (1024,)) * w
+
+
+def modulated(x, scale):
+    return functional.layer_norm(x, (1024,)) * (1 + scale) + scale
 
 
 def decided(graph: torch.fx.Graph, replace: str = "faster") -> tuple[str, str]:
@@ -259,6 +269,9 @@ def test_the_rule():
     assert decided(traced(product, small, w), "all")[0] == "replaced"
     done, remark = decided(traced(scaled, large, (1024,)))
     assert done == "left" and "torch fuses it with what reads y: mul" in remark
+    done, remark = decided(traced(modulated, large, (1, 1024)))
+    assert done == "left" and "what reads y: mul" in remark
+    assert "scale and shift" in decided(traced(modulated, large, (1, 1024)), "all")[1]
     done, remark = decided(traced(product, large, w), "none")
     assert done == "left" and "none" in remark
     done, remark = decided(traced(product, large, w, device="cpu"))
@@ -279,6 +292,15 @@ def test_the_rule_for_sums_and_dtypes():
         return z, y + x
 
     large, w = (4096, 1024), (1024, 1024)
+
+    def scaled_branch(x, r, w):
+        added = x + 2 * r
+        return torch.matmul(functional.layer_norm(added, (1024,)), w), added
+
+    def two_products(x, w):
+        y = functional.layer_norm(x, (1024,))
+        return torch.matmul(y, w), torch.matmul(y.view(-1, 1024), w)
+
     done, remark = decided(traced(post_norm, large, large, w))
     assert done == "left" and "nothing else reads the sum" in remark
     assert decided(traced(pre_norm, large, large, w))[0] == "replaced"
@@ -287,6 +309,15 @@ def test_the_rule_for_sums_and_dtypes():
         if node.target is operator.add:  # as where gradients are wanted
             node.meta["example_value"].requires_grad_()
     assert decided(graph)[0] == "replaced"
+    done, remark = decided(traced(scaled_branch, large, large, w))
+    assert done == "left" and "what is added: mul" in remark
+    assert decided(traced(two_products, large, w))[0] == "replaced"
+    graph = traced(two_products, large, w)
+    for node in graph.nodes:
+        if node.target is functional.layer_norm:
+            node.meta["example_value"].requires_grad_()
+    done, remark = decided(graph)
+    assert done == "left" and "2 operations read y; torch adds their gradients" in remark
     graph = traced(two_dtypes, large, w, dtype=torch.float32)
     for node in graph.nodes:
         if node.target is torch.matmul:
