@@ -79,14 +79,15 @@ def _of_torch(node: Node) -> Norm | None:
         names = ("input", "normalized_shape", "weight", "eps")
     given = dict(zip(names, node.args)) | node.kwargs
     extents = given.get("normalized_shape")
-    if not isinstance(given.get("input"), Node) or not _are_ints(extents):
+    eps = given.get("eps", 1e-5 if centered else None)
+    if not isinstance(given.get("input"), Node) or not _are_ints(extents) or isinstance(eps, Node):
         return None
     found = Norm(
         given["input"],
         node,
         [node],
         tuple(extents),
-        given.get("eps", 1e-5 if centered else None),
+        eps,
         centered,
         given.get("weight"),
         given.get("bias"),

@@ -8,6 +8,7 @@ import operator
 import torch
 from torch.fx import Node
 from torch.nn import functional
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ..dtypes import DTYPES
 from .spellings import operation, value
@@ -33,6 +34,9 @@ def why_left(fusion: Fusion, replace: str) -> str:
     norm, x = fusion.norm, value(fusion.norm.x)
     if str(x.dtype).removeprefix("torch.") not in DTYPES:
         return f"x is {x.dtype}"
+    for node in fusion.reads():
+        if is_traceable_wrapper_subclass(value(node)):
+            return f"it reads a {type(value(node)).__name__}; expected plain tensors"
     if norm.is_ours:
         return ""
     if replace == "none":

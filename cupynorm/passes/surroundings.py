@@ -161,9 +161,10 @@ def _branch(
     if operation(source) == "dropout" and len(source.users) == 1:
         names = ("input", "p", "training", "inplace")
         given = {"p": 0.5, "training": True} | dict(zip(names, source.args)) | source.kwargs
-        if given["training"] and not given.get("inplace") and 0 < given["p"] < 1:
+        p, training = given["p"], given["training"]
+        if isinstance(p, float) and 0 < p < 1 and training is True and not given.get("inplace"):
             if not config.fallback_random:  # which asks for torch's own random numbers
-                return given["input"], given["p"], None
+                return given["input"], p, None
     if functors != "none" and operation(source) == "mul" and len(source.users) == 1:
         for input, scale in [*_orders(two_nodes(source))]:
             given = value(input)

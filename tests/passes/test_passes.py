@@ -326,6 +326,18 @@ def test_the_rule_for_sums_and_dtypes():
     assert done == "left" and "y is read in bfloat16 and float32" in remark
 
 
+def test_wrapped_tensors_are_left():
+    """As DTensors, which the operators with fused options refuse."""
+    from torch.testing._internal.two_tensor import TwoTensor
+
+    graph = traced(product, (4096, 1024), (1024, 1024))
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            node.meta["example_value"] = TwoTensor(*(node.meta["example_value"],) * 2)
+    done, remark = decided(graph, "all")
+    assert done == "left" and "TwoTensor" in remark
+
+
 def test_cpu_tensors_are_left():
     graph, report = after(norm, x(), replace="faster")
     assert graph == "layer_norm" and report.changes[0].done == "left"
