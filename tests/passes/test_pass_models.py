@@ -111,6 +111,7 @@ def any_number_of_rows(x):
     return x
 
 
+@pytest.mark.slow
 def test_a_graph_for_any_number_of_rows():
     passes = Passes()
     model, x, _ = model_and_input("llama")
