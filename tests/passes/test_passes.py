@@ -53,6 +53,11 @@ LEFT = {
     "eps inside the mean": lambda x: x * torch.rsqrt((x.pow(2) + 1e-5).mean(-1, True)),
     "eps as a tensor": lambda x: rms(x, eps=x[0, 0, 0].abs()),
     "a cube": lambda x: x * torch.rsqrt(x.pow(3).abs().mean(-1, keepdim=True) + 1e-5),
+    "another power": lambda x: x * (x.pow(2).mean(-1, keepdim=True) + 1e-5) ** -1,
+    "a variance that is returned": lambda x: (
+        x * torch.rsqrt((variance := x.pow(2).mean(-1, keepdim=True)) + 1e-5),
+        variance,
+    ),
     "another numerator": lambda x: 2 * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-5),
     "a variance of other differences": lambda x: (
         x * torch.rsqrt((x - x.mean(-1, keepdim=True)).pow(2).mean(-1, keepdim=True) + 1e-5)
