@@ -58,6 +58,8 @@ if TYPE_CHECKING:  # The names of _NAMES, for pyright, mypy and editors.
     from .norm.results import FusedForward as FusedForward
     from .norm.tiles import use_tiles as use_tiles
     from .parallel.module import LayerNormLinear as LayerNormLinear
+    from .passes.install import CompilePasses as CompilePasses
+    from .passes.install import compile_passes as compile_passes
     from .plan.devices import DEVICES as DEVICES
     from .plan.devices import Device as Device
     from .plan.dispatch import Plan as Plan
@@ -117,6 +119,8 @@ _NAMES = {
     "swap_norms": "nn.swap",
     "SwappedNorms": "nn.swap",
     "LayerNormLinear": "parallel.module",
+    "compile_passes": "passes.install",
+    "CompilePasses": "passes.install",
     "Linear": "linear.plain",
     "fp8_model_init": "linear.model_init",
     "fp8_autocast": "nn.autocast",
@@ -134,7 +138,7 @@ _MODULES = ("functors",)
 # `from cupynorm import *` works without torch: names that need torch are left out.
 _NEED_TORCH = (
     *("nn.modules", "nn.swap", "nn.autocast", "nn.recipes"),
-    *("parallel.module", "linear.plain", "linear.model_init"),
+    *("parallel.module", "linear.plain", "linear.model_init", "passes.install"),
 )
 __all__ = ["__version__", *_MODULES]
 __all__ += [name for name, module in _NAMES.items() if module not in _NEED_TORCH]

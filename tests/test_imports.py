@@ -109,13 +109,14 @@ WINGS = (
     "nn",
     "linear",
     "parallel",
+    "passes",
     "check",
     "bench",
     "explore",
     "__main__",
 )
 BELOW_ALL = {"reference", "data", "__version__"}
-TORCH = {"nn", "linear", "parallel"}
+TORCH = {"nn", "linear", "parallel", "passes"}
 CUPY = {"gpu/nvrtc", "gpu/launch"}
 
 

@@ -1,0 +1,1 @@
+"""Graph passes: what torch.compile does with norms, and with what is around them."""

@@ -1,0 +1,185 @@
+"""The pass over torch's joint graph of forward and backward: casts and sums beside the operators.
+
+Autocast's casts, and the gradients that meet where a tensor is read twice, appear only here.
+
+    y = norm_forward(...), cast(y)          out_dtype
+    norm_backward(cast(dy), ...)            reads dy itself
+    norm_backward(...).dx + other           dsum
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+from torch.fx.node import map_arg
+
+from ..dtypes import DTYPES
+from ..nn.schemas import arguments_of
+from .lower import FUSED_BACKWARD, NORM_BACKWARD, lower
+from .norms import FUNCTOR, FUSED, NORM
+from .report import Change, Report
+from .spellings import have_one_shape
+
+FUNCTOR_BACKWARD = torch.ops.cupynorm.functor_norm_backward.default
+
+_CASTS = (torch.ops.prims.convert_element_type.default, torch.ops.aten._to_copy.default)
+_ADD = torch.ops.aten.add.Tensor
+
+
+def rewrite(graph: Graph, replace: str, report: Report) -> None:
+    """Changes the operators' options in a graph, in place, and reports each."""
+    del replace  # the operators are there already
+    passes: dict[Any, tuple[Callable[[Graph, Node], str | None], ...]] = {
+        NORM: (_cast_y,),
+        FUSED: (_cast_y,),
+        FUNCTOR: (_cast_y,),
+        NORM_BACKWARD: (_read_uncast, _add_gradient),
+        FUSED_BACKWARD: (_read_uncast, _share_gradient, _add_gradient),
+        FUNCTOR_BACKWARD: (_read_uncast, _add_gradient),
+    }
+    number = max(1, report.num_graphs)
+    for node in list(graph.nodes):
+        for change in passes.get(node.target, ()) if node.op == "call_function" else ():
+            remark = change(graph, node)
+            if remark:
+                name = str(node.target).removeprefix("cupynorm.").removesuffix(".default")
+                report.changes.append(Change(number, "", name, "cast", remark))
+    lower(graph)
+
+
+def _cast_y(graph: Graph, node: Node) -> str | None:
+    """y in the dtype that all its readers cast it to."""
+    given = arguments_of(node.target)(*node.args, **node.kwargs)
+    if getattr(given, "memory_efficient", False) or getattr(given, "weight1", None) is not None:
+        return None
+    y = _result(node, 0)
+    if y is None or getattr(given, "bias1", None) is not None:
+        return None
+    casts = list(y.users)
+    if not casts or any(not _is_cast(each) for each in casts):
+        return None
+    dtypes = {each.meta["val"].dtype for each in casts}
+    dtype = dtypes.pop()
+    if dtypes or not _is_supported(dtype) or dtype.itemsize > y.meta["val"].dtype.itemsize:
+        return None
+    was = y.meta["val"].dtype
+    _set(node, given._replace(out_dtype=dtype))
+    for each in casts:
+        each.replace_all_uses_with(y)
+        graph.erase_node(each)
+    return f"writes y in {_name(dtype)}, not {_name(was)}"
+
+
+def _read_uncast(graph: Graph, node: Node) -> str | None:
+    """dy and dsum from before a cast to a wider dtype: the kernel casts what it reads."""
+    given = arguments_of(node.target)(*node.args, **node.kwargs)
+    found = {}
+    for name in ("dy", "dsum"):
+        cast = getattr(given, name)
+        if isinstance(cast, Node) and _is_cast(cast):
+            source, wide = cast.args[0].meta["val"].dtype, cast.meta["val"].dtype
+            if _is_supported(source) and torch.promote_types(source, wide) == wide != source:
+                found[name] = cast.args[0]
+    if not found:
+        return None
+    _set(node, given._replace(**found))
+    for name in found:
+        cast = getattr(given, name)
+        if not cast.users:
+            graph.erase_node(cast)
+    dtype = next(iter(found.values())).meta["val"].dtype
+    return f"reads {' and '.join(found)} in {_name(dtype)}"
+
+
+def _add_gradient(graph: Graph, node: Node) -> str | None:
+    """dx + other of backward without dsum: other becomes dsum."""
+    given = arguments_of(node.target)(*node.args, **node.kwargs)
+    dx = _result(node, 0)
+    if node.target is not NORM_BACKWARD and (
+        any(getattr(given, name, None) for name in ("load", "dropout_p", "row_scale", "dy1"))
+        or given.wanted[3]
+    ):
+        return None  # dx is not the gradient of what was normalised
+    if given.dsum is not None or dx is None or len(dx.users) != 1 or not given.wanted[0]:
+        return None
+    (added,) = dx.users
+    if added.target is not _ADD or added.kwargs or len(added.args) != 2:
+        return None
+    other = added.args[1] if added.args[0] is dx else added.args[0]
+    if not isinstance(other, Node) or other is dx:
+        return None
+    values = [each.meta["val"] for each in (added, dx, other)]
+    dx_value = values[1]
+    if any(not have_one_shape(each, dx_value) or each.dtype != dx_value.dtype for each in values):
+        return None
+    order = {each: at for at, each in enumerate(graph.nodes)}
+    readers = {user for result in node.users for user in result.users} - {added}
+    if any(order[each] < order[added] for each in readers):
+        return None
+    if order[other] > order[node]:
+        # Backward then runs where the sum was.
+        for each in (*node.users, node)[::-1]:
+            added.prepend(each)
+    _set(node, given._replace(dsum=other))
+    added.replace_all_uses_with(dx)
+    graph.erase_node(added)
+    _read_uncast(graph, node)
+    return "adds the other gradient of its input"
+
+
+def _share_gradient(graph: Graph, node: Node) -> str | None:
+    """One gradient for the input and the residual where they are the same numbers."""
+    given = arguments_of(node.target)(*node.args, **node.kwargs)
+    dx, dresidual = _result(node, 0), _result(node, 3)
+    if dx is None or dresidual is None or given.row_scale is not None or given.dropout_p:
+        return None
+    if dx.meta["val"].dtype != dresidual.meta["val"].dtype:
+        return None
+    first = min((dx, dresidual), key=[*graph.nodes].index)
+    if first is dresidual:
+        dresidual.prepend(dx)
+    dresidual.replace_all_uses_with(dx)
+    graph.erase_node(dresidual)
+    wanted = [name != 3 and is_wanted for name, is_wanted in enumerate(given.wanted)]
+    _set(node, given._replace(wanted=wanted, dresidual_dtype=None))
+    return "writes one gradient for input and residual"
+
+
+def _result(node: Node, index: int) -> Node | None:
+    """The one node that reads a result of an operator."""
+    found = [each for each in node.users if each.args[1] == index]
+    return found[0] if len(found) == 1 else None
+
+
+def _is_cast(node: Node) -> bool:
+    if node.op != "call_function" or node.target not in _CASTS:
+        return False
+    given = node.kwargs
+    if given.get("memory_format") is not None or given.get("pin_memory"):
+        return False
+    return node.args[0].meta["val"].device == node.meta["val"].device
+
+
+def _is_supported(dtype: torch.dtype) -> bool:
+    return _name(dtype) in DTYPES
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _set(node: Node, arguments: tuple[Any, ...]) -> None:
+    """Gives an operator other arguments, and the fake results that belong to them."""
+    node.args, node.kwargs = tuple(arguments), {}
+    node.meta.pop("eager_input_vals", None)  # those of the arguments before
+    values = map_arg(node.args, lambda each: each.meta["val"])
+    with torch.no_grad():
+        made = node.target(*values)
+    node.meta["val"] = made
+    for result in node.users:
+        if result.target is operator.getitem:
+            result.meta["val"] = made[result.args[1]]

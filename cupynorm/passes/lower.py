@@ -1,0 +1,104 @@
+"""The last step in the joint graph: operators that are cheaper to call (graph_operators.py)."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+from torch.fx.node import map_arg
+
+from ..nn.schemas import arguments_of
+from . import graph_operators
+from .graph_operators import BACKWARD_RESULTS, FORWARD_RESULTS
+from .norms import FUNCTOR, FUSED, NORM
+
+NORM_BACKWARD = torch.ops.cupynorm.norm_backward.default
+FUSED_BACKWARD = torch.ops.cupynorm.fused_norm_backward.default
+
+_FORWARD_OPTIONS = ("normalized_shape", "eps", "centered", "zero_centered_weight", "out_dtype")
+_FORWARD_OPTIONS += ("residual_dtype", "dropout_p", "round_x_hat", "load", "store", "numbers")
+_BACKWARD_OPTIONS = ("normalized_shape", "centered", "zero_centered_weight", "dbias_dtype")
+_BACKWARD_OPTIONS += ("dx_dtype", "dresidual_dtype", "dropout_p")
+_LAUNCH = ("strategy", "statistics", "tile", "sm_margin")
+
+
+def lower(graph: Graph) -> None:
+    """Replaces the operators that have no option beyond those of graph_operators."""
+    for node in list(graph.nodes):
+        if node.op != "call_function":
+            continue
+        if node.target in (NORM, FUSED, FUNCTOR):
+            _forward(graph, node)
+        elif node.target in (NORM_BACKWARD, FUSED_BACKWARD):
+            _backward(graph, node)
+
+
+def _forward(graph: Graph, node: Node) -> None:
+    given = arguments_of(node.target)(*node.args, **node.kwargs)
+    others = ("weight1", "bias1", "row_scale", "memory_efficient")
+    if any(getattr(given, name, None) for name in others):
+        return
+    tensors = (given.input, given.weight, given.bias, given.residual)
+    tensors += (getattr(given, "dropout_seed", None), list(getattr(given, "arrays", ())))
+    _replace(
+        graph,
+        node,
+        graph_operators.FORWARD,
+        (tensors, _options(given, _FORWARD_OPTIONS)),
+        FORWARD_RESULTS,
+    )
+
+
+def _backward(graph: Graph, node: Node) -> None:
+    given = arguments_of(node.target)(*node.args, **node.kwargs)
+    others = ("dy1", "row_scale", "memory_efficient")
+    if any(getattr(given, name, None) for name in others):
+        return
+    options = _options(given, _BACKWARD_OPTIONS) | {"centered": given.mean is not None}
+    if node.target is FUSED_BACKWARD and given.wanted[0] and given.wanted[3]:
+        if options["dx_dtype"] == options["dresidual_dtype"] and not given.dropout_p:
+            return  # one tensor, which an operator may not return twice
+    tensors = (given.dy, given.x, given.mean, given.rstd, given.weight, given.dsum)
+    tensors += (getattr(given, "dropout_seed", None),)
+    _replace(graph, node, graph_operators.BACKWARD, (tensors, options), BACKWARD_RESULTS)
+
+
+def _options(given: Any, names: tuple[str, ...]) -> dict[str, Any]:
+    found = {name: getattr(given, name, None) for name in (*names, *_LAUNCH)}
+    return {
+        name: str(each).removeprefix("torch.") if isinstance(each, torch.dtype) else each
+        for name, each in found.items()
+    }
+
+
+def _replace(
+    graph: Graph, node: Node, target: Any, arguments: tuple[Any, ...], names: tuple[str, ...]
+) -> None:
+    """Puts an operator in place of a node that returns only what the graph reads."""
+    tensors, options = arguments
+    extents = options["normalized_shape"]
+    if not all(isinstance(each, int) for each in extents):
+        return
+    options["normalized_shape"] = tuple(extents)
+    read = {each.args[1]: each for each in node.users if each.users}
+    if any(each.target is not operator.getitem for each in node.users) or max(read, default=9) > 3:
+        return
+    places = sorted(read)
+    text = graph_operators.text_of(tuple(names[place] for place in places), options)
+    with graph.inserting_before(node):
+        made = graph.call_function(target, (*tensors, text))
+    made.meta |= node.meta
+    made.meta.pop("eager_input_vals", None)  # those of the arguments before
+    values = map_arg(made.args, lambda each: each.meta["val"])
+    with torch.no_grad():
+        made.meta["val"] = target(*values)
+    for result in list(node.users):
+        if result.users:
+            with graph.inserting_before(result):
+                now = graph.call_function(operator.getitem, (made, places.index(result.args[1])))
+            now.meta |= result.meta | {"val": made.meta["val"][now.args[1]]}
+            result.replace_all_uses_with(now)
+        graph.erase_node(result)
+    graph.erase_node(node)
