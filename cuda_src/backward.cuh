@@ -29,13 +29,13 @@ struct Backward {
   long long num_cols;
 };
 
-// dy * weight, rounded before the next operation: fused, a row of one column would not get exactly
-// 0.
-__device__ __forceinline__ float rounded_product(float dy, float weight) {
-  return __fmul_rn(dy, weight);
+// A product, rounded before the next operation. dy * weight: fused, a row of one column would not
+// get exactly 0. Means: some kernels would fuse them and others not, and dx would differ.
+__device__ __forceinline__ float rounded_product(float left, float right) {
+  return __fmul_rn(left, right);
 }
-__device__ __forceinline__ double rounded_product(double dy, double weight) {
-  return __dmul_rn(dy, weight);
+__device__ __forceinline__ double rounded_product(double left, double right) {
+  return __dmul_rn(left, right);
 }
 
 // The gradient of one row. normalized: the kernel loads x_hat itself.
@@ -55,8 +55,8 @@ struct RowGradient {
 
   // sums: of wdy * x_hat and of wdy over the row; reciprocal: of num_cols
   __device__ __forceinline__ void finish(const Sum<Compute, 2>& sums, Compute reciprocal) {
-    mean_wdy_x_hat = sums.part[0] * reciprocal;
-    mean_wdy = sums.part[1] * reciprocal;
+    mean_wdy_x_hat = rounded_product(sums.part[0], reciprocal);
+    mean_wdy = rounded_product(sums.part[1], reciprocal);
   }
 
   // The differences first, then the scale, so that a row of one column gets exactly 0.
