@@ -1,82 +1,14 @@
 // backward_parameters -- dweight and dbias: sums over rows, a few columns a block, in a fixed order
-// owns:  threads_per_row neighbouring packs of columns. Group g of a block's rows_per_block groups
-//        adds rows g, g + rows_per_block, ... The groups of a warp are added in pairs, then the
-//        warps in order
+// owns:  threads_per_row neighbouring packs of columns; see parameter_sums.cuh
 // moves: PartialSums: the partial rows of another kernel once in; RowProducts: x and dy once in
 // takes: any number of rows and columns
 // needs: num_cols and all row strides multiples of pack_size, addresses aligned to a pack; shared
 //        memory for 2 * pack_size * threads_per_row sums a warp
-#include "parameter_rows.cuh"
-
-template <class Rows, class Dweight, class Dbias>
-struct Parameters {
-  Rows rows;
-  Dweight* dweight;  // [num_cols]; void: not wanted
-  Dbias* dbias;      // [num_cols]; void: not wanted
-  long long num_rows;
-  long long num_cols;
-};
+#include "parameter_sums.cuh"
 
 template <class Rows, class Dweight, class Dbias, Tile tile>
 __global__ void __launch_bounds__(tile.block_size(), tile.blocks_per_sm)
     backward_parameters(const Parameters<Rows, Dweight, Dbias> problem) {
-  using Compute = typename Rows::Compute;
-  constexpr bool has_dweight = !is_same<Dweight, void>;
-  constexpr bool has_dbias = !is_same<Dbias, void>;
-  constexpr int pack_size = tile.pack_size;
-  constexpr int num_warps = tile.block_size() / 32;
-  const int lane = threadIdx.x % tile.threads_per_row;
-  const int group = threadIdx.x / tile.threads_per_row;
-  constexpr int block_cols = tile.threads_per_row * pack_size;
-  auto* sums =
-      reinterpret_cast<Compute*>(dynamic_smem());  // [num_warps][dweight, dbias][block_cols]
-  const long long step = static_cast<long long>(gridDim.x) * block_cols;
-
   await_previous_kernel();
-  for (long long first_col = static_cast<long long>(blockIdx.x) * block_cols;
-       first_col < problem.num_cols; first_col += step) {
-    const long long col = first_col + lane * pack_size;
-    Compute dweights[pack_size] = {}, dbiases[pack_size] = {};
-    if (col < problem.num_cols) {
-#pragma unroll 4
-      for (long long row = group; row < problem.num_rows; row += tile.rows_per_block) {
-        problem.rows.template add<has_dweight, has_dbias>(row, col, dweights, dbiases);
-      }
-    }
-#pragma unroll
-    for (int at = 0; at < pack_size; ++at) {
-#pragma unroll
-      for (int distance = tile.threads_per_row; distance < 32; distance *= 2) {
-        if constexpr (has_dweight)
-          dweights[at] += __shfl_xor_sync(0xffffffffu, dweights[at], distance);
-        if constexpr (has_dbias) dbiases[at] += __shfl_xor_sync(0xffffffffu, dbiases[at], distance);
-      }
-    }
-    if (threadIdx.x % 32 < tile.threads_per_row) {
-      Compute* own = sums + threadIdx.x / 32 * 2 * block_cols + lane * pack_size;
-#pragma unroll
-      for (int at = 0; at < pack_size; ++at) {
-        own[at] = dweights[at];
-        own[block_cols + at] = dbiases[at];
-      }
-    }
-    __syncthreads();
-    // One thread for each column of dweight, another for dbias.
-    for (int at = threadIdx.x; at < 2 * block_cols; at += tile.block_size()) {
-      Compute sum = sums[at];
-#pragma unroll
-      for (int warp = 1; warp < num_warps; ++warp) sum += sums[warp * 2 * block_cols + at];
-      const long long at_col = first_col + at % block_cols;
-      if (at_col < problem.num_cols) {
-        const Compute lone[1] = {sum};
-        if constexpr (has_dweight) {
-          if (at < block_cols) store_pack<1>(problem.dweight + at_col, repack<Dweight>(lone));
-        }
-        if constexpr (has_dbias) {
-          if (at >= block_cols) store_pack<1>(problem.dbias + at_col, repack<Dbias>(lone));
-        }
-      }
-    }
-    __syncthreads();
-  }
+  sum_parameters<tile>(problem, blockIdx.x, gridDim.x, dynamic_smem());
 }

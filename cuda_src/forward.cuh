@@ -3,6 +3,7 @@
 // A kernel knows only its row: `load` reads it (load.cuh), `store` writes its results (store.cuh).
 // Every thread of a kernel calls start() first, write() for each row, and finish() last.
 #pragma once
+#include "early_parameters.cuh"
 #include "functor.cuh"
 #include "load.cuh"
 #include "no_store.cuh"
@@ -34,7 +35,7 @@ struct Forward {
   template <Tile tile>
   __device__ __forceinline__ auto start() const {
     constexpr bool is_narrow = tile.packs_per_thread > 0 && tile.cols() * tile.cluster_size < 512;
-    if (!is_narrow && blockIdx.x == 0) store.prefetch_parameters(num_cols);
+    if (!is_narrow && !tile.early && blockIdx.x == 0) store.prefetch_parameters(num_cols);
     if constexpr (Store::quantizes) {
       if (blockIdx.x == 0 && threadIdx.x == 0) store.save_scale();
       return store.start();
@@ -48,19 +49,21 @@ struct Forward {
   //   carried   what `start` returned
   //   present   false if the row lies beyond the last one: nothing is written
   //   next      NextRow, to be fetched meanwhile, or NoNextRow
-  template <bool centered, class Row, class Reduce, class Carried, class Next = NoNextRow>
+  //   early     EarlyParameters, or LateParameters
+  template <bool centered, class Row, class Reduce, class Carried, class Next = NoNextRow,
+            class Early = LateParameters>
   __device__ __forceinline__ void write(long long row, Row& values_of_row,
                                         const RowStatistics<Compute>& statistics, Reduce& reduce,
                                         bool saves, Carried& carried, bool present = true,
-                                        const Next& next = {}) const {
+                                        const Next& next = {}, const Early& early = {}) const {
     save(row, statistics, saves && present);
     if constexpr (Store::quantizes) {
       write_quantized<centered>(store, row, values_of_row, statistics, reduce, saves && present,
                                 carried, present, next);
     } else if (present) {
-      const auto keep = [&](long long col) { return store.template keep<Row::pack_size>(col); };
       values_of_row.for_each_pack_with(
-          keep, [&](long long col, const auto& values, bool in_row, const auto& kept) {
+          early.loads_for(values_of_row, store),
+          [&](long long col, const auto& values, bool in_row, const auto& kept) {
             Compute normalized[Row::pack_size];
             statistics.template normalize<centered>(values, normalized);
             if constexpr (has_functor<Store>) {

@@ -59,8 +59,9 @@ __global__ void __launch_bounds__(tile.block_size(), tile.blocks_per_sm)
     } else {
       for (long long row = blockIdx.x; row < problem.num_rows; row += gridDim.x) {
         values.fetch(problem.load, row, cols);
+        const auto early = early_parameters<tile>(values, problem.store);
         problem.template write<centered>(row, values, statistics_of_row(), reduce, threadIdx.x == 0,
-                                         carried);
+                                         carried, true, NoNextRow{}, early);
       }
     }
   }

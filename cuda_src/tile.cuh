@@ -31,6 +31,7 @@ struct Tile {
   int exact = 0;          // 1: the row fills the registers, no pack lies beyond it
   int stages = 0;         // rows or bundles in shared memory that the copy engine fetches (sm_90+)
   int bundle = 0;         // consecutive rows that make up one stage of a warp
+  int early = 0;          // 1: weight and bias load with the row, before its statistics (forward)
   Path path = Path::registers;
 
   // Blocks of a thread-block cluster; on path grid there are none.

@@ -104,10 +104,19 @@ def cases() -> list[Case]:
         ("rms_norm", 333, "float32"),
         ("layer_norm", 512, "bfloat16"),
     ):
-        every.append(Case(norm, 300, num_cols, dtype, residual=True, dsum=True))
+        every.append(Case(norm, 300, num_cols, dtype, residual=True, dsum=True, sm_margin=1))
     every += [
-        Case("layer_norm", num_rows, num_cols, "bfloat16")
+        Case("layer_norm", num_rows, num_cols, "bfloat16", sm_margin=1)
         for num_rows, num_cols in ((300, 2049), (60, 33333))
+    ]
+    # Few rows, whose backward is one launch: in the lanes of a warp, in a block, as in rings.
+    every += [
+        Case("layer_norm", 9, num_cols, dtype)
+        for num_cols, dtype in ((128, "float16"), (1000, "float64"), (4096, "bfloat16"))
+    ]
+    every += [
+        Case("rms_norm", 9, num_cols, "bfloat16", residual=True, dsum=True)
+        for num_cols in (2049, 9216)
     ]
     every += [
         Case("layer_norm", 300, num_cols, "bfloat16", recompute=True)

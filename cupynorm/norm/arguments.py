@@ -349,6 +349,7 @@ def backward_call(
     x, dy = tensors["x"], tensors["dy"]
     plan = make_plan(problem, device, x.num_rows, **options.launch.of("backward")._asdict())
     sources = [launch.kernel.source for launch in plan.launches]
+    in_one = "backward_few.cu" in sources
     sums_up = "backward_parameters.cu" in sources
     sums_dy_itself = sums_up and not plan.num_partials
     smallest = DTYPES[x.dtype].half_ulp if options.x_is_y else None
@@ -372,7 +373,10 @@ def backward_call(
     arguments = []
     if len(sources) > sums_up:
         read = [*x_words, *dy_words(backward=True)]
-        arguments.append(_backward_words(tensors, problem, options, plan, read, functors.load))
+        words = _backward_words(tensors, problem, options, plan, read, functors.load)
+        if in_one:  # struct BackwardFew
+            words += [Address("dweight"), Address("dbias"), plan.launches[0].row_blocks]
+        arguments.append(words)
     if sums_dy_itself:
         statistics = [Address("mean"), Address("rstd"), Address("dweight"), Address("dbias")]
         row_words = [*x_words, *dy_words(backward=False)]
@@ -389,7 +393,8 @@ def backward_call(
     # A row is read before it is written, except by a kernel that sums up dy itself after that.
     dx = tensors.get("dx")
     same = dx is not None and (dx.dtype, dx.row_stride) == (dy.dtype, dy.row_stride)
-    return Call(plan.launches, tuple(arguments), plan, partials_shape, same and not sums_dy_itself)
+    can_write_over_dy = same and not (sums_dy_itself or in_one)
+    return Call(plan.launches, tuple(arguments), plan, partials_shape, can_write_over_dy)
 
 
 def _partial_words(problem: Problem, plan: Plan) -> list:

@@ -30,6 +30,7 @@ from .kept import forget
 _DECIDING = (
     "devices",
     "dispatch",
+    "few_rows",
     "functors",
     "grids",
     "instances",

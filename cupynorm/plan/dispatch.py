@@ -15,7 +15,8 @@ from functools import lru_cache
 from ..dtypes import DTYPES, compute_dtype
 from ..table import as_text, pairs_as_html
 from .devices import Device
-from .grids import for_few_rows, grid_size, parameters_launch, shares_of_first
+from .few_rows import for_few_rows, in_one_launch
+from .grids import grid_size, parameters_launch, shares_of_first
 from .instances import Choice, Launch, parameters_instance, row_instance
 from .paths import is_deep, uncached_tile
 from .problem import Problem, Tile
@@ -320,9 +321,14 @@ def make_plan(
         )
     launches = []
     num_partials = 0
+    one = None
+    if choice.by_dispatch and strategy is None and not (problem.forward or sm_margin):
+        one = in_one_launch(choice, problem, device, num_rows)
     needed = moved = num_rows * problem.bytes_per_row
     row_elements = num_rows * problem.num_cols
-    if row_elements and choice.kernel is not None:
+    if row_elements and one is not None:
+        launches.append(one)
+    elif row_elements and choice.kernel is not None:
         grid = grid_size(choice, problem, device, num_rows, sm_margin)
         cluster_size = choice.tile.cluster_size
         num_first, rows_of_first = shares_of_first(choice, problem, device, num_rows, sm_margin)
@@ -367,7 +373,7 @@ def make_plan(
         # The second launch reads the inputs again. The amaxes are written and read.
         moved += moved - num_rows * (problem.num_cols + problem.scale_bytes)
         moved += 8 * (num_rows * problem.num_scales or 1)
-    if row_elements and choice.parameters_kernel is not None:
+    if row_elements and choice.parameters_kernel is not None and one is None:
         # Its blocks start while the partial sums are written, which hides the launch.
         overlaps = (
             num_partials > 0 and choice.tile.path != "grid" and device.compute_capability >= 90

@@ -4,13 +4,11 @@ Pure Python, no GPU needed. docs/experiments.md has the measurements behind the 
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from ..dtypes import DTYPES
 from .devices import Device
 from .instances import Choice, Kernel, Launch
 from .problem import Problem, Tile, ceil_div
-from .tile_model import blocks_that_fit, fetches_ahead, smem_bytes_of
+from .tile_model import fetches_ahead, smem_bytes_of
 
 # Forward to 8 bits, rows in registers. "Queue" means the hardware's queue: blocks that start when
 # a resident block ends.
@@ -170,33 +168,3 @@ def parameters_launch(
         smem_bytes_of(problem, tile, "parameters"),
         overlaps=overlaps,
     )
-
-
-def for_few_rows(
-    problem: Problem, device: Device, strategy: str, tile: Tile, num_rows: int, statistics: str
-) -> Tile:
-    """The tile, or one that computes the same bits of few rows sooner.
-
-    It has more lanes a row, because PackSums (cuda_src/statistics.cuh) adds in the same order for
-    any number of lanes. It has more rows a block, because many small blocks take longer to start.
-    Rows are few if all are resident at once in at most 32 warps of each multiprocessor.
-    """
-    if not problem.forward or strategy != "warp" or tile.path != "registers" or problem.scaling:
-        return tile
-    most_lanes = min(32, 32 * 32 * device.num_sms // max(num_rows, 1))
-    few = tile
-    if tile.pack_size > 1 and (statistics == "two_pass" or not problem.centered):
-        while few.packs_per_thread % 2 == 0 and 2 * few.threads_per_row <= most_lanes:
-            few = replace(
-                few,
-                threads_per_row=2 * few.threads_per_row,
-                packs_per_thread=few.packs_per_thread // 2,
-            )
-    for block_size in (256, 128, tile.block_size):
-        rows = block_size // few.threads_per_row
-        fitting = replace(few, rows_per_block=rows, blocks_per_sm=1)
-        fitting = replace(fitting, blocks_per_sm=blocks_that_fit(problem, device, fitting))
-        blocks = ceil_div(num_rows, rows)
-        if 2 * device.num_sms <= blocks <= fitting.blocks_per_sm * device.num_sms:
-            return fitting
-    return fitting if fitting.blocks_per_sm and few != tile else tile

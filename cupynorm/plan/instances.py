@@ -30,6 +30,7 @@ class Launch:
     cluster_size: blocks that share a row; on path "grid" they are no thread-block cluster.
     num_first, rows_of_first: forward, the first num_first blocks take rows_of_first rows each, and
     the others share the rest (cuda_src/turns.cuh).
+    row_blocks: of backward_few.cu, the blocks that have rows. The others have columns.
     """
 
     kernel: Kernel
@@ -41,6 +42,7 @@ class Launch:
     overlaps: bool = False
     num_first: int = 0
     rows_of_first: int = 0
+    row_blocks: int = 0
 
 
 @dataclass(frozen=True)
@@ -147,33 +149,38 @@ def row_instance(
             store = f"FunctorStore<{store}, {problem.store.struct('store', problem.compute)}>"
         arguments = f"{load_x}, {store}, {cpp_bool(problem.centered)}, Statistics::{statistics}"
     else:
-        store = f"Store<{cpp_name(problem.dx or problem.x)}, void, void, false>"
-        if problem.dsum:
-            store = f"AddStore<{cpp_name(problem.dx or problem.x)}, {cpp_name(problem.dsum)}>"
-        if problem.dresidual or problem.row_scale or problem.dropout or problem.load:
-            types = cpp_names(problem.dx, problem.dresidual, problem.dsum)
-            through = ""
-            if problem.load:
-                own = problem.load.struct("load", problem.compute, backward=True)
-                source = cpp_name(problem.input or problem.load.source)
-                through = f", ThroughLoad<{source}, {own}>"
-            store = f"SplitStore<{types}, {factor}{through}>"
-        if problem.recomputed:
-            types = ", ".join(
-                cpp_name(name) for name in (problem.recomputed, problem.weight, problem.bias)
-            )
-            store = f"RecomputingStore<{store}, {types}, {zero_centered}>"
-        scale = f"Scale<{cpp_name(problem.weight)}, {zero_centered}>"
         sums = keeps_sums(problem, tile)
         gradients = (
             f"Gradients{{.dx = {cpp_bool(problem.dx)}, "
             f".dweight = {cpp_bool(problem.dweight and sums)}, "
             f".dbias = {cpp_bool(problem.dbias and sums)}}}"
         )
-        loads = f"{load_x}, {load_dy_name(problem)}"
-        arguments = f"{loads}, {scale}, {store}, {gradients}, {cpp_bool(problem.centered)}"
+        arguments = f"{row_arguments(problem)}, {gradients}, {cpp_bool(problem.centered)}"
     name = f"{problem.direction}_{strategy}"
     return Kernel(f"{name}.cu", f"{name}<{arguments}, {tile.cpp}>", functor_structs(problem))
+
+
+def row_arguments(problem: Problem) -> str:
+    """Backward: the loads, the scale and the store."""
+    store = f"Store<{cpp_name(problem.dx or problem.x)}, void, void, false>"
+    if problem.dsum:
+        store = f"AddStore<{cpp_name(problem.dx or problem.x)}, {cpp_name(problem.dsum)}>"
+    if problem.dresidual or problem.row_scale or problem.dropout or problem.load:
+        factor = f"{cpp_name(problem.row_scale)}, {cpp_bool(problem.dropout)}"
+        types = cpp_names(problem.dx, problem.dresidual, problem.dsum)
+        through = ""
+        if problem.load:
+            own = problem.load.struct("load", problem.compute, backward=True)
+            source = cpp_name(problem.input or problem.load.source)
+            through = f", ThroughLoad<{source}, {own}>"
+        store = f"SplitStore<{types}, {factor}{through}>"
+    if problem.recomputed:
+        types = ", ".join(
+            cpp_name(name) for name in (problem.recomputed, problem.weight, problem.bias)
+        )
+        store = f"RecomputingStore<{store}, {types}, {cpp_bool(problem.zero_centered)}>"
+    scale = f"Scale<{cpp_name(problem.weight)}, {cpp_bool(problem.zero_centered)}>"
+    return f"{load_x_name(problem)}, {load_dy_name(problem)}, {scale}, {store}"
 
 
 def parameters_instance(problem: Problem, has_partials: bool) -> tuple[Tile | None, Kernel | None]:

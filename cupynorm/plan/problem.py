@@ -43,6 +43,7 @@ class Tile:
     exact: 1 if the row fills the registers, so that no pack is beyond its end.
     stages: rows or bundles in shared memory that the copy engine fetches; 0 if threads load them.
     bundle: consecutive rows that make up one stage of a warp; 0 if a stage is one row.
+    early: forward, 1 if weight and bias are loaded with the row, before its statistics; else 0.
     path: how a row travels, one of PATHS. None in a caller's tile means that of_strategy derives it
     from the counts, the strategy and the direction. Comparisons therefore ignore it.
     """
@@ -56,6 +57,7 @@ class Tile:
     exact: int = 0
     stages: int = 0
     bundle: int = 0
+    early: int = 0
     path: str | None = field(default=None, compare=False)
 
     @property

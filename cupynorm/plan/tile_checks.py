@@ -95,6 +95,12 @@ def check_tile(problem: Problem, strategy: str, tile: Tile, device: Device) -> N
             f"tile has blocks_per_sm {tile.blocks_per_sm} and blocks of {tile.block_size} threads; "
             f"a multiprocessor of {device.name} holds {device.threads_per_sm} threads"
         )
+    takes_early = problem.forward and not problem.scaling and tile.path == "registers"
+    if tile.early not in (0, int(takes_early and strategy in ("warp", "block"))):
+        raise ValueError(
+            f"tile has early {tile.early}; 1 is for forward of strategies 'warp' and 'block' with "
+            "rows in registers and no 8-bit y, else 0"
+        )
     if tile.path == "bundle":
         _check_bundle(problem, strategy, tile, device)
     elif (

@@ -280,6 +280,8 @@ def registers_of_thread(problem: Problem, device: Device, tile: Tile) -> int:
     sizes = [DTYPES[name].itemsize for name in kept if name]
     if kind == "forward ring":
         each += sum(max(size, 4) if tile.pack_size == 1 else size for size in sizes) / 4
+    if tile.early:
+        each += sum(sizes) / 4
     if tile.path == "bundle":
         wider = sum(size - 2 for size in sizes)
         each += (0.27 if problem.forward else 0.5) * wider

@@ -85,6 +85,10 @@ def test_all_kernels_and_paths_of_rows_are_covered():
     ):
         expected.add((f"{source}.cu", "shared memory or nowhere"))
     expected.add(("forward_block.cu", "registers, staged"))
+    expected.add(("backward_few.cu", "registers"))
+    expected |= {
+        ("backward_few.cu", f"ring of __nv_bfloat16, {size} blocks a row") for size in (1, 2)
+    }
     for direction in ("forward", "backward"):
         for dtype in ("__nv_bfloat16", "float"):
             expected.add((f"{direction}_block.cu", f"ring of {dtype}, 1 blocks a row"))

@@ -143,7 +143,8 @@ def test_the_timeline_has_the_waits_of_the_sources():
 
 
 def test_a_functor_moves_its_arrays_and_nothing_else():
-    plain = {"num_cols": 64, "num_rows": 3, "dtype": "float32", "strategy": "warp"}
+    tile = cupynorm.Tile(pack_size=4, threads_per_row=4, packs_per_thread=4, rows_per_block=16)
+    plain = {"num_cols": 64, "num_rows": 3, "dtype": "float32", "strategy": "warp", "tile": tile}
     without = traced(**plain)
     trace = traced(**plain, store=cupynorm.functors.silu_gate)
     assert trace.bytes == without.bytes | {"store.gate": (3 * 64 * 4, 3 * 64 * 4)}

@@ -352,7 +352,7 @@ def instances(compute_capability: int) -> dict[Kernel, str]:
     device = DEVICES[ARCHITECTURES[compute_capability]]
     found: dict[Kernel, str] = {}
     launches: dict[Kernel, Launch] = {}
-    rows = (4096, 2**30)  # few rows may have tiles of their own
+    rows = (16, 4096, 2**30)  # few rows may have tiles and kernels of their own
     for problem, num_cols, num_rows in (
         each
         for problems, widths in _grid(compute_capability)

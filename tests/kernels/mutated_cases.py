@@ -66,6 +66,7 @@ GROUP_RING = Case(
     strategy="block",
     tile=Tile(4, 64, 2, rows_per_block=3, stages=2),
 )
+FEW = Case("layer_norm", 3, 4096, "bfloat16")
 SHARED_CLUSTER = Case(
     "layer_norm", 5, 264, "float32", strategy="cluster", tile=Tile(4, 32, cluster_size=4)
 )

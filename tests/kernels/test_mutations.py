@@ -15,6 +15,7 @@ from mutated_cases import (
     BUNDLE_FEW,
     BY_Y,
     CLUSTER,
+    FEW,
     ODD,
     SHARED,
     SHARED_CLUSTER,
@@ -154,13 +155,22 @@ MUTATIONS = {
         "backward.cuh", "((wdy - mean_wdy) - x_hat", "(wdy - x_hat", WARP
     ),
     "parameter sums without their barrier": Mutation(
-        "backward_parameters.cu", "  __syncthreads();\n", "", WARP
+        "parameter_sums.cuh", "  __syncthreads();\n", "", WARP
     ),
     "parameter sums without the last warp": Mutation(
-        "backward_parameters.cu",
+        "parameter_sums.cuh",
         "warp < num_warps; ++warp",
         "warp < num_warps - 1; ++warp",
         UNCACHED,
+    ),
+    "sums of few rows without their barrier": Mutation(
+        "backward_few_row.cuh", "  __syncthreads();\n", "", FEW
+    ),
+    "few rows whose first columns have no block": Mutation(
+        "backward_few.cu",
+        "(parameters, blockIdx.x - num_row_blocks",
+        "(parameters, blockIdx.x",
+        FEW,
     ),
     "sums of the warps of a block without their barrier": Mutation(
         "register_sums.cuh",

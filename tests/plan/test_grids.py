@@ -53,6 +53,12 @@ def test_num_rows_changes_only_the_grid():
             make_plan(problem, device, num_rows)
             for num_rows in (1, 2, 17, 1000, 131072, 2**31 + 5, 2**40)
         ]
+        # Few rows may have one launch backward. Forward they may have more lanes, and load their
+        # parameters early: with the same bits (tests/kernels/test_few_rows.py, test_same_bits.py).
+        if any(launch.row_blocks for launch in made[0].launches):
+            assert made[0].launches[0].row_blocks == 1
+            made = [one for one in made if not one.launches[0].row_blocks]
+            assert made[-1].num_rows == 2**40
         constant = {
             (
                 one.strategy,
@@ -62,8 +68,7 @@ def test_num_rows_changes_only_the_grid():
             )
             for one in made
         }
-        if made[0].strategy == "warp" and problem.forward:
-            # Few rows may have more lanes, with the same bits (tests/kernels/test_same_bits.py).
+        if made[0].strategy in ("warp", "block") and problem.forward:
             constant = {
                 (strategy, tile.pack_size, tile.cols, statistics)
                 for strategy, tile, statistics, _ in constant
@@ -72,7 +77,8 @@ def test_num_rows_changes_only_the_grid():
         for earlier, later in zip(made, made[1:]):
             for first, second in zip(earlier.launches, later.launches):
                 assert 1 <= first.grid_size <= second.grid_size < 2**31
-        assert made[0].launches[0].grid_size == made[0].tile.cluster_size
+        if made[0].num_rows == 1:
+            assert made[0].launches[0].grid_size == made[0].tile.cluster_size
         tile = made[0].tile
         stays = tile.cluster_size > (2 if tile.stages else 1 if not tile.packs_per_thread else 16)
         if tile.path == "grid":

@@ -183,6 +183,8 @@ GRID = Tile(8, 128, packs_per_thread=1, cluster_size=128, stages=3, path="grid")
             replace(WARP, exact=1),
             {"num_cols": 1000},
         ),
+        (r"early 2; 1 is for forward", "warp", replace(WARP, early=2), {}),
+        (r"early 1; 1 is for forward", "uncached", replace(UNCACHED, early=1), {}),
         (r"exact 2;", "warp", replace(WARP, exact=2), {}),
         (r"exact 1;", "uncached", replace(UNCACHED, exact=1), {}),
         (r"blocks_per_sm 0 and blocks of 128 threads", "warp", replace(WARP, blocks_per_sm=0), {}),

@@ -58,7 +58,7 @@ def test_smem_bytes_of_each_kernel():
         assert "dynamic_smem() + Reduce::smem_bytes" in (CUDA_SRC / file).read_text()
 
     def smem(num_cols, dtype, direction="forward", at=0, device="H200", **options):
-        made = plan(num_cols, 1000, dtype, direction=direction, device=device, **options)
+        made = plan(num_cols, 2000, dtype, direction=direction, device=device, **options)
         return made.launches[at].smem_bytes, made
 
     assert smem(128, "float32", strategy="warp")[0] == 0  # forward_warp reduces by shuffles

@@ -1,0 +1,55 @@
+// backward_few -- dx, dweight and dbias of few rows in one launch
+// owns:  the first num_row_blocks blocks a row, or several, as the strategy's own kernel, with the
+//        same bits of dx; the others columns of dweight and dbias (parameter_sums.cuh). They need
+//        nothing of each other
+// moves: x and dy once in, and once more from the L2 cache; dx once out
+// takes: rows of a warp's or block's registers, or of a ring of up to 1024 threads
+// needs: num_cols and all row strides multiples of pack_size, addresses aligned to a pack; shared
+//        memory for either kind of block
+#include "backward_few_row.cuh"
+#include "parameter_sums.cuh"
+#include "register_gradient.cuh"
+
+template <class LoadX, class LoadDy, class Scale, class StoreDx, class Dweight, class Dbias>
+struct BackwardFew {
+  Backward<LoadX, LoadDy, Scale, StoreDx> rows;
+  Dweight* dweight;  // [num_cols]; void: not wanted
+  Dbias* dbias;      // [num_cols]; void: not wanted
+  long long num_row_blocks;
+};
+
+template <class LoadX, class LoadDy, class Scale, class StoreDx, class Dweight, class Dbias,
+          bool centered, Tile tile, Tile sums>
+__global__ void __launch_bounds__(sums.block_size(), 1)
+    backward_few(const BackwardFew<LoadX, LoadDy, Scale, StoreDx, Dweight, Dbias> problem) {
+  using Compute = typename LoadX::Compute;
+  const auto& rows = problem.rows;
+  const int num_row_blocks = static_cast<int>(problem.num_row_blocks);
+  if (blockIdx.x >= num_row_blocks) {
+    using Products = RowProducts<LoadX, LoadDy, centered>;
+    const Parameters<Products, Dweight, Dbias> parameters{
+        {rows.load_x, rows.load_dy, rows.mean, rows.rstd},
+        problem.dweight,
+        problem.dbias,
+        rows.num_rows,
+        rows.num_cols};
+    sum_parameters<sums>(parameters, blockIdx.x - num_row_blocks, gridDim.x - num_row_blocks,
+                         dynamic_smem());
+  } else if constexpr (tile.path == Path::ring) {
+    backward_ring_row<centered, tile>(rows, dynamic_smem());
+  } else {
+    constexpr Gradients gradients{.dx = true, .dweight = false, .dbias = false};
+    RegisterGradient<LoadX, LoadDy, Scale, StoreDx, gradients, centered, tile> gradient(
+        rows, {0, static_cast<int>(rows.num_cols)});
+    const long long row = static_cast<long long>(blockIdx.x) * tile.rows_per_block +
+                          threadIdx.x / tile.threads_per_row;
+    gradient.start(row);
+    if constexpr (tile.threads_per_row <= 32) {
+      WarpReduce<tile.threads_per_row> reduce;
+      gradient.add_row(row, row, reduce);
+    } else {
+      BlockReduce<tile.threads_per_row, Compute> reduce(dynamic_smem());
+      gradient.add_row(row, row, reduce);
+    }
+  }
+}

@@ -1,0 +1,95 @@
+// backward_few_row.cuh -- dx of a row of path `ring`, in registers, where rows are few
+//
+// A ring takes time to start. Here each thread loads the packs that a ring would bring it, from all
+// blocks of its cluster, and everything is added in the ring's order: dx has the same bits.
+#pragma once
+#include "backward_ring_row.cuh"
+#include "exchange.cuh"
+
+template <bool centered, Tile tile, class LoadX, class LoadDy, class Scale, class StoreDx>
+__device__ __forceinline__ void backward_ring_row(
+    const Backward<LoadX, LoadDy, Scale, StoreDx>& problem, unsigned char* smem) {
+  using Compute = typename LoadX::Compute;
+  using Shape = RingShape<tile>;
+  using Sources = Exchange<tile>;
+  constexpr Gradients gradients{.dx = true, .dweight = false, .dbias = false};
+  constexpr int pack_size = tile.pack_size;
+  constexpr int packs_per_thread = tile.packs_per_thread;
+  constexpr int threads = 32 * Sources::num_sources;  // that share a row
+  const int group = threadIdx.x / threads;
+  const int source = threadIdx.x % threads / 32;
+  const Slice cols = Shape::part_of(source, static_cast<int>(problem.num_cols));
+  const long long own_row = static_cast<long long>(blockIdx.x) * tile.rows_per_block + group;
+  const bool present = own_row < problem.num_rows;
+  const long long row = present ? own_row : problem.num_rows - 1;
+  const auto col_of = [&](int pack) {
+    return Shape::in_part(pack, cols) ? cols.first_col + Shape::col(pack) : 0;
+  };
+
+  // All loads start before the first use.
+  Pack<typename LoadX::Held, pack_size> xs[packs_per_thread];
+  Pack<typename LoadDy::Held, pack_size> dys[packs_per_thread];
+  Pack<typename StoreDx::Added, pack_size> added[packs_per_thread];
+  typename Scale::template Kept<pack_size> weights[packs_per_thread];
+#pragma unroll
+  for (int pack = 0; pack < packs_per_thread; ++pack) {
+    xs[pack] = problem.load_x.template load<pack_size>(row, col_of(pack));
+    dys[pack] = problem.load_dy.template load<pack_size>(row, col_of(pack));
+  }
+  RowGradient<Compute> gradient{};
+  if constexpr (centered) gradient.mean = problem.mean[row];
+  gradient.rstd = problem.rstd[row];
+#pragma unroll
+  for (int pack = 0; pack < packs_per_thread; ++pack) {
+    weights[pack] = problem.scale.template keep<pack_size>(col_of(pack));
+    if constexpr (StoreDx::adds)
+      added[pack] = load_pack<pack_size>(problem.store.added_start(row) + col_of(pack));
+  }
+
+  // f(pack, xs, dys, scales)
+  const auto for_each_pack = [&](auto f) {
+#pragma unroll
+    for (int pack = 0; pack < packs_per_thread; ++pack) {
+      Compute x_values[pack_size], dy_values[pack_size], scales[pack_size];
+      unpack(xs[pack], x_values);
+      unpack(dys[pack], dy_values);
+      Scale::unpack(weights[pack], scales);
+      f(pack, x_values, dy_values, scales);
+      forget_unpacked(xs[pack]);
+      forget_unpacked(dys[pack]);
+      weights[pack].forget_unpacked();
+    }
+  };
+  Sum<Compute, 2> sums{};
+  for_each_pack([&](int pack, const auto& x_values, const auto& dy_values, const auto& scales) {
+    Compute none[pack_size];
+    sums.merge(add_to_sums<gradients, centered>(none, none, x_values, dy_values, scales, gradient,
+                                                Shape::in_part(pack, cols)));
+  });
+  float* const sent = reinterpret_cast<float*>(smem) + 2 * Sources::num_sources * group;
+  const float of_warp = warp_reduce_two(sums.part[0], sums.part[1]);
+  if (threadIdx.x % 16 == 0) sent[has_second() * Sources::num_sources + source] = of_warp;
+  __syncthreads();
+  Sum<Compute, 1> sum{};
+  Sources::for_each_source([&](int index) {
+    sum.part[0] += sent[has_second() * Sources::num_sources + Sources::source(index)];
+  });
+  gradient.finish(both_halves(warp_reduce<Sources::lanes>(sum).part[0]),
+                  Compute(1) / static_cast<Compute>(problem.num_cols));
+
+  for_each_pack([&](int pack, const auto& x_values, const auto& dy_values, const auto& scales) {
+    Compute dx[pack_size];
+#pragma unroll
+    for (int at = 0; at < pack_size; ++at) {
+      dx[at] = gradient.template dx<centered>(gradient.template x_hat<centered>(x_values[at]),
+                                              rounded_product(dy_values[at], scales[at]));
+    }
+    const int col = cols.first_col + Shape::col(pack);
+    const bool is_written = present && Shape::in_part(pack, cols);
+    if constexpr (StoreDx::adds) {
+      problem.store.store(row, col, dx, added[pack], is_written);
+    } else {
+      problem.store.store(row, col, dx, is_written);
+    }
+  });
+}
