@@ -1,0 +1,67 @@
+// tensor_tile.cuh -- PTX for tiles of a matrix: the copy engine brings them to shared memory
+//
+// PTX ISA: cp.async.bulk.tensor, mapa (sm_90). Each function has a plain C++ twin for the CPU.
+//
+// tile_fetch_map(map)                   one thread, early: brings a map to its cache
+// tile_load(smem, map, col, row, barrier)
+//                                       one thread: a tile from (row, col), whose bytes the barrier
+//                                       counts; what is outside of the matrix is 0
+// tile_load_to_both(...)                the same, to the same place in both blocks of a cluster,
+//                                       counted by the barrier of each
+// arrive_in(barrier, rank)              one arrival at the barrier of a block of the cluster
+#pragma once
+#include "bulk.cuh"
+
+// CUtensorMap: a matrix in global memory, the size of a tile, and its layout in shared memory.
+struct alignas(64) TensorMap {
+  unsigned long long word[16];
+};
+
+#ifdef CUPYNORM_ON_CPU
+
+__device__ __forceinline__ void tile_fetch_map(const TensorMap&) {}
+__device__ __forceinline__ void tile_load(void* smem, const TensorMap& map, int col, int row,
+                                          unsigned long long* barrier) {
+  on_cpu::tile_load(smem, map.word, col, row, barrier, 1u << on_cpu::cluster_rank());
+}
+__device__ __forceinline__ void tile_load_to_both(void* smem, const TensorMap& map, int col,
+                                                  int row, unsigned long long* barrier) {
+  on_cpu::tile_load(smem, map.word, col, row, barrier, 3);
+}
+__device__ __forceinline__ void arrive_in(unsigned long long* barrier, unsigned rank) {
+  on_cpu::mbarrier_remote_arrive(barrier, rank);
+}
+
+#else
+
+__device__ __forceinline__ void tile_fetch_map(const TensorMap& map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
+}
+__device__ __forceinline__ void tile_load(void* smem, const TensorMap& map, int col, int row,
+                                          unsigned long long* barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
+      "[%0], [%1, {%2, %3}], [%4];" ::"r"(smem_address(smem)),
+      "l"(&map), "r"(col), "r"(row), "r"(smem_address(barrier))
+      : "memory");
+}
+__device__ __forceinline__ void tile_load_to_both(void* smem, const TensorMap& map, int col,
+                                                  int row, unsigned long long* barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
+      ".multicast::cluster [%0], [%1, {%2, %3}], [%4], %5;" ::"r"(smem_address(smem)),
+      "l"(&map), "r"(col), "r"(row), "r"(smem_address(barrier)), "h"(static_cast<unsigned short>(3))
+      : "memory");
+}
+// Without .release.cluster, which would be a fence of the whole GPU in the main loop. What it must
+// order are reads of shared memory whose values have arrived.
+__device__ __forceinline__ void arrive_in(unsigned long long* barrier, unsigned rank) {
+  asm volatile(
+      "{\n.reg .b32 there;\n"
+      "mapa.shared::cluster.u32 there, %0, %1;\n"
+      "mbarrier.arrive.shared::cluster.b64 _, [there];\n}" ::"r"(smem_address(barrier)),
+      "r"(rank)
+      : "memory");
+}
+
+#endif
