@@ -1,5 +1,6 @@
 // product_memory.cuh -- the sizes of norm_linear.cu, and what its shared memory holds
 #pragma once
+#include "column_terms.cuh"
 #include "tensor_tile.cuh"
 
 // A block computes block_rows x block_cols of y at a time, in steps of step_cols columns of x.
@@ -14,12 +15,6 @@ constexpr unsigned stage_bytes = (1 + num_tiles_of_weight) * tile_bytes;
 // A warp writes y in patches of 16 x 64. Rows are 16 bytes apart from a multiple of 128, so that
 // the 4-byte stores of a warp meet all banks.
 constexpr int patch_cols = 64, patch_stride = patch_cols * 2 + 16;
-
-// What a column of y adds: sums[col] of the mean, and the bias.
-struct alignas(8) ColumnTerms {
-  float sum;
-  float bias;
-};
 
 struct ProductMemory {
   unsigned char stages[num_stages][stage_bytes];  // x, then weight; swizzled

@@ -1,0 +1,117 @@
+"""Launches of norm_linear.cu, a norm and the linear layer after it, and of fold_weight.cu.
+Pure Python, no GPU needed.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from .devices import Device
+from .instances import Kernel, Launch, cpp_bool, cpp_name, cpp_names
+from .problem import Tile, ceil_div
+
+# The integers of cuda_src/product_memory.cuh.
+BLOCK_ROWS, BLOCK_COLS, STEP_COLS = 128, 256, 64
+_THREADS, _NUM_STAGES, _NUM_WARPS = 3 * 128, 4, 8
+_STAGE_BYTES = (BLOCK_ROWS + BLOCK_COLS) * STEP_COLS * 2
+_PATCH_BYTES = 16 * (64 * 2 + 16)
+_ALIGNMENT = 1024
+SMEM_BYTES = (
+    _NUM_STAGES * _STAGE_BYTES
+    + 2 * BLOCK_COLS * 8
+    + _NUM_WARPS * _PATCH_BYTES
+    + (2 * _NUM_STAGES + 4) * 8
+    + _ALIGNMENT
+)
+# Rows and columns of the part of a matrix that one load brings.
+LOADED_ROWS, LOADED_COLS = 128, STEP_COLS
+
+# Two blocks share what they load of the weight.
+_CLUSTER_SIZE = 2
+# Tiles along the rows that are computed at a time. More of them find fewer statistics: of the
+# tiles of some rows only those that are computed first. Fewer read less from memory.
+_STRIPS_AT_A_TIME = 16
+
+DTYPES = ("bfloat16", "float16")
+
+
+class ProductPlan(NamedTuple):
+    """The launch of norm_linear.cu. strips_at_a_time: an argument of the kernel."""
+
+    launch: Launch
+    strips_at_a_time: int
+
+
+def why_not(device: Device, dtype: str, in_features: int, out_features: int) -> str | None:
+    """Why no kernel computes a norm and a product at once, as a sentence, or None."""
+    if device.compute_capability != 90:
+        return f"the kernel is for compute capability 9.0; {device.name} has another"
+    if dtype not in DTYPES:
+        return f"the kernel multiplies {' and '.join(DTYPES)}; the input has {dtype}"
+    for name, features in (("in_features", in_features), ("out_features", out_features)):
+        if features % 8 or not features:
+            return f"the kernel needs multiples of 8; {name} is {features}"
+    return None
+
+
+def product_launch(
+    device: Device,
+    num_rows: int,
+    out_features: int,
+    dtype: str,
+    *,
+    centered: bool,
+    cluster_size: int = _CLUSTER_SIZE,
+    strips_at_a_time: int = _STRIPS_AT_A_TIME,
+) -> ProductPlan:
+    """A launch of norm_linear.cu for a problem that why_not accepts, with 1 row or more."""
+    strips = ceil_div(num_rows, BLOCK_ROWS * cluster_size)
+    tiles = strips * ceil_div(out_features, BLOCK_COLS)
+    arguments = f"{cpp_name(dtype)}, {cpp_bool(centered)}, {cluster_size}"
+    kernel = Kernel("norm_linear.cu", f"norm_linear<{arguments}>", architecture="sm_90a")
+    launch = Launch(
+        kernel,
+        Tile(8, _THREADS, cluster_size=cluster_size),
+        min(device.num_sms // cluster_size, tiles) * cluster_size,
+        _THREADS,
+        SMEM_BYTES,
+        cluster_size,
+    )
+    return ProductPlan(launch, strips_at_a_time)
+
+
+def product_words(
+    maps: tuple[tuple[int, ...], tuple[int, ...]],
+    addresses: tuple[int, ...],
+    sizes: tuple[int, int, int],
+    strips_at_a_time: int,
+    eps: float,
+) -> tuple[int | float, ...]:
+    """The argument struct of norm_linear.cu.
+
+    maps: tensor maps of x and of the folded weight. addresses: of y, the columns' terms, mean, rstd
+    and found. sizes: num_rows, in_features, out_features.
+    """
+    words = (*maps[0], *maps[1], *addresses, *sizes, strips_at_a_time, float(eps))
+    return *words, *[0] * (-len(words) % 8)  # the size is a multiple of the alignment, 64 bytes
+
+
+def fold_launch(
+    out_features: int,
+    dtype: str,
+    norm_weight: str | None,
+    norm_bias: str | None,
+    *,
+    centered: bool,
+    zero_centered: bool,
+) -> Launch:
+    """The kernel that folds a norm's parameters into a weight [out_features, in_features].
+
+    dtype: of the weight and of the result. norm_weight, norm_bias: dtypes, or None.
+    """
+    tile = Tile(8, 32, rows_per_block=8, blocks_per_sm=4)
+    types = cpp_names(dtype, norm_weight, norm_bias)
+    flags = f"{cpp_bool(zero_centered)}, {cpp_bool(centered)}"
+    kernel = Kernel("fold_weight.cu", f"fold_weight<{types}, {flags}, {tile.cpp}>")
+    blocks = ceil_div(out_features, tile.rows_per_block)
+    return Launch(kernel, tile, blocks, tile.block_size, 0)
