@@ -1,11 +1,17 @@
-// norm_linear -- y = rstd (x weight^T - mean sums) + bias, a block owns 128 x 256 of y at a time
-// owns:  two warpgroups 64 rows each, in registers; a third loads. Blocks stay and take tiles in
-//        turns. The fragments of x that a warp multiplies also give its rows' statistics
-// moves: each tile reads its rows of x and of weight, from the L2 cache but for the first time; two
-//        blocks of a cluster read the weight once. y out, 8 bytes a row for mean and rstd
-// takes: bfloat16 and float16, columns of x and of y multiples of 8; the rest: a norm, then cuBLAS
-// needs: sm_90a. weight: times the norm's weight, each row centered for LayerNorm, then rounded.
-//        terms: the sums of these rows, and weight times the norm's bias plus the bias
+// norm_linear -- y = rstd (x weight^T - mean sums) + bias, a block owns 128 x
+// 256 of y at a time owns:  two warpgroups 64 rows each, in registers; a third
+// loads. Blocks stay and take tiles in
+//        turns. The fragments of x that a warp multiplies also give its rows'
+//        statistics
+// moves: each tile reads its rows of x and of weight, from the L2 cache but for
+// the first time; two
+//        blocks of a cluster read the weight once. y out, 8 bytes a row for
+//        mean and rstd
+// takes: bfloat16 and float16, columns of x and of y multiples of 8; the rest:
+// a norm, then cuBLAS needs: sm_90a. weight: times the norm's weight, each row
+// centered for LayerNorm, then rounded.
+//        terms: the sums of these rows, and weight times the norm's bias plus
+//        the bias
 #include "known_rows.cuh"
 #include "product_loads.cuh"
 #include "product_rows.cuh"
@@ -15,7 +21,7 @@ template <class T>
 struct NormLinear {
   TensorMap x;       // [num_rows, in_features]
   TensorMap weight;  // [out_features, in_features]
-  T* y;              // [num_rows, out_features], contiguous
+  TensorMap y;       // [num_rows, out_features]
   const ColumnTerms* terms;
   float* mean;  // null: not wanted; so too rstd
   float* rstd;
@@ -32,54 +38,57 @@ __device__ __forceinline__ void compute_tiles(const NormLinear<T>& problem, Prod
                                               const ProductTiles& tiles) {
   const unsigned warp = threadIdx.x / 32 - threads_per_group / 32;
   const unsigned rank = cluster_size > 1 ? cluster_rank() : 0;
-  const auto first_row_of = [&](unsigned turn, unsigned& place) {
-    unsigned strip;
-    tiles.find(turn, strip, place);
-    return (static_cast<long long>(strip) * cluster_size + rank) * block_rows + warp * 16;
+  const auto first_row_of = [&](const ProductTile& tile) {
+    return (static_cast<long long>(tile.strip) * cluster_size + rank) * block_rows + warp * 16;
   };
-  const unsigned at_once = gridDim.x / cluster_size;
-  unsigned turn = blockIdx.x / cluster_size, place, step = 0;
-  long long row = first_row_of(turn, place);
+  unsigned turn = blockIdx.x / cluster_size, step = 0;
+  ProductTile tile = tiles.find(turn);
   KnownRows known;
-  known.look(problem.found, row, problem.num_rows);
-  for (unsigned tile = 0; turn < tiles.count(); ++tile) {
-    const bool finds = !known.all();
+  known.look(problem.found, first_row_of(tile), problem.num_rows);
+  for (unsigned at = 0; turn < tiles.num_turns(); ++at) {
+    const long long row = first_row_of(tile);
+    const int col = tile.place * block_cols;
+    const bool computes = tile.groups >> warp / 4 & 1, finds = !known.all();
     TwoRows rows = known.rows();
-    FragmentSums<T, centered> sums{};
-    float d[128];
-    multiply_rows<cluster_size>(d, sums, finds, problem.in_features, memory, step);
-    if (finds) {
-      rows = sums.finish(problem.in_features, problem.eps);
-      tell(rows, problem.mean, problem.rstd, problem.found, row, problem.num_rows);
+    const auto look_ahead = [&] {
+      turn += gridDim.x / cluster_size;
+      tile = tiles.find(turn);
+      known.look(problem.found, first_row_of(tile), problem.num_rows);
+    };
+    if (computes) {
+      FragmentSums<T, centered> sums{};
+      float d[128];
+      begin_rows<cluster_size>(d, sums, finds, problem.in_features, memory, step);
+      look_ahead();  // while the last products run
+      finish_rows<cluster_size>(memory, step);
+      if (finds) {
+        rows = sums.finish(problem.in_features, problem.eps);
+        tell(rows, problem.mean, problem.rstd, problem.found, row, problem.num_rows);
+      }
+      bulk_wait(&memory.terms_loaded, at);
+      store_results<T, centered>(d, rows, memory.terms, memory.patches[warp], problem.y, row, col,
+                                 problem.out_features);
+    } else {
+      pass_rows<cluster_size>(problem.in_features, memory, step);
+      look_ahead();
+      bulk_wait(&memory.terms_loaded, at);
     }
-    // Of the next tile, so that the words arrive while this one is written.
-    turn += at_once;
-    unsigned next_place;
-    const long long next_row = first_row_of(turn, next_place);
-    known.look(problem.found, next_row, problem.num_rows);
-
-    const long long col = static_cast<long long>(place) * block_cols;
-    bulk_wait(&memory.terms_loaded[tile % 2], tile / 2);
-    store_results<T, centered>(d, rows, memory.terms[tile % 2], memory.patches[warp],
-                               problem.y + row * problem.out_features + col, problem.out_features,
-                               problem.num_rows - row, problem.out_features - col);
-    if (threadIdx.x % 32 == 0) bulk_arrive(&memory.terms_used[tile % 2]);
-    row = next_row, place = next_place;
+    if (threadIdx.x % 32 == 0) bulk_arrive(&memory.terms_used);
   }
+  if (threadIdx.x % 32 == 0) tile_stores_wait<0>();
 }
 
 template <class T, bool centered, int cluster_size>
 __global__ void __launch_bounds__(product_threads, 1) __cluster_dims__(cluster_size, 1, 1)
     norm_linear(const __grid_constant__ NormLinear<T> problem) {
-  unsigned char* smem = dynamic_smem();
-  auto& memory = *reinterpret_cast<ProductMemory*>(smem + (-smem_address(smem) & 1023));
+  auto& memory = *reinterpret_cast<ProductMemory*>(tiles_smem());
   if (threadIdx.x == 0) memory.begin<cluster_size>();
   if constexpr (cluster_size > 1)
     cluster_sync();
   else
     __syncthreads();
   const ProductTiles tiles(problem.num_rows, problem.out_features, block_rows * cluster_size,
-                           problem.strips_at_a_time);
+                           problem.strips_at_a_time, gridDim.x / cluster_size);
   // Registers: 128 threads of 40 and 256 of 232, as many as all have at the start.
   if (threadIdx.x < threads_per_group) {
     keep_registers<40>();

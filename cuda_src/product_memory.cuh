@@ -12,16 +12,14 @@ constexpr int num_stages = 4;                    // steps that are loaded or mul
 constexpr int tile_bytes = 128 * step_cols * 2;  // what one load brings: 128 rows of x or of weight
 constexpr int num_tiles_of_weight = block_cols / 128;
 constexpr unsigned stage_bytes = (1 + num_tiles_of_weight) * tile_bytes;
-// A warp writes y in patches of 16 x 64. Rows are 16 bytes apart from a multiple of 128, so that
-// the 4-byte stores of a warp meet all banks.
-constexpr int patch_cols = 64, patch_stride = patch_cols * 2 + 16;
+// A warp stores y in patches of 16 x 64.
+constexpr int patch_cols = 64, patch_bytes = 16 * patch_cols * 2;
 
 struct ProductMemory {
-  unsigned char stages[num_stages][stage_bytes];  // x, then weight; swizzled
-  ColumnTerms terms[2][block_cols];               // of this tile and of the next one
-  unsigned char patches[num_multiplying_warps][16 * patch_stride];
-  unsigned long long loaded[num_stages], multiplied[num_stages];
-  unsigned long long terms_loaded[2], terms_used[2];
+  unsigned char stages[num_stages][stage_bytes];                 // x, then weight; swizzled
+  unsigned char patches[num_multiplying_warps][2][patch_bytes];  // swizzled
+  ColumnTerms terms[block_cols];
+  unsigned long long loaded[num_stages], multiplied[num_stages], terms_loaded, terms_used;
 
   __device__ __forceinline__ unsigned char* x(unsigned stage) { return stages[stage]; }
   __device__ __forceinline__ unsigned char* weight(unsigned stage) {
@@ -33,12 +31,7 @@ struct ProductMemory {
       bulk_barrier_init(&loaded[at]);
       bulk_barrier_init(&multiplied[at], cluster_size * num_multiplying_warps);
     }
-    for (int at = 0; at < 2; ++at) {
-      bulk_barrier_init(&terms_loaded[at]);
-      bulk_barrier_init(&terms_used[at], num_multiplying_warps);
-    }
+    bulk_barrier_init(&terms_loaded);
+    bulk_barrier_init(&terms_used, num_multiplying_warps);
   }
 };
-
-// Swizzled tiles begin at multiples of 1024 bytes.
-constexpr int product_smem_bytes = sizeof(ProductMemory) + 1024;

@@ -1,8 +1,8 @@
 // product_rows.cuh -- norm_linear.cu: a warp's 16 rows of x times the weight
 //
-// Of a step a warp has its fragments of x in registers and multiplies them by the tile of weight in
-// shared memory. The product of one step runs while the fragments of the next one are fetched and
-// their sums made.
+// Of a step a warp has its fragments of x in registers and multiplies them by
+// the tile of weight in shared memory. The product of one step runs while the
+// fragments of the next one are fetched and their sums made.
 #pragma once
 #include "fragment_sums.cuh"
 #include "product_tiles.cuh"
@@ -10,7 +10,8 @@
 
 constexpr int fragments_of_step = step_cols / 16;
 
-// x: the warp's rows in a tile, of which each lane addresses one unit of 16 bytes.
+// x: the warp's rows in a tile, of which each lane addresses one unit of 16
+// bytes.
 __device__ __forceinline__ void load_fragments(unsigned (&a)[fragments_of_step][4],
                                                const unsigned char* x) {
   const unsigned row = threadIdx.x % 16, unit = threadIdx.x % 32 / 16;
@@ -31,11 +32,23 @@ __device__ __forceinline__ void release(ProductMemory& memory, unsigned stage) {
   }
 }
 
-// d = x weight^T. finds: also the sums of x. step: of all steps, the next one.
+// What a warp does with a tile that it does not compute: it gives back each
+// stage.
+template <int cluster_size>
+__device__ __forceinline__ void pass_rows(long long in_features, ProductMemory& memory,
+                                          unsigned& step) {
+  for (long long col = 0; col < in_features; col += step_cols, ++step) {
+    bulk_wait(&memory.loaded[step % num_stages], step / num_stages);
+    release<cluster_size>(memory, step % num_stages);
+  }
+}
+
+// Begins d = x weight^T, whose last products are not waited for: finish_rows does. finds: also the
+// sums of x. step: of all steps, the next one.
 template <int cluster_size, class T, bool centered>
-__device__ __forceinline__ void multiply_rows(float (&d)[128], FragmentSums<T, centered>& sums,
-                                              bool finds, long long in_features,
-                                              ProductMemory& memory, unsigned& step) {
+__device__ __forceinline__ void begin_rows(float (&d)[128], FragmentSums<T, centered>& sums,
+                                           bool finds, long long in_features, ProductMemory& memory,
+                                           unsigned& step) {
   const unsigned warp = threadIdx.x / 32 - threads_per_group / 32;
   const unsigned num_steps = (in_features + step_cols - 1) / step_cols;
   unsigned a[2][fragments_of_step][4];
@@ -63,6 +76,10 @@ __device__ __forceinline__ void multiply_rows(float (&d)[128], FragmentSums<T, c
       ++step;
     }
   }
+}
+
+template <int cluster_size>
+__device__ __forceinline__ void finish_rows(ProductMemory& memory, unsigned step) {
   products_wait<0>();
   release<cluster_size>(memory, (step - 1) % num_stages);
 }

@@ -2,43 +2,51 @@
 #pragma once
 #include "convert.cuh"
 #include "fragment_sums.cuh"
+#include "warpgroup.cuh"
 
-// d: as multiply leaves it. rows: of the lane. y: the first row and column of the block's tile.
+// d: as multiply leaves it. rows: of the lane. Of y, row and col are the warp's first ones. The
+// copy engine reads one of the two patches while the warp writes the other.
 template <class T, bool centered>
 __device__ __forceinline__ void store_results(const float (&d)[128], const TwoRows& rows,
-                                              const ColumnTerms* terms, unsigned char* patch, T* y,
-                                              long long stride, long long num_rows,
+                                              const ColumnTerms* terms,
+                                              unsigned char (&patches)[2][patch_bytes],
+                                              const TensorMap& y, int row, int col,
                                               long long num_cols) {
   const unsigned lane = threadIdx.x % 32;
+  const unsigned own_row = lane % 16, own_unit = lane / 16;  // which the lane addresses
   float shift[2];
 #pragma unroll
-  for (int row = 0; row < 2; ++row) shift[row] = -rows.mean[row] * rows.rstd[row];
+  for (int at = 0; at < 2; ++at) shift[at] = -rows.mean[at] * rows.rstd[at];
 #pragma unroll
   for (int part = 0; part < block_cols / patch_cols; ++part) {
-    if (part * patch_cols >= num_cols) break;
+    if (col + part * patch_cols >= num_cols) break;
+    unsigned char* patch = patches[part % 2];
+    if (lane == 0) tile_stores_wait<1>();
+    __syncwarp();
 #pragma unroll
-    for (int at = 0; at < patch_cols / 8; ++at) {
-      const int tile_of_8 = part * (patch_cols / 8) + at;
-      const int col = tile_of_8 * 8 + lane % 4 * 2;
-      const float4 two = *reinterpret_cast<const float4*>(terms + col);
+    for (int pair = 0; pair < patch_cols / 16; ++pair) {
+      unsigned fragment[4];
 #pragma unroll
-      for (int row = 0; row < 2; ++row) {
-        const float first = centered ? fma(shift[row], two.x, two.y) : two.y;
-        const float second = centered ? fma(shift[row], two.z, two.w) : two.w;
-        const float values[2] = {fma(d[tile_of_8 * 4 + row * 2], rows.rstd[row], first),
-                                 fma(d[tile_of_8 * 4 + row * 2 + 1], rows.rstd[row], second)};
-        *reinterpret_cast<unsigned*>(patch + (lane / 4 + row * 8) * patch_stride +
-                                     (at * 8 + lane % 4 * 2) * 2) = repack<T>(values).word[0];
+      for (int half = 0; half < 2; ++half) {
+        const int tile_of_8 = (part * patch_cols / 16 + pair) * 2 + half;
+        const float4 two = *reinterpret_cast<const float4*>(terms + tile_of_8 * 8 + lane % 4 * 2);
+#pragma unroll
+        for (int at = 0; at < 2; ++at) {
+          const float first = centered ? fma(shift[at], two.x, two.y) : two.y;
+          const float second = centered ? fma(shift[at], two.z, two.w) : two.w;
+          const float values[2] = {fma(d[tile_of_8 * 4 + at * 2], rows.rstd[at], first),
+                                   fma(d[tile_of_8 * 4 + at * 2 + 1], rows.rstd[at], second)};
+          fragment[half * 2 + at] = repack<T>(values).word[0];
+        }
       }
+      store_fragment(patch + own_row * 128 + ((pair * 2 + own_unit) ^ (own_row & 7)) * 16,
+                     fragment);
     }
+    fence_tile_store();
     __syncwarp();
-#pragma unroll
-    for (int at = 0; at < 4; ++at) {
-      const int row = at * 4 + lane / 8, col = lane % 8 * 8;
-      const uint4 pack = *reinterpret_cast<const uint4*>(patch + row * patch_stride + col * 2);
-      if (row < num_rows && part * patch_cols + col < num_cols)
-        *reinterpret_cast<uint4*>(y + row * stride + part * patch_cols + col) = pack;
+    if (lane == 0) {
+      tile_store(y, col + part * patch_cols, row, patch);
+      tile_stores_commit();
     }
-    __syncwarp();
   }
 }

@@ -8,7 +8,12 @@
 //                                       counts; what is outside of the matrix is 0
 // tile_load_to_both(...)                the same, to the same place in both blocks of a cluster,
 //                                       counted by the barrier of each
+// tile_store(map, col, row, smem)       one thread: a tile to (row, col), but for what is outside
+// tile_stores_commit()                  what it stored since its last commit becomes a group
+// tile_stores_wait<pending>()           until shared memory of all but `pending` groups was read
 // arrive_in(barrier, rank)              one arrival at the barrier of a block of the cluster
+// tiles_smem()                          as dynamic_smem(), 1024-byte aligned, as swizzled tiles
+// need
 #pragma once
 #include "bulk.cuh"
 
@@ -28,9 +33,19 @@ __device__ __forceinline__ void tile_load_to_both(void* smem, const TensorMap& m
                                                   int row, unsigned long long* barrier) {
   on_cpu::tile_load(smem, map.word, col, row, barrier, 3);
 }
+__device__ __forceinline__ void tile_store(const TensorMap& map, int col, int row,
+                                           const void* smem) {
+  on_cpu::tile_store(map.word, col, row, smem);
+}
+__device__ __forceinline__ void tile_stores_commit() { on_cpu::bulk_commit(); }
+template <int pending>
+__device__ __forceinline__ void tile_stores_wait() {
+  on_cpu::bulk_wait_read(pending);
+}
 __device__ __forceinline__ void arrive_in(unsigned long long* barrier, unsigned rank) {
   on_cpu::mbarrier_remote_arrive(barrier, rank);
 }
+__device__ __forceinline__ unsigned char* tiles_smem() { return dynamic_smem(); }
 
 #else
 
@@ -53,6 +68,21 @@ __device__ __forceinline__ void tile_load_to_both(void* smem, const TensorMap& m
       "l"(&map), "r"(col), "r"(row), "r"(smem_address(barrier)), "h"(static_cast<unsigned short>(3))
       : "memory");
 }
+__device__ __forceinline__ void tile_store(const TensorMap& map, int col, int row,
+                                           const void* smem) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group [%0, {%1, %2}], [%3];" ::"l"(
+          &map),
+      "r"(col), "r"(row), "r"(smem_address(smem))
+      : "memory");
+}
+__device__ __forceinline__ void tile_stores_commit() {
+  asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+}
+template <int pending>
+__device__ __forceinline__ void tile_stores_wait() {
+  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(pending) : "memory");
+}
 // Without .release.cluster, which would be a fence of the whole GPU in the main loop. What it must
 // order are reads of shared memory whose values have arrived.
 __device__ __forceinline__ void arrive_in(unsigned long long* barrier, unsigned rank) {
@@ -62,6 +92,10 @@ __device__ __forceinline__ void arrive_in(unsigned long long* barrier, unsigned 
       "mbarrier.arrive.shared::cluster.b64 _, [there];\n}" ::"r"(smem_address(barrier)),
       "r"(rank)
       : "memory");
+}
+__device__ __forceinline__ unsigned char* tiles_smem() {
+  extern __shared__ __align__(1024) unsigned char tiles[];
+  return tiles;
 }
 
 #endif

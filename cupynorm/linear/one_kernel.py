@@ -123,19 +123,22 @@ def forward(call: LinearCall, folded: Folded | None) -> tuple[Tensor, Tensor | N
     enqueue, strips_at_a_time = _prepared(
         device_index, num_rows, out_features, dtype, options.centered
     )
-    tile, row_bytes = (products.LOADED_ROWS, products.LOADED_COLS), in_features * x.element_size()
     with launch.on_device(device_index):
         y = torch.empty(*leading, out_features, dtype=x.dtype, device=x.device)
         mean = torch.empty(leading, dtype=torch.float32, device=x.device)
         rstd = torch.empty_like(mean)
         found = torch.zeros(num_rows, dtype=torch.int64, device=x.device)
         maps = tuple(
-            tensor_map(each.data_ptr(), len(each), in_features, row_bytes, dtype, tile)
-            for each in (x, weight)
+            tensor_map(each.data_ptr(), num, cols, cols * each.element_size(), dtype, tile)
+            for each, num, cols, tile in (
+                (x, num_rows, in_features, products.LOADED),
+                (weight, out_features, in_features, products.LOADED),
+                (y, num_rows, out_features, products.STORED),
+            )
         )
         words = products.product_words(
             maps,
-            _addresses((y, folded.terms, mean, rstd, found)),
+            _addresses((folded.terms, mean, rstd, found)),
             (num_rows, in_features, out_features),
             strips_at_a_time,
             check_eps(options.eps, dtype, centered=options.centered),

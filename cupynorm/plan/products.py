@@ -14,17 +14,14 @@ from .problem import Tile, ceil_div
 BLOCK_ROWS, BLOCK_COLS, STEP_COLS = 128, 256, 64
 _THREADS, _NUM_STAGES, _NUM_WARPS = 3 * 128, 4, 8
 _STAGE_BYTES = (BLOCK_ROWS + BLOCK_COLS) * STEP_COLS * 2
-_PATCH_BYTES = 16 * (64 * 2 + 16)
-_ALIGNMENT = 1024
 SMEM_BYTES = (
     _NUM_STAGES * _STAGE_BYTES
-    + 2 * BLOCK_COLS * 8
-    + _NUM_WARPS * _PATCH_BYTES
-    + (2 * _NUM_STAGES + 4) * 8
-    + _ALIGNMENT
+    + _NUM_WARPS * 2 * 16 * 64 * 2
+    + BLOCK_COLS * 8
+    + (2 * _NUM_STAGES + 2) * 8
 )
-# Rows and columns of the part of a matrix that one load brings.
-LOADED_ROWS, LOADED_COLS = 128, STEP_COLS
+# Rows and columns of what one instruction loads of x or of weight, and of what it stores of y.
+LOADED, STORED = (128, STEP_COLS), (16, 64)
 
 # Two blocks share what they load of the weight.
 _CLUSTER_SIZE = 2
@@ -66,13 +63,13 @@ def product_launch(
 ) -> ProductPlan:
     """A launch of norm_linear.cu for a problem that why_not accepts, with 1 row or more."""
     strips = ceil_div(num_rows, BLOCK_ROWS * cluster_size)
-    tiles = strips * ceil_div(out_features, BLOCK_COLS)
+    half_tiles = 2 * strips * ceil_div(out_features, BLOCK_COLS)
     arguments = f"{cpp_name(dtype)}, {cpp_bool(centered)}, {cluster_size}"
     kernel = Kernel("norm_linear.cu", f"norm_linear<{arguments}>", architecture="sm_90a")
     launch = Launch(
         kernel,
         Tile(8, _THREADS, cluster_size=cluster_size),
-        min(device.num_sms // cluster_size, tiles) * cluster_size,
+        min(device.num_sms // cluster_size, half_tiles) * cluster_size,
         _THREADS,
         SMEM_BYTES,
         cluster_size,
@@ -81,7 +78,7 @@ def product_launch(
 
 
 def product_words(
-    maps: tuple[tuple[int, ...], tuple[int, ...]],
+    maps: tuple[tuple[int, ...], ...],
     addresses: tuple[int, ...],
     sizes: tuple[int, int, int],
     strips_at_a_time: int,
@@ -89,10 +86,10 @@ def product_words(
 ) -> tuple[int | float, ...]:
     """The argument struct of norm_linear.cu.
 
-    maps: tensor maps of x and of the folded weight. addresses: of y, the columns' terms, mean, rstd
+    maps: tensor maps of x, the folded weight and y. addresses: of the columns' terms, mean, rstd
     and found. sizes: num_rows, in_features, out_features.
     """
-    words = (*maps[0], *maps[1], *addresses, *sizes, strips_at_a_time, float(eps))
+    words = (*maps[0], *maps[1], *maps[2], *addresses, *sizes, strips_at_a_time, float(eps))
     return *words, *[0] * (-len(words) % 8)  # the size is a multiple of the alignment, 64 bytes
 
 

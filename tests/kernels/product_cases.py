@@ -24,7 +24,6 @@ from cupynorm.gpu.tensor_maps import map_on_cpu, tensor_map
 from cupynorm.plan import products
 
 U, EPS = 2.0**-24, 1e-5
-TILE = (products.LOADED_ROWS, products.LOADED_COLS)
 
 
 @dataclass
@@ -149,15 +148,15 @@ def multiply(
         launch = type(launch)(**{**vars(launch), "grid_size": grid_size})
     terms = np.stack([folded.sums, folded.bias], 1)
     given = [_put(machine, each, problem.dtype) for each in (problem.x, folded.weight)]
-    row_bytes = 2 * in_features
-    maps = tuple(
-        map_on_cpu(address, len(values), in_features, row_bytes, TILE)
-        if isinstance(machine, CpuMachine)
-        else tensor_map(address, len(values), in_features, row_bytes, problem.dtype, TILE)
-        for values, address in given
-    )
+    given.append(_put(machine, np.full((num_rows, out_features), np.nan), problem.dtype))
+    maps = []
+    for (values, address), tile in zip(given, (products.LOADED, products.LOADED, products.STORED)):
+        sizes = (address, *values.shape, values.shape[1] * 2)
+        if isinstance(machine, CpuMachine):
+            maps.append(map_on_cpu(*sizes, tile))
+        else:
+            maps.append(tensor_map(*sizes, problem.dtype, tile))
     made = [
-        _put(machine, np.full((num_rows, out_features), np.nan), problem.dtype),
         _put(machine, terms, "float32"),
         machine.empty((num_rows,), "float32"),
         machine.empty((num_rows,), "float32"),
@@ -168,7 +167,7 @@ def multiply(
     machine.launch(
         launch, products.product_words(maps, addresses, sizes, plan.strips_at_a_time, EPS)
     )
-    y, mean, rstd = (machine.get(made[at][0]) for at in (0, 2, 3))
+    y, mean, rstd = (machine.get(each) for each, _ in (given[2], *made[1:3]))
     return Found(decode(y, problem.dtype), np.float64(mean), np.float64(rstd))
 
 

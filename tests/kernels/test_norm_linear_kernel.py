@@ -142,7 +142,7 @@ def test_plan_and_kernel_agree_on_shared_memory(tmp_path):
         '#include "product_memory.cuh"\n'
         "template <int bytes>\n"
         "__global__ void says(const TensorMap) {\n"
-        "  static_assert(product_smem_bytes == bytes);\n"
+        "  static_assert(sizeof(ProductMemory) == bytes);\n"
         "  __syncthreads();\n"
         "}\n"
     )

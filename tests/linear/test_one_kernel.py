@@ -63,11 +63,10 @@ def test_reasons_of_a_plan(device, dtype, features, reason):
 
 
 def test_a_plan_fills_the_gpu():
-    """Whole clusters, one block a multiprocessor, and no more clusters than tiles."""
-    for num_rows, blocks in ((8192, 132), (257, 4), (1, 2)):
+    """Whole clusters, one block a multiprocessor, and no more clusters than halves of tiles."""
+    for num_rows, blocks in ((65536, 132), (8192, 128), (257, 8), (1, 4)):
         plan = products.product_launch(DEVICES["H200"], num_rows, 8, "bfloat16", centered=True)
-        strips = -(-num_rows // 256)
-        assert plan.launch.grid_size == min(blocks, 2 * strips) and plan.launch.cluster_size == 2
+        assert plan.launch.grid_size == blocks and plan.launch.cluster_size == 2
 
 
 def options_of(dtype=torch.bfloat16, centered=True):
