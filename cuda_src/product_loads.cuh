@@ -3,6 +3,7 @@
 // Each step is a tile of x and the tiles of weight, which land in a stage of the ring. The two
 // blocks of a cluster multiply the same weight: each loads half of it, for both.
 #pragma once
+#include "cluster.cuh"
 #include "product_tiles.cuh"
 
 // The terms of a tile's columns, which replace those of the tile before.

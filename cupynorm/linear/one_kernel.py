@@ -98,7 +98,7 @@ def fold(call: LinearCall) -> Folded:
         terms = torch.empty(out_features, 2, dtype=torch.float32, device=weight.device)
         given = (weight, bias, operands.norm_weight, operands.norm_bias, folded, terms)
         stream = arrays.library(weight)(device_index).stream()
-        enqueue(stream, (*_addresses(given), in_features, out_features))
+        enqueue(stream, (*_addresses(given), in_features))
     return Folded(folded, terms[:, 0] if options.centered else None, terms[:, 1], terms)
 
 

@@ -31,6 +31,9 @@ _STRIPS_AT_A_TIME = 16
 
 DTYPES = ("bfloat16", "float16")
 
+# fold_weight.cu: its threads, and what it needs to sum over them (cuda_src/reduce.cuh).
+_FOLD_THREADS, _FOLD_SMEM_BYTES = 128, 2 * 3 * 4 * 4
+
 
 class ProductPlan(NamedTuple):
     """The launch of norm_linear.cu. strips_at_a_time: an argument of the kernel."""
@@ -106,9 +109,8 @@ def fold_launch(
 
     dtype: of the weight and of the result. norm_weight, norm_bias: dtypes, or None.
     """
-    tile = Tile(8, 32, rows_per_block=8, blocks_per_sm=4)
+    tile = Tile(8, _FOLD_THREADS, blocks_per_sm=6)
     types = cpp_names(dtype, norm_weight, norm_bias)
     flags = f"{cpp_bool(zero_centered)}, {cpp_bool(centered)}"
     kernel = Kernel("fold_weight.cu", f"fold_weight<{types}, {flags}, {tile.cpp}>")
-    blocks = ceil_div(out_features, tile.rows_per_block)
-    return Launch(kernel, tile, blocks, tile.block_size, 0)
+    return Launch(kernel, tile, out_features, tile.block_size, _FOLD_SMEM_BYTES)

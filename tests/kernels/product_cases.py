@@ -115,7 +115,7 @@ def fold(problem: ProductProblem, machine: Any) -> Folded:
         _put(machine, np.full(problem.weight.shape, np.nan), problem.dtype),
         machine.empty((out_features, 2), "float32"),
     ]
-    words = (*(address for _, address in given), in_features, out_features)
+    words = (*(address for _, address in given), in_features)
     machine.launch(launch, words)
     terms = machine.get(given[5][0])
     folded = decode(machine.get(given[4][0]), problem.dtype)
