@@ -1,17 +1,11 @@
-// norm_linear -- y = rstd (x weight^T - mean sums) + bias, a block owns 128 x
-// 256 of y at a time owns:  two warpgroups 64 rows each, in registers; a third
-// loads. Blocks stay and take tiles in
-//        turns. The fragments of x that a warp multiplies also give its rows'
-//        statistics
-// moves: each tile reads its rows of x and of weight, from the L2 cache but for
-// the first time; two
-//        blocks of a cluster read the weight once. y out, 8 bytes a row for
-//        mean and rstd
-// takes: bfloat16 and float16, columns of x and of y multiples of 8; the rest:
-// a norm, then cuBLAS needs: sm_90a. weight: times the norm's weight, each row
-// centered for LayerNorm, then rounded.
-//        terms: the sums of these rows, and weight times the norm's bias plus
-//        the bias
+// norm_linear -- y = rstd (x weight^T - mean sums) + bias, a block owns 128 x 256 of y at a time
+// owns:  two warpgroups 64 rows each, in registers; a third loads. Blocks stay and take tiles in
+//        turns. The fragments of x that a warp multiplies also give its rows' statistics
+// moves: each tile reads its rows of x and of weight, from the L2 cache but for the first time; two
+//        blocks of a cluster read the weight once. y out, 8 bytes a row for mean and rstd
+// takes: bfloat16 and float16, columns of x and of y multiples of 8
+// needs: sm_90a. weight: times the norm's weight, each row centered for LayerNorm, then rounded.
+//        terms: the sums of these rows, and weight times the norm's bias plus the bias
 #include "known_rows.cuh"
 #include "product_loads.cuh"
 #include "product_rows.cuh"

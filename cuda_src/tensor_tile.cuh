@@ -1,19 +1,15 @@
-// tensor_tile.cuh -- PTX for tiles of a matrix: the copy engine brings them to shared memory
+// tensor_tile.cuh -- PTX for tiles of matrices, which the copy engine moves (sm_90), with C++ twins
 //
-// PTX ISA: cp.async.bulk.tensor, mapa (sm_90). Each function has a plain C++ twin for the CPU.
-//
-// tile_fetch_map(map)                   one thread, early: brings a map to its cache
-// tile_load(smem, map, col, row, barrier)
-//                                       one thread: a tile from (row, col), whose bytes the barrier
-//                                       counts; what is outside of the matrix is 0
-// tile_load_to_both(...)                the same, to the same place in both blocks of a cluster,
-//                                       counted by the barrier of each
-// tile_store(map, col, row, smem)       one thread: a tile to (row, col), but for what is outside
-// tile_stores_commit()                  what it stored since its last commit becomes a group
-// tile_stores_wait<pending>()           until shared memory of all but `pending` groups was read
-// arrive_in(barrier, rank)              one arrival at the barrier of a block of the cluster
-// tiles_smem()                          as dynamic_smem(), 1024-byte aligned, as swizzled tiles
-// need
+// tile_fetch_map(map)                       early: brings a map to its cache
+// tile_load(smem, map, col, row, barrier)   a tile from (row, col), with 0 outside of the matrix;
+//                                           the barrier counts its bytes
+// tile_load_to_both(...)                    the same into both blocks of a cluster, to each barrier
+// tile_store(map, col, row, smem)           a tile to (row, col), but for what is outside
+// tile_stores_commit()                      what was stored since the last commit becomes a group
+// tile_stores_wait<pending>()               until all but `pending` groups have been read
+// arrive_in(barrier, rank)                  one arrival at the barrier of a block of the cluster
+// tiles_smem()                              dynamic_smem(), 1024-byte aligned for swizzled tiles
+// All but tiles_smem() are for one thread.
 #pragma once
 #include "bulk.cuh"
 

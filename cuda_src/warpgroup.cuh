@@ -1,16 +1,14 @@
-// warpgroup.cuh -- PTX for a warpgroup at the tensor cores: registers, fragments, order
+// warpgroup.cuh -- PTX for warpgroups: registers, fragments, order of products, with C++ twins
 //
-// PTX ISA: ldmatrix (sm_75), setmaxnreg, wgmma (sm_90a). Each function has a plain C++ twin.
-//
-// keep_registers<n>()          the threads of a warpgroup give back registers, down to n
-// take_registers<n>()          or wait for more, up to n
-// load_fragment(a, smem)       four 8 x 8 matrices of 16-bit elements; each lane has the address of
-//                              a row of 8: lanes 0-7 of matrix 0, and so on
-// store_fragment(smem, a)      the reverse of load_fragment
-// fence_tile_store()           each writing thread, before one of them stores a tile
-// products_begin()             before products, after registers of theirs were written
-// products_commit()            what was started since the last commit becomes a group
-// products_wait<pending>()     until at most `pending` groups are not done
+// keep_registers<n>()      the threads of a warpgroup give back registers, down to n (sm_90a)
+// take_registers<n>()      or wait for more, up to n
+// load_fragment(a, smem)   ldmatrix: four 8 x 8 matrices of 16-bit elements. Each lane has the
+//                          address of a row of 8: lanes 0-7 of matrix 0, and so on
+// store_fragment(smem, a)  stmatrix: the reverse
+// fence_tile_store()       each writing thread, before one of them stores a tile
+// products_begin()         before products, after registers of theirs were written
+// products_commit()        what was started since the last commit becomes a group
+// products_wait<pending>() until at most `pending` groups are not done
 #pragma once
 #include "bulk.cuh"
 
