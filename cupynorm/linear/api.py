@@ -79,7 +79,9 @@ def layer_norm_linear(
     fused: None, or "fold" for torch and NumPy: y = rstd * (input folded^T) + folded_bias, with the
         norm's weight folded into the linear one. The normalised tensor then never exists. Numerics:
         cupynorm.linear.fold.fold. Without gradients the folded weight, as large as weight, is
-        cached until a parameter changes: cupynorm.linear.fold.cached_fold.
+        cached until a parameter changes: cupynorm.linear.fold.cached_fold. "kernel" computes the
+        same in one kernel: torch tensors in 16 bits on a GPU of compute capability 9.0. Its limits:
+        cupynorm.plan.products.why_not. Other calls take the plain path.
 
     Returns y of shape (..., out_features), of input's dtype and library, or (y, normalized, sum)
     with those that were requested.

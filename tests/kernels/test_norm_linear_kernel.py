@@ -180,6 +180,16 @@ BUGS = {
         "if (num_cols >= step_cols)",
         "if (true)",
     ),
+    "a patch is written while the copy engine reads it": (
+        "product_store.cuh",
+        "if (lane == 0) tile_stores_wait<1>();",
+        "",
+    ),
+    "columns' terms are replaced while they are used": (
+        "product_loads.cuh",
+        "if (tile > 0) bulk_wait(&memory.terms_used, tile - 1);",
+        "",
+    ),
     "stages that one block of a cluster gives back to itself alone": (
         "product_rows.cuh",
         "if (lane < cluster_size) arrive_in(multiplied, lane);",
@@ -194,7 +204,7 @@ BUGS = {
 def test_bugs_are_seen(name, tmp_path):
     folder = copy_of_sources(tmp_path / "cuda_src")
     mutate(folder, *BUGS[name])
-    problem = draw((257, 328, 264), "bfloat16", mean=4)
+    problem = draw((144, 200, 520), "bfloat16", mean=4)
     folded = fold(problem, CpuMachine())
     for seed in range(20):
         machine = CpuMachine(H200, seed, folder=folder)
