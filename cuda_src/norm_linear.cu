@@ -52,7 +52,8 @@ __device__ __forceinline__ void compute_tiles(const NormLinear<T>& problem, Prod
     if (computes) {
       FragmentSums<T, centered> sums{};
       float d[128];
-      begin_rows<cluster_size>(d, sums, finds, problem.in_features, memory, step);
+      Fragments a[2];
+      begin_rows<cluster_size>(d, a, sums, finds, problem.in_features, memory, step);
       look_ahead();  // while the last products run
       finish_rows<cluster_size>(memory, step);
       if (finds) {

@@ -10,10 +10,12 @@
 
 constexpr int fragments_of_step = step_cols / 16;
 
+// What a warp multiplies. It must outlive the products that are not waited for.
+using Fragments = unsigned[fragments_of_step][4];
+
 // x: the warp's rows in a tile, of which each lane addresses one unit of 16
 // bytes.
-__device__ __forceinline__ void load_fragments(unsigned (&a)[fragments_of_step][4],
-                                               const unsigned char* x) {
+__device__ __forceinline__ void load_fragments(Fragments& a, const unsigned char* x) {
   const unsigned row = threadIdx.x % 16, unit = threadIdx.x % 32 / 16;
 #pragma unroll
   for (int at = 0; at < fragments_of_step; ++at)
@@ -46,12 +48,12 @@ __device__ __forceinline__ void pass_rows(long long in_features, ProductMemory& 
 // Begins d = x weight^T, whose last products are not waited for: finish_rows does. finds: also the
 // sums of x. step: of all steps, the next one.
 template <int cluster_size, class T, bool centered>
-__device__ __forceinline__ void begin_rows(float (&d)[128], FragmentSums<T, centered>& sums,
-                                           bool finds, long long in_features, ProductMemory& memory,
+__device__ __forceinline__ void begin_rows(float (&d)[128], Fragments (&a)[2],
+                                           FragmentSums<T, centered>& sums, bool finds,
+                                           long long in_features, ProductMemory& memory,
                                            unsigned& step) {
   const unsigned warp = threadIdx.x / 32 - threads_per_group / 32;
   const unsigned num_steps = (in_features + step_cols - 1) / step_cols;
-  unsigned a[2][fragments_of_step][4];
 #pragma unroll 1
   for (unsigned first = 0; first < num_steps; first += 2) {
 #pragma unroll
