@@ -1,8 +1,8 @@
 // product_rows.cuh -- norm_linear.cu: a warp's 16 rows of x times the weight
 //
-// Of a step a warp has its fragments of x in registers and multiplies them by
-// the tile of weight in shared memory. The product of one step runs while the
-// fragments of the next one are fetched and their sums made.
+// Of a step a warp has its fragments of x in registers and multiplies them by the tile of weight in
+// shared memory. The product of one step runs while the fragments of the next one are fetched and
+// their sums made.
 #pragma once
 #include "fragment_sums.cuh"
 #include "product_tiles.cuh"
@@ -13,8 +13,7 @@ constexpr int fragments_of_step = step_cols / 16;
 // What a warp multiplies. It must outlive the products that are not waited for.
 using Fragments = unsigned[fragments_of_step][4];
 
-// x: the warp's rows in a tile, of which each lane addresses one unit of 16
-// bytes.
+// x: the warp's rows in a tile, of which each lane addresses one unit of 16 bytes.
 __device__ __forceinline__ void load_fragments(Fragments& a, const unsigned char* x) {
   const unsigned row = threadIdx.x % 16, unit = threadIdx.x % 32 / 16;
 #pragma unroll
@@ -34,8 +33,7 @@ __device__ __forceinline__ void release(ProductMemory& memory, unsigned stage) {
   }
 }
 
-// What a warp does with a tile that it does not compute: it gives back each
-// stage.
+// What a warp does with a tile that it does not compute: it gives back each stage.
 template <int cluster_size>
 __device__ __forceinline__ void pass_rows(long long in_features, ProductMemory& memory,
                                           unsigned& step) {

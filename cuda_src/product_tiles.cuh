@@ -1,8 +1,8 @@
 // product_tiles.cuh -- norm_linear.cu: the order of the tiles of y
 //
-// Clusters take tiles in turns. What runs at a time should read few rows of x
-// and of weight, so that the L2 cache reads them once, and few columns of
-// tiles, because the first ones to read a row find its statistics.
+// Clusters take tiles in turns. What runs at a time should read few rows of x and of weight, so
+// that the L2 cache reads them once, and few columns of tiles, because the first ones to read a row
+// find its statistics.
 #pragma once
 #include "product_memory.cuh"
 
@@ -17,9 +17,8 @@ struct ProductTiles {
   unsigned strips;  // tiles along the rows
   unsigned across;  // tiles along the columns
   unsigned strips_at_a_time;
-  // Turns of whole tiles. Where the last tiles would leave half of the clusters
-  // without work, two clusters compute one tile: each leaves one of its
-  // warpgroups idle, and takes half the time.
+  // Turns of whole tiles. Where the last tiles would leave half of the clusters without work, two
+  // clusters compute one tile: each leaves one of its warpgroups idle, and takes half the time.
   unsigned whole;
 
   __device__ __forceinline__ ProductTiles(long long num_rows, long long num_cols, int rows_of_tile,
