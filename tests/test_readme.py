@@ -307,6 +307,12 @@ def test_the_plain_layer_of_the_documents_runs():
         assert torch.isfinite(gradient).all() and gradient.abs().max() > 0
 
 
+def test_the_layer_of_one_kernel_of_the_documents_runs():
+    torch = pytest.importorskip("torch")
+    names = run("kernel", LINEAR)
+    assert names["y"].shape == (128, 512) and torch.isfinite(names["y"]).all()
+
+
 def test_the_8_bit_weight_of_the_documents_runs():
     torch = pytest.importorskip("torch")
     names = run("primary", LINEAR)

@@ -25,6 +25,7 @@ using size_t = decltype(sizeof(0));
 
 #include "arithmetic.h"
 #include "cuda_on_cpu_runtime.h"
+#include "matrix_calls.h"
 #include "memory_calls.h"
 #include "rounding.h"
 #include "vectors.h"

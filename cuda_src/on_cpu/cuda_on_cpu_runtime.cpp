@@ -13,7 +13,7 @@
 #include <utility>
 #include <vector>
 
-#include "bulk_calls.h"
+#include "product_calls.h"
 #include "traced_accesses.h"
 
 uint3 threadIdx, blockIdx;
@@ -92,6 +92,8 @@ void run_cluster(unsigned first_block) {
       thread.arrived = false;
       thread.num_groups = thread.num_groups_waited = 0;
       thread.last_group = -1;
+      thread.products.clear();
+      thread.num_product_groups = 0;
       const unsigned stack = rank * launch.block_size + index;
       prepare(thread.context, launch.stacks[stack], stack);
     }

@@ -26,6 +26,15 @@ enum class State : unsigned char {
 struct Block;
 struct Warp;
 
+// A product of a warpgroup that was started and not waited for.
+struct Product {
+  float* sums;
+  const unsigned* a;
+  Word operand;
+  bool adds, is_bfloat16;
+  int group;
+};
+
 struct Thread {
   Context context;
   Block* block;
@@ -44,6 +53,9 @@ struct Thread {
   unsigned barrier, parity;
   // of bulk stores: groups committed, groups waited for, and the last group with a store
   int num_groups, num_groups_waited, last_group;
+  // of products
+  std::vector<Product> products;
+  int num_product_groups;
 };
 
 struct Warp {

@@ -108,6 +108,8 @@ void end_thread() {
   Block& block = *thread.block;
   if (thread.last_group >= thread.num_groups_waited)
     fail(name_of(thread) + " exits without having waited for its bulk stores.");
+  if (!thread.products.empty())
+    fail(name_of(thread) + " exits without having waited for its products.");
   Word mark;
   memcpy(&mark, thread.context.bottom, sizeof mark);
   if (mark != stack_mark)

@@ -182,6 +182,7 @@ CONTESTANTS = {
     "cupynorm": Contestant(FORMATS, _cupynorm),
     "cupynorm-saved": Contestant(FORMATS, partial(_cupynorm, save_normalized=True)),
     "cupynorm-fold": Contestant(("bfloat16",), partial(_cupynorm, fused="fold")),
+    "cupynorm-kernel": Contestant(("bfloat16",), partial(_cupynorm, fused="kernel")),
     "cupynorm-current": Contestant(("fp8",), _cupynorm_current),
     "torch": Contestant(("bfloat16",), _torch),
     "torch.compile": Contestant(("bfloat16",), _torch_compile, "triton"),

@@ -116,6 +116,8 @@ def module(kernel: Kernel, folder: Path | None = None):
     from cupy.cuda import get_cuda_path
 
     flags = (*options(folder), *_include_options(get_cuda_path()))
+    if kernel.architecture:  # CuPy adds the device's own, without such features
+        flags += (f"-arch={kernel.architecture}",)
     return cupy().RawModule(code=text, options=flags, name_expressions=(kernel.name_expression,))
 
 
@@ -145,7 +147,7 @@ def compile_for(
         *options(folder),
         *no_cache,
         "-ftz=true",
-        f"-arch=sm_{compute_capability}",
+        f"-arch={kernel.architecture or f'sm_{compute_capability}'}",
         "-Xptxas=-v",
     ]
     flags += _include_options(get_cuda_path())

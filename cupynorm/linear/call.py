@@ -12,12 +12,22 @@ from ..gpu import arrays
 from ..norm import checks, options
 from ..norm.request import Array, Options
 
-FUSED = (None, "fold")
+FUSED = (None, "fold", "kernel")
 GRADIENTS = ("dx", "dnorm_weight", "dnorm_bias", "dweight", "dbias")
-FOLD_HAS_NO_NORMALIZED = (
-    "return_normalized is given with fused='fold', in which no normalised tensor exists; "
-    "expected one of them"
-)
+
+
+def has_no_normalized(name: str, fused: str) -> str:
+    """The message for a call that wants the normalised tensor from a way that makes none."""
+    return (
+        f"{name} is given with fused={fused!r}, in which no normalised tensor exists; "
+        "expected one of them"
+    )
+
+
+def expected_fused() -> str:
+    """The values of `fused`, for messages."""
+    *others, last = map(repr, FUSED)
+    return f"{', '.join(others)} or {last}"
 
 
 # Requests.
@@ -54,7 +64,7 @@ class Operands(NamedTuple):
 class LinearOptions(NamedTuple):
     """What a call depends on besides its operands.
 
-    eps: None for RMSNorm's default. fused: None or "fold". launch: strategy, margins of the norm.
+    eps: None for RMSNorm's default. fused: one of FUSED. launch: strategy, margins of the norm.
     dtype: of the products, of y and of the normalised tensor; None for arrays other than torch's.
     has_norm: False for a linear layer alone, of torch. Its input counts as normalised.
     """
@@ -162,7 +172,7 @@ def check(operands: Operands, fused: str | None = None, *, is_cast: bool = False
         under torch.autocast. A bias still needs the dtype of its weight.
     """
     if fused not in FUSED:
-        raise ValueError(f"fused is {fused!r}; expected None or 'fold'")
+        raise ValueError(f"fused is {fused!r}; expected {expected_fused()}")
     input, _, norm_weight, norm_bias, weights, biases = operands
     norm_parameters = {"norm_weight": norm_weight, "norm_bias": norm_bias}
     for at, weight in enumerate(weights):

@@ -17,7 +17,7 @@ from torch.nn import functional
 
 from ..nn.dtypes import outside_autocast
 from ..norm.prepared import FOR_STATISTICS_ALONE
-from . import fold, kernels
+from . import fold, kernels, one_kernel
 from .call import GRADIENTS, LinearBackwardCall, LinearCall, LinearOptions
 from .kernels import SavedNorm
 from .matrices import as_rows
@@ -48,6 +48,9 @@ def forward(
     operands, options = call
     if options.fused == "fold":
         return _forward_folded(call, weight, bias, folded)
+    if options.fused == "kernel" and one_kernel.why_not(call) is None:
+        y, mean, rstd = one_kernel.forward(call, folded)
+        return y, None, mean, rstd, operands.input
     normalized, mean, rstd, added = kernels.forward(options, operands, options.dtype, purpose)
     bias = None if bias is None else bias.to(options.dtype)
     y = functional.linear(normalized, weight.to(options.dtype), bias)

@@ -5,6 +5,7 @@ y = rstd * (x folded^T - mean * sums) + bias
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -22,11 +23,13 @@ class Folded(NamedTuple):
     """weight: [out_features, in_features]. bias: [out_features].
 
     sums: [out_features], of the weight's rows after rounding; None for RMSNorm.
+    terms: [out_features, 2], sums or 0 beside bias, for cuda_src/norm_linear.cu; or None.
     """
 
     weight: Tensor
     sums: Tensor | None
     bias: Tensor
+    terms: Tensor | None = None
 
 
 def fold(
@@ -84,8 +87,8 @@ def fold_call(call: LinearCall) -> Folded:
 _cache = WeakIdKeyDictionary()  # first weight -> (state of the parameters, the others, the fold)
 
 
-def cached_fold(call: LinearCall) -> Folded:
-    """The fold of a call without gradients, cached as long as the weight lives.
+def cached_fold(call: LinearCall, make: Callable[[LinearCall], Folded] = fold_call) -> Folded:
+    """The fold of a call without gradients, which `make` makes, cached as long as the weight lives.
 
     It is made again after a change of the parameters. Noticed are other tensors in their places,
     what torch writes to a tensor (load_state_dict, optimizers: its version), and data at another
@@ -104,8 +107,9 @@ def cached_fold(call: LinearCall) -> Folded:
         stream = torch._C._cuda_getCurrentRawStream(first.get_device())
         caches = not torch.cuda.is_current_stream_capturing()
     if not caches or any(each.is_inference() for each in parameters):
-        return fold_call(call)
+        return make(call)
     state = (
+        options.fused,
         options.centered,
         options.zero_centered_weight,
         options.dtype,
@@ -116,7 +120,7 @@ def cached_fold(call: LinearCall) -> Folded:
     if cached is not None and cached[0] == state:
         if all(one is other for one, other in zip(cached[1], others)):
             return cached[2]
-    folded = fold_call(call)
+    folded = make(call)
     _cache[first] = (state, others, folded)
     return folded
 

@@ -19,8 +19,8 @@ from torch.nn import functional
 
 from ..nn import dtypes, modes
 from ..norm.prepared import FOR_STATISTICS, FOR_Y
-from . import compute, dtensors, fold
-from .call import FOLD_HAS_NO_NORMALIZED, LinearCall, Operands, check
+from . import compute, dtensors, fold, one_kernel
+from .call import LinearCall, Operands, check, has_no_normalized
 from .kernels import SavedNorm
 from .matrices import as_result, join
 from .norms import FORMULAS, KERNELS, OPERATORS, normalize_and_add
@@ -78,8 +78,9 @@ def normalize_and_project(
             fold.forget(operands.weights[0])  # an optimizer may step without telling torch
         y, normalized, added = _apply(call, sink, folded, *tensors)
     else:
-        if options.fused is not None:
-            folded = folded or fold.cached_fold(call)
+        make = None if options.fused is None or folded else one_kernel.folds(call)
+        if make is not None:
+            folded = fold.cached_fold(call, make)
         weight, bias = join(operands.weights), join(operands.biases)
         y, normalized, _, _, added = compute.forward(call, weight, bias, FOR_Y, folded)
     return (
@@ -125,8 +126,8 @@ def check_call(call: LinearCall) -> None:
         pass  # torch warns of every shape that is looked at; the operator itself checks
     elif options.fused is not None or not fits(operands):
         check(operands, options.fused, is_cast=in_autocast)
-    if options.fused == "fold" and options.return_normalized:
-        raise ValueError(FOLD_HAS_NO_NORMALIZED)
+    if options.fused is not None and options.return_normalized:
+        raise ValueError(has_no_normalized("return_normalized", options.fused))
 
 
 def _normalize_and_project_transformed(

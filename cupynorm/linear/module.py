@@ -21,8 +21,17 @@ from torch import Tensor
 from ..nn.dtypes import SUPPORTED, product_dtype
 from ..nn.modes import is_compiling, is_jit_traced, run_untraced, wants_gradient
 from ..norm.quantized_tensor import QuantizedTensor
-from . import fold
-from .call import FUSED, LinearCall, LinearOptions, Operands, check_eps, launch_options
+from . import fold, one_kernel
+from .call import (
+    FUSED,
+    LinearCall,
+    LinearOptions,
+    Operands,
+    check_eps,
+    expected_fused,
+    has_no_normalized,
+    launch_options,
+)
 from .fp8 import RegionCall
 from .fp8_layer import Fp8Layer
 from .function import normalize_and_project
@@ -271,7 +280,7 @@ class LayerNormLinear(GradientLayer, Fp8Layer, NormLinearParameters):
         sink: WeightGradientSink | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         folded = None
-        if self.fused == "fold" and is_first_microbatch is not None and not is_compiling():
+        if self.fused is not None and is_first_microbatch is not None and not is_compiling():
             folded = self._fold(call, is_first_microbatch)
         y, normalized, _ = normalize_and_project(call, sink, folded)
         return y, normalized
@@ -281,12 +290,18 @@ class LayerNormLinear(GradientLayer, Fp8Layer, NormLinearParameters):
     ) -> tuple[Tensor, Tensor | None]:
         return self._project(call, is_first_microbatch, self._make_sink(is_first_microbatch))
 
-    def _fold(self, call: LinearCall, is_first_microbatch: bool) -> fold.Folded:
-        """The folded parameters: made and cached for True, from the cache for False."""
+    def _fold(self, call: LinearCall, is_first_microbatch: bool) -> fold.Folded | None:
+        """The folded parameters: made and cached for True, from the cache for False.
+
+        None where the call does not use them.
+        """
+        make = one_kernel.folds(call)
+        if make is None:
+            return None
         folded = self._folded
         if is_first_microbatch or folded is None or folded.weight.dtype != call.options.dtype:
             fold.forget(call.operands.weights[0])
-            self._folded = fold.fold_call(call)
+            self._folded = make(call)
         return self._folded
 
     # State.
@@ -329,12 +344,9 @@ def _check_choices(given: Mapping[str, Any]) -> None:
         expected = " or ".join(map(repr, NORMALIZATIONS))
         raise ValueError(f"normalization is {normalization!r}; expected {expected}")
     if fused not in FUSED:
-        raise ValueError(f"fused is {fused!r}; expected None or 'fold'")
+        raise ValueError(f"fused is {fused!r}; expected {expected_fused()}")
     if fused is not None and given["return_layernorm_output"]:
-        raise ValueError(
-            "return_layernorm_output is given with fused='fold', in which no normalised tensor "
-            "exists; expected one of them"
-        )
+        raise ValueError(has_no_normalized("return_layernorm_output", fused))
     dtype = given["params_dtype"]
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype in SUPPORTED):
         expected = ", ".join(sorted(map(str, SUPPORTED)))

@@ -14,11 +14,16 @@ from .tile_model import keeps_sums
 
 @dataclass(frozen=True)
 class Kernel:
-    """One instance of a kernel template: the file that holds it and its C++ name expression."""
+    """One instance of a kernel template: the file that holds it and its C++ name expression.
+
+    functors: the structs of a user's functors (plan/functors.py).
+    architecture: "" if any will do, or the only one it is compiled for, with features of its own.
+    """
 
     source: str
     name_expression: str
-    functors: str = ""  # the structs of a user's functors (plan/functors.py)
+    functors: str = ""
+    architecture: str = ""
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,15 @@ from cupynorm.bench.timer import Timer
 from cupynorm.gpu import environment
 
 torch = pytest.importorskip("torch")
-HERE = ("gemm", "cupynorm", "cupynorm-saved", "cupynorm-fold", "cupynorm-current", "torch")
+HERE = (
+    "gemm",
+    "cupynorm",
+    "cupynorm-saved",
+    "cupynorm-fold",
+    "cupynorm-kernel",
+    "cupynorm-current",
+    "torch",
+)
 
 
 def host_timer() -> Timer:

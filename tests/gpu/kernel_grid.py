@@ -18,6 +18,8 @@ from cupynorm.plan.dispatch import make_plan
 from cupynorm.plan.instances import Kernel, Launch
 from cupynorm.plan.matrices import quantize_launch, survey_launch, update_scales_launch
 from cupynorm.plan.problem import SCALINGS, Layout, Problem
+from cupynorm.plan.products import DTYPES as PRODUCT_DTYPES
+from cupynorm.plan.products import fold_launch, product_launch
 from cupynorm.plan.split_rows import (
     Part,
     gradients_launches,
@@ -270,6 +272,12 @@ AHEAD_QUANTIZED_WIDTHS = (768, 3000, 5000, 6000, 7000, 7600, 8600, 9000, 10000, 
 def matrix_launches(limits: tuple[int, ...], device: Device) -> list[Launch]:
     """Every kind of quantize.cu and survey.cu with packs of up to `limits`, and update_scales."""
     found = [update_scales_launch(3)]
+    for dtype, weight, flag in (("bfloat16", "float32", True), ("float16", None, False)):
+        found.append(fold_launch(8, dtype, weight, weight, centered=flag, zero_centered=flag))
+    if device.compute_capability == 90:
+        for dtype, centered, size in itertools.product(PRODUCT_DTYPES, (True, False), (1, 2)):
+            plan = product_launch(device, 8, 8, dtype, centered=centered, cluster_size=size)
+            found.append(plan.launch)
     for limit in limits:
         for dtype, sums in itertools.product(DTYPES, (None, "bfloat16")):
             found += survey_launch(device, 130, 257, dtype, limit, sums)[0]

@@ -39,7 +39,8 @@ def resources_of(kernels: list[Kernel], compute_capability: int) -> dict[Kernel,
     from cupy.cuda import get_cuda_path
     from cupy_backends.cuda.libs import nvrtc as library
 
-    flags = [*nvrtc.options(), "-ftz=true", f"-arch=sm_{compute_capability}", "-Xptxas=-v"]
+    architecture = kernels[0].architecture or f"sm_{compute_capability}"
+    flags = [*nvrtc.options(), "-ftz=true", f"-arch={architecture}", "-Xptxas=-v"]
     program = library.createProgram(source(kernels[0]), "instances.cu", (), ())
     try:
         for kernel in kernels:
@@ -108,6 +109,8 @@ def test_the_grid_meets_every_strategy():
         clusters = {"forward_cluster.cu", "backward_cluster.cu"}
         everything = {path.name for path in cuda_src().glob("*.cu")}
         everything.remove("apply_functor.cu")  # for arrays on the CPU alone
+        if compute_capability != 90:
+            everything.remove("norm_linear.cu")
         assert files == (everything if compute_capability >= 90 else everything - clusters)
         rings = [kernel for kernel in found if ".stages = 0" not in kernel.name_expression]
         assert len(rings) >= 50 if compute_capability >= 90 else not rings

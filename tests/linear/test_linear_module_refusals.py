@@ -107,7 +107,7 @@ from cupynorm import LayerNormLinear  # noqa: E402
             TypeError,
             "expected sizes that are numbers of rows",
         ),
-        ({"fused": "gemm"}, ValueError, "fused is 'gemm'; expected None or 'fold'"),
+        ({"fused": "gemm"}, ValueError, "fused is 'gemm'; expected None, 'fold' or 'kernel'"),
         (
             {"fused": "fold", "return_layernorm_output": True},
             ValueError,

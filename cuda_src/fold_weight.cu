@@ -1,0 +1,67 @@
+// fold_weight -- folded = weight norm_weight, rows centered for LayerNorm; a block owns a row
+// owns:  each thread every block_size-th pack; sums are made twice: before and after rounding
+// moves: weight in, folded out, both twice 2 bytes an element, of which the second read of weight
+//        is from the caches; norm_weight and norm_bias, from the caches too
+// takes: weights of bfloat16 and float16, norm parameters of any type, any number of rows
+// needs: in_features a multiple of 8, addresses aligned to 16 bytes
+#include "column_terms.cuh"
+#include "parameter.cuh"
+#include "reduce.cuh"
+
+template <class T, class NormWeight, class NormBias, bool zero_centered>
+struct FoldWeight {
+  const T* weight;  // [out_features, in_features], contiguous
+  const T* bias;    // null: absent
+  Scale<NormWeight, zero_centered> norm_weight;
+  Scale<NormBias, false, 0> norm_bias;
+  T* folded;           // as weight
+  ColumnTerms* terms;  // sum: of the rounded row, or 0 for RMSNorm. bias: bias + weight norm_bias
+  long long in_features;
+};
+
+template <class T, class NormWeight, class NormBias, bool zero_centered, bool centered, Tile tile>
+__global__ void __launch_bounds__(tile.block_size(), tile.blocks_per_sm)
+    fold_weight(const FoldWeight<T, NormWeight, NormBias, zero_centered> problem) {
+  constexpr int pack_size = tile.pack_size;
+  const long long row = blockIdx.x;
+  const T* weight = problem.weight + row * problem.in_features;
+  const long long first = threadIdx.x * pack_size;
+  constexpr int step = tile.block_size() * pack_size;
+  BlockReduce<tile.block_size(), float> block(dynamic_smem());
+
+  Sum<float, 2> sums{};  // of weight norm_weight, and of weight norm_bias
+#pragma unroll 4
+  for (long long col = first; col < problem.in_features; col += step) {
+    float values[pack_size], scales[pack_size], biases[pack_size];
+    unpack(load_pack<pack_size>(weight + col), values);
+    problem.norm_weight.template load<pack_size>(col, scales);
+    problem.norm_bias.template load<pack_size>(col, biases);
+#pragma unroll
+    for (int at = 0; at < pack_size; ++at) {
+      sums.part[0] += values[at] * scales[at];
+      sums.part[1] = fma(values[at], biases[at], sums.part[1]);
+    }
+  }
+  sums = block.all(sums);
+  const float mean = centered ? sums.part[0] / problem.in_features : 0.0f;
+
+  Sum<float, 1> rounded{};
+#pragma unroll 4
+  for (long long col = first; col < problem.in_features; col += step) {
+    float values[pack_size], scales[pack_size];
+    unpack(load_pack<pack_size>(weight + col), values);
+    problem.norm_weight.template load<pack_size>(col, scales);
+#pragma unroll
+    for (int at = 0; at < pack_size; ++at) values[at] = fma(values[at], scales[at], -mean);
+    const Pack<T, pack_size> pack = repack<T>(values);
+    store_pack<pack_size>(problem.folded + row * problem.in_features + col, pack);
+    unpack(pack, values);
+#pragma unroll
+    for (int at = 0; at < pack_size; ++at) rounded.part[0] += values[at];
+  }
+  rounded = block.all(rounded);
+  if (threadIdx.x != 0) return;
+  float bias[1] = {0.0f};
+  if (problem.bias != nullptr) unpack(load_pack<1>(problem.bias + row), bias);
+  problem.terms[row] = {centered ? rounded.part[0] : 0.0f, bias[0] + sums.part[1]};
+}

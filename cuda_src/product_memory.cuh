@@ -1,0 +1,37 @@
+// product_memory.cuh -- the sizes of norm_linear.cu, and what its shared memory holds
+#pragma once
+#include "column_terms.cuh"
+#include "tensor_tile.cuh"
+
+// A block computes block_rows x block_cols of y at a time, in steps of step_cols columns of x.
+// Two warpgroups multiply, 64 rows each; a third loads.
+constexpr int block_rows = 128, block_cols = 256, step_cols = 64;
+constexpr int group_rows = 64, threads_per_group = 128, num_multiplying_warps = 8;
+constexpr int product_threads = 3 * threads_per_group;
+constexpr int num_stages = 4;                    // steps that are loaded or multiplied
+constexpr int tile_bytes = 128 * step_cols * 2;  // what one load brings: 128 rows of x or of weight
+constexpr int num_tiles_of_weight = block_cols / 128;
+constexpr unsigned stage_bytes = (1 + num_tiles_of_weight) * tile_bytes;
+// A warp stores y in patches of 16 x 64.
+constexpr int patch_cols = 64, patch_bytes = 16 * patch_cols * 2;
+
+struct ProductMemory {
+  unsigned char stages[num_stages][stage_bytes];                 // x, then weight; swizzled
+  unsigned char patches[num_multiplying_warps][2][patch_bytes];  // swizzled
+  ColumnTerms terms[block_cols];
+  unsigned long long loaded[num_stages], multiplied[num_stages], terms_loaded, terms_used;
+
+  __device__ __forceinline__ unsigned char* x(unsigned stage) { return stages[stage]; }
+  __device__ __forceinline__ unsigned char* weight(unsigned stage) {
+    return stages[stage] + tile_bytes;
+  }
+  template <int cluster_size>
+  __device__ __forceinline__ void begin() {
+    for (int at = 0; at < num_stages; ++at) {
+      bulk_barrier_init(&loaded[at]);
+      bulk_barrier_init(&multiplied[at], cluster_size * num_multiplying_warps);
+    }
+    bulk_barrier_init(&terms_loaded);
+    bulk_barrier_init(&terms_used, num_multiplying_warps);
+  }
+};

@@ -1,0 +1,147 @@
+"""torch: fused="kernel": the norm and the product in one kernel (cuda_src/norm_linear.cu).
+
+y = rstd * (x folded^T - mean * sums) + bias, where tensor cores multiply x itself by the folded
+weight of fold.py, and the statistics come from what they multiply. Where the kernel does not fit a
+call, the call takes the plain path.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..gpu import arrays, launch
+from ..gpu.tensor_maps import tensor_map
+from ..nn.dtypes import name_of
+from ..plan import products
+from .call import LinearCall, check_eps
+from .fold import Folded, fold_call
+from .matrices import as_rows, join
+
+_MOST_ROWS = 2**31 - 1  # coordinates of the copy engine have 32 bits
+
+
+def why_not(call: LinearCall) -> str | None:
+    """Why a call takes the plain path, as a sentence, or None if the kernel computes it."""
+    operands, options = call
+    x, weights = operands.input, operands.weights
+    if not x.is_cuda:
+        return "the kernel is for tensors on a GPU"
+    if operands.residual is not None:
+        return "the kernel adds no residual"
+    if x.dtype != options.dtype or any(each.dtype != x.dtype for each in weights):
+        return "the kernel needs an input and a weight of the dtype of the product"
+    device = launch.device(x.get_device())
+    out_features = sum(len(each) for each in weights)
+    reason = products.why_not(device, name_of(x.dtype), x.shape[-1], out_features)
+    if reason is not None:
+        return reason
+    if not 0 < x.numel() // x.shape[-1] <= _MOST_ROWS:
+        return "the kernel needs a row or more"
+    given = (operands.norm_weight, operands.norm_bias, *weights, *operands.biases)
+    if not x.is_contiguous() or any(
+        each is not None and not each.is_contiguous() for each in given
+    ):
+        return "the kernel needs contiguous tensors"
+    if any(each is not None and each.data_ptr() % 16 for each in (x, *given[:2], *weights)):
+        return "the kernel needs tensors aligned to 16 bytes"
+    return None
+
+
+@lru_cache(maxsize=1024)
+def _prepared(
+    device_index: int, num_rows: int, out_features: int, dtype: str, centered: bool
+) -> tuple[Callable[[int, tuple], None], int]:
+    """The loaded kernel's launch, and its strips_at_a_time."""
+    device = launch.device(device_index)
+    plan = products.product_launch(device, num_rows, out_features, dtype, centered=centered)
+    return launch.load(plan.launch, device_index).enqueue, plan.strips_at_a_time
+
+
+@lru_cache(maxsize=1024)
+def _prepared_fold(device_index: int, *given: Any) -> Callable[[int, tuple], None]:
+    *types, centered, zero_centered = given
+    planned = products.fold_launch(*types, centered=centered, zero_centered=zero_centered)
+    return launch.load(planned, device_index).enqueue
+
+
+def _addresses(tensors: Sequence[Tensor | None]) -> tuple[int, ...]:
+    return tuple(0 if each is None else each.data_ptr() for each in tensors)
+
+
+def fold(call: LinearCall) -> Folded:
+    """The folded parameters of a call, by one kernel: those of fold.fold but for last bits.
+
+    They take as much memory as the weight, and 8 bytes for each of its rows.
+    """
+    operands, options = call
+    weight, bias = join(operands.weights), join(operands.biases)
+    types = [
+        None if each is None else name_of(each.dtype)
+        for each in (operands.norm_weight, operands.norm_bias)
+    ]
+    device_index, (out_features, in_features) = weight.get_device(), weight.shape
+    enqueue = _prepared_fold(
+        device_index,
+        out_features,
+        name_of(weight.dtype),
+        *types,
+        options.centered,
+        options.zero_centered_weight,
+    )
+    with launch.on_device(device_index):
+        folded = torch.empty_like(weight, memory_format=torch.contiguous_format)
+        terms = torch.empty(out_features, 2, dtype=torch.float32, device=weight.device)
+        given = (weight, bias, operands.norm_weight, operands.norm_bias, folded, terms)
+        stream = arrays.library(weight)(device_index).stream()
+        enqueue(stream, (*_addresses(given), in_features))
+    return Folded(folded, terms[:, 0] if options.centered else None, terms[:, 1], terms)
+
+
+def folds(call: LinearCall) -> Callable[[LinearCall], Folded] | None:
+    """What folds the parameters of a call, or None if it does not use folded ones."""
+    if call.options.fused == "fold":
+        return fold_call
+    return fold if call.options.fused == "kernel" and why_not(call) is None else None
+
+
+def forward(call: LinearCall, folded: Folded | None) -> tuple[Tensor, Tensor | None, Tensor]:
+    """y, mean (None for RMSNorm) and rstd of a call that why_not accepts.
+
+    folded: the parameters already folded, by `fold`.
+    """
+    operands, options = call
+    folded = folded or fold(call)
+    x, weight = as_rows(operands.input.detach()), folded.weight
+    (num_rows, in_features), out_features = x.shape, len(weight)
+    dtype, device_index = name_of(x.dtype), x.get_device()
+    leading = operands.input.shape[:-1]
+    enqueue, strips_at_a_time = _prepared(
+        device_index, num_rows, out_features, dtype, options.centered
+    )
+    with launch.on_device(device_index):
+        y = torch.empty(*leading, out_features, dtype=x.dtype, device=x.device)
+        mean = torch.empty(leading, dtype=torch.float32, device=x.device)
+        rstd = torch.empty_like(mean)
+        found = torch.zeros(num_rows, dtype=torch.int64, device=x.device)
+        maps = tuple(
+            tensor_map(each.data_ptr(), num, cols, cols * each.element_size(), dtype, tile)
+            for each, num, cols, tile in (
+                (x, num_rows, in_features, products.LOADED),
+                (weight, out_features, in_features, products.LOADED),
+                (y, num_rows, out_features, products.STORED),
+            )
+        )
+        words = products.product_words(
+            maps,
+            _addresses((folded.terms, mean, rstd, found)),
+            (num_rows, in_features, out_features),
+            strips_at_a_time,
+            check_eps(options.eps, dtype, centered=options.centered),
+        )
+        enqueue(arrays.library(x)(device_index).stream(), words)
+    return y, mean if options.centered else None, rstd

@@ -1,0 +1,121 @@
+"""Launches of norm_linear.cu, a norm and the linear layer after it, and of fold_weight.cu.
+Pure Python, no GPU needed.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from .devices import Device
+from .instances import Kernel, Launch, cpp_bool, cpp_name, cpp_names
+from .problem import Tile, ceil_div
+
+# The integers of cuda_src/product_memory.cuh.
+BLOCK_ROWS, BLOCK_COLS, STEP_COLS = 128, 256, 64
+_THREADS, _NUM_STAGES, _NUM_WARPS = 3 * 128, 4, 8
+_STAGE_BYTES = (BLOCK_ROWS + BLOCK_COLS) * STEP_COLS * 2
+SMEM_BYTES = (
+    _NUM_STAGES * _STAGE_BYTES
+    + _NUM_WARPS * 2 * 16 * 64 * 2
+    + BLOCK_COLS * 8
+    + (2 * _NUM_STAGES + 2) * 8
+)
+# Rows and columns of what one instruction loads of x or of weight, and of what it stores of y.
+LOADED, STORED = (128, STEP_COLS), (16, 64)
+
+# Two blocks share what they load of the weight.
+_CLUSTER_SIZE = 2
+# Columns of tiles that are computed at a time. Only the first tiles of a row find its statistics,
+# so fewer columns find fewer. More columns read less from memory. H200, five shapes, time over that
+# of the product alone: 1.016 to 1.136 with 2 columns, 1.017 to 1.161 with 4, 1.028 to 1.215 with 8.
+_COLUMNS_AT_A_TIME = 2
+
+DTYPES = ("bfloat16", "float16")
+
+# fold_weight.cu: its threads, and what it needs to sum over them (cuda_src/reduce.cuh).
+_FOLD_THREADS, _FOLD_SMEM_BYTES = 128, 2 * 3 * 4 * 4
+
+
+class ProductPlan(NamedTuple):
+    """The launch of norm_linear.cu. strips_at_a_time: an argument of the kernel."""
+
+    launch: Launch
+    strips_at_a_time: int
+
+
+def why_not(device: Device, dtype: str, in_features: int, out_features: int) -> str | None:
+    """Why no kernel computes a norm and a product at once, as a sentence, or None."""
+    if device.compute_capability != 90:
+        return f"the kernel is for compute capability 9.0; {device.name} has another"
+    if dtype not in DTYPES:
+        return f"the kernel multiplies {' and '.join(DTYPES)}; the input has {dtype}"
+    for name, features in (("in_features", in_features), ("out_features", out_features)):
+        if features % 8 or not features:
+            return f"the kernel needs multiples of 8; {name} is {features}"
+    return None
+
+
+def product_launch(
+    device: Device,
+    num_rows: int,
+    out_features: int,
+    dtype: str,
+    *,
+    centered: bool,
+    cluster_size: int = _CLUSTER_SIZE,
+    strips_at_a_time: int | None = None,
+) -> ProductPlan:
+    """A launch of norm_linear.cu for a problem that why_not accepts, with 1 row or more.
+
+    strips_at_a_time: tiles along the rows that are computed at a time; None for the best number.
+    """
+    strips = ceil_div(num_rows, BLOCK_ROWS * cluster_size)
+    num_clusters = device.num_sms // cluster_size
+    half_tiles = 2 * strips * ceil_div(out_features, BLOCK_COLS)
+    arguments = f"{cpp_name(dtype)}, {cpp_bool(centered)}, {cluster_size}"
+    kernel = Kernel("norm_linear.cu", f"norm_linear<{arguments}>", architecture="sm_90a")
+    launch = Launch(
+        kernel,
+        Tile(8, _THREADS, cluster_size=cluster_size),
+        min(num_clusters, half_tiles) * cluster_size,
+        _THREADS,
+        SMEM_BYTES,
+        cluster_size,
+    )
+    return ProductPlan(launch, strips_at_a_time or max(num_clusters // _COLUMNS_AT_A_TIME, 1))
+
+
+def product_words(
+    maps: tuple[tuple[int, ...], ...],
+    addresses: tuple[int, ...],
+    sizes: tuple[int, int, int],
+    strips_at_a_time: int,
+    eps: float,
+) -> tuple[int | float, ...]:
+    """The argument struct of norm_linear.cu.
+
+    maps: tensor maps of x, the folded weight and y. addresses: of the columns' terms, mean, rstd
+    and found. sizes: num_rows, in_features, out_features.
+    """
+    words = (*maps[0], *maps[1], *maps[2], *addresses, *sizes, strips_at_a_time, float(eps))
+    return *words, *[0] * (-len(words) % 8)  # the size is a multiple of the alignment, 64 bytes
+
+
+def fold_launch(
+    out_features: int,
+    dtype: str,
+    norm_weight: str | None,
+    norm_bias: str | None,
+    *,
+    centered: bool,
+    zero_centered: bool,
+) -> Launch:
+    """The kernel that folds a norm's parameters into a weight [out_features, in_features].
+
+    dtype: of the weight and of the result. norm_weight, norm_bias: dtypes, or None.
+    """
+    tile = Tile(8, _FOLD_THREADS, blocks_per_sm=6)
+    types = cpp_names(dtype, norm_weight, norm_bias)
+    flags = f"{cpp_bool(zero_centered)}, {cpp_bool(centered)}"
+    kernel = Kernel("fold_weight.cu", f"fold_weight<{types}, {flags}, {tile.cpp}>")
+    return Launch(kernel, tile, out_features, tile.block_size, _FOLD_SMEM_BYTES)
