@@ -72,7 +72,7 @@ class CheckedForward:
         )
         places = [operands._fields.index(name) for name in self.differentiable]
         self.read_differentiable = (
-            itemgetter(*places) if len(places) > 1 else lambda operands: (operands.input,)
+            itemgetter(*places) if len(places) > 1 else lambda operands: (operands[0],)
         )
         # From gradients in the order of DIFFERENTIABLE, and None.
         places = [DIFFERENTIABLE.index(name) for name in self.differentiable]

@@ -177,7 +177,8 @@ def test_refused_arguments():
 
 @pytest.mark.gpu
 def test_cells_on_a_gpu():
-    todo = bench_linear.cells([(512, 256, 384), (16, 256, 384)])
+    # Of fewer rows, dx is not written over dy.
+    todo = bench_linear.cells([(2048, 256, 384), (16, 256, 384)])
     names = [name for name in HERE if name != "torch.compile"]
     result = bench_linear.bench_linear(todo, runs=3, contestants=names)
     assert result, str(result)
@@ -185,11 +186,11 @@ def test_cells_on_a_gpu():
         assert np.isfinite(measured.median("cupynorm")) and measured.median(
             "target"
         ) > measured.median(GEMM)
-        if measured.cell == LinearCell(512, 256, 384, "bfloat16", "both"):
+        if measured.cell == LinearCell(2048, 256, 384, "bfloat16", "both"):
             held, saved, by_torch = (
                 measured.memory[name][0] for name in ("cupynorm", "cupynorm-saved", "torch")
             )
             # The normalised tensor, to the allocator's 512 bytes.
             assert (
-                saved - held == pytest.approx(2 * 512 * 256, abs=2048) and by_torch >= saved - 2048
+                saved - held == pytest.approx(2 * 2048 * 256, abs=2048) and by_torch >= saved - 2048
             )
