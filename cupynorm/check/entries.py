@@ -23,7 +23,7 @@ from .trials import Trial, default_trials
 _GRID_ELEMENTS = {"gpu": 2**20, "cpu": 2**16}
 _GRID_ROWS = {"gpu": 1021, "cpu": 61}
 _FILE_ELEMENTS = {"gpu": 2**24, "cpu": 2**20}
-_WIDEST_ON_CPU = 2**19
+_WIDEST = {"gpu": 2**22, "cpu": 2**19}
 
 
 class Entry(NamedTuple):
@@ -121,7 +121,7 @@ def grid_shapes(device: Device, on: str) -> list[Shape]:
     """Shapes that reach every strategy of a device in both directions. on: "gpu" or "cpu".
 
     A few narrow and odd widths; then, for each strategy and direction, the first width that is too
-    wide for it in every dtype. Where that is too wide for the CPU, the next strategy is forced on
+    wide for it in every dtype. Where that takes too long, the next strategy is forced on
     narrower rows.
     """
     widths = {1, 33, 768, 4095}
@@ -134,7 +134,7 @@ def grid_shapes(device: Device, on: str) -> list[Shape]:
         for name, following in zip(names, names[1:]):
             widest = max(dispatch.widest(name, problem, device) for problem in problems)
             beyond = (widest // 16 + 1) * 16  # whole packs in every dtype
-            if on == "cpu" and beyond > _WIDEST_ON_CPU:
+            if beyond > _WIDEST[on]:
                 forced.add(following)
             else:
                 widths.add(beyond)

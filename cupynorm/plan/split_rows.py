@@ -98,7 +98,8 @@ def gradients_launches(
 ) -> tuple[tuple[Launch, ...], Slabs]:
     """dx: whether it is wanted. dweight, dbias: their dtypes, or None: then there is one launch."""
     pack_size = part.pack_size
-    tile = Tile(pack_size, 32, 2 if pack_size > 1 else 4, 8, blocks_per_sm=3)
+    blocks_per_sm = 3 if device.compute_capability < 100 else 2  # sm_100 spills with three
+    tile = Tile(pack_size, 32, 2 if pack_size > 1 else 4, 8, blocks_per_sm=blocks_per_sm)
     rows_at_once = tile.rows_per_block * tile.packs_per_thread
     across = ceil_div(part.num_cols, tile.threads_per_row * pack_size)
     wanted = ceil_div(_BLOCKS_PER_RESIDENT * tile.blocks_per_sm * device.num_sms, across)

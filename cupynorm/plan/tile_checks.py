@@ -183,7 +183,7 @@ def _check_grid(problem: Problem, tile: Tile, device: Device) -> None:
         )
     if not can_share_grid(problem):
         raise ValueError(
-            "tile has path 'grid'; it needs float32 arithmetic, packs of 4 bytes or more, dx if "
+            "tile has path 'grid'; it needs float32 arithmetic, packs of 4 to 16 bytes, dx if "
             "backward, and nothing that is fused with the norm"
         )
 

@@ -59,9 +59,9 @@ def can_bundle(problem: Problem, device: Device) -> bool:
 
 
 def can_share_grid(problem: Problem) -> bool:
-    """Whether all blocks of a grid can share rows. Asynchronous copies have 4 bytes or more."""
+    """Whether all blocks of a grid can share rows. Asynchronous copies have 4 to 16 bytes."""
     plain = problem.compute == "float32" and problem.extras <= {"wide"}
-    copied = all(problem.widest_pack * size >= 4 for size in streamed(problem))
+    copied = all(4 <= problem.widest_pack * size <= 16 for size in streamed(problem))
     return plain and copied and bool(problem.forward or problem.dx)
 
 

@@ -95,8 +95,8 @@ def test_launches_of_the_kernels(options, recipe, kernels):
     # Of the weight, of dy, and of the normalised tensor: its transposed copy with save_normalized,
     # else the tensor again in backward.
     assert sources.count("quantize.cu") == 3
-    # The last part of the sums of dy and of the norm's gradients.
-    assert sources.count("backward_parameters.cu") == 2
+    # The last part of the sums of dy. The norm's gradients are one launch: the rows are few.
+    assert sources.count("backward_parameters.cu") == sources.count("backward_few.cu") == 1
     assert sources.count("update_scales.cu") == (2 if isinstance(recipe, DelayedScaling) else 0)
     assert sources.count("forward_warp.cu") == (2 if isinstance(recipe, CurrentScaling) else 1)
     if isinstance(recipe, DelayedScaling):

@@ -203,12 +203,12 @@ def test_models_are_compiled_ahead_in_processes(example, monkeypatch):
     assert sorted(run for _, run in started) == ["cupynorm-compiled", "torch-compiled"]
 
 
-def test_compiling_ahead_compiles_both_phases(example, eager, variants, monkeypatch):
-    monkeypatch.setattr(torch._inductor.config, "compile_threads", 4)  # restored afterwards
+def test_compiling_ahead_compiles_both_phases(example, eager, variants):
     settings = steps.Settings(("torch", "torch-compiled"), 1, True, "cpu", 0)
-    steps.compile_ahead(example.MODELS["dit"], "torch-compiled", settings)
+    with torch._inductor.config.patch(compile_threads=4):  # restored afterwards
+        steps.compile_ahead(example.MODELS["dit"], "torch-compiled", settings)
+        assert torch._inductor.config.compile_threads == 1
     assert [each.backend.num_graphs for each in variants["torch-compiled"]] == [2]
-    assert torch._inductor.config.compile_threads == 1
 
 
 def test_tables():
