@@ -15,7 +15,7 @@ from cupynorm.check.kernels import CpuMachine, GpuCheckMachine
 from cupynorm.norm import kept
 
 # With fewer than 4 cores, about every second case of a slow test of that many cases is left out, so
-# that all tests take some 12 minutes on two. pytest counts them as deselected.
+# that all tests take some 15 minutes on two. pytest counts them as deselected.
 _LARGE = 24
 
 
