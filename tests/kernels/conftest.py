@@ -14,8 +14,8 @@ from small_devices import SMALL
 from cupynorm.check.kernels import CpuMachine, GpuCheckMachine
 from cupynorm.norm import kept
 
-# With fewer than 4 cores, about every second case of a slow test of that many cases is left out, so
-# that all tests take some 15 minutes on two. pytest counts them as deselected.
+# With fewer than 4 cores, a slow test of that many cases runs about every second of them. Else all
+# tests take over 15 minutes on two cores. pytest counts what is left out as deselected.
 _LARGE = 24
 
 
