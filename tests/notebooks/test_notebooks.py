@@ -59,6 +59,13 @@ def conditions(notebook):
     ]
 
 
+def skip_without_compiler():
+    try:
+        on_cpu.compiler()
+    except on_cpu.NoCompilerError as error:
+        pytest.skip(str(error))
+
+
 def test_the_notebooks_are_numbered_in_the_order_of_reading():
     assert NOTEBOOKS
     numbers = [path.stem.partition("_")[0] for path in NOTEBOOKS]
@@ -102,10 +109,7 @@ def test_a_reader_is_told_what_to_change(path):
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_it_runs(path, monkeypatch):
     if path.stem not in WITHOUT_COMPILER:
-        try:
-            on_cpu.compiler()
-        except on_cpu.NoCompilerError as error:
-            pytest.skip(str(error))
+        skip_without_compiler()
     if "import torch" in path.read_text(encoding="utf-8"):
         pytest.importorskip("torch")
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
@@ -121,3 +125,21 @@ def test_it_runs(path, monkeypatch):
     assert num_pictures(fresh) == num_pictures(stored)
     assert all(ALL_WITHIN in text for text in conditions(fresh))
     assert exact(fresh) == exact(stored)
+
+
+@pytest.mark.slow
+def test_another_width_runs_and_changes_what_is_printed(monkeypatch):
+    """The first change that notebook 2 asks for."""
+    skip_without_compiler()
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    path = next(path for path in NOTEBOOKS if path.stem.startswith("2_"))
+    notebook = read(path)
+    before = [text_of(cell) for cell in code_cells(notebook)]
+    first = code_cells(notebook)[0]
+    assert "num_cols, num_rows, dtype = 256," in first.source
+    first.source = first.source.replace("dtype = 256,", "dtype = 192,")
+    resources = {"metadata": {"path": str(path.parent)}}
+    nbclient.NotebookClient(
+        notebook, timeout=90, kernel_name="python3", resources=resources
+    ).execute()  # raises if a cell does
+    assert [text_of(cell) for cell in code_cells(notebook)] != before
