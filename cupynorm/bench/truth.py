@@ -10,7 +10,7 @@ import numpy as np
 from ..check.allowed import Expected, expect
 from ..check.cases import Case, Problem
 from ..check.results import judge
-from ..dtypes import DTYPES, ELEMENTS, FLOAT8S, compute_dtype, decode
+from ..dtypes import DTYPES, FLOAT8S, compute_dtype, decode
 from ..gpu import arrays, nvrtc
 from ..plan.problem import cols_of_scale
 from ..reference import fp8
@@ -113,7 +113,7 @@ class Truth:
                 # A library may round dx before it adds dsum, and again after it.
                 of_roundings = (np.abs(expected) + np.abs(self.dsum)) * DTYPES[dtype].half_ulp
                 expected, allowed = expected + self.dsum, allowed + of_roundings
-            found = judge(self.cell, name, got, expected, allowed, ELEMENTS[dtype].largest)
+            found = judge(self.cell, name, got, expected, allowed, None if of_8_bits else dtype)
             if not found.ok:
                 where = f"row {self.rows[found.where[0]]}, col {found.where[1]}"
                 right = f"{found.expected:.6g} within {found.allowed:.2g}"

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from ..dtypes import DTYPES, compute_dtype
-from .allowed import expect
+from .allowed import Expected, expect
 from .cases import Case, Problem
 from .diagnosis import Diagnosis, Judged, diagnose
 
@@ -123,18 +123,18 @@ def judge(
     got: np.ndarray,
     expected: np.ndarray,
     allowed: np.ndarray,
-    largest: float = np.inf,
+    dtype: str | None = None,
 ) -> Finding:
     """The worst element of one tensor.
 
-    got, expected, allowed: of one shape, float64. largest: the largest number of the output's
-    dtype; infinity is right too for what is beyond it. Raises ValueError for different shapes.
+    got, expected, allowed: of one shape, float64. dtype: as for errors_of. Raises ValueError for
+    different shapes.
     """
     if got.shape != expected.shape:
         raise ValueError(f"{tensor} of {case} has shape {got.shape}; expected {expected.shape}")
     if not got.size:
         return Finding(str(case), tensor, 0.0, (), 0.0, 0.0, 0.0, 0)
-    error, off = errors_of(got, expected, allowed, largest)
+    error, off = errors_of(got, expected, allowed, dtype)
     finite = np.where(np.isfinite(error), error, np.inf)
     order = np.where(off, finite, np.where(np.isnan(error), np.inf, error))
     at = np.unravel_index(int(np.argmax(order)), order.shape)
@@ -144,15 +144,22 @@ def judge(
 
 
 def errors_of(
-    got: np.ndarray, expected: np.ndarray, allowed: np.ndarray, largest: float = np.inf
+    got: np.ndarray, expected: np.ndarray, allowed: np.ndarray, dtype: str | None = None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """|got - expected| / allowed of each element, and which elements are off. As for `judge`."""
+    """|got - expected| / allowed of each element, and which elements are off.
+
+    dtype: of the output, whose half unit in the last place is in `allowed`. Infinity is right too
+    if a value that the arithmetic may have found rounds to it: one from half a unit above the
+    largest number. None: infinity is right only if it is expected.
+    """
     with np.errstate(all="ignore"):
         error = np.abs(got - expected) / allowed
         same = (np.isnan(got) & np.isnan(expected)) | (got == expected)
-        is_beyond = np.abs(expected) * (1 + 2.0**-9) >= largest
-        overflown = np.isinf(got) & (np.sign(got) == np.sign(expected)) & is_beyond
-        error = np.where(same | overflown, 0.0, error)
+        if dtype is not None:
+            unrounded = np.abs(expected) * (1 - DTYPES[dtype].half_ulp) + allowed
+            is_beyond = unrounded >= DTYPES[dtype].largest * (1 + DTYPES[dtype].half_ulp / 2)
+            same |= np.isinf(got) & (np.sign(got) == np.sign(expected)) & is_beyond
+        error = np.where(same, 0.0, error)
         return error, ~(error <= 1.0)
 
 
@@ -175,16 +182,21 @@ def judge_all(
     problem: Problem, results: dict[str, np.ndarray], *, rounded_mean: bool = False
 ) -> list[Finding]:
     """A finding for each tensor of results that `expect` knows. rounded_mean: as for `expect`."""
-    case = problem.case
-    findings = []
     expectations = expect(problem, rounded_mean=rounded_mean, added=results.get("sum"))
+    return judge_against(problem.case, expectations, results)
+
+
+def judge_against(
+    case: Case, expectations: Expected, results: dict[str, np.ndarray]
+) -> list[Finding]:
+    """A finding for each tensor that is in both."""
+    findings = []
     for name, (expected, allowed) in expectations.items():
         if name in results:
             got = results[name]
             if name == "mean":  # of a row with an infinity: NaN, or infinite
                 got = np.where(np.isfinite(expected) | np.isfinite(got), got, expected)
-            largest = DTYPES[dtype_of(case, name)].largest
-            findings.append(judge(case, name, got, expected, allowed, largest))
+            findings.append(judge(case, name, got, expected, allowed, dtype_of(case, name)))
     return findings
 
 
@@ -204,7 +216,7 @@ def diagnosed(
         if not found.ok:
             got, dtype = results[found.tensor], dtype_of(problem.case, found.tensor)
             numbers = (got, *expectations[found.tensor])
-            off = errors_of(*numbers, DTYPES[dtype].largest)[1]
+            off = errors_of(*numbers, dtype)[1]
             judged = Judged(found.tensor, dtype, *numbers, off)
             found = replace(found, diagnosis=diagnose(problem, judged))
         made.append(found)

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 import cupynorm
-from cupynorm.check.allowed import expect
+from cupynorm.check.allowed import expect, half_ulp
 from cupynorm.check.cases import Case, random_problem
 from cupynorm.check.kernels import CpuMachine
-from cupynorm.check.results import CheckResult, judge, judge_all
+from cupynorm.check.results import CheckResult, errors_of, judge, judge_all
 from cupynorm.check.run import run_kernels
 
 NAMES = {"y", "mean", "rstd", "dx", "dweight", "dbias"}
@@ -101,7 +101,7 @@ def test_nan_and_infinity_must_agree():
     """NaN for a number, a number for NaN and infinity of the wrong sign exceed any bound."""
     expected, allowed = np.array([1.0, np.nan, np.inf, 7e4]), np.array([1.0, np.nan, np.inf, 1.0])
     assert judge(
-        "case", "y", np.array([1.0, np.nan, np.inf, np.inf]), expected, allowed, largest=65504.0
+        "case", "y", np.array([1.0, np.nan, np.inf, np.inf]), expected, allowed, dtype="float16"
     ).ok
     for got in (
         [np.nan, np.nan, np.inf, 7e4],
@@ -109,7 +109,33 @@ def test_nan_and_infinity_must_agree():
         [1.0, np.nan, -np.inf, 7e4],
         [1.0, np.nan, np.inf, -np.inf],
     ):
-        assert judge("case", "y", np.array(got), expected, allowed, largest=65504.0).num_off == 1
+        assert judge("case", "y", np.array(got), expected, allowed, dtype="float16").num_off == 1
+
+
+def test_infinity_is_right_from_where_numbers_round_to_it():
+    """float16: 65504 is the largest number, 65520 the first value that rounds to infinity."""
+    expected, errors = np.array([65490.0, 65504.0, 65519.0, 65521.0, 65519.0]), np.zeros(5)
+    errors[-1] = 2.0  # of the arithmetic
+    allowed = half_ulp(expected, "float16") + errors
+    for infinity in (np.inf, -np.inf):
+        found = errors_of(np.full(5, infinity), np.sign(infinity) * expected, allowed, "float16")
+        assert found[1].tolist() == [True, True, True, False, False]
+        assert errors_of(np.full(5, infinity), np.sign(infinity) * expected, allowed)[1].all()
+
+
+@pytest.mark.parametrize("memory_efficient", [False, True])
+def test_the_gradients_of_float64_rows_with_a_large_mean_are_exact(memory_efficient):
+    """The mean, 2^27 + 1.5 * 2^-25, lies between two float64 numbers. x_hat is -1 and 1."""
+    case = Case("layer_norm", 1, 2, "float64", eps=0.0, memory_efficient=memory_efficient)
+    problem = random_problem(case)
+    problem.x = 2.0**27 + np.array([[0.0, 3 * 2.0**-25]])
+    (dweight, allowed), (dx, _) = (expect(problem)[name] for name in ("dweight", "dx"))
+    np.testing.assert_array_equal(dweight, problem.dy[0] * [-1, 1])
+    # Two elements have no freedom left: dx is 0, but for the rounding of three numbers.
+    rstd = 2.0**25 / 1.5
+    assert np.abs(dx).max() < rstd * np.abs(problem.dy * problem.weight).max() * 2.0**-51
+    if memory_efficient:  # x_hat comes from y
+        assert (allowed < 2.0**-45).all()
 
 
 def test_the_bound_of_a_narrow_y_is_hardly_more_than_half_an_ulp():
