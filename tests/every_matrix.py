@@ -9,8 +9,8 @@ from cupynorm.reference import fp8
 from every_quantized import E4M3, E5M2, Kept
 
 from cupynorm.check.kernels import CpuMachine, GpuCheckMachine
-from cupynorm.check.quantized import same_bytes, within
-from cupynorm.check.results import Finding
+from cupynorm.check.quantized import same_bytes
+from cupynorm.check.results import Finding, judge
 from cupynorm.dtypes import DTYPES, FLOAT8S, compute_dtype, decode, encode
 from cupynorm.gpu.arrays import Rows
 from cupynorm.norm.arguments import QuantizeOptions, quantize_call, survey_call
@@ -134,7 +134,7 @@ def judge_matrix(matrix: Matrix, got: dict, given: dict) -> list[Finding]:
         additions = 128 + -(-matrix.num_rows // 128)
         rounding = additions * DTYPES[compute_dtype(matrix.x).name].half_ulp
         findings.append(
-            within(
+            judge(
                 label,
                 "sums",
                 got["sums"],
@@ -145,14 +145,14 @@ def judge_matrix(matrix: Matrix, got: dict, given: dict) -> list[Finding]:
         return [*findings, same_bytes(label, "data", got["data"], truth.data)]
     made, wanted = (fp8.decode(each, matrix.y) for each in (got["data"], truth.data))
     allowed = 2 * FLOAT8S[matrix.y].half_ulp * np.abs(wanted) + FLOAT8S[matrix.y].smallest
-    few = within(
+    few = judge(
         label,
         "bytes of a norm's data that differ, as a share",
         np.mean(made != wanted),
         np.zeros(()),
         np.full((), 0.01),
     )
-    return [*findings, within(label, "data of a norm", made, wanted, allowed), few]
+    return [*findings, judge(label, "data of a norm", made, wanted, allowed), few]
 
 
 class Surveyed(NamedTuple):
@@ -211,7 +211,7 @@ def judge_survey(survey: Surveyed, got: dict, given: dict) -> list[Finding]:
     )
     rounding += DTYPES[survey.sums].half_ulp * np.abs(values.sum(axis=0))
     return [
-        within(label, "sums", decode(got["sums"], survey.sums), values.sum(axis=0), 1.01 * rounding)
+        judge(label, "sums", decode(got["sums"], survey.sums), values.sum(axis=0), 1.01 * rounding)
     ]
 
 

@@ -1,22 +1,30 @@
-"""Forward calls whose y has 8 bits, beside the same kernel with y in the compute dtype."""
+"""Forward calls whose y has 8 bits: held to float64, and byte by byte to the same kernel with y in
+the compute dtype.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
 
-from ..dtypes import DTYPES, FLOAT8S, compute_dtype, decode
+from ..dtypes import compute_dtype, decode
 from ..norm.quantized_tensor import scale_shape
 from ..norm.request import Options, Quantization
+from ..plan.dispatch import Plan
+from ..plan.problem import cols_of_scale
 from ..reference import fp8
+from .allowed import expect
 from .cases import Case, Problem
 from .kernels import CpuMachine, GpuCheckMachine
-from .results import Finding
+from .results import Finding, judge_against
 from .run import run_forward, tensors_of
 
 GIVEN_SCALE = 20.0
+_SMALLEST = 2.0**-149  # of float32: what a scale_inv below 2^-126 is rounded to
+_FEW = 8 * 2.0**-24  # the scale, its inverse and the product are each rounded to float32
 
 
 class How(NamedTuple):
@@ -26,6 +34,28 @@ class How(NamedTuple):
     scaling: str
     amax: bool = False
     power_of_two: bool = False
+
+
+def run_8_bits(
+    problem: Problem,
+    how: How,
+    where: CpuMachine | GpuCheckMachine,
+    layouts: Mapping[str, str] | None = None,
+) -> tuple[dict[str, np.ndarray], Plan]:
+    """(outputs in their storage dtypes, what was launched). layouts: as for run_kernels."""
+    case = problem.case
+    tensors = tensors_of(where, case, layouts)
+    num_scales = scale_shape(how.scaling, (case.num_rows,), case.num_cols)
+    scale_type = np.uint8 if how.scaling == "mx" else np.uint32
+    poison = np.full(num_scales, np.iinfo(scale_type).max, scale_type)
+    tensors.write("scale_inv", poison if how.scaling == "mx" else poison.view(np.float32))
+    tensors.write("amax", np.zeros(num_scales, np.float32))
+    if how.scaling == "given":
+        tensors.put("scale", np.full(1, GIVEN_SCALE), "float32")
+    quantization = Quantization(how.dtype, how.scaling, how.power_of_two)
+    options = Options(case.strategy, case.tile, case.statistics, case.sm_margin)
+    plan = run_forward(problem, tensors, options, quantization, amax=how.amax)
+    return tensors.raw(), plan
 
 
 def run_quantized(
@@ -39,21 +69,11 @@ def run_quantized(
     layouts: as for run_kernels.
     """
     case = problem.case
-    tensors = tensors_of(where, case, layouts)
-    num_scales = scale_shape(how.scaling, (case.num_rows,), case.num_cols)
-    scale_type = np.uint8 if how.scaling == "mx" else np.uint32
-    poison = np.full(num_scales, np.iinfo(scale_type).max, scale_type)
-    tensors.write("scale_inv", poison if how.scaling == "mx" else poison.view(np.float32))
-    tensors.write("amax", np.zeros(num_scales, np.float32))
-    if how.scaling == "given":
-        tensors.put("scale", np.full(1, GIVEN_SCALE), "float32")
-    quantization = Quantization(how.dtype, how.scaling, how.power_of_two)
-    options = Options(case.strategy, case.tile, case.statistics, case.sm_margin)
-    plan = run_forward(problem, tensors, options, quantization, amax=how.amax)
+    made, plan = run_8_bits(problem, how, where, layouts)
     plain = tensors_of(where, case, layouts)
     options = Options(plan.strategy, plan.tile, plan.statistics, case.sm_margin)
     run_forward(problem, plain, options, y_dtype=compute_dtype(case.sum).name)
-    return tensors.raw(), plain.raw()
+    return made, plain.raw()
 
 
 def expected(
@@ -77,44 +97,93 @@ def expected(
     return made._replace(scale_inv=scale_inv)
 
 
-def judge_quantized(
-    case: Case, quantization: How, got: dict, plain: dict, exact: bool
-) -> list[Finding]:
-    """exact: y has the bytes of the reference, computed from y in the compute dtype.
+def judge_bytes(case: Case, how: How, got: dict, plain: dict) -> list[Finding]:
+    """got has the bytes that the reference makes of plain["y"], and those of the rest of plain.
 
-    A GPU's compiler may fuse other operations in another kernel. Then values agree within half a
-    step, and scales and the rest within a few roundings.
+    So it is on a CPU. A GPU's compiler may fuse other operations in another kernel: judge_values.
     """
-    name, scaling, scale = quantization.dtype, quantization.scaling, np.float32(GIVEN_SCALE)
-    truth = expected(plain["y"], name, scaling, scale, quantization.power_of_two)
+    truth = expected(plain["y"], how.dtype, how.scaling, np.float32(GIVEN_SCALE), how.power_of_two)
     wanted = {"y": truth.data, "scale_inv": truth.scale_inv}
     wanted |= {name: plain[name] for name in ("sum", "mean", "rstd") if name in plain}
-    if quantization.amax:
+    if how.amax:
         wanted["amax"] = np.asarray(truth.amax, np.float32).reshape(1)
-    label = f"{case}, {quantization.dtype} {quantization.scaling}"
-    if exact:
-        return [same_bytes(label, name, got[name], each) for name, each in wanted.items()]
-    few = 2.0**-20
-    y, format = plain["y"].astype(np.float64), FLOAT8S[quantization.dtype]
-    values = {name: decode(got[name], case.sum if name == "sum" else "float64") for name in wanted}
-    wanted = {
-        name: decode(each, case.sum if name == "sum" else "float64")
-        for name, each in wanted.items()
-    }
-    factors = (
-        2.0 ** (values["scale_inv"] - 127) if quantization.scaling == "mx" else values["scale_inv"]
-    )
-    cols = {"block": 128, "mx": 32}.get(quantization.scaling, case.num_cols)
-    spread = np.repeat(factors.reshape(-1, factors.shape[-1]), cols, axis=1)[:, : case.num_cols]
-    values["y"], wanted["y"] = fp8.decode(got["y"], quantization.dtype) * spread, y
-    allowed = {name: few * np.abs(each).max() for name, each in wanted.items()}
-    allowed["y"] = (1 + few) * (np.abs(y) * format.half_ulp + spread * format.smallest / 2)
-    if quantization.scaling == "mx":
-        allowed["scale_inv"] = np.ones(1)  # the next power of two, where an amax is close to one
-    allowed |= (
-        {"sum": 2 * DTYPES[case.sum].half_ulp * np.abs(wanted["sum"])} if "sum" in wanted else {}
-    )
-    return [within(label, name, values[name], wanted[name], allowed[name]) for name in wanted]
+    label = f"{case}, {how.dtype} {how.scaling}"
+    return [same_bytes(label, name, got[name], each) for name, each in wanted.items()]
+
+
+def judge_values(
+    problem: Problem, how: How, got: dict, *, rounded_mean: bool = False
+) -> list[Finding]:
+    """got is what one of the rows that allowed.py allows is quantised to.
+
+    Rounding is monotonic. So y lies between what the least and the largest allowed value are
+    quantised to with the scale that the call returned, and so do the scales. rounded_mean: as for
+    allowed.expect.
+    """
+    case = problem.case
+    compute = compute_dtype(case.sum)
+    wide = replace(problem, case=replace(case, y=compute.name))
+    dtypes = {"sum": case.sum, "mean": compute.name, "rstd": compute.name}
+    values = {name: decode(got[name], dtype) for name, dtype in dtypes.items() if name in got}
+    expectations = expect(wide, rounded_mean=rounded_mean, added=values.get("sum"))
+    findings = judge_against(wide.case, expectations, values)
+    y, allowed = expectations["y"]
+    allowed = np.where(np.isfinite(y), allowed, 0.0)  # a NaN that is expected has no error
+    label = f"{case}, {how.dtype} {how.scaling}"
+    with np.errstate(all="ignore"):
+        least, most = (np.maximum(np.abs(y) + each, 0.0) for each in (-allowed, allowed))
+        scale = np.float32(GIVEN_SCALE)
+        least = expected(least * (1 - _FEW), how.dtype, how.scaling, scale, how.power_of_two)
+        most = expected(most * (1 + _FEW), how.dtype, how.scaling, scale, how.power_of_two)
+        findings.append(_judge_scales(label, how, got["scale_inv"], least, most))
+        if how.amax:
+            bounds = (np.reshape(each.amax, 1).astype(np.float64) for each in (least, most))
+            findings.append(between(label, "amax", got["amax"].astype(np.float64), *bounds))
+        factors = _factors(how, got["scale_inv"], case.num_cols)
+        ends = [(y + each) / factors for each in (-allowed, allowed)]
+        ends = [each * (1 + few) for each in ends for few in (-_FEW, _FEW)]
+        ends = [fp8.decode(fp8.encode(each, how.dtype), how.dtype) for each in ends]
+        made = fp8.decode(got["y"], how.dtype)
+        bounds = np.minimum.reduce(ends) * factors, np.maximum.reduce(ends) * factors
+        findings.append(between(label, "y", made * factors, *bounds))
+    return findings
+
+
+def _judge_scales(
+    label: str, how: How, got: np.ndarray, least: fp8.Quantized, most: fp8.Quantized
+) -> Finding:
+    """least, most: the quantised rows of the smallest and of the largest amax that is allowed."""
+    low, high = (each.scale_inv.astype(np.float64) for each in (least, most))
+    if how.scaling != "mx":
+        # The scale of an amax of 0 is 1, and near 0 an inverse may be anything down to 0.
+        none = (np.reshape(least.amax, low.shape) == 0) & (np.reshape(most.amax, low.shape) > 0)
+        low = np.where(none, 0.0, low * (1 - _FEW) - _SMALLEST)
+        high = np.where(none & (got == 1), 1.0, high * (1 + _FEW) + _SMALLEST)
+    return between(label, "scale_inv", got.astype(np.float64), low, high)
+
+
+def _factors(how: How, scale_inv: np.ndarray, num_cols: int) -> np.ndarray:
+    """What each element of y is multiplied by to get its value, [1 or num_rows, 1 or num_cols]."""
+    factors = scale_inv.astype(np.float64)
+    if how.scaling == "mx":
+        factors = np.where(scale_inv == 255, np.nan, np.ldexp(1.0, scale_inv.astype(int) - 127))
+    if how.scaling in ("given", "tensor"):
+        return factors.reshape(1, 1)
+    cols = cols_of_scale(how.scaling, num_cols)
+    return np.repeat(factors.reshape(len(factors), -1), cols, axis=1)[:, :num_cols]
+
+
+def between(case: str, tensor: str, got: np.ndarray, low: np.ndarray, high: np.ndarray) -> Finding:
+    """Of values that lie from low to high, or are NaN where both are."""
+    got, low, high = np.broadcast_arrays(got, low, high)
+    is_right = (low <= got) & (got <= high) | (np.isnan(got) & np.isnan(low) & np.isnan(high))
+    off = np.argwhere(~is_right)
+    if not len(off):
+        return Finding(case, tensor, 0.0, (), 0.0, 0.0, 0.0, 0)
+    where = tuple(off[0].tolist())
+    middle, reach = (low[where] + high[where]) / 2, (high[where] - low[where]) / 2
+    numbers = (float(each) for each in (got[where], middle, reach))
+    return Finding(case, tensor, float("inf"), where, *numbers, len(off))
 
 
 def same_bytes(case: str, tensor: str, got: np.ndarray, wanted: np.ndarray) -> Finding:
@@ -125,16 +194,3 @@ def same_bytes(case: str, tensor: str, got: np.ndarray, wanted: np.ndarray) -> F
     where = tuple(off[0].tolist()) if len(off) else ()
     shown = (float(got[where]), float(wanted[where])) if len(off) else (0.0, 0.0)
     return Finding(case, tensor, float("inf") if len(off) else 0.0, where, *shown, 0.0, len(off))
-
-
-def within(
-    case: str, tensor: str, got: np.ndarray, wanted: np.ndarray, allowed: np.ndarray
-) -> Finding:
-    """Of values."""
-    got, wanted, allowed = np.broadcast_arrays(got, wanted, allowed)
-    with np.errstate(invalid="ignore"):
-        errors = np.abs(got - wanted) / np.maximum(allowed, np.finfo(np.float64).tiny)
-    at = np.unravel_index(np.argmax(np.where(np.isnan(errors), np.inf, errors)), errors.shape)
-    numbers = (float(each[at]) for each in (errors, got, wanted, allowed))
-    error, *shown = numbers
-    return Finding(case, tensor, error, tuple(map(int, at)), *shown, int((~(errors <= 1)).sum()))
