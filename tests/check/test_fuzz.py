@@ -8,13 +8,24 @@ import numpy as np
 import pytest
 
 from cupynorm import __main__ as main
+from cupynorm.check import quantized
 from cupynorm.check.cases import Case
 from cupynorm.check.fuzz import Draw, command, judge, rerun
-from cupynorm.check.fuzz.draws import OUTPUTS, PARAMETERS, ROUTES, VALUES, draw, problem_of
+from cupynorm.check.fuzz.draws import (
+    OUTPUTS,
+    PARAMETERS,
+    PER_CASE,
+    ROUTES,
+    VALUES,
+    draw,
+    possible,
+    problem_of,
+)
 from cupynorm.check.fuzz.smaller import as_python, smallest
 from cupynorm.check.kernels import CpuMachine
 from cupynorm.check.placement import GUARD_BYTES, LAYOUTS, WrongWrite, empty, place
 from cupynorm.check.quantized import How
+from cupynorm.plan.devices import DEVICES
 from cupynorm.plan.problem import SCALINGS, Tile
 from cupynorm.plan.strategies import STRATEGIES
 
@@ -63,13 +74,13 @@ def test_a_draw_is_a_function_of_seed_and_index():
 
 
 def test_everything_is_drawn():
-    draws = [draw(0, index, "gpu") for index in range(3000)]
+    draws = [draw(0, index, "gpu") for index in range(0, 24000, 8)]
     assert {each.values for each in draws} == set(VALUES)
     assert {each.route for each in draws} == set(ROUTES)
     assert {each.case.strategy for each in draws} == {None, *STRATEGIES}
     laid_out = {(name, layout) for each in draws for name, layout in each.layouts.items()}
     assert laid_out == {
-        *((name, layout) for name in ("x", "residual", "dy", "dsum") for layout in LAYOUTS),
+        *((name, layout) for name in ("x", "residual", "dy", "dsum") for layout in LAYOUTS[1:]),
         *((name, "misaligned") for name in PARAMETERS),
         *((name, layout) for name in OUTPUTS for layout in ("gap", "misaligned")),
     }
@@ -82,6 +93,27 @@ def test_everything_is_drawn():
     assert {each.scaling for each in hows} == set(SCALINGS)
     for at in range(len(How._fields)):
         assert len({each[at] for each in hows}) > 1, How._fields[at]
+
+
+def test_calls_in_a_row_share_their_kernels():
+    """What varies among them has no part in the choice of a kernel, or few values."""
+    free = dict(num_rows=1, num_cols=1, sm_margin=0, eps=0.0)
+    of_some_routes = dict(dsum=False, recompute=False, dy=None)
+    for first in (0, PER_CASE):
+        draws = [draw(1, index, "gpu") for index in range(first, first + PER_CASE)]
+        assert len({replace(each.case, **free, **of_some_routes) for each in draws}) == 1
+        assert len({tuple(each.layouts.items()) for each in draws if each.route == "kernels"}) <= 3
+        widths = [each.case.num_cols for each in draws]
+        assert len({width & -width for width in widths}) == 1 and min(widths) > max(widths) / 2
+        assert len({each.case.num_rows for each in draws}) > 8
+    assert draw(1, 0, "gpu").case.x != draw(1, PER_CASE, "gpu").case.x
+
+
+def test_what_is_drawn_is_possible():
+    draws = [draw(3, index, on) for on in ("cpu", "gpu") for index in range(0, 6400, 16)]
+    for each in draws:
+        assert possible(each) == each
+    assert any(each.values in ("zeros", "a NaN") and each.how for each in draws)
 
 
 # What a call is held to: a machine with each fault.
@@ -101,8 +133,12 @@ class FaultyMachine(CpuMachine):
         return array
 
 
+def sentences(found) -> list[str]:
+    return [each.sentence for each in found]
+
+
 def complaints(fault, drawn: Draw = PLAIN) -> str:
-    return "\n".join(judge.complaints(drawn, FaultyMachine(fault)))
+    return "\n".join(sentences(judge.complaints(drawn, FaultyMachine(fault))))
 
 
 def test_right_kernels_pass():
@@ -122,7 +158,20 @@ def test_a_wrong_element_is_found(name, monkeypatch):
 
     monkeypatch.setattr(judge, "run", run)
     found = judge.complaints(PLAIN, CpuMachine())[0]
-    assert found.startswith(f"{name}: 1 elements are off")
+    assert found.sentence.startswith(f"{name}: 1 elements are off")
+    assert found.kind == f"{name}: a number for a number"
+
+
+@pytest.mark.parametrize("name", ["y", "dweight"])
+def test_an_absent_output_is_found(name, monkeypatch):
+    right = judge.run
+
+    def run(drawn, problem, where):
+        made = right(drawn, problem, where)
+        return {key: each for key, each in made.items() if key != name}
+
+    monkeypatch.setattr(judge, "run", run)
+    assert sentences(judge.complaints(PLAIN, CpuMachine())) == [f"{name} is not judged"]
 
 
 OF_8_BITS = replace(PLAIN, how=How("float8_e4m3fn", "row"))
@@ -132,22 +181,23 @@ OF_8_BITS = replace(PLAIN, how=How("float8_e4m3fn", "row"))
 def test_a_wrong_bit_of_an_8_bit_call_is_found(name, monkeypatch):
     """Also in a call that is repeated, and in a row alone."""
     assert judge.complaints(OF_8_BITS, CpuMachine()) == []
-    right = judge.run_quantized
+    right = judge.run_8_bits
 
     def found_in(wrong_call):
         calls = []
 
         def run(problem, how, where, layouts):
-            made, plain = right(problem, how, where, layouts)
+            made, plan = right(problem, how, where, layouts)
             calls.append(problem.case.num_rows)
             if len(calls) == wrong_call:
                 made[name].view(np.uint8).reshape(-1)[0] ^= 1
-            return made, plain
+            return made, plan
 
-        monkeypatch.setattr(judge, "run_quantized", run)
+        monkeypatch.setattr(judge, "run_8_bits", run)
+        monkeypatch.setattr(quantized, "run_8_bits", run)
         found = judge.complaints(OF_8_BITS, CpuMachine())
         assert calls == [5, 5, 1]
-        return found
+        return sentences(found)
 
     assert found_in(1)[0].startswith(f"{name}: 1 elements are off")
     assert found_in(2) == [f"{name} differs when the call is repeated"]
@@ -186,8 +236,9 @@ def test_a_result_that_does_not_repeat_is_found(monkeypatch):
         return {"y": np.full((problem.case.num_rows, 96), next(values))}
 
     monkeypatch.setattr(judge, "run", run)
-    monkeypatch.setattr(judge, "judge_all", lambda *given, **options: [])
-    assert judge.complaints(PLAIN, CpuMachine()) == ["y differs when the call is repeated"]
+    monkeypatch.setattr(judge, "judge_against", lambda *given: [])
+    found = sentences(judge.complaints(PLAIN, CpuMachine()))
+    assert "y differs when the call is repeated" in found
 
 
 def test_a_row_that_differs_alone_is_found(monkeypatch):
@@ -195,8 +246,15 @@ def test_a_row_that_differs_alone_is_found(monkeypatch):
         return {"y": np.full((problem.case.num_rows, 96), float(problem.case.num_rows))}
 
     monkeypatch.setattr(judge, "run", run)
-    monkeypatch.setattr(judge, "judge_all", lambda *given, **options: [])
-    assert judge.complaints(PLAIN, CpuMachine()) == [f"row {7 % 5} of y differs alone"]
+    monkeypatch.setattr(judge, "judge_against", lambda *given: [])
+    found = judge.complaints(PLAIN, CpuMachine())
+    assert found[-1] == ("row N of y differs alone", f"row {7 % 5} of y differs alone")
+
+
+def test_a_zero_of_the_other_sign_differs():
+    zero = np.array([0.0, np.nan])
+    assert judge.has_same_bits(zero, np.array([0.0, -np.nan]))
+    assert not judge.has_same_bits(zero, np.array([-0.0, np.nan]))
 
 
 def test_a_tile_that_does_not_fit_is_refused():
@@ -209,6 +267,15 @@ def test_a_forced_strategy_that_does_not_fit_is_refused():
     drawn = replace(PLAIN, case=replace(PLAIN.case, strategy="warp", num_cols=2**17, num_rows=1))
     with pytest.raises(judge.Refused, match="too narrow"):
         rerun(drawn, "cpu")
+
+
+def test_statistics_that_a_forced_strategy_cannot_have_are_refused():
+    """On path grid, which only a whole GPU has for such a row. Nothing runs."""
+    machine = CpuMachine()
+    machine.device = DEVICES["H200"]
+    case = Case("layer_norm", 1, 1039944, "bfloat16", strategy="cluster", statistics="two_pass")
+    with pytest.raises(judge.Refused, match="statistics is 'two_pass'"):
+        judge.complaints(Draw(case), machine)
 
 
 # Reports.
@@ -227,6 +294,20 @@ def test_the_smallest_call_keeps_only_what_matters():
     )
 
 
+def test_the_smallest_call_could_have_been_drawn():
+    """Without residual_dtype y and the sum would have different arithmetic, which is refused."""
+    case = Case("rms_norm", 4, 8, "float32", "float64", residual_dtype="float64")
+    drawn = Draw(replace(case, memory_efficient=True), layouts={"x": "gap"}, route="autograd")
+    tried = []
+
+    def fails(simpler: Draw) -> bool:
+        tried.append(simpler)
+        return simpler.case.num_rows > 2
+
+    assert smallest(drawn, fails, seconds=10) == Draw(Case("rms_norm", 3, 1, "float32"))
+    assert all(possible(each) == each for each in tried)
+
+
 @pytest.mark.parametrize("how", [None, How("float8_e5m2", "tensor", power_of_two=True)])
 def test_three_lines_of_python_make_the_call_again(how, capsys):
     case = replace(PLAIN.case, strategy="warp", tile=Tile(4, 8, 3, rows_per_block=4))
@@ -243,19 +324,49 @@ def test_three_lines_of_python_make_the_call_again(how, capsys):
     assert capsys.readouterr().out == "\n"  # nothing is wrong
 
 
+REPLAY = ["fuzz", "--seed", "1", "--replay", "3", "--on", "cpu"]
+WRONG = judge.Complaint.of("dx: all wrong")
+
+
 def test_replay_shows_a_failure(monkeypatch, capsys):
-    monkeypatch.setattr(command, "complaints", lambda drawn, where: ["dx: all wrong"])
+    monkeypatch.setattr(command, "complaints", lambda drawn, where: [WRONG])
     monkeypatch.setattr(command, "_SHRINK_SECONDS", 0.0)
-    given = ["fuzz", "--seed", "1", "--replay", "3", "--on", "cpu"]
-    assert main.main(given) == 1
+    assert main.main(REPLAY) == 1
     shown = capsys.readouterr().out
     assert "dx: all wrong" in shown and "from cupynorm.check.fuzz import" in shown
     monkeypatch.setattr(command, "complaints", lambda drawn, where: [])
-    assert main.main(given) == 0
+    assert main.main(REPLAY) == 0
+
+
+def test_the_smaller_call_that_is_shown_fails_in_the_same_way(monkeypatch, capsys):
+    """Every call without another dtype of y is off too, but by a NaN in the place of a number."""
+    wrong = judge.Complaint("y: a number for a number", "y: 7 elements are off")
+    other = judge.Complaint("y: NaN for a number", "y: 7 elements are off, got nan")
+    drawn = Draw(Case("rms_norm", 9, 8, "float32", y="float16", eps=1e-3))
+    monkeypatch.setattr(command, "draw", lambda *given: drawn)
+
+    def complaints(drawn, where):
+        return [wrong if drawn.case.y else other] if drawn.case.norm == "rms_norm" else []
+
+    monkeypatch.setattr(command, "complaints", complaints)
+    assert main.main(REPLAY) == 1
+    shown = capsys.readouterr().out
+    assert "Case('rms_norm', 1, 1, 'float32', y='float16')\n" in shown
+    assert shown.count(wrong.sentence + "\n") == 2 and other.sentence not in shown
+
+
+def test_no_smaller_call_is_shown_once_every_call_fails(monkeypatch, capsys):
+    """As on a GPU after a kernel wrote to an illegal address."""
+    monkeypatch.setattr(command, "complaints", lambda drawn, where: [WRONG])
+    drawn = Draw(Case("rms_norm", 9, 8, "float32", y="float16"))
+    monkeypatch.setattr(command, "draw", lambda *given: drawn)
+    assert main.main(REPLAY) == 1
+    shown = capsys.readouterr().out
+    assert "Case('rms_norm', 9, 8, 'float32', y='float16')\n" in shown and "smaller" not in shown
 
 
 def test_failures_are_counted_and_shown(monkeypatch, capsys):
-    found = command.Batch(10, 2, [(4, ["dx: all wrong"])])
+    found = command.Batch(10, 2, [(4, [WRONG])])
     monkeypatch.setattr(command, "_fuzz", lambda *given: found)
     monkeypatch.setattr(command, "_SHRINK_SECONDS", 0.0)
     assert main.main(["fuzz", "--seed", "1", "--on", "cpu"]) == 1
@@ -264,13 +375,18 @@ def test_failures_are_counted_and_shown(monkeypatch, capsys):
 
 
 def test_an_error_of_a_call_is_a_failure(monkeypatch):
-    def fail(drawn, where):
-        raise RuntimeError("no such kernel")
+    def fail(drawn, problem, where):
+        raise RuntimeError("error 700 in a kernel")
 
-    monkeypatch.setattr(command, "complaints", fail)
-    assert command.batch(1, 0, 1, "cpu") == command.Batch(
-        1, 0, [(0, ["RuntimeError: no such kernel"])]
-    )
+    monkeypatch.setattr(judge, "run", fail)
+    index = next(index for index in range(0, 640, PER_CASE) if draw(1, index, "cpu").how is None)
+    wrong = ("RuntimeError: error N in a kernel", "RuntimeError: error 700 in a kernel")
+    found = command.batch(1, range(index, index + 1), "cpu")
+    assert found == command.Batch(1, 0, [(index, [wrong])])
+
+
+def test_no_call_begins_after_the_deadline():
+    assert command.batch(1, range(8), "cpu", deadline=0.0) == command.Batch(0, 0, [])
 
 
 def test_replay_needs_a_seed(capsys):

@@ -5,6 +5,8 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 
@@ -35,7 +37,11 @@ ROUTES = ("kernels", "cupy", "torch", "autograd")
 OPERANDS = ("x", "residual", "dy", "dsum")  # those with rows
 PARAMETERS = ("weight", "bias", "weight1", "bias1", "row_scale")  # they may be misaligned
 OUTPUTS = ("y", "dx")  # of the kernels: rows with gaps between them, or misaligned
-PER_CASE = 8
+# Calls in a row that use the same few kernels: a kernel takes as long to compile as ten calls.
+PER_CASE = 64
+_PER_WIDE_CASE = 8  # of wide rows, whose calls take longer than the compiler
+_MOST_COLS = {"warp": 2**10, "block": 2**14}  # of a forced strategy; most wider rows do not fit it
+_WIDE = 2**14, 2**20  # columns of wide rows
 
 # Values whose float64 result is NaN or depends on the last bit when eps is 0.
 _NEED_EPS = ("constant rows", "tiny spreads", "subnormals", "zeros")
@@ -64,44 +70,90 @@ class Draw:
 def draw(seed: int, index: int, on: str) -> Draw:
     """Number `index` of the calls of a seed. on: "gpu" or "cpu", which takes small ones.
 
-    PER_CASE calls in a row have the same dtypes, width and options, because most of the time of a
-    call would otherwise go into compiling its kernels.
+    PER_CASE calls in a row have the same dtypes and options, about the same width, and one of three
+    choices of layouts.
     """
-    generator = random.Random(f"{seed} {index // PER_CASE}")
-    max_elements, max_cols = (2**18, 2**20) if on == "gpu" else (2**13, 2**13)
-    case = _case(generator, max_cols)
+    is_wide = on == "gpu" and random.Random(f"{seed} {index // PER_CASE} wide").random() < 0.05
+    per_case = _PER_WIDE_CASE if is_wide else PER_CASE
+    shared = _shared(f"{seed} {index // per_case}", *(_WIDE if is_wide else (1, _MOST[on].cols)))
+    return _call(random.Random(f"{seed} {index} call"), shared, on)
+
+
+class _Most(NamedTuple):
+    """The largest calls: columns of a row, elements of most calls, and of one in sixteen."""
+
+    cols: int
+    elements: int
+    many: int
+
+
+_MOST = {"gpu": _Most(2**14, 2**14, 2**18), "cpu": _Most(2**13, 2**13, 2**13)}
+
+
+@lru_cache(maxsize=16)
+def _shared(seed: str, least_cols: int, most_cols: int) -> Draw:
+    """What PER_CASE calls have in common: a call of one row, and a seed of their layouts."""
+    generator = random.Random(seed)
+    case = _case(generator, least_cols, most_cols)
     how = _how(generator) if generator.random() < 0.2 else None
     if generator.random() < 0.15:
         case = _with_tile(generator, case)
-    generator = random.Random(f"{seed} {index}")
-    num_rows = max(1, min(int(4096 ** generator.random()), max_elements // case.num_cols))
+    if generator.random() < 0.15:
+        case = replace(case, dy=generator.choice(list(DTYPES)))
+    return Draw(case, how=how, seed=generator.getrandbits(32))
+
+
+def _call(generator: random.Random, shared: Draw, on: str) -> Draw:
+    """One of the calls that have `shared` in common."""
+    case, most = shared.case, _MOST[on]
+    num_cols = case.num_cols
+    if case.tile is None:  # another width that allows the same packs, most often in the same tile
+        step = 2 * (num_cols & -num_cols)
+        num_cols -= step * generator.randrange(1 + min(3, num_cols // (8 * step)))
+    elements = most.many if generator.randrange(16) == 0 else most.elements
+    num_rows = max(1, min(int(4096 ** generator.random()), elements // num_cols))
     sm_margin = generator.choice([0, 0, 0, generator.randrange(100)])
-    case = replace(case, num_rows=num_rows, sm_margin=sm_margin)
+    case = replace(case, num_rows=num_rows, num_cols=num_cols, sm_margin=sm_margin)
     values = generator.choice([*["normal"] * len(VALUES), *VALUES])
     route = generator.choice(ROUTES) if on == "gpu" else "kernels"
-    if route != "autograd" and generator.random() < 0.15:
-        case = replace(case, dy=generator.choice(list(DTYPES)))
+    of_layouts = generator.choice([None, None, 1, 2])
+    layouts = _layouts(random.Random(f"{shared.seed} {of_layouts}")) if of_layouts else {}
+    drawn = Draw(case, values, layouts, route, generator.getrandbits(32), shared.how)
+    return possible(drawn)
+
+
+def _layouts(generator: random.Random) -> dict[str, str]:
+    """Of tensors that a call may not have, which `possible` takes away."""
+    layouts = {name: generator.choice(LAYOUTS) for name in OPERANDS if generator.random() < 0.6}
+    layouts |= {name: "misaligned" for name in PARAMETERS if generator.random() < 0.1}
+    choices = ["gap", "misaligned"]
+    layouts |= {name: generator.choice(choices) for name in OUTPUTS if generator.random() < 0.2}
+    return layouts
+
+
+def possible(drawn: Draw) -> Draw:
+    """The call without what its options, its values or its route do not allow."""
+    case, route, how = drawn.case, drawn.route, drawn.how
     if how is not None:
         case, route = _quantizable(case), "kernels"
-        if on == "gpu" and values.startswith("a"):  # there y is compared as a number
-            values = "normal"
-    if values in _NEED_EPS:
+    if drawn.values in _NEED_EPS:
         case = replace(case, eps=1e-5)
-    if route == "autograd":  # it has a sum only with a residual, and no second pass over y
-        case = replace(case, recompute=False, dsum=case.dsum and bool(case.residual))
-    elif route != "kernels":
-        case = replace(case, recompute=False)
-    known = {"torch": LAYOUTS[:4] + LAYOUTS[5:], "autograd": LAYOUTS[:4] + LAYOUTS[5:]}
-    known |= {"cupy": LAYOUTS, "kernels": LAYOUTS[:5]}
-    there = [name for name in OPERANDS if _has(case, name)]
-    layouts = {name: generator.choice(known[route]) for name in there if generator.random() < 0.4}
-    for name in PARAMETERS:
-        if getattr(case, name) is not None and generator.random() < 0.1:
-            layouts[name] = "misaligned"
-    for name in OUTPUTS if route == "kernels" and how is None else ():
-        if generator.random() < 0.2:
-            layouts[name] = generator.choice(["gap", "misaligned"])
-    return Draw(case, values, layouts, route, generator.getrandbits(32), how)
+    # y must have the arithmetic of the sum.
+    wide = [name == "float64" for name in (case.sum, case.dtype("y"))]
+    case = replace(case, memory_efficient=case.memory_efficient and wide[0] == wide[1])
+    has_pass_over_y = route == "kernels" and not case.memory_efficient
+    case = replace(case, recompute=case.recompute and has_pass_over_y)
+    if route == "autograd":  # it has a sum only with a residual, and dy has the dtype of y
+        case = replace(case, dsum=case.dsum and bool(case.residual), dy=None)
+    unknown = {"kernels": "transposed", "torch": "reversed", "autograd": "reversed"}.get(route)
+    has_outputs = route == "kernels" and how is None
+    layouts = {
+        name: layout
+        for name, layout in drawn.layouts.items()
+        if layout not in ("contiguous", unknown)
+        and (_has(case, name) if name not in OUTPUTS else has_outputs)
+    }
+    return replace(drawn, case=case, route=route, layouts=layouts)
 
 
 def _how(generator: random.Random) -> How:
@@ -130,12 +182,17 @@ def _with_tile(generator: random.Random, case: Case) -> Case:
 
 
 def _has(case: Case, name: str) -> bool:
-    return {"residual": bool(case.residual), "dsum": case.dsum}.get(name, True)
+    """Whether the case has this one of OPERANDS or PARAMETERS."""
+    has = {"residual": bool(case.residual), "dsum": case.dsum, "x": True, "dy": True}
+    return has[name] if name in has else getattr(case, name) is not None
 
 
-def _case(generator: random.Random, max_cols: int) -> Case:
+def _case(generator: random.Random, least_cols: int, most_cols: int) -> Case:
     """A case of one row."""
-    num_cols = int(max_cols ** generator.random())
+    strategies = [each for each in STRATEGIES if _MOST_COLS.get(each, most_cols) > least_cols]
+    strategy = generator.choice([None, None, *strategies])
+    most_cols = min(most_cols, _MOST_COLS.get(strategy, most_cols))
+    num_cols = int(least_cols * (most_cols / least_cols) ** generator.random())
     if generator.random() < 0.5:
         num_cols = max(8, num_cols // 8 * 8)
     dtypes = list(DTYPES)
@@ -147,7 +204,7 @@ def _case(generator: random.Random, max_cols: int) -> Case:
         y=generator.choice([None, None, *dtypes]),
         weight=generator.choice(["same", "same", None, *dtypes]),
         bias=generator.choice(["same", "same", None, *dtypes]),
-        strategy=generator.choice([None, None, *STRATEGIES]),
+        strategy=strategy,
         statistics=generator.choice([None, None, *STATISTICS]),
         zero_centered_weight=generator.random() < 0.2,
         residual=generator.random() < 0.3,
@@ -172,9 +229,6 @@ def _fused(generator: random.Random, case: Case) -> Case:
         memory_efficient=generator.random() < 0.3,
         eps=generator.choice([1e-5, 1e-3]),
     )
-    # y must have the arithmetic of the sum.
-    wide = [name == "float64" for name in (fused.sum, fused.dtype("y"))]
-    fused = replace(fused, memory_efficient=fused.memory_efficient and wide[0] == wide[1])
     return replace(fused, recompute=not fused.memory_efficient and generator.random() < 0.3)
 
 

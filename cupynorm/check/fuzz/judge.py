@@ -1,35 +1,53 @@
 """What every call is held to.
 
-- Each element is within the bound that allowed.py derives.
+- Each element is within the bound that allowed.py derives, and no output is absent.
 - Inputs, guards and everything outside the outputs keep their bytes.
 - The same call gives the same bits again.
-- y in 8 bits has the bytes that the reference makes of y in the compute dtype, by the same kernel.
-  On a GPU, whose compiler may fuse other operations in another kernel, it is within half a step.
+- y in 8 bits, and its scales, are what a row within those bounds is quantised to. On the CPU y has
+  the bytes that the reference makes of y in the compute dtype, by the same kernel.
 - A row gives the same bits alone as among the others. Not with dropout, whose mask depends on the
   index of the row, and not for layouts that are not contiguous: alone, a row may be better aligned.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 
-from ...dtypes import compute_dtype, decode
 from .. import kernels
+from ..allowed import expect
 from ..cases import Case, Problem
 from ..kernels import CpuMachine
 from ..placement import WrongWrite
-from ..quantized import judge_quantized, run_quantized
-from ..results import Finding, dtype_of, judge_all
+from ..quantized import judge_bytes, judge_values, run_8_bits, run_quantized
+from ..results import Finding, judge_against
 from .calls import Machine, Results, run
 from .draws import Draw, problem_of
 
-# What the planner says of a forced strategy that a width cannot have.
+# What the planner says of a forced strategy that a width cannot have, and of forced statistics that
+# a forced strategy cannot have there.
 _REFUSALS = ("too narrow", "too few for a cluster", "too wide")
+_REFUSAL_OF_STATISTICS = "statistics is 'two_pass'; all blocks share these rows"
 _OF_ROWS = ("x", "dy", "residual", "row_scale", "dsum", "dy1")  # the operands with one row each
 _OUTPUTS_OF_ROWS = ("y", "y1", "mean", "rstd", "sum", "dx", "dresidual", "recomputed")
+
+
+_NOT_OF_AUTOGRAD = {"mean", "rstd"}
+
+
+class Complaint(NamedTuple):
+    """One thing that is wrong. kind: what it is, without the numbers of this call."""
+
+    kind: str
+    sentence: str
+
+    @classmethod
+    def of(cls, sentence: str) -> Complaint:
+        return cls(re.sub(r"\d+", "N", sentence), sentence)
 
 
 class Refused(Exception):
@@ -44,80 +62,111 @@ def rerun(drawn: Draw, on: str | None = None) -> str:
     where = kernels.machine(on)
     if isinstance(where, CpuMachine):
         where = CpuMachine(seed=drawn.seed)
-    return "\n".join(complaints(drawn, where))
+    return "\n".join(each.sentence for each in complaints(drawn, where))
 
 
-def complaints(drawn: Draw, where: Machine) -> list[str]:
-    """One line for each thing that is wrong. Raises Refused."""
+def complaints(drawn: Draw, where: Machine) -> list[Complaint]:
+    """All that is wrong, an error that the call raises included. Raises Refused."""
     try:
         return _complaints(drawn, where)
     except WrongWrite as error:
-        return [str(error)]
-    except ValueError as error:
-        if _is_refusal(drawn.case, str(error)):
+        return [Complaint.of(str(error))]
+    except Exception as error:  # whatever a call raises is what is looked for
+        if isinstance(error, ValueError) and _is_refusal(drawn.case, str(error)):
             raise Refused(str(error)) from error
-        return [f"ValueError: {error}"]
+        return [Complaint.of(f"{type(error).__name__}: {error}")]
 
 
 def _is_refusal(case: Case, words: str) -> bool:
     """Whether the planner says that what the call forces does not fit."""
     return bool(
         (case.strategy and any(each in words for each in _REFUSALS))
+        or (case.strategy and case.statistics and words.startswith(_REFUSAL_OF_STATISTICS))
         or (case.tile and words.startswith("tile "))
         or (case.sm_margin and words.startswith("sm_margin is "))
     )
 
 
-def _complaints(drawn: Draw, where: Machine) -> list[str]:
+def _complaints(drawn: Draw, where: Machine) -> list[Complaint]:
     problem = problem_of(drawn)
     if drawn.how is not None:
         return _of_8_bits(drawn, problem, where)
     welford = kernels.uses_welford(problem.case, where.device)
     first = run(drawn, problem, where)
-    found = _sentences(judge_all(problem, first, rounded_mean=welford))
-    again = run(drawn, problem, where)
-    found += [f"{name} differs when the call is repeated" for name in _different(first, again)]
+    expectations = expect(problem, rounded_mean=welford, added=first.get("sum"))
+    found = _unjudged(drawn, set(expectations), set(first))
+    found += _off(judge_against(problem.case, expectations, first))
+    found += _repeated(first, run(drawn, problem, where))
     if problem.case.num_rows > 1 and not problem.case.dropout_p and not drawn.layouts:
         row = drawn.seed % problem.case.num_rows
-        alone = run(drawn, _row_of(problem, row), where)
-        among = {name: first[name][row : row + 1] for name in _OUTPUTS_OF_ROWS if name in first}
-        found += [f"row {row} of {name} differs alone" for name in _different(among, alone)]
+        found += _alone(first, run(drawn, _row_of(problem, row), where), row)
     return found
 
 
-def _of_8_bits(drawn: Draw, problem: Problem, where: Machine) -> list[str]:
+def _of_8_bits(drawn: Draw, problem: Problem, where: Machine) -> list[Complaint]:
     """The same of a forward whose y has 8 bits."""
     how, case = drawn.how, problem.case
-    is_exact = isinstance(where, CpuMachine)
-    first, plain = run_quantized(problem, how, where, drawn.layouts)
-    found = _sentences(judge_quantized(case, how, first, plain, is_exact))
-    wide = replace(problem, case=replace(case, y=compute_dtype(case.sum).name))
-    dtypes = {name: dtype_of(wide.case, name) for name in plain}
-    values = {name: decode(each, dtypes[name]) for name, each in plain.items()}
-    welford = kernels.uses_welford(wide.case, where.device)
-    found += _sentences(judge_all(wide, values, rounded_mean=welford))
-    again, _ = run_quantized(problem, how, where, drawn.layouts)
-    found += [f"{name} differs when the call is repeated" for name in _different(first, again)]
+    welford = kernels.uses_welford(case, where.device)
+    if isinstance(where, CpuMachine):
+        first, plain = run_quantized(problem, how, where, drawn.layouts)
+        found = _off(judge_bytes(case, how, first, plain))
+    else:
+        (first, _), found = run_8_bits(problem, how, where, drawn.layouts), []
+    found += _off(judge_values(problem, how, first, rounded_mean=welford))
+    found += _repeated(first, run_8_bits(problem, how, where, drawn.layouts)[0])
     if case.num_rows > 1 and not case.dropout_p and not drawn.layouts and how.scaling != "tensor":
         row = drawn.seed % case.num_rows
-        alone, _ = run_quantized(_row_of(problem, row), how, where, drawn.layouts)
-        names = [*_OUTPUTS_OF_ROWS, *["scale_inv"] * (how.scaling != "given")]
-        among = {name: first[name][row : row + 1] for name in names if name in first}
-        found += [f"row {row} of {name} differs alone" for name in _different(among, alone)]
+        alone, _ = run_8_bits(_row_of(problem, row), how, where, drawn.layouts)
+        found += _alone(first, alone, row, *["scale_inv"] * (how.scaling != "given"))
     return found
 
 
-def _sentences(findings: Iterable[Finding]) -> list[str]:
+def _unjudged(drawn: Draw, expected: set[str], returned: set[str]) -> list[Complaint]:
+    """Outputs that the call did not return, or that it should not have: they are not judged."""
+    if drawn.route == "autograd":
+        expected = expected - _NOT_OF_AUTOGRAD
+    return [Complaint.of(f"{name} is not judged") for name in sorted(expected ^ returned)]
+
+
+def _off(findings: Iterable[Finding]) -> list[Complaint]:
     return [
-        f"{each.tensor}: {each.num_off} elements are off, the worst at {each.where}: got "
-        f"{each.got:.9g}, expected {each.expected:.9g}, allowed {each.allowed:.3g}"
+        Complaint(
+            f"{each.tensor}: {_nature(each.got)} for {_nature(each.expected)}",
+            f"{each.tensor}: {each.num_off} elements are off, the worst at {each.where}: got "
+            f"{each.got:.9g}, expected {each.expected:.9g}, allowed {each.allowed:.3g}",
+        )
         for each in findings
         if not each.ok
     ]
 
 
-def _different(first: Results, second: Results) -> list[str]:
-    return [name for name in first if not np.array_equal(first[name], second[name], equal_nan=True)]
+def _nature(value: float) -> str:
+    return "NaN" if np.isnan(value) else "infinity" if np.isinf(value) else "a number"
+
+
+def _repeated(first: Results, second: Results) -> list[Complaint]:
+    different = [name for name in first if not has_same_bits(first[name], second[name])]
+    return [Complaint.of(f"{name} differs when the call is repeated") for name in different]
+
+
+def _alone(first: Results, alone: Results, row: int, *names: str) -> list[Complaint]:
+    """names: of outputs with one row each, beside the usual ones."""
+    there = [name for name in (*_OUTPUTS_OF_ROWS, *names) if name in first]
+    return [
+        Complaint.of(f"row {row} of {name} differs alone")
+        for name in there
+        if not has_same_bits(first[name][row : row + 1], alone[name])
+    ]
+
+
+def has_same_bits(first: np.ndarray, second: np.ndarray) -> bool:
+    """Also of zeros, which have a sign. The bits of a NaN do not matter."""
+    if first.dtype.kind != "f":
+        return np.array_equal(first, second)
+    is_nan = np.isnan(first)
+    return np.array_equal(first, second, equal_nan=True) and np.array_equal(
+        np.signbit(first) | is_nan, np.signbit(second) | is_nan
+    )
 
 
 def _row_of(problem: Problem, row: int) -> Problem:

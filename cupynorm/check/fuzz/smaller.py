@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import fields, replace
 
 from ..cases import Case
-from .draws import Draw
+from .draws import Draw, possible
 
 _DEFAULTS = {each.name: each.default for each in fields(Case)}
 _OPTIONS = [name for name in _DEFAULTS if name not in ("norm", "num_rows", "num_cols", "x")]
@@ -19,13 +19,20 @@ def smallest(drawn: Draw, fails: Callable[[Draw], bool], seconds: float) -> Draw
     progress = True
     while progress:
         progress = False
-        for simpler in _simpler(drawn):
+        for simpler in _possible(drawn):
             if time.monotonic() > deadline:
                 return drawn
             if fails(simpler):
                 drawn, progress = simpler, True
                 break
     return drawn
+
+
+def _possible(drawn: Draw) -> Iterator[Draw]:
+    """Simpler calls that could have been drawn: others may fail for a reason of their own."""
+    for simpler in map(possible, _simpler(drawn)):
+        if simpler != drawn:
+            yield simpler
 
 
 def _simpler(drawn: Draw) -> Iterator[Draw]:
@@ -45,6 +52,8 @@ def _simpler(drawn: Draw) -> Iterator[Draw]:
             if getattr(drawn.how, name):
                 yield replace(drawn, how=drawn.how._replace(**{name: False}))
         yield replace(drawn, how=None)
+    if drawn.route != "kernels":
+        yield replace(drawn, route="kernels")
     if drawn.values != "normal":
         yield replace(drawn, values="normal")
     for num_cols in dict.fromkeys((case.num_cols // 2, case.num_cols - 8, case.num_cols - 1)):
