@@ -9,6 +9,7 @@ import pytest
 
 from cupynorm import __main__ as main
 from cupynorm.check import quantized
+from cupynorm.check.allowed import expect
 from cupynorm.check.cases import Case
 from cupynorm.check.fuzz import Draw, command, judge, rerun
 from cupynorm.check.fuzz.draws import (
@@ -25,6 +26,7 @@ from cupynorm.check.fuzz.smaller import as_python, smallest
 from cupynorm.check.kernels import CpuMachine
 from cupynorm.check.placement import GUARD_BYTES, LAYOUTS, WrongWrite, empty, place
 from cupynorm.check.quantized import How
+from cupynorm.dtypes import decode, encode
 from cupynorm.plan.devices import DEVICES
 from cupynorm.plan.problem import SCALINGS, Tile
 from cupynorm.plan.strategies import STRATEGIES
@@ -93,6 +95,16 @@ def test_everything_is_drawn():
     assert {each.scaling for each in hows} == set(SCALINGS)
     for at in range(len(How._fields)):
         assert len({each[at] for each in hows}) > 1, How._fields[at]
+
+
+def test_huge_weights_make_a_narrow_y_overflow():
+    case = Case("layer_norm", 40, 96, "float32", y="float16", weight="float16")
+    problem = problem_of(Draw(case, values="huge weights"))
+    y = expect(problem)["y"][0]
+    assert 0 < (np.abs(y) > 65520).sum() < y.size / 20
+    np.testing.assert_array_equal(
+        decode(encode(problem.weight, "float16"), "float16"), problem.weight
+    )
 
 
 def test_calls_in_a_row_share_their_kernels():

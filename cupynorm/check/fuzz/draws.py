@@ -28,6 +28,7 @@ VALUES = (
     "outliers",
     "subnormals",
     "zeros",
+    "huge weights",
     "a NaN",
     "an infinity",
     "a NaN and an infinity",
@@ -51,7 +52,7 @@ _NEED_EPS = ("constant rows", "tiny spreads", "subnormals", "zeros")
 class Draw:
     """A call that can be made again: the same fields give the same bits.
 
-    values: one of VALUES, of x. layouts: of OPERANDS, PARAMETERS and OUTPUTS, contiguous if not
+    values: one of VALUES. layouts: of OPERANDS, PARAMETERS and OUTPUTS, contiguous if not
     named. route: one of ROUTES. seed: of the values, of the dropout mask, and of the order of
     threads on the CPU. how: y becomes 8-bit floats; forward alone is then called.
     """
@@ -140,7 +141,10 @@ def possible(drawn: Draw) -> Draw:
         case = replace(case, eps=1e-5)
     # y must have the arithmetic of the sum.
     wide = [name == "float64" for name in (case.sum, case.dtype("y"))]
-    case = replace(case, memory_efficient=case.memory_efficient and wide[0] == wide[1])
+    from_y = case.memory_efficient and wide[0] == wide[1]
+    if drawn.values == "huge weights":  # y overflows, and nothing can be computed from it
+        from_y = False
+    case = replace(case, memory_efficient=from_y)
     has_pass_over_y = route == "kernels" and not case.memory_efficient
     case = replace(case, recompute=case.recompute and has_pass_over_y)
     if route == "autograd":  # it has a sum only with a residual, and dy has the dtype of y
@@ -238,6 +242,9 @@ def problem_of(drawn: Draw) -> Problem:
     problem = random_problem(case, drawn.seed)
     x = _special(drawn, problem.x, generator)
     problem.x = decode(encode(x, case.x), case.x)
+    if drawn.values == "huge weights" and problem.weight is not None:
+        largest = DTYPES[case.dtype("weight")].largest
+        problem.weight = np.clip(problem.weight * 2.0**14, -largest, largest)
     problem.dropout_seed = int(generator.integers(-(2**63), 2**63))
     for name, layout in drawn.layouts.items():
         if layout == "broadcast":
