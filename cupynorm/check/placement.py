@@ -46,15 +46,18 @@ class Placed(NamedTuple):
     def taken_from(self, memory: np.ndarray) -> np.ndarray:
         """The tensor in a copy of its memory, after checking that the rest is untouched.
 
-        Raises WrongWrite.
+        Not of layout broadcast, whose rows share memory. Raises WrongWrite.
         """
-        made = self._replace(memory=memory)
-        rest = self._replace(memory=memory.copy())
-        rest.view()[...] = np.full(memory.itemsize, _FILL, np.uint8).view(memory.dtype)
-        num_bytes = int((rest.memory.view(np.uint8) != _FILL).sum())
+        made = np.ascontiguousarray(self._replace(memory=memory).view())
+        num_bytes = _num_written(memory) - _num_written(made)
         if num_bytes:
             raise WrongWrite(f"{num_bytes} bytes outside it were written to")
-        return np.ascontiguousarray(made.view())
+        return made
+
+
+def _num_written(array: np.ndarray) -> int:
+    """Bytes that are not those of a guard."""
+    return np.count_nonzero(array.view(np.uint8) != _FILL)
 
 
 def place(values: np.ndarray, layout: str = "contiguous") -> Placed:

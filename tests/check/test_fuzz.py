@@ -43,7 +43,8 @@ def test_a_placed_tensor_has_its_values(layout, dtype):
     placed = place(values, layout)
     expected = np.broadcast_to(values[:1], values.shape) if layout == "broadcast" else values
     np.testing.assert_array_equal(placed.view(), expected)
-    np.testing.assert_array_equal(placed.taken_from(placed.memory.copy()), expected)
+    if layout != "broadcast":
+        np.testing.assert_array_equal(placed.taken_from(placed.memory.copy()), expected)
     is_aligned = placed.offset % GUARD_BYTES == 0
     assert is_aligned == (layout not in ("misaligned", "reversed"))
 
