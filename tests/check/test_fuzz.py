@@ -187,6 +187,12 @@ def test_an_absent_output_is_found(name, monkeypatch):
     assert sentences(judge.complaints(PLAIN, CpuMachine())) == [f"{name} is not judged"]
 
 
+@pytest.mark.parametrize("layout", [each for each in LAYOUTS if each != "transposed"])
+def test_right_kernels_pass_in_every_layout(layout):
+    layouts = {name: layout for name in ("x", "dy")}
+    assert complaints(lambda memory, count: None, replace(PLAIN, layouts=layouts)) == ""
+
+
 OF_8_BITS = replace(PLAIN, how=How("float8_e4m3fn", "row"))
 
 
