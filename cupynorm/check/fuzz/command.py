@@ -24,7 +24,7 @@ from .draws import PER_CASE, Draw, draw
 from .judge import Complaint, Refused, complaints
 from .smaller import as_python, smallest
 
-_BATCH = {"gpu": PER_CASE, "cpu": PER_CASE // 8}  # calls that one process makes before it reports
+_BATCH = {"gpu": PER_CASE, "cpu": PER_CASE // 16}  # calls that one process makes before it reports
 _MAX_SHOWN = 5
 _SHRINK_SECONDS = 20.0
 

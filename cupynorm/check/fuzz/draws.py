@@ -39,8 +39,8 @@ OPERANDS = ("x", "residual", "dy", "dsum")  # those with rows
 PARAMETERS = ("weight", "bias", "weight1", "bias1", "row_scale")  # they may be misaligned
 OUTPUTS = ("y", "dx")  # of the kernels: rows with gaps between them, or misaligned
 # Calls in a row that use the same few kernels: a kernel takes as long to compile as ten calls.
-PER_CASE = 64
-_PER_WIDE_CASE = 8  # of wide rows, whose calls take longer than the compiler
+PER_CASE = 128
+_PER_WIDE_CASE = 16  # of wide rows, whose calls take longer than the compiler
 _MOST_COLS = {"warp": 2**10, "block": 2**14}  # of a forced strategy; most wider rows do not fit it
 _WIDE = 2**14, 2**20  # columns of wide rows
 
