@@ -64,10 +64,9 @@ def complaint(*command: str) -> str:
     )
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("path", **names_of(SOURCES))
-def test_cuda_sources_are_formatted(path):
-    assert not complaint(tool("clang-format"), "--dry-run", "-Werror", str(path))
+def test_cuda_sources_are_formatted():
+    assert len(SOURCES) > 10
+    assert not complaint(tool("clang-format"), "--dry-run", "-Werror", *map(str, SOURCES))
 
 
 def test_clang_format_finds_wrong_format(tmp_path):

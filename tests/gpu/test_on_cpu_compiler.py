@@ -144,6 +144,22 @@ def test_a_changed_header_recompiles(tmp_path):
         assert (y == factor).all()
 
 
+def test_only_what_a_source_includes_recompiles(tmp_path, monkeypatch):
+    """Neither another file of the folder, nor the same files in another folder."""
+    first, second = tmp_path / "first", tmp_path / "second"
+    shutil.copytree(KERNELS, first)
+    (first / "factor.cuh").write_text('#include "deeper.cuh"\n')
+    (first / "deeper.cuh").write_text("constexpr float factor = 5;\n")
+    kernel = instance("packs.cu", "scale_packs", folder=first)
+    shutil.copytree(first, second)
+    (second / "another.cuh").write_text("constexpr int unused = 1;\n")
+    with monkeypatch.context() as patch:
+        patch.setattr(on_cpu, "_build", lambda *_: pytest.fail("compiled again"))
+        assert instance("packs.cu", "scale_packs", folder=second) is kernel
+    (second / "deeper.cuh").write_text("constexpr float factor = 6;\n")
+    assert instance("packs.cu", "scale_packs", folder=second) is not kernel
+
+
 def test_the_same_instance_is_compiled_once(monkeypatch):
     first = instance("packs.cu", "scale_packs")
     monkeypatch.setattr(on_cpu, "_build", lambda *_: pytest.fail("compiled again"))

@@ -66,11 +66,3 @@ def library(request, monkeypatch):
     give_numpy_to_kernels(monkeypatch, SMALL)
     request.addfinalizer(kept.forget)
     return np
-
-
-@pytest.fixture(scope="module")
-def own_cache(tmp_path_factory):
-    """Mutated kernels are compiled for one run of the tests: they stay out of the user's cache."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-        yield

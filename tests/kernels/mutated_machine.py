@@ -14,10 +14,8 @@ from cupynorm.check.kernels import CpuMachine, uses_welford
 from cupynorm.check.results import CheckResult, judge_all
 from cupynorm.check.run import run_kernels
 from cupynorm.dtypes import DTYPES
-from cupynorm.gpu import nvrtc, on_cpu
-from cupynorm.gpu.launch import pack
+from cupynorm.gpu import nvrtc
 from cupynorm.gpu.on_cpu import OnCpuError
-from cupynorm.plan.instances import Launch
 
 ROOT = Path(__file__).parents[2]
 SEEDS = range(20)
@@ -31,8 +29,7 @@ class MutatedMachine(CpuMachine):
     """
 
     def __init__(self, folder: Path, seed: int = 0, apart: bool = False) -> None:
-        super().__init__(SMALL, seed)
-        self.folder = folder
+        super().__init__(SMALL, seed, folder=folder)
         self.apart = apart
         self.guarded = []
 
@@ -54,17 +51,6 @@ class MutatedMachine(CpuMachine):
         copy, pointer = self.empty(array.shape, name)
         copy[...] = array
         return copy, pointer
-
-    def launch(self, kernel_launch: Launch, words: tuple) -> None:
-        kernel = kernel_launch.kernel
-        on_cpu.kernel(kernel.source, kernel.name_expression, folder=self.folder).launch(
-            kernel_launch.grid_size,
-            kernel_launch.block_size,
-            pack(words),
-            smem_bytes=kernel_launch.smem_bytes,
-            cluster_size=kernel_launch.cluster_size,
-            seed=self.seed,
-        )
 
     def guards_are_whole(self) -> bool:
         return all(

@@ -15,8 +15,6 @@ from cupynorm.gpu import on_cpu
 from cupynorm.gpu.on_cpu import NoCompilerError
 from cupynorm.plan.problem import Tile
 
-pytestmark = pytest.mark.usefixtures("own_cache")
-
 SANITIZED = f"""
 import sys
 from pathlib import Path

@@ -32,8 +32,6 @@ from ring_mutations import ring_mutations
 from cupynorm.check.cases import Case
 from cupynorm.plan.problem import Tile
 
-pytestmark = pytest.mark.usefixtures("own_cache")
-
 MUTATIONS = {
     "block reduction without its barrier": Mutation(
         "reduce.cuh", "__syncthreads();\n      constexpr int width", "constexpr int width", BLOCK

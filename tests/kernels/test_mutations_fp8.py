@@ -25,8 +25,6 @@ import test_fp8 as of_recipes  # noqa: E402
 import test_quantized_matrices as of_quantized  # noqa: E402
 import test_survey as of_matrices  # noqa: E402
 
-pytestmark = pytest.mark.usefixtures("own_cache")
-
 IN_REGISTERS = cupynorm.Tile(8, 64, 2, exact=1)
 FETCHING_AHEAD = cupynorm.Tile(8, 64, 2, blocks_per_sm=2, exact=1)
 IN_A_RING = cupynorm.Tile(8, 64, 2, exact=1, stages=2)

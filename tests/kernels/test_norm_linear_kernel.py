@@ -199,7 +199,6 @@ BUGS = {
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("own_cache")
 @pytest.mark.parametrize("name", BUGS)
 def test_bugs_are_seen(name, tmp_path):
     folder = copy_of_sources(tmp_path / "cuda_src")

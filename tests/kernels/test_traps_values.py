@@ -162,9 +162,8 @@ def test_t02_wide_constant_rows(dtype, num_cols, strategy, statistics):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("residual", [False, True])
-def test_t02_wide_constant_rows_with_a_fused_multiply_add(residual, tmp_path, monkeypatch):
+def test_t02_wide_constant_rows_with_a_fused_multiply_add(residual, tmp_path):
     """On the CPU, with the multiply-add that a GPU's compiler makes of x_hat."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     folder = tmp_path / "cuda_src"
     shutil.copytree(nvrtc.cuda_src(), folder)
     header = folder / "mean_rstd.cuh"
