@@ -76,15 +76,34 @@ WIDTHS = (
 @pytest.mark.parametrize("scaling", SCALES)
 @pytest.mark.parametrize("num_cols", WIDTHS)
 def test_bytes_of_widths_with_tiles_for_8_bit_outputs(num_cols, scaling, device):
-    """Every pair of width, scaling, norm and dtype: both 16-bit dtypes have the same tiles."""
-    at = WIDTHS.index(num_cols) + list(SCALES).index(scaling)
-    dtype = (torch.bfloat16, torch.float16)[at % 2]
-    x = random(3, num_cols, dtype=dtype, device=device)
-    weight, bias = (random(num_cols, dtype=dtype, seed=seed, device=device) for seed in (1, 2))
-    if at // 2 % 2:
-        assert_exact("rms_norm", x, scaling, E5M2, weight=weight)
-    else:
-        assert_exact("layer_norm", x, scaling, weight=weight, bias=bias)
+    """One norm and dtype for each tile, in turns: most have the same."""
+    calls = [
+        (dtype, norm) for norm in ("layer_norm", "rms_norm") for dtype in ("bfloat16", "float16")
+    ]
+    first = (WIDTHS.index(num_cols) + SCALES.index(scaling)) % len(calls)
+    seen = set()
+    for dtype, norm in calls[first:] + calls[:first]:
+        centered = norm == "layer_norm"
+        fields = {"y": E4M3 if centered else E5M2, "weight": dtype, "amax": scaling == "given"}
+        problem = Problem(
+            "forward",
+            centered,
+            num_cols,
+            dtype,
+            Layout.of_new_arrays(num_cols),
+            bias=dtype if centered else None,
+            scaling=scaling,
+            **fields,
+        )
+        plan = make_plan(problem, GPUS["H200"], 3)
+        if (plan.strategy, plan.tile) in seen:
+            continue
+        seen.add((plan.strategy, plan.tile))
+        kind = getattr(torch, dtype)
+        x = random(3, num_cols, dtype=kind, device=device)
+        weight, bias = (random(num_cols, dtype=kind, seed=seed, device=device) for seed in (1, 2))
+        parameters = {"weight": weight, "bias": bias} if centered else {"weight": weight}
+        assert_exact(norm, x, scaling, fields["y"], **parameters)
 
 
 @pytest.mark.slow
