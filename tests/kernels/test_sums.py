@@ -24,16 +24,18 @@ from cupynorm.plan.strategies import STRATEGIES
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_residual(strategy, dtype, where):
-    for name, num_cols in (("layer_norm", 120), ("rms_norm", 77)):
-        case = Case(name, 4, num_cols, dtype, strategy=strategy, residual=True)
-        problem = random_problem(case)
-        fused = check(case, where)
-        # The same bits as normalizing the sum that it returns.
-        tile = dispatch.choose(forward_problem(case), where.device, strategy).tile
-        alone = replace(
-            problem, case=replace(case, residual=False, tile=tile), x=fused["sum"], residual=None
-        )
-        assert run_kernels(alone, where)["y"].tobytes() == fused["y"].tobytes()
+    # Packs or single elements and one of the norms by turns.
+    turn = (list(STRATEGIES).index(strategy) + list(DTYPES).index(dtype)) % 2
+    name, num_cols = (("layer_norm", 120), ("rms_norm", 77))[turn]
+    case = Case(name, 4, num_cols, dtype, strategy=strategy, residual=True)
+    problem = random_problem(case)
+    fused = check(case, where)
+    # The same bits as normalizing the sum that it returns.
+    tile = dispatch.choose(forward_problem(case), where.device, strategy).tile
+    alone = replace(
+        problem, case=replace(case, residual=False, tile=tile), x=fused["sum"], residual=None
+    )
+    assert run_kernels(alone, where)["y"].tobytes() == fused["y"].tobytes()
 
 
 # The sum has its own dtype, or the input is scaled first.

@@ -129,13 +129,16 @@ def test_t02_constant_rows(dtype, strategy, statistics, where):
     Here y is the bias, the mean is the value itself and dweight is 0.
     """
     checked = 0
-    for num_cols in (3, 7, 240, 768, 1000, 5000):
+    turn = list(DTYPES).index(dtype) + list(STRATEGIES).index(strategy)
+    turn += list(STATISTICS).index(statistics)
+    # Half of the widths by turns.
+    for num_cols in ((3, 240, 1000), (7, 768, 5000))[turn % 2]:
         case = Case("layer_norm", 0, num_cols, dtype, strategy=strategy, statistics=statistics)
         if fits(case, where.device):
             problem = with_rows(case, np.repeat(CONSTANTS[:, None], num_cols, axis=1))
             assert_constant_rows(problem, run_kernels(problem, where))
             checked += 1
-    assert checked >= 3
+    assert checked >= 2
 
 
 def wide_constant_rows(case: Case) -> Problem:
@@ -277,18 +280,21 @@ def spread(value: float, num_cols: int) -> np.ndarray:
 @pytest.mark.slow
 @pytest.mark.parametrize("statistics", STATISTICS)
 @pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("norm_name", NORMS)
-def test_t05_squares_that_nearly_overflow(norm_name, strategy, statistics, where):
+def test_t05_squares_that_nearly_overflow(strategy, statistics, where):
     """Elsewhere squares were summed in the dtype of x, which overflows first.
 
     Here they are summed in float32, or in float64 for float64.
     """
-    for dtype, value in (
-        ("float16", 6e4),
-        ("bfloat16", 1e18),
-        ("float32", 1e18),
-        ("float64", 1e150),
+    turn = list(STRATEGIES).index(strategy) + list(STATISTICS).index(statistics)
+    for at, (dtype, value) in enumerate(
+        (
+            ("float16", 6e4),
+            ("bfloat16", 1e18),
+            ("float32", 1e18),
+            ("float64", 1e150),
+        )
     ):
+        norm_name = NORMS[(turn + at) % 2]
         case = Case(norm_name, 0, 0, dtype, strategy=strategy, statistics=statistics)
         problem = with_rows(case, spread(value, 40))
         # dx is about 1 / value. The bound allows 0 where float32 underflows.
