@@ -235,7 +235,7 @@ def test_forward_without_y(strategy, tile, statistics, residual, where, monkeypa
 @pytest.mark.slow
 @pytest.mark.parametrize("statistics", STATISTICS)
 @pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("at, dtype", enumerate(["bfloat16", "float32", "float64"]))
+@pytest.mark.parametrize("at, dtype", [*enumerate(["bfloat16", "float32", "float64"])])
 def test_statistics(at, dtype, strategy, statistics, where):
     # Single elements or packs by turns.
     turn = at + list(STRATEGIES).index(strategy) + list(STATISTICS).index(statistics)

@@ -229,8 +229,8 @@ class Displaced:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("of_tensor, tensor", enumerate([*Displaced.puts, *Displaced.empties]))
-@pytest.mark.parametrize("of_dtype, dtype", enumerate(["float16", "float32", "float64"]))
+@pytest.mark.parametrize("of_tensor, tensor", [*enumerate((*Displaced.puts, *Displaced.empties))])
+@pytest.mark.parametrize("of_dtype, dtype", [*enumerate(("float16", "float32", "float64"))])
 def test_t11_unaligned_base_address(of_dtype, dtype, of_tensor, tensor, where):
     """Elsewhere a vector load from an unaligned address faulted.
 

@@ -37,7 +37,7 @@ def test_width(name, dtype, num_cols, where):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("at, num_cols", enumerate([1, 2, 7, 33, 768, 1000, 1025]))
+@pytest.mark.parametrize("at, num_cols", [*enumerate([1, 2, 7, 33, 768, 1000, 1025])])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_strategy_at_widths_where_another_is_chosen(dtype, at, num_cols, where):
     """Two of three strategies by turns, one for each norm, so that each has every width."""

@@ -152,6 +152,8 @@ def test_explicit_forward_and_backward_are_within_bounds(what, library):
         (what, wanted)
         for what in ("a stream of float32", "all", "a stream of the input's dtype")
         for wanted in itertools.product((False, True), repeat=6 if CASES[what].has_second else 4)
+        # These have all four states of every pair.
+        if sum(wanted) in (0, 1, len(wanted) - 1, len(wanted))
     ],
 )
 def test_only_the_wanted_gradients_are_returned(what, wanted, kernels):
