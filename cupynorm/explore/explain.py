@@ -165,10 +165,11 @@ class Explanation:
         if least is None:
             return f"{intensity:.1f} operations for each byte. The peaks of {device} are not known."
         bandwidth, operations = _PEAKS[device]
+        digits = 1 if least >= 1 else 3
         return (
             f"{intensity:.1f} operations for each byte, where {device} can do "
             f"{operations / bandwidth:.0f}: memory is the limit. {self.plan.bytes_moved:,} bytes "
-            f"at {bandwidth / 1e12:.2f} TB/s take at least {least:.1f} µs."
+            f"at {bandwidth / 1e12:.2f} TB/s take at least {least:.{digits}f} µs."
         )
 
     def roofline(self) -> Picture:
