@@ -20,11 +20,13 @@ from typing import NamedTuple
 import numpy as np
 
 from ..dtypes import DTYPES, compute_dtype
+from . import fitted_columns, fitted_rows, fitted_sums, fitted_terms, places
 from .allowed import half_ulp
 from .cases import Problem
-from .mistakes import Rows, candidates, of_statistics, rearrangements, round_to
+from .judged import SHARE, Candidate, Judged, best_of, counted_of, rest_of
+from .mistakes import Rows, candidates, cut_to, of_statistics, rearrangements, round_to
+from .patterns import of_line, pattern_of
 
-_SHARE = 0.95  # of elements that a mistake must explain
 _MOST_ELEMENTS = 2**17
 _UNKNOWN = "no mistake that is tried explains the numbers"
 
@@ -44,20 +46,6 @@ class Diagnosis(NamedTuple):
         return f"{self.pattern} off{size}; {self.cause}"
 
 
-class Judged(NamedTuple):
-    """One tensor that is off.
-
-    got, expected, allowed: float64 of one shape. off: which elements are. dtype: of the output.
-    """
-
-    tensor: str
-    dtype: str
-    got: np.ndarray
-    expected: np.ndarray
-    allowed: np.ndarray
-    off: np.ndarray
-
-
 def diagnose(problem: Problem, judged: Judged) -> Diagnosis:
     """The pattern, size and likely cause of what is off. judged.off has at least one element."""
     with np.errstate(all="ignore"):
@@ -73,7 +61,7 @@ def diagnosis(judged: Judged, mistakes: Iterable[tuple[str, np.ndarray]]) -> Dia
         for name, made in mistakes:
             allowed = 2 * (judged.allowed + half_ulp(made, judged.dtype))
             explained = np.abs(judged.got - made) <= allowed
-            if min(explained.mean(), explained[judged.off].mean()) >= _SHARE:
+            if min(explained.mean(), explained[judged.off].mean()) >= SHARE:
                 return _described(judged, name)
         return _described(judged, _UNKNOWN)
 
@@ -110,73 +98,20 @@ def _cause(problem: Problem, judged: Judged) -> str:
     if case.is_scaled or case.has_second or case.memory_efficient or case.round_x_hat:
         return unwritten or _narrow(judged)
     rows = Rows(problem)
+    counted = counted_of(rows, judged)
     return (
-        _best(judged, _every_candidate(rows, judged), _counted(rows, judged))
+        best_of(judged, _every_candidate(rows, judged), counted)
         or unwritten
         or _nearly_right(judged)
-        or _missing_row(rows, judged)
-        or _of_row_statistics(rows, judged)
+        or fitted_sums.of_sums(rows, judged)
+        or fitted_rows.of_roundings(rows, judged)
+        or places.of_places(judged, counted)
+        or fitted_rows.of_rows(rows, judged, counted)
+        or fitted_terms.of_terms(rows, judged, counted)
+        or fitted_columns.of_columns(rows, judged, counted)
+        or fitted_columns.of_groups(rows, judged, counted)
         or _narrow(judged)
     )
-
-
-# Patterns.
-
-
-def pattern_of(off: np.ndarray) -> str:
-    """Which elements are off: "all elements are", "row 3 is", "every 4th column is", ..."""
-    if off.all():
-        return "all elements are"
-    if off.sum() == 1:
-        where = ", ".join(str(each[0]) for each in np.nonzero(off))
-        return f"the element [{where}] is"
-    if off.ndim == 1:
-        return _of_line(off, "element") or f"{off.sum()} of {off.size} elements are"
-    in_row, in_col = off.any(axis=1), off.any(axis=0)
-    # Elements near 0 may be right in a row that is wrong.
-    of_rows = off[in_row].mean() > 0.5 and in_col.mean() > 0.5
-    of_cols = off[:, in_col].mean() > 0.5 and in_row.mean() > 0.5
-    if of_rows and of_cols and in_row.all() and in_col.all():
-        share = off.mean()
-        words = f"{share:.0%} of all elements" if share < 0.99 else "nearly all elements"
-        return f"{words}, in all rows and columns, are"
-    names = []
-    if of_cols and not in_col.all():
-        names.append(_of_line(in_col, "column"))
-    if of_rows and not in_row.all():
-        names.append(_of_line(in_row, "row"))
-    if any(names):
-        return next(filter(None, names))
-    rows, cols = np.flatnonzero(in_row), np.flatnonzero(in_col)
-    box = off[rows[0] : rows[-1] + 1, cols[0] : cols[-1] + 1]
-    if box.mean() > 0.5 and box.size < off.size:
-        return f"a block of rows {rows[0]} to {rows[-1]}, columns {cols[0]} to {cols[-1]} is"
-    return f"{off.sum()} of {off.size} elements, scattered, are"
-
-
-def _of_line(off: np.ndarray, name: str) -> str:
-    """Which rows, columns or elements of one dimension, or "" if all or in no order."""
-    at = np.flatnonzero(off)
-    steps = np.diff(at)
-    if len(at) == 1:
-        return f"{name} {at[0]} is"
-    if (steps == 1).all():
-        if at[-1] == len(off) - 1:
-            return f"the last {len(at)} {name}s are"
-        return f"{name}s {at[0]} to {at[-1]} are"
-    if len(at) > 2 and len(set(steps)) == 1:
-        return f"every {_ordinal(steps[0])} {name}, from {name} {at[0]}, is"
-    if len(at) <= 4:
-        return f"{name}s {', '.join(map(str, at[:-1]))} and {at[-1]} are"
-    return f"{len(at)} of {len(off)} {name}s are"
-
-
-def _ordinal(number: int) -> str:
-    ending = {1: "st", 2: "nd", 3: "rd"}.get(number % 10, "th")
-    return f"{number}{'th' if number % 100 in (11, 12, 13) else ending}"
-
-
-# Causes.
 
 
 def _spread_nan(problem: Problem, judged: Judged) -> str:
@@ -190,8 +125,8 @@ def _spread_nan(problem: Problem, judged: Judged) -> str:
     source = np.flatnonzero(has_nan)
     if not source.size:
         return ""
-    if got_nan.any() and np.isnan(judged.got)[judged.off].mean() >= _SHARE:
-        reached = _of_line(got_nan, "row").rpartition(" ")[0]
+    if got_nan.any() and np.isnan(judged.got)[judged.off].mean() >= SHARE:
+        reached = of_line(got_nan, "row").rpartition(" ")[0]
         return f"a NaN or infinity of row {source[0]} spreads to {reached}"
     if lost[source].any():
         return f"row {source[0]} has a NaN or infinity in x, and its result should be NaN"
@@ -208,25 +143,24 @@ def _unwritten(judged: Judged) -> str:
     return ""
 
 
-class _Candidate(NamedTuple):
-    """What a tensor would be by a mistake, and what is allowed of it."""
-
-    sentence: str
-    values: np.ndarray
-    allowed: np.ndarray
-
-
 def _nearly_right(judged: Judged) -> str:
-    if (_rest(judged, judged.expected, judged.allowed) <= 1).all():
+    if (rest_of(judged, judged.expected, judged.allowed) <= 1).all():
         return "errors are below twice what is allowed, as by one rounding too many"
     return ""
 
 
-def _every_candidate(rows: Rows, judged: Judged) -> Iterator[_Candidate]:
+def _every_candidate(rows: Rows, judged: Judged) -> Iterator[Candidate]:
     for sentence, values in _every_formula(rows, judged):
-        yield _Candidate(sentence, values, judged.allowed)
+        yield Candidate(sentence, values, judged.allowed)
+    if judged.tensor == "dbias":
+        x_hat = rows.x_hat
+        error = half_ulp(
+            rows.n**0.5 * (1 + np.abs(x_hat)) + np.abs(rows.mean) * rows.rstd, "float32"
+        )
+        allowed = judged.allowed + error.sum(axis=0)
+        yield Candidate("it is the sum of x_hat, not of dy", x_hat.sum(axis=0), allowed)
     for sentence, rearranged in rearrangements(judged.got.shape):
-        yield _Candidate(sentence, rearranged(judged.expected), rearranged(judged.allowed))
+        yield Candidate(sentence, rearranged(judged.expected), rearranged(judged.allowed))
 
 
 def _every_formula(rows: Rows, judged: Judged) -> Iterator[tuple[str, np.ndarray]]:
@@ -234,6 +168,8 @@ def _every_formula(rows: Rows, judged: Judged) -> Iterator[tuple[str, np.ndarray
     for dtype in ("float16", "bfloat16", "float32"):
         if DTYPES[dtype].digits < DTYPES[judged.dtype].digits:
             yield f"the result is rounded to {dtype}", round_to(judged.expected, dtype)
+        if DTYPES[dtype].digits <= DTYPES[judged.dtype].digits and dtype != "float32":
+            yield f"the result is cut to {dtype}, not rounded", cut_to(judged.expected, dtype)
     eps = _fitted_eps(rows, judged)
     if eps is not None:
         sentence = f"eps is about {eps:.3g}, not {rows.case.eps:g}"
@@ -241,140 +177,13 @@ def _every_formula(rows: Rows, judged: Judged) -> Iterator[tuple[str, np.ndarray
         yield sentence, of_statistics(rows, judged.tensor, rows.center, rstd)
 
 
-def _rest(judged: Judged, values: np.ndarray, allowed: np.ndarray) -> np.ndarray:
-    """|got - values| in units of twice what is allowed; infinite where only one of them is NaN."""
-    u = compute_dtype(judged.dtype).half_ulp
-    allowed = 2 * (allowed + half_ulp(values, judged.dtype))
-    allowed = np.where(np.isfinite(allowed), allowed, 0) + 16 * u * np.abs(values)
-    rest = np.abs(judged.got - values) / (allowed + np.finfo(np.float64).tiny)
-    same = (np.isnan(judged.got) & np.isnan(values)) | (judged.got == values)
-    rest = np.where(same, 0.0, rest)
-    return np.where(np.isnan(rest), np.inf, rest)
-
-
-def _best(judged: Judged, tried: Iterator[_Candidate], counted: np.ndarray) -> str:
-    """The mistake with the smallest rest among those that explain the numbers, or "".
-
-    counted: which elements are compared.
-    """
-    off = judged.off[counted]
-    if not off.any():
-        return ""
-    right = _rest(judged, judged.expected, judged.allowed)[counted]
-    best, smallest = "", float(np.minimum(right, 100).mean()) / 2
-    for sentence, values, allowed in tried:
-        rest = _rest(judged, values, allowed)[counted]
-        within = rest <= 1
-        if within.mean() < _SHARE or within[off].mean() < _SHARE:
-            continue
-        size = float(np.minimum(rest, 100).mean())
-        if size < 0.9 * smallest:
-            best, smallest = sentence, size
-    return best
-
-
-def _counted(rows: Rows, judged: Judged) -> np.ndarray:
-    """All elements but those of rows with a mean far above their spread, if most rows are left.
-
-    A mistake that is harmless elsewhere may amplify roundings there beyond what is allowed.
-    """
-    counted = np.ones(judged.got.shape, bool)
-    is_plain = (rows.mean**2 <= 100 * rows.var)[:, 0]
-    if len(counted) == len(is_plain) and is_plain.mean() >= 0.5:
-        if judged.tensor not in ("dweight", "dbias"):
-            counted[~is_plain] = False
-    return counted
-
-
-def _missing_row(rows: Rows, judged: Judged) -> str:
-    """A sum over rows that lacks one row, or counts it twice."""
-    if judged.tensor not in ("dweight", "dbias") or not 1 < len(rows.dy) <= 4096:
-        return ""
-    terms = rows.dy * (rows.x_hat if judged.tensor == "dweight" else 1.0)
-    error = judged.got - judged.expected
-    products = terms @ error / np.maximum((terms**2).sum(axis=1), np.finfo(np.float64).tiny)
-    row = int(np.argmax(np.abs(products) * np.sqrt((terms**2).sum(axis=1))))
-    times = float(np.rint(products[row]))
-    if times == 0:
-        return ""
-    words = f"row {row} is not summed" if times == -1 else f"row {row} counts {1 + times:g} times"
-    tried = _Candidate(words, judged.expected + times * terms[row], judged.allowed)
-    return _best(judged, iter([tried]), np.ones(judged.got.shape, bool))
-
-
-def _factors(rows: Rows, judged: Judged) -> tuple[np.ndarray, np.ndarray] | None:
-    """(factor of rstd, shift of x_hat) of each row, fitted to a tensor. None: they do not fit."""
-    got = judged.got
-    if judged.tensor == "rstd":
-        return got / rows.rstd[:, 0], np.zeros(len(got))
-    x_hat, none = rows.x_hat, np.zeros(len(got))
-    if judged.tensor == "y":
-        use = np.abs(rows.w) > 0.1
-        if not use.any():
-            return None
-        z = ((got - rows.bias) / np.where(use, rows.w, 1))[:, use]
-        base = x_hat[:, use]
-        shift_of = z.mean(axis=1) if rows.centered else none
-        lever = base - base.mean(axis=1, keepdims=True) if rows.centered else base
-        factor = (z * lever).sum(axis=1) / (lever**2).sum(axis=1)
-        shift = shift_of - factor * base.mean(axis=1) if rows.centered else none
-        made = (factor[:, None] * x_hat + shift[:, None]) * rows.w + rows.bias
-    elif judged.tensor == "dx" and rows.problem.dsum is None:
-        first = rows.wdy - rows.centered * rows.wdy.mean(axis=1, keepdims=True)
-        of_x_hat = (rows.wdy * x_hat).mean(axis=1)
-        # got = r * s * (first - s^2 * x_hat * of_x_hat): along x_hat, and across it.
-        along = (x_hat**2).sum(axis=1)
-        across = first - x_hat * ((first * x_hat).sum(axis=1) / along)[:, None]
-        factor = (got * across).sum(axis=1) / (across**2).sum(axis=1) / rows.rstd[:, 0]
-        shift = none
-        inner = first - (factor**2 * of_x_hat)[:, None] * x_hat
-        made = (rows.rstd[:, 0] * factor)[:, None] * inner
-    else:
-        return None
-    rest = _rest(judged, made, judged.allowed)
-    fits = (rest <= 4) | np.isnan(got)
-    return (factor, shift) if fits[judged.off].mean() >= _SHARE else None
-
-
-def _of_row_statistics(rows: Rows, judged: Judged) -> str:
-    """Rows that are off by a factor or a shift: a rounded mean, E[x^2] - E[x]^2, or 16 bits."""
-    fitted = _factors(rows, judged)
-    if fitted is None:
-        return ""
-    factor, shift = fitted
-    off = judged.off if judged.off.ndim == 1 else judged.off.any(axis=1)
-    spread, mean = rows.spread[:, 0], rows.mean[:, 0]
-    compute = compute_dtype(rows.case.sum)
-    if rows.centered:
-        rounding = 4 * (4 + np.sqrt(rows.n)) * compute.half_ulp * np.abs(mean) * rows.rstd[:, 0]
-        shifted = (np.abs(shift) <= rounding) & (np.abs(factor - 1) < np.abs(shift) / 4)
-        if shifted[off].mean() >= _SHARE:
-            return (
-                "the rounding error of the mean is left in x - mean: subtract the mean of "
-                "x - mean too"
-            )
-        implied = 1 / (factor * rows.rstd[:, 0]) ** 2 - rows.case.eps
-        rounding = 4 * (4 + np.sqrt(rows.n)) * compute.half_ulp * mean**2
-        explained = np.where(np.isfinite(implied), np.abs(implied - spread), spread) <= rounding
-        explained &= mean**2 > 100 * spread  # it is small in other rows
-        if explained[off].mean() >= _SHARE:
-            return (
-                "the variance is off by the rounding of mean^2, as in E[x^2] - E[x]^2: "
-                "subtract the mean first"
-            )
-    size = np.nanmedian(np.maximum(np.abs(factor - 1), np.abs(shift))[off])
-    if compute.half_ulp * 64 < size < 0.1 and off.mean() > 0.1:
-        return "mean or rstd of rows have errors of 16-bit arithmetic: accumulate them in float32"
-    return ""
-
-
 def _fitted_eps(rows: Rows, judged: Judged) -> float | None:
     """The eps that explains the row with the smallest variance."""
-    fitted = _factors(rows, judged)
+    fitted = fitted_rows.fit(rows, judged)
     if fitted is None:
         return None
     row = int(np.nanargmin(np.where(rows.spread[:, 0] > 0, rows.spread[:, 0], np.inf)))
-    eps = 1 / (fitted[0][row] * rows.rstd[row, 0]) ** 2 - rows.spread[row, 0]
+    eps = 1 / (fitted.factor[row] * rows.rstd[row, 0]) ** 2 - rows.spread[row, 0]
     is_other = np.isfinite(eps) and eps >= 0 and not np.isclose(eps, rows.case.eps, 0.01, 0)
     return float(eps) if is_other else None
 

@@ -29,7 +29,8 @@ from ..plan.dispatch import Plan
 from ..plan.functors import ROLES, BoundFunctor, Functor
 from .allowed import Expected, expect, half_ulp
 from .cases import Case, Problem, random_problem
-from .diagnosis import Judged, diagnosis
+from .diagnosis import diagnosis
+from .judged import Judged
 from .kernels import CpuMachine, GpuCheckMachine, uses_welford
 from .results import Finding, dtype_of, errors_of, judge
 

@@ -13,6 +13,7 @@ import numpy as np
 
 from ..dtypes import DTYPES, decode, encode
 from ..reference.layer_norm import scale
+from .allowed import half_ulp
 from .cases import Problem
 
 Named = tuple[str, np.ndarray]
@@ -59,6 +60,13 @@ def round_to(values: np.ndarray, dtype: str) -> np.ndarray:
     return decode(encode(values, dtype), dtype)
 
 
+def cut_to(values: np.ndarray, dtype: str) -> np.ndarray:
+    """Rounded toward 0."""
+    rounded = round_to(values, dtype)
+    step = 2 * half_ulp(2.0 ** np.floor(np.log2(np.abs(values))), dtype)
+    return np.where(np.abs(rounded) > np.abs(values), rounded - np.sign(values) * step, rounded)
+
+
 def summed_in(values: np.ndarray, dtype: str, axis: int) -> np.ndarray:
     """Sums that are rounded after each addition, kept as an axis of extent 1."""
     values = np.moveaxis(values, axis, 0)
@@ -91,6 +99,10 @@ def statistics(rows: Rows) -> Iterator[Statistics]:
         if not np.isclose(other, eps, rtol=1e-3, atol=0):
             yield of(f"eps is {other:g}, not {eps:g}", 1 / np.sqrt(spread + other))
     yield of("eps is squared", 1 / np.sqrt(spread + eps**2))
+    yield of("eps is subtracted", 1 / np.sqrt(spread - eps))
+    yield of("eps is added to 1 / sqrt(var), outside the square root", 1 / np.sqrt(spread) + eps)
+    larger = 1 / np.sqrt(np.maximum(spread, eps))
+    yield of("the larger of var and eps is taken, not var + eps", larger)
     if n > 1:
         unbiased = 1 / np.sqrt(spread * (n / (n - 1)) + eps)
         yield of("the variance is divided by num_cols - 1", unbiased)
@@ -100,6 +112,9 @@ def statistics(rows: Rows) -> Iterator[Statistics]:
     yield of("rstd is 1: x is not divided by the standard deviation", np.ones_like(center))
     if rows.centered:
         yield Statistics("mean and rstd are swapped", rows.rstd, rows.mean)
+        absolute = np.abs(rows.x - rows.mean).mean(axis=1, keepdims=True)
+        words = "the mean of |x - mean| stands for the standard deviation"
+        yield of(words, 1 / (absolute + eps))
         rest = np.sqrt(np.maximum(rows.square - rows.mean, 0) + eps)
         yield of("the mean is not squared in E[x^2] - E[x]^2", 1 / rest)
     for dtype in _NARROW[:2]:
@@ -181,22 +196,52 @@ def _of_y(rows: Rows) -> Iterator[Named]:
         if not rows.case.zero_centered_weight:
             other, words = 1 + rows.weight, "1 is added to a weight that is not zero-centred"
         yield words, x_hat * other + bias
+        yield "the weight multiplies twice", x_hat * w**2 + bias
+        yield "the weight divides", x_hat / w + bias
+        yield "the weight is that of the row, weight[row]", x_hat * _by_row(rows, w) + bias
         yield "the weight is that of the column before", x_hat * np.roll(w, 1) + bias
         yield "the weight is that of the column after", x_hat * np.roll(w, -1) + bias
     if rows.problem.bias is not None:
         yield "the bias is missing", x_hat * w
         yield "the bias is subtracted", x_hat * w - bias
+        yield "the bias is added twice", x_hat * w + 2 * bias
         yield "the bias is added before the weight multiplies", (x_hat + bias) * w
         yield "the bias is that of the column before", x_hat * w + np.roll(bias, 1)
         yield "the bias is that of the column after", x_hat * w + np.roll(bias, -1)
         if rows.problem.weight is not None:
             yield "weight and bias are missing", x_hat
             yield "weight and bias are swapped", x_hat * bias + rows.weight
-    for made in statistics(rows):
+            for shift, where in ((1, "before"), (-1, "after")):
+                both = x_hat * np.roll(w, shift) + np.roll(bias, shift)
+                yield f"weight and bias are those of the column {where}", both
+            of_row = x_hat * _by_row(rows, w) + _by_row(rows, bias)
+            yield "weight and bias are those of the row, weight[row] and bias[row]", of_row
+    for made in [*statistics(rows), *_wrong_axes(rows)]:
         yield made.sentence, of_statistics(rows, "y", made.mean, made.rstd)
+    if rows.centered:
+        yield (
+            "x * rstd - mean stands for (x - mean) * rstd",
+            (rows.x * rows.rstd - rows.mean) * w + bias,
+        )
+    right = x_hat * w + bias
+    yield "negative values are 0, as after a ReLU", np.maximum(right, 0)
     for dtype in _NARROW[:2]:
-        if DTYPES[dtype].digits < DTYPES[rows.case.dtype("y")].digits:
+        if DTYPES[dtype].digits <= DTYPES[rows.case.dtype("y")].digits:
             yield f"x_hat is rounded to {dtype}", round_to(x_hat, dtype) * w + bias
+
+
+def _by_row(rows: Rows, values: np.ndarray) -> np.ndarray:
+    """A parameter that is indexed by the row, as a column."""
+    return values[np.arange(len(rows.x)) % rows.n][:, None]
+
+
+def _wrong_axes(rows: Rows) -> Iterator[Statistics]:
+    """Statistics of columns, or of all of x."""
+    for axis, words in ((0, "each column, over the rows"), (None, "the whole tensor, not of rows")):
+        mean = rows.x.mean(axis=axis, keepdims=True) * rows.centered
+        square = ((rows.x - mean) ** 2).mean(axis=axis, keepdims=True)
+        what = "mean and rstd are" if rows.centered else "rstd is"
+        yield Statistics(f"{what} of {words}", mean, 1 / np.sqrt(square + rows.case.eps))
 
 
 def _gradient(wdy: np.ndarray, x_hat: np.ndarray, rstd: np.ndarray, centered: bool) -> np.ndarray:
@@ -227,6 +272,10 @@ def _of_plain_dx(rows: Rows) -> Iterator[Named]:
         yield "mean(wdy) is subtracted, as in LayerNorm", rstd * (wdy - extra - of_x_hat)
     yield "the term x_hat * mean(wdy * x_hat) is missing", rstd * (wdy - of_mean)
     if rows.problem.weight is not None:
+        twice = _gradient(wdy * rows.w, x_hat, rstd, rows.centered)
+        yield "the weight multiplies twice", twice
+        one = "the weight multiplies mean(dy), in the place of mean(wdy)"
+        yield one, rstd * (wdy - rows.w * dy.mean(axis=1, keepdims=True) * rows.centered - of_x_hat)
         yield "dy is not multiplied by the weight", _gradient(dy, x_hat, rstd, rows.centered)
         means = dy.mean(axis=1, keepdims=True) * rows.centered
         means = means + x_hat * (dy * x_hat).mean(axis=1, keepdims=True)
@@ -250,6 +299,14 @@ def _of_plain_dx(rows: Rows) -> Iterator[Named]:
     yield "rstd is missing", right
     yield "rstd is squared", rstd**2 * right
     yield "the mean terms are added, not subtracted", rstd * (wdy + of_mean + of_x_hat)
+    over_rows = rows.centered * wdy.mean(axis=0) + x_hat * (wdy * x_hat).mean(axis=0)
+    yield "the means are over the rows, not over the columns", rstd * (wdy - over_rows)
+    others = {"y": x_hat * rows.w + rows.bias, "x_hat * weight": x_hat * rows.w, "x": rows.x}
+    if rows.centered:
+        others["x - mean"] = rows.x - rows.mean
+    for name, other in others.items():
+        inner = wdy - of_mean - other * (wdy * other).mean(axis=1, keepdims=True)
+        yield f"{name} stands for x_hat", rstd * inner
     in_place = "x stands for x_hat in x_hat * mean(wdy * x_hat)"
     yield in_place, rstd * (wdy - of_mean - rows.x * sum_x_hat)
     no_mean = "x_hat lacks its factor x_hat in x_hat * mean(wdy * x_hat)"
@@ -270,6 +327,8 @@ def _of_dweight(rows: Rows) -> Iterator[Named]:
 
 
 def _of_dbias(rows: Rows) -> Iterator[Named]:
+    dx = _gradient(rows.wdy, rows.x_hat, rows.rstd, rows.centered)
+    yield "it is the sum of dx, not of dy", dx.sum(axis=0)
     yield "it is dweight: the sum of dy * x_hat", (rows.dy * rows.x_hat).sum(axis=0)
     yield "dy is multiplied by the weight", rows.wdy.sum(axis=0)
     if rows.case.num_rows == rows.n:

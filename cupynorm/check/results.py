@@ -10,7 +10,8 @@ import numpy as np
 from ..dtypes import DTYPES, compute_dtype
 from .allowed import Expected, expect
 from .cases import Case, Problem
-from .diagnosis import Diagnosis, Judged, diagnose
+from .diagnosis import Diagnosis, diagnose
+from .judged import Judged
 
 
 @dataclass(frozen=True)

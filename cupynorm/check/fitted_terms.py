@@ -1,0 +1,184 @@
+"""dx as a sum of three terms: which of them is wrong, and by which factor.
+
+    dx = rstd * (wdy - mean(wdy) - x_hat * mean(wdy * x_hat))
+
+The factors of wdy, 1 and x_hat are fitted to each row. A term is right if the row is explained with
+its factor as it should be.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import combinations
+
+import numpy as np
+
+from .judged import Candidate, Judged, best_of, explains
+from .mistakes import Rows
+from .places import moves, nearest
+
+Maker = Callable[[str, dict], Candidate]  # of a sentence and changed factors
+
+_FEWEST_COLS = 12
+_OF_16_BITS = 2.0**-7  # of the size of wdy: what 16-bit sums are off by
+_NAMES = ("wdy", "mean(wdy)", "x_hat * mean(wdy * x_hat)")
+
+
+class _Terms:
+    """The terms of dx: bases [num_rows, num_cols] and their right factors [num_rows, 1]."""
+
+    def __init__(self, rows: Rows) -> None:
+        of_mean = rows.wdy.mean(axis=1, keepdims=True)
+        of_x_hat = (rows.wdy * rows.x_hat).mean(axis=1, keepdims=True)
+        bases = (rows.wdy, np.ones_like(rows.wdy), rows.x_hat)
+        factors = (rows.rstd, -rows.rstd * of_mean * rows.centered, -rows.rstd * of_x_hat)
+        self.names = [name for name in _NAMES if rows.centered or name != _NAMES[1]]
+        self.bases = dict(zip(_NAMES, bases))
+        self.factors = {name: each for name, each in zip(_NAMES, factors) if name in self.names}
+        more = 0.0 if rows.problem.dsum is None else rows.problem.dsum
+        self.more = np.broadcast_to(more, rows.wdy.shape)
+
+    def made(self, changed: Mapping[str, np.ndarray | float]) -> np.ndarray:
+        """dx with other factors, relative to the right ones."""
+        total = self.more
+        for name in self.names:
+            total = total + changed.get(name, 1.0) * self.factors[name] * self.bases[name]
+        return total
+
+    def fitted(self, judged: Judged, wrong: Sequence[str]) -> dict[str, np.ndarray]:
+        """The factors of some terms, relative to the right ones, when the others are right."""
+        left = judged.got - self.made(dict.fromkeys(wrong, 0.0))
+        bases = np.stack([self.factors[name] * self.bases[name] for name in wrong], axis=-1)
+        usable = np.isfinite(left).all(axis=1) & np.isfinite(bases).all(axis=(1, 2))
+        found = np.full((len(left), len(wrong)), np.nan)
+        found[usable] = np.einsum(
+            "rkc,rc->rk", np.linalg.pinv(bases[usable]), left[usable], optimize=True
+        )
+        return {name: found[:, at : at + 1] for at, name in enumerate(wrong)}
+
+
+def of_terms(rows: Rows, judged: Judged, counted: np.ndarray) -> str:
+    """Which term of dx is wrong, or "" if dx is no sum of the terms."""
+    if judged.tensor != "dx" or rows.n < _FEWEST_COLS:
+        return ""
+    terms = _Terms(rows)
+    for count in range(1, len(terms.names) + 1):
+        for wrong in combinations(terms.names, count):
+            factors = terms.fitted(judged, wrong)
+            if explains(judged, terms.made(factors), counted):
+                tried = _explanations(rows, terms, judged, factors)
+                return best_of(judged, tried, counted) or _which(rows, terms, factors)
+    return ""
+
+
+def _which(rows: Rows, terms: _Terms, factors: dict[str, np.ndarray]) -> str:
+    """The names of the wrong terms and of the right ones."""
+    if len(factors) == len(terms.names):
+        return "all terms are wrong: are rstd and the means those of this row?"
+    right = [name for name in terms.names if name not in factors]
+    if _NAMES[0] in factors:
+        return f"the term {' and '.join(factors)} is wrong; {' and '.join(right)} is right"
+    size = np.sqrt((rows.wdy**2).mean(axis=1, keepdims=True)) * rows.rstd
+    error = [np.abs(terms.factors[name] * (each - 1)) / size for name, each in factors.items()]
+    if np.nanmedian(error) < _OF_16_BITS:
+        words = "is nearly right, as a sum in 16 bits: accumulate it in float32"
+        if len(factors) > 1:
+            words = "are nearly right, as sums in 16 bits: accumulate them in float32"
+    else:
+        words = "is wrong, the others are right" if len(factors) == 1 else "are wrong"
+    return f"{_terms(list(factors))} {words}"
+
+
+def _explanations(
+    rows: Rows, terms: _Terms, judged: Judged, factors: dict[str, np.ndarray]
+) -> Iterator[Candidate]:
+    def of(sentence: str, changed: dict[str, np.ndarray]) -> Candidate:
+        return Candidate(sentence, terms.made(changed), judged.allowed)
+
+    if len(factors) == len(terms.names):
+        yield from _of_rstd(rows, of, factors)
+    elif _NAMES[0] not in factors:
+        yield from _of_means(rows, terms, of, factors)
+
+
+def _of_rstd(rows: Rows, of: Maker, factors: dict[str, np.ndarray]) -> Iterator[Candidate]:
+    """All terms have the same wrong factor in a row."""
+    common = factors[_NAMES[0]]
+    found = nearest(np.log(np.abs(common * rows.rstd)).T, np.log(rows.rstd).T)
+    for words, source in moves(found, "row", "rstd"):
+        yield of(words, dict.fromkeys(factors, rows.rstd[source] / rows.rstd))
+    low, high = np.nanmin(common), np.nanmax(common)
+    same = dict.fromkeys(factors, common)
+    yield of(f"rstd is wrong, by a factor of {low:.4g} to {high:.4g}; the means are right", same)
+
+
+def _of_means(
+    rows: Rows, terms: _Terms, of: Maker, factors: dict[str, np.ndarray]
+) -> Iterator[Candidate]:
+    """The means, or one of them, are wrong."""
+    names, n = list(factors), rows.n
+    has_all = len(names) == len(terms.names) - 1
+    factor = _median(factors, terms)
+    if factor > 0:
+        count = float(np.rint(n / factor))
+        if count > 0:
+            words = f"{_sums(names)} {_are(names)} divided by {count:g}, not by {n} columns"
+            yield of(words, dict.fromkeys(names, n / count))
+    words = f"{_terms(names)} {_are(names)} {factor:.3g} times what {_they(names)} should be"
+    yield of(words, dict.fromkeys(names, factor))
+    one = f"rstd does not multiply {_terms(names)}"
+    yield of(
+        "rstd multiplies wdy alone, not the means" if has_all else one,
+        dict.fromkeys(names, 1 / rows.rstd),
+    )
+    yield of(f"rstd multiplies {_terms(names)} twice", dict.fromkeys(names, rows.rstd))
+    # Sums over the first or the last columns, divided by all, or by those that they have.
+    products = {_NAMES[1]: rows.wdy, _NAMES[2]: rows.wdy * rows.x_hat}
+    for step, which in ((1, "first"), (-1, "last")):
+        sums = {name: np.cumsum(products[name][:, ::step], axis=1) for name in names}
+        for divided, scale in ((False, 1.0), (True, n / np.arange(1, n + 1))):
+            far = sum(
+                np.nan_to_num(np.abs(each * scale - factors[name] * each[:, -1:])).mean(axis=0)
+                for name, each in sums.items()
+            )
+            at = int(np.argmin(far))
+            changed = {
+                name: (each * scale)[:, at : at + 1] / each[:, -1:] for name, each in sums.items()
+            }
+            has = "has" if len(names) == 1 else "have"
+            words = f"{_sums(names)} {has} only the {which} {at + 1} of {n} columns"
+            words += f", and {_are(names)} divided by {at + 1 if divided else n}"
+            if at + 1 < n:
+                yield of(words, changed)
+
+
+def _median(factors: dict[str, np.ndarray], terms: _Terms) -> float:
+    """The median factor over rows. Rows in which a term is large count more."""
+    values = np.concatenate(list(factors.values()))[:, 0]
+    weights = np.abs(np.concatenate([terms.factors[name] for name in factors]))[:, 0]
+    usable = np.isfinite(values) & np.isfinite(weights)
+    if not usable.any():
+        return 1.0
+    order = np.argsort(values[usable])
+    total = np.cumsum(weights[usable][order])
+    return float(values[usable][order][np.searchsorted(total, total[-1] / 2)])
+
+
+# Words.
+
+
+def _terms(names: list[str]) -> str:
+    return f"the term{'s' * (len(names) > 1)} {' and '.join(names)}"
+
+
+def _sums(names: list[str]) -> str:
+    inner = [name.removeprefix("x_hat * ")[len("mean(") : -1] for name in names]
+    return f"the sum{'s' * (len(names) > 1)} of {' and '.join(inner)}"
+
+
+def _are(names: list[str]) -> str:
+    return "is" if len(names) == 1 else "are"
+
+
+def _they(names: list[str]) -> str:
+    return "it" if len(names) == 1 else "they"
