@@ -128,6 +128,22 @@ def test_it_runs(path, monkeypatch):
 
 
 @pytest.mark.slow
+def test_the_width_that_notebook_4_asks_for_runs(monkeypatch):
+    skip_without_compiler()
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    path = next(path for path in NOTEBOOKS if path.stem.startswith("4_"))
+    notebook = read(path)
+    assert any("Try `num_cols = 1024`" in cell.source for cell in notebook.cells)
+    changed = next(cell for cell in code_cells(notebook) if "num_cols = 128" in cell.source)
+    changed.source = changed.source.replace("num_cols = 128", "num_cols = 1024")
+    resources = {"metadata": {"path": str(path.parent)}}
+    nbclient.NotebookClient(
+        notebook, timeout=90, kernel_name="python3", resources=resources
+    ).execute()  # raises if a cell does
+    assert any(" x 1024 float32 block" in text_of(cell) for cell in code_cells(notebook))
+
+
+@pytest.mark.slow
 def test_another_width_runs_and_changes_what_is_printed(monkeypatch):
     """The first change that notebook 2 asks for."""
     skip_without_compiler()
