@@ -35,7 +35,9 @@ def start(
 
     device: "cpu" (gloo) or "cuda" (NCCL, a GPU for each rank; gloo where there are fewer).
     """
-    parts = [ROOT, ROOT / "tests", ROOT / "tests" / "linear", os.environ.get("PYTHONPATH")]
+    folders = ("linear", "passes")
+    parts = [ROOT, ROOT / "tests", *(ROOT / "tests" / each for each in folders)]
+    parts.append(os.environ.get("PYTHONPATH"))
     variables = os.environ | WITHOUT_MULTICAST
     variables |= {
         "PYTHONPATH": os.pathsep.join(str(part) for part in parts if part),

@@ -160,7 +160,7 @@ def test_inductor_gives_the_results():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("mode", [None, "reduce-overhead"])
+@pytest.mark.parametrize("mode", [None, "reduce-overhead", "max-autotune"])
 @pytest.mark.parametrize("case", ["gpt2", "llama", "dit", "mamba"])
 def test_compiled_models_on_a_gpu(case, mode):
     """With inductor's code, also captured in CUDA graphs: three steps on fresh inputs."""

@@ -415,13 +415,14 @@ def block(x, r):
     return functional.layer_norm(added, (WIDTH,)), added
 
 
-def test_inductor_applies_the_passes():
+@pytest.mark.parametrize("mode", [None, "max-autotune"])
+def test_inductor_applies_the_passes(mode):
     given = [x().requires_grad_(), x(seed=1).requires_grad_()]
     results = []
     uncached = inductor.patch(force_disable_caches=True)  # or nothing may be left to report
     with uncached, cupynorm.compile_passes(replace="all") as passes:
         torch.compiler.reset()
-        for function in (block, torch.compile(block)):
+        for function in (block, torch.compile(block, mode=mode)):
             y, added = function(*given)
             results.append((y, added, *torch.autograd.grad((y * y * y).sum() + added.sum(), given)))
     for one, other in zip(*results):
