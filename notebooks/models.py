@@ -16,8 +16,9 @@ cupynorm-compiled   as cupynorm                             each block
 passes-compiled     as torch                                each block, cupynorm.compile_passes
 
 A step of training is forward and backward: under autocast to bfloat16, or with weights in bfloat16
-where such models are trained so. Inference has all weights in bfloat16. A CPU computes in float32
-and compiles only the runs that --runs names.
+where such models are trained so. Inference has all weights in bfloat16; on a GPU it is also timed
+in a CUDA graph, whose step copies its inputs and replays. A CPU computes in float32 and compiles
+only the runs that --runs names.
 
 The distance of a run from the run torch is compared as in train_gpt.py: with that of torch's norms
 computed in float64 and rounded once, which roundings alone explain.
@@ -34,7 +35,7 @@ from pathlib import Path
 import torch
 from models_decoders import Decoder, Gpt2
 from models_encoders import Bert, Dit, Vit
-from models_report import COMPILED, PASSES, PHASES, RUNS, Result, plot
+from models_report import COMPILED, PASSES, PHASES, RUNS, SHOWN, Result, plot
 from models_steps import NUM_WARM, Settings, Subject, compile_in_processes, measure, on_gpu
 from tqdm import tqdm
 
@@ -214,13 +215,15 @@ def run(given: argparse.Namespace, arguments: Sequence[str]) -> Result:
     todo = [name for name in given.models if name not in result.models]
     if given.jobs > 1 and set(runs) & set(COMPILED):
         compile_in_processes([MODELS[name] for name in todo], settings, given.jobs)
-    num_steps = len(todo) * len(PHASES) * (NUM_WARM + given.steps)
+    num_phases = len(SHOWN if on_gpu(given.device) else PHASES)
+    num_steps = len(todo) * num_phases * (NUM_WARM + given.steps)
     with tqdm(total=num_steps, unit="step", leave=False) as bar:
         for name in todo:
             try:
                 result.models[name], failures = measure(MODELS[name], settings, bar)
             except Exception as error:  # keep the other models
                 failures = [f"{MODELS[name].title} failed: {type(error).__name__}: {error}"]
+            result.models = {each: result.models[each] for each in MODELS if each in result.models}
             result.left_out += failures
             if given.json:
                 given.json.write_text(result.to_json() + "\n", encoding="utf-8")

@@ -25,6 +25,8 @@ TITLES = {
     PASSES: "graph passes",
 }
 PHASES = ("training", "inference")
+GRAPHED = "inference in a CUDA graph"  # on a GPU
+SHOWN = (*PHASES, GRAPHED)
 FLOAT64 = "float64"
 # A distance comes from roundings, which vary by chance. The norms of a run cause few of them: the
 # runs share all other roundings, until the first difference spreads.
@@ -50,11 +52,14 @@ class Phase:
         """Milliseconds."""
         return quartiles(self.milliseconds[run])[1]
 
-    def gain(self, run: str, other: str) -> float | None:
-        """By which share `run` is faster than `other`; None if one was not measured."""
+    def gain(self, run: str, other: str) -> tuple[float, float] | None:
+        """By which share `run` is faster than `other` in the same turn: median, and half the
+        distance between the quartiles. None if one was not measured."""
         if not (self.milliseconds.get(run) and self.milliseconds.get(other)):
             return None
-        return self.median(other) / self.median(run) - 1
+        turns = zip(self.milliseconds[other], self.milliseconds[run])
+        low, middle, high = quartiles([theirs / ours - 1 for theirs, ours in turns])
+        return middle, (high - low) / 2
 
     def limit(self, run: str, quantity: str) -> float:
         """How far a run may be from torch by roundings alone.
@@ -132,7 +137,8 @@ class Result:
         tiny = "Tiny models of the same kinds. " if self.settings["quick"] else ""
         return (
             f"{tiny}Milliseconds a step: median of {self.settings['steps']} steps on fresh random "
-            "inputs, ± half the distance between the quartiles; the runs take turns"
+            "inputs, ± half the distance between the quartiles; the runs take turns, and a gain is "
+            "the median over the turns"
         )
 
     def runs(self) -> list[str]:
@@ -144,6 +150,11 @@ class Result:
             for run in phase.milliseconds
         }
         return [run for run in RUNS if run in measured]
+
+    def phases(self) -> list[str]:
+        """Those that were measured of any model."""
+        found = [model.phases for model in self.models.values()]
+        return [phase for phase in SHOWN if any(phase in each for each in found)]
 
     def times(self, phase: str) -> list[list[str]]:
         """The table of times of a phase. A run of cupynorm is followed by its gain over torch."""
@@ -159,7 +170,7 @@ class Result:
                 row.append(_time(found.milliseconds.get(run)))
                 if others.get(run) in runs:
                     gain = found.gain(run, others[run])
-                    row.append("-" if gain is None else f"{gain:+.1%}")
+                    row.append("-" if gain is None else f"{gain[0]:+.1%} ± {100 * gain[1]:.1f}")
             rows.append(row)
         return rows
 
@@ -168,11 +179,12 @@ class Result:
         runs = [run for run in self.runs() if run != "torch"]
         rows = [["model", "distance of", "roundings", *(TITLES[run] for run in runs)]]
         for model in self.models.values():
-            for phase in model.phases.values():
+            for name, phase in model.phases.items():
                 for quantity in phase.distances.get(FLOAT64, ()):
+                    what = f"{quantity} in a CUDA graph" if name == GRAPHED else quantity
                     found = (phase.distances.get(run, {}).get(quantity) for run in (FLOAT64, *runs))
                     shown = ["-" if each is None else f"{each:.0e}" for each in found]
-                    rows.append([model.title, quantity, *shown])
+                    rows.append([model.title, what, *shown])
         return rows
 
     def kernels(self) -> list[list[str]]:
@@ -193,9 +205,9 @@ class Result:
         for other, ours in PAIRS.items():
             for run in ours:
                 ranges = []
-                for phase in PHASES:
+                for phase in SHOWN:
                     found = (model.phases.get(phase, Phase()) for model in self.models.values())
-                    gains = [gain for each in found if (gain := each.gain(run, other)) is not None]
+                    gains = [gain[0] for each in found if (gain := each.gain(run, other))]
                     if gains:
                         ranges.append(f"{min(gains):+.1%} to {max(gains):+.1%} in {phase}")
                 if ranges:
@@ -206,7 +218,7 @@ class Result:
     def __str__(self) -> str:
         lines = [self.headline(), self.method()]
         lines += [f"{model.title}: {model.about}" for model in self.models.values()]
-        for phase in PHASES:
+        for phase in self.phases():
             lines += ["", phase, as_text(self.times(phase))]
         kernels = self.kernels()
         if len(kernels) > 1:
@@ -223,8 +235,13 @@ class Result:
         """The tables of docs/benchmarks.md."""
         lines = [_wrapped(f"{self.headline()}. {self.method()}."), ""]
         lines += [_wrapped(f"- {model.title}: {model.about}.") for model in self.models.values()]
-        for phase in PHASES:
-            lines += ["", f"{phase.capitalize()}:", "", *_markdown(self.times(phase), 1)]
+        for phase in self.phases():
+            title = phase[:1].upper() + phase[1:]
+            lines += ["", f"{title}:", "", *_markdown(self.times(phase), 1)]
+        kernels = self.kernels()
+        if len(kernels) > 1:
+            lines += ["", "Milliseconds that the GPU computes in a step:", ""]
+            lines += _markdown(kernels, 2)
         lines += ["", "Relative distance from torch's eager run, the largest of all inputs:"]
         lines += ["", *_markdown(self.distances(), 2)]
         lines += ["", *(_wrapped(f"- {each}") for each in (*self.gains(), *self.left_out))]

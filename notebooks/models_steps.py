@@ -5,6 +5,7 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import copy
+import functools
 import math
 import multiprocessing
 import time
@@ -13,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 from models_decoders import Batch
-from models_report import COMPILED, FLOAT64, PASSES, PHASES, ModelResult, Phase
+from models_report import COMPILED, FLOAT64, GRAPHED, PASSES, PHASES, ModelResult, Phase
 from tqdm import tqdm
 from train_gpt import norms_in_float64
 
@@ -22,6 +23,7 @@ import cupynorm
 BACKEND = "inductor"
 NUM_COMPARED = 3  # inputs on which the runs are compared
 NUM_WARM = 2  # steps of each run after that, not timed
+NUM_PROFILED = 3
 
 
 class Subject(NamedTuple):
@@ -61,6 +63,9 @@ class Variant(NamedTuple):
     run: str
     model: torch.nn.Module
     backend: Backend
+
+
+Call = Callable[[Batch], torch.Tensor]  # a step of one run
 
 
 class Settings(NamedTuple):
@@ -131,7 +136,7 @@ class Step:
 
     def __init__(self, phase: str, subject: Subject, settings: Settings) -> None:
         self.trains, self.device = phase == "training", settings.device
-        self.batch_size = subject.batch[settings.quick]
+        self.batch_size, self.num_timed = subject.batch[settings.quick], settings.steps
         self.autocast = self.trains and on_gpu(self.device) and subject.weights is torch.float32
         self.changes: list[str] = []
         self.generator = torch.Generator(self.device).manual_seed(settings.seed)
@@ -163,20 +168,25 @@ class Step:
         loss.backward()
         return loss.detach()
 
-    def timed(self, model: torch.nn.Module, batch: Batch) -> float:
+    def timed(self, call: Call, batch: Batch) -> float:
         """Milliseconds until the GPU is done."""
         self.wait()
         start = time.perf_counter()
-        self(model, batch)
+        call(batch)
         self.wait()
         return 1e3 * (time.perf_counter() - start)
 
-    def kernels(self, model: torch.nn.Module, batch: Batch) -> float:
-        """Milliseconds that a GPU computes in a step, by torch.profiler."""
+    def kernels(self, call: Call, batch: Batch) -> float:
+        """Milliseconds that a GPU computes in a step, by torch.profiler: the mean of a few steps,
+        for its start lets the clocks of the GPU fall."""
+        call(batch)
+        self.wait()
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiled:
-            self(model, batch)
+            for _ in range(NUM_PROFILED):
+                call(batch)
             self.wait()
-        return sum(each.self_device_time_total for each in profiled.key_averages()) / 1e3
+        total = sum(each.self_device_time_total for each in profiled.key_averages())
+        return total / NUM_PROFILED / 1e3
 
     def wait(self) -> None:
         if on_gpu(self.device):
@@ -189,6 +199,24 @@ class Step:
         if not self.trains:
             return {"outputs": [result]}
         return {"loss": [result], "gradients": [each.grad for each in variant.model.parameters()]}
+
+
+class Replay:
+    """A step of inference in a CUDA graph: each call copies its inputs into those of the graph."""
+
+    def __init__(self, step: Step, model: torch.nn.Module, batch: Batch) -> None:
+        self.inputs = tuple(each.clone() for each in batch[0])
+        captured = self.inputs, batch[1]
+        step(model, captured)
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph):
+            self.output = step(model, captured)
+
+    def __call__(self, batch: Batch) -> torch.Tensor:
+        for own, each in zip(self.inputs, batch[0]):
+            own.copy_(each)
+        self.graph.replay()
+        return self.output
 
 
 def distance(found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> float:
@@ -208,6 +236,10 @@ def distance(found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) ->
     return of_difference / of_expected
 
 
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+
+
 def compare(step: Step, variants: list[Variant], phase: Phase) -> dict[str, str]:
     """Compares all variants on a few inputs, which also compiles. Returns run -> why it failed."""
     failed: dict[str, str] = {}
@@ -220,8 +252,7 @@ def compare(step: Step, variants: list[Variant], phase: Phase) -> dict[str, str]
                 found = step.quantities(variant, batch)
                 distances = {name: distance(found[name], expected[name]) for name in found}
             except Exception as error:  # keep the other runs
-                line = str(error).strip().partition("\n")[0]
-                failed[variant.run] = f"{type(error).__name__}: {line}"
+                failed[variant.run] = _first_line(error)
                 continue
             largest = phase.distances.setdefault(variant.run, {})
             for name, each in distances.items():
@@ -250,26 +281,65 @@ def measure(subject: Subject, settings: Settings, bar: tqdm) -> tuple[ModelResul
         for variant in timed:
             if variant.run in COMPILED and variant.backend.num_graphs == before[variant.run]:
                 raise RuntimeError(f"{variant.run} was not compiled for {phase}")
-        for at in range(NUM_WARM + settings.steps):
-            batch = step.batch(model)
-            # Each run is first, second, ... equally often.
-            turn = at % len(timed)
-            for variant in timed[turn:] + timed[:turn]:
-                milliseconds = step.timed(variant.model, batch)
-                if at >= NUM_WARM:
-                    taken = found.milliseconds.setdefault(variant.run, [])
-                    taken.append(round(milliseconds, 4))
-            bar.update()
-        if on_gpu(settings.device):
-            batch = step.batch(model)
-            for _ in range(2):  # the profiler's start lets the clocks of the GPU fall
-                for each in timed:
-                    computed = step.kernels(each.model, batch)
-                    least = min(computed, found.kernels.get(each.run, computed))
-                    found.kernels[each.run] = least
+        calls = {each.run: functools.partial(step, each.model) for each in timed}
+        time_in_turns(step, calls, model, found, bar)
         found.changes = step.changes
         result.phases[phase] = found
+    if on_gpu(settings.device):
+        bar.set_description(f"{subject.title}, {GRAPHED}")
+        alike = [each for each in variants if each.run not in failed]
+        result.phases[GRAPHED], failed = measure_graphs(step, alike, bar)
+        left_out += [
+            f"{subject.title}, {GRAPHED}: {run} failed: {why}" for run, why in failed.items()
+        ]
     return result, left_out
+
+
+def measure_graphs(step: Step, variants: list[Variant], bar: tqdm) -> tuple[Phase, dict[str, str]]:
+    """Inference in CUDA graphs, and run -> why it failed.
+
+    Outputs are compared with those of the first variant without a graph. What roundings explain is
+    found without a graph too.
+    """
+    found, failed, calls = Phase(), {}, {}
+    model = variants[0].model
+    for variant in variants:
+        try:
+            if variant.run == FLOAT64:
+                replay = functools.partial(step, variant.model)
+            else:
+                replay = calls[variant.run] = Replay(step, variant.model, step.batch(model))
+            for _ in range(NUM_COMPARED):
+                batch = step.batch(model)
+                each = distance([replay(batch)], [step(model, batch)])
+                largest = found.distances.setdefault(variant.run, {"outputs": 0.0})
+                largest["outputs"] = max(each, largest["outputs"])
+        except Exception as error:  # keep the other runs
+            failed[variant.run] = _first_line(error)
+            calls.pop(variant.run, None)
+    time_in_turns(step, calls, model, found, bar)
+    return found, failed
+
+
+def time_in_turns(
+    step: Step, calls: dict[str, Call], model: torch.nn.Module, found: Phase, bar: tqdm
+) -> None:
+    """Times all runs on the same inputs.
+
+    Each is first, second, ... equally often, and after each neighbour equally often.
+    """
+    runs = [*calls]
+    for at in range(NUM_WARM + step.num_timed):
+        batch = step.batch(model)
+        turn = at % max(1, len(runs))
+        for run in (runs[turn:] + runs[:turn])[:: -1 if at % 2 else 1]:
+            milliseconds = step.timed(calls[run], batch)
+            if at >= NUM_WARM:
+                found.milliseconds.setdefault(run, []).append(round(milliseconds, 4))
+        bar.update()
+    if on_gpu(step.device):
+        batch = step.batch(model)
+        found.kernels = {run: step.kernels(call, batch) for run, call in calls.items()}
 
 
 def compile_ahead(subject: Subject, run: str, settings: Settings) -> None:

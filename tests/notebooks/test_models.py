@@ -57,6 +57,54 @@ def result_of(times, distances, **settings) -> report.Result:
     )
 
 
+def test_a_gain_is_of_equal_turns():
+    """Not of medians: the second run is 1% faster in each turn, while both become slower."""
+    slow = [1.01, 2.02, 4.04, 8.08]
+    found = report.Phase({"torch": slow, "cupynorm": [1.0, 2.0, 4.0, 8.0]})
+    assert found.gain("cupynorm", "torch") == pytest.approx((0.01, 0))
+    assert found.gain("cupynorm", "torch-compiled") is None
+
+
+class Again:
+    """A replay that calls the model, for machines without CUDA graphs."""
+
+    def __init__(self, step, model, batch):
+        self.step, self.model = step, model
+
+    def __call__(self, batch):
+        return self.step(self.model, batch)
+
+
+def test_inference_in_graphs_is_compared_and_timed(example, monkeypatch):
+    class Stale(Again):
+        """Forgets to copy its inputs."""
+
+        def __call__(self, batch):
+            self.batch = getattr(self, "batch", batch)
+            return super().__call__(self.batch)
+
+    torch.set_num_threads(1)
+    settings = steps.Settings(("torch", "cupynorm"), 4, True, "cpu", 0)
+    model = steps.make(example.MODELS["dit"], settings)
+    variants = [steps.variant_of(model, run) for run in ("torch", "float64", "cupynorm")]
+    step = steps.Step("inference", example.MODELS["dit"], settings)
+    for replay, is_wrong in ((Again, False), (Stale, True)):
+        monkeypatch.setattr(steps, "Replay", replay)
+        found, failed = steps.measure_graphs(step, variants, steps.tqdm(disable=True))
+        assert not failed and [*found.distances] == ["torch", "float64", "cupynorm"]
+        assert {run: len(each) for run, each in found.milliseconds.items()} == {
+            "torch": 4,
+            "cupynorm": 4,
+        }
+        assert (found.distances["cupynorm"]["outputs"] > 0.1) == is_wrong
+    made = result_of({}, {})
+    made.models["gpt2"].phases = {report.GRAPHED: found}
+    assert made.too_far and [row[1] for row in made.distances()[1:]] == ["outputs in a CUDA graph"]
+    monkeypatch.setattr(steps, "Replay", lambda *each: 1 / 0)
+    found, failed = steps.measure_graphs(step, variants[:1], steps.tqdm(disable=True))
+    assert failed == {"torch": "ZeroDivisionError: division by zero"} and not found.milliseconds
+
+
 @pytest.mark.slow
 def test_quick_measures_six_models_in_20_seconds_of_a_cpu(example, variants, tmp_path, capsys):
     file = tmp_path / "models.json"
@@ -219,9 +267,10 @@ def test_tables():
     made.models["gpt2"].phases["training"].kernels = {"torch": 1.5, "cupynorm": 1.25}
     row = ["GPT-2 124M", "training", "1.50", "1.25", "-"]
     assert made.kernels()[1:] == [row] and "that the GPU computes" in str(made)
+    assert "| GPT-2 124M | training | 1.50 | 1.25 | - |" in made.markdown()
     assert made.times("training") == [
         ["model", "torch", "cupynorm", "gain", "torch compiled"],
-        ["GPT-2 124M", "3.00 ± 0.50", "2.00 ± 0.50", "+50.0%", "1.00 ± 0.00"],
+        ["GPT-2 124M", "3.00 ± 0.50", "2.00 ± 0.50", "+50.0% ± 16.7", "1.00 ± 0.00"],
     ]
     (gains,) = made.gains()
     assert gains == (
@@ -232,7 +281,7 @@ def test_tables():
     text = made.markdown()
     assert "NVIDIA H200, torch 2.11, cupynorm 0.1, 2026-11-25. Milliseconds" in text
     assert max(map(len, text.splitlines())) <= 100
-    assert "| GPT-2 124M | 3.00 ± 0.50 | 2.00 ± 0.50 | +50.0% | 1.00 ± 0.00 |" in text
+    assert "| GPT-2 124M | 3.00 ± 0.50 | 2.00 ± 0.50 | +50.0% ± 16.7 | 1.00 ± 0.00 |" in text
     assert "| GPT-2 124M | loss | 1e-03 | 2e-03 | - |" in text
     assert text.endswith("Made by `python notebooks/models.py`.")
 
@@ -287,7 +336,7 @@ def test_a_run_that_was_stopped_is_resumed(example, tmp_path, variants):
     assert first.settings["command"].endswith("--steps 2 --json models.json --models dit")
     assert example.main([*asked, "--models", "dit,bert"]) == 0
     both = report.Result.from_json(file.read_text())
-    assert [*both.models] == ["dit", "bert"] and both.models["dit"] == first.models["dit"]
+    assert [*both.models] == ["bert", "dit"] and both.models["dit"] == first.models["dit"]
     assert len(variants["cupynorm"]) == 2
     with pytest.raises(ValueError, match="--resume: seed of the settings is 1, in .* 0"):
         example.main([*asked, "--seed", "1"])
