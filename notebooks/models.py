@@ -1,8 +1,8 @@
 """Times six models with torch's norms and with cupynorm's, and compares losses and gradients.
 
     python notebooks/models.py [--models MODEL,..] [--runs RUN,..] [--steps 30] [--quick]
-                               [--jobs N] [--device cuda] [--json FILE [--resume]]
-                               [--plot FILE] [--docs]
+                               [--graphs] [--jobs N] [--device cuda]
+                               [--json FILE [--resume]] [--plot FILE] [--docs]
     python notebooks/models.py --from FILE [--plot FILE] [--docs]
 
 Weights and inputs are random. All runs of a model share their weights. Each step has a new input,
@@ -16,9 +16,9 @@ cupynorm-compiled   as cupynorm                             each block
 passes-compiled     as torch                                each block, cupynorm.compile_passes
 
 A step of training is forward and backward: under autocast to bfloat16, or with weights in bfloat16
-where such models are trained so. Inference has all weights in bfloat16; on a GPU it is also timed
-in a CUDA graph, whose step copies its inputs and replays. A CPU computes in float32 and compiles
-only the runs that --runs names.
+where such models are trained so. Inference has all weights in bfloat16; with --graphs it is also
+timed in a CUDA graph, whose step copies its inputs and replays. A CPU computes in float32 and
+compiles only the runs that --runs names.
 
 The distance of a run from the run torch is compared as in train_gpt.py: with that of torch's norms
 computed in float64 and rounded once, which roundings alone explain.
@@ -152,6 +152,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--runs", type=some_of(RUNS), help=shown)
     add("--steps", type=positive, help="timed steps of each run (30; 3 with --quick)")
     add("--quick", action="store_true", help="tiny models, to try the program on a CPU")
+    add("--graphs", action="store_true", help="times inference in CUDA graphs too, on a GPU")
     add("--jobs", type=positive, default=1, help="processes that compile ahead (1: none)")
     default = "cuda" if torch.cuda.is_available() else "cpu"
     add("--device", default=default, help="default: %(default)s")
@@ -169,6 +170,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         parser.error(
             "--resume is given without --json; expected the file that has the first models"
         )
+    if given.graphs and not given.source and not on_gpu(given.device):
+        parser.error(f"--graphs is given with --device {given.device}; expected a GPU")
     given.steps = given.steps or (3 if given.quick else 30)
     given.runs = ("torch", *(run for run in given.runs if run != "torch"))
     return given
@@ -200,7 +203,7 @@ def run(given: argparse.Namespace, arguments: Sequence[str]) -> Result:
     if PASSES in runs and not hasattr(cupynorm, "compile_passes"):
         runs = tuple(each for each in runs if each != PASSES)
         left_out.append(f"{PASSES} was left out: this cupynorm has no compile_passes.")
-    settings = Settings(runs, given.steps, given.quick, given.device, given.seed)
+    settings = Settings(runs, given.steps, given.quick, given.device, given.seed, given.graphs)
     if given.quick and not on_gpu(given.device):
         torch.set_num_threads(1)  # more threads than free cores wait for each other
     # One backend more for each run, and each phase is compiled again.
@@ -215,7 +218,7 @@ def run(given: argparse.Namespace, arguments: Sequence[str]) -> Result:
     todo = [name for name in given.models if name not in result.models]
     if given.jobs > 1 and set(runs) & set(COMPILED):
         compile_in_processes([MODELS[name] for name in todo], settings, given.jobs)
-    num_phases = len(SHOWN if on_gpu(given.device) else PHASES)
+    num_phases = len(SHOWN if given.graphs else PHASES)
     num_steps = len(todo) * num_phases * (NUM_WARM + given.steps)
     with tqdm(total=num_steps, unit="step", leave=False) as bar:
         for name in todo:

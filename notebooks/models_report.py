@@ -25,7 +25,7 @@ TITLES = {
     PASSES: "graph passes",
 }
 PHASES = ("training", "inference")
-GRAPHED = "inference in a CUDA graph"  # on a GPU
+GRAPHED = "inference in a CUDA graph"  # with --graphs
 SHOWN = (*PHASES, GRAPHED)
 FLOAT64 = "float64"
 # A distance comes from roundings, which vary by chance. The norms of a run cause few of them: the

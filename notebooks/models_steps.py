@@ -69,13 +69,14 @@ Call = Callable[[Batch], torch.Tensor]  # a step of one run
 
 
 class Settings(NamedTuple):
-    """Options that all models share."""
+    """Options that all models share. graphs: inference is also timed in CUDA graphs."""
 
     runs: tuple[str, ...]
     steps: int
     quick: bool
     device: str
     seed: int
+    graphs: bool = False
 
 
 @contextlib.contextmanager
@@ -285,7 +286,7 @@ def measure(subject: Subject, settings: Settings, bar: tqdm) -> tuple[ModelResul
         time_in_turns(step, calls, model, found, bar)
         found.changes = step.changes
         result.phases[phase] = found
-    if on_gpu(settings.device):
+    if settings.graphs:
         bar.set_description(f"{subject.title}, {GRAPHED}")
         alike = [each for each in variants if each.run not in failed]
         result.phases[GRAPHED], failed = measure_graphs(step, alike, bar)

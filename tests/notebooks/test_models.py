@@ -348,6 +348,7 @@ def test_a_run_that_was_stopped_is_resumed(example, tmp_path, variants):
         (["--resume"], "--resume is given without --json"),
         (["--models", "gpt9"], "'gpt9' is unknown; expected some of gpt2, bert"),
         (["--runs", "apex"], "'apex' is unknown; expected some of torch"),
+        (["--graphs", "--device", "cpu"], "--graphs is given with --device cpu; expected a GPU"),
         (["--steps", "0"], "'0' is not a number of 1 or more"),
     ],
 )
@@ -382,3 +383,14 @@ def test_all_runs_on_a_gpu(example, tmp_path):
                 0 < phase["kernels"][run] < 1.1 * max(each)
                 for run, each in phase["milliseconds"].items()
             )
+
+
+@pytest.mark.gpu
+def test_graphs_on_a_gpu(example, tmp_path):
+    file = tmp_path / "models.json"
+    asked = ["--quick", "--models", "dit", "--runs", "cupynorm", "--graphs", "--json", str(file)]
+    assert example.main(asked) == 0
+    (model,) = report.Result.from_json(file.read_text()).models.values()
+    found = model.phases[report.GRAPHED]
+    assert {*found.milliseconds} == {*found.kernels} == {"torch", "cupynorm"}
+    assert {*found.distances} == {"torch", "float64", "cupynorm"}
