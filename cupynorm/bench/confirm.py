@@ -1,15 +1,16 @@
 """Each row of a device's data file beside the model: `tune --device-file h200.csv --confirm`.
 
 For each class of a row, its tile and the model's take turns at two random widths of its range. A
-row stays if it is at least 1 % faster than the model at one of them. It gets the date and the mean
-gain. These rows leave the file:
+row stays if it is at least 1 % faster than the model at one of them. If its range is narrow (its
+last width less than a tenth above its first), its mean gain must also be 2 % or more. It gets the
+date and the mean gain. These rows leave the file:
 
 - others, unless a row that stays would hold their widths;
 - rows whose kernel spills;
 - rows whose tile is the model's at all widths that are tried.
 
-A row that is not measured in time stays as it was. Nothing is checked against float64 here: tests
-run every tile of the file.
+Rows without a date are measured first, then those measured longest ago. A row that is not measured
+in time stays as it was. Nothing is checked against float64 here: tests run every tile of the file.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from .tensors import tensors_of
 from .timer import Timer, take_turns
 from .tune_ranges import Range, part_of
 
-LEAST_GAIN = 0.01
+LEAST_GAIN, LEAST_GAIN_OF_NARROW, NARROW = 0.01, 0.02, 1.1
 _TRIED, _MEASURED, _RUNS = 8, 2, 11  # widths of a class; runs of each
 
 Measure = Callable[[Cell, Choice, Choice], tuple[float, float]]
@@ -108,7 +109,8 @@ def confirm(
     faults = compile_ahead({kernel for each in pairs.values() for kernel in kernels_of(each)})
     end = monotonic() + seconds
     kept, slow, num_measured = {}, {}, 0
-    for at, row in enumerate(rows):
+    for at in sorted(range(len(rows)), key=lambda at: rows[at].date):
+        row = rows[at]
         if at not in pairs or monotonic() > end:
             kept[at] = row
             continue
@@ -118,11 +120,16 @@ def confirm(
         times = [measure(pair.cell, pair.of_model, pair.of_row) for pair in pairs[at]]
         gains = [of_model / of_row - 1 for of_model, of_row in times] or [0.0]
         row = replace(row, gain=round(mean(gains), 3), date=str(date.today()))
-        rows_of = kept if max(gains) >= LEAST_GAIN else slow
+        rows_of = kept if max(gains) >= LEAST_GAIN and is_worth_a_row(row) else slow
         rows_of[at] = row
     others = by_key(kept.values())
     kept |= {at: row for at, row in slow.items() if row.gain > -LEAST_GAIN and shares(row, others)}
     return [kept[at] for at in sorted(kept)], num_measured, len(rows) - len(kept)
+
+
+def is_worth_a_row(row: Row) -> bool:
+    """Whether the mean gain of a measured row is enough for the widths that it covers."""
+    return row.to_cols >= NARROW * row.from_cols or (row.gain or 0.0) >= LEAST_GAIN_OF_NARROW
 
 
 def shares(row: Row, others: Mapping[Key, Sequence[Row]]) -> bool:

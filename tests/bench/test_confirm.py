@@ -8,12 +8,13 @@ from pathlib import Path
 from random import Random
 
 import cupynorm
-from cupynorm.bench.confirm import confirm, pairs_of
+from cupynorm.bench.confirm import confirm, is_worth_a_row, pairs_of, shares
 from cupynorm.plan.devices import DEVICES
-from cupynorm.plan.tables import FILES, read_rows
+from cupynorm.plan.tables import FILES, by_key, read_rows
 
 H200 = DEVICES["H200"]
-ROWS = read_rows(Path(cupynorm.__file__).parent / "plan" / next(iter(FILES)))[::97]
+WHOLE = read_rows(Path(cupynorm.__file__).parent / "plan" / next(iter(FILES)))
+ROWS = WHOLE[::97]
 
 
 def faster_by(share: float):
@@ -53,6 +54,25 @@ def test_a_row_that_gains_too_little_leaves():
     assert confirm(ROWS, H200, measure=faster_by(0.009))[0] == []
 
 
+def test_a_narrow_row_needs_a_larger_gain():
+    row = next(row for row in ROWS if pairs_of(row, H200, Random(0)))
+    narrow = replace(row, to_cols=min(row.to_cols, row.from_cols + row.from_cols // 16))
+    wide = replace(row, to_cols=max(row.to_cols, 2 * row.from_cols))
+    assert is_worth_a_row(replace(wide, gain=0.01))
+    assert not is_worth_a_row(replace(narrow, gain=0.019))
+    assert is_worth_a_row(replace(narrow, gain=0.02))
+    assert confirm([narrow], H200, measure=faster_by(0.019))[0] == []
+
+
+def test_measured_rows_of_the_file_are_worth_their_rows():
+    measured = [row for row in WHOLE if row.gain is not None]
+    few = [row for row in measured if not is_worth_a_row(row)]
+    assert len(measured) > 500
+    for row in few:
+        others = by_key(each for each in WHOLE if each != row)
+        assert shares(row, others), row
+
+
 def test_rows_whose_kernel_spills_are_dropped():
     kept, _, _ = confirm(
         ROWS,
@@ -67,6 +87,25 @@ def test_rows_of_other_parts_and_those_without_time_stay_as_they_were():
     kept, num_measured, _ = confirm(ROWS, H200, part=(1, 2), measure=faster_by(0.0))
     assert num_measured == len(ROWS[::2]) and kept == ROWS[1::2]
     assert confirm(ROWS, H200, seconds=-1) == (ROWS, 0, 0)
+
+
+def test_rows_measured_longest_ago_come_first():
+    """They are of classes that no other row here has."""
+    of_class = {row.keys[0]: row for row in ROWS if pairs_of(row, H200, Random(0))}
+    dates = ["2026-02-01", "", "2026-01-01"]
+    rows = [replace(row, date=date) for row, date in zip(of_class.values(), dates)]
+    measured = []
+
+    def measure(cell, of_model, of_row):
+        measured.append((cell.direction, cell.num_cols))
+        return 100.0, 100.0
+
+    confirm(rows, H200, measure=measure)
+    at = [
+        next(at for at, row in enumerate(rows) if row.direction == direction and row.holds(cols))
+        for direction, cols in measured
+    ]
+    assert [dates[each] for each in dict.fromkeys(at)] == sorted(dates)
 
 
 def test_a_family_stays_where_another_row_would_hold_its_widths():
