@@ -99,7 +99,8 @@ def backward(
         sink.take_nothing()
 
     if reduction is not None:
-        total = reduction.wait().reshape(input.shape)
+        total = reduction.wait()
+        total = (total if dy is None else products.round(total)).reshape(input.shape)
         total = total if dnormalized is None else total + dnormalized
     else:
         total = dnormalized

@@ -158,17 +158,15 @@ class LayerNormLinear(OneRank):
         if self._is_shared and isinstance(inp, QuantizedTensor):
             inp = inp.dequantize()
         if self._is_shared and isinstance(inp, Tensor):
-            self._begin_call(inp, fp8_grad)
+            self._begin_call(inp)
         return super().forward(inp, is_first_microbatch, fp8_output, fp8_grad)
 
     forward.__doc__ = OneRank.forward.__doc__
 
-    def _begin_call(self, inp: Tensor, fp8_grad: bool) -> None:
+    def _begin_call(self, inp: Tensor) -> None:
         """Raises before any collective for what one rank can tell, and compares first calls."""
         size, mode = self.tp_size, self.parallel_mode
         self._ranks.check_group()
-        if fp8_grad:
-            raise ValueError(f"fp8_grad is True and tp_size is {size}; expected False")
         if inp.shape[-1:] != (self.in_features,):
             whole = f", of {self.in_features * size} on all ranks" if mode == "row" else ""
             raise ValueError(
@@ -234,7 +232,7 @@ class LayerNormLinear(OneRank):
         self._check_amaxes(call)
         quantized, weight = self.begin_in_fp8(call, operands)
         sink = make_sink() if call.recorded and make_sink is not None else None
-        products = QuantizedProducts(call.options, self._split, quantized.quantizers, weight)
+        products = QuantizedProducts(quantized, self._split, weight)
         y, normalized = project(products, operands, sink)
         if fp8_output:
             y = quantized.quantizers.quantize("output", as_rows(y))

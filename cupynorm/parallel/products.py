@@ -17,8 +17,8 @@ from torch.nn import functional
 from ..gpu import arrays
 from ..linear import kernels
 from ..linear.call import LinearOptions, Operands
+from ..linear.fp8 import QuantizedCall
 from ..linear.matrices import as_rows, concatenate, join, sum_rows
-from ..linear.quantizers import Quantizers
 from ..linear.weight_gradients import WeightProduct
 from ..nn import quantization
 from ..nn.dtypes import name_of
@@ -84,10 +84,21 @@ class Products(Protocol):
         self, dy: Any, weights: Sequence[Tensor], saved: Sequence[Tensor]
     ) -> Tensor: ...
 
+    def dnormalized_of_gathering(
+        self, own: Tensor, gathering: Pending, weights: Sequence[Tensor]
+    ) -> Tensor | None:
+        """dnormalized of the rows of all ranks, which begins before they are gathered.
+
+        own: this rank's rows of dy as it came. None where the product needs all rows at once.
+        """
+
     def dnormalized_of_ranks(
         self, dy: Any, weights: Sequence[Tensor], saved: Sequence[Tensor]
     ) -> Pending | PendingChunks:
         """The same summed over ranks: all rows of it, or this rank's."""
+
+    def round(self, dnormalized: Tensor) -> Tensor:
+        """What the norm's backward takes of it: rounded to 8 bits by fp8_grad."""
 
     def dweight(self, dy: Any, rows: Any, dtype: torch.dtype) -> Tensor: ...
 
@@ -126,8 +137,13 @@ class FloatProducts:
 
     def project(self, rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         split = self.split
-        if not split.overlaps.gather:
-            return functional.linear(self.gather(rows)(), weight, bias)
+        if not split.gathers_input:
+            return functional.linear(rows, weight, bias)
+        if not split.cuts_gather(len(rows), weight):
+            gathering = split.ranks.gather(rows)
+            if not overlap.is_long(len(rows) * split.ranks.size, weight):
+                return functional.linear(gathering.wait(), weight, bias)
+            return overlap.multiply_while_gathering(rows, gathering, weight.t(), bias, split.ranks)
         if split.ranks.shares_memory and len(rows):
             y = overlap.gather_and_multiply(rows, weight, split.ranks)
             return y if bias is None else y + bias
@@ -137,7 +153,7 @@ class FloatProducts:
         )
 
     def project_part(self, rows: Tensor, weight: Tensor) -> Pending | PendingChunks:
-        if self.split.overlaps.scatter:
+        if self.split.cuts_scatter(len(rows), weight):
             return self._multiply_and_scatter(rows, weight.t())
         return self.split.reduce_output(functional.linear(rows, weight))
 
@@ -154,12 +170,24 @@ class FloatProducts:
     def dnormalized(self, dy: Tensor, weights: Sequence[Tensor], saved: Sequence[Tensor]) -> Tensor:
         return dy @ self.weight(weights)[0]
 
+    def dnormalized_of_gathering(
+        self, own: Tensor, gathering: Pending, weights: Sequence[Tensor]
+    ) -> Tensor | None:
+        weight, ranks = self.weight(weights)[0], self.split.ranks
+        if not overlap.is_long(len(own) * ranks.size, weight):
+            return None
+        return overlap.multiply_while_gathering(own, gathering, weight, None, ranks)
+
     def dnormalized_of_ranks(
         self, dy: Tensor, weights: Sequence[Tensor], saved: Sequence[Tensor]
     ) -> Pending | PendingChunks:
-        if self.split.overlaps.scatter:
-            return self._multiply_and_scatter(dy, self.weight(weights)[0])
-        return self.split.reduce(self.dnormalized(dy, weights, saved))
+        weight = self.weight(weights)[0]
+        if self.split.cuts_scatter(len(dy), weight):
+            return self._multiply_and_scatter(dy, weight)
+        return self.split.reduce(dy @ weight)
+
+    def round(self, dnormalized: Tensor) -> Tensor:
+        return dnormalized
 
     def dweight(self, dy: Tensor, rows: Tensor, dtype: torch.dtype) -> Tensor:
         return dy.t() @ rows
@@ -187,19 +215,13 @@ class QuantizedProducts:
     weight: quantised, with its transposed copy where there is a backward; None in backward.
     """
 
-    def __init__(
-        self,
-        options: LinearOptions,
-        split: Split,
-        quantizers: Quantizers,
-        weight: QuantizedTensor | None,
-    ) -> None:
-        self.options, self.split, self.value_dtype = options, split, torch.float32
-        self.quantizers, self._weight = quantizers, weight
-        self._in_blocks = isinstance(quantizers.recipe, IN_BLOCKS)
+    def __init__(self, call: QuantizedCall, split: Split, weight: QuantizedTensor | None) -> None:
+        self.options, self.split, self.value_dtype = call.options, split, torch.float32
+        self.quantizers, self._call, self._weight = call.quantizers, call, weight
+        self._in_blocks = isinstance(call.quantizers.recipe, IN_BLOCKS)
 
     def without_weight(self) -> QuantizedProducts:
-        return QuantizedProducts(self.options, self.split, self.quantizers, None)
+        return QuantizedProducts(self._call, self.split, None)
 
     def fuses_norm(self, input: Tensor) -> bool:
         """On a GPU, for one scale that needs no other rank, and if nothing else is returned."""
@@ -272,7 +294,7 @@ class QuantizedProducts:
         self, rows: QuantizedTensor, weight: QuantizedTensor, bias: Tensor | None
     ) -> Tensor:
         split = self.split
-        if not split.overlaps.gather:
+        if not split.cuts_gather(len(rows.data), weight.data):
             return self._project(self.gather(rows)(), weight, bias)
         waits = [self.gather(chunk) for chunk in self._chunks_of(rows, 1)]
         return overlap.gather_in_chunks(
@@ -288,7 +310,7 @@ class QuantizedProducts:
     def project_part(
         self, rows: QuantizedTensor, weight: QuantizedTensor
     ) -> Pending | PendingChunks:
-        if not self.split.overlaps.scatter:
+        if not self.split.cuts_scatter(len(rows.data), weight.data):
             return self.split.reduce_output(self._project(rows, weight, None))
         ranks = self.split.ranks
         return overlap.reduce_in_chunks(
@@ -323,11 +345,16 @@ class QuantizedProducts:
     ) -> Tensor:
         return self._multiply_back(dy.data, saved)
 
+    def dnormalized_of_gathering(
+        self, own: Tensor, gathering: Pending, weights: Sequence[Tensor]
+    ) -> None:
+        return None
+
     def dnormalized_of_ranks(
         self, dy: _Gradient, weights: Sequence[Tensor], saved: Sequence[Tensor]
     ) -> Pending | PendingChunks:
         split = self.split
-        if not split.overlaps.scatter:
+        if not split.cuts_scatter(len(dy.data.data), saved[0]):
             return split.reduce(self._multiply_back(dy.data, saved))
         chunks = self._chunks_of(dy.data, split.ranks.size)
         return overlap.reduce_in_chunks(
@@ -337,6 +364,11 @@ class QuantizedProducts:
     def _multiply_back(self, dy: Factor | QuantizedTensor, saved: Sequence[Tensor]) -> Tensor:
         weight, is_exact = self.quantizers.transposed_weight(*saved), self.quantizers.is_exact
         return multiply(dy, weight, self.options.dtype, is_exact=is_exact)
+
+    def round(self, dnormalized: Tensor) -> Tensor:
+        if not self._call.quantize_gradient:
+            return dnormalized
+        return self.quantizers.quantize("grad_input", dnormalized).dequantize(self.options.dtype)
 
     def dweight(self, dy: _Gradient, rows: Factor, dtype: torch.dtype) -> Tensor:
         return multiply(dy.transposed, rows, dtype, is_exact=self.quantizers.is_exact)

@@ -5,8 +5,9 @@ forward    x -> the statistics of whole rows -> normalized -> a product that is 
 backward   two sums of each row, all that dx needs of other ranks, are reduced by one collective
            beside the product that makes dweight
 
-With sequence_parallel a rank has some rows of y: its gradient is gathered first. The formulas are
-in cupynorm.reference.parallel.
+With sequence_parallel a rank has some rows of y: its gradient is gathered first. Beside it
+normalized is made again, and in long products the gradient of normalized of this rank's rows.
+The formulas are in cupynorm.reference.parallel.
 """
 
 from __future__ import annotations
@@ -75,13 +76,19 @@ def backward(
     def values(dtype: torch.dtype) -> Tensor:
         return row_statistics.normalize(of_part, norm, dtype)[0]
 
-    total = rows = made = dbias = None
+    total = rows = made = dbias = normalized = None
     if dy is not None:
-        rows = as_rows(split.ranks.gather(dy).wait() if split.sequence_parallel else dy)
+        gathering = split.ranks.gather(as_rows(dy)) if split.sequence_parallel else None
+        if wants_weight:
+            # The rows of normalized are this rank's alone: nothing is gathered.
+            normalized = products.gather_again(values, Kept(data, scale))()
+        if gathering is not None and any(wants_norm):
+            total = products.dnormalized_of_gathering(as_rows(dy), gathering, weights)
+        rows = as_rows(dy) if gathering is None else gathering.wait()
         sums = biases[0].dtype if sink is None and any(wants_parts[len(weights) :]) else None
         made, dbias = products.gradient(rows, sums)
-        if any(wants_norm):
-            total = products.dnormalized(made, weights, saved_weight)
+        if any(wants_norm) and total is None:
+            total = products.round(products.dnormalized(made, weights, saved_weight))
     if dnormalized is not None:
         dnormalized = as_rows(dnormalized)
         total = dnormalized if total is None else total + dnormalized
@@ -91,9 +98,6 @@ def backward(
         reduction = split.ranks.all_reduce(row_statistics.sums_of_part(of_total, norm))
     dparts = [None] * (len(weights) + len(biases))
     if dy is not None:
-        # The rows are this rank's alone: nothing is gathered.
-        kept = Kept(data, scale)
-        normalized = products.gather_again(values, kept)() if wants_weight else None
         of_dy = Arrived(rows, made, dbias)
         dparts = weight_gradients(products, operands, of_dy, normalized, wants_parts, sink)
     elif sink is not None:

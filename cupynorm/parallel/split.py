@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .overlap import Overlaps, SymmetricSum
+from .overlap import Overlaps, SymmetricSum, overlaps_product
 from .ranks import Pending, Ranks
 
 
@@ -41,6 +41,20 @@ class Split(NamedTuple):
     def gather_input(self, tensor: Tensor) -> Pending:
         """The rows of all ranks, where gathers_input."""
         return self.ranks.gather(tensor) if self.gathers_input else Pending(tensor)
+
+    def cuts_gather(self, num_rows: int, weight: Tensor) -> bool:
+        """Whether ub_overlap_ag cuts the product of gathered rows. num_rows: of this rank."""
+        return self.overlaps.gather and overlaps_product(
+            "ub_overlap_ag", num_rows * self.ranks.size, weight
+        )
+
+    def cuts_scatter(self, num_rows: int, weight: Tensor) -> bool:
+        """The same of ub_overlap_rs and ub_overlap_rs_dgrad, and the product before a reduction.
+
+        num_rows: of all ranks.
+        """
+        name = "ub_overlap_rs" if self.mode == "row" else "ub_overlap_rs_dgrad"
+        return self.overlaps.scatter and overlaps_product(name, num_rows, weight)
 
     def reduce(self, tensor: Tensor) -> Pending:
         """The sum over ranks: this rank's rows of it, or all rows without sequence_parallel."""

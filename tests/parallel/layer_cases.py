@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 import os
 from functools import partial
 from typing import NamedTuple
@@ -22,6 +23,7 @@ from torch import distributed
 
 import cupynorm
 from cupynorm import LayerNormLinear
+from cupynorm.parallel import overlap
 
 CHECKS = {}
 DEVICE = os.environ.get("RANKS_DEVICE", "cpu")
@@ -194,15 +196,20 @@ def problem_of(case: Case, **options) -> LinearProblem:
 
 
 def run(case: Case, rank: int, problem: LinearProblem, call=None, **options) -> LayerNormLinear:
-    """One forward and backward on all ranks, compared with float64."""
+    """One forward and backward on all ranks, compared with float64.
+
+    cut: whether products are cut to overlap; by default if an option asks for it.
+    """
+    cut = options.pop("cut", has_flags(options))
     size = distributed.get_world_size()
     split = options.get("parameters_split")
     all_own = [Shares(case, each, split=split) for each in range(size)]
     own = all_own[rank]
     layer = make_layer(case, problem, own, **options)
     x, dy = inputs(problem, own)
-    y = (call or layer.__call__)(x) if call is None else call(layer, x)
-    y.backward(dy)
+    with cutting(0 if cut else math.inf):
+        y = (call or layer.__call__)(x) if call is None else call(layer, x)
+        y.backward(dy)
     if options.get("delay_wgrad_compute"):
         assert layer._weights()[0].grad is None
         layer.backward_dw()
@@ -257,6 +264,24 @@ def counted(name: str):
         yield seen
     finally:
         setattr(ranks, name, before)
+
+
+@contextlib.contextmanager
+def cutting(least: float = 0):
+    """Products are cut to overlap with collectives: short ones too, or none with least=inf."""
+    names = "LEAST_OPERATIONS", "LEAST_OPERATIONS_IN_8_BITS"
+    before = {name: getattr(overlap, name) for name in names}
+    for name in names:
+        setattr(overlap, name, least)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(overlap, name, value)
+
+
+def has_flags(options: dict) -> bool:
+    return any(name.startswith("ub_") for name in options)
 
 
 def flags(case: Case) -> dict[str, bool]:

@@ -13,15 +13,18 @@ from layer_cases import (
     CASES,
     CHECKS,
     DEVICE,
+    IN,
     ROWS,
     WIDTH,
     Case,
     Shares,
     check,
     counted,
+    cutting,
     flags,
     for_main,
     gathered,
+    has_flags,
     inputs,
     make_layer,
     problem_of,
@@ -29,6 +32,7 @@ from layer_cases import (
 )
 from linear_bounds import draw
 from torch import distributed
+from torch.nn import functional
 
 import cupynorm
 from cupynorm import (
@@ -39,6 +43,7 @@ from cupynorm import (
     fp8_autocast,
     fp8_model_init,
 )
+from cupynorm.nn import quantization
 from cupynorm.parallel import overlap
 from cupynorm.parallel.overlap import SymmetricSum
 from cupynorm.parallel.products import QuantizedProducts
@@ -90,9 +95,10 @@ def in_fp8(case: Case, recipe, rank: int, **options) -> None:
     single = make_layer(alone, problem, all_of_it, tp_group=None)
     for step in range(3):
         (x, dy), (whole_x, whole_dy) = inputs(problem, own), inputs(problem, all_of_it)
-        with fp8_autocast(recipe=recipe):
-            y, right = layer(x), single(whole_x)
-        y.backward(dy)
+        with cutting() if has_flags(options) else contextlib.nullcontext():
+            with fp8_autocast(recipe=recipe):
+                y, right = layer(x), single(whole_x)
+            y.backward(dy)
         right.backward(whole_dy)
         rows, columns = range(ROWS), range(WIDTH)
         y_right = right[np.ix_(own.y_rows, columns, own.outs)]
@@ -181,6 +187,42 @@ def weights_and_inputs_in_8_bits(case, rank):
     assert again(given).shape == again(narrow.float()).shape
 
 
+@for_main
+def the_gradient_of_normalized_in_8_bits(case, rank):
+    """fp8_grad: dx is that of rounded values. A rank has a scale of its own for its part."""
+    problem, own = problem_of(case), Shares(case, rank)
+    recipe, seen, before = CurrentScaling(), [], QuantizedProducts.round
+    layer = make_layer(case, problem, own)
+    x, dy = inputs(problem, own)
+
+    def round(self, given):
+        seen.append((given, before(self, given)))
+        return seen[-1][1]
+
+    QuantizedProducts.round = round
+    try:
+        with fp8_autocast(recipe=recipe):
+            y = layer(x, fp8_grad=True)
+        y.backward(dy)
+    finally:
+        QuantizedProducts.round = before
+    ((given, made),) = seen
+    right = quantization.quantize_current(given, torch.float8_e5m2).dequantize(torch.float32)
+    assert torch.equal(made, right) and not torch.equal(made, given)
+    # The gradient of the norm of whole rows, in float64.
+    parts = [gathered(each.detach().double().cpu()) for each in (x, made.reshape(x.shape))]
+    dim = -1 if case.mode == "row" else 0
+    is_split = case.mode == "row" or case.sequence_parallel
+    whole, dwhole = (torch.cat(each, dim) if is_split else each[rank] for each in parts)
+    weight = torch.as_tensor(problem.norm_weight)
+    whole.requires_grad_()
+    functional.layer_norm(whole, weight.shape, weight, None, problem.eps).backward(dwhole)
+    dx = whole.grad[np.ix_(own.x_rows, range(WIDTH), own.ins)]
+    # Some 2 * IN float32 operations in a row's sums.
+    atol = 2.0**-23 * IN * dx.abs().max().item()
+    torch.testing.assert_close(x.grad.double().cpu(), dx, rtol=0, atol=atol)
+
+
 # Overlap.
 
 FUSED = {
@@ -211,13 +253,20 @@ for _case in [each for each in CASES if each.sequence_parallel and each.norm == 
 
     def _overlapping(rank, case=_case):
         """In four chunks, or by torch's operators; a plain layer has one collective."""
-        for options, number in (({}, 1), (flags(case), 4)):
-            with counted("_scatter") as scattered, counted("_gather") as gathered:
-                with fused_operators() as fused:
-                    layer = run(case, rank, problem_of(case), **options)
+        ways = (({}, False), ({}, True), (flags(case), False), (flags(case), True))
+        for options, cut in ways:
+            overlap._warn_of_short.cache_clear()
+            with warnings.catch_warnings(record=True) as caught:
+                with counted("_scatter") as scattered, counted("_gather") as gathered:
+                    with fused_operators() as fused:
+                        layer = run(case, rank, problem_of(case), cut=cut, **options)
+            said = {str(each.message).partition(" has no effect")[0] for each in caught}
+            asked = {each for each in options if each.startswith("ub_overlap")}
+            assert said == (set() if cut else asked), said
             gathers = len(gathered) - 1  # in backward, or of statistics and of dy
             found = (len(scattered), gathers, sorted(fused))
-            if layer._ranks.shares_memory and options:
+            number = 4 if options and cut else 1
+            if layer._ranks.shares_memory and options and cut:
                 assert found == (0, int(case.mode == "row"), sorted(FUSED[case.mode]))
             else:
                 assert found == (number, 1 if case.mode == "row" else number, [])

@@ -16,7 +16,9 @@ from layer_cases import (
     MAIN,
     Case,
     Shares,
+    cutting,
     flags,
+    has_flags,
     inputs,
     make_layer,
     problem_of,
@@ -40,12 +42,17 @@ class Steps:
         problem, own = problem_of(case), Shares(case, rank)
         self.layer = make_layer(case, problem, own, **options)
         self.recipe, self.delays = recipe, bool(options.get("delay_wgrad_compute"))
+        self.is_cut = has_flags(options)
         self.x, self.dy = inputs(problem, own)
         self.values = self.x.detach().clone(), self.dy.clone()
         if options.get("fuse_wgrad_accumulation"):
             self.layer.weight.main_grad = torch.zeros_like(self.layer.weight)
 
     def run(self) -> torch.Tensor:
+        with cutting() if self.is_cut else contextlib.nullcontext():
+            return self._run()
+
+    def _run(self) -> torch.Tensor:
         self.layer.zero_grad(set_to_none=False)
         self.x.grad = None
         in_fp8 = (

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import math
 import pickle
+from functools import partial
 
 import numpy as np
+import pytest
 import torch
 from layer_cases import (
+    CHECKS,
     DEVICE,
     IN,
+    MAIN,
     ROWS,
     WIDTH,
     Case,
     Shares,
     allowed_besides,
     check,
+    cutting,
     flags,
     float64,
     for_main,
@@ -32,6 +39,11 @@ from layer_cases import (
 from linear_bounds import assert_right, half_ulp
 from torch import distributed
 from torch.utils.checkpoint import checkpoint
+
+from cupynorm.nn import row_statistics
+from cupynorm.parallel import ranks as ranks_module
+from cupynorm.parallel.products import FloatProducts
+from cupynorm.parallel.ranks import Pending
 
 
 @for_main
@@ -246,3 +258,69 @@ def rows_far_from_zero(rank):
         x = x + 4096.0 if kind == "far" else x * 2.0 ** (np.arange(IN) // 6) + np.arange(IN) // 3
         problem.x = x.astype(np.float32).astype(np.float64)
         run(case, rank, problem)
+
+
+# What runs beside what.
+
+# Of forward and backward. "part": a product of this rank's rows, or of the others'.
+LONG = {
+    "column": ("gather part wait part", "gather dnormalized scatter wait dweight wait"),
+    "row": (
+        "gather wait normalize scatter wait",
+        "gather normalize part wait part all_reduce dweight wait",
+    ),
+}
+SHORT = {
+    "column": ("gather wait", LONG["column"][1]),
+    "row": (LONG["row"][0], "gather normalize wait dnormalized all_reduce dweight wait"),
+}
+
+
+@contextlib.contextmanager
+def launched():
+    """The products, collectives and waits inside, in the order in which they are launched."""
+    patch, seen = pytest.MonkeyPatch(), []
+
+    def tell(owner, name, text, tells=lambda *_: True):
+        before = getattr(owner, name)
+
+        def call(*arguments, **options):
+            if tells(*arguments):
+                seen.append(text)
+            return before(*arguments, **options)
+
+        patch.setattr(owner, name, call)
+
+    tell(ranks_module, "_gather", "gather")
+    tell(ranks_module, "_scatter", "scatter")
+    tell(distributed, "all_reduce", "all_reduce")
+    tell(Pending, "wait", "wait", lambda pending: pending._work is not None)
+    tell(row_statistics, "normalize", "normalize")
+    for name in ("mm", "addmm"):
+        tell(torch, name, "part")
+    for name in ("dnormalized_of_ranks", "dnormalized"):
+        tell(FloatProducts, name, "dnormalized")
+    tell(FloatProducts, "dweight", "dweight")
+    try:
+        yield seen
+    finally:
+        patch.undo()
+
+
+def the_order_of_launches(case, rank):
+    """A collective runs beside what is launched between it and the wait for it."""
+    problem, own = problem_of(case), Shares(case, rank)
+    layer = make_layer(case, problem, own)
+    layer(inputs(problem, own)[0])  # compares first calls
+    for least, right in ((0, LONG), (math.inf, SHORT)):
+        x, dy = inputs(problem, own)
+        with cutting(least), launched() as seen:
+            y = layer(x)
+            in_forward, seen[:] = " ".join(seen), []
+            y.backward(dy)
+        assert (in_forward, " ".join(seen)) == right[case.mode]
+
+
+for _case in MAIN:
+    if _case.sequence_parallel:
+        CHECKS[f"the_order_of_launches-{_case.mode}"] = partial(the_order_of_launches, _case)

@@ -6,7 +6,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from cupynorm import CurrentScaling, LayerNormLinear, fp8_autocast  # noqa: E402
+from cupynorm import LayerNormLinear  # noqa: E402
 from cupynorm.parallel.checkpoints import distributed_state_dict  # noqa: E402
 from cupynorm.parallel.overlap import SymmetricSum  # noqa: E402
 from cupynorm.parallel.ranks import Ranks  # noqa: E402
@@ -35,13 +35,6 @@ def make(mode: str, **options) -> LayerNormLinear:
 def test_inputs(mode, shape, sentence):
     with pytest.raises(ValueError, match=sentence):
         make(mode, sequence_parallel=True)(torch.ones(shape))
-
-
-def test_options_of_calls():
-    layer = make("column")
-    with fp8_autocast(recipe=CurrentScaling()):
-        with pytest.raises(ValueError, match="fp8_grad is True and tp_size is 2; expected False"):
-            layer(torch.ones(3, 24), fp8_grad=True)
 
 
 def test_a_state_dict_without_a_group():
