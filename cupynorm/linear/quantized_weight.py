@@ -129,6 +129,8 @@ class QuantizedWeight(Tensor):
         if isinstance(first, QuantizedWeight):
             if function in (_aten.detach.default, _aten.alias.default):
                 return QuantizedWeight(first.quantized, first.recipe)
+            if function is _aten.as_strided.default and _is_whole(first, *args[1:]):
+                return QuantizedWeight(first.quantized, first.recipe)
             if function is _aten.clone.default:
                 return first._map(torch.clone)
             if function is _aten.copy_.default:
@@ -357,6 +359,11 @@ def _without_memory(values: Tensor, recipe: Recipe) -> QuantizedTensor:
         scale_inv = empty(*shape, dtype=torch.float32)
         return QuantizedTensor(data, scale_inv, values.dtype, block_rows=size)
     return QuantizedTensor(data, empty(1, dtype=torch.float32), values.dtype)
+
+
+def _is_whole(weight: QuantizedWeight, shape: Any, strides: Any, offset: int = 0) -> bool:
+    """Whether as_strided with these arguments is the weight itself, as fully_shard asks for it."""
+    return tuple(shape) == weight.shape and tuple(strides) == weight.stride() and not offset
 
 
 def _is_delayed(recipe: Recipe) -> bool:
