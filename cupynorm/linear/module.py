@@ -279,9 +279,7 @@ class LayerNormLinear(GradientLayer, Fp8Layer, NormLinearParameters):
         is_first_microbatch: bool | None,
         sink: WeightGradientSink | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        folded = None
-        if self.fused is not None and is_first_microbatch is not None and not is_compiling():
-            folded = self._fold(call, is_first_microbatch)
+        folded = self._fold(call, is_first_microbatch)
         y, normalized, _ = normalize_and_project(call, sink, folded)
         return y, normalized
 
@@ -290,11 +288,13 @@ class LayerNormLinear(GradientLayer, Fp8Layer, NormLinearParameters):
     ) -> tuple[Tensor, Tensor | None]:
         return self._project(call, is_first_microbatch, self._make_sink(is_first_microbatch))
 
-    def _fold(self, call: LinearCall, is_first_microbatch: bool) -> fold.Folded | None:
+    def _fold(self, call: LinearCall, is_first_microbatch: bool | None) -> fold.Folded | None:
         """The folded parameters: made and cached for True, from the cache for False.
 
-        None where the call does not use them.
+        None where the call does not use them, or makes them itself.
         """
+        if self.fused is None or is_first_microbatch is None or is_compiling():
+            return None
         make = one_kernel.folds(call)
         if make is None:
             return None

@@ -14,12 +14,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..linear import kernels
-from ..linear.call import Operands
+from ..linear import compute, kernels, one_kernel
+from ..linear.call import LinearCall, Operands
 from ..linear.kernels import SavedNorm
-from ..linear.matrices import as_rows
+from ..linear.matrices import as_rows, join
 from ..linear.weight_gradients import WeightGradientSink
-from .products import Kept, Products, joined_bias
+from ..norm.prepared import FOR_STATISTICS
+from .products import FloatProducts, Kept, Products, joined_bias
 from .ranks import together
 from .weights import Arrived, weight_gradients
 
@@ -29,6 +30,8 @@ def forward(
 ) -> tuple[Tensor, Tensor | None, tuple[Tensor | None, ...]]:
     """y, normalized (None unless requested), and the tensors that `backward` needs."""
     options, split = products.options, products.split
+    if options.fused is not None:
+        return _forward_fused(products, operands)
     if products.fuses_norm(operands.input):
         rows, mean, rstd = products.normalize(operands)
     else:
@@ -45,6 +48,35 @@ def forward(
     shape = split.with_all_rows(shape) if split.gathers_input else shape
     saved = (mean, rstd, *products.keep(rows), *saved_weight)
     return y.reshape(*shape[:-1], y.shape[-1]), normalized, saved
+
+
+def _forward_fused(
+    products: FloatProducts, operands: Operands
+) -> tuple[Tensor, None, tuple[Tensor | None, ...]]:
+    """As forward, by the folded weight: x itself is gathered, while the weight is folded.
+
+    With sequence_parallel x is gathered whether its kernel fits or not, as on all ranks.
+    """
+    options, split, input = products.options, products.split, operands.input
+    own, call, folded = as_rows(input), LinearCall(operands, options), products.folded
+    gathering = split.gather_input(own)
+    make = None if folded else one_kernel.folds(call)
+    if make is not None:
+        folded = make(call)
+    rows = gathering.wait()
+    weight, bias = join(operands.weights), join(operands.biases)
+    call = LinearCall(operands._replace(input=rows), options)
+    y, _, mean, rstd, _ = compute.forward(call, weight, bias, FOR_STATISTICS, folded)
+    shape = input.shape
+    if split.gathers_input:
+        first = split.ranks.rank * len(own)
+        mean, rstd = (
+            None if each is None else each[first : first + len(own)] for each in (mean, rstd)
+        )
+        shape = split.with_all_rows(shape)
+    mean = None if mean is None else mean.reshape(input.shape[:-1])
+    saved = (mean, rstd.reshape(input.shape[:-1]), None, None)
+    return y.reshape(*shape[:-1], y.shape[-1]), None, saved
 
 
 def backward(

@@ -7,14 +7,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..linear import dtensors
-from ..linear.call import Operands
+from ..linear import dtensors, fold, one_kernel
+from ..linear.call import LinearCall, Operands
 from ..linear.matrices import as_result
 from ..linear.weight_gradients import WeightGradientSink
 from ..nn import modes
 from ..nn.dtypes import outside_autocast
 from . import column, row
-from .products import Products
+from .products import FloatProducts, Products
 
 _MODES = {"column": column, "row": row}
 
@@ -29,9 +29,22 @@ def project(
     """
     _check_plain(operands)
     if torch.is_grad_enabled() and modes.wants_gradient(*operands.all):
+        fold.forget(operands.weights[0])  # an optimizer may step without telling torch
         return Sharded.apply(products, sink, len(operands.weights), *operands.all)
     with torch.no_grad(), outside_autocast(operands.input):
+        products = _with_cached_fold(products, operands)
         return _MODES[products.split.mode].forward(products, operands)[:2]
+
+
+def _with_cached_fold(products: Products, operands: Operands) -> Products:
+    options = products.options
+    if options.fused is None or products.folded is not None:
+        return products
+    call = LinearCall(operands, options)
+    make = one_kernel.folds(call)
+    if make is None:
+        return products
+    return FloatProducts(options, products.split, fold.cached_fold(call, make))
 
 
 def _check_plain(operands: Operands) -> None:

@@ -48,10 +48,10 @@ class LayerNormLinear(OneRank):
         self.sequence_parallel = bool(given["sequence_parallel"]) and size > 1
         self.reduce_norm_gradients = given["reduce_norm_gradients"]
         is_shared = size > 1 and mode is not None
-        if is_shared and given["fused"] is not None:
+        if is_shared and mode == "row" and given["fused"] is not None:
             raise ValueError(
-                f"fused is {given['fused']!r} and tp_size is {size}; expected fused=None on "
-                "several ranks"
+                f"fused is {given['fused']!r} and tp_size is {size} with parallel_mode='row'; "
+                "expected fused=None, because a rank has no whole rows"
             )
         name = {"column": "out_features", "row": "in_features"}.get(mode, "")
         if is_shared:
@@ -218,7 +218,8 @@ class LayerNormLinear(OneRank):
         if not self._is_shared:
             return super()._project(call, is_first_microbatch, sink)
         check_call(call)
-        return project(FloatProducts(call.options, self._split), call.operands, sink)
+        folded = self._fold(call, is_first_microbatch)
+        return project(FloatProducts(call.options, self._split, folded), call.operands, sink)
 
     def _project_in_fp8(
         self,

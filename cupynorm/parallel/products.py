@@ -17,6 +17,7 @@ from torch.nn import functional
 from ..gpu import arrays
 from ..linear import kernels
 from ..linear.call import LinearOptions, Operands
+from ..linear.fold import Folded
 from ..linear.fp8 import QuantizedCall
 from ..linear.matrices import as_rows, concatenate, join, sum_rows
 from ..linear.weight_gradients import WeightProduct
@@ -107,13 +108,17 @@ class Products(Protocol):
 
 
 class FloatProducts:
-    """Products in the dtype of the options. Rows are tensors."""
+    """Products in the dtype of the options. Rows are tensors.
 
-    def __init__(self, options: LinearOptions, split: Split) -> None:
+    folded: the parameters already folded, for `fused`.
+    """
+
+    def __init__(self, options: LinearOptions, split: Split, folded: Folded | None = None) -> None:
         self.options, self.split, self.value_dtype = options, split, options.dtype
+        self.folded = folded
 
     def without_weight(self) -> FloatProducts:
-        return self
+        return FloatProducts(self.options, self.split)
 
     def fuses_norm(self, input: Tensor) -> bool:
         return False

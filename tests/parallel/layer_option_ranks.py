@@ -52,6 +52,26 @@ def kept_normalized_and_zero_centered_weight_without_bias(case, rank):
     run(case, rank, problem, save_normalized=True)
 
 
+def folded_weights(case, rank):
+    """Gradients too, and kept folds in inference and between microbatches."""
+    problem, own = problem_of(case), Shares(case, rank)
+    parts = {"q": 8, "k": 4, "v": 4}
+    for options in ({}, {"parameters_split": parts, "delay_wgrad_compute": True}):
+        run(case, rank, problem, fused="fold", **options)
+    layer, (x, _) = make_layer(case, problem, own, fused="fold"), inputs(problem, own)
+    y = layer(x)
+    with torch.no_grad():
+        for is_first in (None, None, True, False):
+            assert torch.equal(layer(x, is_first), y)
+        layer.weight.mul_(2.0)  # is_first_microbatch=False still has the former fold
+        assert torch.equal(layer(x, False), y) and not torch.equal(layer(x), y)
+
+
+for _case in MAIN:
+    if _case.mode == "column":
+        CHECKS[f"folded_weights-{_case.name}"] = partial(folded_weights, _case)
+
+
 @for_main
 def parts_of_the_weight(case, rank):
     layer = run(case, rank, problem_of(case), parameters_split={"q": 8, "k": 4, "v": 4})
