@@ -47,7 +47,7 @@ from cupynorm import LayerNormLinear  # noqa: E402
         (
             {"tp_size": 2, "parallel_mode": "row", "fused": "fold"},
             ValueError,
-            "fused is 'fold' and tp_size is 2; expected fused=None on several ranks",
+            "fused is 'fold' and tp_size is 2 with parallel_mode='row'; expected fused=None, bec",
         ),
         (
             {"tp_size": 4, "parallel_mode": "column", "parameters_split": {"a": 6, "b": 10}},

@@ -38,14 +38,6 @@ def test_inputs(mode, shape, sentence):
         make(mode, sequence_parallel=True)(torch.ones(shape))
 
 
-def test_a_folded_weight_of_parts_of_rows():
-    for fused in ("fold", "kernel"):
-        with pytest.raises(
-            ValueError, match=f"fused is '{fused}' and tp_size is 2 with parallel_m"
-        ):
-            make("row", fused=fused)
-
-
 def test_a_state_dict_without_a_group():
     layer = LayerNormLinear(24, 16, parallel_mode="row", tp_size=2, device="cpu")
     with pytest.raises(RuntimeError, match="layer '0' has no tp_group; expected set_tensor_par"):
