@@ -224,7 +224,7 @@ def assert_right(
             results[name],
             values,
             allowed,
-            DTYPES[dtype].largest,
+            dtype,
         )
         for name, (values, allowed, dtype) in truth.items()
     ]
