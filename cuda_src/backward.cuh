@@ -11,13 +11,13 @@
 #include "reduce.cuh"
 #include "x_hat_load.cuh"
 
-template <class LoadX, class LoadDy, class Scale, class StoreDx>
+template <class LoadX, class LoadDy, class LoadWeight, class StoreDx>
 struct Backward {
   using Compute = typename LoadX::Compute;
 
   LoadX load_x;
   LoadDy load_dy;
-  Scale scale;
+  LoadWeight load_weight;
   StoreDx store;
   const Compute* mean;  // [num_rows]; null in RMSNorm, and if load_x loads x_hat
   const Compute* rstd;  // [num_rows]
@@ -76,6 +76,6 @@ __device__ __forceinline__ void recompute(const Problem& problem, const Gradient
   Compute x_hats[pack_size], biases[pack_size];
 #pragma unroll
   for (int at = 0; at < pack_size; ++at) x_hats[at] = gradient.template x_hat<centered>(xs[at]);
-  problem.store.biases().load(col, biases);
+  problem.store.load_bias().load(col, biases);
   problem.store.recompute(row, col, x_hats, weights, biases);
 }

@@ -8,15 +8,15 @@
 #include "backward_ring.cuh"
 #include "register_gradient.cuh"
 
-template <class LoadX, class LoadDy, class Scale, class StoreDx, Gradients gradients, bool centered,
-          Tile tile>
+template <class LoadX, class LoadDy, class LoadWeight, class StoreDx, Gradients gradients,
+          bool centered, Tile tile>
 __global__ void __launch_bounds__(tile.block_size(), tile.blocks_per_sm)
-    backward_block(const Backward<LoadX, LoadDy, Scale, StoreDx> problem) {
+    backward_block(const Backward<LoadX, LoadDy, LoadWeight, StoreDx> problem) {
   let_next_kernel_start();
   if constexpr (tile.path == Path::ring) {
     backward_ring<gradients, centered, tile>(problem, dynamic_smem());
   } else {
-    RegisterGradient<LoadX, LoadDy, Scale, StoreDx, gradients, centered, tile> gradient(
+    RegisterGradient<LoadX, LoadDy, LoadWeight, StoreDx, gradients, centered, tile> gradient(
         problem, {0, static_cast<int>(problem.num_cols)});
     BlockReduce<tile.threads_per_row, typename LoadX::Compute> reduce(dynamic_smem());
 

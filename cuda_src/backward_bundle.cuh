@@ -7,10 +7,10 @@
 #include "result_image.cuh"
 
 // added: the tensor that is added to dx, if there is one.
-template <Gradients gradients, bool centered, Tile tile, class LoadX, class LoadDy, class Scale,
-          class StoreDx, class... Added>
+template <Gradients gradients, bool centered, Tile tile, class LoadX, class LoadDy,
+          class LoadWeight, class StoreDx, class... Added>
 __device__ __forceinline__ void backward_bundles(
-    const Backward<LoadX, LoadDy, Scale, StoreDx>& problem, unsigned char* smem,
+    const Backward<LoadX, LoadDy, LoadWeight, StoreDx>& problem, unsigned char* smem,
     const BundleStream<tile, Added>&... added) {
   using Compute = typename LoadX::Compute;
   using X = typename LoadX::Held;
@@ -24,7 +24,7 @@ __device__ __forceinline__ void backward_bundles(
                                                                  mean, rstd, added...);
   auto in_smem = problem;  // the same for the rows of one bundle
   in_smem.load_x.x_stride = in_smem.load_dy.x_stride = in_smem.store.written_stride() = num_cols;
-  RegisterGradient<LoadX, LoadDy, Scale, StoreDx, gradients, centered, tile> gradient(
+  RegisterGradient<LoadX, LoadDy, LoadWeight, StoreDx, gradients, centered, tile> gradient(
       in_smem, {0, num_cols});
   WarpReduce<tile.threads_per_row> reduce;
   const auto work_on = [&](const unsigned char* slot, int part, long long first_row, int num_rows,
@@ -55,10 +55,10 @@ __device__ __forceinline__ void backward_bundles(
   gradient.write_partials(blockIdx.x, reinterpret_cast<Compute*>(smem));
 }
 
-template <Gradients gradients, bool centered, Tile tile, class LoadX, class LoadDy, class Scale,
-          class StoreDx>
+template <Gradients gradients, bool centered, Tile tile, class LoadX, class LoadDy,
+          class LoadWeight, class StoreDx>
 __device__ __forceinline__ void backward_bundle(
-    const Backward<LoadX, LoadDy, Scale, StoreDx>& problem) {
+    const Backward<LoadX, LoadDy, LoadWeight, StoreDx>& problem) {
   if constexpr (StoreDx::adds && gradients.dx) {
     const BundleStream<tile, typename StoreDx::Added> added{problem.store.added_start(0),
                                                             static_cast<int>(problem.num_cols)};

@@ -14,17 +14,17 @@
 #include "cluster_reduce.cuh"
 #include "register_gradient.cuh"
 
-template <class LoadX, class LoadDy, class Scale, class StoreDx, Gradients gradients, bool centered,
-          Tile tile>
+template <class LoadX, class LoadDy, class LoadWeight, class StoreDx, Gradients gradients,
+          bool centered, Tile tile>
 __global__ void __cluster_dims__(tile.hardware_cluster_size(), 1, 1)
     __launch_bounds__(tile.block_size(), tile.blocks_per_sm)
-        backward_cluster(const Backward<LoadX, LoadDy, Scale, StoreDx> problem) {
+        backward_cluster(const Backward<LoadX, LoadDy, LoadWeight, StoreDx> problem) {
   let_next_kernel_start();
   if constexpr (tile.path == Path::ring) {
     backward_ring<gradients, centered, tile>(problem, dynamic_smem());
   } else if constexpr (tile.path == Path::registers) {
     using Compute = typename LoadX::Compute;
-    RegisterGradient<LoadX, LoadDy, Scale, StoreDx, gradients, centered, tile> gradient(
+    RegisterGradient<LoadX, LoadDy, LoadWeight, StoreDx, gradients, centered, tile> gradient(
         problem, slice<tile>(static_cast<int>(problem.num_cols), cluster_rank()));
     ClusterReduce<tile.threads_per_row, tile.cluster_size, Compute> reduce(dynamic_smem());
     const long long cluster = blockIdx.x / tile.cluster_size;

@@ -10,18 +10,18 @@
 #include "parameter_sums.cuh"
 #include "register_gradient.cuh"
 
-template <class LoadX, class LoadDy, class Scale, class StoreDx, class Dweight, class Dbias>
+template <class LoadX, class LoadDy, class LoadWeight, class StoreDx, class Dweight, class Dbias>
 struct BackwardFew {
-  Backward<LoadX, LoadDy, Scale, StoreDx> rows;
+  Backward<LoadX, LoadDy, LoadWeight, StoreDx> rows;
   Dweight* dweight;  // [num_cols]; void: not wanted
   Dbias* dbias;      // [num_cols]; void: not wanted
   long long num_row_blocks;
 };
 
-template <class LoadX, class LoadDy, class Scale, class StoreDx, class Dweight, class Dbias,
+template <class LoadX, class LoadDy, class LoadWeight, class StoreDx, class Dweight, class Dbias,
           bool centered, Tile tile, Tile sums>
 __global__ void __launch_bounds__(sums.block_size(), 1)
-    backward_few(const BackwardFew<LoadX, LoadDy, Scale, StoreDx, Dweight, Dbias> problem) {
+    backward_few(const BackwardFew<LoadX, LoadDy, LoadWeight, StoreDx, Dweight, Dbias> problem) {
   using Compute = typename LoadX::Compute;
   const auto& rows = problem.rows;
   const int num_row_blocks = static_cast<int>(problem.num_row_blocks);
@@ -39,7 +39,7 @@ __global__ void __launch_bounds__(sums.block_size(), 1)
     backward_ring_row<centered, tile>(rows, dynamic_smem());
   } else {
     constexpr Gradients gradients{.dx = true, .dweight = false, .dbias = false};
-    RegisterGradient<LoadX, LoadDy, Scale, StoreDx, gradients, centered, tile> gradient(
+    RegisterGradient<LoadX, LoadDy, LoadWeight, StoreDx, gradients, centered, tile> gradient(
         rows, {0, static_cast<int>(rows.num_cols)});
     const long long row = static_cast<long long>(blockIdx.x) * tile.rows_per_block +
                           threadIdx.x / tile.threads_per_row;

@@ -6,9 +6,9 @@
 #include "backward_ring_row.cuh"
 #include "exchange.cuh"
 
-template <bool centered, Tile tile, class LoadX, class LoadDy, class Scale, class StoreDx>
+template <bool centered, Tile tile, class LoadX, class LoadDy, class LoadWeight, class StoreDx>
 __device__ __forceinline__ void backward_ring_row(
-    const Backward<LoadX, LoadDy, Scale, StoreDx>& problem, unsigned char* smem) {
+    const Backward<LoadX, LoadDy, LoadWeight, StoreDx>& problem, unsigned char* smem) {
   using Compute = typename LoadX::Compute;
   using Shape = RingShape<tile>;
   using Sources = Exchange<tile>;
@@ -30,7 +30,7 @@ __device__ __forceinline__ void backward_ring_row(
   Pack<typename LoadX::Held, pack_size> xs[packs_per_thread];
   Pack<typename LoadDy::Held, pack_size> dys[packs_per_thread];
   Pack<typename StoreDx::Added, pack_size> added[packs_per_thread];
-  typename Scale::template Kept<pack_size> weights[packs_per_thread];
+  typename LoadWeight::template Kept<pack_size> weights[packs_per_thread];
 #pragma unroll
   for (int pack = 0; pack < packs_per_thread; ++pack) {
     xs[pack] = problem.load_x.template load<pack_size>(row, col_of(pack));
@@ -41,31 +41,32 @@ __device__ __forceinline__ void backward_ring_row(
   gradient.rstd = problem.rstd[row];
 #pragma unroll
   for (int pack = 0; pack < packs_per_thread; ++pack) {
-    weights[pack] = problem.scale.template keep<pack_size>(col_of(pack));
+    weights[pack] = problem.load_weight.template keep<pack_size>(col_of(pack));
     if constexpr (StoreDx::adds)
       added[pack] = load_pack<pack_size>(problem.store.added_start(row) + col_of(pack));
   }
 
-  // f(pack, xs, dys, scales)
+  // f(pack, xs, dys, weight_values)
   const auto for_each_pack = [&](auto f) {
 #pragma unroll
     for (int pack = 0; pack < packs_per_thread; ++pack) {
-      Compute x_values[pack_size], dy_values[pack_size], scales[pack_size];
+      Compute x_values[pack_size], dy_values[pack_size], weight_values[pack_size];
       unpack(xs[pack], x_values);
       unpack(dys[pack], dy_values);
-      Scale::unpack(weights[pack], scales);
-      f(pack, x_values, dy_values, scales);
+      LoadWeight::unpack(weights[pack], weight_values);
+      f(pack, x_values, dy_values, weight_values);
       forget_unpacked(xs[pack]);
       forget_unpacked(dys[pack]);
       weights[pack].forget_unpacked();
     }
   };
   Sum<Compute, 2> sums{};
-  for_each_pack([&](int pack, const auto& x_values, const auto& dy_values, const auto& scales) {
-    Compute none[pack_size];
-    sums.merge(add_to_sums<gradients, centered>(none, none, x_values, dy_values, scales, gradient,
-                                                Shape::in_part(pack, cols)));
-  });
+  for_each_pack(
+      [&](int pack, const auto& x_values, const auto& dy_values, const auto& weight_values) {
+        Compute none[pack_size];
+        sums.merge(add_to_sums<gradients, centered>(none, none, x_values, dy_values, weight_values,
+                                                    gradient, Shape::in_part(pack, cols)));
+      });
   float* const sent = reinterpret_cast<float*>(smem) + 2 * Sources::num_sources * group;
   const float of_warp = warp_reduce_two(sums.part[0], sums.part[1]);
   if (threadIdx.x % 16 == 0) sent[has_second() * Sources::num_sources + source] = of_warp;
@@ -77,12 +78,13 @@ __device__ __forceinline__ void backward_ring_row(
   gradient.finish(both_halves(warp_reduce<Sources::lanes>(sum).part[0]),
                   Compute(1) / static_cast<Compute>(problem.num_cols));
 
-  for_each_pack([&](int pack, const auto& x_values, const auto& dy_values, const auto& scales) {
+  for_each_pack([&](int pack, const auto& x_values, const auto& dy_values,
+                    const auto& weight_values) {
     Compute dx[pack_size];
 #pragma unroll
     for (int at = 0; at < pack_size; ++at) {
       dx[at] = gradient.template dx<centered>(gradient.template x_hat<centered>(x_values[at]),
-                                              rounded_product(dy_values[at], scales[at]));
+                                              rounded_product(dy_values[at], weight_values[at]));
     }
     const int col = cols.first_col + Shape::col(pack);
     const bool is_written = present && Shape::in_part(pack, cols);

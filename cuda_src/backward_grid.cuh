@@ -8,10 +8,10 @@
 #include "grid_sums.cuh"
 #include "grid_turns.cuh"
 
-template <Gradients gradients, bool centered, Tile tile, class LoadX, class LoadDy, class Scale,
-          class StoreDx>
+template <Gradients gradients, bool centered, Tile tile, class LoadX, class LoadDy,
+          class LoadWeight, class StoreDx>
 __device__ __forceinline__ void backward_grid(
-    const Backward<LoadX, LoadDy, Scale, StoreDx>& problem) {
+    const Backward<LoadX, LoadDy, LoadWeight, StoreDx>& problem) {
   using X = typename LoadX::Held;
   using Dy = typename LoadDy::Held;
   using XRow = GridRow<X, tile>;
@@ -41,7 +41,7 @@ __device__ __forceinline__ void backward_grid(
   struct Loaded {
     Pack<X, pack_size> x;
     Pack<Dy, pack_size> dy;
-    typename Scale::template Kept<pack_size> weight;
+    typename LoadWeight::template Kept<pack_size> weight;
   };
   // f(pack, col, x_hats, dys, wdys) for each pack of a row. ahead: see for_each_slice_pack.
   const auto for_each = [&]<int ahead>(long long turn, const Gradient& gradient, auto f) {
@@ -51,13 +51,13 @@ __device__ __forceinline__ void backward_grid(
         cols,
         [&](int pack, int col) {
           return Loaded{x.load(pack, col), dy.load(pack, col),
-                        problem.scale.template keep<pack_size>(cols.first_col + col)};
+                        problem.load_weight.template keep<pack_size>(cols.first_col + col)};
         },
         [&](int pack, int col, const Loaded& loaded) {
           float x_hats[pack_size], dys[pack_size], wdys[pack_size];
           unpack(loaded.x, x_hats);
           unpack(loaded.dy, dys);
-          problem.scale.unpack(loaded.weight, wdys);
+          problem.load_weight.unpack(loaded.weight, wdys);
 #pragma unroll
           for (int at = 0; at < pack_size; ++at) {
             x_hats[at] = gradient.template x_hat<centered>(x_hats[at]);

@@ -8,10 +8,10 @@
 #include "exchange.cuh"
 #include "ring_parameters.cuh"
 
-template <Gradients gradients, bool centered, Tile tile, class LoadX, class LoadDy, class Scale,
-          class StoreDx>
+template <Gradients gradients, bool centered, Tile tile, class LoadX, class LoadDy,
+          class LoadWeight, class StoreDx>
 __device__ __forceinline__ void backward_ring(
-    const Backward<LoadX, LoadDy, Scale, StoreDx>& problem, unsigned char* smem) {
+    const Backward<LoadX, LoadDy, LoadWeight, StoreDx>& problem, unsigned char* smem) {
   using Compute = typename LoadX::Compute;
   using X = typename LoadX::Held;
   using Dy = typename LoadDy::Held;
@@ -28,11 +28,12 @@ __device__ __forceinline__ void backward_ring(
 
   // Loaded before the rows of all stages, behind which they would arrive microseconds later.
   constexpr bool recomputes = StoreDx::recomputes;
-  RingParameters<Scale, tile, gradients.dx || recomputes> weights(problem.scale, cols, parameters);
-  typename StoreDx::Biases bias{};
-  if constexpr (recomputes) bias = problem.store.biases();
-  RingParameters<typename StoreDx::Biases, tile, recomputes> biases(
-      bias, cols, parameters + decltype(weights)::smem_bytes);
+  RingParameters<LoadWeight, tile, gradients.dx || recomputes> weights(problem.load_weight, cols,
+                                                                       parameters);
+  typename StoreDx::LoadBias load_bias{};
+  if constexpr (recomputes) load_bias = problem.store.load_bias();
+  RingParameters<typename StoreDx::LoadBias, tile, recomputes> biases(
+      load_bias, cols, parameters + decltype(weights)::smem_bytes);
   RowGradient<Compute> gradient = gradient_of_turn<centered>(problem, turns, 0),
                        next = gradient_of_turn<centered>(problem, turns, 1);
 
@@ -84,11 +85,11 @@ __device__ __forceinline__ void backward_ring(
     Sum<Compute, 2> sums{};
     for_each_pack(ahead.slot, true,
                   [&](int pack, const Compute(&xs)[pack_size], const Compute(&dys)[pack_size]) {
-                    Compute scales[pack_size];
-                    weights.unpack_to(pack, scales);
+                    Compute weight_values[pack_size];
+                    weights.unpack_to(pack, weight_values);
                     const bool present = Shape::in_part(pack, cols);
                     sums.merge(add_to_sums<gradients, centered>(dweight[pack], dbias[pack], xs, dys,
-                                                                scales, gradient, present));
+                                                                weight_values, gradient, present));
                   });
     if constexpr (gradients.dx) exchange.send(turn, warp_reduce_two(sums.part[0], sums.part[1]));
     ahead.advance();
@@ -116,34 +117,35 @@ __device__ __forceinline__ void backward_ring(
       gradient.finish(both_halves(warp_reduce<decltype(exchange)::lanes>(sum).part[0]), reciprocal);
     }
     if constexpr (gradients.dx || recomputes) {
-      for_each_pack(
-          at.slot, false,
-          [&](int pack, const Compute(&xs)[pack_size], const Compute(&dys)[pack_size]) {
-            Compute scales[pack_size], x_hats[pack_size], dx[pack_size];
-            weights.unpack_to(pack, scales);
+      for_each_pack(at.slot, false,
+                    [&](int pack, const Compute(&xs)[pack_size], const Compute(&dys)[pack_size]) {
+                      Compute weight_values[pack_size], x_hats[pack_size], dx[pack_size];
+                      weights.unpack_to(pack, weight_values);
 #pragma unroll
-            for (int index = 0; index < pack_size; ++index) {
-              x_hats[index] = gradient.template x_hat<centered>(xs[index]);
-              if constexpr (gradients.dx) {
-                dx[index] = gradient.template dx<centered>(
-                    x_hats[index], rounded_product(dys[index], scales[index]));
-              }
-            }
-            const int col = cols.first_col + Shape::col(pack);
-            if constexpr (adds) {
-              const Added* added_part =
-                  added.in(ring.slots + at.slot * Ring::slot_bytes + added_offset, false);
-              problem.store.store(row, col, dx, load_pack<pack_size>(added_part + Shape::col(pack)),
-                                  Shape::in_part(pack, cols));
-            } else if constexpr (gradients.dx) {
-              problem.store.store(row, col, dx, Shape::in_part(pack, cols));
-            }
-            if constexpr (recomputes) {
-              Compute shifts[pack_size];
-              biases.unpack_to(pack, shifts);
-              problem.store.recompute(row, col, x_hats, scales, shifts, Shape::in_part(pack, cols));
-            }
-          });
+                      for (int index = 0; index < pack_size; ++index) {
+                        x_hats[index] = gradient.template x_hat<centered>(xs[index]);
+                        if constexpr (gradients.dx) {
+                          dx[index] = gradient.template dx<centered>(
+                              x_hats[index], rounded_product(dys[index], weight_values[index]));
+                        }
+                      }
+                      const int col = cols.first_col + Shape::col(pack);
+                      if constexpr (adds) {
+                        const Added* added_part =
+                            added.in(ring.slots + at.slot * Ring::slot_bytes + added_offset, false);
+                        problem.store.store(row, col, dx,
+                                            load_pack<pack_size>(added_part + Shape::col(pack)),
+                                            Shape::in_part(pack, cols));
+                      } else if constexpr (gradients.dx) {
+                        problem.store.store(row, col, dx, Shape::in_part(pack, cols));
+                      }
+                      if constexpr (recomputes) {
+                        Compute bias_values[pack_size];
+                        biases.unpack_to(pack, bias_values);
+                        problem.store.recompute(row, col, x_hats, weight_values, bias_values,
+                                                Shape::in_part(pack, cols));
+                      }
+                    });
     }
     // All lanes have written, so all have read: the slot is free.
     __syncwarp();

@@ -31,7 +31,7 @@ __device__ __forceinline__ auto gradient_of_turn(const Problem& problem, const T
 template <Gradients gradients, bool centered, int pack_size, class Compute>
 __device__ __forceinline__ Sum<Compute, 2> add_to_sums(
     Compute (&dweight)[pack_size], Compute (&dbias)[pack_size], const Compute (&xs)[pack_size],
-    const Compute (&dys)[pack_size], const Compute (&scales)[pack_size],
+    const Compute (&dys)[pack_size], const Compute (&weight_values)[pack_size],
     const RowGradient<Compute>& gradient, bool present) {
   Compute partial[2] = {};
 #pragma unroll
@@ -41,7 +41,7 @@ __device__ __forceinline__ Sum<Compute, 2> add_to_sums(
     if constexpr (gradients.dweight) dweight[index] += dy * x_hat;
     if constexpr (gradients.dbias) dbias[index] += dy;
     if constexpr (gradients.dx) {
-      const Compute wdy = rounded_product(dy, scales[index]);
+      const Compute wdy = rounded_product(dy, weight_values[index]);
       partial[0] += wdy * x_hat;
       if constexpr (centered) partial[1] += wdy;
     }

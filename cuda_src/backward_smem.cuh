@@ -17,10 +17,10 @@ __device__ __forceinline__ void add_pack(Compute* sums, const Compute (&values)[
   store_pack<pack_size>(sums, repack<Compute>(added));
 }
 
-template <Gradients gradients, bool centered, Tile tile, class LoadX, class LoadDy, class Scale,
-          class StoreDx>
+template <Gradients gradients, bool centered, Tile tile, class LoadX, class LoadDy,
+          class LoadWeight, class StoreDx>
 __device__ __forceinline__ void backward_smem(
-    const Backward<LoadX, LoadDy, Scale, StoreDx>& problem) {
+    const Backward<LoadX, LoadDy, LoadWeight, StoreDx>& problem) {
   using Compute = typename LoadX::Compute;
   using X = typename LoadX::Held;
   using Dy = typename LoadDy::Held;
@@ -65,7 +65,7 @@ __device__ __forceinline__ void backward_smem(
     x.for_each_pack([&](int col, const Compute(&values)[pack_size]) {
       Compute dys[pack_size], weights[pack_size], products[pack_size];
       unpack(load_pack<pack_size>(dy.held + (col - first_col)), dys);
-      if constexpr (gradients.dx || StoreDx::recomputes) problem.scale.load(col, weights);
+      if constexpr (gradients.dx || StoreDx::recomputes) problem.load_weight.load(col, weights);
       if constexpr (StoreDx::recomputes)
         recompute<centered>(problem, gradient, row, col, values, weights);
 #pragma unroll
@@ -86,7 +86,7 @@ __device__ __forceinline__ void backward_smem(
       x.for_each_pack([&](int col, const Compute(&values)[pack_size]) {
         Compute dys[pack_size], weights[pack_size], dx[pack_size];
         unpack(load_pack<pack_size>(dy.held + (col - first_col)), dys);
-        problem.scale.load(col, weights);
+        problem.load_weight.load(col, weights);
 #pragma unroll
         for (int at = 0; at < pack_size; ++at) {
           dx[at] = gradient.template dx<centered>(gradient.template x_hat<centered>(values[at]),

@@ -5,7 +5,8 @@
 //   adds         whether a gradient of type Added is added to dx. Then the copy engine may fetch
 //                its rows: added_start(row), added_stride(), store(row, col, values, fetched,
 //                present)
-//   recomputes   whether y is written again beside dx: biases() -> Biases, the functor of the bias;
+//   recomputes   whether y is written again beside dx: load_bias() -> LoadBias, which reads the
+//   bias;
 //                recompute(row, col, x_hats, weights, biases, present)
 #pragma once
 #include "dropout.cuh"

@@ -7,10 +7,10 @@
 #include "backward.cuh"
 #include "uncached_row.cuh"
 
-template <class LoadX, class LoadDy, class Scale, class StoreDx, Gradients gradients, bool centered,
-          Tile tile>
+template <class LoadX, class LoadDy, class LoadWeight, class StoreDx, Gradients gradients,
+          bool centered, Tile tile>
 __global__ void __launch_bounds__(tile.block_size(), tile.blocks_per_sm)
-    backward_uncached(const Backward<LoadX, LoadDy, Scale, StoreDx> problem) {
+    backward_uncached(const Backward<LoadX, LoadDy, LoadWeight, StoreDx> problem) {
   static_assert(!gradients.dweight && !gradients.dbias,
                 "backward_parameters computes dweight and dbias");
   using Compute = typename LoadX::Compute;
@@ -27,7 +27,7 @@ __global__ void __launch_bounds__(tile.block_size(), tile.blocks_per_sm)
     x.for_each_pack([&](long long col, const Compute(&values)[pack_size]) {
       Compute dys[pack_size], weights[pack_size];
       unpack(problem.load_dy.template load<pack_size>(row, col), dys);
-      problem.scale.load(col, weights);
+      problem.load_weight.load(col, weights);
       if constexpr (StoreDx::recomputes)
         recompute<centered>(problem, gradient, row, col, values, weights);
 #pragma unroll
@@ -42,7 +42,7 @@ __global__ void __launch_bounds__(tile.block_size(), tile.blocks_per_sm)
     x.for_each_pack([&](long long col, const Compute(&values)[pack_size]) {
       Compute dys[pack_size], weights[pack_size], dx[pack_size];
       unpack(problem.load_dy.template reload<pack_size>(row, col), dys);
-      problem.scale.load(col, weights);
+      problem.load_weight.load(col, weights);
 #pragma unroll
       for (int at = 0; at < pack_size; ++at) {
         dx[at] = gradient.template dx<centered>(gradient.template x_hat<centered>(values[at]),

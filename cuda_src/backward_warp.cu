@@ -9,16 +9,16 @@
 #include "backward_bundle.cuh"
 #include "register_gradient.cuh"
 
-template <class LoadX, class LoadDy, class Scale, class StoreDx, Gradients gradients, bool centered,
-          Tile tile>
+template <class LoadX, class LoadDy, class LoadWeight, class StoreDx, Gradients gradients,
+          bool centered, Tile tile>
 __global__ void __launch_bounds__(tile.block_size(), tile.blocks_per_sm)
-    backward_warp(const Backward<LoadX, LoadDy, Scale, StoreDx> problem) {
+    backward_warp(const Backward<LoadX, LoadDy, LoadWeight, StoreDx> problem) {
   let_next_kernel_start();
   if constexpr (tile.path == Path::bundle) {
     return backward_bundle<gradients, centered, tile>(problem);
   }
 
-  RegisterGradient<LoadX, LoadDy, Scale, StoreDx, gradients, centered, tile> gradient(
+  RegisterGradient<LoadX, LoadDy, LoadWeight, StoreDx, gradients, centered, tile> gradient(
       problem, {0, static_cast<int>(problem.num_cols)});
   WarpReduce<tile.threads_per_row> reduce;
   const long long step = static_cast<long long>(gridDim.x) * tile.rows_per_block;

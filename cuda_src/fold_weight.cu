@@ -12,8 +12,8 @@ template <class T, class NormWeight, class NormBias, bool zero_centered>
 struct FoldWeight {
   const T* weight;  // [out_features, in_features], contiguous
   const T* bias;    // null: absent
-  Scale<NormWeight, zero_centered> norm_weight;
-  Scale<NormBias, false, 0> norm_bias;
+  LoadParameter<NormWeight, zero_centered> norm_weight;
+  LoadParameter<NormBias, false, 0> norm_bias;
   T* folded;           // as weight
   ColumnTerms* terms;  // sum: of the rounded row, or 0 for RMSNorm. bias: bias + weight norm_bias
   long long in_features;

@@ -6,11 +6,11 @@
 #include "backward.cuh"
 #include "register_row.cuh"
 
-template <class LoadX, class LoadDy, class Weights, class StoreDx, Gradients gradients,
+template <class LoadX, class LoadDy, class LoadWeight, class StoreDx, Gradients gradients,
           bool centered, Tile tile>
 struct GradientRows {
   using Compute = typename LoadX::Compute;
-  using Problem = Backward<LoadX, LoadDy, Weights, StoreDx>;
+  using Problem = Backward<LoadX, LoadDy, LoadWeight, StoreDx>;
 
   static constexpr bool in_bundle = tile.path == Path::bundle;
   // Packs of 16-bit elements leave registers for a second row. Packs of 32 bits and single elements
@@ -26,7 +26,7 @@ struct GradientRows {
   Compute reciprocal;
   // Two single elements are kept as one pack: each would take a register.
   static constexpr int joined = in_bundle ? 2 : 1;
-  typename Weights::template Kept<joined * tile.pack_size>
+  typename LoadWeight::template Kept<joined * tile.pack_size>
       weights[(tile.packs_per_thread + joined - 1) / joined];
   RegisterRow<LoadX, tile> x;
   RegisterRow<LoadDy, tile> dy;
@@ -44,9 +44,9 @@ struct GradientRows {
         if constexpr (joined == 2) {
           const int other =
               pack + 1 < tile.packs_per_thread && in_row(pack + 1) ? col(pack + 1) : cols.first_col;
-          weights[pack / 2] = problem.scale.template keep_two<tile.pack_size>(from, other);
+          weights[pack / 2] = problem.load_weight.template keep_two<tile.pack_size>(from, other);
         } else {
-          weights[pack] = problem.scale.template keep<tile.pack_size>(from);
+          weights[pack] = problem.load_weight.template keep<tile.pack_size>(from);
         }
       }
     }

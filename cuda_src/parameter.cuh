@@ -1,9 +1,9 @@
 // parameter.cuh -- weight and bias on their way from memory to the arithmetic
 //
 // KeptParameter   a pack of weights or biases, as in memory, that a thread keeps for many rows
-// Scale           the functor through which a backward kernel reads the weight, or the bias
+// LoadParameter   the functor through which a backward kernel reads the weight, or the bias
 //
-// Members of Scale:
+// Members of LoadParameter:
 //   present             false if there is no parameter
 //   load(col, values)   the parameter in the compute type; `missing` if there is none
 //   keep(col) -> Kept   a pack for use in many rows
@@ -74,7 +74,7 @@ struct KeptParameter<void, zero_centered, pack_size> {
 };
 
 template <class Weight, bool zero_centered, int missing = 1>
-struct Scale {
+struct LoadParameter {
   static constexpr bool present = !is_same<Weight, void>;
   // Left alone, the compiler unpacks float16 once for all rows and keeps it in twice the registers.
   static constexpr bool stays_packed = is_same<Weight, __half>;

@@ -7,11 +7,11 @@
 template <class StoreDx, class Y, class Weight, class Bias, bool zero_centered>
 struct RecomputingStore : StoreDx {
   static constexpr bool recomputes = true;
-  using Biases = Scale<Bias, false, 0>;
+  using LoadBias = LoadParameter<Bias, false, 0>;
 
   Store<Y, Weight, Bias, zero_centered> store_y;
 
-  __device__ __forceinline__ Biases biases() const { return {store_y.bias}; }
+  __device__ __forceinline__ LoadBias load_bias() const { return {store_y.bias}; }
 
   template <int pack_size, class Compute>
   __device__ __forceinline__ void recompute(long long row, long long col,

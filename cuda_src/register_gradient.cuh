@@ -7,12 +7,13 @@
 #include "gradient_rows.cuh"
 #include "register_sums.cuh"
 
-template <class LoadX, class LoadDy, class Weights, class StoreDx, Gradients gradients,
+template <class LoadX, class LoadDy, class LoadWeight, class StoreDx, Gradients gradients,
           bool centered, Tile tile>
-struct RegisterGradient : RegisterSums<typename LoadX::Compute, gradients, tile>,
-                          GradientRows<LoadX, LoadDy, Weights, StoreDx, gradients, centered, tile> {
+struct RegisterGradient
+    : RegisterSums<typename LoadX::Compute, gradients, tile>,
+      GradientRows<LoadX, LoadDy, LoadWeight, StoreDx, gradients, centered, tile> {
   using Compute = typename LoadX::Compute;
-  using Rows = GradientRows<LoadX, LoadDy, Weights, StoreDx, gradients, centered, tile>;
+  using Rows = GradientRows<LoadX, LoadDy, LoadWeight, StoreDx, gradients, centered, tile>;
   using Parameters = RegisterSums<Compute, gradients, tile>;
   using Parameters::dbias, Parameters::dweight;
   using Rows::Rows, Rows::added, Rows::cols, Rows::col, Rows::dy, Rows::fetch, Rows::fetch_added,
@@ -35,17 +36,17 @@ struct RegisterGradient : RegisterSums<typename LoadX::Compute, gradients, tile>
       // A pack beyond the row holds another pack of it, with dy = 0: a branch would keep packs from
       // overlapping.
       const bool counts = present && in_row(pack);
-      Compute scales[tile.pack_size], of_joined[joined * tile.pack_size];
+      Compute weight_values[tile.pack_size], of_joined[joined * tile.pack_size];
       unpack(x.packs[pack], x_hats[pack]);
       unpack(dy.packs[pack], wdys[pack]);
       if constexpr (needs_weights) {
         // If something is added to dx, there are no registers for unpacked weights.
-        constexpr bool stays_packed = joined == 2 || Weights::stays_packed || StoreDx::adds;
+        constexpr bool stays_packed = joined == 2 || LoadWeight::stays_packed || StoreDx::adds;
         if (pack % joined == 0 && stays_packed) weights[pack / joined].forget_unpacked();
-        Weights::unpack(weights[pack / joined], of_joined);
+        LoadWeight::unpack(weights[pack / joined], of_joined);
 #pragma unroll
         for (int at = 0; at < tile.pack_size; ++at)
-          scales[at] = of_joined[pack % joined * tile.pack_size + at];
+          weight_values[at] = of_joined[pack % joined * tile.pack_size + at];
       }
       // Each pack has its own sums, so that packs overlap. For single elements that costs more than
       // it gains.
@@ -59,7 +60,7 @@ struct RegisterGradient : RegisterSums<typename LoadX::Compute, gradients, tile>
         if constexpr (gradients.dweight) dweight[pack][at] += value * x_hat;
         if constexpr (gradients.dbias) dbias[pack][at] += value;
         if constexpr (gradients.dx) {
-          const Compute wdy = wdys[pack][at] = rounded_product(value, scales[at]);
+          const Compute wdy = wdys[pack][at] = rounded_product(value, weight_values[at]);
           partial[0] += wdy * x_hat;
           if constexpr (centered) partial[1] += wdy;
         }
@@ -69,8 +70,8 @@ struct RegisterGradient : RegisterSums<typename LoadX::Compute, gradients, tile>
       if constexpr (StoreDx::recomputes) {
         Compute biases[tile.pack_size];  // read from cache in each row: they would not fit the
                                          // registers
-        problem.store.biases().load(in_row(pack) ? col(pack) : cols.first_col, biases);
-        problem.store.recompute(row, col(pack), x_hats[pack], scales, biases, counts);
+        problem.store.load_bias().load(in_row(pack) ? col(pack) : cols.first_col, biases);
+        problem.store.recompute(row, col(pack), x_hats[pack], weight_values, biases, counts);
       }
     }
     if constexpr (fetch_ahead) fetch(following);

@@ -5,12 +5,12 @@
 
 // If there are many packs, the first of each thread are in shared memory and the others in
 // registers. used: false if the kernel needs no parameters.
-template <class Scale, Tile tile, bool used>
+template <class Load, Tile tile, bool used>
 struct RingParameters {
   using Shape = RingShape<tile>;
-  using Kept = typename Scale::template Kept<tile.pack_size>;
+  using Kept = typename Load::template Kept<tile.pack_size>;
   static constexpr bool in_smem_too =
-      used && Scale::present && tile.pack_size * tile.packs_per_thread > 16;
+      used && Load::present && tile.pack_size * tile.packs_per_thread > 16;
   // All packs of wide weights. One pack of 16-bit weights remains in registers: that makes room for
   // a third stage.
   static constexpr int smem_packs =
@@ -22,14 +22,14 @@ struct RingParameters {
   Kept for_smem[smem_packs + 1];  // only until they are written to shared memory
 
   // Starts the loads. store_to_smem() ends them.
-  __device__ __forceinline__ RingParameters(const Scale& scale, Slice cols, unsigned char* smem)
+  __device__ __forceinline__ RingParameters(const Load& load, Slice cols, unsigned char* smem)
       : in_smem(reinterpret_cast<Kept*>(smem) + Shape::thread()) {
     if constexpr (!used) return;
 #pragma unroll
     for (int pack = 0; pack < tile.packs_per_thread; ++pack) {
       Kept kept{};
       if (Shape::in_part(pack, cols))
-        kept = scale.template keep<tile.pack_size>(cols.first_col + Shape::col(pack));
+        kept = load.template keep<tile.pack_size>(cols.first_col + Shape::col(pack));
       if (pack < smem_packs) {
         for_smem[pack] = kept;
       } else {
@@ -49,10 +49,10 @@ struct RingParameters {
   __device__ __forceinline__ void unpack_to(int pack, Compute (&values)[tile.pack_size]) {
     if constexpr (!used) return;
     if (pack < smem_packs) {
-      Scale::unpack(in_smem[pack * tile.threads_per_row], values);
+      Load::unpack(in_smem[pack * tile.threads_per_row], values);
     } else {
       in_registers[pack - smem_packs].forget_unpacked();
-      Scale::unpack(in_registers[pack - smem_packs], values);
+      Load::unpack(in_registers[pack - smem_packs], values);
     }
   }
 };

@@ -10,12 +10,12 @@
 #include "column_sums.cuh"
 #include "split_rows.cuh"
 
-template <class X, class Dy, class Scale, bool centered>
+template <class X, class Dy, class LoadWeight, bool centered>
 struct SplitGradients {
   using Compute = typename Load<X>::Compute;
   Load<X> x;
   Load<Dy> dy;
-  Scale scale;
+  LoadWeight load_weight;
   Store<X, void, void, false> dx;
   SavedStatistics<Compute, centered> saved;
   const Compute* sums;        // over all ranks, else as in split_sums.cu
@@ -40,9 +40,9 @@ struct SplitGradients {
   }
 };
 
-template <class X, class Dy, class Scale, Gradients gradients, bool centered, Tile tile>
+template <class X, class Dy, class LoadWeight, Gradients gradients, bool centered, Tile tile>
 __global__ void __launch_bounds__(tile.block_size(), tile.blocks_per_sm)
-    split_gradients(const SplitGradients<X, Dy, Scale, centered> problem) {
+    split_gradients(const SplitGradients<X, Dy, LoadWeight, centered> problem) {
   using Compute = typename Load<X>::Compute;
   constexpr int pack_size = tile.pack_size, num_groups = tile.rows_per_block,
                 block_cols = tile.threads_per_row * pack_size;
@@ -57,7 +57,7 @@ __global__ void __launch_bounds__(tile.block_size(), tile.blocks_per_sm)
 
   Compute dweights[pack_size] = {}, dbiases[pack_size] = {};
   if (col < problem.num_cols) {
-    auto kept = problem.scale.template keep<pack_size>(col);
+    auto kept = problem.load_weight.template keep<pack_size>(col);
 #pragma unroll 1
     for (long long row = first_row + group; row < end; row += tile.packs_per_thread * num_groups) {
       Pack<X, pack_size> x_packs[tile.packs_per_thread];
@@ -77,8 +77,8 @@ __global__ void __launch_bounds__(tile.block_size(), tile.blocks_per_sm)
         Compute xs[pack_size], x_hats[pack_size], dys[pack_size], weights[pack_size];
         unpack(x_packs[at], xs);
         unpack(dy_packs[at], dys);
-        if constexpr (Scale::stays_packed) kept.forget_unpacked();
-        Scale::unpack(kept, weights);
+        if constexpr (LoadWeight::stays_packed) kept.forget_unpacked();
+        LoadWeight::unpack(kept, weights);
         statistics.template normalize<centered>(xs, x_hats);
         Compute dx[pack_size];
 #pragma unroll

@@ -7,21 +7,21 @@
 #include "split_rows.cuh"
 
 // wdy = dy * weight. The sums over all ranks are what split_gradients.cu needs of other ranks.
-template <class X, class Dy, class Scale, bool centered>
+template <class X, class Dy, class LoadWeight, bool centered>
 struct SplitSums {
   using Compute = typename Load<X>::Compute;
   Load<X> x;
   Load<Dy> dy;
-  Scale scale;
+  LoadWeight load_weight;
   SavedStatistics<Compute, centered> saved;
   Compute* sums;  // [of wdy * x_hat, of wdy][num_rows]; RMSNorm: the first alone
   long long num_rows;
   long long num_cols;
 };
 
-template <class X, class Dy, class Scale, bool centered, Tile tile>
+template <class X, class Dy, class LoadWeight, bool centered, Tile tile>
 __global__ void __launch_bounds__(tile.block_size(), tile.blocks_per_sm)
-    split_sums(const SplitSums<X, Dy, Scale, centered> problem) {
+    split_sums(const SplitSums<X, Dy, LoadWeight, centered> problem) {
   using Compute = typename Load<X>::Compute;
   BlockReduce<tile.threads_per_row, Compute> reduce(dynamic_smem());
 
@@ -37,7 +37,7 @@ __global__ void __launch_bounds__(tile.block_size(), tile.blocks_per_sm)
           Compute x_hats[tile.pack_size], dys[tile.pack_size], weights[tile.pack_size];
           statistics.template normalize<centered>(xs, x_hats);
           unpack(dy, dys);
-          problem.scale.load(in_row ? col : 0, weights);
+          problem.load_weight.load(in_row ? col : 0, weights);
           Sum<Compute, 2> of_pack{};
 #pragma unroll
           for (int at = 0; at < tile.pack_size; ++at) {

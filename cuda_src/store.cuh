@@ -15,7 +15,7 @@
 
 struct WritesDxAlone {
   static constexpr bool recomputes = false;
-  using Biases = Scale<void, false, 0>;
+  using LoadBias = LoadParameter<void, false, 0>;
 };
 
 // y = x_hat * weight + bias; without parameters, the dx of backward. Rounded: the element type that

@@ -184,8 +184,8 @@ def row_arguments(problem: Problem) -> str:
             cpp_name(name) for name in (problem.recomputed, problem.weight, problem.bias)
         )
         store = f"RecomputingStore<{store}, {types}, {cpp_bool(problem.zero_centered)}>"
-    scale = f"Scale<{cpp_name(problem.weight)}, {cpp_bool(problem.zero_centered)}>"
-    return f"{load_x_name(problem)}, {load_dy_name(problem)}, {scale}, {store}"
+    weight = f"LoadParameter<{cpp_name(problem.weight)}, {cpp_bool(problem.zero_centered)}>"
+    return f"{load_x_name(problem)}, {load_dy_name(problem)}, {weight}, {store}"
 
 
 def parameters_instance(problem: Problem, has_partials: bool) -> tuple[Tile | None, Kernel | None]:

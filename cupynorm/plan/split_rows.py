@@ -35,8 +35,8 @@ class Part(NamedTuple):
         return min(self.pack_limit, 16 // widest)
 
     @property
-    def scale(self) -> str:
-        return f"Scale<{cpp_name(self.weight)}, {cpp_bool(self.zero_centered)}>"
+    def load_weight(self) -> str:
+        return f"LoadParameter<{cpp_name(self.weight)}, {cpp_bool(self.zero_centered)}>"
 
 
 # Threads that share a row, and the most packs and elements of it in each. The first that hold the
@@ -78,7 +78,7 @@ def normalize_launch(part: Part, *, combines: bool) -> Launch:
 
 
 def sums_launch(part: Part) -> Launch:
-    types = f"{cpp_names(part.x, part.y)}, {part.scale}, {cpp_bool(part.centered)}"
+    types = f"{cpp_names(part.x, part.y)}, {part.load_weight}, {cpp_bool(part.centered)}"
     return _row_launch(part, "split_sums", types)
 
 
@@ -109,7 +109,7 @@ def gradients_launches(
         f"Gradients{{.dx = {cpp_bool(dx)}, .dweight = {cpp_bool(dweight)}, "
         f".dbias = {cpp_bool(dbias)}}}"
     )
-    types = f"{cpp_names(part.x, part.y)}, {part.scale}, {gradients}, {cpp_bool(part.centered)}"
+    types = f"{cpp_names(part.x, part.y)}, {part.load_weight}, {gradients}, {cpp_bool(part.centered)}"
     kernel = Kernel("split_gradients.cu", f"split_gradients<{types}, {tile.cpp}>")
     smem_bytes = tile.block_size * pack_size * compute_dtype(part.x).itemsize
     launch = Launch(kernel, tile, slabs.count * across, tile.block_size, smem_bytes)

@@ -58,7 +58,7 @@ def ring_backward(tile: Tile, **changes: object) -> Layouts:
     total = round_up(total)
     for name in (problem.weight, problem.bias if problem.recomputed else None):
         if name:
-            parameters = f"RingParameters<Scale<{cpp_of(name)}, false>, {tile.cpp}, true>"
+            parameters = f"RingParameters<LoadParameter<{cpp_of(name)}, false>, {tile.cpp}, true>"
             total += f" + {parameters}::smem_bytes"
     return Layouts(problem, tile, "cluster" if tile.cluster_size > 1 else "block", total)
 
