@@ -8,6 +8,7 @@
 //        memory for a pack of sums a thread
 #include "backward.cuh"
 #include "column_sums.cuh"
+#include "slab.cuh"
 #include "split_rows.cuh"
 
 template <class X, class Dy, class LoadWeight, bool centered>
@@ -44,34 +45,28 @@ template <class X, class Dy, class LoadWeight, Gradients gradients, bool centere
 __global__ void __launch_bounds__(tile.block_size(), tile.blocks_per_sm)
     split_gradients(const SplitGradients<X, Dy, LoadWeight, centered> problem) {
   using Compute = typename Load<X>::Compute;
-  constexpr int pack_size = tile.pack_size, num_groups = tile.rows_per_block,
-                block_cols = tile.threads_per_row * pack_size;
-  const long long blocks_across = (problem.num_cols + block_cols - 1) / block_cols;
-  const long long slab = blockIdx.x / blocks_across,
-                  first_col = blockIdx.x % blocks_across * block_cols;
-  const long long first_row = slab * problem.rows_of_slab;
-  const long long end = min(first_row + problem.rows_of_slab, problem.num_rows);
-  const int group = threadIdx.x / tile.threads_per_row,
-            own_col = threadIdx.x % tile.threads_per_row * pack_size;
-  const long long col = first_col + own_col;
+  constexpr int pack_size = tile.pack_size;
+  using Rows = Slab<tile>;
+  const Rows slab(problem.num_rows, problem.num_cols, problem.rows_of_slab);
+  const long long col = slab.col();
 
   Compute dweights[pack_size] = {}, dbiases[pack_size] = {};
   if (col < problem.num_cols) {
     auto kept = problem.load_weight.template keep<pack_size>(col);
 #pragma unroll 1
-    for (long long row = first_row + group; row < end; row += tile.packs_per_thread * num_groups) {
+    for (long long row = slab.first_row + slab.group; row < slab.end_row; row += Rows::step) {
       Pack<X, pack_size> x_packs[tile.packs_per_thread];
       Pack<Dy, pack_size> dy_packs[tile.packs_per_thread];
 #pragma unroll
       for (int at = 0; at < tile.packs_per_thread; ++at) {
-        const long long own = min(row + at * num_groups, end - 1);
+        const long long own = min(row + at * Rows::num_groups, slab.end_row - 1);
         x_packs[at] = problem.x.template load<pack_size>(own, col);
         dy_packs[at] = problem.dy.template load<pack_size>(own, col);
       }
 #pragma unroll
       for (int at = 0; at < tile.packs_per_thread; ++at) {
-        const long long own = row + at * num_groups;
-        if (own >= end) break;
+        const long long own = row + at * Rows::num_groups;
+        if (own >= slab.end_row) break;
         const auto statistics = problem.saved.load(own, problem.num_rows);
         const auto gradient = problem.template gradient_of<gradients.dx>(own, statistics.rstd);
         Compute xs[pack_size], x_hats[pack_size], dys[pack_size], weights[pack_size];
@@ -95,9 +90,10 @@ __global__ void __launch_bounds__(tile.block_size(), tile.blocks_per_sm)
   }
   auto* of_groups = reinterpret_cast<Compute*>(dynamic_smem());
   const auto write = [&](const Compute(&sums)[pack_size], Compute* partials) {
-    add_groups<block_cols, num_groups>(of_groups, sums, group, own_col,
-                                       partials + slab * problem.num_cols + first_col,
-                                       problem.num_cols - first_col);
+    add_groups<Rows::num_cols, Rows::num_groups>(
+        of_groups, sums, slab.group, slab.own_col,
+        partials + slab.index * problem.num_cols + slab.first_col,
+        problem.num_cols - slab.first_col);
     __syncthreads();  // before of_groups is used again
   };
   if constexpr (gradients.dweight) write(dweights, problem.dweight_partials);

@@ -8,6 +8,7 @@
 #include "amax.cuh"
 #include "column_sums.cuh"
 #include "load.cuh"
+#include "slab.cuh"
 
 template <class X>
 struct Survey {
@@ -23,28 +24,21 @@ template <class X, bool has_sums, Tile tile>
 __global__ void __launch_bounds__(tile.block_size(), tile.blocks_per_sm)
     survey(const Survey<X> problem) {
   using Compute = typename ComputeOf<X>::type;
-  constexpr int pack_size = tile.pack_size, num_groups = tile.rows_per_block,
-                block_cols = tile.threads_per_row * pack_size;
-  const long long blocks_across = (problem.num_cols + block_cols - 1) / block_cols;
-  const long long slab = blockIdx.x / blocks_across,
-                  first_col = blockIdx.x % blocks_across * block_cols;
-  const long long first_row = slab * problem.rows_of_slab;
-  const long long end = min(first_row + problem.rows_of_slab, problem.num_rows);
-  const int group = threadIdx.x / tile.threads_per_row,
-            own_col = threadIdx.x % tile.threads_per_row * pack_size;
-  const long long col = first_col + own_col;
+  constexpr int pack_size = tile.pack_size;
+  using Rows = Slab<tile>;
+  const Rows slab(problem.num_rows, problem.num_cols, problem.rows_of_slab);
 
   [[maybe_unused]] Compute sums[pack_size] = {};
   [[maybe_unused]] Largest largest{};
-  if (col < problem.num_cols) {
+  if (slab.col() < problem.num_cols) {
 #pragma unroll 1
-    for (long long row = first_row + group; row < end; row += tile.packs_per_thread * num_groups) {
+    for (long long row = slab.first_row + slab.group; row < slab.end_row; row += Rows::step) {
       Pack<X, pack_size> packs[tile.packs_per_thread];
 #pragma unroll
       for (int at = 0; at < tile.packs_per_thread; ++at) {
         packs[at] = {};
-        const long long own = row + at * num_groups;
-        if (own < end) packs[at] = problem.x.template load<pack_size>(own, col);
+        const long long own = row + at * Rows::num_groups;
+        if (own < slab.end_row) packs[at] = problem.x.template load<pack_size>(own, slab.col());
       }
 #pragma unroll
       for (const auto& pack : packs) {
@@ -60,10 +54,11 @@ __global__ void __launch_bounds__(tile.block_size(), tile.blocks_per_sm)
     }
   }
   if constexpr (has_sums) {
-    Compute* total =
-        static_cast<Compute*>(problem.partial_sums) + slab * problem.num_cols + first_col;
-    add_groups<block_cols, num_groups>(reinterpret_cast<Compute*>(dynamic_smem()), sums, group,
-                                       own_col, total, problem.num_cols - first_col);
+    Compute* total = static_cast<Compute*>(problem.partial_sums) + slab.index * problem.num_cols +
+                     slab.first_col;
+    add_groups<Rows::num_cols, Rows::num_groups>(reinterpret_cast<Compute*>(dynamic_smem()), sums,
+                                                 slab.group, slab.own_col, total,
+                                                 problem.num_cols - slab.first_col);
   } else {
     raise_amax(problem.amax, warp_reduce<32>(largest).bits());
   }

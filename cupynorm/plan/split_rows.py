@@ -109,7 +109,9 @@ def gradients_launches(
         f"Gradients{{.dx = {cpp_bool(dx)}, .dweight = {cpp_bool(dweight)}, "
         f".dbias = {cpp_bool(dbias)}}}"
     )
-    types = f"{cpp_names(part.x, part.y)}, {part.load_weight}, {gradients}, {cpp_bool(part.centered)}"
+    types = (
+        f"{cpp_names(part.x, part.y)}, {part.load_weight}, {gradients}, {cpp_bool(part.centered)}"
+    )
     kernel = Kernel("split_gradients.cu", f"split_gradients<{types}, {tile.cpp}>")
     smem_bytes = tile.block_size * pack_size * compute_dtype(part.x).itemsize
     launch = Launch(kernel, tile, slabs.count * across, tile.block_size, smem_bytes)

@@ -92,8 +92,8 @@ MUTATIONS = {
     ),
     "gradient of a pack beyond the row that counts": Mutation(
         "register_gradient.cuh",
-        "present && in_row(pack);\n      Compute scales",
-        "present;\n      Compute scales",
+        "present && in_row(pack);\n      Compute weight_values",
+        "present;\n      Compute weight_values",
         ODD,
     ),
     "row of shared memory that begins a pack late": Mutation(
@@ -254,15 +254,18 @@ MUTATIONS = {
         AGAIN,
     ),
     "y again beyond the row": Mutation(
-        "register_gradient.cuh", "scales, biases, counts", "scales, biases, true", AGAIN
+        "register_gradient.cuh",
+        "weight_values, biases, counts",
+        "weight_values, biases, true",
+        AGAIN,
     ),
     "y again of another row": Mutation(
         "recomputing_store.cuh", "store_y.store(row, col", "store_y.store(row ^ 1, col", AGAIN
     ),
     "y again with weights for biases": Mutation(
         "backward_ring.cuh",
-        "biases.unpack_to(pack, shifts)",
-        "weights.unpack_to(pack, shifts)",
+        "biases.unpack_to(pack, bias_values)",
+        "weights.unpack_to(pack, bias_values)",
         AGAIN_IN_RING,
     ),
     "biases where the weights are": Mutation(

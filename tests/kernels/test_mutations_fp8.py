@@ -253,20 +253,20 @@ MUTATIONS = {
     ),
     "rows that are left out": (
         "survey.cu",
-        "row += tile.packs_per_thread * num_groups",
-        "row += 9 * num_groups",
+        "row += Rows::step",
+        "row += 9 * Rows::num_groups",
         "sums of many rows",
     ),
     "rows of the next slab, too": (
-        "survey.cu",
-        "first_row + problem.rows_of_slab",
-        "first_row + 2 * problem.rows_of_slab",
+        "slab.cuh",
+        "first_row + rows_of_slab",
+        "first_row + 2 * rows_of_slab",
         "sums of a matrix",
     ),
     "a matrix without its last slab": (
         "survey.cu",
-        "row = first_row + group; row < end",
-        "row = first_row + group; row < end && end < problem.num_rows",
+        "row < slab.end_row; row",
+        "row < slab.end_row && slab.end_row < problem.num_rows; row",
         "amax of a matrix",
     ),
 }

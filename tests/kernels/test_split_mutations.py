@@ -41,7 +41,11 @@ MUTATIONS = {
         "in_row ? rounded_product(dys[at], weights[at]) : Compute(0)",
         "rounded_product(dys[at], weights[at])",
     ),
-    "a slab without its last row": ("split_gradients.cu", "own >= end", "own + 1 >= end"),
+    "a slab without its last row": (
+        "split_gradients.cu",
+        "own >= slab.end_row",
+        "own + 1 >= slab.end_row",
+    ),
     "means over one rank's columns": (
         "split_gradients.cu",
         "static_cast<Compute>(cols_of_row)",
