@@ -36,13 +36,13 @@ __global__ void __launch_bounds__(tile.block_size(), tile.blocks_per_sm)
       __syncthreads();
       for (unsigned left = turns.count; left > 0; --left) {
         staged.take(values, cols);
-        const auto found = statistics_of_row();
+        const auto mean_rstd = statistics_of_row();
         // All threads have taken the row: the statistics needed it. Fetching the next one before
         // the squares are summed would be slower.
         if (threadIdx.x == 0 && left > 1) {
           staged.fetch(problem.load, row + turns.step, cols.size());
         }
-        problem.template write<centered>(row, values, found, reduce, threadIdx.x == 0, carried);
+        problem.template write<centered>(row, values, mean_rstd, reduce, threadIdx.x == 0, carried);
         row += turns.step;
       }
     } else if constexpr (fetches_ahead<Load, Store, decltype(values), tile>) {
@@ -50,9 +50,9 @@ __global__ void __launch_bounds__(tile.block_size(), tile.blocks_per_sm)
       long long row = turns.first_row;
       values.fetch(problem.load, row, cols);
       for (unsigned left = turns.count; left > 0; --left) {
-        const auto found = statistics_of_row();
+        const auto mean_rstd = statistics_of_row();
         const NextRow<Load, tile> next(problem.load, values, row + turns.step, problem.num_rows);
-        problem.template write<centered>(row, values, found, reduce, threadIdx.x == 0, carried,
+        problem.template write<centered>(row, values, mean_rstd, reduce, threadIdx.x == 0, carried,
                                          true, next);
         row += turns.step;
       }

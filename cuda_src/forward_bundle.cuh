@@ -62,9 +62,9 @@ __device__ __forceinline__ void forward_bundles(const Forward<Load, Store>& prob
       } else {
         values.fetch_own({rows[0] + own}, {0, num_cols});
       }
-      const auto found =
+      const auto mean_rstd =
           row_statistics<centered, statistics, Compute>(values, reduce, num_cols, problem.eps);
-      problem.save(first_row + row, found, present && threadIdx.x % tile.threads_per_row == 0);
+      problem.save(first_row + row, mean_rstd, present && threadIdx.x % tile.threads_per_row == 0);
       store.written() = results + own;
       __syncwarp();  // all lanes have read what the results overwrite
       if constexpr (has_sum) values.store_own(sums + own, present);
@@ -72,13 +72,13 @@ __device__ __forceinline__ void forward_bundles(const Forward<Load, Store>& prob
       for (int pack = 0; pack < tile.packs_per_thread; ++pack) {
         if (pack % 2 == 0) kept[pack / 2].forget_unpacked();
         auto of_two = kept[pack / 2];
-        of_two.unpack_after(__float_as_uint(found.rstd) >> 31);
+        of_two.unpack_after(__float_as_uint(mean_rstd.rstd) >> 31);
         Compute two_weights[2 * pack_size], two_biases[2 * pack_size];
         of_two.weight.unpack_to(two_weights, 1.0f);
         of_two.bias.unpack_to(two_biases, 0.0f);
         Compute xs[pack_size], normalized[pack_size], weights[pack_size], biases[pack_size];
         unpack(values.packs[pack], xs);
-        found.template normalize<centered>(xs, normalized);
+        mean_rstd.template normalize<centered>(xs, normalized);
 #pragma unroll
         for (int at = 0; at < pack_size; ++at) {
           weights[at] = two_weights[pack % 2 * pack_size + at];
@@ -89,7 +89,7 @@ __device__ __forceinline__ void forward_bundles(const Forward<Load, Store>& prob
           Compute y_values[pack_size];
           store.affine(normalized, weights, biases, y_values);
           store.finish(first_row + row, col_of(pack), store.y + own_col, y_values,
-                       problem.template other_y<centered>(first_row + row, found),
+                       problem.template other_y<centered>(first_row + row, mean_rstd),
                        present && register_pack_in_row<tile>(pack, num_cols));
         } else {
           store.store(0, own_col, normalized, weights, biases,

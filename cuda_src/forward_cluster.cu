@@ -36,9 +36,9 @@ __global__ void __cluster_dims__(tile.hardware_cluster_size(), 1, 1)
       values.fetch(problem.load, row, cols);
       if (!peers_run) cluster_sync();  // overlaps with the load of the first row
       peers_run = true;
-      const auto found = row_statistics<centered, statistics, Compute>(
+      const auto mean_rstd = row_statistics<centered, statistics, Compute>(
           values, reduce, problem.num_cols, problem.eps);
-      problem.template write<centered>(row, values, found, reduce, saves, carried);
+      problem.template write<centered>(row, values, mean_rstd, reduce, saves, carried);
     }
   }
   problem.finish(carried);

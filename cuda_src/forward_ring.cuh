@@ -111,11 +111,12 @@ __device__ __forceinline__ void forward_ring(const Forward<Load, Store>& problem
     turns_until_own = Shape::num_warps - 1;
     const bool is_first = threadIdx.x % 32 == 0;
     exchange.wait(turn, is_first);
-    const RowStatistics<Compute> found =
+    const RowStatistics<Compute> mean_rstd =
         statistics_of_moments<centered>(exchange, turn, source_cols, num_cols, problem.eps);
-    problem.save(turns.first_row + turn * turns.step, found,
+    problem.save(turns.first_row + turn * turns.step, mean_rstd,
                  is_first && (tile.cluster_size == 1 || cluster_rank() == 0));
-    if (is_first) broadcast.send(turn, make_float4(found.first, found.rstd, found.shift, 0));
+    if (is_first)
+      broadcast.send(turn, make_float4(mean_rstd.first, mean_rstd.rstd, mean_rstd.shift, 0));
   };
   const auto receive_statistics = [&](unsigned turn) {
     const float4 received = broadcast.receive(turn);
@@ -123,11 +124,11 @@ __device__ __forceinline__ void forward_ring(const Forward<Load, Store>& problem
   };
 
   // f(pack, col, normalized) for each pack of the row that is written in this turn.
-  const auto for_each_normalized = [&](long long row, const auto& found, auto f) {
+  const auto for_each_normalized = [&](long long row, const auto& mean_rstd, auto f) {
     in_slot(at.slot, false).for_each_pack([&](int pack, const Compute(&values)[tile.pack_size]) {
       kept[pack].forget_unpacked();
       Compute normalized[tile.pack_size];
-      found.template normalize<centered>(values, normalized);
+      mean_rstd.template normalize<centered>(values, normalized);
       const int col = cols.first_col + Shape::col(pack);
       problem.load.keep(row, col, values, Shape::in_part(pack, cols));
       f(pack, col, normalized);
@@ -170,10 +171,10 @@ __device__ __forceinline__ void forward_ring(const Forward<Load, Store>& problem
     for (unsigned turn = 0; turn < turns.count; ++turn) {
       if (turn + 1 < turns.count) send_moments(turn + 1);
       if (Results::crosses_warps && turn > 0) write_previous(turn - 1, row - turns.step);
-      const auto found = receive_statistics(turn);
+      const auto mean_rstd = receive_statistics(turn);
       kept_row.scales = {};
       for_each_normalized(
-          row, found, [&](int pack, int, const Compute(&normalized)[tile.pack_size]) {
+          row, mean_rstd, [&](int pack, int, const Compute(&normalized)[tile.pack_size]) {
             problem.store.affine(normalized, kept[pack], kept_row.results[pack]);
             kept_row.scales.measure(pack, kept_row.results[pack], Shape::in_part(pack, cols));
           });
@@ -192,15 +193,15 @@ __device__ __forceinline__ void forward_ring(const Forward<Load, Store>& problem
   } else {
     for (unsigned turn = 0; turn < turns.count; ++turn) {
       if (turn + 1 < turns.count) send_moments(turn + 1);
-      const auto found = receive_statistics(turn);
+      const auto mean_rstd = receive_statistics(turn);
       for_each_normalized(
-          row, found, [&](int pack, int col, const Compute(&normalized)[tile.pack_size]) {
+          row, mean_rstd, [&](int pack, int col, const Compute(&normalized)[tile.pack_size]) {
             if constexpr (Store::quantizes) {
               problem.store.store(row, col, normalized, kept[pack], Shape::in_part(pack, cols),
                                   carried);
             } else if constexpr (has_functor<Store>) {
               problem.template store_functor<centered>(row, col, normalized, kept[pack],
-                                                       Shape::in_part(pack, cols), found);
+                                                       Shape::in_part(pack, cols), mean_rstd);
             } else {
               problem.store.store(row, col, normalized, kept[pack], Shape::in_part(pack, cols));
             }

@@ -20,11 +20,11 @@ __global__ void __launch_bounds__(tile.block_size(), tile.blocks_per_sm)
   for (long long row = blockIdx.x; row < problem.num_rows; row += gridDim.x) {
     UncachedRow<Load, tile> values{problem.load, row, problem.num_cols};
     // The first pass, or two: every thread gets mean and rstd of the row.
-    const auto found = row_statistics<centered, statistics, Compute>(values, reduce,
-                                                                     problem.num_cols, problem.eps);
+    const auto mean_rstd = row_statistics<centered, statistics, Compute>(
+        values, reduce, problem.num_cols, problem.eps);
     // The last pass: reads x again, applies weight and bias, writes y. Thread 0 also writes mean
     // and rstd.
-    problem.template write<centered>(row, values, found, reduce, threadIdx.x == 0, carried);
+    problem.template write<centered>(row, values, mean_rstd, reduce, threadIdx.x == 0, carried);
   }
   problem.finish(carried);
 }

@@ -33,12 +33,12 @@ __global__ void __launch_bounds__(tile.block_size(), tile.blocks_per_sm)
     values.fetch(problem.load, present ? row : problem.num_rows - 1, cols);
     const auto early = early_parameters<tile>(values, problem.store);
     // From here on x is in registers. Every lane gets mean and rstd of its row.
-    const auto found = row_statistics<centered, statistics, Compute>(values, reduce,
-                                                                     problem.num_cols, problem.eps);
+    const auto mean_rstd = row_statistics<centered, statistics, Compute>(
+        values, reduce, problem.num_cols, problem.eps);
     // Applies weight and bias, writes y. The first lane of the row also writes mean and rstd.
     const bool is_first_lane = threadIdx.x % tile.threads_per_row == 0;
-    problem.template write<centered>(row, values, found, reduce, is_first_lane, carried, present,
-                                     NoNextRow{}, early);
+    problem.template write<centered>(row, values, mean_rstd, reduce, is_first_lane, carried,
+                                     present, NoNextRow{}, early);
   }
   problem.finish(carried);
 }

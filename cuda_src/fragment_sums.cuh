@@ -44,10 +44,10 @@ struct FragmentSums {
     for (int row = 0; row < 2; ++row) {
       const Sum<float, 2> total = {{over_lanes(sum[row]), over_lanes(squares[row])}};
       const float count = static_cast<float>(num_cols);
-      const auto found = centered ? corrected(first[row], total, count, eps)
-                                  : uncentered(total.part[1], 1.0f / count, eps);
-      rows.mean[row] = found.mean;
-      rows.rstd[row] = found.rstd;
+      const auto mean_rstd = centered ? corrected(first[row], total, count, eps)
+                                      : uncentered(total.part[1], 1.0f / count, eps);
+      rows.mean[row] = mean_rstd.mean;
+      rows.rstd[row] = mean_rstd.rstd;
     }
     return rows;
   }

@@ -42,8 +42,8 @@ struct SavedStatistics {
     return {mean, rstd, mean, -rest * rstd};
   }
   __device__ __forceinline__ void save(long long row, long long num_rows, Compute rest,
-                                       const RowStatistics<Compute>& found) const {
-    of_rows[(centered ? 2 : 0) * num_rows + row] = found.rstd;
-    if constexpr (centered) of_rows[row] = found.first, of_rows[num_rows + row] = rest;
+                                       const RowStatistics<Compute>& mean_rstd) const {
+    of_rows[(centered ? 2 : 0) * num_rows + row] = mean_rstd.rstd;
+    if constexpr (centered) of_rows[row] = mean_rstd.first, of_rows[num_rows + row] = rest;
   }
 };

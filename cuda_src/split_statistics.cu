@@ -25,16 +25,17 @@ __global__ void __launch_bounds__(tile.block_size(), tile.blocks_per_sm)
 
   for (long long row = blockIdx.x; row < problem.num_rows; row += gridDim.x) {
     auto part = part_of_row<tile>(problem.x, row, problem.num_cols);
-    const auto found = row_statistics<centered, Statistics::two_pass, Compute>(
+    const auto mean_rstd = row_statistics<centered, Statistics::two_pass, Compute>(
         part, reduce, problem.num_cols, eps);
-    const Compute deviation = Compute(1) / found.rstd;
+    const Compute deviation = Compute(1) / mean_rstd.rstd;
     const Compute squares = deviation * deviation * static_cast<Compute>(problem.num_cols);
     if (threadIdx.x == 0) {
       problem.part[(centered ? 2 : 0) * problem.num_rows + row] = squares;
       if constexpr (centered) {
-        problem.part[row] = found.first;
-        // found.shift is -rest * rstd. An infinite variance leaves no rest.
-        problem.part[problem.num_rows + row] = found.rstd > 0 ? -found.shift * deviation : 0;
+        problem.part[row] = mean_rstd.first;
+        // mean_rstd.shift is -rest * rstd. An infinite variance leaves no rest.
+        problem.part[problem.num_rows + row] =
+            mean_rstd.rstd > 0 ? -mean_rstd.shift * deviation : 0;
       }
     }
   }
