@@ -11,7 +11,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-from .norm import tensors
+from .norm import autograd_loader
 
 if TYPE_CHECKING:  # The names of _NAMES, for pyright, mypy and editors.
     from . import functors as functors
@@ -32,8 +32,8 @@ if TYPE_CHECKING:  # The names of _NAMES, for pyright, mypy and editors.
     from .linear.api import rms_norm_linear_forward as rms_norm_linear_forward
     from .linear.call import ProjectedBackward as ProjectedBackward
     from .linear.call import ProjectedForward as ProjectedForward
+    from .linear.linear import Linear as Linear
     from .linear.model_init import fp8_model_init as fp8_model_init
-    from .linear.plain import Linear as Linear
     from .nn.autocast import fp8_autocast as fp8_autocast
     from .nn.modules import LayerNorm as LayerNorm
     from .nn.modules import RMSNorm as RMSNorm
@@ -121,7 +121,7 @@ _NAMES = {
     "LayerNormLinear": "parallel.module",
     "compile_passes": "passes.install",
     "CompilePasses": "passes.install",
-    "Linear": "linear.plain",
+    "Linear": "linear.linear",
     "fp8_model_init": "linear.model_init",
     "fp8_autocast": "nn.autocast",
     "Format": "nn.recipes",
@@ -138,7 +138,7 @@ _MODULES = ("functors",)
 # `from cupynorm import *` works without torch: names that need torch are left out.
 _NEED_TORCH = (
     *("nn.modules", "nn.swap", "nn.autocast", "nn.recipes"),
-    *("parallel.module", "linear.plain", "linear.model_init", "passes.install"),
+    *("parallel.module", "linear.linear", "linear.model_init", "passes.install"),
 )
 __all__ = ["__version__", *_MODULES]
 __all__ += [name for name, module in _NAMES.items() if module not in _NEED_TORCH]
@@ -171,7 +171,7 @@ def _autograd() -> ModuleType:
     return autograd
 
 
-tensors.load_autograd = _autograd
+autograd_loader.load = _autograd
 
 
 def __dir__() -> list[str]:

@@ -106,7 +106,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> list:
 
     from cupynorm.check.kernels import CpuMachine
     from cupynorm.gpu import arrays, launch
-    from cupynorm.norm import kept
+    from cupynorm.norm import cache
     from cupynorm.plan.devices import DEVICES
 
     launched = []
@@ -147,9 +147,9 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> list:
     monkeypatch.setattr(arrays, "on_host", lambda array: False)
     monkeypatch.setattr(launch, "device", lambda index: DEVICES["H200"])
     monkeypatch.setattr(launch, "load", Loaded)
-    kept.forget()
+    cache.forget()
     yield launched
-    kept.forget()
+    cache.forget()
 
 
 @pytest.fixture(params=["kernels", pytest.param("gpu", marks=pytest.mark.gpu)])

@@ -99,7 +99,7 @@ def test_import_takes_less_than_50_milliseconds_beyond_numpy():
 # From the bottom up: a module imports from its own folder or from those before it.
 WINGS = (
     "dtypes",
-    "arguments",
+    "command_line",
     "table",
     "svg",
     "plan",

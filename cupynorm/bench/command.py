@@ -11,8 +11,8 @@ from typing import Protocol
 
 from tqdm import tqdm
 
-from ..arguments import Commands, check_folders, number, positive, positives, several
 from ..check.cases import NORMS
+from ..command_line import Commands, check_folders, number, positive, positives, several
 from ..dtypes import DTYPES, ELEMENTS, FLOAT8S
 from ..plan.problem import SCALINGS
 from . import comparison, contestants, documents, host, linear, measure, plot, report

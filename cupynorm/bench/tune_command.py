@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from ..arguments import Commands, check_folders, number, positive, positives, several
 from ..check.cases import DIRECTIONS, NORMS
+from ..command_line import Commands, check_folders, number, positive, positives, several
 from ..dtypes import DTYPES
 from ..gpu import launch
 from ..gpu.environment import has_gpu

@@ -11,7 +11,7 @@ from functools import partial
 from tqdm import tqdm
 
 from .. import __version__
-from ..arguments import Commands, number, positive, several
+from ..command_line import Commands, number, positive, several
 from ..dtypes import DTYPES
 from ..gpu import environment, on_cpu
 from ..plan.devices import Device

@@ -14,7 +14,7 @@ from . import amaxes
 from .amaxes import UsedScales
 from .modes import is_inside_backward
 from .recipes import DelayedScaling, Recipe
-from .spellings import either
+from .second_names import either
 
 
 @dataclass

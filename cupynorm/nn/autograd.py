@@ -18,9 +18,9 @@ import torch
 from torch.autograd import forward_ad
 
 from ..norm import route
+from ..norm.cache import repeated
 from ..norm.checks import check_forward
 from ..norm.host import DIFFERENTIABLE
-from ..norm.kept import repeated
 from ..norm.prepared import FOR_GRADIENTS, FOR_Y, prepare_backward, prepare_forward
 from ..norm.request import (
     BackwardOperands,

@@ -18,7 +18,7 @@ from ..norm.quantized_tensor import QuantizedTensor
 from ..plan.functors import BoundFunctor, Functor
 from .fp8_norm import Fp8Norm
 from .modes import run_untraced
-from .spellings import either
+from .second_names import either
 
 # torch.fx.symbolic_trace records these calls instead of tracing into them.
 torch.fx.wrap("layer_norm")

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ..norm.kept import keep
+from ..norm.cache import keep
 from ..norm.on_gpu import OnGpu
 
 # Private; torch.compile checks with it whether compiled code fits its arguments.

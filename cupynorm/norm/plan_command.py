@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 
-from ..arguments import Commands, number
+from ..command_line import Commands, number
 from ..dtypes import DTYPES, ELEMENTS, FLOAT8S
 from ..plan.devices import DEVICES, Device
 from ..plan.dispatch import widest

@@ -21,6 +21,7 @@ from ..plan.problem import Layout, Problem
 from . import functors as own_functors
 from . import host
 from .arguments import backward_call, forward_call
+from .cache import backwards, forwards, keep
 from .checks import (
     check_backward,
     check_forward,
@@ -28,7 +29,6 @@ from .checks import (
     check_overlap,
     share_an_address,
 )
-from .kept import backwards, forwards, keep
 from .on_gpu import OnGpu, Tensors, allocator, fill, parameter_of, rows_of
 from .quantize import quantize
 from .quantized_tensor import result, scale_shape

@@ -10,7 +10,7 @@ from ..dtypes import compute_dtype
 from ..gpu import arrays, launch
 from ..plan.matrices import update_scales_launch
 from .arguments import QuantizeOptions, quantize_call
-from .kept import keep, matrices
+from .cache import keep, matrices
 from .on_gpu import OnGpu, allocator, fill, parameter_of, rows_of
 from .request import Array
 

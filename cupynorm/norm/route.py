@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..gpu import arrays
-from . import tensors
+from . import autograd_loader
 from .checks import check_gradients
 from .options import check_dropout_p, complete, dropout_seed_of
 from .prepared import FOR_STATISTICS, FOR_Y, prepare_backward, prepare_forward
@@ -31,7 +31,7 @@ def torch_part() -> Any:
     """cupynorm.nn.autograd, imported when the first tensor comes."""
     global _autograd
     if _autograd is None:
-        autograd = tensors.load_autograd()
+        autograd = autograd_loader.load()
         _autograd = autograd
         return autograd  # old compilers do not see yet what was just assigned
     return _autograd

@@ -16,7 +16,7 @@ from ..dtypes import compute_dtype
 from ..gpu import arrays, launch
 from ..gpu.arrays import Rows
 from .arguments import Call
-from .kept import keep, matrices
+from .cache import keep, matrices
 from .on_gpu import OnGpu, allocator, fill, parameter_of, rows_of
 from .request import Array
 from .split_calls import SplitNorm, gradients_call, normalize_call, statistics_call, sums_call

@@ -5,7 +5,7 @@ from __future__ import annotations
 from ..dtypes import compute_dtype
 from ..gpu import arrays, launch
 from .arguments import survey_call
-from .kept import keep, matrices
+from .cache import keep, matrices
 from .on_gpu import OnGpu, allocator, fill, rows_of
 from .request import Array
 

@@ -24,7 +24,7 @@ from ..plan.devices import Device
 from ..plan.instances import Kernel
 from ..plan.problem import Layout, Problem, Tile
 from ..plan.tables import FILES
-from .kept import forget
+from .cache import forget
 
 # Modules that decide a tile.
 _DECIDING = (

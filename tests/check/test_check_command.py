@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from cupynorm import __main__ as command
-from cupynorm.arguments import argparse
 from cupynorm.check import entries
 from cupynorm.check.command import shapes
 from cupynorm.check.entries import Wanted
+from cupynorm.command_line import argparse
 
 MODULE = """
 import numpy as np

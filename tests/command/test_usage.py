@@ -4,9 +4,9 @@ import pytest
 from command_runs import ROOT
 
 from cupynorm import __main__ as command
-from cupynorm.arguments import number, positives
 from cupynorm.bench import cells as bench_cells
 from cupynorm.bench.models import MODELS
+from cupynorm.command_line import number, positives
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from laid_out import give_numpy_to_kernels
 from small_devices import SMALL
 
 from cupynorm.check.kernels import CpuMachine, GpuCheckMachine
-from cupynorm.norm import kept
+from cupynorm.norm import cache
 
 MACHINES = ["cpu", pytest.param("gpu", marks=pytest.mark.gpu)]
 
@@ -32,5 +32,5 @@ def library(request, monkeypatch):
         return pytest.importorskip("cupy")
     # Two multiprocessors: every block takes several rows, and a warp bundles of several.
     give_numpy_to_kernels(monkeypatch, SMALL)
-    request.addfinalizer(kept.forget)
+    request.addfinalizer(cache.forget)
     return np

@@ -16,7 +16,7 @@ from cupynorm.check import kernels as check_kernels
 from cupynorm.check.kernels import CpuMachine
 from cupynorm.gpu import on_cpu
 from cupynorm.gpu.on_cpu import OnCpuError
-from cupynorm.norm import kept
+from cupynorm.norm import cache
 from cupynorm.plan.devices import DEVICES
 
 torch = pytest.importorskip("torch")
@@ -281,11 +281,11 @@ def with_sources(kernels, monkeypatch):
             return on_cpu.kernel(kernel.source, kernel.name_expression, folder=folder)
 
         monkeypatch.setattr(check_kernels, "cpu_kernel", compiled)
-        kept.forget()
+        cache.forget()
         try:
             check()
         finally:
-            kept.forget()
+            cache.forget()
 
     return run
 

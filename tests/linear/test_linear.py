@@ -26,7 +26,7 @@ from torch.library import opcheck  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 from cupynorm import LayerNormLinear  # noqa: E402
-from cupynorm.norm import kept, route  # noqa: E402
+from cupynorm.norm import cache, route  # noqa: E402
 from cupynorm.norm.request import (  # noqa: E402
     BackwardOperands,
     BackwardOptions,
@@ -324,7 +324,7 @@ def test_a_recomputing_backward_has_its_own_prepared_call(kernels):
             if y is not None:
                 shift = 0.0 if bias is None else 1.0
                 torch.testing.assert_close(y, torch.nn.functional.layer_norm(x, (24,)) + shift)
-    assert len(kept.backwards) == 3
+    assert len(cache.backwards) == 3
     operands = BackwardOperands(dy[:0], x[:0], mean[:0], rstd[:0])
     asked = BackwardRequest(operands, options._replace(recompute=True))
     assert route.backward(asked).y.shape == (0, 24)

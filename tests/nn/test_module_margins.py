@@ -8,7 +8,7 @@ import pytest
 
 import cupynorm
 from cupynorm.gpu import launch, nvrtc
-from cupynorm.norm import api, arguments, kept
+from cupynorm.norm import api, arguments, cache
 from cupynorm.norm.options import launch_options
 from cupynorm.norm.prepared import FOR_STATISTICS, FOR_Y, PreparedBackward, PreparedForward
 from cupynorm.norm.request import (
@@ -94,7 +94,7 @@ def test_margins_reach_the_plans(ours, theirs, monkeypatch):
         return plain(problem, device, num_rows, **options)
 
     monkeypatch.setattr(arguments, "make_plan", make_plan)
-    kept.forget()
+    cache.forget()
     module = ours(1024, device="cuda", sm_margin={"forward": 1, "backward": 2, "inference": 3})
     x = random_input(600, 1024).cuda().requires_grad_()
     y = module(x)
@@ -102,4 +102,4 @@ def test_margins_reach_the_plans(ours, theirs, monkeypatch):
     with torch.no_grad():
         assert torch.equal(module(x), y)  # the grid changes, no bit of the result
     assert seen == [("forward", 1), ("backward", 2), ("forward", 3)]
-    kept.forget()
+    cache.forget()

@@ -8,7 +8,7 @@ from cupynorm.reference import fp8 as reference
 from delayed_scaling import Machine
 
 import cupynorm
-from cupynorm.norm import kept
+from cupynorm.norm import cache
 
 torch = pytest.importorskip("torch")
 
@@ -32,8 +32,8 @@ def exact_y(module, x):
     By the tile of the last 8-bit call in the arithmetic's dtype, or by the reference in float64.
     """
     options = {"out_dtype": "float64"}
-    if kept.forwards:
-        plan = next(reversed(kept.forwards.values())).plan
+    if cache.forwards:
+        plan = next(reversed(cache.forwards.values())).plan
         options = {
             "out_dtype": "float32",
             "strategy": plan.strategy,
@@ -73,7 +73,7 @@ RECIPES = (
 @BOTH
 @pytest.mark.parametrize("recipe", RECIPES, ids=str)
 def test_bytes_and_scales_of_two_steps(recipe, kind, anywhere):
-    kept.forget()
+    cache.forget()
     module = make(kind, device=anywhere)
     scale = np.float32(1)
     for step in range(2):

@@ -9,7 +9,7 @@ import pytest
 
 import cupynorm
 from cupynorm.gpu import launch
-from cupynorm.norm import kept
+from cupynorm.norm import cache
 from cupynorm.norm.request import ForwardOperands, ForwardOptions, ForwardRequest
 
 torch = pytest.importorskip("torch")
@@ -114,18 +114,18 @@ def recorded(launched, name):
 def test_a_forward_launches_the_same_after_any_other(launched):
     alone = {}
     for name in FORWARDS:
-        kept.forget()
+        cache.forget()
         alone[name] = recorded(launched, name)
     assert "operand 0" not in alone["transposed"][0][0][1]  # a copy is read
     for first, second in permutations(alone, 2):
-        kept.forget()
+        cache.forget()
         assert recorded(launched, first) == alone[first], first
         assert recorded(launched, second) == alone[second], (first, second)
 
 
 def test_a_repeated_forward_is_not_checked_again(launched):
     for name in ("plain", "recorded", "bias", "residual"):
-        kept.forget()
+        cache.forget()
         recorded(launched, name)
         before = launched.checks
         recorded(launched, name)
@@ -183,14 +183,14 @@ def test_a_backward_launches_the_same_after_any_other(launched):
     tensors["residual"] = tensor(4, 64)
     alone = {}
     for name in BACKWARDS:
-        kept.forget()
+        cache.forget()
         alone[name] = recorded_backward(launched, name, tensors)
     assert len({str(each) for each in alone.values()}) == len(alone)
     for first, second in permutations(alone, 2):
-        kept.forget()
+        cache.forget()
         assert recorded_backward(launched, first, tensors) == alone[first], first
         assert recorded_backward(launched, second, tensors) == alone[second], (first, second)
-    kept.forget()
+    cache.forget()
     recorded_backward(launched, "plain", tensors)
     before = launched.checks
     recorded_backward(launched, "plain", tensors)

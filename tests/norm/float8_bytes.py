@@ -9,7 +9,7 @@ import cupynorm
 from cupynorm.check.quantized import expected
 from cupynorm.dtypes import compute_dtype
 from cupynorm.gpu import arrays
-from cupynorm.norm import kept
+from cupynorm.norm import cache
 from cupynorm.norm.quantized_tensor import QuantizedTensor
 
 torch = pytest.importorskip("torch")
@@ -91,5 +91,5 @@ def same_tile(x, scaling, name, options):
     """The strategy, tile and statistics of the call before, which quantised."""
     if "strategy" in options:
         return {}
-    plan = next(reversed(kept.forwards.values())).plan
+    plan = next(reversed(cache.forwards.values())).plan
     return {"strategy": plan.strategy, "tile": plan.tile, "statistics": plan.statistics}

@@ -11,7 +11,7 @@ import pytest
 import cupynorm
 from cupynorm import reference
 from cupynorm.check.cases import NORMS
-from cupynorm.norm import kept
+from cupynorm.norm import cache
 
 torch = pytest.importorskip("torch")
 from fused_cases import DEVICES_HERE, random  # noqa: E402
@@ -49,9 +49,9 @@ def test_a_seed_without_dropout_changes_nothing():
 
 def test_forget_drops_fused_calls(kernels):
     cupynorm.layer_norm(random(4, 8, dtype=torch.float32), 8, dropout_p=0.5)
-    assert kept.forwards
-    kept.forget()
-    assert not kept.forwards and not kept.backwards
+    assert cache.forwards
+    cache.forget()
+    assert not cache.forwards and not cache.backwards
 
 
 # Seeds.

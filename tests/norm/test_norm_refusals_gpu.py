@@ -7,7 +7,7 @@ import pytest
 from array_libraries import library, loaded_torch
 
 import cupynorm
-from cupynorm.norm import kept
+from cupynorm.norm import cache
 from cupynorm.plan.problem import Tile
 
 
@@ -63,10 +63,10 @@ def test_a_wrong_argument_is_refused_after_a_right_one_that_equals_it(name):
         with pytest.raises((TypeError, ValueError), match="expected"):
             cupynorm.layer_norm(array, **bad)
     # Equal arguments of the same meaning share a prepared call.
-    before = len(kept.forwards)
+    before = len(cache.forwards)
     for shape in ((40,), [40], 40, np.int64(40)):
         cupynorm.layer_norm(x, shape)
-    assert len(kept.forwards) <= before + 1
+    assert len(cache.forwards) <= before + 1
 
 
 @pytest.mark.gpu

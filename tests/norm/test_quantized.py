@@ -11,7 +11,7 @@ import pytest
 import cupynorm
 from cupynorm.check.quantized import expected
 from cupynorm.dtypes import FLOAT8S
-from cupynorm.norm import kept
+from cupynorm.norm import cache
 from cupynorm.plan.devices import DEVICES as GPUS
 from cupynorm.plan.dispatch import make_plan
 from cupynorm.plan.problem import Layout, Problem
@@ -120,7 +120,7 @@ def test_bytes_of_every_strategy(strategy, scaling, device):
     made = cupynorm.layer_norm(
         x, num_cols, out_dtype=E4M3, scale=None if scaling == "given" else scaling, **options
     )
-    plan = next(reversed(kept.forwards.values())).plan
+    plan = next(reversed(cache.forwards.values())).plan
     y = cupynorm.layer_norm_forward(
         x,
         weight,

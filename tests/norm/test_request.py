@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import cupynorm
-from cupynorm.norm import kept
+from cupynorm.norm import cache
 from cupynorm.norm.options import complete, launch_options, quantization
 from cupynorm.norm.prepared import FOR_STATISTICS, FOR_Y, prepare_backward, prepare_forward
 from cupynorm.norm.request import (
@@ -333,7 +333,7 @@ def test_equal_requests_share_a_prepared_call(kernels):
 
     first = prepared_forward(options=options(), weight=torch.ones(8))
     assert prepared_forward(options=options(), weight=torch.ones(8)) is first
-    assert len(kept.forwards) == 1
+    assert len(cache.forwards) == 1
 
 
 @pytest.mark.parametrize(
@@ -403,7 +403,7 @@ def test_an_eps_of_true_is_refused_after_a_call_with_an_equal_eps(kernels):
 def test_a_request_that_is_refused_leaves_no_prepared_call(kernels):
     with pytest.raises(ValueError, match="weight has shape"):
         prepared_forward(weight=torch.ones(7))
-    assert not kept.forwards
+    assert not cache.forwards
 
 
 def prepared_backward(*, dsum=None, **options) -> object:
@@ -416,7 +416,7 @@ def prepared_backward(*, dsum=None, **options) -> object:
 def test_equal_backward_requests_share_a_prepared_call(kernels):
     first = prepared_backward(launch=launch_options("warp", None, None, 0))
     assert prepared_backward(launch=launch_options("warp", None, None, 0)) is first
-    assert len(kept.backwards) == 1
+    assert len(cache.backwards) == 1
 
 
 @pytest.mark.parametrize(

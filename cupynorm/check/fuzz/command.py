@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from tqdm import tqdm
 
-from ...arguments import Commands, number, positive
+from ...command_line import Commands, number, positive
 from ...gpu import environment
 from .. import kernels
 from ..cases import Case

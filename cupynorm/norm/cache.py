@@ -1,4 +1,4 @@
-"""The prepared calls of this process, by all that they depend on."""
+"""The cache of prepared calls. A key is all that a prepared call depends on."""
 
 from __future__ import annotations
 
