@@ -38,7 +38,9 @@ EXTRAS = {
 
 
 class Norm(Fp8Norm):
-    """What LayerNorm and RMSNorm have beyond torch's."""
+    """What LayerNorm and RMSNorm have beyond torch's: more options, and forward."""
+
+    _centered: bool
 
     def _set_extras(
         self,
@@ -83,6 +85,62 @@ class Norm(Fp8Norm):
         """
         held = self._parameters
         return held[name] if name in held else getattr(self, name)
+
+    def forward(
+        self,
+        input: torch.Tensor,
+        residual: torch.Tensor | None = None,
+        *,
+        return_residual: bool = False,
+        residual_dtype: torch.dtype | None = None,
+        row_scale: torch.Tensor | None = None,
+        dropout_p: float = 0.0,
+        dropout_seed: int | torch.Tensor | None = None,
+        weight1: torch.Tensor | None = None,
+        bias1: torch.Tensor | None = None,
+        fp8_output: bool = False,
+        load: Functor | BoundFunctor | None = None,
+        store: Functor | BoundFunctor | None = None,
+    ) -> torch.Tensor | QuantizedTensor | tuple[torch.Tensor | QuantizedTensor, ...]:
+        if not self.training:
+            dropout_p = _without_dropout(dropout_p)
+        if fp8_output.__class__ is Proxy:
+            dropout_p = _without_fp8(dropout_p, fp8_output)
+        elif fp8_output:
+            call = run_untraced(self._forward_in_fp8)
+            options = {
+                "residual_dtype": residual_dtype,
+                "row_scale": row_scale,
+                "dropout_p": dropout_p,
+                "dropout_seed": dropout_seed,
+                "weight1": weight1,
+                "bias1": bias1,
+                "functors": None if load is None and store is None else bound(load, store),
+            }
+            return call(self._centered, input, residual, return_residual, options)
+        norm, parameters = rms_norm, (self._held("weight"),)
+        if self._centered:
+            norm, parameters = layer_norm, (*parameters, self._held("bias"))
+        return norm(
+            input,
+            self.normalized_shape,
+            *parameters,
+            self.eps,
+            residual=residual,
+            return_residual=return_residual,
+            zero_centered_weight=self.zero_centered_gamma,
+            sm_margin=self.sm_margin,
+            residual_dtype=residual_dtype,
+            row_scale=row_scale,
+            dropout_p=dropout_p,
+            dropout_seed=dropout_seed,
+            weight1=weight1,
+            bias1=bias1,
+            round_x_hat=self.round_x_hat,
+            memory_efficient=self.memory_efficient,
+            load=load,
+            store=store,
+        )
 
     def __setstate__(self, state: dict) -> None:
         super().__setstate__(state)
@@ -153,6 +211,8 @@ class LayerNorm(Norm, torch.nn.LayerNorm):
     ValueError or TypeError as cupynorm.layer_norm does.
     """
 
+    _centered = True
+
     def __init__(
         self,
         normalized_shape: int | Sequence[int] | None = None,
@@ -184,60 +244,6 @@ class LayerNorm(Norm, torch.nn.LayerNorm):
         dtype = either(dtype=dtype, params_dtype=params_dtype)
         super().__init__(extents, eps, elementwise_affine, bias, device, dtype)
 
-    def forward(
-        self,
-        input: torch.Tensor,
-        residual: torch.Tensor | None = None,
-        *,
-        return_residual: bool = False,
-        residual_dtype: torch.dtype | None = None,
-        row_scale: torch.Tensor | None = None,
-        dropout_p: float = 0.0,
-        dropout_seed: int | torch.Tensor | None = None,
-        weight1: torch.Tensor | None = None,
-        bias1: torch.Tensor | None = None,
-        fp8_output: bool = False,
-        load: Functor | BoundFunctor | None = None,
-        store: Functor | BoundFunctor | None = None,
-    ) -> torch.Tensor | QuantizedTensor | tuple[torch.Tensor | QuantizedTensor, ...]:
-        if not self.training:
-            dropout_p = _without_dropout(dropout_p)
-        if fp8_output.__class__ is Proxy:
-            dropout_p = _without_fp8(dropout_p, fp8_output)
-        elif fp8_output:
-            call = run_untraced(self._forward_in_fp8)
-            options = {
-                "residual_dtype": residual_dtype,
-                "row_scale": row_scale,
-                "dropout_p": dropout_p,
-                "dropout_seed": dropout_seed,
-                "weight1": weight1,
-                "bias1": bias1,
-                "functors": None if load is None and store is None else bound(load, store),
-            }
-            return call(True, input, residual, return_residual, options)
-        return layer_norm(
-            input,
-            self.normalized_shape,
-            self._held("weight"),
-            self._held("bias"),
-            self.eps,
-            residual=residual,
-            return_residual=return_residual,
-            zero_centered_weight=self.zero_centered_gamma,
-            sm_margin=self.sm_margin,
-            residual_dtype=residual_dtype,
-            row_scale=row_scale,
-            dropout_p=dropout_p,
-            dropout_seed=dropout_seed,
-            weight1=weight1,
-            bias1=bias1,
-            round_x_hat=self.round_x_hat,
-            memory_efficient=self.memory_efficient,
-            load=load,
-            store=store,
-        )
-
 
 class RMSNorm(Norm, torch.nn.RMSNorm):
     """torch.nn.RMSNorm, computed by cupynorm.rms_norm.
@@ -252,6 +258,8 @@ class RMSNorm(Norm, torch.nn.RMSNorm):
     eps: by default the machine epsilon of the arithmetic, as torch's (TransformerEngine's is 1e-5).
     All else as cupynorm.LayerNorm, except that there is no bias.
     """
+
+    _centered = False
 
     def __init__(
         self,
@@ -282,59 +290,6 @@ class RMSNorm(Norm, torch.nn.RMSNorm):
         )
         dtype = either(dtype=dtype, params_dtype=params_dtype)
         super().__init__(extents, eps, elementwise_affine, device, dtype)
-
-    def forward(
-        self,
-        input: torch.Tensor,
-        residual: torch.Tensor | None = None,
-        *,
-        return_residual: bool = False,
-        residual_dtype: torch.dtype | None = None,
-        row_scale: torch.Tensor | None = None,
-        dropout_p: float = 0.0,
-        dropout_seed: int | torch.Tensor | None = None,
-        weight1: torch.Tensor | None = None,
-        bias1: torch.Tensor | None = None,
-        fp8_output: bool = False,
-        load: Functor | BoundFunctor | None = None,
-        store: Functor | BoundFunctor | None = None,
-    ) -> torch.Tensor | QuantizedTensor | tuple[torch.Tensor | QuantizedTensor, ...]:
-        if not self.training:
-            dropout_p = _without_dropout(dropout_p)
-        if fp8_output.__class__ is Proxy:
-            dropout_p = _without_fp8(dropout_p, fp8_output)
-        elif fp8_output:
-            call = run_untraced(self._forward_in_fp8)
-            options = {
-                "residual_dtype": residual_dtype,
-                "row_scale": row_scale,
-                "dropout_p": dropout_p,
-                "dropout_seed": dropout_seed,
-                "weight1": weight1,
-                "bias1": bias1,
-                "functors": None if load is None and store is None else bound(load, store),
-            }
-            return call(False, input, residual, return_residual, options)
-        return rms_norm(
-            input,
-            self.normalized_shape,
-            self._held("weight"),
-            self.eps,
-            residual=residual,
-            return_residual=return_residual,
-            zero_centered_weight=self.zero_centered_gamma,
-            sm_margin=self.sm_margin,
-            residual_dtype=residual_dtype,
-            row_scale=row_scale,
-            dropout_p=dropout_p,
-            dropout_seed=dropout_seed,
-            weight1=weight1,
-            bias1=bias1,
-            round_x_hat=self.round_x_hat,
-            memory_efficient=self.memory_efficient,
-            load=load,
-            store=store,
-        )
 
 
 def _without_dropout(dropout_p: object) -> float:
