@@ -41,7 +41,7 @@ def test_it_holds_all_sources_and_is_small(wheel: Path):
     assert sum(each.compress_size for each in data) < 35_000
     sources = [each for each in packed if each.filename.startswith("cupynorm/")]
     assert max(each.compress_size for each in sources if each not in data) < 12_000
-    assert wheel.stat().st_size < 740_000
+    assert wheel.stat().st_size < 760_000
     suffixes = {Path(each.filename).suffix for each in packed if ".dist-info/" not in each.filename}
     assert suffixes <= {".py", ".cu", ".cuh", ".cpp", ".h", ".npz", ".csv", ".typed"}, suffixes
     held = {each.filename for each in packed}

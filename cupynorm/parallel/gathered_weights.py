@@ -16,8 +16,8 @@ from torch import Tensor, distributed
 from torch.nn import functional
 from torch.utils._pytree import tree_map_only
 
-from ..linear.module import LayerNormLinear
 from ..linear.linear import Linear
+from ..linear.module import LayerNormLinear
 from ..linear.quantized_weight import QuantizedWeight
 from ..nn import quantization
 from ..nn.recipes import IN_BLOCKS, CurrentScaling, Recipe
