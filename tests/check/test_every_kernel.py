@@ -113,6 +113,7 @@ def test_all_kernels_and_paths_of_rows_are_covered():
             functor for source, functor in recorder.functors if source == f"backward_{name}.cu"
         } == {
             "Load",
+            "LoadParameter",
             "LoadXHat",
             "Store",
             "AddStore",
