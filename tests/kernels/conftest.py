@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+from collections import Counter
+from zlib import crc32
+
 import numpy as np
 import pytest
 from laid_out import give_numpy_to_kernels
@@ -9,6 +13,34 @@ from small_devices import SMALL
 
 from cupynorm.check.kernels import CpuMachine, GpuCheckMachine
 from cupynorm.norm import cache
+
+# With fewer than 4 cores, a slow test of that many cases runs about every second of them, so that
+# all tests take under 15 minutes on two slow cores. pytest counts what is left out as deselected.
+_LARGE = 24
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if (os.cpu_count() or 1) >= 4:
+        return
+
+    def test_of(item: pytest.Item) -> str:
+        return item.nodeid.partition("[")[0]
+
+    grids = [
+        item
+        for item in items
+        if item.nodeid.startswith("tests/kernels/")
+        and item.get_closest_marker("slow")
+        and not item.get_closest_marker("gpu")
+        and "mutation" not in item.name  # each shows that a check can fail
+    ]
+    sizes = Counter(map(test_of, grids))
+    left_out = {
+        item for item in grids if sizes[test_of(item)] >= _LARGE and crc32(item.nodeid.encode()) % 2
+    }
+    config.hook.pytest_deselected(items=list(left_out))
+    items[:] = [item for item in items if item not in left_out]
+
 
 MACHINES = ["cpu", pytest.param("gpu", marks=pytest.mark.gpu)]
 
