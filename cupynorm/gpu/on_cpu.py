@@ -31,18 +31,19 @@ from ..plan.instances import Kernel
 _SHARED_FLAGS = ["-std=c++20", "-fPIC", "-shared", "-w"]
 _FLAGS = [*_SHARED_FLAGS, "-Og", "-ffp-contract=off", "-fno-math-errno", "-fno-strict-aliasing"]
 _FLAGS += ["-fno-exceptions", "-fno-rtti"]
-# A kernel finds the standard libraries through the runtime, so the linker need not read them.
+# A kernel finds the standard libraries through the runtime, so the linker need not read them. Not
+# of clang, which may come without libgcc.
 _LINK_FLAGS = ["-nostdlib", "-lgcc"]
 _RUNTIME_FLAGS = [*_SHARED_FLAGS, "-O2", "-pthread"]
 _SANITIZERS = {
     "address": ["-fsanitize=address", "-fno-omit-frame-pointer", "-g1"],
     "undefined": ["-fsanitize=undefined", "-fno-sanitize-recover=all", "-fno-sanitize=vptr", "-g1"],
 }
-# Such kernels compile faster so, and the compiler drops no access that a sanitizer should see.
+# -O0 compiles faster than -Og, and drops no access that a sanitizer should see.
 _SANITIZED_FLAGS = ["-O0"]
 # For traced kernels (cuda_on_cpu_trace.h): the compiler calls the trace before each access, and
-# keeps the accesses of 16 bytes whole. -O1: as a GPU's compiler, this one leaves out accesses that
-# change nothing. -g names the lines.
+# keeps the accesses of 16 bytes whole. -O1 drops accesses that change nothing, as a GPU's compiler
+# does. -g names the lines.
 _TRACE_FLAGS = ["-fsanitize=thread", "-O1", "-fno-tree-sra", "-g"]
 _INCLUDE = re.compile(r'^\s*#\s*include\s*[<"]([^>"]+)[>"]', re.MULTILINE)
 _MESSAGE_SIZE = 4096
@@ -301,7 +302,9 @@ def _compile(kernel: Kernel, instruments: _Instruments, folder: Path | None) -> 
     )
     path = runtime.parent / f"{key}.so"
     if not path.exists():
-        libraries = [str(runtime), *(() if instruments.of_kernel() else _LINK_FLAGS)]
+        libraries = [str(runtime)]
+        if not instruments.of_kernel() and "__clang__" not in _compiler_and_macros()[1]:
+            libraries += _LINK_FLAGS
         flags += [f"-I{_headers(folder)}", f"-I{folder}"]
         try:
             _build(text, path, flags, f"{source}: {name_expression}", libraries)
