@@ -52,8 +52,9 @@ def gather_in_8_bits(model: torch.nn.Module, recipe: Recipe | None = None) -> to
     recipe: of fp8_autocast; DelayedScaling and CurrentScaling, by default the latter. The scale of
         a weight is always of its own amax.
 
-    Returns the model. Raises ValueError for a recipe of blocks, NotImplementedError for
-    parameters_split, and weights that are DTensors, in 8 bits already or of float64.
+    Returns the model. Raises ValueError for a recipe of blocks and a model without such layers,
+    NotImplementedError for parameters_split, and weights that are DTensors, in 8 bits already or of
+    float64.
     """
     recipe = CurrentScaling() if recipe is None else recipe
     if not isinstance(recipe, Recipe) or isinstance(recipe, IN_BLOCKS):
@@ -66,8 +67,13 @@ def gather_in_8_bits(model: torch.nn.Module, recipe: Recipe | None = None) -> to
         for name, layer in model.named_modules()
         if isinstance(layer, LayerNormLinear | Linear)
     }
+    if not layers:
+        raise ValueError(
+            f"model is a {type(model).__name__} without LayerNormLinear and Linear of cupynorm; "
+            "expected at least one such layer"
+        )
     for name, layer in layers.items():
-        weight, obstacle = layer._weights()[0], None
+        weight, obstacle = getattr(layer, layer.weight_names[0]), None
         if len(layer.weight_names) > 1:
             obstacle = "has parameters_split"
         elif weight.dtype == torch.float64 or type(weight.data) is not Tensor:

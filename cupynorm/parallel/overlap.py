@@ -33,9 +33,7 @@ ALL_REDUCES = ("one_shot", "two_shot", "multimem_all_reduce")
 _NUM_CHUNKS = 4
 
 # Multiplications and additions of a rank's product, from which on it is cut to overlap with a
-# collective. On two H100s in bfloat16 (2026-11-25) torch's operators lost 2 to 53 % of the forward
-# and 0 to 137 % of a step at 2.1e11 of them. At 1.9e12 mode "row" gained 7 % of the forward, and
-# the rest was within 4 %. In 8 bits chunks lost 27 % at 1.9e12, and nothing longer is measured.
+# collective. Shorter ones took longer when cut: docs/experiments.md, "Products beside collectives".
 LEAST_OPERATIONS = 2**39
 LEAST_OPERATIONS_IN_8_BITS = 2**42
 

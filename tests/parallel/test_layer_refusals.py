@@ -97,3 +97,7 @@ def test_weights_that_cannot_be_gathered_in_8_bits():
         assert type(model[0].weight.data) is torch.Tensor
     with pytest.raises(ValueError, match="expected DelayedScaling or CurrentScaling, with one sca"):
         gather_in_8_bits(Linear(16, 16), BlockScaling())
+    with pytest.raises(
+        ValueError, match="model is a Linear without LayerNormLinear and Linear of cup"
+    ):
+        gather_in_8_bits(torch.nn.Linear(16, 16))
