@@ -11,9 +11,7 @@ Where GPUs of one host reach each other's memory, torch's symmetric-memory opera
 Elsewhere rows are cut into chunks: the collective of one chunk runs beside the product of the next
 one. ub_bulk_dgrad and ub_bulk_wgrad name what column.py does in any case.
 
-Without these arguments a long product of gathered rows begins with this rank's own rows, which need
-not arrive. Short products have one collective before or after them, whatever the arguments are:
-`is_long`.
+Short products have one collective before or after them, whatever the arguments are: `cuts`.
 """
 
 from __future__ import annotations
@@ -86,18 +84,13 @@ def overlaps(
 # Lengths of products.
 
 
-def is_long(num_rows: int, weight: Tensor) -> bool:
-    """Whether a product of num_rows rows is worth being cut."""
-    least = LEAST_OPERATIONS_IN_8_BITS if weight.element_size() == 1 else LEAST_OPERATIONS
-    return 2 * num_rows * weight.numel() >= least
-
-
-def overlaps_product(name: str, num_rows: int, weight: Tensor) -> bool:
+def cuts(name: str, num_rows: int, weight: Tensor) -> bool:
     """Whether a product is cut as an argument asks. Warns once for each shape if it is not.
 
     name: of the argument. num_rows: of all ranks.
     """
-    if is_long(num_rows, weight):
+    least = LEAST_OPERATIONS_IN_8_BITS if weight.element_size() == 1 else LEAST_OPERATIONS
+    if 2 * num_rows * weight.numel() >= least:
         return True
     _warn_of_short(name, num_rows, tuple(weight.shape))
     return False
@@ -110,33 +103,6 @@ def _warn_of_short(name: str, num_rows: int, shape: tuple[int, int]) -> None:
         "which is too short: it would take longer",
         stacklevel=2,
     )
-
-
-# Own rows first.
-
-
-def multiply_while_gathering(
-    own: Tensor, gathering: Pending, b: Tensor, bias: Tensor | None, ranks: Ranks
-) -> Tensor:
-    """The rows of all ranks times b, and bias: first this rank's own rows, while others arrive.
-
-    own: [num_rows, in]. gathering: of [size * num_rows, in]. b: [in, out].
-    """
-    num_rows, at = len(own), ranks.rank * len(own)
-    y = own.new_empty(num_rows * ranks.size, b.shape[1])
-
-    def multiply(rows: Tensor, out: Tensor) -> None:
-        if bias is None:
-            torch.mm(rows, b, out=out)
-        else:
-            torch.addmm(bias, rows, b, out=out)
-
-    multiply(own, y[at : at + num_rows])
-    rows = gathering.wait()
-    for others in (slice(0, at), slice(at + num_rows, None)):
-        if len(y[others]):
-            multiply(rows[others], y[others])
-    return y
 
 
 # Chunks.

@@ -85,14 +85,6 @@ class Products(Protocol):
         self, dy: Any, weights: Sequence[Tensor], saved: Sequence[Tensor]
     ) -> Tensor: ...
 
-    def dnormalized_of_gathering(
-        self, own: Tensor, gathering: Pending, weights: Sequence[Tensor]
-    ) -> Tensor | None:
-        """dnormalized of the rows of all ranks, which begins before they are gathered.
-
-        own: this rank's rows of dy as it came. None where the product needs all rows at once.
-        """
-
     def dnormalized_of_ranks(
         self, dy: Any, weights: Sequence[Tensor], saved: Sequence[Tensor]
     ) -> Pending | PendingChunks:
@@ -142,13 +134,8 @@ class FloatProducts:
 
     def project(self, rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         split = self.split
-        if not split.gathers_input:
-            return functional.linear(rows, weight, bias)
         if not split.cuts_gather(len(rows), weight):
-            gathering = split.ranks.gather(rows)
-            if not overlap.is_long(len(rows) * split.ranks.size, weight):
-                return functional.linear(gathering.wait(), weight, bias)
-            return overlap.multiply_while_gathering(rows, gathering, weight.t(), bias, split.ranks)
+            return functional.linear(self.gather(rows)(), weight, bias)
         if split.ranks.shares_memory and len(rows):
             y = overlap.gather_and_multiply(rows, weight, split.ranks)
             return y if bias is None else y + bias
@@ -174,14 +161,6 @@ class FloatProducts:
 
     def dnormalized(self, dy: Tensor, weights: Sequence[Tensor], saved: Sequence[Tensor]) -> Tensor:
         return dy @ self.weight(weights)[0]
-
-    def dnormalized_of_gathering(
-        self, own: Tensor, gathering: Pending, weights: Sequence[Tensor]
-    ) -> Tensor | None:
-        weight, ranks = self.weight(weights)[0], self.split.ranks
-        if not overlap.is_long(len(own) * ranks.size, weight):
-            return None
-        return overlap.multiply_while_gathering(own, gathering, weight, None, ranks)
 
     def dnormalized_of_ranks(
         self, dy: Tensor, weights: Sequence[Tensor], saved: Sequence[Tensor]
@@ -349,11 +328,6 @@ class QuantizedProducts:
         self, dy: _Gradient, weights: Sequence[Tensor], saved: Sequence[Tensor]
     ) -> Tensor:
         return self._multiply_back(dy.data, saved)
-
-    def dnormalized_of_gathering(
-        self, own: Tensor, gathering: Pending, weights: Sequence[Tensor]
-    ) -> None:
-        return None
 
     def dnormalized_of_ranks(
         self, dy: _Gradient, weights: Sequence[Tensor], saved: Sequence[Tensor]

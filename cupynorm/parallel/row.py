@@ -6,7 +6,7 @@ backward   two sums of each row, all that dx needs of other ranks, are reduced b
            beside the product that makes dweight
 
 With sequence_parallel a rank has some rows of y: its gradient is gathered first. Beside it
-normalized is made again, and in long products the gradient of normalized of this rank's rows.
+normalized is made again.
 The formulas are in cupynorm.reference.parallel.
 """
 
@@ -82,12 +82,10 @@ def backward(
         if wants_weight:
             # The rows of normalized are this rank's alone: nothing is gathered.
             normalized = products.gather_again(values, Kept(data, scale))()
-        if gathering is not None and any(wants_norm):
-            total = products.dnormalized_of_gathering(as_rows(dy), gathering, weights)
         rows = as_rows(dy) if gathering is None else gathering.wait()
         sums = biases[0].dtype if sink is None and any(wants_parts[len(weights) :]) else None
         made, dbias = products.gradient(rows, sums)
-        if any(wants_norm) and total is None:
+        if any(wants_norm):
             total = products.round(products.dnormalized(made, weights, saved_weight))
     if dnormalized is not None:
         dnormalized = as_rows(dnormalized)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .overlap import Overlaps, SymmetricSum, overlaps_product
+from .overlap import Overlaps, SymmetricSum, cuts
 from .ranks import Pending, Ranks
 
 
@@ -44,9 +44,8 @@ class Split(NamedTuple):
 
     def cuts_gather(self, num_rows: int, weight: Tensor) -> bool:
         """Whether ub_overlap_ag cuts the product of gathered rows. num_rows: of this rank."""
-        return self.overlaps.gather and overlaps_product(
-            "ub_overlap_ag", num_rows * self.ranks.size, weight
-        )
+        num_rows *= self.ranks.size
+        return self.overlaps.gather and cuts("ub_overlap_ag", num_rows, weight)
 
     def cuts_scatter(self, num_rows: int, weight: Tensor) -> bool:
         """The same of ub_overlap_rs and ub_overlap_rs_dgrad, and the product before a reduction.
@@ -54,7 +53,7 @@ class Split(NamedTuple):
         num_rows: of all ranks.
         """
         name = "ub_overlap_rs" if self.mode == "row" else "ub_overlap_rs_dgrad"
-        return self.overlaps.scatter and overlaps_product(name, num_rows, weight)
+        return self.overlaps.scatter and cuts(name, num_rows, weight)
 
     def reduce(self, tensor: Tensor) -> Pending:
         """The sum over ranks: this rank's rows of it, or all rows without sequence_parallel."""

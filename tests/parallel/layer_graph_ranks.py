@@ -38,11 +38,11 @@ RECIPES = {
 class Steps:
     """Steps of a layer whose input, gradient and results stay at one place in memory."""
 
-    def __init__(self, case: Case, rank: int, recipe, cut=None, **options) -> None:
+    def __init__(self, case: Case, rank: int, recipe, **options) -> None:
         problem, own = problem_of(case), Shares(case, rank)
         self.layer = make_layer(case, problem, own, **options)
         self.recipe, self.delays = recipe, bool(options.get("delay_wgrad_compute"))
-        self.is_cut = has_flags(options) if cut is None else cut
+        self.is_cut = has_flags(options)
         self.x, self.dy = inputs(problem, own)
         self.values = self.x.detach().clone(), self.dy.clone()
         if options.get("fuse_wgrad_accumulation"):
@@ -153,7 +153,7 @@ for _case in MAIN:
         "delayed-main_grad": DELAYED | {"fuse_wgrad_accumulation": True},
     }
     if _case.sequence_parallel:
-        _ways |= {"overlapping": flags(_case), "own_rows_first": {"cut": True}}
+        _ways["overlapping"] = flags(_case)
     elif _case.mode == "row":
         _ways |= {kind: {"symmetric_ar_type": kind} for kind in ("one_shot", "two_shot")}
     for _way, _options in _ways.items():
