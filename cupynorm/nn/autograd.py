@@ -202,30 +202,32 @@ def _traced(request: ForwardRequest) -> tuple:
     operands, options = request
     compiling = is_compiling()
     plain = is_plain(request)
+    if operands.out is not None:
+        raise ValueError(_NO_OUT)
+    if dtensor.is_any(*operands):
+        if not plain:
+            if not compiling:
+                check_forward(request)
+            from . import sharded_rows  # imports DTensor, which takes seconds
+
+            return sharded_rows.normalize(request, normalize)
+        weight, bias = dtensor.of_one_kind(
+            operands.input, operands.weight, operands.bias, operands.residual
+        )
+        operands = operands._replace(weight=weight, bias=bias)
+        request = ForwardRequest(operands, options)
     if options.quantization is not None:
         raise NotImplementedError(
             f"out_dtype is {options.quantization.dtype} in a call that torch traces, of meta "
             "tensors or of tensors of a class of their own; expected plain tensors"
         )
-    if operands.out is not None:
-        raise ValueError(_NO_OUT)
-    tensors = (operands.input, operands.weight, operands.bias, operands.residual)
-    if _is_wrapped(*tensors, operands.weight1, operands.bias1, operands.row_scale):
-        if plain:
-            weight, bias = dtensor.of_one_kind(
-                operands.input, operands.weight, operands.bias, operands.residual
-            )
-            operands = operands._replace(weight=weight, bias=bias)
-            request = ForwardRequest(operands, options)
-        else:
-            dtensor.refuse(_FUSED, **operands._asdict())
     # Compiled, what computes the operator's shapes checks the same. torch.jit.trace warns of every
     # shape that is looked at; there the operator itself checks.
     if not compiling and not is_jit_traced():
         checked = check_forward(request)
         mesh_dim = dtensor.splitting_dim(operands.input, len(options.extents))
         if plain and mesh_dim is not None:
-            from . import split_rows  # imports DTensor, which takes seconds
+            from . import split_rows
 
             return split_rows.normalize(checked, mesh_dim)
     if not plain:

@@ -9,6 +9,7 @@ dimensions, they are gathered by torch first. Partial sums are reduced first.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache, partial
 
@@ -28,22 +29,39 @@ def of_one_kind(
     A plain weight or bias beside a DTensor counts as replicated. Its gradient is plain again, and
     is the whole sum.
     """
-    given = {"weight": weight, "bias": bias, "residual": residual}
+    check_kinds(input, residual=residual, weight=weight, bias=bias)
     if not hasattr(input, "device_mesh"):
-        for name, tensor in given.items():
-            if hasattr(tensor, "device_mesh"):
-                raise TypeError(
-                    f"{name} is a DTensor and input is a {type(input).__name__}; "
-                    "expected input to be a DTensor too"
-                )
         return weight, bias
-    if residual is not None and not hasattr(residual, "device_mesh"):
-        raise TypeError(
-            f"input is a DTensor and residual is a {type(residual).__name__}; "
-            "expected a DTensor too"
-        )
     _register()
     return on_every_rank(weight, input), on_every_rank(bias, input)
+
+
+def check_kinds(input: Tensor, by_row: Sequence[str] = ("residual",), **others: object) -> None:
+    """Raises TypeError for a DTensor beside a plain input, and for plain rows beside a DTensor.
+
+    by_row: which of the others have a value for each row. None is neither.
+    """
+    for name, tensor in others.items():
+        is_sharded = hasattr(tensor, "device_mesh")
+        if is_sharded and not hasattr(input, "device_mesh"):
+            raise TypeError(
+                f"{name} is a DTensor and input is a {type(input).__name__}; "
+                "expected input to be a DTensor too"
+            )
+        lacks = name in by_row and tensor is not None and not is_sharded
+        if lacks and hasattr(input, "device_mesh"):
+            raise TypeError(
+                f"input is a DTensor and {name} is a {type(tensor).__name__}; "
+                "expected a DTensor too"
+            )
+
+
+def is_any(*tensors: object) -> bool:
+    """Whether one of them is a DTensor."""
+    for each in tensors:
+        if hasattr(each, "device_mesh"):
+            return True
+    return False
 
 
 def splitting_dim(input: Tensor, num_dims: int) -> int | None:

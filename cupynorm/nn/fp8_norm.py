@@ -11,7 +11,7 @@ from ..gpu import arrays
 from ..norm.options import complete, launch_options
 from ..norm.request import ForwardOperands, ForwardOptions, ForwardRequest, Quantization
 from ..norm.route import normalize
-from . import amaxes, autocast, fp8
+from . import amaxes, autocast, dtensor, fp8
 from .dtypes import name_of
 from .modes import wants_gradient
 from .past_calls import PastCall, PastCalls
@@ -107,13 +107,17 @@ class Fp8Norm(torch.nn.Module):
             )
         if not isinstance(input, torch.Tensor):
             raise TypeError(f"input is a {type(input).__name__}; expected a torch tensor")
-        arrays.check_addresses(input=input)  # before scales are moved to its device
+        is_sharded = dtensor.is_any(input)
+        if not is_sharded:
+            arrays.check_addresses(input=input)  # before scales are moved to its device
         bias = self._held("bias") if centered else None
         # A checkpoint may run its layers without recording them, and again in backward.
         records = torch.is_grad_enabled() or (
             region.records and self.training and wants_gradient(input, residual, *self.parameters())
         )
         quantization, scale, amax = self._quantization(region, past, input.device, records)
+        if is_sharded:  # no linear layer takes it in 8 bits
+            quantization = quantization._replace(transpose=False)
         operands = ForwardOperands(
             input,
             self._held("weight"),

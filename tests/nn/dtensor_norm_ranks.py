@@ -262,13 +262,12 @@ def what_is_refused(ranks):
     fused = (
         {"residual_dtype": "float64"},
         {"row_scale": of_row},
-        {"row_scale": ranks.lay(of_row, Shard(0))},
         {"dropout_p": 0.5},
         {"weight1": weight},
-        {"weight1": there},
         {"bias1": weight},
         {"round_x_hat": True},
         {"memory_efficient": True},
+        {"out_dtype": "float8_e5m2"},
     )
     dropped, seed = (
         {"dropout_p": 0.5, "dropout_seed": 1},
@@ -277,25 +276,30 @@ def what_is_refused(ranks):
     for call, sentence in (
         *(
             (
-                partial(cupynorm.layer_norm, rows, 8, weight, **each),
-                "input is a DTensor and residual_dtype, row_scale",
+                partial(cupynorm.rms_norm, x, 8, there, **each),
+                "weight is a DTensor and input is a Tensor; expected input to be a DTensor too",
             )
             for each in fused
         ),
-        *(
-            (
-                partial(cupynorm.rms_norm, x, 8, there, **each),
-                "weight is a DTensor and residual_dtype",
-            )
-            for each in fused
+        (
+            lambda: cupynorm.layer_norm(rows, 8, weight, row_scale=of_row),
+            "input is a DTensor and row_scale is a Tensor; expected a DTensor too",
+        ),
+        (
+            lambda: cupynorm.layer_norm(rows, 8, residual=x, round_x_hat=True),
+            "input is a DTensor and residual is a Tensor; expected a DTensor too",
+        ),
+        (
+            lambda: cupynorm.layer_norm(rows, 8, row_scale=ranks.lay(ranks.random(3), Shard(0))),
+            "row_scale has shape (3,)",
         ),
         (
             lambda: cupynorm.layer_norm(x, 8, weight1=there),
-            "weight1 is a DTensor and residual_dtype",
+            "weight1 is a DTensor and input is a Tensor",
         ),
         (
             lambda: cupynorm.layer_norm(x, 8, residual=rows, dropout_p=0.5),
-            "residual is a DTensor and residual_dtype",
+            "residual is a DTensor and input is a Tensor",
         ),
         (
             lambda: cupynorm.layer_norm(x, 8, dropout_p=0.5, dropout_seed=seed),
