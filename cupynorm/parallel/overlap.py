@@ -25,6 +25,8 @@ import torch
 from torch import Tensor
 
 from ..nn.dtypes import name_of
+from ..nn.products import Factor
+from ..norm.quantized_tensor import QuantizedTensor
 from .ranks import Pending, Ranks
 
 ALL_REDUCES = ("one_shot", "two_shot", "multimem_all_reduce")
@@ -161,6 +163,61 @@ def multiply_and_scatter(a: Tensor, b: Tensor, ranks: Ranks) -> Tensor:
     """This rank's rows of the sum over ranks of a b."""
     return torch.ops.symm_mem.fused_matmul_reduce_scatter(
         a.contiguous(), b, "sum", 0, ranks.group.group_name
+    )
+
+
+def multiplies_scaled(
+    a: QuantizedTensor | Factor, b: QuantizedTensor | Factor, ranks: Ranks
+) -> bool:
+    """Whether torch's scaled operators take a b^T: one scale each, and extents of 16.
+
+    The same on all ranks.
+    """
+    if not ranks.shares_memory or not a.data.numel() or a.block_rows is not None:
+        return False
+    return all(extent % 16 == 0 for extent in b.data.shape)
+
+
+def gather_and_multiply_scaled(
+    rows: QuantizedTensor, weight: QuantizedTensor, dtype: torch.dtype, ranks: Ranks
+) -> Tensor:
+    """gather_and_multiply of 8-bit floats, in dtype."""
+    _, (y,) = torch.ops.symm_mem.fused_all_gather_scaled_matmul(
+        rows.data.contiguous(),
+        [weight.data.t()],
+        rows.scale_inv,
+        [weight.scale_inv],
+        0,
+        ranks.group.group_name,
+        [None],
+        [None],
+        [dtype],
+        [True],
+    )
+    return y
+
+
+def multiply_scaled_and_scatter(
+    a: QuantizedTensor | Factor,
+    b: QuantizedTensor | Factor,
+    dtype: torch.dtype,
+    ranks: Ranks,
+    *,
+    fast: bool,
+) -> Tensor:
+    """multiply_and_scatter of a b^T of 8-bit floats, in dtype. fast: as nn.products.multiply."""
+    return torch.ops.symm_mem.fused_scaled_matmul_reduce_scatter(
+        a.data.contiguous(),
+        b.data.t(),
+        a.scale_inv,
+        b.scale_inv,
+        "sum",
+        0,
+        0,
+        ranks.group.group_name,
+        [len(a.data), len(b.data)],
+        out_dtype=dtype,
+        use_fast_accum=fast,
     )
 
 

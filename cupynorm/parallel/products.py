@@ -280,6 +280,10 @@ class QuantizedProducts:
         split = self.split
         if not split.cuts_gather(len(rows.data), weight.data):
             return self._project(self.gather(rows)(), weight, bias)
+        if overlap.multiplies_scaled(rows, weight, split.ranks):
+            dtype = self.options.dtype
+            y = overlap.gather_and_multiply_scaled(rows, weight, dtype, split.ranks)
+            return y if bias is None else y + bias
         waits = [self.gather(chunk) for chunk in self._chunks_of(rows, 1)]
         return overlap.gather_in_chunks(
             waits, lambda chunk: self._project(chunk, weight, bias), split.ranks.size
@@ -296,10 +300,18 @@ class QuantizedProducts:
     ) -> Pending | PendingChunks:
         if not self.split.cuts_scatter(len(rows.data), weight.data):
             return self.split.reduce_output(self._project(rows, weight, None))
-        ranks = self.split.ranks
+        return self._multiply_and_scatter(rows, weight, fast=True)
+
+    def _multiply_and_scatter(
+        self, a: QuantizedTensor | Factor, b: QuantizedTensor | Factor, *, fast: bool
+    ) -> Pending | PendingChunks:
+        ranks, dtype = self.split.ranks, self.options.dtype
+        if overlap.multiplies_scaled(a, b, ranks):
+            return Pending(overlap.multiply_scaled_and_scatter(a, b, dtype, ranks, fast=fast))
+        is_exact = self.quantizers.is_exact
         return overlap.reduce_in_chunks(
-            self._chunks_of(rows, ranks.size),
-            lambda chunk: self._project(chunk, weight, None),
+            self._chunks_of(a, ranks.size),
+            lambda chunk: multiply(chunk, b, dtype, fast=fast, is_exact=is_exact),
             ranks,
         )
 
@@ -335,12 +347,10 @@ class QuantizedProducts:
         split = self.split
         if not split.cuts_scatter(len(dy.data.data), saved[0]):
             return split.reduce(self._multiply_back(dy.data, saved))
-        chunks = self._chunks_of(dy.data, split.ranks.size)
-        return overlap.reduce_in_chunks(
-            chunks, lambda chunk: self._multiply_back(chunk, saved), split.ranks
-        )
+        weight = self.quantizers.transposed_weight(*saved)
+        return self._multiply_and_scatter(dy.data, weight, fast=False)
 
-    def _multiply_back(self, dy: Factor | QuantizedTensor, saved: Sequence[Tensor]) -> Tensor:
+    def _multiply_back(self, dy: Factor, saved: Sequence[Tensor]) -> Tensor:
         weight, is_exact = self.quantizers.transposed_weight(*saved), self.quantizers.is_exact
         return multiply(dy, weight, self.options.dtype, is_exact=is_exact)
 

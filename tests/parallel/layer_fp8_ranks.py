@@ -8,6 +8,7 @@ import warnings
 from functools import partial
 
 import numpy as np
+import pytest
 import torch
 from layer_cases import (
     CASES,
@@ -229,16 +230,21 @@ FUSED = {
     "column": ("gather_and_multiply", "multiply_and_scatter"),
     "row": ("multiply_and_scatter",),
 }
+SCALED = {
+    "column": ("gather_and_multiply_scaled", "multiply_scaled_and_scatter"),
+    "row": ("multiply_scaled_and_scatter",),
+}
 
 
 @contextlib.contextmanager
 def fused_operators():
     """The names of the functions that call torch's fused operators inside, as they are called."""
-    seen, before = [], {name: getattr(overlap, name) for name in FUSED["column"]}
+    names = FUSED["column"] + SCALED["column"]
+    seen, before = [], {name: getattr(overlap, name) for name in names}
 
-    def call(name, *arguments):
+    def call(name, *arguments, **options):
         seen.append(name)
-        return before[name](*arguments)
+        return before[name](*arguments, **options)
 
     for name in before:
         setattr(overlap, name, partial(call, name))
@@ -274,9 +280,47 @@ for _case in [each for each in CASES if each.sequence_parallel and each.norm == 
     CHECKS[f"overlapping-{_case.name}"] = _overlapping
 
 
+def agreed_ranks(rank: int) -> Ranks:
+    ranks = Ranks(distributed.get_world_size(), distributed.group.WORLD)
+    ranks.agree({}, torch.device(DEVICE, rank) if DEVICE == "cuda" else torch.device("cpu"))
+    return ranks
+
+
+def overlapping_in_fp8(case, recipe, rank):
+    """By torch's scaled operators where ranks share memory and a tensor has one scale."""
+    with fused_operators() as seen:
+        in_fp8(case, recipe, rank, **flags(case))
+    has_one_scale = isinstance(recipe, DelayedScaling | CurrentScaling)
+    is_fused = has_one_scale and agreed_ranks(rank).shares_memory
+    assert set(seen) == (set(SCALED[case.mode]) if is_fused else set()), seen
+
+
 for _mode, (_name, _recipe) in itertools.product(("column", "row"), RECIPES.items()):
     _case = Case(_mode, True, "layer_norm", "float32")
-    CHECKS[f"overlapping-{_case.name}-{_name}"] = partial(in_fp8, _case, _recipe, **flags(_case))
+    CHECKS[f"overlapping-{_case.name}-{_name}"] = partial(overlapping_in_fp8, _case, _recipe)
+
+
+@check
+def shapes_of_the_scaled_operators(rank):
+    """Of tensors without memory, which each torch has operators for."""
+    pytest.importorskip("torch.distributed._symmetric_memory")
+    ranks = Ranks(distributed.get_world_size(), distributed.group.WORLD)
+    ranks.shares_memory, size = True, ranks.size
+
+    def quantized(*shape):
+        data = torch.empty(shape, device="meta").to(torch.float8_e4m3fn)
+        return cupynorm.QuantizedTensor(data, torch.empty(1, device="meta"), torch.bfloat16)
+
+    a, b = quantized(8 * size, 48), quantized(32, 48)
+    assert overlap.multiplies_scaled(a, b, ranks)
+    y = overlap.gather_and_multiply_scaled(a, b, torch.bfloat16, ranks)
+    assert y.shape == (8 * size * size, 32) and y.dtype == torch.bfloat16
+    y = overlap.multiply_scaled_and_scatter(a, b, torch.float32, ranks, fast=True)
+    assert y.shape == (8, 32) and y.dtype == torch.float32
+    assert not overlap.multiplies_scaled(quantized(0, 48), b, ranks)
+    assert not overlap.multiplies_scaled(quantized(8, 40), quantized(32, 40), ranks)
+    ranks.shares_memory = False
+    assert not overlap.multiplies_scaled(a, b, ranks)
 
 
 KINDS = ("one_shot", "two_shot", "multimem_all_reduce")
@@ -317,8 +361,7 @@ def a_sum_in_symmetric_memory(rank):
 @check
 def sums_in_symmetric_memory_of_any_size(rank):
     """Of whole numbers, which every order of additions sums exactly."""
-    ranks = Ranks(distributed.get_world_size(), distributed.group.WORLD)
-    ranks.agree({}, torch.device(DEVICE, rank) if DEVICE == "cuda" else torch.device("cpu"))
+    ranks = agreed_ranks(rank)
     sizes, kinds = (3, 0, 1, 4097, 8, 100_000), KINDS[: 2 + ranks.has_multicast]
     for kind, dtype in itertools.product(kinds, (torch.bfloat16, torch.float32, torch.float64)):
         total = SymmetricSum(kind)
