@@ -5,6 +5,7 @@
 // from the first row to the last.
 #pragma once
 #include "backward_ring_row.cuh"
+#include "backward_ring_sums.cuh"
 #include "exchange.cuh"
 #include "ring_parameters.cuh"
 
@@ -159,41 +160,5 @@ __device__ __forceinline__ void backward_ring(
     next = following;
   }
 
-  // One partial row for the block or cluster: groups of threads add their sums in pairs, through
-  // the shared memory of their rings.
-  auto* sums = reinterpret_cast<Compute*>(ring.slots);
-  const auto for_each_sum = [&](auto f) {
-#pragma unroll
-    for (int pack = 0; pack < packs_per_thread; ++pack) {
-      if constexpr (gradients.dweight) f(problem.dweight_partials, dweight[pack], pack);
-      if constexpr (gradients.dbias)
-        f(problem.dbias_partials, dbias[pack], packs_per_thread + pack);
-    }
-  };
-  for (int groups = tile.rows_per_block; groups > 1; groups = (groups + 1) / 2) {
-    const int kept = (groups + 1) / 2;
-    if (Shape::group() >= kept && Shape::group() < groups) {
-      for_each_sum([&](Compute*, Compute(&values)[pack_size], int at) {
-        store_pack<pack_size>(sums + Shape::col(at), repack<Compute>(values));
-      });
-    }
-    __syncthreads();
-    if (Shape::group() + kept < groups) {
-      const Compute* others =
-          sums + kept * Shape::num_warps * (Ring::ring_bytes / static_cast<int>(sizeof(Compute)));
-      for_each_sum([&](Compute*, Compute(&values)[pack_size], int at) {
-        Compute other[pack_size];
-        unpack(load_pack<pack_size>(others + Shape::col(at)), other);
-#pragma unroll
-        for (int index = 0; index < pack_size; ++index) values[index] += other[index];
-      });
-    }
-  }
-  if (Shape::group() > 0) return;
-  const long long offset = blockIdx.x / tile.cluster_size * problem.num_cols + cols.first_col;
-  for_each_sum([&](Compute* partials, Compute(&values)[pack_size], int at) {
-    const int pack = at % packs_per_thread;
-    if (Shape::in_part(pack, cols))
-      store_pack<pack_size>(partials + offset + Shape::col(pack), repack<Compute>(values));
-  });
+  store_ring_sums<gradients, tile>(problem, ring, dweight, dbias, cols);
 }
