@@ -71,13 +71,7 @@ __device__ __forceinline__ void backward_ring(
     const unsigned char* start = ring.slots + slot * Ring::slot_bytes;
     const X* x_part = x.in(start, is_ahead);
     const Dy* dy_part = dy.in(start + RingOffset<tile, X>::part_bytes, is_ahead);
-#pragma unroll
-    for (int pack = 0; pack < packs_per_thread; ++pack) {
-      Compute xs[pack_size], dys[pack_size];
-      unpack(load_pack<pack_size>(x_part + Shape::col(pack)), xs);
-      unpack(load_pack<pack_size>(dy_part + Shape::col(pack)), dys);
-      f(pack, xs, dys);
-    }
+    for_each_pack_of_parts<tile, Compute>(x_part, dy_part, f);
   };
 
   typename Ring::Position ahead, at;
@@ -118,35 +112,28 @@ __device__ __forceinline__ void backward_ring(
       gradient.finish(both_halves(warp_reduce<decltype(exchange)::lanes>(sum).part[0]), reciprocal);
     }
     if constexpr (gradients.dx || recomputes) {
-      for_each_pack(at.slot, false,
-                    [&](int pack, const Compute(&xs)[pack_size], const Compute(&dys)[pack_size]) {
-                      Compute weight_values[pack_size], x_hats[pack_size], dx[pack_size];
-                      weights.unpack_to(pack, weight_values);
-#pragma unroll
-                      for (int index = 0; index < pack_size; ++index) {
-                        x_hats[index] = gradient.template x_hat<centered>(xs[index]);
-                        if constexpr (gradients.dx) {
-                          dx[index] = gradient.template dx<centered>(
-                              x_hats[index], rounded_product(dys[index], weight_values[index]));
-                        }
-                      }
-                      const int col = cols.first_col + Shape::col(pack);
-                      if constexpr (adds) {
-                        const Added* added_part =
-                            added.in(ring.slots + at.slot * Ring::slot_bytes + added_offset, false);
-                        problem.store.store(row, col, dx,
-                                            load_pack<pack_size>(added_part + Shape::col(pack)),
-                                            Shape::in_part(pack, cols));
-                      } else if constexpr (gradients.dx) {
-                        problem.store.store(row, col, dx, Shape::in_part(pack, cols));
-                      }
-                      if constexpr (recomputes) {
-                        Compute bias_values[pack_size];
-                        biases.unpack_to(pack, bias_values);
-                        problem.store.recompute(row, col, x_hats, weight_values, bias_values,
-                                                Shape::in_part(pack, cols));
-                      }
-                    });
+      for_each_pack(
+          at.slot, false,
+          [&](int pack, const Compute(&xs)[pack_size], const Compute(&dys)[pack_size]) {
+            Compute weight_values[pack_size], x_hats[pack_size], dx[pack_size];
+            weights.unpack_to(pack, weight_values);
+            gradient_of_pack<gradients, centered>(x_hats, dx, xs, dys, weight_values, gradient);
+            const int col = cols.first_col + Shape::col(pack);
+            const bool present = Shape::in_part(pack, cols);
+            if constexpr (adds) {
+              const Added* added_part =
+                  added.in(ring.slots + at.slot * Ring::slot_bytes + added_offset, false);
+              problem.store.store(row, col, dx, load_pack<pack_size>(added_part + Shape::col(pack)),
+                                  present);
+            } else if constexpr (gradients.dx) {
+              problem.store.store(row, col, dx, present);
+            }
+            if constexpr (recomputes) {
+              Compute bias_values[pack_size];
+              biases.unpack_to(pack, bias_values);
+              problem.store.recompute(row, col, x_hats, weight_values, bias_values, present);
+            }
+          });
     }
     // All lanes have written, so all have read: the slot is free.
     __syncwarp();

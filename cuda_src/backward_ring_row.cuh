@@ -48,3 +48,34 @@ __device__ __forceinline__ Sum<Compute, 2> add_to_sums(
   }
   return {{partial[0], partial[1]}};
 }
+
+// x_hat and dx of a pack. dx stays unset if no gradient of x is wanted.
+template <Gradients gradients, bool centered, int pack_size, class Compute>
+__device__ __forceinline__ void gradient_of_pack(Compute (&x_hats)[pack_size],
+                                                 Compute (&dx)[pack_size],
+                                                 const Compute (&xs)[pack_size],
+                                                 const Compute (&dys)[pack_size],
+                                                 const Compute (&weight_values)[pack_size],
+                                                 const RowGradient<Compute>& gradient) {
+#pragma unroll
+  for (int index = 0; index < pack_size; ++index) {
+    x_hats[index] = gradient.template x_hat<centered>(xs[index]);
+    if constexpr (gradients.dx) {
+      dx[index] = gradient.template dx<centered>(x_hats[index],
+                                                 rounded_product(dys[index], weight_values[index]));
+    }
+  }
+}
+
+// f(pack, xs, dys) for each pack of this lane, read from the parts of x and dy in a slot.
+template <Tile tile, class Compute, class X, class Dy, class F>
+__device__ __forceinline__ void for_each_pack_of_parts(const X* x_part, const Dy* dy_part, F f) {
+  using Shape = RingShape<tile>;
+#pragma unroll
+  for (int pack = 0; pack < tile.packs_per_thread; ++pack) {
+    Compute xs[tile.pack_size], dys[tile.pack_size];
+    unpack(load_pack<tile.pack_size>(x_part + Shape::col(pack)), xs);
+    unpack(load_pack<tile.pack_size>(dy_part + Shape::col(pack)), dys);
+    f(pack, xs, dys);
+  }
+}
