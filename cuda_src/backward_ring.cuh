@@ -5,6 +5,7 @@
 // from the first row to the last.
 #pragma once
 #include "backward_ring_row.cuh"
+#include "backward_ring_streams.cuh"
 #include "backward_ring_sums.cuh"
 #include "exchange.cuh"
 #include "ring_parameters.cuh"
@@ -14,12 +15,10 @@ template <Gradients gradients, bool centered, Tile tile, class LoadX, class Load
 __device__ __forceinline__ void backward_ring(
     const Backward<LoadX, LoadDy, LoadWeight, StoreDx>& problem, unsigned char* smem) {
   using Compute = typename LoadX::Compute;
-  using X = typename LoadX::Held;
-  using Dy = typename LoadDy::Held;
   using Shape = RingShape<tile>;
-  using Added = typename StoreDx::Added;
   constexpr bool adds = StoreDx::adds && gradients.dx;
-  using Ring = BackwardRing<tile, X, Dy, Added, adds>;
+  using Streams = BackwardStreams<tile, LoadX, LoadDy, StoreDx, adds>;
+  using Ring = typename Streams::Ring;
   constexpr int pack_size = tile.pack_size;
   constexpr int packs_per_thread = tile.packs_per_thread;
   const Slice cols = Shape::part(static_cast<int>(problem.num_cols));
@@ -38,25 +37,10 @@ __device__ __forceinline__ void backward_ring(
   RowGradient<Compute> gradient = gradient_of_turn<centered>(problem, turns, 0),
                        next = gradient_of_turn<centered>(problem, turns, 1);
 
-  RingStream<tile, X> x(problem.load_x.row_start(turns.first_row) + cols.first_col,
-                        problem.load_x.x_stride * turns.step);
-  RingStream<tile, Dy> dy(problem.load_dy.row_start(turns.first_row) + cols.first_col,
-                          problem.load_dy.x_stride * turns.step);
-  RingStream<tile, Added> added;
-  if constexpr (adds) {
-    added = {problem.store.added_start(turns.first_row) + cols.first_col,
-             problem.store.added_stride() * turns.step};
-  }
-  const auto fetch = [&](int slot) {
-    if constexpr (adds) {
-      ring.fetch(slot, cols.size(), x, dy, added);
-    } else {
-      ring.fetch(slot, cols.size(), x, dy);
-    }
-  };
+  Streams streams(problem, turns, cols);
   if (threadIdx.x % 32 == 0) {
     for (int slot = 0; slot < min(static_cast<unsigned>(tile.stages), turns.count); ++slot)
-      fetch(slot);
+      streams.fetch(ring, slot, cols);
   }
   const Exchange<tile> exchange(smem + Ring::smem_bytes);
   weights.store_to_smem();
@@ -64,32 +48,22 @@ __device__ __forceinline__ void backward_ring(
   Compute dweight[packs_per_thread][pack_size] = {}, dbias[packs_per_thread][pack_size] = {};
   ring_sync<tile>();
 
-  constexpr int added_offset =
-      RingOffset<tile, X>::part_bytes + RingOffset<tile, Dy>::part_bytes;  // in a slot
-  // f(pack, xs, dys) for each pack of this lane in a slot
-  const auto for_each_pack = [&](int slot, bool is_ahead, auto f) {
-    const unsigned char* start = ring.slots + slot * Ring::slot_bytes;
-    const X* x_part = x.in(start, is_ahead);
-    const Dy* dy_part = dy.in(start + RingOffset<tile, X>::part_bytes, is_ahead);
-    for_each_pack_of_parts<tile, Compute>(x_part, dy_part, f);
-  };
-
   typename Ring::Position ahead, at;
   const auto add = [&](unsigned turn, const RowGradient<Compute>& gradient) {
     ring.wait(ahead, cols.size());
     Sum<Compute, 2> sums{};
-    for_each_pack(ahead.slot, true,
-                  [&](int pack, const Compute(&xs)[pack_size], const Compute(&dys)[pack_size]) {
-                    Compute weight_values[pack_size];
-                    weights.unpack_to(pack, weight_values);
-                    const bool present = Shape::in_part(pack, cols);
-                    sums.merge(add_to_sums<gradients, centered>(dweight[pack], dbias[pack], xs, dys,
-                                                                weight_values, gradient, present));
-                  });
+    streams.for_each_pack(
+        ring, ahead.slot, true,
+        [&](int pack, const Compute(&xs)[pack_size], const Compute(&dys)[pack_size]) {
+          Compute weight_values[pack_size];
+          weights.unpack_to(pack, weight_values);
+          const bool present = Shape::in_part(pack, cols);
+          sums.merge(add_to_sums<gradients, centered>(dweight[pack], dbias[pack], xs, dys,
+                                                      weight_values, gradient, present));
+        });
     if constexpr (gradients.dx) exchange.send(turn, warp_reduce_two(sums.part[0], sums.part[1]));
     ahead.advance();
-    x.ahead.advance();
-    dy.ahead.advance();
+    streams.advance_ahead();
   };
 
   const Compute reciprocal = Compute(1) / static_cast<Compute>(problem.num_cols);
@@ -112,8 +86,8 @@ __device__ __forceinline__ void backward_ring(
       gradient.finish(both_halves(warp_reduce<decltype(exchange)::lanes>(sum).part[0]), reciprocal);
     }
     if constexpr (gradients.dx || recomputes) {
-      for_each_pack(
-          at.slot, false,
+      streams.for_each_pack(
+          ring, at.slot, false,
           [&](int pack, const Compute(&xs)[pack_size], const Compute(&dys)[pack_size]) {
             Compute weight_values[pack_size], x_hats[pack_size], dx[pack_size];
             weights.unpack_to(pack, weight_values);
@@ -121,10 +95,7 @@ __device__ __forceinline__ void backward_ring(
             const int col = cols.first_col + Shape::col(pack);
             const bool present = Shape::in_part(pack, cols);
             if constexpr (adds) {
-              const Added* added_part =
-                  added.in(ring.slots + at.slot * Ring::slot_bytes + added_offset, false);
-              problem.store.store(row, col, dx, load_pack<pack_size>(added_part + Shape::col(pack)),
-                                  present);
+              problem.store.store(row, col, dx, streams.added_pack(ring, at.slot, pack), present);
             } else if constexpr (gradients.dx) {
               problem.store.store(row, col, dx, present);
             }
@@ -137,15 +108,13 @@ __device__ __forceinline__ void backward_ring(
     }
     // All lanes have written, so all have read: the slot is free.
     __syncwarp();
-    if (threadIdx.x % 32 == 0 && turn + tile.stages < turns.count) fetch(at.slot);
+    if (threadIdx.x % 32 == 0 && turn + tile.stages < turns.count)
+      streams.fetch(ring, at.slot, cols);
     at.advance();
-    x.at.advance();
-    dy.at.advance();
-    if constexpr (adds) added.at.advance();
+    streams.advance_at();
     row += turns.step;
     gradient = next;
     next = following;
   }
-
   store_ring_sums<gradients, tile>(problem, ring, dweight, dbias, cols);
 }

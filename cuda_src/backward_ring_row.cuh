@@ -1,19 +1,7 @@
-// backward_ring_row.cuh -- what a backward ring does with each row: where it passes, how it is
-// added
+// backward_ring_row.cuh -- what a backward ring computes of each row
 #pragma once
 #include "backward.cuh"
-#include "ring.cuh"
 #include "turns.cuh"
-
-// A ring for x and dy, and for what is added to dx, if anything is.
-template <Tile tile, class X, class Dy, class Added, bool adds>
-struct BackwardRing : WarpRing<tile, X, Dy> {
-  using WarpRing<tile, X, Dy>::WarpRing;
-};
-template <Tile tile, class X, class Dy, class Added>
-struct BackwardRing<tile, X, Dy, Added, true> : WarpRing<tile, X, Dy, Added> {
-  using WarpRing<tile, X, Dy, Added>::WarpRing;
-};
 
 // What backward needs of the row of a turn.
 template <bool centered, class Problem, Tile tile>
@@ -64,18 +52,5 @@ __device__ __forceinline__ void gradient_of_pack(Compute (&x_hats)[pack_size],
       dx[index] = gradient.template dx<centered>(x_hats[index],
                                                  rounded_product(dys[index], weight_values[index]));
     }
-  }
-}
-
-// f(pack, xs, dys) for each pack of this lane, read from the parts of x and dy in a slot.
-template <Tile tile, class Compute, class X, class Dy, class F>
-__device__ __forceinline__ void for_each_pack_of_parts(const X* x_part, const Dy* dy_part, F f) {
-  using Shape = RingShape<tile>;
-#pragma unroll
-  for (int pack = 0; pack < tile.packs_per_thread; ++pack) {
-    Compute xs[tile.pack_size], dys[tile.pack_size];
-    unpack(load_pack<tile.pack_size>(x_part + Shape::col(pack)), xs);
-    unpack(load_pack<tile.pack_size>(dy_part + Shape::col(pack)), dys);
-    f(pack, xs, dys);
   }
 }

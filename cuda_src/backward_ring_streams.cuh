@@ -1,0 +1,83 @@
+// backward_ring_streams.cuh -- the tensors that pass through a backward ring: x, dy, and what is
+// added to dx
+#pragma once
+#include "backward.cuh"
+#include "ring.cuh"
+#include "turns.cuh"
+
+// A ring for x and dy, and for what is added to dx, if anything is.
+template <Tile tile, class X, class Dy, class Added, bool adds>
+struct BackwardRing : WarpRing<tile, X, Dy> {
+  using WarpRing<tile, X, Dy>::WarpRing;
+};
+template <Tile tile, class X, class Dy, class Added>
+struct BackwardRing<tile, X, Dy, Added, true> : WarpRing<tile, X, Dy, Added> {
+  using WarpRing<tile, X, Dy, Added>::WarpRing;
+};
+
+template <Tile tile, class LoadX, class LoadDy, class StoreDx, bool adds>
+struct BackwardStreams {
+  using X = typename LoadX::Held;
+  using Dy = typename LoadDy::Held;
+  using Added = typename StoreDx::Added;
+  using Compute = typename LoadX::Compute;
+  using Shape = RingShape<tile>;
+  using Ring = BackwardRing<tile, X, Dy, Added, adds>;
+
+  RingStream<tile, X> x;
+  RingStream<tile, Dy> dy;
+  RingStream<tile, Added> added;
+
+  // cols: of this warp
+  template <class Problem>
+  __device__ __forceinline__ BackwardStreams(const Problem& problem, const Turns<tile>& turns,
+                                             Slice cols)
+      : x(problem.load_x.row_start(turns.first_row) + cols.first_col,
+          problem.load_x.x_stride * turns.step),
+        dy(problem.load_dy.row_start(turns.first_row) + cols.first_col,
+           problem.load_dy.x_stride * turns.step) {
+    if constexpr (adds) {
+      added = {problem.store.added_start(turns.first_row) + cols.first_col,
+               problem.store.added_stride() * turns.step};
+    }
+  }
+  // Called by one lane: starts the copy of the next row to a slot.
+  __device__ __forceinline__ void fetch(const Ring& ring, int slot, Slice cols) {
+    if constexpr (adds) {
+      ring.fetch(slot, cols.size(), x, dy, added);
+    } else {
+      ring.fetch(slot, cols.size(), x, dy);
+    }
+  }
+  // f(pack, xs, dys) for each pack of this lane in a slot. is_ahead: the row that is summed, else
+  // the row that is written
+  template <class F>
+  __device__ __forceinline__ void for_each_pack(const Ring& ring, int slot, bool is_ahead,
+                                                F f) const {
+    const unsigned char* start = ring.slots + slot * Ring::slot_bytes;
+    const X* x_part = x.in(start, is_ahead);
+    const Dy* dy_part = dy.in(start + RingOffset<tile, X>::part_bytes, is_ahead);
+#pragma unroll
+    for (int pack = 0; pack < tile.packs_per_thread; ++pack) {
+      Compute xs[tile.pack_size], dys[tile.pack_size];
+      unpack(load_pack<tile.pack_size>(x_part + Shape::col(pack)), xs);
+      unpack(load_pack<tile.pack_size>(dy_part + Shape::col(pack)), dys);
+      f(pack, xs, dys);
+    }
+  }
+  // What is added to pack `pack` of dx of the row that is written.
+  __device__ __forceinline__ auto added_pack(const Ring& ring, int slot, int pack) const {
+    constexpr int offset = RingOffset<tile, X>::part_bytes + RingOffset<tile, Dy>::part_bytes;
+    const Added* part = added.in(ring.slots + slot * Ring::slot_bytes + offset, false);
+    return load_pack<tile.pack_size>(part + Shape::col(pack));
+  }
+  __device__ __forceinline__ void advance_ahead() {
+    x.ahead.advance();
+    dy.ahead.advance();
+  }
+  __device__ __forceinline__ void advance_at() {
+    x.at.advance();
+    dy.at.advance();
+    if constexpr (adds) added.at.advance();
+  }
+};
