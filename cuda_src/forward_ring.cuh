@@ -9,7 +9,7 @@
 #include "broadcast.cuh"
 #include "exchange.cuh"
 #include "forward.cuh"
-#include "ring_row.cuh"
+#include "forward_ring_streams.cuh"
 #include "ring_statistics.cuh"
 #include "turns.cuh"
 
@@ -45,22 +45,10 @@ __device__ __forceinline__ void forward_ring(const Forward<Load, Store>& problem
       kept[pack] = problem.store.template keep<tile.pack_size>(cols.first_col + Shape::col(pack));
   }
 
-  RingStream<tile, Held> streams[Load::num_streams];
-#pragma unroll
-  for (int stream = 0; stream < Load::num_streams; ++stream) {
-    streams[stream] = {problem.load.row_start(turns.first_row, stream) + cols.first_col,
-                       problem.load.stride(stream) * turns.step};
-  }
-  const auto fetch = [&](int slot) {
-    if constexpr (Load::num_streams == 1) {
-      ring.fetch(slot, cols.size(), streams[0]);
-    } else {
-      ring.fetch(slot, cols.size(), streams[0], streams[1]);
-    }
-  };
+  ForwardStreams<tile, Load, Results::crosses_warps> streams(problem.load, turns, cols);
   if (threadIdx.x % 32 == 0) {
     for (int slot = 0; slot < min(static_cast<unsigned>(tile.stages), turns.count); ++slot)
-      fetch(slot);
+      streams.fetch(ring, slot, cols);
   }
   unsigned char* const beyond_ring = smem + (Ring::smem_bytes + 15) / 16 * 16;
   const Broadcast<tile> broadcast(beyond_ring);
@@ -75,16 +63,6 @@ __device__ __forceinline__ void forward_ring(const Forward<Load, Store>& problem
   }();
   ring_sync<tile>();
 
-  const auto in_slot = [&](int slot, bool is_ahead) {
-    RingRow<Load, tile, Results::crosses_warps> values{{}, cols};
-#pragma unroll
-    for (int stream = 0; stream < Load::num_streams; ++stream) {
-      const unsigned char* part =
-          ring.slots + slot * Ring::slot_bytes + stream * RingOffset<tile, Held>::part_bytes;
-      values.parts[stream] = streams[stream].in(part, is_ahead);
-    }
-    return values;
-  };
   // The number of columns of the warps whose values this lane reads in an exchange.
   Compute source_cols[Sums::sources_per_lane];
 #pragma unroll
@@ -95,13 +73,13 @@ __device__ __forceinline__ void forward_ring(const Forward<Load, Store>& problem
   typename Ring::Position ahead, at;
   const auto send_moments = [&](unsigned turn) {
     ring.wait(ahead, cols.size());
-    auto values = in_slot(ahead.slot, true);
+    auto values = streams.in_slot(ring, ahead.slot, cols, true);
     const auto [mean, squares, rest] =
         part_moments<centered, statistics, Held, Compute>(values, cols.size());
     if constexpr (has_rest) exchange.send_third(turn, rest);
     exchange.send(turn, has_second() ? squares : mean);
     ahead.advance();
-    for (auto& stream : streams) stream.ahead.advance();
+    streams.advance_ahead();
   };
   // The warps take turns in computing a row's statistics. It takes a tenth of a row's instructions,
   // and most of the time the moments of other warps are still missing.
@@ -125,21 +103,23 @@ __device__ __forceinline__ void forward_ring(const Forward<Load, Store>& problem
 
   // f(pack, col, normalized) for each pack of the row that is written in this turn.
   const auto for_each_normalized = [&](long long row, const auto& mean_rstd, auto f) {
-    in_slot(at.slot, false).for_each_pack([&](int pack, const Compute(&values)[tile.pack_size]) {
-      kept[pack].forget_unpacked();
-      Compute normalized[tile.pack_size];
-      mean_rstd.template normalize<centered>(values, normalized);
-      const int col = cols.first_col + Shape::col(pack);
-      problem.load.keep(row, col, values, Shape::in_part(pack, cols));
-      f(pack, col, normalized);
-    });
+    streams.in_slot(ring, at.slot, cols, false)
+        .for_each_pack([&](int pack, const Compute(&values)[tile.pack_size]) {
+          kept[pack].forget_unpacked();
+          Compute normalized[tile.pack_size];
+          mean_rstd.template normalize<centered>(values, normalized);
+          const int col = cols.first_col + Shape::col(pack);
+          problem.load.keep(row, col, values, Shape::in_part(pack, cols));
+          f(pack, col, normalized);
+        });
   };
   const auto free_slot = [&](unsigned turn) {
     // All lanes have written, so all have read: the slot is free.
     __syncwarp();
-    if (threadIdx.x % 32 == 0 && turn + tile.stages < turns.count) fetch(at.slot);
+    if (threadIdx.x % 32 == 0 && turn + tile.stages < turns.count)
+      streams.fetch(ring, at.slot, cols);
     at.advance();
-    for (auto& stream : streams) stream.at.advance();
+    streams.advance_at();
   };
 
   if (turns.count > 0) {
