@@ -6,19 +6,15 @@
 // bits and its scales are found in the row, y is kept in registers. The scale of a whole row needs
 // the largest |y| of all warps: y is then written a turn later.
 #pragma once
-#include "broadcast.cuh"
-#include "exchange.cuh"
 #include "forward.cuh"
 #include "forward_ring_streams.cuh"
 #include "ring_statistics.cuh"
-#include "turns.cuh"
 
 template <bool centered, Statistics statistics, Tile tile, class Load, class Store, class Carried>
 __device__ __forceinline__ void forward_ring(const Forward<Load, Store>& problem,
                                              unsigned char* smem, Carried& carried) {
   static_assert(tile.stages >= 2, "a row is still in use when the next one is needed");
   using Compute = typename Load::Compute;
-  using Held = typename Load::Held;
   using Shape = RingShape<tile>;
   using Ring = ForwardRing<tile, Load>;
   const Ring ring(smem);
@@ -71,34 +67,20 @@ __device__ __forceinline__ void forward_ring(const Forward<Load, Store>& problem
   }
 
   typename Ring::Position ahead, at;
-  const auto send_moments = [&](unsigned turn) {
+  const auto send_next = [&](unsigned turn) {
     ring.wait(ahead, cols.size());
     auto values = streams.in_slot(ring, ahead.slot, cols, true);
-    const auto [mean, squares, rest] =
-        part_moments<centered, statistics, Held, Compute>(values, cols.size());
-    if constexpr (has_rest) exchange.send_third(turn, rest);
-    exchange.send(turn, has_second() ? squares : mean);
+    send_moments<centered, statistics, Compute>(exchange, turn, values, cols.size());
     ahead.advance();
     streams.advance_ahead();
   };
   // The warps take turns in computing a row's statistics. It takes a tenth of a row's instructions,
   // and most of the time the moments of other warps are still missing.
   int turns_until_own = Shape::thread() / 32;
-  const auto find_statistics = [&](unsigned turn) {
+  const auto compute_statistics = [&](unsigned turn) {
     if (turns_until_own-- > 0) return;
     turns_until_own = Shape::num_warps - 1;
-    const bool is_first = threadIdx.x % 32 == 0;
-    exchange.wait(turn, is_first);
-    const RowStatistics<Compute> mean_rstd =
-        statistics_of_moments<centered>(exchange, turn, source_cols, num_cols, problem.eps);
-    problem.save(turns.first_row + turn * turns.step, mean_rstd,
-                 is_first && (tile.cluster_size == 1 || cluster_rank() == 0));
-    if (is_first)
-      broadcast.send(turn, make_float4(mean_rstd.first, mean_rstd.rstd, mean_rstd.shift, 0));
-  };
-  const auto receive_statistics = [&](unsigned turn) {
-    const float4 received = broadcast.receive(turn);
-    return RowStatistics<Compute>{0, received.y, received.x, received.z};
+    send_statistics<centered>(problem, turns, turn, num_cols, exchange, source_cols, broadcast);
   };
 
   // f(pack, col, normalized) for each pack of the row that is written in this turn.
@@ -123,8 +105,8 @@ __device__ __forceinline__ void forward_ring(const Forward<Load, Store>& problem
   };
 
   if (turns.count > 0) {
-    send_moments(0);
-    find_statistics(0);
+    send_next(0);
+    compute_statistics(0);
   }
   long long row = turns.first_row;
   if constexpr (Results::has_scales) {
@@ -149,9 +131,9 @@ __device__ __forceinline__ void forward_ring(const Forward<Load, Store>& problem
       }
     };
     for (unsigned turn = 0; turn < turns.count; ++turn) {
-      if (turn + 1 < turns.count) send_moments(turn + 1);
+      if (turn + 1 < turns.count) send_next(turn + 1);
       if (Results::crosses_warps && turn > 0) write_previous(turn - 1, row - turns.step);
-      const auto mean_rstd = receive_statistics(turn);
+      const auto mean_rstd = receive_statistics<Compute>(broadcast, turn);
       kept_row.scales = {};
       for_each_normalized(
           row, mean_rstd, [&](int pack, int, const Compute(&normalized)[tile.pack_size]) {
@@ -165,15 +147,15 @@ __device__ __forceinline__ void forward_ring(const Forward<Load, Store>& problem
         problem.store.find_scales_of_blocks(row, RingRow<Load, tile>{{}, cols}, kept_row.scales);
         write_results(row);
       }
-      if (turn + 1 < turns.count) find_statistics(turn + 1);
+      if (turn + 1 < turns.count) compute_statistics(turn + 1);
       row += turns.step;
     }
     if (Results::crosses_warps && turns.count > 0)
       write_previous(turns.count - 1, row - turns.step);
   } else {
     for (unsigned turn = 0; turn < turns.count; ++turn) {
-      if (turn + 1 < turns.count) send_moments(turn + 1);
-      const auto mean_rstd = receive_statistics(turn);
+      if (turn + 1 < turns.count) send_next(turn + 1);
+      const auto mean_rstd = receive_statistics<Compute>(broadcast, turn);
       for_each_normalized(
           row, mean_rstd, [&](int pack, int col, const Compute(&normalized)[tile.pack_size]) {
             if constexpr (Store::quantizes) {
@@ -187,7 +169,7 @@ __device__ __forceinline__ void forward_ring(const Forward<Load, Store>& problem
             }
           });
       free_slot(turn);
-      if (turn + 1 < turns.count) find_statistics(turn + 1);
+      if (turn + 1 < turns.count) compute_statistics(turn + 1);
       row += turns.step;
     }
   }

@@ -4,9 +4,11 @@
 // statistics_of_moments    the statistics of a row, from the moments that all of its warps have
 //                          sent
 #pragma once
+#include "broadcast.cuh"
 #include "exchange.cuh"
 #include "mean_rstd.cuh"
 #include "sums.cuh"
+#include "turns.cuh"
 
 // The part's mean, and the sum of squared deviations from it, which merge to those of the row
 // (Chan, Golub, LeVeque 1983). rest: the rounding error of the mean. RMSNorm: the sum of squares
@@ -86,4 +88,37 @@ __device__ __forceinline__ RowStatistics<Compute> statistics_of_moments(
         has_second() ? exchange.received(turn, 1, index) + weighed * distance : weighed;
   });
   return corrected(first, both_halves(warp_reduce<Moments::lanes>(deviations).part[0]), count, eps);
+}
+
+// Sends the moments of this warp's part to all warps that share the row.
+template <bool centered, Statistics statistics, class Compute, class Moments, class Part>
+__device__ __forceinline__ void send_moments(const Moments& exchange, unsigned turn, Part& part,
+                                             int part_cols) {
+  const auto [mean, squares, rest] =
+      part_moments<centered, statistics, typename Part::Held, Compute>(part, part_cols);
+  if constexpr (Moments::has_third) exchange.send_third(turn, rest);
+  exchange.send(turn, has_second() ? squares : mean);
+}
+
+// Called by one warp: computes the statistics of a turn's row, saves them, and sends them to the
+// other warps of its block.
+template <bool centered, Tile tile, class Problem, class Moments, class Compute>
+__device__ __forceinline__ void send_statistics(
+    const Problem& problem, const Turns<tile>& turns, unsigned turn, int num_cols,
+    const Moments& exchange, const Compute (&source_cols)[Moments::sources_per_lane],
+    const Broadcast<tile>& broadcast) {
+  const bool is_first = threadIdx.x % 32 == 0;
+  exchange.wait(turn, is_first);
+  const RowStatistics<Compute> mean_rstd =
+      statistics_of_moments<centered>(exchange, turn, source_cols, num_cols, problem.eps);
+  problem.save(turns.first_row + turn * turns.step, mean_rstd,
+               is_first && (tile.cluster_size == 1 || cluster_rank() == 0));
+  if (is_first)
+    broadcast.send(turn, make_float4(mean_rstd.first, mean_rstd.rstd, mean_rstd.shift, 0));
+}
+template <class Compute, Tile tile>
+__device__ __forceinline__ RowStatistics<Compute> receive_statistics(
+    const Broadcast<tile>& broadcast, unsigned turn) {
+  const float4 received = broadcast.receive(turn);
+  return RowStatistics<Compute>{0, received.y, received.x, received.z};
 }
