@@ -7,6 +7,7 @@
 // the largest |y| of all warps: y is then written a turn later.
 #pragma once
 #include "forward.cuh"
+#include "forward_ring_scaled.cuh"
 #include "forward_ring_streams.cuh"
 #include "ring_statistics.cuh"
 
@@ -108,64 +109,24 @@ __device__ __forceinline__ void forward_ring(const Forward<Load, Store>& problem
     send_next(0);
     compute_statistics(0);
   }
-  long long row = turns.first_row;
   if constexpr (Results::has_scales) {
-    Results kept_row;
-    const auto write_results = [&](long long of_row) {
-#pragma unroll
-      for (int pack = 0; pack < tile.packs_per_thread; ++pack) {
-        const int col = cols.first_col + Shape::col(pack);
-        problem.store.store_scaled(of_row, col, kept_row.results[pack],
-                                   kept_row.scales.of_pack(pack), Shape::in_part(pack, cols));
-      }
-    };
-    [[maybe_unused]] const auto write_previous = [&](unsigned turn, long long of_row) {
-      if constexpr (Results::crosses_warps) {
-        largests.wait(turn, Shape::thread() == 0);
-        Largest largest{};
-        largests.for_each_source(
-            [&](int index) { largest.add(__float_as_uint(largests.received(turn, 0, index))); });
-        kept_row.scales.factor =
-            problem.store.scale_of_row(of_row, warp_reduce<32>(largest).bits(), saves);
-        write_results(of_row);
-      }
-    };
-    for (unsigned turn = 0; turn < turns.count; ++turn) {
-      if (turn + 1 < turns.count) send_next(turn + 1);
-      if (Results::crosses_warps && turn > 0) write_previous(turn - 1, row - turns.step);
-      const auto mean_rstd = receive_statistics<Compute>(broadcast, turn);
-      kept_row.scales = {};
-      for_each_normalized(
-          row, mean_rstd, [&](int pack, int, const Compute(&normalized)[tile.pack_size]) {
-            problem.store.affine(normalized, kept[pack], kept_row.results[pack]);
-            kept_row.scales.measure(pack, kept_row.results[pack], Shape::in_part(pack, cols));
-          });
-      free_slot(turn);
-      if constexpr (Results::crosses_warps) {
-        largests.send_alone(turn, warp_reduce<32>(kept_row.scales.largest()).part[0]);
-      } else {
-        problem.store.find_scales_of_blocks(row, RingRow<Load, tile>{{}, cols}, kept_row.scales);
-        write_results(row);
-      }
-      if (turn + 1 < turns.count) compute_statistics(turn + 1);
-      row += turns.step;
-    }
-    if (Results::crosses_warps && turns.count > 0)
-      write_previous(turns.count - 1, row - turns.step);
+    const RingSteps steps{send_next, compute_statistics, for_each_normalized, free_slot, saves};
+    forward_ring_scaled<tile, Load>(problem.store, turns, cols, kept, broadcast, largests, steps);
   } else {
+    long long row = turns.first_row;
     for (unsigned turn = 0; turn < turns.count; ++turn) {
       if (turn + 1 < turns.count) send_next(turn + 1);
       const auto mean_rstd = receive_statistics<Compute>(broadcast, turn);
       for_each_normalized(
           row, mean_rstd, [&](int pack, int col, const Compute(&normalized)[tile.pack_size]) {
+            const bool present = Shape::in_part(pack, cols);
             if constexpr (Store::quantizes) {
-              problem.store.store(row, col, normalized, kept[pack], Shape::in_part(pack, cols),
-                                  carried);
+              problem.store.store(row, col, normalized, kept[pack], present, carried);
             } else if constexpr (has_functor<Store>) {
-              problem.template store_functor<centered>(row, col, normalized, kept[pack],
-                                                       Shape::in_part(pack, cols), mean_rstd);
+              problem.template store_functor<centered>(row, col, normalized, kept[pack], present,
+                                                       mean_rstd);
             } else {
-              problem.store.store(row, col, normalized, kept[pack], Shape::in_part(pack, cols));
+              problem.store.store(row, col, normalized, kept[pack], present);
             }
           });
       free_slot(turn);

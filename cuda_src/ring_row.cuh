@@ -2,7 +2,6 @@
 //
 // ForwardRing    the ring for the tensors that make up a row
 // RingRow        the part in a slot, read in each pass
-// KeptResults    the results of the part, kept in registers until their scales are known (fp8)
 #pragma once
 #include "load.cuh"
 #include "ring.cuh"
@@ -57,20 +56,4 @@ struct RingRow {
       f(pack, values);
     }
   }
-};
-
-// Empty unless the scales of a row are found before it is written. Those of blocks of columns
-// belong to one warp; the scale of a row needs all of its warps.
-template <class Load, class Store, Tile tile, bool measures = Store::quantizes>
-struct KeptResults {
-  static constexpr bool has_scales = false, crosses_warps = false;
-};
-template <class Load, class Store, Tile tile>
-struct KeptResults<Load, Store, tile, true> {
-  using Row = RingRow<Load, tile>;
-  static constexpr bool has_scales = Store::measures_rows;
-  static constexpr bool crosses_warps = has_scales && !Store::has_blocks;
-
-  typename Load::Compute results[tile.packs_per_thread][tile.pack_size];
-  typename Store::template Scales<Row> scales;
 };
