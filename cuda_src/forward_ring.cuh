@@ -2,9 +2,7 @@
 //
 // Three rows overlap. While a row is written, the moments of the next row are on their way to the
 // other warps, one of which computes its statistics for all, and the copy engine fetches the rows
-// after it. Each thread keeps its weights and biases from the first row to the last. If y has 8
-// bits and its scales are found in the row, y is kept in registers. The scale of a whole row needs
-// the largest |y| of all warps: y is then written a turn later.
+// after it. Each thread keeps its weights and biases from the first row to the last.
 #pragma once
 #include "forward.cuh"
 #include "forward_ring_scaled.cuh"
@@ -20,7 +18,7 @@ __device__ __forceinline__ void forward_ring(const Forward<Load, Store>& problem
   using Ring = ForwardRing<tile, Load>;
   const Ring ring(smem);
   constexpr bool has_rest = centered && statistics == Statistics::two_pass;
-  using Sums = Exchange<tile, has_rest ? 3 : 2>;
+  using Moments = Exchange<tile, has_rest ? 3 : 2>;
   using Results = KeptResults<Load, Store, tile>;
   // If y is kept in registers, none are left for num_cols and the parts: they become constants.
   constexpr bool has_constant_cols = Results::has_scales && tile.exact;
@@ -36,12 +34,7 @@ __device__ __forceinline__ void forward_ring(const Forward<Load, Store>& problem
 
   // Loaded before the rows of all stages, behind which they would arrive microseconds later.
   typename Store::template Kept<tile.pack_size> kept[tile.packs_per_thread];
-#pragma unroll
-  for (int pack = 0; pack < tile.packs_per_thread; ++pack) {
-    if (Shape::in_part(pack, cols))
-      kept[pack] = problem.store.template keep<tile.pack_size>(cols.first_col + Shape::col(pack));
-  }
-
+  keep_parameters<tile>(problem.store, cols, kept);
   ForwardStreams<tile, Load, Results::crosses_warps> streams(problem.load, turns, cols);
   if (threadIdx.x % 32 == 0) {
     for (int slot = 0; slot < min(static_cast<unsigned>(tile.stages), turns.count); ++slot)
@@ -49,24 +42,14 @@ __device__ __forceinline__ void forward_ring(const Forward<Load, Store>& problem
   }
   unsigned char* const beyond_ring = smem + (Ring::smem_bytes + 15) / 16 * 16;
   const Broadcast<tile> broadcast(beyond_ring);
-  const Sums exchange(beyond_ring + Broadcast<tile>::smem_bytes);
-  using Largests = Exchange<tile, 1>;
-  const auto largests = [&] {
-    if constexpr (Results::crosses_warps) {
-      return Largests(beyond_ring + Broadcast<tile>::smem_bytes + Sums::smem_bytes);
-    } else {
-      return Nothing{};
-    }
-  }();
+  const Moments exchange(beyond_ring + Broadcast<tile>::smem_bytes);
+  const auto largests = exchange_of_largest<Results, tile>(
+      beyond_ring + Broadcast<tile>::smem_bytes + Moments::smem_bytes);
   ring_sync<tile>();
 
-  // The number of columns of the warps whose values this lane reads in an exchange.
-  Compute source_cols[Sums::sources_per_lane];
-#pragma unroll
-  for (int index = 0; index < Sums::sources_per_lane; ++index) {
-    source_cols[index] = static_cast<Compute>(part_of(Sums::source(index)).size());
-  }
-
+  // The number of columns of the warps whose moments this lane reads.
+  Compute source_cols[Moments::sources_per_lane];
+  count_columns<Moments>(part_of, source_cols);
   typename Ring::Position ahead, at;
   const auto send_next = [&](unsigned turn) {
     ring.wait(ahead, cols.size());

@@ -25,6 +25,17 @@ struct KeptResults<Load, Store, tile, true> {
   typename Store::template Scales<Row> scales;
 };
 
+// For the largest |y| of the warps that share a row, if they share its scale. smem: behind the
+// barriers of the moments
+template <class Results, Tile tile>
+__device__ __forceinline__ auto exchange_of_largest(unsigned char* smem) {
+  if constexpr (Results::crosses_warps) {
+    return Exchange<tile, 1>(smem);
+  } else {
+    return Nothing{};
+  }
+}
+
 // The steps of a turn of a forward ring (forward_ring.cuh).
 template <class SendMoments, class SendStatistics, class ForEachNormalized, class FreeSlot>
 struct RingSteps {

@@ -1,64 +1,21 @@
 // ring_statistics.cuh -- mean and rstd of a row whose parts belong to the warps of a forward ring
 //
-// part_moments             mean and squares of the part that one warp has
-// statistics_of_moments    the statistics of a row, from the moments that all of its warps have
-//                          sent
+// send_moments (ring_moments.cuh)    each warp: the moments of its part, to all warps of the row
+// send_statistics                    one warp of each block: the statistics, to the others
+// receive_statistics                 each warp
 #pragma once
 #include "broadcast.cuh"
-#include "exchange.cuh"
 #include "mean_rstd.cuh"
-#include "sums.cuh"
+#include "ring_moments.cuh"
 #include "turns.cuh"
 
-// The part's mean, and the sum of squared deviations from it, which merge to those of the row
-// (Chan, Golub, LeVeque 1983). rest: the rounding error of the mean. RMSNorm: the sum of squares
-// alone.
-template <class Compute>
-struct PartMoments {
-  Compute mean;
-  Compute squares;
-  Compute rest;
-};
-
-// part.for_each_pack(f) calls f(pack, values), with zeros for a pack that is not in_part(pack).
-template <bool centered, Statistics statistics, class Held, class Compute, class Part>
-__device__ __forceinline__ PartMoments<Compute> part_moments(Part& part, int num_cols) {
-  if constexpr (!centered) {
-    Sum<Compute, 1> squares{};
-    part.for_each_pack([&](int, const auto& values) { squares.part[0] += squares_of(values); });
-    return {0, warp_reduce<32>(squares).part[0], 0};
-  } else if constexpr (statistics == Statistics::two_pass) {
-    const Compute count = static_cast<Compute>(max(num_cols, 1)), reciprocal = Compute(1) / count;
-    Sum<Compute, 1> total{};
-    part.for_each_pack([&](int, const auto& values) { total.part[0] += sum_of(values); });
-    total = warp_reduce<32>(total);
-    const Compute first = divide(total.part[0], count, reciprocal);
-    // A sum of 16-bit values of one magnitude is exact in float: then the rest is the remainder of
-    // the division.
-    constexpr bool correct = sizeof(Held) > 2;
-    Sum<Compute, correct ? 2 : 1> deviations{};
-    part.for_each_pack([&](int pack, const auto& values) {
-      constexpr int pack_size = sizeof(values) / sizeof(Compute);
-      Compute centered_values[pack_size];
+// The number of columns of each warp whose moments this lane reads. part_of(source): its columns
+template <class Moments, class PartOf, class Compute>
+__device__ __forceinline__ void count_columns(PartOf part_of,
+                                              Compute (&source_cols)[Moments::sources_per_lane]) {
 #pragma unroll
-      for (int at = 0; at < pack_size; ++at)
-        centered_values[at] = part.in_part(pack) ? values[at] - first : 0;
-      deviations.part[0] += squares_of(centered_values);
-      if constexpr (correct) deviations.part[1] += sum_of(centered_values);
-    });
-    deviations = warp_reduce<32>(deviations);
-    if constexpr (!correct)
-      return {first, deviations.part[0], fma(-first, count, total.part[0]) * reciprocal};
-    const Compute rest = deviations.part[correct] * reciprocal;
-    const Compute excess = deviations.part[correct] * rest;
-    return {first, excess - excess == 0 ? deviations.part[0] - excess : deviations.part[0], rest};
-  } else {
-    Moments<Compute> moments{};
-    part.for_each_pack([&](int pack, const auto& values) {
-      if (part.in_part(pack)) moments.merge(Moments<Compute>::of(values));
-    });
-    moments = warp_reduce<32>(moments);
-    return {moments.part[1], moments.part[2], 0};
+  for (int index = 0; index < Moments::sources_per_lane; ++index) {
+    source_cols[index] = static_cast<Compute>(part_of(Moments::source(index)).size());
   }
 }
 
@@ -88,16 +45,6 @@ __device__ __forceinline__ RowStatistics<Compute> statistics_of_moments(
         has_second() ? exchange.received(turn, 1, index) + weighed * distance : weighed;
   });
   return corrected(first, both_halves(warp_reduce<Moments::lanes>(deviations).part[0]), count, eps);
-}
-
-// Sends the moments of this warp's part to all warps that share the row.
-template <bool centered, Statistics statistics, class Compute, class Moments, class Part>
-__device__ __forceinline__ void send_moments(const Moments& exchange, unsigned turn, Part& part,
-                                             int part_cols) {
-  const auto [mean, squares, rest] =
-      part_moments<centered, statistics, typename Part::Held, Compute>(part, part_cols);
-  if constexpr (Moments::has_third) exchange.send_third(turn, rest);
-  exchange.send(turn, has_second() ? squares : mean);
 }
 
 // Called by one warp: computes the statistics of a turn's row, saves them, and sends them to the

@@ -1,0 +1,66 @@
+// ring_moments.cuh -- mean and squares of the part of a row that one warp of a forward ring has
+#pragma once
+#include "exchange.cuh"
+#include "sums.cuh"
+
+// The part's mean, and the sum of squared deviations from it, which merge to those of the row
+// (Chan, Golub, LeVeque 1983). rest: the rounding error of the mean. RMSNorm: the sum of squares
+// alone.
+template <class Compute>
+struct PartMoments {
+  Compute mean;
+  Compute squares;
+  Compute rest;
+};
+
+// part.for_each_pack(f) calls f(pack, values), with zeros for a pack that is not in_part(pack).
+template <bool centered, Statistics statistics, class Held, class Compute, class Part>
+__device__ __forceinline__ PartMoments<Compute> part_moments(Part& part, int num_cols) {
+  if constexpr (!centered) {
+    Sum<Compute, 1> squares{};
+    part.for_each_pack([&](int, const auto& values) { squares.part[0] += squares_of(values); });
+    return {0, warp_reduce<32>(squares).part[0], 0};
+  } else if constexpr (statistics == Statistics::two_pass) {
+    const Compute count = static_cast<Compute>(max(num_cols, 1)), reciprocal = Compute(1) / count;
+    Sum<Compute, 1> total{};
+    part.for_each_pack([&](int, const auto& values) { total.part[0] += sum_of(values); });
+    total = warp_reduce<32>(total);
+    const Compute first = divide(total.part[0], count, reciprocal);
+    // A sum of 16-bit values of one magnitude is exact in float: then the rest is the remainder of
+    // the division.
+    constexpr bool correct = sizeof(Held) > 2;
+    Sum<Compute, correct ? 2 : 1> deviations{};
+    part.for_each_pack([&](int pack, const auto& values) {
+      constexpr int pack_size = sizeof(values) / sizeof(Compute);
+      Compute centered_values[pack_size];
+#pragma unroll
+      for (int at = 0; at < pack_size; ++at)
+        centered_values[at] = part.in_part(pack) ? values[at] - first : 0;
+      deviations.part[0] += squares_of(centered_values);
+      if constexpr (correct) deviations.part[1] += sum_of(centered_values);
+    });
+    deviations = warp_reduce<32>(deviations);
+    if constexpr (!correct)
+      return {first, deviations.part[0], fma(-first, count, total.part[0]) * reciprocal};
+    const Compute rest = deviations.part[correct] * reciprocal;
+    const Compute excess = deviations.part[correct] * rest;
+    return {first, excess - excess == 0 ? deviations.part[0] - excess : deviations.part[0], rest};
+  } else {
+    Moments<Compute> moments{};
+    part.for_each_pack([&](int pack, const auto& values) {
+      if (part.in_part(pack)) moments.merge(Moments<Compute>::of(values));
+    });
+    moments = warp_reduce<32>(moments);
+    return {moments.part[1], moments.part[2], 0};
+  }
+}
+
+// Sends the moments of this warp's part to all warps that share the row.
+template <bool centered, Statistics statistics, class Compute, class Moments, class Part>
+__device__ __forceinline__ void send_moments(const Moments& exchange, unsigned turn, Part& part,
+                                             int part_cols) {
+  const auto [mean, squares, rest] =
+      part_moments<centered, statistics, typename Part::Held, Compute>(part, part_cols);
+  if constexpr (Moments::has_third) exchange.send_third(turn, rest);
+  exchange.send(turn, has_second() ? squares : mean);
+}
