@@ -43,14 +43,14 @@ def ring_mutations() -> dict[str, Mutation]:
             "turns_until_own = Shape::num_warps;",
         ),
         "ring whose halves of a warp send each other's values": (
-            "forward_ring.cuh",
+            "ring_moments.cuh",
             "? squares : mean",
             "? mean : squares",
         ),
-        "ring in which a part of a row counts as a whole one": (
-            "forward_ring.cuh",
-            "part_of(Sums::source(index)).size()",
-            "Shape::part_cols",
+        "ring in which a part of a row counts a column more": (
+            "ring_statistics.cuh",
+            "part_of(Moments::source(index)).size()",
+            "part_of(Moments::source(index)).size() + 1",
         ),
         "ring whose rows are not waited for": (
             "ring.cuh",
@@ -81,13 +81,13 @@ def ring_mutations() -> dict[str, Mutation]:
         ),
         "ring that fills the slot of the next row": (
             "forward_ring.cuh",
-            "fetch(at.slot);",
-            "fetch(ahead.slot);",
+            "fetch(ring, at.slot, cols);",
+            "fetch(ring, ahead.slot, cols);",
         ),
         "ring that fills the slot of the next row, backward": (
             "backward_ring.cuh",
-            "fetch(at.slot);",
-            "fetch(ahead.slot);",
+            "fetch(ring, at.slot, cols);",
+            "fetch(ring, ahead.slot, cols);",
         ),
         "ring that goes on filling after the last row": (
             "forward_ring.cuh",
@@ -106,8 +106,8 @@ def ring_mutations() -> dict[str, Mutation]:
         ),
         "ring with garbage beyond the row, backward": (
             "backward_ring.cuh",
-            "present = Shape::in_part(pack, cols);",
-            "present = true;",
+            "present = Shape::in_part(pack, cols);\n          sums",
+            "present = true;\n          sums",
         ),
         "ring whose barriers are used before they are made": (
             "forward_ring.cuh",
@@ -120,12 +120,12 @@ def ring_mutations() -> dict[str, Mutation]:
             "",
         ),
         "ring that takes dy for x": (
-            "backward_ring.cuh",
+            "backward_ring_streams.cuh",
             "dy.in(start + RingOffset<tile, X>::part_bytes, is_ahead)",
             "dy.in(start, is_ahead)",
         ),
         "ring that adds x to x": (
-            "forward_ring.cuh",
+            "forward_ring_streams.cuh",
             "+ stream * RingOffset<tile, Held>::part_bytes",
             "",
         ),
@@ -161,7 +161,7 @@ def ring_mutations() -> dict[str, Mutation]:
             "exchange.cuh", "smem + RingShape<tile>::group() * group_bytes", "smem", GROUP_RING
         ),
         "ring of several rows a block that add up their sums at once": Mutation(
-            "backward_ring.cuh",
+            "backward_ring_sums.cuh",
             "    __syncthreads();\n    if (Shape::group() + kept",
             "    if (Shape::group() + kept",
             GROUP_RING,

@@ -156,19 +156,19 @@ MUTATIONS = {
         "tensor",
     ),
     "the largest of a lane, not of its warp": (
-        "forward_ring.cuh",
+        "forward_ring_scaled.cuh",
         "warp_reduce<32>(kept_row.scales.largest())",
         "kept_row.scales.largest()",
         "ring",
     ),
     "y left in the next row's place": (
-        "forward_ring.cuh",
+        "forward_ring_scaled.cuh",
         "write_previous(turn - 1, row - turns.step)",
         "write_previous(turn - 1, row)",
         "ring",
     ),
     "largest magnitudes that are not waited for": (
-        "forward_ring.cuh",
+        "forward_ring_scaled.cuh",
         "largests.wait(turn, Shape::thread() == 0);",
         "",
         "ring",
