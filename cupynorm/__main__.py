@@ -60,17 +60,17 @@ def sentence_of(error: Exception) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code."""
-    given = list(sys.argv[1:] if arguments is None else arguments)
-    if not given or given[0] not in (*COMMANDS, "-h", "--help", "--version"):
-        if given and given[0].isidentifier() and not os.path.exists(given[0]):
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    if not words or words[0] not in (*COMMANDS, "-h", "--help", "--version"):
+        if words and words[0].isidentifier() and not os.path.exists(words[0]):
             print(
-                f"cupynorm: {given[0]!r} is no command; expected one of {', '.join(COMMANDS)}",
+                f"cupynorm: {words[0]!r} is no command; expected one of {', '.join(COMMANDS)}",
                 file=sys.stderr,
             )
             return 2
-        given = ["check", *given]
-    parsed = parser().parse_args(given)
-    parsed.given = given
+        words = ["check", *words]
+    parsed = parser().parse_args(words)
+    parsed.given = words
     try:
         code = parsed.run(parsed)
         sys.stdout.flush()

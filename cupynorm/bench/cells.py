@@ -140,8 +140,8 @@ def cells(
             raise ValueError(f"no {label} is given; expected one or more")
     for label, extents in (("cols", cols), ("rows", rows)):
         if any(extent < 1 for extent in extents) or (label == "cols" and not extents):
-            given = ", ".join(map(str, extents)) or "empty"
-            raise ValueError(f"{label} is {given}; expected extents of 1 or more")
+            extents_text = ", ".join(map(str, extents)) or "empty"
+            raise ValueError(f"{label} is {extents_text}; expected extents of 1 or more")
     _check_quantization(out_dtype, directions, scales, bool(options.get("amax")))
 
     residual = bool(options.pop("residual", False))
@@ -168,15 +168,15 @@ def cells(
             for num_rows in rows or (total // num_cols,)
         ]
 
-    made = [
+    all_cells = [
         Cell(norm, direction, dtype, num_rows, num_cols, residual=added, scale=scale, **options)
         for dtype in dtypes
         for direction in directions
         for scale in scales or ("given" if is_quantized else None,)
         for norm, num_rows, num_cols, added in shapes(dtype)
     ]
-    made.sort(key=lambda cell: NORMS.index(cell.norm))
-    return list(dict.fromkeys(made))  # two models may share a shape
+    all_cells.sort(key=lambda cell: NORMS.index(cell.norm))
+    return list(dict.fromkeys(all_cells))  # two models may share a shape
 
 
 def _check_quantization(

@@ -80,11 +80,11 @@ def inputs_of(cell: LinearCell, device: str, seed: int) -> Inputs:
     wants_gradients = cell.passes == "both"
 
     def normal(*shape, center=0.0, spread=1.0):
-        made = (
+        values = (
             torch.randn(*shape, generator=generator, device=device, dtype=torch.bfloat16) * spread
             + center
         )
-        return made.requires_grad_(wants_gradients)
+        return values.requires_grad_(wants_gradients)
 
     x = normal(cell.num_rows, cell.in_features, center=0.5, spread=2.0)
     parameters = [

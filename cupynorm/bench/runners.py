@@ -17,9 +17,9 @@ from .tensors import Tensors, as_torch
 from .timer import Runner
 
 
-def _results(cell: Cell, made: Any) -> dict[str, Any]:
+def _results(cell: Cell, outputs: Any) -> dict[str, Any]:
     """The result of a forward, by name."""
-    y, *added = made if cell.residual else (made,)
+    y, *added = outputs if cell.residual else (outputs,)
     if cell.scale:
         if isinstance(y, QuantizedTensor):
             y = (y.data, y.scale_inv)
@@ -94,22 +94,22 @@ def prepare_torch(name: str, cell: Cell, tensors: Tensors, *, record: bool = Fal
     gradients = dy if tensors.residual is None else (dy, tensors.dsum)
     values = tuple(inputs.values())
 
-    def named(made: Any) -> dict[str, Any]:
-        return dict(zip(inputs, made))
+    def named(outputs: Any) -> dict[str, Any]:
+        return dict(zip(inputs, outputs))
 
     if cell.direction == "backward":
-        made = forward()
+        computed = forward()
 
         def backward() -> Any:
-            return torch.autograd.grad(made, values, gradients, retain_graph=True)
+            return torch.autograd.grad(computed, values, gradients, retain_graph=True)
 
         return Runner(backward, named, before)
 
     def both() -> tuple[Any, Any]:
-        made = forward()
-        return made, torch.autograd.grad(made, values, gradients)
+        outputs = forward()
+        return outputs, torch.autograd.grad(outputs, values, gradients)
 
-    return Runner(both, lambda made: results(made[0]) | named(made[1]), before)
+    return Runner(both, lambda computed: results(computed[0]) | named(computed[1]), before)
 
 
 def _forward_alone(cell: Cell, tensors: Tensors, **options: Any) -> Runner:
@@ -121,7 +121,9 @@ def _forward_alone(cell: Cell, tensors: Tensors, **options: Any) -> Runner:
         return Runner(call, partial(_results, cell))
     # A call only ever raises amax, so it is set to 0 before each, as in each step of a training.
     amax = tensors.amax
-    return Runner(call, lambda made: _results(cell, made) | {"amax": amax}, partial(amax.fill, 0))
+    return Runner(
+        call, lambda outputs: _results(cell, outputs) | {"amax": amax}, partial(amax.fill, 0)
+    )
 
 
 def prepare_ours(cell: Cell, tensors: Tensors, **options: Any) -> Runner:
@@ -145,21 +147,21 @@ def prepare_ours(cell: Cell, tensors: Tensors, **options: Any) -> Runner:
 
     def backward(saved: Forward) -> Backward:
         statistics = (saved.mean, saved.rstd) if centered else (saved.rstd,)
-        given = (tensors.dy, saved.sum, *statistics, weight)
-        return run_backward(*given, **backward_options, **zero_centered)
+        operands = (tensors.dy, saved.sum, *statistics, weight)
+        return run_backward(*operands, **backward_options, **zero_centered)
 
-    def results(made: Forward) -> dict[str, Any]:
-        return {"y": made.y} if residual is None else {"y": made.y, "sum": made.sum}
+    def results(outputs: Forward) -> dict[str, Any]:
+        return {"y": outputs.y} if residual is None else {"y": outputs.y, "sum": outputs.sum}
 
-    def named(made: Backward) -> dict[str, Any]:
-        return {name: getattr(made, name) for name in gradients}
+    def named(outputs: Backward) -> dict[str, Any]:
+        return {name: getattr(outputs, name) for name in gradients}
 
     if cell.direction == "backward":
         saved = forward()
         return Runner(lambda: backward(saved), named)
 
     def both() -> tuple[Forward, Backward]:
-        made = forward()
-        return made, backward(made)
+        outputs = forward()
+        return outputs, backward(outputs)
 
-    return Runner(both, lambda made: results(made[0]) | named(made[1]))
+    return Runner(both, lambda outputs: results(outputs[0]) | named(outputs[1]))

@@ -120,23 +120,23 @@ def tensors_of(cell: Cell, seed: int) -> tuple[Tensors, Runner]:
     def view(block: Any, first: int, shape: tuple[int, ...], dtype: str) -> Any:
         return cupy.ndarray(shape, arrays.CuPyLibrary.dtype(dtype), memptr=block.data + first)
 
-    made: dict[str, Any] = {"y": None if cell.scale else view(target, 0, shape, cell.y)}
+    tensors: dict[str, Any] = {"y": None if cell.scale else view(target, 0, shape, cell.y)}
     if cell.scale == "given":
-        made["scale"] = cupy.asarray(np.array([FLOAT8S[cell.y].largest / _MOST_Y], np.float32))
+        tensors["scale"] = cupy.asarray(np.array([FLOAT8S[cell.y].largest / _MOST_Y], np.float32))
     if cell.amax:
-        made["amax"] = cupy.asarray(np.zeros(1, np.float32))
+        tensors["amax"] = cupy.asarray(np.zeros(1, np.float32))
     first = 0
     for at, (name, dtype) in enumerate(dtypes.items()):
-        made[name] = view(source, first, shape, dtype) if dtype else None
+        tensors[name] = view(source, first, shape, dtype) if dtype else None
         first += sizes[name]
         if dtype:
-            fill(made[name], seed + at, *((0.5, 2.0) if name == "x" else ()))
+            fill(tensors[name], seed + at, *((0.5, 2.0) if name == "x" else ()))
     # Random data in the rest, too: zeros would cost the memory less power.
     source[held:] = source[: len(source) - held]
     names = ("weight", "bias") if cell.norm == "layer_norm" else ("weight",)
     for at, name in enumerate(names):
-        made[name] = cupy.ndarray(shape[1:], arrays.CuPyLibrary.dtype(cell.parameters))
-        fill(made[name], seed + 4 + at, float(name == "weight" and not cell.zero_centered), 0.5)
+        tensors[name] = cupy.ndarray(shape[1:], arrays.CuPyLibrary.dtype(cell.parameters))
+        fill(tensors[name], seed + 4 + at, float(name == "weight" and not cell.zero_centered), 0.5)
 
     def copy() -> None:
         stream = cupy.cuda.get_current_stream().ptr
@@ -145,4 +145,4 @@ def tensors_of(cell: Cell, seed: int) -> tuple[Tensors, Runner]:
             target.data.ptr, source.data.ptr, num_bytes, on_device, stream
         )
 
-    return Tensors(**{"bias": None, **made}), Runner(copy)
+    return Tensors(**{"bias": None, **tensors}), Runner(copy)

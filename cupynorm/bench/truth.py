@@ -166,8 +166,8 @@ class Truth:
         least = FLOAT8S[self.cell.y].largest / (2 if self.cell.scale == "mx" else 1)
         if used >= least:
             return None
-        made = f"scale_inv is {scale_inv:.6g}, which makes {used:.6g} of the largest value{where}"
-        return f"{made}; expected {least:.6g}" + (" or more" if where else "")
+        fault = f"scale_inv is {scale_inv:.6g}, which makes {used:.6g} of the largest value{where}"
+        return f"{fault}; expected {least:.6g}" + (" or more" if where else "")
 
     def _fault_of_given_scale(
         self, scale_inv: float, raw: Any, outputs: Mapping[str, Any]
@@ -181,8 +181,8 @@ class Truth:
         amax = float(bits(outputs["amax"]).get().reshape(()))
         mask, _ = _MAGNITUDES[self.cell.y]
         used = max(int((part & mask).max()) for part in _parts(raw))
-        made = int(fp8.encode(np.array([amax * self.scale], np.float32), self.cell.y)[0])
-        if made == used:
+        byte = int(fp8.encode(np.array([amax * self.scale], np.float32), self.cell.y)[0])
+        if byte == used:
             return None
         largest = fp8.decode(np.array([used], np.uint8), self.cell.y)[0] / self.scale
         expected = f"what is rounded to {largest:.6g}, the largest of y"

@@ -133,22 +133,22 @@ class _Rows:
         self.mean = np.zeros(case.num_rows)
         self.centered_x = x
         if self.centered:
-            made = reference.layer_norm(x, problem.weight, problem.bias, case.eps, **options)
-            self.mean, self.centered_x = made.mean, _centered(x)
+            result = reference.layer_norm(x, problem.weight, problem.bias, case.eps, **options)
+            self.mean, self.centered_x = result.mean, _centered(x)
             self.gradients = reference.layer_norm_backward(
                 problem.dy,
                 self.centered_x,
-                np.zeros_like(made.mean),
-                made.rstd,
+                np.zeros_like(result.mean),
+                result.rstd,
                 problem.weight,
                 **options,
             )
         else:
-            made = reference.rms_norm(x, problem.weight, problem.bias, case.eps, **options)
+            result = reference.rms_norm(x, problem.weight, problem.bias, case.eps, **options)
             self.gradients = reference.rms_norm_backward(
-                problem.dy, x, made.rstd, problem.weight, **options
+                problem.dy, x, result.rstd, problem.weight, **options
             )
-        self.y, self.rstd = made.y, made.rstd
+        self.y, self.rstd = result.y, result.rstd
         self.u = compute_dtype(case.sum).half_ulp
         self.g = self.u * (4 + np.sqrt(case.num_cols))
 

@@ -126,16 +126,18 @@ class Callables:
                 "function is given together with forward or backward; expected function alone, "
                 "whose backward is autograd's, or forward, backward or both"
             )
-        for label, given in self._given().items():
-            if not callable(given):
-                raise ValueError(f"{label} is of type {type(given).__name__}; expected a callable")
+        for label, function in self._given().items():
+            if not callable(function):
+                raise ValueError(
+                    f"{label} is of type {type(function).__name__}; expected a callable"
+                )
 
     def __bool__(self) -> bool:
         return bool(self._given())
 
     def _given(self) -> dict[str, Callable]:
         named = {label: getattr(self, label) for label in _ORDER}
-        return {label: given for label, given in named.items() if given is not None}
+        return {label: function for label, function in named.items() if function is not None}
 
     def _bound(self, label: str, norm: str) -> tuple[list[str], dict[str, str]]:
         order = [name for name in _ORDER[label] if name != "mean" or norm == "layer_norm"]
@@ -168,15 +170,19 @@ class Callables:
             dtype = dtypes.get(name) or case.dtype(name)
             layout = (layouts or {}).get(name, "contiguous")
             is_flat = layout == THREE_DIMENSIONS
-            made = library.put(getattr(problem, name), dtype, "contiguous" if is_flat else layout)
-            operands[name] = made[:, None] if is_flat else made
+            operand = library.put(
+                getattr(problem, name), dtype, "contiguous" if is_flat else layout
+            )
+            operands[name] = operand[:, None] if is_flat else operand
 
         def call(label: str) -> Any:
             positional, names = self._bound(label, case.norm)
-            given = {name: operands[operand] for name, operand in names.items()}
-            made = self._given()[label](*(operands[operand] for operand in positional), **given)
+            keywords = {name: operands[operand] for name, operand in names.items()}
+            returned = self._given()[label](
+                *(operands[operand] for operand in positional), **keywords
+            )
             _check_unchanged(label, problem, operands, library)
-            return made
+            return returned
 
         results: dict[str, Any] = {}
         if self.function is not None and library.name == "torch":
@@ -192,14 +198,14 @@ class Callables:
         source = dict.fromkeys(results, "function")
         if self.function is None:
             source = {name: "backward" if name in _BACKWARD else "forward" for name in results}
-        made = {}
+        checked = {}
         for name, value in results.items():
             try:
                 values = library.get(value, name)
             except TypeError as error:
                 raise ValueError(f"{source[name]} returned no array: {error}") from error
-            made[name] = _checked(values, name, problem, source[name])
-        return made
+            checked[name] = _checked(values, name, problem, source[name])
+        return checked
 
 
 def _check_unchanged(
@@ -219,9 +225,9 @@ def _statistics(problem: Problem, library: Library) -> dict[str, Any]:
     """mean and rstd as a right forward saves them: float64 values rounded once."""
     case = problem.case
     norm = getattr(reference, case.norm)
-    made = norm(problem.x, eps=case.eps)
+    result = norm(problem.x, eps=case.eps)
     dtype = compute_dtype(case.x).name
-    return {name: library.put(getattr(made, name), dtype) for name in ("mean", "rstd")}
+    return {name: library.put(getattr(result, name), dtype) for name in ("mean", "rstd")}
 
 
 def _split(returned: Any, names: Sequence[str], label: str) -> dict[str, Any]:

@@ -183,11 +183,11 @@ def given_problem(
         raise ValueError("input has no dimension to normalise over; expected at least one")
     num_cols = x.shape[-1]
     x = x.reshape(-1, num_cols)
-    given = {"weight": _on_host(weight, "weight"), "bias": _on_host(bias, "bias")}
-    for label, (values, _) in given.items():
+    parameters = {"weight": _on_host(weight, "weight"), "bias": _on_host(bias, "bias")}
+    for label, (values, _) in parameters.items():
         if values is not None and values.shape != (num_cols,):
             raise ValueError(f"{label} has shape {values.shape}; expected ({num_cols},)")
-    dtypes = {label: dtype for label, (_, dtype) in given.items()}
+    dtypes = {label: dtype for label, (_, dtype) in parameters.items()}
     case = Case(num_rows=len(x), num_cols=num_cols, x=x_dtype, **dtypes, **fields)
     values, dy_dtype = _on_host(dy, "dy")
     if values is None:
@@ -196,7 +196,7 @@ def given_problem(
         raise ValueError(f"dy has shape {values.shape}; expected the input's, {tuple(input.shape)}")
     elif dy_dtype != x_dtype:
         values = decode(encode(values, x_dtype), x_dtype)
-    return Problem(case, x, values.reshape(x.shape), given["weight"][0], given["bias"][0])
+    return Problem(case, x, values.reshape(x.shape), parameters["weight"][0], parameters["bias"][0])
 
 
 def _on_host(array: Any, label: str) -> tuple[np.ndarray | None, str | None]:

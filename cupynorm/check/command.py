@@ -128,10 +128,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _arrays_of(files: Sequence[str]) -> list[activations.Activations]:
-    given = [each for path in files for each in activations.read(path, print)]
-    if not given:
+    recorded = [each for path in files for each in activations.read(path, print)]
+    if not recorded:
         raise ValueError(f"{', '.join(files)}: no floating-point array was found")
-    return given
+    return recorded
 
 
 def run_functions(arguments: argparse.Namespace, named: dict[str, str | None]) -> int:

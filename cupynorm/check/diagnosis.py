@@ -58,9 +58,9 @@ def diagnosis(judged: Judged, mistakes: Iterable[tuple[str, np.ndarray]]) -> Dia
     mistakes: the name of each, and what the tensor would be, float64 without roundings.
     """
     with np.errstate(all="ignore"):
-        for name, made in mistakes:
-            allowed = 2 * (judged.allowed + half_ulp(made, judged.dtype))
-            explained = np.abs(judged.got - made) <= allowed
+        for name, mistaken in mistakes:
+            allowed = 2 * (judged.allowed + half_ulp(mistaken, judged.dtype))
+            explained = np.abs(judged.got - mistaken) <= allowed
             if min(explained.mean(), explained[judged.off].mean()) >= SHARE:
                 return _described(judged, name)
         return _described(judged, _UNKNOWN)

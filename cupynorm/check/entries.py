@@ -65,12 +65,12 @@ class Shape(NamedTuple):
 
 
 def file_entries(
-    given: Iterable[Activations], dtypes: Sequence[str | None], wanted: Wanted
+    recorded: Iterable[Activations], dtypes: Sequence[str | None], wanted: Wanted
 ) -> list[Entry]:
     """Activations in each norm and dtype. dtypes: None keeps the stored one."""
-    given, entries = list(given), []
+    recorded, entries = list(recorded), []
     for norm in wanted.norms:
-        for each in given:
+        for each in recorded:
             each = each if wanted.eps is None else replace(each, eps=wanted.eps)
             for dtype in dtypes:
                 most = _FILE_ELEMENTS[wanted.on]
@@ -102,9 +102,9 @@ def trap_entries(dtypes: Sequence[str], wanted: Wanted) -> list[Entry]:
     """All traps of the kernels in each norm and dtype."""
     entries = []
     for norm in wanted.norms:
-        given = allowed_of(Callables(), norm)
+        allowed = allowed_of(Callables(), norm)
         for dtype in dtypes:
-            for trial in trap_trials(wanted.case(norm, 0, 0, dtype), given, wanted.seed):
+            for trial in trap_trials(wanted.case(norm, 0, 0, dtype), allowed, wanted.seed):
                 case = trial.problem.case
                 name = f"{trial.name}, {case.num_rows} x {case.num_cols}"
                 entries.append(Entry(name, case, lambda trial=trial: [trial]))

@@ -63,7 +63,7 @@ def of_groups(rows: Rows, judged: Judged, counted: np.ndarray) -> str:
     for group, sentence in sorted(tried, key=lambda each: each[0].max()):
         if np.bincount(group[use]).min() < _FEWEST_IN_GROUP:
             continue
-        made = np.zeros_like(z)
+        fitted = np.zeros_like(z)
         for at in range(group.max() + 1):
             own, here = group == at, (group == at) & use
             x_hat = rows.x_hat[:, here]
@@ -71,9 +71,9 @@ def of_groups(rows: Rows, judged: Judged, counted: np.ndarray) -> str:
             lever = x_hat - middle
             factor = (lever * z[:, here]).sum(axis=1, keepdims=True)
             factor /= (lever**2).sum(axis=1, keepdims=True)
-            made[:, own] = z[:, here].mean(axis=1, keepdims=True)
-            made[:, own] += factor * (rows.x_hat[:, own] - middle)
-        values = made * rows.w + rows.bias
+            fitted[:, own] = z[:, here].mean(axis=1, keepdims=True)
+            fitted[:, own] += factor * (rows.x_hat[:, own] - middle)
+        values = fitted * rows.w + rows.bias
         if not sentence and (rest_of(judged, values, judged.allowed)[counted] <= 1).mean() > 0.8:
             return ""  # most rows have one mean and rstd
         if sentence and explains(judged, values, counted):

@@ -57,7 +57,7 @@ def fit(rows: Rows, judged: Judged) -> Fitted | None:
         lever = base - base.mean(axis=1, keepdims=True) if rows.centered else base
         factor = (z * lever).sum(axis=1) / (lever**2).sum(axis=1)
         shift = shift_of - factor * base.mean(axis=1) if rows.centered else none
-        made = (factor[:, None] * x_hat + shift[:, None]) * rows.w + rows.bias
+        fitted = (factor[:, None] * x_hat + shift[:, None]) * rows.w + rows.bias
     elif judged.tensor == "dx" and rows.problem.dsum is None:
         first = rows.wdy - rows.centered * rows.wdy.mean(axis=1, keepdims=True)
         of_x_hat = (rows.wdy * x_hat).mean(axis=1)
@@ -67,10 +67,10 @@ def fit(rows: Rows, judged: Judged) -> Fitted | None:
         factor = (got * across).sum(axis=1) / (across**2).sum(axis=1) / rows.rstd[:, 0]
         shift = none
         inner = first - (factor**2 * of_x_hat)[:, None] * x_hat
-        made = (rows.rstd[:, 0] * factor)[:, None] * inner
+        fitted = (rows.rstd[:, 0] * factor)[:, None] * inner
     else:
         return None
-    rest = rest_of(judged, made, judged.allowed)
+    rest = rest_of(judged, fitted, judged.allowed)
     fits = (rest <= 4) | np.isnan(got) | np.isnan(x_hat)
     return Fitted(factor, shift) if fits[judged.off].mean() >= SHARE else None
 
@@ -153,11 +153,11 @@ def _of_divisors(
     yield of(f"the mean is {times:.3g} times what it should be", rows.mean * times, right)
     count = float(np.rint(n / times)) if times > 0 else 0.0
     if count > 0:
-        made = rows.mean * n / count
-        yield of(f"the sum of x is divided by {count:g}, not by {n} columns", made, right)
-        squares = right + (rows.mean - made) ** 2
+        fitted = rows.mean * n / count
+        yield of(f"the sum of x is divided by {count:g}, not by {n} columns", fitted, right)
+        squares = right + (rows.mean - fitted) ** 2
         words = f"the sums over the {n} columns are divided by {count:g}"
-        yield of(words, made, squares * n / count)
+        yield of(words, fitted, squares * n / count)
     beyond = float(np.rint(np.median(((spread - right) * n / rows.mean**2)[far])))
     if beyond > 0:
         words = f"the variance counts {beyond:g} elements beyond the row as (0 - mean)^2: "
@@ -200,13 +200,13 @@ def _of_parts(
         for sentence, (shift, summed, divisor) in tried.items():
             if not rows.centered:
                 shift = right
-            made = (squares - 2 * shift * sums + summed * shift**2) / divisor
-            far = np.abs(np.log(made[use] / spread[use]))
+            fitted = (squares - 2 * shift * sums + summed * shift**2) / divisor
+            far = np.abs(np.log(fitted[use] / spread[use]))
             far += np.abs(rows.mean + shift - mean)[use] * rows.rstd[use]
             at = int(np.argmin(np.nan_to_num(far, nan=1e9).mean(axis=0)))
             if counts[at] < n:
                 words = sentence.format(_which_columns(step, int(counts[at]), n))
-                yield of(words, rows.mean + shift[:, at : at + 1], made[:, at : at + 1])
+                yield of(words, rows.mean + shift[:, at : at + 1], fitted[:, at : at + 1])
         if abs(step) == 1:  # those that lanes beyond the end of the row read
             whole = rows.spread + squares / n
             far = np.abs(np.log(whole[use] / spread[use])).mean(axis=0)

@@ -93,9 +93,9 @@ def _lost_updates(terms: np.ndarray, judged: Judged) -> str:
         return ""
     left = np.abs((judged.got - judged.expected)[off] + terms[:, off])
     row = np.argmin(left, axis=0)
-    made = judged.expected.copy()
-    made[off] -= terms[row, off]
-    rest = rest_of(judged, made, judged.allowed)[off]
+    fitted = judged.expected.copy()
+    fitted[off] -= terms[row, off]
+    rest = rest_of(judged, fitted, judged.allowed)[off]
     # By chance, one of so many terms may be as near.
     chance = len(terms) * judged.allowed[off] / np.sqrt((terms[:, off] ** 2).mean(axis=0))
     if (rest > 1).any() or chance.max() > 0.02:

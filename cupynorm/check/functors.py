@@ -76,7 +76,7 @@ class FunctorProblem:
         """dF[row, col] / d argument[row, other], as [other, row, col]. name: an array, or None for
         the values."""
         argument = values if name is None else np.broadcast_to(self.arrays[name], values.shape)
-        step, made = 1e-5 * (1 + np.abs(argument)), np.empty((values.shape[1], *values.shape))
+        step, slopes = 1e-5 * (1 + np.abs(argument)), np.empty((values.shape[1], *values.shape))
         for col in range(values.shape[1]):
             ends = []
             for sign in (1, -1):
@@ -85,8 +85,8 @@ class FunctorProblem:
                 ends.append(
                     self.apply(moved) if name is None else self.apply(values, **{name: moved})
                 )
-            made[col] = (ends[0] - ends[1]) / (2 * step[None, :, col].T)
-        return made
+            slopes[col] = (ends[0] - ends[1]) / (2 * step[None, :, col].T)
+        return slopes
 
     def gradients(self, values: np.ndarray, upstream: np.ndarray) -> dict[str | None, np.ndarray]:
         """J^T upstream by None, and that of each array by its name, before it is summed."""
@@ -99,20 +99,20 @@ def _product(slopes: np.ndarray, upstream: np.ndarray) -> np.ndarray:
     return np.einsum("jrc,rc->rj", slopes, upstream)
 
 
-def _bound_of_result(given: FunctorProblem, values: np.ndarray, off: np.ndarray, u: float):
+def _bound_of_result(problem: FunctorProblem, values: np.ndarray, off: np.ndarray, u: float):
     """F(values), and what is allowed of it before it is rounded."""
-    result = given.apply(values)
-    slopes = np.abs(given.slopes(values))
+    result = problem.apply(values)
+    slopes = np.abs(problem.slopes(values))
     moved = np.einsum("jrc,rj->rc", slopes, off)
     size = np.abs(values) + np.abs(result) + np.einsum("jrc,rj->rc", slopes, np.abs(values))
-    for name, array in given.arrays.items():
+    for name, array in problem.arrays.items():
         full = np.abs(np.broadcast_to(array, values.shape))
-        size = size + np.einsum("jrc,rj->rc", np.abs(given.slopes(values, name)), full)
+        size = size + np.einsum("jrc,rj->rc", np.abs(problem.slopes(values, name)), full)
     return result, moved + (8 * u + _DIFFERENCES) * size
 
 
 def _bound_of_gradients(
-    given: FunctorProblem,
+    problem: FunctorProblem,
     values: np.ndarray,
     off: np.ndarray,
     upstream: tuple[np.ndarray, np.ndarray],
@@ -120,25 +120,25 @@ def _bound_of_gradients(
 ) -> dict[str | None, tuple[np.ndarray, np.ndarray]]:
     """Of F's argument (None) and of each array: the gradient and what is allowed of it."""
     gradient, off_upstream = upstream
-    ends = [given.gradients(values + sign * off, gradient) for sign in (1, -1)]
-    made = {}
-    for name in (None, *given.arrays):
-        slopes = given.slopes(values, name)
+    ends = [problem.gradients(values + sign * off, gradient) for sign in (1, -1)]
+    bounds = {}
+    for name in (None, *problem.arrays):
+        slopes = problem.slopes(values, name)
         exact, size = _product(slopes, gradient), np.abs(gradient) * (1 + np.abs(values))
         allowed = _product(np.abs(slopes), off_upstream)
         allowed = allowed + np.maximum(*(np.abs(end[name] - exact) for end in ends))
         size = size + _product(np.abs(slopes), np.abs(gradient))
-        made[name] = exact, allowed + (16 * u + _DIFFERENCES) * size
-    return made
+        bounds[name] = exact, allowed + (16 * u + _DIFFERENCES) * size
+    return bounds
 
 
-def expect_with_functor(given: FunctorProblem, rounded_mean: bool = False) -> Expected:
+def expect_with_functor(problem: FunctorProblem, rounded_mean: bool = False) -> Expected:
     """name -> (float64 result, allowed error): y, mean, rstd, dx, dweight, dbias, d<array>."""
-    bound = _of_store if given.role == "store" else _of_load
-    expected, of_arrays = bound(given, rounded_mean)
-    case = given.problem.case
+    bound = _of_store if problem.role == "store" else _of_load
+    expected, of_arrays = bound(problem, rounded_mean)
+    case = problem.problem.case
     compute = compute_dtype(case.x).name
-    for name, array in given.arrays.items():
+    for name, array in problem.arrays.items():
         exact, allowed = of_arrays[name]
         own = case.x if array.shape == exact.shape else compute
         allowed = allowed + half_ulp(exact, own)
@@ -152,14 +152,16 @@ def expect_with_functor(given: FunctorProblem, rounded_mean: bool = False) -> Ex
     return expected
 
 
-def _of_store(given: FunctorProblem, rounded_mean: bool):
-    problem, case = given.problem, given.problem.case
+def _of_store(functor_problem: FunctorProblem, rounded_mean: bool):
+    problem, case = functor_problem.problem, functor_problem.problem.case
     compute = compute_dtype(case.x)
     plain = replace(problem, case=replace(case, y=compute.name))
     y, off = expect(plain, rounded_mean=rounded_mean)["y"]
-    result, allowed = _bound_of_result(given, y, off, compute.half_ulp)
+    result, allowed = _bound_of_result(functor_problem, y, off, compute.half_ulp)
     dy = problem.dy
-    gradients = _bound_of_gradients(given, y, off, (dy, np.zeros_like(dy)), compute.half_ulp)
+    gradients = _bound_of_gradients(
+        functor_problem, y, off, (dy, np.zeros_like(dy)), compute.half_ulp
+    )
     dy, off_dy = gradients.pop(None)
     expected = expect(replace(plain, dy=dy), rounded_mean=rounded_mean)
     expected["y"] = result, allowed + half_ulp(result, case.dtype("y"))
@@ -171,11 +173,11 @@ def _of_store(given: FunctorProblem, rounded_mean: bool):
     return _with_more(expected, more), gradients
 
 
-def _of_load(given: FunctorProblem, rounded_mean: bool):
-    problem, case = given.problem, given.problem.case
+def _of_load(functor_problem: FunctorProblem, rounded_mean: bool):
+    problem, case = functor_problem.problem, functor_problem.problem.case
     compute = compute_dtype(case.x)
     u = compute.half_ulp
-    row, off = _bound_of_result(given, problem.x, np.zeros_like(problem.x), u)
+    row, off = _bound_of_result(functor_problem, problem.x, np.zeros_like(problem.x), u)
     off = off + half_ulp(row, compute.name)
     x_hat, rstd, w = _rows(problem, row)
     size = np.abs(x_hat)
@@ -190,7 +192,7 @@ def _of_load(given: FunctorProblem, rounded_mean: bool):
     expected = expect(plain, rounded_mean=rounded_mean, e_backward=usual + e)
     exact, allowed = expected["dx"]
     upstream = exact, allowed + of_rstd * np.abs(exact)
-    gradients = _bound_of_gradients(given, problem.x, np.zeros_like(row), upstream, u)
+    gradients = _bound_of_gradients(functor_problem, problem.x, np.zeros_like(row), upstream, u)
     exact, allowed = gradients.pop(None)
     expected["dx"] = exact, allowed + half_ulp(exact, case.x)
     more = {"y": np.abs(w) * e, "rstd": (of_rstd * rstd)[:, 0], "mean": off.mean(axis=1)}
@@ -221,10 +223,12 @@ class _Arrays:
     def __init__(self, where: CpuMachine | GpuCheckMachine) -> None:
         self.where, self.there, self.rows, self.addresses = where, {}, {}, {}
 
-    def add(self, name: str, made: tuple[object, int], shape: tuple[int, ...], dtype: str) -> None:
-        self.there[name], self.addresses[name] = (made[0], dtype), made[1]
+    def add(
+        self, name: str, array_and_address: tuple[object, int], shape: tuple[int, ...], dtype: str
+    ) -> None:
+        self.there[name], self.addresses[name] = (array_and_address[0], dtype), array_and_address[1]
         num_rows = shape[0] if len(shape) == 2 else 1
-        self.rows[name] = Rows(made[1], num_rows, shape[-1], shape[-1], dtype)
+        self.rows[name] = Rows(array_and_address[1], num_rows, shape[-1], shape[-1], dtype)
 
     def put(self, name: str, values: np.ndarray | None, dtype: str | None) -> None:
         if values is not None:
@@ -256,9 +260,15 @@ class FunctorRun(NamedTuple):
     plans: dict[str, Plan]
 
 
-def run_with_functor(given: FunctorProblem, where: CpuMachine | GpuCheckMachine) -> FunctorRun:
+def run_with_functor(
+    functor_problem: FunctorProblem, where: CpuMachine | GpuCheckMachine
+) -> FunctorRun:
     """y, mean, rstd, dx, dweight, dbias and d<array> of the kernels."""
-    case, problem, role = given.problem.case, given.problem, given.role
+    case, problem, role = (
+        functor_problem.problem.case,
+        functor_problem.problem,
+        functor_problem.role,
+    )
     shape, dtype = problem.x.shape, case.x
     compute, centered = compute_dtype(dtype).name, case.norm == "layer_norm"
     own = _Arrays(where)
@@ -266,13 +276,15 @@ def run_with_functor(given: FunctorProblem, where: CpuMachine | GpuCheckMachine)
     for name in ("weight", "bias"):
         own.put(name, getattr(problem, name), case.dtype(name))
     placed = []
-    for name, values in given.arrays.items():
+    for name, values in functor_problem.arrays.items():
         own.put(f"{role}.{name}", values, dtype)
         num_rows, num_cols = values.shape
         stride = num_cols if num_rows > 1 else 0
         rows = Rows(own.addresses[f"{role}.{name}"], num_rows, shape[1], stride, dtype)
         placed.append(PlacedArray(rows, 1, 2**62, num_cols == 1 < shape[1]))
-    functor = PlacedFunctor(given.functor, tuple(given.numbers.values()), tuple(placed))
+    functor = PlacedFunctor(
+        functor_problem.functor, tuple(functor_problem.numbers.values()), tuple(placed)
+    )
     options = ForwardOptions(
         centered,
         shape[1:],
@@ -291,7 +303,7 @@ def run_with_functor(given: FunctorProblem, where: CpuMachine | GpuCheckMachine)
     plans = {"forward": call.plan}
     names = ["y", "rstd", *(["mean"] if centered else [])]
     sums = {}
-    if given.functor.backward is not None:
+    if functor_problem.functor.backward is not None:
         own.put("dy", problem.dy, case.dtype("y"))
         own.make("dx", shape, dtype)
         names.append("dx")
@@ -300,7 +312,7 @@ def run_with_functor(given: FunctorProblem, where: CpuMachine | GpuCheckMachine)
                 own.make(f"d{name}", shape[1:], case.dtype(name))
                 names.append(f"d{name}")
         gradients = []
-        for name, values in given.arrays.items():
+        for name, values in functor_problem.arrays.items():
             gradients.append(dtype if values.shape == shape else compute)
             own.make(f"{role}.d{name}", shape, gradients[-1])
         functors = PlacedFunctors(**{role: functor._replace(gradients=tuple(gradients))})
@@ -313,7 +325,7 @@ def run_with_functor(given: FunctorProblem, where: CpuMachine | GpuCheckMachine)
         if call.partials_shape:
             own.make("partials", call.partials_shape, compute)
         own.launch(call)
-        for name, values in given.arrays.items():
+        for name, values in functor_problem.arrays.items():
             sums[f"d{name}"] = summed(own.get(f"{role}.d{name}"), values.shape)
     return FunctorRun({name: own.get(name) for name in names} | sums, plans)
 
@@ -324,34 +336,37 @@ Given = Functor | BoundFunctor
 _MOST_DIFFERENCES = 2**24  # numbers in one array of derivatives
 
 
-def with_kinds(given: Given, role: str) -> BoundFunctor:
+def with_kinds(functor_or_bound: Given, role: str) -> BoundFunctor:
     """A functor with a kind, or a function, for each of its arrays.
 
-    given: bound to kinds of random array: "full" ([num_rows, num_cols]), "cols" ([1, num_cols]),
-        "rows" ([num_rows, 1]) or "one" ([1, 1]); or to functions of (num_rows, num_cols) that
-        return an array of one of these shapes. A functor alone has full arrays.
+    functor_or_bound: bound to kinds of random array: "full" ([num_rows, num_cols]),
+        "cols" ([1, num_cols]), "rows" ([num_rows, 1]) or "one" ([1, 1]); or to functions of
+        (num_rows, num_cols) that return an array of one of these shapes. A functor alone has full
+        arrays.
 
     Raises ValueError for a functor whose numbers are not bound, or that is bound to something else;
     TypeError for what is no functor.
     """
-    if not isinstance(given, (Functor, BoundFunctor)):
-        raise TypeError(f"{role} is of type {type(given).__name__}; expected a functor")
-    functor = given if isinstance(given, Functor) else given.functor
-    if isinstance(given, Functor):
+    if not isinstance(functor_or_bound, (Functor, BoundFunctor)):
+        raise TypeError(f"{role} is of type {type(functor_or_bound).__name__}; expected a functor")
+    functor = (
+        functor_or_bound if isinstance(functor_or_bound, Functor) else functor_or_bound.functor
+    )
+    if isinstance(functor_or_bound, Functor):
         if functor.numbers:
             raise ValueError(
                 f"functor {functor.name} has numbers {', '.join(functor.numbers)}; expected it "
                 f"with them and a kind for each array, as {_example(functor)}"
             )
-        given = BoundFunctor(functor, ("full",) * len(functor.arrays))
-    for name, kind in zip(functor.arrays, given.arrays):
+        functor_or_bound = BoundFunctor(functor, ("full",) * len(functor.arrays))
+    for name, kind in zip(functor.arrays, functor_or_bound.arrays):
         if not callable(kind) and not (isinstance(kind, str) and kind in KINDS):
             shown = repr(kind) if isinstance(kind, str) else f"of type {type(kind).__name__}"
             raise ValueError(
                 f"{role}.{name} is {shown}; expected one of {', '.join(KINDS)}, or a function of "
                 "num_rows and num_cols"
             )
-    return given
+    return functor_or_bound
 
 
 def _example(functor: Functor) -> str:
@@ -359,20 +374,20 @@ def _example(functor: Functor) -> str:
     return f"{functor.name}({', '.join(named)})"
 
 
-def random_functor_problem(given: BoundFunctor, role: str, case: Case, seed: int) -> FunctorProblem:
+def random_functor_problem(bound: BoundFunctor, role: str, case: Case, seed: int) -> FunctorProblem:
     """Random values, and arrays of the kinds that `given` is bound to."""
     shape = (case.num_rows, case.num_cols)
-    functor, generator = given.functor, np.random.default_rng([seed, *shape])
+    functor, generator = bound.functor, np.random.default_rng([seed, *shape])
     arrays = {
         name: _draw(kind, shape, case.x, generator)
-        for name, kind in zip(functor.arrays, given.arrays)
+        for name, kind in zip(functor.arrays, bound.arrays)
     }
-    numbers = dict(zip(functor.numbers, given.numbers))
+    numbers = dict(zip(functor.numbers, bound.numbers))
     return FunctorProblem(random_problem(case, seed), role, functor, arrays, numbers)
 
 
 def check_functor(
-    given: BoundFunctor,
+    bound: BoundFunctor,
     role: str,
     case: Case,
     where: CpuMachine | GpuCheckMachine,
@@ -380,12 +395,12 @@ def check_functor(
 ) -> list[Finding]:
     """Compares a functor in the kernels of a case, forward and backward, with its reference.
 
-    given: as with_kinds() returns it. role: "store" or "load".
+    bound: as with_kinds() returns it. role: "store" or "load".
     Raises ValueError for a functor without a reference and for a case of too many columns.
     """
-    if given.functor.reference is None:
+    if bound.functor.reference is None:
         raise ValueError(
-            f"functor {given.functor.name} has no reference; expected a Python function that "
+            f"functor {bound.functor.name} has no reference; expected a Python function that "
             "computes the same in float64"
         )
     if case.num_rows * case.num_cols**2 > _MOST_DIFFERENCES:
@@ -393,7 +408,7 @@ def check_functor(
             f"shapes has {case.num_rows} x {case.num_cols}; a functor is differentiated column by "
             f"column, so expected num_rows * num_cols**2 of at most {_MOST_DIFFERENCES}"
         )
-    problem = random_functor_problem(given, role, case, seed)
+    problem = random_functor_problem(bound, role, case, seed)
     return judge_functor(problem, run_with_functor(problem, where).results, where)
 
 
@@ -415,20 +430,20 @@ def _draw(
 
 
 def judge_functor(
-    given: FunctorProblem,
+    functor_problem: FunctorProblem,
     results: Mapping[str, np.ndarray],
     where: CpuMachine | GpuCheckMachine,
 ) -> list[Finding]:
     """The worst element of each result. A tensor that is off has a diagnosis."""
-    case = given.problem.case
-    expected = expect_with_functor(given, uses_welford(case, where.device))
-    label, findings = f"{case} {given.role} {given.functor.name}", []
+    case = functor_problem.problem.case
+    expected = expect_with_functor(functor_problem, uses_welford(case, where.device))
+    label, findings = f"{case} {functor_problem.role} {functor_problem.functor.name}", []
     for name, got in results.items():
         found = judge(label, name, got, *expected[name])
         if not found.ok:
             off = errors_of(got, *expected[name])[1]
-            judged = Judged(name, given.dtype_of(name), got, *expected[name], off)
-            found = replace(found, diagnosis=diagnosis(judged, _mistakes(given, judged)))
+            judged = Judged(name, functor_problem.dtype_of(name), got, *expected[name], off)
+            found = replace(found, diagnosis=diagnosis(judged, _mistakes(functor_problem, judged)))
         findings.append(found)
     return findings
 
@@ -436,27 +451,27 @@ def judge_functor(
 # Why a tensor is off.
 
 
-def _mistakes(given: FunctorProblem, judged: Judged) -> Iterator[tuple[str, np.ndarray]]:
+def _mistakes(functor_problem: FunctorProblem, judged: Judged) -> Iterator[tuple[str, np.ndarray]]:
     """What the tensor would be if a mistake had been made in the lines, and its name."""
-    value, problem = ROLES[given.role], given.problem
+    value, problem = ROLES[functor_problem.role], functor_problem.problem
     tensor, expected = judged.tensor, judged.expected
     if tensor in ("y", "mean", "rstd"):
         plain = expect(problem)
         yield f"it is that of the norm alone: the lines do not change {value}", plain[tensor][0]
         return
-    array = tensor[1:] if tensor[1:] in given.arrays else None
+    array = tensor[1:] if tensor[1:] in functor_problem.arrays else None
     if array is not None:
         yield f"the backward lines do not set {tensor}", np.zeros_like(expected)
     yield "it has the wrong sign", -expected
-    values, upstream = given.argument_and_gradient()
+    values, upstream = functor_problem.argument_and_gradient()
     if array is not None:
-        shape = given.arrays[array].shape
-        of_ones = _product(given.slopes(values, array), np.ones_like(values))
+        shape = functor_problem.arrays[array].shape
+        of_ones = _product(functor_problem.slopes(values, array), np.ones_like(values))
         yield f"the factor d{value} is missing", summed(of_ones, shape)
-        overwritten = _product(given.slopes(values), upstream)
-        of_array = _product(given.slopes(values, array), overwritten)
+        overwritten = _product(functor_problem.slopes(values), upstream)
+        of_array = _product(functor_problem.slopes(values, array), overwritten)
         yield f"d{value} was overwritten before {tensor} was computed", summed(of_array, shape)
-    elif given.role == "load":
+    elif functor_problem.role == "load":
         if tensor == "dx":
             yield "the lines do not change dx: the derivative by x is missing", upstream
     else:

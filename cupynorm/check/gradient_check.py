@@ -122,8 +122,8 @@ def check(
                 raise ValueError(f"{label} is given, but your function has no parameter for it")
         for name, strategy, kind in product(norms, strategies, statistics):
             fields: dict[str, Any] = {"norm": name, "strategy": strategy, "statistics": kind}
-            made = given_problem(input, weight, bias, dy, seed=seed, **fields, **options)
-            trials.append(Trial(made))
+            problem = given_problem(input, weight, bias, dy, seed=seed, **fields, **options)
+            trials.append(Trial(problem))
     else:
         cases = []  # without extents
         for name, dtype, strategy, kind in product(norms, dtypes, strategies, statistics):

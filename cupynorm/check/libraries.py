@@ -64,10 +64,10 @@ class Library:
 
     def _copy(self, values: np.ndarray, dtype: str) -> Any:
         if self._torch is not None:
-            made = arrays.from_float64(values, dtype, self._torch.empty(0))
-            return made.to("cuda" if self._torch.cuda.is_available() else "cpu")
-        made = arrays.from_float64(values, dtype, np.empty(0))
-        return nvrtc.cupy().asarray(made) if self.name == "cupy" else made
+            copy = arrays.from_float64(values, dtype, self._torch.empty(0))
+            return copy.to("cuda" if self._torch.cuda.is_available() else "cpu")
+        copy = arrays.from_float64(values, dtype, np.empty(0))
+        return nvrtc.cupy().asarray(copy) if self.name == "cupy" else copy
 
     def get(self, array: Any, label: str) -> np.ndarray:
         """The float64 values of a result, of any of the libraries. TypeError: it is no array."""

@@ -216,8 +216,8 @@ def _of_y(rows: Rows) -> Iterator[Named]:
                 yield f"weight and bias are those of the column {where}", both
             of_row = x_hat * _by_row(rows, w) + _by_row(rows, bias)
             yield "weight and bias are those of the row, weight[row] and bias[row]", of_row
-    for made in [*statistics(rows), *_wrong_axes(rows)]:
-        yield made.sentence, of_statistics(rows, "y", made.mean, made.rstd)
+    for mistake in [*statistics(rows), *_wrong_axes(rows)]:
+        yield mistake.sentence, of_statistics(rows, "y", mistake.mean, mistake.rstd)
     if rows.centered:
         yield (
             "x * rstd - mean stands for (x - mean) * rstd",
@@ -253,8 +253,8 @@ def _of_dx(rows: Rows) -> Iterator[Named]:
     more = 0.0 if rows.problem.dsum is None else rows.problem.dsum
     for sentence, dx in _of_plain_dx(rows):
         yield sentence, dx + more
-    for made in statistics(rows):
-        yield made.sentence, of_statistics(rows, "dx", made.mean, made.rstd)
+    for mistake in statistics(rows):
+        yield mistake.sentence, of_statistics(rows, "dx", mistake.mean, mistake.rstd)
     if rows.problem.dsum is not None:
         yield "dsum is not added", _gradient(rows.wdy, rows.x_hat, rows.rstd, rows.centered)
 
@@ -322,8 +322,8 @@ def _of_dweight(rows: Rows) -> Iterator[Named]:
     yield "y stands for x_hat", (rows.dy * (rows.x_hat * rows.w + rows.bias)).sum(axis=0)
     yield "dy is multiplied by the weight", (terms * rows.w).sum(axis=0)
     yield from _sums(terms)
-    for made in statistics(rows):
-        yield made.sentence, of_statistics(rows, "dweight", made.mean, made.rstd)
+    for mistake in statistics(rows):
+        yield mistake.sentence, of_statistics(rows, "dweight", mistake.mean, mistake.rstd)
 
 
 def _of_dbias(rows: Rows) -> Iterator[Named]:
@@ -353,15 +353,15 @@ def _sums(terms: np.ndarray) -> Iterator[Named]:
 def _of_mean(rows: Rows) -> Iterator[Named]:
     yield "it is rstd: mean and rstd are swapped", rows.rstd[:, 0]
     yield "it is the sum: not divided by num_cols", rows.x.sum(axis=1)
-    for made in statistics(rows):
-        if made.mean is not rows.center:
-            yield made.sentence, made.mean[:, 0]
+    for mistake in statistics(rows):
+        if mistake.mean is not rows.center:
+            yield mistake.sentence, mistake.mean[:, 0]
 
 
 def _of_rstd(rows: Rows) -> Iterator[Named]:
     if rows.centered:
         yield "it is the mean: mean and rstd are swapped", rows.mean[:, 0]
     yield "it is the variance", rows.spread[:, 0]
-    for made in statistics(rows):
-        if made.rstd is not rows.rstd:
-            yield made.sentence, made.rstd[:, 0]
+    for mistake in statistics(rows):
+        if mistake.rstd is not rows.rstd:
+            yield mistake.sentence, mistake.rstd[:, 0]

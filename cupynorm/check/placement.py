@@ -48,11 +48,11 @@ class Placed(NamedTuple):
 
         Not of layout broadcast, whose rows share memory. Raises WrongWrite.
         """
-        made = np.ascontiguousarray(self._replace(memory=memory).view())
-        num_bytes = _num_written(memory) - _num_written(made)
+        values = np.ascontiguousarray(self._replace(memory=memory).view())
+        num_bytes = _num_written(memory) - _num_written(values)
         if num_bytes:
             raise WrongWrite(f"{num_bytes} bytes outside it were written to")
-        return made
+        return values
 
 
 def _num_written(array: np.ndarray) -> int:

@@ -113,7 +113,7 @@ def _moved(judged: Judged) -> Iterator[Candidate]:
         is_off = judged.off.mean(axis=1 - axis) > 0.5
         source = np.where(is_off, nearest(got[keys], expected[keys]), np.arange(extent))
         for words, rule in moves(source, name):
-            made, allowed = (
+            moved, allowed = (
                 np.take(each, rule, axis) for each in (judged.expected, judged.allowed)
             )
-            yield Candidate(words, made, allowed)
+            yield Candidate(words, moved, allowed)

@@ -69,11 +69,11 @@ def run_quantized(
     layouts: as for run_kernels.
     """
     case = problem.case
-    made, plan = run_8_bits(problem, how, where, layouts)
+    outputs, plan = run_8_bits(problem, how, where, layouts)
     plain = tensors_of(where, case, layouts)
     options = Options(plan.strategy, plan.tile, plan.statistics, case.sm_margin)
     run_forward(problem, plain, options, y_dtype=compute_dtype(case.sum).name)
-    return made, plain.raw()
+    return outputs, plain.raw()
 
 
 def expected(
@@ -82,19 +82,21 @@ def expected(
     """The reference's result for y in the compute dtype; scale_inv as cupynorm returns it."""
     with np.errstate(all="ignore"):
         if scaling == "given":
-            made = fp8.quantize(y, name, np.float32(1) if scale is None else scale)
+            quantized = fp8.quantize(y, name, np.float32(1) if scale is None else scale)
         elif scaling == "tensor":
-            made = fp8.quantize(y, name, fp8.scale_of(fp8.amax(y), name, power_of_two=power_of_two))
+            quantized = fp8.quantize(
+                y, name, fp8.scale_of(fp8.amax(y), name, power_of_two=power_of_two)
+            )
         elif scaling == "row":
-            made = fp8.quantize_rows(y, name, power_of_two=power_of_two)
+            quantized = fp8.quantize_rows(y, name, power_of_two=power_of_two)
         elif scaling == "block":
-            made = fp8.quantize_blocks(y, name, power_of_two=power_of_two)
+            quantized = fp8.quantize_blocks(y, name, power_of_two=power_of_two)
         else:
-            made = fp8.quantize_mxfp8(y, name)
-    scale_inv = np.asarray(made.scale_inv).reshape(
+            quantized = fp8.quantize_mxfp8(y, name)
+    scale_inv = np.asarray(quantized.scale_inv).reshape(
         (1,) if scaling in ("given", "tensor") else (len(y), -1)
     )
-    return made._replace(scale_inv=scale_inv)
+    return quantized._replace(scale_inv=scale_inv)
 
 
 def judge_bytes(case: Case, how: How, got: dict, plain: dict) -> list[Finding]:
@@ -143,9 +145,9 @@ def judge_values(
         ends = [(y + each) / factors for each in (-allowed, allowed)]
         ends = [each * (1 + few) for each in ends for few in (-_FEW, _FEW)]
         ends = [fp8.decode(fp8.encode(each, how.dtype), how.dtype) for each in ends]
-        made = fp8.decode(got["y"], how.dtype)
+        decoded = fp8.decode(got["y"], how.dtype)
         bounds = np.minimum.reduce(ends) * factors, np.maximum.reduce(ends) * factors
-        findings.append(between(label, "y", made * factors, *bounds))
+        findings.append(between(label, "y", decoded * factors, *bounds))
     return findings
 
 

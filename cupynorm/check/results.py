@@ -212,7 +212,7 @@ def diagnosed(
     if all(found.ok for found in findings):
         return findings
     expectations = expect(problem, rounded_mean=rounded_mean, added=results.get("sum"))
-    made = []
+    explained = []
     for found in findings:
         if not found.ok:
             got, dtype = results[found.tensor], dtype_of(problem.case, found.tensor)
@@ -220,5 +220,5 @@ def diagnosed(
             off = errors_of(*numbers, dtype)[1]
             judged = Judged(found.tensor, dtype, *numbers, off)
             found = replace(found, diagnosis=diagnose(problem, judged))
-        made.append(found)
-    return made
+        explained.append(found)
+    return explained

@@ -162,11 +162,11 @@ class _GuardedTensors(_Tensors):
                     raise WrongWrite(f"{name} was written to, or what surrounds it")
                 continue
             try:
-                made = placed.taken_from(memory)
+                values = placed.taken_from(memory)
             except WrongWrite as error:
                 raise WrongWrite(f"{name}: {error}") from None
             if name in self.outputs:
-                results[name] = made
+                results[name] = values
         return results
 
 

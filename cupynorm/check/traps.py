@@ -60,10 +60,10 @@ def allowed_of(own: Callables, norm: str) -> Allowed:
     return Allowed(layouts, True, has_eps, deep=own.function is not None, fused=False)
 
 
-def trap_trials(case: Case, given: Allowed, seed: int = 0) -> list[Trial]:
+def trap_trials(case: Case, allowed: Allowed, seed: int = 0) -> list[Trial]:
     """All traps of a case. Its numbers of rows and columns do not count."""
-    parts = [_of_values(case, seed), _of_parameters(case, seed), _of_extents(case, given, seed)]
-    parts += [_of_layouts(case, given, seed), _of_options(case, given, seed)]
+    parts = [_of_values(case, seed), _of_parameters(case, seed), _of_extents(case, allowed, seed)]
+    parts += [_of_layouts(case, allowed, seed), _of_options(case, allowed, seed)]
     return [trial for part in parts for trial in part]
 
 
@@ -129,8 +129,8 @@ def _of_parameters(case: Case, seed: int) -> Iterator[Trial]:
             yield Trial(problem, f"T13 {' and '.join(wider)} float32")
 
 
-def _of_extents(case: Case, given: Allowed, seed: int) -> Iterator[Trial]:
-    if given.empty:
+def _of_extents(case: Case, allowed: Allowed, seed: int) -> Iterator[Trial]:
+    if allowed.empty:
         yield Trial(_random(case, 0, 64, seed), "T7 no rows")
     for num_rows, num_cols in _NUMS_ROWS.items():
         yield Trial(_random(case, num_rows, num_cols, seed), "T8 numbers of rows")
@@ -139,8 +139,8 @@ def _of_extents(case: Case, given: Allowed, seed: int) -> Iterator[Trial]:
         yield Trial(_random(any_strategy, 3, num_cols, seed), "T12 widths")
 
 
-def _of_layouts(case: Case, given: Allowed, seed: int) -> Iterator[Trial]:
-    for layout in given.layouts:
+def _of_layouts(case: Case, allowed: Allowed, seed: int) -> Iterator[Trial]:
+    for layout in allowed.layouts:
         problem = _random(case, 6, 40, seed)
         of_both = {"x": layout, "dy": layout}
         if layout == "broadcast":
@@ -153,16 +153,16 @@ def _of_layouts(case: Case, given: Allowed, seed: int) -> Iterator[Trial]:
     problem = _random(case, 6, 40, seed)
     problem.dy[:, np.arange(40) != 17] = 0
     yield Trial(problem, "T16 gradient in column 17")
-    if given.deep:
+    if allowed.deep:
         layouts = dict.fromkeys(("x", "dy"), THREE_DIMENSIONS)
         yield Trial(_random(case, 6, 40, seed), "T17 three dimensions", layouts)
 
 
-def _of_options(case: Case, given: Allowed, seed: int) -> Iterator[Trial]:
-    if given.fused:
+def _of_options(case: Case, allowed: Allowed, seed: int) -> Iterator[Trial]:
+    if allowed.fused:
         added = replace(case, residual=True, dsum=True)
         yield Trial(_random(added, 6, 40, seed), "T19 residual and dsum")
-    if not given.eps:
+    if not allowed.eps:
         return
     yield Trial(_random(replace(case, eps=0.0), 7, 33, seed), "T20 eps 0")
     generator = np.random.default_rng(seed)

@@ -50,13 +50,13 @@ def _folder_of(texts: dict[str, str]) -> Path:
     digest = hashlib.sha256(repr(sorted(texts.items())).encode()).hexdigest()[:16]
     folder = Path(tempfile.gettempdir()) / f"cupynorm-experiment-{digest}"
     if not folder.is_dir():
-        made = Path(tempfile.mkdtemp(prefix="cupynorm-experiment-"))
+        own_folder = Path(tempfile.mkdtemp(prefix="cupynorm-experiment-"))
         for name, text in texts.items():
-            (made / name).write_text(text, encoding="utf-8")
+            (own_folder / name).write_text(text, encoding="utf-8")
         try:
-            made.rename(folder)
+            own_folder.rename(folder)
         except OSError:  # another process was faster
-            shutil.rmtree(made)
+            shutil.rmtree(own_folder)
     return folder
 
 

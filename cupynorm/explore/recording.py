@@ -182,8 +182,8 @@ def record(
     """
     problem = random_problem(case, seed)
     recorder = Recorder(device, direction, seed, folder)
-    made = run_kernels(problem, recorder, forward_only=direction == "forward")
-    return problem, made, recorder
+    outputs = run_kernels(problem, recorder, forward_only=direction == "forward")
+    return problem, outputs, recorder
 
 
 def record_functor(
@@ -197,8 +197,8 @@ def record_functor(
         raise ValueError(
             f"functor {bound.functor.name} has no backward lines; expected direction 'forward'"
         )
-    given = random_functor_problem(bound, role, case, seed)
-    return run_with_functor(given, recorder).plans[recorder.direction]
+    problem = random_functor_problem(bound, role, case, seed)
+    return run_with_functor(problem, recorder).plans[recorder.direction]
 
 
 def _with_field(array: np.ndarray, name: str, values: np.ndarray) -> np.ndarray:

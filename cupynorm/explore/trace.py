@@ -192,12 +192,14 @@ def trace(
     folder = None if changes is None else changed_sources(changes)
     functors = [(role, each) for role, each in (("load", load), ("store", store)) if each]
     if len(functors) + residual > 1:
-        given = [role for role, _ in functors] + ["residual"] * residual
-        raise ValueError(f"{' and '.join(given)} are given; expected one of load, store, residual")
+        operands = [role for role, _ in functors] + ["residual"] * residual
+        raise ValueError(
+            f"{' and '.join(operands)} are given; expected one of load, store, residual"
+        )
     if functors:
-        role, given = functors[0]
+        role, functor = functors[0]
         recorder = Recorder(of, direction, seed, folder)
-        planned = record_functor(with_kinds(given, role), role, case, recorder, seed)
+        planned = record_functor(with_kinds(functor, role), role, case, recorder, seed)
     else:
         _, _, recorder = record(case, of, direction, seed, folder)
     return Trace(planned, recorder.tensors, recorder.recorded)

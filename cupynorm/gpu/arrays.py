@@ -277,12 +277,12 @@ def _check_dense(tensor: Any, name: str) -> None:
         )
 
 
-def check_addresses(**given: Any) -> None:
+def check_addresses(**arrays_by_name: Any) -> None:
     """Raises TypeError for sparse torch tensors and for those without an address.
 
     A DTensor keeps its elements in another tensor, a FakeTensor has none.
     """
-    for name, array in given.items():
+    for name, array in arrays_by_name.items():
         if not is_torch(array):
             continue
         _check_dense(array, name)  # first: the error of data_ptr is less clear
@@ -344,6 +344,6 @@ def from_float64(values: np.ndarray, dtype: str, like: Any) -> Any:
     # Not ascontiguousarray, which makes a scalar one-dimensional.
     raw = encode(np.asarray(values, order="C"), dtype)
     if is_torch(like):
-        made = _torch.from_numpy(raw.view(np.int16) if dtype == "bfloat16" else raw)
-        return made.view(_torch.bfloat16) if dtype == "bfloat16" else made
+        tensor = _torch.from_numpy(raw.view(np.int16) if dtype == "bfloat16" else raw)
+        return tensor.view(_torch.bfloat16) if dtype == "bfloat16" else tensor
     return raw.view(_numpy_dtype(dtype)) if dtype == "bfloat16" else raw

@@ -356,21 +356,21 @@ def _build(
     command, _ = _compiler_and_macros()
     # Several processes may build the same library at once. Each writes its own file and renames it.
     with tempfile.TemporaryDirectory(dir=path.parent, prefix="building-") as building:
-        made = os.path.join(building, path.name)
+        built = os.path.join(building, path.name)
         libraries = libraries or []
         if _TRACE_FLAGS[0] in flags:
             # Two commands, because a linker that sees this flag adds the sanitizer's own library.
-            compiled = f"{made}.o"
+            compiled = f"{built}.o"
             flags = [flag for flag in flags if flag != "-shared"]
             result = _run([*command, *flags, "-c", "-x", "c++", "-", "-o", compiled], text)
             if result.returncode == 0:
-                result = _run([*command, "-shared", compiled, *libraries, "-o", made])
+                result = _run([*command, "-shared", compiled, *libraries, "-o", built])
         else:
             inputs = ["-x", "c++", "-", "-x", "none", *libraries]
-            result = _run([*command, *flags, *inputs, "-o", made], text)
+            result = _run([*command, *flags, *inputs, "-o", built], text)
         if result.returncode != 0:
             raise OnCpuError(f"{name} does not compile with {command[0]}:\n{result.stderr.strip()}")
-        os.replace(made, path)
+        os.replace(built, path)
 
 
 def _load(name_expression: str, path: Path) -> CpuKernel:

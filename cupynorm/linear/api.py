@@ -403,16 +403,16 @@ def _backward(call: LinearBackwardCall) -> ProjectedBackward:
     if arrays.is_torch(call.x):
         from . import compute
 
-        made = compute.explicit_gradients(call)
+        gradients = compute.explicit_gradients(call)
     elif isinstance(call.x, np.ndarray):
         from . import host
 
-        made = host.gradients(call)
+        gradients = host.gradients(call)
     else:
         from . import on_cupy
 
-        made = on_cupy.gradients(call)
+        gradients = on_cupy.gradients(call)
     wanted = (name in call.gradients for name in GRADIENTS)
     return ProjectedBackward(
-        *(each if is_wanted else None for is_wanted, each in zip(wanted, made))
+        *(each if is_wanted else None for is_wanted, each in zip(wanted, gradients))
     )

@@ -250,9 +250,9 @@ def check_backward(call: LinearBackwardCall) -> LinearBackwardCall:
     gradients = gradients if isinstance(gradients, str) else tuple(gradients)
     if isinstance(gradients, str) or any(name not in GRADIENTS for name in gradients):
         raise ValueError(f"gradients is {gradients!r}; expected some of {expected}")
-    given = call._asdict()
-    del given["options"], given["gradients"]
-    taken = {name: take(array, name) for name, array in given.items()}
+    fields = call._asdict()
+    del fields["options"], fields["gradients"]
+    taken = {name: take(array, name) for name, array in fields.items()}
     call = call._replace(**taken, gradients=gradients)
     x, weight = call.x, call.weight
     check(Operands(x, None, call.norm_weight, call.norm_bias, (weight,), ()))

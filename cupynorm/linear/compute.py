@@ -128,7 +128,7 @@ def gradients(
         dnormalized = _dnormalized(rows, saved, dnormalized)
     if dnormalized is not None and any(wants_norm):
         recomputes = wants_normalized and normalized is None
-        dx, dnorm_weight, dnorm_bias, made = norms.gradients(
+        dx, dnorm_weight, dnorm_bias, recomputed = norms.gradients(
             options,
             dnormalized,
             saved.norm,
@@ -137,8 +137,8 @@ def gradients(
             recomputes=recomputes,
             spends_dy=rows is not None,
         )
-        normalized = made if recomputes else normalized
-    dnormalized = made = None
+        normalized = recomputed if recomputes else normalized
+    dnormalized = recomputed = None
 
     dweights: Sequence[Tensor | None] = [None] * len(weights)
     if sink is not None and rows is None:
@@ -152,8 +152,10 @@ def gradients(
         dweight = rows.t() @ as_rows(normalized)
         parts = dweight.split([len(part) for part in weights])
         dweights = [each.to(part.dtype) for each, part in zip(parts, weights)]
-    made = (dx, dx, dnorm_weight, dnorm_bias, *dweights, *dbiases)
-    return tuple(gradient if is_wanted else None for gradient, is_wanted in zip(made, wanted))
+    all_gradients = (dx, dx, dnorm_weight, dnorm_bias, *dweights, *dbiases)
+    return tuple(
+        gradient if is_wanted else None for gradient, is_wanted in zip(all_gradients, wanted)
+    )
 
 
 def _dnormalized(rows: Tensor, saved: Saved, dnormalized: Tensor | None) -> Tensor:
@@ -201,5 +203,5 @@ def explicit_gradients(call: LinearBackwardCall) -> tuple[Tensor | None, ...]:
     options = call.options._replace(dtype=x.dtype)
     incoming = Incoming(call.dy, call.dnormalized, call.dsum)
     with torch.no_grad(), outside_autocast(x):
-        made = gradients(KERNELS, options, saved, incoming, wanted)
-    return made[0], *made[2:]
+        results = gradients(KERNELS, options, saved, incoming, wanted)
+    return results[0], *results[2:]

@@ -50,7 +50,7 @@ def normalize_and_project(call: LinearCall) -> tuple[Tensor, Tensor | None, Tens
         for parts in (operands.weights, operands.biases)
     )
     normalized, added = normalize_and_add(LinearCall(operands, options))
-    made = []
+    outputs = []
     for at, weight in enumerate(weights):
         placements = [
             {0: Replicate(), 1: Shard(normalized.ndim - 1)}.get(getattr(split, "dim", None), own)
@@ -58,6 +58,6 @@ def normalize_and_project(call: LinearCall) -> tuple[Tensor, Tensor | None, Tens
         ]
         rows = normalized.redistribute(placements=placements)
         bias = biases[at].to(options.dtype) if biases else None
-        made.append(functional.linear(rows, weight.to(options.dtype), bias))
-    y = made[0] if len(made) == 1 else torch.cat(made, -1)
+        outputs.append(functional.linear(rows, weight.to(options.dtype), bias))
+    y = outputs[0] if len(outputs) == 1 else torch.cat(outputs, -1)
     return y, normalized if options.return_normalized else None, added

@@ -150,8 +150,12 @@ def _normalize(call: QuantizedCall, operands: Operands, *, recorded: bool) -> _N
     return _Normalized(rows, None, mean, rstd.reshape(leading))
 
 
-def _transposed_scale_inv(made: QuantizedTensor) -> Tensor:
-    return made.scale_inv if made.transposed_scale_inv is None else made.transposed_scale_inv
+def _transposed_scale_inv(quantized: QuantizedTensor) -> Tensor:
+    return (
+        quantized.scale_inv
+        if quantized.transposed_scale_inv is None
+        else quantized.transposed_scale_inv
+    )
 
 
 # Backward.
@@ -179,10 +183,16 @@ def backward(
     # Each tensor is freed before the next one is made, so that few exist at a time.
     data = transposed = dbias = None
     if rows is not None:
-        made, dbias = quantizers.quantize_gradient(rows, biases[0].dtype if sums_rows else None)
-        data = Factor(made.data, made.scale_inv, made.block_rows, made.block_cols)
-        transposed = data._replace(data=made.transposed, scale_inv=_transposed_scale_inv(made))
-        made = None
+        quantized, dbias = quantizers.quantize_gradient(
+            rows, biases[0].dtype if sums_rows else None
+        )
+        data = Factor(
+            quantized.data, quantized.scale_inv, quantized.block_rows, quantized.block_cols
+        )
+        transposed = data._replace(
+            data=quantized.transposed, scale_inv=_transposed_scale_inv(quantized)
+        )
+        quantized = None
     if rows is not None and any(wants_norm):
         dnormalized = _dnormalized(call, saved, data, operands.input, dnormalized)
     data, norm_gradients = None, (None, None, None)
@@ -205,8 +215,8 @@ def backward(
     elif sink is not None:
         if sink.delays and any(wants_weights):
             product.keep()
-        made = WeightProduct(rows, make_dweight=product)
-        dweights, dbiases = sink.take(made, wants_parts)
+        weight_product = WeightProduct(rows, make_dweight=product)
+        dweights, dbiases = sink.take(weight_product, wants_parts)
     elif rows is not None:
         if any(wants_weights):
             parts = product(weights[0].dtype).split([len(each) for each in weights])
@@ -214,8 +224,8 @@ def backward(
         if sums_rows:
             dbias = sum_rows(rows, biases[0].dtype) if dbias is None else dbias
             dbiases = dbias.split([len(each) for each in biases])
-    made = (*norm_gradients, *dweights, *dbiases)
-    return tuple(gradient if is_wanted else None for gradient, is_wanted in zip(made, wanted))
+    gradients = (*norm_gradients, *dweights, *dbiases)
+    return tuple(gradient if is_wanted else None for gradient, is_wanted in zip(gradients, wanted))
 
 
 def _dnormalized(
@@ -268,13 +278,13 @@ class _WeightProduct:
             values = kernels.forward(options, norm.operands, torch.float32)[0]
             rows = as_rows(values)
             if self.scale is None:
-                made = quantizers.quantize("input", rows, transpose=True)
+                quantized = quantizers.quantize("input", rows, transpose=True)
             else:
-                made = quantization.quantize(rows, self.scale, dtype, transpose=True)
-            return made.transposed, _transposed_scale_inv(made)
+                quantized = quantization.quantize(rows, self.scale, dtype, transpose=True)
+            return quantized.transposed, _transposed_scale_inv(quantized)
         norm = norm._replace(x=as_rows(norm.x))
-        made = kernels.quantize_again(options, norm, name_of(dtype), self.scale)
-        return made.transposed, made.scale_inv
+        quantized = kernels.quantize_again(options, norm, name_of(dtype), self.scale)
+        return quantized.transposed, quantized.scale_inv
 
     def __call__(self, dtype: torch.dtype) -> Tensor:
         """Rounded once to dtype, or in float32 where products do not come in dtype."""

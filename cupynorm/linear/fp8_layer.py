@@ -227,11 +227,11 @@ class Fp8Layer(torch.nn.Module):
             if cached.transposed is not None or not recorded:
                 return cached
         with torch.no_grad():
-            made = quantizers.quantize("weight", join(operands.weights), transpose=recorded)
-            made.dtype = call.options.dtype
+            quantized = quantizers.quantize("weight", join(operands.weights), transpose=recorded)
+            quantized.dtype = call.options.dtype
         if is_first is not None:
-            self._fp8_weight = quantizers.recipe, made
-        return made
+            self._fp8_weight = quantizers.recipe, quantized
+        return quantized
 
     # State.
 

@@ -172,8 +172,8 @@ def by_operator(call: RegionCall, operands: Operands, number: Tensor) -> tuple[T
 # Forward.
 
 
-def _run(*given: Any) -> tuple[Tensor, ...]:
-    arguments = _Arguments(*given)
+def _run(*values: Any) -> tuple[Tensor, ...]:
+    arguments = _Arguments(*values)
     operands, recorded = arguments.operands, arguments.recorded
     layer, region = _layer_of(arguments.layer), autocast.active()
     records = arguments.records and region is not None
@@ -204,8 +204,8 @@ def _run(*given: Any) -> tuple[Tensor, ...]:
     return tuple(y.new_empty(0) if each is None else each.contiguous() for each in results)
 
 
-def _run_without_memory(*given: Any) -> tuple[Tensor, ...]:
-    arguments = _Arguments(*given)
+def _run_without_memory(*values: Any) -> tuple[Tensor, ...]:
+    arguments = _Arguments(*values)
     recipe = autocast.recipe_of(arguments.recipe)
     input, keeps = arguments.input, arguments.save_normalized
     leading, in_features = input.shape[:-1], input.shape[-1]
@@ -248,7 +248,7 @@ def _save(ctx, inputs, output):
     ctx.save_for_backward(arguments.layer, *saved, *operands.all)
     ctx.set_materialize_grads(False)
     ctx.num_parts = len(operands.weights), len(operands.biases)
-    ctx.given = arguments.recipe, arguments.dtype, arguments.quantize_gradient
+    ctx.options = arguments.recipe, arguments.dtype, arguments.quantize_gradient
 
 
 def _differentiate(ctx, dy, dnormalized, *_):
@@ -260,7 +260,7 @@ def _differentiate(ctx, dy, dnormalized, *_):
     if dy is None:
         wants_parts = [False] * len(wants_parts)
     wanted = [*wants_norm, *wants_parts]
-    made = torch.ops.cupynorm.norm_linear_in_fp8_backward.default(
+    gradients = torch.ops.cupynorm.norm_linear_in_fp8_backward.default(
         dy,
         dnormalized,
         operands.input,
@@ -270,19 +270,19 @@ def _differentiate(ctx, dy, dnormalized, *_):
         operands.weights,
         operands.biases,
         layer,
-        *ctx.given,
+        *ctx.options,
         wanted,
     )
-    made = [gradient if is_wanted else None for gradient, is_wanted in zip(made, wanted)]
+    gradients = [gradient if is_wanted else None for gradient, is_wanted in zip(gradients, wanted)]
     rest = [None] * (len(ctx.needs_input_grad) - 5)
-    return *made[:3], made[3 : 3 + num_weights], made[3 + num_weights :], *rest
+    return *gradients[:3], gradients[3 : 3 + num_weights], gradients[3 + num_weights :], *rest
 
 
 # Backward.
 
 
-def _run_backward(*given: Any) -> list[Tensor]:
-    arguments = _BackwardArguments(*given)
+def _run_backward(*values: Any) -> list[Tensor]:
+    arguments = _BackwardArguments(*values)
     input, layer = arguments.input, _layer_of(arguments.layer)
     recipe = autocast.recipe_of(arguments.recipe)
     options = layer.linear_options(arguments.dtype)
@@ -298,8 +298,8 @@ def _run_backward(*given: Any) -> list[Tensor]:
             saved = saved._replace(scale=None)
         incoming = arguments.dy, arguments.dnormalized
         with outside_autocast(input):
-            made = fp8.backward(call, saved, arguments.operands, incoming, arguments.wanted)
-    return [input.new_empty(0) if each is None else _alone(each) for each in made]
+            gradients = fp8.backward(call, saved, arguments.operands, incoming, arguments.wanted)
+    return [input.new_empty(0) if each is None else _alone(each) for each in gradients]
 
 
 def _alone(tensor: Tensor) -> Tensor:
@@ -309,8 +309,8 @@ def _alone(tensor: Tensor) -> Tensor:
     return tensor.contiguous()
 
 
-def _run_backward_without_memory(*given: Any) -> list[Tensor]:
-    arguments = _BackwardArguments(*given)
+def _run_backward_without_memory(*values: Any) -> list[Tensor]:
+    arguments = _BackwardArguments(*values)
     input, _, *others = arguments.operands.all
     return [
         each.new_empty(each.shape) if is_wanted else input.new_empty(0)

@@ -205,8 +205,8 @@ class Projected(torch.autograd.Function):
                 weight = weight.to(ctx.options.dtype)
             saved = compute.Saved(norm, normalized, weight, weights, biases)
             wanted = ctx.needs_input_grad[3:]
-            made = compute.gradients(norms, ctx.options, saved, incoming, wanted, ctx.sink)
-        return None, None, None, *made
+            gradients = compute.gradients(norms, ctx.options, saved, incoming, wanted, ctx.sink)
+        return None, None, None, *gradients
 
 
 # Projected.apply without what it does for functorch's transforms, which do not come here.

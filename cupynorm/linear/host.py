@@ -17,14 +17,14 @@ def project(call: LinearCall, added: np.ndarray) -> np.ndarray:
     options, bias = call.options, biases[0] if biases else None
     dtype = arrays.dtype_name(added)
     num_rows = arrays.product(added.shape[:-1])
-    made = reference.norm_linear(
+    result = reference.norm_linear(
         _values(added, num_rows, added.shape[-1]),
         *(_values(each) for each in (norm_weight, norm_bias, weight, bias)),
         check_eps(options.eps, dtype, centered=options.centered),
         centered=options.centered,
         zero_centered_weight=options.zero_centered_weight,
     )
-    y = made.y.reshape(*added.shape[:-1], weight.shape[0])
+    y = result.y.reshape(*added.shape[:-1], weight.shape[0])
     return arrays.from_float64(y, dtype, added)
 
 
@@ -32,7 +32,7 @@ def gradients(call: LinearBackwardCall) -> list[np.ndarray]:
     """dx, dnorm_weight, dnorm_bias, dweight, dbias, whichever are requested."""
     x, weight, norm_weight, norm_bias = call.x, call.weight, call.norm_weight, call.norm_bias
     num_rows, in_features = arrays.product(x.shape[:-1]), x.shape[-1]
-    made = reference.norm_linear_backward(
+    results = reference.norm_linear_backward(
         _values(call.dy, num_rows, weight.shape[0]),
         _values(x, num_rows, in_features),
         _values(call.mean, num_rows),
@@ -48,10 +48,10 @@ def gradients(call: LinearBackwardCall) -> list[np.ndarray]:
     norm_dtype = dtype if norm_weight is None else arrays.dtype_name(norm_weight)
     norm_bias_dtype = norm_dtype if norm_bias is None else arrays.dtype_name(norm_bias)
     dtypes = (dtype, norm_dtype, norm_bias_dtype, weight_dtype, weight_dtype)
-    shapes = (x.shape, *(each.shape for each in made[1:]))
+    shapes = (x.shape, *(each.shape for each in results[1:]))
     return [
         arrays.from_float64(each.reshape(shape), dtype, x)
-        for each, shape, dtype in zip(made, shapes, dtypes)
+        for each, shape, dtype in zip(results, shapes, dtypes)
     ]
 
 

@@ -118,7 +118,7 @@ def backward(
     """
     if not options.has_norm:
         return dy.to(saved.x.dtype), None, None, saved.x.to(dy.dtype) if recomputes else None
-    made = route.backward(
+    gradients = route.backward(
         backward_request(
             options,
             dy,
@@ -129,7 +129,7 @@ def backward(
             overwrite_dy=spends_dy,
         )
     )
-    return *made[:3], made.y
+    return *gradients[:3], gradients.y
 
 
 def _dtype_of(parameter: Array | None) -> Any:
@@ -150,13 +150,13 @@ def forward_quantized(
     scale, amax: as of cupynorm.layer_norm.
     """
     asked, asked_options = forward_request(options, operands._replace(residual=None), None)
-    made, mean, rstd, *_ = route.forward(
+    quantized, mean, rstd, *_ = route.forward(
         ForwardRequest(
             asked._replace(scale=scale, amax=amax),
             asked_options._replace(quantization=quantization),
         )
     )
-    return made, mean, rstd
+    return quantized, mean, rstd
 
 
 def quantize_again(

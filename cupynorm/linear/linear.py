@@ -119,8 +119,8 @@ class Linear(GradientLayer, Fp8Layer, torch.nn.Linear):
         if modes.is_compiling() and (
             self._has_8_bit_weights() or self._needs_eager() or self._hands_gradients_on()
         ):
-            given = input, is_first_microbatch, fp8_output, fp8_grad
-            return modes.run_untraced(self.forward)(*given)
+            arguments = input, is_first_microbatch, fp8_output, fp8_grad
+            return modes.run_untraced(self.forward)(*arguments)
         region, quantized = self._region(), None
         if isinstance(input, QuantizedTensor):
             quantized, input = _unpacked(input, region)

@@ -56,11 +56,11 @@ def fp8_model_init(
     Raises TypeError for a recipe of another kind, or an argument that is not a bool; layers raise
     NotImplementedError for parameters_split, and TypeError for float64.
     """
-    given = {
+    switches = {
         "enabled": enabled,
         "preserve_high_precision_init_val": preserve_high_precision_init_val,
     }
-    for name, value in given.items():
+    for name, value in switches.items():
         if not isinstance(value, bool):
             raise TypeError(f"{name} is {value!r}; expected True or False")
     if recipe is not None and not isinstance(recipe, Recipe):

@@ -144,14 +144,14 @@ class LayerNormLinear(GradientLayer, Fp8Layer, NormLinearParameters):
         sm_margin: int | Mapping[str, int] = 0,
         reduce_norm_gradients: bool = False,
     ) -> None:
-        given = locals()
-        _check_choices(given)
+        arguments = locals()
+        _check_choices(arguments)
         launch_options(sm_margin)
         check_eps(eps, "float32", centered=normalization == "LayerNorm")
         _check_features(in_features=in_features, out_features=out_features)
         super().__init__()
         self.in_features, self.out_features, self.eps = in_features, out_features, eps
-        self._share(given)
+        self._share(arguments)
         self.normalization, self.zero_centered_gamma = normalization, zero_centered_gamma
         self.use_bias, self.return_bias = bias, return_bias
         self.return_layernorm_output = return_layernorm_output
@@ -174,12 +174,12 @@ class LayerNormLinear(GradientLayer, Fp8Layer, NormLinearParameters):
                 f"device is {str(device)!r}, but torch finds no GPU; expected device='cpu' here"
             ) from error
 
-    def _share(self, given: Mapping[str, Any]) -> None:
+    def _share(self, arguments: Mapping[str, Any]) -> None:
         """Takes the arguments of parallelism. The layer of parallel/module.py shares the work."""
-        if given["tp_size"] != 1 or given["tp_group"] is not None:
+        if arguments["tp_size"] != 1 or arguments["tp_group"] is not None:
             raise ValueError(
-                f"tp_size is {given['tp_size']}; expected 1: cupynorm.LayerNormLinear is the layer "
-                "of several ranks"
+                f"tp_size is {arguments['tp_size']}; expected 1, or cupynorm.LayerNormLinear, the "
+                "layer of several ranks"
             )
 
     # Calls.
@@ -338,23 +338,23 @@ def _any_requires_grad(weights: Sequence[Tensor], biases: Sequence[Tensor]) -> b
     return any(each.requires_grad for each in (*weights, *biases))
 
 
-def _check_choices(given: Mapping[str, Any]) -> None:
-    normalization, fused = given["normalization"], given["fused"]
+def _check_choices(arguments: Mapping[str, Any]) -> None:
+    normalization, fused = arguments["normalization"], arguments["fused"]
     if normalization not in NORMALIZATIONS:
         expected = " or ".join(map(repr, NORMALIZATIONS))
         raise ValueError(f"normalization is {normalization!r}; expected {expected}")
     if fused not in FUSED:
         raise ValueError(f"fused is {fused!r}; expected {expected_fused()}")
-    if fused is not None and given["return_layernorm_output"]:
+    if fused is not None and arguments["return_layernorm_output"]:
         raise ValueError(has_no_normalized("return_layernorm_output", fused))
-    dtype = given["params_dtype"]
+    dtype = arguments["params_dtype"]
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype in SUPPORTED):
         expected = ", ".join(sorted(map(str, SUPPORTED)))
         raise TypeError(f"params_dtype is {dtype!r}; expected {expected}, or None")
 
 
-def _check_features(**given: object) -> None:
-    for name, features in given.items():
+def _check_features(**features_by_name: object) -> None:
+    for name, features in features_by_name.items():
         if isinstance(features, bool) or not isinstance(features, numbers.Integral):
             raise TypeError(f"{name} is {features!r}; expected an int, 1 or more")
         if features < 1:

@@ -59,8 +59,8 @@ def _operator_gradients(
     recompute = recomputes and not torch.is_grad_enabled()
     request = backward_request(options, dy, saved, dsum, wanted=wanted, recompute=recompute)
     backward = operators.recomputing_norm_backward if recompute else operators.norm_backward
-    made = backward(request)
-    return *made[:3], made.y
+    gradients = backward(request)
+    return *gradients[:3], gradients.y
 
 
 def _formula_normalize(options: LinearOptions, operands: Operands) -> Tensor:
@@ -78,8 +78,10 @@ def _formula_gradients(
     x, mean, rstd, norm_weight, _ = saved
     shape, zero_centered = tuple(x.shape[-1:]), options.zero_centered_weight
     point = formulas.Saved(x, mean, rstd, norm_weight, shape, zero_centered)
-    made = formulas.gradients(dy, dsum, point)
-    return *(gradient if is_wanted else None for gradient, is_wanted in zip(made, wanted)), None
+    gradients = formulas.gradients(dy, dsum, point)
+    return *(
+        gradient if is_wanted else None for gradient, is_wanted in zip(gradients, wanted)
+    ), None
 
 
 def _torch_sum_rows(rows: Tensor, dtype: torch.dtype) -> Tensor:

@@ -38,7 +38,7 @@ def _gradients(call: LinearBackwardCall) -> list[Array | None]:
     if any(wanted):
         dnormalized = _dnormalized(call, rows, weight)
         recomputes = wants_weight and normalized is None
-        *norm_gradients, made = kernels.backward(
+        *norm_gradients, recomputed = kernels.backward(
             options,
             dnormalized,
             saved,
@@ -47,7 +47,7 @@ def _gradients(call: LinearBackwardCall) -> list[Array | None]:
             recomputes=recomputes,
             spends_dy=True,
         )
-        normalized = made if recomputes else normalized
+        normalized = recomputed if recomputes else normalized
     dweight = dbias = None
     if wants_weight:
         if normalized is None:
@@ -79,6 +79,6 @@ def _contiguous(array: Array) -> Array:
 
 def _repeated(bias: Array, num_rows: int) -> Array:
     """[num_rows, out_features], each row the bias: a product is added to it."""
-    made = type(bias)((num_rows, bias.shape[0]), bias.dtype)
-    cublas.bits(made)[...] = cublas.bits(_contiguous(bias))
-    return made
+    rows = type(bias)((num_rows, bias.shape[0]), bias.dtype)
+    cublas.bits(rows)[...] = cublas.bits(_contiguous(bias))
+    return rows

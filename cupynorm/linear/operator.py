@@ -125,8 +125,8 @@ def fits(operands: Operands) -> bool:
         return False
 
 
-def _run(*given: Any) -> tuple[Tensor, ...]:
-    arguments = _Arguments(*given)
+def _run(*values: Any) -> tuple[Tensor, ...]:
+    arguments = _Arguments(*values)
     operands, input = arguments.operands, arguments.input
     if not fits(operands):  # what torch.jit.trace recorded takes any tensors
         check(operands, arguments.fused, is_cast=True)
@@ -143,8 +143,8 @@ def _run(*given: Any) -> tuple[Tensor, ...]:
     )
 
 
-def _run_without_memory(*given: Any) -> tuple[Tensor, ...]:
-    arguments = _Arguments(*given)
+def _run_without_memory(*values: Any) -> tuple[Tensor, ...]:
+    arguments = _Arguments(*values)
     check(arguments.operands, arguments.fused, is_cast=True)
     input, dtype, compute_dtype = (
         arguments.input,
@@ -161,19 +161,19 @@ def _run_without_memory(*given: Any) -> tuple[Tensor, ...]:
     )
 
 
-def _run_by_torch_operations(*given: Any) -> tuple[Tensor, ...]:
-    arguments = _Arguments(*given)
+def _run_by_torch_operations(*values: Any) -> tuple[Tensor, ...]:
+    arguments = _Arguments(*values)
     operands, dtype, empty = arguments.operands, arguments.dtype, arguments.input.new_empty
     options = arguments.options(arguments.sm_margin)
-    made = decompositions.forward(forward_request(options, operands, dtype))
+    outputs = decompositions.forward(forward_request(options, operands, dtype))
     weight = torch.cat(list(operands.weights)).to(dtype)
     bias = torch.cat(list(operands.biases)).to(dtype) if operands.biases else None
     return (
-        functional.linear(made.y, weight, bias),
-        made.y if arguments.has_normalized else empty(0),
-        made.mean if arguments.centered else made.rstd.new_empty(0),
-        made.rstd,
-        empty(0) if operands.residual is None else made.sum,
+        functional.linear(outputs.y, weight, bias),
+        outputs.y if arguments.has_normalized else empty(0),
+        outputs.mean if arguments.centered else outputs.rstd.new_empty(0),
+        outputs.rstd,
+        empty(0) if operands.residual is None else outputs.sum,
     )
 
 
@@ -219,9 +219,9 @@ def _differentiate(ctx, dy, dnormalized, _dmean, _drstd, dsum):
         weight = (torch.cat(weights) if num_weights > 1 else weights[0]).to(ctx.options.dtype)
         saved = compute.Saved(norm, normalized, weight, weights, biases)
         incoming = compute.Incoming(dy, dnormalized, dsum)
-        made = compute.gradients(OPERATORS, ctx.options, saved, incoming, wanted)
-    dweights, dbiases = list(made[4 : 4 + num_weights]), list(made[4 + num_weights :])
-    return *made[:4], dweights, dbiases, *(None for _ in rest)
+        gradients = compute.gradients(OPERATORS, ctx.options, saved, incoming, wanted)
+    dweights, dbiases = list(gradients[4 : 4 + num_weights]), list(gradients[4 + num_weights :])
+    return *gradients[:4], dweights, dbiases, *(None for _ in rest)
 
 
 def each_of(wants: Any, number: int) -> list[bool]:

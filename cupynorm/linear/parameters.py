@@ -75,8 +75,8 @@ class NormLinearParameters(torch.nn.Module):
     def _random_state(self) -> Any:
         if self.get_rng_state_tracker is None:
             return contextlib.nullcontext()
-        given = () if self.rng_tracker_name is None else (self.rng_tracker_name,)
-        return self.get_rng_state_tracker().fork(*given)
+        names = () if self.rng_tracker_name is None else (self.rng_tracker_name,)
+        return self.get_rng_state_tracker().fork(*names)
 
     def _weights(self) -> list[Tensor]:
         return [getattr(self, name) for name in self.weight_names]
@@ -156,17 +156,17 @@ def _initialize(weight: Tensor) -> None:
 
 
 def _splits(
-    given: Sequence[str] | Mapping[str, int] | None, out_features: int
+    parameters: Sequence[str] | Mapping[str, int] | None, out_features: int
 ) -> tuple[list[str], list[int]]:
     """What precedes "weight" in the names of the parts, and the parts' sizes."""
-    if given is None:
+    if parameters is None:
         return [""], [out_features]
-    wrong = f"parameters_split is {given!r}"
-    if not isinstance(given, Sequence | Mapping):
+    wrong = f"parameters_split is {parameters!r}"
+    if not isinstance(parameters, Sequence | Mapping):
         raise TypeError(f"{wrong}; expected names, or a dict of names and sizes")
-    if not given:
+    if not parameters:
         raise ValueError(f"{wrong}; expected at least one name")
-    names = [given] if isinstance(given, str) else list(given)
+    names = [parameters] if isinstance(parameters, str) else list(parameters)
     if not all(isinstance(name, str) for name in names):
         raise TypeError(f"{wrong}; expected names, or a dict of names and sizes")
     stems = [name.rstrip("_") for name in names]
@@ -176,8 +176,8 @@ def _splits(
             f"{wrong}; expected names without a dot, which differ in more than underscores at "
             "their end, and none of which is layer_norm, the norm's"
         )
-    if isinstance(given, Mapping):
-        sizes = list(given.values())
+    if isinstance(parameters, Mapping):
+        sizes = list(parameters.values())
         if any(isinstance(size, bool) or not isinstance(size, int) or size < 0 for size in sizes):
             raise TypeError(f"{wrong}; expected sizes that are numbers of rows")
     else:

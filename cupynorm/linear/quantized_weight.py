@@ -46,11 +46,11 @@ class QuantizedWeight(Tensor):
     @staticmethod
     def __new__(cls, quantized: QuantizedTensor, recipe: Recipe) -> QuantizedWeight:
         data = quantized.data
-        made = Tensor._make_wrapper_subclass(
+        weight = Tensor._make_wrapper_subclass(
             cls, data.shape, dtype=quantized.dtype, device=data.device
         )
-        made.quantized, made.recipe, made._initial = quantized, recipe, None
-        return made
+        weight.quantized, weight.recipe, weight._initial = quantized, recipe, None
+        return weight
 
     @classmethod
     def of(cls, values: Tensor, recipe: Recipe) -> QuantizedWeight:
@@ -85,9 +85,9 @@ class QuantizedWeight(Tensor):
     def write(self, values: Tensor) -> None:
         """Quantises values, [out_features, in_features], in place, without another rounding."""
         values = values if values.dtype in _QUANTISED else values.float()
-        made = _quantize(values.to(self.device).expand(self.shape), self.recipe)
+        quantized = _quantize(values.to(self.device).expand(self.shape), self.recipe)
         for name, tensor in _tensors(self.quantized).items():
-            tensor.copy_(getattr(made, name))
+            tensor.copy_(getattr(quantized, name))
 
     def for_products(self, recipe: Recipe, *, transpose: bool) -> QuantizedTensor:
         """What a region of a recipe multiplies, without quantising.
@@ -149,16 +149,16 @@ class QuantizedWeight(Tensor):
         self, function: Callable[[Tensor], Tensor], dtype: torch.dtype | None = None
     ) -> QuantizedWeight:
         kept = self.quantized
-        made = {name: function(each) for name, each in _tensors(kept).items()}
+        mapped = {name: function(each) for name, each in _tensors(kept).items()}
         blocks = dtype or self.dtype, kept.block_rows, kept.block_cols
-        return QuantizedWeight(_join(made, blocks), self.recipe)
+        return QuantizedWeight(_join(mapped, blocks), self.recipe)
 
     def _copy(self, source: Tensor) -> QuantizedWeight:
         is_alike = isinstance(source, QuantizedWeight) and source.recipe == self.recipe
         if is_alike and source.shape == self.shape:
-            given = _tensors(source.quantized)
+            tensors = _tensors(source.quantized)
             for name, tensor in _tensors(self.quantized).items():
-                tensor.copy_(given[name])
+                tensor.copy_(tensors[name])
         else:
             self.write(_values(source))
         return self
@@ -188,9 +188,9 @@ class QuantizedWeight(Tensor):
 
     def __deepcopy__(self, memo: dict) -> QuantizedWeight:
         with torch.no_grad():
-            made = self.detach().clone()
-        memo[id(self)] = made = _like_parameter(made, self)
-        return made
+            copy = self.detach().clone()
+        memo[id(self)] = copy = _like_parameter(copy, self)
+        return copy
 
     def __reduce_ex__(self, protocol: int) -> Any:
         """Of plain tensors, so that torch.load(weights_only=True) opens it."""
@@ -214,11 +214,11 @@ def load_weight(
 ) -> QuantizedWeight:
     """What a QuantizedWeight is pickled as a call of."""
     options = {**options, "fp8_format": recipes.Format[options["fp8_format"]]}
-    made = QuantizedWeight(_join(tensors, blocks), getattr(recipes, recipe)(**options))
+    weight = QuantizedWeight(_join(tensors, blocks), getattr(recipes, recipe)(**options))
     requires_grad, is_parameter = flags
     if is_parameter:
-        return torch.nn.Parameter(made, requires_grad)
-    return made.requires_grad_(requires_grad)
+        return torch.nn.Parameter(weight, requires_grad)
+    return weight.requires_grad_(requires_grad)
 
 
 torch.serialization.add_safe_globals([load_weight])
@@ -233,11 +233,11 @@ class _View(Tensor):
 
     @staticmethod
     def __new__(cls, values: Tensor) -> _View:
-        made = Tensor._make_wrapper_subclass(
+        view = Tensor._make_wrapper_subclass(
             cls, values.shape, values.stride(), dtype=values.dtype, device=values.device
         )
-        made.values = values
-        return made
+        view.values = values
+        return view
 
     @classmethod
     def __torch_dispatch__(
@@ -261,22 +261,22 @@ class _Dequantized(torch.autograd.Function):
         return None if gradient is None else gradient.to(ctx.dtype), None
 
 
-def _values(given: Any) -> Any:
+def _values(argument: Any) -> Any:
     """What an operation reads: the values of this module's tensors."""
-    if isinstance(given, QuantizedWeight):
-        return given.quantized.dequantize(given.dtype)
-    return given.values if isinstance(given, _View) else given
+    if isinstance(argument, QuantizedWeight):
+        return argument.quantized.dequantize(argument.dtype)
+    return argument.values if isinstance(argument, _View) else argument
 
 
 def _by_values(function: Any, args: Sequence, kwargs: dict) -> Any:
     """An operation of torch on values. Those of weights that it writes to are quantised."""
     weights: list[tuple[QuantizedWeight, Tensor]] = []
 
-    def read(given: Any) -> Any:
-        values = next((values for weight, values in weights if weight is given), None)
-        values = _values(given) if values is None else values
-        if isinstance(given, QuantizedWeight):
-            weights.append((given, values))
+    def read(argument: Any) -> Any:
+        values = next((values for weight, values in weights if weight is argument), None)
+        values = _values(argument) if values is None else values
+        if isinstance(argument, QuantizedWeight):
+            weights.append((argument, values))
         return values
 
     written = _written(function, args, kwargs)
@@ -286,19 +286,19 @@ def _by_values(function: Any, args: Sequence, kwargs: dict) -> Any:
             "write to all of it, such as weight.copy_(values)"
         )
     plain_args, plain_kwargs = tree_map(read, (tuple(args), kwargs))
-    made = function(*plain_args, **plain_kwargs)
+    result = function(*plain_args, **plain_kwargs)
     is_view = any(
         each.alias_info is not None and not each.alias_info.is_write
         for each in function._schema.returns
     )
     if is_view:
-        return tree_map(lambda each: _View(each) if isinstance(each, Tensor) else each, made)
+        return tree_map(lambda each: _View(each) if isinstance(each, Tensor) else each, result)
     for weight in written:
         values = next((values for each, values in weights if each is weight), None)
         if values is not None:
             weight.write(values)
-            made = weight if made is values else made
-    return made
+            result = weight if result is values else result
+    return result
 
 
 def _written(function: Any, args: Sequence, kwargs: dict) -> list[Any]:
@@ -306,8 +306,8 @@ def _written(function: Any, args: Sequence, kwargs: dict) -> list[Any]:
     found = []
     for at, argument in enumerate(function._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
-            given = args[at] if at < len(args) else kwargs.get(argument.name)
-            found += given if isinstance(given, list | tuple) else [given]
+            value = args[at] if at < len(args) else kwargs.get(argument.name)
+            found += value if isinstance(value, list | tuple) else [value]
     return found
 
 
@@ -379,13 +379,13 @@ def _scales_of(recipe: Recipe) -> str:
     return "one scale"
 
 
-def _like_parameter(made: QuantizedWeight, like: QuantizedWeight) -> QuantizedWeight:
+def _like_parameter(weight: QuantizedWeight, like: QuantizedWeight) -> QuantizedWeight:
     if isinstance(like, torch.nn.Parameter):
-        made = torch.nn.Parameter(made, like.requires_grad)
+        weight = torch.nn.Parameter(weight, like.requires_grad)
     else:
-        made.requires_grad_(like.requires_grad)
-    made._initial = like._initial
-    return made
+        weight.requires_grad_(like.requires_grad)
+    weight._initial = like._initial
+    return weight
 
 
 _keeps_8_bits = False  # inside of Module._apply

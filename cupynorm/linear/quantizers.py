@@ -64,9 +64,9 @@ class Quantizers:
 
     def of_ended_backward(self, scale: Tensor) -> Quantizers:
         """With the scale of the backward's tensors as it was, whose amaxes have been recorded."""
-        made = Quantizers(self.recipe, self.states, self.is_recorded, self.scale)
-        made.gradient_scale = scale
-        return made
+        quantizers = Quantizers(self.recipe, self.states, self.is_recorded, self.scale)
+        quantizers.gradient_scale = scale
+        return quantizers
 
     def dtype(self, name: str) -> torch.dtype:
         return self.recipe.fp8_format.value[name in BACKWARD]
@@ -84,7 +84,7 @@ class Quantizers:
         scale = state.scale if self.scale is None else self.scale
         return Delayed(scale[at : at + 1], state.amax(at) if self.is_recorded else None)
 
-    def scale_to_keep(self, name: str, made: QuantizedTensor) -> Tensor | None:
+    def scale_to_keep(self, name: str, quantized: QuantizedTensor) -> Tensor | None:
         """A copy of the scale of `made`, to quantise it again in backward, after the step's end.
 
         None for blocks. A current scale is the inverse of its inverse, which may differ in the last
@@ -95,7 +95,7 @@ class Quantizers:
         delayed = self.delayed(name)
         if delayed is not None:
             return delayed.value.clone()
-        return (1.0 / made.scale_inv).clamp(max=LARGEST_FLOAT32)
+        return (1.0 / quantized.scale_inv).clamp(max=LARGEST_FLOAT32)
 
     @property
     def rule(self) -> quantization.Rule | None:
@@ -123,16 +123,16 @@ class Quantizers:
     ) -> tuple[Quantization, Tensor | None, Tensor | None]:
         """How the norm's kernel quantises the normalised tensor, and its scale and amax if they are
         given; not for scales of blocks."""
-        made = Quantization(name_of(self.dtype("input")), transpose=transpose)
+        quantization = Quantization(name_of(self.dtype("input")), transpose=transpose)
         delayed, recipe = self.delayed("input"), self.recipe
         if delayed is not None:
-            return made, delayed.value, delayed.amax
-        made = made._replace(
+            return quantization, delayed.value, delayed.amax
+        quantization = quantization._replace(
             scaling="tensor",
             power_of_two=recipe.power_of_two,
             smallest_amax=recipe.amax_epsilon,
         )
-        return made, None, None
+        return quantization, None, None
 
     def record(self, name: str, x: Tensor) -> None:
         """Records the amax of a matrix that is not quantised, for DelayedScaling."""
@@ -171,8 +171,8 @@ class Quantizers:
             transposed, scale_inv = quantization.transpose_data(rows.data), None
         else:
             values = rows.dequantize(torch.float32)
-            made = self.quantize("input", values, transpose=True)
-            transposed, scale_inv = made.transposed, made.transposed_scale_inv
+            quantized = self.quantize("input", values, transpose=True)
+            transposed, scale_inv = quantized.transposed, quantized.transposed_scale_inv
         return QuantizedTensor(
             rows.data,
             rows.scale_inv,
@@ -199,31 +199,31 @@ class Quantizers:
         )
 
 
-def fits(made: QuantizedTensor, recipe: Recipe) -> bool:
+def fits(quantized: QuantizedTensor, recipe: Recipe) -> bool:
     """Whether a recipe can multiply what was quantised elsewhere, as an input."""
-    if not arrays.is_torch(made.data) or made.data.dtype != recipe.fp8_format.value[0]:
+    if not arrays.is_torch(quantized.data) or quantized.data.dtype != recipe.fp8_format.value[0]:
         return False
     if not isinstance(recipe, IN_BLOCKS):
-        return made.block_rows is None
+        return quantized.block_rows is None
     is_mx = isinstance(recipe, MXFP8BlockScaling)
     return (
-        (made.block_rows, made.block_cols) == (1, MX_BLOCK_SIZE if is_mx else BLOCK_SIZE)
-        and made.scale_inv.dtype == (torch.uint8 if is_mx else torch.float32)
-        and made.scale_inv.shape[:-1] == made.data.shape[:-1]
+        (quantized.block_rows, quantized.block_cols) == (1, MX_BLOCK_SIZE if is_mx else BLOCK_SIZE)
+        and quantized.scale_inv.dtype == (torch.uint8 if is_mx else torch.float32)
+        and quantized.scale_inv.shape[:-1] == quantized.data.shape[:-1]
     )
 
 
-def as_matrix(made: QuantizedTensor) -> QuantizedTensor:
+def as_matrix(quantized: QuantizedTensor) -> QuantizedTensor:
     """An input that fits, as rows."""
-    scale_inv = made.scale_inv
+    scale_inv = quantized.scale_inv
     return QuantizedTensor(
-        as_rows(made.data),
-        scale_inv if made.block_rows is None else as_rows(scale_inv),
-        made.dtype,
-        transposed=made.transposed,
-        transposed_scale_inv=made.transposed_scale_inv,
-        block_rows=made.block_rows,
-        block_cols=made.block_cols,
+        as_rows(quantized.data),
+        scale_inv if quantized.block_rows is None else as_rows(scale_inv),
+        quantized.dtype,
+        transposed=quantized.transposed,
+        transposed_scale_inv=quantized.transposed_scale_inv,
+        block_rows=quantized.block_rows,
+        block_cols=quantized.block_cols,
     )
 
 

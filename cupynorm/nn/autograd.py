@@ -74,9 +74,9 @@ def normalize(
     arithmetic is float32 anyway, only the last rounding is left out, and every gradient has the
     dtype of its tensor.
     """
-    made = repeat(*request)
-    if made is not None:
-        y, added = made
+    repeated_result = repeat(*request)
+    if repeated_result is not None:
+        y, added = repeated_result
         return y, None, added
     operands, options = asked = request
     if options.out_dtype is None and operands.out is None and _is_cuda_autocast():
@@ -131,15 +131,15 @@ def repeat(operands: tuple, options: tuple) -> tuple[torch.Tensor, torch.Tensor]
 
 def _run(prepared: Any, operands: tuple, recorded: bool) -> tuple:
     """What normalize returns."""
-    made = prepared.run(operands)
+    results = prepared.run(operands)
     if not recorded:
-        y, _, _, added, y1, _ = made
+        y, _, _, added, y1, _ = results
         return y, y1, added
-    outputs = _apply((prepared, operands, made), *prepared.read_differentiable(operands))
+    outputs = _apply((prepared, operands, results), *prepared.read_differentiable(operands))
     y, y1, added = prepared.split_outputs(outputs)
     if prepared.options.quantization is not None:
-        made[0].attach(partial(_PassingGradients.apply, y))
-        y = made[0]
+        results[0].attach(partial(_PassingGradients.apply, y))
+        y = results[0]
     return y, y1, operands[0] if added is None else added
 
 
@@ -283,8 +283,8 @@ def _transformed(request: ForwardRequest) -> tuple:
         )
 
         def compute(x):
-            made = operators.norm_forward(ForwardRequest(ForwardOperands(x), alone))
-            return made[0], made[2]
+            results = operators.norm_forward(ForwardRequest(ForwardOperands(x), alone))
+            return results[0], results[2]
 
         x_hat, _ = formulas.Normalized.apply(added, num_dims, options.centered, compute)
     y = x_hat * formulas.scale(operands.weight, options.zero_centered_weight, dtype)
@@ -305,14 +305,14 @@ class _Norm(torch.autograd.Function):
     @staticmethod
     def forward(ctx, call, *tensors):
         """call: a prepared forward, its operands, and what its run returned."""
-        prepared, operands, made = call
+        prepared, operands, results = call
         ctx.prepared = prepared
         ctx.set_materialize_grads(False)
         # Backward needs no row but the normalised one: the input, or the sum that is returned.
-        y, mean, rstd, added, _, seed = made
+        y, mean, rstd, added, _, seed = results
         if prepared.is_plain:
             ctx.save_for_backward(added, mean, rstd, weight_of(operands))
-            return prepared.pick_outputs(made)
+            return prepared.pick_outputs(results)
         operands = ForwardOperands._make(operands)
         options = prepared.options
         kept = (y, None) if options.memory_efficient else (added, mean)
@@ -324,8 +324,8 @@ class _Norm(torch.autograd.Function):
         ctx.save_for_backward(*kept, rstd, *parameters)
         if options.quantization is not None:
             # 8-bit floats take no gradient: a tensor of y's shape without its memory takes it.
-            made = (added.new_empty(1).expand(added.shape), *made[1:])
-        return prepared.pick_outputs(made)
+            results = (added.new_empty(1).expand(added.shape), *results[1:])
+        return prepared.pick_outputs(results)
 
     @staticmethod
     def backward(ctx, *upstream):
@@ -384,10 +384,10 @@ def _wanted(ctx) -> tuple[bool, ...]:
 
 def _fused_gradients(ctx, dy, dy1, dsum) -> tuple:
     """As _plain_gradients."""
-    given = next((each for each in (dy, dy1, dsum) if each is not None), None)
-    if given is None:
+    first_present = next((each for each in (dy, dy1, dsum) if each is not None), None)
+    if first_present is None:
         return (None,) * len(ctx.needs_input_grad)
-    if is_transformed() or is_mapped(given):
+    if is_transformed() or is_mapped(first_present):
         raise NotImplementedError(
             f"the gradient of a call with {_FUSED} was asked for in a batch or in forward mode; "
             "expected one gradient at a time"
@@ -400,10 +400,10 @@ def _fused_gradients(ctx, dy, dy1, dsum) -> tuple:
         forward.backward, saved, (dy, dy1, dsum), forward.bias1_dtype, _wanted(ctx)
     )
     if torch.is_grad_enabled():  # create_graph=True
-        made = fused_operators.fused_norm_backward(*asked)
+        by_name = fused_operators.fused_norm_backward(*asked)
     else:
-        made = route.backward_of_two(*asked)
-    gradients = [getattr(made, name) for name in fused_operators.GRADIENTS]
+        by_name = route.backward_of_two(*asked)
+    gradients = [getattr(by_name, name) for name in fused_operators.GRADIENTS]
     return forward.pick_gradients((*gradients, None))
 
 

@@ -134,7 +134,7 @@ def _register_once() -> None:
         known[operator] = replace(known[operator], static_argnum=static_argnum)
 
 
-def _shardings(operator, *given) -> list[tuple[list, list]]:
+def _shardings(operator, *arguments_given) -> list[tuple[list, list]]:
     """How an operator may be split along one dimension of a mesh.
 
     Returns pairs of lists: placements of the results, and of the arguments (None for those that are
@@ -142,24 +142,26 @@ def _shardings(operator, *given) -> list[tuple[list, list]]:
     """
     from torch.distributed.tensor import Partial, Replicate, Shard
 
-    arguments = dict(zip((argument.name for argument in operator._schema.arguments), given))
+    arguments = dict(
+        zip((argument.name for argument in operator._schema.arguments), arguments_given)
+    )
     results = [result.name for result in operator._schema.returns]
     if operator is torch.ops.cupynorm.norm_forward.default:
-        made = {"y": True, "mean": arguments["centered"], "rstd": True}
-        made["sum"] = arguments["residual"] is not None
+        has_shards = {"y": True, "mean": arguments["centered"], "rstd": True}
+        has_shards["sum"] = arguments["residual"] is not None
     else:
-        made = dict(zip(results, arguments["wanted"]))
+        has_shards = dict(zip(results, arguments["wanted"]))
 
     def split(rows, sums):
         placements = dict.fromkeys(_BY_ROW, rows) | dict.fromkeys(_SUMS, sums)
         return (
-            [placements[name] if made[name] else Replicate() for name in results],
+            [placements[name] if has_shards[name] else Replicate() for name in results],
             [
                 placements.get(name, Replicate()) if hasattr(value, "placements") else None
                 for name, value in arguments.items()
             ],
         )
 
-    num_leading = given[0].ndim - len(arguments["normalized_shape"])
+    num_leading = arguments_given[0].ndim - len(arguments["normalized_shape"])
     by_rows = [split(Shard(dim), Partial()) for dim in range(num_leading)]
     return [split(Replicate(), Replicate()), *by_rows]

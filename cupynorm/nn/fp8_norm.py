@@ -78,10 +78,10 @@ class Fp8Norm(torch.nn.Module):
         if not states:
             self._fp8_scales = None
             return
-        given = ", ".join(f"{name} of {len(scale)}" for name, (scale, _) in states.items())
-        if given != "y of 1":
+        described = ", ".join(f"{name} of {len(scale)}" for name, (scale, _) in states.items())
+        if described != "y of 1":
             raise ValueError(
-                f"the fp8 state is of {given} tensors; expected that of a norm, y of 1"
+                f"the fp8 state is of {described} tensors; expected that of a norm, y of 1"
             )
         ((scale, amax_history),) = states.values()
         if self._fp8_scales is None:
@@ -161,7 +161,7 @@ class Fp8Norm(torch.nn.Module):
         """
         recipe, recorded = region.recipe, torch.is_grad_enabled()
         dtype = recipe.fp8_format.value[0]
-        made = Quantization(name_of(dtype), transpose=recorded)
+        quantization = Quantization(name_of(dtype), transpose=recorded)
         is_delayed = isinstance(recipe, DelayedScaling)
         has_amaxes = past is not None and past.has_amaxes
         records = records and is_delayed and not has_amaxes and autocast.active() is not None
@@ -178,16 +178,18 @@ class Fp8Norm(torch.nn.Module):
             region, is_recorded=recorded, has_amaxes=records or has_amaxes, scale=scale
         )
         if isinstance(recipe, CurrentScaling):
-            made = made._replace(
+            quantization = quantization._replace(
                 scaling="tensor",
                 power_of_two=recipe.power_of_two,
                 smallest_amax=recipe.amax_epsilon,
             )
-            return made, None, None
+            return quantization, None, None
         if isinstance(recipe, MXFP8BlockScaling):
-            return made._replace(scaling="mx", transpose=False), None, None
+            return quantization._replace(scaling="mx", transpose=False), None, None
         if isinstance(recipe, BlockScaling):
             power_of_two = recipe.power_of_two
-            made = made._replace(scaling="block", power_of_two=power_of_two, transpose=False)
-            return made, None, None
-        return made, scale, scales.amax(0) if records else None
+            quantization = quantization._replace(
+                scaling="block", power_of_two=power_of_two, transpose=False
+            )
+            return quantization, None, None
+        return quantization, scale, scales.amax(0) if records else None

@@ -72,44 +72,44 @@ _Forward = arguments_of(_functor_norm_forward)
 _Backward = arguments_of(_functor_norm_backward)
 
 
-def _functors(given: Any) -> Functors:
-    return bind_all(from_text(given.load, given.store), given.arrays, given.numbers)
+def _functors(call: Any) -> Functors:
+    return bind_all(from_text(call.load, call.store), call.arrays, call.numbers)
 
 
-def _request(given: Any) -> ForwardRequest:
-    return fused_request(given, {"functors": _functors(given)}, {})
+def _request(call: Any) -> ForwardRequest:
+    return fused_request(call, {"functors": _functors(call)}, {})
 
 
 def _forward(*arguments):
-    given = _Forward(*arguments)
-    request = _request(given)
+    call = _Forward(*arguments)
+    request = _request(call)
     y, mean, rstd, added, _, _ = route.forward(request)
     # An operator returns tensors, and none that it was given.
-    mean = mean if given.centered else rstd.new_empty(0)
-    return y, mean, rstd, added if has_sum(request) else given.input.new_empty(0)
+    mean = mean if call.centered else rstd.new_empty(0)
+    return y, mean, rstd, added if has_sum(request) else call.input.new_empty(0)
 
 
 def _forward_without_memory(*arguments):
-    given = _Forward(*arguments)
-    return outputs_without_memory(given, _request(given))
+    call = _Forward(*arguments)
+    return outputs_without_memory(call, _request(call))
 
 
 def _save_forward(ctx, inputs, output):
-    given = _Forward(*inputs)
-    functors = _functors(given)
+    call = _Forward(*inputs)
+    functors = _functors(call)
     check_differentiable(functors)
     _, mean, rstd, added = output
-    is_stored = has_sum(_request(given))
+    is_stored = has_sum(_request(call))
     ctx.mark_non_differentiable(mean, rstd, *(() if is_stored else (added,)))
-    raw = given.input if is_stored and functors.load is not None else None
-    x = added if is_stored else given.input
-    mean = mean if given.centered else None
-    parameters = (given.weight, given.bias, given.row_scale, given.dropout_seed)
-    ctx.save_for_backward(raw, x, mean, rstd, *parameters, *given.arrays)
+    raw = call.input if is_stored and functors.load is not None else None
+    x = added if is_stored else call.input
+    mean = mean if call.centered else None
+    parameters = (call.weight, call.bias, call.row_scale, call.dropout_seed)
+    ctx.save_for_backward(raw, x, mean, rstd, *parameters, *call.arrays)
     ctx.set_materialize_grads(False)
-    ctx.given = given._replace(
-        input=given.input.dtype,
-        residual=None if given.residual is None else given.residual.dtype,
+    ctx.call = call._replace(
+        input=call.input.dtype,
+        residual=None if call.residual is None else call.residual.dtype,
         **dict.fromkeys(("weight", "bias", "row_scale", "dropout_seed", "arrays")),
     )
 
@@ -120,14 +120,14 @@ def _differentiate_forward(ctx, dy, _dmean, _drstd, dsum):
     wants = ctx.needs_input_grad
     wanted_arrays = list(wants[6])
     nothing = (*(None for _ in wants[:6]), [None for _ in wanted_arrays])
-    rest = (None, None, None if ctx.given.numbers else [], *(None for _ in wants[10:]))
+    rest = (None, None, None if ctx.call.numbers else [], *(None for _ in wants[10:]))
     if dy is None and dsum is None:
         return *nothing, *rest
     raw, x, mean, rstd, weight, bias, row_scale, seed, *arrays = ctx.saved_tensors
-    given = ctx.given
+    call = ctx.call
     if dy is None:
         dy = torch.zeros_like(x)
-    *made, of_arrays = _functor_norm_backward(
+    *of_tensors, of_arrays = _functor_norm_backward(
         dy,
         raw,
         x,
@@ -139,21 +139,21 @@ def _differentiate_forward(ctx, dy, _dmean, _drstd, dsum):
         row_scale,
         seed,
         arrays,
-        given.load,
-        given.store,
-        given.numbers,
-        given.normalized_shape,
+        call.load,
+        call.store,
+        call.numbers,
+        call.normalized_shape,
         list(wants[:4]),
         wanted_arrays,
-        given.centered,
-        given.zero_centered_weight,
-        given.input,
-        given.residual,
-        given.dropout_p,
-        given.backward_sm_margin,
-        given.strategy,
+        call.centered,
+        call.zero_centered_weight,
+        call.input,
+        call.residual,
+        call.dropout_p,
+        call.backward_sm_margin,
+        call.strategy,
     )
-    gradients = tuple(each if is_wanted else None for each, is_wanted in zip(made, wants))
+    gradients = tuple(each if is_wanted else None for each, is_wanted in zip(of_tensors, wants))
     of_arrays = [each if wanted else None for each, wanted in zip(of_arrays, wanted_arrays)]
     return *gradients, None, None, of_arrays, *rest
 
@@ -163,60 +163,60 @@ def _names(functors: Functors, wanted: list[bool]) -> tuple[str, ...]:
 
 
 def _backward(*arguments):
-    given = _Backward(*arguments)
-    functors = _functors(given)
-    names = [name for name, wanted in zip(_GRADIENTS, given.wanted) if wanted]
+    call = _Backward(*arguments)
+    functors = _functors(call)
+    names = [name for name, wanted in zip(_GRADIENTS, call.wanted) if wanted]
     options = BackwardOptions(
-        given.centered,
-        tuple(given.normalized_shape),
-        given.zero_centered_weight,
+        call.centered,
+        tuple(call.normalized_shape),
+        call.zero_centered_weight,
         # The kernel that writes dx also writes the gradients of the arrays.
         tuple(dict.fromkeys(["dx", *names])),
-        given.dx_dtype,
+        call.dx_dtype,
         None,
-        None if given.bias is None else given.bias.dtype,
-        given.dresidual_dtype,
-        given.dropout_p,
-        functor_gradients=_names(functors, given.wanted_arrays),
-        launch=Options(given.strategy, sm_margin=given.sm_margin),
+        None if call.bias is None else call.bias.dtype,
+        call.dresidual_dtype,
+        call.dropout_p,
+        functor_gradients=_names(functors, call.wanted_arrays),
+        launch=Options(call.strategy, sm_margin=call.sm_margin),
     )
     operands = BackwardOperands(
-        given.dy,
-        given.x,
-        given.mean,
-        given.rstd,
-        given.weight,
-        given.dsum,
-        given.bias,
-        given.row_scale,
-        given.dropout_seed,
-        input=given.input,
+        call.dy,
+        call.x,
+        call.mean,
+        call.rstd,
+        call.weight,
+        call.dsum,
+        call.bias,
+        call.row_scale,
+        call.dropout_seed,
+        input=call.input,
         functors=functors,
     )
-    made = route.backward(BackwardRequest(operands, options))
-    dx, dweight, dbias, dresidual = made[:4]
+    results = route.backward(BackwardRequest(operands, options))
+    dx, dweight, dbias, dresidual = results[:4]
     if dresidual is not None and dresidual is dx:
         dresidual = dx.clone()  # an operator returns no tensor twice
-    gradients = or_empty(given.x, (dx if given.wanted[0] else None, dweight, dbias, dresidual))
-    of_arrays = iter(made.functors)
-    empty = given.x.new_empty
-    return *gradients, [next(of_arrays) if wanted else empty(0) for wanted in given.wanted_arrays]
+    gradients = or_empty(call.x, (dx if call.wanted[0] else None, dweight, dbias, dresidual))
+    of_arrays = iter(results.functors)
+    empty = call.x.new_empty
+    return *gradients, [next(of_arrays) if wanted else empty(0) for wanted in call.wanted_arrays]
 
 
 def _backward_without_memory(*arguments):
-    given = _Backward(*arguments)
-    x, extents, empty = given.x, given.normalized_shape, given.x.new_empty
-    of_weight = x.dtype if given.weight is None else given.weight.dtype
+    call = _Backward(*arguments)
+    x, extents, empty = call.x, call.normalized_shape, call.x.new_empty
+    of_weight = x.dtype if call.weight is None else call.weight.dtype
     shapes = (x.shape, extents, extents, x.shape)
-    of_bias = of_weight if given.bias is None else given.bias.dtype
-    dtypes = (given.dx_dtype, of_weight, of_bias, given.dresidual_dtype or x.dtype)
+    of_bias = of_weight if call.bias is None else call.bias.dtype
+    dtypes = (call.dx_dtype, of_weight, of_bias, call.dresidual_dtype or x.dtype)
     gradients = [
         empty(shape, dtype=dtype) if wanted else empty(0)
-        for shape, dtype, wanted in zip(shapes, dtypes, given.wanted)
+        for shape, dtype, wanted in zip(shapes, dtypes, call.wanted)
     ]
     of_arrays = [
         torch.empty_like(each, memory_format=torch.contiguous_format) if wanted else empty(0)
-        for each, wanted in zip(given.arrays, given.wanted_arrays)
+        for each, wanted in zip(call.arrays, call.wanted_arrays)
     ]
     return *gradients, of_arrays
 

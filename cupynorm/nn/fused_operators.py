@@ -74,7 +74,7 @@ def fused_norm_backward(request: BackwardRequest, second: SecondGradient) -> Fus
     """As route.backward_of_two, by the operator."""
     operands, options = request
     wanted = [name in options.gradients for name in FusedBackward._fields]
-    made = _fused_norm_backward(
+    gradients = _fused_norm_backward(
         operands.dy,
         second.dy,
         operands.x,
@@ -99,7 +99,9 @@ def fused_norm_backward(request: BackwardRequest, second: SecondGradient) -> Fus
         options.launch.of("backward").sm_margin,
         options.launch.strategy,
     )
-    return FusedBackward(*(each if is_wanted else None for each, is_wanted in zip(made, wanted)))
+    return FusedBackward(
+        *(each if is_wanted else None for each, is_wanted in zip(gradients, wanted))
+    )
 
 
 def seed_tensor(x: Tensor, seed: object, dropout_p: float) -> Tensor | None:
@@ -122,46 +124,46 @@ FusedNormForward = arguments_of(_fused_norm_forward)
 _FusedNormBackward = arguments_of(_fused_norm_backward)
 
 
-def fused_request(given: Any, operands: Mapping, options: Mapping) -> ForwardRequest:
-    """given: the arguments of an operator. operands, options: those that it alone has."""
-    own_operands, own_options = forward_request(given)
-    row_scale, seed = given.row_scale, given.dropout_seed
+def fused_request(call: Any, operands: Mapping, options: Mapping) -> ForwardRequest:
+    """call: the arguments of an operator. operands, options: those that it alone has."""
+    own_operands, own_options = forward_request(call)
+    row_scale, seed = call.row_scale, call.dropout_seed
     own_operands = own_operands._replace(row_scale=row_scale, dropout_seed=seed, **operands)
-    dtype, dropout_p = given.residual_dtype, given.dropout_p
+    dtype, dropout_p = call.residual_dtype, call.dropout_p
     own_options = own_options._replace(residual_dtype=dtype, dropout_p=dropout_p, **options)
     return complete(ForwardRequest(own_operands, own_options))
 
 
-def outputs_without_memory(given: Any, request: ForwardRequest) -> tuple[Tensor, ...]:
+def outputs_without_memory(call: Any, request: ForwardRequest) -> tuple[Tensor, ...]:
     """y, mean, rstd and the sum of an operator's arguments, as their shapes and dtypes."""
-    options, x = check_forward(request).options, given.input
-    leading = x.shape[: -len(given.normalized_shape)]
+    options, x = check_forward(request).options, call.input
+    leading = x.shape[: -len(call.normalized_shape)]
     y_dtype, sum_dtype = (
         getattr(torch, name) for name in (options.out_dtype, options.residual_dtype)
     )
     dtype = torch.promote_types(sum_dtype, torch.float32)
     return (
         x.new_empty(x.shape, dtype=y_dtype),
-        x.new_empty(leading if given.centered else 0, dtype=dtype),
+        x.new_empty(leading if call.centered else 0, dtype=dtype),
         x.new_empty(leading, dtype=dtype),
         x.new_empty(x.shape, dtype=sum_dtype) if has_sum(request) else x.new_empty(0),
     )
 
 
-def _request(given: Any) -> ForwardRequest:
-    second = {"weight1": given.weight1, "bias1": given.bias1}
-    flags = {"round_x_hat": given.round_x_hat, "memory_efficient": given.memory_efficient}
-    return fused_request(given, second, flags)
+def _request(call: Any) -> ForwardRequest:
+    second = {"weight1": call.weight1, "bias1": call.bias1}
+    flags = {"round_x_hat": call.round_x_hat, "memory_efficient": call.memory_efficient}
+    return fused_request(call, second, flags)
 
 
 def _fused_forward(*arguments):
-    given = FusedNormForward(*arguments)
-    request = _request(given)
+    call = FusedNormForward(*arguments)
+    request = _request(call)
     y, mean, rstd, added, y1, _ = route.forward(request)
-    empty = given.input.new_empty
+    empty = call.input.new_empty
     return (
         y,
-        mean if given.centered else rstd.new_empty(0),
+        mean if call.centered else rstd.new_empty(0),
         rstd,
         added if has_sum(request) else empty(0),
         empty(0) if y1 is None else y1,
@@ -169,56 +171,56 @@ def _fused_forward(*arguments):
 
 
 def _fused_forward_without_memory(*arguments):
-    given = FusedNormForward(*arguments)
-    y, *others = outputs_without_memory(given, _request(given))
-    has_second = given.weight1 is not None or given.bias1 is not None
-    return y, *others, torch.empty_like(y) if has_second else given.input.new_empty(0)
+    call = FusedNormForward(*arguments)
+    y, *others = outputs_without_memory(call, _request(call))
+    has_second = call.weight1 is not None or call.bias1 is not None
+    return y, *others, torch.empty_like(y) if has_second else call.input.new_empty(0)
 
 
 def _fused_forward_of_torch_operations(*arguments):
-    given = FusedNormForward(*arguments)
-    request = _request(given)
-    made = decompositions.forward(request)
-    empty = given.input.new_empty
+    call = FusedNormForward(*arguments)
+    request = _request(call)
+    results = decompositions.forward(request)
+    empty = call.input.new_empty
     return (
-        made.y,
-        made.mean if given.centered else made.rstd.new_empty(0),
-        made.rstd,
-        made.sum if has_sum(request) else empty(0),
-        empty(0) if made.y1 is None else made.y1,
+        results.y,
+        results.mean if call.centered else results.rstd.new_empty(0),
+        results.rstd,
+        results.sum if has_sum(request) else empty(0),
+        empty(0) if results.y1 is None else results.y1,
     )
 
 
 def _save_fused_forward(ctx, inputs, output):
-    given = FusedNormForward(*inputs)
+    call = FusedNormForward(*inputs)
     y, mean, rstd, added, y1 = output
-    is_stored = has_sum(_request(given))
-    has_second = given.weight1 is not None or given.bias1 is not None
+    is_stored = has_sum(_request(call))
+    has_second = call.weight1 is not None or call.bias1 is not None
     unused = (*(() if is_stored else (added,)), *(() if has_second else (y1,)))
     ctx.mark_non_differentiable(mean, rstd, *unused)
-    kept = (added if is_stored else given.input, mean if given.centered else None)
-    if given.memory_efficient:
+    kept = (added if is_stored else call.input, mean if call.centered else None)
+    if call.memory_efficient:
         kept = (y, None)
-    bias = given.bias if given.memory_efficient else None
+    bias = call.bias if call.memory_efficient else None
     ctx.save_for_backward(
-        *kept, rstd, given.weight, given.weight1, given.row_scale, given.dropout_seed, bias
+        *kept, rstd, call.weight, call.weight1, call.row_scale, call.dropout_seed, bias
     )
     ctx.set_materialize_grads(False)
 
     def dtype_of(tensor):
         return None if tensor is None else tensor.dtype
 
-    ctx.dbias1_dtype = dtype_of(given.bias1)
+    ctx.dbias1_dtype = dtype_of(call.bias1)
     ctx.options = BackwardOptions(
-        given.centered,
-        tuple(given.normalized_shape),
-        given.zero_centered_weight,
-        dx_dtype=given.input.dtype,
-        dbias_dtype=dtype_of(given.bias),
-        dresidual_dtype=dtype_of(given.residual),
-        dropout_p=given.dropout_p,
-        x_is_y=given.memory_efficient,
-        launch=Options(given.strategy, sm_margin=given.backward_sm_margin),
+        call.centered,
+        tuple(call.normalized_shape),
+        call.zero_centered_weight,
+        dx_dtype=call.input.dtype,
+        dbias_dtype=dtype_of(call.bias),
+        dresidual_dtype=dtype_of(call.residual),
+        dropout_p=call.dropout_p,
+        x_is_y=call.memory_efficient,
+        launch=Options(call.strategy, sm_margin=call.backward_sm_margin),
     )
 
 
@@ -254,56 +256,58 @@ def _differentiate_fused_forward(ctx, dy, _dmean, _drstd, dsum, dy1):
     )
     if asked is None:
         return tuple(None for _ in wants)
-    made = fused_norm_backward(*asked)
+    gradients = fused_norm_backward(*asked)
     none = (None for _ in wants[len(GRADIENTS) :])
-    return *(getattr(made, name) for name in GRADIENTS), *none
+    return *(getattr(gradients, name) for name in GRADIENTS), *none
 
 
 def _fused_backward(*arguments):
-    given = _FusedNormBackward(*arguments)
+    call = _FusedNormBackward(*arguments)
     options = BackwardOptions(
-        given.centered,
-        tuple(given.normalized_shape),
-        given.zero_centered_weight,
-        tuple(name for name, wanted in zip(FusedBackward._fields, given.wanted) if wanted),
-        given.dx_dtype,
+        call.centered,
+        tuple(call.normalized_shape),
+        call.zero_centered_weight,
+        tuple(name for name, wanted in zip(FusedBackward._fields, call.wanted) if wanted),
+        call.dx_dtype,
         None,
-        given.dbias_dtype,
-        given.dresidual_dtype,
-        given.dropout_p,
-        given.memory_efficient,
-        launch=Options(given.strategy, sm_margin=given.sm_margin),
+        call.dbias_dtype,
+        call.dresidual_dtype,
+        call.dropout_p,
+        call.memory_efficient,
+        launch=Options(call.strategy, sm_margin=call.sm_margin),
     )
     operands = BackwardOperands(
-        given.dy,
-        given.x,
-        given.mean,
-        given.rstd,
-        given.weight,
-        given.dsum,
+        call.dy,
+        call.x,
+        call.mean,
+        call.rstd,
+        call.weight,
+        call.dsum,
         None,
-        given.row_scale,
-        given.dropout_seed,
+        call.row_scale,
+        call.dropout_seed,
     )
-    if given.memory_efficient:
-        operands = operands._replace(y_weight=given.weight, y_bias=given.bias)
-    second = SecondGradient(given.dy1, given.weight1, given.dbias1_dtype)
-    made = route.backward_of_two(BackwardRequest(operands, options), second)
-    if made.dresidual is not None and made.dresidual is made.dx:
-        made = made._replace(dresidual=made.dx.clone())  # an operator returns no tensor twice
-    return or_empty(given.x, made)
+    if call.memory_efficient:
+        operands = operands._replace(y_weight=call.weight, y_bias=call.bias)
+    second = SecondGradient(call.dy1, call.weight1, call.dbias1_dtype)
+    gradients = route.backward_of_two(BackwardRequest(operands, options), second)
+    if gradients.dresidual is not None and gradients.dresidual is gradients.dx:
+        gradients = gradients._replace(
+            dresidual=gradients.dx.clone()
+        )  # an operator returns no tensor twice
+    return or_empty(call.x, gradients)
 
 
 def _fused_backward_without_memory(*arguments):
-    given = _FusedNormBackward(*arguments)
-    x, extents = given.x, given.normalized_shape
-    own, own1 = (x.dtype if each is None else each.dtype for each in (given.weight, given.weight1))
+    call = _FusedNormBackward(*arguments)
+    x, extents = call.x, call.normalized_shape
+    own, own1 = (x.dtype if each is None else each.dtype for each in (call.weight, call.weight1))
     shapes = (x.shape, extents, extents, x.shape, extents, extents)
-    dtypes = (given.dx_dtype or x.dtype, own, given.dbias_dtype or own)
-    dtypes += (given.dresidual_dtype or x.dtype, own1, given.dbias1_dtype or own1)
+    dtypes = (call.dx_dtype or x.dtype, own, call.dbias_dtype or own)
+    dtypes += (call.dresidual_dtype or x.dtype, own1, call.dbias1_dtype or own1)
     return tuple(
         x.new_empty(shape, dtype=dtype) if is_wanted else x.new_empty(0)
-        for shape, dtype, is_wanted in zip(shapes, dtypes, given.wanted)
+        for shape, dtype, is_wanted in zip(shapes, dtypes, call.wanted)
     )
 
 

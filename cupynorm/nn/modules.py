@@ -308,10 +308,10 @@ def _without_fp8(dropout_p: float, fp8_output: bool) -> float:
     return dropout_p
 
 
-def _check_no_dtype(**given: object) -> None:
+def _check_no_dtype(**arguments: object) -> None:
     """Refuses arguments in the order of TransformerEngine, whose third and fourth are
     sequence_parallel and dtype."""
-    for name, value in given.items():
+    for name, value in arguments.items():
         if isinstance(value, torch.dtype):
             raise TypeError(
                 f"{name} is {value}; the order of the arguments is torch.nn's: normalized_shape, "

@@ -60,7 +60,7 @@ def norm_backward(request: BackwardRequest) -> Gradients:
     """dx, dweight, dbias; None where not wanted."""
     operands, options = request
     wanted = [name in options.gradients for name in Backward._fields]
-    made = _norm_backward(
+    gradients = _norm_backward(
         operands.dy,
         operands.x,
         operands.mean,
@@ -74,14 +74,14 @@ def norm_backward(request: BackwardRequest) -> Gradients:
         options.launch.of("backward").sm_margin,
         options.launch.strategy,
     )
-    return Gradients(*(each if is_wanted else None for each, is_wanted in zip(made, wanted)))
+    return Gradients(*(each if is_wanted else None for each, is_wanted in zip(gradients, wanted)))
 
 
 def recomputing_norm_backward(request: BackwardRequest) -> Gradients:
     """dx, dweight, dbias, None where not wanted, and y in dy's dtype; not differentiable."""
     operands, options = request
     wanted = [name in options.gradients for name in Backward._fields]
-    *made, y = _recomputing_norm_backward(
+    *of_tensors, y = _recomputing_norm_backward(
         operands.dy,
         operands.x,
         operands.mean,
@@ -94,7 +94,7 @@ def recomputing_norm_backward(request: BackwardRequest) -> Gradients:
         bool(options.zero_centered_weight),
         options.launch.of("backward").sm_margin,
     )
-    gradients = (each if is_wanted else None for each, is_wanted in zip(made, wanted))
+    gradients = (each if is_wanted else None for each, is_wanted in zip(of_tensors, wanted))
     return Gradients(*gradients, None, y)
 
 
@@ -103,70 +103,70 @@ def recomputing_norm_backward(request: BackwardRequest) -> Gradients:
 NormForward = arguments_of(_norm_forward)
 
 
-def forward_request(given: Any) -> ForwardRequest:
-    """given: the arguments of norm_forward, or those of them that another operator has."""
-    tile = None if given.tile is None else Tile.from_ints(given.tile)
+def forward_request(call: Any) -> ForwardRequest:
+    """call: the arguments of norm_forward, or those of them that another operator has."""
+    tile = None if call.tile is None else Tile.from_ints(call.tile)
     options = ForwardOptions(
-        given.centered,
-        tuple(given.normalized_shape),
-        given.eps,
-        given.zero_centered_weight,
-        given.out_dtype,
-        launch=Options(given.strategy, tile, given.statistics, given.sm_margin),
+        call.centered,
+        tuple(call.normalized_shape),
+        call.eps,
+        call.zero_centered_weight,
+        call.out_dtype,
+        launch=Options(call.strategy, tile, call.statistics, call.sm_margin),
     )
-    operands = ForwardOperands(given.input, given.weight, given.bias, given.residual)
+    operands = ForwardOperands(call.input, call.weight, call.bias, call.residual)
     return ForwardRequest(operands, options)
 
 
 def _forward(*arguments):
-    given = NormForward(*arguments)
-    y, mean, rstd, added, *_ = route.forward(forward_request(given))
+    call = NormForward(*arguments)
+    y, mean, rstd, added, *_ = route.forward(forward_request(call))
     # An operator returns tensors, and none that it was given.
-    mean = mean if given.centered else rstd.new_empty(0)
-    return y, mean, rstd, given.input.new_empty(0) if given.residual is None else added
+    mean = mean if call.centered else rstd.new_empty(0)
+    return y, mean, rstd, call.input.new_empty(0) if call.residual is None else added
 
 
 def _forward_without_memory(*arguments):
-    given = NormForward(*arguments)
-    options = check_forward(forward_request(given)).options
-    x = given.input
-    leading, dtype = x.shape[: -len(given.normalized_shape)], formulas.arithmetic(x)
+    call = NormForward(*arguments)
+    options = check_forward(forward_request(call)).options
+    x = call.input
+    leading, dtype = x.shape[: -len(call.normalized_shape)], formulas.arithmetic(x)
     return (
         x.new_empty(x.shape, dtype=getattr(torch, options.out_dtype)),
-        x.new_empty(leading if given.centered else 0, dtype=dtype),
+        x.new_empty(leading if call.centered else 0, dtype=dtype),
         x.new_empty(leading, dtype=dtype),
-        x.new_empty(0 if given.residual is None else x.shape),
+        x.new_empty(0 if call.residual is None else x.shape),
     )
 
 
 def _forward_of_torch_operations(*arguments):
-    given = NormForward(*arguments)
-    made = decompositions.forward(forward_request(given))
-    empty = given.input.new_empty
+    call = NormForward(*arguments)
+    results = decompositions.forward(forward_request(call))
+    empty = call.input.new_empty
     return (
-        made.y,
-        made.mean if given.centered else made.rstd.new_empty(0),
-        made.rstd,
-        empty(0) if given.residual is None else made.sum,
+        results.y,
+        results.mean if call.centered else results.rstd.new_empty(0),
+        results.rstd,
+        empty(0) if call.residual is None else results.sum,
     )
 
 
 def _save_forward(ctx, inputs, output):
-    given = NormForward(*inputs)
+    call = NormForward(*inputs)
     _, mean, rstd, added = output
-    if given.residual is None:
+    if call.residual is None:
         ctx.mark_non_differentiable(mean, rstd, added)
     else:
         ctx.mark_non_differentiable(mean, rstd)
-    x = given.input if given.residual is None else added
-    ctx.save_for_backward(x, mean if given.centered else None, rstd, given.weight)
+    x = call.input if call.residual is None else added
+    ctx.save_for_backward(x, mean if call.centered else None, rstd, call.weight)
     ctx.set_materialize_grads(False)
     ctx.options = BackwardOptions(
-        given.centered,
-        tuple(given.normalized_shape),
-        given.zero_centered_weight,
-        dbias_dtype=None if given.bias is None else given.bias.dtype,
-        launch=Options(given.strategy, sm_margin=given.backward_sm_margin),
+        call.centered,
+        tuple(call.normalized_shape),
+        call.zero_centered_weight,
+        dbias_dtype=None if call.bias is None else call.bias.dtype,
+        launch=Options(call.strategy, sm_margin=call.backward_sm_margin),
     )
 
 
@@ -190,24 +190,24 @@ _NormBackward = arguments_of(_norm_backward)
 _RecomputingNormBackward = arguments_of(_recomputing_norm_backward)
 
 
-def _backward_request(given: Any) -> BackwardRequest:
-    """given: the arguments of norm_backward or recomputing_norm_backward."""
-    recompute = hasattr(given, "bias")
-    dbias_dtype = getattr(given, "dbias_dtype", None)
+def _backward_request(call: Any) -> BackwardRequest:
+    """call: the arguments of norm_backward or recomputing_norm_backward."""
+    recompute = hasattr(call, "bias")
+    dbias_dtype = getattr(call, "dbias_dtype", None)
     if recompute:
-        dbias_dtype = None if given.bias is None else given.bias.dtype
+        dbias_dtype = None if call.bias is None else call.bias.dtype
     options = BackwardOptions(
-        given.mean is not None,
-        tuple(given.normalized_shape),
-        given.zero_centered_weight,
-        tuple(name for name, is_wanted in zip(Backward._fields, given.wanted) if is_wanted),
+        call.mean is not None,
+        tuple(call.normalized_shape),
+        call.zero_centered_weight,
+        tuple(name for name, is_wanted in zip(Backward._fields, call.wanted) if is_wanted),
         dbias_dtype=dbias_dtype,
         recompute=recompute,
-        launch=Options(getattr(given, "strategy", None), sm_margin=given.sm_margin),
+        launch=Options(getattr(call, "strategy", None), sm_margin=call.sm_margin),
     )
-    operands = BackwardOperands(given.dy, given.x, given.mean, given.rstd, given.weight, given.dsum)
+    operands = BackwardOperands(call.dy, call.x, call.mean, call.rstd, call.weight, call.dsum)
     if recompute:
-        operands = operands._replace(bias=given.bias)
+        operands = operands._replace(bias=call.bias)
     return BackwardRequest(operands, options)
 
 
@@ -216,33 +216,33 @@ def or_empty(like: Tensor, gradients: tuple) -> tuple[Tensor, ...]:
 
 
 def _backward(*arguments):
-    given = _NormBackward(*arguments)
-    return or_empty(given.x, route.backward(_backward_request(given))[:3])
+    call = _NormBackward(*arguments)
+    return or_empty(call.x, route.backward(_backward_request(call))[:3])
 
 
 def _backward_without_memory(*arguments):
-    given = _NormBackward(*arguments)
-    return _empty_gradients(given, given.dbias_dtype)
+    call = _NormBackward(*arguments)
+    return _empty_gradients(call, call.dbias_dtype)
 
 
-def _empty_gradients(given: Any, dbias_dtype: torch.dtype | None) -> tuple[Tensor, ...]:
-    x, extents = given.x, given.normalized_shape
-    own = x.dtype if given.weight is None else given.weight.dtype
+def _empty_gradients(call: Any, dbias_dtype: torch.dtype | None) -> tuple[Tensor, ...]:
+    x, extents = call.x, call.normalized_shape
+    own = x.dtype if call.weight is None else call.weight.dtype
     return tuple(
         x.new_empty(shape, dtype=dtype) if is_wanted else x.new_empty(0)
         for shape, dtype, is_wanted in zip(
-            (x.shape, extents, extents), (x.dtype, own, dbias_dtype or own), given.wanted
+            (x.shape, extents, extents), (x.dtype, own, dbias_dtype or own), call.wanted
         )
     )
 
 
 def _save_backward(ctx, inputs, output):
-    given = _NormBackward(*inputs)
-    unwanted = (made for made, is_wanted in zip(output, given.wanted) if not is_wanted)
+    call = _NormBackward(*inputs)
+    unwanted = (gradient for gradient, is_wanted in zip(output, call.wanted) if not is_wanted)
     ctx.mark_non_differentiable(*unwanted)
-    ctx.save_for_backward(given.dy, given.x, given.mean, given.rstd, given.weight)
+    ctx.save_for_backward(call.dy, call.x, call.mean, call.rstd, call.weight)
     ctx.set_materialize_grads(False)
-    ctx.extents, ctx.zero_centered_weight = given.normalized_shape, given.zero_centered_weight
+    ctx.extents, ctx.zero_centered_weight = call.normalized_shape, call.zero_centered_weight
 
 
 def _differentiate_backward(ctx, ddx, ddweight, ddbias):
@@ -256,16 +256,16 @@ def _differentiate_backward(ctx, ddx, ddweight, ddbias):
 
 
 def _recomputing_backward(*arguments):
-    given = _RecomputingNormBackward(*arguments)
-    made = route.backward(_backward_request(given))
-    return *or_empty(given.x, made[:3]), made.y
+    call = _RecomputingNormBackward(*arguments)
+    gradients = route.backward(_backward_request(call))
+    return *or_empty(call.x, gradients[:3]), gradients.y
 
 
 def _recomputing_backward_without_memory(*arguments):
-    given = _RecomputingNormBackward(*arguments)
-    bias_dtype = None if given.bias is None else given.bias.dtype
-    y = given.x.new_empty(given.x.shape, dtype=given.dy.dtype)
-    return *_empty_gradients(given, bias_dtype), y
+    call = _RecomputingNormBackward(*arguments)
+    bias_dtype = None if call.bias is None else call.bias.dtype
+    y = call.x.new_empty(call.x.shape, dtype=call.dy.dtype)
+    return *_empty_gradients(call, bias_dtype), y
 
 
 register(

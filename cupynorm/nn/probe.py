@@ -278,16 +278,19 @@ def _differences(
     x, parameters, shape = sample._replace(x=sample.x.bfloat16())
     rounded = {name: parameter.bfloat16() for name, parameter in parameters.items()}
     remarks, keeps = [], False
-    for given, what in ((rounded, "bfloat16"), (parameters, "bfloat16 with float32 weight")):
+    for norm_operands, what in (
+        (rounded, "bfloat16"),
+        (parameters, "bfloat16 with float32 weight"),
+    ):
         with contextlib.suppress(RuntimeError):  # some modules refuse the first, some the second
-            y = _output(module, x, given, False)
-            given = {name: given[own] for name, own in own_names.items()}
+            y = _output(module, x, norm_operands, False)
+            norm_operands = {name: norm_operands[own] for name, own in own_names.items()}
             if y.dtype != x.dtype:
                 remarks.append(f"y of {what} was {name_of(y.dtype)}, now bfloat16")
-            elif _share_off(y, formula(x, given, shape).bfloat16()) > _FEW:
+            elif _share_off(y, formula(x, norm_operands, shape).bfloat16()) > _FEW:
                 x_hat = formula(x, {}, shape).bfloat16()
-                twice = x_hat * (given.get("weight", 1) + formula.zero_centered)
-                rounds = _share_off(y, twice + given.get("bias", 0)) <= _FEW
+                twice = x_hat * (norm_operands.get("weight", 1) + formula.zero_centered)
+                rounds = _share_off(y, twice + norm_operands.get("bias", 0)) <= _FEW
                 if rounds and keep_rounding:
                     keeps = True
                 else:

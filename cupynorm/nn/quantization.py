@@ -83,8 +83,8 @@ def quantize(
     transpose: also make the transposed copy.
     """
     if not arrays.on_host(x):
-        made = matrices.quantize(x, name_of(dtype), scale, amax, transpose=transpose)
-        return _of_matrix(made, x)
+        quantized = matrices.quantize(x, name_of(dtype), scale, amax, transpose=transpose)
+        return _of_matrix(quantized, x)
     if amax is not None:
         torch.maximum(amax, amax_of(x).reshape(1), out=amax)
     data = encode(x, scale, dtype).contiguous()
@@ -99,8 +99,8 @@ def quantize_current(
     rule = rule or Rule()
     if not arrays.on_host(x):
         amax = survey.amax(x)
-        made = matrices.quantize(x, name_of(dtype), None, amax, transpose=transpose, rule=rule)
-        return _of_matrix(made, x)
+        quantized = matrices.quantize(x, name_of(dtype), None, amax, transpose=transpose, rule=rule)
+        return _of_matrix(quantized, x)
     return quantize(x, _current_scale(x, dtype, rule), dtype, transpose=transpose)
 
 
@@ -121,10 +121,10 @@ def quantize_and_sum(
     if not arrays.on_host(x):
         amax = amax if rule is None else survey.amax(x)
         sums = name_of(sum_dtype)
-        made = matrices.quantize(
+        quantized = matrices.quantize(
             x, name_of(dtype), scale, amax, transpose=True, sums=sums, rule=rule
         )
-        return _of_matrix(made, x), made.sums
+        return _of_matrix(quantized, x), quantized.sums
     scale = scale if rule is None else _current_scale(x, dtype, rule)
     return quantize(x, scale, dtype, amax=amax, transpose=True), x.sum(0, dtype=sum_dtype)
 
@@ -134,8 +134,10 @@ def _current_scale(x: Tensor, dtype: torch.dtype, rule: Rule) -> Tensor:
     return scale_of(amax, dtype, power_of_two=rule.power_of_two, smallest_amax=rule.smallest_amax)
 
 
-def _of_matrix(made: matrices.QuantizedMatrix, x: Tensor) -> QuantizedTensor:
-    return QuantizedTensor(made.data, made.scale_inv, x.dtype, transposed=made.transposed)
+def _of_matrix(quantized: matrices.QuantizedMatrix, x: Tensor) -> QuantizedTensor:
+    return QuantizedTensor(
+        quantized.data, quantized.scale_inv, x.dtype, transposed=quantized.transposed
+    )
 
 
 def transpose_data(data: Tensor) -> Tensor:

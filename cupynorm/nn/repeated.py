@@ -37,8 +37,8 @@ class Repeated:
         Compared are classes, dtypes, shapes, strides, devices and requires_grad. Addresses must be
         multiples of 16. A tensor that is given twice does not fit.
         """
-        given = self.prepared.read(operands)
-        return self._are_same(*given) and not reduce(or_, map(_address, given)) & 15
+        tensors = self.prepared.read(operands)
+        return self._are_same(*tensors) and not reduce(or_, map(_address, tensors)) & 15
 
 
 def remember(calls: dict, kind: tuple | None, prepared: Any, operands: tuple) -> None:
@@ -46,6 +46,6 @@ def remember(calls: dict, kind: tuple | None, prepared: Any, operands: tuple) ->
     tensor is copied or not aligned to 16 bytes."""
     if kind is None or not isinstance(prepared, OnGpu) or prepared.copies:
         return
-    given = prepared.read(operands)
-    if all(each is not None and not each.data_ptr() & 15 for each in given):
+    tensors = prepared.read(operands)
+    if all(each is not None and not each.data_ptr() & 15 for each in tensors):
         keep(calls, kind, Repeated(prepared, operands))

@@ -128,8 +128,8 @@ def normalize(request: ForwardRequest, normalize_own: Callable[[ForwardRequest],
     scale_is_found = options.quantization is not None and options.quantization.scaling == "tensor"
     if scale_is_found:
         own = own._replace(scale=_scale(rows, own, request, normalize_own))
-        made = options.quantization._replace(scaling="given")
-        options = options._replace(quantization=made)
+        quantization = options.quantization._replace(scaling="given")
+        options = options._replace(quantization=quantization)
     y, y1, added = normalize_own(ForwardRequest(own, options))
     if operands.amax is not None:
         rows.largest(own.amax)

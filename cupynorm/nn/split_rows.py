@@ -96,8 +96,8 @@ class _Columns(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, gradient):
-        made = _with_shards(gradient, *ctx.like)
-        return made.redistribute(placements=ctx.wanted), None, None
+        sharded = _with_shards(gradient, *ctx.like)
+        return sharded.redistribute(placements=ctx.wanted), None, None
 
 
 def _with_shards(
@@ -130,11 +130,13 @@ class _Normalized(torch.autograd.Function):
         x, weight, bias, statistics = ctx.saved_tensors
         wanted, split = ctx.needs_input_grad[:3], ctx.split
         if torch.is_grad_enabled():  # create_graph=True
-            given = [each for each, is_wanted in zip((x, weight, bias), wanted) if is_wanted]
+            differentiable = [
+                each for each, is_wanted in zip((x, weight, bias), wanted) if is_wanted
+            ]
             with torch.enable_grad():
                 y = _by_operations(x, weight, bias, split)
-                made = iter(torch.autograd.grad(y, given, dy, create_graph=True))
-            return *(next(made) if is_wanted else None for is_wanted in wanted), None
+                gradients = iter(torch.autograd.grad(y, differentiable, dy, create_graph=True))
+            return *(next(gradients) if is_wanted else None for is_wanted in wanted), None
         rows, dy_rows, sums = _as_rows(x), _as_rows(_arrived(dy)), None
         of_part = OfPart(rows, weight, None, dy_rows, None, statistics)
         if wanted[0]:

@@ -300,8 +300,8 @@ def _hand_over(module: torch.nn.Module, other: torch.nn.Module) -> None:
 def _margins_of(module: torch.nn.Module) -> int | dict[str, int]:
     """TransformerEngine's margins. Its releases spell the keys differently: forward, fwd."""
     kinds = {kind[0]: kind for kind in Margins._fields}
-    given = getattr(module, "_sm_margins", {})
-    margins = {kinds[key[0]]: margin for key, margin in given.items()}
+    by_key = getattr(module, "_sm_margins", {})
+    margins = {kinds[key[0]]: margin for key, margin in by_key.items()}
     return margins if any(margins.values()) else 0
 
 

@@ -176,12 +176,12 @@ def _check_seed(seed: object, x: Array) -> object:
 def check_forward(request: ForwardRequest) -> ForwardRequest:
     """The request with arrays as they are taken, eps a float, and the dtypes of y and of the sum by
     name. Reads no address: a tensor may have no memory."""
-    given, options = request
-    x = arrays.take(given.input, "input")
+    operands_given, options = request
+    x = arrays.take(operands_given.input, "input")
     dtype, shape, extents = check_dtype(x, "input"), tuple(x.shape), options.extents
     _check_extents(shape, extents, "input")
     parameters = {
-        name: take_like(getattr(given, name), x, extents, name, "input")
+        name: take_like(getattr(operands_given, name), x, extents, name, "input")
         for name in ("weight", "bias", "weight1", "bias1")
     }
     sum_dtype = options.residual_dtype or dtype
@@ -192,17 +192,17 @@ def check_forward(request: ForwardRequest) -> ForwardRequest:
         y_dtype = quantization.dtype
     elif options.out_dtype is not None:
         y_dtype = dtype_name(options.out_dtype, "out_dtype")
-    residual = take_like(given.residual, x, shape, "residual", "input")
+    residual = take_like(operands_given.residual, x, shape, "residual", "input")
     if residual is not None and arrays.dtype_name(residual) not in (dtype, sum_dtype):
         expected = f"the input's, {dtype}"
         if options.residual_dtype is not None:
             expected = f"the input's or residual_dtype, {dtype} or {sum_dtype}"
         raise TypeError(f"residual is of dtype {arrays.dtype_name(residual)}; expected {expected}")
     leading = shape[: len(shape) - len(extents)]
-    row_scale = take_like(given.row_scale, x, leading, "row_scale", "input")
+    row_scale = take_like(operands_given.row_scale, x, leading, "row_scale", "input")
     _check_constant(row_scale, "row_scale", "it is a constant here, so expected")
-    seed = _check_seed(given.dropout_seed, x)
-    has_second = given.weight1 is not None or given.bias1 is not None
+    seed = _check_seed(operands_given.dropout_seed, x)
+    has_second = operands_given.weight1 is not None or operands_given.bias1 is not None
     if quantization is not None and (has_second or options.memory_efficient):
         name = "memory_efficient" if options.memory_efficient else "a second weight or bias"
         raise ValueError(
@@ -213,15 +213,15 @@ def check_forward(request: ForwardRequest) -> ForwardRequest:
             f"memory_efficient was given for y of {y_dtype} and a sum of {sum_dtype}; "
             "expected both float64, or neither"
         )
-    scale, amax = (_scalar(getattr(given, name), name, x) for name in ("scale", "amax"))
+    scale, amax = (_scalar(getattr(operands_given, name), name, x) for name in ("scale", "amax"))
     if share_an_address(scale, amax):
         raise ValueError(
             "amax is scale's own memory, which the kernel reads; expected an array of its own"
         )
     own = None
-    if given.functors is not None:
+    if operands_given.functors is not None:
         own = functors.check(
-            given.functors,
+            operands_given.functors,
             x,
             extents,
             partial(_take_array, x=x),
@@ -235,7 +235,7 @@ def check_forward(request: ForwardRequest) -> ForwardRequest:
     operands = ForwardOperands(
         input=x,
         residual=residual,
-        out=given.out,
+        out=operands_given.out,
         row_scale=row_scale,
         dropout_seed=seed,
         scale=scale,
@@ -252,22 +252,22 @@ def check_backward(request: BackwardRequest) -> BackwardRequest:
 
     The dtypes of gradients that are not wanted are None.
     """
-    given, options = request
+    operands_given, options = request
     extents = options.extents
-    x = arrays.take(given.x, "x")
+    x = arrays.take(operands_given.x, "x")
     dtype, shape = check_dtype(x, "x"), tuple(x.shape)
     _check_extents(shape, extents, "x")
     leading = shape[: len(shape) - len(extents)]
-    dy = take_like(given.dy, x, shape, "dy", "x")
+    dy = take_like(operands_given.dy, x, shape, "dy", "x")
     if dy is None:
         raise TypeError("dy is None; expected the gradient of y")
-    dsum = take_like(given.dsum, x, shape, "dsum", "x")
-    weight = take_like(given.weight, x, extents, "weight", "x")
+    dsum = take_like(operands_given.dsum, x, shape, "dsum", "x")
+    weight = take_like(operands_given.weight, x, extents, "weight", "x")
     reads_mean = options.centered and not options.x_is_y
-    mean = _take_statistic(given.mean, x, leading, "mean") if reads_mean else None
-    rstd = _take_statistic(given.rstd, x, leading, "rstd")
-    own = given.functors
-    plain = not (_asks_for_more(options) or given.row_scale is not None or own is not None)
+    mean = _take_statistic(operands_given.mean, x, leading, "mean") if reads_mean else None
+    rstd = _take_statistic(operands_given.rstd, x, leading, "rstd")
+    own = operands_given.functors
+    plain = not (_asks_for_more(options) or operands_given.row_scale is not None or own is not None)
     check_gradients(options.gradients, Backward._fields if plain else FusedBackward._fields)
     of_weight = arrays.dtype_name(weight) if weight is not None else dtype
     dtypes = {}
@@ -278,18 +278,18 @@ def check_backward(request: BackwardRequest) -> BackwardRequest:
         dtypes[f"{name}_dtype"] = default if name in options.gradients else None
     y_weight = y_bias = bias = None
     if options.x_is_y:
-        y_weight = take_like(given.y_weight, x, extents, "weight", "x")
-        y_bias = take_like(given.y_bias, x, extents, "bias", "x")
+        y_weight = take_like(operands_given.y_weight, x, extents, "weight", "x")
+        y_bias = take_like(operands_given.y_bias, x, extents, "bias", "x")
     raw = None
     if own is not None:
-        raw = take_like(given.input, x, shape, "input", "x")
+        raw = take_like(operands_given.input, x, shape, "input", "x")
         own = functors.check(own, x, extents, partial(_take_array, x=x))
     if options.recompute or own is not None:
-        bias = take_like(given.bias, x, extents, "bias", "x")
-    if options.dropout_p > 0 and given.dropout_seed is None:
+        bias = take_like(operands_given.bias, x, extents, "bias", "x")
+    if options.dropout_p > 0 and operands_given.dropout_seed is None:
         raise TypeError("dropout_seed is None; expected the seed that the forward returned")
-    row_scale = take_like(given.row_scale, x, leading, "row_scale", "x")
-    seed = _check_seed(given.dropout_seed, x)
+    row_scale = take_like(operands_given.row_scale, x, leading, "row_scale", "x")
+    seed = _check_seed(operands_given.dropout_seed, x)
     operands = BackwardOperands(
         dy, x, mean, rstd, weight, dsum, bias, row_scale, seed, y_weight, y_bias, raw, own
     )

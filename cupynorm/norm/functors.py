@@ -67,17 +67,17 @@ def bound(
             "return_residual was given with load and no residual; expected a residual, because "
             "what a load makes alone is not stored"
         )
-    made = []
-    for role, given in zip(ROLES, (load, store)):
-        if isinstance(given, Functor):
-            given = given()
-        if given is not None and not isinstance(given, BoundFunctor):
+    bound_functors = []
+    for role, functor in zip(ROLES, (load, store)):
+        if isinstance(functor, Functor):
+            functor = functor()
+        if functor is not None and not isinstance(functor, BoundFunctor):
             raise TypeError(
-                f"{role} is a {type(given).__name__}; expected a functor with its arrays, "
+                f"{role} is a {type(functor).__name__}; expected a functor with its arrays, "
                 "as cupynorm.functors.silu_gate(gate=gate)"
             )
-        made.append(given)
-    return Functors(*made)
+        bound_functors.append(functor)
+    return Functors(*bound_functors)
 
 
 def key_of(functors: Functors, layout_key: Callable[[Any], object]) -> tuple:
@@ -219,10 +219,10 @@ def place_all(
     """
     if functors is None:
         return NO_FUNCTORS, []
-    shape, made, copied = tuple(x.shape), [], []
+    shape, placed_functors, copied = tuple(x.shape), [], []
     for role, each in zip(ROLES, functors):
         if each is None:
-            made.append(None)
+            placed_functors.append(None)
             continue
         found = [place(array, shape, num_dims) for array in each.arrays]
         copied += [copies for _, copies in found]
@@ -231,8 +231,8 @@ def place_all(
             for name, array in zip(each.functor.arrays, each.arrays)
         )
         placed = tuple(array for array, _ in found)
-        made.append(PlacedFunctor(each.functor, each.numbers, placed, gradients))
-    return PlacedFunctors(*made), copied
+        placed_functors.append(PlacedFunctor(each.functor, each.numbers, placed, gradients))
+    return PlacedFunctors(*placed_functors), copied
 
 
 def _gradient_dtype(array: Array, x: Array) -> str:

@@ -186,7 +186,7 @@ class HostForward(CheckedForward):
             return np.empty(self.matrix_shape), nan if options.centered else None, nan
         rounds = options.round_x_hat and compute_dtype(self.dtype).name != self.dtype
         norm = reference.layer_norm if options.centered else reference.rms_norm
-        made = norm(
+        result = norm(
             x,
             _vector(weight),
             _vector(bias),
@@ -194,8 +194,8 @@ class HostForward(CheckedForward):
             zero_centered_weight=bool(options.zero_centered_weight),
             round_x_hat=self._rounded if rounds else None,
         )
-        mean = made.mean.reshape(self.leading) if options.centered else None
-        return made.y, mean, made.rstd.reshape(self.leading)
+        mean = result.mean.reshape(self.leading) if options.centered else None
+        return result.y, mean, result.rstd.reshape(self.leading)
 
     def _rounded(self, x_hat: np.ndarray) -> np.ndarray:
         return decode(encode(x_hat, self.dtype), self.dtype)
@@ -247,7 +247,7 @@ class HostBackward:
         of_functors = self._of_functors(operands, [*of_load, *of_store])
         return Gradients(dx, dweight, dbias, dresidual, y, of_functors)
 
-    def _of_functors(self, operands: BackwardOperands, made: list[np.ndarray]) -> tuple:
+    def _of_functors(self, operands: BackwardOperands, gradients: list[np.ndarray]) -> tuple:
         """The wanted gradients of functors' arrays, rounded once after they are summed."""
         functors, wanted = operands.functors, self.options.functor_gradients
         if functors is None:
@@ -256,7 +256,7 @@ class HostBackward:
             arrays.from_float64(
                 summed(each, tuple(array.shape)), arrays.dtype_name(array), operands.x
             )
-            for name, array, each in zip(functors.names(), functors.arrays(), made)
+            for name, array, each in zip(functors.names(), functors.arrays(), gradients)
             if name in wanted
         )
 

@@ -66,6 +66,6 @@ def gradients(
 
     values: f's argument; upstream: the gradient of its result.
     """
-    made = [np.zeros(values.shape) for _ in bound.arrays]
-    results = _run(bound, role, shape, [values, upstream], made)
-    return results, [each.reshape(shape) for each in made]
+    of_arrays = [np.zeros(values.shape) for _ in bound.arrays]
+    results = _run(bound, role, shape, [values, upstream], of_arrays)
+    return results, [each.reshape(shape) for each in of_arrays]

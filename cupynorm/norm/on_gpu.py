@@ -87,12 +87,12 @@ class OnGpu:
         functors: Functors | None, placed: PlacedFunctors, shape: tuple[int, ...]
     ) -> dict[str, tuple[tuple[int, ...], str | None]]:
         """Shape and dtype of each gradient of a functor's array, before it is summed."""
-        made = {}
+        gradients = {}
         for role, own in zip(placed._fields, placed):
             if own is not None:
                 for name, dtype in zip(own.functor.arrays, own.gradients):
-                    made[f"{role}.d{name}"] = (shape, dtype)
-        return made
+                    gradients[f"{role}.d{name}"] = (shape, dtype)
+        return gradients
 
     def place_gradients(
         self, functors: Functors | None, wanted: tuple[str, ...], order: Tensors
@@ -116,10 +116,10 @@ class OnGpu:
         kernels = [launch.load(each, self.device_index) for each in call.launches]
         self.steps = [*zip(kernels, self.arguments.picks)]
 
-    def contiguous(self, given: tuple) -> tuple:
+    def contiguous(self, tensors: tuple) -> tuple:
         return tuple(
             self.library.contiguous(array) if copied else array
-            for array, copied in zip(given, self.copies)
+            for array, copied in zip(tensors, self.copies)
         )
 
     def enqueue(self, addresses: tuple[int, ...], seed: object) -> None:

@@ -52,9 +52,9 @@ def _tile(tile: object) -> Tile | None:
         try:
             tile = Tile(**tile)
         except TypeError as error:
-            given = ", ".join(map(str, tile))
+            values = ", ".join(map(str, tile))
             raise ValueError(
-                f"tile has fields {given}; a Tile takes {', '.join(TILE_FIELDS)}"
+                f"tile has fields {values}; a Tile takes {', '.join(TILE_FIELDS)}"
             ) from error
     for name in TILE_FIELDS:
         value = getattr(tile, name)
@@ -72,15 +72,15 @@ def _margins(sm_margin: object) -> int | Margins:
     if not isinstance(sm_margin, Mapping):
         return _margin(sm_margin)
     if not set(sm_margin) <= set(Margins._fields):
-        given = ", ".join(map(str, sm_margin))
-        raise ValueError(f"sm_margin has {given}; expected some of {', '.join(Margins._fields)}")
+        values = ", ".join(map(str, sm_margin))
+        raise ValueError(f"sm_margin has {values}; expected some of {', '.join(Margins._fields)}")
     return Margins(**{kind: _margin(margin) for kind, margin in sm_margin.items()})
 
 
-def _margin(given: object) -> int:
-    if isinstance(given, bool) or not isinstance(given, numbers.Integral) or given < 0:
-        raise ValueError(f"sm_margin is {given!r}; expected a number of multiprocessors, 0 or more")
-    return int(given)
+def _margin(value: object) -> int:
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < 0:
+        raise ValueError(f"sm_margin is {value!r}; expected a number of multiprocessors, 0 or more")
+    return int(value)
 
 
 def check_sm_margin(sm_margin: object) -> None:
@@ -234,9 +234,9 @@ def quantization(
     if not is_float8(out_dtype):
         if scale is None and amax is None and power_of_two is False and transpose is False:
             return None
-        given = {"scale": scale, "amax": amax}
-        given |= {"power_of_two": power_of_two or None, "transpose": transpose or None}
-        names = [name for name, value in given.items() if value is not None]
+        options = {"scale": scale, "amax": amax}
+        options |= {"power_of_two": power_of_two or None, "transpose": transpose or None}
+        names = [name for name, value in options.items() if value is not None]
         if not names:
             return None
         raise TypeError(

@@ -280,10 +280,10 @@ class PreparedForward(host.CheckedForward, OnGpu):
             if self.draws_seed:
                 seed = draw_seed(input)
                 operands = operands._replace(dropout_seed=seed)
-            given = self.read(operands)
+            inputs = self.read(operands)
             if self.copies:
-                given = self.contiguous(given)
-            tensors = given + self.make()
+                inputs = self.contiguous(inputs)
+            tensors = inputs + self.make()
             if self.zeroed is not None:
                 fill((tensors[self.zeroed],), 0.0)
             results = self.results(tensors + (input, seed, None))
@@ -464,10 +464,10 @@ class PreparedBackward(OnGpu):
         library = self.library
         former = library.exchange_device(self.device_index)
         try:
-            given = self.read(operands)
+            inputs = self.read(operands)
             if self.copies:
-                given = self.contiguous(given)
-            tensors = given + self.make()
+                inputs = self.contiguous(inputs)
+            tensors = inputs + self.make()
             results = self.results(tensors + (None, None, None))
             if self.steps:
                 addresses = tuple(map(library.address, tensors))

@@ -124,19 +124,19 @@ class _PreparedQuantize(OnGpu):
         library = self.library
         former = library.exchange_device(self.device_index)
         try:
-            given = self.contiguous(operands) if self.copies else operands
-            made = QuantizedMatrix(
+            inputs = self.contiguous(operands) if self.copies else operands
+            quantized = QuantizedMatrix(
                 self.new_data(), self.new_scale_inv(), self.new_transposed(), self.new_sums()
             )
             if self.steps:
-                tensors = (*given, *made, self.new_partials())
+                tensors = (*inputs, *quantized, self.new_partials())
                 address = library.address
                 self.enqueue(tuple(0 if each is None else address(each) for each in tensors), None)
             else:
                 scale = operands.scale
-                fill((made.scale_inv,), 1.0 if scale is None else 1.0 / scale)
-                fill((made.sums,), 0)
-            return made
+                fill((quantized.scale_inv,), 1.0 if scale is None else 1.0 / scale)
+                fill((quantized.sums,), 0)
+            return quantized
         finally:
             if former != self.device_index:
                 library.exchange_device(former)

@@ -206,20 +206,20 @@ def on_host(
         factor = np.float32(1)
         if scale is not None:
             factor = arrays.to_float64(scale).reshape(()).astype(np.float32)
-        made = fp8.quantize(values, name, factor)
+        quantized = fp8.quantize(values, name, factor)
         if amax is not None:
-            largest = np.maximum(arrays.to_float64(amax), made.amax)
+            largest = np.maximum(arrays.to_float64(amax), quantized.amax)
             amax[...] = arrays.from_float64(largest, "float32", like)
     elif scaling == "tensor":
         rule = {"power_of_two": power_of_two, "smallest_amax": smallest_amax}
-        made = fp8.quantize(values, name, fp8.scale_of(fp8.amax(values), name, **rule))
+        quantized = fp8.quantize(values, name, fp8.scale_of(fp8.amax(values), name, **rule))
     elif scaling == "row":
-        made = fp8.quantize_rows(values, name, power_of_two=power_of_two)
+        quantized = fp8.quantize_rows(values, name, power_of_two=power_of_two)
     elif scaling == "block":
-        made = fp8.quantize_blocks(values, name, power_of_two=power_of_two)
+        quantized = fp8.quantize_blocks(values, name, power_of_two=power_of_two)
     else:
-        made = fp8.quantize_mxfp8(values, name)
-    data, scale_inv = np.ascontiguousarray(made.data), np.asarray(made.scale_inv)
+        quantized = fp8.quantize_mxfp8(values, name)
+    data, scale_inv = np.ascontiguousarray(quantized.data), np.asarray(quantized.scale_inv)
     transposed = _of_library(np.ascontiguousarray(data.T), name, like) if transpose else None
     data = _of_library(data.reshape(shape), name, like)
     shape_of_scales = scale_shape(scaling, leading, num_cols)

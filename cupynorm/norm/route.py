@@ -55,9 +55,9 @@ def call(operands: tuple, options: tuple, return_residual: bool) -> Array | tupl
     that is like the last one of its kind needs no request, whose making takes a microsecond.
     """
     if is_tensor(operands[0]):
-        made = torch_part().repeat(operands, options)
-        if made is not None:
-            return made if return_residual else made[0]
+        repeated = torch_part().repeat(operands, options)
+        if repeated is not None:
+            return repeated if return_residual else repeated[0]
     request = ForwardRequest(ForwardOperands(*operands), ForwardOptions(*options))
     return normalize(complete(request), return_residual)
 
@@ -82,8 +82,8 @@ def explicit_forward(request: ForwardRequest) -> Forward | FusedForward:
         return Forward(*torch_part().forward_of_meta(request))
     _refuse_jit_trace(input)
     prepared, operands = prepare_forward(request, FOR_STATISTICS)
-    made = prepared.run(operands)
-    return Forward(*made[:4]) if is_plain(request) else FusedForward(*made)
+    results = prepared.run(operands)
+    return Forward(*results[:4]) if is_plain(request) else FusedForward(*results)
 
 
 def _refuse_jit_trace(array: object) -> None:
@@ -159,8 +159,8 @@ def backward_of_two(request: BackwardRequest, second: SecondGradient) -> FusedBa
     second_options = options._replace(dweight_dtype=None, dbias_dtype=second.dbias_dtype)
     if operands.dy is None:
         second_options = second_options._replace(gradients=of_sum + of_second)
-        made = backward(BackwardRequest(second_operands, second_options))
-        return FusedBackward(made.dx, None, None, made.dresidual, made.dweight, made.dbias)
+        of_y = backward(BackwardRequest(second_operands, second_options))
+        return FusedBackward(of_y.dx, None, None, of_y.dresidual, of_y.dweight, of_y.dbias)
     wide = "float64" if arrays.on_host(operands.x) else arrays.dtype_name(operands.rstd)
     second_options = second_options._replace(
         gradients=of_second + (("dx",) if of_sum else ()),
@@ -170,10 +170,10 @@ def backward_of_two(request: BackwardRequest, second: SecondGradient) -> FusedBa
     )
     second_operands = second_operands._replace(row_scale=None, dropout_seed=None)
     of_y1 = backward(BackwardRequest(second_operands, second_options))
-    made = backward(
+    of_y = backward(
         BackwardRequest(
             operands._replace(dsum=of_y1.dx),
             options._replace(gradients=of_first + of_sum),
         )
     )
-    return FusedBackward(*made[:4], of_y1.dweight, of_y1.dbias)
+    return FusedBackward(*of_y[:4], of_y1.dweight, of_y1.dbias)

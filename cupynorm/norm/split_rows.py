@@ -51,8 +51,8 @@ def statistics_of_part(of_part: OfPart, norm: SplitNorm) -> Array:
     def make(read: Mapping[str, Rows], _: Mapping[str, Any]) -> Call:
         return statistics_call(norm, read)
 
-    made = {"part": (3 if norm.centered else 1, len(of_part.x))}
-    (part,) = _prepared("part", of_part, norm, (), make, made).run(of_part)
+    shapes = {"part": (3 if norm.centered else 1, len(of_part.x))}
+    (part,) = _prepared("part", of_part, norm, (), make, shapes).run(of_part)
     return part
 
 
@@ -67,10 +67,10 @@ def normalize(of_part: OfPart, norm: SplitNorm, dtype: str) -> tuple[Array, Arra
     def make(read: Mapping[str, Rows], new: Mapping[str, Rows]) -> Call:
         return normalize_call(norm, {**read, "y": new["y"]}, combines=combines)
 
-    made: dict[str, tuple[int, ...]] = {"y": tuple(of_part.x.shape)}
+    shapes: dict[str, tuple[int, ...]] = {"y": tuple(of_part.x.shape)}
     if combines:
-        made["statistics"] = (3 if norm.centered else 1, len(of_part.x))
-    y, *statistics = _prepared("y", of_part, norm, (dtype,), make, made, y=dtype).run(of_part)
+        shapes["statistics"] = (3 if norm.centered else 1, len(of_part.x))
+    y, *statistics = _prepared("y", of_part, norm, (dtype,), make, shapes, y=dtype).run(of_part)
     return y, statistics[0] if statistics else of_part.statistics
 
 
@@ -83,8 +83,8 @@ def sums_of_part(of_part: OfPart, norm: SplitNorm) -> Array:
     def make(read: Mapping[str, Rows], _: Mapping[str, Any]) -> Call:
         return sums_call(norm, read)
 
-    made = {"sums": (2 if norm.centered else 1, len(of_part.x))}
-    (sums,) = _prepared("sums", of_part, norm, (), make, made).run(of_part)
+    shapes = {"sums": (2 if norm.centered else 1, len(of_part.x))}
+    (sums,) = _prepared("sums", of_part, norm, (), make, shapes).run(of_part)
     return sums
 
 
@@ -113,9 +113,9 @@ def gradients(
     shape = tuple(of_part.x.shape)
     shapes = {"dx": shape, "dweight": shape[1:], "dbias": shape[1:]}
     dtypes = {name: dtype for name, dtype in wanted._asdict().items() if dtype}
-    made = {name: shapes[name] for name in dtypes}
-    prepared = _prepared("gradients", of_part, norm, wanted, make, made, **dtypes)
-    found = dict(zip(made, prepared.run(of_part)))
+    output_shapes = {name: shapes[name] for name in dtypes}
+    prepared = _prepared("gradients", of_part, norm, wanted, make, output_shapes, **dtypes)
+    found = dict(zip(output_shapes, prepared.run(of_part)))
     return found.get("dx"), found.get("dweight"), found.get("dbias")
 
 
@@ -125,14 +125,14 @@ def _prepared(
     norm: SplitNorm,
     options: tuple,
     make: Callable[[Mapping[str, Rows], Mapping[str, Rows]], Call],
-    made: Mapping[str, tuple[int, ...]],
+    shapes: Mapping[str, tuple[int, ...]],
     **dtypes: str,
 ) -> _PreparedPart:
     layout_key = arrays.library(of_part.x).layout_key
     key = (kind, norm, options, *map(layout_key, of_part))
     prepared = matrices.get(key)
     if prepared is None:
-        prepared = _PreparedPart(of_part, make, made, dtypes)
+        prepared = _PreparedPart(of_part, make, shapes, dtypes)
         keep(matrices, key, prepared)
     return prepared
 
@@ -144,10 +144,10 @@ class _PreparedPart(OnGpu):
         self,
         of_part: OfPart,
         make: Callable[[Mapping[str, Rows], Mapping[str, Rows]], Call],
-        made: Mapping[str, tuple[int, ...]],
+        shapes: Mapping[str, tuple[int, ...]],
         dtypes: Mapping[str, str],
     ) -> None:
-        """made: shapes of what is returned. dtypes: of those that have not that of arithmetic."""
+        """shapes: those of what is returned. dtypes: of those that have not that of arithmetic."""
         names = [name for name, array in of_part._asdict().items() if array is not None]
         super().__init__(of_part.x, names, OfPart._fields)
         read, copied = {}, []
@@ -160,29 +160,33 @@ class _PreparedPart(OnGpu):
             copied.append(copies)
         self.copies = tuple(copied) if any(copied) else ()
         compute = compute_dtype(read["x"].dtype).name
-        given = {name: dtypes.get(name, compute) for name in made}
-        new = {name: arrays.contiguous_rows(made[name], 1, given[name]) for name in made}
-        self.makers = [allocator(self.library, made[name], given[name]) for name in made]
+        output_dtypes = {name: dtypes.get(name, compute) for name in shapes}
+        new = {
+            name: arrays.contiguous_rows(shapes[name], 1, output_dtypes[name]) for name in shapes
+        }
+        self.makers = [
+            allocator(self.library, shapes[name], output_dtypes[name]) for name in shapes
+        ]
         self.new_partials = lambda: None
         if read["x"].num_rows and read["x"].num_cols:
             call = make(read, new)
             partials_dtype = compute if call.partials_shape else None
             self.new_partials = allocator(self.library, call.partials_shape, partials_dtype)
-            self.compile(call, [*names, *made, "partials"])
+            self.compile(call, [*names, *shapes, "partials"])
 
     def run(self, of_part: OfPart) -> tuple[Array, ...]:
         library = self.library
         former = library.exchange_device(self.device_index)
         try:
-            given = self.read(of_part)
+            tensors = self.read(of_part)
             if self.copies:
-                given = self.contiguous(given)
+                tensors = self.contiguous(tensors)
             found = tuple([new() for new in self.makers])
             if self.steps:
                 partials = self.new_partials()
                 address = library.address
                 of_partials = 0 if partials is None else address(partials)
-                self.enqueue((*map(address, (*given, *found)), of_partials), None)
+                self.enqueue((*map(address, (*tensors, *found)), of_partials), None)
             else:  # no rows, or a rank without columns, which adds nothing to sums
                 fill(found, 0)
             return found

@@ -52,12 +52,12 @@ class _PreparedSurvey(OnGpu):
         library = self.library
         former = library.exchange_device(self.device_index)
         try:
-            given = self.contiguous((x,)) if self.copies else (x,)
+            inputs = self.contiguous((x,)) if self.copies else (x,)
             found = self.new_found()
             if not (self.steps and self.has_sums):
                 fill((found,), 0)
             if self.steps:
-                tensors = (*given, self.new_partials(), found)
+                tensors = (*inputs, self.new_partials(), found)
                 address = library.address
                 self.enqueue(tuple(0 if each is None else address(each) for each in tensors), None)
             return found

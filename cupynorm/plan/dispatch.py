@@ -70,7 +70,7 @@ def choose(
         )
 
     reason = "as asked for"
-    by_dispatch, given = tile is None, strategy
+    by_dispatch, asked_strategy = tile is None, strategy
     if tile is not None:
         tile = tile.of_strategy(strategy, problem.forward)
     if strategy is not None:
@@ -99,7 +99,7 @@ def choose(
         strategy, tile, reason = _best_tile(problem, device)
 
     if tile.path == "grid" and statistics == "two_pass":
-        if not by_dispatch or given is not None:
+        if not by_dispatch or asked_strategy is not None:
             raise ValueError(
                 "statistics is 'two_pass'; all blocks share these rows and exchange sums once, as "
                 "'welford' does"

@@ -57,26 +57,26 @@ class Functor:
         parts = [self.name, self.lines, self.arrays, self.numbers, self.backward, self.origin]
         object.__setattr__(self, "text", json.dumps(parts))
 
-    def __call__(self, **given: Any) -> BoundFunctor:
+    def __call__(self, **values: Any) -> BoundFunctor:
         """The functor with an array or a number for each of its names.
 
         Raises TypeError if a name is missing or unknown, or a number is none.
         """
         names = (*self.arrays, *self.numbers)
         for name in names:
-            if name not in given or given[name] is None:
+            if name not in values or values[name] is None:
                 raise TypeError(f"{self.name} needs {name}; expected {', '.join(names)}")
-        for name in given:
+        for name in values:
             if name not in names:
                 expected = ", ".join(names) or "nothing"
                 raise TypeError(f"{self.name} got {name}; expected {expected}")
         for name in self.numbers:
-            if isinstance(given[name], bool) or not isinstance(given[name], (int, float)):
-                raise TypeError(f"{name} of {self.name} is {given[name]!r}; expected a number")
+            if isinstance(values[name], bool) or not isinstance(values[name], (int, float)):
+                raise TypeError(f"{name} of {self.name} is {values[name]!r}; expected a number")
         return BoundFunctor(
             self,
-            tuple([given[name] for name in self.arrays]),
-            tuple([float(given[name]) for name in self.numbers]),
+            tuple([values[name] for name in self.arrays]),
+            tuple([float(values[name]) for name in self.numbers]),
         )
 
 
@@ -206,14 +206,14 @@ def _text_of(lines: str | Path | None, name: str) -> str | None:
 @cache
 def from_text(load: str | None, store: str | None) -> tuple[Functor | None, Functor | None]:
     """The functors whose text these are, without a reference."""
-    made = []
+    functors = []
     for text in (load, store):
         if text is None:
-            made.append(None)
+            functors.append(None)
         else:
             name, lines, arrays, numbers, backward, origin = json.loads(text)
-            made.append(Functor(name, lines, tuple(arrays), tuple(numbers), backward, origin))
-    return made[0], made[1]
+            functors.append(Functor(name, lines, tuple(arrays), tuple(numbers), backward, origin))
+    return functors[0], functors[1]
 
 
 def bind_all(
@@ -222,15 +222,15 @@ def bind_all(
     numbers: Sequence[float],
 ) -> Functors:
     """Arrays and numbers: the load's, then the store's."""
-    made, at, at_number = [], 0, 0
+    bound, at, at_number = [], 0, 0
     for each in functors:
         if each is None:
-            made.append(None)
+            bound.append(None)
             continue
         end, last = at + len(each.arrays), at_number + len(each.numbers)
-        made.append(BoundFunctor(each, tuple(arrays[at:end]), tuple(numbers[at_number:last])))
+        bound.append(BoundFunctor(each, tuple(arrays[at:end]), tuple(numbers[at_number:last])))
         at, at_number = end, last
-    return Functors(*made)
+    return Functors(*bound)
 
 
 # As C++.
