@@ -61,12 +61,12 @@ struct LargestOf {
 };
 using Largest = LargestOf<true>;
 
-// amax = max(amax, found): called by all lanes of a warp, with the same bits. The read before saves
-// most warps the atomic.
-__device__ __forceinline__ void raise_amax(unsigned* amax, unsigned found) {
-  if (threadIdx.x % 32 == 0 && found > __ldcg(amax)) atomicMax(amax, found);
+// amax = max(amax, magnitude): called by all lanes of a warp, with the same bits. The read before
+// saves most warps the atomic.
+__device__ __forceinline__ void raise_amax(unsigned* amax, unsigned magnitude) {
+  if (threadIdx.x % 32 == 0 && magnitude > __ldcg(amax)) atomicMax(amax, magnitude);
 }
 // The same, called by one thread.
-__device__ __forceinline__ void raise_amax_alone(unsigned* amax, unsigned found) {
-  atomicMax(amax, found);
+__device__ __forceinline__ void raise_amax_alone(unsigned* amax, unsigned magnitude) {
+  atomicMax(amax, magnitude);
 }

@@ -7,6 +7,7 @@
 #include "backward_stores.cuh"
 #include "functor_gradient.cuh"
 #include "load.cuh"
+#include "next_kernel.cuh"
 #include "recomputing_store.cuh"
 #include "reduce.cuh"
 #include "x_hat_load.cuh"

@@ -6,8 +6,7 @@
 //                its rows: added_start(row), added_stride(), store(row, col, values, fetched,
 //                present)
 //   recomputes   whether y is written again beside dx: load_bias() -> LoadBias, which reads the
-//   bias;
-//                recompute(row, col, x_hats, weights, biases, present)
+//                bias; recompute(row, col, x_hats, weights, biases, present)
 #pragma once
 #include "dropout.cuh"
 #include "functor_gradient.cuh"

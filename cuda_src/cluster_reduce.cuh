@@ -1,9 +1,10 @@
 // cluster_reduce.cuh -- all-reduce over the threads of a cluster that share a row
 #pragma once
+#include "cluster.cuh"
 #include "reduce.cuh"
 
 // Each block writes its value to the shared memory of all its peers. Two buffers alternate, as
-// above.
+// in BlockReduce.
 template <int threads, int cluster_size, class Compute>
 struct ClusterReduce {
   using Block = BlockReduce<threads, Compute>;

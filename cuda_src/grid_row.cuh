@@ -6,6 +6,7 @@
 // has copied itself, so no barrier is needed.
 #pragma once
 #include "cluster.cuh"
+#include "memory.cuh"
 #include "slice.cuh"
 
 template <class X, Tile tile>

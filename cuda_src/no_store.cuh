@@ -2,7 +2,7 @@
 #pragma once
 #include "store.cuh"
 
-// Writes nothing, for a forward that returns mean and rstd alone. It has the words of every Store.
+// Writes nothing. It has the members of every Store, so that the host fills it in the same way.
 template <bool zero_centered>
 struct Store<void, void, void, zero_centered, void> {
   static constexpr bool quantizes = false;

@@ -38,7 +38,7 @@ __device__ __forceinline__ void compute_tiles(const NormLinear<T>& problem, Prod
   unsigned turn = blockIdx.x / cluster_size, step = 0;
   ProductTile tile = tiles.find(turn);
   KnownRows known;
-  known.look(problem.found, first_row_of(tile), problem.num_rows);
+  known.read(problem.found, first_row_of(tile), problem.num_rows);
   for (unsigned at = 0; turn < tiles.num_turns(); ++at) {
     const long long row = first_row_of(tile);
     const int col = tile.place * block_cols;
@@ -47,7 +47,7 @@ __device__ __forceinline__ void compute_tiles(const NormLinear<T>& problem, Prod
     const auto look_ahead = [&] {
       turn += gridDim.x / cluster_size;
       tile = tiles.find(turn);
-      known.look(problem.found, first_row_of(tile), problem.num_rows);
+      known.read(problem.found, first_row_of(tile), problem.num_rows);
     };
     if (computes) {
       FragmentSums<T, centered> sums{};
@@ -58,7 +58,7 @@ __device__ __forceinline__ void compute_tiles(const NormLinear<T>& problem, Prod
       finish_rows<cluster_size>(memory, step);
       if (finds) {
         rows = sums.finish(problem.in_features, problem.eps);
-        tell(rows, problem.mean, problem.rstd, problem.found, row, problem.num_rows);
+        save_statistics(rows, problem.mean, problem.rstd, problem.found, row, problem.num_rows);
       }
       bulk_wait(&memory.terms_loaded, at);
       store_results<T, centered>(d, rows, memory.terms, memory.patches[warp], problem.y, row, col,

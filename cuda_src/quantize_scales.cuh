@@ -65,27 +65,27 @@ struct QuantizeScales {
   __device__ __forceinline__ void find_scales_of_blocks(long long row, const Row& values_of_row,
                                                         ScalesOfRow<scaling, Row>& scales,
                                                         bool present = true) const {
-    using Found = ScalesOfRow<scaling, Row>;
-    using Blocks = typename Found::Blocks;
+    using RowScales = ScalesOfRow<scaling, Row>;
+    using Blocks = typename RowScales::Blocks;
     scales.largest.share_out();
 #pragma unroll
     for (int at = 0; at < Blocks::own; ++at) {
       const int index = Blocks::first_own() + at;
       const long long part =
-          values_of_row.col_of(index * Found::packs_per_scale) / cols_of_scale(scaling);
+          values_of_row.col_of(index * RowScales::packs_per_scale) / cols_of_scale(scaling);
       const Multiplier multiplier = multiplier_of(scales.largest.values[at].bits());
       scales.factors[at] = multiplier.factor;
       const bool is_first =
-          present && Blocks::is_first_holder() && index < Found::num_scales && part < parts;
+          present && Blocks::is_first_holder() && index < RowScales::num_scales && part < parts;
       if (is_first) save_scale_of(row * parts + part, multiplier);
     }
   }
   // The scale of a row. amax_bits: of all threads that share the row.
   __device__ __forceinline__ float scale_of_row(long long row, unsigned amax_bits,
                                                 bool saves) const {
-    const float found = rule.scale_of(amax_bits, largest_finite);
-    if (saves) static_cast<float*>(scale_inv)[row] = inverse_of(found);
-    return found;
+    const float scale = rule.scale_of(amax_bits, largest_finite);
+    if (saves) static_cast<float*>(scale_inv)[row] = inverse_of(scale);
+    return scale;
   }
   // Called by all lanes of a warp after their last row.
   __device__ __forceinline__ void finish(const Carried& carried) const {

@@ -12,10 +12,10 @@ constexpr int bytes_of<void> = 0;
 template <class Y, class Weight, class Bias, bool zero_centered, class Rounded, Scaling scaling,
           Step step>
 struct QuantizeStore : QuantizeScales<Y, Weight, Bias, scaling, step> {
-  using Found = QuantizeScales<Y, Weight, Bias, scaling, step>;
-  using Found::amax, Found::bias, Found::has_blocks, Found::multiplier_of, Found::parts,
-      Found::raises, Found::save_scale_of, Found::weight, Found::y, Found::y_stride;
-  using typename Found::Carried;
+  using Base = QuantizeScales<Y, Weight, Bias, scaling, step>;
+  using Base::amax, Base::bias, Base::has_blocks, Base::multiplier_of, Base::parts, Base::raises,
+      Base::save_scale_of, Base::weight, Base::y, Base::y_stride;
+  using typename Base::Carried;
   static constexpr bool has_wide_parameters = bytes_of<Weight> > 2 || bytes_of<Bias> > 2;
 
   template <int pack_size>

@@ -5,8 +5,9 @@
 // partners merge the same two operands, in the same order where the order matters. The order
 // depends on the tile alone, never on the number of rows. Clusters: cluster_reduce.cuh.
 #pragma once
-#include "cluster.cuh"
+#include "memory.cuh"
 #include "tile.cuh"
+#include "warp_max.cuh"
 
 template <class Compute, int num_parts>
 struct Sum {

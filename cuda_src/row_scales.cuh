@@ -23,9 +23,9 @@ struct SharedLargest {
 
   // Called by all lanes of a warp, as is from_owner().
   __device__ __forceinline__ void share_out() { share_out_with<lanes / 2, num_values>(); }
-  // What its owner computed of value `index`. found: what this lane computed of its own values.
-  __device__ __forceinline__ static float from_owner(const float (&found)[own], int index) {
-    return __shfl_sync(0xffffffffu, found[index % own], index / own * holders, lanes);
+  // What its owner computed of value `index`. computed: what this lane computed of its own values.
+  __device__ __forceinline__ static float from_owner(const float (&computed)[own], int index) {
+    return __shfl_sync(0xffffffffu, computed[index % own], index / own * holders, lanes);
   }
 
  private:

@@ -10,7 +10,7 @@
 // A user's own struct may take their place. Offsets are 64-bit. Others: no_store.cuh,
 // two_stores.cuh, quantize_store.cuh.
 #pragma once
-#include "cluster.cuh"
+#include "memory.cuh"
 #include "parameter.cuh"
 
 struct WritesDxAlone {

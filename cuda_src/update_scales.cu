@@ -1,5 +1,5 @@
-// update_scales -- scales from a history of amaxes, moved on by a step; a block owns a tensor
-// owns:  nothing: the history is moved in place, as many steps at a time as there are threads
+// update_scales -- scales from a history of amaxes, which shifts by one step; a block owns a tensor
+// owns:  nothing: the history is shifted in place, as many steps at a time as there are threads
 // moves: the history twice in, once out: 12 bytes a step
 // takes: any number of steps and of tensors, by the formulas of TransformerEngine's DelayedScaling
 // needs: nothing else. It works on bits, or in double, because the compiler flushes floats below
@@ -34,12 +34,12 @@ __global__ void __launch_bounds__(tile.block_size(), tile.blocks_per_sm)
     if (bits <= infinity_bits) amax.add(bits);  // a NaN is no maximum
   }
   BlockReduce<tile.threads_per_row, float> reduce(dynamic_smem());
-  const unsigned found = problem.most_recent ? latest : reduce.all(amax).bits();
-  if (threadIdx.x == 0 && found > 0 && found < infinity_bits) {
+  const unsigned recent = problem.most_recent ? latest : reduce.all(amax).bits();
+  if (threadIdx.x == 0 && recent > 0 && recent < infinity_bits) {
     const double numerator =
         double_of(float_bits(static_cast<double>(problem.largest[blockIdx.x]) * problem.factor));
     problem.scale[blockIdx.x] =
-        min(float_bits(fmin(numerator / double_of(found), 0x1.fffffep127)), infinity_bits - 1);
+        min(float_bits(fmin(numerator / double_of(recent), 0x1.fffffep127)), infinity_bits - 1);
   }
   // Step `at` gets the amax of the step after it, the last one that of this step.
   for (long long first = 0; first < num_steps; first += tile.block_size()) {

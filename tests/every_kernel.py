@@ -14,13 +14,13 @@ import numpy as np
 from every_matrix import (
     STEPS,
     judge_matrix,
+    judge_reduction,
     judge_scales,
-    judge_survey,
     matrices,
+    reductions,
     run_matrix,
+    run_reduction,
     run_scales,
-    run_survey,
-    surveys,
 )
 from every_quantized import quantized_cases
 from every_split import run_shared, shared_cases
@@ -226,8 +226,8 @@ def main() -> int:
         )
     for matrix in matrices():
         result.findings += judge_matrix(matrix, *run_matrix(matrix, where))
-    for survey in surveys():
-        result.findings += judge_survey(survey, *run_survey(survey, where))
+    for reduction in reductions():
+        result.findings += judge_reduction(reduction, *run_reduction(reduction, where))
     for case, num_ranks in shared_cases():
         problem = random_problem(case)
         result.findings += judge_all(problem, run_shared(problem, num_ranks, where))

@@ -13,7 +13,7 @@ from cupynorm.check.quantized import same_bytes
 from cupynorm.check.results import Finding, judge
 from cupynorm.dtypes import DTYPES, FLOAT8S, compute_dtype, decode, encode
 from cupynorm.gpu.arrays import Rows
-from cupynorm.norm.arguments import QuantizeOptions, quantize_call, survey_call
+from cupynorm.norm.arguments import QuantizeOptions, quantize_call, reduce_matrix_call
 from cupynorm.plan.matrices import update_scales_launch
 
 
@@ -155,8 +155,8 @@ def judge_matrix(matrix: Matrix, got: dict, given: dict) -> list[Finding]:
     return [*findings, judge(label, "data of a norm", made, wanted, allowed), few]
 
 
-class Surveyed(NamedTuple):
-    """A matrix for survey.cu: sums over rows, or the largest magnitude if sums is None."""
+class Reduced(NamedTuple):
+    """A matrix for reduce_matrix.cu: sums over rows, or the largest magnitude if sums is None."""
 
     num_rows: int
     num_cols: int
@@ -164,7 +164,7 @@ class Surveyed(NamedTuple):
     sums: str | None
 
 
-def surveys() -> list[Surveyed]:
+def reductions() -> list[Reduced]:
     """Both kinds in every dtype, packs and single elements, several slabs and a part of one."""
     shapes = (
         (1, 1, "float32"),
@@ -173,19 +173,19 @@ def surveys() -> list[Surveyed]:
         (300, 136, "float32"),
         (700, 66, "float64"),
     )
-    return [Surveyed(*shape, sums) for shape in shapes for sums in (None, shape[2])]
+    return [Reduced(*shape, sums) for shape in shapes for sums in (None, shape[2])]
 
 
-def run_survey(survey: Surveyed, where: CpuMachine | GpuCheckMachine) -> tuple[dict, dict]:
+def run_reduction(reduction: Reduced, where: CpuMachine | GpuCheckMachine) -> tuple[dict, dict]:
     """What the kernels find, and what they are given: arrays by name."""
-    num_rows, num_cols, x, sums = survey
+    num_rows, num_cols, x, sums = reduction
     values = (
         np.random.default_rng([num_rows, num_cols]).standard_normal((num_rows, num_cols)) + 0.25
     )
     given = {"x": encode(values, x)}
     kept = Kept(where)
     at = kept.put("x", given["x"])
-    call = survey_call(where.device, Rows(at, num_rows, num_cols, num_cols, x), sums)
+    call = reduce_matrix_call(where.device, Rows(at, num_rows, num_cols, num_cols, x), sums)
     found = {}
     if sums:
         found["partials"] = kept.poisoned("partials", call.partials_shape, compute_dtype(x).name)
@@ -197,21 +197,25 @@ def run_survey(survey: Surveyed, where: CpuMachine | GpuCheckMachine) -> tuple[d
     return {name: kept.get(name) for name in found if name != "partials"}, given
 
 
-def judge_survey(survey: Surveyed, got: dict, given: dict) -> list[Finding]:
+def judge_reduction(reduction: Reduced, got: dict, given: dict) -> list[Finding]:
     """The largest to the byte; of sums each addition rounds, and the result once."""
-    label, values = " ".join(map(str, survey)), decode(given["x"], survey.x)
-    if survey.sums is None:
+    label, values = " ".join(map(str, reduction)), decode(given["x"], reduction.x)
+    if reduction.sums is None:
         return [
             same_bytes(
                 label, "amax", got["amax"], np.abs(values).max().astype(np.float32).reshape(1)
             )
         ]
     rounding = (
-        survey.num_rows * DTYPES[compute_dtype(survey.x).name].half_ulp * np.abs(values).sum(axis=0)
+        reduction.num_rows
+        * DTYPES[compute_dtype(reduction.x).name].half_ulp
+        * np.abs(values).sum(axis=0)
     )
-    rounding += DTYPES[survey.sums].half_ulp * np.abs(values.sum(axis=0))
+    rounding += DTYPES[reduction.sums].half_ulp * np.abs(values.sum(axis=0))
     return [
-        judge(label, "sums", decode(got["sums"], survey.sums), values.sum(axis=0), 1.01 * rounding)
+        judge(
+            label, "sums", decode(got["sums"], reduction.sums), values.sum(axis=0), 1.01 * rounding
+        )
     ]
 
 

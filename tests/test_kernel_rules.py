@@ -90,8 +90,8 @@ def test_sums_are_made_in_a_fixed_order(path):
     assert not ATOMIC.search(text.replace("atomicMax(", "") if path.name == "amax.cuh" else text)
 
 
-PTX_HEADERS = ("bulk.cuh", "cluster.cuh", "tensor_tile.cuh", "warpgroup.cuh")
-PTX_HEADERS += ("warpgroup_product.cuh",)
+PTX_HEADERS = ("bulk.cuh", "cluster.cuh", "memory.cuh", "next_kernel.cuh", "tensor_tile.cuh")
+PTX_HEADERS += ("warp_max.cuh", "warpgroup.cuh", "warpgroup_product.cuh")
 
 
 @pytest.mark.parametrize("path", **names_of(DEVICE_SOURCES))

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..gpu import arrays
 from ..nn.dtypes import name_of, outside_autocast
-from ..norm import survey
+from ..norm import reduce_matrix
 
 
 def as_rows(tensor: Tensor) -> Tensor:
@@ -37,7 +37,7 @@ def sum_rows(rows: Tensor, dtype: torch.dtype) -> Tensor:
     """
     if arrays.on_host(rows) or rows.stride(-1) != 1:
         return rows.sum(0, dtype=dtype)
-    return survey.sum_rows(rows, name_of(dtype))
+    return reduce_matrix.sum_rows(rows, name_of(dtype))
 
 
 def join(parts: Sequence[Tensor]) -> Tensor | None:

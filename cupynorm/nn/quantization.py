@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..gpu import arrays
 from ..norm import quantize as matrices
-from ..norm import survey
+from ..norm import reduce_matrix
 from ..norm.quantized_tensor import QuantizedTensor
 from .dtypes import name_of
 from .products import pad
@@ -34,7 +34,7 @@ class Rule(NamedTuple):
 def amax_of(x: Tensor, *dims: int) -> Tensor:
     """max |x| in float32, over dims or over all; 0 of an empty tensor, NaN if x has a NaN."""
     if not dims and x.ndim == 2 and not arrays.on_host(x):
-        return survey.amax(x).reshape(())
+        return reduce_matrix.amax(x).reshape(())
     if not x.numel():
         kept = [extent for at, extent in enumerate(x.shape) if dims and at not in dims]
         return x.new_zeros(kept, dtype=torch.float32)
@@ -98,7 +98,7 @@ def quantize_current(
     """A matrix by the scale of its own amax. On a GPU two kernels make it."""
     rule = rule or Rule()
     if not arrays.on_host(x):
-        amax = survey.amax(x)
+        amax = reduce_matrix.amax(x)
         quantized = matrices.quantize(x, name_of(dtype), None, amax, transpose=transpose, rule=rule)
         return _of_matrix(quantized, x)
     return quantize(x, _current_scale(x, dtype, rule), dtype, transpose=transpose)
@@ -119,7 +119,7 @@ def quantize_and_sum(
     [num_cols]. On a GPU one kernel makes all of it from a known scale.
     """
     if not arrays.on_host(x):
-        amax = amax if rule is None else survey.amax(x)
+        amax = amax if rule is None else reduce_matrix.amax(x)
         sums = name_of(sum_dtype)
         quantized = matrices.quantize(
             x, name_of(dtype), scale, amax, transpose=True, sums=sums, rule=rule

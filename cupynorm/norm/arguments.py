@@ -1,8 +1,8 @@
 """From the tensors of a call to its plan and to the argument of each kernel.
 
 The arguments are the structs of cuda_src (forward.cuh, backward.cuh, backward_parameters.cu,
-quantize.cu, survey.cu). Every word of a struct has 8 bytes. A word is a constant of the plan, or
-the address of a tensor that comes with each run (Address).
+quantize.cu, reduce_matrix.cu). Every word of a struct has 8 bytes. A word is a constant of the
+plan, or the address of a tensor that comes with each run (Address).
 
 The same calls run on a GPU (cupynorm.norm.prepared) and on the CPU (cupynorm.check).
 """
@@ -20,7 +20,7 @@ from ..gpu.arrays import Rows
 from ..plan.devices import Device
 from ..plan.dispatch import Plan, make_plan
 from ..plan.instances import Launch
-from ..plan.matrices import quantize_launch, survey_launch
+from ..plan.matrices import quantize_launch, reduce_matrix_launch
 from ..plan.problem import Layout, Problem
 from .functors import NO_FUNCTORS, PlacedFunctor, PlacedFunctors
 from .request import BackwardOptions, ForwardOptions
@@ -483,10 +483,10 @@ def _sum_words(partials_shape: tuple[int, int]) -> Words:
     return [0, Address("partials"), num_cols, 0, Address("sums"), *partials_shape]
 
 
-def survey_call(device: Device, x: Rows, sums: str | None) -> Call:
+def reduce_matrix_call(device: Device, x: Rows, sums: str | None) -> Call:
     """A reading of a matrix for its largest magnitude, or for sums over its rows, of dtype sums."""
     limit = _layout(x.num_cols, {"x": x}).pack_limit
-    launches, num_slabs, rows_of_slab = survey_launch(
+    launches, num_slabs, rows_of_slab = reduce_matrix_launch(
         device, x.num_rows, x.num_cols, x.dtype, limit, sums
     )
     words = [*_row_words({"x": x}, "x"), x.num_rows, x.num_cols, rows_of_slab]

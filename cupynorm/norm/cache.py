@@ -7,7 +7,7 @@ from typing import Any
 forwards: dict[tuple, Any] = {}
 backwards: dict[tuple, Any] = {}
 repeated: dict[tuple, Any] = {}  # of torch's tensors, the last forward of each kind
-matrices: dict[tuple, Any] = {}  # quantisations, surveys, updates of scales
+matrices: dict[tuple, Any] = {}  # quantisations, reductions, updates of scales
 _MOST = 4096  # then all are dropped: a program with ever new shapes must not fill the memory
 
 

@@ -1,4 +1,4 @@
-"""Launches of the kernels that take a whole matrix: quantize, survey and update_scales.
+"""Launches of the kernels that take a whole matrix: quantize, reduce_matrix and update_scales.
 Pure Python, no GPU needed. docs/experiments.md has the measurements behind the integers.
 """
 
@@ -67,10 +67,10 @@ def quantize_launch(
 _BLOCKS_PER_RESIDENT = 4
 
 
-def survey_launch(
+def reduce_matrix_launch(
     device: Device, num_rows: int, num_cols: int, x: str, pack_limit: int, sums: str | None = None
 ) -> tuple[tuple[Launch, ...], int, int]:
-    """The launches that survey a matrix of dtype x, the number of slabs, and the rows of a slab.
+    """The launches of reduce_matrix for an x of this dtype, and the number and the rows of slabs.
 
     Without sums, one kernel finds the largest magnitude. With sums, a dtype, it sums over the rows
     of each slab, and a second kernel adds up the slabs.
@@ -82,7 +82,9 @@ def survey_launch(
     wanted = ceil_div(_BLOCKS_PER_RESIDENT * tile.blocks_per_sm * device.num_sms, max(across, 1))
     rows_of_slab = ceil_div(max(num_rows, 1), wanted * rows_at_once) * rows_at_once
     num_slabs = ceil_div(num_rows, rows_of_slab)
-    kernel = Kernel("survey.cu", f"survey<{cpp_name(x)}, {cpp_bool(sums)}, {tile.cpp}>")
+    kernel = Kernel(
+        "reduce_matrix.cu", f"reduce_matrix<{cpp_name(x)}, {cpp_bool(sums)}, {tile.cpp}>"
+    )
     smem_bytes = tile.block_size * pack_size * compute_dtype(x).itemsize if sums else 0
     launch = Launch(kernel, tile, num_slabs * across, tile.block_size, smem_bytes)
     if sums is None:

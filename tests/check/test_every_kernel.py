@@ -10,13 +10,13 @@ from every_kernel import cases
 from every_matrix import (
     STEPS,
     judge_matrix,
+    judge_reduction,
     judge_scales,
-    judge_survey,
     matrices,
+    reductions,
     run_matrix,
+    run_reduction,
     run_scales,
-    run_survey,
-    surveys,
 )
 from every_quantized import E4M3, quantized_cases, run_quantized
 
@@ -25,7 +25,7 @@ from cupynorm.check.kernels import CpuMachine
 from cupynorm.check.quantized import How, judge_bytes, judge_values, run_8_bits
 from cupynorm.check.run import run_kernels
 from cupynorm.plan.devices import DEVICES
-from cupynorm.plan.matrices import survey_launch
+from cupynorm.plan.matrices import reduce_matrix_launch
 from cupynorm.plan.problem import SCALINGS
 from cupynorm.plan.strategies import STRATEGIES
 
@@ -39,7 +39,7 @@ class Recorder(CpuMachine):
         self.functors: set[tuple[str, str]] = set()
         self.scalings: set[tuple[str, str, str, str]] = set()
         self.sources: set[tuple[str, int]] = set()
-        self.surveys: set[tuple[str, str, int]] = set()
+        self.reductions: set[tuple[str, str, int]] = set()
 
     def launch(self, launch, words) -> None:
         tile = launch.tile
@@ -60,8 +60,10 @@ class Recorder(CpuMachine):
             self.scalings.add((launch.kernel.source, place, scaling, step))
         for source in re.findall(r"^quantize<(\w+)", launch.kernel.name_expression):
             self.sources.add((source, tile.pack_size))
-        for dtype, sums_up in re.findall(r"^survey<(\w+), (\w+)", launch.kernel.name_expression):
-            self.surveys.add((dtype, sums_up, tile.pack_size))
+        for dtype, sums_up in re.findall(
+            r"^reduce_matrix<(\w+), (\w+)", launch.kernel.name_expression
+        ):
+            self.reductions.add((dtype, sums_up, tile.pack_size))
 
 
 @pytest.mark.slow
@@ -276,33 +278,33 @@ def test_a_wrong_byte_of_a_matrix_is_found(matrix):
             )
 
 
-def test_all_kinds_of_surveys_are_covered():
+def test_all_kinds_of_reductions_are_covered():
     """Each dtype with and without sums, each pack size, and one or several slabs."""
     recorder = Recorder()
-    for survey in surveys():
-        run_survey(survey, recorder)
-    assert {(dtype, sums_up) for dtype, sums_up, _ in recorder.surveys} == {
+    for reduction in reductions():
+        run_reduction(reduction, recorder)
+    assert {(dtype, sums_up) for dtype, sums_up, _ in recorder.reductions} == {
         (dtype, sums_up)
         for dtype in ("__nv_bfloat16", "__half", "float", "double")
         for sums_up in ("true", "false")
     }
-    assert {pack for _, _, pack in recorder.surveys} == {1, 2, 4, 8}
+    assert {pack for _, _, pack in recorder.reductions} == {1, 2, 4, 8}
     slabs = [
-        (survey, *survey_launch(DEVICES["H200"], *survey[:3], 8, "float32")[1:])
-        for survey in surveys()
+        (reduction, *reduce_matrix_launch(DEVICES["H200"], *reduction[:3], 8, "float32")[1:])
+        for reduction in reductions()
     ]
     counts = {num_slabs for _, num_slabs, _ in slabs}
     assert 1 in counts and max(counts) > 2
-    assert any(survey.num_rows % rows_of_slab for survey, _, rows_of_slab in slabs)
+    assert any(reduction.num_rows % rows_of_slab for reduction, _, rows_of_slab in slabs)
 
 
-@pytest.mark.parametrize("survey", surveys(), ids=str)
-def test_a_wrong_survey_is_found(survey):
-    got, given = run_survey(survey, CpuMachine())
-    assert all(found.ok for found in judge_survey(survey, got, given))
+@pytest.mark.parametrize("reduction", reductions(), ids=str)
+def test_a_wrong_reduction_is_found(reduction):
+    got, given = run_reduction(reduction, CpuMachine())
+    assert all(found.ok for found in judge_reduction(reduction, got, given))
     for name in got:
         off = {name: np.full_like(got[name], 3e4)}
-        assert not all(found.ok for found in judge_survey(survey, off, given))
+        assert not all(found.ok for found in judge_reduction(reduction, off, given))
 
 
 @pytest.mark.parametrize("num_steps", STEPS)

@@ -16,7 +16,7 @@ from cupynorm.norm.plans import plan
 from cupynorm.plan.devices import DEVICES, Device
 from cupynorm.plan.dispatch import make_plan
 from cupynorm.plan.instances import Kernel, Launch
-from cupynorm.plan.matrices import quantize_launch, survey_launch, update_scales_launch
+from cupynorm.plan.matrices import quantize_launch, reduce_matrix_launch, update_scales_launch
 from cupynorm.plan.problem import SCALINGS, Layout, Problem
 from cupynorm.plan.products import DTYPES as PRODUCT_DTYPES
 from cupynorm.plan.products import fold_launch, product_launch
@@ -270,7 +270,7 @@ AHEAD_QUANTIZED_WIDTHS = (768, 3000, 5000, 6000, 7000, 7600, 8600, 9000, 10000, 
 
 
 def matrix_launches(limits: tuple[int, ...], device: Device) -> list[Launch]:
-    """Every kind of quantize.cu and survey.cu with packs of up to `limits`, and update_scales."""
+    """All kinds of quantize.cu and reduce_matrix.cu, packs of up to `limits`, and update_scales."""
     found = [update_scales_launch(3)]
     for dtype, weight, flag in (("bfloat16", "float32", True), ("float16", None, False)):
         found.append(fold_launch(8, dtype, weight, weight, centered=flag, zero_centered=flag))
@@ -280,7 +280,7 @@ def matrix_launches(limits: tuple[int, ...], device: Device) -> list[Launch]:
             found.append(plan.launch)
     for limit in limits:
         for dtype, sums in itertools.product(DTYPES, (None, "bfloat16")):
-            found += survey_launch(device, 130, 257, dtype, limit, sums)[0]
+            found += reduce_matrix_launch(device, 130, 257, dtype, limit, sums)[0]
         for sums, scaling, dtype in itertools.product(
             (None, "bfloat16"), ("given", "tensor"), DTYPES
         ):

@@ -23,7 +23,7 @@ torch = pytest.importorskip("torch")
 import float8_bytes as bytes_of  # noqa: E402  (imports torch)
 import test_fp8 as of_recipes  # noqa: E402
 import test_quantized_matrices as of_quantized  # noqa: E402
-import test_survey as of_matrices  # noqa: E402
+import test_reduce_matrix as of_matrices  # noqa: E402
 
 IN_REGISTERS = cupynorm.Tile(8, 64, 2, exact=1)
 FETCHING_AHEAD = cupynorm.Tile(8, 64, 2, blocks_per_sm=2, exact=1)
@@ -252,7 +252,7 @@ MUTATIONS = {
         "delayed scales",
     ),
     "rows that are left out": (
-        "survey.cu",
+        "reduce_matrix.cu",
         "row += Rows::step",
         "row += 9 * Rows::num_groups",
         "sums of many rows",
@@ -264,7 +264,7 @@ MUTATIONS = {
         "sums of a matrix",
     ),
     "a matrix without its last slab": (
-        "survey.cu",
+        "reduce_matrix.cu",
         "row < slab.end_row; row",
         "row < slab.end_row && slab.end_row < problem.num_rows; row",
         "amax of a matrix",
@@ -319,7 +319,8 @@ from cupynorm.norm.arguments import QuantizeOptions, quantize_call
 from cupynorm.check.kernels import CpuMachine
 from cupynorm.check.results import CheckResult
 from every_matrix import (
-    judge_matrix, judge_scales, judge_survey, matrices, run_matrix, run_scales, run_survey, surveys,
+    judge_matrix, judge_scales, judge_reduction, matrices, reductions,
+    run_matrix, run_scales, run_reduction,
 )
 from cupynorm.check.quantized import judge_bytes
 from every_quantized import E4M3, Kept, quantized_cases, run_quantized
@@ -336,8 +337,8 @@ for case, how in [by_kernel[each] for each in sorted(by_kernel, key=str)][::{STE
     findings += judge_bytes(case, how, *run_quantized(case, how, machine))
 for matrix in matrices()[::{STEP}]:
     findings += judge_matrix(matrix, *run_matrix(matrix, machine))
-for survey in surveys()[::{STEP}]:
-    findings += judge_survey(survey, *run_survey(survey, machine))
+for reduction in reductions()[::{STEP}]:
+    findings += judge_reduction(reduction, *run_reduction(reduction, machine))
 for case, num_ranks in shared_cases()[1:2]:
     problem = random_problem(case)
     findings += judge_all(problem, run_shared(problem, num_ranks, machine))

@@ -207,7 +207,7 @@ def test_one_kernel_gives_the_gradients_and_the_normalised_tensor(
     )
     names = [each.kernel.name_expression for each in kernels]
     # Compiled, the sum over rows is torch's.
-    of_bias = [] if compiled else ["survey", "backward_parameters"]
+    of_bias = [] if compiled else ["reduce_matrix", "backward_parameters"]
     of_norm = ["backward_warp", "backward_parameters"]
     assert [name.split("<")[0] for name in names] == ["forward_warp", *of_bias, *of_norm]
     assert "RecomputingStore<" in names[-2] and ".dx = true, .dweight = true" in names[-2]

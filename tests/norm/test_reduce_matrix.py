@@ -1,4 +1,4 @@
-"""Surveys of a matrix: sums over rows against float64, and largest magnitudes to the bit."""
+"""Reductions of a matrix: sums over rows against float64, and largest magnitudes to the bit."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import pytest
 
 from cupynorm.dtypes import DTYPES, compute_dtype
 from cupynorm.plan.devices import DEVICES
-from cupynorm.plan.matrices import survey_launch
+from cupynorm.plan.matrices import reduce_matrix_launch
 
 torch = pytest.importorskip("torch")
 from float8_bytes import numpy, random  # noqa: E402
 
 from cupynorm.linear import matrices  # noqa: E402
 from cupynorm.nn import quantization  # noqa: E402
-from cupynorm.norm import survey  # noqa: E402
+from cupynorm.norm import reduce_matrix  # noqa: E402
 
 SHAPES = [(1, 1), (128, 128), (130, 257), (1000, 72), (300, 34), (210_000, 1), (0, 8), (5, 0)]
 
@@ -33,11 +33,11 @@ SHAPES = [(1, 1), (128, 128), (130, 257), (1000, 72), (300, 34), (210_000, 1), (
 def test_sums_over_rows_are_within_bounds_and_repeat(dtype, sums, shape, device):
     """They repeat to the bit, and err by their additions and one rounding."""
     x = random(*shape, dtype=getattr(torch, dtype), device=device) + 0.25
-    made = survey.sum_rows(x, sums)
+    made = reduce_matrix.sum_rows(x, sums)
     assert made.dtype == getattr(torch, sums) and tuple(made.shape) == shape[1:]
-    assert torch.equal(made, survey.sum_rows(x, sums))
+    assert torch.equal(made, reduce_matrix.sum_rows(x, sums))
     wide = x.double()
-    _, num_slabs, rows_of_slab = survey_launch(DEVICES["H200"], *shape, dtype, 8, sums)
+    _, num_slabs, rows_of_slab = reduce_matrix_launch(DEVICES["H200"], *shape, dtype, 8, sums)
     additions = min(rows_of_slab, shape[0]) + num_slabs
     allowed = (
         additions
@@ -57,7 +57,10 @@ def test_the_largest_magnitude_is_exact(dtype, shape, device):
     for value in (None, -7.0, 2.0**-140, float("-inf"), float("nan")):
         if value is not None and x.numel():
             x[-1, -1] = value
-        found, expected = survey.amax(x), x.abs().amax().float() if x.numel() else torch.zeros(())
+        found, expected = (
+            reduce_matrix.amax(x),
+            x.abs().amax().float() if x.numel() else torch.zeros(()),
+        )
         assert found.dtype == torch.float32 and found.shape == (1,)
         assert np.array_equal(numpy(found)[0], numpy(expected), equal_nan=True)
 
@@ -65,7 +68,7 @@ def test_the_largest_magnitude_is_exact(dtype, shape, device):
 def test_the_largest_magnitude_of_denormal_numbers_is_exact(device):
     """The kernels flush denormals where they compare floats."""
     x = (random(40, 136, dtype=torch.float64) * 2e-39).to(torch.bfloat16)
-    assert 0 < survey.amax(x.to(device)).item() == x.abs().max().item() < 2.0**-126
+    assert 0 < reduce_matrix.amax(x.to(device)).item() == x.abs().max().item() < 2.0**-126
 
 
 def test_views_give_the_results_of_contiguous_matrices(device):
@@ -74,27 +77,30 @@ def test_views_give_the_results_of_contiguous_matrices(device):
     for view in (x[:, :40], x[::2], x[:, 1:34], x.t(), x[0].expand(50, 48)):
         expected = view.double().sum(0)
         allowed = len(view) * 2.0**-24 * view.double().abs().sum(0)  # each addition rounds
-        for made in (survey.sum_rows(view, "float32"), matrices.sum_rows(view, torch.float32)):
+        for made in (
+            reduce_matrix.sum_rows(view, "float32"),
+            matrices.sum_rows(view, torch.float32),
+        ):
             assert made.dtype == torch.float32
             assert ((made.double() - expected).abs() <= allowed).all()
-        assert survey.amax(view).item() == view.abs().max().item()
+        assert reduce_matrix.amax(view).item() == view.abs().max().item()
 
 
-def test_amax_of_a_matrix_is_one_survey_and_amax_of_rows_is_torch_s(kernels):
+def test_amax_of_a_matrix_is_one_launch_and_amax_of_rows_is_torch_s(kernels):
     x = random(30, 40, dtype=torch.bfloat16)
     kernels.clear()
     assert (
         quantization.amax_of(x).shape == ()
         and quantization.amax_of(x).item() == x.abs().max().item()
     )
-    assert [launch.kernel.source for launch in kernels] == ["survey.cu"] * 2
+    assert [launch.kernel.source for launch in kernels] == ["reduce_matrix.cu"] * 2
     assert torch.equal(quantization.amax_of(x, 1), x.abs().amax(1).float()) and len(kernels) == 2
 
 
 def test_slabs_fill_the_device():
     """Many rows: more than two waves of blocks. Few rows: as few slabs as hold them."""
     for num_rows, num_cols in ((49152, 3072), (8192, 12288), (4096, 10240), (131, 64)):
-        (launch, last), num_slabs, rows_of_slab = survey_launch(
+        (launch, last), num_slabs, rows_of_slab = reduce_matrix_launch(
             DEVICES["H200"], num_rows, num_cols, "bfloat16", 8, "bfloat16"
         )
         across, rows_at_once = (

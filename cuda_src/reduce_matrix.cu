@@ -1,4 +1,4 @@
-// survey -- sums over rows of a matrix, or its largest magnitude; a block owns columns of a slab
+// reduce_matrix -- sums over rows of a matrix, or its largest magnitude; a block owns some columns
 // owns:  threads_per_row neighbouring packs of columns of rows_of_slab rows. Each of rows_per_block
 //        groups of threads takes every rows_per_block-th row, packs_per_thread of them at once
 // moves: x once in. For sums, one sum a column and slab out, which backward_parameters.cu adds up
@@ -11,7 +11,7 @@
 #include "slab.cuh"
 
 template <class X>
-struct Survey {
+struct ReduceMatrix {
   Load<X> x;
   long long num_rows;
   long long num_cols;
@@ -22,7 +22,7 @@ struct Survey {
 
 template <class X, bool has_sums, Tile tile>
 __global__ void __launch_bounds__(tile.block_size(), tile.blocks_per_sm)
-    survey(const Survey<X> problem) {
+    reduce_matrix(const ReduceMatrix<X> problem) {
   using Compute = typename ComputeOf<X>::type;
   constexpr int pack_size = tile.pack_size;
   using Rows = Slab<tile>;

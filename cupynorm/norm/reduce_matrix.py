@@ -1,10 +1,10 @@
-"""What one reading of a matrix on a GPU tells: the sums over its rows, or its largest magnitude."""
+"""Reductions of a matrix on a GPU: the sums over its rows, or its largest magnitude."""
 
 from __future__ import annotations
 
 from ..dtypes import compute_dtype
 from ..gpu import arrays, launch
-from .arguments import survey_call
+from .arguments import reduce_matrix_call
 from .cache import keep, matrices
 from .on_gpu import OnGpu, allocator, fill, rows_of
 from .request import Array
@@ -23,28 +23,28 @@ def amax(x: Array) -> Array:
     return _prepared(x, None).run(x)
 
 
-def _prepared(x: Array, sums: str | None) -> _PreparedSurvey:
-    key = ("survey", arrays.library(x).layout_key(x), sums)
+def _prepared(x: Array, sums: str | None) -> _PreparedReduction:
+    key = ("reduce_matrix", arrays.library(x).layout_key(x), sums)
     prepared = matrices.get(key)
     if prepared is None:
-        prepared = _PreparedSurvey(x, sums)
+        prepared = _PreparedReduction(x, sums)
         keep(matrices, key, prepared)
     return prepared
 
 
-class _PreparedSurvey(OnGpu):
-    """A survey that is planned and compiled."""
+class _PreparedReduction(OnGpu):
+    """A reduction that is planned and compiled."""
 
     def __init__(self, x: Array, sums: str | None) -> None:
         super().__init__(x, ["x"], ("x",))
         rows, copied = rows_of(x, 1)
         self.copies = (copied,) if copied else ()
         self.has_sums = sums is not None
-        call = survey_call(launch.device(self.device_index), rows, sums)
+        call = reduce_matrix_call(launch.device(self.device_index), rows, sums)
         if rows.num_rows and rows.num_cols:
             self.compile(call, ["x", "partials", "sums" if sums else "amax"])
         shape, dtype = ((rows.num_cols,), sums) if sums else ((1,), "float32")
-        self.new_found = allocator(self.library, shape, dtype)
+        self.new_result = allocator(self.library, shape, dtype)
         partials_dtype = compute_dtype(rows.dtype).name if sums else None
         self.new_partials = allocator(self.library, call.partials_shape, partials_dtype)
 
@@ -53,14 +53,14 @@ class _PreparedSurvey(OnGpu):
         former = library.exchange_device(self.device_index)
         try:
             inputs = self.contiguous((x,)) if self.copies else (x,)
-            found = self.new_found()
+            result = self.new_result()
             if not (self.steps and self.has_sums):
-                fill((found,), 0)
+                fill((result,), 0)
             if self.steps:
-                tensors = (*inputs, self.new_partials(), found)
+                tensors = (*inputs, self.new_partials(), result)
                 address = library.address
                 self.enqueue(tuple(0 if each is None else address(each) for each in tensors), None)
-            return found
+            return result
         finally:
             if former != self.device_index:
                 library.exchange_device(former)

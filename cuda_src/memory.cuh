@@ -1,0 +1,64 @@
+// memory.cuh -- PTX for shared memory and the L2 cache
+//
+// PTX ISA: prefetch, cp.async (sm_80). Each function has a plain C++ twin for the CPU.
+//
+// dynamic_smem()                   this block's dynamic shared memory, 128-byte aligned
+// prefetch(array, size)            called by one block: brings an array to the L2 cache; null:
+//                                  absent
+// async_copy<size>(smem, global)   starts the copy of a pack of `size` elements
+// async_commit()                   the copies since the last commit become a group
+// async_wait<pending>()            until at most `pending` groups of this thread are in flight
+#pragma once
+#include "pack.cuh"
+
+__device__ __forceinline__ void prefetch(const void*, long long) {}
+
+#ifdef CUPYNORM_ON_CPU
+
+template <class T>
+__device__ __forceinline__ void prefetch(const T*, long long) {}
+template <int size, class T>
+__device__ __forceinline__ void async_copy(T* smem, const T* global) {
+  store_pack<size>(smem, load_pack<size>(global));
+}
+__device__ __forceinline__ void async_commit() {}
+template <int pending>
+__device__ __forceinline__ void async_wait() {}
+
+#else
+
+__device__ __forceinline__ unsigned char* dynamic_smem() {
+  extern __shared__ __align__(128) unsigned char smem[];
+  return smem;
+}
+template <class T>
+__device__ __forceinline__ void prefetch(const T* array, long long size) {
+  constexpr int line = 128 / sizeof(T);
+  for (long long at = static_cast<long long>(threadIdx.x) * line; at < size;
+       at += blockDim.x * line) {
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(array + at));
+  }
+}
+// Copies have 4, 8 or 16 bytes.
+template <int size, class T>
+__device__ __forceinline__ void async_copy(T* smem, const T* global) {
+  constexpr int bytes = size * sizeof(T);
+  const auto at = static_cast<unsigned>(__cvta_generic_to_shared(smem));
+  if constexpr (bytes == 16) {  // these alone can pass by the L1 cache
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(at), "l"(global) : "memory");
+  } else if constexpr (bytes >= 4) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(at), "l"(global), "n"(bytes)
+                 : "memory");
+  } else {
+    store_pack<size>(smem, load_pack<size>(global));
+  }
+}
+__device__ __forceinline__ void async_commit() {
+  asm volatile("cp.async.commit_group;" ::: "memory");
+}
+template <int pending>
+__device__ __forceinline__ void async_wait() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(pending) : "memory");
+}
+
+#endif
