@@ -124,7 +124,7 @@ MUTATIONS = {
         "(bits >> 23)",
         "mx",
     ),
-    "an amax that is not raised": ("amax.cuh", "found > __ldcg(amax)", "false", "given"),
+    "an amax that is not raised": ("amax.cuh", "magnitude > __ldcg(amax)", "false", "given"),
     "lanes that keep the wrong half": (
         "row_scales.cuh",
         "values[at].add(upper ? others : mine);",
@@ -223,8 +223,8 @@ MUTATIONS = {
     ),
     "an infinite amax that makes a scale": (
         "update_scales.cu",
-        "found > 0 && found < infinity_bits",
-        "found > 0",
+        "recent > 0 && recent < infinity_bits",
+        "recent > 0",
         "delayed scales",
     ),
     "a margin that is forgotten": (
