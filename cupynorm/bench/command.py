@@ -172,7 +172,9 @@ def run(arguments: argparse.Namespace) -> int:
 def guard(arguments: argparse.Namespace) -> int:
     """Measures the cells of a file again and compares: 1 if any became slower or is off."""
     if arguments.readme:
-        raise ValueError("--readme and --guard are given; the README's table is of libraries")
+        raise ValueError(
+            "--readme and --guard are given; expected one of them: --readme writes a new table"
+        )
     before = report.read(arguments.guard)
     if arguments.plot:
         plot.require_matplotlib()
@@ -218,7 +220,9 @@ def command_of(arguments: argparse.Namespace) -> str:
 def check_readme(arguments: argparse.Namespace) -> None:
     """Raises ValueError or MissingLibraryError if --readme would fail after the run."""
     if arguments.tiles:
-        raise ValueError("--readme and --tile are given; the README's table is of libraries")
+        raise ValueError(
+            "--readme and --tile are given; expected one of them: tiles are not in the table"
+        )
     documents.check_documents()
 
 
@@ -229,17 +233,21 @@ def cells_of(arguments: argparse.Namespace) -> list[Cell]:
     formats = " or ".join(FLOAT8S)
     for option in ("scale", "amax"):
         if getattr(arguments, option) and not is_quantized:
-            raise ValueError(f"--{option} is for a y of 8 bits; add --out-dtype {formats}")
+            raise ValueError(
+                f"--{option} is given for a y of 16 or more bits; expected --out-dtype {formats}"
+            )
     if arguments.amax and set(arguments.scale) - {"given"}:
         scales = ",".join(arguments.scale)
-        raise ValueError(f"--amax records the largest |y| with --scale given; --scale is {scales}")
+        raise ValueError(f"--amax is given with --scale {scales}; expected --scale given")
     if is_quantized and tuple(directions) != ("forward",):
         raise ValueError(
-            f"--direction is {','.join(directions)} and --out-dtype {arguments.out_dtype}; no "
-            "gradient has 8 bits, use --direction forward"
+            f"--direction is {','.join(directions)} and --out-dtype {arguments.out_dtype}; "
+            "expected --direction forward, because no gradient has 8 bits"
         )
     if arguments.tiles and "both" in directions:
-        raise ValueError("--tile and --direction both are given; a tile belongs to one direction")
+        raise ValueError(
+            "--tile and --direction both are given; expected forward or backward for a tile"
+        )
     check_elements(arguments)
     return cells(
         arguments.norm,

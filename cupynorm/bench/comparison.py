@@ -79,7 +79,10 @@ def compare(before: BenchResult, after: BenchResult) -> Comparison:
     )
     shared = [cell for cell in old if cell in new]
     if not shared:
-        raise ValueError("the two runs have no cell in common")
+        raise ValueError(
+            "the two runs have no cell in common; expected the same norm, direction, dtype and "
+            "shape in both"
+        )
     notes = []
     gpus = [result.environment.get("gpu") for result in (before, after)]
     if gpus[0] != gpus[1]:

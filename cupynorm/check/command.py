@@ -104,7 +104,9 @@ def run(arguments: argparse.Namespace) -> int:
         return run_functions(arguments, named)
     for name in ("library", "dtype", "shape"):
         if getattr(arguments, name):
-            raise ValueError(f"--{name} is for --function, --forward and --backward")
+            raise ValueError(
+                f"--{name} is given without --function, --forward or --backward; expected one"
+            )
     on = arguments.on or ("gpu" if environment.has_gpu() else "cpu")
     if on == "gpu" and not environment.has_gpu():
         raise ValueError(
@@ -130,19 +132,21 @@ def run(arguments: argparse.Namespace) -> int:
 def _arrays_of(files: Sequence[str]) -> list[activations.Activations]:
     recorded = [each for path in files for each in activations.read(path, print)]
     if not recorded:
-        raise ValueError(f"{', '.join(files)}: no floating-point array was found")
+        raise ValueError(f"{', '.join(files)} have no array of floats; expected at least one")
     return recorded
 
 
 def run_functions(arguments: argparse.Namespace, named: dict[str, str | None]) -> int:
     """Checks functions, given as MODULE:NAME or None by label, and returns the exit code."""
     if arguments.on or arguments.quick:
-        raise ValueError("--on and --quick are for the kernels, not for your own functions")
+        raise ValueError("--on or --quick is given with your own functions; expected neither")
     functions = {label: imported(text, f"--{label}") for label, text in named.items() if text}
     norm = arguments.norm or NORMS[0]
     if arguments.files:
         if arguments.traps or arguments.dtype or arguments.shape:
-            raise ValueError("--traps, --dtype and --shape are for random data, not for files")
+            raise ValueError(
+                "--traps, --dtype or --shape is given with files; expected none of them"
+            )
         own = Callables(**functions, library=arguments.library)
         result = CheckResult()
         for each in _arrays_of(arguments.files):

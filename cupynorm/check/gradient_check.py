@@ -119,7 +119,9 @@ def check(
         absent = {"weight", "bias"} - set.union(*map(own.takes, norms)) if own else set()
         for label, values in (("weight", weight), ("bias", bias)):
             if values is not None and label in absent:
-                raise ValueError(f"{label} is given, but your function has no parameter for it")
+                raise ValueError(
+                    f"{label} is given; expected None: your function has no parameter for it"
+                )
         for name, strategy, kind in product(norms, strategies, statistics):
             fields: dict[str, Any] = {"norm": name, "strategy": strategy, "statistics": kind}
             problem = given_problem(input, weight, bias, dy, seed=seed, **fields, **options)

@@ -62,7 +62,7 @@ def _folder_of(texts: dict[str, str]) -> Path:
 
 def _replace(texts: dict[str, str], name: str, pairs: Replacements) -> str:
     if name not in texts:
-        raise ValueError(f"changes names {name!r}, which is not in cuda_src")
+        raise ValueError(f"changes names {name!r}, which is not in cuda_src; expected a file of it")
     text = texts[name]
     for old, new in pairs:
         if text.count(old) != 1:
@@ -85,7 +85,9 @@ def _apply_diff(texts: dict[str, str], diff: str) -> None:
         if line.startswith("+++ "):
             name = Path(line[4:].split("\t")[0].strip()).name
             if name not in texts:
-                raise ValueError(f"the diff changes {name!r}, which is not in cuda_src")
+                raise ValueError(
+                    f"the diff changes {name!r}, which is not in cuda_src; expected a file of it"
+                )
         elif line.startswith("@@"):
             old, new = [], []
             while at < len(lines) and not re.match(r"@@|diff |--- |\+\+\+ ", lines[at]):

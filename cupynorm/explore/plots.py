@@ -295,7 +295,8 @@ def speeds(result: BenchResult, dtype: str = "bfloat16") -> Plot:
     all_panels = panels_of(result).items()
     panels = {title: each for title, each in all_panels if each[0].cell.dtype == dtype}
     if not panels:
-        raise ValueError(f"dtype is {dtype!r}, which the benchmark does not have")
+        dtypes = ", ".join(sorted({each[0].cell.dtype for _, each in all_panels}))
+        raise ValueError(f"dtype is {dtype!r}; expected one of the benchmark's, {dtypes}")
     with rc_context(style.settings()):
         figure, axes_of = _grid(panels, (4.2, 3.2), 2)
         drawn: dict[str, Any] = {}

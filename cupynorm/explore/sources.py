@@ -15,14 +15,14 @@ def piece(name: str, first: str, last: str | None = None) -> str:
     """
     path = nvrtc.cuda_src() / name
     if not path.is_file():
-        raise ValueError(f"name is {name!r}, which is not in cuda_src")
+        raise ValueError(f"name is {name!r}, which is not in cuda_src; expected a file of it")
     lines = path.read_text(encoding="utf-8").splitlines()
 
     def find(text: str, start: int) -> int:
         for at in range(start, len(lines)):
             if text in lines[at]:
                 return at
-        raise ValueError(f"{name} has no {text!r} from line {start + 1} on")
+        raise ValueError(f"{name} has no line with {text!r} from line {start + 1} on; expected one")
 
     begin = find(first, 0)
     end = begin if last is None else find(last, begin)

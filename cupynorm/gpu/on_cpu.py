@@ -113,8 +113,8 @@ class CpuKernel:
         sizes = (grid_size, block_size, smem_bytes, cluster_size)
         if min(sizes) < 0 or max(sizes) >= 2**31:
             raise OnCpuError(
-                f"{self.name_expression}: the launch sizes {sizes} are not all "
-                "between 0 and 2^31 - 1."
+                f"{self.name_expression}: the launch sizes are {sizes}; expected each "
+                "between 0 and 2^31 - 1"
             )
         words = bytes(words)
         failed = self._launch(
@@ -135,8 +135,8 @@ class CpuKernel:
         events = self._library.on_cpu_trace(ctypes.byref(num_events))
         if events is None and num_events.value:
             raise OnCpuError(
-                f"{self.name_expression} made more than {num_events.value:,} accesses and waits: "
-                "trace fewer rows."
+                f"{self.name_expression} made more than {num_events.value:,} accesses and waits; "
+                "expected fewer: trace fewer rows"
             )
         return ctypes.string_at(events, num_events.value * EVENT_BYTES) if events else b""
 
@@ -281,7 +281,7 @@ def _compile(kernel: Kernel, instruments: _Instruments, folder: Path | None) -> 
     source, name_expression, functors = kernel.source, kernel.name_expression, kernel.functors
     folder = Path(folder or _cuda_src()).resolve()
     if not (folder / source).is_file():
-        raise OnCpuError(f"There is no {source} in {folder}.")
+        raise OnCpuError(f"there is no {source} in {folder}; expected a .cu file of it")
     runtime = _runtime(folder, instruments)
     flags = [*_FLAGS, *instruments.of_kernel()]
     # Instruments name the lines of a file by its path.
@@ -334,12 +334,12 @@ def _headers(folder: Path) -> Path:
 
 def _check_sanitizers(sanitize: tuple[str, ...]) -> None:
     if isinstance(sanitize, str) or set(sanitize) - set(_SANITIZERS):
-        raise OnCpuError(f'sanitize is a tuple of "address" and "undefined", not {sanitize!r}.')
+        raise OnCpuError(f'sanitize is {sanitize!r}; expected a tuple of "address" and "undefined"')
     # Loading such a library ends the process unless the sanitizer was preloaded.
     if "address" in sanitize and not hasattr(ctypes.CDLL(None), "__asan_init"):
         raise OnCpuError(
-            "Kernels with the address sanitizer need it preloaded: run Python as a subprocess "
-            "with env=sanitized_environment()."
+            "the address sanitizer is not preloaded; expected Python in a subprocess with "
+            "env=sanitized_environment()"
         )
 
 

@@ -28,11 +28,11 @@ def launch_options(
     if strategy is not None and strategy not in STRATEGIES:
         names = ", ".join(STRATEGIES)
         raise ValueError(
-            f"strategy is {strategy!r}; it is one of {names}, or None to let the width decide"
+            f"strategy is {strategy!r}; expected one of {names}, or None to let the width decide"
         )
     if statistics is not None and statistics not in STATISTICS:
         raise ValueError(
-            f"statistics is {statistics!r}; it is one of {', '.join(STATISTICS)}, or None"
+            f"statistics is {statistics!r}; expected one of {', '.join(STATISTICS)}, or None"
         )
     tile = _tile(tile)
     if tile is not None and tile.path is not None and strategy is not None:
@@ -52,16 +52,16 @@ def _tile(tile: object) -> Tile | None:
         try:
             tile = Tile(**tile)
         except TypeError as error:
-            values = ", ".join(map(str, tile))
+            names = ", ".join(map(str, tile))
             raise ValueError(
-                f"tile has fields {values}; a Tile takes {', '.join(TILE_FIELDS)}"
+                f"tile has fields {names}; expected fields among {', '.join(TILE_FIELDS)}"
             ) from error
     for name in TILE_FIELDS:
         value = getattr(tile, name)
         if name == "path":
             if value is not None and value not in PATHS:
                 paths = ", ".join(PATHS)
-                raise ValueError(f"tile has path {value!r}; it is one of {paths}, or None")
+                raise ValueError(f"tile has path {value!r}; expected one of {paths}, or None")
             continue
         if isinstance(value, bool) or not isinstance(value, numbers.Integral):
             raise ValueError(f"tile has {name} {value!r}; expected an int")

@@ -47,7 +47,7 @@ def add_to(commands: Commands, current: Callable[[], Device | None]) -> None:
 def run(arguments: argparse.Namespace, current: Callable[[], Device | None]) -> int:
     """Prints plans or the table of strategies. Raises ValueError for options that do not fit."""
     if not arguments.table and arguments.num_cols is None:
-        raise ValueError("plan needs a number of columns, or --table")
+        raise ValueError("plan has no number of columns; expected one, or --table")
     check_options(arguments)
     device = device_of(arguments.device, current)
     if arguments.table:
@@ -83,15 +83,15 @@ def check_options(arguments: argparse.Namespace) -> None:
     formats = " or ".join(FLOAT8S)
     for option in ("scale", "amax"):
         if getattr(arguments, option) and not is_quantized:
-            raise ValueError(f"--{option} is for a y of 8 bits; add --out-dtype {formats}")
+            raise ValueError(
+                f"--{option} is given for a y of 16 or more bits; expected --out-dtype {formats}"
+            )
     if arguments.amax and arguments.scale not in (None, "given"):
-        raise ValueError(
-            f"--amax records the largest |y| with --scale given; --scale is {arguments.scale}"
-        )
+        raise ValueError(f"--amax is given with --scale {arguments.scale}; expected --scale given")
     if is_quantized and arguments.direction not in (None, "forward"):
         raise ValueError(
-            f"--direction is {arguments.direction} and --out-dtype {arguments.out_dtype}; no "
-            "gradient has 8 bits, use --direction forward"
+            f"--direction is {arguments.direction} and --out-dtype {arguments.out_dtype}; "
+            "expected --direction forward, because no gradient has 8 bits"
         )
 
 
@@ -99,8 +99,8 @@ def check_device(arguments: argparse.Namespace, device: Device) -> None:
     """Raises ValueError for what a device cannot run, in the words of the command line."""
     if arguments.sm_margin >= device.num_sms:
         raise ValueError(
-            f"--sm-margin is {arguments.sm_margin}; {device.name} has {device.num_sms} "
-            f"multiprocessors, so at most {device.num_sms - 1} can be left free"
+            f"--sm-margin is {arguments.sm_margin}; expected at most "
+            f"{device.num_sms - 1} of the {device.num_sms} multiprocessors of {device.name}"
         )
     row = STRATEGIES.get(arguments.strategy)
     if row and device.compute_capability < row.first_capability:

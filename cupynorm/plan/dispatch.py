@@ -57,16 +57,16 @@ def choose(
         return replace(choose(problem, device, strategy, tile, statistics), reason=reason)
     if strategy is not None and strategy not in STRATEGIES:
         raise ValueError(
-            f"strategy is {strategy!r}; it is one of {', '.join(STRATEGIES)}, "
+            f"strategy is {strategy!r}; expected one of {', '.join(STRATEGIES)}, "
             "or None to choose by width"
         )
     if statistics is not None and statistics not in STATISTICS:
         raise ValueError(
-            f"statistics is {statistics!r}; it is one of {', '.join(STATISTICS)}, or None"
+            f"statistics is {statistics!r}; expected one of {', '.join(STATISTICS)}, or None"
         )
     if tile is not None and strategy is None:
         raise ValueError(
-            "tile is given without strategy; a tile belongs to one strategy, so name it too"
+            "tile is given without strategy; expected the strategy that it belongs to as well"
         )
 
     reason = "as asked for"
@@ -101,8 +101,8 @@ def choose(
     if tile.path == "grid" and statistics == "two_pass":
         if not by_dispatch or asked_strategy is not None:
             raise ValueError(
-                "statistics is 'two_pass'; all blocks share these rows and exchange sums once, as "
-                "'welford' does"
+                "statistics is 'two_pass'; expected 'welford' or None, because all blocks share "
+                "these rows and exchange sums once"
             )
         strategy, tile = "uncached", uncached_tile(problem, device)
     one_pass = tile.path in ("grid", "uncached")
@@ -316,8 +316,8 @@ def make_plan(
             )
     if not 0 <= sm_margin < device.num_sms:
         raise ValueError(
-            f"sm_margin is {sm_margin}; {device.name} has {device.num_sms} multiprocessors, "
-            f"so 0 to {device.num_sms - 1} can be left free"
+            f"sm_margin is {sm_margin}; expected 0 to {device.num_sms - 1} of the "
+            f"{device.num_sms} multiprocessors of {device.name}"
         )
     launches = []
     num_partials = 0

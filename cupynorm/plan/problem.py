@@ -150,7 +150,7 @@ class Tile:
                 f"these two and others of {names}"
             ) from error
         if path is not None and path not in PATHS:
-            raise ValueError(f"tile has path {path!r}; it is one of {', '.join(PATHS)}")
+            raise ValueError(f"tile has path {path!r}; expected one of {', '.join(PATHS)}")
         return tile
 
 

@@ -20,8 +20,9 @@ def check_tile(problem: Problem, strategy: str, tile: Tile, device: Device) -> N
 
     if not power_of_two(tile.pack_size) or tile.pack_size > problem.layout.pack_limit:
         raise ValueError(
-            f"tile has pack_size {tile.pack_size}; num_cols {problem.num_cols} and the alignment "
-            f"of the arrays allow a power of two up to {problem.layout.pack_limit}"
+            f"tile has pack_size {tile.pack_size}; expected a power of two up to "
+            f"{problem.layout.pack_limit}, which num_cols {problem.num_cols} and the alignment of "
+            "the arrays allow"
         )
     if (
         tile.threads_per_row < 1
@@ -31,18 +32,18 @@ def check_tile(problem: Problem, strategy: str, tile: Tile, device: Device) -> N
     ):
         raise ValueError(
             f"tile has threads_per_row {tile.threads_per_row} and "
-            f"rows_per_block {tile.rows_per_block}; their product must be a multiple of 32 "
+            f"rows_per_block {tile.rows_per_block}; expected a product that is a multiple of 32 "
             "up to 1024"
         )
     if strategy == "warp" and (tile.threads_per_row > 32 or not power_of_two(tile.threads_per_row)):
         raise ValueError(
             f"tile has threads_per_row {tile.threads_per_row}; "
-            "strategy 'warp' takes a power of two up to 32"
+            "expected a power of two up to 32 for strategy 'warp'"
         )
     if strategy != "warp" and not tile.stages and tile.rows_per_block != 1:
         raise ValueError(
             f"tile has rows_per_block {tile.rows_per_block}; "
-            f"without stages strategy {strategy!r} works on one row a block"
+            f"expected 1: without stages strategy {strategy!r} works on one row a block"
         )
     if strategy == "cluster":
         if tile.path == "grid":
@@ -50,12 +51,13 @@ def check_tile(problem: Problem, strategy: str, tile: Tile, device: Device) -> N
         elif tile.cluster_size not in dict(device.clusters):
             sizes = ", ".join(str(size) for size, _ in device.clusters)
             raise ValueError(
-                f"tile has cluster_size {tile.cluster_size}; {device.name} runs clusters of {sizes}"
+                f"tile has cluster_size {tile.cluster_size}; expected one of {sizes}, "
+                f"the clusters that {device.name} runs"
             )
     elif tile.cluster_size != 1:
         raise ValueError(
             f"tile has cluster_size {tile.cluster_size}; "
-            f"strategy {strategy!r} has no clusters, use 1"
+            f"expected 1: strategy {strategy!r} has no clusters"
         )
     in_registers = strategy == "warp" or (strategy == "block" and not problem.forward)
     in_registers = in_registers or tile.path not in ("smem", "grid", "uncached")
@@ -64,42 +66,42 @@ def check_tile(problem: Problem, strategy: str, tile: Tile, device: Device) -> N
         raise ValueError(
             f"tile holds {tile.cols} columns (pack_size {tile.pack_size} x "
             f"threads_per_row {tile.threads_per_row} x "
-            f"packs_per_thread {tile.packs_per_thread}), the row has {num_cols}"
+            f"packs_per_thread {tile.packs_per_thread}); expected {num_cols} or more"
             + " for each block"
             * (strategy == "cluster")
         )
     if in_registers and tile.cols - tile.pack_size * tile.threads_per_row >= max(num_cols, 1):
         raise ValueError(
-            f"tile has packs_per_thread {tile.packs_per_thread}; the last pack of every thread "
-            f"is beyond the {num_cols} columns of its block, use fewer"
+            f"tile has packs_per_thread {tile.packs_per_thread}; expected fewer: the last pack "
+            f"of every thread is beyond the {num_cols} columns of its block"
         )
     if tile.exact not in (0, 1) or (
         tile.exact and not (in_registers and tile.cols * tile.cluster_size == problem.num_cols)
     ):
         raise ValueError(
-            f"tile has exact {tile.exact}; 1 is for a row that fills the {tile.cols} columns "
+            f"tile has exact {tile.exact}; expected 1 for a row that fills the {tile.cols} columns "
             "of the registers, else 0"
         )
     if in_registers and tile.pack_size * tile.packs_per_thread > 256:
         raise ValueError(
-            f"tile keeps {tile.pack_size * tile.packs_per_thread} elements in each thread, "
-            "more than its 255 registers"
+            f"tile keeps {tile.pack_size * tile.packs_per_thread} elements in each thread; "
+            "expected fewer than its 255 registers"
         )
     if not in_registers and tile.packs_per_thread and tile.path != "grid":
         raise ValueError(
             f"tile has packs_per_thread {tile.packs_per_thread}; "
-            "here the row is not kept in registers, use 0"
+            "expected 0: here the row is not kept in registers"
         )
     if tile.blocks_per_sm < 1 or tile.blocks_per_sm * tile.block_size > device.threads_per_sm:
         raise ValueError(
             f"tile has blocks_per_sm {tile.blocks_per_sm} and blocks of {tile.block_size} threads; "
-            f"a multiprocessor of {device.name} holds {device.threads_per_sm} threads"
+            f"expected 1 to {device.threads_per_sm} threads on a multiprocessor of {device.name}"
         )
     takes_early = problem.forward and not problem.scaling and tile.path == "registers"
     if tile.early not in (0, int(takes_early and strategy in ("warp", "block"))):
         raise ValueError(
-            f"tile has early {tile.early}; 1 is for forward of strategies 'warp' and 'block' with "
-            "rows in registers and no 8-bit y, else 0"
+            f"tile has early {tile.early}; expected 1 only for forward of strategies 'warp' and "
+            "'block' with rows in registers and no 8-bit y, else 0"
         )
     if tile.path == "bundle":
         _check_bundle(problem, strategy, tile, device)
@@ -114,9 +116,9 @@ def check_tile(problem: Problem, strategy: str, tile: Tile, device: Device) -> N
     ):
         raise ValueError(
             f"tile has stages {tile.stages}, rows_per_block {tile.rows_per_block}, "
-            f"packs_per_thread {tile.packs_per_thread}; a ring has 2 or more stages, "
-            "or backward 1 for one row a block, and 1 or more packs, and belongs to strategy "
-            "'block' or 'cluster'; forward, 1 stage belongs to 'block' and one row a block"
+            f"packs_per_thread {tile.packs_per_thread}; expected 2 or more stages of a ring, "
+            "or backward 1 for one row a block, and 1 or more packs, with strategy 'block' or "
+            "'cluster'; forward, 1 stage with 'block' and one row a block"
         )
     if tile.path == "staged" and (
         problem.residual or tile.pack_size * DTYPES[problem.x].itemsize < 16
@@ -145,22 +147,20 @@ def check_path(strategy: str, tile: Tile) -> None:
     if tile.path not in PATHS_OF_STRATEGY[strategy]:
         paths = ", ".join(PATHS_OF_STRATEGY[strategy])
         raise ValueError(
-            f"tile has path {tile.path!r}; a row of strategy {strategy!r} takes one of {paths}"
+            f"tile has path {tile.path!r}; expected one of {paths} for strategy {strategy!r}"
         )
     if tile.stages and tile.path not in ("staged", "ring", "bundle", "grid"):
-        raise ValueError(f"tile has stages {tile.stages}; path {tile.path!r} has none, use 0")
+        raise ValueError(f"tile has stages {tile.stages}; expected 0: path {tile.path!r} has none")
     if not tile.stages and tile.path in ("staged", "ring", "bundle", "grid"):
-        raise ValueError(
-            f"tile has path {tile.path!r} and stages 0; the copy engine fetches 1 or more"
-        )
+        raise ValueError(f"tile has path {tile.path!r} and stages 0; expected 1 or more stages")
     if tile.bundle and tile.path != "bundle":
-        raise ValueError(f"tile has bundle {tile.bundle}; path {tile.path!r} has none, use 0")
+        raise ValueError(f"tile has bundle {tile.bundle}; expected 0: path {tile.path!r} has none")
     by_counts = [
         replace(tile, path=None).of_strategy(strategy, each).path for each in (True, False)
     ]
     if tile.path not in by_counts and tile.path != "grid":
         raise ValueError(
-            f"tile has path {tile.path!r}; its counts are those of path {by_counts[0]!r}"
+            f"tile has path {tile.path!r}; expected {by_counts[0]!r}, which its counts describe"
         )
 
 
@@ -169,12 +169,13 @@ def _check_grid(problem: Problem, tile: Tile, device: Device) -> None:
     if tile.cluster_size > device.num_sms or tile.blocks_per_sm != 1:
         raise ValueError(
             f"tile has cluster_size {tile.cluster_size} and blocks_per_sm {tile.blocks_per_sm}; "
-            f"all blocks must be resident, one on each of {device.num_sms} multiprocessors"
+            f"expected blocks that are all resident, one on each of {device.num_sms} "
+            "multiprocessors"
         )
     if tile.threads_per_row < 96 or tile.stages < 2:
         raise ValueError(
-            f"tile has threads_per_row {tile.threads_per_row} and stages {tile.stages}; blocks "
-            "that share rows have 2 or more stages, and two warps besides those that have columns"
+            f"tile has threads_per_row {tile.threads_per_row} and stages {tile.stages}; "
+            "expected 2 or more stages, and two warps besides those that have columns"
         )
     if 2 * (smem_bytes_of(problem, tile, "cluster") + RESERVED_BYTES) <= device.smem_per_sm:
         raise ValueError(

@@ -170,7 +170,7 @@ def test_layouts_have_the_values_and_strides_that_they_name(library, layout):
         ),
         (
             {"input": np.ones((2, 4)), "bias": np.ones(4), "forward": lambda x, weight: x},
-            "bias is given, but your function has no parameter for it",
+            "bias is given; expected None: your function has no parameter for it",
         ),
     ],
 )

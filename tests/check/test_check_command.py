@@ -93,7 +93,7 @@ def test_a_function_is_checked_on_a_file(check, tmp_path):
     )
     assert code == 0
     code, _, err = check("--forward", "own_norms:forward", *OWN, "--traps", tmp_path / "a.npz")
-    assert code == 2 and "are for random data, not for files" in err[0]
+    assert code == 2 and "is given with files; expected none of them" in err[0]
 
 
 @pytest.mark.parametrize(
@@ -104,8 +104,11 @@ def test_a_function_is_checked_on_a_file(check, tmp_path):
         (("--backward", "own_norms:g"), "--backward own_norms:g: there is no g in own_norms"),
         (("--forward", "own_norms:number"), "own_norms:number is of type int; expected a function"),
         (("--forward", "own_norms:nothing"), "forward returned None; expected y, or (y, mean"),
-        (("--dtype", "float32"), "--dtype is for --function, --forward and --backward"),
-        (("--forward", "own_norms:rms", "--quick"), "--on and --quick are for the kernels"),
+        (("--dtype", "float32"), "--dtype is given without --function, --forward or --backward"),
+        (
+            ("--forward", "own_norms:rms", "--quick"),
+            "--on or --quick is given with your own functions",
+        ),
     ],
 )
 def test_wrong_arguments_are_one_sentence(check, arguments, message):

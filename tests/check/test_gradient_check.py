@@ -157,7 +157,7 @@ def test_an_empty_result_is_false():
     [
         ({"norm": "batch_norm"}, "norm is 'batch_norm'; expected layer_norm or rms_norm"),
         ({"on": "tpu"}, "on is 'tpu'; expected 'gpu', 'cpu' or None"),
-        ({"strategies": ["wrap"]}, "strategy is 'wrap'; it is one of"),
+        ({"strategies": ["wrap"]}, "strategy is 'wrap'; expected one of"),
         (
             {"input": np.zeros((3, 4)), "weight": np.zeros(5)},
             r"weight has shape \(5,\); expected \(4,\)",

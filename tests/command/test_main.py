@@ -164,7 +164,9 @@ def test_files_that_cannot_be_read(refused, tmp_path):
     np.save(tmp_path / "objects.npy", np.array([{}]), allow_pickle=True)
     assert "pickled objects, which are not read" in refused(tmp_path / "objects.npy", "--on", "cpu")
     np.save(tmp_path / "ids.npy", np.arange(4))
-    assert "no floating-point array was found" in refused(tmp_path / "ids.npy", "--on", "cpu")
+    assert "have no array of floats; expected at least one" in refused(
+        tmp_path / "ids.npy", "--on", "cpu"
+    )
     (tmp_path / "weights.bin").write_bytes(b"")
     assert "ends in one of .npy" in refused(tmp_path / "weights.bin", "--on", "cpu")
 

@@ -13,7 +13,7 @@ from cupynorm.command_line import number, positives
     "arguments,sentence",
     [
         (("plan", "4096", "--device", "H9000"), "expected one of A100"),
-        (("plan", "--device", "H200"), "plan needs a number of columns"),
+        (("plan", "--device", "H200"), "plan has no number of columns; expected one, or --table"),
         (("plan", "many", "--device", "H200"), "'many' is not a whole number"),
         (("plan", "-5", "--device", "H200"), "-5"),
         (
@@ -23,7 +23,7 @@ from cupynorm.command_line import number, positives
         ),
         (
             ("plan", "64", "--device", "H200", "--sm-margin", "132"),
-            "--sm-margin is 132; H200 has 132 multiprocessors, so at most 131",
+            "--sm-margin is 132; expected at most 131 of the 132 multiprocessors of H200",
         ),
         (
             ("plan", "64", "--device", "A100", "--strategy", "cluster"),
@@ -37,11 +37,11 @@ from cupynorm.command_line import number, positives
         ),
         (
             ("plan", "64", "--device", "H200", "--scale", "row"),
-            "--scale is for a y of 8 bits; add --out-dtype float8_e4m3fn or float8_e5m2",
+            "--scale is given for a y of 16 or more bits; expected --out-dtype float8_e4m3fn",
         ),
         (
             ("plan", "64", "--device", "H200", "--amax"),
-            "--amax is for a y of 8 bits; add --out-dtype float8_e4m3fn or",
+            "--amax is given for a y of 16 or more bits; expected --out-dtype float8_e4m3fn or",
         ),
         (
             (
@@ -55,29 +55,27 @@ from cupynorm.command_line import number, positives
                 "--scale",
                 "row",
             ),
-            "--amax records the largest |y| with --scale given; --scale is row",
+            "--amax is given with --scale row; expected --scale given",
         ),
         (
             ("plan", "64", "--device", "H200", "--out-dtype", "float8_e5m2", "--direction", "both"),
-            "--direction is both and --out-dtype float8_e5m2; no gradient has 8 bits, "
-            "use --direction forward",
+            "--direction is both and --out-dtype float8_e5m2; expected --direction forward",
         ),
         (
             ("bench", "--amax"),
-            "--amax is for a y of 8 bits; add --out-dtype float8_e4m3fn or float8_e5m2",
+            "--amax is given for a y of 16 or more bits; expected --out-dtype float8_e4m3fn",
         ),
         (
             ("bench", "--amax", "--out-dtype", "float8_e5m2", "--scale", "given,row"),
-            "--amax records the largest |y| with --scale given; --scale is given,row",
+            "--amax is given with --scale given,row; expected --scale given",
         ),
         (
             ("bench", "--scale", "row"),
-            "--scale is for a y of 8 bits; add --out-dtype float8_e4m3fn or float8_e5m2",
+            "--scale is given for a y of 16 or more bits; expected --out-dtype float8_e4m3fn",
         ),
         (
             ("bench", "--out-dtype", "float8_e5m2", "--direction", "both"),
-            "--direction is both and --out-dtype float8_e5m2; no gradient has 8 bits, "
-            "use --direction forward",
+            "--direction is both and --out-dtype float8_e5m2; expected --direction forward",
         ),
         (("bench", "--cols", "0"), "expected 1 or more"),
         (("bench", "--cols", "64,,"), "not a whole number"),
@@ -90,11 +88,11 @@ from cupynorm.command_line import number, positives
         ),
         (
             ("bench", "--direction", "both", "--tile", "warp: pack_size 8, threads_per_row 32"),
-            "--tile and --direction both are given; a tile belongs to one direction",
+            "--tile and --direction both are given; expected forward or backward for a tile",
         ),
         (
             ("bench", "--readme", "--tile", "warp: pack_size 8, threads_per_row 32"),
-            "the README's table is of libraries",
+            "--readme and --tile are given; expected one of them",
         ),
         (("bench", "--peers", "nobody"), "'nobody' is unknown; expected some of cupynorm,torch,"),
         (("bench", "--host", "--first-call"), "not allowed with argument"),

@@ -129,7 +129,7 @@ def test_cxx_with_options(monkeypatch):
 def test_a_kernel_that_does_not_compile():
     with pytest.raises(OnCpuError, match=r"(?s)tile_sizes.*does not compile.*error"):
         instance("tile.cu", "tile_sizes<float, Tile{.pack_sizes = 4}>")
-    with pytest.raises(OnCpuError, match=r"There is no missing\.cu"):
+    with pytest.raises(OnCpuError, match=r"there is no missing\.cu"):
         instance("missing.cu", "missing")
 
 

@@ -64,7 +64,7 @@ BACKWARD = {
         {"dweight_dtype": "int8"},
     ),
     "x is a list": (TypeError, "x is a list", {"x": [[1.0] * 40] * 4}),
-    "strategy": (ValueError, "strategy is 'wrap'; it is one of", {"strategy": "wrap"}),
+    "strategy": (ValueError, "strategy is 'wrap'; expected one of", {"strategy": "wrap"}),
 }
 
 

@@ -182,12 +182,12 @@ REFUSED = {
 OPTIONS = {
     "strategy": (
         ValueError,
-        "strategy is 'wrap'; it is one of warp, block, cluster, uncached",
+        "strategy is 'wrap'; expected one of warp, block, cluster, uncached",
         {"strategy": "wrap"},
     ),
     "statistics": (
         ValueError,
-        "statistics is 'one_pass'; it is one of two_pass, welford",
+        "statistics is 'one_pass'; expected one of two_pass, welford",
         {"statistics": "one_pass"},
     ),
     "tile in words": (
@@ -197,7 +197,7 @@ OPTIONS = {
     ),
     "tile with an unknown field": (
         ValueError,
-        "tile has fields packs; a Tile takes pack_size",
+        "tile has fields packs; expected fields among pack_size",
         {"strategy": "warp", "tile": {"packs": 8}},
     ),
     "tile of fractions": (

@@ -444,8 +444,12 @@ def test_backward_requests_of_different_options_have_their_own_prepared_calls(ke
     "strategy, tile, message",
     [
         ("warp", cupynorm.Tile(4, 32, 1, 4, path="bundle"), "path 'bundle' and stages 0"),
-        ("warp", cupynorm.Tile(4, 32, 1, 4, path="smem"), "takes one of registers, bundle"),
-        ("block", cupynorm.Tile(4, 32, 1, path="smem"), "its counts are those of path 'registers'"),
+        ("warp", cupynorm.Tile(4, 32, 1, 4, path="smem"), "expected one of registers, bundle"),
+        (
+            "block",
+            cupynorm.Tile(4, 32, 1, path="smem"),
+            "expected 'registers', which its counts describe",
+        ),
     ],
 )
 def test_a_path_that_does_not_suit_its_tile_is_refused_in_every_call(strategy, tile, message):

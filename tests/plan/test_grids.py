@@ -170,6 +170,6 @@ def test_sm_margin_does_not_make_a_small_grid_larger():
 def test_sm_margin_that_leaves_no_multiprocessor(margin):
     for direction in DIRECTIONS:
         with pytest.raises(
-            ValueError, match=f"sm_margin is {margin}; H200 has 132 multiprocessors, so 0 to 131"
+            ValueError, match=f"sm_margin is {margin}; expected 0 to 131 of the 132 multiprocessors"
         ):
             plan(768, device="H200", direction=direction, sm_margin=margin)

@@ -50,8 +50,8 @@ GRID = Tile(8, 128, packs_per_thread=1, cluster_size=128, stages=3, path="grid")
         ),
         (r"threads_per_row 128 and stages 1; ", "cluster", replace(GRID, stages=1), {}),
         (r"threads_per_row 128 and stages 0; ", "cluster", replace(GRID, stages=0), {}),
-        (r"bundle 2; path 'grid' has none", "cluster", replace(GRID, bundle=2), {}),
-        (r"path 'grid'; a row of strategy 'block'", "block", replace(GRID, cluster_size=1), {}),
+        (r"bundle 2; expected 0: path 'grid' has none", "cluster", replace(GRID, bundle=2), {}),
+        (r"path 'grid'; .* for strategy 'block'", "block", replace(GRID, cluster_size=1), {}),
         (
             r"path 'grid'; it needs float32 arithmetic",
             "cluster",
@@ -60,20 +60,20 @@ GRID = Tile(8, 128, packs_per_thread=1, cluster_size=128, stages=3, path="grid")
         ),
         (r"path 'grid'; it needs .* nothing that is", "cluster", GRID, {"residual": True}),
         (
-            r"pack_size 3; num_cols 1024 and the alignment .* power of two up to 16",
+            r"pack_size 3; expected a power of two up to 16, which num_cols 1024 and the alignment",
             "warp",
             replace(WARP, pack_size=3),
             {},
         ),
         (r"pack_size 0;", "warp", replace(WARP, pack_size=0), {}),
         (
-            r"pack_size 8; num_cols 1024 .* up to 4",
+            r"pack_size 8; expected a power of two up to 4, which num_cols 1024",
             "warp",
             WARP,
             {"layout": Layout(4, contiguous=True)},
         ),
         (
-            r"pack_size 8; num_cols 1023 .* up to 1",
+            r"pack_size 8; expected a power of two up to 1, which num_cols 1023",
             "warp",
             WARP,
             {"num_cols": 1023, "layout": Layout(1, contiguous=True)},
@@ -93,40 +93,45 @@ GRID = Tile(8, 128, packs_per_thread=1, cluster_size=128, stages=3, path="grid")
         (r"threads_per_row 0 and", "warp", replace(WARP, threads_per_row=0), {}),
         (r"threads_per_row 32 and rows_per_block -1", "warp", replace(WARP, rows_per_block=-1), {}),
         (
-            r"threads_per_row 64; strategy 'warp' takes a power of two",
+            r"threads_per_row 64; expected a power of two up to 32 for strategy 'warp'",
             "warp",
             replace(WARP, threads_per_row=64),
             {},
         ),
-        (r"threads_per_row 24; strategy 'warp'", "warp", replace(WARP, threads_per_row=24), {}),
         (
-            r"rows_per_block 2; without stages strategy 'block' works on one row",
+            r"threads_per_row 24; expected a power of two",
+            "warp",
+            replace(WARP, threads_per_row=24),
+            {},
+        ),
+        (
+            r"rows_per_block 2; expected 1: without stages strategy 'block' works on one row",
             "block",
             replace(BLOCK, rows_per_block=2),
             {},
         ),
         (
-            r"rows_per_block 2; without stages strategy 'uncached'",
+            r"rows_per_block 2; expected 1: without stages strategy 'uncached'",
             "uncached",
             replace(UNCACHED, rows_per_block=2),
             {},
         ),
         (
-            r"cluster_size 3; H200 runs clusters of 2, 4, 8, 16",
+            r"cluster_size 3; expected one of 2, 4, 8, 16, the clusters that H200 runs",
             "cluster",
             replace(CLUSTER, cluster_size=3),
             {},
         ),
-        (r"cluster_size 1; H200 runs clusters", "cluster", replace(CLUSTER, cluster_size=1), {}),
+        (r"cluster_size 1; expected one of 2, 4", "cluster", replace(CLUSTER, cluster_size=1), {}),
         (
-            r"cluster_size 2; strategy 'block' has no clusters, use 1",
+            r"cluster_size 2; expected 1: strategy 'block' has no clusters",
             "block",
             replace(BLOCK, cluster_size=2),
             {},
         ),
         (
-            r"holds 512 columns \(pack_size 8 x threads_per_row 32 x packs_per_thread 2\), the row "
-            r"has 1024",
+            r"holds 512 columns \(pack_size 8 x threads_per_row 32 x packs_per_thread 2\); "
+            r"expected 1024 or more",
             "warp",
             replace(WARP, packs_per_thread=2),
             {},
@@ -135,61 +140,66 @@ GRID = Tile(8, 128, packs_per_thread=1, cluster_size=128, stages=3, path="grid")
         (r"holds 0 columns", "warp", replace(WARP, packs_per_thread=0), {}),
         (r"holds -1024 columns", "warp", replace(WARP, packs_per_thread=-4), {}),
         (
-            r"packs_per_thread -1; here the row is not kept",
+            r"packs_per_thread -1; expected 0: here the row is not kept",
             "block",
             replace(BLOCK, packs_per_thread=-1),
             {},
         ),
         (
-            r"holds 512 columns \(.* x packs_per_thread 2\), the row has 1024 for each block$",
+            r"holds 512 columns \(.* x packs_per_thread 2\); expected 1024 or more for each block$",
             "cluster",
             Tile(8, 32, packs_per_thread=2, cluster_size=2),
             {"num_cols": 2048},
         ),
         (
-            r"packs_per_thread 2; the last pack of every thread is beyond",
+            r"packs_per_thread 2; expected fewer: the last pack of every thread is beyond",
             "cluster",
             replace(CLUSTER, threads_per_row=64, packs_per_thread=2),
             {},
         ),
         (
-            r"exact 1; 1 is for a row that fills the 512 columns",
+            r"exact 1; expected 1 for a row that fills the 512 columns",
             "cluster",
             replace(CLUSTER, threads_per_row=64, packs_per_thread=1, exact=1),
             {"num_cols": 1008},
         ),
         (
-            r"keeps 512 elements in each thread, more than its 255 registers",
+            r"keeps 512 elements in each thread; expected fewer than its 255 registers",
             "block",
             replace(BLOCK, threads_per_row=32, packs_per_thread=64),
             {"num_cols": 16384},
         ),
         (
-            r"packs_per_thread 5; the last pack of every thread is beyond the 1024 columns",
+            r"packs_per_thread 5; expected fewer: the last pack .* is beyond the 1024 columns",
             "warp",
             replace(WARP, packs_per_thread=5),
             {},
         ),
         (
-            r"packs_per_thread 1; here the row is not kept in registers",
+            r"packs_per_thread 1; expected 0: here the row is not kept in registers",
             "uncached",
             replace(UNCACHED, packs_per_thread=1),
             {},
         ),
-        (r"packs_per_thread -1; here", "cluster", replace(CLUSTER, packs_per_thread=-1), {}),
         (
-            r"exact 1; 1 is for a row that fills the 1024 columns",
+            r"packs_per_thread -1; expected 0: here",
+            "cluster",
+            replace(CLUSTER, packs_per_thread=-1),
+            {},
+        ),
+        (
+            r"exact 1; expected 1 for a row that fills the 1024 columns",
             "warp",
             replace(WARP, exact=1),
             {"num_cols": 1000},
         ),
-        (r"early 2; 1 is for forward", "warp", replace(WARP, early=2), {}),
-        (r"early 1; 1 is for forward", "uncached", replace(UNCACHED, early=1), {}),
+        (r"early 2; expected 1 only for forward", "warp", replace(WARP, early=2), {}),
+        (r"early 1; expected 1 only for forward", "uncached", replace(UNCACHED, early=1), {}),
         (r"exact 2;", "warp", replace(WARP, exact=2), {}),
         (r"exact 1;", "uncached", replace(UNCACHED, exact=1), {}),
         (r"blocks_per_sm 0 and blocks of 128 threads", "warp", replace(WARP, blocks_per_sm=0), {}),
         (
-            r"blocks_per_sm 17 and blocks of 128 threads; a multiprocessor of H200 holds 2048",
+            r"blocks_per_sm 17 and blocks of 128 threads; expected 1 to 2048 threads on",
             "warp",
             replace(WARP, blocks_per_sm=17),
             {},
@@ -201,8 +211,8 @@ GRID = Tile(8, 128, packs_per_thread=1, cluster_size=128, stages=3, path="grid")
             {"dtype": "float64"},
         ),
         (
-            r"stages 1, rows_per_block 1, packs_per_thread 1; a ring has 2 or more stages, "
-            r".* 1 stage belongs to 'block'",
+            r"stages 1, rows_per_block 1, packs_per_thread 1; expected 2 or more stages of a ring, "
+            r".* 1 stage with 'block'",
             "cluster",
             replace(CLUSTER_RING, stages=1),
             {},
@@ -234,7 +244,7 @@ GRID = Tile(8, 128, packs_per_thread=1, cluster_size=128, stages=3, path="grid")
             {},
         ),
         (
-            r"stages 2, .*packs_per_thread 4; .* belongs to strategy 'block' or 'cluster'",
+            r"stages 2, .*packs_per_thread 4; .* with strategy 'block' or 'cluster'",
             "warp",
             replace(WARP, stages=2),
             {},
@@ -299,11 +309,11 @@ def test_unknown_and_incomplete_choices():
     problem = problem_of(1024)
     with pytest.raises(
         ValueError,
-        match="strategy is 'tensor_core'; it is one of warp, block, cluster, uncached, or None",
+        match="strategy is 'tensor_core'; expected one of warp, block, cluster, uncached, or None",
     ):
         choose(problem, DEVICES["H200"], "tensor_core")
     with pytest.raises(
-        ValueError, match="statistics is 'naive'; it is one of two_pass, welford, or None"
+        ValueError, match="statistics is 'naive'; expected one of two_pass, welford, or None"
     ):
         choose(problem, DEVICES["H200"], statistics="naive")
     with pytest.raises(ValueError, match="tile is given without strategy"):

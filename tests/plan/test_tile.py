@@ -54,22 +54,22 @@ def test_paths_are_those_of_tile_cuh():
         (
             "warp",
             Tile(8, 32, 4, path="ring"),
-            "path 'ring'; a row of strategy 'warp' takes one of registers, bundle",
+            "path 'ring'; expected one of registers, bundle for strategy 'warp'",
         ),
         (
             "block",
             Tile(8, 128, 4, path="bundle"),
-            "path 'bundle'; a row of strategy 'block' takes one of registers, smem",
+            "path 'bundle'; expected one of registers, smem",
         ),
         (
             "uncached",
             Tile(8, 128, path="smem"),
-            "path 'smem'; a row of strategy 'uncached' takes one of uncached",
+            "path 'smem'; expected one of uncached for",
         ),
         (
             "block",
             Tile(8, 128, 1, stages=2, path="registers"),
-            "stages 2; path 'registers' has none",
+            "stages 2; expected 0: path 'registers' has none",
         ),
         ("block", Tile(8, 128, 1, path="ring"), "path 'ring' and stages 0; .* 1 or more"),
     ],
@@ -91,6 +91,6 @@ def test_text_of_a_tile_names_its_path():
             assert made.tile.path in PATHS_OF_STRATEGY[made.strategy]
     with pytest.raises(
         ValueError,
-        match="tile has path .rings.; it is one of registers, .*, ring, bundle, grid, uncached",
+        match="tile has path .rings.; expected one of registers, .*, ring, bundle, grid, uncached",
     ):
         Tile.of("pack_size 8, threads_per_row 32, path rings")
