@@ -71,6 +71,50 @@ def test_docstrings_without_examples_and_wrong_examples_are_found():
     assert text_after("A", "A = 1\nB = 2\n") == ""
 
 
+# Returned or raised by another public name; Format is an enumeration.
+RETURNED = {"CompilePasses", "Explanation", "QuantizedTensor", "SwappedNorms"}
+RETURNED |= {"Format", "FunctorError", "MissingLibraryError"}
+AS = re.compile(r"\bas (?:for |of |in )?(?:cupynorm\.)?(\w+)")
+
+
+def with_references(name: str) -> str:
+    """The docstring, and those to which it refers: "as for layer_norm"."""
+    texts, names = [], [name]
+    for each in names:
+        texts.append(docstring_of(each))
+        names += {found for found in AS.findall(texts[-1]) if found in NAMES} - set(names)
+    return "\n".join(texts)
+
+
+def unsaid(text: str, parameters: list[str]) -> list[str]:
+    return [name for name in parameters if not re.search(rf"\b{name}\b", text)]
+
+
+@pytest.mark.parametrize(
+    "name", [name for name in NAMES if callable(getattr(cupynorm, name)) and name not in RETURNED]
+)
+def test_docstrings_say_what_arguments_are(name):
+    """And functions what they return and raise, or by which other function."""
+    pytest.importorskip("torch")
+    public, text = getattr(cupynorm, name), with_references(name)
+    signature = inspect.signature(public)
+    assert not unsaid(
+        text, [each for each in signature.parameters if each not in ("args", "kwargs")]
+    )
+    if not isinstance(public, type):
+        assert "Raises" in text
+        # Nothing is returned by use_tiles; two others are for `with`.
+        returns = not str(signature.return_annotation).startswith(("None", "Iterator"))
+        assert re.search(r"\breturns?\b", text, re.I) or not returns
+
+
+def test_arguments_that_a_docstring_leaves_out_are_found():
+    pytest.importorskip("torch")
+    assert unsaid("x: the input.", ["x", "weight"]) == ["weight"]
+    assert "residual_dtype:" in with_references("rms_norm_forward")
+    assert "residual_dtype:" not in docstring_of("rms_norm_forward")
+
+
 def test_help_begins_with_three_lines_and_an_example():
     lines = inspect.getdoc(cupynorm.layer_norm).splitlines()
     assert lines.index("Examples:") <= 5 and lines[lines.index("Examples:") + 1].startswith(

@@ -54,8 +54,8 @@ class Explanation:
     """What explain() found out. Prints as text; in Jupyter also as pictures.
 
     Examples:
-        >>> told = cupynorm.explain(4096, device="H200")
-        >>> round(told.operations_per_byte(), 1)
+        >>> explanation = cupynorm.explain(4096, device="H200")
+        >>> round(explanation.operations_per_byte(), 1)
         2.0
 
     plan: of the call.
@@ -96,6 +96,7 @@ class Explanation:
         return None if peaks is None else self.plan.bytes_moved / peaks[0] * 1e6
 
     def operations_per_byte(self) -> float:
+        """Floating-point operations of the norm for each byte that its kernels move."""
         operations = _OPERATIONS[self.plan.problem.direction]
         return operations * self.plan.num_rows * self.plan.problem.num_cols / self.plan.bytes_moved
 
@@ -218,8 +219,8 @@ def explain(
     """Tells which kernel a call gets and why, who owns what, and what limits its speed.
 
     Examples:
-        >>> told = cupynorm.explain(4096, 8192, device="H200")
-        >>> round(told.least_microseconds(), 1), told.plan.strategy
+        >>> explanation = cupynorm.explain(4096, 8192, device="H200")
+        >>> round(explanation.least_microseconds(), 1), explanation.plan.strategy
         (28.0, 'block')
 
     num_cols, num_rows: the extents of x. dtype: of all tensors.

@@ -131,7 +131,11 @@ def rms_norm_linear(
         >>> cupynorm.rms_norm_linear(np.array([[3.0, 4.0]]), None, np.array([[1.0, 1.0]])).round(3)
         array([[1.98]])
 
-    eps: as of cupynorm.rms_norm. All else, errors too, as for layer_norm_linear.
+    eps: as of cupynorm.rms_norm; all other arguments, with their shapes and dtypes, as for
+        layer_norm_linear.
+
+    Returns y [..., out_features], or a tuple that begins with it, as layer_norm_linear, and raises
+    as it.
     """
     operands = Operands(
         input, residual, norm_weight, norm_bias, (weight,), () if bias is None else (bias,)
@@ -165,12 +169,14 @@ def layer_norm_linear_forward(
 
     Examples:
         >>> x, weight = np.array([[1.0, 3.0]]), np.array([[1.0, 0.0], [2.0, 3.0]])
-        >>> made = cupynorm.layer_norm_linear_forward(x, None, None, weight, eps=0.0)
-        >>> made.y, made.mean, made.rstd
+        >>> result = cupynorm.layer_norm_linear_forward(x, None, None, weight, eps=0.0)
+        >>> result.y, result.mean, result.rstd
         (array([[-1.,  1.]]), array([2.]), array([1.]))
 
-    x: the input. Other arguments and errors as for layer_norm_linear.
-    Returns ProjectedForward(y, normalized, mean, rstd, sum).
+    x: the input [..., in_features]; all other arguments, with their shapes and dtypes, as for
+        layer_norm_linear.
+
+    Returns ProjectedForward(y, normalized, mean, rstd, sum). Raises as layer_norm_linear.
     """
     operands = Operands(
         x, residual, norm_weight, norm_bias, (weight,), () if bias is None else (bias,)
@@ -191,14 +197,15 @@ def rms_norm_linear_forward(
     zero_centered_weight: bool = False,
     sm_margin: int | Mapping[str, int] = 0,
 ) -> ProjectedForward:
-    """rms_norm_linear that also returns what backward needs; mean is None.
+    """rms_norm_linear that also returns what backward needs, outside any autograd.
 
     Examples:
         >>> x, weight = np.array([[3.0, 4.0]]), np.array([[1.0, 1.0]])
         >>> cupynorm.rms_norm_linear_forward(x, None, weight).rstd.round(3)
         array([0.283])
 
-    Arguments as for layer_norm_linear_forward.
+    All arguments, with their shapes and dtypes, as for layer_norm_linear_forward. Returns
+    ProjectedForward, with mean None, and raises as layer_norm_linear_forward.
     """
     operands = Operands(
         x, residual, norm_weight, norm_bias, (weight,), () if bias is None else (bias,)
@@ -228,9 +235,9 @@ def layer_norm_linear_backward(
 
     Examples:
         >>> x, weight = np.array([[1.0, 3.0]]), np.array([[1.0, 0.0], [2.0, 3.0]])
-        >>> made = cupynorm.layer_norm_linear_forward(x, None, None, weight, eps=0.0)
+        >>> result = cupynorm.layer_norm_linear_forward(x, None, None, weight, eps=0.0)
         >>> back = cupynorm.layer_norm_linear_backward(
-        ...     np.ones((1, 2)), x, made.mean, made.rstd, None, None, weight, eps=0.0
+        ...     np.ones((1, 2)), x, result.mean, result.rstd, None, None, weight, eps=0.0
         ... )
         >>> back.dweight
         array([[-1.,  1.],
@@ -238,11 +245,12 @@ def layer_norm_linear_backward(
 
     dy: gradient of y, of its shape and dtype.
     x: what was normalised (ProjectedForward.sum). mean, rstd: its statistics.
-    norm_weight, norm_bias, weight, eps: those of the forward.
+    norm_weight, norm_bias, weight, eps, zero_centered_weight: those of the forward.
     normalized: what the forward returned, if it was kept; otherwise it is recomputed from x where
         dweight is wanted.
     dnormalized, dsum: gradients of the returned normalised tensor and of the returned sum.
     gradients: names of those to compute; the others are None.
+    sm_margin: as for layer_norm_linear.
 
     Returns ProjectedBackward(dx, dnorm_weight, dnorm_bias, dweight, dbias). Those of absent norm
     parameters are as for weight 1 and bias 0. Raises as layer_norm_linear.
@@ -282,7 +290,7 @@ def rms_norm_linear_backward(
     gradients: Sequence[str] = GRADIENTS,
     sm_margin: int | Mapping[str, int] = 0,
 ) -> ProjectedBackward:
-    """Gradients of rms_norm_linear at x. All else as for layer_norm_linear_backward.
+    """Gradients of rms_norm_linear at x, for the rstd of rms_norm_linear_forward.
 
     Examples:
         >>> x, weight = np.array([[3.0, 4.0]]), np.array([[1.0, 1.0]])
@@ -290,6 +298,9 @@ def rms_norm_linear_backward(
         >>> back = cupynorm.rms_norm_linear_backward(np.ones((1, 1)), x, rstd, None, weight)
         >>> back.dweight.round(3)
         array([[0.849, 1.131]])
+
+    All arguments, with their shapes and dtypes, as for layer_norm_linear_backward. Returns
+    ProjectedBackward, as layer_norm_linear_backward, and raises as it.
     """
     call = LinearBackwardCall(
         dy,

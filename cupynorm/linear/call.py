@@ -117,8 +117,8 @@ class ProjectedForward(NamedTuple):
 
     Examples:
         >>> x, weight = np.array([[1.0, 3.0]]), np.array([[1.0, 0.0], [2.0, 3.0]])
-        >>> made = cupynorm.layer_norm_linear_forward(x, None, None, weight, eps=0.0)
-        >>> made.normalized, made.y
+        >>> result = cupynorm.layer_norm_linear_forward(x, None, None, weight, eps=0.0)
+        >>> result.normalized, result.y
         (array([[-1.,  1.]]), array([[-1.,  1.]]))
 
     y: [..., out_features]. normalized: of the input's shape and dtype.
@@ -135,14 +135,16 @@ class ProjectedForward(NamedTuple):
 class ProjectedBackward(NamedTuple):
     """The gradients that were requested, None for the others.
 
-    dx is the gradient of the input and of the residual alike.
-
     Examples:
         >>> x, weight = np.array([[3.0, 4.0]]), np.array([[1.0, 1.0]])
         >>> rstd = cupynorm.rms_norm_linear_forward(x, None, weight).rstd
         >>> back = cupynorm.rms_norm_linear_backward(np.ones((1, 1)), x, rstd, None, weight)
         >>> back.dx.round(3), back.dbias
         (array([[ 0.045, -0.034]]), array([1.]))
+
+    dx: of the shape and dtype of x: the gradient of the input, and of the residual.
+    dnorm_weight, dnorm_bias: of the norm's parameters, as dweight and dbias of Backward.
+    dweight: [out_features, in_features]. dbias: [out_features]. In the dtype of weight.
     """
 
     dx: Array | None

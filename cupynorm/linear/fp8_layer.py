@@ -202,12 +202,15 @@ class Fp8Layer(torch.nn.Module):
         self._use_scales(region, recipe)
 
     def quantizers(self, recipe: Recipe, device: torch.device, *, records: bool) -> Quantizers:
+        """Those of a call in an fp8_autocast region with this recipe. records: whether the call
+        adds its amaxes to the history of delayed scaling."""
         states = states_of(self._fp8_states, recipe, device, records=records)
         return Quantizers(recipe, states, records)
 
     def quantized_call(
         self, options: LinearOptions, quantizers: Quantizers, quantize_gradient: bool
     ) -> fp8_linear.QuantizedCall:
+        """What a call of linear/fp8.py needs beside its operands."""
         return fp8_linear.QuantizedCall(options, quantizers, quantize_gradient)
 
     def _quantized_weight(

@@ -253,9 +253,11 @@ def rms_norm(
     eps: by default the machine epsilon of the arithmetic, 2**-23 (2**-52 for float64), as
         torch.nn.functional.rms_norm.
 
-    All other arguments, what is returned and what is raised: as for layer_norm. A row that holds
-    NaN is NaN. A row that holds Inf is NaN there and 0 * weight elsewhere, as in float64; so is,
-    elsewhere too, a row whose squares sum beyond 3.4e38.
+    All other arguments, with their shapes and dtypes, as for layer_norm. Returns y, or a tuple that
+    begins with it, as layer_norm, and raises as it.
+
+    A row that holds NaN is NaN. A row that holds Inf is NaN there and 0 * weight elsewhere, as in
+    float64; so is, elsewhere too, a row whose squares sum beyond 3.4e38.
     """
     functors = None
     if load is not None or store is not None:
@@ -321,15 +323,17 @@ def layer_norm_forward(
     """layer_norm that also returns what backward needs, outside any autograd.
 
     Examples:
-        >>> made = cupynorm.layer_norm_forward(np.array([[1.0, 3.0]]), eps=0.0)
-        >>> made.y, made.mean, made.rstd
+        >>> result = cupynorm.layer_norm_forward(np.array([[1.0, 3.0]]), eps=0.0)
+        >>> result.y, result.mean, result.rstd
         (array([[-1.,  1.]]), array([2.]), array([1.]))
 
     normalized_shape: by default the shape of weight or bias, or else the last dimension of x.
 
+    x: the input, of any number of dimensions; all other arguments as for layer_norm.
+
     Returns Forward(y, mean, rstd, sum), or a FusedForward with any of residual_dtype, row_scale,
-    dropout_p, weight1, bias1, round_x_hat or an 8-bit out_dtype. Arguments and errors: as for
-    layer_norm.
+    dropout_p, weight1, bias1, round_x_hat or an 8-bit out_dtype; the two say shapes and dtypes.
+    Raises as layer_norm.
     """
     operands = ForwardOperands(
         x, weight, bias, residual, out, row_scale, dropout_seed, weight1, bias1, scale, amax
@@ -377,13 +381,15 @@ def rms_norm_forward(
     tile: Tile | Mapping[str, int] | None = None,
     statistics: str | None = None,
 ) -> Forward | FusedForward:
-    """rms_norm that also returns what backward needs: Forward(y, None, rstd, sum).
+    """rms_norm that also returns what backward needs, outside any autograd.
 
     Examples:
         >>> cupynorm.rms_norm_forward(np.array([[3.0, 4.0]])).rstd.round(3)
         array([0.283])
 
-    All else as for layer_norm_forward; eps as for rms_norm.
+    eps: as for rms_norm; all other arguments as for layer_norm_forward.
+
+    Returns Forward(y, None, rstd, sum), or a FusedForward, as layer_norm_forward, and raises as it.
     """
     operands = ForwardOperands(
         x, weight, bias, residual, out, row_scale, dropout_seed, weight1, bias1, scale, amax

@@ -45,8 +45,8 @@ def layer_norm_backward(
     """Gradients of layer_norm at x (derivation: cupynorm.reference.layer_norm).
 
     Examples:
-        >>> made = cupynorm.layer_norm_forward(x := np.array([[1.0, 2.0, 6.0]]))
-        >>> cupynorm.layer_norm_backward(x, x, made.mean, made.rstd).dweight.round(3)
+        >>> result = cupynorm.layer_norm_forward(x := np.array([[1.0, 2.0, 6.0]]))
+        >>> cupynorm.layer_norm_backward(x, x, result.mean, result.rstd).dweight.round(3)
         array([-0.926, -0.926,  8.332])
 
     dy: gradient of y, of x's shape, in any of the four dtypes.
@@ -126,7 +126,9 @@ def rms_norm_backward(
         >>> cupynorm.rms_norm_backward(np.array([[1.0, 0.0]]), x, rstd).dx.round(3)
         array([[ 0.181, -0.136]])
 
-    All else as for layer_norm_backward.
+    dy, x, rstd: of the shapes and dtypes that layer_norm_backward takes, as all other arguments.
+
+    Returns Backward or FusedBackward, as layer_norm_backward, and raises as it.
     """
     operands = BackwardOperands(dy, x, None, rstd, weight, dsum, None, row_scale, dropout_seed)
     if memory_efficient:

@@ -48,7 +48,7 @@ def plan(
     direction: "forward", or "backward" with all three gradients.
     device: a name of cupynorm.DEVICES or a Device; None is the current GPU.
     alignment: bytes of which every base address is a multiple.
-    strategy, tile, statistics, sm_margin: as in layer_norm.
+    strategy, tile, statistics, sm_margin, zero_centered_weight: as for layer_norm.
 
     Returns a Plan, which prints as a short table. Raises ValueError for unknown names and for a
     strategy or tile that does not fit.

@@ -8,16 +8,18 @@ from .request import Array
 
 
 class Forward(NamedTuple):
-    """What a forward returns. y has the input's shape; mean and rstd have the leading shape.
-
-    mean and rstd are float32, float64 for float64 input; mean is None for rms_norm. sum is input +
-    residual in the input's dtype, or the input itself where there is no residual.
+    """What layer_norm_forward and rms_norm_forward return.
 
     Examples:
         >>> x = np.array([[1.0, 3.0]])
-        >>> made = cupynorm.layer_norm_forward(x, residual=x)
-        >>> made.sum, made.mean
+        >>> result = cupynorm.layer_norm_forward(x, residual=x)
+        >>> result.sum, result.mean
         (array([[2., 6.]]), array([4.]))
+
+    y: of the input's shape and dtype, or of out_dtype.
+    mean, rstd: of the leading shape (the input's without normalized_shape), float32, float64 for
+        float64 input. mean is None for rms_norm.
+    sum: input + residual in the input's dtype, or the input itself where there is no residual.
     """
 
     y: Array
@@ -31,13 +33,15 @@ class FusedForward(NamedTuple):
 
     Examples:
         >>> x = np.ones((1, 4))
-        >>> made = cupynorm.layer_norm_forward(x, dropout_p=0.5, dropout_seed=7)
-        >>> made.sum, made.dropout_seed
+        >>> result = cupynorm.layer_norm_forward(x, dropout_p=0.5, dropout_seed=7)
+        >>> result.sum, result.dropout_seed
         (array([[2., 2., 0., 0.]]), 7)
 
-    sum is what was normalised, in residual_dtype or else the input's dtype; mean and rstd are
-    float64 if it is float64. y1 is None without weight1 or bias1. dropout_seed is the seed as given
-    or drawn, None without dropout.
+    y: as of Forward; a QuantizedTensor for an out_dtype of 8 bits.
+    sum: what was normalised, in residual_dtype or else the input's dtype.
+    mean, rstd: as of Forward, and float64 if sum is float64.
+    y1: of the shape and dtype of y, with weight1 and bias1; None without them.
+    dropout_seed: the seed as given or drawn, None without dropout.
     """
 
     y: Array
@@ -49,13 +53,18 @@ class FusedForward(NamedTuple):
 
 
 class Backward(NamedTuple):
-    """The gradients that were requested, None for the others. dx is also that of the residual.
+    """The gradients that were requested, None for the others.
 
     Examples:
         >>> x = np.array([[1.0, 3.0]])
-        >>> made = cupynorm.layer_norm_forward(x, eps=0.0)
-        >>> cupynorm.layer_norm_backward(x, x, made.mean, made.rstd, gradients=("dweight", "dbias"))
+        >>> saved = cupynorm.layer_norm_forward(x, eps=0.0)
+        >>> wanted = ("dweight", "dbias")
+        >>> cupynorm.layer_norm_backward(x, x, saved.mean, saved.rstd, gradients=wanted)
         Backward(dx=None, dweight=array([-1.,  3.]), dbias=array([1., 3.]))
+
+    dx: of the shape and dtype of x. It is also the gradient of the residual.
+    dweight, dbias: of normalized_shape, summed over rows, in the dtype of the weight (of x without
+        one) unless dweight_dtype or dbias_dtype says otherwise.
     """
 
     dx: Array | None
@@ -66,15 +75,18 @@ class Backward(NamedTuple):
 class FusedBackward(NamedTuple):
     """The gradients of a forward with fused options, None for those not requested.
 
-    dx is that of the input alone.
-
     Examples:
         >>> x, twice = np.array([[3.0, 4.0]]), np.array([2.0])
-        >>> made = cupynorm.rms_norm_forward(x, row_scale=twice, eps=0.0)
+        >>> saved = cupynorm.rms_norm_forward(x, row_scale=twice, eps=0.0)
         >>> dy = np.array([[1.0, 0.0]])
-        >>> got = cupynorm.rms_norm_backward(dy, made.sum, made.rstd, row_scale=twice)
-        >>> type(got).__name__, got.dx.round(3)
+        >>> result = cupynorm.rms_norm_backward(dy, saved.sum, saved.rstd, row_scale=twice)
+        >>> type(result).__name__, result.dx.round(3)
         ('FusedBackward', array([[ 0.181, -0.136]]))
+
+    dx: that of the input alone, of the shape of x, in dx_dtype or else the dtype of x.
+    dweight, dbias: as of Backward.
+    dresidual: that of the residual, of the shape of x, in dresidual_dtype or else the dtype of x.
+    dweight1, dbias1: as dweight and dbias, of the second output's parameters.
     """
 
     dx: Array | None

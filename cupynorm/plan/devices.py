@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True)
 class Device:
-    """What a plan must know of a GPU. smem_per_block: the opt-in limit of one block, in bytes.
+    """What a plan must know of a GPU.
 
     Examples:
         >>> from dataclasses import replace
@@ -15,8 +15,15 @@ class Device:
         >>> cupynorm.plan(4096, device=small).device.num_sms
         114
 
-    clusters: how many clusters of 2, 4, 8 and 16 blocks are resident at once with one block a
-    multiprocessor; empty if the device has no clusters. Further clusters run in a second wave.
+    name: as plans and the benchmark print it.
+    compute_capability: major * 10 + minor, 90 for an H100.
+    num_sms: multiprocessors.
+    smem_per_block: the opt-in limit of shared memory of one block, in bytes.
+    smem_per_sm, threads_per_sm, registers_per_sm: of a multiprocessor: bytes, threads, and
+        registers of 32 bits.
+    clusters: pairs of a size (2, 4, 8 or 16 blocks) and how many such clusters are resident at once
+        with one block a multiprocessor; empty if the device has no clusters. Further clusters run
+        in a second wave.
     grid_blocks: the most blocks that share a row as one resident grid.
     """
 

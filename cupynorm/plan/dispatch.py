@@ -213,6 +213,9 @@ class Plan:
         >>> plan.strategy, plan.tile.path
         ('cluster', 'ring')
 
+    problem, device, num_rows: what was planned.
+    strategy, tile: of the kernel that works on rows. statistics: "two_pass" or "welford".
+    reason: why this strategy and tile, in words.
     launches: the kernels in order.
     num_partials: partial rows of dweight and dbias.
     bytes_moved: what the kernels read and write in global memory.

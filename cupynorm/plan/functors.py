@@ -24,7 +24,7 @@ _OWN_NAMES |= {"x", "y", "dx", "dy", "x_at", "y_at", "dx_at", "dy_at"}
 
 
 class FunctorError(ValueError):
-    """The lines of a functor do not compile; the message is the compiler's, with their numbers.
+    """Raised where the lines of a functor do not compile; the message is the compiler's.
 
     Examples:
         >>> issubclass(cupynorm.FunctorError, ValueError)
@@ -41,7 +41,14 @@ class Functor:
         >>> gate.name, gate.arrays
         ('silu_gate', ('gate',))
 
-    cupynorm.functor makes one. Calling it with its arrays and numbers by name binds them.
+    cupynorm.functor makes one, with its arguments as the fields of the same names. Calling it with
+    its arrays and numbers by name binds them, and raises TypeError for a name that is missing or
+    unknown.
+
+    lines, backward: the CUDA of the function and of its gradient; backward is None without one.
+    origin: what messages of the compiler call the lines.
+    reference: the same function in NumPy, or None. Functors with the same lines are equal whatever
+        their references.
     """
 
     name: str
