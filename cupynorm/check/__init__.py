@@ -1,1 +1,1 @@
-"""The gradient check: kernels, or anybody's function, against float64."""
+"""The gradient check: kernels, or a user's own functions, against float64."""

@@ -1,4 +1,4 @@
-"""Where the tensors of a check lie in memory: layouts of inputs, and guards around everything.
+"""The memory of the tensors of a check: layouts of inputs, and guards around everything.
 
 A guard is filled with bytes of 0xFF, which no kernel may change; read as a float it is NaN, so a
 kernel that reads it spoils its result.

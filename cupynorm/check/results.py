@@ -20,7 +20,7 @@ class Finding:
 
     error: |got - expected| / allowed; infinity or NaN where only one of them is finite.
     where: its index. num_off: how many elements of the tensor have an error above 1.
-    diagnosis: which elements are off and why, None where nothing is off or nobody has looked.
+    diagnosis: which elements are off and why; None where nothing is off, or before diagnosed().
     """
 
     case: str

@@ -256,7 +256,7 @@ def run_forward(
 def _run_backward(problem: Problem, tensors: _Tensors, launch_options: Options) -> None:
     case, shape = problem.case, tensors.shape
     y_dtype, compute = case.dtype("y"), compute_dtype(case.sum).name
-    # What backward knows of the row: y, or the sum, or x.
+    # What backward reads of the row: y, or the sum, or x.
     tensors.take_out("dropout_seed")
     tensors.addresses.pop("dropout_seed", None)
     if case.memory_efficient:

@@ -1,4 +1,4 @@
-"""explain(): the story of one call, from the choice of its kernel to the roofline."""
+"""explain(): one call, from the choice of its kernel to the roofline."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ class Explanation:
         operations = _OPERATIONS[self.plan.problem.direction]
         return operations * self.plan.num_rows * self.plan.problem.num_cols / self.plan.bytes_moved
 
-    # The parts of the story.
+    # Parts.
 
     def choice(self) -> list[tuple[str, ...]]:
         """A table: every strategy, its widest row, and whether it was chosen."""
@@ -216,7 +216,7 @@ def explain(
     tile: Tile | None = None,
     statistics: str | None = None,
 ) -> Explanation:
-    """Tells which kernel a call gets and why, who owns what, and what limits its speed.
+    """Explains which kernel a call gets and why, which threads own what, and what limits it.
 
     Examples:
         >>> explanation = cupynorm.explain(4096, 8192, device="H200")

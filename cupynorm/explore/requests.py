@@ -93,7 +93,7 @@ def _units(accesses: np.ndarray, size: int) -> np.ndarray:
 
 
 def sites_of(kernel: CpuKernel, addresses: np.ndarray) -> list[Site]:
-    """The lines of addresses in the kernel's code, as binutils' addr2line tells them."""
+    """The lines of addresses in the kernel's code, as binutils' addr2line reports them."""
     base = kernel.first_address()
     # An address is where the call returns to: the byte before belongs to the call.
     offsets = [hex(int(address) - base - 1) for address in addresses]

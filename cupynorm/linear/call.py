@@ -241,7 +241,7 @@ def take_operands(operands: Operands) -> Operands:
 
 
 def check_backward(call: LinearBackwardCall) -> LinearBackwardCall:
-    """The call with its arrays as they are taken.
+    """The call with its arrays converted to those of one of the libraries.
 
     Raises ValueError or TypeError for arrays that do not fit each other.
     """

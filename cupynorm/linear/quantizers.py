@@ -85,7 +85,7 @@ class Quantizers:
         return Delayed(scale[at : at + 1], state.amax(at) if self.is_recorded else None)
 
     def scale_to_keep(self, name: str, quantized: QuantizedTensor) -> Tensor | None:
-        """A copy of the scale of `made`, to quantise it again in backward, after the step's end.
+        """A copy of the scale of `quantized`, for quantising the tensor again in backward.
 
         None for blocks. A current scale is the inverse of its inverse, which may differ in the last
         bit.

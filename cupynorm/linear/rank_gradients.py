@@ -70,7 +70,7 @@ def accumulate(parameter: Tensor, present: Tensor, gradient: Tensor, group: Any)
 
 
 def _sharded(gradient: Tensor, parameter: Tensor) -> Tensor:
-    """The mean over ranks of a whole gradient, laid as the parameter is."""
+    """The mean over ranks of a whole gradient, sharded as the parameter is."""
     from torch.distributed.tensor import DTensor, Partial
 
     mesh = parameter.device_mesh

@@ -63,8 +63,8 @@ def _text_of(recipe: Recipe | None) -> str:
     """The whole recipe as text, or "" where it has none.
 
     torch keeps compiled code for other processes, in which a number could mean another recipe.
-    A recipe with callables has no text, because a program may make ever new ones: torch.compile
-    does not trace its calls.
+    A recipe with callables has no text, because a program may make new ones in each step:
+    torch.compile does not trace its calls.
     """
     if recipe is None:
         return ""

@@ -377,7 +377,7 @@ def _with_wanted(ctx):
 
 
 def _wanted(ctx) -> tuple[bool, ...]:
-    """Of each of DIFFERENTIABLE."""
+    """Whether each of DIFFERENTIABLE needs its gradient."""
     wants = dict(zip(ctx.prepared.differentiable, ctx.needs_input_grad[1:]))
     return tuple(wants.get(name, False) for name in DIFFERENTIABLE)
 

@@ -1,7 +1,7 @@
 """torch: the forward operators as torch operations, for torch.onnx.export(dynamo=True).
 
-The exporter knows no operators but torch's. It replaces others by their entries in torch's table of
-decompositions. torch.compile and torch.export use other tables, and keep the operators.
+The exporter supports no operators but torch's. It replaces others by their entries in torch's table
+of decompositions. torch.compile and torch.export use other tables, and keep the operators.
 """
 
 from __future__ import annotations

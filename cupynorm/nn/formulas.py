@@ -1,7 +1,7 @@
 """torch: layer_norm, rms_norm and their derivatives as torch operations.
 
 They stand where no kernel can: torch cannot look into a kernel. Differentiating a gradient, pushing
-tangents forward and mapping over a dimension need operations that torch knows.
+tangents forward and mapping over a dimension need torch's own operations.
 
 With avg(t) = sum(t) / num_cols over a row, x_hat = (x - mean) * rstd has the symmetric Jacobian J
 (derived in cupynorm.reference.layer_norm; rms_norm has neither mean nor avg(t)):

@@ -23,7 +23,7 @@ from torch import Tensor
 from .autocast import Region
 from .modes import is_inside_backward
 
-# torch 2.4 does not tell.
+# torch 2.4 has no such function.
 _top_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
 # Calls inside of another library's hooks, which do not say how long their graph exists.
 _MOST_WITHOUT_OWNER = 4096
@@ -34,7 +34,7 @@ class PastCall(NamedTuple):
 
     number: the number of nodes that there were.
     is_hooked: whether it was recorded inside of hooks of saved tensors.
-    owners: what lives as long as the call may run again; empty where nothing tells.
+    owners: what lives as long as the call may run again; empty where that is unknown.
     region: None for a call outside of fp8_autocast.
     has_amaxes: whether its amaxes were recorded. scale: of the forward's tensors, for
     DelayedScaling. is_compiled: whether torch.compile's graph made it.

@@ -28,12 +28,14 @@ _CONSTANTS = ("dropout_seed", "scale", "amax")
 class ShardedQuantizedTensor(QuantizedTensor):
     """A QuantizedTensor whose data and scales are DTensors.
 
-    own: of this rank's rows. lay: makes the DTensor of a tensor of these rows.
+    own: of this rank's rows. as_dtensor: makes the DTensor of a tensor of these rows.
     """
 
-    def __init__(self, own: QuantizedTensor, lay: Callable, scale_inv: DTensor, transposed) -> None:
+    def __init__(
+        self, own: QuantizedTensor, as_dtensor: Callable, scale_inv: DTensor, transposed
+    ) -> None:
         super().__init__(
-            lay(own.data),
+            as_dtensor(own.data),
             scale_inv,
             own.dtype,
             transposed=transposed,
@@ -41,13 +43,13 @@ class ShardedQuantizedTensor(QuantizedTensor):
             block_cols=own.block_cols,
             format=own.format,
         )
-        self.own, self._lay = own, lay
+        self.own, self._as_dtensor = own, as_dtensor
 
     def dequantize(self, dtype: Any = None) -> Tensor:
-        return self._lay(self.own.dequantize(dtype))
+        return self._as_dtensor(self.own.dequantize(dtype))
 
     def without_values(self) -> Tensor:
-        return self._lay(self.own.without_values())
+        return self._as_dtensor(self.own.without_values())
 
 
 class _Rows(NamedTuple):
@@ -67,10 +69,10 @@ class _Rows(NamedTuple):
         every = [Replicate()] * self.mesh.ndim
         return tensor.redistribute(placements=every).to_local(grad_placements=of_gradient)
 
-    def lay(self, own: Tensor, shape: Sequence[int] | None = None) -> DTensor:
+    def as_dtensor(self, own: Tensor, shape: Sequence[int] | None = None) -> DTensor:
         """The DTensor of this rank's part. shape: of all of it; by default the input's."""
         shape = self.shape if shape is None else torch.Size(shape)
-        return _lay(own, self.mesh, self.placements, shape)
+        return _dtensor_of(own, self.mesh, self.placements, shape)
 
     @property
     def number(self) -> int:
@@ -89,7 +91,7 @@ class _Rows(NamedTuple):
                 distributed.all_reduce(bits, distributed.ReduceOp.MAX, self.mesh.get_group(dim))
 
 
-def _lay(own: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape) -> DTensor:
+def _dtensor_of(own: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape) -> DTensor:
     stride = tuple(math.prod(shape[at + 1 :]) for at in range(len(shape)))
     return DTensor.from_local(own, mesh, placements, run_check=False, shape=shape, stride=stride)
 
@@ -133,8 +135,8 @@ def normalize(request: ForwardRequest, normalize_own: Callable[[ForwardRequest],
     y, y1, added = normalize_own(ForwardRequest(own, options))
     if operands.amax is not None:
         rows.largest(own.amax)
-    y = rows.lay(y) if isinstance(y, Tensor) else _lay_quantized(rows, y)
-    return y, None if y1 is None else rows.lay(y1), rows.lay(added)
+    y = rows.as_dtensor(y) if isinstance(y, Tensor) else _quantized_dtensors(rows, y)
+    return y, None if y1 is None else rows.as_dtensor(y1), rows.as_dtensor(added)
 
 
 def _given(operands: ForwardOperands, names: Sequence[str]) -> list[tuple[str, Any]]:
@@ -181,14 +183,14 @@ def _scale(rows: _Rows, own: ForwardOperands, request: ForwardRequest, normalize
     )
 
 
-def _lay_quantized(rows: _Rows, own: QuantizedTensor) -> ShardedQuantizedTensor:
+def _quantized_dtensors(rows: _Rows, own: QuantizedTensor) -> ShardedQuantizedTensor:
     mesh, scale_inv, transposed = rows.mesh, own.scale_inv, None
     if own.block_rows is None:
-        scale_inv = _lay(scale_inv, mesh, [Replicate()] * mesh.ndim, scale_inv.shape)
+        scale_inv = _dtensor_of(scale_inv, mesh, [Replicate()] * mesh.ndim, scale_inv.shape)
     else:
         num_leading = scale_inv.ndim - 1
-        scale_inv = rows.lay(scale_inv, (*rows.shape[:num_leading], scale_inv.shape[-1]))
+        scale_inv = rows.as_dtensor(scale_inv, (*rows.shape[:num_leading], scale_inv.shape[-1]))
     if own.transposed is not None:
         turned = [Shard(1) if each.is_shard() else each for each in rows.placements]
-        transposed = _lay(own.transposed, mesh, turned, rows.shape[::-1])
-    return ShardedQuantizedTensor(own, rows.lay, scale_inv, transposed)
+        transposed = _dtensor_of(own.transposed, mesh, turned, rows.shape[::-1])
+    return ShardedQuantizedTensor(own, rows.as_dtensor, scale_inv, transposed)

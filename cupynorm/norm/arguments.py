@@ -435,7 +435,8 @@ def _backward_words(
 class QuantizeOptions(NamedTuple):
     """How a matrix, or a norm's y of it, becomes 8-bit floats of a dtype.
 
-    centered: None, or which norm's y is meant. sums: the dtype of sums of x over rows, or None.
+    centered: None for the matrix itself, else whether its norm is layer_norm. sums: the dtype of
+    sums of x over rows, or None.
     rule: (smallest_amax, power_of_two) where the scale comes from a known amax, None where it is
     given.
     """

@@ -34,7 +34,7 @@ def share_an_address(scale: Array | None, amax: Array | None) -> bool:
 
 
 def _scalar(array: Array | None, name: str, x: Array) -> Array | None:
-    """scale or amax as it is taken."""
+    """scale or amax, converted to an array that kernels read."""
     if array is None:
         return None
     array = arrays.take(array, name)
@@ -153,7 +153,7 @@ def check_overlap(operands: ForwardOperands) -> None:
 
 
 def _check_seed(seed: object, x: Array) -> object:
-    """The seed as it is taken: an array of one int64, an int or None."""
+    """The seed, converted: an array of one int64, an int or None."""
     if seed is None or isinstance(seed, int):
         return seed
     if not hasattr(seed, "__dlpack__"):
@@ -174,7 +174,7 @@ def _check_seed(seed: object, x: Array) -> object:
 
 
 def check_forward(request: ForwardRequest) -> ForwardRequest:
-    """The request with arrays as they are taken, eps a float, and the dtypes of y and of the sum by
+    """The request with its arrays converted, eps a float, and the dtypes of y and of the sum by
     name. Reads no address: a tensor may have no memory."""
     operands_given, options = request
     x = arrays.take(operands_given.input, "input")
@@ -248,7 +248,7 @@ def check_forward(request: ForwardRequest) -> ForwardRequest:
 
 
 def check_backward(request: BackwardRequest) -> BackwardRequest:
-    """The request with arrays as they are taken and a dtype by name for each wanted gradient.
+    """The request with its arrays converted and a dtype by name for each wanted gradient.
 
     The dtypes of gradients that are not wanted are None.
     """

@@ -1,4 +1,4 @@
-"""The functors of a call: their checks, and where their arrays lie.
+"""The functors of a call: their checks, and the layouts of their arrays.
 
 cupynorm/plan/functors.py has the functors themselves.
 """
@@ -61,7 +61,7 @@ NO_FUNCTORS = PlacedFunctors()
 def bound(
     load: object, store: object, return_residual: bool = False, residual: object = None
 ) -> Functors:
-    """load and store of a call as they are taken. A functor that reads nothing needs no call."""
+    """load and store of a call as BoundFunctors. A functor that reads nothing needs no call."""
     if load is not None and return_residual and residual is None:
         raise ValueError(
             "return_residual was given with load and no residual; expected a residual, because "
@@ -98,7 +98,7 @@ def check(
     take: Callable[[Any, str], Any],
     others: Mapping[str, bool] = MappingProxyType({}),
 ) -> Functors:
-    """The functors with arrays as they are taken.
+    """The functors with their arrays converted.
 
     take(array, name): the array, its dtype and place checked. others: whether the call has options
     that functors do not go with.
@@ -195,7 +195,7 @@ def _place(view: View, shape: tuple[int, ...], num_dims: int) -> PlacedArray | N
 
 
 def place(array: Array, shape: tuple[int, ...], num_dims: int) -> tuple[PlacedArray, bool]:
-    """Where an array lies, and whether that is a contiguous copy that each run makes.
+    """The layout of an array, and whether it is that of a contiguous copy that each run makes.
 
     shape: of the input.
     """

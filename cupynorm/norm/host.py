@@ -295,7 +295,7 @@ class HostBackward:
             return affine(x_hat, _vector(operands.weight), _vector(operands.bias), zero_centered)
 
     def _row_of(self, operands: BackwardOperands) -> tuple[np.ndarray, np.ndarray]:
-        """A row of mean 0 that has the x_hat of y and its rstd, and that mean."""
+        """Rows with the x_hat of y, which is operands.x, and with rstd; and their mean, 0."""
         from .. import reference
 
         y, rstd = operands.x, _vector(operands.rstd)

@@ -95,7 +95,7 @@ def check_dropout_p(dropout_p: object) -> float:
 
 
 def dropout_seed_of(seed: object, p: float) -> object:
-    """The seed as it is taken: None without dropout, an int as a signed one of 64 bits."""
+    """The seed, converted: None without dropout, an int as a signed one of 64 bits."""
     if not p:
         return None
     if isinstance(seed, numbers.Integral) and not isinstance(seed, bool):

@@ -16,7 +16,7 @@ from .request import Array
 
 
 class OfNorm(NamedTuple):
-    """A norm whose y of a matrix is meant, and its statistics."""
+    """A norm whose y is quantised in place of the matrix itself, and its statistics."""
 
     centered: bool
     weight: Array | None

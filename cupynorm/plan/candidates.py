@@ -26,7 +26,7 @@ _FILLED = 0.8
 _FEWEST_SLICE_BYTES = 8192
 # If there are too many candidates, those below this share of the best estimate are dropped. It is
 # low because estimates are rough.
-_PROMISE = 0.6
+_LEAST_ESTIMATE = 0.6
 
 
 def candidates(problem: Problem, device: Device) -> list[Choice]:
@@ -34,7 +34,7 @@ def candidates(problem: Problem, device: Device) -> list[Choice]:
     default = dispatch.choose(problem, device)
     generators = [_in_registers, _staged, _in_bundles, _in_rings]
     if default.tile.packs_per_thread == 0:
-        generators.append(_elsewhere)
+        generators.append(_not_in_registers)
     kinds: dict[tuple, list[Choice]] = {}
     for strategy, tile in (each for generate in generators for each in generate(problem, device)):
         try:
@@ -48,8 +48,8 @@ def candidates(problem: Problem, device: Device) -> list[Choice]:
     most = _MOST // max(1, len(kinds))
     for choices in kinds.values():
         if len(choices) > most:
-            least = _PROMISE * max(_promise(problem, choice) for choice in choices)
-            choices = [choice for choice in choices if _promise(problem, choice) >= least]
+            least = _LEAST_ESTIMATE * max(_estimated_speed(problem, choice) for choice in choices)
+            choices = [choice for choice in choices if _estimated_speed(problem, choice) >= least]
         evenly = range(min(most, len(choices)))
         for choice in (choices[at * len(choices) // len(evenly)] for at in evenly):
             chosen.setdefault((choice.strategy, choice.tile), choice)
@@ -141,7 +141,7 @@ def _in_rings(problem: Problem, device: Device) -> Iterator[tuple[str, Tile]]:
                     yield strategy, of_rows
 
 
-def _elsewhere(problem: Problem, device: Device) -> Iterator[tuple[str, Tile]]:
+def _not_in_registers(problem: Problem, device: Device) -> Iterator[tuple[str, Tile]]:
     """Rows in shared memory, and uncached rows."""
     for threads in (256, 512, 1024):
         tile = Tile(problem.widest_pack, threads, path="smem")
@@ -153,7 +153,7 @@ def _elsewhere(problem: Problem, device: Device) -> Iterator[tuple[str, Tile]]:
         )
 
 
-def _promise(problem: Problem, choice: Choice) -> float:
+def _estimated_speed(problem: Problem, choice: Choice) -> float:
     """An estimate of the speed, as a share of a copy's.
 
     For rings it comes from the instruction count, for others from the bytes in flight.

@@ -1,7 +1,7 @@
 """Which kernel, tile and grid a problem gets. Pure Python, no GPU needed.
 
 The table STRATEGIES (cupynorm.plan.strategies) is read from top to bottom. The first strategy wins
-that is wide enough for the row and does not give way to a faster one; the last takes any row.
+that is wide enough for the row and that no later one beats; the last takes any row.
 num_rows changes the grid, and for few rows how many threads share a row. It never changes a bit of
 a row's results.
 """
@@ -154,7 +154,7 @@ def _best_tile(problem: Problem, device: Device) -> tuple[str, Tile, str]:
             break
     if measured is not None and not _is_fuller(problem, tile, measured[1]):
         return measured
-    return row.name, tile, "the first strategy that is wide enough and gives way to none"
+    return row.name, tile, "the first strategy that is wide enough and that no later one beats"
 
 
 def _is_fuller(problem: Problem, tile: Tile, than: Tile) -> bool:

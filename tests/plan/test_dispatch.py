@@ -135,7 +135,7 @@ def test_widest_row_of_a_strategy(device, dtype, direction):
                     chosen.tile.stages and strategy in earlier
                 ), (num_cols, limit)
                 assert chosen.reason.startswith(
-                    "the first strategy that is wide enough and gives way to none"
+                    "the first strategy that is wide enough and that no later one beats"
                 )
             chosen = choose(replace(problem, num_cols=edge + step), gpu)
             assert present.index(chosen.strategy) >= present.index(following)
