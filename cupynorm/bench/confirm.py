@@ -1,9 +1,8 @@
 """Each row of a device's data file beside the model: `tune --device-file h200.csv --confirm`.
 
 For each class of a row, its tile and the model's take turns at two random widths of its range. A
-row stays if it is at least 1 % faster than the model at one of them. If its range is narrow (its
-last width less than a tenth above its first), its mean gain must also be 2 % or more. It gets the
-date and the mean gain. These rows leave the file:
+row stays if its mean gain is 1 % or more; 2 % if its range is narrow (its last width less than a
+tenth above its first). It gets the date and the mean gain. These rows leave the file:
 
 - others, unless a row that stays would hold their widths;
 - rows whose kernel spills;
@@ -120,7 +119,7 @@ def confirm(
         times = [measure(pair.cell, pair.of_model, pair.of_row) for pair in pairs[at]]
         gains = [of_model / of_row - 1 for of_model, of_row in times] or [0.0]
         row = replace(row, gain=round(mean(gains), 3), date=str(date.today()))
-        rows_of = kept if max(gains) >= LEAST_GAIN and is_worth_a_row(row) else slow
+        rows_of = kept if is_worth_a_row(row) else slow
         rows_of[at] = row
     others = by_key(kept.values())
     kept |= {at: row for at, row in slow.items() if row.gain > -LEAST_GAIN and shares(row, others)}
@@ -129,7 +128,8 @@ def confirm(
 
 def is_worth_a_row(row: Row) -> bool:
     """Whether the mean gain of a measured row is enough for the widths that it covers."""
-    return row.to_cols >= NARROW * row.from_cols or (row.gain or 0.0) >= LEAST_GAIN_OF_NARROW
+    is_narrow = row.to_cols < NARROW * row.from_cols
+    return (row.gain or 0.0) >= (LEAST_GAIN_OF_NARROW if is_narrow else LEAST_GAIN)
 
 
 def shares(row: Row, others: Mapping[Key, Sequence[Row]]) -> bool:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from ..dtypes import DTYPES
 from .devices import Device
 from .instances import Choice, Kernel, Launch, cpp_bool, cpp_name, functor_structs, row_arguments
 from .problem import Problem, Tile, ceil_div
@@ -15,8 +16,9 @@ from .tile_model import blocks_that_fit, reduce_bytes
 # group of threads adds up, at most; the elements of x, at most, because they are read twice.
 _BLOCK_SIZES, _ROWS_OF_GROUP, _ELEMENTS = (128, 256, 512), 16, 2**22
 # Forward: the share of a tile's blocks that must stay resident for weight and bias to load early,
-# if rows take more than one turn.
-_EARLY_SHARE = 0.8
+# if rows take more than one turn. RMSNorm of rows of so few bytes in the lanes of a warp: the most
+# turns of rows whose weight loads early, if all packs are inside the row (1), and if not (0).
+_EARLY_SHARE, _EARLY_LANES_BYTES, _EARLY_LANES_TURNS = 0.8, 1024, {1: 8, 0: 4}
 _FUSED = {"dsum", "dresidual", "wide"}
 
 
@@ -34,13 +36,24 @@ def for_few_rows(
     if not problem.forward or not in_registers or problem.scaling:
         return tile
     few = _more_lanes(problem, device, tile, num_rows, statistics) if strategy == "warp" else tile
-    return _early(problem, device, few, num_rows)
+    return _early(problem, device, few, num_rows, _early_turns(problem, strategy, few))
 
 
-def _early(problem: Problem, device: Device, tile: Tile, num_rows: int) -> Tile:
-    """The tile with weight and bias loaded early, if that takes no more turns of resident blocks.
+def _early_turns(problem: Problem, strategy: str, tile: Tile) -> int:
+    """The most turns of resident blocks for which fewer blocks with an early weight are faster."""
+    itemsize = DTYPES[problem.x].itemsize
+    alone = not (problem.centered or problem.bias or problem.extras)
+    narrow = strategy == "warp" and problem.num_cols * itemsize <= _EARLY_LANES_BYTES
+    if narrow and alone and tile.pack_size * itemsize == 16:
+        return _EARLY_LANES_TURNS[tile.exact]
+    return 1
 
-    A thread keeps them beside the row, so fewer blocks fit.
+
+def _early(problem: Problem, device: Device, tile: Tile, num_rows: int, most_turns: int) -> Tile:
+    """The tile with weight and bias loaded early, if rows take few turns of resident blocks.
+
+    A thread keeps them beside the row, so fewer blocks fit. Few are most_turns, and 2 if as many
+    blocks fit, or nearly.
     """
     if not (problem.weight or problem.bias) or problem.store:
         return tile
@@ -52,7 +65,7 @@ def _early(problem: Problem, device: Device, tile: Tile, num_rows: int) -> Tile:
     def turns(of: Tile) -> int:
         return ceil_div(num_rows, max(1, of.blocks_per_sm) * of.rows_per_block * device.num_sms)
 
-    few = turns(early) == 1 or (
+    few = turns(early) <= most_turns or (
         turns(early) <= min(2, turns(tile))
         and early.blocks_per_sm >= _EARLY_SHARE * tile.blocks_per_sm
     )

@@ -50,6 +50,15 @@ def test_one_class_that_gains_is_enough():
     assert 0 < kept.gain < 0.1
 
 
+def test_a_class_that_loses_counts_against_one_that_gains():
+    row = next(row for row in ROWS if "|" in row.norm and pairs_of(row, H200, Random(0)))
+
+    def measure(cell, of_model, of_row):
+        return faster_by(0.1 if cell.norm == "rms_norm" else -0.1)(cell, of_model, of_row)
+
+    assert confirm([row], H200, measure=measure)[0] == []
+
+
 def test_a_row_that_gains_too_little_leaves():
     assert confirm(ROWS, H200, measure=faster_by(0.009))[0] == []
 
@@ -59,6 +68,7 @@ def test_a_narrow_row_needs_a_larger_gain():
     narrow = replace(row, to_cols=min(row.to_cols, row.from_cols + row.from_cols // 16))
     wide = replace(row, to_cols=max(row.to_cols, 2 * row.from_cols))
     assert is_worth_a_row(replace(wide, gain=0.01))
+    assert not is_worth_a_row(replace(wide, gain=0.009))
     assert not is_worth_a_row(replace(narrow, gain=0.019))
     assert is_worth_a_row(replace(narrow, gain=0.02))
     assert confirm([narrow], H200, measure=faster_by(0.019))[0] == []

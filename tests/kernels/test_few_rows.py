@@ -110,6 +110,11 @@ def test_parameters_load_early_where_all_rows_are_resident():
     assert early(2**20) == early(2**24, 128) == 0
     none = {"weight_dtype": None, "bias_dtype": None}
     assert early(1, **none) == early(1, strategy="uncached") == 0
+    # RMSNorm of narrow rows: for a few turns of resident blocks, more if all packs are inside.
+    narrow = {"norm": "rms_norm", "bias_dtype": None}
+    assert early(2**17, 128, **narrow) == early(2**15, 200, **narrow) == 1
+    assert early(2**20, 128, **narrow) == early(2**17, 200, **narrow) == 0
+    assert early(2**17, 128) == early(2**17, 128, residual=True, **narrow) == 0
     assert early(1, out_dtype="float8_e4m3fn") == 0
 
 
