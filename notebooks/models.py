@@ -1,7 +1,7 @@
 """Times six models with torch's norms and with cupynorm's, and compares losses and gradients.
 
     python notebooks/models.py [--models MODEL,..] [--runs RUN,..] [--steps 30] [--quick]
-                               [--graphs] [--jobs N] [--device cuda]
+                               [--graphs] [--profile] [--jobs N] [--seconds S] [--device cuda]
                                [--json FILE [--resume]] [--plot FILE] [--docs]
     python notebooks/models.py --from FILE [--plot FILE] [--docs]
 
@@ -18,7 +18,8 @@ passes-compiled     as torch                                each block, cupynorm
 A step of training is forward and backward: under autocast to bfloat16, or with weights in bfloat16
 where such models are trained so. Inference has all weights in bfloat16; with --graphs it is also
 timed in a CUDA graph, whose step copies its inputs and replays. A CPU computes in float32 and
-compiles only the runs that --runs names.
+compiles only the runs that --runs names. With --profile the time in which kernels are on the GPU is
+measured too.
 
 The distance of a run from the run torch is compared as in train_gpt.py: with that of torch's norms
 computed in float64 and rounded once, which roundings alone explain.
@@ -29,6 +30,7 @@ from __future__ import annotations
 import argparse
 import shlex
 import sys
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -153,6 +155,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--steps", type=positive, help="timed steps of each run (30; 3 with --quick)")
     add("--quick", action="store_true", help="tiny models, to try the program on a CPU")
     add("--graphs", action="store_true", help="times inference in CUDA graphs too, on a GPU")
+    add("--profile", action="store_true", help="measures the time of kernels too, on a GPU")
+    shown = "starts no model that would end later if it took as long as the slowest before"
+    add("--seconds", type=positive, help=shown)
     add("--jobs", type=positive, default=1, help="processes that compile ahead (1: none)")
     default = "cuda" if torch.cuda.is_available() else "cpu"
     add("--device", default=default, help="default: %(default)s")
@@ -170,8 +175,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         parser.error(
             "--resume is given without --json; expected the file that has the first models"
         )
-    if given.graphs and not given.source and not on_gpu(given.device):
-        parser.error(f"--graphs is given with --device {given.device}; expected a GPU")
+    for name in ("graphs", "profile"):
+        if getattr(given, name) and not given.source and not on_gpu(given.device):
+            parser.error(f"--{name} is given with --device {given.device}; expected a GPU")
     given.steps = given.steps or (3 if given.quick else 30)
     given.runs = ("torch", *(run for run in given.runs if run != "torch"))
     return given
@@ -199,11 +205,14 @@ def resumed(result: Result, file: Path) -> Result:
 
 def run(given: argparse.Namespace, arguments: Sequence[str]) -> Result:
     """Measures, and writes the JSON after each model."""
+    start, slowest = time.perf_counter(), 0.0
     runs, left_out = given.runs, []
     if PASSES in runs and not hasattr(cupynorm, "compile_passes"):
         runs = tuple(each for each in runs if each != PASSES)
         left_out.append(f"{PASSES} was left out: this cupynorm has no compile_passes.")
-    settings = Settings(runs, given.steps, given.quick, given.device, given.seed, given.graphs)
+    settings = Settings(
+        runs, given.steps, given.quick, given.device, given.seed, given.graphs, given.profile
+    )
     if given.quick and not on_gpu(given.device):
         torch.set_num_threads(1)  # more threads than free cores wait for each other
     # One backend more for each run, and each phase is compiled again.
@@ -222,6 +231,10 @@ def run(given: argparse.Namespace, arguments: Sequence[str]) -> Result:
     num_steps = len(todo) * num_phases * (NUM_WARM + given.steps)
     with tqdm(total=num_steps, unit="step", leave=False) as bar:
         for name in todo:
+            began = time.perf_counter()
+            if given.seconds and began - start + slowest > given.seconds:
+                result.left_out.append(f"{MODELS[name].title} was not started: no time was left.")
+                continue
             try:
                 result.models[name], failures = measure(MODELS[name], settings, bar)
             except Exception as error:  # keep the other models
@@ -232,6 +245,7 @@ def run(given: argparse.Namespace, arguments: Sequence[str]) -> Result:
                 given.json.write_text(result.to_json() + "\n", encoding="utf-8")
             if on_gpu(given.device):
                 torch.cuda.empty_cache()
+            slowest = max(slowest, time.perf_counter() - began)
     return result
 
 

@@ -39,8 +39,9 @@ class Phase:
     """Training or inference of one model.
 
     milliseconds: run -> of each step. distances: run -> quantity -> the largest relative distance
-    from the run torch on the same inputs. Quantities are loss and gradients, or outputs. kernels:
-    run -> milliseconds that the GPU computes in a step. changes: what graph passes did, as tables.
+    from the run torch on the same inputs. Quantities are loss and gradients, or outputs.
+    kernels: run -> milliseconds of a step in which kernels are on the GPU. changes: what graph
+    passes did, as tables.
     """
 
     milliseconds: dict[str, list[float]] = field(default_factory=dict)
@@ -188,7 +189,7 @@ class Result:
         return rows
 
     def kernels(self) -> list[list[str]]:
-        """The table of the time that the GPU computes; only a heading without a GPU."""
+        """The table of the times in which kernels run; only a heading without a GPU."""
         runs = self.runs()
         rows = [["model", "phase", *(TITLES[run] for run in runs)]]
         for model in self.models.values():
@@ -222,7 +223,11 @@ class Result:
             lines += ["", phase, as_text(self.times(phase))]
         kernels = self.kernels()
         if len(kernels) > 1:
-            lines += ["", "milliseconds that the GPU computes in a step", as_text(kernels)]
+            lines += [
+                "",
+                "milliseconds of a step in which kernels are on the GPU",
+                as_text(kernels),
+            ]
         lines += ["", "relative distance from torch", as_text(self.distances())]
         for model in self.models.values():
             for phase, found in model.phases.items():
@@ -240,7 +245,7 @@ class Result:
             lines += ["", f"{title}:", "", *_markdown(self.times(phase), 1)]
         kernels = self.kernels()
         if len(kernels) > 1:
-            lines += ["", "Milliseconds that the GPU computes in a step:", ""]
+            lines += ["", "Milliseconds of a step in which kernels are on the GPU:", ""]
             lines += _markdown(kernels, 2)
         lines += ["", "Relative distance from torch's eager run, the largest of all inputs:"]
         lines += ["", *_markdown(self.distances(), 2)]

@@ -9,7 +9,7 @@ import functools
 import math
 import multiprocessing
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -69,7 +69,10 @@ Call = Callable[[Batch], torch.Tensor]  # a step of one run
 
 
 class Settings(NamedTuple):
-    """Options that all models share. graphs: inference is also timed in CUDA graphs."""
+    """Options that all models share.
+
+    graphs: inference is also timed in CUDA graphs. profile: the time of kernels is measured too.
+    """
 
     runs: tuple[str, ...]
     steps: int
@@ -77,6 +80,7 @@ class Settings(NamedTuple):
     device: str
     seed: int
     graphs: bool = False
+    profile: bool = False
 
 
 @contextlib.contextmanager
@@ -137,6 +141,7 @@ class Step:
 
     def __init__(self, phase: str, subject: Subject, settings: Settings) -> None:
         self.trains, self.device = phase == "training", settings.device
+        self.profiles = settings.profile
         self.batch_size, self.num_timed = subject.batch[settings.quick], settings.steps
         self.autocast = self.trains and on_gpu(self.device) and subject.weights is torch.float32
         self.changes: list[str] = []
@@ -178,16 +183,15 @@ class Step:
         return 1e3 * (time.perf_counter() - start)
 
     def kernels(self, call: Call, batch: Batch) -> float:
-        """Milliseconds that a GPU computes in a step, by torch.profiler: the mean of a few steps,
-        for its start lets the clocks of the GPU fall."""
+        """Milliseconds of a step in which kernels are on the GPU, by torch.profiler: the mean of a
+        few steps, for its start lets the clocks of the GPU fall."""
         call(batch)
         self.wait()
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiled:
             for _ in range(NUM_PROFILED):
                 call(batch)
             self.wait()
-        total = sum(each.self_device_time_total for each in profiled.key_averages())
-        return total / NUM_PROFILED / 1e3
+        return busy(profiled.events()) / NUM_PROFILED / 1e3
 
     def wait(self) -> None:
         if on_gpu(self.device):
@@ -200,6 +204,25 @@ class Step:
         if not self.trains:
             return {"outputs": [result]}
         return {"loss": [result], "gradients": [each.grad for each in variant.model.parameters()]}
+
+
+def busy(events: Iterable[Any]) -> float:
+    """Microseconds in which one kernel or more is on the GPU.
+
+    A kernel that is launched to overlap the one before it starts early and waits, so times of
+    kernels do not add up. events: of torch.profiler; those of the CPU do not count, nor ranges that
+    a program has named.
+    """
+    ranges = sorted(
+        (each.time_range.start, each.time_range.end)
+        for each in events
+        if each.device_type == torch.autograd.DeviceType.CUDA and not each.is_user_annotation
+    )
+    total, done = 0.0, -math.inf
+    for start, end in ranges:
+        total += max(0.0, end - max(start, done))
+        done = max(done, end)
+    return total
 
 
 class Replay:
@@ -338,7 +361,7 @@ def time_in_turns(
             if at >= NUM_WARM:
                 found.milliseconds.setdefault(run, []).append(round(milliseconds, 4))
         bar.update()
-    if on_gpu(step.device):
+    if step.profiles:
         batch = step.batch(model)
         found.kernels = {run: step.kernels(call, batch) for run, call in calls.items()}
 
