@@ -112,6 +112,7 @@ class OnGpu:
 
     def compile(self, call: Call, order: list[str]) -> None:
         """order: names of the tensors in the order in which a run has their addresses."""
+        self.num_tensors = len(order)
         self.arguments = call.arguments_of(order)
         kernels = [launch.load(each, self.device_index) for each in call.launches]
         self.steps = [*zip(kernels, self.arguments.picks)]

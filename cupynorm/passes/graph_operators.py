@@ -131,22 +131,31 @@ def parsed_backward(text: str) -> ParsedBackward:
     return ParsedBackward(options, results, _picker(results, BACKWARD_RESULTS))
 
 
-def _forward(*arguments):
+def prepare_forward_of(arguments: tuple) -> tuple[Any, ForwardOperands]:
+    """A prepared call and its operands. arguments: of norm_forward_in_graph."""
     *rows, seed, arrays, text = arguments
-    options, purpose, _, pick, functors, numbers = parsed_forward(text)
+    options, purpose, _, _, functors, numbers = parsed_forward(text)
     operands = ForwardOperands(*rows, None, None, seed)
     if functors is not None:
         operands = operands._replace(functors=bind_all(functors, arrays, numbers))
-    prepared, operands = prepare_forward(ForwardRequest(operands, options), purpose)
-    return pick(prepared.run(operands))
+    return prepare_forward(ForwardRequest(operands, options), purpose)
+
+
+def prepare_backward_of(arguments: tuple) -> tuple[Any, BackwardOperands]:
+    """As prepare_forward_of, of norm_backward_in_graph."""
+    *rows, seed, text = arguments
+    operands = BackwardOperands(*rows, None, None, seed)
+    return prepare_backward(BackwardRequest(operands, parsed_backward(text).options))
+
+
+def _forward(*arguments):
+    prepared, operands = prepare_forward_of(arguments)
+    return parsed_forward(arguments[-1]).pick(prepared.run(operands))
 
 
 def _backward(*arguments):
-    *rows, seed, text = arguments
-    options, _, pick = parsed_backward(text)
-    operands = BackwardOperands(*rows, None, None, seed)
-    prepared, operands = prepare_backward(BackwardRequest(operands, options))
-    return pick(prepared.run(operands))
+    prepared, operands = prepare_backward_of(arguments)
+    return parsed_backward(arguments[-1]).pick(prepared.run(operands))
 
 
 def _forward_without_memory(input, *others):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,17 @@ _PLACES = {
 }
 
 
+def _call_directly() -> None:
+    """Makes inductor call the operators without torch's dispatcher, where its classes allow that.
+
+    They are imported here, where inductor runs and has imported them.
+    """
+    with contextlib.suppress(ImportError, AttributeError):  # of another version of inductor
+        from . import direct_calls
+
+        direct_calls.register()
+
+
 class _Pass(CustomGraphPass):
     """One of the passes, as inductor takes it."""
 
@@ -31,6 +43,7 @@ class _Pass(CustomGraphPass):
     def __call__(self, graph: Graph) -> None:
         # A program that loads an AOTInductor package need not have Python's operators.
         if not V.aot_compilation:
+            _call_directly()
             self._rewrite(graph, self._replace, self._report)
 
     def uuid(self) -> Any:

@@ -12,6 +12,7 @@ torch = pytest.importorskip("torch", "2.11")
 import torch._inductor.config as inductor  # noqa: E402
 from pass_graphs import Passes, text  # noqa: E402
 from torch._inductor.custom_graph_pass import CustomGraphPass  # noqa: E402
+from torch._inductor.utils import run_and_get_code  # noqa: E402
 from torch._inductor.virtualized import V  # noqa: E402
 from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
 from torch.nn import functional  # noqa: E402
@@ -423,12 +424,21 @@ def test_inductor_applies_the_passes(mode):
     with uncached, cupynorm.compile_passes(replace="all") as passes:
         torch.compiler.reset()
         for function in (block, torch.compile(block, mode=mode)):
-            y, added = function(*given)
-            results.append((y, added, *torch.autograd.grad((y * y * y).sum() + added.sum(), given)))
+
+            def run(function=function):
+                y, added = function(*given)
+                gradients = torch.autograd.grad((y * y * y).sum() + added.sum(), given)
+                return y, added, *gradients
+
+            made, codes = run_and_get_code(run)
+            results.append(made)
     for one, other in zip(*results):
         torch.testing.assert_close(one, other)
     assert [change.done for change in passes.changes] == ["replaced"]
     assert "with the addition before it" in str(passes)
+    # Forward and backward call their norm directly, not by its operator.
+    assert [code.count(" = known_call(") for code in codes] == [1, 1]
+    assert not any("in_graph.default(" in code for code in codes)
 
 
 def test_nothing_changes_in_a_package_for_other_programs():
