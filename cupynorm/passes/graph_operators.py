@@ -10,7 +10,7 @@ graph that is compiled has its backward already, so its operators need no deriva
 
 from __future__ import annotations
 
-import json
+import ast
 import operator
 from collections.abc import Callable
 from functools import cache
@@ -51,7 +51,10 @@ BACKWARD = torch.ops.cupynorm.norm_backward_in_graph.default
 def text_of(results: tuple[str, ...], options: dict[str, Any]) -> str:
     """The options of an operator: those that are given, and the names of its results."""
     kept = {name: each for name, each in options.items() if each or name == "eps"}
-    return json.dumps({"results": results} | kept)
+    if "numbers" in kept:
+        kept["numbers"] = [*map(str, kept["numbers"])]  # inf is no literal
+    # Not JSON: inductor's C++ puts a text between double quotes as it is.
+    return repr({"results": results} | kept)
 
 
 class ParsedForward(NamedTuple):
@@ -92,7 +95,7 @@ def _launch(given: dict[str, Any]) -> Options:
 
 @cache
 def parsed_forward(text: str) -> ParsedForward:
-    given = json.loads(text)
+    given = ast.literal_eval(text)
     results = tuple(given["results"])
     options = ForwardOptions(
         given.get("centered", False),
@@ -109,12 +112,14 @@ def parsed_forward(text: str) -> ParsedForward:
     load, store = given.get("load"), given.get("store")
     functors = from_text(load, store) if load or store else None
     pick = _picker(results, FORWARD_RESULTS)
-    return ParsedForward(options, purpose, results, pick, functors, tuple(given.get("numbers", ())))
+    return ParsedForward(
+        options, purpose, results, pick, functors, tuple(map(float, given.get("numbers", ())))
+    )
 
 
 @cache
 def parsed_backward(text: str) -> ParsedBackward:
-    given = json.loads(text)
+    given = ast.literal_eval(text)
     results = tuple(given["results"])
     options = BackwardOptions(
         given.get("centered", False),

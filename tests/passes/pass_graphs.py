@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import operator
 from typing import Any
@@ -76,7 +77,7 @@ def _operation(node: Node) -> str:
 def _call(node: Node, is_joint: bool) -> str:
     given = arguments_of(node.target)(*node.args, **node.kwargs)._asdict()
     if "options" in given:
-        given |= json.loads(given.pop("options"))
+        given |= ast.literal_eval(given.pop("options"))
     own = ("normalized_shape", "eps", "centered", "numbers", "dbias_dtype", "dbias1_dtype")
     shown = [
         f"{name}={_shown(each, is_joint)}"

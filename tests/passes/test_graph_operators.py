@@ -57,6 +57,20 @@ def test_an_eps_of_0_is_kept():
     assert not torch.equal(*(forward(("y",), x, eps=e, centered=False)[0] for e in (0.0, None)))
 
 
+def test_the_text_of_options():
+    """Inductor's C++ puts it between double quotes; numbers of functors may be infinite."""
+    options = {"normalized_shape": (WIDTH,), "eps": None, "out_dtype": "float16"}
+    text = text_of(("y", "rstd"), options)
+    assert '"' not in text and "\\" not in text
+    parsed = graph_operators.parsed_forward(text)
+    assert parsed.options.eps is None and parsed.options.out_dtype == "float16"
+    assert parsed.options.extents == (WIDTH,) and parsed.results == ("y", "rstd")
+    numbers = [float("inf"), 0.1, -2.0]
+    assert graph_operators.parsed_forward(text_of(("y",), options | {"numbers": numbers}))[
+        -1
+    ] == tuple(numbers)
+
+
 def test_a_functor_and_launch_options():
     x, gate = given((2, WIDTH), (2, WIDTH))
     store = cupynorm.functors.silu_gate
