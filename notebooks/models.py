@@ -1,8 +1,9 @@
 """Times six models with torch's norms and with cupynorm's, and compares losses and gradients.
 
     python notebooks/models.py [--models MODEL,..] [--runs RUN,..] [--steps 30] [--quick]
-                               [--graphs] [--profile] [--jobs N] [--seconds S] [--device cuda]
-                               [--json FILE [--resume]] [--plot FILE] [--docs]
+                               [--whole N] [--graphs] [--profile] [--device cuda]
+                               [--jobs N] [--seconds S] [--json FILE [--resume]]
+                               [--plot FILE] [--docs]
     python notebooks/models.py --from FILE [--plot FILE] [--docs]
 
 Weights and inputs are random. All runs of a model share their weights. Each step has a new input,
@@ -14,6 +15,9 @@ cupynorm            cupynorm's, by cupynorm.swap_norms      no
 torch-compiled      as torch                                each block
 cupynorm-compiled   as cupynorm                             each block
 passes-compiled     as torch                                each block, cupynorm.compile_passes
+
+With --whole N a model has at most N layers and is compiled as one graph: graph passes then see the
+addition before each norm. Blocks that are compiled one by one end with that addition.
 
 A step of training is forward and backward: under autocast to bfloat16, or with weights in bfloat16
 where such models are trained so. Inference has all weights in bfloat16; with --graphs it is also
@@ -45,7 +49,7 @@ import cupynorm
 from cupynorm.bench.documents import DOCUMENT, rewrite_table
 from cupynorm.gpu.environment import environment
 
-BLOCK = "steps"  # the markers in the document
+BLOCKS = {False: "steps", True: "whole"}  # the markers in the document, without and with --whole
 
 _TINY = {"num_layers": 2, "width": 64}
 _HEADS = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 16}
@@ -120,7 +124,8 @@ MODELS = {
 def write_document(result: Result) -> None:
     """Rewrites the tables of ./docs/benchmarks.md. Raises ValueError if it lacks the markers."""
     text = DOCUMENT.read_text(encoding="utf-8")
-    DOCUMENT.write_text(rewrite_table(text, result.markdown(), BLOCK), encoding="utf-8")
+    block = BLOCKS[bool(result.settings.get("whole"))]
+    DOCUMENT.write_text(rewrite_table(text, result.markdown(), block), encoding="utf-8")
 
 
 def some_of(known: Sequence[str]) -> Callable[[str], tuple[str, ...]]:
@@ -154,6 +159,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--runs", type=some_of(RUNS), help=shown)
     add("--steps", type=positive, help="timed steps of each run (30; 3 with --quick)")
     add("--quick", action="store_true", help="tiny models, to try the program on a CPU")
+    shown = "compiles models of at most N layers as one graph, not each block"
+    add("--whole", type=positive, metavar="N", default=0, help=shown)
     add("--graphs", action="store_true", help="times inference in CUDA graphs too, on a GPU")
     add("--profile", action="store_true", help="measures the time of kernels too, on a GPU")
     shown = "starts no model that would end later if it took as long as the slowest before"
@@ -196,10 +203,11 @@ def resumed(result: Result, file: Path) -> Result:
         ("environment", before.environment, result.environment),
     ):
         for name in are.keys() - {"command", "date"}:
-            if were.get(name) != are[name]:
-                raise ValueError(
-                    f"--resume: {name} of the {label} is {are[name]}, in {file} {were.get(name)}"
-                )
+            was = were.get(name, Settings._field_defaults.get(name))  # of an older file
+            if was != are[name]:
+                raise ValueError(f"--resume: {name} of the {label} is {are[name]}, in {file} {was}")
+    if before.settings["command"] != result.settings["command"]:
+        before.settings["command"] += f" && {result.settings['command']}"
     return before
 
 
@@ -212,7 +220,7 @@ def run(given: argparse.Namespace, arguments: Sequence[str]) -> Result:
         left_out.append(f"{PASSES} was left out: this cupynorm has no compile_passes.")
     settings = Settings(
         runs, given.steps, given.quick, given.device, given.seed, given.graphs, given.profile
-    )
+    )._replace(whole=given.whole)
     if given.quick and not on_gpu(given.device):
         torch.set_num_threads(1)  # more threads than free cores wait for each other
     # One backend more for each run, and each phase is compiled again.

@@ -136,10 +136,11 @@ class Result:
     def method(self) -> str:
         """How it was measured, in a sentence."""
         tiny = "Tiny models of the same kinds. " if self.settings["quick"] else ""
+        whole = "Each model is compiled as one graph. " if self.settings.get("whole") else ""
         return (
-            f"{tiny}Milliseconds a step: median of {self.settings['steps']} steps on fresh random "
-            "inputs, ± half the distance between the quartiles; the runs take turns, and a gain is "
-            "the median over the turns"
+            f"{tiny}{whole}Milliseconds a step: median of {self.settings['steps']} steps on fresh "
+            "random inputs, ± half the distance between the quartiles; the runs take turns, and a "
+            "gain is the median over the turns"
         )
 
     def runs(self) -> list[str]:

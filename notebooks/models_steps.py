@@ -72,6 +72,7 @@ class Settings(NamedTuple):
     """Options that all models share.
 
     graphs: inference is also timed in CUDA graphs. profile: the time of kernels is measured too.
+    whole: models of at most so many layers are compiled as one graph; 0: each block is.
     """
 
     runs: tuple[str, ...]
@@ -81,6 +82,7 @@ class Settings(NamedTuple):
     seed: int
     graphs: bool = False
     profile: bool = False
+    whole: int = 0
 
 
 @contextlib.contextmanager
@@ -108,8 +110,9 @@ def initialize(model: torch.nn.Module) -> None:
                 parameter.add_(torch.randn_like(parameter), alpha=0.1)
 
 
-def variant_of(model: torch.nn.Module, run: str) -> Variant:
-    """A copy of the model for a run. All copies share the parameters."""
+def variant_of(model: torch.nn.Module, run: str, whole: bool = False) -> Variant:
+    """A copy of the model for a run, compiled by blocks or as a whole. All copies share the
+    parameters."""
     shared = {id(parameter): parameter for parameter in model.parameters()}
     model, backend = copy.deepcopy(model, shared), Backend()
     if run == FLOAT64:
@@ -119,15 +122,18 @@ def variant_of(model: torch.nn.Module, run: str) -> Variant:
         if swapped.left or not swapped.swapped:
             raise RuntimeError(f"not all norms were swapped:\n{swapped}")
     if run in COMPILED:
-        for block in model.blocks:
-            block.compile(backend=backend, fullgraph=True, dynamic=False)
+        for part in [model] if whole else model.blocks:
+            part.compile(backend=backend, fullgraph=True, dynamic=False)
     return Variant(run, model, backend)
 
 
 def make(subject: Subject, settings: Settings) -> torch.nn.Module:
     torch.manual_seed(settings.seed)
+    sizes = subject.quick if settings.quick else subject.sizes
+    if settings.whole:
+        sizes = sizes | {"num_layers": min(settings.whole, sizes["num_layers"])}
     with torch.device(settings.device):
-        model = subject.make(**(subject.quick if settings.quick else subject.sizes))
+        model = subject.make(**sizes)
         initialize(model)
     return model.to(subject.weights) if on_gpu(settings.device) else model
 
@@ -288,8 +294,10 @@ def measure(subject: Subject, settings: Settings, bar: tqdm) -> tuple[ModelResul
     """One model, and sentences about what failed."""
     about = "tiny" if settings.quick else subject.about
     result, left_out = ModelResult(subject.title, about), []
-    model = make(subject, settings)
-    variants = [variant_of(model, run) for run in ("torch", FLOAT64, *settings.runs[1:])]
+    model, whole = make(subject, settings), bool(settings.whole)
+    if whole:
+        result.about += f"; layers: {len(model.blocks)}"
+    variants = [variant_of(model, run, whole) for run in ("torch", FLOAT64, *settings.runs[1:])]
     for phase in PHASES:
         step, found = Step(phase, subject, settings), Phase()
         if phase == "inference" and on_gpu(settings.device):
@@ -369,13 +377,14 @@ def time_in_turns(
 def compile_ahead(subject: Subject, run: str, settings: Settings) -> None:
     """Compiles one run of a model, in a process of its own, into the caches on disk.
 
-    One layer is enough, for all have the same code.
+    Of blocks that are compiled one by one, one is enough, for all have the same code.
     """
     torch._inductor.config.compile_threads = 1  # there are many processes already
-    subject = subject._replace(
-        sizes=subject.sizes | {"num_layers": 1}, quick=subject.quick | {"num_layers": 1}
-    )
-    variant = variant_of(make(subject, settings), run)
+    if not settings.whole:
+        subject = subject._replace(
+            sizes=subject.sizes | {"num_layers": 1}, quick=subject.quick | {"num_layers": 1}
+        )
+    variant = variant_of(make(subject, settings), run, bool(settings.whole))
     for phase in PHASES:
         if phase == "inference" and on_gpu(settings.device):
             variant.model.to(torch.bfloat16)

@@ -40,8 +40,8 @@ def variants(monkeypatch):
     made: dict[str, list] = {}
     plain = steps.variant_of
 
-    def variant_of(model, run):
-        made.setdefault(run, []).append(plain(model, run))
+    def variant_of(model, run, whole=False):
+        made.setdefault(run, []).append(plain(model, run, whole))
         return made[run][-1]
 
     monkeypatch.setattr(steps, "variant_of", variant_of)
@@ -269,11 +269,25 @@ def test_models_are_compiled_ahead_in_processes(example, monkeypatch):
 
 
 def test_compiling_ahead_compiles_both_phases(example, eager, variants):
-    settings = steps.Settings(("torch", "torch-compiled"), 1, True, "cpu", 0)
-    with torch._inductor.config.patch(compile_threads=4):  # restored afterwards
-        steps.compile_ahead(example.MODELS["dit"], "torch-compiled", settings)
-        assert torch._inductor.config.compile_threads == 1
-    assert [each.backend.num_graphs for each in variants["torch-compiled"]] == [2]
+    for whole, num_layers in ((0, 1), (2, 2)):
+        variants.clear()
+        settings = steps.Settings(("torch", "torch-compiled"), 1, True, "cpu", 0, whole=whole)
+        with torch._inductor.config.patch(compile_threads=4):  # restored afterwards
+            steps.compile_ahead(example.MODELS["llama3"], "torch-compiled", settings)
+            assert torch._inductor.config.compile_threads == 1
+        (found,) = variants["torch-compiled"]
+        assert found.backend.num_graphs == 2 and len(found.model.blocks) == num_layers
+
+
+def test_whole_models_are_one_graph(example, eager, variants, tmp_path, capsys):
+    file = tmp_path / "whole.json"
+    asked = ("--quick", "--device", "cpu", "--models", "vit", "--steps", "2", "--whole", "1")
+    assert example.main([*asked, "--runs", "torch-compiled", "--json", str(file)]) == 0
+    (found,) = variants["torch-compiled"]
+    assert found.backend.num_graphs == 2 and len(found.model.blocks) == 1
+    assert "Each model is compiled as one graph. " in capsys.readouterr().out
+    (model,) = report.Result.from_json(file.read_text()).models.values()
+    assert model.about == "tiny; layers: 1" and len(model.phases) == 2
 
 
 def test_tables():
@@ -350,10 +364,12 @@ def test_a_run_that_was_stopped_is_resumed(example, tmp_path, variants):
     asked = ["--quick", "--device", "cpu", "--steps", "2", "--json", str(file), "--resume"]
     assert example.main([*asked, "--models", "dit"]) == 0
     first = report.Result.from_json(file.read_text())
-    assert first.settings["command"].endswith("--steps 2 --json models.json --models dit")
+    command = first.settings["command"]
+    assert command.endswith("--steps 2 --json models.json --models dit")
     assert example.main([*asked, "--models", "dit,bert"]) == 0
     both = report.Result.from_json(file.read_text())
     assert [*both.models] == ["bert", "dit"] and both.models["dit"] == first.models["dit"]
+    assert both.settings["command"] == f"{command} && {command},bert"
     assert len(variants["cupynorm"]) == 2
     with pytest.raises(ValueError, match="--resume: seed of the settings is 1, in .* 0"):
         example.main([*asked, "--seed", "1"])
