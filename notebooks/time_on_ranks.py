@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, distributed
 
 import cupynorm
-from cupynorm.parallel import overlap
+from cupynorm.parallel import overlap, ranks
 
 ON_GPUS = torch.cuda.is_available()
 DEVICE = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if ON_GPUS else "cpu"
@@ -144,6 +144,23 @@ def without_gradients(
 
 
 @contextlib.contextmanager
+def without_overlap():
+    """Each collective ends before the next product begins."""
+    before = ranks.Pending.__init__
+
+    def wait_at_once(self, result, work=None, keeps=None) -> None:
+        if work is not None:
+            work.wait()
+        before(self, result)
+
+    ranks.Pending.__init__ = wait_at_once
+    try:
+        yield
+    finally:
+        ranks.Pending.__init__ = before
+
+
+@contextlib.contextmanager
 def every_length_is_cut():
     names = "LEAST_OPERATIONS", "LEAST_OPERATIONS_IN_8_BITS"
     before = [getattr(overlap, name) for name in names]
@@ -157,23 +174,26 @@ def every_length_is_cut():
 
 
 def time_products(mode: str, shape: tuple[int, int, int], recipe: object) -> None:
-    """Of a rank alone, of the layer, and with ub_*: forward, and forward and backward."""
+    """Of a rank alone, and of the layer in three ways: forward, and forward and backward."""
     num_rows, *widths = shape
     num_in, num_out = widths if mode == "column" else widths[::-1]
     size = distributed.get_world_size()
     own = (num_in, num_out // size) if mode == "column" else (num_in // size, num_out)
+    whole, flags = (mode, num_in, num_out, True), dict.fromkeys(FLAGS[mode], True)
     ways = {
-        "one rank's part": make_layer(None, *own, False),
-        "plain": make_layer(mode, num_in, num_out, True),
-        "ub_*": make_layer(mode, num_in, num_out, True, **dict.fromkeys(FLAGS[mode], True)),
+        "one rank's part": ((None, *own, False), {}, contextlib.nullcontext),
+        "plain": (whole, {}, contextlib.nullcontext),
+        "no overlap": (whole, {}, without_overlap),
+        "ub_*": (whole, flags, every_length_is_cut),
     }
     found, text = {}, []
-    for way, layer in ways.items():
+    for way, (of_layer, options, inside) in ways.items():
+        layer = make_layer(*of_layer, **options)
         x, dy = rows_of(layer, num_rows)
-        with every_length_is_cut():
+        with inside():
             run = step(layer, x, dy, recipe)
             found[way] = run()
-            if way == "ub_*":
+            if way in ("no overlap", "ub_*"):
                 for got, right in zip(found[way], found["plain"]):
                     error = (got.float() - right.float()).norm() / right.float().norm()
                     assert error < 2.0**-6, f"{mode} {shape}: {error}"

@@ -33,7 +33,8 @@ def test_it_runs_on_two_processes():
     )
     assert done.returncode == 0, done.stderr[-4000:]
     number = r"(\d+\.\d+)"
-    ways = "; ".join(rf"{way} {number}, {number}" for way in ("one rank's part", "plain", "ub_\\*"))
+    names = ("one rank's part", "plain", "no overlap", "ub_\\*")
+    ways = "; ".join(rf"{way} {number}, {number}" for way in names)
     found = [re.search(rf": {ways}$", line) for line in done.stdout.splitlines()]
     found = [each.groups() for each in found if each]
     assert len(found) == 3, done.stdout
