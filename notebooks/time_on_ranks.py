@@ -27,7 +27,7 @@ DTYPE = torch.bfloat16 if ON_GPUS else torch.float32
 # rows, and the narrower and the wider side of the weight
 SHAPES = ((8192, 8192, 28672), (4096, 4096, 12288)) if ON_GPUS else ((64, 64, 128),)
 WIDTH = 8192 if ON_GPUS else 64  # of small calls
-NUM_RUNS = 12 if ON_GPUS else 2
+NUM_RUNS = 10 if ON_GPUS else 2
 NUM_CALLS = 100 if ON_GPUS else 2
 FLAGS = {"column": ("ub_overlap_ag", "ub_overlap_rs_dgrad"), "row": ("ub_overlap_rs",)}
 KINDS = {"row": (None, "one_shot", "two_shot"), "column": (None,)}
