@@ -7,6 +7,7 @@ after it; gloo communicates in a thread, and wait() blocks.
 
 from __future__ import annotations
 
+import pickle
 import socket
 from collections.abc import Callable
 from typing import Any
@@ -46,12 +47,14 @@ class Ranks:
     """The group of tensor parallelism of one layer.
 
     size: of the group. group: of torch.distributed; None until it is set.
+    known: shapes and dtypes of inputs that the layer has compared.
     shares_memory: whether each rank's GPU reaches the memory of the others. has_multicast: whether
     torch reduces over NVLink multicast. Both are known after `agree`.
     """
 
     def __init__(self, size: int, group: Any = None) -> None:
-        self.size, self.group, self._agreed = size, None, False
+        self.size, self.group = size, None
+        self.known: set[tuple[torch.Size, torch.dtype]] = set()
         self.shares_memory = self.has_multicast = False
         if group is not None:
             self.set_group(group)
@@ -64,7 +67,7 @@ class Ranks:
                 f"tp_group has {size} rank{'s' * (size > 1)} and tp_size is {self.size}; "
                 "expected the same number"
             )
-        self.group, self._agreed = group, False
+        self.group, self.known = group, set()
 
     @property
     def rank(self) -> int:
@@ -78,34 +81,58 @@ class Ranks:
                 "expected set_tensor_parallel_group(group) before its first call"
             )
 
-    def agree(self, call: dict[str, Any], device: torch.device) -> None:
-        """Compares the layer's first call on all ranks, because later ones cannot be compared
-        without a wait.
+    def agree(self, call: dict[str, Any], input: Tensor) -> None:
+        """Compares a call on all ranks where its input has another shape or dtype than all before.
 
-        call: what must be the same, by name. device: of the input.
-        Raises ValueError on every rank if it is not the same.
+        The layer's first call is compared by the group. Later ones are compared by the group's
+        store, because other ranks may be in a collective. Calls like a former one are not compared.
+
+        call: what must be the same, by name.
+        Raises ValueError if it is not the same; RuntimeError if the store waits for another rank
+        until its timeout.
         """
-        if self._agreed or self.size == 1:
+        if self.size == 1:
             return
-        calls = self._objects(call)
-        for rank, other in enumerate(calls):
-            for name, value in calls[0].items():
-                if other.get(name) != value:
-                    raise ValueError(
-                        f"{name} is {other.get(name)} on rank {rank} of tp_group and {value} on "
-                        "rank 0; expected the same on all ranks"
-                    )
-        if device.type == "cuda" and distributed.get_backend(self.group) == "nccl":
-            places = self._objects((socket.gethostname(), device.index))
-            found = self._objects((_reaches(places, self.rank), _has_multicast(device)))
-            self.shares_memory, self.has_multicast = map(all, zip(*found))
-        self._agreed = True
+        compared = _compared.setdefault(self.group.group_name, _Compared())
+        key = tuple(call.values())
+        if not self.known:
+            _check_same(self._objects(call))
+            device = input.device
+            if device.type == "cuda" and distributed.get_backend(self.group) == "nccl":
+                places = self._objects((socket.gethostname(), device.index))
+                found = self._objects((_reaches(places, self.rank), _has_multicast(device)))
+                self.shares_memory, self.has_multicast = map(all, zip(*found))
+        elif key not in compared.calls:
+            compared.number += 1
+            _check_same(self._stored(compared.number, call))
+        compared.calls.add(key)
+        self.known.add((input.shape, input.dtype))
 
     def _objects(self, own: Any) -> list[Any]:
         """An object of each rank."""
         found: list[Any] = [None] * self.size
         distributed.all_gather_object(found, own, self.group)
         return found
+
+    def _stored(self, number: int, call: dict[str, Any]) -> list[dict[str, Any]]:
+        """The calls of all ranks by the store of the group, without a collective.
+
+        number: of such comparisons in this group.
+        """
+        store = distributed.distributed_c10d._get_process_group_store(self.group)
+        own = self.rank
+        store.set(f"cupynorm/{number}/{own}", pickle.dumps(call))
+        calls = []
+        for rank in range(self.size):
+            try:
+                calls.append(pickle.loads(store.get(f"cupynorm/{number}/{rank}")))
+            except RuntimeError as error:
+                raise RuntimeError(
+                    f"rank {own} of tp_group has a call unlike all before, "
+                    + ", ".join(f"{name} {value}" for name, value in call.items())
+                    + f", and rank {rank} has none; expected the same on all ranks"
+                ) from error
+        return calls
 
     # Collectives.
 
@@ -143,6 +170,27 @@ class Ranks:
     def __getstate__(self) -> dict:
         """Without the group, which belongs to a process."""
         return Ranks(self.size).__dict__
+
+
+class _Compared:
+    """What the ranks of a group have compared, in the same order on all of them."""
+
+    def __init__(self) -> None:
+        self.calls: set[tuple] = set()
+        self.number = 0
+
+
+_compared: dict[str, _Compared] = {}  # by the name of the group
+
+
+def _check_same(calls: list[dict[str, Any]]) -> None:
+    for rank, other in enumerate(calls):
+        for name, value in calls[0].items():
+            if other.get(name) != value:
+                raise ValueError(
+                    f"{name} is {other.get(name)} on rank {rank} of tp_group and {value} on "
+                    "rank 0; expected the same on all ranks"
+                )
 
 
 def _reaches(places: list[tuple[str, int]], rank: int) -> bool:

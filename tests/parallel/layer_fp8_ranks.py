@@ -15,6 +15,7 @@ from layer_cases import (
     CHECKS,
     DEVICE,
     IN,
+    NORMS,
     ROWS,
     WIDTH,
     Case,
@@ -81,7 +82,8 @@ def in_fp8(case: Case, recipe, rank: int, **options) -> None:
 
     Each rank's part of weight and dy has the same amax, so scales are the same on all ranks.
     """
-    problem = draw(case.norm, "float32", ROWS * WIDTH, WIDE, WIDE)
+    without = ["norm_bias"] if case.norm == "rms_norm" else []
+    problem = draw(case.norm, "float32", ROWS * WIDTH, WIDE, WIDE, without=without)
     for matrix in (problem.weight, problem.dy):
         np.clip(matrix, -3.0, 3.0, out=matrix)
         matrix[:, ::32] = 3.0
@@ -128,9 +130,9 @@ def in_fp8(case: Case, recipe, rank: int, **options) -> None:
             assert all(each == others[0] for each in others), (name, others)
 
 
-for _mode, _rows in itertools.product(("column", "row"), (False, True)):
+for _mode, _rows, _norm in itertools.product(("column", "row"), (False, True), NORMS):
     for _name, _recipe in RECIPES.items():
-        _case = Case(_mode, _rows, "layer_norm", "float32")
+        _case = Case(_mode, _rows, _norm, "float32")
         CHECKS[f"{_case.name}-{_name}"] = partial(in_fp8, _case, _recipe)
 
 
@@ -282,7 +284,9 @@ for _case in [each for each in CASES if each.sequence_parallel and each.norm == 
 
 def agreed_ranks(rank: int) -> Ranks:
     ranks = Ranks(distributed.get_world_size(), distributed.group.WORLD)
-    ranks.agree({}, torch.device(DEVICE, rank) if DEVICE == "cuda" else torch.device("cpu"))
+    ranks.agree(
+        {}, torch.empty(0, device=torch.device(DEVICE, rank) if DEVICE == "cuda" else "cpu")
+    )
     return ranks
 
 

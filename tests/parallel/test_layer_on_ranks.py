@@ -7,6 +7,7 @@ import pytest
 torch = pytest.importorskip("torch")
 if not torch.distributed.is_available():
     pytest.skip("this torch has no distributed package", allow_module_level=True)
+import failing_ranks  # noqa: E402  (imports torch)
 import layer_kernel_ranks  # noqa: E402  (imports torch)
 import layer_ranks  # noqa: E402  (imports torch)
 import start_ranks  # noqa: E402
@@ -42,3 +43,13 @@ def test_row_parallel_layers_by_the_kernels(tmp_path):
     """Not by torch's operators, which tensors on the CPU take otherwise."""
     reports = start_ranks.start(layer_kernel_ranks.__file__, 2, tmp_path)
     assert reports == [dict.fromkeys(layer_kernel_ranks.CHECKS, "passed")] * 2
+
+
+@pytest.mark.slow
+def test_ranks_that_fail(tmp_path):
+    """By gloo. With NCCL a timeout ends the process."""
+    reports = start_ranks.start(failing_ranks.__file__, 2, tmp_path)
+    *others, last = failing_ranks.CHECKS
+    assert reports[0] == dict.fromkeys(failing_ranks.CHECKS, "passed")
+    assert [reports[1][name] for name in others] == ["passed"] * len(others)
+    assert reports[1][last].startswith(start_ranks.NOT_FINISHED)

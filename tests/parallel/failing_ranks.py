@@ -1,0 +1,105 @@
+"""Checks of ranks that hang, end, or have another shape, by two processes: see start_ranks.py."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+from start_ranks import main
+from torch import distributed
+
+from cupynorm import LayerNormLinear
+
+CHECKS = {}
+SECONDS = 1.5
+
+
+def check(function):
+    CHECKS[function.__name__] = function
+    return function
+
+
+def make_layer(**options) -> LayerNormLinear:
+    """Of a group of its own, which waits for SECONDS."""
+    group = distributed.new_group(timeout=timedelta(seconds=SECONDS))
+    layer = LayerNormLinear(24, 16, parallel_mode="row", tp_group=group, device="cpu", **options)
+    layer(torch.ones(4, 12))
+    return layer
+
+
+@contextlib.contextmanager
+def impatient_store(layer):
+    store = distributed.distributed_c10d._get_process_group_store(layer.tp_group)
+    before = store.timeout
+    store.set_timeout(timedelta(seconds=SECONDS))
+    try:
+        yield
+    finally:
+        store.set_timeout(before)
+
+
+@check
+def new_shapes_that_differ(rank):
+    """All ranks raise, and the layer works afterwards. Calls like former ones are not compared."""
+    layer = make_layer()
+    for rows in ((6, 8), (10, 2)):
+        sentence = rf"input is \({rows[1]}, 12\) on rank 1 of tp_group and \({rows[0]}, 12\) on "
+        with pytest.raises(ValueError, match=sentence):
+            layer(torch.ones(rows[rank], 12))
+        assert layer(torch.ones(4, 12)).isfinite().all()
+    with pytest.raises(ValueError, match="dtype of the input is torch.* on rank 1 of tp_group"):
+        layer(torch.ones(6, 12, dtype=(torch.float64, torch.bfloat16)[rank]))
+    other = make_layer(normalization="RMSNorm")
+    for _ in range(2):
+        for each in (layer, other):
+            assert each(torch.ones(6, 12)).isfinite().all()
+
+
+@check
+def one_rank_with_a_new_shape(rank):
+    layer = make_layer()
+    with impatient_store(layer):
+        if rank == 1:
+            sentence = (
+                r"unlike all before, .* input \(6, 12\), .* and rank 0 has none; expected the"
+            )
+            with pytest.raises(RuntimeError, match=sentence):
+                layer(torch.ones(6, 12))
+        else:
+            with pytest.raises(RuntimeError, match="[Tt]imed out|closed"):
+                layer(torch.ones(4, 12))
+        distributed.barrier()
+
+
+@check
+def a_rank_that_hangs(rank):
+    """The other one raises at the timeout of the group."""
+    layer = make_layer()
+    if rank == 1:
+        time.sleep(2 * SECONDS)
+    else:
+        start = time.monotonic()
+        with pytest.raises(RuntimeError, match="[Tt]imed out"):
+            layer(torch.ones(4, 12))
+        assert time.monotonic() - start < 2 * SECONDS
+    distributed.barrier()
+
+
+@check
+def a_rank_that_ends(rank):
+    """It runs last: rank 1 does not come back."""
+    layer = make_layer()
+    x = torch.ones(4, 12, requires_grad=True)
+    y = layer(x)
+    if rank == 1:
+        os._exit(1)
+    with pytest.raises(RuntimeError, match="[Cc]onnection|closed|reset"):
+        y.sum().backward()
+
+
+if __name__ == "__main__":
+    main(CHECKS)
