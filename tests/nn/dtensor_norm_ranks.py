@@ -294,6 +294,10 @@ def what_is_refused(ranks):
             "row_scale has shape (3,)",
         ),
         (
+            lambda: cupynorm.layer_norm(rows, 8, store=cupynorm.functors.silu_gate(gate=x)),
+            "input is a DTensor and load or store was given",
+        ),
+        (
             lambda: cupynorm.layer_norm(x, 8, weight1=there),
             "weight1 is a DTensor and input is a Tensor",
         ),
