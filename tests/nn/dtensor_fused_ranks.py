@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 from rank_checks import HAS_SHARDING, NORMS, check_of_dtensors, full, ours
 
 import cupynorm
 
 if HAS_SHARDING:
-    from torch.distributed.tensor import Partial, Replicate, Shard
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
 
 SHAPE = (5, 4, 8)  # ranks have 3 and 2 of 5 rows
 
@@ -186,10 +189,11 @@ def eight_bits(ranks):
 
 @check_of_dtensors
 def a_transposed_copy_in_8_bits(ranks):
-    x = ranks.random(5, 8, dtype=torch.float32)
     options = {"out_dtype": "float8_e5m2", "scale": "tensor", "transpose": True}
-    right = cupynorm.rms_norm(x, 8, **options)
-    for placement, turned in ((Shard(0), Shard(1)), (Replicate(), Replicate())):
+    both = (Shard(0), Shard(1)), (Replicate(), Replicate())
+    for num_rows, (placement, turned) in itertools.product((5, 1), both):
+        x = ranks.random(num_rows, 8, dtype=torch.float32)  # of one row rank 1 has none
+        right = cupynorm.rms_norm(x, 8, **options)
         made = cupynorm.rms_norm(ranks.lay(x, placement), 8, **options)
         assert made.transposed.placements == (turned,)
         own = ranks.lay(right.transposed.view(torch.uint8), turned).to_local()
@@ -197,7 +201,7 @@ def a_transposed_copy_in_8_bits(ranks):
     try:
         cupynorm.rms_norm(ranks.lay(x[None], Shard(1)), 8, **options)
     except NotImplementedError as error:
-        assert "transpose is True for a DTensor of shape (1, 5, 8)" in str(error)
+        assert "transpose is True for a DTensor of shape (1, 1, 8)" in str(error)
     else:
         raise AssertionError("nothing was raised")
 
@@ -239,3 +243,25 @@ def modules_with_fp8_output(ranks):
             for got, right in zip(*made):
                 assert torch.equal(full(got), right) and right.abs().max() > 0
             assert_same("weight", sharded.weight.grad, single.weight.grad)
+
+
+@check_of_dtensors
+def meshes_of_two_dimensions(ranks):
+    """One of them shards rows, the other shards other rows, or has copies."""
+    x, weight = ranks.random(4, 6, 8, dtype=torch.float32), ranks.random(8, seed=1)
+    options = {"out_dtype": "float8_e4m3fn", "scale": "tensor"}
+    right = cupynorm.layer_norm(x, 8, weight, **options)
+    for mesh_shape, placements, number in (
+        ((2, 1), [Shard(0), Shard(1)], ranks.rank),
+        ((1, 2), [Replicate(), Shard(1)], ranks.rank),
+        ((2, 1), [Replicate(), Shard(0)], 0),
+    ):
+        mesh = init_device_mesh(ranks.device, mesh_shape)
+        rows = distribute_tensor(x, mesh, placements)
+        made = cupynorm.layer_norm(rows, 8, weight, **options)
+        assert torch.equal(full(made.dequantize()), right.dequantize())
+        assert torch.equal(full(made.scale_inv), right.scale_inv)
+        got = cupynorm.layer_norm(rows, 8, weight, dropout_p=0.5, dropout_seed=3)
+        own = rows.to_local(), 8, weight
+        expected = cupynorm.layer_norm(*own, dropout_p=0.5, dropout_seed=3 + (number << 32))
+        assert torch.equal(got.to_local(), expected)
