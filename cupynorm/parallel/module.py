@@ -22,11 +22,12 @@ from ..linear.function import check_call
 from ..linear.matrices import as_rows
 from ..linear.module import LayerNormLinear as OneRank
 from ..linear.weight_gradients import WeightGradientSink
-from ..nn import modes
+from ..nn import autocast, modes
 from ..nn.recipes import DelayedScaling
 from ..norm.quantized_tensor import QuantizedTensor
+from . import traced
 from .function import project
-from .overlap import SymmetricSum, overlaps
+from .overlap import Overlaps, SymmetricSum, overlaps
 from .products import FloatProducts, QuantizedProducts
 from .ranks import Ranks, group_size
 from .split import Split
@@ -154,6 +155,9 @@ class LayerNormLinear(OneRank):
         fp8_grad: bool = False,
     ) -> Tensor | QuantizedTensor | tuple[Tensor | QuantizedTensor, ...]:
         if self._is_shared and (modes.is_compiling() or modes.present_tracer()):
+            if self._is_traced(inp):
+                self._check_input(inp)
+                return super().forward(inp, is_first_microbatch, fp8_output, fp8_grad)
             call = modes.run_untraced(self.forward)
             return call(inp, is_first_microbatch, fp8_output, fp8_grad)
         if self._is_shared and isinstance(inp, QuantizedTensor):
@@ -164,12 +168,42 @@ class LayerNormLinear(OneRank):
 
     forward.__doc__ = OneRank.forward.__doc__
 
+    def _is_traced(self, inp: Tensor | QuantizedTensor) -> bool:
+        """Whether torch.compile sees the operations of a call: traced.py."""
+        return (
+            modes.is_compiling()
+            and traced.IS_KNOWN
+            and isinstance(inp, Tensor)
+            and self.tp_group is not None
+            and self.fused is None
+            and self._overlaps == Overlaps()
+            and not self.fuse_wgrad_accumulation
+            and not self.delay_wgrad_compute
+            and autocast.active() is None
+            and self._past_calls.is_empty
+            and not self._has_8_bit_weights()
+        )
+
     def _begin_call(self, inp: Tensor) -> None:
         """Raises before any collective for what one rank can tell, and compares new shapes."""
-        size, mode = self.tp_size, self.parallel_mode
         if (inp.shape, inp.dtype) in self._ranks.known:
             return
         self._ranks.check_group()
+        self._check_input(inp)
+        self._ranks.agree(
+            {
+                "parallel_mode": self.parallel_mode,
+                "sequence_parallel": self.sequence_parallel,
+                "the shape of the input": tuple(inp.shape),
+                "the dtype of the input": str(inp.dtype),
+                "out_features of a rank": self.out_features,
+                "normalization": self.normalization,
+            },
+            inp,
+        )
+
+    def _check_input(self, inp: Tensor) -> None:
+        size, mode = self.tp_size, self.parallel_mode
         if inp.shape[-1:] != (self.in_features,):
             whole = f", of {self.in_features * size} on all ranks" if mode == "row" else ""
             raise ValueError(
@@ -186,17 +220,6 @@ class LayerNormLinear(OneRank):
                 f"input has {len(inp)} rows in its first dimension, and tp_size is {size}; "
                 f"expected a multiple of {size}"
             )
-        self._ranks.agree(
-            {
-                "parallel_mode": mode,
-                "sequence_parallel": self.sequence_parallel,
-                "the shape of the input": tuple(inp.shape),
-                "the dtype of the input": str(inp.dtype),
-                "out_features of a rank": self.out_features,
-                "normalization": self.normalization,
-            },
-            inp,
-        )
 
     @property
     def _split(self) -> Split:
@@ -220,6 +243,8 @@ class LayerNormLinear(OneRank):
         if not self._is_shared:
             return super()._project(call, is_first_microbatch, sink)
         check_call(call)
+        if modes.is_compiling():
+            return traced.project(call, self._split)
         folded = self._fold(call, is_first_microbatch)
         return project(FloatProducts(call.options, self._split, folded), call.operands, sink)
 

@@ -11,6 +11,7 @@ import os
 
 import pytest
 import torch
+from async_pass import assert_fused
 from start_ranks import main
 from torch import distributed
 from torch.distributed.device_mesh import init_device_mesh
@@ -197,51 +198,19 @@ def compiled_products_and_collectives_are_operations_of_torch(rank):
     assert backward >= {"cupynorm.norm_backward.default", "aten.mm.default"} | collectives
 
 
-def async_tensor_parallel_fuses_products_without_a_bias(rank):
-    """torch._inductor.config._micro_pipeline_tp runs this pass. It knows no product with a bias."""
-    from torch._dynamo.backends.common import aot_autograd
-    from torch._inductor.decomposition import select_decomp_table
-    from torch._inductor.fx_passes.micro_pipeline_tp import micro_pipeline_tp_pass
-    from torch._inductor.fx_passes.post_grad import view_to_reshape
-    from torch.distributed._symmetric_memory import _test_mode
-
-    graphs = []
-
-    def record(module, example):
-        seen = torch.fx.GraphModule(module, copy.deepcopy(module.graph))
-        view_to_reshape(seen)
-        with pytest.MonkeyPatch.context() as patch, _test_mode():
-            patch.setattr(distributed, "is_nccl_available", lambda: True)
-            micro_pipeline_tp_pass(seen.graph)
-        graphs.append([str(node.target) for node in seen.graph.nodes])
-        return module
-
+def async_tensor_parallelism_fuses_products_without_a_bias(rank):
     styles = {
         "0": ColwiseParallel(input_layouts=Shard(0)),
         "1": RowwiseParallel(output_layouts=Shard(0)),
     }
-    backend = aot_autograd(fw_compiler=record, decompositions=select_decomp_table())
-    x = random(4, 2, 24)
+    x = random(4, 2, 24).chunk(2)[rank]
     for bias in (False, True):
         layers = torch.nn.Sequential(make_layer(24, 32, bias=bias), make_layer(32, 24, bias=bias))
-        block = torch.compile(parallelize_module(layers, mesh_of_all(), styles), backend=backend)
-        block(x.chunk(2)[rank]).square().sum().backward()
-        forward, backward = (
-            [
-                name in graph
-                for name in (
-                    "symm_mem.fused_all_gather_matmul.default",
-                    "symm_mem.fused_matmul_reduce_scatter.default",
-                )
-            ]
-            for graph in graphs
-        )
-        graphs.clear()
-        assert all(forward) != bias and all(backward), (forward, backward)
+        assert_fused(parallelize_module(layers, mesh_of_all(), styles), x, in_forward=not bias)
 
 
 if DEVICE == "cpu":  # the graphs are the same on GPUs
-    check(async_tensor_parallel_fuses_products_without_a_bias)
+    check(async_tensor_parallelism_fuses_products_without_a_bias)
 
 
 @check

@@ -10,11 +10,13 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
+from async_pass import assert_fused
 from layer_cases import (
     CHECKS,
     DEVICE,
     IN,
     MAIN,
+    OUT,
     ROWS,
     WIDTH,
     Case,
@@ -38,6 +40,7 @@ from linear_bounds import assert_right, half_ulp
 from torch import distributed
 from torch.utils.checkpoint import checkpoint
 
+from cupynorm import LayerNormLinear
 from cupynorm.nn import row_statistics
 from cupynorm.parallel import ranks as ranks_module
 from cupynorm.parallel.products import FloatProducts
@@ -92,13 +95,61 @@ def a_checkpoint_runs_the_layer_again(case, rank):
     )
 
 
-@for_main
-def compiled_code_breaks_the_graph(case, rank):
-    def call(layer, x):
-        torch._dynamo.reset()
-        return torch.compile(lambda x: layer(x) * 1.0, backend="eager")(x)
+def compiled(layer, x):
+    torch._dynamo.reset()
+    return torch.compile(layer, backend="aot_eager", fullgraph=True)(x)
 
-    run(case, rank, problem_of(case), call)
+
+@for_main
+def compiled_in_one_graph(case, rank):
+    run(case, rank, problem_of(case), compiled)
+
+
+@for_main
+def compiled_options(case, rank):
+    """The compiled results are those of the eager layer, where the graph breaks too.
+
+    Both add up to 2^6 float32 terms, each at most 2^2 times the largest result, in two orders.
+    """
+    problem, own = problem_of(case), Shares(case, rank)
+    returns = {"return_layernorm_output": True, "return_layernorm_output_gathered": True}
+    for in_one_graph, options in (
+        (True, returns | {"return_bias": True}),
+        (True, {"parameters_split": ("q", "k"), "reduce_norm_gradients": True}),
+        (False, flags(case) if case.sequence_parallel else {"delay_wgrad_compute": True}),
+    ):
+        results = []
+        for compiles in (False, True):
+            torch._dynamo.reset()
+            layer = make_layer(case, problem, own, **options)
+            call = layer
+            if compiles:
+                call = torch.compile(layer, backend="aot_eager", fullgraph=in_one_graph)
+            x, _ = inputs(problem, own)
+            made = call(x)
+            made = made if isinstance(made, tuple) else (made,)
+            sum(each.square().sum() for each in made).backward()
+            layer.backward_dw()
+            gradients = [each.grad for each in (x, *layer.parameters())]
+            results.append([*made, *gradients])
+        for got, right in zip(*results, strict=True):
+            largest = right.abs().max().item()
+            assert largest > 0
+            torch.testing.assert_close(got, right, rtol=0, atol=2.0**-16 * largest)
+
+
+def async_tensor_parallelism_fuses_products(rank):
+    layers = []
+    for mode, (num_in, num_out) in (("column", (IN, OUT)), ("row", (OUT, IN))):
+        options = {"parallel_mode": mode, "sequence_parallel": True, "bias": False}
+        group = distributed.group.WORLD
+        layers.append(LayerNormLinear(num_in, num_out, tp_group=group, device=DEVICE, **options))
+    x = torch.randn(ROWS // distributed.get_world_size(), WIDTH, IN, device=DEVICE)
+    assert_fused(torch.nn.Sequential(*layers), x)
+
+
+if DEVICE == "cpu":  # the graphs are the same on GPUs
+    check(async_tensor_parallelism_fuses_products)
 
 
 @for_main
@@ -275,7 +326,8 @@ def rows_far_from_zero(rank):
         x = problem.x - 0.5
         x = x + 4096.0 if kind == "far" else x * 2.0 ** (np.arange(IN) // 6) + np.arange(IN) // 3
         problem.x = x.astype(np.float32).astype(np.float64)
-        run(case, rank, problem)
+        for call in (None, compiled):
+            run(case, rank, problem, call)
 
 
 # What runs beside what.
