@@ -52,6 +52,9 @@ class CpuMachine:
     def get(self, array: np.ndarray) -> np.ndarray:
         return array
 
+    def begin(self) -> None:
+        """Is told that a call begins, and that the arrays of earlier calls are not used again."""
+
     def name_tensors(self, addresses: Mapping[str, int]) -> None:
         """Is told the addresses of all tensors before the launches of a call."""
 
@@ -108,6 +111,9 @@ class GpuCheckMachine:
 
     def get(self, array: Any) -> np.ndarray:
         return array.get()
+
+    def begin(self) -> None:
+        """As CpuMachine's."""
 
     def name_tensors(self, addresses: Mapping[str, int]) -> None:
         """As CpuMachine's."""

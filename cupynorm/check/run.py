@@ -116,6 +116,7 @@ class _GuardedTensors(_Tensors):
         self, where: CpuMachine | GpuCheckMachine, case: Case, layouts: Mapping[str, str]
     ) -> None:
         super().__init__(where, case)
+        where.begin()
         self._layouts = layouts
         self._placed: list[tuple[str, Any, Placed, str | None]] = []
 

@@ -77,7 +77,7 @@ def test_a_draw_is_a_function_of_seed_and_index():
 
 
 def test_everything_is_drawn():
-    draws = [draw(0, index, "gpu") for index in range(0, 48000, 16)]
+    draws = [draw(0, index, "gpu") for index in range(0, 192000, 61)]
     assert {each.values for each in draws} == set(VALUES)
     assert {each.route for each in draws} == set(ROUTES)
     assert {each.case.strategy for each in draws} == {None, *STRATEGIES}
@@ -112,18 +112,23 @@ def test_calls_in_a_row_share_their_kernels():
     """What varies among them has no part in the choice of a kernel, or few values."""
     free = dict(num_rows=1, num_cols=1, sm_margin=0, eps=0.0)
     of_some_routes = dict(dsum=False, recompute=False, dy=None)
-    for first in (0, PER_CASE):
-        draws = [draw(1, index, "gpu") for index in range(first, first + PER_CASE)]
+    per_case = PER_CASE["gpu"]
+    of_wide_rows = range(per_case - 8, per_case)
+    for indices in (range(per_case - 8), of_wide_rows, range(per_case, 2 * per_case - 8)):
+        draws = [draw(1, index, "gpu") for index in indices]
         assert len({replace(each.case, **free, **of_some_routes) for each in draws}) == 1
         assert len({tuple(each.layouts.items()) for each in draws if each.route == "kernels"}) <= 3
         widths = [each.case.num_cols for each in draws]
         assert len({width & -width for width in widths}) == 1 and min(widths) > max(widths) / 2
-        assert len({each.case.num_rows for each in draws}) > 8
-    assert draw(1, 0, "gpu").case.x != draw(1, PER_CASE, "gpu").case.x
+        if indices is of_wide_rows:
+            assert min(widths) > 2**13
+        else:
+            assert max(widths) <= 2**14 and len({each.case.num_rows for each in draws}) > 8
+    assert draw(1, 0, "gpu").case.x != draw(1, per_case, "gpu").case.x
 
 
 def test_what_is_drawn_is_possible():
-    draws = [draw(3, index, on) for on in ("cpu", "gpu") for index in range(0, 6400, 16)]
+    draws = [draw(3, index, on) for on in ("cpu", "gpu") for index in range(0, 25600, 63)]
     for each in draws:
         assert possible(each) == each
     assert any(each.values in ("zeros", "a NaN") and each.how for each in draws)
@@ -398,7 +403,9 @@ def test_an_error_of_a_call_is_a_failure(monkeypatch):
         raise RuntimeError("error 700 in a kernel")
 
     monkeypatch.setattr(judge, "run", fail)
-    index = next(index for index in range(0, 640, PER_CASE) if draw(1, index, "cpu").how is None)
+    index = next(
+        index for index in range(0, 640, PER_CASE["cpu"]) if draw(1, index, "cpu").how is None
+    )
     wrong = ("RuntimeError: error N in a kernel", "RuntimeError: error 700 in a kernel")
     found = command.batch(1, range(index, index + 1), "cpu")
     assert found == command.Batch(1, 0, [(index, [wrong])])

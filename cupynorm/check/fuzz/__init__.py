@@ -1,7 +1,8 @@
 """Random calls, held to float64: `python -m cupynorm fuzz`.
 
-Reading order: draws (what is drawn), placement (memory and guards), calls (the public API on a
-GPU), judge (what a result is held to), smaller (the smallest call that still fails), command.
+Reading order: draws (what is drawn), placement (memory and guards), memory (on a GPU), calls (the
+public API on a GPU), judge (what a result is held to), smaller (the smallest call that still
+fails), command.
 """
 
 from ...plan.problem import Tile

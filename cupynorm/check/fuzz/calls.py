@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import cache
 from typing import Any
 
 import numpy as np
 
 from ...dtypes import DTYPES, encode
-from ...gpu import arrays, nvrtc
 from ...norm import api
 from ...norm import backward as backwards
 from ..cases import Problem
@@ -17,9 +17,16 @@ from ..kernels import CpuMachine, GpuCheckMachine
 from ..placement import Placed, WrongWrite, empty, place
 from ..run import run_kernels
 from .draws import Draw
+from .memory import CuPy, OneCopyMachine, Operands, Torch
 
 Machine = CpuMachine | GpuCheckMachine
 Results = dict[str, np.ndarray]
+
+
+@cache
+def machine(on: str) -> Machine:
+    """Where the kernels run. on: "gpu" or "cpu"."""
+    return OneCopyMachine() if on == "gpu" else CpuMachine()
 
 
 def run(drawn: Draw, problem: Problem, where: Machine) -> Results:
@@ -29,65 +36,12 @@ def run(drawn: Draw, problem: Problem, where: Machine) -> Results:
     return _PublicCall(drawn, problem).run()
 
 
-class _Torch:
-    """Tensors of torch on the current GPU."""
-
-    def __init__(self) -> None:
-        import torch
-
-        self.torch = torch
-
-    def put(self, placed: Placed, dtype: str) -> tuple[Any, Any]:
-        """(its memory, the tensor in it)."""
-        raw = self.torch.from_numpy(placed.memory.view(np.uint8).copy()).cuda()
-        memory = raw.view(getattr(self.torch, dtype))
-        return raw, memory.as_strided(placed.shape, placed.strides, placed.first)
-
-    def host(self, memory: Any) -> np.ndarray:
-        return memory.cpu().numpy()
-
-    def stream(self) -> Any:
-        """A context with a stream of its own, which begins after all earlier work."""
-        self.torch.cuda.synchronize()
-        return self.torch.cuda.stream(self.torch.cuda.Stream())
-
-    def synchronize(self) -> None:
-        self.torch.cuda.synchronize()
-
-
-class _CuPy:
-    """Arrays of CuPy on the current GPU."""
-
-    def __init__(self) -> None:
-        self.cupy = nvrtc.cupy()
-
-    def put(self, placed: Placed, dtype: str) -> tuple[Any, Any]:
-        """(its memory, the array in it)."""
-        raw = self.cupy.asarray(placed.memory.view(np.uint8))
-        memory = raw.view(arrays.CuPyLibrary.dtype(dtype))
-        strides = tuple(stride * memory.itemsize for stride in placed.strides)
-        first = memory[placed.first :]
-        return raw, self.cupy.lib.stride_tricks.as_strided(first, placed.shape, strides)
-
-    def host(self, memory: Any) -> np.ndarray:
-        return memory.get()
-
-    def stream(self) -> Any:
-        """A context with a stream of its own, which begins after all earlier work."""
-        self.synchronize()
-        return self.cupy.cuda.Stream(non_blocking=True)
-
-    def synchronize(self) -> None:
-        self.cupy.cuda.runtime.deviceSynchronize()
-
-
 class _PublicCall:
     """A forward and a backward by the public functions."""
 
     def __init__(self, drawn: Draw, problem: Problem) -> None:
         self.drawn, self.problem, self.case = drawn, problem, problem.case
-        self.library = _CuPy() if drawn.route == "cupy" else _Torch()
-        self._placed: list[tuple[str, Any, Placed]] = []
+        self.library = CuPy() if drawn.route == "cupy" else Torch()
         case = self.case
         y = case.dtype("y")
         dtypes = {
@@ -103,27 +57,27 @@ class _PublicCall:
             "dsum": case.sum,
         }
         self.dtypes = dtypes
-        self.operands = {name: self._put(name, dtype) for name, dtype in dtypes.items()}
+        placed = {name: (self._placed(name, dtype), dtype) for name, dtype in dtypes.items()}
+        there = {name: each for name, each in placed.items() if each[0] is not None}
+        self._memory = Operands(there, self.library)
+        self.operands = dict.fromkeys(dtypes) | self._memory.arrays
         self.is_layer_norm = case.norm == "layer_norm"
 
-    def _put(self, name: str, dtype: str | None) -> Any:
+    def _placed(self, name: str, dtype: str | None) -> Placed | None:
         values = getattr(self.problem, name)
         if values is None or dtype is None:
             return None
-        placed = place(encode(values, dtype), self.drawn.layouts.get(name, "contiguous"))
-        memory, operand = self.library.put(placed, dtype)
-        self._placed.append((name, memory, placed))
-        return operand
+        return place(encode(values, dtype), self.drawn.layouts.get(name, "contiguous"))
 
     def run(self) -> Results:
         has_own_stream = self.drawn.seed % 4 == 0
         with self.library.stream() if has_own_stream else nullcontext():
             made = self._recorded() if self.drawn.route == "autograd" else self._explicit()
         self.library.synchronize()
-        for name, memory, placed in self._placed:
-            if self.library.host(memory).tobytes() != placed.memory.tobytes():
-                raise WrongWrite(f"{name} was written to, or what surrounds it")
-        return {name: _float64(array) for name, array in made.items() if array is not None}
+        self._memory.check()
+        return self.library.float64(
+            {name: array for name, array in made.items() if array is not None}
+        )
 
     def _launch_options(self) -> dict[str, Any]:
         case = self.case
@@ -168,12 +122,13 @@ class _PublicCall:
         """An array for y between guards, and what checks them after the call."""
         dtype = self.case.dtype("y")
         placed = empty((self.case.num_rows, self.case.num_cols), DTYPES[dtype].storage)
-        memory, out = self.library.put(placed, dtype)
+        memory = self.library.put(placed.memory.view(np.uint8))
+        out = self.library.view(memory, 0, placed, dtype)
 
         def check() -> None:
             self.library.synchronize()
             try:
-                placed.taken_from(self.library.host(memory).view(placed.memory.dtype))
+                placed.taken_from(self.library.get(memory).view(placed.memory.dtype))
             except WrongWrite as error:
                 raise WrongWrite(f"out: {error}") from None
 
@@ -242,9 +197,3 @@ class _PublicCall:
         if not case.has_own_sum:
             results.pop("dresidual", None)  # it is dx
         return {name: array.detach() for name, array in results.items()}
-
-
-def _float64(array: Any) -> np.ndarray:
-    if arrays.is_torch(array):
-        return array.double().cpu().numpy()
-    return arrays.to_float64(array.get())

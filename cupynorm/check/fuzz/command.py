@@ -19,12 +19,13 @@ from ...gpu import environment
 from .. import kernels
 from ..cases import Case
 from ..kernels import CpuMachine
-from .calls import Machine
+from .calls import Machine, machine
 from .draws import PER_CASE, Draw, draw
 from .judge import Complaint, Refused, complaints
 from .smaller import as_python, smallest
 
-_BATCH = {"gpu": PER_CASE, "cpu": PER_CASE // 16}  # calls that one process makes before it reports
+# Calls that one process makes before it reports.
+_BATCH = {"gpu": PER_CASE["gpu"], "cpu": PER_CASE["cpu"] // 16}
 _MAX_SHOWN = 5
 _SHRINK_SECONDS = 20.0
 
@@ -73,7 +74,7 @@ def run(arguments: argparse.Namespace) -> int:
     if not found.failures:
         print(f"OK: {counts}: every element is within what its dtype allows; {refused}")
         return 0
-    where = _machine(on)
+    where = machine(on)
     for index, wrong in sorted(found.failures)[:_MAX_SHOWN]:
         _show(index, draw(seed, index, on), wrong, where)
     print(f"OFF: {len(found.failures)} of {counts} are off; {refused}")
@@ -81,7 +82,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _replay(seed: int, index: int, on: str) -> int:
-    drawn, where = draw(seed, index, on), _machine(on)
+    drawn, where = draw(seed, index, on), machine(on)
     try:
         wrong = complaints(drawn, where)
     except Refused as refusal:
@@ -118,10 +119,6 @@ def _fails(drawn: Draw, how: Complaint, where: Machine) -> bool:
 
 def _is_useless(where: Machine) -> bool:
     return complaints(Draw(Case("layer_norm", 1, 8, "float32")), where) != []
-
-
-def _machine(on: str) -> Machine:
-    return kernels.machine(on)
 
 
 def _name(where: Machine) -> str:
@@ -161,7 +158,7 @@ def _fuzz(seed: int, on: str, seconds: float, jobs: int) -> Batch:
 
 def batch(seed: int, indices: range, on: str, deadline: float = math.inf) -> Batch:
     """Makes calls in this process, as long as time.time() is below the deadline."""
-    where = _machine(on)
+    where = machine(on)
     judged, refused, failures = 0, 0, []
     for index in indices:
         if time.time() > deadline:

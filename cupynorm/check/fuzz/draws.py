@@ -38,9 +38,9 @@ ROUTES = ("kernels", "cupy", "torch", "autograd")
 OPERANDS = ("x", "residual", "dy", "dsum")  # those with rows
 PARAMETERS = ("weight", "bias", "weight1", "bias1", "row_scale")  # they may be misaligned
 OUTPUTS = ("y", "dx")  # of the kernels: rows with gaps between them, or misaligned
-# Calls in a row that use the same few kernels: a kernel takes as long to compile as ten calls.
-PER_CASE = 128
-_PER_WIDE_CASE = 16  # of wide rows, whose calls take longer than the compiler
+# Calls in a row that use the same few kernels: a kernel takes as long to compile as twenty calls.
+PER_CASE = {"gpu": 512, "cpu": 128}
+_PER_WIDE_CASE = 8  # the last ones of these are of wide rows, whose calls take longer than a kernel
 _MOST_COLS = {"warp": 2**10, "block": 2**14}  # of a forced strategy; most wider rows do not fit it
 _WIDE = 2**14, 2**20  # columns of wide rows
 
@@ -72,11 +72,12 @@ def draw(seed: int, index: int, on: str) -> Draw:
     """Number `index` of the calls of a seed. on: "gpu" or "cpu", which takes small ones.
 
     PER_CASE calls in a row have the same dtypes and options, about the same width, and one of three
-    choices of layouts.
+    choices of layouts. On a GPU the last ones are instead of another case, with wide rows.
     """
-    is_wide = on == "gpu" and random.Random(f"{seed} {index // PER_CASE} wide").random() < 0.05
-    per_case = _PER_WIDE_CASE if is_wide else PER_CASE
-    shared = _shared(f"{seed} {index // per_case}", *(_WIDE if is_wide else (1, _MOST[on].cols)))
+    group, place = divmod(index, PER_CASE[on])
+    is_wide = on == "gpu" and place >= PER_CASE[on] - _PER_WIDE_CASE
+    widths = _WIDE if is_wide else (1, _MOST[on].cols)
+    shared = _shared(f"{seed} {group} {'wide' if is_wide else on}", *widths)
     return _call(random.Random(f"{seed} {index} call"), shared, on)
 
 
@@ -93,7 +94,7 @@ _MOST = {"gpu": _Most(2**14, 2**14, 2**18), "cpu": _Most(2**13, 2**13, 2**13)}
 
 @lru_cache(maxsize=16)
 def _shared(seed: str, least_cols: int, most_cols: int) -> Draw:
-    """What PER_CASE calls have in common: a call of one row, and a seed of their layouts."""
+    """What calls in a row have in common: a call of one row, and a seed of their layouts."""
     generator = random.Random(seed)
     case = _case(generator, least_cols, most_cols)
     how = _how(generator) if generator.random() < 0.2 else None
