@@ -133,7 +133,8 @@ def layer_norm_backward(
 ) -> Gradients:
     """The gradients of layer_norm for dy [num_rows, num_cols].
 
-    x: the `sum` that layer_norm returned. mean, rstd: as it returned them.
+    x: the `sum` that layer_norm returned. mean, rstd: as it returned them, or rounded or of other
+        rows: x_hat is (x - mean) * rstd.
     dsum: a gradient that is added to dx.
     """
     with np.errstate(all="ignore"):

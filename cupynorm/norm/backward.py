@@ -51,7 +51,8 @@ def layer_norm_backward(
 
     dy: gradient of y, of x's shape, in any of the four dtypes.
     x: what was normalised (Forward.sum). mean, rstd: as layer_norm_forward returned them, of x's
-        leading shape.
+        leading shape. x_hat is (x - mean) * rstd with these values, which are rounded to float32
+        (float64 for float64): that moves it by up to 2**-24 (2**-53) * abs(mean) * rstd.
     dsum: gradient that reaches the returned sum from elsewhere; it is added to dx.
     gradients: which to compute. The others are None and cost nothing.
     dweight_dtype, dbias_dtype: by default weight's dtype, or x's without a weight.

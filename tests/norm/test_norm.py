@@ -407,3 +407,21 @@ def test_saved_tensors_may_come_back_with_another_layout(name):
         assert len(findings) == 3 and CheckResult(findings).ok
         if lib.on_host:
             assert all((results[key] == expected[key]).all() for key in results)
+
+
+@pytest.mark.parametrize("name", LIBRARIES)
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_gradients_are_of_the_statistics_as_they_are_stored(name, dtype):
+    """Means of 5e7 + 25 and so on, which float32 rounds to multiples of 4, and float64 does not."""
+    lib = library(name)
+    differences = np.array([[0.0, 8.0, 32.0, 60.0]]) + np.arange(3)[:, None] * 4
+    values, dy_values = 5e7 + differences, differences - 7
+    x, dy = lib.put(values, dtype), lib.put(dy_values, dtype)
+    forward = cupynorm.layer_norm_forward(x)
+    found = cupynorm.layer_norm_backward(dy, x, forward.mean, forward.rstd)
+    mean, rstd = lib.get(forward.mean), lib.get(forward.rstd)
+    off = np.abs(mean - values.mean(axis=1))
+    assert (off == 0).all() if dtype == "float64" else (off == 1).all()
+    terms = dy_values * (values - mean[:, None]) * rstd[:, None]
+    allowed = 16 * DTYPES[dtype].half_ulp * np.abs(terms).sum(axis=0)
+    assert (np.abs(lib.get(found.dweight) - terms.sum(axis=0)) <= allowed).all()
