@@ -261,6 +261,12 @@ def take(array: Any, name: str) -> object:
         return array
     if isinstance(array, np.ndarray) or is_cupy(array):
         return array
+    if type(array).__module__ == "torch.fx.proxy":  # it has every attribute
+        raise TypeError(
+            f"{name} is a Proxy of torch.fx; expected an array. torch.fx.symbolic_trace records "
+            "cupynorm's modules, and its functions after torch.fx.wrap in the module that calls "
+            "them"
+        )
     if hasattr(array, "__dlpack__"):
         return nvrtc.cupy().from_dlpack(array)
     raise TypeError(

@@ -148,6 +148,22 @@ def test_symbolic_trace_of_a_norm_itself(training, norm_class):
         traced(x, fp8_output=True)
 
 
+def wrapped_norm(x, weight):
+    return cupynorm.rms_norm(x, 16, weight)
+
+
+torch.fx.wrap("wrapped_norm")
+
+
+def test_symbolic_trace_of_a_function_needs_wrap():
+    weight, x = random_input(16, seed=1), random_input(7, 16)
+    traced = torch.fx.symbolic_trace(lambda x: wrapped_norm(x, weight) + 1)
+    assert torch.equal(traced(x), wrapped_norm(x, weight) + 1)
+    for name in ("layer_norm", "rms_norm", "layer_norm_forward"):
+        with pytest.raises(TypeError, match="is a Proxy of torch.fx; .* after torch.fx.wrap"):
+            torch.fx.symbolic_trace(lambda x: getattr(cupynorm, name)(x, 16))  # noqa: B023
+
+
 def test_symbolic_trace_of_a_linear_layer_needs_a_leaf():
     model = torch.nn.Sequential(cupynorm.LayerNormLinear(16, 8, device="cpu"))
     with pytest.raises(NotImplementedError, match="expected a Tracer whose is_leaf_module"):
