@@ -21,7 +21,10 @@ class DataParallel:
         self._wrapper: Any = None
 
     def group(self, weight: Tensor) -> Any:
-        """The group that shares a layer's gradients; None where the wrapper leaves them alone."""
+        """The group that shares a layer's gradients; None where the wrapper leaves them alone.
+
+        Raises NotImplementedError inside DistributedDataParallel.join().
+        """
         if not torch.distributed.is_available():
             return None
         if not is_inside_backward():  # otherwise a checkpoint runs the forward again
@@ -29,6 +32,12 @@ class DataParallel:
         wrapper = self._wrapper
         if wrapper is None or _is_ignored(weight, wrapper):
             return None
+        if wrapper._join_config.enable:
+            raise NotImplementedError(
+                "a layer with delay_wgrad_compute=True runs inside DistributedDataParallel.join(), "
+                "and a rank without inputs cannot take part in its backward_dw(); expected "
+                "delay_wgrad_compute=False, or inputs on all ranks"
+            )
         return wrapper.process_group
 
 

@@ -171,6 +171,20 @@ def delayed_weight_gradients_are_the_mean_of_all_ranks(rank: int) -> None:
 
 
 @check
+def delayed_weight_gradients_do_not_join(rank: int) -> None:
+    """A rank that has joined would not know of backward_dw() of the other one."""
+    layer, x = make_layers(1, delay_wgrad_compute=True)[0], random(6, 16)
+    model = wrapped("DistributedDataParallel", layer)
+    with pytest.raises(NotImplementedError, match="join.*; expected delay_wgrad_compute=False"):
+        with model.join():
+            model(x)
+    with model.join(enable=False):
+        model(x).sum().backward()
+    layer.backward_dw()
+    assert layer.weight.grad.abs().max() > 0
+
+
+@check
 def main_grad_of_a_sharded_layer(rank: int) -> None:
     """The weight that fully_shard gathers has a main_grad, which the user reduces."""
     made = []
