@@ -40,6 +40,7 @@ class Linear(GradientLayer, Fp8Layer, torch.nn.Linear):
 
     By keyword only:
     fuse_wgrad_accumulation, delay_wgrad_compute: as of cupynorm.LayerNormLinear.
+    fp8_state: True: `_extra_state` is in the state dict from the start, empty without scales.
 
     Called with input (..., in_features) of the parameters' dtype, or of any under torch.autocast,
     it returns (..., out_features). is_first_microbatch, fp8_output and fp8_grad are those of
@@ -55,11 +56,13 @@ class Linear(GradientLayer, Fp8Layer, torch.nn.Linear):
 
     With DelayedScaling the state dict also has scales, as bytes without pickle, under the name
     _extra_state (torch.nn loads such a state dict with strict=False). One without it is loaded.
+    torch.distributed.checkpoint loads only what the new layer has in its own state dict: give
+    fp8_state=True to load scales there.
 
     Raises ValueError or TypeError for invalid arguments.
     """
 
-    fused, return_bias = None, False
+    fused, return_bias, fp8_state = None, False, False
     weight_names, bias_names = ["weight"], ["bias"]
 
     def __init__(
@@ -72,12 +75,14 @@ class Linear(GradientLayer, Fp8Layer, torch.nn.Linear):
         *,
         fuse_wgrad_accumulation: bool = False,
         delay_wgrad_compute: bool = False,
+        fp8_state: bool = False,
     ) -> None:
         if not isinstance(bias, bool):
             raise TypeError(f"bias is {bias!r}; expected True or False: the arguments are torch's")
         super().__init__(in_features, out_features, bias, device, dtype)
         self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
         self.delay_wgrad_compute = delay_wgrad_compute
+        self.fp8_state = fp8_state
         self._begin_gradients()
         self._begin_state()
         begin_weights(self, self.weight_names)
@@ -195,7 +200,7 @@ class Linear(GradientLayer, Fp8Layer, torch.nn.Linear):
 
     def _save_to_state_dict(self, destination: dict, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        if not self._fp8_states:  # the state dict is then torch.nn's
+        if not (self._fp8_states or self.fp8_state):  # the state dict is then torch.nn's
             del destination[f"{prefix}{_EXTRA_STATE}"]
 
     def _load_from_state_dict(self, state_dict: dict, prefix: str, *arguments) -> None:
