@@ -14,8 +14,10 @@ struct FoldWeight {
   const T* bias;    // null: absent
   LoadParameter<NormWeight, zero_centered> norm_weight;
   LoadParameter<NormBias, false, 0> norm_bias;
-  T* folded;           // as weight
-  ColumnTerms* terms;  // sum: of the rounded row, or 0 for RMSNorm. bias: bias + weight norm_bias
+  T* folded;  // as weight
+  // [out_features, num_term_cols] (column_terms.cuh), contiguous. sum: of the rounded row, or 0 for
+  // RMSNorm. bias: bias + weight norm_bias
+  unsigned* terms;
   long long in_features;
 };
 
@@ -63,5 +65,10 @@ __global__ void __launch_bounds__(tile.block_size(), tile.blocks_per_sm)
   if (threadIdx.x != 0) return;
   float bias[1] = {0.0f};
   if (problem.bias != nullptr) unpack(load_pack<1>(problem.bias + row), bias);
-  problem.terms[row] = {centered ? rounded.part[0] : 0.0f, bias[0] + sums.part[1]};
+  unsigned words[2][4];
+  column_words(centered ? rounded.part[0] : 0.0f, words[0]);
+  column_words(bias[0] + sums.part[1], words[1]);
+#pragma unroll
+  for (int at = 0; at < num_term_cols / 2; ++at)
+    problem.terms[row * (num_term_cols / 2) + at] = words[at / 4][at % 4];
 }

@@ -15,9 +15,9 @@ template <class T>
 struct NormLinear {
   TensorMap x;       // [num_rows, in_features]
   TensorMap weight;  // [out_features, in_features]
+  TensorMap terms;   // [out_features, num_term_cols] (column_terms.cuh)
   TensorMap y;       // [num_rows, out_features]
-  const ColumnTerms* terms;
-  float* mean;  // null: not wanted; so too rstd
+  float* mean;       // null: not wanted; so too rstd
   float* rstd;
   unsigned long long* found;  // a word of 0 a row; null: each tile finds the statistics of its rows
   long long num_rows;
@@ -39,7 +39,7 @@ __device__ __forceinline__ void compute_tiles(const NormLinear<T>& problem, Prod
   ProductTile tile = tiles.find(turn);
   KnownRows known;
   known.read(problem.found, first_row_of(tile), problem.num_rows);
-  for (unsigned at = 0; turn < tiles.num_turns(); ++at) {
+  while (turn < tiles.num_turns()) {
     const long long row = first_row_of(tile);
     const int col = tile.place * block_cols;
     const bool computes = tile.groups >> warp / 4 & 1, finds = !known.all();
@@ -53,22 +53,19 @@ __device__ __forceinline__ void compute_tiles(const NormLinear<T>& problem, Prod
       FragmentSums<T, centered> sums{};
       float d[128];
       Fragments a[2];
+      unsigned of_rows[4];
       begin_rows<cluster_size>(d, a, sums, finds, problem.in_features, memory, step);
+      if (finds) rows = sums.finish(problem.in_features, problem.eps);
+      begin_terms<cluster_size>(d, of_rows, rows, memory, step);
       look_ahead();  // while the last products run
       finish_rows<cluster_size>(memory, step);
-      if (finds) {
-        rows = sums.finish(problem.in_features, problem.eps);
+      if (finds)
         save_statistics(rows, problem.mean, problem.rstd, problem.found, row, problem.num_rows);
-      }
-      bulk_wait(&memory.terms_loaded, at);
-      store_results<T, centered>(d, rows, memory.terms, memory.patches[warp], problem.y, row, col,
-                                 problem.out_features);
+      store_results<T>(d, rows, memory.patches[warp], problem.y, row, col, problem.out_features);
     } else {
       pass_rows<cluster_size>(problem.in_features, memory, step);
       look_ahead();
-      bulk_wait(&memory.terms_loaded, at);
     }
-    if (threadIdx.x % 32 == 0) bulk_arrive(&memory.terms_used);
   }
   if (threadIdx.x % 32 == 0) tile_stores_wait<0>();
 }

@@ -1,6 +1,5 @@
 // product_memory.cuh -- the sizes of norm_linear.cu, and what its shared memory holds
 #pragma once
-#include "column_terms.cuh"
 #include "tensor_tile.cuh"
 
 // A block computes block_rows x block_cols of y at a time, in steps of step_cols columns of x.
@@ -11,15 +10,15 @@ constexpr int product_threads = 3 * threads_per_group;
 constexpr int num_stages = 4;                    // steps that are loaded or multiplied
 constexpr int tile_bytes = 128 * step_cols * 2;  // what one load brings: 128 rows of x or of weight
 constexpr int num_tiles_of_weight = block_cols / 128;
-constexpr unsigned stage_bytes = (1 + num_tiles_of_weight) * tile_bytes;
+constexpr unsigned weight_bytes = num_tiles_of_weight * tile_bytes;
+constexpr unsigned stage_bytes = tile_bytes + weight_bytes;
 // A warp stores y in patches of 16 x 64.
 constexpr int patch_cols = 64, patch_bytes = 16 * patch_cols * 2;
 
 struct ProductMemory {
   unsigned char stages[num_stages][stage_bytes];                 // x, then weight; swizzled
   unsigned char patches[num_multiplying_warps][2][patch_bytes];  // swizzled
-  ColumnTerms terms[block_cols];
-  unsigned long long loaded[num_stages], multiplied[num_stages], terms_loaded, terms_used;
+  unsigned long long loaded[num_stages], multiplied[num_stages];
 
   __device__ __forceinline__ unsigned char* x(unsigned stage) { return stages[stage]; }
   __device__ __forceinline__ unsigned char* weight(unsigned stage) {
@@ -31,7 +30,5 @@ struct ProductMemory {
       bulk_barrier_init(&loaded[at]);
       bulk_barrier_init(&multiplied[at], cluster_size * num_multiplying_warps);
     }
-    bulk_barrier_init(&terms_loaded);
-    bulk_barrier_init(&terms_used, num_multiplying_warps);
   }
 };

@@ -4,6 +4,7 @@
 // shared memory. The product of one step runs while the fragments of the next one are fetched and
 // their sums made.
 #pragma once
+#include "column_terms.cuh"
 #include "fragment_sums.cuh"
 #include "product_tiles.cuh"
 #include "warpgroup_product.cuh"
@@ -37,7 +38,8 @@ __device__ __forceinline__ void release(ProductMemory& memory, unsigned stage) {
 template <int cluster_size>
 __device__ __forceinline__ void pass_rows(long long in_features, ProductMemory& memory,
                                           unsigned& step) {
-  for (long long col = 0; col < in_features; col += step_cols, ++step) {
+  const unsigned num_steps = (in_features + step_cols - 1) / step_cols;
+  for (unsigned at = 0; at <= num_steps; ++at, ++step) {
     bulk_wait(&memory.loaded[step % num_stages], step / num_stages);
     release<cluster_size>(memory, step % num_stages);
   }
@@ -76,6 +78,25 @@ __device__ __forceinline__ void begin_rows(float (&d)[128], Fragments (&a)[2],
       ++step;
     }
   }
+}
+
+// The last step: the terms of the columns, for rows with these statistics. d: then y / rstd.
+template <int cluster_size>
+__device__ __forceinline__ void begin_terms(float (&d)[128], unsigned (&a)[4], const TwoRows& rows,
+                                            ProductMemory& memory, unsigned& step) {
+#pragma unroll
+  for (int at = 0; at < 2; ++at) {
+    a[at] = row_word(-rows.mean[at], threadIdx.x % 4);
+    a[2 + at] = row_word(1.0f / rows.rstd[at], threadIdx.x % 4);
+  }
+  const unsigned stage = step % num_stages;
+  bulk_wait(&memory.loaded[stage], step / num_stages);
+  products_begin();
+  multiply<__nv_bfloat16>(d, a, product_operand(memory.weight(stage)), true);
+  products_commit();
+  products_wait<1>();
+  release<cluster_size>(memory, (step - 1) % num_stages);
+  ++step;
 }
 
 template <int cluster_size>

@@ -1,4 +1,4 @@
-// product_store.cuh -- norm_linear.cu: a warp's 16 x 256 results, normalised and written
+// product_store.cuh -- norm_linear.cu: a warp's 16 x 256 results, scaled and written
 #pragma once
 #include "convert.cuh"
 #include "fragment_sums.cuh"
@@ -6,17 +6,13 @@
 
 // d: as multiply leaves it. rows: of the lane. Of y, row and col are the warp's first ones. The
 // copy engine reads one of the two patches while the warp writes the other.
-template <class T, bool centered>
+template <class T>
 __device__ __forceinline__ void store_results(const float (&d)[128], const TwoRows& rows,
-                                              const ColumnTerms* terms,
                                               unsigned char (&patches)[2][patch_bytes],
                                               const TensorMap& y, int row, int col,
                                               long long num_cols) {
   const unsigned lane = threadIdx.x % 32;
   const unsigned own_row = lane % 16, own_unit = lane / 16;  // which the lane addresses
-  float shift[2];
-#pragma unroll
-  for (int at = 0; at < 2; ++at) shift[at] = -rows.mean[at] * rows.rstd[at];
 #pragma unroll
   for (int part = 0; part < block_cols / patch_cols; ++part) {
     if (col + part * patch_cols >= num_cols) break;
@@ -27,17 +23,10 @@ __device__ __forceinline__ void store_results(const float (&d)[128], const TwoRo
     for (int pair = 0; pair < patch_cols / 16; ++pair) {
       unsigned fragment[4];
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const int tile_of_8 = (part * patch_cols / 16 + pair) * 2 + half;
-        const float4 two = *reinterpret_cast<const float4*>(terms + tile_of_8 * 8 + lane % 4 * 2);
-#pragma unroll
-        for (int at = 0; at < 2; ++at) {
-          const float first = centered ? fma(shift[at], two.x, two.y) : two.y;
-          const float second = centered ? fma(shift[at], two.z, two.w) : two.w;
-          const float values[2] = {fma(d[tile_of_8 * 4 + at * 2], rows.rstd[at], first),
-                                   fma(d[tile_of_8 * 4 + at * 2 + 1], rows.rstd[at], second)};
-          fragment[half * 2 + at] = repack<T>(values).word[0];
-        }
+      for (int at = 0; at < 4; ++at) {
+        const float* own = d + (part * patch_cols + pair * 16) / 2 + at * 2;
+        const float values[2] = {own[0] * rows.rstd[at % 2], own[1] * rows.rstd[at % 2]};
+        fragment[at] = repack<T>(values).word[0];
       }
       store_fragment(patch + own_row * 128 + ((pair * 2 + own_unit) ^ (own_row & 7)) * 16,
                      fragment);

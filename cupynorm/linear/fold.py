@@ -23,13 +23,11 @@ class Folded(NamedTuple):
     """weight: [out_features, in_features]. bias: [out_features].
 
     sums: [out_features], of the weight's rows after rounding; None for RMSNorm.
-    terms: [out_features, 2], sums or 0 beside bias, for cuda_src/norm_linear.cu; or None.
     """
 
     weight: Tensor
     sums: Tensor | None
     bias: Tensor
-    terms: Tensor | None = None
 
 
 def fold(

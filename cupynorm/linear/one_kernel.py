@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -73,10 +73,21 @@ def _addresses(tensors: Sequence[Tensor | None]) -> tuple[int, ...]:
     return tuple(0 if each is None else each.data_ptr() for each in tensors)
 
 
-def fold(call: LinearCall) -> Folded:
+class KernelFold(NamedTuple):
+    """The folded parameters as the kernel reads them.
+
+    weight: [out_features, in_features]. terms: [out_features, 16] in bfloat16, the sums and the
+    bias of fold.Folded in three parts each (cuda_src/column_terms.cuh).
+    """
+
+    weight: Tensor
+    terms: Tensor
+
+
+def fold(call: LinearCall) -> KernelFold:
     """The folded parameters of a call, by one kernel: those of fold.fold but for last bits.
 
-    They take as much memory as the weight, and 8 bytes for each of its rows.
+    They take as much memory as the weight, and 32 bytes for each of its rows.
     """
     operands, options = call
     weight, bias = join(operands.weights), join(operands.biases)
@@ -95,21 +106,22 @@ def fold(call: LinearCall) -> Folded:
     )
     with launch.on_device(device_index):
         folded = torch.empty_like(weight, memory_format=torch.contiguous_format)
-        terms = torch.empty(out_features, 2, dtype=torch.float32, device=weight.device)
+        shape = out_features, products.TERM_COLS
+        terms = torch.empty(shape, dtype=torch.bfloat16, device=weight.device)
         given = (weight, bias, operands.norm_weight, operands.norm_bias, folded, terms)
         stream = arrays.library(weight)(device_index).stream()
         enqueue(stream, (*_addresses(given), in_features))
-    return Folded(folded, terms[:, 0] if options.centered else None, terms[:, 1], terms)
+    return KernelFold(folded, terms)
 
 
-def folds(call: LinearCall) -> Callable[[LinearCall], Folded] | None:
+def folds(call: LinearCall) -> Callable[[LinearCall], Folded | KernelFold] | None:
     """What folds the parameters of a call, or None if it does not use folded ones."""
     if call.options.fused == "fold":
         return fold_call
     return fold if call.options.fused == "kernel" and why_not(call) is None else None
 
 
-def forward(call: LinearCall, folded: Folded | None) -> tuple[Tensor, Tensor | None, Tensor]:
+def forward(call: LinearCall, folded: KernelFold | None) -> tuple[Tensor, Tensor | None, Tensor]:
     """y, mean (None for RMSNorm) and rstd of a call that why_not accepts.
 
     folded: the parameters already folded, by `fold`.
@@ -129,16 +141,17 @@ def forward(call: LinearCall, folded: Folded | None) -> tuple[Tensor, Tensor | N
         rstd = torch.empty_like(mean)
         found = torch.zeros(num_rows, dtype=torch.int64, device=x.device)
         maps = tuple(
-            tensor_map(each.data_ptr(), num, cols, cols * each.element_size(), dtype, tile)
+            tensor_map(each.data_ptr(), num, cols, cols * 2, name_of(each.dtype), tile)
             for each, num, cols, tile in (
                 (x, num_rows, in_features, products.LOADED),
                 (weight, out_features, in_features, products.LOADED),
+                (folded.terms, out_features, products.TERM_COLS, products.LOADED),
                 (y, num_rows, out_features, products.STORED),
             )
         )
         words = products.product_words(
             maps,
-            _addresses((folded.terms, mean, rstd, found)),
+            _addresses((mean, rstd, found)),
             (num_rows, in_features, out_features),
             strips_at_a_time,
             check_eps(options.eps, dtype, centered=options.centered),

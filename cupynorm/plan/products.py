@@ -14,12 +14,7 @@ from .problem import Tile, ceil_div
 BLOCK_ROWS, BLOCK_COLS, STEP_COLS = 128, 256, 64
 _THREADS, _NUM_STAGES, _NUM_WARPS = 3 * 128, 4, 8
 _STAGE_BYTES = (BLOCK_ROWS + BLOCK_COLS) * STEP_COLS * 2
-SMEM_BYTES = (
-    _NUM_STAGES * _STAGE_BYTES
-    + _NUM_WARPS * 2 * 16 * 64 * 2
-    + BLOCK_COLS * 8
-    + (2 * _NUM_STAGES + 2) * 8
-)
+SMEM_BYTES = _NUM_STAGES * _STAGE_BYTES + _NUM_WARPS * 2 * 16 * 64 * 2 + 2 * _NUM_STAGES * 8
 # Rows and columns of what one instruction loads of x or of weight, and of what it stores of y.
 LOADED, STORED = (128, STEP_COLS), (16, 64)
 
@@ -31,6 +26,7 @@ _CLUSTER_SIZE = 2
 _COLUMNS_AT_A_TIME = 2
 
 DTYPES = ("bfloat16", "float16")
+TERM_COLS = 16  # of cuda_src/column_terms.cuh
 
 # fold_weight.cu: its threads, and what it needs to sum over them (cuda_src/reduce.cuh).
 _FOLD_THREADS, _FOLD_SMEM_BYTES = 128, 2 * 3 * 4 * 4
@@ -94,10 +90,16 @@ def product_words(
 ) -> tuple[int | float, ...]:
     """The argument struct of norm_linear.cu.
 
-    maps: tensor maps of x, the folded weight and y. addresses: of the columns' terms, mean, rstd
-    and found. sizes: num_rows, in_features, out_features.
+    maps: tensor maps of x, the folded weight, the terms of columns, y. addresses: of mean, rstd and
+    found. sizes: num_rows, in_features, out_features.
     """
-    words = (*maps[0], *maps[1], *maps[2], *addresses, *sizes, strips_at_a_time, float(eps))
+    words = (
+        *(word for each in maps for word in each),
+        *addresses,
+        *sizes,
+        strips_at_a_time,
+        float(eps),
+    )
     return *words, *[0] * (-len(words) % 8)  # the size is a multiple of the alignment, 64 bytes
 
 

@@ -42,11 +42,15 @@ class ProductProblem:
 
 
 class Folded(NamedTuple):
-    """float64 values. weight: [out_features, in_features]; sums, bias: [out_features]."""
+    """float64 values. weight: [out_features, in_features]; sums, bias: [out_features].
+
+    terms: [out_features, TERM_COLS], of which sums and bias are sums.
+    """
 
     weight: np.ndarray
     sums: np.ndarray
     bias: np.ndarray
+    terms: np.ndarray
 
 
 class Found(NamedTuple):
@@ -113,13 +117,13 @@ def fold(problem: ProductProblem, machine: Any) -> Folded:
         _put(machine, problem.norm_weight, problem.norm_dtype),
         _put(machine, problem.norm_bias, problem.norm_dtype),
         _put(machine, np.full(problem.weight.shape, np.nan), problem.dtype),
-        machine.empty((out_features, 2), "float32"),
+        machine.empty((out_features, products.TERM_COLS), "bfloat16"),
     ]
     words = (*(address for _, address in given), in_features)
     machine.launch(launch, words)
-    terms = machine.get(given[5][0])
+    terms = decode(machine.get(given[5][0]), "bfloat16")
     folded = decode(machine.get(given[4][0]), problem.dtype)
-    return Folded(folded, np.float64(terms[:, 0]), np.float64(terms[:, 1]))
+    return Folded(folded, terms[:, [0, 1, 4]].sum(1), terms[:, [8, 9, 12]].sum(1), terms)
 
 
 def multiply(
@@ -146,18 +150,21 @@ def multiply(
     launch = plan.launch
     if grid_size is not None:
         launch = type(launch)(**{**vars(launch), "grid_size": grid_size})
-    terms = np.stack([folded.sums, folded.bias], 1)
-    given = [_put(machine, each, problem.dtype) for each in (problem.x, folded.weight)]
-    given.append(_put(machine, np.full((num_rows, out_features), np.nan), problem.dtype))
-    maps = []
-    for (values, address), tile in zip(given, (products.LOADED, products.LOADED, products.STORED)):
-        sizes = (address, *values.shape, values.shape[1] * 2)
+    y = np.full((num_rows, out_features), np.nan)
+    given, maps = [], []
+    for values, dtype, tile in (
+        (problem.x, problem.dtype, products.LOADED),
+        (folded.weight, problem.dtype, products.LOADED),
+        (folded.terms, "bfloat16", products.LOADED),
+        (y, problem.dtype, products.STORED),
+    ):
+        given.append(_put(machine, values, dtype))
+        sizes = (given[-1][1], *values.shape, values.shape[1] * 2)
         if isinstance(machine, CpuMachine):
             maps.append(map_on_cpu(*sizes, tile))
         else:
-            maps.append(tensor_map(*sizes, problem.dtype, tile))
+            maps.append(tensor_map(*sizes, dtype, tile))
     made = [
-        _put(machine, terms, "float32"),
         machine.empty((num_rows,), "float32"),
         machine.empty((num_rows,), "float32"),
         machine.put(np.zeros(num_rows, np.int64)) if shares else (None, 0),
@@ -167,7 +174,7 @@ def multiply(
     machine.launch(
         launch, products.product_words(maps, addresses, sizes, plan.strips_at_a_time, EPS)
     )
-    y, mean, rstd = (machine.get(each) for each, _ in (given[2], *made[1:3]))
+    y, mean, rstd = (machine.get(each) for each, _ in (given[3], *made[:2]))
     return Found(decode(y, problem.dtype), np.float64(mean), np.float64(rstd))
 
 
