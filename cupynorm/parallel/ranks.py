@@ -93,8 +93,6 @@ class Ranks:
         """
         if self.size == 1:
             return
-        compared = _compared.setdefault(self.group.group_name, _Compared())
-        key = tuple(call.values())
         if not self.known:
             _check_same(self._objects(call))
             device = input.device
@@ -102,10 +100,8 @@ class Ranks:
                 places = self._objects((socket.gethostname(), device.index))
                 found = self._objects((_reaches(places, self.rank), _has_multicast(device)))
                 self.shares_memory, self.has_multicast = map(all, zip(*found))
-        elif key not in compared.calls:
-            compared.number += 1
-            _check_same(self._stored(compared.number, call))
-        compared.calls.add(key)
+        else:
+            _check_same(self._stored(call))
         self.known.add((input.shape, input.dtype))
 
     def _objects(self, own: Any) -> list[Any]:
@@ -114,13 +110,11 @@ class Ranks:
         distributed.all_gather_object(found, own, self.group)
         return found
 
-    def _stored(self, number: int, call: dict[str, Any]) -> list[dict[str, Any]]:
-        """The calls of all ranks by the store of the group, without a collective.
-
-        number: of such comparisons in this group.
-        """
+    def _stored(self, call: dict[str, Any]) -> list[dict[str, Any]]:
+        """The calls of all ranks by the store of the group, without a collective."""
         store = distributed.distributed_c10d._get_process_group_store(self.group)
-        own = self.rank
+        name, own = self.group.group_name, self.rank
+        number = _numbers[name] = _numbers.get(name, 0) + 1
         store.set(f"cupynorm/{number}/{own}", pickle.dumps(call))
         calls = []
         for rank in range(self.size):
@@ -132,6 +126,7 @@ class Ranks:
                     + ", ".join(f"{name} {value}" for name, value in call.items())
                     + f", and rank {rank} has none; expected the same on all ranks"
                 ) from error
+        store.delete_key(f"cupynorm/{number - 1}/{own}")  # all ranks have read it
         return calls
 
     # Collectives.
@@ -172,15 +167,7 @@ class Ranks:
         return Ranks(self.size).__dict__
 
 
-class _Compared:
-    """What the ranks of a group have compared, in the same order on all of them."""
-
-    def __init__(self) -> None:
-        self.calls: set[tuple] = set()
-        self.number = 0
-
-
-_compared: dict[str, _Compared] = {}  # by the name of the group
+_numbers: dict[str, int] = {}  # of calls compared by a group's store, by the group's name
 
 
 def _check_same(calls: list[dict[str, Any]]) -> None:
