@@ -3,6 +3,7 @@
 column.py, row.py   what ranks compute and exchange
 products.py         their products, in the dtype of the call or in 8-bit floats
 ranks.py            the group and its collectives
+traced.py           what torch.compile sees
 checkpoints.py      state dicts that load on another number of ranks
 gathered_weights.py weights that fully_shard gathers in 8-bit floats
 """
