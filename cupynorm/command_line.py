@@ -46,12 +46,12 @@ def several(names: Sequence[str]) -> Callable[[str], list[str]]:
     """The type of an argument that is some of these names, separated by commas, or "all"."""
 
     def parse(text: str) -> list[str]:
-        found = list(names) if text == "all" else text.split(",")
-        for name in found:
+        chosen = list(names) if text == "all" else text.split(",")
+        for name in chosen:
             if name not in names:
                 known = ",".join(names)
                 raise argparse.ArgumentTypeError(f"{name!r} is unknown; expected some of {known}")
-        return list(dict.fromkeys(found))
+        return list(dict.fromkeys(chosen))
 
     return parse
 

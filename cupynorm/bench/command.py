@@ -146,13 +146,13 @@ def linear_shapes(text: str) -> list[tuple[int, int, int]]:
 def run(arguments: argparse.Namespace) -> int:
     """The exit code: 0 if all went well, 1 if cupynorm was wrong, slower or stopped."""
     if arguments.compare:
-        found = comparison.compare(*map(report.read, arguments.compare))
-        print(found)
-        return 0 if found else 1
+        compared = comparison.compare(*map(report.read, arguments.compare))
+        print(compared)
+        return 0 if compared else 1
     check_folders(arguments.json, arguments.plot)
     if arguments.host:
-        asked = {"norms": arguments.norm, "dtypes": arguments.dtype, "peers": arguments.peers}
-        return show(host.host(**asked, progress=bar), arguments.json)
+        options = {"norms": arguments.norm, "dtypes": arguments.dtype, "peers": arguments.peers}
+        return show(host.host(**options, progress=bar), arguments.json)
     if arguments.first_call:
         return show(host.first_call(), arguments.json)
     if arguments.guard:
@@ -179,9 +179,9 @@ def guard(arguments: argparse.Namespace) -> int:
     if arguments.plot:
         plot.require_matplotlib()
     after = measured(arguments, [each.cell for each in before.measurements], ())
-    found = comparison.compare(before, after)
-    print(f"\n{arguments.guard}, and now:\n{found}")
-    return 0 if after and found else 1
+    compared = comparison.compare(before, after)
+    print(f"\n{arguments.guard}, and now:\n{compared}")
+    return 0 if after and compared else 1
 
 
 def measured(

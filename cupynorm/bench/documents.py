@@ -69,8 +69,8 @@ def short_markdown(result: BenchResult) -> str:
     for direction in directions:
         rows[0] += [f"{direction}: {OURS}", "torch", "best other"]
         rows[1] += ["---:"] * 3
-    for num_cols, found in shapes.items():
-        cells = (text for name in directions for text in _shares(found.get(name)))
+    for num_cols, measured in shapes.items():
+        cells = (text for name in directions for text in _shares(measured.get(name)))
         rows.append([f"{num_cols:,}", *cells])
     copies = [each.gigabytes_per_second(COPY) / 1e3 for each in family]
     title = ", ".join(dict.fromkeys(f"{each.cell.norm}, {each.cell.details}" for each in family))

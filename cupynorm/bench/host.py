@@ -54,12 +54,12 @@ class HostResult:
     faults: list[str] = field(default_factory=list)
 
     def __str__(self) -> str:
-        names = list(dict.fromkeys(name for found in self.microseconds.values() for name in found))
+        names = list(dict.fromkeys(name for times in self.microseconds.values() for name in times))
         rows = [["microseconds of one eager call", *names]]
-        for case, found in self.microseconds.items():
-            least = min(found.values())
+        for case, times in self.microseconds.items():
+            least = min(times.values())
             shown = [
-                f"{found[name]:.1f}{'*' * (found[name] == least)}" if name in found else "-"
+                f"{times[name]:.1f}{'*' * (times[name] == least)}" if name in times else "-"
                 for name in names
             ]
             rows.append([case, *shown])
@@ -98,7 +98,7 @@ def time_calls(
                 call()
                 samples[name].append(clock() - start)
     wait()
-    return {name: statistics.median(found) / 1e3 for name, found in samples.items()}
+    return {name: statistics.median(times) / 1e3 for name, times in samples.items()}
 
 
 def module_calls(norm: str, label: str, tensors: Tensors) -> dict[str, Callable[[], Any]]:
@@ -162,7 +162,7 @@ def host(
         for name in dict.fromkeys((OURS, *(PEERS if peers is None else peers)))
         if not missing(name)
     ]
-    found: dict[str, dict[str, float]] = {}
+    microseconds: dict[str, dict[str, float]] = {}
     faults = []
     cases = [
         (norm, dtype, shape, call)
@@ -198,10 +198,10 @@ def host(
                     raise
                 faults.append(f"{cell}: {fault(name, error)}")
         case = f"{norm} {num_rows} x {num_cols} {dtype}"
-        found[f"{case}, {label}"] = time_calls(calls, rounds, torch.cuda.synchronize)
+        microseconds[f"{case}, {label}"] = time_calls(calls, rounds, torch.cuda.synchronize)
         calls = module_calls(norm, label, tensors)
-        found[f"{case}, module, {label}"] = time_calls(calls, rounds, torch.cuda.synchronize)
-    return HostResult(environment(), found, faults)
+        microseconds[f"{case}, module, {label}"] = time_calls(calls, rounds, torch.cuda.synchronize)
+    return HostResult(environment(), microseconds, faults)
 
 
 # Prints JSON. Arrays are allocated, and the context is created, before the clock starts.

@@ -162,8 +162,8 @@ def memory_of(cell: LinearCell, inputs: Inputs, contestant: Contestant) -> tuple
             torch.autograd.grad(y, differentiated, inputs.dy)
         return held, torch.cuda.max_memory_allocated() - before
 
-    found = [once() for _ in range(_MEMORY_RUNS)]
-    return max(held for held, _ in found), max(peak for _, peak in found)
+    held_and_peak = [once() for _ in range(_MEMORY_RUNS)]
+    return max(held for held, _ in held_and_peak), max(peak for _, peak in held_and_peak)
 
 
 @dataclass(frozen=True)

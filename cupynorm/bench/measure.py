@@ -86,7 +86,7 @@ def bench(
     packages = [
         name for name in names if name in PEERS and name not in (OURS, "torch", "torch.compile")
     ]
-    found = environment() | {"peers": {name: version(name) for name in packages}}
+    machine = environment() | {"peers": {name: version(name) for name in packages}}
     settings = {"runs": runs, "seed": seed, "eps": EPS, "command": command}
     if jobs > 1:
         compile_ahead(todo, names, seed, jobs, progress)
@@ -103,7 +103,7 @@ def bench(
         settings["stopped"] = (
             f"after {len(measurements)} of {len(todo)} cells: {first_line(failure)}"
         )
-    return BenchResult(found, settings, measurements, absent)
+    return BenchResult(machine, settings, measurements, absent)
 
 
 def free_memory() -> None:

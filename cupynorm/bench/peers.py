@@ -86,10 +86,10 @@ def _torch_expression(cell: Cell) -> Callable:
     def forward(x: Any, weight: Any, bias: Any, residual: Any, scale: Any = None) -> Any:
         added = x if residual is None else x + residual
         # A y of another dtype is rounded once.
-        taken = (added, weight, bias)
+        operands = (added, weight, bias)
         if cell.out_dtype:
-            taken = (each if each is None else each.to(compute) for each in taken)
-        rows, weight, bias = taken
+            operands = (each if each is None else each.to(compute) for each in operands)
+        rows, weight, bias = operands
         if centered:
             y = functional.layer_norm(rows, shape, weight, bias, EPS)
         else:

@@ -155,19 +155,19 @@ class BenchResult:
         for measured in self.measurements:
             cell = measured.cell
             for text in measured.faults.values():
-                found = shapes.setdefault((cell.kind, text), [])
-                found.append(f"{cell.num_rows} x {cell.num_cols}")
+                lines = shapes.setdefault((cell.kind, text), [])
+                lines.append(f"{cell.num_rows} x {cell.num_cols}")
         return [f"{kind}, {', '.join(each)}: {text}" for (kind, text), each in shapes.items()]
 
     def headline(self) -> str:
         """GPU, versions and date in one line."""
-        found = self.environment
+        machine = self.environment
         labels = {"driver": "driver", "cuda_runtime": "CUDA", "cupy": "CuPy", "torch": "torch"}
-        shown = [found.get("gpu")]
-        shown += [f"{label} {found[name]}" for name, label in labels.items() if found.get(name)]
-        peers = found.get("peers") or {}
+        shown = [machine.get("gpu")]
+        shown += [f"{label} {machine[name]}" for name, label in labels.items() if machine.get(name)]
+        peers = machine.get("peers") or {}
         shown += [f"{name} {version}" for name, version in peers.items() if version]
-        shown += [f"cupynorm {found.get('cupynorm')}", str(found.get("date"))[:10]]
+        shown += [f"cupynorm {machine.get('cupynorm')}", str(machine.get("date"))[:10]]
         return ", ".join(filter(None, shown))
 
     def method(self) -> str:
@@ -255,7 +255,7 @@ class BenchResult:
         """The result that to_json wrote. Raises ValueError for other text."""
         try:
             content = json.loads(text)
-            measurements = [_measurement_of(found) for found in content["cells"]]
+            measurements = [_measurement_of(cell) for cell in content["cells"]]
             environment, settings = content["environment"], content["settings"]
             return cls(environment, settings, measurements, content["missing"])
         except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -263,12 +263,14 @@ class BenchResult:
             raise ValueError(f"no result of the benchmark: {why}") from error
 
 
-def _measurement_of(found: dict[str, Any]) -> Measurement:
+def _measurement_of(content: dict[str, Any]) -> Measurement:
     # Older files lack newer fields of a cell.
-    known = {each.name: found[each.name] for each in fields(Cell) if each.name in found}
-    errors = {name: math.nan if error is None else error for name, error in found["errors"].items()}
+    known = {each.name: content[each.name] for each in fields(Cell) if each.name in content}
+    errors = {
+        name: math.nan if error is None else error for name, error in content["errors"].items()
+    }
     return Measurement(
-        Cell(**known), found["strategy"], found["microseconds"], errors, found["faults"]
+        Cell(**known), content["strategy"], content["microseconds"], errors, content["faults"]
     )
 
 

@@ -113,12 +113,12 @@ class Truth:
                 # A library may round dx before it adds dsum, and again after it.
                 of_roundings = (np.abs(expected) + np.abs(self.dsum)) * DTYPES[dtype].half_ulp
                 expected, allowed = expected + self.dsum, allowed + of_roundings
-            found = judge(self.cell, name, got, expected, allowed, None if of_8_bits else dtype)
-            if not found.ok:
-                where = f"row {self.rows[found.where[0]]}, col {found.where[1]}"
-                right = f"{found.expected:.6g} within {found.allowed:.2g}"
-                return found.error, f"{name} is {found.got:.6g} at {where}; expected {right}"
-            worst = max(worst, found.error)
+            finding = judge(self.cell, name, got, expected, allowed, None if of_8_bits else dtype)
+            if not finding.ok:
+                where = f"row {self.rows[finding.where[0]]}, col {finding.where[1]}"
+                right = f"{finding.expected:.6g} within {finding.allowed:.2g}"
+                return finding.error, f"{name} is {finding.got:.6g} at {where}; expected {right}"
+            worst = max(worst, finding.error)
         return worst, None
 
     def _dequantized(

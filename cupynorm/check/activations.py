@@ -95,33 +95,35 @@ def read(
         )
     if not path.is_file():
         raise FileNotFoundError(f"there is no file {path}")
-    found = {}
+    arrays_found = {}
     for name, (array, dtype) in _READERS[path.suffix](path).items():
         if (
             dtype in DTYPES
             and array is not None
             and (array.size or name.rpartition("/")[2] in (*_FIELDS, "input"))
         ):
-            found[name] = (decode(array, dtype), dtype)
+            arrays_found[name] = (decode(array, dtype), dtype)
         else:
             why = f"dtype {dtype}" if dtype not in DTYPES else "no elements"
             note(f"{path.name}: {name or 'the array'} is left out, it has {why}")
 
-    for name in [each for each in found if each.rpartition("/")[2] == "input"]:
+    for name in [each for each in arrays_found if each.rpartition("/")[2] == "input"]:
         x = name.removesuffix("input") + "x"
-        if x not in found:
-            found[x] = found.pop(name)
-    for name, (values, dtype) in found.items():
+        if x not in arrays_found:
+            arrays_found[x] = arrays_found.pop(name)
+    for name, (values, dtype) in arrays_found.items():
         prefix, slash, field = name.rpartition("/")
         prefix += slash
-        if field in _FIELDS and field != "x" and prefix + "x" in found:
+        if field in _FIELDS and field != "x" and prefix + "x" in arrays_found:
             continue  # belongs to the x beside it
         if values.ndim == 0 or values.size == 0:
             why = f"shape {values.shape} and no row to normalise"
             note(f"{path.name}: {name or 'the array'} is left out, it has {why}")
         elif field == "x":
             others = {
-                other: found[prefix + other] for other in _FIELDS[1:] if prefix + other in found
+                other: arrays_found[prefix + other]
+                for other in _FIELDS[1:]
+                if prefix + other in arrays_found
             }
             yield _together(f"{path.stem}/{prefix}".rstrip("/"), (values, dtype), others)
         else:

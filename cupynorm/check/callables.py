@@ -94,16 +94,16 @@ def imported(text: str, label: str) -> Callable:
     if not (module and colon and name):
         raise ValueError(f"{label} is {text!r}; expected MODULE:NAME, such as my_norms:layer_norm")
     try:
-        found = importlib.import_module(module)
+        value = importlib.import_module(module)
     except ImportError as error:
         raise ValueError(f"{label} {text}: {module} could not be imported: {error}") from error
     for part in name.split("."):
-        if not hasattr(found, part):
+        if not hasattr(value, part):
             raise ValueError(f"{label} {text}: there is no {name} in {module}")
-        found = getattr(found, part)
-    if not callable(found):
-        raise ValueError(f"{label} {text} is of type {type(found).__name__}; expected a function")
-    return found
+        value = getattr(value, part)
+    if not callable(value):
+        raise ValueError(f"{label} {text} is of type {type(value).__name__}; expected a function")
+    return value
 
 
 @dataclass(frozen=True)
@@ -145,8 +145,8 @@ class Callables:
 
     def takes(self, norm: str) -> set[str]:
         """Which of weight and bias the functions take. Backward alone may also return dbias."""
-        found = {"bias"} if self._given().keys() == {"backward"} else set()
-        return (self.operands(norm) | found) & {"weight", "bias"}
+        taken = {"bias"} if self._given().keys() == {"backward"} else set()
+        return (self.operands(norm) | taken) & {"weight", "bias"}
 
     def operands(self, norm: str) -> set[str]:
         """The operands that the functions get."""
@@ -239,10 +239,10 @@ def _split(returned: Any, names: Sequence[str], label: str) -> dict[str, Any]:
     if hasattr(returned, "_asdict"):
         returned = returned._asdict()
     if isinstance(returned, dict):
-        found = {name: returned[name] for name in names if returned.get(name) is not None}
-        if not found:
+        by_name = {name: returned[name] for name in names if returned.get(name) is not None}
+        if not by_name:
             raise ValueError(f"{label} returned fields {', '.join(returned)}; {expected}")
-        return found
+        return by_name
     if not isinstance(returned, (tuple, list)):
         return {first: returned}
     values = list(returned)

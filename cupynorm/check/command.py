@@ -86,14 +86,14 @@ def add_to(commands: Commands) -> None:
 
 def shapes(text: str) -> list[tuple[int, int]]:
     """The type of an argument such as 64x768,3x33."""
-    found = []
+    extents = []
     for each in text.split(","):
         parts = each.split("x")
         if len(parts) != 2:
             sentence = f"{each!r} is no shape; expected rows x columns, such as 64x768"
             raise argparse.ArgumentTypeError(sentence)
-        found.append((positive(parts[0]), positive(parts[1])))
-    return found
+        extents.append((positive(parts[0]), positive(parts[1])))
+    return extents
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -167,7 +167,7 @@ def run_functions(arguments: argparse.Namespace, named: dict[str, str | None]) -
             progress=partial(tqdm, desc="checking", unit="case", leave=False),
         )
     print(result.summary(), end="\n\n")
-    off = [found for found in result.findings if not found.ok]
+    off = [finding for finding in result.findings if not finding.ok]
     if off:
         print(CheckResult(off[:_MAX_SHOWN]), end="\n\n")
     checked = f"{len(result.findings)} tensors of {', '.join(filter(None, named.values()))}"
@@ -180,7 +180,7 @@ def run_functions(arguments: argparse.Namespace, named: dict[str, str | None]) -
 
 def describe(on: str, device: Device) -> str:
     """The GPU, the libraries, and where the kernels run."""
-    found = environment.environment()
+    machine = environment.environment()
     named = (
         ("cupy", "CuPy"),
         ("cuda_runtime", "CUDA runtime"),
@@ -188,9 +188,9 @@ def describe(on: str, device: Device) -> str:
         ("torch", "torch"),
     )
     libraries = [
-        f"{label} {found[name]}" if found[name] else f"no {label}" for name, label in named
+        f"{label} {machine[name]}" if machine[name] else f"no {label}" for name, label in named
     ]
-    gpu = f"{found['gpu']}, driver {found['driver']}" if found["gpu"] else "no GPU"
+    gpu = f"{machine['gpu']}, driver {machine['driver']}" if machine["gpu"] else "no GPU"
     lines = [f"cupynorm {__version__} found {gpu}, {', '.join(libraries)}"]
     if on == "cpu":
         lines.append(
@@ -231,9 +231,9 @@ def compile_on_cpu(entries: Iterable[Entry], device: Device) -> None:
 def report(results: Sequence[tuple[Entry, list[Finding]]], device: Device) -> int:
     """Prints the tables and a last line, and returns the exit code."""
     print(table(results, device), end="\n\n")
-    findings = [found for _, each in results for found in each]
+    findings = [finding for _, each in results for finding in each]
     print(CheckResult(findings).summary(), end="\n\n")
-    off = [found for found in findings if not found.ok]
+    off = [finding for finding in findings if not finding.ok]
     cases = f"{len(results)} cases"
     if not off:
         print(
@@ -242,7 +242,7 @@ def report(results: Sequence[tuple[Entry, list[Finding]]], device: Device) -> in
         )
         return 0
     print(CheckResult(off[:_MAX_SHOWN]), end="\n\n")
-    num_cases = sum(not all(found.ok for found in each) for _, each in results)
+    num_cases = sum(not all(finding.ok for finding in each) for _, each in results)
     print(
         f"OFF: {len(off)} of {len(findings)} tensors in {num_cases} of {cases} are beyond what "
         "their dtypes allow"

@@ -77,9 +77,9 @@ def file_entries(
                 problem = each.problem(norm, dtype, max_elements=most, seed=wanted.seed)
                 num_rows, num_cols = each.x.shape
                 is_sample = problem.case.num_rows < num_rows
-                taken = f"{problem.case.num_rows} of " if is_sample else ""
+                sampled = f"{problem.case.num_rows} of " if is_sample else ""
                 label = each.name.rpartition("layer_norms/")[2]
-                name = f"{label}, {taken}{num_rows} x {num_cols}"
+                name = f"{label}, {sampled}{num_rows} x {num_cols}"
                 trials = [Trial(problem)]
                 entries.append(Entry(name, problem.case, lambda trials=trials: trials))
     return entries

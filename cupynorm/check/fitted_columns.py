@@ -46,8 +46,12 @@ def _moved(rows: Rows, judged: Judged, weight: np.ndarray, bias: np.ndarray) -> 
         if not names <= set(keys):
             continue
         each = [keys[name] for name in sorted(names)]
-        found = nearest(np.stack([got for got, _ in each]), np.stack([own for _, own in each]))
-        for words, source in moves(found, "column", " and ".join(sorted(names, reverse=True))):
+        nearest_columns = nearest(
+            np.stack([got for got, _ in each]), np.stack([own for _, own in each])
+        )
+        for words, source in moves(
+            nearest_columns, "column", " and ".join(sorted(names, reverse=True))
+        ):
             w = rows.w[source] if "weight" in names else rows.w
             b = rows.bias[source] if "bias" in names else rows.bias
             yield Candidate(words, rows.x_hat * w + b, judged.allowed)

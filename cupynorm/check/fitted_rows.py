@@ -115,21 +115,21 @@ def _implied(rows: Rows, judged: Judged) -> Statistics | None:
     return Statistics(rows.center - fitted.shift[:, None] / rstd, rstd)
 
 
-def _explanations(rows: Rows, judged: Judged, found: Statistics) -> Iterator[Candidate]:
+def _explanations(rows: Rows, judged: Judged, implied: Statistics) -> Iterator[Candidate]:
     def of(sentence: str, mean: np.ndarray, spread: np.ndarray) -> Candidate:
         rstd = 1 / np.sqrt(spread + rows.case.eps)
         return Candidate(sentence, of_statistics(rows, judged.tensor, mean, rstd), judged.allowed)
 
-    spread = 1 / found.rstd**2 - rows.case.eps
+    spread = 1 / implied.rstd**2 - rows.case.eps
     plain = np.isfinite(spread) & (rows.spread > 100 * abs(rows.case.eps))
     plain &= rows.mean**2 <= 100 * rows.var
     if not plain.any():
         return
-    yield from _of_divisors(rows, of, found.mean, spread, plain)
-    if len(found.mean) <= _MOST_ROWS:
-        yield from _of_other_rows(rows, of, found)
+    yield from _of_divisors(rows, of, implied.mean, spread, plain)
+    if len(implied.mean) <= _MOST_ROWS:
+        yield from _of_other_rows(rows, of, implied)
     if 8 <= rows.n <= _MOST_COLS:
-        yield from _of_parts(rows, of, found.mean, spread, plain[:, 0])
+        yield from _of_parts(rows, of, implied.mean, spread, plain[:, 0])
 
 
 def _of_divisors(
@@ -165,10 +165,10 @@ def _of_divisors(
         yield of(words, rows.mean, right + beyond / n * rows.mean**2)
 
 
-def _of_other_rows(rows: Rows, of: Maker, found: Statistics) -> Iterator[Candidate]:
+def _of_other_rows(rows: Rows, of: Maker, implied: Statistics) -> Iterator[Candidate]:
     """Statistics of another row."""
     size = np.nanmedian(rows.rstd)  # so that both keys are of size 1
-    keys = np.stack([found.mean[:, 0] * size, np.log(found.rstd[:, 0])])
+    keys = np.stack([implied.mean[:, 0] * size, np.log(implied.rstd[:, 0])])
     known = np.stack([rows.center[:, 0] * size, np.log(rows.rstd[:, 0])])
     kinds = ("mean and rstd", "mean", "rstd") if rows.centered else ("rstd",)
     for which in ([0, 1], [0], [1]):

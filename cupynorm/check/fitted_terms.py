@@ -50,11 +50,11 @@ class _Terms:
         left = judged.got - self.made(dict.fromkeys(wrong, 0.0))
         bases = np.stack([self.factors[name] * self.bases[name] for name in wrong], axis=-1)
         usable = np.isfinite(left).all(axis=1) & np.isfinite(bases).all(axis=(1, 2))
-        found = np.full((len(left), len(wrong)), np.nan)
-        found[usable] = np.einsum(
+        factors = np.full((len(left), len(wrong)), np.nan)
+        factors[usable] = np.einsum(
             "rkc,rc->rk", np.linalg.pinv(bases[usable]), left[usable], optimize=True
         )
-        return {name: found[:, at : at + 1] for at, name in enumerate(wrong)}
+        return {name: factors[:, at : at + 1] for at, name in enumerate(wrong)}
 
 
 def of_terms(rows: Rows, judged: Judged, counted: np.ndarray) -> str:
@@ -104,8 +104,8 @@ def _explanations(
 def _of_rstd(rows: Rows, of: Maker, factors: dict[str, np.ndarray]) -> Iterator[Candidate]:
     """All terms have the same wrong factor in a row."""
     common = factors[_NAMES[0]]
-    found = nearest(np.log(np.abs(common * rows.rstd)).T, np.log(rows.rstd).T)
-    for words, source in moves(found, "row", "rstd"):
+    nearest_rows = nearest(np.log(np.abs(common * rows.rstd)).T, np.log(rows.rstd).T)
+    for words, source in moves(nearest_rows, "row", "rstd"):
         yield of(words, dict.fromkeys(factors, rows.rstd[source] / rows.rstd))
     low, high = np.nanmin(common), np.nanmax(common)
     same = dict.fromkeys(factors, common)

@@ -439,12 +439,14 @@ def judge_functor(
     expected = expect_with_functor(functor_problem, uses_welford(case, where.device))
     label, findings = f"{case} {functor_problem.role} {functor_problem.functor.name}", []
     for name, got in results.items():
-        found = judge(label, name, got, *expected[name])
-        if not found.ok:
+        finding = judge(label, name, got, *expected[name])
+        if not finding.ok:
             off = errors_of(got, *expected[name])[1]
             judged = Judged(name, functor_problem.dtype_of(name), got, *expected[name], off)
-            found = replace(found, diagnosis=diagnosis(judged, _mistakes(functor_problem, judged)))
-        findings.append(found)
+            finding = replace(
+                finding, diagnosis=diagnosis(judged, _mistakes(functor_problem, judged))
+            )
+        findings.append(finding)
     return findings
 
 

@@ -69,7 +69,7 @@ class CheckResult:
     @property
     def num_off(self) -> int:
         """Tensors with an element that is off."""
-        return sum(not found.ok for found in self.findings)
+        return sum(not finding.ok for finding in self.findings)
 
     def __str__(self) -> str:
         verdict = f"{self.num_off} off" if self.num_off else "all within what their dtypes allow"
@@ -85,9 +85,9 @@ class CheckResult:
         A tensor that is off for the same reason in several cases has one sentence.
         """
         same: dict[tuple[str, str], list[Finding]] = {}
-        for found in self.findings:
-            if found.diagnosis is not None:
-                same.setdefault((found.tensor, found.diagnosis.cause), []).append(found)
+        for finding in self.findings:
+            if finding.diagnosis is not None:
+                same.setdefault((finding.tensor, finding.diagnosis.cause), []).append(finding)
         sentences = []
         for (tensor, _), (first, *others) in same.items():
             more = f" (and in {len(others)} more case{'s' * (len(others) > 1)})" if others else ""
@@ -96,12 +96,12 @@ class CheckResult:
 
     def _table(self) -> list[str]:
         table = [("case", "tensor", "error", "where", "got", "expected", "allowed", "verdict")]
-        for found in self.findings:
-            verdict = "ok" if found.ok else f"OFF: {found.num_off} elements"
-            where = ",".join(map(str, found.where)) or "-"
-            numbers = (f"{found.got:.6g}", f"{found.expected:.6g}", f"{found.allowed:.2g}")
-            error = f"{found.error:.3f}"
-            table.append((found.case, found.tensor, error, where, *numbers, verdict))
+        for finding in self.findings:
+            verdict = "ok" if finding.ok else f"OFF: {finding.num_off} elements"
+            where = ",".join(map(str, finding.where)) or "-"
+            numbers = (f"{finding.got:.6g}", f"{finding.expected:.6g}", f"{finding.allowed:.2g}")
+            error = f"{finding.error:.3f}"
+            table.append((finding.case, finding.tensor, error, where, *numbers, verdict))
         widths = [max(map(len, column)) for column in zip(*table)]
         return [
             "  ".join(f"{cell:<{width}}" for cell, width in zip(line, widths)).rstrip()
@@ -111,8 +111,8 @@ class CheckResult:
     def summary(self) -> str:
         """One line for each name of a tensor: its worst finding over all cases."""
         named: dict[str, list[Finding]] = {}
-        for found in self.findings:
-            named.setdefault(found.tensor, []).append(found)
+        for finding in self.findings:
+            named.setdefault(finding.tensor, []).append(finding)
         worst = CheckResult([worst_of(findings) for findings in named.values()])
         last = f"{len(self.findings)} tensors checked, {self.num_off} off; "
         return "\n".join([*worst._table(), f"{last}the worst of each name is shown"])
@@ -209,16 +209,16 @@ def diagnosed(
     rounded_mean: bool = False,
 ) -> list[Finding]:
     """The findings that judge_all made of results; those that are off get a diagnosis."""
-    if all(found.ok for found in findings):
+    if all(finding.ok for finding in findings):
         return findings
     expectations = expect(problem, rounded_mean=rounded_mean, added=results.get("sum"))
     explained = []
-    for found in findings:
-        if not found.ok:
-            got, dtype = results[found.tensor], dtype_of(problem.case, found.tensor)
-            numbers = (got, *expectations[found.tensor])
+    for finding in findings:
+        if not finding.ok:
+            got, dtype = results[finding.tensor], dtype_of(problem.case, finding.tensor)
+            numbers = (got, *expectations[finding.tensor])
             off = errors_of(*numbers, dtype)[1]
-            judged = Judged(found.tensor, dtype, *numbers, off)
-            found = replace(found, diagnosis=diagnose(problem, judged))
-        explained.append(found)
+            judged = Judged(finding.tensor, dtype, *numbers, off)
+            finding = replace(finding, diagnosis=diagnose(problem, judged))
+        explained.append(finding)
     return explained

@@ -78,8 +78,8 @@ class _Tensors:
         there = [name for name in names if name in self.rows]
         return {name: (self.rows.pop(name), self.addresses.pop(name)) for name in there}
 
-    def put_back(self, taken: dict[str, tuple[Rows, int]]) -> None:
-        for name, (rows, address) in taken.items():
+    def put_back(self, removed: dict[str, tuple[Rows, int]]) -> None:
+        for name, (rows, address) in removed.items():
             self.rows[name], self.addresses[name] = rows, address
 
     def scratch(self, shape: tuple[int, ...], dtype: str) -> int:
@@ -300,7 +300,7 @@ def _run_second(problem: Problem, tensors: _Tensors, options: BackwardOptions) -
     """The backward of y1, whose dx becomes dsum."""
     case, shape = problem.case, tensors.shape
     compute = compute_dtype(case.sum).name
-    taken = tensors.take_out("weight")
+    removed = tensors.take_out("weight")
     tensors.put("dy1", problem.dy1, case.dtype("y"))
     tensors.rename("dy1", "dy")
     tensors.make("dx", shape, compute, "")
@@ -313,4 +313,4 @@ def _run_second(problem: Problem, tensors: _Tensors, options: BackwardOptions) -
     tensors.launch(backward_call(tensors.where.device, tensors.only(*names), options, compute))
     tensors.rename("dx", "dsum")
     tensors.take_out("dy", "dx", "weight", "dweight", "dbias")
-    tensors.put_back(taken)
+    tensors.put_back(removed)

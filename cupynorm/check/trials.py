@@ -57,7 +57,7 @@ class Trial(NamedTuple):
         findings = diagnosed(self.problem, results, findings, rounded_mean=rounded_mean)
         if not self.name:
             return findings
-        return [replace(found, case=f"{found.case}, {self.name}") for found in findings]
+        return [replace(finding, case=f"{finding.case}, {self.name}") for finding in findings]
 
     def failed(self, error: Exception) -> Finding:
         """The finding of a call that raised an error."""

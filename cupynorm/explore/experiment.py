@@ -94,9 +94,9 @@ class Experiment:
         for at, launch in enumerate(self.plan.launches):
             source = launch.kernel.source
             for name in ("registers", "spilled_bytes", "instructions"):
-                found = [getattr(each, name) for each in versions]
-                if any(found):
-                    cells = (str(each[at]) if each else "-" for each in found)
+                values = [getattr(each, name) for each in versions]
+                if any(values):
+                    cells = (str(each[at]) if each else "-" for each in values)
                     rows.append((f"{source}: {name.replace('_', ' ')}", *cells))
         times = [each.microseconds for each in versions]
         if any(times):
@@ -119,7 +119,7 @@ class Experiment:
 def _verdict(version: Version) -> str:
     if version.result is None:
         return "FAULT"
-    worst = max(found.error for found in version.result.findings)
+    worst = max(finding.error for finding in version.result.findings)
     return f"right ({worst:.2f} of what is allowed)" if version.ok else "WRONG"
 
 

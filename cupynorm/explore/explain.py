@@ -149,14 +149,14 @@ class Explanation:
     def kernels(self) -> list[tuple[str, ...]]:
         """A table: grid, registers, shared memory and occupancy of each launch."""
         rows = [("kernel", "grid x block", "registers", "shared memory", "warps resident", "limit")]
-        for each, found in zip(self.plan.launches, self.occupancies):
-            registers = "?" if found.registers is None else str(found.registers)
-            if found.spilled_bytes:
-                registers += f", {found.spilled_bytes} bytes spilled"
-            resident = f"{found.warps} of {found.most_warps}"
+        for each, occupancy in zip(self.plan.launches, self.occupancies):
+            registers = "?" if occupancy.registers is None else str(occupancy.registers)
+            if occupancy.spilled_bytes:
+                registers += f", {occupancy.spilled_bytes} bytes spilled"
+            resident = f"{occupancy.warps} of {occupancy.most_warps}"
             shape = f"{each.grid_size} x {each.block_size}"
             smem = f"{each.smem_bytes:,}"
-            rows.append((each.kernel.source, shape, registers, smem, resident, found.limit))
+            rows.append((each.kernel.source, shape, registers, smem, resident, occupancy.limit))
         return rows
 
     def speed(self) -> str:

@@ -79,9 +79,9 @@ def lanes(trace: Recording, tensor: str = "x", launch: int = 0) -> Picture:
     first_sector, last_sector = int(sectors.min()), int(last.max())
     touched = {sector for a, b in zip(sectors, last) for sector in range(int(a), int(b) + 1)}
     picture = Picture(_WIDTH, f"one request of a warp to {tensor}")
-    asked = int(one["num_bytes"].sum())
+    num_bytes = int(one["num_bytes"].sum())
     who = f"{len(one)} lanes ask for" if len(one) > 1 else "one thread asks for"
-    picture.text(0, 12, f"{who} {asked} bytes of {tensor}: {len(touched)} sectors")
+    picture.text(0, 12, f"{who} {num_bytes} bytes of {tensor}: {len(touched)} sectors")
     step = (_WIDTH - 20) / 32
     scale = (_WIDTH - 20) / (last_sector - first_sector + 1)
     for access, sector in zip(one, sectors):

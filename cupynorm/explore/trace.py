@@ -71,14 +71,14 @@ class Trace(Recording):
                     np.add.at(touched, np.minimum(first + own["num_bytes"], array.nbytes), -1)
                     different = int((np.cumsum(touched) > 0).sum())
                     before = totals.get(name, (0, 0))
-                    asked = before[0] + int(own["num_bytes"].sum())
-                    totals[name] = asked, before[1] + different
+                    requested = before[0] + int(own["num_bytes"].sum())
+                    totals[name] = requested, before[1] + different
         return totals
 
     @functools.cached_property
     def requests(self) -> list[Requests]:
         """By place in the code: what warps asked of global and of shared memory."""
-        found = []
+        all_requests = []
         for launch, recorded in enumerate(self._recorded):
             accesses = self.accesses(launch)
             names = [*self.tensors, "shared memory"]
@@ -93,7 +93,7 @@ class Trace(Recording):
                 is_shared = int(tensor) == len(names) - 1
                 count = turns_of if is_shared else sectors_of
                 moved, least = count(part, request[own])
-                found.append(
+                all_requests.append(
                     Requests(
                         launch,
                         sites[index],
@@ -107,12 +107,12 @@ class Trace(Recording):
                         least,
                     )
                 )
-        return sorted(found, key=lambda each: (each.launch, each.tensor, str(each.site)))
+        return sorted(all_requests, key=lambda each: (each.launch, each.tensor, str(each.site)))
 
     def __str__(self) -> str:
         rows = [("tensor", "bytes asked for", "different bytes", "asked / different")]
-        for name, (asked, different) in self.bytes.items():
-            rows.append((name, f"{asked:,}", f"{different:,}", f"{asked / different:.2f}"))
+        for name, (requested, different) in self.bytes.items():
+            rows.append((name, f"{requested:,}", f"{different:,}", f"{requested / different:.2f}"))
         return f"{as_text(rows)}\n\n{as_text(self._request_rows())}"
 
     def _request_rows(self) -> list[tuple[str, ...]]:

@@ -25,28 +25,28 @@ def has_gpu() -> bool:
 def environment() -> dict[str, str | None]:
     """GPU, driver, versions and date. A missing one is None. Does not import torch."""
     names = ("gpu", "driver", "cuda_runtime", "nvrtc", "cupy", "torch")
-    found: dict[str, str | None] = dict.fromkeys(names)
+    versions: dict[str, str | None] = dict.fromkeys(names)
     try:
         cupy = nvrtc.cupy()
-        found["cupy"] = cupy.__version__
+        versions["cupy"] = cupy.__version__
         version = cupy.cuda.runtime.runtimeGetVersion()
-        found["cuda_runtime"] = f"{version // 1000}.{version % 1000 // 10}"
-        found["nvrtc"] = ".".join(map(str, nvrtc.version()))
+        versions["cuda_runtime"] = f"{version // 1000}.{version % 1000 // 10}"
+        versions["nvrtc"] = ".".join(map(str, nvrtc.version()))
     except Exception:  # a library is missing or does not load; keep what was found so far
         pass
     if has_gpu():
         runtime = nvrtc.cupy().cuda.runtime
         name = runtime.getDeviceProperties(runtime.getDevice())["name"]
-        found["gpu"] = name.decode() if isinstance(name, bytes) else name
-        found["driver"] = _driver()
+        versions["gpu"] = name.decode() if isinstance(name, bytes) else name
+        versions["driver"] = _driver()
     import importlib.metadata  # takes a tenth of the time of importing all of the package
 
     try:
         loaded = getattr(sys.modules.get("torch"), "__version__", None)
-        found["torch"] = str(loaded or importlib.metadata.version("torch"))
+        versions["torch"] = str(loaded or importlib.metadata.version("torch"))
     except importlib.metadata.PackageNotFoundError:
         pass
-    return found | {
+    return versions | {
         "numpy": np.__version__,
         "python": platform.python_version(),
         "cupynorm": __version__,

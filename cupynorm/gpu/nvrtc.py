@@ -96,17 +96,17 @@ def function(kernel: Kernel, folder: Path | None = None):
 
     Raises FunctorError if a user's functor does not compile.
     """
-    found = module(kernel, folder)
+    loaded = module(kernel, folder)
     from cupy.cuda.compiler import CompileException
 
     try:
-        found = found.get_function(kernel.name_expression)
-        found.kernel  # noqa: B018  (compiles and loads it now)
+        loaded = loaded.get_function(kernel.name_expression)
+        loaded.kernel  # noqa: B018  (compiles and loads it now)
     except CompileException as error:
         if not kernel.functors:
             raise
         raise FunctorError(f"a functor does not compile:\n{error}") from error
-    return found
+    return loaded
 
 
 def module(kernel: Kernel, folder: Path | None = None):

@@ -246,15 +246,15 @@ def _find_compiler(cxx: str, path: str) -> tuple[tuple[str, ...], str]:
     wanted = [shlex.split(cxx)] if cxx.strip() else [["c++"], ["g++"], ["clang++"]]
     refused = []
     for program, *options in wanted:
-        found = shutil.which(program, path=path)
-        if found is None:
+        path_of_program = shutil.which(program, path=path)
+        if path_of_program is None:
             continue
-        command = (found, *options)
+        command = (path_of_program, *options)
         result = _run([*command, "-std=c++20", "-x", "c++", "-dM", "-E", os.devnull])
         standard = re.search(r"#define __cplusplus (\d+)", result.stdout)
         if result.returncode == 0 and standard and int(standard[1]) >= 202002:
             return command, result.stdout
-        refused.append(found)
+        refused.append(path_of_program)
     looked = f"$CXX ({cxx})" if cxx.strip() else "c++, g++ and clang++ ($CXX is not set)"
     reason = f"; {' and '.join(refused)} cannot compile C++20" if refused else ""
     raise NoCompilerError(
@@ -404,12 +404,12 @@ def _digest_of_included(folder: Path, text: str) -> str:
     while left:
         beside, text = left.pop()
         for name in _INCLUDE.findall(text):
-            found = [path for path in (beside / name, folder / name) if path.is_file()]
-            if found and found[0] not in seen:
-                seen.add(found[0])
-                content = found[0].read_text(encoding="utf-8")
+            paths = [path for path in (beside / name, folder / name) if path.is_file()]
+            if paths and paths[0] not in seen:
+                seen.add(paths[0])
+                content = paths[0].read_text(encoding="utf-8")
                 digest.update(f"{name} {len(content)}\n{content}".encode())
-                left.append((found[0].parent, content))
+                left.append((paths[0].parent, content))
     return digest.hexdigest()
 
 

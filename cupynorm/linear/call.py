@@ -254,14 +254,14 @@ def check_backward(call: LinearBackwardCall) -> LinearBackwardCall:
         raise ValueError(f"gradients is {gradients!r}; expected some of {expected}")
     fields = call._asdict()
     del fields["options"], fields["gradients"]
-    taken = {name: take(array, name) for name, array in fields.items()}
-    call = call._replace(**taken, gradients=gradients)
+    converted = {name: take(array, name) for name, array in fields.items()}
+    call = call._replace(**converted, gradients=gradients)
     x, weight = call.x, call.weight
     check(Operands(x, None, call.norm_weight, call.norm_bias, (weight,), ()))
     dtype, shape = arrays.dtype_name(x), (*x.shape[:-1], weight.shape[0])
     if call.dy is None or tuple(call.dy.shape) != shape:
-        found = None if call.dy is None else tuple(call.dy.shape)
-        raise ValueError(f"dy has shape {found}; expected that of y, {shape}")
+        shape_of_dy = None if call.dy is None else tuple(call.dy.shape)
+        raise ValueError(f"dy has shape {shape_of_dy}; expected that of y, {shape}")
     if arrays.dtype_name(call.dy) != dtype:
         raise TypeError(
             f"dy is of dtype {arrays.dtype_name(call.dy)}, x of {dtype}; expected both the same"

@@ -149,10 +149,10 @@ def forward_quantized(
 
     scale, amax: as of cupynorm.layer_norm.
     """
-    asked, asked_options = forward_request(options, operands._replace(residual=None), None)
+    checked, asked_options = forward_request(options, operands._replace(residual=None), None)
     quantized, mean, rstd, *_ = route.forward(
         ForwardRequest(
-            asked._replace(scale=scale, amax=amax),
+            checked._replace(scale=scale, amax=amax),
             asked_options._replace(quantization=quantization),
         )
     )

@@ -303,17 +303,17 @@ def _by_values(function: Any, args: Sequence, kwargs: dict) -> Any:
 
 def _written(function: Any, args: Sequence, kwargs: dict) -> list[Any]:
     """The arguments that an operation writes to."""
-    found = []
+    written = []
     for at, argument in enumerate(function._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             value = args[at] if at < len(args) else kwargs.get(argument.name)
-            found += value if isinstance(value, list | tuple) else [value]
-    return found
+            written += value if isinstance(value, list | tuple) else [value]
+    return written
 
 
 def _tensors(quantized: QuantizedTensor) -> dict[str, Tensor]:
-    found = {name: getattr(quantized, name) for name in _FIELDS}
-    return {name: tensor for name, tensor in found.items() if tensor is not None}
+    tensors = {name: getattr(quantized, name) for name in _FIELDS}
+    return {name: tensor for name, tensor in tensors.items() if tensor is not None}
 
 
 def _join(tensors: Mapping[str, Tensor], blocks: Sequence) -> QuantizedTensor:

@@ -78,7 +78,7 @@ def normalize(
     if repeated_result is not None:
         y, added = repeated_result
         return y, None, added
-    operands, options = asked = request
+    operands, options = original = request
     if options.out_dtype is None and operands.out is None and _is_cuda_autocast():
         if operands.input.is_cuda:
             options = options._replace(out_dtype=formulas.arithmetic(operands.input))
@@ -102,7 +102,7 @@ def normalize(
         return _traced(request)
     recorded = _is_grad_enabled() and wants_gradient(*tensors)
     prepared, operands = prepare_forward(request, FOR_GRADIENTS if recorded else FOR_Y)
-    remember(repeated, _kind(*asked), prepared, operands)
+    remember(repeated, _kind(*original), prepared, operands)
     return _run(prepared, operands, recorded)
 
 
@@ -264,9 +264,9 @@ def _transformed(request: ForwardRequest) -> tuple:
     """
     if not is_plain(request):
         quantization = request.options.quantization
-        asked = _FUSED if quantization is None else f"out_dtype {quantization.dtype}"
+        option = _FUSED if quantization is None else f"out_dtype {quantization.dtype}"
         raise NotImplementedError(
-            f"{asked} was given to a call that torch.func or forward mode transforms; "
+            f"{option} was given to a call that torch.func or forward mode transforms; "
             "expected none of them"
         )
     if request.operands.out is not None:
@@ -396,13 +396,13 @@ def _fused_gradients(ctx, dy, dy1, dsum) -> tuple:
     saved = ctx.saved_tensors
     if saved[6] is None:
         saved = (*saved[:6], ctx.seed, saved[7])
-    asked = fused_operators.fused_gradients(
+    backward_request = fused_operators.fused_gradients(
         forward.backward, saved, (dy, dy1, dsum), forward.bias1_dtype, _wanted(ctx)
     )
     if torch.is_grad_enabled():  # create_graph=True
-        by_name = fused_operators.fused_norm_backward(*asked)
+        by_name = fused_operators.fused_norm_backward(*backward_request)
     else:
-        by_name = route.backward_of_two(*asked)
+        by_name = route.backward_of_two(*backward_request)
     gradients = [getattr(by_name, name) for name in fused_operators.GRADIENTS]
     return forward.pick_gradients((*gradients, None))
 

@@ -229,10 +229,10 @@ def unpack(packed: Any) -> dict[str, tuple[Tensor, Tensor]]:
             f"the fp8 state in a state dict has {len(raw)} bytes of numbers; "
             f"expected {expected or 'some'}"
         )
-    numbers, found = torch.frombuffer(bytearray(raw), dtype=torch.float32), {}
+    numbers, states = torch.frombuffer(bytearray(raw), dtype=torch.float32), {}
     for name, (length, num_tensors) in shapes.items():
         scale, history, numbers = numbers.tensor_split(
             (num_tensors, num_tensors + length * num_tensors)
         )
-        found[name] = scale.clone(), history.clone().reshape(length, num_tensors)
-    return found
+        states[name] = scale.clone(), history.clone().reshape(length, num_tensors)
+    return states

@@ -131,7 +131,7 @@ class Fp8Norm(torch.nn.Module):
             amax=amax,
             functors=options["functors"],
         )
-        asked = ForwardOptions(
+        norm_options = ForwardOptions(
             centered,
             self.normalized_shape,
             self.eps,
@@ -144,7 +144,7 @@ class Fp8Norm(torch.nn.Module):
             quantization,
             launch_options(None, None, None, self.sm_margin),
         )
-        return normalize(complete(ForwardRequest(operands, asked)), return_residual)
+        return normalize(complete(ForwardRequest(operands, norm_options)), return_residual)
 
     def _quantization(
         self,

@@ -251,12 +251,12 @@ def fused_gradients(
 
 def _differentiate_fused_forward(ctx, dy, _dmean, _drstd, dsum, dy1):
     wants = ctx.needs_input_grad
-    asked = fused_gradients(
+    backward_request = fused_gradients(
         ctx.options, ctx.saved_tensors, (dy, dy1, dsum), ctx.dbias1_dtype, wants
     )
-    if asked is None:
+    if backward_request is None:
         return tuple(None for _ in wants)
-    gradients = fused_norm_backward(*asked)
+    gradients = fused_norm_backward(*backward_request)
     none = (None for _ in wants[len(GRADIENTS) :])
     return *(getattr(gradients, name) for name in GRADIENTS), *none
 

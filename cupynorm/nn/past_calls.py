@@ -142,18 +142,18 @@ def _frame_of(pack: object) -> object | None:
     if not getattr(pack, "__qualname__", "").startswith("_checkpoint_hook."):
         return None
     code, cells = getattr(pack, "__code__", None), getattr(pack, "__closure__", None) or ()
-    found = dict(zip(code.co_freevars, cells)) if code is not None else {}
-    return found["frame"].cell_contents if "frame" in found else None
+    variables = dict(zip(code.co_freevars, cells)) if code is not None else {}
+    return variables["frame"].cell_contents if "frame" in variables else None
 
 
 def _functions_around() -> list[object]:
     """The nodes of the autograd functions whose forward runs now, the innermost first."""
-    found, frame = [], sys._getframe(1)
+    functions, frame = [], sys._getframe(1)
     while frame is not None:
         code = frame.f_code
         if code.co_name == "forward" and code.co_argcount:
             first = frame.f_locals.get(code.co_varnames[0])
             if isinstance(first, torch.autograd.function.BackwardCFunction):
-                found.append(first)
+                functions.append(first)
         frame = frame.f_back
-    return found
+    return functions

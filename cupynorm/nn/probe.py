@@ -52,8 +52,8 @@ def eps_of(module: torch.nn.Module) -> list[float | None]:
 
     None stands for torch's machine epsilon.
     """
-    found = [value for name, value in vars(module).items() if re.search("(^|_)eps", name)]
-    return [value for value in found if value is None or _is_number(value)]
+    values = [value for name, value in vars(module).items() if re.search("(^|_)eps", name)]
+    return [value for value in values if value is None or _is_number(value)]
 
 
 def _is_number(value: object) -> bool:

@@ -77,11 +77,11 @@ class _Rows(NamedTuple):
     @property
     def number(self) -> int:
         """Of this rank's rows among those of all ranks: ranks with the same rows have the same."""
-        found = 0
+        number = 0
         for dim, each in enumerate(self.placements):
             if each.is_shard():
-                found = found * self.mesh.size(dim) + self.mesh.get_local_rank(dim)
-        return found
+                number = number * self.mesh.size(dim) + self.mesh.get_local_rank(dim)
+        return number
 
     def largest(self, amax: Tensor) -> None:
         """Makes an amax that of the rows of all ranks, in place. A NaN is larger than all."""
@@ -144,9 +144,9 @@ def _given(operands: ForwardOperands, names: Sequence[str]) -> list[tuple[str, A
     return [(name, each) for name, each in named if each is not None]
 
 
-def _check(operands: ForwardOperands, asked: Quantization | None) -> None:
+def _check(operands: ForwardOperands, quantization: Quantization | None) -> None:
     check_kinds(by_row=_BY_ROW, **operands._asdict())
-    if asked is not None and asked.transpose and operands.input.ndim != 2:
+    if quantization is not None and quantization.transpose and operands.input.ndim != 2:
         raise NotImplementedError(
             f"transpose is True for a DTensor of shape {tuple(operands.input.shape)}; expected two "
             "dimensions, or transpose=False"

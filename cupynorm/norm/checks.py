@@ -272,9 +272,9 @@ def check_backward(request: BackwardRequest) -> BackwardRequest:
     of_weight = arrays.dtype_name(weight) if weight is not None else dtype
     dtypes = {}
     for name, default in zip(GRADIENTS, (dtype, of_weight, of_weight, dtype)):
-        asked = getattr(options, f"{name}_dtype")
-        if asked is not None:
-            default = dtype_name(asked, f"{name}_dtype")
+        own_dtype = getattr(options, f"{name}_dtype")
+        if own_dtype is not None:
+            default = dtype_name(own_dtype, f"{name}_dtype")
         dtypes[f"{name}_dtype"] = default if name in options.gradients else None
     y_weight = y_bias = bias = None
     if options.x_is_y:

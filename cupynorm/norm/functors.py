@@ -106,10 +106,10 @@ def check(
     for name, is_given in others.items():
         if is_given:
             raise ValueError(f"{name} was given with load or store; expected only one of them")
-    taken = [take(array, name) for name, array in zip(functors.names(), functors.arrays())]
-    for name, array in zip(functors.names(), taken):
+    converted = [take(array, name) for name, array in zip(functors.names(), functors.arrays())]
+    for name, array in zip(functors.names(), converted):
         _check_shape(tuple(array.shape), tuple(x.shape), len(extents), name)
-    return functors.with_arrays(taken)
+    return functors.with_arrays(converted)
 
 
 def _check_shape(own: tuple[int, ...], shape: tuple[int, ...], num_dims: int, name: str) -> None:
@@ -178,10 +178,10 @@ def _place(view: View, shape: tuple[int, ...], num_dims: int) -> PlacedArray | N
             expected *= extent
     # A dimension of stride 0 is broadcast too.
     leading = tuple(1 if stride == 0 else extent for extent, stride in zip(own, strides))[:split]
-    found = _pattern(shape[:split], leading, strides[:split])
-    if found is None:
+    pattern = _pattern(shape[:split], leading, strides[:split])
+    if pattern is None:
         return None
-    repeat, period, steps = found
+    repeat, period, steps = pattern
     row_stride = steps[0][1] if steps else 0
     expected = row_stride
     for extent, stride in steps:
@@ -200,9 +200,9 @@ def place(array: Array, shape: tuple[int, ...], num_dims: int) -> tuple[PlacedAr
     shape: of the input.
     """
     view = arrays.view(array)
-    found = _place(view, shape, num_dims)
-    if found is not None:
-        return found, False
+    placed = _place(view, shape, num_dims)
+    if placed is not None:
+        return placed, False
     strides, step = [], 1
     for extent in reversed(view.shape):
         strides.insert(0, step)
@@ -224,13 +224,13 @@ def place_all(
         if each is None:
             placed_functors.append(None)
             continue
-        found = [place(array, shape, num_dims) for array in each.arrays]
-        copied += [copies for _, copies in found]
+        places = [place(array, shape, num_dims) for array in each.arrays]
+        copied += [copies for _, copies in places]
         gradients = tuple(
             _gradient_dtype(array, x) if f"{role}.{name}" in wanted else None
             for name, array in zip(each.functor.arrays, each.arrays)
         )
-        placed = tuple(array for array, _ in found)
+        placed = tuple(array for array, _ in places)
         placed_functors.append(PlacedFunctor(each.functor, each.numbers, placed, gradients))
     return PlacedFunctors(*placed_functors), copied
 

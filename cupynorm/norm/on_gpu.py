@@ -20,9 +20,9 @@ def rows_of(array: Array, num_dims: int) -> tuple[Rows, bool]:
     A copy is aligned wherever it will be.
     """
     view = arrays.view(array)
-    found = arrays.rows(view, num_dims)
-    if found is not None:
-        return found, False
+    rows = arrays.rows(view, num_dims)
+    if rows is not None:
+        return rows, False
     return arrays.contiguous_rows(view.shape, num_dims, view.dtype), True
 
 

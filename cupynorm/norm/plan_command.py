@@ -123,10 +123,10 @@ def check_width(strategy: str | None, problem: Problem, device: Device) -> None:
 def device_of(name: str | None, current: Callable[[], Device | None]) -> Device:
     """The device of this name. Without a name the GPU, else the default, which it prints."""
     if name is None:
-        found = current()
-        if found is None:
+        present = current()
+        if present is None:
             print(f"No GPU was found: planned for an {_WITHOUT_GPU}. --device names another.\n")
-        return found or DEVICES[_WITHOUT_GPU]
+        return present or DEVICES[_WITHOUT_GPU]
     known = {key.lower(): device for key, device in DEVICES.items()}
     if name.lower() not in known:
         raise ValueError(f"--device is {name}; expected one of {', '.join(DEVICES)}")

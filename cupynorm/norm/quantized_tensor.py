@@ -157,17 +157,17 @@ def _values_of_bits(quantized: QuantizedTensor) -> Array:
 
 def _factors(quantized: QuantizedTensor) -> Array:
     """scale_inv in float32."""
-    found = quantized.scale_inv
-    if arrays.dtype_name(found) != "uint8":
-        return found
-    if arrays.is_torch(found):
-        bits = found.int() << 23
+    scale_inv = quantized.scale_inv
+    if arrays.dtype_name(scale_inv) != "uint8":
+        return scale_inv
+    if arrays.is_torch(scale_inv):
+        bits = scale_inv.int() << 23
         # 2^-127 has no exponent of its own, and 255 is NaN where the bits say infinity.
-        bits = bits.masked_fill(found == 0, 1 << 22).masked_fill(found == 255, 0x7FC00000)
+        bits = bits.masked_fill(scale_inv == 0, 1 << 22).masked_fill(scale_inv == 255, 0x7FC00000)
         return bits.view(arrays.TorchLibrary.dtype("float32"))
-    bits = found.astype(np.uint32) << 23
-    bits[found == 0] = 1 << 22
-    bits[found == 255] = 0x7FC00000
+    bits = scale_inv.astype(np.uint32) << 23
+    bits[scale_inv == 0] = 1 << 22
+    bits[scale_inv == 255] = 0x7FC00000
     return bits.view(np.float32)
 
 

@@ -115,8 +115,8 @@ def gradients(
     dtypes = {name: dtype for name, dtype in wanted._asdict().items() if dtype}
     output_shapes = {name: shapes[name] for name in dtypes}
     prepared = _prepared("gradients", of_part, norm, wanted, make, output_shapes, **dtypes)
-    found = dict(zip(output_shapes, prepared.run(of_part)))
-    return found.get("dx"), found.get("dweight"), found.get("dbias")
+    by_name = dict(zip(output_shapes, prepared.run(of_part)))
+    return by_name.get("dx"), by_name.get("dweight"), by_name.get("dbias")
 
 
 def _prepared(
@@ -181,15 +181,15 @@ class _PreparedPart(OnGpu):
             tensors = self.read(of_part)
             if self.copies:
                 tensors = self.contiguous(tensors)
-            found = tuple([new() for new in self.makers])
+            outputs = tuple([new() for new in self.makers])
             if self.steps:
                 partials = self.new_partials()
                 address = library.address
                 of_partials = 0 if partials is None else address(partials)
-                self.enqueue((*map(address, (*tensors, *found)), of_partials), None)
+                self.enqueue((*map(address, (*tensors, *outputs)), of_partials), None)
             else:  # no rows, or a rank without columns, which adds nothing to sums
-                fill(found, 0)
-            return found
+                fill(outputs, 0)
+            return outputs
         finally:
             if former != self.device_index:
                 library.exchange_device(former)

@@ -209,12 +209,12 @@ def use_device_file(path: Path) -> None:
     here = present()
 
     def tuned(problem: Problem, device: Device) -> tuple[str, Tile, str] | None:
-        found = (
+        row = (
             tables.tile_of(rows.get(tables.key_of(problem), ()), problem, device)
             if device in here or not here
             else None
         )
-        return found and (*found, f"from {path.name}")
+        return row and (*row, f"from {path.name}")
 
     dispatch.tuned = tuned
     dispatch.choose.cache_clear()
@@ -225,8 +225,8 @@ def use(table: Table | None, reason: str = "") -> None:
     """use_tiles with a table already read. reason: what a plan says about its tiles."""
 
     def tuned(problem: Problem, device: Device) -> tuple[str, Tile, str] | None:
-        found = table.tiles.get(key(problem)) if device == table.device else None
-        return found and (*found, reason)
+        choice = table.tiles.get(key(problem)) if device == table.device else None
+        return choice and (*choice, reason)
 
     dispatch.tuned = tuned if table is not None else None
     dispatch.choose.cache_clear()

@@ -31,7 +31,7 @@ from .draws import Draw, problem_of
 # What the planner says of a forced strategy that a width cannot have, and of forced statistics that
 # a forced strategy cannot have there.
 _REFUSALS = ("too narrow", "too few for a cluster", "too wide")
-_REFUSAL_OF_STATISTICS = "statistics is 'two_pass'; all blocks share these rows"
+_REFUSAL_OF_STATISTICS = "statistics is 'two_pass'; expected 'welford' or None"
 _OF_ROWS = ("x", "dy", "residual", "row_scale", "dsum", "dy1")  # the operands with one row each
 _OUTPUTS_OF_ROWS = ("y", "y1", "mean", "rstd", "sum", "dx", "dresidual", "recomputed")
 
