@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import fnmatch
 import re
 from pathlib import Path
 
 import pytest
-from repository_files import CUDA_SRC, DEVICE_SOURCES, KERNELS, SOURCES, names_of
+from repository_files import (
+    CUDA_SRC,
+    DEVICE_SOURCES,
+    KERNELS,
+    REPOSITORY,
+    SOURCES,
+    names_of,
+)
 
 
 @pytest.mark.parametrize("path", **names_of(KERNELS))
@@ -58,6 +66,16 @@ def test_lines_of_cuda_sources_have_at_most_100_columns(path):
 def test_files_that_a_comment_names_are_there(path):
     for file in re.findall(r"\b\w+\.cuh?\b", path.read_text()):
         assert (CUDA_SRC / file).is_file(), f"{path.name} names {file}, which is not there"
+
+
+def test_the_map_of_the_sources_has_every_file():
+    """The table of docs/design.md, whose patterns each match a file."""
+    table = (REPOSITORY / "docs" / "design.md").read_text().partition("| subject | files |")[2]
+    patterns = re.findall(r"`([\w*]+[.\w]*)`", table.partition("\n\n")[0])
+    names = {path.name for path in DEVICE_SOURCES}
+    matched = {pattern: fnmatch.filter(names, pattern) for pattern in patterns}
+    assert len(patterns) > 50 and not [pattern for pattern in patterns if not matched[pattern]]
+    assert names == {name for found in matched.values() for name in found}
 
 
 def code(path: Path) -> str:
