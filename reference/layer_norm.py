@@ -66,6 +66,7 @@ def affine(
 
 
 def scale(weight: np.ndarray | None, zero_centered_weight: bool) -> np.ndarray | float:
+    """What x_hat is multiplied by: weight, 1 + weight, or 1 without a weight."""
     if weight is None:
         return 1.0
     return 1.0 + weight if zero_centered_weight else weight

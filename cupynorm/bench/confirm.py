@@ -69,6 +69,7 @@ def pairs_of(row: Row, device: Device, random: Random) -> list[Pair]:
 
 
 def kernels_of(pairs: Sequence[Pair]) -> set[Kernel]:
+    """The kernels of both tiles of all pairs."""
     choices = [each for pair in pairs for each in (pair.of_model, pair.of_row)]
     kernels = {kernel for each in choices for kernel in (each.amax_kernel, each.kernel)}
     return kernels - {None}

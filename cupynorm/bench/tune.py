@@ -248,6 +248,7 @@ def compile_all(
 
 
 def fault_of(kernel: Kernel) -> str | None:
+    """Why a kernel is left out: it does not compile, or it spills; else None."""
     try:
         if nvrtc.module(kernel).get_function(kernel.name_expression).local_size_bytes == 0:
             return None

@@ -57,6 +57,7 @@ class Statistics(NamedTuple):
 
 
 def round_to(values: np.ndarray, dtype: str) -> np.ndarray:
+    """values rounded once to a dtype, as float64."""
     return decode(encode(values, dtype), dtype)
 
 

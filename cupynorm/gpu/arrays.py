@@ -45,6 +45,7 @@ class Rows(NamedTuple):
 
 
 def product(shape: tuple[int, ...]) -> int:
+    """The product of all extents; 1 of none."""
     total = 1
     for extent in shape:
         total *= extent
@@ -229,6 +230,7 @@ _torch = sys.modules.get("torch")
 
 
 def is_torch(array: Any) -> bool:
+    """Whether it is a torch tensor. Does not import torch."""
     global _torch
     if _torch is None:
         _torch = sys.modules.get("torch")
@@ -236,6 +238,7 @@ def is_torch(array: Any) -> bool:
 
 
 def is_cupy(array: Any) -> bool:
+    """Whether it is a CuPy array. Does not import CuPy."""
     cupy = sys.modules.get("cupy")
     return cupy is not None and isinstance(array, cupy.ndarray)
 
@@ -325,6 +328,7 @@ def library(array: Any) -> type[CuPyLibrary] | type[TorchLibrary]:
 
 
 def dtype_name(array: Any) -> str:
+    """The dtype of an array by name: "bfloat16" for torch.bfloat16."""
     return str(array.dtype).removeprefix("torch.") if is_torch(array) else array.dtype.name
 
 

@@ -19,6 +19,7 @@ from .norms import normalize_and_add
 
 
 def has_dtensors(operands: Operands) -> bool:
+    """Whether any operand is a DTensor."""
     return any(hasattr(each, "device_mesh") for each in operands.all)
 
 

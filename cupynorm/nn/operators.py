@@ -212,6 +212,7 @@ def _backward_request(call: Any) -> BackwardRequest:
 
 
 def or_empty(like: Tensor, gradients: tuple) -> tuple[Tensor, ...]:
+    """The gradients, with an empty tensor for each None, which an operator cannot return."""
     return tuple(like.new_empty(0) if each is None else each for each in gradients)
 
 

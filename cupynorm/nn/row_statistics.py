@@ -23,6 +23,7 @@ from .formulas import arithmetic
 
 
 def statistics_of_part(of_part: OfPart, norm: SplitNorm) -> Tensor:
+    """As cupynorm.norm.split_rows.statistics_of_part."""
     if not arrays.on_host(of_part.x):
         return split_rows.statistics_of_part(of_part, norm)
     rows = of_part.x.to(arithmetic(of_part.x))
@@ -37,6 +38,7 @@ def statistics_of_part(of_part: OfPart, norm: SplitNorm) -> Tensor:
 
 
 def normalize(of_part: OfPart, norm: SplitNorm, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """As cupynorm.norm.split_rows.normalize."""
     if not arrays.on_host(of_part.x):
         return split_rows.normalize(of_part, norm, name_of(dtype))
     statistics = of_part.statistics
@@ -49,6 +51,7 @@ def normalize(of_part: OfPart, norm: SplitNorm, dtype: torch.dtype) -> tuple[Ten
 
 
 def sums_of_part(of_part: OfPart, norm: SplitNorm) -> Tensor:
+    """As cupynorm.norm.split_rows.sums_of_part."""
     if not arrays.on_host(of_part.x):
         return split_rows.sums_of_part(of_part, norm)
     wdy, x_hat = _weighted(of_part, norm), _x_hat(of_part.x, of_part.statistics)
@@ -56,6 +59,7 @@ def sums_of_part(of_part: OfPart, norm: SplitNorm) -> Tensor:
 
 
 def gradients(of_part: OfPart, norm: SplitNorm, wanted: Wanted) -> tuple[Tensor | None, ...]:
+    """As cupynorm.norm.split_rows.gradients."""
     if not arrays.on_host(of_part.x):
         return split_rows.gradients(of_part, norm, wanted)
     x_hat, dx, dweight, dbias = _x_hat(of_part.x, of_part.statistics), None, None, None

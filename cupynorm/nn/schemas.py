@@ -86,6 +86,7 @@ def arguments_of(operator: Any) -> type:
 
 
 def torch_dtype(dtype: object, name: str) -> torch.dtype | None:
+    """A dtype as torch's; None for None. name: of the argument. Raises as dtype_name."""
     return None if dtype is None else getattr(torch, dtype_name(dtype, name))
 
 
@@ -133,10 +134,12 @@ def register_decompositions(name: str, decomposition: Callable, fake: Callable) 
 
 
 def save_nothing(ctx, inputs, output):
+    """setup_context of an operator whose backward needs no tensor."""
     ctx.set_materialize_grads(False)
 
 
 def refuse_second_derivatives(ctx, *gradients):
+    """backward of an operator that has none: raises NotImplementedError."""
     raise NotImplementedError(
         "the second derivative of a norm with residual_dtype, row_scale, dropout_p, weight1, "
         "bias1, round_x_hat, memory_efficient, load or store, or of recomputing_norm_backward, was "

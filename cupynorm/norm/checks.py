@@ -57,6 +57,7 @@ def _check_constant(array: Array | None, name: str, words: str) -> None:
 
 
 def check_dtype(array: Array, name: str) -> str:
+    """The dtype of an array by name. Raises TypeError unless it is one of the four."""
     dtype = arrays.dtype_name(array)
     if dtype not in DTYPES:
         raise TypeError(f"{name} is of dtype {dtype}; expected one of {', '.join(DTYPES)}")
@@ -64,6 +65,7 @@ def check_dtype(array: Array, name: str) -> str:
 
 
 def check_same_place(array: Array, x: Array, name: str, x_name: str) -> None:
+    """Raises ValueError unless an array has the library and the device of x."""
     if arrays.where(array) != arrays.where(x):
         raise ValueError(
             f"{name} is {arrays.where(array)}, {x_name} is {arrays.where(x)}; "

@@ -47,6 +47,7 @@ def in_dtype(array: Array, dtype: Any) -> Array:
 
 
 def fill(some: Iterable[Array | None], value: float) -> None:
+    """Fills those of the arrays that are there, on the current stream."""
     for array in some:
         if array is not None:
             array[...] = value

@@ -22,6 +22,7 @@ _FOUND = SCALINGS[1:]  # the scalings that need no scale from the caller
 def launch_options(
     strategy: str | None, tile: object, statistics: str | None, sm_margin: object
 ) -> Options:
+    """The launch options of a call. Raises TypeError or ValueError for a wrong one."""
     if strategy is None and tile is None and statistics is None:
         if sm_margin.__class__ is int and sm_margin == 0:
             return DEFAULTS
@@ -84,10 +85,12 @@ def _margin(value: object) -> int:
 
 
 def check_sm_margin(sm_margin: object) -> None:
+    """Raises as launch_options for a wrong sm_margin."""
     _margins(sm_margin)
 
 
 def check_dropout_p(dropout_p: object) -> float:
+    """dropout_p as a float. Raises ValueError unless it is a number from 0 to 1."""
     is_real = isinstance(dropout_p, numbers.Real) and not isinstance(dropout_p, bool)
     if not is_real or not 0 <= dropout_p <= 1:
         raise ValueError(f"dropout_p is {dropout_p!r}; expected a probability, from 0 to 1")
@@ -205,6 +208,7 @@ def gradient_names(gradients: object) -> str | tuple[str, ...]:
 
 
 def check_gradients(gradients: object, names: Sequence[str]) -> None:
+    """Raises ValueError unless gradients are some of these names."""
     if isinstance(gradients, str) or any(name not in names for name in gradients):
         raise ValueError(f"gradients is {gradients!r}; expected some of {', '.join(names)}")
 
@@ -221,6 +225,7 @@ def is_float8(dtype: object) -> bool:
 
 
 def float8_name(dtype: object) -> str:
+    """The name of a dtype of torch or ml_dtypes; a str is returned unchanged."""
     name = dtype if isinstance(dtype, str) else str(dtype).removeprefix("torch.")
     if name in FLOAT8S or isinstance(dtype, str):
         return name

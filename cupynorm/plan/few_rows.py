@@ -140,6 +140,7 @@ def smem_bytes_of_few(problem: Problem, tile: Tile, sums: Tile) -> int:
 
 
 def few_instance(problem: Problem, choice: Choice, tile: Tile, sums: Tile) -> Kernel:
+    """The instance of backward_few.cu. sums: the tile of the blocks that own columns."""
     outputs = f"{cpp_name(problem.dweight)}, {cpp_name(problem.dbias)}"
     name = f"{row_arguments(problem)}, {outputs}, {cpp_bool(problem.centered)}"
     return Kernel(

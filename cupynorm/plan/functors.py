@@ -273,6 +273,7 @@ class Fused:
 
 
 def struct_name(functor: Functor, role: str, backward: bool) -> str:
+    """The name of the struct template of a functor."""
     return f"{functor.name}_of_{role}{'_gradient' * backward}"
 
 

@@ -158,6 +158,7 @@ def parameters_launch(
     overlaps: bool = False,
     most_blocks: int | None = None,
 ) -> Launch:
+    """The launch of backward_parameters.cu."""
     grid = ceil_div(problem.num_cols, tile.threads_per_row * tile.pack_size)
     grid = grid if most_blocks is None else min(grid, most_blocks)
     return Launch(

@@ -74,18 +74,22 @@ class Choice:
 
 
 def cpp_name(name: str | None) -> str:
+    """The element type of a dtype in C++; void for None."""
     return ELEMENTS[name].cpp if name else "void"
 
 
 def cpp_names(*names: str | None) -> str:
+    """The same of several, separated by commas."""
     return ", ".join(map(cpp_name, names))
 
 
 def cpp_bool(value: object) -> str:
+    """true or false, as C++ spells it."""
     return "true" if value else "false"
 
 
 def load_x_name(problem: Problem) -> str:
+    """The struct through which backward reads x."""
     if problem.load and problem.load.source:
         own = problem.load.struct("load", problem.compute)
         return f"FunctorLoad<{cpp_name(problem.load.source)}, {own}>"
@@ -96,6 +100,7 @@ def load_x_name(problem: Problem) -> str:
 
 
 def load_dy_name(problem: Problem) -> str:
+    """The struct through which backward reads dy."""
     if problem.store is None:
         return f"Load<{cpp_name(problem.dy)}>"
     types = cpp_names(problem.store.source, problem.weight, problem.bias)
@@ -127,6 +132,7 @@ def compute_of_load(problem: Problem) -> str:
 def row_instance(
     problem: Problem, strategy: str, tile: Tile, statistics: str, step: str = "all"
 ) -> Kernel:
+    """The instance of the strategy's kernel for a problem."""
     zero_centered = cpp_bool(problem.zero_centered)
     factor = f"{cpp_name(problem.row_scale)}, {cpp_bool(problem.dropout)}"
     load_x = load_x_name(problem)

@@ -197,6 +197,7 @@ def cluster_tile(problem: Problem, device: Device) -> Tile | None:
 
 
 def smem_tile(problem: Problem, device: Device, cluster_sizes: Iterable[int]) -> Tile | None:
+    """The tile of path "smem", or None if no cluster of these sizes holds the row."""
     # Random words of dropout need more than the 128 registers of each of 512 threads.
     threads = 256 if problem.dropout else 512
     for size in cluster_sizes:
@@ -236,6 +237,7 @@ def wants_grid(problem: Problem) -> bool:
 
 
 def uncached_tile(problem: Problem, device: Device) -> Tile:
+    """The tile of strategy "uncached", which takes any row."""
     # Two outputs, and a functor, need more than the 64 registers of a thread with two blocks.
     is_tight = problem.y1 or problem.load or problem.store
     return Tile(problem.widest_pack, 512, blocks_per_sm=1 if is_tight else 2, path="uncached")

@@ -357,6 +357,7 @@ class Problem:
 
 
 def ceil_div(value: int, step: int) -> int:
+    """value / step, rounded up."""
     return -(-value // step)
 
 

@@ -65,6 +65,7 @@ def _row_launch(part: Part, name: str, types: str) -> Launch:
 
 
 def statistics_launch(part: Part) -> Launch:
+    """The launch of split_statistics.cu."""
     types = f"{cpp_name(part.x)}, {cpp_bool(part.centered)}"
     return _row_launch(part, "split_statistics", types)
 
@@ -78,6 +79,7 @@ def normalize_launch(part: Part, *, combines: bool) -> Launch:
 
 
 def sums_launch(part: Part) -> Launch:
+    """The launch of split_sums.cu."""
     types = f"{cpp_names(part.x, part.y)}, {part.load_weight}, {cpp_bool(part.centered)}"
     return _row_launch(part, "split_sums", types)
 

@@ -116,6 +116,7 @@ def class_of(problem: Problem) -> str | None:
 
 
 def key_of(problem: Problem) -> Key | None:
+    """The class of a problem in a data file; None for problems that have no rows there."""
     kind = class_of(problem)
     return kind and (
         problem.direction,
@@ -132,6 +133,7 @@ def read_rows(path: Path) -> list[Row]:
 
 
 def row_of(fields: dict[str, str]) -> Row:
+    """A row of a data file from its fields, as text."""
     texts = {
         name: fields[name]
         for name in ("direction", "norm", "dtype", "kind", "path", "strategy", "date")
@@ -141,6 +143,7 @@ def row_of(fields: dict[str, str]) -> Row:
 
 
 def write_rows(path: Path, rows: Iterable[Row]) -> None:
+    """Writes a data file."""
     with path.open("w", encoding="utf-8", newline="") as file:
         writer = csv.DictWriter(file, list(Row.__dataclass_fields__), lineterminator="\n")
         writer.writeheader()
@@ -149,6 +152,7 @@ def write_rows(path: Path, rows: Iterable[Row]) -> None:
 
 
 def by_key(rows: Iterable[Row]) -> dict[Key, list[Row]]:
+    """The rows of each class."""
     rows_of: dict[Key, list[Row]] = {}
     for row in rows:
         for key in row.keys:

@@ -302,6 +302,7 @@ def blocks_that_fit(problem: Problem, device: Device, tile: Tile) -> int:
 
 
 def fits_smem(device: Device, smem_bytes: int, blocks_per_sm: int) -> bool:
+    """Whether so many blocks with so much dynamic shared memory fit a multiprocessor."""
     of_blocks = blocks_per_sm * (smem_bytes + RESERVED_BYTES)
     return smem_bytes <= device.smem_per_block and of_blocks <= device.smem_per_sm
 
