@@ -93,19 +93,20 @@ struct Exchange {
     }
   }
   __device__ __forceinline__ float received(unsigned turn, int which, int index) const {
-    return buffers[(num_values * static_cast<int>(turn % num_buffers) + which) * num_sources +
-                   source(index)];
+    return buffer(turn)[which * num_sources + source(index)];
+  }
+  // All that the warps send in a turn: [num_values][num_sources].
+  __device__ __forceinline__ float* buffer(unsigned turn) const {
+    return buffers + num_values * static_cast<int>(turn % num_buffers) * num_sources;
   }
 
  private:
   __device__ __forceinline__ void send_value(unsigned turn, int which, float value) const {
-    const int buffer = static_cast<int>(turn % num_buffers);
     const unsigned lane = threadIdx.x % 16;
-    float* at =
-        buffers + (num_values * buffer + which) * num_sources + RingShape<tile>::thread() / 32;
+    float* at = buffer(turn) + which * num_sources + RingShape<tile>::thread() / 32;
     if constexpr (tile.cluster_size > 1) {
       if (lane < tile.cluster_size)
-        cluster_send(at + cluster_rank() * num_warps, value, barriers + buffer, lane);
+        cluster_send(at + cluster_rank() * num_warps, value, barriers + turn % num_buffers, lane);
     } else if (lane == 0) {
       *at = value;
     }

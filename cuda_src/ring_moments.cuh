@@ -1,11 +1,12 @@
 // ring_moments.cuh -- mean and squares of the part of a row that one warp of a forward ring has
 #pragma once
 #include "exchange.cuh"
+#include "mean_rstd.cuh"
 #include "sums.cuh"
 
 // The part's mean, and the sum of squared deviations from it, which merge to those of the row
-// (Chan, Golub, LeVeque 1983). rest: the rounding error of the mean. RMSNorm: the sum of squares
-// alone.
+// (Chan, Golub, LeVeque 1983). rest: the rounding error of the mean, 0 for equal values. RMSNorm:
+// the sum of squares alone.
 template <class Compute>
 struct PartMoments {
   Compute mean;
@@ -42,9 +43,11 @@ __device__ __forceinline__ PartMoments<Compute> part_moments(Part& part, int num
     deviations = warp_reduce<32>(deviations);
     if constexpr (!correct)
       return {first, deviations.part[0], fma(-first, count, total.part[0]) * reciprocal};
-    const Compute rest = deviations.part[correct] * reciprocal;
-    const Compute excess = deviations.part[correct] * rest;
-    return {first, excess - excess == 0 ? deviations.part[0] - excess : deviations.part[0], rest};
+    // Of equal values the sums of deviations are exact: the mean is then the value.
+    const Compute correction = divide(deviations.part[correct], count, reciprocal);
+    const Compute excess = deviations.part[correct] * correction, mean = first + correction;
+    return {mean, excess - excess == 0 ? deviations.part[0] - excess : deviations.part[0],
+            correction - (mean - first)};
   } else {
     Moments<Compute> moments{};
     part.for_each_pack([&](int pack, const auto& values) {

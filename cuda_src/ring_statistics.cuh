@@ -28,14 +28,16 @@ __device__ __forceinline__ RowStatistics<Compute> statistics_of_moments(
     int num_cols, double eps) {
   constexpr bool has_rest = Moments::has_third;
   const Compute count = static_cast<Compute>(num_cols), reciprocal = Compute(1) / count;
+  // The mean of one part: those of all parts of a constant row are equal to it.
+  const Compute origin = usable_origin(exchange.buffer(turn)[0]);
   Sum<Compute, 1> total{};
   exchange.for_each_source([&](int index) {
-    total.part[0] += centered ? source_cols[index] * exchange.received(turn, 0, index)
+    total.part[0] += centered ? source_cols[index] * (exchange.received(turn, 0, index) - origin)
                               : exchange.received(turn, 1, index);
   });
   total = warp_reduce<Moments::lanes>(total);
   if constexpr (!centered) return uncentered(total.part[0], reciprocal, eps);
-  const Compute first = divide(total.part[0], count, reciprocal);
+  const Compute first = origin + divide(total.part[0], count, reciprocal);
   Sum<Compute, 1> deviations{};
   exchange.for_each_source([&](int index) {
     Compute distance = exchange.received(turn, 0, index) - first;

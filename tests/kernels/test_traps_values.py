@@ -17,6 +17,7 @@ from cupynorm.check.results import judge
 from cupynorm.check.run import run_kernels
 from cupynorm.dtypes import DTYPES
 from cupynorm.gpu import nvrtc
+from cupynorm.norm.plans import plan
 from cupynorm.plan.strategies import STATISTICS, STRATEGIES
 
 
@@ -110,6 +111,8 @@ def test_t01_mean_far_larger_than_spread_in_arrays(name, rows):
 
 
 CONSTANTS = np.array([14.0, 1234.0, 0.0, 0.1, -1 / 3, 1e-3 + 1e4])
+# Values whose sums float32 rounds. float16 does not have the first.
+ROUNDED_CONSTANTS = np.array([-3507424260.0, 4.388819e-05])
 
 
 def assert_constant_rows(problem: Problem, results: dict[str, np.ndarray]) -> None:
@@ -135,14 +138,17 @@ def test_t02_constant_rows(dtype, strategy, statistics, where):
     for num_cols in ((3, 240, 1000), (7, 240, 768, 5000))[turn % 2]:
         case = Case("layer_norm", 0, num_cols, dtype, strategy=strategy, statistics=statistics)
         if fits(case, where.device):
-            problem = with_rows(case, np.repeat(CONSTANTS[:, None], num_cols, axis=1))
+            rounded = ROUNDED_CONSTANTS[dtype == "float16" :]
+            rows = np.concatenate([CONSTANTS, rounded])[:, None]
+            problem = with_rows(case, np.repeat(rows, num_cols, axis=1))
             assert_constant_rows(problem, run_kernels(problem, where))
             checked += 1
     assert checked >= 2
 
 
 def wide_constant_rows(case: Case) -> Problem:
-    constants = np.concatenate([CONSTANTS, [3.14159e-5, 65499.0, -0.7]])
+    rounded = ROUNDED_CONSTANTS[case.x == "float16" :]
+    constants = np.concatenate([CONSTANTS, rounded, [3.14159e-5, 65499.0, -0.7]])
     problem = with_rows(case, np.repeat(constants[:, None], case.num_cols, axis=1))
     problem.bias[::2] = 0.0  # where the last digits of an x_hat that is not 0 would show
     return problem
@@ -161,6 +167,20 @@ def test_t02_wide_constant_rows(dtype, num_cols, strategy, statistics):
         pytest.skip(f"{strategy} takes no row of {num_cols} columns")
     problem = wide_constant_rows(case)
     assert_constant_rows(problem, run_kernels(problem, where))
+
+
+def test_t02_constant_rows_in_a_ring(where):
+    """Its warps merge their means, and the sum of those is rounded too."""
+    options = {"strategy": "cluster", "statistics": "two_pass"}
+    assert plan(1000, dtype="float32", device="H200", **options).tile.path == "ring"
+    case = Case("layer_norm", 0, 1000, "float32", **options)
+    generator = np.random.default_rng(0)
+    constants = generator.uniform(-1, 1, 60) * 10 ** generator.uniform(-4, 12, 60)
+    problem = with_rows(case, np.repeat(constants[:, None], 1000, axis=1))
+    problem.bias[::2] = 0.0
+    results = run_kernels(problem, where)
+    assert_constant_rows(problem, results)
+    np.testing.assert_allclose(results["rstd"], 1e-5**-0.5, rtol=2.0**-22)
 
 
 @pytest.mark.slow

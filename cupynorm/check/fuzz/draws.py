@@ -260,7 +260,9 @@ def _special(drawn: Draw, x: np.ndarray, generator: np.random.Generator) -> np.n
     largest = min(DTYPES[case.x].largest, 1e9)
     at = generator.integers(case.num_rows), generator.integers(case.num_cols)
     if drawn.values == "constant rows":
-        return np.broadcast_to(x[:, :1] * generator.choice([1.0, 100.0]), x.shape)
+        # A residual of a smaller size would leave rows of equal values and very few others.
+        constants = x[:, :1] * generator.choice([1.0, 100.0, *[1e5, 1e9] * (not case.residual)])
+        return np.broadcast_to(np.clip(constants, -largest, largest), x.shape)
     if drawn.values == "huge means":
         return x + generator.choice([-1, 1]) * min(largest / 64, generator.choice([1e4, 1e6, 1e8]))
     if drawn.values == "tiny spreads":
