@@ -215,13 +215,16 @@ def normalized_input(module: torch.nn.Module) -> str:
     own = parameters_of(module)
     if not own:
         return "rows" if _returns_x_hat(module, 8 * torch.randn(4, 24, generator=generator)) else ""
-    shapes = {tuple(each.shape) for each in own.values()}
+    shapes = {tuple(each.shape) for each in own.values() if each.ndim}
     num_cols = max((each.numel() for each in own.values()), default=0)
     places = {(4, *shape): "rows" for shape in shapes} | {(3, 2, num_cols): "rows"}
     places[2, num_cols, 5, 5] = "images"
     with torch.device("cpu"), torch.random.fork_rng(devices=[]), torch.no_grad():
         parameters = {
-            name: torch.randn(each.shape, generator=generator) for name, each in own.items()
+            name: torch.randn(each.shape, generator=generator)
+            if each.numel() != 1
+            else torch.full(each.shape, 1e-3)  # it may be an eps
+            for name, each in own.items()
         }
         for place, kind in places.items():
             # Large enough for any eps, and small enough for most limits.

@@ -185,11 +185,16 @@ def _looks_like_a_norm(module: torch.nn.Module) -> bool:
 
 
 def _may_be_a_norm(module: torch.nn.Module) -> bool:
-    """Whether it holds up to two parameters of one shape, as a norm does, and no modules."""
+    """Whether it holds up to two parameters of one shape, as a norm does, and no modules.
+
+    It may also hold a number, such as an eps that is learned.
+    """
     parameters = parameters_of(module).values()
+    vectors = [each for each in parameters if each.numel() != 1]
     return (
-        len({parameter.shape for parameter in parameters}) <= 1
-        and len(parameters) <= 2
+        len({each.shape for each in vectors}) <= 1
+        and len(vectors) <= 2
+        and len(parameters) <= max(2, len(vectors) + 1)
         and max((parameter.numel() for parameter in parameters), default=0) <= _MOST_COLS
         and not module._modules
         and not isinstance(module, Norm)

@@ -47,6 +47,19 @@ class DroppingRMSNorm(LlamaRMSNorm):
         return torch.nn.functional.dropout(super().forward(x), training=self.training)
 
 
+class LearnedEps(torch.nn.Module):
+    """Its name says nothing, and its parameters have different shapes."""
+
+    def __init__(self, bias: bool, *shape: int) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(64))
+        self.bias = torch.nn.Parameter(torch.ones(64)) if bias else 1
+        self.var = torch.nn.Parameter(torch.full(shape, 0.1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * torch.rsqrt(x.pow(2).mean(-1, True) + self.var) * self.weight + self.bias
+
+
 class ScaleOnly(LlamaRMSNorm):
     def normalized(self, x: torch.Tensor) -> torch.Tensor:
         return x
@@ -235,6 +248,8 @@ UNNAMED = {
     "raises": (Affine("gamma beta", only_on_cuda), "its forward raised AssertionError on the CPU"),
     "dimensions of 1": (Affine("g b", normal, (1, 1, 64)), f"its g {ONES}"),
     "one of its weight": (Affine("weight", normal, (1, 1, 64)), f"its weight {ONES}"),
+    "learned eps": (LearnedEps(True, 1), "it holds bias, var, weight; expected a weight"),
+    "no bias": (LearnedEps(False), "its weight has shape (64,), its var has shape ()"),
     "limited y": (Affine("g b", lambda *a: normal(*a).clamp(-6e4, 6e4)), NEITHER),
     "limited x": (Affine("g b", lambda x, *a: normal(x.clamp(-500, 500), *a)), NEITHER),
     "limited x_hat": (Affine("g", lambda x, g: normal(x, 1).clamp(-6, 6) * g), NEITHER),
