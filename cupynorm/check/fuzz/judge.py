@@ -88,10 +88,10 @@ def _is_refusal(case: Case, words: str) -> bool:
 
 
 def _complaints(drawn: Draw, where: Machine) -> list[Complaint]:
+    welford = kernels.uses_welford(drawn.case, where.device)  # refuses before values are drawn
     problem = problem_of(drawn)
     if drawn.how is not None:
-        return _of_8_bits(drawn, problem, where)
-    welford = kernels.uses_welford(problem.case, where.device)
+        return _of_8_bits(drawn, problem, where, welford)
     first = run(drawn, problem, where)
     expectations = expect(problem, rounded_mean=welford, added=first.get("sum"))
     found = _unjudged(drawn, set(expectations), set(first))
@@ -103,10 +103,9 @@ def _complaints(drawn: Draw, where: Machine) -> list[Complaint]:
     return found
 
 
-def _of_8_bits(drawn: Draw, problem: Problem, where: Machine) -> list[Complaint]:
+def _of_8_bits(drawn: Draw, problem: Problem, where: Machine, welford: bool) -> list[Complaint]:
     """The same of a forward whose y has 8 bits."""
     how, case = drawn.how, problem.case
-    welford = kernels.uses_welford(case, where.device)
     if isinstance(where, CpuMachine):
         first, plain = run_quantized(problem, how, where, drawn.layouts)
         found = _off(judge_bytes(case, how, first, plain))
