@@ -1,8 +1,9 @@
 """Each row of a device's data file beside the model: `tune --device-file h200.csv --confirm`.
 
-For each class of a row, its tile and the model's take turns at two random widths of its range. A
-row stays if its mean gain is 1 % or more; 2 % if its range is narrow (its last width less than a
-tenth above its first). It gets the date and the mean gain. These rows leave the file:
+The tile of a row and the model's take turns at a random width of one of its classes. If it is not
+slower there, they take turns once more, in another class if there is one. A row stays if its mean
+gain is 1 % or more; 2 % if its range is narrow (its last width less than a tenth above its first).
+It gets the date and the mean gain. These rows leave the file:
 
 - others, unless a row that stays would hold their widths;
 - rows whose kernel spills;
@@ -17,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import date
+from itertools import chain, zip_longest
 from random import Random
 from statistics import mean
 from time import monotonic
@@ -34,7 +36,7 @@ from .timer import Timer, take_turns
 from .tune_ranges import Range, part_of
 
 LEAST_GAIN, LEAST_GAIN_OF_NARROW, NARROW = 0.01, 0.02, 1.1
-_TRIED, _MEASURED, _RUNS = 8, 2, 11  # widths of a class; runs of each
+_TRIED, _MEASURED, _RUNS = 8, 2, 11  # widths of a class, pairs of a row, runs of a pair
 
 Measure = Callable[[Cell, Choice, Choice], tuple[float, float]]
 
@@ -49,10 +51,13 @@ class Pair:
 
 
 def pairs_of(row: Row, device: Device, random: Random) -> list[Pair]:
-    """Of each class of a row, the first random widths at which its tile is not the model's."""
+    """Random widths at which a row's tile is not the model's: _MEASURED of them at most.
+
+    They are of different classes if the row has as many.
+    """
     by_model = replace(device, name=f"{device.name} by the model")
-    pairs = []
-    for key in row.keys:
+    of_classes = []
+    for key in random.sample(row.keys, len(row.keys)):
         range_ = Range(key, row.from_cols, row.to_cols, row.step, row)
         widths = range_.widths(random, _TRIED)
         random.shuffle(widths)
@@ -64,8 +69,9 @@ def pairs_of(row: Row, device: Device, random: Random) -> list[Pair]:
             of_row = choose(problem, by_model, row.strategy, row.tile(problem))
             if (of_model.strategy, of_model.tile) != (of_row.strategy, of_row.tile):
                 of_class.append(Pair(cell, of_model, of_row))
-        pairs += of_class[:_MEASURED]
-    return pairs
+        of_classes.append(of_class)
+    in_turn = chain.from_iterable(zip_longest(*of_classes))
+    return [pair for pair in in_turn if pair][:_MEASURED]
 
 
 def kernels_of(pairs: Sequence[Pair]) -> set[Kernel]:
@@ -100,31 +106,44 @@ def confirm(
     """The rows that stay, how many of them were measured, and how many left.
 
     part: (3, 8) takes the third of eight parts; rows of others stay. seconds: without compiling.
-    compile_ahead: is given all kernels before the first is measured, and says what is wrong with
-    one.
+    compile_ahead: is given all kernels of a turn before the first is measured, and says what is
+    wrong with one.
     """
     random = Random(seed)
     chosen = set(part_of(range(len(rows)), part))
     pairs = {at: pairs_of(rows[at], device, random) for at in sorted(chosen)}
-    faults = compile_ahead({kernel for each in pairs.values() for kernel in kernels_of(each)})
-    end = monotonic() + seconds
-    kept, slow, num_measured = {}, {}, 0
-    for at in sorted(range(len(rows)), key=lambda at: rows[at].date):
-        row = rows[at]
-        if at not in pairs or monotonic() > end:
+    gains: dict[int, list[float]] = {at: [] for at, each in pairs.items() if not each}
+    spilled = set()
+    for turn in range(_MEASURED):
+        if seconds < 0:
+            break
+        ahead = {at: each[turn] for at, each in pairs.items() if len(each) > turn}
+        if turn:
+            ahead = {at: pair for at, pair in ahead.items() if gains.get(at, [-1.0])[0] >= 0.0}
+        faults = compile_ahead(kernels_of(list(ahead.values())))
+        start = monotonic()
+        for at in sorted(ahead, key=lambda at: rows[at].date):
+            if monotonic() - start > seconds:
+                break
+            if faults[ahead[at].of_row.kernel]:
+                spilled.add(at)
+                continue
+            of_model, of_row = measure(ahead[at].cell, ahead[at].of_model, ahead[at].of_row)
+            gains.setdefault(at, []).append(of_model / of_row - 1)
+        seconds -= monotonic() - start
+    kept, slow = {}, {}
+    for at, row in enumerate(rows):
+        if at in spilled:
+            continue
+        if at not in gains:
             kept[at] = row
             continue
-        num_measured += 1
-        if any(faults[pair.of_row.kernel] for pair in pairs[at]):
-            continue
-        times = [measure(pair.cell, pair.of_model, pair.of_row) for pair in pairs[at]]
-        gains = [of_model / of_row - 1 for of_model, of_row in times] or [0.0]
-        row = replace(row, gain=round(mean(gains), 3), date=str(date.today()))
+        row = replace(row, gain=round(mean(gains[at] or [0.0]), 3), date=str(date.today()))
         rows_of = kept if is_worth_a_row(row) else slow
         rows_of[at] = row
     others = by_key(kept.values())
     kept |= {at: row for at, row in slow.items() if row.gain > -LEAST_GAIN and shares(row, others)}
-    return [kept[at] for at in sorted(kept)], num_measured, len(rows) - len(kept)
+    return [kept[at] for at in sorted(kept)], len(gains.keys() | spilled), len(rows) - len(kept)
 
 
 def is_worth_a_row(row: Row) -> bool:

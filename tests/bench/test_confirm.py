@@ -7,6 +7,8 @@ from datetime import date
 from pathlib import Path
 from random import Random
 
+import pytest
+
 import cupynorm
 from cupynorm.bench.confirm import confirm, is_worth_a_row, pairs_of, shares
 from cupynorm.plan.devices import DEVICES
@@ -24,13 +26,15 @@ def faster_by(share: float):
 def test_pairs_are_of_the_classes_and_the_range_of_their_row():
     for row in ROWS:
         pairs = pairs_of(row, H200, Random(0))
-        assert len(pairs) <= 2 * len(row.keys)
+        assert len(pairs) <= 2
         for pair in pairs:
             assert row.holds(pair.cell.num_cols)
             assert pair.cell.norm in row.norm and pair.cell.dtype in row.dtype
             assert pair.of_model.tile != pair.of_row.tile
             assert pair.of_row.tile.threads_per_row == row.threads_per_row
-    assert any(len(pairs_of(row, H200, Random(0))) == 2 * len(row.keys) > 2 for row in ROWS)
+        classes = {(pair.cell.norm, pair.cell.dtype) for pair in pairs}
+        assert len(classes) == min(len(pairs), len(row.keys))
+    assert any(len(row.keys) > 1 for row in ROWS)
 
 
 def test_a_row_that_gains_stays_with_its_gain_and_the_date():
@@ -57,6 +61,19 @@ def test_a_class_that_loses_counts_against_one_that_gains():
         return faster_by(0.1 if cell.norm == "rms_norm" else -0.1)(cell, of_model, of_row)
 
     assert confirm([row], H200, measure=measure)[0] == []
+
+
+@pytest.mark.parametrize("share, times", [(-0.1, 1), (0.1, 2)])
+def test_a_row_that_is_slower_is_measured_once(share, times):
+    row = next(row for row in ROWS if len(pairs_of(row, H200, Random(0))) == 2)
+    cells = []
+
+    def measure(cell, of_model, of_row):
+        cells.append(cell)
+        return faster_by(share)(cell, of_model, of_row)
+
+    confirm([row], H200, measure=measure)
+    assert len(cells) == times
 
 
 def test_a_row_that_gains_too_little_leaves():
