@@ -16,9 +16,10 @@ from .tile_model import blocks_that_fit, reduce_bytes
 # group of threads adds up, at most; the elements of x, at most, because they are read twice.
 _BLOCK_SIZES, _ROWS_OF_GROUP, _ELEMENTS = (128, 256, 512), 16, 2**22
 # Forward: the share of a tile's blocks that must stay resident for weight and bias to load early,
-# if rows take more than one turn. RMSNorm of rows of so few bytes in the lanes of a warp: the most
-# turns of rows whose weight loads early, if all packs are inside the row (1), and if not (0).
-_EARLY_SHARE, _EARLY_LANES_BYTES, _EARLY_LANES_TURNS = 0.8, 1024, {1: 8, 0: 4}
+# if rows take more than one turn. RMSNorm of rows of so few bytes in the lanes of a warp: the turns
+# of rows whose weight loads early, if all packs are inside the row (1), and if not (0).
+_EARLY_SHARE, _EARLY_LANES_BYTES = 0.8, 1024
+_EARLY_LANES_TURNS = {1: range(3, 9), 0: range(2, 5)}
 _FUSED = {"dsum", "dresidual", "wide"}
 
 
@@ -39,21 +40,21 @@ def for_few_rows(
     return _early(problem, device, few, num_rows, _early_turns(problem, strategy, few))
 
 
-def _early_turns(problem: Problem, strategy: str, tile: Tile) -> int:
-    """The most turns of resident blocks for which fewer blocks with an early weight are faster."""
+def _early_turns(problem: Problem, strategy: str, tile: Tile) -> range:
+    """The turns of resident blocks for which fewer blocks with an early weight are faster."""
     itemsize = DTYPES[problem.x].itemsize
     alone = not (problem.centered or problem.bias or problem.extras)
     narrow = strategy == "warp" and problem.num_cols * itemsize <= _EARLY_LANES_BYTES
     if narrow and alone and tile.pack_size * itemsize == 16:
         return _EARLY_LANES_TURNS[tile.exact]
-    return 1
+    return range(0)
 
 
-def _early(problem: Problem, device: Device, tile: Tile, num_rows: int, most_turns: int) -> Tile:
+def _early(problem: Problem, device: Device, tile: Tile, num_rows: int, lanes_turns: range) -> Tile:
     """The tile with weight and bias loaded early, if rows take few turns of resident blocks.
 
-    A thread keeps them beside the row, so fewer blocks fit. Few are most_turns, and 2 if as many
-    blocks fit, or nearly.
+    A thread keeps them beside the row, so fewer blocks fit. Few are 1, lanes_turns, and 2 if as
+    many blocks fit, or nearly.
     """
     if not (problem.weight or problem.bias) or problem.store:
         return tile
@@ -65,7 +66,7 @@ def _early(problem: Problem, device: Device, tile: Tile, num_rows: int, most_tur
     def turns(of: Tile) -> int:
         return ceil_div(num_rows, max(1, of.blocks_per_sm) * of.rows_per_block * device.num_sms)
 
-    few = turns(early) <= most_turns or (
+    few = turns(early) in (1, *lanes_turns) or (
         turns(early) <= min(2, turns(tile))
         and early.blocks_per_sm >= _EARLY_SHARE * tile.blocks_per_sm
     )
