@@ -207,7 +207,7 @@ def resumed(result: Result, file: Path) -> Result:
             if was != are[name]:
                 raise ValueError(f"--resume: {name} of the {label} is {are[name]}, in {file} {was}")
     if before.settings["command"] != result.settings["command"]:
-        before.settings["command"] += f" && {result.settings['command']}"
+        before.settings["command"] += f" && {result.settings['command']} --resume"
     return before
 
 

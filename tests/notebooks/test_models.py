@@ -369,7 +369,7 @@ def test_a_run_that_was_stopped_is_resumed(example, tmp_path, variants):
     assert example.main([*asked, "--models", "dit,bert"]) == 0
     both = report.Result.from_json(file.read_text())
     assert [*both.models] == ["bert", "dit"] and both.models["dit"] == first.models["dit"]
-    assert both.settings["command"] == f"{command} && {command},bert"
+    assert both.settings["command"] == f"{command} && {command},bert --resume"
     assert len(variants["cupynorm"]) == 2
     with pytest.raises(ValueError, match="--resume: seed of the settings is 1, in .* 0"):
         example.main([*asked, "--seed", "1"])
