@@ -4,64 +4,102 @@
 #include "backward_smem.cuh"
 #include "grid_row.cuh"
 
-// In shared memory. A thread adds to its own columns alone. Chunks of 16 bytes of a pack are apart,
-// so that those of neighbouring threads are adjacent: there are no bank conflicts.
+// A thread adds to its own columns alone: those of its first packs in registers, the others in
+// shared memory. There, the k-th chunks of 16 bytes of all threads are adjacent: there are no bank
+// conflicts.
 template <Gradients gradients, Tile tile>
 struct GridSums {
+  using Shape = GridShape<tile>;
   static constexpr int pack_size = tile.pack_size;
   static constexpr int chunk_size = pack_size < 4 ? pack_size : 4;
-  static constexpr int num_chunks = pack_size / chunk_size;
+  static constexpr int wanted = gradients.dweight + gradients.dbias;
+  static constexpr int fitting =
+      wanted > 0 && Shape::spare_registers > 0 ? Shape::spare_registers / (pack_size * wanted) : 0;
+  static constexpr int num_kept = fitting < tile.packs_per_thread ? fitting : tile.packs_per_thread;
+  // For weights. Packs that may be beyond the slice take more registers for one row.
+  static constexpr int left_registers =
+      Shape::spare_registers - num_kept * pack_size * wanted - (tile.exact ? 8 : 24);
 
   Slice cols;
-  float* dweight;
-  float* dbias;
+  float* smem;
+  float dweight[num_kept + (num_kept == 0)][pack_size] = {};
+  float dbias[num_kept + (num_kept == 0)][pack_size] = {};
 
   __device__ __forceinline__ GridSums(unsigned char* smem, Slice cols)
-      : cols(cols),
-        dweight(reinterpret_cast<float*>(smem)),
-        dbias(dweight + (gradients.dweight ? cols.size() : 0)) {}
+      : cols(cols), smem(reinterpret_cast<float*>(smem) + threadIdx.x * chunk_size) {
+    if (Shape::works()) start();
+  }
 
-  __device__ __forceinline__ void start() const {
-    for_each_slice_pack<tile>(cols, [&](int, int col) {
-      for_each_chunk(col, [&](int at, int) {
-        const float zeros[chunk_size] = {};
-        if constexpr (gradients.dweight) store_pack<chunk_size>(dweight + at, repack<float>(zeros));
-        if constexpr (gradients.dbias) store_pack<chunk_size>(dbias + at, repack<float>(zeros));
-      });
-    });
-  }
-  __device__ __forceinline__ void add(int col, const float (&x_hats)[pack_size],
-                                      const float (&dys)[pack_size]) const {
-    for_each_chunk(col, [&](int at, int first) {
-      float products[chunk_size], of_chunk[chunk_size];
+  template <bool in_smem>
+  __device__ __forceinline__ void add(PackNumber<in_smem> pack, const float (&x_hats)[pack_size],
+                                      const float (&dys)[pack_size]) {
+    if constexpr (in_smem) {
+      if (pack.number < num_kept) {
 #pragma unroll
-      for (int each = 0; each < chunk_size; ++each) {
-        of_chunk[each] = dys[first + each];
-        products[each] = dys[first + each] * x_hats[first + each];
+        for (int at = 0; at < pack_size; ++at) {
+          if constexpr (gradients.dweight) dweight[pack.number][at] += dys[at] * x_hats[at];
+          if constexpr (gradients.dbias) dbias[pack.number][at] += dys[at];
+        }
+        return;
       }
-      if constexpr (gradients.dweight) add_pack(dweight + at, products);
-      if constexpr (gradients.dbias) add_pack(dbias + at, of_chunk);
-    });
+    }
+    float products[pack_size];
+#pragma unroll
+    for (int at = 0; at < pack_size; ++at) products[at] = dys[at] * x_hats[at];
+    if constexpr (gradients.dweight) set<true>(pack.number, 0, products);
+    if constexpr (gradients.dbias) set<true>(pack.number, wanted - 1, dys);
   }
-  // To one partial row of each.
-  __device__ __forceinline__ void write(float* dweights, float* dbiases) const {
-    for_each_slice_pack<tile>(cols, [&](int, int col) {
-      for_each_chunk(col, [&](int at, int first) {
-        const int to = cols.first_col + col + first;
-        if constexpr (gradients.dweight)
-          store_pack<chunk_size>(dweights + to, load_pack<chunk_size>(dweight + at));
-        if constexpr (gradients.dbias)
-          store_pack<chunk_size>(dbiases + to, load_pack<chunk_size>(dbias + at));
-      });
+  // To the partial row of this group. problem: a Backward.
+  template <class Problem>
+  __device__ __forceinline__ void write(const Problem& problem) const {
+    if (!Shape::works()) return;
+    const long long first = Shape::group() * problem.num_cols + cols.first_col;
+    for_each_slice_pack<tile>(cols, [&](auto pack, int col) {
+      if constexpr (gradients.dweight)
+        write(pack, 0, dweight, problem.dweight_partials + first + col);
+      if constexpr (gradients.dbias)
+        write(pack, wanted - 1, dbias, problem.dbias_partials + first + col);
     });
   }
 
  private:
-  // f(at, first): at is the place of a chunk, which begins with element `first` of the pack.
-  template <class F>
-  __device__ __forceinline__ void for_each_chunk(int col, F f) const {
+  __device__ __forceinline__ void start() const {
+    for_each_slice_pack<tile>(cols, [&]<bool in_smem>(PackNumber<in_smem> pack, int) {
+      if (in_smem && pack.number < num_kept) return;
+      const float zeros[pack_size] = {};
+      if constexpr (gradients.dweight) set(pack.number, 0, zeros);
+      if constexpr (gradients.dbias) set(pack.number, wanted - 1, zeros);
+    });
+  }
+  __device__ __forceinline__ float* chunk(int pack, int which, int first) const {
+    return smem + (((pack - num_kept) * wanted + which) * pack_size + first) * Shape::num_workers;
+  }
+  template <bool adds = false>
+  __device__ __forceinline__ void set(int pack, int which, const float (&values)[pack_size]) const {
 #pragma unroll
-    for (int chunk = 0; chunk < num_chunks; ++chunk)
-      f((chunk * cols.size() + col) / num_chunks, chunk * chunk_size);
+    for (int first = 0; first < pack_size; first += chunk_size) {
+      float of_chunk[chunk_size];
+#pragma unroll
+      for (int at = 0; at < chunk_size; ++at) of_chunk[at] = values[first + at];
+      float* const to = chunk(pack, which, first);
+      if constexpr (adds) {
+        add_pack(to, of_chunk);
+      } else {
+        store_pack<chunk_size>(to, repack<float>(of_chunk));
+      }
+    }
+  }
+  template <bool in_smem, class Sums>
+  __device__ __forceinline__ void write(PackNumber<in_smem> pack, int which, const Sums& kept,
+                                        float* to) const {
+    if constexpr (in_smem) {
+      if (pack.number < num_kept) {
+        store_pack<pack_size>(to, repack<float>(kept[pack.number]));
+        return;
+      }
+    }
+#pragma unroll
+    for (int first = 0; first < pack_size; first += chunk_size)
+      store_pack<chunk_size>(to + first, load_pack<chunk_size>(chunk(pack.number, which, first)));
   }
 };

@@ -8,6 +8,7 @@
 // async_copy<size>(smem, global)   starts the copy of a pack of `size` elements
 // async_commit()                   the copies since the last commit become a group
 // async_wait<pending>()            until at most `pending` groups of this thread are in flight
+// async_wait_for<most>(pending)    the same; the compiler knows `pending`, at most `most`
 #pragma once
 #include "pack.cuh"
 
@@ -62,3 +63,11 @@ __device__ __forceinline__ void async_wait() {
 }
 
 #endif
+
+template <int most>
+__device__ __forceinline__ void async_wait_for(int pending) {
+  if constexpr (most > 0) {
+    if (pending < most) return async_wait_for<most - 1>(pending);
+  }
+  async_wait<most>();
+}

@@ -13,34 +13,36 @@ __device__ __forceinline__ Moments<float> corrected_moments(float count, float f
   return {{count, first + rest, squares < 0 ? 0 : squares}};
 }
 
-// The moments of a warp's values: their mean first, then the squares of the centred values and, for
-// the rounding of the mean, their sum. The mean is that of deviations from one of the values, so
-// equal values give exactly that value and zero. for_each(f): f(values) for each pack of the
-// thread.
-template <class ForEach>
-__device__ __forceinline__ Moments<float> warp_moments(float origin, int num_cols,
+// The moments of a warp's values, from their deviations from the mean of some of them: the sample,
+// one pack of each lane that samples. If a share s of the values is sampled, the squares of these
+// deviations add up to at most 1 + 1 / s times those of the centred values, so little cancels.
+// Equal values give exactly that value and zero, because the sample's mean is that of deviations
+// from one value, the origin. for_each(f): f(values) for each pack of this thread.
+template <int pack_size, class ForEach>
+__device__ __forceinline__ Moments<float> warp_moments(const float (&sample)[pack_size],
+                                                       bool samples, int num_cols,
                                                        ForEach for_each) {
   if (num_cols == 0) return {};
-  const float count = static_cast<float>(num_cols), reciprocal = 1.0f / count;
-  Sum<float, 1> total{};
-  for_each([&](const auto& values) { total.part[0] += sum_of(values, origin); });
-  total = warp_reduce<32>(total);
-  const float first = origin + divide(total.part[0], count, reciprocal);
+  const float origin = usable_origin(__shfl_sync(0xffffffffu, sample[0], 0));
+  Sum<float, 1> of_sample{};
+  if (samples) of_sample.part[0] = sum_of(sample, origin);
+  of_sample = warp_reduce<32>(of_sample);
+  const float num_sampled = static_cast<float>(min(num_cols, 32 * pack_size));
+  const float first = origin + divide(of_sample.part[0], num_sampled, 1.0f / num_sampled);
   Sum<float, 2> deviations{};
   for_each([&](const auto& values) {
-    constexpr int pack_size = sizeof(values) / sizeof(float);
     float centered_values[pack_size];
 #pragma unroll
     for (int at = 0; at < pack_size; ++at) centered_values[at] = values[at] - first;
     deviations.part[0] += squares_of(centered_values);
     deviations.part[1] += sum_of(centered_values);
   });
-  return corrected_moments(count, first, warp_reduce<32>(deviations));
+  return corrected_moments(static_cast<float>(num_cols), first, warp_reduce<32>(deviations));
 }
 
-// The total of `count` parts in each lane, to all lanes. Moments: as above, because merging pairs
-// would take a division for each. An empty part has a count of 0.
-template <int count>
+// The total of `count` parts in each of `lanes` lanes, to all of them. Moments: as above, because
+// merging pairs would take a division for each. An empty part has a count of 0.
+template <int lanes = 32, int count>
 __device__ __forceinline__ Moments<float> total_of(const Moments<float> (&parts)[count]) {
   Sum<float, 2> sums{};
 #pragma unroll
@@ -48,7 +50,7 @@ __device__ __forceinline__ Moments<float> total_of(const Moments<float> (&parts)
     sums.part[0] += parts[at].part[0];
     sums.part[1] += parts[at].part[0] * parts[at].part[1];
   }
-  sums = warp_reduce<32>(sums);
+  sums = warp_reduce<lanes>(sums);
   const float first = divide(sums.part[1], sums.part[0], 1.0f / sums.part[0]);
   Sum<float, 2> deviations{};
 #pragma unroll
@@ -58,13 +60,13 @@ __device__ __forceinline__ Moments<float> total_of(const Moments<float> (&parts)
     deviations.part[0] += parts[at].part[2] + weighed * distance;
     deviations.part[1] += weighed;
   }
-  return corrected_moments(sums.part[0], first, warp_reduce<32>(deviations));
+  return corrected_moments(sums.part[0], first, warp_reduce<lanes>(deviations));
 }
-template <int num_parts, int count>
+template <int lanes = 32, int num_parts, int count>
 __device__ __forceinline__ Sum<float, num_parts> total_of(
     const Sum<float, num_parts> (&parts)[count]) {
   Sum<float, num_parts> total = parts[0];
 #pragma unroll
   for (int at = 1; at < count; ++at) total.merge(parts[at]);
-  return warp_reduce<32>(total);
+  return warp_reduce<lanes>(total);
 }

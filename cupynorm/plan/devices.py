@@ -24,7 +24,7 @@ class Device:
     clusters: pairs of a size (2, 4, 8 or 16 blocks) and how many such clusters are resident at once
         with one block a multiprocessor; empty if the device has no clusters. Further clusters run
         in a second wave.
-    grid_blocks: the most blocks that share a row as one resident grid.
+    grid_blocks: the most blocks of a resident grid whose blocks share rows.
     """
 
     name: str
@@ -35,7 +35,7 @@ class Device:
     threads_per_sm: int
     clusters: tuple[tuple[int, int], ...] = ()
     registers_per_sm: int = 65536
-    grid_blocks: int = 128
+    grid_blocks: int = 256
 
 
 def _device(name: str, compute_capability: int, num_sms: int, **changes: object) -> Device:

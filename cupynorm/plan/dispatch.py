@@ -16,7 +16,7 @@ from ..dtypes import DTYPES, compute_dtype
 from ..table import as_text, pairs_as_html
 from .devices import Device
 from .few_rows import for_few_rows, in_one_launch
-from .grids import grid_size, parameters_launch, shares_of_first
+from .grids import blocks_of_groups, grid_size, parameters_launch, shares_of_first
 from .instances import Choice, Launch, parameters_instance, row_instance
 from .paths import is_deep, uncached_tile
 from .problem import Problem, Tile
@@ -303,9 +303,10 @@ def make_plan(
     if tile is not None and strategy in STRATEGIES:
         check_path(strategy, tile.of_strategy(strategy, problem.forward))
     choice = choose(problem, device, strategy, tile, statistics)
-    left = device.num_sms - sm_margin
-    if strategy is None and choice.tile.path == "grid" and choice.tile.cluster_size > left:
-        reason = f"{left} multiprocessors are too few for {choice.tile.cluster_size} blocks"
+    shared = strategy is None and choice.tile.path == "grid"
+    if shared and not blocks_of_groups(choice.tile, device, sm_margin):
+        left, blocks = device.num_sms - sm_margin, choice.tile.cluster_size
+        reason = f"{left} multiprocessors are too few for groups of {blocks} blocks"
         choice = replace(choose(problem, device, "uncached", None, statistics), reason=reason)
     if choice.by_dispatch:
         few = for_few_rows(

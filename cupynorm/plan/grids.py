@@ -8,7 +8,7 @@ from ..dtypes import DTYPES
 from .devices import Device
 from .instances import Choice, Kernel, Launch
 from .problem import Problem, Tile, ceil_div
-from .tile_model import fetches_ahead, smem_bytes_of
+from .tile_model import MOST_GRID_GROUPS, fetches_ahead, smem_bytes_of
 
 # Forward to 8 bits, rows in registers. "Queue" means the hardware's queue: blocks that start when
 # a resident block ends.
@@ -92,6 +92,16 @@ def shares_of_first(
     return (num_first, rows_of_first) if rows_of_first >= _FEWEST_ROWS_OF_FIRST else (0, 0)
 
 
+def blocks_of_groups(tile: Tile, device: Device, sm_margin: int) -> int:
+    """Path grid: the blocks of all groups that fit, one block on each multiprocessor.
+
+    0 if two such launches would fit together: they use the same words in global memory.
+    """
+    left = min(device.num_sms - sm_margin, device.grid_blocks)
+    blocks = min(left // tile.cluster_size, MOST_GRID_GROUPS) * tile.cluster_size
+    return blocks if 2 * blocks > min(device.num_sms, device.grid_blocks) else 0
+
+
 def grid_size(
     choice: Choice, problem: Problem, device: Device, num_rows: int, sm_margin: int
 ) -> int:
@@ -104,12 +114,14 @@ def grid_size(
     groups = ceil_div(num_rows, tile.rows_per_block)
     most = (2**31 - 1) // tile.cluster_size
     if tile.path == "grid":
-        if tile.cluster_size > device.num_sms - sm_margin:
+        blocks = blocks_of_groups(tile, device, sm_margin)
+        if not blocks:
             raise ValueError(
                 f"sm_margin is {sm_margin}; it leaves {device.num_sms - sm_margin} multiprocessors "
-                f"of {device.name}, too few for the {tile.cluster_size} blocks that share a row"
+                f"of {device.name}, too few for groups of {tile.cluster_size} blocks that share a "
+                "row: they need more than half of all"
             )
-        return tile.cluster_size
+        return blocks
     if tile.cluster_size > 1:
         clusters = dict(device.clusters)[tile.cluster_size]
         left = clusters - ceil_div(sm_margin * clusters, device.num_sms)

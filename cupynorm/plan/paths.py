@@ -17,6 +17,7 @@ from ..dtypes import DTYPES
 from .devices import Device
 from .problem import Problem, Tile, ceil_div, cols_of_slice
 from .tile_model import (
+    GRID_EXCHANGERS,
     RESERVED_BYTES,
     blocks_that_fit,
     can_bundle,
@@ -24,6 +25,7 @@ from .tile_model import (
     can_share_grid,
     fits_grid,
     fits_smem,
+    grid_cols,
     grid_packs,
     is_only_quantized,
     registers_of_thread,
@@ -90,14 +92,17 @@ _BUNDLE_ELEMENTS = {
     "backward": {1: 40, 2: 28, 8: 12, 16: 14, 32: 28},
 }
 
-# Path "grid": threads of a block, of which two warps exchange sums, for rows kept whole and, by
-# itemsize, for others. Forward, the fewest columns for it where a cluster has room. The most
-# stages; backward they leave room for the L1 cache. With the fewest stages, a block keeps at least
-# this share of each row.
-_GRID_THREADS = {"forward": 576, "backward": 320}
-_PART_THREADS = {"forward": {2: 576, 4: 576}, "backward": {2: 576, 4: 512}}
-_GRID_FROM = {2: 1 << 20, 4: 1 << 19}
-_MOST_GRID_STAGES, _FEWEST_GRID_STAGES, _GRID_KEPT = {"forward": 8, "backward": 4}, 3, 0.25
+# Path "grid": how many blocks share a row. At most half of all, so that one group works while the
+# sums of another one travel: the fewest with slices of at most so many bytes, by direction; or half
+# of all with slices of up to _HALF_SLICE_BYTES. Otherwise all.
+_GRID_SLICE_BYTES, _FEWEST_GRID_BLOCKS = {"forward": 48 * 1024, "backward": 32 * 1024}, 16
+_HALF_SLICE_BYTES = 64 * 1024
+# Warps of a block that have columns: for slices of up to so many bytes, and for others.
+_SHORT_SLICE_BYTES, _GRID_WARPS = 32 * 1024, (8, 16)
+# The most stages, and the fewest. With the fewest, a block keeps at least this share of each row.
+_MOST_GRID_STAGES, _FEWEST_GRID_STAGES, _GRID_KEPT = 8, 3, 0.25
+# Forward, the fewest columns where a cluster has room too.
+_GRID_FROM = {2: 1 << 19, 4: 1 << 18}
 
 # Bytes of a warp's bundle, by the warps of a block. In smaller bundles the copy engine reads too
 # many cache lines twice.
@@ -209,25 +214,38 @@ def smem_tile(problem: Problem, device: Device, cluster_sizes: Iterable[int]) ->
 
 
 def grid_tile(problem: Problem, device: Device) -> Tile | None:
-    """Rows that all blocks share: as many stages as fit, and of very wide rows a part."""
+    """Rows that groups of blocks share: as many stages as fit, and of very wide rows a part."""
     if not can_share_grid(problem):
         return None
-    blocks = 1 << (min(device.num_sms, device.grid_blocks).bit_length() - 1)
-    threads = _GRID_THREADS[problem.direction]
-    tile = Tile(problem.widest_pack, threads, cluster_size=blocks, path="grid")
-    packs = grid_packs(problem, tile)
-    for stages in range(_MOST_GRID_STAGES[problem.direction], _FEWEST_GRID_STAGES - 1, -1):
-        whole = replace(tile, packs_per_thread=packs, stages=stages)
-        if fits_grid(problem, device, whole):
-            return whole
-    threads = _PART_THREADS[problem.direction][DTYPES[problem.x].itemsize]
-    tile = replace(tile, threads_per_row=threads, stages=_FEWEST_GRID_STAGES)
-    packs = grid_packs(problem, tile)
+    row_bytes = problem.num_cols * sum(streamed(problem))
+    most = 1 << (min(device.num_sms, device.grid_blocks).bit_length() - 1)
+    limit, size, half = _GRID_SLICE_BYTES[problem.direction], _FEWEST_GRID_BLOCKS, most // 2
+    while size < half and row_bytes > size * limit:
+        size *= 2
+    sizes = [size] * (row_bytes <= size * limit) + [half] * (row_bytes <= half * _HALF_SLICE_BYTES)
+    for blocks in [size for size in sizes if size <= half] + [most]:
+        tile = _grid_of(problem, blocks, row_bytes)
+        for stages in range(_MOST_GRID_STAGES, _FEWEST_GRID_STAGES - 1, -1):
+            whole = replace(tile, stages=stages)
+            if fits_grid(problem, device, whole):
+                return whole
+    packs = tile.packs_per_thread
     for kept in range(packs, int(_GRID_KEPT * packs), -1):
-        part = replace(tile, packs_per_thread=kept)
+        part = replace(tile, packs_per_thread=kept, stages=_FEWEST_GRID_STAGES)
         if fits_grid(problem, device, part):
             return part
     return None
+
+
+def _grid_of(problem: Problem, blocks: int, row_bytes: int) -> Tile:
+    """The tile of `blocks` blocks that share a row, without its stages."""
+    warps = _GRID_WARPS[row_bytes > blocks * _SHORT_SLICE_BYTES]
+    threads = 32 * (warps + GRID_EXCHANGERS)
+    tile = Tile(problem.widest_pack, threads, cluster_size=blocks, path="grid")
+    exact = grid_cols(problem, tile) * blocks == problem.num_cols
+    # Backward with wide weights, code without bounds checks takes too many registers.
+    exact = exact and (problem.forward or "wide" not in problem.extras)
+    return replace(tile, packs_per_thread=grid_packs(problem, tile), exact=int(exact))
 
 
 def wants_grid(problem: Problem) -> bool:

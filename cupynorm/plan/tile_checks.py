@@ -8,8 +8,17 @@ from dataclasses import replace
 
 from ..dtypes import DTYPES
 from .devices import Device
+from .grids import blocks_of_groups
 from .problem import PATHS_OF_STRATEGY, Problem, Tile, cols_of_slice
-from .tile_model import RESERVED_BYTES, can_bundle, can_ring, can_share_grid, smem_bytes_of
+from .tile_model import (
+    GRID_EXCHANGERS,
+    MOST_GRID_GROUPS,
+    can_bundle,
+    can_ring,
+    can_share_grid,
+    grid_cols,
+    smem_bytes_of,
+)
 
 
 def check_tile(problem: Problem, strategy: str, tile: Tile, device: Device) -> None:
@@ -75,12 +84,12 @@ def check_tile(problem: Problem, strategy: str, tile: Tile, device: Device) -> N
             f"tile has packs_per_thread {tile.packs_per_thread}; expected fewer: the last pack "
             f"of every thread is beyond the {num_cols} columns of its block"
         )
-    if tile.exact not in (0, 1) or (
-        tile.exact and not (in_registers and tile.cols * tile.cluster_size == problem.num_cols)
-    ):
+    cols = grid_cols(problem, tile) if tile.path == "grid" else tile.cols
+    fills = cols * tile.cluster_size == problem.num_cols and (in_registers or tile.path == "grid")
+    if tile.exact not in (0, 1) or (tile.exact and not fills):
         raise ValueError(
-            f"tile has exact {tile.exact}; expected 1 for a row that fills the {tile.cols} columns "
-            "of the registers, else 0"
+            f"tile has exact {tile.exact}; expected 1 for a row that fills the {cols} columns "
+            "of the registers, or on path grid of the threads, else 0"
         )
     if in_registers and tile.pack_size * tile.packs_per_thread > 256:
         raise ValueError(
@@ -166,21 +175,18 @@ def check_path(strategy: str, tile: Tile) -> None:
 
 def _check_grid(problem: Problem, tile: Tile, device: Device) -> None:
     """The rules of check_tile for path "grid"."""
-    if tile.cluster_size > device.num_sms or tile.blocks_per_sm != 1:
+    if not blocks_of_groups(tile, device, 0) or tile.blocks_per_sm != 1:
         raise ValueError(
             f"tile has cluster_size {tile.cluster_size} and blocks_per_sm {tile.blocks_per_sm}; "
-            f"expected blocks that are all resident, one on each of {device.num_sms} "
-            "multiprocessors"
+            "expected groups of blocks that are all resident, one block on each of more than half "
+            f"of {device.num_sms} multiprocessors, and at most {MOST_GRID_GROUPS} groups"
         )
-    if tile.threads_per_row < 96 or tile.stages < 2:
+    fewest = 32 * (GRID_EXCHANGERS + 1)
+    if tile.threads_per_row < fewest or tile.stages < 2:
         raise ValueError(
             f"tile has threads_per_row {tile.threads_per_row} and stages {tile.stages}; "
-            "expected 2 or more stages, and two warps besides those that have columns"
-        )
-    if 2 * (smem_bytes_of(problem, tile, "cluster") + RESERVED_BYTES) <= device.smem_per_sm:
-        raise ValueError(
-            f"tile has path 'grid'; a multiprocessor of {device.name} holds two of its blocks, so "
-            "two launches could wait for each other"
+            f"expected 2 or more stages, and {fewest} or more threads: {GRID_EXCHANGERS} warps "
+            "have no columns"
         )
     if not can_share_grid(problem):
         raise ValueError(

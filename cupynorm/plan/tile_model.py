@@ -24,9 +24,12 @@ RESERVED_BYTES = 1024
 # the limit in cuda_src/register_budget.cuh.
 MOST_BYTES_MADE = 320
 
-# Path grid: shared memory of a block, at least: two do not fit a multiprocessor. Of its sums and
-# one and a half rows, at most.
-_GRID_BYTES, _MOST_GRID_BYTES = 116 * 1024, 227 * 1024
+# Path grid, as in cuda_src/grid_shape.cuh and grid_words.cuh: warps of a block that exchange sums,
+# and slots for them; all the shared memory of a block; registers of a thread for one row at a time,
+# while the others keep weights and sums. The most groups of blocks that share a row. The most bytes
+# of the sums and one and a half rows.
+GRID_EXCHANGERS, _GRID_SLOTS, _GRID_BYTES, _ROW_REGISTERS = 4, 4, 227 * 1024, 80
+MOST_GRID_GROUPS, _MOST_GRID_BYTES = 16, 227 * 1024
 
 
 # What a kernel can do.
@@ -171,35 +174,46 @@ def _bundle_bytes(problem: Problem, tile: Tile) -> int:
 
 
 def _grid_bytes(problem: Problem, tile: Tile) -> int:
-    """GridExchange and GridRow, as in the headers of these names, and sums.
-
-    More than half of a multiprocessor's, so that two such grids are never resident together.
-    """
+    """All that a block can have: for GridExchange, GridRow, sums, and then parameters."""
     parts = (3 if problem.centered else 1) if problem.forward else 2
-    scratch = ceil_div(2 * parts * (tile.threads_per_row // 32 - 1) * 4, 16) * 16
-    cols = tile.pack_size * (tile.threads_per_row - 64) * tile.packs_per_thread
+    num_warps = tile.threads_per_row // 32 - GRID_EXCHANGERS
+    scratch = ceil_div(_GRID_SLOTS * (parts * (num_warps + 1) * 4 + 16), 16) * 16
+    cols = tile.pack_size * 32 * num_warps * tile.packs_per_thread
     kept = tile.stages * cols * sum(streamed(problem))
     sums = _grid_sum_bytes(problem, tile) if keeps_sums(problem, tile) else 0
     return max(scratch + kept + sums, _GRID_BYTES)
 
 
 def _grid_sum_bytes(problem: Problem, tile: Tile) -> int:
+    """Shared memory for sums of dweight and dbias: those of GridSums that are not in registers."""
     wanted = bool(problem.dweight) + bool(problem.dbias)
-    slice_cols = cols_of_slice(problem, tile.pack_size, tile.cluster_size)
-    return 0 if problem.forward else wanted * slice_cols * 4
+    if problem.forward or not wanted:
+        return 0
+    spare = 512 // ceil_div(tile.threads_per_row, 128) // 8 * 8 - _ROW_REGISTERS
+    in_registers = min(tile.packs_per_thread, max(spare, 0) // (tile.pack_size * wanted))
+    workers = tile.threads_per_row - 32 * GRID_EXCHANGERS
+    packs = max(0, grid_packs(problem, tile) - in_registers)
+    return packs * wanted * tile.pack_size * workers * 4
 
 
 def grid_packs(problem: Problem, tile: Tile) -> int:
-    """Path grid: packs of a row that one thread has; two warps have none."""
+    """Path grid: packs of a row that one thread has; warps that exchange sums have none."""
     slice_cols = cols_of_slice(problem, tile.pack_size, tile.cluster_size)
-    return max(1, ceil_div(slice_cols, tile.pack_size * (tile.threads_per_row - 64)))
+    workers = tile.threads_per_row - 32 * GRID_EXCHANGERS
+    return max(1, ceil_div(slice_cols, tile.pack_size * workers))
+
+
+def grid_cols(problem: Problem, tile: Tile) -> int:
+    """Path grid: columns of the packs of a block's threads, which hold its slice of a row."""
+    workers = tile.threads_per_row - 32 * GRID_EXCHANGERS
+    return grid_packs(problem, tile) * tile.pack_size * workers
 
 
 def fits_grid(problem: Problem, device: Device, tile: Tile) -> bool:
     """Whether one block fits a multiprocessor, and two do not (cuda_src/grid_exchange.cuh)."""
     smem_bytes = smem_bytes_of(problem, tile, "cluster")
-    alone = 2 * (smem_bytes + RESERVED_BYTES) > device.smem_per_sm
-    return alone and smem_bytes <= device.smem_per_block
+    of_blocks = tile.blocks_per_sm * (smem_bytes + RESERVED_BYTES)
+    return of_blocks <= device.smem_per_sm and smem_bytes <= device.smem_per_block
 
 
 def smem_bytes_of(problem: Problem, tile: Tile, strategy: str) -> int:

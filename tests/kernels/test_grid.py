@@ -13,11 +13,12 @@ from cupynorm.check.cases import NORMS, Case, random_problem
 from cupynorm.check.kernels import CpuMachine, GpuCheckMachine
 from cupynorm.check.run import run_kernels
 from cupynorm.plan import dispatch
+from cupynorm.plan.grids import blocks_of_groups
 from cupynorm.plan.problem import Tile
 
 SMALL = replace(H200, name="eight", num_sms=8, clusters=((2, 4), (4, 2), (8, 1)))
-# Two warps that have columns and two that exchange sums; five blocks.
-TILE = Tile(8, 128, packs_per_thread=2, cluster_size=5, stages=3, path="grid")
+# Two warps that have columns and four that exchange sums; five blocks.
+TILE = Tile(8, 192, packs_per_thread=2, cluster_size=5, stages=3, path="grid")
 
 
 def grid_case(
@@ -34,7 +35,7 @@ def both_ways(monkeypatch, tile_of_backward):
         plans = tile_of_backward(tile)
         results = check(replace(case, tile=tile), CpuMachine(SMALL, seed=seed))
         assert plans and {plan.tile.path for plan in plans} == {"grid"}
-        assert plans[-1].num_partials == 1
+        assert plans[-1].num_partials == SMALL.num_sms // tile.cluster_size
         return results
 
     return run
@@ -53,6 +54,17 @@ def both_ways(monkeypatch, tile_of_backward):
             replace(TILE, pack_size=1, packs_per_thread=0, stages=6, cluster_size=8),
         ),
         ({"name": "rms_norm", "x": "float16", "num_rows": 1}, replace(TILE, stages=2)),
+        # Two groups of three blocks, and rows that fill all packs of all threads.
+        ({}, replace(TILE, cluster_size=3, packs_per_thread=4)),
+        (
+            {"num_cols": 4608, "num_rows": 8},
+            replace(TILE, cluster_size=3, packs_per_thread=3, exact=1),
+        ),
+        # Weights and sums of 11 packs are in registers, those of others in shared memory.
+        (
+            {"num_cols": 24 * 512 * 5 - 64, "num_rows": 4},
+            replace(TILE, packs_per_thread=24, stages=2),
+        ),
     ],
 )
 def test_rows_that_all_blocks_share(changes, tile, both_ways):
@@ -123,10 +135,19 @@ def test_wide_rows_are_shared_by_all_blocks():
         assert plan(1 << 21, 8, **options, **changes).strategy == "uncached"
     for num_cols, dtype in ((1 << 21, "float64"), ((1 << 21) + 1, "bfloat16")):
         assert plan(num_cols, 8, dtype, **options).strategy == "uncached"
-    with pytest.raises(
-        ValueError, match="sm_margin is 5; .* too few for the 128 blocks that share"
-    ):
+    with pytest.raises(ValueError, match="sm_margin is 5; .* too few for groups of 64 blocks"):
         plan(1 << 21, 8, sm_margin=5, strategy="cluster", **options)
     with pytest.raises(ValueError, match="statistics is 'two_pass'; expected 'welford' or None"):
         plan(1 << 21, 8, statistics="two_pass", strategy="cluster", **options)
     assert dispatch.choose(made.problem, H200).statistics == "welford"
+
+
+def test_two_launches_of_groups_never_fit_a_gpu_together():
+    """They would use the same words in global memory."""
+    for blocks in (16, 32, 64, 128):
+        tile = replace(TILE, cluster_size=blocks)
+        for margin in range(H200.num_sms):
+            launched = blocks_of_groups(tile, H200, margin)
+            assert launched % blocks == 0 and launched <= H200.num_sms - margin
+            assert launched == 0 or 2 * launched > H200.num_sms
+        assert blocks_of_groups(tile, H200, 4) == 128

@@ -12,7 +12,7 @@ from cupynorm.dtypes import DTYPES
 from cupynorm.norm.plans import plan
 from cupynorm.plan.devices import DEVICES
 from cupynorm.plan.dispatch import choose, make_plan
-from cupynorm.plan.grids import queued_bundles
+from cupynorm.plan.grids import blocks_of_groups, queued_bundles
 from cupynorm.plan.problem import Layout, Tile, ceil_div
 
 
@@ -78,7 +78,7 @@ def test_num_rows_changes_only_the_grid():
             for first, second in zip(earlier.launches, later.launches):
                 assert 1 <= first.grid_size <= second.grid_size < 2**31
         if made[0].num_rows == 1:
-            assert made[0].launches[0].grid_size == made[0].tile.cluster_size
+            assert made[0].launches[0].grid_size == blocks_of_groups(made[0].tile, device, 0)
         tile = made[0].tile
         stays = tile.cluster_size > (2 if tile.stages else 1 if not tile.packs_per_thread else 16)
         if tile.path == "grid":

@@ -30,26 +30,26 @@ RING = replace(BLOCK, stages=2)
 CLUSTER_RING = Tile(pack_size=8, threads_per_row=64, packs_per_thread=1, cluster_size=2, stages=2)
 
 
-GRID = Tile(8, 128, packs_per_thread=1, cluster_size=128, stages=3, path="grid")
+GRID = Tile(8, 192, packs_per_thread=1, cluster_size=128, stages=3, path="grid")
 
 
 @pytest.mark.parametrize(
     ("message", "strategy", "tile", "changes"),
     (
         (
-            r"cluster_size 133 and blocks_per_sm 1; .* one on each of 132 multiprocessors",
+            r"cluster_size 133 and blocks_per_sm 1; .* each of more than half of 132 multiproc",
             "cluster",
             replace(GRID, cluster_size=133),
             {},
         ),
         (
-            r"threads_per_row 64 and stages 3; .* two warps besides those that have columns",
+            r"threads_per_row 128 and stages 3; .* 160 or more threads: 4 warps have no columns",
             "cluster",
-            replace(GRID, threads_per_row=64),
+            replace(GRID, threads_per_row=128),
             {},
         ),
-        (r"threads_per_row 128 and stages 1; ", "cluster", replace(GRID, stages=1), {}),
-        (r"threads_per_row 128 and stages 0; ", "cluster", replace(GRID, stages=0), {}),
+        (r"threads_per_row 192 and stages 1; ", "cluster", replace(GRID, stages=1), {}),
+        (r"threads_per_row 192 and stages 0; ", "cluster", replace(GRID, stages=0), {}),
         (r"bundle 2; expected 0: path 'grid' has none", "cluster", replace(GRID, bundle=2), {}),
         (r"path 'grid'; .* for strategy 'block'", "block", replace(GRID, cluster_size=1), {}),
         (
