@@ -2,7 +2,7 @@
 // owns:  each of cluster_size blocks keeps a slice of x, dy and the sums of dweight and dbias, by
 //        path: registers: packs_per_thread packs of each in each thread; smem: all in shared
 //        memory; ring: sums in registers, `stages` rows in shared memory (backward_ring.cuh); grid:
-//        all blocks of the grid own a row (backward_grid.cuh)
+//        many blocks own a row (backward_grid.cuh)
 // moves: x and dy once in, dx once out; 2 * num_cols * 4 bytes of partial sums a cluster
 // takes: slices of pack_size * threads_per_row * packs_per_thread columns, or that fit beside
 //        ClusterReduce::smem_bytes; wider: backward_uncached.cu

@@ -2,7 +2,7 @@
 // owns:  each of cluster_size blocks keeps a slice of the row, by path: registers: packs_per_thread
 //        packs in each thread; smem: the slice in shared memory; ring: slices of `stages` rows in
 //        shared memory (forward_ring.cuh). Sums cross through the peers' shared memory. Path grid:
-//        all blocks of the grid own a row (forward_grid.cuh); sums cross through global memory
+//        many blocks own a row (forward_grid.cuh); their sums cross through global memory
 // moves: x once in, y once out: num_cols * (itemsize of x + itemsize of y) bytes a row
 // takes: slices of pack_size * threads_per_row * packs_per_thread columns, or that fit beside
 //        ClusterReduce::smem_bytes; wider rows: forward_uncached.cu

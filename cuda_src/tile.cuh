@@ -17,7 +17,7 @@ enum class Path {
   staged,     // forward: as registers, by way of shared memory (staged_row.cuh)
   ring,       // the copy engine brings rows to a ring in shared memory (ring.cuh)
   bundle,     // the copy engine brings several rows as one piece to shared memory (bundle.cuh)
-  grid,       // all blocks of the grid share it in shared memory (grid_row.cuh)
+  grid,       // groups of blocks share it in shared memory (grid_shape.cuh)
   uncached,   // threads load it again for each use
 };
 
@@ -26,7 +26,7 @@ struct Tile {
   int threads_per_row;       // threads of one block that share a row
   int packs_per_thread = 0;  // packs of a row that one thread keeps in registers
   int rows_per_block = 1;    // rows that one block works on at a time
-  int cluster_size = 1;      // blocks that share a row; path grid: all blocks of the grid
+  int cluster_size = 1;      // blocks that share a row; path grid: of a group
   int blocks_per_sm = 1;  // blocks that must fit on a multiprocessor: bounds a thread's registers
   int exact = 0;          // 1: the row fills the registers, no pack lies beyond it
   int stages = 0;         // rows or bundles in shared memory that the copy engine fetches (sm_90+)

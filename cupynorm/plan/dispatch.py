@@ -365,10 +365,8 @@ def make_plan(
             passes = 2 if problem.dx else int(bool(problem.recomputed))
             moved += (passes - 1) * row_elements * (x_size + dy_size)
     if choice.tile.path == "grid":
-        # What is not kept is read again: twice, or once without a mean or backward.
         left = 1 - choice.tile.packs_per_thread / grid_packs(problem, choice.tile)
-        times = 2 if problem.forward and problem.centered else 1
-        moved += int(times * left * row_elements * sum(streamed(problem)))
+        moved += int(left * row_elements * sum(streamed(problem)))  # not kept: read again
     if not (problem.forward or keeps_sums(problem, choice.tile)):
         x_bytes = DTYPES[problem.x].itemsize * bool(problem.dweight)
         dy_bytes = DTYPES[problem.dy].itemsize * bool(problem.dweight or problem.dbias)

@@ -38,7 +38,7 @@ class Tile:
     packs_per_thread: packs of a row that one thread keeps in registers, else 0; on path "grid", in
     shared memory.
     rows_per_block: rows that a block works on at a time.
-    cluster_size: blocks that share a row; on path "grid" all blocks of the launch.
+    cluster_size: blocks that share a row; on path "grid" a group of the launch.
     blocks_per_sm: blocks that must fit on a multiprocessor, which bounds the registers of a thread.
     exact: 1 if the row fills the registers, so that no pack is beyond its end.
     stages: rows or bundles in shared memory that the copy engine fetches; 0 if threads load them.
@@ -97,7 +97,7 @@ class Tile:
             "staged": "registers, the next row staged in shared memory",
             "ring": f"ring of {self.stages} row{'s' * (self.stages > 1)}",
             "bundle": f"{self.stages} bundles of {self.bundle} rows for each warp",
-            "grid": f"shared memory of all blocks, {self.stages} rows",
+            "grid": f"shared memory of {self.cluster_size} blocks, {self.stages} rows",
             "uncached": "uncached, the row is read again",
         }
         return words.get(self.path, "registers")
