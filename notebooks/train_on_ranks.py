@@ -20,6 +20,7 @@ import cupynorm
 
 TEXT = Path(__file__).parents[1] / "LICENSE"
 LENGTH, BATCH, WIDTH, HEADS, LAYERS = 32, 8, 64, 4, 2
+LEARNING_RATE = 0.1
 
 
 class Block(nn.Module):
@@ -27,15 +28,16 @@ class Block(nn.Module):
 
     def __init__(self, group, device: torch.device) -> None:
         super().__init__()
-        self.size, rank = group.size(), distributed.get_rank(group)
+        self.size = size = group.size()
+        rank = distributed.get_rank(group)
 
         def make(mode: str, num_in: int, num_out: int, **options) -> cupynorm.LayerNormLinear:
             def initialise(weight: Tensor) -> None:
                 """This rank's part of a weight that all ranks draw alike."""
                 dim, shape = weight.partition_dim, list(weight.shape)
-                shape[dim] *= self.size
+                shape[dim] *= size
                 whole = torch.empty(shape).normal_(0.0, shape[1] ** -0.5)
-                weight.copy_(whole.chunk(self.size, dim)[rank])
+                weight.copy_(whole.chunk(size, dim)[rank])
 
             return cupynorm.LayerNormLinear(
                 num_in,
@@ -90,21 +92,24 @@ def train(steps: int, group, device: torch.device) -> list[float]:
     text = torch.tensor(list(TEXT.read_bytes()))
     letters, text = text.unique(return_inverse=True)
     model = GPT(len(letters), group, device)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     positions = torch.arange(LENGTH).chunk(size)[rank]
     losses = []
     for _ in range(steps):
         starts = torch.randint(len(text) - LENGTH, (BATCH,))
         seen = (starts + positions[:, None]).to(device)
         seen, following = text.to(device)[seen], text.to(device)[seen + 1]
-        made = model(seen, positions.to(device))
-        loss = functional.cross_entropy(made.flatten(0, 1), following.flatten(), reduction="sum")
+        logits = model(seen, positions.to(device))
+        loss = functional.cross_entropy(logits.flatten(0, 1), following.flatten(), reduction="sum")
         loss = loss / (LENGTH * BATCH)
-        optimizer.zero_grad()
+        model.zero_grad()
         loss.backward()
         for parameter in model.shared:
             distributed.all_reduce(parameter.grad, group=group)
-        optimizer.step()
+        # Stochastic gradient descent. torch.optim, first imported here, would keep the group alive:
+        # its threads, at work when Python ends, can abort the process.
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter -= LEARNING_RATE * parameter.grad
         loss = loss.detach()
         distributed.all_reduce(loss, group=group)
         losses.append(loss.item())
