@@ -1,6 +1,7 @@
 // memory.cuh -- PTX for shared memory and the L2 cache
 //
-// PTX ISA: prefetch, cp.async (sm_80). Each function has a plain C++ twin for the CPU.
+// PTX ISA: prefetch, cp.async (sm_80), ld.global.L1::no_allocate. Each function has a plain C++
+// twin for the CPU.
 //
 // dynamic_smem()                   this block's dynamic shared memory, 128-byte aligned
 // prefetch(array, size)            called by one block: brings an array to the L2 cache; null:
@@ -9,6 +10,7 @@
 // async_commit()                   the copies since the last commit become a group
 // async_wait<pending>()            until at most `pending` groups of this thread are in flight
 // async_wait_for<most>(pending)    the same; the compiler knows `pending`, at most `most`
+// load_once(pack, at, is_there)    replaces a pack, if it is there, that nobody else reads
 #pragma once
 #include "pack.cuh"
 
@@ -25,6 +27,10 @@ __device__ __forceinline__ void async_copy(T* smem, const T* global) {
 __device__ __forceinline__ void async_commit() {}
 template <int pending>
 __device__ __forceinline__ void async_wait() {}
+template <class T>
+__device__ __forceinline__ void load_once(Pack<T, 8>& pack, const T* address, bool is_there) {
+  if (is_there) pack = load_pack<8>(address);
+}
 
 #else
 
@@ -60,6 +66,15 @@ __device__ __forceinline__ void async_commit() {
 template <int pending>
 __device__ __forceinline__ void async_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(pending) : "memory");
+}
+// Into the pack's own registers: a compiler that loads early would need others.
+template <class T>
+__device__ __forceinline__ void load_once(Pack<T, 8>& pack, const T* address, bool is_there) {
+  asm volatile(
+      "{\n.reg .pred there;\nsetp.ne.b32 there, %5, 0;\n"
+      "@there ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];\n}"
+      : "+r"(pack.word[0]), "+r"(pack.word[1]), "+r"(pack.word[2]), "+r"(pack.word[3])
+      : "l"(address), "r"(static_cast<int>(is_there)));
 }
 
 #endif

@@ -17,7 +17,7 @@ from torch.nn import functional
 
 from ..nn.dtypes import outside_autocast
 from ..norm.prepared import FOR_STATISTICS_ALONE
-from . import fold, kernels, one_kernel
+from . import few_rows, fold, kernels, one_kernel
 from .call import GRADIENTS, LinearBackwardCall, LinearCall, LinearOptions
 from .kernels import SavedNorm
 from .matrices import as_rows
@@ -38,8 +38,8 @@ def forward(
     bias: Tensor | None,
     purpose: str,
     folded: fold.Folded | None = None,
-) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor, Tensor]:
-    """y, normalized, mean, rstd, input + residual.
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor]:
+    """y, normalized, mean, rstd, input + residual. Statistics may be None with FOR_Y.
 
     weight, bias: the joined parts of the linear layer.
     purpose: of the norm, one of cupynorm.norm.FOR_*.
@@ -48,6 +48,10 @@ def forward(
     operands, options = call
     if options.fused == "fold":
         return _forward_folded(call, weight, bias, folded)
+    few = few_rows.choose(call, purpose)
+    if few is not None:
+        y, mean, rstd = few_rows.forward(call, few, weight, bias, purpose)
+        return y, None, mean, rstd, operands.input
     if options.fused == "kernel" and one_kernel.why_not(call) is None:
         y, mean, rstd = one_kernel.forward(call, folded)
         return y, None, mean, rstd, operands.input

@@ -18,6 +18,7 @@ from ..gpu import arrays, launch
 from ..gpu.tensor_maps import tensor_map
 from ..nn.dtypes import name_of
 from ..plan import products
+from . import few_rows
 from .call import LinearCall, check_eps
 from .fold import Folded, fold_call
 from .matrices import as_rows, join
@@ -118,7 +119,9 @@ def folds(call: LinearCall) -> Callable[[LinearCall], Folded | KernelFold] | Non
     """What folds the parameters of a call, or None if it does not use folded ones."""
     if call.options.fused == "fold":
         return fold_call
-    return fold if call.options.fused == "kernel" and why_not(call) is None else None
+    if call.options.fused != "kernel" or few_rows.find(call) is not None:
+        return None
+    return fold if why_not(call) is None else None
 
 
 def forward(call: LinearCall, folded: KernelFold | None) -> tuple[Tensor, Tensor | None, Tensor]:

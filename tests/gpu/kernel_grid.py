@@ -15,6 +15,7 @@ from cupynorm.dtypes import DTYPES, FLOAT8S
 from cupynorm.norm.plans import plan
 from cupynorm.plan.devices import DEVICES, Device
 from cupynorm.plan.dispatch import make_plan
+from cupynorm.plan.few_products import MOST_ROWS, FewRowsProblem, few_launch
 from cupynorm.plan.instances import Kernel, Launch
 from cupynorm.plan.matrices import quantize_launch, reduce_matrix_launch, update_scales_launch
 from cupynorm.plan.problem import SCALINGS, Layout, Problem
@@ -274,6 +275,12 @@ def matrix_launches(limits: tuple[int, ...], device: Device) -> list[Launch]:
     found = [update_scales_launch(3)]
     for dtype, weight, flag in (("bfloat16", "float32", True), ("float16", None, False)):
         found.append(fold_launch(8, dtype, weight, weight, centered=flag, zero_centered=flag))
+    for num_rows, dtype, weight, flag in itertools.chain(
+        ((each, "bfloat16", "bfloat16", True) for each in range(1, MOST_ROWS + 1)),
+        ((each, "float16", None, False) for each in (1, MOST_ROWS)),
+    ):
+        few = FewRowsProblem(num_rows, 1024, 8, dtype, weight, weight, flag, flag)
+        found.append(few_launch(device, few).launch)
     if device.compute_capability == 90:
         for dtype, centered, size in itertools.product(PRODUCT_DTYPES, (True, False), (1, 2)):
             plan = product_launch(device, 8, 8, dtype, centered=centered, cluster_size=size)

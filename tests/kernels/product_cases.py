@@ -83,7 +83,7 @@ def draw(
     )
 
 
-def _put(machine: Any, values: np.ndarray | None, dtype: str) -> tuple[Any, int]:
+def put(machine: Any, values: np.ndarray | None, dtype: str) -> tuple[Any, int]:
     """On the machine, at a multiple of 128 bytes."""
     if values is None:
         return None, 0
@@ -112,11 +112,11 @@ def fold(problem: ProductProblem, machine: Any) -> Folded:
         zero_centered=problem.zero_centered,
     )
     given = [
-        _put(machine, problem.weight, problem.dtype),
-        _put(machine, problem.bias, problem.dtype),
-        _put(machine, problem.norm_weight, problem.norm_dtype),
-        _put(machine, problem.norm_bias, problem.norm_dtype),
-        _put(machine, np.full(problem.weight.shape, np.nan), problem.dtype),
+        put(machine, problem.weight, problem.dtype),
+        put(machine, problem.bias, problem.dtype),
+        put(machine, problem.norm_weight, problem.norm_dtype),
+        put(machine, problem.norm_bias, problem.norm_dtype),
+        put(machine, np.full(problem.weight.shape, np.nan), problem.dtype),
         machine.empty((out_features, products.TERM_COLS), "bfloat16"),
     ]
     words = (*(address for _, address in given), in_features)
@@ -158,7 +158,7 @@ def multiply(
         (folded.terms, "bfloat16", products.LOADED),
         (y, problem.dtype, products.STORED),
     ):
-        given.append(_put(machine, values, dtype))
+        given.append(put(machine, values, dtype))
         sizes = (given[-1][1], *values.shape, values.shape[1] * 2)
         if isinstance(machine, CpuMachine):
             maps.append(map_on_cpu(*sizes, tile))

@@ -1,0 +1,76 @@
+// norm_linear_few -- y = norm(x) weight^T + bias of one or two rows, a block owns outputs
+// owns:  a block normalises all rows. Then a warp has one part of the columns, in registers, and
+//        one output after the other; sums of parts meet in shared memory
+// moves: the weight once; x and the norm's parameters once a block, from the L2 cache; y out
+// takes: bfloat16 and float16, 1 to num_warps parts of columns; more rows: norm_linear.cu
+// needs: sm_80; in_features a multiple of 8, addresses aligned to 16 bytes
+#include "normalized_rows.cuh"
+
+template <class T, class NormWeight, class NormBias, bool zero_centered>
+struct NormLinearFew {
+  const T* x;       // [num_rows, in_features], contiguous
+  const T* weight;  // [out_features, in_features], contiguous
+  const T* bias;    // null: absent
+  LoadParameter<NormWeight, zero_centered> norm_weight;
+  LoadParameter<NormBias, false, 0> norm_bias;
+  T* y;         // [num_rows, out_features], contiguous
+  float* mean;  // null: not wanted; so too rstd
+  float* rstd;
+  long long in_features;
+  long long out_features;
+  long long outputs_of_block;
+  double eps;
+};
+
+template <class T, class NormWeight, class NormBias, bool zero_centered, bool centered,
+          int num_rows>
+__global__ void __launch_bounds__(num_warps * 32, 1)
+    norm_linear_few(const NormLinearFew<T, NormWeight, NormBias, zero_centered> problem) {
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, num_cols = problem.in_features;
+  const int num_parts = (num_cols + part_cols - 1) / part_cols, num_turns = num_warps / num_parts;
+  const int part = warp % num_parts, turn = warp / num_parts;
+  const long long first_output = blockIdx.x * problem.outputs_of_block;
+  const int outputs = min(problem.outputs_of_block, problem.out_features - first_output);
+
+  NormalizedRows<T, centered, num_rows> rows(dynamic_smem(), num_cols, num_parts);
+  rows.load(problem.x);
+  if (blockIdx.x == 0) {
+    prefetch(problem.norm_weight.weight, num_cols);
+    prefetch(problem.norm_bias.weight, num_cols);
+  }
+  // A warp beyond the turns has no outputs, but takes part in the rest.
+  WeightUnits<T, units_ahead<num_rows>> units(problem.weight + first_output * num_cols, num_cols,
+                                              part, turn < num_turns ? turn : outputs, num_turns,
+                                              outputs);
+  units.begin();
+  rows.normalize(problem);
+  float* sums = rows.end();  // [outputs][num_rows][num_parts]
+
+  while (units.output < outputs) {
+#pragma unroll
+    for (int at = 0; at < units_ahead<num_rows>; ++at) {
+      float products[num_rows];
+#pragma unroll
+      for (int row = 0; row < num_rows; ++row)
+        products[row] = units.multiply(at, rows.at(row, first_col_of(part)));
+      const int output = units.output;
+      units.replace(at);
+#pragma unroll
+      for (int row = 0; row < num_rows; ++row) {
+        const float sum = warp_reduce<32>(Sum<float, 1>{{products[row]}}).part[0];
+        if (lane == 0 && output < outputs) sums[(output * num_rows + row) * num_parts + part] = sum;
+      }
+    }
+  }
+  __syncthreads();
+#pragma unroll 1
+  for (int at = threadIdx.x; at < outputs * num_rows; at += num_warps * 32) {
+    const long long output = first_output + at / num_rows;
+    float value[1] = {0.0f};
+    if (problem.bias != nullptr) unpack(load_pack<1>(problem.bias + output), value);
+    float sum = sums[at * num_parts];
+    for (int other = 1; other < num_parts; ++other) sum += sums[at * num_parts + other];
+    value[0] += sum;
+    store_pack<1>(problem.y + at % num_rows * problem.out_features + output, repack<T>(value));
+  }
+}

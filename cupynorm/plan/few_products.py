@@ -1,0 +1,107 @@
+"""Launches of norm_linear_few.cu: a norm and the linear layer after it, for one or two rows.
+Pure Python, no GPU needed.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from .devices import Device
+from .instances import Kernel, Launch, cpp_bool, cpp_names
+from .problem import Tile, ceil_div
+from .products import DTYPES
+
+# The integers of cuda_src/weight_units.cuh.
+_NUM_WARPS, _PART_COLS = 16, 1024
+_MOST_WEIGHTS = 2**26  # of the default
+MOST_ROWS = 2
+
+
+class FewRowsProblem(NamedTuple):
+    """dtype: of x, of the weight and of y. norm_weight, norm_bias: dtypes, or None."""
+
+    num_rows: int
+    in_features: int
+    out_features: int
+    dtype: str
+    norm_weight: str | None
+    norm_bias: str | None
+    centered: bool
+    zero_centered: bool
+
+
+class FewRowsPlan(NamedTuple):
+    """The launch of norm_linear_few.cu, and one of its arguments."""
+
+    launch: Launch
+    outputs_of_block: int
+
+
+def _outputs_of_block(device: Device, out_features: int) -> int:
+    return ceil_div(out_features, device.num_sms)
+
+
+def _smem_bytes(num_rows: int, in_features: int, outputs_of_block: int) -> int:
+    num_parts = ceil_div(in_features, _PART_COLS)
+    of_row = _NUM_WARPS * 12 + num_parts * _PART_COLS * 2
+    return num_rows * (of_row + outputs_of_block * num_parts * 4)
+
+
+def why_not(device: Device, dtype: str, sizes: tuple[int, int, int]) -> str | None:
+    """Why norm_linear_few.cu does not fit a call, as a sentence, or None.
+
+    sizes: num_rows, in_features, out_features.
+    """
+    num_rows, in_features, out_features = sizes
+    if device.compute_capability < 80:
+        return (
+            f"the kernel is for compute capability 8.0 or later; {device.name} has an earlier one"
+        )
+    if dtype not in DTYPES:
+        return f"the kernel multiplies {' and '.join(DTYPES)}; the input has {dtype}"
+    if in_features % 8 or not 0 < in_features <= _NUM_WARPS * _PART_COLS:
+        return (
+            f"the kernel needs multiples of 8 to {_NUM_WARPS * _PART_COLS}; "
+            f"in_features is {in_features}"
+        )
+    if not 0 < num_rows <= MOST_ROWS:
+        return f"the kernel is for 1 to {MOST_ROWS} rows; the input has {num_rows}"
+    outputs = _outputs_of_block(device, out_features)
+    if _smem_bytes(num_rows, in_features, outputs) > device.smem_per_block:
+        return f"{out_features} outputs do not fit the shared memory of {device.name}"
+    return None
+
+
+def is_faster(device: Device, sizes: tuple[int, int, int]) -> bool:
+    """Whether norm_linear_few.cu is at least 2% faster than a norm and cuBLAS's product after it.
+
+    sizes: num_rows, in_features, out_features. Measured on an H200, 2026-11-25: 4 to 28% faster up
+    to 8192 x 8192. Larger weights: 3 to 6% in CUDA graphs, level in single calls (docs/linear.md).
+    """
+    return device.compute_capability == 90 and sizes[1] * sizes[2] <= _MOST_WEIGHTS
+
+
+def few_launch(device: Device, problem: FewRowsProblem) -> FewRowsPlan:
+    """A launch for a problem that why_not accepts."""
+    num_rows, in_features, out_features = problem[:3]
+    outputs = _outputs_of_block(device, out_features)
+    types = cpp_names(problem.dtype, problem.norm_weight, problem.norm_bias)
+    flags = f"{cpp_bool(problem.zero_centered)}, {cpp_bool(problem.centered)}"
+    launch = Launch(
+        Kernel("norm_linear_few.cu", f"norm_linear_few<{types}, {flags}, {num_rows}>"),
+        Tile(8, _NUM_WARPS * 32),
+        ceil_div(out_features, outputs),
+        _NUM_WARPS * 32,
+        _smem_bytes(num_rows, in_features, outputs),
+    )
+    return FewRowsPlan(launch, outputs)
+
+
+def few_words(
+    addresses: tuple[int, ...], problem: FewRowsProblem, plan: FewRowsPlan, eps: float
+) -> tuple[int | float, ...]:
+    """The argument struct of norm_linear_few.cu.
+
+    addresses: of x, weight, bias, norm_weight, norm_bias, y, mean and rstd; 0 for those absent.
+    """
+    return *addresses, *problem[1:3], plan.outputs_of_block, float(eps)

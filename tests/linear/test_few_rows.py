@@ -1,0 +1,160 @@
+"""One or two rows in one kernel: plans, what takes the plain path; on a GPU values and graphs."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from linear_bounds import assert_right, draw
+
+import cupynorm
+from cupynorm.plan import few_products
+from cupynorm.plan.devices import DEVICES
+
+torch = pytest.importorskip("torch")
+
+from linear_cases import NORMS, recorded  # noqa: E402
+
+from cupynorm import LayerNormLinear  # noqa: E402
+from cupynorm.linear import few_rows, one_kernel  # noqa: E402
+from cupynorm.linear.call import LinearCall, LinearOptions, Operands, launch_options  # noqa: E402
+from cupynorm.norm.prepared import FOR_STATISTICS, FOR_Y  # noqa: E402
+
+pytestmark = pytest.mark.usefixtures("sums_in_float32")
+
+
+@pytest.mark.parametrize(
+    ("device", "sizes"),
+    [
+        ("H200", (1, 4096, 12288)),
+        ("H200", (2, 4096, 100)),
+        ("H200", (2, 8192, 128256)),
+        ("A100", (1, 16384, 12288)),
+    ],
+    ids=str,
+)
+def test_plan(device, sizes):
+    """Every output has a block, and every block has some."""
+    device = DEVICES[device]
+    assert few_products.why_not(device, "bfloat16", sizes) is None
+    problem = few_products.FewRowsProblem(*sizes, "bfloat16", None, None, True, False)
+    plan = few_products.few_launch(device, problem)
+    assert plan.launch.smem_bytes <= device.smem_per_block
+    blocks, outputs = plan.launch.grid_size, plan.outputs_of_block
+    assert (blocks - 1) * outputs < sizes[2] <= blocks * outputs and blocks <= device.num_sms
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "sizes", "reason"),
+    [
+        ("H200", "bfloat16", (3, 4096, 64), "is for 1 to 2 rows; the input has 3"),
+        ("H200", "bfloat16", (1, 16392, 64), "multiples of 8 to 16384; in_features is 16392"),
+        ("H200", "float16", (1, 60, 64), "multiples of 8 to 16384; in_features is 60"),
+        ("A100", "bfloat16", (2, 16384, 300000), "300000 outputs do not fit"),
+        ("H200", "float32", (1, 64, 64), "multiplies bfloat16 and float16; the input has float32"),
+    ],
+    ids=str,
+)
+def test_reasons(device, dtype, sizes, reason):
+    assert reason in few_products.why_not(DEVICES[device], dtype, sizes)
+
+
+@pytest.mark.parametrize(
+    ("device", "sizes", "expected"),
+    [
+        ("H200", (1, 4096, 12288), True),
+        ("H100", (2, 8192, 8192), True),
+        ("H200", (1, 8192, 28672), False),
+        ("A100", (1, 4096, 12288), False),
+    ],
+    ids=str,
+)
+def test_where_it_is_faster(device, sizes, expected):
+    assert few_products.is_faster(DEVICES[device], sizes) is expected
+
+
+def asked(x, weight, fused=None, residual=None, centered=False, returns=False):
+    given = Operands(x, residual, None, None, (weight,), ())
+    launching = launch_options(0)
+    return LinearCall(
+        given,
+        LinearOptions(centered, 1e-5, False, returns, False, fused, launching, torch.bfloat16),
+    )
+
+
+def test_calls_on_a_cpu_take_the_plain_path():
+    x, weight = torch.ones(1, 8, dtype=torch.bfloat16), torch.ones(8, 8, dtype=torch.bfloat16)
+    for fused in ("kernel", "fold", None):
+        assert few_rows.choose(asked(x, weight, fused), FOR_Y) is None
+
+
+# On a GPU.
+
+
+@pytest.fixture
+def sm_90():
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip(f"the default of {torch.cuda.get_device_name()} is the plain path")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ("bfloat16", "float16"))
+@pytest.mark.parametrize("norm_name", NORMS)
+def test_errors_are_those_of_the_plain_path(norm_name, dtype):
+    """The error of y is at most 1.1 times the plain path's. Gradients: within their bounds."""
+    problem = draw(norm_name, dtype, num_rows=2, in_features=1288, out_features=264)
+    exact = cupynorm.reference.norm_linear(
+        problem.x,
+        problem.norm_weight,
+        problem.norm_bias,
+        problem.weight,
+        problem.bias,
+        problem.eps,
+        centered=problem.centered,
+    ).y
+    fused, plain = (recorded(problem, "cuda", fused=each) for each in ("kernel", None))
+    off = [np.linalg.norm(each["y"] - exact) for each in (fused, plain)]
+    assert off[0] <= 1.1 * off[1]
+    assert_right(problem, fused, ("y", "normalized", "sum"))
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("sm_90")
+def test_default_without_gradients_is_the_kernel():
+    x = torch.randn(2, 4096, device="cuda", dtype=torch.bfloat16)
+    weight = torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    assert few_rows.choose(asked(x, weight), FOR_Y) is not None
+    for call, purpose in (
+        (asked(x, weight), FOR_STATISTICS),
+        (asked(x, weight, "fold"), FOR_Y),
+        (asked(x, weight, returns=True), FOR_Y),
+        (asked(x, weight, residual=x), FOR_Y),
+        (asked(x.float(), weight), FOR_Y),
+        (asked(x.repeat(2, 1), weight), FOR_Y),
+        (asked(x, weight.T), FOR_Y),
+    ):
+        assert few_rows.choose(call, purpose) is None
+    with torch.no_grad():
+        made = cupynorm.rms_norm_linear(x, None, weight)
+        assert torch.equal(made, cupynorm.rms_norm_linear(x, None, weight, fused="kernel"))
+        assert torch.equal(made[1:], cupynorm.rms_norm_linear(x[1:], None, weight))
+        assert one_kernel.folds(asked(x, weight, "kernel")) is None
+        exact = torch.nn.functional.rms_norm(x.double(), (4096,)) @ weight.double().T
+        plain = torch.nn.functional.linear(cupynorm.rms_norm(x, 4096), weight)
+    assert (made - exact).norm() <= 1.1 * (plain - exact).norm()
+
+
+@pytest.mark.gpu
+def test_replays_of_a_graph_see_new_values():
+    module = LayerNormLinear(64, 256, fused="kernel", params_dtype=torch.bfloat16)
+    x = torch.randn(2, 64, device="cuda", dtype=torch.bfloat16)
+    with torch.no_grad():
+        module(x)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            y = module(x)
+        for factor in (1.0, 2.0):
+            module.weight.mul_(factor)
+            x.add_(factor)
+            graph.replay()
+            assert torch.equal(y, module(x))
