@@ -102,6 +102,14 @@ __device__ __forceinline__ void copy_first_rows(Slice cols, long long num_turns,
   }
 }
 
+// async_wait<pending>. The compiler knows `pending`, at most `most`, once it has unrolled loops.
+template <int most>
+__device__ __forceinline__ void async_wait_for(int pending) {
+  if constexpr (most > 0)
+    if (pending < most) return async_wait_for<most - 1>(pending);
+  async_wait<most>();
+}
+
 // Waits for the group of a pack of the row whose sums are next. The groups of stages - lag - 1
 // later rows, and later groups of this row, may be pending.
 template <Tile tile, int at_once, bool kept>

@@ -4,12 +4,10 @@
 // twin for the CPU.
 //
 // dynamic_smem()                   this block's dynamic shared memory, 128-byte aligned
-// prefetch(array, size)            called by one block: brings an array to the L2 cache; null:
-//                                  absent
+// prefetch(array, size)            called by one block: brings an array, or null, to the L2 cache
 // async_copy<size>(smem, global)   starts the copy of a pack of `size` elements
 // async_commit()                   the copies since the last commit become a group
 // async_wait<pending>()            until at most `pending` groups of this thread are in flight
-// async_wait_for<most>(pending)    the same; the compiler knows `pending`, at most `most`
 // load_once(pack, at, is_there)    replaces a pack, if it is there, that nobody else reads
 #pragma once
 #include "pack.cuh"
@@ -78,11 +76,3 @@ __device__ __forceinline__ void load_once(Pack<T, 8>& pack, const T* address, bo
 }
 
 #endif
-
-template <int most>
-__device__ __forceinline__ void async_wait_for(int pending) {
-  if constexpr (most > 0) {
-    if (pending < most) return async_wait_for<most - 1>(pending);
-  }
-  async_wait<most>();
-}

@@ -56,10 +56,10 @@ struct NormalizedRows {
       const int num_packs = num_cols / 8, rest = num_packs % num_threads;
       const int first = threadIdx.x / 32 * 32, of_rest = max(0, min(rest - first, 32));
       const int count = (num_packs / num_threads * 32 + of_rest) * 8;
-      if (count == 0) return {};
-      float origin[1];
-      unpack(load_pack<1>(at(row, first * 8)), origin);
-      return warp_moments(usable_origin(origin[0]), count, for_each);
+      const int col = static_cast<int>(threadIdx.x) * 8;
+      float sample[8] = {};
+      if (col < num_cols) unpack(load_pack<8>(at(row, col)), sample);
+      return warp_moments(sample, col < num_cols, count, for_each);
     } else {
       Sum<float, 1> squares{};
       for_each([&](const auto& values) { squares.part[0] += squares_of(values); });
