@@ -59,7 +59,8 @@ def check_kinds(input: Tensor, by_row: Sequence[str] = ("residual",), **others: 
 def is_any(*tensors: object) -> bool:
     """Whether one of them is a DTensor."""
     for each in tensors:
-        if hasattr(each, "device_mesh"):
+        # torch.compile cannot trace hasattr of a symbolic number.
+        if isinstance(each, Tensor) and hasattr(each, "device_mesh"):
             return True
     return False
 

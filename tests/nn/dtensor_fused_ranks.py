@@ -67,12 +67,15 @@ def results(norm, x, weight, bias, dy, given):
     return made, {name: each.grad for name, each in leaves.items()}
 
 
-def assert_same(name, got, right):
-    """Of each row the bits are those of the unsharded call; sums over rows add in another order."""
+def assert_same(name, got, right, dtype=torch.float64):
+    """Of each row the bits are those of the unsharded call; sums over rows add in another order.
+
+    dtype: of the input, in which kernels add.
+    """
     got = full(got)
     assert got.dtype == right.dtype and right.abs().max() > 0, name
     if name in ("weight", "bias", "weight1", "bias1"):
-        eps = torch.finfo(right.dtype).eps
+        eps = torch.finfo(dtype).eps
         atol = eps * right.abs().max().item() * 2**4
         torch.testing.assert_close(got, right, rtol=0, atol=atol, msg=lambda text: f"{name} {text}")
     else:
@@ -101,7 +104,7 @@ def fused_options(ranks):
                     assert one.placements == ((placement,) if is_kept else (Replicate(),))
                     assert_same(f"{name} {placement}", one, other)
                 for leaf, gradient in gradients.items():
-                    assert_same(leaf, found[leaf], gradient)
+                    assert_same(leaf, found[leaf], gradient, dtype)
                 assert type(found["bias"]) is torch.Tensor
 
 

@@ -10,13 +10,11 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from async_pass import assert_fused
 from layer_cases import (
     CHECKS,
     DEVICE,
     IN,
     MAIN,
-    OUT,
     ROWS,
     WIDTH,
     Case,
@@ -40,7 +38,6 @@ from linear_bounds import assert_right, half_ulp
 from torch import distributed
 from torch.utils.checkpoint import checkpoint
 
-from cupynorm import LayerNormLinear
 from cupynorm.nn import row_statistics
 from cupynorm.parallel import ranks as ranks_module
 from cupynorm.parallel.products import FloatProducts
@@ -136,20 +133,6 @@ def compiled_options(case, rank):
             largest = right.abs().max().item()
             assert largest > 0
             torch.testing.assert_close(got, right, rtol=0, atol=2.0**-16 * largest)
-
-
-def async_tensor_parallelism_fuses_products(rank):
-    layers = []
-    for mode, (num_in, num_out) in (("column", (IN, OUT)), ("row", (OUT, IN))):
-        options = {"parallel_mode": mode, "sequence_parallel": True, "bias": False}
-        group = distributed.group.WORLD
-        layers.append(LayerNormLinear(num_in, num_out, tp_group=group, device=DEVICE, **options))
-    x = torch.randn(ROWS // distributed.get_world_size(), WIDTH, IN, device=DEVICE)
-    assert_fused(torch.nn.Sequential(*layers), x)
-
-
-if DEVICE == "cpu":  # the graphs are the same on GPUs
-    check(async_tensor_parallelism_fuses_products)
 
 
 @for_main
