@@ -67,15 +67,15 @@ def results(norm, x, weight, bias, dy, given):
     return made, {name: each.grad for name, each in leaves.items()}
 
 
-def assert_same(name, got, right, dtype=torch.float64):
+def assert_same(name, got, right, dtype=None):
     """Of each row the bits are those of the unsharded call; sums over rows add in another order.
 
-    dtype: of the input, in which kernels add.
+    dtype: in which kernels add, that of the input; by default that of the result.
     """
     got = full(got)
     assert got.dtype == right.dtype and right.abs().max() > 0, name
     if name in ("weight", "bias", "weight1", "bias1"):
-        eps = torch.finfo(dtype).eps
+        eps = torch.finfo(dtype or right.dtype).eps
         atol = eps * right.abs().max().item() * 2**4
         torch.testing.assert_close(got, right, rtol=0, atol=atol, msg=lambda text: f"{name} {text}")
     else:
