@@ -55,24 +55,32 @@ def _prepared(
     )
 
 
+def fits(call: LinearCall) -> bool:
+    """Whether the kernel takes tensors of these numbers of rows, dtypes and layouts.
+
+    It loads 16 bytes at once of all but the linear bias.
+    """
+    (x, residual, norm_weight, norm_bias, weights, biases), options = call
+    if not 0 < x.numel() <= few_products.MOST_ROWS * x.shape[-1] or residual is not None:
+        return False
+    if any(each.dtype != options.dtype for each in (x, *weights)):
+        return False
+    aligned = [each for each in (x, norm_weight, norm_bias, *weights) if each is not None]
+    if any(each.data_ptr() % 16 for each in aligned):
+        return False
+    return all(each.is_contiguous() for each in (*aligned, *biases))
+
+
 def find(call: LinearCall) -> FewRowsLaunch | None:
     """The launch that can compute a call, or None."""
-    (x, residual, norm_weight, norm_bias, weights, biases), options = call
+    (x, _, *norm, weights, _), options = call
+    if not x.is_cuda or not fits(call):
+        return None
     num_cols = x.shape[-1]
-    if not 0 < x.numel() <= few_products.MOST_ROWS * num_cols or not x.is_cuda:
-        return None
-    if residual is not None or any(each.dtype != options.dtype for each in (x, *weights)):
-        return None
-    norm = [each for each in (norm_weight, norm_bias) if each is not None]
-    aligned = (x, *norm, *weights)
-    if not all(each.is_contiguous() for each in (*aligned, *biases)):
-        return None
-    if any(each.data_ptr() % 16 for each in aligned):
-        return None
     return _prepared(
         x.get_device(),
         (x.numel() // num_cols, num_cols, sum(len(each) for each in weights)),
-        (x.dtype, *(None if each is None else each.dtype for each in (norm_weight, norm_bias))),
+        (x.dtype, *(None if each is None else each.dtype for each in norm)),
         (options.centered, options.zero_centered_weight),
         check_eps(options.eps, name_of(x.dtype), centered=options.centered),
     )
@@ -104,7 +112,7 @@ def forward(
         if purpose != FOR_Y:
             rstd = torch.empty(leading, dtype=torch.float32, device=x.device)
             mean = torch.empty_like(rstd) if options.centered else None
-        given = (x, weight, bias, norm_weight, norm_bias, y, mean, rstd)
-        addresses = (0 if each is None else each.data_ptr() for each in given)
+        tensors = (x, weight, bias, norm_weight, norm_bias, y, mean, rstd)
+        addresses = (0 if each is None else each.data_ptr() for each in tensors)
         found.enqueue(arrays.library(x)(device_index).stream(), (*addresses, *found.last_words))
     return y, mean, rstd

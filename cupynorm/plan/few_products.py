@@ -66,6 +66,8 @@ def why_not(device: Device, dtype: str, sizes: tuple[int, int, int]) -> str | No
         )
     if not 0 < num_rows <= MOST_ROWS:
         return f"the kernel is for 1 to {MOST_ROWS} rows; the input has {num_rows}"
+    if out_features < 1:
+        return f"the kernel needs 1 or more outputs; the weight has {out_features}"
     outputs = _outputs_of_block(device, out_features)
     if _smem_bytes(num_rows, in_features, outputs) > device.smem_per_block:
         return f"{out_features} outputs do not fit the shared memory of {device.name}"

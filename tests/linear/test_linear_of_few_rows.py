@@ -50,6 +50,7 @@ def test_plan(device, sizes):
         ("H200", "bfloat16", (1, 16392, 64), "multiples of 8 to 16384; in_features is 16392"),
         ("H200", "float16", (1, 60, 64), "multiples of 8 to 16384; in_features is 60"),
         ("A100", "bfloat16", (2, 16384, 300000), "300000 outputs do not fit"),
+        ("H200", "bfloat16", (1, 64, 0), "needs 1 or more outputs; the weight has 0"),
         ("H200", "float32", (1, 64, 64), "multiplies bfloat16 and float16; the input has float32"),
     ],
     ids=str,
@@ -85,6 +86,63 @@ def test_calls_on_a_cpu_take_the_plain_path():
     x, weight = torch.ones(1, 8, dtype=torch.bfloat16), torch.ones(8, 8, dtype=torch.bfloat16)
     for fused in ("kernel", "fold", None):
         assert few_rows.choose(asked(x, weight, fused), FOR_Y) is None
+
+
+WIDTH, OUT = 64, 32
+SHAPES = {
+    "input": (2, WIDTH),
+    "norm_weight": (WIDTH,),
+    "norm_bias": (WIDTH,),
+    "weight": (OUT, WIDTH),
+    "other weight": (OUT, WIDTH),
+    "bias": (OUT,),
+    "other bias": (OUT,),
+}
+
+
+def laid(layout, shape):
+    """A bfloat16 tensor of ones. Strided: every second element of a row."""
+    size = int(np.prod(shape))
+    memory = torch.ones(2 * size + 8, dtype=torch.bfloat16)
+    first = -memory.data_ptr() % 16 // 2
+    if layout == "strided":
+        return memory[first : first + 2 * size].view(*shape[:-1], 2 * shape[-1])[..., ::2]
+    first += layout == "misaligned"
+    return memory[first : first + size].view(shape)
+
+
+def call_of(tensors, dtype=torch.bfloat16):
+    input, norm_weight, norm_bias, weight, other_weight, bias, other_bias = tensors.values()
+    parts = (weight, other_weight), (bias, other_bias)
+    options = LinearOptions(True, 1e-5, False, False, False, None, launch_options(0), dtype)
+    return LinearCall(Operands(input, None, norm_weight, norm_bias, *parts), options)
+
+
+@pytest.mark.parametrize("layout", ("strided", "misaligned"))
+@pytest.mark.parametrize("name", SHAPES)
+def test_layouts_of_each_operand(name, layout):
+    """The linear bias is loaded element by element, so it may have any address."""
+    tensors = {each: laid("aligned", shape) for each, shape in SHAPES.items()}
+    assert few_rows.fits(call_of(tensors))
+    tensors[name] = laid(layout, SHAPES[name])
+    takes_any_address = name in ("bias", "other bias")
+    assert few_rows.fits(call_of(tensors)) == (layout == "misaligned" and takes_any_address)
+
+
+def test_dtypes_and_rows():
+    tensors = {each: laid("aligned", shape) for each, shape in SHAPES.items()}
+    for name in ("input", "weight", "other weight"):
+        assert not few_rows.fits(call_of(tensors | {name: tensors[name].half()}))
+    for name in ("norm_weight", "norm_bias"):  # they may have any dtype
+        assert few_rows.fits(call_of(tensors | {name: tensors[name].float()}))
+        assert few_rows.fits(call_of(tensors | {name: None}))
+    assert not few_rows.fits(call_of(tensors, torch.float16))
+    for num_rows in (0, 3):
+        rows = laid("aligned", (num_rows, WIDTH))
+        assert not few_rows.fits(call_of(tensors | {"input": rows}))
+    call = call_of(tensors)
+    with_residual = call.operands._replace(residual=tensors["input"])
+    assert not few_rows.fits(call._replace(operands=with_residual))
 
 
 # On a GPU.
