@@ -82,7 +82,6 @@ struct NormalizedRows {
   template <class Problem>
   __device__ __forceinline__ void normalize(const Problem& problem) const {
     async_wait<0>();
-    __syncwarp();  // a warp's origin is its first lane's
 #pragma unroll
     for (int row = 0; row < num_rows; ++row) {
       const Moments<float> found = moments_of(row);

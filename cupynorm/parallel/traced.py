@@ -79,13 +79,13 @@ def _normalize_split_rows(call: LinearCall, name: str, size: int) -> Tensor:
 
 
 def _gather(x: Tensor, size: int, name: str) -> Tensor:
-    made = _collectives.all_gather_into_tensor(x.contiguous(), size, name)
-    return _collectives.wait_tensor(made)
+    gathering = _collectives.all_gather_into_tensor(x.contiguous(), size, name)
+    return _collectives.wait_tensor(gathering)
 
 
 def _scatter(x: Tensor, size: int, name: str) -> Tensor:
-    made = _collectives.reduce_scatter_tensor(x.contiguous(), "sum", size, name)
-    return _collectives.wait_tensor(made)
+    scattering = _collectives.reduce_scatter_tensor(x.contiguous(), "sum", size, name)
+    return _collectives.wait_tensor(scattering)
 
 
 def _sum(x: Tensor, name: str) -> Tensor:

@@ -86,15 +86,15 @@ class _KnownCall:
         self._read, self._pick = _tuple_of(read), _tuple_of(wanted)
 
     def __call__(self, *arguments: Any) -> tuple[Tensor, ...]:
-        given = self._read(arguments)
-        addresses = tuple(map(_address, given))
+        read = self._read(arguments)
+        addresses = tuple(map(_address, read))
         if reduce(or_, addresses) & 15:
             return self._otherwise(*arguments)
         former = self._exchange_device(self._device)
         try:
-            made = self._make()
-            self._enqueue(addresses + tuple(map(_address, made)), None)
-            return self._pick(given + made)
+            new = self._make()
+            self._enqueue(addresses + tuple(map(_address, new)), None)
+            return self._pick(read + new)
         finally:
             if former != self._device:
                 self._exchange_device(former)

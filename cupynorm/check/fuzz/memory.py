@@ -82,7 +82,7 @@ class OneCopyMachine(GpuCheckMachine):
 class Operands:
     """The inputs of a call of the public functions, in one memory of the GPU.
 
-    placed: name -> (where it lies in memory of its own, its dtype). library: _Torch or _CuPy below.
+    placed: name -> (where it lies in memory of its own, its dtype). library: a Torch or a CuPy.
     """
 
     def __init__(self, placed: Mapping[str, tuple[Placed, str]], library: Library) -> None:
