@@ -166,3 +166,50 @@ def anywhere(request: pytest.FixtureRequest) -> str:
     if request.param == "kernels":
         request.getfixturevalue("kernels")
     return "cuda" if request.param == "gpu" else "cpu"
+
+
+@pytest.fixture
+def record_launches(kernels: list, monkeypatch: pytest.MonkeyPatch) -> Callable[[ModuleType], list]:
+    """A function that returns a list of the kernel and the words of each launch, which runs none.
+
+    Its `prepared` counts the calls that a module prepares anew.
+    """
+    from cupynorm.gpu import launch
+
+    class Launched(list):
+        prepared = 0
+
+    launched = Launched()
+
+    class Kernel:
+        def __init__(self, planned, device_index):
+            self.planned = planned
+
+        def enqueue(self, stream, words):
+            launched.append((self.planned, words))
+
+    def counted(plain, *arguments):
+        launched.prepared += 1
+        return plain(*arguments)
+
+    def record(module: ModuleType) -> list:
+        monkeypatch.setattr(launch, "load", Kernel)
+        for name in ("prepare_forward", "prepare_backward"):
+            monkeypatch.setattr(module, name, partial(counted, getattr(module, name)))
+        return launched
+
+    return record
+
+
+@pytest.fixture
+def load_checkpoint(tmp_path: Path) -> Callable:
+    """load(saver, loader): one module's state by torch.distributed.checkpoint into another one."""
+    from torch.distributed import checkpoint
+
+    def load(saver, loader) -> None:
+        checkpoint.save({"model": saver.state_dict()}, checkpoint_id=tmp_path)
+        state = {"model": loader.state_dict()}
+        checkpoint.load(state, checkpoint_id=tmp_path)
+        loader.load_state_dict(state["model"])
+
+    return load

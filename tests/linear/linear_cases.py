@@ -136,3 +136,39 @@ def gradients_of(module) -> dict[str, np.ndarray]:
     if module.use_bias:
         found["dbias"] = torch.cat([each.grad for each in module._biases()])
     return as_float64(found)
+
+
+def captured(module, x) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
+    """A CUDA graph of a module's call without gradients, and the y that replays write."""
+    with torch.no_grad():
+        module(x)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            y = module(x)
+    return graph, y
+
+
+@torch.no_grad()
+def assert_replays_see_new_values(module, x) -> None:
+    """New values of the weight and of x, which keep their addresses."""
+    graph, y = captured(module, x)
+    for factor in (1.0, 2.0):
+        module.weight.mul_(factor)
+        x.add_(factor)
+        graph.replay()
+        assert torch.equal(y, module(x))
+
+
+def rms_off(problem: LinearProblem, *results: dict[str, np.ndarray]) -> list[float]:
+    """The norm of the error of y of each result, beside float64."""
+    exact = cupynorm.reference.norm_linear(
+        problem.x,
+        problem.norm_weight,
+        problem.norm_bias,
+        problem.weight,
+        problem.bias,
+        problem.eps,
+        centered=problem.centered,
+    ).y
+    return [np.linalg.norm(each["y"] - exact) for each in results]

@@ -16,7 +16,17 @@ from cupynorm.dtypes import DTYPES, decode, encode
 
 torch = pytest.importorskip("torch")
 
-from linear_cases import CPU, NORMS, SPLIT, as_float64, call, leaves, recorded, tensor  # noqa: E402
+from linear_cases import (  # noqa: E402
+    CPU,
+    NORMS,
+    SPLIT,
+    as_float64,
+    call,
+    captured,
+    leaves,
+    recorded,
+    tensor,
+)
 
 from cupynorm import LayerNormLinear  # noqa: E402
 from cupynorm.linear import fold as folding  # noqa: E402  (imports torch)
@@ -176,12 +186,8 @@ def test_a_fold_of_the_functional_form_is_freed_with_its_weight(folds):
 def test_each_replay_of_a_graph_folds_again():
     module = LayerNormLinear(64, 32, fused="fold", params_dtype=torch.bfloat16)
     x = torch.randn(16, 64, device="cuda", dtype=torch.bfloat16)
+    graph, y = captured(module, x)
     with torch.no_grad():
-        module(x)
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            y = module(x)
         for factor in (1.0, 2.0):
             module.weight.mul_(factor)
             graph.replay()

@@ -10,7 +10,6 @@ from cupynorm.reference import fp8 as reference
 
 torch = pytest.importorskip("torch")
 from fp8_linear_cases import NAME, assert_product, values  # noqa: E402
-from torch.distributed import checkpoint  # noqa: E402
 
 import cupynorm  # noqa: E402
 from cupynorm import (  # noqa: E402
@@ -93,7 +92,7 @@ def test_outside_of_a_region_it_is_torchs_layer_with_torchs_state_dict():
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("steps_of_loader", (0, 2))
 @pytest.mark.parametrize("steps_of_saver", (0, 3))
-def test_distributed_checkpoints_of_scales(steps_of_saver, steps_of_loader, tmp_path):
+def test_distributed_checkpoints_of_scales(steps_of_saver, steps_of_loader, load_checkpoint):
     """fp8_state=True: new and trained layers have the same names in their state dicts."""
     layers = []
     for num_steps, length in ((steps_of_saver, 4), (steps_of_loader, 2)):
@@ -104,10 +103,7 @@ def test_distributed_checkpoints_of_scales(steps_of_saver, steps_of_loader, tmp_
             y.sum().backward()
         layers.append(torch.nn.Sequential(layer))
     saver, loader = layers
-    checkpoint.save({"model": saver.state_dict()}, checkpoint_id=tmp_path)
-    state = {"model": loader.state_dict()}
-    checkpoint.load(state, checkpoint_id=tmp_path)
-    loader.load_state_dict(state["model"])
+    load_checkpoint(saver, loader)
     saved = saver[0].get_extra_state()
     assert torch.equal(loader[0].get_extra_state(), saved)
     assert bool(saved.numel()) == bool(loader[0]._fp8_states) == (steps_of_saver > 0)

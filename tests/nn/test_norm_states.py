@@ -62,7 +62,7 @@ def test_a_norm_outside_of_a_region_is_still_refused():
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("steps_of_loader", (0, 2))
 @pytest.mark.parametrize("steps_of_saver", (0, 3))
-def test_distributed_checkpoints_of_a_scale(steps_of_saver, steps_of_loader, tmp_path):
+def test_distributed_checkpoints_of_a_scale(steps_of_saver, steps_of_loader, load_checkpoint):
     """fp8_state=True: new and trained norms have the same names in their state dicts."""
     norms = []
     for num_steps, length in ((steps_of_saver, 4), (steps_of_loader, 2)):
@@ -72,10 +72,7 @@ def test_distributed_checkpoints_of_a_scale(steps_of_saver, steps_of_loader, tmp
                 norm((1 + at + length) * random_input(5, 128), fp8_output=True)
         norms.append(torch.nn.Sequential(norm))
     saver, loader = norms
-    dcp.save({"model": saver.state_dict()}, checkpoint_id=tmp_path)
-    state = {"model": loader.state_dict()}
-    dcp.load(state, checkpoint_id=tmp_path)
-    loader.load_state_dict(state["model"])
+    load_checkpoint(saver, loader)
     saved, loaded = saver[0]._fp8_scales, loader[0]._fp8_scales
     assert (saved is None) == (loaded is None) == (steps_of_saver == 0)
     if saved is not None:

@@ -8,7 +8,6 @@ from itertools import permutations
 import pytest
 
 import cupynorm
-from cupynorm.gpu import launch
 from cupynorm.norm import cache
 from cupynorm.norm.request import ForwardOperands, ForwardOptions, ForwardRequest
 
@@ -17,31 +16,8 @@ from cupynorm.nn import autograd  # noqa: E402
 
 
 @pytest.fixture
-def launched(kernels, monkeypatch):
-    """The kernel and the words of each launch. `launched.checks` counts calls that were checked."""
-
-    class Launched(list):
-        checks = 0
-
-    found = Launched()
-
-    class Kernel:
-        def __init__(self, planned, device_index):
-            self.planned = planned
-
-        def enqueue(self, stream, words):
-            found.append((self.planned, words))
-
-    monkeypatch.setattr(launch, "load", Kernel)
-    for name in ("prepare_forward", "prepare_backward"):
-        plain = getattr(autograd, name)
-
-        def counted(*arguments, plain=plain):
-            found.checks += 1
-            return plain(*arguments)
-
-        monkeypatch.setattr(autograd, name, counted)
-    return found
+def launched(record_launches):
+    return record_launches(autograd)
 
 
 def tensor(*shape, dtype=torch.bfloat16, shift=0, **options):
@@ -127,14 +103,14 @@ def test_a_repeated_forward_is_not_checked_again(launched):
     for name in ("plain", "recorded", "bias", "residual"):
         cache.forget()
         recorded(launched, name)
-        before = launched.checks
+        before = launched.prepared
         recorded(launched, name)
-        assert launched.checks == before, name
+        assert launched.prepared == before, name
     recorded(launched, "plain")
-    before = launched.checks
+    before = launched.prepared
     for name in ("more rows", "plain", "more rows"):  # they do not displace each other
         recorded(launched, name)
-    assert launched.checks == before + 1
+    assert launched.prepared == before + 1
     cupynorm.layer_norm(tensor(4, 64), 64, tensor(64), eps=1.0)
     with pytest.raises(TypeError, match="eps is True"):
         cupynorm.layer_norm(tensor(4, 64), 64, tensor(64), eps=True)
@@ -192,9 +168,9 @@ def test_a_backward_launches_the_same_after_any_other(launched):
         assert recorded_backward(launched, second, tensors) == alone[second], (first, second)
     cache.forget()
     recorded_backward(launched, "plain", tensors)
-    before = launched.checks
+    before = launched.prepared
     recorded_backward(launched, "plain", tensors)
-    assert launched.checks == before
+    assert launched.prepared == before
 
 
 def test_what_a_hook_unpacks_may_have_another_layout(launched):
@@ -232,9 +208,9 @@ def test_a_request_is_repeated_too(launched):
     x = tensor(4, 64, grad=True)
     request = ForwardRequest(ForwardOperands(x, tensor(64)), ForwardOptions(True, (64,), 1e-5))
     first = autograd.normalize(request)
-    assert launched.checks == 1
+    assert launched.prepared == 1
     second = autograd.normalize(request)
-    assert launched.checks == 1 and len(first) == len(second) == 3
+    assert launched.prepared == 1 and len(first) == len(second) == 3
     assert second[0].requires_grad and second[1] is None and second[2] is x
     cupynorm.layer_norm(x, 64, tensor(64))
-    assert launched.checks == 1
+    assert launched.prepared == 1

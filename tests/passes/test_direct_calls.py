@@ -10,7 +10,6 @@ torch = pytest.importorskip("torch", "2.11")
 
 import sympy  # noqa: E402
 
-from cupynorm.gpu import launch  # noqa: E402
 from cupynorm.norm import cache  # noqa: E402
 from cupynorm.passes import direct_calls, graph_operators  # noqa: E402
 from cupynorm.passes.graph_operators import BACKWARD, FORWARD, text_of  # noqa: E402
@@ -20,31 +19,8 @@ ROWS, WIDTH = 4, 64
 
 
 @pytest.fixture
-def launched(kernels, monkeypatch):
-    """The kernel and the words of each launch. `launched.prepared` counts prepared calls."""
-
-    class Launched(list):
-        prepared = 0
-
-    found = Launched()
-
-    class Kernel:
-        def __init__(self, planned, device_index):
-            self.planned = planned
-
-        def enqueue(self, stream, words):
-            found.append((self.planned, words))
-
-    monkeypatch.setattr(launch, "load", Kernel)
-    for name in ("prepare_forward", "prepare_backward"):
-        plain = getattr(graph_operators, name)
-
-        def counted(*arguments, plain=plain):
-            found.prepared += 1
-            return plain(*arguments)
-
-        monkeypatch.setattr(graph_operators, name, counted)
-    return found
+def launched(record_launches):
+    return record_launches(graph_operators)
 
 
 def tensor(*shape, shift=0, dtype=torch.bfloat16):
