@@ -1,4 +1,4 @@
-// backward_bundle.cuh -- path `bundle` of backward_warp.cu: rows come and go several at a time
+// backward_bundle.cuh -- path `bundle` of backward_warp.cu: several rows at once in shared memory
 //
 // needs: rows without gaps, x and dx of one size, and shared memory for the images (bundle.cuh).
 #pragma once

@@ -1,5 +1,4 @@
-// backward_ring_streams.cuh -- the tensors that pass through a backward ring: x, dy, and what is
-// added to dx
+// backward_ring_streams.cuh -- the tensors of a backward ring: x, dy, and what is added to dx
 #pragma once
 #include "backward.cuh"
 #include "ring.cuh"

@@ -1,5 +1,4 @@
-// backward_ring_sums.cuh -- at the end of a backward ring: one row of partial sums a block or
-// cluster
+// backward_ring_sums.cuh -- the end of a backward ring: a block's or cluster's row of partial sums
 #pragma once
 #include "backward.cuh"
 #include "ring.cuh"

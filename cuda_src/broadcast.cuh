@@ -1,4 +1,4 @@
-// broadcast.cuh -- four floats of a row that one warp computed, for all warps of its block
+// broadcast.cuh -- four floats of a row, from the warp that computed them to all warps of its block
 //
 // Two buffers suffice: they depend on what all warps have sent, and a warp sends that of a turn
 // after it has received the broadcast of two turns before.

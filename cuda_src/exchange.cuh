@@ -1,4 +1,4 @@
-// exchange.cuh -- sums that cross a block or cluster without stopping it
+// exchange.cuh -- sums that warps of a block or cluster exchange without stopping it
 //
 // Exchange has one to three floats of every warp that shares a row, sent to all of these warps and
 // read a turn later, when they have arrived. Four buffers suffice: the fastest warp is at most

@@ -1,4 +1,4 @@
-// forward_bundle.cuh -- path `bundle` of forward_warp.cu: rows come and go several at a time
+// forward_bundle.cuh -- path `bundle` of forward_warp.cu: several rows at once in shared memory
 //
 // needs: rows without gaps, x and y of one size, a Store, and shared memory for the images
 // (bundle.cuh).

@@ -1,5 +1,4 @@
-// forward_ring_scaled.cuh -- a forward ring whose y has 8 bits, with scales that are found in the
-// row
+// forward_ring_scaled.cuh -- the path `ring` where y has 8 bits and its scales depend on the row
 //
 // y is kept in registers until its scales are known. Those of blocks of columns belong to one warp.
 // The scale of a row needs the largest |y| of all warps: y is then written a turn later.

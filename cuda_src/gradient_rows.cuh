@@ -1,5 +1,4 @@
-// gradient_rows.cuh -- what backward keeps of its rows in registers: x, dy, weights, an added
-// gradient
+// gradient_rows.cuh -- x, dy, weights and an added gradient, which backward keeps in registers
 //
 // If registers allow, the next row is fetched while the present one is computed.
 #pragma once

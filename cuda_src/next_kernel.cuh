@@ -1,5 +1,4 @@
-// next_kernel.cuh -- PTX for programmatic dependent launch: a kernel that starts before the
-// previous one ends
+// next_kernel.cuh -- PTX for programmatic dependent launch: one kernel starts before another ends
 //
 // PTX ISA: griddepcontrol (sm_90; before, both do nothing). On the CPU kernels run one after the
 // other.

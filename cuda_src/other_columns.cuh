@@ -1,4 +1,4 @@
-// other_columns.cuh -- what a functor gets to read other columns of its row
+// other_columns.cuh -- how a user's functor reads other columns of its row
 #pragma once
 #include "load.cuh"
 

@@ -1,4 +1,4 @@
-// parameter.cuh -- weight and bias on their way from memory to the arithmetic
+// parameter.cuh -- weight and bias: how kernels read them and keep them for many rows
 //
 // KeptParameter   a pack of weights or biases, as in memory, that a thread keeps for many rows
 // LoadParameter   the functor through which a backward kernel reads the weight, or the bias

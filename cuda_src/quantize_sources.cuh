@@ -1,4 +1,4 @@
-// quantize_sources.cuh -- where the matrix of quantize.cu comes from
+// quantize_sources.cuh -- the sources of quantize.cu: what its matrix is read from
 //
 // Members of a source:
 //   Held, Float8                       the types of what is read and of what is written

@@ -1,4 +1,4 @@
-// quantized_write.cuh -- fp8: how the results of one row are written in 8 bits
+// quantized_write.cuh -- fp8: the writing of one row in 8 bits
 //
 // If the scales depend on the row itself, y is computed before they are known. If a thread has the
 // registers, it keeps y until then and computes it once. Otherwise it computes y twice: to find the

@@ -1,4 +1,4 @@
-// register_packs.cuh -- the packs of a row that a thread keeps in registers: how they come and go
+// register_packs.cuh -- the packs of a row in a thread's registers: how they are loaded and stored
 #pragma once
 #include "register_cols.cuh"
 #include "tile.cuh"

@@ -1,8 +1,7 @@
-// register_row.cuh -- a row, or one block's slice of it, in registers: packs_per_thread packs in
-// each thread
+// register_row.cuh -- a row, or one block's slice of it, in the registers of threads
 //
-// The packs keep the type that holds the row exactly; each pass unpacks them. The members are those
-// of every row (uncached_row.cuh).
+// Each thread has packs_per_thread packs, in the type that holds the row exactly; each pass unpacks
+// them. The members are those of every row (uncached_row.cuh).
 #pragma once
 #include "register_budget.cuh"
 #include "register_packs.cuh"

@@ -1,4 +1,4 @@
-// result_image.cuh -- results in the image of a bundle, and from there to global memory
+// result_image.cuh -- results in the shared memory of a bundle, and from there to global memory
 #pragma once
 #include "pack.cuh"
 

@@ -1,4 +1,4 @@
-// ring.cuh -- rows on their way through shared memory, fetched by the copy engine
+// ring.cuh -- a warp's ring of rows in shared memory, filled by the copy engine
 //
 // WarpRing has a warp's parts of the rows of the next `stages` turns. Each warp fills its own slots
 // and waits for no other warp.

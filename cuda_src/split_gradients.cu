@@ -1,7 +1,7 @@
-// split_gradients -- dx, and partial sums of dweight and dbias, by the sums of whole rows, of which
-//        this rank has a part; a block owns columns of a slab
-// owns:  threads_per_row neighbouring packs of columns of rows_of_slab rows. Each of rows_per_block
-//        groups of threads takes every rows_per_block-th row, packs_per_thread of them at once
+// split_gradients -- dx, partial sums of dweight and dbias, of one rank; a block owns a slab
+// owns:  a slab is threads_per_row neighbouring packs of columns of rows_of_slab rows. Each of
+//        rows_per_block groups of threads takes every rows_per_block-th row, packs_per_thread of
+//        them at once. The sums of whole rows come from split_sums.cu, added over the ranks
 // moves: x and dy once in, dx once out; a sum a column and slab, which backward_parameters.cu adds
 // takes: any part of at least one column
 // needs: num_cols and all row strides multiples of pack_size, addresses aligned to a pack; shared

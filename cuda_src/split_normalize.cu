@@ -1,5 +1,4 @@
-// split_normalize -- y = (x - mean) * rstd * weight + bias, by the statistics of the whole row, of
-//        which this rank has a part; a block owns a row
+// split_normalize -- y of one rank's columns, by statistics of the whole row; a block owns a row
 // owns:  the part in registers; path uncached: nothing
 // moves: x once in, y once out; three numbers a row and rank in, three a row out (RMSNorm: one)
 // takes: any row of at least one column

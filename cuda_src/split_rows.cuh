@@ -1,5 +1,4 @@
-// split_rows.cuh -- rows whose columns are on several ranks: a rank's part of a row in a block, and
-// what is known of the whole row
+// split_rows.cuh -- one rank's part of a row whose columns are on several ranks
 #pragma once
 #include "load.cuh"
 #include "register_row.cuh"

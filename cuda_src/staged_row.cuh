@@ -1,4 +1,4 @@
-// staged_row.cuh -- the next row, on its way to registers through shared memory
+// staged_row.cuh -- the next row, which the copy engine brings to shared memory
 //
 // While the threads of a block work on one row, the copy engine fetches the next one. The threads
 // then read it from shared memory instead of from global memory, and keep no registers for it.

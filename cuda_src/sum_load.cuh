@@ -1,5 +1,4 @@
-// sum_load.cuh -- the load of a sum whose parts have dtypes of their own, with dropout and
-// row_scale
+// sum_load.cuh -- the load of x + residual of any dtypes, with dropout and row_scale
 //
 // Its row is residual + factor * x, rounded once to Sum; x may first go through a user's functor.
 // The copy engine cannot fetch it, so it has no streams (load.cuh).

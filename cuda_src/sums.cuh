@@ -1,4 +1,4 @@
-// sums.cuh -- what a thread adds up of its own packs before threads exchange sums
+// sums.cuh -- sums of a thread's own packs, before threads exchange them
 #pragma once
 #include "reduce.cuh"
 

@@ -1,4 +1,4 @@
-// tile.cuh -- the compile-time integers of one kernel, and what a kernel is asked to do
+// tile.cuh -- Tile, the compile-time integers of one kernel, and the paths of a row
 //
 // A Tile is a template argument with designated initialisers, so a kernel's name explains itself:
 //   forward_warp<..., Tile{.pack_size = 8, .threads_per_row = 32, .packs_per_thread = 4}>

@@ -1,4 +1,4 @@
-// types.cuh -- type traits
+// types.cuh -- type traits: is_same, and the type of the arithmetic
 #pragma once
 
 template <class A, class B>

@@ -1,5 +1,4 @@
-// warp_moments.cuh -- count, mean and squares of values, and of parts, that the lanes of a warp
-// have
+// warp_moments.cuh -- count, mean and squares of values that the lanes of a warp have
 #pragma once
 #include "mean_rstd.cuh"
 #include "sums.cuh"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fnmatch
 import re
 from pathlib import Path
 
@@ -15,6 +14,8 @@ from repository_files import (
     SOURCES,
     names_of,
 )
+
+from cupynorm.plan.problem import PATHS, PATHS_OF_STRATEGY
 
 
 @pytest.mark.parametrize("path", **names_of(KERNELS))
@@ -68,14 +69,62 @@ def test_files_that_a_comment_names_are_there(path):
         assert (CUDA_SRC / file).is_file(), f"{path.name} names {file}, which is not there"
 
 
-def test_the_map_of_the_sources_has_every_file():
-    """The table of docs/design.md, whose patterns each match a file."""
-    table = (REPOSITORY / "docs" / "design.md").read_text().partition("| subject | files |")[2]
-    patterns = re.findall(r"`([\w*]+[.\w]*)`", table.partition("\n\n")[0])
-    names = {path.name for path in DEVICE_SOURCES}
-    matched = {pattern: fnmatch.filter(names, pattern) for pattern in patterns}
-    assert len(patterns) > 50 and not [pattern for pattern in patterns if not matched[pattern]]
-    assert names == {name for found in matched.values() for name in found}
+# docs/sources.md.
+
+SOURCES_PAGE = (REPOSITORY / "docs" / "sources.md").read_text()
+
+
+def groups_of_sources() -> list[dict[str, str]]:
+    """The tables below "All files", from the top: the text of each file by its name."""
+    sections = SOURCES_PAGE.partition("## All files")[2].split("\n### ")[1:]
+    return [dict(re.findall(r"^\| `(\w+\.cuh?)` \| (.*) \|$", each, re.M)) for each in sections]
+
+
+def includes(path: Path) -> list[str]:
+    return re.findall(r'^#include "(\w+\.cuh)"$', path.read_text(), re.M)
+
+
+def test_the_page_of_the_sources_has_every_file():
+    """Once, with the text of the first line of the file."""
+    rows = [row for group in groups_of_sources() for row in group.items()]
+    first_lines = {
+        path.name: path.read_text().partition("\n")[0].partition(" -- ")[2]
+        for path in DEVICE_SOURCES
+    }
+    missing = [f"| `{name}` | {text} |" for name, text in first_lines.items() - rows]
+    assert not missing, "give docs/sources.md these rows:\n" + "\n".join(sorted(missing))
+    assert sorted(name for name, _ in rows) == sorted(first_lines)
+
+
+def test_sources_include_no_group_above_their_own():
+    groups = groups_of_sources()
+    place = {name: at for at, group in enumerate(groups) for name in group}
+    arrows = {(path.name, other) for path in DEVICE_SOURCES for other in includes(path)}
+    assert len(groups) > 10 and len(arrows) > 200
+    upward = sorted((file, other) for file, other in arrows if place[other] < place[file])
+    assert not upward, "these includes point up in docs/sources.md"
+
+
+def included_by(name: str) -> set[str]:
+    """The file and all that it includes."""
+    found, rest = set(), {name}
+    while rest:
+        found |= rest
+        rest = {other for each in rest for other in includes(CUDA_SRC / each)} - found
+    return found
+
+
+def test_the_page_of_the_sources_has_every_path():
+    """With its strategies, and files that a kernel of one of these includes."""
+    table = SOURCES_PAGE.partition("| path | strategies |")[2].partition("\n\n")[0]
+    rows = [[cell.strip(" `") for cell in line.split("|")[1:-1]] for line in table.split("\n")[2:]]
+    assert {path: strategies.split(", ") for path, strategies, *_ in rows} == {
+        path: [name for name, paths in PATHS_OF_STRATEGY.items() if path in paths] for path in PATHS
+    }
+    for path, strategies, *files in rows:
+        for direction, file in zip(("forward", "backward"), files):
+            kernels = [f"{direction}_{name}.cu" for name in strategies.split(", ")]
+            assert not file or file in set().union(*map(included_by, kernels)), path
 
 
 def code(path: Path) -> str:
