@@ -199,7 +199,7 @@ def test_the_site_builds_without_warnings_and_needs_no_network(tmp_path):
     assert "LayerNorm and RMSNorm for NVIDIA GPUs" in pages["index.html"]
     assert "speed.svg" in pages["index.html"] and (tmp_path / "speed.svg").exists()
     assert "-1.069" in pages["norms.html"] and 'id="layer_norm_backward"' in pages["norms.html"]
-    assert "expected its last dimensions" in pages["errors.html"]
+    assert "expected the last dimensions of input" in pages["errors.html"]
     notebooks = sorted((ROOT / "notebooks").glob("*.ipynb"))
     assert notebooks
     for path in notebooks:

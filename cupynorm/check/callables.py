@@ -26,6 +26,7 @@ import numpy as np
 
 from .. import reference
 from ..dtypes import compute_dtype
+from ..gpu.arrays import type_in_words
 from .cases import Problem
 from .libraries import Library
 
@@ -267,7 +268,7 @@ def _differentiated(call: Callable[[], Any], operands: dict[str, Any]) -> dict[s
     if isinstance(y, (tuple, list)) and y:
         y = y[0]
     if not isinstance(y, torch.Tensor):
-        raise ValueError(f"function returned {_named(y)}; {expected}")
+        raise ValueError(f"function returned {type_in_words(y)}; {expected}")
     if not y.requires_grad:
         raise ValueError(
             "function returned a tensor that is detached from the graph (requires_grad is False); "
@@ -284,10 +285,6 @@ def _differentiated(call: Callable[[], Any], operands: dict[str, Any]) -> dict[s
                 f"expected a gradient for each of {', '.join(leaves)}"
             )
     return results
-
-
-def _named(value: Any) -> str:
-    return "None" if value is None else f"a {type(value).__name__}"
 
 
 def _checked(values: np.ndarray, name: str, problem: Problem, label: str) -> np.ndarray:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import product
 from typing import Any
 
 from ..gpu import on_cpu
+from ..norm.options import dtype_name
 from . import functors as functor_check
 from . import kernels
 from .callables import Callables
@@ -96,7 +98,9 @@ def check(
     detached, a functor without a reference, and arguments that do not go together; TypeError for a
     dtype that the kernels do not have; and what a call raises.
     """
-    norms = (norm,) if isinstance(norm, str) else tuple(norm)
+    norms = _several("norm", norm)
+    dtypes = [dtype_name(each, "dtype") for each in _several("dtypes", dtypes)]
+    strategies, statistics = _several("strategies", strategies), _several("statistics", statistics)
     for name in norms:
         if name not in NORMS:
             raise ValueError(f"norm is {name!r}; expected {' or '.join(NORMS)}")
@@ -111,6 +115,7 @@ def check(
         _refuse_together([*functors, *others])
     if shapes is None:
         shapes = [(5, 96)] if functors else [(64, 768)]
+    shapes = _pairs(shapes)
     options = {"zero_centered_weight": zero_centered_weight, "eps": eps}
     trials: list[Trial] = []
     if input is not None:
@@ -160,6 +165,30 @@ def check(
             got = run_kernels(trial.problem, where, trial.layouts or None)
             result.findings += trial.judged(got, rounded_mean=rounded_mean)
     return result
+
+
+def _several(name: str, given: object) -> tuple:
+    """A sequence of names as a tuple; one name, or None, is a sequence of itself."""
+    if given is None or isinstance(given, str):
+        return (given,)
+    try:
+        return tuple(given)
+    except TypeError:
+        raise TypeError(f"{name} is {given!r}; expected a sequence of names") from None
+
+
+def _pairs(shapes: object) -> list[tuple[int, int]]:
+    try:
+        shapes = list(shapes)
+    except TypeError:
+        raise TypeError(
+            f"shapes is {shapes!r}; expected a sequence of pairs (num_rows, num_cols)"
+        ) from None
+    for shape in shapes:
+        is_pair = isinstance(shape, Sequence) and len(shape) == 2
+        if not is_pair or not all(isinstance(extent, numbers.Integral) for extent in shape):
+            raise ValueError(f"shapes has {shape!r}; expected pairs (num_rows, num_cols) of ints")
+    return [tuple(shape) for shape in shapes]
 
 
 def _machine(on: str | None) -> kernels.CpuMachine | kernels.GpuCheckMachine:

@@ -248,6 +248,13 @@ def on_host(array: Any) -> bool:
     return isinstance(array, np.ndarray) or (is_torch(array) and array.device.type == "cpu")
 
 
+def type_in_words(value: object) -> str:
+    """The type of a value, for error messages: "a list", "an int", "None"."""
+    name = type(value).__name__
+    article = "an" if name.lower().startswith((*"aeio", "nd")) else "a"  # ndarray: n-d
+    return "None" if value is None else f"{article} {name}"
+
+
 def take(array: Any, name: str) -> object:
     """A CuPy, torch or NumPy array unchanged, another as a CuPy array that shares its memory.
 
@@ -273,7 +280,7 @@ def take(array: Any, name: str) -> object:
     if hasattr(array, "__dlpack__"):
         return nvrtc.cupy().from_dlpack(array)
     raise TypeError(
-        f"{name} is a {type(array).__name__}; "
+        f"{name} is {type_in_words(array)}; "
         "expected a CuPy, torch or NumPy array, or an object with __dlpack__"
     )
 
@@ -302,7 +309,7 @@ def check_addresses(**arrays_by_name: Any) -> None:
             )
         if array.numel() and not array.data_ptr():
             raise TypeError(
-                f"{name} is a {type(array).__name__}, which has no address; "
+                f"{name} is {type_in_words(array)}, which has no address; "
                 "expected a tensor with memory of its own"
             )
 

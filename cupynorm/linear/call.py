@@ -192,8 +192,8 @@ def check(operands: Operands, fused: str | None = None, *, is_cast: bool = False
 def _check_shapes(input: Array, parts: Mapping[str, Any], norm_parameters: Mapping[str, Any]):
     for name, parameter in (parts | norm_parameters).items():
         if not hasattr(parameter, "shape") and (parameter is not None or name == "weight"):
-            kind = type(parameter).__name__
-            raise TypeError(f"{name} is a {kind}; expected an array like the input")
+            kind = arrays.type_in_words(parameter)
+            raise TypeError(f"{name} is {kind}; expected an array like the input")
     shape, (weight, bias) = tuple(input.shape), parts.values()
     if not shape:
         raise ValueError("input has no dimension to normalise over; expected at least one")

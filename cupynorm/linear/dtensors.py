@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from ..gpu.arrays import type_in_words
 from ..nn.dtensor import on_every_rank
 from .call import LinearCall, Operands
 from .norms import normalize_and_add
@@ -43,7 +44,7 @@ def normalize_and_project(call: LinearCall) -> tuple[Tensor, Tensor | None, Tens
     input = operands.input
     if not hasattr(input, "device_mesh"):
         raise TypeError(
-            f"a weight or bias is a DTensor and input is a {type(input).__name__}; "
+            f"a weight or bias is a DTensor and input is {type_in_words(input)}; "
             "expected input to be a DTensor too"
         )
     weights, biases = (

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.nn import functional
 
+from ..gpu.arrays import type_in_words
 from ..nn import dtypes, modes
 from ..norm.prepared import FOR_STATISTICS, FOR_Y
 from . import compute, dtensors, fold, one_kernel
@@ -106,7 +107,7 @@ def _check_tensors(operands: Operands) -> None:
     for name, each in zip(names, operands.all):
         if each is not None and not isinstance(each, Tensor):
             raise TypeError(
-                f"{name} is a {type(each).__name__}; expected a torch tensor, as input is"
+                f"{name} is {type_in_words(each)}; expected a torch tensor, as input is"
             )
 
 

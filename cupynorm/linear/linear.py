@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from ..gpu.arrays import type_in_words
 from ..nn import autocast, modes
 from ..nn.dtypes import product_dtype
 from ..norm.quantized_tensor import QuantizedTensor
@@ -165,7 +166,7 @@ class Linear(GradientLayer, Fp8Layer, torch.nn.Linear):
                 "is_leaf_module returns True for it"
             )
         if not isinstance(input, Tensor):
-            raise TypeError(f"input is a {type(input).__name__}; expected a torch tensor")
+            raise TypeError(f"input is {type_in_words(input)}; expected a torch tensor")
         # torch.jit.trace warns of every shape that is looked at; there the product itself checks.
         is_traced = not modes.is_compiling() and modes.is_jit_traced()
         if not is_traced and input.shape[-1:] != (self.in_features,):

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..gpu.arrays import type_in_words
 from ..nn.recipes import DelayedScaling, Recipe
 from .quantized_weight import QuantizedWeight
 
@@ -65,7 +66,7 @@ def fp8_model_init(
             raise TypeError(f"{name} is {value!r}; expected True or False")
     if recipe is not None and not isinstance(recipe, Recipe):
         raise TypeError(
-            f"recipe is a {type(recipe).__name__}; expected DelayedScaling, CurrentScaling, "
+            f"recipe is {type_in_words(recipe)}; expected DelayedScaling, CurrentScaling, "
             "BlockScaling or MXFP8BlockScaling"
         )
     recipe = (recipe or DelayedScaling()) if enabled else None

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..gpu.arrays import type_in_words
 from ..nn.dtypes import SUPPORTED, product_dtype
 from ..nn.modes import is_compiling, is_jit_traced, run_untraced, wants_gradient
 from ..norm.quantized_tensor import QuantizedTensor
@@ -210,7 +211,7 @@ class LayerNormLinear(GradientLayer, Fp8Layer, NormLinearParameters):
                 "is_leaf_module returns True for it"
             )
         if not isinstance(inp, Tensor):
-            raise TypeError(f"input is a {type(inp).__name__}; expected a torch tensor")
+            raise TypeError(f"input is {type_in_words(inp)}; expected a torch tensor")
         # torch.jit.trace warns of every shape that is looked at; there the operator checks.
         if (is_compiling() or not is_jit_traced()) and inp.shape[-1:] != (self.in_features,):
             raise ValueError(

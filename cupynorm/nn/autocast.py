@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from ..gpu.arrays import type_in_words
 from . import amaxes
 from .amaxes import UsedScales
 from .modes import is_inside_backward
@@ -168,8 +169,7 @@ def fp8_autocast(
 def _check(enabled: object, calibrating: object, recipe: object) -> None:
     if not isinstance(enabled, bool):
         raise TypeError(
-            f"enabled is a {type(enabled).__name__}; "
-            "expected True or False, and a recipe as recipe="
+            f"enabled is {type_in_words(enabled)}; expected True or False, and a recipe as recipe="
         )
     if isinstance(recipe, bool):
         raise TypeError(
@@ -180,6 +180,6 @@ def _check(enabled: object, calibrating: object, recipe: object) -> None:
         raise TypeError(f"calibrating is {calibrating!r}; expected True or False")
     if recipe is not None and not isinstance(recipe, Recipe):
         raise TypeError(
-            f"recipe is a {type(recipe).__name__}; expected DelayedScaling, CurrentScaling, "
+            f"recipe is {type_in_words(recipe)}; expected DelayedScaling, CurrentScaling, "
             "BlockScaling or MXFP8BlockScaling"
         )

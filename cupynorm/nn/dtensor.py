@@ -16,6 +16,8 @@ from functools import cache, partial
 import torch
 from torch import Tensor
 
+from ..gpu.arrays import type_in_words
+
 # Arguments and results of the operators. All other tensors are the same for every row.
 _BY_ROW = {"input", "residual", "dy", "x", "mean", "rstd", "dsum", "y", "sum", "dx"}
 _SUMS = {"dweight", "dbias"}
@@ -45,14 +47,13 @@ def check_kinds(input: Tensor, by_row: Sequence[str] = ("residual",), **others: 
         is_sharded = hasattr(tensor, "device_mesh")
         if is_sharded and not hasattr(input, "device_mesh"):
             raise TypeError(
-                f"{name} is a DTensor and input is a {type(input).__name__}; "
+                f"{name} is a DTensor and input is {type_in_words(input)}; "
                 "expected input to be a DTensor too"
             )
         lacks = name in by_row and tensor is not None and not is_sharded
         if lacks and hasattr(input, "device_mesh"):
             raise TypeError(
-                f"input is a DTensor and {name} is a {type(tensor).__name__}; "
-                "expected a DTensor too"
+                f"input is a DTensor and {name} is {type_in_words(tensor)}; expected a DTensor too"
             )
 
 

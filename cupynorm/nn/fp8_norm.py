@@ -106,7 +106,7 @@ class Fp8Norm(torch.nn.Module):
                 "expected False, or the call inside of it"
             )
         if not isinstance(input, torch.Tensor):
-            raise TypeError(f"input is a {type(input).__name__}; expected a torch tensor")
+            raise TypeError(f"input is {arrays.type_in_words(input)}; expected a torch tensor")
         is_sharded = dtensor.is_any(input)
         if not is_sharded:
             arrays.check_addresses(input=input)  # before scales are moved to its device

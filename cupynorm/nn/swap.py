@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..gpu.arrays import type_in_words
 from ..norm.options import extents_of
 from ..norm.request import Margins
 from ..table import as_html, as_text
@@ -119,7 +120,7 @@ def swap_norms(model: torch.nn.Module, *, keep_rounding: bool = False) -> Swappe
     Raises TypeError if model is not a torch.nn.Module.
     """
     if not isinstance(model, torch.nn.Module):
-        raise TypeError(f"model is a {type(model).__name__}; expected a torch.nn.Module")
+        raise TypeError(f"model is {type_in_words(model)}; expected a torch.nn.Module")
     report = SwappedNorms()
     if _looks_like_a_norm(model):
         reason = (

@@ -11,7 +11,7 @@ from functools import partial
 
 import numpy as np
 
-from ..dtypes import DTYPES, compute_dtype
+from ..dtypes import DTYPES, FLOAT8S, compute_dtype
 from ..gpu import arrays
 from . import functors
 from .options import check_gradients, dtype_name
@@ -109,7 +109,8 @@ def _check_extents(shape: tuple[int, ...], extents: tuple[int, ...], name: str) 
         raise ValueError("normalized_shape is empty; expected at least one dimension")
     if len(extents) > len(shape) or shape[len(shape) - len(extents) :] != extents:
         raise ValueError(
-            f"normalized_shape is {extents}, {name} has shape {shape}; expected its last dimensions"
+            f"normalized_shape is {extents}, {name} has shape {shape}; "
+            f"expected the last dimensions of {name}"
         )
 
 
@@ -124,7 +125,9 @@ def check_out(request: ForwardRequest) -> None:
             f"out was given with out_dtype {options.quantization.dtype}; expected out=None"
         )
     if not (arrays.is_torch(out) or arrays.is_cupy(out) or isinstance(out, np.ndarray)):
-        raise TypeError(f"out is a {type(out).__name__}; expected an array of the input's library")
+        raise TypeError(
+            f"out is {arrays.type_in_words(out)}; expected an array of the input's library"
+        )
     check_same_place(out, x, "out", "input")
     if tuple(out.shape) != tuple(x.shape):
         raise ValueError(
@@ -160,7 +163,7 @@ def _check_seed(seed: object, x: Array) -> object:
         return seed
     if not hasattr(seed, "__dlpack__"):
         raise TypeError(
-            f"dropout_seed is a {type(seed).__name__}; expected an int or one element of int64"
+            f"dropout_seed is {arrays.type_in_words(seed)}; expected an int or one element of int64"
         )
     seed = arrays.take(seed, "dropout_seed")
     if arrays.dtype_name(seed) != "int64" or math.prod(seed.shape) != 1:
@@ -193,7 +196,7 @@ def check_forward(request: ForwardRequest) -> ForwardRequest:
     if quantization is not None:
         y_dtype = quantization.dtype
     elif options.out_dtype is not None:
-        y_dtype = dtype_name(options.out_dtype, "out_dtype")
+        y_dtype = dtype_name(options.out_dtype, "out_dtype", also=FLOAT8S)
     residual = take_like(operands_given.residual, x, shape, "residual", "input")
     if residual is not None and arrays.dtype_name(residual) not in (dtype, sum_dtype):
         expected = f"the input's, {dtype}"

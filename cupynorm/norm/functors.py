@@ -73,7 +73,7 @@ def bound(
             functor = functor()
         if functor is not None and not isinstance(functor, BoundFunctor):
             raise TypeError(
-                f"{role} is a {type(functor).__name__}; expected a functor with its arrays, "
+                f"{role} is {arrays.type_in_words(functor)}; expected a functor with its arrays, "
                 "as cupynorm.functors.silu_gate(gate=gate)"
             )
         bound_functors.append(functor)

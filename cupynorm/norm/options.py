@@ -10,7 +10,7 @@ import numpy as np
 from ..dtypes import DTYPES, FLOAT8S
 from ..gpu import arrays
 from ..plan.problem import PATHS, SCALINGS, Tile
-from ..plan.strategies import STATISTICS, STRATEGIES
+from ..plan.strategies import check_choice
 from ..plan.tile_checks import check_path
 from .request import DEFAULTS, Array, ForwardRequest, Margins, Options, Quantization
 from .results import FusedBackward
@@ -26,15 +26,7 @@ def launch_options(
     if strategy is None and tile is None and statistics is None:
         if sm_margin.__class__ is int and sm_margin == 0:
             return DEFAULTS
-    if strategy is not None and strategy not in STRATEGIES:
-        names = ", ".join(STRATEGIES)
-        raise ValueError(
-            f"strategy is {strategy!r}; expected one of {names}, or None to let the width decide"
-        )
-    if statistics is not None and statistics not in STATISTICS:
-        raise ValueError(
-            f"statistics is {statistics!r}; expected one of {', '.join(STATISTICS)}, or None"
-        )
+    check_choice(strategy, statistics)
     tile = _tile(tile)
     if tile is not None and tile.path is not None and strategy is not None:
         # Now: tiles are compared without their path, so a prepared call does not know it.
@@ -48,14 +40,16 @@ def _tile(tile: object) -> Tile | None:
     if not isinstance(tile, Tile):
         if not isinstance(tile, Mapping):
             raise TypeError(
-                f"tile is a {type(tile).__name__}; expected a cupynorm.Tile or a dict of its fields"
+                f"tile is {arrays.type_in_words(tile)}; "
+                "expected a cupynorm.Tile or a dict of its fields"
             )
         try:
             tile = Tile(**tile)
         except TypeError as error:
-            names = ", ".join(map(str, tile))
+            names, (first, second, *others) = ", ".join(map(str, tile)), TILE_FIELDS
             raise ValueError(
-                f"tile has fields {names}; expected fields among {', '.join(TILE_FIELDS)}"
+                f"tile has fields {names}; "
+                f"expected {first}, {second} and some of {', '.join(others)}"
             ) from error
     for name in TILE_FIELDS:
         value = getattr(tile, name)
@@ -181,8 +175,11 @@ def default_extents(
     return tuple(shape)[-1:]
 
 
-def dtype_name(dtype: object, name: str) -> str:
-    """One of the four dtypes by name, from a name, a NumPy dtype or a torch dtype."""
+def dtype_name(dtype: object, name: str, *, also: Sequence[str] = ()) -> str:
+    """One of the four dtypes by name, from a name, a NumPy dtype or a torch dtype.
+
+    Raises TypeError for another one. also: further names that its message lists.
+    """
     text = dtype if isinstance(dtype, str) else str(dtype).removeprefix("torch.")
     if text not in DTYPES:
         try:
@@ -190,7 +187,8 @@ def dtype_name(dtype: object, name: str) -> str:
         except TypeError:
             pass
     if text not in DTYPES:
-        raise TypeError(f"{name} is {dtype!r}; expected one of {', '.join(DTYPES)}")
+        expected = ", ".join((*DTYPES, *also))
+        raise TypeError(f"{name} is {dtype!r}; expected one of {expected}")
     return text
 
 

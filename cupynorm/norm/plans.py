@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import numbers
+from collections.abc import Mapping
+
 from ..dtypes import DTYPES, ELEMENTS, FLOAT8S
-from ..gpu import launch
+from ..gpu import arrays, launch
 from ..plan.devices import DEVICES, Device
 from ..plan.dispatch import Plan, make_plan
 from ..plan.problem import SCALINGS, Layout, OperandLayout, Problem, Tile
+from .options import launch_options
 
 
 def plan(
@@ -26,9 +30,9 @@ def plan(
     zero_centered_weight: bool = False,
     alignment: int = 256,
     strategy: str | None = None,
-    tile: Tile | None = None,
+    tile: Tile | Mapping[str, int] | None = None,
     statistics: str | None = None,
-    sm_margin: int = 0,
+    sm_margin: int | Mapping[str, int] = 0,
 ) -> Plan:
     """Which kernel, tile and grid a problem gets, the bytes it moves, and why. Needs no GPU.
 
@@ -51,15 +55,24 @@ def plan(
     strategy, tile, statistics, sm_margin, zero_centered_weight: as for layer_norm.
 
     Returns a Plan, which prints as a short table. Raises ValueError for unknown names and for a
-    strategy or tile that does not fit.
+    strategy or tile that does not fit, TypeError for an extent that is no int.
     """
     if norm not in ("layer_norm", "rms_norm"):
         raise ValueError(f"norm is {norm!r}; expected 'layer_norm' or 'rms_norm'")
     if direction not in ("forward", "backward"):
         raise ValueError(f"direction is {direction!r}; expected 'forward' or 'backward'")
-    for name, extent in (("num_cols", num_cols), ("num_rows", num_rows)):
-        if extent < 0:
-            raise ValueError(f"{name} is {extent}; expected 0 or more")
+    for name, given, least in (
+        ("num_cols", num_cols, 0),
+        ("num_rows", num_rows, 0),
+        ("alignment", alignment, 1),
+    ):
+        if isinstance(given, bool) or not isinstance(given, numbers.Integral):
+            is_short = isinstance(given, (str, numbers.Number))
+            found = repr(given) if is_short else arrays.type_in_words(given)
+            raise TypeError(f"{name} is {found}; expected an int")
+        if given < least:
+            raise ValueError(f"{name} is {given}; expected an int of {least} or more")
+    launch_as = launch_options(strategy, tile, statistics, sm_margin).of(direction)
     weight, bias = (dtype if name == "same" else name for name in (weight_dtype, bias_dtype))
     y = out_dtype or dtype
     is_quantized = direction == "forward" and y in FLOAT8S
@@ -109,12 +122,4 @@ def plan(
         zero_centered=zero_centered_weight,
         **tensors,
     )
-    return make_plan(
-        problem,
-        device,
-        num_rows,
-        strategy=strategy,
-        tile=tile,
-        statistics=statistics,
-        sm_margin=sm_margin,
-    )
+    return make_plan(problem, device, num_rows, **launch_as._asdict())

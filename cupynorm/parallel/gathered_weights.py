@@ -16,6 +16,7 @@ from torch import Tensor, distributed
 from torch.nn import functional
 from torch.utils._pytree import tree_map_only
 
+from ..gpu.arrays import type_in_words
 from ..linear.linear import Linear
 from ..linear.module import LayerNormLinear
 from ..linear.quantized_weight import QuantizedWeight
@@ -69,8 +70,8 @@ def gather_in_8_bits(model: torch.nn.Module, recipe: Recipe | None = None) -> to
     }
     if not layers:
         raise ValueError(
-            f"model is a {type(model).__name__} without LayerNormLinear and Linear of cupynorm; "
-            "expected at least one such layer"
+            f"model is {type_in_words(model)} without LayerNormLinear and Linear of "
+            "cupynorm; expected at least one such layer"
         )
     for name, layer in layers.items():
         weight, obstacle = getattr(layer, layer.weight_names[0]), None

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, distributed
 
+from ..gpu.arrays import type_in_words
+
 
 def _function(*names: str) -> Any:
     """The first that this torch has, of one collective's newer and older names."""
@@ -207,7 +209,7 @@ def group_size(group: Any) -> int:
     """Raises TypeError for what is no group of torch.distributed."""
     if not callable(getattr(group, "size", None)):
         raise TypeError(
-            f"tp_group is a {type(group).__name__}; expected a group of torch.distributed"
+            f"tp_group is {type_in_words(group)}; expected a group of torch.distributed"
         )
     return group.size()
 

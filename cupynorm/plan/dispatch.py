@@ -20,7 +20,7 @@ from .grids import blocks_of_groups, grid_size, parameters_launch, shares_of_fir
 from .instances import Choice, Launch, parameters_instance, row_instance
 from .paths import is_deep, uncached_tile
 from .problem import Problem, Tile
-from .strategies import STATISTICS, STRATEGIES
+from .strategies import STRATEGIES, check_choice
 from .tables import measured_tile
 from .tile_checks import check_path, check_tile
 from .tile_model import (
@@ -55,15 +55,7 @@ def choose(
     ):
         strategy, tile, reason = tuned_choice
         return replace(choose(problem, device, strategy, tile, statistics), reason=reason)
-    if strategy is not None and strategy not in STRATEGIES:
-        raise ValueError(
-            f"strategy is {strategy!r}; expected one of {', '.join(STRATEGIES)}, "
-            "or None to choose by width"
-        )
-    if statistics is not None and statistics not in STATISTICS:
-        raise ValueError(
-            f"statistics is {statistics!r}; expected one of {', '.join(STATISTICS)}, or None"
-        )
+    check_choice(strategy, statistics)
     if tile is not None and strategy is None:
         raise ValueError(
             "tile is given without strategy; expected the strategy that it belongs to as well"

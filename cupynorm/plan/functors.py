@@ -174,6 +174,11 @@ def functor(
     another type. Lines that do not compile raise cupynorm.FunctorError, a ValueError, at the call
     that uses them.
     """
+    for field_name, names in (("arrays", arrays), ("numbers", numbers)):
+        if isinstance(names, str):
+            raise TypeError(
+                f"{field_name} is {names!r}; expected a sequence of names, as ({names!r},)"
+            )
     arrays, numbers = tuple(arrays), tuple(numbers)
     for each in (name, *arrays, *numbers):
         if not isinstance(each, str) or not re.fullmatch(r"[A-Za-z][A-Za-z0-9_]*", each):

@@ -119,3 +119,16 @@ Examples:
 """
 
 STATISTICS = ("two_pass", "welford")
+
+
+def check_choice(strategy: str | None, statistics: str | None) -> None:
+    """Raises ValueError for an unknown strategy or statistics. None: the width decides."""
+    for name, given, known in (
+        ("strategy", strategy, STRATEGIES),
+        ("statistics", statistics, STATISTICS),
+    ):
+        if given is not None and given not in known:
+            raise ValueError(
+                f"{name} is {given!r}; expected one of {', '.join(known)}, "
+                "or None to let the width decide"
+            )

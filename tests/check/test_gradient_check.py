@@ -163,11 +163,27 @@ def test_an_empty_result_is_false():
             r"weight has shape \(5,\); expected \(4,\)",
         ),
         ({"input": np.array(1.0)}, "input has no dimension to normalise over"),
+        ({"dtypes": "bfloat17"}, "dtype is 'bfloat17'; expected one of float16, bfloat16"),
+        ({"dtypes": ["int8"]}, "dtype is 'int8'; expected one of"),
+        ({"dtypes": 7}, "dtypes is 7; expected a sequence of names"),
+        ({"strategies": 3}, "strategies is 3; expected a sequence of names"),
+        ({"shapes": [(2,)]}, r"shapes has \(2,\); expected pairs \(num_rows, num_cols\) of ints"),
+        ({"shapes": [(2, 8.0)]}, r"shapes has \(2, 8.0\); expected pairs"),
+        ({"shapes": 3}, "shapes is 3; expected a sequence of pairs"),
     ],
 )
 def test_wrong_arguments_are_refused(arguments, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((ValueError, TypeError), match=message):
         cupynorm.check(**{"on": "cpu", **arguments})
+
+
+def test_one_name_is_enough():
+    norm = {"function": lambda input: input, "library": "numpy", "shapes": [(2, 8)]}
+    found = cupynorm.check(dtypes="float64", **norm).findings
+    assert {each.case for each in found} == {
+        "layer_norm 2 x 8 float64",
+        "layer_norm 2 x 8 float64, NaN in row 1",
+    }
 
 
 @pytest.mark.slow

@@ -264,7 +264,7 @@ def test_wrong_arguments_are_refused(library):
             TypeError,
             "weight is of dtype float16, input of float32; expected both the same",
         ),
-        ({"weight": None}, TypeError, "weight is a NoneType; expected an array"),
+        ({"weight": None}, TypeError, "weight is None; expected an array"),
         ({"bias": 1.0}, TypeError, "bias is a float; expected a"),
         (
             {"bias": make(np.ones(16), "bfloat16")},

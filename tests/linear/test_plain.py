@@ -195,7 +195,7 @@ def test_8_bit_inputs_that_do_not_fit_are_dequantised():
                 assert torch.equal(each(quantized), each(quantized.dequantize()))
     host = cupynorm.layer_norm(x.numpy(), IN, out_dtype="float8_e4m3fn")
     for each in (layer, behind_norm):
-        with pytest.raises(TypeError, match="input is a ndarray; expected a torch tensor"):
+        with pytest.raises(TypeError, match="input is an ndarray; expected a torch tensor"):
             each(host)
 
 

@@ -170,6 +170,9 @@ def test_other_refusals():
     ):
         with pytest.raises(TypeError, match=words):
             functors.silu_gate(**given)
+    for field in ("arrays", "numbers"):
+        with pytest.raises(TypeError, match=f"{field} is 'gate'; expected a sequence of names"):
+            cupynorm.functor("gated", "y *= gate;", **{field: "gate"})
     number = cupynorm.functor("number", "y *= a;", numbers=("a",))
     with pytest.raises(TypeError, match="a of number is '2'; expected a number"):
         number(a="2")

@@ -197,7 +197,7 @@ OPTIONS = {
     ),
     "tile with an unknown field": (
         ValueError,
-        "tile has fields packs; expected fields among pack_size",
+        "tile has fields packs; expected pack_size, threads_per_row and some of packs_per_thread",
         {"strategy": "warp", "tile": {"packs": 8}},
     ),
     "tile of fractions": (

@@ -339,8 +339,8 @@ def test_unknown_and_incomplete_choices():
     (
         (r"norm is 'batch_norm'; expected 'layer_norm' or 'rms_norm'", {"norm": "batch_norm"}),
         (r"direction is 'sideways'; expected 'forward' or 'backward'", {"direction": "sideways"}),
-        (r"num_cols is -1; expected 0 or more", {"num_cols": -1}),
-        (r"num_rows is -5; expected 0 or more", {"num_rows": -5}),
+        (r"num_cols is -1; expected an int of 0 or more", {"num_cols": -1}),
+        (r"num_rows is -5; expected an int of 0 or more", {"num_rows": -5}),
         (
             r"dtype is 'int8'; expected one of float16, bfloat16, float32, float64",
             {"dtype": "int8"},
@@ -352,9 +352,27 @@ def test_unknown_and_incomplete_choices():
             r"device is 'Voodoo2'; expected one of A100, .*B200.*, a Device, or None",
             {"device": "Voodoo2"},
         ),
+        (r"num_cols is '768'; expected an int", {"num_cols": "768"}),
+        (r"num_cols is 768\.5; expected an int", {"num_cols": 768.5}),
+        (r"num_rows is True; expected an int", {"num_rows": True}),
+        (r"alignment is 0; expected an int of 1 or more", {"alignment": 0}),
+        (r"sm_margin is '2'; expected a number of multiprocessors", {"sm_margin": "2"}),
+        (r"tile is an int; expected a cupynorm.Tile or a dict", {"tile": 8}),
     ),
     ids=lambda value: value.split(";")[0] if isinstance(value, str) else "",
 )
 def test_arguments_that_plan_refuses(message, options):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((ValueError, TypeError), match=message):
         plan(**({"num_cols": 768, "device": "H200"} | options))
+
+
+def test_a_plan_takes_tile_and_margin_as_layer_norm_does():
+    tile = {"pack_size": 8, "threads_per_row": 32, "packs_per_thread": 4}
+    by_dict = plan(1024, device="H200", strategy="warp", tile=tile)
+    assert by_dict == plan(1024, device="H200", strategy="warp", tile=Tile(**tile))
+    for direction in ("forward", "backward"):
+        margins = {"forward": 8, "backward": 16}
+        by_dict = plan(1024, device="H200", direction=direction, sm_margin=margins)
+        assert by_dict == plan(
+            1024, device="H200", direction=direction, sm_margin=margins[direction]
+        )
