@@ -17,7 +17,7 @@ from ..table import as_text, pairs_as_html
 from .devices import Device
 from .few_rows import for_few_rows, in_one_launch
 from .grids import blocks_of_groups, grid_size, parameters_launch, shares_of_first
-from .instances import Choice, Launch, parameters_instance, row_instance
+from .instances import Choice, Kernel, Launch, parameters_instance, row_instance
 from .paths import is_deep, uncached_tile
 from .problem import Problem, Tile
 from .strategies import STRATEGIES, check_choice
@@ -60,64 +60,35 @@ def choose(
         raise ValueError(
             "tile is given without strategy; expected the strategy that it belongs to as well"
         )
-
-    reason = "as asked for"
-    by_dispatch, asked_strategy = tile is None, strategy
-    if tile is not None:
-        tile = tile.of_strategy(strategy, problem.forward)
-    if strategy is not None:
-        row = STRATEGIES[strategy]
-        if device.compute_capability < row.first_capability:
-            raise ValueError(
-                f"strategy {strategy!r} needs compute capability {row.first_capability / 10:.1f} "
-                f"or later; {device.name} has {device.compute_capability / 10:.1f}"
-            )
-        if strategy == "cluster" and not device.clusters:
-            raise ValueError(
-                "strategy 'cluster' needs 2 multiprocessors for a cluster; "
-                f"{device.name} has {device.num_sms}"
-            )
-        if tile is None:
-            tile = row.tile(problem, device)
-            if tile is None:
-                raise ValueError(
-                    f"strategy {strategy!r} is too narrow for {problem.num_cols} columns of "
-                    f"{problem.x} on {device.name} ({problem.direction}); "
-                    f"its widest row has {widest(strategy, problem, device)}"
-                )
-        else:
-            check_tile(problem, strategy, tile, device)
+    if strategy is None:
+        name, chosen, reason = _best_tile(problem, device)
     else:
-        strategy, tile, reason = _best_tile(problem, device)
-
-    if tile.path == "grid" and statistics == "two_pass":
-        if not by_dispatch or asked_strategy is not None:
+        name, chosen, reason = (
+            strategy,
+            _forced_tile(problem, device, strategy, tile),
+            "as asked for",
+        )
+    if chosen.path == "grid" and statistics == "two_pass":
+        if strategy is not None:
             raise ValueError(
                 "statistics is 'two_pass'; expected 'welford' or None, because all blocks share "
                 "these rows and exchange sums once"
             )
-        strategy, tile = "uncached", uncached_tile(problem, device)
-    one_pass = tile.path in ("grid", "uncached")
+        name, chosen = "uncached", uncached_tile(problem, device)
+    one_pass = chosen.path in ("grid", "uncached")
     statistics = statistics or ("welford" if one_pass else "two_pass")
-    smem_bytes = smem_bytes_of(problem, tile, strategy)
-    resident = (
-        tile.blocks_per_sm
-        if smem_bytes == 0
-        else min(tile.blocks_per_sm, device.smem_per_sm // (smem_bytes + RESERVED_BYTES))
-    )
-    kernel = amax_kernel = None
-    if problem.scaling and not scales_at_once(problem, tile, strategy):
-        amax_kernel = row_instance(problem, strategy, tile, statistics, "amax")
-        kernel = row_instance(problem, strategy, tile, statistics, "write")
-    elif problem.forward or problem.dx or problem.recomputed or strategy != "uncached":
-        step = "write" if problem.scaling == "given" and not problem.amax else "all"
-        kernel = row_instance(problem, strategy, tile, statistics, step)
-    parameters_tile, parameters_kernel = (
-        (None, None) if problem.forward else parameters_instance(problem, keeps_sums(problem, tile))
-    )
+    smem_bytes = smem_bytes_of(problem, chosen, name)
+    resident = chosen.blocks_per_sm
+    if smem_bytes:
+        resident = min(resident, device.smem_per_sm // (smem_bytes + RESERVED_BYTES))
+    amax_kernel, kernel = _row_kernels(problem, name, chosen, statistics)
+    parameters_tile = parameters_kernel = None
+    if not problem.forward:
+        has_partials = keeps_sums(problem, chosen)
+        parameters_tile, parameters_kernel = parameters_instance(problem, has_partials)
     return Choice(
-        strategy,
-        tile,
+        name,
+        chosen,
         statistics,
         kernel,
         smem_bytes,
@@ -126,8 +97,54 @@ def choose(
         parameters_kernel,
         reason,
         amax_kernel,
-        by_dispatch,
+        by_dispatch=tile is None,
     )
+
+
+def _forced_tile(problem: Problem, device: Device, strategy: str, tile: Tile | None) -> Tile:
+    """The tile of a strategy that the caller names, and perhaps its tile. Raises ValueError if the
+    device cannot run the strategy, or if the row or the tile does not fit."""
+    row = STRATEGIES[strategy]
+    if device.compute_capability < row.first_capability:
+        raise ValueError(
+            f"strategy {strategy!r} needs compute capability {row.first_capability / 10:.1f} "
+            f"or later; {device.name} has {device.compute_capability / 10:.1f}"
+        )
+    if strategy == "cluster" and not device.clusters:
+        raise ValueError(
+            "strategy 'cluster' needs 2 multiprocessors for a cluster; "
+            f"{device.name} has {device.num_sms}"
+        )
+    if tile is not None:
+        tile = tile.of_strategy(strategy, problem.forward)
+        check_tile(problem, strategy, tile, device)
+        return tile
+    tile = row.tile(problem, device)
+    if tile is None:
+        raise ValueError(
+            f"strategy {strategy!r} is too narrow for {problem.num_cols} columns of "
+            f"{problem.x} on {device.name} ({problem.direction}); "
+            f"its widest row has {widest(strategy, problem, device)}"
+        )
+    return tile
+
+
+def _row_kernels(
+    problem: Problem, strategy: str, tile: Tile, statistics: str
+) -> tuple[Kernel | None, Kernel | None]:
+    """The kernel that first finds amaxes, if one launch cannot; and the kernel of rows.
+
+    Backward `uncached` without dx and y has none: the sums of dweight and dbias read x and dy.
+    """
+    if problem.scaling and not scales_at_once(problem, tile, strategy):
+        amax, write = (
+            row_instance(problem, strategy, tile, statistics, step) for step in ("amax", "write")
+        )
+        return amax, write
+    if problem.forward or problem.dx or problem.recomputed or strategy != "uncached":
+        step = "write" if problem.scaling == "given" and not problem.amax else "all"
+        return None, row_instance(problem, strategy, tile, statistics, step)
+    return None, None
 
 
 def _best_tile(problem: Problem, device: Device) -> tuple[str, Tile, str]:
@@ -295,88 +312,86 @@ def make_plan(
     if tile is not None and strategy in STRATEGIES:
         check_path(strategy, tile.of_strategy(strategy, problem.forward))
     choice = choose(problem, device, strategy, tile, statistics)
-    shared = strategy is None and choice.tile.path == "grid"
-    if shared and not blocks_of_groups(choice.tile, device, sm_margin):
-        left, blocks = device.num_sms - sm_margin, choice.tile.cluster_size
-        reason = f"{left} multiprocessors are too few for groups of {blocks} blocks"
-        choice = replace(choose(problem, device, "uncached", None, statistics), reason=reason)
+    if strategy is None and choice.tile.path == "grid":
+        if not blocks_of_groups(choice.tile, device, sm_margin):
+            left, blocks = device.num_sms - sm_margin, choice.tile.cluster_size
+            reason = f"{left} multiprocessors are too few for groups of {blocks} blocks"
+            choice = replace(choose(problem, device, "uncached", None, statistics), reason=reason)
     if choice.by_dispatch:
-        few = for_few_rows(
-            problem, device, choice.strategy, choice.tile, num_rows, choice.statistics
-        )
-        if few != choice.tile:
-            shape = f"{few.threads_per_row} lanes for each and {few.rows_per_block} in a block"
-            reason = f"{choice.reason}; as rows are few, {shape}"
-            choice = replace(
-                choose(problem, device, choice.strategy, few, statistics), reason=reason
-            )
+        choice = _for_rows(choice, problem, device, num_rows, statistics)
     if not 0 <= sm_margin < device.num_sms:
         raise ValueError(
             f"sm_margin is {sm_margin}; expected 0 to {device.num_sms - 1} of the "
             f"{device.num_sms} multiprocessors of {device.name}"
         )
+    launches, num_partials = (), 0
+    if num_rows and problem.num_cols:
+        one = None
+        if choice.by_dispatch and strategy is None and not (problem.forward or sm_margin):
+            one = in_one_launch(choice, problem, device, num_rows)
+        launches = (one,) if one else _launches(choice, problem, device, num_rows, sm_margin)
+        if one is None and choice.parameters_kernel and keeps_sums(problem, choice.tile):
+            num_partials = launches[0].grid_size // choice.tile.cluster_size
+    once = _bytes_once(problem, num_rows)
+    return Plan(
+        problem,
+        device,
+        num_rows,
+        choice.strategy,
+        choice.tile,
+        choice.statistics,
+        launches,
+        num_partials,
+        once + _bytes_moved(choice, problem, num_rows, num_partials),
+        once + num_rows * problem.bytes_per_row,
+        choice.reason,
+    )
+
+
+def _for_rows(
+    choice: Choice, problem: Problem, device: Device, num_rows: int, statistics: str | None
+) -> Choice:
+    """The choice, with more threads for each row where rows are few."""
+    tile = for_few_rows(problem, device, choice.strategy, choice.tile, num_rows, choice.statistics)
+    if tile == choice.tile:
+        return choice
+    shape = f"{tile.threads_per_row} lanes for each and {tile.rows_per_block} in a block"
+    reason = f"{choice.reason}; as rows are few, {shape}"
+    return replace(choose(problem, device, choice.strategy, tile, statistics), reason=reason)
+
+
+def _launches(
+    choice: Choice, problem: Problem, device: Device, num_rows: int, sm_margin: int
+) -> tuple[Launch, ...]:
+    """The kernels of rows, if there are any, then the sums of dweight and dbias."""
     launches = []
-    num_partials = 0
-    one = None
-    if choice.by_dispatch and strategy is None and not (problem.forward or sm_margin):
-        one = in_one_launch(choice, problem, device, num_rows)
-    needed = moved = num_rows * problem.bytes_per_row
-    row_elements = num_rows * problem.num_cols
-    if row_elements and one is not None:
-        launches.append(one)
-    elif row_elements and choice.kernel is not None:
-        grid = grid_size(choice, problem, device, num_rows, sm_margin)
-        cluster_size = choice.tile.cluster_size
+    if choice.kernel is not None:
         num_first, rows_of_first = shares_of_first(choice, problem, device, num_rows, sm_margin)
-        for kernel in filter(None, (choice.amax_kernel, choice.kernel)):
-            launches.append(
-                Launch(
-                    kernel,
-                    choice.tile,
-                    grid,
-                    choice.tile.block_size,
-                    choice.smem_bytes,
-                    cluster_size,
-                    num_first=num_first,
-                    rows_of_first=rows_of_first,
-                )
+        grid = grid_size(choice, problem, device, num_rows, sm_margin)
+        launches = [
+            Launch(
+                kernel,
+                choice.tile,
+                grid,
+                choice.tile.block_size,
+                choice.smem_bytes,
+                choice.tile.cluster_size,
+                num_first=num_first,
+                rows_of_first=rows_of_first,
             )
-        if choice.parameters_kernel is not None and keeps_sums(problem, choice.tile):
-            num_partials = grid // cluster_size
-    if choice.strategy == "uncached":
-        if problem.forward:
-            passes = (2 if choice.statistics == "two_pass" and problem.centered else 1) + bool(
-                problem.y
-            )
-            passes += problem.scaling == "row"
-            moved += (
-                (passes - 1) * row_elements * DTYPES[problem.x].itemsize * (1 + problem.residual)
-            )
-        else:
-            x_size, dy_size = DTYPES[problem.x].itemsize, DTYPES[problem.dy].itemsize
-            passes = 2 if problem.dx else int(bool(problem.recomputed))
-            moved += (passes - 1) * row_elements * (x_size + dy_size)
-    if choice.tile.path == "grid":
-        left = 1 - choice.tile.packs_per_thread / grid_packs(problem, choice.tile)
-        moved += int(left * row_elements * sum(streamed(problem)))  # not kept: read again
-    if not (problem.forward or keeps_sums(problem, choice.tile)):
-        x_bytes = DTYPES[problem.x].itemsize * bool(problem.dweight)
-        dy_bytes = DTYPES[problem.dy].itemsize * bool(problem.dweight or problem.dbias)
-        moved += row_elements * (x_bytes + dy_bytes)
-    if choice.amax_kernel is not None:
-        # The second launch reads the inputs again. The amaxes are written and read.
-        moved += moved - num_rows * (problem.num_cols + problem.scale_bytes)
-        moved += 8 * (num_rows * problem.num_scales or 1)
-    if row_elements and choice.parameters_kernel is not None and one is None:
+            for kernel in (choice.amax_kernel, choice.kernel)
+            if kernel is not None
+        ]
+    if choice.parameters_kernel is not None:
         # Its blocks start while the partial sums are written, which hides the launch.
         overlaps = (
-            num_partials > 0 and choice.tile.path != "grid" and device.compute_capability >= 90
+            keeps_sums(problem, choice.tile)
+            and choice.tile.path != "grid"
+            and device.compute_capability >= 90
         )
-        most_blocks = (
-            (device.num_sms - sm_margin) * choice.parameters_tile.blocks_per_sm
-            if sm_margin
-            else None
-        )
+        most_blocks = None
+        if sm_margin:
+            most_blocks = (device.num_sms - sm_margin) * choice.parameters_tile.blocks_per_sm
         launches.append(
             parameters_launch(
                 problem,
@@ -386,22 +401,44 @@ def make_plan(
                 most_blocks=most_blocks,
             )
         )
-        wanted = bool(problem.dweight) + bool(problem.dbias)
-        moved += 2 * wanted * num_partials * problem.num_cols * DTYPES[problem.compute].itemsize
+    return tuple(launches)
+
+
+# Bytes.
+
+
+def _bytes_once(problem: Problem, num_rows: int) -> int:
+    """What is read or written once: parameters, their gradients, and the statistics of rows."""
     parameters = [problem.weight, problem.bias, problem.dweight, problem.dbias]
     parameters += [problem.weight1, problem.bias1, problem.y_weight, problem.y_bias]
-    once = problem.num_cols * sum(DTYPES[name].itemsize for name in parameters if name)
-    statistics_bytes = num_rows * (1 + problem.centered) * compute_dtype(problem.x).itemsize
-    return Plan(
-        problem,
-        device,
-        num_rows,
-        choice.strategy,
-        choice.tile,
-        choice.statistics,
-        tuple(launches),
-        num_partials,
-        moved + once + statistics_bytes,
-        needed + once + statistics_bytes,
-        choice.reason,
-    )
+    of_parameters = problem.num_cols * sum(DTYPES[name].itemsize for name in parameters if name)
+    return of_parameters + num_rows * (1 + problem.centered) * compute_dtype(problem.x).itemsize
+
+
+def _bytes_moved(choice: Choice, problem: Problem, num_rows: int, num_partials: int) -> int:
+    """What the kernels move besides _bytes_once: rows in each pass, partial sums, amaxes."""
+    row_elements = num_rows * problem.num_cols
+    x_bytes = DTYPES[problem.x].itemsize
+    dy_bytes = DTYPES[problem.dy].itemsize if problem.dy else 0
+    moved = num_rows * problem.bytes_per_row
+    if choice.strategy == "uncached":
+        if problem.forward:
+            again = (choice.statistics == "two_pass" and problem.centered) + bool(problem.y)
+            again += problem.scaling == "row"
+            moved += again * row_elements * x_bytes * (1 + problem.residual)
+        else:
+            again = 1 if problem.dx else bool(problem.recomputed) - 1
+            moved += again * row_elements * (x_bytes + dy_bytes)
+    if choice.tile.path == "grid":
+        left = 1 - choice.tile.packs_per_thread / grid_packs(problem, choice.tile)
+        moved += int(left * row_elements * sum(streamed(problem)))  # not kept: read again
+    if not (problem.forward or keeps_sums(problem, choice.tile)):
+        reads_dy = problem.dweight or problem.dbias
+        moved += row_elements * (x_bytes * bool(problem.dweight) + dy_bytes * bool(reads_dy))
+    if choice.amax_kernel is not None:
+        # The second launch reads the inputs again. The amaxes are written and read.
+        moved += moved - num_rows * (problem.num_cols + problem.scale_bytes)
+        moved += 8 * (num_rows * problem.num_scales or 1)
+    wanted = bool(problem.dweight) + bool(problem.dbias)
+    partial_bytes = problem.num_cols * DTYPES[problem.compute].itemsize
+    return moved + 2 * wanted * num_partials * partial_bytes

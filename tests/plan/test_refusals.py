@@ -356,6 +356,7 @@ def test_unknown_and_incomplete_choices():
         (r"num_cols is 768\.5; expected an int", {"num_cols": 768.5}),
         (r"num_rows is True; expected an int", {"num_rows": True}),
         (r"alignment is 0; expected an int of 1 or more", {"alignment": 0}),
+        (r"sm_margin is -1; expected a number of multiprocessors, 0 or more", {"sm_margin": -1}),
         (r"sm_margin is '2'; expected a number of multiprocessors", {"sm_margin": "2"}),
         (r"tile is an int; expected a cupynorm.Tile or a dict", {"tile": 8}),
     ),
