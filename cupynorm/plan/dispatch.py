@@ -159,7 +159,7 @@ def _best_tile(problem: Problem, device: Device) -> tuple[str, Tile, str]:
     for row in STRATEGIES.values():
         is_available = device.compute_capability >= row.first_capability
         tile = row.tile(problem, device) if is_available else None
-        if tile is not None and not row.gives_way(problem, device, tile):
+        if tile is not None and not row.later_is_faster(problem, device, tile):
             break
     if measured is not None and not _is_fuller(problem, tile, measured[1]):
         return measured

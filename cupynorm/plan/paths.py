@@ -248,7 +248,7 @@ def _grid_of(problem: Problem, blocks: int, row_bytes: int) -> Tile:
     return replace(tile, packs_per_thread=grid_packs(problem, tile), exact=int(exact))
 
 
-def wants_grid(problem: Problem) -> bool:
+def grid_is_faster(problem: Problem) -> bool:
     """Whether rows that all blocks share beat rows that a cluster keeps, if both fit."""
     narrowest = _GRID_FROM.get(DTYPES[problem.x].itemsize)
     return problem.forward and narrowest is not None and problem.num_cols >= narrowest
@@ -261,7 +261,7 @@ def uncached_tile(problem: Problem, device: Device) -> Tile:
     return Tile(problem.widest_pack, 512, blocks_per_sm=1 if is_tight else 2, path="uncached")
 
 
-def wants_ring(problem: Problem, registers: Tile | None) -> bool:
+def ring_is_faster(problem: Problem, registers: Tile | None) -> bool:
     """Whether a ring, if one fits, beats the tile in registers, if there is one."""
     if problem.compute != "float32":
         return False
@@ -279,7 +279,7 @@ def wants_ring(problem: Problem, registers: Tile | None) -> bool:
     return True
 
 
-def suits_block(problem: Problem) -> bool:
+def ring_in_block_is_faster(problem: Problem) -> bool:
     """Whether a ring in one block is faster than one in a cluster."""
     itemsize = DTYPES[problem.x].itemsize
     full = not problem.forward or (problem.widest_pack == 1 and itemsize == 2)

@@ -12,14 +12,14 @@ from .paths import (
     block_tile,
     bundle_tile,
     cluster_tile,
+    grid_is_faster,
     grid_tile,
     lanes_tile,
+    ring_in_block_is_faster,
+    ring_is_faster,
     ring_tile,
     smem_tile,
-    suits_block,
     uncached_tile,
-    wants_grid,
-    wants_ring,
 )
 from .problem import Problem, Tile
 
@@ -30,42 +30,48 @@ class Strategy:
 
     kept_in: where a row is kept between its uses.
     tile: the tile for a problem on a device, or None if the row does not fit.
-    gives_way: whether a later strategy is faster although this one is wide enough.
+    first_capability: the oldest compute capability that runs it; 90 is 9.0.
+    later_is_faster: whether a later strategy is faster although this one is wide enough.
     """
 
     name: str
     kept_in: str
     tile: Callable[[Problem, Device], Tile | None]
     first_capability: int = 0
-    gives_way: Callable[[Problem, Device, Tile], bool] = lambda problem, device, tile: False
+    later_is_faster: Callable[[Problem, Device, Tile], bool] = lambda problem, device, tile: False
+
+
+# Each strategy tries its paths (docs/dispatch.md) in an order of its own.
 
 
 def _warp_tile(problem: Problem, device: Device) -> Tile | None:
+    """Bundles for rows that do not begin on 16 bytes, else registers."""
     return bundle_tile(problem, device) or lanes_tile(problem, device)
 
 
-def _warp_gives_way(problem: Problem, device: Device, tile: Tile) -> bool:
-    ring = tile.path != "bundle" and wants_ring(problem, tile)
-    return ring and ring_tile(problem, device, (1,)) is not None
+def _is_slower_than_block(problem: Problem, device: Device, tile: Tile) -> bool:
+    """Whether a ring of strategy block beats a warp's registers."""
+    if tile.path == "bundle" or not ring_is_faster(problem, tile):
+        return False
+    return ring_tile(problem, device, (1,)) is not None
 
 
 def _block_tile(problem: Problem, device: Device) -> Tile | None:
-    tile = block_tile(problem, device)
-    ring = ring_tile(problem, device, (1,)) if wants_ring(problem, tile) else None
-    if ring is not None:
+    """A ring where it is faster and fits, else registers, else shared memory."""
+    registers = block_tile(problem, device)
+    if ring_is_faster(problem, registers) and (ring := ring_tile(problem, device, (1,))):
         return ring
-    if tile is not None or not problem.forward or device.clusters:
-        return tile  # a cluster's registers, if any, are faster than one block's shared memory
+    if registers is not None or not problem.forward or device.clusters:
+        return registers  # a cluster's registers, if any, beat one block's shared memory
     return smem_tile(problem, device, (1,))
 
 
-def _block_gives_way(problem: Problem, device: Device, tile: Tile) -> bool:
-    ring = tile.path == "ring" or wants_ring(problem, tile)
-    return (
-        ring
-        and not suits_block(problem)
-        and ring_tile(problem, device, _cluster_sizes(device)) is not None
-    )
+def _is_slower_than_cluster(problem: Problem, device: Device, tile: Tile) -> bool:
+    """Whether a ring in a cluster beats a ring, or registers, in one block."""
+    is_for_ring = tile.path == "ring" or ring_is_faster(problem, tile)
+    if not is_for_ring or ring_in_block_is_faster(problem):
+        return False
+    return ring_tile(problem, device, _cluster_sizes(device)) is not None
 
 
 def _cluster_sizes(device: Device) -> tuple[int, ...]:
@@ -73,14 +79,15 @@ def _cluster_sizes(device: Device) -> tuple[int, ...]:
 
 
 def _cluster_tile(problem: Problem, device: Device) -> Tile | None:
+    """A ring if one fits, else registers or shared memory, else a grid; or a grid before these."""
     sizes = _cluster_sizes(device)
     ring = ring_tile(problem, device, sizes)
     if ring is not None:
         return ring
-    shared = grid_tile(problem, device) if sizes else None
-    if shared is not None and wants_grid(problem):
-        return shared
-    return cluster_tile(problem, device) or smem_tile(problem, device, sizes) or shared
+    grid = grid_tile(problem, device) if sizes else None
+    if grid is not None and grid_is_faster(problem):
+        return grid
+    return cluster_tile(problem, device) or smem_tile(problem, device, sizes) or grid
 
 
 STRATEGIES = {
@@ -90,13 +97,13 @@ STRATEGIES = {
             "warp",
             "in the registers of a warp, or of part of one",
             _warp_tile,
-            gives_way=_warp_gives_way,
+            later_is_faster=_is_slower_than_block,
         ),
         Strategy(
             "block",
             "in one block's registers or shared memory",
             _block_tile,
-            gives_way=_block_gives_way,
+            later_is_faster=_is_slower_than_cluster,
         ),
         Strategy(
             "cluster",
