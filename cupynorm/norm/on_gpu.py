@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from operator import itemgetter
 from typing import Any
 
@@ -32,6 +32,22 @@ def parameter_of(array: Array) -> tuple[Rows, bool]:
     copied = arrays.rows(view, len(view.shape)) is None
     num_cols = arrays.product(view.shape)
     return Rows(0 if copied else view.pointer, 1, num_cols, num_cols, view.dtype), copied
+
+
+def layouts_of(
+    operands: Any, names: Sequence[str], names_of_rows: Collection[str], num_dims: int
+) -> tuple[dict[str, Rows], list[bool]]:
+    """By name the layout of each operand, and whether each is copied in each run.
+
+    names_of_rows: those whose last num_dims dimensions are normalised; the others are one row.
+    """
+    layouts, copied = {}, []
+    for name in names:
+        array = getattr(operands, name)
+        is_rows = name in names_of_rows
+        layouts[name], copies = rows_of(array, num_dims) if is_rows else parameter_of(array)
+        copied.append(copies)
+    return layouts, copied
 
 
 def allocator(library: Any, shape: tuple[int, ...], dtype: str | None) -> Callable[[], Any]:
@@ -75,13 +91,18 @@ class OnGpu:
         num_dims: int,
         copied: list[bool],
         wanted: tuple[str, ...] = (),
-    ) -> tuple[PlacedFunctors, list[bool]]:
-        """Adds the arrays of functors to what is read, and to `copied`, whether each is a copy."""
+    ) -> PlacedFunctors:
+        """Adds the arrays of functors to what is read, and sets `copies`.
+
+        copied: whether each of the other arrays is a copy that each run makes.
+        """
         placed, copies = place_all(functors, x, num_dims, wanted)
         if functors is not None:
             read = self.read
             self.read = lambda operands: read(operands) + operands.functors.arrays()
-        return placed, copied + copies
+        copied = (*copied, *copies)
+        self.copies = copied if any(copied) else ()
+        return placed
 
     @staticmethod
     def functor_gradients(

@@ -29,7 +29,8 @@ from .checks import (
     check_overlap,
     share_an_address,
 )
-from .on_gpu import OnGpu, Tensors, allocator, fill, parameter_of, rows_of
+from .functors import PlacedFunctors
+from .on_gpu import OnGpu, Tensors, allocator, fill, layouts_of, parameter_of, rows_of
 from .quantize import quantize
 from .quantized_tensor import result, scale_shape
 from .request import (
@@ -172,68 +173,34 @@ class PreparedForward(host.CheckedForward, OnGpu):
     """A forward that is planned and compiled."""
 
     def __init__(self, request: ForwardRequest, purpose: str) -> None:
+        """purpose: what is wanted, one of FOR_Y, FOR_STATISTICS, FOR_GRADIENTS and
+        FOR_STATISTICS_ALONE."""
         operands, options = request
         host.CheckedForward.__init__(self, request)
-        x = operands.input
-        names = ["input", *(name for name in _READ_FORWARD if getattr(operands, name) is not None)]
-        if operands.residual is not None:
-            names.append("residual")
-        tensors, copied = {}, []
-        for name in names:
-            is_rows = name in ("input", "residual")
-            rows, copies = (
-                rows_of(getattr(operands, name), len(options.extents))
-                if is_rows
-                else parameter_of(getattr(operands, name))
-            )
-            tensors["x" if name == "input" else name] = rows
-            copied.append(copies)
         self.records = purpose is FOR_GRADIENTS
         self.draws_seed = options.dropout_p > 0 and operands.dropout_seed is None
-        of_one = ["dropout_seed"] * (options.dropout_p > 0 and not _is_int(operands.dropout_seed))
-        of_one += [name for name in ("scale", "amax") if getattr(operands, name) is not None]
-        of_one += ["out"] * (operands.out is not None)  # written in place, never copied
-        names += of_one
-        OnGpu.__init__(self, x, names, ForwardOperands._fields)
-        placed, copied = self.read_functors(
-            operands.functors, x, len(options.extents), [*copied, *(False for _ in of_one)]
-        )
-        if operands.functors is not None:
-            names += operands.functors.names()
-        if any(copied):
-            self.copies = tuple(copied)
-        shape, y_dtype, sum_dtype = tuple(x.shape), options.out_dtype, options.residual_dtype
-        num_dims = len(options.extents)
-
-        def new_rows(dtype: str) -> Rows:
-            return arrays.contiguous_rows(shape, num_dims, dtype)
-
-        has_y, out = purpose is not FOR_STATISTICS_ALONE, operands.out
-        if has_y:
-            tensors["y"] = new_rows(y_dtype) if out is None else rows_of(out, num_dims)[0]
-        if self.makes_sum:
-            tensors["sum"] = new_rows(sum_dtype)
-        if self.has_second:
-            tensors["y1"] = new_rows(y_dtype)
+        read, tensors, functors = self._place_inputs(operands)
+        written = {
+            "y": None if purpose is FOR_STATISTICS_ALONE else options.out_dtype,
+            "sum": options.residual_dtype if self.makes_sum else None,
+            "y1": options.out_dtype if self.has_second else None,
+        }
+        shape, num_dims = tuple(operands.input.shape), len(options.extents)
+        for name, dtype in written.items():
+            if dtype:
+                tensors[name] = arrays.contiguous_rows(shape, num_dims, dtype)
+        if operands.out is not None and written["y"]:
+            tensors["y"] = rows_of(operands.out, num_dims)[0]
+            written["y"] = None  # not made
         if operands.amax is not None:
             tensors["amax"] = parameter_of(operands.amax)[0]
         wants_statistics = purpose is not FOR_Y
-        call = forward_call(
-            launch.device(self.device_index),
-            tensors,
-            options,
-            "forward" if wants_statistics else "inference",
-            placed,
-        )
+        kind = "forward" if wants_statistics else "inference"
+        device = launch.device(self.device_index)
+        call = forward_call(device, tensors, options, kind, functors)
         self.plan = call.plan
         self.num_rows, self.num_cols = tensors["x"].num_rows, tensors["x"].num_cols
-        dtypes = {
-            "y": y_dtype if has_y and out is None else None,
-            "sum": sum_dtype if self.makes_sum else None,
-            "y1": y_dtype if self.has_second else None,
-        }
-        makers = self._makers(shape, dtypes, wants_statistics, len(call.launches))
-        read = ["x" if name == "input" else "y" if name == "out" else name for name in names]
+        makers = self._makers(shape, written, wants_statistics, len(call.launches))
         order = Tensors(read, makers)
         self.make = order.make
         added = "sum" if self.makes_sum else "given"
@@ -241,6 +208,30 @@ class PreparedForward(host.CheckedForward, OnGpu):
         self.scale_inv = order.place("scale_inv") if "scale_inv" in makers else None
         self.zeroed = order.place("amaxes") if "amaxes" in makers else None
         self.compile(call, ["amax" if name == "amaxes" else name for name in order.names])
+
+    def _place_inputs(
+        self, operands: ForwardOperands
+    ) -> tuple[list[str], dict[str, Rows], PlacedFunctors]:
+        """What a run reads: the names in order, the layouts of rows and parameters, functors."""
+        num_dims = len(self.options.extents)
+        names = ["input", *(name for name in _READ_FORWARD if getattr(operands, name) is not None)]
+        names += ["residual"] * (operands.residual is not None)
+        layouts, copied = layouts_of(operands, names, ("input", "residual"), num_dims)
+        # Single numbers, and out, which is written in place: never copied.
+        drops = self.options.dropout_p > 0
+        in_place = ["dropout_seed"] * (drops and not _is_int(operands.dropout_seed))
+        in_place += [
+            name for name in ("scale", "amax", "out") if getattr(operands, name) is not None
+        ]
+        names += in_place
+        OnGpu.__init__(self, operands.input, names, ForwardOperands._fields)
+        copied += [False for _ in in_place]
+        functors = self.read_functors(operands.functors, operands.input, num_dims, copied)
+        if operands.functors is not None:
+            names += operands.functors.names()
+        in_kernel = {"input": "x", "out": "y"}
+        tensors = {in_kernel.get(name, name): rows for name, rows in layouts.items()}
+        return [in_kernel.get(name, name) for name in names], tensors, functors
 
     def _makers(
         self,
@@ -370,91 +361,94 @@ class PreparedBackward(OnGpu):
 
     def __init__(self, request: BackwardRequest) -> None:
         operands, options = request
-        x = operands.x
-        num_dims, extents = len(options.extents), options.extents
-        # dx and dresidual are one tensor where they would be the same. Where only dresidual is
-        # wanted, it is written as dx is and not scaled.
-        dx, dresidual = options.dx_dtype, options.dresidual_dtype
-        functors = operands.functors
-        has_load = functors is not None and functors.load is not None
-        has_factor = operands.row_scale is not None or options.dropout_p > 0
-        is_scaled = dx is not None and (has_factor or has_load)
-        self.is_both = None not in (dx, dresidual) and not is_scaled and dx == dresidual
-        self.is_residual = dx is None
-        first, second = (
-            (dresidual, None) if dx is None else (dx, None if self.is_both else dresidual)
-        )
-        absent = set() if is_scaled else {"row_scale", "dropout_seed"}
-        absent |= set() if first else {"dsum"}
-        names = ["dy", "x", *(["mean"] if operands.mean is not None else []), "rstd"]
-        names += [
-            name
-            for name in _READ_BACKWARD
-            if getattr(operands, name) is not None and name not in absent
-        ]
-        tensors, copied = {}, []
-        for name in names:
-            array = getattr(operands, name)
-            is_rows = name in ("dy", "x", "dsum", "input")
-            rows, copies = rows_of(array, num_dims) if is_rows else parameter_of(array)
-            copied.append(copies)
-            if name not in ("mean", "rstd"):
-                tensors[name] = rows
-        drops = is_scaled and options.dropout_p > 0
-        of_one = ["dropout_seed"] * (drops and not _is_int(operands.dropout_seed))
-        names += of_one
-        OnGpu.__init__(self, x, names, BackwardOperands._fields)
-        copied += [False for _ in of_one]
-        wanted = options.functor_gradients
-        placed, copied = self.read_functors(functors, x, num_dims, copied, wanted)
-        if functors is not None:
-            names += functors.names()
-        if any(copied):
-            self.copies = tuple(copied)
-        shape = tuple(x.shape)
-        y_dtype = tensors["dy"].dtype if options.recompute else None
-        for name, dtype in (("dx", first), ("dresidual", second), ("y", y_dtype)):
-            if dtype:
-                tensors[name] = arrays.contiguous_rows(shape, num_dims, dtype)
-        for name, dtype in (("dweight", options.dweight_dtype), ("dbias", options.dbias_dtype)):
-            if dtype:  # a fresh array is aligned
-                num_cols = arrays.product(extents)
-                tensors[name] = Rows(0, 1, num_cols, num_cols, dtype)
-        if not drops:
-            options = options._replace(dropout_p=0.0)
+        first, second = self._choose_dtypes(request)
+        drops = self.is_scaled and options.dropout_p > 0
+        read, tensors, functors = self._place_inputs(request, adds=bool(first), drops=drops)
+        shape, extents = tuple(operands.x.shape), options.extents
+        outputs = {
+            "dx": (shape, first),
+            "dweight": (extents, options.dweight_dtype),
+            "dbias": (extents, options.dbias_dtype),
+            "dresidual": (shape, second),
+            "y": (shape, tensors["dy"].dtype if options.recompute else None),
+        }
+        for name, (own_shape, dtype) in outputs.items():
+            if dtype:  # a new array is aligned
+                num_dims = len(extents) if own_shape is shape else len(own_shape)
+                tensors[name] = arrays.contiguous_rows(own_shape, num_dims, dtype)
         call = backward_call(
             launch.device(self.device_index),
             tensors,
-            options,
+            options if drops else options._replace(dropout_p=0.0),
             arrays.dtype_name(operands.rstd),
-            placed,
+            functors,
         )
         self.plan = call.plan
-        shapes = {"dx": (shape, first), "dweight": (extents, options.dweight_dtype)}
-        shapes |= {"dbias": (extents, options.dbias_dtype), "dresidual": (shape, second)}
-        shapes["y"] = (shape, y_dtype)
-        shapes |= self.functor_gradients(functors, placed, shape)
+        outputs |= self.functor_gradients(operands.functors, functors, shape)
         self.overwrites_dy = options.overwrite_dy and call.can_write_over_dy
-        wants_any = any(dtype for _, dtype in shapes.values())
+        wants_any = any(dtype for _, dtype in outputs.values())
         if call.partials_shape:
-            shapes["partials"] = (call.partials_shape, call.plan.problem.compute)
+            outputs["partials"] = (call.partials_shape, call.plan.problem.compute)
         makers = {
             name: allocator(self.library, *each)
-            for name, each in shapes.items()
+            for name, each in outputs.items()
             if each[1] and not (name == "dx" and self.overwrites_dy)
         }
-        order = Tensors(names, makers)
+        order = Tensors(read, makers)
         self.make = order.make
         if wants_any:
             # The gradient is written in the place of dy, which is the first that is read.
-            written = ["dx"] * self.overwrites_dy
-            self.compile(call, [*order.names, *written])
+            self.compile(call, [*order.names, *["dx"] * self.overwrites_dy])
         dx = "dy" if self.overwrites_dy else "dx"
         dresidual = dx if self.is_both else "dresidual"
         if self.is_residual:
             dx, dresidual = None, dx
         self.results = order.returns(dx, "dweight", "dbias", dresidual, "y")
-        self.place_gradients(functors, wanted, order)
+        self.place_gradients(operands.functors, options.functor_gradients, order)
+
+    def _choose_dtypes(self, request: BackwardRequest) -> tuple[str | None, str | None]:
+        """The dtypes of the kernel's dx and dresidual; None for what it does not write.
+
+        Both are one tensor where they would be the same. Where only dresidual is wanted, it is
+        written as dx is and not scaled.
+        """
+        operands, options = request
+        dx, dresidual = options.dx_dtype, options.dresidual_dtype
+        has_load = operands.functors is not None and operands.functors.load is not None
+        has_factor = operands.row_scale is not None or options.dropout_p > 0
+        self.is_scaled = dx is not None and (has_factor or has_load)
+        self.is_both = None not in (dx, dresidual) and not self.is_scaled and dx == dresidual
+        self.is_residual = dx is None
+        if self.is_residual:
+            return dresidual, None
+        return dx, None if self.is_both else dresidual
+
+    def _place_inputs(
+        self, request: BackwardRequest, *, adds: bool, drops: bool
+    ) -> tuple[list[str], dict[str, Rows], PlacedFunctors]:
+        """As of PreparedForward. adds: whether dsum is added; drops: whether dropout scales dx."""
+        operands, options = request
+        num_dims = len(options.extents)
+        absent = set() if self.is_scaled else {"row_scale", "dropout_seed"}
+        absent |= set() if adds else {"dsum"}
+        names = ["dy", "x", *["mean"] * (operands.mean is not None), "rstd"]
+        names += [
+            name
+            for name in _READ_BACKWARD
+            if getattr(operands, name) is not None and name not in absent
+        ]
+        tensors, copied = layouts_of(operands, names, ("dy", "x", "dsum", "input"), num_dims)
+        for name in ("mean", "rstd"):
+            tensors.pop(name, None)
+        in_place = ["dropout_seed"] * (drops and not _is_int(operands.dropout_seed))
+        names += in_place
+        OnGpu.__init__(self, operands.x, names, BackwardOperands._fields)
+        copied += [False for _ in in_place]
+        wanted = options.functor_gradients
+        functors = self.read_functors(operands.functors, operands.x, num_dims, copied, wanted)
+        if operands.functors is not None:
+            names += operands.functors.names()
+        return names, tensors, functors
 
     def run(self, operands: BackwardOperands) -> tuple:
         """Allocates and launches; returns the fields of Gradients.
