@@ -1,6 +1,6 @@
 """Where a call is computed: by torch's autograd for tensors, else directly.
 
-Reading order: api -> here -> prepared (GPU) or host (CPU).
+Reading order: api -> here -> prepared (GPU) or host (CPU). docs/design.md lists all steps.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _autograd: Any = None  # set at the first tensor: an import statement takes a mi
 
 
 def torch_part() -> Any:
-    """cupynorm.nn.autograd, imported when the first tensor comes."""
+    """The module cupynorm.nn.autograd, which is imported when the first tensor comes."""
     global _autograd
     if _autograd is None:
         autograd = autograd_loader.load()
@@ -49,10 +49,10 @@ def is_tensor(array: object) -> bool:
 
 
 def call(operands: tuple, options: tuple, return_residual: bool) -> Array | tuple[Array, ...]:
-    """What layer_norm and rms_norm return.
+    """As normalize, but a call of torch tensors that is like the last one of its kind needs no
+    request. Making one takes a microsecond.
 
-    operands, options: the fields of ForwardOperands and ForwardOptions. A call of torch tensors
-    that is like the last one of its kind needs no request, whose making takes a microsecond.
+    operands, options: the fields of ForwardOperands and ForwardOptions.
     """
     if is_tensor(operands[0]):
         repeated = torch_part().repeat(operands, options)
@@ -63,7 +63,10 @@ def call(operands: tuple, options: tuple, return_residual: bool) -> Array | tupl
 
 
 def normalize(request: ForwardRequest, return_residual: bool) -> Array | tuple[Array, ...]:
-    """As call, of a request."""
+    """What layer_norm and rms_norm return: y, or a tuple of y, y1 and the sum.
+
+    y1 is there with weight1 or bias1, the sum with return_residual.
+    """
     operands = request.operands
     if is_tensor(operands.input):
         y, y1, added = torch_part().normalize(request)
@@ -87,7 +90,7 @@ def explicit_forward(request: ForwardRequest) -> Forward | FusedForward:
 
 
 def _refuse_jit_trace(array: object) -> None:
-    """torch.jit.trace would keep the result for its example."""
+    """Raises NotImplementedError where torch.jit.trace would record the result as a constant."""
     if is_tensor(array) and torch_part().is_recorded_by_jit():
         raise NotImplementedError(
             "torch.jit.trace was asked to record an explicit forward or backward; expected "
