@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from kernel_checks import check, forward_problem
+from kernel_checks import check, forward_problem, norm_and_cols
 
 from cupynorm.check import run
 from cupynorm.check.cases import NORMS, Case, random_problem
@@ -139,8 +139,7 @@ FROM_Y = {
 def test_backward_from_y(what, strategy, where):
     """Weights near zero have the documented error in their column; other columns have none."""
     dtype, options = FROM_Y[what]
-    turn = (list(FROM_Y).index(what) + list(STRATEGIES).index(strategy)) % 2
-    name, num_cols = (("layer_norm", 120), ("rms_norm", 77))[turn]
+    name, num_cols = norm_and_cols(FROM_Y, what, strategy)
     case = Case(name, 4, num_cols, dtype, strategy=strategy, memory_efficient=True, **options)
     check(case, where)
     if case.weight is not None:

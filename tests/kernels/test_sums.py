@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from kernel_checks import check, forward_problem
+from kernel_checks import check, forward_problem, norm_and_cols
 from kernel_rings import rows_of_turns
 
 from cupynorm import reference
@@ -75,9 +75,7 @@ SUMS = {
 @pytest.mark.parametrize("what", SUMS)
 def test_sum_of_another_dtype(what, strategy, where):
     dtype, options = SUMS[what]
-    # Packs or single elements and one of the norms by turns, so that each option has all of them.
-    turn = (list(SUMS).index(what) + list(STRATEGIES).index(strategy)) % 2
-    name, num_cols = (("layer_norm", 120), ("rms_norm", 77))[turn]
+    name, num_cols = norm_and_cols(SUMS, what, strategy)
     results = check(Case(name, 4, num_cols, dtype, strategy=strategy, **options), where)
     assert "sum" in results and ("dresidual" in results) == ("residual" in options)
 
@@ -195,8 +193,7 @@ SECOND_OUTPUTS = {
 @pytest.mark.parametrize("what", SECOND_OUTPUTS)
 def test_second_output(what, strategy, where):
     dtype, options = SECOND_OUTPUTS[what]
-    turn = (list(SECOND_OUTPUTS).index(what) + list(STRATEGIES).index(strategy)) % 2
-    name, num_cols = (("layer_norm", 120), ("rms_norm", 77))[turn]
+    name, num_cols = norm_and_cols(SECOND_OUTPUTS, what, strategy)
     case = Case(name, 4, num_cols, dtype, strategy=strategy, **options)
     results = check(case, where)
     # The same bits as in a call of its own on the CPU, whose compiler fuses nothing.

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from linear_bounds import draw
+from linear_bounds import draw, exact
+from linear_cases import set_linear_parameters
 
 from cupynorm import reference
 from cupynorm.gpu import arrays
@@ -74,14 +75,7 @@ def make(num_rows=40, in_features=200, out_features=72, dtype="bfloat16", device
         ):
             if parameter is not None:
                 parameter.copy_(tensor(values, dtype))
-        for parts, whole in ((module._weights(), problem.weight), (module._biases(), problem.bias)):
-            for part, values in zip(
-                parts,
-                ()
-                if whole is None
-                else np.split(whole, np.cumsum(module.parameter_split_sizes)[:-1]),
-            ):
-                part.copy_(tensor(values, dtype))
+    set_linear_parameters(module, problem)
     return module, problem
 
 
@@ -106,25 +100,7 @@ def relative(got, expected) -> float:
 
 
 def truth_of(problem) -> dict[str, np.ndarray]:
-    made = reference.norm_linear(
-        problem.x,
-        problem.norm_weight,
-        problem.norm_bias,
-        problem.weight,
-        problem.bias,
-        centered=problem.centered,
-        zero_centered_weight=problem.zero_centered_weight,
-    )
-    gradients = reference.norm_linear_backward(
-        problem.dy,
-        problem.x,
-        made.mean,
-        made.rstd,
-        problem.norm_weight,
-        problem.norm_bias,
-        weight=problem.weight,
-        zero_centered_weight=problem.zero_centered_weight,
-    )
+    made, gradients = exact(problem)
     return {"y": made.y, **gradients._asdict()}
 
 

@@ -95,6 +95,34 @@ def half_ulp(values, name):
     return np.maximum(np.abs(values) * DTYPES[name].half_ulp, floor)
 
 
+def exact(problem: LinearProblem, x: np.ndarray | None = None) -> tuple:
+    """norm_linear and its gradients in float64. x: the normalised rows, by default problem.x."""
+    x = problem.x if x is None else x
+    made = reference.norm_linear(
+        x,
+        problem.norm_weight,
+        problem.norm_bias,
+        problem.weight,
+        problem.bias,
+        problem.eps,
+        centered=problem.centered,
+        zero_centered_weight=problem.zero_centered_weight,
+    )
+    gradients = reference.norm_linear_backward(
+        problem.dy,
+        x,
+        made.mean,
+        made.rstd,
+        problem.norm_weight,
+        problem.norm_bias,
+        weight=problem.weight,
+        zero_centered_weight=problem.zero_centered_weight,
+        dnormalized=problem.dnormalized,
+        dsum=problem.dsum,
+    )
+    return made, gradients
+
+
 def expected(
     problem: LinearProblem, y_error: np.ndarray | float = 0.0, reach_error: np.ndarray | float = 0.0
 ) -> dict[str, tuple[np.ndarray, np.ndarray, str]]:
@@ -110,28 +138,7 @@ def expected(
         if problem.residual is None
         else decode(encode(problem.x + problem.residual, dtype), dtype)
     )
-    made = reference.norm_linear(
-        added,
-        problem.norm_weight,
-        problem.norm_bias,
-        problem.weight,
-        problem.bias,
-        problem.eps,
-        centered=problem.centered,
-        zero_centered_weight=problem.zero_centered_weight,
-    )
-    gradients = reference.norm_linear_backward(
-        problem.dy,
-        added,
-        made.mean,
-        made.rstd,
-        problem.norm_weight,
-        problem.norm_bias,
-        weight=problem.weight,
-        zero_centered_weight=problem.zero_centered_weight,
-        dnormalized=problem.dnormalized,
-        dsum=problem.dsum,
-    )
+    made, gradients = exact(problem, added)
     u = compute_dtype(dtype).half_ulp
 
     def h(values, name=dtype):
