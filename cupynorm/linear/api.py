@@ -69,7 +69,7 @@ def layer_norm_linear(
     weight: shape (out_features, in_features), as torch.nn.Linear has it.
     bias: shape (out_features,), optional. weight and bias have input's dtype, except under
         torch.autocast, which casts them.
-    residual, zero_centered_weight, eps, sm_margin: as of cupynorm.layer_norm.
+    residual, zero_centered_weight, eps, sm_margin: as for cupynorm.layer_norm.
     return_normalized: also return the normalised tensor.
     return_residual: also return input + residual (the input itself without a residual).
     save_normalized: keep the normalised tensor for the gradient of weight. By default backward
@@ -133,7 +133,7 @@ def rms_norm_linear(
         >>> cupynorm.rms_norm_linear(np.array([[3.0, 4.0]]), None, np.array([[1.0, 1.0]])).round(3)
         array([[1.98]])
 
-    eps: as of cupynorm.rms_norm; all other arguments, with their shapes and dtypes, as for
+    eps: as for cupynorm.rms_norm; all other arguments, with their shapes and dtypes, as for
         layer_norm_linear.
 
     Returns y [..., out_features], or a tuple that begins with it, as layer_norm_linear, and raises

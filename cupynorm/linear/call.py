@@ -122,7 +122,7 @@ class ProjectedForward(NamedTuple):
         (array([[-1.,  1.]]), array([[-1.,  1.]]))
 
     y: [..., out_features]. normalized: of the input's shape and dtype.
-    mean, rstd, sum: as of cupynorm.Forward.
+    mean, rstd, sum: as in cupynorm.Forward.
     """
 
     y: Array

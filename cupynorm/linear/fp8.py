@@ -41,7 +41,7 @@ class RegionCall(NamedTuple):
     """A layer's call in a region.
 
     records: whether the region's step counts. recorded: whether this call has a backward.
-    input: as of QuantizedCall.
+    input: as in QuantizedCall.
     """
 
     region: Region

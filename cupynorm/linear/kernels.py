@@ -147,7 +147,7 @@ def forward_quantized(
 ) -> tuple[QuantizedTensor, Array | None, Array]:
     """The normalised tensor in 8-bit floats, mean and rstd of an input [num_rows, in_features].
 
-    scale, amax: as of cupynorm.layer_norm.
+    scale, amax: as for cupynorm.layer_norm.
     """
     checked, asked_options = forward_request(options, operands._replace(residual=None), None)
     quantized, mean, rstd, *_ = route.forward(

@@ -40,8 +40,8 @@ class Linear(GradientLayer, Fp8Layer, torch.nn.Linear):
     in_features, out_features, bias, device, dtype: as torch's.
 
     By keyword only:
-    fuse_wgrad_accumulation, delay_wgrad_compute: as of cupynorm.LayerNormLinear.
-    fp8_state: True: `_extra_state` is in the state dict from the start, empty without scales.
+    fuse_wgrad_accumulation, delay_wgrad_compute: as for cupynorm.LayerNormLinear.
+    fp8_state: True puts `_extra_state` into the state dict from the start, empty without scales.
 
     Called with input (..., in_features) of the parameters' dtype, or of any under torch.autocast,
     it returns (..., out_features). is_first_microbatch, fp8_output and fp8_grad are those of

@@ -91,7 +91,7 @@ class LayerNormLinear(GradientLayer, Fp8Layer, NormLinearParameters):
         "two_shot" or "multimem_all_reduce". docs/parallel.md has what each does.
     ub_name, name: for the user.
 
-    By keyword only, and not TransformerEngine's: save_normalized, fused, sm_margin, as of
+    By keyword only, and not TransformerEngine's: save_normalized, fused, sm_margin, as for
     cupynorm.layer_norm_linear; and reduce_norm_gradients: with "column" and sequence_parallel, sum
     the gradients of the norm's parameters over tp_group in backward. Otherwise their attribute
     sequence_parallel tells Megatron to.

@@ -171,18 +171,18 @@ class LayerNorm(Norm, torch.nn.LayerNorm):
 
     By keyword only, with TransformerEngine's spelling:
     zero_centered_gamma: multiply by 1 + weight; weight is initialised to 0.
-    sm_margin: an int, or a dict of "forward", "backward" and "inference", as of
+    sm_margin: an int, or a dict of "forward", "backward" and "inference", as for
         cupynorm.layer_norm.
-    sequence_parallel: unless None, the parameters' attribute of that name, for frameworks that
-        reduce their gradients.
-    round_x_hat, memory_efficient: as of cupynorm.layer_norm.
-    fp8_state: True: `_extra_state` is in the state dict from the start, empty without a scale.
+    sequence_parallel: unless None, parameters get it as an attribute of that name, for frameworks
+        that reduce their gradients.
+    round_x_hat, memory_efficient: as for cupynorm.layer_norm.
+    fp8_state: True puts `_extra_state` into the state dict from the start, empty without a scale.
     hidden_size, params_dtype: other names of normalized_shape and dtype.
 
     Called with input (..., *normalized_shape), and optionally a residual of its shape and dtype, it
     returns y of input's shape and dtype, or (y, input + residual) with return_residual=True. Under
     CUDA's autocast y is float32, as torch's is. residual_dtype, row_scale, dropout_p, dropout_seed,
-    weight1, bias1, load and store are as of cupynorm.layer_norm; elements are dropped only in
+    weight1, bias1, load and store are as for cupynorm.layer_norm; elements are dropped only in
     training mode.
 
     fp8_output: inside cupynorm.fp8_autocast, return y as a cupynorm.QuantizedTensor in the recipe's
@@ -203,8 +203,8 @@ class LayerNorm(Norm, torch.nn.LayerNorm):
     State dicts can be exchanged with torch.nn; in one of TransformerEngine `_extra_state` is
     ignored. A module with a scale of DelayedScaling saves it under that name, as bytes without
     pickle (torch.nn loads such a state dict with strict=False). Loading a state dict without it
-    removes the scale. torch.distributed.checkpoint loads only what the new module has in its own
-    state dict: give fp8_state=True to load a scale there.
+    removes the scale. torch.distributed.checkpoint loads only names that the new module has in its
+    own state dict: give fp8_state=True to load a scale there.
 
     Raises TypeError where both spellings are given, normalized_shape is missing or arguments come
     in TransformerEngine's order; ValueError for fp8_output=True outside of cupynorm.fp8_autocast;

@@ -94,10 +94,10 @@ def swap_norms(model: torch.nn.Module, *, keep_rounding: bool = False) -> Swappe
         1 swapped, 0 left
 
     model: any torch.nn.Module, on any device, meta included. The parameters stay the same objects,
-        so that optimizers and state dicts stay valid. A module that is in several places is one
-        module afterwards too.
-    keep_rounding: where a module rounds x_hat before its weight multiplies it, as those of Hugging
-        Face's Llama do, its replacement rounds too (round_x_hat).
+        so that optimizers and state dicts stay valid. A module that is used in several places is
+        replaced by one module.
+    keep_rounding: if a module rounds x_hat before its weight multiplies it, as Hugging Face's Llama
+        does, its replacement does too (round_x_hat).
 
     Swapped are
     - torch.nn's LayerNorm and RMSNorm, TransformerEngine's, and apex's fused ones;
@@ -106,11 +106,11 @@ def swap_norms(model: torch.nn.Module, *, keep_rounding: bool = False) -> Swappe
       classes of language models are such modules. The parameters may have any names, such as gamma
       and beta, and keep them. eps may be an attribute, or a number of up to four digits.
 
-    Left are modules with hooks, with parametrized weights, with a weight such as (1, 1, C), or with
-    a forward that does more. model itself is left too, because only a parent can hold another
-    module in its place. Those that look like a norm are listed with the reason: by the names of
-    their class or parameters, or because the size of their input does not change their output.
-    One without parameters looks like a norm if it returns about what a norm of 24 columns does.
+    Not replaced ("left") are modules with hooks, with parametrized weights, with a weight such as
+    (1, 1, C), or with a forward that does more. model itself is left too: only its parent could
+    replace it. The result lists those that look like a norm, with the reason. A module looks like a
+    norm by the names of its class or parameters, or if the size of its input does not change its
+    output. One without parameters does if it returns about what a norm of 24 columns returns.
 
     y then has the dtype that LayerNorm gives it, and is rounded once. The remarks say where the
     original module differs. Attributes that only the original module had are lost. Swap before

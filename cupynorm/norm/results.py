@@ -37,9 +37,9 @@ class FusedForward(NamedTuple):
         >>> result.sum, result.dropout_seed
         (array([[2., 2., 0., 0.]]), 7)
 
-    y: as of Forward; a QuantizedTensor for an out_dtype of 8 bits.
+    y: as in Forward; a QuantizedTensor for an out_dtype of 8 bits.
     sum: what was normalised, in residual_dtype or else the input's dtype.
-    mean, rstd: as of Forward, and float64 if sum is float64.
+    mean, rstd: as in Forward, and float64 if sum is float64.
     y1: of the shape and dtype of y, with weight1 and bias1; None without them.
     dropout_seed: the seed as given or drawn, None without dropout.
     """
@@ -84,7 +84,7 @@ class FusedBackward(NamedTuple):
         ('FusedBackward', array([[ 0.181, -0.136]]))
 
     dx: that of the input alone, of the shape of x, in dx_dtype or else the dtype of x.
-    dweight, dbias: as of Backward.
+    dweight, dbias: as in Backward.
     dresidual: that of the residual, of the shape of x, in dresidual_dtype or else the dtype of x.
     dweight1, dbias1: as dweight and dbias, of the second output's parameters.
     """

@@ -58,7 +58,7 @@ class CompilePasses:
 
 
 def compile_passes(*, replace: str = "faster") -> CompilePasses:
-    """Makes torch.compile put what is around a norm into cupynorm's kernels.
+    """Makes torch.compile fuse the operations around a norm into cupynorm's kernels.
 
     Examples:
         >>> with cupynorm.compile_passes(replace="all") as passes:
@@ -67,9 +67,9 @@ def compile_passes(*, replace: str = "faster") -> CompilePasses:
         []
 
     Additions of a residual, autocast's casts, dropout, scales and gates beside a norm become
-    options of its operator, forward and backward. That holds for cupynorm's own norms, and for
-    those of torch that are replaced. Only what is compiled after this call changes. A second call
-    takes the place of the first.
+    options of its operator, forward and backward. This changes cupynorm's own norms, and those of
+    torch that are replaced. Only code that is compiled after this call changes. A second call
+    replaces the first.
 
     replace: which norms of torch become cupynorm's, torch.nn.functional's and those written in
         torch operations. "faster": those that docs/torch_compile.md says are faster. "all": all
