@@ -9,6 +9,7 @@ from itertools import product
 from typing import Any
 
 from ..gpu import on_cpu
+from ..norm.checks import check_eps
 from ..norm.options import dtype_name
 from . import functors as functor_check
 from . import kernels
@@ -98,6 +99,9 @@ def check(
     detached, a functor without a reference, and arguments that do not go together; TypeError for a
     dtype that the kernels do not have; and what a call raises.
     """
+    if isinstance(seed, bool) or not isinstance(seed, numbers.Integral) or seed < 0:
+        raise ValueError(f"seed is {seed!r}; expected an int of 0 or more")
+    eps = check_eps(eps, "float64", has_default=False)
     norms = _several("norm", norm)
     dtypes = [dtype_name(each, "dtype") for each in _several("dtypes", dtypes)]
     strategies, statistics = _several("strategies", strategies), _several("statistics", statistics)

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from ..gpu import nvrtc
+from ..gpu.arrays import type_in_words
 
 Replacements = Sequence[tuple[str, str]]
 Changes = str | Mapping[str, str | Replacements]
@@ -35,8 +36,8 @@ def changed_sources(changes: Changes) -> Path:
         for name, change in changes.items():
             texts[name] = change if isinstance(change, str) else _replace(texts, name, change)
     else:
-        kind = type(changes).__name__
-        raise TypeError(f"changes is a {kind}; expected a diff, or a dict of files")
+        kind = type_in_words(changes)
+        raise TypeError(f"changes is {kind}; expected a diff, or a dict of files")
     for name in texts:
         if Path(name).name != name or Path(name).suffix not in (".cu", ".cuh"):
             raise ValueError(f"changes names {name!r}; expected a .cu or .cuh file of cuda_src")
@@ -67,8 +68,8 @@ def _replace(texts: dict[str, str], name: str, pairs: Replacements) -> str:
     for old, new in pairs:
         if text.count(old) != 1:
             raise ValueError(
-                f"{name} has {old!r} {text.count(old)} times; expected it once, "
-                "with as much of its surroundings as it takes"
+                f"{name} has {old!r} {text.count(old)} times; expected it once: "
+                "give more of the text around it"
             )
         text = text.replace(old, new)
     return text

@@ -22,6 +22,7 @@ from .request import (
     BackwardRequest,
     ForwardOperands,
     ForwardRequest,
+    SecondGradient,
 )
 from .results import GRADIENTS, Backward, FusedBackward
 
@@ -299,6 +300,19 @@ def check_backward(request: BackwardRequest) -> BackwardRequest:
         dy, x, mean, rstd, weight, dsum, bias, row_scale, seed, y_weight, y_bias, raw, own
     )
     return BackwardRequest(operands, options._replace(**dtypes))
+
+
+def check_second(
+    operands: BackwardOperands, options: BackwardOptions, second: SecondGradient
+) -> SecondGradient:
+    """dy1 and weight1 by these names. Backward then takes them as dy and weight."""
+    if second.dy is None:
+        return second
+    x = arrays.take(operands.x, "x")
+    dy = take_like(second.dy, x, tuple(x.shape), "dy1", "x")
+    return second._replace(
+        dy=dy, weight=take_like(second.weight, x, options.extents, "weight1", "x")
+    )
 
 
 def _asks_for_more(options: BackwardOptions) -> bool:

@@ -9,7 +9,7 @@ from typing import Any
 
 from ..gpu import arrays
 from . import autograd_loader
-from .checks import check_gradients
+from .checks import check_gradients, check_second
 from .options import check_dropout_p, complete, dropout_seed_of
 from .prepared import FOR_STATISTICS, FOR_Y, prepare_backward, prepare_forward
 from .request import (
@@ -123,7 +123,7 @@ def explicit_backward(request: BackwardRequest, second: SecondGradient) -> Backw
         or not _OF_ONE.issuperset(options.gradients)
     )
     if is_fused:
-        return backward_of_two(request, second)
+        return backward_of_two(request, check_second(operands, options, second))
     prepared, operands = prepare_backward(request)
     return Backward(*prepared.run(operands)[:3])
 

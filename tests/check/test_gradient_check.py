@@ -170,6 +170,9 @@ def test_an_empty_result_is_false():
         ({"shapes": [(2,)]}, r"shapes has \(2,\); expected pairs \(num_rows, num_cols\) of ints"),
         ({"shapes": [(2, 8.0)]}, r"shapes has \(2, 8.0\); expected pairs"),
         ({"shapes": 3}, "shapes is 3; expected a sequence of pairs"),
+        ({"eps": "1e-5"}, "eps is '1e-5'; expected a real number"),
+        ({"seed": "a"}, "seed is 'a'; expected an int of 0 or more"),
+        ({"seed": -1}, "seed is -1; expected an int of 0 or more"),
     ],
 )
 def test_wrong_arguments_are_refused(arguments, message):

@@ -116,7 +116,10 @@ def test_changes_that_do_not_fit_are_refused():
             {"statistics.cuh": [("no such text", "")]},
             "has 'no such text' 0 times; expected it once",
         ),
-        ({"statistics.cuh": [("Compute", "")]}, "expected it once, with as much of its"),
+        (
+            {"statistics.cuh": [("Compute", "")]},
+            "expected it once: give more of the text around it",
+        ),
         ({"other.cuh": [("a", "b")]}, "changes names 'other.cuh', which is not in cuda_src"),
         ({"../other.cuh": "text"}, "changes names '../other.cuh'; expected a .cu or .cuh file"),
         ({}, "leaves every file as it is"),
