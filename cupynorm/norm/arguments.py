@@ -1,10 +1,11 @@
 """From the tensors of a call to its plan and to the argument of each kernel.
 
-The arguments are the structs of cuda_src (forward.cuh, backward.cuh, backward_parameters.cu,
-quantize.cu, reduce_matrix.cu). Every word of a struct has 8 bytes. A word is a constant of the
-plan, or the address of a tensor that comes with each run (Address).
+The arguments are the structs of cuda_src (forward.cuh, backward.cuh, backward_parameters.cu). Every
+word of a struct has 8 bytes. A word is a constant of the plan, or the address of a tensor that
+comes with each run (Address).
 
 The same calls run on a GPU (cupynorm.norm.prepared) and on the CPU (cupynorm.check).
+matrix_calls.py and split_calls.py have those of other kernels.
 """
 
 from __future__ import annotations
@@ -20,7 +21,6 @@ from ..gpu.arrays import Rows
 from ..plan.devices import Device
 from ..plan.dispatch import Plan, make_plan
 from ..plan.instances import Launch
-from ..plan.matrices import quantize_launch, reduce_matrix_launch
 from ..plan.problem import Layout, Problem
 from .functors import NO_FUNCTORS, PlacedFunctor, PlacedFunctors
 from .request import BackwardOptions, ForwardOptions
@@ -110,16 +110,16 @@ class Call(NamedTuple):
         return [pick(words) for pick in arguments.picks]
 
 
-def _layout(num_cols: int, tensors: Tensors) -> Layout:
+def layout_of(num_cols: int, tensors: Tensors) -> Layout:
     """What all tensors that a kernel reads or writes allow."""
     return Layout.of(num_cols, [each.layout() for each in tensors.values()])
 
 
-def _dtype(tensors: Tensors, name: str) -> str | None:
+def dtype_of(tensors: Tensors, name: str) -> str | None:
     return tensors[name].dtype if name in tensors else None
 
 
-def _row_words(tensors: Tensors, name: str, turned: bool = False) -> tuple[Address, int]:
+def row_words(tensors: Tensors, name: str, turned: bool = False) -> tuple[Address, int]:
     """Address and row stride, as struct members; turned: from the last row back to the first."""
     if name not in tensors:
         return Address(name), 0
@@ -199,8 +199,8 @@ def forward_problem(
     if has_own_sum:
         own_sum = {
             "input": x.dtype,
-            "residual_dtype": _dtype(tensors, "residual"),
-            "row_scale": _dtype(tensors, "row_scale"),
+            "residual_dtype": dtype_of(tensors, "residual"),
+            "row_scale": dtype_of(tensors, "row_scale"),
             "dropout": drops,
         }
     streamed = {name: rows for name, rows in tensors.items() if name not in ("row_scale", "amax")}
@@ -209,19 +209,19 @@ def forward_problem(
         "forward",
         options.centered,
         x.num_cols,
-        _dtype(tensors, "sum") or (DTYPES[source].compute if source else x.dtype),
-        y=_dtype(tensors, "y"),
-        weight=_dtype(tensors, "weight"),
-        bias=_dtype(tensors, "bias"),
+        dtype_of(tensors, "sum") or (DTYPES[source].compute if source else x.dtype),
+        y=dtype_of(tensors, "y"),
+        weight=dtype_of(tensors, "weight"),
+        bias=dtype_of(tensors, "bias"),
         zero_centered=bool(options.zero_centered_weight),
         residual="residual" in tensors and not has_own_sum,
-        y1=_dtype(tensors, "y1"),
-        weight1=_dtype(tensors, "weight1"),
-        bias1=_dtype(tensors, "bias1"),
+        y1=dtype_of(tensors, "y1"),
+        weight1=dtype_of(tensors, "weight1"),
+        bias1=dtype_of(tensors, "bias1"),
         round_x_hat=x.dtype if rounds else None,
         scaling=options.quantization.scaling if options.quantization else None,
         amax="amax" in tensors,
-        layout=_layout(x.num_cols, streamed),
+        layout=layout_of(x.num_cols, streamed),
         **own_sum,
     )
     return _with_functors(problem, functors, load=source)
@@ -261,14 +261,14 @@ def _forward_words(
     own: PlacedFunctors,
 ) -> Words:
     """struct Forward of forward.cuh."""
-    words = [*_functor_words(own.load, "load", problem), *_row_words(tensors, "x", turned)]
+    words = [*_functor_words(own.load, "load", problem), *row_words(tensors, "x", turned)]
     if problem.input or problem.residual:
-        words += [*_row_words(tensors, "residual", turned), *_row_words(tensors, "sum", turned)]
+        words += [*row_words(tensors, "residual", turned), *row_words(tensors, "sum", turned)]
     if problem.input:
         words += [Address("row_scale"), *_dropout_words(options.dropout_p)]
-    words += [*_row_words(tensors, "y", turned), Address("weight"), Address("bias")]
+    words += [*row_words(tensors, "y", turned), Address("weight"), Address("bias")]
     if problem.y1:
-        words += [*_row_words(tensors, "y1", turned), Address("weight1"), Address("bias1")]
+        words += [*row_words(tensors, "y1", turned), Address("weight1"), Address("bias1")]
     if options.quantization:
         rule = scale_rule_words(
             options.quantization.smallest_amax, options.quantization.power_of_two
@@ -316,23 +316,23 @@ def backward_problem(
         options.centered,
         x.num_cols,
         compute if options.x_is_y or "load" in sources else x.dtype,
-        weight=_dtype(tensors, "weight"),
+        weight=dtype_of(tensors, "weight"),
         zero_centered=bool(options.zero_centered_weight),
         dy=compute if "store" in sources else dy.dtype,
-        dx=_dtype(tensors, "dx"),
-        dweight=_dtype(tensors, "dweight"),
-        dbias=_dtype(tensors, "dbias"),
-        dsum=_dtype(tensors, "dsum"),
+        dx=dtype_of(tensors, "dx"),
+        dweight=dtype_of(tensors, "dweight"),
+        dbias=dtype_of(tensors, "dbias"),
+        dsum=dtype_of(tensors, "dsum"),
         y=x.dtype if options.x_is_y else None,
-        y_weight=_dtype(tensors, "y_weight"),
-        y_bias=_dtype(tensors, "y_bias"),
-        dresidual=_dtype(tensors, "dresidual"),
-        row_scale=_dtype(tensors, "row_scale"),
+        y_weight=dtype_of(tensors, "y_weight"),
+        y_bias=dtype_of(tensors, "y_bias"),
+        dresidual=dtype_of(tensors, "dresidual"),
+        row_scale=dtype_of(tensors, "row_scale"),
         dropout=options.dropout_p > 0,
-        input=_dtype(tensors, "input"),
-        recomputed=_dtype(tensors, "y"),
-        bias=_dtype(tensors, "bias"),
-        layout=_layout(x.num_cols, streamed),
+        input=dtype_of(tensors, "input"),
+        recomputed=dtype_of(tensors, "y"),
+        bias=dtype_of(tensors, "bias"),
+        layout=layout_of(x.num_cols, streamed),
     )
     return _with_functors(problem, functors, **sources)
 
@@ -353,7 +353,7 @@ def backward_call(
     sums_up = "backward_parameters.cu" in sources
     sums_dy_itself = sums_up and not plan.num_partials
     smallest = DTYPES[x.dtype].half_ulp if options.x_is_y else None
-    x_words = [*_row_words(tensors, "x")]
+    x_words = [*row_words(tensors, "x")]
     if smallest is not None:  # struct LoadXHat instead of struct Load
         x_words += [Address("y_weight"), Address("y_bias"), smallest]
     if problem.load and problem.load.source:  # struct FunctorLoad
@@ -362,7 +362,7 @@ def backward_call(
 
     def dy_words(backward: bool) -> Words:
         """struct Load, or LoadThrough; backward: whether it writes the gradients of arrays."""
-        row = [*_row_words(tensors, "dy")]
+        row = [*row_words(tensors, "dy")]
         if functors.store is None:
             return row
         own = _functor_words(functors.store, "store", problem, backward=True)
@@ -379,8 +379,8 @@ def backward_call(
         arguments.append(words)
     if sums_dy_itself:
         statistics = [Address("mean"), Address("rstd"), Address("dweight"), Address("dbias")]
-        row_words = [*x_words, *dy_words(backward=False)]
-        arguments.append([*row_words, *statistics, x.num_rows, x.num_cols])
+        read = [*x_words, *dy_words(backward=False)]
+        arguments.append([*read, *statistics, x.num_rows, x.num_cols])
     elif sums_up:
         partials = _partial_words(problem, plan)
         sums = [*partials, x.num_cols, Address("dweight"), Address("dbias")]
@@ -416,83 +416,14 @@ def _backward_words(
     """struct Backward of backward.cuh. read: its loads. own: the functor of forward's load."""
     words = [*read, Address("weight")]
     if own is not None:  # struct ThroughLoad
-        words += _row_words(tensors, "input" if problem.input else "x")
+        words += row_words(tensors, "input" if problem.input else "x")
         words += _functor_words(own, "load", problem, backward=True)
-    words += [*_row_words(tensors, "dx"), *_row_words(tensors, "dsum")]
+    words += [*row_words(tensors, "dx"), *row_words(tensors, "dsum")]
     if problem.dresidual or problem.row_scale or problem.dropout or own is not None:
         factor = [Address("row_scale"), *_dropout_words(options.dropout_p)]
-        words += [*_row_words(tensors, "dresidual"), *factor]
+        words += [*row_words(tensors, "dresidual"), *factor]
     if problem.recomputed:
-        words += [*_row_words(tensors, "y"), Address("weight"), Address("bias")]
+        words += [*row_words(tensors, "y"), Address("weight"), Address("bias")]
     x = tensors["x"]
     partials = _partial_words(problem, plan) if plan.num_partials else [0, 0]
     return [*words, Address("mean"), Address("rstd"), *partials, x.num_rows, x.num_cols]
-
-
-# Matrices.
-
-
-class QuantizeOptions(NamedTuple):
-    """How a matrix, or a norm's y of it, becomes 8-bit floats of a dtype.
-
-    centered: None for the matrix itself, else whether its norm is layer_norm. sums: the dtype of
-    sums of x over rows, or None.
-    rule: (smallest_amax, power_of_two) where the scale comes from a known amax, None where it is
-    given.
-    """
-
-    dtype: str
-    centered: bool | None = None
-    zero_centered: bool = False
-    sums: str | None = None
-    rule: tuple[float, bool] | None = None
-
-
-def quantize_call(tensors: Tensors, options: QuantizeOptions) -> Call:
-    """tensors: x, weight, bias. x of the 8-bit dtype itself is only transposed."""
-    x = tensors["x"]
-    launches = quantize_launch(
-        x.num_rows,
-        x.num_cols,
-        x.dtype,
-        options.dtype,
-        _layout(x.num_cols, tensors).pack_limit,
-        centered=options.centered,
-        weight=_dtype(tensors, "weight"),
-        bias=_dtype(tensors, "bias"),
-        zero_centered=options.zero_centered,
-        sums=options.sums,
-        scaling="tensor" if options.rule else "given",
-    )
-    words = [*_row_words(tensors, "x")]
-    if x.dtype != options.dtype:
-        rule = scale_rule_words(*(options.rule or (0.0, False)))
-        words += [Address("scale"), Address("scale_inv"), Address("amax"), *rule]
-    if options.centered is not None:
-        words += [Address("weight"), Address("bias"), Address("mean"), Address("rstd")]
-    words += [Address("data"), x.num_cols, Address("transposed"), x.num_rows, x.num_cols]
-    arguments, partials_shape = [[*words, Address("partials")]], None
-    if options.sums:
-        partials_shape = (-(-x.num_rows // 128), x.num_cols)  # one row for each 128 rows
-        arguments.append(_sum_words(partials_shape))
-    return Call(launches, tuple(arguments), None, partials_shape)
-
-
-def _sum_words(partials_shape: tuple[int, int]) -> Words:
-    """struct Parameters of backward_parameters.cu, of one kind of sums."""
-    num_cols = partials_shape[1]
-    return [0, Address("partials"), num_cols, 0, Address("sums"), *partials_shape]
-
-
-def reduce_matrix_call(device: Device, x: Rows, sums: str | None) -> Call:
-    """A reading of a matrix for its largest magnitude, or for sums over its rows, of dtype sums."""
-    limit = _layout(x.num_cols, {"x": x}).pack_limit
-    launches, num_slabs, rows_of_slab = reduce_matrix_launch(
-        device, x.num_rows, x.num_cols, x.dtype, limit, sums
-    )
-    words = [*_row_words({"x": x}, "x"), x.num_rows, x.num_cols, rows_of_slab]
-    arguments, partials_shape = [[*words, Address("partials"), Address("amax")]], None
-    if sums:
-        partials_shape = (num_slabs, x.num_cols)
-        arguments.append(_sum_words(partials_shape))
-    return Call(launches, tuple(arguments), None, partials_shape)

@@ -9,8 +9,8 @@ import numpy as np
 from ..dtypes import compute_dtype
 from ..gpu import arrays, launch
 from ..plan.matrices import update_scales_launch
-from .arguments import QuantizeOptions, quantize_call
 from .cache import keep, matrices
+from .matrix_calls import QuantizeOptions, quantize_call
 from .on_gpu import OnGpu, allocator, fill, parameter_of, rows_of
 from .request import Array
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from ..dtypes import compute_dtype
 from ..gpu import arrays, launch
-from .arguments import reduce_matrix_call
 from .cache import keep, matrices
+from .matrix_calls import reduce_matrix_call
 from .on_gpu import OnGpu, allocator, fill, rows_of
 from .request import Array
 
