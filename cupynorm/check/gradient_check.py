@@ -6,7 +6,7 @@ import numbers
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import product
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..gpu import on_cpu
 from ..norm.checks import check_eps
@@ -101,11 +101,17 @@ def check(
     """
     if isinstance(seed, bool) or not isinstance(seed, numbers.Integral) or seed < 0:
         raise ValueError(f"seed is {seed!r}; expected an int of 0 or more")
-    eps = check_eps(eps, "float64", has_default=False)
-    norms = _several("norm", norm)
-    dtypes = [dtype_name(each, "dtype") for each in _several("dtypes", dtypes)]
-    strategies, statistics = _several("strategies", strategies), _several("statistics", statistics)
-    for name in norms:
+    asked = _Asked(
+        _several("norm", norm),
+        [dtype_name(each, "dtype") for each in _several("dtypes", dtypes)],
+        _several("strategies", strategies),
+        _several("statistics", statistics),
+        {
+            "zero_centered_weight": zero_centered_weight,
+            "eps": check_eps(eps, "float64", has_default=False),
+        },
+    )
+    for name in asked.norms:
         if name not in NORMS:
             raise ValueError(f"norm is {name!r}; expected {' or '.join(NORMS)}")
     own = Callables(function, forward, backward, library)
@@ -120,54 +126,86 @@ def check(
     if shapes is None:
         shapes = [(5, 96)] if functors else [(64, 768)]
     shapes = _pairs(shapes)
-    options = {"zero_centered_weight": zero_centered_weight, "eps": eps}
-    trials: list[Trial] = []
     if input is not None:
         if traps:
             raise ValueError("traps is given together with input; expected one of the two")
-        absent = {"weight", "bias"} - set.union(*map(own.takes, norms)) if own else set()
-        for label, values in (("weight", weight), ("bias", bias)):
-            if values is not None and label in absent:
-                raise ValueError(
-                    f"{label} is given; expected None: your function has no parameter for it"
-                )
-        for name, strategy, kind in product(norms, strategies, statistics):
-            fields: dict[str, Any] = {"norm": name, "strategy": strategy, "statistics": kind}
-            problem = given_problem(input, weight, bias, dy, seed=seed, **fields, **options)
-            trials.append(Trial(problem))
+        trials = asked.trials_on(input, weight, bias, dy, own=own, seed=seed)
     else:
-        cases = []  # without extents
-        for name, dtype, strategy, kind in product(norms, dtypes, strategies, statistics):
-            absent = {"weight", "bias"} - own.takes(name) if own else set()
-            fields = options | dict.fromkeys(absent)
-            cases.append(Case(name, 0, 0, dtype, strategy=strategy, statistics=kind, **fields))
+        cases = asked.cases(own)
         sized = [
             replace(case, num_rows=num_rows, num_cols=num_cols)
             for case, (num_rows, num_cols) in product(cases, shapes)
         ]
         if functors:
             return _check_functors(functors, progress(sized) if progress else sized, on, seed)
-        for case in sized:
-            trials += default_trials(case, seed)
+        trials = [trial for case in sized for trial in default_trials(case, seed)]
         for case in cases if traps else ():
             trials += trap_trials(case, allowed_of(own, case.norm), seed)
+    where = None if own else _machine(on)
+    shown = progress(trials) if progress else trials
+    return _check_kernels(shown, where) if where else _check_callables(shown, own, traps)
+
+
+class _Asked(NamedTuple):
+    """What every combination is checked of. options: fields of all cases."""
+
+    norms: Sequence[str]
+    dtypes: Sequence[str]
+    strategies: Sequence[str | None]
+    statistics: Sequence[str | None]
+    options: dict[str, Any]
+
+    def trials_on(
+        self, input: Any, weight: Any, bias: Any, dy: Any, *, own: Callables, seed: int
+    ) -> list[Trial]:
+        """A user's arrays, in their dtypes."""
+        absent = {"weight", "bias"} - set.union(*map(own.takes, self.norms)) if own else set()
+        for label, values in (("weight", weight), ("bias", bias)):
+            if values is not None and label in absent:
+                raise ValueError(
+                    f"{label} is given; expected None: your function has no parameter for it"
+                )
+        trials = []
+        for name, strategy, kind in product(self.norms, self.strategies, self.statistics):
+            fields: dict[str, Any] = {"norm": name, "strategy": strategy, "statistics": kind}
+            problem = given_problem(input, weight, bias, dy, seed=seed, **fields, **self.options)
+            trials.append(Trial(problem))
+        return trials
+
+    def cases(self, own: Callables) -> list[Case]:
+        """Cases without extents, for random values."""
+        cases = []
+        kinds = product(self.norms, self.dtypes, self.strategies, self.statistics)
+        for name, dtype, strategy, kind in kinds:
+            absent = {"weight", "bias"} - own.takes(name) if own else set()
+            fields = self.options | dict.fromkeys(absent)
+            cases.append(Case(name, 0, 0, dtype, strategy=strategy, statistics=kind, **fields))
+        return cases
+
+
+def _check_kernels(
+    trials: Iterable[Trial], where: kernels.CpuMachine | kernels.GpuCheckMachine
+) -> CheckResult:
     result = CheckResult()
-    if not own:
-        where = _machine(on)
-    for trial in progress(trials) if progress else trials:
-        if own:
-            try:
-                got = own.run(trial.problem, trial.layouts)
-            except Exception as error:
-                if not (traps and trial.name):
-                    raise
-                result.findings.append(trial.failed(error))
-                continue
-            result.findings += trial.judged(got, rounded_mean=True)
-        else:
-            rounded_mean = kernels.uses_welford(trial.problem.case, where.device)
-            got = run_kernels(trial.problem, where, trial.layouts or None)
-            result.findings += trial.judged(got, rounded_mean=rounded_mean)
+    for trial in trials:
+        rounded_mean = kernels.uses_welford(trial.problem.case, where.device)
+        got = run_kernels(trial.problem, where, trial.layouts or None)
+        result.findings += trial.judged(got, rounded_mean=rounded_mean)
+    return result
+
+
+def _check_callables(trials: Iterable[Trial], own: Callables, traps: bool) -> CheckResult:
+    """traps: an error that a function raises in a trap is a finding."""
+    result = CheckResult()
+    for trial in trials:
+        try:
+            got = own.run(trial.problem, trial.layouts)
+        except Exception as error:
+            if not (traps and trial.name):
+                raise
+            result.findings.append(trial.failed(error))
+            continue
+        result.findings += trial.judged(got, rounded_mean=True)
     return result
 
 
