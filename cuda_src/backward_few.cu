@@ -1,7 +1,7 @@
 // backward_few -- dx, dweight and dbias of few rows in one launch
-// owns:  the first num_row_blocks blocks a row, or several, as the strategy's own kernel, with the
-//        same bits of dx; the others columns of dweight and dbias (parameter_sums.cuh). Neither
-//        waits for the other
+// owns:  the first num_row_blocks blocks own rows as the strategy's own kernel does, and write the
+//        same bits of dx. The others own columns of dweight and dbias (parameter_sums.cuh).
+//        Neither kind waits for the other
 // moves: x and dy once in, and once more from the L2 cache; dx once out
 // takes: rows of a warp's or block's registers, or of a ring of up to 1024 threads
 // needs: num_cols and all row strides multiples of pack_size, addresses aligned to a pack; shared

@@ -8,7 +8,8 @@
 // async_copy<size>(smem, global)   starts the copy of a pack of `size` elements
 // async_commit()                   the copies since the last commit become a group
 // async_wait<pending>()            until at most `pending` groups of this thread are in flight
-// load_once(pack, at, is_there)    replaces a pack, if it is there, that nobody else reads
+// load_once(pack, at, is_there)    loads a pack that no other thread reads, if is_there; else
+//                                  `pack` stays as it is
 #pragma once
 #include "pack.cuh"
 
@@ -49,7 +50,7 @@ template <int size, class T>
 __device__ __forceinline__ void async_copy(T* smem, const T* global) {
   constexpr int bytes = size * sizeof(T);
   const auto at = static_cast<unsigned>(__cvta_generic_to_shared(smem));
-  if constexpr (bytes == 16) {  // these alone can pass by the L1 cache
+  if constexpr (bytes == 16) {  // only these can bypass the L1 cache
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(at), "l"(global) : "memory");
   } else if constexpr (bytes >= 4) {
     asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(at), "l"(global), "n"(bytes)

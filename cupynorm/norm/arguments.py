@@ -375,7 +375,7 @@ def backward_call(
         read = [*x_words, *dy_words(backward=True)]
         words = _backward_words(tensors, problem, options, plan, read, functors.load)
         if in_one:  # struct BackwardFew
-            words += [Address("dweight"), Address("dbias"), plan.launches[0].row_blocks]
+            words += [Address("dweight"), Address("dbias"), plan.launches[0].num_row_blocks]
         arguments.append(words)
     if sums_dy_itself:
         statistics = [Address("mean"), Address("rstd"), Address("dweight"), Address("dbias")]

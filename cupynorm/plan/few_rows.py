@@ -124,7 +124,7 @@ def in_one_launch(choice: Choice, problem: Problem, device: Device, num_rows: in
         row_blocks + sum_blocks,
         block_size,
         smem_bytes_of_few(problem, few, sums),
-        row_blocks=row_blocks,
+        num_row_blocks=row_blocks,
     )
 
 

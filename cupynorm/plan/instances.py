@@ -35,7 +35,7 @@ class Launch:
     cluster_size: blocks that share a row; on path "grid" they are no thread-block cluster.
     num_first, rows_of_first: forward, the first num_first blocks take rows_of_first rows each, and
     the others share the rest (cuda_src/turns.cuh).
-    row_blocks: of backward_few.cu, the blocks that have rows. The others have columns.
+    num_row_blocks: of backward_few.cu, the blocks that have rows. The others have columns.
     """
 
     kernel: Kernel
@@ -47,7 +47,7 @@ class Launch:
     overlaps: bool = False
     num_first: int = 0
     rows_of_first: int = 0
-    row_blocks: int = 0
+    num_row_blocks: int = 0
 
 
 @dataclass(frozen=True)

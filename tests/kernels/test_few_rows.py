@@ -72,11 +72,11 @@ def test_one_launch_counts_its_blocks_its_shared_memory_and_what_it_moves():
     made = plan(4096, 16, direction="backward", device="H200")
     (launch,) = made.launches
     assert made.num_partials == 0 and made.strategy == "block" and made.tile.path == "ring"
-    assert launch.row_blocks * launch.tile.rows_per_block == 16
+    assert launch.num_row_blocks * launch.tile.rows_per_block == 16
     assert launch.block_size == launch.tile.threads_per_row * launch.tile.rows_per_block
     # 2 sums of each of 32 columns in each warp: more than 2 sums of each warp of a row.
     assert launch.smem_bytes == 2 * 4 * 32 * launch.block_size // 32
-    assert launch.grid_size - launch.row_blocks == 4096 // 32
+    assert launch.grid_size - launch.num_row_blocks == 4096 // 32
     assert made.bytes_moved == made.bytes_needed  # the L2 cache has x and dy the second time
 
 

@@ -55,9 +55,9 @@ def test_num_rows_changes_only_the_grid():
         ]
         # Few rows may have one launch backward. Forward they may have more lanes, and load their
         # parameters early: with the same bits (tests/kernels/test_few_rows.py, test_same_bits.py).
-        if any(launch.row_blocks for launch in made[0].launches):
-            assert made[0].launches[0].row_blocks == 1
-            made = [one for one in made if not one.launches[0].row_blocks]
+        if any(launch.num_row_blocks for launch in made[0].launches):
+            assert made[0].launches[0].num_row_blocks == 1
+            made = [one for one in made if not one.launches[0].num_row_blocks]
             assert made[-1].num_rows == 2**40
         constant = {
             (
