@@ -146,17 +146,17 @@ def scale_rule_words(smallest_amax: float, power_of_two: bool) -> tuple[int, int
 
 
 def _functor_words(
-    own: PlacedFunctor | None, role: str, problem: Problem, backward: bool = False
+    placed: PlacedFunctor | None, role: str, problem: Problem, backward: bool = False
 ) -> Words:
     """The struct of a user's functor (cupynorm/plan/functors.py)."""
-    if own is None:
+    if placed is None:
         return []
     words = []
-    for name, array in zip(own.functor.arrays, own.arrays):
+    for name, array in zip(placed.functor.arrays, placed.arrays):
         words += [Address(f"{role}.{name}"), array.rows.row_stride, array.repeat, array.period]
-    words += [*own.numbers, problem.num_cols]
+    words += [*placed.numbers, problem.num_cols]
     if backward:
-        words += [Address(f"{role}.d{name}") for name in own.functor.arrays]
+        words += [Address(f"{role}.d{name}") for name in placed.functor.arrays]
     return words
 
 
@@ -169,9 +169,9 @@ def _with_functors(problem: Problem, functors: PlacedFunctors, **sources: str | 
     bytes_ = [DTYPES[name].itemsize for name in narrow]
     pack_size = min([problem.widest_pack, *(16 // each for each in bytes_)])
     fused = {
-        role: own.fused(problem.num_cols, pack_size, sources.get(role))
-        for role, own in zip(functors._fields, functors)
-        if own is not None
+        role: placed.fused(problem.num_cols, pack_size, sources.get(role))
+        for role, placed in zip(functors._fields, functors)
+        if placed is not None
     }
     return replace(problem, **fused)
 
@@ -243,7 +243,13 @@ def forward_call(
     turns = problem.scaling == "tensor" and not problem.input
     arguments = [
         _forward_words(
-            tensors, problem, options, plan, again=at > 0, turned=turns and at > 0, own=functors
+            tensors,
+            problem,
+            options,
+            plan,
+            again=at > 0,
+            turned=turns and at > 0,
+            functors=functors,
         )
         for at in range(len(plan.launches))
     ]
@@ -258,10 +264,10 @@ def _forward_words(
     *,
     again: bool,
     turned: bool,
-    own: PlacedFunctors,
+    functors: PlacedFunctors,
 ) -> Words:
     """struct Forward of forward.cuh."""
-    words = [*_functor_words(own.load, "load", problem), *row_words(tensors, "x", turned)]
+    words = [*_functor_words(functors.load, "load", problem), *row_words(tensors, "x", turned)]
     if problem.input or problem.residual:
         words += [*row_words(tensors, "residual", turned), *row_words(tensors, "sum", turned)]
     if problem.input:
@@ -280,7 +286,7 @@ def _forward_words(
             problem.num_scales,
             *rule,
         ]
-    words += _functor_words(own.store, "store", problem)
+    words += _functor_words(functors.store, "store", problem)
     words += [0, 0] if again else [Address("mean"), Address("rstd")]
     first = plan.launches[0]
     x = tensors["x"]
@@ -365,10 +371,11 @@ def backward_call(
         row = [*row_words(tensors, "dy")]
         if functors.store is None:
             return row
-        own = _functor_words(functors.store, "store", problem, backward=True)
-        if not backward:
-            own[-len(functors.store.arrays) or len(own) :] = [0] * len(functors.store.arrays)
-        return [*x_words, *row, *through, *own]
+        of_store = _functor_words(functors.store, "store", problem, backward=True)
+        num_arrays = len(functors.store.arrays)
+        if num_arrays and not backward:
+            of_store[-num_arrays:] = [0] * num_arrays
+        return [*x_words, *row, *through, *of_store]
 
     arguments = []
     if len(sources) > sums_up:
@@ -411,15 +418,15 @@ def _backward_words(
     options: BackwardOptions,
     plan: Plan,
     read: Words,
-    own: PlacedFunctor | None,
+    load: PlacedFunctor | None,
 ) -> Words:
-    """struct Backward of backward.cuh. read: its loads. own: the functor of forward's load."""
+    """struct Backward of backward.cuh. read: its loads. load: forward's functor."""
     words = [*read, Address("weight")]
-    if own is not None:  # struct ThroughLoad
+    if load is not None:  # struct ThroughLoad
         words += row_words(tensors, "input" if problem.input else "x")
-        words += _functor_words(own, "load", problem, backward=True)
+        words += _functor_words(load, "load", problem, backward=True)
     words += [*row_words(tensors, "dx"), *row_words(tensors, "dsum")]
-    if problem.dresidual or problem.row_scale or problem.dropout or own is not None:
+    if problem.dresidual or problem.row_scale or problem.dropout or load is not None:
         factor = [Address("row_scale"), *_dropout_words(options.dropout_p)]
         words += [*row_words(tensors, "dresidual"), *factor]
     if problem.recomputed:

@@ -13,7 +13,7 @@ import numpy as np
 
 from ..dtypes import DTYPES, FLOAT8S, compute_dtype
 from ..gpu import arrays
-from . import functors
+from .functors import check as check_functors
 from .options import check_gradients, dtype_name
 from .request import (
     Array,
@@ -224,9 +224,9 @@ def check_forward(request: ForwardRequest) -> ForwardRequest:
         raise ValueError(
             "amax is scale's own memory, which the kernel reads; expected an array of its own"
         )
-    own = None
+    functors = None
     if operands_given.functors is not None:
-        own = functors.check(
+        functors = check_functors(
             operands_given.functors,
             x,
             extents,
@@ -246,7 +246,7 @@ def check_forward(request: ForwardRequest) -> ForwardRequest:
         dropout_seed=seed,
         scale=scale,
         amax=amax,
-        functors=own,
+        functors=functors,
         **parameters,
     )
     options = options._replace(eps=eps, out_dtype=y_dtype, residual_dtype=sum_dtype)
@@ -272,8 +272,9 @@ def check_backward(request: BackwardRequest) -> BackwardRequest:
     reads_mean = options.centered and not options.x_is_y
     mean = _take_statistic(operands_given.mean, x, leading, "mean") if reads_mean else None
     rstd = _take_statistic(operands_given.rstd, x, leading, "rstd")
-    own = operands_given.functors
-    plain = not (_asks_for_more(options) or operands_given.row_scale is not None or own is not None)
+    functors = operands_given.functors
+    has_functors = functors is not None
+    plain = not (_asks_for_more(options) or operands_given.row_scale is not None or has_functors)
     check_gradients(options.gradients, Backward._fields if plain else FusedBackward._fields)
     of_weight = arrays.dtype_name(weight) if weight is not None else dtype
     dtypes = {}
@@ -287,17 +288,17 @@ def check_backward(request: BackwardRequest) -> BackwardRequest:
         y_weight = take_like(operands_given.y_weight, x, extents, "weight", "x")
         y_bias = take_like(operands_given.y_bias, x, extents, "bias", "x")
     raw = None
-    if own is not None:
+    if has_functors:
         raw = take_like(operands_given.input, x, shape, "input", "x")
-        own = functors.check(own, x, extents, partial(_take_array, x=x))
-    if options.recompute or own is not None:
+        functors = check_functors(functors, x, extents, partial(_take_array, x=x))
+    if options.recompute or has_functors:
         bias = take_like(operands_given.bias, x, extents, "bias", "x")
     if options.dropout_p > 0 and operands_given.dropout_seed is None:
         raise TypeError("dropout_seed is None; expected the seed that the forward returned")
     row_scale = take_like(operands_given.row_scale, x, leading, "row_scale", "x")
     seed = _check_seed(operands_given.dropout_seed, x)
     operands = BackwardOperands(
-        dy, x, mean, rstd, weight, dsum, bias, row_scale, seed, y_weight, y_bias, raw, own
+        dy, x, mean, rstd, weight, dsum, bias, row_scale, seed, y_weight, y_bias, raw, functors
     )
     return BackwardRequest(operands, options._replace(**dtypes))
 

@@ -112,18 +112,20 @@ def check(
     return functors.with_arrays(converted)
 
 
-def _check_shape(own: tuple[int, ...], shape: tuple[int, ...], num_dims: int, name: str) -> None:
-    padded = (1,) * (len(shape) - len(own)) + own
+def _check_shape(
+    array_shape: tuple[int, ...], shape: tuple[int, ...], num_dims: int, name: str
+) -> None:
+    padded = (1,) * (len(shape) - len(array_shape)) + array_shape
     split = len(shape) - num_dims
     fits = len(padded) == len(shape)
-    fits = fits and all(mine in (1, all_) for mine, all_ in zip(padded, shape))
+    fits = fits and all(extent in (1, all_) for extent, all_ in zip(padded, shape))
     fits = fits and (padded[split:] == shape[split:] or set(padded[split:]) == {1})
     strides = (0,) * split
     if not fits or _pattern(shape[:split], padded[:split], strides) is None:
         raise ValueError(
-            f"{name} has shape {own}, the input {shape}; expected an array that is broadcast to "
-            "it, with all or one of the normalised columns, repeated over the rows as in "
-            "[batch, 1, N] or [1, seq, 1, N]"
+            f"{name} has shape {array_shape}, the input {shape}; expected an array that is "
+            "broadcast to it, with all or one of the normalised columns, repeated over the rows as "
+            "in [batch, 1, N] or [1, seq, 1, N]"
         )
 
 
@@ -142,13 +144,13 @@ def check_differentiable(functors: Functors) -> None:
 
 
 def _pattern(
-    leading: tuple[int, ...], own: tuple[int, ...], strides: tuple[int, ...] | None
+    leading: tuple[int, ...], extents: tuple[int, ...], strides: tuple[int, ...] | None
 ) -> tuple[int, int, list[int]] | None:
     """repeat, period, and the strides of the dimensions in between, from the last one to the first.
 
     None: the rows of an array with these leading dimensions do not repeat in that way.
     """
-    left = [each for each in zip(leading, own, strides) if each[0] != 1]
+    left = [each for each in zip(leading, extents, strides) if each[0] != 1]
     repeat, period, steps = 1, 1, []
     while left and left[-1][1] == 1:
         repeat *= left.pop()[0]
@@ -166,18 +168,20 @@ def _pattern(
 def _place(view: View, shape: tuple[int, ...], num_dims: int) -> PlacedArray | None:
     """None: one row stride does not describe the array."""
     missing = len(shape) - len(view.shape)
-    own, strides = (1,) * missing + view.shape, (0,) * missing + view.strides
+    extents, strides = (1,) * missing + view.shape, (0,) * missing + view.strides
     split = len(shape) - num_dims
     num_cols = arrays.product(shape[split:])
-    per_row = num_cols > 1 and set(own[split:]) == {1}
+    per_row = num_cols > 1 and set(extents[split:]) == {1}
     if not per_row:
         expected = 1
-        for extent, stride in zip(reversed(own[split:]), reversed(strides[split:])):
+        for extent, stride in zip(reversed(extents[split:]), reversed(strides[split:])):
             if extent != 1 and stride != expected:
                 return None
             expected *= extent
     # A dimension of stride 0 is broadcast too.
-    leading = tuple(1 if stride == 0 else extent for extent, stride in zip(own, strides))[:split]
+    leading = tuple(1 if stride == 0 else extent for extent, stride in zip(extents, strides))[
+        :split
+    ]
     pattern = _pattern(shape[:split], leading, strides[:split])
     if pattern is None:
         return None
@@ -237,15 +241,17 @@ def place_all(
 
 def _gradient_dtype(array: Array, x: Array) -> str:
     """The array's own where nothing is summed, else that of the arithmetic."""
-    own = arrays.dtype_name(array)
-    return own if tuple(array.shape) == tuple(x.shape) else compute_dtype(arrays.dtype_name(x)).name
+    dtype = arrays.dtype_name(array)
+    return (
+        dtype if tuple(array.shape) == tuple(x.shape) else compute_dtype(arrays.dtype_name(x)).name
+    )
 
 
-def summed(gradient: Array, own: tuple[int, ...]) -> Array:
+def summed(gradient: Array, target: tuple[int, ...]) -> Array:
     """A gradient of the input's shape, summed to the shape of the array that was broadcast."""
     shape = tuple(gradient.shape)
-    if shape == own:
+    if shape == target:
         return gradient
-    padded = (1,) * (len(shape) - len(own)) + own
+    padded = (1,) * (len(shape) - len(target)) + target
     axes = tuple(at for at, extent in enumerate(padded) if extent == 1 and shape[at] != 1)
-    return (gradient.sum(axes) if axes else gradient).reshape(own)
+    return (gradient.sum(axes) if axes else gradient).reshape(target)

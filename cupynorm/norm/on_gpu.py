@@ -110,9 +110,9 @@ class OnGpu:
     ) -> dict[str, tuple[tuple[int, ...], str | None]]:
         """Shape and dtype of each gradient of a functor's array, before it is summed."""
         gradients = {}
-        for role, own in zip(placed._fields, placed):
-            if own is not None:
-                for name, dtype in zip(own.functor.arrays, own.gradients):
+        for role, each in zip(placed._fields, placed):
+            if each is not None:
+                for name, dtype in zip(each.functor.arrays, each.gradients):
                     gradients[f"{role}.d{name}"] = (shape, dtype)
         return gradients
 

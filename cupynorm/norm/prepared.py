@@ -18,7 +18,6 @@ from ..gpu import arrays, launch, nvrtc
 from ..gpu.arrays import Rows
 from ..plan.dispatch import choose
 from ..plan.problem import Layout, Problem
-from . import functors as own_functors
 from . import host
 from .arguments import backward_call, forward_call
 from .cache import backwards, forwards, keep
@@ -29,7 +28,7 @@ from .checks import (
     check_overlap,
     share_an_address,
 )
-from .functors import PlacedFunctors
+from .functors import PlacedFunctors, key_of
 from .on_gpu import OnGpu, Tensors, allocator, fill, layouts_of, parameter_of, rows_of
 from .quantize import quantize
 from .quantized_tensor import result, scale_shape
@@ -102,7 +101,7 @@ def prepare_forward(
             )
             key += (*constants, share_an_address(scale, amax))
         if functors is not None:
-            key += own_functors.key_of(functors, layout_key)
+            key += key_of(functors, layout_key)
         prepared = forwards.get(key)
     except (AttributeError, TypeError, RuntimeError):
         # Arrays of several libraries, none at all, or sparse ones: the checks say so.
@@ -330,7 +329,7 @@ def _backward_key(request: BackwardRequest) -> tuple:
     if seed is not None or y_weight is not None or y_bias is not None:
         key += (seed.__class__ is int or layout_key(seed), layout_key(y_weight), layout_key(y_bias))
     if functors is not None:
-        key += (layout_key(input), own_functors.key_of(functors, layout_key))
+        key += (layout_key(input), key_of(functors, layout_key))
     return key
 
 

@@ -122,8 +122,8 @@ class Functors(NamedTuple):
 
     def with_arrays(self, arrays: Sequence[Any]) -> Functors:
         """The same with other arrays, in the order of arrays()."""
-        own = (self.load and self.load.functor, self.store and self.store.functor)
-        return bind_all(own, arrays, self.numbers())
+        functors = (self.load and self.load.functor, self.store and self.store.functor)
+        return bind_all(functors, arrays, self.numbers())
 
 
 def functor(
@@ -183,11 +183,11 @@ def functor(
     for each in (name, *arrays, *numbers):
         if not isinstance(each, str) or not re.fullmatch(r"[A-Za-z][A-Za-z0-9_]*", each):
             raise ValueError(f"{each!r} names a functor, array or number; expected an identifier")
-    own = (*arrays, *numbers, *(f"d{each}" for each in arrays))
-    taken = sorted(set(own) & _OWN_NAMES)
-    if taken or len(set(own)) < len(own):
+    names = (*arrays, *numbers, *(f"d{each}" for each in arrays))
+    taken = sorted(set(names) & _OWN_NAMES)
+    if taken or len(set(names)) < len(names):
         raise ValueError(
-            f"functor {name} has names {', '.join(own)}; expected each once, and none of "
+            f"functor {name} has names {', '.join(names)}; expected each once, and none of "
             f"{', '.join(sorted(_OWN_NAMES))}"
         )
     if len(arrays) > MOST_ARRAYS or len(numbers) > MOST_NUMBERS:
@@ -286,17 +286,17 @@ def struct_name(functor: Functor, role: str, backward: bool) -> str:
 def struct_text(functor: Functor, role: str, backward: bool = False) -> str:
     """The struct template of a functor's lines: what functor.cuh calls `apply`."""
     value, arrays, numbers = ROLES[role], functor.arrays, functor.numbers
-    own = range(len(arrays))
-    types = ["class C", *(f"class Array{at}" for at in own)]
-    members = [f"Array{at} array{at}" for at in own]
+    indices = range(len(arrays))
+    types = ["class C", *(f"class Array{at}" for at in indices)]
+    members = [f"Array{at} array{at}" for at in indices]
     members += [f"double number{at}" for at in range(len(numbers))]
     members.append("long long all_cols")
     others = ["class At"]
     takes = [f"C {value}" if backward else f"C& {value}"]
     gives = ["values[at]"]
     if backward:
-        types += [f"class Gradient{at}" for at in own]
-        members += [f"Gradient{at}* gradient{at}" for at in own]
+        types += [f"class Gradient{at}" for at in indices]
+        members += [f"Gradient{at}* gradient{at}" for at in indices]
         others.append("class GradientAt")
         takes.append(f"C& d{value}")
         gives.append("gradients[at]")
@@ -324,13 +324,15 @@ def struct_text(functor: Functor, role: str, backward: bool = False) -> str:
     arguments += ["const GradientAt& other_gradient"] * backward
     origin = (functor.origin or functor.name) + ", backward" * backward
     origin = origin.replace("\\", "\\\\").replace('"', '\\"')
-    reads = [f"    C read{at}[pack_size];\n    array{at}.load(row, col, read{at});\n" for at in own]
-    makes = [f"    C made{at}[pack_size] = {{}};\n" for at in own] if backward else []
+    reads = [
+        f"    C read{at}[pack_size];\n    array{at}.load(row, col, read{at});\n" for at in indices
+    ]
+    makes = [f"    C made{at}[pack_size] = {{}};\n" for at in indices] if backward else []
     writes = [
         f"    if (gradient{at} != nullptr)\n"
         f"      store_pack<pack_size>(gradient{at} + row * all_cols + col, "
         f"repack<Gradient{at}>(made{at}));\n"
-        for at in own
+        for at in indices
     ]
     return (
         f"template <{', '.join(types)}>\n"

@@ -91,8 +91,8 @@ def cpp_bool(value: object) -> str:
 def load_x_name(problem: Problem) -> str:
     """The struct through which backward reads x."""
     if problem.load and problem.load.source:
-        own = problem.load.struct("load", problem.compute)
-        return f"FunctorLoad<{cpp_name(problem.load.source)}, {own}>"
+        struct = problem.load.struct("load", problem.compute)
+        return f"FunctorLoad<{cpp_name(problem.load.source)}, {struct}>"
     if problem.forward or problem.y is None:
         return f"Load<{cpp_name(problem.x)}>"
     types = ", ".join(cpp_name(name) for name in (problem.y, problem.y_weight, problem.y_bias))
@@ -105,8 +105,8 @@ def load_dy_name(problem: Problem) -> str:
         return f"Load<{cpp_name(problem.dy)}>"
     types = cpp_names(problem.store.source, problem.weight, problem.bias)
     flags = f"{cpp_bool(problem.zero_centered)}, {cpp_bool(problem.centered)}"
-    own = problem.store.struct("store", problem.compute, backward=True)
-    return f"LoadThrough<{load_x_name(problem)}, {types}, {flags}, {own}>"
+    struct = problem.store.struct("store", problem.compute, backward=True)
+    return f"LoadThrough<{load_x_name(problem)}, {types}, {flags}, {struct}>"
 
 
 def functor_structs(problem: Problem) -> str:
@@ -141,10 +141,10 @@ def row_instance(
             load_x = f"ResidualLoad<{cpp_name(problem.x)}>"
         if problem.input:
             types = cpp_names(problem.input, problem.residual_dtype)
-            own = factor
+            others = factor
             if problem.load:
-                own += f", {problem.load.struct('load', compute_of_load(problem))}"
-            load_x = f"SumLoad<{types}, {cpp_name(problem.x)}, {own}>"
+                others += f", {problem.load.struct('load', compute_of_load(problem))}"
+            load_x = f"SumLoad<{types}, {cpp_name(problem.x)}, {others}>"
         rounded = f", {cpp_name(problem.round_x_hat)}" if problem.round_x_hat else ""
         outputs = cpp_names(problem.y, problem.weight, problem.bias)
         store = f"Store<{outputs}, {zero_centered}{rounded}>"
@@ -181,9 +181,9 @@ def row_arguments(problem: Problem) -> str:
         types = cpp_names(problem.dx, problem.dresidual, problem.dsum)
         through = ""
         if problem.load:
-            own = problem.load.struct("load", problem.compute, backward=True)
+            struct = problem.load.struct("load", problem.compute, backward=True)
             source = cpp_name(problem.input or problem.load.source)
-            through = f", ThroughLoad<{source}, {own}>"
+            through = f", ThroughLoad<{source}, {struct}>"
         store = f"SplitStore<{types}, {factor}{through}>"
     if problem.recomputed:
         types = ", ".join(
