@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import statistics as averages
 import struct
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from ..check.trials import Trial, default_problem
 from ..dtypes import decode, encode
 from ..gpu import environment, nvrtc
 from ..gpu.on_cpu import OnCpuError
+from ..norm.options import launch_options
 from ..norm.plans import plan
 from ..plan.devices import DEVICES
 from ..plan.dispatch import Plan
@@ -134,7 +136,7 @@ def experiment(
     direction: str = "forward",
     residual: bool = False,
     strategy: str | None = None,
-    tile: Tile | None = None,
+    tile: Tile | Mapping[str, int] | None = None,
     statistics: str | None = None,
     on: str | None = None,
     seed: int = 0,
@@ -165,6 +167,7 @@ def experiment(
         raise ValueError(f"on is {on!r}; expected 'gpu', 'cpu' or None for a GPU if there is one")
     on_gpu = environment.has_gpu() if on is None else on == "gpu"
     folder = changed_sources(changes)
+    tile = launch_options(strategy, tile, statistics, 0).tile
     options = {"strategy": strategy, "statistics": statistics}
     device = GpuCheckMachine().device if on_gpu else DEVICES["H200"]
     if input is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from ..check.cases import NORMS
@@ -213,7 +214,7 @@ def explain(
     device: str | Device | None = None,
     residual: bool = False,
     strategy: str | None = None,
-    tile: Tile | None = None,
+    tile: Tile | Mapping[str, int] | None = None,
     statistics: str | None = None,
 ) -> Explanation:
     """Explains which kernel a call gets and why, which threads own what, and what limits it.

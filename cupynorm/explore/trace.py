@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -10,6 +11,7 @@ import numpy as np
 from ..check.cases import NORMS, Case
 from ..check.functors import Given, with_kinds
 from ..dtypes import DTYPES
+from ..norm.options import launch_options
 from ..norm.plans import plan
 from ..plan.devices import DEVICES, Device
 from ..plan.problem import Tile
@@ -155,7 +157,7 @@ def trace(
     device: str | Device = "H200",
     residual: bool = False,
     strategy: str | None = None,
-    tile: Tile | None = None,
+    tile: Tile | Mapping[str, int] | None = None,
     statistics: str | None = None,
     load: Given | None = None,
     store: Given | None = None,
@@ -181,7 +183,8 @@ def trace(
     """
     if norm not in NORMS:
         raise ValueError(f"norm is {norm!r}; expected {' or '.join(NORMS)}")
-    chosen = {"strategy": strategy, "tile": tile, "statistics": statistics}
+    chosen = launch_options(strategy, tile, statistics, 0)._asdict()
+    del chosen["sm_margin"]
     options = {"norm": norm, "direction": direction, "residual": residual, **chosen}
     planned = plan(num_cols, num_rows, dtype, device=device, **options)
     if dtype not in DTYPES or num_rows < 1 or num_cols < 1:

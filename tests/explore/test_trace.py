@@ -205,6 +205,16 @@ def test_bad_arguments_are_refused():
         traced(num_cols=8, dtype="int8")
 
 
+def test_a_tile_may_be_a_dict():
+    tile = {"pack_size": 8, "threads_per_row": 8, "packs_per_thread": 1, "rows_per_block": 4}
+    found = traced(num_cols=64, strategy="warp", tile=tile)
+    assert found.plan == traced(num_cols=64, strategy="warp", tile=cupynorm.Tile(**tile)).plan
+    explanation = cupynorm.explain(64, device="H200", strategy="warp", tile=tile)
+    assert explanation.plan.tile == found.plan.tile and explanation.trace.bytes
+    same = {"statistics.cuh": [("// row: see", "// Row: see")]}
+    assert cupynorm.experiment(same, 64, strategy="warp", tile=tile, on="cpu").changed.ok
+
+
 def test_changed_sources_are_traced():
     """Lanes that take neighbouring packs each, not in turn, need twice the sectors."""
     far_apart = {
