@@ -70,7 +70,7 @@ def check_same_place(array: Array, x: Array, name: str, x_name: str) -> None:
     if arrays.where(array) != arrays.where(x):
         raise ValueError(
             f"{name} is {arrays.where(array)}, {x_name} is {arrays.where(x)}; "
-            "expected both in one place"
+            f"expected the library and device of {x_name}"
         )
 
 
