@@ -142,5 +142,5 @@ def test_float64_there_and_back(dtype):
 
 @pytest.mark.parametrize("given", [[1.0], 3, "x", None])
 def test_objects_that_are_no_arrays_are_refused(given):
-    with pytest.raises(TypeError, match="operand is a .*; expected a CuPy, torch or NumPy array"):
+    with pytest.raises(TypeError, match="operand is .*; expected a CuPy, torch or NumPy array"):
         arrays.take(given, "operand")

@@ -31,7 +31,7 @@ from cupynorm import LayerNormLinear  # noqa: E402
             "params_dtype is 'half'; expected torch.bfloat16, torch.float16, ",
         ),
         ({"parallel_mode": "both"}, ValueError, "parallel_mode is 'both'; expected None, 'col"),
-        ({"tp_group": object()}, TypeError, "tp_group is a object; expected a group of torch"),
+        ({"tp_group": object()}, TypeError, "tp_group is an object; expected a group of torch"),
         ({"tp_size": 0}, ValueError, "tp_size is 0; expected 1 or more"),
         ({"tp_size": 2.0}, TypeError, "tp_size is 2.0; expected an int"),
         (
@@ -146,7 +146,7 @@ def test_wrong_numbers_of_features_are_refused(name, given, error):
 def test_wrong_inputs_of_the_module_are_refused():
     module = LayerNormLinear(24, 16, **CPU)
     for x, error, sentence in (
-        (np.ones((3, 24), np.float32), TypeError, "input is a ndarray; expected a torch tensor"),
+        (np.ones((3, 24), np.float32), TypeError, "input is an ndarray; expected a torch tensor"),
         ([1.0] * 24, TypeError, "input is a list; expected a torch tensor"),
         (
             torch.ones(3, 23),

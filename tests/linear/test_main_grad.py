@@ -355,7 +355,7 @@ def test_tensors_elsewhere_and_arrays_are_refused():
         module(x.to("meta"))
     given = (module.layer_norm_weight, module.layer_norm_bias, module.weight)
     with pytest.raises(
-        TypeError, match="residual is a ndarray; expected a torch tensor, as input is"
+        TypeError, match="residual is an ndarray; expected a torch tensor, as input is"
     ):
         cupynorm.layer_norm_linear(x, *given, residual=x.numpy())
 

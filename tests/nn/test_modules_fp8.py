@@ -259,7 +259,7 @@ def test_wrong_calls_are_refused():
             ValueError, match="memory_efficient was given with out_dtype float8_e4m3fn"
         ):
             make("RMSNorm", memory_efficient=True)(x, fp8_output=True)
-        with pytest.raises(TypeError, match="input is a ndarray; expected a torch tensor"):
+        with pytest.raises(TypeError, match="input is an ndarray; expected a torch tensor"):
             module(x.numpy(), fp8_output=True)
         with pytest.raises(ValueError, match="normalized_shape is"):
             module(x[:, :100], fp8_output=True)
