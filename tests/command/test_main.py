@@ -88,6 +88,7 @@ def test_a_wrong_kernel_fails(monkeypatch, capsys, tensor):
     assert sum(f"OFF: {tensor} " in line for line in out.splitlines()) == 1
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_a_result_left_unwritten_fails(monkeypatch, capsys):
     run_kernels = check_command.run_kernels
@@ -148,6 +149,7 @@ def test_files(tmp_path):
     assert run(tmp_path / "one.npy", "--on", "cpu").returncode == 0  # "check" may be left out
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_large_files_are_sampled(tmp_path):
     np.save(

@@ -65,6 +65,7 @@ def test_the_least_time_is_that_of_the_bytes(name):
     assert "memory is the limit" in story.speed()
 
 
+@pytest.mark.slow
 @needs_nvrtc
 def test_occupancy_is_limited_by_what_runs_out_first():
     story = explain(num_cols=4096)

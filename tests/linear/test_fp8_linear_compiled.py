@@ -112,6 +112,7 @@ def test_a_compiled_layer_takes_any_number_of_rows(recipe):
         assert all(torch.equal(*pair) for pair in zip(*made)), num_rows
 
 
+@pytest.mark.slow
 def test_microbatches_of_a_compiled_layer():
     """They share a quantised weight, which is not among the tensors saved for backward."""
     torch._dynamo.reset()
@@ -134,6 +135,7 @@ def test_microbatches_of_a_compiled_layer():
         assert all(torch.equal(*pair) for pair in zip(*made)), first
 
 
+@pytest.mark.slow
 def test_layers_compiled_one_by_one_share_compiled_code():
     """There are more layers than torch's limit of recompilations of a function."""
     torch._dynamo.reset()

@@ -137,6 +137,7 @@ def test_the_module_compiles_without_a_graph_break(options):
         )
 
 
+@pytest.mark.slow
 def test_one_graph_for_any_number_of_rows():
     torch._dynamo.reset()
     module = LayerNormLinear(24, 16, parameters_split=SPLIT, **CPU)

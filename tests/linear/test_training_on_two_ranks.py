@@ -28,6 +28,7 @@ def became(
     return start_ranks.start(training_ranks.__file__, 2, folder, device=request.param)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", training_ranks.CHECKS)
 def test_on_two_ranks(became, name):
     assert [report[name] for report in became] == ["passed", "passed"]

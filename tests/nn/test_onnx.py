@@ -89,7 +89,10 @@ CALLS = {
 }
 
 
-@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize(
+    "name",
+    ["layer_norm", *(pytest.param(name, marks=pytest.mark.slow) for name in list(CALLS)[1:])],
+)
 def test_calls(name):
     function, options, inputs = CALLS[name]
     module = Call(function, **options)
