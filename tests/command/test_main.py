@@ -224,6 +224,7 @@ def test_version_and_help():
     assert all(name in shown for name in command.COMMANDS)
 
 
+@pytest.mark.slow
 def test_a_reader_that_stops_early():
     reading, writing = os.pipe()
     os.close(reading)

@@ -47,6 +47,7 @@ def test_sanitizers_accept_a_right_kernel(sanitize):
     assert (result.returncode, result.stdout) == (0, "sum 2048.0\n"), result.stderr
 
 
+@pytest.mark.slow
 def test_sanitizers_live_with_fibers_and_faults():
     body = """
 z = np.zeros(16 * 256, np.float32)
@@ -197,6 +198,7 @@ def test_two_processes_with_an_empty_cache(monkeypatch, tmp_path):
     assert len(made) == 2 and made[1] == "runtime"
 
 
+@pytest.mark.slow
 def test_a_cache_that_cannot_be_written(monkeypatch, tmp_path):
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))

@@ -91,7 +91,11 @@ def folds(monkeypatch) -> list:
     return made
 
 
-@pytest.mark.parametrize("split", (None, {"q_": 8, "k": 4, "v": 4}), ids=("whole", "split"))
+@pytest.mark.parametrize(
+    "split",
+    (None, pytest.param({"q_": 8, "k": 4, "v": 4}, marks=pytest.mark.slow)),
+    ids=("whole", "split"),
+)
 def test_a_fold_is_kept_in_inference_until_a_parameter_changes(folds, split):
     module = LayerNormLinear(24, 16, fused="fold", parameters_split=split, **CPU)
     plain = LayerNormLinear(24, 16, parameters_split=split, **CPU)
