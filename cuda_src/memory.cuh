@@ -8,8 +8,7 @@
 // async_copy<size>(smem, global)   starts the copy of a pack of `size` elements
 // async_commit()                   the copies since the last commit become a group
 // async_wait<pending>()            until at most `pending` groups of this thread are in flight
-// load_once(pack, at, is_there)    loads a pack that no other thread reads, if is_there; else
-//                                  `pack` stays as it is
+// load_once(pack, at, is_there)    replaces a pack, if it is there, that nobody else reads
 #pragma once
 #include "pack.cuh"
 
