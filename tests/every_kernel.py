@@ -3,16 +3,22 @@
     compute-sanitizer --tool memcheck python tests/every_kernel.py
 
 The other tools are racecheck, initcheck and synccheck. Exits with 1 if a result is wrong.
+--part 2/8 runs the second of eight parts of about equal cost, so that eight processes share a GPU.
 """
 
 from __future__ import annotations
 
+import argparse
 import sys
-from typing import Any
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
 
 import numpy as np
 from every_matrix import (
     STEPS,
+    Matrix,
+    Reduced,
     judge_matrix,
     judge_reduction,
     judge_scales,
@@ -27,8 +33,8 @@ from every_split import run_shared, shared_cases
 
 from cupynorm.check.cases import Case, random_problem
 from cupynorm.check.kernels import GpuCheckMachine, uses_welford
-from cupynorm.check.quantized import judge_values, run_8_bits
-from cupynorm.check.results import CheckResult, judge_all
+from cupynorm.check.quantized import How, judge_values, run_8_bits
+from cupynorm.check.results import CheckResult, Finding, judge_all
 from cupynorm.check.run import run_kernels
 from cupynorm.dtypes import DTYPES
 from cupynorm.gpu import nvrtc
@@ -211,29 +217,99 @@ class WholeUnits(GpuCheckMachine):
         return there, there.data.ptr
 
 
-def main() -> int:
+class Step(NamedTuple):
+    """Some kernels and what judges them. cost: elements, and what loading the kernels costs."""
+
+    name: str
+    cost: int
+    run: Callable[[GpuCheckMachine], list[Finding]]
+
+
+_COST_OF_LOADING = 2**19  # elements that a sanitizer watches in the time
+
+
+def steps() -> list[Step]:
+    """Everything that is run, in a fixed order."""
+    every = [_step(_run_case, case, case.num_rows * case.num_cols) for case in cases()]
+    every += [
+        _step(_run_quantized, (case, how), case.num_rows * case.num_cols)
+        for case, how in quantized_cases()
+    ]
+    every += [
+        _step(_run_matrix, matrix, matrix.num_rows * matrix.num_cols) for matrix in matrices()
+    ]
+    every += [_step(_run_reduction, each, each.num_rows * each.num_cols) for each in reductions()]
+    every += [
+        _step(_run_shared, (case, num_ranks), case.num_rows * case.num_cols)
+        for case, num_ranks in shared_cases()
+    ]
+    return every + [_step(_run_scales, num_steps, 0) for num_steps in STEPS]
+
+
+def _step(run: Callable, problem: Any, num_elements: int) -> Step:
+    name = f"{run.__name__} {problem}"
+    return Step(name, _COST_OF_LOADING + num_elements, partial(run, problem))
+
+
+def _run_case(case: Case, where: GpuCheckMachine) -> list[Finding]:
+    problem = random_problem(case)
+    welford = case.statistics == "welford" or case.strategy == "uncached"
+    return judge_all(problem, run_kernels(problem, where), rounded_mean=welford)
+
+
+def _run_quantized(quantized: tuple[Case, How], where: GpuCheckMachine) -> list[Finding]:
+    case, how = quantized
+    problem = random_problem(case)
+    made, _ = run_8_bits(problem, how, where)
+    return judge_values(problem, how, made, rounded_mean=uses_welford(case, where.device))
+
+
+def _run_matrix(matrix: Matrix, where: GpuCheckMachine) -> list[Finding]:
+    return judge_matrix(matrix, *run_matrix(matrix, where))
+
+
+def _run_reduction(reduction: Reduced, where: GpuCheckMachine) -> list[Finding]:
+    return judge_reduction(reduction, *run_reduction(reduction, where))
+
+
+def _run_shared(shared: tuple[Case, int], where: GpuCheckMachine) -> list[Finding]:
+    case, num_ranks = shared
+    problem = random_problem(case)
+    return judge_all(problem, run_shared(problem, num_ranks, where))
+
+
+def _run_scales(num_steps: int, where: GpuCheckMachine) -> list[Finding]:
+    return judge_scales(*run_scales(num_steps, where))
+
+
+def part_of(every: list[Step], part: int, num_parts: int) -> list[Step]:
+    """One of num_parts parts, from 1. The costliest steps come first, to the part with least."""
+    costs, parts = [0] * num_parts, [[] for _ in range(num_parts)]
+    for step in sorted(every, key=lambda step: -step.cost):
+        at = costs.index(min(costs))
+        costs[at] += step.cost
+        parts[at].append(step)
+    return parts[part - 1]
+
+
+def part_number(text: str) -> tuple[int, int]:
+    """The numbers of "2/8"."""
+    part, _, num_parts = text.partition("/")
+    if not (part.isdecimal() and num_parts.isdecimal() and 0 < int(part) <= int(num_parts)):
+        raise argparse.ArgumentTypeError(f"--part is {text!r}; expected for example 2/8")
+    return int(part), int(num_parts)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--part", type=part_number, default=(1, 1), metavar="PART/PARTS")
+    chosen = part_of(steps(), *parser.parse_args(arguments).part)
     where = WholeUnits()
     result = CheckResult()
-    for case in cases():
-        problem = random_problem(case)
-        welford = case.statistics == "welford" or case.strategy == "uncached"
-        result.findings += judge_all(problem, run_kernels(problem, where), rounded_mean=welford)
-    for case, quantization in quantized_cases():
-        problem = random_problem(case)
-        made, _ = run_8_bits(problem, quantization, where)
-        result.findings += judge_values(
-            problem, quantization, made, rounded_mean=uses_welford(case, where.device)
-        )
-    for matrix in matrices():
-        result.findings += judge_matrix(matrix, *run_matrix(matrix, where))
-    for reduction in reductions():
-        result.findings += judge_reduction(reduction, *run_reduction(reduction, where))
-    for case, num_ranks in shared_cases():
-        problem = random_problem(case)
-        result.findings += judge_all(problem, run_shared(problem, num_ranks, where))
-    for num_steps in STEPS:
-        result.findings += judge_scales(*run_scales(num_steps, where))
+    for step in chosen:
+        result.findings += step.run(where)
     print(result.summary())
+    print(f"{len(chosen)} steps ran")
     return 0 if result.ok else 1
 
 

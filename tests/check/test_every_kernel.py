@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
 import re
 
 import numpy as np
 import pytest
-from every_kernel import cases
+from every_kernel import cases, main, part_number, part_of, steps
 from every_matrix import (
     STEPS,
     judge_matrix,
@@ -316,3 +317,29 @@ def test_a_wrong_scale_is_found(num_steps):
     ).sum() >= 2
     for name in got:
         assert not all(found.ok for found in judge_scales(spoilt(got, name), given)), name
+
+
+@pytest.mark.parametrize("num_parts", [1, 8])
+def test_parts_are_of_equal_cost_and_have_every_step(num_parts):
+    every = steps()
+    parts = [part_of(every, part, num_parts) for part in range(1, num_parts + 1)]
+    assert sorted(step.name for part in parts for step in part) == sorted(
+        step.name for step in every
+    )
+    costs = [sum(step.cost for step in part) for part in parts]
+    assert max(costs) < 1.05 * min(costs)
+
+
+@pytest.mark.parametrize("text", ["0/8", "9/8", "8", "a/8", ""])
+def test_a_part_that_does_not_exist_is_refused(text):
+    with pytest.raises(argparse.ArgumentTypeError, match="expected for example 2/8"):
+        part_number(text)
+
+
+def test_a_part_runs_what_it_has(monkeypatch, capsys):
+    monkeypatch.setattr("every_kernel.WholeUnits", CpuMachine)
+    few = [step for step in steps() if step.name.startswith("_run_scales")]
+    monkeypatch.setattr("every_kernel.steps", lambda: few)
+    for part in range(1, len(few) + 1):
+        assert main(["--part", f"{part}/{len(few)}"]) == 0
+        assert "1 steps ran" in capsys.readouterr().out
