@@ -20,7 +20,7 @@ from .allowed import expect
 from .cases import Case, Problem
 from .kernels import CpuMachine, GpuCheckMachine
 from .results import Finding, judge_against
-from .run import run_forward, tensors_of
+from .run import Tensors, run_forward, tensors_of
 
 GIVEN_SCALE = 20.0
 _SMALLEST = 2.0**-149  # of float32: what a scale_inv below 2^-126 is rounded to
@@ -43,6 +43,17 @@ def run_8_bits(
     layouts: Mapping[str, str] | None = None,
 ) -> tuple[dict[str, np.ndarray], Plan]:
     """(outputs in their storage dtypes, what was launched). layouts: as for run_kernels."""
+    tensors, plan = launch_8_bits(problem, how, where, layouts)
+    return tensors.raw(), plan
+
+
+def launch_8_bits(
+    problem: Problem,
+    how: How,
+    where: CpuMachine | GpuCheckMachine,
+    layouts: Mapping[str, str] | None = None,
+) -> tuple[Tensors, Plan]:
+    """As run_8_bits, without waiting for outputs."""
     case = problem.case
     tensors = tensors_of(where, case, layouts)
     num_scales = scale_shape(how.scaling, (case.num_rows,), case.num_cols)
@@ -55,7 +66,7 @@ def run_8_bits(
     quantization = Quantization(how.dtype, how.scaling, how.power_of_two)
     options = Options(case.strategy, case.tile, case.statistics, case.sm_margin)
     plan = run_forward(problem, tensors, options, quantization, amax=how.amax)
-    return tensors.raw(), plan
+    return tensors, plan
 
 
 def run_quantized(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -16,8 +16,10 @@ from .cases import Case, Problem
 from .kernels import CpuMachine, GpuCheckMachine
 from .placement import Placed, WrongWrite, empty, place
 
+Get = Callable[[Any], np.ndarray]
 
-class _Tensors:
+
+class Tensors:
     """The tensors of one case, where kernels run. Outputs are NaN before they run."""
 
     def __init__(self, where: CpuMachine | GpuCheckMachine, case: Case) -> None:
@@ -88,13 +90,14 @@ class _Tensors:
         self._kept.append(array)
         return pointer
 
-    def raw(self) -> dict[str, np.ndarray]:
-        """All outputs in their storage dtypes."""
-        return {name: self.where.get(array) for name, (array, _) in self.outputs.items()}
+    def raw(self, get: Get | None = None) -> dict[str, np.ndarray]:
+        """All outputs in their storage dtypes. get: what fetches an array, where.get if None."""
+        get = get or self.where.get
+        return {name: get(array) for name, (array, _) in self.outputs.items()}
 
-    def results(self) -> dict[str, np.ndarray]:
-        """All outputs as float64."""
-        return {name: decode(each, self.outputs[name][1]) for name, each in self.raw().items()}
+    def results(self, get: Get | None = None) -> dict[str, np.ndarray]:
+        """All outputs as float64. get: as for raw."""
+        return {name: decode(each, self.outputs[name][1]) for name, each in self.raw(get).items()}
 
     def launch(self, call: Call, seed: int = 0) -> None:
         addresses = dict(self.addresses)
@@ -106,7 +109,7 @@ class _Tensors:
             self.where.launch(planned, words)
 
 
-class _GuardedTensors(_Tensors):
+class _GuardedTensors(Tensors):
     """Tensors between guards (placement.py), inputs in layouts of their own.
 
     It is not the usual kind: a sanitizer cannot see an access to a guard.
@@ -153,11 +156,11 @@ class _GuardedTensors(_Tensors):
         size = (int(np.prod(shape)),)
         return self._put("scratch memory", empty(size, DTYPES[dtype].storage), dtype)
 
-    def raw(self) -> dict[str, np.ndarray]:
+    def raw(self, get: Get | None = None) -> dict[str, np.ndarray]:
         """All outputs in their storage dtypes. Raises WrongWrite if anything else was written."""
-        results = {}
+        results, get = {}, get or self.where.get
         for name, array, placed, dtype in self._placed:
-            memory = self.where.get(array)
+            memory = get(array)
             if dtype is None:  # an input, whose rows may share memory
                 if memory.tobytes() != placed.memory.tobytes():
                     raise WrongWrite(f"{name} was written to, or what surrounds it")
@@ -173,9 +176,9 @@ class _GuardedTensors(_Tensors):
 
 def tensors_of(
     where: CpuMachine | GpuCheckMachine, case: Case, layouts: Mapping[str, str] | None = None
-) -> _Tensors:
+) -> Tensors:
     """layouts: as for run_kernels."""
-    return _Tensors(where, case) if layouts is None else _GuardedTensors(where, case, layouts)
+    return Tensors(where, case) if layouts is None else _GuardedTensors(where, case, layouts)
 
 
 def run_kernels(
@@ -192,18 +195,29 @@ def run_kernels(
     layouts: of inputs by name, from placement.LAYOUTS without "transposed". Every tensor then lies
     between guards, and WrongWrite is raised if anything but the outputs was written to.
     """
+    return launch_kernels(problem, where, layouts, forward_only=forward_only).results()
+
+
+def launch_kernels(
+    problem: Problem,
+    where: CpuMachine | GpuCheckMachine,
+    layouts: Mapping[str, str] | None = None,
+    *,
+    forward_only: bool = False,
+) -> Tensors:
+    """As run_kernels, without waiting for results."""
     case = problem.case
     tensors = tensors_of(where, case, layouts)
     launch_options = Options(case.strategy, case.tile, case.statistics, case.sm_margin)
     run_forward(problem, tensors, launch_options)
     if not forward_only:
         _run_backward(problem, tensors, launch_options._replace(tile=None))
-    return tensors.results()
+    return tensors
 
 
 def run_forward(
     problem: Problem,
-    tensors: _Tensors,
+    tensors: Tensors,
     launch_options: Options,
     quantization: Quantization | None = None,
     *,
@@ -254,7 +268,7 @@ def run_forward(
     return call.plan
 
 
-def _run_backward(problem: Problem, tensors: _Tensors, launch_options: Options) -> None:
+def _run_backward(problem: Problem, tensors: Tensors, launch_options: Options) -> None:
     case, shape = problem.case, tensors.shape
     y_dtype, compute = case.dtype("y"), compute_dtype(case.sum).name
     # What backward reads of the row: y, or the sum, or x.
@@ -296,7 +310,7 @@ def _run_backward(problem: Problem, tensors: _Tensors, launch_options: Options) 
     tensors.launch(call, problem.dropout_seed if case.dropout_p else 0)
 
 
-def _run_second(problem: Problem, tensors: _Tensors, options: BackwardOptions) -> None:
+def _run_second(problem: Problem, tensors: Tensors, options: BackwardOptions) -> None:
     """The backward of y1, whose dx becomes dsum."""
     case, shape = problem.case, tensors.shape
     compute = compute_dtype(case.sum).name

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from cupynorm import __main__ as main
-from cupynorm.check import quantized
 from cupynorm.check.allowed import expect
 from cupynorm.check.cases import Case
 from cupynorm.check.fuzz import Draw, command, judge, rerun
@@ -151,6 +151,26 @@ class FaultyMachine(CpuMachine):
         return array
 
 
+def change_results(monkeypatch, change) -> None:
+    """change(made, time) returns other results. time: 0, 1 of the same call, 2 of a row alone."""
+    right, quantize = judge.start, judge.run_quantized
+
+    def start(drawn, problem, where, times=1):
+        is_alone, is_8_bits = problem.case.num_rows == 1, drawn.how is not None
+        first = 2 if is_alone else 1 if is_8_bits else 0
+        return [
+            lambda read=read, time=time: change(read(), time)
+            for time, read in enumerate(right(drawn, problem, where, times), first)
+        ]
+
+    def run_quantized(*given):
+        made, plain = quantize(*given)
+        return change(made, 0), plain
+
+    monkeypatch.setattr(judge, "start", start)
+    monkeypatch.setattr(judge, "run_quantized", run_quantized)
+
+
 def sentences(found) -> list[str]:
     return [each.sentence for each in found]
 
@@ -166,15 +186,13 @@ def test_right_kernels_pass():
 @pytest.mark.parametrize("name", ["y", "mean", "rstd", "dx", "dweight", "dbias"])
 def test_a_wrong_element_is_found(name, monkeypatch):
     """One element of one output, its largest, off by 2^-16 of itself."""
-    right = judge.run
 
-    def run(drawn, problem, where):
-        made = right(drawn, problem, where)
+    def spoil(made, time):
         at = np.unravel_index(np.abs(made[name]).argmax(), made[name].shape)
         made[name][at] *= 1 + 2.0**-16
         return made
 
-    monkeypatch.setattr(judge, "run", run)
+    change_results(monkeypatch, spoil)
     found = judge.complaints(PLAIN, CpuMachine())[0]
     assert found.sentence.startswith(f"{name}: 1 elements are off")
     assert found.kind == f"{name}: a number for a number"
@@ -182,13 +200,11 @@ def test_a_wrong_element_is_found(name, monkeypatch):
 
 @pytest.mark.parametrize("name", ["y", "dweight"])
 def test_an_absent_output_is_found(name, monkeypatch):
-    right = judge.run
 
-    def run(drawn, problem, where):
-        made = right(drawn, problem, where)
+    def leave_out(made, time):
         return {key: each for key, each in made.items() if key != name}
 
-    monkeypatch.setattr(judge, "run", run)
+    change_results(monkeypatch, leave_out)
     assert sentences(judge.complaints(PLAIN, CpuMachine())) == [f"{name} is not judged"]
 
 
@@ -205,27 +221,20 @@ OF_8_BITS = replace(PLAIN, how=How("float8_e4m3fn", "row"))
 def test_a_wrong_bit_of_an_8_bit_call_is_found(name, monkeypatch):
     """Also in a call that is repeated, and in a row alone."""
     assert judge.complaints(OF_8_BITS, CpuMachine()) == []
-    right = judge.run_8_bits
 
-    def found_in(wrong_call):
-        calls = []
-
-        def run(problem, how, where, layouts):
-            made, plan = right(problem, how, where, layouts)
-            calls.append(problem.case.num_rows)
-            if len(calls) == wrong_call:
+    def found_in(wrong_time):
+        def spoil(made, time):
+            if time == wrong_time:
                 made[name].view(np.uint8).reshape(-1)[0] ^= 1
-            return made, plan
+            return made
 
-        monkeypatch.setattr(judge, "run_8_bits", run)
-        monkeypatch.setattr(quantized, "run_8_bits", run)
-        found = judge.complaints(OF_8_BITS, CpuMachine())
-        assert calls == [5, 5, 1]
-        return sentences(found)
+        with monkeypatch.context() as patch:
+            change_results(patch, spoil)
+            return sentences(judge.complaints(OF_8_BITS, CpuMachine()))
 
-    assert found_in(1)[0].startswith(f"{name}: 1 elements are off")
-    assert found_in(2) == [f"{name} differs when the call is repeated"]
-    assert found_in(3) == [f"row 2 of {name} differs alone"]
+    assert found_in(0)[0].startswith(f"{name}: 1 elements are off")
+    assert found_in(1) == [f"{name} differs when the call is repeated"]
+    assert found_in(2) == [f"row 2 of {name} differs alone"]
 
 
 def test_a_write_outside_an_8_bit_y_is_found():
@@ -254,22 +263,14 @@ def test_a_write_to_an_input_is_found():
 
 
 def test_a_result_that_does_not_repeat_is_found(monkeypatch):
-    values = iter([0.0, 1.0, 0.0])  # the call, the same again, one row alone
-
-    def run(drawn, problem, where):
-        return {"y": np.full((problem.case.num_rows, 96), next(values))}
-
-    monkeypatch.setattr(judge, "run", run)
+    change_results(monkeypatch, lambda made, time: {"y": np.full_like(made["y"], time == 1)})
     monkeypatch.setattr(judge, "judge_against", lambda *given: [])
     found = sentences(judge.complaints(PLAIN, CpuMachine()))
     assert "y differs when the call is repeated" in found
 
 
 def test_a_row_that_differs_alone_is_found(monkeypatch):
-    def run(drawn, problem, where):
-        return {"y": np.full((problem.case.num_rows, 96), float(problem.case.num_rows))}
-
-    monkeypatch.setattr(judge, "run", run)
+    change_results(monkeypatch, lambda made, time: {"y": np.full_like(made["y"], time == 2)})
     monkeypatch.setattr(judge, "judge_against", lambda *given: [])
     found = judge.complaints(PLAIN, CpuMachine())
     assert found[-1] == ("row N of y differs alone", f"row {7 % 5} of y differs alone")
@@ -399,16 +400,59 @@ def test_failures_are_counted_and_shown(monkeypatch, capsys):
 
 
 def test_an_error_of_a_call_is_a_failure(monkeypatch):
-    def fail(drawn, problem, where):
+    def fail(*given, **options):
         raise RuntimeError("error 700 in a kernel")
 
-    monkeypatch.setattr(judge, "run", fail)
+    monkeypatch.setattr(judge, "start", fail)
     index = next(
         index for index in range(0, 640, PER_CASE["cpu"]) if draw(1, index, "cpu").how is None
     )
     wrong = ("RuntimeError: error N in a kernel", "RuntimeError: error 700 in a kernel")
     found = command.batch(1, range(index, index + 1), "cpu")
     assert found == command.Batch(1, 0, [(index, [wrong])])
+
+
+class _Call:
+    """A started call. Every call fails from number `culprit` on, as after an illegal address."""
+
+    culprit = 5
+    is_useless = False
+
+    def __init__(self, drawn, where):
+        _Call.is_useless |= drawn == self.culprit
+
+    def complaints(self):
+        return [WRONG] if _Call.is_useless else []
+
+
+def test_the_call_that_makes_a_gpu_useless_is_found(monkeypatch):
+    """Calls before it that were started fail too, but pass in a process of their own."""
+    monkeypatch.setattr(_Call, "is_useless", False)
+    monkeypatch.setattr(command, "machines", lambda on: [object() for _ in range(4)])
+    monkeypatch.setattr(command, "draw", lambda seed, index, on: index)
+    monkeypatch.setattr(command, "Started", _Call)
+    monkeypatch.setattr(command, "_is_useless", lambda where: _Call.is_useless)
+    found = command.batch(1, range(100), "gpu")
+    assert found == command.Batch(3, 0, [(2, [WRONG])], range(2, 6))
+
+    class Pool:
+        """Each task in a process of its own."""
+
+        def __init__(self, *given, **options): ...
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *given): ...
+
+        def submit(self, function, *given):
+            _Call.is_useless = False
+            made = function(*given)
+            return SimpleNamespace(result=lambda: made)
+
+    monkeypatch.setattr(command, "ProcessPoolExecutor", Pool)
+    assert command._culprit(1, found.lost, "gpu") == (5, [WRONG])
+    assert command._culprit(1, range(2, 5), "gpu") is None
 
 
 def test_no_call_begins_after_the_deadline():

@@ -12,7 +12,7 @@ import pytest
 from cupynorm.check.cases import Case
 from cupynorm.check.fuzz import Draw, judge, memory
 from cupynorm.check.kernels import CpuMachine, GpuCheckMachine
-from cupynorm.check.placement import WrongWrite, place
+from cupynorm.check.placement import GUARD_BYTES, WrongWrite, place
 from cupynorm.check.quantized import How
 from cupynorm.dtypes import DTYPES, decode, encode
 from cupynorm.gpu import launch
@@ -21,54 +21,92 @@ from cupynorm.plan.devices import DEVICES
 PLAIN = Draw(Case("layer_norm", 5, 96, "float32", weight1="bfloat16", dropout_p=0.1), seed=7)
 
 
-class There:
-    """Memory that has CuPy's methods."""
-
-    def __init__(self, memory: np.ndarray) -> None:
-        self.memory, self.num_read = memory, 0
-        self.data = SimpleNamespace(ptr=memory.ctypes.data)
-
-    def __getitem__(self, part: slice) -> SimpleNamespace:
-        return SimpleNamespace(get=lambda: self.read(part))
-
-    def read(self, part: slice) -> np.ndarray:
-        self.num_read += 1
-        return self.memory[part].copy()
+def aligned(num_bytes: int) -> np.ndarray:
+    raw = np.zeros(num_bytes + 256, np.uint8)
+    first = -raw.ctypes.data % 256
+    return raw[first : first + num_bytes]
 
 
-class OnHost(memory.OneCopyMachine):
-    """Its memory of the GPU is another one of the host, where kernels for the CPU run."""
+class OnHost(memory.OneCallMachine):
+    """Its memory of the GPU is another one of the host, where kernels for the CPU run.
 
-    num_filled = 0
+    Copies and launches wait until `wait`, as on a GPU that is busy with other calls.
+    """
+
+    def __init__(self, num_bytes=2**20):
+        self.copies, self.work = [], []
+        super().__init__(num_bytes)
 
     @staticmethod
-    def _memories(num_bytes):
-        raw = np.zeros(num_bytes + 256, np.uint8)
-        first = -raw.ctypes.data % 256
-        return There(raw[first : first + num_bytes]), np.zeros(num_bytes, np.uint8)
+    def _on_gpu(num_bytes):
+        there = aligned(num_bytes)
+        return SimpleNamespace(data=SimpleNamespace(ptr=there.ctypes.data), memory=there)
 
-    def _copy(self, first, end):
-        self.num_filled += 1
-        ctypes.memmove(self._address + first, self._here[first:].ctypes.data, end - first)
+    @staticmethod
+    def _pinned(num_bytes):
+        return aligned(num_bytes)
+
+    def _enqueue_copy(self, to, source, num_bytes, kind):
+        self.copies.append(kind)
+        self.work.append(lambda: ctypes.memmove(to, source, num_bytes))
+
+    def mark_end(self):
+        self._is_open = False
+
+    def wait(self):
+        for each in self.work:
+            each()
+        self.work = []
 
 
 @pytest.fixture
 def make(monkeypatch):
+    """OnHost. Arrays that it has no room for are not copied, and those who read them wait."""
     monkeypatch.setattr(launch, "device", lambda index: DEVICES["H200"])
     on_cpu = CpuMachine()
-    monkeypatch.setattr(GpuCheckMachine, "launch", lambda self, *given: on_cpu.launch(*given))
-    monkeypatch.setattr(GpuCheckMachine, "put", lambda self, array: on_cpu.put(array))
-    monkeypatch.setattr(GpuCheckMachine, "get", lambda self, array: on_cpu.get(array))
+
+    def enqueue(self, *given):
+        self.work.append(lambda: on_cpu.launch(*given))
+
+    def get(self, array):
+        self.wait()
+        return array.copy()
+
+    def put(self, array):
+        return on_cpu.put(array.copy())
+
+    monkeypatch.setattr(GpuCheckMachine, "launch", enqueue)
+    monkeypatch.setattr(GpuCheckMachine, "put", put)
+    monkeypatch.setattr(GpuCheckMachine, "get", get)
+    monkeypatch.setattr(memory.nvrtc, "cupy", lambda: np)
     return OnHost
 
 
-@pytest.mark.parametrize("num_bytes, num_filled", [(2**20, 6), (2**12, 2)])
-def test_kernels_run_in_one_memory(make, num_bytes, num_filled):
-    """For forward and two backwards, and again when the call is repeated. The smaller memory has
-    room for the first arrays alone."""
+@pytest.mark.parametrize("num_bytes", [2**20, 2**12])
+def test_kernels_run_in_one_memory(make, num_bytes):
+    """Arrays reach the GPU before forward and each of two backwards, and once when the launches are
+    repeated. The smaller memory has room for the first arrays alone.
+    """
     where = make(num_bytes)
     assert judge.complaints(PLAIN, where) == []
-    assert where.num_filled == num_filled and where._there.num_read == 2
+    to_gpu, to_host = 1, 2
+    assert where.copies.count(to_gpu) == (4 if num_bytes == 2**20 else 2)
+    assert where.copies.count(to_host) == 2
+
+
+def test_several_calls_are_started_before_the_first_is_judged(make):
+    draws = [replace(PLAIN, seed=seed, case=replace(PLAIN.case, dropout_p=0.0)) for seed in (1, 2)]
+    started = [judge.Started(each, make()) for each in draws]
+    assert [call.complaints() for call in started] == [[], []]
+
+
+def test_a_call_begins_after_the_copies_of_one_that_an_error_ended(make):
+    where = make()
+    where.put(np.ones(3))
+    where._copy_there(0, 24)
+    assert len(where.work) == 1
+    where.begin_call()
+    assert where.work == []
 
 
 def test_kernels_to_8_bits_run_in_one_memory(make):
@@ -76,35 +114,64 @@ def test_kernels_to_8_bits_run_in_one_memory(make):
     assert judge.complaints(drawn, make()) == []
 
 
-def test_a_write_between_two_arrays_is_found(make, monkeypatch):
-    where = make()
-    right = where.get
+@pytest.mark.parametrize("num_bytes", [2**20, 2**12])
+@pytest.mark.parametrize("wrong_time", [0, 1])
+def test_a_write_to_an_input_is_found(make, monkeypatch, num_bytes, wrong_time):
+    """Also when the launches are repeated."""
+    where = make(num_bytes)
+    copy_back = where._copy_back
 
-    def get(array):
-        made = right(array)
-        if isinstance(array, memory._Part) and array.first == 0:
-            made[0] = 0
-        return made
+    def spoil_and_copy_back(run, time):
+        if time == wrong_time:
+            where.work.append(lambda: ctypes.memset(where._address + run.first, 0, 1))
+        copy_back(run, time)
 
-    monkeypatch.setattr(where, "get", get)
-    assert "weight was written to" in judge.complaints(PLAIN, where)[0].sentence
+    monkeypatch.setattr(where, "_copy_back", spoil_and_copy_back)
+    (found,) = judge.complaints(PLAIN, where)
+    assert found.sentence == "weight was written to, or what surrounds it"
+
+
+@pytest.mark.parametrize("num_bytes", [2**20, 2**12])
+def test_launches_that_do_not_repeat_are_found(make, monkeypatch, num_bytes):
+    where = make(num_bytes)
+    put, of_rows = where.put, []
+
+    def put_and_remember(array):
+        there, pointer = put(array)
+        if array.size == GUARD_BYTES // 4 + 1 + 5 + 16 + GUARD_BYTES // 4:  # mean and rstd, placed
+            of_rows.append(there)
+        return there, pointer
+
+    def spoil(run):
+        for each in of_rows:
+            where.get_again(each)[GUARD_BYTES // 4] *= 2
+        return is_repeated(run)
+
+    is_repeated = where.is_repeated
+    monkeypatch.setattr(where, "put", put_and_remember)
+    monkeypatch.setattr(where, "is_repeated", spoil)
+    found = [each.sentence for each in judge.complaints(PLAIN, where)]
+    assert found == [f"{name} differs when the call is repeated" for name in ("mean", "rstd")]
 
 
 class HostTorch(memory.Torch):
     def put(self, memory):
         return self.torch.from_numpy(memory.copy())
 
+    def fetch(self, memory):
+        return memory.numpy()
+
 
 class HostCuPy(memory.CuPy):
     """With NumPy's functions of the same names."""
 
-    def __init__(self):
+    def __init__(self, where):
         self.cupy = np
 
     def put(self, memory):
         return memory.copy()
 
-    def get(self, memory):
+    def fetch(self, memory):
         return memory
 
 
@@ -121,11 +188,12 @@ def test_operands_have_their_values_and_are_watched(layout, library):
         values = encode(generator.standard_normal((3, 5)), dtype)
         values = {"x": values[[0, 0, 0]] if layout == "broadcast" else values, "dy": values}
         x, dy = place(values["x"], layout), place(values["dy"])
-        operands = memory.Operands({"x": (x, dtype), "dy": (dy, dtype)}, library())
-        made = library().float64(operands.arrays)
+        there = library(None)
+        operands = memory.Operands({"x": (x, dtype), "dy": (dy, dtype)}, there)
+        made = memory.Made(operands.arrays, there).float64()
         for name, raw in values.items():
             np.testing.assert_array_equal(made[name], decode(raw, dtype))
-        operands.check()
+        operands.fetch()()
         operands.arrays["dy"][2, 4] += 1
         with pytest.raises(WrongWrite, match="dy was written to"):
-            operands.check()
+            operands.fetch()()

@@ -1,4 +1,4 @@
-"""Runs a draw: by the kernels' argument structs, or by the public functions on a GPU."""
+"""Starts a draw: by the kernels' argument structs, or by the public functions on a GPU."""
 
 from __future__ import annotations
 
@@ -12,36 +12,95 @@ import numpy as np
 from ...dtypes import DTYPES, encode
 from ...norm import api
 from ...norm import backward as backwards
-from ..cases import Problem
-from ..kernels import CpuMachine, GpuCheckMachine
+from ..cases import Case, Problem
+from ..kernels import CpuMachine
 from ..placement import Placed, WrongWrite, empty, place
-from ..run import run_kernels
+from ..quantized import launch_8_bits
+from ..run import Tensors, launch_kernels
 from .draws import Draw
-from .memory import CuPy, OneCopyMachine, Operands, Torch
+from .memory import CuPy, Library, Made, OneCallMachine, Operands, Torch
 
-Machine = CpuMachine | GpuCheckMachine
+Machine = CpuMachine | OneCallMachine
 Results = dict[str, np.ndarray]
+Read = Callable[[], Results]
+_NUM_STARTED = 8  # calls of a process that a GPU has at a time
 
 
 @cache
+def machines(on: str) -> list[Machine]:
+    """Where the kernels of calls run, a machine for each call that is started before the results of
+    an earlier one are awaited. on: "gpu" or "cpu".
+    """
+    if on == "cpu":
+        return [CpuMachine()]
+    return [OneCallMachine() for _ in range(_NUM_STARTED)]
+
+
 def machine(on: str) -> Machine:
-    """Where the kernels run. on: "gpu" or "cpu"."""
-    return OneCopyMachine() if on == "gpu" else CpuMachine()
+    """Where one call after another runs. on: "gpu" or "cpu"."""
+    return machines(on)[0]
 
 
-def run(drawn: Draw, problem: Problem, where: Machine) -> Results:
-    """All outputs as float64. Raises WrongWrite, and what the call raises."""
-    if drawn.route == "kernels":
-        return run_kernels(problem, where, drawn.layouts)
-    return _PublicCall(drawn, problem).run()
+def start(drawn: Draw, problem: Problem, where: Machine, times: int = 1) -> list[Read]:
+    """Starts a call, and starts it again. times: 1 or 2.
+
+    Returns for each time what reads the outputs after where.wait(): as float64, and those of 8-bit
+    calls in their storage dtypes. That raises WrongWrite. start raises what the call raises.
+    """
+    if drawn.route != "kernels":
+        call = _PublicCall(drawn, problem, where)
+        return [call.start() for _ in range(times)]
+    given = (problem, where, drawn.layouts)
+    if drawn.how is None:
+        return _start(where, times, "results", lambda: launch_kernels(*given))
+    return _start(where, times, "raw", lambda: launch_8_bits(problem, drawn.how, *given[1:])[0])
+
+
+def _start(where: Machine, times: int, read: str, launch: Callable[[], Tensors]) -> list[Read]:
+    """read: the method of Tensors that reads the outputs."""
+    if isinstance(where, CpuMachine):
+        return [getattr(launch(), read) for _ in range(times)]
+    read_with = getattr(launch(), read)
+    run = where.end(repeats=times == 2)
+
+    @cache
+    def first() -> Results:
+        return read_with()
+
+    def again() -> Results:
+        return first() if where.is_repeated(run) else read_with(where.get_again)
+
+    return [first, again][:times]
+
+
+class _Out:
+    """An array for y between guards."""
+
+    def __init__(self, case: Case, library: Library) -> None:
+        dtype, self._library = case.dtype("y"), library
+        self._placed = empty((case.num_rows, case.num_cols), DTYPES[dtype].storage)
+        self._memory = library.put(self._placed.memory.view(np.uint8))
+        self.array = library.view(self._memory, 0, self._placed, dtype)
+
+    def fetch(self) -> Callable[[], None]:
+        """Reads it. Returns a check, which raises WrongWrite if its guards have changed."""
+        after = self._library.fetch(self._memory)
+
+        def check() -> None:
+            try:
+                self._placed.taken_from(after.view(self._placed.memory.dtype))
+            except WrongWrite as error:
+                raise WrongWrite(f"out: {error}") from None
+
+        return check
 
 
 class _PublicCall:
     """A forward and a backward by the public functions."""
 
-    def __init__(self, drawn: Draw, problem: Problem) -> None:
+    def __init__(self, drawn: Draw, problem: Problem, where: OneCallMachine) -> None:
         self.drawn, self.problem, self.case = drawn, problem, problem.case
-        self.library = CuPy() if drawn.route == "cupy" else Torch()
+        self.library = CuPy(where) if drawn.route == "cupy" else Torch(where)
         case = self.case
         y = case.dtype("y")
         dtypes = {
@@ -69,15 +128,26 @@ class _PublicCall:
             return None
         return place(encode(values, dtype), self.drawn.layouts.get(name, "contiguous"))
 
-    def run(self) -> Results:
+    def start(self) -> Read:
+        """What reads the outputs. It raises WrongWrite."""
+        is_recorded = self.drawn.route == "autograd"
+        out = (
+            _Out(self.case, self.library) if self.drawn.seed % 3 == 0 and not is_recorded else None
+        )
         has_own_stream = self.drawn.seed % 4 == 0
         with self.library.stream() if has_own_stream else nullcontext():
-            made = self._recorded() if self.drawn.route == "autograd" else self._explicit()
-        self.library.synchronize()
-        self._memory.check()
-        return self.library.float64(
-            {name: array for name, array in made.items() if array is not None}
-        )
+            made = self._recorded() if is_recorded else self._explicit(out)
+        there = {name: array for name, array in made.items() if array is not None}
+        outputs, checks = Made(there, self.library), [self._memory.fetch()]
+        if out is not None:
+            checks.append(out.fetch())
+
+        def read() -> Results:
+            for check in checks:
+                check()
+            return outputs.float64()
+
+        return read
 
     def _launch_options(self) -> dict[str, Any]:
         case = self.case
@@ -100,12 +170,12 @@ class _PublicCall:
             **self._launch_options(),
         }
 
-    def _explicit(self) -> dict[str, Any]:
+    def _explicit(self, out: _Out | None) -> dict[str, Any]:
         """By layer_norm_forward and layer_norm_backward, or those of rms_norm."""
         case, operands = self.case, self.operands
-        options, check_out = self._forward_options(), None
-        if self.drawn.seed % 3 == 0:
-            options["out"], check_out = self._out()
+        options = self._forward_options()
+        if out is not None:
+            options["out"] = out.array
         forward = api.layer_norm_forward if self.is_layer_norm else api.rms_norm_forward
         made = forward(operands["x"], operands["weight"], operands["bias"], case.eps, **options)
         results = {name: getattr(made, name) for name in ("y", "mean", "rstd")}
@@ -113,26 +183,7 @@ class _PublicCall:
             results["sum"] = made.sum
         if case.has_second:
             results["y1"] = made.y1
-        gradients = self._explicit_backward(made)
-        if check_out:
-            check_out()
-        return results | gradients
-
-    def _out(self) -> tuple[Any, Callable[[], None]]:
-        """An array for y between guards, and what checks them after the call."""
-        dtype = self.case.dtype("y")
-        placed = empty((self.case.num_rows, self.case.num_cols), DTYPES[dtype].storage)
-        memory = self.library.put(placed.memory.view(np.uint8))
-        out = self.library.view(memory, 0, placed, dtype)
-
-        def check() -> None:
-            self.library.synchronize()
-            try:
-                placed.taken_from(self.library.get(memory).view(placed.memory.dtype))
-            except WrongWrite as error:
-                raise WrongWrite(f"out: {error}") from None
-
-        return out, check
+        return results | self._explicit_backward(made)
 
     def _explicit_backward(self, made: Any) -> dict[str, Any]:
         case, operands, dtypes = self.case, self.operands, self.dtypes

@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import random
 import time
+from collections import deque
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from typing import NamedTuple
@@ -19,9 +20,9 @@ from ...gpu import environment
 from .. import kernels
 from ..cases import Case
 from ..kernels import CpuMachine
-from .calls import Machine, machine
+from .calls import Machine, machine, machines
 from .draws import PER_CASE, Draw, draw
-from .judge import Complaint, Refused, complaints
+from .judge import Complaint, Refused, Started, complaints
 from .smaller import as_python, smallest
 
 # Calls that one process makes before it reports.
@@ -31,11 +32,15 @@ _SHRINK_SECONDS = 20.0
 
 
 class Batch(NamedTuple):
-    """What became of some calls. failures: the index of a call and what is wrong with it."""
+    """What became of some calls. failures: the index of a call and what is wrong with it.
+
+    lost: calls of which one made the GPU useless. The last failure is the first of them.
+    """
 
     num_judged: int
     num_refused: int
     failures: list[tuple[int, list[Complaint]]]
+    lost: range = range(0)
 
 
 def add_to(commands: Commands) -> None:
@@ -153,25 +158,50 @@ def _fuzz(seed: int, on: str, seconds: float, jobs: int) -> Batch:
                 judged, refused = judged + made.num_judged, refused + made.num_refused
                 failures += made.failures
                 bar.update(made.num_judged)
+                if made.lost:
+                    culprit = _culprit(seed, made.lost, on) or failures[-1]
+                    return Batch(judged, refused, [*failures[:-1], culprit])
     return Batch(judged, refused, failures)
 
 
+def _culprit(seed: int, lost: range, on: str) -> tuple[int, list[Complaint]] | None:
+    """The first of these calls that fails alone, in a process whose GPU is not useless yet."""
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, mp_context=context) as pool:
+        for index in lost:
+            made = pool.submit(batch, seed, range(index, index + 1), on).result()
+            if made.failures:
+                return made.failures[0]
+    return None
+
+
 def batch(seed: int, indices: range, on: str, deadline: float = math.inf) -> Batch:
-    """Makes calls in this process, as long as time.time() is below the deadline."""
-    where = machine(on)
+    """Makes calls in this process, as long as time.time() is below the deadline.
+
+    Several are started before the first is judged. Returns early, with `lost`, after an error that
+    makes a GPU useless.
+    """
+    free, started = deque(machines(on)), deque()
     judged, refused, failures = 0, 0, []
-    for index in indices:
-        if time.time() > deadline:
-            break
-        drawn = draw(seed, index, on)
-        if isinstance(where, CpuMachine):
-            where.seed = drawn.seed
+    indices = iter(indices)
+    while True:
+        index = next(indices, None) if free and time.time() < deadline else None
+        if index is not None:
+            where = free.popleft()
+            started.append((index, where, Started(draw(seed, index, on), where)))
+            continue
+        if not started:
+            return Batch(judged, refused, failures)
+        index, where, call = started.popleft()
+        free.append(where)
         try:
-            wrong = complaints(drawn, where)
+            wrong = call.complaints()
         except Refused:
             refused += 1
             continue
         judged += 1
         if wrong:
             failures.append((index, wrong))
-    return Batch(judged, refused, failures)
+            if on == "gpu" and _is_useless(where):
+                last = started[-1][0] if started else index
+                return Batch(judged, refused, failures, range(index, last + 1))

@@ -2,7 +2,7 @@
 
 - Each element is within the bound that allowed.py derives, and no output is absent.
 - Inputs, guards and everything outside the outputs keep their bytes.
-- The same call gives the same bits again.
+- The same call gives the same bits again. Of kernels the same launches are repeated.
 - y in 8 bits, and its scales, are what a row within those bounds is quantised to. On the CPU y has
   the bytes that the reference makes of y in the compute dtype, by the same kernel.
 - A row gives the same bits alone as among the others. Not with dropout, whose mask depends on the
@@ -12,7 +12,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -23,10 +23,11 @@ from ..allowed import expect
 from ..cases import Case, Problem
 from ..kernels import CpuMachine
 from ..placement import WrongWrite
-from ..quantized import judge_bytes, judge_values, run_8_bits, run_quantized
+from ..quantized import judge_bytes, judge_values, run_quantized
 from ..results import Finding, judge_against
-from .calls import Machine, Results, run
+from .calls import Machine, Results, machine, start
 from .draws import Draw, problem_of
+from .memory import OneCallMachine
 
 # What the planner says of a forced strategy that a width cannot have, and of forced statistics that
 # a forced strategy cannot have there.
@@ -59,22 +60,45 @@ def rerun(drawn: Draw, on: str | None = None) -> str:
 
     on: "gpu", "cpu", or None for a GPU if there is one. Raises Refused.
     """
-    where = kernels.machine(on)
-    if isinstance(where, CpuMachine):
-        where = CpuMachine(seed=drawn.seed)
+    is_cpu = isinstance(kernels.machine(on), CpuMachine)
+    where = machine("cpu" if is_cpu else "gpu")
     return "\n".join(each.sentence for each in complaints(drawn, where))
 
 
 def complaints(drawn: Draw, where: Machine) -> list[Complaint]:
     """All that is wrong, an error that the call raises included. Raises Refused."""
-    try:
-        return _complaints(drawn, where)
-    except WrongWrite as error:
-        return [Complaint.of(str(error))]
-    except Exception as error:  # whatever a call raises is what is looked for
-        if isinstance(error, ValueError) and _is_refusal(drawn.case, str(error)):
-            raise Refused(str(error)) from error
-        return [Complaint.of(f"{type(error).__name__}: {error}")]
+    return Started(drawn, where).complaints()
+
+
+class Started:
+    """A call that was started, so that a GPU runs it while results of earlier ones are judged.
+
+    where: no other call may use it before complaints() was asked for.
+    """
+
+    def __init__(self, drawn: Draw, where: Machine) -> None:
+        self._case, self._where = drawn.case, where
+        self._error: Exception | None = None
+        self._steps = _complaints(drawn, where)
+        try:
+            next(self._steps)
+        except Exception as error:  # whatever a call raises is what is looked for
+            self._error = error
+
+    def complaints(self) -> list[Complaint]:
+        """All that is wrong, an error that the call raises included. Raises Refused."""
+        try:
+            if self._error is not None:
+                raise self._error
+            if isinstance(self._where, OneCallMachine):
+                self._where.wait()
+            return next(self._steps)
+        except WrongWrite as error:
+            return [Complaint.of(str(error))]
+        except Exception as error:
+            if isinstance(error, ValueError) and _is_refusal(self._case, str(error)):
+                raise Refused(str(error)) from error
+            return [Complaint.of(f"{type(error).__name__}: {error}")]
 
 
 def _is_refusal(case: Case, words: str) -> bool:
@@ -87,37 +111,47 @@ def _is_refusal(case: Case, words: str) -> bool:
     )
 
 
-def _complaints(drawn: Draw, where: Machine) -> list[Complaint]:
+def _complaints(drawn: Draw, where: Machine) -> Iterator[list[Complaint]]:
+    """Yields nothing when the call was started, and then all that is wrong with its results."""
+    if isinstance(where, OneCallMachine):
+        where.begin_call()
+    elif isinstance(where, CpuMachine):
+        where.seed = drawn.seed
     welford = kernels.uses_welford(drawn.case, where.device)  # refuses before values are drawn
     problem = problem_of(drawn)
-    if drawn.how is not None:
-        return _of_8_bits(drawn, problem, where, welford)
-    first = run(drawn, problem, where)
-    expectations = expect(problem, rounded_mean=welford, added=first.get("sum"))
-    found = _unjudged(drawn, set(expectations), set(first))
-    found += _off(judge_against(problem.case, expectations, first))
-    found += _repeated(first, run(drawn, problem, where))
-    if problem.case.num_rows > 1 and not problem.case.dropout_p and not drawn.layouts:
-        row = drawn.seed % problem.case.num_rows
-        found += _alone(first, run(drawn, _row_of(problem, row), where), row)
-    return found
-
-
-def _of_8_bits(drawn: Draw, problem: Problem, where: Machine, welford: bool) -> list[Complaint]:
-    """The same of a forward whose y has 8 bits."""
-    how, case = drawn.how, problem.case
-    if isinstance(where, CpuMachine):
-        first, plain = run_quantized(problem, how, where, drawn.layouts)
-        found = _off(judge_bytes(case, how, first, plain))
+    case, how = problem.case, drawn.how
+    if how is not None and isinstance(where, CpuMachine):
+        made = run_quantized(problem, how, where, drawn.layouts)
+        first, again = lambda: made[0], *start(drawn, problem, where)
     else:
-        (first, _), found = run_8_bits(problem, how, where, drawn.layouts), []
-    found += _off(judge_values(problem, how, first, rounded_mean=welford))
-    found += _repeated(first, run_8_bits(problem, how, where, drawn.layouts)[0])
-    if case.num_rows > 1 and not case.dropout_p and not drawn.layouts and how.scaling != "tensor":
-        row = drawn.seed % case.num_rows
-        alone, _ = run_8_bits(_row_of(problem, row), how, where, drawn.layouts)
-        found += _alone(first, alone, row, *["scale_inv"] * (how.scaling != "given"))
-    return found
+        made = None
+        first, again = start(drawn, problem, where, times=2)
+    alone, row = None, drawn.seed % case.num_rows
+    scales_rows = how is None or how.scaling != "tensor"
+    if case.num_rows > 1 and not case.dropout_p and not drawn.layouts and scales_rows:
+        (alone,) = start(drawn, _row_of(problem, row), where)
+    if isinstance(where, OneCallMachine):
+        where.mark_end()
+    yield []
+    results = first()
+    if how is None:
+        found = _off_of_float64(drawn, problem, results, welford)
+    else:
+        found = _off(judge_bytes(case, how, *made)) if made else []
+        found += _off(judge_values(problem, how, results, rounded_mean=welford))
+    found += _repeated(results, again())
+    if alone is not None:
+        one_a_row = how is not None and how.scaling != "given"
+        found += _alone(results, alone(), row, *["scale_inv"] * one_a_row)
+    yield found
+
+
+def _off_of_float64(
+    drawn: Draw, problem: Problem, results: Results, welford: bool
+) -> list[Complaint]:
+    expectations = expect(problem, rounded_mean=welford, added=results.get("sum"))
+    found = _unjudged(drawn, set(expectations), set(results))
+    return found + _off(judge_against(problem.case, expectations, results))
 
 
 def _unjudged(drawn: Draw, expected: set[str], returned: set[str]) -> list[Complaint]:
@@ -144,6 +178,8 @@ def _nature(value: float) -> str:
 
 
 def _repeated(first: Results, second: Results) -> list[Complaint]:
+    if second is first:
+        return []
     different = [name for name in first if not has_same_bits(first[name], second[name])]
     return [Complaint.of(f"{name} differs when the call is repeated") for name in different]
 
