@@ -24,6 +24,7 @@ y is decode(y_fp8) * scale_inv. There is one scale for all values, for each row,
 
 from __future__ import annotations
 
+from functools import cache
 from typing import NamedTuple
 
 import numpy as np
@@ -73,8 +74,14 @@ def encode(values: np.ndarray, name: str) -> np.ndarray:
 
 def decode(raw: np.ndarray, name: str) -> np.ndarray:
     """The float64 values of uint8 bit patterns."""
+    return _values(name)[np.asarray(raw, dtype=np.uint8)]
+
+
+@cache
+def _values(name: str) -> np.ndarray:
+    """The values of all 256 bit patterns."""
     mantissa, bias, _ = FORMATS[name]
-    raw = np.asarray(raw, dtype=np.uint8)
+    raw = np.arange(256, dtype=np.uint8)
     sign = np.where(raw & 0x80, -1.0, 1.0)
     exponent = ((raw & 0x7F) >> mantissa).astype(np.int64)
     fraction = (raw & ((1 << mantissa) - 1)).astype(np.float64)

@@ -134,9 +134,13 @@ class Problem:
         return reference.scaled(values, self.row_scale, case.dropout_p, self.dropout_seed)
 
 
-def random_problem(case: Case, seed: int = 0) -> Problem:
-    """A problem of random values. Rows have different means and spreads."""
-    generator = np.random.default_rng([seed, case.num_rows, case.num_cols])
+def random_problem(case: Case, seed: int = 0, *, generator: Any = None) -> Problem:
+    """A problem of random values. Rows have different means and spreads.
+
+    generator: has standard_normal and uniform of np.random.Generator; if None, one of this seed.
+    """
+    if generator is None:
+        generator = np.random.default_rng([seed, case.num_rows, case.num_cols])
 
     def draw(
         shape: tuple[int, ...], dtype: str | None, center: object = 0.0, spread: object = 1.0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -144,6 +144,11 @@ def machine(on: str | None = None) -> CpuMachine | GpuCheckMachine:
 
 def uses_welford(case: Case, device: Device) -> bool:
     """Whether forward uses Welford's algorithm for the statistics, the default of `uncached`."""
+    return _uses_welford(replace(case, num_rows=1, sm_margin=0, eps=0.0), device)
+
+
+@lru_cache(maxsize=1024)
+def _uses_welford(case: Case, device: Device) -> bool:
     own_sum = {}
     if case.has_own_sum:
         own_sum = {

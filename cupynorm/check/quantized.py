@@ -146,6 +146,7 @@ def judge_values(
     with np.errstate(all="ignore"):
         least, most = (np.maximum(np.abs(y) + each, 0.0) for each in (-allowed, allowed))
         scale = np.float32(GIVEN_SCALE)
+        least, most = (_largest(each, how.scaling) for each in (least, most))
         least = expected(least * (1 - _FEW), how.dtype, how.scaling, scale, how.power_of_two)
         most = expected(most * (1 + _FEW), how.dtype, how.scaling, scale, how.power_of_two)
         findings.append(_judge_scales(label, how, got["scale_inv"], least, most))
@@ -155,11 +156,18 @@ def judge_values(
         factors = _factors(how, got["scale_inv"], case.num_cols)
         ends = [(y + each) / factors for each in (-allowed, allowed)]
         ends = [each * (1 + few) for each in ends for few in (-_FEW, _FEW)]
-        ends = [fp8.decode(fp8.encode(each, how.dtype), how.dtype) for each in ends]
+        ends = np.minimum.reduce(ends), np.maximum.reduce(ends)
+        bounds = [fp8.decode(fp8.encode(each, how.dtype), how.dtype) * factors for each in ends]
         decoded = fp8.decode(got["y"], how.dtype)
-        bounds = np.minimum.reduce(ends) * factors, np.maximum.reduce(ends) * factors
         findings.append(between(label, "y", decoded * factors, *bounds))
     return findings
+
+
+def _largest(sizes: np.ndarray, scaling: str) -> np.ndarray:
+    """Fewer sizes that have the same scales: those of blocks need all."""
+    if scaling in ("given", "tensor"):
+        return sizes.max(initial=0.0).reshape(1, 1)
+    return sizes.max(axis=1, keepdims=True) if scaling == "row" else sizes
 
 
 def _judge_scales(

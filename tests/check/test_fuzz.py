@@ -264,14 +264,14 @@ def test_a_write_to_an_input_is_found():
 
 def test_a_result_that_does_not_repeat_is_found(monkeypatch):
     change_results(monkeypatch, lambda made, time: {"y": np.full_like(made["y"], time == 1)})
-    monkeypatch.setattr(judge, "judge_against", lambda *given: [])
+    monkeypatch.setattr(judge, "judge_against", lambda *given, **options: [])
     found = sentences(judge.complaints(PLAIN, CpuMachine()))
     assert "y differs when the call is repeated" in found
 
 
 def test_a_row_that_differs_alone_is_found(monkeypatch):
     change_results(monkeypatch, lambda made, time: {"y": np.full_like(made["y"], time == 2)})
-    monkeypatch.setattr(judge, "judge_against", lambda *given: [])
+    monkeypatch.setattr(judge, "judge_against", lambda *given, **options: [])
     found = judge.complaints(PLAIN, CpuMachine())
     assert found[-1] == ("row N of y differs alone", f"row {7 % 5} of y differs alone")
 

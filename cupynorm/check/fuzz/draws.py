@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -43,6 +44,8 @@ PER_CASE = {"gpu": 512, "cpu": 128}
 _PER_WIDE_CASE = 8  # the last ones of these are of wide rows, whose calls take longer than a kernel
 _MOST_COLS = {"warp": 2**10, "block": 2**14}  # of a forced strategy; most wider rows do not fit it
 _WIDE = 2**14, 2**20  # columns of wide rows
+
+_NUM_POOLED = 2**20  # normal numbers that calls take theirs from
 
 # Values whose float64 result is NaN or depends on the last bit when eps is 0.
 _NEED_EPS = ("constant rows", "tiny spreads", "subnormals", "zeros")
@@ -237,10 +240,35 @@ def _fused(generator: random.Random, case: Case) -> Case:
     return replace(fused, recompute=not fused.memory_efficient and generator.random() < 0.3)
 
 
+class _Pooled:
+    """A generator whose normal numbers are those of one long list, from a random one on.
+
+    Numbers that are drawn anew take longer than the kernels of a call.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self._generator = np.random.default_rng([seed, 1])
+        self.uniform = self._generator.uniform
+
+    def standard_normal(self, shape: tuple[int, ...]) -> np.ndarray:
+        size = math.prod(shape)
+        if size > _NUM_POOLED // 4:
+            return self._generator.standard_normal(shape)
+        first = self._generator.integers(_NUM_POOLED - size)
+        return _pool()[first : first + size].reshape(shape)
+
+
+@cache
+def _pool() -> np.ndarray:
+    pool = np.random.default_rng(0).standard_normal(_NUM_POOLED)
+    pool.flags.writeable = False
+    return pool
+
+
 def problem_of(drawn: Draw) -> Problem:
     """The values of a draw. Operands that are broadcast have equal rows."""
     case, generator = drawn.case, np.random.default_rng(drawn.seed)
-    problem = random_problem(case, drawn.seed)
+    problem = random_problem(case, generator=_Pooled(drawn.seed))
     x = _special(drawn, problem.x, generator)
     problem.x = decode(encode(x, case.x), case.x)
     if drawn.values == "huge weights" and problem.weight is not None:

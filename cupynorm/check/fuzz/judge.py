@@ -151,7 +151,7 @@ def _off_of_float64(
 ) -> list[Complaint]:
     expectations = expect(problem, rounded_mean=welford, added=results.get("sum"))
     found = _unjudged(drawn, set(expectations), set(results))
-    return found + _off(judge_against(problem.case, expectations, results))
+    return found + _off(judge_against(problem.case, expectations, results, skips_right=True))
 
 
 def _unjudged(drawn: Draw, expected: set[str], returned: set[str]) -> list[Complaint]:
