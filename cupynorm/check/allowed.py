@@ -4,9 +4,10 @@ u is the rounding error of the arithmetic: 2^-24, and 2^-53 for float64. h(v) is
 last place of the output's dtype at v. n is num_cols. g = u * (4 + sqrt(n)): the errors of a sum of
 n rounded terms add up like a random walk. All is per element.
 
-    x_hat    e = g * a * (1 + |x_hat|) + m + m^2 * |x_hat|
+    x_hat    e = g * a * (1 + |x_hat|) + m + m^2 * |x_hat| + g * c + f * |x_hat|
              a = max(1, var / |var + eps|): a negative eps makes rstd more sensitive.
              m: rounding of the mean. Backward: u * |mean| * rstd. Forward: 0.
+             c, f: of a mean far above the spread, see below.
              Welford's mean has a larger error: g * |mean| * rstd in both directions. The
              running means, off by u * |mean| each, enter its variance: v * |x_hat| more, with
              v = g * |mean| * rstd / sqrt(n) (Chan, Golub, LeVeque 1983: the condition number of
@@ -14,12 +15,16 @@ n rounded terms add up like a random walk. All is per element.
     y        |w| * e + 2u * (|x_hat * w| + |bias|) + h(y)
              round_x_hat adds |w| * h(x_hat), in the dtype of the input.
     mean     u * |mean| + g * mean(|x - mean|) + t; Welford: g * |mean| instead of u * |mean|
-    rstd     rstd * (g * a + u + m^2 + v), m of forward
+    rstd     rstd * (g * a + u + m^2 + v + f), m of forward
     dx       rstd * (4u * |wdy| + g * mean(|wdy|)
                      + |x_hat| * (g * mean(|wdy * x_hat|) + mean(|wdy| * e))
                      + e * (|mean(wdy * x_hat)| + mean(|wdy| * e)))
-             + (g * a + m^2 + v) * |dx| + h(dx), with this m of Welford's mean alone
-    dweight  2 * sqrt(sum (dy * e)^2) + s(dy * x_hat) + h(dweight)
+             + (g * a + m^2 + v + f) * |dx| + h(dx), with this m of Welford's mean alone
+    dweight  2 * sqrt(sum (dy * (e - m))^2) + min(6 * sqrt(sum (dy * m)^2), sum |dy * m|)
+             + s(dy * x_hat) + h(dweight)
+             The rounding of a mean moves the x_hat of its row as one, by up to m whole: m is not a
+             sum of many errors, and 2 standard deviations would not be enough. Welford's m is such
+             a sum, and belongs to e.
     dbias    s(dy) + h(dbias)
              s(t) = u * (4 + 2 * sqrt(num_rows)) * max(|sum t|, sqrt(num_rows) * rms(t)): sums over
              rows. Each addition is off by u / sqrt(3) of a partial sum in the mean, so this is
@@ -37,6 +42,20 @@ n rounded terms add up like a random walk. All is per element.
     memory_efficient  backward computes x_hat from y. With t half a unit in the last place of 1 in
                 the dtype of y: e of backward is what is allowed of y over max(|w|, t), plus
                 |x_hat| * (max(0, 1 - |w| / t) + 2u); dweight has sum |dy * e|.
+
+c and f. Two passes subtract d, the mean before it is corrected. d is off by delta, at most
+u * (2 + log2(n)) * |mean|: a sum in pairs and a division (Higham 1993). c is that, times rstd. Then
+
+    mean((x - d)^2)     is var + delta^2, off by g * (var + delta^2)
+    mean(x - d)         corrects the mean and is off by g * (|delta| + sqrt(var)), which moves x_hat
+                        by g * c more
+    var                 is their difference, off by g * (var + delta^2)
+                        + 2 * |delta| * g * (|delta| + sqrt(var)) <= 2 * g * var + 4 * g * delta^2
+
+rstd is off by half of that: g, and f = 1 / sqrt(1 - 4 * g * c^2) - 1, which is about 2 * g * c^2.
+var is never below 0, so rstd is at most 1 / sqrt(eps), and f at most 1 / (rstd * sqrt(eps)) - 1.
+All values of a constant row are at the same distance from d, which is exact: c and f are 0. They
+are also 0 for Welford's statistics and in RMSNorm.
 
 For float64 everything is allowed twice: the reference has the same rounding error as the kernels.
 
@@ -161,7 +180,13 @@ class _Rows:
         self.amplified = np.fmax(1.0, np.abs(variance * self.rstd**2))[:, None]
         # What the rounding of the mean does to x_hat, and its square to rstd.
         self.of_mean = (g if self.rounded_mean else u) * np.abs(self.mean)[:, None] * columns
+        self.of_distance = np.zeros_like(columns)
         of_sums = g * self.amplified * (1 + np.abs(self.x_hat))
+        if self.centered and not self.rounded_mean:
+            distance = self._distance_of_mean()
+            self.of_distance = self._of_distance(distance)
+            of_sums = (of_sums + g * distance) * (1 + self.of_distance)
+            of_sums = of_sums + self.of_distance * np.abs(self.x_hat)
         self.of_variance = np.zeros_like(columns)
         if self.rounded_mean:
             self.of_variance = self.of_mean / np.sqrt(case.num_cols)
@@ -177,6 +202,19 @@ class _Rows:
         self.e_backward = self.e_usual if e_backward is None else e_backward
         if case.memory_efficient:
             self.e_backward = self._e_from_y()
+
+    def _distance_of_mean(self) -> np.ndarray:
+        """c: how far the mean before correction may be from the mean, times rstd."""
+        of_sum = self.u * (2 + np.log2(self.problem.case.num_cols))
+        is_constant = (self.x == self.x[:, :1]).all(axis=1)
+        return np.where(is_constant, 0.0, of_sum * np.abs(self.mean) * self.rstd)[:, None]
+
+    def _of_distance(self, distance: np.ndarray) -> np.ndarray:
+        """f: what that does to rstd."""
+        eps, rstd = self.problem.case.eps, self.rstd[:, None]
+        most = 1 / (rstd * np.sqrt(eps)) if eps > 0 else np.full_like(rstd, np.inf)
+        factor = 1 / np.sqrt(np.maximum(0.0, 1 - 4 * self.g * distance**2))
+        return np.maximum(0.0, np.minimum(factor, most) - 1)
 
     def _e_from_y(self) -> np.ndarray:
         """The error of an x_hat that backward computes from y."""
@@ -201,7 +239,7 @@ class _Rows:
             of_wdy + x_hat * of_wdy_x_hat + e * (np.abs(mean_wdy_x_hat) + of_e)
         )
         dx = self.gradients.dx
-        of_rstd = g * self.amplified + self.of_variance
+        of_rstd = g * self.amplified + self.of_variance + self.of_distance
         if self.rounded_mean:
             of_rstd = of_rstd + self.of_mean**2
         allowed = allowed + of_rstd * np.abs(dx)
@@ -223,7 +261,7 @@ class _Rows:
     def outputs(self) -> Expected:
         """y and rstd."""
         of_mean = self.of_mean[:, 0] ** 2 if self.rounded_mean else 0.0
-        of_mean = of_mean + self.of_variance[:, 0]
+        of_mean = of_mean + self.of_variance[:, 0] + self.of_distance[:, 0]
         of_rstd = self.rstd * (self.g * self.amplified[:, 0] + self.u + of_mean)
         of_y = np.abs(self.w) * self.e + self._allowed_of_affine()
         return {"y": (self.y, of_y), "rstd": (self.rstd, of_rstd)}
@@ -242,11 +280,11 @@ class _Rows:
         """dweight and dbias, those that there are."""
         case, expected = self.problem.case, {}
         if self.problem.weight is not None:
-            off = np.abs(self.problem.dy * self.e_backward)
+            dy = self.problem.dy
             if self.errors_add_up:
-                allowed = off.sum(axis=0)
+                allowed = np.abs(dy * self.e_backward).sum(axis=0)
             else:
-                allowed = 2 * np.sqrt((off**2).sum(axis=0))
+                allowed = self._allowed_of_x_hat_in_sums(dy)
             allowed = allowed + self._allowed_of_sum_over_rows(self.problem.dy * self.x_hat)
             dweight = self.gradients.dweight
             expected["dweight"] = dweight, allowed + half_ulp(dweight, case.dtype("weight"))
@@ -255,6 +293,12 @@ class _Rows:
             dbias = self.gradients.dbias
             expected["dbias"] = dbias, allowed + half_ulp(dbias, case.dtype("bias"))
         return expected
+
+    def _allowed_of_x_hat_in_sums(self, dy: np.ndarray) -> np.ndarray:
+        of_mean = 0.0 if self.rounded_mean else self.of_mean
+        allowed = 2 * np.sqrt(((dy * (self.e_backward - of_mean)) ** 2).sum(axis=0))
+        off = np.abs(dy * of_mean)
+        return allowed + np.minimum(6 * np.sqrt((off**2).sum(axis=0)), off.sum(axis=0))
 
     def _allowed_of_sum_over_rows(self, terms: np.ndarray) -> np.ndarray:
         num_rows = max(1, self.problem.case.num_rows)

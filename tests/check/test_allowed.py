@@ -1,0 +1,108 @@
+"""allowed.py at rows whose mean is far above their spread: what kernels may do, and no more."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from cupynorm.check.allowed import expect
+from cupynorm.check.cases import Case, Problem, random_problem
+from cupynorm.check.kernels import CpuMachine, uses_welford
+from cupynorm.check.results import judge_all
+from cupynorm.check.run import run_kernels
+from cupynorm.dtypes import decode, encode
+
+
+def neighbours(case: Case, mean: float, share: float) -> Problem:
+    """Rows of two neighbouring numbers. share: of the larger one."""
+    problem = random_problem(case)
+    is_larger = np.random.default_rng(0).random(problem.x.shape) < share
+    unit = np.spacing(np.float32(mean)) if case.x == "float32" else np.spacing(mean)
+    problem.x = decode(encode(mean + unit * is_larger, case.x), case.x)
+    return problem
+
+
+def off(problem: Problem, change=None) -> set[str]:
+    """The tensors that are off. change: of the results of the kernels."""
+    where = CpuMachine()
+    results = run_kernels(problem, where)
+    if change is not None:
+        change(results)
+    welford = uses_welford(problem.case, where.device)
+    findings = judge_all(problem, results, rounded_mean=welford)
+    return {found.tensor for found in findings if not found.ok}
+
+
+@pytest.mark.parametrize("share", [0.02, 0.5])
+@pytest.mark.parametrize("statistics", ["two_pass", "welford"])
+@pytest.mark.parametrize(
+    "strategy, num_cols", [("warp", 33), ("block", 1000), ("cluster", 4096), ("uncached", 1000)]
+)
+def test_rows_of_neighbouring_numbers_are_within_what_is_allowed(
+    strategy, num_cols, statistics, share
+):
+    """The mean before correction is off by more than their spread. dweight adds up roundings of the
+    means, which are all as large as roundings can be.
+    """
+    for mean in (1e4, 1e9, 1e12):
+        case = Case("layer_norm", 16, num_cols, "float32", strategy=strategy, statistics=statistics)
+        assert off(neighbours(case, mean, share)) == set(), mean
+
+
+@pytest.mark.parametrize("strategy, num_cols", [("block", 1000), ("cluster", 4096)])
+def test_rows_of_neighbouring_float64_are_within_what_is_allowed(strategy, num_cols):
+    case = Case("layer_norm", 16, num_cols, "float64", strategy=strategy, statistics="two_pass")
+    assert off(neighbours(case, 1e9, 0.02)) == set()
+
+
+CLUSTER = Case("layer_norm", 16, 4096, "float32", strategy="cluster", statistics="two_pass")
+
+
+def test_an_error_that_is_allowed_there_is_found_elsewhere():
+    """Of rstd, and of y with it: what is beyond the bound of usual rows, six times g."""
+
+    def spoil(results):
+        results["rstd"] *= 1 + size
+        results["y"] += (results["y"] - bias) * size
+
+    bias = 0.0
+    size = 6 * 2.0**-24 * (4 + np.sqrt(CLUSTER.num_cols))
+    problem = neighbours(CLUSTER, 1e9, 0.02)
+    bias = problem.bias
+    assert off(problem, spoil) == set()
+    spreads = {}
+    for mean, spread in ((0.0, 1.0), (1e3, 1.0), (1e9, 1e7)):
+        problem = random_problem(CLUSTER)
+        bias = problem.bias
+        x = mean + spread * np.random.default_rng(1).standard_normal(problem.x.shape)
+        problem.x = decode(encode(x, "float32"), "float32")
+        spreads[mean] = off(problem), off(problem, spoil)
+    assert spreads == dict.fromkeys(spreads, (set(), {"rstd", "y"}))
+
+
+@pytest.mark.parametrize("mean", [3.0, 1e9 / 3])
+def test_nothing_more_is_allowed_of_constant_rows(mean):
+    problem = neighbours(CLUSTER, mean, 0.0)
+    expected = expect(problem)
+    y, allowed = expected["y"]
+    np.testing.assert_array_equal(y, np.broadcast_to(problem.bias, y.shape))
+    assert (allowed <= 1e-3 * (1 + np.abs(y))).all()
+    rstd, allowed = expected["rstd"]
+    assert (allowed <= 1e-5 * rstd).all()
+
+    def spoil(results):
+        results["y"] += 1e-2 * problem.weight
+
+    assert off(problem) == set() and off(problem, spoil) == {"y"}
+
+
+def test_a_mean_that_is_rounded_too_far_is_found_in_dweight():
+    """By two bits: each row's x_hat is off by up to four times the rounding of its mean."""
+    problem = neighbours(CLUSTER, 1e4, 0.5)
+    rstd = expect(problem)["rstd"][0]
+    rounding = 4 * 2.0**-24 * 1e4 * rstd
+
+    def spoil(results):
+        results["dweight"] += (problem.dy * rounding[:, None]).sum(axis=0)
+
+    assert off(problem, spoil) == {"dweight"}
