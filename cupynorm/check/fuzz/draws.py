@@ -25,6 +25,7 @@ VALUES = (
     "normal",
     "constant rows",
     "huge means",
+    "neighbours",
     "tiny spreads",
     "outliers",
     "subnormals",
@@ -48,7 +49,7 @@ _WIDE = 2**14, 2**20  # columns of wide rows
 _NUM_POOLED = 2**20  # normal numbers that calls take theirs from
 
 # Values whose float64 result is NaN or depends on the last bit when eps is 0.
-_NEED_EPS = ("constant rows", "tiny spreads", "subnormals", "zeros")
+_NEED_EPS = ("constant rows", "neighbours", "tiny spreads", "subnormals", "zeros")
 
 
 @dataclass(frozen=True)
@@ -293,6 +294,10 @@ def _special(drawn: Draw, x: np.ndarray, generator: np.random.Generator) -> np.n
         return np.broadcast_to(np.clip(constants, -largest, largest), x.shape)
     if drawn.values == "huge means":
         return x + generator.choice([-1, 1]) * min(largest / 64, generator.choice([1e4, 1e6, 1e8]))
+    if drawn.values == "neighbours":  # two values of a row, of which one is the next larger number
+        mean = min(largest / 2, generator.choice([1.0, 1e3, 1e6, 1e9])) * (1 + generator.random())
+        step = 2 * DTYPES[case.x].half_ulp * (generator.random(x.shape) < generator.random())
+        return mean * (1 + step)
     if drawn.values == "tiny spreads":
         return x * max(1e-6, DTYPES[case.x].smallest)
     if drawn.values == "outliers":
