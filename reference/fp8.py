@@ -24,7 +24,6 @@ y is decode(y_fp8) * scale_inv. There is one scale for all values, for each row,
 
 from __future__ import annotations
 
-from functools import cache
 from typing import NamedTuple
 
 import numpy as np
@@ -74,10 +73,9 @@ def encode(values: np.ndarray, name: str) -> np.ndarray:
 
 def decode(raw: np.ndarray, name: str) -> np.ndarray:
     """The float64 values of uint8 bit patterns."""
-    return _values(name)[np.asarray(raw, dtype=np.uint8)]
+    return _VALUES[name][np.asarray(raw, dtype=np.uint8)]
 
 
-@cache
 def _values(name: str) -> np.ndarray:
     """The values of all 256 bit patterns."""
     mantissa, bias, _ = FORMATS[name]
@@ -92,6 +90,9 @@ def _values(name: str) -> np.ndarray:
     else:
         values = np.where((raw & 0x7F) == 0x7F, np.nan, values)
     return sign * values
+
+
+_VALUES = {name: _values(name) for name in FORMATS}
 
 
 def amax(values: np.ndarray, axis: int | None = None) -> np.ndarray:

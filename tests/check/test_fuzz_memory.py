@@ -50,6 +50,9 @@ class OnHost(memory.OneCallMachine):
         self.copies.append(kind)
         self.work.append(lambda: ctypes.memmove(to, source, num_bytes))
 
+    def _enqueue(self, *given):
+        self.work.append(lambda: CpuMachine().launch(*given))
+
     def mark_end(self):
         self._is_open = False
 
@@ -63,19 +66,14 @@ class OnHost(memory.OneCallMachine):
 def make(monkeypatch):
     """OnHost. Arrays that it has no room for are not copied, and those who read them wait."""
     monkeypatch.setattr(launch, "device", lambda index: DEVICES["H200"])
-    on_cpu = CpuMachine()
-
-    def enqueue(self, *given):
-        self.work.append(lambda: on_cpu.launch(*given))
 
     def get(self, array):
         self.wait()
         return array.copy()
 
     def put(self, array):
-        return on_cpu.put(array.copy())
+        return CpuMachine().put(array.copy())
 
-    monkeypatch.setattr(GpuCheckMachine, "launch", enqueue)
     monkeypatch.setattr(GpuCheckMachine, "put", put)
     monkeypatch.setattr(GpuCheckMachine, "get", get)
     monkeypatch.setattr(memory.nvrtc, "cupy", lambda: np)
