@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 
 from cupynorm.check.cases import Case
-from cupynorm.check.fuzz import Draw, judge, memory
+from cupynorm.check.fuzz import Draw, calls, judge, memory
 from cupynorm.check.kernels import CpuMachine, GpuCheckMachine
 from cupynorm.check.placement import GUARD_BYTES, WrongWrite, place
 from cupynorm.check.quantized import How
@@ -195,3 +196,36 @@ def test_operands_have_their_values_and_are_watched(layout, library):
         operands.arrays["dy"][2, 4] += 1
         with pytest.raises(WrongWrite, match="dy was written to"):
             operands.fetch()()
+
+
+@pytest.mark.parametrize("seed", [12, 5])  # with an output and a stream of the caller's, or none
+@pytest.mark.parametrize("route", ["torch", "autograd", "cupy"])
+def test_public_calls_are_started_and_judged(make, monkeypatch, route, seed):
+    """Here by the float64 reference, on tensors of the host."""
+    if route != "cupy":
+        pytest.importorskip("torch")
+    monkeypatch.setattr(calls, "Torch", HostTorch)
+    monkeypatch.setattr(calls, "CuPy", HostCuPy)
+    monkeypatch.setattr(HostTorch, "stream", lambda self: nullcontext())
+    monkeypatch.setattr(HostCuPy, "stream", lambda self: nullcontext())
+    case = Case("layer_norm", 5, 96, "float32", residual=True, dsum=True, weight1="float16")
+    drawn = Draw(case, route=route, seed=seed)
+    started = []
+    right = calls._PublicCall.start
+
+    def start(self):
+        started.append(right(self))
+        return started[-1]
+
+    monkeypatch.setattr(calls._PublicCall, "start", start)
+    assert judge.complaints(drawn, make()) == []
+    assert len(started) == 3  # the call, the same again, one row alone
+
+    def spoil(self):
+        read = right(self)
+        self.operands["weight"].data[3] += 1
+        return read
+
+    monkeypatch.setattr(calls._PublicCall, "start", spoil)
+    (found,) = judge.complaints(drawn, make())
+    assert found.sentence == "weight was written to, or what surrounds it"
