@@ -357,6 +357,17 @@ def test_t05_constant_rows_of_huge_values(strategy, statistics, value, where):
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
+def test_t05_sums_of_a_row_that_overflow_float32(strategy, where):
+    """The documented result: NaN in two passes, and the bias by Welford's statistics."""
+    x = 1e38 * np.linspace(0.9, 1.1, 80).reshape(2, 40)
+    for statistics, expected in (("two_pass", np.nan), ("welford", 0.0)):
+        case = Case("layer_norm", 0, 0, "float32", strategy=strategy, statistics=statistics)
+        problem = with_rows(case, x)
+        y = run_kernels(problem, where, forward_only=True)["y"]
+        np.testing.assert_array_equal(y, np.broadcast_to(expected + problem.bias, y.shape))
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("norm_name", NORMS)
 def test_t06_weights_near_zero_and_huge(norm_name, strategy, where):
     """Elsewhere backward recovered x_hat as y / weight and divided by zero.
