@@ -163,8 +163,8 @@ def layer_norm(
     input. float32 values below 2^-126 may count as 0. A row's result does not depend on other rows
     and repeats to the bit. A row that holds NaN or Inf is NaN, and only that row. If the squared
     deviations of a float32 or bfloat16 row sum beyond 3.4e38 (values of about 1.8e19 and more), its
-    variance is infinite in float32: rstd is 0 and y is bias. If the values themselves sum beyond
-    3.4e38, y is NaN, unless statistics="welford".
+    variance is infinite in float32: rstd is 0 and y is bias. A row whose values themselves sum
+    beyond 3.4e38 is NaN or bias.
 
     For a torch DTensor y is placed as the input; so are residual and row_scale, also DTensors.
     weight and bias are replicated DTensors, or plain tensors that are the same on every rank. Rows
