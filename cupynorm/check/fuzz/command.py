@@ -57,8 +57,8 @@ def add_to(commands: Commands) -> None:
     add("--seconds", type=positive, default=60, help="how long to draw new calls (60)")
     add("--seed", type=number, help="of all that is drawn; by default a new one, which is printed")
     add("--replay", type=number, metavar="INDEX", help="make one call of --seed again")
-    jobs = "processes; by default one for each CPU, at most 14"
-    add("--jobs", type=positive, default=min(14, os.cpu_count() or 1), help=jobs)
+    jobs = "processes; by default one for each CPU, at most 16"
+    add("--jobs", type=positive, default=min(16, os.cpu_count() or 1), help=jobs)
     on = "where the kernels run; by default on a GPU if there is one"
     add("--on", choices=("gpu", "cpu"), help=on)
     parser.set_defaults(run=run)
@@ -136,7 +136,7 @@ def _fuzz(seed: int, on: str, seconds: float, jobs: int) -> Batch:
     judged = refused = first = 0
     failures: list[tuple[int, list[Complaint]]] = []
     size = _BATCH[on]
-    context = multiprocessing.get_context("spawn")
+    context = _context()
     with (
         ProcessPoolExecutor(jobs, mp_context=context) as pool,
         tqdm(desc="fuzzing", unit="call", leave=False, disable=None) as bar,
@@ -164,10 +164,21 @@ def _fuzz(seed: int, on: str, seconds: float, jobs: int) -> Batch:
     return Batch(judged, refused, failures)
 
 
+def _context() -> multiprocessing.context.BaseContext:
+    """How processes start: from one that has imported torch, where there is such a way.
+
+    torch takes seconds to import, and no import uses the GPU, which cannot be inherited.
+    """
+    if "forkserver" not in multiprocessing.get_all_start_methods():
+        return multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", __name__])
+    return context
+
+
 def _culprit(seed: int, lost: range, on: str) -> tuple[int, list[Complaint]] | None:
     """The first of these calls that fails alone, in a process whose GPU is not useless yet."""
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(1, mp_context=context) as pool:
+    with ProcessPoolExecutor(1, mp_context=_context()) as pool:
         for index in lost:
             made = pool.submit(batch, seed, range(index, index + 1), on).result()
             if made.failures:

@@ -40,8 +40,9 @@ ROUTES = ("kernels", "cupy", "torch", "autograd")
 OPERANDS = ("x", "residual", "dy", "dsum")  # those with rows
 PARAMETERS = ("weight", "bias", "weight1", "bias1", "row_scale")  # they may be misaligned
 OUTPUTS = ("y", "dx")  # of the kernels: rows with gaps between them, or misaligned
-# Calls in a row that use the same few kernels: a kernel takes as long to compile as twenty calls.
-PER_CASE = {"gpu": 512, "cpu": 128}
+# Calls in a row that use the same few kernels: a kernel takes as long to compile as forty calls.
+PER_CASE = {"gpu": 2048, "cpu": 128}
+_CALLS_FOR_MANY = 64  # of which one may have many elements: it takes as long as ten others
 _PER_WIDE_CASE = 8  # the last ones of these are of wide rows, whose calls take longer than a kernel
 _MOST_COLS = {"warp": 2**10, "block": 2**14}  # of a forced strategy; most wider rows do not fit it
 _WIDE = 2**14, 2**20  # columns of wide rows
@@ -86,7 +87,7 @@ def draw(seed: int, index: int, on: str) -> Draw:
 
 
 class _Most(NamedTuple):
-    """The largest calls: columns of a row, elements of most calls, and of one in sixteen."""
+    """The largest calls: columns of a row, elements of most calls, and of a few."""
 
     cols: int
     elements: int
@@ -116,7 +117,7 @@ def _call(generator: random.Random, shared: Draw, on: str) -> Draw:
     if case.tile is None:  # another width that allows the same packs, most often in the same tile
         step = 2 * (num_cols & -num_cols)
         num_cols -= step * generator.randrange(1 + min(3, num_cols // (8 * step)))
-    elements = most.many if generator.randrange(16) == 0 else most.elements
+    elements = most.many if generator.randrange(_CALLS_FOR_MANY) == 0 else most.elements
     num_rows = max(1, min(int(4096 ** generator.random()), elements // num_cols))
     sm_margin = generator.choice([0, 0, 0, generator.randrange(100)])
     case = replace(case, num_rows=num_rows, num_cols=num_cols, sm_margin=sm_margin)

@@ -332,6 +332,10 @@ class Made:
         joined = library.join(made.values())
         self._kept_too, self._memory = joined, library.fetch(joined)
 
+    def has_bytes_of(self, other: Made) -> bool:
+        """After where.wait()."""
+        return self._kinds == other._kinds and np.array_equal(self._memory, other._memory)
+
     def float64(self) -> dict[str, np.ndarray]:
         """After where.wait()."""
         results, first = {}, 0
