@@ -66,11 +66,13 @@ smallest normal float32, may count as 0.
 
 from __future__ import annotations
 
+from functools import cached_property
+
 import numpy as np
 
 from .. import reference
 from ..dtypes import DTYPES, compute_dtype, decode, encode
-from ..reference.layer_norm import scale
+from ..reference.layer_norm import Gradients, scale
 from .cases import Case, Problem
 
 Expected = dict[str, tuple[np.ndarray, np.ndarray]]
@@ -92,12 +94,14 @@ def expect(
     rounded_mean: bool = False,
     added: np.ndarray | None = None,
     e_backward: np.ndarray | None = None,
+    forward_only: bool = False,
 ) -> Expected:
     """name -> (float64 result, allowed error) of every tensor that the case has.
 
     rounded_mean: whether forward subtracts the mean as it is rounded, as Welford's statistics and
     other libraries do. added: the sum that the kernel returned, which decides all else where it has
     its own dtype. e_backward: the error of x_hat in backward, if something else than the usual.
+    forward_only: leaves out gradients and what is beside them.
     """
     case = problem.case
     scaled_x = problem.scaled(problem.x)
@@ -107,33 +111,42 @@ def expect(
     rows = _Rows(problem, x, rounded_mean)
     with np.errstate(all="ignore"):
         rows.bound(e_backward)
-        second = _second_output(problem, rows)
-        dsum, dsum_allowed = rows.gradient_of_sum(second)
-        dx, dx_allowed = dsum, dsum_allowed
-        if case.is_scaled:
-            dx = problem.scaled(dsum)
-            dx_allowed = np.abs(problem.scaled(dsum_allowed)) + 4 * rows.u * np.abs(dx)
         expected = rows.outputs()
-        expected["dx"] = (dx, dx_allowed + half_ulp(dx, case.x))
-        if case.recompute:
-            expected["recomputed"] = rows.recomputed()
         if rows.centered:
             expected["mean"] = rows.mean_of_row()
-        expected |= rows.gradients_of_parameters()
-        names = ("y", "dweight", "dbias")
-        expected |= {f"{name}1": second[name] for name in names if name in second}
+        second = _second_output(problem, rows)
+        if second:
+            expected["y1"] = second["y"]
+        if not forward_only:
+            expected |= _gradients(problem, rows, second)
         if case.has_own_sum:
             kept = 1 / (1 - case.dropout_p) if case.dropout_p < 1 else 0.0
             factor = np.abs(problem.scaled(np.ones_like(problem.x))) + kept
             allowed = _allowed_of_sum(case, exact_sum, scaled_x) + _FLUSHED * (1 + factor)
             expected["sum"] = (exact_sum, allowed)
-            if problem.residual is not None:
-                allowed = dsum_allowed + half_ulp(dsum, case.added)
-                expected["dresidual"] = (dsum, allowed)
         elif problem.residual is not None:
             expected["sum"] = (x, np.zeros_like(x) + np.finfo(np.float64).tiny)
     if compute_dtype(case.sum).name == "float64":
         expected = {name: (values, 2 * allowed) for name, (values, allowed) in expected.items()}
+    return expected
+
+
+def _gradients(problem: Problem, rows: _Rows, second: Expected) -> Expected:
+    """All of backward. second: the second output."""
+    case = problem.case
+    dsum, dsum_allowed = rows.gradient_of_sum(second)
+    dx, dx_allowed = dsum, dsum_allowed
+    if case.is_scaled:
+        dx = problem.scaled(dsum)
+        dx_allowed = np.abs(problem.scaled(dsum_allowed)) + 4 * rows.u * np.abs(dx)
+    expected = {"dx": (dx, dx_allowed + half_ulp(dx, case.x))}
+    if case.recompute:
+        expected["recomputed"] = rows.recomputed()
+    expected |= rows.gradients_of_parameters()
+    names = ("dweight", "dbias")
+    expected |= {f"{name}1": second[name] for name in names if name in second}
+    if case.has_own_sum and problem.residual is not None:
+        expected["dresidual"] = dsum, dsum_allowed + half_ulp(dsum, case.added)
     return expected
 
 
@@ -148,28 +161,26 @@ class _Rows:
         case = problem.case
         self.problem, self.x, self.rounded_mean = problem, x, rounded_mean
         self.centered = case.norm == "layer_norm"
-        options = {"zero_centered_weight": case.zero_centered_weight}
+        self.options = {"zero_centered_weight": case.zero_centered_weight}
         self.mean = np.zeros(case.num_rows)
         self.centered_x = x
+        norm = reference.layer_norm if self.centered else reference.rms_norm
+        result = norm(x, problem.weight, problem.bias, case.eps, **self.options)
         if self.centered:
-            result = reference.layer_norm(x, problem.weight, problem.bias, case.eps, **options)
             self.mean, self.centered_x = result.mean, _centered(x)
-            self.gradients = reference.layer_norm_backward(
-                problem.dy,
-                self.centered_x,
-                np.zeros_like(result.mean),
-                result.rstd,
-                problem.weight,
-                **options,
-            )
-        else:
-            result = reference.rms_norm(x, problem.weight, problem.bias, case.eps, **options)
-            self.gradients = reference.rms_norm_backward(
-                problem.dy, x, result.rstd, problem.weight, **options
-            )
         self.y, self.rstd = result.y, result.rstd
         self.u = compute_dtype(case.sum).half_ulp
         self.g = self.u * (4 + np.sqrt(case.num_cols))
+
+    @cached_property
+    def gradients(self) -> Gradients:
+        problem, given = self.problem, (self.problem.dy, self.centered_x)
+        if self.centered:
+            no_mean = np.zeros_like(self.mean)
+            return reference.layer_norm_backward(
+                *given, no_mean, self.rstd, problem.weight, **self.options
+            )
+        return reference.rms_norm_backward(*given, self.rstd, problem.weight, **self.options)
 
     def bound(self, e_backward: np.ndarray | None) -> None:
         """Computes the bounds of x_hat. e_backward: of backward, None for the usual."""

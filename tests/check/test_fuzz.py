@@ -408,7 +408,7 @@ def test_an_error_of_a_call_is_a_failure(monkeypatch):
         index for index in range(0, 640, PER_CASE["cpu"]) if draw(1, index, "cpu").how is None
     )
     wrong = ("RuntimeError: error N in a kernel", "RuntimeError: error 700 in a kernel")
-    found = command.batch(1, range(index, index + 1), "cpu")
+    found = command.batch(1, range(index, index + 1), "cpu")._replace(began=0.0)
     assert found == command.Batch(1, 0, [(index, [wrong])])
 
 
@@ -432,7 +432,7 @@ def test_the_call_that_makes_a_gpu_useless_is_found(monkeypatch):
     monkeypatch.setattr(command, "draw", lambda seed, index, on: index)
     monkeypatch.setattr(command, "Started", _Call)
     monkeypatch.setattr(command, "_is_useless", lambda where: _Call.is_useless)
-    found = command.batch(1, range(100), "gpu")
+    found = command.batch(1, range(100), "gpu")._replace(began=0.0)
     assert found == command.Batch(3, 0, [(2, [WRONG])], range(2, 6))
 
     class Pool:
@@ -456,7 +456,8 @@ def test_the_call_that_makes_a_gpu_useless_is_found(monkeypatch):
 
 
 def test_no_call_begins_after_the_deadline():
-    assert command.batch(1, range(8), "cpu", deadline=0.0) == command.Batch(0, 0, [])
+    made = command.batch(1, range(8), "cpu", deadline=0.0)
+    assert made._replace(began=0.0) == command.Batch(0, 0, [])
 
 
 def test_replay_needs_a_seed(capsys):

@@ -35,12 +35,14 @@ class Batch(NamedTuple):
     """What became of some calls. failures: the index of a call and what is wrong with it.
 
     lost: calls of which one made the GPU useless. The last failure is the first of them.
+    began: the time of the first call, after libraries were imported.
     """
 
     num_judged: int
     num_refused: int
     failures: list[tuple[int, list[Complaint]]]
     lost: range = range(0)
+    began: float = 0.0
 
 
 def add_to(commands: Commands) -> None:
@@ -74,7 +76,8 @@ def run(arguments: argparse.Namespace) -> int:
             raise ValueError("--replay was given without --seed; expected the seed of that call")
         return _replay(seed, arguments.replay, on)
     found = _fuzz(seed, on, arguments.seconds, arguments.jobs)
-    counts = f"{found.num_judged} calls on the {on.upper()} with seed {seed}"
+    seconds = time.time() - found.began
+    counts = f"{found.num_judged} calls on the {on.upper()} in {seconds:.0f} s with seed {seed}"
     refused = f"{found.num_refused} more refused, as what they force does not fit"
     if not found.failures:
         print(f"OK: {counts}: every element is within what its dtype allows; {refused}")
@@ -133,6 +136,7 @@ def _name(where: Machine) -> str:
 def _fuzz(seed: int, on: str, seconds: float, jobs: int) -> Batch:
     """Calls 0, 1, 2, ... of a seed, by several processes, until the time is over."""
     deadline = time.time() + seconds  # a clock that all processes share
+    began = deadline
     judged = refused = first = 0
     failures: list[tuple[int, list[Complaint]]] = []
     size = _BATCH[on]
@@ -154,14 +158,15 @@ def _fuzz(seed: int, on: str, seconds: float, jobs: int) -> Batch:
                 except BrokenProcessPool:
                     last = begin + size - 1
                     died = Complaint.of(f"a process ended in one of the calls {begin} to {last}")
-                    return Batch(judged, refused, [*failures, (begin, [died])])
+                    return Batch(judged, refused, [*failures, (begin, [died])], began=began)
                 judged, refused = judged + made.num_judged, refused + made.num_refused
                 failures += made.failures
+                began = min(began, made.began)
                 bar.update(made.num_judged)
                 if made.lost:
                     culprit = _culprit(seed, made.lost, on) or failures[-1]
-                    return Batch(judged, refused, [*failures[:-1], culprit])
-    return Batch(judged, refused, failures)
+                    return Batch(judged, refused, [*failures[:-1], culprit], began=began)
+    return Batch(judged, refused, failures, began=began)
 
 
 def _context() -> multiprocessing.context.BaseContext:
@@ -193,6 +198,7 @@ def batch(seed: int, indices: range, on: str, deadline: float = math.inf) -> Bat
     makes a GPU useless.
     """
     free, started = deque(machines(on)), deque()
+    began = time.time()
     judged, refused, failures = 0, 0, []
     indices = iter(indices)
     while True:
@@ -202,7 +208,7 @@ def batch(seed: int, indices: range, on: str, deadline: float = math.inf) -> Bat
             started.append((index, where, Started(draw(seed, index, on), where)))
             continue
         if not started:
-            return Batch(judged, refused, failures)
+            return Batch(judged, refused, failures, began=began)
         index, where, call = started.popleft()
         free.append(where)
         try:
@@ -215,4 +221,4 @@ def batch(seed: int, indices: range, on: str, deadline: float = math.inf) -> Bat
             failures.append((index, wrong))
             if on == "gpu" and _is_useless(where):
                 last = started[-1][0] if started else index
-                return Batch(judged, refused, failures, range(index, last + 1))
+                return Batch(judged, refused, failures, range(index, last + 1), began)
