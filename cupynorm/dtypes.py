@@ -89,13 +89,18 @@ def encode(values: np.ndarray, name: str) -> np.ndarray:
     if name != "bfloat16":
         with np.errstate(over="ignore"):
             return values.astype(DTYPES[name].storage)
-    # Each value is rounded to a multiple of bfloat16's spacing there. float32 holds the result
-    # exactly, and the upper half of its bits is the bfloat16.
     with np.errstate(over="ignore", invalid="ignore"):
-        exponent = np.maximum(np.frexp(values)[1], -125)
-        rounded = np.ldexp(np.rint(np.ldexp(values, 8 - exponent)), exponent - 8)
-        rounded = np.where(np.isfinite(values), rounded, values)
-        return (rounded.astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)
+        nearest = values.astype(np.float32)
+        bits = nearest.view(np.uint32)
+        # The upper half of the bits is the bfloat16. Where the lower half is a tie, the rounding to
+        # float32 may have made it one: the bits move by one to the side of the value.
+        is_tie = (bits & 0xFFFF) == 0x8000
+        if is_tie.any():
+            side = np.sign(np.abs(values) - np.abs(nearest.astype(np.float64)))
+            bits = bits + np.where(is_tie, side, 0).astype(np.int32).view(np.uint32)
+        rounded = bits + ((bits >> 16) & 1) + 0x7FFF
+        rounded = np.where(np.isnan(nearest), bits, rounded)
+    return (rounded >> 16).astype(np.uint16)
 
 
 def decode(raw: np.ndarray, name: str) -> np.ndarray:
