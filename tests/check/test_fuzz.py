@@ -349,6 +349,12 @@ def test_three_lines_of_python_make_the_call_again(how, capsys):
     assert capsys.readouterr().out == "\n"  # nothing is wrong
 
 
+def test_a_time_without_a_call_is_no_success(monkeypatch, capsys):
+    monkeypatch.setattr(command, "_fuzz", lambda *given: command.Batch(0, 7, []))
+    assert main.main(["fuzz", "--seed", "1", "--on", "cpu", "--seconds", "3"]) == 1
+    assert "OFF: no call was made in 3 s" in capsys.readouterr().out
+
+
 REPLAY = ["fuzz", "--seed", "1", "--replay", "3", "--on", "cpu"]
 WRONG = judge.Complaint.of("dx: all wrong")
 

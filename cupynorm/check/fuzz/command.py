@@ -79,6 +79,9 @@ def run(arguments: argparse.Namespace) -> int:
     seconds = time.time() - found.began
     counts = f"{found.num_judged} calls on the {on.upper()} in {seconds:.0f} s with seed {seed}"
     refused = f"{found.num_refused} more refused, as what they force does not fit"
+    if not (found.num_judged or found.failures):
+        print(f"OFF: no call was made in {arguments.seconds:.0f} s; expected more --seconds")
+        return 1
     if not found.failures:
         print(f"OK: {counts}: every element is within what its dtype allows; {refused}")
         return 0
