@@ -4,10 +4,10 @@ u is the rounding error of the arithmetic: 2^-24, and 2^-53 for float64. h(v) is
 last place of the output's dtype at v. n is num_cols. g = u * (4 + sqrt(n)): the errors of a sum of
 n rounded terms add up like a random walk. All is per element.
 
-    x_hat    e = g * a * (1 + |x_hat|) + m + m^2 * |x_hat| + g * c + f * |x_hat|
+    x_hat    e = (g * a * (1 + |x_hat|) + g * c) * (1 + q) + q * |x_hat| + m + m^2 * |x_hat|
              a = max(1, var / |var + eps|): a negative eps makes rstd more sensitive.
              m: rounding of the mean. Backward: u * |mean| * rstd. Forward: 0.
-             c, f: of a mean far above the spread, see below.
+             c, q: of a mean far above the spread, see below.
              Welford's mean has a larger error: g * |mean| * rstd in both directions. The
              running means, off by u * |mean| each, enter its variance: v * |x_hat| more, with
              v = g * |mean| * rstd / sqrt(n) (Chan, Golub, LeVeque 1983: the condition number of
@@ -15,11 +15,11 @@ n rounded terms add up like a random walk. All is per element.
     y        |w| * e + 2u * (|x_hat * w| + |bias|) + h(y)
              round_x_hat adds |w| * h(x_hat), in the dtype of the input.
     mean     u * |mean| + g * mean(|x - mean|) + t; Welford: g * |mean| instead of u * |mean|
-    rstd     rstd * (g * a + u + m^2 + v + f), m of forward
+    rstd     rstd * (g * a + u + m^2 + v + q), m of forward
     dx       rstd * (4u * |wdy| + g * mean(|wdy|)
                      + |x_hat| * (g * mean(|wdy * x_hat|) + mean(|wdy| * e))
                      + e * (|mean(wdy * x_hat)| + mean(|wdy| * e)))
-             + (g * a + m^2 + v + f) * |dx| + h(dx), with this m of Welford's mean alone
+             + (g * a + m^2 + v + q) * |dx| + h(dx), with this m of Welford's mean alone
     dweight  2 * sqrt(sum (dy * (e - m))^2) + min(6 * sqrt(sum (dy * m)^2), sum |dy * m|)
              + s(dy * x_hat) + h(dweight)
              The rounding of a mean moves the x_hat of its row as one, by up to m whole: m is not a
@@ -43,8 +43,9 @@ n rounded terms add up like a random walk. All is per element.
                 the dtype of y: e of backward is what is allowed of y over max(|w|, t), plus
                 |x_hat| * (max(0, 1 - |w| / t) + 2u); dweight has sum |dy * e|.
 
-c and f. Two passes subtract d, the mean before it is corrected. d is off by delta, at most
-u * (2 + log2(n)) * |mean|: a sum in pairs and a division (Higham 1993). c is that, times rstd. Then
+c and q. Two passes subtract d, the mean before it is corrected. d is off by delta, at most
+u * (2 + log2(n)) * |mean|: a sum in pairs and a division (Higham 1993). A thread first adds a few
+dozen terms in a row, which are off by less than that. c is the bound of delta, times rstd. Then
 
     mean((x - d)^2)     is var + delta^2, off by g * (var + delta^2)
     mean(x - d)         corrects the mean and is off by g * (|delta| + sqrt(var)), which moves x_hat
@@ -52,9 +53,9 @@ u * (2 + log2(n)) * |mean|: a sum in pairs and a division (Higham 1993). c is th
     var                 is their difference, off by g * (var + delta^2)
                         + 2 * |delta| * g * (|delta| + sqrt(var)) <= 2 * g * var + 4 * g * delta^2
 
-rstd is off by half of that: g, and f = 1 / sqrt(1 - 4 * g * c^2) - 1, which is about 2 * g * c^2.
-var is never below 0, so rstd is at most 1 / sqrt(eps), and f at most 1 / (rstd * sqrt(eps)) - 1.
-All values of a constant row are at the same distance from d, which is exact: c and f are 0. They
+rstd is off by half of that: g, and q = 1 / sqrt(1 - 4 * g * c^2) - 1, which is about 2 * g * c^2.
+var is never below 0, so rstd is at most 1 / sqrt(eps), and q at most 1 / (rstd * sqrt(eps)) - 1.
+All values of a constant row are at the same distance from d, which is exact: c and q are 0. They
 are also 0 for Welford's statistics and in RMSNorm.
 
 For float64 everything is allowed twice: the reference has the same rounding error as the kernels.
@@ -221,7 +222,7 @@ class _Rows:
         return np.where(is_constant, 0.0, of_sum * np.abs(self.mean) * self.rstd)[:, None]
 
     def _of_distance(self, distance: np.ndarray) -> np.ndarray:
-        """f: what that does to rstd."""
+        """q: what that does to rstd."""
         eps, rstd = self.problem.case.eps, self.rstd[:, None]
         most = 1 / (rstd * np.sqrt(eps)) if eps > 0 else np.full_like(rstd, np.inf)
         factor = 1 / np.sqrt(np.maximum(0.0, 1 - 4 * self.g * distance**2))
