@@ -1,7 +1,7 @@
 // fold_weight -- folded = weight norm_weight, rows centered for LayerNorm; a block owns a row
-// owns:  each thread every block_size-th pack; sums are made twice: before and after rounding
-// moves: weight in, folded out, both twice 2 bytes an element, of which the second read of weight
-//        is from the caches; norm_weight and norm_bias, from the caches too
+// owns:  each thread every block_size-th pack, of which it keeps packs_per_thread in registers and
+//        reads others twice; sums are made twice: before and after rounding
+// moves: weight in, folded out, 2 bytes an element each; norm_weight and norm_bias, from the caches
 // takes: weights of bfloat16 and float16, norm parameters of any type, any number of rows
 // needs: in_features a multiple of 8, addresses aligned to 16 bytes
 #include "column_terms.cuh"
@@ -24,43 +24,54 @@ struct FoldWeight {
 template <class T, class NormWeight, class NormBias, bool zero_centered, bool centered, Tile tile>
 __global__ void __launch_bounds__(tile.block_size(), tile.blocks_per_sm)
     fold_weight(const FoldWeight<T, NormWeight, NormBias, zero_centered> problem) {
-  constexpr int pack_size = tile.pack_size;
-  const long long row = blockIdx.x;
-  const T* weight = problem.weight + row * problem.in_features;
+  constexpr int pack_size = tile.pack_size, step = tile.block_size() * pack_size;
+  const long long row = blockIdx.x, num_cols = problem.in_features;
+  const T* weight = problem.weight + row * num_cols;
   const long long first = threadIdx.x * pack_size;
-  constexpr int step = tile.block_size() * pack_size;
   BlockReduce<tile.block_size(), float> block(dynamic_smem());
 
+  Pack<T, pack_size> kept[tile.packs_per_thread];
+#pragma unroll
+  for (int at = 0; at < tile.packs_per_thread; ++at)
+    if (first + at * step < num_cols) kept[at] = load_pack<pack_size>(weight + first + at * step);
+  // use(col, values, scales): for each pack of this thread, and of the norm's weight.
+  const auto for_each = [&](auto use) {
+    const auto scaled = [&](long long col, const Pack<T, pack_size>& pack) {
+      float values[pack_size], scales[pack_size];
+      unpack(pack, values);
+      problem.norm_weight.template load<pack_size>(col, scales);
+      use(col, values, scales);
+    };
+#pragma unroll
+    for (int at = 0; at < tile.packs_per_thread; ++at)
+      if (first + at * step < num_cols) scaled(first + at * step, kept[at]);
+    for (long long col = first + tile.packs_per_thread * step; col < num_cols; col += step)
+      scaled(col, load_pack<pack_size>(weight + col));
+  };
+
   Sum<float, 2> sums{};  // of weight norm_weight, and of weight norm_bias
-#pragma unroll 4
-  for (long long col = first; col < problem.in_features; col += step) {
-    float values[pack_size], scales[pack_size], biases[pack_size];
-    unpack(load_pack<pack_size>(weight + col), values);
-    problem.norm_weight.template load<pack_size>(col, scales);
+  for_each([&](long long col, const auto& values, const auto& scales) {
+    float biases[pack_size];
     problem.norm_bias.template load<pack_size>(col, biases);
 #pragma unroll
     for (int at = 0; at < pack_size; ++at) {
       sums.part[0] += values[at] * scales[at];
       sums.part[1] = fma(values[at], biases[at], sums.part[1]);
     }
-  }
+  });
   sums = block.all(sums);
-  const float mean = centered ? sums.part[0] / problem.in_features : 0.0f;
+  const float mean = centered ? sums.part[0] / num_cols : 0.0f;
 
   Sum<float, 1> rounded{};
-#pragma unroll 4
-  for (long long col = first; col < problem.in_features; col += step) {
-    float values[pack_size], scales[pack_size];
-    unpack(load_pack<pack_size>(weight + col), values);
-    problem.norm_weight.template load<pack_size>(col, scales);
+  for_each([&](long long col, auto& values, const auto& scales) {
 #pragma unroll
     for (int at = 0; at < pack_size; ++at) values[at] = fma(values[at], scales[at], -mean);
     const Pack<T, pack_size> pack = repack<T>(values);
-    store_pack<pack_size>(problem.folded + row * problem.in_features + col, pack);
+    store_pack<pack_size>(problem.folded + row * num_cols + col, pack);
     unpack(pack, values);
 #pragma unroll
     for (int at = 0; at < pack_size; ++at) rounded.part[0] += values[at];
-  }
+  });
   rounded = block.all(rounded);
   if (threadIdx.x != 0) return;
   float bias[1] = {0.0f};

@@ -1,23 +1,22 @@
 // product_loads.cuh -- norm_linear.cu: one thread loads all that the block multiplies
 //
 // Each step is a tile of x and the tiles of weight, which land in a stage of the ring. A tile's
-// last step has the terms of its columns, and no x. The two blocks of a cluster multiply the same
+// last step has the terms of its columns. The two blocks of a cluster multiply the same
 // weight: each loads half of it, for both.
 #pragma once
 #include "cluster.cuh"
 #include "product_tiles.cuh"
 
-// Loads block_cols rows of weight, or of the terms, beginning at (row, col).
-template <int cluster_size>
-__device__ __forceinline__ void load_weight(ProductMemory& memory, unsigned stage,
+// Loads block_cols rows of weight, or of the terms, beginning at (row, col). bytes: of 128 rows.
+template <int cluster_size, int bytes>
+__device__ __forceinline__ void load_shared(unsigned char* to, unsigned long long* loaded,
                                             const TensorMap& map, int col, int row) {
 #pragma unroll
   for (int part = 0; part < num_tiles_of_weight; ++part) {
-    unsigned char* to = memory.weight(stage) + part * tile_bytes;
     if constexpr (cluster_size == 1)
-      tile_load(to, map, col, row + part * 128, &memory.loaded[stage]);
+      tile_load(to + part * bytes, map, col, row + part * 128, loaded);
     else if (part == cluster_rank())
-      tile_load_to_both(to, map, col, row + part * 128, &memory.loaded[stage]);
+      tile_load_to_both(to + part * bytes, map, col, row + part * 128, loaded);
   }
 }
 
@@ -40,13 +39,16 @@ __device__ __forceinline__ void load_steps(const Problem& problem, ProductMemory
     for (unsigned at = 0; at <= num_steps; ++at, ++step) {
       const unsigned stage = step % num_stages;
       if (step >= num_stages) bulk_wait(&memory.multiplied[stage], step / num_stages - 1);
+      unsigned long long* loaded = &memory.loaded[stage];
       if (at < num_steps) {
-        bulk_expect(&memory.loaded[stage], stage_bytes);
-        tile_load(memory.x(stage), problem.x, at * step_cols, row, &memory.loaded[stage]);
-        load_weight<cluster_size>(memory, stage, problem.weight, at * step_cols, col);
+        const int step_col = at * step_cols;
+        bulk_expect(loaded, stage_bytes);
+        tile_load(memory.x(stage), problem.x, step_col, row, loaded);
+        load_shared<cluster_size, tile_bytes>(memory.weight(stage), loaded, problem.weight,
+                                              step_col, col);
       } else {
-        bulk_expect(&memory.loaded[stage], weight_bytes);
-        load_weight<cluster_size>(memory, stage, problem.terms, 0, col);
+        bulk_expect(loaded, terms_bytes);
+        load_shared<cluster_size, terms_tile_bytes>(memory.x(stage), loaded, problem.terms, 0, col);
       }
     }
   }

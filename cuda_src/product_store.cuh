@@ -1,24 +1,26 @@
 // product_store.cuh -- norm_linear.cu: a warp's 16 x 256 results, scaled and written
 #pragma once
 #include "convert.cuh"
-#include "fragment_sums.cuh"
+#include "known_rows.cuh"
+#include "product_memory.cuh"
 #include "warpgroup.cuh"
 
-// d: as multiply leaves it. rows: of the lane. Of y, row and col are the warp's first ones. The
-// copy engine reads one of the two patches while the warp writes the other.
+// d: as multiply leaves it. rows: of the lane. Of y, row and col are the warp's first ones. stage:
+// of the terms. Nothing waits for the copy engine but for patches of the last tile.
 template <class T>
 __device__ __forceinline__ void store_results(const float (&d)[128], const TwoRows& rows,
-                                              unsigned char (&patches)[2][patch_bytes],
+                                              ProductMemory& memory, unsigned stage,
                                               const TensorMap& y, int row, int col,
                                               long long num_cols) {
-  const unsigned lane = threadIdx.x % 32;
+  const unsigned lane = threadIdx.x % 32, warp = (threadIdx.x - threads_per_group) / 32;
   const unsigned own_row = lane % 16, own_unit = lane / 16;  // which the lane addresses
 #pragma unroll
   for (int part = 0; part < block_cols / patch_cols; ++part) {
-    if (col + part * patch_cols >= num_cols) break;
-    unsigned char* patch = patches[part % 2];
-    if (lane == 0) tile_stores_wait<1>();
-    __syncwarp();
+    unsigned char* patch = memory.patch(warp, stage, part);
+    if (part == 2) {
+      if (lane == 0) tile_stores_wait<2>();
+      __syncwarp();
+    }
 #pragma unroll
     for (int pair = 0; pair < patch_cols / 16; ++pair) {
       unsigned fragment[4];
@@ -34,7 +36,7 @@ __device__ __forceinline__ void store_results(const float (&d)[128], const TwoRo
     fence_tile_store();
     __syncwarp();
     if (lane == 0) {
-      tile_store(y, col + part * patch_cols, row, patch);
+      if (col + part * patch_cols < num_cols) tile_store(y, col + part * patch_cols, row, patch);
       tile_stores_commit();
     }
   }

@@ -1,8 +1,7 @@
 // product_tiles.cuh -- norm_linear.cu: the order of the tiles of y
 //
 // Clusters take tiles in turns. What runs at a time should read few rows of x and of weight, so
-// that the L2 cache reads them once, and few columns of tiles, because the first ones to read a row
-// find its statistics.
+// that the L2 cache reads them once.
 #pragma once
 #include "product_memory.cuh"
 

@@ -3,8 +3,9 @@
 // PTX ISA: wgmma.mma_async (sm_90a), with a plain C++ twin for the CPU. Operands may not be touched
 // before products_wait.
 //
-// product_operand(smem)            16 columns of 256 rows of a swizzled tile, described for wgmma
-// multiply<T>(d, a, weight, adds)  d = a weight^T, or += with adds. T: the type of the elements
+// product_operand(smem)            16 columns of a swizzled tile, described for wgmma
+// multiply<T>(d, x, weight, adds)  d = x weight^T, or += with adds. T: the type of the elements.
+//                                  weight: an operand of 256 rows; x: one of 64 rows, or a
 //
 // Warp w has rows 16 w to 16 w + 15, lane l of it rows l / 4 and l / 4 + 8 of these: of the first,
 // a[0] has columns 2 (l % 4) and the next, a[2] those 8 further, d[4 j] and d[4 j + 1] columns
@@ -13,11 +14,13 @@
 #include "convert.cuh"
 #include "warpgroup.cuh"
 
-// A tile has rows of 128 bytes, the 16-byte units of each 8 rows swizzled. In units of 16 bytes:
-// where it begins, and 1024 bytes from 8 rows to the next 8. The offset in a row, a multiple of 32
-// bytes, may be added to the address.
+// A tile has rows of 128 or 32 bytes, the 16-byte units of each 8 rows swizzled. In units of 16
+// bytes: where it begins, and how far 8 rows are from the next 8. The offset in a row, a multiple
+// of 32 bytes, may be added to the address.
+template <unsigned row_bytes = 128>
 __device__ __forceinline__ unsigned long long product_operand(const void* smem) {
-  return (smem_address(smem) & 0x3ffff) >> 4 | 1ull << 16 | 64ull << 32 | 1ull << 62;
+  constexpr unsigned long long stride = row_bytes / 2, swizzle = row_bytes == 128 ? 1 : 3;
+  return (smem_address(smem) & 0x3ffff) >> 4 | 1ull << 16 | stride << 32 | swizzle << 62;
 }
 
 #ifdef CUPYNORM_ON_CPU
@@ -25,7 +28,12 @@ __device__ __forceinline__ unsigned long long product_operand(const void* smem) 
 template <class T>
 __device__ __forceinline__ void multiply(float (&d)[128], const unsigned (&a)[4],
                                          unsigned long long weight, bool adds) {
-  on_cpu::multiply(d, a, weight, adds, is_same<T, __nv_bfloat16>);
+  on_cpu::multiply(d, a, 0, weight, adds, is_same<T, __nv_bfloat16>);
+}
+template <class T>
+__device__ __forceinline__ void multiply(float (&d)[128], unsigned long long x,
+                                         unsigned long long weight, bool adds) {
+  on_cpu::multiply(d, nullptr, x, weight, adds, is_same<T, __nv_bfloat16>);
 }
 
 #else
@@ -42,12 +50,23 @@ struct PtxType<__half> {
   static constexpr char name[] = ".f16";
 };
 
-template <class T>
+// Where x is: in registers, or in shared memory, where the last flag says that rows are contiguous.
+struct InRegisters {
+  static constexpr char name[] = "{x0, x1, x2, x3}", flags[] = "1, 1, 0";
+};
+struct InSmem {
+  static constexpr char name[] = "tile", flags[] = "1, 1, 0, 0";
+};
+
+template <class T, class Place>
 __device__ __forceinline__ void multiply(float (&d)[128], const unsigned (&a)[4],
-                                         unsigned long long weight, bool adds) {
+                                         unsigned long long x, unsigned long long weight,
+                                         bool adds) {
   asm volatile(
-      "{\n.reg .pred adds;\nsetp.ne.b32 adds, %133, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n256k16.f32%134%134 {"
+      "{\n.reg .pred adds;\nsetp.ne.b32 adds, %134, 0;\n"
+      ".reg .b32 x0, x1, x2, x3;\n.reg .b64 tile;\nmov.b64 tile, %132;\n"
+      "mov.b32 x0, %128;\nmov.b32 x1, %129;\nmov.b32 x2, %130;\nmov.b32 x3, %131;\n"
+      "wgmma.mma_async.sync.aligned.m64n256k16.f32%135%135 {"
       "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, "
       "%14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, "
       "%28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, "
@@ -58,7 +77,7 @@ __device__ __forceinline__ void multiply(float (&d)[128], const unsigned (&a)[4]
       "%98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, "
       "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, "
       "%126, %127"
-      "}, {%128, %129, %130, %131}, %132, adds, 1, 1, 0;\n}"
+      "}, %136, %133, adds, %137;\n}"
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]),
         "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]),
         "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]),
@@ -78,8 +97,18 @@ __device__ __forceinline__ void multiply(float (&d)[128], const unsigned (&a)[4]
         "+f"(d[110]), "+f"(d[111]), "+f"(d[112]), "+f"(d[113]), "+f"(d[114]), "+f"(d[115]),
         "+f"(d[116]), "+f"(d[117]), "+f"(d[118]), "+f"(d[119]), "+f"(d[120]), "+f"(d[121]),
         "+f"(d[122]), "+f"(d[123]), "+f"(d[124]), "+f"(d[125]), "+f"(d[126]), "+f"(d[127])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(weight), "r"(static_cast<int>(adds)),
-        "C"(PtxType<T>::name));
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(x), "l"(weight),
+        "r"(static_cast<int>(adds)), "C"(PtxType<T>::name), "C"(Place::name), "C"(Place::flags));
+}
+template <class T>
+__device__ __forceinline__ void multiply(float (&d)[128], const unsigned (&a)[4],
+                                         unsigned long long weight, bool adds) {
+  multiply<T, InRegisters>(d, a, 0, weight, adds);
+}
+template <class T>
+__device__ __forceinline__ void multiply(float (&d)[128], unsigned long long x,
+                                         unsigned long long weight, bool adds) {
+  multiply<T, InSmem>(d, {}, x, weight, adds);
 }
 
 #endif

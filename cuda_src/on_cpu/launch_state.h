@@ -29,8 +29,8 @@ struct Warp;
 // A product of a warpgroup that was started and not waited for.
 struct Product {
   float* sums;
-  const unsigned* a;
-  Word operand;
+  const unsigned* a;  // null: x is in shared memory
+  Word x, weight;
   bool adds, is_bfloat16;
   int group;
 };

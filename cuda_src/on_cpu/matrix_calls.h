@@ -37,9 +37,10 @@ void tile_load(void* smem, const unsigned long long* words, int col, int row,
 
 void tile_store(const unsigned long long* words, int col, int row, const void* smem);
 
-// wgmma.mma_async m64n256k16: the operands are read when the product is waited for.
-void multiply(float* sums, const unsigned* a, unsigned long long operand, bool adds,
-              bool is_bfloat16);
+// wgmma.mma_async m64n256k16: the operands are read when the product is waited for. a: null where
+// the 64 rows are in shared memory, at x.
+void multiply(float* sums, const unsigned* a, unsigned long long x, unsigned long long weight,
+              bool adds, bool is_bfloat16);
 void products_commit();
 void products_wait(unsigned pending_groups);
 

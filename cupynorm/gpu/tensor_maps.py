@@ -6,7 +6,8 @@ import ctypes
 from functools import cache, lru_cache
 
 _DATA_TYPES = {"float16": 6, "bfloat16": 9}  # CUtensorMapDataType
-_NO_INTERLEAVE, _SWIZZLE_128_BYTES, _L2_PROMOTION_256_BYTES, _ZEROS_OUTSIDE = 0, 3, 3, 0
+_NO_INTERLEAVE, _L2_PROMOTION_256_BYTES, _ZEROS_OUTSIDE = 0, 3, 0
+_SWIZZLES = {32: 1, 128: 3}  # by the bytes of a row of a tile
 _NUM_WORDS, _ALIGNMENT = 16, 64  # of a CUtensorMap, in 8-byte words and in bytes
 
 
@@ -30,7 +31,7 @@ def tensor_map(
     """The 16 words of a CUtensorMap of a matrix.
 
     address: a multiple of 16, as row_bytes is, from one row to the next. dtype: "float16" or
-    "bfloat16". tile: rows and columns of what one copy moves; 128 bytes of a row, which are
+    "bfloat16". tile: rows and columns of what one copy moves; 32 or 128 bytes of a row, which are
     swizzled in shared memory.
     It depends on its arguments alone. Raises ValueError where the driver refuses them.
     """
@@ -50,7 +51,7 @@ def tensor_map(
         box,
         steps,
         _NO_INTERLEAVE,
-        _SWIZZLE_128_BYTES,
+        _SWIZZLES[tile[1] * 2],
         _L2_PROMOTION_256_BYTES,
         _ZEROS_OUTSIDE,
     )

@@ -1,4 +1,4 @@
-"""torch: fused="kernel": the norm and the product in one kernel (cuda_src/norm_linear.cu).
+"""torch: the norm and the product in one kernel (cuda_src/norm_linear.cu).
 
 y = rstd * (x folded^T - mean * sums) + bias, where tensor cores multiply x itself by the folded
 weight of fold.py, and the statistics come from what they multiply. Where the kernel does not fit a
@@ -99,7 +99,7 @@ def fold(call: LinearCall) -> KernelFold:
     device_index, (out_features, in_features) = weight.get_device(), weight.shape
     enqueue = _prepared_fold(
         device_index,
-        out_features,
+        (out_features, in_features),
         name_of(weight.dtype),
         *types,
         options.centered,
@@ -142,19 +142,19 @@ def forward(call: LinearCall, folded: KernelFold | None) -> tuple[Tensor, Tensor
         y = torch.empty(*leading, out_features, dtype=x.dtype, device=x.device)
         mean = torch.empty(leading, dtype=torch.float32, device=x.device)
         rstd = torch.empty_like(mean)
-        found = torch.zeros(num_rows, dtype=torch.int64, device=x.device)
+        known = torch.zeros(num_rows + 1, dtype=torch.int64, device=x.device)
         maps = tuple(
             tensor_map(each.data_ptr(), num, cols, cols * 2, name_of(each.dtype), tile)
             for each, num, cols, tile in (
                 (x, num_rows, in_features, products.LOADED),
                 (weight, out_features, in_features, products.LOADED),
-                (folded.terms, out_features, products.TERM_COLS, products.LOADED),
+                (folded.terms, out_features, products.TERM_COLS, products.LOADED_TERMS),
                 (y, num_rows, out_features, products.STORED),
             )
         )
         words = products.product_words(
             maps,
-            _addresses((mean, rstd, found)),
+            _addresses((x, mean, rstd, known)),
             (num_rows, in_features, out_features),
             strips_at_a_time,
             check_eps(options.eps, dtype, centered=options.centered),

@@ -15,21 +15,22 @@ BLOCK_ROWS, BLOCK_COLS, STEP_COLS = 128, 256, 64
 _THREADS, _NUM_STAGES, _NUM_WARPS = 3 * 128, 4, 8
 _STAGE_BYTES = (BLOCK_ROWS + BLOCK_COLS) * STEP_COLS * 2
 SMEM_BYTES = _NUM_STAGES * _STAGE_BYTES + _NUM_WARPS * 2 * 16 * 64 * 2 + 2 * _NUM_STAGES * 8
-# Rows and columns of what one instruction loads of x or of weight, and of what it stores of y.
-LOADED, STORED = (128, STEP_COLS), (16, 64)
+TERM_COLS = 16  # of cuda_src/column_terms.cuh
+# Rows and columns of what one instruction loads of x or of weight, and of the terms, and of what it
+# stores of y.
+LOADED, LOADED_TERMS, STORED = (128, STEP_COLS), (128, TERM_COLS), (16, 64)
 
 # Two blocks share what they load of the weight.
 _CLUSTER_SIZE = 2
-# Columns of tiles that are computed at a time. Only the first tiles of a row find its statistics,
-# so fewer columns find fewer. More columns read less from memory. H200, five shapes, time over that
-# of the product alone: 1.016 to 1.136 with 2 columns, 1.017 to 1.161 with 4, 1.028 to 1.215 with 8.
-_COLUMNS_AT_A_TIME = 2
+# Columns of tiles that are computed at a time, by 11 clusters each on an H200. A wave then reads
+# about as many rows of x as of the weight.
+_COLUMNS_AT_A_TIME = 6
 
 DTYPES = ("bfloat16", "float16")
-TERM_COLS = 16  # of cuda_src/column_terms.cuh
 
-# fold_weight.cu: its threads, and what it needs to sum over them (cuda_src/reduce.cuh).
-_FOLD_THREADS, _FOLD_SMEM_BYTES = 128, 2 * 3 * 4 * 4
+# fold_weight.cu: its threads, what it needs to sum over them (cuda_src/reduce.cuh), and the most
+# packs that a thread keeps in registers.
+_FOLD_THREADS, _FOLD_SMEM_BYTES, _MOST_FOLD_PACKS = 128, 2 * 3 * 4 * 4, 8
 
 
 class ProductPlan(NamedTuple):
@@ -90,12 +91,13 @@ def product_words(
 ) -> tuple[int | float, ...]:
     """The argument struct of norm_linear.cu.
 
-    maps: tensor maps of x, the folded weight, the terms of columns, y. addresses: of mean, rstd and
-    found. sizes: num_rows, in_features, out_features.
+    maps: tensor maps of x, the folded weight, the terms of columns, y. addresses: of x, mean, rstd,
+    and of num_rows + 1 words of 0. sizes: num_rows, in_features, out_features.
     """
     words = (
         *(word for each in maps for word in each),
         *addresses,
+        addresses[-1] + 8,
         *sizes,
         strips_at_a_time,
         float(eps),
@@ -104,7 +106,7 @@ def product_words(
 
 
 def fold_launch(
-    out_features: int,
+    sizes: tuple[int, int],
     dtype: str,
     norm_weight: str | None,
     norm_bias: str | None,
@@ -112,11 +114,14 @@ def fold_launch(
     centered: bool,
     zero_centered: bool,
 ) -> Launch:
-    """The kernel that folds a norm's parameters into a weight [out_features, in_features].
+    """The kernel that folds a norm's parameters into a weight.
 
-    dtype: of the weight and of the result. norm_weight, norm_bias: dtypes, or None.
+    sizes: out_features, in_features. dtype: of the weight and of the result. norm_weight,
+    norm_bias: dtypes, or None.
     """
-    tile = Tile(8, _FOLD_THREADS, blocks_per_sm=6)
+    out_features, in_features = sizes
+    packs = min(ceil_div(in_features, 8 * _FOLD_THREADS), _MOST_FOLD_PACKS)
+    tile = Tile(8, _FOLD_THREADS, packs, blocks_per_sm=7 if packs <= 4 else 6)
     types = cpp_names(dtype, norm_weight, norm_bias)
     flags = f"{cpp_bool(zero_centered)}, {cpp_bool(centered)}"
     kernel = Kernel("fold_weight.cu", f"fold_weight<{types}, {flags}, {tile.cpp}>")

@@ -274,7 +274,12 @@ def matrix_launches(limits: tuple[int, ...], device: Device) -> list[Launch]:
     """All kinds of quantize.cu and reduce_matrix.cu, packs of up to `limits`, and update_scales."""
     found = [update_scales_launch(3)]
     for dtype, weight, flag in (("bfloat16", "float32", True), ("float16", None, False)):
-        found.append(fold_launch(8, dtype, weight, weight, centered=flag, zero_centered=flag))
+        for in_features in (8, 4096, 8192):
+            found.append(
+                fold_launch(
+                    (8, in_features), dtype, weight, weight, centered=flag, zero_centered=flag
+                )
+            )
     for num_rows, dtype, weight, flag in itertools.chain(
         ((each, "bfloat16", "bfloat16", True) for each in range(1, MOST_ROWS + 1)),
         ((each, "float16", None, False) for each in (1, MOST_ROWS)),

@@ -105,7 +105,7 @@ def fold(problem: ProductProblem, machine: Any) -> Folded:
         for each in (problem.norm_weight, problem.norm_bias)
     ]
     launch = products.fold_launch(
-        out_features,
+        problem.weight.shape,
         problem.dtype,
         *of_norm,
         centered=problem.centered,
@@ -134,9 +134,8 @@ def multiply(
     cluster_size: int = 2,
     strips_at_a_time: int = 1,
     grid_size: int | None = None,
-    shares: bool = True,
 ) -> Found:
-    """What norm_linear.cu makes. shares: tiles read the statistics that others have found."""
+    """What norm_linear.cu makes."""
     (num_rows, in_features), out_features = problem.x.shape, len(folded.weight)
     plan = products.product_launch(
         machine.device,
@@ -155,7 +154,7 @@ def multiply(
     for values, dtype, tile in (
         (problem.x, problem.dtype, products.LOADED),
         (folded.weight, problem.dtype, products.LOADED),
-        (folded.terms, "bfloat16", products.LOADED),
+        (folded.terms, "bfloat16", products.LOADED_TERMS),
         (y, problem.dtype, products.STORED),
     ):
         given.append(put(machine, values, dtype))
@@ -167,9 +166,9 @@ def multiply(
     made = [
         machine.empty((num_rows,), "float32"),
         machine.empty((num_rows,), "float32"),
-        machine.put(np.zeros(num_rows, np.int64)) if shares else (None, 0),
+        machine.put(np.zeros(num_rows + 1, np.int64)),
     ]
-    addresses = tuple(address for _, address in made)
+    addresses = (given[0][1], *(address for _, address in made))
     sizes = (num_rows, in_features, out_features)
     machine.launch(
         launch, products.product_words(maps, addresses, sizes, plan.strips_at_a_time, EPS)

@@ -1,0 +1,83 @@
+// row_statistics.cuh -- norm_linear.cu: mean and rstd of rows, by warps beside those that multiply
+//
+// The warps of all blocks take the next rows from a counter, and never wait for another warp. So a
+// warp that multiplies may wait for any row: the warps of its own block would take it at last. Sums
+// are of x minus the mean of the row's first eight elements: a large mean costs no accuracy.
+#pragma once
+#include "convert.cuh"
+#include "known_rows.cuh"
+#include "mean_rstd.cuh"
+#include "memory.cuh"
+
+constexpr int rows_of_turn = 4;
+constexpr int packs_at_once = 4;  // that a lane has loaded and not yet added
+
+template <class T, bool centered>
+struct RowSums {
+  float first;
+  Sum<float, 2> sums;  // of values - first, and of their squares
+
+  __device__ __forceinline__ void add(const Pack<T, 8>& pack) {
+    float values[8];
+    unpack(pack, values);
+#pragma unroll
+    for (float value : values) {
+      if constexpr (centered) sums.part[0] += value -= first;
+      sums.part[1] = fma(value, value, sums.part[1]);
+    }
+  }
+  // pack: of lane 0, the first elements of the row.
+  __device__ __forceinline__ void begin(const Pack<T, 8>& pack) {
+    float values[8], sum = 0.0f;
+    unpack(pack, values);
+#pragma unroll
+    for (const float value : values) sum += value * 0.125f;
+    first = centered ? __shfl_sync(0xffffffffu, sum, 0) : 0.0f;
+    sums = {};
+  }
+};
+
+// By a whole warp, of one row: its mean and rstd, to all lanes.
+template <bool centered, class T>
+__device__ __forceinline__ RowStatistics<float> statistics_of(const T* row, long long num_cols,
+                                                              double eps) {
+  RowSums<T, centered> row_sums;
+  const int own = threadIdx.x % 32 * 8;
+  for (long long start = 0; start < num_cols; start += packs_at_once * 256) {
+    Pack<T, 8> packs[packs_at_once];
+#pragma unroll
+    for (int at = 0; at < packs_at_once; ++at) {
+      const long long col = start + at * 256 + own;
+      load_once(packs[at], row + col, col < num_cols);
+    }
+    if (start == 0) row_sums.begin(packs[0]);
+#pragma unroll
+    for (int at = 0; at < packs_at_once; ++at)
+      if (start + at * 256 + own < num_cols) row_sums.add(packs[at]);
+  }
+  const auto sums = warp_reduce<32>(row_sums.sums);
+  const float count = static_cast<float>(num_cols);
+  return centered ? corrected(row_sums.first, sums, count, eps)
+                  : uncentered(sums.part[1], 1.0f / count, eps);
+}
+
+// problem.next_row: how many rows are taken already.
+template <bool centered, class Problem>
+__device__ __forceinline__ void find_statistics(const Problem& problem) {
+  const bool saves = threadIdx.x % 32 == 0;
+  while (true) {
+    unsigned long long next = 0;
+    if (saves) next = atomicAdd(problem.next_row, static_cast<unsigned long long>(rows_of_turn));
+    next = __shfl_sync(0xffffffffu, next, 0);
+    if (next >= problem.num_rows) return;
+    for (long long row = next; row < min(next + rows_of_turn, problem.num_rows); ++row) {
+      const auto found = statistics_of<centered>(problem.x_rows + row * problem.in_features,
+                                                 problem.in_features, problem.eps);
+      if (!saves) continue;
+      if (problem.mean != nullptr) problem.mean[row] = found.mean;
+      if (problem.rstd != nullptr) problem.rstd[row] = found.rstd;
+      *static_cast<volatile unsigned long long*>(problem.known + row) =
+          known_word(found.mean, found.rstd);
+    }
+  }
+}
