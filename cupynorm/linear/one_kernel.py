@@ -1,7 +1,7 @@
 """torch: the norm and the product in one kernel (cuda_src/norm_linear.cu).
 
 y = rstd * (x folded^T - mean * sums) + bias, where tensor cores multiply x itself by the folded
-weight of fold.py, and the statistics come from what they multiply. Where the kernel does not fit a
+weight of fold.py, while other warps compute the statistics. Where the kernel does not fit a
 call, the call takes the plain path.
 """
 
