@@ -28,6 +28,7 @@ PHASES = ("training", "inference")
 GRAPHED = "inference in a CUDA graph"  # with --graphs
 SHOWN = (*PHASES, GRAPHED)
 FLOAT64 = "float64"
+OF_NORMS = "Kernels of eager steps, and those of norms among them"
 # A distance comes from roundings, which vary by chance. The norms of a run cause few of them: the
 # runs share all other roundings, until the first difference spreads.
 CHANCE = 8
@@ -40,13 +41,14 @@ class Phase:
 
     milliseconds: run -> of each step. distances: run -> quantity -> the largest relative distance
     from the run torch on the same inputs. Quantities are loss and gradients, or outputs.
-    kernels: run -> milliseconds of a step in which kernels are on the GPU. changes: what graph
-    passes did, as tables.
+    kernels: run -> milliseconds of a step in which kernels are on the GPU. norms: of these, those
+    in which kernels of norms are, of eager runs. changes: what graph passes did, as tables.
     """
 
     milliseconds: dict[str, list[float]] = field(default_factory=dict)
     distances: dict[str, dict[str, float]] = field(default_factory=dict)
     kernels: dict[str, float] = field(default_factory=dict)
+    norms: dict[str, float] = field(default_factory=dict)
     changes: list[str] = field(default_factory=list)
 
     def median(self, run: str) -> float:
@@ -61,6 +63,13 @@ class Phase:
         turns = zip(self.milliseconds[other], self.milliseconds[run])
         low, middle, high = quartiles([theirs / ours - 1 for theirs, ours in turns])
         return middle, (high - low) / 2
+
+    def bound(self, run: str) -> float | None:
+        """By which share `run` would be faster if its norms took no time of the GPU. None if that
+        was not measured."""
+        if not self.norms.get(run):
+            return None
+        return self.kernels[run] / (self.kernels[run] - self.norms[run]) - 1
 
     def limit(self, run: str, quantity: str) -> float:
         """How far a run may be from torch by roundings alone.
@@ -201,6 +210,19 @@ class Result:
                     rows.append([model.title, name, *shown])
         return rows
 
+    def norms(self) -> list[list[str]]:
+        """The table of the times of norms in eager runs; only a heading without a GPU."""
+        rows = [["model", "phase", "kernels", "norms", "norms of cupynorm", "gain without norms"]]
+        for model in self.models.values():
+            for name, phase in model.phases.items():
+                bound = phase.bound("torch")
+                if bound is not None:
+                    ours = phase.norms.get("cupynorm")
+                    found = (phase.kernels["torch"], phase.norms["torch"], ours)
+                    shown = ["-" if each is None else f"{each:.2f}" for each in found]
+                    rows.append([model.title, name, *shown, f"{bound:+.1%}"])
+        return rows
+
     def gains(self) -> list[str]:
         """A sentence for each of our runs: its least and its greatest gain over torch's run."""
         sentences = []
@@ -229,6 +251,9 @@ class Result:
                 "milliseconds of a step in which kernels are on the GPU",
                 as_text(kernels),
             ]
+        norms = self.norms()
+        if len(norms) > 1:
+            lines += ["", f"{OF_NORMS}, milliseconds of a step", as_text(norms)]
         lines += ["", "relative distance from torch", as_text(self.distances())]
         for model in self.models.values():
             for phase, found in model.phases.items():
@@ -248,6 +273,10 @@ class Result:
         if len(kernels) > 1:
             lines += ["", "Milliseconds of a step in which kernels are on the GPU:", ""]
             lines += _markdown(kernels, 2)
+        norms = self.norms()
+        if len(norms) > 1:
+            shown = f"{OF_NORMS}, milliseconds of a step, and what torch's eager step would gain "
+            lines += ["", _wrapped(f"{shown} if its norms took no time:"), "", *_markdown(norms, 2)]
         lines += ["", "Relative distance from torch's eager run, the largest of all inputs:"]
         lines += ["", *_markdown(self.distances(), 2)]
         lines += ["", *(_wrapped(f"- {each}") for each in (*self.gains(), *self.left_out))]

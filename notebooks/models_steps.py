@@ -188,16 +188,20 @@ class Step:
         self.wait()
         return 1e3 * (time.perf_counter() - start)
 
-    def kernels(self, call: Call, batch: Batch) -> float:
-        """Milliseconds of a step in which kernels are on the GPU, by torch.profiler: the mean of a
-        few steps, for its start lets the clocks of the GPU fall."""
+    def kernels(self, call: Call, batch: Batch) -> tuple[float, float]:
+        """Milliseconds of a step in which kernels are on the GPU, and in which those of norms are.
+
+        By torch.profiler: the mean of a few steps, for its start lets the clocks of the GPU fall.
+        """
         call(batch)
         self.wait()
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiled:
             for _ in range(NUM_PROFILED):
                 call(batch)
             self.wait()
-        return busy(profiled.events()) / NUM_PROFILED / 1e3
+        events = profiled.events()
+        of_norms = [each for each in events if is_norm(each.name)]
+        return tuple(busy(each) / NUM_PROFILED / 1e3 for each in (events, of_norms))
 
     def wait(self) -> None:
         if on_gpu(self.device):
@@ -210,6 +214,14 @@ class Step:
         if not self.trains:
             return {"outputs": [result]}
         return {"loss": [result], "gradients": [each.grad for each in variant.model.parameters()]}
+
+
+def is_norm(kernel: str) -> bool:
+    """Whether a kernel of eager calls computes norms alone: torch's, or ours."""
+    name = kernel.removeprefix("void ")
+    return name.startswith(("forward_", "backward_")) or any(
+        part in name for part in ("layer_norm", "LayerNorm", "GammaBeta", "RowwiseMoments")
+    )
 
 
 def busy(events: Iterable[Any]) -> float:
@@ -371,7 +383,10 @@ def time_in_turns(
         bar.update()
     if step.profiles:
         batch = step.batch(model)
-        found.kernels = {run: step.kernels(call, batch) for run, call in calls.items()}
+        for run, call in calls.items():
+            found.kernels[run], of_norms = step.kernels(call, batch)
+            if run not in COMPILED:
+                found.norms[run] = of_norms
 
 
 def compile_ahead(subject: Subject, run: str, settings: Settings) -> None:

@@ -175,6 +175,17 @@ def test_a_run_that_fails_leaves_the_others(example, monkeypatch, tmp_path, caps
     assert [*model.phases["inference"].milliseconds] == ["torch"]
 
 
+def test_kernels_of_norms():
+    """Names as torch.profiler gives them."""
+    ours = "void backward_block<__nv_bfloat16, true, Tile{(int)8, (int)128}>(Backward<int>)"
+    of_torch = "void at::native::(anonymous namespace)::"
+    assert steps.is_norm(ours) and steps.is_norm("backward_parameters<float>(Sums)")
+    assert steps.is_norm(f"{of_torch}vectorized_layer_norm_kernel<float, float, true>(int)")
+    assert steps.is_norm(f"{of_torch}GammaBetaBackwardCUDAKernelTemplate<float>(long)")
+    assert not steps.is_norm(f"{of_torch}embedding_backward_feature_kernel<float>(long)")
+    assert not steps.is_norm("void pytorch_flash::flash_bwd_dq_dk_dv_loop_seqk_parallel_kernel<T>")
+
+
 def test_overlapping_kernels_count_once():
     """The second kernel of a norm's backward starts early and waits for the first."""
     gpu, cpu = torch.autograd.DeviceType.CUDA, torch.autograd.DeviceType.CPU
@@ -299,6 +310,11 @@ def test_tables():
     row = ["GPT-2 124M", "training", "1.50", "1.25", "-"]
     assert made.kernels()[1:] == [row] and "in which kernels are on the GPU" in str(made)
     assert "| GPT-2 124M | training | 1.50 | 1.25 | - |" in made.markdown()
+    assert len(made.norms()) == 1
+    made.models["gpt2"].phases["training"].norms = {"torch": 0.25, "cupynorm": 0.125}
+    row = ["GPT-2 124M", "training", "1.50", "0.25", "0.12", "+20.0%"]
+    assert made.norms()[1:] == [row] and "of norms among them" in str(made)
+    assert "| GPT-2 124M | training | 1.50 | 0.25 | 0.12 | +20.0% |" in made.markdown()
     assert made.times("training") == [
         ["model", "torch", "cupynorm", "gain", "torch compiled"],
         ["GPT-2 124M", "3.00 ± 0.50", "2.00 ± 0.50", "+50.0% ± 16.7", "1.00 ± 0.00"],
@@ -437,6 +453,8 @@ def test_all_runs_on_a_gpu(example, tmp_path):
                 0 < phase["kernels"][run] < 1.1 * max(each)
                 for run, each in phase["milliseconds"].items()
             )
+            assert {*phase["norms"]} == {"torch", "cupynorm"}
+            assert all(0 < each < phase["kernels"][run] for run, each in phase["norms"].items())
 
 
 @pytest.mark.gpu
