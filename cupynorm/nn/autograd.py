@@ -29,7 +29,6 @@ from ..norm.request import (
     ForwardOptions,
     ForwardRequest,
     is_plain,
-    weight_of,
 )
 from ..norm.results import Backward
 from . import dtensor, formulas, functor_operators, fused_operators, operators
@@ -51,6 +50,7 @@ from .repeated import remember
 _is_grad_enabled = torch.is_grad_enabled
 _is_cuda_autocast = torch.is_autocast_enabled  # with "cuda" as its argument it takes twice the time
 
+_NO_OPTIONS = (None,) * (len(BackwardOperands._fields) - 6)
 _NO_OUT = "out was given to a call that torch traces or transforms; expected out=None"
 _FUSED = "residual_dtype, row_scale, dropout_p, weight1, bias1, round_x_hat, memory_efficient, "
 _FUSED += "load or store"
@@ -123,9 +123,14 @@ def repeat(operands: tuple, options: tuple) -> tuple[torch.Tensor, torch.Tensor]
         known = repeated.get(_kind(operands, options))
     except (TypeError, RuntimeError):  # no tensor, or an option that cannot be a key: checked later
         return None
-    if known is None or not known.fits(operands):
+    if known is None or (results := known.run(operands)) is None:
         return None
-    y, _, added = _run(known.prepared, operands, known.prepared.records)
+    prepared = known.prepared
+    if not prepared.records:
+        return results[0], results[3]
+    if prepared.is_plain:
+        return _recorded(prepared, operands, results)
+    y, _, added = _recorded_with_options(prepared, operands, results)
     return y, added
 
 
@@ -135,7 +140,29 @@ def _run(prepared: Any, operands: tuple, recorded: bool) -> tuple:
     if not recorded:
         y, _, _, added, y1, _ = results
         return y, y1, added
-    outputs = _apply((prepared, operands, results), *prepared.read_differentiable(operands))
+    if prepared.is_plain:
+        y, added = _recorded(prepared, operands, results)
+        return y, None, added
+    return _recorded_with_options(prepared, operands, results)
+
+
+def _recorded(prepared: Any, operands: tuple, results: tuple) -> tuple:
+    """y and the sum of what a prepared forward has made, with their derivatives."""
+    y, mean, rstd, added, *_ = results
+    # Backward needs no row but the normalised one: the input, or the sum that is returned.
+    saved = added, mean, rstd, operands[1]
+    tensors = prepared.read_differentiable(operands)
+    if prepared.makes_sum:
+        return _apply((prepared, saved, (y, added)), *tensors)
+    (y,) = _apply((prepared, saved, (y,)), *tensors)
+    return y, added
+
+
+def _recorded_with_options(prepared: Any, operands: tuple, results: tuple) -> tuple:
+    """y, y1 and the sum, as _recorded, of a call with any option."""
+    outputs = _apply_with_options(
+        (prepared, operands, results), *prepared.read_differentiable(operands)
+    )
     y, y1, added = prepared.split_outputs(outputs)
     if prepared.options.quantization is not None:
         results[0].attach(partial(_PassingGradients.apply, y))
@@ -297,10 +324,61 @@ def _transformed(request: ForwardRequest) -> tuple:
 
 
 class _Norm(torch.autograd.Function):
-    """Records what a forward has made.
+    """Records what a plain forward has made.
 
     Inputs and outputs are the tensors that there are: each one costs host time.
     """
+
+    @staticmethod
+    def forward(ctx, call, *tensors):
+        """call: a prepared forward, what is saved, and y alone or y and the sum."""
+        ctx.prepared, saved, outputs = call
+        ctx.save_for_backward(*saved)
+        ctx.set_materialize_grads(False)
+        return outputs
+
+    @staticmethod
+    def backward(ctx, dy, dsum=None):
+        """None for the call, and the gradient of each tensor that was recorded."""
+        if dy is None:
+            dx, dweight, dbias = dsum, None, None
+        elif is_transformed() or is_mapped(dy):
+            # dy has no address, because torch maps over it, or has a tangent.
+            options = ctx.prepared.backward
+            x, mean, rstd, weight = ctx.saved_tensors
+            extents, zero_centered = options.extents, options.zero_centered_weight
+            saved = formulas.Saved(x, mean, rstd, weight, extents, zero_centered)
+            dx, dweight, dbias = formulas.gradients(dy, dsum, saved)
+        else:
+            dx, dweight, dbias = _gradients(ctx, (dy, *ctx.saved_tensors, dsum))
+        # Autograd drops the gradients of tensors that want none.
+        return ctx.prepared.pick_gradients((dx, dweight, dbias, dx, None))
+
+
+# _Norm.apply without its work for functorch's transforms (vmap, grad, jvp): a third of its time.
+_apply = super(torch.autograd.Function, _Norm).apply
+
+
+def _gradients(ctx, operands: tuple) -> tuple:
+    """dx, dweight, dbias: those that ctx needs. operands: the first of BackwardOperands."""
+    operands += _NO_OPTIONS
+    forward = ctx.prepared
+    if _is_grad_enabled():  # create_graph=True: the operator knows the gradients' derivatives
+        request = BackwardRequest(BackwardOperands._make(operands), _with_wanted(ctx))
+        return operators.norm_backward(request)[:3]
+    kind = ctx.needs_input_grad, operands[5] is None
+    known = forward.backwards.get(kind)
+    # What was saved may have another layout now: torch lets hooks pack and unpack it.
+    if known is not None and (results := known.run(operands)) is not None:
+        return results[:3]
+    request = BackwardRequest(BackwardOperands._make(operands), _with_wanted(ctx))
+    prepared, checked = prepare_backward(request)
+    remember(forward.backwards, kind, prepared, checked)
+    return prepared.run(checked)[:3]
+
+
+class _NormWithOptions(torch.autograd.Function):
+    """Records what a forward with any option has made."""
 
     @staticmethod
     def forward(ctx, call, *tensors):
@@ -308,11 +386,7 @@ class _Norm(torch.autograd.Function):
         prepared, operands, results = call
         ctx.prepared = prepared
         ctx.set_materialize_grads(False)
-        # Backward needs no row but the normalised one: the input, or the sum that is returned.
         y, mean, rstd, added, _, seed = results
-        if prepared.is_plain:
-            ctx.save_for_backward(added, mean, rstd, weight_of(operands))
-            return prepared.pick_outputs(results)
         operands = ForwardOperands._make(operands)
         options = prepared.options
         kept = (y, None) if options.memory_efficient else (added, mean)
@@ -329,44 +403,10 @@ class _Norm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *upstream):
-        gradients = _plain_gradients if ctx.prepared.is_plain else _fused_gradients
-        return gradients(ctx, *ctx.prepared.split_outputs(upstream))
+        return _gradients_with_options(ctx, *ctx.prepared.split_outputs(upstream))
 
 
-# _Norm.apply without its work for functorch's transforms (vmap, grad, jvp): a third of its time.
-_apply = super(torch.autograd.Function, _Norm).apply
-
-
-def _plain_gradients(ctx, dy, _, dsum) -> tuple:
-    """None for the call, and of each tensor that was recorded."""
-    if dy is None:
-        dx, dweight, dbias = dsum, None, None
-    elif is_transformed() or is_mapped(dy):
-        # dy has no address, because torch maps over it, or has a tangent.
-        options = ctx.prepared.backward
-        x, mean, rstd, weight = ctx.saved_tensors
-        saved = formulas.Saved(x, mean, rstd, weight, options.extents, options.zero_centered_weight)
-        dx, dweight, dbias = formulas.gradients(dy, dsum, saved)
-    else:
-        dx, dweight, dbias = _gradients(ctx, BackwardOperands(dy, *ctx.saved_tensors, dsum))
-    # Autograd drops the gradients of tensors that want none.
-    return ctx.prepared.pick_gradients((dx, dweight, dbias, dx, None))
-
-
-def _gradients(ctx, operands: BackwardOperands) -> tuple:
-    """dx, dweight, dbias: those that ctx needs."""
-    forward = ctx.prepared
-    if torch.is_grad_enabled():  # create_graph=True: the operator knows the gradients' derivatives
-        request = BackwardRequest(operands, _with_wanted(ctx))
-        return operators.norm_backward(request)[:3]
-    kind = ctx.needs_input_grad, operands.dsum is None
-    known = forward.backwards.get(kind)
-    # What was saved may have another layout now: torch lets hooks pack and unpack it.
-    if known is not None and known.fits(operands):
-        return known.prepared.run(operands)[:3]
-    prepared, checked = prepare_backward(BackwardRequest(operands, _with_wanted(ctx)))
-    remember(forward.backwards, kind, prepared, checked)
-    return prepared.run(checked)[:3]
+_apply_with_options = super(torch.autograd.Function, _NormWithOptions).apply
 
 
 def _with_wanted(ctx):
@@ -382,8 +422,8 @@ def _wanted(ctx) -> tuple[bool, ...]:
     return tuple(wants.get(name, False) for name in DIFFERENTIABLE)
 
 
-def _fused_gradients(ctx, dy, dy1, dsum) -> tuple:
-    """As _plain_gradients."""
+def _gradients_with_options(ctx, dy, dy1, dsum) -> tuple:
+    """None for the call, and of each tensor that was recorded."""
     first_present = next((each for each in (dy, dy1, dsum) if each is not None), None)
     if first_present is None:
         return (None,) * len(ctx.needs_input_grad)

@@ -23,28 +23,39 @@ _address = torch.Tensor.data_ptr
 class Repeated:
     """A prepared call, and the layouts that its tensors had last."""
 
-    __slots__ = ("_are_same", "prepared")
+    __slots__ = ("_are_same", "_read", "_results", "_run", "prepared")
 
     def __init__(self, prepared: Any, operands: tuple) -> None:
         self.prepared = prepared
+        self._read, self._run, self._results = (
+            prepared.read,
+            prepared.run_in_place,
+            prepared.results,
+        )
         self._are_same = _TensorGuards(
-            *prepared.read(operands), dynamic_dims_sizes=None, dynamic_dims_strides=None
+            *self._read(operands), dynamic_dims_sizes=None, dynamic_dims_strides=None
         ).check
 
-    def fits(self, operands: tuple) -> bool:
-        """Whether the tensors that the call reads are like those of last time.
+    def run(self, operands: tuple) -> tuple | None:
+        """What prepared.run returns; None, if the tensors that it reads are not like those of last
+        time.
 
         Compared are classes, dtypes, shapes, strides, devices and requires_grad. Addresses must be
         multiples of 16. A tensor that is given twice does not fit.
         """
-        tensors = self.prepared.read(operands)
-        return self._are_same(*tensors) and not reduce(or_, map(_address, tensors)) & 15
+        tensors = self._read(operands)
+        if not self._are_same(*tensors):
+            return None
+        addresses = tuple(map(_address, tensors))
+        if reduce(or_, addresses) & 15:
+            return None
+        return self._results(self._run(tensors, addresses, None) + (operands[0], None, None))
 
 
 def remember(calls: dict, kind: tuple | None, prepared: Any, operands: tuple) -> None:
     """Keeps a call that kernels compute as the last one of its kind, unless it draws a seed, or a
     tensor is copied or not aligned to 16 bytes."""
-    if kind is None or not isinstance(prepared, OnGpu) or prepared.copies:
+    if kind is None or not isinstance(prepared, OnGpu) or prepared.copies or not prepared.steps:
         return
     tensors = prepared.read(operands)
     if all(each is not None and not each.data_ptr() & 15 for each in tensors):

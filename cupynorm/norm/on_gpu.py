@@ -145,6 +145,21 @@ class OnGpu:
             for array, copied in zip(tensors, self.copies)
         )
 
+    def run_in_place(self, read: tuple, addresses: tuple[int, ...], seed: object) -> tuple:
+        """Allocates and launches, where nothing that is read is copied: a run without its checks.
+
+        Returns the tensors that are read, and those that are made. addresses: of the former.
+        """
+        library = self.library
+        former = library.exchange_device(self.device_index)
+        try:
+            made = self.make()
+            self.enqueue(addresses + tuple(map(library.address, made)), seed)
+            return read + made
+        finally:
+            if former != self.device_index:
+                library.exchange_device(former)
+
     def enqueue(self, addresses: tuple[int, ...], seed: object) -> None:
         """addresses: in the order that compile was given."""
         stream = self.library.stream()

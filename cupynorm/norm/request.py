@@ -95,7 +95,6 @@ class ForwardRequest(NamedTuple):
 
 
 # Of operands, which in a repeated call are a plain tuple of the same order.
-weight_of = itemgetter(ForwardOperands._fields.index("weight"))
 input_and_seed_of = itemgetter(*map(ForwardOperands._fields.index, ("input", "dropout_seed")))
 
 

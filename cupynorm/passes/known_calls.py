@@ -75,14 +75,12 @@ class _KnownCall:
     read, among the arguments. wanted: places of the results, among those tensors and the new ones.
     """
 
-    __slots__ = ("_device", "_enqueue", "_exchange_device", "_make", "_otherwise", "_pick", "_read")
+    __slots__ = ("_otherwise", "_pick", "_read", "_run")
 
     def __init__(
         self, otherwise: Callable[..., Any], prepared: OnGpu, read: tuple, wanted: list[int]
     ) -> None:
-        self._otherwise, self._make, self._enqueue = otherwise, prepared.make, prepared.enqueue
-        self._device = prepared.device_index
-        self._exchange_device = prepared.library.exchange_device
+        self._otherwise, self._run = otherwise, prepared.run_in_place
         self._read, self._pick = _tuple_of(read), _tuple_of(wanted)
 
     def __call__(self, *arguments: Any) -> tuple[Tensor, ...]:
@@ -90,14 +88,7 @@ class _KnownCall:
         addresses = tuple(map(_address, read))
         if reduce(or_, addresses) & 15:
             return self._otherwise(*arguments)
-        former = self._exchange_device(self._device)
-        try:
-            new = self._make()
-            self._enqueue(addresses + tuple(map(_address, new)), None)
-            return self._pick(read + new)
-        finally:
-            if former != self._device:
-                self._exchange_device(former)
+        return self._pick(self._run(read, addresses, None))
 
 
 def _tuple_of(places: Any) -> Callable[[tuple], tuple]:
