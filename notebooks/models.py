@@ -1,8 +1,9 @@
 """Times six models with torch's norms and with cupynorm's, and compares losses and gradients.
 
     python notebooks/models.py [--models MODEL,..] [--runs RUN,..] [--steps 30] [--quick]
-                               [--whole N] [--graphs] [--profile] [--device cuda]
-                               [--jobs N] [--seconds S] [--json FILE [--resume]]
+                               [--phases PHASE,..] [--whole N] [--graphs] [--profile]
+                               [--device cuda] [--jobs N] [--seconds S]
+                               [--json FILE [--resume]]
                                [--plot FILE] [--docs]
     python notebooks/models.py --from FILE [--plot FILE] [--docs]
 
@@ -41,7 +42,7 @@ from pathlib import Path
 import torch
 from models_decoders import Decoder, Gpt2
 from models_encoders import Bert, Dit, Vit
-from models_report import COMPILED, PASSES, PHASES, RUNS, SHOWN, Result, plot
+from models_report import COMPILED, PASSES, PHASES, RUNS, Result, plot
 from models_steps import NUM_WARM, Settings, Subject, compile_in_processes, measure, on_gpu
 from tqdm import tqdm
 
@@ -158,6 +159,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     shown = f"some of {','.join(RUNS)}; always torch (default: all; on a CPU those not compiled)"
     add("--runs", type=some_of(RUNS), help=shown)
     add("--steps", type=positive, help="timed steps of each run (30; 3 with --quick)")
+    shown = f"some of {','.join(PHASES)} (default: all)"
+    add("--phases", type=some_of(PHASES), default=PHASES, help=shown)
     add("--quick", action="store_true", help="tiny models, to try the program on a CPU")
     shown = "compiles models of at most N layers as one graph, not each block"
     add("--whole", type=positive, metavar="N", default=0, help=shown)
@@ -171,7 +174,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--seed", type=int, default=0, help="of weights and inputs (0)")
     add("--from", dest="source", type=Path, metavar="FILE", help="shows a --json file again")
     add("--json", type=Path, metavar="FILE", help="writes all times and distances")
-    shown = "keeps the models that the --json file has already, and measures the others"
+    shown = "keeps the phases of models that the --json file has already, and measures the others"
     add("--resume", action="store_true", help=shown)
     add("--plot", type=Path, metavar="FILE", help="draws the speeds: .svg, .png")
     add("--docs", action="store_true", help=f"rewrites the tables of ./{DOCUMENT.as_posix()}")
@@ -182,6 +185,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         parser.error(
             "--resume is given without --json; expected the file that has the first models"
         )
+    if given.graphs and "inference" not in given.phases:
+        parser.error("--graphs is given without inference; expected it among --phases")
     for name in ("graphs", "profile"):
         if getattr(given, name) and not given.source and not on_gpu(given.device):
             parser.error(f"--{name} is given with --device {given.device}; expected a GPU")
@@ -229,25 +234,29 @@ def run(given: argparse.Namespace, arguments: Sequence[str]) -> Result:
     command = [files.get(each, each) for each in arguments if each != "--resume"]
     found = environment() | ({} if on_gpu(given.device) else {"gpu": None, "driver": None})
     noted = {"command": shlex.join(["python", "notebooks/models.py", *command])}
-    result = Result(found, noted | settings._asdict() | {"runs": [*runs]}, {}, left_out)
+    noted |= settings._asdict() | {"runs": [*runs]}
+    del noted["phases"]  # each model has its own
+    settings = settings._replace(phases=given.phases)
+    result = Result(found, noted, {}, left_out)
     if given.resume:
         result = resumed(result, given.json)
-    todo = [name for name in given.models if name not in result.models]
+    todo = {name: result.missing(name, given.phases) for name in given.models}
+    todo = {name: phases for name, phases in todo.items() if phases}
     if given.jobs > 1 and set(runs) & set(COMPILED):
         compile_in_processes([MODELS[name] for name in todo], settings, given.jobs)
-    num_phases = len(SHOWN if given.graphs else PHASES)
-    num_steps = len(todo) * num_phases * (NUM_WARM + given.steps)
+    num_phases = sum(len(phases) + given.graphs for phases in todo.values())
+    num_steps = num_phases * (NUM_WARM + given.steps)
     with tqdm(total=num_steps, unit="step", leave=False) as bar:
-        for name in todo:
+        for name, phases in todo.items():
             began = time.perf_counter()
             if given.seconds and began - start + slowest > given.seconds:
                 result.left_out.append(f"{MODELS[name].title} was not started: no time was left.")
                 continue
             try:
-                result.models[name], failures = measure(MODELS[name], settings, bar)
+                model, failures = measure(MODELS[name], settings._replace(phases=phases), bar)
+                result.add(name, model, [*MODELS])
             except Exception as error:  # keep the other models
                 failures = [f"{MODELS[name].title} failed: {type(error).__name__}: {error}"]
-            result.models = {each: result.models[each] for each in MODELS if each in result.models}
             result.left_out += failures
             if given.json:
                 given.json.write_text(result.to_json() + "\n", encoding="utf-8")

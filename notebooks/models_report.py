@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import textwrap
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -119,6 +120,19 @@ class Result:
             for name, each in content.pop("models").items()
         }
         return cls(models=models, **content)
+
+    def missing(self, name: str, phases: Sequence[str]) -> tuple[str, ...]:
+        """Those of the phases that are not measured of a model."""
+        measured = self.models[name].phases if name in self.models else {}
+        return tuple(phase for phase in phases if phase not in measured)
+
+    def add(self, name: str, model: ModelResult, order: Sequence[str]) -> None:
+        """Adds a model, or more of its phases. order: of all models."""
+        before = self.models[name].phases if name in self.models else {}
+        phases = before | model.phases
+        model.phases = {phase: phases[phase] for phase in SHOWN if phase in phases}
+        models = self.models | {name: model}
+        self.models = {each: models[each] for each in order if each in models}
 
     @property
     def too_far(self) -> list[str]:

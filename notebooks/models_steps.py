@@ -73,6 +73,7 @@ class Settings(NamedTuple):
 
     graphs: inference is also timed in CUDA graphs. profile: the time of kernels is measured too.
     whole: models of at most so many layers are compiled as one graph; 0: each block is.
+    phases: what is measured.
     """
 
     runs: tuple[str, ...]
@@ -83,6 +84,7 @@ class Settings(NamedTuple):
     graphs: bool = False
     profile: bool = False
     whole: int = 0
+    phases: tuple[str, ...] = PHASES
 
 
 @contextlib.contextmanager
@@ -310,7 +312,7 @@ def measure(subject: Subject, settings: Settings, bar: tqdm) -> tuple[ModelResul
     if whole:
         result.about += f"; layers: {len(model.blocks)}"
     variants = [variant_of(model, run, whole) for run in ("torch", FLOAT64, *settings.runs[1:])]
-    for phase in PHASES:
+    for phase in settings.phases:
         step, found = Step(phase, subject, settings), Phase()
         if phase == "inference" and on_gpu(settings.device):
             for variant in variants:
@@ -400,7 +402,7 @@ def compile_ahead(subject: Subject, run: str, settings: Settings) -> None:
             sizes=subject.sizes | {"num_layers": 1}, quick=subject.quick | {"num_layers": 1}
         )
     variant = variant_of(make(subject, settings), run, bool(settings.whole))
-    for phase in PHASES:
+    for phase in settings.phases:
         if phase == "inference" and on_gpu(settings.device):
             variant.model.to(torch.bfloat16)
         step = Step(phase, subject, settings)

@@ -391,6 +391,18 @@ def test_a_run_that_was_stopped_is_resumed(example, tmp_path, variants):
         example.main([*asked, "--seed", "1"])
 
 
+def test_phases_are_added(example, tmp_path):
+    file = tmp_path / "models.json"
+    asked = ["--quick", "--device", "cpu", "--steps", "2", "--json", str(file), "--models", "dit"]
+    assert example.main([*asked, "--phases", "inference"]) == 0
+    (first,) = report.Result.from_json(file.read_text()).models.values()
+    assert [*first.phases] == ["inference"]
+    assert example.main([*asked, "--resume"]) == 0
+    (both,) = report.Result.from_json(file.read_text()).models.values()
+    assert [*both.phases] == ["training", "inference"]
+    assert both.phases["inference"] == first.phases["inference"]
+
+
 def test_no_model_is_started_that_would_end_too_late(example, monkeypatch, tmp_path):
     """Each takes 30 seconds of a clock here."""
     now = [0.0]
@@ -414,6 +426,7 @@ def test_no_model_is_started_that_would_end_too_late(example, monkeypatch, tmp_p
     "arguments, sentence",
     [
         (["--resume"], "--resume is given without --json"),
+        (["--graphs", "--phases", "training"], "--graphs is given without inference"),
         (["--models", "gpt9"], "'gpt9' is unknown; expected some of gpt2, bert"),
         (["--runs", "apex"], "'apex' is unknown; expected some of torch"),
         (["--graphs", "--device", "cpu"], "--graphs is given with --device cpu; expected a GPU"),
