@@ -43,13 +43,15 @@ class Phase:
     milliseconds: run -> of each step. distances: run -> quantity -> the largest relative distance
     from the run torch on the same inputs. Quantities are loss and gradients, or outputs.
     kernels: run -> milliseconds of a step in which kernels are on the GPU. norms: of these, those
-    in which kernels of norms are, of eager runs. changes: what graph passes did, as tables.
+    in which kernels of norms are, of eager runs. slowest: run -> kernel -> launches and
+    milliseconds of a step. changes: what graph passes did, as tables.
     """
 
     milliseconds: dict[str, list[float]] = field(default_factory=dict)
     distances: dict[str, dict[str, float]] = field(default_factory=dict)
     kernels: dict[str, float] = field(default_factory=dict)
     norms: dict[str, float] = field(default_factory=dict)
+    slowest: dict[str, dict[str, list[float]]] = field(default_factory=dict)
     changes: list[str] = field(default_factory=list)
 
     def median(self, run: str) -> float:

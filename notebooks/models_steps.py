@@ -24,6 +24,7 @@ BACKEND = "inductor"
 NUM_COMPARED = 3  # inputs on which the runs are compared
 NUM_WARM = 2  # steps of each run after that, not timed
 NUM_PROFILED = 3
+NUM_SLOWEST = 60  # kernels of a step, which the JSON lists
 
 
 class Subject(NamedTuple):
@@ -190,20 +191,16 @@ class Step:
         self.wait()
         return 1e3 * (time.perf_counter() - start)
 
-    def kernels(self, call: Call, batch: Batch) -> tuple[float, float]:
-        """Milliseconds of a step in which kernels are on the GPU, and in which those of norms are.
-
-        By torch.profiler: the mean of a few steps, for its start lets the clocks of the GPU fall.
-        """
+    def profile(self, call: Call, batch: Batch) -> list[Any]:
+        """The events of NUM_PROFILED steps, by torch.profiler. Its start lets the clocks of the GPU
+        fall, so one step is too few."""
         call(batch)
         self.wait()
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiled:
             for _ in range(NUM_PROFILED):
                 call(batch)
             self.wait()
-        events = profiled.events()
-        of_norms = [each for each in events if is_norm(each.name)]
-        return tuple(busy(each) / NUM_PROFILED / 1e3 for each in (events, of_norms))
+        return [each for each in profiled.events() if is_of_gpu(each)]
 
     def wait(self) -> None:
         if on_gpu(self.device):
@@ -226,23 +223,35 @@ def is_norm(kernel: str) -> bool:
     )
 
 
+def is_of_gpu(event: Any) -> bool:
+    """Whether an event of torch.profiler is on the GPU and no range that a program has named."""
+    return event.device_type == torch.autograd.DeviceType.CUDA and not event.is_user_annotation
+
+
 def busy(events: Iterable[Any]) -> float:
-    """Microseconds in which one kernel or more is on the GPU.
+    """Milliseconds of a step in which one kernel or more is on the GPU.
 
     A kernel that is launched to overlap the one before it starts early and waits, so times of
-    kernels do not add up. events: of torch.profiler; those of the CPU do not count, nor ranges that
-    a program has named.
+    kernels do not add up.
     """
-    ranges = sorted(
-        (each.time_range.start, each.time_range.end)
-        for each in events
-        if each.device_type == torch.autograd.DeviceType.CUDA and not each.is_user_annotation
-    )
+    ranges = sorted((each.time_range.start, each.time_range.end) for each in events)
     total, done = 0.0, -math.inf
     for start, end in ranges:
         total += max(0.0, end - max(start, done))
         done = max(done, end)
-    return total
+    return total / NUM_PROFILED / 1e3
+
+
+def slowest(events: Iterable[Any]) -> dict[str, list[float]]:
+    """name -> launches and milliseconds of a step, of the kernels that take longest together."""
+    found: dict[str, tuple[float, float]] = {}
+    for each in events:
+        name = each.name[:240]
+        number, time = found.get(name, (0.0, 0.0))
+        time += (each.time_range.end - each.time_range.start) / NUM_PROFILED / 1e3
+        found[name] = number + 1 / NUM_PROFILED, time
+    first = sorted(found.items(), key=lambda item: -item[1][1])[:NUM_SLOWEST]
+    return {name: [round(number, 1), round(time, 4)] for name, (number, time) in first}
 
 
 class Replay:
@@ -386,9 +395,10 @@ def time_in_turns(
     if step.profiles:
         batch = step.batch(model)
         for run, call in calls.items():
-            found.kernels[run], of_norms = step.kernels(call, batch)
+            events = step.profile(call, batch)
+            found.kernels[run], found.slowest[run] = busy(events), slowest(events)
             if run not in COMPILED:
-                found.norms[run] = of_norms
+                found.norms[run] = busy(each for each in events if is_norm(each.name))
 
 
 def compile_ahead(subject: Subject, run: str, settings: Settings) -> None:

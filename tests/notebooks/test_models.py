@@ -190,16 +190,24 @@ def test_overlapping_kernels_count_once():
     """The second kernel of a norm's backward starts early and waits for the first."""
     gpu, cpu = torch.autograd.DeviceType.CUDA, torch.autograd.DeviceType.CPU
 
-    def event(start, end, device=gpu, is_named=False):
-        between = SimpleNamespace(start=start, end=end)
+    def event(start, end, name="first", device=gpu, is_named=False):
+        """Times in milliseconds of a step."""
+        factor = 1e3 * steps.NUM_PROFILED
+        between = SimpleNamespace(start=start * factor, end=end * factor)
         found = torch.autograd.DeviceType(int(device))  # a new object, as the profiler makes it
-        return SimpleNamespace(time_range=between, device_type=found, is_user_annotation=is_named)
+        return SimpleNamespace(
+            name=name, time_range=between, device_type=found, is_user_annotation=is_named
+        )
 
-    first, waiting, inside = event(10, 139), event(40, 146), event(20, 30)
-    assert steps.busy([]) == 0 and steps.busy([first]) == 129
-    assert steps.busy([waiting, inside, first]) == 136
-    assert steps.busy([first, event(139, 140), event(200, 201.5)]) == 131.5
-    assert steps.busy([event(0, 1000, cpu), event(0, 1000, is_named=True), first]) == 129
+    first, waiting, inside = event(10, 139), event(40, 146, "waiting"), event(20, 30)
+    assert steps.busy([]) == 0 and steps.busy([first]) == pytest.approx(129)
+    assert steps.busy([waiting, inside, first]) == pytest.approx(136)
+    assert steps.busy([first, event(139, 140), event(200, 201.5)]) == pytest.approx(131.5)
+    assert steps.is_of_gpu(first) and not steps.is_of_gpu(event(0, 1, device=cpu))
+    assert not steps.is_of_gpu(event(0, 1, is_named=True))
+    found = steps.slowest([waiting, inside, first])
+    assert found == {"first": [pytest.approx(2 / 3, abs=0.1), 139.0], "waiting": [0.3, 106.0]}
+    assert list(found) == ["first", "waiting"]
 
 
 def test_results_that_are_not_finite_are_no_distance():
@@ -466,6 +474,7 @@ def test_all_runs_on_a_gpu(example, tmp_path):
                 0 < phase["kernels"][run] < 1.1 * max(each)
                 for run, each in phase["milliseconds"].items()
             )
+            assert {*phase["slowest"]} == {*phase["kernels"]}
             assert {*phase["norms"]} == {"torch", "cupynorm"}
             assert all(0 < each < phase["kernels"][run] for run, each in phase["norms"].items())
 
