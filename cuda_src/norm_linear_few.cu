@@ -1,16 +1,17 @@
-// norm_linear_few -- y = norm(x) weight^T + bias of one or two rows, a block owns outputs
+// norm_linear_few -- y = norm(x + residual) weight^T + bias of 1 or 2 rows, a block owns outputs
 // owns:  a block normalises all rows. Then a warp has one part of the columns, in registers, and
 //        one output after the other; sums of parts meet in shared memory
-// moves: the weight once; x and the norm's parameters once a block, from the L2 cache; y out
+// moves: the weight once; x, the residual and the norm's parameters once a block, from the L2
+//        cache; y and the sum out
 // takes: bfloat16 and float16, 1 to num_warps parts of columns; more rows: norm_linear.cu
 // needs: sm_80; in_features a multiple of 8, addresses aligned to 16 bytes
 #include "normalized_rows.cuh"
 
 template <class T, class NormWeight, class NormBias, bool zero_centered>
 struct NormLinearFew {
-  const T* x;       // [num_rows, in_features], contiguous
-  const T* weight;  // [out_features, in_features], contiguous
-  const T* bias;    // null: absent
+  AddedRows<T> rows;  // [num_rows, in_features]
+  const T* weight;    // [out_features, in_features], contiguous
+  const T* bias;      // null: absent
   LoadParameter<NormWeight, zero_centered> norm_weight;
   LoadParameter<NormBias, false, 0> norm_bias;
   T* y;         // [num_rows, out_features], contiguous
@@ -33,7 +34,7 @@ __global__ void __launch_bounds__(num_warps * 32, 1)
   const int outputs = min(problem.outputs_of_block, problem.out_features - first_output);
 
   NormalizedRows<T, centered, num_rows> rows(dynamic_smem(), num_cols, num_parts);
-  rows.load(problem.x);
+  rows.load(problem.rows);
   if (blockIdx.x == 0) {
     prefetch(problem.norm_weight.weight, num_cols);
     prefetch(problem.norm_bias.weight, num_cols);

@@ -50,8 +50,8 @@ def forward(
         return _forward_folded(call, weight, bias, folded)
     few = few_rows.choose(call, purpose)
     if few is not None:
-        y, mean, rstd = few_rows.forward(call, few, weight, bias, purpose)
-        return y, None, mean, rstd, operands.input
+        y, mean, rstd, added = few_rows.forward(call, few, weight, bias, purpose)
+        return y, None, mean, rstd, added
     if options.fused == "kernel" and one_kernel.why_not(call) is None:
         y, mean, rstd = one_kernel.forward(call, folded)
         return y, None, mean, rstd, operands.input

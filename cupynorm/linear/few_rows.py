@@ -1,8 +1,9 @@
 """torch: the norm and the product of one or two rows in one kernel (cuda_src/norm_linear_few.cu).
 
-A block normalises the rows and multiplies them by its rows of the weight, which are read once.
-With fused="kernel" it computes what it can, by default what it is measured to be faster at: calls
-without gradients of plan.few_products.is_faster. Other calls take the plain path.
+A block normalises the rows, or their sums with a residual, and multiplies them by its rows of the
+weight, which are read once. With fused="kernel" it computes what it can, by default what it is
+measured to be faster at: calls without gradients of plan.few_products.is_faster. Other calls take
+the plain path.
 """
 
 from __future__ import annotations
@@ -61,11 +62,14 @@ def fits(call: LinearCall) -> bool:
     It loads 16 bytes at once of all but the linear bias.
     """
     (x, residual, norm_weight, norm_bias, weights, biases), options = call
-    if not 0 < x.numel() <= few_products.MOST_ROWS * x.shape[-1] or residual is not None:
+    if not 0 < x.numel() <= few_products.MOST_ROWS * x.shape[-1]:
         return False
-    if any(each.dtype != options.dtype for each in (x, *weights)):
+    if residual is not None and (residual.shape, residual.device) != (x.shape, x.device):
         return False
-    aligned = [each for each in (x, norm_weight, norm_bias, *weights) if each is not None]
+    given = [each for each in (x, residual, *weights) if each is not None]
+    if any(each.dtype != options.dtype for each in given):
+        return False
+    aligned = [each for each in (*given, norm_weight, norm_bias) if each is not None]
     if any(each.data_ptr() % 16 for each in aligned):
         return False
     return all(each.is_contiguous() for each in (*aligned, *biases))
@@ -99,20 +103,21 @@ def choose(call: LinearCall, purpose: str) -> FewRowsLaunch | None:
 
 def forward(
     call: LinearCall, found: FewRowsLaunch, weight: Tensor, bias: Tensor | None, purpose: str
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """y, mean and rstd. With FOR_Y there are no statistics, nor a mean for RMSNorm.
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor]:
+    """y, mean, rstd, input + residual. With FOR_Y there are no statistics; RMSNorm has no mean.
 
     weight, bias: the joined parts of the linear layer.
     """
-    (x, _, norm_weight, norm_bias, *_), options = call
+    (x, residual, norm_weight, norm_bias, *_), options = call
     device_index, leading = x.get_device(), x.shape[:-1]
     with launch.on_device(device_index):
         y = torch.empty(*leading, len(weight), dtype=x.dtype, device=x.device)
+        added = None if residual is None else torch.empty_like(x)
         mean = rstd = None
         if purpose != FOR_Y:
             rstd = torch.empty(leading, dtype=torch.float32, device=x.device)
             mean = torch.empty_like(rstd) if options.centered else None
-        tensors = (x, weight, bias, norm_weight, norm_bias, y, mean, rstd)
+        tensors = (x, residual, added, weight, bias, norm_weight, norm_bias, y, mean, rstd)
         addresses = (0 if each is None else each.data_ptr() for each in tensors)
         found.enqueue(arrays.library(x)(device_index).stream(), (*addresses, *found.last_words))
-    return y, mean, rstd
+    return y, mean, rstd, x if residual is None else added

@@ -104,6 +104,7 @@ def few_words(
 ) -> tuple[int | float, ...]:
     """The argument struct of norm_linear_few.cu.
 
-    addresses: of x, weight, bias, norm_weight, norm_bias, y, mean and rstd; 0 for those absent.
+    addresses: of x, residual, sum, weight, bias, norm_weight, norm_bias, y, mean and rstd; 0 for
+    those absent.
     """
     return *addresses, *problem[1:3], plan.outputs_of_block, float(eps)

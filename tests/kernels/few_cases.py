@@ -19,8 +19,18 @@ from cupynorm.reference.layer_norm import scale
 from product_cases import EPS, Found, ProductProblem, U, put, truth
 
 from cupynorm.check.allowed import half_ulp
-from cupynorm.dtypes import decode
+from cupynorm.dtypes import decode, encode
 from cupynorm.plan.few_products import FewRowsProblem, few_launch, few_words
+
+Parts = tuple[np.ndarray, np.ndarray]
+
+
+def split(problem: ProductProblem) -> tuple[ProductProblem, Parts]:
+    """The problem of the rounded sum of its x and a random residual, and these two."""
+    shift = np.random.default_rng(1).standard_normal(problem.x.shape)
+    parts = problem.x, decode(encode(shift, problem.dtype), problem.dtype)
+    added = decode(encode(sum(parts), problem.dtype), problem.dtype)
+    return replace(problem, x=added), parts
 
 
 def planned(problem: ProductProblem) -> FewRowsProblem:
@@ -32,18 +42,27 @@ def planned(problem: ProductProblem) -> FewRowsProblem:
     return FewRowsProblem(*sizes, problem.dtype, *of_norm, problem.centered, problem.zero_centered)
 
 
-def run(problem: ProductProblem, machine: Any, *, num_sms: int = 2) -> Found:
-    """What the kernel makes. num_sms: multiprocessors, so blocks, that it is planned for."""
+def run(
+    problem: ProductProblem, machine: Any, *, num_sms: int = 2, parts: Parts | None = None
+) -> Found:
+    """What the kernel makes. num_sms: multiprocessors, so blocks, that it is planned for.
+
+    parts: x and a residual, whose rounded sum is x of the problem.
+    """
     asked = planned(problem)
     plan = few_launch(replace(machine.device, num_sms=num_sms), asked)
     num_rows = len(problem.x)
+    x, residual = parts or (problem.x, None)
+    added = None if residual is None else np.full(problem.x.shape, np.nan)
     made = [
         put(machine, np.full((num_rows, asked.out_features), np.nan), problem.dtype),
         machine.empty((num_rows,), "float32"),
         machine.empty((num_rows,), "float32"),
     ]
     given = [
-        put(machine, problem.x, problem.dtype),
+        put(machine, x, problem.dtype),
+        put(machine, residual, problem.dtype),
+        put(machine, added, problem.dtype),
         put(machine, problem.weight, problem.dtype),
         put(machine, problem.bias, problem.dtype),
         put(machine, problem.norm_weight, problem.norm_dtype),
@@ -53,6 +72,8 @@ def run(problem: ProductProblem, machine: Any, *, num_sms: int = 2) -> Found:
     addresses = tuple(address for _, address in given)
     machine.launch(plan.launch, few_words(addresses, asked, plan, EPS))
     y, mean, rstd = (machine.get(each) for each, _ in made)
+    if residual is not None:
+        np.testing.assert_array_equal(decode(machine.get(given[2][0]), problem.dtype), problem.x)
     return Found(decode(y, problem.dtype), np.float64(mean), np.float64(rstd))
 
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from few_cases import excess, run
+from few_cases import excess, run, split
 from mutated_machine import copy_of_sources, mutate
 from product_cases import EPS, draw, rms_errors
 
@@ -60,6 +60,15 @@ def test_sizes(machine, sizes):
     assert_right(draw(sizes, "bfloat16"), machine)
 
 
+@pytest.mark.parametrize("sizes", (RAGGED, (1, 4104, 3), (2, 16384, 3)), ids=str)
+def test_residual(machine, sizes):
+    """The sum is rounded once, written once, and normalised: the bits of a call on the sum."""
+    problem, parts = split(draw(sizes, "bfloat16", mean=3))
+    found = assert_right(problem, machine, parts=parts, num_sms=3)
+    for one, other in zip(found, run(problem, machine)):
+        np.testing.assert_array_equal(one, other)
+
+
 def test_outliers_and_constant_rows(machine):
     """The mean of a constant row is exact, and y is the product of the norm's bias."""
     problem = draw(RAGGED, "bfloat16")
@@ -103,8 +112,8 @@ def test_rows_that_are_not_finite(machine, value):
 BUGS = {
     "a product of rows that are not normalised yet": (
         "normalized_rows.cuh",
-        "      });\n    }\n    __syncthreads();",
-        "      });\n    }",
+        "problem); });\n    }\n    __syncthreads();",
+        "problem); });\n    }",
     ),
     "sums that are not there yet": (
         "norm_linear_few.cu",

@@ -91,6 +91,7 @@ def test_calls_on_a_cpu_take_the_plain_path():
 WIDTH, OUT = 64, 32
 SHAPES = {
     "input": (2, WIDTH),
+    "residual": (2, WIDTH),
     "norm_weight": (WIDTH,),
     "norm_bias": (WIDTH,),
     "weight": (OUT, WIDTH),
@@ -112,10 +113,10 @@ def laid(layout, shape):
 
 
 def call_of(tensors, dtype=torch.bfloat16):
-    input, norm_weight, norm_bias, weight, other_weight, bias, other_bias = tensors.values()
+    input, residual, *norm, weight, other_weight, bias, other_bias = tensors.values()
     parts = (weight, other_weight), (bias, other_bias)
     options = LinearOptions(True, 1e-5, False, False, False, None, launch_options(0), dtype)
-    return LinearCall(Operands(input, None, norm_weight, norm_bias, *parts), options)
+    return LinearCall(Operands(input, residual, *norm, *parts), options)
 
 
 @pytest.mark.parametrize("layout", ("strided", "misaligned"))
@@ -131,18 +132,21 @@ def test_layouts_of_each_operand(name, layout):
 
 def test_dtypes_and_rows():
     tensors = {each: laid("aligned", shape) for each, shape in SHAPES.items()}
-    for name in ("input", "weight", "other weight"):
+    for name in ("input", "residual", "weight", "other weight"):
         assert not few_rows.fits(call_of(tensors | {name: tensors[name].half()}))
     for name in ("norm_weight", "norm_bias"):  # they may have any dtype
         assert few_rows.fits(call_of(tensors | {name: tensors[name].float()}))
+    for name in ("norm_weight", "norm_bias", "residual"):
         assert few_rows.fits(call_of(tensors | {name: None}))
     assert not few_rows.fits(call_of(tensors, torch.float16))
-    for num_rows in (0, 3):
+    # What does not fit the input is left to the checks of the plain path.
+    for shape in ((1, WIDTH), (2, WIDTH // 2)):
+        assert not few_rows.fits(call_of(tensors | {"residual": laid("aligned", shape)}))
+    elsewhere = torch.empty(2, WIDTH, dtype=torch.bfloat16, device="meta")
+    assert not few_rows.fits(call_of(tensors | {"residual": elsewhere}))
+    for num_rows, expected in ((0, False), (1, True), (3, False)):
         rows = laid("aligned", (num_rows, WIDTH))
-        assert not few_rows.fits(call_of(tensors | {"input": rows}))
-    call = call_of(tensors)
-    with_residual = call.operands._replace(residual=tensors["input"])
-    assert not few_rows.fits(call._replace(operands=with_residual))
+        assert few_rows.fits(call_of(tensors | {"input": rows, "residual": rows})) is expected
 
 
 # On a GPU.
@@ -176,7 +180,6 @@ def test_default_without_gradients_is_the_kernel():
         (asked(x, weight), FOR_STATISTICS),
         (asked(x, weight, "fold"), FOR_Y),
         (asked(x, weight, returns=True), FOR_Y),
-        (asked(x, weight, residual=x), FOR_Y),
         (asked(x.float(), weight), FOR_Y),
         (asked(x.repeat(2, 1), weight), FOR_Y),
         (asked(x, weight.T), FOR_Y),
@@ -190,6 +193,19 @@ def test_default_without_gradients_is_the_kernel():
         exact = torch.nn.functional.rms_norm(x.double(), (4096,)) @ weight.double().T
         plain = torch.nn.functional.linear(cupynorm.rms_norm(x, 4096), weight)
     assert (made - exact).norm() <= 1.1 * (plain - exact).norm()
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("sm_90")
+@pytest.mark.parametrize("num_rows", (1, 2))
+def test_residual(num_rows):
+    """The sum is that of the plain path, bit for bit, and y is that of a call on the sum."""
+    x, residual = torch.randn(2, 1, num_rows, 1288, device="cuda").bfloat16()
+    weight = torch.randn(600, 1288, device="cuda").bfloat16()
+    assert few_rows.choose(asked(x, weight, residual=residual), FOR_Y) is not None
+    y, added = cupynorm.rms_norm_linear(x, None, weight, residual=residual, return_residual=True)
+    assert torch.equal(added, x + residual)
+    assert torch.equal(y, cupynorm.rms_norm_linear(added, None, weight))
 
 
 @pytest.mark.gpu

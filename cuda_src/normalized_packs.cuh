@@ -1,0 +1,96 @@
+// normalized_packs.cuh -- rows that are normalised in shared memory before they are multiplied
+//
+// AddedRows           x and, if there is one, a residual, on their way to shared memory
+// moments_of_packs    of a warp's packs of a row
+// mean_rstd_of        of a row, from the moments of its parts, one in each lane
+// normalize_pack      in its place
+#pragma once
+#include "memory.cuh"
+#include "parameter.cuh"
+#include "residual_load.cuh"
+#include "warp_moments.cuh"
+
+template <class T>
+struct AddedRows {
+  const T* x;         // [num_rows, num_cols], contiguous; so too the others
+  const T* residual;  // null: absent
+  T* sum;             // x + residual, rounded. null: not wanted
+
+  struct Begun {
+    Pack<T, 8> packs[2];
+  };
+  __device__ __forceinline__ Begun begin(long long at) const {
+    return {{load_pack<8>(x + at), load_pack<8>(residual + at)}};
+  }
+  // keeps_sum: whether this thread writes the sum.
+  __device__ __forceinline__ void add(T* smem, long long at, const Begun& begun,
+                                      bool keeps_sum) const {
+    const Pack<T, 8> added = ResidualLoad<T>::combine(begun.packs);
+    if (keeps_sum && sum != nullptr) store_pack<8>(sum + at, added);
+    store_pack<8>(smem, added);
+  }
+  // find(pack, f): f(smem, at) if this thread has the pack. The loads of `batch` packs begin
+  // before the first sum is written.
+  template <int batch, class Find>
+  __device__ __forceinline__ void add_all(int num_packs, bool keeps_sum, Find find) const {
+    Begun begun[batch];
+#pragma unroll 1
+    for (int first = 0; first < num_packs; first += batch) {
+#pragma unroll
+      for (int each = 0; each < batch; ++each)
+        find(first + each, [&](T*, long long at) { begun[each] = begin(at); });
+#pragma unroll
+      for (int each = 0; each < batch; ++each)
+        find(first + each, [&](T* smem, long long at) { add(smem, at, begun[each], keeps_sum); });
+    }
+  }
+};
+
+// sample, samples, for_each: as of warp_moments. RMSNorm: the sum of squares alone.
+template <bool centered, class ForEach>
+__device__ __forceinline__ Moments<float> moments_of_packs(const float (&sample)[8], bool samples,
+                                                           int num_cols, ForEach for_each) {
+  if constexpr (centered) {
+    return warp_moments(sample, samples, num_cols, for_each);
+  } else {
+    Sum<float, 1> squares{};
+    for_each([&](const auto& values) { squares.part[0] += squares_of(values); });
+    return {{0.0f, 0.0f, warp_reduce<32>(squares).part[0]}};
+  }
+}
+
+template <bool centered, int lanes>
+__device__ __forceinline__ float2 mean_rstd_of(const Moments<float>& of_lane, int num_cols,
+                                               double eps) {
+  const Moments<float> parts[1] = {of_lane};
+  Moments<float> total{};
+  if constexpr (centered)
+    total = total_of<lanes>(parts);
+  else
+    total.part[2] = warp_reduce<lanes>(Sum<float, 1>{{of_lane.part[2]}}).part[0];
+  return make_float2(total.part[1], uncentered(total.part[2], 1.0f / num_cols, eps).rstd);
+}
+
+// col: in the row. problem: has norm_weight and norm_bias.
+template <bool centered, class T, class Problem>
+__device__ __forceinline__ void normalize_pack(T* pack, int col, const float2& mean_rstd,
+                                               const Problem& problem) {
+  float values[8], scales[8], biases[8];
+  unpack(load_pack<8>(pack), values);
+  problem.norm_weight.template load<8>(col, scales);
+  problem.norm_bias.template load<8>(col, biases);
+#pragma unroll
+  for (int at = 0; at < 8; ++at) {
+    const float value = centered ? values[at] - mean_rstd.x : values[at];
+    values[at] = fma(value * mean_rstd.y, scales[at], biases[at]);
+  }
+  store_pack<8>(pack, repack<T>(values));
+}
+
+// By one thread, which has them; problem: has mean and rstd, null: not wanted.
+template <class Problem>
+__device__ __forceinline__ void save_mean_rstd(const Problem& problem, int row,
+                                               const float2& mean_rstd) {
+  if (problem.mean != nullptr) problem.mean[row] = mean_rstd.x;
+  if (problem.rstd != nullptr) problem.rstd[row] = mean_rstd.y;
+}
