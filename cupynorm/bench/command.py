@@ -15,7 +15,7 @@ from ..check.cases import NORMS
 from ..command_line import Commands, check_folders, number, positive, positives, several
 from ..dtypes import DTYPES, ELEMENTS, FLOAT8S
 from ..plan.problem import SCALINGS
-from . import comparison, contestants, documents, host, linear, measure, plot, report
+from . import comparison, contestants, decoding, documents, host, linear, measure, plot, report
 from .cells import COLS, DIRECTIONS, Cell, cells
 from .models import MODELS
 from .peers import PEERS
@@ -113,7 +113,7 @@ def add_linear(layers: Commands) -> None:
     parser.set_defaults(run=run_linear)
     add = parser.add_argument
     shapes = "rows x in_features x out_features, with commas: 8192x4096x12288"
-    add("--shapes", type=linear_shapes, default=linear.SHAPES, help=shapes)
+    add("--shapes", type=linear_shapes, help=shapes)
     formats = several(contestants.FORMATS)
     add("--format", type=formats, default=contestants.FORMATS, help="some of bfloat16,fp8 (both)")
     passes, shown = several(linear.PASSES), "some of forward,both (both)"
@@ -124,6 +124,8 @@ def add_linear(layers: Commands) -> None:
     add("--runs", type=positive, default=30, help="of each contestant in each cell (30)")
     add("--seed", type=number, default=0, help="of the random data (0)")
     add("--json", metavar="FILE", help="write all samples and the environment")
+    graph = "few rows forward in bfloat16, in a CUDA graph of layers with weights of their own"
+    add("--graph", action="store_true", help=graph)
 
 
 def tile_in_words(text: str) -> str:
@@ -280,8 +282,14 @@ def check_elements(arguments: argparse.Namespace) -> None:
 def run_linear(arguments: argparse.Namespace) -> int:
     """The exit code: 0 if no contestant was wrong, else 1."""
     check_folders(arguments.json)
-    result = linear.bench_linear(
-        linear.cells(arguments.shapes, arguments.format, arguments.passes),
+    if arguments.graph:
+        bench, shapes = decoding.bench_decoding, arguments.shapes or decoding.SHAPES
+        todo = linear.cells(shapes, ("bfloat16",), ("forward",))
+    else:
+        bench, shapes = linear.bench_linear, arguments.shapes or linear.SHAPES
+        todo = linear.cells(shapes, arguments.format, arguments.passes)
+    result = bench(
+        todo,
         runs=arguments.runs,
         seed=arguments.seed,
         contestants=arguments.contestants,

@@ -142,6 +142,16 @@ def off_by(cell: LinearCell, inputs: Inputs, y: Any) -> float:
     return float(np.linalg.norm(got - truth) / np.linalg.norm(truth))
 
 
+def check_error(
+    cell: LinearCell, inputs: Inputs, name: str, y: Any, faults: dict[str, str]
+) -> float:
+    """The error of y. One that is too large is noted in faults, by the contestant's name."""
+    error, most = off_by(cell, inputs, y), _ALLOWED[cell.format]
+    if not error <= most:
+        faults[name] = f"{name} is off: y by {error:.3g} of its norm; expected {most:.3g} at most"
+    return error
+
+
 def memory_of(cell: LinearCell, inputs: Inputs, contestant: Contestant) -> tuple[int, int]:
     """(held, peak) bytes of one forward and backward on a GPU.
 
@@ -198,12 +208,20 @@ class LinearResult:
     def __bool__(self) -> bool:
         return bool(self.measurements) and not any(each.faults for each in self.measurements)
 
-    def __str__(self) -> str:
-        names = [
-            name
-            for name in CONTESTANTS
-            if any(name in each.microseconds for each in self.measurements)
+    def names(self) -> list[str]:
+        """The contestants that were measured, in their order."""
+        found = {name for each in self.measurements for name in each.microseconds}
+        return [name for name in CONTESTANTS if name in found]
+
+    def complaints(self) -> list[str]:
+        """What was wrong, and who is absent."""
+        lines = [
+            f"{each.cell}: {why}" for each in self.measurements for why in each.faults.values()
         ]
+        return lines + [f"{name} was left out: {why}" for name, why in self.absent.items()]
+
+    def __str__(self) -> str:
+        names = self.names()
         rows = [["microseconds", *names, TARGET, _OF_TARGET]]
         memory = [["MiB between forward and backward / at most", *names]]
         for each in self.measurements:
@@ -227,11 +245,7 @@ class LinearResult:
         ]
         if len(memory) > 1:
             lines += ["", *aligned(memory)]
-        lines += [
-            f"{each.cell}: {why}" for each in self.measurements for why in each.faults.values()
-        ]
-        lines += [f"{name} was left out: {why}" for name, why in self.absent.items()]
-        return "\n".join(lines)
+        return "\n".join([*lines, *self.complaints()])
 
     def to_json(self) -> str:
         measurements = [asdict(each) | {"cell": each.cell._asdict()} for each in self.measurements]
@@ -268,7 +282,7 @@ def measure(
         try:
             runner = runner_of(cell, inputs, contestant)
             runner.call()  # delayed scales are right from the second step on
-            errors[name] = off_by(cell, inputs, runner.call())
+            errors[name] = check_error(cell, inputs, name, runner.call(), faults)
             timer.sample(runner)
             if cell.passes == "both" and device == "cuda":
                 memory[name] = memory_of(cell, inputs, contestant)
@@ -276,9 +290,6 @@ def measure(
             faults[name] = f"{name} could not run: {first_line(failure)}"
             continue
         runners[name] = runner
-        if not errors[name] <= _ALLOWED[cell.format]:
-            most = f"expected {_ALLOWED[cell.format]:.3g} at most"
-            faults[name] = f"{name} is off: y by {errors[name]:.3g} of its norm; {most}"
     return LinearMeasurement(cell, take_turns(timer, runners, runs), errors, memory, faults)
 
 
@@ -311,9 +322,24 @@ def bench_linear(
     MissingLibraryError without CuPy.
     """
     todo = cells() if todo is None else list(todo)
+    names, absent = able(CONTESTANTS if contestants is None else contestants, runs)
+    timer = Timer.on_gpu()
+
+    def measure_cell(cell: LinearCell, seed: int) -> LinearMeasurement:
+        found = measure(cell, names, timer, runs, seed)
+        timer.num_flushes.clear()
+        return found
+
+    settings = {"runs": runs, "seed": seed, "command": command}
+    measurements = measure_all(todo, measure_cell, seed, progress)
+    return LinearResult(environment(), settings, measurements, absent)
+
+
+def able(contestants: Iterable[str], runs: int) -> tuple[list[str], dict[str, str]]:
+    """The contestants that can run, and why the others cannot. Raises as bench_linear."""
     if runs < 1:
         raise ValueError(f"runs is {runs}; expected 1 or more")
-    names = list(CONTESTANTS if contestants is None else contestants)
+    names = list(contestants)
     unknown = [name for name in names if name not in CONTESTANTS]
     if unknown:
         raise ValueError(
@@ -325,17 +351,22 @@ def bench_linear(
             "the benchmark measures a GPU and none was found; python -m cupynorm check needs none"
         )
     absent = {name: why for name in names if (why := missing(name))}
-    names = [name for name in names if name not in absent]
-    timer, measurements = Timer.on_gpu(), []
-    for at, cell in enumerate(
-        (progress or (lambda items, **_: items))(todo, desc="measuring", unit="cell")
-    ):
-        measurements.append(measure(cell, names, timer, runs, seed + at))
-        timer.num_flushes.clear()
+    return [name for name in names if name not in absent], absent
+
+
+def measure_all(
+    todo: Sequence[LinearCell],
+    measure: Callable[[LinearCell, int], LinearMeasurement],
+    seed: int,
+    progress: Callable[..., Iterable] | None,
+) -> list[LinearMeasurement]:
+    """Of each cell by measure(cell, seed), with a seed of its own."""
+    progress = progress or (lambda items, **_: items)
+    measurements = []
+    for at, cell in enumerate(progress(todo, desc="measuring", unit="cell")):
+        measurements.append(measure(cell, seed + at))
         sys.modules["torch"].cuda.empty_cache()
-    return LinearResult(
-        environment(), {"runs": runs, "seed": seed, "command": command}, measurements, absent
-    )
+    return measurements
 
 
 def shape_of(text: str) -> tuple[int, int, int]:

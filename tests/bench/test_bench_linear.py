@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import numpy as np
 import numpy_as_cupy
 import pytest
 
 from cupynorm.__main__ import main
+from cupynorm.bench import decoding
 from cupynorm.bench import linear as bench_linear
 from cupynorm.bench.cells import COPY
 from cupynorm.bench.contestants import CONTESTANTS, GEMM, Contestant, LinearCell
@@ -23,6 +25,7 @@ HERE = (
     "cupynorm-saved",
     "cupynorm-fold",
     "cupynorm-kernel",
+    "cupynorm-plain",
     "cupynorm-current",
     "torch",
 )
@@ -75,6 +78,63 @@ def test_wrong_results_and_failures_are_reported(monkeypatch):
     }
     result = LinearResult({}, {}, [found])
     assert not result and "broken could not run" in str(result)
+
+
+def recorder(counts):
+    """Replays that call all layers and take the number of their call in microseconds."""
+
+    def record(calls):
+        counts.append(len(calls))
+
+        def replay():
+            for call in calls:
+                call()
+            counts[0] += 1
+            return float(counts[0])
+
+        return replay
+
+    return record
+
+
+def test_layers_of_a_decoder_on_the_cpu(monkeypatch):
+    monkeypatch.setattr(decoding, "_WEIGHT_BYTES", 10 * 64 * 32 * 2 - 1)
+    counts, cell = [0], LinearCell(3, 64, 32, "bfloat16", "forward")
+    found = decoding.measure(cell, decoding.NAMES, 2, 0, recorder(counts), "cpu")
+    assert not found.faults, found.faults
+    assert list(found.microseconds) == [decoding.READ, *decoding.NAMES]
+    assert counts[1:] == [10] * 5  # layers of each contestant
+    assert found.microseconds["torch"] == [15.0, 20.0]  # two turns of warm-up, five each
+    assert all(0 < error <= 2.0**-7 for error in found.errors.values())
+    result = decoding.DecodingResult({}, {}, [found])
+    lines = str(result).splitlines()
+    assert lines[0].split()[1:] == [decoding.READ, *decoding.NAMES] and result
+    assert lines[1].split()[-5:] == ["13.5", "14.5", "15.5", "16.5", "17.5"]
+
+
+def test_each_layer_of_a_decoder_has_its_weight(monkeypatch):
+    monkeypatch.setattr(decoding, "_WEIGHT_BYTES", 1)
+    cell = LinearCell(1, 8, 16, "bfloat16", "forward")
+    inputs = bench_linear.inputs_of(cell, "cpu", 0)
+    layers = decoding.layers_of(cell, inputs)
+    assert len({layer.weight.data_ptr() for layer in layers}) == len(layers) == 3
+    assert all(torch.equal(layer.weight, inputs.weight) for layer in layers)
+
+
+def test_a_decoder_that_is_wrong(monkeypatch):
+    def wrong(cell, inputs):
+        return lambda: inputs.normalized @ inputs.weight.t() * 1.1, ()
+
+    def broken(cell, inputs):
+        raise KeyError("no kernel")
+
+    monkeypatch.setattr(decoding, "_WEIGHT_BYTES", 1)
+    monkeypatch.setitem(CONTESTANTS, "wrong", Contestant(("bfloat16",), wrong))
+    monkeypatch.setitem(CONTESTANTS, "broken", Contestant(("bfloat16",), broken))
+    cell = LinearCell(3, 64, 32, "bfloat16", "forward")
+    found = decoding.measure(cell, ("wrong", "broken"), 1, 0, recorder([0]), "cpu")
+    result = decoding.DecodingResult({}, {}, [found])
+    assert not result and "wrong is off" in str(result) and "broken could not run" in str(result)
 
 
 def test_cells():
@@ -151,6 +211,9 @@ def test_the_command(monkeypatch, capsys, tmp_path):
         "microseconds" in capsys.readouterr().out and json.loads(file.read_text())["measurements"]
     )
     assert main(["bench", "linear"]) == 0 and len(seen["todo"]) == 28
+    monkeypatch.setattr(decoding, "bench_decoding", run)
+    assert main(["bench", "linear", "--graph"]) == 0 and len(seen["todo"]) == 40
+    assert {(each.format, each.passes) for each in seen["todo"]} == {("bfloat16", "forward")}
     assert main(["bench", "linear", "--json", str(tmp_path / "none" / "a.json")]) == 2
     for wrong in (["--shapes", "4x8"], ["--contestants", "nobody"], ["--format", "int8"]):
         with pytest.raises(SystemExit):
@@ -173,6 +236,32 @@ def test_refused_arguments():
         or "transformer_engine.pytorch could not be imported"
     )
     assert bench_linear.missing("torch") is None
+
+
+def test_the_table_of_few_rows_is_that_of_its_samples():
+    repository = Path(__file__).parents[2]
+    samples = json.loads((repository / "notebooks" / "h200_decoding.json").read_text())
+    text = (repository / "docs" / "linear.md").read_text()
+    table = text.partition("| copy of as many bytes |")[2].partition("\n\n")[0].splitlines()[2:]
+    names = (decoding.READ, GEMM, "cupynorm-kernel", "cupynorm-plain", "torch")
+    expected = {}
+    for measured in samples["measurements"]:
+        cell, times = measured["cell"], measured["microseconds"]
+        shape = " x ".join(str(cell[name]) for name in ("num_rows", "in_features", "out_features"))
+        if cell["num_rows"] <= 2:
+            expected[shape] = [f"{np.median(times[name]):.1f}" for name in names]
+    shown = [[part.strip() for part in line.strip("| ").split("|")] for line in table]
+    assert {first: rest for first, *rest in shown} == expected and len(expected) == 16
+
+
+@pytest.mark.gpu
+def test_layers_of_a_decoder_on_a_gpu():
+    """Half of the weight is copied in less time than the layer takes."""
+    cell = LinearCell(16, 2048, 2048, "bfloat16", "forward")
+    result = decoding.bench_decoding([cell], runs=3)
+    assert result, str(result)
+    (found,) = result.measurements
+    assert 0 < found.median(decoding.READ) < found.median("torch") < 1000
 
 
 @pytest.mark.gpu
