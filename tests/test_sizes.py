@@ -8,6 +8,7 @@ from repository_files import MODULES, PACKAGE, PYTHON, REPOSITORY
 
 MOST_POSITIONAL = 6
 MOST_LINES = 500
+MOST_LINES_OF_MODEL = 610
 # Another library or Triton decides the signature of these; those of tests imitate one.
 LONG_SIGNATURES = {
     "linear/module.LayerNormLinear.__init__",
@@ -73,3 +74,9 @@ def test_python_files_are_short():
     }
     assert {"tests/test_sizes.py", "notebooks/train_gpt.py"} <= set(lines)
     assert not {name: count for name, count in lines.items() if count > MOST_LINES}
+
+
+def test_the_model_of_tiles_is_short():
+    """A special case of one GPU, or of few widths, belongs to a data file (tables.py)."""
+    model = [PACKAGE / "plan" / name for name in ("tile_model.py", "paths.py")]
+    assert sum(len(path.read_text().splitlines()) for path in model) <= MOST_LINES_OF_MODEL

@@ -28,6 +28,7 @@ from .cache import forget
 
 # Modules that decide a tile.
 _DECIDING = (
+    "abilities",
     "devices",
     "dispatch",
     "few_rows",
@@ -55,7 +56,7 @@ def sources() -> str:
     text = nvrtc.source(Kernel("", ""))  # begins with a digest of all kernels
     folder = Path(__file__).parents[1] / "plan"
     text += "".join(code((folder / f"{name}.py").read_text()) for name in _DECIDING)
-    text += "".join((folder / name).read_text() for name in FILES)
+    text += "".join((folder / name).read_text() for name in (*FILES, "registers.csv"))
     return hashlib.sha256(text.encode()).hexdigest()
 
 

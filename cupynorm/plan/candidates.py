@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from ..dtypes import DTYPES
-from . import dispatch, paths, tile_model
+from . import abilities, dispatch, paths
 from .devices import Device
 from .instances import Choice
 from .problem import Problem, Tile, cols_of_slice
@@ -99,7 +99,7 @@ def _in_registers(problem: Problem, device: Device) -> Iterator[tuple[str, Tile]
 
 def _staged(problem: Problem, device: Device) -> Iterator[tuple[str, Tile]]:
     for strategy, tile in (
-        _shapes(problem, device) if problem.scaling and tile_model.can_ring(problem, device) else ()
+        _shapes(problem, device) if problem.scaling and abilities.can_ring(problem, device) else ()
     ):
         if strategy == "block" and 32 <= tile.elements <= 64:
             most = blocks_that_fit(problem, device, tile)
@@ -116,7 +116,7 @@ def _in_bundles(problem: Problem, device: Device) -> Iterator[tuple[str, Tile]]:
     """
     pack_size, itemsize = problem.widest_pack, DTYPES[problem.x].itemsize
     aligned = pack_size * itemsize >= 16
-    if (aligned and itemsize > 2) or not tile_model.can_bundle(problem, device):
+    if (aligned and itemsize > 2) or not abilities.can_bundle(problem, device):
         return
     if aligned:
         pack_size = 4 if problem.forward else 2  # rows of a bundle begin on 8 bytes, or on 4
@@ -130,7 +130,7 @@ def _in_bundles(problem: Problem, device: Device) -> Iterator[tuple[str, Tile]]:
 
 def _in_rings(problem: Problem, device: Device) -> Iterator[tuple[str, Tile]]:
     """A multiprocessor works on several rows: forward in a block each, backward in one block."""
-    for stages in (2, 3, 4, 5) if tile_model.can_ring(problem, device) else ():
+    for stages in (2, 3, 4, 5) if abilities.can_ring(problem, device) else ():
         for strategy, tile in _shapes(problem, device):
             if strategy == "warp" or tile.elements > 64:
                 continue

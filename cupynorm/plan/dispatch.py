@@ -14,23 +14,17 @@ from functools import lru_cache
 
 from ..dtypes import DTYPES, compute_dtype
 from ..table import as_text, pairs_as_html
+from .abilities import scales_at_once, streamed
 from .devices import Device
 from .few_rows import for_few_rows, in_one_launch
 from .grids import blocks_of_groups, grid_size, parameters_launch, shares_of_first
 from .instances import Choice, Kernel, Launch, parameters_instance, row_instance
-from .paths import is_deep, uncached_tile
+from .paths import uncached_tile
 from .problem import Problem, Tile
 from .strategies import STRATEGIES, check_choice
 from .tables import measured_tile
 from .tile_checks import check_path, check_tile
-from .tile_model import (
-    RESERVED_BYTES,
-    grid_packs,
-    keeps_sums,
-    scales_at_once,
-    smem_bytes_of,
-    streamed,
-)
+from .tile_model import RESERVED_BYTES, grid_packs, keeps_sums, smem_bytes_of
 
 # Set by cupynorm.norm.tiles. choose() calls it first if neither strategy nor tile is given. It
 # returns (strategy, tile, reason), or None.
@@ -167,10 +161,10 @@ def _best_tile(problem: Problem, device: Device) -> tuple[str, Tile, str]:
 
 
 def _is_fuller(problem: Problem, tile: Tile, than: Tile) -> bool:
-    """Whether a row fills the ring of a tile, but not the other ring, or not so deep a one."""
+    """Whether a row fills the ring of a tile, but not the other ring."""
     enough = 4 if DTYPES[problem.x].itemsize > 2 else 2  # stages
     fills = tile.path == "ring" and tile.exact
-    return fills and (is_deep(problem, tile) or (not than.exact and tile.stages >= enough))
+    return fills and not than.exact and tile.stages >= enough
 
 
 def widest(strategy: str, problem: Problem, device: Device) -> int | None:

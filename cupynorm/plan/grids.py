@@ -5,10 +5,11 @@ Pure Python, no GPU needed. docs/experiments.md has the measurements behind the 
 from __future__ import annotations
 
 from ..dtypes import DTYPES
+from .abilities import fetches_ahead
 from .devices import Device
 from .instances import Choice, Kernel, Launch
 from .problem import Problem, Tile, ceil_div
-from .tile_model import MOST_GRID_GROUPS, fetches_ahead, smem_bytes_of
+from .tile_model import MOST_GRID_GROUPS, smem_bytes_of
 
 # Forward to 8 bits, rows in registers. "Queue" means the hardware's queue: blocks that start when
 # a resident block ends.

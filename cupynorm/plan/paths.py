@@ -14,24 +14,21 @@ from functools import lru_cache
 from itertools import product
 
 from ..dtypes import DTYPES
+from .abilities import can_bundle, can_ring, is_only_quantized, streamed
 from .devices import Device
 from .problem import Problem, Tile, ceil_div, cols_of_slice
 from .tile_model import (
     GRID_EXCHANGERS,
     RESERVED_BYTES,
     blocks_that_fit,
-    can_bundle,
-    can_ring,
     can_share_grid,
     fits_grid,
     fits_smem,
     grid_cols,
     grid_packs,
-    is_only_quantized,
     registers_of_thread,
     shaped,
     smem_bytes_of,
-    streamed,
     warps_that_fit,
 )
 
@@ -49,9 +46,6 @@ _WARP_ROW_BYTES = {"forward": {2: 2560, 4: 2048, 8: 2048}, "backward": {2: 1536,
 # The same for 16-bit rows to 8 bits. Wider rows get blocks of one warp, which wait for no other.
 _QUANTIZED_WARP_BYTES = 1792
 
-# The most single elements of 2 bytes in a thread: each takes an address and a register.
-_SINGLE_ELEMENTS = {"forward": 16, "backward": 6}
-
 # The fewest columns for a ring, by direction and itemsize: first for rows that begin on 16 bytes,
 # then for others, which threads load in small packs. Backward, a ring hides the latency of two
 # tensors. Forward, registers are as fast below these widths.
@@ -60,15 +54,11 @@ _SMALL_PACK_RING_FROM = {"forward": {2: 500, 4: 2048}, "backward": {2: 512, 4: 5
 
 # Threads of all rings of a multiprocessor: with more, each has too few registers for its elements.
 _RING_THREADS = 384
-# Elements of a thread, at most; in clusters of 16 up to _MOST_RING_ELEMENTS if no other ring fits.
+# Elements of a thread, at most; the second backward in clusters of 16, if no other ring fits.
 _RING_ELEMENTS, _MOST_RING_ELEMENTS = {"forward": 64, "backward": 56}, 64
 
 # Bytes in flight in a ring, including the rows in use.
 _RING_BYTES = {"forward": {2: 96 * 1024, 4: 160 * 1024}, "backward": {2: 140 * 1024, 4: 128 * 1024}}
-
-# Backward of 16-bit rows that fill short threads: the most bytes of a turn for which four stages
-# are faster than three, by cluster_size.
-_DEEP_TURN_BYTES = {1: 34 * 1024, 2: 30 * 1024, 4: 40 * 1024, 8: 40 * 1024}
 
 _MOST_STAGES = {"forward": {2: 3, 4: 4}, "backward": {2: 5, 4: 4}}
 
@@ -80,10 +70,9 @@ _TURN_BYTES, _CLUSTER_TURN_BYTES = 20 * 1024, 28 * 1024
 # doubling of the cluster. _RATE: the elements at a time from which memory is the bottleneck.
 _ROW_COST, _RATE = 10, {"forward": 3.2, "backward": 2.8}
 
-# The widest row of a ring in one block, in columns. For wider rows a cluster uses its registers
-# better. The second limit, by itemsize, is for backward and for forward of single elements, whose
-# parameters take a register each.
-_COLS_OF_BLOCK, _COLS_OF_FULL_BLOCK = 24576, {2: 9000, 4: 11264}
+# The widest row of a ring in one block, in columns. A cluster uses its registers better for wider
+# rows, and forward for single elements, whose parameters take a register each.
+_COLS_OF_BLOCK, _COLS_OF_FULL_BLOCK = 24576, 10240
 
 # The most 2-byte elements in a thread of a bundle, by lanes of a row. One lane a row may have many:
 # such lanes have no bank conflicts in shared memory.
@@ -131,31 +120,25 @@ def register_tile(
     Of equals, the one with the most threads. Forward with too few bytes in flight, and to 8 bits,
     the one with long threads: the nearest to the wanted number of elements.
     """
-    itemsize = DTYPES[problem.x].itemsize
-    if problem.widest_pack > 1:
-        most = most_bytes // itemsize
-    elif itemsize > 2:
-        most = most_bytes // 8
-    else:
-        most = _SINGLE_ELEMENTS[problem.direction]
-    best, best_score = None, None
-    for tile in shapes:
-        tile = replace(tile, blocks_per_sm=blocks_that_fit(problem, device, tile))
-        if tile.blocks_per_sm == 0 or tile.elements > max(most, tile.pack_size):
-            continue
+    # Each single element takes an address and a register.
+    single = problem.widest_pack == 1
+    most = most_bytes // (8 if single else DTYPES[problem.x].itemsize)
+
+    def score(tile: Tile) -> tuple[float, int]:
         moving = in_flight(problem, tile)
         # Blocks of a cluster wait for one another, so more bytes are always better for them.
         counted = moving if tile.cluster_size > 1 else min(moving, ENOUGH_BYTES)
-        slack = 0.995 if problem.forward and itemsize == 2 else 0.9
-        fit = filled(problem, tile) * (1.0 if tile.exact else slack)
+        fit = filled(problem, tile) * (1.0 if tile.exact else 0.9)
         long = problem.scaling is not None or (
             problem.forward and (moving < ENOUGH_BYTES or tile.blocks_per_sm == 1)
         )
         wanted = 64 if problem.scaling in ("given", "tensor") else 54 if problem.scaling else 48
-        score = (counted * fit, -abs(tile.elements - wanted) if long else tile.threads_per_row)
-        if best_score is None or score > best_score:
-            best, best_score = tile, score
-    return best
+        return counted * fit, -abs(tile.elements - wanted) if long else tile.threads_per_row
+
+    blocks = ((tile, blocks_that_fit(problem, device, tile)) for tile in shapes)
+    fitting = [replace(tile, blocks_per_sm=count) for tile, count in blocks if count]
+    fitting = [tile for tile in fitting if tile.elements <= max(most, tile.pack_size)]
+    return max(fitting, key=score, default=None)
 
 
 def lanes_tile(problem: Problem, device: Device) -> Tile | None:
@@ -167,8 +150,6 @@ def lanes_tile(problem: Problem, device: Device) -> Tile | None:
         return None
     # The lanes of a row load at least 64 bytes together, or half of a shorter row.
     fewest = min(64, row_bytes // 2, 32 * pack_bytes) // pack_bytes
-    if itemsize == 2 and row_bytes == 6 * pack_bytes:
-        fewest = 2  # two lanes fill their packs
     if problem.forward and pack_bytes == 2:
         fewest = min(32, row_bytes // 4) // pack_bytes  # with more, some lanes are idle
     # Small blocks end sooner, so the next ones start sooner.
@@ -182,8 +163,7 @@ def lanes_tile(problem: Problem, device: Device) -> Tile | None:
 
 def block_tile(problem: Problem, device: Device, cluster_size: int = 1) -> Tile | None:
     """Rows in the registers of a block, or of the blocks of a cluster."""
-    most_threads = 1024 if cluster_size == 1 else 512
-    threads = range(32, most_threads + 1, 32)
+    threads = range(32, (1024 if cluster_size == 1 else 512) + 1, 32)
     shapes = [shaped(problem, problem.widest_pack, count, cluster_size) for count in threads]
     return register_tile(
         problem, device, shapes, _THREAD_BYTES[problem.direction][DTYPES[problem.x].itemsize]
@@ -196,9 +176,7 @@ def cluster_tile(problem: Problem, device: Device) -> Tile | None:
     tiles = [tile for size in sizes if (tile := block_tile(problem, device, size))]
     if problem.cols_of_scale is not None and problem.compute == "float32":
         return tiles[0] if tiles else None
-    return max(
-        tiles, key=lambda tile: in_flight(problem, tile) * (1 if tile.exact else 0.9), default=None
-    )
+    return max(tiles, key=lambda tile: in_flight(problem, tile), default=None)
 
 
 def smem_tile(problem: Problem, device: Device, cluster_sizes: Iterable[int]) -> Tile | None:
@@ -250,15 +228,16 @@ def _grid_of(problem: Problem, blocks: int, row_bytes: int) -> Tile:
 
 def grid_is_faster(problem: Problem) -> bool:
     """Whether rows that all blocks share beat rows that a cluster keeps, if both fit."""
-    narrowest = _GRID_FROM.get(DTYPES[problem.x].itemsize)
-    return problem.forward and narrowest is not None and problem.num_cols >= narrowest
+    return problem.forward and problem.num_cols >= _GRID_FROM[DTYPES[problem.x].itemsize]
 
 
 def uncached_tile(problem: Problem, device: Device) -> Tile:
     """The tile of strategy "uncached", which takes any row."""
-    # Two outputs, and a functor, need more than the 64 registers of a thread with two blocks.
+    # Two outputs, and a functor, need more than the 64 registers of a thread with two blocks. With
+    # dsum, RMSNorm of float32 rows needs a few more, on GPUs of compute capability 8.
     is_tight = problem.y1 or problem.load or problem.store
-    return Tile(problem.widest_pack, 512, blocks_per_sm=1 if is_tight else 2, path="uncached")
+    threads = 448 if problem.dsum == "float32" and not problem.centered else 512
+    return Tile(problem.widest_pack, threads, blocks_per_sm=1 if is_tight else 2, path="uncached")
 
 
 def ring_is_faster(problem: Problem, registers: Tile | None) -> bool:
@@ -266,8 +245,7 @@ def ring_is_faster(problem: Problem, registers: Tile | None) -> bool:
     if problem.compute != "float32":
         return False
     if problem.scaling and registers is not None:
-        alone = registers.blocks_per_sm == 1 and registers.path == "registers"
-        return alone and problem.cols_of_scale is None
+        return registers.blocks_per_sm == 1 and problem.cols_of_scale is None
     itemsize = DTYPES[problem.x].itemsize
     aligned = all(problem.widest_pack * size >= 16 for size in streamed(problem))
     first = (_RING_FROM if aligned else _SMALL_PACK_RING_FROM)[problem.direction][itemsize]
@@ -281,9 +259,8 @@ def ring_is_faster(problem: Problem, registers: Tile | None) -> bool:
 
 def ring_in_block_is_faster(problem: Problem) -> bool:
     """Whether a ring in one block is faster than one in a cluster."""
-    itemsize = DTYPES[problem.x].itemsize
-    full = not problem.forward or (problem.widest_pack == 1 and itemsize == 2)
-    return problem.num_cols <= (_COLS_OF_FULL_BLOCK[itemsize] if full else _COLS_OF_BLOCK)
+    full = not problem.forward or problem.widest_pack == 1
+    return problem.num_cols <= (_COLS_OF_FULL_BLOCK if full else _COLS_OF_BLOCK)
 
 
 def ring_share(problem: Problem, tile: Tile) -> float:
@@ -316,21 +293,14 @@ def _rings(problem: Problem, device: Device, sizes: Iterable[int]) -> Iterator[T
     wanted, most = (each[problem.direction][itemsize] for each in (_RING_BYTES, _MOST_STAGES))
     for cluster_size, threads in product(sizes, range(32, _RING_THREADS + 1, 32)):
         tile = shaped(problem, problem.widest_pack, threads, cluster_size, path="ring")
-        # Half-empty threads are no faster than fewer full ones.
-        half_empty = tile.packs_per_thread > 1 and filled(problem, tile) < 0.5
         usual = _RING_ELEMENTS[problem.direction]
-        if half_empty or tile.elements > (_MOST_RING_ELEMENTS if cluster_size == 16 else usual):
+        if tile.elements > (_MOST_RING_ELEMENTS if cluster_size == 16 else usual):
             continue
         warps = warps_that_fit(device, registers_of_thread(problem, device, tile))
         row_bytes = tile.cols * sum(streamed(problem))
         for rows in range(1, min(12, _RING_THREADS // threads, warps * 32 // threads) + 1):
             turn_bytes = row_bytes * rows
             turns = ceil_div(wanted, turn_bytes) if problem.forward else wanted // turn_bytes
-            if not problem.forward and itemsize == 2 and tile.exact and tile.elements <= 40:
-                if turn_bytes > _DEEP_TURN_BYTES.get(cluster_size, 0):
-                    turns = min(turns, 3)
-                elif cluster_size > 1:
-                    turns = 4
             least = 1 if rows == 1 and cluster_size == 16 and not problem.forward else 2
             counts = {"blocks_per_sm": rows} if problem.forward else {"rows_per_block": rows}
             for stages in range(max(2, min(turns, most)), least - 1, -1):
@@ -345,24 +315,13 @@ def _ring_score(problem: Problem, tile: Tile) -> tuple:
     slice_bytes = cols_of_slice(problem, tile.pack_size, tile.cluster_size) * sum(streamed(problem))
     rows = tile.rows_per_block * tile.blocks_per_sm
     enough = _TURN_BYTES if tile.cluster_size == 1 else _CLUSTER_TURN_BYTES
-    deep = is_deep(problem, tile)
-    share = max(ring_share(problem, tile), 0.94 * deep) * min(1.0, rows * slice_bytes / enough)
+    share = ring_share(problem, tile) * min(1.0, rows * slice_bytes / enough)
     share -= 0.01 * (tile.block_size * tile.blocks_per_sm < 256)
     share -= (0.06 - 0.05 * problem.forward) * (not tile.exact)
     share -= 0.01 * (tile.cluster_size.bit_length() - 1) + 0.05 * (tile.cluster_size == 16)
     share -= 0.001 * max(0, tile.elements - 32) * (not problem.forward)
-    share += deep * (0.1 + 0.02 * min(tile.rows_per_block - 1, 5))
     usual = tile.elements <= _RING_ELEMENTS[problem.direction] or tile.stages == 1
     return tile.stages > 1, usual, round(share, 3), -tile.block_size, tile.stages
-
-
-def is_deep(problem: Problem, tile: Tile) -> bool:
-    """Whether a cluster works on many rows with short threads, which hides its blocks' waits."""
-    if problem.forward or DTYPES[problem.x].itemsize != 2 or not tile.exact or tile.stages < 4:
-        return False
-    warps, many_rows = tile.block_size // 32, tile.cluster_size == 8 and tile.rows_per_block >= 4
-    even = tile.cluster_size == 2 or (tile.cluster_size in (4, 8) and warps in (8, 10, 12))
-    return even and tile.elements <= (40 if many_rows else 32)
 
 
 def bundle_tile(problem: Problem, device: Device) -> Tile | None:
@@ -374,8 +333,8 @@ def bundle_tile(problem: Problem, device: Device) -> Tile | None:
     pack_size = 1 if itemsize == 2 and not problem.forward else pack_size
     for lanes, most in _BUNDLE_ELEMENTS[problem.direction].items():
         tile = shaped(problem, pack_size, lanes)
-        fits = tile.elements * itemsize <= 2 * most
-        if fits and (tile := with_bundles(problem, device, tile)):
+        few = tile.elements * itemsize <= 2 * most
+        if few and (tile := with_bundles(problem, device, tile)):
             return tile
     return None
 

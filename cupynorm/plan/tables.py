@@ -15,9 +15,10 @@ from functools import cache
 from pathlib import Path
 
 from ..dtypes import DTYPES
+from .abilities import can_bundle
 from .devices import Device
 from .problem import SCALINGS, Problem, Tile
-from .tile_model import can_bundle, shaped
+from .tile_model import shaped
 
 # The data files and their devices. An H100 has the multiprocessors of an H200.
 FILES = {"h200.csv": ("H200", "H100")}

@@ -7,18 +7,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ..dtypes import DTYPES
+from .abilities import can_bundle, can_ring
 from .devices import Device
 from .grids import blocks_of_groups
 from .problem import PATHS_OF_STRATEGY, Problem, Tile, cols_of_slice
-from .tile_model import (
-    GRID_EXCHANGERS,
-    MOST_GRID_GROUPS,
-    can_bundle,
-    can_ring,
-    can_share_grid,
-    grid_cols,
-    smem_bytes_of,
-)
+from .tile_model import GRID_EXCHANGERS, MOST_GRID_GROUPS, can_share_grid, grid_cols, smem_bytes_of
 
 
 def check_tile(problem: Problem, strategy: str, tile: Tile, device: Device) -> None:

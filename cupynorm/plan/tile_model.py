@@ -14,15 +14,12 @@ from itertools import combinations
 from pathlib import Path
 
 from ..dtypes import DTYPES
+from .abilities import is_only_quantized, streamed
 from .devices import Device
 from .problem import Problem, Tile, ceil_div, cols_of_slice
 
 # The hardware reserves 1024 bytes of shared memory for each block.
 RESERVED_BYTES = 1024
-
-# The bytes of y that a thread keeps unpacked, at most, until the scale of an 8-bit row is known:
-# the limit in cuda_src/register_budget.cuh.
-MOST_BYTES_MADE = 320
 
 # Path grid, as in cuda_src/grid_shape.cuh and grid_words.cuh: warps of a block that exchange sums,
 # and slots for them; all the shared memory of a block; registers of a thread for one row at a time,
@@ -30,35 +27,6 @@ MOST_BYTES_MADE = 320
 # of the sums and one and a half rows.
 GRID_EXCHANGERS, _GRID_SLOTS, _GRID_BYTES, _ROW_REGISTERS = 4, 4, 227 * 1024, 80
 MOST_GRID_GROUPS, _MOST_GRID_BYTES = 16, 227 * 1024
-
-
-# What a kernel can do.
-
-
-def streamed(problem: Problem) -> list[int]:
-    """Itemsizes of the tensors that the copy engine fetches for each row."""
-    names = [problem.x, problem.dy, problem.dsum]
-    names = [problem.x] * (1 + problem.residual) if problem.forward else names
-    return [DTYPES[name].itemsize for name in names if name]
-
-
-def can_ring(problem: Problem, device: Device) -> bool:
-    """Whether a ring can take the rows: it needs the copy engine, float32 sums and registers."""
-    alone = {"input", "dropout", "row_scale", "by_y", "load"}
-    fused = problem.extras & (alone if problem.forward else alone | {"store"})
-    return not fused and problem.compute == "float32" and device.compute_capability >= 90
-
-
-def can_bundle(problem: Problem, device: Device) -> bool:
-    """Whether several rows are contiguous in each tensor, and results can overwrite x."""
-    names = [problem.x, problem.y]
-    if not problem.forward:
-        names = [problem.x, problem.dy, problem.dx, problem.dsum or problem.x]
-    sizes = {DTYPES[name].itemsize if name in DTYPES else None for name in names}
-    beside = {"residual", "dsum", "wide", "round_x_hat"} | ({"store"} if problem.forward else set())
-    plain = len(sizes) == 1 and problem.extras <= beside
-    plain = plain and problem.layout.contiguous and problem.compute == "float32"
-    return plain and device.compute_capability >= 90
 
 
 def can_share_grid(problem: Problem) -> bool:
@@ -75,50 +43,6 @@ def keeps_sums(problem: Problem, tile: Tile) -> bool:
     slice_cols = cols_of_slice(problem, tile.pack_size, tile.cluster_size)
     row_bytes = slice_cols * sum(streamed(problem))
     return _grid_sum_bytes(problem, tile) + 1.5 * row_bytes <= _MOST_GRID_BYTES
-
-
-def is_only_quantized(problem: Problem) -> bool:
-    """Whether it is forward of 16-bit rows to 8 bits in packs of 16 bytes, with nothing fused."""
-    aligned = problem.widest_pack == 8 and DTYPES[problem.x].itemsize == 2
-    return bool(problem.scaling) and aligned and problem.extras <= {problem.scaling, "amax"}
-
-
-def fetches_ahead(problem: Problem, tile: Tile) -> bool:
-    """Whether a block that finds the scales of a row in registers prefetches the next row.
-
-    It mirrors fetches_ahead in cuda_src/quantized_write.cuh.
-    """
-    plain = not problem.extras & {"residual", "input", "wide"}
-    registers = 512 // ceil_div(tile.block_size * tile.blocks_per_sm, 128) // 8 * 8
-    elements = tile.elements
-    keeps_y = (
-        problem.cols_of_scale is not None
-        and elements * DTYPES[problem.compute].itemsize <= MOST_BYTES_MADE
-    )
-    fits = registers >= elements + elements // 2 + 32 + 8 * (not tile.exact)
-    return plain and keeps_y and fits and tile.pack_size == 8 and DTYPES[problem.x].itemsize == 2
-
-
-def scales_at_once(problem: Problem, tile: Tile, strategy: str) -> bool:
-    """Whether one launch finds the scales of y and writes it.
-
-    Otherwise one launch finds the amaxes and a second one writes y. For scales of blocks of columns
-    one launch is enough if all of y is in registers and lanes of one warp hold each block. No
-    slice of a cluster and no warp's part of a ring may end inside a block.
-    """
-    if problem.scaling not in ("block", "mx"):
-        return problem.scaling != "tensor"
-    block = problem.cols_of_scale
-    if tile.path == "ring":
-        return tile.exact == 1 and 32 * tile.pack_size % block == 0
-    width = tile.pack_size * tile.threads_per_row
-    whole_slices = strategy in ("warp", "block")
-    if strategy == "cluster":
-        whole_slices = tile.exact == 1 and tile.cols % block == 0
-    bytes_made = tile.elements * DTYPES[problem.compute].itemsize
-    by_warps = width % block == 0 and block <= 32 * tile.pack_size
-    by_lanes = block % width == 0 and tile.threads_per_row <= 32
-    return whole_slices and 0 < bytes_made <= MOST_BYTES_MADE and (by_warps or by_lanes)
 
 
 # Shared memory.
@@ -160,9 +84,7 @@ def _ring_bytes(problem: Problem, tile: Tile) -> int:
 
 def _bundle_bytes(problem: Problem, tile: Tile) -> int:
     """Bundles and BundleStream, as in cuda_src, or the sums that overwrite them at the end."""
-    names = [problem.x] * (1 + problem.residual) if problem.forward else [problem.x, problem.dy]
-    names += [problem.dsum] if problem.dsum else []
-    rows = [problem.num_cols * DTYPES[name].itemsize for name in names]
+    rows = [problem.num_cols * size for size in streamed(problem)]
     rows += [] if problem.forward else [4, 4]
     parts = 32 // tile.threads_per_row if tile.threads_per_row >= 8 else 1
     images = [ceil_div(tile.bundle // parts * row, 16) * 16 + 32 for row in rows]
@@ -219,12 +141,9 @@ def fits_grid(problem: Problem, device: Device, tile: Tile) -> bool:
 def smem_bytes_of(problem: Problem, tile: Tile, strategy: str) -> int:
     """Dynamic shared memory of one block."""
     itemsize, compute_bytes = DTYPES[problem.x].itemsize, DTYPES[problem.compute].itemsize
-    if tile.path == "bundle":
-        return _bundle_bytes(problem, tile)
-    if tile.path == "ring":
-        return _ring_bytes(problem, tile)
-    if tile.path == "grid":
-        return _grid_bytes(problem, tile)
+    of_path = {"bundle": _bundle_bytes, "ring": _ring_bytes, "grid": _grid_bytes}
+    if tile.path in of_path:
+        return of_path[tile.path](problem, tile)
     if strategy == "parameters":
         return 2 * tile.pack_size * tile.threads_per_row * tile.block_size // 32 * compute_bytes
     if strategy == "warp":
@@ -289,13 +208,11 @@ def registers_of_thread(problem: Problem, device: Device, tile: Tile) -> int:
         if tile.exact and tile.elements <= 48 and (bare or " to " in kind):
             words.add("exact")
     fixed, each = _registers_of_words(kind, frozenset(words))
-    # Forward, threads of rings and bundles keep their parameters.
+    # Forward, threads of rings and bundles keep their parameters, as do those that load them early.
     kept = [problem.weight, problem.bias, problem.weight1, problem.bias1]
     sizes = [DTYPES[name].itemsize for name in kept if name]
-    if kind == "forward ring":
+    if kind == "forward ring" or tile.early:
         each += sum(max(size, 4) if tile.pack_size == 1 else size for size in sizes) / 4
-    if tile.early:
-        each += sum(sizes) / 4
     if tile.path == "bundle":
         wider = sum(size - 2 for size in sizes)
         each += (0.27 if problem.forward else 0.5) * wider

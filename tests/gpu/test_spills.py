@@ -17,11 +17,11 @@ import cupynorm
 from cupynorm.gpu import nvrtc
 from cupynorm.gpu.nvrtc import Resources, compile_for, cuda_src, source
 from cupynorm.norm.plans import plan
+from cupynorm.plan.abilities import fetches_ahead
 from cupynorm.plan.devices import DEVICES
 from cupynorm.plan.dispatch import choose
 from cupynorm.plan.instances import Kernel
 from cupynorm.plan.problem import SCALINGS, Layout, Problem, Tile
-from cupynorm.plan.tile_model import fetches_ahead
 
 # Tests of each architecture, so that pytest-xdist can share them out.
 PARTS = {80: 8, 86: 2, 89: 2, 90: 8, 100: 4, 120: 4}
@@ -147,7 +147,7 @@ def test_spills_are_seen():
     ids=str,
 )
 def test_plan_and_kernel_agree_on_early_fetches(tmp_path, changes):
-    """fetches_ahead of quantized_write.cuh agrees with tile_model.fetches_ahead."""
+    """fetches_ahead of quantized_write.cuh agrees with abilities.fetches_ahead."""
     folder = tmp_path / "cuda_src"
     shutil.copytree(cuda_src(), folder)
     (folder / "says.cu").write_text(

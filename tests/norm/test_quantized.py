@@ -12,10 +12,10 @@ import cupynorm
 from cupynorm.check.quantized import expected
 from cupynorm.dtypes import FLOAT8S
 from cupynorm.norm import cache
+from cupynorm.plan.abilities import fetches_ahead
 from cupynorm.plan.devices import DEVICES as GPUS
 from cupynorm.plan.dispatch import make_plan
 from cupynorm.plan.problem import Layout, Problem
-from cupynorm.plan.tile_model import fetches_ahead
 
 torch = pytest.importorskip("torch")
 from float8_bytes import (  # noqa: E402  (imports torch)

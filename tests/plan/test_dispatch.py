@@ -12,12 +12,13 @@ from plan_problems import CUDA_SRC, DIRECTIONS, GPUS, TABLE, problem_of, slice_o
 
 from cupynorm.dtypes import DTYPES
 from cupynorm.norm.plans import plan
+from cupynorm.plan.abilities import fetches_ahead
 from cupynorm.plan.devices import DEVICES, Device, device_like
 from cupynorm.plan.dispatch import choose, make_plan, widest
 from cupynorm.plan.instances import Choice
 from cupynorm.plan.problem import Layout, Problem
 from cupynorm.plan.strategies import STATISTICS, STRATEGIES
-from cupynorm.plan.tile_model import fetches_ahead, fits_grid, grid_packs
+from cupynorm.plan.tile_model import fits_grid, grid_packs
 
 
 def problem_to_8_bits(num_cols: int, scaling: str, dtype: str = "bfloat16", **changes) -> Problem:
@@ -251,14 +252,13 @@ def test_every_plan_covers_its_row_and_fits_its_device(device, direction, norm):
             assert again.launches == made.launches and again.reason == "as asked for"
 
 
-@pytest.mark.parametrize(
-    "dtype, lanes", [("bfloat16", 2), ("float16", 2), ("float32", 4), ("float64", 4)]
-)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32", "float64"])
 @pytest.mark.parametrize("direction", DIRECTIONS)
-def test_lanes_of_a_row_of_96_bytes(direction, dtype, lanes):
-    """Six packs of 16 bytes have two lanes in 16-bit types, where two are faster."""
-    made = plan(96 // DTYPES[dtype].itemsize, 2**20, dtype, direction=direction, device="H200")
-    assert (made.strategy, made.tile.threads_per_row) == ("warp", lanes)
+def test_lanes_of_a_row_of_96_bytes(direction, dtype):
+    """Six packs of 16 bytes: the lanes of a row load at least half of it together."""
+    device = without_file("H200")
+    made = plan(96 // DTYPES[dtype].itemsize, 2**20, dtype, direction=direction, device=device)
+    assert (made.strategy, made.tile.threads_per_row) == ("warp", 4)
     assert made.tile.pack_size * DTYPES[dtype].itemsize == 16
 
 
