@@ -1,19 +1,106 @@
 // grid_turns.cuh -- the turns of a group of blocks that share each row: one row a turn
+//
+// In each step a worker writes packs of an earlier row, starts the copies of packs of a later row
+// to the slot that is now free, and adds packs of this row to its sums. So copies are always in
+// flight, and no worker waits while the sums of a row travel from block to block. A thread reads
+// only what it has copied itself, so no barrier is needed.
 #pragma once
 #include "grid_exchange.cuh"
+#include "memory.cuh"
 
-// What the warps of a block do in each turn. sums(turn): of a row's columns of this warp, to all
-// its lanes; write(turn, total). There are `lag` turns between them, in which sums arrive.
-template <Tile tile, class Value, class Sums, class Write>
-__device__ __forceinline__ void take_turns(const GridExchange<Value, tile>& exchange,
-                                           long long num_turns, Sums sums, Write write) {
-  constexpr int lag = tile.lag();
-  if (!GridShape<tile>::works()) {
-    exchange.exchange(num_turns);
-    return;
+// What a worker does with its packs of a row, each in a place of shared memory (GridStream):
+//   begin_copies(turn), copy(pack, place), load(place) -> Loaded
+//   begin_sums(turn), sum(pack, loaded), value()   of the warp, to all its lanes
+//   begin_results(turn, total), write(turn, pack, loaded)
+template <Tile tile, class Value, class Work>
+struct GridTurns {
+  using Shape = GridShape<tile>;
+  static constexpr int num_steps = Shape::num_steps, at_once = Shape::packs_at_once;
+  static constexpr int end = tile.stages * at_once * Work::place_bytes;
+
+  const GridExchange<Value, tile>& exchange;
+  Work& work;
+  long long num_turns;
+  int summed = 0, free = 0;  // places of the packs of a step
+
+  __device__ __forceinline__ void run() {
+    for (int step = 0; step < Shape::in_flight; ++step) copy(step / num_steps, step % num_steps);
+    for (long long turn = 0; turn < num_turns + Shape::turns_behind; ++turn) {
+      if (turn >= Shape::turns_behind && turn + Shape::turns_ahead < num_turns) {
+        take<true>(turn);
+      } else {
+        take<false>(turn);
+      }
+    }
   }
-  for (long long turn = 0; turn < num_turns + lag; ++turn) {
-    if (turn < num_turns) exchange.put(turn, sums(turn));
-    if (turn >= lag) write(turn - lag, exchange.total(turn - lag));
+
+ private:
+  __device__ __forceinline__ static void advance(int& place) {
+    place += at_once * Work::place_bytes;
+    if (place == end) place = 0;
+  }
+  // f(pack, place) of each pack of a step.
+  template <class F>
+  __device__ __forceinline__ static void for_each_pack(int step, int first, F f) {
+#pragma unroll
+    for (int at = 0; at < at_once; ++at) f(step * at_once + at, first + at * Work::place_bytes);
+  }
+  // f(pack, loaded) of each. All loads start before the first use.
+  template <class F>
+  __device__ __forceinline__ void for_each_loaded(int step, int first, F f) {
+    typename Work::Loaded loaded[at_once];
+    for_each_pack(step, first, [&](int pack, int place) {
+      if (work.present(pack)) loaded[pack % at_once] = work.load(place);
+    });
+    for_each_pack(step, first, [&](int pack, int) {
+      if (work.present(pack)) f(pack, loaded[pack % at_once]);
+    });
+  }
+  __device__ __forceinline__ void copy(long long turn, int step) {
+    if (turn < num_turns) {
+      if (step == 0) work.begin_copies(turn);
+      for_each_pack(step, free, [&](int pack, int place) {
+        if (work.present(pack)) work.copy(pack, place);
+      });
+    }
+    async_commit();
+    advance(free);
+  }
+  // all: whether there is a row for each part of each step.
+  template <bool all>
+  __device__ __forceinline__ void take(long long turn) {
+    using Loaded = typename Work::Loaded;
+    const bool sums = all || turn < num_turns;
+    if (sums) work.begin_sums(turn);
+#pragma unroll
+    for (int step = 0; step < num_steps; ++step) {
+      constexpr int behind = Shape::turns_behind * num_steps - Shape::lag;
+      const int written = (step + behind) % num_steps;
+      const long long row_written = turn - Shape::turns_behind + (step + behind) / num_steps;
+      if (all || (row_written >= 0 && row_written < num_turns)) {
+        if (written == 0) work.begin_results(row_written, exchange.total(row_written));
+        for_each_loaded(written, free, [&](int pack, const Loaded& loaded) {
+          work.write(row_written, pack, loaded);
+        });
+      }
+      copy(turn + (step + Shape::in_flight) / num_steps, (step + Shape::in_flight) % num_steps);
+      if (sums) {
+        async_wait<Shape::in_flight>();
+        for_each_loaded(step, summed,
+                        [&](int pack, const Loaded& loaded) { work.sum(pack, loaded); });
+        advance(summed);
+      }
+    }
+    if (sums) exchange.put(turn, work.value());
+  }
+};
+
+template <Tile tile, class Value, class Work>
+__device__ __forceinline__ void take_turns(const GridExchange<Value, tile>& exchange, Work& work,
+                                           long long num_turns) {
+  if (GridShape<tile>::works()) {
+    GridTurns<tile, Value, Work>{exchange, work, num_turns}.run();
+  } else {
+    exchange.exchange(num_turns);
   }
 }

@@ -36,8 +36,6 @@ struct Tile {
 
   // Blocks of a thread-block cluster; on path grid there are none.
   constexpr int hardware_cluster_size() const { return path == Path::grid ? 1 : cluster_size; }
-  // Path grid: turns between the sums of a row and its results.
-  constexpr int lag() const { return stages < 3 ? 1 : stages < 5 ? 2 : 3; }
   constexpr int block_size() const { return threads_per_row * rows_per_block; }
   // Columns that fit the registers of the threads of a block that share a row.
   constexpr int cols() const { return pack_size * threads_per_row * packs_per_thread; }

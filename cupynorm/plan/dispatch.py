@@ -25,11 +25,9 @@ from .tables import measured_tile
 from .tile_checks import check_path, check_tile
 from .tile_model import (
     RESERVED_BYTES,
-    grid_packs,
     keeps_sums,
     scales_at_once,
     smem_bytes_of,
-    streamed,
 )
 
 # Set by cupynorm.norm.tiles. choose() calls it first if neither strategy nor tile is given. It
@@ -364,9 +362,6 @@ def make_plan(
             x_size, dy_size = DTYPES[problem.x].itemsize, DTYPES[problem.dy].itemsize
             passes = 2 if problem.dx else int(bool(problem.recomputed))
             moved += (passes - 1) * row_elements * (x_size + dy_size)
-    if choice.tile.path == "grid":
-        left = 1 - choice.tile.packs_per_thread / grid_packs(problem, choice.tile)
-        moved += int(left * row_elements * sum(streamed(problem)))  # not kept: read again
     if not (problem.forward or keeps_sums(problem, choice.tile)):
         x_bytes = DTYPES[problem.x].itemsize * bool(problem.dweight)
         dy_bytes = DTYPES[problem.dy].itemsize * bool(problem.dweight or problem.dbias)

@@ -23,10 +23,12 @@ from .tile_model import (
     can_bundle,
     can_ring,
     can_share_grid,
+    fewest_stages,
     fits_grid,
     fits_smem,
     grid_cols,
     grid_packs,
+    grid_stages,
     is_only_quantized,
     registers_of_thread,
     shaped,
@@ -92,15 +94,11 @@ _BUNDLE_ELEMENTS = {
     "backward": {1: 40, 2: 28, 8: 12, 16: 14, 32: 28},
 }
 
-# Path "grid": how many blocks share a row. At most half of all, so that one group works while the
-# sums of another one travel: the fewest with slices of at most so many bytes, by direction; or half
-# of all with slices of up to _HALF_SLICE_BYTES. Otherwise all.
-_GRID_SLICE_BYTES, _FEWEST_GRID_BLOCKS = {"forward": 48 * 1024, "backward": 32 * 1024}, 16
-_HALF_SLICE_BYTES = 64 * 1024
-# Warps of a block that have columns: for slices of up to so many bytes, and for others.
-_SHORT_SLICE_BYTES, _GRID_WARPS = 32 * 1024, (8, 16)
-# The most stages, and the fewest. With the fewest, a block keeps at least this share of each row.
-_MOST_GRID_STAGES, _FEWEST_GRID_STAGES, _GRID_KEPT = 8, 3, 0.25
+# Path "grid": how many blocks share a row: the fewest with slices of at most so many bytes, by
+# direction. Otherwise all.
+_GRID_SLICE_BYTES, _FEWEST_GRID_BLOCKS = {"forward": 48 * 1024, "backward": 64 * 1024}, 16
+# Warps of a block that have columns, and the most stages.
+_GRID_WARPS, _MOST_GRID_STAGES = 16, 32
 # Forward, the fewest columns where a cluster has room too.
 _GRID_FROM = {2: 1 << 19, 4: 1 << 18}
 
@@ -214,38 +212,30 @@ def smem_tile(problem: Problem, device: Device, cluster_sizes: Iterable[int]) ->
 
 
 def grid_tile(problem: Problem, device: Device) -> Tile | None:
-    """Rows that groups of blocks share: as many stages as fit, and of very wide rows a part."""
+    """Rows that groups of blocks share, with as many stages as fit."""
     if not can_share_grid(problem):
         return None
     row_bytes = problem.num_cols * sum(streamed(problem))
     most = 1 << (min(device.num_sms, device.grid_blocks).bit_length() - 1)
-    limit, size, half = _GRID_SLICE_BYTES[problem.direction], _FEWEST_GRID_BLOCKS, most // 2
-    while size < half and row_bytes > size * limit:
-        size *= 2
-    sizes = [size] * (row_bytes <= size * limit) + [half] * (row_bytes <= half * _HALF_SLICE_BYTES)
-    for blocks in [size for size in sizes if size <= half] + [most]:
-        tile = _grid_of(problem, blocks, row_bytes)
-        for stages in range(_MOST_GRID_STAGES, _FEWEST_GRID_STAGES - 1, -1):
-            whole = replace(tile, stages=stages)
-            if fits_grid(problem, device, whole):
-                return whole
-    packs = tile.packs_per_thread
-    for kept in range(packs, int(_GRID_KEPT * packs), -1):
-        part = replace(tile, packs_per_thread=kept, stages=_FEWEST_GRID_STAGES)
-        if fits_grid(problem, device, part):
-            return part
+    limit, blocks = _GRID_SLICE_BYTES[problem.direction], _FEWEST_GRID_BLOCKS
+    while blocks < most and row_bytes > blocks * limit:
+        blocks *= 2
+    for size in [blocks, 2 * blocks][: 1 + (2 * blocks <= most)]:
+        tile = grid_of(problem, size, _GRID_WARPS)
+        if tile.stages >= fewest_stages(tile) and fits_grid(problem, device, tile):
+            return tile
     return None
 
 
-def _grid_of(problem: Problem, blocks: int, row_bytes: int) -> Tile:
-    """The tile of `blocks` blocks that share a row, without its stages."""
-    warps = _GRID_WARPS[row_bytes > blocks * _SHORT_SLICE_BYTES]
+def grid_of(problem: Problem, blocks: int, warps: int) -> Tile:
+    """The tile of `blocks` blocks that share a row, and of whose warps so many have columns."""
     threads = 32 * (warps + GRID_EXCHANGERS)
     tile = Tile(problem.widest_pack, threads, cluster_size=blocks, path="grid")
     exact = grid_cols(problem, tile) * blocks == problem.num_cols
     # Backward with wide weights, code without bounds checks takes too many registers.
     exact = exact and (problem.forward or "wide" not in problem.extras)
-    return replace(tile, packs_per_thread=grid_packs(problem, tile), exact=int(exact))
+    tile = replace(tile, packs_per_thread=grid_packs(problem, tile), exact=int(exact))
+    return replace(tile, stages=min(grid_stages(problem, tile), _MOST_GRID_STAGES))
 
 
 def wants_grid(problem: Problem) -> bool:

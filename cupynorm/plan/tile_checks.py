@@ -17,6 +17,8 @@ from .tile_model import (
     can_ring,
     can_share_grid,
     grid_cols,
+    grid_packs,
+    grid_steps,
     smem_bytes_of,
 )
 
@@ -182,11 +184,16 @@ def _check_grid(problem: Problem, tile: Tile, device: Device) -> None:
             f"of {device.num_sms} multiprocessors, and at most {MOST_GRID_GROUPS} groups"
         )
     fewest = 32 * (GRID_EXCHANGERS + 1)
-    if tile.threads_per_row < fewest or tile.stages < 2:
+    if tile.threads_per_row < fewest:
         raise ValueError(
-            f"tile has threads_per_row {tile.threads_per_row} and stages {tile.stages}; "
-            f"expected 2 or more stages, and {fewest} or more threads: {GRID_EXCHANGERS} warps "
-            "have no columns"
+            f"tile has threads_per_row {tile.threads_per_row}; expected {fewest} or more: "
+            f"{GRID_EXCHANGERS} warps have no columns"
+        )
+    packs, steps = grid_packs(problem, tile), grid_steps(tile)
+    if tile.packs_per_thread != packs or tile.stages <= steps:
+        raise ValueError(
+            f"tile has packs_per_thread {tile.packs_per_thread} and stages {tile.stages}; expected "
+            f"{packs} packs, all of a row, and more stages than the {steps} steps that take them"
         )
     if not can_share_grid(problem):
         raise ValueError(

@@ -25,11 +25,10 @@ RESERVED_BYTES = 1024
 MOST_BYTES_MADE = 320
 
 # Path grid, as in cuda_src/grid_shape.cuh and grid_words.cuh: warps of a block that exchange sums,
-# and slots for them; all the shared memory of a block; registers of a thread for one row at a time,
-# while the others keep weights and sums. The most groups of blocks that share a row. The most bytes
-# of the sums and one and a half rows.
-GRID_EXCHANGERS, _GRID_SLOTS, _GRID_BYTES, _ROW_REGISTERS = 4, 4, 227 * 1024, 80
-MOST_GRID_GROUPS, _MOST_GRID_BYTES = 16, 227 * 1024
+# and slots for them; all the shared memory of a block; registers of a thread for one step, by its
+# packs, while the others keep weights and sums. The most groups of blocks that share a row.
+GRID_EXCHANGERS, _GRID_SLOTS, _GRID_BYTES, _STEP_REGISTERS = 4, 8, 227 * 1024, {1: 80, 2: 96}
+MOST_GRID_GROUPS = 16
 
 
 # What a kernel can do.
@@ -72,9 +71,7 @@ def keeps_sums(problem: Problem, tile: Tile) -> bool:
     """Backward: whether the kernel that writes dx also forms partial sums of dweight and dbias."""
     if tile.path != "grid":
         return tile.path != "uncached"
-    slice_cols = cols_of_slice(problem, tile.pack_size, tile.cluster_size)
-    row_bytes = slice_cols * sum(streamed(problem))
-    return _grid_sum_bytes(problem, tile) + 1.5 * row_bytes <= _MOST_GRID_BYTES
+    return _grid_slots(problem, tile, _grid_sum_bytes(problem, tile)) >= fewest_stages(tile)
 
 
 def is_only_quantized(problem: Problem) -> bool:
@@ -174,14 +171,45 @@ def _bundle_bytes(problem: Problem, tile: Tile) -> int:
 
 
 def _grid_bytes(problem: Problem, tile: Tile) -> int:
-    """All that a block can have: for GridExchange, GridRow, sums, and then parameters."""
+    """All that a block can have: for GridExchange, slots, sums, and then parameters."""
+    sums = _grid_sum_bytes(problem, tile) if keeps_sums(problem, tile) else 0
+    used = _exchange_bytes(problem, tile) + tile.stages * _slot_bytes(problem, tile) + sums
+    return max(used, _GRID_BYTES)
+
+
+def _exchange_bytes(problem: Problem, tile: Tile) -> int:
     parts = (3 if problem.centered else 1) if problem.forward else 2
     num_warps = tile.threads_per_row // 32 - GRID_EXCHANGERS
-    scratch = ceil_div(_GRID_SLOTS * (parts * (num_warps + 1) * 4 + 16), 16) * 16
-    cols = tile.pack_size * 32 * num_warps * tile.packs_per_thread
-    kept = tile.stages * cols * sum(streamed(problem))
+    return ceil_div(_GRID_SLOTS * (parts * (num_warps + 1) * 4 + 16), 16) * 16
+
+
+def _slot_bytes(problem: Problem, tile: Tile) -> int:
+    """The packs of one step of each worker."""
+    workers = tile.threads_per_row - 32 * GRID_EXCHANGERS
+    at_once = tile.packs_per_thread // grid_steps(tile)
+    return at_once * tile.pack_size * workers * sum(streamed(problem))
+
+
+def _grid_slots(problem: Problem, tile: Tile, sum_bytes: int) -> int:
+    left = _GRID_BYTES - _exchange_bytes(problem, tile) - sum_bytes
+    return left // _slot_bytes(problem, tile)
+
+
+def grid_stages(problem: Problem, tile: Tile) -> int:
+    """Path grid: the most stages, beside the sums if they fit."""
     sums = _grid_sum_bytes(problem, tile) if keeps_sums(problem, tile) else 0
-    return max(scratch + kept + sums, _GRID_BYTES)
+    return _grid_slots(problem, tile, sums)
+
+
+def grid_steps(tile: Tile) -> int:
+    """Path grid: steps in which a worker takes its packs of a row; few warps take two at once."""
+    few = tile.threads_per_row // 32 - GRID_EXCHANGERS <= 8
+    return tile.packs_per_thread // (2 if few and tile.packs_per_thread % 2 == 0 else 1)
+
+
+def fewest_stages(tile: Tile) -> int:
+    """Path grid: for a row whose sums travel, and for the packs of the next one."""
+    return grid_steps(tile) + ceil_div(grid_steps(tile), 4)
 
 
 def _grid_sum_bytes(problem: Problem, tile: Tile) -> int:
@@ -189,11 +217,11 @@ def _grid_sum_bytes(problem: Problem, tile: Tile) -> int:
     wanted = bool(problem.dweight) + bool(problem.dbias)
     if problem.forward or not wanted:
         return 0
-    spare = 512 // ceil_div(tile.threads_per_row, 128) // 8 * 8 - _ROW_REGISTERS
+    spare = 512 // ceil_div(tile.threads_per_row, 128) // 8 * 8
+    spare -= _STEP_REGISTERS[tile.packs_per_thread // grid_steps(tile)]
     in_registers = min(tile.packs_per_thread, max(spare, 0) // (tile.pack_size * wanted))
     workers = tile.threads_per_row - 32 * GRID_EXCHANGERS
-    packs = max(0, grid_packs(problem, tile) - in_registers)
-    return packs * wanted * tile.pack_size * workers * 4
+    return (tile.packs_per_thread - in_registers) * wanted * tile.pack_size * workers * 4
 
 
 def grid_packs(problem: Problem, tile: Tile) -> int:
