@@ -29,7 +29,6 @@ struct BackwardGrid {
 
   const Problem& problem;
   Slice cols;
-  long long num_turns;
   StreamX x;
   StreamDy dy;
   Sums sums;
@@ -41,7 +40,6 @@ struct BackwardGrid {
   __device__ __forceinline__ explicit BackwardGrid(const Problem& problem)
       : problem(problem),
         cols(Shape::cols(problem.num_cols)),
-        num_turns(Shape::num_turns(problem.num_rows)),
         sums(dynamic_smem() + used_bytes - Sums::smem_bytes),
         weights(dynamic_smem() + used_bytes, cols, load_weight()),
         reciprocal(1.0f / static_cast<float>(problem.num_cols)),
@@ -53,11 +51,9 @@ struct BackwardGrid {
     };
   }
   __device__ __forceinline__ RowGradient<float> gradient_of(long long turn) const {
-    if (turn >= num_turns) return {};
-    const long long row = Shape::row(turn);
+    const long long row = min(Shape::row(turn), problem.num_rows - 1);
     return {centered ? problem.mean[row] : 0, problem.rstd[row], 0, 0};
   }
-  __device__ __forceinline__ bool present(int pack) const { return Shape::present(pack, cols); }
   __device__ __forceinline__ void begin_copies(long long turn) {
     x.begin_copies(problem.load_x, turn, cols);
     dy.begin_copies(problem.load_dy, turn, cols);
@@ -103,9 +99,9 @@ struct BackwardGrid {
   }
   __device__ __forceinline__ Value value() const { return warp_reduce<32>(of_row); }
 
-  __device__ __forceinline__ void begin_results(long long turn, const Value& total) {
-    written = gradient_of(turn);
-    written.finish(total, reciprocal);
+  __device__ __forceinline__ void begin_results(long long turn, const Exchange& exchange) {
+    written = gradient_of(turn);  // loads while the total may still be on its way
+    written.finish(exchange.total(turn), reciprocal);
   }
   __device__ __forceinline__ void write(long long turn, int pack, const Loaded& loaded) {
     with_pack(written, pack, loaded, [&](const auto& x_hats, const auto& dys, const auto& wdys) {
@@ -127,6 +123,6 @@ __device__ __forceinline__ void backward_grid(
                             typename LoadX::Held, typename LoadDy::Held, LoadWeight>;
   const typename Grid::Exchange exchange(dynamic_smem());
   Grid grid(problem);
-  take_turns<tile>(exchange, grid, grid.num_turns);
+  take_turns<tile>(exchange, grid, Grid::Shape::num_turns(problem.num_rows));
   grid.sums.write(problem, grid.cols);
 }

@@ -45,7 +45,6 @@ struct ForwardGrid {
   __device__ __forceinline__ auto load_parameters() const {
     return [this](int col) { return problem.store.template keep<pack_size>(cols.first_col + col); };
   }
-  __device__ __forceinline__ bool present(int pack) const { return Shape::present(pack, cols); }
   __device__ __forceinline__ void begin_copies(long long turn) {
     x.begin_copies(problem.load, turn, cols);
   }
@@ -73,7 +72,8 @@ struct ForwardGrid {
     }
   }
 
-  __device__ __forceinline__ void begin_results(long long turn, const Value& total) {
+  __device__ __forceinline__ void begin_results(long long turn, const Exchange& exchange) {
+    const Value total = exchange.total(turn);
     if constexpr (centered) {
       statistics = of_moments(total, reciprocal, problem.eps);
     } else {

@@ -11,7 +11,7 @@
 // What a worker does with its packs of a row, each in a place of shared memory (GridStream):
 //   begin_copies(turn), copy(pack, place), load(place) -> Loaded
 //   begin_sums(turn), sum(pack, loaded), value()   of the warp, to all its lanes
-//   begin_results(turn, total), write(turn, pack, loaded)
+//   begin_results(turn, exchange), write(turn, pack, loaded)
 template <Tile tile, class Value, class Work>
 struct GridTurns {
   using Shape = GridShape<tile>;
@@ -50,17 +50,17 @@ struct GridTurns {
   __device__ __forceinline__ void for_each_loaded(int step, int first, F f) {
     typename Work::Loaded loaded[at_once];
     for_each_pack(step, first, [&](int pack, int place) {
-      if (work.present(pack)) loaded[pack % at_once] = work.load(place);
+      if (Shape::present(pack, work.cols)) loaded[pack % at_once] = work.load(place);
     });
     for_each_pack(step, first, [&](int pack, int) {
-      if (work.present(pack)) f(pack, loaded[pack % at_once]);
+      if (Shape::present(pack, work.cols)) f(pack, loaded[pack % at_once]);
     });
   }
   __device__ __forceinline__ void copy(long long turn, int step) {
     if (turn < num_turns) {
       if (step == 0) work.begin_copies(turn);
       for_each_pack(step, free, [&](int pack, int place) {
-        if (work.present(pack)) work.copy(pack, place);
+        if (Shape::present(pack, work.cols)) work.copy(pack, place);
       });
     }
     async_commit();
@@ -78,7 +78,7 @@ struct GridTurns {
       const int written = (step + behind) % num_steps;
       const long long row_written = turn - Shape::turns_behind + (step + behind) / num_steps;
       if (all || (row_written >= 0 && row_written < num_turns)) {
-        if (written == 0) work.begin_results(row_written, exchange.total(row_written));
+        if (written == 0) work.begin_results(row_written, exchange);
         for_each_loaded(written, free, [&](int pack, const Loaded& loaded) {
           work.write(row_written, pack, loaded);
         });
