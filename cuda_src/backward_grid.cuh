@@ -54,13 +54,15 @@ struct BackwardGrid {
     const long long row = min(Shape::row(turn), problem.num_rows - 1);
     return {centered ? problem.mean[row] : 0, problem.rstd[row], 0, 0};
   }
+  template <bool again>
   __device__ __forceinline__ void begin_copies(long long turn) {
-    x.begin_copies(problem.load_x, turn, cols);
-    dy.begin_copies(problem.load_dy, turn, cols);
+    x.template begin_copies<again>(problem.load_x, turn, cols);
+    dy.template begin_copies<again>(problem.load_dy, turn, cols);
   }
+  template <bool again>
   __device__ __forceinline__ void copy(int pack, int place) const {
-    x.copy(pack, place);
-    dy.copy(pack, place);
+    x.template copy<again>(pack, place);
+    dy.template copy<again>(pack, place);
   }
   __device__ __forceinline__ Loaded load(int place) const {
     return {x.load(place), dy.load(place)};

@@ -45,10 +45,14 @@ struct ForwardGrid {
   __device__ __forceinline__ auto load_parameters() const {
     return [this](int col) { return problem.store.template keep<pack_size>(cols.first_col + col); };
   }
+  template <bool again>
   __device__ __forceinline__ void begin_copies(long long turn) {
-    x.begin_copies(problem.load, turn, cols);
+    x.template begin_copies<again>(problem.load, turn, cols);
   }
-  __device__ __forceinline__ void copy(int pack, int place) const { x.copy(pack, place); }
+  template <bool again>
+  __device__ __forceinline__ void copy(int pack, int place) const {
+    x.template copy<again>(pack, place);
+  }
   __device__ __forceinline__ Loaded load(int place) const { return x.load(place); }
 
   __device__ __forceinline__ void begin_sums(long long) {

@@ -22,17 +22,21 @@ struct GridShape {
   static constexpr int num_steps = num_packs / packs_at_once;  // of a row
 
   // A worker writes packs `lag` steps after it has added them to its sums. Meanwhile the sums of
-  // the whole row travel, for a few turns at most. The packs of in_flight steps come from memory.
+  // the whole row travel, for a few turns at most. The packs of in_flight steps are on their way to
+  // shared memory, and stay there until they are written. If there are too few slots for a row, its
+  // packs leave after their sums and come again, from the L2 cache.
+  static constexpr bool rereads = tile.stages < num_steps + 2;
   static constexpr int most_turns_behind = 6;
   static constexpr int between(int value, int least, int most) {
     return value < least ? least : value > most ? most : value;
   }
-  static constexpr int lag = between(tile.stages - between(tile.stages / 4, 1, tile.stages),
-                                     num_steps, most_turns_behind* num_steps);
-  static constexpr int in_flight = tile.stages - lag;
+  static constexpr int lag = rereads ? num_steps + (num_steps + 3) / 4
+                                     : between(tile.stages - 1 - between(tile.stages / 4, 1, 64),
+                                               num_steps, most_turns_behind* num_steps);
+  static constexpr int in_flight = rereads ? tile.stages / 2 - 1 : tile.stages - 1 - lag;
   static constexpr int turns_behind = (lag + num_steps - 1) / num_steps;
   static constexpr int turns_ahead = (in_flight + num_steps - 1) / num_steps;
-  static_assert(in_flight > 0, "a row is kept until its sums are known");
+  static_assert(in_flight > 0);
 
   // Registers of a thread for what it keeps from row to row: all but those for one step.
   static constexpr int spare_registers =
@@ -75,14 +79,15 @@ struct GridStream {
   static constexpr int place_bytes = Shape::step * static_cast<int>(sizeof(X));
   static constexpr int last_byte = first_byte + place_bytes;
 
-  const X* copied;  // this thread's first pack of the row that is copied
+  const X* copied[2];  // this thread's first pack of the row that is copied, or copied again
 
-  template <class Load>
+  template <bool again, class Load>
   __device__ __forceinline__ void begin_copies(const Load& load, long long turn, Slice cols) {
-    copied = load.row_start(Shape::row(turn)) + cols.first_col + Shape::col(0);
+    copied[again] = load.row_start(Shape::row(turn)) + cols.first_col + Shape::col(0);
   }
+  template <bool again>
   __device__ __forceinline__ void copy(int pack, int place) const {
-    async_copy<pack_size>(at(place), copied + pack * Shape::step);
+    async_copy<pack_size>(at(place), copied[again] + pack * Shape::step);
   }
   __device__ __forceinline__ Pack<X, pack_size> load(int place) const {
     return load_pack<pack_size>(at(place));

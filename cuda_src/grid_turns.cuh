@@ -9,14 +9,17 @@
 #include "memory.cuh"
 
 // What a worker does with its packs of a row, each in a place of shared memory (GridStream):
-//   begin_copies(turn), copy(pack, place), load(place) -> Loaded
+//   begin_copies<again>(turn), copy<again>(pack, place), load(place) -> Loaded
 //   begin_sums(turn), sum(pack, loaded), value()   of the warp, to all its lanes
 //   begin_results(turn, exchange), write(turn, pack, loaded)
 template <Tile tile, class Value, class Work>
 struct GridTurns {
   using Shape = GridShape<tile>;
   static constexpr int num_steps = Shape::num_steps, at_once = Shape::packs_at_once;
-  static constexpr int end = tile.stages * at_once * Work::place_bytes;
+  // Packs that come again for their results have places of their own, from `end` on.
+  static constexpr bool rereads = Shape::rereads;
+  static constexpr int num_slots = rereads ? Shape::in_flight + 1 : tile.stages;
+  static constexpr int end = num_slots * at_once * Work::place_bytes;
 
   const GridExchange<Value, tile>& exchange;
   Work& work;
@@ -24,7 +27,10 @@ struct GridTurns {
   int summed = 0, free = 0;  // places of the packs of a step
 
   __device__ __forceinline__ void run() {
-    for (int step = 0; step < Shape::in_flight; ++step) copy(step / num_steps, step % num_steps);
+    for (int step = 0; step < Shape::in_flight; ++step) {
+      if (exists(step / num_steps)) copy<false>(step / num_steps, step % num_steps, free);
+      end_copies();
+    }
     for (long long turn = 0; turn < num_turns + Shape::turns_behind; ++turn) {
       if (turn >= Shape::turns_behind && turn + Shape::turns_ahead < num_turns) {
         take<true>(turn);
@@ -56,13 +62,29 @@ struct GridTurns {
       if (Shape::present(pack, work.cols)) f(pack, loaded[pack % at_once]);
     });
   }
-  __device__ __forceinline__ void copy(long long turn, int step) {
-    if (turn < num_turns) {
-      if (step == 0) work.begin_copies(turn);
-      for_each_pack(step, free, [&](int pack, int place) {
-        if (Shape::present(pack, work.cols)) work.copy(pack, place);
-      });
-    }
+  // The step that is `distance` steps from another one: its turn, and its number in the turn.
+  template <int distance>
+  static constexpr int back = distance < 0 ? (num_steps - 1 - distance) / num_steps : 0;
+  template <int distance>
+  __device__ __forceinline__ static long long turn_at(long long turn, int step) {
+    return turn - back<distance> + (step + distance + back<distance> * num_steps) / num_steps;
+  }
+  template <int distance>
+  __device__ __forceinline__ static int step_at(int step) {
+    return (step + distance + back<distance> * num_steps) % num_steps;
+  }
+
+  __device__ __forceinline__ bool exists(long long turn) const {
+    return turn >= 0 && turn < num_turns;
+  }
+  template <bool again>
+  __device__ __forceinline__ void copy(long long turn, int step, int first) {
+    if (step == 0) work.template begin_copies<again>(turn);
+    for_each_pack(step, first, [&](int pack, int place) {
+      if (Shape::present(pack, work.cols)) work.template copy<again>(pack, place);
+    });
+  }
+  __device__ __forceinline__ void end_copies() {
     async_commit();
     advance(free);
   }
@@ -70,28 +92,33 @@ struct GridTurns {
   template <bool all>
   __device__ __forceinline__ void take(long long turn) {
     using Loaded = typename Work::Loaded;
-    const bool sums = all || turn < num_turns;
-    if (sums) work.begin_sums(turn);
+    constexpr int ahead = Shape::in_flight, lag = Shape::lag;
+    if (all || exists(turn)) work.begin_sums(turn);
 #pragma unroll
     for (int step = 0; step < num_steps; ++step) {
-      constexpr int behind = Shape::turns_behind * num_steps - Shape::lag;
-      const int written = (step + behind) % num_steps;
-      const long long row_written = turn - Shape::turns_behind + (step + behind) / num_steps;
-      if (all || (row_written >= 0 && row_written < num_turns)) {
+      const long long row_copied = turn_at<ahead>(turn, step);
+      if (all || exists(row_copied)) copy<false>(row_copied, step_at<ahead>(step), free);
+      if constexpr (rereads) {
+        const long long again = turn_at<ahead - lag>(turn, step);
+        if (all || exists(again)) copy<true>(again, step_at<ahead - lag>(step), end + free);
+      }
+      end_copies();
+      async_wait<ahead>();
+      const long long row_written = turn_at<-lag>(turn, step);
+      if (all || exists(row_written)) {
+        const int written = step_at<-lag>(step);
         if (written == 0) work.begin_results(row_written, exchange);
-        for_each_loaded(written, free, [&](int pack, const Loaded& loaded) {
+        for_each_loaded(written, rereads ? end + free : free, [&](int pack, const Loaded& loaded) {
           work.write(row_written, pack, loaded);
         });
       }
-      copy(turn + (step + Shape::in_flight) / num_steps, (step + Shape::in_flight) % num_steps);
-      if (sums) {
-        async_wait<Shape::in_flight>();
-        for_each_loaded(step, summed,
+      if (all || exists(turn)) {
+        for_each_loaded(step, rereads ? free : summed,
                         [&](int pack, const Loaded& loaded) { work.sum(pack, loaded); });
-        advance(summed);
+        if constexpr (!rereads) advance(summed);
       }
     }
-    if (sums) exchange.put(turn, work.value());
+    if (all || exists(turn)) exchange.put(turn, work.value());
   }
 };
 

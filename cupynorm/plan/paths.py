@@ -17,13 +17,13 @@ from ..dtypes import DTYPES
 from .devices import Device
 from .problem import Problem, Tile, ceil_div, cols_of_slice
 from .tile_model import (
+    FEWEST_GRID_STAGES,
     GRID_EXCHANGERS,
     RESERVED_BYTES,
     blocks_that_fit,
     can_bundle,
     can_ring,
     can_share_grid,
-    fewest_stages,
     fits_grid,
     fits_smem,
     grid_cols,
@@ -33,6 +33,7 @@ from .tile_model import (
     registers_of_thread,
     shaped,
     smem_bytes_of,
+    stages_of_row,
     streamed,
     warps_that_fit,
 )
@@ -222,7 +223,7 @@ def grid_tile(problem: Problem, device: Device) -> Tile | None:
         blocks *= 2
     for size in [blocks, 2 * blocks][: 1 + (2 * blocks <= most)]:
         tile = grid_of(problem, size, _GRID_WARPS)
-        if tile.stages >= fewest_stages(tile) and fits_grid(problem, device, tile):
+        if tile.stages >= FEWEST_GRID_STAGES and fits_grid(problem, device, tile):
             return tile
     return None
 
@@ -235,7 +236,10 @@ def grid_of(problem: Problem, blocks: int, warps: int) -> Tile:
     # Backward with wide weights, code without bounds checks takes too many registers.
     exact = exact and (problem.forward or "wide" not in problem.extras)
     tile = replace(tile, packs_per_thread=grid_packs(problem, tile), exact=int(exact))
-    return replace(tile, stages=min(grid_stages(problem, tile), _MOST_GRID_STAGES))
+    stages = grid_stages(problem, tile, sums=True)
+    if stages < stages_of_row(tile) and not 6 <= stages:
+        stages = grid_stages(problem, tile, sums=False)
+    return replace(tile, stages=min(stages, _MOST_GRID_STAGES))
 
 
 def wants_grid(problem: Problem) -> bool:

@@ -11,6 +11,7 @@ from .devices import Device
 from .grids import blocks_of_groups
 from .problem import PATHS_OF_STRATEGY, Problem, Tile, cols_of_slice
 from .tile_model import (
+    FEWEST_GRID_STAGES,
     GRID_EXCHANGERS,
     MOST_GRID_GROUPS,
     can_bundle,
@@ -18,7 +19,6 @@ from .tile_model import (
     can_share_grid,
     grid_cols,
     grid_packs,
-    grid_steps,
     smem_bytes_of,
 )
 
@@ -189,11 +189,11 @@ def _check_grid(problem: Problem, tile: Tile, device: Device) -> None:
             f"tile has threads_per_row {tile.threads_per_row}; expected {fewest} or more: "
             f"{GRID_EXCHANGERS} warps have no columns"
         )
-    packs, steps = grid_packs(problem, tile), grid_steps(tile)
-    if tile.packs_per_thread != packs or tile.stages <= steps:
+    packs = grid_packs(problem, tile)
+    if tile.packs_per_thread != packs or tile.stages < FEWEST_GRID_STAGES:
         raise ValueError(
             f"tile has packs_per_thread {tile.packs_per_thread} and stages {tile.stages}; expected "
-            f"{packs} packs, all of a row, and more stages than the {steps} steps that take them"
+            f"{packs} packs, all of a row, and {FEWEST_GRID_STAGES} or more stages"
         )
     if not can_share_grid(problem):
         raise ValueError(

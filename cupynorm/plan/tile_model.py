@@ -28,7 +28,7 @@ MOST_BYTES_MADE = 320
 # and slots for them; all the shared memory of a block; registers of a thread for one step, by its
 # packs, while the others keep weights and sums. The most groups of blocks that share a row.
 GRID_EXCHANGERS, _GRID_SLOTS, _GRID_BYTES, _STEP_REGISTERS = 4, 8, 227 * 1024, {1: 80, 2: 96}
-MOST_GRID_GROUPS = 16
+MOST_GRID_GROUPS, FEWEST_GRID_STAGES = 16, 4
 
 
 # What a kernel can do.
@@ -68,10 +68,13 @@ def can_share_grid(problem: Problem) -> bool:
 
 
 def keeps_sums(problem: Problem, tile: Tile) -> bool:
-    """Backward: whether the kernel that writes dx also forms partial sums of dweight and dbias."""
+    """Backward: whether the kernel that writes dx also forms partial sums of dweight and dbias.
+
+    On path grid it does if they fit beside the stages.
+    """
     if tile.path != "grid":
         return tile.path != "uncached"
-    return _grid_slots(problem, tile, _grid_sum_bytes(problem, tile)) >= fewest_stages(tile)
+    return grid_stages(problem, tile, sums=True) >= tile.stages
 
 
 def is_only_quantized(problem: Problem) -> bool:
@@ -190,15 +193,11 @@ def _slot_bytes(problem: Problem, tile: Tile) -> int:
     return at_once * tile.pack_size * workers * sum(streamed(problem))
 
 
-def _grid_slots(problem: Problem, tile: Tile, sum_bytes: int) -> int:
-    left = _GRID_BYTES - _exchange_bytes(problem, tile) - sum_bytes
+def grid_stages(problem: Problem, tile: Tile, sums: bool) -> int:
+    """Path grid: the most stages that fit, beside the sums of dweight and dbias or not."""
+    left = _GRID_BYTES - _exchange_bytes(problem, tile)
+    left -= _grid_sum_bytes(problem, tile) if sums else 0
     return left // _slot_bytes(problem, tile)
-
-
-def grid_stages(problem: Problem, tile: Tile) -> int:
-    """Path grid: the most stages, beside the sums if they fit."""
-    sums = _grid_sum_bytes(problem, tile) if keeps_sums(problem, tile) else 0
-    return _grid_slots(problem, tile, sums)
 
 
 def grid_steps(tile: Tile) -> int:
@@ -207,9 +206,9 @@ def grid_steps(tile: Tile) -> int:
     return tile.packs_per_thread // (2 if few and tile.packs_per_thread % 2 == 0 else 1)
 
 
-def fewest_stages(tile: Tile) -> int:
-    """Path grid: for a row whose sums travel, and for the packs of the next one."""
-    return grid_steps(tile) + ceil_div(grid_steps(tile), 4)
+def stages_of_row(tile: Tile) -> int:
+    """Path grid: the fewest stages of a row that stays while its sums travel."""
+    return grid_steps(tile) + ceil_div(grid_steps(tile), 4) + 1
 
 
 def _grid_sum_bytes(problem: Problem, tile: Tile) -> int:
