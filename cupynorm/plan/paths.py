@@ -98,8 +98,9 @@ _BUNDLE_ELEMENTS = {
 # Path "grid": how many blocks share a row: the fewest with slices of at most so many bytes, by
 # direction. Otherwise all.
 _GRID_SLICE_BYTES, _FEWEST_GRID_BLOCKS = {"forward": 48 * 1024, "backward": 64 * 1024}, 16
-# Warps of a block that have columns, and the most stages.
-_GRID_WARPS, _MOST_GRID_STAGES = 16, 32
+# Warps of a block that have columns, the most stages, and the most packs of a thread: the code of
+# each follows that of the one before.
+_GRID_WARPS, _MOST_GRID_STAGES, _MOST_GRID_PACKS = 16, 32, 36
 # Forward, the fewest columns where a cluster has room too.
 _GRID_FROM = {2: 1 << 19, 4: 1 << 18}
 
@@ -223,7 +224,8 @@ def grid_tile(problem: Problem, device: Device) -> Tile | None:
         blocks *= 2
     for size in [blocks, 2 * blocks][: 1 + (2 * blocks <= most)]:
         tile = grid_of(problem, size, _GRID_WARPS)
-        if tile.stages >= FEWEST_GRID_STAGES and fits_grid(problem, device, tile):
+        fits = FEWEST_GRID_STAGES <= tile.stages and tile.packs_per_thread <= _MOST_GRID_PACKS
+        if fits and fits_grid(problem, device, tile):
             return tile
     return None
 

@@ -53,17 +53,16 @@ def both_ways(monkeypatch, tile_of_backward):
             {"num_cols": 7000, "num_rows": 30},
             replace(TILE, packs_per_thread=3, stages=6),
         ),
-        # One step more than a row, the fewest.
-        (
-            {"num_cols": 9000, "num_rows": 12},
-            replace(TILE, packs_per_thread=4, stages=3),
-        ),
+        # The fewest stages; packs that are read again, several turns' worth of them.
+        ({"num_cols": 9000, "num_rows": 12}, replace(TILE, packs_per_thread=4)),
+        ({"num_cols": 28000, "num_rows": 12}, replace(TILE, packs_per_thread=11)),
+        ({"num_cols": 28000, "num_rows": 3}, replace(TILE, packs_per_thread=11, stages=9)),
         # Single elements; blocks without columns.
         (
             {"x": "float32", "num_cols": 67, "num_rows": 9},
             replace(TILE, pack_size=1, packs_per_thread=1, stages=6, cluster_size=8),
         ),
-        ({"name": "rms_norm", "x": "float16", "num_rows": 1}, replace(TILE, stages=2)),
+        ({"name": "rms_norm", "x": "float16", "num_rows": 1}, TILE),
         # Two groups of three blocks, and rows that fill all packs of all threads.
         ({}, replace(TILE, cluster_size=3, packs_per_thread=4)),
         (
@@ -73,7 +72,7 @@ def both_ways(monkeypatch, tile_of_backward):
         # Weights and sums of some packs are in registers, those of others in shared memory.
         (
             {"num_cols": 24 * 512 * 5 - 64, "num_rows": 4},
-            replace(TILE, packs_per_thread=24, stages=15),
+            replace(TILE, packs_per_thread=24, stages=24),
         ),
     ],
 )
