@@ -7,15 +7,16 @@
 #include "grid_sums.cuh"
 #include "grid_turns.cuh"
 
-template <Gradients gradients, bool centered, Tile tile, class Problem, class X, class Dy,
-          class LoadWeight>
+template <Gradients gradients, bool centered, Tile tile, class Problem>
 struct BackwardGrid {
+  using X = typename decltype(Problem::load_x)::Held;
+  using Dy = typename decltype(Problem::load_dy)::Held;
   using Shape = GridShape<tile>;
   using Value = Sum<float, 2>;
   using Exchange = GridExchange<Value, tile>;
   using Sums = GridSums<gradients, tile>;
   static constexpr int pack_size = tile.pack_size;
-  using Weight = typename LoadWeight::template Kept<pack_size>;
+  using LoadWeight = decltype(Problem::load_weight);
   struct Loaded {
     Pack<X, pack_size> x;
     Pack<Dy, pack_size> dy;
@@ -32,28 +33,23 @@ struct BackwardGrid {
   StreamX x;
   StreamDy dy;
   Sums sums;
-  GridKept<Weight, tile, Sums::left_registers, Shape::smem_bytes - used_bytes> weights;
-  float reciprocal;
-  RowGradient<float> summed, next_summed, written;  // of the rows in these states
+  GridKept<LoadWeight, tile, Sums::left_registers, Shape::smem_bytes - used_bytes> weights;
+  RowGradient<float> summed, written, next_summed, next_written;  // of the rows in these states
   Value of_row;
 
   __device__ __forceinline__ explicit BackwardGrid(const Problem& problem)
       : problem(problem),
         cols(Shape::cols(problem.num_cols)),
         sums(dynamic_smem() + used_bytes - Sums::smem_bytes),
-        weights(dynamic_smem() + used_bytes, cols, load_weight()),
-        reciprocal(1.0f / static_cast<float>(problem.num_cols)),
-        next_summed(gradient_of(0)) {}
+        weights(problem.load_weight, cols, dynamic_smem() + used_bytes),
+        next_summed(gradient_of(0)),
+        next_written(next_summed) {}
 
-  __device__ __forceinline__ auto load_weight() const {
-    return [this](int col) {
-      return problem.load_weight.template keep<pack_size>(cols.first_col + col);
-    };
-  }
   __device__ __forceinline__ RowGradient<float> gradient_of(long long turn) const {
     const long long row = min(Shape::row(turn), problem.num_rows - 1);
     return {centered ? problem.mean[row] : 0, problem.rstd[row], 0, 0};
   }
+  __device__ __forceinline__ void start() { weights.load_all(); }
   template <bool again>
   __device__ __forceinline__ void begin_copies(long long turn) {
     x.template begin_copies<again>(problem.load_x, turn, cols);
@@ -72,11 +68,10 @@ struct BackwardGrid {
   template <class F>
   __device__ __forceinline__ void with_pack(const RowGradient<float>& gradient, int pack,
                                             const Loaded& loaded, F f) {
-    const Weight weight = weights.of(pack, Shape::col(pack), load_weight());
     float x_hats[pack_size], dys[pack_size], wdys[pack_size];
     unpack(loaded.x, x_hats);
     unpack(loaded.dy, dys);
-    problem.load_weight.unpack(weight, wdys);
+    problem.load_weight.unpack(weights.of(pack), wdys);
 #pragma unroll
     for (int at = 0; at < pack_size; ++at) {
       x_hats[at] = gradient.template x_hat<centered>(x_hats[at]);
@@ -102,8 +97,9 @@ struct BackwardGrid {
   __device__ __forceinline__ Value value() const { return warp_reduce<32>(of_row); }
 
   __device__ __forceinline__ void begin_results(long long turn, const Exchange& exchange) {
-    written = gradient_of(turn);  // loads while the total may still be on its way
-    written.finish(exchange.total(turn), reciprocal);
+    written = next_written;
+    next_written = gradient_of(turn + 1);
+    written.finish(exchange.total(turn), 1.0f / static_cast<float>(problem.num_cols));
   }
   __device__ __forceinline__ void write(long long turn, int pack, const Loaded& loaded) {
     with_pack(written, pack, loaded, [&](const auto& x_hats, const auto& dys, const auto& wdys) {
@@ -121,9 +117,9 @@ template <Gradients gradients, bool centered, Tile tile, class LoadX, class Load
           class LoadWeight, class StoreDx>
 __device__ __forceinline__ void backward_grid(
     const Backward<LoadX, LoadDy, LoadWeight, StoreDx>& problem) {
-  using Grid = BackwardGrid<gradients, centered, tile, Backward<LoadX, LoadDy, LoadWeight, StoreDx>,
-                            typename LoadX::Held, typename LoadDy::Held, LoadWeight>;
-  const typename Grid::Exchange exchange(dynamic_smem());
+  using Problem = Backward<LoadX, LoadDy, LoadWeight, StoreDx>;
+  using Grid = BackwardGrid<gradients, centered, tile, Problem>;
+  const GridExchange<Sum<float, 2>, tile> exchange(dynamic_smem());
   Grid grid(problem);
   take_turns<tile>(exchange, grid, Grid::Shape::num_turns(problem.num_rows));
   grid.sums.write(problem, grid.cols);

@@ -28,7 +28,7 @@ struct ForwardGrid {
   const Forward<Load, Store>& problem;
   Slice cols;
   StreamX x;
-  GridKept<Parameters, tile, spare_registers, Shape::smem_bytes - used_bytes> parameters;
+  GridKept<Store, tile, spare_registers, Shape::smem_bytes - used_bytes> parameters;
   float reciprocal, num_own_cols, num_cols_of_warp;
   LaneMoments moments;
   Sum<float, 1> squares;
@@ -37,14 +37,12 @@ struct ForwardGrid {
   __device__ __forceinline__ explicit ForwardGrid(const Forward<Load, Store>& problem)
       : problem(problem),
         cols(Shape::cols(problem.num_cols)),
-        parameters(dynamic_smem() + used_bytes, cols, load_parameters()),
+        parameters(problem.store, cols, dynamic_smem() + used_bytes),
         reciprocal(1.0f / static_cast<float>(problem.num_cols)),
         num_own_cols(static_cast<float>(Shape::num_cols_of(cols, threadIdx.x, 1))),
         num_cols_of_warp(static_cast<float>(Shape::num_cols_of(cols, threadIdx.x / 32 * 32, 32))) {}
 
-  __device__ __forceinline__ auto load_parameters() const {
-    return [this](int col) { return problem.store.template keep<pack_size>(cols.first_col + col); };
-  }
+  __device__ __forceinline__ void start() { parameters.load_all(); }
   template <bool again>
   __device__ __forceinline__ void begin_copies(long long turn) {
     x.template begin_copies<again>(problem.load, turn, cols);
@@ -88,10 +86,9 @@ struct ForwardGrid {
   __device__ __forceinline__ void write(long long turn, int pack, const Loaded& loaded) {
     const int col = Shape::col(pack);
     float values[pack_size], normalized[pack_size];
-    const Parameters kept = parameters.of(pack, col, load_parameters());
     unpack(loaded, values);
     statistics.template normalize<centered>(values, normalized);
-    problem.store.store(Shape::row(turn), cols.first_col + col, normalized, kept);
+    problem.store.store(Shape::row(turn), cols.first_col + col, normalized, parameters.of(pack));
   }
 };
 

@@ -43,6 +43,18 @@ struct GridShape {
       512 / ((tile.block_size() + 127) / 128) / 8 * 8 - (packs_at_once == 2 ? 96 : 80);
   static constexpr int smem_bytes = 227 * 1024;
 
+  // The step that is `distance` steps from another one: its turn, and its number in the turn.
+  template <int distance>
+  static constexpr int back = distance < 0 ? (num_steps - 1 - distance) / num_steps : 0;
+  template <int distance>
+  __device__ __forceinline__ static long long turn_at(long long turn, int step) {
+    return turn - back<distance> + (step + distance + back<distance> * num_steps) / num_steps;
+  }
+  template <int distance>
+  __device__ __forceinline__ static int step_at(int step) {
+    return (step + distance + back<distance> * num_steps) % num_steps;
+  }
+
   __device__ __forceinline__ static bool works() { return threadIdx.x < num_workers; }
   __device__ __forceinline__ static unsigned rank() { return blockIdx.x % num_blocks; }
   __device__ __forceinline__ static unsigned group() { return blockIdx.x / num_blocks; }

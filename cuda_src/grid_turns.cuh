@@ -9,6 +9,7 @@
 #include "memory.cuh"
 
 // What a worker does with its packs of a row, each in a place of shared memory (GridStream):
+//   start()
 //   begin_copies<again>(turn), copy<again>(pack, place), load(place) -> Loaded
 //   begin_sums(turn), sum(pack, loaded), value()   of the warp, to all its lanes
 //   begin_results(turn, exchange), write(turn, pack, loaded)
@@ -31,6 +32,7 @@ struct GridTurns {
       if (exists(step / num_steps)) copy<false>(step / num_steps, step % num_steps, free);
       end_copies();
     }
+    work.start();  // while these copies are on their way
     for (long long turn = 0; turn < num_turns + Shape::turns_behind; ++turn) {
       if (turn >= Shape::turns_behind && turn + Shape::turns_ahead < num_turns) {
         take<true>(turn);
@@ -62,18 +64,6 @@ struct GridTurns {
       if (Shape::present(pack, work.cols)) f(pack, loaded[pack % at_once]);
     });
   }
-  // The step that is `distance` steps from another one: its turn, and its number in the turn.
-  template <int distance>
-  static constexpr int back = distance < 0 ? (num_steps - 1 - distance) / num_steps : 0;
-  template <int distance>
-  __device__ __forceinline__ static long long turn_at(long long turn, int step) {
-    return turn - back<distance> + (step + distance + back<distance> * num_steps) / num_steps;
-  }
-  template <int distance>
-  __device__ __forceinline__ static int step_at(int step) {
-    return (step + distance + back<distance> * num_steps) % num_steps;
-  }
-
   __device__ __forceinline__ bool exists(long long turn) const {
     return turn >= 0 && turn < num_turns;
   }
@@ -96,17 +86,19 @@ struct GridTurns {
     if (all || exists(turn)) work.begin_sums(turn);
 #pragma unroll
     for (int step = 0; step < num_steps; ++step) {
-      const long long row_copied = turn_at<ahead>(turn, step);
-      if (all || exists(row_copied)) copy<false>(row_copied, step_at<ahead>(step), free);
+      const long long row_copied = Shape::template turn_at<ahead>(turn, step);
+      if (all || exists(row_copied))
+        copy<false>(row_copied, Shape::template step_at<ahead>(step), free);
       if constexpr (rereads) {
-        const long long again = turn_at<ahead - lag>(turn, step);
-        if (all || exists(again)) copy<true>(again, step_at<ahead - lag>(step), end + free);
+        const long long again = Shape::template turn_at<ahead - lag>(turn, step);
+        if (all || exists(again))
+          copy<true>(again, Shape::template step_at<ahead - lag>(step), end + free);
       }
       end_copies();
       async_wait<ahead>();
-      const long long row_written = turn_at<-lag>(turn, step);
+      const long long row_written = Shape::template turn_at<-lag>(turn, step);
       if (all || exists(row_written)) {
-        const int written = step_at<-lag>(step);
+        const int written = Shape::template step_at<-lag>(step);
         if (written == 0) work.begin_results(row_written, exchange);
         for_each_loaded(written, rereads ? end + free : free, [&](int pack, const Loaded& loaded) {
           work.write(row_written, pack, loaded);

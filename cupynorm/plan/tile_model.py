@@ -74,7 +74,8 @@ def keeps_sums(problem: Problem, tile: Tile) -> bool:
     """
     if tile.path != "grid":
         return tile.path != "uncached"
-    return grid_stages(problem, tile, sums=True) >= tile.stages
+    used = _exchange_bytes(problem, tile) + tile.stages * _slot_bytes(problem, tile)
+    return used + _grid_sum_bytes(problem, tile) <= _GRID_BYTES
 
 
 def is_only_quantized(problem: Problem) -> bool:
@@ -194,10 +195,44 @@ def _slot_bytes(problem: Problem, tile: Tile) -> int:
 
 
 def grid_stages(problem: Problem, tile: Tile, sums: bool) -> int:
-    """Path grid: the most stages that fit, beside the sums of dweight and dbias or not."""
+    """Path grid: the most stages that fit beside parameters, and the sums of dweight and dbias.
+
+    If too few are left for a row, some parameters are read again for each row.
+    """
     left = _GRID_BYTES - _exchange_bytes(problem, tile)
     left -= _grid_sum_bytes(problem, tile) if sums else 0
-    return left // _slot_bytes(problem, tile)
+    slot_bytes = _slot_bytes(problem, tile)
+    beside = (left - _grid_parameter_bytes(problem, tile, sums)) // slot_bytes
+    return max(beside, min(left // slot_bytes, stages_of_row(tile)))
+
+
+def _spare_registers(tile: Tile) -> int:
+    """Registers of a thread for sums and parameters, as in cuda_src/grid_shape.cuh."""
+    registers = 512 // ceil_div(tile.threads_per_row, 128) // 8 * 8
+    return registers - _STEP_REGISTERS[tile.packs_per_thread // grid_steps(tile)]
+
+
+def _grid_parameter_bytes(problem: Problem, tile: Tile, sums: bool) -> int:
+    """Shared memory for the weights and biases that are not in registers."""
+    names = [problem.weight] + [problem.bias] * problem.forward
+    pack_bytes = tile.pack_size * sum(DTYPES[name].itemsize for name in names if name)
+    if not pack_bytes:
+        return 0
+    packs, spare = tile.packs_per_thread, _spare_registers(tile)
+    if problem.forward:
+        spare += 16 * (packs * pack_bytes <= 4 * (spare + 16))
+    else:
+        spare -= 24 - 16 * tile.exact
+        wanted = (bool(problem.dweight) + bool(problem.dbias)) * sums
+        spare -= _sums_in_registers(tile, wanted) * tile.pack_size * wanted
+    in_registers = min(packs, max(spare, 0) * 4 // pack_bytes)
+    return (packs - in_registers) * pack_bytes * (tile.threads_per_row - 32 * GRID_EXCHANGERS)
+
+
+def _sums_in_registers(tile: Tile, wanted: int) -> int:
+    """The packs whose sums are in registers. wanted: of dweight, dbias or both."""
+    spare = max(_spare_registers(tile), 0)
+    return min(tile.packs_per_thread, spare // (tile.pack_size * wanted)) if wanted else 0
 
 
 def grid_steps(tile: Tile) -> int:
@@ -208,7 +243,7 @@ def grid_steps(tile: Tile) -> int:
 
 def stages_of_row(tile: Tile) -> int:
     """Path grid: the fewest stages of a row that stays while its sums travel."""
-    return grid_steps(tile) + ceil_div(grid_steps(tile), 4) + 1
+    return grid_steps(tile) + max(ceil_div(grid_steps(tile), 2), 3)
 
 
 def _grid_sum_bytes(problem: Problem, tile: Tile) -> int:
@@ -216,9 +251,7 @@ def _grid_sum_bytes(problem: Problem, tile: Tile) -> int:
     wanted = bool(problem.dweight) + bool(problem.dbias)
     if problem.forward or not wanted:
         return 0
-    spare = 512 // ceil_div(tile.threads_per_row, 128) // 8 * 8
-    spare -= _STEP_REGISTERS[tile.packs_per_thread // grid_steps(tile)]
-    in_registers = min(tile.packs_per_thread, max(spare, 0) // (tile.pack_size * wanted))
+    in_registers = _sums_in_registers(tile, wanted)
     workers = tile.threads_per_row - 32 * GRID_EXCHANGERS
     return (tile.packs_per_thread - in_registers) * wanted * tile.pack_size * workers * 4
 
