@@ -72,8 +72,9 @@ struct GridShape {
   __device__ __forceinline__ static int col(int pack) {
     return pack * step + static_cast<int>(threadIdx.x) * tile.pack_size;
   }
+  // Only a thread's last two packs can lie beyond the slice, because slices differ by 8 packs.
   __device__ __forceinline__ static bool present(int pack, Slice cols) {
-    return tile.exact || col(pack) < cols.size();
+    return tile.exact || pack < num_packs - 2 || col(pack) < cols.size();
   }
   // The columns of a slice that `lanes` neighbouring threads have, from `first` on.
   __device__ __forceinline__ static int num_cols_of(Slice cols, int first, int lanes) {

@@ -13,14 +13,15 @@ struct GridSums {
   static constexpr int pack_size = tile.pack_size;
   static constexpr int chunk_size = pack_size < 4 ? pack_size : 4;
   static constexpr int wanted = gradients.dweight + gradients.dbias;
-  static constexpr int fitting =
-      wanted > 0 && Shape::spare_registers > 0 ? Shape::spare_registers / (pack_size * wanted) : 0;
+  // Long steps of code take more registers.
+  static constexpr int spare = Shape::spare_registers - (Shape::num_steps < 8 ? 0 : 24);
+  static constexpr int fitting = wanted > 0 && spare > 0 ? spare / (pack_size * wanted) : 0;
   static constexpr int num_kept = fitting < Shape::num_packs ? fitting : Shape::num_packs;
   static constexpr int smem_bytes =
       (Shape::num_packs - num_kept) * wanted * pack_size * Shape::num_workers * 4;
   // For weights. Packs that may be beyond the slice take more registers for one row.
   static constexpr int left_registers =
-      Shape::spare_registers - num_kept * pack_size * wanted - (tile.exact ? 8 : 24);
+      spare - num_kept * pack_size * wanted - (tile.exact ? 8 : 24);
 
   float* smem;
   float dweight[num_kept + (num_kept == 0)][pack_size] = {};

@@ -97,10 +97,10 @@ _BUNDLE_ELEMENTS = {
 
 # Path "grid": how many blocks share a row: the fewest with slices of at most so many bytes, by
 # direction. Otherwise all.
-_GRID_SLICE_BYTES, _FEWEST_GRID_BLOCKS = {"forward": 48 * 1024, "backward": 64 * 1024}, 16
+_GRID_SLICE_BYTES, _FEWEST_GRID_BLOCKS = {"forward": 48 * 1024, "backward": 32 * 1024}, 16
 # Warps of a block that have columns, the most stages, and the most packs of a thread: the code of
 # each follows that of the one before.
-_GRID_WARPS, _MOST_GRID_STAGES, _MOST_GRID_PACKS = 16, 32, 36
+_GRID_WARPS, _MOST_GRID_STAGES, _MOST_GRID_PACKS = 8, 32, 72
 # Forward, the fewest columns where a cluster has room too.
 _GRID_FROM = {2: 1 << 19, 4: 1 << 18}
 

@@ -206,9 +206,10 @@ def grid_stages(problem: Problem, tile: Tile, sums: bool) -> int:
     return max(beside, min(left // slot_bytes, stages_of_row(tile)))
 
 
-def _spare_registers(tile: Tile) -> int:
-    """Registers of a thread for sums and parameters, as in cuda_src/grid_shape.cuh."""
+def _spare_registers(tile: Tile, forward: bool) -> int:
+    """Registers of a thread for sums and parameters: grid_shape.cuh, backward grid_sums.cuh."""
     registers = 512 // ceil_div(tile.threads_per_row, 128) // 8 * 8
+    registers -= 0 if forward or grid_steps(tile) < 8 else 24
     return registers - _STEP_REGISTERS[tile.packs_per_thread // grid_steps(tile)]
 
 
@@ -218,7 +219,7 @@ def _grid_parameter_bytes(problem: Problem, tile: Tile, sums: bool) -> int:
     pack_bytes = tile.pack_size * sum(DTYPES[name].itemsize for name in names if name)
     if not pack_bytes:
         return 0
-    packs, spare = tile.packs_per_thread, _spare_registers(tile)
+    packs, spare = tile.packs_per_thread, _spare_registers(tile, problem.forward)
     if problem.forward:
         spare += 16 * (packs * pack_bytes <= 4 * (spare + 16))
     else:
@@ -231,7 +232,7 @@ def _grid_parameter_bytes(problem: Problem, tile: Tile, sums: bool) -> int:
 
 def _sums_in_registers(tile: Tile, wanted: int) -> int:
     """The packs whose sums are in registers. wanted: of dweight, dbias or both."""
-    spare = max(_spare_registers(tile), 0)
+    spare = max(_spare_registers(tile, False), 0)
     return min(tile.packs_per_thread, spare // (tile.pack_size * wanted)) if wanted else 0
 
 
