@@ -1,7 +1,7 @@
 // backward_grid.cuh -- the path `grid` of backward_cluster.cu: the blocks of a group share each row
 //
-// A block has the same columns of all rows, so it keeps its sums of dweight and dbias, and there is
-// one partial row a group.
+// A block keeps its sums of dweight and dbias, of the same columns of all rows: one partial row a
+// group.
 #pragma once
 #include "grid_kept.cuh"
 #include "grid_sums.cuh"
@@ -16,7 +16,6 @@ struct BackwardGrid {
   using Exchange = GridExchange<Value, tile>;
   using Sums = GridSums<gradients, tile>;
   static constexpr int pack_size = tile.pack_size;
-  using LoadWeight = decltype(Problem::load_weight);
   struct Loaded {
     Pack<X, pack_size> x;
     Pack<Dy, pack_size> dy;
@@ -33,7 +32,9 @@ struct BackwardGrid {
   StreamX x;
   StreamDy dy;
   Sums sums;
-  GridKept<LoadWeight, tile, Sums::left_registers, Shape::smem_bytes - used_bytes> weights;
+  GridKept<decltype(Problem::load_weight), tile, Sums::left_registers,
+           Shape::smem_bytes - used_bytes>
+      weights;
   RowGradient<float> summed, written, next_summed, next_written;  // of the rows in these states
   Value of_row;
 
@@ -44,7 +45,6 @@ struct BackwardGrid {
         weights(problem.load_weight, cols, dynamic_smem() + used_bytes),
         next_summed(gradient_of(0)),
         next_written(next_summed) {}
-
   __device__ __forceinline__ RowGradient<float> gradient_of(long long turn) const {
     const long long row = min(Shape::row(turn), problem.num_rows - 1);
     return {centered ? problem.mean[row] : 0, problem.rstd[row], 0, 0};
@@ -64,8 +64,7 @@ struct BackwardGrid {
     return {x.load(place), dy.load(place)};
   }
 
-  // f(x_hats, dys, wdys) of a pack.
-  template <class F>
+  template <class F>  // f(x_hats, dys, wdys) of a pack
   __device__ __forceinline__ void with_pack(const RowGradient<float>& gradient, int pack,
                                             const Loaded& loaded, F f) {
     float x_hats[pack_size], dys[pack_size], wdys[pack_size];
@@ -79,7 +78,6 @@ struct BackwardGrid {
     }
     f(x_hats, dys, wdys);
   }
-
   __device__ __forceinline__ void begin_sums(long long turn) {
     summed = next_summed;
     next_summed = gradient_of(turn + 1);
@@ -95,7 +93,6 @@ struct BackwardGrid {
     });
   }
   __device__ __forceinline__ Value value() const { return warp_reduce<32>(of_row); }
-
   __device__ __forceinline__ void begin_results(long long turn, const Exchange& exchange) {
     written = next_written;
     next_written = gradient_of(turn + 1);
@@ -113,13 +110,10 @@ struct BackwardGrid {
   }
 };
 
-template <Gradients gradients, bool centered, Tile tile, class LoadX, class LoadDy,
-          class LoadWeight, class StoreDx>
-__device__ __forceinline__ void backward_grid(
-    const Backward<LoadX, LoadDy, LoadWeight, StoreDx>& problem) {
-  using Problem = Backward<LoadX, LoadDy, LoadWeight, StoreDx>;
+template <Gradients gradients, bool centered, Tile tile, class Problem>
+__device__ __forceinline__ void backward_grid(const Problem& problem) {
   using Grid = BackwardGrid<gradients, centered, tile, Problem>;
-  const GridExchange<Sum<float, 2>, tile> exchange(dynamic_smem());
+  const typename Grid::Exchange exchange(dynamic_smem());
   Grid grid(problem);
   take_turns<tile>(exchange, grid, Grid::Shape::num_turns(problem.num_rows));
   grid.sums.write(problem, grid.cols);

@@ -1,9 +1,8 @@
 // grid_turns.cuh -- the turns of a group of blocks that share each row: one row a turn
 //
-// In each step a worker writes packs of an earlier row, starts the copies of packs of a later row
-// to the slot that is now free, and adds packs of this row to its sums. So copies are always in
-// flight, and no worker waits while the sums of a row travel from block to block. A thread reads
-// only what it has copied itself, so no barrier is needed.
+// In each step a worker starts the copies of packs of a later row, writes packs of an earlier row,
+// and adds packs of this row to its sums. So copies are always in flight, and no worker waits while
+// a row's sums travel. A thread reads only what it has copied itself, so no barrier is needed.
 #pragma once
 #include "grid_exchange.cuh"
 #include "memory.cuh"
@@ -16,6 +15,7 @@
 template <Tile tile, class Value, class Work>
 struct GridTurns {
   using Shape = GridShape<tile>;
+  using Loaded = typename Work::Loaded;
   static constexpr int num_steps = Shape::num_steps, at_once = Shape::packs_at_once;
   // Packs that come again for their results have places of their own, from `end` on.
   static constexpr bool rereads = Shape::rereads;
@@ -47,22 +47,20 @@ struct GridTurns {
     place += at_once * Work::place_bytes;
     if (place == end) place = 0;
   }
-  // f(pack, place) of each pack of a step.
+  // f(pack, place) of each pack of a step, or f(pack, loaded), whose loads start before the first
+  // f.
   template <class F>
-  __device__ __forceinline__ static void for_each_pack(int step, int first, F f) {
+  __device__ __forceinline__ void for_each_pack(int step, int first, F f) const {
 #pragma unroll
-    for (int at = 0; at < at_once; ++at) f(step * at_once + at, first + at * Work::place_bytes);
+    for (int pack = step * at_once; pack < (step + 1) * at_once; ++pack)
+      if (Shape::present(pack, work.cols)) f(pack, first + pack % at_once * Work::place_bytes);
   }
-  // f(pack, loaded) of each. All loads start before the first use.
   template <class F>
-  __device__ __forceinline__ void for_each_loaded(int step, int first, F f) {
-    typename Work::Loaded loaded[at_once];
-    for_each_pack(step, first, [&](int pack, int place) {
-      if (Shape::present(pack, work.cols)) loaded[pack % at_once] = work.load(place);
-    });
-    for_each_pack(step, first, [&](int pack, int) {
-      if (Shape::present(pack, work.cols)) f(pack, loaded[pack % at_once]);
-    });
+  __device__ __forceinline__ void for_each_loaded(int step, int first, F f) const {
+    Loaded loaded[at_once];
+    for_each_pack(step, first,
+                  [&](int pack, int place) { loaded[pack % at_once] = work.load(place); });
+    for_each_pack(step, first, [&](int pack, int) { f(pack, loaded[pack % at_once]); });
   }
   __device__ __forceinline__ bool exists(long long turn) const {
     return turn >= 0 && turn < num_turns;
@@ -70,9 +68,8 @@ struct GridTurns {
   template <bool again>
   __device__ __forceinline__ void copy(long long turn, int step, int first) {
     if (step == 0) work.template begin_copies<again>(turn);
-    for_each_pack(step, first, [&](int pack, int place) {
-      if (Shape::present(pack, work.cols)) work.template copy<again>(pack, place);
-    });
+    for_each_pack(step, first,
+                  [&](int pack, int place) { work.template copy<again>(pack, place); });
   }
   __device__ __forceinline__ void end_copies() {
     async_commit();
@@ -81,7 +78,6 @@ struct GridTurns {
   // all: whether there is a row for each part of each step.
   template <bool all>
   __device__ __forceinline__ void take(long long turn) {
-    using Loaded = typename Work::Loaded;
     constexpr int ahead = Shape::in_flight, lag = Shape::lag;
     if (all || exists(turn)) work.begin_sums(turn);
 #pragma unroll
@@ -117,9 +113,6 @@ struct GridTurns {
 template <Tile tile, class Value, class Work>
 __device__ __forceinline__ void take_turns(const GridExchange<Value, tile>& exchange, Work& work,
                                            long long num_turns) {
-  if (GridShape<tile>::works()) {
-    GridTurns<tile, Value, Work>{exchange, work, num_turns}.run();
-  } else {
-    exchange.exchange(num_turns);
-  }
+  if (!GridShape<tile>::works()) return exchange.exchange(num_turns);
+  GridTurns<tile, Value, Work>{exchange, work, num_turns}.run();
 }
