@@ -30,9 +30,12 @@ struct GridShape {
   static constexpr int between(int value, int least, int most) {
     return value < least ? least : value > most ? most : value;
   }
+  // A quarter of the slots is in flight, or an eighth if sums had less than three turns.
+  static constexpr int quarter = tile.stages - 1 - between(tile.stages / 4, 1, 64);
+  static constexpr int eighth = tile.stages - 1 - between(tile.stages / 8, 1, 64);
+  static constexpr int least = between(3 * num_steps, quarter, eighth);
   static constexpr int lag = rereads ? num_steps + (num_steps + 3) / 4
-                                     : between(tile.stages - 1 - between(tile.stages / 4, 1, 64),
-                                               num_steps, most_turns_behind* num_steps);
+                                     : between(least, num_steps, most_turns_behind* num_steps);
   static constexpr int in_flight = rereads ? tile.stages / 2 - 1 : tile.stages - 1 - lag;
   static constexpr int turns_behind = (lag + num_steps - 1) / num_steps;
   static constexpr int turns_ahead = (in_flight + num_steps - 1) / num_steps;

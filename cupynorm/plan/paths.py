@@ -29,11 +29,11 @@ from .tile_model import (
     grid_cols,
     grid_packs,
     grid_stages,
+    grid_steps,
     is_only_quantized,
     registers_of_thread,
     shaped,
     smem_bytes_of,
-    stages_of_row,
     streamed,
     warps_that_fit,
 )
@@ -98,9 +98,9 @@ _BUNDLE_ELEMENTS = {
 # Path "grid": how many blocks share a row: the fewest with slices of at most so many bytes, by
 # direction. Otherwise all.
 _GRID_SLICE_BYTES, _FEWEST_GRID_BLOCKS = {"forward": 48 * 1024, "backward": 32 * 1024}, 16
-# Warps of a block that have columns, the most stages, and the most packs of a thread: the code of
-# each follows that of the one before.
-_GRID_WARPS, _MOST_GRID_STAGES, _MOST_GRID_PACKS = 8, 32, 72
+# Warps of a block that have columns, and the most packs of a row that each of their threads takes:
+# its code for one pack follows that for another. The most stages.
+_GRID_WARPS, _MOST_GRID_STAGES = {8: 16, 16: 36}, 32
 # Forward, the fewest columns where a cluster has room too.
 _GRID_FROM = {2: 1 << 19, 4: 1 << 18}
 
@@ -223,10 +223,11 @@ def grid_tile(problem: Problem, device: Device) -> Tile | None:
     while blocks < most and row_bytes > blocks * limit:
         blocks *= 2
     for size in [blocks, 2 * blocks][: 1 + (2 * blocks <= most)]:
-        tile = grid_of(problem, size, _GRID_WARPS)
-        fits = FEWEST_GRID_STAGES <= tile.stages and tile.packs_per_thread <= _MOST_GRID_PACKS
-        if fits and fits_grid(problem, device, tile):
-            return tile
+        for warps, most_packs in _GRID_WARPS.items():
+            tile = grid_of(problem, size, warps)
+            fits = tile.stages >= FEWEST_GRID_STAGES and tile.packs_per_thread <= most_packs
+            if fits and fits_grid(problem, device, tile):
+                return tile
     return None
 
 
@@ -239,7 +240,7 @@ def grid_of(problem: Problem, blocks: int, warps: int) -> Tile:
     exact = exact and (problem.forward or "wide" not in problem.extras)
     tile = replace(tile, packs_per_thread=grid_packs(problem, tile), exact=int(exact))
     stages = grid_stages(problem, tile, sums=True)
-    if stages < stages_of_row(tile) and not 6 <= stages:
+    if stages < grid_steps(tile) + 2:  # a row would not stay
         stages = grid_stages(problem, tile, sums=False)
     return replace(tile, stages=min(stages, _MOST_GRID_STAGES))
 
