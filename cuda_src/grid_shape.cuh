@@ -18,7 +18,7 @@ struct GridShape {
   static constexpr int num_packs = tile.packs_per_thread;  // of a row that a worker has
 
   // Packs that a worker takes in one step; a slot has those of one step. Few warps need more.
-  static constexpr int packs_at_once = num_warps <= 8 && num_packs % 2 == 0 ? 2 : 1;
+  static constexpr int packs_at_once = num_warps <= 8 ? 2 : 1;
   static constexpr int num_steps = num_packs / packs_at_once;  // of a row
 
   // A worker writes packs `lag` steps after it has added them to its sums. Meanwhile the sums of
@@ -39,7 +39,7 @@ struct GridShape {
   static constexpr int in_flight = rereads ? tile.stages / 2 - 1 : tile.stages - 1 - lag;
   static constexpr int turns_behind = (lag + num_steps - 1) / num_steps;
   static constexpr int turns_ahead = (in_flight + num_steps - 1) / num_steps;
-  static_assert(in_flight > 0);
+  static_assert(in_flight > 0 && num_packs % packs_at_once == 0);
 
   // Registers of a thread for what it keeps from row to row: all but those for one step.
   static constexpr int spare_registers =
@@ -75,9 +75,9 @@ struct GridShape {
   __device__ __forceinline__ static int col(int pack) {
     return pack * step + static_cast<int>(threadIdx.x) * tile.pack_size;
   }
-  // Only a thread's last two packs can lie beyond the slice, because slices differ by 8 packs.
+  // Only a thread's last packs can lie beyond the slice, because slices differ by 8 packs.
   __device__ __forceinline__ static bool present(int pack, Slice cols) {
-    return tile.exact || pack < num_packs - 2 || col(pack) < cols.size();
+    return tile.exact || pack < num_packs - 1 - packs_at_once || col(pack) < cols.size();
   }
   // The columns of a slice that `lanes` neighbouring threads have, from `first` on.
   __device__ __forceinline__ static int num_cols_of(Slice cols, int first, int lanes) {

@@ -96,8 +96,12 @@ _BUNDLE_ELEMENTS = {
 }
 
 # Path "grid": how many blocks share a row: the fewest with slices of at most so many bytes, by
-# direction. Otherwise all.
-_GRID_SLICE_BYTES, _FEWEST_GRID_BLOCKS = {"forward": 48 * 1024, "backward": 32 * 1024}, 16
+# direction and itemsize. Otherwise all.
+_GRID_SLICE_BYTES = {
+    "forward": {2: 48 * 1024, 4: 48 * 1024},
+    "backward": {2: 32 * 1024, 4: 64 * 1024},
+}
+_FEWEST_GRID_BLOCKS = 16
 # Warps of a block that have columns, and the most packs of a row that each of their threads takes:
 # its code for one pack follows that for another. The most stages.
 _GRID_WARPS, _MOST_GRID_STAGES = {8: 16, 16: 36}, 32
@@ -219,7 +223,8 @@ def grid_tile(problem: Problem, device: Device) -> Tile | None:
         return None
     row_bytes = problem.num_cols * sum(streamed(problem))
     most = 1 << (min(device.num_sms, device.grid_blocks).bit_length() - 1)
-    limit, blocks = _GRID_SLICE_BYTES[problem.direction], _FEWEST_GRID_BLOCKS
+    limit = _GRID_SLICE_BYTES[problem.direction][DTYPES[problem.x].itemsize]
+    blocks = _FEWEST_GRID_BLOCKS
     while blocks < most and row_bytes > blocks * limit:
         blocks *= 2
     for size in [blocks, 2 * blocks][: 1 + (2 * blocks <= most)]:

@@ -190,8 +190,7 @@ def _exchange_bytes(problem: Problem, tile: Tile) -> int:
 def _slot_bytes(problem: Problem, tile: Tile) -> int:
     """The packs of one step of each worker."""
     workers = tile.threads_per_row - 32 * GRID_EXCHANGERS
-    at_once = tile.packs_per_thread // grid_steps(tile)
-    return at_once * tile.pack_size * workers * sum(streamed(problem))
+    return packs_at_once(tile) * tile.pack_size * workers * sum(streamed(problem))
 
 
 def grid_stages(problem: Problem, tile: Tile, sums: bool) -> int:
@@ -210,7 +209,7 @@ def _spare_registers(tile: Tile, forward: bool) -> int:
     """Registers of a thread for sums and parameters: grid_shape.cuh, backward grid_sums.cuh."""
     registers = 512 // ceil_div(tile.threads_per_row, 128) // 8 * 8
     registers -= 0 if forward or grid_steps(tile) < 8 else 24
-    return registers - _STEP_REGISTERS[tile.packs_per_thread // grid_steps(tile)]
+    return registers - _STEP_REGISTERS[packs_at_once(tile)]
 
 
 def _grid_parameter_bytes(problem: Problem, tile: Tile, sums: bool) -> int:
@@ -236,10 +235,14 @@ def _sums_in_registers(tile: Tile, wanted: int) -> int:
     return min(tile.packs_per_thread, spare // (tile.pack_size * wanted)) if wanted else 0
 
 
+def packs_at_once(tile: Tile) -> int:
+    """Path grid: packs that a worker takes in one step; few warps need more."""
+    return 2 if tile.threads_per_row // 32 - GRID_EXCHANGERS <= 8 else 1
+
+
 def grid_steps(tile: Tile) -> int:
-    """Path grid: steps in which a worker takes its packs of a row; few warps take two at once."""
-    few = tile.threads_per_row // 32 - GRID_EXCHANGERS <= 8
-    return tile.packs_per_thread // (2 if few and tile.packs_per_thread % 2 == 0 else 1)
+    """Path grid: steps in which a worker takes its packs of a row."""
+    return tile.packs_per_thread // packs_at_once(tile)
 
 
 def stages_of_row(tile: Tile) -> int:
@@ -258,10 +261,11 @@ def _grid_sum_bytes(problem: Problem, tile: Tile) -> int:
 
 
 def grid_packs(problem: Problem, tile: Tile) -> int:
-    """Path grid: packs of a row that one thread has; warps that exchange sums have none."""
+    """Path grid: packs of a row that one thread has, in whole steps."""
     slice_cols = cols_of_slice(problem, tile.pack_size, tile.cluster_size)
     workers = tile.threads_per_row - 32 * GRID_EXCHANGERS
-    return max(1, ceil_div(slice_cols, tile.pack_size * workers))
+    at_once = packs_at_once(tile)
+    return max(1, ceil_div(slice_cols, at_once * tile.pack_size * workers)) * at_once
 
 
 def grid_cols(problem: Problem, tile: Tile) -> int:

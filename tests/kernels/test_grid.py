@@ -48,26 +48,35 @@ def both_ways(monkeypatch, tile_of_backward):
         ({"name": "rms_norm", "x": "float32", "num_cols": 2500}, replace(TILE, pack_size=4)),
         # Six turns from sums to results; fewer rows than that.
         ({"num_rows": 3}, replace(TILE, stages=9)),
-        # One pack in a step; results begin within a row; many rows.
+        # Results begin within a row; many rows.
         (
             {"num_cols": 7000, "num_rows": 30},
-            replace(TILE, packs_per_thread=3, stages=6),
+            replace(TILE, packs_per_thread=4, stages=6),
         ),
         # The fewest stages; packs that are read again, several turns' worth of them.
         ({"num_cols": 9000, "num_rows": 12}, replace(TILE, packs_per_thread=4)),
-        ({"num_cols": 28000, "num_rows": 12}, replace(TILE, packs_per_thread=11)),
-        ({"num_cols": 28000, "num_rows": 3}, replace(TILE, packs_per_thread=11, stages=9)),
+        ({"num_cols": 28000, "num_rows": 12}, replace(TILE, packs_per_thread=12)),
+        ({"num_cols": 28000, "num_rows": 3}, replace(TILE, packs_per_thread=12, stages=9)),
+        # Nine warps that have columns: one pack in a step.
+        (
+            {"num_cols": 34000, "num_rows": 9},
+            replace(TILE, threads_per_row=416, packs_per_thread=3, stages=6),
+        ),
+        (
+            {"name": "rms_norm", "x": "float32", "num_cols": 34000, "num_rows": 5},
+            replace(TILE, pack_size=4, threads_per_row=416, packs_per_thread=6),
+        ),
         # Single elements; blocks without columns.
         (
             {"x": "float32", "num_cols": 67, "num_rows": 9},
-            replace(TILE, pack_size=1, packs_per_thread=1, stages=6, cluster_size=8),
+            replace(TILE, pack_size=1, packs_per_thread=2, stages=6, cluster_size=8),
         ),
         ({"name": "rms_norm", "x": "float16", "num_rows": 1}, TILE),
         # Two groups of three blocks, and rows that fill all packs of all threads.
         ({}, replace(TILE, cluster_size=3, packs_per_thread=4)),
         (
-            {"num_cols": 4608, "num_rows": 8},
-            replace(TILE, cluster_size=3, packs_per_thread=3, exact=1),
+            {"num_cols": 6144, "num_rows": 8},
+            replace(TILE, cluster_size=3, packs_per_thread=4, exact=1),
         ),
         # Weights and sums of some packs are in registers, those of others in shared memory.
         (

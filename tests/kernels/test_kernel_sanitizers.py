@@ -94,7 +94,7 @@ SMALL_CASES = [
         2056,
         "bfloat16",
         strategy="cluster",
-        tile=Tile(8, 160, packs_per_thread=3, cluster_size=3, stages=4, path="grid"),
+        tile=Tile(8, 160, packs_per_thread=4, cluster_size=3, stages=4, path="grid"),
     ),
     Case("layer_norm", 3, 264, "float32", strategy="uncached"),
     # Fused options, in packs and single elements.

@@ -30,7 +30,7 @@ RING = replace(BLOCK, stages=2)
 CLUSTER_RING = Tile(pack_size=8, threads_per_row=64, packs_per_thread=1, cluster_size=2, stages=2)
 
 
-GRID = Tile(8, 192, packs_per_thread=1, cluster_size=128, stages=4, path="grid")
+GRID = Tile(8, 192, packs_per_thread=2, cluster_size=128, stages=4, path="grid")
 
 
 @pytest.mark.parametrize(
@@ -49,15 +49,15 @@ GRID = Tile(8, 192, packs_per_thread=1, cluster_size=128, stages=4, path="grid")
             {},
         ),
         (
-            r"packs_per_thread 1 and stages 3; expected 1 packs, .*, and 4 or more stages",
+            r"packs_per_thread 2 and stages 3; expected 2 packs, .*, and 4 or more stages",
             "cluster",
             replace(GRID, stages=3),
             {},
         ),
         (
-            r"packs_per_thread 2 and stages 4; expected 1 packs",
+            r"packs_per_thread 4 and stages 4; expected 2 packs",
             "cluster",
-            replace(GRID, packs_per_thread=2),
+            replace(GRID, packs_per_thread=4),
             {},
         ),
         (r"bundle 2; expected 0: path 'grid' has none", "cluster", replace(GRID, bundle=2), {}),
