@@ -35,7 +35,7 @@ struct BackwardGrid {
   GridKept<decltype(Problem::load_weight), tile, Sums::left_registers,
            Shape::smem_bytes - used_bytes>
       weights;
-  RowGradient<float> summed, written, next_summed, next_written;  // of the rows in these states
+  RowGradient<float> summed, written, next_summed;  // of the rows in these states
   Value of_row;
 
   __device__ __forceinline__ explicit BackwardGrid(const Problem& problem)
@@ -43,8 +43,7 @@ struct BackwardGrid {
         cols(Shape::cols(problem.num_cols)),
         sums(dynamic_smem() + used_bytes - Sums::smem_bytes),
         weights(problem.load_weight, cols, dynamic_smem() + used_bytes),
-        next_summed(gradient_of(0)),
-        next_written(next_summed) {}
+        next_summed(gradient_of(0)) {}
   __device__ __forceinline__ RowGradient<float> gradient_of(long long turn) const {
     const long long row = min(Shape::row(turn), problem.num_rows - 1);
     return {centered ? problem.mean[row] : 0, problem.rstd[row], 0, 0};
@@ -94,8 +93,7 @@ struct BackwardGrid {
   }
   __device__ __forceinline__ Value value() const { return warp_reduce<32>(of_row); }
   __device__ __forceinline__ void begin_results(long long turn, const Exchange& exchange) {
-    written = next_written;
-    next_written = gradient_of(turn + 1);
+    written = gradient_of(turn);  // loads while the total may still be on its way
     written.finish(exchange.total(turn), 1.0f / static_cast<float>(problem.num_cols));
   }
   __device__ __forceinline__ void write(long long turn, int pack, const Loaded& loaded) {

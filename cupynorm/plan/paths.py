@@ -241,8 +241,6 @@ def grid_of(problem: Problem, blocks: int, warps: int) -> Tile:
     threads = 32 * (warps + GRID_EXCHANGERS)
     tile = Tile(problem.widest_pack, threads, cluster_size=blocks, path="grid")
     exact = grid_cols(problem, tile) * blocks == problem.num_cols
-    # Backward with wide weights, code without bounds checks takes too many registers.
-    exact = exact and (problem.forward or "wide" not in problem.extras)
     tile = replace(tile, packs_per_thread=grid_packs(problem, tile), exact=int(exact))
     stages = grid_stages(problem, tile, sums=True)
     if stages < grid_steps(tile) + 2:  # a row would not stay
