@@ -29,7 +29,7 @@ struct Tile {
   int cluster_size = 1;      // blocks that share a row; path grid: of a group
   int blocks_per_sm = 1;  // blocks that must fit on a multiprocessor: bounds a thread's registers
   int exact = 0;          // 1: the row fills the registers, no pack lies beyond it
-  int stages = 0;         // rows or bundles in shared memory that the copy engine fetches (sm_90+)
+  int stages = 0;         // rows or bundles that the copy engine fetches; path grid: slots
   int bundle = 0;         // consecutive rows that make up one stage of a warp
   int early = 0;          // 1: weight and bias load with the row, before its statistics (forward)
   Path path = Path::registers;
