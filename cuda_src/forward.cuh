@@ -31,11 +31,13 @@ struct Forward {
 
   // Returns what the thread carries from row to row: Nothing, unless y has 8 bits. The first block
   // also brings weight and bias to the L2 cache while all blocks wait for their rows. For narrow
-  // rows that does not pay.
+  // rows that does not pay. On path grid it would take that block longer than its rows.
   template <Tile tile>
   __device__ __forceinline__ auto start() const {
     constexpr bool is_narrow = tile.packs_per_thread > 0 && tile.cols() * tile.cluster_size < 512;
-    if (!is_narrow && !tile.early && blockIdx.x == 0) store.prefetch_parameters(num_cols);
+    constexpr bool shares_out = tile.path == Path::grid;
+    if (!is_narrow && !tile.early && !shares_out && blockIdx.x == 0)
+      store.prefetch_parameters(num_cols);
     if constexpr (Store::quantizes) {
       if (blockIdx.x == 0 && threadIdx.x == 0) store.save_scale();
       return store.start();

@@ -2,7 +2,7 @@
 //
 // In each turn every worker warp of a block puts a value. One of num_exchangers other warps adds
 // them, exchanges the sum with other blocks (grid_words.cuh), and hands the total to the workers.
-// No barrier of the whole block is needed: the workers may be `lag` turns ahead.
+// No barrier of the whole block is needed: the workers may be a few turns ahead.
 #pragma once
 #include "bulk.cuh"
 #include "grid_words.cuh"
@@ -11,7 +11,7 @@ template <class Value, Tile tile>
 struct GridExchange {
   using Shape = GridShape<tile>;
   static constexpr int num_warps = Shape::num_warps;
-  // A warp reuses a slot after grid_slots > lag turns: see grid_words.cuh.
+  // A warp reuses a slot after grid_slots turns: see grid_words.cuh.
   static constexpr int smem_bytes =
       (grid_slots * (16 + Value::size * (num_warps + 1) * 4) + 15) / 16 * 16;
   static_assert(num_warps <= 32);

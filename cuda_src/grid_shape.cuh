@@ -2,8 +2,10 @@
 //
 // cluster_size blocks share a row: a group. All groups of the launch are resident at once, and each
 // takes every num_groups-th row. A block's first warps work; the others exchange sums
-// (grid_exchange.cuh).
+// (grid_exchange.cuh). Worker t has the packs t, t + num_workers, ... of the block's slice of each
+// row. They travel through `stages` slots of shared memory (grid_turns.cuh).
 #pragma once
+#include "memory.cuh"
 #include "slice.cuh"
 
 template <Tile tile>
@@ -13,10 +15,48 @@ struct GridShape {
   static constexpr int num_warps = tile.threads_per_row / 32 - num_exchangers;  // that work
   static constexpr int num_workers = 32 * num_warps;
   static constexpr int step = num_workers * tile.pack_size;
+  static constexpr int num_packs = tile.packs_per_thread;  // of a row that a worker has
 
-  // Registers of a thread for what it keeps from row to row: all but those for one row at a time.
-  static constexpr int spare_registers = 512 / ((tile.block_size() + 127) / 128) / 8 * 8 - 80;
+  // Packs that a worker takes in one step; a slot has those of one step. Few warps need more.
+  static constexpr int packs_at_once = num_warps <= 8 ? 2 : 1;
+  static constexpr int num_steps = num_packs / packs_at_once;  // of a row
+
+  // A worker writes packs `lag` steps after it has added them to its sums. Meanwhile the sums of
+  // the whole row travel, for a few turns at most. The packs of in_flight steps are on their way to
+  // shared memory, and stay there until they are written. If there are too few slots for a row, its
+  // packs leave after their sums and come again, from the L2 cache.
+  static constexpr bool rereads = tile.stages < num_steps + 2;
+  static constexpr int most_turns_behind = 6;
+  static constexpr int between(int value, int least, int most) {
+    return value < least ? least : value > most ? most : value;
+  }
+  // A quarter of the slots is in flight, or an eighth if sums had less than three turns.
+  static constexpr int quarter = tile.stages - 1 - between(tile.stages / 4, 1, 64);
+  static constexpr int eighth = tile.stages - 1 - between(tile.stages / 8, 1, 64);
+  static constexpr int least = between(3 * num_steps, quarter, eighth);
+  static constexpr int lag = rereads ? num_steps + (num_steps + 3) / 4
+                                     : between(least, num_steps, most_turns_behind* num_steps);
+  static constexpr int in_flight = rereads ? tile.stages / 2 - 1 : tile.stages - 1 - lag;
+  static constexpr int turns_behind = (lag + num_steps - 1) / num_steps;
+  static constexpr int turns_ahead = (in_flight + num_steps - 1) / num_steps;
+  static_assert(in_flight > 0 && num_packs % packs_at_once == 0);
+
+  // Registers of a thread for what it keeps from row to row: all but those for one step.
+  static constexpr int spare_registers =
+      512 / ((tile.block_size() + 127) / 128) / 8 * 8 - (packs_at_once == 2 ? 96 : 80);
   static constexpr int smem_bytes = 227 * 1024;
+
+  // The step that is `distance` steps from another one: its turn, and its number in the turn.
+  template <int distance>
+  static constexpr int back = distance < 0 ? (num_steps - 1 - distance) / num_steps : 0;
+  template <int distance>
+  __device__ __forceinline__ static long long turn_at(long long turn, int step) {
+    return turn - back<distance> + (step + distance + back<distance> * num_steps) / num_steps;
+  }
+  template <int distance>
+  __device__ __forceinline__ static int step_at(int step) {
+    return (step + distance + back<distance> * num_steps) % num_steps;
+  }
 
   __device__ __forceinline__ static bool works() { return threadIdx.x < num_workers; }
   __device__ __forceinline__ static unsigned rank() { return blockIdx.x % num_blocks; }
@@ -31,10 +71,46 @@ struct GridShape {
   __device__ __forceinline__ static Slice cols(long long num_cols) {
     return slice<tile>(static_cast<int>(num_cols), rank());
   }
-  // The columns of a slice that this thread's warp has.
-  __device__ __forceinline__ static int cols_of_warp(Slice cols) {
-    constexpr int of_warp = 32 * tile.pack_size;
-    const int before = static_cast<int>(threadIdx.x) / 32 * of_warp;
-    return cols.size() / step * of_warp + max(0, min(cols.size() % step - before, of_warp));
+  // A column of the slice: where a pack of this thread begins.
+  __device__ __forceinline__ static int col(int pack) {
+    return pack * step + static_cast<int>(threadIdx.x) * tile.pack_size;
+  }
+  // Only a thread's last packs can lie beyond the slice, because slices differ by 8 packs.
+  __device__ __forceinline__ static bool present(int pack, Slice cols) {
+    return tile.exact || pack < num_packs - 1 - packs_at_once || col(pack) < cols.size();
+  }
+  // The columns of a slice that `lanes` neighbouring threads have, from `first` on.
+  __device__ __forceinline__ static int num_cols_of(Slice cols, int first, int lanes) {
+    const int width = lanes * tile.pack_size, rest = cols.size() % step - first * tile.pack_size;
+    return cols.size() / step * width + max(0, min(rest, width));
+  }
+};
+
+// A tensor whose packs travel through places in shared memory. The first place of all threads
+// begins at first_byte; `place` is the distance in bytes of another one.
+template <class X, Tile tile, int first_byte>
+struct GridStream {
+  using Shape = GridShape<tile>;
+  static constexpr int pack_size = tile.pack_size;
+  static constexpr int place_bytes = Shape::step * static_cast<int>(sizeof(X));
+  static constexpr int last_byte = first_byte + place_bytes;
+
+  const X* copied[2];  // this thread's first pack of the row that is copied, or copied again
+
+  template <bool again, class Load>
+  __device__ __forceinline__ void begin_copies(const Load& load, long long turn, Slice cols) {
+    copied[again] = load.row_start(Shape::row(turn)) + cols.first_col + Shape::col(0);
+  }
+  template <bool again>
+  __device__ __forceinline__ void copy(int pack, int place) const {
+    async_copy<pack_size>(at(place), copied[again] + pack * Shape::step);
+  }
+  __device__ __forceinline__ Pack<X, pack_size> load(int place) const {
+    return load_pack<pack_size>(at(place));
+  }
+
+ private:
+  __device__ __forceinline__ static X* at(int place) {
+    return reinterpret_cast<X*>(dynamic_smem() + first_byte + place) + threadIdx.x * pack_size;
   }
 };

@@ -2,7 +2,7 @@
 #pragma once
 #include "backward.cuh"
 #include "backward_smem.cuh"
-#include "grid_row.cuh"
+#include "grid_shape.cuh"
 
 // A thread adds to its own columns alone: those of its first packs in registers, the others in
 // shared memory. There, the k-th chunks of 16 bytes of all threads are adjacent: there are no bank
@@ -13,64 +13,62 @@ struct GridSums {
   static constexpr int pack_size = tile.pack_size;
   static constexpr int chunk_size = pack_size < 4 ? pack_size : 4;
   static constexpr int wanted = gradients.dweight + gradients.dbias;
-  static constexpr int fitting =
-      wanted > 0 && Shape::spare_registers > 0 ? Shape::spare_registers / (pack_size * wanted) : 0;
-  static constexpr int num_kept = fitting < tile.packs_per_thread ? fitting : tile.packs_per_thread;
+  // Long steps of code take more registers.
+  static constexpr int spare = Shape::spare_registers - (Shape::num_steps < 8 ? 0 : 24);
+  static constexpr int fitting = wanted > 0 && spare > 0 ? spare / (pack_size * wanted) : 0;
+  static constexpr int num_kept = fitting < Shape::num_packs ? fitting : Shape::num_packs;
+  static constexpr int smem_bytes =
+      (Shape::num_packs - num_kept) * wanted * pack_size * Shape::num_workers * 4;
   // For weights. Packs that may be beyond the slice take more registers for one row.
   static constexpr int left_registers =
-      Shape::spare_registers - num_kept * pack_size * wanted - (tile.exact ? 8 : 24);
+      spare - num_kept * pack_size * wanted - (tile.exact ? 8 : 24);
 
-  Slice cols;
   float* smem;
   float dweight[num_kept + (num_kept == 0)][pack_size] = {};
   float dbias[num_kept + (num_kept == 0)][pack_size] = {};
 
-  __device__ __forceinline__ GridSums(unsigned char* smem, Slice cols)
-      : cols(cols), smem(reinterpret_cast<float*>(smem) + threadIdx.x * chunk_size) {
-    if (Shape::works()) start();
+  __device__ __forceinline__ explicit GridSums(unsigned char* smem)
+      : smem(reinterpret_cast<float*>(smem) + threadIdx.x * chunk_size) {
+    if (!Shape::works()) return;
+    const float zeros[pack_size] = {};
+    for (int pack = num_kept; pack < Shape::num_packs; ++pack) {
+      if constexpr (gradients.dweight) set(pack, 0, zeros);
+      if constexpr (gradients.dbias) set(pack, wanted - 1, zeros);
+    }
   }
 
-  template <bool in_smem>
-  __device__ __forceinline__ void add(PackNumber<in_smem> pack, const float (&x_hats)[pack_size],
+  // The compiler knows the number of the pack.
+  __device__ __forceinline__ void add(int pack, const float (&x_hats)[pack_size],
                                       const float (&dys)[pack_size]) {
-    if constexpr (in_smem) {
-      if (pack.number < num_kept) {
+    if (pack < num_kept) {
 #pragma unroll
-        for (int at = 0; at < pack_size; ++at) {
-          if constexpr (gradients.dweight) dweight[pack.number][at] += dys[at] * x_hats[at];
-          if constexpr (gradients.dbias) dbias[pack.number][at] += dys[at];
-        }
-        return;
+      for (int at = 0; at < pack_size; ++at) {
+        if constexpr (gradients.dweight) dweight[pack][at] += dys[at] * x_hats[at];
+        if constexpr (gradients.dbias) dbias[pack][at] += dys[at];
       }
+      return;
     }
     float products[pack_size];
 #pragma unroll
     for (int at = 0; at < pack_size; ++at) products[at] = dys[at] * x_hats[at];
-    if constexpr (gradients.dweight) set<true>(pack.number, 0, products);
-    if constexpr (gradients.dbias) set<true>(pack.number, wanted - 1, dys);
+    if constexpr (gradients.dweight) set<true>(pack, 0, products);
+    if constexpr (gradients.dbias) set<true>(pack, wanted - 1, dys);
   }
   // To the partial row of this group. problem: a Backward.
   template <class Problem>
-  __device__ __forceinline__ void write(const Problem& problem) const {
+  __device__ __forceinline__ void write(const Problem& problem, Slice cols) const {
     if (!Shape::works()) return;
     const long long first = Shape::group() * problem.num_cols + cols.first_col;
-    for_each_slice_pack<tile>(cols, [&](auto pack, int col) {
-      if constexpr (gradients.dweight)
-        write(pack, 0, dweight, problem.dweight_partials + first + col);
-      if constexpr (gradients.dbias)
-        write(pack, wanted - 1, dbias, problem.dbias_partials + first + col);
-    });
+#pragma unroll
+    for (int pack = 0; pack < Shape::num_packs; ++pack) {
+      if (!Shape::present(pack, cols)) continue;
+      const long long col = first + Shape::col(pack);
+      if constexpr (gradients.dweight) write(pack, 0, dweight, problem.dweight_partials + col);
+      if constexpr (gradients.dbias) write(pack, wanted - 1, dbias, problem.dbias_partials + col);
+    }
   }
 
  private:
-  __device__ __forceinline__ void start() const {
-    for_each_slice_pack<tile>(cols, [&]<bool in_smem>(PackNumber<in_smem> pack, int) {
-      if (in_smem && pack.number < num_kept) return;
-      const float zeros[pack_size] = {};
-      if constexpr (gradients.dweight) set(pack.number, 0, zeros);
-      if constexpr (gradients.dbias) set(pack.number, wanted - 1, zeros);
-    });
-  }
   __device__ __forceinline__ float* chunk(int pack, int which, int first) const {
     return smem + (((pack - num_kept) * wanted + which) * pack_size + first) * Shape::num_workers;
   }
@@ -89,17 +87,14 @@ struct GridSums {
       }
     }
   }
-  template <bool in_smem, class Sums>
-  __device__ __forceinline__ void write(PackNumber<in_smem> pack, int which, const Sums& kept,
-                                        float* to) const {
-    if constexpr (in_smem) {
-      if (pack.number < num_kept) {
-        store_pack<pack_size>(to, repack<float>(kept[pack.number]));
-        return;
-      }
+  template <class Sums>
+  __device__ __forceinline__ void write(int pack, int which, const Sums& kept, float* to) const {
+    if (pack < num_kept) {
+      store_pack<pack_size>(to, repack<float>(kept[pack]));
+      return;
     }
 #pragma unroll
     for (int first = 0; first < pack_size; first += chunk_size)
-      store_pack<chunk_size>(to + first, load_pack<chunk_size>(chunk(pack.number, which, first)));
+      store_pack<chunk_size>(to + first, load_pack<chunk_size>(chunk(pack, which, first)));
   }
 };

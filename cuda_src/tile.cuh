@@ -29,15 +29,13 @@ struct Tile {
   int cluster_size = 1;      // blocks that share a row; path grid: of a group
   int blocks_per_sm = 1;  // blocks that must fit on a multiprocessor: bounds a thread's registers
   int exact = 0;          // 1: the row fills the registers, no pack lies beyond it
-  int stages = 0;         // rows or bundles in shared memory that the copy engine fetches (sm_90+)
+  int stages = 0;         // rows or bundles that the copy engine fetches; path grid: slots
   int bundle = 0;         // consecutive rows that make up one stage of a warp
   int early = 0;          // 1: weight and bias load with the row, before its statistics (forward)
   Path path = Path::registers;
 
   // Blocks of a thread-block cluster; on path grid there are none.
   constexpr int hardware_cluster_size() const { return path == Path::grid ? 1 : cluster_size; }
-  // Path grid: turns between the sums of a row and its results.
-  constexpr int lag() const { return stages < 3 ? 1 : stages < 5 ? 2 : 3; }
   constexpr int block_size() const { return threads_per_row * rows_per_block; }
   // Columns that fit the registers of the threads of a block that share a row.
   constexpr int cols() const { return pack_size * threads_per_row * packs_per_thread; }

@@ -8,7 +8,7 @@ from repository_files import MODULES, PACKAGE, PYTHON, REPOSITORY
 
 MOST_POSITIONAL = 6
 MOST_LINES = 500
-MOST_LINES_OF_MODEL = 610
+MOST_LINES_OF_MODEL = 680
 # Another library or Triton decides the signature of these; those of tests imitate one.
 LONG_SIGNATURES = {
     "linear/module.LayerNormLinear.__init__",

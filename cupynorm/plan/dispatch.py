@@ -14,7 +14,7 @@ from functools import lru_cache
 
 from ..dtypes import DTYPES, compute_dtype
 from ..table import as_text, pairs_as_html
-from .abilities import scales_at_once, streamed
+from .abilities import scales_at_once
 from .devices import Device
 from .few_rows import for_few_rows, in_one_launch
 from .grids import blocks_of_groups, grid_size, parameters_launch, shares_of_first
@@ -24,7 +24,7 @@ from .problem import Problem, Tile
 from .strategies import STRATEGIES, check_choice
 from .tables import measured_tile
 from .tile_checks import check_path, check_tile
-from .tile_model import RESERVED_BYTES, grid_packs, keeps_sums, smem_bytes_of
+from .tile_model import RESERVED_BYTES, keeps_sums, smem_bytes_of
 
 # Set by cupynorm.norm.tiles. choose() calls it first if neither strategy nor tile is given. It
 # returns (strategy, tile, reason), or None.
@@ -423,9 +423,6 @@ def _bytes_moved(choice: Choice, problem: Problem, num_rows: int, num_partials: 
         else:
             again = 1 if problem.dx else bool(problem.recomputed) - 1
             moved += again * row_elements * (x_bytes + dy_bytes)
-    if choice.tile.path == "grid":
-        left = 1 - choice.tile.packs_per_thread / grid_packs(problem, choice.tile)
-        moved += int(left * row_elements * sum(streamed(problem)))  # not kept: read again
     if not (problem.forward or keeps_sums(problem, choice.tile)):
         reads_dy = problem.dweight or problem.dbias
         moved += row_elements * (x_bytes * bool(problem.dweight) + dy_bytes * bool(reads_dy))

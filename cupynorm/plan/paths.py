@@ -18,6 +18,7 @@ from .abilities import can_bundle, can_ring, is_only_quantized, streamed
 from .devices import Device
 from .problem import Problem, Tile, ceil_div, cols_of_slice
 from .tile_model import (
+    FEWEST_GRID_STAGES,
     GRID_EXCHANGERS,
     RESERVED_BYTES,
     blocks_that_fit,
@@ -26,6 +27,8 @@ from .tile_model import (
     fits_smem,
     grid_cols,
     grid_packs,
+    grid_stages,
+    grid_steps,
     registers_of_thread,
     shaped,
     smem_bytes_of,
@@ -81,15 +84,16 @@ _BUNDLE_ELEMENTS = {
     "backward": {1: 40, 2: 28, 8: 12, 16: 14, 32: 28},
 }
 
-# Path "grid": how many blocks share a row. At most half of all, so that one group works while the
-# sums of another one travel: the fewest with slices of at most so many bytes, by direction; or half
-# of all with slices of up to _HALF_SLICE_BYTES. Otherwise all.
-_GRID_SLICE_BYTES, _FEWEST_GRID_BLOCKS = {"forward": 48 * 1024, "backward": 32 * 1024}, 16
-_HALF_SLICE_BYTES = 64 * 1024
-# Warps of a block that have columns: for slices of up to so many bytes, and for others.
-_SHORT_SLICE_BYTES, _GRID_WARPS = 32 * 1024, (8, 16)
-# The most stages, and the fewest. With the fewest, a block keeps at least this share of each row.
-_MOST_GRID_STAGES, _FEWEST_GRID_STAGES, _GRID_KEPT = 8, 3, 0.25
+# Path "grid": how many blocks share a row: the fewest with slices of at most so many bytes, by
+# direction and itemsize. Otherwise all.
+_GRID_SLICE_BYTES = {
+    "forward": {2: 48 * 1024, 4: 48 * 1024},
+    "backward": {2: 32 * 1024, 4: 64 * 1024},
+}
+_FEWEST_GRID_BLOCKS = 16
+# Warps of a block that have columns, and the most packs of a row that each of their threads takes:
+# its code for one pack follows that for another. The most stages.
+_GRID_WARPS, _MOST_GRID_STAGES = {8: 16, 16: 36}, 32
 # Forward, the fewest columns where a cluster has room too.
 _GRID_FROM = {2: 1 << 19, 4: 1 << 18}
 
@@ -192,38 +196,34 @@ def smem_tile(problem: Problem, device: Device, cluster_sizes: Iterable[int]) ->
 
 
 def grid_tile(problem: Problem, device: Device) -> Tile | None:
-    """Rows that groups of blocks share: as many stages as fit, and of very wide rows a part."""
+    """Rows that groups of blocks share, with as many stages as fit."""
     if not can_share_grid(problem):
         return None
     row_bytes = problem.num_cols * sum(streamed(problem))
     most = 1 << (min(device.num_sms, device.grid_blocks).bit_length() - 1)
-    limit, size, half = _GRID_SLICE_BYTES[problem.direction], _FEWEST_GRID_BLOCKS, most // 2
-    while size < half and row_bytes > size * limit:
-        size *= 2
-    sizes = [size] * (row_bytes <= size * limit) + [half] * (row_bytes <= half * _HALF_SLICE_BYTES)
-    for blocks in [size for size in sizes if size <= half] + [most]:
-        tile = _grid_of(problem, blocks, row_bytes)
-        for stages in range(_MOST_GRID_STAGES, _FEWEST_GRID_STAGES - 1, -1):
-            whole = replace(tile, stages=stages)
-            if fits_grid(problem, device, whole):
-                return whole
-    packs = tile.packs_per_thread
-    for kept in range(packs, int(_GRID_KEPT * packs), -1):
-        part = replace(tile, packs_per_thread=kept, stages=_FEWEST_GRID_STAGES)
-        if fits_grid(problem, device, part):
-            return part
+    limit = _GRID_SLICE_BYTES[problem.direction][DTYPES[problem.x].itemsize]
+    blocks = _FEWEST_GRID_BLOCKS
+    while blocks < most and row_bytes > blocks * limit:
+        blocks *= 2
+    for size in [blocks, 2 * blocks][: 1 + (2 * blocks <= most)]:
+        for warps, most_packs in _GRID_WARPS.items():
+            tile = grid_of(problem, size, warps)
+            fits = tile.stages >= FEWEST_GRID_STAGES and tile.packs_per_thread <= most_packs
+            if fits and fits_grid(problem, device, tile):
+                return tile
     return None
 
 
-def _grid_of(problem: Problem, blocks: int, row_bytes: int) -> Tile:
-    """The tile of `blocks` blocks that share a row, without its stages."""
-    warps = _GRID_WARPS[row_bytes > blocks * _SHORT_SLICE_BYTES]
+def grid_of(problem: Problem, blocks: int, warps: int) -> Tile:
+    """The tile of `blocks` blocks that share a row, and of whose warps so many have columns."""
     threads = 32 * (warps + GRID_EXCHANGERS)
     tile = Tile(problem.widest_pack, threads, cluster_size=blocks, path="grid")
     exact = grid_cols(problem, tile) * blocks == problem.num_cols
-    # Backward with wide weights, code without bounds checks takes too many registers.
-    exact = exact and (problem.forward or "wide" not in problem.extras)
-    return replace(tile, packs_per_thread=grid_packs(problem, tile), exact=int(exact))
+    tile = replace(tile, packs_per_thread=grid_packs(problem, tile), exact=int(exact))
+    stages = grid_stages(problem, tile, sums=True)
+    if stages < grid_steps(tile) + 2:  # a row would not stay
+        stages = grid_stages(problem, tile, sums=False)
+    return replace(tile, stages=min(stages, _MOST_GRID_STAGES))
 
 
 def grid_is_faster(problem: Problem) -> bool:

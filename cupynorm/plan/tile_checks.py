@@ -11,7 +11,15 @@ from .abilities import can_bundle, can_ring
 from .devices import Device
 from .grids import blocks_of_groups
 from .problem import PATHS_OF_STRATEGY, Problem, Tile, cols_of_slice
-from .tile_model import GRID_EXCHANGERS, MOST_GRID_GROUPS, can_share_grid, grid_cols, smem_bytes_of
+from .tile_model import (
+    FEWEST_GRID_STAGES,
+    GRID_EXCHANGERS,
+    MOST_GRID_GROUPS,
+    can_share_grid,
+    grid_cols,
+    grid_packs,
+    smem_bytes_of,
+)
 
 
 def check_tile(problem: Problem, strategy: str, tile: Tile, device: Device) -> None:
@@ -175,11 +183,16 @@ def _check_grid(problem: Problem, tile: Tile, device: Device) -> None:
             f"of {device.num_sms} multiprocessors, and at most {MOST_GRID_GROUPS} groups"
         )
     fewest = 32 * (GRID_EXCHANGERS + 1)
-    if tile.threads_per_row < fewest or tile.stages < 2:
+    if tile.threads_per_row < fewest:
         raise ValueError(
-            f"tile has threads_per_row {tile.threads_per_row} and stages {tile.stages}; "
-            f"expected 2 or more stages, and {fewest} or more threads: {GRID_EXCHANGERS} warps "
-            "have no columns"
+            f"tile has threads_per_row {tile.threads_per_row}; expected {fewest} or more: "
+            f"{GRID_EXCHANGERS} warps have no columns"
+        )
+    packs = grid_packs(problem, tile)
+    if tile.packs_per_thread != packs or tile.stages < FEWEST_GRID_STAGES:
+        raise ValueError(
+            f"tile has packs_per_thread {tile.packs_per_thread} and stages {tile.stages}; expected "
+            f"{packs} packs, all of a row, and {FEWEST_GRID_STAGES} or more stages"
         )
     if not can_share_grid(problem):
         raise ValueError(

@@ -22,11 +22,10 @@ from .problem import Problem, Tile, ceil_div, cols_of_slice
 RESERVED_BYTES = 1024
 
 # Path grid, as in cuda_src/grid_shape.cuh and grid_words.cuh: warps of a block that exchange sums,
-# and slots for them; all the shared memory of a block; registers of a thread for one row at a time,
-# while the others keep weights and sums. The most groups of blocks that share a row. The most bytes
-# of the sums and one and a half rows.
-GRID_EXCHANGERS, _GRID_SLOTS, _GRID_BYTES, _ROW_REGISTERS = 4, 4, 227 * 1024, 80
-MOST_GRID_GROUPS, _MOST_GRID_BYTES = 16, 227 * 1024
+# and slots for them; all the shared memory of a block; registers of a thread for one step, by its
+# packs, while the others keep weights and sums. The most groups of blocks that share a row.
+GRID_EXCHANGERS, _GRID_SLOTS, _GRID_BYTES, _STEP_REGISTERS = 4, 8, 227 * 1024, {1: 80, 2: 96}
+MOST_GRID_GROUPS, FEWEST_GRID_STAGES = 16, 4
 
 
 def can_share_grid(problem: Problem) -> bool:
@@ -37,12 +36,14 @@ def can_share_grid(problem: Problem) -> bool:
 
 
 def keeps_sums(problem: Problem, tile: Tile) -> bool:
-    """Backward: whether the kernel that writes dx also forms partial sums of dweight and dbias."""
+    """Backward: whether the kernel that writes dx also forms partial sums of dweight and dbias.
+
+    On path grid it does if they fit beside the stages.
+    """
     if tile.path != "grid":
         return tile.path != "uncached"
-    slice_cols = cols_of_slice(problem, tile.pack_size, tile.cluster_size)
-    row_bytes = slice_cols * sum(streamed(problem))
-    return _grid_sum_bytes(problem, tile) + 1.5 * row_bytes <= _MOST_GRID_BYTES
+    used = _exchange_bytes(problem, tile) + tile.stages * _slot_bytes(problem, tile)
+    return used + _grid_sum_bytes(problem, tile) <= _GRID_BYTES
 
 
 # Shared memory.
@@ -96,14 +97,79 @@ def _bundle_bytes(problem: Problem, tile: Tile) -> int:
 
 
 def _grid_bytes(problem: Problem, tile: Tile) -> int:
-    """All that a block can have: for GridExchange, GridRow, sums, and then parameters."""
+    """All that a block can have: for GridExchange, slots, sums, and then parameters."""
+    sums = _grid_sum_bytes(problem, tile) if keeps_sums(problem, tile) else 0
+    used = _exchange_bytes(problem, tile) + tile.stages * _slot_bytes(problem, tile) + sums
+    return max(used, _GRID_BYTES)
+
+
+def _exchange_bytes(problem: Problem, tile: Tile) -> int:
     parts = (3 if problem.centered else 1) if problem.forward else 2
     num_warps = tile.threads_per_row // 32 - GRID_EXCHANGERS
-    scratch = ceil_div(_GRID_SLOTS * (parts * (num_warps + 1) * 4 + 16), 16) * 16
-    cols = tile.pack_size * 32 * num_warps * tile.packs_per_thread
-    kept = tile.stages * cols * sum(streamed(problem))
-    sums = _grid_sum_bytes(problem, tile) if keeps_sums(problem, tile) else 0
-    return max(scratch + kept + sums, _GRID_BYTES)
+    return ceil_div(_GRID_SLOTS * (parts * (num_warps + 1) * 4 + 16), 16) * 16
+
+
+def _slot_bytes(problem: Problem, tile: Tile) -> int:
+    """The packs of one step of each worker."""
+    workers = tile.threads_per_row - 32 * GRID_EXCHANGERS
+    return packs_at_once(tile) * tile.pack_size * workers * sum(streamed(problem))
+
+
+def grid_stages(problem: Problem, tile: Tile, sums: bool) -> int:
+    """Path grid: the most stages that fit beside parameters, and the sums of dweight and dbias.
+
+    If too few are left for a row, some parameters are read again for each row.
+    """
+    left = _GRID_BYTES - _exchange_bytes(problem, tile)
+    left -= _grid_sum_bytes(problem, tile) if sums else 0
+    slot_bytes = _slot_bytes(problem, tile)
+    beside = (left - _grid_parameter_bytes(problem, tile, sums)) // slot_bytes
+    return max(beside, min(left // slot_bytes, stages_of_row(tile)))
+
+
+def _spare_registers(tile: Tile, forward: bool) -> int:
+    """Registers of a thread for sums and parameters: grid_shape.cuh, backward grid_sums.cuh."""
+    registers = 512 // ceil_div(tile.threads_per_row, 128) // 8 * 8
+    registers -= 0 if forward or grid_steps(tile) < 8 else 24
+    return registers - _STEP_REGISTERS[packs_at_once(tile)]
+
+
+def _grid_parameter_bytes(problem: Problem, tile: Tile, sums: bool) -> int:
+    """Shared memory for the weights and biases that are not in registers."""
+    names = [problem.weight] + [problem.bias] * problem.forward
+    pack_bytes = tile.pack_size * sum(DTYPES[name].itemsize for name in names if name)
+    if not pack_bytes:
+        return 0
+    packs, spare = tile.packs_per_thread, _spare_registers(tile, problem.forward)
+    if problem.forward:
+        spare += 16 * (packs * pack_bytes <= 4 * (spare + 16))
+    else:
+        spare -= 24 - 16 * tile.exact
+        wanted = (bool(problem.dweight) + bool(problem.dbias)) * sums
+        spare -= _sums_in_registers(tile, wanted) * tile.pack_size * wanted
+    in_registers = min(packs, max(spare, 0) * 4 // pack_bytes)
+    return (packs - in_registers) * pack_bytes * (tile.threads_per_row - 32 * GRID_EXCHANGERS)
+
+
+def _sums_in_registers(tile: Tile, wanted: int) -> int:
+    """The packs whose sums are in registers. wanted: of dweight, dbias or both."""
+    spare = max(_spare_registers(tile, False), 0)
+    return min(tile.packs_per_thread, spare // (tile.pack_size * wanted)) if wanted else 0
+
+
+def packs_at_once(tile: Tile) -> int:
+    """Path grid: packs that a worker takes in one step; few warps need more."""
+    return 2 if tile.threads_per_row // 32 - GRID_EXCHANGERS <= 8 else 1
+
+
+def grid_steps(tile: Tile) -> int:
+    """Path grid: steps in which a worker takes its packs of a row."""
+    return tile.packs_per_thread // packs_at_once(tile)
+
+
+def stages_of_row(tile: Tile) -> int:
+    """Path grid: the fewest stages of a row that stays while its sums travel."""
+    return grid_steps(tile) + max(ceil_div(grid_steps(tile), 2), 3)
 
 
 def _grid_sum_bytes(problem: Problem, tile: Tile) -> int:
@@ -111,18 +177,17 @@ def _grid_sum_bytes(problem: Problem, tile: Tile) -> int:
     wanted = bool(problem.dweight) + bool(problem.dbias)
     if problem.forward or not wanted:
         return 0
-    spare = 512 // ceil_div(tile.threads_per_row, 128) // 8 * 8 - _ROW_REGISTERS
-    in_registers = min(tile.packs_per_thread, max(spare, 0) // (tile.pack_size * wanted))
+    in_registers = _sums_in_registers(tile, wanted)
     workers = tile.threads_per_row - 32 * GRID_EXCHANGERS
-    packs = max(0, grid_packs(problem, tile) - in_registers)
-    return packs * wanted * tile.pack_size * workers * 4
+    return (tile.packs_per_thread - in_registers) * wanted * tile.pack_size * workers * 4
 
 
 def grid_packs(problem: Problem, tile: Tile) -> int:
-    """Path grid: packs of a row that one thread has; warps that exchange sums have none."""
+    """Path grid: packs of a row that one thread has, in whole steps."""
     slice_cols = cols_of_slice(problem, tile.pack_size, tile.cluster_size)
     workers = tile.threads_per_row - 32 * GRID_EXCHANGERS
-    return max(1, ceil_div(slice_cols, tile.pack_size * workers))
+    at_once = packs_at_once(tile)
+    return max(1, ceil_div(slice_cols, at_once * tile.pack_size * workers)) * at_once
 
 
 def grid_cols(problem: Problem, tile: Tile) -> int:

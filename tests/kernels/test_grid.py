@@ -18,7 +18,7 @@ from cupynorm.plan.problem import Tile
 
 SMALL = replace(H200, name="eight", num_sms=8, clusters=((2, 4), (4, 2), (8, 1)))
 # Two warps that have columns and four that exchange sums; five blocks.
-TILE = Tile(8, 192, packs_per_thread=2, cluster_size=5, stages=3, path="grid")
+TILE = Tile(8, 192, packs_per_thread=2, cluster_size=5, stages=4, path="grid")
 
 
 def grid_case(
@@ -46,24 +46,42 @@ def both_ways(monkeypatch, tile_of_backward):
     [
         ({}, TILE),
         ({"name": "rms_norm", "x": "float32", "num_cols": 2500}, replace(TILE, pack_size=4)),
-        # A lag of two turns; a part of each row is read again; fewer rows than stages.
-        ({"num_cols": 7000, "num_rows": 3}, replace(TILE, packs_per_thread=1, stages=5)),
-        # A lag of three turns; nothing is kept; single elements; blocks without columns.
+        # Six turns from sums to results; fewer rows than that.
+        ({"num_rows": 3}, replace(TILE, stages=9)),
+        # Results begin within a row; many rows.
+        (
+            {"num_cols": 7000, "num_rows": 30},
+            replace(TILE, packs_per_thread=4, stages=6),
+        ),
+        # The fewest stages; packs that are read again, several turns' worth of them.
+        ({"num_cols": 9000, "num_rows": 12}, replace(TILE, packs_per_thread=4)),
+        ({"num_cols": 28000, "num_rows": 12}, replace(TILE, packs_per_thread=12)),
+        ({"num_cols": 28000, "num_rows": 3}, replace(TILE, packs_per_thread=12, stages=9)),
+        # Nine warps that have columns: one pack in a step.
+        (
+            {"num_cols": 34000, "num_rows": 9},
+            replace(TILE, threads_per_row=416, packs_per_thread=3, stages=6),
+        ),
+        (
+            {"name": "rms_norm", "x": "float32", "num_cols": 34000, "num_rows": 5},
+            replace(TILE, pack_size=4, threads_per_row=416, packs_per_thread=6),
+        ),
+        # Single elements; blocks without columns.
         (
             {"x": "float32", "num_cols": 67, "num_rows": 9},
-            replace(TILE, pack_size=1, packs_per_thread=0, stages=6, cluster_size=8),
+            replace(TILE, pack_size=1, packs_per_thread=2, stages=6, cluster_size=8),
         ),
-        ({"name": "rms_norm", "x": "float16", "num_rows": 1}, replace(TILE, stages=2)),
+        ({"name": "rms_norm", "x": "float16", "num_rows": 1}, TILE),
         # Two groups of three blocks, and rows that fill all packs of all threads.
         ({}, replace(TILE, cluster_size=3, packs_per_thread=4)),
         (
-            {"num_cols": 4608, "num_rows": 8},
-            replace(TILE, cluster_size=3, packs_per_thread=3, exact=1),
+            {"num_cols": 6144, "num_rows": 8},
+            replace(TILE, cluster_size=3, packs_per_thread=4, exact=1),
         ),
-        # Weights and sums of 11 packs are in registers, those of others in shared memory.
+        # Weights and sums of some packs are in registers, those of others in shared memory.
         (
             {"num_cols": 24 * 512 * 5 - 64, "num_rows": 4},
-            replace(TILE, packs_per_thread=24, stages=2),
+            replace(TILE, packs_per_thread=24, stages=24),
         ),
     ],
 )
@@ -92,7 +110,7 @@ def test_bits_of_rows_that_all_blocks_share(name, both_ways):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_constant_rows_that_all_blocks_share(dtype):
     pack_size = 16 // np.dtype("f2" if dtype == "bfloat16" else "f4").itemsize
-    tile = replace(TILE, pack_size=pack_size, packs_per_thread=4)
+    tile = replace(TILE, pack_size=pack_size, packs_per_thread=32 // pack_size, stages=6)
     problem = wide_constant_rows(grid_case(x=dtype, num_rows=0, num_cols=10008, tile=tile))
     assert_constant_rows(problem, run_kernels(problem, CpuMachine(SMALL)))
 
@@ -135,7 +153,7 @@ def test_wide_rows_are_shared_by_all_blocks():
         assert plan(1 << 21, 8, **options, **changes).strategy == "uncached"
     for num_cols, dtype in ((1 << 21, "float64"), ((1 << 21) + 1, "bfloat16")):
         assert plan(num_cols, 8, dtype, **options).strategy == "uncached"
-    with pytest.raises(ValueError, match="sm_margin is 5; .* too few for groups of 64 blocks"):
+    with pytest.raises(ValueError, match="sm_margin is 5; .* too few for groups of 128 blocks"):
         plan(1 << 21, 8, sm_margin=5, strategy="cluster", **options)
     with pytest.raises(ValueError, match="statistics is 'two_pass'; expected 'welford' or None"):
         plan(1 << 21, 8, statistics="two_pass", strategy="cluster", **options)

@@ -18,7 +18,7 @@ from cupynorm.plan.dispatch import choose, make_plan, widest
 from cupynorm.plan.instances import Choice
 from cupynorm.plan.problem import Layout, Problem
 from cupynorm.plan.strategies import STATISTICS, STRATEGIES
-from cupynorm.plan.tile_model import fits_grid, grid_packs
+from cupynorm.plan.tile_model import FEWEST_GRID_STAGES, fits_grid, grid_packs
 
 
 def problem_to_8_bits(num_cols: int, scaling: str, dtype: str = "bfloat16", **changes) -> Problem:
@@ -219,8 +219,9 @@ def test_every_plan_covers_its_row_and_fits_its_device(device, direction, norm):
             )
             if tile.path == "grid":
                 assert made.strategy == "cluster" and tile.cluster_size <= made.device.num_sms
-                assert 0 < tile.packs_per_thread <= grid_packs(made.problem, tile)
-                assert fits_grid(made.problem, made.device, tile) and tile.stages >= 2
+                assert tile.packs_per_thread == grid_packs(made.problem, tile)
+                assert fits_grid(made.problem, made.device, tile)
+                assert tile.stages >= FEWEST_GRID_STAGES
             elif (
                 tile.packs_per_thread
             ):  # in registers: all columns have a place, and no pack is idle in every thread

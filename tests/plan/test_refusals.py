@@ -30,7 +30,7 @@ RING = replace(BLOCK, stages=2)
 CLUSTER_RING = Tile(pack_size=8, threads_per_row=64, packs_per_thread=1, cluster_size=2, stages=2)
 
 
-GRID = Tile(8, 192, packs_per_thread=1, cluster_size=128, stages=3, path="grid")
+GRID = Tile(8, 192, packs_per_thread=2, cluster_size=128, stages=4, path="grid")
 
 
 @pytest.mark.parametrize(
@@ -43,13 +43,23 @@ GRID = Tile(8, 192, packs_per_thread=1, cluster_size=128, stages=3, path="grid")
             {},
         ),
         (
-            r"threads_per_row 128 and stages 3; .* 160 or more threads: 4 warps have no columns",
+            r"threads_per_row 128; expected 160 or more: 4 warps have no columns",
             "cluster",
             replace(GRID, threads_per_row=128),
             {},
         ),
-        (r"threads_per_row 192 and stages 1; ", "cluster", replace(GRID, stages=1), {}),
-        (r"threads_per_row 192 and stages 0; ", "cluster", replace(GRID, stages=0), {}),
+        (
+            r"packs_per_thread 2 and stages 3; expected 2 packs, .*, and 4 or more stages",
+            "cluster",
+            replace(GRID, stages=3),
+            {},
+        ),
+        (
+            r"packs_per_thread 4 and stages 4; expected 2 packs",
+            "cluster",
+            replace(GRID, packs_per_thread=4),
+            {},
+        ),
         (r"bundle 2; expected 0: path 'grid' has none", "cluster", replace(GRID, bundle=2), {}),
         (r"path 'grid'; .* for strategy 'block'", "block", replace(GRID, cluster_size=1), {}),
         (
