@@ -140,6 +140,7 @@ def test_no_block_of_a_scale_is_split_within_a_cluster(scaling, num_cols):
         assert len(findings) == 3 and all(found.ok for found in findings), findings
 
 
+@pytest.mark.slow
 def test_all_scalings_and_sources_of_8_bits_are_covered():
     """Each scaling on each strategy, in one launch where possible and else in two."""
     recorder = Recorder()

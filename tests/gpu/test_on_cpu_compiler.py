@@ -67,6 +67,7 @@ for seed in range(3):
     assert (result.returncode, result.stdout) == (0, "sum 0.0\n"), result.stderr
 
 
+@pytest.mark.slow
 def test_address_sanitizer_sees_a_global_read_out_of_bounds():
     result = run_sanitized(("address",), "y = np.zeros(2048, np.float32)\n" + SCALE.format("", 257))
     assert result.returncode != 0

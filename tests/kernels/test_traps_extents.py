@@ -172,7 +172,15 @@ def parameter_gradients(tensors: dict, dtype: str) -> None:
         assert finding.ok, finding
 
 
+@pytest.fixture
+def memory_is_given_back():
+    """torch keeps what a test allocates. Other processes that share the GPU need it."""
+    yield
+    loaded_torch().cuda.empty_cache()
+
+
 @pytest.mark.gpu
+@pytest.mark.usefixtures("memory_is_given_back")
 @pytest.mark.parametrize(
     "dtype, num_rows, num_cols",
     [("float16", 175000, 12288), ("float16", 2**23 + 16, 256), ("bfloat16", 2**26 + 3, 64)],
@@ -211,6 +219,7 @@ def test_t09_more_than_2_to_the_31_elements(dtype, num_rows, num_cols):
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("memory_is_given_back")
 def test_t09_row_stride_of_2_to_the_31_elements():
     """Elsewhere row * row_stride in 32 bits wrapped for tensors of few elements, too.
 

@@ -151,6 +151,7 @@ def test_layers_compiled_one_by_one_share_compiled_code():
     assert torch.equal(made, expected)
 
 
+@pytest.mark.slow
 def test_a_recipe_with_a_callable_breaks_the_graph():
     """A callable has no text by which another step could find it. Results are the eager ones."""
     torch._dynamo.reset()

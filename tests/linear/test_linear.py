@@ -368,6 +368,7 @@ def test_the_recomputing_operator_passes_opcheck_and_recomputes_y():
         made[3].sum().backward()
 
 
+@pytest.mark.slow
 def test_the_linear_operator_passes_opcheck():
     problem = draw(residual=True)
     given = leaves(problem)

@@ -128,6 +128,7 @@ OLD_COMPILER = pytest.mark.skipif(
 )
 
 
+@pytest.mark.slow
 @OLD_COMPILER
 def test_compiled_transforms_agree_with_those_of_torch(compile_anew):
     weight, x, tangent = random(5), random(3, 5), random(3, 5, seed=1)

@@ -108,6 +108,7 @@ def test_calls(name):
         torch.testing.assert_close(one, other.detach(), rtol=4 * unit, atol=16 * unit)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "make",
     [
@@ -133,6 +134,7 @@ def test_modules(make, zero_centered):
     torch.testing.assert_close(got, module(x).detach(), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_model_whose_norms_were_swapped():
     layer = torch.nn.TransformerEncoderLayer(16, 2, 32, batch_first=True).eval()
     swapped = copy.deepcopy(layer)
@@ -148,6 +150,7 @@ def test_dropout_is_refused():
         export(module, draw(5, 16))
 
 
+@pytest.mark.slow
 def test_functors_are_refused():
     load = cupynorm.functors.layer_scale(scale=draw(16))
     module = Call(layer_norm, load=load)

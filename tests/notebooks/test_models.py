@@ -287,6 +287,7 @@ def test_models_are_compiled_ahead_in_processes(example, monkeypatch):
     assert sorted(run for _, run in started) == ["cupynorm-compiled", "torch-compiled"]
 
 
+@pytest.mark.slow
 def test_compiling_ahead_compiles_both_phases(example, eager, variants):
     for whole, num_layers in ((0, 1), (2, 2)):
         variants.clear()
