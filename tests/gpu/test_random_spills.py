@@ -22,6 +22,8 @@ from cupynorm.plan.instances import Launch
 from cupynorm.plan.problem import Layout, Problem
 from cupynorm.plan.tables import FILES
 
+pytestmark = pytest.mark.slow
+
 NUM_PROBLEMS = 240 if HAS_TIME else 24
 MANY_ROWS, FEW_ROWS = 1 << 20, 64
 
@@ -51,7 +53,6 @@ def allowed(problem: Problem, launch: Launch) -> int:
 
 
 @needs_nvrtc
-@pytest.mark.slow
 @pytest.mark.parametrize("compute_capability", ARCHITECTURES)
 def test_kernels_of_random_problems_do_not_spill(compute_capability):
     generator = random.Random(compute_capability)

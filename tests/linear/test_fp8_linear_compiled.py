@@ -23,6 +23,8 @@ from cupynorm import (  # noqa: E402
 )
 from cupynorm.nn import autocast  # noqa: E402
 
+pytestmark = pytest.mark.slow
+
 COMPILED = (
     {},
     {"save_normalized": True, "normalization": "RMSNorm"},
@@ -31,7 +33,6 @@ COMPILED = (
 )
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("options", COMPILED, ids=str)
 @pytest.mark.parametrize("recipe", RECIPES, ids=str)
 def test_a_compiled_layer_has_no_graph_break(recipe, options):
@@ -89,7 +90,6 @@ def test_compiled_by_inductor_on_a_gpu(recipe, mode):
         assert all(torch.equal(*pair) for pair in zip(*made)), size
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("recipe", (DelayedScaling(), CurrentScaling(), BlockScaling()), ids=str)
 def test_a_compiled_layer_takes_any_number_of_rows(recipe):
     torch._dynamo.reset()
@@ -112,7 +112,6 @@ def test_a_compiled_layer_takes_any_number_of_rows(recipe):
         assert all(torch.equal(*pair) for pair in zip(*made)), num_rows
 
 
-@pytest.mark.slow
 def test_microbatches_of_a_compiled_layer():
     """They share a quantised weight, which is not among the tensors saved for backward."""
     torch._dynamo.reset()
@@ -135,7 +134,6 @@ def test_microbatches_of_a_compiled_layer():
         assert all(torch.equal(*pair) for pair in zip(*made)), first
 
 
-@pytest.mark.slow
 def test_layers_compiled_one_by_one_share_compiled_code():
     """There are more layers than torch's limit of recompilations of a function."""
     torch._dynamo.reset()
@@ -151,7 +149,6 @@ def test_layers_compiled_one_by_one_share_compiled_code():
     assert torch.equal(made, expected)
 
 
-@pytest.mark.slow
 def test_a_recipe_with_a_callable_breaks_the_graph():
     """A callable has no text by which another step could find it. Results are the eager ones."""
     torch._dynamo.reset()
@@ -269,7 +266,6 @@ print(torch._dynamo.utils.counters["aot_autograd"]["autograd_cache_hit"])
 """
 
 
-@pytest.mark.slow
 def test_code_cached_for_other_processes_depends_on_the_recipe(tmp_path):
     """torch finds cached code by the text of its graph, which contains the recipe."""
     hits = []

@@ -10,6 +10,8 @@ import sys
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 torch = pytest.importorskip("torch")
 TINY = ["--steps", "12", "--layers", "2", "--width", "64", "--batch", "4", "--context", "32"]
 
