@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -14,7 +15,10 @@ ROOT = Path(__file__).parents[1]
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("wheel")
+    # Of a copy: two processes that build in one folder disturb each other.
+    folder, source = tmp_path_factory.mktemp("wheel"), tmp_path_factory.mktemp("source")
+    leave = shutil.ignore_patterns("build", "*.egg-info", "__pycache__", ".*", "tests", "docs")
+    shutil.copytree(ROOT, source, ignore=leave, dirs_exist_ok=True)
     command = [
         sys.executable,
         "-m",
@@ -24,7 +28,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "--no-deps",
         "--wheel-dir",
         str(folder),
-        str(ROOT),
+        str(source),
     ]
     built = subprocess.run(command, capture_output=True, text=True)
     if built.returncode and "No matching distribution found for setuptools" in built.stderr:
