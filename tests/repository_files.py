@@ -17,7 +17,9 @@ KERNELS = sorted(CUDA_SRC.glob("*.cu"))
 SOURCES = sorted(
     path for path in CUDA_SRC.rglob("*") if path.suffix in (".cu", ".cuh", ".h", ".cpp")
 )
-DEVICE_SOURCES = sorted(path for path in CUDA_SRC.iterdir() if path.suffix in (".cu", ".cuh"))
+DEVICE_SOURCES = [path for path in SOURCES if path.suffix in (".cu", ".cuh")]
+# Includes and comments name a source without its folder.
+SOURCE_OF = {path.name: path for path in DEVICE_SOURCES}
 PYTHON = sorted(
     path
     for folder in ("cupynorm", "reference", "tests", "docs", "notebooks")

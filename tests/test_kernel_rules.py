@@ -11,6 +11,7 @@ from repository_files import (
     DEVICE_SOURCES,
     KERNELS,
     REPOSITORY,
+    SOURCE_OF,
     SOURCES,
     names_of,
 )
@@ -32,7 +33,7 @@ def test_header_of_a_kernel(path):
             f"neither a key nor its continuation: {line}"
         )
     for file in re.findall(r"\w+\.cuh?\b", "\n".join(header)):
-        assert (CUDA_SRC / file).is_file(), f"the header names {file}, which is not there"
+        assert file in SOURCE_OF, f"the header names {file}, which is not there"
 
 
 @pytest.mark.parametrize("path", **names_of([path for path in SOURCES if path.suffix != ".cu"]))
@@ -66,7 +67,7 @@ def test_lines_of_cuda_sources_have_at_most_100_columns(path):
 @pytest.mark.parametrize("path", **names_of(DEVICE_SOURCES))
 def test_files_that_a_comment_names_are_there(path):
     for file in re.findall(r"\b\w+\.cuh?\b", path.read_text()):
-        assert (CUDA_SRC / file).is_file(), f"{path.name} names {file}, which is not there"
+        assert file in SOURCE_OF, f"{path.name} names {file}, which is not there"
 
 
 # docs/sources.md.
@@ -74,10 +75,13 @@ def test_files_that_a_comment_names_are_there(path):
 SOURCES_PAGE = (REPOSITORY / "docs" / "sources.md").read_text()
 
 
-def groups_of_sources() -> list[dict[str, str]]:
-    """The tables below "All files", from the top: the text of each file by its name."""
+def groups_of_sources() -> dict[str, dict[str, str]]:
+    """The tables below "All files", from the top: by heading the text of each file by its name."""
     sections = SOURCES_PAGE.partition("## All files")[2].split("\n### ")[1:]
-    return [dict(re.findall(r"^\| `(\w+\.cuh?)` \| (.*) \|$", each, re.M)) for each in sections]
+    return {
+        each.partition("\n")[0]: dict(re.findall(r"^\| `(\w+\.cuh?)` \| (.*) \|$", each, re.M))
+        for each in sections
+    }
 
 
 def includes(path: Path) -> list[str]:
@@ -86,7 +90,7 @@ def includes(path: Path) -> list[str]:
 
 def test_the_page_of_the_sources_has_every_file():
     """Once, with the text of the first line of the file."""
-    rows = [row for group in groups_of_sources() for row in group.items()]
+    rows = [row for group in groups_of_sources().values() for row in group.items()]
     first_lines = {
         path.name: path.read_text().partition("\n")[0].partition(" -- ")[2]
         for path in DEVICE_SOURCES
@@ -97,7 +101,7 @@ def test_the_page_of_the_sources_has_every_file():
 
 
 def test_sources_include_no_group_above_their_own():
-    groups = groups_of_sources()
+    groups = list(groups_of_sources().values())
     place = {name: at for at, group in enumerate(groups) for name in group}
     arrows = {(path.name, other) for path in DEVICE_SOURCES for other in includes(path)}
     assert len(groups) > 10 and len(arrows) > 200
@@ -105,12 +109,26 @@ def test_sources_include_no_group_above_their_own():
     assert not upward, "these includes point up in docs/sources.md"
 
 
+def test_a_folder_has_the_headers_of_a_group():
+    """Kernels are in cuda_src itself, and so are forward.cuh and backward.cuh."""
+    folders = [path for path in CUDA_SRC.iterdir() if path.is_dir() and path.name != "on_cpu"]
+    assert len(SOURCE_OF) == len(DEVICE_SOURCES), "two files have one name"
+    named = set()
+    for heading, group in groups_of_sources().items():
+        folder = "".join(re.findall(r": `(\w+)/`$", heading))
+        named.add(folder)
+        for name in group:
+            expected = CUDA_SRC / folder if name.endswith(".cuh") else CUDA_SRC
+            assert SOURCE_OF[name].parent == expected, name
+    assert named == {"", *(path.name for path in folders)}
+
+
 def included_by(name: str) -> set[str]:
     """The file and all that it includes."""
     found, rest = set(), {name}
     while rest:
         found |= rest
-        rest = {other for each in rest for other in includes(CUDA_SRC / each)} - found
+        rest = {other for each in rest for other in includes(SOURCE_OF[each])} - found
     return found
 
 
@@ -161,13 +179,12 @@ def test_sums_are_made_in_a_fixed_order(path):
     assert not ATOMIC.search(text)
 
 
-PTX_HEADERS = ("bulk.cuh", "cluster.cuh", "memory.cuh", "next_kernel.cuh", "tensor_tile.cuh")
-PTX_HEADERS += ("warp_max.cuh", "warpgroup.cuh", "warpgroup_product.cuh")
+PTX_HEADERS = sorted(path.name for path in (CUDA_SRC / "ptx").iterdir())
 
 
 @pytest.mark.parametrize("path", **names_of(DEVICE_SOURCES))
 def test_ptx_is_in_a_few_headers(path):
-    """Only in PTX_HEADERS, with a C++ branch. pack.cuh has empty statements."""
+    """Only in cuda_src/ptx, with a C++ branch. pack.cuh has empty statements."""
     text = code(path)
     statements = ASM.findall(text)
     assert len(re.findall(r"\b(?:asm|__asm__|__asm)\b", text)) == len(statements), (
@@ -188,7 +205,7 @@ def declared(text: str) -> set[str]:
 @pytest.mark.parametrize("name", PTX_HEADERS)
 def test_every_ptx_function_has_a_twin(name):
     """Both branches declare the same functions, but for those of PTX or of the runtime."""
-    _, on_cpu, on_gpu = re.split(r"#ifdef CUPYNORM_ON_CPU|#else", code(CUDA_SRC / name))
+    _, on_cpu, on_gpu = re.split(r"#ifdef CUPYNORM_ON_CPU|#else", code(SOURCE_OF[name]))
     extra = {"smem_address", "dynamic_smem"}
     assert declared(on_cpu)
     assert declared(on_gpu) - extra == declared(on_cpu) - extra

@@ -9,8 +9,8 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from ..gpu import nvrtc
 from ..gpu.arrays import type_in_words
+from ..gpu.source_files import source_files
 
 Replacements = Sequence[tuple[str, str]]
 Changes = str | Mapping[str, str | Replacements]
@@ -24,11 +24,7 @@ def changed_sources(changes: Changes) -> Path:
 
     Raises ValueError for changes that do not fit.
     """
-    texts = {
-        path.name: path.read_text(encoding="utf-8")
-        for path in nvrtc.cuda_src().iterdir()
-        if path.suffix in (".cu", ".cuh")
-    }
+    texts = {name: path.read_text(encoding="utf-8") for name, path in source_files().items()}
     before = dict(texts)
     if isinstance(changes, str):
         _apply_diff(texts, changes)

@@ -20,6 +20,7 @@ from ..check.trials import Trial, default_problem
 from ..dtypes import decode, encode
 from ..gpu import environment, nvrtc
 from ..gpu.on_cpu import OnCpuError
+from ..gpu.source_files import source_files
 from ..norm.options import launch_options
 from ..norm.plans import plan
 from ..plan.devices import DEVICES
@@ -81,11 +82,11 @@ class Experiment:
     @property
     def diff(self) -> str:
         """The changes as a unified diff."""
-        parts = []
+        parts, shipped = [], source_files()
         for path in sorted(self.folder.iterdir()):
             new = path.read_text(encoding="utf-8").splitlines(keepends=True)
-            shipped = nvrtc.cuda_src() / path.name
-            old = shipped.read_text(encoding="utf-8").splitlines(True) if shipped.exists() else []
+            before = shipped.get(path.name)
+            old = before.read_text(encoding="utf-8").splitlines(keepends=True) if before else []
             parts += difflib.unified_diff(old, new, path.name, path.name)
         return "".join(parts)
 

@@ -9,6 +9,7 @@ from typing import NamedTuple
 from ..check.cases import NORMS
 from ..dtypes import ELEMENTS
 from ..gpu import environment, launch, nvrtc, on_cpu
+from ..gpu.source_files import cuda_src
 from ..norm.plans import plan
 from ..plan.devices import DEVICES, Device
 from ..plan.dispatch import Plan, widest
@@ -79,7 +80,7 @@ class Explanation:
     @property
     def source(self) -> str:
         """The text of the kernel's file."""
-        return (nvrtc.cuda_src() / self.plan.launches[0].kernel.source).read_text(encoding="utf-8")
+        return (cuda_src() / self.plan.launches[0].kernel.source).read_text(encoding="utf-8")
 
     @property
     def header(self) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..gpu import nvrtc
+from ..gpu.source_files import source_files
 
 
 def piece(name: str, first: str, last: str | None = None) -> str:
@@ -13,8 +13,8 @@ def piece(name: str, first: str, last: str | None = None) -> str:
 
     Raises ValueError for a file or a text that is not there.
     """
-    path = nvrtc.cuda_src() / name
-    if not path.is_file():
+    path = source_files().get(name)
+    if path is None:
         raise ValueError(f"name is {name!r}, which is not in cuda_src; expected a file of it")
     lines = path.read_text(encoding="utf-8").splitlines()
 

@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 from ..plan.functors import FunctorError
 from ..plan.instances import Kernel
+from .source_files import include_options, source_files
 
 
 class MissingLibraryError(ImportError):
@@ -27,25 +28,11 @@ class MissingLibraryError(ImportError):
     """
 
 
-@cache
-def cuda_src() -> Path:
-    """The folder of the .cu files: in an installed package, or beside the package in a checkout."""
-    package = Path(__file__).parents[1]
-    for folder in (package / "cuda_src", package.parent / "cuda_src"):
-        if (folder / "pack.cuh").is_file():
-            return folder
-    raise FileNotFoundError(
-        f"the kernels are missing: neither {package / 'cuda_src'} nor "
-        f"{package.parent / 'cuda_src'} has them"
-    )
-
-
 def source(kernel: Kernel, folder: Path | None = None) -> str:
     """The text that is compiled: a digest of all sources in a comment, an include, functors."""
-    folder = folder or cuda_src()
     digest = hashlib.sha256()
-    for path in sorted([*folder.glob("*.cu"), *folder.glob("*.cuh")]):
-        digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
+    for name, path in source_files(folder).items():
+        digest.update(name.encode() + b"\0" + path.read_bytes() + b"\0")
     return f'// {digest.hexdigest()}\n#include "{kernel.source}"\n{kernel.functors}'
 
 
@@ -57,7 +44,7 @@ def _installed_source(kernel: Kernel) -> str:
 def options(folder: Path | None = None) -> tuple[str, ...]:
     """The compiler options of every kernel."""
     # -default-device: constexpr member functions need no __device__.
-    return ("-std=c++20", "-default-device", f"-I{folder or cuda_src()}")
+    return ("-std=c++20", "-default-device", *include_options(folder))
 
 
 @cache

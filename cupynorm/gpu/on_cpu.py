@@ -23,6 +23,7 @@ from typing import NamedTuple
 
 from ..plan.functors import FunctorError
 from ..plan.instances import Kernel
+from .source_files import cuda_src, include_options, source_files
 
 # -ffp-contract=off: results are the same bits on all machines, with or without an fma instruction.
 # Kernels that need an fma call fmaf.
@@ -180,7 +181,7 @@ def compile_many(
     """`kernel()` for each (source, name expression). Runs one compiler for each CPU."""
     _check_sanitizers(sanitize)
     instances = list(instances)
-    folder = Path(folder or _cuda_src()).resolve()
+    folder = Path(folder or cuda_src()).resolve()
     instruments = _Instruments(sanitize)
     _runtime(folder, instruments)  # compiled once, before the threads need it
     with ThreadPoolExecutor(os.cpu_count()) as pool:
@@ -222,16 +223,6 @@ def sanitized_environment() -> dict[str, str]:
         "UBSAN_OPTIONS": "halt_on_error=1:print_stacktrace=1",
         "PYTHONMALLOC": "malloc",
     }
-
-
-def _cuda_src() -> Path:
-    here = Path(__file__).resolve().parents[1]
-    for folder in (here / "cuda_src", here.parent / "cuda_src"):
-        if folder.is_dir():
-            return folder
-    raise FileNotFoundError(
-        f"The CUDA sources are neither in {here} nor beside it: install cupynorm again."
-    )
 
 
 # The compiler.
@@ -279,7 +270,7 @@ def _run(command: list[str] | tuple[str, ...], text: str = "") -> subprocess.Com
 
 def _compile(kernel: Kernel, instruments: _Instruments, folder: Path | None) -> tuple[str, Path]:
     source, name_expression, functors = kernel.source, kernel.name_expression, kernel.functors
-    folder = Path(folder or _cuda_src()).resolve()
+    folder = Path(folder or cuda_src()).resolve()
     if not (folder / source).is_file():
         raise OnCpuError(f"there is no {source} in {folder}; expected a .cu file of it")
     runtime = _runtime(folder, instruments)
@@ -305,7 +296,7 @@ def _compile(kernel: Kernel, instruments: _Instruments, folder: Path | None) -> 
         libraries = [str(runtime)]
         if not instruments.of_kernel() and "__clang__" not in _compiler_and_macros()[1]:
             libraries += _LINK_FLAGS
-        flags += [f"-I{_headers(folder)}", f"-I{folder}"]
+        flags += [f"-I{_headers(folder)}", *include_options(folder)]
         try:
             _build(text, path, flags, f"{source}: {name_expression}", libraries)
         except OnCpuError as error:
@@ -329,7 +320,7 @@ def _runtime(folder: Path, instruments: _Instruments) -> Path:
 
 def _headers(folder: Path) -> Path:
     own = Path(folder) / "on_cpu"
-    return own if (own / "cuda_on_cpu.h").is_file() else _cuda_src() / "on_cpu"
+    return own if (own / "cuda_on_cpu.h").is_file() else cuda_src() / "on_cpu"
 
 
 def _check_sanitizers(sanitize: tuple[str, ...]) -> None:
@@ -400,16 +391,14 @@ def _digest_of_files(folder: Path) -> str:
 def _digest_of_included(folder: Path, text: str) -> str:
     """The digest of the files of a folder that a text includes, and that these include."""
     digest = hashlib.sha256()
-    left, seen = [(folder, text)], set()
+    files, left, seen = source_files(folder), [text], set()
     while left:
-        beside, text = left.pop()
-        for name in _INCLUDE.findall(text):
-            paths = [path for path in (beside / name, folder / name) if path.is_file()]
-            if paths and paths[0] not in seen:
-                seen.add(paths[0])
-                content = paths[0].read_text(encoding="utf-8")
+        for name in _INCLUDE.findall(left.pop()):
+            if name in files and name not in seen:
+                seen.add(name)
+                content = files[name].read_text(encoding="utf-8")
                 digest.update(f"{name} {len(content)}\n{content}".encode())
-                left.append((paths[0].parent, content))
+                left.append(content)
     return digest.hexdigest()
 
 

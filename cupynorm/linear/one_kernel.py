@@ -78,7 +78,7 @@ class KernelFold(NamedTuple):
     """The folded parameters as the kernel reads them.
 
     weight: [out_features, in_features]. terms: [out_features, 16] in bfloat16, the sums and the
-    bias of fold.Folded in three parts each (cuda_src/column_terms.cuh).
+    bias of fold.Folded in three parts each (cuda_src/product/column_terms.cuh).
     """
 
     weight: Tensor

@@ -20,8 +20,11 @@ _ALL_ROWS = 2**62  # a period that no row reaches
 
 
 class PlacedArray(NamedTuple):
-    """An array as struct RowArray of cuda_src/functor.cuh reads it: row `row` of the problem reads
-    row `row / repeat % period`. per_row: one element for all columns."""
+    """An array as struct RowArray of cuda_src/operands/functor.cuh reads it.
+
+    Row `row` of the problem reads row `row / repeat % period`. per_row: one element for all
+    columns.
+    """
 
     rows: Rows
     repeat: int

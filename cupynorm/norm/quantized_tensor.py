@@ -1,7 +1,7 @@
 """QuantizedTensor: what a norm returns as 8-bit floats; and the same of arrays on the host.
 
 Formats, scales and rounding are those of cupynorm.reference.fp8; the kernels write them by
-cuda_src/float8.cuh and scales.cuh.
+cuda_src/elements/float8.cuh and scales.cuh.
 """
 
 from __future__ import annotations

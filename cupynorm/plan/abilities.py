@@ -9,7 +9,7 @@ from .devices import Device
 from .problem import Problem, Tile, ceil_div
 
 # The bytes of y that a thread keeps unpacked, at most, until the scale of an 8-bit row is known:
-# the limit in cuda_src/register_budget.cuh.
+# the limit in cuda_src/rows/register_budget.cuh.
 MOST_BYTES_MADE = 320
 
 
@@ -48,7 +48,7 @@ def is_only_quantized(problem: Problem) -> bool:
 def fetches_ahead(problem: Problem, tile: Tile) -> bool:
     """Whether a block that finds the scales of a row in registers prefetches the next row.
 
-    It mirrors fetches_ahead in cuda_src/quantized_write.cuh.
+    It mirrors fetches_ahead in cuda_src/fp8/quantized_write.cuh.
     """
     plain = not problem.extras & {"residual", "input", "wide"}
     registers = 512 // ceil_div(tile.block_size * tile.blocks_per_sm, 128) // 8 * 8

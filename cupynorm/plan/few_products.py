@@ -11,7 +11,7 @@ from .instances import Kernel, Launch, cpp_bool, cpp_names
 from .problem import Tile, ceil_div
 from .products import DTYPES
 
-# The integers of cuda_src/weight_units.cuh.
+# The integers of cuda_src/product/weight_units.cuh.
 _NUM_WARPS, _PART_COLS = 16, 1024
 _MOST_WEIGHTS = 2**26  # of the default
 MOST_ROWS = 2

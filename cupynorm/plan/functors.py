@@ -2,7 +2,7 @@
 kernel. Pure Python, no GPU needed.
 
 The structs are templates of the compute type C and of the dtypes of the functor's arrays, so the
-text depends only on the user's lines. cuda_src/functor.cuh says how kernels use them.
+text depends only on the user's lines. cuda_src/operands/functor.cuh says how kernels use them.
 """
 
 from __future__ import annotations
@@ -252,7 +252,7 @@ def bind_all(
 class Fused:
     """A functor in the kernels of one problem.
 
-    dtypes, reaches: of its arrays; a reach is a value of Reach in cuda_src/functor.cuh.
+    dtypes, reaches: of its arrays; a reach is a value of Reach in cuda_src/operands/functor.cuh.
     source: the dtype of the tensor that it is applied to, where Problem has that of the arithmetic.
     gradients: backward, the dtype of each array's gradient as the kernel writes it, or None.
     """

@@ -1,5 +1,5 @@
 """Problem, all that decides a kernel, and Tile, its compile-time integers.
-Pure Python, no GPU needed. cuda_src/tile.cuh has the same Tile.
+Pure Python, no GPU needed. cuda_src/tile/tile.cuh has the same Tile.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import NamedTuple
 from ..dtypes import DTYPES, ELEMENTS, FLOAT8S
 from .functors import Fused
 
-# How a row travels between its uses (Path in cuda_src/tile.cuh), by strategy.
+# How a row travels between its uses (Path in cuda_src/tile/tile.cuh), by strategy.
 PATHS_OF_STRATEGY = {
     "warp": ("registers", "bundle"),
     "block": ("registers", "smem", "staged", "ring"),
@@ -24,7 +24,7 @@ PATHS = ("registers", "smem", "staged", "ring", "bundle", "grid", "uncached")
 
 @dataclass(frozen=True)
 class Tile:
-    """The compile-time integers of one kernel, as in cuda_src/tile.cuh.
+    """The compile-time integers of one kernel, as in cuda_src/tile/tile.cuh.
 
     Examples:
         >>> tile = cupynorm.Tile(pack_size=8, threads_per_row=32, packs_per_thread=4)
@@ -159,7 +159,7 @@ class Tile:
 _FUSED = ("residual", "dsum", "input", "row_scale", "dropout", "dresidual", "y1", "round_x_hat")
 _FUSED += ("recomputed", "amax", "load", "store")
 
-# Where the scales of an 8-bit y come from, as in cuda_src/scales.cuh.
+# Where the scales of an 8-bit y come from, as in cuda_src/fp8/scales.cuh.
 SCALINGS = ("given", "tensor", "row", "block", "mx")
 
 

@@ -10,12 +10,12 @@ from .devices import Device
 from .instances import Kernel, Launch, cpp_bool, cpp_name, cpp_names
 from .problem import Tile, ceil_div
 
-# The integers of cuda_src/product_memory.cuh.
+# The integers of cuda_src/product/product_memory.cuh.
 BLOCK_ROWS, BLOCK_COLS, STEP_COLS = 128, 256, 64
 _THREADS, _NUM_STAGES, _NUM_WARPS = 3 * 128, 4, 8
 _STAGE_BYTES = (BLOCK_ROWS + BLOCK_COLS) * STEP_COLS * 2
 SMEM_BYTES = _NUM_STAGES * _STAGE_BYTES + _NUM_WARPS * 2 * 16 * 64 * 2 + 2 * _NUM_STAGES * 8
-TERM_COLS = 16  # of cuda_src/column_terms.cuh
+TERM_COLS = 16  # of cuda_src/product/column_terms.cuh
 # Rows and columns of what one instruction loads of x or of weight, and of the terms, and of what it
 # stores of y.
 LOADED, LOADED_TERMS, STORED = (128, STEP_COLS), (128, TERM_COLS), (16, 64)
@@ -28,8 +28,8 @@ _COLUMNS_AT_A_TIME = 6
 
 DTYPES = ("bfloat16", "float16")
 
-# fold_weight.cu: its threads, what it needs to sum over them (cuda_src/reduce.cuh), and the most
-# packs that a thread keeps in registers.
+# fold_weight.cu: its threads, what it needs to sum over them (reduce.cuh), and the most packs that
+# a thread keeps in registers.
 _FOLD_THREADS, _FOLD_SMEM_BYTES, _MOST_FOLD_PACKS = 128, 2 * 3 * 4 * 4, 8
 
 

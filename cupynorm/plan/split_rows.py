@@ -58,7 +58,7 @@ def row_tile(part: Part) -> Tile:
 
 def _row_launch(part: Part, name: str, types: str) -> Launch:
     tile = row_tile(part)
-    # BlockReduce::smem_bytes of cuda_src/reduce.cuh.
+    # BlockReduce::smem_bytes of cuda_src/reduce/reduce.cuh.
     smem_bytes = 2 * 3 * (tile.block_size // 32) * compute_dtype(part.x).itemsize
     kernel = Kernel(f"{name}.cu", f"{name}<{types}, {tile.cpp}>")
     return Launch(kernel, tile, part.num_rows, tile.block_size, ceil_div(smem_bytes, 16) * 16)

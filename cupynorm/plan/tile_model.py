@@ -21,8 +21,8 @@ from .problem import Problem, Tile, ceil_div, cols_of_slice
 # The hardware reserves 1024 bytes of shared memory for each block.
 RESERVED_BYTES = 1024
 
-# Path grid, as in cuda_src/grid_shape.cuh and grid_words.cuh: warps of a block that exchange sums,
-# and slots for them; all the shared memory of a block; registers of a thread for one step, by its
+# Path grid, as in grid_shape.cuh and grid_words.cuh: warps of a block that exchange sums, and slots
+# for them; all the shared memory of a block; registers of a thread for one step, by its
 # packs, while the others keep weights and sums. The most groups of blocks that share a row.
 GRID_EXCHANGERS, _GRID_SLOTS, _GRID_BYTES, _STEP_REGISTERS = 4, 8, 227 * 1024, {1: 80, 2: 96}
 MOST_GRID_GROUPS, FEWEST_GRID_STAGES = 16, 4
@@ -197,7 +197,7 @@ def grid_cols(problem: Problem, tile: Tile) -> int:
 
 
 def fits_grid(problem: Problem, device: Device, tile: Tile) -> bool:
-    """Whether one block fits a multiprocessor, and two do not (cuda_src/grid_exchange.cuh)."""
+    """Whether one block fits a multiprocessor, and two do not (cuda_src/grid/grid_exchange.cuh)."""
     smem_bytes = smem_bytes_of(problem, tile, "cluster")
     of_blocks = tile.blocks_per_sm * (smem_bytes + RESERVED_BYTES)
     return of_blocks <= device.smem_per_sm and smem_bytes <= device.smem_per_block
@@ -215,7 +215,7 @@ def smem_bytes_of(problem: Problem, tile: Tile, strategy: str) -> int:
         sums_of = 0 if problem.forward or tile.block_size == 32 else tile.block_size // 32
         return 2 * sums_of * problem.num_cols * compute_bytes
     scratch = reduce_bytes(problem, tile.threads_per_row, tile.cluster_size)
-    if tile.path == "staged":  # StagedRow in cuda_src/staged_row.cuh
+    if tile.path == "staged":  # StagedRow in cuda_src/rows/staged_row.cuh
         return scratch + ceil_div(tile.cols * itemsize, 16) * 16 + 16
     if tile.path != "smem" or (strategy == "block" and not problem.forward):
         return scratch

@@ -11,6 +11,7 @@ from nvrtc_here import needs_nvrtc
 import cupynorm
 from cupynorm.explore.changes import changed_sources
 from cupynorm.gpu import nvrtc
+from cupynorm.gpu.source_files import source_files
 
 TWO_PASS = "centered_values[at] = values[at] - first;"
 NO_MEAN = {"statistics.cuh": [(TWO_PASS, "centered_values[at] = values[at];")]}
@@ -25,8 +26,8 @@ ONE_PASS = {
         ),
     ]
 }
-DIFF = f"""--- a/cuda_src/statistics.cuh
-+++ b/cuda_src/statistics.cuh
+DIFF = f"""--- a/cuda_src/statistics/statistics.cuh
++++ b/cuda_src/statistics/statistics.cuh
 @@ -99,3 +99,3 @@
  #pragma unroll
 -      for (int at = 0; at < pack_size; ++at) {TWO_PASS}
@@ -57,7 +58,7 @@ def test_a_diff_is_the_same_change():
 
 
 def test_a_whole_source_is_a_change():
-    text = (nvrtc.cuda_src() / "statistics.cuh").read_text(encoding="utf-8")
+    text = source_files()["statistics.cuh"].read_text(encoding="utf-8")
     assert changed_sources(
         {"statistics.cuh": text.replace(*SAME["statistics.cuh"][0])}
     ) == changed_sources(SAME)
@@ -96,7 +97,7 @@ def test_a_source_that_does_not_compile_is_a_fault():
 
 def test_a_kernel_that_hangs_is_a_fault():
     barrier = "__syncthreads();"
-    text = (nvrtc.cuda_src() / "reduce.cuh").read_text(encoding="utf-8")
+    text = source_files()["reduce.cuh"].read_text(encoding="utf-8")
     assert barrier in text
     waits_alone = text.replace(barrier, f"if (threadIdx.x > 0) {barrier}")
     found = on_cpu({"reduce.cuh": waits_alone}, num_cols=4096)

@@ -15,6 +15,7 @@ from cupynorm.bench.report import read
 from cupynorm.bench.style import GUIDE, look
 from cupynorm.explore import plots
 from cupynorm.explore.sources import piece
+from cupynorm.gpu.source_files import cuda_src
 from cupynorm.svg import COLORS
 
 H200 = Path(__file__).parents[2] / "notebooks" / "h200.json"
@@ -158,9 +159,7 @@ def test_a_plot_is_the_same_svg_each_time_and_names_a_font_that_all_have():
 
 def test_a_piece_of_a_source_has_its_numbers():
     text = piece("forward_warp.cu", "const long long step", "const bool present")
-    lines = (
-        (Path(piece.__globals__["nvrtc"].cuda_src()) / "forward_warp.cu").read_text().splitlines()
-    )
+    lines = (cuda_src() / "forward_warp.cu").read_text().splitlines()
     for line in text.splitlines():
         number, _, rest = line.strip().partition("  ")
         assert lines[int(number) - 1].strip() == rest.strip()

@@ -11,6 +11,7 @@ import cupynorm
 from cupynorm.explore.recording import EVENT
 from cupynorm.explore.requests import requests_of, sectors_of, turns_of
 from cupynorm.explore.trace import Trace
+from cupynorm.gpu.source_files import cuda_src
 
 # One for each strategy and path: keywords of trace().
 FORWARD = {
@@ -96,7 +97,7 @@ def test_sites_are_lines_of_the_sources():
     (site,) = {each.site for each in trace.requests if each.tensor == "x"}
     assert site.lines[0].startswith("pack.cuh:")
     line = int(site.of_kernel.removeprefix("forward_warp.cu:"))
-    source = (cupynorm.gpu.on_cpu._cuda_src() / "forward_warp.cu").read_text().splitlines()
+    source = (cuda_src() / "forward_warp.cu").read_text().splitlines()
     assert "values.fetch(problem.load" in source[line - 1]
 
 

@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 from nvrtc_here import WHY_MISSING, needs_nvrtc
 
-from cupynorm.gpu import nvrtc
-from cupynorm.gpu.nvrtc import compile_for, cuda_src, source
+from cupynorm.gpu import source_files as cuda_source_files
+from cupynorm.gpu.nvrtc import compile_for, source
+from cupynorm.gpu.source_files import cuda_src, source_files
 from cupynorm.norm.plans import plan
 from cupynorm.plan.instances import Kernel
 
@@ -54,7 +55,7 @@ def test_source_is_a_digest_and_one_include(folder):
 
 
 @pytest.mark.parametrize(
-    "name", sorted(path.name for path in cuda_src().iterdir() if path.suffix in (".cu", ".cuh"))
+    "name", [path.relative_to(cuda_src()) for path in source_files().values()], ids=str
 )
 def test_every_source_file_counts_in_the_digest(folder, name):
     before = source(KERNEL, folder)
@@ -66,14 +67,15 @@ def test_every_source_file_counts_in_the_digest(folder, name):
 
 def test_renaming_and_swapping_files_change_the_digest(folder):
     before = source(KERNEL, folder)
-    tile, cluster = (folder / "tile.cuh").read_bytes(), (folder / "cluster.cuh").read_bytes()
-    (folder / "tile.cuh").write_bytes(cluster)
-    (folder / "cluster.cuh").write_bytes(tile)
+    files = source_files(folder)
+    tile, cluster = files["tile.cuh"].read_bytes(), files["cluster.cuh"].read_bytes()
+    files["tile.cuh"].write_bytes(cluster)
+    files["cluster.cuh"].write_bytes(tile)
     assert source(KERNEL, folder) != before
-    (folder / "tile.cuh").write_bytes(tile)
-    (folder / "cluster.cuh").write_bytes(cluster)
+    files["tile.cuh"].write_bytes(tile)
+    files["cluster.cuh"].write_bytes(cluster)
     assert source(KERNEL, folder) == before
-    (folder / "tile.cuh").rename(folder / "tiles.cuh")
+    files["tile.cuh"].rename(folder / "tiles.cuh")
     assert source(KERNEL, folder) != before
 
 
@@ -83,7 +85,7 @@ def test_a_changed_header_gives_another_cubin(folder):
     original = compile_for(KERNEL, 90)[0]
     assert compile_for(KERNEL, 90, folder)[0] == original
     edit(
-        folder / "store.cuh",
+        source_files(folder)["store.cuh"],
         "y_values[at] * weights[at] + biases[at]",
         "y_values[at] * weights[at] - biases[at]",
     )
@@ -281,7 +283,7 @@ print(json.dumps({{
 
 
 def test_missing_sources_are_reported(monkeypatch, tmp_path):
-    monkeypatch.setattr(nvrtc, "__file__", str(tmp_path / "cupynorm" / "gpu" / "nvrtc.py"))
+    monkeypatch.setattr(cuda_source_files, "__file__", str(tmp_path / "cupynorm/gpu/any.py"))
     with pytest.raises(
         FileNotFoundError, match=rf"neither {tmp_path}/cupynorm/cuda_src nor {tmp_path}/cuda_src"
     ):

@@ -14,8 +14,8 @@ from cupynorm.check.kernels import CpuMachine, uses_welford
 from cupynorm.check.results import CheckResult, judge_all
 from cupynorm.check.run import run_kernels
 from cupynorm.dtypes import DTYPES
-from cupynorm.gpu import nvrtc
 from cupynorm.gpu.on_cpu import OnCpuError
+from cupynorm.gpu.source_files import cuda_src, source_files
 
 ROOT = Path(__file__).parents[2]
 SEEDS = range(20)
@@ -82,11 +82,12 @@ def sees_a_bug(folder: Path, case: Case, center: float) -> bool:
 
 def copy_of_sources(folder: Path) -> Path:
     # Without on_cpu, so that the scheduler is compiled once for all copies.
-    shutil.copytree(nvrtc.cuda_src(), folder, ignore=shutil.ignore_patterns("on_cpu"))
+    shutil.copytree(cuda_src(), folder, ignore=shutil.ignore_patterns("on_cpu"))
     return folder
 
 
 def mutate(folder: Path, file: str, old: str, new: str) -> None:
-    text = (folder / file).read_text()
+    path = source_files(folder)[file]
+    text = path.read_text()
     assert old in text, f"{file} has no {old!r}: the mutation follows the source"
-    (folder / file).write_text(text.replace(old, new))
+    path.write_text(text.replace(old, new))

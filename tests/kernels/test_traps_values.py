@@ -16,7 +16,7 @@ from cupynorm.check.kernels import CpuMachine, GpuCheckMachine
 from cupynorm.check.results import judge
 from cupynorm.check.run import run_kernels
 from cupynorm.dtypes import DTYPES
-from cupynorm.gpu import nvrtc
+from cupynorm.gpu.source_files import cuda_src
 from cupynorm.norm.plans import plan
 from cupynorm.plan.strategies import STATISTICS, STRATEGIES
 
@@ -188,8 +188,8 @@ def test_t02_constant_rows_in_a_ring(where):
 def test_t02_wide_constant_rows_with_a_fused_multiply_add(residual, tmp_path):
     """On the CPU, with the multiply-add that a GPU's compiler makes of x_hat."""
     folder = tmp_path / "cuda_src"
-    shutil.copytree(nvrtc.cuda_src(), folder)
-    header = folder / "mean_rstd.cuh"
+    shutil.copytree(cuda_src(), folder)
+    header = folder / "statistics" / "mean_rstd.cuh"
     plain, fused = "(value - first) * rstd + shift", "fma(value - first, rstd, shift)"
     assert plain in header.read_text()
     header.write_text(header.read_text().replace(plain, fused))

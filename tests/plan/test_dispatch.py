@@ -306,9 +306,9 @@ def test_each_strategy_has_two_files_with_one_kernel_each():
             launch = plan(512, 8, direction=direction, device="H200", strategy=name).launches[0]
             assert launch.kernel.source == f"{direction}_{name}.cu"
             assert launch.kernel.name_expression.startswith(f"{direction}_{name}<")
-    declared = re.search(r"enum class Statistics \{ (.*) \}", (CUDA_SRC / "tile.cuh").read_text())[
-        1
-    ]
+    declared = re.search(
+        r"enum class Statistics \{ (.*) \}", (CUDA_SRC / "tile" / "tile.cuh").read_text()
+    )[1]
     assert tuple(declared.split(", ")) == STATISTICS
 
 

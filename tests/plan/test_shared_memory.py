@@ -5,9 +5,10 @@ from __future__ import annotations
 import re
 
 import pytest
-from plan_problems import CUDA_SRC, DIRECTIONS, problem_of, slice_of
+from plan_problems import DIRECTIONS, problem_of, slice_of
 
 from cupynorm.dtypes import DTYPES
+from cupynorm.gpu.source_files import source_files
 from cupynorm.norm.plans import plan
 from cupynorm.plan.devices import DEVICES
 from cupynorm.plan.dispatch import choose
@@ -16,7 +17,7 @@ from cupynorm.plan.tile_model import reduce_bytes
 
 
 def constant(pattern: str, file: str = "reduce.cuh") -> str:
-    found = re.findall(pattern, (CUDA_SRC / file).read_text())
+    found = re.findall(pattern, source_files()[file].read_text())
     assert len(found) == 1, f"{pattern} is found {len(found)} times in {file}"
     return found[0]
 
@@ -55,7 +56,7 @@ def aligned(value: int) -> int:
 def test_smem_bytes_of_each_kernel():
     """The layout of each kernel, as its .cu file has it, written out by hand."""
     for file in ("forward_block.cu", "forward_cluster.cu"):
-        assert "dynamic_smem() + Reduce::smem_bytes" in (CUDA_SRC / file).read_text()
+        assert "dynamic_smem() + Reduce::smem_bytes" in source_files()[file].read_text()
 
     def smem(num_cols, dtype, direction="forward", at=0, device="H200", **options):
         made = plan(num_cols, 2000, dtype, direction=direction, device=device, **options)
@@ -175,7 +176,7 @@ def test_smem_bytes_of_a_ring(direction, x, weight):
             )
             sent = rows * 4 * (8 + 4 * warps * tile.cluster_size)
             assert (row.smem_bytes, given.smem_bytes) == (aligned(got + sent), aligned(got))
-    assert "num_buffers = 4;" in (CUDA_SRC / "exchange.cuh").read_text()
+    assert "num_buffers = 4;" in source_files()["exchange.cuh"].read_text()
 
 
 def test_shared_memory_limits_resident_blocks():
