@@ -22,6 +22,7 @@ from cupynorm.plan.strategies import STRATEGIES
 
 ROOT = Path(__file__).parents[1]
 NOTEBOOKS = ROOT / "notebooks"
+SOURCES = (".cu", ".cuh", ".py", ".csv")
 DOCUMENTS = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")])
 README, CALLS, LINEAR, FLOAT8, FUNCTORS, BENCHMARKS = (
     (ROOT / name).read_text(encoding="utf-8")
@@ -97,6 +98,22 @@ def test_each_step_of_a_call_is_in_the_file_that_is_named():
     for file, name in steps:
         source = (ROOT / file).read_text(encoding="utf-8")
         assert re.search(rf"^ *def {name}\(", source, re.MULTILINE), f"{file} has no {name}"
+
+
+def test_experiments_name_what_is_in_the_code():
+    """The column "where" of docs/experiments.md: files by name or path, names by their words."""
+    text = (ROOT / "docs" / "experiments.md").read_text(encoding="utf-8")
+    tables = [each for each in text.split("\n\n") if each.startswith("| choice | where | measured")]
+    cells = [line.split(" | ")[1] for table in tables for line in table.splitlines()[2:]]
+    found = {name for cell in cells for name in re.findall(r"`([^`]+)`", cell)}
+    assert len(tables) >= 10 and len(found) > 90
+    paths = [path for folder in ("cuda_src", "cupynorm") for path in (ROOT / folder).rglob("*.*")]
+    paths = [path for path in paths if path.suffix in SOURCES]
+    words = {word for path in paths for word in re.findall(r"\w+", path.read_text("utf-8"))}
+    files = {name for name in found if re.search(r"/|\.\w+$", name)}
+    names = {path.name for path in paths}
+    assert not {name for name in files if name not in names and not (ROOT / name).exists()}
+    assert not {name for name in found - files if not set(re.findall(r"\w+", name)) <= words}
 
 
 def test_the_readme_names_where_to_start_reading():
