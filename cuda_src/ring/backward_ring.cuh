@@ -1,8 +1,9 @@
 // backward_ring.cuh -- the path `ring` of backward_block.cu and backward_cluster.cu
 //
-// A row is read twice from shared memory: for the sums, and a turn later, when the sums of all
-// warps have arrived, for dx. Each thread keeps its sums of dweight and dbias, and its weights,
-// from the first row to the last.
+// In turn t a warp sums its part of row t + 1, and sends the sums to the warps that share the row.
+// It writes dx of its part of row t when all sums of that row have arrived. Then the slot is free,
+// and the copy engine fetches row t + stages to it. Each thread keeps its weights, and its sums of
+// dweight and dbias, from the first row to the last.
 #pragma once
 #include "backward_ring_row.cuh"
 #include "backward_ring_streams.cuh"
@@ -47,13 +48,12 @@ __device__ __forceinline__ void backward_ring(
   biases.store_to_smem();
   Compute dweight[packs_per_thread][pack_size] = {}, dbias[packs_per_thread][pack_size] = {};
   ring_sync<tile>();
-
-  typename Ring::Position ahead, at;
+  typename Ring::Position summed, written;
   const auto add = [&](unsigned turn, const RowGradient<Compute>& gradient) {
-    ring.wait(ahead, cols.size());
+    ring.wait(summed, cols.size());
     Sum<Compute, 2> sums{};
     streams.for_each_pack(
-        ring, ahead.slot, true,
+        ring, summed.slot, true,
         [&](int pack, const Compute(&xs)[pack_size], const Compute(&dys)[pack_size]) {
           Compute weight_values[pack_size];
           weights.unpack_to(pack, weight_values);
@@ -62,10 +62,9 @@ __device__ __forceinline__ void backward_ring(
                                                       weight_values, gradient, present));
         });
     if constexpr (gradients.dx) exchange.send(turn, warp_reduce_two(sums.part[0], sums.part[1]));
-    ahead.advance();
-    streams.advance_ahead();
+    summed.advance();
+    streams.advance_summed();
   };
-
   const Compute reciprocal = Compute(1) / static_cast<Compute>(problem.num_cols);
   // The sums of the next row are on their way while this row is written, unless only one row fits.
   constexpr bool overlaps = tile.stages > 1;
@@ -87,7 +86,7 @@ __device__ __forceinline__ void backward_ring(
     }
     if constexpr (gradients.dx || recomputes) {
       streams.for_each_pack(
-          ring, at.slot, false,
+          ring, written.slot, false,
           [&](int pack, const Compute(&xs)[pack_size], const Compute(&dys)[pack_size]) {
             Compute weight_values[pack_size], x_hats[pack_size], dx[pack_size];
             weights.unpack_to(pack, weight_values);
@@ -95,7 +94,8 @@ __device__ __forceinline__ void backward_ring(
             const int col = cols.first_col + Shape::col(pack);
             const bool present = Shape::in_part(pack, cols);
             if constexpr (adds) {
-              problem.store.store(row, col, dx, streams.added_pack(ring, at.slot, pack), present);
+              problem.store.store(row, col, dx, streams.added_pack(ring, written.slot, pack),
+                                  present);
             } else if constexpr (gradients.dx) {
               problem.store.store(row, col, dx, present);
             }
@@ -109,9 +109,9 @@ __device__ __forceinline__ void backward_ring(
     // All lanes have written, so all have read: the slot is free.
     __syncwarp();
     if (threadIdx.x % 32 == 0 && turn + tile.stages < turns.count)
-      streams.fetch(ring, at.slot, cols);
-    at.advance();
-    streams.advance_at();
+      streams.fetch(ring, written.slot, cols);
+    written.advance();
+    streams.advance_written();
     row += turns.step;
     gradient = next;
     next = following;

@@ -48,14 +48,14 @@ struct BackwardStreams {
       ring.fetch(slot, cols.size(), x, dy);
     }
   }
-  // f(pack, xs, dys) for each pack of this lane in a slot. is_ahead: the row that is summed, else
+  // f(pack, xs, dys) for each pack of this lane in a slot. is_summed: the row that is summed, else
   // the row that is written
   template <class F>
-  __device__ __forceinline__ void for_each_pack(const Ring& ring, int slot, bool is_ahead,
+  __device__ __forceinline__ void for_each_pack(const Ring& ring, int slot, bool is_summed,
                                                 F f) const {
     const unsigned char* start = ring.slots + slot * Ring::slot_bytes;
-    const X* x_part = x.in(start, is_ahead);
-    const Dy* dy_part = dy.in(start + RingOffset<tile, X>::part_bytes, is_ahead);
+    const X* x_part = x.in(start, is_summed);
+    const Dy* dy_part = dy.in(start + RingOffset<tile, X>::part_bytes, is_summed);
 #pragma unroll
     for (int pack = 0; pack < tile.packs_per_thread; ++pack) {
       Compute xs[tile.pack_size], dys[tile.pack_size];
@@ -70,13 +70,13 @@ struct BackwardStreams {
     const Added* part = added.in(ring.slots + slot * Ring::slot_bytes + offset, false);
     return load_pack<tile.pack_size>(part + Shape::col(pack));
   }
-  __device__ __forceinline__ void advance_ahead() {
-    x.ahead.advance();
-    dy.ahead.advance();
+  __device__ __forceinline__ void advance_summed() {
+    x.summed.advance();
+    dy.summed.advance();
   }
-  __device__ __forceinline__ void advance_at() {
-    x.at.advance();
-    dy.at.advance();
-    if constexpr (adds) added.at.advance();
+  __device__ __forceinline__ void advance_written() {
+    x.written.advance();
+    dy.written.advance();
+    if constexpr (adds) added.written.advance();
   }
 };

@@ -1,7 +1,7 @@
 // broadcast.cuh -- four floats of a row, from the warp that computed them to all warps of its block
 //
-// Two buffers suffice: they depend on what all warps have sent, and a warp sends that of a turn
-// after it has received the broadcast of two turns before.
+// Two buffers suffice. The statistics of turn t + 2 are computed when all warps have sent their
+// moments of turn t + 2, and a warp sends these after it has received the broadcast of turn t.
 #pragma once
 #include "bulk.cuh"
 #include "ring_shape.cuh"

@@ -1,14 +1,16 @@
 // exchange.cuh -- sums that warps of a block or cluster exchange without stopping it
 //
-// Exchange has one to three floats of every warp that shares a row, sent to all of these warps and
-// read a turn later, when they have arrived. Four buffers suffice: the fastest warp is at most
-// three turns ahead of the slowest.
+// Each warp that shares a row sends one to three floats to all of these warps, which read them a
+// turn later. The lower half of a warp's lanes has the first value, the upper half the second.
+//
+// Four buffers suffice. A warp sends for turn t + 4 when all values of turn t + 2 have arrived in
+// its block. Every warp has sent those after it has read the values of turn t.
 #pragma once
 #include "bulk.cuh"
 #include "reduce.cuh"
 #include "ring_shape.cuh"
 
-// Whether this lane belongs to the upper half of its warp, which has the second of two values.
+// Whether this lane has the second of two values.
 __device__ __forceinline__ bool has_second() { return threadIdx.x & 16; }
 
 // Sums two values over a warp with one shuffle more than one sum takes. Each half of the lanes gets
@@ -49,10 +51,9 @@ struct Exchange {
     }
   }
 
-  // Called by all lanes of a warp, each half with its own value. Every lane arrives at the barrier,
-  // not only those that write: so its reads of the turn before last come before the writes of
-  // others two turns later. One arrival for the warp after a __syncwarp would be slower, and
-  // racecheck does not see that order.
+  // Called by all lanes of a warp, each half with its own value. Every lane arrives at the barrier:
+  // its arrival for turn t + 2 orders its own reads of turn t before the writes of turn t + 4. One
+  // arrival a warp, after a __syncwarp, would be slower, and racecheck does not see that order.
   __device__ __forceinline__ void send(unsigned turn, float value) const {
     send_value(turn, has_second(), value);
     bulk_arrive(barriers + turn % num_buffers);
@@ -67,16 +68,15 @@ struct Exchange {
   __device__ __forceinline__ void send_third(unsigned turn, float value) const {
     if (!has_second()) send_value(turn, 2, value);
   }
-  // expects: whether this thread, one of those that wait, prepares the barrier for the next values.
+  // expects: whether this thread announces the bytes of the next values, those of turn + 4.
   __device__ __forceinline__ void wait(unsigned turn, bool expects) const {
     bulk_wait(barriers + turn % num_buffers, turn / num_buffers);
-    // Early enough: no warp sends for turn + 4 before this thread has sent for turn + 2.
+    // In time: no warp sends them before this thread has sent for turn + 2.
     if (expects) expect(turn % num_buffers);
   }
 
-  // Neighbouring lanes divide the sending warps among themselves: value `index` of this lane comes
-  // from warp source(index). A lane adds up to three sums before another lane is used, because an
-  // addition is faster than an exchange between lanes.
+  // Neighbouring lanes divide the sending warps, the sources, among themselves. A lane has up to
+  // three before another lane is used, because an addition is faster than a shuffle.
   static constexpr int lanes = num_values == 1    ? 32
                                : num_sources > 48 ? 16
                                                   : power_of_two_from((num_sources + 2) / 3);
@@ -84,7 +84,7 @@ struct Exchange {
   __device__ __forceinline__ static int source(int index) {
     return index * lanes + static_cast<int>(threadIdx.x) % lanes;
   }
-  // f(index) for each warp of this lane. received(): what it sent, which = 0, 1, 2 for its values.
+  // f(index) for each source of this lane. received(): its value number `which`.
   template <class F>
   __device__ __forceinline__ static void for_each_source(F f) {
 #pragma unroll

@@ -1,8 +1,11 @@
 // forward_ring.cuh -- the path `ring` of forward_block.cu and forward_cluster.cu
 //
-// Three rows overlap. While a row is written, the moments of the next row are on their way to the
-// other warps, one of which computes its statistics for all, and the copy engine fetches the rows
-// after it. Each thread keeps its weights and biases from the first row to the last.
+// In turn t a warp
+//   sums     its part of row t + 1, and sends the moments to the warps that share the row
+//   writes   its part of row t, with statistics that one warp of its block has sent to the others
+//   fetches  its part of row t + stages to the slot that is free now
+//   computes the statistics of row t + 1, if it is this warp's turn to do that for its block
+// So moments travel while a row is written, and no barrier stops the block.
 #pragma once
 #include "forward.cuh"
 #include "forward_ring_scaled.cuh"
@@ -18,9 +21,9 @@ __device__ __forceinline__ void forward_ring(const Forward<Load, Store>& problem
   using Ring = ForwardRing<tile, Load>;
   const Ring ring(smem);
   constexpr bool has_rest = centered && statistics == Statistics::two_pass;
-  using Moments = Exchange<tile, has_rest ? 3 : 2>;
+  using MomentExchange = Exchange<tile, has_rest ? 3 : 2>;
   using Results = KeptResults<Load, Store, tile>;
-  // If y is kept in registers, none are left for num_cols and the parts: they become constants.
+  // To 8 bits: if y is kept in registers, none are left for num_cols and the parts.
   constexpr bool has_constant_cols = Results::has_scales && tile.exact;
   const int num_cols =
       has_constant_cols ? tile.cols() * tile.cluster_size : static_cast<int>(problem.num_cols);
@@ -42,24 +45,22 @@ __device__ __forceinline__ void forward_ring(const Forward<Load, Store>& problem
   }
   unsigned char* const beyond_ring = smem + (Ring::smem_bytes + 15) / 16 * 16;
   const Broadcast<tile> broadcast(beyond_ring);
-  const Moments exchange(beyond_ring + Broadcast<tile>::smem_bytes);
+  const MomentExchange exchange(beyond_ring + Broadcast<tile>::smem_bytes);
   const auto largests = exchange_of_largest<Results, tile>(
-      beyond_ring + Broadcast<tile>::smem_bytes + Moments::smem_bytes);
+      beyond_ring + Broadcast<tile>::smem_bytes + MomentExchange::smem_bytes);
   ring_sync<tile>();
 
-  // The number of columns of the warps whose moments this lane reads.
-  Compute source_cols[Moments::sources_per_lane];
-  count_columns<Moments>(part_of, source_cols);
-  typename Ring::Position ahead, at;
+  Compute source_cols[MomentExchange::sources_per_lane];
+  count_columns<MomentExchange>(part_of, source_cols);
+  typename Ring::Position summed, written;
   const auto send_next = [&](unsigned turn) {
-    ring.wait(ahead, cols.size());
-    auto values = streams.in_slot(ring, ahead.slot, cols, true);
+    ring.wait(summed, cols.size());
+    auto values = streams.in_slot(ring, summed.slot, cols, true);
     send_moments<centered, statistics, Compute>(exchange, turn, values, cols.size());
-    ahead.advance();
-    streams.advance_ahead();
+    summed.advance();
+    streams.advance_summed();
   };
-  // The warps take turns in computing a row's statistics. It takes a tenth of a row's instructions,
-  // and most of the time the moments of other warps are still missing.
+  // A tenth of a row's instructions: most warps save it, and need not wait for moments.
   int turns_until_own = Shape::thread() / 32;
   const auto compute_statistics = [&](unsigned turn) {
     if (turns_until_own-- > 0) return;
@@ -69,7 +70,7 @@ __device__ __forceinline__ void forward_ring(const Forward<Load, Store>& problem
 
   // f(pack, col, normalized) for each pack of the row that is written in this turn.
   const auto for_each_normalized = [&](long long row, const auto& mean_rstd, auto f) {
-    streams.in_slot(ring, at.slot, cols, false)
+    streams.in_slot(ring, written.slot, cols, false)
         .for_each_pack([&](int pack, const Compute(&values)[tile.pack_size]) {
           kept[pack].forget_unpacked();
           Compute normalized[tile.pack_size];
@@ -83,11 +84,10 @@ __device__ __forceinline__ void forward_ring(const Forward<Load, Store>& problem
     // All lanes have written, so all have read: the slot is free.
     __syncwarp();
     if (threadIdx.x % 32 == 0 && turn + tile.stages < turns.count)
-      streams.fetch(ring, at.slot, cols);
-    at.advance();
-    streams.advance_at();
+      streams.fetch(ring, written.slot, cols);
+    written.advance();
+    streams.advance_written();
   };
-
   if (turns.count > 0) {
     send_next(0);
     compute_statistics(0);

@@ -10,6 +10,8 @@
 #include "ring_statistics.cuh"
 
 // Empty unless the scales of a row are found before it is written.
+//   has_scales      they are: y is kept in registers until then
+//   crosses_warps   a scale belongs to the whole row, so its warps exchange their largest |y|
 template <class Load, class Store, Tile tile, bool measures = Store::quantizes>
 struct KeptResults {
   static constexpr bool has_scales = false, crosses_warps = false;

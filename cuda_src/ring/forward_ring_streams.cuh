@@ -3,7 +3,7 @@
 #include "ring_row.cuh"
 #include "turns.cuh"
 
-// Loads the weights and biases that a thread keeps for all rows.
+// Loads the weights and biases that a thread keeps from the first row to the last.
 template <Tile tile, class Store, class Kept>
 __device__ __forceinline__ void keep_parameters(const Store& store, Slice cols,
                                                 Kept (&kept)[tile.packs_per_thread]) {
@@ -40,23 +40,23 @@ struct ForwardStreams {
       ring.fetch(slot, cols.size(), streams[0], streams[1]);
     }
   }
-  // The warp's part of the row in a slot. is_ahead: the row that is summed, else the row that is
+  // The warp's part of the row in a slot. is_summed: the row that is summed, else the row that is
   // written
   __device__ __forceinline__ auto in_slot(const Ring& ring, int slot, Slice cols,
-                                          bool is_ahead) const {
+                                          bool is_summed) const {
     RingRow<Load, tile, rereads> values{{}, cols};
 #pragma unroll
     for (int stream = 0; stream < Load::num_streams; ++stream) {
       const unsigned char* part =
           ring.slots + slot * Ring::slot_bytes + stream * RingOffset<tile, Held>::part_bytes;
-      values.parts[stream] = streams[stream].in(part, is_ahead);
+      values.parts[stream] = streams[stream].in(part, is_summed);
     }
     return values;
   }
-  __device__ __forceinline__ void advance_ahead() {
-    for (auto& stream : streams) stream.ahead.advance();
+  __device__ __forceinline__ void advance_summed() {
+    for (auto& stream : streams) stream.summed.advance();
   }
-  __device__ __forceinline__ void advance_at() {
-    for (auto& stream : streams) stream.at.advance();
+  __device__ __forceinline__ void advance_written() {
+    for (auto& stream : streams) stream.written.advance();
   }
 };

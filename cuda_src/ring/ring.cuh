@@ -54,8 +54,8 @@ struct WarpRing {
       to += RingOffset<tile, Held>::part_bytes, streams.to_fetch += streams.step),
      ...);
   }
-  __device__ __forceinline__ void wait(Position at, int num_cols) const {
-    if (num_cols > 0) bulk_wait(barriers + at.slot, at.round);
+  __device__ __forceinline__ void wait(Position of, int num_cols) const {
+    if (num_cols > 0) bulk_wait(barriers + of.slot, of.round);
   }
 };
 

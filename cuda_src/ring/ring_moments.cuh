@@ -59,11 +59,11 @@ __device__ __forceinline__ PartMoments<Compute> part_moments(Part& part, int num
 }
 
 // Sends the moments of this warp's part to all warps that share the row.
-template <bool centered, Statistics statistics, class Compute, class Moments, class Part>
-__device__ __forceinline__ void send_moments(const Moments& exchange, unsigned turn, Part& part,
-                                             int part_cols) {
+template <bool centered, Statistics statistics, class Compute, class MomentExchange, class Part>
+__device__ __forceinline__ void send_moments(const MomentExchange& exchange, unsigned turn,
+                                             Part& part, int part_cols) {
   const auto [mean, squares, rest] =
       part_moments<centered, statistics, typename Part::Held, Compute>(part, part_cols);
-  if constexpr (Moments::has_third) exchange.send_third(turn, rest);
+  if constexpr (MomentExchange::has_third) exchange.send_third(turn, rest);
   exchange.send(turn, has_second() ? squares : mean);
 }

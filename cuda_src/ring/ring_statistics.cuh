@@ -10,23 +10,23 @@
 #include "turns.cuh"
 
 // The number of columns of each warp whose moments this lane reads. part_of(source): its columns
-template <class Moments, class PartOf, class Compute>
-__device__ __forceinline__ void count_columns(PartOf part_of,
-                                              Compute (&source_cols)[Moments::sources_per_lane]) {
+template <class MomentExchange, class PartOf, class Compute>
+__device__ __forceinline__ void count_columns(
+    PartOf part_of, Compute (&source_cols)[MomentExchange::sources_per_lane]) {
 #pragma unroll
-  for (int index = 0; index < Moments::sources_per_lane; ++index) {
-    source_cols[index] = static_cast<Compute>(part_of(Moments::source(index)).size());
+  for (int index = 0; index < MomentExchange::sources_per_lane; ++index) {
+    source_cols[index] = static_cast<Compute>(part_of(MomentExchange::source(index)).size());
   }
 }
 
 // Called by all lanes of a warp. exchange: what the warps have sent: mean, squares and, if it has
 // three values, rest. source_cols: the number of columns of each warp whose moments this lane
 // reads.
-template <bool centered, class Moments, class Compute>
+template <bool centered, class MomentExchange, class Compute>
 __device__ __forceinline__ RowStatistics<Compute> statistics_of_moments(
-    const Moments& exchange, unsigned turn, const Compute (&source_cols)[Moments::sources_per_lane],
-    int num_cols, double eps) {
-  constexpr bool has_rest = Moments::has_third;
+    const MomentExchange& exchange, unsigned turn,
+    const Compute (&source_cols)[MomentExchange::sources_per_lane], int num_cols, double eps) {
+  constexpr bool has_rest = MomentExchange::has_third;
   const Compute count = static_cast<Compute>(num_cols), reciprocal = Compute(1) / count;
   // The mean of one part: those of all parts of a constant row are equal to it.
   const Compute origin = usable_origin(exchange.buffer(turn)[0]);
@@ -35,7 +35,7 @@ __device__ __forceinline__ RowStatistics<Compute> statistics_of_moments(
     total.part[0] += centered ? source_cols[index] * (exchange.received(turn, 0, index) - origin)
                               : exchange.received(turn, 1, index);
   });
-  total = warp_reduce<Moments::lanes>(total);
+  total = warp_reduce<MomentExchange::lanes>(total);
   if constexpr (!centered) return uncentered(total.part[0], reciprocal, eps);
   const Compute first = origin + divide(total.part[0], count, reciprocal);
   Sum<Compute, 1> deviations{};
@@ -46,15 +46,16 @@ __device__ __forceinline__ RowStatistics<Compute> statistics_of_moments(
     deviations.part[0] +=
         has_second() ? exchange.received(turn, 1, index) + weighed * distance : weighed;
   });
-  return corrected(first, both_halves(warp_reduce<Moments::lanes>(deviations).part[0]), count, eps);
+  return corrected(first, both_halves(warp_reduce<MomentExchange::lanes>(deviations).part[0]),
+                   count, eps);
 }
 
 // Called by one warp: computes the statistics of a turn's row, saves them, and sends them to the
 // other warps of its block.
-template <bool centered, Tile tile, class Problem, class Moments, class Compute>
+template <bool centered, Tile tile, class Problem, class MomentExchange, class Compute>
 __device__ __forceinline__ void send_statistics(
     const Problem& problem, const Turns<tile>& turns, unsigned turn, int num_cols,
-    const Moments& exchange, const Compute (&source_cols)[Moments::sources_per_lane],
+    const MomentExchange& exchange, const Compute (&source_cols)[MomentExchange::sources_per_lane],
     const Broadcast<tile>& broadcast) {
   const bool is_first = threadIdx.x % 32 == 0;
   exchange.wait(turn, is_first);

@@ -85,13 +85,13 @@ template <Tile tile, class T>
 struct RingStream {
   const T* to_fetch;
   long long step;
-  RingOffset<tile, T> ahead, at;  // of the row that is summed, and of the row that is written
+  RingOffset<tile, T> summed, written;  // of the row that is summed, and of the one that is written
 
   __device__ __forceinline__ RingStream() = default;
   __device__ __forceinline__ RingStream(const T* start, long long step)
-      : to_fetch(start), step(step), ahead(start, step), at(ahead) {}
+      : to_fetch(start), step(step), summed(start, step), written(summed) {}
 
-  __device__ __forceinline__ const T* in(const unsigned char* part, bool is_ahead) const {
-    return is_ahead ? ahead.in(part) : at.in(part);
+  __device__ __forceinline__ const T* in(const unsigned char* part, bool is_summed) const {
+    return is_summed ? summed.in(part) : written.in(part);
   }
 };

@@ -49,18 +49,18 @@ def ring_mutations() -> dict[str, Mutation]:
         ),
         "ring in which a part of a row counts a column more": (
             "ring_statistics.cuh",
-            "part_of(Moments::source(index)).size()",
-            "part_of(Moments::source(index)).size() + 1",
+            "part_of(MomentExchange::source(index)).size()",
+            "part_of(MomentExchange::source(index)).size() + 1",
         ),
         "ring whose rows are not waited for": (
             "ring.cuh",
-            "if (num_cols > 0) bulk_wait(barriers + at.slot, at.round);",
+            "if (num_cols > 0) bulk_wait(barriers + of.slot, of.round);",
             "",
         ),
         "ring whose rows are waited for with one parity": (
             "ring.cuh",
-            "barriers + at.slot, at.round",
-            "barriers + at.slot, 0",
+            "barriers + of.slot, of.round",
+            "barriers + of.slot, 0",
         ),
         "ring that never counts its rounds": ("ring.cuh", "++round;", ""),
         "ring copied a pack short": (
@@ -81,13 +81,13 @@ def ring_mutations() -> dict[str, Mutation]:
         ),
         "ring that fills the slot of the next row": (
             "forward_ring.cuh",
-            "fetch(ring, at.slot, cols);",
-            "fetch(ring, ahead.slot, cols);",
+            "fetch(ring, written.slot, cols);",
+            "fetch(ring, summed.slot, cols);",
         ),
         "ring that fills the slot of the next row, backward": (
             "backward_ring.cuh",
-            "fetch(ring, at.slot, cols);",
-            "fetch(ring, ahead.slot, cols);",
+            "fetch(ring, written.slot, cols);",
+            "fetch(ring, summed.slot, cols);",
         ),
         "ring that goes on filling after the last row": (
             "forward_ring.cuh",
@@ -121,8 +121,8 @@ def ring_mutations() -> dict[str, Mutation]:
         ),
         "ring that takes dy for x": (
             "backward_ring_streams.cuh",
-            "dy.in(start + RingOffset<tile, X>::part_bytes, is_ahead)",
-            "dy.in(start, is_ahead)",
+            "dy.in(start + RingOffset<tile, X>::part_bytes, is_summed)",
+            "dy.in(start, is_summed)",
         ),
         "ring that adds x to x": (
             "forward_ring_streams.cuh",
