@@ -18,8 +18,7 @@ struct Bundles {
   unsigned char* slots;          // of this warp
   unsigned long long* barriers;  // one a slot
   int slot_bytes;
-  // tile.bundle rows in all parts of a bundle; fewer if there are not enough rows for all warps.
-  int part_rows;
+  int part_rows;  // rows of a part: most_rows, or fewer if there are not enough for all warps
   long long num_rows;
   long long first;  // the first row of this warp's first bundle
   long long step;   // rows from one bundle of this warp to the next
@@ -47,7 +46,7 @@ struct Bundles {
 
   // f(slot, part, first_row, num_rows, num_turns) for each bundle of this warp, once it has
   // arrived. The part of this lane has num_rows rows, on which the warp works in num_turns turns.
-  // The lanes of a part without rows read the rows of the first part.
+  // The lanes of a part without rows read those of the first part. `bundle` is its first row.
   template <class F>
   __device__ __forceinline__ void for_each(F f, const BundleStream<tile, T>&... streams) const {
     int slot = 0;

@@ -1,23 +1,24 @@
 // bundle_stream.cuh -- bundles of one tensor, and their images in shared memory
 //
-// BundleParts     which lanes of a warp share an image: the 8 to 32 lanes of a row, or all of them
+// BundleParts     how the lanes of a warp share a bundle
 // BundleStream    a tensor [num_rows, num_cols] without gaps, and its images in a slot
 #pragma once
 #include "ring_shape.cuh"
 
+// A group of lanes shares a row. Groups of 8 lanes or more have a part of the bundle each. The
+// image of a part has banks of its own in shared memory: rows that begin anywhere would cause bank
+// conflicts. Smaller groups share one part: their rows, of odd widths, fall on different banks.
 template <Tile tile>
 struct BundleParts {
-  static constexpr int groups = 32 / tile.threads_per_row;  // each shares a row
-  // Each group of lanes has an image of its own, at its own banks of shared memory: rows that begin
-  // anywhere would cause bank conflicts. Groups of fewer lanes read rows of odd widths, which fall
-  // on different banks.
+  static constexpr int groups = 32 / tile.threads_per_row;
   static constexpr int count = tile.threads_per_row >= 8 ? groups : 1;
-  static constexpr int lanes = 32 / count;
-  static constexpr int most_rows = tile.bundle / count;
-  static constexpr int rows_at_once = groups / count;
+  static constexpr int lanes = 32 / count;               // of a part
+  static constexpr int most_rows = tile.bundle / count;  // of a part
+  static constexpr int rows_at_once = groups / count;    // of a part: a row for each of its groups
 
+  // The part of this lane.
   __device__ __forceinline__ static int own() { return static_cast<int>(threadIdx.x) % 32 / lanes; }
-  // The first row of a part that this lane's group works on.
+  // The first of the rows of a part that this lane's group works on.
   __device__ __forceinline__ static int first_row() {
     return count > 1 ? 0 : static_cast<int>(threadIdx.x) % 32 / tile.threads_per_row;
   }

@@ -72,7 +72,7 @@ __device__ __forceinline__ void forward_bundles(const Forward<Load, Store>& prob
       for (int pack = 0; pack < tile.packs_per_thread; ++pack) {
         if (pack % 2 == 0) kept[pack / 2].forget_unpacked();
         auto of_two = kept[pack / 2];
-        of_two.unpack_after(__float_as_uint(mean_rstd.rstd) >> 31);
+        of_two.unpack_after(__float_as_uint(mean_rstd.rstd) >> 31);  // 0: rstd has no sign
         Compute two_weights[2 * pack_size], two_biases[2 * pack_size];
         of_two.weight.unpack_to(two_weights, 1.0f);
         of_two.bias.unpack_to(two_biases, 0.0f);

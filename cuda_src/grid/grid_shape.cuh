@@ -21,21 +21,22 @@ struct GridShape {
   static constexpr int packs_at_once = num_warps <= 8 ? 2 : 1;
   static constexpr int num_steps = num_packs / packs_at_once;  // of a row
 
-  // A worker writes packs `lag` steps after it has added them to its sums. Meanwhile the sums of
-  // the whole row travel, for a few turns at most. The packs of in_flight steps are on their way to
-  // shared memory, and stay there until they are written. If there are too few slots for a row, its
-  // packs leave after their sums and come again, from the L2 cache.
+  // A worker writes packs `lag` steps after it has summed them. Meanwhile the sums of their row
+  // travel between the blocks. The packs of the next in_flight steps are on their way to shared
+  // memory. Packs stay until they are written, in lag + 1 + in_flight slots. If there are too few,
+  // they leave after their sums and come again, from the L2 cache (rereads).
   static constexpr bool rereads = tile.stages < num_steps + 2;
   static constexpr int most_turns_behind = 6;
-  static constexpr int between(int value, int least, int most) {
+  static constexpr int clamp(int value, int least, int most) {
     return value < least ? least : value > most ? most : value;
   }
-  // A quarter of the slots is in flight, or an eighth if sums had less than three turns.
-  static constexpr int quarter = tile.stages - 1 - between(tile.stages / 4, 1, 64);
-  static constexpr int eighth = tile.stages - 1 - between(tile.stages / 8, 1, 64);
-  static constexpr int least = between(3 * num_steps, quarter, eighth);
+  // The lag if a quarter of the slots is in flight, or an eighth. Sums have three turns, as far as
+  // a lag between these two allows.
+  static constexpr int lag_of_quarter = tile.stages - 1 - clamp(tile.stages / 4, 1, 64);
+  static constexpr int lag_of_eighth = tile.stages - 1 - clamp(tile.stages / 8, 1, 64);
+  static constexpr int wanted_lag = clamp(3 * num_steps, lag_of_quarter, lag_of_eighth);
   static constexpr int lag = rereads ? num_steps + (num_steps + 3) / 4
-                                     : between(least, num_steps, most_turns_behind* num_steps);
+                                     : clamp(wanted_lag, num_steps, num_steps* most_turns_behind);
   static constexpr int in_flight = rereads ? tile.stages / 2 - 1 : tile.stages - 1 - lag;
   static constexpr int turns_behind = (lag + num_steps - 1) / num_steps;
   static constexpr int turns_ahead = (in_flight + num_steps - 1) / num_steps;
@@ -46,7 +47,7 @@ struct GridShape {
       512 / ((tile.block_size() + 127) / 128) / 8 * 8 - (packs_at_once == 2 ? 96 : 80);
   static constexpr int smem_bytes = 227 * 1024;
 
-  // The step that is `distance` steps from another one: its turn, and its number in the turn.
+  // Where the step `distance` steps after step `step` of a turn is: its turn, its number in that.
   template <int distance>
   static constexpr int back = distance < 0 ? (num_steps - 1 - distance) / num_steps : 0;
   template <int distance>

@@ -50,8 +50,8 @@ struct KeptParameter {
     unpack_parameter<zero_centered>(pack, values);
   }
   __device__ __forceinline__ void forget_unpacked() { ::forget_unpacked(pack); }
-  // zero: a word that is 0, computed from what the parameter will be multiplied by. It makes the
-  // compiler unpack float16 then, and not before the first row, which would take more registers.
+  // zero: a word that is 0, which the compiler does not know, computed from the row's statistics.
+  // So float16 is unpacked after these. Before the first row it would take twice the registers.
   __device__ __forceinline__ void unpack_after(unsigned int zero) {
     if constexpr (is_same<Parameter, __half> && pack_size > 1) {
 #pragma unroll

@@ -39,6 +39,7 @@ struct RegisterPacks {
 #pragma unroll
     for (int pack = 0; pack < tile.packs_per_thread; ++pack) {
       const bool in_row = register_pack_in_row<tile>(pack, cols.size());
+      // Beyond the row: the thread's first pack, or the row's first if the thread has one alone.
       const int otherwise = tile.packs_per_thread > 1 ? 0 : -register_col<tile>(0);
       const int from = in_row ? pack * tile.threads_per_row * tile.pack_size : otherwise;
       Pack<typename Load::Held, tile.pack_size> loaded[num_streams];
