@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from ..check.cases import NORMS
-from ..dtypes import ELEMENTS
+from ..dtypes import DTYPES, ELEMENTS
 from ..gpu import environment, launch, nvrtc, on_cpu
 from ..gpu.source_files import cuda_src
 from ..norm.plans import plan
@@ -35,6 +35,16 @@ _PEAKS = {
 # Additions and multiplications for an element: the formulas of reference/layer_norm.py.
 _OPERATIONS = {"forward": 8, "backward": 15}
 _WARP, _REGISTER_UNIT = 32, 256  # registers are handed to a warp in units of 256
+# What a path is for, and its file forward and backward, as in docs/sources.md.
+PATHS = {
+    "registers": ("threads keep the row", "register_row.cuh", "register_gradient.cuh"),
+    "bundle": ("several rows move as one piece", "forward_bundle.cuh", "backward_bundle.cuh"),
+    "smem": ("registers do not hold the row", "smem_row.cuh", "backward_smem.cuh"),
+    "staged": ("the next row arrives while one is written", "staged_row.cuh", ""),
+    "ring": ("the next rows arrive while one is written", "forward_ring.cuh", "backward_ring.cuh"),
+    "grid": ("no cluster holds the row", "forward_grid.cuh", "backward_grid.cuh"),
+    "uncached": ("nothing keeps the row", "uncached_row.cuh", "backward_uncached.cu"),
+}
 
 
 class Occupancy(NamedTuple):
@@ -121,6 +131,15 @@ class Explanation:
             rows.append((name, "any" if most is None else f"{most:,}", verdict))
         return rows
 
+    def path(self) -> str:
+        """A sentence: how the row travels, in which file, and what that is for."""
+        problem, tile = self.plan.problem, self.plan.tile
+        purpose, forward, backward = PATHS[tile.path]
+        aligned_to = problem.widest_pack * DTYPES[problem.x].itemsize
+        if tile.path == "bundle" and aligned_to < 16:
+            purpose += f", because rows begin on {aligned_to} bytes and the copy engine needs 16"
+        return f"{tile.path_in_words}, in {forward if problem.forward else backward}: {purpose}"
+
     def traffic(self) -> list[tuple[str, ...]]:
         """A table: the bytes of each tensor that a launch must move."""
         problem, num_rows = self.plan.problem, self.plan.num_rows
@@ -187,7 +206,7 @@ class Explanation:
         title = f"{norm} {self.plan.problem.direction} of {rows} on {self.plan.device.name}"
         if not self.plan.launches:
             return f"{title}\n\nNothing is launched: there is nothing to compute."
-        parts = [title, as_text(self.choice()), f"path: {self.plan.tile.path_in_words}"]
+        parts = [title, as_text(self.choice()), f"path: {self.path()}"]
         parts += [as_text(self.kernels()), as_text(self.traffic()), self.speed(), self.header]
         return "\n\n".join(parts)
 

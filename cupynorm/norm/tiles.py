@@ -207,6 +207,8 @@ def use_device_file(path: Path) -> None:
         raise ValueError(
             f"{path} is no data file of tiles: {type(error).__name__}: {error}"
         ) from error
+    if not rows:
+        raise ValueError(f"{path} has no rows; expected those that tune --device-file writes")
     here = present()
 
     def tuned(problem: Problem, device: Device) -> tuple[str, Tile, str] | None:

@@ -17,7 +17,7 @@ from pathlib import Path
 from ..dtypes import DTYPES
 from .abilities import can_bundle
 from .devices import Device
-from .problem import SCALINGS, Problem, Tile
+from .problem import PATHS, PATHS_OF_STRATEGY, SCALINGS, Problem, Tile
 from .tile_model import shaped
 
 # The data files and their devices. An H100 has the multiprocessors of an H200.
@@ -127,14 +127,27 @@ def key_of(problem: Problem) -> Key | None:
     )
 
 
+# What the cells of a row may say; `norm` and `dtype` may name several.
+_KNOWN = {
+    "direction": ("forward", "backward"),
+    "norm": ("layer_norm", "rms_norm"),
+    "dtype": tuple(DTYPES),
+    "path": PATHS,
+    "strategy": tuple(PATHS_OF_STRATEGY),
+}
+
+
 def read_rows(path: Path) -> list[Row]:
-    """The rows of a data file. Raises ValueError if a line is not a row."""
+    """The rows of a data file. Raises ValueError or KeyError if a line is not a row."""
     with path.open(encoding="utf-8", newline="") as file:
         return [row_of(fields) for fields in csv.DictReader(file)]
 
 
 def row_of(fields: dict[str, str]) -> Row:
-    """A row of a data file from its fields, as text."""
+    """A row of a data file from its fields, as text. Raises ValueError for an unknown word."""
+    for name, known in _KNOWN.items():
+        if not set(fields[name].split("|")) <= set(known):
+            raise ValueError(f"{name} is {fields[name]!r}; expected one of {', '.join(known)}")
     texts = {
         name: fields[name]
         for name in ("direction", "norm", "dtype", "kind", "path", "strategy", "date")

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 from nvrtc_here import needs_nvrtc
 
 import cupynorm
-from cupynorm.explore.explain import Occupancy, occupancy_of
+from cupynorm.explore.explain import PATHS, Occupancy, occupancy_of
 from cupynorm.gpu import nvrtc
+from cupynorm.plan import problem
 
 PROBLEMS = {
     "warp": {"num_cols": 1024},
@@ -101,6 +105,22 @@ def test_the_story_prints_and_draws():
     assert "columns 8 to 15: block 0, warp 0, lane 1" in html
     assert "this kernel: 2.0, so at most 9.6 TFLOP/s" in html
     assert "nothing to compute" in str(explain(num_cols=8, num_rows=0))
+
+
+def test_the_path_names_its_file_and_what_it_is_for():
+    page = (Path(__file__).parents[2] / "docs" / "sources.md").read_text(encoding="utf-8")
+    for path, (_, *files) in PATHS.items():
+        cells = [f"`{file}`" if file else "" for file in files]
+        assert re.search(
+            rf"^\| {path} \| [\w, ]+ \| {' [|] '.join(cells)} ?\|$", page, re.MULTILINE
+        )
+    assert set(PATHS) == set(problem.PATHS)
+    assert explain(num_cols=1023).path() == (
+        "2 bundles of 2 rows for each warp, in forward_bundle.cuh: several rows move as one piece, "
+        "because rows begin on 2 bytes and the copy engine needs 16"
+    )
+    ring = explain(num_cols=4096, direction="backward").path()
+    assert ring.endswith("in backward_ring.cuh: the next rows arrive while one is written")
 
 
 def test_an_unknown_device_has_no_roofline():

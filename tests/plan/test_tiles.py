@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -201,6 +202,49 @@ def test_without_a_gpu_every_table_is_taken(file, monkeypatch):
     cupynorm.use_tiles(changed(file, lambda content: content["device"].update(name="another")))
     assert plan(1024, device=replace(H200, name="another")).tile == FORWARD[1]
     assert "from tiles" not in plan(1024, device=H200).reason
+
+
+FOLDER = Path(cupynorm.__file__).parent
+DISPATCH = (FOLDER.parent / "docs" / "dispatch.md").read_text(encoding="utf-8")
+
+
+@pytest.fixture
+def ranges(tmp_path):
+    """A data file with the row that docs/dispatch.md shows."""
+    header = (FOLDER / "plan" / "h200.csv").read_text(encoding="utf-8").partition("\n")[0]
+    row = next(line for line in DISPATCH.splitlines() if line.startswith("forward,layer_norm|"))
+    path = tmp_path / "own.csv"
+    path.write_text(f"{header}\n{row}\n", encoding="utf-8")
+    return path
+
+
+def test_a_data_file_is_used_for_its_widths(ranges):
+    cupynorm.use_tiles(ranges)
+    tile = Tile(8, 256, 2, blocks_per_sm=4, exact=1)
+    for norm in ("layer_norm", "rms_norm"):
+        found = plan(4096, device=H200, norm=norm)
+        assert (found.strategy, found.tile, found.reason) == ("block", tile, "from own.csv")
+    for other in ({"num_cols": 4104}, {"num_cols": 4096, "dtype": "float16"}):
+        assert "own.csv" not in plan(**other, device=H200).reason
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("forward,", "froward,", "direction is 'froward'; expected one of forward, backward"),
+        ("layer_norm|", "layernorm|", "norm is 'layernorm|rms_norm'; expected one of layer_norm"),
+        (",registers,", ",register,", "path is 'register'; expected one of registers, smem"),
+        ("4096,4096", "4096,all", "invalid literal"),
+        (",strategy,", ",", "KeyError: 'strategy'"),
+        ("forward,layer_norm", None, "own.csv has no rows; expected those that tune"),
+    ],
+)
+def test_a_wrong_data_file_is_refused(ranges, old, new, message):
+    text = ranges.read_text(encoding="utf-8")
+    text = text.partition(old)[0] if new is None else text.replace(old, new, 1)
+    ranges.write_text(text, encoding="utf-8")
+    with pytest.raises(ValueError, match=re.escape(message)):
+        cupynorm.use_tiles(ranges)
 
 
 def _no_compiler() -> str:
