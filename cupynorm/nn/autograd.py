@@ -50,6 +50,7 @@ from .repeated import remember
 _is_grad_enabled = torch.is_grad_enabled
 _is_cuda_autocast = torch.is_autocast_enabled  # with "cuda" as its argument it takes twice the time
 
+# The operands of a backward that a plain norm does not have.
 _NO_OPTIONS = (None,) * (len(BackwardOperands._fields) - 6)
 _NO_OUT = "out was given to a call that torch traces or transforms; expected out=None"
 _FUSED = "residual_dtype, row_scale, dropout_p, weight1, bias1, round_x_hat, memory_efficient, "

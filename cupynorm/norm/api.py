@@ -197,7 +197,7 @@ def layer_norm(
         functors,
     )
     options = (
-        True,
+        True,  # centered
         extents_of(normalized_shape),
         eps,
         zero_centered_weight,
@@ -279,7 +279,7 @@ def rms_norm(
         functors,
     )
     options = (
-        False,
+        False,  # centered
         extents_of(normalized_shape),
         eps,
         zero_centered_weight,
@@ -340,7 +340,7 @@ def layer_norm_forward(
         x, weight, bias, residual, out, row_scale, dropout_seed, weight1, bias1, scale, amax
     )
     options = ForwardOptions(
-        True,
+        True,  # centered
         default_extents(x, weight, bias, normalized_shape),
         eps,
         zero_centered_weight,
@@ -396,7 +396,7 @@ def rms_norm_forward(
         x, weight, bias, residual, out, row_scale, dropout_seed, weight1, bias1, scale, amax
     )
     options = ForwardOptions(
-        False,
+        False,  # centered
         default_extents(x, weight, bias, normalized_shape),
         eps,
         zero_centered_weight,

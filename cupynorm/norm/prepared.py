@@ -41,10 +41,11 @@ from .request import (
     input_and_seed_of,
 )
 
-# What a forward is for: y; y and statistics; both, where gradients are recorded; statistics alone.
-FOR_Y, FOR_STATISTICS, FOR_GRADIENTS = "y", "statistics", "gradients"
+# What a forward is for.
+FOR_Y = "y"
+FOR_STATISTICS = "statistics"  # y, mean and rstd
+FOR_GRADIENTS = "gradients"  # the same, where autograd records the call
 FOR_STATISTICS_ALONE = "statistics alone"
-
 
 # A power of two: below any other limit CuPy may have to draw again, and syncs to find out.
 SEED_LIMIT = 2**62
@@ -169,7 +170,12 @@ def _check_backward_strategy(request: ForwardRequest) -> None:
 
 
 class PreparedForward(host.CheckedForward, OnGpu):
-    """A forward that is planned and compiled."""
+    """A forward that is planned and compiled.
+
+    records: whether autograd records it. draws_seed: whether each run draws a dropout seed.
+    scale_inv, zeroed: places among a run's tensors, or None: of the inverse scales of an 8-bit y;
+    of amaxes, which are zeroed before the launch that raises them.
+    """
 
     def __init__(self, request: ForwardRequest, purpose: str) -> None:
         """purpose: what is wanted, one of FOR_Y, FOR_STATISTICS, FOR_GRADIENTS and

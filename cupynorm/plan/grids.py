@@ -1,4 +1,4 @@
-"""How many blocks a kernel is launched with, and how rows are divided among them.
+"""How many blocks a kernel is launched with, on any path, and how rows are divided among them.
 Pure Python, no GPU needed. docs/experiments.md has the measurements behind the integers.
 """
 
