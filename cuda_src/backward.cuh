@@ -30,8 +30,8 @@ struct Backward {
   long long num_cols;
 };
 
-// A product, rounded before the next operation. dy * weight: fused, a row of one column would not
-// get exactly 0. Means: some kernels would fuse them and others not, and dx would differ.
+// A product that is rounded, never fused with the next operation. dy * weight: so that a row of one
+// column gets exactly 0. The two means: so that dx has the same bits in all kernels.
 __device__ __forceinline__ float rounded_product(float left, float right) {
   return __fmul_rn(left, right);
 }

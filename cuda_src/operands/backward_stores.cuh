@@ -54,7 +54,7 @@ struct AddStore : WritesDxAlone {
 
 // The gradient of a sum of a residual and a scaled x. It includes dsum, which reaches the sum from
 // elsewhere (void: none). dresidual is that gradient (void: not wanted); dx is that gradient times
-// the factor of forward. Each is rounded once. Through: ThroughLoad, where x went through a
+// the factor of forward. Each is rounded once. Through: DxThroughLoad, where x went through a
 // functor.
 template <class Dx, class Dresidual, class Dsum, class RowScale, bool drops,
           class Through = NoFunctor>

@@ -5,15 +5,15 @@
 //       pack; gradients: of f's result, and on return of f's argument. It also writes the gradients
 //       of f's arrays. Several threads may write the same values to one place.
 //
-// LoadThrough    the gradient of y, from that of f(y)
-// ThroughLoad    of a store of dx (SplitStore): the gradient of x, from that of f(x)
+// DyThroughStore   the load of dy: the gradient of y, from that of f(y), where forward's store has
+// f DxThroughLoad    part of SplitStore: the gradient of x, from that of f(x), where its load has f
 #pragma once
 #include "functor.cuh"
 #include "parameter.cuh"
 
 template <class LoadX, class Dy, class Weight, class Bias, bool zero_centered, bool centered,
           class Functor>
-struct LoadThrough {
+struct DyThroughStore {
   using Compute = typename LoadX::Compute;
   using Held = Compute;
   static constexpr bool has_effect = false;
@@ -67,7 +67,7 @@ struct LoadThrough {
 struct NoOther {};
 
 template <class X, class Functor>
-struct ThroughLoad {
+struct DxThroughLoad {
   const X* x;
   long long x_stride;
   Functor functor;

@@ -1,8 +1,10 @@
 // column_terms.cuh -- what the columns of norm_linear.cu's y add, as 16 more columns of a product
 //
 // y / rstd = product - mean sum + bias / rstd, with mean, rstd of a row and sum, bias of a column.
-// The two terms are products of 16 columns in bfloat16: three parts of each factor hold its 24
-// bits, and the columns are those pairs of parts that count.
+// Three bfloat16 hold the 24 bits of a factor: r0 + r1 + r2 of a row, c0 + c1 + c2 of a column.
+// Each of the two terms is 8 columns of the product:
+//   r0 c0 + r0 c1 + r1 c0 + r1 c1 + r0 c2 + r2 c0, and two zeros
+// The other three pairs of parts are below the last bit.
 #pragma once
 #include "convert.cuh"
 

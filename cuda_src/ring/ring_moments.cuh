@@ -27,10 +27,9 @@ __device__ __forceinline__ PartMoments<Compute> part_moments(Part& part, int num
     part.for_each_pack([&](int, const auto& values) { total.part[0] += sum_of(values); });
     total = warp_reduce<32>(total);
     const Compute first = divide(total.part[0], count, reciprocal);
-    // A sum of 16-bit values of one magnitude is exact in float: then the rest is the remainder of
-    // the division.
-    constexpr bool correct = sizeof(Held) > 2;
-    Sum<Compute, correct ? 2 : 1> deviations{};
+    // As in statistics.cuh: a sum of 16-bit values of one magnitude is exact in float.
+    constexpr bool sums_rest = sizeof(Held) > 2;
+    Sum<Compute, sums_rest ? 2 : 1> deviations{};
     part.for_each_pack([&](int pack, const auto& values) {
       constexpr int pack_size = sizeof(values) / sizeof(Compute);
       Compute centered_values[pack_size];
@@ -38,14 +37,14 @@ __device__ __forceinline__ PartMoments<Compute> part_moments(Part& part, int num
       for (int at = 0; at < pack_size; ++at)
         centered_values[at] = part.in_part(pack) ? values[at] - first : 0;
       deviations.part[0] += squares_of(centered_values);
-      if constexpr (correct) deviations.part[1] += sum_of(centered_values);
+      if constexpr (sums_rest) deviations.part[1] += sum_of(centered_values);
     });
     deviations = warp_reduce<32>(deviations);
-    if constexpr (!correct)
+    if constexpr (!sums_rest)
       return {first, deviations.part[0], fma(-first, count, total.part[0]) * reciprocal};
     // Of equal values the sums of deviations are exact: the mean is then the value.
-    const Compute correction = divide(deviations.part[correct], count, reciprocal);
-    const Compute excess = deviations.part[correct] * correction, mean = first + correction;
+    const Compute correction = divide(deviations.part[sums_rest], count, reciprocal);
+    const Compute excess = deviations.part[sums_rest] * correction, mean = first + correction;
     return {mean, excess - excess == 0 ? deviations.part[0] - excess : deviations.part[0],
             correction - (mean - first)};
   } else {

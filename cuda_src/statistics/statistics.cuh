@@ -44,9 +44,10 @@ __device__ __forceinline__ RowStatistics<Compute> row_statistics(Row& row, Reduc
     const Sum<Compute, 1> total = reduce.all(sums.total());
     Compute first = divide(total.part[0], count, reciprocal);
     if constexpr (has_origin) first += origin;
-    // If the sum is exact, the error of the mean is the remainder of the division.
-    constexpr bool correct = !Row::has_exact_sums;
-    using Deviations = Sum<Compute, correct ? 2 : 1>;
+    // The rounding error of the mean, `rest`, is found by summing deviations from it. If the sum of
+    // values is exact, the error is the remainder of the division instead.
+    constexpr bool sums_rest = !Row::has_exact_sums;
+    using Deviations = Sum<Compute, sums_rest ? 2 : 1>;  // of squares, of deviations
     PackSums<Deviations, Row::num_summed_packs> of_packs;
     row.for_each_pack_padded([&](long long, const auto& values, bool in_row) {
       constexpr int pack_size = sizeof(values) / sizeof(Compute);
@@ -55,15 +56,15 @@ __device__ __forceinline__ RowStatistics<Compute> row_statistics(Row& row, Reduc
       for (int at = 0; at < pack_size; ++at) centered_values[at] = values[at] - first;
       const Compute squares = squares_of(centered_values);
       Deviations of_pack{{in_row ? squares : Compute(0)}};
-      if constexpr (correct) {
+      if constexpr (sums_rest) {
         const Compute sum = sum_of(centered_values);
-        of_pack.part[correct] = in_row ? sum : Compute(0);
+        of_pack.part[1] = in_row ? sum : Compute(0);
       }
       of_packs.add(of_pack);
     });
     const Deviations deviations = reduce.all(of_packs.total());
-    static_assert(correct || !has_origin);
-    const Compute rest = correct ? deviations.part[correct] : fma(-first, count, total.part[0]);
+    static_assert(sums_rest || !has_origin);
+    const Compute rest = sums_rest ? deviations.part[sums_rest] : fma(-first, count, total.part[0]);
     return corrected(first, {{rest, deviations.part[0]}}, count, eps);
   } else {
     Moments<Compute> moments{};

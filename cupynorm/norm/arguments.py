@@ -367,7 +367,7 @@ def backward_call(
     through = [Address("weight"), Address("bias"), Address("mean"), Address("rstd")]
 
     def dy_words(backward: bool) -> Words:
-        """struct Load, or LoadThrough; backward: whether it writes the gradients of arrays."""
+        """struct Load, or DyThroughStore; backward: whether it writes the gradients of arrays."""
         row = [*row_words(tensors, "dy")]
         if functors.store is None:
             return row
@@ -422,7 +422,7 @@ def _backward_words(
 ) -> Words:
     """struct Backward of backward.cuh. read: its loads. load: forward's functor."""
     words = [*read, Address("weight")]
-    if load is not None:  # struct ThroughLoad
+    if load is not None:  # struct DxThroughLoad
         words += row_words(tensors, "input" if problem.input else "x")
         words += _functor_words(load, "load", problem, backward=True)
     words += [*row_words(tensors, "dx"), *row_words(tensors, "dsum")]

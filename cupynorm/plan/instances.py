@@ -106,7 +106,7 @@ def load_dy_name(problem: Problem) -> str:
     types = cpp_names(problem.store.source, problem.weight, problem.bias)
     flags = f"{cpp_bool(problem.zero_centered)}, {cpp_bool(problem.centered)}"
     struct = problem.store.struct("store", problem.compute, backward=True)
-    return f"LoadThrough<{load_x_name(problem)}, {types}, {flags}, {struct}>"
+    return f"DyThroughStore<{load_x_name(problem)}, {types}, {flags}, {struct}>"
 
 
 def functor_structs(problem: Problem) -> str:
@@ -183,7 +183,7 @@ def row_arguments(problem: Problem) -> str:
         if problem.load:
             struct = problem.load.struct("load", problem.compute, backward=True)
             source = cpp_name(problem.input or problem.load.source)
-            through = f", ThroughLoad<{source}, {struct}>"
+            through = f", DxThroughLoad<{source}, {struct}>"
         store = f"SplitStore<{types}, {factor}{through}>"
     if problem.recomputed:
         types = ", ".join(
