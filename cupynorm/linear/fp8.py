@@ -40,7 +40,7 @@ _PRODUCT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 class RegionCall(NamedTuple):
     """A layer's call in a region.
 
-    records: whether the region's step counts. recorded: whether this call has a backward.
+    keeps_amaxes: whether the region's step counts. recorded: whether this call has a backward.
     input: as in QuantizedCall.
     """
 
@@ -48,7 +48,7 @@ class RegionCall(NamedTuple):
     options: LinearOptions
     quantize_gradient: bool
     is_first_microbatch: bool | None
-    records: bool
+    keeps_amaxes: bool
     recorded: bool
     input: QuantizedTensor | None = None
 

@@ -158,8 +158,8 @@ class Fp8Layer(torch.nn.Module):
         region, recipe, scale = call.region, call.region.recipe, None
         past = self._past_calls.run_again()
         device, has_amaxes = operands.input.device, past is not None and past.has_amaxes
-        records = call.records and not has_amaxes and autocast.active() is not None
-        quantizers = self.quantizers(recipe, device, records=records)
+        keeps = call.keeps_amaxes and not has_amaxes and autocast.active() is not None
+        quantizers = self.quantizers(recipe, device, keeps_amaxes=keeps)
         if isinstance(recipe, DelayedScaling):
             scale = None if past is None else past.scale
             quantizers.scale = scale
@@ -167,13 +167,13 @@ class Fp8Layer(torch.nn.Module):
         self._past_calls.add(
             region,
             is_recorded=call.recorded,
-            has_amaxes=records or has_amaxes,
+            has_amaxes=keeps or has_amaxes,
             scale=scale,
             is_compiled=is_compiled,
         )
         quantized_call = self.quantized_call(call.options, quantizers, call.quantize_gradient)
         quantized_call = quantized_call._replace(input=call.input)
-        if isinstance(recipe, DelayedScaling) and records:
+        if isinstance(recipe, DelayedScaling) and keeps:
             self._use_scales(region, recipe)
         return quantized_call, self._quantized_weight(call, operands, quantizers)
 
@@ -195,17 +195,17 @@ class Fp8Layer(torch.nn.Module):
         _refuse_transforms()
         operands, recipe = call.operands, region.calibration
         with torch.no_grad(), outside_autocast(operands.input):
-            quantizers = self.quantizers(recipe, operands.input.device, records=True)
+            quantizers = self.quantizers(recipe, operands.input.device, keeps_amaxes=True)
             normalized = kernels.forward(call.options, operands, torch.float32)[0]
             quantizers.record("input", as_rows(normalized))
             quantizers.record("weight", join(operands.weights))
         self._use_scales(region, recipe)
 
-    def quantizers(self, recipe: Recipe, device: torch.device, *, records: bool) -> Quantizers:
-        """Those of a call in an fp8_autocast region with this recipe. records: whether the call
-        adds its amaxes to the history of delayed scaling."""
-        states = states_of(self._fp8_states, recipe, device, records=records)
-        return Quantizers(recipe, states, records)
+    def quantizers(self, recipe: Recipe, device: torch.device, *, keeps_amaxes: bool) -> Quantizers:
+        """Those of a call in an fp8_autocast region with this recipe. keeps_amaxes: whether the
+        call adds its amaxes to the history of delayed scaling."""
+        states = states_of(self._fp8_states, recipe, device, keeps_amaxes=keeps_amaxes)
+        return Quantizers(recipe, states, keeps_amaxes)
 
     def quantized_call(
         self, options: LinearOptions, quantizers: Quantizers, quantize_gradient: bool

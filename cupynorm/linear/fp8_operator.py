@@ -39,7 +39,7 @@ _library.define(
     "norm_linear_in_fp8(Tensor input, Tensor? norm_weight, Tensor? norm_bias, Tensor[] weights, "
     "Tensor[] biases, Tensor layer, str recipe, ScalarType dtype, bool centered, "
     "bool return_normalized, bool save_normalized, bool? is_first_microbatch, "
-    "bool quantize_gradient, bool records, bool recorded) "
+    "bool quantize_gradient, bool keeps_amaxes, bool recorded) "
     "-> (Tensor y, Tensor normalized, Tensor mean, Tensor rstd, Tensor scale, Tensor kept, "
     "Tensor kept_scale_inv, Tensor weight, Tensor weight_scale_inv)",
     tags=tuple(_TAGS),
@@ -56,7 +56,7 @@ _library.define(
 class _Arguments(NamedTuple):
     """The forward operator's arguments, in the order of its schema.
 
-    layer: its number. records: whether the region's step counts.
+    layer: its number. keeps_amaxes: whether the region's step counts.
     recorded: whether this call has a backward.
     """
 
@@ -73,7 +73,7 @@ class _Arguments(NamedTuple):
     save_normalized: bool
     is_first_microbatch: bool | None
     quantize_gradient: bool
-    records: bool
+    keeps_amaxes: bool
     recorded: bool
 
     @property
@@ -110,7 +110,9 @@ class Layer(Protocol):
 
     def linear_options(self, dtype: torch.dtype) -> LinearOptions: ...
 
-    def quantizers(self, recipe: Recipe, device: torch.device, *, records: bool) -> Quantizers: ...
+    def quantizers(
+        self, recipe: Recipe, device: torch.device, *, keeps_amaxes: bool
+    ) -> Quantizers: ...
 
     def quantized_call(
         self, options: LinearOptions, quantizers: Quantizers, quantize_gradient: bool
@@ -164,7 +166,7 @@ def by_operator(call: RegionCall, operands: Operands, number: Tensor) -> tuple[T
         options.save_normalized,
         call.is_first_microbatch,
         call.quantize_gradient,
-        call.records,
+        call.keeps_amaxes,
         call.recorded,
     )[:2]
 
@@ -176,7 +178,7 @@ def _run(*values: Any) -> tuple[Tensor, ...]:
     arguments = _Arguments(*values)
     operands, recorded = arguments.operands, arguments.recorded
     layer, region = _layer_of(arguments.layer), autocast.active()
-    records = arguments.records and region is not None
+    keeps_amaxes = arguments.keeps_amaxes and region is not None
     if region is None:
         # A checkpoint recomputes the call after the region has ended: no step of its scales.
         recipe = autocast.recipe_of(arguments.recipe)
@@ -186,7 +188,7 @@ def _run(*values: Any) -> tuple[Tensor, ...]:
         layer.linear_options(arguments.dtype),
         arguments.quantize_gradient,
         arguments.is_first_microbatch,
-        records,
+        keeps_amaxes,
         recorded,
     )
     with torch.no_grad():
@@ -287,7 +289,7 @@ def _run_backward(*values: Any) -> list[Tensor]:
     recipe = autocast.recipe_of(arguments.recipe)
     options = layer.linear_options(arguments.dtype)
     with torch.no_grad():
-        quantizers = layer.quantizers(recipe, input.device, records=True)
+        quantizers = layer.quantizers(recipe, input.device, keeps_amaxes=True)
         call = layer.quantized_call(options, quantizers, arguments.quantize_gradient)
         saved = fp8.Saved(*arguments.waiting)
         if not options.centered:

@@ -135,12 +135,12 @@ class Linear(GradientLayer, Fp8Layer, torch.nn.Linear):
         hands_on = hands_on and modes.wants_gradient(self.weight, self.bias)
         if region is not None:
             operands = Operands(input, None, None, None, self._weights(), self._biases())
-            records = torch.is_grad_enabled() or (
+            keeps_amaxes = torch.is_grad_enabled() or (
                 region.records and self.training and modes.wants_gradient(*operands.all)
             )
             options = self.linear_options(product_dtype(input))
             call = RegionCall(
-                region, options, fp8_grad, is_first_microbatch, records, False, quantized
+                region, options, fp8_grad, is_first_microbatch, keeps_amaxes, False, quantized
             )
             make_sink = partial(self._make_sink, is_first_microbatch) if hands_on else None
             return self._project_in_fp8(call, operands, fp8_output, make_sink)[0]

@@ -232,12 +232,12 @@ class LayerNormLinear(GradientLayer, Fp8Layer, NormLinearParameters):
         region = self._region()
         if region is not None:
             # A checkpoint may run its layers without recording them, and again in backward.
-            records = is_grad_enabled or (
+            keeps_amaxes = is_grad_enabled or (
                 region.records and self.training and wants_gradient(*operands.all)
             )
             hands_on = hands_on and _any_requires_grad(operands.weights, operands.biases)
             y, normalized = self._project_in_fp8(
-                RegionCall(region, options, fp8_grad, is_first_microbatch, records, False),
+                RegionCall(region, options, fp8_grad, is_first_microbatch, keeps_amaxes, False),
                 operands,
                 fp8_output,
                 partial(self._make_sink, is_first_microbatch) if hands_on else None,

@@ -37,7 +37,7 @@ class Delayed(NamedTuple):
     """The scale of one tensor in one step of DelayedScaling: views of one element, in float32.
 
     value: of the layer's state, which changes at the end of the step.
-    amax: where a kernel records the tensor's amax; None where the step is not recorded.
+    amax: where a kernel keeps the tensor's amax; None where the step's are not kept.
     """
 
     value: Tensor
@@ -48,7 +48,7 @@ class Quantizers:
     """How one layer quantises in a region.
 
     states: "forward" and "backward", kept by the layer, for DelayedScaling.
-    is_recorded: whether the amaxes of this forward are recorded.
+    keeps_amaxes: whether the amaxes of this forward are kept.
     scale: of the forward's tensors in place of the states', where a forward is run again.
     """
 
@@ -56,15 +56,15 @@ class Quantizers:
         self,
         recipe: Recipe,
         states: dict[str, Scales],
-        is_recorded: bool,
+        keeps_amaxes: bool,
         scale: Tensor | None = None,
     ) -> None:
-        self.recipe, self.states, self.is_recorded = recipe, states, is_recorded
+        self.recipe, self.states, self.keeps_amaxes = recipe, states, keeps_amaxes
         self.scale, self.gradient_scale = scale, None
 
     def of_ended_backward(self, scale: Tensor) -> Quantizers:
         """With the scale of the backward's tensors as it was, whose amaxes have been recorded."""
-        quantizers = Quantizers(self.recipe, self.states, self.is_recorded, self.scale)
+        quantizers = Quantizers(self.recipe, self.states, self.keeps_amaxes, self.scale)
         quantizers.gradient_scale = scale
         return quantizers
 
@@ -82,7 +82,7 @@ class Quantizers:
             return Delayed(state.scale[at : at + 1], state.amax(at))
         state, at = self.states["forward"], FORWARD.index(name)
         scale = state.scale if self.scale is None else self.scale
-        return Delayed(scale[at : at + 1], state.amax(at) if self.is_recorded else None)
+        return Delayed(scale[at : at + 1], state.amax(at) if self.keeps_amaxes else None)
 
     def scale_to_keep(self, name: str, quantized: QuantizedTensor) -> Tensor | None:
         """A copy of the scale of `quantized`, for quantising the tensor again in backward.
@@ -154,7 +154,7 @@ class Quantizers:
             return quantization.quantize_mx(x, dtype, transpose=transpose)
         if isinstance(recipe, CurrentScaling):
             return quantization.quantize_current(x, dtype, self.rule, transpose=transpose)
-        # The output is quantised only where nothing is recorded, so no step has left its amax.
+        # The output is quantised only where nothing is recorded, so no step has its amax.
         if name == "output":
             return quantization.quantize_current(x, dtype, transpose=transpose)
         scale, amax = self.delayed(name)
@@ -228,18 +228,20 @@ def as_matrix(quantized: QuantizedTensor) -> QuantizedTensor:
 
 
 def states_of(
-    kept: dict[str, Scales], recipe: Recipe, device: torch.device, *, records: bool
+    kept: dict[str, Scales], recipe: Recipe, device: torch.device, *, keeps_amaxes: bool
 ) -> dict[str, Scales]:
     """A layer's states for a recipe, on a device; made where there are none.
 
-    records: whether the step is recorded. Then they get the recipe's length.
+    keeps_amaxes: whether the step's are kept. Then they get the recipe's length.
     """
     if not isinstance(recipe, DelayedScaling):
         return kept
     names = {"forward": FORWARD, "backward": BACKWARD}
     for (name, tensors), dtype in zip(names.items(), recipe.fp8_format.value):
         dtypes = (dtype,) * len(tensors)
-        kept[name] = fp8.scales_for(kept.get(name), dtypes, recipe, device, records=records)
+        kept[name] = fp8.scales_for(
+            kept.get(name), dtypes, recipe, device, keeps_amaxes=keeps_amaxes
+        )
     return kept
 
 

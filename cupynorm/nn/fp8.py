@@ -129,16 +129,16 @@ def scales_for(
     recipe: DelayedScaling,
     device: torch.device,
     *,
-    records: bool,
+    keeps_amaxes: bool,
 ) -> Scales:
     """The scales that a module has kept, moved to a device, or new ones.
 
-    records: whether the step is recorded. Then they also get these dtypes and the recipe's length.
+    keeps_amaxes: of this step. Then the scales get these dtypes and the recipe's length.
     Raises RuntimeError where they would be made while a CUDA graph is captured.
     """
     length = recipe.amax_history_len
     fits = kept is not None and kept.scale.device == device
-    fits = fits and (not records or len(kept.amax_history) == length)
+    fits = fits and (not keeps_amaxes or len(kept.amax_history) == length)
     if not fits and device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
             "scales of DelayedScaling were to be made while a CUDA graph is captured, each replay "
@@ -146,7 +146,7 @@ def scales_for(
             "before"
         )
     scales = Scales(dtypes, length, device) if kept is None else kept.to(device)
-    if not records:
+    if not keeps_amaxes:
         return scales
     if len(scales.amax_history) != length:
         scales.resize(length)

@@ -112,10 +112,10 @@ class Fp8Norm(torch.nn.Module):
             arrays.check_addresses(input=input)  # before scales are moved to its device
         bias = self._held("bias") if centered else None
         # A checkpoint may run its layers without recording them, and again in backward.
-        records = torch.is_grad_enabled() or (
+        keeps_amaxes = torch.is_grad_enabled() or (
             region.records and self.training and wants_gradient(input, residual, *self.parameters())
         )
-        quantization, scale, amax = self._quantization(region, past, input.device, records)
+        quantization, scale, amax = self._quantization(region, past, input.device, keeps_amaxes)
         if is_sharded:  # no linear layer takes it in 8 bits
             quantization = quantization._replace(transpose=False)
         operands = ForwardOperands(
@@ -151,11 +151,11 @@ class Fp8Norm(torch.nn.Module):
         region: autocast.Region,
         past: PastCall | None,
         device: torch.device,
-        records: bool,
+        keeps_amaxes: bool,
     ) -> tuple[Quantization, torch.Tensor | None, torch.Tensor | None]:
         """How y is quantised, by the region's recipe, and its scale and amax if they are given.
 
-        past: the first run of the call, where a checkpoint runs it again. records: whether the
+        past: the first run of the call, where a checkpoint runs it again. keeps_amaxes: whether the
         region's step counts. Where gradients are recorded and there is one scale, the transposed
         copy is made too: the next layer may need it for its weight's gradient.
         """
@@ -164,18 +164,20 @@ class Fp8Norm(torch.nn.Module):
         quantization = Quantization(name_of(dtype), transpose=recorded)
         is_delayed = isinstance(recipe, DelayedScaling)
         has_amaxes = past is not None and past.has_amaxes
-        records = records and is_delayed and not has_amaxes and autocast.active() is not None
+        keeps_amaxes = (
+            keeps_amaxes and is_delayed and not has_amaxes and autocast.active() is not None
+        )
         scale = None
         if is_delayed:
             self._fp8_scales = scales = fp8.scales_for(
-                self._fp8_scales, (dtype,), recipe, device, records=records
+                self._fp8_scales, (dtype,), recipe, device, keeps_amaxes=keeps_amaxes
             )
             scale = scales.scale if past is None or past.scale is None else past.scale
-            if records:
+            if keeps_amaxes:
                 used = autocast.UsedScales(scales, recipe, region.group)
                 region.used[self._fp8_slot, 0] = used
         self._past_calls.add(
-            region, is_recorded=recorded, has_amaxes=records or has_amaxes, scale=scale
+            region, is_recorded=recorded, has_amaxes=keeps_amaxes or has_amaxes, scale=scale
         )
         if isinstance(recipe, CurrentScaling):
             quantization = quantization._replace(
@@ -192,4 +194,4 @@ class Fp8Norm(torch.nn.Module):
                 scaling="block", power_of_two=power_of_two, transpose=False
             )
             return quantization, None, None
-        return quantization, scale, scales.amax(0) if records else None
+        return quantization, scale, scales.amax(0) if keeps_amaxes else None

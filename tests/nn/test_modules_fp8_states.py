@@ -252,7 +252,7 @@ def test_scales_cannot_be_made_in_a_capture(monkeypatch):
         match="scales of DelayedScaling were to be made while a CUDA graph is captured",
     ):
         fp8.scales_for(
-            None, (recipes.E4M3,), DelayedScaling(), torch.device("cuda:0"), records=True
+            None, (recipes.E4M3,), DelayedScaling(), torch.device("cuda:0"), keeps_amaxes=True
         )
 
 
