@@ -129,9 +129,9 @@ def test_the_readme_names_where_to_start_reading():
 
 @pytest.mark.parametrize("path", [*DOCUMENTS, ROOT / "CHANGELOG.md"], ids=lambda path: path.name)
 def test_lines_of_text_have_at_most_100_columns(path):
-    """Except in tables, output of the benchmark, and long commands."""
+    """Except in tables, output of the benchmark and of plan, and long commands."""
     text = re.sub(
-        r"<!-- bench -->.*?<!-- /bench -->", "", path.read_text(encoding="utf-8"), flags=re.DOTALL
+        r"<!-- (bench|plan) -->.*?<!-- /\1 -->", "", path.read_text("utf-8"), flags=re.DOTALL
     )
     for line in text.splitlines():
         assert len(line) <= 100 or line.startswith("|") or re.search(r"`[^`]{60,}`", line), line
@@ -164,6 +164,11 @@ def test_the_first_command_checks_the_kernels():
 def test_its_plan_command_prints_a_plan(capsys):
     assert main(["plan", "4096", "--device", "H200"]) == 0
     assert "forward_block.cu" in capsys.readouterr().out
+
+
+def test_the_plan_of_the_documents_is_that_of_the_code():
+    text = (ROOT / "docs" / "dispatch.md").read_text(encoding="utf-8")
+    assert block("plan", text) == f"```\n{cupynorm.plan(1023, device='H200')}\n```"
 
 
 @pytest.mark.parametrize("path", sorted(NOTEBOOKS.glob("h200*.json")), ids=lambda path: path.name)
