@@ -131,17 +131,17 @@ def gradients(
     if rows is not None and any(wants_norm):
         dnormalized = _dnormalized(rows, saved, dnormalized)
     if dnormalized is not None and any(wants_norm):
-        recomputes = wants_normalized and normalized is None
+        recompute = wants_normalized and normalized is None
         dx, dnorm_weight, dnorm_bias, recomputed = norms.gradients(
             options,
             dnormalized,
             saved.norm,
             dsum,
             wanted=wants_norm,
-            recomputes=recomputes,
-            spends_dy=rows is not None,
+            recompute=recompute,
+            overwrite_dy=rows is not None,
         )
-        normalized = recomputed if recomputes else normalized
+        normalized = recomputed if recompute else normalized
     dnormalized = recomputed = None
 
     dweights: Sequence[Tensor | None] = [None] * len(weights)

@@ -204,7 +204,7 @@ def backward(
             norm,
             None,
             wanted=wants_norm,
-            spends_dy=rows is not None,
+            overwrite_dy=rows is not None,
         )[:3]
     dnormalized = None
 

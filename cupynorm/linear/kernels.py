@@ -109,15 +109,15 @@ def backward(
     dsum: Array | None,
     *,
     wanted: Sequence[bool],
-    recomputes: bool = False,
-    spends_dy: bool = False,
+    recompute: bool = False,
+    overwrite_dy: bool = False,
 ) -> tuple[Array | None, ...]:
     """dx, dnorm_weight, dnorm_bias (None where not wanted), and the normalised tensor or None.
 
-    recomputes: also write the normalised tensor again. spends_dy: dx may be written over dy.
+    recompute, overwrite_dy: as for backward_request.
     """
     if not options.has_norm:
-        return dy.to(saved.x.dtype), None, None, saved.x.to(dy.dtype) if recomputes else None
+        return dy.to(saved.x.dtype), None, None, saved.x.to(dy.dtype) if recompute else None
     gradients = route.backward(
         backward_request(
             options,
@@ -125,8 +125,8 @@ def backward(
             saved,
             dsum,
             wanted=wanted,
-            recompute=recomputes,
-            overwrite_dy=spends_dy,
+            recompute=recompute,
+            overwrite_dy=overwrite_dy,
         )
     )
     return *gradients[:3], gradients.y

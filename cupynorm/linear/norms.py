@@ -26,7 +26,7 @@ class Norms(NamedTuple):
     """One way.
 
     normalize(options, operands): the normalised tensor.
-    gradients(options, dy, saved, dsum, wanted=, recomputes=, spends_dy=): as kernels.backward.
+    gradients(options, dy, saved, dsum, wanted=, recompute=, overwrite_dy=): as kernels.backward.
     sum_rows(rows, dtype): the sums over rows of a matrix.
     """
 
@@ -52,11 +52,11 @@ def _operator_normalize(options: LinearOptions, operands: Operands) -> Tensor:
 
 
 def _operator_gradients(
-    options, dy, saved: SavedNorm, dsum, *, wanted, recomputes=False, spends_dy=False
+    options, dy, saved: SavedNorm, dsum, *, wanted, recompute=False, overwrite_dy=False
 ):
     saved = saved._replace(mean=saved.mean if options.centered else None)
     # The recomputing operator is not differentiable.
-    recompute = recomputes and not torch.is_grad_enabled()
+    recompute = recompute and not torch.is_grad_enabled()
     request = backward_request(options, dy, saved, dsum, wanted=wanted, recompute=recompute)
     backward = operators.recomputing_norm_backward if recompute else operators.norm_backward
     gradients = backward(request)
@@ -73,7 +73,7 @@ def _formula_normalize(options: LinearOptions, operands: Operands) -> Tensor:
 
 
 def _formula_gradients(
-    options, dy, saved: SavedNorm, dsum, *, wanted, recomputes=False, spends_dy=False
+    options, dy, saved: SavedNorm, dsum, *, wanted, recompute=False, overwrite_dy=False
 ):
     x, mean, rstd, norm_weight, _ = saved
     shape, zero_centered = tuple(x.shape[-1:]), options.zero_centered_weight

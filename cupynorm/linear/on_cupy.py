@@ -37,17 +37,17 @@ def _gradients(call: LinearBackwardCall) -> list[Array | None]:
     norm_gradients: list[Array | None] = [None] * len(wanted)
     if any(wanted):
         dnormalized = _dnormalized(call, rows, weight)
-        recomputes = wants_weight and normalized is None
+        recompute = wants_weight and normalized is None
         *norm_gradients, recomputed = kernels.backward(
             options,
             dnormalized,
             saved,
             call.dsum,
             wanted=wanted,
-            recomputes=recomputes,
-            spends_dy=True,
+            recompute=recompute,
+            overwrite_dy=True,
         )
-        normalized = recomputed if recomputes else normalized
+        normalized = recomputed if recompute else normalized
     dweight = dbias = None
     if wants_weight:
         if normalized is None:

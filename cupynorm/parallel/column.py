@@ -145,7 +145,7 @@ def backward(
                 norm,
                 None,
                 wanted=wants_norm,
-                spends_dy=reduction is not None,
+                overwrite_dy=reduction is not None,
             )[:3]
         )
     if split.reduces_norm and split.gathers_input:
