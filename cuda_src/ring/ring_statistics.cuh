@@ -69,6 +69,6 @@ __device__ __forceinline__ void send_statistics(
 template <class Compute, Tile tile>
 __device__ __forceinline__ RowStatistics<Compute> receive_statistics(
     const Broadcast<tile>& broadcast, unsigned turn) {
-  const float4 received = broadcast.receive(turn);
+  const float4 received = broadcast.receive(turn);  // the mean itself is saved by the sender
   return RowStatistics<Compute>{0, received.y, received.x, received.z};
 }

@@ -1,6 +1,6 @@
 // register_budget.cuh -- what fits the registers of a thread beside a row that it keeps
 //
-// A test compiles the kernels and checks that nothing spills.
+// With these limits nothing spills: a test compiles the kernels.
 #pragma once
 #include "tile.cuh"
 
@@ -15,7 +15,8 @@ struct RegisterBudget {
   static constexpr int most_unpacked = tile.blocks_per_sm * tile.block_size() <= 512 ? 64 : 32;
   static constexpr bool unpack_each_pass = elements > most_unpacked;
 
-  // Packs of results in the compute type that can be kept too: all, or 0.
+  // Packs of results in the compute type that can be kept too: all, or 0. The limit of 320 bytes is
+  // that of cupynorm/plan/abilities.py.
   static constexpr int num_kept_results =
       tile.cols() / tile.threads_per_row * sizeof(Compute) > 320 ? 0 : tile.packs_per_thread;
   // Beside such results: whether a second maximum fits; whether the one-instruction maximum of a
@@ -25,8 +26,9 @@ struct RegisterBudget {
   static constexpr bool has_room_for_next =
       registers >= elements + elements / 2 + 32 + 8 * !tile.exact;
 
-  // How many packs ahead a thread loads loaded_words words a pack, such as weights. Narrow rows
-  // lack warps, not loads in flight.
+  // How many packs ahead a thread loads loaded_words words a pack, such as weights: 1 or 0. needed:
+  // its registers with one ahead, 12 of them to test for the end of the row. Narrow rows lack
+  // warps, not loads in flight.
   template <int loaded_words>
   static constexpr int packs_ahead() {
     constexpr int of_threads = 65536 / (tile.blocks_per_sm * tile.block_size()) / 8 * 8;
