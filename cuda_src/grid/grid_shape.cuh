@@ -26,7 +26,7 @@ struct GridShape {
   // memory. Packs stay until they are written, in lag + 1 + in_flight slots. If there are too few,
   // they leave after their sums and come again, from the L2 cache (rereads).
   static constexpr bool rereads = tile.stages < num_steps + 2;
-  static constexpr int most_turns_behind = 6;
+  static constexpr int most_lag = 6 * num_steps;  // six turns
   static constexpr int clamp(int value, int least, int most) {
     return value < least ? least : value > most ? most : value;
   }
@@ -35,8 +35,8 @@ struct GridShape {
   static constexpr int lag_of_quarter = tile.stages - 1 - clamp(tile.stages / 4, 1, 64);
   static constexpr int lag_of_eighth = tile.stages - 1 - clamp(tile.stages / 8, 1, 64);
   static constexpr int wanted_lag = clamp(3 * num_steps, lag_of_quarter, lag_of_eighth);
-  static constexpr int lag = rereads ? num_steps + (num_steps + 3) / 4
-                                     : clamp(wanted_lag, num_steps, num_steps* most_turns_behind);
+  static constexpr int lag =
+      rereads ? num_steps + (num_steps + 3) / 4 : clamp(wanted_lag, num_steps, most_lag);
   static constexpr int in_flight = rereads ? tile.stages / 2 - 1 : tile.stages - 1 - lag;
   static constexpr int turns_behind = (lag + num_steps - 1) / num_steps;
   static constexpr int turns_ahead = (in_flight + num_steps - 1) / num_steps;
