@@ -14,7 +14,7 @@ from functools import lru_cache
 from itertools import product
 
 from ..dtypes import DTYPES
-from .abilities import can_bundle, can_ring, is_only_quantized, streamed
+from .abilities import can_bundle, can_ring, can_share_grid, is_only_quantized, streamed
 from .devices import Device
 from .problem import Problem, Tile, ceil_div, cols_of_slice
 from .tile_model import (
@@ -22,13 +22,8 @@ from .tile_model import (
     GRID_EXCHANGERS,
     RESERVED_BYTES,
     blocks_that_fit,
-    can_share_grid,
-    fits_grid,
     fits_smem,
-    grid_cols,
-    grid_packs,
-    grid_stages,
-    grid_steps,
+    grid_block,
     registers_of_thread,
     shaped,
     smem_bytes_of,
@@ -205,12 +200,11 @@ def grid_tile(problem: Problem, device: Device) -> Tile | None:
     blocks = _FEWEST_GRID_BLOCKS
     while blocks < most and row_bytes > blocks * limit:
         blocks *= 2
-    for size in [blocks, 2 * blocks][: 1 + (2 * blocks <= most)]:
-        for warps, most_packs in _GRID_WARPS.items():
-            tile = grid_of(problem, size, warps)
-            fits = tile.stages >= FEWEST_GRID_STAGES and tile.packs_per_thread <= most_packs
-            if fits and fits_grid(problem, device, tile):
-                return tile
+    for warps, most_packs in _GRID_WARPS.items():
+        tile = grid_of(problem, blocks, warps)
+        fits = tile.stages >= FEWEST_GRID_STAGES and tile.packs_per_thread <= most_packs
+        if fits and fits_smem(device, smem_bytes_of(problem, tile, "cluster"), 1):
+            return tile
     return None
 
 
@@ -218,12 +212,9 @@ def grid_of(problem: Problem, blocks: int, warps: int) -> Tile:
     """The tile of `blocks` blocks that share a row, and of whose warps so many have columns."""
     threads = 32 * (warps + GRID_EXCHANGERS)
     tile = Tile(problem.widest_pack, threads, cluster_size=blocks, path="grid")
-    exact = grid_cols(problem, tile) * blocks == problem.num_cols
-    tile = replace(tile, packs_per_thread=grid_packs(problem, tile), exact=int(exact))
-    stages = grid_stages(problem, tile, sums=True)
-    if stages < grid_steps(tile) + 2:  # a row would not stay
-        stages = grid_stages(problem, tile, sums=False)
-    return replace(tile, stages=min(stages, _MOST_GRID_STAGES))
+    block = grid_block(problem, tile)
+    stages = min(block.most_stages, _MOST_GRID_STAGES)
+    return replace(tile, packs_per_thread=block.packs, exact=int(block.exact), stages=stages)
 
 
 def grid_is_faster(problem: Problem) -> bool:

@@ -7,7 +7,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ..dtypes import DTYPES
-from .abilities import can_bundle, can_ring
+from .abilities import can_bundle, can_ring, can_share_grid
 from .devices import Device
 from .grids import blocks_of_groups
 from .problem import PATHS_OF_STRATEGY, Problem, Tile, cols_of_slice
@@ -15,9 +15,7 @@ from .tile_model import (
     FEWEST_GRID_STAGES,
     GRID_EXCHANGERS,
     MOST_GRID_GROUPS,
-    can_share_grid,
-    grid_cols,
-    grid_packs,
+    grid_block,
     smem_bytes_of,
 )
 
@@ -85,7 +83,7 @@ def check_tile(problem: Problem, strategy: str, tile: Tile, device: Device) -> N
             f"tile has packs_per_thread {tile.packs_per_thread}; expected fewer: the last pack "
             f"of every thread is beyond the {num_cols} columns of its block"
         )
-    cols = grid_cols(problem, tile) if tile.path == "grid" else tile.cols
+    cols = grid_block(problem, tile).cols if tile.path == "grid" else tile.cols
     fills = cols * tile.cluster_size == problem.num_cols and (in_registers or tile.path == "grid")
     if tile.exact not in (0, 1) or (tile.exact and not fills):
         raise ValueError(
@@ -188,7 +186,7 @@ def _check_grid(problem: Problem, tile: Tile, device: Device) -> None:
             f"tile has threads_per_row {tile.threads_per_row}; expected {fewest} or more: "
             f"{GRID_EXCHANGERS} warps have no columns"
         )
-    packs = grid_packs(problem, tile)
+    packs = grid_block(problem, tile).packs
     if tile.packs_per_thread != packs or tile.stages < FEWEST_GRID_STAGES:
         raise ValueError(
             f"tile has packs_per_thread {tile.packs_per_thread} and stages {tile.stages}; expected "

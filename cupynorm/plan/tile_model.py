@@ -12,6 +12,7 @@ import csv
 from functools import cache, lru_cache
 from itertools import combinations
 from pathlib import Path
+from typing import NamedTuple
 
 from ..dtypes import DTYPES
 from .abilities import is_only_quantized, streamed
@@ -21,29 +22,10 @@ from .problem import Problem, Tile, ceil_div, cols_of_slice
 # The hardware reserves 1024 bytes of shared memory for each block.
 RESERVED_BYTES = 1024
 
-# Path grid, as in grid_shape.cuh and grid_words.cuh: warps of a block that exchange sums, and slots
-# for them; all the shared memory of a block; registers of a thread for one step, by its
-# packs, while the others keep weights and sums. The most groups of blocks that share a row.
-GRID_EXCHANGERS, _GRID_SLOTS, _GRID_BYTES, _STEP_REGISTERS = 4, 8, 227 * 1024, {1: 80, 2: 96}
+# Path grid: warps of a block that exchange sums, slots for them, all the shared memory of a block,
+# the most groups of blocks that share a row, and the fewest stages.
+GRID_EXCHANGERS, _GRID_SLOTS, _GRID_BYTES = 4, 8, 227 * 1024
 MOST_GRID_GROUPS, FEWEST_GRID_STAGES = 16, 4
-
-
-def can_share_grid(problem: Problem) -> bool:
-    """Whether all blocks of a grid can share rows. Asynchronous copies have 4 to 16 bytes."""
-    plain = problem.compute == "float32" and problem.extras <= {"wide"}
-    copied = all(4 <= problem.widest_pack * size <= 16 for size in streamed(problem))
-    return plain and copied and bool(problem.forward or problem.dx)
-
-
-def keeps_sums(problem: Problem, tile: Tile) -> bool:
-    """Backward: whether the kernel that writes dx also forms partial sums of dweight and dbias.
-
-    On path grid it does if they fit beside the stages.
-    """
-    if tile.path != "grid":
-        return tile.path != "uncached"
-    used = _exchange_bytes(problem, tile) + tile.stages * _slot_bytes(problem, tile)
-    return used + _grid_sum_bytes(problem, tile) <= _GRID_BYTES
 
 
 # Shared memory.
@@ -96,119 +78,81 @@ def _bundle_bytes(problem: Problem, tile: Tile) -> int:
     return max(num_warps * tile.stages * (parts * sum(images) + 8), sums)
 
 
-def _grid_bytes(problem: Problem, tile: Tile) -> int:
-    """All that a block can have: for GridExchange, slots, sums, and then parameters."""
-    sums = _grid_sum_bytes(problem, tile) if keeps_sums(problem, tile) else 0
-    used = _exchange_bytes(problem, tile) + tile.stages * _slot_bytes(problem, tile) + sums
-    return max(used, _GRID_BYTES)
+class GridBlock(NamedTuple):
+    """One block of path "grid", as in cuda_src/grid_shape.cuh, grid_words.cuh and grid_sums.cuh.
 
-
-def _exchange_bytes(problem: Problem, tile: Tile) -> int:
-    parts = (3 if problem.centered else 1) if problem.forward else 2
-    num_warps = tile.threads_per_row // 32 - GRID_EXCHANGERS
-    return ceil_div(_GRID_SLOTS * (parts * (num_warps + 1) * 4 + 16), 16) * 16
-
-
-def _slot_bytes(problem: Problem, tile: Tile) -> int:
-    """The packs of one step of each worker."""
-    workers = tile.threads_per_row - 32 * GRID_EXCHANGERS
-    return packs_at_once(tile) * tile.pack_size * workers * sum(streamed(problem))
-
-
-def grid_stages(problem: Problem, tile: Tile, sums: bool) -> int:
-    """Path grid: the most stages that fit beside parameters, and the sums of dweight and dbias.
-
-    If too few are left for a row, some parameters are read again for each row.
+    packs, steps: what one worker has of a row, and the steps in which it takes them.
+    packs: of a row, those of one worker.
+    cols, exact: the columns of all packs, and whether the blocks of a group have no others.
+    exchange_bytes, stage_bytes, sum_bytes: shared memory for the exchange, for one stage, and for
+        the sums of dweight and dbias that are not in registers.
+    most_stages: how many fit beside those sums and beside the parameters that are not in registers.
+        If too few are left for a row, parameters are read again for each row, and last the sums
+        are left to another kernel.
     """
-    left = _GRID_BYTES - _exchange_bytes(problem, tile)
-    left -= _grid_sum_bytes(problem, tile) if sums else 0
-    slot_bytes = _slot_bytes(problem, tile)
-    beside = (left - _grid_parameter_bytes(problem, tile, sums)) // slot_bytes
-    return max(beside, min(left // slot_bytes, stages_of_row(tile)))
+
+    packs: int
+    cols: int
+    exact: bool
+    exchange_bytes: int
+    stage_bytes: int
+    sum_bytes: int
+    most_stages: int
 
 
-def _spare_registers(tile: Tile, forward: bool) -> int:
-    """Registers of a thread for sums and parameters: grid_shape.cuh, backward grid_sums.cuh."""
-    registers = 512 // ceil_div(tile.threads_per_row, 128) // 8 * 8
-    registers -= 0 if forward or grid_steps(tile) < 8 else 24
-    return registers - _STEP_REGISTERS[packs_at_once(tile)]
-
-
-def _grid_parameter_bytes(problem: Problem, tile: Tile, sums: bool) -> int:
-    """Shared memory for the weights and biases that are not in registers."""
+def grid_block(problem: Problem, tile: Tile) -> GridBlock:
+    """The block of a tile with a pack_size, threads_per_row and cluster_size."""
+    workers = tile.threads_per_row - 32 * GRID_EXCHANGERS
+    at_once = 2 if workers <= 256 else 1  # packs in one step: few warps need more
+    step_cols = at_once * tile.pack_size * workers
+    steps = max(1, ceil_div(cols_of_slice(problem, tile.pack_size, tile.cluster_size), step_cols))
+    packs, cols = steps * at_once, steps * step_cols
+    exact = cols * tile.cluster_size == problem.num_cols
+    parts = (3 if problem.centered else 1) if problem.forward else 2
+    exchange_bytes = ceil_div(_GRID_SLOTS * (parts * (workers // 32 + 1) * 4 + 16), 16) * 16
+    stage_bytes = step_cols * sum(streamed(problem))
+    # Registers of a thread for sums and parameters: all but those for one step.
+    spare = 512 // ceil_div(tile.threads_per_row, 128) // 8 * 8 - (96 if at_once == 2 else 80)
+    spare -= 0 if problem.forward or steps < 8 else 24
+    pack_sums = tile.pack_size * (bool(problem.dweight) + bool(problem.dbias))
+    sums_kept = min(packs, max(spare, 0) // pack_sums) if pack_sums else 0
+    sum_bytes = (packs - sums_kept) * pack_sums * workers * 4
     names = [problem.weight] + [problem.bias] * problem.forward
     pack_bytes = tile.pack_size * sum(DTYPES[name].itemsize for name in names if name)
-    if not pack_bytes:
-        return 0
-    packs, spare = tile.packs_per_thread, _spare_registers(tile, problem.forward)
-    if problem.forward:
-        spare += 16 * (packs * pack_bytes <= 4 * (spare + 16))
-    else:
-        spare -= 24 - 16 * tile.exact
-        wanted = (bool(problem.dweight) + bool(problem.dbias)) * sums
-        spare -= _sums_in_registers(tile, wanted) * tile.pack_size * wanted
-    in_registers = min(packs, max(spare, 0) * 4 // pack_bytes)
-    return (packs - in_registers) * pack_bytes * (tile.threads_per_row - 32 * GRID_EXCHANGERS)
+    spare += 16 * (packs * pack_bytes <= 4 * (spare + 16)) if problem.forward else 16 * exact - 24
+    for sums in (True, False):
+        left = spare - sums_kept * pack_sums * sums
+        parameters = packs - min(packs, max(left, 0) * 4 // max(pack_bytes, 1))
+        room = _GRID_BYTES - exchange_bytes - sum_bytes * sums
+        beside = (room - parameters * pack_bytes * workers) // stage_bytes
+        stages = max(beside, min(room // stage_bytes, steps + max(ceil_div(steps, 2), 3)))
+        if stages >= steps + 2:  # a row stays
+            break
+    return GridBlock(packs, cols, exact, exchange_bytes, stage_bytes, sum_bytes, stages)
 
 
-def _sums_in_registers(tile: Tile, wanted: int) -> int:
-    """The packs whose sums are in registers. wanted: of dweight, dbias or both."""
-    spare = max(_spare_registers(tile, False), 0)
-    return min(tile.packs_per_thread, spare // (tile.pack_size * wanted)) if wanted else 0
+def keeps_sums(problem: Problem, tile: Tile) -> bool:
+    """Backward: whether the kernel that writes dx also forms partial sums of dweight and dbias.
+
+    On path grid it does if they fit beside the stages.
+    """
+    if tile.path != "grid":
+        return tile.path != "uncached"
+    return _grid_bytes(problem, tile) + grid_block(problem, tile).sum_bytes <= _GRID_BYTES
 
 
-def packs_at_once(tile: Tile) -> int:
-    """Path grid: packs that a worker takes in one step; few warps need more."""
-    return 2 if tile.threads_per_row // 32 - GRID_EXCHANGERS <= 8 else 1
-
-
-def grid_steps(tile: Tile) -> int:
-    """Path grid: steps in which a worker takes its packs of a row."""
-    return tile.packs_per_thread // packs_at_once(tile)
-
-
-def stages_of_row(tile: Tile) -> int:
-    """Path grid: the fewest stages of a row that stays while its sums travel."""
-    return grid_steps(tile) + max(ceil_div(grid_steps(tile), 2), 3)
-
-
-def _grid_sum_bytes(problem: Problem, tile: Tile) -> int:
-    """Shared memory for sums of dweight and dbias: those of GridSums that are not in registers."""
-    wanted = bool(problem.dweight) + bool(problem.dbias)
-    if problem.forward or not wanted:
-        return 0
-    in_registers = _sums_in_registers(tile, wanted)
-    workers = tile.threads_per_row - 32 * GRID_EXCHANGERS
-    return (tile.packs_per_thread - in_registers) * wanted * tile.pack_size * workers * 4
-
-
-def grid_packs(problem: Problem, tile: Tile) -> int:
-    """Path grid: packs of a row that one thread has, in whole steps."""
-    slice_cols = cols_of_slice(problem, tile.pack_size, tile.cluster_size)
-    workers = tile.threads_per_row - 32 * GRID_EXCHANGERS
-    at_once = packs_at_once(tile)
-    return max(1, ceil_div(slice_cols, at_once * tile.pack_size * workers)) * at_once
-
-
-def grid_cols(problem: Problem, tile: Tile) -> int:
-    """Path grid: columns of the packs of a block's threads, which hold its slice of a row."""
-    workers = tile.threads_per_row - 32 * GRID_EXCHANGERS
-    return grid_packs(problem, tile) * tile.pack_size * workers
-
-
-def fits_grid(problem: Problem, device: Device, tile: Tile) -> bool:
-    """Whether one block fits a multiprocessor, and two do not (cuda_src/grid/grid_exchange.cuh)."""
-    smem_bytes = smem_bytes_of(problem, tile, "cluster")
-    of_blocks = tile.blocks_per_sm * (smem_bytes + RESERVED_BYTES)
-    return of_blocks <= device.smem_per_sm and smem_bytes <= device.smem_per_block
+def _grid_bytes(problem: Problem, tile: Tile) -> int:
+    block = grid_block(problem, tile)
+    return block.exchange_bytes + tile.stages * block.stage_bytes
 
 
 def smem_bytes_of(problem: Problem, tile: Tile, strategy: str) -> int:
     """Dynamic shared memory of one block."""
     itemsize, compute_bytes = DTYPES[problem.x].itemsize, DTYPES[problem.compute].itemsize
-    of_path = {"bundle": _bundle_bytes, "ring": _ring_bytes, "grid": _grid_bytes}
-    if tile.path in of_path:
-        return of_path[tile.path](problem, tile)
+    if tile.path == "grid":  # all that a block can have, so that two blocks do not fit
+        return max(_grid_bytes(problem, tile), _GRID_BYTES)
+    if tile.path in ("ring", "bundle"):
+        return (_ring_bytes if tile.path == "ring" else _bundle_bytes)(problem, tile)
     if strategy == "parameters":
         return 2 * tile.pack_size * tile.threads_per_row * tile.block_size // 32 * compute_bytes
     if strategy == "warp":

@@ -18,7 +18,7 @@ from cupynorm.plan.dispatch import choose, make_plan, widest
 from cupynorm.plan.instances import Choice
 from cupynorm.plan.problem import Layout, Problem
 from cupynorm.plan.strategies import STATISTICS, STRATEGIES
-from cupynorm.plan.tile_model import FEWEST_GRID_STAGES, fits_grid, grid_packs
+from cupynorm.plan.tile_model import FEWEST_GRID_STAGES, fits_smem, grid_block, smem_bytes_of
 
 
 def problem_to_8_bits(num_cols: int, scaling: str, dtype: str = "bfloat16", **changes) -> Problem:
@@ -219,8 +219,9 @@ def test_every_plan_covers_its_row_and_fits_its_device(device, direction, norm):
             )
             if tile.path == "grid":
                 assert made.strategy == "cluster" and tile.cluster_size <= made.device.num_sms
-                assert tile.packs_per_thread == grid_packs(made.problem, tile)
-                assert fits_grid(made.problem, made.device, tile)
+                assert tile.packs_per_thread == grid_block(made.problem, tile).packs
+                smem_bytes = smem_bytes_of(made.problem, tile, "cluster")
+                assert fits_smem(made.device, smem_bytes, tile.blocks_per_sm)
                 assert tile.stages >= FEWEST_GRID_STAGES
             elif (
                 tile.packs_per_thread
