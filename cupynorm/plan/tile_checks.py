@@ -22,84 +22,18 @@ from .tile_model import (
 
 def check_tile(problem: Problem, strategy: str, tile: Tile, device: Device) -> None:
     """Raise a ValueError that says what does not fit."""
-
-    def power_of_two(value: int) -> bool:
-        return value > 0 and value & (value - 1) == 0
-
-    if not power_of_two(tile.pack_size) or tile.pack_size > problem.layout.pack_limit:
-        raise ValueError(
-            f"tile has pack_size {tile.pack_size}; expected a power of two up to "
-            f"{problem.layout.pack_limit}, which num_cols {problem.num_cols} and the alignment of "
-            "the arrays allow"
-        )
-    if (
-        tile.threads_per_row < 1
-        or tile.rows_per_block < 1
-        or tile.block_size > 1024
-        or tile.block_size % 32
-    ):
-        raise ValueError(
-            f"tile has threads_per_row {tile.threads_per_row} and "
-            f"rows_per_block {tile.rows_per_block}; expected a product that is a multiple of 32 "
-            "up to 1024"
-        )
-    if strategy == "warp" and (tile.threads_per_row > 32 or not power_of_two(tile.threads_per_row)):
-        raise ValueError(
-            f"tile has threads_per_row {tile.threads_per_row}; "
-            "expected a power of two up to 32 for strategy 'warp'"
-        )
-    if strategy != "warp" and not tile.stages and tile.rows_per_block != 1:
-        raise ValueError(
-            f"tile has rows_per_block {tile.rows_per_block}; "
-            f"expected 1: without stages strategy {strategy!r} works on one row a block"
-        )
-    if strategy == "cluster":
-        if tile.path == "grid":
-            _check_grid(problem, tile, device)
-        elif tile.cluster_size not in dict(device.clusters):
-            sizes = ", ".join(str(size) for size, _ in device.clusters)
-            raise ValueError(
-                f"tile has cluster_size {tile.cluster_size}; expected one of {sizes}, "
-                f"the clusters that {device.name} runs"
-            )
-    elif tile.cluster_size != 1:
-        raise ValueError(
-            f"tile has cluster_size {tile.cluster_size}; "
-            f"expected 1: strategy {strategy!r} has no clusters"
-        )
+    _check_threads(problem, strategy, tile)
+    _check_blocks_of_row(problem, strategy, tile, device)
     in_registers = strategy == "warp" or (strategy == "block" and not problem.forward)
     in_registers = in_registers or tile.path not in ("smem", "grid", "uncached")
-    num_cols = cols_of_slice(problem, tile.pack_size, tile.cluster_size)
-    if in_registers and tile.cols < num_cols:
-        raise ValueError(
-            f"tile holds {tile.cols} columns (pack_size {tile.pack_size} x "
-            f"threads_per_row {tile.threads_per_row} x "
-            f"packs_per_thread {tile.packs_per_thread}); expected {num_cols} or more"
-            + " for each block"
-            * (strategy == "cluster")
-        )
-    if in_registers and tile.cols - tile.pack_size * tile.threads_per_row >= max(num_cols, 1):
-        raise ValueError(
-            f"tile has packs_per_thread {tile.packs_per_thread}; expected fewer: the last pack "
-            f"of every thread is beyond the {num_cols} columns of its block"
-        )
-    cols = grid_block(problem, tile).cols if tile.path == "grid" else tile.cols
-    fills = cols * tile.cluster_size == problem.num_cols and (in_registers or tile.path == "grid")
-    if tile.exact not in (0, 1) or (tile.exact and not fills):
-        raise ValueError(
-            f"tile has exact {tile.exact}; expected 1 for a row that fills the {cols} columns "
-            "of the registers, or on path grid of the threads, else 0"
-        )
-    if in_registers and tile.pack_size * tile.packs_per_thread > 256:
-        raise ValueError(
-            f"tile keeps {tile.pack_size * tile.packs_per_thread} elements in each thread; "
-            "expected fewer than its 255 registers"
-        )
-    if not in_registers and tile.packs_per_thread and tile.path != "grid":
+    if in_registers:
+        _check_registers(problem, strategy, tile)
+    elif tile.packs_per_thread and tile.path != "grid":
         raise ValueError(
             f"tile has packs_per_thread {tile.packs_per_thread}; "
             "expected 0: here the row is not kept in registers"
         )
+    _check_exact(problem, tile, in_registers)
     if tile.blocks_per_sm < 1 or tile.blocks_per_sm * tile.block_size > device.threads_per_sm:
         raise ValueError(
             f"tile has blocks_per_sm {tile.blocks_per_sm} and blocks of {tile.block_size} threads; "
@@ -113,24 +47,110 @@ def check_tile(problem: Problem, strategy: str, tile: Tile, device: Device) -> N
         )
     if tile.path == "bundle":
         _check_bundle(problem, strategy, tile, device)
-    elif (
-        tile.stages
-        and tile.path != "grid"
-        and (
-            tile.stages < 1 + (tile.rows_per_block > 1)
-            or not tile.packs_per_thread
-            or strategy not in (("block",) if tile.path == "staged" else ("block", "cluster"))
+    elif tile.path != "grid":
+        _check_stages(problem, strategy, tile, device)
+    check_path(strategy, tile)
+    smem_bytes = smem_bytes_of(problem, tile, strategy)
+    if smem_bytes > device.smem_per_block:
+        raise ValueError(
+            f"tile needs {smem_bytes} bytes of shared memory a block, "
+            f"{device.name} has {device.smem_per_block}"
         )
-    ):
+
+
+def _is_power_of_two(value: int) -> bool:
+    return value > 0 and value & (value - 1) == 0
+
+
+def _check_threads(problem: Problem, strategy: str, tile: Tile) -> None:
+    """The pack of a thread, and the threads of a row and of a block."""
+    threads, rows = tile.threads_per_row, tile.rows_per_block
+    if not _is_power_of_two(tile.pack_size) or tile.pack_size > problem.layout.pack_limit:
+        raise ValueError(
+            f"tile has pack_size {tile.pack_size}; expected a power of two up to "
+            f"{problem.layout.pack_limit}, which num_cols {problem.num_cols} and the alignment of "
+            "the arrays allow"
+        )
+    if threads < 1 or rows < 1 or tile.block_size > 1024 or tile.block_size % 32:
+        raise ValueError(
+            f"tile has threads_per_row {threads} and rows_per_block {rows}; "
+            "expected a product that is a multiple of 32 up to 1024"
+        )
+    if strategy == "warp" and (threads > 32 or not _is_power_of_two(threads)):
+        raise ValueError(
+            f"tile has threads_per_row {threads}; "
+            "expected a power of two up to 32 for strategy 'warp'"
+        )
+    if strategy != "warp" and not tile.stages and rows != 1:
+        raise ValueError(
+            f"tile has rows_per_block {rows}; "
+            f"expected 1: without stages strategy {strategy!r} works on one row a block"
+        )
+
+
+def _check_blocks_of_row(problem: Problem, strategy: str, tile: Tile, device: Device) -> None:
+    """The blocks that share a row."""
+    if tile.path == "grid" and strategy == "cluster":
+        _check_grid(problem, tile, device)
+    elif strategy == "cluster" and tile.cluster_size not in dict(device.clusters):
+        sizes = ", ".join(str(size) for size, _ in device.clusters)
+        raise ValueError(
+            f"tile has cluster_size {tile.cluster_size}; expected one of {sizes}, "
+            f"the clusters that {device.name} runs"
+        )
+    elif strategy != "cluster" and tile.cluster_size != 1:
+        raise ValueError(
+            f"tile has cluster_size {tile.cluster_size}; "
+            f"expected 1: strategy {strategy!r} has no clusters"
+        )
+
+
+def _check_registers(problem: Problem, strategy: str, tile: Tile) -> None:
+    """The columns in the registers of a block's threads: all of its slice, no pack without any."""
+    num_cols = cols_of_slice(problem, tile.pack_size, tile.cluster_size)
+    if tile.cols < num_cols:
+        raise ValueError(
+            f"tile holds {tile.cols} columns (pack_size {tile.pack_size} x "
+            f"threads_per_row {tile.threads_per_row} x "
+            f"packs_per_thread {tile.packs_per_thread}); expected {num_cols} or more"
+            + " for each block"
+            * (strategy == "cluster")
+        )
+    if tile.cols - tile.pack_size * tile.threads_per_row >= max(num_cols, 1):
+        raise ValueError(
+            f"tile has packs_per_thread {tile.packs_per_thread}; expected fewer: the last pack "
+            f"of every thread is beyond the {num_cols} columns of its block"
+        )
+    if tile.elements > 256:
+        raise ValueError(
+            f"tile keeps {tile.elements} elements in each thread; "
+            "expected fewer than its 255 registers"
+        )
+
+
+def _check_exact(problem: Problem, tile: Tile, in_registers: bool) -> None:
+    cols = grid_block(problem, tile).cols if tile.path == "grid" else tile.cols
+    fills = cols * tile.cluster_size == problem.num_cols and (in_registers or tile.path == "grid")
+    if tile.exact not in (0, 1) or (tile.exact and not fills):
+        raise ValueError(
+            f"tile has exact {tile.exact}; expected 1 for a row that fills the {cols} columns "
+            "of the registers, or on path grid of the threads, else 0"
+        )
+
+
+def _check_stages(problem: Problem, strategy: str, tile: Tile, device: Device) -> None:
+    """The stages of paths "staged" and "ring"."""
+    strategies = ("block",) if tile.path == "staged" else ("block", "cluster")
+    is_counted = tile.stages >= 1 + (tile.rows_per_block > 1) and tile.packs_per_thread
+    if tile.stages and not (is_counted and strategy in strategies):
         raise ValueError(
             f"tile has stages {tile.stages}, rows_per_block {tile.rows_per_block}, "
             f"packs_per_thread {tile.packs_per_thread}; expected 2 or more stages of a ring, "
             "or backward 1 for one row a block, and 1 or more packs, with strategy 'block' or "
             "'cluster'; forward, 1 stage with 'block' and one row a block"
         )
-    if tile.path == "staged" and (
-        problem.residual or tile.pack_size * DTYPES[problem.x].itemsize < 16
-    ):
+    is_small = tile.pack_size * DTYPES[problem.x].itemsize < 16
+    if tile.path == "staged" and (problem.residual or is_small):
         raise ValueError(
             f"tile has stages 1 and pack_size {tile.pack_size}; forward, 1 stage takes packs of "
             "16 bytes or more and no residual"
@@ -140,13 +160,6 @@ def check_tile(problem: Problem, strategy: str, tile: Tile, device: Device) -> N
             f"tile has stages {tile.stages}; a ring needs float32 arithmetic, sm_90 or later for "
             "the copy engine, and neither residual_dtype nor dropout nor row_scale nor "
             "memory_efficient nor load nor, backward, store"
-        )
-    check_path(strategy, tile)
-    smem_bytes = smem_bytes_of(problem, tile, strategy)
-    if smem_bytes > device.smem_per_block:
-        raise ValueError(
-            f"tile needs {smem_bytes} bytes of shared memory a block, "
-            f"{device.name} has {device.smem_per_block}"
         )
 
 
@@ -174,7 +187,8 @@ def check_path(strategy: str, tile: Tile) -> None:
 
 def _check_grid(problem: Problem, tile: Tile, device: Device) -> None:
     """The rules of check_tile for path "grid"."""
-    if not blocks_of_groups(tile, device, 0) or tile.blocks_per_sm != 1:
+    are_resident = tile.cluster_size > 0 and blocks_of_groups(tile, device, 0)
+    if not are_resident or tile.blocks_per_sm != 1:
         raise ValueError(
             f"tile has cluster_size {tile.cluster_size} and blocks_per_sm {tile.blocks_per_sm}; "
             "expected groups of blocks that are all resident, one block on each of more than half "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -12,277 +13,147 @@ from cupynorm.plan.devices import DEVICES
 from cupynorm.plan.dispatch import choose, widest
 from cupynorm.plan.problem import Layout, Tile
 
-WARP = Tile(pack_size=8, threads_per_row=32, packs_per_thread=4, rows_per_block=4)
+TILES = {
+    "WARP": Tile(pack_size=8, threads_per_row=32, packs_per_thread=4, rows_per_block=4),
+    "BLOCK": Tile(pack_size=8, threads_per_row=128, packs_per_thread=1),
+    "RING": Tile(pack_size=8, threads_per_row=128, packs_per_thread=1, stages=2),
+    "UNCACHED": Tile(pack_size=8, threads_per_row=512),
+    "CLUSTER": Tile(pack_size=8, threads_per_row=512, cluster_size=2),
+    "CLUSTER_RING": Tile(8, threads_per_row=64, packs_per_thread=1, cluster_size=2, stages=2),
+    "GRID": Tile(8, 192, packs_per_thread=2, cluster_size=128, stages=4, path="grid"),
+}
+WARP, BLOCK, RING, UNCACHED, CLUSTER, CLUSTER_RING, _ = TILES.values()
+
+# A line with strategy and tile | changes of the tile | changes of the problem; then the message.
+REFUSED = r"""
+cluster GRID | cluster_size 133
+  cluster_size 133 and blocks_per_sm 1; .* each of more than half of 132 multiproc
+cluster GRID | cluster_size 0
+  cluster_size 0 and blocks_per_sm 1; expected groups of blocks
+cluster GRID | threads_per_row 128
+  threads_per_row 128; expected 160 or more: 4 warps have no columns
+cluster GRID | stages 3
+  packs_per_thread 2 and stages 3; expected 2 packs, .*, and 4 or more stages
+cluster GRID | packs_per_thread 4
+  packs_per_thread 4 and stages 4; expected 2 packs
+cluster GRID | bundle 2
+  bundle 2; expected 0: path 'grid' has none
+block GRID | cluster_size 1
+  path 'grid'; .* for strategy 'block'
+cluster GRID | pack_size 2 | dtype float64
+  path 'grid'; it needs float32 arithmetic
+cluster GRID | | residual 1
+  path 'grid'; it needs .* nothing that is
+warp WARP | pack_size 3
+  pack_size 3; expected a power of two up to 16, which num_cols 1024 and the alignment
+warp WARP | pack_size 0
+  pack_size 0;
+warp WARP | | pack_limit 4
+  pack_size 8; expected a power of two up to 4, which num_cols 1024
+warp WARP | | num_cols 1023, pack_limit 1
+  pack_size 8; expected a power of two up to 1, which num_cols 1023
+warp WARP | rows_per_block 64
+  threads_per_row 32 and rows_per_block 64; .*multiple of 32 up
+warp WARP | threads_per_row 8, rows_per_block 3
+  threads_per_row 8 and rows_per_block 3;
+warp WARP | threads_per_row 0
+  threads_per_row 0 and
+warp WARP | rows_per_block -1
+  threads_per_row 32 and rows_per_block -1
+warp WARP | threads_per_row 64
+  threads_per_row 64; expected a power of two up to 32 for strategy 'warp'
+warp WARP | threads_per_row 24
+  threads_per_row 24; expected a power of two
+block BLOCK | rows_per_block 2
+  rows_per_block 2; expected 1: without stages strategy 'block' works on one row
+uncached UNCACHED | rows_per_block 2
+  rows_per_block 2; expected 1: without stages strategy 'uncached'
+cluster CLUSTER | cluster_size 3
+  cluster_size 3; expected one of 2, 4, 8, 16, the clusters that H200 runs
+cluster UNCACHED
+  cluster_size 1; expected one of 2, 4
+block BLOCK | cluster_size 2
+  cluster_size 2; expected 1: strategy 'block' has no clusters
+warp WARP | packs_per_thread 2
+  holds 512 columns \(pack_size 8 x threads_per_row 32 x packs_per_thread 2\); expected 1024 or more
+block BLOCK | threads_per_row 64
+  holds 512 columns
+warp WARP | packs_per_thread 0
+  holds 0 columns
+warp WARP | packs_per_thread -4
+  holds -1024 columns
+block BLOCK | packs_per_thread -1
+  packs_per_thread -1; expected 0: here the row is not kept
+cluster CLUSTER | threads_per_row 32, packs_per_thread 2 | num_cols 2048
+  holds 512 columns \(.* x packs_per_thread 2\); expected 1024 or more for each block$
+cluster CLUSTER | threads_per_row 64, packs_per_thread 2
+  packs_per_thread 2; expected fewer: the last pack of every thread is beyond
+cluster CLUSTER_RING | exact 1, stages 0 | num_cols 1008
+  exact 1; expected 1 for a row that fills the 512 columns
+block BLOCK | threads_per_row 32, packs_per_thread 64 | num_cols 16384
+  keeps 512 elements in each thread; expected fewer than its 255 registers
+warp WARP | packs_per_thread 5
+  packs_per_thread 5; expected fewer: the last pack .* is beyond the 1024 columns
+uncached UNCACHED | packs_per_thread 1
+  packs_per_thread 1; expected 0: here the row is not kept in registers
+cluster CLUSTER | packs_per_thread -1
+  packs_per_thread -1; expected 0: here
+warp WARP | exact 1 | num_cols 1000
+  exact 1; expected 1 for a row that fills the 1024 columns
+warp WARP | early 2
+  early 2; expected 1 only for forward
+uncached UNCACHED | early 1
+  early 1; expected 1 only for forward
+warp WARP | exact 2
+  exact 2;
+uncached UNCACHED | exact 1
+  exact 1;
+warp WARP | blocks_per_sm 0
+  blocks_per_sm 0 and blocks of 128 threads
+warp WARP | blocks_per_sm 17
+  blocks_per_sm 17 and blocks of 128 threads; expected 1 to 2048 threads on
+block RING | pack_size 2, packs_per_thread 4 | dtype float64
+  stages 2; a ring needs float32 arithmetic
+cluster CLUSTER_RING | stages 1
+  stages 1, rows_per_block 1, packs_per_thread 1; expected 2 or more stages .* 1 stage with 'block'
+block BLOCK | rows_per_block 2, stages 1
+  stages 1, rows_per_block 2, packs_per_thread 1; .* and one row a block
+block BLOCK | stages 1 | residual 1
+  stages 1 and pack_size 8; .* no residual
+block BLOCK | pack_size 4, packs_per_thread 2, stages 1
+  stages 1 and pack_size 4; .* packs of 16 bytes
+block BLOCK | rows_per_block 2, stages 1 | direction backward
+  stages 1, rows_per_block 2, packs_per_thread 1; .* backward 1 for one row a block
+block BLOCK | stages -1
+  stages -1, rows_per_block 1
+cluster CLUSTER | stages 2, path smem
+  stages 2, .*packs_per_thread 0; .* 1 or more packs
+warp WARP | stages 2
+  stages 2, .*packs_per_thread 4; .* with strategy 'block' or 'cluster'
+block UNCACHED | | num_cols 131008
+  needs 262400 bytes of shared memory a block, H200
+block BLOCK | threads_per_row 1024, stages 16 | num_cols 8192
+  needs 267856 bytes of shared memory a block, H200
+"""
 
 
-BLOCK = Tile(pack_size=8, threads_per_row=128, packs_per_thread=1)
+def fields_of(words: str) -> dict[str, int | str]:
+    """ "num_cols 1000, dtype float64" as a dict."""
+    pairs = (each.split() for each in words.split(",") if each.strip())
+    return {name: int(value) if value.lstrip("-").isdigit() else value for name, value in pairs}
 
 
-UNCACHED = Tile(pack_size=8, threads_per_row=512)
-
-
-CLUSTER = Tile(pack_size=8, threads_per_row=512, cluster_size=2)
-
-
-RING = replace(BLOCK, stages=2)
-
-
-CLUSTER_RING = Tile(pack_size=8, threads_per_row=64, packs_per_thread=1, cluster_size=2, stages=2)
-
-
-GRID = Tile(8, 192, packs_per_thread=2, cluster_size=128, stages=4, path="grid")
-
-
-@pytest.mark.parametrize(
-    ("message", "strategy", "tile", "changes"),
-    (
-        (
-            r"cluster_size 133 and blocks_per_sm 1; .* each of more than half of 132 multiproc",
-            "cluster",
-            replace(GRID, cluster_size=133),
-            {},
-        ),
-        (
-            r"threads_per_row 128; expected 160 or more: 4 warps have no columns",
-            "cluster",
-            replace(GRID, threads_per_row=128),
-            {},
-        ),
-        (
-            r"packs_per_thread 2 and stages 3; expected 2 packs, .*, and 4 or more stages",
-            "cluster",
-            replace(GRID, stages=3),
-            {},
-        ),
-        (
-            r"packs_per_thread 4 and stages 4; expected 2 packs",
-            "cluster",
-            replace(GRID, packs_per_thread=4),
-            {},
-        ),
-        (r"bundle 2; expected 0: path 'grid' has none", "cluster", replace(GRID, bundle=2), {}),
-        (r"path 'grid'; .* for strategy 'block'", "block", replace(GRID, cluster_size=1), {}),
-        (
-            r"path 'grid'; it needs float32 arithmetic",
-            "cluster",
-            replace(GRID, pack_size=2),
-            {"dtype": "float64"},
-        ),
-        (r"path 'grid'; it needs .* nothing that is", "cluster", GRID, {"residual": True}),
-        (
-            r"pack_size 3; expected a power of two up to 16, which num_cols 1024 and the alignment",
-            "warp",
-            replace(WARP, pack_size=3),
-            {},
-        ),
-        (r"pack_size 0;", "warp", replace(WARP, pack_size=0), {}),
-        (
-            r"pack_size 8; expected a power of two up to 4, which num_cols 1024",
-            "warp",
-            WARP,
-            {"layout": Layout(4, contiguous=True)},
-        ),
-        (
-            r"pack_size 8; expected a power of two up to 1, which num_cols 1023",
-            "warp",
-            WARP,
-            {"num_cols": 1023, "layout": Layout(1, contiguous=True)},
-        ),
-        (
-            r"threads_per_row 32 and rows_per_block 64; .*multiple of 32 up",
-            "warp",
-            replace(WARP, rows_per_block=64),
-            {},
-        ),
-        (
-            r"threads_per_row 8 and rows_per_block 3;",
-            "warp",
-            replace(WARP, threads_per_row=8, rows_per_block=3),
-            {},
-        ),
-        (r"threads_per_row 0 and", "warp", replace(WARP, threads_per_row=0), {}),
-        (r"threads_per_row 32 and rows_per_block -1", "warp", replace(WARP, rows_per_block=-1), {}),
-        (
-            r"threads_per_row 64; expected a power of two up to 32 for strategy 'warp'",
-            "warp",
-            replace(WARP, threads_per_row=64),
-            {},
-        ),
-        (
-            r"threads_per_row 24; expected a power of two",
-            "warp",
-            replace(WARP, threads_per_row=24),
-            {},
-        ),
-        (
-            r"rows_per_block 2; expected 1: without stages strategy 'block' works on one row",
-            "block",
-            replace(BLOCK, rows_per_block=2),
-            {},
-        ),
-        (
-            r"rows_per_block 2; expected 1: without stages strategy 'uncached'",
-            "uncached",
-            replace(UNCACHED, rows_per_block=2),
-            {},
-        ),
-        (
-            r"cluster_size 3; expected one of 2, 4, 8, 16, the clusters that H200 runs",
-            "cluster",
-            replace(CLUSTER, cluster_size=3),
-            {},
-        ),
-        (r"cluster_size 1; expected one of 2, 4", "cluster", replace(CLUSTER, cluster_size=1), {}),
-        (
-            r"cluster_size 2; expected 1: strategy 'block' has no clusters",
-            "block",
-            replace(BLOCK, cluster_size=2),
-            {},
-        ),
-        (
-            r"holds 512 columns \(pack_size 8 x threads_per_row 32 x packs_per_thread 2\); "
-            r"expected 1024 or more",
-            "warp",
-            replace(WARP, packs_per_thread=2),
-            {},
-        ),
-        (r"holds 512 columns", "block", replace(BLOCK, threads_per_row=64), {}),
-        (r"holds 0 columns", "warp", replace(WARP, packs_per_thread=0), {}),
-        (r"holds -1024 columns", "warp", replace(WARP, packs_per_thread=-4), {}),
-        (
-            r"packs_per_thread -1; expected 0: here the row is not kept",
-            "block",
-            replace(BLOCK, packs_per_thread=-1),
-            {},
-        ),
-        (
-            r"holds 512 columns \(.* x packs_per_thread 2\); expected 1024 or more for each block$",
-            "cluster",
-            Tile(8, 32, packs_per_thread=2, cluster_size=2),
-            {"num_cols": 2048},
-        ),
-        (
-            r"packs_per_thread 2; expected fewer: the last pack of every thread is beyond",
-            "cluster",
-            replace(CLUSTER, threads_per_row=64, packs_per_thread=2),
-            {},
-        ),
-        (
-            r"exact 1; expected 1 for a row that fills the 512 columns",
-            "cluster",
-            replace(CLUSTER, threads_per_row=64, packs_per_thread=1, exact=1),
-            {"num_cols": 1008},
-        ),
-        (
-            r"keeps 512 elements in each thread; expected fewer than its 255 registers",
-            "block",
-            replace(BLOCK, threads_per_row=32, packs_per_thread=64),
-            {"num_cols": 16384},
-        ),
-        (
-            r"packs_per_thread 5; expected fewer: the last pack .* is beyond the 1024 columns",
-            "warp",
-            replace(WARP, packs_per_thread=5),
-            {},
-        ),
-        (
-            r"packs_per_thread 1; expected 0: here the row is not kept in registers",
-            "uncached",
-            replace(UNCACHED, packs_per_thread=1),
-            {},
-        ),
-        (
-            r"packs_per_thread -1; expected 0: here",
-            "cluster",
-            replace(CLUSTER, packs_per_thread=-1),
-            {},
-        ),
-        (
-            r"exact 1; expected 1 for a row that fills the 1024 columns",
-            "warp",
-            replace(WARP, exact=1),
-            {"num_cols": 1000},
-        ),
-        (r"early 2; expected 1 only for forward", "warp", replace(WARP, early=2), {}),
-        (r"early 1; expected 1 only for forward", "uncached", replace(UNCACHED, early=1), {}),
-        (r"exact 2;", "warp", replace(WARP, exact=2), {}),
-        (r"exact 1;", "uncached", replace(UNCACHED, exact=1), {}),
-        (r"blocks_per_sm 0 and blocks of 128 threads", "warp", replace(WARP, blocks_per_sm=0), {}),
-        (
-            r"blocks_per_sm 17 and blocks of 128 threads; expected 1 to 2048 threads on",
-            "warp",
-            replace(WARP, blocks_per_sm=17),
-            {},
-        ),
-        (
-            r"stages 2; a ring needs float32 arithmetic",
-            "block",
-            replace(RING, pack_size=2, packs_per_thread=4),
-            {"dtype": "float64"},
-        ),
-        (
-            r"stages 1, rows_per_block 1, packs_per_thread 1; expected 2 or more stages of a ring, "
-            r".* 1 stage with 'block'",
-            "cluster",
-            replace(CLUSTER_RING, stages=1),
-            {},
-        ),
-        (
-            r"stages 1, rows_per_block 2, packs_per_thread 1; .* and one row a block",
-            "block",
-            replace(RING, stages=1, rows_per_block=2),
-            {},
-        ),
-        (
-            r"stages 1 and pack_size 8; .* no residual",
-            "block",
-            replace(RING, stages=1),
-            {"residual": True},
-        ),
-        (r"stages 1 and pack_size 4; .* packs of 16 bytes", "block", Tile(4, 128, 2, stages=1), {}),
-        (
-            r"stages 1, rows_per_block 2, packs_per_thread 1; .* backward 1 for one row a block",
-            "block",
-            replace(RING, stages=1, rows_per_block=2),
-            {"direction": "backward"},
-        ),
-        (r"stages -1, ", "block", replace(RING, stages=-1), {}),
-        (
-            r"stages 2, .*packs_per_thread 0; .* 1 or more packs",
-            "cluster",
-            replace(CLUSTER, stages=2, path="smem"),
-            {},
-        ),
-        (
-            r"stages 2, .*packs_per_thread 4; .* with strategy 'block' or 'cluster'",
-            "warp",
-            replace(WARP, stages=2),
-            {},
-        ),
-        (
-            r"needs 262400 bytes of shared memory a block, H200",
-            "block",
-            UNCACHED,
-            {"num_cols": 131008},
-        ),
-        (
-            r"needs 267856 bytes of shared memory a block, H200",
-            "block",
-            replace(RING, threads_per_row=1024, stages=16),
-            {"num_cols": 8192},
-        ),
-    ),
-    ids=lambda value: (
-        value.split(";")[0].split(" \\(")[0] if isinstance(value, str) and " " in value else None
-    ),
-)
-def test_tiles_that_are_refused(message, strategy, tile, changes):
-    problem = problem_of(
-        changes.get("num_cols", 1024),
-        **{key: value for key, value in changes.items() if key != "num_cols"},
-    )
-    with pytest.raises(ValueError, match="tile .*" + message):
-        choose(problem, DEVICES["H200"], strategy, tile)
+@pytest.mark.parametrize("case", re.split(r"\n(?! )", REFUSED.strip()))
+def test_tiles_that_are_refused(case):
+    head, message = case.split("\n  ", 1)
+    named, of_tile, of_problem = (*(each.strip() for each in head.split("|")), "", "")[:3]
+    strategy, name = named.split()
+    changes = {"num_cols": 1024} | fields_of(of_problem)
+    if "pack_limit" in changes:
+        changes["layout"] = Layout(changes.pop("pack_limit"), contiguous=True)
+    tile = replace(TILES[name], **fields_of(of_tile))
+    with pytest.raises(ValueError, match=f"tile .*{message}"):
+        choose(problem_of(**changes), DEVICES["H200"], strategy, tile)
 
 
 def test_tiles_next_to_the_refused_ones_are_accepted():
