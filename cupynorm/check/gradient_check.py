@@ -114,6 +114,8 @@ def check(
     for name in asked.norms:
         if name not in NORMS:
             raise ValueError(f"norm is {name!r}; expected {' or '.join(NORMS)}")
+    if progress is not None and not callable(progress):
+        raise TypeError(f"progress is {progress!r}; expected a function as tqdm, or None")
     own = Callables(function, forward, backward, library)
     functors = {
         role: given for role, given in (("load", load), ("store", store)) if given is not None

@@ -163,6 +163,9 @@ class LayerNormLinear(GradientLayer, Fp8Layer, NormLinearParameters):
         self.parallel_mode, self.ub_name, self.name = parallel_mode, ub_name, name
         self.save_normalized, self.fused, self.sm_margin = save_normalized, fused, sm_margin
         self.init_method, self.get_rng_state_tracker = init_method, get_rng_state_tracker
+        for name in ("init_method", "get_rng_state_tracker"):
+            if (value := getattr(self, name)) is not None and not callable(value):
+                raise TypeError(f"{name} is {value!r}; expected a function or None")
         self._begin_gradients()
         self._folded: fold.Folded | None = None
         self._begin_state()

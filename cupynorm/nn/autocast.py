@@ -129,14 +129,14 @@ def fp8_autocast(
     Regions belong to the process: those of several threads are nested in the order in which they
     began.
 
-    Raises TypeError for a recipe of another kind, an enabled or calibrating that is not a bool, or
-    where both names of one argument are given.
+    Raises TypeError for a recipe or group of another kind, an enabled or calibrating that is not a
+    bool, or where both names of one argument are given.
     """
     if torch.compiler.is_dynamo_compiling():
         torch._dynamo.graph_break()  # the region must be active while a graph runs
     recipe = either(recipe=recipe, fp8_recipe=fp8_recipe)
     group = either(group=group, fp8_group=fp8_group)
-    _check(enabled, calibrating, recipe)
+    _check(enabled, calibrating, recipe, group)
     used, groups = (_regions[0].used, _regions[0].groups) if _regions else ({}, [])
     recipe = recipe or DelayedScaling()
     is_recorded = isinstance(recipe, DelayedScaling) and (enabled or calibrating)
@@ -166,7 +166,7 @@ def fp8_autocast(
                 amaxes.end_step(used, groups)
 
 
-def _check(enabled: object, calibrating: object, recipe: object) -> None:
+def _check(enabled: object, calibrating: object, recipe: object, group: object) -> None:
     if not isinstance(enabled, bool):
         raise TypeError(
             f"enabled is {type_in_words(enabled)}; expected True or False, and a recipe as recipe="
@@ -183,3 +183,6 @@ def _check(enabled: object, calibrating: object, recipe: object) -> None:
             f"recipe is {type_in_words(recipe)}; expected DelayedScaling, CurrentScaling, "
             "BlockScaling or MXFP8BlockScaling"
         )
+    is_group = callable(getattr(group, "size", None)) and not isinstance(group, torch.Tensor)
+    if group is not None and not is_group:
+        raise TypeError(f"group is {type_in_words(group)}; expected a group of torch.distributed")

@@ -75,10 +75,16 @@ def plan(
     launch_as = launch_options(strategy, tile, statistics, sm_margin).of(direction)
     weight, bias = (dtype if name == "same" else name for name in (weight_dtype, bias_dtype))
     y = out_dtype or dtype
-    is_quantized = direction == "forward" and y in FLOAT8S
-    for name in filter(None, (dtype, weight, bias, None if is_quantized else y)):
-        if name not in DTYPES:
-            raise ValueError(f"dtype is {name!r}; expected one of {', '.join(DTYPES)}")
+    is_quantized = direction == "forward" and y in list(FLOAT8S)
+    dtypes = {"dtype": dtype, "weight_dtype": weight, "bias_dtype": bias}
+    dtypes["out_dtype"] = None if is_quantized else y
+    for name, given in dtypes.items():
+        if given is not None and given not in list(DTYPES):
+            raise ValueError(f"{name} is {given!r}; expected one of {', '.join(DTYPES)}")
+    switches = {"residual": residual, "zero_centered_weight": zero_centered_weight, "amax": amax}
+    for name, given in switches.items():
+        if given not in (True, False):
+            raise TypeError(f"{name} is {given!r}; expected True or False")
     if scale is not None and (not is_quantized or scale not in SCALINGS):
         raise ValueError(
             f"scale is {scale!r}; expected one of {', '.join(SCALINGS)}, of a forward whose "
@@ -92,13 +98,13 @@ def plan(
     if device is None:
         device = launch.current_device()
     elif not isinstance(device, Device):
-        if device not in DEVICES:
+        if device not in list(DEVICES):
             raise ValueError(
                 f"device is {device!r}; expected one of {', '.join(DEVICES)}, a Device, "
                 "or None for the current GPU"
             )
         device = DEVICES[device]
-    tensors = {"y": y, "bias": bias, "residual": residual, "amax": bool(amax)}
+    tensors = {"y": y, "bias": bias, "residual": bool(residual), "amax": bool(amax)}
     tensors["scaling"] = (scale or "given") if is_quantized else None
     if direction == "backward":
         tensors = {
@@ -119,7 +125,7 @@ def plan(
         dtype,
         Layout.of(num_cols, operands),
         weight=weight,
-        zero_centered=zero_centered_weight,
+        zero_centered=bool(zero_centered_weight),
         **tensors,
     )
     return make_plan(problem, device, num_rows, **launch_as._asdict())

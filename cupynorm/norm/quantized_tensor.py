@@ -56,6 +56,9 @@ class QuantizedTensor:
         carrier: Callable | None = None,
     ) -> None:
         """carrier: of torch: passes the gradient of the values on to what was quantised."""
+        for name, array in (("data", data), ("scale_inv", scale_inv)):
+            if not hasattr(array, "dtype"):
+                raise TypeError(f"{name} is {arrays.type_in_words(array)}; expected an array")
         self.data, self.scale_inv, self.dtype = data, scale_inv, dtype
         self.transposed, self.transposed_scale_inv = transposed, transposed_scale_inv
         self.block_rows, self.block_cols = block_rows, block_cols

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 
@@ -36,6 +37,26 @@ class Device:
     clusters: tuple[tuple[int, int], ...] = ()
     registers_per_sm: int = 65536
     grid_blocks: int = 256
+
+    def __post_init__(self) -> None:
+        counts = {name: value for name, value in vars(self).items() if name not in _NOT_COUNTS}
+        for name, value in counts.items():
+            if not _is_count(value):
+                raise ValueError(f"{name} is {value!r}; expected an int of 1 or more")
+        pairs = self.clusters if isinstance(self.clusters, Sequence) else [self.clusters]
+        for pair in pairs:
+            if not (isinstance(pair, Sequence) and len(pair) == 2 and all(map(_is_count, pair))):
+                raise ValueError(
+                    f"clusters is {self.clusters!r}; expected pairs of a size and a number of "
+                    "clusters, both ints of 1 or more"
+                )
+
+
+_NOT_COUNTS = ("name", "clusters")
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
 def _device(name: str, compute_capability: int, num_sms: int, **changes: object) -> Device:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -175,10 +175,12 @@ def functor(
     that uses them.
     """
     for field_name, names in (("arrays", arrays), ("numbers", numbers)):
-        if isinstance(names, str):
+        if isinstance(names, str) or not isinstance(names, Iterable):
             raise TypeError(
                 f"{field_name} is {names!r}; expected a sequence of names, as ({names!r},)"
             )
+    if reference is not None and not callable(reference):
+        raise TypeError(f"reference is {reference!r}; expected a function of NumPy arrays")
     arrays, numbers = tuple(arrays), tuple(numbers)
     for each in (name, *arrays, *numbers):
         if not isinstance(each, str) or not re.fullmatch(r"[A-Za-z][A-Za-z0-9_]*", each):

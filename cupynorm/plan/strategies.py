@@ -134,7 +134,7 @@ def check_choice(strategy: str | None, statistics: str | None) -> None:
         ("strategy", strategy, STRATEGIES),
         ("statistics", statistics, STATISTICS),
     ):
-        if given is not None and given not in known:
+        if given is not None and given not in list(known):
             raise ValueError(
                 f"{name} is {given!r}; expected one of {', '.join(known)}, "
                 "or None to let the width decide"

@@ -37,7 +37,7 @@ def test_warps_that_fit(registers, warps):
 def test_no_warp_has_more_than_256_registers():
     assert warps_that_fit(H200, 256) == 8
     assert warps_that_fit(H200, 257) == 0
-    assert warps_that_fit(replace(H200, registers_per_sm=0), 32) == 0
+    assert warps_that_fit(replace(H200, registers_per_sm=1), 32) == 0
 
 
 def test_warps_that_fit_fall_as_registers_grow():
