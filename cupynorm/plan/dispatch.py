@@ -322,7 +322,7 @@ def make_plan(
     if num_rows and problem.num_cols:
         one = None
         if choice.by_dispatch and strategy is None and not (problem.forward or sm_margin):
-            one = in_one_launch(choice, problem, device, num_rows)
+            one = in_one_launch(choice, problem, num_rows)
         launches = (one,) if one else _launches(choice, problem, device, num_rows, sm_margin)
         if one is None and choice.parameters_kernel and keeps_sums(problem, choice.tile):
             num_partials = launches[0].grid_size // choice.tile.cluster_size

@@ -95,7 +95,7 @@ def _more_lanes(
     return fitting if fitting.blocks_per_sm and few != tile else tile
 
 
-def in_one_launch(choice: Choice, problem: Problem, device: Device, num_rows: int) -> Launch | None:
+def in_one_launch(choice: Choice, problem: Problem, num_rows: int) -> Launch | None:
     """backward_few.cu, where it is faster than a kernel of the strategy and one of the sums."""
     tile = choice.tile
     # Without a weight, the compiler fuses other operations where it sums dweight beside dx.
@@ -119,7 +119,7 @@ def in_one_launch(choice: Choice, problem: Problem, device: Device, num_rows: in
     row_blocks = ceil_div(num_rows, together)
     sum_blocks = ceil_div(problem.num_cols, sums.pack_size * sums.threads_per_row)
     return Launch(
-        few_instance(problem, choice, few, sums),
+        few_instance(problem, few, sums),
         few,
         row_blocks + sum_blocks,
         block_size,
@@ -140,7 +140,7 @@ def smem_bytes_of_few(problem: Problem, tile: Tile, sums: Tile) -> int:
     return max(of_rows, 2 * sums.pack_size * sums.threads_per_row * warps * compute_bytes)
 
 
-def few_instance(problem: Problem, choice: Choice, tile: Tile, sums: Tile) -> Kernel:
+def few_instance(problem: Problem, tile: Tile, sums: Tile) -> Kernel:
     """The instance of backward_few.cu. sums: the tile of the blocks that own columns."""
     outputs = f"{cpp_name(problem.dweight)}, {cpp_name(problem.dbias)}"
     name = f"{row_arguments(problem)}, {outputs}, {cpp_bool(problem.centered)}"
