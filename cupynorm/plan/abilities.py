@@ -48,7 +48,7 @@ def can_share_grid(problem: Problem) -> bool:
 
 def is_only_quantized(problem: Problem) -> bool:
     """Whether it is forward of 16-bit rows to 8 bits in packs of 16 bytes, with nothing fused."""
-    aligned = problem.widest_pack == 8 and DTYPES[problem.x].itemsize == 2
+    aligned = problem.widest_pack == 8 and problem.itemsize == 2
     return bool(problem.scaling) and aligned and problem.extras <= {problem.scaling, "amax"}
 
 
@@ -65,7 +65,7 @@ def fetches_ahead(problem: Problem, tile: Tile) -> bool:
         and elements * DTYPES[problem.compute].itemsize <= MOST_BYTES_MADE
     )
     fits = registers >= elements + elements // 2 + 32 + 8 * (not tile.exact)
-    return plain and keeps_y and fits and tile.pack_size == 8 and DTYPES[problem.x].itemsize == 2
+    return plain and keeps_y and fits and tile.pack_size == 8 and problem.itemsize == 2
 
 
 def scales_at_once(problem: Problem, tile: Tile, strategy: str) -> bool:

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from ..dtypes import DTYPES
 from . import abilities, dispatch, paths
 from .devices import Device
 from .instances import Choice
@@ -66,7 +65,7 @@ def _shapes(
     pack_size = pack_size or problem.widest_pack
     for cluster_size in (1, *(size for size, _ in device.clusters)):
         num_cols = cols_of_slice(problem, pack_size, cluster_size)
-        if cluster_size > 1 and num_cols * DTYPES[problem.x].itemsize < _FEWEST_SLICE_BYTES:
+        if cluster_size > 1 and num_cols * problem.itemsize < _FEWEST_SLICE_BYTES:
             continue
         all_threads = {"block" if cluster_size == 1 else "cluster": range(32, 1024 + 1, 32)}
         if cluster_size == 1:
@@ -114,7 +113,7 @@ def _in_bundles(problem: Problem, device: Device) -> Iterator[tuple[str, Tile]]:
 
     Forward has as many blocks as fit, backward one.
     """
-    pack_size, itemsize = problem.widest_pack, DTYPES[problem.x].itemsize
+    pack_size, itemsize = problem.widest_pack, problem.itemsize
     aligned = pack_size * itemsize >= 16
     if (aligned and itemsize > 2) or not abilities.can_bundle(problem, device):
         return
@@ -161,7 +160,5 @@ def _estimated_speed(problem: Problem, choice: Choice) -> float:
     tile = choice.tile
     if tile.path == "ring":
         return paths.ring_share(problem, tile)
-    row_bytes = (
-        cols_of_slice(problem, tile.pack_size, tile.cluster_size) * DTYPES[problem.x].itemsize
-    )
+    row_bytes = cols_of_slice(problem, tile.pack_size, tile.cluster_size) * problem.itemsize
     return min(1.0, choice.resident * tile.rows_per_block * row_bytes / paths.ENOUGH_BYTES)

@@ -162,7 +162,7 @@ def _best_tile(problem: Problem, device: Device) -> tuple[str, Tile, str]:
 
 def _is_fuller(problem: Problem, tile: Tile, than: Tile) -> bool:
     """Whether a row fills the ring of a tile, but not the other ring."""
-    enough = 4 if DTYPES[problem.x].itemsize > 2 else 2  # stages
+    enough = 4 if problem.itemsize > 2 else 2  # stages
     fills = tile.path == "ring" and tile.exact
     return fills and not than.exact and tile.stages >= enough
 
@@ -412,7 +412,7 @@ def _bytes_once(problem: Problem, num_rows: int) -> int:
 def _bytes_moved(choice: Choice, problem: Problem, num_rows: int, num_partials: int) -> int:
     """What the kernels move besides _bytes_once: rows in each pass, partial sums, amaxes."""
     row_elements = num_rows * problem.num_cols
-    x_bytes = DTYPES[problem.x].itemsize
+    x_bytes = problem.itemsize
     dy_bytes = DTYPES[problem.dy].itemsize if problem.dy else 0
     moved = num_rows * problem.bytes_per_row
     if choice.strategy == "uncached":

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ..dtypes import DTYPES
 from .devices import Device
 from .instances import Choice, Kernel, Launch, cpp_bool, cpp_name, functor_structs, row_arguments
 from .problem import Problem, Tile, ceil_div
@@ -42,7 +41,7 @@ def for_few_rows(
 
 def _early_turns(problem: Problem, strategy: str, tile: Tile) -> range:
     """The turns of resident blocks for which fewer blocks with an early weight are faster."""
-    itemsize = DTYPES[problem.x].itemsize
+    itemsize = problem.itemsize
     alone = not (problem.centered or problem.bias or problem.extras)
     narrow = strategy == "warp" and problem.num_cols * itemsize <= _EARLY_LANES_BYTES
     if narrow and alone and tile.pack_size * itemsize == 16:

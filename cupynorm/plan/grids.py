@@ -4,7 +4,6 @@ Pure Python, no GPU needed. docs/experiments.md has the measurements behind the 
 
 from __future__ import annotations
 
-from ..dtypes import DTYPES
 from .abilities import fetches_ahead
 from .devices import Device
 from .instances import Choice, Kernel, Launch
@@ -154,7 +153,7 @@ def grid_size(
         if queued_bytes:
             rows = max(
                 1,
-                queued_bytes * tile.cluster_size // (problem.num_cols * DTYPES[problem.x].itemsize),
+                queued_bytes * tile.cluster_size // (problem.num_cols * problem.itemsize),
             )
             queued = ceil_div(num_rows, rows)
         return min(groups, max(resident, queued), most) * tile.cluster_size

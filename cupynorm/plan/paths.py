@@ -13,7 +13,6 @@ from dataclasses import replace
 from functools import lru_cache
 from itertools import product
 
-from ..dtypes import DTYPES
 from .abilities import can_bundle, can_ring, can_share_grid, is_only_quantized, streamed
 from .devices import Device
 from .problem import Problem, Tile, ceil_div, cols_of_slice
@@ -101,7 +100,7 @@ _BUNDLE_BYTES = {4: 4800, 8: 8192, 12: 6656}
 def in_flight(problem: Problem, tile: Tile) -> int:
     """Bytes of x that a multiprocessor has in flight."""
     cols = cols_of_slice(problem, tile.pack_size, tile.cluster_size)
-    row_bytes = cols * DTYPES[problem.x].itemsize * (1 + problem.residual)
+    row_bytes = cols * problem.itemsize * (1 + problem.residual)
     return tile.blocks_per_sm * tile.rows_per_block * row_bytes
 
 
@@ -121,7 +120,7 @@ def register_tile(
     """
     # Each single element takes an address and a register.
     single = problem.widest_pack == 1
-    most = most_bytes // (8 if single else DTYPES[problem.x].itemsize)
+    most = most_bytes // (8 if single else problem.itemsize)
 
     def score(tile: Tile) -> tuple[float, int]:
         moving = in_flight(problem, tile)
@@ -142,7 +141,7 @@ def register_tile(
 
 def lanes_tile(problem: Problem, device: Device) -> Tile | None:
     """Rows in the registers of a warp, or of part of one."""
-    itemsize, pack_size = DTYPES[problem.x].itemsize, problem.widest_pack
+    pack_size, itemsize = problem.widest_pack, problem.itemsize
     pack_bytes, row_bytes = pack_size * itemsize, problem.num_cols * itemsize
     most_bytes = _WARP_ROW_BYTES[problem.direction][itemsize]
     if row_bytes > (_QUANTIZED_WARP_BYTES if is_only_quantized(problem) else most_bytes):
@@ -165,7 +164,7 @@ def block_tile(problem: Problem, device: Device, cluster_size: int = 1) -> Tile 
     threads = range(32, (1024 if cluster_size == 1 else 512) + 1, 32)
     shapes = [shaped(problem, problem.widest_pack, count, cluster_size) for count in threads]
     return register_tile(
-        problem, device, shapes, _THREAD_BYTES[problem.direction][DTYPES[problem.x].itemsize]
+        problem, device, shapes, _THREAD_BYTES[problem.direction][problem.itemsize]
     )
 
 
@@ -196,30 +195,25 @@ def grid_tile(problem: Problem, device: Device) -> Tile | None:
         return None
     row_bytes = problem.num_cols * sum(streamed(problem))
     most = 1 << (min(device.num_sms, device.grid_blocks).bit_length() - 1)
-    limit = _GRID_SLICE_BYTES[problem.direction][DTYPES[problem.x].itemsize]
+    limit = _GRID_SLICE_BYTES[problem.direction][problem.itemsize]
     blocks = _FEWEST_GRID_BLOCKS
     while blocks < most and row_bytes > blocks * limit:
         blocks *= 2
     for warps, most_packs in _GRID_WARPS.items():
-        tile = grid_of(problem, blocks, warps)
-        fits = tile.stages >= FEWEST_GRID_STAGES and tile.packs_per_thread <= most_packs
+        threads = 32 * (warps + GRID_EXCHANGERS)
+        tile = Tile(problem.widest_pack, threads, cluster_size=blocks, path="grid")
+        block = grid_block(problem, tile)
+        stages = min(block.most_stages, _MOST_GRID_STAGES)
+        tile = replace(tile, packs_per_thread=block.packs, exact=int(block.exact), stages=stages)
+        fits = stages >= FEWEST_GRID_STAGES and block.packs <= most_packs
         if fits and fits_smem(device, smem_bytes_of(problem, tile, "cluster"), 1):
             return tile
     return None
 
 
-def grid_of(problem: Problem, blocks: int, warps: int) -> Tile:
-    """The tile of `blocks` blocks that share a row, and of whose warps so many have columns."""
-    threads = 32 * (warps + GRID_EXCHANGERS)
-    tile = Tile(problem.widest_pack, threads, cluster_size=blocks, path="grid")
-    block = grid_block(problem, tile)
-    stages = min(block.most_stages, _MOST_GRID_STAGES)
-    return replace(tile, packs_per_thread=block.packs, exact=int(block.exact), stages=stages)
-
-
 def grid_is_faster(problem: Problem) -> bool:
     """Whether rows that all blocks share beat rows that a cluster keeps, if both fit."""
-    return problem.forward and problem.num_cols >= _GRID_FROM[DTYPES[problem.x].itemsize]
+    return problem.forward and problem.num_cols >= _GRID_FROM[problem.itemsize]
 
 
 def uncached_tile(problem: Problem, device: Device) -> Tile:
@@ -237,10 +231,9 @@ def ring_is_faster(problem: Problem, registers: Tile | None) -> bool:
         return False
     if problem.scaling and registers is not None:
         return registers.blocks_per_sm == 1 and problem.cols_of_scale is None
-    itemsize = DTYPES[problem.x].itemsize
     aligned = all(problem.widest_pack * size >= 16 for size in streamed(problem))
-    first = (_RING_FROM if aligned else _SMALL_PACK_RING_FROM)[problem.direction][itemsize]
-    if problem.num_cols < first:
+    first = (_RING_FROM if aligned else _SMALL_PACK_RING_FROM)[problem.direction]
+    if problem.num_cols < first[problem.itemsize]:
         return False
     if problem.forward and registers is not None and filled(problem, registers) >= 0.95:
         few = registers.blocks_per_sm == 1 and not problem.residual
@@ -261,7 +254,7 @@ def ring_share(problem: Problem, tile: Tile) -> float:
     turns = ceil_div(warps, 4) if warps <= 4 else 0.75 * ceil_div(warps, 4) + 0.25 * warps / 4
     row_cost = _ROW_COST + 2 * (tile.cluster_size.bit_length() - 1)
     rate = filled(problem, tile) * warps * tile.elements / (turns * (tile.elements + row_cost))
-    return min(1.0, rate * DTYPES[problem.x].itemsize / 2 / _RATE[problem.direction])
+    return min(1.0, rate * problem.itemsize / 2 / _RATE[problem.direction])
 
 
 @lru_cache(maxsize=4096)
@@ -269,7 +262,7 @@ def ring_tile(problem: Problem, device: Device, sizes: tuple[int, ...]) -> Tile 
     """The best tile whose ring fits registers and shared memory."""
     # With small packs no warp has all columns of a block that share a scale.
     in_blocks = problem.scaling in ("block", "mx")
-    split = in_blocks and problem.widest_pack * DTYPES[problem.x].itemsize < 16
+    split = in_blocks and problem.widest_pack * problem.itemsize < 16
     rings = _rings(problem, device, sizes) if can_ring(problem, device) and not split else ()
     return max(rings, key=lambda tile: _ring_score(problem, tile), default=None)
 
@@ -280,8 +273,9 @@ def _rings(problem: Problem, device: Device, sizes: Iterable[int]) -> Iterator[T
     A multiprocessor works on several rows at a time: forward in a block each, backward in one
     block, which writes one partial row of sums. Only the widest rows backward may have one stage.
     """
-    itemsize = DTYPES[problem.x].itemsize
-    wanted, most = (each[problem.direction][itemsize] for each in (_RING_BYTES, _MOST_STAGES))
+    wanted, most = (
+        each[problem.direction][problem.itemsize] for each in (_RING_BYTES, _MOST_STAGES)
+    )
     for cluster_size, threads in product(sizes, range(32, _RING_THREADS + 1, 32)):
         tile = shaped(problem, problem.widest_pack, threads, cluster_size, path="ring")
         usual = _RING_ELEMENTS[problem.direction]
@@ -317,7 +311,7 @@ def _ring_score(problem: Problem, tile: Tile) -> tuple:
 
 def bundle_tile(problem: Problem, device: Device) -> Tile | None:
     """For rows that do not begin on 16 bytes, which threads would load in small packs."""
-    itemsize, pack_size = DTYPES[problem.x].itemsize, problem.widest_pack
+    itemsize, pack_size = problem.itemsize, problem.widest_pack
     small = pack_size * itemsize <= (8 if itemsize == 2 else 4)
     if not can_bundle(problem, device) or not small:
         return None
@@ -332,7 +326,7 @@ def bundle_tile(problem: Problem, device: Device) -> Tile | None:
 
 def with_bundles(problem: Problem, device: Device, tile: Tile) -> Tile | None:
     """The tile with rows_per_block, bundle and blocks_per_sm set; None if no block fits."""
-    lanes, row_bytes = tile.threads_per_row, problem.num_cols * DTYPES[problem.x].itemsize
+    lanes, row_bytes = tile.threads_per_row, problem.num_cols * problem.itemsize
     # Each group of lanes has the same number of rows of a bundle.
     of_row = row_bytes if problem.forward else len(streamed(problem)) * row_bytes + 8
     group_bytes = 32 // lanes * of_row

@@ -280,6 +280,11 @@ class Problem:
         return DTYPES[self.x].compute
 
     @property
+    def itemsize(self) -> int:
+        """Bytes of an element of x."""
+        return DTYPES[self.x].itemsize
+
+    @property
     def forward(self) -> bool:
         return self.direction == "forward"
 
@@ -309,8 +314,7 @@ class Problem:
     def has_wide_parameters(self) -> bool:
         """Whether weight or bias is of a wider type than x."""
         return any(
-            name and DTYPES[name].itemsize > DTYPES[self.x].itemsize
-            for name in (self.weight, self.bias)
+            name and DTYPES[name].itemsize > self.itemsize for name in (self.weight, self.bias)
         )
 
     @cached_property

@@ -112,7 +112,7 @@ def class_of(problem: Problem) -> str | None:
         return None
     if problem.extras - set(_WORDS):
         return None
-    words = [f"{problem.widest_pack * DTYPES[problem.x].itemsize} bytes"]
+    words = [f"{problem.widest_pack * problem.itemsize} bytes"]
     return " ".join(words + [word for word in _WORDS if word in problem.extras])
 
 

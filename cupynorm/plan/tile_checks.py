@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ..dtypes import DTYPES
 from .abilities import can_bundle, can_ring, can_share_grid
 from .devices import Device
 from .grids import blocks_of_groups
@@ -149,7 +148,7 @@ def _check_stages(problem: Problem, strategy: str, tile: Tile, device: Device) -
             "or backward 1 for one row a block, and 1 or more packs, with strategy 'block' or "
             "'cluster'; forward, 1 stage with 'block' and one row a block"
         )
-    is_small = tile.pack_size * DTYPES[problem.x].itemsize < 16
+    is_small = tile.pack_size * problem.itemsize < 16
     if tile.path == "staged" and (problem.residual or is_small):
         raise ValueError(
             f"tile has stages 1 and pack_size {tile.pack_size}; forward, 1 stage takes packs of "

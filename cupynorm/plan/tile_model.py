@@ -148,7 +148,7 @@ def _grid_bytes(problem: Problem, tile: Tile) -> int:
 
 def smem_bytes_of(problem: Problem, tile: Tile, strategy: str) -> int:
     """Dynamic shared memory of one block."""
-    itemsize, compute_bytes = DTYPES[problem.x].itemsize, DTYPES[problem.compute].itemsize
+    itemsize, compute_bytes = problem.itemsize, DTYPES[problem.compute].itemsize
     if tile.path == "grid":  # all that a block can have, so that two blocks do not fit
         return max(_grid_bytes(problem, tile), _GRID_BYTES)
     if tile.path in ("ring", "bundle"):
@@ -196,7 +196,7 @@ def registers_of_thread(problem: Problem, device: Device, tile: Tile) -> int:
 
     Its words are the dtype of x, what is fused, and what follows here of the tile and the device.
     """
-    itemsize, kind = DTYPES[problem.x].itemsize, problem.direction
+    itemsize, kind = problem.itemsize, problem.direction
     small = tile.pack_size * itemsize < (8 if tile.path == "bundle" else 16)
     words = {problem.x, *problem.extras, f"sm_{device.compute_capability // 10 * 10}"}
     words |= {"weight64"} if problem.weight == "float64" and itemsize < 8 else set()
