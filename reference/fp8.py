@@ -204,6 +204,28 @@ def quantize_mxfp8(values: np.ndarray, name: str = "float8_e4m3fn") -> Quantized
     return Quantized(data, scale_inv, largest)
 
 
+def quantize_by(
+    scaling: str,
+    values: np.ndarray,
+    name: str,
+    *,
+    scale: np.ndarray | float = 1.0,
+    power_of_two: bool = False,
+    smallest_amax: float = 0.0,
+) -> Quantized:
+    """Quantises by "given" (the scale), "tensor", "row", "block" or "mx"."""
+    if scaling == "given":
+        return quantize(values, name, scale)
+    if scaling == "tensor":
+        rule = {"power_of_two": power_of_two, "smallest_amax": smallest_amax}
+        return quantize(values, name, scale_of(amax(values), name, **rule))
+    if scaling == "row":
+        return quantize_rows(values, name, power_of_two=power_of_two)
+    if scaling == "block":
+        return quantize_blocks(values, name, power_of_two=power_of_two)
+    return quantize_mxfp8(values, name)
+
+
 def dequantize(
     quantized: Quantized, name: str, block_size: int = 128, block_rows: int = 1
 ) -> np.ndarray:

@@ -59,7 +59,10 @@ class CpuMachine:
         """Is told the addresses of all tensors before the launches of a call."""
 
     def launch(self, kernel_launch: Launch, words: tuple) -> None:
-        instance = cpu_kernel(kernel_launch.kernel, self.sanitize, self.folder)
+        self.run(cpu_kernel(kernel_launch.kernel, self.sanitize, self.folder), kernel_launch, words)
+
+    def run(self, instance: on_cpu.CpuKernel, kernel_launch: Launch, words: tuple) -> None:
+        """Runs the kernel of a launch."""
         instance.launch(
             kernel_launch.grid_size,
             kernel_launch.block_size,

@@ -92,18 +92,8 @@ def expected(
 ) -> fp8.Quantized:
     """The reference's result for y in the compute dtype; scale_inv as cupynorm returns it."""
     with np.errstate(all="ignore"):
-        if scaling == "given":
-            quantized = fp8.quantize(y, name, np.float32(1) if scale is None else scale)
-        elif scaling == "tensor":
-            quantized = fp8.quantize(
-                y, name, fp8.scale_of(fp8.amax(y), name, power_of_two=power_of_two)
-            )
-        elif scaling == "row":
-            quantized = fp8.quantize_rows(y, name, power_of_two=power_of_two)
-        elif scaling == "block":
-            quantized = fp8.quantize_blocks(y, name, power_of_two=power_of_two)
-        else:
-            quantized = fp8.quantize_mxfp8(y, name)
+        scale = 1.0 if scale is None else scale
+        quantized = fp8.quantize_by(scaling, y, name, scale=scale, power_of_two=power_of_two)
     scale_inv = np.asarray(quantized.scale_inv).reshape(
         (1,) if scaling in ("given", "tensor") else (len(y), -1)
     )

@@ -12,7 +12,7 @@ from ..check.cases import Case, Problem, random_problem
 from ..check.functors import random_functor_problem, run_with_functor
 from ..check.kernels import CpuMachine
 from ..check.run import run_kernels
-from ..gpu import launch, on_cpu
+from ..gpu import on_cpu
 from ..plan.devices import Device
 from ..plan.dispatch import Plan
 from ..plan.functors import BoundFunctor
@@ -161,14 +161,7 @@ class Recorder(CpuMachine):
         self.tensors |= self._named
         names = (kernel.source, kernel.name_expression)
         instance = on_cpu.kernel(*names, folder=self.folder, traced=True, functors=kernel.functors)
-        instance.launch(
-            kernel_launch.grid_size,
-            kernel_launch.block_size,
-            launch.pack(words),
-            smem_bytes=kernel_launch.smem_bytes,
-            cluster_size=kernel_launch.cluster_size,
-            seed=self.seed,
-        )
+        self.run(instance, kernel_launch, words)
         events = np.frombuffer(instance.take_trace(), EVENT)
         self.recorded.append(Recorded(kernel_launch, events, instance))
 

@@ -204,24 +204,14 @@ def on_host(
     leading = shape[: len(shape) - len(extents)]
     values = y.reshape(arrays.product(leading), num_cols)
     name, scaling, power_of_two, transpose, smallest_amax = quantization
-    if scaling == "given":
-        scale, amax = operands.scale, operands.amax
-        factor = np.float32(1)
-        if scale is not None:
-            factor = arrays.to_float64(scale).reshape(()).astype(np.float32)
-        quantized = fp8.quantize(values, name, factor)
-        if amax is not None:
-            largest = np.maximum(arrays.to_float64(amax), quantized.amax)
-            amax[...] = arrays.from_float64(largest, "float32", like)
-    elif scaling == "tensor":
-        rule = {"power_of_two": power_of_two, "smallest_amax": smallest_amax}
-        quantized = fp8.quantize(values, name, fp8.scale_of(fp8.amax(values), name, **rule))
-    elif scaling == "row":
-        quantized = fp8.quantize_rows(values, name, power_of_two=power_of_two)
-    elif scaling == "block":
-        quantized = fp8.quantize_blocks(values, name, power_of_two=power_of_two)
-    else:
-        quantized = fp8.quantize_mxfp8(values, name)
+    rule = {"power_of_two": power_of_two, "smallest_amax": smallest_amax}
+    is_given = scaling == "given"
+    if is_given and operands.scale is not None:
+        rule["scale"] = arrays.to_float64(operands.scale).reshape(()).astype(np.float32)
+    quantized = fp8.quantize_by(scaling, values, name, **rule)
+    if is_given and operands.amax is not None:
+        largest = np.maximum(arrays.to_float64(operands.amax), quantized.amax)
+        operands.amax[...] = arrays.from_float64(largest, "float32", like)
     data, scale_inv = np.ascontiguousarray(quantized.data), np.asarray(quantized.scale_inv)
     transposed = _of_library(np.ascontiguousarray(data.T), name, like) if transpose else None
     data = _of_library(data.reshape(shape), name, like)
