@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from ..dtypes import DTYPES
 from .devices import Device
-from .problem import Problem, Tile, ceil_div
+from .problem import Problem, Tile
 
 # The bytes of y that a thread keeps unpacked, at most, until the scale of an 8-bit row is known:
 # the limit in cuda_src/rows/register_budget.cuh.
@@ -50,22 +50,6 @@ def is_only_quantized(problem: Problem) -> bool:
     """Whether it is forward of 16-bit rows to 8 bits in packs of 16 bytes, with nothing fused."""
     aligned = problem.widest_pack == 8 and problem.itemsize == 2
     return bool(problem.scaling) and aligned and problem.extras <= {problem.scaling, "amax"}
-
-
-def fetches_ahead(problem: Problem, tile: Tile) -> bool:
-    """Whether a block that finds the scales of a row in registers prefetches the next row.
-
-    It mirrors fetches_ahead in cuda_src/fp8/quantized_write.cuh.
-    """
-    plain = not problem.extras & {"residual", "input", "wide"}
-    registers = 512 // ceil_div(tile.block_size * tile.blocks_per_sm, 128) // 8 * 8
-    elements = tile.elements
-    keeps_y = (
-        problem.cols_of_scale is not None
-        and elements * DTYPES[problem.compute].itemsize <= MOST_BYTES_MADE
-    )
-    fits = registers >= elements + elements // 2 + 32 + 8 * (not tile.exact)
-    return plain and keeps_y and fits and tile.pack_size == 8 and problem.itemsize == 2
 
 
 def scales_at_once(problem: Problem, tile: Tile, strategy: str) -> bool:

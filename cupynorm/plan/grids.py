@@ -4,7 +4,8 @@ Pure Python, no GPU needed. docs/experiments.md has the measurements behind the 
 
 from __future__ import annotations
 
-from .abilities import fetches_ahead
+from ..dtypes import DTYPES
+from .abilities import MOST_BYTES_MADE
 from .devices import Device
 from .instances import Choice, Kernel, Launch
 from .problem import Problem, Tile, ceil_div
@@ -59,6 +60,22 @@ def _quantized_blocks(problem: Problem, groups: int, resident: int) -> int:
 # which evens out the bandwidth that multiprocessors get. One block of LayerNorm alone on a
 # multiprocessor takes all its rows at once: nothing would hide the start of the next block.
 _SHARE_OF_FIRST, _ROWS_OF_LATER, _FEWEST_ROWS_OF_FIRST = 0.9, 2, 4
+
+
+def fetches_ahead(problem: Problem, tile: Tile) -> bool:
+    """Whether a block that finds the scales of a row in registers prefetches the next row.
+
+    It mirrors fetches_ahead in cuda_src/fp8/quantized_write.cuh.
+    """
+    plain = not problem.extras & {"residual", "input", "wide"}
+    registers = 512 // ceil_div(tile.block_size * tile.blocks_per_sm, 128) // 8 * 8
+    elements = tile.elements
+    keeps_y = (
+        problem.cols_of_scale is not None
+        and elements * DTYPES[problem.compute].itemsize <= MOST_BYTES_MADE
+    )
+    fits = registers >= elements + elements // 2 + 32 + 8 * (not tile.exact)
+    return plain and keeps_y and fits and tile.pack_size == 8 and problem.itemsize == 2
 
 
 def _stays(choice: Choice, problem: Problem) -> bool:

@@ -43,12 +43,6 @@ _WARP_ROW_BYTES = {"forward": {2: 2560, 4: 2048, 8: 2048}, "backward": {2: 1536,
 # The same for 16-bit rows to 8 bits. Wider rows get blocks of one warp, which wait for no other.
 _QUANTIZED_WARP_BYTES = 1792
 
-# The fewest columns for a ring, by direction and itemsize: first for rows that begin on 16 bytes,
-# then for others, which threads load in small packs. Backward, a ring hides the latency of two
-# tensors. Forward, registers are as fast below these widths.
-_RING_FROM = {"forward": {2: 8193, 4: 8193}, "backward": {2: 640, 4: 440}}
-_SMALL_PACK_RING_FROM = {"forward": {2: 500, 4: 2048}, "backward": {2: 512, 4: 512}}
-
 # Threads of all rings of a multiprocessor: with more, each has too few registers for its elements.
 _RING_THREADS = 384
 # Elements of a thread, at most; the second backward in clusters of 16, if no other ring fits.
@@ -67,10 +61,6 @@ _TURN_BYTES, _CLUSTER_TURN_BYTES = 20 * 1024, 28 * 1024
 # doubling of the cluster. _RATE: the elements at a time from which memory is the bottleneck.
 _ROW_COST, _RATE = 10, {"forward": 3.2, "backward": 2.8}
 
-# The widest row of a ring in one block, in columns. A cluster uses its registers better for wider
-# rows, and forward for single elements, whose parameters take a register each.
-_COLS_OF_BLOCK, _COLS_OF_FULL_BLOCK = 24576, 10240
-
 # The most 2-byte elements in a thread of a bundle, by lanes of a row. One lane a row may have many:
 # such lanes have no bank conflicts in shared memory.
 _BUNDLE_ELEMENTS = {
@@ -88,9 +78,6 @@ _FEWEST_GRID_BLOCKS = 16
 # Warps of a block that have columns, and the most packs of a row that each of their threads takes:
 # its code for one pack follows that for another. The most stages.
 _GRID_WARPS, _MOST_GRID_STAGES = {8: 16, 16: 36}, 32
-# Forward, the fewest columns where a cluster has room too.
-_GRID_FROM = {2: 1 << 19, 4: 1 << 18}
-
 # Bytes of a warp's bundle, by the warps of a block. In smaller bundles the copy engine reads too
 # many cache lines twice.
 _BUNDLE_WARPS = {"forward": (4,), "backward": (12, 8)}
@@ -211,11 +198,6 @@ def grid_tile(problem: Problem, device: Device) -> Tile | None:
     return None
 
 
-def grid_is_faster(problem: Problem) -> bool:
-    """Whether rows that all blocks share beat rows that a cluster keeps, if both fit."""
-    return problem.forward and problem.num_cols >= _GRID_FROM[problem.itemsize]
-
-
 def uncached_tile(problem: Problem, device: Device) -> Tile:
     """The tile of strategy "uncached", which takes any row."""
     # Two outputs, and a functor, need more than the 64 registers of a thread with two blocks. With
@@ -223,28 +205,6 @@ def uncached_tile(problem: Problem, device: Device) -> Tile:
     is_tight = problem.y1 or problem.load or problem.store
     threads = 448 if problem.dsum == "float32" and not problem.centered else 512
     return Tile(problem.widest_pack, threads, blocks_per_sm=1 if is_tight else 2, path="uncached")
-
-
-def ring_is_faster(problem: Problem, registers: Tile | None) -> bool:
-    """Whether a ring, if one fits, beats the tile in registers, if there is one."""
-    if problem.compute != "float32":
-        return False
-    if problem.scaling and registers is not None:
-        return registers.blocks_per_sm == 1 and problem.cols_of_scale is None
-    aligned = all(problem.widest_pack * size >= 16 for size in streamed(problem))
-    first = (_RING_FROM if aligned else _SMALL_PACK_RING_FROM)[problem.direction]
-    if problem.num_cols < first[problem.itemsize]:
-        return False
-    if problem.forward and registers is not None and filled(problem, registers) >= 0.95:
-        few = registers.blocks_per_sm == 1 and not problem.residual
-        return few or in_flight(problem, registers) < ENOUGH_BYTES
-    return True
-
-
-def ring_in_block_is_faster(problem: Problem) -> bool:
-    """Whether a ring in one block is faster than one in a cluster."""
-    full = not problem.forward or problem.widest_pack == 1
-    return problem.num_cols <= (_COLS_OF_FULL_BLOCK if full else _COLS_OF_BLOCK)
 
 
 def ring_share(problem: Problem, tile: Tile) -> float:

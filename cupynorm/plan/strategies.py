@@ -1,4 +1,4 @@
-"""The table STRATEGIES: where a row is kept between its uses, and the tile that the model prefers.
+"""The table STRATEGIES: where a row is kept between its uses, and which path beats another.
 Pure Python, no GPU needed.
 """
 
@@ -7,21 +7,35 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from .abilities import streamed
 from .devices import Device
 from .paths import (
+    ENOUGH_BYTES,
     block_tile,
     bundle_tile,
     cluster_tile,
-    grid_is_faster,
+    filled,
     grid_tile,
+    in_flight,
     lanes_tile,
-    ring_in_block_is_faster,
-    ring_is_faster,
     ring_tile,
     smem_tile,
     uncached_tile,
 )
 from .problem import Problem, Tile
+
+# The fewest columns for a ring, by direction and itemsize: first for rows that begin on 16 bytes,
+# then for others, which threads load in small packs. Backward, a ring hides the latency of two
+# tensors. Forward, registers are as fast below these widths.
+_RING_FROM = {"forward": {2: 8193, 4: 8193}, "backward": {2: 640, 4: 440}}
+_SMALL_PACK_RING_FROM = {"forward": {2: 500, 4: 2048}, "backward": {2: 512, 4: 512}}
+
+# The widest row of a ring in one block, in columns. A cluster uses its registers better for wider
+# rows, and forward for single elements, whose parameters take a register each.
+_COLS_OF_BLOCK, _COLS_OF_FULL_BLOCK = 24576, 10240
+
+# Forward, the fewest columns for a grid where a cluster has room too.
+_GRID_FROM = {2: 1 << 19, 4: 1 << 18}
 
 
 @dataclass(frozen=True)
@@ -41,6 +55,33 @@ class Strategy:
     later_is_faster: Callable[[Problem, Device, Tile], bool] = lambda problem, device, tile: False
 
 
+def _ring_is_faster(problem: Problem, registers: Tile | None) -> bool:
+    """Whether a ring, if one fits, beats the tile in registers, if there is one."""
+    if problem.compute != "float32":
+        return False
+    if problem.scaling and registers is not None:
+        return registers.blocks_per_sm == 1 and problem.cols_of_scale is None
+    aligned = all(problem.widest_pack * size >= 16 for size in streamed(problem))
+    first = (_RING_FROM if aligned else _SMALL_PACK_RING_FROM)[problem.direction]
+    if problem.num_cols < first[problem.itemsize]:
+        return False
+    if problem.forward and registers is not None and filled(problem, registers) >= 0.95:
+        few = registers.blocks_per_sm == 1 and not problem.residual
+        return few or in_flight(problem, registers) < ENOUGH_BYTES
+    return True
+
+
+def _ring_in_block_is_faster(problem: Problem) -> bool:
+    """Whether a ring in one block is faster than one in a cluster."""
+    full = not problem.forward or problem.widest_pack == 1
+    return problem.num_cols <= (_COLS_OF_FULL_BLOCK if full else _COLS_OF_BLOCK)
+
+
+def _grid_is_faster(problem: Problem) -> bool:
+    """Whether rows that all blocks share beat rows that a cluster keeps, if both fit."""
+    return problem.forward and problem.num_cols >= _GRID_FROM[problem.itemsize]
+
+
 # Each strategy tries its paths (docs/dispatch.md) in an order of its own.
 
 
@@ -51,7 +92,7 @@ def _warp_tile(problem: Problem, device: Device) -> Tile | None:
 
 def _is_slower_than_block(problem: Problem, device: Device, tile: Tile) -> bool:
     """Whether a ring of strategy block beats a warp's registers."""
-    if tile.path == "bundle" or not ring_is_faster(problem, tile):
+    if tile.path == "bundle" or not _ring_is_faster(problem, tile):
         return False
     return ring_tile(problem, device, (1,)) is not None
 
@@ -59,7 +100,7 @@ def _is_slower_than_block(problem: Problem, device: Device, tile: Tile) -> bool:
 def _block_tile(problem: Problem, device: Device) -> Tile | None:
     """A ring where it is faster and fits, else registers, else shared memory."""
     registers = block_tile(problem, device)
-    if ring_is_faster(problem, registers) and (ring := ring_tile(problem, device, (1,))):
+    if _ring_is_faster(problem, registers) and (ring := ring_tile(problem, device, (1,))):
         return ring
     if registers is not None or not problem.forward or device.clusters:
         return registers  # a cluster's registers, if any, beat one block's shared memory
@@ -68,8 +109,8 @@ def _block_tile(problem: Problem, device: Device) -> Tile | None:
 
 def _is_slower_than_cluster(problem: Problem, device: Device, tile: Tile) -> bool:
     """Whether a ring in a cluster beats a ring, or registers, in one block."""
-    is_for_ring = tile.path == "ring" or ring_is_faster(problem, tile)
-    if not is_for_ring or ring_in_block_is_faster(problem):
+    is_for_ring = tile.path == "ring" or _ring_is_faster(problem, tile)
+    if not is_for_ring or _ring_in_block_is_faster(problem):
         return False
     return ring_tile(problem, device, _cluster_sizes(device)) is not None
 
@@ -85,7 +126,7 @@ def _cluster_tile(problem: Problem, device: Device) -> Tile | None:
     if ring is not None:
         return ring
     grid = grid_tile(problem, device) if sizes else None
-    if grid is not None and grid_is_faster(problem):
+    if grid is not None and _grid_is_faster(problem):
         return grid
     return cluster_tile(problem, device) or smem_tile(problem, device, sizes) or grid
 

@@ -15,9 +15,9 @@ from plan_problems import without_file
 from random_problems import random_problem
 
 from cupynorm.gpu.nvrtc import compile_for
-from cupynorm.plan.abilities import fetches_ahead
 from cupynorm.plan.devices import DEVICES, Device
 from cupynorm.plan.dispatch import make_plan
+from cupynorm.plan.grids import fetches_ahead
 from cupynorm.plan.instances import Launch
 from cupynorm.plan.problem import Layout, Problem
 from cupynorm.plan.tables import FILES

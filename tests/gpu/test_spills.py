@@ -18,9 +18,9 @@ from cupynorm.gpu import nvrtc
 from cupynorm.gpu.nvrtc import Resources, compile_for, source
 from cupynorm.gpu.source_files import cuda_src
 from cupynorm.norm.plans import plan
-from cupynorm.plan.abilities import fetches_ahead
 from cupynorm.plan.devices import DEVICES
 from cupynorm.plan.dispatch import choose
+from cupynorm.plan.grids import fetches_ahead
 from cupynorm.plan.instances import Kernel
 from cupynorm.plan.problem import SCALINGS, Layout, Problem, Tile
 
@@ -148,7 +148,7 @@ def test_spills_are_seen():
     ids=str,
 )
 def test_plan_and_kernel_agree_on_early_fetches(tmp_path, changes):
-    """fetches_ahead of quantized_write.cuh agrees with abilities.fetches_ahead."""
+    """fetches_ahead of quantized_write.cuh agrees with grids.fetches_ahead."""
     folder = tmp_path / "cuda_src"
     shutil.copytree(cuda_src(), folder)
     (folder / "says.cu").write_text(

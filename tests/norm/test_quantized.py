@@ -12,9 +12,9 @@ import cupynorm
 from cupynorm.check.quantized import expected
 from cupynorm.dtypes import FLOAT8S
 from cupynorm.norm import cache
-from cupynorm.plan.abilities import fetches_ahead
 from cupynorm.plan.devices import DEVICES as GPUS
 from cupynorm.plan.dispatch import make_plan
+from cupynorm.plan.grids import fetches_ahead
 from cupynorm.plan.problem import Layout, Problem
 
 torch = pytest.importorskip("torch")

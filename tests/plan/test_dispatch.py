@@ -12,9 +12,9 @@ from plan_problems import CUDA_SRC, DIRECTIONS, GPUS, TABLE, problem_of, slice_o
 
 from cupynorm.dtypes import DTYPES
 from cupynorm.norm.plans import plan
-from cupynorm.plan.abilities import fetches_ahead
 from cupynorm.plan.devices import DEVICES, Device, device_like
 from cupynorm.plan.dispatch import choose, make_plan, widest
+from cupynorm.plan.grids import fetches_ahead
 from cupynorm.plan.instances import Choice
 from cupynorm.plan.problem import Layout, Problem
 from cupynorm.plan.strategies import STATISTICS, STRATEGIES
