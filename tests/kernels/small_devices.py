@@ -16,4 +16,4 @@ TWO_CLUSTERS = replace(
     SMALL, name="two clusters", num_sms=32, clusters=tuple((size, 2) for size, _ in H200.clusters)
 )
 # No row fits its registers, so clusters keep rows in shared memory.
-NO_REGISTERS = replace(SMALL, name="no registers", registers_per_sm=0)
+NO_REGISTERS = replace(SMALL, name="no registers", registers_per_sm=1)
