@@ -9,7 +9,7 @@ from .abilities import MOST_BYTES_MADE
 from .devices import Device
 from .instances import Choice, Kernel, Launch
 from .problem import Problem, Tile, ceil_div
-from .tile_model import MOST_GRID_GROUPS, smem_bytes_of
+from .tile_model import smem_bytes_of
 
 # Forward to 8 bits, rows in registers. "Queue" means the hardware's queue: blocks that start when
 # a resident block ends.
@@ -28,6 +28,9 @@ _RESIDENT_TENSOR = 14
 # in the queue starts. Quantizing blocks take more, because they start more slowly. Larger clusters
 # stay resident: they are slow to start.
 _QUEUED_RING_BYTES, _QUEUED_QUANTIZED_BYTES, _QUEUED_CLUSTER_SIZE = 256 * 1024, 1024 * 1024, 2
+
+# Path grid: the most groups of blocks that share a row.
+MOST_GRID_GROUPS = 16
 
 # Turns that a warp with bundles takes before its block ends.
 _BUNDLE_TURNS = 4

@@ -8,12 +8,11 @@ from dataclasses import replace
 
 from .abilities import can_bundle, can_ring, can_share_grid
 from .devices import Device
-from .grids import blocks_of_groups
+from .grids import MOST_GRID_GROUPS, blocks_of_groups
 from .problem import PATHS_OF_STRATEGY, Problem, Tile, cols_of_slice
 from .tile_model import (
     FEWEST_GRID_STAGES,
     GRID_EXCHANGERS,
-    MOST_GRID_GROUPS,
     grid_block,
     smem_bytes_of,
 )

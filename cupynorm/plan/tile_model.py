@@ -23,9 +23,8 @@ from .problem import Problem, Tile, ceil_div, cols_of_slice
 RESERVED_BYTES = 1024
 
 # Path grid: warps of a block that exchange sums, slots for them, all the shared memory of a block,
-# the most groups of blocks that share a row, and the fewest stages.
-GRID_EXCHANGERS, _GRID_SLOTS, _GRID_BYTES = 4, 8, 227 * 1024
-MOST_GRID_GROUPS, FEWEST_GRID_STAGES = 16, 4
+# and the fewest stages.
+GRID_EXCHANGERS, _GRID_SLOTS, _GRID_BYTES, FEWEST_GRID_STAGES = 4, 8, 227 * 1024, 4
 
 
 # Shared memory.
@@ -99,6 +98,10 @@ class GridBlock(NamedTuple):
     sum_bytes: int
     most_stages: int
 
+    def bytes_of(self, stages: int) -> int:
+        """Shared memory without sums and parameters."""
+        return self.exchange_bytes + stages * self.stage_bytes
+
 
 def grid_block(problem: Problem, tile: Tile) -> GridBlock:
     """The block of a tile with a pack_size, threads_per_row and cluster_size."""
@@ -138,19 +141,15 @@ def keeps_sums(problem: Problem, tile: Tile) -> bool:
     """
     if tile.path != "grid":
         return tile.path != "uncached"
-    return _grid_bytes(problem, tile) + grid_block(problem, tile).sum_bytes <= _GRID_BYTES
-
-
-def _grid_bytes(problem: Problem, tile: Tile) -> int:
     block = grid_block(problem, tile)
-    return block.exchange_bytes + tile.stages * block.stage_bytes
+    return block.bytes_of(tile.stages) + block.sum_bytes <= _GRID_BYTES
 
 
 def smem_bytes_of(problem: Problem, tile: Tile, strategy: str) -> int:
     """Dynamic shared memory of one block."""
     itemsize, compute_bytes = problem.itemsize, DTYPES[problem.compute].itemsize
     if tile.path == "grid":  # all that a block can have, so that two blocks do not fit
-        return max(_grid_bytes(problem, tile), _GRID_BYTES)
+        return max(grid_block(problem, tile).bytes_of(tile.stages), _GRID_BYTES)
     if tile.path in ("ring", "bundle"):
         return (_ring_bytes if tile.path == "ring" else _bundle_bytes)(problem, tile)
     if strategy == "parameters":
@@ -175,10 +174,8 @@ def smem_bytes_of(problem: Problem, tile: Tile, strategy: str) -> int:
 def _register_table() -> dict[tuple[str, str], tuple[float, float]]:
     """The registers that words add, fixed and for each element: upper bounds without spills."""
     with (Path(__file__).parent / "registers.csv").open(encoding="utf-8", newline="") as file:
-        rows = csv.DictReader(file)
-        return {
-            (row["kind"], row["words"]): (float(row["fixed"]), float(row["each"])) for row in rows
-        }
+        _, *rows = csv.reader(file)
+        return {(kind, words): (float(fixed), float(each)) for kind, words, fixed, each in rows}
 
 
 @lru_cache(maxsize=1024)
