@@ -15,8 +15,8 @@ MOST_BYTES_MADE = 320
 
 def streamed(problem: Problem) -> list[int]:
     """Itemsizes of the tensors that the copy engine fetches for each row."""
-    names = [problem.x, problem.dy, problem.dsum]
-    names = [problem.x] * (1 + problem.residual) if problem.forward else names
+    of_forward = [problem.x] * (1 + problem.residual)
+    names = of_forward if problem.forward else [problem.x, problem.dy, problem.dsum]
     return [DTYPES[name].itemsize for name in names if name]
 
 

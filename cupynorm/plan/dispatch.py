@@ -430,6 +430,6 @@ def _bytes_moved(choice: Choice, problem: Problem, num_rows: int, num_partials: 
         # The second launch reads the inputs again. The amaxes are written and read.
         moved += moved - num_rows * (problem.num_cols + problem.scale_bytes)
         moved += 8 * (num_rows * problem.num_scales or 1)
-    wanted = bool(problem.dweight) + bool(problem.dbias)
+    wanted = problem.num_sums
     partial_bytes = problem.num_cols * DTYPES[problem.compute].itemsize
     return moved + 2 * wanted * num_partials * partial_bytes

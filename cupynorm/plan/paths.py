@@ -18,8 +18,6 @@ from .devices import Device
 from .problem import Problem, Tile, ceil_div, cols_of_slice
 from .tile_model import (
     FEWEST_GRID_STAGES,
-    GRID_EXCHANGERS,
-    RESERVED_BYTES,
     blocks_that_fit,
     fits_smem,
     grid_block,
@@ -39,7 +37,6 @@ _LANE_BYTES = {2: 80, 4: 64, 8: 64}
 
 # The widest row of a warp, in bytes. A block of two warps is as fast for wider rows.
 _WARP_ROW_BYTES = {"forward": {2: 2560, 4: 2048, 8: 2048}, "backward": {2: 1536, 4: 2048, 8: 2048}}
-
 # The same for 16-bit rows to 8 bits. Wider rows get blocks of one warp, which wait for no other.
 _QUANTIZED_WARP_BYTES = 1792
 
@@ -48,9 +45,8 @@ _RING_THREADS = 384
 # Elements of a thread, at most; the second backward in clusters of 16, if no other ring fits.
 _RING_ELEMENTS, _MOST_RING_ELEMENTS = {"forward": 64, "backward": 56}, 64
 
-# Bytes in flight in a ring, including the rows in use.
+# Bytes in flight in a ring, including the rows in use; and the most rows.
 _RING_BYTES = {"forward": {2: 96 * 1024, 4: 160 * 1024}, "backward": {2: 140 * 1024, 4: 128 * 1024}}
-
 _MOST_STAGES = {"forward": {2: 3, 4: 4}, "backward": {2: 5, 4: 4}}
 
 # Bytes of the rows of one turn. With fewer, warps wait for each other longer than for memory. A
@@ -70,14 +66,11 @@ _BUNDLE_ELEMENTS = {
 
 # Path "grid": how many blocks share a row: the fewest with slices of at most so many bytes, by
 # direction and itemsize. Otherwise all.
-_GRID_SLICE_BYTES = {
-    "forward": {2: 48 * 1024, 4: 48 * 1024},
-    "backward": {2: 32 * 1024, 4: 64 * 1024},
-}
+_GRID_SLICE_BYTES = {"forward": {2: 49152, 4: 49152}, "backward": {2: 32768, 4: 65536}}
 _FEWEST_GRID_BLOCKS = 16
-# Warps of a block that have columns, and the most packs of a row that each of their threads takes:
-# its code for one pack follows that for another. The most stages.
-_GRID_WARPS, _MOST_GRID_STAGES = {8: 16, 16: 36}, 32
+# Threads of a block, and the most packs of a row that each takes, because its code for one pack
+# follows that for another. The most stages.
+_GRID_THREADS, _MOST_GRID_STAGES = {384: 16, 640: 36}, 32
 # Bytes of a warp's bundle, by the warps of a block. In smaller bundles the copy engine reads too
 # many cache lines twice.
 _BUNDLE_WARPS = {"forward": (4,), "backward": (12, 8)}
@@ -106,8 +99,7 @@ def register_tile(
     the one with long threads: the nearest to the wanted number of elements.
     """
     # Each single element takes an address and a register.
-    single = problem.widest_pack == 1
-    most = most_bytes // (8 if single else problem.itemsize)
+    most = most_bytes // (8 if problem.widest_pack == 1 else problem.itemsize)
 
     def score(tile: Tile) -> tuple[float, int]:
         moving = in_flight(problem, tile)
@@ -120,10 +112,9 @@ def register_tile(
         wanted = 64 if problem.scaling in ("given", "tensor") else 54 if problem.scaling else 48
         return counted * fit, -abs(tile.elements - wanted) if long else tile.threads_per_row
 
-    blocks = ((tile, blocks_that_fit(problem, device, tile)) for tile in shapes)
-    fitting = [replace(tile, blocks_per_sm=count) for tile, count in blocks if count]
-    fitting = [tile for tile in fitting if tile.elements <= max(most, tile.pack_size)]
-    return max(fitting, key=score, default=None)
+    short = [tile for tile in shapes if tile.elements <= max(most, tile.pack_size)]
+    tiles = [replace(tile, blocks_per_sm=blocks_that_fit(problem, device, tile)) for tile in short]
+    return max((tile for tile in tiles if tile.blocks_per_sm), key=score, default=None)
 
 
 def lanes_tile(problem: Problem, device: Device) -> Tile | None:
@@ -150,15 +141,13 @@ def block_tile(problem: Problem, device: Device, cluster_size: int = 1) -> Tile 
     """Rows in the registers of a block, or of the blocks of a cluster."""
     threads = range(32, (1024 if cluster_size == 1 else 512) + 1, 32)
     shapes = [shaped(problem, problem.widest_pack, count, cluster_size) for count in threads]
-    return register_tile(
-        problem, device, shapes, _THREAD_BYTES[problem.direction][problem.itemsize]
-    )
+    most_bytes = _THREAD_BYTES[problem.direction][problem.itemsize]
+    return register_tile(problem, device, shapes, most_bytes)
 
 
 def cluster_tile(problem: Problem, device: Device) -> Tile | None:
     """The clusters with most bytes in flight; the smallest ones if blocks also exchange scales."""
-    sizes = [size for size in (2, 4, 8, 16) if size in dict(device.clusters)]
-    tiles = [tile for size in sizes if (tile := block_tile(problem, device, size))]
+    tiles = [tile for size, _ in device.clusters if (tile := block_tile(problem, device, size))]
     if problem.cols_of_scale is not None and problem.compute == "float32":
         return tiles[0] if tiles else None
     return max(tiles, key=lambda tile: in_flight(problem, tile), default=None)
@@ -186,8 +175,7 @@ def grid_tile(problem: Problem, device: Device) -> Tile | None:
     blocks = _FEWEST_GRID_BLOCKS
     while blocks < most and row_bytes > blocks * limit:
         blocks *= 2
-    for warps, most_packs in _GRID_WARPS.items():
-        threads = 32 * (warps + GRID_EXCHANGERS)
+    for threads, most_packs in _GRID_THREADS.items():
         tile = Tile(problem.widest_pack, threads, cluster_size=blocks, path="grid")
         block = grid_block(problem, tile)
         stages = min(block.most_stages, _MOST_GRID_STAGES)
@@ -221,8 +209,7 @@ def ring_share(problem: Problem, tile: Tile) -> float:
 def ring_tile(problem: Problem, device: Device, sizes: tuple[int, ...]) -> Tile | None:
     """The best tile whose ring fits registers and shared memory."""
     # With small packs no warp has all columns of a block that share a scale.
-    in_blocks = problem.scaling in ("block", "mx")
-    split = in_blocks and problem.widest_pack * problem.itemsize < 16
+    split = problem.scaling in ("block", "mx") and problem.widest_pack * problem.itemsize < 16
     rings = _rings(problem, device, sizes) if can_ring(problem, device) and not split else ()
     return max(rings, key=lambda tile: _ring_score(problem, tile), default=None)
 
@@ -292,12 +279,10 @@ def with_bundles(problem: Problem, device: Device, tile: Tile) -> Tile | None:
     group_bytes = 32 // lanes * of_row
     for num_warps in _BUNDLE_WARPS[problem.direction]:
         rows = max(1, _BUNDLE_BYTES[num_warps] // max(1, group_bytes)) * (32 // lanes)
-        bundled = replace(
-            tile, rows_per_block=num_warps * 32 // lanes, stages=2, bundle=rows, path="bundle"
-        )
+        per_block = num_warps * 32 // lanes
+        bundled = replace(tile, rows_per_block=per_block, stages=2, bundle=rows, path="bundle")
         smem_bytes = smem_bytes_of(problem, bundled, "warp")
-        by_smem = device.smem_per_sm // (smem_bytes + RESERVED_BYTES)
-        blocks = min(blocks_that_fit(problem, device, bundled), by_smem)
+        blocks = blocks_that_fit(problem, device, bundled, smem_bytes)
         if smem_bytes <= device.smem_per_block and blocks:
             return replace(bundled, blocks_per_sm=blocks if problem.forward else 1)
     return None

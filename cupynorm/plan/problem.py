@@ -285,6 +285,11 @@ class Problem:
         return DTYPES[self.x].itemsize
 
     @property
+    def num_sums(self) -> int:
+        """How many of dweight and dbias are wanted."""
+        return bool(self.dweight) + bool(self.dbias)
+
+    @property
     def forward(self) -> bool:
         return self.direction == "forward"
 

@@ -27,9 +27,6 @@ RESERVED_BYTES = 1024
 GRID_EXCHANGERS, _GRID_SLOTS, _GRID_BYTES, FEWEST_GRID_STAGES = 4, 8, 227 * 1024, 4
 
 
-# Shared memory.
-
-
 def reduce_bytes(problem: Problem, threads_per_row: int, cluster_size: int = 1) -> int:
     """BlockReduce (cluster_size 1) or ClusterReduce, as in reduce.cuh and cluster_reduce.cuh."""
     itemsize = DTYPES[problem.compute].itemsize
@@ -40,19 +37,15 @@ def reduce_bytes(problem: Problem, threads_per_row: int, cluster_size: int = 1) 
 def _ring_bytes(problem: Problem, tile: Tile) -> int:
     """WarpRing, Exchange, Broadcast and RingParameters, as in the headers of these names."""
     num_warps = tile.threads_per_row // 32
+    sizes = streamed(problem)
     # A part that does not begin on 16 bytes is fetched in the aligned units that contain it.
-    row_bytes = sum(
-        tile.cols * size + (tile.pack_size * size < 16) * 32 * num_warps
-        for size in streamed(problem)
-    )
+    num_unaligned = num_warps * sum(tile.pack_size * size < 16 for size in sizes)
+    row_bytes = tile.cols * sum(sizes) + 32 * num_unaligned
     rings = tile.rows_per_block * tile.stages * (row_bytes + 8 * num_warps)
     values = 3 if problem.forward and problem.centered else 2
     exchanged = [values] + [1] * (problem.scaling == "row")
-    exchange = (
-        tile.rows_per_block
-        * 4
-        * sum(8 + 4 * each * num_warps * tile.cluster_size for each in exchanged)
-    )
+    slots = sum(8 + 4 * each * num_warps * tile.cluster_size for each in exchanged)
+    exchange = 4 * tile.rows_per_block * slots
     if problem.forward:
         rings, exchange = ceil_div(rings, 16) * 16, exchange + 48 * tile.rows_per_block
     parameters = 0
@@ -78,16 +71,13 @@ def _bundle_bytes(problem: Problem, tile: Tile) -> int:
 
 
 class GridBlock(NamedTuple):
-    """One block of path "grid", as in cuda_src/grid_shape.cuh, grid_words.cuh and grid_sums.cuh.
+    """One block of path "grid", as in grid_shape.cuh, grid_words.cuh and grid_sums.cuh.
 
-    packs, steps: what one worker has of a row, and the steps in which it takes them.
-    packs: of a row, those of one worker.
-    cols, exact: the columns of all packs, and whether the blocks of a group have no others.
+    packs, cols: of a row, of one worker and of all. exact: whether no pack is beyond the row's end.
     exchange_bytes, stage_bytes, sum_bytes: shared memory for the exchange, for one stage, and for
         the sums of dweight and dbias that are not in registers.
-    most_stages: how many fit beside those sums and beside the parameters that are not in registers.
-        If too few are left for a row, parameters are read again for each row, and last the sums
-        are left to another kernel.
+    most_stages: how many fit beside those sums and the parameters that are not in registers. If too
+        few are left for a row, parameters have no room, and then the sums have none.
     """
 
     packs: int
@@ -117,7 +107,7 @@ def grid_block(problem: Problem, tile: Tile) -> GridBlock:
     # Registers of a thread for sums and parameters: all but those for one step.
     spare = 512 // ceil_div(tile.threads_per_row, 128) // 8 * 8 - (96 if at_once == 2 else 80)
     spare -= 0 if problem.forward or steps < 8 else 24
-    pack_sums = tile.pack_size * (bool(problem.dweight) + bool(problem.dbias))
+    pack_sums = tile.pack_size * (problem.num_sums)
     sums_kept = min(packs, max(spare, 0) // pack_sums) if pack_sums else 0
     sum_bytes = (packs - sums_kept) * pack_sums * workers * 4
     names = [problem.weight] + [problem.bias] * problem.forward
@@ -165,7 +155,7 @@ def smem_bytes_of(problem: Problem, tile: Tile, strategy: str) -> int:
     slice_cols = cols_of_slice(problem, tile.pack_size, tile.cluster_size)
     kept = [itemsize]
     if not problem.forward:
-        wanted = bool(problem.dweight) + bool(problem.dbias)
+        wanted = problem.num_sums
         kept += [DTYPES[problem.dy].itemsize] + [compute_bytes] * wanted
     return scratch + sum(ceil_div(slice_cols * size, 16) * 16 for size in kept)
 
@@ -232,10 +222,11 @@ def warps_that_fit(device: Device, registers: int) -> int:
     return 0 if registers > 256 else 4 * (device.registers_per_sm // 4 // 32 // registers)
 
 
-def blocks_that_fit(problem: Problem, device: Device, tile: Tile) -> int:
-    """Blocks whose registers and threads fit a multiprocessor, 0 if not even one does."""
+def blocks_that_fit(problem: Problem, device: Device, tile: Tile, smem_bytes: int = 0) -> int:
+    """Blocks that fit a multiprocessor, 0 if not even one does."""
     warps = warps_that_fit(device, registers_of_thread(problem, device, tile))
-    return min(warps * 32 // tile.block_size, device.threads_per_sm // tile.block_size, 32)
+    threads = min(warps * 32, device.threads_per_sm)
+    return min(threads // tile.block_size, device.smem_per_sm // (smem_bytes + RESERVED_BYTES), 32)
 
 
 def fits_smem(device: Device, smem_bytes: int, blocks_per_sm: int) -> bool:
