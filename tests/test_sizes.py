@@ -8,7 +8,7 @@ from repository_files import MODULES, PACKAGE, PYTHON, REPOSITORY
 
 MOST_POSITIONAL = 6
 MOST_LINES = 500
-MOST_LINES_OF_MODEL = 680
+MOST_LINES_OF_MODEL = 600
 # Another library or Triton decides the signature of these; those of tests imitate one.
 LONG_SIGNATURES = {
     "linear/module.LayerNormLinear.__init__",
@@ -78,5 +78,5 @@ def test_python_files_are_short():
 
 def test_the_model_of_tiles_is_short():
     """A special case of one GPU, or of few widths, belongs to a data file (tables.py)."""
-    model = [PACKAGE / "plan" / name for name in ("tile_model.py", "paths.py")]
+    model = [PACKAGE / "plan" / name for name in ("tile_model.py", "paths.py", "abilities.py")]
     assert sum(len(path.read_text().splitlines()) for path in model) <= MOST_LINES_OF_MODEL

@@ -65,9 +65,8 @@ def scales_at_once(problem: Problem, tile: Tile, strategy: str) -> bool:
     if tile.path == "ring":
         return tile.exact == 1 and 32 * tile.pack_size % block == 0
     width = tile.pack_size * tile.threads_per_row
-    whole_slices = strategy in ("warp", "block")
-    if strategy == "cluster":
-        whole_slices = tile.exact == 1 and tile.cols % block == 0
+    is_whole = tile.exact == 1 and tile.cols % block == 0
+    whole_slices = strategy in ("warp", "block") or (strategy == "cluster" and is_whole)
     bytes_made = tile.elements * DTYPES[problem.compute].itemsize
     by_warps = width % block == 0 and block <= 32 * tile.pack_size
     by_lanes = block % width == 0 and tile.threads_per_row <= 32

@@ -64,7 +64,7 @@ def _shapes(
     """
     pack_size = pack_size or problem.widest_pack
     for cluster_size in (1, *(size for size, _ in device.clusters)):
-        num_cols = cols_of_slice(problem, pack_size, cluster_size)
+        num_cols = cols_of_slice(problem, Tile(pack_size, 32, cluster_size=cluster_size))
         if cluster_size > 1 and num_cols * problem.itemsize < _FEWEST_SLICE_BYTES:
             continue
         all_threads = {"block" if cluster_size == 1 else "cluster": range(32, 1024 + 1, 32)}
@@ -160,5 +160,5 @@ def _estimated_speed(problem: Problem, choice: Choice) -> float:
     tile = choice.tile
     if tile.path == "ring":
         return paths.ring_share(problem, tile)
-    row_bytes = cols_of_slice(problem, tile.pack_size, tile.cluster_size) * problem.itemsize
+    row_bytes = cols_of_slice(problem, tile) * problem.itemsize
     return min(1.0, choice.resident * tile.rows_per_block * row_bytes / paths.ENOUGH_BYTES)

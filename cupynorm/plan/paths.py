@@ -79,15 +79,13 @@ _BUNDLE_BYTES = {4: 4800, 8: 8192, 12: 6656}
 
 def in_flight(problem: Problem, tile: Tile) -> int:
     """Bytes of x that a multiprocessor has in flight."""
-    cols = cols_of_slice(problem, tile.pack_size, tile.cluster_size)
-    row_bytes = cols * problem.itemsize * (1 + problem.residual)
+    row_bytes = cols_of_slice(problem, tile) * problem.itemsize * (1 + problem.residual)
     return tile.blocks_per_sm * tile.rows_per_block * row_bytes
 
 
 def filled(problem: Problem, tile: Tile) -> float:
     """The share of a tile's packs that are inside the row. Packs beyond it cost as much."""
-    cols = cols_of_slice(problem, tile.pack_size, tile.cluster_size)
-    return cols / tile.cols if tile.cols else 1.0
+    return cols_of_slice(problem, tile) / tile.cols if tile.cols else 1.0
 
 
 def register_tile(
@@ -106,9 +104,8 @@ def register_tile(
         # Blocks of a cluster wait for one another, so more bytes are always better for them.
         counted = moving if tile.cluster_size > 1 else min(moving, ENOUGH_BYTES)
         fit = filled(problem, tile) * (1.0 if tile.exact else 0.9)
-        long = problem.scaling is not None or (
-            problem.forward and (moving < ENOUGH_BYTES or tile.blocks_per_sm == 1)
-        )
+        few = moving < ENOUGH_BYTES or tile.blocks_per_sm == 1
+        long = problem.scaling is not None or (problem.forward and few)
         wanted = 64 if problem.scaling in ("given", "tensor") else 54 if problem.scaling else 48
         return counted * fit, -abs(tile.elements - wanted) if long else tile.threads_per_row
 
@@ -131,9 +128,7 @@ def lanes_tile(problem: Problem, device: Device) -> Tile | None:
     # Small blocks end sooner, so the next ones start sooner.
     block_size = 64 if problem.forward and fewest > 2 else 128
     lanes = [lanes for lanes in (1, 2, 4, 8, 16, 32) if lanes >= fewest]
-    shapes = [
-        shaped(problem, pack_size, count, rows_per_block=block_size // count) for count in lanes
-    ]
+    shapes = [shaped(problem, pack_size, at, rows_per_block=block_size // at) for at in lanes]
     return register_tile(problem, device, shapes, _LANE_BYTES[itemsize])
 
 
@@ -159,8 +154,7 @@ def smem_tile(problem: Problem, device: Device, cluster_sizes: Iterable[int]) ->
     threads = 256 if problem.dropout else 512
     for size in cluster_sizes:
         tile = Tile(problem.widest_pack, threads, cluster_size=size, path="smem")
-        smem_bytes = smem_bytes_of(problem, tile, "block" if size == 1 else "cluster")
-        if smem_bytes <= device.smem_per_block:
+        if smem_bytes_of(problem, tile, "cluster") <= device.smem_per_block:
             return tile
     return None
 
@@ -244,7 +238,7 @@ def _rings(problem: Problem, device: Device, sizes: Iterable[int]) -> Iterator[T
 
 def _ring_score(problem: Problem, tile: Tile) -> tuple:
     """An estimate of the tile's speed as a share of a copy's; of equals, few threads are better."""
-    slice_bytes = cols_of_slice(problem, tile.pack_size, tile.cluster_size) * sum(streamed(problem))
+    slice_bytes = cols_of_slice(problem, tile) * sum(streamed(problem))
     rows = tile.rows_per_block * tile.blocks_per_sm
     enough = _TURN_BYTES if tile.cluster_size == 1 else _CLUSTER_TURN_BYTES
     share = ring_share(problem, tile) * min(1.0, rows * slice_bytes / enough)

@@ -371,7 +371,8 @@ def ceil_div(value: int, step: int) -> int:
     return -(-value // step)
 
 
-def cols_of_slice(problem: Problem, pack_size: int, cluster_size: int) -> int:
+def cols_of_slice(problem: Problem, tile: Tile) -> int:
     """The most columns that one block of a cluster owns, as divided by slice() in slice.cuh."""
-    step = 8 if cluster_size > 1 else 1
-    return ceil_div(ceil_div(problem.num_cols, pack_size), cluster_size * step) * step * pack_size
+    step = 8 if tile.cluster_size > 1 else 1
+    packs = ceil_div(problem.num_cols, tile.pack_size)
+    return ceil_div(packs, tile.cluster_size * step) * step * tile.pack_size

@@ -105,7 +105,7 @@ def _check_blocks_of_row(problem: Problem, strategy: str, tile: Tile, device: De
 
 def _check_registers(problem: Problem, strategy: str, tile: Tile) -> None:
     """The columns in the registers of a block's threads: all of its slice, no pack without any."""
-    num_cols = cols_of_slice(problem, tile.pack_size, tile.cluster_size)
+    num_cols = cols_of_slice(problem, tile)
     if tile.cols < num_cols:
         raise ValueError(
             f"tile holds {tile.cols} columns (pack_size {tile.pack_size} x "

@@ -9,6 +9,7 @@ they do not spill.
 from __future__ import annotations
 
 import csv
+from dataclasses import replace
 from functools import cache, lru_cache
 from itertools import combinations
 from pathlib import Path
@@ -19,8 +20,7 @@ from .abilities import is_only_quantized, streamed
 from .devices import Device
 from .problem import Problem, Tile, ceil_div, cols_of_slice
 
-# The hardware reserves 1024 bytes of shared memory for each block.
-RESERVED_BYTES = 1024
+RESERVED_BYTES = 1024  # of shared memory, which the hardware takes for each block
 
 # Path grid: warps of a block that exchange sums, slots for them, all the shared memory of a block,
 # and the fewest stages.
@@ -98,7 +98,7 @@ def grid_block(problem: Problem, tile: Tile) -> GridBlock:
     workers = tile.threads_per_row - 32 * GRID_EXCHANGERS
     at_once = 2 if workers <= 256 else 1  # packs in one step: few warps need more
     step_cols = at_once * tile.pack_size * workers
-    steps = max(1, ceil_div(cols_of_slice(problem, tile.pack_size, tile.cluster_size), step_cols))
+    steps = max(1, ceil_div(cols_of_slice(problem, tile), step_cols))
     packs, cols = steps * at_once, steps * step_cols
     exact = cols * tile.cluster_size == problem.num_cols
     parts = (3 if problem.centered else 1) if problem.forward else 2
@@ -150,13 +150,12 @@ def smem_bytes_of(problem: Problem, tile: Tile, strategy: str) -> int:
     scratch = reduce_bytes(problem, tile.threads_per_row, tile.cluster_size)
     if tile.path == "staged":  # StagedRow in cuda_src/rows/staged_row.cuh
         return scratch + ceil_div(tile.cols * itemsize, 16) * 16 + 16
-    if tile.path != "smem" or (strategy == "block" and not problem.forward):
+    if tile.path != "smem":
         return scratch
-    slice_cols = cols_of_slice(problem, tile.pack_size, tile.cluster_size)
+    slice_cols = cols_of_slice(problem, tile)
     kept = [itemsize]
     if not problem.forward:
-        wanted = problem.num_sums
-        kept += [DTYPES[problem.dy].itemsize] + [compute_bytes] * wanted
+        kept += [DTYPES[problem.dy].itemsize] + [compute_bytes] * problem.num_sums
     return scratch + sum(ceil_div(slice_cols * size, 16) * 16 for size in kept)
 
 
@@ -239,8 +238,8 @@ def shaped(
     problem: Problem, pack_size: int, threads_per_row: int, cluster_size: int = 1, **counts: object
 ) -> Tile:
     """The tile with these threads, and as many packs as a row, or a block's slice of it, needs."""
-    width = pack_size * threads_per_row
-    packs = max(1, ceil_div(cols_of_slice(problem, pack_size, cluster_size), width))
-    exact = int(width * packs * cluster_size == problem.num_cols)
-    counts = {"path": "registers", **counts}
-    return Tile(pack_size, threads_per_row, packs, cluster_size=cluster_size, exact=exact, **counts)
+    counts = {"path": "registers", "cluster_size": cluster_size, **counts}
+    tile = Tile(pack_size, threads_per_row, 1, **counts)
+    packs = max(1, ceil_div(cols_of_slice(problem, tile), tile.cols))
+    exact = int(tile.cols * packs * cluster_size == problem.num_cols)
+    return replace(tile, packs_per_thread=packs, exact=exact)

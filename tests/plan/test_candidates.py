@@ -48,7 +48,7 @@ def test_candidates_are_valid_and_few(name):
             tile = each.tile
             assert each == choose(problem, device, each.strategy, tile)
             assert each.resident >= tile.blocks_per_sm
-            filled = cols_of_slice(problem, tile.pack_size, tile.cluster_size)
+            filled = cols_of_slice(problem, tile)
             assert tile.packs_per_thread == 0 or filled >= _FILLED * tile.cols
             assert device.clusters or (tile.cluster_size == 1 and not tile.stages)
 
