@@ -47,7 +47,7 @@ functor = partial(cupynorm.functor, "Twice", "y = 2 * x;")
         (autocast, "group", (3, "world", torch.ones(3))),
         (plan, "strategy", (["warp"], 3)),
         (plan, "statistics", (["welford"],)),
-        (plan, "dtype", (["float32"], 3)),
+        (plan, "dtype", (["float32"], 3, None)),
         (plan, "weight_dtype", (["float32"],)),
         (plan, "out_dtype", (["float32"],)),
         (plan, "device", (["H200"], 3)),

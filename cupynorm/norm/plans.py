@@ -61,25 +61,18 @@ def plan(
         raise ValueError(f"norm is {norm!r}; expected 'layer_norm' or 'rms_norm'")
     if direction not in ("forward", "backward"):
         raise ValueError(f"direction is {direction!r}; expected 'forward' or 'backward'")
-    for name, given, least in (
-        ("num_cols", num_cols, 0),
-        ("num_rows", num_rows, 0),
-        ("alignment", alignment, 1),
-    ):
-        if isinstance(given, bool) or not isinstance(given, numbers.Integral):
-            is_short = isinstance(given, (str, numbers.Number))
-            found = repr(given) if is_short else arrays.type_in_words(given)
-            raise TypeError(f"{name} is {found}; expected an int")
-        if given < least:
-            raise ValueError(f"{name} is {given}; expected an int of {least} or more")
+    _check_int("num_cols", num_cols, 0)
+    _check_int("num_rows", num_rows, 0)
+    _check_int("alignment", alignment, 1)
     launch_as = launch_options(strategy, tile, statistics, sm_margin).of(direction)
     weight, bias = (dtype if name == "same" else name for name in (weight_dtype, bias_dtype))
     y = out_dtype or dtype
     is_quantized = direction == "forward" and y in list(FLOAT8S)
-    dtypes = {"dtype": dtype, "weight_dtype": weight, "bias_dtype": bias}
-    dtypes["out_dtype"] = None if is_quantized else y
+    dtypes = {"dtype": dtype, "out_dtype": dtype if is_quantized else y}
+    parameters = {"weight_dtype": weight, "bias_dtype": bias}
+    dtypes |= {name: given for name, given in parameters.items() if given is not None}
     for name, given in dtypes.items():
-        if given is not None and given not in list(DTYPES):
+        if given not in list(DTYPES):
             raise ValueError(f"{name} is {given!r}; expected one of {', '.join(DTYPES)}")
     switches = {"residual": residual, "zero_centered_weight": zero_centered_weight, "amax": amax}
     for name, given in switches.items():
@@ -95,15 +88,7 @@ def plan(
             f"amax is recorded with scale {scale!r}; "
             "expected 'given', of a forward whose out_dtype has 8 bits"
         )
-    if device is None:
-        device = launch.current_device()
-    elif not isinstance(device, Device):
-        if device not in list(DEVICES):
-            raise ValueError(
-                f"device is {device!r}; expected one of {', '.join(DEVICES)}, a Device, "
-                "or None for the current GPU"
-            )
-        device = DEVICES[device]
+    device = _device_of(device)
     tensors = {"y": y, "bias": bias, "residual": bool(residual), "amax": bool(amax)}
     tensors["scaling"] = (scale or "given") if is_quantized else None
     if direction == "backward":
@@ -129,3 +114,25 @@ def plan(
         **tensors,
     )
     return make_plan(problem, device, num_rows, **launch_as._asdict())
+
+
+def _check_int(name: str, given: object, least: int) -> None:
+    if isinstance(given, bool) or not isinstance(given, numbers.Integral):
+        is_short = isinstance(given, (str, numbers.Number))
+        found = repr(given) if is_short else arrays.type_in_words(given)
+        raise TypeError(f"{name} is {found}; expected an int")
+    if given < least:
+        raise ValueError(f"{name} is {given}; expected an int of {least} or more")
+
+
+def _device_of(device: str | Device | None) -> Device:
+    if device is None:
+        return launch.current_device()
+    if isinstance(device, Device):
+        return device
+    if device not in list(DEVICES):
+        raise ValueError(
+            f"device is {device!r}; expected one of {', '.join(DEVICES)}, a Device, "
+            "or None for the current GPU"
+        )
+    return DEVICES[device]
