@@ -64,13 +64,13 @@ _BUNDLE_ELEMENTS = {
     "backward": {1: 40, 2: 28, 8: 12, 16: 14, 32: 28},
 }
 
-# Path "grid": how many blocks share a row: the fewest with slices of at most so many bytes, by
+# Path "grid": how many blocks share a row: the fewest with slices of at most so many KiB, by
 # direction and itemsize. Otherwise all.
-_GRID_SLICE_BYTES = {"forward": {2: 49152, 4: 49152}, "backward": {2: 32768, 4: 65536}}
-_FEWEST_GRID_BLOCKS = 16
+_GRID_SLICE_KIB = {"forward": {2: 48, 4: 48}, "backward": {2: 32, 4: 64}}
 # Threads of a block, and the most packs of a row that each takes, because its code for one pack
-# follows that for another. The most stages.
-_GRID_THREADS, _MOST_GRID_STAGES = {384: 16, 640: 36}, 32
+# follows that for another. The most stages, and the fewest blocks.
+_GRID_THREADS, _MOST_GRID_STAGES, _FEWEST_GRID_BLOCKS = {384: 16, 640: 36}, 32, 16
+
 # Bytes of a warp's bundle, by the warps of a block. In smaller bundles the copy engine reads too
 # many cache lines twice.
 _BUNDLE_WARPS = {"forward": (4,), "backward": (12, 8)}
@@ -165,7 +165,7 @@ def grid_tile(problem: Problem, device: Device) -> Tile | None:
         return None
     row_bytes = problem.num_cols * sum(streamed(problem))
     most = 1 << (min(device.num_sms, device.grid_blocks).bit_length() - 1)
-    limit = _GRID_SLICE_BYTES[problem.direction][problem.itemsize]
+    limit = 1024 * _GRID_SLICE_KIB[problem.direction][problem.itemsize]
     blocks = _FEWEST_GRID_BLOCKS
     while blocks < most and row_bytes > blocks * limit:
         blocks *= 2

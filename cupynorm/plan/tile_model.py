@@ -107,7 +107,7 @@ def grid_block(problem: Problem, tile: Tile) -> GridBlock:
     # Registers of a thread for sums and parameters: all but those for one step.
     spare = 512 // ceil_div(tile.threads_per_row, 128) // 8 * 8 - (96 if at_once == 2 else 80)
     spare -= 0 if problem.forward or steps < 8 else 24
-    pack_sums = tile.pack_size * (problem.num_sums)
+    pack_sums = tile.pack_size * problem.num_sums
     sums_kept = min(packs, max(spare, 0) // pack_sums) if pack_sums else 0
     sum_bytes = (packs - sums_kept) * pack_sums * workers * 4
     names = [problem.weight] + [problem.bias] * problem.forward
