@@ -77,5 +77,6 @@ def test_values_of_a_wrong_type_are_refused(function, name, values):
 def test_the_functions_above_accept_their_defaults():
     for function in (autocast, plan, device, quantized, functor, check, layer):
         function()
+    autocast(group=torch.distributed.GroupMember.NON_GROUP_MEMBER)  # of a rank outside of it
     plan(residual=True, zero_centered_weight=False, dtype="float16")
     assert set(DTYPES) == {"float16", "bfloat16", "float32", "float64"}

@@ -40,6 +40,11 @@ class Region:
     calibration: DelayedScaling | None = None
 
 
+# What torch.distributed.new_group gives a rank that is not in the group.
+_OUTSIDE_OF_GROUP = getattr(
+    getattr(torch.distributed, "GroupMember", None), "NON_GROUP_MEMBER", None
+)
+
 # Of the whole process: a backward in a thread of its own sees them too.
 _regions: list[Region] = []
 _recipes: dict[str, Recipe] = {}  # by their texts; a program has few
@@ -184,5 +189,5 @@ def _check(enabled: object, calibrating: object, recipe: object, group: object) 
             "BlockScaling or MXFP8BlockScaling"
         )
     is_group = callable(getattr(group, "size", None)) and not isinstance(group, torch.Tensor)
-    if group is not None and not is_group:
+    if not (is_group or group is None or group is _OUTSIDE_OF_GROUP):
         raise TypeError(f"group is {type_in_words(group)}; expected a group of torch.distributed")
