@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from numbers import Integral
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ _NOT_COUNTS = ("name", "clusters")
 
 
 def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+    return isinstance(value, Integral) and not isinstance(value, bool) and value > 0
 
 
 def _device(name: str, compute_capability: int, num_sms: int, **changes: object) -> Device:
