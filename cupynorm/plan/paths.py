@@ -212,24 +212,24 @@ def _rings(problem: Problem, device: Device, sizes: Iterable[int]) -> Iterator[T
     """Rings that fit, each with the best number of stages.
 
     A multiprocessor works on several rows at a time: forward in a block each, backward in one
-    block, which writes one partial row of sums. Only the widest rows backward may have one stage.
+    block, which writes one partial row of sums. Backward, the widest rows may have one stage, and
+    16-bit rows of large clusters have three if they fit.
     """
-    wanted, most = (
-        each[problem.direction][problem.itemsize] for each in (_RING_BYTES, _MOST_STAGES)
-    )
+    wanted = _RING_BYTES[problem.direction][problem.itemsize]
+    most = _MOST_STAGES[problem.direction][problem.itemsize]
     for cluster_size, threads in product(sizes, range(32, _RING_THREADS + 1, 32)):
         tile = shaped(problem, problem.widest_pack, threads, cluster_size, path="ring")
         usual = _RING_ELEMENTS[problem.direction]
         if tile.elements > (_MOST_RING_ELEMENTS if cluster_size == 16 else usual):
             continue
         warps = warps_that_fit(device, registers_of_thread(problem, device, tile))
-        row_bytes = tile.cols * sum(streamed(problem))
+        fewest = 3 if cluster_size >= 8 and problem.itemsize == 2 and not problem.forward else 2
         for rows in range(1, min(12, _RING_THREADS // threads, warps * 32 // threads) + 1):
-            turn_bytes = row_bytes * rows
+            turn_bytes = rows * tile.cols * sum(streamed(problem))
             turns = ceil_div(wanted, turn_bytes) if problem.forward else wanted // turn_bytes
             least = 1 if rows == 1 and cluster_size == 16 and not problem.forward else 2
             counts = {"blocks_per_sm": rows} if problem.forward else {"rows_per_block": rows}
-            for stages in range(max(2, min(turns, most)), least - 1, -1):
+            for stages in range(max(fewest, min(turns, most)), least - 1, -1):
                 ring = replace(tile, stages=stages, **counts)
                 if fits_smem(device, smem_bytes_of(problem, ring, "block"), ring.blocks_per_sm):
                     yield ring

@@ -34,8 +34,9 @@ _SMALL_PACK_RING_FROM = {"forward": {2: 500, 4: 2048}, "backward": {2: 512, 4: 5
 # rows, and forward for single elements, whose parameters take a register each.
 _COLS_OF_BLOCK, _COLS_OF_FULL_BLOCK = 24576, 10240
 
-# Forward, the fewest columns for a grid where a cluster has room too.
-_GRID_FROM = {2: 1 << 19, 4: 1 << 18}
+# Forward, the fewest columns for a grid where a cluster has room too, of LayerNorm and of RMSNorm,
+# whose rows in a cluster wait less.
+_GRID_FROM = {2: {True: 352 << 10, False: (384 << 10) + 1}, 4: {True: 1 << 18, False: 1 << 18}}
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,7 @@ def _ring_in_block_is_faster(problem: Problem) -> bool:
 
 def _grid_is_faster(problem: Problem) -> bool:
     """Whether rows that all blocks share beat rows that a cluster keeps, if both fit."""
-    return problem.forward and problem.num_cols >= _GRID_FROM[problem.itemsize]
+    return problem.forward and problem.num_cols >= _GRID_FROM[problem.itemsize][problem.centered]
 
 
 # Each strategy tries its paths (docs/dispatch.md) in an order of its own.
