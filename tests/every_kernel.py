@@ -3,15 +3,18 @@
     compute-sanitizer --tool memcheck python tests/every_kernel.py
 
 The other tools are racecheck, initcheck and synccheck. Exits with 1 if a result is wrong.
---part 2/8 runs the second of eight parts of about equal cost, so that eight processes share a GPU.
+sanitize.py runs it in several processes.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import sys
+import time
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -28,16 +31,17 @@ from every_matrix import (
     run_reduction,
     run_scales,
 )
-from every_quantized import quantized_cases
+from every_product import Product, judge_product, products, run_product
+from every_quantized import NUM_FEW, few_multiprocessors, long_quantized, quantized_cases
 from every_split import run_shared, shared_cases
 
 from cupynorm.check.cases import Case, random_problem
-from cupynorm.check.kernels import GpuCheckMachine, uses_welford
+from cupynorm.check.kernels import CpuMachine, GpuCheckMachine, uses_welford
 from cupynorm.check.quantized import How, judge_values, run_8_bits
 from cupynorm.check.results import CheckResult, Finding, judge_all
 from cupynorm.check.run import run_kernels
 from cupynorm.dtypes import DTYPES
-from cupynorm.gpu import nvrtc
+from cupynorm.gpu import environment, nvrtc
 from cupynorm.norm.plans import plan
 from cupynorm.plan.problem import Tile
 from cupynorm.plan.strategies import STRATEGIES
@@ -111,10 +115,6 @@ def cases() -> list[Case]:
         ("layer_norm", 512, "bfloat16"),
     ):
         every.append(Case(norm, 300, num_cols, dtype, residual=True, dsum=True, sm_margin=1))
-    every += [
-        Case("layer_norm", num_rows, num_cols, "bfloat16", sm_margin=1)
-        for num_rows, num_cols in ((300, 2049), (60, 33333))
-    ]
     # Few rows, whose backward is one launch: in the lanes of a warp, in a block, as in rings.
     every += [
         Case("layer_norm", 9, num_cols, dtype)
@@ -124,66 +124,49 @@ def cases() -> list[Case]:
         Case("rms_norm", 9, num_cols, "bfloat16", residual=True, dsum=True)
         for num_cols in (2049, 9216)
     ]
-    every += [
-        Case("layer_norm", 300, num_cols, "bfloat16", recompute=True)
-        for num_cols in (1023, 1024, 12288)
-    ]
     # Rows in the registers of clusters of 2 to 16 blocks; 200001 and 262144 backward are wider.
-    every += [
-        Case("layer_norm", 9, num_cols, "float32") for num_cols in (200_000, 230_001)
-    ]  # one row fills a ring
     every += [
         Case("layer_norm", 2, num_cols, "bfloat16")
         for num_cols in (20000, 40000, 66000, 131072, 200001, 262144)
     ]
+    # Rows that all blocks of a grid share, in groups of 32 blocks and more.
+    return every + [
+        Case("layer_norm", 5, 2**18 + 8, "float32"),
+        Case("rms_norm", 5, 2**19, "bfloat16"),
+    ]
+
+
+def long_cases() -> list[Case]:
+    """Cases that few_multiprocessors take: each block works on several rows."""
+    margin = {"sm_margin": NUM_FEW // 2}
+    every = [
+        Case("layer_norm", num_rows, num_cols, "bfloat16", **margin)
+        for num_rows, num_cols in ((20, 2049), (5, 33333))
+    ]
+    every += [
+        Case("layer_norm", num_rows, num_cols, "bfloat16", recompute=True, **margin)
+        for num_rows, num_cols in ((40, 1023), (40, 1024), (6, 12288))
+    ]
+    every += [
+        Case("layer_norm", 3, num_cols, "float32", **margin) for num_cols in (200_000, 230_001)
+    ]  # one row fills a ring
     for strategy, sizes in (("block", (1,)), ("cluster", (2, 16))):
         for cluster_size in sizes:
-            num_rows = (
-                40 if cluster_size == 16 else 300
-            )  # more than are resident; racecheck takes a second for a million elements
+            options = {"strategy": strategy, **margin}
             # Forward rows in shared memory: other devices and wider rows get them.
             tile = Tile(8, 64, cluster_size=cluster_size)
-            every.append(
-                Case(
-                    "layer_norm",
-                    num_rows,
-                    4096,
-                    "bfloat16",
-                    strategy=strategy,
-                    tile=tile,
-                    sm_margin=32,
-                )
-            )
+            every.append(Case("layer_norm", 40, 4096, "bfloat16", tile=tile, **options))
             if cluster_size == 1:
                 staged = Tile(8, 64, 8, blocks_per_sm=2, exact=1, stages=1)
-                every.append(
-                    Case(
-                        "layer_norm",
-                        num_rows,
-                        4096,
-                        "bfloat16",
-                        strategy=strategy,
-                        tile=staged,
-                        sm_margin=100,
-                    )
-                )
+                every.append(Case("layer_norm", 20, 4096, "bfloat16", tile=staged, **options))
             # Rings: forward of few packs, so that several rounds of them are quick;
             # backward of the narrowest rows that get one.
             for dtype, pack_size in (("bfloat16", 8), ("float32", 4)):
                 num_cols = narrowest_ring(dtype, cluster_size)
                 packs_per_thread = max(1, -(-num_cols // (cluster_size * pack_size * 256)))
                 tile = Tile(pack_size, 256, packs_per_thread, cluster_size=cluster_size, stages=2)
-                every.append(
-                    Case(
-                        "layer_norm",
-                        num_rows,
-                        num_cols,
-                        dtype,
-                        strategy=strategy,
-                        tile=tile,
-                        sm_margin=32,
-                    )
-                )
+                num_rows = 20 if cluster_size == 1 else 5
+                every.append(Case("layer_norm", num_rows, num_cols, dtype, tile=tile, **options))
     return every
 
 
@@ -235,6 +218,12 @@ def steps() -> list[Step]:
         _step(_run_quantized, (case, how), case.num_rows * case.num_cols)
         for case, how in quantized_cases()
     ]
+    every += [_step(_run_long, case, case.num_rows * case.num_cols) for case in long_cases()]
+    every += [
+        _step(_run_long_quantized, (case, how), case.num_rows * case.num_cols)
+        for case, how in long_quantized()
+    ]
+    every += [_step(_run_product, each, each.num_products) for each in products()]
     every += [
         _step(_run_matrix, matrix, matrix.num_rows * matrix.num_cols) for matrix in matrices()
     ]
@@ -244,6 +233,11 @@ def steps() -> list[Step]:
         for case, num_ranks in shared_cases()
     ]
     return every + [_step(_run_scales, num_steps, 0) for num_steps in STEPS]
+
+
+def chosen(only: str) -> list[Step]:
+    """Those whose names have this text, the smallest first."""
+    return sorted((step for step in steps() if only in step.name), key=lambda step: step.cost)
 
 
 def _step(run: Callable, problem: Any, num_elements: int) -> Step:
@@ -264,6 +258,20 @@ def _run_quantized(quantized: tuple[Case, How], where: GpuCheckMachine) -> list[
     return judge_values(problem, how, made, rounded_mean=uses_welford(case, where.device))
 
 
+def _run_long(case: Case, where: GpuCheckMachine) -> list[Finding]:
+    with few_multiprocessors(where):
+        return _run_case(case, where)
+
+
+def _run_long_quantized(quantized: tuple[Case, How], where: GpuCheckMachine) -> list[Finding]:
+    with few_multiprocessors(where):
+        return _run_quantized(quantized, where)
+
+
+def _run_product(product: Product, where: GpuCheckMachine) -> list[Finding]:
+    return judge_product(product, *run_product(product, where))
+
+
 def _run_matrix(matrix: Matrix, where: GpuCheckMachine) -> list[Finding]:
     return judge_matrix(matrix, *run_matrix(matrix, where))
 
@@ -282,35 +290,36 @@ def _run_scales(num_steps: int, where: GpuCheckMachine) -> list[Finding]:
     return judge_scales(*run_scales(num_steps, where))
 
 
-def part_of(every: list[Step], part: int, num_parts: int) -> list[Step]:
-    """One of num_parts parts, from 1. The costliest steps come first, to the part with least."""
-    costs, parts = [0] * num_parts, [[] for _ in range(num_parts)]
-    for step in sorted(every, key=lambda step: -step.cost):
-        at = costs.index(min(costs))
-        costs[at] += step.cost
-        parts[at].append(step)
-    return parts[part - 1]
-
-
-def part_number(text: str) -> tuple[int, int]:
-    """The numbers of "2/8"."""
-    part, _, num_parts = text.partition("/")
-    if not (part.isdecimal() and num_parts.isdecimal() and 0 < int(part) <= int(num_parts)):
-        raise argparse.ArgumentTypeError(f"--part is {text!r}; expected for example 2/8")
-    return int(part), int(num_parts)
+def is_mine(claims: Path | None, number: int) -> bool:
+    """Whether no other process has claimed this step in the folder that they share."""
+    if claims is None:
+        return True
+    try:
+        (claims / str(number)).touch(exist_ok=False)
+    except FileExistsError:
+        return False
+    return True
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--part", type=part_number, default=(1, 1), metavar="PART/PARTS")
-    chosen = part_of(steps(), *parser.parse_args(arguments).part)
-    where = WholeUnits()
-    result = CheckResult()
-    for step in chosen:
-        result.findings += step.run(where)
-    print(result.summary())
-    print(f"{len(chosen)} steps ran")
-    return 0 if result.ok else 1
+    parser.add_argument("--only", default="", help="steps whose names have this text")
+    parser.add_argument("--claims", type=Path, help="a folder of processes that share the steps")
+    parser.add_argument("--until", type=float, default=math.inf, help="no step begins after it")
+    asked = parser.parse_args(arguments)
+    where = WholeUnits() if environment.has_gpu() else CpuMachine()
+    result, num_steps = CheckResult(), 0
+    for number, step in enumerate(chosen(asked.only)):
+        if time.time() < asked.until and is_mine(asked.claims, number):
+            print(f"begin {number}", flush=True)
+            found = step.run(where)
+            print(f"end {number}", *(each for each in found if not each.ok), flush=True)
+            result.findings += found
+            num_steps += 1
+    if num_steps:
+        print(result.summary())
+    print(f"{num_steps} steps ran")
+    return 0 if result.num_off == 0 else 1
 
 
 if __name__ == "__main__":

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
 import numpy as np
 
 from cupynorm.check import quantized
@@ -13,6 +17,7 @@ from cupynorm.plan.problem import SCALINGS, Tile
 from cupynorm.plan.strategies import STRATEGIES
 
 E4M3, E5M2 = FLOAT8S
+NUM_FEW = 4
 
 
 def quantized_cases() -> list[tuple[Case, How]]:
@@ -43,40 +48,6 @@ def quantized_cases() -> list[tuple[Case, How]]:
         }
         dropped = Case("layer_norm", 9, 512, "bfloat16", strategy=strategy, **options)
         every += [(dropped, How(E4M3, scaling)) for scaling in ("given", "tensor", "block")]
-    # Rings, of rows that begin anywhere, too, and of clusters; and staged rows.
-    for num_cols, tile in (
-        (4096, Tile(8, 256, 2, exact=1, stages=2)),
-        (1023, Tile(1, 64, 16, stages=2)),
-        (9000, Tile(8, 256, 3, cluster_size=2, stages=2)),
-        (4000, Tile(8, 256, 2, stages=1)),  # staged
-    ):
-        strategy = "block" if tile.cluster_size == 1 else "cluster"
-        ring = Case(
-            "layer_norm", 160, num_cols, "bfloat16", strategy=strategy, tile=tile, sm_margin=100
-        )  # some turns each
-        every += [(ring, How(E4M3, scaling)) for scaling in SCALINGS]
-    # Threads as long as their registers hold, and next rows in those of a warp.
-    for num_cols, strategy, tile, scalings in (
-        (576, "warp", Tile(8, 8, 9, rows_per_block=8, blocks_per_sm=8, exact=1), ("given",)),
-        (13000, "block", Tile(8, 128, 13, blocks_per_sm=4), ("given", "tensor")),
-        (9000, "block", Tile(8, 96, 12, blocks_per_sm=5), ("given", "tensor")),
-        (1024, "block", Tile(8, 32, 4, blocks_per_sm=24, exact=1), ("row", "block")),
-        (1000, "block", Tile(8, 32, 4, blocks_per_sm=20), ("row", "block")),
-    ):
-        places = (
-            32 * tile.blocks_per_sm * tile.rows_per_block
-        )  # on the multiprocessors that are left
-        num_rows = places + places // 4
-        long = Case(
-            "layer_norm",
-            num_rows,
-            num_cols,
-            "bfloat16",
-            strategy=strategy,
-            tile=tile,
-            sm_margin=100,
-        )
-        every += [(long, How(E4M3, scaling)) for scaling in scalings]
     # Rows in the shared memory of a block, or a cluster.
     for cluster_size in (1, 2):
         strategy = "block" if cluster_size == 1 else "cluster"
@@ -89,9 +60,62 @@ def quantized_cases() -> list[tuple[Case, How]]:
             tile=Tile(8, 64, cluster_size=cluster_size),
         )
         every += [(kept, How(E4M3, scaling)) for scaling in SCALINGS]
-    return every + [
-        (case, how._replace(amax=True)) for case, how in every if how.scaling == "given"
-    ]
+    return every + _with_amax(every)
+
+
+def long_quantized() -> list[tuple[Case, How]]:
+    """As quantized_cases, for few_multiprocessors: each block works on several rows."""
+    every, margin = [], {"sm_margin": NUM_FEW // 2}
+    # Rings, of rows that begin anywhere, too, and of clusters; and staged rows.
+    for num_cols, tile in (
+        (4096, Tile(8, 256, 2, exact=1, stages=2)),
+        (1023, Tile(1, 64, 16, stages=2)),
+        (9000, Tile(8, 256, 3, cluster_size=2, stages=2)),
+        (4000, Tile(8, 256, 2, stages=1)),  # staged
+    ):
+        strategy = "block" if tile.cluster_size == 1 else "cluster"
+        ring = Case(
+            "layer_norm", 10, num_cols, "bfloat16", strategy=strategy, tile=tile, **margin
+        )  # some turns each
+        every += [(ring, How(E4M3, scaling)) for scaling in SCALINGS]
+    # Threads as long as their registers hold, and next rows in those of a warp.
+    for num_cols, strategy, tile, scalings in (
+        (576, "warp", Tile(8, 8, 9, rows_per_block=8, blocks_per_sm=8, exact=1), ("given",)),
+        (13000, "block", Tile(8, 128, 13, blocks_per_sm=4), ("given", "tensor")),
+        (9000, "block", Tile(8, 96, 12, blocks_per_sm=5), ("given", "tensor")),
+        (1024, "block", Tile(8, 32, 4, blocks_per_sm=24, exact=1), ("row", "block")),
+        (1000, "block", Tile(8, 32, 4, blocks_per_sm=20), ("row", "block")),
+    ):
+        # On the multiprocessors that are left.
+        places = NUM_FEW // 2 * tile.blocks_per_sm * tile.rows_per_block
+        num_rows = places + places // 4
+        long = Case(
+            "layer_norm",
+            num_rows,
+            num_cols,
+            "bfloat16",
+            strategy=strategy,
+            tile=tile,
+            **margin,
+        )
+        every += [(long, How(E4M3, scaling)) for scaling in scalings]
+    return every + _with_amax(every)
+
+
+def _with_amax(every: list[tuple[Case, How]]) -> list[tuple[Case, How]]:
+    return [(case, how._replace(amax=True)) for case, how in every if how.scaling == "given"]
+
+
+@contextmanager
+def few_multiprocessors(where: CpuMachine | GpuCheckMachine) -> Iterator[None]:
+    """Plans for a GPU of NUM_FEW multiprocessors and two clusters of each size."""
+    whole = where.device
+    clusters = tuple((size, 2) for size, _ in whole.clusters)
+    where.device = replace(whole, num_sms=NUM_FEW, clusters=clusters)
+    try:
+        yield
+    finally:
+        where.device = whole
 
 
 class Kept:

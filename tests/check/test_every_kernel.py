@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import argparse
 import re
 
 import numpy as np
 import pytest
-from every_kernel import cases, main, part_number, part_of, steps
+from every_kernel import cases, long_cases, steps
 from every_matrix import (
     STEPS,
     judge_matrix,
@@ -19,7 +18,15 @@ from every_matrix import (
     run_reduction,
     run_scales,
 )
-from every_quantized import E4M3, quantized_cases, run_quantized
+from every_product import judge_product, products, run_product
+from every_quantized import (
+    E4M3,
+    few_multiprocessors,
+    long_quantized,
+    quantized_cases,
+    run_quantized,
+)
+from repository_files import KERNELS
 
 from cupynorm.check.cases import Case, random_problem
 from cupynorm.check.kernels import CpuMachine
@@ -36,6 +43,7 @@ class Recorder(CpuMachine):
 
     def __init__(self) -> None:
         super().__init__()
+        self.device = DEVICES["H200"]
         self.reached: set[tuple[str, str]] = set()
         self.functors: set[tuple[str, str]] = set()
         self.scalings: set[tuple[str, str, str, str]] = set()
@@ -47,6 +55,8 @@ class Recorder(CpuMachine):
         place = "registers" if tile.packs_per_thread else "shared memory or nowhere"
         if tile.bundle:
             place = f"bundles, {tile.threads_per_row} lanes a row"
+        elif tile.path == "grid":
+            place = "grid"
         elif tile.stages == 1 and launch.kernel.source.startswith("forward"):
             place = "registers, staged"
         elif tile.stages:
@@ -72,6 +82,9 @@ def test_all_kernels_and_paths_of_rows_are_covered():
     recorder = Recorder()
     for case in cases():
         run_kernels(random_problem(case), recorder)
+    with few_multiprocessors(recorder):
+        for case in long_cases():
+            run_kernels(random_problem(case), recorder)
     expected = {
         (f"{direction}_{name}.cu", "registers")
         for direction in ("forward", "backward")
@@ -93,6 +106,7 @@ def test_all_kernels_and_paths_of_rows_are_covered():
         ("backward_few.cu", f"ring of __nv_bfloat16, {size} blocks a row") for size in (1, 2)
     }
     for direction in ("forward", "backward"):
+        expected.add((f"{direction}_cluster.cu", "grid"))
         for dtype in ("__nv_bfloat16", "float"):
             expected.add((f"{direction}_block.cu", f"ring of {dtype}, 1 blocks a row"))
             expected |= {
@@ -146,6 +160,9 @@ def test_all_scalings_and_sources_of_8_bits_are_covered():
     recorder = Recorder()
     for case, quantization in quantized_cases():
         run_quantized(case, quantization, recorder)
+    with few_multiprocessors(recorder):
+        for case, quantization in long_quantized():
+            run_quantized(case, quantization, recorder)
     for matrix in matrices():
         run_matrix(matrix, recorder)
     at_once, twice = {"all"}, {"amax", "write"}
@@ -320,27 +337,33 @@ def test_a_wrong_scale_is_found(num_steps):
         assert not all(found.ok for found in judge_scales(spoilt(got, name), given)), name
 
 
-@pytest.mark.parametrize("num_parts", [1, 8])
-def test_parts_are_of_equal_cost_and_have_every_step(num_parts):
-    every = steps()
-    parts = [part_of(every, part, num_parts) for part in range(1, num_parts + 1)]
-    assert sorted(step.name for part in parts for step in part) == sorted(
-        step.name for step in every
-    )
-    costs = [sum(step.cost for step in part) for part in parts]
-    assert max(costs) < 1.05 * min(costs)
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["folded", "few", "few, residual"])
+def test_a_wrong_product_is_found(kind):
+    product = next(each for each in products() if each.kind == kind)
+    problem, folded, found = run_product(product, CpuMachine())
+    assert all(each.ok for each in judge_product(product, problem, folded, found))
+    for name in found._fields:
+        off = found._replace(**{name: 0.5 * getattr(found, name)})
+        assert not all(each.ok for each in judge_product(product, problem, folded, off)), name
 
 
-@pytest.mark.parametrize("text", ["0/8", "9/8", "8", "a/8", ""])
-def test_a_part_that_does_not_exist_is_refused(text):
-    with pytest.raises(argparse.ArgumentTypeError, match="expected for example 2/8"):
-        part_number(text)
+@pytest.mark.slow
+def test_every_source_is_run():
+    """Those of functors are a user's own."""
 
+    class Both(Recorder):
+        def launch(self, launch, words) -> None:
+            super().launch(launch, words)
+            CpuMachine.launch(self, launch, words)
 
-def test_a_part_runs_what_it_has(monkeypatch, capsys):
-    monkeypatch.setattr("every_kernel.WholeUnits", CpuMachine)
-    few = [step for step in steps() if step.name.startswith("_run_scales")]
-    monkeypatch.setattr("every_kernel.steps", lambda: few)
-    for part in range(1, len(few) + 1):
-        assert main(["--part", f"{part}/{len(few)}"]) == 0
-        assert "1 steps ran" in capsys.readouterr().out
+    recorder, both = Recorder(), Both()
+    for step in steps():
+        if (
+            "_run_shared" in step.name or "few, residual" in step.name
+        ):  # they compare what was computed
+            step.run(both)
+        else:
+            step.run(recorder)
+    reached = {source for source, _ in recorder.reached | both.reached}
+    assert reached == {path.name for path in KERNELS} - {"apply_functor.cu"}
