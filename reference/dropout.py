@@ -52,15 +52,18 @@ def scaled(
     row_scale: np.ndarray | None = None,
     dropout_p: float = 0.0,
     dropout_seed: int = 0,
+    kept: np.ndarray | None = None,
 ) -> np.ndarray:
     """x [num_rows, num_cols] times row_scale [num_rows], with dropout.
 
+    kept: the mask of dropout_p and dropout_seed, if the caller has it.
     Dropout multiplies the elements that it keeps by 1 / (1 - dropout_p) and sets the others to 0.
     The function is linear and its own transpose: applied to the result's gradient it returns dx.
     """
     if row_scale is not None:
         x = x * row_scale[:, None]
     if dropout_p > 0:
-        kept = dropout_mask(*x.shape, dropout_p, dropout_seed)
+        if kept is None:
+            kept = dropout_mask(*x.shape, dropout_p, dropout_seed)
         x = np.where(kept, x * (1 / (1 - dropout_p) if dropout_p < 1 else 0.0), 0.0)
     return x

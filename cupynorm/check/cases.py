@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -130,8 +131,16 @@ class Problem:
 
     def scaled(self, values: np.ndarray) -> np.ndarray:
         """Rows times the row scale and the dropout mask: x on its way to the sum, dsum to dx."""
-        case = self.case
-        return reference.scaled(values, self.row_scale, case.dropout_p, self.dropout_seed)
+        p, kept = self.case.dropout_p, None
+        if p:
+            kept = _kept(*values.shape, p, self.dropout_seed)
+        return reference.scaled(values, self.row_scale, p, kept=kept)
+
+
+@lru_cache(maxsize=1)
+def _kept(num_rows: int, num_cols: int, dropout_p: float, dropout_seed: int) -> np.ndarray:
+    """A problem has one mask, which is applied to x and to gradients."""
+    return reference.dropout_mask(num_rows, num_cols, dropout_p, dropout_seed)
 
 
 def random_problem(case: Case, seed: int = 0, *, generator: Any = None) -> Problem:

@@ -41,7 +41,7 @@ class Placed(NamedTuple):
         """The tensor in its memory."""
         itemsize = self.memory.itemsize
         strides = tuple(stride * itemsize for stride in self.strides)
-        return np.lib.stride_tricks.as_strided(self.memory[self.first :], self.shape, strides)
+        return np.ndarray(self.shape, self.memory.dtype, self.memory, self.offset, strides)
 
     def taken_from(self, memory: np.ndarray) -> np.ndarray:
         """The tensor in a copy of its memory, after checking that the rest is untouched.

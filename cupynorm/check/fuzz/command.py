@@ -197,15 +197,17 @@ def _culprit(seed: int, lost: range, on: str) -> tuple[int, list[Complaint]] | N
 def batch(seed: int, indices: range, on: str, deadline: float = math.inf) -> Batch:
     """Makes calls in this process, as long as time.time() is below the deadline.
 
-    Several are started before the first is judged. Returns early, with `lost`, after an error that
-    makes a GPU useless.
+    Several are started, and a half of them is judged before more are: a GPU that is shared by
+    processes then serves several calls of one in a row. Returns early, with `lost`, after an error
+    that makes a GPU useless.
     """
     free, started = deque(machines(on)), deque()
     began = time.time()
     judged, refused, failures = 0, 0, []
-    indices = iter(indices)
+    indices, fills = iter(indices), True
     while True:
-        index = next(indices, None) if free and time.time() < deadline else None
+        fills = bool(free) and (fills or len(started) <= len(free))
+        index = next(indices, None) if fills and time.time() < deadline else None
         if index is not None:
             where = free.popleft()
             started.append((index, where, Started(draw(seed, index, on), where)))

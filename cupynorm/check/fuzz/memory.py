@@ -1,14 +1,16 @@
 """Memory of a GPU for all tensors of a call, which one copy fills and one copy reads.
 
 Several processes share the GPU, which serves one of them at a time. So a process starts several
-calls before it waits for the results of the first: each call has a machine of its own.
+calls before it waits for the results of the first: each call has a machine of its own. A kernel
+copies: while the copy engine works for a process, the GPU serves another one.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import lru_cache
+from functools import cache, cached_property, lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,7 +22,17 @@ from ...plan.instances import Launch
 from ..kernels import GpuCheckMachine
 from ..placement import GUARD_BYTES, Placed, WrongWrite
 
-_TO_GPU, _TO_HOST = 1, 2  # cudaMemcpyKind
+_COPY = """
+extern "C" __global__ void copy(char* to, const char* source, unsigned long long num_bytes) {
+    unsigned long long first = blockIdx.x * blockDim.x + threadIdx.x, step = gridDim.x * blockDim.x;
+    unsigned long long num_units = num_bytes / sizeof(uint4);
+    for (unsigned long long at = first; at < num_units; at += step)
+        ((uint4*)to)[at] = ((const uint4*)source)[at];
+    for (unsigned long long at = num_units * sizeof(uint4) + first; at < num_bytes; at += step)
+        to[at] = source[at];
+}
+"""
+_COPY_THREADS, _COPY_BLOCKS = 256, 64  # the most of them
 
 
 class _Part(NamedTuple):
@@ -31,7 +43,7 @@ class _Part(NamedTuple):
     dtype: np.dtype
 
     def of(self, memory: np.ndarray) -> np.ndarray:
-        num_bytes = int(np.prod(self.shape)) * self.dtype.itemsize
+        num_bytes = math.prod(self.shape) * self.dtype.itemsize
         return memory[self.first : self.first + num_bytes].view(self.dtype).reshape(self.shape)
 
 
@@ -50,6 +62,12 @@ class Recorded:
         self.first = self.end = first
         self.launches: list[tuple[Launch, tuple]] = []
         self.own: list[_Own] = []
+
+
+@cache
+def _copying() -> Any:
+    """The kernel of a copy, whose addresses are multiples of 16."""
+    return nvrtc.cupy().RawKernel(_COPY, "copy")
 
 
 @lru_cache(maxsize=4096)
@@ -73,6 +91,11 @@ class OneCallMachine(GpuCheckMachine):
         self._used, self._is_open = 0, False
         self.begin_call()
 
+    @cached_property
+    def own_stream(self) -> Any:
+        """A stream that is not the current one."""
+        return nvrtc.cupy().cuda.Stream(non_blocking=True)
+
     @staticmethod
     def _on_gpu(num_bytes: int) -> Any:
         return nvrtc.cupy().empty(num_bytes, np.uint8)
@@ -82,10 +105,13 @@ class OneCallMachine(GpuCheckMachine):
         """Memory of the host that copies reach without waiting."""
         return np.frombuffer(nvrtc.cupy().cuda.alloc_pinned_memory(num_bytes), np.uint8, num_bytes)
 
-    def _enqueue_copy(self, to: int, source: int, num_bytes: int, kind: int) -> None:
-        cupy = nvrtc.cupy()
-        stream = cupy.cuda.get_current_stream().ptr
-        cupy.cuda.runtime.memcpyAsync(to, source, num_bytes, kind, stream)
+    @staticmethod
+    def _enqueue_copy(to: int, source: int, num_bytes: int) -> None:
+        """Between memory of the GPU and memory of the host that it reaches."""
+        blocks = min(_COPY_BLOCKS, -(-num_bytes // (_COPY_THREADS * 16)))
+        if blocks:
+            words = tuple(map(np.uint64, (to, source, num_bytes)))
+            _copying()((blocks,), (_COPY_THREADS,), words)
 
     def begin_call(self) -> None:
         """The arrays of the former call are not used again."""
@@ -96,7 +122,7 @@ class OneCallMachine(GpuCheckMachine):
         self.begin()
 
     def begin(self) -> None:
-        self._run, self._copied = Recorded(self._used), self._used
+        self._run = Recorded(self._used)
 
     def wait(self) -> None:
         """Until everything that was enqueued has run."""
@@ -129,38 +155,34 @@ class OneCallMachine(GpuCheckMachine):
         return part, self._address + first
 
     def launch(self, kernel_launch: Launch, words: tuple) -> None:
-        self._copy_there(self._copied, self._used)
-        self._copied = self._used
+        """It is enqueued by end(), after one copy of all arrays of the run."""
         self._run.launches.append((kernel_launch, words))
-        self._enqueue(kernel_launch, words)
 
     def _enqueue(self, kernel_launch: Launch, words: tuple) -> None:
         stream = nvrtc.cupy().cuda.get_current_stream().ptr
         with on_device(self.device_index):
             _loaded(kernel_launch, self.device_index).enqueue(stream, words)
 
-    def _copy_there(self, first: int, end: int) -> None:
-        source = self._before.ctypes.data + first
-        if end > first:
-            self._enqueue_copy(self._address + first, source, end - first, _TO_GPU)
-
     def end(self, repeats: bool) -> Recorded:
-        """Enqueues what reads the arrays of the run. repeats: whether it runs twice."""
+        """Enqueues the run and what reads its arrays. repeats: whether it runs twice."""
         run, self._run.end = self._run, self._used
-        self._copy_back(run, 0)
-        if repeats:
-            self._copy_there(run.first, run.end)
-            for own in run.own:
-                own.there[...] = nvrtc.cupy().asarray(own.before)
+        for time in range(1 + repeats):
+            self._copy_there(run, time)
             for kernel_launch, words in run.launches:
                 self._enqueue(kernel_launch, words)
-            self._copy_back(run, 1)
+            self._copy_back(run, time)
         return run
+
+    def _copy_there(self, run: Recorded, time: int) -> None:
+        source = self._before.ctypes.data + run.first
+        self._enqueue_copy(self._address + run.first, source, run.end - run.first)
+        for own in run.own:
+            if time:
+                own.there[...] = nvrtc.cupy().asarray(own.before)
 
     def _copy_back(self, run: Recorded, time: int) -> None:
         to = self._after[time].ctypes.data + run.first
-        if run.end > run.first:
-            self._enqueue_copy(to, self._address + run.first, run.end - run.first, _TO_HOST)
+        self._enqueue_copy(to, self._address + run.first, run.end - run.first)
         for own in run.own:
             own.after.append(super().get(own.there))
 
@@ -185,21 +207,29 @@ class OneCallMachine(GpuCheckMachine):
     def send(self, memory: np.ndarray, pointer: int) -> None:
         """Enqueues a copy of bytes to this address of the GPU."""
         first = self._take(memory.size)
-        if first is not None:
-            here = self._before[first : first + memory.size]
-            here[...] = memory
-            memory = here
-        self._enqueue_copy(pointer, memory.ctypes.data, memory.size, _TO_GPU)
+        if first is None:
+            self._copy_by_engine(pointer, memory.ctypes.data, memory.size)
+        else:
+            self._before[first : first + memory.size] = memory
+            self._enqueue_copy(pointer, self._before.ctypes.data + first, memory.size)
 
     def fetch(self, pointer: int, num_bytes: int) -> np.ndarray:
         """Bytes from this address, which are there after wait()."""
         first = self._take(num_bytes)
         if first is None:
             memory = np.empty(num_bytes, np.uint8)
-        else:
-            memory = self._after[0][first : first + num_bytes]
-        self._enqueue_copy(memory.ctypes.data, pointer, num_bytes, _TO_HOST)
+            self._copy_by_engine(memory.ctypes.data, pointer, num_bytes)
+            return memory
+        memory = self._after[0][first : first + num_bytes]
+        self._enqueue_copy(memory.ctypes.data, pointer, num_bytes)
         return memory
+
+    @staticmethod
+    def _copy_by_engine(to: int, source: int, num_bytes: int) -> None:
+        """Also of memory of the host that a kernel does not reach."""
+        cuda = nvrtc.cupy().cuda
+        kind = cuda.runtime.memcpyDefault
+        cuda.runtime.memcpyAsync(to, source, num_bytes, kind, cuda.get_current_stream().ptr)
 
 
 class Operands:
@@ -311,7 +341,7 @@ class CuPy:
     @contextmanager
     def stream(self) -> Iterator[None]:
         """A stream of its own, which begins after all earlier work and ends before later work."""
-        own, current = self.cupy.cuda.Stream(non_blocking=True), self.cupy.cuda.get_current_stream()
+        own, current = self._where.own_stream, self.cupy.cuda.get_current_stream()
         own.wait_event(current.record())
         with own:
             yield
