@@ -61,8 +61,18 @@ are also 0 for Welford's statistics and in RMSNorm.
 For float64 everything is allowed twice: the reference has the same rounding error as the kernels.
 
 NaN must be NaN, and infinity the same infinity. The mean of a row that holds an infinity may be
-either: Welford's depends on where in the row it is. An operand or result below t = 2^-126, the
-smallest normal float32, may count as 0.
+either: Welford's depends on where in the row it is.
+
+What underflows. Below 2^-126, the smallest normal float32, an operand, a product and a sum may
+count as 0 in float32 arithmetic: t = f = 2^-126. float64 arithmetic keeps operands and sums, and
+rounds a product to a multiple of t = 2^-1074: f = 0. It adds to what is above:
+
+    y        t + f * |w|
+    wdy      b = t + f * |w|
+    means    of wdy: mean(b) + f + t; of wdy * x_hat: c = mean(t + b * |x_hat|) + f + t
+    dx       rstd * (b + mean(b) + 3f + 2t + |x_hat| * c) + t; if it is scaled t + f * |factor|
+    dweight  sum (t + f * (1 + |x_hat|))
+    dbias    sum 2f
 """
 
 from __future__ import annotations
@@ -79,6 +89,7 @@ from .cases import Case, Problem
 Expected = dict[str, tuple[np.ndarray, np.ndarray]]
 
 _FLUSHED = 2.0**-126  # smaller float32 operands and results may count as 0
+_LAST = 2.0**-1074  # all float64 are multiples of it
 
 
 def half_ulp(values: np.ndarray, dtype: str) -> np.ndarray:
@@ -140,6 +151,7 @@ def _gradients(problem: Problem, rows: _Rows, second: Expected) -> Expected:
     if case.is_scaled:
         dx = problem.scaled(dsum)
         dx_allowed = np.abs(problem.scaled(dsum_allowed)) + 4 * rows.u * np.abs(dx)
+        dx_allowed = dx_allowed + rows.t + rows.f * np.abs(problem.scaled(np.ones_like(dx)))
     expected = {"dx": (dx, dx_allowed + half_ulp(dx, case.x))}
     if case.recompute:
         expected["recomputed"] = rows.recomputed()
@@ -172,6 +184,8 @@ class _Rows:
         self.y, self.rstd = result.y, result.rstd
         self.u = compute_dtype(case.sum).half_ulp
         self.g = self.u * (4 + np.sqrt(case.num_cols))
+        is_wide = compute_dtype(case.sum).name == "float64"
+        self.t, self.f = (_LAST, 0.0) if is_wide else (_FLUSHED, _FLUSHED)
 
     @cached_property
     def gradients(self) -> Gradients:
@@ -250,6 +264,7 @@ class _Rows:
         allowed = self.rstd[:, None] * (
             of_wdy + x_hat * of_wdy_x_hat + e * (np.abs(mean_wdy_x_hat) + of_e)
         )
+        allowed = allowed + self._underflow_of_gradient(x_hat)
         dx = self.gradients.dx
         of_rstd = g * self.amplified + self.of_variance + self.of_distance
         if self.rounded_mean:
@@ -263,11 +278,20 @@ class _Rows:
             allowed = allowed + second["dx"][1] + 2 * u * np.abs(dx)
         return dx, allowed
 
+    def _underflow_of_gradient(self, x_hat: np.ndarray) -> np.ndarray:
+        """x_hat: its size."""
+        t, f = self.t, self.f
+        of_wdy = t + f * np.abs(self.w)
+        of_mean_wdy_x_hat = (t + of_wdy * x_hat).mean(axis=1, keepdims=True) + f + t
+        of_sum = of_wdy + of_wdy.mean() + 3 * f + 2 * t + x_hat * of_mean_wdy_x_hat
+        return self.rstd[:, None] * of_sum + t
+
     def _allowed_of_affine(self) -> np.ndarray:
         """What weight, bias and the rounding of y add to the error of x_hat times weight."""
         case, bias = self.problem.case, self.problem.bias
         b = np.zeros(case.num_cols) if bias is None else bias
         of_products = 2 * self.u * (np.abs(self.x_hat * self.w) + np.abs(b))
+        of_products = of_products + self.t + self.f * np.abs(self.w)
         return of_products + half_ulp(self.y, case.dtype("y"))
 
     def outputs(self) -> Expected:
@@ -297,28 +321,38 @@ class _Rows:
                 allowed = np.abs(dy * self.e_backward).sum(axis=0)
             else:
                 allowed = self._allowed_of_x_hat_in_sums(dy)
-            allowed = allowed + self._allowed_of_sum_over_rows(self.problem.dy * self.x_hat)
+            allowed = allowed + self._allowed_of_sum_over_rows(dy * self.x_hat)
+            allowed = allowed + (self.t + self.f * (1 + np.abs(self.x_hat))).sum(axis=0)
             dweight = self.gradients.dweight
             expected["dweight"] = dweight, allowed + half_ulp(dweight, case.dtype("weight"))
         if self.problem.bias is not None:
-            allowed = self._allowed_of_sum_over_rows(self.problem.dy)
+            allowed = self._allowed_of_sum_over_rows(self.problem.dy) + 2 * self.f * case.num_rows
             dbias = self.gradients.dbias
             expected["dbias"] = dbias, allowed + half_ulp(dbias, case.dtype("bias"))
         return expected
 
     def _allowed_of_x_hat_in_sums(self, dy: np.ndarray) -> np.ndarray:
         of_mean = 0.0 if self.rounded_mean else self.of_mean
-        allowed = 2 * np.sqrt(((dy * (self.e_backward - of_mean)) ** 2).sum(axis=0))
+        allowed = 2 * _length(dy * (self.e_backward - of_mean))
         off = np.abs(dy * of_mean)
-        return allowed + np.minimum(6 * np.sqrt((off**2).sum(axis=0)), off.sum(axis=0))
+        return allowed + np.minimum(6 * _length(off), off.sum(axis=0))
 
     def _allowed_of_sum_over_rows(self, terms: np.ndarray) -> np.ndarray:
         num_rows = max(1, self.problem.case.num_rows)
         total = np.abs(terms.sum(axis=0))
-        size = np.maximum(total, np.sqrt((terms**2).sum(axis=0)))
+        size = np.maximum(total, _length(terms))
         allowed = self.u * (4 + 2 * np.sqrt(num_rows)) * size
         are_equal = (terms == terms[:1]).all(axis=0)
         return np.where(are_equal, np.maximum(allowed, self.u * num_rows * total), allowed)
+
+
+def _length(terms: np.ndarray) -> np.ndarray:
+    """sqrt(sum terms^2) over rows, of terms of any size: the squares of tiny ones are 0."""
+    largest = np.abs(terms).max(initial=0.0)
+    if not (0 < largest < 2.0**-500 or 2.0**500 < largest < np.inf):
+        return np.sqrt((terms**2).sum(axis=0))
+    unit = 2.0 ** np.floor(np.log2(largest))
+    return unit * np.sqrt(((terms / unit) ** 2).sum(axis=0))
 
 
 def _centered(x: np.ndarray) -> np.ndarray:

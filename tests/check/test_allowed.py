@@ -106,3 +106,63 @@ def test_a_mean_that_is_rounded_too_far_is_found_in_dweight():
         results["dweight"] += (problem.dy * rounding[:, None]).sum(axis=0)
 
     assert off(problem, spoil) == {"dweight"}
+
+
+# What underflows: float64 arithmetic rounds below 2^-1022 to multiples of 2^-1074, float32
+# arithmetic may flush below 2^-126.
+TINY = {"float64": (2.0**-560, 2.0**-1040, 2.0**-1074), "float32": (2.0**-124, 2.0**-132)}
+
+
+def tiny_gradients(case: Case, size: float, sign: float = 1.0) -> Problem:
+    """dy of about this size, both signs; rows of different spreads."""
+    problem = random_problem(case)
+    dy = np.rint(8 * problem.dy) / 8 if size > 2.0**-1074 else np.rint(2 * problem.dy)
+    problem.dy = decode(encode(dy * size, case.dtype("dy")), case.dtype("dy"))
+    return problem
+
+
+@pytest.mark.parametrize("size", TINY["float64"])
+@pytest.mark.parametrize("strategy, num_cols", [("warp", 33), ("block", 200), ("uncached", 64)])
+@pytest.mark.parametrize("name", ["layer_norm", "rms_norm"])
+def test_tiny_float64_gradients_are_within_what_is_allowed(name, strategy, num_cols, size):
+    case = Case(name, 40, num_cols, "float64", strategy=strategy, zero_centered_weight=True)
+    assert off(tiny_gradients(case, size)) == set()
+
+
+@pytest.mark.parametrize("weight", ["same", "float64"])
+@pytest.mark.parametrize("size", TINY["float32"])
+@pytest.mark.parametrize("name", ["layer_norm", "rms_norm"])
+def test_tiny_float32_gradients_are_within_what_is_allowed(name, size, weight):
+    """As a GPU flushes them: dy, and products of dy, below 2^-126 count as 0."""
+    case = Case(name, 40, 200, "float32", weight=weight, bias=weight)
+    problem = tiny_gradients(case, size)
+    assert off(problem) == set()
+    flushed = problem.dy * (np.abs(problem.dy) >= 2.0**-126)
+    assert (flushed != problem.dy).any()
+
+    def flush(results):
+        x_hat = (problem.x - results.get("mean", np.zeros(40))[:, None]) * results["rstd"][:, None]
+        products = flushed * x_hat
+        results["dweight"] = (products * (np.abs(products) >= 2.0**-126)).sum(axis=0)
+        results["dbias"] = flushed.sum(axis=0)
+
+    assert off(problem, flush) == set()
+
+
+@pytest.mark.parametrize("name", ["dx", "dweight", "dbias"])
+@pytest.mark.parametrize(
+    "dtype, size, error",
+    [
+        ("float64", 2.0**-560, 2.0**-600),
+        ("float64", 2.0**-1074, 2.0**-1066),
+        ("float32", 2.0**-100, 2.0**-111),
+        ("float32", 2.0**-124, 2.0**-116),
+    ],
+)
+def test_an_error_above_what_underflows_is_found(dtype, size, error, name):
+    problem = tiny_gradients(Case("layer_norm", 40, 200, dtype), size)
+
+    def change(results):
+        results[name][(2,) * results[name].ndim] += error
+
+    assert off(problem, change) == {name}
