@@ -141,6 +141,14 @@ def test_widest_rows_on_a_gpu(name, dtype, num_cols):
     assert identical(results, run_kernels(random_problem(case), where))
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_cols", [1 << 20, (1 << 20) + 8, 1 << 21])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_widest_constant_rows_on_a_gpu(dtype, num_cols):
+    problem = wide_constant_rows(Case("layer_norm", 0, num_cols, dtype))
+    assert_constant_rows(problem, run_kernels(problem, GpuCheckMachine()))
+
+
 def test_wide_rows_are_shared_by_all_blocks():
     """What the path cannot do is left to strategy uncached."""
     from cupynorm.norm.plans import plan

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from kernel_checks import check, forward_problem, norm_and_cols
+from kernel_checks import check, forward_problem, identical, norm_and_cols
 
 from cupynorm.check import run
 from cupynorm.check.cases import NORMS, Case, random_problem
@@ -40,6 +40,26 @@ def test_weight_of_another_dtype(x, weight, where):
 def test_weight_and_bias_of_two_dtypes(where):
     check(Case("layer_norm", 4, 96, "float16", weight="float32", bias="bfloat16"), where)
     check(Case("rms_norm", 4, 97, "bfloat16", weight="float64", bias="float16"), where)
+
+
+@pytest.mark.parametrize("y", [None, "float64"])
+@pytest.mark.parametrize("x", ["bfloat16", "float32"])
+def test_float64_parameters_of_narrow_rows_are_used_in_float32(x, y, where):
+    """To the bit as if they had been rounded. A float64 y holds float32 values."""
+    case = Case("layer_norm", 9, 200, x, y, weight="float64", bias="float64", strategy="warp")
+    problem = random_problem(case)
+    for name in ("weight", "bias"):
+        assert (getattr(problem, name) != np.float32(getattr(problem, name))).any()
+    rounded = replace(
+        problem,
+        weight=np.float64(np.float32(problem.weight)),
+        bias=np.float64(np.float32(problem.bias)),
+    )
+    got, expected = (run_kernels(each, where) for each in (problem, rounded))
+    assert identical(got, expected)
+    assert (got["y"] == np.float32(got["y"])).all()
+    wide = replace(problem, case=replace(case, x="float64", y="float64"))
+    assert (run_kernels(wide, where)["y"] != got["y"]).all(axis=1).any()
 
 
 @pytest.mark.slow

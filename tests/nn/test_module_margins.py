@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import numpy_as_cupy
 import pytest
+from repository_files import MODULES
 
 import cupynorm
 from cupynorm.gpu import launch, nvrtc
@@ -39,6 +40,17 @@ def test_wrong_margins_are_refused(ours, theirs):
             ours(8, sm_margin=wrong)
         with pytest.raises(ValueError, match=sentence):
             cupynorm.layer_norm(np.ones((2, 8), "float32"), 8, sm_margin=wrong)
+
+
+@BOTH
+def test_margins_of_transformer_engines_environment_are_not_read(ours, theirs, monkeypatch):
+    """They would change every model of a process; docs/calls.md says what to pass."""
+    for kind in ("FWD", "BWD", "INF"):
+        monkeypatch.setenv(f"NVTE_{kind}_LAYERNORM_SM_MARGIN", "8")
+    assert ours(8, device="cpu").sm_margin == 0
+    assert launch_options(None, None, None, 0).sm_margin == 0
+    readers = [path.name for path in MODULES.values() if "NVTE_" in path.read_text()]
+    assert readers == []
 
 
 def test_each_kind_of_call_has_its_own_margin():
