@@ -272,7 +272,8 @@ def problem_of(drawn: Draw) -> Problem:
     case, generator = drawn.case, np.random.default_rng(drawn.seed)
     problem = random_problem(case, generator=_Pooled(drawn.seed))
     x = _special(drawn, problem.x, generator)
-    problem.x = decode(encode(x, case.x), case.x)
+    if x is not problem.x:
+        problem.x = decode(encode(x, case.x), case.x)
     if drawn.values == "huge weights" and problem.weight is not None:
         largest = DTYPES[case.dtype("weight")].largest
         problem.weight = np.clip(problem.weight * 2.0**14, -largest, largest)
