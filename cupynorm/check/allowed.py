@@ -202,22 +202,23 @@ class _Rows:
         case, u, g = self.problem.case, self.u, self.g
         columns = self.rstd[:, None]
         self.x_hat = self.centered_x * columns
+        size = self.size = np.abs(self.x_hat)
         variance = (self.centered_x**2).mean(axis=1)
         self.amplified = np.fmax(1.0, np.abs(variance * self.rstd**2))[:, None]
         # What the rounding of the mean does to x_hat, and its square to rstd.
         self.of_mean = (g if self.rounded_mean else u) * np.abs(self.mean)[:, None] * columns
         self.of_distance = np.zeros_like(columns)
-        of_sums = g * self.amplified * (1 + np.abs(self.x_hat))
+        of_sums = g * self.amplified * (1 + size)
         if self.centered and not self.rounded_mean:
             distance = self._distance_of_mean()
             self.of_distance = self._of_distance(distance)
             of_sums = (of_sums + g * distance) * (1 + self.of_distance)
-            of_sums = of_sums + self.of_distance * np.abs(self.x_hat)
+            of_sums = of_sums + self.of_distance * size
         self.of_variance = np.zeros_like(columns)
         if self.rounded_mean:
             self.of_variance = self.of_mean / np.sqrt(case.num_cols)
-            of_sums = of_sums + self.of_variance * np.abs(self.x_hat)
-        self.e_usual = of_sums + self.of_mean + self.of_mean**2 * np.abs(self.x_hat)
+            of_sums = of_sums + self.of_variance * size
+        self.e_usual = of_sums + self.of_mean + self.of_mean**2 * size
         self.e = self.e_usual if self.rounded_mean else of_sums
         if case.round_x_hat:
             self.e = self.e + half_ulp(self.x_hat, case.x)
@@ -251,20 +252,21 @@ class _Rows:
         of_y = weight * self.e + 2 * u * (np.abs(self.x_hat * self.w) + np.abs(bias))
         of_y = of_y + half_ulp(self.y, y)
         of_weight = np.maximum(0.0, 1 - weight / least) + 2 * u
-        return of_y / np.maximum(weight, least) + np.abs(self.x_hat) * of_weight
+        return of_y / np.maximum(weight, least) + self.size * of_weight
 
     def gradient_of_sum(self, second: Expected) -> tuple[np.ndarray, np.ndarray]:
         """The gradient of the normalised rows before it is rounded. second: of a second output."""
-        u, g, e, x_hat = self.u, self.g, self.e_backward, np.abs(self.x_hat)
+        u, g, e, x_hat = self.u, self.g, self.e_backward, self.size
         wdy = self.problem.dy * self.w
-        mean_wdy_x_hat = (wdy * self.x_hat).mean(axis=1, keepdims=True)
-        of_e = (np.abs(wdy) * e).mean(axis=1, keepdims=True)
-        of_wdy = 4 * u * np.abs(wdy) + g * np.abs(wdy).mean(axis=1, keepdims=True)
-        of_wdy_x_hat = g * np.abs(wdy * self.x_hat).mean(axis=1, keepdims=True) + of_e
+        wdy_x_hat, size = wdy * self.x_hat, np.abs(wdy)
+        mean_wdy_x_hat = wdy_x_hat.mean(axis=1, keepdims=True)
+        of_e = (size * e).mean(axis=1, keepdims=True)
+        of_wdy = 4 * u * size + g * size.mean(axis=1, keepdims=True)
+        of_wdy_x_hat = g * np.abs(wdy_x_hat).mean(axis=1, keepdims=True) + of_e
         allowed = self.rstd[:, None] * (
             of_wdy + x_hat * of_wdy_x_hat + e * (np.abs(mean_wdy_x_hat) + of_e)
         )
-        allowed = allowed + self._underflow_of_gradient(x_hat)
+        allowed = allowed + self._underflow_of_gradient()
         dx = self.gradients.dx
         of_rstd = g * self.amplified + self.of_variance + self.of_distance
         if self.rounded_mean:
@@ -278,9 +280,8 @@ class _Rows:
             allowed = allowed + second["dx"][1] + 2 * u * np.abs(dx)
         return dx, allowed
 
-    def _underflow_of_gradient(self, x_hat: np.ndarray) -> np.ndarray:
-        """x_hat: its size."""
-        t, f = self.t, self.f
+    def _underflow_of_gradient(self) -> np.ndarray:
+        t, f, x_hat = self.t, self.f, self.size
         of_wdy = t + f * np.abs(self.w)
         of_mean_wdy_x_hat = (t + of_wdy * x_hat).mean(axis=1, keepdims=True) + f + t
         of_sum = of_wdy + of_wdy.mean() + 3 * f + 2 * t + x_hat * of_mean_wdy_x_hat
@@ -322,7 +323,7 @@ class _Rows:
             else:
                 allowed = self._allowed_of_x_hat_in_sums(dy)
             allowed = allowed + self._allowed_of_sum_over_rows(dy * self.x_hat)
-            allowed = allowed + (self.t + self.f * (1 + np.abs(self.x_hat))).sum(axis=0)
+            allowed = allowed + (self.t + self.f * (1 + self.size)).sum(axis=0)
             dweight = self.gradients.dweight
             expected["dweight"] = dweight, allowed + half_ulp(dweight, case.dtype("weight"))
         if self.problem.bias is not None:
