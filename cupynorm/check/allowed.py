@@ -133,8 +133,8 @@ def expect(
             expected |= _gradients(problem, rows, second)
         if case.has_own_sum:
             kept = 1 / (1 - case.dropout_p) if case.dropout_p < 1 else 0.0
-            factor = np.abs(problem.scaled(np.ones_like(problem.x))) + kept
-            allowed = _allowed_of_sum(case, exact_sum, scaled_x) + _FLUSHED * (1 + factor)
+            factor = 1 + rows.factor + kept
+            allowed = _allowed_of_sum(case, exact_sum, scaled_x) + _FLUSHED * factor
             expected["sum"] = (exact_sum, allowed)
         elif problem.residual is not None:
             expected["sum"] = (x, np.zeros_like(x) + np.finfo(np.float64).tiny)
@@ -151,7 +151,7 @@ def _gradients(problem: Problem, rows: _Rows, second: Expected) -> Expected:
     if case.is_scaled:
         dx = problem.scaled(dsum)
         dx_allowed = np.abs(problem.scaled(dsum_allowed)) + 4 * rows.u * np.abs(dx)
-        dx_allowed = dx_allowed + rows.t + rows.f * np.abs(problem.scaled(np.ones_like(dx)))
+        dx_allowed = dx_allowed + rows.t + rows.f * rows.factor
     expected = {"dx": (dx, dx_allowed + half_ulp(dx, case.x))}
     if case.recompute:
         expected["recomputed"] = rows.recomputed()
@@ -186,6 +186,11 @@ class _Rows:
         self.g = self.u * (4 + np.sqrt(case.num_cols))
         is_wide = compute_dtype(case.sum).name == "float64"
         self.t, self.f = (_LAST, 0.0) if is_wide else (_FLUSHED, _FLUSHED)
+
+    @cached_property
+    def factor(self) -> np.ndarray:
+        """The size of what x is multiplied by."""
+        return np.abs(self.problem.scaled(np.ones_like(self.problem.x)))
 
     @cached_property
     def gradients(self) -> Gradients:

@@ -466,6 +466,15 @@ def test_no_call_begins_after_the_deadline():
     assert made._replace(began=0.0) == command.Batch(0, 0, [])
 
 
+def test_calls_of_the_second_half_are_counted(monkeypatch, capsys):
+    made = command.batch(1, range(3), "cpu", half=0.0)
+    assert made.num_judged == made.num_late == 3
+    assert command.batch(1, range(3), "cpu").num_late == 0
+    monkeypatch.setattr(command, "_fuzz", lambda *given: made)
+    assert main.main(["fuzz", "--seed", "1", "--on", "cpu", "--seconds", "2"]) == 0
+    assert "; 180 a minute in the second half\n" in capsys.readouterr().out
+
+
 def test_replay_needs_a_seed(capsys):
     assert main.main(["fuzz", "--replay", "3", "--on", "cpu"]) == 2
     assert "--replay was given without --seed" in capsys.readouterr().err

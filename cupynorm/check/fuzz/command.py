@@ -35,7 +35,8 @@ class Batch(NamedTuple):
     """What became of some calls. failures: the index of a call and what is wrong with it.
 
     lost: calls of which one made the GPU useless. The last failure is the first of them.
-    began: the time of the first call, after libraries were imported.
+    began: the time of the first call, after libraries were imported. num_late: those judged in the
+    second half of all the time, when most libraries have been loaded and kernels compiled.
     """
 
     num_judged: int
@@ -43,6 +44,7 @@ class Batch(NamedTuple):
     failures: list[tuple[int, list[Complaint]]]
     lost: range = range(0)
     began: float = 0.0
+    num_late: int = 0
 
 
 def add_to(commands: Commands) -> None:
@@ -83,7 +85,8 @@ def run(arguments: argparse.Namespace) -> int:
         print(f"OFF: no call was made in {arguments.seconds:.0f} s; expected more --seconds")
         return 1
     if not found.failures:
-        print(f"OK: {counts}: every element is within what its dtype allows; {refused}")
+        rate = f"{120 * found.num_late / arguments.seconds:,.0f} a minute in the second half"
+        print(f"OK: {counts}: every element is within what its dtype allows; {refused}; {rate}")
         return 0
     where = machine(on)
     for index, wrong in sorted(found.failures)[:_MAX_SHOWN]:
@@ -139,8 +142,8 @@ def _name(where: Machine) -> str:
 def _fuzz(seed: int, on: str, seconds: float, jobs: int) -> Batch:
     """Calls 0, 1, 2, ... of a seed, by several processes, until the time is over."""
     deadline = time.time() + seconds  # a clock that all processes share
-    began = deadline
-    judged = refused = first = 0
+    began, half = deadline, deadline - seconds / 2
+    judged = refused = late = first = 0
     failures: list[tuple[int, list[Complaint]]] = []
     size = _BATCH[on]
     context = _context()
@@ -151,7 +154,8 @@ def _fuzz(seed: int, on: str, seconds: float, jobs: int) -> Batch:
         running: dict[Future, int] = {}
         while running or time.time() < deadline:
             while len(running) < jobs and time.time() < deadline:
-                running[pool.submit(batch, seed, range(first, first + size), on, deadline)] = first
+                indices = range(first, first + size)
+                running[pool.submit(batch, seed, indices, on, deadline, half)] = first
                 first += size
             done, _ = wait(running, return_when=FIRST_COMPLETED)
             for future in done:
@@ -163,13 +167,14 @@ def _fuzz(seed: int, on: str, seconds: float, jobs: int) -> Batch:
                     died = Complaint.of(f"a process ended in one of the calls {begin} to {last}")
                     return Batch(judged, refused, [*failures, (begin, [died])], began=began)
                 judged, refused = judged + made.num_judged, refused + made.num_refused
+                late += made.num_late
                 failures += made.failures
                 began = min(began, made.began)
                 bar.update(made.num_judged)
                 if made.lost:
                     culprit = _culprit(seed, made.lost, on) or failures[-1]
                     return Batch(judged, refused, [*failures[:-1], culprit], began=began)
-    return Batch(judged, refused, failures, began=began)
+    return Batch(judged, refused, failures, began=began, num_late=late)
 
 
 def _context() -> multiprocessing.context.BaseContext:
@@ -194,26 +199,26 @@ def _culprit(seed: int, lost: range, on: str) -> tuple[int, list[Complaint]] | N
     return None
 
 
-def batch(seed: int, indices: range, on: str, deadline: float = math.inf) -> Batch:
+def batch(
+    seed: int, indices: range, on: str, deadline: float = math.inf, half: float = math.inf
+) -> Batch:
     """Makes calls in this process, as long as time.time() is below the deadline.
 
-    Several are started, and a half of them is judged before more are: a GPU that is shared by
-    processes then serves several calls of one in a row. Returns early, with `lost`, after an error
-    that makes a GPU useless.
+    half: the time from which they are late. Several are started before the first is judged. Returns
+    early, with `lost`, after an error that makes a GPU useless.
     """
     free, started = deque(machines(on)), deque()
     began = time.time()
-    judged, refused, failures = 0, 0, []
-    indices, fills = iter(indices), True
+    judged, refused, late, failures = 0, 0, 0, []
+    indices = iter(indices)
     while True:
-        fills = bool(free) and (fills or len(started) <= len(free))
-        index = next(indices, None) if fills and time.time() < deadline else None
+        index = next(indices, None) if free and time.time() < deadline else None
         if index is not None:
             where = free.popleft()
             started.append((index, where, Started(draw(seed, index, on), where)))
             continue
         if not started:
-            return Batch(judged, refused, failures, began=began)
+            return Batch(judged, refused, failures, began=began, num_late=late)
         index, where, call = started.popleft()
         free.append(where)
         try:
@@ -222,6 +227,7 @@ def batch(seed: int, indices: range, on: str, deadline: float = math.inf) -> Bat
             refused += 1
             continue
         judged += 1
+        late += time.time() >= half
         if wrong:
             failures.append((index, wrong))
             if on == "gpu" and _is_useless(where):

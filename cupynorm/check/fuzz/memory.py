@@ -1,8 +1,7 @@
 """Memory of a GPU for all tensors of a call, which one copy fills and one copy reads.
 
 Several processes share the GPU, which serves one of them at a time. So a process starts several
-calls before it waits for the results of the first: each call has a machine of its own. A kernel
-copies: while the copy engine works for a process, the GPU serves another one.
+calls before it waits for the results of the first: each call has a machine of its own.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import cache, cached_property, lru_cache
+from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,18 +20,6 @@ from ...gpu.launch import LoadedKernel, load, on_device
 from ...plan.instances import Launch
 from ..kernels import GpuCheckMachine
 from ..placement import GUARD_BYTES, Placed, WrongWrite
-
-_COPY = """
-extern "C" __global__ void copy(char* to, const char* source, unsigned long long num_bytes) {
-    unsigned long long first = blockIdx.x * blockDim.x + threadIdx.x, step = gridDim.x * blockDim.x;
-    unsigned long long num_units = num_bytes / sizeof(uint4);
-    for (unsigned long long at = first; at < num_units; at += step)
-        ((uint4*)to)[at] = ((const uint4*)source)[at];
-    for (unsigned long long at = num_units * sizeof(uint4) + first; at < num_bytes; at += step)
-        to[at] = source[at];
-}
-"""
-_COPY_THREADS, _COPY_BLOCKS = 256, 64  # the most of them
 
 
 class _Part(NamedTuple):
@@ -62,12 +49,6 @@ class Recorded:
         self.first = self.end = first
         self.launches: list[tuple[Launch, tuple]] = []
         self.own: list[_Own] = []
-
-
-@cache
-def _copying() -> Any:
-    """The kernel of a copy, whose addresses are multiples of 16."""
-    return nvrtc.cupy().RawKernel(_COPY, "copy")
 
 
 @lru_cache(maxsize=4096)
@@ -107,11 +88,10 @@ class OneCallMachine(GpuCheckMachine):
 
     @staticmethod
     def _enqueue_copy(to: int, source: int, num_bytes: int) -> None:
-        """Between memory of the GPU and memory of the host that it reaches."""
-        blocks = min(_COPY_BLOCKS, -(-num_bytes // (_COPY_THREADS * 16)))
-        if blocks:
-            words = tuple(map(np.uint64, (to, source, num_bytes)))
-            _copying()((blocks,), (_COPY_THREADS,), words)
+        """Between memory of the GPU and memory of the host."""
+        cuda = nvrtc.cupy().cuda
+        kind = cuda.runtime.memcpyDefault
+        cuda.runtime.memcpyAsync(to, source, num_bytes, kind, cuda.get_current_stream().ptr)
 
     def begin_call(self) -> None:
         """The arrays of the former call are not used again."""
@@ -207,29 +187,21 @@ class OneCallMachine(GpuCheckMachine):
     def send(self, memory: np.ndarray, pointer: int) -> None:
         """Enqueues a copy of bytes to this address of the GPU."""
         first = self._take(memory.size)
-        if first is None:
-            self._copy_by_engine(pointer, memory.ctypes.data, memory.size)
-        else:
-            self._before[first : first + memory.size] = memory
-            self._enqueue_copy(pointer, self._before.ctypes.data + first, memory.size)
+        if first is not None:
+            here = self._before[first : first + memory.size]
+            here[...] = memory
+            memory = here
+        self._enqueue_copy(pointer, memory.ctypes.data, memory.size)
 
     def fetch(self, pointer: int, num_bytes: int) -> np.ndarray:
         """Bytes from this address, which are there after wait()."""
         first = self._take(num_bytes)
         if first is None:
             memory = np.empty(num_bytes, np.uint8)
-            self._copy_by_engine(memory.ctypes.data, pointer, num_bytes)
-            return memory
-        memory = self._after[0][first : first + num_bytes]
+        else:
+            memory = self._after[0][first : first + num_bytes]
         self._enqueue_copy(memory.ctypes.data, pointer, num_bytes)
         return memory
-
-    @staticmethod
-    def _copy_by_engine(to: int, source: int, num_bytes: int) -> None:
-        """Also of memory of the host that a kernel does not reach."""
-        cuda = nvrtc.cupy().cuda
-        kind = cuda.runtime.memcpyDefault
-        cuda.runtime.memcpyAsync(to, source, num_bytes, kind, cuda.get_current_stream().ptr)
 
 
 class Operands:
