@@ -180,12 +180,13 @@ def _fuzz(seed: int, on: str, seconds: float, jobs: int) -> Batch:
 def _context() -> multiprocessing.context.BaseContext:
     """How processes start: from one that has imported torch, where there is such a way.
 
-    torch takes seconds to import, and no import uses the GPU, which cannot be inherited.
+    torch takes seconds to import, and so does what its first torch.autograd.grad imports. No import
+    uses the GPU, which cannot be inherited.
     """
     if "forkserver" not in multiprocessing.get_all_start_methods():
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", __name__])
+    context.set_forkserver_preload(["torch", "torch.fx.experimental.symbolic_shapes", __name__])
     return context
 
 
