@@ -23,6 +23,9 @@ from every_kernel import chosen
 
 _EVERY_KERNEL = Path(__file__).with_name("every_kernel.py")
 _SHARE_OF_LAST = 0.25  # of the time: no step begins in it
+# In which a process begins steps. The tool reports at its end: if a later step is stopped, the
+# steps before it have no report.
+_SECONDS_OF_PROCESS = 15.0
 _SUMMARY = re.compile(r"=+ (?:ERROR|RACECHECK) SUMMARY: (\d+)")
 # Whatever else the tool says that is not a detail of what it said before.
 _FOUND = re.compile(r"========= (?!COMPUTE-SANITIZER|Target application|\s)\S")
@@ -63,20 +66,19 @@ def run(tool: list[str], only: str, seconds: float, jobs: int) -> dict[int, str]
         claims = Path(folder) / "claims"
         claims.mkdir()
         command = [*tool, sys.executable, str(_EVERY_KERNEL), "--only", only]
-        command += ["--claims", str(claims), "--until", str(until)]
+        command += ["--claims", str(claims), "--until"]
         running, logs = [], []
         while time.time() < end:
             running = [each for each in running if each.poll() is None]
-            # A process that an error ended is replaced.
+            # A process that has ended is replaced.
             is_open = time.time() < until and len(list(claims.iterdir())) < num_steps
             while is_open and len(running) < jobs:
                 logs.append(Path(folder) / f"log{len(logs)}")
+                last = str(min(until, time.time() + _SECONDS_OF_PROCESS))
                 with logs[-1].open("w") as log:
-                    running.append(
-                        subprocess.Popen(
-                            command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
-                        )
-                    )
+                    options = {"stdout": log, "stderr": subprocess.STDOUT}
+                    process = subprocess.Popen([*command, last], start_new_session=True, **options)
+                running.append(process)
             if not running:
                 break
             time.sleep(0.2)
@@ -88,7 +90,7 @@ def run(tool: list[str], only: str, seconds: float, jobs: int) -> dict[int, str]
         for log in logs:
             text = log.read_text(errors="replace")
             words |= judged(text)
-            if "begin" not in text:
+            if "begin" not in text and "steps ran" not in text:
                 print(f"a process began no step: {text[-300:]}")
         return words
 

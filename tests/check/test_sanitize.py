@@ -45,8 +45,10 @@ def tool(folder, monkeypatch, last: str) -> None:
 
 
 @pytest.mark.slow
-def test_every_step_runs_in_one_of_the_processes(tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize("seconds_of_process", [0.0, 300.0])  # a step each, or all
+def test_every_step_runs_in_one_of_the_processes(seconds_of_process, tmp_path, monkeypatch, capsys):
     tool(tmp_path, monkeypatch, END.strip())
+    monkeypatch.setattr(sanitize, "_SECONDS_OF_PROCESS", seconds_of_process)
     arguments = ["memcheck", "--only", "_run_scales", "--jobs", "2", "--seconds", "300"]
     assert sanitize.main(arguments) == 0
     count = len(chosen("_run_scales"))
