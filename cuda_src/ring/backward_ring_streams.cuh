@@ -1,31 +1,35 @@
-// backward_ring_streams.cuh -- the tensors of a backward ring: x, dy, and what is added to dx
+// backward_ring_streams.cuh -- the tensors of a backward ring: x, dy, and what is added to either
 #pragma once
 #include "backward.cuh"
 #include "ring.cuh"
 #include "turns.cuh"
 
-// A ring for x and dy, and for what is added to dx, if anything is.
-template <Tile tile, class X, class Dy, class Added, bool adds>
+// A ring for x and dy, and for what is added to dy or to dx, if anything is.
+template <Tile tile, class X, class Dy, class Third, bool has_third>
 struct BackwardRing : WarpRing<tile, X, Dy> {
   using WarpRing<tile, X, Dy>::WarpRing;
 };
-template <Tile tile, class X, class Dy, class Added>
-struct BackwardRing<tile, X, Dy, Added, true> : WarpRing<tile, X, Dy, Added> {
-  using WarpRing<tile, X, Dy, Added>::WarpRing;
+template <Tile tile, class X, class Dy, class Third>
+struct BackwardRing<tile, X, Dy, Third, true> : WarpRing<tile, X, Dy, Third> {
+  using WarpRing<tile, X, Dy, Third>::WarpRing;
 };
 
 template <Tile tile, class LoadX, class LoadDy, class StoreDx, bool adds>
 struct BackwardStreams {
   using X = typename LoadX::Held;
   using Dy = typename LoadDy::Held;
-  using Added = typename StoreDx::Added;
+  using Third = typename Otherwise<typename LoadDy::Second, typename StoreDx::Added>::type;
   using Compute = typename LoadX::Compute;
   using Shape = RingShape<tile>;
-  using Ring = BackwardRing<tile, X, Dy, Added, adds>;
+  static constexpr bool has_second = !is_same<typename LoadDy::Second, void>;
+  static_assert(!(adds && has_second), "a ring has room for one tensor beside x and dy");
+  using Ring = BackwardRing<tile, X, Dy, Third, adds || has_second>;
+  static constexpr int third_offset =
+      RingOffset<tile, X>::part_bytes + RingOffset<tile, Dy>::part_bytes;
 
   RingStream<tile, X> x;
   RingStream<tile, Dy> dy;
-  RingStream<tile, Added> added;
+  RingStream<tile, Third> third;
 
   // cols: of this warp
   template <class Problem>
@@ -36,14 +40,18 @@ struct BackwardStreams {
         dy(problem.load_dy.row_start(turns.first_row) + cols.first_col,
            problem.load_dy.x_stride * turns.step) {
     if constexpr (adds) {
-      added = {problem.store.added_start(turns.first_row) + cols.first_col,
+      third = {problem.store.added_start(turns.first_row) + cols.first_col,
                problem.store.added_stride() * turns.step};
+    }
+    if constexpr (has_second) {
+      third = {problem.load_dy.second_start(turns.first_row) + cols.first_col,
+               problem.load_dy.second_stride * turns.step};
     }
   }
   // Called by one lane: starts the copy of the next row to a slot.
   __device__ __forceinline__ void fetch(const Ring& ring, int slot, Slice cols) {
-    if constexpr (adds) {
-      ring.fetch(slot, cols.size(), x, dy, added);
+    if constexpr (adds || has_second) {
+      ring.fetch(slot, cols.size(), x, dy, third);
     } else {
       ring.fetch(slot, cols.size(), x, dy);
     }
@@ -61,22 +69,29 @@ struct BackwardStreams {
       Compute xs[tile.pack_size], dys[tile.pack_size];
       unpack(load_pack<tile.pack_size>(x_part + Shape::col(pack)), xs);
       unpack(load_pack<tile.pack_size>(dy_part + Shape::col(pack)), dys);
+      if constexpr (has_second) {
+        Compute seconds[tile.pack_size];
+        const Third* second_part = third.in(start + third_offset, is_ahead);
+        unpack(load_pack<tile.pack_size>(second_part + Shape::col(pack)), seconds);
+#pragma unroll
+        for (int at = 0; at < tile.pack_size; ++at) dys[at] += seconds[at];
+      }
       f(pack, xs, dys);
     }
   }
   // What is added to pack `pack` of dx of the row that is written.
   __device__ __forceinline__ auto added_pack(const Ring& ring, int slot, int pack) const {
-    constexpr int offset = RingOffset<tile, X>::part_bytes + RingOffset<tile, Dy>::part_bytes;
-    const Added* part = added.in(ring.slots + slot * Ring::slot_bytes + offset, false);
+    const Third* part = third.in(ring.slots + slot * Ring::slot_bytes + third_offset, false);
     return load_pack<tile.pack_size>(part + Shape::col(pack));
   }
   __device__ __forceinline__ void advance_summed() {
     x.summed.advance();
     dy.summed.advance();
+    if constexpr (has_second) third.summed.advance();
   }
   __device__ __forceinline__ void advance_written() {
     x.written.advance();
     dy.written.advance();
-    if constexpr (adds) added.written.advance();
+    if constexpr (adds || has_second) third.written.advance();
   }
 };

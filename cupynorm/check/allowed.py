@@ -39,6 +39,8 @@ n rounded terms add up like a random walk. All is per element.
     recomputed  y written again by backward: as y, with e of backward
     y1          as y, with its own dweight1 and dbias1. Its share of dx is allowed as a dx
                 of its own, and the addition 2u * |dx|.
+                Of y in a second dtype: as y. dy + dy1, rounded to the dtype of the arithmetic, is
+                the dy of all gradients.
     memory_efficient  backward computes x_hat from y. With t half a unit in the last place of 1 in
                 the dtype of y: e of backward is what is allowed of y over max(|w|, t), plus
                 |x_hat| * (max(0, 1 - |w| / t) + 2u); dweight has sum |dy * e|.
@@ -77,6 +79,7 @@ rounds a product to a multiple of t = 2^-1074: f = 0. It adds to what is above:
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cached_property
 
 import numpy as np
@@ -116,6 +119,10 @@ def expect(
     forward_only: leaves out gradients and what is beside them.
     """
     case = problem.case
+    if case.y1 is not None:
+        compute = compute_dtype(case.sum).name
+        dy = decode(encode(problem.dy + problem.dy1, compute), compute)
+        problem = replace(problem, dy=dy)
     scaled_x = problem.scaled(problem.x)
     exact_sum = scaled_x if problem.residual is None else scaled_x + problem.residual
     is_own = added is not None and case.has_own_sum
@@ -129,6 +136,9 @@ def expect(
         second = _second_output(problem, rows)
         if second:
             expected["y1"] = second["y"]
+        elif case.y1 is not None:
+            allowed = expected["y"][1] - half_ulp(rows.y, case.dtype("y"))
+            expected["y1"] = (rows.y, allowed + half_ulp(rows.y, case.y1))
         if not forward_only:
             expected |= _gradients(problem, rows, second)
         if case.has_own_sum:

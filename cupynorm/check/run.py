@@ -241,6 +241,8 @@ def run_forward(
         tensors.put(name, getattr(problem, name), getattr(case, name))
     if case.has_second:
         tensors.make("y1", shape, y_dtype)
+    elif case.y1:
+        tensors.make("y1", shape, case.y1)
     if case.dropout_p:  # forward reads the seed from memory, backward is given its value
         tensors.put_seed(problem.dropout_seed)
     if quantization is None:
@@ -294,6 +296,8 @@ def _run_backward(problem: Problem, tensors: Tensors, launch_options: Options) -
         # The part of y1 comes first. Its dx is the dsum of what follows.
         _run_second(problem, tensors, options)
     tensors.put("dy", problem.dy, case.dtype("dy"))
+    if case.y1:
+        tensors.put("dy1", problem.dy1, case.y1)
     tensors.make("dx", shape, case.x)
     for name in ("weight", "bias"):
         if name in tensors.rows:
@@ -302,7 +306,7 @@ def _run_backward(problem: Problem, tensors: Tensors, launch_options: Options) -
         tensors.make("dresidual", shape, case.added)
     options = options._replace(dropout_p=case.dropout_p, recompute=case.recompute)
     names = ("x", "dsum", "y_weight", "y_bias", "dy", "weight", "row_scale")
-    names += ("dx", "dweight", "dbias", "dresidual")
+    names += ("dx", "dweight", "dbias", "dresidual", *["dy1"] * (case.y1 is not None))
     if case.recompute:
         tensors.make("y", shape, y_dtype, "recomputed")
         names += ("y", "bias")

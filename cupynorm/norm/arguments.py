@@ -274,7 +274,9 @@ def _forward_words(
         words += [Address("row_scale"), *_dropout_words(options.dropout_p)]
     words += [*row_words(tensors, "y", turned), Address("weight"), Address("bias")]
     if problem.y1:
-        words += [*row_words(tensors, "y1", turned), Address("weight1"), Address("bias1")]
+        words += row_words(tensors, "y1", turned)
+    if problem.weight1 or problem.bias1:
+        words += [Address("weight1"), Address("bias1")]
     if options.quantization:
         rule = scale_rule_words(
             options.quantization.smallest_amax, options.quantization.power_of_two
@@ -305,9 +307,9 @@ def backward_problem(
 ) -> Problem:
     """The problem of a backward.
 
-    tensors: dy, x, weight, dsum, dx, dweight, dbias, dresidual, row_scale; y and bias where y is
-    recomputed; y_weight and y_bias where x is y; input and bias of functors. compute: the dtype of
-    the statistics.
+    tensors: dy, dy1, x, weight, dsum, dx, dweight, dbias, dresidual, row_scale; y and bias where y
+    is recomputed; y_weight and y_bias where x is y; input and bias of functors. compute: the dtype
+    of the statistics.
     """
     x, dy = tensors["x"], tensors["dy"]
     streamed = {name: rows for name, rows in tensors.items() if name != "row_scale"}
@@ -325,6 +327,7 @@ def backward_problem(
         weight=dtype_of(tensors, "weight"),
         zero_centered=bool(options.zero_centered_weight),
         dy=compute if "store" in sources else dy.dtype,
+        dy1=dtype_of(tensors, "dy1"),
         dx=dtype_of(tensors, "dx"),
         dweight=dtype_of(tensors, "dweight"),
         dbias=dtype_of(tensors, "dbias"),
@@ -367,8 +370,9 @@ def backward_call(
     through = [Address("weight"), Address("bias"), Address("mean"), Address("rstd")]
 
     def dy_words(backward: bool) -> Words:
-        """struct Load, or DyThroughStore; backward: whether it writes the gradients of arrays."""
-        row = [*row_words(tensors, "dy")]
+        """struct Load, LoadBoth or DyThroughStore; backward: whether it writes the gradients of
+        arrays."""
+        row = [*row_words(tensors, "dy"), *(row_words(tensors, "dy1") if problem.dy1 else ())]
         if functors.store is None:
             return row
         of_store = _functor_words(functors.store, "store", problem, backward=True)

@@ -298,7 +298,8 @@ def check_backward(request: BackwardRequest) -> BackwardRequest:
     row_scale = take_like(operands_given.row_scale, x, leading, "row_scale", "x")
     seed = _check_seed(operands_given.dropout_seed, x)
     operands = BackwardOperands(
-        dy, x, mean, rstd, weight, dsum, bias, row_scale, seed, y_weight, y_bias, raw, functors
+        *(dy, x, mean, rstd, weight, dsum, bias, row_scale, seed, y_weight, y_bias, raw, functors),
+        take_like(operands_given.dy1, x, shape, "dy1", "x"),
     )
     return BackwardRequest(operands, options._replace(**dtypes))
 

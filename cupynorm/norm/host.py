@@ -141,18 +141,21 @@ class HostForward(CheckedForward):
         load, store = operands.functors or (None, None)
         if load is not None and not self.makes_sum:
             x = _apply(load, "load", x, self.shape)
-        y, mean, rstd = self._norm(x, operands.weight, operands.bias)
+        y64, mean, rstd = self._norm(x, operands.weight, operands.bias)
         if store is not None:
-            y = _apply(store, "store", y, self.shape)
+            y64 = _apply(store, "store", y64, self.shape)
+        y64 = y64.reshape(self.shape)
         if options.quantization is not None:
-            y = on_host(options.quantization, operands, y.reshape(self.shape), options.extents)
+            y = on_host(options.quantization, operands, y64, options.extents)
         else:
-            y = arrays.from_float64(y.reshape(self.shape), options.out_dtype, operands.input)
+            y = arrays.from_float64(y64, options.out_dtype, operands.input)
             if operands.out is not None:
                 operands.out[...] = y
                 y = operands.out
         y1 = None
-        if self.has_second:
+        if options.y1_dtype is not None:
+            y1 = arrays.from_float64(y64, options.y1_dtype, operands.input)
+        elif self.has_second:
             values = self._norm(x, operands.weight1, operands.bias1)[0].reshape(self.shape)
             y1 = arrays.from_float64(values, options.out_dtype, operands.input)
         compute = compute_dtype(options.residual_dtype).name
@@ -224,6 +227,8 @@ class HostBackward:
         elif load is not None:
             raw64 = self._matrix(operands.input)
         dy64 = self._matrix(operands.dy)
+        if operands.dy1 is not None:
+            dy64 = dy64 + self._matrix(operands.dy1)
         if store is not None:
             y64 = self._y(operands, x64, mean64)
             dy64, of_store = _through(store, "store", y64, dy64, self.shape)

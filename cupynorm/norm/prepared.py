@@ -188,7 +188,7 @@ class PreparedForward(host.CheckedForward, OnGpu):
         written = {
             "y": None if purpose is FOR_STATISTICS_ALONE else options.out_dtype,
             "sum": options.residual_dtype if self.makes_sum else None,
-            "y1": options.out_dtype if self.has_second else None,
+            "y1": options.out_dtype if self.has_second else options.y1_dtype,
         }
         shape, num_dims = tuple(operands.input.shape), len(options.extents)
         for name, dtype in written.items():
@@ -312,14 +312,13 @@ def _is_int(seed: object) -> bool:
 
 # Backward.
 
-_READ_BACKWARD = ("weight", "dsum", "bias", "row_scale", "y_weight", "y_bias", "input")
+_READ_BACKWARD = ("weight", "dsum", "bias", "row_scale", "y_weight", "y_bias", "input", "dy1")
 
 
 def _backward_key(request: BackwardRequest) -> tuple:
     operands, options = request
-    dy, x, mean, rstd, weight, dsum, bias, row_scale, seed, y_weight, y_bias, input, functors = (
-        operands
-    )
+    dy, x, mean, rstd, weight, dsum, bias, row_scale, seed, y_weight, y_bias, *others = operands
+    input, functors, dy1 = others
     layout_key = arrays.library(x).layout_key
     key = (
         layout_key(dy),
@@ -336,6 +335,8 @@ def _backward_key(request: BackwardRequest) -> tuple:
         key += (seed.__class__ is int or layout_key(seed), layout_key(y_weight), layout_key(y_bias))
     if functors is not None:
         key += (layout_key(input), key_of(functors, layout_key))
+    if dy1 is not None:
+        key += ("dy1", layout_key(dy1))
     return key
 
 
@@ -442,7 +443,7 @@ class PreparedBackward(OnGpu):
             for name in _READ_BACKWARD
             if getattr(operands, name) is not None and name not in absent
         ]
-        tensors, copied = layouts_of(operands, names, ("dy", "x", "dsum", "input"), num_dims)
+        tensors, copied = layouts_of(operands, names, ("dy", "dy1", "x", "dsum", "input"), num_dims)
         for name in ("mean", "rstd"):
             tensors.pop(name, None)
         in_place = ["dropout_seed"] * (drops and not _is_int(operands.dropout_seed))

@@ -72,7 +72,10 @@ class ForwardOperands(NamedTuple):
 
 
 class ForwardOptions(NamedTuple):
-    """The options of a forward, named as the keywords of cupynorm.layer_norm."""
+    """The options of a forward, named as the keywords of cupynorm.layer_norm.
+
+    y1_dtype: y is also wanted in this dtype, as y1. That is without weight1 and bias1.
+    """
 
     centered: bool
     extents: tuple[int, ...]
@@ -85,6 +88,7 @@ class ForwardOptions(NamedTuple):
     memory_efficient: bool = False
     quantization: Quantization | None = None
     launch: Options = DEFAULTS
+    y1_dtype: str | None = None
 
 
 class ForwardRequest(NamedTuple):
@@ -103,7 +107,8 @@ class BackwardOperands(NamedTuple):
 
     bias is needed where y is recomputed; y_weight and y_bias, those of forward, where x is y.
     functors: those of forward. A store needs bias. input: what a load was applied to, where its
-    result is part of a sum; else x is that.
+    result is part of a sum; else x is that. dy1: the gradient of y1, where that is y in another
+    dtype; dy then has the dtype of the arithmetic.
     """
 
     dy: Array
@@ -119,6 +124,7 @@ class BackwardOperands(NamedTuple):
     y_bias: Array | None = None
     input: Array | None = None
     functors: Functors | None = None
+    dy1: Array | None = None
 
 
 class BackwardOptions(NamedTuple):
@@ -184,5 +190,6 @@ def is_plain(request: ForwardRequest) -> bool:
         and not options.round_x_hat
         and not options.memory_efficient
         and options.quantization is None
+        and options.y1_dtype is None
         and operands.functors is None
     )

@@ -5,6 +5,7 @@ Autocast's casts, and the gradients that meet where a tensor is read twice, appe
     y = norm_forward(...), cast(y)          out_dtype
     norm_backward(cast(dy), ...)            reads dy itself
     norm_backward(...).dx + other           dsum
+    y and cast(y), dy + cast(dy1)           two_dtypes.py
 """
 
 from __future__ import annotations
@@ -17,8 +18,9 @@ import torch
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
-from ..dtypes import DTYPES
 from ..nn.schemas import arguments_of
+from . import two_dtypes
+from .casts import is_cast, is_supported, name_of
 from .lower import FUSED_BACKWARD, NORM_BACKWARD, lower
 from .norms import FUNCTOR, FUSED, NORM
 from .report import Change, Report
@@ -26,7 +28,6 @@ from .spellings import have_one_shape
 
 FUNCTOR_BACKWARD = torch.ops.cupynorm.functor_norm_backward.default
 
-_CASTS = (torch.ops.prims.convert_element_type.default, torch.ops.aten._to_copy.default)
 _ADD = torch.ops.aten.add.Tensor
 
 
@@ -49,6 +50,8 @@ def rewrite(graph: Graph, replace: str, report: Report) -> None:
                 name = str(node.target).removeprefix("cupynorm.").removesuffix(".default")
                 report.changes.append(Change(number, "", name, "cast", remark))
     lower(graph)
+    for name, remark in two_dtypes.rewrite(graph):
+        report.changes.append(Change(number, "", name, "cast", remark))
 
 
 def _cast_y(graph: Graph, node: Node) -> str | None:
@@ -60,18 +63,18 @@ def _cast_y(graph: Graph, node: Node) -> str | None:
     if y is None or getattr(given, "bias1", None) is not None:
         return None
     casts = list(y.users)
-    if not casts or any(not _is_cast(each) for each in casts):
+    if not casts or any(not is_cast(each) for each in casts):
         return None
     dtypes = {each.meta["val"].dtype for each in casts}
     dtype = dtypes.pop()
-    if dtypes or not _is_supported(dtype) or dtype.itemsize > y.meta["val"].dtype.itemsize:
+    if dtypes or not is_supported(dtype) or dtype.itemsize > y.meta["val"].dtype.itemsize:
         return None
     was = y.meta["val"].dtype
     _set(node, given._replace(out_dtype=dtype))
     for each in casts:
         each.replace_all_uses_with(y)
         graph.erase_node(each)
-    return f"writes y in {_name(dtype)}, not {_name(was)}"
+    return f"writes y in {name_of(dtype)}, not {name_of(was)}"
 
 
 def _read_uncast(graph: Graph, node: Node) -> str | None:
@@ -80,9 +83,9 @@ def _read_uncast(graph: Graph, node: Node) -> str | None:
     found = {}
     for name in ("dy", "dsum"):
         cast = getattr(given, name)
-        if isinstance(cast, Node) and _is_cast(cast):
+        if isinstance(cast, Node) and is_cast(cast):
             source, wide = cast.args[0].meta["val"].dtype, cast.meta["val"].dtype
-            if _is_supported(source) and torch.promote_types(source, wide) == wide != source:
+            if is_supported(source) and torch.promote_types(source, wide) == wide != source:
                 found[name] = cast.args[0]
     if not found:
         return None
@@ -92,7 +95,7 @@ def _read_uncast(graph: Graph, node: Node) -> str | None:
         if not cast.users:
             graph.erase_node(cast)
     dtype = next(iter(found.values())).meta["val"].dtype
-    return f"reads {' and '.join(found)} in {_name(dtype)}"
+    return f"reads {' and '.join(found)} in {name_of(dtype)}"
 
 
 def _add_gradient(graph: Graph, node: Node) -> str | None:
@@ -153,23 +156,6 @@ def _result(node: Node, index: int) -> Node | None:
     """The one node that reads a result of an operator."""
     found = [each for each in node.users if each.args[1] == index]
     return found[0] if len(found) == 1 else None
-
-
-def _is_cast(node: Node) -> bool:
-    if node.op != "call_function" or node.target not in _CASTS:
-        return False
-    given = node.kwargs
-    if given.get("memory_format") is not None or given.get("pin_memory"):
-        return False
-    return node.args[0].meta["val"].device == node.meta["val"].device
-
-
-def _is_supported(dtype: torch.dtype) -> bool:
-    return _name(dtype) in DTYPES
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _set(node: Node, arguments: tuple[Any, ...]) -> None:

@@ -53,7 +53,7 @@ class _DirectCall(ir.FallbackKernel):
             if parsed_forward(text).functors is not None:
                 return None
         else:
-            direction, tensors = "backward", arguments[:7]
+            direction, tensors = "backward", arguments[:8]
         layouts = ["absent" if each is None else layout_of(each) for each in tensors]
         return None if None in layouts else f"{direction} {text} {layouts}"
 

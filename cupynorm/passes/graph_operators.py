@@ -1,6 +1,6 @@
 """The operators of compiled graphs: as those of cupynorm.nn, with a cheaper call.
 
-    cupynorm::norm_forward_in_graph  -> those of y, mean, rstd, sum that the graph reads
+    cupynorm::norm_forward_in_graph  -> those of y, mean, rstd, sum, y1 that the graph reads
     cupynorm::norm_backward_in_graph -> those of dx, dweight, dbias, dresidual that the graph reads
 
 Compiled code calls an operator in every step. One with a derivative and fourteen arguments takes
@@ -32,7 +32,7 @@ from ..norm.request import (
 from ..plan.functors import Functor, bind_all, from_text
 from ..plan.problem import Tile
 
-FORWARD_RESULTS = ("y", "mean", "rstd", "sum")
+FORWARD_RESULTS = ("y", "mean", "rstd", "sum", "y1")
 BACKWARD_RESULTS = ("dx", "dweight", "dbias", "dresidual")
 
 _library = torch.library.Library("cupynorm", "FRAGMENT")
@@ -40,7 +40,7 @@ for _schema in (
     "norm_forward_in_graph(Tensor input, Tensor? weight, Tensor? bias, Tensor? residual, "
     "Tensor? dropout_seed, Tensor[] arrays, str options) -> Tensor[]",
     "norm_backward_in_graph(Tensor dy, Tensor x, Tensor? mean, Tensor rstd, Tensor? weight, "
-    "Tensor? dsum, Tensor? dropout_seed, str options) -> Tensor[]",
+    "Tensor? dsum, Tensor? dropout_seed, Tensor? dy1, str options) -> Tensor[]",
 ):
     _library.define(_schema, tags=(torch.Tag.pt2_compliant_tag,))
 
@@ -106,6 +106,7 @@ def parsed_forward(text: str) -> ParsedForward:
         given.get("residual_dtype"),
         given.get("dropout_p", 0.0),
         given.get("round_x_hat", False),
+        y1_dtype=given.get("y1_dtype"),
         launch=_launch(given),
     )
     purpose = FOR_STATISTICS if {"mean", "rstd"} & set(results) else FOR_Y
@@ -148,8 +149,8 @@ def prepare_forward_of(arguments: tuple) -> tuple[Any, ForwardOperands]:
 
 def prepare_backward_of(arguments: tuple) -> tuple[Any, BackwardOperands]:
     """As prepare_forward_of, of norm_backward_in_graph."""
-    *rows, seed, text = arguments
-    operands = BackwardOperands(*rows, None, None, seed)
+    *rows, seed, dy1, text = arguments
+    operands = BackwardOperands(*rows, None, None, seed, dy1=dy1)
     return prepare_backward(BackwardRequest(operands, parsed_backward(text).options))
 
 
@@ -173,6 +174,7 @@ def _forward_without_memory(input, *others):
         "mean": (leading, wide),
         "rstd": (leading, wide),
         "sum": (input.shape, sum_dtype),
+        "y1": (input.shape, _dtype(options.y1_dtype, input.dtype)),
     }
     return [input.new_empty(made[name][0], dtype=made[name][1]) for name in results]
 

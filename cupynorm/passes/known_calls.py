@@ -31,7 +31,7 @@ _address = Tensor.data_ptr
 # The place of each operand among the arguments of an operator.
 _PLACES = {
     "forward": ForwardOperands(0, 1, 2, 3, dropout_seed=4),
-    "backward": BackwardOperands(0, 1, 2, 3, 4, 5, dropout_seed=6),
+    "backward": BackwardOperands(0, 1, 2, 3, 4, 5, dropout_seed=6, dy1=7),
 }
 
 

@@ -61,7 +61,7 @@ def _backward(graph: Graph, node: Node) -> None:
         if options["dx_dtype"] == options["dresidual_dtype"] and not given.dropout_p:
             return  # one tensor, which an operator may not return twice
     tensors = (given.dy, given.x, given.mean, given.rstd, given.weight, given.dsum)
-    tensors += (getattr(given, "dropout_seed", None),)
+    tensors += (getattr(given, "dropout_seed", None), None)
     _replace(graph, node, graph_operators.BACKWARD, (tensors, options), BACKWARD_RESULTS)
 
 

@@ -58,9 +58,9 @@ def _why_torch_is_faster(fusion: Fusion) -> str:
         if not _is_opaque(reader):
             return f"torch fuses it with what reads y: {_name(reader)}"
     dtypes = {_dtype_read(reader, y) for reader in readers if reader.op != "output"}
-    if len(dtypes) > 1:
-        return f"y is read in {' and '.join(sorted(dtypes))}; torch writes both at once"
-    if len(readers) > 1 and value(y).requires_grad:
+    if len(dtypes) > 2 or len(dtypes) == 2 and value(y).dtype != torch.float32:
+        return f"y is read in {' and '.join(sorted(dtypes))}; torch writes all at once"
+    if len(readers) > max(1, len(dtypes)) and value(y).requires_grad:
         return f"{len(readers)} operations read y; torch adds their gradients in its own kernel"
     if fusion.sum is None:
         return ""

@@ -101,6 +101,8 @@ def load_x_name(problem: Problem) -> str:
 
 def load_dy_name(problem: Problem) -> str:
     """The struct through which backward reads dy."""
+    if problem.dy1:
+        return f"LoadBoth<{cpp_names(problem.dy, problem.dy1)}>"
     if problem.store is None:
         return f"Load<{cpp_name(problem.dy)}>"
     types = cpp_names(problem.store.source, problem.weight, problem.bias)
@@ -152,7 +154,9 @@ def row_instance(
             rounded_to = cpp_name(problem.round_x_hat)
             scaling = f"Scaling::{problem.scaling}, Step::{step}"
             store = f"QuantizeStore<{outputs}, {zero_centered}, {rounded_to}, {scaling}>"
-        if problem.y1:
+        if problem.is_written_twice:
+            store = f"StoreTwice<{store}, {cpp_name(problem.y1)}>"
+        elif problem.y1:
             second = cpp_names(problem.y1, problem.weight1, problem.bias1)
             second = f"Store<{second}, {zero_centered}{rounded}>"
             store = f"TwoStores<{store}, {second}>"

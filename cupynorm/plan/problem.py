@@ -157,7 +157,7 @@ class Tile:
 
 # Fields of a Problem that fuse more with the norm than its own arithmetic.
 _FUSED = ("residual", "dsum", "input", "row_scale", "dropout", "dresidual", "y1", "round_x_hat")
-_FUSED += ("recomputed", "amax", "load", "store")
+_FUSED += ("recomputed", "amax", "load", "store", "dy1")
 
 # Where the scales of an 8-bit y come from, as in cuda_src/fp8/scales.cuh.
 SCALINGS = ("given", "tensor", "row", "block", "mx")
@@ -233,7 +233,8 @@ class Problem:
     residual_dtype: what is added to the input.
     row_scale, dropout: factors of the input; backward, of dx.
     dresidual: the gradient of the sum itself; None if it is not wanted or is the same tensor as dx.
-    y1, weight1, bias1: the second output of forward.
+    y1, weight1, bias1: the second output of forward. Without weight1 and bias1 it is y in another
+    dtype, whose gradient backward adds to dy: dy1. dy then has the dtype of the arithmetic.
     round_x_hat: the dtype to which x_hat is rounded; None for no rounding.
     scaling: where the scales of an 8-bit y come from, one of SCALINGS.
     amax: whether the amax of y is recorded beside a given scale.
@@ -254,6 +255,7 @@ class Problem:
     zero_centered: bool = False
     residual: bool = False
     dy: str | None = None
+    dy1: str | None = None
     dx: str | None = None
     dweight: str | None = None
     dbias: str | None = None
@@ -294,6 +296,11 @@ class Problem:
         return self.direction == "forward"
 
     @property
+    def is_written_twice(self) -> bool:
+        """Whether y1 is y in another dtype."""
+        return bool(self.y1) and not (self.weight1 or self.bias1)
+
+    @property
     def widest_pack(self) -> int:
         """The most elements that a pack may have.
 
@@ -302,7 +309,9 @@ class Problem:
         streamed = [
             self.x,
             self.y,
+            self.y1,
             self.dy,
+            self.dy1,
             self.dx,
             self.input,
             self.residual_dtype,
@@ -325,8 +334,11 @@ class Problem:
     @cached_property
     def extras(self) -> frozenset[str]:
         """Words for what is fused with the norm: names of fields, "by_y" for backward from y,
-        "wide" for parameters of a wider dtype than x, and the scaling."""
+        "twice" for a y1 that is y in another dtype, "wide" for parameters of a wider dtype than
+        x, and the scaling."""
         words = {name for name in _FUSED if getattr(self, name)}
+        if self.is_written_twice:
+            words = words - {"y1"} | {"twice"}
         words |= {"by_y"} if self.y and not self.forward else set()
         words |= {"wide"} if self.has_wide_parameters else set()
         return frozenset(words | ({self.scaling} if self.scaling else set()))
@@ -351,7 +363,7 @@ class Problem:
         streamed = (
             [self.x, self.y, self.y1]
             if self.forward
-            else [self.y or self.x, self.dy, self.dx, self.dsum, self.dresidual]
+            else [self.y or self.x, self.dy, self.dy1, self.dx, self.dsum, self.dresidual]
         )
         if self.load and self.load.source:
             streamed[0] = self.load.source

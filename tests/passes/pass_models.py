@@ -177,6 +177,7 @@ MODELS = {
     "gpt2": (lambda: PreNorm(WIDTH, nn.LayerNorm), torch.float32, True),
     "vit": (lambda: PreNorm(WIDTH, nn.LayerNorm), torch.float32, False),
     "bert": (lambda: PostNorm(WIDTH), torch.bfloat16, False),
+    "bert_autocast": (lambda: PostNorm(WIDTH), torch.float32, True),
     "llama": (
         lambda: PreNorm(WIDTH, HuggingFaceRMSNorm, GatedMlp),
         torch.bfloat16,

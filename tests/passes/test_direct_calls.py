@@ -12,7 +12,7 @@ import sympy  # noqa: E402
 
 from cupynorm.norm import cache  # noqa: E402
 from cupynorm.passes import direct_calls, graph_operators  # noqa: E402
-from cupynorm.passes.graph_operators import BACKWARD, FORWARD, text_of  # noqa: E402
+from cupynorm.passes.graph_operators import BACKWARD, FORWARD, FORWARD_RESULTS, text_of  # noqa: E402
 from cupynorm.passes.known_calls import known_call  # noqa: E402
 
 ROWS, WIDTH = 4, 64
@@ -39,17 +39,18 @@ def forward(*results, bias=True, residual=True, shift=0, **options):
     return x, tensor(WIDTH), tensor(WIDTH) if bias else None, added, seed, [], text
 
 
-def backward(*results, centered=True, dsum=True, shift=0, **options):
-    x, dy, added = (tensor(ROWS, WIDTH, shift=each) for each in (shift, 0, 0))
+def backward(*results, centered=True, dsum=True, dy1=False, shift=0, **options):
+    x, added = (tensor(ROWS, WIDTH, shift=each) for each in (shift, 0))
+    dy = tensor(ROWS, WIDTH, dtype=torch.float32 if dy1 else torch.bfloat16)
     rstd, mean = (tensor(ROWS, dtype=torch.float32) for _ in range(2))
     text = text_of(results, {"normalized_shape": (WIDTH,), "centered": centered} | options)
     mean, added = mean if centered else None, added if dsum else None
-    return dy, x, mean, rstd, tensor(WIDTH), added, None, text
+    return dy, x, mean, rstd, tensor(WIDTH), added, None, tensor(ROWS, WIDTH) if dy1 else None, text
 
 
 CALLS = {
     "y": (FORWARD, lambda **given: forward("y", **given)),
-    "all": (FORWARD, lambda **given: forward(*graph_operators.FORWARD_RESULTS, **given)),
+    "all": (FORWARD, lambda **given: forward(*FORWARD_RESULTS, y1_dtype="float32", **given)),
     "the sum and y": (FORWARD, lambda **given: forward("sum", "y", **given)),
     "no sum": (FORWARD, lambda **given: forward("y", "rstd", residual=False, **given)),
     "no bias": (FORWARD, lambda **given: forward("y", "mean", bias=False, **given)),
@@ -57,6 +58,10 @@ CALLS = {
     "dx": (BACKWARD, lambda **given: backward("dx", **given)),
     "all gradients": (BACKWARD, lambda **given: backward("dx", "dweight", "dbias", **given)),
     "dweight first": (BACKWARD, lambda **given: backward("dweight", "dx", dsum=False, **given)),
+    "two gradients of y": (
+        BACKWARD,
+        lambda **given: backward("dx", "dweight", dsum=False, dy1=True, **given),
+    ),
     "no mean": (BACKWARD, lambda **given: backward("dx", "dweight", centered=False, **given)),
 }
 

@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_map_only  # noqa: E402
 
 import cupynorm  # noqa: E402
 from cupynorm.passes import graph_operators  # noqa: E402
-from cupynorm.passes.graph_operators import BACKWARD, FORWARD, text_of  # noqa: E402
+from cupynorm.passes.graph_operators import BACKWARD, FORWARD, FORWARD_RESULTS, text_of  # noqa: E402
 
 WIDTH = 24
 
@@ -35,14 +35,20 @@ def test_forward_and_backward():
     x, residual, dy = given(*((2, 3, WIDTH),) * 3)
     weight, bias = given((WIDTH,), (WIDTH,))
     expected = cupynorm.layer_norm_forward(x, weight, bias, residual=residual)
-    made = forward(graph_operators.FORWARD_RESULTS, x, weight, bias, residual)
-    assert all(map(torch.equal, made, expected))
+    made = forward(FORWARD_RESULTS, x, weight, bias, residual, y1_dtype="bfloat16")
+    assert all(map(torch.equal, made, expected)) and torch.equal(made[4], expected.y.bfloat16())
     (y,) = forward(("y",), x, weight, bias, residual, out_dtype="bfloat16")
     assert torch.equal(y, expected.y.bfloat16())
     text = text_of(("dx", "dbias"), {"normalized_shape": (WIDTH,), "centered": True})
-    got = BACKWARD(dy, made[3], *made[1:3], weight, residual, None, text)
+    got = BACKWARD(dy, made[3], *made[1:3], weight, residual, None, None, text)
     gradients = cupynorm.layer_norm_backward(
         dy, expected.sum, expected.mean, expected.rstd, weight, dsum=residual
+    )
+    assert torch.equal(got[0], gradients.dx) and torch.equal(got[1], gradients.dbias)
+    dy1 = residual.bfloat16()
+    got = BACKWARD(dy, made[3], *made[1:3], weight, None, None, dy1, text)
+    gradients = cupynorm.layer_norm_backward(
+        dy.double() + dy1.double(), expected.sum, expected.mean, expected.rstd, weight
     )
     assert torch.equal(got[0], gradients.dx) and torch.equal(got[1], gradients.dbias)
 
@@ -105,7 +111,7 @@ def test_the_kernels(kernels):
     torch.testing.assert_close(y.double(), exact.double(), rtol=2**-8, atol=2**-8)
     torch.testing.assert_close(mean, x.float().mean(-1))
     text = text_of(("dx",), {"normalized_shape": (WIDTH,), "centered": True})
-    (dx,) = BACKWARD(residual, x, mean, rstd, None, None, None, text)
+    (dx,) = BACKWARD(residual, x, mean, rstd, None, None, None, None, text)
     wide = x.double().requires_grad_()
     torch.nn.functional.layer_norm(wide, (WIDTH,)).backward(residual.double())
     torch.testing.assert_close(dx.double(), wide.grad, rtol=2**-7, atol=2**-7)

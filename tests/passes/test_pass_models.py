@@ -112,21 +112,22 @@ def any_number_of_rows(x):
 
 
 @pytest.mark.slow
-def test_a_graph_for_any_number_of_rows():
+@pytest.mark.parametrize("case", ["llama", "bert_autocast"])
+def test_a_graph_for_any_number_of_rows(case):
     passes = Passes()
-    model, x, _ = model_and_input("llama")
+    model, x, autocast = model_and_input(case)
     torch.compiler.reset()
     forward = torch.compile(model, backend=passes, fullgraph=True)
     for num_rows in (5, 7, 3):
         rows = torch.randn(2, num_rows, x.shape[-1]).to(x.dtype)
-        got = gradients(model, rows, False, lambda x: forward(any_number_of_rows(x)))
+        got = gradients(model, rows, autocast, lambda x: forward(any_number_of_rows(x)))
         exact = gradients(copy.deepcopy(model).double(), rows.double(), False)
-        check_near(gradients(model, rows, False), got, exact, x.dtype)
+        check_near(gradients(model, rows, autocast), got, exact, dtype_of(case))
     assert passes.report.num_graphs == 1
     assert [change.done for change in passes.report.changes[:2]] == ["replaced"] * 2
 
 
-@pytest.mark.parametrize("case", ["gpt2", "llama"])
+@pytest.mark.parametrize("case", ["gpt2", "bert_autocast", "llama"])
 def test_activation_checkpoints(case):
     """A block is computed again in backward."""
     from torch.utils.checkpoint import checkpoint
@@ -146,9 +147,10 @@ def test_activation_checkpoints(case):
 
 
 @pytest.mark.slow
-def test_inductor_gives_the_results():
+@pytest.mark.parametrize("case", ["gpt2", "bert_autocast"])
+def test_inductor_gives_the_results(case):
     """A block under autocast, with inductor's code for the CPU around the norms."""
-    model, x, autocast = model_and_input("gpt2")
+    model, x, autocast = model_and_input(case)
     torch.compiler.reset()
     with cupynorm.compile_passes(replace="all"):
         got = gradients(model, x, autocast, torch.compile(model, fullgraph=True))
@@ -161,7 +163,7 @@ def test_inductor_gives_the_results():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("mode", [None, "reduce-overhead", "max-autotune"])
-@pytest.mark.parametrize("case", ["gpt2", "llama", "dit", "mamba"])
+@pytest.mark.parametrize("case", ["gpt2", "bert_autocast", "llama", "dit", "mamba"])
 def test_compiled_models_on_a_gpu(case, mode):
     """With inductor's code, also captured in CUDA graphs: three steps on fresh inputs."""
     model, x, autocast = model_and_input(case)

@@ -292,11 +292,6 @@ def test_the_rule_for_sums_and_dtypes():
         added = x + r
         return torch.matmul(functional.layer_norm(added, (1024,)), w), added
 
-    def two_dtypes(x, w):
-        y = functional.layer_norm(x, (1024,))
-        z = torch.matmul(y, w)  # whose result has 16 bits, as under autocast
-        return z, y + x
-
     large, w = (4096, 1024), (1024, 1024)
 
     def scaled_branch(x, r, w):
@@ -324,12 +319,43 @@ def test_the_rule_for_sums_and_dtypes():
             node.meta["example_value"].requires_grad_()
     done, remark = decided(graph)
     assert done == "left" and "2 operations read y; torch adds their gradients" in remark
-    graph = traced(two_dtypes, large, w, dtype=torch.float32)
+
+
+def test_the_rule_for_a_y_that_is_read_in_several_dtypes():
+    """As BERT's under autocast, whose products have results of 16 bits."""
+
+    def bert(x, w):
+        y = functional.layer_norm(x, (1024,))
+        return torch.matmul(y, w), y + x
+
+    def two_products(x, w):
+        y = functional.layer_norm(x, (1024,))
+        return torch.matmul(y, w), torch.matmul(y, w.T), y + x
+
+    def graph_of(function, dtypes, requires_grad=True):
+        graph = traced(function, (4096, 1024), (1024, 1024), dtype=torch.float32)
+        dtypes = iter(dtypes)
+        for node in graph.nodes:
+            if node.target is torch.matmul:
+                node.meta["example_value"] = node.meta["example_value"].to(next(dtypes))
+            if node.target is functional.layer_norm and requires_grad:
+                node.meta["example_value"].requires_grad_()
+        return graph
+
+    half, other = torch.bfloat16, torch.float16
+    assert decided(graph_of(bert, [half]))[0] == "replaced"
+    assert decided(graph_of(bert, [half], False))[0] == "replaced"
+    assert decided(graph_of(two_products, [half, half], False))[0] == "replaced"
+    done, remark = decided(graph_of(two_products, [half, half]))
+    assert done == "left" and "3 operations read y; torch adds their gradients" in remark
+    done, remark = decided(graph_of(two_products, [half, other]))
+    assert done == "left" and "y is read in bfloat16 and float16 and float32" in remark
+    graph = graph_of(bert, [half], False)
     for node in graph.nodes:
-        if node.target is torch.matmul:
-            node.meta["example_value"] = node.meta["example_value"].bfloat16()
+        if node.target is functional.layer_norm:
+            node.meta["example_value"] = node.meta["example_value"].to(other)
     done, remark = decided(graph)
-    assert done == "left" and "y is read in bfloat16 and float32" in remark
+    assert done == "left" and "y is read in bfloat16 and float16" in remark
 
 
 def test_wrapped_tensors_are_left():

@@ -116,7 +116,8 @@ def test_registers_of_options():
     assert more(input="bfloat16") == 16
     assert more(dropout=True) == 24
     # A second pair of parameters: 32, and three quarters of each element.
-    assert more(y1="bfloat16") == 32 + 12
+    assert more(y1="bfloat16", weight1="bfloat16") == 32 + 12
+    assert more(y1="float32") == 0
     # A second word for each element of float64, and a quarter of each besides.
     assert more(x="float64") == 2 * 16 * 1.25 - 16
 

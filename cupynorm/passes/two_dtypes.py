@@ -1,0 +1,91 @@
+"""y in two dtypes, in the joint graph: models whose norms come after the sums, under autocast.
+
+y, cast(y)                 norm_forward_in_graph writes both: y1_dtype
+norm_backward(dy + cast(dy1))    norm_backward_in_graph reads both
+"""
+
+from __future__ import annotations
+
+import ast
+import operator
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+from torch.fx.node import map_arg
+
+from .casts import dtype_of, is_cast, is_supported, name_of
+from .graph_operators import BACKWARD, FORWARD, text_of
+from .spellings import have_one_shape
+
+_ADD = torch.ops.aten.add.Tensor
+_DY, _RSTD, _DY1 = 0, 3, 7  # places among the arguments of BACKWARD
+
+
+def rewrite(graph: Graph) -> Iterator[tuple[str, str]]:
+    """Changes the operators in place. Yields the direction of each that changes, and a remark."""
+    for node in list(graph.nodes):
+        if node.op != "call_function":
+            continue
+        change = {FORWARD: _write_both, BACKWARD: _read_both}.get(node.target)
+        remark = change(graph, node) if change else None
+        if remark:
+            yield ("norm_forward" if node.target is FORWARD else "norm_backward"), remark
+
+
+def _write_both(graph: Graph, node: Node) -> str | None:
+    """y also in the one narrower dtype to which some of its readers cast it."""
+    options = ast.literal_eval(node.args[-1])
+    results = options.pop("results")
+    if "y" not in results or "load" in options or "store" in options:
+        return None
+    y = next(each for each in node.users if each.args[1] == results.index("y"))
+    casts = [each for each in y.users if is_cast(each) and is_supported(dtype_of(each))]
+    casts = [each for each in casts if dtype_of(each).itemsize < dtype_of(y).itemsize]
+    if len({dtype_of(each) for each in casts}) != 1 or len(casts) == len(y.users):
+        return None
+    dtype = dtype_of(casts[0])
+    options["y1_dtype"] = name_of(dtype)
+    _set(node, (*node.args[:-1], text_of((*results, "y1"), options)))
+    with graph.inserting_after(y):
+        y1 = graph.call_function(operator.getitem, (node, len(results)))
+    y1.meta |= casts[0].meta | {"val": node.meta["val"][-1]}
+    for each in casts:
+        each.replace_all_uses_with(y1)
+        graph.erase_node(each)
+    return f"writes y in {name_of(dtype)} too"
+
+
+def _read_both(graph: Graph, node: Node) -> str | None:
+    """dy and dy1 before they are added, where one of them was cast from a narrower dtype."""
+    added, compute = node.args[_DY], dtype_of(node.args[_RSTD])
+    if added.target is not _ADD or added.kwargs or set(added.users) != {node}:
+        return None
+    for dy, cast in (added.args, added.args[::-1]):
+        if not (isinstance(dy, Node) and is_cast(cast)) or is_cast(dy):
+            continue
+        dy1, values = cast.args[0], [each.meta["val"] for each in (dy, cast, added)]
+        if any(each.dtype != compute for each in values):
+            continue
+        if not is_supported(dtype_of(dy1)) or dtype_of(dy1).itemsize >= compute.itemsize:
+            continue
+        if not all(have_one_shape(each, values[-1]) for each in values):
+            continue
+        arguments = list(node.args)
+        arguments[_DY], arguments[_DY1] = dy, dy1
+        _set(node, tuple(arguments))
+        graph.erase_node(added)
+        if not cast.users:
+            graph.erase_node(cast)
+        return f"adds two gradients of y, {name_of(compute)} and {name_of(dtype_of(dy1))}"
+    return None
+
+
+def _set(node: Node, arguments: tuple[Any, ...]) -> None:
+    """Gives an operator other arguments, and the fake results that belong to them."""
+    node.args = arguments
+    node.meta.pop("eager_input_vals", None)  # those of the arguments before
+    values = map_arg(arguments, lambda each: each.meta["val"])
+    with torch.no_grad():
+        node.meta["val"] = node.target(*values)
