@@ -84,6 +84,15 @@ struct BackwardStreams {
     const Third* part = third.in(ring.slots + slot * Ring::slot_bytes + third_offset, false);
     return load_pack<tile.pack_size>(part + Shape::col(pack));
   }
+  // Adds a pack of dx, and what is added to it, to sums over rows.
+  template <class Sums>
+  __device__ __forceinline__ void add_total(const Ring& ring, int slot, int pack,
+                                            const Compute (&dx)[tile.pack_size], Sums& sums) const {
+    Compute added[tile.pack_size] = {};
+    if constexpr (adds) unpack(added_pack(ring, slot, pack), added);
+#pragma unroll
+    for (int at = 0; at < tile.pack_size; ++at) sums[at] += adds ? added[at] + dx[at] : dx[at];
+  }
   __device__ __forceinline__ void advance_summed() {
     x.summed.advance();
     dy.summed.advance();

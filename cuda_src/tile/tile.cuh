@@ -44,9 +44,10 @@ struct Tile {
 // How mean and variance are formed. Both subtract before they square.
 enum class Statistics { two_pass, welford };
 
-// Which gradients a backward kernel is asked for.
+// Which gradients a backward kernel is asked for. dx_sum: the sum of dx over rows, in rings.
 struct Gradients {
   bool dx;
   bool dweight;
   bool dbias;
+  bool dx_sum = false;
 };

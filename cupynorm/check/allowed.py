@@ -26,6 +26,7 @@ n rounded terms add up like a random walk. All is per element.
              sum of many errors, and 2 standard deviations would not be enough. Welford's m is such
              a sum, and belongs to e.
     dbias    s(dy) + h(dbias)
+    dx_sum   2 * sqrt(sum d^2) + s(dx) + h(dx_sum), with d allowed of dx before it is rounded
              s(t) = u * (4 + 2 * sqrt(num_rows)) * max(|sum t|, sqrt(num_rows) * rms(t)): sums over
              rows. Each addition is off by u / sqrt(3) of a partial sum in the mean, so this is
              above five standard deviations for 20 rows in a row, and more for sums of partial sums.
@@ -163,6 +164,8 @@ def _gradients(problem: Problem, rows: _Rows, second: Expected) -> Expected:
         dx_allowed = np.abs(problem.scaled(dsum_allowed)) + 4 * rows.u * np.abs(dx)
         dx_allowed = dx_allowed + rows.t + rows.f * rows.factor
     expected = {"dx": (dx, dx_allowed + half_ulp(dx, case.x))}
+    if case.dx_sum:
+        expected["dx_sum"] = rows.sum_of_dx(dx, dx_allowed)
     if case.recompute:
         expected["recomputed"] = rows.recomputed()
     expected |= rows.gradients_of_parameters()
@@ -321,6 +324,12 @@ class _Rows:
     def recomputed(self) -> tuple[np.ndarray, np.ndarray]:
         """y as backward writes it again."""
         return self.y, np.abs(self.w) * self.e_usual + self._allowed_of_affine()
+
+    def sum_of_dx(self, dx: np.ndarray, allowed: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The sum over rows. The errors of dx add up like a random walk."""
+        total, dtype = dx.sum(axis=0), self.problem.case.dx_sum
+        of_rows = 2 * np.sqrt((allowed**2).sum(axis=0)) + self._allowed_of_sum_over_rows(dx)
+        return total, of_rows + half_ulp(total, dtype)
 
     def mean_of_row(self) -> tuple[np.ndarray, np.ndarray]:
         of_rounding = (self.g if self.rounded_mean else self.u) * np.abs(self.mean)

@@ -304,9 +304,12 @@ def _run_backward(problem: Problem, tensors: Tensors, launch_options: Options) -
             tensors.make(f"d{name}", shape[1:], case.dtype(name))
     if "residual" in tensors.rows and case.has_own_sum:
         tensors.make("dresidual", shape, case.added)
+    if case.dx_sum:
+        tensors.make("dx_sum", shape[1:], case.dx_sum)
     options = options._replace(dropout_p=case.dropout_p, recompute=case.recompute)
     names = ("x", "dsum", "y_weight", "y_bias", "dy", "weight", "row_scale")
     names += ("dx", "dweight", "dbias", "dresidual", *["dy1"] * (case.y1 is not None))
+    names += ("dx_sum",) * (case.dx_sum is not None)
     if case.recompute:
         tensors.make("y", shape, y_dtype, "recomputed")
         names += ("y", "bias")

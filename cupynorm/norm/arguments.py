@@ -21,7 +21,7 @@ from ..gpu.arrays import Rows
 from ..plan.devices import Device
 from ..plan.dispatch import Plan, make_plan
 from ..plan.instances import Launch
-from ..plan.problem import Layout, Problem
+from ..plan.problem import Layout, Problem, sums_dx
 from .functors import NO_FUNCTORS, PlacedFunctor, PlacedFunctors
 from .request import BackwardOptions, ForwardOptions
 
@@ -332,6 +332,7 @@ def backward_problem(
         dweight=dtype_of(tensors, "dweight"),
         dbias=dtype_of(tensors, "dbias"),
         dsum=dtype_of(tensors, "dsum"),
+        dx_sum=dtype_of(tensors, "dx_sum"),
         y=x.dtype if options.x_is_y else None,
         y_weight=dtype_of(tensors, "y_weight"),
         y_bias=dtype_of(tensors, "y_bias"),
@@ -393,13 +394,16 @@ def backward_call(
         read = [*x_words, *dy_words(backward=False)]
         arguments.append([*read, *statistics, x.num_rows, x.num_cols])
     elif sums_up:
-        partials = _partial_words(problem, plan)
-        sums = [*partials, x.num_cols, Address("dweight"), Address("dbias")]
-        arguments.append([*sums, plan.num_partials, x.num_cols])
+        *partials, of_dx = _partial_words(problem, plan)
+        extents = [plan.num_partials, x.num_cols]
+        sums = [*partials, x.num_cols, Address("dweight"), Address("dbias"), *extents]
+        if of_dx:
+            sums += [0, of_dx, x.num_cols, 0, Address("dx_sum"), *extents]
+        arguments.append(sums)
     partials_shape = None
     if plan.num_partials:
         # One partial row of sums for each block or cluster, those of dweight first.
-        num_sums = ("dweight" in tensors) + ("dbias" in tensors)
+        num_sums = sum(word != 0 for word in _partial_words(problem, plan))
         partials_shape = (num_sums, plan.num_partials, x.num_cols)
     # A row is read before it is written, except by a kernel that sums up dy itself after that.
     dx = tensors.get("dx")
@@ -409,11 +413,13 @@ def backward_call(
 
 
 def _partial_words(problem: Problem, plan: Plan) -> list:
-    """Addresses of the partial sums of dweight and of dbias; 0 where not wanted."""
-    after = plan.num_partials * problem.num_cols * DTYPES[problem.compute].itemsize
-    of_dweight = Address("partials") if problem.dweight else 0
-    of_dbias = Address("partials", after if problem.dweight else 0) if problem.dbias else 0
-    return [of_dweight, of_dbias]
+    """Addresses of the partial sums of dweight, dbias and dx; 0 where not wanted."""
+    size = plan.num_partials * problem.num_cols * DTYPES[problem.compute].itemsize
+    words, at = [], 0
+    for is_wanted in (problem.dweight, problem.dbias, sums_dx(problem, plan.tile)):
+        words.append(Address("partials", at) if is_wanted else 0)
+        at += size if is_wanted else 0
+    return words
 
 
 def _backward_words(
@@ -436,5 +442,5 @@ def _backward_words(
     if problem.recomputed:
         words += [*row_words(tensors, "y"), Address("weight"), Address("bias")]
     x = tensors["x"]
-    partials = _partial_words(problem, plan) if plan.num_partials else [0, 0]
+    partials = _partial_words(problem, plan) if plan.num_partials else [0, 0, 0]
     return [*words, Address("mean"), Address("rstd"), *partials, x.num_rows, x.num_cols]

@@ -17,7 +17,7 @@ from ..dtypes import compute_dtype
 from ..gpu import arrays, launch, nvrtc
 from ..gpu.arrays import Rows
 from ..plan.dispatch import choose
-from ..plan.problem import Layout, Problem
+from ..plan.problem import Layout, Problem, sums_dx
 from . import host
 from .arguments import backward_call, forward_call
 from .cache import backwards, forwards, keep
@@ -377,6 +377,7 @@ class PreparedBackward(OnGpu):
             "dbias": (extents, options.dbias_dtype),
             "dresidual": (shape, second),
             "y": (shape, tensors["dy"].dtype if options.recompute else None),
+            "dx_sum": (extents, options.dx_sum_dtype if first and not self.is_scaled else None),
         }
         for name, (own_shape, dtype) in outputs.items():
             if dtype:  # a new array is aligned
@@ -390,6 +391,8 @@ class PreparedBackward(OnGpu):
             functors,
         )
         self.plan = call.plan
+        if not sums_dx(call.plan.problem, call.plan.tile):
+            del outputs["dx_sum"]
         outputs |= self.functor_gradients(operands.functors, functors, shape)
         self.overwrites_dy = options.overwrite_dy and call.can_write_over_dy
         wants_any = any(dtype for _, dtype in outputs.values())
@@ -409,7 +412,8 @@ class PreparedBackward(OnGpu):
         dresidual = dx if self.is_both else "dresidual"
         if self.is_residual:
             dx, dresidual = None, dx
-        self.results = order.returns(dx, "dweight", "dbias", dresidual, "y")
+        names = (dx, "dweight", "dbias", dresidual, "y", *["dx_sum"] * bool(options.dx_sum_dtype))
+        self.results = order.returns(*names)
         self.place_gradients(operands.functors, options.functor_gradients, order)
 
     def _choose_dtypes(self, request: BackwardRequest) -> tuple[str | None, str | None]:

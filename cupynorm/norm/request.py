@@ -131,6 +131,8 @@ class BackwardOptions(NamedTuple):
     """The options of a backward, named as the keywords of cupynorm.layer_norm_backward.
 
     x_is_y: forward kept y instead of x. recompute: also write y again, in dy's dtype.
+    dx_sum_dtype: the sum of dx over rows is wanted too, in this dtype, where a kernel gives it
+    beside dx. It is None in the results where none does.
     overwrite_dy: nobody else needs dy, so the gradient may be written in its place.
     functor_gradients: names of the functors' arrays whose gradients are wanted, as "store.gate".
     With functors, "dx" is among the gradients.
@@ -150,6 +152,7 @@ class BackwardOptions(NamedTuple):
     overwrite_dy: bool = False
     functor_gradients: tuple[str, ...] = ()
     launch: Options = DEFAULTS
+    dx_sum_dtype: str | None = None
 
 
 class BackwardRequest(NamedTuple):

@@ -1,7 +1,8 @@
 """The operators of compiled graphs: as those of cupynorm.nn, with a cheaper call.
 
     cupynorm::norm_forward_in_graph  -> those of y, mean, rstd, sum, y1 that the graph reads
-    cupynorm::norm_backward_in_graph -> those of dx, dweight, dbias, dresidual that the graph reads
+    cupynorm::norm_backward_in_graph -> those of dx, dweight, dbias, dresidual, dx_sum that the
+                                        graph reads
 
 Compiled code calls an operator in every step. One with a derivative and fourteen arguments takes
 21 us of the CPU for its call alone; one of tensors and a str, without a derivative, takes 3 us. A
@@ -33,7 +34,7 @@ from ..plan.functors import Functor, bind_all, from_text
 from ..plan.problem import Tile
 
 FORWARD_RESULTS = ("y", "mean", "rstd", "sum", "y1")
-BACKWARD_RESULTS = ("dx", "dweight", "dbias", "dresidual")
+BACKWARD_RESULTS = ("dx", "dweight", "dbias", "dresidual", "y", "dx_sum")
 
 _library = torch.library.Library("cupynorm", "FRAGMENT")
 for _schema in (
@@ -133,6 +134,7 @@ def parsed_backward(text: str) -> ParsedBackward:
         given.get("dresidual_dtype"),
         given.get("dropout_p", 0.0),
         launch=_launch(given),
+        dx_sum_dtype=given.get("dx_sum_dtype"),
     )
     return ParsedBackward(options, results, _picker(results, BACKWARD_RESULTS))
 
@@ -161,7 +163,17 @@ def _forward(*arguments):
 
 def _backward(*arguments):
     prepared, operands = prepare_backward_of(arguments)
-    return parsed_backward(arguments[-1]).pick(prepared.run(operands))
+    options, _, pick = parsed_backward(arguments[-1])
+    return pick(with_dx_sum(prepared.run(operands), options))
+
+
+def with_dx_sum(made: tuple, options: BackwardOptions) -> tuple:
+    """The results of a backward, with the sum of dx over rows where its kernel has not given it."""
+    dtype = options.dx_sum_dtype
+    if dtype is None or torch.is_tensor(made[-1]):
+        return made
+    rows = made[0].reshape(-1, *options.extents)
+    return (*made[:5], rows.sum(0, dtype=torch.float32).to(_dtype(dtype, rows.dtype)))
 
 
 def _forward_without_memory(input, *others):
@@ -188,6 +200,7 @@ def _backward_without_memory(*arguments):
         "dweight": (options.extents, own),
         "dbias": (options.extents, _dtype(options.dbias_dtype, own)),
         "dresidual": (x.shape, _dtype(options.dresidual_dtype, x.dtype)),
+        "dx_sum": (options.extents, _dtype(options.dx_sum_dtype, x.dtype)),
     }
     return [x.new_empty(made[name][0], dtype=made[name][1]) for name in results]
 

@@ -24,6 +24,7 @@ from .graph_operators import (
     parsed_forward,
     prepare_backward_of,
     prepare_forward_of,
+    with_dx_sum,
 )
 
 _address = Tensor.data_ptr
@@ -61,7 +62,10 @@ def _first_call(key: str, *arguments: Any) -> Any:
         read = prepared.read(_PLACES[direction])
         if max(wanted) < number and not _bits(arguments[at] for at in read) & 15:
             keep(repeated, key, _KnownCall(partial(_first_call, key), prepared, read, wanted))
-    return pick(prepared.run(operands))
+    made = prepared.run(operands)
+    if direction == "backward":
+        made = with_dx_sum(made, parsed_backward(arguments[-1]).options)
+    return pick(made)
 
 
 def _bits(tensors: Any) -> int:

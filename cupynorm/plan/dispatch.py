@@ -20,7 +20,7 @@ from .few_rows import for_few_rows, in_one_launch
 from .grids import blocks_of_groups, grid_size, parameters_launch, shares_of_first
 from .instances import Choice, Kernel, Launch, parameters_instance, row_instance
 from .paths import uncached_tile
-from .problem import Problem, Tile
+from .problem import Problem, Tile, sums_dx
 from .strategies import STRATEGIES, check_choice
 from .tables import measured_tile
 from .tile_checks import check_path, check_tile
@@ -79,7 +79,8 @@ def choose(
     parameters_tile = parameters_kernel = None
     if not problem.forward:
         has_partials = keeps_sums(problem, chosen)
-        parameters_tile, parameters_kernel = parameters_instance(problem, has_partials)
+        dx_sum = problem.dx_sum if sums_dx(problem, chosen) else None
+        parameters_tile, parameters_kernel = parameters_instance(problem, has_partials, dx_sum)
     return Choice(
         name,
         chosen,
@@ -393,6 +394,7 @@ def _launches(
                 choice.parameters_kernel,
                 overlaps=overlaps,
                 most_blocks=most_blocks,
+                dx_sum=sums_dx(problem, choice.tile),
             )
         )
     return tuple(launches)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from ..dtypes import DTYPES, ELEMENTS
 from .functors import struct_text
-from .problem import Problem, Tile
+from .problem import Problem, Tile, sums_dx
 from .tile_model import keeps_sums
 
 
@@ -168,7 +168,8 @@ def row_instance(
         gradients = (
             f"Gradients{{.dx = {cpp_bool(problem.dx)}, "
             f".dweight = {cpp_bool(problem.dweight and sums)}, "
-            f".dbias = {cpp_bool(problem.dbias and sums)}}}"
+            f".dbias = {cpp_bool(problem.dbias and sums)}"
+            f"{', .dx_sum = true' if sums_dx(problem, tile) else ''}}}"
         )
         arguments = f"{row_arguments(problem)}, {gradients}, {cpp_bool(problem.centered)}"
     name = f"{problem.direction}_{strategy}"
@@ -198,8 +199,11 @@ def row_arguments(problem: Problem) -> str:
     return f"{load_x_name(problem)}, {load_dy_name(problem)}, {weight}, {store}"
 
 
-def parameters_instance(problem: Problem, has_partials: bool) -> tuple[Tile | None, Kernel | None]:
-    """The kernel that sums dweight and dbias, from partial rows or from x and dy."""
+def parameters_instance(
+    problem: Problem, has_partials: bool, dx_sum: str | None = None
+) -> tuple[Tile | None, Kernel | None]:
+    """The kernel that sums dweight and dbias, from partial rows or from x and dy. dx_sum: its
+    dtype, where that is summed too."""
     if not (problem.dweight or problem.dbias):
         return None, None
     pack_size = min(problem.widest_pack, 4)
@@ -217,8 +221,9 @@ def parameters_instance(problem: Problem, has_partials: bool) -> tuple[Tile | No
     else:
         rows = f"PartialSums<{compute}>"
     outputs = f"{cpp_name(problem.dweight)}, {cpp_name(problem.dbias)}"
+    of_dx = f", {cpp_name(dx_sum)}" if dx_sum else ""
     return tile, Kernel(
         "backward_parameters.cu",
-        f"backward_parameters<{rows}, {outputs}, {tile.cpp}>",
+        f"backward_parameters<{rows}, {outputs}, {tile.cpp}{of_dx}>",
         "" if has_partials else functor_structs(problem),
     )

@@ -157,7 +157,7 @@ class Tile:
 
 # Fields of a Problem that fuse more with the norm than its own arithmetic.
 _FUSED = ("residual", "dsum", "input", "row_scale", "dropout", "dresidual", "y1", "round_x_hat")
-_FUSED += ("recomputed", "amax", "load", "store", "dy1")
+_FUSED += ("recomputed", "amax", "load", "store", "dy1", "dx_sum")
 
 # Where the scales of an 8-bit y come from, as in cuda_src/fp8/scales.cuh.
 SCALINGS = ("given", "tensor", "row", "block", "mx")
@@ -229,6 +229,7 @@ class Problem:
     dy, dx, dweight, dbias: backward only; None for a gradient that is not wanted.
     residual: forward, whether a residual of x's dtype is added and the sum stored.
     dsum: backward, the gradient that is added to dx.
+    dx_sum: backward, the sum of dx over rows. Only rings compute it (sums_dx).
     input: the dtype that is read where x is a sum.
     residual_dtype: what is added to the input.
     row_scale, dropout: factors of the input; backward, of dx.
@@ -260,6 +261,7 @@ class Problem:
     dweight: str | None = None
     dbias: str | None = None
     dsum: str | None = None
+    dx_sum: str | None = None
     input: str | None = None
     residual_dtype: str | None = None
     row_scale: str | None = None
@@ -381,6 +383,12 @@ class Problem:
 def ceil_div(value: int, step: int) -> int:
     """value / step, rounded up."""
     return -(-value // step)
+
+
+def sums_dx(problem: Problem, tile: Tile) -> bool:
+    """Whether the kernels give dx_sum: in a ring, beside dweight or dbias."""
+    wanted = problem.dx_sum and problem.dx and (problem.dweight or problem.dbias)
+    return bool(wanted) and tile.path == "ring"
 
 
 def cols_of_slice(problem: Problem, tile: Tile) -> int:

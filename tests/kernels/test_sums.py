@@ -263,3 +263,22 @@ def test_ring_adds_two_gradients_of_y(num_cols, tile, what, small, tile_of_backw
         return
     check(case, small)
     assert plans[-1].tile == tile and "LoadBoth" in plans[-1].launches[0].kernel.name_expression
+
+
+@pytest.mark.parametrize(
+    "num_cols, tile",
+    [
+        (1000, Tile(4, 64, 4, stages=2)),
+        (1000, Tile(4, 32, 8, 3, stages=2)),
+        (1000, Tile(4, 32, 4, cluster_size=2, stages=3)),
+    ],
+)
+@pytest.mark.parametrize("what", ["float32 stream", "narrower", "plain"])
+def test_ring_sums_dx_over_rows(num_cols, tile, what, small, tile_of_backward):
+    """As the gradient of a bias that was added to x."""
+    plans = tile_of_backward(tile)
+    dtype, options = {"plain": ("bfloat16", {}), **TWICE, **SUMS}[what]
+    strategy = "cluster" if tile.cluster_size > 1 else "block"
+    case = Case("layer_norm", rows_of_turns(small, tile, 4), num_cols, dtype, **options)
+    results = check(replace(case, strategy=strategy, dx_sum="float32"), small)
+    assert plans[-1].tile == tile and "dx_sum" in results
