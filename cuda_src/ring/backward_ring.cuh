@@ -39,15 +39,12 @@ __device__ __forceinline__ void backward_ring(
                        next = gradient_of_turn<centered>(problem, turns, 1);
 
   Streams streams(problem, turns, cols);
-  if (threadIdx.x % 32 == 0) {
-    for (int slot = 0; slot < min(static_cast<unsigned>(tile.stages), turns.count); ++slot)
-      streams.fetch(ring, slot, cols);
-  }
+  streams.fetch_first(ring, turns.count, cols);
   const Exchange<tile> exchange(smem + Ring::smem_bytes);
   weights.store_to_smem();
   biases.store_to_smem();
-  Compute dweight[packs_per_thread][pack_size] = {}, dbias[packs_per_thread][pack_size] = {};
-  Compute dx_sum[packs_per_thread][pack_size] = {};
+  using Sums = Compute[packs_per_thread][pack_size];
+  Sums dweight = {}, dbias = {}, dx_sum = {};
   ring_sync<tile>();
   typename Ring::Position summed, written;
   const auto add = [&](unsigned turn, const RowGradient<Compute>& gradient) {
@@ -94,9 +91,8 @@ __device__ __forceinline__ void backward_ring(
             gradient_of_pack<gradients, centered>(x_hats, dx, xs, dys, weight_values, gradient);
             const int col = cols.first_col + Shape::col(pack);
             const bool present = Shape::in_part(pack, cols);
-            if constexpr (gradients.dx_sum) {
-              if (present) streams.add_total(ring, at.slot, pack, dx, dx_sum[pack]);
-            }
+            if (gradients.dx_sum && present)
+              streams.add_total(ring, at.slot, pack, dx, dx_sum[pack]);
             if constexpr (adds) {
               problem.store.store(row, col, dx, streams.added_pack(ring, written.slot, pack),
                                   present);
@@ -120,12 +116,5 @@ __device__ __forceinline__ void backward_ring(
     gradient = next;
     next = following;
   }
-  store_ring_sums<gradients, tile>(ring, problem.num_cols, problem.dweight_partials, dweight,
-                                   problem.dbias_partials, dbias, cols);
-  if constexpr (gradients.dx_sum) {
-    constexpr Gradients one{.dx = false, .dweight = true, .dbias = false};
-    __syncthreads();
-    store_ring_sums<one, tile>(ring, problem.num_cols, problem.dx_sum_partials, dx_sum,
-                               problem.dx_sum_partials, dx_sum, cols);
-  }
+  store_ring_sums<gradients, tile>(problem, ring, dweight, dbias, dx_sum, cols);
 }

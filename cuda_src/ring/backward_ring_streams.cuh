@@ -56,6 +56,12 @@ struct BackwardStreams {
       ring.fetch(slot, cols.size(), x, dy);
     }
   }
+  // Called by all lanes: starts the copies of the first rows.
+  __device__ __forceinline__ void fetch_first(const Ring& ring, unsigned num_turns, Slice cols) {
+    if (threadIdx.x % 32 != 0) return;
+    for (int slot = 0; slot < min(static_cast<unsigned>(tile.stages), num_turns); ++slot)
+      fetch(ring, slot, cols);
+  }
   // f(pack, xs, dys) for each pack of this lane in a slot. is_summed: the row that is summed, else
   // the row that is written
   template <class F>

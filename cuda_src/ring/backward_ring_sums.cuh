@@ -6,7 +6,7 @@
 // Groups of threads add their sums in pairs, through the shared memory of their rings; the first
 // group writes the total. ring: of this warp, no longer in use.
 template <Gradients gradients, Tile tile, class Ring, class Compute>
-__device__ __forceinline__ void store_ring_sums(
+__device__ __forceinline__ void store_two_ring_sums(
     const Ring& ring, long long num_cols, Compute* dweight_partials,
     Compute (&dweight)[tile.packs_per_thread][tile.pack_size], Compute* dbias_partials,
     Compute (&dbias)[tile.packs_per_thread][tile.pack_size], Slice cols) {
@@ -47,4 +47,18 @@ __device__ __forceinline__ void store_ring_sums(
     if (Shape::in_part(pack, cols))
       store_pack<pack_size>(partials + offset + Shape::col(pack), repack<Compute>(values));
   });
+}
+
+template <Gradients gradients, Tile tile, class Ring, class Problem, class Sums>
+__device__ __forceinline__ void store_ring_sums(const Problem& problem, const Ring& ring,
+                                                Sums& dweight, Sums& dbias, Sums& dx_sum,
+                                                Slice cols) {
+  store_two_ring_sums<gradients, tile>(ring, problem.num_cols, problem.dweight_partials, dweight,
+                                       problem.dbias_partials, dbias, cols);
+  if constexpr (gradients.dx_sum) {
+    constexpr Gradients one{.dx = false, .dweight = true, .dbias = false};
+    __syncthreads();
+    store_two_ring_sums<one, tile>(ring, problem.num_cols, problem.dx_sum_partials, dx_sum,
+                                   problem.dx_sum_partials, dx_sum, cols);
+  }
 }

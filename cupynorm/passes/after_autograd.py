@@ -6,21 +6,20 @@ Autocast's casts, and the gradients that meet where a tensor is read twice, appe
     norm_backward(cast(dy), ...)            reads dy itself
     norm_backward(...).dx + other           dsum
     y and cast(y), dy + cast(dy1)           two_dtypes.py
+    sum over rows of dx                     dx_sums.py
 """
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.fx import Graph, Node
-from torch.fx.node import map_arg
 
 from ..nn.schemas import arguments_of
-from . import two_dtypes
-from .casts import is_cast, is_supported, name_of
+from . import dx_sums, two_dtypes
+from .joint_nodes import is_cast, is_supported, name_of, result_of, set_arguments
 from .lower import FUSED_BACKWARD, NORM_BACKWARD, lower
 from .norms import FUNCTOR, FUSED, NORM
 from .report import Change, Report
@@ -50,7 +49,7 @@ def rewrite(graph: Graph, replace: str, report: Report) -> None:
                 name = str(node.target).removeprefix("cupynorm.").removesuffix(".default")
                 report.changes.append(Change(number, "", name, "cast", remark))
     lower(graph)
-    for name, remark in two_dtypes.rewrite(graph):
+    for name, remark in (*two_dtypes.rewrite(graph), *dx_sums.rewrite(graph)):
         report.changes.append(Change(number, "", name, "cast", remark))
 
 
@@ -59,7 +58,7 @@ def _cast_y(graph: Graph, node: Node) -> str | None:
     given = arguments_of(node.target)(*node.args, **node.kwargs)
     if getattr(given, "memory_efficient", False) or getattr(given, "weight1", None) is not None:
         return None
-    y = _result(node, 0)
+    y = result_of(node, 0)
     if y is None or getattr(given, "bias1", None) is not None:
         return None
     casts = list(y.users)
@@ -70,7 +69,7 @@ def _cast_y(graph: Graph, node: Node) -> str | None:
     if dtypes or not is_supported(dtype) or dtype.itemsize > y.meta["val"].dtype.itemsize:
         return None
     was = y.meta["val"].dtype
-    _set(node, given._replace(out_dtype=dtype))
+    set_arguments(node, given._replace(out_dtype=dtype))
     for each in casts:
         each.replace_all_uses_with(y)
         graph.erase_node(each)
@@ -89,7 +88,7 @@ def _read_uncast(graph: Graph, node: Node) -> str | None:
                 found[name] = cast.args[0]
     if not found:
         return None
-    _set(node, given._replace(**found))
+    set_arguments(node, given._replace(**found))
     for name in found:
         cast = getattr(given, name)
         if not cast.users:
@@ -101,7 +100,7 @@ def _read_uncast(graph: Graph, node: Node) -> str | None:
 def _add_gradient(graph: Graph, node: Node) -> str | None:
     """dx + other of backward without dsum: other becomes dsum."""
     given = arguments_of(node.target)(*node.args, **node.kwargs)
-    dx = _result(node, 0)
+    dx = result_of(node, 0)
     if node.target is not NORM_BACKWARD and (
         any(getattr(given, name, None) for name in ("load", "dropout_p", "row_scale", "dy1"))
         or given.wanted[3]
@@ -127,7 +126,7 @@ def _add_gradient(graph: Graph, node: Node) -> str | None:
         # Backward then runs where the sum was.
         for each in (*node.users, node)[::-1]:
             added.prepend(each)
-    _set(node, given._replace(dsum=other))
+    set_arguments(node, given._replace(dsum=other))
     added.replace_all_uses_with(dx)
     graph.erase_node(added)
     _read_uncast(graph, node)
@@ -137,7 +136,7 @@ def _add_gradient(graph: Graph, node: Node) -> str | None:
 def _share_gradient(graph: Graph, node: Node) -> str | None:
     """One gradient for the input and the residual where they are the same numbers."""
     given = arguments_of(node.target)(*node.args, **node.kwargs)
-    dx, dresidual = _result(node, 0), _result(node, 3)
+    dx, dresidual = result_of(node, 0), result_of(node, 3)
     if dx is None or dresidual is None or given.row_scale is not None or given.dropout_p:
         return None
     if dx.meta["val"].dtype != dresidual.meta["val"].dtype:
@@ -148,24 +147,5 @@ def _share_gradient(graph: Graph, node: Node) -> str | None:
     dresidual.replace_all_uses_with(dx)
     graph.erase_node(dresidual)
     wanted = [name != 3 and is_wanted for name, is_wanted in enumerate(given.wanted)]
-    _set(node, given._replace(wanted=wanted, dresidual_dtype=None))
+    set_arguments(node, given._replace(wanted=wanted, dresidual_dtype=None))
     return "writes one gradient for input and residual"
-
-
-def _result(node: Node, index: int) -> Node | None:
-    """The one node that reads a result of an operator."""
-    found = [each for each in node.users if each.args[1] == index]
-    return found[0] if len(found) == 1 else None
-
-
-def _set(node: Node, arguments: tuple[Any, ...]) -> None:
-    """Gives an operator other arguments, and the fake results that belong to them."""
-    node.args, node.kwargs = tuple(arguments), {}
-    node.meta.pop("eager_input_vals", None)  # those of the arguments before
-    values = map_arg(node.args, lambda each: each.meta["val"])
-    with torch.no_grad():
-        made = node.target(*values)
-    node.meta["val"] = made
-    for result in node.users:
-        if result.target is operator.getitem:
-            result.meta["val"] = made[result.args[1]]

@@ -127,7 +127,7 @@ def parsed_backward(text: str) -> ParsedBackward:
         given.get("centered", False),
         tuple(given["normalized_shape"]),
         given.get("zero_centered_weight", False),
-        results,
+        tuple(each for each in results if each != "dx_sum"),
         given.get("dx_dtype"),
         None,
         given.get("dbias_dtype"),

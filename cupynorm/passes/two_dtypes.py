@@ -7,16 +7,13 @@ norm_backward(dy + cast(dy1))    norm_backward_in_graph reads both
 from __future__ import annotations
 
 import ast
-import operator
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch.fx import Graph, Node
-from torch.fx.node import map_arg
 
-from .casts import dtype_of, is_cast, is_supported, name_of
-from .graph_operators import BACKWARD, FORWARD, text_of
+from .graph_operators import BACKWARD, FORWARD
+from .joint_nodes import add_result, dtype_of, is_cast, is_supported, name_of, set_arguments
 from .spellings import have_one_shape
 
 _ADD = torch.ops.aten.add.Tensor
@@ -37,7 +34,7 @@ def rewrite(graph: Graph) -> Iterator[tuple[str, str]]:
 def _write_both(graph: Graph, node: Node) -> str | None:
     """y also in the one narrower dtype to which some of its readers cast it."""
     options = ast.literal_eval(node.args[-1])
-    results = options.pop("results")
+    results = options["results"]
     if "y" not in results or "load" in options or "store" in options:
         return None
     y = next(each for each in node.users if each.args[1] == results.index("y"))
@@ -47,10 +44,7 @@ def _write_both(graph: Graph, node: Node) -> str | None:
         return None
     dtype = dtype_of(casts[0])
     options["y1_dtype"] = name_of(dtype)
-    _set(node, (*node.args[:-1], text_of((*results, "y1"), options)))
-    with graph.inserting_after(y):
-        y1 = graph.call_function(operator.getitem, (node, len(results)))
-    y1.meta |= casts[0].meta | {"val": node.meta["val"][-1]}
+    y1 = add_result(node, options, "y1")
     for each in casts:
         each.replace_all_uses_with(y1)
         graph.erase_node(each)
@@ -74,18 +68,9 @@ def _read_both(graph: Graph, node: Node) -> str | None:
             continue
         arguments = list(node.args)
         arguments[_DY], arguments[_DY1] = dy, dy1
-        _set(node, tuple(arguments))
+        set_arguments(node, tuple(arguments))
         graph.erase_node(added)
         if not cast.users:
             graph.erase_node(cast)
         return f"adds two gradients of y, {name_of(compute)} and {name_of(dtype_of(dy1))}"
     return None
-
-
-def _set(node: Node, arguments: tuple[Any, ...]) -> None:
-    """Gives an operator other arguments, and the fake results that belong to them."""
-    node.args = arguments
-    node.meta.pop("eager_input_vals", None)  # those of the arguments before
-    values = map_arg(arguments, lambda each: each.meta["val"])
-    with torch.no_grad():
-        node.meta["val"] = node.target(*values)

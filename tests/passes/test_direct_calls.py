@@ -14,6 +14,7 @@ from cupynorm.norm import cache  # noqa: E402
 from cupynorm.passes import direct_calls, graph_operators  # noqa: E402
 from cupynorm.passes.graph_operators import BACKWARD, FORWARD, FORWARD_RESULTS, text_of  # noqa: E402
 from cupynorm.passes.known_calls import known_call  # noqa: E402
+from cupynorm.plan.problem import Tile  # noqa: E402
 
 ROWS, WIDTH = 4, 64
 
@@ -102,6 +103,22 @@ def test_a_known_call_launches_what_the_operator_launches(launched, name):
     cache.forget()
     known_call(key)(*make())
     assert launched.prepared == before + 1
+
+
+def test_a_known_call_sums_dx_in_a_ring(launched):
+    options = {"dx_sum_dtype": "float32", "strategy": "block"}
+    options["tile"] = Tile(2, 32, 1, 2, stages=2).as_ints()
+    arguments = backward("dx", "dweight", "dx_sum", **options)
+    expected = seen(launched, arguments, BACKWARD(*arguments))
+    for turn in range(3):
+        arguments, before = backward("dx", "dweight", "dx_sum", **options), launched.prepared
+        made = known_call("backward and the sum of dx")(*arguments)
+        assert seen(launched, arguments, made) == expected
+        assert launched.prepared - before == (turn == 0)
+    # In registers there is no such sum, and torch adds up.
+    arguments = backward("dx_sum", "dx", dx_sum_dtype="float32")
+    total, dx = known_call("backward and a sum of torch")(*arguments)
+    assert total.shape == (WIDTH,) and total.dtype == torch.float32 and dx.dtype == torch.bfloat16
 
 
 def test_a_call_that_copies_is_not_kept(launched):

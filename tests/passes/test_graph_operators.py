@@ -53,6 +53,16 @@ def test_forward_and_backward():
     assert torch.equal(got[0], gradients.dx) and torch.equal(got[1], gradients.dbias)
 
 
+def test_the_sum_of_dx():
+    """torch adds up what a kernel does not: on the host, and where rows take no ring."""
+    x, dy = given((2, 3, WIDTH), (2, 3, WIDTH))
+    saved = cupynorm.layer_norm_forward(x)
+    options = {"normalized_shape": (WIDTH,), "centered": True, "dx_sum_dtype": "bfloat16"}
+    text = text_of(("dx_sum", "dx"), options)
+    total, dx = BACKWARD(dy, x, saved.mean, saved.rstd, None, None, None, None, text)
+    assert torch.equal(total, dx.sum((0, 1)).bfloat16())
+
+
 def test_an_eps_of_0_is_kept():
     """It differs from None, torch's machine epsilon."""
     (x,) = given((2, WIDTH))
