@@ -72,7 +72,7 @@ def _views_of(node: Node) -> list[Node]:
 def _sum_of(rows: Node, extents: tuple[int, ...]) -> Node | None:
     """The one sum over all but the last dimension."""
     shape = rows.meta["val"].shape
-    found = [each for each in rows.users if each.target is _SUM and not each.kwargs]
+    found = [each for each in rows.users if each.target is _SUM and {*each.kwargs} <= {"dtype"}]
     if len(found) != 1 or tuple(shape[-1:]) != extents:
         return None
     dims = sorted(dim % len(shape) for dim in found[0].args[1])
