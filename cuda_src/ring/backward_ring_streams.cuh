@@ -77,7 +77,7 @@ struct BackwardStreams {
       unpack(load_pack<tile.pack_size>(dy_part + Shape::col(pack)), dys);
       if constexpr (has_second) {
         Compute seconds[tile.pack_size];
-        const Third* second_part = third.in(start + third_offset, is_ahead);
+        const Third* second_part = third.in(start + third_offset, is_summed);
         unpack(load_pack<tile.pack_size>(second_part + Shape::col(pack)), seconds);
 #pragma unroll
         for (int at = 0; at < tile.pack_size; ++at) dys[at] += seconds[at];
