@@ -479,7 +479,7 @@ class PreparedBackward(OnGpu):
                     addresses += addresses[:1]
                 self.enqueue(addresses, operands.dropout_seed)
             else:  # no rows or no columns: sums of nothing
-                fill(results[1:3], 0.0)
+                fill(results[1:3] + results[5:], 0.0)
             return (*results, self.summed(tensors)) if self.of_functors else results
         finally:
             if former != self.device_index:
