@@ -92,7 +92,7 @@ __device__ __forceinline__ void backward_ring(
             const int col = cols.first_col + Shape::col(pack);
             const bool present = Shape::in_part(pack, cols);
             if (gradients.dx_sum && present)
-              streams.add_total(ring, at.slot, pack, dx, dx_sum[pack]);
+              streams.add_total(ring, written.slot, pack, dx, dx_sum[pack]);
             if constexpr (adds) {
               problem.store.store(row, col, dx, streams.added_pack(ring, written.slot, pack),
                                   present);

@@ -15,8 +15,7 @@ from torch.fx import Graph, Node
 
 from ..gpu.launch import device as device_of
 from ..plan.dispatch import choose
-from ..plan.problem import Layout, Problem
-from ..plan.tile_model import sums_dx
+from ..plan.problem import Layout, Problem, sums_dx
 from .graph_operators import BACKWARD
 from .joint_nodes import add_result, dtype_of, is_cast, is_supported, name_of, result_of
 

@@ -15,9 +15,8 @@ MOST_BYTES_MADE = 320
 
 def streamed(problem: Problem) -> list[int]:
     """Itemsizes of the tensors that the copy engine fetches for each row."""
-    of_forward = [problem.x] * (1 + problem.residual)
     of_backward = [problem.x, problem.dy, problem.dy1, problem.dsum]
-    names = of_forward if problem.forward else of_backward
+    names = [problem.x] * (1 + problem.residual) if problem.forward else of_backward
     return [DTYPES[name].itemsize for name in names if name]
 
 

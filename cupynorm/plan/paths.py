@@ -1,9 +1,8 @@
 """Which tile the model prefers for each path of a row, from registers to uncached.
 Pure Python, no GPU needed.
 
-The model prefers enough bytes in flight, few idle lanes, and warps spread evenly. Tiles that
-measured faster on one GPU are in its data file (cupynorm.plan.tables). The integers below apply to
-every GPU; docs/experiments.md has the measurements behind them.
+The model prefers enough bytes in flight, few idle lanes, and warps spread evenly, on any GPU. Tiles
+that measured faster on one are in its data file (tables.py). Measurements: docs/experiments.md.
 """
 
 from __future__ import annotations
