@@ -35,28 +35,37 @@ __device__ __forceinline__ void compute_tiles(const NormLinear<T>& problem, Prod
                                               const ProductTiles& tiles) {
   const unsigned warp = threadIdx.x / 32 - threads_per_group / 32, group = warp / 4;
   const unsigned rank = cluster_size > 1 ? cluster_rank() : 0;
-  unsigned turn = blockIdx.x / cluster_size, step = 0, kept = no_stage;
-  ProductTile tile = tiles.find(turn);
-  while (turn < tiles.num_turns()) {
-    const long long row =
-        (static_cast<long long>(tile.strip) * cluster_size + rank) * block_rows + warp * 16;
-    const int col = tile.place * block_cols;
-    const bool computes = tile.groups >> group & 1;
-    turn += gridDim.x / cluster_size;
-    tile = tiles.find(turn);
-    if (!computes) {
-      release_kept<cluster_size>(memory, kept);
-      pass_rows<cluster_size>(problem.in_features, memory, step);
+  const unsigned num_steps = (problem.in_features + step_cols - 1) / step_cols;
+  Results results{.col = static_cast<int>(problem.out_features)};  // none yet
+  const auto write = [&](int part) {
+    results.write(part, memory, problem.y, problem.out_features);
+  };
+  unsigned step = 0;
+  for (unsigned turn = blockIdx.x / cluster_size; turn < tiles.num_turns();
+       turn += gridDim.x / cluster_size) {
+    if (!tiles.computes(group, turn)) {
+      pass_rows<cluster_size>(num_steps, memory, step);
       continue;
     }
-    KnownRows known;
-    known.read(problem.known, row, problem.num_rows);  // in time, but for the first tiles
     float d[128];
-    begin_rows<T, cluster_size>(d, kept, problem.in_features, memory, step);
-    const TwoRows rows = known.wait(problem.known, row, problem.num_rows);
-    kept = add_terms<cluster_size>(d, rows, memory, step);
-    store_results<T>(d, rows, memory, kept, problem.y, row, col, problem.out_features);
+    unsigned at = 0;
+#pragma unroll 1
+    for (; at < Results::num_parts; ++at) {
+      if (at < num_steps) multiply_step<T, cluster_size>(d, memory, at, step++);
+      write(at);
+    }
+    const ProductTile tile = tiles.find(turn);
+    results.row = (tile.strip * cluster_size + rank) * block_rows + warp * 16;
+    results.col = tile.place * block_cols;
+    KnownRows known;
+    known.read(problem.known, results.row, problem.num_rows);  // in time, but for the first tiles
+#pragma unroll 1
+    for (; at < num_steps; ++at, ++step) multiply_step<T, cluster_size>(d, memory, at, step);
+    const TwoRows rows = known.wait(problem.known, results.row, problem.num_rows);
+    add_terms<cluster_size>(d, rows, memory, step++);
+    results.take<T>(d, rows);
   }
+  for (int part = 0; part < Results::num_parts; ++part) write(part);
   if (threadIdx.x % 32 == 0) tile_stores_wait<0>();
 }
 

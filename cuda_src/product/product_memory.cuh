@@ -16,9 +16,7 @@ constexpr unsigned stage_bytes = tile_bytes + weight_bytes;
 // The last step of a tile has the terms of its columns where x would be (column_terms.cuh).
 constexpr int terms_tile_bytes = 128 * 16 * 2;
 constexpr unsigned terms_bytes = num_tiles_of_weight * terms_tile_bytes;
-// A warp stores y in patches of 16 x 64: two lie where that step has no weight, two are its own.
-constexpr int patch_cols = 64, patch_bytes = 16 * patch_cols * 2;
-static_assert(num_multiplying_warps * 2 * patch_bytes <= weight_bytes);
+constexpr int patch_cols = 64, patch_bytes = 16 * patch_cols * 2;  // in which a warp stores y
 
 struct ProductMemory {
   unsigned char stages[num_stages][stage_bytes];                 // x, then weight; swizzled
@@ -28,11 +26,6 @@ struct ProductMemory {
   __device__ __forceinline__ unsigned char* x(unsigned stage) { return stages[stage]; }
   __device__ __forceinline__ unsigned char* weight(unsigned stage) {
     return stages[stage] + tile_bytes;
-  }
-  // Of a warp: one of the block_cols / patch_cols patches. stage: of the terms.
-  __device__ __forceinline__ unsigned char* patch(unsigned warp, unsigned stage, int part) {
-    if (part < 2) return weight(stage) + (warp * 2 + part) * patch_bytes;
-    return patches[warp][part - 2];
   }
   template <int cluster_size>
   __device__ __forceinline__ void begin() {

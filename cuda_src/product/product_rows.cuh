@@ -1,7 +1,4 @@
 // product_rows.cuh -- norm_linear.cu: a warpgroup's 64 rows of x times the weight
-//
-// The stage of a tile's terms holds patches of results until the copy engine has read them, in the
-// next tile. Until then a warp keeps it, as `kept`.
 #pragma once
 #include "column_terms.cuh"
 #include "known_rows.cuh"
@@ -20,23 +17,10 @@ __device__ __forceinline__ void release(ProductMemory& memory, unsigned stage) {
   }
 }
 
-constexpr unsigned no_stage = ~0u;
-
-// Gives back the stage of the last terms, when the first two patches of results are read.
-template <int cluster_size>
-__device__ __forceinline__ void release_kept(ProductMemory& memory, unsigned& kept) {
-  if (kept == no_stage) return;
-  if (threadIdx.x % 32 == 0) tile_stores_wait<2>();
-  __syncwarp();
-  release<cluster_size>(memory, kept);
-  kept = no_stage;
-}
-
 // What a warp does with a tile that it does not compute: it gives back each stage.
 template <int cluster_size>
-__device__ __forceinline__ void pass_rows(long long in_features, ProductMemory& memory,
+__device__ __forceinline__ void pass_rows(unsigned num_steps, ProductMemory& memory,
                                           unsigned& step) {
-  const unsigned num_steps = (in_features + step_cols - 1) / step_cols;
   for (unsigned at = 0; at <= num_steps; ++at, ++step) {
     bulk_wait(&memory.loaded[step % num_stages], step / num_stages);
     __syncwarp();
@@ -44,36 +28,28 @@ __device__ __forceinline__ void pass_rows(long long in_features, ProductMemory& 
   }
 }
 
-// Begins d = x weight^T, whose last products are not waited for: add_terms does. step: of all
-// steps, the next one.
+// One step of d = x weight^T, whose products are not waited for, but for those of the step before.
+// at: the step of the tile; step: of all steps.
 template <class T, int cluster_size>
-__device__ __forceinline__ void begin_rows(float (&d)[128], unsigned& kept, long long in_features,
-                                           ProductMemory& memory, unsigned& step) {
-  const unsigned group = threadIdx.x / threads_per_group - 1;
-  const unsigned num_steps = (in_features + step_cols - 1) / step_cols;
-#pragma unroll 1
-  for (unsigned at = 0; at < num_steps; ++at, ++step) {
-    const unsigned stage = step % num_stages;
-    bulk_wait(&memory.loaded[stage], step / num_stages);
-    const unsigned long long x = product_operand(memory.x(stage) + group * group_bytes),
-                             weight = product_operand(memory.weight(stage));
-    products_begin();
+__device__ __forceinline__ void multiply_step(float (&d)[128], ProductMemory& memory, unsigned at,
+                                              unsigned step) {
+  const unsigned group = threadIdx.x / threads_per_group - 1, stage = step % num_stages;
+  bulk_wait(&memory.loaded[stage], step / num_stages);
+  const unsigned long long x = product_operand(memory.x(stage) + group * group_bytes),
+                           weight = product_operand(memory.weight(stage));
+  products_begin();
 #pragma unroll
-    for (int part = 0; part < step_cols / 16; ++part)
-      multiply<T>(d, x + part * 2, weight + part * 2, at > 0 || part > 0);
-    products_commit();
-    products_wait<1>();
-    if (at > 0) release<cluster_size>(memory, (step - 1) % num_stages);
-    // Not before the second step, when patches have been read, nor after it: the loads are late.
-    if (at > 0 || num_steps == 1) release_kept<cluster_size>(memory, kept);
-  }
+  for (int part = 0; part < step_cols / 16; ++part)
+    multiply<T>(d, x + part * 2, weight + part * 2, at > 0 || part > 0);
+  products_commit();
+  products_wait<1>();
+  if (at > 0) release<cluster_size>(memory, (step - 1) % num_stages);
 }
 
 // The last step: the terms of the columns, for rows with these statistics. d: then y / rstd.
-// Returns the stage, which is not given back.
 template <int cluster_size>
-__device__ __forceinline__ unsigned add_terms(float (&d)[128], const TwoRows& rows,
-                                              ProductMemory& memory, unsigned& step) {
+__device__ __forceinline__ void add_terms(float (&d)[128], const TwoRows& rows,
+                                          ProductMemory& memory, unsigned step) {
   unsigned a[4];
 #pragma unroll
   for (int at = 0; at < 2; ++at) {
@@ -88,6 +64,5 @@ __device__ __forceinline__ unsigned add_terms(float (&d)[128], const TwoRows& ro
   products_wait<1>();
   release<cluster_size>(memory, (step - 1) % num_stages);
   products_wait<0>();
-  ++step;
-  return stage;
+  release<cluster_size>(memory, stage);
 }

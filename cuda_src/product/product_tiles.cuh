@@ -7,9 +7,8 @@
 
 // block_cols columns of y, and block_rows rows for each block of a cluster.
 struct ProductTile {
-  unsigned strip;   // along the rows
-  unsigned place;   // along the columns
-  unsigned groups;  // the warpgroups that compute, a bit each
+  unsigned strip;  // along the rows
+  unsigned place;  // along the columns
 };
 
 struct ProductTiles {
@@ -31,11 +30,11 @@ struct ProductTiles {
   }
 
   __device__ __forceinline__ unsigned num_turns() const { return strips * across * 2 - whole; }
-  // The tile of a turn; of one beyond the last, the last.
+  __device__ __forceinline__ bool computes(unsigned group, unsigned turn) const {
+    return turn < whole || (turn - whole) % 2 == group;
+  }
   __device__ __forceinline__ ProductTile find(unsigned turn) const {
-    turn = turn < num_turns() ? turn : num_turns() - 1;
     ProductTile tile;
-    tile.groups = turn < whole ? 3 : 1 << (turn - whole) % 2;
     if (turn >= whole) turn = whole + (turn - whole) / 2;
     const unsigned first = turn / (strips_at_a_time * across) * strips_at_a_time;
     const unsigned left = strips - first;
