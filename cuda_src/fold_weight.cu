@@ -14,18 +14,24 @@ struct FoldWeight {
   const T* bias;    // null: absent
   LoadParameter<NormWeight, zero_centered> norm_weight;
   LoadParameter<NormBias, false, 0> norm_bias;
-  T* folded;  // as weight
-  // [out_features, num_term_cols] (column_terms.cuh), contiguous. sum: of the rounded row, or 0 for
-  // RMSNorm. bias: bias + weight norm_bias
+  T* folded;  // as weight, but for the order of rows, of which there are a multiple of 32
+  // As many rows, [.., num_term_cols] (column_terms.cuh), contiguous. sum: of the rounded row, or 0
+  // for RMSNorm. bias: bias + weight norm_bias
   unsigned* terms;
   long long in_features;
 };
+
+// Where a row lies in the result. Rows become columns of norm_linear.cu's y, of which a lane of a
+// warp then has 8 adjacent ones: columns 2 (l % 4) and the next of each 8 (warpgroup_product.cuh).
+__device__ __forceinline__ long long folded_row(long long row) {
+  return row / 32 * 32 + row / 2 % 4 * 8 + row / 8 % 4 * 2 + row % 2;
+}
 
 template <class T, class NormWeight, class NormBias, bool zero_centered, bool centered, Tile tile>
 __global__ void __launch_bounds__(tile.block_size(), tile.blocks_per_sm)
     fold_weight(const FoldWeight<T, NormWeight, NormBias, zero_centered> problem) {
   constexpr int pack_size = tile.pack_size, step = tile.block_size() * pack_size;
-  const long long row = blockIdx.x, num_cols = problem.in_features;
+  const long long row = blockIdx.x, to = folded_row(row), num_cols = problem.in_features;
   const T* weight = problem.weight + row * num_cols;
   const long long first = threadIdx.x * pack_size;
   BlockReduce<tile.block_size(), float> block(dynamic_smem());
@@ -67,7 +73,7 @@ __global__ void __launch_bounds__(tile.block_size(), tile.blocks_per_sm)
 #pragma unroll
     for (int at = 0; at < pack_size; ++at) values[at] = fma(values[at], scales[at], -mean);
     const Pack<T, pack_size> pack = repack<T>(values);
-    store_pack<pack_size>(problem.folded + row * num_cols + col, pack);
+    store_pack<pack_size>(problem.folded + to * num_cols + col, pack);
     unpack(pack, values);
 #pragma unroll
     for (int at = 0; at < pack_size; ++at) rounded.part[0] += values[at];
@@ -81,5 +87,5 @@ __global__ void __launch_bounds__(tile.block_size(), tile.blocks_per_sm)
   column_words(bias[0] + sums.part[1], words[1]);
 #pragma unroll
   for (int at = 0; at < num_term_cols / 2; ++at)
-    problem.terms[row * (num_term_cols / 2) + at] = words[at / 4][at % 4];
+    problem.terms[to * (num_term_cols / 2) + at] = words[at / 4][at % 4];
 }

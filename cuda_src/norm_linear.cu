@@ -7,6 +7,7 @@
 // takes: bfloat16 and float16, columns of x and of y multiples of 8
 // needs: sm_90a. weight: times the norm's weight, each row centered for LayerNorm, then rounded.
 //        terms: the sums of these rows, and weight times the norm's bias plus the bias
+#include "next_kernel.cuh"
 #include "product_loads.cuh"
 #include "product_rows.cuh"
 #include "product_store.cuh"
@@ -15,10 +16,10 @@
 template <class T>
 struct NormLinear {
   TensorMap x;       // [num_rows, in_features]
-  TensorMap weight;  // [out_features, in_features]
-  TensorMap terms;   // [out_features, num_term_cols] (column_terms.cuh)
-  TensorMap y;       // [num_rows, out_features]
+  TensorMap weight;  // [out_features, in_features], in the order of fold_weight.cu
+  TensorMap terms;   // [out_features, num_term_cols] (column_terms.cuh), in the same order
   const T* x_rows;   // x again
+  T* y;              // [num_rows, out_features]
   float* mean;       // null: not wanted; so too rstd
   float* rstd;
   unsigned long long* next_row;  // 0 (row_statistics.cuh)
@@ -36,9 +37,9 @@ __device__ __forceinline__ void compute_tiles(const NormLinear<T>& problem, Prod
   const unsigned warp = threadIdx.x / 32 - threads_per_group / 32, group = warp / 4;
   const unsigned rank = cluster_size > 1 ? cluster_rank() : 0;
   const unsigned num_steps = (problem.in_features + step_cols - 1) / step_cols;
-  Results results{.col = static_cast<int>(problem.out_features)};  // none yet
+  Results<T> results{.col = static_cast<int>(problem.out_features)};  // none yet
   const auto write = [&](int part) {
-    results.write(part, memory, problem.y, problem.out_features);
+    results.write(part, problem.y, problem.num_rows, problem.out_features);
   };
   unsigned step = 0;
   for (unsigned turn = blockIdx.x / cluster_size; turn < tiles.num_turns();
@@ -50,23 +51,23 @@ __device__ __forceinline__ void compute_tiles(const NormLinear<T>& problem, Prod
     float d[128];
     unsigned at = 0;
 #pragma unroll 1
-    for (; at < Results::num_parts; ++at) {
+    for (; at < Results<T>::num_parts; ++at) {
       if (at < num_steps) multiply_step<T, cluster_size>(d, memory, at, step++);
       write(at);
     }
     const ProductTile tile = tiles.find(turn);
     results.row = (tile.strip * cluster_size + rank) * block_rows + warp * 16;
     results.col = tile.place * block_cols;
+    await_previous_kernel();  // it fills known with 0
     KnownRows known;
     known.read(problem.known, results.row, problem.num_rows);  // in time, but for the first tiles
 #pragma unroll 1
     for (; at < num_steps; ++at, ++step) multiply_step<T, cluster_size>(d, memory, at, step);
     const TwoRows rows = known.wait(problem.known, results.row, problem.num_rows);
     add_terms<cluster_size>(d, rows, memory, step++);
-    results.take<T>(d, rows);
+    results.take(d, rows);
   }
-  for (int part = 0; part < Results::num_parts; ++part) write(part);
-  if (threadIdx.x % 32 == 0) tile_stores_wait<0>();
+  for (int part = 0; part < Results<T>::num_parts; ++part) write(part);
 }
 
 template <class T, bool centered, int cluster_size>

@@ -1,4 +1,4 @@
-// matrix_calls.h -- ldmatrix, tiles and products of a warpgroup, of the CPU build
+// matrix_calls.h -- tiles and products of a warpgroup, of the CPU build
 //
 // A product is computed as late as a GPU may compute it, when its group is waited for. So a stage
 // that is given back too early gives wrong results.
@@ -13,29 +13,10 @@ inline unsigned smem_address(const void* pointer) {
   return first_smem_address + unsigned(static_cast<const unsigned char*>(pointer) - smem);
 }
 
-inline void load_fragment(unsigned (&a)[4], const void* own_row) {
-  for (int matrix = 0; matrix < 4; ++matrix) {
-    const auto row = shuffle(WarpCall::shfl, ~0u, reinterpret_cast<unsigned long long>(own_row),
-                             matrix * 8 + threadIdx.x % 32 / 4, 32);
-    a[matrix] = reinterpret_cast<const unsigned*>(row)[threadIdx.x % 4];
-  }
-}
-
-inline void store_fragment(void* own_row, const unsigned (&a)[4]) {
-  for (int matrix = 0; matrix < 4; ++matrix) {
-    const auto row = shuffle(WarpCall::shfl, ~0u, reinterpret_cast<unsigned long long>(own_row),
-                             matrix * 8 + threadIdx.x % 32 / 4, 32);
-    reinterpret_cast<unsigned*>(row)[threadIdx.x % 4] = a[matrix];
-  }
-  warp_call(WarpCall::syncwarp, ~0u, 0, 0, 32);
-}
-
 // words: of a matrix of 2-byte elements: its address, columns, rows, bytes from row to row, then
 // the columns and rows of a tile. blocks: of the cluster, a bit each.
 void tile_load(void* smem, const unsigned long long* words, int col, int row,
                unsigned long long* barrier, unsigned blocks);
-
-void tile_store(const unsigned long long* words, int col, int row, const void* smem);
 
 // wgmma.mma_async m64n256k16: the operands are read when the product is waited for. a: null where
 // the 64 rows are in shared memory, at x.

@@ -127,28 +127,6 @@ void tile_load(void* smem, const unsigned long long* words, int col, int row,
   yield();
 }
 
-void tile_store(const unsigned long long* words, int col, int row, const void* smem) {
-  auto* matrix = reinterpret_cast<unsigned char*>(words[0]);
-  const long long num_cols = words[1], num_rows = words[2], stride = words[3];
-  const unsigned tile_rows = words[5], bytes = tile_rows * swizzled_row_bytes;
-  Thread& thread = *launch.current;
-  if (words[4] * 2 != swizzled_row_bytes || smem_address(smem) % 1024 != 0 ||
-      block_at(smem, bytes) != thread.block)
-    fail(name_of(thread) + text(" stores a tile from byte %u of its shared memory.",
-                                smem_address(smem) - first_smem_address));
-  trace::access(trace::Kind::bulk_store, smem, bytes, __builtin_return_address(0));
-  thread.last_group = thread.num_groups;
-  for (unsigned tile_row = 0; tile_row < tile_rows; ++tile_row)
-    for (unsigned unit = 0; unit < swizzled_row_bytes / 16; ++unit) {
-      if (row + tile_row >= num_rows || col + unit * 8 >= num_cols) continue;
-      const unsigned from = swizzled(tile_row * swizzled_row_bytes + unit * 16);
-      launch.copies.push_back({false, static_cast<unsigned char*>(const_cast<void*>(smem)) + from,
-                               matrix + (row + tile_row) * stride + (col + unit * 8) * 2, 16,
-                               thread.block, 0, &thread, thread.num_groups, nullptr});
-    }
-  yield();
-}
-
 void multiply(float* sums, const unsigned* a, unsigned long long x, unsigned long long weight,
               bool adds, bool is_bfloat16) {
   Thread& thread = *launch.current;

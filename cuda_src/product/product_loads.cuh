@@ -26,7 +26,6 @@ __device__ __forceinline__ void load_steps(const Problem& problem, ProductMemory
   tile_fetch_map(problem.x);
   tile_fetch_map(problem.weight);
   tile_fetch_map(problem.terms);
-  tile_fetch_map(problem.y);
   const unsigned rank = cluster_size > 1 ? cluster_rank() : 0;
   const unsigned num_steps = (problem.in_features + step_cols - 1) / step_cols;
   unsigned step = 0;

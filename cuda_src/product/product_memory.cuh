@@ -16,11 +16,9 @@ constexpr unsigned stage_bytes = tile_bytes + weight_bytes;
 // The last step of a tile has the terms of its columns where x would be (column_terms.cuh).
 constexpr int terms_tile_bytes = 128 * 16 * 2;
 constexpr unsigned terms_bytes = num_tiles_of_weight * terms_tile_bytes;
-constexpr int patch_cols = 64, patch_bytes = 16 * patch_cols * 2;  // in which a warp stores y
 
 struct ProductMemory {
-  unsigned char stages[num_stages][stage_bytes];                 // x, then weight; swizzled
-  unsigned char patches[num_multiplying_warps][2][patch_bytes];  // swizzled
+  unsigned char stages[num_stages][stage_bytes];  // x, then weight; swizzled
   unsigned long long loaded[num_stages], multiplied[num_stages];
 
   __device__ __forceinline__ unsigned char* x(unsigned stage) { return stages[stage]; }

@@ -3,48 +3,41 @@
 #include "convert.cuh"
 #include "known_rows.cuh"
 #include "product_memory.cuh"
-#include "warpgroup.cuh"
 
-// Results wait as words of two elements, in registers, and are written a part of 64 columns at a
-// time, while tensor cores compute the next tile.
+// Results wait in registers, rounded, and are written a part at a time, while tensor cores compute
+// the next tile. fold_weight.cu orders the columns so that a lane has 8 adjacent ones of each 32.
+template <class T>
 struct Results {
-  static constexpr int num_parts = block_cols / patch_cols, words_of_part = patch_cols / 4;
-  unsigned words[num_parts * words_of_part];
+  static constexpr int num_parts = 4, packs_of_part = block_cols / 32 / num_parts;
+  Pack<T, 8> packs[num_parts][packs_of_part][2];  // the last index: which of the lane's two rows
   int row, col;  // of y, the warp's first ones; col: at first beyond the last one
 
   // d: as multiply leaves it. rows: of the lane.
-  template <class T>
   __device__ __forceinline__ void take(const float (&d)[128], const TwoRows& rows) {
 #pragma unroll
-    for (int at = 0; at < 64; ++at) {
-      const float rstd = rows.rstd[at % 2], values[2] = {d[at * 2] * rstd, d[at * 2 + 1] * rstd};
-      words[at] = repack<T>(values).word[0];
+    for (int at = 0; at < num_parts * packs_of_part * 2; ++at) {
+      float values[8];
+#pragma unroll
+      for (int col = 0; col < 8; ++col)
+        values[col] = d[at / 2 * 16 + col / 2 * 4 + at % 2 * 2 + col % 2] * rows.rstd[at % 2];
+      packs[at / 2 / packs_of_part][at / 2 % packs_of_part][at % 2] = repack<T>(values);
     }
   }
-  // Waits for the copy engine only where it still reads the part before the last one.
-  __device__ __forceinline__ void write(int part, ProductMemory& memory, const TensorMap& y,
+  __device__ __forceinline__ void write(int part, T* y, long long num_rows,
                                         long long num_cols) const {
-    const unsigned lane = threadIdx.x % 32, warp = threadIdx.x / 32 - threads_per_group / 32;
-    const unsigned own_row = lane % 16, own_unit = lane / 16;  // which the lane addresses
-    unsigned char* patch = memory.patches[warp][part % 2];
-    if (lane == 0) tile_stores_wait<1>();
-    __syncwarp();
+    const int lane = threadIdx.x % 32;
+    const long long first = row + lane / 4;
+    const int own = col + part * packs_of_part * 32 + lane % 4 * 8;
+    y += first * num_cols + own;
 #pragma unroll
     for (int at = 0; at < num_parts; ++at) {
       if (at != part) continue;
 #pragma unroll
-      for (int pair = 0; pair < patch_cols / 16; ++pair) {
-        const unsigned* own = words + at * words_of_part + pair * 4;
-        const unsigned fragment[4] = {own[0], own[1], own[2], own[3]};
-        store_fragment(patch + own_row * 128 + ((pair * 2 + own_unit) ^ (own_row & 7)) * 16,
-                       fragment);
-      }
-    }
-    fence_tile_store();
-    __syncwarp();
-    if (lane == 0) {
-      if (col + part * patch_cols < num_cols) tile_store(y, col + part * patch_cols, row, patch);
-      tile_stores_commit();
+      for (int pack = 0; pack < packs_of_part; ++pack)
+#pragma unroll
+        for (int half = 0; half < 2; ++half)
+          if (first + half * 8 < num_rows && own + pack * 32 < num_cols)
+            store_pack<8>(y + half * 8 * num_cols + pack * 32, packs[at][pack][half]);
     }
   }
 };

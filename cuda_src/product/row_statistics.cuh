@@ -8,8 +8,10 @@
 #include "known_rows.cuh"
 #include "mean_rstd.cuh"
 #include "memory.cuh"
+#include "next_kernel.cuh"
 
-constexpr int rows_of_turn = 4;
+constexpr int rows_of_turn = 4;  // of a warp at once: eight lanes have a row
+constexpr int lanes_of_row = 32 / rows_of_turn;
 constexpr int packs_at_once = 4;  // that a lane has loaded and not yet added
 
 template <class T, bool centered>
@@ -26,36 +28,37 @@ struct RowSums {
       sums.part[1] = fma(value, value, sums.part[1]);
     }
   }
-  // pack: of lane 0, the first elements of the row.
+  // pack: of the row's first lane, the first elements of the row.
   __device__ __forceinline__ void begin(const Pack<T, 8>& pack) {
     float values[8], sum = 0.0f;
     unpack(pack, values);
 #pragma unroll
     for (const float value : values) sum += value * 0.125f;
-    first = centered ? __shfl_sync(0xffffffffu, sum, 0) : 0.0f;
+    first = centered ? __shfl_sync(0xffffffffu, sum, 0, lanes_of_row) : 0.0f;
     sums = {};
   }
 };
 
-// By a whole warp, of one row: its mean and rstd, to all lanes.
+// By the lanes of a row, together with all others of the warp: its mean and rstd.
 template <bool centered, class T>
 __device__ __forceinline__ RowStatistics<float> statistics_of(const T* row, long long num_cols,
                                                               double eps) {
+  constexpr int step = lanes_of_row * 8;
   RowSums<T, centered> row_sums;
-  const int own = threadIdx.x % 32 * 8;
-  for (long long start = 0; start < num_cols; start += packs_at_once * 256) {
+  const int own = threadIdx.x % lanes_of_row * 8;
+  for (long long start = 0; start < num_cols; start += packs_at_once * step) {
     Pack<T, 8> packs[packs_at_once];
 #pragma unroll
     for (int at = 0; at < packs_at_once; ++at) {
-      const long long col = start + at * 256 + own;
+      const long long col = start + at * step + own;
       load_once(packs[at], row + col, col < num_cols);
     }
     if (start == 0) row_sums.begin(packs[0]);
 #pragma unroll
     for (int at = 0; at < packs_at_once; ++at)
-      if (start + at * 256 + own < num_cols) row_sums.add(packs[at]);
+      if (start + at * step + own < num_cols) row_sums.add(packs[at]);
   }
-  const auto sums = warp_reduce<32>(row_sums.sums);
+  const auto sums = warp_reduce<lanes_of_row>(row_sums.sums);
   const float count = static_cast<float>(num_cols);
   return centered ? corrected(row_sums.first, sums, count, eps)
                   : uncentered(sums.part[1], 1.0f / count, eps);
@@ -64,20 +67,22 @@ __device__ __forceinline__ RowStatistics<float> statistics_of(const T* row, long
 // problem.next_row: how many rows are taken already.
 template <bool centered, class Problem>
 __device__ __forceinline__ void find_statistics(const Problem& problem) {
-  const bool saves = threadIdx.x % 32 == 0;
+  const int lane = threadIdx.x % 32;
+  await_previous_kernel();
   while (true) {
     unsigned long long next = 0;
-    if (saves) next = atomicAdd(problem.next_row, static_cast<unsigned long long>(rows_of_turn));
+    if (lane == 0)
+      next = atomicAdd(problem.next_row, static_cast<unsigned long long>(rows_of_turn));
     next = __shfl_sync(0xffffffffu, next, 0);
     if (next >= problem.num_rows) return;
-    for (long long row = next; row < min(next + rows_of_turn, problem.num_rows); ++row) {
-      const auto found = statistics_of<centered>(problem.x_rows + row * problem.in_features,
-                                                 problem.in_features, problem.eps);
-      if (!saves) continue;
-      if (problem.mean != nullptr) problem.mean[row] = found.mean;
-      if (problem.rstd != nullptr) problem.rstd[row] = found.rstd;
-      *static_cast<volatile unsigned long long*>(problem.known + row) =
-          known_word(found.mean, found.rstd);
-    }
+    // Beyond the last row: the last row again.
+    const long long row = min(next + lane / lanes_of_row, problem.num_rows - 1);
+    const auto found = statistics_of<centered>(problem.x_rows + row * problem.in_features,
+                                               problem.in_features, problem.eps);
+    if (lane % lanes_of_row != 0) continue;
+    if (problem.mean != nullptr) problem.mean[row] = found.mean;
+    if (problem.rstd != nullptr) problem.rstd[row] = found.rstd;
+    *static_cast<volatile unsigned long long*>(problem.known + row) =
+        known_word(found.mean, found.rstd);
   }
 }

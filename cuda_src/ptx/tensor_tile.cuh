@@ -4,9 +4,6 @@
 // tile_load(smem, map, col, row, barrier)   a tile from (row, col), with 0 outside of the matrix;
 //                                           the barrier counts its bytes
 // tile_load_to_both(...)                    the same into both blocks of a cluster, to each barrier
-// tile_store(map, col, row, smem)           a tile to (row, col), but for what is outside
-// tile_stores_commit()                      what was stored since the last commit becomes a group
-// tile_stores_wait<pending>()               until all but `pending` groups have been read
 // arrive_in(barrier, rank)                  one arrival at the barrier of a block of the cluster
 // tiles_smem()                              dynamic_smem(), 1024-byte aligned for swizzled tiles
 // All but tiles_smem() are for one thread.
@@ -28,15 +25,6 @@ __device__ __forceinline__ void tile_load(void* smem, const TensorMap& map, int 
 __device__ __forceinline__ void tile_load_to_both(void* smem, const TensorMap& map, int col,
                                                   int row, unsigned long long* barrier) {
   on_cpu::tile_load(smem, map.word, col, row, barrier, 3);
-}
-__device__ __forceinline__ void tile_store(const TensorMap& map, int col, int row,
-                                           const void* smem) {
-  on_cpu::tile_store(map.word, col, row, smem);
-}
-__device__ __forceinline__ void tile_stores_commit() { on_cpu::bulk_commit(); }
-template <int pending>
-__device__ __forceinline__ void tile_stores_wait() {
-  on_cpu::bulk_wait_read(pending);
 }
 __device__ __forceinline__ void arrive_in(unsigned long long* barrier, unsigned rank) {
   on_cpu::mbarrier_remote_arrive(barrier, rank);
@@ -63,21 +51,6 @@ __device__ __forceinline__ void tile_load_to_both(void* smem, const TensorMap& m
       ".multicast::cluster [%0], [%1, {%2, %3}], [%4], %5;" ::"r"(smem_address(smem)),
       "l"(&map), "r"(col), "r"(row), "r"(smem_address(barrier)), "h"(static_cast<unsigned short>(3))
       : "memory");
-}
-__device__ __forceinline__ void tile_store(const TensorMap& map, int col, int row,
-                                           const void* smem) {
-  asm volatile(
-      "cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group [%0, {%1, %2}], [%3];" ::"l"(
-          &map),
-      "r"(col), "r"(row), "r"(smem_address(smem))
-      : "memory");
-}
-__device__ __forceinline__ void tile_stores_commit() {
-  asm volatile("cp.async.bulk.commit_group;" ::: "memory");
-}
-template <int pending>
-__device__ __forceinline__ void tile_stores_wait() {
-  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(pending) : "memory");
 }
 // Without .release.cluster, which would be a fence of the whole GPU in the main loop. What it must
 // order are reads of shared memory whose values have arrived.

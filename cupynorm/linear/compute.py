@@ -53,8 +53,8 @@ def forward(
         y, mean, rstd, added = few_rows.forward(call, few, weight, bias, purpose)
         return y, None, mean, rstd, added
     if options.fused == "kernel" and one_kernel.why_not(call) is None:
-        y, mean, rstd = one_kernel.forward(call, folded)
-        return y, None, mean, rstd, operands.input
+        y, mean, rstd, added = one_kernel.forward(call, folded)
+        return y, None, mean, rstd, added
     normalized, mean, rstd, added = kernels.forward(options, operands, options.dtype, purpose)
     bias = None if bias is None else bias.to(options.dtype)
     y = functional.linear(normalized, weight.to(options.dtype), bias)

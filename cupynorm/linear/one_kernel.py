@@ -23,32 +23,29 @@ from .call import LinearCall, check_eps
 from .fold import Folded, fold_call
 from .matrices import as_rows, join
 
-_MOST_ROWS = 2**31 - 1  # coordinates of the copy engine have 32 bits
-
 
 def why_not(call: LinearCall) -> str | None:
     """Why a call takes the plain path, as a sentence, or None if the kernel computes it."""
-    operands, options = call
-    x, weights = operands.input, operands.weights
+    (x, residual, *norm, weights, biases), options = call
     if not x.is_cuda:
         return "the kernel is for tensors on a GPU"
-    if operands.residual is not None:
-        return "the kernel adds no residual"
     if x.dtype != options.dtype or any(each.dtype != x.dtype for each in weights):
         return "the kernel needs an input and a weight of the dtype of the product"
-    device = launch.device(x.get_device())
-    out_features = sum(len(each) for each in weights)
-    reason = products.why_not(device, name_of(x.dtype), x.shape[-1], out_features)
+    if residual is not None and (residual.shape, residual.dtype, residual.device) != (
+        x.shape,
+        x.dtype,
+        x.device,
+    ):
+        return "the kernel needs a residual of the shape and dtype of the input"
+    in_features, out_features = x.shape[-1], sum(len(each) for each in weights)
+    sizes = x.numel() // max(in_features, 1), in_features, out_features
+    reason = products.why_not(launch.device(x.get_device()), name_of(x.dtype), sizes)
     if reason is not None:
         return reason
-    if not 0 < x.numel() // x.shape[-1] <= _MOST_ROWS:
-        return "the kernel needs a row or more"
-    given = (operands.norm_weight, operands.norm_bias, *weights, *operands.biases)
-    if not x.is_contiguous() or any(
-        each is not None and not each.is_contiguous() for each in given
-    ):
+    given = [each for each in (x, residual, *norm, *weights) if each is not None]
+    if not all(each.is_contiguous() for each in (*given, *biases)):
         return "the kernel needs contiguous tensors"
-    if any(each is not None and each.data_ptr() % 16 for each in (x, *given[:2], *weights)):
+    if any(each.data_ptr() % 16 for each in given):
         return "the kernel needs tensors aligned to 16 bytes"
     return None
 
@@ -77,8 +74,9 @@ def _addresses(tensors: Sequence[Tensor | None]) -> tuple[int, ...]:
 class KernelFold(NamedTuple):
     """The folded parameters as the kernel reads them.
 
-    weight: [out_features, in_features]. terms: [out_features, 16] in bfloat16, the sums and the
-    bias of fold.Folded in three parts each (cuda_src/product/column_terms.cuh).
+    weight: [products.folded_rows(out_features), in_features], in the order of fold_weight.cu.
+    terms: as many rows of 16 bfloat16, the sums and the bias of fold.Folded in three parts each
+    (cuda_src/product/column_terms.cuh).
     """
 
     weight: Tensor
@@ -106,9 +104,9 @@ def fold(call: LinearCall) -> KernelFold:
         options.zero_centered_weight,
     )
     with launch.on_device(device_index):
-        folded = torch.empty_like(weight, memory_format=torch.contiguous_format)
-        shape = out_features, products.TERM_COLS
-        terms = torch.empty(shape, dtype=torch.bfloat16, device=weight.device)
+        num_rows = products.folded_rows(out_features)
+        folded = weight.new_empty(num_rows, in_features)
+        terms = weight.new_empty(num_rows, products.TERM_COLS, dtype=torch.bfloat16)
         given = (weight, bias, operands.norm_weight, operands.norm_bias, folded, terms)
         stream = arrays.library(weight)(device_index).stream()
         enqueue(stream, (*_addresses(given), in_features))
@@ -124,15 +122,21 @@ def folds(call: LinearCall) -> Callable[[LinearCall], Folded | KernelFold] | Non
     return fold if why_not(call) is None else None
 
 
-def forward(call: LinearCall, folded: KernelFold | None) -> tuple[Tensor, Tensor | None, Tensor]:
-    """y, mean (None for RMSNorm) and rstd of a call that why_not accepts.
+def forward(
+    call: LinearCall, folded: KernelFold | None
+) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
+    """y, mean (None for RMSNorm), rstd and input + residual of a call that why_not accepts.
 
     folded: the parameters already folded, by `fold`.
     """
     operands, options = call
     folded = folded or fold(call)
-    x, weight = as_rows(operands.input.detach()), folded.weight
-    (num_rows, in_features), out_features = x.shape, len(weight)
+    added = operands.input
+    if operands.residual is not None:  # the copy engine can load their sum only
+        added = added.detach() + operands.residual.detach()
+    x = as_rows(added.detach())
+    num_rows, in_features = x.shape
+    out_features = sum(len(each) for each in operands.weights)
     dtype, device_index = name_of(x.dtype), x.get_device()
     leading = operands.input.shape[:-1]
     enqueue, strips_at_a_time = _prepared(
@@ -144,20 +148,19 @@ def forward(call: LinearCall, folded: KernelFold | None) -> tuple[Tensor, Tensor
         rstd = torch.empty_like(mean)
         known = torch.zeros(num_rows + 1, dtype=torch.int64, device=x.device)
         maps = tuple(
-            tensor_map(each.data_ptr(), num, cols, cols * 2, name_of(each.dtype), tile)
-            for each, num, cols, tile in (
-                (x, num_rows, in_features, products.LOADED),
-                (weight, out_features, in_features, products.LOADED),
-                (folded.terms, out_features, products.TERM_COLS, products.LOADED_TERMS),
-                (y, num_rows, out_features, products.STORED),
+            tensor_map(each.data_ptr(), *each.shape, each.shape[1] * 2, name_of(each.dtype), tile)
+            for each, tile in (
+                (x, products.LOADED),
+                (folded.weight, products.LOADED),
+                (folded.terms, products.LOADED_TERMS),
             )
         )
         words = products.product_words(
             maps,
-            _addresses((x, mean, rstd, known)),
+            _addresses((x, y, mean, rstd, known)),
             (num_rows, in_features, out_features),
             strips_at_a_time,
             check_eps(options.eps, dtype, centered=options.centered),
         )
         enqueue(arrays.library(x)(device_index).stream(), words)
-    return y, mean if options.centered else None, rstd
+    return y, mean if options.centered else None, rstd, added

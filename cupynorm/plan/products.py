@@ -12,13 +12,12 @@ from .problem import Tile, ceil_div
 
 # The integers of cuda_src/product/product_memory.cuh.
 BLOCK_ROWS, BLOCK_COLS, STEP_COLS = 128, 256, 64
-_THREADS, _NUM_STAGES, _NUM_WARPS = 3 * 128, 4, 8
+_THREADS, _NUM_STAGES = 3 * 128, 4
 _STAGE_BYTES = (BLOCK_ROWS + BLOCK_COLS) * STEP_COLS * 2
-SMEM_BYTES = _NUM_STAGES * _STAGE_BYTES + _NUM_WARPS * 2 * 16 * 64 * 2 + 2 * _NUM_STAGES * 8
+SMEM_BYTES = _NUM_STAGES * _STAGE_BYTES + 2 * _NUM_STAGES * 8
 TERM_COLS = 16  # of cuda_src/product/column_terms.cuh
-# Rows and columns of what one instruction loads of x or of weight, and of the terms, and of what it
-# stores of y.
-LOADED, LOADED_TERMS, STORED = (128, STEP_COLS), (128, TERM_COLS), (16, 64)
+# Rows and columns of what one instruction loads of x or of weight, and of the terms.
+LOADED, LOADED_TERMS = (128, STEP_COLS), (128, TERM_COLS)
 
 # Two blocks share what they load of the weight.
 _CLUSTER_SIZE = 2
@@ -27,6 +26,10 @@ _CLUSTER_SIZE = 2
 _COLUMNS_AT_A_TIME = 6
 
 DTYPES = ("bfloat16", "float16")
+_MOST_ROWS = 2**31 - 1  # coordinates of the copy engine have 32 bits
+# Of y. Below, clusters get less than two tiles of 256 x 256 each, and cuBLAS's product has smaller
+# ones: measured on an H100, 2026-11-25 (docs/experiments.md, The norm inside the product).
+LEAST_RESULTS = 2**23
 
 # fold_weight.cu: its threads, what it needs to sum over them (reduce.cuh), and the most packs that
 # a thread keeps in registers.
@@ -40,8 +43,12 @@ class ProductPlan(NamedTuple):
     strips_at_a_time: int
 
 
-def why_not(device: Device, dtype: str, in_features: int, out_features: int) -> str | None:
-    """Why no kernel computes a norm and a product at once, as a sentence, or None."""
+def why_not(device: Device, dtype: str, sizes: tuple[int, int, int]) -> str | None:
+    """Why no kernel computes a norm and a product at once, as a sentence, or None.
+
+    sizes: num_rows, in_features, out_features.
+    """
+    num_rows, in_features, out_features = sizes
     if device.compute_capability != 90:
         return f"the kernel is for compute capability 9.0; {device.name} has another"
     if dtype not in DTYPES:
@@ -49,6 +56,13 @@ def why_not(device: Device, dtype: str, in_features: int, out_features: int) -> 
     for name, features in (("in_features", in_features), ("out_features", out_features)):
         if features % 8 or not features:
             return f"the kernel needs multiples of 8; {name} is {features}"
+    if num_rows > _MOST_ROWS:
+        return f"the kernel is for at most {_MOST_ROWS} rows; the input has {num_rows}"
+    if num_rows * out_features < LEAST_RESULTS:
+        return (
+            f"the kernel is slower for less than {LEAST_RESULTS} results; "
+            f"{num_rows} x {out_features} are fewer"
+        )
     return None
 
 
@@ -78,6 +92,7 @@ def product_launch(
         _THREADS,
         SMEM_BYTES,
         cluster_size,
+        overlaps=True,
     )
     return ProductPlan(launch, strips_at_a_time or max(num_clusters // _COLUMNS_AT_A_TIME, 1))
 
@@ -91,7 +106,7 @@ def product_words(
 ) -> tuple[int | float, ...]:
     """The argument struct of norm_linear.cu.
 
-    maps: tensor maps of x, the folded weight, the terms of columns, y. addresses: of x, mean, rstd,
+    maps: tensor maps of x, the folded weight, the terms of columns. addresses: of x, y, mean, rstd,
     and of num_rows + 1 words of 0. sizes: num_rows, in_features, out_features.
     """
     words = (
@@ -103,6 +118,11 @@ def product_words(
         float(eps),
     )
     return *words, *[0] * (-len(words) % 8)  # the size is a multiple of the alignment, 64 bytes
+
+
+def folded_rows(out_features: int) -> int:
+    """Rows of the folded weight: fold_weight.cu reorders each 32. Those beyond are not written."""
+    return ceil_div(out_features, 32) * 32
 
 
 def fold_launch(

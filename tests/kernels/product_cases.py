@@ -97,6 +97,19 @@ def put(machine: Any, values: np.ndarray | None, dtype: str) -> tuple[Any, int]:
     return array, array.ctypes.data
 
 
+def in_order(out_features: int) -> np.ndarray:
+    """Where fold_weight.cu puts each row: bits 3 and 4 of a row trade places with bits 1 and 2."""
+    row = np.arange(out_features)
+    return (row & ~30) | (row & 6) << 2 | (row & 24) >> 2
+
+
+def as_folded(values: np.ndarray) -> np.ndarray:
+    """Rows in the order of fold_weight.cu, and NaN in rows that are not there."""
+    made = np.full((products.folded_rows(len(values)), values.shape[1]), np.nan)
+    made[in_order(len(values))] = values
+    return made
+
+
 def fold(problem: ProductProblem, machine: Any) -> Folded:
     """What fold_weight.cu makes."""
     out_features, in_features = problem.weight.shape
@@ -111,18 +124,20 @@ def fold(problem: ProductProblem, machine: Any) -> Folded:
         centered=problem.centered,
         zero_centered=problem.zero_centered,
     )
+    num_rows = products.folded_rows(out_features)
     given = [
         put(machine, problem.weight, problem.dtype),
         put(machine, problem.bias, problem.dtype),
         put(machine, problem.norm_weight, problem.norm_dtype),
         put(machine, problem.norm_bias, problem.norm_dtype),
-        put(machine, np.full(problem.weight.shape, np.nan), problem.dtype),
-        machine.empty((out_features, products.TERM_COLS), "bfloat16"),
+        put(machine, np.full((num_rows, in_features), np.nan), problem.dtype),
+        machine.empty((num_rows, products.TERM_COLS), "bfloat16"),
     ]
     words = (*(address for _, address in given), in_features)
     machine.launch(launch, words)
-    terms = decode(machine.get(given[5][0]), "bfloat16")
-    folded = decode(machine.get(given[4][0]), problem.dtype)
+    order = in_order(out_features)
+    terms = decode(machine.get(given[5][0]), "bfloat16")[order]
+    folded = decode(machine.get(given[4][0]), problem.dtype)[order]
     return Folded(folded, terms[:, [0, 1, 4]].sum(1), terms[:, [8, 9, 12]].sum(1), terms)
 
 
@@ -149,13 +164,11 @@ def multiply(
     launch = plan.launch
     if grid_size is not None:
         launch = type(launch)(**{**vars(launch), "grid_size": grid_size})
-    y = np.full((num_rows, out_features), np.nan)
     given, maps = [], []
     for values, dtype, tile in (
         (problem.x, problem.dtype, products.LOADED),
-        (folded.weight, problem.dtype, products.LOADED),
-        (folded.terms, "bfloat16", products.LOADED_TERMS),
-        (y, problem.dtype, products.STORED),
+        (as_folded(folded.weight), problem.dtype, products.LOADED),
+        (as_folded(folded.terms), "bfloat16", products.LOADED_TERMS),
     ):
         given.append(put(machine, values, dtype))
         sizes = (given[-1][1], *values.shape, values.shape[1] * 2)
@@ -164,6 +177,7 @@ def multiply(
         else:
             maps.append(tensor_map(*sizes, dtype, tile))
     made = [
+        put(machine, np.full((num_rows, out_features), np.nan), problem.dtype),
         machine.empty((num_rows,), "float32"),
         machine.empty((num_rows,), "float32"),
         machine.put(np.zeros(num_rows + 1, np.int64)),
@@ -173,7 +187,7 @@ def multiply(
     machine.launch(
         launch, products.product_words(maps, addresses, sizes, plan.strips_at_a_time, EPS)
     )
-    y, mean, rstd = (machine.get(each) for each, _ in (given[3], *made[:2]))
+    y, mean, rstd = (machine.get(each) for each, _ in made[:3])
     return Found(decode(y, problem.dtype), np.float64(mean), np.float64(rstd))
 
 

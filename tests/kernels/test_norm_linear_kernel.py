@@ -185,17 +185,17 @@ BUGS = {
     ),
     "sums of columns that are not there": (
         "row_statistics.cuh",
-        "if (start + at * 256 + own < num_cols) row_sums",
+        "if (start + at * step + own < num_cols) row_sums",
         "row_sums",
     ),
-    "a patch is written again while the copy engine reads it": (
+    "results of the lane's other row": (
         "product_store.cuh",
-        "if (lane == 0) tile_stores_wait<1>();",
-        "",
+        "at % 2 * 2 + col % 2]",
+        "(1 - at % 2) * 2 + col % 2]",
     ),
     "results wait for no tile after the last one": (
         "norm_linear.cu",
-        "for (int part = 0; part < Results::num_parts; ++part) write(part);",
+        "for (int part = 0; part < Results<T>::num_parts; ++part) write(part);",
         "",
     ),
     "terms of rows in one bfloat16": (

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 import pytest
 from linear_bounds import assert_right, draw
@@ -54,19 +56,22 @@ def test_it_has_no_normalized_tensor():
 
 
 @pytest.mark.parametrize(
-    ("device", "dtype", "features", "reason"),
+    ("device", "dtype", "sizes", "reason"),
     [
-        ("H200", "bfloat16", (4096, 12288), None),
-        ("H100", "float16", (8, 24), None),
-        ("A100", "bfloat16", (64, 64), "is for compute capability 9.0; A100 has another"),
-        ("H200", "float32", (64, 64), "multiplies bfloat16 and float16; the input has float32"),
-        ("H200", "bfloat16", (60, 64), "needs multiples of 8; in_features is 60"),
-        ("H200", "bfloat16", (64, 60), "needs multiples of 8; out_features is 60"),
+        ("H200", "bfloat16", (8192, 4096, 12288), None),
+        ("H100", "float16", (2**20, 8, 8), None),
+        ("H200", "bfloat16", (1024, 4096, 8192), None),
+        ("A100", "bfloat16", (9, 64, 64), "is for compute capability 9.0; A100 has another"),
+        ("H200", "float32", (9, 64, 64), "multiplies bfloat16 and float16; the input has float32"),
+        ("H200", "bfloat16", (9, 60, 64), "needs multiples of 8; in_features is 60"),
+        ("H200", "bfloat16", (9, 64, 60), "needs multiples of 8; out_features is 60"),
+        ("H200", "bfloat16", (2**31, 64, 64), "at most 2147483647 rows; the input has 2147483648"),
+        ("H200", "bfloat16", (1023, 64, 8192), "slower for less than 8388608 results; 1023 x 8192"),
     ],
     ids=str,
 )
-def test_reasons_of_a_plan(device, dtype, features, reason):
-    found = products.why_not(DEVICES[device], dtype, *features)
+def test_reasons_of_a_plan(device, dtype, sizes, reason):
+    found = products.why_not(DEVICES[device], dtype, sizes)
     assert found is None if reason is None else reason in found
 
 
@@ -91,7 +96,9 @@ def test_reasons_of_a_call_on_a_cpu():
 
 
 @pytest.fixture
-def sm_90():
+def sm_90(monkeypatch):
+    """Few rows take the kernel too."""
+    monkeypatch.setattr(products, "LEAST_RESULTS", 1)
     name = torch.cuda.get_device_name()
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip(f"the kernel is for compute capability 9.0, not for {name}")
@@ -113,6 +120,19 @@ def test_errors_are_those_of_the_plain_path(norm_name, dtype):
     off = rms_off(problem, fused, plain)
     assert off[0] <= 1.1 * off[1] and not np.array_equal(fused["y"], plain["y"])
     assert_right(problem, fused, ("y", "normalized", "sum"))
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("sm_90")
+def test_a_residual_is_added_before():
+    """The sum is that of the plain path, bit for bit, and y is that of a call on the sum."""
+    x, residual = torch.randn(2, 300, 136, device="cuda").bfloat16()
+    weight = torch.randn(264, 136, device="cuda").bfloat16()
+    call = partial(cupynorm.rms_norm_linear, norm_weight=None, weight=weight, fused="kernel")
+    y, added = call(x, residual=residual, return_residual=True)
+    assert torch.equal(added, x + residual) and torch.equal(y, call(added))
+    problem = draw("rms_norm", "bfloat16", **SIZES, residual=True, dsum=True)
+    assert_right(problem, recorded(problem, "cuda", fused="kernel"), ("y", "normalized", "sum"))
 
 
 @pytest.mark.gpu
