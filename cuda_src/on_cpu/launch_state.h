@@ -32,6 +32,7 @@ struct Product {
   const unsigned* a;  // null: x is in shared memory
   Word x, weight;
   bool adds, is_bfloat16;
+  unsigned rows_of_weight;
   int group;
 };
 

@@ -18,10 +18,10 @@ inline unsigned smem_address(const void* pointer) {
 void tile_load(void* smem, const unsigned long long* words, int col, int row,
                unsigned long long* barrier, unsigned blocks);
 
-// wgmma.mma_async m64n256k16: the operands are read when the product is waited for. a: null where
-// the 64 rows are in shared memory, at x.
+// wgmma.mma_async m64nNk16, N: rows of weight. The operands are read when the product is waited
+// for. a: null where the 64 rows are in shared memory, at x.
 void multiply(float* sums, const unsigned* a, unsigned long long x, unsigned long long weight,
-              bool adds, bool is_bfloat16);
+              bool adds, bool is_bfloat16, unsigned rows_of_weight = 256);
 void products_commit();
 void products_wait(unsigned pending_groups);
 

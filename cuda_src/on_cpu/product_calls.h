@@ -73,10 +73,10 @@ void read_rows(const Product& product, const Thread& thread, unsigned index, flo
 }
 
 void compute(const Product& product, const Thread& thread, unsigned index) {
-  const Operand operand(product.weight, 256, *thread.block);
+  const Operand operand(product.weight, product.rows_of_weight, *thread.block);
   float a[2][16];
   read_rows(product, thread, index, a);
-  for (unsigned tile = 0; tile < 32; ++tile)
+  for (unsigned tile = 0; tile < product.rows_of_weight / 8; ++tile)
     for (unsigned half = 0; half < 2; ++half) {
       float weight[16];
       for (unsigned col = 0; col < 16; ++col)
@@ -128,9 +128,10 @@ void tile_load(void* smem, const unsigned long long* words, int col, int row,
 }
 
 void multiply(float* sums, const unsigned* a, unsigned long long x, unsigned long long weight,
-              bool adds, bool is_bfloat16) {
+              bool adds, bool is_bfloat16, unsigned rows_of_weight) {
   Thread& thread = *launch.current;
-  thread.products.push_back({sums, a, x, weight, adds, is_bfloat16, thread.num_product_groups});
+  thread.products.push_back(
+      {sums, a, x, weight, adds, is_bfloat16, rows_of_weight, thread.num_product_groups});
 }
 
 void products_commit() { ++launch.current->num_product_groups; }

@@ -3,7 +3,8 @@
 // AddedRows           x and, if there is one, a residual, on their way to shared memory
 // moments_of_packs    of a warp's packs of a row
 // mean_rstd_of        of a row, from the moments of its parts, one in each lane
-// normalize_pack      in its place
+// normalized          a pack, with the norm's parameters in registers
+// normalize_pack      in its place, with those in memory
 #pragma once
 #include "memory.cuh"
 #include "parameter.cuh"
@@ -71,20 +72,27 @@ __device__ __forceinline__ float2 mean_rstd_of(const Moments<float>& of_lane, in
   return make_float2(total.part[1], uncentered(total.part[2], 1.0f / num_cols, eps).rstd);
 }
 
-// col: in the row. problem: has norm_weight and norm_bias.
-template <bool centered, class T, class Problem>
-__device__ __forceinline__ void normalize_pack(T* pack, int col, const float2& mean_rstd,
-                                               const Problem& problem) {
-  float values[8], scales[8], biases[8];
-  unpack(load_pack<8>(pack), values);
-  problem.norm_weight.template load<8>(col, scales);
-  problem.norm_bias.template load<8>(col, biases);
+template <bool centered, class T>
+__device__ __forceinline__ Pack<T, 8> normalized(const Pack<T, 8>& pack, const float2& mean_rstd,
+                                                 const float (&scales)[8],
+                                                 const float (&biases)[8]) {
+  float values[8];
+  unpack(pack, values);
 #pragma unroll
   for (int at = 0; at < 8; ++at) {
     const float value = centered ? values[at] - mean_rstd.x : values[at];
     values[at] = fma(value * mean_rstd.y, scales[at], biases[at]);
   }
-  store_pack<8>(pack, repack<T>(values));
+  return repack<T>(values);
+}
+// col: in the row. problem: has norm_weight and norm_bias.
+template <bool centered, class T, class Problem>
+__device__ __forceinline__ void normalize_pack(T* pack, int col, const float2& mean_rstd,
+                                               const Problem& problem) {
+  float scales[8], biases[8];
+  problem.norm_weight.template load<8>(col, scales);
+  problem.norm_bias.template load<8>(col, biases);
+  store_pack<8>(pack, normalized<centered>(load_pack<8>(pack), mean_rstd, scales, biases));
 }
 
 // By one thread, which has them; problem: has mean and rstd, null: not wanted.

@@ -12,16 +12,21 @@ __device__ __forceinline__ Moments<float> corrected_moments(float count, float f
   return {{count, first + rest, squares < 0 ? 0 : squares}};
 }
 
-// The moments of a warp's values, from their deviations from the mean of some of them: the sample,
+// The sums of squares of (value - first) and of (value - first).
+struct Deviations {
+  float first;
+  Sum<float, 2> sums;
+};
+
+// Of a warp's values, one or more. first: the mean of some of them, the sample, which is
 // one pack of each lane that samples. If a share s of the values is sampled, the squares of these
 // deviations add up to at most 1 + 1 / s times those of the centred values, so little cancels.
 // Equal values give exactly that value and zero, because the sample's mean is that of deviations
 // from one value, the origin. for_each(f): f(values) for each pack of this thread.
 template <int pack_size, class ForEach>
-__device__ __forceinline__ Moments<float> warp_moments(const float (&sample)[pack_size],
-                                                       bool samples, int num_cols,
-                                                       ForEach for_each) {
-  if (num_cols == 0) return {};
+__device__ __forceinline__ Deviations warp_deviations(const float (&sample)[pack_size],
+                                                      bool samples, int num_cols,
+                                                      ForEach for_each) {
   const float origin = usable_origin(__shfl_sync(0xffffffffu, sample[0], 0));
   Sum<float, 1> of_sample{};
   if (samples) of_sample.part[0] = sum_of(sample, origin);
@@ -36,7 +41,15 @@ __device__ __forceinline__ Moments<float> warp_moments(const float (&sample)[pac
     deviations.part[0] += squares_of(centered_values);
     deviations.part[1] += sum_of(centered_values);
   });
-  return corrected_moments(static_cast<float>(num_cols), first, warp_reduce<32>(deviations));
+  return {first, warp_reduce<32>(deviations)};
+}
+template <int pack_size, class ForEach>
+__device__ __forceinline__ Moments<float> warp_moments(const float (&sample)[pack_size],
+                                                       bool samples, int num_cols,
+                                                       ForEach for_each) {
+  if (num_cols == 0) return {};
+  const Deviations found = warp_deviations(sample, samples, num_cols, for_each);
+  return corrected_moments(static_cast<float>(num_cols), found.first, found.sums);
 }
 
 // The same of the values that each lane has, as they come, without the other lanes: from their

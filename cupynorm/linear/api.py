@@ -81,9 +81,9 @@ def layer_norm_linear(
         cupynorm.linear.fold.fold. Without gradients the folded weight, as large as weight, is
         cached until a parameter changes: cupynorm.linear.fold.cached_fold. "kernel" computes the
         same in one kernel: torch tensors in 16 bits on a GPU of compute capability 9.0. Its limits:
-        cupynorm.plan.products.why_not; for few rows, cupynorm.plan.few_products.why_not. Other
-        calls take the plain path. None takes the kernel for few rows without gradients where it is
-        measured to be faster: cupynorm.plan.few_products.is_faster.
+        cupynorm.plan.products.why_not; for few rows, that of few_products or several_products.
+        Other calls take the plain path. None takes a kernel for few rows without gradients where
+        it is measured to be faster: is_faster of these two modules.
 
     Returns y of shape (..., out_features), of input's dtype and library, or (y, normalized, sum)
     with those that were requested.

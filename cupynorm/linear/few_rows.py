@@ -1,34 +1,48 @@
-"""torch: the norm and the product of one or two rows in one kernel (cuda_src/norm_linear_few.cu).
+"""torch: the norm and the product of few rows in one kernel.
 
-A block normalises the rows, or their sums with a residual, and multiplies them by its rows of the
-weight, which are read once. With fused="kernel" it computes what it can, by default what it is
-measured to be faster at: calls without gradients of plan.few_products.is_faster. Other calls take
-the plain path.
+One or two rows: cuda_src/norm_linear_few.cu, up to 64: norm_linear_several.cu. Both normalise the
+rows, or their sums with a residual, in shared memory, and read the weight once. With fused="kernel"
+they compute what they can, by default what they are measured to be faster at: calls without
+gradients of is_faster in plan.few_products and plan.several_products. Other calls take the plain
+path.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..gpu import arrays, launch
+from ..gpu.tensor_maps import tensor_map
 from ..nn.dtypes import name_of
 from ..norm.prepared import FOR_Y
-from ..plan import few_products
+from ..plan import few_products, several_products
 from ..plan.few_products import FewRowsProblem
 from .call import LinearCall, check_eps
 
 
 class FewRowsLaunch(NamedTuple):
-    """A loaded kernel, and what of its arguments follows from shapes, dtypes and options."""
+    """A loaded kernel. words: its argument struct, from the addresses of few_words."""
 
     enqueue: Callable[[int, tuple], None]
-    last_words: tuple[int | float, ...]
-    is_faster: bool
+    words: Callable[[tuple[int, ...]], tuple[int | float, ...]]
+
+
+def _several_words(
+    problem: FewRowsProblem,
+    plan: several_products.SeveralRowsPlan,
+    eps: float,
+    addresses: tuple[int, ...],
+) -> tuple[int | float, ...]:
+    _, in_features, out_features, dtype, *_ = problem
+    row_bytes = in_features * 2
+    weight = tensor_map(addresses[3], out_features, in_features, row_bytes, dtype, plan.loaded)
+    addresses = (*addresses[:3], *addresses[4:])
+    return several_products.several_words(weight, addresses, problem, plan, eps)
 
 
 @lru_cache(maxsize=1024)
@@ -38,31 +52,38 @@ def _prepared(
     dtypes: tuple[torch.dtype | None, ...],
     flags: tuple[bool, bool],
     eps: float,
+    *,
+    if_faster: bool,
 ) -> FewRowsLaunch | None:
-    """None where the kernel does not fit. sizes: num_rows, in_features, out_features.
+    """None where no kernel fits. sizes: num_rows, in_features, out_features.
 
     dtypes: of the product, norm_weight and norm_bias. flags: centered, zero_centered_weight.
+    if_faster: None also where the plain path is as fast.
     """
     device = launch.device(device_index)
     names = [None if each is None else name_of(each) for each in dtypes]
-    dtype = name_of(dtypes[0])
-    if few_products.why_not(device, dtype, sizes) is not None:
+    problem = FewRowsProblem(*sizes, *names, *flags)
+    planner = few_products if sizes[0] <= few_products.MOST_ROWS else several_products
+    if planner.why_not(device, problem.dtype, sizes) is not None:
         return None
-    plan = few_products.few_launch(device, FewRowsProblem(*sizes, *names, *flags))
-    return FewRowsLaunch(
-        launch.load(plan.launch, device_index).enqueue,
-        (*sizes[1:], plan.outputs_of_block, eps),
-        few_products.is_faster(device, sizes),
-    )
+    if if_faster and not planner.is_faster(device, sizes):
+        return None
+    if planner is few_products:
+        plan = few_products.few_launch(device, problem)
+        words = partial(few_products.few_words, problem=problem, plan=plan, eps=eps)
+    else:
+        plan = several_products.several_launch(device, problem)
+        words = partial(_several_words, problem, plan, eps)
+    return FewRowsLaunch(launch.load(plan.launch, device_index).enqueue, words)
 
 
 def fits(call: LinearCall) -> bool:
-    """Whether the kernel takes tensors of these numbers of rows, dtypes and layouts.
+    """Whether the kernels take tensors of these numbers of rows, dtypes and layouts.
 
-    It loads 16 bytes at once of all but the linear bias.
+    They load 16 bytes at once of all but the linear bias.
     """
     (x, residual, norm_weight, norm_bias, weights, biases), options = call
-    if not 0 < x.numel() <= few_products.MOST_ROWS * x.shape[-1]:
+    if not 0 < x.numel() <= several_products.MOST_ROWS * x.shape[-1]:
         return False
     if residual is not None and (residual.shape, residual.device) != (x.shape, x.device):
         return False
@@ -75,8 +96,11 @@ def fits(call: LinearCall) -> bool:
     return all(each.is_contiguous() for each in (*aligned, *biases))
 
 
-def find(call: LinearCall) -> FewRowsLaunch | None:
-    """The launch that can compute a call, or None."""
+def find(call: LinearCall, *, if_faster: bool = False) -> FewRowsLaunch | None:
+    """The launch that can compute a call, or None.
+
+    if_faster: None also where the plain path is as fast.
+    """
     (x, _, *norm, weights, _), options = call
     if not x.is_cuda or not fits(call):
         return None
@@ -87,6 +111,7 @@ def find(call: LinearCall) -> FewRowsLaunch | None:
         (x.dtype, *(None if each is None else each.dtype for each in norm)),
         (options.centered, options.zero_centered_weight),
         check_eps(options.eps, name_of(x.dtype), centered=options.centered),
+        if_faster=if_faster,
     )
 
 
@@ -97,8 +122,7 @@ def choose(call: LinearCall, purpose: str) -> FewRowsLaunch | None:
         return find(call)
     if options.fused is not None or purpose != FOR_Y or options.return_normalized:
         return None
-    found = find(call)
-    return found if found is not None and found.is_faster else None
+    return find(call, if_faster=True)
 
 
 def forward(
@@ -118,6 +142,6 @@ def forward(
             rstd = torch.empty(leading, dtype=torch.float32, device=x.device)
             mean = torch.empty_like(rstd) if options.centered else None
         tensors = (x, residual, added, weight, bias, norm_weight, norm_bias, y, mean, rstd)
-        addresses = (0 if each is None else each.data_ptr() for each in tensors)
-        found.enqueue(arrays.library(x)(device_index).stream(), (*addresses, *found.last_words))
+        addresses = tuple(0 if each is None else each.data_ptr() for each in tensors)
+        found.enqueue(arrays.library(x)(device_index).stream(), found.words(addresses))
     return y, mean, rstd, x if residual is None else added

@@ -1,0 +1,79 @@
+// norm_linear_several -- y = norm(x + residual) weight^T + bias of 3 to 16 rows, a cluster owns y
+// owns:  each block of a cluster has some columns of all rows. It normalises them as tiles in
+//        shared memory and multiplies them by tiles of the weight. The blocks add up their sums
+// moves: the weight once, by a ring of tiles that is filled before all else; x, the residual and
+//        the norm's parameters once a cluster, from the L2 cache; y and the sum out
+// takes: bfloat16 and float16, at most num_normalizing_warps * warp_cols columns a block; fewer
+//        rows: norm_linear_few.cu, more: norm_linear.cu
+// needs: sm_90a; in_features a multiple of 8, addresses aligned to 16 bytes
+#include "several_products.cuh"
+#include "several_statistics.cuh"
+#include "several_sums.cuh"
+
+template <class T, class NormWeight, class NormBias, bool zero_centered>
+struct NormLinearSeveral {
+  TensorMap weight;   // [out_features, in_features], in tiles of tile_outputs x step_cols
+  AddedRows<T> rows;  // [num_rows, in_features]
+  const T* bias;      // null: absent
+  LoadParameter<NormWeight, zero_centered> norm_weight;
+  LoadParameter<NormBias, false, 0> norm_bias;
+  T* y;         // [num_rows, out_features], contiguous
+  float* mean;  // null: not wanted; so too rstd
+  float* rstd;
+  long long num_rows;
+  long long in_features;
+  long long out_features;
+  long long tile_outputs;  // a multiple of 8
+  long long num_tiles;     // of all clusters
+  long long most_steps;    // of a block
+  long long num_stages;
+  double eps;
+};
+
+template <class T, class Problem>
+__device__ __forceinline__ void multiply_tiles(const Problem& problem, const SeveralMemory& memory,
+                                               const SeveralPart& part) {
+  const SharedSums sums(memory, part, problem.tile_outputs);
+  if (sums.own_outputs == 0) return;
+  RingPlace place;
+  for (int tile = 0; tile < part.num_tiles; ++tile) {
+    float bias[2], d[16] = {};
+    sums.template load_bias<T>(bias, problem, tile);
+    multiply_steps<T>(d, place, memory, part.num_steps);
+    sums.send(d, bias, tile);
+    sums.template write<T>(problem, tile);
+  }
+}
+
+template <class T, class NormWeight, class NormBias, bool zero_centered, bool centered>
+__global__ void __launch_bounds__(several_threads, 1) __cluster_dims__(cluster_size, 1, 1)
+    norm_linear_several(
+        const __grid_constant__ NormLinearSeveral<T, NormWeight, NormBias, zero_centered> problem) {
+  const SeveralMemory memory(tiles_smem(), problem);
+  const SeveralPart part(problem);
+  TileLoads loads{memory, part};
+  SeveralRows<T, decltype(problem)> rows(problem, memory, part);
+  const int warp = threadIdx.x / 32;
+
+  if (warp == loading_warp)
+    memory.head.make_barriers(memory.num_stages, (problem.tile_outputs + 63) / group_outputs);
+  cluster_arrive();
+  if (warp == loading_warp)
+    loads.begin(problem);
+  else
+    rows.load();
+  cluster_wait();  // all barriers are there
+  if (warp != loading_warp) {
+    send_deviations<centered>(rows);
+    find_mean_rstd<centered>(rows);
+  }
+  __syncthreads();
+  if (warp != loading_warp) rows.template normalize<centered>();
+  fence_tile_store();
+  __syncthreads();
+  // No block ends before all others have sent it their last sums.
+  if (warp < num_multiplying_groups * 4)
+    multiply_tiles<T>(problem, memory, part);
+  else if (warp == loading_warp)
+    loads.finish(problem);
+}
