@@ -47,7 +47,7 @@ def test_it_holds_all_sources_and_is_small(wheel: Path):
     assert wheel.stat().st_size < 0.36 * sum(each.file_size for each in packed)
     sources = [each for each in packed if each.filename.startswith("cupynorm/")]
     assert max(each.compress_size for each in sources if each not in data) < 12_000
-    assert wheel.stat().st_size < 800_000
+    assert wheel.stat().st_size < 830_000
     suffixes = {Path(each.filename).suffix for each in packed if ".dist-info/" not in each.filename}
     assert suffixes <= {".py", ".cu", ".cuh", ".cpp", ".h", ".npz", ".csv", ".typed"}, suffixes
     held = {each.filename for each in packed}
