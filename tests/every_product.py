@@ -15,7 +15,8 @@ from cupynorm.check.results import Finding
 
 
 class Product(NamedTuple):
-    """sizes: num_rows, in_features, out_features. kind: "folded", "few" or "few, residual".
+    """sizes: num_rows, in_features, out_features. kind: "folded"; "few" or "several", alone or
+    with ", residual".
 
     options: of product_cases.multiply.
     """
@@ -47,11 +48,15 @@ def products() -> list[Product]:
             "folded", (300, 136, 520), "bfloat16", True, (("strips_at_a_time", 2), ("grid_size", 2))
         )
     )
-    few = [((2, 1288, 43), True), ((1, 2056, 17), False)]
+    unfolded = {
+        "few": [((2, 1288, 43), True), ((1, 2056, 17), False)],
+        "several": [((16, 1288, 43), True), ((9, 264, 1300), False)],
+    }
     return every + [
-        Product(kind, sizes, dtype, centered)
-        for kind in ("few", "few, residual")
-        for sizes, centered in few
+        Product(kind + residual, sizes, dtype, centered)
+        for kind, problems in unfolded.items()
+        for residual in ("", ", residual")
+        for sizes, centered in problems
         for dtype in ("bfloat16", "float16")
     ]
 
@@ -67,9 +72,10 @@ def run_product(product: Product, where: Any) -> tuple[Any, Any, Any]:
             product_cases.multiply(problem, folded, where, **dict(product.options)),
         )
     parts = None
-    if product.kind == "few, residual":
+    if product.kind.endswith("residual"):
         problem, parts = few_cases.split(problem)
-    return problem, None, few_cases.run(problem, where, num_sms=8, parts=parts)
+    several = product.kind.startswith("several")
+    return problem, None, few_cases.run(problem, where, num_sms=8, several=several, parts=parts)
 
 
 def judge_product(product: Product, problem: Any, folded: Any, found: Any) -> list[Finding]:

@@ -1,6 +1,6 @@
 """torch: the norm and the product of few rows in one kernel.
 
-One or two rows: cuda_src/norm_linear_few.cu, up to 64: norm_linear_several.cu. Both normalise the
+One or two rows: cuda_src/norm_linear_few.cu, 3 to 16: norm_linear_several.cu. Both normalise the
 rows, or their sums with a residual, in shared memory, and read the weight once. With fused="kernel"
 they compute what they can, by default what they are measured to be faster at: calls without
 gradients of is_faster in plan.few_products and plan.several_products. Other calls take the plain

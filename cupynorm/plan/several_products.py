@@ -63,7 +63,7 @@ def is_faster(device: Device, sizes: tuple[int, int, int]) -> bool:
     """Whether norm_linear_several.cu is at least 2% faster than a norm and cuBLAS's product.
 
     sizes: num_rows, in_features, out_features. Measured on an H200, 2026-11-25, in CUDA graphs: 3
-    to 16% faster (docs/linear.md). Fewer columns, or more of all rows: 2% faster to 13% slower.
+    to 16% faster (docs/linear.md). Others were mostly slower (docs/experiments.md).
     """
     num_rows, in_features, out_features = sizes
     has_few_elements = ceil_div(num_rows, 8) * 8 * in_features <= _MOST_ELEMENTS
