@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable
-from functools import partial
+import sys
+from collections.abc import Callable, Iterator
+from functools import cache, partial
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
 NOTEBOOKS = Path(__file__).parents[1] / "notebooks"
+_MUCH_MEMORY = 2**30
 
 
+@cache
 def _num_gpus() -> int:
     try:
         import cupy
@@ -54,6 +57,17 @@ def pytest_terminal_summary(
         terminalreporter.write_line(
             f"{skipped} tests need more GPUs than the {num_gpus} found and were skipped"
         )
+
+
+@pytest.fixture(autouse=True)
+def memory_for_other_processes() -> Iterator[None]:
+    """Several processes share a GPU, so none keeps 1 GiB or more of freed memory."""
+    yield
+    cupy, torch = sys.modules.get("cupy"), sys.modules.get("torch")
+    if cupy and _num_gpus() and cupy.get_default_memory_pool().total_bytes() >= _MUCH_MEMORY:
+        cupy.get_default_memory_pool().free_all_blocks()
+    if torch and torch.cuda.is_initialized() and torch.cuda.memory_reserved() >= _MUCH_MEMORY:
+        torch.cuda.empty_cache()
 
 
 @pytest.fixture(scope="module")
