@@ -173,7 +173,8 @@ def with_dx_sum(made: tuple, options: BackwardOptions) -> tuple:
     if dtype is None or torch.is_tensor(made[-1]):
         return made
     rows = made[0].reshape(-1, *options.extents)
-    return (*made[:5], rows.sum(0, dtype=torch.float32).to(_dtype(dtype, rows.dtype)))
+    total = rows.sum(0, dtype=torch.promote_types(rows.dtype, torch.float32))
+    return (*made[:5], total.to(_dtype(dtype, rows.dtype)))
 
 
 def _forward_without_memory(input, *others):

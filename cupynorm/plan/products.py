@@ -141,7 +141,7 @@ def fold_launch(
     """
     out_features, in_features = sizes
     packs = min(ceil_div(in_features, 8 * _FOLD_THREADS), _MOST_FOLD_PACKS)
-    tile = Tile(8, _FOLD_THREADS, packs, blocks_per_sm=7 if packs <= 4 else 6)
+    tile = Tile(8, _FOLD_THREADS, packs, blocks_per_sm=7 if packs <= 4 else 5)
     types = cpp_names(dtype, norm_weight, norm_bias)
     flags = f"{cpp_bool(zero_centered)}, {cpp_bool(centered)}"
     kernel = Kernel("fold_weight.cu", f"fold_weight<{types}, {flags}, {tile.cpp}>")

@@ -338,7 +338,7 @@ def test_a_wrong_scale_is_found(num_steps):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["folded", "few", "few, residual"])
+@pytest.mark.parametrize("kind", ["folded", "few", "few, residual", "several"])
 def test_a_wrong_product_is_found(kind):
     product = next(each for each in products() if each.kind == kind)
     problem, folded, found = run_product(product, CpuMachine())
@@ -359,11 +359,7 @@ def test_every_source_is_run():
 
     recorder, both = Recorder(), Both()
     for step in steps():
-        if (
-            "_run_shared" in step.name or "few, residual" in step.name
-        ):  # they compare what was computed
-            step.run(both)
-        else:
-            step.run(recorder)
+        compares = any(each in step.name for each in ("_run_shared", "few, res", "several, res"))
+        step.run(both if compares else recorder)  # compares: with what was computed
     reached = {source for source, _ in recorder.reached | both.reached}
     assert reached == {path.name for path in KERNELS} - {"apply_functor.cu"}
