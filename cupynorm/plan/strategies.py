@@ -34,8 +34,8 @@ _SMALL_PACK_RING_FROM = {"forward": {2: 500, 4: 2048}, "backward": {2: 512, 4: 5
 # rows, and forward for single elements, whose parameters take a register each.
 _COLS_OF_BLOCK, _COLS_OF_FULL_BLOCK = 24576, 10240
 
-# Forward, the fewest columns for a grid where a cluster has room too, of LayerNorm and of RMSNorm,
-# whose rows in a cluster wait less.
+# Forward, the fewest columns for a grid where a cluster has room too, by itemsize
+# and by whether the mean is subtracted.
 _GRID_FROM = {2: {True: 352 << 10, False: (384 << 10) + 1}, 4: {True: 1 << 18, False: 1 << 18}}
 
 
