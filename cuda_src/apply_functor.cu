@@ -18,22 +18,22 @@ struct Elements {
 };
 
 template <class C, class Functor, bool backward>
-__global__ void apply_functor(const Elements<C, Functor> problem) {
-  const long long size = problem.num_rows * problem.num_cols;
+__global__ void apply_functor(const Elements<C, Functor> call) {
+  const long long size = call.num_rows * call.num_cols;
   const long long step = static_cast<long long>(gridDim.x) * blockDim.x;
   for (long long at = static_cast<long long>(blockIdx.x) * blockDim.x + threadIdx.x; at < size;
        at += step) {
-    const long long row = at / problem.num_cols, col = at % problem.num_cols;
-    const OtherX<C, C> other{problem.x + row * problem.num_cols};
+    const long long row = at / call.num_cols, col = at % call.num_cols;
+    const OtherX<C, C> other{call.x + row * call.num_cols};
     C values[1] = {other(col)};
     if constexpr (backward) {
-      const OtherX<C, C> other_gradient{problem.dy + row * problem.num_cols};
+      const OtherX<C, C> other_gradient{call.dy + row * call.num_cols};
       C gradients[1] = {other_gradient(col)};
-      problem.functor.apply(row, col, values, gradients, other, other_gradient);
-      problem.results[at] = gradients[0];
+      call.functor.apply(row, col, values, gradients, other, other_gradient);
+      call.results[at] = gradients[0];
     } else {
-      problem.functor.apply(row, col, values, other);
-      problem.results[at] = values[0];
+      call.functor.apply(row, col, values, other);
+      call.results[at] = values[0];
     }
   }
 }

@@ -71,14 +71,13 @@ struct RowGradient {
 };
 
 // Writes a pack of y again, for kernels that do not keep the bias.
-template <bool centered, int pack_size, class Problem, class Gradient, class Compute>
-__device__ __forceinline__ void recompute(const Problem& problem, const Gradient& gradient,
-                                          long long row, long long col,
-                                          const Compute (&xs)[pack_size],
+template <bool centered, int pack_size, class Call, class Gradient, class Compute>
+__device__ __forceinline__ void recompute(const Call& call, const Gradient& gradient, long long row,
+                                          long long col, const Compute (&xs)[pack_size],
                                           const Compute (&weights)[pack_size]) {
   Compute x_hats[pack_size], biases[pack_size];
 #pragma unroll
   for (int at = 0; at < pack_size; ++at) x_hats[at] = gradient.template x_hat<centered>(xs[at]);
-  problem.store.load_bias().load(col, biases);
-  problem.store.recompute(row, col, x_hats, weights, biases);
+  call.store.load_bias().load(col, biases);
+  call.store.recompute(row, col, x_hats, weights, biases);
 }

@@ -11,18 +11,18 @@
 template <class LoadX, class LoadDy, class LoadWeight, class StoreDx, Gradients gradients,
           bool centered, Tile tile>
 __global__ void __launch_bounds__(tile.block_size(), tile.blocks_per_sm)
-    backward_block(const Backward<LoadX, LoadDy, LoadWeight, StoreDx> problem) {
+    backward_block(const Backward<LoadX, LoadDy, LoadWeight, StoreDx> call) {
   let_next_kernel_start();
   if constexpr (tile.path == Path::ring) {
-    backward_ring<gradients, centered, tile>(problem, dynamic_smem());
+    backward_ring<gradients, centered, tile>(call, dynamic_smem());
   } else {
     RegisterGradient<LoadX, LoadDy, LoadWeight, StoreDx, gradients, centered, tile> gradient(
-        problem, {0, static_cast<int>(problem.num_cols)});
+        call, {0, static_cast<int>(call.num_cols)});
     BlockReduce<tile.threads_per_row, typename LoadX::Compute> reduce(dynamic_smem());
 
     long long row = blockIdx.x;
     gradient.start(row);
-    for (; row < problem.num_rows; row += gridDim.x) {
+    for (; row < call.num_rows; row += gridDim.x) {
       gradient.add_row(row, row + gridDim.x, reduce);
     }
     gradient.write_partials(blockIdx.x, nullptr);

@@ -18,27 +18,27 @@ template <class LoadX, class LoadDy, class LoadWeight, class StoreDx, Gradients 
           bool centered, Tile tile>
 __global__ void __cluster_dims__(tile.hardware_cluster_size(), 1, 1)
     __launch_bounds__(tile.block_size(), tile.blocks_per_sm)
-        backward_cluster(const Backward<LoadX, LoadDy, LoadWeight, StoreDx> problem) {
+        backward_cluster(const Backward<LoadX, LoadDy, LoadWeight, StoreDx> call) {
   let_next_kernel_start();
   if constexpr (tile.path == Path::ring) {
-    backward_ring<gradients, centered, tile>(problem, dynamic_smem());
+    backward_ring<gradients, centered, tile>(call, dynamic_smem());
   } else if constexpr (tile.path == Path::registers) {
     using Compute = typename LoadX::Compute;
     RegisterGradient<LoadX, LoadDy, LoadWeight, StoreDx, gradients, centered, tile> gradient(
-        problem, slice<tile>(static_cast<int>(problem.num_cols), cluster_rank()));
+        call, slice<tile>(static_cast<int>(call.num_cols), cluster_rank()));
     ClusterReduce<tile.threads_per_row, tile.cluster_size, Compute> reduce(dynamic_smem());
     const long long cluster = blockIdx.x / tile.cluster_size;
     const long long step = gridDim.x / tile.cluster_size;
 
     gradient.start(cluster);
     cluster_sync();  // a block may write to its peers once they run
-    for (long long row = cluster; row < problem.num_rows; row += step) {
+    for (long long row = cluster; row < call.num_rows; row += step) {
       gradient.add_row(row, row + step, reduce);
     }
     gradient.write_partials(cluster, nullptr);
   } else if constexpr (tile.path == Path::grid) {
-    backward_grid<gradients, centered, tile>(problem);
+    backward_grid<gradients, centered, tile>(call);
   } else {
-    backward_smem<gradients, centered, tile>(problem);
+    backward_smem<gradients, centered, tile>(call);
   }
 }

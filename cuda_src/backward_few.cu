@@ -21,16 +21,16 @@ struct BackwardFew {
 template <class LoadX, class LoadDy, class LoadWeight, class StoreDx, class Dweight, class Dbias,
           bool centered, Tile tile, Tile sums>
 __global__ void __launch_bounds__(sums.block_size(), 1)
-    backward_few(const BackwardFew<LoadX, LoadDy, LoadWeight, StoreDx, Dweight, Dbias> problem) {
+    backward_few(const BackwardFew<LoadX, LoadDy, LoadWeight, StoreDx, Dweight, Dbias> call) {
   using Compute = typename LoadX::Compute;
-  const auto& rows = problem.rows;
-  const int num_row_blocks = static_cast<int>(problem.num_row_blocks);
+  const auto& rows = call.rows;
+  const int num_row_blocks = static_cast<int>(call.num_row_blocks);
   if (blockIdx.x >= num_row_blocks) {
     using Products = RowProducts<LoadX, LoadDy, centered>;
     const Parameters<Products, Dweight, Dbias> parameters{
         {rows.load_x, rows.load_dy, rows.mean, rows.rstd},
-        problem.dweight,
-        problem.dbias,
+        call.dweight,
+        call.dbias,
         rows.num_rows,
         rows.num_cols};
     sum_parameters<sums>(parameters, blockIdx.x - num_row_blocks, gridDim.x - num_row_blocks,

@@ -9,16 +9,16 @@
 
 template <class Rows, class Dweight, class Dbias, Tile tile, class DxSum = void>
 __global__ void __launch_bounds__(tile.block_size(), tile.blocks_per_sm)
-    backward_parameters(const AllParameters<Rows, Dweight, Dbias, DxSum> problem) {
+    backward_parameters(const AllParameters<Rows, Dweight, Dbias, DxSum> call) {
   await_previous_kernel();
   if constexpr (is_same<DxSum, void>) {
-    sum_parameters<tile>(problem, blockIdx.x, gridDim.x, dynamic_smem());
+    sum_parameters<tile>(call, blockIdx.x, gridDim.x, dynamic_smem());
   } else {
     const unsigned half = gridDim.x / 2;
     if (blockIdx.x < half) {
-      sum_parameters<tile>(problem, blockIdx.x, half, dynamic_smem());
+      sum_parameters<tile>(call, blockIdx.x, half, dynamic_smem());
     } else {
-      sum_parameters<tile>(problem.of_dx, blockIdx.x - half, half, dynamic_smem());
+      sum_parameters<tile>(call.of_dx, blockIdx.x - half, half, dynamic_smem());
     }
   }
 }

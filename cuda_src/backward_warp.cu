@@ -12,21 +12,21 @@
 template <class LoadX, class LoadDy, class LoadWeight, class StoreDx, Gradients gradients,
           bool centered, Tile tile>
 __global__ void __launch_bounds__(tile.block_size(), tile.blocks_per_sm)
-    backward_warp(const Backward<LoadX, LoadDy, LoadWeight, StoreDx> problem) {
+    backward_warp(const Backward<LoadX, LoadDy, LoadWeight, StoreDx> call) {
   let_next_kernel_start();
   if constexpr (tile.path == Path::bundle) {
-    return backward_bundle<gradients, centered, tile>(problem);
+    return backward_bundle<gradients, centered, tile>(call);
   }
 
   RegisterGradient<LoadX, LoadDy, LoadWeight, StoreDx, gradients, centered, tile> gradient(
-      problem, {0, static_cast<int>(problem.num_cols)});
+      call, {0, static_cast<int>(call.num_cols)});
   WarpReduce<tile.threads_per_row> reduce;
   const long long step = static_cast<long long>(gridDim.x) * tile.rows_per_block;
   const int group = threadIdx.x / tile.threads_per_row;
 
   long long first = static_cast<long long>(blockIdx.x) * tile.rows_per_block;
   gradient.start(first + group);
-  for (; first < problem.num_rows; first += step) {
+  for (; first < call.num_rows; first += step) {
     gradient.add_row(first + group, first + step + group, reduce);
   }
   auto* smem = reinterpret_cast<typename LoadX::Compute*>(dynamic_smem());

@@ -29,10 +29,10 @@ __device__ __forceinline__ long long folded_row(long long row) {
 
 template <class T, class NormWeight, class NormBias, bool zero_centered, bool centered, Tile tile>
 __global__ void __launch_bounds__(tile.block_size(), tile.blocks_per_sm)
-    fold_weight(const FoldWeight<T, NormWeight, NormBias, zero_centered> problem) {
+    fold_weight(const FoldWeight<T, NormWeight, NormBias, zero_centered> call) {
   constexpr int pack_size = tile.pack_size, step = tile.block_size() * pack_size;
-  const long long row = blockIdx.x, to = folded_row(row), num_cols = problem.in_features;
-  const T* weight = problem.weight + row * num_cols;
+  const long long row = blockIdx.x, to = folded_row(row), num_cols = call.in_features;
+  const T* weight = call.weight + row * num_cols;
   const long long first = threadIdx.x * pack_size;
   BlockReduce<tile.block_size(), float> block(dynamic_smem());
 
@@ -45,7 +45,7 @@ __global__ void __launch_bounds__(tile.block_size(), tile.blocks_per_sm)
     const auto scaled = [&](long long col, const Pack<T, pack_size>& pack) {
       float values[pack_size], scales[pack_size];
       unpack(pack, values);
-      problem.norm_weight.template load<pack_size>(col, scales);
+      call.norm_weight.template load<pack_size>(col, scales);
       use(col, values, scales);
     };
 #pragma unroll
@@ -58,7 +58,7 @@ __global__ void __launch_bounds__(tile.block_size(), tile.blocks_per_sm)
   Sum<float, 2> sums{};  // of weight norm_weight, and of weight norm_bias
   for_each([&](long long col, const auto& values, const auto& scales) {
     float biases[pack_size];
-    problem.norm_bias.template load<pack_size>(col, biases);
+    call.norm_bias.template load<pack_size>(col, biases);
 #pragma unroll
     for (int at = 0; at < pack_size; ++at) {
       sums.part[0] += values[at] * scales[at];
@@ -73,7 +73,7 @@ __global__ void __launch_bounds__(tile.block_size(), tile.blocks_per_sm)
 #pragma unroll
     for (int at = 0; at < pack_size; ++at) values[at] = fma(values[at], scales[at], -mean);
     const Pack<T, pack_size> pack = repack<T>(values);
-    store_pack<pack_size>(problem.folded + to * num_cols + col, pack);
+    store_pack<pack_size>(call.folded + to * num_cols + col, pack);
     unpack(pack, values);
 #pragma unroll
     for (int at = 0; at < pack_size; ++at) rounded.part[0] += values[at];
@@ -81,11 +81,11 @@ __global__ void __launch_bounds__(tile.block_size(), tile.blocks_per_sm)
   rounded = block.all(rounded);
   if (threadIdx.x != 0) return;
   float bias[1] = {0.0f};
-  if (problem.bias != nullptr) unpack(load_pack<1>(problem.bias + row), bias);
+  if (call.bias != nullptr) unpack(load_pack<1>(call.bias + row), bias);
   unsigned words[2][4];
   column_words(centered ? rounded.part[0] : 0.0f, words[0]);
   column_words(bias[0] + sums.part[1], words[1]);
 #pragma unroll
   for (int at = 0; at < num_term_cols / 2; ++at)
-    problem.terms[to * (num_term_cols / 2) + at] = words[at / 4][at % 4];
+    call.terms[to * (num_term_cols / 2) + at] = words[at / 4][at % 4];
 }

@@ -14,25 +14,24 @@
 
 template <class Load, class Store, bool centered, Statistics statistics, Tile tile>
 __global__ void __launch_bounds__(tile.block_size(), tile.blocks_per_sm)
-    forward_block(const Forward<Load, Store> problem) {
+    forward_block(const Forward<Load, Store> call) {
   using Compute = typename Load::Compute;
-  auto carried = problem.template start<tile>();
+  auto carried = call.template start<tile>();
   if constexpr (tile.path == Path::ring) {
-    forward_ring<centered, statistics, tile>(problem, dynamic_smem(), carried);
+    forward_ring<centered, statistics, tile>(call, dynamic_smem(), carried);
   } else {
     using Reduce = BlockReduce<tile.threads_per_row, Compute>;
     Reduce reduce(dynamic_smem());
-    const Slice cols{0, static_cast<int>(problem.num_cols)};
+    const Slice cols{0, static_cast<int>(call.num_cols)};
     auto values = row_on_chip<Load, tile>(dynamic_smem() + Reduce::smem_bytes);
     const auto statistics_of_row = [&] {
-      return row_statistics<centered, statistics, Compute>(values, reduce, problem.num_cols,
-                                                           problem.eps);
+      return row_statistics<centered, statistics, Compute>(values, reduce, call.num_cols, call.eps);
     };
     if constexpr (tile.path == Path::staged) {
-      const Turns<tile> turns(problem.num_rows, problem.num_first, problem.rows_of_first);
+      const Turns<tile> turns(call.num_rows, call.num_first, call.rows_of_first);
       long long row = turns.first_row;
       StagedRow<Load, tile> staged(dynamic_smem() + Reduce::smem_bytes);
-      if (threadIdx.x == 0) staged.fetch(problem.load, row, cols.size());
+      if (threadIdx.x == 0) staged.fetch(call.load, row, cols.size());
       __syncthreads();
       for (unsigned left = turns.count; left > 0; --left) {
         staged.take(values, cols);
@@ -40,30 +39,30 @@ __global__ void __launch_bounds__(tile.block_size(), tile.blocks_per_sm)
         // All threads have taken the row: the statistics needed it. Fetching the next one before
         // the squares are summed would be slower.
         if (threadIdx.x == 0 && left > 1) {
-          staged.fetch(problem.load, row + turns.step, cols.size());
+          staged.fetch(call.load, row + turns.step, cols.size());
         }
-        problem.template write<centered>(row, values, mean_rstd, reduce, threadIdx.x == 0, carried);
+        call.template write<centered>(row, values, mean_rstd, reduce, threadIdx.x == 0, carried);
         row += turns.step;
       }
     } else if constexpr (fetches_ahead<Load, Store, decltype(values), tile>) {
-      const Turns<tile> turns(problem.num_rows, problem.num_first, problem.rows_of_first);
+      const Turns<tile> turns(call.num_rows, call.num_first, call.rows_of_first);
       long long row = turns.first_row;
-      values.fetch(problem.load, row, cols);
+      values.fetch(call.load, row, cols);
       for (unsigned left = turns.count; left > 0; --left) {
         const auto mean_rstd = statistics_of_row();
-        const NextRow<Load, tile> next(problem.load, values, row + turns.step, problem.num_rows);
-        problem.template write<centered>(row, values, mean_rstd, reduce, threadIdx.x == 0, carried,
-                                         true, next);
+        const NextRow<Load, tile> next(call.load, values, row + turns.step, call.num_rows);
+        call.template write<centered>(row, values, mean_rstd, reduce, threadIdx.x == 0, carried,
+                                      true, next);
         row += turns.step;
       }
     } else {
-      for (long long row = blockIdx.x; row < problem.num_rows; row += gridDim.x) {
-        values.fetch(problem.load, row, cols);
-        const auto early = early_parameters<tile>(values, problem.store);
-        problem.template write<centered>(row, values, statistics_of_row(), reduce, threadIdx.x == 0,
-                                         carried, true, NoNextRow{}, early);
+      for (long long row = blockIdx.x; row < call.num_rows; row += gridDim.x) {
+        values.fetch(call.load, row, cols);
+        const auto early = early_parameters<tile>(values, call.store);
+        call.template write<centered>(row, values, statistics_of_row(), reduce, threadIdx.x == 0,
+                                      carried, true, NoNextRow{}, early);
       }
     }
   }
-  problem.finish(carried);
+  call.finish(carried);
 }

@@ -12,19 +12,19 @@
 // elements each.
 template <class Load, class Store, bool centered, Statistics statistics, Tile tile>
 __global__ void __launch_bounds__(tile.block_size(), tile.blocks_per_sm)
-    forward_uncached(const Forward<Load, Store> problem) {
+    forward_uncached(const Forward<Load, Store> call) {
   using Compute = typename Load::Compute;
-  auto carried = problem.template start<tile>();  // nothing, unless y has 8 bits
+  auto carried = call.template start<tile>();  // nothing, unless y has 8 bits
   BlockReduce<tile.threads_per_row, Compute> reduce(dynamic_smem());  // sums over the block
 
-  for (long long row = blockIdx.x; row < problem.num_rows; row += gridDim.x) {
-    UncachedRow<Load, tile> values{problem.load, row, problem.num_cols};
+  for (long long row = blockIdx.x; row < call.num_rows; row += gridDim.x) {
+    UncachedRow<Load, tile> values{call.load, row, call.num_cols};
     // The first pass, or two: every thread gets mean and rstd of the row.
-    const auto mean_rstd = row_statistics<centered, statistics, Compute>(
-        values, reduce, problem.num_cols, problem.eps);
+    const auto mean_rstd =
+        row_statistics<centered, statistics, Compute>(values, reduce, call.num_cols, call.eps);
     // The last pass: reads x again, applies weight and bias, writes y. Thread 0 also writes mean
     // and rstd.
-    problem.template write<centered>(row, values, mean_rstd, reduce, threadIdx.x == 0, carried);
+    call.template write<centered>(row, values, mean_rstd, reduce, threadIdx.x == 0, carried);
   }
-  problem.finish(carried);
+  call.finish(carried);
 }

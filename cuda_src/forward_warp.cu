@@ -12,33 +12,33 @@
 // Load reads x, Store writes y (load.cuh, store.cuh). centered: LayerNorm, else RMSNorm.
 template <class Load, class Store, bool centered, Statistics statistics, Tile tile>
 __global__ void __launch_bounds__(tile.block_size(), tile.blocks_per_sm)
-    forward_warp(const Forward<Load, Store> problem) {
+    forward_warp(const Forward<Load, Store> call) {
   using Compute = typename Load::Compute;
   if constexpr (tile.path == Path::bundle) {
-    return forward_bundle<centered, statistics, tile>(problem);
+    return forward_bundle<centered, statistics, tile>(call);
   }
 
-  auto carried = problem.template start<tile>();  // nothing, unless y has 8 bits
-  WarpReduce<tile.threads_per_row> reduce;  // sums over the lanes that share a row, by shuffles
-  const Slice cols{0, static_cast<int>(problem.num_cols)};
+  auto carried = call.template start<tile>();  // nothing, unless y has 8 bits
+  WarpReduce<tile.threads_per_row> reduce;     // sums over the lanes that share a row, by shuffles
+  const Slice cols{0, static_cast<int>(call.num_cols)};
   const long long step = static_cast<long long>(gridDim.x) * tile.rows_per_block;
 
   for (long long first = static_cast<long long>(blockIdx.x) * tile.rows_per_block;
-       first < problem.num_rows; first += step) {
+       first < call.num_rows; first += step) {
     const long long row = first + threadIdx.x / tile.threads_per_row;
     // A shuffle needs all lanes of its warp. Lanes beyond the last row load that row again and
     // write nothing.
-    const bool present = row < problem.num_rows;
+    const bool present = row < call.num_rows;
     RegisterRow<Load, tile> values;
-    values.fetch(problem.load, present ? row : problem.num_rows - 1, cols);
-    const auto early = early_parameters<tile>(values, problem.store);
+    values.fetch(call.load, present ? row : call.num_rows - 1, cols);
+    const auto early = early_parameters<tile>(values, call.store);
     // From here on x is in registers. Every lane gets mean and rstd of its row.
-    const auto mean_rstd = row_statistics<centered, statistics, Compute>(
-        values, reduce, problem.num_cols, problem.eps);
+    const auto mean_rstd =
+        row_statistics<centered, statistics, Compute>(values, reduce, call.num_cols, call.eps);
     // Applies weight and bias, writes y. The first lane of the row also writes mean and rstd.
     const bool is_first_lane = threadIdx.x % tile.threads_per_row == 0;
-    problem.template write<centered>(row, values, mean_rstd, reduce, is_first_lane, carried,
-                                     present, NoNextRow{}, early);
+    call.template write<centered>(row, values, mean_rstd, reduce, is_first_lane, carried, present,
+                                  NoNextRow{}, early);
   }
-  problem.finish(carried);
+  call.finish(carried);
 }

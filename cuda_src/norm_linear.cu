@@ -32,14 +32,14 @@ struct NormLinear {
 };
 
 template <class T, int cluster_size>
-__device__ __forceinline__ void compute_tiles(const NormLinear<T>& problem, ProductMemory& memory,
+__device__ __forceinline__ void compute_tiles(const NormLinear<T>& call, ProductMemory& memory,
                                               const ProductTiles& tiles) {
   const unsigned warp = threadIdx.x / 32 - threads_per_group / 32, group = warp / 4;
   const unsigned rank = cluster_size > 1 ? cluster_rank() : 0;
-  const unsigned num_steps = (problem.in_features + step_cols - 1) / step_cols;
-  Results<T> results{.col = static_cast<int>(problem.out_features)};  // none yet
+  const unsigned num_steps = (call.in_features + step_cols - 1) / step_cols;
+  Results<T> results{.col = static_cast<int>(call.out_features)};  // none yet
   const auto write = [&](int part) {
-    results.write(part, problem.y, problem.num_rows, problem.out_features);
+    results.write(part, call.y, call.num_rows, call.out_features);
   };
   unsigned step = 0;
   for (unsigned turn = blockIdx.x / cluster_size; turn < tiles.num_turns();
@@ -60,10 +60,10 @@ __device__ __forceinline__ void compute_tiles(const NormLinear<T>& problem, Prod
     results.col = tile.place * block_cols;
     await_previous_kernel();  // it fills known with 0
     KnownRows known;
-    known.read(problem.known, results.row, problem.num_rows);  // in time, but for the first tiles
+    known.read(call.known, results.row, call.num_rows);  // in time, but for the first tiles
 #pragma unroll 1
     for (; at < num_steps; ++at, ++step) multiply_step<T, cluster_size>(d, memory, at, step);
-    const TwoRows rows = known.wait(problem.known, results.row, problem.num_rows);
+    const TwoRows rows = known.wait(call.known, results.row, call.num_rows);
     add_terms<cluster_size>(d, rows, memory, step++);
     results.take(d, rows);
   }
@@ -72,25 +72,25 @@ __device__ __forceinline__ void compute_tiles(const NormLinear<T>& problem, Prod
 
 template <class T, bool centered, int cluster_size>
 __global__ void __launch_bounds__(product_threads, 1) __cluster_dims__(cluster_size, 1, 1)
-    norm_linear(const __grid_constant__ NormLinear<T> problem) {
+    norm_linear(const __grid_constant__ NormLinear<T> call) {
   auto& memory = *reinterpret_cast<ProductMemory*>(tiles_smem());
   if (threadIdx.x == 0) memory.begin<cluster_size>();
   if constexpr (cluster_size > 1)
     cluster_sync();
   else
     __syncthreads();
-  const ProductTiles tiles(problem.num_rows, problem.out_features, block_rows * cluster_size,
-                           problem.strips_at_a_time, gridDim.x / cluster_size);
+  const ProductTiles tiles(call.num_rows, call.out_features, block_rows * cluster_size,
+                           call.strips_at_a_time, gridDim.x / cluster_size);
   // Registers: 128 threads of 56 and 256 of 224, as many as all have at the start.
   if (threadIdx.x >= threads_per_group) {
     take_registers<224>();
-    compute_tiles<T, cluster_size>(problem, memory, tiles);
+    compute_tiles<T, cluster_size>(call, memory, tiles);
   } else {
     keep_registers<56>();
     if (threadIdx.x >= 32)
-      find_statistics<centered>(problem);
+      find_statistics<centered>(call);
     else if (threadIdx.x == 0)
-      load_steps<cluster_size>(problem, memory, tiles);
+      load_steps<cluster_size>(call, memory, tiles);
   }
   // A block that ends could no longer be written to, nor be told of a stage.
   __syncwarp();

@@ -26,25 +26,25 @@ struct NormLinearFew {
 template <class T, class NormWeight, class NormBias, bool zero_centered, bool centered,
           int num_rows>
 __global__ void __launch_bounds__(num_warps * 32, 1)
-    norm_linear_few(const NormLinearFew<T, NormWeight, NormBias, zero_centered> problem) {
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, num_cols = problem.in_features;
+    norm_linear_few(const NormLinearFew<T, NormWeight, NormBias, zero_centered> call) {
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, num_cols = call.in_features;
   const int num_parts = (num_cols + part_cols - 1) / part_cols, num_turns = num_warps / num_parts;
   const int part = warp % num_parts, turn = warp / num_parts;
-  const long long first_output = blockIdx.x * problem.outputs_of_block;
-  const int outputs = min(problem.outputs_of_block, problem.out_features - first_output);
+  const long long first_output = blockIdx.x * call.outputs_of_block;
+  const int outputs = min(call.outputs_of_block, call.out_features - first_output);
 
   NormalizedRows<T, centered, num_rows> rows(dynamic_smem(), num_cols, num_parts);
-  rows.load(problem.rows);
+  rows.load(call.rows);
   if (blockIdx.x == 0) {
-    prefetch(problem.norm_weight.weight, num_cols);
-    prefetch(problem.norm_bias.weight, num_cols);
+    prefetch(call.norm_weight.weight, num_cols);
+    prefetch(call.norm_bias.weight, num_cols);
   }
   // A warp beyond the turns has no outputs, but takes part in the rest.
-  WeightUnits<T, units_ahead<num_rows>> units(problem.weight + first_output * num_cols, num_cols,
-                                              part, turn < num_turns ? turn : outputs, num_turns,
+  WeightUnits<T, units_ahead<num_rows>> units(call.weight + first_output * num_cols, num_cols, part,
+                                              turn < num_turns ? turn : outputs, num_turns,
                                               outputs);
   units.begin();
-  rows.normalize(problem);
+  rows.normalize(call);
   float* sums = rows.end();  // [outputs][num_rows][num_parts]
 
   while (units.output < outputs) {
@@ -68,10 +68,10 @@ __global__ void __launch_bounds__(num_warps * 32, 1)
   for (int at = threadIdx.x; at < outputs * num_rows; at += num_warps * 32) {
     const long long output = first_output + at / num_rows;
     float value[1] = {0.0f};
-    if (problem.bias != nullptr) unpack(load_pack<1>(problem.bias + output), value);
+    if (call.bias != nullptr) unpack(load_pack<1>(call.bias + output), value);
     float sum = sums[at * num_parts];
     for (int other = 1; other < num_parts; ++other) sum += sums[at * num_parts + other];
     value[0] += sum;
-    store_pack<1>(problem.y + at % num_rows * problem.out_features + output, repack<T>(value));
+    store_pack<1>(call.y + at % num_rows * call.out_features + output, repack<T>(value));
   }
 }

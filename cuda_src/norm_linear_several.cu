@@ -30,36 +30,36 @@ struct NormLinearSeveral {
   double eps;
 };
 
-template <class T, class Problem>
-__device__ __forceinline__ void multiply_tiles(const Problem& problem, const SeveralMemory& memory,
+template <class T, class Call>
+__device__ __forceinline__ void multiply_tiles(const Call& call, const SeveralMemory& memory,
                                                const SeveralPart& part) {
-  const SharedSums sums(memory, part, problem.tile_outputs);
+  const SharedSums sums(memory, part, call.tile_outputs);
   if (sums.own_outputs == 0) return;
   RingPlace place;
   for (int tile = 0; tile < part.num_tiles; ++tile) {
     float bias[2], d[16] = {};
-    sums.template load_bias<T>(bias, problem, tile);
+    sums.template load_bias<T>(bias, call, tile);
     multiply_steps<T>(d, place, memory, part.num_steps);
     sums.send(d, bias, tile);
-    sums.template write<T>(problem, tile);
+    sums.template write<T>(call, tile);
   }
 }
 
 template <class T, class NormWeight, class NormBias, bool zero_centered, bool centered>
 __global__ void __launch_bounds__(several_threads, 1) __cluster_dims__(cluster_size, 1, 1)
     norm_linear_several(
-        const __grid_constant__ NormLinearSeveral<T, NormWeight, NormBias, zero_centered> problem) {
-  const SeveralMemory memory(tiles_smem(), problem);
-  const SeveralPart part(problem);
+        const __grid_constant__ NormLinearSeveral<T, NormWeight, NormBias, zero_centered> call) {
+  const SeveralMemory memory(tiles_smem(), call);
+  const SeveralPart part(call);
   TileLoads loads{memory, part};
-  SeveralRows<T, decltype(problem)> rows(problem, memory, part);
+  SeveralRows<T, decltype(call)> rows(call, memory, part);
   const int warp = threadIdx.x / 32;
 
   if (warp == loading_warp)
-    memory.head.make_barriers(memory.num_stages, (problem.tile_outputs + 63) / group_outputs);
+    memory.head.make_barriers(memory.num_stages, (call.tile_outputs + 63) / group_outputs);
   cluster_arrive();
   if (warp == loading_warp)
-    loads.begin(problem);
+    loads.begin(call);
   else
     rows.load();
   cluster_wait();  // all barriers are there
@@ -73,7 +73,7 @@ __global__ void __launch_bounds__(several_threads, 1) __cluster_dims__(cluster_s
   __syncthreads();
   // No block ends before all others have sent it their last sums.
   if (warp < num_multiplying_groups * 4)
-    multiply_tiles<T>(problem, memory, part);
+    multiply_tiles<T>(call, memory, part);
   else if (warp == loading_warp)
-    loads.finish(problem);
+    loads.finish(call);
 }

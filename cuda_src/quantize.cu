@@ -29,7 +29,7 @@ struct Quantize {
 // has_sums: whether sums of x over rows are wanted.
 template <class Source, bool has_sums, Tile tile>
 __global__ void __launch_bounds__(tile.block_size(), tile.blocks_per_sm)
-    quantize(const Quantize<Source> problem) {
+    quantize(const Quantize<Source> call) {
   using Float8 = typename Source::Float8;
   constexpr int side = square_side, pack_size = tile.pack_size;
   constexpr int rows_of_pass = tile.rows_per_block, num_passes = side / rows_of_pass;
@@ -39,7 +39,7 @@ __global__ void __launch_bounds__(tile.block_size(), tile.blocks_per_sm)
                 "256 threads divide the columns of a square among themselves");
   static_assert(num_passes % in_flight == 0, "no pass goes beyond the last row of the square");
   unsigned char* square = dynamic_smem();
-  const long long squares_across = (problem.num_cols + side - 1) / side;
+  const long long squares_across = (call.num_cols + side - 1) / side;
   // The last squares first: if the L2 cache still has a part of the matrix, it is the end.
   const long long turn = gridDim.x - 1 - blockIdx.x;
   const long long first_row = turn / squares_across * side;
@@ -48,9 +48,9 @@ __global__ void __launch_bounds__(tile.block_size(), tile.blocks_per_sm)
   const int own_row = threadIdx.x / tile.threads_per_row;
   const int own_col = threadIdx.x % tile.threads_per_row * pack_size;
   const long long col = first_col + own_col;
-  const bool in_row = col < problem.num_cols;
-  const auto kept = problem.source.template keep<pack_size>(in_row ? col : 0);
-  const auto factor = problem.source.factor();
+  const bool in_row = col < call.num_cols;
+  const auto kept = call.source.template keep<pack_size>(in_row ? col : 0);
+  const auto factor = call.source.factor();
   Largest largest{};
   using Compute = typename ComputeOf<typename Source::Held>::type;
   [[maybe_unused]] Compute sums[pack_size] = {};
@@ -61,18 +61,18 @@ __global__ void __launch_bounds__(tile.block_size(), tile.blocks_per_sm)
     for (int at = 0; at < in_flight; ++at) {
       const long long row = first_row + own_row + (first + at) * rows_of_pass;
       fetched[at] = {};
-      if (in_row && row < problem.num_rows)
-        fetched[at] = problem.source.template fetch<pack_size>(row, col);
+      if (in_row && row < call.num_rows)
+        fetched[at] = call.source.template fetch<pack_size>(row, col);
     }
 #pragma unroll
     for (int at = 0; at < in_flight; ++at) {
       const int row_of_square = own_row + (first + at) * rows_of_pass;
       const long long row = first_row + row_of_square;
       Pack<Float8, pack_size> converted{};
-      if (in_row && row < problem.num_rows) {
-        converted = problem.source.template convert<pack_size>(fetched[at], kept, factor, largest);
-        if (problem.data != nullptr)
-          store_pack<pack_size>(problem.data + row * problem.data_stride + col, converted);
+      if (in_row && row < call.num_rows) {
+        converted = call.source.template convert<pack_size>(fetched[at], kept, factor, largest);
+        if (call.data != nullptr)
+          store_pack<pack_size>(call.data + row * call.data_stride + col, converted);
       }
       store_pack<pack_size>(
           reinterpret_cast<Float8*>(square + place_in_square(row_of_square, own_col)), converted);
@@ -84,15 +84,15 @@ __global__ void __launch_bounds__(tile.block_size(), tile.blocks_per_sm)
       }
     }
   }
-  problem.source.finish(largest);
+  call.source.finish(largest);
   if constexpr (has_sums) {
-    Compute* total = static_cast<Compute*>(problem.partial_sums) +
-                     first_row / side * problem.num_cols + first_col;
+    Compute* total =
+        static_cast<Compute*>(call.partial_sums) + first_row / side * call.num_cols + first_col;
     add_groups<side, rows_of_pass>(reinterpret_cast<Compute*>(square + side * side), sums, own_row,
-                                   own_col, total, problem.num_cols - first_col);
+                                   own_col, total, call.num_cols - first_col);
   }
-  if (problem.transposed == nullptr) return;
+  if (call.transposed == nullptr) return;
   __syncthreads();
-  write_transposed(square, reinterpret_cast<unsigned char*>(problem.transposed), first_row,
-                   first_col, problem.num_rows, problem.num_cols);
+  write_transposed(square, reinterpret_cast<unsigned char*>(call.transposed), first_row, first_col,
+                   call.num_rows, call.num_cols);
 }

@@ -22,15 +22,15 @@ struct ReduceMatrix {
 
 template <class X, bool has_sums, Tile tile>
 __global__ void __launch_bounds__(tile.block_size(), tile.blocks_per_sm)
-    reduce_matrix(const ReduceMatrix<X> problem) {
+    reduce_matrix(const ReduceMatrix<X> call) {
   using Compute = typename ComputeOf<X>::type;
   constexpr int pack_size = tile.pack_size;
   using Rows = Slab<tile>;
-  const Rows slab(problem.num_rows, problem.num_cols, problem.rows_of_slab);
+  const Rows slab(call.num_rows, call.num_cols, call.rows_of_slab);
 
   [[maybe_unused]] Compute sums[pack_size] = {};
   [[maybe_unused]] Largest largest{};
-  if (slab.col() < problem.num_cols) {
+  if (slab.col() < call.num_cols) {
 #pragma unroll 1
     for (long long row = slab.first_row + slab.group; row < slab.end_row; row += Rows::step) {
       Pack<X, pack_size> packs[tile.packs_per_thread];
@@ -38,7 +38,7 @@ __global__ void __launch_bounds__(tile.block_size(), tile.blocks_per_sm)
       for (int at = 0; at < tile.packs_per_thread; ++at) {
         packs[at] = {};
         const long long own = row + at * Rows::num_groups;
-        if (own < slab.end_row) packs[at] = problem.x.template load<pack_size>(own, slab.col());
+        if (own < slab.end_row) packs[at] = call.x.template load<pack_size>(own, slab.col());
       }
 #pragma unroll
       for (const auto& pack : packs) {
@@ -54,12 +54,12 @@ __global__ void __launch_bounds__(tile.block_size(), tile.blocks_per_sm)
     }
   }
   if constexpr (has_sums) {
-    Compute* total = static_cast<Compute*>(problem.partial_sums) + slab.index * problem.num_cols +
-                     slab.first_col;
+    Compute* total =
+        static_cast<Compute*>(call.partial_sums) + slab.index * call.num_cols + slab.first_col;
     add_groups<Rows::num_cols, Rows::num_groups>(reinterpret_cast<Compute*>(dynamic_smem()), sums,
                                                  slab.group, slab.own_col, total,
-                                                 problem.num_cols - slab.first_col);
+                                                 call.num_cols - slab.first_col);
   } else {
-    raise_amax(problem.amax, warp_reduce<32>(largest).bits());
+    raise_amax(call.amax, warp_reduce<32>(largest).bits());
   }
 }

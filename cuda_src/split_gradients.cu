@@ -43,16 +43,16 @@ struct SplitGradients {
 
 template <class X, class Dy, class LoadWeight, Gradients gradients, bool centered, Tile tile>
 __global__ void __launch_bounds__(tile.block_size(), tile.blocks_per_sm)
-    split_gradients(const SplitGradients<X, Dy, LoadWeight, centered> problem) {
+    split_gradients(const SplitGradients<X, Dy, LoadWeight, centered> call) {
   using Compute = typename Load<X>::Compute;
   constexpr int pack_size = tile.pack_size;
   using Rows = Slab<tile>;
-  const Rows slab(problem.num_rows, problem.num_cols, problem.rows_of_slab);
+  const Rows slab(call.num_rows, call.num_cols, call.rows_of_slab);
   const long long col = slab.col();
 
   Compute dweights[pack_size] = {}, dbiases[pack_size] = {};
-  if (col < problem.num_cols) {
-    auto kept = problem.load_weight.template keep<pack_size>(col);
+  if (col < call.num_cols) {
+    auto kept = call.load_weight.template keep<pack_size>(col);
 #pragma unroll 1
     for (long long row = slab.first_row + slab.group; row < slab.end_row; row += Rows::step) {
       Pack<X, pack_size> x_packs[tile.packs_per_thread];
@@ -60,15 +60,15 @@ __global__ void __launch_bounds__(tile.block_size(), tile.blocks_per_sm)
 #pragma unroll
       for (int at = 0; at < tile.packs_per_thread; ++at) {
         const long long own = min(row + at * Rows::num_groups, slab.end_row - 1);
-        x_packs[at] = problem.x.template load<pack_size>(own, col);
-        dy_packs[at] = problem.dy.template load<pack_size>(own, col);
+        x_packs[at] = call.x.template load<pack_size>(own, col);
+        dy_packs[at] = call.dy.template load<pack_size>(own, col);
       }
 #pragma unroll
       for (int at = 0; at < tile.packs_per_thread; ++at) {
         const long long own = row + at * Rows::num_groups;
         if (own >= slab.end_row) break;
-        const auto statistics = problem.saved.load(own, problem.num_rows);
-        const auto gradient = problem.template gradient_of<gradients.dx>(own, statistics.rstd);
+        const auto statistics = call.saved.load(own, call.num_rows);
+        const auto gradient = call.template gradient_of<gradients.dx>(own, statistics.rstd);
         Compute xs[pack_size], x_hats[pack_size], dys[pack_size], weights[pack_size];
         unpack(x_packs[at], xs);
         unpack(dy_packs[at], dys);
@@ -84,7 +84,7 @@ __global__ void __launch_bounds__(tile.block_size(), tile.blocks_per_sm)
           dx[element] =
               gradient.template dx<centered>(x_hat, rounded_product(value, weights[element]));
         }
-        if constexpr (gradients.dx) problem.dx.store(own, col, dx);
+        if constexpr (gradients.dx) call.dx.store(own, col, dx);
       }
     }
   }
@@ -92,10 +92,9 @@ __global__ void __launch_bounds__(tile.block_size(), tile.blocks_per_sm)
   const auto write = [&](const Compute(&sums)[pack_size], Compute* partials) {
     add_groups<Rows::num_cols, Rows::num_groups>(
         of_groups, sums, slab.group, slab.own_col,
-        partials + slab.index * problem.num_cols + slab.first_col,
-        problem.num_cols - slab.first_col);
+        partials + slab.index * call.num_cols + slab.first_col, call.num_cols - slab.first_col);
     __syncthreads();  // before of_groups is used again
   };
-  if constexpr (gradients.dweight) write(dweights, problem.dweight_partials);
-  if constexpr (gradients.dbias) write(dbiases, problem.dbias_partials);
+  if constexpr (gradients.dweight) write(dweights, call.dweight_partials);
+  if constexpr (gradients.dbias) write(dbiases, call.dbias_partials);
 }

@@ -72,20 +72,18 @@ struct SplitNormalize {
 // combines: from parts; else the statistics are those that an earlier launch saved.
 template <class X, class Store, bool centered, bool combines, Tile tile>
 __global__ void __launch_bounds__(tile.block_size(), tile.blocks_per_sm)
-    split_normalize(const SplitNormalize<X, Store, centered> problem) {
+    split_normalize(const SplitNormalize<X, Store, centered> call) {
   using Compute = typename Load<X>::Compute;
-  for (long long row = blockIdx.x; row < problem.num_rows; row += gridDim.x) {
-    auto values_of_row = part_of_row<tile>(problem.x, row, problem.num_cols);
+  for (long long row = blockIdx.x; row < call.num_rows; row += gridDim.x) {
+    auto values_of_row = part_of_row<tile>(call.x, row, call.num_cols);
     const RowStatistics<Compute> statistics =
-        combines ? problem.combine_and_save(row) : problem.saved.load(row, problem.num_rows);
-    const auto keep = [&](long long col) {
-      return problem.store.template keep<tile.pack_size>(col);
-    };
+        combines ? call.combine_and_save(row) : call.saved.load(row, call.num_rows);
+    const auto keep = [&](long long col) { return call.store.template keep<tile.pack_size>(col); };
     values_of_row.for_each_pack_with(
         keep, [&](long long col, const auto& values, bool in_row, const auto& kept) {
           Compute normalized[tile.pack_size];
           statistics.template normalize<centered>(values, normalized);
-          problem.store.store(row, col, normalized, kept, in_row);
+          call.store.store(row, col, normalized, kept, in_row);
         });
   }
 }

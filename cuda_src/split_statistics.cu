@@ -17,25 +17,24 @@ struct SplitStatistics {
 
 template <class X, bool centered, Tile tile>
 __global__ void __launch_bounds__(tile.block_size(), tile.blocks_per_sm)
-    split_statistics(const SplitStatistics<X> problem) {
+    split_statistics(const SplitStatistics<X> call) {
   using Compute = typename Load<X>::Compute;
   BlockReduce<tile.threads_per_row, Compute> reduce(dynamic_smem());
   // The smallest eps: rstd is finite, and 1 / rstd^2 is the variance, or RMSNorm's mean square.
   constexpr double eps = 0x1p-126;
 
-  for (long long row = blockIdx.x; row < problem.num_rows; row += gridDim.x) {
-    auto part = part_of_row<tile>(problem.x, row, problem.num_cols);
-    const auto mean_rstd = row_statistics<centered, Statistics::two_pass, Compute>(
-        part, reduce, problem.num_cols, eps);
+  for (long long row = blockIdx.x; row < call.num_rows; row += gridDim.x) {
+    auto part = part_of_row<tile>(call.x, row, call.num_cols);
+    const auto mean_rstd =
+        row_statistics<centered, Statistics::two_pass, Compute>(part, reduce, call.num_cols, eps);
     const Compute deviation = Compute(1) / mean_rstd.rstd;
-    const Compute squares = deviation * deviation * static_cast<Compute>(problem.num_cols);
+    const Compute squares = deviation * deviation * static_cast<Compute>(call.num_cols);
     if (threadIdx.x == 0) {
-      problem.part[(centered ? 2 : 0) * problem.num_rows + row] = squares;
+      call.part[(centered ? 2 : 0) * call.num_rows + row] = squares;
       if constexpr (centered) {
-        problem.part[row] = mean_rstd.first;
+        call.part[row] = mean_rstd.first;
         // mean_rstd.shift is -rest * rstd. An infinite variance leaves no rest.
-        problem.part[problem.num_rows + row] =
-            mean_rstd.rstd > 0 ? -mean_rstd.shift * deviation : 0;
+        call.part[call.num_rows + row] = mean_rstd.rstd > 0 ? -mean_rstd.shift * deviation : 0;
       }
     }
   }

@@ -21,23 +21,23 @@ struct SplitSums {
 
 template <class X, class Dy, class LoadWeight, bool centered, Tile tile>
 __global__ void __launch_bounds__(tile.block_size(), tile.blocks_per_sm)
-    split_sums(const SplitSums<X, Dy, LoadWeight, centered> problem) {
+    split_sums(const SplitSums<X, Dy, LoadWeight, centered> call) {
   using Compute = typename Load<X>::Compute;
   BlockReduce<tile.threads_per_row, Compute> reduce(dynamic_smem());
 
-  for (long long row = blockIdx.x; row < problem.num_rows; row += gridDim.x) {
-    auto x_of_row = part_of_row<tile>(problem.x, row, problem.num_cols);
-    const RowStatistics<Compute> statistics = problem.saved.load(row, problem.num_rows);
+  for (long long row = blockIdx.x; row < call.num_rows; row += gridDim.x) {
+    auto x_of_row = part_of_row<tile>(call.x, row, call.num_cols);
+    const RowStatistics<Compute> statistics = call.saved.load(row, call.num_rows);
     Sum<Compute, 2> sums{};
     const auto load_dy = [&](long long col) {
-      return problem.dy.template load<tile.pack_size>(row, col);
+      return call.dy.template load<tile.pack_size>(row, col);
     };
     x_of_row.for_each_pack_with(
         load_dy, [&](long long col, const auto& xs, bool in_row, const auto& dy) {
           Compute x_hats[tile.pack_size], dys[tile.pack_size], weights[tile.pack_size];
           statistics.template normalize<centered>(xs, x_hats);
           unpack(dy, dys);
-          problem.load_weight.load(in_row ? col : 0, weights);
+          call.load_weight.load(in_row ? col : 0, weights);
           Sum<Compute, 2> of_pack{};
 #pragma unroll
           for (int at = 0; at < tile.pack_size; ++at) {
@@ -49,8 +49,8 @@ __global__ void __launch_bounds__(tile.block_size(), tile.blocks_per_sm)
         });
     sums = reduce.all(sums);
     if (threadIdx.x == 0) {
-      problem.sums[row] = sums.part[0];
-      if constexpr (centered) problem.sums[problem.num_rows + row] = sums.part[1];
+      call.sums[row] = sums.part[0];
+      if constexpr (centered) call.sums[call.num_rows + row] = sums.part[1];
     }
   }
 }

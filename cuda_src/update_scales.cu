@@ -23,9 +23,9 @@ __device__ __forceinline__ double double_of(unsigned bits) {
 
 template <Tile tile>
 __global__ void __launch_bounds__(tile.block_size(), tile.blocks_per_sm)
-    update_scales(const UpdateScales problem) {
-  const long long num_steps = problem.num_steps, step = problem.num_tensors;
-  unsigned* const history = problem.history + blockIdx.x;
+    update_scales(const UpdateScales call) {
+  const long long num_steps = call.num_steps, step = call.num_tensors;
+  unsigned* const history = call.history + blockIdx.x;
   const unsigned latest = history[0];
   if ((latest & 0x7fffffffu) == 0) return;  // the tensor was not used
   Largest amax{};
@@ -34,11 +34,11 @@ __global__ void __launch_bounds__(tile.block_size(), tile.blocks_per_sm)
     if (bits <= infinity_bits) amax.add(bits);  // a NaN is no maximum
   }
   BlockReduce<tile.threads_per_row, float> reduce(dynamic_smem());
-  const unsigned recent = problem.most_recent ? latest : reduce.all(amax).bits();
+  const unsigned recent = call.most_recent ? latest : reduce.all(amax).bits();
   if (threadIdx.x == 0 && recent > 0 && recent < infinity_bits) {
     const double numerator =
-        double_of(float_bits(static_cast<double>(problem.largest[blockIdx.x]) * problem.factor));
-    problem.scale[blockIdx.x] =
+        double_of(float_bits(static_cast<double>(call.largest[blockIdx.x]) * call.factor));
+    call.scale[blockIdx.x] =
         min(float_bits(fmin(numerator / double_of(recent), 0x1.fffffep127)), infinity_bits - 1);
   }
   // Step `at` gets the amax of the step after it, the last one that of this step.

@@ -174,7 +174,7 @@ def test_sums_are_made_in_a_fixed_order(path):
 
     A maximum does not, nor does a counter of rows.
     """
-    allowed = {"amax.cuh": "atomicMax(", "row_statistics.cuh": "atomicAdd(problem.next_row,"}
+    allowed = {"amax.cuh": "atomicMax(", "row_statistics.cuh": "atomicAdd(call.next_row,"}
     text = code(path).replace(allowed.get(path.name, "-"), "-")
     assert not ATOMIC.search(text)
 

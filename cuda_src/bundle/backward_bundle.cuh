@@ -10,19 +10,19 @@
 template <Gradients gradients, bool centered, Tile tile, class LoadX, class LoadDy,
           class LoadWeight, class StoreDx, class... Added>
 __device__ __forceinline__ void backward_bundles(
-    const Backward<LoadX, LoadDy, LoadWeight, StoreDx>& problem, unsigned char* smem,
+    const Backward<LoadX, LoadDy, LoadWeight, StoreDx>& call, unsigned char* smem,
     const BundleStream<tile, Added>&... added) {
   using Compute = typename LoadX::Compute;
   using X = typename LoadX::Held;
   using Dy = typename LoadDy::Held;
   using Parts = BundleParts<tile>;
-  const int num_cols = static_cast<int>(problem.num_cols);
-  const BundleStream<tile, X> x{problem.load_x.x, num_cols};
-  const BundleStream<tile, Dy> dy{problem.load_dy.x, num_cols};
-  const BundleStream<tile, Compute> mean{problem.mean, 1}, rstd{problem.rstd, 1};
-  const Bundles<tile, X, Dy, Compute, Compute, Added...> bundles(smem, problem.num_rows, x, dy,
-                                                                 mean, rstd, added...);
-  auto in_smem = problem;  // the same for the rows of one bundle
+  const int num_cols = static_cast<int>(call.num_cols);
+  const BundleStream<tile, X> x{call.load_x.x, num_cols};
+  const BundleStream<tile, Dy> dy{call.load_dy.x, num_cols};
+  const BundleStream<tile, Compute> mean{call.mean, 1}, rstd{call.rstd, 1};
+  const Bundles<tile, X, Dy, Compute, Compute, Added...> bundles(smem, call.num_rows, x, dy, mean,
+                                                                 rstd, added...);
+  auto in_smem = call;  // the same for the rows of one bundle
   in_smem.load_x.x_stride = in_smem.load_dy.x_stride = in_smem.store.written_stride() = num_cols;
   RegisterGradient<LoadX, LoadDy, LoadWeight, StoreDx, gradients, centered, tile> gradient(
       in_smem, {0, num_cols});
@@ -37,7 +37,7 @@ __device__ __forceinline__ void backward_bundles(
       in_smem.store.dsum_stride = num_cols),
      ...);
     in_smem.num_rows = num_rows;
-    auto stored = problem.store;
+    auto stored = call.store;
     auto* const dx = stored.written() + first_row * num_cols;
     auto* const results =
         result_image(reinterpret_cast<decltype(dx)>(const_cast<X*>(in_smem.load_x.x)), dx);
@@ -58,12 +58,12 @@ __device__ __forceinline__ void backward_bundles(
 template <Gradients gradients, bool centered, Tile tile, class LoadX, class LoadDy,
           class LoadWeight, class StoreDx>
 __device__ __forceinline__ void backward_bundle(
-    const Backward<LoadX, LoadDy, LoadWeight, StoreDx>& problem) {
+    const Backward<LoadX, LoadDy, LoadWeight, StoreDx>& call) {
   if constexpr (StoreDx::adds && gradients.dx) {
-    const BundleStream<tile, typename StoreDx::Added> added{problem.store.added_start(0),
-                                                            static_cast<int>(problem.num_cols)};
-    backward_bundles<gradients, centered, tile>(problem, dynamic_smem(), added);
+    const BundleStream<tile, typename StoreDx::Added> added{call.store.added_start(0),
+                                                            static_cast<int>(call.num_cols)};
+    backward_bundles<gradients, centered, tile>(call, dynamic_smem(), added);
   } else {
-    backward_bundles<gradients, centered, tile>(problem, dynamic_smem());
+    backward_bundles<gradients, centered, tile>(call, dynamic_smem());
   }
 }

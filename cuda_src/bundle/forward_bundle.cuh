@@ -11,7 +11,7 @@
 // streams: the tensors that make up a row, one or two.
 template <bool centered, Statistics statistics, Tile tile, class Load, class Store,
           class... Streamed>
-__device__ __forceinline__ void forward_bundles(const Forward<Load, Store>& problem,
+__device__ __forceinline__ void forward_bundles(const Forward<Load, Store>& call,
                                                 unsigned char* smem,
                                                 const BundleStream<tile, Streamed>&... streams) {
   using Compute = typename Load::Compute;
@@ -20,9 +20,9 @@ __device__ __forceinline__ void forward_bundles(const Forward<Load, Store>& prob
   constexpr bool has_sum = sizeof...(Streamed) == 2;
   constexpr int num_streams = sizeof...(Streamed);
   constexpr int pack_size = tile.pack_size;
-  const int num_cols = static_cast<int>(problem.num_cols);
+  const int num_cols = static_cast<int>(call.num_cols);
   const BundleStream<tile, X> all_streams[] = {streams...};
-  const Bundles<tile, Streamed...> bundles(smem, problem.num_rows, streams...);
+  const Bundles<tile, Streamed...> bundles(smem, call.num_rows, streams...);
   WarpReduce<tile.threads_per_row> reduce;
 
   // Weights and biases are kept from the first row to the last, two packs together.
@@ -33,7 +33,7 @@ __device__ __forceinline__ void forward_bundles(const Forward<Load, Store>& prob
   typename Store::template Kept<2 * pack_size> kept[(tile.packs_per_thread + 1) / 2];
 #pragma unroll
   for (int pack = 0; pack < tile.packs_per_thread; pack += 2) {
-    kept[pack / 2] = problem.store.template keep_two<pack_size>(col_of(pack), col_of(pack + 1));
+    kept[pack / 2] = call.store.template keep_two<pack_size>(col_of(pack), col_of(pack + 1));
   }
 
   const auto work_on = [&](const unsigned char* slot, int part, long long first_row, int num_rows,
@@ -43,12 +43,12 @@ __device__ __forceinline__ void forward_bundles(const Forward<Load, Store>& prob
     for (int at = 0; at < num_streams; ++at) {
       rows[at] = all_streams[at].in(slot + at * all_streams[at].slot_bytes(), part, first_row);
     }
-    Store store = problem.store;
+    Store store = call.store;
     auto* const y = store.written() + first_row * num_cols;
     auto* const results = result_image(reinterpret_cast<decltype(y)>(const_cast<X*>(rows[0])), y);
     X *sum = nullptr, *sums = nullptr;  // they overwrite the residual's image
     if constexpr (has_sum) {
-      sum = problem.load.sum + first_row * num_cols;
+      sum = call.load.sum + first_row * num_cols;
       sums = result_image(rows[1], sum);
     }
 #pragma unroll 1
@@ -63,8 +63,8 @@ __device__ __forceinline__ void forward_bundles(const Forward<Load, Store>& prob
         values.fetch_own({rows[0] + own}, {0, num_cols});
       }
       const auto mean_rstd =
-          row_statistics<centered, statistics, Compute>(values, reduce, num_cols, problem.eps);
-      problem.save(first_row + row, mean_rstd, present && threadIdx.x % tile.threads_per_row == 0);
+          row_statistics<centered, statistics, Compute>(values, reduce, num_cols, call.eps);
+      call.save(first_row + row, mean_rstd, present && threadIdx.x % tile.threads_per_row == 0);
       store.written() = results + own;
       __syncwarp();  // all lanes have read what the results overwrite
       if constexpr (has_sum) values.store_own(sums + own, present);
@@ -89,7 +89,7 @@ __device__ __forceinline__ void forward_bundles(const Forward<Load, Store>& prob
           Compute y_values[pack_size];
           store.affine(normalized, weights, biases, y_values);
           store.finish(first_row + row, col_of(pack), store.y + own_col, y_values,
-                       problem.template other_y<centered>(first_row + row, mean_rstd),
+                       call.template other_y<centered>(first_row + row, mean_rstd),
                        present && register_pack_in_row<tile>(pack, num_cols));
         } else {
           store.store(0, own_col, normalized, weights, biases,
@@ -100,21 +100,21 @@ __device__ __forceinline__ void forward_bundles(const Forward<Load, Store>& prob
     __syncwarp();
     write_image<Parts::lanes>(y, results, num_rows * num_cols);
     if constexpr (has_sum) {
-      if (problem.load.sum != nullptr) write_image<Parts::lanes>(sum, sums, num_rows * num_cols);
+      if (call.load.sum != nullptr) write_image<Parts::lanes>(sum, sums, num_rows * num_cols);
     }
   };
   bundles.for_each(work_on, streams...);
 }
 
 template <bool centered, Statistics statistics, Tile tile, class Load, class Store>
-__device__ __forceinline__ void forward_bundle(const Forward<Load, Store>& problem) {
+__device__ __forceinline__ void forward_bundle(const Forward<Load, Store>& call) {
   const auto stream = [&](int index) {
-    return BundleStream<tile, typename Load::Held>{problem.load.row_start(0, index),
-                                                   static_cast<int>(problem.num_cols)};
+    return BundleStream<tile, typename Load::Held>{call.load.row_start(0, index),
+                                                   static_cast<int>(call.num_cols)};
   };
   if constexpr (Load::num_streams == 2) {
-    forward_bundles<centered, statistics, tile>(problem, dynamic_smem(), stream(0), stream(1));
+    forward_bundles<centered, statistics, tile>(call, dynamic_smem(), stream(0), stream(1));
   } else {
-    forward_bundles<centered, statistics, tile>(problem, dynamic_smem(), stream(0));
+    forward_bundles<centered, statistics, tile>(call, dynamic_smem(), stream(0));
   }
 }

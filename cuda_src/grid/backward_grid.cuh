@@ -7,10 +7,10 @@
 #include "grid_sums.cuh"
 #include "grid_turns.cuh"
 
-template <Gradients gradients, bool centered, Tile tile, class Problem>
+template <Gradients gradients, bool centered, Tile tile, class Call>
 struct BackwardGrid {
-  using X = typename decltype(Problem::load_x)::Held;
-  using Dy = typename decltype(Problem::load_dy)::Held;
+  using X = typename decltype(Call::load_x)::Held;
+  using Dy = typename decltype(Call::load_dy)::Held;
   using Shape = GridShape<tile>;
   using Value = Sum<float, 2>;
   using Exchange = GridExchange<Value, tile>;
@@ -27,32 +27,31 @@ struct BackwardGrid {
       Exchange::smem_bytes + Sums::smem_bytes + tile.stages * Shape::packs_at_once * place_bytes;
   static_assert(used_bytes <= Shape::smem_bytes);
 
-  const Problem& problem;
+  const Call& call;
   Slice cols;
   StreamX x;
   StreamDy dy;
   Sums sums;
-  GridKept<decltype(Problem::load_weight), tile, Sums::left_registers,
-           Shape::smem_bytes - used_bytes>
+  GridKept<decltype(Call::load_weight), tile, Sums::left_registers, Shape::smem_bytes - used_bytes>
       weights;
   RowGradient<float> summed, written, next_summed;  // of the rows in these states
   Value of_row;
 
-  __device__ __forceinline__ explicit BackwardGrid(const Problem& problem)
-      : problem(problem),
-        cols(Shape::cols(problem.num_cols)),
+  __device__ __forceinline__ explicit BackwardGrid(const Call& call)
+      : call(call),
+        cols(Shape::cols(call.num_cols)),
         sums(dynamic_smem() + used_bytes - Sums::smem_bytes),
-        weights(problem.load_weight, cols, dynamic_smem() + used_bytes),
+        weights(call.load_weight, cols, dynamic_smem() + used_bytes),
         next_summed(gradient_of(0)) {}
   __device__ __forceinline__ RowGradient<float> gradient_of(long long turn) const {
-    const long long row = min(Shape::row(turn), problem.num_rows - 1);
-    return {centered ? problem.mean[row] : 0, problem.rstd[row], 0, 0};
+    const long long row = min(Shape::row(turn), call.num_rows - 1);
+    return {centered ? call.mean[row] : 0, call.rstd[row], 0, 0};
   }
   __device__ __forceinline__ void start() { weights.load_all(); }
   template <bool again>
   __device__ __forceinline__ void begin_copies(long long turn) {
-    x.template begin_copies<again>(problem.load_x, turn, cols);
-    dy.template begin_copies<again>(problem.load_dy, turn, cols);
+    x.template begin_copies<again>(call.load_x, turn, cols);
+    dy.template begin_copies<again>(call.load_dy, turn, cols);
   }
   template <bool again>
   __device__ __forceinline__ void copy(int pack, int place) const {
@@ -69,7 +68,7 @@ struct BackwardGrid {
     float x_hats[pack_size], dys[pack_size], wdys[pack_size];
     unpack(loaded.x, x_hats);
     unpack(loaded.dy, dys);
-    problem.load_weight.unpack(weights.of(pack), wdys);
+    call.load_weight.unpack(weights.of(pack), wdys);
 #pragma unroll
     for (int at = 0; at < pack_size; ++at) {
       x_hats[at] = gradient.template x_hat<centered>(x_hats[at]);
@@ -94,7 +93,7 @@ struct BackwardGrid {
   __device__ __forceinline__ Value value() const { return warp_reduce<32>(of_row); }
   __device__ __forceinline__ void begin_results(long long turn, const Exchange& exchange) {
     written = gradient_of(turn);  // loads while the total may still be on its way
-    written.finish(exchange.total(turn), 1.0f / static_cast<float>(problem.num_cols));
+    written.finish(exchange.total(turn), 1.0f / static_cast<float>(call.num_cols));
   }
   __device__ __forceinline__ void write(long long turn, int pack, const Loaded& loaded) {
     with_pack(written, pack, loaded, [&](const auto& x_hats, const auto& dys, const auto& wdys) {
@@ -102,17 +101,17 @@ struct BackwardGrid {
 #pragma unroll
       for (int at = 0; at < pack_size; ++at)
         dx[at] = written.template dx<centered>(x_hats[at], wdys[at]);
-      problem.store.store(Shape::row(turn), cols.first_col + Shape::col(pack), dx);
+      call.store.store(Shape::row(turn), cols.first_col + Shape::col(pack), dx);
       sums.add(pack, x_hats, dys);
     });
   }
 };
 
-template <Gradients gradients, bool centered, Tile tile, class Problem>
-__device__ __forceinline__ void backward_grid(const Problem& problem) {
-  using Grid = BackwardGrid<gradients, centered, tile, Problem>;
+template <Gradients gradients, bool centered, Tile tile, class Call>
+__device__ __forceinline__ void backward_grid(const Call& call) {
+  using Grid = BackwardGrid<gradients, centered, tile, Call>;
   const typename Grid::Exchange exchange(dynamic_smem());
-  Grid grid(problem);
-  take_turns<tile>(exchange, grid, Grid::Shape::num_turns(problem.num_rows));
-  grid.sums.write(problem, grid.cols);
+  Grid grid(call);
+  take_turns<tile>(exchange, grid, Grid::Shape::num_turns(call.num_rows));
+  grid.sums.write(call, grid.cols);
 }

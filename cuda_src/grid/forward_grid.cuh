@@ -25,7 +25,7 @@ struct ForwardGrid {
       Shape::num_packs * static_cast<int>(sizeof(Parameters)) <= 4 * num_registers;
   static constexpr int spare_registers = all_fit ? num_registers : Shape::spare_registers;
 
-  const Forward<Load, Store>& problem;
+  const Forward<Load, Store>& call;
   Slice cols;
   StreamX x;
   GridKept<Store, tile, spare_registers, Shape::smem_bytes - used_bytes> parameters;
@@ -34,18 +34,18 @@ struct ForwardGrid {
   Sum<float, 1> squares;
   RowStatistics<float> statistics;
 
-  __device__ __forceinline__ explicit ForwardGrid(const Forward<Load, Store>& problem)
-      : problem(problem),
-        cols(Shape::cols(problem.num_cols)),
-        parameters(problem.store, cols, dynamic_smem() + used_bytes),
-        reciprocal(1.0f / static_cast<float>(problem.num_cols)),
+  __device__ __forceinline__ explicit ForwardGrid(const Forward<Load, Store>& call)
+      : call(call),
+        cols(Shape::cols(call.num_cols)),
+        parameters(call.store, cols, dynamic_smem() + used_bytes),
+        reciprocal(1.0f / static_cast<float>(call.num_cols)),
         num_own_cols(static_cast<float>(Shape::num_cols_of(cols, threadIdx.x, 1))),
         num_cols_of_warp(static_cast<float>(Shape::num_cols_of(cols, threadIdx.x / 32 * 32, 32))) {}
 
   __device__ __forceinline__ void start() { parameters.load_all(); }
   template <bool again>
   __device__ __forceinline__ void begin_copies(long long turn) {
-    x.template begin_copies<again>(problem.load, turn, cols);
+    x.template begin_copies<again>(call.load, turn, cols);
   }
   template <bool again>
   __device__ __forceinline__ void copy(int pack, int place) const {
@@ -77,25 +77,25 @@ struct ForwardGrid {
   __device__ __forceinline__ void begin_results(long long turn, const Exchange& exchange) {
     const Value total = exchange.total(turn);
     if constexpr (centered) {
-      statistics = of_moments(total, reciprocal, problem.eps);
+      statistics = of_moments(total, reciprocal, call.eps);
     } else {
-      statistics = uncentered(total.part[0], reciprocal, problem.eps);
+      statistics = uncentered(total.part[0], reciprocal, call.eps);
     }
-    problem.save(Shape::row(turn), statistics, threadIdx.x == 0 && Shape::rank() == 0);
+    call.save(Shape::row(turn), statistics, threadIdx.x == 0 && Shape::rank() == 0);
   }
   __device__ __forceinline__ void write(long long turn, int pack, const Loaded& loaded) {
     const int col = Shape::col(pack);
     float values[pack_size], normalized[pack_size];
     unpack(loaded, values);
     statistics.template normalize<centered>(values, normalized);
-    problem.store.store(Shape::row(turn), cols.first_col + col, normalized, parameters.of(pack));
+    call.store.store(Shape::row(turn), cols.first_col + col, normalized, parameters.of(pack));
   }
 };
 
 template <bool centered, Tile tile, class Load, class Store>
-__device__ __forceinline__ void forward_grid(const Forward<Load, Store>& problem) {
+__device__ __forceinline__ void forward_grid(const Forward<Load, Store>& call) {
   using Grid = ForwardGrid<centered, tile, Load, Store>;
   const typename Grid::Exchange exchange(dynamic_smem());
-  Grid grid(problem);
-  take_turns<tile>(exchange, grid, Grid::Shape::num_turns(problem.num_rows));
+  Grid grid(call);
+  take_turns<tile>(exchange, grid, Grid::Shape::num_turns(call.num_rows));
 }

@@ -54,17 +54,17 @@ struct GridSums {
     if constexpr (gradients.dweight) set<true>(pack, 0, products);
     if constexpr (gradients.dbias) set<true>(pack, wanted - 1, dys);
   }
-  // To the partial row of this group. problem: a Backward.
-  template <class Problem>
-  __device__ __forceinline__ void write(const Problem& problem, Slice cols) const {
+  // To the partial row of this group. call: a Backward.
+  template <class Call>
+  __device__ __forceinline__ void write(const Call& call, Slice cols) const {
     if (!Shape::works()) return;
-    const long long first = Shape::group() * problem.num_cols + cols.first_col;
+    const long long first = Shape::group() * call.num_cols + cols.first_col;
 #pragma unroll
     for (int pack = 0; pack < Shape::num_packs; ++pack) {
       if (!Shape::present(pack, cols)) continue;
       const long long col = first + Shape::col(pack);
-      if constexpr (gradients.dweight) write(pack, 0, dweight, problem.dweight_partials + col);
-      if constexpr (gradients.dbias) write(pack, wanted - 1, dbias, problem.dbias_partials + col);
+      if constexpr (gradients.dweight) write(pack, 0, dweight, call.dweight_partials + col);
+      if constexpr (gradients.dbias) write(pack, wanted - 1, dbias, call.dbias_partials + col);
     }
   }
 

@@ -18,7 +18,7 @@ enum class Reach {
   row,       // one element for all columns
 };
 
-// Row `row` of the problem reads row `row / repeat % period` of the array.
+// Row `row` of x reads row `row / repeat % period` of the array.
 template <class T, Reach reach>
 struct RowArray {
   const T* start;

@@ -85,20 +85,19 @@ __device__ __forceinline__ Pack<T, 8> normalized(const Pack<T, 8>& pack, const f
   }
   return repack<T>(values);
 }
-// col: in the row. problem: has norm_weight and norm_bias.
-template <bool centered, class T, class Problem>
+// col: in the row. call: has norm_weight and norm_bias.
+template <bool centered, class T, class Call>
 __device__ __forceinline__ void normalize_pack(T* pack, int col, const float2& mean_rstd,
-                                               const Problem& problem) {
+                                               const Call& call) {
   float scales[8], biases[8];
-  problem.norm_weight.template load<8>(col, scales);
-  problem.norm_bias.template load<8>(col, biases);
+  call.norm_weight.template load<8>(col, scales);
+  call.norm_bias.template load<8>(col, biases);
   store_pack<8>(pack, normalized<centered>(load_pack<8>(pack), mean_rstd, scales, biases));
 }
 
-// By one thread, which has them; problem: has mean and rstd, null: not wanted.
-template <class Problem>
-__device__ __forceinline__ void save_mean_rstd(const Problem& problem, int row,
-                                               const float2& mean_rstd) {
-  if (problem.mean != nullptr) problem.mean[row] = mean_rstd.x;
-  if (problem.rstd != nullptr) problem.rstd[row] = mean_rstd.y;
+// By one thread, which has them; call: has mean and rstd, null: not wanted.
+template <class Call>
+__device__ __forceinline__ void save_mean_rstd(const Call& call, int row, const float2& mean_rstd) {
+  if (call.mean != nullptr) call.mean[row] = mean_rstd.x;
+  if (call.rstd != nullptr) call.rstd[row] = mean_rstd.y;
 }

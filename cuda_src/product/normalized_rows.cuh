@@ -68,8 +68,8 @@ struct NormalizedRows {
     });
   }
 
-  template <class Problem>
-  __device__ __forceinline__ void normalize(const Problem& problem) const {
+  template <class Call>
+  __device__ __forceinline__ void normalize(const Call& call) const {
     const int lane = threadIdx.x % 32;
     async_wait<0>();
 #pragma unroll
@@ -82,10 +82,10 @@ struct NormalizedRows {
     for (int row = 0; row < num_rows; ++row) {
       const Moments<float> of_warp =
           lane < num_warps ? moments[row * num_warps + lane] : Moments<float>{};
-      const float2 found = mean_rstd_of<centered, 32>(of_warp, num_cols, problem.eps);
-      if (blockIdx.x == 0 && threadIdx.x == 0) save_mean_rstd(problem, row, found);
+      const float2 found = mean_rstd_of<centered, 32>(of_warp, num_cols, call.eps);
+      if (blockIdx.x == 0 && threadIdx.x == 0) save_mean_rstd(call, row, found);
       for_each_own(row,
-                   [&](T* pack, int col) { normalize_pack<centered>(pack, col, found, problem); });
+                   [&](T* pack, int col) { normalize_pack<centered>(pack, col, found, call); });
     }
     __syncthreads();
   }

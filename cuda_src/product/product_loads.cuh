@@ -20,14 +20,14 @@ __device__ __forceinline__ void load_shared(unsigned char* to, unsigned long lon
   }
 }
 
-template <int cluster_size, class Problem>
-__device__ __forceinline__ void load_steps(const Problem& problem, ProductMemory& memory,
+template <int cluster_size, class Call>
+__device__ __forceinline__ void load_steps(const Call& call, ProductMemory& memory,
                                            const ProductTiles& tiles) {
-  tile_fetch_map(problem.x);
-  tile_fetch_map(problem.weight);
-  tile_fetch_map(problem.terms);
+  tile_fetch_map(call.x);
+  tile_fetch_map(call.weight);
+  tile_fetch_map(call.terms);
   const unsigned rank = cluster_size > 1 ? cluster_rank() : 0;
-  const unsigned num_steps = (problem.in_features + step_cols - 1) / step_cols;
+  const unsigned num_steps = (call.in_features + step_cols - 1) / step_cols;
   unsigned step = 0;
   for (unsigned turn = blockIdx.x / cluster_size; turn < tiles.num_turns();
        turn += gridDim.x / cluster_size) {
@@ -42,12 +42,12 @@ __device__ __forceinline__ void load_steps(const Problem& problem, ProductMemory
       if (at < num_steps) {
         const int step_col = at * step_cols;
         bulk_expect(loaded, stage_bytes);
-        tile_load(memory.x(stage), problem.x, step_col, row, loaded);
-        load_shared<cluster_size, tile_bytes>(memory.weight(stage), loaded, problem.weight,
-                                              step_col, col);
+        tile_load(memory.x(stage), call.x, step_col, row, loaded);
+        load_shared<cluster_size, tile_bytes>(memory.weight(stage), loaded, call.weight, step_col,
+                                              col);
       } else {
         bulk_expect(loaded, terms_bytes);
-        load_shared<cluster_size, terms_tile_bytes>(memory.x(stage), loaded, problem.terms, 0, col);
+        load_shared<cluster_size, terms_tile_bytes>(memory.x(stage), loaded, call.terms, 0, col);
       }
     }
   }

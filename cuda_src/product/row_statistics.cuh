@@ -64,25 +64,24 @@ __device__ __forceinline__ RowStatistics<float> statistics_of(const T* row, long
                   : uncentered(sums.part[1], 1.0f / count, eps);
 }
 
-// problem.next_row: how many rows are taken already.
-template <bool centered, class Problem>
-__device__ __forceinline__ void find_statistics(const Problem& problem) {
+// call.next_row: how many rows are taken already.
+template <bool centered, class Call>
+__device__ __forceinline__ void find_statistics(const Call& call) {
   const int lane = threadIdx.x % 32;
   await_previous_kernel();
   while (true) {
     unsigned long long next = 0;
-    if (lane == 0)
-      next = atomicAdd(problem.next_row, static_cast<unsigned long long>(rows_of_turn));
+    if (lane == 0) next = atomicAdd(call.next_row, static_cast<unsigned long long>(rows_of_turn));
     next = __shfl_sync(0xffffffffu, next, 0);
-    if (next >= problem.num_rows) return;
+    if (next >= call.num_rows) return;
     // Beyond the last row: the last row again.
-    const long long row = min(next + lane / lanes_of_row, problem.num_rows - 1);
-    const auto found = statistics_of<centered>(problem.x_rows + row * problem.in_features,
-                                               problem.in_features, problem.eps);
+    const long long row = min(next + lane / lanes_of_row, call.num_rows - 1);
+    const auto found =
+        statistics_of<centered>(call.x_rows + row * call.in_features, call.in_features, call.eps);
     if (lane % lanes_of_row != 0) continue;
-    if (problem.mean != nullptr) problem.mean[row] = found.mean;
-    if (problem.rstd != nullptr) problem.rstd[row] = found.rstd;
-    *static_cast<volatile unsigned long long*>(problem.known + row) =
+    if (call.mean != nullptr) call.mean[row] = found.mean;
+    if (call.rstd != nullptr) call.rstd[row] = found.rstd;
+    *static_cast<volatile unsigned long long*>(call.known + row) =
         known_word(found.mean, found.rstd);
   }
 }

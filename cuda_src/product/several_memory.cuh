@@ -18,26 +18,26 @@ struct SeveralPart {
   const int cluster, rank, num_clusters, first_col;
   int num_cols, num_steps, num_tiles;  // of this block
 
-  template <class Problem>
-  __device__ __forceinline__ explicit SeveralPart(const Problem& problem)
+  template <class Call>
+  __device__ __forceinline__ explicit SeveralPart(const Call& call)
       : cluster(blockIdx.x / cluster_size),
         rank(blockIdx.x % cluster_size),
         num_clusters(gridDim.x / cluster_size),
-        first_col(rank * static_cast<int>(problem.most_steps) * step_cols) {
-    num_cols = cols_of(problem, rank);
+        first_col(rank * static_cast<int>(call.most_steps) * step_cols) {
+    num_cols = cols_of(call, rank);
     num_steps = (num_cols + step_cols - 1) / step_cols;
-    num_tiles = (static_cast<int>(problem.num_tiles) - cluster + num_clusters - 1) / num_clusters;
+    num_tiles = (static_cast<int>(call.num_tiles) - cluster + num_clusters - 1) / num_clusters;
   }
   // Of a block of this cluster.
-  template <class Problem>
-  __device__ __forceinline__ static int cols_of(const Problem& problem, int rank) {
-    const int most = static_cast<int>(problem.most_steps) * step_cols;
-    return max(0, min(most, static_cast<int>(problem.in_features) - rank * most));
+  template <class Call>
+  __device__ __forceinline__ static int cols_of(const Call& call, int rank) {
+    const int most = static_cast<int>(call.most_steps) * step_cols;
+    return max(0, min(most, static_cast<int>(call.in_features) - rank * most));
   }
   // Of all outputs, the first one of a tile.
-  template <class Problem>
-  __device__ __forceinline__ long long first_output(const Problem& problem, int tile) const {
-    return (cluster + static_cast<long long>(tile) * num_clusters) * problem.tile_outputs;
+  template <class Call>
+  __device__ __forceinline__ long long first_output(const Call& call, int tile) const {
+    return (cluster + static_cast<long long>(tile) * num_clusters) * call.tile_outputs;
   }
 };
 
@@ -73,15 +73,15 @@ struct SeveralMemory {
   unsigned char* const stages;  // of the weight: [num_stages][stage_bytes], swizzled
   float* const sums;            // [num_multiplying_groups][2][group_outputs][most_rows]
 
-  template <class Problem>
-  __device__ __forceinline__ SeveralMemory(unsigned char* smem, const Problem& problem)
+  template <class Call>
+  __device__ __forceinline__ SeveralMemory(unsigned char* smem, const Call& call)
       : head(*reinterpret_cast<SeveralHead*>(smem)),
         steps(smem + head_bytes),
-        num_rows(problem.num_rows),
+        num_rows(call.num_rows),
         step_bytes((num_rows + 7) / 8 * 8 * line_bytes),
-        stage_bytes(problem.tile_outputs * line_bytes),
-        num_stages(problem.num_stages),
-        stages(steps + problem.most_steps * step_bytes),
+        stage_bytes(call.tile_outputs * line_bytes),
+        num_stages(call.num_stages),
+        stages(steps + call.most_steps * step_bytes),
         sums(reinterpret_cast<float*>(stages + num_stages * stage_bytes)) {}
 
   __device__ __forceinline__ unsigned char* stage(int at) const {

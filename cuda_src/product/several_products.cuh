@@ -14,18 +14,18 @@ struct TileLoads {
   int tile = 0, step = 0;  // the next one
 
   // Fills the ring for the first time.
-  template <class Problem>
-  __device__ __forceinline__ void begin(const Problem& problem) {
+  template <class Call>
+  __device__ __forceinline__ void begin(const Call& call) {
     if (threadIdx.x % 32 == 0)
-      for (int at = 0; at < memory.num_stages && is_left(); ++at) load(problem);
+      for (int at = 0; at < memory.num_stages && is_left(); ++at) load(call);
     __syncwarp();
   }
-  template <class Problem>
-  __device__ __forceinline__ void finish(const Problem& problem) {
+  template <class Call>
+  __device__ __forceinline__ void finish(const Call& call) {
     if (threadIdx.x % 32 != 0) return;
     while (is_left()) {
       bulk_wait(&memory.head.multiplied[place.stage], place.turn - 1);
-      load(problem);
+      load(call);
     }
   }
 
@@ -33,12 +33,12 @@ struct TileLoads {
   __device__ __forceinline__ bool is_left() const {
     return part.num_steps > 0 && tile < part.num_tiles;
   }
-  template <class Problem>
-  __device__ __forceinline__ void load(const Problem& problem) {
+  template <class Call>
+  __device__ __forceinline__ void load(const Call& call) {
     unsigned long long* loaded = &memory.head.loaded[place.stage];
     bulk_expect(loaded, memory.stage_bytes);
-    tile_load_once(memory.stage(place.stage), problem.weight, part.first_col + step * step_cols,
-                   part.first_output(problem, tile), loaded);
+    tile_load_once(memory.stage(place.stage), call.weight, part.first_col + step * step_cols,
+                   part.first_output(call, tile), loaded);
     place.next(memory.num_stages);
     if (++step == part.num_steps) step = 0, ++tile;
   }

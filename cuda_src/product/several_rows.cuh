@@ -8,13 +8,13 @@
 
 constexpr int warp_cols = 32 * 8;  // of one pack in each lane
 
-// Problem: the argument of the kernel.
-template <class T, class Problem>
+// Call: the argument of the kernel.
+template <class T, class Call>
 struct SeveralRows {
-  using Weight = decltype(Problem::norm_weight);
-  using Bias = decltype(Problem::norm_bias);
+  using Weight = decltype(Call::norm_weight);
+  using Bias = decltype(Call::norm_bias);
 
-  const Problem& problem;
+  const Call& call;
   const SeveralMemory& memory;
   const SeveralPart& part;
   const int warp, lane;
@@ -24,9 +24,9 @@ struct SeveralRows {
   typename Weight::template Kept<8> weight;
   typename Bias::template Kept<8> bias;
 
-  __device__ __forceinline__ SeveralRows(const Problem& problem, const SeveralMemory& memory,
+  __device__ __forceinline__ SeveralRows(const Call& call, const SeveralMemory& memory,
                                          const SeveralPart& part)
-      : problem(problem),
+      : call(call),
         memory(memory),
         part(part),
         warp(threadIdx.x / 32),
@@ -48,9 +48,9 @@ struct SeveralRows {
     for (int col = lane * 8; col < part.num_cols; col += warp_cols) f(pack(row, col), col);
   }
   __device__ __forceinline__ void load() {
-    const AddedRows<T>& added = problem.rows;
+    const AddedRows<T>& added = call.rows;
     for (int row = warp; row < memory.num_rows; row += num_normalizing_warps) {
-      const long long first = row * problem.in_features + part.first_col;
+      const long long first = row * call.in_features + part.first_col;
       if (added.residual == nullptr) {
         for_each_own(row, [&](T* pack, int col) { async_copy<8>(pack, added.x + first + col); });
       } else {
@@ -64,8 +64,8 @@ struct SeveralRows {
     }
     async_commit();
     if (own_col >= part.num_cols) return;
-    weight = problem.norm_weight.template keep<8>(part.first_col + own_col);
-    bias = problem.norm_bias.template keep<8>(part.first_col + own_col);
+    weight = call.norm_weight.template keep<8>(part.first_col + own_col);
+    bias = call.norm_bias.template keep<8>(part.first_col + own_col);
   }
 
   template <bool centered>

@@ -48,9 +48,9 @@ __device__ __forceinline__ void send_deviations(const Rows& rows) {
 template <bool centered, class Rows>
 __device__ __forceinline__ void find_mean_rstd(const Rows& rows) {
   SeveralHead& head = rows.memory.head;
-  const auto& problem = rows.problem;
+  const auto& call = rows.call;
   const int num_rows = rows.memory.num_rows, rank = threadIdx.x % cluster_size;
-  const int num_cols = rows.part.cols_of(problem, rank);
+  const int num_cols = rows.part.cols_of(call, rank);
   bulk_wait(&head.measured, 0);
   for (int at = threadIdx.x; at / 32 * 32 < num_rows * cluster_size;
        at += num_normalizing_warps * 32) {
@@ -62,11 +62,10 @@ __device__ __forceinline__ void find_mean_rstd(const Rows& rows) {
       of_block.part[2] = found.sums.part[0];
     else if (num_cols > 0)
       of_block = corrected_moments(num_cols, found.first - origin, found.sums);
-    float2 mean_rstd =
-        mean_rstd_of<centered, cluster_size>(of_block, problem.in_features, problem.eps);
+    float2 mean_rstd = mean_rstd_of<centered, cluster_size>(of_block, call.in_features, call.eps);
     mean_rstd.x += origin;
     if (at >= num_rows * cluster_size || rank != 0) continue;
     head.mean_rstd[row] = mean_rstd;
-    if (blockIdx.x == 0) save_mean_rstd(problem, row, mean_rstd);
+    if (blockIdx.x == 0) save_mean_rstd(call, row, mean_rstd);
   }
 }

@@ -19,16 +19,15 @@ struct SharedSums {
                     cluster_size) {}
 
   // Of the thread's outputs, for the first block of a cluster.
-  template <class T, class Problem>
-  __device__ __forceinline__ void load_bias(float (&bias)[2], const Problem& problem,
-                                            int tile) const {
+  template <class T, class Call>
+  __device__ __forceinline__ void load_bias(float (&bias)[2], const Call& call, int tile) const {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const long long output = part.first_output(problem, tile) + group * group_outputs +
+      const long long output = part.first_output(call, tile) + group * group_outputs +
                                threadIdx.x / 32 % 4 * 16 + half * 8 + threadIdx.x % 32 / 4;
       float value[1] = {0.0f};
-      if (problem.bias != nullptr && part.rank == 0 && output < problem.out_features)
-        unpack(load_pack<1>(problem.bias + output), value);
+      if (call.bias != nullptr && part.rank == 0 && output < call.out_features)
+        unpack(load_pack<1>(call.bias + output), value);
       bias[half] = value[0];
     }
   }
@@ -52,14 +51,14 @@ struct SharedSums {
   }
 
   // y of the outputs that this block adds up.
-  template <class T, class Problem>
-  __device__ __forceinline__ void write(const Problem& problem, int tile) const {
-    const long long first = part.first_output(problem, tile) + group * group_outputs +
+  template <class T, class Call>
+  __device__ __forceinline__ void write(const Call& call, int tile) const {
+    const long long first = part.first_output(call, tile) + group * group_outputs +
                             static_cast<long long>(part.rank) * own_outputs;
     bulk_wait(&memory.head.received[group][tile % 2], tile / 2);
     for (int at = threadIdx.x % 128; at < own_outputs * 4; at += 128) {
       const int output = at % own_outputs, place = at / own_outputs;
-      if (first + output >= problem.out_features) continue;
+      if (first + output >= call.out_features) continue;
       Sum<float, 4> sum{};
 #pragma unroll
       for (int rank = 0; rank < cluster_size; ++rank) {
@@ -71,7 +70,7 @@ struct SharedSums {
         const int row = place * 2 + each / 2 * 8 + each % 2;
         const float value[1] = {sum.part[each]};
         if (row < memory.num_rows)
-          store_pack<1>(problem.y + row * problem.out_features + first + output, repack<T>(value));
+          store_pack<1>(call.y + row * call.out_features + first + output, repack<T>(value));
       }
     }
     __syncwarp();

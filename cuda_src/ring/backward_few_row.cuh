@@ -8,7 +8,7 @@
 
 template <bool centered, Tile tile, class LoadX, class LoadDy, class LoadWeight, class StoreDx>
 __device__ __forceinline__ void backward_ring_row(
-    const Backward<LoadX, LoadDy, LoadWeight, StoreDx>& problem, unsigned char* smem) {
+    const Backward<LoadX, LoadDy, LoadWeight, StoreDx>& call, unsigned char* smem) {
   using Compute = typename LoadX::Compute;
   using Shape = RingShape<tile>;
   using Sources = Exchange<tile>;
@@ -18,10 +18,10 @@ __device__ __forceinline__ void backward_ring_row(
   constexpr int threads = 32 * Sources::num_sources;  // that share a row
   const int group = threadIdx.x / threads;
   const int source = threadIdx.x % threads / 32;
-  const Slice cols = Shape::part_of(source, static_cast<int>(problem.num_cols));
+  const Slice cols = Shape::part_of(source, static_cast<int>(call.num_cols));
   const long long own_row = static_cast<long long>(blockIdx.x) * tile.rows_per_block + group;
-  const bool present = own_row < problem.num_rows;
-  const long long row = present ? own_row : problem.num_rows - 1;
+  const bool present = own_row < call.num_rows;
+  const long long row = present ? own_row : call.num_rows - 1;
   const auto col_of = [&](int pack) {
     return Shape::in_part(pack, cols) ? cols.first_col + Shape::col(pack) : 0;
   };
@@ -33,17 +33,17 @@ __device__ __forceinline__ void backward_ring_row(
   typename LoadWeight::template Kept<pack_size> weights[packs_per_thread];
 #pragma unroll
   for (int pack = 0; pack < packs_per_thread; ++pack) {
-    xs[pack] = problem.load_x.template load<pack_size>(row, col_of(pack));
-    dys[pack] = problem.load_dy.template load<pack_size>(row, col_of(pack));
+    xs[pack] = call.load_x.template load<pack_size>(row, col_of(pack));
+    dys[pack] = call.load_dy.template load<pack_size>(row, col_of(pack));
   }
   RowGradient<Compute> gradient{};
-  if constexpr (centered) gradient.mean = problem.mean[row];
-  gradient.rstd = problem.rstd[row];
+  if constexpr (centered) gradient.mean = call.mean[row];
+  gradient.rstd = call.rstd[row];
 #pragma unroll
   for (int pack = 0; pack < packs_per_thread; ++pack) {
-    weights[pack] = problem.load_weight.template keep<pack_size>(col_of(pack));
+    weights[pack] = call.load_weight.template keep<pack_size>(col_of(pack));
     if constexpr (StoreDx::adds)
-      added[pack] = load_pack<pack_size>(problem.store.added_start(row) + col_of(pack));
+      added[pack] = load_pack<pack_size>(call.store.added_start(row) + col_of(pack));
   }
 
   // f(pack, xs, dys, weight_values)
@@ -76,7 +76,7 @@ __device__ __forceinline__ void backward_ring_row(
     sum.part[0] += sent[has_second() * Sources::num_sources + Sources::source(index)];
   });
   gradient.finish(both_halves(warp_reduce<Sources::lanes>(sum).part[0]),
-                  Compute(1) / static_cast<Compute>(problem.num_cols));
+                  Compute(1) / static_cast<Compute>(call.num_cols));
 
   for_each_pack([&](int pack, const auto& x_values, const auto& dy_values,
                     const auto& weight_values) {
@@ -89,9 +89,9 @@ __device__ __forceinline__ void backward_ring_row(
     const int col = cols.first_col + Shape::col(pack);
     const bool is_written = present && Shape::in_part(pack, cols);
     if constexpr (StoreDx::adds) {
-      problem.store.store(row, col, dx, added[pack], is_written);
+      call.store.store(row, col, dx, added[pack], is_written);
     } else {
-      problem.store.store(row, col, dx, is_written);
+      call.store.store(row, col, dx, is_written);
     }
   });
 }

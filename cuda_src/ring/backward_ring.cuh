@@ -14,7 +14,7 @@
 template <Gradients gradients, bool centered, Tile tile, class LoadX, class LoadDy,
           class LoadWeight, class StoreDx>
 __device__ __forceinline__ void backward_ring(
-    const Backward<LoadX, LoadDy, LoadWeight, StoreDx>& problem, unsigned char* smem) {
+    const Backward<LoadX, LoadDy, LoadWeight, StoreDx>& call, unsigned char* smem) {
   using Compute = typename LoadX::Compute;
   using Shape = RingShape<tile>;
   constexpr bool adds = StoreDx::adds && gradients.dx;
@@ -22,23 +22,23 @@ __device__ __forceinline__ void backward_ring(
   using Ring = typename Streams::Ring;
   constexpr int pack_size = tile.pack_size;
   constexpr int packs_per_thread = tile.packs_per_thread;
-  const Slice cols = Shape::part(static_cast<int>(problem.num_cols));
-  const Turns<tile> turns(problem.num_rows);
+  const Slice cols = Shape::part(static_cast<int>(call.num_cols));
+  const Turns<tile> turns(call.num_rows);
   const Ring ring(smem);
   unsigned char* parameters = smem + (Ring::smem_bytes + Exchange<tile>::smem_bytes + 15) / 16 * 16;
 
   // Loaded before the rows of all stages, behind which they would arrive microseconds later.
   constexpr bool recomputes = StoreDx::recomputes;
-  RingParameters<LoadWeight, tile, gradients.dx || recomputes> weights(problem.load_weight, cols,
+  RingParameters<LoadWeight, tile, gradients.dx || recomputes> weights(call.load_weight, cols,
                                                                        parameters);
   typename StoreDx::LoadBias load_bias{};
-  if constexpr (recomputes) load_bias = problem.store.load_bias();
+  if constexpr (recomputes) load_bias = call.store.load_bias();
   RingParameters<typename StoreDx::LoadBias, tile, recomputes> biases(
       load_bias, cols, parameters + decltype(weights)::smem_bytes);
-  RowGradient<Compute> gradient = gradient_of_turn<centered>(problem, turns, 0),
-                       next = gradient_of_turn<centered>(problem, turns, 1);
+  RowGradient<Compute> gradient = gradient_of_turn<centered>(call, turns, 0),
+                       next = gradient_of_turn<centered>(call, turns, 1);
 
-  Streams streams(problem, turns, cols);
+  Streams streams(call, turns, cols);
   streams.fetch_first(ring, turns.count, cols);
   const Exchange<tile> exchange(smem + Ring::smem_bytes);
   weights.store_to_smem();
@@ -63,13 +63,13 @@ __device__ __forceinline__ void backward_ring(
     summed.advance();
     streams.advance_summed();
   };
-  const Compute reciprocal = Compute(1) / static_cast<Compute>(problem.num_cols);
+  const Compute reciprocal = Compute(1) / static_cast<Compute>(call.num_cols);
   // The sums of the next row are on their way while this row is written, unless only one row fits.
   constexpr bool overlaps = tile.stages > 1;
   if (overlaps && turns.count > 0) add(0, gradient);
   long long row = turns.first_row;
   for (unsigned turn = 0; turn < turns.count; ++turn) {
-    const RowGradient<Compute> following = gradient_of_turn<centered>(problem, turns, turn + 2);
+    const RowGradient<Compute> following = gradient_of_turn<centered>(call, turns, turn + 2);
     if constexpr (overlaps) {
       if (turn + 1 < turns.count) add(turn + 1, next);
     } else {
@@ -94,15 +94,14 @@ __device__ __forceinline__ void backward_ring(
             if (gradients.dx_sum && present)
               streams.add_total(ring, written.slot, pack, dx, dx_sum[pack]);
             if constexpr (adds) {
-              problem.store.store(row, col, dx, streams.added_pack(ring, written.slot, pack),
-                                  present);
+              call.store.store(row, col, dx, streams.added_pack(ring, written.slot, pack), present);
             } else if constexpr (gradients.dx) {
-              problem.store.store(row, col, dx, present);
+              call.store.store(row, col, dx, present);
             }
             if constexpr (recomputes) {
               Compute bias_values[pack_size];
               biases.unpack_to(pack, bias_values);
-              problem.store.recompute(row, col, x_hats, weight_values, bias_values, present);
+              call.store.recompute(row, col, x_hats, weight_values, bias_values, present);
             }
           });
     }
@@ -116,5 +115,5 @@ __device__ __forceinline__ void backward_ring(
     gradient = next;
     next = following;
   }
-  store_ring_sums<gradients, tile>(problem, ring, dweight, dbias, dx_sum, cols);
+  store_ring_sums<gradients, tile>(call, ring, dweight, dbias, dx_sum, cols);
 }

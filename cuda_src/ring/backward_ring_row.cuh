@@ -4,13 +4,13 @@
 #include "turns.cuh"
 
 // What backward needs of the row of a turn.
-template <bool centered, class Problem, Tile tile>
-__device__ __forceinline__ auto gradient_of_turn(const Problem& problem, const Turns<tile>& turns,
+template <bool centered, class Call, Tile tile>
+__device__ __forceinline__ auto gradient_of_turn(const Call& call, const Turns<tile>& turns,
                                                  unsigned turn) {
-  const long long row = min(turns.first_row + turn * turns.step, problem.num_rows - 1);
-  RowGradient<typename Problem::Compute> gradient{};
-  if constexpr (centered) gradient.mean = problem.mean[row];
-  gradient.rstd = problem.rstd[row];
+  const long long row = min(turns.first_row + turn * turns.step, call.num_rows - 1);
+  RowGradient<typename Call::Compute> gradient{};
+  if constexpr (centered) gradient.mean = call.mean[row];
+  gradient.rstd = call.rstd[row];
   return gradient;
 }
 

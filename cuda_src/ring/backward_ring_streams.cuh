@@ -32,20 +32,19 @@ struct BackwardStreams {
   RingStream<tile, Third> third;
 
   // cols: of this warp
-  template <class Problem>
-  __device__ __forceinline__ BackwardStreams(const Problem& problem, const Turns<tile>& turns,
-                                             Slice cols)
-      : x(problem.load_x.row_start(turns.first_row) + cols.first_col,
-          problem.load_x.x_stride * turns.step),
-        dy(problem.load_dy.row_start(turns.first_row) + cols.first_col,
-           problem.load_dy.x_stride * turns.step) {
+  template <class Call>
+  __device__ __forceinline__ BackwardStreams(const Call& call, const Turns<tile>& turns, Slice cols)
+      : x(call.load_x.row_start(turns.first_row) + cols.first_col,
+          call.load_x.x_stride * turns.step),
+        dy(call.load_dy.row_start(turns.first_row) + cols.first_col,
+           call.load_dy.x_stride * turns.step) {
     if constexpr (adds) {
-      third = {problem.store.added_start(turns.first_row) + cols.first_col,
-               problem.store.added_stride() * turns.step};
+      third = {call.store.added_start(turns.first_row) + cols.first_col,
+               call.store.added_stride() * turns.step};
     }
     if constexpr (has_second) {
-      third = {problem.load_dy.second_start(turns.first_row) + cols.first_col,
-               problem.load_dy.second_stride * turns.step};
+      third = {call.load_dy.second_start(turns.first_row) + cols.first_col,
+               call.load_dy.second_stride * turns.step};
     }
   }
   // Called by one lane: starts the copy of the next row to a slot.

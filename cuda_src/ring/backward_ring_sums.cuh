@@ -49,16 +49,15 @@ __device__ __forceinline__ void store_two_ring_sums(
   });
 }
 
-template <Gradients gradients, Tile tile, class Ring, class Problem, class Sums>
-__device__ __forceinline__ void store_ring_sums(const Problem& problem, const Ring& ring,
-                                                Sums& dweight, Sums& dbias, Sums& dx_sum,
-                                                Slice cols) {
-  store_two_ring_sums<gradients, tile>(ring, problem.num_cols, problem.dweight_partials, dweight,
-                                       problem.dbias_partials, dbias, cols);
+template <Gradients gradients, Tile tile, class Ring, class Call, class Sums>
+__device__ __forceinline__ void store_ring_sums(const Call& call, const Ring& ring, Sums& dweight,
+                                                Sums& dbias, Sums& dx_sum, Slice cols) {
+  store_two_ring_sums<gradients, tile>(ring, call.num_cols, call.dweight_partials, dweight,
+                                       call.dbias_partials, dbias, cols);
   if constexpr (gradients.dx_sum) {
     constexpr Gradients one{.dx = false, .dweight = true, .dbias = false};
     __syncthreads();
-    store_two_ring_sums<one, tile>(ring, problem.num_cols, problem.dx_sum_partials, dx_sum,
-                                   problem.dx_sum_partials, dx_sum, cols);
+    store_two_ring_sums<one, tile>(ring, call.num_cols, call.dx_sum_partials, dx_sum,
+                                   call.dx_sum_partials, dx_sum, cols);
   }
 }

@@ -13,8 +13,8 @@
 #include "ring_statistics.cuh"
 
 template <bool centered, Statistics statistics, Tile tile, class Load, class Store, class Carried>
-__device__ __forceinline__ void forward_ring(const Forward<Load, Store>& problem,
-                                             unsigned char* smem, Carried& carried) {
+__device__ __forceinline__ void forward_ring(const Forward<Load, Store>& call, unsigned char* smem,
+                                             Carried& carried) {
   static_assert(tile.stages >= 2, "a row is still in use when the next one is needed");
   using Compute = typename Load::Compute;
   using Shape = RingShape<tile>;
@@ -26,19 +26,19 @@ __device__ __forceinline__ void forward_ring(const Forward<Load, Store>& problem
   // To 8 bits: if y is kept in registers, none are left for num_cols and the parts.
   constexpr bool has_constant_cols = Results::has_scales && tile.exact;
   const int num_cols =
-      has_constant_cols ? tile.cols() * tile.cluster_size : static_cast<int>(problem.num_cols);
+      has_constant_cols ? tile.cols() * tile.cluster_size : static_cast<int>(call.num_cols);
   const auto part_of = [&](int source) {
     return has_constant_cols ? Slice{source * Shape::part_cols, (source + 1) * Shape::part_cols}
                              : Shape::part_of(source, num_cols);
   };
   const Slice cols = part_of(Shape::source());
-  const Turns<tile> turns(problem.num_rows, problem.num_first, problem.rows_of_first);
+  const Turns<tile> turns(call.num_rows, call.num_first, call.rows_of_first);
   const bool saves = Shape::thread() == 0 && (tile.cluster_size == 1 || cluster_rank() == 0);
 
   // Loaded before the rows of all stages, behind which they would arrive microseconds later.
   typename Store::template Kept<tile.pack_size> kept[tile.packs_per_thread];
-  keep_parameters<tile>(problem.store, cols, kept);
-  ForwardStreams<tile, Load, Results::crosses_warps> streams(problem.load, turns, cols);
+  keep_parameters<tile>(call.store, cols, kept);
+  ForwardStreams<tile, Load, Results::crosses_warps> streams(call.load, turns, cols);
   if (threadIdx.x % 32 == 0) {
     for (int slot = 0; slot < min(static_cast<unsigned>(tile.stages), turns.count); ++slot)
       streams.fetch(ring, slot, cols);
@@ -65,7 +65,7 @@ __device__ __forceinline__ void forward_ring(const Forward<Load, Store>& problem
   const auto compute_statistics = [&](unsigned turn) {
     if (turns_until_own-- > 0) return;
     turns_until_own = Shape::num_warps - 1;
-    send_statistics<centered>(problem, turns, turn, num_cols, exchange, source_cols, broadcast);
+    send_statistics<centered>(call, turns, turn, num_cols, exchange, source_cols, broadcast);
   };
 
   // f(pack, col, normalized) for each pack of the row that is written in this turn.
@@ -76,7 +76,7 @@ __device__ __forceinline__ void forward_ring(const Forward<Load, Store>& problem
           Compute normalized[tile.pack_size];
           mean_rstd.template normalize<centered>(values, normalized);
           const int col = cols.first_col + Shape::col(pack);
-          problem.load.keep(row, col, values, Shape::in_part(pack, cols));
+          call.load.keep(row, col, values, Shape::in_part(pack, cols));
           f(pack, col, normalized);
         });
   };
@@ -94,24 +94,24 @@ __device__ __forceinline__ void forward_ring(const Forward<Load, Store>& problem
   }
   if constexpr (Results::has_scales) {
     const RingSteps steps{send_next, compute_statistics, for_each_normalized, free_slot, saves};
-    forward_ring_scaled<tile, Load>(problem.store, turns, cols, kept, broadcast, largests, steps);
+    forward_ring_scaled<tile, Load>(call.store, turns, cols, kept, broadcast, largests, steps);
   } else {
     long long row = turns.first_row;
     for (unsigned turn = 0; turn < turns.count; ++turn) {
       if (turn + 1 < turns.count) send_next(turn + 1);
       const auto mean_rstd = receive_statistics<Compute>(broadcast, turn);
-      for_each_normalized(
-          row, mean_rstd, [&](int pack, int col, const Compute(&normalized)[tile.pack_size]) {
-            const bool present = Shape::in_part(pack, cols);
-            if constexpr (Store::quantizes) {
-              problem.store.store(row, col, normalized, kept[pack], present, carried);
-            } else if constexpr (has_functor<Store>) {
-              problem.template store_functor<centered>(row, col, normalized, kept[pack], present,
-                                                       mean_rstd);
-            } else {
-              problem.store.store(row, col, normalized, kept[pack], present);
-            }
-          });
+      for_each_normalized(row, mean_rstd,
+                          [&](int pack, int col, const Compute(&normalized)[tile.pack_size]) {
+                            const bool present = Shape::in_part(pack, cols);
+                            if constexpr (Store::quantizes) {
+                              call.store.store(row, col, normalized, kept[pack], present, carried);
+                            } else if constexpr (has_functor<Store>) {
+                              call.template store_functor<centered>(row, col, normalized,
+                                                                    kept[pack], present, mean_rstd);
+                            } else {
+                              call.store.store(row, col, normalized, kept[pack], present);
+                            }
+                          });
       free_slot(turn);
       if (turn + 1 < turns.count) compute_statistics(turn + 1);
       row += turns.step;

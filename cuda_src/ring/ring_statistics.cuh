@@ -52,17 +52,17 @@ __device__ __forceinline__ RowStatistics<Compute> statistics_of_moments(
 
 // Called by one warp: computes the statistics of a turn's row, saves them, and sends them to the
 // other warps of its block.
-template <bool centered, Tile tile, class Problem, class MomentExchange, class Compute>
+template <bool centered, Tile tile, class Call, class MomentExchange, class Compute>
 __device__ __forceinline__ void send_statistics(
-    const Problem& problem, const Turns<tile>& turns, unsigned turn, int num_cols,
+    const Call& call, const Turns<tile>& turns, unsigned turn, int num_cols,
     const MomentExchange& exchange, const Compute (&source_cols)[MomentExchange::sources_per_lane],
     const Broadcast<tile>& broadcast) {
   const bool is_first = threadIdx.x % 32 == 0;
   exchange.wait(turn, is_first);
   const RowStatistics<Compute> mean_rstd =
-      statistics_of_moments<centered>(exchange, turn, source_cols, num_cols, problem.eps);
-  problem.save(turns.first_row + turn * turns.step, mean_rstd,
-               is_first && (tile.cluster_size == 1 || cluster_rank() == 0));
+      statistics_of_moments<centered>(exchange, turn, source_cols, num_cols, call.eps);
+  call.save(turns.first_row + turn * turns.step, mean_rstd,
+            is_first && (tile.cluster_size == 1 || cluster_rank() == 0));
   if (is_first)
     broadcast.send(turn, make_float4(mean_rstd.first, mean_rstd.rstd, mean_rstd.shift, 0));
 }

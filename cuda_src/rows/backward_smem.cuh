@@ -20,12 +20,12 @@ __device__ __forceinline__ void add_pack(Compute* sums, const Compute (&values)[
 template <Gradients gradients, bool centered, Tile tile, class LoadX, class LoadDy,
           class LoadWeight, class StoreDx>
 __device__ __forceinline__ void backward_smem(
-    const Backward<LoadX, LoadDy, LoadWeight, StoreDx>& problem) {
+    const Backward<LoadX, LoadDy, LoadWeight, StoreDx>& call) {
   using Compute = typename LoadX::Compute;
   using X = typename LoadX::Held;
   using Dy = typename LoadDy::Held;
   constexpr int pack_size = tile.pack_size;
-  const int num_cols = static_cast<int>(problem.num_cols);
+  const int num_cols = static_cast<int>(call.num_cols);
   const Slice cols = slice<tile>(num_cols, cluster_rank());
   const auto [first_col, last_col] = cols;
   const int slice_cols = largest_share<tile.cluster_size, 8 * tile.pack_size>(num_cols);
@@ -53,21 +53,21 @@ __device__ __forceinline__ void backward_smem(
   cluster_sync();  // a block may write to its peers once they run
 
   const Compute reciprocal = Compute(1) / static_cast<Compute>(num_cols);
-  for (long long row = blockIdx.x / tile.cluster_size; row < problem.num_rows;
+  for (long long row = blockIdx.x / tile.cluster_size; row < call.num_rows;
        row += gridDim.x / tile.cluster_size) {
-    x.fetch(problem.load_x, row, cols);
-    dy.fetch(problem.load_dy, row, cols);
+    x.fetch(call.load_x, row, cols);
+    dy.fetch(call.load_dy, row, cols);
     RowGradient<Compute, LoadX::normalized> gradient{};
-    if constexpr (centered && !LoadX::normalized) gradient.mean = problem.mean[row];
-    gradient.rstd = problem.rstd[row];
+    if constexpr (centered && !LoadX::normalized) gradient.mean = call.mean[row];
+    gradient.rstd = call.rstd[row];
 
     Sum<Compute, 2> sums{};
     x.for_each_pack([&](int col, const Compute(&values)[pack_size]) {
       Compute dys[pack_size], weights[pack_size], products[pack_size];
       unpack(load_pack<pack_size>(dy.held + (col - first_col)), dys);
-      if constexpr (gradients.dx || StoreDx::recomputes) problem.load_weight.load(col, weights);
+      if constexpr (gradients.dx || StoreDx::recomputes) call.load_weight.load(col, weights);
       if constexpr (StoreDx::recomputes)
-        recompute<centered>(problem, gradient, row, col, values, weights);
+        recompute<centered>(call, gradient, row, col, values, weights);
 #pragma unroll
       for (int at = 0; at < pack_size; ++at) {
         const Compute x_hat = gradient.template x_hat<centered>(values[at]);
@@ -86,29 +86,27 @@ __device__ __forceinline__ void backward_smem(
       x.for_each_pack([&](int col, const Compute(&values)[pack_size]) {
         Compute dys[pack_size], weights[pack_size], dx[pack_size];
         unpack(load_pack<pack_size>(dy.held + (col - first_col)), dys);
-        problem.load_weight.load(col, weights);
+        call.load_weight.load(col, weights);
 #pragma unroll
         for (int at = 0; at < pack_size; ++at) {
           dx[at] = gradient.template dx<centered>(gradient.template x_hat<centered>(values[at]),
                                                   rounded_product(dys[at], weights[at]));
         }
-        problem.store.store(row, col, dx);
+        call.store.store(row, col, dx);
       });
     }
   }
 
-  const long long offset =
-      static_cast<long long>(blockIdx.x / tile.cluster_size) * problem.num_cols;
+  const long long offset = static_cast<long long>(blockIdx.x / tile.cluster_size) * call.num_cols;
   for (int col = first_col + threadIdx.x * pack_size; col < last_col;
        col += tile.threads_per_row * pack_size) {
     const int at = col - first_col;
     if constexpr (gradients.dweight) {
-      store_pack<pack_size>(problem.dweight_partials + offset + col,
+      store_pack<pack_size>(call.dweight_partials + offset + col,
                             load_pack<pack_size>(dweight + at));
     }
     if constexpr (gradients.dbias) {
-      store_pack<pack_size>(problem.dbias_partials + offset + col,
-                            load_pack<pack_size>(dbias + at));
+      store_pack<pack_size>(call.dbias_partials + offset + col, load_pack<pack_size>(dbias + at));
     }
   }
 }

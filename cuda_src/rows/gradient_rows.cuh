@@ -9,7 +9,7 @@ template <class LoadX, class LoadDy, class LoadWeight, class StoreDx, Gradients 
           bool centered, Tile tile>
 struct GradientRows {
   using Compute = typename LoadX::Compute;
-  using Problem = Backward<LoadX, LoadDy, LoadWeight, StoreDx>;
+  using Call = Backward<LoadX, LoadDy, LoadWeight, StoreDx>;
 
   static constexpr bool in_bundle = tile.path == Path::bundle;
   // Packs of 16-bit elements leave registers for a second row. Packs of 32 bits and single elements
@@ -20,7 +20,7 @@ struct GradientRows {
 
   static constexpr bool needs_weights = gradients.dx || StoreDx::recomputes;
 
-  const Problem& problem;
+  const Call& call;
   Slice cols;  // of this block
   Compute reciprocal;
   // Two single elements are kept as one pack: each would take a register.
@@ -32,10 +32,8 @@ struct GradientRows {
   RegisterRow<Load<typename StoreDx::Added>, tile> added;  // what is added to dx, if anything is
   RowGradient<Compute, LoadX::normalized> next;
 
-  __device__ __forceinline__ GradientRows(const Problem& problem, Slice cols)
-      : problem(problem),
-        cols(cols),
-        reciprocal(Compute(1) / static_cast<Compute>(problem.num_cols)) {
+  __device__ __forceinline__ GradientRows(const Call& call, Slice cols)
+      : call(call), cols(cols), reciprocal(Compute(1) / static_cast<Compute>(call.num_cols)) {
     if constexpr (needs_weights) {
 #pragma unroll
       for (int pack = 0; pack < tile.packs_per_thread; pack += joined) {
@@ -43,9 +41,9 @@ struct GradientRows {
         if constexpr (joined == 2) {
           const int other =
               pack + 1 < tile.packs_per_thread && in_row(pack + 1) ? col(pack + 1) : cols.first_col;
-          weights[pack / 2] = problem.load_weight.template keep_two<tile.pack_size>(from, other);
+          weights[pack / 2] = call.load_weight.template keep_two<tile.pack_size>(from, other);
         } else {
-          weights[pack] = problem.load_weight.template keep<tile.pack_size>(from);
+          weights[pack] = call.load_weight.template keep<tile.pack_size>(from);
         }
       }
     }
@@ -66,27 +64,27 @@ struct GradientRows {
   // Starts the loads of a row. Beyond the last row it loads the last one again; add_row then
   // ignores it.
   __device__ __forceinline__ void fetch(long long row) {
-    if (row >= problem.num_rows) row = max(problem.num_rows, 1LL) - 1;
+    if (row >= call.num_rows) row = max(call.num_rows, 1LL) - 1;
     if constexpr (in_bundle) {
-      x.fetch_own({problem.load_x.row_start(row) + col(0)}, cols);
-      dy.fetch_own({problem.load_dy.row_start(row) + col(0)}, cols);
+      x.fetch_own({call.load_x.row_start(row) + col(0)}, cols);
+      dy.fetch_own({call.load_dy.row_start(row) + col(0)}, cols);
     } else {
-      x.fetch(problem.load_x, row, cols);
-      dy.fetch(problem.load_dy, row, cols);
+      x.fetch(call.load_x, row, cols);
+      dy.fetch(call.load_dy, row, cols);
     }
-    if constexpr (centered && !LoadX::normalized) next.mean = problem.mean[row];
-    next.rstd = problem.rstd[row];
+    if constexpr (centered && !LoadX::normalized) next.mean = call.mean[row];
+    next.rstd = call.rstd[row];
   }
 
   // The same for what is added to dx: all of it before the first pack of dx is stored, because the
   // compiler keeps loads behind that store.
   __device__ __forceinline__ void fetch_added(long long row) {
     if constexpr (StoreDx::adds && gradients.dx) {
-      if (row >= problem.num_rows) row = max(problem.num_rows, 1LL) - 1;
+      if (row >= call.num_rows) row = max(call.num_rows, 1LL) - 1;
       if constexpr (in_bundle) {
-        added.fetch_own({problem.store.added_start(row) + col(0)}, cols);
+        added.fetch_own({call.store.added_start(row) + col(0)}, cols);
       } else {
-        added.fetch({problem.store.added_start(0), problem.store.added_stride()}, row, cols);
+        added.fetch({call.store.added_start(0), call.store.added_stride()}, row, cols);
       }
     }
   }

@@ -25,7 +25,7 @@ struct AllParameters<Rows, Dweight, Dbias, void> : Parameters<Rows, Dweight, Dbi
 
 // Block `block` of num_blocks. smem: for 2 * pack_size * threads_per_row sums a warp.
 template <Tile tile, class Rows, class Dweight, class Dbias>
-__device__ __forceinline__ void sum_parameters(const Parameters<Rows, Dweight, Dbias>& problem,
+__device__ __forceinline__ void sum_parameters(const Parameters<Rows, Dweight, Dbias>& call,
                                                int block, int num_blocks, unsigned char* smem) {
   using Compute = typename Rows::Compute;
   constexpr bool has_dweight = !is_same<Dweight, void>;
@@ -38,14 +38,14 @@ __device__ __forceinline__ void sum_parameters(const Parameters<Rows, Dweight, D
   auto* sums = reinterpret_cast<Compute*>(smem);  // [num_warps][dweight, dbias][block_cols]
   const long long step = static_cast<long long>(num_blocks) * block_cols;
 
-  for (long long first_col = static_cast<long long>(block) * block_cols;
-       first_col < problem.num_cols; first_col += step) {
+  for (long long first_col = static_cast<long long>(block) * block_cols; first_col < call.num_cols;
+       first_col += step) {
     const long long col = first_col + lane * pack_size;
     Compute dweights[pack_size] = {}, dbiases[pack_size] = {};
-    if (col < problem.num_cols) {
+    if (col < call.num_cols) {
 #pragma unroll 4
-      for (long long row = group; row < problem.num_rows; row += tile.rows_per_block) {
-        problem.rows.template add<has_dweight, has_dbias>(row, col, dweights, dbiases);
+      for (long long row = group; row < call.num_rows; row += tile.rows_per_block) {
+        call.rows.template add<has_dweight, has_dbias>(row, col, dweights, dbiases);
       }
     }
 #pragma unroll
@@ -72,13 +72,13 @@ __device__ __forceinline__ void sum_parameters(const Parameters<Rows, Dweight, D
 #pragma unroll
       for (int warp = 1; warp < num_warps; ++warp) sum += sums[warp * 2 * block_cols + at];
       const long long at_col = first_col + at % block_cols;
-      if (at_col < problem.num_cols) {
+      if (at_col < call.num_cols) {
         const Compute lone[1] = {sum};
         if constexpr (has_dweight) {
-          if (at < block_cols) store_pack<1>(problem.dweight + at_col, repack<Dweight>(lone));
+          if (at < block_cols) store_pack<1>(call.dweight + at_col, repack<Dweight>(lone));
         }
         if constexpr (has_dbias) {
-          if (at >= block_cols) store_pack<1>(problem.dbias + at_col, repack<Dbias>(lone));
+          if (at >= block_cols) store_pack<1>(call.dbias + at_col, repack<Dbias>(lone));
         }
       }
     }

@@ -18,7 +18,7 @@ struct RegisterGradient
   using Parameters::dbias, Parameters::dweight;
   using Rows::Rows, Rows::added, Rows::cols, Rows::col, Rows::dy, Rows::fetch, Rows::fetch_added,
       Rows::fetch_ahead, Rows::in_bundle, Rows::in_row, Rows::joined, Rows::needs_weights,
-      Rows::next, Rows::problem, Rows::reciprocal, Rows::weights, Rows::x;
+      Rows::next, Rows::call, Rows::reciprocal, Rows::weights, Rows::x;
   using typename Parameters::Sums;
 
   // Adds a row to the sums and writes its dx, and y if the store recomputes it. following: the next
@@ -27,7 +27,7 @@ struct RegisterGradient
   __device__ __forceinline__ void add_row(long long row, long long following, Reduce& reduce) {
     if constexpr (!fetch_ahead) fetch(row);
     if constexpr (!in_bundle) fetch_added(row);
-    const bool present = row < problem.num_rows;
+    const bool present = row < call.num_rows;
     RowGradient<Compute, LoadX::normalized> gradient = next;
     Sums x_hats, wdys;
     Sum<Compute, 2> sums{};
@@ -70,14 +70,14 @@ struct RegisterGradient
       if constexpr (StoreDx::recomputes) {
         Compute biases[tile.pack_size];  // read from cache in each row: they would not fit the
                                          // registers
-        problem.store.load_bias().load(in_row(pack) ? col(pack) : cols.first_col, biases);
-        problem.store.recompute(row, col(pack), x_hats[pack], weight_values, biases, counts);
+        call.store.load_bias().load(in_row(pack) ? col(pack) : cols.first_col, biases);
+        call.store.recompute(row, col(pack), x_hats[pack], weight_values, biases, counts);
       }
     }
     if constexpr (fetch_ahead) fetch(following);
     if constexpr (gradients.dx) {
       gradient.finish(reduce.all(sums), reciprocal);
-      auto own = problem.store;
+      auto own = call.store;
       if constexpr (in_bundle) {
         fetch_added(row);
         own.written() += row * own.written_stride() + col(0);
@@ -104,6 +104,6 @@ struct RegisterGradient
 
   // Writes the partial row `partial` of this block or cluster; smem: see RegisterSums.
   __device__ __forceinline__ void write_partials(long long partial, Compute* smem) {
-    Parameters::write(problem, cols, partial, smem);
+    Parameters::write(call, cols, partial, smem);
   }
 };

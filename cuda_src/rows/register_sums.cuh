@@ -15,24 +15,24 @@ struct RegisterSums {
   // Writes the partial row `partial` of this block or cluster. Groups of threads that worked on
   // different rows add their sums: in pairs within a warp, then warp after warp through smem, which
   // is [warps of the block][dweight, dbias][num_cols].
-  // problem: a Backward; cols: of this block.
-  template <class Problem>
-  __device__ __forceinline__ void write(const Problem& problem, Slice cols, long long partial,
+  // call: a Backward; cols: of this block.
+  template <class Call>
+  __device__ __forceinline__ void write(const Call& call, Slice cols, long long partial,
                                         Compute* smem) {
-    const long long offset = partial * problem.num_cols + cols.first_col;
+    const long long offset = partial * call.num_cols + cols.first_col;
     if constexpr (tile.rows_per_block > 1) {
-      for_each_sum(problem, [&](Compute*, Sums& sums, int) { add_groups_of_warp(sums); });
+      for_each_sum(call, [&](Compute*, Sums& sums, int) { add_groups_of_warp(sums); });
       constexpr int num_warps = tile.block_size() / 32;
       const int num_cols = cols.size();
       if constexpr (num_warps > 1) {
         if (threadIdx.x % 32 < tile.threads_per_row) {
           Compute* own = smem + threadIdx.x / 32 * 2 * num_cols;
-          for_each_sum(problem, [&](Compute*, Sums& sums, int which) {
+          for_each_sum(call, [&](Compute*, Sums& sums, int which) {
             store(own + which * num_cols, sums, cols);
           });
         }
         __syncthreads();
-        for_each_sum(problem, [&](Compute* partials, Sums&, int which) {
+        for_each_sum(call, [&](Compute* partials, Sums&, int which) {
           for (int col = threadIdx.x; col < num_cols; col += tile.block_size()) {
             Compute sum = smem[which * num_cols + col];
 #pragma unroll
@@ -45,16 +45,16 @@ struct RegisterSums {
       }
       if (threadIdx.x >= tile.threads_per_row) return;
     }
-    for_each_sum(problem,
+    for_each_sum(call,
                  [&](Compute* partials, Sums& sums, int) { store(partials + offset, sums, cols); });
   }
 
  private:
   // f(partial rows, sums of this thread, index) for dweight (index 0) and dbias (1), if wanted.
-  template <class Problem, class F>
-  __device__ __forceinline__ void for_each_sum(const Problem& problem, F f) {
-    if constexpr (gradients.dweight) f(problem.dweight_partials, dweight, 0);
-    if constexpr (gradients.dbias) f(problem.dbias_partials, dbias, 1);
+  template <class Call, class F>
+  __device__ __forceinline__ void for_each_sum(const Call& call, F f) {
+    if constexpr (gradients.dweight) f(call.dweight_partials, dweight, 0);
+    if constexpr (gradients.dbias) f(call.dbias_partials, dbias, 1);
   }
   __device__ __forceinline__ static void add_groups_of_warp(Sums& sums) {
 #pragma unroll

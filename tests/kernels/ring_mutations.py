@@ -131,8 +131,8 @@ def ring_mutations() -> dict[str, Mutation]:
         ),
         "ring that returns no sum": (
             "forward_ring.cuh",
-            "problem.load.keep(row,",
-            "problem.load.keep(0,",
+            "call.load.keep(row,",
+            "call.load.keep(0,",
         ),
         "ring that takes a row's statistics for the next one's": (
             "backward_ring.cuh",

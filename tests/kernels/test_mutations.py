@@ -291,8 +291,8 @@ MUTATIONS = {
     ),
     "a staged row that another block has": Mutation(
         "forward_block.cu",
-        "staged.fetch(problem.load, row + turns.step,",
-        "staged.fetch(problem.load, row + 1,",
+        "staged.fetch(call.load, row + turns.step,",
+        "staged.fetch(call.load, row + 1,",
         STAGED,
     ),
     "a last row that first blocks leave out": Mutation(

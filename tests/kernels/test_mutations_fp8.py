@@ -181,8 +181,8 @@ MUTATIONS = {
     ),
     "a next row that another block has": (
         "forward_block.cu",
-        "row + turns.step, problem.num_rows",
-        "row + 1, problem.num_rows",
+        "row + turns.step, call.num_rows",
+        "row + 1, call.num_rows",
         "ahead",
     ),
     "numbers below 2^-126 that are flushed": (
@@ -229,8 +229,8 @@ MUTATIONS = {
     ),
     "a margin that is forgotten": (
         "update_scales.cu",
-        "(problem.largest[blockIdx.x]) * problem.factor",
-        "(problem.largest[blockIdx.x])",
+        "(call.largest[blockIdx.x]) * call.factor",
+        "(call.largest[blockIdx.x])",
         "delayed scales",
     ),
     "a history that stays where it is": (
@@ -266,7 +266,7 @@ MUTATIONS = {
     "a matrix without its last slab": (
         "reduce_matrix.cu",
         "row < slab.end_row; row",
-        "row < slab.end_row && slab.end_row < problem.num_rows; row",
+        "row < slab.end_row && slab.end_row < call.num_rows; row",
         "amax of a matrix",
     ),
 }

@@ -112,8 +112,8 @@ def test_rows_that_are_not_finite(machine, value):
 BUGS = {
     "a product of rows that are not normalised yet": (
         "normalized_rows.cuh",
-        "problem); });\n    }\n    __syncthreads();",
-        "problem); });\n    }",
+        "call); });\n    }\n    __syncthreads();",
+        "call); });\n    }",
     ),
     "sums that are not there yet": (
         "norm_linear_few.cu",
