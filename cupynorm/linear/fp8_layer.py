@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..gpu import arrays
-from ..nn import amaxes, autocast, fp8, modes
+from ..nn import amaxes, autocast, fp8, modes, nested
 from ..nn.dtypes import outside_autocast
 from ..nn.past_calls import PastCalls, runs_again_by_hooks
 from ..nn.recipes import DelayedScaling, Recipe
@@ -96,6 +96,14 @@ class Fp8Layer(torch.nn.Module):
 
         make_sink: makes what takes the gradients of weights and biases, if anything does.
         """
+        if operands.input.is_nested:
+            if fp8_output:
+                raise NotImplementedError(
+                    "fp8_output is True and input is nested; expected fp8_output=False"
+                )
+            packing = nested.Packing(operands.input, 1)
+            operands = operands._replace(input=packing.values(operands.input, "input"))
+            return packing.nested(self._project_in_fp8(call, operands, fp8_output, make_sink))
         is_plain = not fp8_output and make_sink is None and call.input is None
         if modes.is_compiling() and call.region.text and is_plain:
             call = self._checked(call, operands, fp8_output)

@@ -8,6 +8,7 @@
     dispatch modes, subclasses, meta tensors     the operator of operator.py
     torch.func, forward mode                     torch functions that they can transform
     DTensors                                     dtensors.py
+    nested tensors                               one of these, on their values
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from torch.autograd import forward_ad
 from torch.nn import functional
 
 from ..gpu.arrays import type_in_words
-from ..nn import dtypes, modes
+from ..nn import dtypes, modes, nested
 from ..norm.prepared import FOR_STATISTICS, FOR_Y
 from . import compute, dtensors, fold, one_kernel
 from .call import LinearCall, Operands, check, has_no_normalized
@@ -45,8 +46,10 @@ def normalize_and_project(
     compiling = _is_compiling()
     if not compiling and _present_tracer():  # it would trace what reads memory
         return torch.compiler.disable(normalize_and_project)(call, sink, folded)
-    check_call(call)
     operands, options = call
+    if operands.input.is_nested:
+        return _normalize_and_project_nested(call, sink, folded)
+    check_call(call)
     tensors = operands.all
     is_plain = not compiling and modes.are_plain(tensors)
     if not is_plain and dtensors.has_dtensors(operands):
@@ -89,6 +92,17 @@ def normalize_and_project(
         normalized if options.return_normalized else None,
         operands.input if operands.residual is None else added,
     )
+
+
+def _normalize_and_project_nested(call: LinearCall, sink, folded) -> tuple:
+    """Of a jagged input: its rows are one dense tensor."""
+    operands = call.operands
+    packing = nested.Packing(operands.input, 1)
+    packed = {"input": packing.values(operands.input, "input")}
+    if operands.residual is not None:
+        packed["residual"] = packing.values(operands.residual, "residual")
+    call = call._replace(operands=operands._replace(**packed))
+    return packing.nested(normalize_and_project(call, sink, folded))
 
 
 def _without_subclass(tensor: Tensor | None) -> Tensor | None:

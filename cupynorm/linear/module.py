@@ -216,7 +216,8 @@ class LayerNormLinear(GradientLayer, Fp8Layer, NormLinearParameters):
         if not isinstance(inp, Tensor):
             raise TypeError(f"input is {type_in_words(inp)}; expected a torch tensor")
         # torch.jit.trace warns of every shape that is looked at; there the operator checks.
-        if (is_compiling() or not is_jit_traced()) and inp.shape[-1:] != (self.in_features,):
+        checks_shape = is_compiling() or not is_jit_traced()
+        if checks_shape and (not inp.ndim or inp.size(-1) != self.in_features):
             raise ValueError(
                 f"input has shape {tuple(inp.shape)}; expected (..., {self.in_features}), "
                 "in_features of this layer"

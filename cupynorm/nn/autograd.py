@@ -31,7 +31,7 @@ from ..norm.request import (
     is_plain,
 )
 from ..norm.results import Backward
-from . import dtensor, formulas, functor_operators, fused_operators, operators
+from . import dtensor, formulas, functor_operators, fused_operators, nested, operators
 from .modes import (
     PLAIN,
     compiler_sees_transforms,
@@ -80,6 +80,8 @@ def normalize(
         y, added = repeated_result
         return y, None, added
     operands, options = original = request
+    if nested.is_any(operands.input, operands.residual, operands.row_scale):
+        return nested.normalize(request, normalize)
     if options.out_dtype is None and operands.out is None and _is_cuda_autocast():
         if operands.input.is_cuda:
             options = options._replace(out_dtype=formulas.arithmetic(operands.input))
