@@ -28,10 +28,8 @@ def rewrite(graph: Graph, replace: str, report: Report) -> None:
     replace: "faster", "all" or "none", as compile_passes takes it.
     """
     number = report.next_graph()
-    for norm in list(find(graph)):
+    for norm in find(graph):
         order = {node: at for at, node in enumerate(graph.nodes)}
-        if norm.y not in order:
-            continue
         # torch's own kernels with such operations are faster than functors (docs/torch_compile.md).
         functors = "all" if replace == "all" else "some" if norm.is_ours else "none"
         fusion = surround(norm, order, functors)

@@ -20,6 +20,7 @@ import torch
 from torch.fx import Graph, Node
 
 from ..nn import functor_operators, fused_operators, operators  # noqa: F401, they register
+from ..nn.dtypes import SUPPORTED
 from ..nn.schemas import arguments_of
 from .spellings import known, number_and_node, operation, two_nodes, uncast, value
 
@@ -59,8 +60,10 @@ class Norm:
 
 
 def find(graph: Graph) -> Iterator[Norm]:
-    """Every norm of a graph, in the graph's order."""
-    for node in graph.nodes:
+    """Every norm of a graph, in the graph's order. The graph may change from one to the next."""
+    for node in list(graph.nodes):
+        if node._erased:
+            continue
         found = None
         if operation(node) in ("layer_norm", "rms_norm"):
             found = _of_torch(node)
@@ -166,6 +169,8 @@ def _of_operations(root: Node) -> Norm | None:
     given_x = value(x)
     if wide is None or given_x is None or value(x_hat) is None:
         return None
+    if centered and any(value(mean).dtype != wide.dtype for mean in means):
+        return None  # a mean of 16 bits, ours would differ
     extents = known(given_x.shape[-1:])
     if not _are_ints(extents):
         return None
@@ -276,7 +281,7 @@ def _only_user(node: Node) -> Node | None:
 
 def _is_parameter(node: Node, extents: tuple[Any, ...]) -> bool:
     given = value(node)
-    return given is not None and known(given.shape) == extents
+    return given is not None and given.dtype in SUPPORTED and known(given.shape) == extents
 
 
 def _weight(node: Node) -> tuple[Node, bool]:

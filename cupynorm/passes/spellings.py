@@ -14,6 +14,8 @@ from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.nn import functional
 
+from ..nn.dtypes import SUPPORTED
+
 # operation -> functions, and names of methods
 _SPELLINGS: dict[str, tuple[Any, ...]] = {
     "add": (operator.add, torch.add, "add", "__add__"),
@@ -122,12 +124,16 @@ def two_nodes(node: Node) -> tuple[Node, Node] | None:
 
 
 def uncast(node: Node) -> Node:
-    """What a node was cast from, through casts that lose nothing; the node itself without one."""
+    """What a node was cast from, through casts that lose nothing; the node itself without one.
+
+    Not a source of another kind of numbers, such as a mask: the operators take floats alone.
+    """
     while operation(node) == "cast":
         source = node.args[0]
         made, given = value(node), value(source)
         assert made is not None and given is not None  # or it would be no cast
-        if torch.promote_types(made.dtype, given.dtype) != made.dtype:
+        is_lossless = torch.promote_types(made.dtype, given.dtype) == made.dtype
+        if not is_lossless or given.dtype not in SUPPORTED:
             break
         node = source
     return node
