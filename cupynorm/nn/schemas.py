@@ -23,12 +23,12 @@ from __future__ import annotations
 
 from collections import namedtuple
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
 
 from ..norm.options import dtype_name
-from ..norm.request import Options
 
 _library = torch.library.Library("cupynorm", "DEF")
 for _schema in (
@@ -78,11 +78,37 @@ for _schema in (
     _library.define(_schema, tags=(torch.Tag.pt2_compliant_tag,))
 
 
-def arguments_of(operator: Any) -> type:
-    """A NamedTuple class of the arguments of an operator, as its schema names them."""
+# Arguments that some schemas have. An operator without them computes what these values mean.
+_ABSENT = dict.fromkeys(
+    ("bias", "residual", "row_scale", "dropout_seed", "weight1", "bias1", "dy1", "input", "load")
+    + ("store", "strategy", "dx_dtype", "dbias_dtype", "dresidual_dtype", "dbias1_dtype")
+    + ("residual_dtype",)
+)
+_ABSENT |= {"dropout_p": 0.0, "centered": False, "round_x_hat": False, "memory_efficient": False}
+_ABSENT |= {"arrays": (), "numbers": ()}
+
+
+@cache
+def arguments_of(operator: Any) -> Any:
+    """A NamedTuple class of the arguments of an operator, as its schema names them.
+
+    Arguments of the other operators are attributes of it with the values that they have there by
+    default. overload: the operator itself. num_results: how many tensors it returns.
+    """
     arguments = operator._schema.arguments
     defaults = [each.default_value for each in arguments if each.has_default_value()]
-    return namedtuple("Arguments", [each.name for each in arguments], defaults=defaults)
+    fields = namedtuple("Arguments", [each.name for each in arguments], defaults=defaults)
+    absent = {name: value for name, value in _ABSENT.items() if name not in fields._fields}
+    return type(
+        "Arguments",
+        (fields,),
+        {
+            "__slots__": (),
+            "overload": operator,
+            "num_results": len(operator._schema.returns),
+            **absent,
+        },
+    )
 
 
 def torch_dtype(dtype: object, name: str) -> torch.dtype | None:
@@ -90,17 +116,8 @@ def torch_dtype(dtype: object, name: str) -> torch.dtype | None:
     return None if dtype is None else getattr(torch, dtype_name(dtype, name))
 
 
-def launch_of(options: Options) -> tuple:
-    """As a forward operator takes them."""
-    tile = options.tile
-    fields = None if tile is None else tile.as_ints()
-    margin = options.of("forward" if torch.is_grad_enabled() else "inference").sm_margin
-    backward_margin = options.of("backward").sm_margin
-    return margin, options.strategy, options.statistics, fields, backward_margin
-
-
 def register(
-    name: str,
+    operator: Any,
     implementation: Callable,
     fake: Callable,
     autograd: tuple,
@@ -108,9 +125,11 @@ def register(
 ) -> None:
     """Registers an operator on the CPU and on CUDA.
 
-    fake: its results for fake tensors. autograd: the functions setup_context and backward of
-    torch.library.register_autograd. decomposition: the same by torch operations.
+    operator: the class of its arguments. fake: its results for fake tensors. autograd: the
+    functions setup_context and backward of torch.library.register_autograd. decomposition: the
+    same by torch operations.
     """
+    name = operator.overload._schema.name.partition("::")[2]
     for device in ("CPU", "CUDA"):
         _library.impl(name, implementation, device)
     torch.library.register_fake(f"cupynorm::{name}", fake, lib=_library)
