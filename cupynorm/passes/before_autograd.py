@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
+from ..nn.dtypes import name_of
 from ..norm.prepared import SEED_LIMIT
 from .norms import FUNCTOR, FUSED, NORM, Norm, find
 from .report import Change, Report
@@ -36,7 +37,7 @@ def rewrite(graph: Graph, replace: str, report: Report) -> None:
         reason = why_left(fusion, replace)
         if not reason and not can_move(norm, order):
             reason = "the graph writes in place among its operations"
-        change = Change(number, name_of(norm), described(fusion), "left", reason)
+        change = Change(number, module_of(norm), described(fusion), "left", reason)
         if not reason:
             takes_in = fusion.residual or fusion.load or fusion.store
             done = ("fused" if takes_in else "kept") if norm.is_ours else "replaced"
@@ -105,7 +106,7 @@ def _erase(graph: Graph, nodes: list[Node]) -> None:
         graph.erase_node(node)
 
 
-def name_of(norm: Norm) -> str:
+def module_of(norm: Norm) -> str:
     """The module's name in the model; "" outside modules."""
     stack = list((norm.y.meta.get("nn_module_stack") or {}).values())
     if not stack:
@@ -118,5 +119,4 @@ def described(fusion: Fusion) -> str:
     """layer_norm 4096 x 768 bfloat16."""
     norm, x = fusion.norm, value(fusion.input)
     rows = math.prod(x.shape[: x.dim() - len(norm.extents)])
-    dtype = str(x.dtype).removeprefix("torch.")
-    return f"{norm.kind} {rows} x {math.prod(norm.extents)} {dtype}"
+    return f"{norm.kind} {rows} x {math.prod(norm.extents)} {name_of(x.dtype)}"

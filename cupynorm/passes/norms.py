@@ -22,7 +22,7 @@ from torch.fx import Graph, Node
 from ..nn import functor_operators, fused_operators, operators  # noqa: F401, they register
 from ..nn.dtypes import SUPPORTED
 from ..nn.schemas import arguments_of
-from .spellings import known, number_and_node, operation, two_nodes, uncast, value
+from .spellings import known, number_and_node, only_user, operation, two_nodes, uncast, value
 
 NORM = torch.ops.cupynorm.norm_forward.default
 FUSED = torch.ops.cupynorm.fused_norm_forward.default
@@ -115,12 +115,10 @@ def _peel(norm: Norm) -> None:
 def _of_cupynorm(node: Node) -> Norm | None:
     """An operator without a residual and without fused options other than round_x_hat."""
     given = arguments_of(node.target)(*node.args, **node.kwargs)
-    if given.residual is not None or not _are_ints(given.normalized_shape):
+    others = (given.residual, given.weight1, given.bias1, given.row_scale, given.residual_dtype)
+    others += (given.dropout_p, given.memory_efficient)
+    if any(others) or not _are_ints(given.normalized_shape):
         return None
-    if node.target is FUSED:
-        others = (given.weight1, given.bias1, given.row_scale, given.residual_dtype)
-        if any(each is not None for each in others) or given.dropout_p or given.memory_efficient:
-            return None
     results = {user.args[1]: user for user in node.users if user.target is operator.getitem}
     if len(results) != len(node.users) or set(results) != {0}:
         return None
@@ -134,7 +132,7 @@ def _of_cupynorm(node: Node) -> Norm | None:
         given.weight,
         given.bias,
         given.zero_centered_weight,
-        value(given.input).dtype if getattr(given, "round_x_hat", False) else None,
+        value(given.input).dtype if given.round_x_hat else None,
         is_ours=True,
         launch=tuple(getattr(given, name) for name in _LAUNCH),
     )
@@ -248,12 +246,12 @@ def _add_affine(norm: Norm) -> None:
     assert x is not None and x_hat is not None  # or it would not have been found
     last, rounded = norm.y, None
     taken: list[Node] = []
-    user = _only_user(last)
+    user = only_user(last)
     if operation(user) == "cast":
         if value(user).dtype != x_hat.dtype:
             rounded = value(user).dtype
         last, taken = user, [user]
-        user = _only_user(last)
+        user = only_user(last)
     if operation(user) != "mul" or (given := two_nodes(user)) is None:
         return
     weight = given[0] if given[1] is last else given[1]
@@ -263,7 +261,7 @@ def _add_affine(norm: Norm) -> None:
     norm.nodes += [*taken, user]
     norm.y, norm.rounded = user, rounded
     norm.weight, norm.zero_centered = _weight(weight)
-    user = _only_user(norm.y)
+    user = only_user(norm.y)
     made = value(norm.y)
     if operation(user) != "add" or made is None or made.dtype != x_hat.dtype:
         return
@@ -273,10 +271,6 @@ def _add_affine(norm: Norm) -> None:
         if _is_parameter(bias, norm.extents):
             norm.nodes.append(user)
             norm.y, norm.bias = user, uncast(bias)
-
-
-def _only_user(node: Node) -> Node | None:
-    return next(iter(node.users)) if len(node.users) == 1 else None
 
 
 def _is_parameter(node: Node, extents: tuple[Any, ...]) -> bool:

@@ -123,6 +123,10 @@ def two_nodes(node: Node) -> tuple[Node, Node] | None:
     return None
 
 
+def only_user(node: Node) -> Node | None:
+    return next(iter(node.users)) if len(node.users) == 1 else None
+
+
 def uncast(node: Node) -> Node:
     """What a node was cast from, through casts that lose nothing; the node itself without one.
 

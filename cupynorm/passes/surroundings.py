@@ -17,14 +17,15 @@ import torch._inductor.config as config
 from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from ..dtypes import DTYPES
 from ..functors import ada_ln, layer_scale, silu_gate
+from ..nn.dtypes import SUPPORTED
 from ..plan.functors import Functor, functor
 from .norms import Norm
 from .spellings import (
     have_one_shape,
     is_barrier,
     number_and_node,
+    only_user,
     operation,
     two_nodes,
     uncast,
@@ -105,11 +106,11 @@ def surround(norm: Norm, order: dict[Node, int], functors: str) -> Fusion:
 
 def _add_store(fusion: Fusion, functors: str) -> None:
     """Takes in an element-wise operation of y."""
-    y, user = fusion.y, _only_user(fusion.y)
+    y, user = fusion.y, only_user(fusion.y)
     if functors == "none" or operation(user) != "mul" or (given := two_nodes(user)) is None:
         return
     factor = given[0] if given[1] is y else given[1]
-    last = _only_user(user)
+    last = only_user(user)
     shift = None
     if operation(last) == "add" and (given := two_nodes(last)) is not None:
         shift = given[0] if given[1] is user else given[1]
@@ -137,13 +138,13 @@ def _add_residual(fusion: Fusion, functors: str) -> None:
     taking = [each for each in found if each[0][1] or each[0][2]]
     narrow = [each for each in found if _dtype(each[0][0]) != made.dtype]
     (input, dropout_p, load), residual = (taking or narrow or found)[0]
-    residual = uncast(residual) if _only_user(residual) is added else residual
+    residual = uncast(residual) if only_user(residual) is added else residual
     values = [value(input), value(residual)]
     if any(each is None or not have_one_shape(each, made) for each in values) or input is residual:
         return
     dtypes = [each.dtype for each in values]
     # The operators take a residual of the input's dtype or of the sum's.
-    if any(not is_supported(each) for each in dtypes) or dtypes[1] not in (dtypes[0], made.dtype):
+    if any(each not in SUPPORTED for each in dtypes) or dtypes[1] not in (dtypes[0], made.dtype):
         return
     fusion.input, fusion.residual, fusion.sum = input, residual, added
     fusion.dropout_p, fusion.load = dropout_p, load
@@ -155,7 +156,7 @@ def _branch(
     node: Node, added: Node, made: torch.Tensor, functors: str
 ) -> tuple[Node, float, tuple[Functor, tuple[Node, ...]] | None]:
     """An operand of the addition: what the operator reads of it, its dropout_p and its load."""
-    if _only_user(node) is not added:
+    if only_user(node) is not added:
         return node, 0.0, None
     source = uncast(node)
     if operation(source) == "dropout" and len(source.users) == 1:
@@ -207,7 +208,7 @@ def _readers(norm: Norm) -> set[Node]:
 def _is_array(node: object, y: Node, functors: str) -> bool:
     """Whether a functor of y can read a node as an array."""
     given, made = value(node), value(y)
-    if given is None or made is None or not is_supported(given.dtype):
+    if given is None or made is None or given.dtype not in SUPPORTED:
         return False
     return have_one_shape(given, made) or _is_broadcast(node, made, functors)
 
@@ -215,7 +216,7 @@ def _is_array(node: object, y: Node, functors: str) -> bool:
 def _is_broadcast(node: object, made: torch.Tensor, functors: str) -> bool:
     """Whether a node is broadcast over rows, in one of the ways of docs/functors.md."""
     given = value(node)
-    if given is None or not is_supported(given.dtype) or given.requires_grad and functors != "all":
+    if given is None or given.dtype not in SUPPORTED or given.requires_grad and functors != "all":
         return False
     shape = (1,) * (made.dim() - given.dim()) + tuple(given.shape)
     if len(shape) != made.dim() or not statically_known_true(shape[-1] == made.shape[-1]):
@@ -225,17 +226,9 @@ def _is_broadcast(node: object, made: torch.Tensor, functors: str) -> bool:
     return fits and (not own or own == list(range(own[0], own[-1] + 1)))
 
 
-def is_supported(dtype: torch.dtype) -> bool:
-    return str(dtype).removeprefix("torch.") in DTYPES
-
-
 def _dtype(node: Node) -> torch.dtype | None:
     given = value(node)
     return None if given is None else given.dtype
-
-
-def _only_user(node: Node) -> Node | None:
-    return next(iter(node.users)) if len(node.users) == 1 else None
 
 
 # What is tried, until there is a place for the operator.
