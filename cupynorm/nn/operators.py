@@ -147,9 +147,14 @@ def _seed_tensor(x: Tensor, seed: object, dropout_p: float) -> Tensor | None:
     """The seed as a tensor on x's device, drawn if there is none; None without dropout."""
     if dropout_p == 0 or isinstance(seed, Tensor):
         return seed
-    if seed is None:  # not draw_seed, which Dynamo cannot trace
-        return torch.randint(0, SEED_LIMIT, (1,), dtype=torch.int64, device=x.device)
+    if seed is None:
+        return draw_seed(x)
     return torch.full((1,), seed, dtype=torch.int64, device=x.device)
+
+
+def draw_seed(x: Tensor) -> Tensor:
+    """As norm.prepared.draw_seed, which Dynamo cannot trace."""
+    return torch.randint(0, SEED_LIMIT, (1,), dtype=torch.int64, device=x.device)
 
 
 def has_sum(request: ForwardRequest) -> bool:

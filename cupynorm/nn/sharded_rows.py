@@ -19,6 +19,7 @@ from ..norm.quantized_tensor import QuantizedTensor
 from ..norm.request import ForwardOperands, ForwardRequest, Quantization
 from . import quantization
 from .dtensor import check_kinds, on_every_rank
+from .operators import draw_seed
 
 _BY_ROW = ("input", "residual", "row_scale")
 _PARAMETERS = ("weight", "bias", "weight1", "bias1")
@@ -126,7 +127,7 @@ def normalize(request: ForwardRequest, normalize_own: Callable[[ForwardRequest],
         },
     )
     if options.dropout_p:
-        own = own._replace(dropout_seed=_seed(rows, own.dropout_seed))
+        own = own._replace(dropout_seed=_seed(rows, own))
     scale_is_found = options.quantization is not None and options.quantization.scaling == "tensor"
     if scale_is_found:
         own = own._replace(scale=_scale(rows, own, request, normalize_own))
@@ -153,15 +154,16 @@ def _check(operands: ForwardOperands, quantization: Quantization | None) -> None
         )
 
 
-def _seed(rows: _Rows, seed: Any) -> Any:
-    """Another one for each part of the rows, from one that all ranks have."""
+def _seed(rows: _Rows, own: ForwardOperands) -> Any:
+    """Another one for each part of the rows, from one that all ranks have; drawn without one."""
+    seed = own.dropout_seed
     if seed is None:
         if any(not each.is_shard() for each in rows.placements):
             raise ValueError(
                 "dropout_p was given without dropout_seed for a DTensor that several ranks have; "
                 "expected a dropout_seed, the same on all ranks"
             )
-        return None
+        return draw_seed(own.input)
     if isinstance(seed, Tensor):
         return seed + (rows.number << 32)
     return (int(seed) + (rows.number << 32) + 2**63) % 2**64 - 2**63

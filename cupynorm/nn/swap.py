@@ -209,8 +209,8 @@ def _is_named_as_a_norm(module: torch.nn.Module) -> bool:
 
 
 def _is_torchs(module: torch.nn.Module) -> bool:
-    """Whether it is one of torch.nn's modules other than LayerNorm and RMSNorm."""
-    return type(module).__module__.startswith("torch.nn.")
+    """Whether it is one of torch.nn's modules other than LayerNorm and RMSNorm, or TorchScript."""
+    return type(module).__module__.startswith(("torch.nn.", "torch.jit."))
 
 
 _NAMES = {("beta", "gamma"), ("gamma",), ("a_2", "b_2")}

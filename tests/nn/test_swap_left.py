@@ -335,3 +335,13 @@ def test_the_model_itself_is_left():
     assert not cupynorm.swap_norms(cupynorm.LayerNorm(8)).left
     with pytest.raises(TypeError, match="model is a list; expected a torch.nn.Module"):
         cupynorm.swap_norms([torch.nn.LayerNorm(8)])
+
+
+def test_modules_of_torchscript_are_passed_over():
+    """Nothing can be exchanged inside them, and their forward cannot be looked at."""
+    norm, x = torch.nn.LayerNorm(8), torch.randn(2, 8)
+    traced, scripted = torch.jit.trace(norm, x), torch.jit.script(norm)
+    activation = torch.jit.trace(torch.nn.GELU(), x)
+    model = torch.nn.Sequential(traced, scripted, activation, torch.nn.LayerNorm(8))
+    report = cupynorm.swap_norms(model)
+    assert [swap.name for swap in report.swapped] == ["3"] and not report.left
