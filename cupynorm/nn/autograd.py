@@ -441,10 +441,9 @@ def _gradients_with_options(ctx, dy, dy1, dsum) -> tuple:
         forward.backward, saved, (dy, dy1, dsum), forward.bias1_dtype, _wanted(ctx)
     )
     if torch.is_grad_enabled():  # create_graph=True
-        by_name = fused_operators.fused_norm_backward(*backward_request)
+        gradients = fused_operators.fused_norm_backward(*backward_request)
     else:
-        by_name = route.backward_of_two(*backward_request)
-    gradients = [getattr(by_name, name) for name in fused_operators.GRADIENTS]
+        gradients = route.backward_of_two(*backward_request)
     return forward.pick_gradients((*gradients, None))
 
 

@@ -29,9 +29,6 @@ from .operators import (
 )
 from .schemas import arguments_of, refuse_second_derivatives, register, save_nothing
 
-# In the order of fused_norm_forward's first tensors.
-GRADIENTS = ("dx", "dweight", "dbias", "dresidual", "dweight1", "dbias1")
-
 FusedNormForward = arguments_of(torch.ops.cupynorm.fused_norm_forward.default)
 _FusedNormBackward = arguments_of(torch.ops.cupynorm.fused_norm_backward.default)
 
@@ -56,7 +53,8 @@ def fused_gradients(
     """The request of a backward with fused options.
 
     saved: x (or y), mean, rstd, weight, weight1, row_scale, dropout_seed, bias. upstream: the
-    gradients of y, y1 and the sum. wants: which of GRADIENTS. None where no gradient came.
+    gradients of y, y1 and the sum. wants: which of FusedBackward's gradients, which are in the
+    order of fused_norm_forward's first tensors. None where no gradient came.
     """
     x, mean, rstd, weight, weight1, row_scale, seed, bias = saved
     dy, dy1, dsum = upstream
@@ -66,11 +64,11 @@ def fused_gradients(
         dy = torch.zeros_like(x)
     absent = {"dweight", "dbias"} if dy is None else set()
     absent |= {"dweight1", "dbias1"} if dy1 is None else set()
-    wanted = {name for name, is_wanted in zip(GRADIENTS, wants) if is_wanted} - absent
+    named = zip(FusedBackward._fields, wants)
+    names = tuple(name for name, is_wanted in named if is_wanted and name not in absent)
     operands = BackwardOperands(dy, x, mean, rstd, weight, dsum, None, row_scale, seed)
     if options.x_is_y:
         operands = operands._replace(y_weight=weight, y_bias=bias)
-    names = tuple(name for name in FusedBackward._fields if name in wanted)
     request = BackwardRequest(operands, options._replace(gradients=names))
     return request, SecondGradient(dy1, weight1, dbias1_dtype)
 
@@ -95,8 +93,7 @@ def _differentiate_forward(ctx, dy, _dmean, _drstd, dsum, dy1):
     if backward is None:
         return tuple(None for _ in wants)
     gradients = fused_norm_backward(*backward)
-    none = (None for _ in wants[len(GRADIENTS) :])
-    return *(getattr(gradients, name) for name in GRADIENTS), *none
+    return *gradients, *(None for _ in wants[len(gradients) :])
 
 
 def _backward(*arguments):

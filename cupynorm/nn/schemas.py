@@ -1,22 +1,12 @@
 """The schemas of the operators torch.ops.cupynorm, and how an operator is registered.
 
-    cupynorm::norm_forward  -> y, mean, rstd, input + residual
-        an empty mean for rms_norm, an empty sum without a residual
-    cupynorm::norm_backward -> dx, dweight, dbias
-        empty where not wanted
-    cupynorm::recomputing_norm_backward -> dx, dweight, dbias, y
-        the same, and y again
-    cupynorm::fused_norm_forward -> y, mean, rstd, sum, y1
-        with fused options; an empty sum where it is the input itself
-    cupynorm::fused_norm_backward -> dx, dweight, dbias, dresidual, dweight1, dbias1
-    cupynorm::functor_norm_forward -> y, mean, rstd, sum
-    cupynorm::functor_norm_backward -> dx, dweight, dbias, dresidual, gradients of the arrays
-        with a user's functors: load and store are their text (plan/functors.py)
+A result that is absent is empty: a mean of rms_norm, a sum that is the input itself, a gradient
+that is not wanted. Arguments are those of cupynorm.layer_norm_forward and layer_norm_backward. tile
+has the fields of a cupynorm.Tile in their order. load and store are the text of functors
+(plan/functors.py). A norm_backward without a mean is that of rms_norm.
 
-Arguments are those of cupynorm.layer_norm_forward and layer_norm_backward. tile has the fields of a
-cupynorm.Tile in their order. A norm_backward without a mean is that of rms_norm. All are
-differentiable but fused_norm_backward, functor_norm_backward and recomputing_norm_backward. All
-accept torch's fake tensors and any number of rows.
+All are differentiable but fused_norm_backward, functor_norm_backward and recomputing_norm_backward.
+All accept torch's fake tensors and any number of rows.
 """
 
 from __future__ import annotations
