@@ -279,16 +279,18 @@ def register_forward(
     register(
         operator,
         implementation(lambda request: route.forward(request)),
-        implementation(_forward_without_memory),
+        implementation(forward_without_memory),
         autograd,
         implementation(by_torch),
     )
 
 
-def _forward_without_memory(request: ForwardRequest) -> FusedForward:
+def forward_without_memory(request: ForwardRequest) -> FusedForward:
     """The shapes and dtypes of a forward's results."""
     operands, options = check_forward(request)
-    x, has_second = operands.input, operands.weight1 is not None or operands.bias1 is not None
+    x, y1_dtype = operands.input, options.y1_dtype
+    if operands.weight1 is not None or operands.bias1 is not None:
+        y1_dtype = options.out_dtype
     leading = x.shape[: -len(options.extents)]
     y_dtype, sum_dtype = getattr(torch, options.out_dtype), getattr(torch, options.residual_dtype)
     dtype = torch.promote_types(sum_dtype, torch.float32)
@@ -297,7 +299,7 @@ def _forward_without_memory(request: ForwardRequest) -> FusedForward:
         x.new_empty(leading, dtype=dtype) if options.centered else None,
         x.new_empty(leading, dtype=dtype),
         x.new_empty(x.shape, dtype=sum_dtype) if has_sum(request) else x,
-        x.new_empty(x.shape, dtype=y_dtype) if has_second else None,
+        x.new_empty(x.shape, dtype=getattr(torch, y1_dtype)) if y1_dtype else None,
         None,
     )
 

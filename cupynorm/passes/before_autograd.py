@@ -15,8 +15,9 @@ import torch
 from torch.fx import Graph, Node
 
 from ..nn.dtypes import name_of
+from ..nn.schemas import arguments_of
 from ..norm.prepared import SEED_LIMIT
-from .norms import FUNCTOR, FUSED, NORM, Norm, find
+from .norms import FUNCTOR, FUSED, LAUNCH, NORM, Norm, find
 from .report import Change, Report
 from .rule import why_left
 from .spellings import operation, value
@@ -69,31 +70,33 @@ def _call(graph: Graph, fusion: Fusion) -> tuple[Any, tuple[Any, ...]]:
     norm, p = fusion.norm, fusion.dropout_p
     input, y = value(fusion.input), value(fusion.y)
     sum_dtype = fusion.sum_dtype()
-    out_dtype = None if y.dtype == input.dtype else y.dtype
-    residual_dtype = None if sum_dtype == input.dtype else sum_dtype
-    tensors = (fusion.input, norm.weight, norm.bias, fusion.residual)
-    common = (norm.extents, norm.eps, norm.centered, norm.zero_centered, out_dtype)
-    seed = None
+    load, store = (each and each[0].text for each in (fusion.load, fusion.store))
+    given = {
+        "input": fusion.input,
+        "weight": norm.weight,
+        "bias": norm.bias,
+        "residual": fusion.residual,
+        "normalized_shape": norm.extents,
+        "eps": norm.eps,
+        "centered": norm.centered,
+        "zero_centered_weight": norm.zero_centered,
+        "out_dtype": None if y.dtype == input.dtype else y.dtype,
+        "residual_dtype": None if sum_dtype == input.dtype else sum_dtype,
+        "dropout_p": p,
+        "round_x_hat": norm.rounded is not None,
+        "memory_efficient": False,
+        "arrays": list(fusion.arrays()),
+        "load": load,
+        "store": store,
+        "numbers": [],
+        **dict(zip(LAUNCH, norm.launch)),
+    }
     if p > 0:
         arguments = {"dtype": torch.int64, "device": input.device}
-        seed = graph.call_function(torch.randint, (0, SEED_LIMIT, (1,)), arguments)
-    if fusion.load or fusion.store:
-        load, store = (each and each[0].text for each in (fusion.load, fusion.store))
-        own = (None, seed, list(fusion.arrays()), load, store, [])
-        return FUNCTOR, (*tensors, *own, *common, residual_dtype, p, *norm.launch)
-    if residual_dtype is None and norm.rounded is None and not p:
-        return NORM, (*tensors, *common, *norm.launch)
-    own = (None, None, None, seed)
-    return FUSED, (
-        *tensors,
-        *own,
-        *common,
-        residual_dtype,
-        p,
-        norm.rounded is not None,
-        False,
-        *norm.launch,
-    )
+        given["dropout_seed"] = graph.call_function(torch.randint, (0, SEED_LIMIT, (1,)), arguments)
+    target = FUSED if p > 0 or given["residual_dtype"] or given["round_x_hat"] else NORM
+    target = FUNCTOR if load or store else target
+    return target, tuple(given.get(name) for name in arguments_of(target)._fields)
 
 
 def _erase(graph: Graph, nodes: list[Node]) -> None:

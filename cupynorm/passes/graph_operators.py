@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..nn.operators import forward_without_memory
 from ..norm.prepared import FOR_STATISTICS, FOR_Y, prepare_backward, prepare_forward
 from ..norm.request import (
     BackwardOperands,
@@ -139,14 +140,19 @@ def parsed_backward(text: str) -> ParsedBackward:
     return ParsedBackward(options, results, _picker(results, BACKWARD_RESULTS))
 
 
-def prepare_forward_of(arguments: tuple) -> tuple[Any, ForwardOperands]:
-    """A prepared call and its operands. arguments: of norm_forward_in_graph."""
+def request_of(arguments: tuple) -> ForwardRequest:
+    """arguments: of norm_forward_in_graph."""
     *rows, seed, arrays, text = arguments
-    options, purpose, _, _, functors, numbers = parsed_forward(text)
+    parsed = parsed_forward(text)
     operands = ForwardOperands(*rows, None, None, seed)
-    if functors is not None:
-        operands = operands._replace(functors=bind_all(functors, arrays, numbers))
-    return prepare_forward(ForwardRequest(operands, options), purpose)
+    if parsed.functors is not None:
+        operands = operands._replace(functors=bind_all(parsed.functors, arrays, parsed.numbers))
+    return ForwardRequest(operands, parsed.options)
+
+
+def prepare_forward_of(arguments: tuple) -> tuple[Any, ForwardOperands]:
+    """A prepared call and its operands."""
+    return prepare_forward(request_of(arguments), parsed_forward(arguments[-1]).purpose)
 
 
 def prepare_backward_of(arguments: tuple) -> tuple[Any, BackwardOperands]:
@@ -177,19 +183,8 @@ def with_dx_sum(made: tuple, options: BackwardOptions) -> tuple:
     return (*made[:5], total.to(_dtype(dtype, rows.dtype)))
 
 
-def _forward_without_memory(input, *others):
-    options, _, results, *_ = parsed_forward(others[-1])
-    sum_dtype = _dtype(options.residual_dtype, input.dtype)
-    wide = torch.promote_types(sum_dtype, torch.float32)
-    leading = input.shape[: input.dim() - len(options.extents)]
-    made = {
-        "y": (input.shape, _dtype(options.out_dtype, input.dtype)),
-        "mean": (leading, wide),
-        "rstd": (leading, wide),
-        "sum": (input.shape, sum_dtype),
-        "y1": (input.shape, _dtype(options.y1_dtype, input.dtype)),
-    }
-    return [input.new_empty(made[name][0], dtype=made[name][1]) for name in results]
+def _forward_without_memory(*arguments):
+    return parsed_forward(arguments[-1]).pick(forward_without_memory(request_of(arguments)))
 
 
 def _backward_without_memory(*arguments):

@@ -28,7 +28,7 @@ NORM = torch.ops.cupynorm.norm_forward.default
 FUSED = torch.ops.cupynorm.fused_norm_forward.default
 FUNCTOR = torch.ops.cupynorm.functor_norm_forward.default
 
-_LAUNCH = ("sm_margin", "strategy", "statistics", "tile", "backward_sm_margin")
+LAUNCH = ("sm_margin", "strategy", "statistics", "tile", "backward_sm_margin")
 DEFAULT_LAUNCH = (0, None, None, None, 0)
 
 
@@ -134,7 +134,7 @@ def _of_cupynorm(node: Node) -> Norm | None:
         given.zero_centered_weight,
         value(given.input).dtype if given.round_x_hat else None,
         is_ours=True,
-        launch=tuple(getattr(given, name) for name in _LAUNCH),
+        launch=tuple(getattr(given, name) for name in LAUNCH),
     )
 
 
