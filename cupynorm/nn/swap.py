@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from ..gpu.arrays import type_in_words
 from ..norm.options import extents_of
@@ -154,11 +155,13 @@ def _places(
 ) -> Iterator[tuple[str, torch.nn.Module, str, torch.nn.Module]]:
     """(dotted name, parent, name in it, module) of all that may be a norm.
 
-    A shared module comes once for each of its places.
+    A shared module comes once for each of its places. A lazy one has no shape yet.
     """
     for prefix, parent in model.named_modules():
         for name, module in parent._modules.items():
-            if module is not None and (_looks_like_a_norm(module) or _may_be_a_norm(module)):
+            if module is None or any(map(is_lazy, parameters_of(module).values())):
+                continue
+            if _looks_like_a_norm(module) or _may_be_a_norm(module):
                 yield f"{prefix}.{name}" if prefix else name, parent, name, module
 
 
@@ -344,7 +347,7 @@ def _obstacle(module: torch.nn.Module) -> str:
     if not shape or not math.prod(shape):
         return "nothing says what it normalises over: its weight is absent or empty"
     shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
-    if type(module) not in (torch.nn.LayerNorm, torch.nn.RMSNorm) and len(shape) > 1 and 1 in shape:
+    if type(module) not in (torch.nn.LayerNorm, torch.nn.RMSNorm) and 1 in shape:
         first = next(iter(parameters))
         return (
             f"its {first} has shape {shape}; expected no dimension of 1, over which nothing says "
