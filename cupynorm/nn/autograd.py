@@ -236,9 +236,9 @@ def _traced(request: ForwardRequest) -> tuple:
         if not plain:
             if not compiling:
                 check_forward(request)
-            from . import sharded_rows  # imports DTensor, which takes seconds
+            from . import dtensor_whole_rows  # imports DTensor, which takes seconds
 
-            return sharded_rows.normalize(request, normalize)
+            return dtensor_whole_rows.normalize(request, normalize)
         weight, bias = dtensor.of_one_kind(
             operands.input, operands.weight, operands.bias, operands.residual
         )
@@ -255,9 +255,9 @@ def _traced(request: ForwardRequest) -> tuple:
         checked = check_forward(request)
         mesh_dim = dtensor.splitting_dim(operands.input, len(options.extents))
         if plain and mesh_dim is not None:
-            from . import split_rows
+            from . import dtensor_split_rows
 
-            return split_rows.normalize(checked, mesh_dim)
+            return dtensor_split_rows.normalize(checked, mesh_dim)
     if not plain:
         return fused_operators.fused_norm_forward(request)
     y, _, _, added = operators.norm_forward(request)

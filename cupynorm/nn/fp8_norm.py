@@ -43,7 +43,7 @@ class Fp8Norm(torch.nn.Module):
         self._fp8_slot = amaxes.new_slot(type(self).__qualname__)
         self._past_calls = PastCalls()
 
-    def _held(self, name: str) -> torch.Tensor | None:
+    def _parameter(self, name: str) -> torch.Tensor | None:
         """weight or bias."""
         raise NotImplementedError
 
@@ -122,8 +122,8 @@ class Fp8Norm(torch.nn.Module):
         quantization = _quantization_of(region.recipe, transpose)
         norm_operands = ForwardOperands(
             input,
-            self._held("weight"),
-            self._held("bias") if self._centered else None,
+            self._parameter("weight"),
+            self._parameter("bias") if self._centered else None,
             residual,
             scale=scale,
             amax=amax,

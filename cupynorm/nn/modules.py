@@ -67,7 +67,7 @@ class Norm(Fp8Norm):
             for parameter in self.parameters(recurse=False):
                 parameter.sequence_parallel = self.sequence_parallel
 
-    def _held(self, name: str) -> torch.Tensor | None:
+    def _parameter(self, name: str) -> torch.Tensor | None:
         """weight or bias.
 
         torch.nn.Module's attribute lookup takes a microsecond longer. It is needed where the
@@ -107,9 +107,9 @@ class Norm(Fp8Norm):
             options = {"residual_dtype": residual_dtype, "dropout_p": dropout_p}
             call = run_untraced(self._forward_in_fp8)
             return call(input, residual, return_residual, operands, options)
-        norm, parameters = rms_norm, (self._held("weight"),)
+        norm, parameters = rms_norm, (self._parameter("weight"),)
         if self._centered:
-            norm, parameters = layer_norm, (*parameters, self._held("bias"))
+            norm, parameters = layer_norm, (*parameters, self._parameter("bias"))
         return norm(
             input,
             self.normalized_shape,

@@ -226,7 +226,7 @@ class _OwnNames(Norm):
 
     _own_names: Mapping[str, str] = {}
 
-    def _held(self, name: str) -> torch.Tensor | None:
+    def _parameter(self, name: str) -> torch.Tensor | None:
         return self._parameters.get(self._own_names.get(name, name))
 
     def __getattr__(self, name: str) -> Any:

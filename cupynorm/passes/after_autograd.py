@@ -73,9 +73,9 @@ def _change(
 
 def _cast_y(graph: Graph, node: Node) -> str | None:
     """y in the dtype that all its readers cast it to."""
-    given = arguments_of(node.target)(*node.args, **node.kwargs)
+    call = arguments_of(node.target)(*node.args, **node.kwargs)
     y = result_of(node, 0)
-    if y is None or any((given.memory_efficient, given.weight1, given.bias1)):
+    if y is None or any((call.memory_efficient, call.weight1, call.bias1)):
         return None
     casts = list(y.users)
     if not casts or any(not is_cast(each) for each in casts):
@@ -85,7 +85,7 @@ def _cast_y(graph: Graph, node: Node) -> str | None:
     if dtypes or dtype not in SUPPORTED or dtype.itemsize > y.meta["val"].dtype.itemsize:
         return None
     was = y.meta["val"].dtype
-    set_arguments(node, given._replace(out_dtype=dtype))
+    set_arguments(node, call._replace(out_dtype=dtype))
     for each in casts:
         each.replace_all_uses_with(y)
         graph.erase_node(each)
@@ -94,19 +94,19 @@ def _cast_y(graph: Graph, node: Node) -> str | None:
 
 def _read_uncast(graph: Graph, node: Node) -> str | None:
     """dy and dsum from before a cast to a wider dtype: the kernel casts what it reads."""
-    given = arguments_of(node.target)(*node.args, **node.kwargs)
+    call = arguments_of(node.target)(*node.args, **node.kwargs)
     found = {}
     for name in ("dy", "dsum"):
-        cast = getattr(given, name)
+        cast = getattr(call, name)
         if isinstance(cast, Node) and is_cast(cast):
             source, wide = cast.args[0].meta["val"].dtype, cast.meta["val"].dtype
             if source in SUPPORTED and torch.promote_types(source, wide) == wide != source:
                 found[name] = cast.args[0]
     if not found:
         return None
-    set_arguments(node, given._replace(**found))
+    set_arguments(node, call._replace(**found))
     for name in found:
-        cast = getattr(given, name)
+        cast = getattr(call, name)
         if not cast.users:
             graph.erase_node(cast)
     dtype = next(iter(found.values())).meta["val"].dtype
@@ -115,12 +115,12 @@ def _read_uncast(graph: Graph, node: Node) -> str | None:
 
 def _add_gradient(graph: Graph, node: Node) -> str | None:
     """dx + other of backward without dsum: other becomes dsum."""
-    given = arguments_of(node.target)(*node.args, **node.kwargs)
+    call = arguments_of(node.target)(*node.args, **node.kwargs)
     dx = result_of(node, 0)
-    is_scaled = any((given.load, given.dropout_p, given.row_scale, given.dy1))
-    if is_scaled or any(given.wanted[3:4]):
+    is_scaled = any((call.load, call.dropout_p, call.row_scale, call.dy1))
+    if is_scaled or any(call.wanted[3:4]):
         return None  # dx is not the gradient of what was normalised
-    if given.dsum is not None or dx is None or len(dx.users) != 1 or not given.wanted[0]:
+    if call.dsum is not None or dx is None or len(dx.users) != 1 or not call.wanted[0]:
         return None
     (added,) = dx.users
     if added.target is not _ADD or added.kwargs or len(added.args) != 2:
@@ -140,7 +140,7 @@ def _add_gradient(graph: Graph, node: Node) -> str | None:
         # Backward then runs where the sum was.
         for each in (*node.users, node)[::-1]:
             added.prepend(each)
-    set_arguments(node, given._replace(dsum=other))
+    set_arguments(node, call._replace(dsum=other))
     added.replace_all_uses_with(dx)
     graph.erase_node(added)
     _read_uncast(graph, node)
@@ -149,9 +149,9 @@ def _add_gradient(graph: Graph, node: Node) -> str | None:
 
 def _share_gradient(graph: Graph, node: Node) -> str | None:
     """One gradient for the input and the residual where they are the same numbers."""
-    given = arguments_of(node.target)(*node.args, **node.kwargs)
+    call = arguments_of(node.target)(*node.args, **node.kwargs)
     dx, dresidual = result_of(node, 0), result_of(node, 3)
-    if dx is None or dresidual is None or given.row_scale is not None or given.dropout_p:
+    if dx is None or dresidual is None or call.row_scale is not None or call.dropout_p:
         return None
     if dx.meta["val"].dtype != dresidual.meta["val"].dtype:
         return None
@@ -160,6 +160,6 @@ def _share_gradient(graph: Graph, node: Node) -> str | None:
         dresidual.prepend(dx)
     dresidual.replace_all_uses_with(dx)
     graph.erase_node(dresidual)
-    wanted = [name != 3 and is_wanted for name, is_wanted in enumerate(given.wanted)]
-    set_arguments(node, given._replace(wanted=wanted, dresidual_dtype=None))
+    wanted = [name != 3 and is_wanted for name, is_wanted in enumerate(call.wanted)]
+    set_arguments(node, call._replace(wanted=wanted, dresidual_dtype=None))
     return "writes one gradient for input and residual"

@@ -85,58 +85,40 @@ def _picker(results: tuple[str, ...], names: tuple[str, ...]) -> Callable[[tuple
     return lambda made: list(pick(made))
 
 
-def _launch(given: dict[str, Any]) -> Options:
-    tile = given.get("tile")
-    return Options(
-        given.get("strategy"),
+def _options_of(kind: Any, words: dict[str, Any], **own: Any) -> Any:
+    """ForwardOptions or BackwardOptions of what an operator's text says."""
+    fields = {name: words[name] for name in kind._fields if name in words}
+    tile = words.get("tile")
+    launch = Options(
+        words.get("strategy"),
         None if tile is None else Tile.from_ints(tile),
-        given.get("statistics"),
-        given.get("sm_margin", 0),
+        words.get("statistics"),
+        words.get("sm_margin", 0),
     )
+    extents = tuple(words["normalized_shape"])
+    return kind(**{"centered": False} | fields | own, extents=extents, launch=launch)
 
 
 @cache
 def parsed_forward(text: str) -> ParsedForward:
-    given = ast.literal_eval(text)
-    results = tuple(given["results"])
-    options = ForwardOptions(
-        given.get("centered", False),
-        tuple(given["normalized_shape"]),
-        given["eps"],
-        given.get("zero_centered_weight", False),
-        given.get("out_dtype"),
-        given.get("residual_dtype"),
-        given.get("dropout_p", 0.0),
-        given.get("round_x_hat", False),
-        y1_dtype=given.get("y1_dtype"),
-        launch=_launch(given),
-    )
-    purpose = FOR_STATISTICS if {"mean", "rstd"} & set(results) else FOR_Y
-    load, store = given.get("load"), given.get("store")
-    functors = from_text(load, store) if load or store else None
-    pick = _picker(results, FORWARD_RESULTS)
+    words = ast.literal_eval(text)
+    results, load, store = tuple(words["results"]), words.get("load"), words.get("store")
     return ParsedForward(
-        options, purpose, results, pick, functors, tuple(map(float, given.get("numbers", ())))
+        _options_of(ForwardOptions, words),
+        FOR_STATISTICS if {"mean", "rstd"} & set(results) else FOR_Y,
+        results,
+        _picker(results, FORWARD_RESULTS),
+        from_text(load, store) if load or store else None,
+        tuple(map(float, words.get("numbers", ()))),
     )
 
 
 @cache
 def parsed_backward(text: str) -> ParsedBackward:
-    given = ast.literal_eval(text)
-    results = tuple(given["results"])
-    options = BackwardOptions(
-        given.get("centered", False),
-        tuple(given["normalized_shape"]),
-        given.get("zero_centered_weight", False),
-        tuple(each for each in results if each != "dx_sum"),
-        given.get("dx_dtype"),
-        None,
-        given.get("dbias_dtype"),
-        given.get("dresidual_dtype"),
-        given.get("dropout_p", 0.0),
-        launch=_launch(given),
-        dx_sum_dtype=given.get("dx_sum_dtype"),
-    )
+    words = ast.literal_eval(text)
+    results = tuple(words["results"])
+    gradients = tuple(each for each in results if each != "dx_sum")
+    options = _options_of(BackwardOptions, words, gradients=gradients)
     return ParsedBackward(options, results, _picker(results, BACKWARD_RESULTS))
 
 

@@ -37,30 +37,30 @@ def lower(graph: Graph) -> None:
 
 
 def _forward(graph: Graph, node: Node) -> None:
-    given = arguments_of(node.target)(*node.args, **node.kwargs)
-    if any((given.weight1, given.bias1, given.row_scale, given.memory_efficient)):
+    call = arguments_of(node.target)(*node.args, **node.kwargs)
+    if any((call.weight1, call.bias1, call.row_scale, call.memory_efficient)):
         return
-    tensors = (given.input, given.weight, given.bias, given.residual, given.dropout_seed)
-    tensors += (list(given.arrays),)
-    arguments = tensors, _options(given, _FORWARD_OPTIONS)
+    tensors = (call.input, call.weight, call.bias, call.residual, call.dropout_seed)
+    tensors += (list(call.arrays),)
+    arguments = tensors, _options(call, _FORWARD_OPTIONS)
     _replace(graph, node, graph_operators.FORWARD, arguments, FORWARD_RESULTS)
 
 
 def _backward(graph: Graph, node: Node) -> None:
-    given = arguments_of(node.target)(*node.args, **node.kwargs)
-    if any((given.dy1, given.row_scale, given.memory_efficient)):
+    call = arguments_of(node.target)(*node.args, **node.kwargs)
+    if any((call.dy1, call.row_scale, call.memory_efficient)):
         return
-    options = _options(given, _BACKWARD_OPTIONS) | {"centered": given.mean is not None}
-    if node.target is FUSED_BACKWARD and given.wanted[0] and given.wanted[3]:
-        if options["dx_dtype"] == options["dresidual_dtype"] and not given.dropout_p:
+    options = _options(call, _BACKWARD_OPTIONS) | {"centered": call.mean is not None}
+    if node.target is FUSED_BACKWARD and call.wanted[0] and call.wanted[3]:
+        if options["dx_dtype"] == options["dresidual_dtype"] and not call.dropout_p:
             return  # one tensor, which an operator may not return twice
-    tensors = (given.dy, given.x, given.mean, given.rstd, given.weight, given.dsum)
-    tensors += (given.dropout_seed, None)
+    tensors = (call.dy, call.x, call.mean, call.rstd, call.weight, call.dsum)
+    tensors += (call.dropout_seed, None)
     _replace(graph, node, graph_operators.BACKWARD, (tensors, options), BACKWARD_RESULTS)
 
 
-def _options(given: Any, names: tuple[str, ...]) -> dict[str, Any]:
-    found = {name: getattr(given, name) for name in names}
+def _options(call: Any, names: tuple[str, ...]) -> dict[str, Any]:
+    found = {name: getattr(call, name) for name in names}
     return {
         name: name_of(each) if isinstance(each, torch.dtype) else each
         for name, each in found.items()

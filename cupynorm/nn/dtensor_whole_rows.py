@@ -84,7 +84,7 @@ class _Rows(NamedTuple):
                 number = number * self.mesh.size(dim) + self.mesh.get_local_rank(dim)
         return number
 
-    def largest(self, amax: Tensor) -> None:
+    def reduce_amax(self, amax: Tensor) -> None:
         """Makes an amax that of the rows of all ranks, in place. A NaN is larger than all."""
         bits = amax.view(torch.int32)
         for dim, each in enumerate(self.placements):
@@ -135,7 +135,7 @@ def normalize(request: ForwardRequest, normalize_own: Callable[[ForwardRequest],
         options = options._replace(quantization=quantization)
     y, y1, added = normalize_own(ForwardRequest(own, options))
     if operands.amax is not None:
-        rows.largest(own.amax)
+        rows.reduce_amax(own.amax)
     y = rows.as_dtensor(y) if isinstance(y, Tensor) else _quantized_dtensors(rows, y)
     return y, None if y1 is None else rows.as_dtensor(y1), rows.as_dtensor(added)
 
@@ -170,13 +170,13 @@ def _seed(rows: _Rows, own: ForwardOperands) -> Any:
 
 
 def _scale(rows: _Rows, own: ForwardOperands, request: ForwardRequest, normalize_own) -> Tensor:
-    """Of the largest magnitude of the rows of all ranks, which a first call finds."""
+    """Of the reduce_amax magnitude of the rows of all ranks, which a first call finds."""
     options, asked = request.options, request.options.quantization
     amax = own.input.new_zeros(1, dtype=torch.float32)
     alone = Quantization(asked.dtype)
     with torch.no_grad():
         normalize_own(ForwardRequest(own._replace(amax=amax), options._replace(quantization=alone)))
-    rows.largest(amax)
+    rows.reduce_amax(amax)
     return quantization.scale_of(
         amax,
         getattr(torch, asked.dtype),
