@@ -214,7 +214,8 @@ def _with_functors(request: ForwardRequest, compiling: bool) -> tuple:
         )
     if not compiling:
         check_forward(request)
-    return functor_operators.functor_norm_forward(request)
+    made = functor_operators.functor_norm_forward(request)
+    return made.y, None, made.sum
 
 
 def _is_wrapped(*tensors: object) -> bool:
@@ -258,10 +259,9 @@ def _traced(request: ForwardRequest) -> tuple:
             from . import dtensor_split_rows
 
             return dtensor_split_rows.normalize(checked, mesh_dim)
-    if not plain:
-        return fused_operators.fused_norm_forward(request)
-    y, _, _, added = operators.norm_forward(request)
-    return y, None, operands.input if operands.residual is None else added
+    by_operator = operators.norm_forward if plain else fused_operators.fused_norm_forward
+    made = by_operator(request)
+    return made.y, made.y1, made.sum
 
 
 def is_recorded_by_jit() -> bool:
@@ -274,10 +274,7 @@ def forward_of_meta(request: ForwardRequest) -> tuple:
     request = check_forward(request)
     if request.operands.out is not None:
         raise ValueError(_NO_OUT)
-    y, mean, rstd, added = operators.norm_forward(request)
-    operands, options = request
-    mean = mean if options.centered else None
-    return y, mean, rstd, operands.input if operands.residual is None else added
+    return operators.norm_forward(request)[:4]
 
 
 def _transformed(request: ForwardRequest) -> tuple:
@@ -311,8 +308,8 @@ def _transformed(request: ForwardRequest) -> tuple:
         )
 
         def compute(x):
-            results = operators.norm_forward(ForwardRequest(ForwardOperands(x), alone))
-            return results[0], results[2]
+            made = operators.norm_forward(ForwardRequest(ForwardOperands(x), alone))
+            return made.y, made.rstd
 
         x_hat, _ = formulas.Normalized.apply(added, num_dims, options.centered, compute)
     y = x_hat * formulas.scale(operands.weight, options.zero_centered_weight, dtype)

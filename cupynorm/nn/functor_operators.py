@@ -7,11 +7,11 @@ the process, so an operator gets the functors' lines and names as text.
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
 from ..norm import route
 from ..norm.functors import check_differentiable
 from ..norm.request import ForwardRequest
+from ..norm.results import FusedForward
 from .modes import wants_gradient
 from .operators import (
     backward_request,
@@ -30,14 +30,13 @@ _Forward = arguments_of(torch.ops.cupynorm.functor_norm_forward.default)
 _Backward = arguments_of(torch.ops.cupynorm.functor_norm_backward.default)
 
 
-def functor_norm_forward(request: ForwardRequest) -> tuple[Tensor, None, Tensor]:
-    """y, no second output, and what was normalised, or the input where that is not stored."""
+def functor_norm_forward(request: ForwardRequest) -> FusedForward:
+    """As route.forward, by the operator."""
     operands = request.operands
     tensors = (operands.input, operands.weight, operands.bias, operands.residual)
     if torch.is_grad_enabled() and wants_gradient(*tensors, *operands.functors.arrays()):
         check_differentiable(operands.functors)
-    y, _, _, added = call_forward(_Forward, request)
-    return y, None, added if has_sum(request) else operands.input
+    return call_forward(_Forward, request)
 
 
 def _save_forward(ctx, inputs, output):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
 from ..norm import route
 from ..norm.request import (
@@ -13,7 +12,7 @@ from ..norm.request import (
     ForwardRequest,
     SecondGradient,
 )
-from ..norm.results import FusedBackward
+from ..norm.results import FusedBackward, FusedForward
 from . import decompositions
 from .operators import (
     backward_options,
@@ -22,7 +21,6 @@ from .operators import (
     call_forward,
     dtype_of,
     gradients_without_memory,
-    has_sum,
     or_empty,
     register_forward,
     save_rows,
@@ -33,12 +31,9 @@ FusedNormForward = arguments_of(torch.ops.cupynorm.fused_norm_forward.default)
 _FusedNormBackward = arguments_of(torch.ops.cupynorm.fused_norm_backward.default)
 
 
-def fused_norm_forward(request: ForwardRequest) -> tuple[Tensor, Tensor | None, Tensor]:
-    """y, y1 and the sum."""
-    operands = request.operands
-    y, _, _, added, y1 = call_forward(FusedNormForward, request)
-    has_second = operands.weight1 is not None or operands.bias1 is not None
-    return y, y1 if has_second else None, added if has_sum(request) else operands.input
+def fused_norm_forward(request: ForwardRequest) -> FusedForward:
+    """As route.forward, by the operator."""
+    return call_forward(FusedNormForward, request)
 
 
 def fused_norm_backward(request: BackwardRequest, second: SecondGradient) -> FusedBackward:

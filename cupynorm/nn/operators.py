@@ -56,8 +56,8 @@ _NO_SECOND = SecondGradient(None)
 # Calls by the operators.
 
 
-def norm_forward(request: ForwardRequest) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """y, mean, rstd, input + residual."""
+def norm_forward(request: ForwardRequest) -> FusedForward:
+    """As route.forward."""
     return call_forward(NormForward, request)
 
 
@@ -75,8 +75,8 @@ def recomputing_norm_backward(request: BackwardRequest) -> Gradients:
 # From a request to the arguments of an operator. torch.compile traces this.
 
 
-def call_forward(operator: Any, request: ForwardRequest) -> tuple[Tensor, ...]:
-    """The results of a forward operator. operator: the class of its arguments.
+def call_forward(operator: Any, request: ForwardRequest) -> FusedForward:
+    """As route.forward, by an operator. operator: the class of its arguments.
 
     The seed is drawn before the operator, so that torch sees who draws.
     """
@@ -105,7 +105,16 @@ def call_forward(operator: Any, request: ForwardRequest) -> tuple[Tensor, ...]:
             store=None if functors.store is None else functors.store.functor.text,
             numbers=list(functors.numbers()),
         )
-    return operator.overload(*[given[name] for name in operator._fields])
+    y, mean, rstd, added, *y1 = operator.overload(*[given[name] for name in operator._fields])
+    has_second = operands.weight1 is not None or operands.bias1 is not None
+    return FusedForward(
+        y,
+        mean if options.centered else None,
+        rstd,
+        added if has_sum(request) else operands.input,
+        y1[0] if has_second else None,
+        given["dropout_seed"],
+    )
 
 
 def call_backward(
