@@ -410,8 +410,8 @@ _apply_with_options = super(torch.autograd.Function, _NormWithOptions).apply
 def _with_wanted(ctx):
     wants_input, wants_weight, wants_bias, wants_residual, *_ = _wanted(ctx)
     wanted = (wants_input or wants_residual, wants_weight, wants_bias)
-    names = tuple(name for name, is_wanted in zip(Backward._fields, wanted) if is_wanted)
-    return ctx.prepared.backward._replace(gradients=names)
+    gradients = operators.names_of(Backward._fields, wanted)
+    return ctx.prepared.backward._replace(gradients=gradients)
 
 
 def _wanted(ctx) -> tuple[bool, ...]:

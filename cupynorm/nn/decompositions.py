@@ -30,7 +30,9 @@ def forward(request: ForwardRequest) -> FusedForward:
     y1 = None
     if operands.weight1 is not None or operands.bias1 is not None:
         y1 = _normalize(added, operands.weight1, operands.bias1, options)
-    mean, rstd = formulas.statistics(added, len(options.extents), options.centered, options.eps)
+    num_dims = len(options.extents)
+    _, *statistics = formulas.moments(added, num_dims, options.centered, options.eps)
+    mean, rstd = (None if each is None else each.flatten(-num_dims)[..., 0] for each in statistics)
     return FusedForward(y, mean, rstd, added, y1, None)
 
 

@@ -21,6 +21,7 @@ from .operators import (
     call_forward,
     dtype_of,
     gradients_without_memory,
+    names_of,
     or_empty,
     register_forward,
     save_rows,
@@ -59,8 +60,8 @@ def fused_gradients(
         dy = torch.zeros_like(x)
     absent = {"dweight", "dbias"} if dy is None else set()
     absent |= {"dweight1", "dbias1"} if dy1 is None else set()
-    named = zip(FusedBackward._fields, wants)
-    names = tuple(name for name, is_wanted in named if is_wanted and name not in absent)
+    names = names_of(FusedBackward._fields, wants)
+    names = tuple(name for name in names if name not in absent)
     operands = BackwardOperands(dy, x, mean, rstd, weight, dsum, None, row_scale, seed)
     if options.x_is_y:
         operands = operands._replace(y_weight=weight, y_bias=bias)

@@ -13,7 +13,7 @@ functor_operators.py have the others.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -207,14 +207,18 @@ def forward_request(call: Any) -> ForwardRequest:
     return complete(ForwardRequest(operands, options))
 
 
+def names_of(names: Iterable[str], wanted: Iterable[bool]) -> tuple[str, ...]:
+    """The names of what is wanted."""
+    return tuple(name for name, is_wanted in zip(names, wanted) if is_wanted)
+
+
 def backward_request(call: Any, *, recompute: bool = False) -> BackwardRequest:
     """call: the arguments of a backward operator. recompute: also make y."""
     functors, functor_gradients = None, ()
     if call.load is not None or call.store is not None:
         functors = bind_all(from_text(call.load, call.store), call.arrays, call.numbers)
-        named = zip(functors.names(), call.wanted_arrays)
-        functor_gradients = tuple(name for name, is_wanted in named if is_wanted)
-    gradients = tuple(name for name, wanted in zip(FusedBackward._fields, call.wanted) if wanted)
+        functor_gradients = names_of(functors.names(), call.wanted_arrays)
+    gradients = names_of(FusedBackward._fields, call.wanted)
     if functors is not None and "dx" not in gradients:
         gradients = ("dx", *gradients)  # its kernel also writes the gradients of the arrays
     options = BackwardOptions(
@@ -383,7 +387,7 @@ def _differentiate_forward(ctx, dy, _dmean, _drstd, dsum):
         dx, dweight, dbias = dsum, None, None
     else:
         wanted = (wants_input or wants_residual, wants_weight, wants_bias)
-        names = tuple(name for name, is_wanted in zip(Backward._fields, wanted) if is_wanted)
+        names = names_of(Backward._fields, wanted)
         operands = BackwardOperands(dy, *ctx.saved_tensors, dsum)
         request = BackwardRequest(operands, ctx.options._replace(gradients=names))
         dx, dweight, dbias, *_ = norm_backward(request)

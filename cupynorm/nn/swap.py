@@ -108,10 +108,10 @@ def swap_norms(model: torch.nn.Module, *, keep_rounding: bool = False) -> Swappe
       and beta, and keep them. eps may be an attribute, or a number of up to four digits.
 
     Not replaced ("left") are modules with hooks, with parametrized weights, with a weight such as
-    (1, 1, C), or with a forward that does more. model itself is left too: only its parent could
-    replace it. The result lists those that look like a norm, with the reason. A module looks like a
-    norm by the names of its class or parameters, or if the size of its input does not change its
-    output. One without parameters does if it returns about what a norm of 24 columns returns.
+    (1,) or (1, 1, C), or with a forward that does more. model itself is left too: only its parent
+    could replace it. The result lists those that look like a norm, with the reason. A module looks
+    like a norm by the names of its class or parameters, or if the size of its input does not change
+    its output. One without parameters does if it returns about what a norm of 24 columns returns.
 
     y then has the dtype that LayerNorm gives it, and is rounded once. The remarks say where the
     original module differs. Attributes that only the original module had are lost. Swap before

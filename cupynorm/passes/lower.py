@@ -31,22 +31,22 @@ def lower(graph: Graph) -> None:
         if node.op != "call_function":
             continue
         if node.target in (NORM, FUSED, FUNCTOR):
-            _forward(graph, node)
+            _forward(node)
         elif node.target in (NORM_BACKWARD, FUSED_BACKWARD):
-            _backward(graph, node)
+            _backward(node)
 
 
-def _forward(graph: Graph, node: Node) -> None:
+def _forward(node: Node) -> None:
     call = arguments_of(node.target)(*node.args, **node.kwargs)
     if any((call.weight1, call.bias1, call.row_scale, call.memory_efficient)):
         return
     tensors = (call.input, call.weight, call.bias, call.residual, call.dropout_seed)
     tensors += (list(call.arrays),)
-    arguments = tensors, _options(call, _FORWARD_OPTIONS)
-    _replace(graph, node, graph_operators.FORWARD, arguments, FORWARD_RESULTS)
+    options = _options(call, _FORWARD_OPTIONS)
+    _replace(node, graph_operators.FORWARD, tensors, options, FORWARD_RESULTS)
 
 
-def _backward(graph: Graph, node: Node) -> None:
+def _backward(node: Node) -> None:
     call = arguments_of(node.target)(*node.args, **node.kwargs)
     if any((call.dy1, call.row_scale, call.memory_efficient)):
         return
@@ -56,7 +56,7 @@ def _backward(graph: Graph, node: Node) -> None:
             return  # one tensor, which an operator may not return twice
     tensors = (call.dy, call.x, call.mean, call.rstd, call.weight, call.dsum)
     tensors += (call.dropout_seed, None)
-    _replace(graph, node, graph_operators.BACKWARD, (tensors, options), BACKWARD_RESULTS)
+    _replace(node, graph_operators.BACKWARD, tensors, options, BACKWARD_RESULTS)
 
 
 def _options(call: Any, names: tuple[str, ...]) -> dict[str, Any]:
@@ -68,11 +68,17 @@ def _options(call: Any, names: tuple[str, ...]) -> dict[str, Any]:
 
 
 def _replace(
-    graph: Graph, node: Node, target: Any, arguments: tuple[Any, ...], names: tuple[str, ...]
+    node: Node,
+    target: Any,
+    tensors: tuple[Any, ...],
+    options: dict[str, Any],
+    names: tuple[str, ...],
 ) -> None:
-    """Puts an operator in place of a node that returns only what the graph reads."""
-    tensors, options = arguments
-    extents = options["normalized_shape"]
+    """Puts an operator that returns only what the graph reads in place of a node.
+
+    names: of all results of the operator, in the order of the node's.
+    """
+    graph, extents = node.graph, options["normalized_shape"]
     if not all(isinstance(each, int) for each in extents):
         return
     options["normalized_shape"] = tuple(extents)
