@@ -240,7 +240,7 @@ def _traced(request: ForwardRequest) -> tuple:
             from . import dtensor_whole_rows  # imports DTensor, which takes seconds
 
             return dtensor_whole_rows.normalize(request, normalize)
-        weight, bias = dtensor.of_one_kind(
+        weight, bias = dtensor.parameters_like(
             operands.input, operands.weight, operands.bias, operands.residual
         )
         operands = operands._replace(weight=weight, bias=bias)

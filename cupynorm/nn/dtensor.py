@@ -24,7 +24,7 @@ _BY_ROW = {"input", "residual", "dy", "x", "mean", "rstd", "dsum", "y", "sum", "
 _SUMS = {"dweight", "dbias"}
 
 
-def of_one_kind(
+def parameters_like(
     input: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None
 ) -> tuple[Tensor | None, Tensor | None]:
     """weight and bias for an operator: DTensors if input is one.

@@ -38,7 +38,7 @@ def rewrite(graph: Graph, replace: str, report: Report) -> None:
         reason = why_left(fusion, replace)
         if not reason and not can_move(norm, order):
             reason = "the graph writes in place among its operations"
-        change = Change(number, module_of(norm), described(fusion), "left", reason)
+        change = Change(number, module_of(norm), description_of(fusion), "left", reason)
         if not reason:
             takes_in = fusion.residual or fusion.load or fusion.store
             done = ("fused" if takes_in else "kept") if norm.is_ours else "replaced"
@@ -118,7 +118,7 @@ def module_of(norm: Norm) -> str:
     return re.sub(r"\._modules\['([^']*)'\]", r".\1", stack[-1][0]).partition(".")[2]
 
 
-def described(fusion: Fusion) -> str:
+def description_of(fusion: Fusion) -> str:
     """layer_norm 4096 x 768 bfloat16."""
     norm, x = fusion.norm, value(fusion.input)
     rows = math.prod(x.shape[: x.dim() - len(norm.extents)])

@@ -33,9 +33,9 @@ def add_sum(graph: Graph, node: Node) -> str | None:
     total = next(filter(None, (_sum_of(each, extents) for each in (dx, *_views_of(dx)))), None)
     if total is None:
         return None
-    last = _views_of(total) or [total]
-    gone, last = [total, *last[:-1]], last[-1]
-    if tuple(last.meta["val"].shape) != extents or any(len(each.users) != 1 for each in gone):
+    chain = [total, *_views_of(total)]
+    last = chain[-1]
+    if tuple(last.meta["val"].shape) != extents or any(len(each.users) != 1 for each in chain[:-1]):
         return None
     casts = [each for each in last.users if is_cast(each)]
     dtypes = {dtype_of(each) for each in casts}
@@ -47,7 +47,7 @@ def add_sum(graph: Graph, node: Node) -> str | None:
     made = add_result(node, options, "dx_sum")
     for each in casts if is_all_cast else [last]:
         each.replace_all_uses_with(made)
-    for each in [*(casts if is_all_cast else []), last, *gone[::-1]]:
+    for each in [*(casts if is_all_cast else []), *chain[::-1]]:
         if not each.users and not each._erased:
             graph.erase_node(each)
     return "sums dx over rows"

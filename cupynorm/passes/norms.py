@@ -108,7 +108,7 @@ def _of_torch(node: Node) -> Norm | None:
         arguments.get("weight"),
         arguments.get("bias"),
     )
-    _peel(found)
+    _read_before_cast(found)
     return found
 
 
@@ -117,8 +117,8 @@ def _are_ints(extents: object) -> bool:
     return isinstance(extents, (tuple, list)) and all(isinstance(each, int) for each in extents)
 
 
-def _peel(norm: Norm) -> None:
-    """Takes what x was cast from, where only the norm reads the cast."""
+def _read_before_cast(norm: Norm) -> None:
+    """Makes x what it was cast from, where only the norm reads the cast."""
     source = uncast(norm.x)
     if source is not norm.x and set(norm.x.users) <= set(norm.nodes):
         norm.nodes.insert(0, norm.x)
