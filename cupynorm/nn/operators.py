@@ -35,7 +35,7 @@ from ..norm.request import (
     makes_sum,
 )
 from ..norm.results import Backward, FusedBackward, FusedForward, Gradients
-from ..plan.functors import bind_all, from_text
+from ..plan.functors import Functors, bind_all, from_text
 from ..plan.problem import Tile
 from . import decompositions, formulas
 from .dtypes import name_of
@@ -176,9 +176,6 @@ def has_sum(request: ForwardRequest) -> bool:
 
 def forward_request(call: Any) -> ForwardRequest:
     """call: the arguments of a forward operator."""
-    functors = None
-    if call.load is not None or call.store is not None:
-        functors = bind_all(from_text(call.load, call.store), call.arrays, call.numbers)
     operands = ForwardOperands(
         call.input,
         call.weight,
@@ -189,7 +186,9 @@ def forward_request(call: Any) -> ForwardRequest:
         call.dropout_seed,
         call.weight1,
         call.bias1,
-        functors=functors,
+        None,
+        None,
+        _functors_of(call),
     )
     tile = None if call.tile is None else Tile.from_ints(call.tile)
     options = ForwardOptions(
@@ -202,9 +201,11 @@ def forward_request(call: Any) -> ForwardRequest:
         call.dropout_p,
         call.round_x_hat,
         call.memory_efficient,
-        launch=Options(call.strategy, tile, call.statistics, call.sm_margin),
+        None,
+        Options(call.strategy, tile, call.statistics, call.sm_margin),
     )
-    return complete(ForwardRequest(operands, options))
+    request = ForwardRequest(operands, options)
+    return complete(request) if call.has_fused_options else request
 
 
 def names_of(names: Iterable[str], wanted: Iterable[bool]) -> tuple[str, ...]:
@@ -214,13 +215,12 @@ def names_of(names: Iterable[str], wanted: Iterable[bool]) -> tuple[str, ...]:
 
 def backward_request(call: Any, *, recompute: bool = False) -> BackwardRequest:
     """call: the arguments of a backward operator. recompute: also make y."""
-    functors, functor_gradients = None, ()
-    if call.load is not None or call.store is not None:
-        functors = bind_all(from_text(call.load, call.store), call.arrays, call.numbers)
-        functor_gradients = names_of(functors.names(), call.wanted_arrays)
+    functors, functor_gradients = _functors_of(call), ()
     gradients = names_of(FusedBackward._fields, call.wanted)
-    if functors is not None and "dx" not in gradients:
-        gradients = ("dx", *gradients)  # its kernel also writes the gradients of the arrays
+    if functors is not None:
+        functor_gradients = names_of(functors.names(), call.wanted_arrays)
+        # The kernel that writes dx also writes the gradients of the arrays.
+        gradients = gradients if "dx" in gradients else ("dx", *gradients)
     options = BackwardOptions(
         call.centered or call.mean is not None,
         tuple(call.normalized_shape),
@@ -233,8 +233,9 @@ def backward_request(call: Any, *, recompute: bool = False) -> BackwardRequest:
         call.dropout_p,
         call.memory_efficient,
         recompute,
-        functor_gradients=functor_gradients,
-        launch=Options(call.strategy, sm_margin=call.sm_margin),
+        False,
+        functor_gradients,
+        Options(call.strategy, None, None, call.sm_margin),
     )
     operands = BackwardOperands(
         call.dy,
@@ -254,10 +255,15 @@ def backward_request(call: Any, *, recompute: bool = False) -> BackwardRequest:
     return BackwardRequest(operands, options)
 
 
+def _functors_of(call: Any) -> Functors | None:
+    if call.load is None and call.store is None:
+        return None
+    return bind_all(from_text(call.load, call.store), call.arrays, call.numbers)
+
+
 def _dbias_dtype(call: Any) -> torch.dtype | None:
-    if call.dbias_dtype is not None or call.bias is None:
-        return call.dbias_dtype
-    return call.bias.dtype
+    """That of the bias, where the schema has no dbias_dtype."""
+    return call.dbias_dtype if "dbias_dtype" in call._fields else dtype_of(call.bias)
 
 
 # Results of operators. An operator returns tensors, no tensor twice and none that it was given: an
@@ -275,17 +281,17 @@ def register_forward(
     def implementation(compute: Callable[[ForwardRequest], FusedForward]) -> Callable:
         def run(*arguments):
             call = operator(*arguments)
-            request = forward_request(call)
-            y, mean, rstd, added, y1, _ = compute(request)
+            y, mean, rstd, added, y1, _ = compute(forward_request(call))
             empty = call.input.new_empty
             results = (
                 y,
                 mean if call.centered else rstd.new_empty(0),
                 rstd,
-                added if has_sum(request) else empty(0),
-                empty(0) if y1 is None else y1,
+                empty(0) if added is call.input else added,
             )
-            return results[: operator.num_results]
+            if not operator.returns_y1:
+                return results
+            return *results, empty(0) if y1 is None else y1
 
         return run
 

@@ -71,8 +71,7 @@ for _schema in (
 # Arguments that some schemas have. An operator without them computes what these values mean.
 _ABSENT = dict.fromkeys(
     ("bias", "residual", "row_scale", "dropout_seed", "weight1", "bias1", "dy1", "input", "load")
-    + ("store", "strategy", "dx_dtype", "dbias_dtype", "dresidual_dtype", "dbias1_dtype")
-    + ("residual_dtype",)
+    + ("store", "strategy", "residual_dtype", "dx_dtype", "dresidual_dtype", "dbias1_dtype")
 )
 _ABSENT |= {"dropout_p": 0.0, "centered": False, "round_x_hat": False, "memory_efficient": False}
 _ABSENT |= {"arrays": (), "numbers": ()}
@@ -83,7 +82,8 @@ def arguments_of(operator: Any) -> Any:
     """A NamedTuple class of the arguments of an operator, as its schema names them.
 
     Arguments of the other operators are attributes of it with the values that they have there by
-    default. overload: the operator itself. num_results: how many tensors it returns.
+    default. overload: the operator itself. returns_y1: whether that is its last result.
+    has_fused_options: beyond those of a plain norm.
     """
     arguments = operator._schema.arguments
     defaults = [each.default_value for each in arguments if each.has_default_value()]
@@ -95,7 +95,8 @@ def arguments_of(operator: Any) -> Any:
         {
             "__slots__": (),
             "overload": operator,
-            "num_results": len(operator._schema.returns),
+            "returns_y1": operator._schema.returns[-1].name == "y1",
+            "has_fused_options": "dropout_p" in fields._fields,
             **absent,
         },
     )
