@@ -79,7 +79,7 @@ def _differentiate_forward(ctx, dy, _dmean, _drstd, dsum):
         "wanted": list(wants[:4]),
         "wanted_arrays": wanted_arrays,
     }
-    *gradients, of_arrays = _Backward.overload(*[given[name] for name in _Backward._fields])
+    *gradients, of_arrays = _Backward.operator(*[given[name] for name in _Backward._fields])
     gradients = (each if is_wanted else None for each, is_wanted in zip(gradients, wants))
     of_arrays = [each if wanted else None for each, wanted in zip(of_arrays, wanted_arrays)]
     return *gradients, None, None, of_arrays, *rest

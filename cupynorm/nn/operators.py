@@ -75,8 +75,8 @@ def recomputing_norm_backward(request: BackwardRequest) -> Gradients:
 # From a request to the arguments of an operator. torch.compile traces this.
 
 
-def call_forward(operator: Any, request: ForwardRequest) -> FusedForward:
-    """As route.forward, by an operator. operator: the class of its arguments.
+def call_forward(signature: Any, request: ForwardRequest) -> FusedForward:
+    """As route.forward, by an operator. signature: arguments_of it.
 
     The seed is drawn before the operator, so that torch sees who draws.
     """
@@ -105,7 +105,7 @@ def call_forward(operator: Any, request: ForwardRequest) -> FusedForward:
             store=None if functors.store is None else functors.store.functor.text,
             numbers=list(functors.numbers()),
         )
-    y, mean, rstd, added, *y1 = operator.overload(*[given[name] for name in operator._fields])
+    y, mean, rstd, added, *y1 = signature.operator(*[given[name] for name in signature._fields])
     has_second = operands.weight1 is not None or operands.bias1 is not None
     return FusedForward(
         y,
@@ -118,14 +118,14 @@ def call_forward(operator: Any, request: ForwardRequest) -> FusedForward:
 
 
 def call_backward(
-    operator: Any,
+    signature: Any,
     request: BackwardRequest,
     names: tuple[str, ...],
     second: SecondGradient = _NO_SECOND,
 ) -> list[Tensor | None]:
     """The results of a backward operator; None for a gradient that is not wanted.
 
-    operator: the class of its arguments. names: of its gradients, in the order of its results.
+    signature: arguments_of it. names: of its gradients, in the order of its results.
     """
     operands, options = request
     wanted = [name in options.gradients for name in names]
@@ -147,7 +147,7 @@ def call_backward(
         sm_margin=options.launch.of("backward").sm_margin,
         strategy=options.launch.strategy,
     )
-    results = operator.overload(*[given[name] for name in operator._fields])
+    results = signature.operator(*[given[name] for name in signature._fields])
     gradients = [each if is_wanted else None for each, is_wanted in zip(results, wanted)]
     return gradients + list(results[len(names) :])
 
@@ -271,16 +271,16 @@ def _dbias_dtype(call: Any) -> torch.dtype | None:
 
 
 def register_forward(
-    operator: Any,
+    signature: Any,
     autograd: tuple[Callable, Callable],
     by_torch: Callable[[ForwardRequest], FusedForward],
 ) -> None:
-    """operator: the class of its arguments. autograd: as for `register`. by_torch: the same call by
+    """signature: arguments_of the operator. autograd: as for `register`. by_torch: the same call by
     torch operations."""
 
     def implementation(compute: Callable[[ForwardRequest], FusedForward]) -> Callable:
         def run(*arguments):
-            call = operator(*arguments)
+            call = signature(*arguments)
             y, mean, rstd, added, y1, _ = compute(forward_request(call))
             empty = call.input.new_empty
             results = (
@@ -289,14 +289,14 @@ def register_forward(
                 rstd,
                 empty(0) if added is call.input else added,
             )
-            if not operator.returns_y1:
+            if not signature.returns_y1:
                 return results
             return *results, empty(0) if y1 is None else y1
 
         return run
 
     register(
-        operator,
+        signature,
         implementation(lambda request: route.forward(request)),
         implementation(forward_without_memory),
         autograd,

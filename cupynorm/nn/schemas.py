@@ -82,7 +82,7 @@ def arguments_of(operator: Any) -> Any:
     """A NamedTuple class of the arguments of an operator, as its schema names them.
 
     Arguments of the other operators are attributes of it with the values that they have there by
-    default. overload: the operator itself. returns_y1: whether that is its last result.
+    default. operator: the operator itself. returns_y1: whether that is its last result.
     has_fused_options: beyond those of a plain norm.
     """
     arguments = operator._schema.arguments
@@ -94,7 +94,7 @@ def arguments_of(operator: Any) -> Any:
         (fields,),
         {
             "__slots__": (),
-            "overload": operator,
+            "operator": operator,
             "returns_y1": operator._schema.returns[-1].name == "y1",
             "has_fused_options": "dropout_p" in fields._fields,
             **absent,
@@ -108,7 +108,7 @@ def torch_dtype(dtype: object, name: str) -> torch.dtype | None:
 
 
 def register(
-    operator: Any,
+    signature: Any,
     implementation: Callable,
     fake: Callable,
     autograd: tuple,
@@ -116,11 +116,11 @@ def register(
 ) -> None:
     """Registers an operator on the CPU and on CUDA.
 
-    operator: the class of its arguments. fake: its results for fake tensors. autograd: the
+    signature: arguments_of the operator. fake: its results for fake tensors. autograd: the
     functions setup_context and backward of torch.library.register_autograd. decomposition: the
     same by torch operations.
     """
-    name = operator.overload._schema.name.partition("::")[2]
+    name = signature.operator._schema.name.partition("::")[2]
     for device in ("CPU", "CUDA"):
         _library.impl(name, implementation, device)
     torch.library.register_fake(f"cupynorm::{name}", fake, lib=_library)
