@@ -216,7 +216,8 @@ def _with_functors(request: ForwardRequest, compiling: bool) -> tuple:
         )
     if not compiling:
         check_forward(request)
-    return functor_operators.functor_norm_forward(request)
+    made = functor_operators.functor_norm_forward(request)
+    return made.y, None, made.sum
 
 
 def _is_wrapped(*tensors: object) -> bool:
@@ -238,10 +239,10 @@ def _traced(request: ForwardRequest) -> tuple:
         if not plain:
             if not compiling:
                 check_forward(request)
-            from . import sharded_rows  # imports DTensor, which takes seconds
+            from . import dtensor_whole_rows  # imports DTensor, which takes seconds
 
-            return sharded_rows.normalize(request, normalize)
-        weight, bias = dtensor.of_one_kind(
+            return dtensor_whole_rows.normalize(request, normalize)
+        weight, bias = dtensor.parameters_like(
             operands.input, operands.weight, operands.bias, operands.residual
         )
         operands = operands._replace(weight=weight, bias=bias)
@@ -257,13 +258,12 @@ def _traced(request: ForwardRequest) -> tuple:
         checked = check_forward(request)
         mesh_dim = dtensor.splitting_dim(operands.input, len(options.extents))
         if plain and mesh_dim is not None:
-            from . import split_rows
+            from . import dtensor_split_rows
 
-            return split_rows.normalize(checked, mesh_dim)
-    if not plain:
-        return fused_operators.fused_norm_forward(request)
-    y, _, _, added = operators.norm_forward(request)
-    return y, None, operands.input if operands.residual is None else added
+            return dtensor_split_rows.normalize(checked, mesh_dim)
+    by_operator = operators.norm_forward if plain else fused_operators.fused_norm_forward
+    made = by_operator(request)
+    return made.y, made.y1, made.sum
 
 
 def is_recorded_by_jit() -> bool:
@@ -276,10 +276,7 @@ def forward_of_meta(request: ForwardRequest) -> tuple:
     request = check_forward(request)
     if request.operands.out is not None:
         raise ValueError(_NO_OUT)
-    y, mean, rstd, added = operators.norm_forward(request)
-    operands, options = request
-    mean = mean if options.centered else None
-    return y, mean, rstd, operands.input if operands.residual is None else added
+    return operators.norm_forward(request)[:4]
 
 
 def _transformed(request: ForwardRequest) -> tuple:
@@ -313,8 +310,8 @@ def _transformed(request: ForwardRequest) -> tuple:
         )
 
         def compute(x):
-            results = operators.norm_forward(ForwardRequest(ForwardOperands(x), alone))
-            return results[0], results[2]
+            made = operators.norm_forward(ForwardRequest(ForwardOperands(x), alone))
+            return made.y, made.rstd
 
         x_hat, _ = formulas.Normalized.apply(added, num_dims, options.centered, compute)
     y = x_hat * formulas.scale(operands.weight, options.zero_centered_weight, dtype)
@@ -415,8 +412,8 @@ _apply_with_options = super(torch.autograd.Function, _NormWithOptions).apply
 def _with_wanted(ctx):
     wants_input, wants_weight, wants_bias, wants_residual, *_ = _wanted(ctx)
     wanted = (wants_input or wants_residual, wants_weight, wants_bias)
-    names = tuple(name for name, is_wanted in zip(Backward._fields, wanted) if is_wanted)
-    return ctx.prepared.backward._replace(gradients=names)
+    gradients = operators.names_of(Backward._fields, wanted)
+    return ctx.prepared.backward._replace(gradients=gradients)
 
 
 def _wanted(ctx) -> tuple[bool, ...]:
@@ -443,10 +440,9 @@ def _gradients_with_options(ctx, dy, dy1, dsum) -> tuple:
         forward.backward, saved, (dy, dy1, dsum), forward.bias1_dtype, _wanted(ctx)
     )
     if torch.is_grad_enabled():  # create_graph=True
-        by_name = fused_operators.fused_norm_backward(*backward_request)
+        gradients = fused_operators.fused_norm_backward(*backward_request)
     else:
-        by_name = route.backward_of_two(*backward_request)
-    gradients = [getattr(by_name, name) for name in fused_operators.GRADIENTS]
+        gradients = route.backward_of_two(*backward_request)
     return forward.pick_gradients((*gradients, None))
 
 

@@ -6,29 +6,19 @@ of decompositions. torch.compile and torch.export use other tables, and keep the
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from ..norm.checks import check_forward
 from ..norm.request import ForwardOperands, ForwardOptions, ForwardRequest
+from ..norm.results import FusedForward
 from . import formulas
 
 
-class Decomposed(NamedTuple):
-    """mean is None for rms_norm, y1 without a second weight or bias."""
-
-    y: Tensor
-    mean: Tensor | None
-    rstd: Tensor
-    sum: Tensor
-    y1: Tensor | None
-
-
-def forward(request: ForwardRequest) -> Decomposed:
-    """Raises NotImplementedError for dropout, whose bits no torch operation draws."""
+def forward(request: ForwardRequest) -> FusedForward:
+    """As route.forward. Raises NotImplementedError for dropout, whose bits no torch operation
+    draws."""
     operands, options = check_forward(request)
     if options.dropout_p > 0:
         raise NotImplementedError(
@@ -40,8 +30,10 @@ def forward(request: ForwardRequest) -> Decomposed:
     y1 = None
     if operands.weight1 is not None or operands.bias1 is not None:
         y1 = _normalize(added, operands.weight1, operands.bias1, options)
-    mean, rstd = formulas.statistics(added, len(options.extents), options.centered, options.eps)
-    return Decomposed(y, mean, rstd, added, y1)
+    num_dims = len(options.extents)
+    _, *statistics = formulas.moments(added, num_dims, options.centered, options.eps)
+    mean, rstd = (None if each is None else each.flatten(-num_dims)[..., 0] for each in statistics)
+    return FusedForward(y, mean, rstd, added, y1, None)
 
 
 def _sum(operands: ForwardOperands, options: ForwardOptions) -> Tensor:

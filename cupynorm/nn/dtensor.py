@@ -3,8 +3,9 @@
 Tensors with one row for each row of the input are sharded by rows, or replicated on every rank.
 weight and bias are replicated. Their gradients are sums over rows: where rows are sharded, each
 rank has a partial sum, which torch reduces when it is read, as it does for its own layer_norm.
-Rows that are split between ranks stay split: split_rows.py. Compiled, or normalised over several
-dimensions, they are gathered by torch first. Partial sums are reduced first.
+Rows that are split between ranks stay split: dtensor_split_rows.py. Compiled, or normalised over
+several dimensions, they are gathered by torch first. Partial sums are reduced first. Calls with
+fused options are in dtensor_whole_rows.py.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ _BY_ROW = {"input", "residual", "dy", "x", "mean", "rstd", "dsum", "y", "sum", "
 _SUMS = {"dweight", "dbias"}
 
 
-def of_one_kind(
+def parameters_like(
     input: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None
 ) -> tuple[Tensor | None, Tensor | None]:
     """weight and bias for an operator: DTensors if input is one.

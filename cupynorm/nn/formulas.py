@@ -45,26 +45,24 @@ def arithmetic(x: Tensor) -> torch.dtype:
     return torch.promote_types(x.dtype, torch.float32)
 
 
+def moments(
+    x: Tensor, num_dims: int, centered: bool, eps: float
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """x - mean, mean and rstd, in the dtype of arithmetic; x and None unless centered.
+
+    x is normalised over its last num_dims dimensions, which are 1 in mean and rstd.
+    """
+    x, mean = x.to(arithmetic(x)), None
+    if centered:
+        mean = _average(x, num_dims)
+        x = x - mean
+    return x, mean, torch.rsqrt(_average(x * x, num_dims) + eps)
+
+
 def x_hat(x: Tensor, num_dims: int, centered: bool, eps: float) -> Tensor:
     """x normalised over its last num_dims dimensions, in the dtype of arithmetic."""
-    x = x.to(arithmetic(x))
-    if centered:
-        x = x - _average(x, num_dims)
-    return x * torch.rsqrt(_average(x * x, num_dims) + eps)
-
-
-def statistics(
-    x: Tensor, num_dims: int, centered: bool, eps: float
-) -> tuple[Tensor | None, Tensor]:
-    """mean (None unless centered) and rstd, [...] without the last num_dims dimensions."""
-    x = x.to(arithmetic(x))
-    mean = _average(x, num_dims) if centered else None
-    if mean is not None:
-        x = x - mean
-    rstd = torch.rsqrt(_average(x * x, num_dims) + eps)
-    return None if mean is None else mean.flatten(-num_dims)[..., 0], rstd.flatten(-num_dims)[
-        ..., 0
-    ]
+    difference, _, rstd = moments(x, num_dims, centered, eps)
+    return difference * rstd
 
 
 def scale(weight: Tensor | None, zero_centered_weight: bool, dtype: torch.dtype) -> Tensor | float:

@@ -15,7 +15,7 @@ from . import amaxes, autocast, dtensor, fp8
 from .dtypes import name_of
 from .modes import wants_gradient
 from .past_calls import PastCall, PastCalls
-from .recipes import E4M3, BlockScaling, CurrentScaling, DelayedScaling, MXFP8BlockScaling
+from .recipes import E4M3, BlockScaling, CurrentScaling, DelayedScaling, Recipe
 
 _EXTRA_STATE = "_extra_state"
 
@@ -27,6 +27,7 @@ class Fp8Norm(torch.nn.Module):
     _past_calls: which a checkpoint may run again.
     """
 
+    _centered: bool
     normalized_shape: tuple[int, ...]
     eps: float | None
     zero_centered_gamma: bool
@@ -42,7 +43,7 @@ class Fp8Norm(torch.nn.Module):
         self._fp8_slot = amaxes.new_slot(type(self).__qualname__)
         self._past_calls = PastCalls()
 
-    def _held(self, name: str) -> torch.Tensor | None:
+    def _parameter(self, name: str) -> torch.Tensor | None:
         """weight or bias."""
         raise NotImplementedError
 
@@ -90,13 +91,13 @@ class Fp8Norm(torch.nn.Module):
 
     def _forward_in_fp8(
         self,
-        centered: bool,
         input: torch.Tensor,
         residual: torch.Tensor | None,
         return_residual: bool,
+        operands: dict[str, Any],
         options: dict[str, Any],
     ) -> Any:
-        """The call with fp8_output. options: residual_dtype to bias1 of the call, functors."""
+        """The call with fp8_output. operands, options: those that forward was given besides."""
         region, past = autocast.active(), self._past_calls.run_again()
         if region is None and past is not None:
             region = past.region
@@ -110,88 +111,76 @@ class Fp8Norm(torch.nn.Module):
         is_sharded = dtensor.is_any(input)
         if not is_sharded:
             arrays.check_addresses(input=input)  # before scales are moved to its device
-        bias = self._held("bias") if centered else None
         # A checkpoint may run its layers without recording them, and again in backward.
         keeps_amaxes = torch.is_grad_enabled() or (
             region.records and self.training and wants_gradient(input, residual, *self.parameters())
         )
-        quantization, scale, amax = self._quantization(region, past, input.device, keeps_amaxes)
-        if is_sharded:  # no linear layer takes it in 8 bits
-            quantization = quantization._replace(transpose=False)
-        operands = ForwardOperands(
+        scale, amax = self._scale_and_amax(region, past, input.device, keeps_amaxes)
+        # The next layer may need the transposed copy for its weight's gradient. No linear layer
+        # takes a DTensor in 8 bits.
+        transpose = torch.is_grad_enabled() and not is_sharded
+        quantization = _quantization_of(region.recipe, transpose)
+        norm_operands = ForwardOperands(
             input,
-            self._held("weight"),
-            bias,
+            self._parameter("weight"),
+            self._parameter("bias") if self._centered else None,
             residual,
-            row_scale=options["row_scale"],
-            dropout_seed=options["dropout_seed"],
-            weight1=options["weight1"],
-            bias1=options["bias1"],
             scale=scale,
             amax=amax,
-            functors=options["functors"],
+            **operands,
         )
         norm_options = ForwardOptions(
-            centered,
+            self._centered,
             self.normalized_shape,
             self.eps,
             self.zero_centered_gamma,
             quantization.dtype,
-            options["residual_dtype"],
-            options["dropout_p"],
-            self.round_x_hat,
-            self.memory_efficient,
-            quantization,
-            launch_options(None, None, None, self.sm_margin),
+            round_x_hat=self.round_x_hat,
+            memory_efficient=self.memory_efficient,
+            quantization=quantization,
+            launch=launch_options(None, None, None, self.sm_margin),
+            **options,
         )
-        return normalize(complete(ForwardRequest(operands, norm_options)), return_residual)
+        return normalize(complete(ForwardRequest(norm_operands, norm_options)), return_residual)
 
-    def _quantization(
+    def _scale_and_amax(
         self,
         region: autocast.Region,
         past: PastCall | None,
         device: torch.device,
         keeps_amaxes: bool,
-    ) -> tuple[Quantization, torch.Tensor | None, torch.Tensor | None]:
-        """How y is quantised, by the region's recipe, and its scale and amax if they are given.
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """The scale that DelayedScaling gives y, and where its amax goes; None with other recipes.
 
         past: the first run of the call, where a checkpoint runs it again. keeps_amaxes: whether the
-        region's step counts. Where gradients are recorded and there is one scale, the transposed
-        copy is made too: the next layer may need it for its weight's gradient.
+        region's step counts.
         """
-        recipe, recorded = region.recipe, torch.is_grad_enabled()
-        dtype = recipe.fp8_format.value[0]
-        quantization = Quantization(name_of(dtype), transpose=recorded)
-        is_delayed = isinstance(recipe, DelayedScaling)
+        recipe, scale, amax = region.recipe, None, None
         has_amaxes = past is not None and past.has_amaxes
-        keeps_amaxes = (
-            keeps_amaxes and is_delayed and not has_amaxes and autocast.active() is not None
-        )
-        scale = None
-        if is_delayed:
+        if isinstance(recipe, DelayedScaling):
+            keeps_amaxes = keeps_amaxes and not has_amaxes and autocast.active() is not None
+            dtype = recipe.fp8_format.value[0]
             self._fp8_scales = scales = fp8.scales_for(
                 self._fp8_scales, (dtype,), recipe, device, keeps_amaxes=keeps_amaxes
             )
             scale = scales.scale if past is None or past.scale is None else past.scale
             if keeps_amaxes:
+                amax, has_amaxes = scales.amax(0), True
                 used = autocast.UsedScales(scales, recipe, region.group)
                 region.used[self._fp8_slot, 0] = used
-        self._past_calls.add(
-            region, is_recorded=recorded, has_amaxes=keeps_amaxes or has_amaxes, scale=scale
-        )
-        if isinstance(recipe, CurrentScaling):
-            quantization = quantization._replace(
-                scaling="tensor",
-                power_of_two=recipe.power_of_two,
-                smallest_amax=recipe.amax_epsilon,
-            )
-            return quantization, None, None
-        if isinstance(recipe, MXFP8BlockScaling):
-            return quantization._replace(scaling="mx", transpose=False), None, None
-        if isinstance(recipe, BlockScaling):
-            power_of_two = recipe.power_of_two
-            quantization = quantization._replace(
-                scaling="block", power_of_two=power_of_two, transpose=False
-            )
-            return quantization, None, None
-        return quantization, scale, scales.amax(0) if keeps_amaxes else None
+        recorded = torch.is_grad_enabled()
+        self._past_calls.add(region, is_recorded=recorded, has_amaxes=has_amaxes, scale=scale)
+        return scale, amax
+
+
+def _quantization_of(recipe: Recipe, transpose: bool) -> Quantization:
+    """How a recipe quantises y. transpose: also make the transposed copy, where y has one scale."""
+    dtype = name_of(recipe.fp8_format.value[0])
+    if isinstance(recipe, DelayedScaling):
+        return Quantization(dtype, transpose=transpose)
+    if isinstance(recipe, CurrentScaling):
+        power_of_two, smallest_amax = recipe.power_of_two, recipe.amax_epsilon
+        return Quantization(dtype, "tensor", power_of_two, transpose, smallest_amax)
+    if isinstance(recipe, BlockScaling):
+        return Quantization(dtype, "block", recipe.power_of_two)
+    return Quantization(dtype, "mx")

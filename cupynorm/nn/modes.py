@@ -17,7 +17,7 @@ is_jit_traced = torch._C._get_tracing_state
 num_dispatch_modes = torch._C._len_torch_dispatch_stack
 is_mapped = torch._C._functorch.is_legacy_batchedtensor  # by is_grads_batched=True
 has_functorch_transforms = torch._C._are_functorch_transforms_active
-# What torch.compile traces the functions by that are called now. None or False: it traces none.
+# The callback by which torch.compile traces what is called now; None or False where it traces none.
 # After graph breaks the compiler may run a function as it is, where is_compiling() is False, and
 # still trace what that function calls.
 present_tracer = getattr(torch._C._dynamo.eval_frame, "get_eval_frame_callback", lambda: None)

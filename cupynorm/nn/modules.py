@@ -40,26 +40,16 @@ EXTRAS = {
 class Norm(Fp8Norm):
     """What LayerNorm and RMSNorm have beyond torch's: more options, and forward."""
 
-    _centered: bool
+    sequence_parallel: bool | None
 
-    def _set_extras(
-        self,
-        *,
-        zero_centered_gamma: bool,
-        sm_margin: int | Mapping[str, int],
-        sequence_parallel: bool | None,
-        round_x_hat: bool,
-        memory_efficient: bool,
-        fp8_state: bool,
-    ) -> None:
-        """Must run before torch's constructor, which resets the parameters."""
-        check_sm_margin(sm_margin)
-        self.zero_centered_gamma = zero_centered_gamma
-        self.sm_margin = sm_margin
-        self.sequence_parallel = sequence_parallel
-        self.round_x_hat = round_x_hat
-        self.memory_efficient = memory_efficient
-        self.fp8_state = fp8_state
+    def _set_extras(self, *values: object) -> None:
+        """values: in the order of EXTRAS.
+
+        Must run before torch's constructor, which resets the parameters.
+        """
+        for name, value in zip(EXTRAS, values, strict=True):
+            setattr(self, name, value)
+        check_sm_margin(self.sm_margin)
         self._begin_fp8()
 
     def reset_parameters(self) -> None:
@@ -77,7 +67,7 @@ class Norm(Fp8Norm):
             for parameter in self.parameters(recurse=False):
                 parameter.sequence_parallel = self.sequence_parallel
 
-    def _held(self, name: str) -> torch.Tensor | None:
+    def _parameter(self, name: str) -> torch.Tensor | None:
         """weight or bias.
 
         torch.nn.Module's attribute lookup takes a microsecond longer. It is needed where the
@@ -107,20 +97,19 @@ class Norm(Fp8Norm):
         if fp8_output.__class__ is Proxy:
             dropout_p = _without_fp8(dropout_p, fp8_output)
         elif fp8_output:
-            call = run_untraced(self._forward_in_fp8)
-            options = {
-                "residual_dtype": residual_dtype,
+            operands = {
                 "row_scale": row_scale,
-                "dropout_p": dropout_p,
                 "dropout_seed": dropout_seed,
                 "weight1": weight1,
                 "bias1": bias1,
                 "functors": None if load is None and store is None else bound(load, store),
             }
-            return call(self._centered, input, residual, return_residual, options)
-        norm, parameters = rms_norm, (self._held("weight"),)
+            options = {"residual_dtype": residual_dtype, "dropout_p": dropout_p}
+            call = run_untraced(self._forward_in_fp8)
+            return call(input, residual, return_residual, operands, options)
+        norm, parameters = rms_norm, (self._parameter("weight"),)
         if self._centered:
-            norm, parameters = layer_norm, (*parameters, self._held("bias"))
+            norm, parameters = layer_norm, (*parameters, self._parameter("bias"))
         return norm(
             input,
             self.normalized_shape,
@@ -233,14 +222,8 @@ class LayerNorm(Norm, torch.nn.LayerNorm):
     ) -> None:
         _check_no_dtype(elementwise_affine=elementwise_affine, bias=bias, device=device)
         extents = extents_of(either(normalized_shape=normalized_shape, hidden_size=hidden_size))
-        self._set_extras(
-            zero_centered_gamma=zero_centered_gamma,
-            sm_margin=sm_margin,
-            sequence_parallel=sequence_parallel,
-            round_x_hat=round_x_hat,
-            memory_efficient=memory_efficient,
-            fp8_state=fp8_state,
-        )
+        numerics = round_x_hat, memory_efficient, fp8_state
+        self._set_extras(zero_centered_gamma, sm_margin, sequence_parallel, *numerics)
         dtype = either(dtype=dtype, params_dtype=params_dtype)
         super().__init__(extents, eps, elementwise_affine, bias, device, dtype)
 
@@ -280,14 +263,8 @@ class RMSNorm(Norm, torch.nn.RMSNorm):
     ) -> None:
         _check_no_dtype(elementwise_affine=elementwise_affine, device=device)
         extents = extents_of(either(normalized_shape=normalized_shape, hidden_size=hidden_size))
-        self._set_extras(
-            zero_centered_gamma=zero_centered_gamma,
-            sm_margin=sm_margin,
-            sequence_parallel=sequence_parallel,
-            round_x_hat=round_x_hat,
-            memory_efficient=memory_efficient,
-            fp8_state=fp8_state,
-        )
+        numerics = round_x_hat, memory_efficient, fp8_state
+        self._set_extras(zero_centered_gamma, sm_margin, sequence_parallel, *numerics)
         dtype = either(dtype=dtype, params_dtype=params_dtype)
         super().__init__(extents, eps, elementwise_affine, device, dtype)
 

@@ -242,9 +242,9 @@ def normalized_input(module: torch.nn.Module) -> str:
 
 def _returns_x_hat(module: torch.nn.Module, x: torch.Tensor) -> bool:
     """Whether a module without parameters or buffers normalises rows, with any ordinary eps."""
-    if module._buffers or len(inspect.signature(module.forward).parameters) != 1:
-        return False
     with contextlib.suppress(Exception), torch.random.fork_rng(devices=[]), torch.no_grad():
+        if module._buffers or len(inspect.signature(module.forward).parameters) != 1:
+            return False
         y = _output(module, x, {}, False).double()
         for norm in (layer_norm, rms_norm):
             x_hat = norm(x.double(), x.shape[1])

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..gpu import arrays
-from ..norm import quantize as matrices
+from ..norm import quantize as matrix_kernels
 from ..norm import reduce_matrix
 from ..norm.quantized_tensor import QuantizedTensor
 from .dtypes import name_of
@@ -83,7 +83,7 @@ def quantize(
     transpose: also make the transposed copy.
     """
     if not arrays.on_host(x):
-        quantized = matrices.quantize(x, name_of(dtype), scale, amax, transpose=transpose)
+        quantized = matrix_kernels.quantize(x, name_of(dtype), scale, amax, transpose=transpose)
         return _of_matrix(quantized, x)
     if amax is not None:
         torch.maximum(amax, amax_of(x).reshape(1), out=amax)
@@ -99,7 +99,9 @@ def quantize_current(
     rule = rule or Rule()
     if not arrays.on_host(x):
         amax = reduce_matrix.amax(x)
-        quantized = matrices.quantize(x, name_of(dtype), None, amax, transpose=transpose, rule=rule)
+        quantized = matrix_kernels.quantize(
+            x, name_of(dtype), None, amax, transpose=transpose, rule=rule
+        )
         return _of_matrix(quantized, x)
     return quantize(x, _current_scale(x, dtype, rule), dtype, transpose=transpose)
 
@@ -121,7 +123,7 @@ def quantize_and_sum(
     if not arrays.on_host(x):
         amax = amax if rule is None else reduce_matrix.amax(x)
         sums = name_of(sum_dtype)
-        quantized = matrices.quantize(
+        quantized = matrix_kernels.quantize(
             x, name_of(dtype), scale, amax, transpose=True, sums=sums, rule=rule
         )
         return _of_matrix(quantized, x), quantized.sums
@@ -134,7 +136,7 @@ def _current_scale(x: Tensor, dtype: torch.dtype, rule: Rule) -> Tensor:
     return scale_of(amax, dtype, power_of_two=rule.power_of_two, smallest_amax=rule.smallest_amax)
 
 
-def _of_matrix(quantized: matrices.QuantizedMatrix, x: Tensor) -> QuantizedTensor:
+def _of_matrix(quantized: matrix_kernels.QuantizedMatrix, x: Tensor) -> QuantizedTensor:
     return QuantizedTensor(
         quantized.data, quantized.scale_inv, x.dtype, transposed=quantized.transposed
     )
@@ -143,14 +145,6 @@ def _of_matrix(quantized: matrices.QuantizedMatrix, x: Tensor) -> QuantizedTenso
 def transpose_data(data: Tensor) -> Tensor:
     """The transpose of a matrix of 8-bit floats, contiguous."""
     return data.view(torch.uint8).t().contiguous().view(data.dtype)
-
-
-def quantize_rows(
-    x: Tensor, dtype: torch.dtype, *, power_of_two: bool = False
-) -> tuple[Tensor, Tensor]:
-    """data and scale_inv [num_rows]: a matrix by a scale for each row, from its own amax."""
-    scale = scale_of(amax_of(x, 1), dtype, power_of_two=power_of_two)
-    return encode(x, scale[:, None], dtype), 1.0 / scale
 
 
 def quantize_blocks(

@@ -1,34 +1,24 @@
 """The schemas of the operators torch.ops.cupynorm, and how an operator is registered.
 
-    cupynorm::norm_forward  -> y, mean, rstd, input + residual
-        an empty mean for rms_norm, an empty sum without a residual
-    cupynorm::norm_backward -> dx, dweight, dbias
-        empty where not wanted
-    cupynorm::recomputing_norm_backward -> dx, dweight, dbias, y
-        the same, and y again
-    cupynorm::fused_norm_forward -> y, mean, rstd, sum, y1
-        with fused options; an empty sum where it is the input itself
-    cupynorm::fused_norm_backward -> dx, dweight, dbias, dresidual, dweight1, dbias1
-    cupynorm::functor_norm_forward -> y, mean, rstd, sum
-    cupynorm::functor_norm_backward -> dx, dweight, dbias, dresidual, gradients of the arrays
-        with a user's functors: load and store are their text (plan/functors.py)
+A result that is absent is empty: a mean of rms_norm, a sum that is the input itself, a gradient
+that is not wanted. Arguments are those of cupynorm.layer_norm_forward and layer_norm_backward. tile
+has the fields of a cupynorm.Tile in their order. load and store are the text of functors
+(plan/functors.py). A norm_backward without a mean is that of rms_norm.
 
-Arguments are those of cupynorm.layer_norm_forward and layer_norm_backward. tile has the fields of a
-cupynorm.Tile in their order. A norm_backward without a mean is that of rms_norm. All are
-differentiable but fused_norm_backward, functor_norm_backward and recomputing_norm_backward. All
-accept torch's fake tensors and any number of rows.
+All are differentiable but fused_norm_backward, functor_norm_backward and recomputing_norm_backward.
+All accept torch's fake tensors and any number of rows.
 """
 
 from __future__ import annotations
 
 from collections import namedtuple
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
 
 from ..norm.options import dtype_name
-from ..norm.request import Options
 
 _library = torch.library.Library("cupynorm", "DEF")
 for _schema in (
@@ -78,11 +68,38 @@ for _schema in (
     _library.define(_schema, tags=(torch.Tag.pt2_compliant_tag,))
 
 
-def arguments_of(operator: Any) -> type:
-    """A NamedTuple class of the arguments of an operator, as its schema names them."""
+# Arguments that some schemas have. An operator without them computes what these values mean.
+_ABSENT = dict.fromkeys(
+    ("bias", "residual", "row_scale", "dropout_seed", "weight1", "bias1", "dy1", "input", "load")
+    + ("store", "strategy", "residual_dtype", "dx_dtype", "dresidual_dtype", "dbias1_dtype")
+)
+_ABSENT |= {"dropout_p": 0.0, "centered": False, "round_x_hat": False, "memory_efficient": False}
+_ABSENT |= {"arrays": (), "numbers": ()}
+
+
+@cache
+def arguments_of(operator: Any) -> Any:
+    """A NamedTuple class of the arguments of an operator, as its schema names them.
+
+    Arguments of the other operators are attributes of it with the values that they have there by
+    default. operator: the operator itself. returns_y1: whether that is its last result.
+    has_fused_options: beyond those of a plain norm.
+    """
     arguments = operator._schema.arguments
     defaults = [each.default_value for each in arguments if each.has_default_value()]
-    return namedtuple("Arguments", [each.name for each in arguments], defaults=defaults)
+    fields = namedtuple("Arguments", [each.name for each in arguments], defaults=defaults)
+    absent = {name: value for name, value in _ABSENT.items() if name not in fields._fields}
+    return type(
+        "Arguments",
+        (fields,),
+        {
+            "__slots__": (),
+            "operator": operator,
+            "returns_y1": operator._schema.returns[-1].name == "y1",
+            "has_fused_options": "dropout_p" in fields._fields,
+            **absent,
+        },
+    )
 
 
 def torch_dtype(dtype: object, name: str) -> torch.dtype | None:
@@ -90,17 +107,8 @@ def torch_dtype(dtype: object, name: str) -> torch.dtype | None:
     return None if dtype is None else getattr(torch, dtype_name(dtype, name))
 
 
-def launch_of(options: Options) -> tuple:
-    """As a forward operator takes them."""
-    tile = options.tile
-    fields = None if tile is None else tile.as_ints()
-    margin = options.of("forward" if torch.is_grad_enabled() else "inference").sm_margin
-    backward_margin = options.of("backward").sm_margin
-    return margin, options.strategy, options.statistics, fields, backward_margin
-
-
 def register(
-    name: str,
+    signature: Any,
     implementation: Callable,
     fake: Callable,
     autograd: tuple,
@@ -108,9 +116,11 @@ def register(
 ) -> None:
     """Registers an operator on the CPU and on CUDA.
 
-    fake: its results for fake tensors. autograd: the functions setup_context and backward of
-    torch.library.register_autograd. decomposition: the same by torch operations.
+    signature: arguments_of the operator. fake: its results for fake tensors. autograd: the
+    functions setup_context and backward of torch.library.register_autograd. decomposition: the
+    same by torch operations.
     """
+    name = signature.operator._schema.name.partition("::")[2]
     for device in ("CPU", "CUDA"):
         _library.impl(name, implementation, device)
     torch.library.register_fake(f"cupynorm::{name}", fake, lib=_library)

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from ..gpu.arrays import type_in_words
 from ..norm.options import extents_of
@@ -107,10 +108,10 @@ def swap_norms(model: torch.nn.Module, *, keep_rounding: bool = False) -> Swappe
       and beta, and keep them. eps may be an attribute, or a number of up to four digits.
 
     Not replaced ("left") are modules with hooks, with parametrized weights, with a weight such as
-    (1, 1, C), or with a forward that does more. model itself is left too: only its parent could
-    replace it. The result lists those that look like a norm, with the reason. A module looks like a
-    norm by the names of its class or parameters, or if the size of its input does not change its
-    output. One without parameters does if it returns about what a norm of 24 columns returns.
+    (1,) or (1, 1, C), or with a forward that does more. model itself is left too: only its parent
+    could replace it. The result lists those that look like a norm, with the reason. A module looks
+    like a norm by the names of its class or parameters, or if the size of its input does not change
+    its output. One without parameters does if it returns about what a norm of 24 columns returns.
 
     y then has the dtype that LayerNorm gives it, and is rounded once. The remarks say where the
     original module differs. Attributes that only the original module had are lost. Swap before
@@ -154,11 +155,13 @@ def _places(
 ) -> Iterator[tuple[str, torch.nn.Module, str, torch.nn.Module]]:
     """(dotted name, parent, name in it, module) of all that may be a norm.
 
-    A shared module comes once for each of its places.
+    A shared module comes once for each of its places. A lazy one has no shape yet.
     """
     for prefix, parent in model.named_modules():
         for name, module in parent._modules.items():
-            if module is not None and (_looks_like_a_norm(module) or _may_be_a_norm(module)):
+            if module is None or any(map(is_lazy, parameters_of(module).values())):
+                continue
+            if _looks_like_a_norm(module) or _may_be_a_norm(module):
                 yield f"{prefix}.{name}" if prefix else name, parent, name, module
 
 
@@ -209,8 +212,8 @@ def _is_named_as_a_norm(module: torch.nn.Module) -> bool:
 
 
 def _is_torchs(module: torch.nn.Module) -> bool:
-    """Whether it is one of torch.nn's modules other than LayerNorm and RMSNorm."""
-    return type(module).__module__.startswith("torch.nn.")
+    """Whether it is one of torch.nn's modules other than LayerNorm and RMSNorm, or TorchScript."""
+    return type(module).__module__.startswith(("torch.nn.", "torch.jit."))
 
 
 _NAMES = {("beta", "gamma"), ("gamma",), ("a_2", "b_2")}
@@ -223,7 +226,7 @@ class _OwnNames(Norm):
 
     _own_names: Mapping[str, str] = {}
 
-    def _held(self, name: str) -> torch.Tensor | None:
+    def _parameter(self, name: str) -> torch.Tensor | None:
         return self._parameters.get(self._own_names.get(name, name))
 
     def __getattr__(self, name: str) -> Any:
@@ -344,7 +347,7 @@ def _obstacle(module: torch.nn.Module) -> str:
     if not shape or not math.prod(shape):
         return "nothing says what it normalises over: its weight is absent or empty"
     shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
-    if type(module) not in (torch.nn.LayerNorm, torch.nn.RMSNorm) and len(shape) > 1 and 1 in shape:
+    if type(module) not in (torch.nn.LayerNorm, torch.nn.RMSNorm) and 1 in shape:
         first = next(iter(parameters))
         return (
             f"its {first} has shape {shape}; expected no dimension of 1, over which nothing says "

@@ -5,6 +5,9 @@ Autocast's casts, and the gradients that meet where a tensor is read twice, appe
     y = norm_forward(...), cast(y)          out_dtype
     norm_backward(cast(dy), ...)            reads dy itself
     norm_backward(...).dx + other           dsum
+
+and, of the operators that lower.py puts in their place
+
     y and cast(y), dy + cast(dy1)           two_dtypes.py
     sum over rows of dx                     dx_sums.py
 """
@@ -17,13 +20,16 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
+from ..nn.dtypes import SUPPORTED, name_of
 from ..nn.schemas import arguments_of
-from . import dx_sums, two_dtypes
-from .joint_nodes import is_cast, is_supported, name_of, result_of, set_arguments
+from .dx_sums import add_sum
+from .graph_operators import BACKWARD, FORWARD
+from .joint_nodes import is_cast, result_of, set_arguments
 from .lower import FUSED_BACKWARD, NORM_BACKWARD, lower
 from .norms import FUNCTOR, FUSED, NORM
 from .report import Change, Report
 from .spellings import have_one_shape
+from .two_dtypes import read_both, write_both
 
 FUNCTOR_BACKWARD = torch.ops.cupynorm.functor_norm_backward.default
 
@@ -33,43 +39,53 @@ _ADD = torch.ops.aten.add.Tensor
 def rewrite(graph: Graph, replace: str, report: Report) -> None:
     """Changes the operators' options in a graph, in place, and reports each."""
     del replace  # the operators are there already
-    passes: dict[Any, tuple[Callable[[Graph, Node], str | None], ...]] = {
-        NORM: (_cast_y,),
-        FUSED: (_cast_y,),
-        FUNCTOR: (_cast_y,),
-        NORM_BACKWARD: (_read_uncast, _add_gradient),
-        FUSED_BACKWARD: (_read_uncast, _share_gradient, _add_gradient),
-        FUNCTOR_BACKWARD: (_read_uncast, _add_gradient),
-    }
-    number = max(1, report.num_graphs)
+    _change(
+        graph,
+        report,
+        {
+            NORM: (_cast_y,),
+            FUSED: (_cast_y,),
+            FUNCTOR: (_cast_y,),
+            NORM_BACKWARD: (_read_uncast, _add_gradient),
+            FUSED_BACKWARD: (_read_uncast, _share_gradient, _add_gradient),
+            FUNCTOR_BACKWARD: (_read_uncast, _add_gradient),
+        },
+    )
+    lower(graph)
+    _change(graph, report, {FORWARD: (write_both,), BACKWARD: (read_both,)})
+    _change(graph, report, {BACKWARD: (add_sum,)})
+
+
+def _change(
+    graph: Graph,
+    report: Report,
+    changes: dict[Any, tuple[Callable[[Graph, Node], str | None], ...]],
+) -> None:
+    """Tries the changes of each operator. One returns a remark where it changed something."""
     for node in list(graph.nodes):
-        for change in passes.get(node.target, ()) if node.op == "call_function" else ():
+        for change in changes.get(node.target, ()) if node.op == "call_function" else ():
             remark = change(graph, node)
             if remark:
-                name = str(node.target).removeprefix("cupynorm.").removesuffix(".default")
+                name = node.target._schema.name.removeprefix("cupynorm::").removesuffix("_in_graph")
+                number = max(1, report.num_graphs)
                 report.changes.append(Change(number, "", name, "cast", remark))
-    lower(graph)
-    for name, remark in (*two_dtypes.rewrite(graph), *dx_sums.rewrite(graph)):
-        report.changes.append(Change(number, "", name, "cast", remark))
 
 
 def _cast_y(graph: Graph, node: Node) -> str | None:
     """y in the dtype that all its readers cast it to."""
-    given = arguments_of(node.target)(*node.args, **node.kwargs)
-    if getattr(given, "memory_efficient", False) or getattr(given, "weight1", None) is not None:
-        return None
+    call = arguments_of(node.target)(*node.args, **node.kwargs)
     y = result_of(node, 0)
-    if y is None or getattr(given, "bias1", None) is not None:
+    if y is None or any((call.memory_efficient, call.weight1, call.bias1)):
         return None
     casts = list(y.users)
     if not casts or any(not is_cast(each) for each in casts):
         return None
     dtypes = {each.meta["val"].dtype for each in casts}
     dtype = dtypes.pop()
-    if dtypes or not is_supported(dtype) or dtype.itemsize > y.meta["val"].dtype.itemsize:
+    if dtypes or dtype not in SUPPORTED or dtype.itemsize > y.meta["val"].dtype.itemsize:
         return None
     was = y.meta["val"].dtype
-    set_arguments(node, given._replace(out_dtype=dtype))
+    set_arguments(node, call._replace(out_dtype=dtype))
     for each in casts:
         each.replace_all_uses_with(y)
         graph.erase_node(each)
@@ -78,19 +94,19 @@ def _cast_y(graph: Graph, node: Node) -> str | None:
 
 def _read_uncast(graph: Graph, node: Node) -> str | None:
     """dy and dsum from before a cast to a wider dtype: the kernel casts what it reads."""
-    given = arguments_of(node.target)(*node.args, **node.kwargs)
+    call = arguments_of(node.target)(*node.args, **node.kwargs)
     found = {}
     for name in ("dy", "dsum"):
-        cast = getattr(given, name)
+        cast = getattr(call, name)
         if isinstance(cast, Node) and is_cast(cast):
             source, wide = cast.args[0].meta["val"].dtype, cast.meta["val"].dtype
-            if is_supported(source) and torch.promote_types(source, wide) == wide != source:
+            if source in SUPPORTED and torch.promote_types(source, wide) == wide != source:
                 found[name] = cast.args[0]
     if not found:
         return None
-    set_arguments(node, given._replace(**found))
+    set_arguments(node, call._replace(**found))
     for name in found:
-        cast = getattr(given, name)
+        cast = getattr(call, name)
         if not cast.users:
             graph.erase_node(cast)
     dtype = next(iter(found.values())).meta["val"].dtype
@@ -99,14 +115,12 @@ def _read_uncast(graph: Graph, node: Node) -> str | None:
 
 def _add_gradient(graph: Graph, node: Node) -> str | None:
     """dx + other of backward without dsum: other becomes dsum."""
-    given = arguments_of(node.target)(*node.args, **node.kwargs)
+    call = arguments_of(node.target)(*node.args, **node.kwargs)
     dx = result_of(node, 0)
-    if node.target is not NORM_BACKWARD and (
-        any(getattr(given, name, None) for name in ("load", "dropout_p", "row_scale", "dy1"))
-        or given.wanted[3]
-    ):
+    is_scaled = any((call.load, call.dropout_p, call.row_scale, call.dy1))
+    if is_scaled or any(call.wanted[3:4]):
         return None  # dx is not the gradient of what was normalised
-    if given.dsum is not None or dx is None or len(dx.users) != 1 or not given.wanted[0]:
+    if call.dsum is not None or dx is None or len(dx.users) != 1 or not call.wanted[0]:
         return None
     (added,) = dx.users
     if added.target is not _ADD or added.kwargs or len(added.args) != 2:
@@ -126,7 +140,7 @@ def _add_gradient(graph: Graph, node: Node) -> str | None:
         # Backward then runs where the sum was.
         for each in (*node.users, node)[::-1]:
             added.prepend(each)
-    set_arguments(node, given._replace(dsum=other))
+    set_arguments(node, call._replace(dsum=other))
     added.replace_all_uses_with(dx)
     graph.erase_node(added)
     _read_uncast(graph, node)
@@ -135,9 +149,9 @@ def _add_gradient(graph: Graph, node: Node) -> str | None:
 
 def _share_gradient(graph: Graph, node: Node) -> str | None:
     """One gradient for the input and the residual where they are the same numbers."""
-    given = arguments_of(node.target)(*node.args, **node.kwargs)
+    call = arguments_of(node.target)(*node.args, **node.kwargs)
     dx, dresidual = result_of(node, 0), result_of(node, 3)
-    if dx is None or dresidual is None or given.row_scale is not None or given.dropout_p:
+    if dx is None or dresidual is None or call.row_scale is not None or call.dropout_p:
         return None
     if dx.meta["val"].dtype != dresidual.meta["val"].dtype:
         return None
@@ -146,6 +160,6 @@ def _share_gradient(graph: Graph, node: Node) -> str | None:
         dresidual.prepend(dx)
     dresidual.replace_all_uses_with(dx)
     graph.erase_node(dresidual)
-    wanted = [name != 3 and is_wanted for name, is_wanted in enumerate(given.wanted)]
-    set_arguments(node, given._replace(wanted=wanted, dresidual_dtype=None))
+    wanted = [name != 3 and is_wanted for name, is_wanted in enumerate(call.wanted)]
+    set_arguments(node, call._replace(wanted=wanted, dresidual_dtype=None))
     return "writes one gradient for input and residual"

@@ -14,8 +14,10 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
+from ..nn.dtypes import name_of
+from ..nn.schemas import arguments_of
 from ..norm.prepared import SEED_LIMIT
-from .norms import FUNCTOR, FUSED, NORM, Norm, find
+from .norms import FUNCTOR, FUSED, LAUNCH, NORM, Norm, find
 from .report import Change, Report
 from .rule import why_left
 from .spellings import operation, value
@@ -28,17 +30,15 @@ def rewrite(graph: Graph, replace: str, report: Report) -> None:
     replace: "faster", "all" or "none", as compile_passes takes it.
     """
     number = report.next_graph()
-    for norm in list(find(graph)):
+    for norm in find(graph):
         order = {node: at for at, node in enumerate(graph.nodes)}
-        if norm.y not in order:
-            continue
         # torch's own kernels with such operations are faster than functors (docs/torch_compile.md).
         functors = "all" if replace == "all" else "some" if norm.is_ours else "none"
         fusion = surround(norm, order, functors)
         reason = why_left(fusion, replace)
         if not reason and not can_move(norm, order):
             reason = "the graph writes in place among its operations"
-        change = Change(number, name_of(norm), described(fusion), "left", reason)
+        change = Change(number, module_of(norm), description_of(fusion), "left", reason)
         if not reason:
             takes_in = fusion.residual or fusion.load or fusion.store
             done = ("fused" if takes_in else "kept") if norm.is_ours else "replaced"
@@ -70,31 +70,33 @@ def _call(graph: Graph, fusion: Fusion) -> tuple[Any, tuple[Any, ...]]:
     norm, p = fusion.norm, fusion.dropout_p
     input, y = value(fusion.input), value(fusion.y)
     sum_dtype = fusion.sum_dtype()
-    out_dtype = None if y.dtype == input.dtype else y.dtype
-    residual_dtype = None if sum_dtype == input.dtype else sum_dtype
-    tensors = (fusion.input, norm.weight, norm.bias, fusion.residual)
-    common = (norm.extents, norm.eps, norm.centered, norm.zero_centered, out_dtype)
-    seed = None
+    load, store = (each and each[0].text for each in (fusion.load, fusion.store))
+    given = {
+        "input": fusion.input,
+        "weight": norm.weight,
+        "bias": norm.bias,
+        "residual": fusion.residual,
+        "normalized_shape": norm.extents,
+        "eps": norm.eps,
+        "centered": norm.centered,
+        "zero_centered_weight": norm.zero_centered,
+        "out_dtype": None if y.dtype == input.dtype else y.dtype,
+        "residual_dtype": None if sum_dtype == input.dtype else sum_dtype,
+        "dropout_p": p,
+        "round_x_hat": norm.rounded is not None,
+        "memory_efficient": False,
+        "arrays": list(fusion.arrays()),
+        "load": load,
+        "store": store,
+        "numbers": [],
+        **dict(zip(LAUNCH, norm.launch)),
+    }
     if p > 0:
         arguments = {"dtype": torch.int64, "device": input.device}
-        seed = graph.call_function(torch.randint, (0, SEED_LIMIT, (1,)), arguments)
-    if fusion.load or fusion.store:
-        load, store = (each and each[0].text for each in (fusion.load, fusion.store))
-        own = (None, seed, list(fusion.arrays()), load, store, [])
-        return FUNCTOR, (*tensors, *own, *common, residual_dtype, p, *norm.launch)
-    if residual_dtype is None and norm.rounded is None and not p:
-        return NORM, (*tensors, *common, *norm.launch)
-    own = (None, None, None, seed)
-    return FUSED, (
-        *tensors,
-        *own,
-        *common,
-        residual_dtype,
-        p,
-        norm.rounded is not None,
-        False,
-        *norm.launch,
-    )
+        given["dropout_seed"] = graph.call_function(torch.randint, (0, SEED_LIMIT, (1,)), arguments)
+    target = FUSED if p > 0 or given["residual_dtype"] or given["round_x_hat"] else NORM
+    target = FUNCTOR if load or store else target
+    return target, tuple(given.get(name) for name in arguments_of(target)._fields)
 
 
 def _erase(graph: Graph, nodes: list[Node]) -> None:
@@ -107,7 +109,7 @@ def _erase(graph: Graph, nodes: list[Node]) -> None:
         graph.erase_node(node)
 
 
-def name_of(norm: Norm) -> str:
+def module_of(norm: Norm) -> str:
     """The module's name in the model; "" outside modules."""
     stack = list((norm.y.meta.get("nn_module_stack") or {}).values())
     if not stack:
@@ -116,9 +118,8 @@ def name_of(norm: Norm) -> str:
     return re.sub(r"\._modules\['([^']*)'\]", r".\1", stack[-1][0]).partition(".")[2]
 
 
-def described(fusion: Fusion) -> str:
+def description_of(fusion: Fusion) -> str:
     """layer_norm 4096 x 768 bfloat16."""
     norm, x = fusion.norm, value(fusion.input)
     rows = math.prod(x.shape[: x.dim() - len(norm.extents)])
-    dtype = str(x.dtype).removeprefix("torch.")
-    return f"{norm.kind} {rows} x {math.prod(norm.extents)} {dtype}"
+    return f"{norm.kind} {rows} x {math.prod(norm.extents)} {name_of(x.dtype)}"

@@ -19,6 +19,7 @@ from torch._inductor import ir, lowering
 from torch._inductor.graph import SubgraphLowering
 from torch._inductor.virtualized import V
 
+from ..nn.dtypes import name_of
 from .graph_operators import BACKWARD, FORWARD, parsed_forward
 
 _IMPORT = "from cupynorm.passes.known_calls import known_call"
@@ -63,9 +64,8 @@ def layout_of(tensor: Any) -> str | None:
     sizes, strides = tensor.get_size(), tensor.get_stride()
     if not all(isinstance(each, (int, sympy.Integer)) for each in (*sizes, *strides)):
         return None
-    dtype = str(tensor.get_dtype()).removeprefix("torch.")
     shape, strides = tuple(map(int, sizes)), tuple(map(int, strides))
-    return f"{tensor.get_device()} {dtype} {shape} {strides}"
+    return f"{tensor.get_device()} {name_of(tensor.get_dtype())} {shape} {strides}"
 
 
 @cache

@@ -7,33 +7,24 @@ from __future__ import annotations
 
 import ast
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch.fx import Graph, Node
 
 from ..gpu.launch import device as device_of
+from ..nn.dtypes import SUPPORTED, name_of
 from ..plan.dispatch import choose
 from ..plan.problem import Layout, Problem, sums_dx
-from .graph_operators import BACKWARD
-from .joint_nodes import add_result, dtype_of, is_cast, is_supported, name_of, result_of
+from .joint_nodes import add_result, dtype_of, is_cast, result_of
 
 _VIEWS = {torch.ops.aten.view.default, torch.ops.aten.reshape.default}
 _VIEWS |= {torch.ops.aten._unsafe_view.default, torch.ops.aten.squeeze.dim}
 _SUM = torch.ops.aten.sum.dim_IntList
 
 
-def rewrite(graph: Graph) -> Iterator[tuple[str, str]]:
-    """Changes the operators in place. Yields the name of each that changes, and a remark."""
-    for node in list(graph.nodes):
-        if node.op == "call_function" and node.target is BACKWARD:
-            remark = _add_sum(graph, node)
-            if remark:
-                yield "norm_backward", remark
-
-
-def _add_sum(graph: Graph, node: Node) -> str | None:
+def add_sum(graph: Graph, node: Node) -> str | None:
+    """The one sum over rows of dx, of its views or of its cast, from the operator itself."""
     options = ast.literal_eval(node.args[-1])
     results, extents = options["results"], options["normalized_shape"]
     dx = result_of(node, results.index("dx")) if "dx" in results else None
@@ -42,21 +33,21 @@ def _add_sum(graph: Graph, node: Node) -> str | None:
     total = next(filter(None, (_sum_of(each, extents) for each in (dx, *_views_of(dx)))), None)
     if total is None:
         return None
-    last = _views_of(total) or [total]
-    gone, last = [total, *last[:-1]], last[-1]
-    if tuple(last.meta["val"].shape) != extents or any(len(each.users) != 1 for each in gone):
+    chain = [total, *_views_of(total)]
+    last = chain[-1]
+    if tuple(last.meta["val"].shape) != extents or any(len(each.users) != 1 for each in chain[:-1]):
         return None
     casts = [each for each in last.users if is_cast(each)]
     dtypes = {dtype_of(each) for each in casts}
     is_all_cast = len(casts) == len(last.users) and len(dtypes) == 1
     dtype = dtypes.pop() if is_all_cast else dtype_of(last)
     options["dx_sum_dtype"] = name_of(dtype)
-    if not is_supported(dtype) or not _is_in_the_kernel(node, options, math.prod(extents)):
+    if dtype not in SUPPORTED or not _is_in_the_kernel(node, options, math.prod(extents)):
         return None
     made = add_result(node, options, "dx_sum")
     for each in casts if is_all_cast else [last]:
         each.replace_all_uses_with(made)
-    for each in [*(casts if is_all_cast else []), last, *gone[::-1]]:
+    for each in [*(casts if is_all_cast else []), *chain[::-1]]:
         if not each.users and not each._erased:
             graph.erase_node(each)
     return "sums dx over rows"

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..nn.operators import forward_without_memory
 from ..norm.prepared import FOR_STATISTICS, FOR_Y, prepare_backward, prepare_forward
 from ..norm.request import (
     BackwardOperands,
@@ -84,69 +85,56 @@ def _picker(results: tuple[str, ...], names: tuple[str, ...]) -> Callable[[tuple
     return lambda made: list(pick(made))
 
 
-def _launch(given: dict[str, Any]) -> Options:
-    tile = given.get("tile")
-    return Options(
-        given.get("strategy"),
+def _options_of(kind: Any, words: dict[str, Any], **own: Any) -> Any:
+    """ForwardOptions or BackwardOptions of what an operator's text says."""
+    fields = {name: words[name] for name in kind._fields if name in words}
+    tile = words.get("tile")
+    launch = Options(
+        words.get("strategy"),
         None if tile is None else Tile.from_ints(tile),
-        given.get("statistics"),
-        given.get("sm_margin", 0),
+        words.get("statistics"),
+        words.get("sm_margin", 0),
     )
+    extents = tuple(words["normalized_shape"])
+    return kind(**{"centered": False} | fields | own, extents=extents, launch=launch)
 
 
 @cache
 def parsed_forward(text: str) -> ParsedForward:
-    given = ast.literal_eval(text)
-    results = tuple(given["results"])
-    options = ForwardOptions(
-        given.get("centered", False),
-        tuple(given["normalized_shape"]),
-        given["eps"],
-        given.get("zero_centered_weight", False),
-        given.get("out_dtype"),
-        given.get("residual_dtype"),
-        given.get("dropout_p", 0.0),
-        given.get("round_x_hat", False),
-        y1_dtype=given.get("y1_dtype"),
-        launch=_launch(given),
-    )
-    purpose = FOR_STATISTICS if {"mean", "rstd"} & set(results) else FOR_Y
-    load, store = given.get("load"), given.get("store")
-    functors = from_text(load, store) if load or store else None
-    pick = _picker(results, FORWARD_RESULTS)
+    words = ast.literal_eval(text)
+    results, load, store = tuple(words["results"]), words.get("load"), words.get("store")
     return ParsedForward(
-        options, purpose, results, pick, functors, tuple(map(float, given.get("numbers", ())))
+        _options_of(ForwardOptions, words),
+        FOR_STATISTICS if {"mean", "rstd"} & set(results) else FOR_Y,
+        results,
+        _picker(results, FORWARD_RESULTS),
+        from_text(load, store) if load or store else None,
+        tuple(map(float, words.get("numbers", ()))),
     )
 
 
 @cache
 def parsed_backward(text: str) -> ParsedBackward:
-    given = ast.literal_eval(text)
-    results = tuple(given["results"])
-    options = BackwardOptions(
-        given.get("centered", False),
-        tuple(given["normalized_shape"]),
-        given.get("zero_centered_weight", False),
-        tuple(each for each in results if each != "dx_sum"),
-        given.get("dx_dtype"),
-        None,
-        given.get("dbias_dtype"),
-        given.get("dresidual_dtype"),
-        given.get("dropout_p", 0.0),
-        launch=_launch(given),
-        dx_sum_dtype=given.get("dx_sum_dtype"),
-    )
+    words = ast.literal_eval(text)
+    results = tuple(words["results"])
+    gradients = tuple(each for each in results if each != "dx_sum")
+    options = _options_of(BackwardOptions, words, gradients=gradients)
     return ParsedBackward(options, results, _picker(results, BACKWARD_RESULTS))
 
 
-def prepare_forward_of(arguments: tuple) -> tuple[Any, ForwardOperands]:
-    """A prepared call and its operands. arguments: of norm_forward_in_graph."""
+def request_of(arguments: tuple) -> ForwardRequest:
+    """arguments: of norm_forward_in_graph."""
     *rows, seed, arrays, text = arguments
-    options, purpose, _, _, functors, numbers = parsed_forward(text)
+    parsed = parsed_forward(text)
     operands = ForwardOperands(*rows, None, None, seed)
-    if functors is not None:
-        operands = operands._replace(functors=bind_all(functors, arrays, numbers))
-    return prepare_forward(ForwardRequest(operands, options), purpose)
+    if parsed.functors is not None:
+        operands = operands._replace(functors=bind_all(parsed.functors, arrays, parsed.numbers))
+    return ForwardRequest(operands, parsed.options)
+
+
+def prepare_forward_of(arguments: tuple) -> tuple[Any, ForwardOperands]:
+    """A prepared call and its operands."""
+    return prepare_forward(request_of(arguments), parsed_forward(arguments[-1]).purpose)
 
 
 def prepare_backward_of(arguments: tuple) -> tuple[Any, BackwardOperands]:
@@ -177,19 +165,8 @@ def with_dx_sum(made: tuple, options: BackwardOptions) -> tuple:
     return (*made[:5], total.to(_dtype(dtype, rows.dtype)))
 
 
-def _forward_without_memory(input, *others):
-    options, _, results, *_ = parsed_forward(others[-1])
-    sum_dtype = _dtype(options.residual_dtype, input.dtype)
-    wide = torch.promote_types(sum_dtype, torch.float32)
-    leading = input.shape[: input.dim() - len(options.extents)]
-    made = {
-        "y": (input.shape, _dtype(options.out_dtype, input.dtype)),
-        "mean": (leading, wide),
-        "rstd": (leading, wide),
-        "sum": (input.shape, sum_dtype),
-        "y1": (input.shape, _dtype(options.y1_dtype, input.dtype)),
-    }
-    return [input.new_empty(made[name][0], dtype=made[name][1]) for name in results]
+def _forward_without_memory(*arguments):
+    return parsed_forward(arguments[-1]).pick(forward_without_memory(request_of(arguments)))
 
 
 def _backward_without_memory(*arguments):

@@ -1,4 +1,4 @@
-"""Nodes of the joint graph: casts, dtypes, results of operators, and other arguments for them."""
+"""Nodes of the joint graph: casts, results of operators, and other arguments for them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import torch
 from torch.fx import Node
 from torch.fx.node import map_arg
 
-from ..dtypes import DTYPES
 from .graph_operators import text_of
 
 _CASTS = (torch.ops.prims.convert_element_type.default, torch.ops.aten._to_copy.default)
@@ -26,14 +25,6 @@ def is_cast(node: object) -> bool:
 
 def dtype_of(node: Node) -> torch.dtype:
     return node.meta["val"].dtype
-
-
-def is_supported(dtype: torch.dtype) -> bool:
-    return name_of(dtype) in DTYPES
-
-
-def name_of(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def result_of(node: Node, index: int) -> Node | None:

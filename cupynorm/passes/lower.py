@@ -9,6 +9,7 @@ import torch
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
+from ..nn.dtypes import name_of
 from ..nn.schemas import arguments_of
 from . import graph_operators
 from .graph_operators import BACKWARD_RESULTS, FORWARD_RESULTS
@@ -19,9 +20,9 @@ FUSED_BACKWARD = torch.ops.cupynorm.fused_norm_backward.default
 
 _FORWARD_OPTIONS = ("normalized_shape", "eps", "centered", "zero_centered_weight", "out_dtype")
 _FORWARD_OPTIONS += ("residual_dtype", "dropout_p", "round_x_hat", "load", "store", "numbers")
+_FORWARD_OPTIONS += ("strategy", "statistics", "tile", "sm_margin")
 _BACKWARD_OPTIONS = ("normalized_shape", "centered", "zero_centered_weight", "dbias_dtype")
-_BACKWARD_OPTIONS += ("dx_dtype", "dresidual_dtype", "dropout_p")
-_LAUNCH = ("strategy", "statistics", "tile", "sm_margin")
+_BACKWARD_OPTIONS += ("dx_dtype", "dresidual_dtype", "dropout_p", "strategy", "sm_margin")
 
 
 def lower(graph: Graph) -> None:
@@ -30,55 +31,54 @@ def lower(graph: Graph) -> None:
         if node.op != "call_function":
             continue
         if node.target in (NORM, FUSED, FUNCTOR):
-            _forward(graph, node)
+            _forward(node)
         elif node.target in (NORM_BACKWARD, FUSED_BACKWARD):
-            _backward(graph, node)
+            _backward(node)
 
 
-def _forward(graph: Graph, node: Node) -> None:
-    given = arguments_of(node.target)(*node.args, **node.kwargs)
-    others = ("weight1", "bias1", "row_scale", "memory_efficient")
-    if any(getattr(given, name, None) for name in others):
+def _forward(node: Node) -> None:
+    call = arguments_of(node.target)(*node.args, **node.kwargs)
+    if any((call.weight1, call.bias1, call.row_scale, call.memory_efficient)):
         return
-    tensors = (given.input, given.weight, given.bias, given.residual)
-    tensors += (getattr(given, "dropout_seed", None), list(getattr(given, "arrays", ())))
-    _replace(
-        graph,
-        node,
-        graph_operators.FORWARD,
-        (tensors, _options(given, _FORWARD_OPTIONS)),
-        FORWARD_RESULTS,
-    )
+    tensors = (call.input, call.weight, call.bias, call.residual, call.dropout_seed)
+    tensors += (list(call.arrays),)
+    options = _options(call, _FORWARD_OPTIONS)
+    _replace(node, graph_operators.FORWARD, tensors, options, FORWARD_RESULTS)
 
 
-def _backward(graph: Graph, node: Node) -> None:
-    given = arguments_of(node.target)(*node.args, **node.kwargs)
-    others = ("dy1", "row_scale", "memory_efficient")
-    if any(getattr(given, name, None) for name in others):
+def _backward(node: Node) -> None:
+    call = arguments_of(node.target)(*node.args, **node.kwargs)
+    if any((call.dy1, call.row_scale, call.memory_efficient)):
         return
-    options = _options(given, _BACKWARD_OPTIONS) | {"centered": given.mean is not None}
-    if node.target is FUSED_BACKWARD and given.wanted[0] and given.wanted[3]:
-        if options["dx_dtype"] == options["dresidual_dtype"] and not given.dropout_p:
+    options = _options(call, _BACKWARD_OPTIONS) | {"centered": call.mean is not None}
+    if node.target is FUSED_BACKWARD and call.wanted[0] and call.wanted[3]:
+        if options["dx_dtype"] == options["dresidual_dtype"] and not call.dropout_p:
             return  # one tensor, which an operator may not return twice
-    tensors = (given.dy, given.x, given.mean, given.rstd, given.weight, given.dsum)
-    tensors += (getattr(given, "dropout_seed", None), None)
-    _replace(graph, node, graph_operators.BACKWARD, (tensors, options), BACKWARD_RESULTS)
+    tensors = (call.dy, call.x, call.mean, call.rstd, call.weight, call.dsum)
+    tensors += (call.dropout_seed, None)
+    _replace(node, graph_operators.BACKWARD, tensors, options, BACKWARD_RESULTS)
 
 
-def _options(given: Any, names: tuple[str, ...]) -> dict[str, Any]:
-    found = {name: getattr(given, name, None) for name in (*names, *_LAUNCH)}
+def _options(call: Any, names: tuple[str, ...]) -> dict[str, Any]:
+    found = {name: getattr(call, name) for name in names}
     return {
-        name: str(each).removeprefix("torch.") if isinstance(each, torch.dtype) else each
+        name: name_of(each) if isinstance(each, torch.dtype) else each
         for name, each in found.items()
     }
 
 
 def _replace(
-    graph: Graph, node: Node, target: Any, arguments: tuple[Any, ...], names: tuple[str, ...]
+    node: Node,
+    target: Any,
+    tensors: tuple[Any, ...],
+    options: dict[str, Any],
+    names: tuple[str, ...],
 ) -> None:
-    """Puts an operator in place of a node that returns only what the graph reads."""
-    tensors, options = arguments
-    extents = options["normalized_shape"]
+    """Puts an operator that returns only what the graph reads in place of a node.
+
+    names: of all results of the operator, in the order of the node's.
+    """
+    graph, extents = node.graph, options["normalized_shape"]
     if not all(isinstance(each, int) for each in extents):
         return
     options["normalized_shape"] = tuple(extents)

@@ -20,14 +20,24 @@ import torch
 from torch.fx import Graph, Node
 
 from ..nn import functor_operators, fused_operators, operators  # noqa: F401, they register
+from ..nn.dtypes import SUPPORTED
 from ..nn.schemas import arguments_of
-from .spellings import known, number_and_node, operation, two_nodes, uncast, value
+from .spellings import (
+    known,
+    number_and_node,
+    only_user,
+    operation,
+    other_operand,
+    two_nodes,
+    uncast,
+    value,
+)
 
 NORM = torch.ops.cupynorm.norm_forward.default
 FUSED = torch.ops.cupynorm.fused_norm_forward.default
 FUNCTOR = torch.ops.cupynorm.functor_norm_forward.default
 
-_LAUNCH = ("sm_margin", "strategy", "statistics", "tile", "backward_sm_margin")
+LAUNCH = ("sm_margin", "strategy", "statistics", "tile", "backward_sm_margin")
 DEFAULT_LAUNCH = (0, None, None, None, 0)
 
 
@@ -59,8 +69,10 @@ class Norm:
 
 
 def find(graph: Graph) -> Iterator[Norm]:
-    """Every norm of a graph, in the graph's order."""
-    for node in graph.nodes:
+    """Every norm of a graph, in the graph's order. The graph may change from one to the next."""
+    for node in list(graph.nodes):
+        if node._erased:
+            continue
         found = None
         if operation(node) in ("layer_norm", "rms_norm"):
             found = _of_torch(node)
@@ -77,22 +89,26 @@ def _of_torch(node: Node) -> Norm | None:
     names = ("input", "normalized_shape", "weight", "bias", "eps")
     if not centered:
         names = ("input", "normalized_shape", "weight", "eps")
-    given = dict(zip(names, node.args)) | node.kwargs
-    extents = given.get("normalized_shape")
-    eps = given.get("eps", 1e-5 if centered else None)
-    if not isinstance(given.get("input"), Node) or not _are_ints(extents) or isinstance(eps, Node):
+    arguments = dict(zip(names, node.args)) | node.kwargs
+    extents = arguments.get("normalized_shape")
+    eps = arguments.get("eps", 1e-5 if centered else None)
+    if (
+        not isinstance(arguments.get("input"), Node)
+        or not _are_ints(extents)
+        or isinstance(eps, Node)
+    ):
         return None
     found = Norm(
-        given["input"],
+        arguments["input"],
         node,
         [node],
         tuple(extents),
         eps,
         centered,
-        given.get("weight"),
-        given.get("bias"),
+        arguments.get("weight"),
+        arguments.get("bias"),
     )
-    _peel(found)
+    _read_before_cast(found)
     return found
 
 
@@ -101,8 +117,8 @@ def _are_ints(extents: object) -> bool:
     return isinstance(extents, (tuple, list)) and all(isinstance(each, int) for each in extents)
 
 
-def _peel(norm: Norm) -> None:
-    """Takes what x was cast from, where only the norm reads the cast."""
+def _read_before_cast(norm: Norm) -> None:
+    """Makes x what it was cast from, where only the norm reads the cast."""
     source = uncast(norm.x)
     if source is not norm.x and set(norm.x.users) <= set(norm.nodes):
         norm.nodes.insert(0, norm.x)
@@ -111,29 +127,27 @@ def _peel(norm: Norm) -> None:
 
 def _of_cupynorm(node: Node) -> Norm | None:
     """An operator without a residual and without fused options other than round_x_hat."""
-    given = arguments_of(node.target)(*node.args, **node.kwargs)
-    if given.residual is not None or not _are_ints(given.normalized_shape):
+    call = arguments_of(node.target)(*node.args, **node.kwargs)
+    others = (call.residual, call.weight1, call.bias1, call.row_scale, call.residual_dtype)
+    others += (call.dropout_p, call.memory_efficient)
+    if any(others) or not _are_ints(call.normalized_shape):
         return None
-    if node.target is FUSED:
-        others = (given.weight1, given.bias1, given.row_scale, given.residual_dtype)
-        if any(each is not None for each in others) or given.dropout_p or given.memory_efficient:
-            return None
     results = {user.args[1]: user for user in node.users if user.target is operator.getitem}
     if len(results) != len(node.users) or set(results) != {0}:
         return None
     return Norm(
-        given.input,
+        call.input,
         results[0],
         [node, results[0]],
-        tuple(given.normalized_shape),
-        given.eps,
-        given.centered,
-        given.weight,
-        given.bias,
-        given.zero_centered_weight,
-        value(given.input).dtype if getattr(given, "round_x_hat", False) else None,
+        tuple(call.normalized_shape),
+        call.eps,
+        call.centered,
+        call.weight,
+        call.bias,
+        call.zero_centered_weight,
+        value(call.input).dtype if call.round_x_hat else None,
         is_ours=True,
-        launch=tuple(getattr(given, name) for name in _LAUNCH),
+        launch=tuple(getattr(call, name) for name in LAUNCH),
     )
 
 
@@ -143,13 +157,13 @@ def _of_cupynorm(node: Node) -> Norm | None:
 def _of_operations(root: Node) -> Norm | None:
     """root: rsqrt(variance + eps), sqrt(variance + eps), or (variance + eps) ** -0.5."""
     if operation(root) == "pow":
-        given = number_and_node(root)
-        if given is None or given[0] != -0.5:
+        pair = number_and_node(root)
+        if pair is None or pair[0] != -0.5:
             return None
     shifted = root.args[0]
-    if operation(shifted) != "add" or (given := number_and_node(shifted)) is None:
+    if operation(shifted) != "add" or (pair := number_and_node(shifted)) is None:
         return None
-    eps, variance = given
+    eps, variance = pair
     if (squared := _mean_of(variance)) is None or (h := _square_of(squared)) is None:
         return None
     made = _normalized(root, h)
@@ -163,13 +177,15 @@ def _of_operations(root: Node) -> Norm | None:
         differences = dict.fromkeys((h, numerator))
         means = dict.fromkeys(two_nodes(each)[1] for each in differences)
         nodes = [*means, *differences, *nodes]
-    given_x = value(x)
-    if wide is None or given_x is None or value(x_hat) is None:
+    x_value = value(x)
+    if wide is None or x_value is None or value(x_hat) is None:
         return None
-    extents = known(given_x.shape[-1:])
+    if centered and any(value(mean).dtype != wide.dtype for mean in means):
+        return None  # a mean of 16 bits, ours would differ
+    extents = known(x_value.shape[-1:])
     if not _are_ints(extents):
         return None
-    if wide.dtype != torch.promote_types(given_x.dtype, torch.float32):
+    if wide.dtype != torch.promote_types(x_value.dtype, torch.float32):
         return None  # its statistics are in 16 bits, ours would differ
     found = Norm(x, x_hat, nodes, extents, eps, centered)
     if not _are_private(found):
@@ -182,12 +198,12 @@ def _mean_of(node: object) -> Node | None:
     """The operand of a mean over the last dimension, which is kept."""
     if operation(node) != "mean" or not isinstance(node.args[0], Node):
         return None
-    given = value(node.args[0])
+    squared = value(node.args[0])
     dim = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim")
     keeps = node.args[2] if len(node.args) > 2 else node.kwargs.get("keepdim", False)
     if isinstance(dim, (tuple, list)) and len(dim) == 1:
         dim = dim[0]
-    if given is None or not keeps or dim not in (-1, given.dim() - 1):
+    if squared is None or not keeps or dim not in (-1, squared.dim() - 1):
         return None
     return node.args[0]
 
@@ -197,13 +213,11 @@ def _square_of(node: Node) -> Node | None:
     if found == "square":
         return node.args[0]
     if found == "pow":
-        given = number_and_node(node)
-        return (
-            given[1] if given is not None and given[0] == 2 and given[1] is node.args[0] else None
-        )
+        pair = number_and_node(node)
+        return pair[1] if pair is not None and pair[0] == 2 and pair[1] is node.args[0] else None
     if found == "mul":
-        given = two_nodes(node)
-        return given[0] if given is not None and given[0] is given[1] else None
+        pair = two_nodes(node)
+        return pair[0] if pair is not None and pair[0] is pair[1] else None
     return None
 
 
@@ -221,11 +235,11 @@ def _normalized(root: Node, h: Node) -> tuple[Node, Node] | None:
         return None
     (user,) = root.users
     expected = "div" if operation(root) == "sqrt" else "mul"
-    if operation(user) != expected or (given := two_nodes(user)) is None:
+    if operation(user) != expected or (pair := two_nodes(user)) is None:
         return None
-    if expected == "div" and given[1] is not root:
+    if expected == "div" and pair[1] is not root:
         return None
-    other = given[0] if given[1] is root else given[1]
+    other = pair[0] if pair[1] is root else pair[1]
     centered = _centered(h)
     same = uncast(other) is uncast(h) or centered is not None and _centered(other) is centered
     return (user, other) if same else None
@@ -239,51 +253,40 @@ def _are_private(norm: Norm) -> bool:
 
 def _add_affine(norm: Norm) -> None:
     """Takes in the rounding of x_hat, the weight and the bias that follow."""
-    x, x_hat = value(norm.x), value(norm.y)
-    assert x is not None and x_hat is not None  # or it would not have been found
-    last, rounded = norm.y, None
+    x_hat, last, rounded = value(norm.y), norm.y, None
     taken: list[Node] = []
-    user = _only_user(last)
+    user = only_user(last)
     if operation(user) == "cast":
         if value(user).dtype != x_hat.dtype:
             rounded = value(user).dtype
         last, taken = user, [user]
-        user = _only_user(last)
-    if operation(user) != "mul" or (given := two_nodes(user)) is None:
-        return
-    weight = given[0] if given[1] is last else given[1]
+        user = only_user(last)
+    weight = other_operand(user, "mul", last)
     if not _is_parameter(weight, norm.extents):
         return
     norm.bare = replace(norm, nodes=[*norm.nodes])
     norm.nodes += [*taken, user]
     norm.y, norm.rounded = user, rounded
     norm.weight, norm.zero_centered = _weight(weight)
-    user = _only_user(norm.y)
-    made = value(norm.y)
-    if operation(user) != "add" or made is None or made.dtype != x_hat.dtype:
-        return
-    given = two_nodes(user)
-    if given is not None:
-        bias = given[0] if given[1] is norm.y else given[1]
-        if _is_parameter(bias, norm.extents):
-            norm.nodes.append(user)
-            norm.y, norm.bias = user, uncast(bias)
+    user = only_user(norm.y)
+    bias = other_operand(user, "add", norm.y)
+    if value(norm.y).dtype == x_hat.dtype and _is_parameter(bias, norm.extents):
+        norm.nodes.append(user)
+        norm.y, norm.bias = user, uncast(bias)
 
 
-def _only_user(node: Node) -> Node | None:
-    return next(iter(node.users)) if len(node.users) == 1 else None
-
-
-def _is_parameter(node: Node, extents: tuple[Any, ...]) -> bool:
-    given = value(node)
-    return given is not None and known(given.shape) == extents
+def _is_parameter(node: object, extents: tuple[Any, ...]) -> bool:
+    parameter = value(node)
+    return (
+        parameter is not None and parameter.dtype in SUPPORTED and known(parameter.shape) == extents
+    )
 
 
 def _weight(node: Node) -> tuple[Node, bool]:
     """The weight, and whether 1 is added to it in float32 or wider."""
     made = value(node)
     if operation(node) == "add" and made is not None and made.dtype.itemsize >= 4:
-        given = number_and_node(node)
-        if given is not None and given[0] == 1:
-            return uncast(given[1]), True
+        pair = number_and_node(node)
+        if pair is not None and pair[0] == 1:
+            return uncast(pair[1]), True
     return uncast(node), False

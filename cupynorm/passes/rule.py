@@ -10,7 +10,7 @@ from torch.fx import Node
 from torch.nn import functional
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from ..dtypes import DTYPES
+from ..nn.dtypes import SUPPORTED, name_of
 from .spellings import operation, value
 from .surroundings import Fusion
 
@@ -32,7 +32,7 @@ _VIEWS |= {"unsqueeze", "squeeze", torch.reshape, torch.flatten, torch.transpose
 def why_left(fusion: Fusion, replace: str) -> str:
     """The reason why a norm stays as it is; "" for one that is replaced."""
     norm, x = fusion.norm, value(fusion.norm.x)
-    if str(x.dtype).removeprefix("torch.") not in DTYPES:
+    if x.dtype not in SUPPORTED:
         return f"x is {x.dtype}"
     for node in fusion.reads():
         if is_traceable_wrapper_subclass(value(node)):
@@ -92,7 +92,7 @@ def _is_opaque(reader: Node) -> bool:
 def _dtype_read(reader: Node, y: Node) -> str:
     """Under autocast products read y in 16 bits, and additions as it is."""
     made = value(reader if reader.target in _PRODUCTS else y)
-    return str(getattr(made, "dtype", value(y).dtype)).removeprefix("torch.")
+    return name_of(getattr(made, "dtype", value(y).dtype))
 
 
 def _name(node: Node) -> str:

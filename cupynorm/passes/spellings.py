@@ -14,6 +14,8 @@ from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.nn import functional
 
+from ..nn.dtypes import SUPPORTED
+
 # operation -> functions, and names of methods
 _SPELLINGS: dict[str, tuple[Any, ...]] = {
     "add": (operator.add, torch.add, "add", "__add__"),
@@ -69,10 +71,10 @@ def operation(node: object) -> str | None:
 def _is_cast(node: Node) -> bool:
     """Whether only the dtype changes."""
     source = node.args[0]
-    made, given = value(node), value(source)
-    if made is None or given is None or any(isinstance(each, bool) for each in node.args):
+    made, source_value = value(node), value(source)
+    if made is None or source_value is None or any(isinstance(each, bool) for each in node.args):
         return False
-    return made.device == given.device
+    return made.device == source_value.device
 
 
 def value(node: object) -> torch.Tensor | None:
@@ -105,9 +107,9 @@ def operands(node: Node) -> tuple[Any, ...]:
 
 def number_and_node(node: Node) -> tuple[float, Node] | None:
     """The operands of an operation of a number and a node, in either order."""
-    given = operands(node)
-    if len(given) == 2:
-        for one, other in (given, given[::-1]):
+    pair = operands(node)
+    if len(pair) == 2:
+        for one, other in (pair, pair[::-1]):
             if isinstance(one, numbers.Real) and isinstance(other, Node):
                 return float(one), other
     return None
@@ -115,19 +117,35 @@ def number_and_node(node: Node) -> tuple[float, Node] | None:
 
 def two_nodes(node: Node) -> tuple[Node, Node] | None:
     """The operands of an operation of two nodes."""
-    given = operands(node)
-    if len(given) == 2 and isinstance(given[0], Node) and isinstance(given[1], Node):
-        return given[0], given[1]
+    pair = operands(node)
+    if len(pair) == 2 and isinstance(pair[0], Node) and isinstance(pair[1], Node):
+        return pair[0], pair[1]
     return None
 
 
+def other_operand(node: object, name: str, operand: Node) -> Node | None:
+    """The other operand, where a node is the operation of that name on one operand and another."""
+    pair = two_nodes(node) if operation(node) == name else None
+    if pair is None:
+        return None
+    return pair[0] if pair[1] is operand else pair[1]
+
+
+def only_user(node: Node) -> Node | None:
+    return next(iter(node.users)) if len(node.users) == 1 else None
+
+
 def uncast(node: Node) -> Node:
-    """What a node was cast from, through casts that lose nothing; the node itself without one."""
+    """What a node was cast from, through casts that lose nothing; the node itself without one.
+
+    Not a source of another kind of numbers, such as a mask: the operators take floats alone.
+    """
     while operation(node) == "cast":
         source = node.args[0]
-        made, given = value(node), value(source)
-        assert made is not None and given is not None  # or it would be no cast
-        if torch.promote_types(made.dtype, given.dtype) != made.dtype:
+        made, source_value = value(node), value(source)
+        assert made is not None and source_value is not None  # or it would be no cast
+        is_lossless = torch.promote_types(made.dtype, source_value.dtype) == made.dtype
+        if not is_lossless or source_value.dtype not in SUPPORTED:
             break
         node = source
     return node

@@ -17,15 +17,17 @@ import torch._inductor.config as config
 from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from ..dtypes import DTYPES
 from ..functors import ada_ln, layer_scale, silu_gate
+from ..nn.dtypes import SUPPORTED
 from ..plan.functors import Functor, functor
 from .norms import Norm
 from .spellings import (
     have_one_shape,
     is_barrier,
     number_and_node,
+    only_user,
     operation,
+    other_operand,
     two_nodes,
     uncast,
     value,
@@ -76,8 +78,8 @@ class Fusion:
 
     def reads(self) -> list[Node]:
         """The nodes that must come before the operator."""
-        given = (self.input, self.residual, self.norm.weight, self.norm.bias, *self.arrays())
-        return [each for each in given if each is not None]
+        read = (self.input, self.residual, self.norm.weight, self.norm.bias, *self.arrays())
+        return [each for each in read if each is not None]
 
 
 def surround(norm: Norm, order: dict[Node, int], functors: str) -> Fusion:
@@ -105,14 +107,12 @@ def surround(norm: Norm, order: dict[Node, int], functors: str) -> Fusion:
 
 def _add_store(fusion: Fusion, functors: str) -> None:
     """Takes in an element-wise operation of y."""
-    y, user = fusion.y, _only_user(fusion.y)
-    if functors == "none" or operation(user) != "mul" or (given := two_nodes(user)) is None:
+    y, user = fusion.y, only_user(fusion.y)
+    factor = other_operand(user, "mul", y)
+    if functors == "none" or factor is None:
         return
-    factor = given[0] if given[1] is y else given[1]
-    last = _only_user(user)
-    shift = None
-    if operation(last) == "add" and (given := two_nodes(last)) is not None:
-        shift = given[0] if given[1] is user else given[1]
+    last = only_user(user)
+    shift = other_operand(last, "add", user)
     scaled = number_and_node(factor) if operation(factor) == "add" else None
     if scaled is not None and scaled[0] == 1 and shift is not None:
         arrays = (scaled[1], shift)
@@ -128,22 +128,22 @@ def _add_store(fusion: Fusion, functors: str) -> None:
 def _add_residual(fusion: Fusion, functors: str) -> None:
     """Takes in x = a + b of two tensors of x's shape."""
     added = fusion.norm.x
-    if operation(added) != "add" or (given := two_nodes(added)) is None:
+    if operation(added) != "add" or (pair := two_nodes(added)) is None:
         return
     made = value(added)
     # Either may be the branch: the one with a dropout or a scale, or else with fewer bytes.
-    sides = [(given[1], given[0]), given]  # (branch, residual)
+    sides = [(pair[1], pair[0]), pair]  # (branch, residual)
     found = [(_branch(branch, added, made, functors), residual) for branch, residual in sides]
     taking = [each for each in found if each[0][1] or each[0][2]]
-    narrow = [each for each in found if _dtype(each[0][0]) != made.dtype]
+    narrow = [each for each in found if getattr(value(each[0][0]), "dtype", None) != made.dtype]
     (input, dropout_p, load), residual = (taking or narrow or found)[0]
-    residual = uncast(residual) if _only_user(residual) is added else residual
+    residual = uncast(residual) if only_user(residual) is added else residual
     values = [value(input), value(residual)]
     if any(each is None or not have_one_shape(each, made) for each in values) or input is residual:
         return
     dtypes = [each.dtype for each in values]
     # The operators take a residual of the input's dtype or of the sum's.
-    if any(not is_supported(each) for each in dtypes) or dtypes[1] not in (dtypes[0], made.dtype):
+    if any(each not in SUPPORTED for each in dtypes) or dtypes[1] not in (dtypes[0], made.dtype):
         return
     fusion.input, fusion.residual, fusion.sum = input, residual, added
     fusion.dropout_p, fusion.load = dropout_p, load
@@ -155,28 +155,26 @@ def _branch(
     node: Node, added: Node, made: torch.Tensor, functors: str
 ) -> tuple[Node, float, tuple[Functor, tuple[Node, ...]] | None]:
     """An operand of the addition: what the operator reads of it, its dropout_p and its load."""
-    if _only_user(node) is not added:
+    if only_user(node) is not added:
         return node, 0.0, None
     source = uncast(node)
     if operation(source) == "dropout" and len(source.users) == 1:
         names = ("input", "p", "training", "inplace")
-        given = {"p": 0.5, "training": True} | dict(zip(names, source.args)) | source.kwargs
-        p, training = given["p"], given["training"]
-        if isinstance(p, float) and 0 < p < 1 and training is True and not given.get("inplace"):
+        arguments = {"p": 0.5, "training": True} | dict(zip(names, source.args)) | source.kwargs
+        p, training = arguments["p"], arguments["training"]
+        if isinstance(p, float) and 0 < p < 1 and training is True and not arguments.get("inplace"):
             if not config.fallback_random:  # which asks for torch's own random numbers
-                return given["input"], p, None
+                return arguments["input"], p, None
     if functors != "none" and operation(source) == "mul" and len(source.users) == 1:
-        for input, scale in [*_orders(two_nodes(source))]:
-            given = value(input)
-            if given is None or not have_one_shape(given, made):
-                continue
-            if _is_broadcast(scale, made, functors):
+        for input, scale in _orders(two_nodes(source)):
+            is_whole = value(input) is not None and have_one_shape(value(input), made)
+            if is_whole and _is_broadcast(scale, made, functors):
                 return uncast(input), 0.0, (layer_scale, (uncast(scale),))
     return source, 0.0, None
 
 
-def _orders(given: tuple[Node, Node] | None) -> list[tuple[Node, Node]]:
-    return [] if given is None else [given, given[::-1]]
+def _orders(pair: tuple[Node, Node] | None) -> list[tuple[Node, Node]]:
+    return [] if pair is None else [pair, pair[::-1]]
 
 
 def _add_gate(fusion: Fusion, functors: str) -> None:
@@ -206,36 +204,23 @@ def _readers(norm: Norm) -> set[Node]:
 
 def _is_array(node: object, y: Node, functors: str) -> bool:
     """Whether a functor of y can read a node as an array."""
-    given, made = value(node), value(y)
-    if given is None or made is None or not is_supported(given.dtype):
+    array, made = value(node), value(y)
+    if array is None or made is None or array.dtype not in SUPPORTED:
         return False
-    return have_one_shape(given, made) or _is_broadcast(node, made, functors)
+    return have_one_shape(array, made) or _is_broadcast(node, made, functors)
 
 
 def _is_broadcast(node: object, made: torch.Tensor, functors: str) -> bool:
     """Whether a node is broadcast over rows, in one of the ways of docs/functors.md."""
-    given = value(node)
-    if given is None or not is_supported(given.dtype) or given.requires_grad and functors != "all":
+    array = value(node)
+    if array is None or array.dtype not in SUPPORTED or array.requires_grad and functors != "all":
         return False
-    shape = (1,) * (made.dim() - given.dim()) + tuple(given.shape)
+    shape = (1,) * (made.dim() - array.dim()) + tuple(array.shape)
     if len(shape) != made.dim() or not statically_known_true(shape[-1] == made.shape[-1]):
         return False
     own = [at for at, extent in enumerate(shape[:-1]) if not statically_known_true(extent == 1)]
     fits = all(statically_known_true(shape[at] == made.shape[at]) for at in own)
     return fits and (not own or own == list(range(own[0], own[-1] + 1)))
-
-
-def is_supported(dtype: torch.dtype) -> bool:
-    return str(dtype).removeprefix("torch.") in DTYPES
-
-
-def _dtype(node: Node) -> torch.dtype | None:
-    given = value(node)
-    return None if given is None else given.dtype
-
-
-def _only_user(node: Node) -> Node | None:
-    return next(iter(node.users)) if len(node.users) == 1 else None
 
 
 # What is tried, until there is a place for the operator.

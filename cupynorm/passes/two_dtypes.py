@@ -7,38 +7,26 @@ norm_backward(dy + cast(dy1))    norm_backward_in_graph reads both
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
 
 import torch
 from torch.fx import Graph, Node
 
-from .graph_operators import BACKWARD, FORWARD
-from .joint_nodes import add_result, dtype_of, is_cast, is_supported, name_of, set_arguments
+from ..nn.dtypes import SUPPORTED, name_of
+from .joint_nodes import add_result, dtype_of, is_cast, set_arguments
 from .spellings import have_one_shape
 
 _ADD = torch.ops.aten.add.Tensor
-_DY, _RSTD, _DY1 = 0, 3, 7  # places among the arguments of BACKWARD
+_DY, _RSTD, _DY1 = 0, 3, 7  # places among the arguments of norm_backward_in_graph
 
 
-def rewrite(graph: Graph) -> Iterator[tuple[str, str]]:
-    """Changes the operators in place. Yields the direction of each that changes, and a remark."""
-    for node in list(graph.nodes):
-        if node.op != "call_function":
-            continue
-        change = {FORWARD: _write_both, BACKWARD: _read_both}.get(node.target)
-        remark = change(graph, node) if change else None
-        if remark:
-            yield ("norm_forward" if node.target is FORWARD else "norm_backward"), remark
-
-
-def _write_both(graph: Graph, node: Node) -> str | None:
+def write_both(graph: Graph, node: Node) -> str | None:
     """y also in the one narrower dtype to which some of its readers cast it."""
     options = ast.literal_eval(node.args[-1])
     results = options["results"]
     if "y" not in results or "load" in options or "store" in options:
         return None
     y = next(each for each in node.users if each.args[1] == results.index("y"))
-    casts = [each for each in y.users if is_cast(each) and is_supported(dtype_of(each))]
+    casts = [each for each in y.users if is_cast(each) and dtype_of(each) in SUPPORTED]
     casts = [each for each in casts if dtype_of(each).itemsize < dtype_of(y).itemsize]
     if len({dtype_of(each) for each in casts}) != 1 or len(casts) == len(y.users):
         return None
@@ -51,7 +39,7 @@ def _write_both(graph: Graph, node: Node) -> str | None:
     return f"writes y in {name_of(dtype)} too"
 
 
-def _read_both(graph: Graph, node: Node) -> str | None:
+def read_both(graph: Graph, node: Node) -> str | None:
     """dy and dy1 before they are added, where one of them was cast from a narrower dtype."""
     added, compute = node.args[_DY], dtype_of(node.args[_RSTD])
     if added.target is not _ADD or added.kwargs or set(added.users) != {node}:
@@ -62,7 +50,7 @@ def _read_both(graph: Graph, node: Node) -> str | None:
         dy1, values = cast.args[0], [each.meta["val"] for each in (dy, cast, added)]
         if any(each.dtype != compute for each in values):
             continue
-        if not is_supported(dtype_of(dy1)) or dtype_of(dy1).itemsize >= compute.itemsize:
+        if dtype_of(dy1) not in SUPPORTED or dtype_of(dy1).itemsize >= compute.itemsize:
             continue
         if not all(have_one_shape(each, values[-1]) for each in values):
             continue

@@ -134,6 +134,12 @@ def dropout(ranks):
             assert 0 < dropped.double().mean() < 1
             if placement == Shard(0):
                 assert not torch.equal(dropped[:2], dropped[3:])
+    options = {"dropout_p": 0.5, "return_residual": True}
+    for _ in range(4):  # a scale that is found belongs to the mask of this call
+        rows = lay(x.float(), Shard(0))
+        y, added = cupynorm.rms_norm(rows, 8, out_dtype="float8_e4m3fn", scale="tensor", **options)
+        largest = cupynorm.rms_norm(full(added), 8).abs().max()
+        torch.testing.assert_close(448 * full(y.scale_inv), largest.reshape(1))
     sharded = [cupynorm.rms_norm(lay(x, Shard(0)), 8, dropout_p=0.5) for _ in range(2)]
     assert not torch.equal(*(full(each) for each in sharded))
     try:

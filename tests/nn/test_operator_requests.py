@@ -124,15 +124,15 @@ def test_unwanted_gradients_are_none():
 def test_a_fused_forward_without_a_sum_returns_the_input():
     options = ForwardOptions(True, (5,), EPS, round_x_hat=True)
     x = random(3, 4, 5)
-    y, y1, added = fused_operators.fused_norm_forward(ForwardRequest(ForwardOperands(x), options))
-    assert y1 is None and added is x and y.shape == x.shape
+    made = fused_operators.fused_norm_forward(ForwardRequest(ForwardOperands(x), options))
+    assert made.y1 is None and made.sum is x and made.y.shape == x.shape
 
 
 def test_an_int_seed_is_that_seed_in_a_tensor():
     def run(seed):
         options = ForwardOptions(True, (5,), EPS, dropout_p=0.5)
         operands = ForwardOperands(ROWS, dropout_seed=seed)
-        return fused_operators.fused_norm_forward(ForwardRequest(operands, options))[2]
+        return fused_operators.fused_norm_forward(ForwardRequest(operands, options)).sum
 
     assert torch.equal(run(7), run(torch.tensor([7])))
     assert not torch.equal(run(7), run(8))

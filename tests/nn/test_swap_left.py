@@ -335,3 +335,40 @@ def test_the_model_itself_is_left():
     assert not cupynorm.swap_norms(cupynorm.LayerNorm(8)).left
     with pytest.raises(TypeError, match="model is a list; expected a torch.nn.Module"):
         cupynorm.swap_norms([torch.nn.LayerNorm(8)])
+
+
+def test_modules_of_torchscript_are_passed_over():
+    """Nothing can be exchanged inside them, and their forward cannot be looked at."""
+    norm, x = torch.nn.LayerNorm(8), torch.randn(2, 8)
+    traced, scripted = torch.jit.trace(norm, x), torch.jit.script(norm)
+    activation = torch.jit.trace(torch.nn.GELU(), x)
+    model = torch.nn.Sequential(traced, scripted, activation, torch.nn.LayerNorm(8))
+    report = cupynorm.swap_norms(model)
+    assert [swap.name for swap in report.swapped] == ["3"] and not report.left
+
+
+class ReLU(torch.nn.Module):
+    forward = torch.relu  # has no signature
+
+
+class ScalarWeight(LlamaRMSNorm):
+    """One weight for rows of any width."""
+
+    def __init__(self, num_cols: int) -> None:
+        super().__init__(num_cols)
+        self.weight = torch.nn.Parameter(torch.ones(1))
+
+
+def test_modules_without_a_width_or_a_signature_are_passed_over():
+    class LazyNorm(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = torch.nn.parameter.UninitializedParameter()
+
+    for module in (ReLU(), torch.nn.LazyLinear(8), LazyNorm()):
+        report = cupynorm.swap_norms(torch.nn.Sequential(module))
+        assert not report.swapped and not report.left
+    model = torch.nn.Sequential(ScalarWeight(8))
+    (left,) = cupynorm.swap_norms(model).left
+    assert "its weight has shape (1,); expected no dimension of 1" in left.remark
+    assert model(torch.randn(2, 8)).shape == (2, 8)

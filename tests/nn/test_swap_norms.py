@@ -76,7 +76,6 @@ RECOGNISED = {
         False,
         f"eps=1e-05, measured; {TWICE}; {WIDENED}",
     ),
-    "one column": (lambda: LlamaRMSNorm(1), "RMSNorm", False, WIDENED),
     "wide": (lambda: GemmaRMSNorm(16384, 1e-5), "RMSNorm", True, ""),
 }
 

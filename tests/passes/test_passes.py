@@ -79,6 +79,8 @@ def test_what_is_no_norm_stays(name):
 def test_statistics_in_16_bits_stay():
     graph, report = after(rms, x(dtype=torch.bfloat16))
     assert "norm_forward" not in graph and not report.changes
+    graph, _ = after(lambda x: rms(x.float() - x.mean(-1, True)), x(dtype=torch.bfloat16))
+    assert "centered" not in graph and " mean" in graph
 
 
 FOUND = {
@@ -94,6 +96,25 @@ FOUND = {
 def test_spellings_of_one_norm(name):
     graph, _ = after(FOUND[name], x())
     assert graph == "norm_forward(input=given)"
+
+
+def test_a_norm_of_a_norm():
+    graph, _ = after(lambda x: norm(norm(x)), x())
+    assert graph == "norm_forward(input=given)\nnorm_forward(input=norm_forward[0])"
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int64])
+def test_the_operators_are_given_no_other_numbers_than_floats(dtype):
+    mask, counts = (x(WIDTH) > 0).to(dtype), (x() > 0).to(dtype)
+    for function, other, expected in (
+        (lambda x, m: rms(x) * m, mask, "norm_forward(input=given)\nmul"),
+        (lambda x, m: rms(x) * m.float(), mask, "float\nnorm_forward(input=given, weight=float)"),
+        (lambda x, m: norm(x + m.float()) + x, counts, "(input=float, residual=given)\nadd"),
+        (lambda x, m: norm(x) * functional.silu(m.float()), counts, "store=silu_gate)"),
+        (lambda x, m: norm(m.float()) + x, counts, "float\nnorm_forward(input=float)\nadd"),
+    ):
+        graph, _ = after(function, x(), other)
+        assert graph.endswith(expected) and "arrays=[given]" not in graph
 
 
 # What stays around a norm.

@@ -19,6 +19,7 @@ from ..norm.quantized_tensor import QuantizedTensor
 from ..norm.request import ForwardOperands, ForwardRequest, Quantization
 from . import quantization
 from .dtensor import check_kinds, on_every_rank
+from .operators import draw_seed
 
 _BY_ROW = ("input", "residual", "row_scale")
 _PARAMETERS = ("weight", "bias", "weight1", "bias1")
@@ -83,7 +84,7 @@ class _Rows(NamedTuple):
                 number = number * self.mesh.size(dim) + self.mesh.get_local_rank(dim)
         return number
 
-    def largest(self, amax: Tensor) -> None:
+    def reduce_amax(self, amax: Tensor) -> None:
         """Makes an amax that of the rows of all ranks, in place. A NaN is larger than all."""
         bits = amax.view(torch.int32)
         for dim, each in enumerate(self.placements):
@@ -126,7 +127,7 @@ def normalize(request: ForwardRequest, normalize_own: Callable[[ForwardRequest],
         },
     )
     if options.dropout_p:
-        own = own._replace(dropout_seed=_seed(rows, own.dropout_seed))
+        own = own._replace(dropout_seed=_seed(rows, own))
     scale_is_found = options.quantization is not None and options.quantization.scaling == "tensor"
     if scale_is_found:
         own = own._replace(scale=_scale(rows, own, request, normalize_own))
@@ -134,7 +135,7 @@ def normalize(request: ForwardRequest, normalize_own: Callable[[ForwardRequest],
         options = options._replace(quantization=quantization)
     y, y1, added = normalize_own(ForwardRequest(own, options))
     if operands.amax is not None:
-        rows.largest(own.amax)
+        rows.reduce_amax(own.amax)
     y = rows.as_dtensor(y) if isinstance(y, Tensor) else _quantized_dtensors(rows, y)
     return y, None if y1 is None else rows.as_dtensor(y1), rows.as_dtensor(added)
 
@@ -153,28 +154,29 @@ def _check(operands: ForwardOperands, quantization: Quantization | None) -> None
         )
 
 
-def _seed(rows: _Rows, seed: Any) -> Any:
-    """Another one for each part of the rows, from one that all ranks have."""
+def _seed(rows: _Rows, own: ForwardOperands) -> Any:
+    """Another one for each part of the rows, from one that all ranks have; drawn without one."""
+    seed = own.dropout_seed
     if seed is None:
         if any(not each.is_shard() for each in rows.placements):
             raise ValueError(
                 "dropout_p was given without dropout_seed for a DTensor that several ranks have; "
                 "expected a dropout_seed, the same on all ranks"
             )
-        return None
+        return draw_seed(own.input)
     if isinstance(seed, Tensor):
         return seed + (rows.number << 32)
     return (int(seed) + (rows.number << 32) + 2**63) % 2**64 - 2**63
 
 
 def _scale(rows: _Rows, own: ForwardOperands, request: ForwardRequest, normalize_own) -> Tensor:
-    """Of the largest magnitude of the rows of all ranks, which a first call finds."""
+    """Of the reduce_amax magnitude of the rows of all ranks, which a first call finds."""
     options, asked = request.options, request.options.quantization
     amax = own.input.new_zeros(1, dtype=torch.float32)
     alone = Quantization(asked.dtype)
     with torch.no_grad():
         normalize_own(ForwardRequest(own._replace(amax=amax), options._replace(quantization=alone)))
-    rows.largest(amax)
+    rows.reduce_amax(amax)
     return quantization.scale_of(
         amax,
         getattr(torch, asked.dtype),
