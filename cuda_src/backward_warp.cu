@@ -18,17 +18,17 @@ __global__ void __launch_bounds__(tile.block_size(), tile.blocks_per_sm)
     return backward_bundle<gradients, centered, tile>(call);
   }
 
-  RegisterGradient<LoadX, LoadDy, LoadWeight, StoreDx, gradients, centered, tile> gradient(
-      call, {0, static_cast<int>(call.num_cols)});
-  WarpReduce<tile.threads_per_row> reduce;
   const long long step = static_cast<long long>(gridDim.x) * tile.rows_per_block;
-  const int group = threadIdx.x / tile.threads_per_row;
-
   long long first = static_cast<long long>(blockIdx.x) * tile.rows_per_block;
-  gradient.start(first + group);
-  for (; first < call.num_rows; first += step) {
+  const int group = threadIdx.x / tile.threads_per_row;
+  const Slice cols{0, static_cast<int>(call.num_cols)};
+  WarpReduce<tile.threads_per_row> reduce;
+  RegisterGradient<LoadX, LoadDy, LoadWeight, StoreDx, gradients, centered, tile> gradient(
+      call, cols, first + group);
+
+  // A shuffle needs all lanes of its warp: those beyond the last row add and write nothing.
+  for (; first < call.num_rows; first += step)
     gradient.add_row(first + group, first + step + group, reduce);
-  }
   auto* smem = reinterpret_cast<typename LoadX::Compute*>(dynamic_smem());
   gradient.write_partials(blockIdx.x, smem);
 }

@@ -84,7 +84,8 @@ __global__ void __launch_bounds__(tile.block_size(), tile.blocks_per_sm)
           dx[element] =
               gradient.template dx<centered>(x_hat, rounded_product(value, weights[element]));
         }
-        if constexpr (gradients.dx) call.dx.store(own, col, dx);
+        if constexpr (gradients.dx)
+          call.dx.store(own, col, dx, call.dx.template keep<pack_size>(col));
       }
     }
   }

@@ -45,9 +45,6 @@ struct RowArray {
   }
 };
 
-// Stands for a functor where there is none.
-struct NoFunctor {};
-
 template <class X, class Functor>
 struct FunctorLoad : Functor {
   using Compute = typename ComputeOf<X>::type;
@@ -76,7 +73,7 @@ struct FunctorLoad : Functor {
 template <class Base, class OwnFunctor>
 struct FunctorStore : Base {
   using Functor = OwnFunctor;
-  using Y = typename Base::Added;
+  using Y = typename Base::Written;
 
   Functor functor;
 

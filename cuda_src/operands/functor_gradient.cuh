@@ -5,8 +5,8 @@
 //       pack; gradients: of f's result, and on return of f's argument. It also writes the gradients
 //       of f's arrays. Several threads may write the same values to one place.
 //
-// DyThroughStore   the load of dy: the gradient of y, from that of f(y), where forward's store has
-// f DxThroughLoad    part of SplitStore: the gradient of x, from that of f(x), where its load has f
+// DyThroughStore   the load of dy, where forward's store has f: the gradient of y from that of f(y)
+// DxThroughLoad    part of SplitStore, where forward's load has f: that of x from that of f(x)
 #pragma once
 #include "functor.cuh"
 #include "parameter.cuh"
@@ -63,9 +63,6 @@ struct DyThroughStore {
   }
 };
 
-// A functor of a load has no gradients of other columns: they are not known yet.
-struct NoOther {};
-
 template <class X, class Functor>
 struct DxThroughLoad {
   const X* x;
@@ -79,6 +76,7 @@ struct DxThroughLoad {
     const X* row_start = x + row * x_stride;
     Compute values[pack_size];
     unpack(load_pack<pack_size>(row_start + col), values);
-    functor.apply(row, col, values, gradients, OtherX<X, Compute>{row_start}, NoOther{});
+    // Gradients of other columns are not known yet.
+    functor.apply(row, col, values, gradients, OtherX<X, Compute>{row_start}, Nothing{});
   }
 };

@@ -38,30 +38,30 @@ __device__ __forceinline__ void backward_ring(
   RowGradient<Compute> gradient = gradient_of_turn<centered>(call, turns, 0),
                        next = gradient_of_turn<centered>(call, turns, 1);
 
-  Streams streams(call, turns, cols);
-  streams.fetch_first(ring, turns.count, cols);
+  Streams streams(ring, call, turns, cols);
+  typename Ring::Position summed = streams.first(), written = summed;
+  if (threadIdx.x % 32 == 0) {
+    for (int slot = 0; slot < min(static_cast<unsigned>(tile.stages), turns.count); ++slot)
+      streams.fetch(slot);
+  }
   const Exchange<tile> exchange(smem + Ring::smem_bytes);
   weights.store_to_smem();
   biases.store_to_smem();
   using Sums = Compute[packs_per_thread][pack_size];
   Sums dweight = {}, dbias = {}, dx_sum = {};
   ring_sync<tile>();
-  typename Ring::Position summed, written;
   const auto add = [&](unsigned turn, const RowGradient<Compute>& gradient) {
     ring.wait(summed, cols.size());
     Sum<Compute, 2> sums{};
-    streams.for_each_pack(
-        ring, summed.slot, true,
-        [&](int pack, const Compute(&xs)[pack_size], const Compute(&dys)[pack_size]) {
-          Compute weight_values[pack_size];
-          weights.unpack_to(pack, weight_values);
-          const bool present = Shape::in_part(pack, cols);
-          sums.merge(add_to_sums<gradients, centered>(dweight[pack], dbias[pack], xs, dys,
-                                                      weight_values, gradient, present));
-        });
+    streams.for_each_pack(summed, [&](int pack, const auto& xs, const auto& dys) {
+      Compute weight_values[pack_size];
+      weights.unpack_to(pack, weight_values);
+      const bool present = Shape::in_part(pack, cols);
+      sums.merge(add_to_sums<gradients, centered>(dweight[pack], dbias[pack], xs, dys,
+                                                  weight_values, gradient, present));
+    });
     if constexpr (gradients.dx) exchange.send(turn, warp_reduce_two(sums.part[0], sums.part[1]));
     summed.advance();
-    streams.advance_summed();
   };
   const Compute reciprocal = Compute(1) / static_cast<Compute>(call.num_cols);
   // The sums of the next row are on their way while this row is written, unless only one row fits.
@@ -83,34 +83,35 @@ __device__ __forceinline__ void backward_ring(
       gradient.finish(both_halves(warp_reduce<decltype(exchange)::lanes>(sum).part[0]), reciprocal);
     }
     if constexpr (gradients.dx || recomputes) {
-      streams.for_each_pack(
-          ring, written.slot, false,
-          [&](int pack, const Compute(&xs)[pack_size], const Compute(&dys)[pack_size]) {
-            Compute weight_values[pack_size], x_hats[pack_size], dx[pack_size];
-            weights.unpack_to(pack, weight_values);
-            gradient_of_pack<gradients, centered>(x_hats, dx, xs, dys, weight_values, gradient);
-            const int col = cols.first_col + Shape::col(pack);
-            const bool present = Shape::in_part(pack, cols);
-            if (gradients.dx_sum && present)
-              streams.add_total(ring, written.slot, pack, dx, dx_sum[pack]);
-            if constexpr (adds) {
-              call.store.store(row, col, dx, streams.added_pack(ring, written.slot, pack), present);
-            } else if constexpr (gradients.dx) {
-              call.store.store(row, col, dx, present);
-            }
-            if constexpr (recomputes) {
-              Compute bias_values[pack_size];
-              biases.unpack_to(pack, bias_values);
-              call.store.recompute(row, col, x_hats, weight_values, bias_values, present);
-            }
-          });
+      streams.for_each_pack(written, [&](int pack, const auto& xs, const auto& dys) {
+        Compute weight_values[pack_size];
+        weights.unpack_to(pack, weight_values);
+        const int col = cols.first_col + Shape::col(pack);
+        const bool present = Shape::in_part(pack, cols);
+        if constexpr (gradients.dx) {
+          Compute dx[pack_size];
+          gradient.template dx_of_pack<centered>(dx, xs, dys, weight_values);
+          const auto added = streams.added_pack(written, pack);
+          if (gradients.dx_sum && present) {
+            Compute total[pack_size];
+            StoreDx::add(dx, added, total);
+#pragma unroll
+            for (int at = 0; at < pack_size; ++at) dx_sum[pack][at] += total[at];
+          }
+          call.store.store(row, col, dx, added, present);
+        }
+        if constexpr (recomputes) {
+          Compute bias_values[pack_size];
+          biases.unpack_to(pack, bias_values);
+          call.template recompute<centered>(gradient, row, col, xs, weight_values, bias_values,
+                                            present);
+        }
+      });
     }
     // All lanes have written, so all have read: the slot is free.
     __syncwarp();
-    if (threadIdx.x % 32 == 0 && turn + tile.stages < turns.count)
-      streams.fetch(ring, written.slot, cols);
+    if (threadIdx.x % 32 == 0 && turn + tile.stages < turns.count) streams.fetch(written.slot);
     written.advance();
-    streams.advance_written();
     row += turns.step;
     gradient = next;
     next = following;

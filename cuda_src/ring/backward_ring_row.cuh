@@ -7,11 +7,8 @@
 template <bool centered, class Call, Tile tile>
 __device__ __forceinline__ auto gradient_of_turn(const Call& call, const Turns<tile>& turns,
                                                  unsigned turn) {
-  const long long row = min(turns.first_row + turn * turns.step, call.num_rows - 1);
-  RowGradient<typename Call::Compute> gradient{};
-  if constexpr (centered) gradient.mean = call.mean[row];
-  gradient.rstd = call.rstd[row];
-  return gradient;
+  return call.template gradient_of<centered>(
+      min(turns.first_row + turn * turns.step, call.num_rows - 1));
 }
 
 // Adds a pack of a row to its columns' sums. Returns the pack's sums of wdy * x_hat and of wdy. A
@@ -35,22 +32,4 @@ __device__ __forceinline__ Sum<Compute, 2> add_to_sums(
     }
   }
   return {{partial[0], partial[1]}};
-}
-
-// x_hat and dx of a pack. dx stays unset if no gradient of x is wanted.
-template <Gradients gradients, bool centered, int pack_size, class Compute>
-__device__ __forceinline__ void gradient_of_pack(Compute (&x_hats)[pack_size],
-                                                 Compute (&dx)[pack_size],
-                                                 const Compute (&xs)[pack_size],
-                                                 const Compute (&dys)[pack_size],
-                                                 const Compute (&weight_values)[pack_size],
-                                                 const RowGradient<Compute>& gradient) {
-#pragma unroll
-  for (int index = 0; index < pack_size; ++index) {
-    x_hats[index] = gradient.template x_hat<centered>(xs[index]);
-    if constexpr (gradients.dx) {
-      dx[index] = gradient.template dx<centered>(x_hats[index],
-                                                 rounded_product(dys[index], weight_values[index]));
-    }
-  }
 }

@@ -38,10 +38,11 @@ __device__ __forceinline__ void forward_ring(const Forward<Load, Store>& call, u
   // Loaded before the rows of all stages, behind which they would arrive microseconds later.
   typename Store::template Kept<tile.pack_size> kept[tile.packs_per_thread];
   keep_parameters<tile>(call.store, cols, kept);
-  ForwardStreams<tile, Load, Results::crosses_warps> streams(call.load, turns, cols);
+  ForwardStreams<tile, Load, Results::crosses_warps> streams(ring, call.load, turns, cols);
+  typename Ring::Position summed = streams.first(), written = summed;
   if (threadIdx.x % 32 == 0) {
     for (int slot = 0; slot < min(static_cast<unsigned>(tile.stages), turns.count); ++slot)
-      streams.fetch(ring, slot, cols);
+      streams.fetch(slot);
   }
   unsigned char* const beyond_ring = smem + (Ring::smem_bytes + 15) / 16 * 16;
   const Broadcast<tile> broadcast(beyond_ring);
@@ -52,13 +53,11 @@ __device__ __forceinline__ void forward_ring(const Forward<Load, Store>& call, u
 
   Compute source_cols[MomentExchange::sources_per_lane];
   count_columns<MomentExchange>(part_of, source_cols);
-  typename Ring::Position summed, written;
   const auto send_next = [&](unsigned turn) {
     ring.wait(summed, cols.size());
-    auto values = streams.in_slot(ring, summed.slot, cols, true);
+    auto values = streams.row_at(summed);
     send_moments<centered, statistics, Compute>(exchange, turn, values, cols.size());
     summed.advance();
-    streams.advance_summed();
   };
   // A tenth of a row's instructions: most warps save it, and need not wait for moments.
   int turns_until_own = Shape::thread() / 32;
@@ -70,23 +69,20 @@ __device__ __forceinline__ void forward_ring(const Forward<Load, Store>& call, u
 
   // f(pack, col, normalized) for each pack of the row that is written in this turn.
   const auto for_each_normalized = [&](long long row, const auto& mean_rstd, auto f) {
-    streams.in_slot(ring, written.slot, cols, false)
-        .for_each_pack([&](int pack, const Compute(&values)[tile.pack_size]) {
-          kept[pack].forget_unpacked();
-          Compute normalized[tile.pack_size];
-          mean_rstd.template normalize<centered>(values, normalized);
-          const int col = cols.first_col + Shape::col(pack);
-          call.load.keep(row, col, values, Shape::in_part(pack, cols));
-          f(pack, col, normalized);
-        });
+    streams.row_at(written).for_each_pack([&](int pack, const Compute(&values)[tile.pack_size]) {
+      kept[pack].forget_unpacked();
+      Compute normalized[tile.pack_size];
+      mean_rstd.template normalize<centered>(values, normalized);
+      const int col = cols.first_col + Shape::col(pack);
+      call.load.keep(row, col, values, Shape::in_part(pack, cols));
+      f(pack, col, normalized);
+    });
   };
   const auto free_slot = [&](unsigned turn) {
     // All lanes have written, so all have read: the slot is free.
     __syncwarp();
-    if (threadIdx.x % 32 == 0 && turn + tile.stages < turns.count)
-      streams.fetch(ring, written.slot, cols);
+    if (threadIdx.x % 32 == 0 && turn + tile.stages < turns.count) streams.fetch(written.slot);
     written.advance();
-    streams.advance_written();
   };
   if (turns.count > 0) {
     send_next(0);

@@ -65,8 +65,8 @@ def ring_mutations() -> dict[str, Mutation]:
         "ring that never counts its rounds": ("ring.cuh", "++round;", ""),
         "ring copied a pack short": (
             "ring_shape.cuh",
-            "if constexpr (aligned) return bytes;",
-            "if constexpr (aligned) return bytes - 16;",
+            "return aligned ? bytes :",
+            "return aligned ? bytes - 16 :",
         ),
         "ring whose warps all take the first part": (
             "ring_shape.cuh",
@@ -81,13 +81,13 @@ def ring_mutations() -> dict[str, Mutation]:
         ),
         "ring that fills the slot of the next row": (
             "forward_ring.cuh",
-            "fetch(ring, written.slot, cols);",
-            "fetch(ring, summed.slot, cols);",
+            "streams.fetch(written.slot);",
+            "streams.fetch(summed.slot);",
         ),
         "ring that fills the slot of the next row, backward": (
             "backward_ring.cuh",
-            "fetch(ring, written.slot, cols);",
-            "fetch(ring, summed.slot, cols);",
+            "streams.fetch(written.slot);",
+            "streams.fetch(summed.slot);",
         ),
         "ring that goes on filling after the last row": (
             "forward_ring.cuh",
@@ -106,8 +106,8 @@ def ring_mutations() -> dict[str, Mutation]:
         ),
         "ring with garbage beyond the row, backward": (
             "backward_ring.cuh",
-            "present = Shape::in_part(pack, cols);\n          sums",
-            "present = true;\n          sums",
+            "present = Shape::in_part(pack, cols);\n      sums",
+            "present = true;\n      sums",
         ),
         "ring whose barriers are used before they are made": (
             "forward_ring.cuh",
@@ -121,13 +121,13 @@ def ring_mutations() -> dict[str, Mutation]:
         ),
         "ring that takes dy for x": (
             "backward_ring_streams.cuh",
-            "dy.in(start + RingOffset<tile, X>::part_bytes, is_summed)",
-            "dy.in(start, is_summed)",
+            "(of, RingPart<tile, X>::most_bytes)",
+            "(of, 0)",
         ),
         "ring that adds x to x": (
             "forward_ring_streams.cuh",
-            "+ stream * RingOffset<tile, Held>::part_bytes",
-            "",
+            "(of, RingPart<tile, Held>::most_bytes)",
+            "(of, 0)",
         ),
         "ring that returns no sum": (
             "forward_ring.cuh",

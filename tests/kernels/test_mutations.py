@@ -92,8 +92,8 @@ MUTATIONS = {
     ),
     "gradient of a pack beyond the row that counts": Mutation(
         "register_gradient.cuh",
-        "present && in_row(pack);\n      Compute weight_values",
-        "present;\n      Compute weight_values",
+        "present && rows.in_row(pack);\n      Compute weights",
+        "present;\n      Compute weights",
         ODD,
     ),
     "row of shared memory that begins a pack late": Mutation(
@@ -249,14 +249,14 @@ MUTATIONS = {
     ),
     "y again of the first columns' biases": Mutation(
         "register_gradient.cuh",
-        "load(in_row(pack) ? col(pack) : cols.first_col, biases)",
-        "load(cols.first_col, biases)",
+        "load(rows.col_or_first(pack), biases)",
+        "load(rows.cols.first_col, biases)",
         AGAIN,
     ),
     "y again beyond the row": Mutation(
         "register_gradient.cuh",
-        "weight_values, biases, counts",
-        "weight_values, biases, true",
+        "weights, biases, counts",
+        "weights, biases, true",
         AGAIN,
     ),
     "y again of another row": Mutation(
