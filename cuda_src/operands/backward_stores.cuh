@@ -1,23 +1,25 @@
-// backward_stores.cuh -- the stores that add a gradient to dx, or split dx
+// backward_stores.cuh -- the stores of backward: dx, dx + another gradient, or dx in parts
 //
-// Store without parameters writes dx alone. The stores of backward have more members than store.cuh
-// names:
-//   adds                         whether they add another gradient, of type Added, to dx
-//   load_added(row, col)         -> a pack of it; zeros if nothing is added
-//   store(row, col, dx, added, present)   dx + added, which the kernel has loaded before
-//   added_start(row), added_stride()      for the copy engine, if it fetches the rows of `added`
-//   recomputes                   whether y is written again too (recomputing_store.cuh)
+// adds                      whether another gradient, of type Added, is added to dx
+// load_added(row, col)      -> a pack of it; zeros if nothing is added
+// added_start(row), added_stride()       for the copy engine, which may fetch its rows instead
+// store(row, col, dx, added, present)    adds, rounds once, writes nothing if not present
+// written(), written_stride()            the tensor that is written, for kernels that bundle rows
+// recomputes                whether y is written again too: load_bias(), recompute(...)
+//                           (recomputing_store.cuh)
 #pragma once
 #include "dropout.cuh"
 #include "functor_gradient.cuh"
 #include "store.cuh"
 
-// dx + dsum, rounded once. dsum is the gradient that reaches the sum x + residual from elsewhere.
-// Dsum: void if there is none.
+// dx + dsum. dsum is the gradient that reaches the sum x + residual from elsewhere; Dsum: void if
+// there is none.
 template <class Dx, class Dsum>
-struct AddStore : WritesDxAlone {
+struct DxStore {
   static constexpr bool adds = !is_same<Dsum, void>;
   using Added = typename Otherwise<Dsum, Dx>::type;
+  static constexpr bool recomputes = false;
+  using LoadBias = LoadParameter<void, false, 0>;
 
   Dx* dx;
   long long dx_stride;
@@ -31,16 +33,15 @@ struct AddStore : WritesDxAlone {
   }
   __device__ __forceinline__ long long added_stride() const { return dsum_stride; }
   template <int pack_size>
-  __device__ __forceinline__ Pack<Added, pack_size> load_added(long long row, long long col,
-                                                               bool present = true) const {
-    Pack<Added, pack_size> added{};
+  __device__ __forceinline__ Pack<Added, pack_size> load_added(long long row, long long col) const {
     if constexpr (adds) {
-      if (present) added = load_pack<pack_size>(added_start(row) + col);
+      return load_pack<pack_size>(added_start(row) + col);
+    } else {
+      return {};
     }
-    return added;
   }
 
-  // dx + added in the compute type.
+  // dx + added, before it is rounded.
   template <int pack_size, class Compute>
   __device__ __forceinline__ static void add(const Compute (&values)[pack_size],
                                              const Pack<Added, pack_size>& added,
@@ -65,8 +66,8 @@ struct AddStore : WritesDxAlone {
 // Through: DxThroughLoad, where x went through a functor.
 template <class Dx, class Dresidual, class Dsum, class RowScale, bool drops,
           class Through = Nothing>
-struct SplitStore : Through, AddStore<Dx, Dsum> {
-  using Base = AddStore<Dx, Dsum>;
+struct SplitStore : Through, DxStore<Dx, Dsum> {
+  using Base = DxStore<Dx, Dsum>;
   using Base::dx, Base::dx_stride;
 
   Dresidual* dresidual;

@@ -1,30 +1,21 @@
-// store.cuh -- the functors through which a kernel writes its results: structs of 8-byte words
+// store.cuh -- the functors through which a kernel writes y: structs of 8-byte words
 // keep        keep(col) -> Kept: loads the parameters of a pack, for one row or for many
 // store       store(row, col, values, kept, present), values in the compute type: applies weight
 //             and bias, rounds once; writes nothing if not present
-// quantizes   forward: whether it writes 8-bit floats (quantize_store.cuh)
-// prefetch_parameters   forward: one block brings what keep loads to the L2 cache
-// written, written_stride   the tensor that is written, for kernels that bundle rows
-// adds, recomputes, ...     backward: see backward_stores.cuh
+// quantizes   whether it writes 8-bit floats (quantize_store.cuh)
+// prefetch_parameters   one block brings what keep loads to the L2 cache
+// written     the address of y, for kernels that bundle rows
 // A user's own struct may take their place. Offsets are 64-bit. Others: no_store.cuh,
-// two_stores.cuh, quantize_store.cuh.
+// two_stores.cuh, quantize_store.cuh; of backward: backward_stores.cuh.
 #pragma once
 #include "memory.cuh"
 #include "parameter.cuh"
 
-// A store of backward, unless it says otherwise.
-struct WritesDxAlone {
-  static constexpr bool adds = false, recomputes = false;
-  using LoadBias = LoadParameter<void, false, 0>;
-};
-
-// y = x_hat * weight + bias; without parameters, the dx of backward. Rounded: the element type that
-// x_hat is rounded to before the weight multiplies it, as some models define it; void: it is not
-// rounded.
+// y = x_hat * weight + bias. Rounded: the element type that x_hat is rounded to before the weight
+// multiplies it, as some models define it; void: it is not rounded.
 template <class Y, class Weight, class Bias, bool zero_centered, class Rounded = void>
-struct Store : WritesDxAlone {
+struct Store {
   using Written = Y;
-  using Added = Y;  // backward: any type, as nothing is added
   static constexpr bool quantizes = false;
 
   Y* y;
@@ -33,7 +24,6 @@ struct Store : WritesDxAlone {
   const Bias* bias;
 
   __device__ __forceinline__ Y*& written() { return y; }
-  __device__ __forceinline__ long long& written_stride() { return y_stride; }
 
   template <int pack_size>
   struct Kept {
@@ -106,25 +96,5 @@ struct Store : WritesDxAlone {
     affine(values, weights, biases, y_values);
     const Pack<Y, pack_size> rounded = repack<Y>(y_values);
     if (present) store_pack<pack_size>(y + row * y_stride + col, rounded);
-  }
-
-  // Backward: dx, to which nothing is added.
-  template <int pack_size>
-  __device__ __forceinline__ Pack<Added, pack_size> load_added(long long, long long,
-                                                               bool = true) const {
-    return {};
-  }
-  template <int pack_size, class Compute>
-  __device__ __forceinline__ static void add(const Compute (&values)[pack_size],
-                                             const Pack<Added, pack_size>&,
-                                             Compute (&total)[pack_size]) {
-#pragma unroll
-    for (int at = 0; at < pack_size; ++at) total[at] = values[at];
-  }
-  template <int pack_size, class Compute>
-  __device__ __forceinline__ void store(long long row, long long col,
-                                        const Compute (&values)[pack_size],
-                                        const Pack<Added, pack_size>&, bool present) const {
-    store(row, col, values, keep<pack_size>(0), present);
   }
 };

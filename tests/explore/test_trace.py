@@ -222,10 +222,9 @@ def test_changed_sources_are_traced():
         "register_cols.cuh": [
             ("(pack * tile.threads_per_row + thread)", "(thread * tile.packs_per_thread + pack)")
         ],
-        "register_packs.cuh": [
+        "register_row.cuh": [
             (
-                """register_col<tile>(0) +
-           static_cast<long long>(pack * (tile.cols() / tile.packs_per_thread))""",
+                "register_col<tile>(0) + static_cast<long long>(pack * cols_apart)",
                 "register_col<tile>(pack)",
             ),
         ],

@@ -79,7 +79,7 @@ MUTATIONS = {
         CLUSTER,
     ),
     "cluster in registers that begins at the first column": Mutation(
-        "register_packs.cuh",
+        "register_row.cuh",
         "return cols.first_col + register_col<tile>(0)",
         "return register_col<tile>(0)",
         CLUSTER,
@@ -222,8 +222,8 @@ MUTATIONS = {
         "backward_bundle.cuh", "__syncthreads();  // the sums overwrite the images", "", BUNDLE_32
     ),
     "bundle whose idle lanes read beyond their row": Mutation(
-        "register_packs.cuh",
-        "tile.packs_per_thread > 1 ? 0 : -register_col<tile>(0)",
+        "register_row.cuh",
+        "num_packs > 1 ? 0 : -register_col<tile>(0)",
         "0",
         BUNDLE_FEW,
     ),
