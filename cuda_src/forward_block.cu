@@ -52,15 +52,15 @@ __global__ void __launch_bounds__(tile.block_size(), tile.blocks_per_sm)
         const auto mean_rstd = statistics_of_row();
         const NextRow<Load, tile> next(call.load, values, row + turns.step, call.num_rows);
         call.template write<centered>(row, values, mean_rstd, reduce, threadIdx.x == 0, carried,
-                                      true, next);
+                                      true, LateParameters{}, next);
         row += turns.step;
       }
     } else {
       for (long long row = blockIdx.x; row < call.num_rows; row += gridDim.x) {
         values.fetch(call.load, row, cols);
-        const auto early = early_parameters<tile>(values, call.store);
+        const auto parameters = row_parameters<tile>(values, call.store);
         call.template write<centered>(row, values, statistics_of_row(), reduce, threadIdx.x == 0,
-                                      carried, true, NoNextRow{}, early);
+                                      carried, true, parameters);
       }
     }
   }

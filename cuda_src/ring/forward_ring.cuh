@@ -96,18 +96,11 @@ __device__ __forceinline__ void forward_ring(const Forward<Load, Store>& call, u
     for (unsigned turn = 0; turn < turns.count; ++turn) {
       if (turn + 1 < turns.count) send_next(turn + 1);
       const auto mean_rstd = receive_statistics<Compute>(broadcast, turn);
-      for_each_normalized(row, mean_rstd,
-                          [&](int pack, int col, const Compute(&normalized)[tile.pack_size]) {
-                            const bool present = Shape::in_part(pack, cols);
-                            if constexpr (Store::quantizes) {
-                              call.store.store(row, col, normalized, kept[pack], present, carried);
-                            } else if constexpr (has_functor<Store>) {
-                              call.template store_functor<centered>(row, col, normalized,
-                                                                    kept[pack], present, mean_rstd);
-                            } else {
-                              call.store.store(row, col, normalized, kept[pack], present);
-                            }
-                          });
+      for_each_normalized(
+          row, mean_rstd, [&](int pack, int col, const Compute(&normalized)[tile.pack_size]) {
+            call.template write_pack<centered>(row, col, normalized, kept[pack],
+                                               Shape::in_part(pack, cols), mean_rstd, carried);
+          });
       free_slot(turn);
       if (turn + 1 < turns.count) compute_statistics(turn + 1);
       row += turns.step;
