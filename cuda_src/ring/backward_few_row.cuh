@@ -61,19 +61,14 @@ __device__ __forceinline__ void backward_ring_row(
   for_each_pack(
       [&](int pack, const auto& x_values, const auto& dy_values, const auto& weight_values) {
         Compute none[pack_size];
-        sums.merge(add_to_sums<gradients, centered>(none, none, x_values, dy_values, weight_values,
-                                                    gradient, Shape::in_part(pack, cols)));
+        sums.merge(sum_pack<gradients, centered>(none, none, x_values, dy_values, weight_values,
+                                                 gradient, Shape::in_part(pack, cols)));
       });
   float* const sent = reinterpret_cast<float*>(smem) + 2 * Sources::num_sources * group;
   const float of_warp = warp_reduce_two(sums.part[0], sums.part[1]);
   if (threadIdx.x % 16 == 0) sent[has_second() * Sources::num_sources + source] = of_warp;
   __syncthreads();
-  Sum<Compute, 1> sum{};
-  Sources::for_each_source([&](int index) {
-    sum.part[0] += sent[has_second() * Sources::num_sources + Sources::source(index)];
-  });
-  gradient.finish(both_halves(warp_reduce<Sources::lanes>(sum).part[0]),
-                  Compute(1) / static_cast<Compute>(call.num_cols));
+  gradient.finish(Sources::total(sent), Compute(1) / static_cast<Compute>(call.num_cols));
 
   for_each_pack(
       [&](int pack, const auto& x_values, const auto& dy_values, const auto& weight_values) {

@@ -40,10 +40,7 @@ __device__ __forceinline__ void forward_ring(const Forward<Load, Store>& call, u
   keep_parameters<tile>(call.store, cols, kept);
   ForwardStreams<tile, Load, Results::crosses_warps> streams(ring, call.load, turns, cols);
   typename Ring::Position summed = streams.first(), written = summed;
-  if (threadIdx.x % 32 == 0) {
-    for (int slot = 0; slot < min(static_cast<unsigned>(tile.stages), turns.count); ++slot)
-      streams.fetch(slot);
-  }
+  fetch_first<tile>(streams, turns.count);
   unsigned char* const beyond_ring = smem + (Ring::smem_bytes + 15) / 16 * 16;
   const Broadcast<tile> broadcast(beyond_ring);
   const MomentExchange exchange(beyond_ring + Broadcast<tile>::smem_bytes);

@@ -86,6 +86,14 @@ struct WarpRing {
   }
 };
 
+// Called by all lanes: starts the copies of a warp's first rows.
+template <Tile tile, class Streams>
+__device__ __forceinline__ void fetch_first(Streams& streams, unsigned num_turns) {
+  if (threadIdx.x % 32 != 0) return;
+  for (int slot = 0; slot < min(static_cast<unsigned>(tile.stages), num_turns); ++slot)
+    streams.fetch(slot);
+}
+
 // Called when the barriers of WarpRing, Exchange and Broadcast (exchange.cuh) are made.
 template <Tile tile>
 __device__ __forceinline__ void ring_sync() {

@@ -136,8 +136,8 @@ def ring_mutations() -> dict[str, Mutation]:
         ),
         "ring that takes a row's statistics for the next one's": (
             "backward_ring.cuh",
-            "add(turn + 1, next)",
-            "add(turn + 1, gradient)",
+            "sum_row(turn + 1, next)",
+            "sum_row(turn + 1, gradient)",
         ),
     }
     made = {
@@ -154,11 +154,11 @@ def ring_mutations() -> dict[str, Mutation]:
         "ring of a block that waits for a lane of each warp": Mutation(
             "exchange.cuh",
             "buffer, tile.threads_per_row +",
-            "buffer, num_warps +",
+            "buffer, Shape::num_warps +",
             RING,
         ),
         "ring of several rows a block that exchange sums in one place": Mutation(
-            "exchange.cuh", "smem + RingShape<tile>::group() * group_bytes", "smem", GROUP_RING
+            "exchange.cuh", "smem + Shape::group() * group_bytes", "smem", GROUP_RING
         ),
         "ring of several rows a block that add up their sums at once": Mutation(
             "backward_ring_sums.cuh",
@@ -187,7 +187,7 @@ def ring_mutations() -> dict[str, Mutation]:
         ),
         "ring of a cluster whose blocks send to one place": Mutation(
             "exchange.cuh",
-            "at + cluster_rank() * num_warps",
+            "at + cluster_rank() * Shape::num_warps",
             "at",
             CLUSTER_RING,
         ),
@@ -196,8 +196,8 @@ def ring_mutations() -> dict[str, Mutation]:
         ),
         "ring of one row that adds the next one up": Mutation(
             "backward_ring.cuh",
-            "      add(turn, gradient);",
-            "      add(turn, next);",
+            "      sum_row(turn, gradient);",
+            "      sum_row(turn, next);",
             RING,
             backward=replace(RING.tile, stages=1),
         ),
