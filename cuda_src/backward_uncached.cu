@@ -36,7 +36,7 @@ __global__ void __launch_bounds__(tile.block_size(), tile.blocks_per_sm)
     gradient.finish(reduce.all(sums), Compute(1) / static_cast<Compute>(call.num_cols));
     x.for_each_pack([&](long long col, const Compute(&xs)[pack_size]) {
       Compute dys[pack_size], weights[pack_size], dx[pack_size];
-      unpack(call.load_dy.template reload<pack_size>(row, col), dys);
+      unpack(reload<pack_size>(call.load_dy, row, col), dys);
       call.load_weight.load(col, weights);
       gradient.template dx_of_pack<centered>(dx, xs, dys, weights);
       call.store_dx(row, col, dx);

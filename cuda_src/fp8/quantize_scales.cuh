@@ -6,10 +6,12 @@
 #pragma once
 #include "float8.cuh"
 #include "row_scales.cuh"
+#include "store.cuh"
 
 // What QuantizeStore (quantize_store.cuh) has in memory, and how it finds and writes scales.
-template <class Y, class Weight, class Bias, Scaling scaling, Step step>
-struct QuantizeScales {
+// AffineStore: a Store, which keeps and applies weight and bias.
+template <class AffineStore, Scaling scaling, Step step>
+struct QuantizeScales : AffineStore {
   static constexpr bool quantizes = true;
   static constexpr bool is_mx = scaling == Scaling::mx;
   static constexpr bool has_blocks = scaling == Scaling::block || is_mx;
@@ -18,12 +20,8 @@ struct QuantizeScales {
       scaling == Scaling::row || (has_blocks && step == Step::all);
   static constexpr bool raises = (scaling == Scaling::given && step == Step::all) ||
                                  (scaling == Scaling::tensor && step == Step::amax);
-  static constexpr float largest_finite = FormatOf<Y>::largest;
+  static constexpr float largest_finite = FormatOf<typename AffineStore::Written>::largest;
 
-  Y* y;
-  long long y_stride;
-  const Weight* weight;
-  const Bias* bias;
   const float* scale;  // given: one, or null
   void* scale_inv;     // float (mx: unsigned char): one, or [num_rows, parts]
   // Bits of floats. given: one, raised to the largest |y|. Else: those that a first launch finds.

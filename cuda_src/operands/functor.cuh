@@ -34,13 +34,9 @@ struct RowArray {
     if constexpr (reach == Reach::packs) {
       unpack(load_pack<pack_size>(own + col), values);
     } else {
-      C lone[1];
-      if constexpr (reach == Reach::row) unpack(load_pack<1>(own), lone);
 #pragma unroll
-      for (int at = 0; at < pack_size; ++at) {
-        if constexpr (reach == Reach::elements) unpack(load_pack<1>(own + col + at), lone);
-        values[at] = lone[0];
-      }
+      for (int at = 0; at < pack_size; ++at)
+        values[at] = load_element<C>(reach == Reach::row ? own : own + col + at);
     }
   }
 };
@@ -62,10 +58,6 @@ struct FunctorLoad : Functor {
     unpack(load_pack<pack_size>(row_start + col), values);
     Functor::apply(row, col, values, OtherX<X, Compute>{row_start});
     return repack<Held>(values);
-  }
-  template <int pack_size>
-  __device__ __forceinline__ Pack<Held, pack_size> reload(long long row, long long col) const {
-    return load<pack_size>(row, col);
   }
 };
 

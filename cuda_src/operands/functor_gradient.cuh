@@ -32,7 +32,7 @@ struct DyThroughStore {
   __device__ __forceinline__ void compute_y(long long row, long long col,
                                             Compute (&y)[pack_size]) const {
     Compute weights[pack_size], biases[pack_size];
-    unpack(load_x.template reload<pack_size>(row, col), y);
+    unpack(reload<pack_size>(load_x, row, col), y);
     KeptParameter<Weight, zero_centered, pack_size>(weight, col).unpack_to(weights, 1.0f);
     KeptParameter<Bias, false, pack_size>(bias, col).unpack_to(biases, 0.0f);
     Compute row_mean = 0;
@@ -56,10 +56,6 @@ struct DyThroughStore {
     };
     functor.apply(row, col, y, gradients, other_y, OtherX<Dy, Compute>{row_start});
     return repack<Held>(gradients);
-  }
-  template <int pack_size>
-  __device__ __forceinline__ Pack<Held, pack_size> reload(long long row, long long col) const {
-    return load<pack_size>(row, col);
   }
 };
 

@@ -8,9 +8,7 @@ struct OtherX {
   const X* row_start;
 
   __device__ __forceinline__ C operator()(long long col) const {
-    C value[1];
-    unpack(load_pack<1>(row_start + col), value);
-    return value[0];
+    return load_element<C>(row_start + col);
   }
 };
 
