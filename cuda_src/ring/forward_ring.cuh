@@ -50,16 +50,19 @@ __device__ __forceinline__ void forward_ring(const Forward<Load, Store>& call, u
 
   Compute source_cols[MomentExchange::sources_per_lane];
   count_columns<MomentExchange>(part_of, source_cols);
-  const auto send_next = [&](unsigned turn) {
+  // As compute_statistics below, it does nothing for a turn beyond the last one.
+  const auto sum_row = [&](unsigned turn) {
+    if (turn >= turns.count) return;
     ring.wait(summed, cols.size());
     auto values = streams.row_at(summed);
     send_moments<centered, statistics, Compute>(exchange, turn, values, cols.size());
     summed.advance();
   };
-  // A tenth of a row's instructions: most warps save it, and need not wait for moments.
+  // This takes a tenth of a row's instructions. The warps of a block take turns, and the others
+  // need not wait for moments.
   int turns_until_own = Shape::thread() / 32;
   const auto compute_statistics = [&](unsigned turn) {
-    if (turns_until_own-- > 0) return;
+    if (turn >= turns.count || turns_until_own-- > 0) return;
     turns_until_own = Shape::num_warps - 1;
     send_statistics<centered>(call, turns, turn, num_cols, exchange, source_cols, broadcast);
   };
@@ -81,17 +84,15 @@ __device__ __forceinline__ void forward_ring(const Forward<Load, Store>& call, u
     if (threadIdx.x % 32 == 0 && turn + tile.stages < turns.count) streams.fetch(written.slot);
     written.advance();
   };
-  if (turns.count > 0) {
-    send_next(0);
-    compute_statistics(0);
-  }
+  sum_row(0);
+  compute_statistics(0);
   if constexpr (Results::has_scales) {
-    const RingSteps steps{send_next, compute_statistics, for_each_normalized, free_slot, saves};
+    const RingSteps steps{sum_row, compute_statistics, for_each_normalized, free_slot, saves};
     forward_ring_scaled<tile, Load>(call.store, turns, cols, kept, broadcast, largests, steps);
   } else {
     long long row = turns.first_row;
     for (unsigned turn = 0; turn < turns.count; ++turn) {
-      if (turn + 1 < turns.count) send_next(turn + 1);
+      sum_row(turn + 1);
       const auto mean_rstd = receive_statistics<Compute>(broadcast, turn);
       for_each_normalized(
           row, mean_rstd, [&](int pack, int col, const Compute(&normalized)[tile.pack_size]) {
@@ -99,7 +100,7 @@ __device__ __forceinline__ void forward_ring(const Forward<Load, Store>& call, u
                                                Shape::in_part(pack, cols), mean_rstd, carried);
           });
       free_slot(turn);
-      if (turn + 1 < turns.count) compute_statistics(turn + 1);
+      compute_statistics(turn + 1);
       row += turns.step;
     }
   }
