@@ -1,7 +1,8 @@
 // store.cuh -- the functors through which a kernel writes y: structs of 8-byte words
-// keep        keep(col) -> Kept: loads the parameters of a pack, for one row or for many
-// store       store(row, col, values, kept, present), values in the compute type: applies weight
-//             and bias, rounds once; writes nothing if not present
+// store       store(row, col, values), values in the compute type: applies weight and bias,
+//             rounds once
+// keep        keep(col) -> Kept: loads the parameters of a pack, to use them in many rows with
+//             store(row, col, values, kept, present), which writes nothing if not present
 // quantizes   whether it writes 8-bit floats (quantize_store.cuh)
 // prefetch_parameters   one block brings what keep loads to the L2 cache
 // written     the address of y, for kernels that bundle rows
@@ -96,5 +97,10 @@ struct Store {
     affine(values, weights, biases, y_values);
     const Pack<Y, pack_size> rounded = repack<Y>(y_values);
     if (present) store_pack<pack_size>(y + row * y_stride + col, rounded);
+  }
+  template <int pack_size, class Compute>
+  __device__ __forceinline__ void store(long long row, long long col,
+                                        const Compute (&values)[pack_size]) const {
+    store(row, col, values, keep<pack_size>(col));
   }
 };
