@@ -17,15 +17,16 @@ __device__ __forceinline__ void forward_bundles(const Forward<Load, Store>& call
   using Compute = typename Load::Compute;
   using X = typename Load::Held;
   using Parts = BundleParts<tile>;
-  constexpr bool has_sum = sizeof...(Streamed) == 2;
   constexpr int num_streams = sizeof...(Streamed);
+  constexpr bool has_sum = num_streams == 2;  // of x and a residual
   constexpr int pack_size = tile.pack_size;
   const int num_cols = static_cast<int>(call.num_cols);
   const BundleStream<tile, X> all_streams[] = {streams...};
   const Bundles<tile, Streamed...> bundles(smem, call.num_rows, streams...);
   WarpReduce<tile.threads_per_row> reduce;
 
-  // Weights and biases are kept from the first row to the last, two packs together.
+  // Weights and biases are kept from the first row to the last, two packs together: single elements
+  // of 16 bits would take a register each.
   const auto col_of = [&](int pack) {
     const bool in_row = pack < tile.packs_per_thread && register_pack_in_row<tile>(pack, num_cols);
     return in_row ? register_col<tile>(pack) : 0;
@@ -36,17 +37,17 @@ __device__ __forceinline__ void forward_bundles(const Forward<Load, Store>& call
     kept[pack / 2] = call.store.template keep_two<pack_size>(col_of(pack), col_of(pack + 1));
   }
 
+  // Rows of one part: from their image, and results over it. Arguments: those of Bundles::for_each.
   const auto work_on = [&](const unsigned char* slot, int part, long long first_row, int num_rows,
                            int num_turns) {
     const X* rows[num_streams];
 #pragma unroll
-    for (int at = 0; at < num_streams; ++at) {
+    for (int at = 0; at < num_streams; ++at)
       rows[at] = all_streams[at].in(slot + at * all_streams[at].slot_bytes(), part, first_row);
-    }
-    Store store = call.store;
+    Store store = call.store;  // writes to the image
     auto* const y = store.written() + first_row * num_cols;
     auto* const results = result_image(reinterpret_cast<decltype(y)>(const_cast<X*>(rows[0])), y);
-    X *sum = nullptr, *sums = nullptr;  // they overwrite the residual's image
+    X *sum = nullptr, *sums = nullptr;  // the sums overwrite the residual's image
     if constexpr (has_sum) {
       sum = call.load.sum + first_row * num_cols;
       sums = result_image(rows[1], sum);
@@ -85,15 +86,14 @@ __device__ __forceinline__ void forward_bundles(const Forward<Load, Store>& call
           biases[at] = two_biases[pack % 2 * pack_size + at];
         }
         const int own_col = pack * tile.threads_per_row * pack_size;
+        const bool is_written = present && register_pack_in_row<tile>(pack, num_cols);
         if constexpr (has_functor<Store>) {
           Compute y_values[pack_size];
           store.affine(normalized, weights, biases, y_values);
           store.finish(first_row + row, col_of(pack), store.y + own_col, y_values,
-                       call.template other_y<centered>(first_row + row, mean_rstd),
-                       present && register_pack_in_row<tile>(pack, num_cols));
+                       call.template other_y<centered>(first_row + row, mean_rstd), is_written);
         } else {
-          store.store(0, own_col, normalized, weights, biases,
-                      present && register_pack_in_row<tile>(pack, num_cols));
+          store.store(0, own_col, normalized, weights, biases, is_written);
         }
       }
     }

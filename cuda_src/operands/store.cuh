@@ -48,7 +48,7 @@ struct Store {
     prefetch(weight, num_cols);
     prefetch(bias, num_cols);
   }
-  // Keeps two packs as one: single elements of 16 bits would take a register each.
+  // Keeps two packs as one (forward_bundle.cuh).
   template <int pack_size>
   __device__ __forceinline__ Kept<2 * pack_size> keep_two(long long col,
                                                           long long other_col) const {

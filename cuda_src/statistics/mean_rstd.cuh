@@ -14,14 +14,15 @@ __device__ __forceinline__ Compute divide(Compute numerator, Compute denominator
   return fma(fma(-quotient, denominator, numerator), reciprocal, quotient);
 }
 
-// Mean and rstd of a row. The mean as it is computed first, `first`, has a rounding error. x_hat
-// takes both into account: (value - first) * rstd + shift. So a large mean costs no digits.
+// Mean and rstd of a row. The mean as it is computed first, `first`, has a rounding error, `rest`.
+// x_hat is (value - first) * rstd + shift, which takes both into account: a large mean costs no
+// digits.
 template <class Compute>
 struct RowStatistics {
-  Compute mean;  // first + its error, rounded; this is what a call returns
+  Compute mean;  // first + rest, rounded; this is what a call returns
   Compute rstd;
   Compute first;
-  Compute shift;  // -error * rstd. In a constant row it is 0, and so is x_hat
+  Compute shift;  // -rest * rstd. In a constant row it is 0, and so is x_hat
 
   template <bool centered>
   __device__ __forceinline__ Compute normalize(Compute value) const {
