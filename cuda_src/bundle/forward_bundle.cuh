@@ -25,17 +25,14 @@ __device__ __forceinline__ void forward_bundles(const Forward<Load, Store>& call
   const Bundles<tile, Streamed...> bundles(smem, call.num_rows, streams...);
   WarpReduce<tile.threads_per_row> reduce;
 
-  // Weights and biases are kept from the first row to the last, two packs together: single elements
-  // of 16 bits would take a register each.
   const auto col_of = [&](int pack) {
     const bool in_row = pack < tile.packs_per_thread && register_pack_in_row<tile>(pack, num_cols);
     return in_row ? register_col<tile>(pack) : 0;
   };
-  typename Store::template Kept<2 * pack_size> kept[(tile.packs_per_thread + 1) / 2];
-#pragma unroll
-  for (int pack = 0; pack < tile.packs_per_thread; pack += 2) {
-    kept[pack / 2] = call.store.template keep_two<pack_size>(col_of(pack), col_of(pack + 1));
-  }
+  typename Store::template WeightPairs<pack_size, tile.packs_per_thread> kept_weights;
+  typename Store::template BiasPairs<pack_size, tile.packs_per_thread> kept_biases;
+  kept_weights.load(call.store.weight, col_of);
+  kept_biases.load(call.store.bias, col_of);
 
   // Rows of one part: from their image, and results over it. Arguments: those of Bundles::for_each.
   const auto work_on = [&](const unsigned char* slot, int part, long long first_row, int num_rows,
@@ -71,20 +68,12 @@ __device__ __forceinline__ void forward_bundles(const Forward<Load, Store>& call
       if constexpr (has_sum) values.store_own(sums + own, present);
 #pragma unroll
       for (int pack = 0; pack < tile.packs_per_thread; ++pack) {
-        if (pack % 2 == 0) kept[pack / 2].forget_unpacked();
-        auto of_two = kept[pack / 2];
-        of_two.unpack_after(__float_as_uint(mean_rstd.rstd) >> 31);  // 0: rstd has no sign
-        Compute two_weights[2 * pack_size], two_biases[2 * pack_size];
-        of_two.weight.unpack_to(two_weights, 1.0f);
-        of_two.bias.unpack_to(two_biases, 0.0f);
         Compute xs[pack_size], normalized[pack_size], weights[pack_size], biases[pack_size];
+        const unsigned int zero = __float_as_uint(mean_rstd.rstd) >> 31;  // rstd has no sign
+        kept_weights.unpack(pack, weights, 1.0f, true, zero);
+        kept_biases.unpack(pack, biases, 0.0f, true, zero);
         unpack(values.packs[pack], xs);
         mean_rstd.template normalize<centered>(xs, normalized);
-#pragma unroll
-        for (int at = 0; at < pack_size; ++at) {
-          weights[at] = two_weights[pack % 2 * pack_size + at];
-          biases[at] = two_biases[pack % 2 * pack_size + at];
-        }
         const int own_col = pack * tile.threads_per_row * pack_size;
         const bool is_written = present && register_pack_in_row<tile>(pack, num_cols);
         if constexpr (has_functor<Store>) {

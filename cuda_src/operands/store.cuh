@@ -9,8 +9,8 @@
 // A user's own struct may take their place. Offsets are 64-bit. Others: no_store.cuh,
 // two_stores.cuh, quantize_store.cuh; of backward: backward_stores.cuh.
 #pragma once
+#include "kept_packs.cuh"
 #include "memory.cuh"
-#include "parameter.cuh"
 
 // y = x_hat * weight + bias. Rounded: the element type that x_hat is rounded to before the weight
 // multiplies it, as some models define it; void: it is not rounded.
@@ -25,6 +25,11 @@ struct Store {
   const Bias* bias;
 
   __device__ __forceinline__ Y*& written() { return y; }
+  // What a kernel that bundles rows keeps.
+  template <int pack_size, int num_packs>
+  using WeightPairs = KeptPacks<Weight, zero_centered, pack_size, num_packs, 2>;
+  template <int pack_size, int num_packs>
+  using BiasPairs = KeptPacks<Bias, false, pack_size, num_packs, 2>;
 
   template <int pack_size>
   struct Kept {
@@ -35,10 +40,6 @@ struct Store {
       weight.forget_unpacked();
       bias.forget_unpacked();
     }
-    __device__ __forceinline__ void unpack_after(unsigned int zero) {
-      weight.unpack_after(zero);
-      bias.unpack_after(zero);
-    }
   };
   template <int pack_size>
   __device__ __forceinline__ Kept<pack_size> keep(long long col) const {
@@ -47,12 +48,6 @@ struct Store {
   __device__ __forceinline__ void prefetch_parameters(long long num_cols) const {
     prefetch(weight, num_cols);
     prefetch(bias, num_cols);
-  }
-  // Keeps two packs as one (forward_bundle.cuh).
-  template <int pack_size>
-  __device__ __forceinline__ Kept<2 * pack_size> keep_two(long long col,
-                                                          long long other_col) const {
-    return {{weight, col, other_col}, {bias, col, other_col}};
   }
 
   // y in the compute type, before it is rounded.

@@ -18,30 +18,20 @@ struct GradientRows {
       sizeof(typename LoadX::Held) + sizeof(typename LoadDy::Held) <= 4 && tile.pack_size > 1 &&
       !in_bundle;
   static constexpr bool needs_weights = gradients.dx || StoreDx::recomputes;
-  // In a bundle the weights of two packs are kept together: single elements of 16 bits would take a
-  // register each.
-  static constexpr int joined = in_bundle ? 2 : 1;
 
   const Call& call;
   Slice cols;  // of this block
-  typename LoadWeight::template Kept<joined * tile.pack_size>
-      weights[(tile.packs_per_thread + joined - 1) / joined];
+  KeptPacks<typename LoadWeight::Parameter, LoadWeight::is_zero_centered, tile.pack_size,
+            tile.packs_per_thread, in_bundle ? 2 : 1>
+      weights;
   RegisterRow<LoadX, tile> x;
   RegisterRow<LoadDy, tile> dy;
   RegisterRow<Load<typename StoreDx::Added>, tile> added;  // what is added to dx, if anything is
   RowGradient<Compute, LoadX::normalized> gradient;        // of the row that was fetched last
 
   __device__ __forceinline__ GradientRows(const Call& call, Slice cols) : call(call), cols(cols) {
-    if constexpr (!needs_weights) return;
-#pragma unroll
-    for (int pack = 0; pack < tile.packs_per_thread; pack += joined) {
-      if constexpr (joined == 2) {
-        weights[pack / 2] = call.load_weight.template keep_two<tile.pack_size>(
-            col_or_first(pack), col_or_first(pack + 1));
-      } else {
-        weights[pack] = call.load_weight.template keep<tile.pack_size>(col_or_first(pack));
-      }
-    }
+    if constexpr (needs_weights)
+      weights.load(call.load_weight.weight, [&](int pack) { return col_or_first(pack); });
   }
 
   __device__ __forceinline__ bool in_row(int pack) const {
@@ -58,14 +48,8 @@ struct GradientRows {
   // Unpacks the weights of a pack.
   __device__ __forceinline__ void unpack_weights(int pack, Compute (&values)[tile.pack_size]) {
     // If something is added to dx, there are no registers for unpacked weights.
-    constexpr bool stays_packed = joined == 2 || LoadWeight::stays_packed || StoreDx::adds;
-    if constexpr (!needs_weights) return;
-    if (pack % joined == 0 && stays_packed) weights[pack / joined].forget_unpacked();
-    Compute of_joined[joined * tile.pack_size];
-    LoadWeight::unpack(weights[pack / joined], of_joined);
-#pragma unroll
-    for (int at = 0; at < tile.pack_size; ++at)
-      values[at] = of_joined[pack % joined * tile.pack_size + at];
+    constexpr bool stays_packed = in_bundle || LoadWeight::stays_packed || StoreDx::adds;
+    if constexpr (needs_weights) weights.unpack(pack, values, 1.0f, stays_packed);
   }
 
   // Starts the loads of a row. Beyond the last row it loads the last one again, which the caller
