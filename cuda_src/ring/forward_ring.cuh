@@ -37,7 +37,11 @@ __device__ __forceinline__ void forward_ring(const Forward<Load, Store>& call, u
 
   // Loaded before the rows of all stages, behind which they would arrive microseconds later.
   typename Store::template Kept<tile.pack_size> kept[tile.packs_per_thread];
-  keep_parameters<tile>(call.store, cols, kept);
+#pragma unroll
+  for (int pack = 0; pack < tile.packs_per_thread; ++pack) {
+    if (Shape::in_part(pack, cols))
+      kept[pack] = call.store.template keep<tile.pack_size>(cols.first_col + Shape::col(pack));
+  }
   ForwardStreams<tile, Load, Results::crosses_warps> streams(ring, call.load, turns, cols);
   typename Ring::Position summed = streams.first(), written = summed;
   fetch_first<tile>(streams, turns.count);
@@ -48,8 +52,10 @@ __device__ __forceinline__ void forward_ring(const Forward<Load, Store>& call, u
       beyond_ring + Broadcast<tile>::smem_bytes + MomentExchange::smem_bytes);
   ring_sync<tile>();
 
-  Compute source_cols[MomentExchange::sources_per_lane];
-  count_columns<MomentExchange>(part_of, source_cols);
+  Compute source_cols[MomentExchange::sources_per_lane];  // columns of the warps that sent moments
+#pragma unroll
+  for (int index = 0; index < MomentExchange::sources_per_lane; ++index)
+    source_cols[index] = static_cast<Compute>(part_of(MomentExchange::source(index)).size());
   // As compute_statistics below, it does nothing for a turn beyond the last one.
   const auto sum_row = [&](unsigned turn) {
     if (turn >= turns.count) return;

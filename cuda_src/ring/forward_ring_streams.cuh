@@ -1,21 +1,9 @@
-// forward_ring_streams.cuh -- what a forward ring loads: parameters once, rows through the ring
+// forward_ring_streams.cuh -- the tensors of a forward ring: x, or x and a residual
 #pragma once
 #include "ring_row.cuh"
 #include "turns.cuh"
 
-// Loads the weights and biases that a thread keeps from the first row to the last.
-template <Tile tile, class Store, class Kept>
-__device__ __forceinline__ void keep_parameters(const Store& store, Slice cols,
-                                                Kept (&kept)[tile.packs_per_thread]) {
-  using Shape = RingShape<tile>;
-#pragma unroll
-  for (int pack = 0; pack < tile.packs_per_thread; ++pack) {
-    if (Shape::in_part(pack, cols))
-      kept[pack] = store.template keep<tile.pack_size>(cols.first_col + Shape::col(pack));
-  }
-}
-
-// The tensors that make up a row: x, or x and a residual. rereads: see RingRow
+// rereads: see RingRow
 template <Tile tile, class Load, bool rereads>
 struct ForwardStreams {
   using Held = typename Load::Held;

@@ -9,16 +9,6 @@
 #include "ring_moments.cuh"
 #include "turns.cuh"
 
-// The number of columns of each warp whose moments this lane reads. part_of(source): its columns
-template <class MomentExchange, class PartOf, class Compute>
-__device__ __forceinline__ void count_columns(
-    PartOf part_of, Compute (&source_cols)[MomentExchange::sources_per_lane]) {
-#pragma unroll
-  for (int index = 0; index < MomentExchange::sources_per_lane; ++index) {
-    source_cols[index] = static_cast<Compute>(part_of(MomentExchange::source(index)).size());
-  }
-}
-
 // Called by all lanes of a warp. exchange: what the warps have sent: mean, squares and, if it has
 // three values, rest. source_cols: the number of columns of each warp whose moments this lane
 // reads.
