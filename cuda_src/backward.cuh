@@ -9,7 +9,6 @@
 #include "functor_gradient.cuh"
 #include "load.cuh"
 #include "next_kernel.cuh"
-#include "recomputing_store.cuh"
 #include "reduce.cuh"
 #include "x_hat_load.cuh"
 

@@ -6,7 +6,6 @@
 #include "early_parameters.cuh"
 #include "functor.cuh"
 #include "load.cuh"
-#include "no_store.cuh"
 #include "quantize_store.cuh"
 #include "quantized_write.cuh"
 #include "residual_load.cuh"

@@ -8,7 +8,16 @@
 #include "early_parameters.cuh"
 #include "mean_rstd.cuh"
 
-// What NextRow (next_row.cuh) is where no next row is fetched.
+// fetch() loads the next row of a thread into the same registers while the results of the present
+// one are written. After the last row it is the last row again: a condition would take registers.
+template <class Load, class Row>
+struct NextRow {
+  const Load& load;
+  Row& values;
+  long long row;
+
+  __device__ __forceinline__ void fetch() const { values.fetch(load, row, values.cols); }
+};
 struct NoNextRow {
   __device__ __forceinline__ void fetch() const {}
 };

@@ -6,7 +6,6 @@
 // store(row, col, dx, added, present)    adds, rounds once, writes nothing if not present
 // written(), written_stride()            the tensor that is written, for kernels that bundle rows
 // recomputes                whether y is written again too: load_bias(), recompute(...)
-//                           (recomputing_store.cuh)
 #pragma once
 #include "dropout.cuh"
 #include "functor_gradient.cuh"
@@ -89,5 +88,26 @@ struct SplitStore : Through, DxStore<Dx, Dsum> {
     if constexpr (!is_same<Through, Nothing>) Through::apply(row, col, split, present);
     const Pack<Dx, pack_size> rounded = repack<Dx>(split);
     if (present) store_pack<pack_size>(dx + row * dx_stride + col, rounded);
+  }
+};
+
+// Writes dx through StoreDx, and y again through forward's store. So a layer that needs y in
+// backward need not keep it. The kernel has x_hat and the weight anyway, for dx.
+template <class StoreDx, class Y, class Weight, class Bias, bool zero_centered>
+struct RecomputingStore : StoreDx {
+  static constexpr bool recomputes = true;
+  using LoadBias = LoadParameter<Bias, false, 0>;
+
+  Store<Y, Weight, Bias, zero_centered> store_y;
+
+  __device__ __forceinline__ LoadBias load_bias() const { return {store_y.bias}; }
+
+  template <int pack_size, class Compute>
+  __device__ __forceinline__ void recompute(long long row, long long col,
+                                            const Compute (&x_hats)[pack_size],
+                                            const Compute (&weights)[pack_size],
+                                            const Compute (&biases)[pack_size],
+                                            bool present = true) const {
+    store_y.store(row, col, x_hats, weights, biases, present);
   }
 };

@@ -6,14 +6,15 @@
 // quantizes   whether it writes 8-bit floats (quantize_store.cuh)
 // prefetch_parameters   one block brings what keep loads to the L2 cache
 // written     the address of y, for kernels that bundle rows
-// A user's own struct may take their place. Offsets are 64-bit. Others: no_store.cuh,
-// two_stores.cuh, quantize_store.cuh; of backward: backward_stores.cuh.
+// A user's own struct may take their place. Offsets are 64-bit. Others: two_stores.cuh,
+// quantize_store.cuh; of backward: backward_stores.cuh.
 #pragma once
 #include "kept_packs.cuh"
 #include "memory.cuh"
 
-// y = x_hat * weight + bias. Rounded: the element type that x_hat is rounded to before the weight
-// multiplies it, as some models define it; void: it is not rounded.
+// y = x_hat * weight + bias. Y: void if mean and rstd alone are wanted. Rounded: the element type
+// that x_hat is rounded to before the weight multiplies it, as some models define it; void: it is
+// not rounded.
 template <class Y, class Weight, class Bias, bool zero_centered, class Rounded = void>
 struct Store {
   using Written = Y;
@@ -88,10 +89,12 @@ struct Store {
                                         const Compute (&values)[pack_size],
                                         const Compute (&weights)[pack_size],
                                         const Compute (&biases)[pack_size], bool present) const {
-    Compute y_values[pack_size];
-    affine(values, weights, biases, y_values);
-    const Pack<Y, pack_size> rounded = repack<Y>(y_values);
-    if (present) store_pack<pack_size>(y + row * y_stride + col, rounded);
+    if constexpr (!is_same<Y, void>) {
+      Compute y_values[pack_size];
+      affine(values, weights, biases, y_values);
+      const Pack<Y, pack_size> rounded = repack<Y>(y_values);
+      if (present) store_pack<pack_size>(y + row * y_stride + col, rounded);
+    }
   }
   template <int pack_size, class Compute>
   __device__ __forceinline__ void store(long long row, long long col,

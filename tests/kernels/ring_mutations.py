@@ -48,7 +48,7 @@ def ring_mutations() -> dict[str, Mutation]:
             "? mean : squares",
         ),
         "ring in which a part of a row counts a column more": (
-            "ring_statistics.cuh",
+            "forward_ring.cuh",
             "part_of(MomentExchange::source(index)).size()",
             "part_of(MomentExchange::source(index)).size() + 1",
         ),

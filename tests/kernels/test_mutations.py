@@ -260,7 +260,7 @@ MUTATIONS = {
         AGAIN,
     ),
     "y again of another row": Mutation(
-        "recomputing_store.cuh", "store_y.store(row, col", "store_y.store(row ^ 1, col", AGAIN
+        "backward_stores.cuh", "store_y.store(row, col", "store_y.store(row ^ 1, col", AGAIN
     ),
     "y again with weights for biases": Mutation(
         "backward_ring.cuh",
