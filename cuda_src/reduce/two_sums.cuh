@@ -10,7 +10,7 @@ __device__ __forceinline__ bool has_second() { return threadIdx.x & 16; }
 __device__ __forceinline__ float warp_reduce_two(float first, float second) {
   const float other = has_second() ? first : second;
   const float kept = has_second() ? second : first;
-  return warp_reduce<16>(Sum<float, 1>{{kept + __shfl_xor_sync(0xffffffffu, other, 16)}}).part[0];
+  return warp_sum<16>(kept + __shfl_xor_sync(0xffffffffu, other, 16));
 }
 // Returns the values of both halves to all lanes.
 __device__ __forceinline__ Sum<float, 2> both_halves(float own) {

@@ -86,10 +86,9 @@ struct Exchange {
   }
   // The sums of two values over all sources, to all lanes.
   __device__ __forceinline__ static Sum<float, 2> total(const float* buffer) {
-    Sum<float, 1> sum{};
-    for_each_source(
-        [&](int index) { sum.part[0] += buffer[has_second() * num_sources + source(index)]; });
-    return both_halves(warp_reduce<lanes>(sum).part[0]);
+    float sum = 0;
+    for_each_source([&](int index) { sum += buffer[has_second() * num_sources + source(index)]; });
+    return both_halves(warp_sum<lanes>(sum));
   }
 
  private:

@@ -27,11 +27,9 @@ __device__ __forceinline__ Deviations warp_deviations(const float (&sample)[pack
                                                       bool samples, int num_cols,
                                                       ForEach for_each) {
   const float origin = usable_origin(__shfl_sync(0xffffffffu, sample[0], 0));
-  Sum<float, 1> of_sample{};
-  if (samples) of_sample.part[0] = sum_of(sample, origin);
-  of_sample = warp_reduce<32>(of_sample);
+  const float of_sample = warp_sum<32>(samples ? sum_of(sample, origin) : 0.0f);
   const float num_sampled = static_cast<float>(min(num_cols, 32 * pack_size));
-  const float first = origin + divide(of_sample.part[0], num_sampled, 1.0f / num_sampled);
+  const float first = origin + divide(of_sample, num_sampled, 1.0f / num_sampled);
   Sum<float, 2> deviations{};
   for_each([&](const auto& values) {
     float centered_values[pack_size];
