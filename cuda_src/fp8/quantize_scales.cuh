@@ -1,8 +1,8 @@
 // quantize_scales.cuh -- fp8: the scales of what is written in 8 bits
 //
-// Where scales belong to parts of the row, they are found before any of the row is written
-// (quantized_write.cuh), or by a first launch of Step::amax, which writes no y. One of Step::write
-// then has its amaxes.
+// Scales of a row, or of parts of it, are found before any of the row is written
+// (quantized_write.cuh). Where that does not fit, a first launch (Step::amax) finds the amaxes and
+// writes no y. A second one (Step::write) then uses them.
 #pragma once
 #include "float8.cuh"
 #include "row_scales.cuh"
@@ -99,7 +99,7 @@ struct QuantizeScales : AffineStore {
   }
 
  protected:
-  // Of a block of columns.
+  // What a block of columns is multiplied by.
   __device__ __forceinline__ Multiplier multiplier_of(unsigned amax_bits) const {
     if constexpr (scaling == Scaling::mx) {
       return multiplier_of_e8m0(e8m0_of(amax_bits, 1.0f / largest_finite));

@@ -56,7 +56,7 @@ struct Exchange {
   // expects: whether this thread announces the bytes of the next values, those of turn + 4.
   __device__ __forceinline__ void wait(unsigned turn, bool expects) const {
     bulk_wait(barriers + turn % num_buffers, turn / num_buffers);
-    // In time: no warp sends them before this thread has sent for turn + 2.
+    // This is early enough: no warp sends them before this thread has sent for turn + 2.
     if (expects) expect(turn % num_buffers);
   }
 

@@ -23,7 +23,7 @@ __device__ __forceinline__ void forward_ring(const Forward<Load, Store>& call, u
   constexpr bool has_rest = centered && statistics == Statistics::two_pass;
   using MomentExchange = Exchange<tile, has_rest ? 3 : 2>;
   using Results = KeptResults<Load, Store, tile>;
-  // To 8 bits: if y is kept in registers, none are left for num_cols and the parts.
+  // If y is kept in registers until its scales are known, none are left for num_cols and the parts.
   constexpr bool has_constant_cols = Results::has_scales && tile.exact;
   const int num_cols =
       has_constant_cols ? tile.cols() * tile.cluster_size : static_cast<int>(call.num_cols);

@@ -42,7 +42,7 @@ __device__ __forceinline__ PartMoments<Compute> part_moments(Part& part, int num
     deviations = warp_reduce<32>(deviations);
     if constexpr (!sums_rest)
       return {first, deviations.part[0], fma(-first, count, total) * reciprocal};
-    // Of equal values the sums of deviations are exact: the mean is then the value.
+    // The sums of deviations of equal values are exact, so their mean is that value.
     const Compute correction = divide(deviations.part[sums_rest], count, reciprocal);
     const Compute excess = deviations.part[sums_rest] * correction, mean = first + correction;
     return {mean, excess - excess == 0 ? deviations.part[0] - excess : deviations.part[0],
