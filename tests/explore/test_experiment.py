@@ -30,9 +30,9 @@ DIFF = f"""--- a/cuda_src/statistics/statistics.cuh
 +++ b/cuda_src/statistics/statistics.cuh
 @@ -99,3 +99,3 @@
  #pragma unroll
--      for (int at = 0; at < pack_size; ++at) {TWO_PASS}
-+      for (int at = 0; at < pack_size; ++at) centered_values[at] = -first + values[at];
-       const Compute squares = squares_of(centered_values);
+-    for (int at = 0; at < pack_size; ++at) {TWO_PASS}
++    for (int at = 0; at < pack_size; ++at) centered_values[at] = -first + values[at];
+     const Compute squares = squares_of(centered_values);
 """
 
 
