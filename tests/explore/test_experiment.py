@@ -72,7 +72,7 @@ def test_a_wrong_kernel_is_wrong():
     text = str(found)
     assert "WRONG" in text and "right (" in text and "OFF:" in text
     assert "OFF:" in found._repr_html_()
-    assert "+      for (int at = 0; at < pack_size; ++at) centered_values[at] = values[at];" in (
+    assert "+    for (int at = 0; at < pack_size; ++at) centered_values[at] = values[at];" in (
         found.diff
     )
 
