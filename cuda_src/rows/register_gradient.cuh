@@ -14,7 +14,6 @@ struct RegisterGradient {
   using Rows = GradientRows<LoadX, LoadDy, LoadWeight, StoreDx, gradients, centered, tile>;
   static constexpr bool in_bundle = Rows::in_bundle;
 
-  const typename Rows::Call& call;
   Rows rows;
   RegisterSums<Compute, gradients, tile> sums;
   Compute reciprocal;
@@ -22,7 +21,7 @@ struct RegisterGradient {
   // cols: of this block; first_row: of this thread.
   __device__ __forceinline__ RegisterGradient(const typename Rows::Call& call, Slice cols,
                                               long long first_row)
-      : call(call), rows(call, cols), reciprocal(Compute(1) / static_cast<Compute>(call.num_cols)) {
+      : rows(call, cols), reciprocal(Compute(1) / static_cast<Compute>(call.num_cols)) {
     if constexpr (Rows::fetch_ahead) rows.fetch(first_row);
   }
 
@@ -32,6 +31,7 @@ struct RegisterGradient {
   __device__ __forceinline__ void add_row(long long row, long long following, Reduce& reduce) {
     if constexpr (!Rows::fetch_ahead) rows.fetch(row);
     if constexpr (!in_bundle) rows.fetch_added(row);
+    const auto& call = rows.call;
     const bool present = row < call.num_rows;
     auto gradient = rows.gradient;
     Compute x_hats[tile.packs_per_thread][tile.pack_size];
@@ -100,6 +100,6 @@ struct RegisterGradient {
 
   // Writes the partial row `partial` of this block or cluster; smem: see RegisterSums.
   __device__ __forceinline__ void write_partials(long long partial, Compute* smem) {
-    sums.write(call, rows.cols, partial, smem);
+    sums.write(rows.call, rows.cols, partial, smem);
   }
 };
