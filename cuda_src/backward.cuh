@@ -9,9 +9,67 @@
 #include "functor_gradient.cuh"
 #include "load.cuh"
 #include "next_kernel.cuh"
-#include "recomputing_store.cuh"
 #include "reduce.cuh"
 #include "x_hat_load.cuh"
+
+// A product that is rounded, never fused with the next operation. dy * weight: so that a row of one
+// column gets exactly 0. The two means: so that dx has the same bits in all kernels.
+__device__ __forceinline__ float rounded_product(float left, float right) {
+  return __fmul_rn(left, right);
+}
+__device__ __forceinline__ double rounded_product(double left, double right) {
+  return __dmul_rn(left, right);
+}
+
+// The gradient of one row. normalized: the kernel loads x_hat, not x.
+template <class Compute, bool normalized = false>
+struct RowGradient {
+  Compute mean;
+  Compute rstd;
+  Compute mean_wdy;
+  Compute mean_wdy_x_hat;
+
+  template <bool centered>
+  __device__ __forceinline__ Compute x_hat(Compute x) const {
+    if constexpr (normalized) return x;
+    if constexpr (centered) return (x - mean) * rstd;
+    return x * rstd;
+  }
+
+  // Adds a pack to the row's sums of wdy * x_hat and of wdy.
+  template <bool centered, int pack_size>
+  __device__ __forceinline__ void add_to(Sum<Compute, 2>& sums, const Compute (&xs)[pack_size],
+                                         const Compute (&dys)[pack_size],
+                                         const Compute (&weights)[pack_size]) const {
+#pragma unroll
+    for (int at = 0; at < pack_size; ++at) {
+      const Compute wdy = rounded_product(dys[at], weights[at]);
+      sums.part[0] += wdy * x_hat<centered>(xs[at]);
+      if constexpr (centered) sums.part[1] += wdy;
+    }
+  }
+  // sums: of the whole row; reciprocal: of num_cols. Then dx can be computed.
+  __device__ __forceinline__ void finish(const Sum<Compute, 2>& sums, Compute reciprocal) {
+    mean_wdy_x_hat = rounded_product(sums.part[0], reciprocal);
+    mean_wdy = rounded_product(sums.part[1], reciprocal);
+  }
+
+  // The differences first, then the scale, so that a row of one column gets exactly 0.
+  template <bool centered>
+  __device__ __forceinline__ Compute dx(Compute x_hat, Compute wdy) const {
+    if constexpr (centered) return ((wdy - mean_wdy) - x_hat * mean_wdy_x_hat) * rstd;
+    return (wdy - x_hat * mean_wdy_x_hat) * rstd;
+  }
+  template <bool centered, int pack_size>
+  __device__ __forceinline__ void dx_of_pack(Compute (&dxs)[pack_size],
+                                             const Compute (&xs)[pack_size],
+                                             const Compute (&dys)[pack_size],
+                                             const Compute (&weights)[pack_size]) const {
+#pragma unroll
+    for (int at = 0; at < pack_size; ++at)
+      dxs[at] = dx<centered>(x_hat<centered>(xs[at]), rounded_product(dys[at], weights[at]));
+  }
+};
 
 template <class LoadX, class LoadDy, class LoadWeight, class StoreDx>
 struct Backward {
@@ -30,54 +88,31 @@ struct Backward {
   Compute* dx_sum_partials;
   long long num_rows;
   long long num_cols;
-};
 
-// A product that is rounded, never fused with the next operation. dy * weight: so that a row of one
-// column gets exactly 0. The two means: so that dx has the same bits in all kernels.
-__device__ __forceinline__ float rounded_product(float left, float right) {
-  return __fmul_rn(left, right);
-}
-__device__ __forceinline__ double rounded_product(double left, double right) {
-  return __dmul_rn(left, right);
-}
-
-// The gradient of one row. normalized: the kernel loads x_hat itself.
-template <class Compute, bool normalized = false>
-struct RowGradient {
-  Compute mean;
-  Compute rstd;
-  Compute mean_wdy;
-  Compute mean_wdy_x_hat;
-
+  // The gradient of a row, before its sums are known.
   template <bool centered>
-  __device__ __forceinline__ Compute x_hat(Compute x) const {
-    if constexpr (normalized) return x;
-    if constexpr (centered) return (x - mean) * rstd;
-    return x * rstd;
+  __device__ __forceinline__ RowGradient<Compute, LoadX::normalized> gradient_of(
+      long long row) const {
+    const bool has_mean = centered && !LoadX::normalized;
+    return {has_mean ? mean[row] : Compute(0), rstd[row], 0, 0};
   }
 
-  // sums: of wdy * x_hat and of wdy over the row; reciprocal: of num_cols
-  __device__ __forceinline__ void finish(const Sum<Compute, 2>& sums, Compute reciprocal) {
-    mean_wdy_x_hat = rounded_product(sums.part[0], reciprocal);
-    mean_wdy = rounded_product(sums.part[1], reciprocal);
+  // Writes a pack of dx, of a kernel that has not loaded what is added to it.
+  template <int pack_size>
+  __device__ __forceinline__ void store_dx(long long row, long long col,
+                                           const Compute (&dx)[pack_size]) const {
+    store.store(row, col, dx, store.template load_added<pack_size>(row, col), true);
   }
-
-  // The differences first, then the scale, so that a row of one column gets exactly 0.
-  template <bool centered>
-  __device__ __forceinline__ Compute dx(Compute x_hat, Compute wdy) const {
-    if constexpr (centered) return ((wdy - mean_wdy) - x_hat * mean_wdy_x_hat) * rstd;
-    return (wdy - x_hat * mean_wdy_x_hat) * rstd;
-  }
-};
-
-// Writes a pack of y again, for kernels that do not keep the bias.
-template <bool centered, int pack_size, class Call, class Gradient, class Compute>
-__device__ __forceinline__ void recompute(const Call& call, const Gradient& gradient, long long row,
-                                          long long col, const Compute (&xs)[pack_size],
-                                          const Compute (&weights)[pack_size]) {
-  Compute x_hats[pack_size], biases[pack_size];
+  // Writes a pack of y again, of which the gradient's row has the statistics.
+  template <bool centered, int pack_size, class Gradient>
+  __device__ __forceinline__ void recompute(const Gradient& gradient, long long row, long long col,
+                                            const Compute (&xs)[pack_size],
+                                            const Compute (&weights)[pack_size],
+                                            const Compute (&biases)[pack_size],
+                                            bool present = true) const {
+    Compute x_hats[pack_size];
 #pragma unroll
-  for (int at = 0; at < pack_size; ++at) x_hats[at] = gradient.template x_hat<centered>(xs[at]);
-  call.store.load_bias().load(col, biases);
-  call.store.recompute(row, col, x_hats, weights, biases);
-}
+    for (int at = 0; at < pack_size; ++at) x_hats[at] = gradient.template x_hat<centered>(xs[at]);
+    store.recompute(row, col, x_hats, weights, biases, present);
+  }
+};

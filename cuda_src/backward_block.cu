@@ -16,15 +16,13 @@ __global__ void __launch_bounds__(tile.block_size(), tile.blocks_per_sm)
   if constexpr (tile.path == Path::ring) {
     backward_ring<gradients, centered, tile>(call, dynamic_smem());
   } else {
-    RegisterGradient<LoadX, LoadDy, LoadWeight, StoreDx, gradients, centered, tile> gradient(
-        call, {0, static_cast<int>(call.num_cols)});
+    const Slice cols{0, static_cast<int>(call.num_cols)};
     BlockReduce<tile.threads_per_row, typename LoadX::Compute> reduce(dynamic_smem());
+    RegisterGradient<LoadX, LoadDy, LoadWeight, StoreDx, gradients, centered, tile> gradient(
+        call, cols, blockIdx.x);
 
-    long long row = blockIdx.x;
-    gradient.start(row);
-    for (; row < call.num_rows; row += gridDim.x) {
+    for (long long row = blockIdx.x; row < call.num_rows; row += gridDim.x)
       gradient.add_row(row, row + gridDim.x, reduce);
-    }
     gradient.write_partials(blockIdx.x, nullptr);
   }
 }

@@ -24,17 +24,16 @@ __global__ void __cluster_dims__(tile.hardware_cluster_size(), 1, 1)
     backward_ring<gradients, centered, tile>(call, dynamic_smem());
   } else if constexpr (tile.path == Path::registers) {
     using Compute = typename LoadX::Compute;
-    RegisterGradient<LoadX, LoadDy, LoadWeight, StoreDx, gradients, centered, tile> gradient(
-        call, slice<tile>(static_cast<int>(call.num_cols), cluster_rank()));
-    ClusterReduce<tile.threads_per_row, tile.cluster_size, Compute> reduce(dynamic_smem());
     const long long cluster = blockIdx.x / tile.cluster_size;
     const long long step = gridDim.x / tile.cluster_size;
+    const Slice cols = slice<tile>(static_cast<int>(call.num_cols), cluster_rank());
+    ClusterReduce<tile.threads_per_row, tile.cluster_size, Compute> reduce(dynamic_smem());
+    RegisterGradient<LoadX, LoadDy, LoadWeight, StoreDx, gradients, centered, tile> gradient(
+        call, cols, cluster);
 
-    gradient.start(cluster);
     cluster_sync();  // a block may write to its peers once they run
-    for (long long row = cluster; row < call.num_rows; row += step) {
+    for (long long row = cluster; row < call.num_rows; row += step)
       gradient.add_row(row, row + step, reduce);
-    }
     gradient.write_partials(cluster, nullptr);
   } else if constexpr (tile.path == Path::grid) {
     backward_grid<gradients, centered, tile>(call);

@@ -39,11 +39,11 @@ __global__ void __launch_bounds__(sums.block_size(), 1)
     backward_ring_row<centered, tile>(rows, dynamic_smem());
   } else {
     constexpr Gradients gradients{.dx = true, .dweight = false, .dbias = false};
-    RegisterGradient<LoadX, LoadDy, LoadWeight, StoreDx, gradients, centered, tile> gradient(
-        rows, {0, static_cast<int>(rows.num_cols)});
     const long long row = static_cast<long long>(blockIdx.x) * tile.rows_per_block +
                           threadIdx.x / tile.threads_per_row;
-    gradient.start(row);
+    const Slice cols{0, static_cast<int>(rows.num_cols)};
+    RegisterGradient<LoadX, LoadDy, LoadWeight, StoreDx, gradients, centered, tile> gradient(
+        rows, cols, row);
     if constexpr (tile.threads_per_row <= 32) {
       WarpReduce<tile.threads_per_row> reduce;
       gradient.add_row(row, row, reduce);

@@ -18,37 +18,28 @@ __global__ void __launch_bounds__(tile.block_size(), tile.blocks_per_sm)
   BlockReduce<tile.threads_per_row, Compute> reduce(dynamic_smem());
 
   for (long long row = blockIdx.x; row < call.num_rows; row += gridDim.x) {
-    RowGradient<Compute, LoadX::normalized> gradient{};
-    if constexpr (centered && !LoadX::normalized) gradient.mean = call.mean[row];
-    gradient.rstd = call.rstd[row];
+    auto gradient = call.template gradient_of<centered>(row);
     UncachedRow<LoadX, tile> x{call.load_x, row, call.num_cols};
 
     Sum<Compute, 2> sums{};
-    x.for_each_pack([&](long long col, const Compute(&values)[pack_size]) {
-      Compute dys[pack_size], weights[pack_size];
+    x.for_each_pack([&](long long col, const Compute(&xs)[pack_size]) {
+      Compute dys[pack_size], weights[pack_size], biases[pack_size];
       unpack(call.load_dy.template load<pack_size>(row, col), dys);
       call.load_weight.load(col, weights);
-      if constexpr (StoreDx::recomputes)
-        recompute<centered>(call, gradient, row, col, values, weights);
-#pragma unroll
-      for (int at = 0; at < pack_size; ++at) {
-        const Compute wdy = rounded_product(dys[at], weights[at]);
-        sums.part[0] += wdy * gradient.template x_hat<centered>(values[at]);
-        if constexpr (centered) sums.part[1] += wdy;
+      if constexpr (StoreDx::recomputes) {
+        call.store.load_bias().load(col, biases);
+        call.template recompute<centered>(gradient, row, col, xs, weights, biases);
       }
+      gradient.template add_to<centered>(sums, xs, dys, weights);
     });
     if constexpr (!gradients.dx) continue;
     gradient.finish(reduce.all(sums), Compute(1) / static_cast<Compute>(call.num_cols));
-    x.for_each_pack([&](long long col, const Compute(&values)[pack_size]) {
+    x.for_each_pack([&](long long col, const Compute(&xs)[pack_size]) {
       Compute dys[pack_size], weights[pack_size], dx[pack_size];
-      unpack(call.load_dy.template reload<pack_size>(row, col), dys);
+      unpack(reload<pack_size>(call.load_dy, row, col), dys);
       call.load_weight.load(col, weights);
-#pragma unroll
-      for (int at = 0; at < pack_size; ++at) {
-        dx[at] = gradient.template dx<centered>(gradient.template x_hat<centered>(values[at]),
-                                                rounded_product(dys[at], weights[at]));
-      }
-      call.store.store(row, col, dx);
+      gradient.template dx_of_pack<centered>(dx, xs, dys, weights);
+      call.store_dx(row, col, dx);
     });
   }
 }

@@ -18,17 +18,20 @@ __global__ void __launch_bounds__(tile.block_size(), tile.blocks_per_sm)
     return backward_bundle<gradients, centered, tile>(call);
   }
 
-  RegisterGradient<LoadX, LoadDy, LoadWeight, StoreDx, gradients, centered, tile> gradient(
-      call, {0, static_cast<int>(call.num_cols)});
-  WarpReduce<tile.threads_per_row> reduce;
   const long long step = static_cast<long long>(gridDim.x) * tile.rows_per_block;
-  const int group = threadIdx.x / tile.threads_per_row;
-
   long long first = static_cast<long long>(blockIdx.x) * tile.rows_per_block;
-  gradient.start(first + group);
-  for (; first < call.num_rows; first += step) {
+  const int group = threadIdx.x / tile.threads_per_row;
+  const Slice cols{0, static_cast<int>(call.num_cols)};
+  WarpReduce<tile.threads_per_row> reduce;  // sums over the lanes that share a row, by shuffles
+  // From the first row to the last a thread keeps its weights, and sums of dweight and dbias.
+  RegisterGradient<LoadX, LoadDy, LoadWeight, StoreDx, gradients, centered, tile> gradient(
+      call, cols, first + group);
+
+  // Writes dx of the row. Lanes beyond the last row, which a shuffle needs too, add and write
+  // nothing. The next row may be on its way meanwhile.
+  for (; first < call.num_rows; first += step)
     gradient.add_row(first + group, first + step + group, reduce);
-  }
+  // The block's sums of all its rows: one row of dweight_partials and of dbias_partials.
   auto* smem = reinterpret_cast<typename LoadX::Compute*>(dynamic_smem());
   gradient.write_partials(blockIdx.x, smem);
 }

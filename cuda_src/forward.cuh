@@ -6,7 +6,6 @@
 #include "early_parameters.cuh"
 #include "functor.cuh"
 #include "load.cuh"
-#include "no_store.cuh"
 #include "quantize_store.cuh"
 #include "quantized_write.cuh"
 #include "residual_load.cuh"
@@ -30,13 +29,12 @@ struct Forward {
   long long rows_of_first;
 
   // Returns what the thread carries from row to row: Nothing, unless y has 8 bits. The first block
-  // also brings weight and bias to the L2 cache while all blocks wait for their rows. For narrow
-  // rows that does not pay. On path grid it would take that block longer than its rows.
+  // also brings weight and bias to the L2 cache while all blocks wait for their rows. That does not
+  // pay for narrow rows, nor on path grid, where it would delay one block of a row.
   template <Tile tile>
   __device__ __forceinline__ auto start() const {
     constexpr bool is_narrow = tile.packs_per_thread > 0 && tile.cols() * tile.cluster_size < 512;
-    constexpr bool shares_out = tile.path == Path::grid;
-    if (!is_narrow && !tile.early && !shares_out && blockIdx.x == 0)
+    if (!is_narrow && !tile.early && tile.path != Path::grid && blockIdx.x == 0)
       store.prefetch_parameters(num_cols);
     if constexpr (Store::quantizes) {
       if (blockIdx.x == 0 && threadIdx.x == 0) store.save_scale();
@@ -47,59 +45,62 @@ struct Forward {
   }
 
   // Writes y, mean and rstd of one row.
-  //   saves     whether this thread is the one of those sharing the row that writes mean and rstd
-  //   carried   what `start` returned
-  //   present   false if the row lies beyond the last one: nothing is written
-  //   next      NextRow, to be fetched meanwhile, or NoNextRow
-  //   early     EarlyParameters, or LateParameters
-  template <bool centered, class Row, class Reduce, class Carried, class Next = NoNextRow,
-            class Early = LateParameters>
+  //   saves        whether this thread is the one of those sharing the row that writes mean and
+  //   rstd carried      what `start` returned present      false if the row lies beyond the last
+  //   one: nothing is written parameters   EarlyParameters, or LateParameters next         NextRow,
+  //   to be fetched meanwhile, or NoNextRow
+  template <bool centered, class Row, class Reduce, class Carried,
+            class Parameters = LateParameters, class Next = NoNextRow>
   __device__ __forceinline__ void write(long long row, Row& values_of_row,
-                                        const RowStatistics<Compute>& statistics, Reduce& reduce,
+                                        const RowStatistics<Compute>& mean_rstd, Reduce& reduce,
                                         bool saves, Carried& carried, bool present = true,
-                                        const Next& next = {}, const Early& early = {}) const {
-    save(row, statistics, saves && present);
+                                        const Parameters& parameters = {},
+                                        const Next& next = {}) const {
+    save(row, mean_rstd, saves && present);
     if constexpr (Store::quantizes) {
-      write_quantized<centered>(store, row, values_of_row, statistics, reduce, saves && present,
+      write_quantized<centered>(store, row, values_of_row, mean_rstd, reduce, saves && present,
                                 carried, present, next);
     } else if (present) {
       values_of_row.for_each_pack_with(
-          early.loads_for(values_of_row, store),
+          parameters.loads_for(values_of_row, store),
           [&](long long col, const auto& values, bool in_row, const auto& kept) {
             Compute normalized[Row::pack_size];
-            statistics.template normalize<centered>(values, normalized);
-            if constexpr (has_functor<Store>) {
-              store_functor<centered>(row, col, normalized, kept, in_row, statistics);
-            } else {
-              store.store(row, col, normalized, kept, in_row);
-            }
+            mean_rstd.template normalize<centered>(values, normalized);
+            write_pack<centered>(row, col, normalized, kept, in_row, mean_rstd, carried);
           });
     }
   }
 
-  // Writes a pack of f(y), where the store has a user's functor, which may read other columns.
-  template <bool centered, int pack_size, class Kept>
-  __device__ __forceinline__ void store_functor(long long row, long long col,
-                                                const Compute (&normalized)[pack_size],
-                                                const Kept& kept, bool present,
-                                                const RowStatistics<Compute>& statistics) const {
-    Compute y_values[pack_size];
-    store.affine(normalized, kept, y_values);
-    store.finish(row, col, store.y + row * store.y_stride + col, y_values,
-                 other_y<centered>(row, statistics), present);
+  // Writes a pack of y, or of f(y) if the store has a user's functor, which may read other columns.
+  template <bool centered, int pack_size, class Kept, class Carried>
+  __device__ __forceinline__ void write_pack(long long row, long long col,
+                                             const Compute (&normalized)[pack_size],
+                                             const Kept& kept, bool present,
+                                             const RowStatistics<Compute>& mean_rstd,
+                                             Carried& carried) const {
+    if constexpr (Store::quantizes) {
+      store.store(row, col, normalized, kept, present, carried);
+    } else if constexpr (has_functor<Store>) {
+      Compute y_values[pack_size];
+      store.affine(normalized, kept, y_values);
+      store.finish(row, col, store.y + row * store.y_stride + col, y_values,
+                   other_y<centered>(row, mean_rstd), present);
+    } else {
+      store.store(row, col, normalized, kept, present);
+    }
   }
   template <bool centered>
   __device__ __forceinline__ auto other_y(long long row,
-                                          const RowStatistics<Compute>& statistics) const {
-    return OtherY<centered, Load, Store, RowStatistics<Compute>>{load, store, statistics, row};
+                                          const RowStatistics<Compute>& mean_rstd) const {
+    return OtherY<centered, Load, Store, RowStatistics<Compute>>{load, store, mean_rstd, row};
   }
 
   // Writes mean and rstd of one row, if `saves`.
-  __device__ __forceinline__ void save(long long row, const RowStatistics<Compute>& statistics,
+  __device__ __forceinline__ void save(long long row, const RowStatistics<Compute>& mean_rstd,
                                        bool saves) const {
     if (!saves) return;
-    if (mean != nullptr) mean[row] = statistics.mean;
-    if (rstd != nullptr) rstd[row] = statistics.rstd;
+    if (mean != nullptr) mean[row] = mean_rstd.mean;
+    if (rstd != nullptr) rstd[row] = mean_rstd.rstd;
   }
 
   template <class Carried>

@@ -8,7 +8,6 @@
 // needs: num_cols and all row strides multiples of pack_size, addresses aligned to a pack
 #include "forward.cuh"
 #include "forward_ring.cuh"
-#include "next_row.cuh"
 #include "smem_row.cuh"
 #include "staged_row.cuh"
 
@@ -50,17 +49,17 @@ __global__ void __launch_bounds__(tile.block_size(), tile.blocks_per_sm)
       values.fetch(call.load, row, cols);
       for (unsigned left = turns.count; left > 0; --left) {
         const auto mean_rstd = statistics_of_row();
-        const NextRow<Load, tile> next(call.load, values, row + turns.step, call.num_rows);
+        const NextRow next{call.load, values, min(row + turns.step, call.num_rows - 1)};
         call.template write<centered>(row, values, mean_rstd, reduce, threadIdx.x == 0, carried,
-                                      true, next);
+                                      true, LateParameters{}, next);
         row += turns.step;
       }
     } else {
       for (long long row = blockIdx.x; row < call.num_rows; row += gridDim.x) {
         values.fetch(call.load, row, cols);
-        const auto early = early_parameters<tile>(values, call.store);
+        const auto parameters = row_parameters<tile>(values, call.store);
         call.template write<centered>(row, values, statistics_of_row(), reduce, threadIdx.x == 0,
-                                      carried, true, NoNextRow{}, early);
+                                      carried, true, parameters);
       }
     }
   }

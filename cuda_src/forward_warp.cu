@@ -29,16 +29,17 @@ __global__ void __launch_bounds__(tile.block_size(), tile.blocks_per_sm)
     // A shuffle needs all lanes of its warp. Lanes beyond the last row load that row again and
     // write nothing.
     const bool present = row < call.num_rows;
+    // Starts the loads of the row; if tile.early, also those of weight and bias.
     RegisterRow<Load, tile> values;
     values.fetch(call.load, present ? row : call.num_rows - 1, cols);
-    const auto early = early_parameters<tile>(values, call.store);
+    const auto parameters = row_parameters<tile>(values, call.store);
     // From here on x is in registers. Every lane gets mean and rstd of its row.
     const auto mean_rstd =
         row_statistics<centered, statistics, Compute>(values, reduce, call.num_cols, call.eps);
     // Applies weight and bias, writes y. The first lane of the row also writes mean and rstd.
     const bool is_first_lane = threadIdx.x % tile.threads_per_row == 0;
     call.template write<centered>(row, values, mean_rstd, reduce, is_first_lane, carried, present,
-                                  NoNextRow{}, early);
+                                  parameters);
   }
   call.finish(carried);
 }

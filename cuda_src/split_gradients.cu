@@ -17,7 +17,7 @@ struct SplitGradients {
   Load<X> x;
   Load<Dy> dy;
   LoadWeight load_weight;
-  Store<X, void, void, false> dx;
+  DxStore<X, void> dx;
   SavedStatistics<Compute, centered> saved;
   const Compute* sums;        // over all ranks, else as in split_sums.cu
   Compute* dweight_partials;  // [slabs, num_cols]
@@ -84,7 +84,7 @@ __global__ void __launch_bounds__(tile.block_size(), tile.blocks_per_sm)
           dx[element] =
               gradient.template dx<centered>(x_hat, rounded_product(value, weights[element]));
         }
-        if constexpr (gradients.dx) call.dx.store(own, col, dx);
+        if constexpr (gradients.dx) call.dx.store(own, col, dx, {}, true);
       }
     }
   }

@@ -25,7 +25,7 @@ __device__ __forceinline__ void backward_bundles(
   auto in_smem = call;  // the same for the rows of one bundle
   in_smem.load_x.x_stride = in_smem.load_dy.x_stride = in_smem.store.written_stride() = num_cols;
   RegisterGradient<LoadX, LoadDy, LoadWeight, StoreDx, gradients, centered, tile> gradient(
-      in_smem, {0, num_cols});
+      in_smem, {0, num_cols}, 0);
   WarpReduce<tile.threads_per_row> reduce;
   const auto work_on = [&](const unsigned char* slot, int part, long long first_row, int num_rows,
                            int num_turns) {

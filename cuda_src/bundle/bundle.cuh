@@ -2,10 +2,10 @@
 //
 // The copy engine and wide stores need addresses that are multiples of 16 bytes; rows of odd widths
 // have others. But consecutive rows without gaps are one piece of memory, a bundle: only its ends
-// share 16 bytes with other rows. The image of a bundle in shared memory has the bundle's own
-// offset within 16 bytes. A warp reads rows from the image, its results overwrite them, and whole
-// 16-byte units go back (result_image.cuh). Rows of 16-bit elements whose width fits no tile of
-// registers well gain too: whole lines move.
+// share 16 bytes with other rows. A warp copies a bundle to shared memory. This image begins at the
+// same offset within 16 bytes as the bundle. The warp reads rows from the image, writes its results
+// over them, and whole units of 16 bytes go back to memory (result_image.cuh). Rows of 16-bit
+// elements that fill no tile of registers well gain too, because whole lines move.
 #pragma once
 #include "bundle_stream.cuh"
 
@@ -45,13 +45,13 @@ struct Bundles {
   }
 
   // f(slot, part, first_row, num_rows, num_turns) for each bundle of this warp, once it has
-  // arrived. The part of this lane has num_rows rows, on which the warp works in num_turns turns.
-  // The lanes of a part without rows read those of the first part. `bundle` is its first row.
+  // arrived. This lane's part has num_rows rows from first_row on, and the warp works on its rows
+  // in num_turns turns. The lanes of a part without rows read those of the first part.
   template <class F>
   __device__ __forceinline__ void for_each(F f, const BundleStream<tile, T>&... streams) const {
     int slot = 0;
     unsigned round = 0;
-    for (long long bundle = first; bundle < num_rows; bundle += step) {
+    for (long long bundle = first; bundle < num_rows; bundle += step) {  // its first row
       bulk_wait(barriers + slot, round);
       const int rows = rows_of(bundle, Parts::own()), part = rows > 0 ? Parts::own() : 0;
       const int turns = (rows_of(bundle, 0) + Parts::rows_at_once - 1) / Parts::rows_at_once;

@@ -27,7 +27,7 @@ struct BundleParts {
 template <Tile tile, class T>
 struct BundleStream {
   using Parts = BundleParts<tile>;
-  using Offset = RingOffset<Tile{.pack_size = 1, .threads_per_row = 32}, T>;
+  using Part = RingPart<Tile{.pack_size = 1, .threads_per_row = 32}, T>;  // of single elements
 
   const T* start;  // null: absent
   int num_cols;
@@ -49,13 +49,12 @@ struct BundleStream {
   }
   __device__ __forceinline__ unsigned fetched_bytes(long long first_row, int num_rows) const {
     if (start == nullptr) return 0;
-    return Offset::fetched_bytes(start + first_row * num_cols, num_rows * num_cols);
+    return Part::fetched_bytes(start + first_row * num_cols, num_rows * num_cols);
   }
   __device__ __forceinline__ void fetch(unsigned char* images, int part, long long first_row,
                                         int num_rows, unsigned long long* barrier) const {
     if (start == nullptr) return;
-    bulk_copy(images + part * image_bytes() + 16,
-              Offset::fetched_from(start + first_row * num_cols),
+    bulk_copy(images + part * image_bytes() + 16, Part::fetched_from(start + first_row * num_cols),
               fetched_bytes(first_row, num_rows), barrier);
   }
 };

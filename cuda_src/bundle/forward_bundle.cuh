@@ -17,36 +17,34 @@ __device__ __forceinline__ void forward_bundles(const Forward<Load, Store>& call
   using Compute = typename Load::Compute;
   using X = typename Load::Held;
   using Parts = BundleParts<tile>;
-  constexpr bool has_sum = sizeof...(Streamed) == 2;
   constexpr int num_streams = sizeof...(Streamed);
+  constexpr bool has_sum = num_streams == 2;  // of x and a residual
   constexpr int pack_size = tile.pack_size;
   const int num_cols = static_cast<int>(call.num_cols);
   const BundleStream<tile, X> all_streams[] = {streams...};
   const Bundles<tile, Streamed...> bundles(smem, call.num_rows, streams...);
   WarpReduce<tile.threads_per_row> reduce;
 
-  // Weights and biases are kept from the first row to the last, two packs together.
   const auto col_of = [&](int pack) {
     const bool in_row = pack < tile.packs_per_thread && register_pack_in_row<tile>(pack, num_cols);
     return in_row ? register_col<tile>(pack) : 0;
   };
-  typename Store::template Kept<2 * pack_size> kept[(tile.packs_per_thread + 1) / 2];
-#pragma unroll
-  for (int pack = 0; pack < tile.packs_per_thread; pack += 2) {
-    kept[pack / 2] = call.store.template keep_two<pack_size>(col_of(pack), col_of(pack + 1));
-  }
+  typename Store::template WeightPairs<pack_size, tile.packs_per_thread> kept_weights;
+  typename Store::template BiasPairs<pack_size, tile.packs_per_thread> kept_biases;
+  kept_weights.load(call.store.weight, col_of);
+  kept_biases.load(call.store.bias, col_of);
 
+  // Rows of one part: from their image, and results over it. Arguments: those of Bundles::for_each.
   const auto work_on = [&](const unsigned char* slot, int part, long long first_row, int num_rows,
                            int num_turns) {
     const X* rows[num_streams];
 #pragma unroll
-    for (int at = 0; at < num_streams; ++at) {
+    for (int at = 0; at < num_streams; ++at)
       rows[at] = all_streams[at].in(slot + at * all_streams[at].slot_bytes(), part, first_row);
-    }
-    Store store = call.store;
+    Store store = call.store;  // writes to the image
     auto* const y = store.written() + first_row * num_cols;
     auto* const results = result_image(reinterpret_cast<decltype(y)>(const_cast<X*>(rows[0])), y);
-    X *sum = nullptr, *sums = nullptr;  // they overwrite the residual's image
+    X *sum = nullptr, *sums = nullptr;  // the sums overwrite the residual's image
     if constexpr (has_sum) {
       sum = call.load.sum + first_row * num_cols;
       sums = result_image(rows[1], sum);
@@ -70,30 +68,21 @@ __device__ __forceinline__ void forward_bundles(const Forward<Load, Store>& call
       if constexpr (has_sum) values.store_own(sums + own, present);
 #pragma unroll
       for (int pack = 0; pack < tile.packs_per_thread; ++pack) {
-        if (pack % 2 == 0) kept[pack / 2].forget_unpacked();
-        auto of_two = kept[pack / 2];
-        of_two.unpack_after(__float_as_uint(mean_rstd.rstd) >> 31);  // 0: rstd has no sign
-        Compute two_weights[2 * pack_size], two_biases[2 * pack_size];
-        of_two.weight.unpack_to(two_weights, 1.0f);
-        of_two.bias.unpack_to(two_biases, 0.0f);
         Compute xs[pack_size], normalized[pack_size], weights[pack_size], biases[pack_size];
+        const unsigned int zero = __float_as_uint(mean_rstd.rstd) >> 31;  // rstd has no sign
+        kept_weights.unpack(pack, weights, 1.0f, true, zero);
+        kept_biases.unpack(pack, biases, 0.0f, true, zero);
         unpack(values.packs[pack], xs);
         mean_rstd.template normalize<centered>(xs, normalized);
-#pragma unroll
-        for (int at = 0; at < pack_size; ++at) {
-          weights[at] = two_weights[pack % 2 * pack_size + at];
-          biases[at] = two_biases[pack % 2 * pack_size + at];
-        }
         const int own_col = pack * tile.threads_per_row * pack_size;
+        const bool is_written = present && register_pack_in_row<tile>(pack, num_cols);
         if constexpr (has_functor<Store>) {
           Compute y_values[pack_size];
           store.affine(normalized, weights, biases, y_values);
           store.finish(first_row + row, col_of(pack), store.y + own_col, y_values,
-                       call.template other_y<centered>(first_row + row, mean_rstd),
-                       present && register_pack_in_row<tile>(pack, num_cols));
+                       call.template other_y<centered>(first_row + row, mean_rstd), is_written);
         } else {
-          store.store(0, own_col, normalized, weights, biases,
-                      present && register_pack_in_row<tile>(pack, num_cols));
+          store.store(0, own_col, normalized, weights, biases, is_written);
         }
       }
     }

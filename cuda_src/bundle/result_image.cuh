@@ -2,8 +2,8 @@
 #pragma once
 #include "pack.cuh"
 
-// Where results for `to` go in the image of `from`: at the offset of `to` within 16 bytes, and not
-// behind `from`. So a result never overwrites a row that is still to be read.
+// Where results for `to` go in the image of `from`: at the same offset within 16 bytes as `to`, and
+// not behind `from`. So a result never overwrites a row that is still to be read.
 template <class T>
 __device__ __forceinline__ T* result_image(const T* from, const T* to) {
   const unsigned long long from_offset = reinterpret_cast<unsigned long long>(from) % 16;

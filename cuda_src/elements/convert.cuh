@@ -1,6 +1,7 @@
 // convert.cuh -- packs in the compute type, and back
 //
 // unpack / repack    convert to the compute type, and back with one rounding, to nearest even
+// load_element       one element in the compute type
 #pragma once
 #include "pack.cuh"
 
@@ -48,6 +49,13 @@ __device__ __forceinline__ void unpack(const Pack<From, size>& pack, To (&values
           reinterpret_bits<double>(make_uint2(pack.word[2 * at], pack.word[2 * at + 1])));
     }
   }
+}
+
+template <class To, class T>
+__device__ __forceinline__ To load_element(const T* address) {
+  To value[1];
+  unpack(load_pack<1>(address), value);
+  return value[0];
 }
 
 template <class To, int size, class From>

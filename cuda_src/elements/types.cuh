@@ -39,6 +39,7 @@ struct Otherwise<void, B> {
 // Stands for a value that an instance does not need.
 struct Nothing {};
 
+// A if `first`, else B.
 template <bool first, class A, class B>
 struct Either {
   using type = A;

@@ -1,15 +1,17 @@
 // quantize_scales.cuh -- fp8: the scales of what is written in 8 bits
 //
-// Where scales belong to parts of the row, they are found before any of the row is written
-// (quantized_write.cuh), or by a first launch of Step::amax, which writes no y. One of Step::write
-// then has its amaxes.
+// Scales of a row, or of parts of it, are found before any of the row is written
+// (quantized_write.cuh). Where that does not fit, a first launch (Step::amax) finds the amaxes and
+// writes no y. A second one (Step::write) then uses them.
 #pragma once
 #include "float8.cuh"
 #include "row_scales.cuh"
+#include "store.cuh"
 
 // What QuantizeStore (quantize_store.cuh) has in memory, and how it finds and writes scales.
-template <class Y, class Weight, class Bias, Scaling scaling, Step step>
-struct QuantizeScales {
+// AffineStore: a Store, which keeps and applies weight and bias.
+template <class AffineStore, Scaling scaling, Step step>
+struct QuantizeScales : AffineStore {
   static constexpr bool quantizes = true;
   static constexpr bool is_mx = scaling == Scaling::mx;
   static constexpr bool has_blocks = scaling == Scaling::block || is_mx;
@@ -18,12 +20,8 @@ struct QuantizeScales {
       scaling == Scaling::row || (has_blocks && step == Step::all);
   static constexpr bool raises = (scaling == Scaling::given && step == Step::all) ||
                                  (scaling == Scaling::tensor && step == Step::amax);
-  static constexpr float largest_finite = FormatOf<Y>::largest;
+  static constexpr float largest_finite = FormatOf<typename AffineStore::Written>::largest;
 
-  Y* y;
-  long long y_stride;
-  const Weight* weight;
-  const Bias* bias;
   const float* scale;  // given: one, or null
   void* scale_inv;     // float (mx: unsigned char): one, or [num_rows, parts]
   // Bits of floats. given: one, raised to the largest |y|. Else: those that a first launch finds.
@@ -101,7 +99,7 @@ struct QuantizeScales {
   }
 
  protected:
-  // Of a block of columns.
+  // What a block of columns is multiplied by.
   __device__ __forceinline__ Multiplier multiplier_of(unsigned amax_bits) const {
     if constexpr (scaling == Scaling::mx) {
       return multiplier_of_e8m0(e8m0_of(amax_bits, 1.0f / largest_finite));

@@ -1,7 +1,6 @@
 // quantize_store.cuh -- fp8: the store that writes 8-bit floats and their scales
 #pragma once
 #include "quantize_scales.cuh"
-#include "store.cuh"
 
 template <class T>
 constexpr int bytes_of = sizeof(T);
@@ -11,38 +10,19 @@ constexpr int bytes_of<void> = 0;
 // y = saturate((x_hat * weight + bias) * scale).
 template <class Y, class Weight, class Bias, bool zero_centered, class Rounded, Scaling scaling,
           Step step>
-struct QuantizeStore : QuantizeScales<Y, Weight, Bias, scaling, step> {
-  using Base = QuantizeScales<Y, Weight, Bias, scaling, step>;
-  using Base::amax, Base::bias, Base::has_blocks, Base::multiplier_of, Base::parts, Base::raises,
-      Base::save_scale_of, Base::weight, Base::y, Base::y_stride;
+struct QuantizeStore
+    : QuantizeScales<Store<Y, Weight, Bias, zero_centered, Rounded>, scaling, step> {
+  using Base = QuantizeScales<Store<Y, Weight, Bias, zero_centered, Rounded>, scaling, step>;
+  using Base::affine, Base::amax, Base::has_blocks, Base::multiplier_of, Base::parts, Base::raises,
+      Base::save_scale_of, Base::y, Base::y_stride;
   using typename Base::Carried;
   static constexpr bool has_wide_parameters = bytes_of<Weight> > 2 || bytes_of<Bias> > 2;
-
-  template <int pack_size>
-  using Kept = typename Store<Y, Weight, Bias, zero_centered, Rounded>::template Kept<pack_size>;
-
-  template <int pack_size>
-  __device__ __forceinline__ Kept<pack_size> keep(long long col) const {
-    return {{weight, col}, {bias, col}};
-  }
-  __device__ __forceinline__ void prefetch_parameters(long long num_cols) const {
-    prefetch(weight, num_cols);
-    prefetch(bias, num_cols);
-  }
-
-  // y in the compute type, before it is scaled.
-  template <int pack_size, class Compute>
-  __device__ __forceinline__ void affine(const Compute (&values)[pack_size],
-                                         const Kept<pack_size>& kept,
-                                         Compute (&y_values)[pack_size]) const {
-    Store<Y, Weight, Bias, zero_centered, Rounded>::affine(values, kept, y_values);
-  }
 
   template <int pack_size, class Compute>
   __device__ __forceinline__ void store(long long row, long long col,
                                         const Compute (&values)[pack_size],
-                                        const Kept<pack_size>& kept, bool present,
-                                        Carried& carried) const {
+                                        const typename Base::template Kept<pack_size>& kept,
+                                        bool present, Carried& carried) const {
     static_assert(!has_blocks || step != Step::all,
                   "scales of blocks are found before any of a row is written");
     Compute y_values[pack_size];

@@ -5,9 +5,19 @@
 // scales, then to write. `store` is a QuantizeStore.
 #pragma once
 #include "amax.cuh"
+#include "early_parameters.cuh"
 #include "mean_rstd.cuh"
 
-// What NextRow (next_row.cuh) is where no next row is fetched.
+// fetch() loads the next row of a thread into the same registers while the results of the present
+// one are written. After the last row it is the last row again: a condition would take registers.
+template <class Load, class Row>
+struct NextRow {
+  const Load& load;
+  Row& values;
+  long long row;
+
+  __device__ __forceinline__ void fetch() const { values.fetch(load, row, values.cols); }
+};
 struct NoNextRow {
   __device__ __forceinline__ void fetch() const {}
 };
@@ -34,9 +44,9 @@ constexpr bool fetches_ahead = [] {
 template <bool centered, class Store, class Row, class Compute, class F>
 __device__ __forceinline__ void for_each_result(const Store& store, Row& values_of_row,
                                                 const RowStatistics<Compute>& statistics, F f) {
-  const auto keep = [&](long long col) { return store.template keep<Row::pack_size>(col); };
   values_of_row.for_each_pack_with(
-      keep, [&](long long col, const auto& values, bool in_row, const auto& kept) {
+      LateParameters{}.loads_for(values_of_row, store),
+      [&](long long col, const auto& values, bool in_row, const auto& kept) {
         Compute normalized[Row::pack_size], y_values[Row::pack_size];
         statistics.template normalize<centered>(values, normalized);
         store.affine(normalized, kept, y_values);
@@ -85,9 +95,9 @@ __device__ __forceinline__ void write_quantized(const Store& store, long long ro
                                 });
       carried.factor = store.scale_of_row(row, reduce.all(largest).bits(), saves);
     }
-    const auto keep = [&](long long col) { return store.template keep<Row::pack_size>(col); };
     values_of_row.for_each_pack_with(
-        keep, [&](long long col, const auto& values, bool in_row, const auto& kept) {
+        LateParameters{}.loads_for(values_of_row, store),
+        [&](long long col, const auto& values, bool in_row, const auto& kept) {
           Compute normalized[Row::pack_size];
           statistics.template normalize<centered>(values, normalized);
           store.store(row, col, normalized, kept, in_row && present, carried);

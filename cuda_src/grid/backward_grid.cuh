@@ -44,8 +44,7 @@ struct BackwardGrid {
         weights(call.load_weight, cols, dynamic_smem() + used_bytes),
         next_summed(gradient_of(0)) {}
   __device__ __forceinline__ RowGradient<float> gradient_of(long long turn) const {
-    const long long row = min(Shape::row(turn), call.num_rows - 1);
-    return {centered ? call.mean[row] : 0, call.rstd[row], 0, 0};
+    return call.template gradient_of<centered>(min(Shape::row(turn), call.num_rows - 1));
   }
   __device__ __forceinline__ void start() { weights.load_all(); }
   template <bool again>
@@ -101,7 +100,7 @@ struct BackwardGrid {
 #pragma unroll
       for (int at = 0; at < pack_size; ++at)
         dx[at] = written.template dx<centered>(x_hats[at], wdys[at]);
-      call.store.store(Shape::row(turn), cols.first_col + Shape::col(pack), dx);
+      call.store_dx(Shape::row(turn), cols.first_col + Shape::col(pack), dx);
       sums.add(pack, x_hats, dys);
     });
   }

@@ -5,20 +5,17 @@
 #pragma once
 #include "grid_shape.cuh"
 
-// Those of a thread's first packs are in registers, of others in shared memory as far as it goes.
-// Any others are loaded for each row. Source: a Store or a LoadParameter.
+// Parameters of a thread's first packs are in registers, of the next packs in shared memory as far
+// as there is room. Those of the last packs are loaded again for each row. Source: a Store or a
+// LoadParameter.
 template <class Source, Tile tile, int registers, int smem_bytes>
 struct GridKept {
   using Shape = GridShape<tile>;
   using Kept = typename Source::template Kept<tile.pack_size>;
-  static constexpr int most(int packs, int limit) {
-    return packs < 0 ? 0 : packs < limit ? packs : limit;
-  }
-  static constexpr int in_registers =
-      most(registers * 4 / static_cast<int>(sizeof(Kept)), Shape::num_packs);
-  static constexpr int in_smem =
-      most(smem_bytes / (Shape::num_workers * static_cast<int>(sizeof(Kept))),
-           Shape::num_packs - in_registers);
+  static constexpr int kept_bytes = sizeof(Kept);
+  static constexpr int in_registers = Shape::clamp(registers * 4 / kept_bytes, 0, Shape::num_packs);
+  static constexpr int in_smem = Shape::clamp(smem_bytes / (Shape::num_workers * kept_bytes), 0,
+                                              Shape::num_packs - in_registers);
 
   const Source& source;
   Slice cols;
@@ -30,7 +27,7 @@ struct GridKept {
   __device__ __forceinline__ void load_all() {
 #pragma unroll
     for (int pack = 0; pack < in_registers + in_smem; ++pack) {
-      if (!Shape::present(pack, cols)) continue;
+      if (!Shape::in_slice(pack, cols)) continue;
       if (pack < in_registers) {
         kept[pack] = load(pack);
       } else {
@@ -38,7 +35,7 @@ struct GridKept {
       }
     }
   }
-  // The compiler knows the number of the pack.
+  // The number of the pack is a constant of an unrolled loop: one of these three remains.
   __device__ __forceinline__ Kept of(int pack) {
     if (pack < in_registers) {
       kept[pack].forget_unpacked();

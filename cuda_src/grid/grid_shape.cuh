@@ -1,9 +1,10 @@
 // grid_shape.cuh -- which rows, columns, registers and shared memory a block of path `grid` has
 //
-// cluster_size blocks share a row: a group. All groups of the launch are resident at once, and each
-// takes every num_groups-th row. A block's first warps work; the others exchange sums
-// (grid_exchange.cuh). Worker t has the packs t, t + num_workers, ... of the block's slice of each
-// row. They travel through `stages` slots of shared memory (grid_turns.cuh).
+// A group of cluster_size blocks shares a row, and each group takes every num_groups-th row. All
+// blocks of the launch are resident at once. A block has a slice of each row. The threads of its
+// first warps are workers: worker t has packs t, t + num_workers, ... of the slice. They travel
+// through `stages` slots of shared memory (grid_turns.cuh). The other warps exchange sums
+// (grid_exchange.cuh).
 #pragma once
 #include "memory.cuh"
 #include "slice.cuh"
@@ -21,23 +22,23 @@ struct GridShape {
   static constexpr int packs_at_once = num_warps <= 8 ? 2 : 1;
   static constexpr int num_steps = num_packs / packs_at_once;  // of a row
 
-  // A worker writes packs `lag` steps after it has summed them. Meanwhile the sums of their row
-  // travel between the blocks. The packs of the next in_flight steps are on their way to shared
-  // memory. Packs stay until they are written, in lag + 1 + in_flight slots. If there are too few,
-  // they leave after their sums and come again, from the L2 cache (rereads).
-  static constexpr bool rereads = tile.stages < num_steps + 2;
+  // A worker writes packs `lag` steps after it has summed them: the sums of their row must travel
+  // between the blocks first. The packs of the next in_flight steps are on their way to shared
+  // memory. So packs that stay until they are written take lag + 1 + in_flight slots. If there are
+  // fewer, the packs are dropped once they are summed, and copied a second time from the L2 cache.
+  static constexpr bool copies_twice = tile.stages < num_steps + 2;
   static constexpr int most_lag = 6 * num_steps;  // six turns
   static constexpr int clamp(int value, int least, int most) {
     return value < least ? least : value > most ? most : value;
   }
-  // The lag if a quarter of the slots is in flight, or an eighth. Sums have three turns, as far as
-  // a lag between these two allows.
+  // The lag if a quarter of the slots is in flight, and if an eighth is. Between these two it is
+  // three turns.
   static constexpr int lag_of_quarter = tile.stages - 1 - clamp(tile.stages / 4, 1, 64);
   static constexpr int lag_of_eighth = tile.stages - 1 - clamp(tile.stages / 8, 1, 64);
   static constexpr int wanted_lag = clamp(3 * num_steps, lag_of_quarter, lag_of_eighth);
   static constexpr int lag =
-      rereads ? num_steps + (num_steps + 3) / 4 : clamp(wanted_lag, num_steps, most_lag);
-  static constexpr int in_flight = rereads ? tile.stages / 2 - 1 : tile.stages - 1 - lag;
+      copies_twice ? num_steps + (num_steps + 3) / 4 : clamp(wanted_lag, num_steps, most_lag);
+  static constexpr int in_flight = copies_twice ? tile.stages / 2 - 1 : tile.stages - 1 - lag;
   static constexpr int turns_behind = (lag + num_steps - 1) / num_steps;
   static constexpr int turns_ahead = (in_flight + num_steps - 1) / num_steps;
   static_assert(in_flight > 0 && num_packs % packs_at_once == 0);
@@ -47,17 +48,18 @@ struct GridShape {
       512 / ((tile.block_size() + 127) / 128) / 8 * 8 - (packs_at_once == 2 ? 96 : 80);
   static constexpr int smem_bytes = 227 * 1024;
 
-  // Where the step `distance` steps after step `step` of a turn is: its turn, its number in that.
-  template <int distance>
-  static constexpr int back = distance < 0 ? (num_steps - 1 - distance) / num_steps : 0;
-  template <int distance>
-  __device__ __forceinline__ static long long turn_at(long long turn, int step) {
-    return turn - back<distance> + (step + distance + back<distance> * num_steps) / num_steps;
-  }
-  template <int distance>
-  __device__ __forceinline__ static int step_at(int step) {
-    return (step + distance + back<distance> * num_steps) % num_steps;
-  }
+  // Step `step` of a turn.
+  struct Step {
+    long long turn;
+    int step;
+
+    // The step `distance` steps later; earlier, if that is negative.
+    __device__ __forceinline__ Step later(int distance) const {
+      const int turns_back = distance < 0 ? (num_steps - 1 - distance) / num_steps : 0;
+      const int from = step + distance + turns_back * num_steps;
+      return {turn - turns_back + from / num_steps, from % num_steps};
+    }
+  };
 
   __device__ __forceinline__ static bool works() { return threadIdx.x < num_workers; }
   __device__ __forceinline__ static unsigned rank() { return blockIdx.x % num_blocks; }
@@ -72,23 +74,23 @@ struct GridShape {
   __device__ __forceinline__ static Slice cols(long long num_cols) {
     return slice<tile>(static_cast<int>(num_cols), rank());
   }
-  // A column of the slice: where a pack of this thread begins.
+  // Where a pack of this thread begins in the slice.
   __device__ __forceinline__ static int col(int pack) {
     return pack * step + static_cast<int>(threadIdx.x) * tile.pack_size;
   }
   // Only a thread's last packs can lie beyond the slice, because slices differ by 8 packs.
-  __device__ __forceinline__ static bool present(int pack, Slice cols) {
+  __device__ __forceinline__ static bool in_slice(int pack, Slice cols) {
     return tile.exact || pack < num_packs - 1 - packs_at_once || col(pack) < cols.size();
   }
-  // The columns of a slice that `lanes` neighbouring threads have, from `first` on.
+  // How many columns of a slice `lanes` neighbouring threads have, of which `first` is the first.
   __device__ __forceinline__ static int num_cols_of(Slice cols, int first, int lanes) {
     const int width = lanes * tile.pack_size, rest = cols.size() % step - first * tile.pack_size;
     return cols.size() / step * width + max(0, min(rest, width));
   }
 };
 
-// A tensor whose packs travel through places in shared memory. The first place of all threads
-// begins at first_byte; `place` is the distance in bytes of another one.
+// A tensor whose packs travel through shared memory. A place has one pack of each worker. The first
+// place begins at first_byte; `place` is another one's distance from it in bytes.
 template <class X, Tile tile, int first_byte>
 struct GridStream {
   using Shape = GridShape<tile>;
@@ -96,7 +98,7 @@ struct GridStream {
   static constexpr int place_bytes = Shape::step * static_cast<int>(sizeof(X));
   static constexpr int last_byte = first_byte + place_bytes;
 
-  const X* copied[2];  // this thread's first pack of the row that is copied, or copied again
+  const X* copied[2];  // this thread's first pack of the row that is copied; of that copied again
 
   template <bool again, class Load>
   __device__ __forceinline__ void begin_copies(const Load& load, long long turn, Slice cols) {

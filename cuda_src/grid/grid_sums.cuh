@@ -4,8 +4,8 @@
 #include "backward_smem.cuh"
 #include "grid_shape.cuh"
 
-// A thread adds to its own columns alone: those of its first packs in registers, the others in
-// shared memory. There, the k-th chunks of 16 bytes of all threads are adjacent: there are no bank
+// A thread has the sums of its own columns: of its first packs in registers, of the others in
+// shared memory. There the k-th chunks of 16 bytes of all threads are adjacent, which avoids bank
 // conflicts.
 template <Gradients gradients, Tile tile>
 struct GridSums {
@@ -13,13 +13,13 @@ struct GridSums {
   static constexpr int pack_size = tile.pack_size;
   static constexpr int chunk_size = pack_size < 4 ? pack_size : 4;
   static constexpr int wanted = gradients.dweight + gradients.dbias;
-  // Long steps of code take more registers.
+  // A turn of many steps is unrolled to long code, which takes more registers.
   static constexpr int spare = Shape::spare_registers - (Shape::num_steps < 8 ? 0 : 24);
   static constexpr int fitting = wanted > 0 && spare > 0 ? spare / (pack_size * wanted) : 0;
   static constexpr int num_kept = fitting < Shape::num_packs ? fitting : Shape::num_packs;
   static constexpr int smem_bytes =
       (Shape::num_packs - num_kept) * wanted * pack_size * Shape::num_workers * 4;
-  // For weights. Packs that may be beyond the slice take more registers for one row.
+  // What is left for weights. Tests for packs beyond the slice take registers too.
   static constexpr int left_registers =
       spare - num_kept * pack_size * wanted - (tile.exact ? 8 : 24);
 
@@ -37,7 +37,7 @@ struct GridSums {
     }
   }
 
-  // The compiler knows the number of the pack.
+  // The number of the pack is a constant of an unrolled loop.
   __device__ __forceinline__ void add(int pack, const float (&x_hats)[pack_size],
                                       const float (&dys)[pack_size]) {
     if (pack < num_kept) {
@@ -54,14 +54,14 @@ struct GridSums {
     if constexpr (gradients.dweight) set<true>(pack, 0, products);
     if constexpr (gradients.dbias) set<true>(pack, wanted - 1, dys);
   }
-  // To the partial row of this group. call: a Backward.
+  // Writes the partial row of this group. call: a Backward.
   template <class Call>
   __device__ __forceinline__ void write(const Call& call, Slice cols) const {
     if (!Shape::works()) return;
     const long long first = Shape::group() * call.num_cols + cols.first_col;
 #pragma unroll
     for (int pack = 0; pack < Shape::num_packs; ++pack) {
-      if (!Shape::present(pack, cols)) continue;
+      if (!Shape::in_slice(pack, cols)) continue;
       const long long col = first + Shape::col(pack);
       if constexpr (gradients.dweight) write(pack, 0, dweight, call.dweight_partials + col);
       if constexpr (gradients.dbias) write(pack, wanted - 1, dbias, call.dbias_partials + col);

@@ -2,38 +2,41 @@
 //
 // A worker takes a row's packs in num_steps steps. In step s, counted over all rows, it
 //   copies  the packs of step s + in_flight to shared memory
-//   writes  the results of step s - lag, as the sums of that row have arrived
+//   writes  the results of step s - lag, because the sums of that row have arrived
 //   sums    the packs of step s
-// So copies are always in flight, and no worker waits while sums travel. A thread reads only what
-// it has copied itself: no barrier is needed. If the packs of lag steps do not fit (rereads), they
-// are copied again, in_flight steps before they are written.
+// So copies are always in flight, and workers do not wait while sums travel. A thread reads only
+// what it has copied itself, so no barrier is needed. With copies_twice, packs are copied again
+// in_flight steps before they are written.
 #pragma once
 #include "grid_exchange.cuh"
 #include "memory.cuh"
 
-// What a worker does with its packs of a row, each in a place of shared memory (GridStream):
-//   start()
+// Work is ForwardGrid or BackwardGrid: what a worker does with its packs, each in a place of shared
+// memory (GridStream).
+//   start()                  what is loaded once, before the first row
 //   begin_copies<again>(turn), copy<again>(pack, place), load(place) -> Loaded
-//   begin_sums(turn), sum(pack, loaded), value()   of the warp, to all its lanes
+//   begin_sums(turn), sum(pack, loaded), value() -> the sum of the warp, to all its lanes
 //   begin_results(turn, exchange), write(turn, pack, loaded)
 template <Tile tile, class Value, class Work>
 struct GridTurns {
   using Shape = GridShape<tile>;
+  using Step = typename Shape::Step;
   using Loaded = typename Work::Loaded;
   static constexpr int num_steps = Shape::num_steps, at_once = Shape::packs_at_once;
   // Packs that are copied again have places of their own, from `end` on.
-  static constexpr bool rereads = Shape::rereads;
-  static constexpr int num_slots = rereads ? Shape::in_flight + 1 : tile.stages;
+  static constexpr bool copies_twice = Shape::copies_twice;
+  static constexpr int num_slots = copies_twice ? Shape::in_flight + 1 : tile.stages;
   static constexpr int end = num_slots * at_once * Work::place_bytes;
 
   const GridExchange<Value, tile>& exchange;
   Work& work;
   long long num_turns;
-  int summed_place = 0, free_place = 0;  // free: of what is written, then replaced by copies
+  int summed_place = 0;
+  int free_place = 0;  // whose packs are written in this step, and which the next copies overwrite
 
   __device__ __forceinline__ void run() {
     for (int step = 0; step < Shape::in_flight; ++step) {
-      if (exists(step / num_steps)) copy<false>(step / num_steps, step % num_steps, free_place);
+      copy_if<false, false>({step / num_steps, step % num_steps}, free_place);
       end_copies();
     }
     work.start();  // while these copies are on their way
@@ -56,7 +59,7 @@ struct GridTurns {
   __device__ __forceinline__ void for_each_pack(int step, int place, F f) const {
 #pragma unroll
     for (int pack = step * at_once; pack < (step + 1) * at_once; ++pack)
-      if (Shape::present(pack, work.cols)) f(pack, place + pack % at_once * Work::place_bytes);
+      if (Shape::in_slice(pack, work.cols)) f(pack, place + pack % at_once * Work::place_bytes);
   }
   template <class F>
   __device__ __forceinline__ void for_each_loaded(int step, int place, F f) const {
@@ -68,10 +71,12 @@ struct GridTurns {
   __device__ __forceinline__ bool exists(long long turn) const {
     return turn >= 0 && turn < num_turns;
   }
-  template <bool again>
-  __device__ __forceinline__ void copy(long long turn, int step, int place) {
-    if (step == 0) work.template begin_copies<again>(turn);
-    for_each_pack(step, place,
+  // Copies the packs of a step, if its row exists.
+  template <bool all, bool again>
+  __device__ __forceinline__ void copy_if(Step of, int place) {
+    if (!all && !exists(of.turn)) return;
+    if (of.step == 0) work.template begin_copies<again>(of.turn);
+    for_each_pack(of.step, place,
                   [&](int pack, int place) { work.template copy<again>(pack, place); });
   }
   __device__ __forceinline__ void end_copies() {
@@ -85,27 +90,22 @@ struct GridTurns {
     if (all || exists(turn)) work.begin_sums(turn);
 #pragma unroll
     for (int step = 0; step < num_steps; ++step) {
-      const long long copied = Shape::template turn_at<in_flight>(turn, step);
-      if (all || exists(copied))
-        copy<false>(copied, Shape::template step_at<in_flight>(step), free_place);
-      if constexpr (rereads) {
-        const long long again = Shape::template turn_at<in_flight - lag>(turn, step);
-        if (all || exists(again))
-          copy<true>(again, Shape::template step_at<in_flight - lag>(step), end + free_place);
-      }
+      const Step now{turn, step};
+      copy_if<all, false>(now.later(in_flight), free_place);
+      if constexpr (copies_twice) copy_if<all, true>(now.later(in_flight - lag), end + free_place);
       end_copies();
       async_wait<in_flight>();
-      const long long written = Shape::template turn_at<-lag>(turn, step);
-      if (all || exists(written)) {
-        const int step_written = Shape::template step_at<-lag>(step);
-        if (step_written == 0) work.begin_results(written, exchange);
-        for_each_loaded(step_written, rereads ? end + free_place : free_place,
-                        [&](int pack, const Loaded& loaded) { work.write(written, pack, loaded); });
+      const Step written = now.later(-lag);
+      if (all || exists(written.turn)) {
+        if (written.step == 0) work.begin_results(written.turn, exchange);
+        for_each_loaded(
+            written.step, copies_twice ? end + free_place : free_place,
+            [&](int pack, const Loaded& loaded) { work.write(written.turn, pack, loaded); });
       }
       if (all || exists(turn)) {
-        for_each_loaded(step, rereads ? free_place : summed_place,
+        for_each_loaded(step, copies_twice ? free_place : summed_place,
                         [&](int pack, const Loaded& loaded) { work.sum(pack, loaded); });
-        if constexpr (!rereads) advance(summed_place);
+        if constexpr (!copies_twice) advance(summed_place);
       }
     }
     if (all || exists(turn)) exchange.put(turn, work.value());

@@ -1,19 +1,19 @@
 // grid_words.cuh -- sums over the blocks of a group that is resident at once, by global memory
 //
-// Each block sends its sum. One block of the group, another one in each turn, adds the sums of all
-// blocks in a fixed order and publishes the total, which all others poll. Were all blocks to poll
-// all sums, the polls would delay each other. Each word carries the number of its turn, so no fence
-// is needed. Numbers continue from launch to launch.
+// Each block sends its sum to global memory. One block of the group, another one in each turn,
+// polls these, adds them in a fixed order and publishes the total, which the others poll. If all
+// blocks polled all sums, they would delay each other. A word has a part of a sum and the number of
+// its turn, so no fence is needed. Numbers continue from launch to launch.
 //
-// No two grids of one kernel run together: a multiprocessor holds one of their blocks, and there
-// are more blocks than half of the multiprocessors (plan/grids.py).
+// Two launches of one kernel never run together: a multiprocessor holds one block, and a launch has
+// more blocks than half of the multiprocessors (plan/grids.py).
 #pragma once
 #include "grid_shape.cuh"
 #include "warp_moments.cuh"
 
-// A warp puts its sum of turn t after it has received the total of turn t - turns_behind, for which
-// all warps of all blocks had put theirs. So none of them needs a word of an earlier turn than
-// that, and more than turns_behind buffers suffice.
+// A warp puts its sum of turn t after it has received the total of turn t - turns_behind. By then
+// all warps of all blocks had put theirs of that turn, so none of them needs a word of an earlier
+// one. More than turns_behind slots are enough.
 constexpr int grid_slots = 8, most_grid_parts = 3, most_grid_blocks = 256, most_grid_groups = 16;
 __device__ unsigned long long grid_words[grid_slots][most_grid_parts][most_grid_blocks];
 __device__ __align__(32) unsigned long long grid_totals[most_grid_groups][grid_slots][4];
@@ -31,7 +31,7 @@ struct GridWords {
   __device__ __forceinline__ GridWords()
       : first_number(*const_cast<const volatile unsigned*>(&grid_turns[Shape::group()]) + 1) {}
 
-  // By one warp of each block: the total of the blocks' sums, to all lanes.
+  // Called by one warp of each block. Returns the total of the blocks' sums to all lanes.
   __device__ __forceinline__ Value total(unsigned turn, const Value& own) const {
     const unsigned number = first_number + turn, slot = turn % grid_slots;
     send(&grid_words[slot][0][blockIdx.x], most_grid_blocks, number, own);
@@ -46,8 +46,8 @@ struct GridWords {
     while (!__all_sync(0xffffffffu, complete)) complete = receive(published, 1, number, total);
     return total;
   }
-  // By one thread that has received the last total: then all blocks of the group have read
-  // grid_turns.
+  // Called by one thread of a block once it has the last total: all blocks of the group have read
+  // grid_turns by then.
   __device__ __forceinline__ void leave(unsigned num_turns) const {
     if (Shape::rank() == 0) grid_turns[Shape::group()] = first_number - 1 + num_turns;
   }

@@ -56,7 +56,7 @@ void mbarrier_wait(unsigned long long* address, unsigned parity) {
 }
 
 void bulk_load(void* smem, const void* global, unsigned bytes, unsigned long long* address) {
-  check_copy("bulk_load", smem, global, bytes);
+  check_copy(smem, global, bytes);
   Block* barriers_block;
   const Mbarrier* barrier = find_mbarrier(barriers_block, address);
   Block* block = block_at(smem, bytes);
@@ -64,11 +64,11 @@ void bulk_load(void* smem, const void* global, unsigned bytes, unsigned long lon
     fail(name_of(*launch.current) + " calls bulk_load into one block with an mbarrier of another.");
   trace::access(trace::Kind::bulk_load, global, bytes, __builtin_return_address(0));
   trace::access(trace::Kind::bulk_load, smem, bytes, __builtin_return_address(0));
-  memset(smem, 0xff,
-         bytes);  // from here until the wait, nobody may count on the old values or on the new ones
-  launch.copies.push_back({true, static_cast<unsigned char*>(smem),
-                           static_cast<unsigned char*>(const_cast<void*>(global)), bytes, block,
-                           unsigned(barrier - block->barriers.data()), nullptr, 0, nullptr});
+  // From here until the wait, nobody may count on the old values or on the new ones.
+  memset(smem, 0xff, bytes);
+  launch.copies.push_back({static_cast<unsigned char*>(smem),
+                           static_cast<const unsigned char*>(global), bytes, block,
+                           unsigned(barrier - block->barriers.data()), nullptr});
   yield();
 }
 
@@ -80,44 +80,9 @@ void cluster_send(float* own_address, float value, unsigned long long* own_barri
   trace::access(trace::Kind::send, at, sizeof value, __builtin_return_address(0));
   std::unique_ptr<unsigned char[]> sent(new unsigned char[sizeof value]);
   memcpy(sent.get(), &value, sizeof value);
-  launch.copies.push_back({true, at, nullptr, sizeof value, block,
-                           unsigned(barrier - block->barriers.data()), nullptr, 0,
-                           std::move(sent)});
+  launch.copies.push_back({at, nullptr, sizeof value, block,
+                           unsigned(barrier - block->barriers.data()), std::move(sent)});
   yield();
 }
-
-void bulk_store(void* global, const void* smem, unsigned bytes) {
-  check_copy("bulk_store", smem, global, bytes);
-  Thread& thread = *launch.current;
-  if (block_at(smem, bytes) != thread.block)
-    fail(name_of(thread) + " calls bulk_store from another block's memory.");
-  trace::access(trace::Kind::bulk_store, smem, bytes, __builtin_return_address(0));
-  trace::access(trace::Kind::bulk_store, global, bytes, __builtin_return_address(0));
-  thread.last_group = thread.num_groups;
-  launch.copies.push_back({false, static_cast<unsigned char*>(const_cast<void*>(smem)),
-                           static_cast<unsigned char*>(global), bytes, thread.block, 0, &thread,
-                           thread.num_groups, nullptr});
-  yield();
-}
-
-void bulk_commit() { ++launch.current->num_groups; }
-
-static void wait_for_groups(unsigned pending_groups, bool written) {
-  Thread& thread = *launch.current;
-  const int first_pending = thread.num_groups - int(pending_groups);
-  yield();
-  for (bool done = false; !done;) {
-    done = true;
-    for (const Copy& copy : launch.copies)
-      if (copy.thread == &thread && copy.group < first_pending && (written || !copy.read))
-        done = false;
-    if (!done) wait_in(State::bulk_groups);
-  }
-  if (first_pending > thread.num_groups_waited) thread.num_groups_waited = first_pending;
-}
-
-void bulk_wait(unsigned pending_groups) { wait_for_groups(pending_groups, true); }
-
-void bulk_wait_read(unsigned pending_groups) { wait_for_groups(pending_groups, false); }
 
 }  // namespace on_cpu

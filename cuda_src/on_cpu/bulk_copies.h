@@ -69,39 +69,28 @@ __attribute__((no_sanitize("address"))) void copy_units(unsigned char* to,
     to[byte] = const_cast<const volatile unsigned char*>(from)[byte];
 }
 
-// A load happens at once. A store reads at one moment and writes at a later one.
-void advance_copy(unsigned index) {
+// The copy arrives: its bytes, then its mbarrier's count of them.
+void finish_copy(unsigned index) {
   Copy& copy = launch.copies[index];
-  if (!copy.is_load && !copy.read) {
-    copy.read.reset(new unsigned char[copy.num_bytes]);
-    memcpy(copy.read.get(), copy.smem, copy.num_bytes);
-    if (copy.thread->state == State::bulk_groups) make_ready(*copy.thread);
-    return;
-  }
-  if (copy.is_load) {
-    copy_units(copy.smem, copy.read ? copy.read.get() : copy.global, copy.num_bytes);
-    Mbarrier& barrier = copy.block->barriers[copy.barrier];
-    barrier.missing_bytes -= copy.num_bytes;
-    barrier.last_load_phase = barrier.phase;
-    complete_if_due(*copy.block, barrier);
-  } else {
-    memcpy(copy.global, copy.read.get(), copy.num_bytes);
-    if (copy.thread->state == State::bulk_groups) make_ready(*copy.thread);
-  }
+  copy_units(copy.smem, copy.sent ? copy.sent.get() : copy.global, copy.num_bytes);
+  Mbarrier& barrier = copy.block->barriers[copy.barrier];
+  barrier.missing_bytes -= copy.num_bytes;
+  barrier.last_load_phase = barrier.phase;
+  complete_if_due(*copy.block, barrier);
   if (index + 1 != launch.copies.size()) launch.copies[index] = std::move(launch.copies.back());
   launch.copies.pop_back();
 }
 
-void check_copy(const char* name, const void* smem, const void* global, unsigned num_bytes) {
+void check_copy(const void* smem, const void* global, unsigned num_bytes) {
   const Word shared = reinterpret_cast<Word>(smem), other = reinterpret_cast<Word>(global);
   if (shared % 16 != 0 || other % 16 != 0 || num_bytes % 16 != 0)
-    return fail(name_of(*launch.current) + text(" calls %s of %u bytes with shared address ...%llx "
-                                                "and global address ...%llx: both addresses "
-                                                "and the size must be multiples of 16.",
-                                                name, num_bytes, shared & 0xff, other & 0xff));
+    return fail(name_of(*launch.current) +
+                text(" calls bulk_load of %u bytes with shared address ...%llx and global address "
+                     "...%llx: both addresses and the size must be multiples of 16.",
+                     num_bytes, shared & 0xff, other & 0xff));
   if (block_at(smem, num_bytes) == nullptr)
     fail(name_of(*launch.current) +
-         text(" calls %s of %u bytes outside its dynamic shared memory.", name, num_bytes));
+         text(" calls bulk_load of %u bytes outside its dynamic shared memory.", num_bytes));
 }
 
 }  // namespace

@@ -90,8 +90,6 @@ void run_cluster(unsigned first_block) {
       thread.lane = index % 32;
       thread.state = State::running;
       thread.arrived = false;
-      thread.num_groups = thread.num_groups_waited = 0;
-      thread.last_group = -1;
       thread.products.clear();
       thread.num_product_groups = 0;
       const unsigned stack = rank * launch.block_size + index;
@@ -106,9 +104,6 @@ void run_cluster(unsigned first_block) {
   blockIdx.x = first->block->index;
   on_cpu::smem = first->block->smem;
   switch_contexts(launch.launcher, first->context);
-  // Only the writes of stores whose shared memory has been read can be left; a kernel's end waits
-  // for these.
-  while (!launch.failed && !launch.copies.empty()) advance_copy(launch.copies.size() - 1);
 }
 
 }  // namespace

@@ -46,11 +46,7 @@ void mbarrier_wait(unsigned long long* barrier, unsigned parity);
 void mbarrier_remote_arrive(unsigned long long* own_address, unsigned rank);
 void bulk_load(void* smem, const void* global, unsigned bytes, unsigned long long* barrier);
 void cluster_send(float* own_address, float value, unsigned long long* own_barrier,
-                  unsigned rank);  // st.async
-void bulk_store(void* global, const void* smem, unsigned bytes);
-void bulk_commit();
-void bulk_wait(unsigned pending_groups);
-void bulk_wait_read(unsigned pending_groups);
+                  unsigned rank);   // st.async
 inline void fence_proxy_async() {}  // the CPU has one proxy
 
 struct Kernel {

@@ -14,7 +14,6 @@ enum class Kind : unsigned char {
   read,
   write,
   bulk_load,
-  bulk_store,
   send,   // to another block's shared memory, with an arrival at its mbarrier
   wait,   // begins
   go_on,  // a wait ends
@@ -24,7 +23,7 @@ enum class Kind : unsigned char {
 
 enum class Space : unsigned char { none, global, shared };
 
-enum class What : unsigned char { none, warp, block, cluster, mbarrier, bulk_groups };
+enum class What : unsigned char { none, warp, block, cluster, mbarrier };
 
 struct Event {
   unsigned block, thread;

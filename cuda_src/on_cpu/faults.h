@@ -36,12 +36,9 @@ std::string what_it_does(const Thread& thread) {
       const Mbarrier& barrier = thread.block->barriers[thread.barrier];
       return text(
           "waits at the mbarrier at byte %u of shared memory for parity %u (%u arrivals and %lld "
-          "bytes are "
-          "missing)",
+          "bytes are missing)",
           barrier.offset, thread.parity, barrier.missing, barrier.missing_bytes);
     }
-    case State::bulk_groups:
-      return "waits for its bulk stores";
     case State::exited:
       return "has exited";
   }

@@ -19,7 +19,6 @@ enum class State : unsigned char {
   block_barrier,
   cluster_barrier,
   mbarrier,
-  bulk_groups,
   exited
 };
 
@@ -52,8 +51,6 @@ struct Thread {
   unsigned arrived_phase;
   // of the mbarrier it waits at
   unsigned barrier, parity;
-  // of bulk stores: groups committed, groups waited for, and the last group with a store
-  int num_groups, num_groups_waited, last_group;
   // of products
   std::vector<Product> products;
   int num_product_groups;
@@ -83,16 +80,14 @@ struct Block {
   std::vector<Mbarrier> barriers;
 };
 
+// A copy to the shared memory of a block that has begun and not arrived.
 struct Copy {
-  bool is_load;
-  unsigned char *smem, *global;
+  unsigned char* smem;
+  const unsigned char* global;
   unsigned num_bytes;
   Block* block;
-  unsigned barrier;  // of a load
-  Thread* thread;    // of a store
-  int group;         // of a store
-  // Bytes that a store has read and not yet written, or that a block sends to another.
-  std::unique_ptr<unsigned char[]> read;
+  unsigned barrier;                       // its index in the block
+  std::unique_ptr<unsigned char[]> sent;  // the bytes, if they come from no global memory
 };
 
 struct Launch {

@@ -29,14 +29,9 @@ inline Value atomicMax(Value* address, decltype(Value() + Value()) value) {
     *address = value;                             \
   }
 CUPYNORM_LOAD(__ldg)
-CUPYNORM_LOAD(__ldca)
 CUPYNORM_LOAD(__ldcs)
 CUPYNORM_LOAD(__ldcg)
-CUPYNORM_LOAD(__ldcv)
-CUPYNORM_LOAD(__ldlu)
 CUPYNORM_STORE(__stcs)
 CUPYNORM_STORE(__stcg)
-CUPYNORM_STORE(__stwb)
-CUPYNORM_STORE(__stwt)
 #undef CUPYNORM_LOAD
 #undef CUPYNORM_STORE

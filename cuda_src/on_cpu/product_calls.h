@@ -120,9 +120,8 @@ void tile_load(void* smem, const unsigned long long* words, int col, int row,
     const Mbarrier* barrier =
         find_mbarrier(block, static_cast<Word*>(cluster_map(own_barrier, rank)));
     memset(to, 0xff, bytes);  // from here until the wait, nobody may count on the old values
-    launch.copies.push_back({true, to, nullptr, bytes, block,
-                             unsigned(barrier - block->barriers.data()), nullptr, 0,
-                             std::move(tile)});
+    launch.copies.push_back(
+        {to, nullptr, bytes, block, unsigned(barrier - block->barriers.data()), std::move(tile)});
   }
   yield();
 }

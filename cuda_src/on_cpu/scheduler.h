@@ -38,7 +38,7 @@ Warp* choose_warp() {
 Thread* choose() {
   ++launch.clock;
   while (!launch.copies.empty() && (launch.ready.empty() || draw() % 16 == 0))
-    advance_copy(draw_below(launch.copies.size()));
+    finish_copy(draw_below(launch.copies.size()));
   if (launch.ready.empty()) return nullptr;
 
   Warp* warp = choose_warp();
@@ -70,9 +70,7 @@ void give_way() {
 }
 
 void wait_in(State state) {
-  const auto what = state == State::cluster_barrier ? trace::What::cluster
-                    : state == State::mbarrier      ? trace::What::mbarrier
-                                                    : trace::What::bulk_groups;
+  const auto what = state == State::cluster_barrier ? trace::What::cluster : trace::What::mbarrier;
   launch.current->state = state;
   trace::step(trace::Kind::wait, what);
   give_way();
@@ -90,7 +88,7 @@ void arrive_at_cluster_barrier() {
 void end_block(Block& block) {
   check_guards(block);
   for (const Copy& copy : launch.copies)
-    if (copy.block == &block && copy.is_load)
+    if (copy.block == &block)
       fail(text("Block %u ends while a bulk load of %u bytes is under way.", block.index,
                 copy.num_bytes));
   for (const Mbarrier& barrier : block.barriers)
@@ -106,8 +104,6 @@ void end_block(Block& block) {
 void end_thread() {
   Thread& thread = *launch.current;
   Block& block = *thread.block;
-  if (thread.last_group >= thread.num_groups_waited)
-    fail(name_of(thread) + " exits without having waited for its bulk stores.");
   if (!thread.products.empty())
     fail(name_of(thread) + " exits without having waited for its products.");
   Word mark;

@@ -1,22 +1,24 @@
-// backward_stores.cuh -- the stores of dx that add or split; recomputing_store.cuh writes y again
+// backward_stores.cuh -- the stores of backward: dx, dx + another gradient, or dx in parts
 //
-// Store without parameters writes dx alone. The stores of backward have more members than store.cuh
-// names:
-//   adds         whether a gradient of type Added is added to dx. Then the copy engine may fetch
-//                its rows: added_start(row), added_stride(), store(row, col, values, fetched,
-//                present)
-//   recomputes   whether y is written again beside dx: load_bias() -> LoadBias, which reads the
-//                bias; recompute(row, col, x_hats, weights, biases, present)
+// adds                      whether another gradient, of type Added, is added to dx
+// load_added(row, col)      -> a pack of it; zeros if nothing is added
+// added_start(row), added_stride()       for the copy engine, which may fetch its rows instead
+// store(row, col, dx, added, present)    adds, rounds once, writes nothing if not present
+// written(), written_stride()            the tensor that is written, for kernels that bundle rows
+// recomputes                whether y is written again too: load_bias(), recompute(...)
 #pragma once
 #include "dropout.cuh"
 #include "functor_gradient.cuh"
 #include "store.cuh"
 
-// dx + dsum, rounded once. dsum is the gradient that reaches the sum x + residual from elsewhere.
+// dx + dsum. dsum is the gradient that reaches the sum x + residual from elsewhere; Dsum: void if
+// there is none.
 template <class Dx, class Dsum>
-struct AddStore : WritesDxAlone {
-  using Added = Dsum;
-  static constexpr bool adds = true;
+struct DxStore {
+  static constexpr bool adds = !is_same<Dsum, void>;
+  using Added = typename Otherwise<Dsum, Dx>::type;
+  static constexpr bool recomputes = false;
+  using LoadBias = LoadParameter<void, false, 0>;
 
   Dx* dx;
   long long dx_stride;
@@ -25,82 +27,87 @@ struct AddStore : WritesDxAlone {
 
   __device__ __forceinline__ Dx*& written() { return dx; }
   __device__ __forceinline__ long long& written_stride() { return dx_stride; }
-  __device__ __forceinline__ const Dsum* added_start(long long row) const {
-    return dsum + row * dsum_stride;
-  }
-  __device__ __forceinline__ long long added_stride() const { return dsum_stride; }
-
-  template <int pack_size, class Compute>
-  __device__ __forceinline__ void store(long long row, long long col,
-                                        const Compute (&values)[pack_size],
-                                        const Pack<Dsum, pack_size>& fetched,
-                                        bool present = true) const {
-    Compute added[pack_size];
-    unpack(fetched, added);
-#pragma unroll
-    for (int at = 0; at < pack_size; ++at) added[at] += values[at];
-    const Pack<Dx, pack_size> rounded = repack<Dx>(added);
-    if (present) store_pack<pack_size>(dx + row * dx_stride + col, rounded);
-  }
-  template <int pack_size, class Compute>
-  __device__ __forceinline__ void store(long long row, long long col,
-                                        const Compute (&values)[pack_size],
-                                        bool present = true) const {
-    Pack<Dsum, pack_size> fetched{};
-    if (present) fetched = load_pack<pack_size>(added_start(row) + col);
-    store(row, col, values, fetched, present);
-  }
-};
-
-// The gradient of a sum of a residual and a scaled x. It includes dsum, which reaches the sum from
-// elsewhere (void: none). dresidual is that gradient (void: not wanted); dx is that gradient times
-// the factor of forward. Each is rounded once. Through: DxThroughLoad, where x went through a
-// functor.
-template <class Dx, class Dresidual, class Dsum, class RowScale, bool drops,
-          class Through = NoFunctor>
-struct SplitStore : WritesDxAlone, Through {
-  static constexpr bool adds = !is_same<Dsum, void>;
-  using Added = typename Otherwise<Dsum, Dx>::type;
-
-  Dx* dx;
-  long long dx_stride;
-  const Dsum* dsum;
-  long long dsum_stride;
-  Dresidual* dresidual;
-  long long dresidual_stride;
-  Factor<RowScale, drops> factor;
-
   __device__ __forceinline__ const Added* added_start(long long row) const {
     return dsum + row * dsum_stride;
   }
   __device__ __forceinline__ long long added_stride() const { return dsum_stride; }
+  template <int pack_size>
+  __device__ __forceinline__ Pack<Added, pack_size> load_added(long long row, long long col) const {
+    if constexpr (adds) {
+      return load_pack<pack_size>(added_start(row) + col);
+    } else {
+      return {};
+    }
+  }
+
+  // dx + added, before it is rounded.
+  template <int pack_size, class Compute>
+  __device__ __forceinline__ static void add(const Compute (&values)[pack_size],
+                                             const Pack<Added, pack_size>& added,
+                                             Compute (&total)[pack_size]) {
+    if constexpr (adds) unpack(added, total);
+#pragma unroll
+    for (int at = 0; at < pack_size; ++at) total[at] = adds ? total[at] + values[at] : values[at];
+  }
+  template <int pack_size, class Compute>
+  __device__ __forceinline__ void store(long long row, long long col,
+                                        const Compute (&values)[pack_size],
+                                        const Pack<Added, pack_size>& added, bool present) const {
+    Compute total[pack_size];
+    add(values, added, total);
+    const Pack<Dx, pack_size> rounded = repack<Dx>(total);
+    if (present) store_pack<pack_size>(dx + row * dx_stride + col, rounded);
+  }
+};
+
+// The gradient of a sum of a residual and a scaled x, dsum included. dresidual is that gradient
+// (void: not wanted); dx is that gradient times the factor of forward. Each is rounded once.
+// Through: DxThroughLoad, where x went through a functor.
+template <class Dx, class Dresidual, class Dsum, class RowScale, bool drops,
+          class Through = Nothing>
+struct SplitStore : Through, DxStore<Dx, Dsum> {
+  using Base = DxStore<Dx, Dsum>;
+  using Base::dx, Base::dx_stride;
+
+  Dresidual* dresidual;
+  long long dresidual_stride;
+  Factor<RowScale, drops> factor;
 
   template <int pack_size, class Compute>
   __device__ __forceinline__ void store(long long row, long long col,
                                         const Compute (&values)[pack_size],
-                                        const Pack<Added, pack_size>& fetched,
-                                        bool present = true) const {
+                                        const Pack<typename Base::Added, pack_size>& added,
+                                        bool present) const {
     Compute split[pack_size];
-    if constexpr (adds) unpack(fetched, split);
-#pragma unroll
-    for (int at = 0; at < pack_size; ++at) split[at] = adds ? split[at] + values[at] : values[at];
+    Base::add(values, added, split);
     if constexpr (!is_same<Dresidual, void>) {
       const Pack<Dresidual, pack_size> rounded = repack<Dresidual>(split);
       if (present) store_pack<pack_size>(dresidual + row * dresidual_stride + col, rounded);
     }
     factor.multiply(row, col, split, present);
-    if constexpr (!is_same<Through, NoFunctor>) Through::apply(row, col, split, present);
+    if constexpr (!is_same<Through, Nothing>) Through::apply(row, col, split, present);
     const Pack<Dx, pack_size> rounded = repack<Dx>(split);
     if (present) store_pack<pack_size>(dx + row * dx_stride + col, rounded);
   }
+};
+
+// Writes dx through StoreDx, and y again through forward's store. So a layer that needs y in
+// backward need not keep it. The kernel has x_hat and the weight anyway, for dx.
+template <class StoreDx, class Y, class Weight, class Bias, bool zero_centered>
+struct RecomputingStore : StoreDx {
+  static constexpr bool recomputes = true;
+  using LoadBias = LoadParameter<Bias, false, 0>;
+
+  Store<Y, Weight, Bias, zero_centered> store_y;
+
+  __device__ __forceinline__ LoadBias load_bias() const { return {store_y.bias}; }
+
   template <int pack_size, class Compute>
-  __device__ __forceinline__ void store(long long row, long long col,
-                                        const Compute (&values)[pack_size],
-                                        bool present = true) const {
-    Pack<Added, pack_size> fetched{};
-    if constexpr (adds) {
-      if (present) fetched = load_pack<pack_size>(added_start(row) + col);
-    }
-    store(row, col, values, fetched, present);
+  __device__ __forceinline__ void recompute(long long row, long long col,
+                                            const Compute (&x_hats)[pack_size],
+                                            const Compute (&weights)[pack_size],
+                                            const Compute (&biases)[pack_size],
+                                            bool present = true) const {
+    store_y.store(row, col, x_hats, weights, biases, present);
   }
 };

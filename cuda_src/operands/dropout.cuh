@@ -52,10 +52,9 @@ struct Factor {
   __device__ __forceinline__ void multiply(long long row, long long col,
                                            Compute (&values)[pack_size], bool is_present) const {
     if constexpr (!is_same<RowScale, void>) {
-      Compute scale[1];
-      unpack(load_pack<1>(row_scale + (is_present ? row : 0)), scale);
+      const auto scale = load_element<Compute>(row_scale + (is_present ? row : 0));
 #pragma unroll
-      for (int at = 0; at < pack_size; ++at) values[at] *= scale[0];
+      for (int at = 0; at < pack_size; ++at) values[at] *= scale;
     }
     if constexpr (drops) {
       const auto key = static_cast<unsigned long long>(seed_at != nullptr ? *seed_at : seed);

@@ -1,19 +1,21 @@
 // early_parameters.cuh -- when forward loads the weight and bias of a row
 //
-// After the statistics: a thread keeps few of them at a time, and other blocks hide the latency.
-// With the row, if tile.early: where rows are few, nothing hides a second latency.
+// LateParameters     after the statistics: a thread keeps few of them at a time, and other blocks
+//                    hide the latency
+// EarlyParameters    with the row, if tile.early: where rows are few, nothing hides a second
+// latency row_parameters     one of the two, made after the loads of the row have started
+//
+// loads_for(row, store) is what for_each_pack_with of a row calls to load them.
 #pragma once
 #include "tile.cuh"
 
 struct LateParameters {
-  // -> load(col), for for_each_pack_with of a row
   template <class Row, class Store>
   __device__ __forceinline__ auto loads_for(const Row&, const Store& store) const {
     return [&store](long long col) { return store.template keep<Row::pack_size>(col); };
   }
 };
 
-// Made after the loads of the row have started.
 template <class Store, Tile tile>
 struct EarlyParameters {
   using Kept = decltype(Store{}.template keep<tile.pack_size>(0));
@@ -35,7 +37,7 @@ struct EarlyParameters {
 };
 
 template <Tile tile, class Row, class Store>
-__device__ __forceinline__ auto early_parameters(const Row& row, const Store& store) {
+__device__ __forceinline__ auto row_parameters(const Row& row, const Store& store) {
   if constexpr (tile.early) {
     return EarlyParameters<Store, tile>(row, store);
   } else {

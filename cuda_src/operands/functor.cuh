@@ -9,7 +9,7 @@
 // FunctorLoad    f(x), kept in the compute type; SumLoad (sum_load.cuh) adds a residual to it
 // FunctorStore   f(y) after weight and bias, before y is rounded
 #pragma once
-#include "other_columns.cuh"
+#include "load.cuh"
 
 // How a functor's array is read along a row.
 enum class Reach {
@@ -34,19 +34,40 @@ struct RowArray {
     if constexpr (reach == Reach::packs) {
       unpack(load_pack<pack_size>(own + col), values);
     } else {
-      C lone[1];
-      if constexpr (reach == Reach::row) unpack(load_pack<1>(own), lone);
 #pragma unroll
-      for (int at = 0; at < pack_size; ++at) {
-        if constexpr (reach == Reach::elements) unpack(load_pack<1>(own + col + at), lone);
-        values[at] = lone[0];
-      }
+      for (int at = 0; at < pack_size; ++at)
+        values[at] = load_element<C>(reach == Reach::row ? own : own + col + at);
     }
   }
 };
 
-// Stands for a functor where there is none.
-struct NoFunctor {};
+// x of any column of a row, as it is in memory.
+template <class X, class C>
+struct OtherX {
+  const X* row_start;
+
+  __device__ __forceinline__ C operator()(long long col) const {
+    return load_element<C>(row_start + col);
+  }
+};
+
+// y of any column of a row, before the functor: computed again from x.
+template <bool centered, class Load, class Store, class Statistics>
+struct OtherY {
+  using Compute = typename Load::Compute;
+
+  const Load& load;
+  const Store& store;
+  const Statistics& statistics;
+  long long row;
+
+  __device__ __forceinline__ Compute operator()(long long col) const {
+    Compute values[1] = {load_one(load, row, col)}, normalized[1], y[1];
+    statistics.template normalize<centered>(values, normalized);
+    store.affine(normalized, store.template keep<1>(col), y);
+    return y[0];
+  }
+};
 
 template <class X, class Functor>
 struct FunctorLoad : Functor {
@@ -66,17 +87,13 @@ struct FunctorLoad : Functor {
     Functor::apply(row, col, values, OtherX<X, Compute>{row_start});
     return repack<Held>(values);
   }
-  template <int pack_size>
-  __device__ __forceinline__ Pack<Held, pack_size> reload(long long row, long long col) const {
-    return load<pack_size>(row, col);
-  }
 };
 
 // Base: Store (store.cuh).
 template <class Base, class OwnFunctor>
 struct FunctorStore : Base {
   using Functor = OwnFunctor;
-  using Y = typename Base::Added;
+  using Y = typename Base::Written;
 
   Functor functor;
 

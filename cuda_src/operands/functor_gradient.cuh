@@ -5,8 +5,8 @@
 //       pack; gradients: of f's result, and on return of f's argument. It also writes the gradients
 //       of f's arrays. Several threads may write the same values to one place.
 //
-// DyThroughStore   the load of dy: the gradient of y, from that of f(y), where forward's store has
-// f DxThroughLoad    part of SplitStore: the gradient of x, from that of f(x), where its load has f
+// DyThroughStore   the load of dy, where forward's store has f: the gradient of y from that of f(y)
+// DxThroughLoad    part of SplitStore, where forward's load has f: that of x from that of f(x)
 #pragma once
 #include "functor.cuh"
 #include "parameter.cuh"
@@ -32,7 +32,7 @@ struct DyThroughStore {
   __device__ __forceinline__ void compute_y(long long row, long long col,
                                             Compute (&y)[pack_size]) const {
     Compute weights[pack_size], biases[pack_size];
-    unpack(load_x.template reload<pack_size>(row, col), y);
+    unpack(reload<pack_size>(load_x, row, col), y);
     KeptParameter<Weight, zero_centered, pack_size>(weight, col).unpack_to(weights, 1.0f);
     KeptParameter<Bias, false, pack_size>(bias, col).unpack_to(biases, 0.0f);
     Compute row_mean = 0;
@@ -57,14 +57,7 @@ struct DyThroughStore {
     functor.apply(row, col, y, gradients, other_y, OtherX<Dy, Compute>{row_start});
     return repack<Held>(gradients);
   }
-  template <int pack_size>
-  __device__ __forceinline__ Pack<Held, pack_size> reload(long long row, long long col) const {
-    return load<pack_size>(row, col);
-  }
 };
-
-// A functor of a load has no gradients of other columns: they are not known yet.
-struct NoOther {};
 
 template <class X, class Functor>
 struct DxThroughLoad {
@@ -79,6 +72,7 @@ struct DxThroughLoad {
     const X* row_start = x + row * x_stride;
     Compute values[pack_size];
     unpack(load_pack<pack_size>(row_start + col), values);
-    functor.apply(row, col, values, gradients, OtherX<X, Compute>{row_start}, NoOther{});
+    // Gradients of other columns are not known yet.
+    functor.apply(row, col, values, gradients, OtherX<X, Compute>{row_start}, Nothing{});
   }
 };

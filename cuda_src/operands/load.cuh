@@ -4,7 +4,7 @@
 //                    a sum. It is then begin(row, col) -> Begun, which only reads, so that the
 //                    loads of all packs start before the first store, and finish(row, col, begun,
 //                    present)
-// reload(row, col)   the same in a later pass, without a side effect
+// reload(row, col)   the same in a later pass, without a side effect; needed only with one
 // normalized         of backward: whether the loaded row is x_hat, not x
 // If the copy engine can fetch a row, num_streams tensors of Held make it up: row_start(row,
 // stream), stride(stream), combine(packs). keep(row, col, values, present) is the effect of load.
@@ -34,10 +34,6 @@ struct Load {
   template <int pack_size>
   __device__ __forceinline__ Pack<X, pack_size> load(long long row, long long col) const {
     return load_pack<pack_size>(row_start(row) + col);
-  }
-  template <int pack_size>
-  __device__ __forceinline__ Pack<X, pack_size> reload(long long row, long long col) const {
-    return load<pack_size>(row, col);
   }
 
   template <int pack_size>
@@ -71,12 +67,19 @@ struct LoadBoth : Load<Dy> {
     for (int at = 0; at < pack_size; ++at) values[at] += added[at];
     return repack<Dy>(values);
   }
-  template <int pack_size>
-  __device__ __forceinline__ Pack<Dy, pack_size> reload(long long row, long long col) const {
-    return load<pack_size>(row, col);
-  }
 };
 
+// A pack in a later pass.
+template <int pack_size, class Load>
+__device__ __forceinline__ Pack<typename Load::Held, pack_size> reload(const Load& load,
+                                                                       long long row,
+                                                                       long long col) {
+  if constexpr (Load::has_effect) {
+    return load.template reload<pack_size>(row, col);
+  } else {
+    return load.template load<pack_size>(row, col);
+  }
+}
 // One element in any pass, without a side effect. A load whose reload reads what an earlier pass
 // has written has form(row, col) for that.
 template <class Load>
@@ -86,7 +89,7 @@ __device__ __forceinline__ typename Load::Compute load_one(const Load& load, lon
   if constexpr (requires { load.template form<1>(row, col); }) {
     unpack(load.template form<1>(row, col), value);
   } else {
-    unpack(load.template reload<1>(row, col), value);
+    unpack(reload<1>(load, row, col), value);
   }
   return value[0];
 }

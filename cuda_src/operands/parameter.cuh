@@ -79,6 +79,9 @@ struct LoadParameter {
   // Left alone, the compiler unpacks float16 once for all rows and keeps it in twice the registers.
   static constexpr bool stays_packed = is_same<Weight, __half>;
 
+  using Parameter = Weight;
+  static constexpr bool is_zero_centered = zero_centered;
+
   const Weight* weight;
 
   template <int pack_size>
@@ -87,11 +90,6 @@ struct LoadParameter {
   template <int pack_size>
   __device__ __forceinline__ Kept<pack_size> keep(long long col) const {
     return {weight, col};
-  }
-  template <int pack_size>
-  __device__ __forceinline__ Kept<2 * pack_size> keep_two(long long col,
-                                                          long long other_col) const {
-    return {weight, col, other_col};
   }
   template <class Kept, int pack_size, class Compute>
   __device__ __forceinline__ static void unpack(const Kept& kept, Compute (&values)[pack_size]) {

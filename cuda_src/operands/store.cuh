@@ -1,30 +1,23 @@
-// store.cuh -- the functors through which a kernel writes its results: structs of 8-byte words
+// store.cuh -- the functors through which a kernel writes y: structs of 8-byte words
 // store       store(row, col, values), values in the compute type: applies weight and bias,
 //             rounds once
 // keep        keep(col) -> Kept: loads the parameters of a pack, to use them in many rows with
 //             store(row, col, values, kept, present), which writes nothing if not present
-// quantizes   forward: whether it writes 8-bit floats (quantize_store.cuh)
-// prefetch_parameters   forward: one block brings what keep loads to the L2 cache
-// written, written_stride   the tensor that is written, for kernels that bundle rows
-// adds, recomputes   backward: see backward_stores.cuh
-// A user's own struct may take their place. Offsets are 64-bit. Others: no_store.cuh,
-// two_stores.cuh, quantize_store.cuh.
+// quantizes   whether it writes 8-bit floats (quantize_store.cuh)
+// prefetch_parameters   one block brings what keep loads to the L2 cache
+// written     the address of y, for kernels that bundle rows
+// A user's own struct may take their place. Offsets are 64-bit. Others: two_stores.cuh,
+// quantize_store.cuh; of backward: backward_stores.cuh.
 #pragma once
+#include "kept_packs.cuh"
 #include "memory.cuh"
-#include "parameter.cuh"
 
-struct WritesDxAlone {
-  static constexpr bool recomputes = false;
-  using LoadBias = LoadParameter<void, false, 0>;
-};
-
-// y = x_hat * weight + bias; without parameters, the dx of backward. Rounded: the element type that
-// x_hat is rounded to before the weight multiplies it, as some models define it; void: it is not
-// rounded.
+// y = x_hat * weight + bias. Y: void if mean and rstd alone are wanted. Rounded: the element type
+// that x_hat is rounded to before the weight multiplies it, as some models define it; void: it is
+// not rounded.
 template <class Y, class Weight, class Bias, bool zero_centered, class Rounded = void>
-struct Store : WritesDxAlone {
-  using Added = Y;
-  static constexpr bool adds = false;
+struct Store {
+  using Written = Y;
   static constexpr bool quantizes = false;
 
   Y* y;
@@ -33,7 +26,11 @@ struct Store : WritesDxAlone {
   const Bias* bias;
 
   __device__ __forceinline__ Y*& written() { return y; }
-  __device__ __forceinline__ long long& written_stride() { return y_stride; }
+  // What a kernel that bundles rows keeps.
+  template <int pack_size, int num_packs>
+  using WeightPairs = KeptPacks<Weight, zero_centered, pack_size, num_packs, 2>;
+  template <int pack_size, int num_packs>
+  using BiasPairs = KeptPacks<Bias, false, pack_size, num_packs, 2>;
 
   template <int pack_size>
   struct Kept {
@@ -44,10 +41,6 @@ struct Store : WritesDxAlone {
       weight.forget_unpacked();
       bias.forget_unpacked();
     }
-    __device__ __forceinline__ void unpack_after(unsigned int zero) {
-      weight.unpack_after(zero);
-      bias.unpack_after(zero);
-    }
   };
   template <int pack_size>
   __device__ __forceinline__ Kept<pack_size> keep(long long col) const {
@@ -56,12 +49,6 @@ struct Store : WritesDxAlone {
   __device__ __forceinline__ void prefetch_parameters(long long num_cols) const {
     prefetch(weight, num_cols);
     prefetch(bias, num_cols);
-  }
-  // Keeps two packs as one: single elements of 16 bits would take a register each.
-  template <int pack_size>
-  __device__ __forceinline__ Kept<2 * pack_size> keep_two(long long col,
-                                                          long long other_col) const {
-    return {{weight, col, other_col}, {bias, col, other_col}};
   }
 
   // y in the compute type, before it is rounded.
@@ -102,15 +89,16 @@ struct Store : WritesDxAlone {
                                         const Compute (&values)[pack_size],
                                         const Compute (&weights)[pack_size],
                                         const Compute (&biases)[pack_size], bool present) const {
-    Compute y_values[pack_size];
-    affine(values, weights, biases, y_values);
-    const Pack<Y, pack_size> rounded = repack<Y>(y_values);
-    if (present) store_pack<pack_size>(y + row * y_stride + col, rounded);
+    if constexpr (!is_same<Y, void>) {
+      Compute y_values[pack_size];
+      affine(values, weights, biases, y_values);
+      const Pack<Y, pack_size> rounded = repack<Y>(y_values);
+      if (present) store_pack<pack_size>(y + row * y_stride + col, rounded);
+    }
   }
   template <int pack_size, class Compute>
   __device__ __forceinline__ void store(long long row, long long col,
-                                        const Compute (&values)[pack_size],
-                                        bool present = true) const {
-    store(row, col, values, keep<pack_size>(present ? col : 0), present);
+                                        const Compute (&values)[pack_size]) const {
+    store(row, col, values, keep<pack_size>(col));
   }
 };

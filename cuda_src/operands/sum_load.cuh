@@ -9,7 +9,7 @@
 
 // Residual: void if there is none. `sum` is needed: later passes read the row from it.
 // form(row, col): the row again, from x and the residual.
-template <class X, class Residual, class Sum, class RowScale, bool drops, class Functor = NoFunctor>
+template <class X, class Residual, class Sum, class RowScale, bool drops, class Functor = Nothing>
 struct SumLoad : Functor {
   using Held = Sum;
   using Compute = typename ComputeOf<Sum>::type;
@@ -44,7 +44,7 @@ struct SumLoad : Functor {
                                                           bool present) const {
     Wide values[pack_size];
     unpack(begun.x, values);
-    if constexpr (!is_same<Functor, NoFunctor>)
+    if constexpr (!is_same<Functor, Nothing>)
       Functor::apply(row, col, values, OtherX<X, Wide>{x + row * x_stride});
     factor.multiply(row, col, values, present);
     if constexpr (!is_same<Residual, void>) {

@@ -51,7 +51,7 @@ struct StoreTwice : First {
                                         bool present = true) const {
     Compute y_values[pack_size];
     First::affine(values, kept, y_values);
-    const auto rounded = repack<typename First::Added>(y_values);
+    const auto rounded = repack<typename First::Written>(y_values);
     const auto rounded1 = repack<Y1>(y_values);
     if (!present) return;
     store_pack<pack_size>(First::y + row * First::y_stride + col, rounded);

@@ -33,8 +33,4 @@ struct LoadXHat {
     }
     return repack<C>(values);
   }
-  template <int pack_size>
-  __device__ __forceinline__ Pack<C, pack_size> reload(long long row, long long col) const {
-    return load<pack_size>(row, col);
-  }
 };

@@ -66,8 +66,8 @@ __device__ __forceinline__ void tile_load_to_both(void* smem, const TensorMap& m
       "l"(&map), "r"(col), "r"(row), "r"(smem_address(barrier)), "h"(static_cast<unsigned short>(3))
       : "memory");
 }
-// Without .release.cluster, which would be a fence of the whole GPU in the main loop. What it must
-// order are reads of shared memory whose values have arrived.
+// It has no .release.cluster, which would put a fence of the whole GPU into the main loop. It need
+// only order reads of shared memory, whose values have arrived.
 __device__ __forceinline__ void arrive_in(unsigned long long* barrier, unsigned rank) {
   asm volatile(
       "{\n.reg .b32 there;\n"

@@ -7,10 +7,10 @@ template <class Y>
 struct BytesSource {
   using Float8 = Y;
   using Held = Y;
-  struct Factor {};
+  using Factor = Nothing;
   static constexpr int most_in_flight = 8;
   template <int pack_size>
-  struct Kept {};
+  using Kept = Nothing;
   template <int pack_size>
   using Fetched = FetchedPack<Y, pack_size>;
 

@@ -40,7 +40,7 @@ struct ScaledSource {
   using Factor = Compute;
   static constexpr int most_in_flight = 8;
   template <int pack_size>
-  struct Kept {};
+  using Kept = Nothing;
   template <int pack_size>
   using Fetched = FetchedPack<X, pack_size>;
 

@@ -49,8 +49,13 @@ __device__ __forceinline__ Value warp_reduce(Value value) {
   }
   return value;
 }
-// The same if all groups of `threads` lanes hold the same values: then a maximum is that of the
-// warp.
+// The same for a sum of one number.
+template <int threads, class Compute>
+__device__ __forceinline__ Compute warp_sum(Compute value) {
+  return warp_reduce<threads>(Sum<Compute, 1>{{value}}).part[0];
+}
+// The same as warp_reduce if all groups of `threads` lanes hold the same values: then a maximum is
+// that of the warp.
 template <int threads, class Value>
 __device__ __forceinline__ Value repeated_reduce(Value value) {
   return warp_reduce<Value::is_maximum ? 32 : threads>(value);

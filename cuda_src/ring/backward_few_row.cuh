@@ -36,14 +36,11 @@ __device__ __forceinline__ void backward_ring_row(
     xs[pack] = call.load_x.template load<pack_size>(row, col_of(pack));
     dys[pack] = call.load_dy.template load<pack_size>(row, col_of(pack));
   }
-  RowGradient<Compute> gradient{};
-  if constexpr (centered) gradient.mean = call.mean[row];
-  gradient.rstd = call.rstd[row];
+  auto gradient = call.template gradient_of<centered>(row);
 #pragma unroll
   for (int pack = 0; pack < packs_per_thread; ++pack) {
     weights[pack] = call.load_weight.template keep<pack_size>(col_of(pack));
-    if constexpr (StoreDx::adds)
-      added[pack] = load_pack<pack_size>(call.store.added_start(row) + col_of(pack));
+    added[pack] = call.store.template load_added<pack_size>(row, col_of(pack));
   }
 
   // f(pack, xs, dys, weight_values)
@@ -64,34 +61,20 @@ __device__ __forceinline__ void backward_ring_row(
   for_each_pack(
       [&](int pack, const auto& x_values, const auto& dy_values, const auto& weight_values) {
         Compute none[pack_size];
-        sums.merge(add_to_sums<gradients, centered>(none, none, x_values, dy_values, weight_values,
-                                                    gradient, Shape::in_part(pack, cols)));
+        sums.merge(sum_pack<gradients, centered>(none, none, x_values, dy_values, weight_values,
+                                                 gradient, Shape::in_part(pack, cols)));
       });
   float* const sent = reinterpret_cast<float*>(smem) + 2 * Sources::num_sources * group;
   const float of_warp = warp_reduce_two(sums.part[0], sums.part[1]);
   if (threadIdx.x % 16 == 0) sent[has_second() * Sources::num_sources + source] = of_warp;
   __syncthreads();
-  Sum<Compute, 1> sum{};
-  Sources::for_each_source([&](int index) {
-    sum.part[0] += sent[has_second() * Sources::num_sources + Sources::source(index)];
-  });
-  gradient.finish(both_halves(warp_reduce<Sources::lanes>(sum).part[0]),
-                  Compute(1) / static_cast<Compute>(call.num_cols));
+  gradient.finish(Sources::total(sent), Compute(1) / static_cast<Compute>(call.num_cols));
 
-  for_each_pack([&](int pack, const auto& x_values, const auto& dy_values,
-                    const auto& weight_values) {
-    Compute dx[pack_size];
-#pragma unroll
-    for (int at = 0; at < pack_size; ++at) {
-      dx[at] = gradient.template dx<centered>(gradient.template x_hat<centered>(x_values[at]),
-                                              rounded_product(dy_values[at], weight_values[at]));
-    }
-    const int col = cols.first_col + Shape::col(pack);
-    const bool is_written = present && Shape::in_part(pack, cols);
-    if constexpr (StoreDx::adds) {
-      call.store.store(row, col, dx, added[pack], is_written);
-    } else {
-      call.store.store(row, col, dx, is_written);
-    }
-  });
+  for_each_pack(
+      [&](int pack, const auto& x_values, const auto& dy_values, const auto& weight_values) {
+        Compute dx[pack_size];
+        gradient.template dx_of_pack<centered>(dx, x_values, dy_values, weight_values);
+        call.store.store(row, cols.first_col + Shape::col(pack), dx, added[pack],
+                         present && Shape::in_part(pack, cols));
+      });
 }

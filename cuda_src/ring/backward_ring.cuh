@@ -1,9 +1,11 @@
 // backward_ring.cuh -- the path `ring` of backward_block.cu and backward_cluster.cu
 //
-// In turn t a warp sums its part of row t + 1, and sends the sums to the warps that share the row.
-// It writes dx of its part of row t when all sums of that row have arrived. Then the slot is free,
-// and the copy engine fetches row t + stages to it. Each thread keeps its weights, and its sums of
-// dweight and dbias, from the first row to the last.
+// In turn t a warp
+//   sums     its part of row t + 1, and sends the sums to the warps that share the row
+//   waits    for all sums of row t, and adds them up
+//   writes   dx of its part of row t, whose slot is then free
+//   fetches  its part of row t + stages to that slot
+// Each thread keeps its weights, and its sums of dweight and dbias, from the first row to the last.
 #pragma once
 #include "backward_ring_row.cuh"
 #include "backward_ring_streams.cuh"
@@ -21,7 +23,6 @@ __device__ __forceinline__ void backward_ring(
   using Streams = BackwardStreams<tile, LoadX, LoadDy, StoreDx, adds>;
   using Ring = typename Streams::Ring;
   constexpr int pack_size = tile.pack_size;
-  constexpr int packs_per_thread = tile.packs_per_thread;
   const Slice cols = Shape::part(static_cast<int>(call.num_cols));
   const Turns<tile> turns(call.num_rows);
   const Ring ring(smem);
@@ -35,82 +36,82 @@ __device__ __forceinline__ void backward_ring(
   if constexpr (recomputes) load_bias = call.store.load_bias();
   RingParameters<typename StoreDx::LoadBias, tile, recomputes> biases(
       load_bias, cols, parameters + decltype(weights)::smem_bytes);
-  RowGradient<Compute> gradient = gradient_of_turn<centered>(call, turns, 0),
-                       next = gradient_of_turn<centered>(call, turns, 1);
+  // mean and rstd of a row are loaded two turns before its dx is written.
+  const auto gradient_of = [&](unsigned turn) {
+    return call.template gradient_of<centered>(
+        min(turns.first_row + turn * turns.step, call.num_rows - 1));
+  };
+  RowGradient<Compute> gradient = gradient_of(0), next = gradient_of(1);
 
-  Streams streams(call, turns, cols);
-  streams.fetch_first(ring, turns.count, cols);
+  Streams streams(ring, call, turns, cols);
+  typename Ring::Position summed = streams.first(), written = summed;
+  fetch_first<tile>(streams, turns.count);
   const Exchange<tile> exchange(smem + Ring::smem_bytes);
   weights.store_to_smem();
   biases.store_to_smem();
-  using Sums = Compute[packs_per_thread][pack_size];
+  using Sums = Compute[tile.packs_per_thread][pack_size];
   Sums dweight = {}, dbias = {}, dx_sum = {};
   ring_sync<tile>();
-  typename Ring::Position summed, written;
-  const auto add = [&](unsigned turn, const RowGradient<Compute>& gradient) {
+  const auto sum_row = [&](unsigned turn, const RowGradient<Compute>& gradient) {
     ring.wait(summed, cols.size());
     Sum<Compute, 2> sums{};
-    streams.for_each_pack(
-        ring, summed.slot, true,
-        [&](int pack, const Compute(&xs)[pack_size], const Compute(&dys)[pack_size]) {
-          Compute weight_values[pack_size];
-          weights.unpack_to(pack, weight_values);
-          const bool present = Shape::in_part(pack, cols);
-          sums.merge(add_to_sums<gradients, centered>(dweight[pack], dbias[pack], xs, dys,
-                                                      weight_values, gradient, present));
-        });
+    streams.for_each_pack(summed, [&](int pack, const auto& xs, const auto& dys) {
+      Compute weight_values[pack_size];
+      weights.unpack_to(pack, weight_values);
+      const bool present = Shape::in_part(pack, cols);
+      sums.merge(sum_pack<gradients, centered>(dweight[pack], dbias[pack], xs, dys, weight_values,
+                                               gradient, present));
+    });
     if constexpr (gradients.dx) exchange.send(turn, warp_reduce_two(sums.part[0], sums.part[1]));
     summed.advance();
-    streams.advance_summed();
+  };
+  const auto write_row = [&](long long row) {
+    streams.for_each_pack(written, [&](int pack, const auto& xs, const auto& dys) {
+      Compute weight_values[pack_size];
+      weights.unpack_to(pack, weight_values);
+      const int col = cols.first_col + Shape::col(pack);
+      const bool present = Shape::in_part(pack, cols);
+      if constexpr (gradients.dx) {
+        Compute dx[pack_size];
+        gradient.template dx_of_pack<centered>(dx, xs, dys, weight_values);
+        const auto added = streams.added_pack(written, pack);
+        if (gradients.dx_sum && present) {
+          Compute total[pack_size];
+          StoreDx::add(dx, added, total);
+#pragma unroll
+          for (int at = 0; at < pack_size; ++at) dx_sum[pack][at] += total[at];
+        }
+        call.store.store(row, col, dx, added, present);
+      }
+      if constexpr (recomputes) {
+        Compute bias_values[pack_size];
+        biases.unpack_to(pack, bias_values);
+        call.template recompute<centered>(gradient, row, col, xs, weight_values, bias_values,
+                                          present);
+      }
+    });
   };
   const Compute reciprocal = Compute(1) / static_cast<Compute>(call.num_cols);
-  // The sums of the next row are on their way while this row is written, unless only one row fits.
+  // The sums of the next row travel while this row is written, unless only one row fits.
   constexpr bool overlaps = tile.stages > 1;
-  if (overlaps && turns.count > 0) add(0, gradient);
+  if (overlaps && turns.count > 0) sum_row(0, gradient);
   long long row = turns.first_row;
   for (unsigned turn = 0; turn < turns.count; ++turn) {
-    const RowGradient<Compute> following = gradient_of_turn<centered>(call, turns, turn + 2);
+    const RowGradient<Compute> following = gradient_of(turn + 2);
     if constexpr (overlaps) {
-      if (turn + 1 < turns.count) add(turn + 1, next);
+      if (turn + 1 < turns.count) sum_row(turn + 1, next);
     } else {
-      add(turn, gradient);
+      sum_row(turn, gradient);
     }
     if constexpr (gradients.dx) {
       exchange.wait(turn, Shape::thread() == 0);
-      Sum<Compute, 1> sum{};
-      exchange.for_each_source(
-          [&](int index) { sum.part[0] += exchange.received(turn, has_second(), index); });
-      gradient.finish(both_halves(warp_reduce<decltype(exchange)::lanes>(sum).part[0]), reciprocal);
+      gradient.finish(exchange.total(exchange.buffer(turn)), reciprocal);
     }
-    if constexpr (gradients.dx || recomputes) {
-      streams.for_each_pack(
-          ring, written.slot, false,
-          [&](int pack, const Compute(&xs)[pack_size], const Compute(&dys)[pack_size]) {
-            Compute weight_values[pack_size], x_hats[pack_size], dx[pack_size];
-            weights.unpack_to(pack, weight_values);
-            gradient_of_pack<gradients, centered>(x_hats, dx, xs, dys, weight_values, gradient);
-            const int col = cols.first_col + Shape::col(pack);
-            const bool present = Shape::in_part(pack, cols);
-            if (gradients.dx_sum && present)
-              streams.add_total(ring, written.slot, pack, dx, dx_sum[pack]);
-            if constexpr (adds) {
-              call.store.store(row, col, dx, streams.added_pack(ring, written.slot, pack), present);
-            } else if constexpr (gradients.dx) {
-              call.store.store(row, col, dx, present);
-            }
-            if constexpr (recomputes) {
-              Compute bias_values[pack_size];
-              biases.unpack_to(pack, bias_values);
-              call.store.recompute(row, col, x_hats, weight_values, bias_values, present);
-            }
-          });
-    }
+    if constexpr (gradients.dx || recomputes) write_row(row);
     // All lanes have written, so all have read: the slot is free.
     __syncwarp();
-    if (threadIdx.x % 32 == 0 && turn + tile.stages < turns.count)
-      streams.fetch(ring, written.slot, cols);
+    if (threadIdx.x % 32 == 0 && turn + tile.stages < turns.count) streams.fetch(written.slot);
     written.advance();
-    streams.advance_written();
     row += turns.step;
     gradient = next;
     next = following;

@@ -1,56 +1,26 @@
-// backward_ring_row.cuh -- what a backward ring computes of each row
+// backward_ring_row.cuh -- the sums of a pack of a row, of path `ring`
 #pragma once
 #include "backward.cuh"
-#include "turns.cuh"
 
-// What backward needs of the row of a turn.
-template <bool centered, class Call, Tile tile>
-__device__ __forceinline__ auto gradient_of_turn(const Call& call, const Turns<tile>& turns,
-                                                 unsigned turn) {
-  const long long row = min(turns.first_row + turn * turns.step, call.num_rows - 1);
-  RowGradient<typename Call::Compute> gradient{};
-  if constexpr (centered) gradient.mean = call.mean[row];
-  gradient.rstd = call.rstd[row];
-  return gradient;
-}
-
-// Adds a pack of a row to its columns' sums. Returns the pack's sums of wdy * x_hat and of wdy. A
-// pack that is not present adds zeros.
+// Adds a pack to its columns' sums of dweight and dbias. Returns its sums of wdy * x_hat and of
+// wdy. A pack that is not present adds zeros.
 template <Gradients gradients, bool centered, int pack_size, class Compute>
-__device__ __forceinline__ Sum<Compute, 2> add_to_sums(
+__device__ __forceinline__ Sum<Compute, 2> sum_pack(
     Compute (&dweight)[pack_size], Compute (&dbias)[pack_size], const Compute (&xs)[pack_size],
-    const Compute (&dys)[pack_size], const Compute (&weight_values)[pack_size],
+    const Compute (&dys)[pack_size], const Compute (&weights)[pack_size],
     const RowGradient<Compute>& gradient, bool present) {
-  Compute partial[2] = {};
+  Sum<Compute, 2> sums{};
 #pragma unroll
-  for (int index = 0; index < pack_size; ++index) {
-    const Compute dy = present ? dys[index] : Compute(0);
-    const Compute x_hat = present ? gradient.template x_hat<centered>(xs[index]) : Compute(0);
-    if constexpr (gradients.dweight) dweight[index] += dy * x_hat;
-    if constexpr (gradients.dbias) dbias[index] += dy;
+  for (int at = 0; at < pack_size; ++at) {
+    const Compute dy = present ? dys[at] : Compute(0);
+    const Compute x_hat = present ? gradient.template x_hat<centered>(xs[at]) : Compute(0);
+    if constexpr (gradients.dweight) dweight[at] += dy * x_hat;
+    if constexpr (gradients.dbias) dbias[at] += dy;
     if constexpr (gradients.dx) {
-      const Compute wdy = rounded_product(dy, weight_values[index]);
-      partial[0] += wdy * x_hat;
-      if constexpr (centered) partial[1] += wdy;
+      const Compute wdy = rounded_product(dy, weights[at]);
+      sums.part[0] += wdy * x_hat;
+      if constexpr (centered) sums.part[1] += wdy;
     }
   }
-  return {{partial[0], partial[1]}};
-}
-
-// x_hat and dx of a pack. dx stays unset if no gradient of x is wanted.
-template <Gradients gradients, bool centered, int pack_size, class Compute>
-__device__ __forceinline__ void gradient_of_pack(Compute (&x_hats)[pack_size],
-                                                 Compute (&dx)[pack_size],
-                                                 const Compute (&xs)[pack_size],
-                                                 const Compute (&dys)[pack_size],
-                                                 const Compute (&weight_values)[pack_size],
-                                                 const RowGradient<Compute>& gradient) {
-#pragma unroll
-  for (int index = 0; index < pack_size; ++index) {
-    x_hats[index] = gradient.template x_hat<centered>(xs[index]);
-    if constexpr (gradients.dx) {
-      dx[index] = gradient.template dx<centered>(x_hats[index],
-                                                 rounded_product(dys[index], weight_values[index]));
-    }
-  }
+  return sums;
 }

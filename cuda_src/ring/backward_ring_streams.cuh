@@ -4,108 +4,89 @@
 #include "ring.cuh"
 #include "turns.cuh"
 
-// A ring for x and dy, and for what is added to dy or to dx, if anything is.
-template <Tile tile, class X, class Dy, class Third, bool has_third>
-struct BackwardRing : WarpRing<tile, X, Dy> {
-  using WarpRing<tile, X, Dy>::WarpRing;
-};
-template <Tile tile, class X, class Dy, class Third>
-struct BackwardRing<tile, X, Dy, Third, true> : WarpRing<tile, X, Dy, Third> {
-  using WarpRing<tile, X, Dy, Third>::WarpRing;
-};
-
+// added: to dy (dy1 of LoadBoth) or to dx (adds), if anything is.
 template <Tile tile, class LoadX, class LoadDy, class StoreDx, bool adds>
 struct BackwardStreams {
   using X = typename LoadX::Held;
   using Dy = typename LoadDy::Held;
-  using Third = typename Otherwise<typename LoadDy::Second, typename StoreDx::Added>::type;
+  using Added = typename Otherwise<typename LoadDy::Second, typename StoreDx::Added>::type;
   using Compute = typename LoadX::Compute;
-  using Shape = RingShape<tile>;
-  static constexpr bool has_second = !is_same<typename LoadDy::Second, void>;
-  static_assert(!(adds && has_second), "a ring has room for one tensor beside x and dy");
-  using Ring = BackwardRing<tile, X, Dy, Third, adds || has_second>;
-  static constexpr int third_offset =
-      RingOffset<tile, X>::part_bytes + RingOffset<tile, Dy>::part_bytes;
+  static constexpr int pack_size = tile.pack_size;
+  static constexpr bool has_dy1 = !is_same<typename LoadDy::Second, void>;
+  static_assert(!(adds && has_dy1), "a ring has room for one tensor beside x and dy");
+  using Ring =
+      typename Either<adds || has_dy1, WarpRing<tile, X, Dy, Added>, WarpRing<tile, X, Dy>>::type;
+  using Position = typename Ring::Position;
 
-  RingStream<tile, X> x;
-  RingStream<tile, Dy> dy;
-  RingStream<tile, Third> third;
+  const Ring& ring;
+  Slice cols;  // of this warp
+  RingStream<X> x;
+  RingStream<Dy> dy;
+  RingStream<Added> added;
 
-  // cols: of this warp
   template <class Call>
-  __device__ __forceinline__ BackwardStreams(const Call& call, const Turns<tile>& turns, Slice cols)
-      : x(call.load_x.row_start(turns.first_row) + cols.first_col,
-          call.load_x.x_stride * turns.step),
-        dy(call.load_dy.row_start(turns.first_row) + cols.first_col,
-           call.load_dy.x_stride * turns.step) {
-    if constexpr (adds) {
-      third = {call.store.added_start(turns.first_row) + cols.first_col,
-               call.store.added_stride() * turns.step};
-    }
-    if constexpr (has_second) {
-      third = {call.load_dy.second_start(turns.first_row) + cols.first_col,
-               call.load_dy.second_stride * turns.step};
+  __device__ __forceinline__ BackwardStreams(const Ring& ring, const Call& call,
+                                             const Turns<tile>& turns, Slice cols)
+      : ring(ring), cols(cols) {
+    const auto stream = [&](const auto* row_start, long long stride) {
+      return RingStream{row_start + cols.first_col, stride * turns.step};
+    };
+    x = stream(call.load_x.row_start(turns.first_row), call.load_x.x_stride);
+    dy = stream(call.load_dy.row_start(turns.first_row), call.load_dy.x_stride);
+    if constexpr (adds)
+      added = stream(call.store.added_start(turns.first_row), call.store.added_stride());
+    if constexpr (has_dy1)
+      added = stream(call.load_dy.second_start(turns.first_row), call.load_dy.second_stride);
+  }
+  __device__ __forceinline__ Position first() const {
+    if constexpr (adds || has_dy1) {
+      return Ring::first(x, dy, added);
+    } else {
+      return Ring::first(x, dy);
     }
   }
   // Called by one lane: starts the copy of the next row to a slot.
-  __device__ __forceinline__ void fetch(const Ring& ring, int slot, Slice cols) {
-    if constexpr (adds || has_second) {
-      ring.fetch(slot, cols.size(), x, dy, third);
+  __device__ __forceinline__ void fetch(int slot) {
+    if constexpr (adds || has_dy1) {
+      ring.fetch(slot, cols.size(), x, dy, added);
     } else {
       ring.fetch(slot, cols.size(), x, dy);
     }
   }
-  // Called by all lanes: starts the copies of the first rows.
-  __device__ __forceinline__ void fetch_first(const Ring& ring, unsigned num_turns, Slice cols) {
-    if (threadIdx.x % 32 != 0) return;
-    for (int slot = 0; slot < min(static_cast<unsigned>(tile.stages), num_turns); ++slot)
-      fetch(ring, slot, cols);
-  }
-  // f(pack, xs, dys) for each pack of this lane in a slot. is_summed: the row that is summed, else
-  // the row that is written
+
+  // f(pack, xs, dys) for each pack of this lane of a row in the ring.
   template <class F>
-  __device__ __forceinline__ void for_each_pack(const Ring& ring, int slot, bool is_summed,
-                                                F f) const {
-    const unsigned char* start = ring.slots + slot * Ring::slot_bytes;
-    const X* x_part = x.in(start, is_summed);
-    const Dy* dy_part = dy.in(start + RingOffset<tile, X>::part_bytes, is_summed);
+  __device__ __forceinline__ void for_each_pack(const Position& of, F f) const {
+    const X* x_part = ring.template part<0, X>(of, 0);
+    const Dy* dy_part = ring.template part<1, Dy>(of, RingPart<tile, X>::most_bytes);
 #pragma unroll
     for (int pack = 0; pack < tile.packs_per_thread; ++pack) {
-      Compute xs[tile.pack_size], dys[tile.pack_size];
-      unpack(load_pack<tile.pack_size>(x_part + Shape::col(pack)), xs);
-      unpack(load_pack<tile.pack_size>(dy_part + Shape::col(pack)), dys);
-      if constexpr (has_second) {
-        Compute seconds[tile.pack_size];
-        const Third* second_part = third.in(start + third_offset, is_summed);
-        unpack(load_pack<tile.pack_size>(second_part + Shape::col(pack)), seconds);
+      const int col = RingShape<tile>::col(pack);
+      Compute xs[pack_size], dys[pack_size];
+      unpack(load_pack<pack_size>(x_part + col), xs);
+      unpack(load_pack<pack_size>(dy_part + col), dys);
+      if constexpr (has_dy1) {
+        Compute dy1s[pack_size];
+        unpack(load_pack<pack_size>(added_part(of) + col), dy1s);
 #pragma unroll
-        for (int at = 0; at < tile.pack_size; ++at) dys[at] += seconds[at];
+        for (int at = 0; at < pack_size; ++at) dys[at] += dy1s[at];
       }
       f(pack, xs, dys);
     }
   }
-  // What is added to pack `pack` of dx of the row that is written.
-  __device__ __forceinline__ auto added_pack(const Ring& ring, int slot, int pack) const {
-    const Third* part = third.in(ring.slots + slot * Ring::slot_bytes + third_offset, false);
-    return load_pack<tile.pack_size>(part + Shape::col(pack));
+  // What is added to a pack of dx.
+  __device__ __forceinline__ Pack<typename StoreDx::Added, pack_size> added_pack(const Position& of,
+                                                                                 int pack) const {
+    if constexpr (adds) {
+      return load_pack<pack_size>(added_part(of) + RingShape<tile>::col(pack));
+    } else {
+      return {};
+    }
   }
-  // Adds a pack of dx, and what is added to it, to sums over rows.
-  template <class Sums>
-  __device__ __forceinline__ void add_total(const Ring& ring, int slot, int pack,
-                                            const Compute (&dx)[tile.pack_size], Sums& sums) const {
-    Compute added[tile.pack_size] = {};
-    if constexpr (adds) unpack(added_pack(ring, slot, pack), added);
-#pragma unroll
-    for (int at = 0; at < tile.pack_size; ++at) sums[at] += adds ? added[at] + dx[at] : dx[at];
-  }
-  __device__ __forceinline__ void advance_summed() {
-    x.summed.advance();
-    dy.summed.advance();
-    if constexpr (has_second) third.summed.advance();
-  }
-  __device__ __forceinline__ void advance_written() {
-    x.written.advance();
-    dy.written.advance();
-    if constexpr (adds || has_second) third.written.advance();
+
+ private:
+  __device__ __forceinline__ const Added* added_part(const Position& of) const {
+    return ring.template part<2, Added>(
+        of, RingPart<tile, X>::most_bytes + RingPart<tile, Dy>::most_bytes);
   }
 };

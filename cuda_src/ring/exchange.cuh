@@ -3,32 +3,18 @@
 // Each warp that shares a row sends one to three floats to all of these warps, which read them a
 // turn later. The lower half of a warp's lanes has the first value, the upper half the second.
 //
-// Four buffers suffice. A warp sends for turn t + 4 when all values of turn t + 2 have arrived in
-// its block. Every warp has sent those after it has read the values of turn t.
+// Four buffers are enough. A warp sends for turn t + 4 when all values of turn t + 2 have arrived
+// in its block. Every warp sends those after it has read the values of turn t.
 #pragma once
 #include "bulk.cuh"
 #include "reduce.cuh"
 #include "ring_shape.cuh"
-
-// Whether this lane has the second of two values.
-__device__ __forceinline__ bool has_second() { return threadIdx.x & 16; }
-
-// Sums two values over a warp with one shuffle more than one sum takes. Each half of the lanes gets
-// its own sum.
-__device__ __forceinline__ float warp_reduce_two(float first, float second) {
-  const float other = has_second() ? first : second;
-  const float kept = has_second() ? second : first;
-  return warp_reduce<16>(Sum<float, 1>{{kept + __shfl_xor_sync(0xffffffffu, other, 16)}}).part[0];
-}
-// Returns the values of both halves to all lanes.
-__device__ __forceinline__ Sum<float, 2> both_halves(float own) {
-  return {{__shfl_sync(0xffffffffu, own, 0), __shfl_sync(0xffffffffu, own, 16)}};
-}
+#include "two_sums.cuh"
 
 template <Tile tile, int num_values = 2>
 struct Exchange {
-  static constexpr int num_warps = RingShape<tile>::num_warps;
-  static constexpr int num_sources = num_warps * tile.cluster_size;
+  using Shape = RingShape<tile>;
+  static constexpr int num_sources = Shape::num_warps * tile.cluster_size;
   static constexpr bool has_third = num_values == 3;
   static constexpr int num_buffers = 4;
   static constexpr int group_bytes =
@@ -40,10 +26,9 @@ struct Exchange {
 
   // The caller synchronises the block, and the cluster, before the first send.
   __device__ __forceinline__ explicit Exchange(unsigned char* smem)
-      : barriers(
-            reinterpret_cast<unsigned long long*>(smem + RingShape<tile>::group() * group_bytes)),
+      : barriers(reinterpret_cast<unsigned long long*>(smem + Shape::group() * group_bytes)),
         buffers(reinterpret_cast<float*>(barriers + num_buffers)) {
-    if (RingShape<tile>::thread() == 0) {
+    if (Shape::thread() == 0) {
       for (int buffer = 0; buffer < num_buffers; ++buffer) {
         bulk_barrier_init(barriers + buffer, tile.threads_per_row + (tile.cluster_size > 1));
         expect(buffer);
@@ -58,7 +43,7 @@ struct Exchange {
     send_value(turn, has_second(), value);
     bulk_arrive(barriers + turn % num_buffers);
   }
-  // Sends one value, the same in all lanes.
+  // Sends one value alone, the same in all lanes.
   __device__ __forceinline__ void send_alone(unsigned turn, float value) const {
     static_assert(num_values == 1, "a wait ends when all values have arrived");
     if (!has_second()) send_value(turn, 0, value);
@@ -71,12 +56,12 @@ struct Exchange {
   // expects: whether this thread announces the bytes of the next values, those of turn + 4.
   __device__ __forceinline__ void wait(unsigned turn, bool expects) const {
     bulk_wait(barriers + turn % num_buffers, turn / num_buffers);
-    // In time: no warp sends them before this thread has sent for turn + 2.
+    // This is early enough: no warp sends them before this thread has sent for turn + 2.
     if (expects) expect(turn % num_buffers);
   }
 
-  // Neighbouring lanes divide the sending warps, the sources, among themselves. A lane has up to
-  // three before another lane is used, because an addition is faster than a shuffle.
+  // `lanes` neighbouring lanes share out the sources, the warps that sent. Each has up to three
+  // before another lane is used, because an addition is faster than a shuffle.
   static constexpr int lanes = num_values == 1    ? 32
                                : num_sources > 48 ? 16
                                                   : power_of_two_from((num_sources + 2) / 3);
@@ -84,7 +69,7 @@ struct Exchange {
   __device__ __forceinline__ static int source(int index) {
     return index * lanes + static_cast<int>(threadIdx.x) % lanes;
   }
-  // f(index) for each source of this lane. received(): its value number `which`.
+  // f(index) for each source of this lane, of which received() is value number `which`.
   template <class F>
   __device__ __forceinline__ static void for_each_source(F f) {
 #pragma unroll
@@ -99,14 +84,21 @@ struct Exchange {
   __device__ __forceinline__ float* buffer(unsigned turn) const {
     return buffers + num_values * static_cast<int>(turn % num_buffers) * num_sources;
   }
+  // The sums of two values over all sources, to all lanes.
+  __device__ __forceinline__ static Sum<float, 2> total(const float* buffer) {
+    float sum = 0;
+    for_each_source([&](int index) { sum += buffer[has_second() * num_sources + source(index)]; });
+    return both_halves(warp_sum<lanes>(sum));
+  }
 
  private:
   __device__ __forceinline__ void send_value(unsigned turn, int which, float value) const {
     const unsigned lane = threadIdx.x % 16;
-    float* at = buffer(turn) + which * num_sources + RingShape<tile>::thread() / 32;
+    float* at = buffer(turn) + which * num_sources + Shape::thread() / 32;
     if constexpr (tile.cluster_size > 1) {
       if (lane < tile.cluster_size)
-        cluster_send(at + cluster_rank() * num_warps, value, barriers + turn % num_buffers, lane);
+        cluster_send(at + cluster_rank() * Shape::num_warps, value, barriers + turn % num_buffers,
+                     lane);
     } else if (lane == 0) {
       *at = value;
     }

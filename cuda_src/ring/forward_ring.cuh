@@ -23,7 +23,7 @@ __device__ __forceinline__ void forward_ring(const Forward<Load, Store>& call, u
   constexpr bool has_rest = centered && statistics == Statistics::two_pass;
   using MomentExchange = Exchange<tile, has_rest ? 3 : 2>;
   using Results = KeptResults<Load, Store, tile>;
-  // To 8 bits: if y is kept in registers, none are left for num_cols and the parts.
+  // If y is kept in registers until its scales are known, none are left for num_cols and the parts.
   constexpr bool has_constant_cols = Results::has_scales && tile.exact;
   const int num_cols =
       has_constant_cols ? tile.cols() * tile.cluster_size : static_cast<int>(call.num_cols);
@@ -37,12 +37,14 @@ __device__ __forceinline__ void forward_ring(const Forward<Load, Store>& call, u
 
   // Loaded before the rows of all stages, behind which they would arrive microseconds later.
   typename Store::template Kept<tile.pack_size> kept[tile.packs_per_thread];
-  keep_parameters<tile>(call.store, cols, kept);
-  ForwardStreams<tile, Load, Results::crosses_warps> streams(call.load, turns, cols);
-  if (threadIdx.x % 32 == 0) {
-    for (int slot = 0; slot < min(static_cast<unsigned>(tile.stages), turns.count); ++slot)
-      streams.fetch(ring, slot, cols);
+#pragma unroll
+  for (int pack = 0; pack < tile.packs_per_thread; ++pack) {
+    if (Shape::in_part(pack, cols))
+      kept[pack] = call.store.template keep<tile.pack_size>(cols.first_col + Shape::col(pack));
   }
+  ForwardStreams<tile, Load, Results::crosses_warps> streams(ring, call.load, turns, cols);
+  typename Ring::Position summed = streams.first(), written = summed;
+  fetch_first<tile>(streams, turns.count);
   unsigned char* const beyond_ring = smem + (Ring::smem_bytes + 15) / 16 * 16;
   const Broadcast<tile> broadcast(beyond_ring);
   const MomentExchange exchange(beyond_ring + Broadcast<tile>::smem_bytes);
@@ -50,70 +52,61 @@ __device__ __forceinline__ void forward_ring(const Forward<Load, Store>& call, u
       beyond_ring + Broadcast<tile>::smem_bytes + MomentExchange::smem_bytes);
   ring_sync<tile>();
 
-  Compute source_cols[MomentExchange::sources_per_lane];
-  count_columns<MomentExchange>(part_of, source_cols);
-  typename Ring::Position summed, written;
-  const auto send_next = [&](unsigned turn) {
+  Compute source_cols[MomentExchange::sources_per_lane];  // columns of the warps that sent moments
+#pragma unroll
+  for (int index = 0; index < MomentExchange::sources_per_lane; ++index)
+    source_cols[index] = static_cast<Compute>(part_of(MomentExchange::source(index)).size());
+  // As compute_statistics below, it does nothing for a turn beyond the last one.
+  const auto sum_row = [&](unsigned turn) {
+    if (turn >= turns.count) return;
     ring.wait(summed, cols.size());
-    auto values = streams.in_slot(ring, summed.slot, cols, true);
+    auto values = streams.row_at(summed);
     send_moments<centered, statistics, Compute>(exchange, turn, values, cols.size());
     summed.advance();
-    streams.advance_summed();
   };
-  // A tenth of a row's instructions: most warps save it, and need not wait for moments.
+  // This takes a tenth of a row's instructions. The warps of a block take turns, and the others
+  // need not wait for moments.
   int turns_until_own = Shape::thread() / 32;
   const auto compute_statistics = [&](unsigned turn) {
-    if (turns_until_own-- > 0) return;
+    if (turn >= turns.count || turns_until_own-- > 0) return;
     turns_until_own = Shape::num_warps - 1;
     send_statistics<centered>(call, turns, turn, num_cols, exchange, source_cols, broadcast);
   };
 
   // f(pack, col, normalized) for each pack of the row that is written in this turn.
   const auto for_each_normalized = [&](long long row, const auto& mean_rstd, auto f) {
-    streams.in_slot(ring, written.slot, cols, false)
-        .for_each_pack([&](int pack, const Compute(&values)[tile.pack_size]) {
-          kept[pack].forget_unpacked();
-          Compute normalized[tile.pack_size];
-          mean_rstd.template normalize<centered>(values, normalized);
-          const int col = cols.first_col + Shape::col(pack);
-          call.load.keep(row, col, values, Shape::in_part(pack, cols));
-          f(pack, col, normalized);
-        });
+    streams.row_at(written).for_each_pack([&](int pack, const Compute(&values)[tile.pack_size]) {
+      kept[pack].forget_unpacked();
+      Compute normalized[tile.pack_size];
+      mean_rstd.template normalize<centered>(values, normalized);
+      const int col = cols.first_col + Shape::col(pack);
+      call.load.keep(row, col, values, Shape::in_part(pack, cols));
+      f(pack, col, normalized);
+    });
   };
   const auto free_slot = [&](unsigned turn) {
     // All lanes have written, so all have read: the slot is free.
     __syncwarp();
-    if (threadIdx.x % 32 == 0 && turn + tile.stages < turns.count)
-      streams.fetch(ring, written.slot, cols);
+    if (threadIdx.x % 32 == 0 && turn + tile.stages < turns.count) streams.fetch(written.slot);
     written.advance();
-    streams.advance_written();
   };
-  if (turns.count > 0) {
-    send_next(0);
-    compute_statistics(0);
-  }
+  sum_row(0);
+  compute_statistics(0);
   if constexpr (Results::has_scales) {
-    const RingSteps steps{send_next, compute_statistics, for_each_normalized, free_slot, saves};
+    const RingSteps steps{sum_row, compute_statistics, for_each_normalized, free_slot, saves};
     forward_ring_scaled<tile, Load>(call.store, turns, cols, kept, broadcast, largests, steps);
   } else {
     long long row = turns.first_row;
     for (unsigned turn = 0; turn < turns.count; ++turn) {
-      if (turn + 1 < turns.count) send_next(turn + 1);
+      sum_row(turn + 1);
       const auto mean_rstd = receive_statistics<Compute>(broadcast, turn);
-      for_each_normalized(row, mean_rstd,
-                          [&](int pack, int col, const Compute(&normalized)[tile.pack_size]) {
-                            const bool present = Shape::in_part(pack, cols);
-                            if constexpr (Store::quantizes) {
-                              call.store.store(row, col, normalized, kept[pack], present, carried);
-                            } else if constexpr (has_functor<Store>) {
-                              call.template store_functor<centered>(row, col, normalized,
-                                                                    kept[pack], present, mean_rstd);
-                            } else {
-                              call.store.store(row, col, normalized, kept[pack], present);
-                            }
-                          });
+      for_each_normalized(
+          row, mean_rstd, [&](int pack, int col, const Compute(&normalized)[tile.pack_size]) {
+            call.template write_pack<centered>(row, col, normalized, kept[pack],
+                                               Shape::in_part(pack, cols), mean_rstd, carried);
+          });
       free_slot(turn);
-      if (turn + 1 < turns.count) compute_statistics(turn + 1);
+      compute_statistics(turn + 1);
       row += turns.step;
     }
   }

@@ -26,8 +26,7 @@ struct KeptResults<Load, Store, tile, true> {
   typename Store::template Scales<Row> scales;
 };
 
-// For the largest |y| of the warps that share a row, if they share its scale. smem: behind the
-// barriers of the moments
+// Where the warps that share a row exchange their largest |y|, if they share its scale.
 template <class Results, Tile tile>
 __device__ __forceinline__ auto exchange_of_largest(unsigned char* smem) {
   if constexpr (Results::crosses_warps) {
@@ -38,10 +37,10 @@ __device__ __forceinline__ auto exchange_of_largest(unsigned char* smem) {
 }
 
 // The steps of a turn of a forward ring (forward_ring.cuh).
-template <class SendMoments, class SendStatistics, class ForEachNormalized, class FreeSlot>
+template <class SumRow, class ComputeStatistics, class ForEachNormalized, class FreeSlot>
 struct RingSteps {
-  const SendMoments& send_moments;
-  const SendStatistics& send_statistics;
+  const SumRow& sum_row;
+  const ComputeStatistics& compute_statistics;
   const ForEachNormalized& for_each_normalized;
   const FreeSlot& free_slot;
   const bool& saves;
@@ -79,7 +78,7 @@ __device__ __forceinline__ void forward_ring_scaled(const Store& store, const Tu
     }
   };
   for (unsigned turn = 0; turn < turns.count; ++turn) {
-    if (turn + 1 < turns.count) steps.send_moments(turn + 1);
+    steps.sum_row(turn + 1);
     if (Results::crosses_warps && turn > 0) write_previous(turn - 1, row - turns.step);
     const auto mean_rstd = receive_statistics<Compute>(broadcast, turn);
     kept_row.scales = {};
@@ -95,7 +94,7 @@ __device__ __forceinline__ void forward_ring_scaled(const Store& store, const Tu
       store.find_scales_of_blocks(row, RingRow<Load, tile>{{}, cols}, kept_row.scales);
       write_results(row);
     }
-    if (turn + 1 < turns.count) steps.send_statistics(turn + 1);
+    steps.compute_statistics(turn + 1);
     row += turns.step;
   }
   if (Results::crosses_warps && turns.count > 0) write_previous(turns.count - 1, row - turns.step);

@@ -1,62 +1,48 @@
-// forward_ring_streams.cuh -- what a forward ring loads: parameters once, rows through the ring
+// forward_ring_streams.cuh -- the tensors of a forward ring: x, or x and a residual
 #pragma once
 #include "ring_row.cuh"
 #include "turns.cuh"
 
-// Loads the weights and biases that a thread keeps from the first row to the last.
-template <Tile tile, class Store, class Kept>
-__device__ __forceinline__ void keep_parameters(const Store& store, Slice cols,
-                                                Kept (&kept)[tile.packs_per_thread]) {
-  using Shape = RingShape<tile>;
-#pragma unroll
-  for (int pack = 0; pack < tile.packs_per_thread; ++pack) {
-    if (Shape::in_part(pack, cols))
-      kept[pack] = store.template keep<tile.pack_size>(cols.first_col + Shape::col(pack));
-  }
-}
-
-// The tensors that make up a row. rereads: see RingRow
+// rereads: see RingRow
 template <Tile tile, class Load, bool rereads>
 struct ForwardStreams {
   using Held = typename Load::Held;
   using Ring = ForwardRing<tile, Load>;
 
-  RingStream<tile, Held> streams[Load::num_streams];
+  const Ring& ring;
+  Slice cols;  // of this warp
+  RingStream<Held> streams[Load::num_streams];
 
-  // cols: of this warp
-  __device__ __forceinline__ ForwardStreams(const Load& load, const Turns<tile>& turns,
-                                            Slice cols) {
+  __device__ __forceinline__ ForwardStreams(const Ring& ring, const Load& load,
+                                            const Turns<tile>& turns, Slice cols)
+      : ring(ring), cols(cols) {
 #pragma unroll
     for (int stream = 0; stream < Load::num_streams; ++stream) {
       streams[stream] = {load.row_start(turns.first_row, stream) + cols.first_col,
                          load.stride(stream) * turns.step};
     }
   }
+  __device__ __forceinline__ typename Ring::Position first() const {
+    if constexpr (Load::num_streams == 1) {
+      return Ring::first(streams[0]);
+    } else {
+      return Ring::first(streams[0], streams[1]);
+    }
+  }
   // Called by one lane: starts the copy of the next row to a slot.
-  __device__ __forceinline__ void fetch(const Ring& ring, int slot, Slice cols) {
+  __device__ __forceinline__ void fetch(int slot) {
     if constexpr (Load::num_streams == 1) {
       ring.fetch(slot, cols.size(), streams[0]);
     } else {
       ring.fetch(slot, cols.size(), streams[0], streams[1]);
     }
   }
-  // The warp's part of the row in a slot. is_summed: the row that is summed, else the row that is
-  // written
-  __device__ __forceinline__ auto in_slot(const Ring& ring, int slot, Slice cols,
-                                          bool is_summed) const {
+  // The warp's part of a row in the ring.
+  __device__ __forceinline__ auto row_at(const typename Ring::Position& of) const {
     RingRow<Load, tile, rereads> values{{}, cols};
-#pragma unroll
-    for (int stream = 0; stream < Load::num_streams; ++stream) {
-      const unsigned char* part =
-          ring.slots + slot * Ring::slot_bytes + stream * RingOffset<tile, Held>::part_bytes;
-      values.parts[stream] = streams[stream].in(part, is_summed);
-    }
+    values.parts[0] = ring.template part<0, Held>(of, 0);
+    if constexpr (Load::num_streams == 2)
+      values.parts[1] = ring.template part<1, Held>(of, RingPart<tile, Held>::most_bytes);
     return values;
-  }
-  __device__ __forceinline__ void advance_summed() {
-    for (auto& stream : streams) stream.summed.advance();
-  }
-  __device__ __forceinline__ void advance_written() {
-    for (auto& stream : streams) stream.written.advance();
   }
 };

@@ -1,30 +1,43 @@
 // ring.cuh -- a warp's ring of rows in shared memory, filled by the copy engine
 //
-// WarpRing has a warp's parts of the rows of the next `stages` turns. Each warp fills its own slots
-// and waits for no other warp.
+// A ring has `stages` slots: a warp's parts of the rows of its next turns. Each warp fills its own
+// slots and waits for no other warp.
+//
+// RingStream    a tensor whose rows pass through the ring
+// WarpRing      the slots of a warp, and the copies to them
 #pragma once
 #include "ring_shape.cuh"
 
-// Held: the element types of the tensors that pass through the ring.
+template <class T>
+struct RingStream {
+  const T* to_fetch;  // the warp's part of the row that is fetched next
+  long long step;     // elements from there to the row after it
+};
+
+// Held: the element types of the tensors. A slot has a part of each, one behind the other.
 template <Tile tile, class... Held>
 struct WarpRing {
-  using Shape = RingShape<tile>;
-  static constexpr int slot_bytes = (RingOffset<tile, Held>::part_bytes + ...);
+  static constexpr int num_streams = sizeof...(Held);
+  static constexpr int slot_bytes = (RingPart<tile, Held>::most_bytes + ...);
   static constexpr int ring_bytes = tile.stages * slot_bytes;
   static constexpr int num_rings = tile.block_size() / 32;
   static constexpr int smem_bytes =
       num_rings * (ring_bytes + tile.stages * sizeof(unsigned long long));
 
-  // A slot, and how many times the ring has been filled.
+  // One row on its way through the ring.
   struct Position {
     int slot = 0;
-    unsigned round = 0;
+    unsigned round = 0;             // how many times the ring was filled before
+    unsigned offsets[num_streams];  // of each tensor's part (RingPart)
+    unsigned steps[num_streams];    // from this row's offset to the next row's
 
     __device__ __forceinline__ void advance() {
       if (++slot == tile.stages) {
         slot = 0;
         ++round;
       }
+#pragma unroll
+      for (int at = 0; at < num_streams; ++at) offsets[at] = (offsets[at] + steps[at]) % 16;
     }
   };
 
@@ -42,22 +55,44 @@ struct WarpRing {
     __syncwarp();
   }
 
+  // The first row. Called before it is fetched.
+  __device__ __forceinline__ static Position first(const RingStream<Held>&... streams) {
+    return {0,
+            0,
+            {RingPart<tile, Held>::offset(streams.to_fetch)...},
+            {static_cast<unsigned>(streams.step * sizeof(Held)) % 16 ...}};
+  }
   // Called by one lane: starts the copy of the next row to a slot.
   __device__ __forceinline__ void fetch(int slot, int num_cols,
-                                        RingStream<tile, Held>&... streams) const {
+                                        RingStream<Held>&... streams) const {
     if (num_cols == 0) return;
     bulk_expect(barriers + slot,
-                (RingOffset<tile, Held>::fetched_bytes(streams.to_fetch, num_cols) + ...));
+                (RingPart<tile, Held>::fetched_bytes(streams.to_fetch, num_cols) + ...));
     unsigned char* to = slots + slot * slot_bytes;
-    ((bulk_copy(to, RingOffset<tile, Held>::fetched_from(streams.to_fetch),
-                RingOffset<tile, Held>::fetched_bytes(streams.to_fetch, num_cols), barriers + slot),
-      to += RingOffset<tile, Held>::part_bytes, streams.to_fetch += streams.step),
+    ((bulk_copy(to, RingPart<tile, Held>::fetched_from(streams.to_fetch),
+                RingPart<tile, Held>::fetched_bytes(streams.to_fetch, num_cols), barriers + slot),
+      to += RingPart<tile, Held>::most_bytes, streams.to_fetch += streams.step),
      ...);
   }
-  __device__ __forceinline__ void wait(Position of, int num_cols) const {
+  __device__ __forceinline__ void wait(const Position& of, int num_cols) const {
     if (num_cols > 0) bulk_wait(barriers + of.slot, of.round);
   }
+  // The part of tensor `stream`, whose elements are T. bytes_before: of the tensors before it.
+  template <int stream, class T>
+  __device__ __forceinline__ const T* part(const Position& of, int bytes_before) const {
+    const unsigned char* place = slots + of.slot * slot_bytes + bytes_before;
+    return reinterpret_cast<const T*>(RingPart<tile, T>::aligned ? place
+                                                                 : place + of.offsets[stream]);
+  }
 };
+
+// Called by all lanes: starts the copies of a warp's first rows.
+template <Tile tile, class Streams>
+__device__ __forceinline__ void fetch_first(Streams& streams, unsigned num_turns) {
+  if (threadIdx.x % 32 != 0) return;
+  for (int slot = 0; slot < min(static_cast<unsigned>(tile.stages), num_turns); ++slot)
+    streams.fetch(slot);
+}
 
 // Called when the barriers of WarpRing, Exchange and Broadcast (exchange.cuh) are made.
 template <Tile tile>

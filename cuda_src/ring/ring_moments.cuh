@@ -18,15 +18,15 @@ struct PartMoments {
 template <bool centered, Statistics statistics, class Held, class Compute, class Part>
 __device__ __forceinline__ PartMoments<Compute> part_moments(Part& part, int num_cols) {
   if constexpr (!centered) {
-    Sum<Compute, 1> squares{};
-    part.for_each_pack([&](int, const auto& values) { squares.part[0] += squares_of(values); });
-    return {0, warp_reduce<32>(squares).part[0], 0};
+    Compute squares = 0;
+    part.for_each_pack([&](int, const auto& values) { squares += squares_of(values); });
+    return {0, warp_sum<32>(squares), 0};
   } else if constexpr (statistics == Statistics::two_pass) {
     const Compute count = static_cast<Compute>(max(num_cols, 1)), reciprocal = Compute(1) / count;
-    Sum<Compute, 1> total{};
-    part.for_each_pack([&](int, const auto& values) { total.part[0] += sum_of(values); });
-    total = warp_reduce<32>(total);
-    const Compute first = divide(total.part[0], count, reciprocal);
+    Compute total = 0;
+    part.for_each_pack([&](int, const auto& values) { total += sum_of(values); });
+    total = warp_sum<32>(total);
+    const Compute first = divide(total, count, reciprocal);
     // As in statistics.cuh: a sum of 16-bit values of one magnitude is exact in float.
     constexpr bool sums_rest = sizeof(Held) > 2;
     Sum<Compute, sums_rest ? 2 : 1> deviations{};
@@ -41,8 +41,8 @@ __device__ __forceinline__ PartMoments<Compute> part_moments(Part& part, int num
     });
     deviations = warp_reduce<32>(deviations);
     if constexpr (!sums_rest)
-      return {first, deviations.part[0], fma(-first, count, total.part[0]) * reciprocal};
-    // Of equal values the sums of deviations are exact: the mean is then the value.
+      return {first, deviations.part[0], fma(-first, count, total) * reciprocal};
+    // The sums of deviations of equal values are exact, so their mean is that value.
     const Compute correction = divide(deviations.part[sums_rest], count, reciprocal);
     const Compute excess = deviations.part[sums_rest] * correction, mean = first + correction;
     return {mean, excess - excess == 0 ? deviations.part[0] - excess : deviations.part[0],

@@ -6,14 +6,9 @@
 #include "load.cuh"
 #include "ring.cuh"
 
-template <Tile tile, class Load, int num_streams = Load::num_streams>
-struct ForwardRing : WarpRing<tile, typename Load::Held> {
-  using WarpRing<tile, typename Load::Held>::WarpRing;
-};
 template <Tile tile, class Load>
-struct ForwardRing<tile, Load, 2> : WarpRing<tile, typename Load::Held, typename Load::Held> {
-  using WarpRing<tile, typename Load::Held, typename Load::Held>::WarpRing;
-};
+using ForwardRing = typename Either<Load::num_streams == 1, WarpRing<tile, typename Load::Held>,
+                                    WarpRing<tile, typename Load::Held, typename Load::Held>>::type;
 
 // Beyond the part f gets zeros. rereads: whether each pass loads the part again, because other
 // values need the registers.

@@ -9,16 +9,6 @@
 #include "ring_moments.cuh"
 #include "turns.cuh"
 
-// The number of columns of each warp whose moments this lane reads. part_of(source): its columns
-template <class MomentExchange, class PartOf, class Compute>
-__device__ __forceinline__ void count_columns(
-    PartOf part_of, Compute (&source_cols)[MomentExchange::sources_per_lane]) {
-#pragma unroll
-  for (int index = 0; index < MomentExchange::sources_per_lane; ++index) {
-    source_cols[index] = static_cast<Compute>(part_of(MomentExchange::source(index)).size());
-  }
-}
-
 // Called by all lanes of a warp. exchange: what the warps have sent: mean, squares and, if it has
 // three values, rest. source_cols: the number of columns of each warp whose moments this lane
 // reads.
@@ -30,24 +20,22 @@ __device__ __forceinline__ RowStatistics<Compute> statistics_of_moments(
   const Compute count = static_cast<Compute>(num_cols), reciprocal = Compute(1) / count;
   // The mean of one part: those of all parts of a constant row are equal to it.
   const Compute origin = usable_origin(exchange.buffer(turn)[0]);
-  Sum<Compute, 1> total{};
+  Compute total = 0;
   exchange.for_each_source([&](int index) {
-    total.part[0] += centered ? source_cols[index] * (exchange.received(turn, 0, index) - origin)
-                              : exchange.received(turn, 1, index);
+    total += centered ? source_cols[index] * (exchange.received(turn, 0, index) - origin)
+                      : exchange.received(turn, 1, index);
   });
-  total = warp_reduce<MomentExchange::lanes>(total);
-  if constexpr (!centered) return uncentered(total.part[0], reciprocal, eps);
-  const Compute first = origin + divide(total.part[0], count, reciprocal);
-  Sum<Compute, 1> deviations{};
+  total = warp_sum<MomentExchange::lanes>(total);
+  if constexpr (!centered) return uncentered(total, reciprocal, eps);
+  const Compute first = origin + divide(total, count, reciprocal);
+  Compute deviations = 0;  // in the lower half of the lanes their sum, in the upper that of squares
   exchange.for_each_source([&](int index) {
     Compute distance = exchange.received(turn, 0, index) - first;
     if constexpr (has_rest) distance += exchange.received(turn, 2, index);
     const Compute weighed = source_cols[index] * distance;
-    deviations.part[0] +=
-        has_second() ? exchange.received(turn, 1, index) + weighed * distance : weighed;
+    deviations += has_second() ? exchange.received(turn, 1, index) + weighed * distance : weighed;
   });
-  return corrected(first, both_halves(warp_reduce<MomentExchange::lanes>(deviations).part[0]),
-                   count, eps);
+  return corrected(first, both_halves(warp_sum<MomentExchange::lanes>(deviations)), count, eps);
 }
 
 // Called by one warp: computes the statistics of a turn's row, saves them, and sends them to the

@@ -27,7 +27,7 @@ __device__ __forceinline__ void backward_smem(
   constexpr int pack_size = tile.pack_size;
   const int num_cols = static_cast<int>(call.num_cols);
   const Slice cols = slice<tile>(num_cols, cluster_rank());
-  const auto [first_col, last_col] = cols;
+  const int first_col = cols.first_col;
   const int slice_cols = largest_share<tile.cluster_size, 8 * tile.pack_size>(num_cols);
 
   unsigned char* smem = dynamic_smem();
@@ -42,14 +42,13 @@ __device__ __forceinline__ void backward_smem(
   smem += (slice_cols * sizeof(X) + 15) / 16 * 16;
   SmemRow<Dy, Compute, tile> dy(smem);
 
-  for (int col = first_col + threadIdx.x * pack_size; col < last_col;
-       col += tile.threads_per_row * pack_size) {
+  for_each_own_col<tile>(cols, [&](int col) {
     const Compute zeros[pack_size] = {};
     if constexpr (gradients.dweight)
       store_pack<pack_size>(dweight + (col - first_col), repack<Compute>(zeros));
     if constexpr (gradients.dbias)
       store_pack<pack_size>(dbias + (col - first_col), repack<Compute>(zeros));
-  }
+  });
   cluster_sync();  // a block may write to its peers once they run
 
   const Compute reciprocal = Compute(1) / static_cast<Compute>(num_cols);
@@ -57,56 +56,43 @@ __device__ __forceinline__ void backward_smem(
        row += gridDim.x / tile.cluster_size) {
     x.fetch(call.load_x, row, cols);
     dy.fetch(call.load_dy, row, cols);
-    RowGradient<Compute, LoadX::normalized> gradient{};
-    if constexpr (centered && !LoadX::normalized) gradient.mean = call.mean[row];
-    gradient.rstd = call.rstd[row];
+    auto gradient = call.template gradient_of<centered>(row);
 
     Sum<Compute, 2> sums{};
-    x.for_each_pack([&](int col, const Compute(&values)[pack_size]) {
-      Compute dys[pack_size], weights[pack_size], products[pack_size];
+    x.for_each_pack([&](int col, const Compute(&xs)[pack_size]) {
+      Compute dys[pack_size], weights[pack_size], biases[pack_size], products[pack_size];
       unpack(load_pack<pack_size>(dy.held + (col - first_col)), dys);
       if constexpr (gradients.dx || StoreDx::recomputes) call.load_weight.load(col, weights);
-      if constexpr (StoreDx::recomputes)
-        recompute<centered>(call, gradient, row, col, values, weights);
-#pragma unroll
-      for (int at = 0; at < pack_size; ++at) {
-        const Compute x_hat = gradient.template x_hat<centered>(values[at]);
-        products[at] = dys[at] * x_hat;
-        if constexpr (gradients.dx) {
-          const Compute wdy = rounded_product(dys[at], weights[at]);
-          sums.part[0] += wdy * x_hat;
-          if constexpr (centered) sums.part[1] += wdy;
-        }
+      if constexpr (StoreDx::recomputes) {
+        call.store.load_bias().load(col, biases);
+        call.template recompute<centered>(gradient, row, col, xs, weights, biases);
       }
+#pragma unroll
+      for (int at = 0; at < pack_size; ++at)
+        products[at] = dys[at] * gradient.template x_hat<centered>(xs[at]);
+      if constexpr (gradients.dx) gradient.template add_to<centered>(sums, xs, dys, weights);
       if constexpr (gradients.dweight) add_pack(dweight + (col - first_col), products);
       if constexpr (gradients.dbias) add_pack(dbias + (col - first_col), dys);
     });
     if constexpr (gradients.dx) {
       gradient.finish(reduce.all(sums), reciprocal);
-      x.for_each_pack([&](int col, const Compute(&values)[pack_size]) {
+      x.for_each_pack([&](int col, const Compute(&xs)[pack_size]) {
         Compute dys[pack_size], weights[pack_size], dx[pack_size];
         unpack(load_pack<pack_size>(dy.held + (col - first_col)), dys);
         call.load_weight.load(col, weights);
-#pragma unroll
-        for (int at = 0; at < pack_size; ++at) {
-          dx[at] = gradient.template dx<centered>(gradient.template x_hat<centered>(values[at]),
-                                                  rounded_product(dys[at], weights[at]));
-        }
-        call.store.store(row, col, dx);
+        gradient.template dx_of_pack<centered>(dx, xs, dys, weights);
+        call.store_dx(row, col, dx);
       });
     }
   }
 
   const long long offset = static_cast<long long>(blockIdx.x / tile.cluster_size) * call.num_cols;
-  for (int col = first_col + threadIdx.x * pack_size; col < last_col;
-       col += tile.threads_per_row * pack_size) {
-    const int at = col - first_col;
-    if constexpr (gradients.dweight) {
-      store_pack<pack_size>(call.dweight_partials + offset + col,
-                            load_pack<pack_size>(dweight + at));
-    }
-    if constexpr (gradients.dbias) {
-      store_pack<pack_size>(call.dbias_partials + offset + col, load_pack<pack_size>(dbias + at));
-    }
-  }
+  for_each_own_col<tile>(cols, [&](int col) {
+    const auto write = [&](Compute* partials, const Compute* sums) {
+      store_pack<pack_size>(partials + offset + col,
+                            load_pack<pack_size>(sums + (col - first_col)));
+    };
+    if constexpr (gradients.dweight) write(call.dweight_partials, dweight);
+    if constexpr (gradients.dbias) write(call.dbias_partials, dbias);
+  });
 }

@@ -17,36 +17,21 @@ struct GradientRows {
   static constexpr bool fetch_ahead =
       sizeof(typename LoadX::Held) + sizeof(typename LoadDy::Held) <= 4 && tile.pack_size > 1 &&
       !in_bundle;
-
   static constexpr bool needs_weights = gradients.dx || StoreDx::recomputes;
 
   const Call& call;
   Slice cols;  // of this block
-  Compute reciprocal;
-  // Two single elements are kept as one pack: each would take a register.
-  static constexpr int joined = in_bundle ? 2 : 1;
-  typename LoadWeight::template Kept<joined * tile.pack_size>
-      weights[(tile.packs_per_thread + joined - 1) / joined];
+  KeptPacks<typename LoadWeight::Parameter, LoadWeight::is_zero_centered, tile.pack_size,
+            tile.packs_per_thread, in_bundle ? 2 : 1>
+      weights;
   RegisterRow<LoadX, tile> x;
   RegisterRow<LoadDy, tile> dy;
   RegisterRow<Load<typename StoreDx::Added>, tile> added;  // what is added to dx, if anything is
-  RowGradient<Compute, LoadX::normalized> next;
+  RowGradient<Compute, LoadX::normalized> gradient;        // of the row that was fetched last
 
-  __device__ __forceinline__ GradientRows(const Call& call, Slice cols)
-      : call(call), cols(cols), reciprocal(Compute(1) / static_cast<Compute>(call.num_cols)) {
-    if constexpr (needs_weights) {
-#pragma unroll
-      for (int pack = 0; pack < tile.packs_per_thread; pack += joined) {
-        const int from = in_row(pack) ? col(pack) : cols.first_col;
-        if constexpr (joined == 2) {
-          const int other =
-              pack + 1 < tile.packs_per_thread && in_row(pack + 1) ? col(pack + 1) : cols.first_col;
-          weights[pack / 2] = call.load_weight.template keep_two<tile.pack_size>(from, other);
-        } else {
-          weights[pack] = call.load_weight.template keep<tile.pack_size>(from);
-        }
-      }
-    }
+  __device__ __forceinline__ GradientRows(const Call& call, Slice cols) : call(call), cols(cols) {
+    if constexpr (needs_weights)
+      weights.load(call.load_weight.weight, [&](int pack) { return col_or_first(pack); });
   }
 
   __device__ __forceinline__ bool in_row(int pack) const {
@@ -55,14 +40,20 @@ struct GradientRows {
   __device__ __forceinline__ int col(int pack) const {
     return cols.first_col + register_col<tile>(pack);
   }
-
-  // Called before the first row.
-  __device__ __forceinline__ void start(long long row) {
-    if constexpr (fetch_ahead) fetch(row);
+  // Where a parameter is loaded from: for a pack beyond the row, the first column.
+  __device__ __forceinline__ int col_or_first(int pack) const {
+    return pack < tile.packs_per_thread && in_row(pack) ? col(pack) : cols.first_col;
   }
 
-  // Starts the loads of a row. Beyond the last row it loads the last one again; add_row then
-  // ignores it.
+  // Unpacks the weights of a pack.
+  __device__ __forceinline__ void unpack_weights(int pack, Compute (&values)[tile.pack_size]) {
+    // If something is added to dx, there are no registers for unpacked weights.
+    constexpr bool stays_packed = in_bundle || LoadWeight::stays_packed || StoreDx::adds;
+    if constexpr (needs_weights) weights.unpack(pack, values, 1.0f, stays_packed);
+  }
+
+  // Starts the loads of a row. Beyond the last row it loads the last one again, which the caller
+  // then ignores.
   __device__ __forceinline__ void fetch(long long row) {
     if (row >= call.num_rows) row = max(call.num_rows, 1LL) - 1;
     if constexpr (in_bundle) {
@@ -72,8 +63,7 @@ struct GradientRows {
       x.fetch(call.load_x, row, cols);
       dy.fetch(call.load_dy, row, cols);
     }
-    if constexpr (centered && !LoadX::normalized) next.mean = call.mean[row];
-    next.rstd = call.rstd[row];
+    gradient = call.template gradient_of<centered>(row);
   }
 
   // The same for what is added to dx: all of it before the first pack of dx is stored, because the

@@ -15,7 +15,7 @@ struct Parameters {
   long long num_cols;
 };
 
-// The same, and dx_sum in the place of dbias. DxSum: void if it is not wanted.
+// The same, and dx_sum, which takes the place of dbias in of_dx. DxSum: void if it is not wanted.
 template <class Rows, class Dweight, class Dbias, class DxSum>
 struct AllParameters : Parameters<Rows, Dweight, Dbias> {
   Parameters<Rows, void, DxSum> of_dx;

@@ -4,77 +4,115 @@
 // them. The members are those of every row (uncached_row.cuh).
 #pragma once
 #include "register_budget.cuh"
-#include "register_packs.cuh"
+#include "register_cols.cuh"
 
 template <class Load, Tile tile>
-struct RegisterRow : RegisterPacks<Load, tile> {
-  using Packs = RegisterPacks<Load, tile>;
-  using Packs::col, Packs::col_of, Packs::cols, Packs::packs;
+struct RegisterRow : RegisterBudget<typename Load::Held, typename Load::Compute, tile> {
+  using Budget = RegisterBudget<typename Load::Held, typename Load::Compute, tile>;
+  using Held = typename Load::Held;
   using Compute = typename Load::Compute;
   static constexpr int pack_size = tile.pack_size;
+  static constexpr int num_packs = tile.packs_per_thread;
   static constexpr int threads_per_row = tile.threads_per_row;
-  static constexpr bool has_exact_sums =
-      tile.cols() * tile.cluster_size <= most_exact_cols<typename Load::Held>;
+  static constexpr bool has_exact_sums = tile.cols() * tile.cluster_size <= most_exact_cols<Held>;
   static constexpr int num_summed_packs =
-      tile.threads_per_row <= 32 && tile.pack_size > 1 && tile.path != Path::bundle
-          ? tile.packs_per_thread
-          : 0;
-  using Budget = RegisterBudget<typename Load::Held, Compute, tile>;
-  static constexpr int num_kept_results = Budget::num_kept_results;
-  static constexpr bool has_spare_registers = Budget::has_spare_registers;
-  static constexpr bool is_tight = Budget::is_tight;
-  static constexpr bool has_room_for_next = Budget::has_room_for_next;
+      tile.threads_per_row <= 32 && tile.pack_size > 1 && tile.path != Path::bundle ? num_packs : 0;
+  static constexpr int cols_apart = tile.threads_per_row * pack_size;  // from pack to pack
+
+  Pack<Held, pack_size> packs[num_packs];
+  Slice cols;
+
+  // Starts all loads before the first use, so that they are in flight together. A pack beyond the
+  // row loads the first pack again.
+  __device__ __forceinline__ void fetch(const Load& load, long long row, Slice columns) {
+    cols = columns;
+    if constexpr (Load::has_effect) {
+      typename Load::template Begun<pack_size> begun[num_packs];
+#pragma unroll
+      for (int pack = 0; pack < num_packs; ++pack)
+        begun[pack] = load.template begin<pack_size>(row, col(pack));
+#pragma unroll
+      for (int pack = 0; pack < num_packs; ++pack)
+        packs[pack] = load.finish(row, col(pack), begun[pack], in_row(pack));
+    } else {
+#pragma unroll
+      for (int pack = 0; pack < num_packs; ++pack)
+        packs[pack] = load.template load<pack_size>(row, col(pack));
+    }
+  }
+  // The same from `own`, where this thread's first pack lies in each stream of the load. The other
+  // packs are constants away.
+  template <int num_streams>
+  __device__ __forceinline__ void fetch_own(const Held* const (&own)[num_streams], Slice columns) {
+    cols = columns;
+#pragma unroll
+    for (int pack = 0; pack < num_packs; ++pack) {
+      // Beyond the row: the thread's first pack, or the row's first if the thread has one alone.
+      const int otherwise = num_packs > 1 ? 0 : -register_col<tile>(0);
+      const int from = in_row(pack) ? pack * cols_apart : otherwise;
+      Pack<Held, pack_size> loaded[num_streams];
+#pragma unroll
+      for (int stream = 0; stream < num_streams; ++stream)
+        loaded[stream] = load_pack<pack_size>(own[stream] + from);
+      packs[pack] = Load::combine(loaded);
+    }
+  }
+  // Writes the row back, to the same places from `own`.
+  __device__ __forceinline__ void store_own(Held* own, bool present) const {
+#pragma unroll
+    for (int pack = 0; pack < num_packs; ++pack) {
+      if (present && in_row(pack)) store_pack<pack_size>(own + pack * cols_apart, packs[pack]);
+    }
+  }
+
+  __device__ __forceinline__ bool in_row(int pack) const {
+    return register_pack_in_row<tile>(pack, cols.size());
+  }
+  // Where a pack of this thread begins: a constant away from its first pack, so that one address
+  // serves all.
+  __device__ __forceinline__ long long col_of(int pack) const {
+    return cols.first_col + register_col<tile>(0) + static_cast<long long>(pack * cols_apart);
+  }
+  // Where a pack is loaded from: for a pack beyond the row, the first column.
+  __device__ __forceinline__ long long col(int pack) const {
+    return in_row(pack) ? col_of(pack) : cols.first_col;
+  }
 
   template <class F>
   __device__ __forceinline__ void for_each_pack(F f) {
-#pragma unroll
-    for (int pack = 0; pack < tile.packs_per_thread; ++pack) {
-      if (register_pack_in_row<tile>(pack, cols.size())) {
-        Compute values[tile.pack_size];
-        unpack(packs[pack], values);
-        f(col_of(pack), values);
-      }
-    }
-    forget();
-  }
-  template <class F>
-  __device__ __forceinline__ void for_each_col(F f) const {
-#pragma unroll
-    for (int pack = 0; pack < tile.packs_per_thread; ++pack)
-      f(col_of(pack), register_pack_in_row<tile>(pack, cols.size()));
+    for_each_pack_padded([&](long long col, const auto& values, bool in_row) {
+      if (in_row) f(col, values);
+    });
   }
   template <class F>
   __device__ __forceinline__ void for_each_pack_padded(F f) {
-#pragma unroll
-    for (int pack = 0; pack < tile.packs_per_thread; ++pack) {
-      const bool in_row = register_pack_in_row<tile>(pack, cols.size());
-      Compute values[tile.pack_size];
-      unpack(packs[pack], values);
-      f(col_of(pack), values, in_row);
-    }
-    forget();
+    const auto nothing = [](long long) { return Nothing{}; };
+    for_each_pack_with(nothing, [&](long long col, const auto& values, bool in_row, Nothing) {
+      f(col, values, in_row);
+    });
   }
   template <class LoadMore, class F>
   __device__ __forceinline__ void for_each_pack_with(LoadMore load_more, F f) {
     constexpr int ahead = Budget::template packs_ahead<sizeof(load_more(0)) / 4>();
-    decltype(load_more(0)) loaded[tile.packs_per_thread];
+    decltype(load_more(0)) loaded[num_packs];
 #pragma unroll
     for (int pack = 0; pack < ahead; ++pack) loaded[pack] = load_more(col(pack));
 #pragma unroll
-    for (int pack = 0; pack < tile.packs_per_thread; ++pack) {
-      if (pack + ahead < tile.packs_per_thread) loaded[pack + ahead] = load_more(col(pack + ahead));
-      Compute values[tile.pack_size];
+    for (int pack = 0; pack < num_packs; ++pack) {
+      if (pack + ahead < num_packs) loaded[pack + ahead] = load_more(col(pack + ahead));
+      Compute values[pack_size];
       unpack(packs[pack], values);
-      f(col_of(pack), values, register_pack_in_row<tile>(pack, cols.size()), loaded[pack]);
+      f(col_of(pack), values, in_row(pack), loaded[pack]);
     }
-    forget();
-  }
-
- private:
-  __device__ __forceinline__ void forget() {
     if constexpr (Budget::unpack_each_pass) {
 #pragma unroll
-      for (int pack = 0; pack < tile.packs_per_thread; ++pack) forget_unpacked(packs[pack]);
+      for (int pack = 0; pack < num_packs; ++pack) forget_unpacked(packs[pack]);
     }
+  }
+  // f(col, in_row) for each pack.
+  template <class F>
+  __device__ __forceinline__ void for_each_col(F f) const {
+#pragma unroll
+    for (int pack = 0; pack < num_packs; ++pack) f(col_of(pack), in_row(pack));
   }
 };

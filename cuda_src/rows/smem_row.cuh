@@ -6,6 +6,15 @@
 #include "register_row.cuh"
 #include "slice.cuh"
 
+// f(col) for each pack of this thread: neighbouring threads take neighbouring packs of the slice.
+template <Tile tile, class F>
+__device__ __forceinline__ void for_each_own_col(Slice cols, F f) {
+  for (int col = cols.first_col + threadIdx.x * tile.pack_size; col < cols.last_col;
+       col += tile.threads_per_row * tile.pack_size) {
+    f(col);
+  }
+}
+
 template <class Held, class Compute, Tile tile>
 struct SmemRow {
   static constexpr int pack_size = tile.pack_size;
@@ -14,30 +23,26 @@ struct SmemRow {
   static constexpr int num_kept_results = 0;
 
   Held* held;
-  int first_col = 0;
-  int last_col = 0;
+  Slice cols{};
 
   __device__ __forceinline__ explicit SmemRow(unsigned char* smem)
       : held(reinterpret_cast<Held*>(smem)) {}
 
   template <class Load>
-  __device__ __forceinline__ void fetch(const Load& load, long long row, Slice cols) {
-    first_col = cols.first_col;
-    last_col = cols.last_col;
-    for (int col = first_col + threadIdx.x * pack_size; col < last_col;
-         col += tile.threads_per_row * pack_size) {
-      store_pack<pack_size>(held + (col - first_col), load.template load<pack_size>(row, col));
-    }
+  __device__ __forceinline__ void fetch(const Load& load, long long row, Slice columns) {
+    cols = columns;
+    for_each_own_col<tile>(cols, [&](int col) {
+      store_pack<pack_size>(held + (col - cols.first_col), load.template load<pack_size>(row, col));
+    });
   }
 
   template <class F>
   __device__ __forceinline__ void for_each_pack(F f) const {
-    for (int col = first_col + threadIdx.x * pack_size; col < last_col;
-         col += tile.threads_per_row * pack_size) {
+    for_each_own_col<tile>(cols, [&](int col) {
       Compute values[pack_size];
-      unpack(load_pack<pack_size>(held + (col - first_col)), values);
+      unpack(load_pack<pack_size>(held + (col - cols.first_col)), values);
       f(col, values);
-    }
+    });
   }
   template <class F>
   __device__ __forceinline__ void for_each_pack_padded(F f) const {

@@ -28,8 +28,8 @@ __device__ __forceinline__ auto part_of_row(const Load& load, long long row, lon
   }
 }
 
-// Of whole rows, as split_normalize.cu saves them: [mean, rest, rstd][num_rows], where mean + rest
-// is the mean to more digits than one number holds. RMSNorm: [rstd][num_rows].
+// The statistics of whole rows, as split_normalize.cu saves them: [mean, rest, rstd][num_rows],
+// where mean + rest is the mean to more digits than one number holds. RMSNorm: [rstd][num_rows].
 template <class Compute, bool centered>
 struct SavedStatistics {
   Compute* of_rows;

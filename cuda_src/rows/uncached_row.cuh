@@ -44,7 +44,7 @@ struct UncachedRow {
       if (first_pass) {
         unpack(load.template load<pack_size>(row, col), values);
       } else {
-        unpack(load.template reload<pack_size>(row, col), values);
+        unpack(reload<pack_size>(load, row, col), values);
       }
       f(col, values);
     }

@@ -14,16 +14,15 @@ __device__ __forceinline__ Compute divide(Compute numerator, Compute denominator
   return fma(fma(-quotient, denominator, numerator), reciprocal, quotient);
 }
 
-// x_hat = (value - first) * rstd + shift
+// Mean and rstd of a row. The mean as it is computed first, `first`, has a rounding error, `rest`.
+// x_hat is (value - first) * rstd + shift, which takes both into account: a large mean costs no
+// digits.
 template <class Compute>
 struct RowStatistics {
-  Compute mean;
+  Compute mean;  // first + rest, rounded; this is what a call returns
   Compute rstd;
-  // The computed mean before correction. The squares were centred by it, so a value in registers is
-  // centred once.
   Compute first;
-  // -rest * rstd, where rest = exact mean - first. Where rest is 0, a constant row is exactly 0.
-  Compute shift;
+  Compute shift;  // -rest * rstd. In a constant row it is 0, and so is x_hat
 
   template <bool centered>
   __device__ __forceinline__ Compute normalize(Compute value) const {

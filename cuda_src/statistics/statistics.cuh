@@ -20,56 +20,76 @@ __device__ __forceinline__ RowStatistics<Compute> of_moments(const Moments<Compu
 }
 
 // row: see uncached_row.cuh for its members. reduce.all adds over the threads that share the row.
+template <class Compute, class Row, class Reduce>
+__device__ __forceinline__ RowStatistics<Compute> rms_statistics(Row& row, Reduce& reduce,
+                                                                 Compute count, double eps) {
+  PackSums<Sum<Compute, 1>, Row::num_summed_packs> squares;
+  row.for_each_pack_padded([&](long long, const auto& values, bool in_row) {
+    const Compute of_pack = squares_of(values);
+    squares.add({{in_row ? of_pack : Compute(0)}});
+  });
+  return uncentered(reduce.all(squares.total()).part[0], Compute(1) / count, eps);
+}
+
+template <class Compute, class Row, class Reduce>
+__device__ __forceinline__ RowStatistics<Compute> two_pass_statistics(Row& row, Reduce& reduce,
+                                                                      Compute count, double eps) {
+  // The first pass: the mean.
+  constexpr bool has_origin = requires { row.origin(); };
+  Compute origin = 0;  // what the first pass subtracts
+  if constexpr (has_origin) origin = row.origin();
+  PackSums<Sum<Compute, 1>, Row::num_summed_packs> sums;
+  row.for_each_pack_padded([&](long long, const auto& values, bool in_row) {
+    const Compute of_pack = sum_of(values, origin);
+    sums.add({{in_row ? of_pack : Compute(0)}});
+  });
+  const Sum<Compute, 1> total = reduce.all(sums.total());
+  Compute first = divide(total.part[0], count, Compute(1) / count);
+  if constexpr (has_origin) first += origin;
+
+  // The second pass: the squares of the deviations from it. The sum of the deviations, `rest`,
+  // shows the rounding error of the mean. If the sum of values is exact, the division's remainder
+  // does.
+  constexpr bool sums_rest = !Row::has_exact_sums;
+  using Deviations = Sum<Compute, sums_rest ? 2 : 1>;  // of squares, of deviations
+  PackSums<Deviations, Row::num_summed_packs> of_packs;
+  row.for_each_pack_padded([&](long long, const auto& values, bool in_row) {
+    constexpr int pack_size = sizeof(values) / sizeof(Compute);
+    Compute centered_values[pack_size];
+#pragma unroll
+    for (int at = 0; at < pack_size; ++at) centered_values[at] = values[at] - first;
+    const Compute squares = squares_of(centered_values);
+    Deviations of_pack{{in_row ? squares : Compute(0)}};
+    if constexpr (sums_rest) {
+      const Compute sum = sum_of(centered_values);
+      of_pack.part[1] = in_row ? sum : Compute(0);
+    }
+    of_packs.add(of_pack);
+  });
+  const Deviations deviations = reduce.all(of_packs.total());
+  static_assert(sums_rest || !has_origin);
+  const Compute rest = sums_rest ? deviations.part[sums_rest] : fma(-first, count, total.part[0]);
+  return corrected(first, {{rest, deviations.part[0]}}, count, eps);
+}
+
+template <class Compute, class Row, class Reduce>
+__device__ __forceinline__ RowStatistics<Compute> welford_statistics(Row& row, Reduce& reduce,
+                                                                     Compute count, double eps) {
+  Moments<Compute> moments{};
+  row.for_each_pack(
+      [&](long long, const auto& values) { moments.merge(Moments<Compute>::of(values)); });
+  return of_moments(reduce.all(moments), Compute(1) / count, eps);
+}
+
 template <bool centered, Statistics statistics, class Compute, class Row, class Reduce>
 __device__ __forceinline__ RowStatistics<Compute> row_statistics(Row& row, Reduce& reduce,
                                                                  long long num_cols, double eps) {
   const Compute count = static_cast<Compute>(num_cols);
-  const Compute reciprocal = Compute(1) / count;
   if constexpr (!centered) {
-    PackSums<Sum<Compute, 1>, Row::num_summed_packs> squares;
-    row.for_each_pack_padded([&](long long, const auto& values, bool in_row) {
-      const Compute of_pack = squares_of(values);
-      squares.add({{in_row ? of_pack : Compute(0)}});
-    });
-    return uncentered(reduce.all(squares.total()).part[0], reciprocal, eps);
+    return rms_statistics(row, reduce, count, eps);
   } else if constexpr (statistics == Statistics::two_pass) {
-    constexpr bool has_origin = requires { row.origin(); };
-    Compute origin = 0;  // what the first pass subtracts
-    if constexpr (has_origin) origin = row.origin();
-    PackSums<Sum<Compute, 1>, Row::num_summed_packs> sums;
-    row.for_each_pack_padded([&](long long, const auto& values, bool in_row) {
-      const Compute of_pack = sum_of(values, origin);
-      sums.add({{in_row ? of_pack : Compute(0)}});
-    });
-    const Sum<Compute, 1> total = reduce.all(sums.total());
-    Compute first = divide(total.part[0], count, reciprocal);
-    if constexpr (has_origin) first += origin;
-    // The rounding error of the mean, `rest`, is found by summing deviations from it. If the sum of
-    // values is exact, the error is the remainder of the division instead.
-    constexpr bool sums_rest = !Row::has_exact_sums;
-    using Deviations = Sum<Compute, sums_rest ? 2 : 1>;  // of squares, of deviations
-    PackSums<Deviations, Row::num_summed_packs> of_packs;
-    row.for_each_pack_padded([&](long long, const auto& values, bool in_row) {
-      constexpr int pack_size = sizeof(values) / sizeof(Compute);
-      Compute centered_values[pack_size];
-#pragma unroll
-      for (int at = 0; at < pack_size; ++at) centered_values[at] = values[at] - first;
-      const Compute squares = squares_of(centered_values);
-      Deviations of_pack{{in_row ? squares : Compute(0)}};
-      if constexpr (sums_rest) {
-        const Compute sum = sum_of(centered_values);
-        of_pack.part[1] = in_row ? sum : Compute(0);
-      }
-      of_packs.add(of_pack);
-    });
-    const Deviations deviations = reduce.all(of_packs.total());
-    static_assert(sums_rest || !has_origin);
-    const Compute rest = sums_rest ? deviations.part[sums_rest] : fma(-first, count, total.part[0]);
-    return corrected(first, {{rest, deviations.part[0]}}, count, eps);
+    return two_pass_statistics(row, reduce, count, eps);
   } else {
-    Moments<Compute> moments{};
-    row.for_each_pack(
-        [&](long long, const auto& values) { moments.merge(Moments<Compute>::of(values)); });
-    return of_moments(reduce.all(moments), reciprocal, eps);
+    return welford_statistics(row, reduce, count, eps);
   }
 }

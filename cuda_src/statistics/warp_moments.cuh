@@ -3,7 +3,7 @@
 #include "mean_rstd.cuh"
 #include "sums.cuh"
 
-// deviations: the sums of squares of (value - first) and of (value - first).
+// Moments of `count` values. deviations: the sums of (value - first)^2 and of value - first.
 __device__ __forceinline__ Moments<float> corrected_moments(float count, float first,
                                                             const Sum<float, 2>& deviations) {
   const float rest = deviations.part[1] * (1.0f / count), excess = deviations.part[1] * rest;
@@ -12,27 +12,24 @@ __device__ __forceinline__ Moments<float> corrected_moments(float count, float f
   return {{count, first + rest, squares < 0 ? 0 : squares}};
 }
 
-// The sums of squares of (value - first) and of (value - first).
 struct Deviations {
   float first;
-  Sum<float, 2> sums;
+  Sum<float, 2> sums;  // of (value - first)^2 and of value - first
 };
 
-// Of a warp's values, one or more. first: the mean of some of them, the sample, which is
-// one pack of each lane that samples. If a share s of the values is sampled, the squares of these
-// deviations add up to at most 1 + 1 / s times those of the centred values, so little cancels.
-// Equal values give exactly that value and zero, because the sample's mean is that of deviations
-// from one value, the origin. for_each(f): f(values) for each pack of this thread.
+// The deviations of a warp's values, of which there is one or more. first: the mean of a sample,
+// one pack of each lane that `samples`. Few digits cancel: if a share s of the values is sampled,
+// the squares add up to at most 1 + 1 / s times those of the centred values. Equal values give
+// exactly that value and zero, because the sample's mean is found from deviations from one value,
+// the origin. for_each(f): f(values) for each pack of this thread.
 template <int pack_size, class ForEach>
 __device__ __forceinline__ Deviations warp_deviations(const float (&sample)[pack_size],
                                                       bool samples, int num_cols,
                                                       ForEach for_each) {
   const float origin = usable_origin(__shfl_sync(0xffffffffu, sample[0], 0));
-  Sum<float, 1> of_sample{};
-  if (samples) of_sample.part[0] = sum_of(sample, origin);
-  of_sample = warp_reduce<32>(of_sample);
+  const float of_sample = warp_sum<32>(samples ? sum_of(sample, origin) : 0.0f);
   const float num_sampled = static_cast<float>(min(num_cols, 32 * pack_size));
-  const float first = origin + divide(of_sample.part[0], num_sampled, 1.0f / num_sampled);
+  const float first = origin + divide(of_sample, num_sampled, 1.0f / num_sampled);
   Sum<float, 2> deviations{};
   for_each([&](const auto& values) {
     float centered_values[pack_size];
@@ -52,8 +49,8 @@ __device__ __forceinline__ Moments<float> warp_moments(const float (&sample)[pac
   return corrected_moments(static_cast<float>(num_cols), found.first, found.sums);
 }
 
-// The same of the values that each lane has, as they come, without the other lanes: from their
-// deviations from the mean of the lane's first pack, its origin. Little cancels, as above.
+// The same for values that come one pack after the other: each lane sums deviations from the mean
+// of its own first pack, its origin, and the lanes are combined at the end.
 struct LaneMoments {
   float origin = 0;
   Sum<float, 2> deviations{};
@@ -70,8 +67,8 @@ struct LaneMoments {
     deviations.part[0] += squares_of(centered_values);
     deviations.part[1] += sum_of(centered_values);
   }
-  // Of all values of the warp, from the deviations of the lanes' means from that of the first lane.
-  // num_own, num_of_warp: how many values there are; the first lane has one if another has.
+  // The moments of all values of the warp. The lanes' means are compared with that of the first
+  // lane. num_own, num_of_warp: how many values there are; the first lane has one if another has.
   __device__ __forceinline__ Moments<float> of_warp(float num_own, float num_of_warp) const {
     const bool empty = num_own == 0;
     const Moments<float> own = corrected_moments(empty ? 1.0f : num_own, origin, deviations);
@@ -83,8 +80,8 @@ struct LaneMoments {
   }
 };
 
-// The total of `count` parts in each of `lanes` lanes, to all of them. Moments: as above, because
-// merging pairs would take a division for each. An empty part has a count of 0.
+// The total of `count` parts in each of `lanes` lanes, to all of them. Moments are not merged in
+// pairs, which would take a division for each pair. An empty part has a count of 0.
 template <int lanes = 32, int count>
 __device__ __forceinline__ Moments<float> total_of(const Moments<float> (&parts)[count]) {
   Sum<float, 2> sums{};

@@ -4,9 +4,8 @@
 // warps that share a row owns a part of the slice: packs_per_thread packs of 32 lanes, side by
 // side.
 //
-// RingShape     which row, slice and part a thread works on
-// RingOffset    where a part begins in its slot, and what the copy engine fetches
-// RingStream    one tensor that passes through the ring
+// RingShape    which row, slice and part a thread works on
+// RingPart     a part of one tensor: where it begins in its slot, and what the copy engine fetches
 #pragma once
 #include "bulk.cuh"
 #include "cluster.cuh"
@@ -47,51 +46,23 @@ struct RingShape {
   }
 };
 
-// Rows whose packs have fewer than 16 bytes may begin anywhere, but the copy engine needs multiples
-// of 16 bytes. It then fetches the 16-byte units that hold the part, and the part begins at an
-// offset in its slot.
+// The copy engine moves units of 16 bytes. Rows whose packs have fewer bytes may begin anywhere:
+// then it fetches the units that hold the part, and the part begins at an offset in the first one.
 template <Tile tile, class T>
-struct RingOffset {
+struct RingPart {
   static constexpr bool aligned = tile.pack_size * sizeof(T) >= 16;
-  static constexpr int part_bytes = RingShape<tile>::part_cols * sizeof(T) + (aligned ? 0 : 32);
+  static constexpr int most_bytes = RingShape<tile>::part_cols * sizeof(T) + (aligned ? 0 : 32);
 
-  unsigned bytes, step;
-
-  __device__ __forceinline__ RingOffset() = default;
-  // start: of the part of the first turn's row; step: elements from turn to turn
-  __device__ __forceinline__ RingOffset(const T* start, long long step)
-      : bytes(reinterpret_cast<unsigned long long>(start) % 16),
-        step(static_cast<unsigned>(step * sizeof(T)) % 16) {}
-
-  __device__ __forceinline__ const T* in(const unsigned char* part) const {
-    return reinterpret_cast<const T*>(aligned ? part : part + bytes);
+  __device__ __forceinline__ static unsigned offset(const T* start) {
+    return aligned ? 0 : static_cast<unsigned>(reinterpret_cast<unsigned long long>(start) % 16);
   }
-  __device__ __forceinline__ void advance() { bytes = (bytes + step) % 16; }
-
-  // What the copy engine fetches: how many bytes, and from where.
+  // What is fetched: how many bytes, and from where.
   __device__ __forceinline__ static unsigned fetched_bytes(const T* start, int num_cols) {
     const unsigned bytes = static_cast<unsigned>(num_cols) * static_cast<unsigned>(sizeof(T));
-    if constexpr (aligned) return bytes;
-    return (static_cast<unsigned>(reinterpret_cast<unsigned long long>(start) % 16) + bytes + 15) /
-           16 * 16;
+    return aligned ? bytes : (offset(start) + bytes + 15) / 16 * 16;
   }
   __device__ __forceinline__ static const void* fetched_from(const T* start) {
     if constexpr (aligned) return start;
     return reinterpret_cast<const void*>(reinterpret_cast<unsigned long long>(start) / 16 * 16);
-  }
-};
-
-template <Tile tile, class T>
-struct RingStream {
-  const T* to_fetch;
-  long long step;
-  RingOffset<tile, T> summed, written;  // of the row that is summed, and of the one that is written
-
-  __device__ __forceinline__ RingStream() = default;
-  __device__ __forceinline__ RingStream(const T* start, long long step)
-      : to_fetch(start), step(step), summed(start, step), written(summed) {}
-
-  __device__ __forceinline__ const T* in(const unsigned char* part, bool is_summed) const {
-    return is_summed ? summed.in(part) : written.in(part);
   }
 };

@@ -18,7 +18,6 @@ _WAITS = {
     "block": "__syncthreads",
     "cluster": "the cluster",
     "mbarrier": "mbarrier",
-    "bulk_groups": "bulk stores",
 }
 
 

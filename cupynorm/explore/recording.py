@@ -35,13 +35,13 @@ EVENT = np.dtype(
     ]
 )
 assert EVENT.itemsize == on_cpu.EVENT_BYTES
-KINDS = ("read", "write", "bulk_load", "bulk_store", "send", "wait", "go_on", "arrive", "finish")
+KINDS = ("read", "write", "bulk_load", "send", "wait", "go_on", "arrive", "finish")
 SPACES = ("none", "global", "shared")
-WHATS = ("none", "warp", "block", "cluster", "mbarrier", "bulk_groups")
+WHATS = ("none", "warp", "block", "cluster", "mbarrier")
 CALLS = ("syncwarp", "shfl", "shfl_up", "shfl_down", "shfl_xor", "ballot")
 _ALIGNMENT = 256  # of what GPUs allocate
-_ACCESSES = [KINDS.index(kind) for kind in ("read", "write", "bulk_load", "bulk_store", "send")]
-BULK = [KINDS.index("bulk_load"), KINDS.index("bulk_store")]
+_ACCESSES = [KINDS.index(kind) for kind in ("read", "write", "bulk_load", "send")]
+BULK = [KINDS.index("bulk_load")]
 _GLOBAL, _SHARED = SPACES.index("global"), SPACES.index("shared")
 
 
@@ -96,7 +96,7 @@ class Recording:
         """What the warps of a block wait for: (warp, what, first step, last step).
 
         Steps are switches between threads in the order that this run drew, not nanoseconds.
-        what: "block", "cluster", "mbarrier", "bulk_groups", or a call of the warp such as shfl_xor.
+        what: "block", "cluster", "mbarrier", or a call of the warp such as shfl_xor.
         """
         events = self._recorded[launch].events
         events = events[events["block"] == block]

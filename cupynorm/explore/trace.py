@@ -22,7 +22,7 @@ from .changes import Changes, changed_sources
 from .recording import BULK, KINDS, Recorder, Recording, record, record_functor
 from .requests import Site, requests_of, sectors_of, sites_of, turns_of
 
-_WRITES = [KINDS.index(kind) for kind in ("write", "bulk_store", "send")]
+_WRITES = [KINDS.index(kind) for kind in ("write", "send")]
 
 
 class Requests(NamedTuple):

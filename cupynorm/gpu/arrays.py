@@ -350,7 +350,8 @@ def to_float64(array: Any) -> np.ndarray:
     """The values of a host array."""
     if is_torch(array):
         # After numpy() torch could not resize the tensor, as fully_shard does with weights.
-        return np.from_dlpack(array.detach().double())
+        # DLPack passes memory, so a view that negates it is computed first.
+        return np.from_dlpack(array.detach().double().resolve_neg())
     if array.dtype.name == "bfloat16":
         return decode(np.ascontiguousarray(array).view(np.uint16), "bfloat16")
     return array.astype(np.float64)

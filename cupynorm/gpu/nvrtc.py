@@ -30,15 +30,20 @@ class MissingLibraryError(ImportError):
 
 def source(kernel: Kernel, folder: Path | None = None) -> str:
     """The text that is compiled: a digest of all sources in a comment, an include, functors."""
+    digest = _digest(folder) if folder else _installed_digest()
+    return f'// {digest}\n#include "{kernel.source}"\n{kernel.functors}'
+
+
+def _digest(folder: Path | None) -> str:
     digest = hashlib.sha256()
     for name, path in source_files(folder).items():
         digest.update(name.encode() + b"\0" + path.read_bytes() + b"\0")
-    return f'// {digest.hexdigest()}\n#include "{kernel.source}"\n{kernel.functors}'
+    return digest.hexdigest()
 
 
 @cache
-def _installed_source(kernel: Kernel) -> str:
-    return source(kernel)
+def _installed_digest() -> str:
+    return _digest(None)
 
 
 def options(folder: Path | None = None) -> tuple[str, ...]:
@@ -99,13 +104,13 @@ def function(kernel: Kernel, folder: Path | None = None):
 def module(kernel: Kernel, folder: Path | None = None):
     """The cupy.RawModule of one kernel. CuPy compiles it when its function is first used."""
     version()
-    text = source(kernel, folder) if folder else _installed_source(kernel)
     from cupy.cuda import get_cuda_path
 
     flags = (*options(folder), *_include_options(get_cuda_path()))
     if kernel.architecture:  # CuPy adds the device's own, without such features
         flags += (f"-arch={kernel.architecture}",)
-    return cupy().RawModule(code=text, options=flags, name_expressions=(kernel.name_expression,))
+    code = source(kernel, folder)
+    return cupy().RawModule(code=code, options=flags, name_expressions=(kernel.name_expression,))
 
 
 class Resources(NamedTuple):

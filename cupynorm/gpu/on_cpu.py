@@ -173,21 +173,15 @@ def kernel(
 
 
 def compile_many(
-    instances: Iterable[tuple[str, str]],
-    *,
-    sanitize: tuple[str, ...] = (),
-    folder: Path | None = None,
+    instances: Iterable[tuple[str, str]], folder: Path | None = None
 ) -> list[CpuKernel]:
     """`kernel()` for each (source, name expression). Runs one compiler for each CPU."""
-    _check_sanitizers(sanitize)
-    instances = list(instances)
-    folder = Path(folder or cuda_src()).resolve()
-    instruments = _Instruments(sanitize)
-    _runtime(folder, instruments)  # compiled once, before the threads need it
+    _runtime(folder or cuda_src(), _Instruments())  # compiled once, before the threads need it
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        compile_one = lambda instance: _compile(Kernel(*instance), instruments, folder)  # noqa: E731
-        compiled = list(pool.map(compile_one, instances))
-    return [_load(*each) for each in compiled]
+        compiled = pool.map(
+            lambda instance: _compile(Kernel(*instance), _Instruments(), folder), instances
+        )
+        return [_load(*each) for each in compiled]
 
 
 def compiler() -> str:
@@ -195,7 +189,7 @@ def compiler() -> str:
 
     It is $CXX if that is set, else the first of c++, g++ and clang++ that supports C++20.
     """
-    return _find_compiler(os.environ.get("CXX", ""), os.environ.get("PATH", ""))[0][0]
+    return _compiler_and_macros()[0][0]
 
 
 def sanitized_environment() -> dict[str, str]:
@@ -209,7 +203,7 @@ def sanitized_environment() -> dict[str, str]:
     # does not load.
     libraries = []
     for name in [*names, "libstdc++.so.6"]:
-        path = _output([*command, f"-print-file-name={name}"]).strip()
+        path = _run([*command, f"-print-file-name={name}"]).stdout.strip()
         if not os.path.isabs(path):
             raise NoCompilerError(
                 f"{command[0]} has no {name}: install the sanitizer libraries of this compiler."
@@ -256,10 +250,6 @@ def _find_compiler(cxx: str, path: str) -> tuple[tuple[str, ...], str]:
 
 def _compiler_and_macros() -> tuple[tuple[str, ...], str]:
     return _find_compiler(os.environ.get("CXX", ""), os.environ.get("PATH", ""))
-
-
-def _output(command: list[str]) -> str:
-    return _run(command).stdout
 
 
 def _run(command: list[str] | tuple[str, ...], text: str = "") -> subprocess.CompletedProcess:

@@ -29,6 +29,7 @@ def source_files(folder: Path | None = None) -> dict[str, Path]:
     return {path.name: path for path in sorted([*folder.glob("*.cu"), *folder.rglob("*.cuh")])}
 
 
+@cache
 def include_options(folder: Path | None = None) -> tuple[str, ...]:
     """The compiler options that name the folder, and the folders of its headers."""
     folder = folder or cuda_src()

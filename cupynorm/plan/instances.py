@@ -178,9 +178,7 @@ def row_instance(
 
 def row_arguments(problem: Problem) -> str:
     """Backward: the loads, the scale and the store."""
-    store = f"Store<{cpp_name(problem.dx or problem.x)}, void, void, false>"
-    if problem.dsum:
-        store = f"AddStore<{cpp_name(problem.dx or problem.x)}, {cpp_name(problem.dsum)}>"
+    store = f"DxStore<{cpp_names(problem.dx or problem.x, problem.dsum)}>"
     if problem.dresidual or problem.row_scale or problem.dropout or problem.load:
         factor = f"{cpp_name(problem.row_scale)}, {cpp_bool(problem.dropout)}"
         types = cpp_names(problem.dx, problem.dresidual, problem.dsum)

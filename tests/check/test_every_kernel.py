@@ -132,8 +132,7 @@ def test_all_kernels_and_paths_of_rows_are_covered():
             "Load",
             "LoadParameter",
             "LoadXHat",
-            "Store",
-            "AddStore",
+            "DxStore",
             "SplitStore",
             "RecomputingStore",
         }

@@ -30,9 +30,9 @@ DIFF = f"""--- a/cuda_src/statistics/statistics.cuh
 +++ b/cuda_src/statistics/statistics.cuh
 @@ -99,3 +99,3 @@
  #pragma unroll
--      for (int at = 0; at < pack_size; ++at) {TWO_PASS}
-+      for (int at = 0; at < pack_size; ++at) centered_values[at] = -first + values[at];
-       const Compute squares = squares_of(centered_values);
+-    for (int at = 0; at < pack_size; ++at) {TWO_PASS}
++    for (int at = 0; at < pack_size; ++at) centered_values[at] = -first + values[at];
+     const Compute squares = squares_of(centered_values);
 """
 
 
@@ -72,7 +72,7 @@ def test_a_wrong_kernel_is_wrong():
     text = str(found)
     assert "WRONG" in text and "right (" in text and "OFF:" in text
     assert "OFF:" in found._repr_html_()
-    assert "+      for (int at = 0; at < pack_size; ++at) centered_values[at] = values[at];" in (
+    assert "+    for (int at = 0; at < pack_size; ++at) centered_values[at] = values[at];" in (
         found.diff
     )
 

@@ -98,7 +98,7 @@ def test_sites_are_lines_of_the_sources():
     assert site.lines[0].startswith("pack.cuh:")
     line = int(site.of_kernel.removeprefix("forward_warp.cu:"))
     source = (cuda_src() / "forward_warp.cu").read_text().splitlines()
-    assert "values.fetch(problem.load" in source[line - 1]
+    assert "values.fetch(call.load" in source[line - 1]
 
 
 def events(*rows) -> np.ndarray:
@@ -222,10 +222,9 @@ def test_changed_sources_are_traced():
         "register_cols.cuh": [
             ("(pack * tile.threads_per_row + thread)", "(thread * tile.packs_per_thread + pack)")
         ],
-        "register_packs.cuh": [
+        "register_row.cuh": [
             (
-                """register_col<tile>(0) +
-           static_cast<long long>(pack * (tile.cols() / tile.packs_per_thread))""",
+                "register_col<tile>(0) + static_cast<long long>(pack * cols_apart)",
                 "register_col<tile>(pack)",
             ),
         ],

@@ -144,3 +144,13 @@ def test_float64_there_and_back(dtype):
 def test_objects_that_are_no_arrays_are_refused(given):
     with pytest.raises(TypeError, match="operand is .*; expected a CuPy, torch or NumPy array"):
         arrays.take(given, "operand")
+
+
+@pytest.mark.parametrize("dtype", ["complex64", "complex128"])
+def test_a_view_that_negates_has_its_sign(dtype):
+    """imag of a conjugated complex tensor has the memory of another one, and a mark."""
+    torch = pytest.importorskip("torch")
+    plain = torch.randn(4, 8, dtype=getattr(torch, dtype))
+    negated = plain.conj().imag
+    assert negated.is_neg()
+    np.testing.assert_array_equal(arrays.to_float64(negated), -arrays.to_float64(plain.imag))

@@ -163,8 +163,14 @@ def test_bulk_copies():
     assert all(doubled_by_bulk_copies("none", seed) for seed in SEEDS)
 
 
-def test_a_buffer_filled_before_its_store_has_read_it_shows():
-    assert not all(doubled_by_bulk_copies("early_reuse", seed) for seed in SEEDS)
+def test_a_buffer_filled_before_it_is_read_shows():
+    def is_right(seed):
+        try:
+            return doubled_by_bulk_copies("early_reuse", seed)
+        except OnCpuError:  # a thread came too late for its phase
+            return False
+
+    assert not all(map(is_right, SEEDS))
 
 
 @pytest.mark.parametrize(
@@ -176,7 +182,6 @@ def test_a_buffer_filled_before_its_store_has_read_it_shows():
             r"|without having waited for a bulk load at the mbarrier",
         ),
         ("wrong_parity", r"under way|without having waited for a bulk load|waits at the mbarrier"),
-        ("no_store_wait", r"thread 0 of block \d exits without having waited for its bulk stores"),
         (
             "misaligned",
             r"thread 0 of block \d calls bulk_load of 256 bytes .* must be multiples of 16",

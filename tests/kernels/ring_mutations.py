@@ -48,7 +48,7 @@ def ring_mutations() -> dict[str, Mutation]:
             "? mean : squares",
         ),
         "ring in which a part of a row counts a column more": (
-            "ring_statistics.cuh",
+            "forward_ring.cuh",
             "part_of(MomentExchange::source(index)).size()",
             "part_of(MomentExchange::source(index)).size() + 1",
         ),
@@ -65,8 +65,8 @@ def ring_mutations() -> dict[str, Mutation]:
         "ring that never counts its rounds": ("ring.cuh", "++round;", ""),
         "ring copied a pack short": (
             "ring_shape.cuh",
-            "if constexpr (aligned) return bytes;",
-            "if constexpr (aligned) return bytes - 16;",
+            "return aligned ? bytes :",
+            "return aligned ? bytes - 16 :",
         ),
         "ring whose warps all take the first part": (
             "ring_shape.cuh",
@@ -81,13 +81,13 @@ def ring_mutations() -> dict[str, Mutation]:
         ),
         "ring that fills the slot of the next row": (
             "forward_ring.cuh",
-            "fetch(ring, written.slot, cols);",
-            "fetch(ring, summed.slot, cols);",
+            "streams.fetch(written.slot);",
+            "streams.fetch(summed.slot);",
         ),
         "ring that fills the slot of the next row, backward": (
             "backward_ring.cuh",
-            "fetch(ring, written.slot, cols);",
-            "fetch(ring, summed.slot, cols);",
+            "streams.fetch(written.slot);",
+            "streams.fetch(summed.slot);",
         ),
         "ring that goes on filling after the last row": (
             "forward_ring.cuh",
@@ -106,8 +106,8 @@ def ring_mutations() -> dict[str, Mutation]:
         ),
         "ring with garbage beyond the row, backward": (
             "backward_ring.cuh",
-            "present = Shape::in_part(pack, cols);\n          sums",
-            "present = true;\n          sums",
+            "present = Shape::in_part(pack, cols);\n      sums",
+            "present = true;\n      sums",
         ),
         "ring whose barriers are used before they are made": (
             "forward_ring.cuh",
@@ -121,13 +121,13 @@ def ring_mutations() -> dict[str, Mutation]:
         ),
         "ring that takes dy for x": (
             "backward_ring_streams.cuh",
-            "dy.in(start + RingOffset<tile, X>::part_bytes, is_summed)",
-            "dy.in(start, is_summed)",
+            "(of, RingPart<tile, X>::most_bytes)",
+            "(of, 0)",
         ),
         "ring that adds x to x": (
             "forward_ring_streams.cuh",
-            "+ stream * RingOffset<tile, Held>::part_bytes",
-            "",
+            "(of, RingPart<tile, Held>::most_bytes)",
+            "(of, 0)",
         ),
         "ring that returns no sum": (
             "forward_ring.cuh",
@@ -136,8 +136,8 @@ def ring_mutations() -> dict[str, Mutation]:
         ),
         "ring that takes a row's statistics for the next one's": (
             "backward_ring.cuh",
-            "add(turn + 1, next)",
-            "add(turn + 1, gradient)",
+            "sum_row(turn + 1, next)",
+            "sum_row(turn + 1, gradient)",
         ),
     }
     made = {
@@ -154,11 +154,11 @@ def ring_mutations() -> dict[str, Mutation]:
         "ring of a block that waits for a lane of each warp": Mutation(
             "exchange.cuh",
             "buffer, tile.threads_per_row +",
-            "buffer, num_warps +",
+            "buffer, Shape::num_warps +",
             RING,
         ),
         "ring of several rows a block that exchange sums in one place": Mutation(
-            "exchange.cuh", "smem + RingShape<tile>::group() * group_bytes", "smem", GROUP_RING
+            "exchange.cuh", "smem + Shape::group() * group_bytes", "smem", GROUP_RING
         ),
         "ring of several rows a block that add up their sums at once": Mutation(
             "backward_ring_sums.cuh",
@@ -187,7 +187,7 @@ def ring_mutations() -> dict[str, Mutation]:
         ),
         "ring of a cluster whose blocks send to one place": Mutation(
             "exchange.cuh",
-            "at + cluster_rank() * num_warps",
+            "at + cluster_rank() * Shape::num_warps",
             "at",
             CLUSTER_RING,
         ),
@@ -196,8 +196,8 @@ def ring_mutations() -> dict[str, Mutation]:
         ),
         "ring of one row that adds the next one up": Mutation(
             "backward_ring.cuh",
-            "      add(turn, gradient);",
-            "      add(turn, next);",
+            "      sum_row(turn, gradient);",
+            "      sum_row(turn, next);",
             RING,
             backward=replace(RING.tile, stages=1),
         ),

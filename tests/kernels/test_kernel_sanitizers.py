@@ -120,8 +120,8 @@ def test_address_sanitizer_sees_a_read_past_the_last_row(tmp_path):
     folder = copy_of_sources(tmp_path / "cuda_src")
     mutate(
         folder,
-        "register_packs.cuh",
-        "return register_pack_in_row<tile>(pack, cols.size()) ? col_of(pack) : cols.first_col;",
+        "register_row.cuh",
+        "return in_row(pack) ? col_of(pack) : cols.first_col;",
         "return col_of(pack);",
     )
     assert not sees_a_bug(folder, ODD, 0.0)

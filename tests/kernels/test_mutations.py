@@ -79,7 +79,7 @@ MUTATIONS = {
         CLUSTER,
     ),
     "cluster in registers that begins at the first column": Mutation(
-        "register_packs.cuh",
+        "register_row.cuh",
         "return cols.first_col + register_col<tile>(0)",
         "return register_col<tile>(0)",
         CLUSTER,
@@ -92,8 +92,8 @@ MUTATIONS = {
     ),
     "gradient of a pack beyond the row that counts": Mutation(
         "register_gradient.cuh",
-        "present && in_row(pack);\n      Compute weight_values",
-        "present;\n      Compute weight_values",
+        "present && rows.in_row(pack);\n      Compute weights",
+        "present;\n      Compute weights",
         ODD,
     ),
     "row of shared memory that begins a pack late": Mutation(
@@ -222,8 +222,8 @@ MUTATIONS = {
         "backward_bundle.cuh", "__syncthreads();  // the sums overwrite the images", "", BUNDLE_32
     ),
     "bundle whose idle lanes read beyond their row": Mutation(
-        "register_packs.cuh",
-        "tile.packs_per_thread > 1 ? 0 : -register_col<tile>(0)",
+        "register_row.cuh",
+        "num_packs > 1 ? 0 : -register_col<tile>(0)",
         "0",
         BUNDLE_FEW,
     ),
@@ -249,18 +249,18 @@ MUTATIONS = {
     ),
     "y again of the first columns' biases": Mutation(
         "register_gradient.cuh",
-        "load(in_row(pack) ? col(pack) : cols.first_col, biases)",
-        "load(cols.first_col, biases)",
+        "load(rows.col_or_first(pack), biases)",
+        "load(rows.cols.first_col, biases)",
         AGAIN,
     ),
     "y again beyond the row": Mutation(
         "register_gradient.cuh",
-        "weight_values, biases, counts",
-        "weight_values, biases, true",
+        "weights, biases, counts",
+        "weights, biases, true",
         AGAIN,
     ),
     "y again of another row": Mutation(
-        "recomputing_store.cuh", "store_y.store(row, col", "store_y.store(row ^ 1, col", AGAIN
+        "backward_stores.cuh", "store_y.store(row, col", "store_y.store(row ^ 1, col", AGAIN
     ),
     "y again with weights for biases": Mutation(
         "backward_ring.cuh",

@@ -174,9 +174,9 @@ MUTATIONS = {
         "ring",
     ),
     "the same row fetched again": (
-        "next_row.cuh",
-        "row(min(row, num_rows - 1))",
-        "row(0)",
+        "forward_block.cu",
+        "min(row + turns.step, call.num_rows - 1)",
+        "0",
         "ahead",
     ),
     "a next row that another block has": (

@@ -219,7 +219,7 @@ def test_a_normalised_tensor_of_the_autocast_dtype_is_recomputed(kernels):
     with torch.autocast("cpu", torch.bfloat16):
         y = call(problem, given)
     y.backward(torch.ones_like(y))
-    store = "RecomputingStore<Store<float, void, void, false>, __nv_bfloat16, float, float, false>"
+    store = "RecomputingStore<DxStore<float, void>, __nv_bfloat16, float, float, false>"
     assert len(kernels) == 5 and store in kernels[-2].kernel.name_expression
     truth = expected(problem)["dweight"][0].shape
     assert given["weight"].grad.shape == truth and given["weight"].grad.isfinite().all()

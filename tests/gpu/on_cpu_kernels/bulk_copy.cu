@@ -1,6 +1,6 @@
 // bulk_copy.cu -- y = 2 x, each block through a ring of two buffers of shared memory filled by bulk
 // copies
-enum class Fault { none, no_wait, wrong_parity, no_store_wait, early_reuse, misaligned, outside };
+enum class Fault { none, no_wait, wrong_parity, early_reuse, misaligned, outside };
 
 struct BulkCopy {
   const float* x;
@@ -29,23 +29,14 @@ __global__ void bulk_copy(BulkCopy arguments) {
   }
   __syncthreads();
   for (long long tile = 0; tile < arguments.num_tiles; ++tile) {
-    float* buffer = buffers + tile % 2 * blockDim.x;
-    if (thread == 0 && tile + 1 < arguments.num_tiles) {
-      // The store that reads the other buffer must be done with it.
-      if (fault != Fault::early_reuse) on_cpu::bulk_wait_read(0);
-      load(tile + 1);
-    }
+    const float* buffer = buffers + tile % 2 * blockDim.x;
+    // All threads must be done with the other buffer.
+    if (fault != Fault::early_reuse) __syncthreads();
+    if (thread == 0 && tile + 1 < arguments.num_tiles) load(tile + 1);
     const unsigned parity = tile / 2 % 2;
     if (fault != Fault::no_wait)
       on_cpu::mbarrier_wait(&barriers[tile % 2],
                             fault == Fault::wrong_parity ? 1 - parity : parity);
-    buffer[thread] *= 2;
-    on_cpu::fence_proxy_async();
-    __syncthreads();
-    if (thread == 0) {
-      on_cpu::bulk_store(y + tile * blockDim.x, buffer, num_bytes);
-      on_cpu::bulk_commit();
-    }
+    y[tile * blockDim.x + thread] = 2 * buffer[thread];
   }
-  if (thread == 0 && fault != Fault::no_store_wait) on_cpu::bulk_wait_read(0);
 }
