@@ -8,7 +8,6 @@ from dataclasses import replace
 from itertools import product
 from typing import Any, NamedTuple
 
-from ..gpu import on_cpu
 from ..norm.checks import check_eps
 from ..norm.options import dtype_name
 from . import functors as functor_check
@@ -143,9 +142,9 @@ def check(
         trials = [trial for case in sized for trial in default_trials(case, seed)]
         for case in cases if traps else ():
             trials += trap_trials(case, allowed_of(own, case.norm), seed)
-    where = None if own else _machine(on)
+    where = None if own else kernels.machine(on)
     shown = progress(trials) if progress else trials
-    return _check_kernels(shown, where) if where else _check_callables(shown, own, traps)
+    return check_kernels(shown, where) if where else check_callables(shown, own, traps)
 
 
 class _Asked(NamedTuple):
@@ -185,9 +184,7 @@ class _Asked(NamedTuple):
         return cases
 
 
-def _check_kernels(
-    trials: Iterable[Trial], where: kernels.CpuMachine | kernels.GpuCheckMachine
-) -> CheckResult:
+def check_kernels(trials: Iterable[Trial], where: kernels.Machine) -> CheckResult:
     result = CheckResult()
     for trial in trials:
         rounded_mean = kernels.uses_welford(trial.problem.case, where.device)
@@ -196,7 +193,7 @@ def _check_kernels(
     return result
 
 
-def _check_callables(trials: Iterable[Trial], own: Callables, traps: bool) -> CheckResult:
+def check_callables(trials: Iterable[Trial], own: Callables, traps: bool = False) -> CheckResult:
     """traps: an error that a function raises in a trap is a finding."""
     result = CheckResult()
     for trial in trials:
@@ -235,13 +232,6 @@ def _pairs(shapes: object) -> list[tuple[int, int]]:
     return [tuple(shape) for shape in shapes]
 
 
-def _machine(on: str | None) -> kernels.CpuMachine | kernels.GpuCheckMachine:
-    where = kernels.machine(on)
-    if isinstance(where, kernels.CpuMachine):
-        on_cpu.compiler()  # without a compiler, the error says what to install
-    return where
-
-
 def _refuse_together(names: Sequence[str]) -> None:
     """names: of the functors, then of what does not go with them."""
     if len(names) > 1:
@@ -256,7 +246,7 @@ def _check_functors(
 ) -> CheckResult:
     """functors: by role."""
     bound = {role: functor_check.with_kinds(given, role) for role, given in functors.items()}
-    where, result = _machine(on), CheckResult()
+    where, result = kernels.machine(on), CheckResult()
     for case in cases:
         for role, each in bound.items():
             result.findings += functor_check.check_functor(each, role, case, where, seed)

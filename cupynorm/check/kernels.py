@@ -27,6 +27,8 @@ class CpuMachine:
     folder: of the sources, None for the installed ones. Arrays that are allocated hold NaN.
     """
 
+    on = "cpu"
+
     def __init__(
         self,
         device: Device = DEVICES["H200"],
@@ -93,6 +95,8 @@ class GpuCheckMachine:
     folder: of the sources, None for the installed ones.
     """
 
+    on = "gpu"
+
     def __init__(self, device_index: int = 0, folder: Path | None = None) -> None:
         self.device_index = device_index
         self.device = launch.device(device_index)
@@ -128,15 +132,21 @@ class GpuCheckMachine:
         launch.run(kernel_launch, self.device_index, stream, words, self.folder)
 
 
-def machine(on: str | None = None) -> CpuMachine | GpuCheckMachine:
+Machine = CpuMachine | GpuCheckMachine
+
+
+def machine(on: str | None = None, seed: int = 0) -> Machine:
     """Where to run the kernels. on: "gpu", "cpu", or None for a GPU if there is one.
 
-    Raises ValueError for another word and where there is no GPU, MissingLibraryError without CuPy.
+    seed: of the order in which threads run on the CPU.
+    Raises ValueError for another word and where there is no GPU, MissingLibraryError without CuPy,
+    NoCompilerError without a C++ compiler where kernels run on the CPU.
     """
     if on not in (None, "gpu", "cpu"):
         raise ValueError(f"on is {on!r}; expected 'gpu', 'cpu' or None for a GPU if there is one")
     if on == "cpu" or (on is None and not environment.has_gpu()):
-        return CpuMachine()
+        on_cpu.compiler()
+        return CpuMachine(seed=seed)
     nvrtc.cupy()  # without CuPy, the error says what to install
     if not environment.has_gpu():
         raise ValueError(

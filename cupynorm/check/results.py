@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from ..dtypes import DTYPES, compute_dtype
+from ..table import as_text
 from .allowed import Expected, expect
 from .cases import Case, Problem
 from .diagnosis import Diagnosis, diagnose
@@ -76,7 +77,7 @@ class CheckResult:
         last = (
             f"{len(self.findings)} tensors checked, {verdict}; error is in units of what is allowed"
         )
-        return "\n".join([*self._table(), last, *self.diagnoses])
+        return "\n".join([self._table(), last, *self.diagnoses])
 
     @property
     def diagnoses(self) -> list[str]:
@@ -94,7 +95,7 @@ class CheckResult:
             sentences.append(f"{tensor} of {first.case}: {first.diagnosis}{more}")
         return sentences
 
-    def _table(self) -> list[str]:
+    def _table(self) -> str:
         table = [("case", "tensor", "error", "where", "got", "expected", "allowed", "verdict")]
         for finding in self.findings:
             verdict = "ok" if finding.ok else f"OFF: {finding.num_off} elements"
@@ -102,11 +103,7 @@ class CheckResult:
             numbers = (f"{finding.got:.6g}", f"{finding.expected:.6g}", f"{finding.allowed:.2g}")
             error = f"{finding.error:.3f}"
             table.append((finding.case, finding.tensor, error, where, *numbers, verdict))
-        widths = [max(map(len, column)) for column in zip(*table)]
-        return [
-            "  ".join(f"{cell:<{width}}" for cell, width in zip(line, widths)).rstrip()
-            for line in table
-        ]
+        return as_text(table)
 
     def summary(self) -> str:
         """One line for each name of a tensor: its worst finding over all cases."""
@@ -115,7 +112,7 @@ class CheckResult:
             named.setdefault(finding.tensor, []).append(finding)
         worst = CheckResult([worst_of(findings) for findings in named.values()])
         last = f"{len(self.findings)} tensors checked, {self.num_off} off; "
-        return "\n".join([*worst._table(), f"{last}the worst of each name is shown"])
+        return f"{worst._table()}\n{last}the worst of each name is shown"
 
 
 def judge(

@@ -59,7 +59,7 @@ def start(drawn: Draw, problem: Problem, where: Machine, times: int = 1) -> list
 
 def _start(where: Machine, times: int, read: str, launch: Callable[[], Tensors]) -> list[Read]:
     """read: the method of Tensors that reads the outputs."""
-    if isinstance(where, CpuMachine):
+    if where.on == "cpu":
         return [getattr(launch(), read) for _ in range(times)]
     read_with = getattr(launch(), read)
     run = where.end(repeats=times == 2)

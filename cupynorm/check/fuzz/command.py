@@ -16,10 +16,8 @@ from typing import NamedTuple
 from tqdm import tqdm
 
 from ...command_line import Commands, number, positive
-from ...gpu import environment
 from .. import kernels
 from ..cases import Case
-from ..kernels import CpuMachine
 from .calls import Machine, machine, machines
 from .draws import PER_CASE, Draw, draw
 from .judge import Complaint, Refused, Started, complaints
@@ -70,8 +68,7 @@ def add_to(commands: Commands) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """The exit code: 0 if every call was right, else 1."""
-    kernels.machine(arguments.on)  # refuses a GPU that is not there
-    on = arguments.on or ("gpu" if environment.has_gpu() else "cpu")
+    on = kernels.machine(arguments.on).on
     seed = random.SystemRandom().randrange(2**32) if arguments.seed is None else arguments.seed
     if arguments.replay is not None:
         if arguments.seed is None:
@@ -121,7 +118,7 @@ def _show(index: int, drawn: Draw, wrong: list[Complaint], where: Machine) -> No
             small = drawn
         else:
             print("smaller:", *(each.sentence for each in complaints(small, where)), sep="\n  ")
-    print(as_python(small, _name(where)), end="\n\n")
+    print(as_python(small, where.on), end="\n\n")
 
 
 def _fails(drawn: Draw, how: Complaint, where: Machine) -> bool:
@@ -133,10 +130,6 @@ def _fails(drawn: Draw, how: Complaint, where: Machine) -> bool:
 
 def _is_useless(where: Machine) -> bool:
     return complaints(Draw(Case("layer_norm", 1, 8, "float32")), where) != []
-
-
-def _name(where: Machine) -> str:
-    return "cpu" if isinstance(where, CpuMachine) else "gpu"
 
 
 def _fuzz(seed: int, on: str, seconds: float, jobs: int) -> Batch:

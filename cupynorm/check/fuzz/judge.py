@@ -21,13 +21,11 @@ import numpy as np
 from .. import kernels
 from ..allowed import expect
 from ..cases import Case, Problem
-from ..kernels import CpuMachine
 from ..placement import WrongWrite
 from ..quantized import judge_bytes, judge_values, run_quantized
 from ..results import Finding, judge_against
 from .calls import Machine, Results, machine, start
 from .draws import Draw, problem_of
-from .memory import OneCallMachine
 
 # What the planner says of a forced strategy that a width cannot have, and of forced statistics that
 # a forced strategy cannot have there.
@@ -60,8 +58,7 @@ def rerun(drawn: Draw, on: str | None = None) -> str:
 
     on: "gpu", "cpu", or None for a GPU if there is one. Raises Refused.
     """
-    is_cpu = isinstance(kernels.machine(on), CpuMachine)
-    where = machine("cpu" if is_cpu else "gpu")
+    where = machine(kernels.machine(on).on)
     return "\n".join(each.sentence for each in complaints(drawn, where))
 
 
@@ -90,7 +87,7 @@ class Started:
         try:
             if self._error is not None:
                 raise self._error
-            if isinstance(self._where, OneCallMachine):
+            if self._where.on == "gpu":
                 self._where.wait()
             return next(self._steps)
         except WrongWrite as error:
@@ -113,14 +110,14 @@ def _is_refusal(case: Case, words: str) -> bool:
 
 def _complaints(drawn: Draw, where: Machine) -> Iterator[list[Complaint]]:
     """Yields nothing when the call was started, and then all that is wrong with its results."""
-    if isinstance(where, OneCallMachine):
+    if where.on == "gpu":
         where.begin_call()
-    elif isinstance(where, CpuMachine):
+    else:
         where.seed = drawn.seed
     welford = kernels.uses_welford(drawn.case, where.device)  # refuses before values are drawn
     problem = problem_of(drawn)
     case, how = problem.case, drawn.how
-    if how is not None and isinstance(where, CpuMachine):
+    if how is not None and where.on == "cpu":
         made = run_quantized(problem, how, where, drawn.layouts)
         first, again = lambda: made[0], *start(drawn, problem, where)
     else:
@@ -130,7 +127,7 @@ def _complaints(drawn: Draw, where: Machine) -> Iterator[list[Complaint]]:
     scales_rows = how is None or how.scaling != "tensor"
     if case.num_rows > 1 and not case.dropout_p and not drawn.layouts and scales_rows:
         (alone,) = start(drawn, _row_of(problem, row), where)
-    if isinstance(where, OneCallMachine):
+    if where.on == "gpu":
         where.mark_end()
     yield []
     results = first()
