@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -16,8 +16,6 @@ from ..plan.dispatch import Plan
 from .cases import Problem
 from .kernels import Machine
 from .placement import Placed, WrongWrite, empty, place
-
-Get = Callable[[Any], np.ndarray]
 
 
 class Tensors:
@@ -71,14 +69,15 @@ class Tensors:
         named = dict(zip(names, names)) | renamed
         return {name: self.rows[own] for name, own in named.items() if own in self.rows}
 
-    def raw(self, get: Get | None = None) -> dict[str, np.ndarray]:
-        """All outputs in their storage dtypes. get: what fetches an array, where.get if None."""
-        get = get or self.where.get
+    def raw(self, again: bool = False) -> dict[str, np.ndarray]:
+        """All outputs in their storage dtypes. again: of launches that a machine repeated."""
+        get = self.where.get_again if again else self.where.get
         return {name: get(array) for name, (array, _) in self._outputs.items()}
 
-    def results(self, get: Get | None = None) -> dict[str, np.ndarray]:
-        """All outputs as float64. get: as for raw."""
-        return {name: decode(each, self._outputs[name][1]) for name, each in self.raw(get).items()}
+    def results(self, again: bool = False) -> dict[str, np.ndarray]:
+        """All outputs as float64. again: as for raw."""
+        raw = self.raw(again)
+        return {name: decode(each, self._outputs[name][1]) for name, each in raw.items()}
 
     def launch(self, call: Call, operands: Mapping[str, Rows], seed: int = 0) -> None:
         """operands: by the names of the kernels."""
@@ -92,21 +91,22 @@ class Tensors:
             self.where.launch(planned, words)
 
 
-class _GuardedTensors(Tensors):
+class GuardedTensors(Tensors):
     """Tensors between guards (placement.py), inputs in layouts of their own.
 
     It is not the usual kind: a sanitizer cannot see an access to a guard.
+    placed: the name of each, its array, where it is in that, and whether it is an input.
     """
 
     def __init__(self, where: Machine, layouts: Mapping[str, str]) -> None:
         super().__init__(where)
         where.begin()
         self._layouts = layouts
-        self._placed: list[tuple[str, Any, Placed, bool]] = []
+        self.placed: list[tuple[str, Any, Placed, bool]] = []
 
     def _add(self, name: str, placed: Placed, dtype: str, is_input: bool) -> None:
         array, pointer = self.where.put(placed.memory)
-        self._placed.append((name, array, placed, is_input))
+        self.placed.append((name, array, placed, is_input))
         self.record(name, pointer + placed.offset, placed.shape, dtype, placed.strides)
 
     def _layout(self, name: str) -> str:
@@ -127,10 +127,10 @@ class _GuardedTensors(Tensors):
         self._add(name, place(initial), initial.dtype.name, is_input=False)
         self._outputs[name] = (None, initial.dtype.name)
 
-    def raw(self, get: Get | None = None) -> dict[str, np.ndarray]:
+    def raw(self, again: bool = False) -> dict[str, np.ndarray]:
         """All outputs in their storage dtypes. Raises WrongWrite if anything else was written."""
-        results, get = {}, get or self.where.get
-        for name, array, placed, is_input in self._placed:
+        results, get = {}, self.where.get_again if again else self.where.get
+        for name, array, placed, is_input in self.placed:
             memory = get(array)
             if is_input:  # its rows may share memory
                 if memory.tobytes() != placed.memory.tobytes():
@@ -147,7 +147,7 @@ class _GuardedTensors(Tensors):
 
 def tensors_of(where: Machine, layouts: Mapping[str, str] | None = None) -> Tensors:
     """layouts: as for run_kernels."""
-    return Tensors(where) if layouts is None else _GuardedTensors(where, layouts)
+    return Tensors(where) if layouts is None else GuardedTensors(where, layouts)
 
 
 def run_kernels(
