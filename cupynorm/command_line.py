@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -40,6 +41,17 @@ def positive(text: str) -> int:
 def positives(text: str) -> list[int]:
     """Whole numbers of 1 or more, separated by commas. Repeated ones count once."""
     return list(dict.fromkeys(positive(each) for each in text.split(",")))
+
+
+def finite(text: str) -> float:
+    """A finite number."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not math.isfinite(value):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a finite number")
+    return value
 
 
 def several(names: Sequence[str]) -> Callable[[str], list[str]]:

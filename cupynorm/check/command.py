@@ -11,7 +11,7 @@ from functools import partial
 from tqdm import tqdm
 
 from .. import __version__
-from ..command_line import Commands, number, positive, several
+from ..command_line import Commands, finite, number, positive, several
 from ..dtypes import DTYPES
 from ..gpu import environment, on_cpu
 from ..plan.devices import Device
@@ -62,7 +62,7 @@ def add_to(commands: Commands) -> None:
     add("--traps", action="store_true", help="data and layouts on which other norms failed")
     norm = "the norm that is checked; by default both, of functions layer_norm"
     add("--norm", choices=NORMS, help=norm)
-    add("--eps", type=float, metavar="EPS", help="by default that of a file, else 1e-5")
+    add("--eps", type=finite, metavar="EPS", help="by default that of a file, else 1e-5")
     own = parser.add_argument_group(
         "your own functions",
         "They are checked in place of the kernels, on random data or on files. Their parameters "

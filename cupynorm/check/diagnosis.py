@@ -13,7 +13,7 @@ Four mistakes have no formula, because their errors are those of roundings:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -28,7 +28,7 @@ from .mistakes import Rows, candidates, cut_to, of_statistics, rearrangements, r
 from .patterns import of_line, pattern_of
 
 _MOST_ELEMENTS = 2**17
-_UNKNOWN = "no mistake that is tried explains the numbers"
+UNKNOWN = "no mistake that is tried explains the numbers"
 
 
 class Diagnosis(NamedTuple):
@@ -49,24 +49,11 @@ class Diagnosis(NamedTuple):
 def diagnose(problem: Problem, judged: Judged) -> Diagnosis:
     """The pattern, size and likely cause of what is off. judged.off has at least one element."""
     with np.errstate(all="ignore"):
-        return _described(judged, _cause(problem, judged))
+        return described(judged, _cause(problem, judged))
 
 
-def diagnosis(judged: Judged, mistakes: Iterable[tuple[str, np.ndarray]]) -> Diagnosis:
-    """The same with the first of these mistakes that explains the numbers.
-
-    mistakes: the name of each, and what the tensor would be, float64 without roundings.
-    """
-    with np.errstate(all="ignore"):
-        for name, mistaken in mistakes:
-            allowed = 2 * (judged.allowed + half_ulp(mistaken, judged.dtype))
-            explained = np.abs(judged.got - mistaken) <= allowed
-            if min(explained.mean(), explained[judged.off].mean()) >= SHARE:
-                return _described(judged, name)
-        return _described(judged, _UNKNOWN)
-
-
-def _described(judged: Judged, cause: str) -> Diagnosis:
+def described(judged: Judged, cause: str) -> Diagnosis:
+    """With the pattern and the size of what is off."""
     # In ulp of the larger number: those of a result near 0 say nothing.
     larger = np.fmax(np.abs(judged.expected), np.abs(judged.got))
     error = np.abs(judged.got - judged.expected) / (2 * half_ulp(larger, judged.dtype))
@@ -195,11 +182,11 @@ def _narrow(judged: Judged) -> str:
     size = np.sqrt(squares.mean(axis=-1, keepdims=True))
     relative = (error / size)[judged.off & np.isfinite(error)]
     if judged.off.mean() < 0.1 or not relative.size:
-        return _UNKNOWN
+        return UNKNOWN
     digits = -np.log2(np.median(relative))
     for dtype in ("bfloat16", "float16", "float32"):
         narrow = DTYPES[dtype].digits
         wide = compute_dtype(judged.dtype).digits
         if narrow < wide and abs(digits - narrow - 1) < (1.5 if narrow < 20 else 4):
             return f"the errors have the size of roundings to {dtype}"
-    return _UNKNOWN
+    return UNKNOWN

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -28,10 +29,10 @@ from ..plan.dispatch import Plan
 from ..plan.functors import ROLES, BoundFunctor, Functor
 from .allowed import Expected, expect, half_ulp
 from .cases import Case, Problem, random_problem
-from .diagnosis import diagnosis
-from .judged import Judged
+from .diagnosis import UNKNOWN, Diagnosis, described
+from .judged import Candidate, Judged, best_of
 from .kernels import Machine, uses_welford
-from .results import Finding, dtype_of, errors_of, judge
+from .results import Finding, diagnosed, dtype_of, judge
 from .run import Tensors
 
 KINDS = ("full", "cols", "rows", "one")
@@ -383,19 +384,26 @@ def judge_functor(
     case = functor_problem.problem.case
     expected = expect_with_functor(functor_problem, uses_welford(case, where.device))
     label, findings = f"{case} {functor_problem.role} {functor_problem.functor.name}", []
+    diagnose = partial(_diagnose, functor_problem)
     for name, got in results.items():
-        finding = judge(label, name, got, *expected[name])
+        dtype = functor_problem.dtype_of(name)
+        finding = judge(label, name, got, *expected[name], dtype)
         if not finding.ok:
-            off = errors_of(got, *expected[name])[1]
-            judged = Judged(name, functor_problem.dtype_of(name), got, *expected[name], off)
-            finding = replace(
-                finding, diagnosis=diagnosis(judged, _mistakes(functor_problem, judged))
-            )
+            finding = diagnosed(finding, got, *expected[name], dtype, diagnose)
         findings.append(finding)
     return findings
 
 
 # Why a tensor is off.
+
+
+def _diagnose(functor_problem: FunctorProblem, judged: Judged) -> Diagnosis:
+    tried = (
+        Candidate(name, values, judged.allowed)
+        for name, values in _mistakes(functor_problem, judged)
+    )
+    everywhere = np.ones(judged.got.shape, bool)
+    return described(judged, best_of(judged, tried, everywhere) or UNKNOWN)
 
 
 def _mistakes(functor_problem: FunctorProblem, judged: Judged) -> Iterator[tuple[str, np.ndarray]]:

@@ -98,8 +98,7 @@ def check(
     detached, a functor without a reference, and arguments that do not go together; TypeError for a
     dtype that the kernels do not have; and what a call raises.
     """
-    if isinstance(seed, bool) or not isinstance(seed, numbers.Integral) or seed < 0:
-        raise ValueError(f"seed is {seed!r}; expected an int of 0 or more")
+    check_seed(seed)
     asked = _Asked(
         _several("norm", norm),
         [dtype_name(each, "dtype") for each in _several("dtypes", dtypes)],
@@ -208,6 +207,16 @@ def check_callables(trials: Iterable[Trial], own: Callables, traps: bool = False
     return result
 
 
+def check_seed(seed: object) -> None:
+    """Raises ValueError for what is no seed."""
+    if not _is_int(seed) or seed < 0:
+        raise ValueError(f"seed is {seed!r}; expected an int of 0 or more")
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
+
+
 def _several(name: str, given: object) -> tuple:
     """A sequence of names as a tuple; one name, or None, is a sequence of itself."""
     if given is None or isinstance(given, str):
@@ -227,8 +236,11 @@ def _pairs(shapes: object) -> list[tuple[int, int]]:
         ) from None
     for shape in shapes:
         is_pair = isinstance(shape, Sequence) and len(shape) == 2
-        if not is_pair or not all(isinstance(extent, numbers.Integral) for extent in shape):
-            raise ValueError(f"shapes has {shape!r}; expected pairs (num_rows, num_cols) of ints")
+        if not is_pair or not all(map(_is_int, shape)) or shape[0] < 0 or shape[1] < 1:
+            raise ValueError(
+                f"shapes has {shape!r}; expected pairs (num_rows, num_cols) of ints, with at least "
+                "one column"
+            )
     return [tuple(shape) for shape in shapes]
 
 

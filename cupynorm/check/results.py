@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import numpy as np
 
@@ -171,24 +172,48 @@ def _are_near(got: np.ndarray, expected: np.ndarray, allowed: np.ndarray) -> boo
 def dtype_of(case: Case, tensor: str) -> str:
     """The dtype of a result; that of the arithmetic for mean and rstd."""
     dtypes = {
+        "y": case.dtype("y"),
+        "recomputed": case.dtype("y"),
+        "y1": case.y1 or case.dtype("y"),
         "dx": case.x,
+        "dx_sum": case.dx_sum,
         "sum": case.sum,
         "dresidual": case.added,
         "dweight": case.dtype("weight"),
         "dbias": case.dtype("bias"),
         "dweight1": case.weight1,
         "dbias1": case.bias1,
-        **dict.fromkeys(("y", "y1", "recomputed"), case.dtype("y")),
     }
     return dtypes.get(tensor) or compute_dtype(case.sum).name
 
 
 def judge_all(
-    problem: Problem, results: dict[str, np.ndarray], *, rounded_mean: bool = False
+    problem: Problem,
+    results: dict[str, np.ndarray],
+    *,
+    rounded_mean: bool = False,
+    diagnoses: bool = False,
 ) -> list[Finding]:
-    """A finding for each tensor of results that `expect` knows. rounded_mean: as for `expect`."""
+    """A finding for each tensor of results that `expect` knows.
+
+    rounded_mean: as for `expect`. diagnoses: whether tensors that are off get one.
+    """
     expectations = expect(problem, rounded_mean=rounded_mean, added=results.get("sum"))
-    return judge_against(problem.case, expectations, results)
+    findings = judge_against(problem.case, expectations, results)
+    if not diagnoses:
+        return findings
+    return [
+        each
+        if each.ok
+        else diagnosed(
+            each,
+            results[each.tensor],
+            *expectations[each.tensor],
+            dtype_of(problem.case, each.tensor),
+            partial(diagnose, problem),
+        )
+        for each in findings
+    ]
 
 
 def judge_against(
@@ -215,23 +240,14 @@ def judge_against(
 
 
 def diagnosed(
-    problem: Problem,
-    results: dict[str, np.ndarray],
-    findings: list[Finding],
-    *,
-    rounded_mean: bool = False,
-) -> list[Finding]:
-    """The findings that judge_all made of results; those that are off get a diagnosis."""
-    if all(finding.ok for finding in findings):
-        return findings
-    expectations = expect(problem, rounded_mean=rounded_mean, added=results.get("sum"))
-    explained = []
-    for finding in findings:
-        if not finding.ok:
-            got, dtype = results[finding.tensor], dtype_of(problem.case, finding.tensor)
-            numbers = (got, *expectations[finding.tensor])
-            off = errors_of(*numbers, dtype)[1]
-            judged = Judged(finding.tensor, dtype, *numbers, off)
-            finding = replace(finding, diagnosis=diagnose(problem, judged))
-        explained.append(finding)
-    return explained
+    finding: Finding,
+    got: np.ndarray,
+    expected: np.ndarray,
+    allowed: np.ndarray,
+    dtype: str,
+    diagnose: Callable[[Judged], Diagnosis],
+) -> Finding:
+    """The finding of a tensor that is off, with its diagnosis."""
+    off = errors_of(got, expected, allowed, dtype)[1]
+    judged = Judged(finding.tensor, dtype, got, expected, allowed, off)
+    return replace(finding, diagnosis=diagnose(judged))

@@ -23,7 +23,7 @@ import numpy as np
 from ..dtypes import DTYPES, decode, encode
 from .cases import Case, Problem, random_problem
 from .diagnosis import Diagnosis
-from .results import Finding, diagnosed, judge_all
+from .results import Finding, judge_all
 
 # Of narrow dtypes the rows have few different values, so that the errors of Welford's algorithm do
 # not cancel: as small a ratio as shows the mistake beside the rounding of y.
@@ -53,8 +53,7 @@ class Trial(NamedTuple):
         """
         if self.tensors is not None:
             results = {name: results[name] for name in results if name in self.tensors}
-        findings = judge_all(self.problem, results, rounded_mean=rounded_mean)
-        findings = diagnosed(self.problem, results, findings, rounded_mean=rounded_mean)
+        findings = judge_all(self.problem, results, rounded_mean=rounded_mean, diagnoses=True)
         if not self.name:
             return findings
         return [replace(finding, case=f"{finding.case}, {self.name}") for finding in findings]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import html
 import statistics as averages
 import struct
 from collections.abc import Mapping
@@ -12,13 +13,15 @@ from pathlib import Path
 import numpy as np
 
 from ..bench.timer import Runner, Timer, take_turns
+from ..check import kernels
 from ..check.cases import NORMS, Case, Problem, random_problem
+from ..check.gradient_check import check_seed
 from ..check.kernels import CpuMachine, GpuCheckMachine, uses_welford
 from ..check.results import CheckResult
 from ..check.run import run_kernels
 from ..check.trials import Trial, default_problem
 from ..dtypes import decode, encode
-from ..gpu import environment, nvrtc
+from ..gpu import nvrtc
 from ..gpu.on_cpu import OnCpuError
 from ..gpu.source_files import source_files
 from ..norm.options import launch_options
@@ -116,7 +119,7 @@ class Experiment:
 
     def _repr_html_(self) -> str:
         rest = self.changed.fault or ("" if self.changed.ok else str(self.changed.result))
-        return as_html(self._rows()) + (f"<pre>{rest}</pre>" if rest else "")
+        return as_html(self._rows()) + (f"<pre>{html.escape(rest)}</pre>" if rest else "")
 
 
 def _verdict(version: Version) -> str:
@@ -164,13 +167,13 @@ def experiment(
     """
     if norm not in NORMS:
         raise ValueError(f"norm is {norm!r}; expected {' or '.join(NORMS)}")
-    if on not in (None, "gpu", "cpu"):
-        raise ValueError(f"on is {on!r}; expected 'gpu', 'cpu' or None for a GPU if there is one")
-    on_gpu = environment.has_gpu() if on is None else on == "gpu"
+    check_seed(seed)
+    where = kernels.machine(on)
+    on_gpu = where.on == "gpu"
     folder = changed_sources(changes)
     tile = launch_options(strategy, tile, statistics, 0).tile
     options = {"strategy": strategy, "statistics": statistics}
-    device = GpuCheckMachine().device if on_gpu else DEVICES["H200"]
+    device = where.device if on_gpu else DEVICES["H200"]
     if input is not None:
         input = np.asarray(input, dtype=np.float64)
         if input.ndim != 2 or not input.size:
@@ -178,6 +181,8 @@ def experiment(
         num_rows, num_cols = input.shape
     elif not on_gpu:
         num_rows = min(num_rows, _FEW_ROWS)
+    if num_rows < 1 or num_cols < 1:
+        raise ValueError(f"x is {num_rows} x {num_cols}; expected at least one element")
     planned = plan(
         num_cols,
         num_rows,

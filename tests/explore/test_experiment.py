@@ -10,7 +10,7 @@ from nvrtc_here import needs_nvrtc
 
 import cupynorm
 from cupynorm.explore.changes import changed_sources
-from cupynorm.gpu import nvrtc
+from cupynorm.gpu import environment, nvrtc
 from cupynorm.gpu.source_files import source_files
 
 TWO_PASS = "centered_values[at] = values[at] - first;"
@@ -159,3 +159,27 @@ def test_an_input_of_ones_own():
         ValueError, match=r"input has shape \(3,\); expected \(num_rows, num_cols\)"
     ):
         on_cpu(ONE_PASS, input=np.ones(3))
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"num_cols": 0, "on": "cpu"}, "x is 4 x 0; expected at least one element"),
+        ({"num_rows": 0, "on": "cpu"}, "x is 0 x 64; expected at least one element"),
+        ({"seed": -1, "on": "cpu"}, "seed is -1; expected an int of 0 or more"),
+        pytest.param(
+            {"on": "gpu"},
+            "on is 'gpu', but CuPy finds no GPU",
+            marks=pytest.mark.skipif(environment.has_gpu(), reason="there is a GPU"),
+        ),
+    ],
+)
+def test_arguments_of_which_nothing_can_be_learnt_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        cupynorm.experiment(SAME, **{"num_cols": 64, "num_rows": 4, **options})
+
+
+def test_the_text_of_a_fault_is_escaped_in_html():
+    found = on_cpu(SAME, 64)
+    found.changed.result, found.changed.fault = None, "forward_warp<float, 3> & more"
+    assert "forward_warp&lt;float, 3&gt; &amp; more" in found._repr_html_()
