@@ -93,15 +93,8 @@ def add_cells(add: Callable) -> None:
         "a tile to measure beside that of dispatch, in the words of tune and plan: "
         "'block: pack_size 8, threads_per_row 128, ...'"
     )
-    add(
-        "--tile",
-        dest="tiles",
-        metavar="TILE",
-        type=tile_in_words,
-        action="append",
-        default=[],
-        help=tile,
-    )
+    kept = {"dest": "tiles", "action": "append", "default": []}
+    add("--tile", metavar="TILE", type=tile_in_words, help=tile, **kept)
 
 
 def add_linear(layers: Commands) -> None:
@@ -159,8 +152,12 @@ def run(arguments: argparse.Namespace) -> int:
         return show(host.first_call(), arguments.json)
     if arguments.guard:
         return guard(arguments)
+    if arguments.readme and arguments.tiles:
+        raise ValueError(
+            "--readme and --tile are given; expected one of them: tiles are not in the table"
+        )
     if arguments.readme:
-        check_readme(arguments)
+        documents.check_documents()
     if arguments.plot:
         plot.require_matplotlib()
     result = measured(arguments, cells_of(arguments), arguments.peers)
@@ -219,42 +216,13 @@ def command_of(arguments: argparse.Namespace) -> str:
     return shlex.join(["python", "-m", "cupynorm", *arguments.given])
 
 
-def check_readme(arguments: argparse.Namespace) -> None:
-    """Raises ValueError or MissingLibraryError if --readme would fail after the run."""
-    if arguments.tiles:
-        raise ValueError(
-            "--readme and --tile are given; expected one of them: tiles are not in the table"
-        )
-    documents.check_documents()
-
-
 def cells_of(arguments: argparse.Namespace) -> list[Cell]:
-    """The cells that the options name. Raises ValueError in the words of the command line."""
+    """The cells that the options name."""
     is_quantized = arguments.out_dtype in FLOAT8S
-    directions = arguments.direction or DIRECTIONS[: 1 if is_quantized else 2]
-    formats = " or ".join(FLOAT8S)
-    for option in ("scale", "amax"):
-        if getattr(arguments, option) and not is_quantized:
-            raise ValueError(
-                f"--{option} is given for a y of 16 or more bits; expected --out-dtype {formats}"
-            )
-    if arguments.amax and set(arguments.scale) - {"given"}:
-        scales = ",".join(arguments.scale)
-        raise ValueError(f"--amax is given with --scale {scales}; expected --scale given")
-    if is_quantized and tuple(directions) != ("forward",):
-        raise ValueError(
-            f"--direction is {','.join(directions)} and --out-dtype {arguments.out_dtype}; "
-            "expected --direction forward, because no gradient has 8 bits"
-        )
-    if arguments.tiles and "both" in directions:
-        raise ValueError(
-            "--tile and --direction both are given; expected forward or backward for a tile"
-        )
-    check_elements(arguments)
     return cells(
         arguments.norm,
         arguments.dtype,
-        directions,
+        arguments.direction or DIRECTIONS[: 1 if is_quantized else 2],
         arguments.cols,
         arguments.elements,
         rows=arguments.rows,
@@ -268,33 +236,23 @@ def cells_of(arguments: argparse.Namespace) -> list[Cell]:
     )
 
 
-def check_elements(arguments: argparse.Namespace) -> None:
-    """Raises ValueError if --elements is less than one row of --cols."""
-    elements, widest = arguments.elements, max(arguments.cols)
-    ignored = getattr(arguments, "rows", None) or getattr(arguments, "models", None)
-    if elements and elements < widest and not ignored:
-        raise ValueError(
-            f"--elements is {elements}, less than one row of {widest} columns; "
-            "expected at least that many"
-        )
-
-
 def run_linear(arguments: argparse.Namespace) -> int:
     """The exit code: 0 if no contestant was wrong, else 1."""
     check_folders(arguments.json)
+    options = {}
     if arguments.graph:
-        bench, shapes = decoding.bench_decoding, arguments.shapes or decoding.SHAPES
-        todo = linear.cells(shapes, ("bfloat16",), ("forward",))
+        todo = linear.cells(arguments.shapes or decoding.SHAPES, ("bfloat16",), ("forward",))
+        options = {"names": decoding.NAMES, "measure": decoding.measure}
     else:
-        bench, shapes = linear.bench_linear, arguments.shapes or linear.SHAPES
-        todo = linear.cells(shapes, arguments.format, arguments.passes)
-    result = bench(
+        todo = linear.cells(arguments.shapes or linear.SHAPES, arguments.format, arguments.passes)
+    result = linear.bench_linear(
         todo,
         runs=arguments.runs,
         seed=arguments.seed,
         contestants=arguments.contestants,
         progress=bar,
         command=command_of(arguments),
+        **options,
     )
     show(result, arguments.json)
     return 0 if result else 1

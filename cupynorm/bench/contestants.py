@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -11,7 +12,8 @@ EPS = 1e-5
 GEMM = "gemm"
 
 
-class LinearCell(NamedTuple):
+@dataclass(frozen=True)
+class LinearCell:
     """One case. format: "bfloat16" or "fp8". passes: "forward" or "both"."""
 
     num_rows: int

@@ -72,11 +72,7 @@ def bench(
     tiles = [f"{each['strategy']}: {each['tile']}" for each in map(options_of, tiles)]
     if tiles and any(cell.direction == "both" for cell in todo):
         raise ValueError("a tile belongs to one direction; expected cells of forward or backward")
-    nvrtc.cupy()
-    if not has_gpu():
-        raise ValueError(
-            "the benchmark measures a GPU and none was found; python -m cupynorm check needs none"
-        )
+    check_gpu()
     if seed is None:
         seed = int(np.random.SeedSequence().generate_state(1)[0])
     progress = progress or (lambda items, **_: items)
@@ -104,6 +100,15 @@ def bench(
             f"after {len(measurements)} of {len(todo)} cells: {first_line(failure)}"
         )
     return BenchResult(machine, settings, measurements, absent)
+
+
+def check_gpu() -> None:
+    """Raises ValueError without a GPU, MissingLibraryError without CuPy."""
+    nvrtc.cupy()
+    if not has_gpu():
+        raise ValueError(
+            "the benchmark measures a GPU and none was found; python -m cupynorm check needs none"
+        )
 
 
 def free_memory() -> None:

@@ -13,7 +13,7 @@ from ..gpu.environment import has_gpu
 from ..plan import tables
 from . import confirm, tune, tune_ranges
 from .cells import COLS, cells
-from .command import bar, check_elements, command_of
+from .command import bar, command_of
 
 
 def add_to(commands: Commands) -> None:
@@ -97,7 +97,6 @@ def run(arguments: argparse.Namespace) -> int:
         return run_device_file(arguments)
     output = Path(arguments.output)
     check_folders(output)
-    check_elements(arguments)
     todo = cells(
         arguments.norm,
         arguments.dtype,
