@@ -49,9 +49,10 @@ def rewrite_table(text: str, table: str, name: str = "bench") -> str:
 
 def first_family(result: BenchResult) -> BenchResult:
     """The measurements of the first norm and dtype."""
-    families = [(each.cell.norm, each.cell.details) for each in result.measurements]
-    pairs = zip(result.measurements, families)
-    return replace(result, measurements=[each for each, family in pairs if family == families[0]])
+    families: dict[tuple[str, str], list[Measurement]] = {}
+    for each in result.measurements:
+        families.setdefault((each.cell.norm, each.cell.details), []).append(each)
+    return replace(result, measurements=next(iter(families.values()), []))
 
 
 def short_markdown(result: BenchResult) -> str:

@@ -87,19 +87,33 @@ def bench(
     if jobs > 1:
         compile_ahead(todo, names, seed, jobs, progress)
     timer = Timer.on_gpu()
-    measurements: list[Measurement] = []
+
+    def measure(at: int, cell: Cell) -> Measurement:
+        return measure_cell(cell, names, timer, runs, seed + 8 * at)
+
+    measurements, stopped = measure_each(todo, measure, timer, progress, "cell")
+    settings |= {"stopped": stopped} if stopped else {}
+    return BenchResult(machine, settings, measurements, absent)
+
+
+def measure_each(
+    todo: Sequence[Cell], measure: Callable, timer: Timer, progress: Callable, unit: str
+) -> tuple[list, str | None]:
+    """What measure(at, cell) found of each, and why the run ended early, or None.
+
+    After the first cell an interrupt or an error ends the run: minutes of measurements are kept.
+    """
+    found = []
     try:
-        for at, cell in enumerate(progress(todo, desc="measuring", unit="cell")):
-            measurements.append(measure_cell(cell, names, timer, runs, seed + 8 * at))
+        for at, cell in enumerate(progress(todo, desc="measuring", unit=unit)):
+            found.append(measure(at, cell))
             timer.num_flushes.clear()
             free_memory()
-    except (KeyboardInterrupt, Exception) as failure:  # keep minutes of measurements
-        if not measurements:
+    except (KeyboardInterrupt, Exception) as failure:
+        if not found:
             raise
-        settings["stopped"] = (
-            f"after {len(measurements)} of {len(todo)} cells: {first_line(failure)}"
-        )
-    return BenchResult(machine, settings, measurements, absent)
+        return found, f"after {len(found)} of {len(todo)} {unit}s: {first_line(failure)}"
+    return found, None
 
 
 def check_gpu() -> None:

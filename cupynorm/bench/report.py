@@ -229,25 +229,14 @@ class BenchResult:
 
     def to_json(self) -> str:
         """Everything, with all samples."""
-        content = {
-            "environment": self.environment,
-            "settings": self.settings,
-            "missing": self.missing,
-            "cells": [
-                {
-                    **asdict(measured.cell),
-                    "num_bytes": measured.cell.num_bytes,
-                    "strategy": measured.strategy,
-                    "microseconds": measured.samples,
-                    "errors": {
-                        name: error if math.isfinite(error) else None
-                        for name, error in measured.errors.items()
-                    },
-                    "faults": measured.faults,
-                }
-                for measured in self.measurements
-            ],
-        }
+        cells = []
+        for measured in self.measurements:
+            errors = {name: e if math.isfinite(e) else None for name, e in measured.errors.items()}
+            more = {"num_bytes": measured.cell.num_bytes, "strategy": measured.strategy}
+            more |= {"microseconds": measured.samples, "errors": errors, "faults": measured.faults}
+            cells.append(asdict(measured.cell) | more)
+        content = {"environment": self.environment, "settings": self.settings}
+        content |= {"missing": self.missing, "cells": cells}
         return json.dumps(content, indent=1, allow_nan=False)
 
     @classmethod
@@ -266,12 +255,9 @@ class BenchResult:
 def _measurement_of(content: dict[str, Any]) -> Measurement:
     # Older files lack newer fields of a cell.
     known = {each.name: content[each.name] for each in fields(Cell) if each.name in content}
-    errors = {
-        name: math.nan if error is None else error for name, error in content["errors"].items()
-    }
-    return Measurement(
-        Cell(**known), content["strategy"], content["microseconds"], errors, content["faults"]
-    )
+    errors = {name: math.nan if e is None else e for name, e in content["errors"].items()}
+    more = (content["strategy"], content["microseconds"], errors, content["faults"])
+    return Measurement(Cell(**known), *more)
 
 
 def read(path: str | Path) -> BenchResult:
@@ -284,7 +270,7 @@ def read(path: str | Path) -> BenchResult:
 
 def aligned(rows: list[list[str]]) -> list[str]:
     """Lines of columns, each as wide as its widest text."""
-    widths = [max(len(row[at]) for row in rows) for at in range(len(rows[0]))]
+    widths = [max(map(len, column)) for column in zip(*rows)]
     return [
         "  ".join(f"{text:>{width}}" for text, width in zip(row, widths)).rstrip() for row in rows
     ]

@@ -36,7 +36,7 @@ from ..plan.devices import Device
 from ..plan.instances import Choice, Kernel
 from ..plan.problem import Problem
 from .cells import COPY, Cell, cells
-from .measure import free_memory, plan_of
+from .measure import measure_each, plan_of
 from .peers import first_line
 from .report import quartiles
 from .runners import prepare_ours
@@ -68,20 +68,22 @@ class Finding:
     left_out: Mapping[str, str]
     off: tuple[str, ...] = ()
 
+    def median(self, name: str) -> float:
+        """Microseconds."""
+        return quartiles(self.samples[name])[1]
+
     @property
     def default(self) -> str:
         return next(iter(self.choices))
 
     @property
     def fastest(self) -> str:
-        return min(self.choices, key=lambda name: quartiles(self.samples[name])[1])
+        return min(self.choices, key=self.median)
 
     @property
     def gain(self) -> float:
         """The speedup of the fastest over the default, as a share."""
-        return (
-            quartiles(self.samples[self.default])[1] / quartiles(self.samples[self.fastest])[1] - 1
-        )
+        return self.median(self.default) / self.median(self.fastest) - 1
 
     @property
     def wins(self) -> bool:
@@ -89,7 +91,7 @@ class Finding:
 
     def share(self, name: str) -> float:
         """Speed as a share of the copy's."""
-        return quartiles(self.samples[COPY])[1] / quartiles(self.samples[name])[1]
+        return self.median(COPY) / self.median(name)
 
 
 def is_faster(samples: Sequence[float], than: Sequence[float]) -> bool:
@@ -120,14 +122,10 @@ class TuneResult:
     @property
     def table(self) -> tiles.Table:
         """The winners."""
-        won = {
-            tiles.key(each.problem): (
-                each.choices[each.fastest].strategy,
-                each.choices[each.fastest].tile,
-            )
-            for each in self.findings
-            if each.wins
-        }
+        winners = [
+            (each.problem, each.choices[each.fastest]) for each in self.findings if each.wins
+        ]
+        won = {tiles.key(problem): (best.strategy, best.tile) for problem, best in winners}
         return tiles.Table(self.device, won, self.measured)
 
     def __str__(self) -> str:
@@ -149,13 +147,9 @@ class TuneResult:
                         f"{'':20}  {each.share(each.fastest):.3f}  {each.gain:>+6.1%}  "
                         f"{each.fastest}{verdict}"
                     )
-        reasons = Counter(
-            reason for finding in self.findings for reason in finding.left_out.values()
-        )
-        lines += [
-            "",
-            *(f"left out: {count} candidates, {reason}" for reason, count in reasons.items()),
-        ]
+        left_out = [why for each in self.findings for why in each.left_out.values()]
+        reasons = Counter(left_out).items()
+        lines += ["", *(f"left out: {count} candidates, {reason}" for reason, count in reasons)]
         lines += [f"OFF: {sentence}" for finding in self.findings for sentence in finding.off]
         num_won = sum(finding.wins for finding in self.findings)
         lines.append(
@@ -178,12 +172,10 @@ def tune(
 
     It removes a table that cupynorm.use_tiles has set.
 
-    todo: cells of one direction each, by default those of cupynorm.bench.cells.cells().
-    runs: samples of the default and of each finalist.
-    jobs: processes that compile ahead.
-    seed: of the random data, fresh if None.
-    progress: wraps iterables, as tqdm does.
-    command: the command that made the result, recorded in the table.
+    todo: cells of one direction each, by default those of cupynorm.bench.cells.cells(). runs:
+    samples of the default and of each finalist. jobs: processes that compile ahead. seed: of the
+    random data, fresh if None. progress: wraps iterables, as tqdm does. command: that made the
+    result, recorded in the table.
 
     Returns a TuneResult; its `table` is what cupynorm.use_tiles reads. After the first cell, an
     interrupt (Ctrl-C) or a failure ends the run, and the result has the findings so far.
@@ -212,26 +204,15 @@ def tune(
     device = launch.current_device()
     measured = {**environment.environment(), "runs": runs, "command": command}
     tried = {cell: candidates(plan_of(cell, cell.direction).problem, device) for cell in todo}
-    faults = compile_all(
-        {choice.kernel for choices in tried.values() for choice in choices}, jobs, progress
-    )
+    kernels = {choice.kernel for choices in tried.values() for choice in choices}
+    faults = compile_all(kernels, jobs, progress)
     timer = Timer.on_gpu()
-    findings: list[Finding] = []
-    try:
-        for at, cell in enumerate(progress(todo, desc="measuring", unit="problem")):
-            findings.append(_measure(cell, tried[cell], faults, timer, runs, seed + 8 * at))
-            timer.num_flushes.clear()
-            free_memory()
-    except (KeyboardInterrupt, Exception) as failure:  # keep minutes of measurements
-        if not findings:
-            raise
-        return TuneResult(
-            device,
-            measured,
-            findings,
-            f"after {len(findings)} of {len(todo)} problems: {first_line(failure)}",
-        )
-    return TuneResult(device, measured, findings)
+
+    def measure(at: int, cell: Cell) -> Finding:
+        return _measure(cell, tried[cell], faults, timer, runs, seed + 8 * at)
+
+    findings, stopped = measure_each(todo, measure, timer, progress, "problem")
+    return TuneResult(device, measured, findings, stopped)
 
 
 def compile_all(
@@ -268,11 +249,8 @@ def _measure(
     problem = plan_of(cell, cell.direction).problem
     small = random_problem(_few_rows(cell), seed)
     where = check_kernels.GpuCheckMachine(nvrtc.cupy().cuda.runtime.getDevice())
-    left_out = {
-        name: faults[choice.kernel]
-        for name, choice in named.items()
-        if name != default and faults[choice.kernel]
-    }
+    left_out = {name: faults[choice.kernel] for name, choice in named.items()}
+    left_out = {name: why for name, why in left_out.items() if why and name != default}
     off: list[str] = []
 
     def without_wrong(names: Iterable[str], find_wrong: Callable[[str], str | None]) -> list[str]:
@@ -305,15 +283,8 @@ def _measure(
     finalists = sorted(screened, key=lambda name: quartiles(screened[name])[1])[:_FINALISTS]
     timed = {name: runners[name] for name in dict.fromkeys((default, *finalists))}
     samples = take_turns(timer, {COPY: copy} | timed, runs)
-    return Finding(
-        cell,
-        problem,
-        {name: named[name] for name in timed},
-        samples,
-        len(names),
-        left_out,
-        tuple(off),
-    )
+    chosen = {name: named[name] for name in timed}
+    return Finding(cell, problem, chosen, samples, len(names), left_out, tuple(off))
 
 
 def _few_rows(cell: Cell) -> Case:
