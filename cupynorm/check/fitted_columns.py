@@ -54,7 +54,7 @@ def _moved(rows: Rows, judged: Judged, weight: np.ndarray, bias: np.ndarray) -> 
         ):
             w = rows.w[source] if "weight" in names else rows.w
             b = rows.bias[source] if "bias" in names else rows.bias
-            yield Candidate(words, rows.x_hat * w + b, judged.allowed)
+            yield Candidate(words, rows.x_hat * w + b)
 
 
 def of_groups(rows: Rows, judged: Judged, counted: np.ndarray) -> str:
@@ -78,7 +78,7 @@ def of_groups(rows: Rows, judged: Judged, counted: np.ndarray) -> str:
             fitted[:, own] = z[:, here].mean(axis=1, keepdims=True)
             fitted[:, own] += factor * (rows.x_hat[:, own] - middle)
         values = fitted * rows.w + rows.bias
-        if not sentence and (rest_of(judged, values, judged.allowed)[counted] <= 1).mean() > 0.8:
+        if not sentence and (rest_of(judged, values)[counted] <= 1).mean() > 0.8:
             return ""  # most rows have one mean and rstd
         if sentence and explains(judged, values, counted):
             return sentence

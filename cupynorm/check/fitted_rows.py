@@ -27,13 +27,6 @@ _MOST_COLS = 4096  # of rows whose parts are tried
 _MOST_ROWS = 2048  # between which the statistics of another are sought
 
 
-class Statistics(NamedTuple):
-    """Of each row, as columns."""
-
-    mean: np.ndarray
-    rstd: np.ndarray
-
-
 class Fitted(NamedTuple):
     """Of each row: the factor of rstd, and the shift of x_hat."""
 
@@ -70,7 +63,7 @@ def fit(rows: Rows, judged: Judged) -> Fitted | None:
         fitted = (rows.rstd[:, 0] * factor)[:, None] * inner
     else:
         return None
-    rest = rest_of(judged, fitted, judged.allowed)
+    rest = rest_of(judged, fitted)
     fits = (rest <= 4) | np.isnan(got) | np.isnan(x_hat)
     return Fitted(factor, shift) if fits[judged.off].mean() >= SHARE else None
 
@@ -100,36 +93,40 @@ def of_rows(rows: Rows, judged: Judged, counted: np.ndarray) -> str:
     implied = _implied(rows, judged)
     if implied is None:
         return ""
-    known = best_of(judged, _explanations(rows, judged, implied), counted)
+    known = best_of(judged, _explanations(rows, judged, *implied), counted)
     return known or _of_16_bits(rows, *implied) or _which(rows, *implied)
 
 
-def _implied(rows: Rows, judged: Judged) -> Statistics | None:
-    """Mean and rstd of each row; of mean and rstd themselves, the other one is right."""
+def _implied(rows: Rows, judged: Judged) -> tuple[np.ndarray, np.ndarray] | None:
+    """Mean and rstd of each row as columns; of mean and rstd themselves, the other one is right."""
     if judged.tensor == "mean":
-        return Statistics(judged.got[:, None], rows.rstd)
+        return judged.got[:, None], rows.rstd
     fitted = fit(rows, judged) if judged.tensor in ("y", "rstd") else None
     if fitted is None:
         return None
     rstd = fitted.factor[:, None] * rows.rstd
-    return Statistics(rows.center - fitted.shift[:, None] / rstd, rstd)
+    return rows.center - fitted.shift[:, None] / rstd, rstd
 
 
-def _explanations(rows: Rows, judged: Judged, implied: Statistics) -> Iterator[Candidate]:
-    def of(sentence: str, mean: np.ndarray, spread: np.ndarray) -> Candidate:
-        rstd = 1 / np.sqrt(spread + rows.case.eps)
-        return Candidate(sentence, of_statistics(rows, judged.tensor, mean, rstd), judged.allowed)
+def _explanations(
+    rows: Rows, judged: Judged, mean: np.ndarray, rstd: np.ndarray
+) -> Iterator[Candidate]:
+    """mean, rstd: of each row, by which it is right."""
 
-    spread = 1 / implied.rstd**2 - rows.case.eps
+    def of(sentence: str, wrong_mean: np.ndarray, wrong_spread: np.ndarray) -> Candidate:
+        wrong_rstd = 1 / np.sqrt(wrong_spread + rows.case.eps)
+        return Candidate(sentence, of_statistics(rows, judged.tensor, wrong_mean, wrong_rstd))
+
+    spread = 1 / rstd**2 - rows.case.eps
     plain = np.isfinite(spread) & (rows.spread > 100 * abs(rows.case.eps))
     plain &= rows.mean**2 <= 100 * rows.var
     if not plain.any():
         return
-    yield from _of_divisors(rows, of, implied.mean, spread, plain)
-    if len(implied.mean) <= _MOST_ROWS:
-        yield from _of_other_rows(rows, of, implied)
+    yield from _of_divisors(rows, of, mean, spread, plain)
+    if len(mean) <= _MOST_ROWS:
+        yield from _of_other_rows(rows, of, mean, rstd)
     if 8 <= rows.n <= _MOST_COLS:
-        yield from _of_parts(rows, of, implied.mean, spread, plain[:, 0])
+        yield from _of_parts(rows, of, mean, spread, plain[:, 0])
 
 
 def _of_divisors(
@@ -165,10 +162,12 @@ def _of_divisors(
         yield of(words, rows.mean, right + beyond / n * rows.mean**2)
 
 
-def _of_other_rows(rows: Rows, of: Maker, implied: Statistics) -> Iterator[Candidate]:
+def _of_other_rows(
+    rows: Rows, of: Maker, mean: np.ndarray, rstd: np.ndarray
+) -> Iterator[Candidate]:
     """Statistics of another row."""
     size = np.nanmedian(rows.rstd)  # so that both keys are of size 1
-    keys = np.stack([implied.mean[:, 0] * size, np.log(implied.rstd[:, 0])])
+    keys = np.stack([mean[:, 0] * size, np.log(rstd[:, 0])])
     known = np.stack([rows.center[:, 0] * size, np.log(rows.rstd[:, 0])])
     kinds = ("mean and rstd", "mean", "rstd") if rows.centered else ("rstd",)
     for which in ([0, 1], [0], [1]):

@@ -20,8 +20,7 @@ def of_sums(rows: Rows, judged: Judged) -> str:
     terms = rows.dy * (rows.x_hat if judged.tensor == "dweight" else 1.0)
     if not np.isfinite(terms).all() or not np.isfinite(judged.got).all():
         return ""
-    everything = np.ones(judged.got.shape, bool)
-    return best_of(judged, _of_rows(terms, judged), everything) or _lost_updates(terms, judged)
+    return best_of(judged, _of_rows(terms, judged)) or _lost_updates(terms, judged)
 
 
 def _of_rows(terms: np.ndarray, judged: Judged) -> Iterator[Candidate]:
@@ -83,7 +82,7 @@ def _counting(counts: np.ndarray, terms: np.ndarray, judged: Judged) -> Candidat
         words = f"row {several[0]} counts {counts[several[0]]:g} times"
         if several.size > 1:
             words += f", and {several.size - 1} more count wrongly"
-    return Candidate(words, counts @ terms, judged.allowed)
+    return Candidate(words, counts @ terms)
 
 
 def _lost_updates(terms: np.ndarray, judged: Judged) -> str:
@@ -95,7 +94,7 @@ def _lost_updates(terms: np.ndarray, judged: Judged) -> str:
     row = np.argmin(left, axis=0)
     fitted = judged.expected.copy()
     fitted[off] -= terms[row, off]
-    rest = rest_of(judged, fitted, judged.allowed)[off]
+    rest = rest_of(judged, fitted)[off]
     # By chance, one of so many terms may be as near.
     chance = len(terms) * judged.allowed[off] / np.sqrt((terms[:, off] ** 2).mean(axis=0))
     if (rest > 1).any() or chance.max() > 0.02:

@@ -35,12 +35,11 @@ class _Terms:
         self.names = [name for name in _NAMES if rows.centered or name != _NAMES[1]]
         self.bases = dict(zip(_NAMES, bases))
         self.factors = {name: each for name, each in zip(_NAMES, factors) if name in self.names}
-        more = 0.0 if rows.problem.dsum is None else rows.problem.dsum
-        self.more = np.broadcast_to(more, rows.wdy.shape)
+        self.dsum = np.broadcast_to(rows.dsum, rows.wdy.shape)
 
     def made(self, changed: Mapping[str, np.ndarray | float]) -> np.ndarray:
         """dx with other factors, relative to the right ones."""
-        total = self.more
+        total = self.dsum
         for name in self.names:
             total = total + changed.get(name, 1.0) * self.factors[name] * self.bases[name]
         return total
@@ -93,7 +92,7 @@ def _explanations(
     rows: Rows, terms: _Terms, judged: Judged, factors: dict[str, np.ndarray]
 ) -> Iterator[Candidate]:
     def of(sentence: str, changed: dict[str, np.ndarray]) -> Candidate:
-        return Candidate(sentence, terms.made(changed), judged.allowed)
+        return Candidate(sentence, terms.made(changed))
 
     if len(factors) == len(terms.names):
         yield from _of_rstd(rows, of, factors)

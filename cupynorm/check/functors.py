@@ -398,12 +398,8 @@ def judge_functor(
 
 
 def _diagnose(functor_problem: FunctorProblem, judged: Judged) -> Diagnosis:
-    tried = (
-        Candidate(name, values, judged.allowed)
-        for name, values in _mistakes(functor_problem, judged)
-    )
-    everywhere = np.ones(judged.got.shape, bool)
-    return described(judged, best_of(judged, tried, everywhere) or UNKNOWN)
+    tried = (Candidate(*each) for each in _mistakes(functor_problem, judged))
+    return described(judged, best_of(judged, tried) or UNKNOWN)
 
 
 def _mistakes(functor_problem: FunctorProblem, judged: Judged) -> Iterator[tuple[str, np.ndarray]]:

@@ -9,7 +9,6 @@ import numpy as np
 
 from ..dtypes import compute_dtype
 from .allowed import half_ulp
-from .mistakes import Rows
 
 SHARE = 0.95  # of elements that a mistake must explain
 
@@ -29,16 +28,17 @@ class Judged(NamedTuple):
 
 
 class Candidate(NamedTuple):
-    """What a tensor would be by a mistake, and what is allowed of it."""
+    """What a tensor would be by a mistake. allowed: of it, None for that of the right values."""
 
     sentence: str
     values: np.ndarray
-    allowed: np.ndarray
+    allowed: np.ndarray | None = None
 
 
-def rest_of(judged: Judged, values: np.ndarray, allowed: np.ndarray) -> np.ndarray:
+def rest_of(judged: Judged, values: np.ndarray, allowed: np.ndarray | None = None) -> np.ndarray:
     """|got - values| in units of twice what is allowed; infinite where only one of them is NaN."""
     u = compute_dtype(judged.dtype).half_ulp
+    allowed = judged.allowed if allowed is None else allowed
     allowed = 2 * (allowed + half_ulp(values, judged.dtype))
     allowed = np.where(np.isfinite(allowed), allowed, 0) + 16 * u * np.abs(values)
     rest = np.abs(judged.got - values) / (allowed + np.finfo(np.float64).tiny)
@@ -52,12 +52,14 @@ def explains(judged: Judged, values: np.ndarray, counted: np.ndarray, most: floa
 
     counted: which elements are compared. most: the largest rest of those that are explained.
     """
-    within = rest_of(judged, values, judged.allowed)[counted] <= most
+    within = rest_of(judged, values)[counted] <= most
     off = judged.off[counted]
     return bool(off.any() and min(within.mean(), within[off].mean()) >= SHARE)
 
 
-def best_of(judged: Judged, tried: Iterable[Candidate], counted: np.ndarray) -> str:
+def best_of(
+    judged: Judged, tried: Iterable[Candidate], counted: np.ndarray | slice = slice(None)
+) -> str:
     """The mistake with the smallest rest among those that explain the numbers, or "".
 
     counted: which elements are compared.
@@ -65,7 +67,7 @@ def best_of(judged: Judged, tried: Iterable[Candidate], counted: np.ndarray) -> 
     off = judged.off[counted]
     if not off.any():
         return ""
-    right = rest_of(judged, judged.expected, judged.allowed)[counted]
+    right = rest_of(judged, judged.expected)[counted]
     best, smallest = "", float(np.minimum(right, 100).mean()) / 2
     for sentence, values, allowed in tried:
         rest = rest_of(judged, values, allowed)[counted]
@@ -76,16 +78,3 @@ def best_of(judged: Judged, tried: Iterable[Candidate], counted: np.ndarray) -> 
         if size < 0.9 * smallest:
             best, smallest = sentence, size
     return best
-
-
-def counted_of(rows: Rows, judged: Judged) -> np.ndarray:
-    """All elements but those of rows with a mean far above their spread, if most rows are left.
-
-    A mistake that is harmless elsewhere may amplify roundings there beyond what is allowed.
-    """
-    counted = np.ones(judged.got.shape, bool)
-    is_plain = (rows.mean**2 <= 100 * rows.var)[:, 0]
-    if len(counted) == len(is_plain) and is_plain.mean() >= 0.5:
-        if judged.tensor not in ("dweight", "dbias"):
-            counted[~is_plain] = False
-    return counted

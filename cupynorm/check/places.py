@@ -113,7 +113,5 @@ def _moved(judged: Judged) -> Iterator[Candidate]:
         is_off = judged.off.mean(axis=1 - axis) > 0.5
         source = np.where(is_off, nearest(got[keys], expected[keys]), np.arange(extent))
         for words, rule in moves(source, name):
-            moved, allowed = (
-                np.take(each, rule, axis) for each in (judged.expected, judged.allowed)
-            )
+            moved, allowed = judged.expected.take(rule, axis), judged.allowed.take(rule, axis)
             yield Candidate(words, moved, allowed)
