@@ -21,7 +21,6 @@ from .callables import Callables, imported
 from .cases import DIRECTIONS, NORMS
 from .entries import (
     Entry,
-    Wanted,
     file_entries,
     grid_shapes,
     plan_of,
@@ -142,7 +141,7 @@ def run_functions(arguments: argparse.Namespace, named: dict[str, str]) -> int:
         result = check(
             **functions,
             norm=norm,
-            eps=1e-5 if arguments.eps is None else arguments.eps,
+            **_eps_of(arguments),
             library=arguments.library,
             traps=arguments.traps,
             shapes=arguments.shape,
@@ -154,14 +153,17 @@ def run_functions(arguments: argparse.Namespace, named: dict[str, str]) -> int:
 
 
 def _arrays_of(arguments: argparse.Namespace) -> list[activations.Activations]:
-    """Those of the files, with the eps that is given."""
+    """Those of the files, or the shipped ones, with the eps that is given."""
     recorded = [each for path in arguments.files for each in activations.read(path, print)]
-    if not recorded:
+    if arguments.files and not recorded:
         raise ValueError(
             f"{', '.join(arguments.files)} have no array of floats; expected at least one"
         )
-    eps = {} if arguments.eps is None else {"eps": arguments.eps}
-    return [replace(each, **eps) for each in recorded]
+    return [replace(each, **_eps_of(arguments)) for each in recorded or activations.shipped()]
+
+
+def _eps_of(arguments: argparse.Namespace) -> dict[str, float]:
+    return {} if arguments.eps is None else {"eps": arguments.eps}
 
 
 def report(findings: Sequence[Finding], checked: str) -> int:
@@ -205,17 +207,22 @@ def describe(where: kernels.Machine) -> str:
 
 def entries_of(arguments: argparse.Namespace, where: kernels.Machine) -> list[Entry]:
     """What the arguments ask to check."""
-    norms = (arguments.norm,) if arguments.norm else NORMS
-    wanted = Wanted(where.on, norms, arguments.eps, arguments.seed)
-    if arguments.files:
-        return file_entries(_arrays_of(arguments), [None], wanted)
+    norms, seed, eps = (
+        (arguments.norm,) if arguments.norm else NORMS,
+        arguments.seed,
+        _eps_of(arguments),
+    )
     dtypes = _QUICK_DTYPES if arguments.quick else list(DTYPES)
+    if arguments.files:
+        return file_entries(_arrays_of(arguments), norms, [None], where.on, seed)
     if arguments.traps:
-        return trap_entries(dtypes, wanted)
-    entries = file_entries(activations.shipped(), dtypes, wanted)
+        return trap_entries(norms, dtypes, seed, **eps)
+    entries = file_entries(_arrays_of(arguments), norms, dtypes, where.on, seed)
     if arguments.quick:
-        return entries + random_entries(quick_shapes(where.device), dtypes[1:], wanted)
-    return entries + random_entries(grid_shapes(where.device, where.on), dtypes, wanted)
+        shapes, dtypes = quick_shapes(where.device), dtypes[1:]
+    else:
+        shapes = grid_shapes(where.device, where.on)
+    return entries + random_entries(shapes, norms, dtypes, seed, **eps)
 
 
 def compile_on_cpu(entries: Iterable[Entry], device: Device) -> None:
