@@ -144,10 +144,13 @@ class Callables:
         order = [name for name in _ORDER[label] if name != "mean" or norm == "layer_norm"]
         return bind(self._given()[label], order, label)
 
-    def takes(self, norm: str) -> set[str]:
-        """Which of weight and bias the functions take. Backward alone may also return dbias."""
+    def absent(self, norm: str) -> dict[str, None]:
+        """Which of weight and bias no function takes, as fields of a case. Backward alone may
+        return dbias without a bias."""
+        if not self:
+            return {}
         taken = {"bias"} if self._given().keys() == {"backward"} else set()
-        return (self.operands(norm) | taken) & {"weight", "bias"}
+        return dict.fromkeys({"weight", "bias"} - self.operands(norm) - taken)
 
     def operands(self, norm: str) -> set[str]:
         """The operands that the functions get."""

@@ -133,8 +133,7 @@ def run_functions(arguments: argparse.Namespace, named: dict[str, str]) -> int:
                 "--traps, --dtype or --shape is given with files; expected none of them"
             )
         own = Callables(**functions, library=arguments.library)
-        absent = dict.fromkeys({"weight", "bias"} - own.takes(norm))
-        recorded = [replace(each, **absent) for each in _arrays_of(arguments)]
+        recorded = [replace(each, **own.absent(norm)) for each in _arrays_of(arguments)]
         trials = [Trial(each.problem(norm), each.name) for each in recorded]
         result = check_callables(trials, own)
     else:

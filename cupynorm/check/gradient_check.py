@@ -6,7 +6,7 @@ import numbers
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import product
-from typing import Any, NamedTuple
+from typing import Any
 
 from ..norm.checks import check_eps
 from ..norm.options import dtype_name
@@ -99,88 +99,64 @@ def check(
     dtype that the kernels do not have; and what a call raises.
     """
     check_seed(seed)
-    asked = _Asked(
-        _several("norm", norm),
-        [dtype_name(each, "dtype") for each in _several("dtypes", dtypes)],
-        _several("strategies", strategies),
-        _several("statistics", statistics),
-        {
-            "zero_centered_weight": zero_centered_weight,
-            "eps": check_eps(eps, "float64", has_default=False),
-        },
-    )
-    for name in asked.norms:
+    norms, strategies = _several("norm", norm), _several("strategies", strategies)
+    dtypes = [dtype_name(each, "dtype") for each in _several("dtypes", dtypes)]
+    statistics = _several("statistics", statistics)
+    eps = check_eps(eps, "float64", has_default=False)
+    options = {"zero_centered_weight": zero_centered_weight, "eps": eps}
+    for name in norms:
         if name not in NORMS:
             raise ValueError(f"norm is {name!r}; expected {' or '.join(NORMS)}")
     if progress is not None and not callable(progress):
         raise TypeError(f"progress is {progress!r}; expected a function as tqdm, or None")
+    progress = progress or iter
     own = Callables(function, forward, backward, library)
-    functors = {
-        role: given for role, given in (("load", load), ("store", store)) if given is not None
-    }
+    functors = {role: each for role, each in (("load", load), ("store", store)) if each is not None}
     if functors:
         others = {"input": input, "weight": weight, "bias": bias, "dy": dy, "traps": traps or None}
         others |= {"function": function, "forward": forward, "backward": backward}
-        others = {name: given for name, given in others.items() if given is not None}
-        _refuse_together([*functors, *others])
+        _refuse_together([*functors, *(name for name in others if others[name] is not None)])
     if shapes is None:
-        shapes = [(5, 96)] if functors else [(64, 768)]
+        shapes = [(5, 96) if functors else (64, 768)]
     shapes = _pairs(shapes)
     if input is not None:
         if traps:
             raise ValueError("traps is given together with input; expected one of the two")
-        trials = asked.trials_on(input, weight, bias, dy, own=own, seed=seed)
+        _check_taken(own, norms, {"weight": weight, "bias": bias})
+        trials = []
+        for norm, strategy, kind in product(norms, strategies, statistics):
+            fields = {"norm": norm, "strategy": strategy, "statistics": kind, **options}
+            trials.append(Trial(given_problem(input, weight, bias, dy, seed=seed, **fields)))
     else:
-        cases = asked.cases(own)
+        cases = [
+            Case(
+                norm, 0, 0, dtype, strategy=strategy, statistics=kind, **options | own.absent(norm)
+            )
+            for norm, dtype, strategy, kind in product(norms, dtypes, strategies, statistics)
+        ]
         sized = [
             replace(case, num_rows=num_rows, num_cols=num_cols)
             for case, (num_rows, num_cols) in product(cases, shapes)
         ]
         if functors:
-            return _check_functors(functors, progress(sized) if progress else sized, on, seed)
+            return _check_functors(functors, progress(sized), on, seed)
         trials = [trial for case in sized for trial in default_trials(case, seed)]
         for case in cases if traps else ():
             trials += trap_trials(case, allowed_of(own, case.norm), seed)
-    where = None if own else kernels.machine(on)
-    shown = progress(trials) if progress else trials
-    return check_kernels(shown, where) if where else check_callables(shown, own, traps)
+    if own:
+        return check_callables(progress(trials), own, traps)
+    where = kernels.machine(on)
+    return check_kernels(progress(trials), where)
 
 
-class _Asked(NamedTuple):
-    """What every combination is checked of. options: fields of all cases."""
-
-    norms: Sequence[str]
-    dtypes: Sequence[str]
-    strategies: Sequence[str | None]
-    statistics: Sequence[str | None]
-    options: dict[str, Any]
-
-    def trials_on(
-        self, input: Any, weight: Any, bias: Any, dy: Any, *, own: Callables, seed: int
-    ) -> list[Trial]:
-        """A user's arrays, in their dtypes."""
-        absent = {"weight", "bias"} - set.union(*map(own.takes, self.norms)) if own else set()
-        for label, values in (("weight", weight), ("bias", bias)):
-            if values is not None and label in absent:
-                raise ValueError(
-                    f"{label} is given; expected None: your function has no parameter for it"
-                )
-        trials = []
-        for name, strategy, kind in product(self.norms, self.strategies, self.statistics):
-            fields: dict[str, Any] = {"norm": name, "strategy": strategy, "statistics": kind}
-            problem = given_problem(input, weight, bias, dy, seed=seed, **fields, **self.options)
-            trials.append(Trial(problem))
-        return trials
-
-    def cases(self, own: Callables) -> list[Case]:
-        """Cases without extents, for random values."""
-        cases = []
-        kinds = product(self.norms, self.dtypes, self.strategies, self.statistics)
-        for name, dtype, strategy, kind in kinds:
-            absent = {"weight", "bias"} - own.takes(name) if own else set()
-            fields = self.options | dict.fromkeys(absent)
-            cases.append(Case(name, 0, 0, dtype, strategy=strategy, statistics=kind, **fields))
-        return cases
+def _check_taken(own: Callables, norms: Sequence[str], parameters: dict[str, Any]) -> None:
+    """Raises ValueError for weight or bias for which no function has a parameter."""
+    absent = set.intersection(*(set(own.absent(norm)) for norm in norms))
+    for label, values in parameters.items():
+        if values is not None and label in absent:
+            raise ValueError(
+                f"{label} is given; expected None: your function has no parameter for it"
+            )
 
 
 def check_kernels(trials: Iterable[Trial], where: kernels.Machine) -> CheckResult:
