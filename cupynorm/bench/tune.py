@@ -50,7 +50,7 @@ _CHECKED_ELEMENTS, _CHECKED_ROWS = 2**16, 8  # at least 8 rows: more than a ring
 
 
 @dataclass(frozen=True)
-class Finding:
+class TunedCell:
     """One cell. A name is a tile in words.
 
     choices: name -> Choice, of the default, which comes first, and of the finalists.
@@ -113,7 +113,7 @@ class TuneResult:
 
     device: Device
     measured: Mapping[str, Any]
-    findings: list[Finding]
+    findings: list[TunedCell]
     stopped: str | None = None
 
     def __bool__(self) -> bool:
@@ -208,7 +208,7 @@ def tune(
     faults = compile_all(kernels, jobs, progress)
     timer = Timer.on_gpu()
 
-    def measure(at: int, cell: Cell) -> Finding:
+    def measure(at: int, cell: Cell) -> TunedCell:
         return _measure(cell, tried[cell], faults, timer, runs, seed + 8 * at)
 
     findings, stopped = measure_each(todo, measure, timer, progress, "problem")
@@ -243,7 +243,7 @@ def fault_of(kernel: Kernel) -> str | None:
 
 def _measure(
     cell: Cell, choices: list[Choice], faults: Mapping, timer: Timer, runs: int, seed: int
-) -> Finding:
+) -> TunedCell:
     named = {f"{choice.strategy}: {choice.tile}": choice for choice in choices}
     default = next(iter(named))
     problem = plan_of(cell, cell.direction).problem
@@ -284,7 +284,7 @@ def _measure(
     timed = {name: runners[name] for name in dict.fromkeys((default, *finalists))}
     samples = take_turns(timer, {COPY: copy} | timed, runs)
     chosen = {name: named[name] for name in timed}
-    return Finding(cell, problem, chosen, samples, len(names), left_out, tuple(off))
+    return TunedCell(cell, problem, chosen, samples, len(names), left_out, tuple(off))
 
 
 def _few_rows(cell: Cell) -> Case:

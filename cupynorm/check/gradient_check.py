@@ -151,9 +151,8 @@ def check(
 
 def _check_taken(own: Callables, norms: Sequence[str], parameters: dict[str, Any]) -> None:
     """Raises ValueError for weight or bias for which no function has a parameter."""
-    absent = set.intersection(*(set(own.absent(norm)) for norm in norms))
     for label, values in parameters.items():
-        if values is not None and label in absent:
+        if values is not None and norms and all(label in own.absent(norm) for norm in norms):
             raise ValueError(
                 f"{label} is given; expected None: your function has no parameter for it"
             )

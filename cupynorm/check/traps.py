@@ -27,7 +27,7 @@ from ..dtypes import DTYPES, decode, encode
 from .callables import THREE_DIMENSIONS, Callables
 from .cases import Case, Problem, random_problem
 from .libraries import Library
-from .trials import OF_ROWS, Trial
+from .trials import TENSORS_OF_ROWS, Trial
 
 _LAYOUTS = ("gap", "reversed", "transposed", "broadcast")
 _NUMS_ROWS = {rows: 8 for rows in (1, 2, 31, 33, 131, 132, 133, 1025)} | {65537: 3}  # columns
@@ -104,7 +104,7 @@ def _of_values(case: Case, seed: int) -> Iterator[Trial]:
         for col in (0, 99):
             problem = _random(case, 5, 100, seed)
             problem.x[2, col] = value
-            yield Trial(problem, f"T4 {value} in row 2", tensors=OF_ROWS)
+            yield Trial(problem, f"T4 {value} in row 2", tensors=TENSORS_OF_ROWS)
 
     largest = {"float16": 6e4, "float64": 1e150}.get(case.x, 1e18)
     rows = np.stack([np.linspace(-1, 1, 40), np.linspace(0.5, 1, 40)]) * largest
@@ -170,4 +170,4 @@ def _of_options(case: Case, allowed: Allowed, seed: int) -> Iterator[Trial]:
     rows[3] *= 0.01
     for eps in (0.0, -0.05, -1e-3):
         problem = _with_rows(replace(case, eps=eps), rows, seed)
-        yield Trial(problem, f"T21 eps {eps:g}", tensors=OF_ROWS)
+        yield Trial(problem, f"T21 eps {eps:g}", tensors=TENSORS_OF_ROWS)

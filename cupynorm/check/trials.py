@@ -29,7 +29,7 @@ from .results import Finding, judge_all
 # not cancel: as small a ratio as shows the mistake beside the rounding of y.
 _MEAN_OVER_STD = {"float16": 500.0, "bfloat16": 700.0, "float32": 2000.0, "float64": 2000.0}
 _SMALL_DY = 2.0**-10
-OF_ROWS = ("y", "mean", "rstd", "dx")  # tensors with a value or row for each row of x
+TENSORS_OF_ROWS = ("y", "mean", "rstd", "dx")  # tensors with a value or row for each row of x
 
 
 class Trial(NamedTuple):
@@ -111,5 +111,5 @@ def default_trials(case: Case, seed: int = 0) -> list[Trial]:
         problem = default_problem(case, seed)
         row = case.num_rows // 2
         problem.x[row, case.num_cols // 2] = np.nan
-        trials.append(Trial(problem, f"NaN in row {row}", tensors=OF_ROWS))
+        trials.append(Trial(problem, f"NaN in row {row}", tensors=TENSORS_OF_ROWS))
     return trials

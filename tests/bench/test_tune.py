@@ -79,7 +79,7 @@ def finding(default, best, left_out=(), off=()):
     ]
     choices = dict(zip(("the default", "another"), made))
     samples = {COPY: [9.0] * 3, "the default": default, "another": best}
-    return tune.Finding(CELL, problem, choices, samples, 7, dict(left_out), tuple(off))
+    return tune.TunedCell(CELL, problem, choices, samples, 7, dict(left_out), tuple(off))
 
 
 def result(*findings, **options):

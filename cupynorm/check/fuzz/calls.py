@@ -16,14 +16,13 @@ from ...gpu.arrays import CuPyLibrary
 from ...norm import api
 from ...norm import backward as backwards
 from ..cases import Problem
-from ..kernels import CpuMachine
+from ..kernels import CpuMachine, Machine
 from ..placement import Placed
 from ..quantized import launch_8_bits
 from ..run import GuardedTensors, launch_kernels
 from .draws import Draw
 from .memory import OneCallMachine
 
-Machine = CpuMachine | OneCallMachine
 Results = dict[str, np.ndarray]
 Read = Callable[[], Results]
 _NUM_STARTED = 8  # calls of a process that a GPU has at a time

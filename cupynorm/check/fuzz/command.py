@@ -18,7 +18,8 @@ from tqdm import tqdm
 from ...command_line import Commands, number, positive
 from .. import kernels
 from ..cases import Case
-from .calls import Machine, machine, machines
+from ..kernels import Machine
+from .calls import machine, machines
 from .draws import PER_CASE, Draw, draw
 from .judge import Complaint, Refused, Started, complaints
 from .smaller import as_python, smallest
