@@ -221,7 +221,7 @@ def compile_all(
     """kernel -> why it is left out, or None. Compiled kernels stay in CuPy's cache on disk."""
     kernels = sorted(kernels, key=lambda kernel: kernel.name_expression)
     shown = {"total": len(kernels), "desc": "compiling", "unit": "kernel"}
-    if jobs == 1:
+    if jobs == 1 or not kernels:
         return dict(zip(kernels, progress(map(fault_of, kernels), **shown)))
     context = multiprocessing.get_context("spawn")  # a forked process cannot use the GPU
     with concurrent.futures.ProcessPoolExecutor(min(jobs, len(kernels)), context) as pool:

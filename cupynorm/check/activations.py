@@ -150,6 +150,8 @@ def _together(name: str, x: Stored, others: dict[str, Stored]) -> Activations:
         fields["dy"] = fields["dy"].reshape(-1, shape[-1])
     if "eps" in fields:
         fields["eps"] = float(fields["eps"])
+        if not np.isfinite(fields["eps"]):
+            raise ValueError(f"{name}: eps is {fields['eps']}; expected a finite number")
     dtypes = {field: each.dtype for field, each in {"x": x, **others}.items()}
     return Activations(name, x.values.reshape(-1, shape[-1]), dtypes, **fields)
 

@@ -168,6 +168,11 @@ def test_the_check_runs_the_candidate(norm, direction):
     assert wrong and " is " in wrong and "expected" in wrong
 
 
+def test_no_kernels_are_compiled_by_no_processes():
+    """As in the second turn of --confirm, if every row was slower in the first."""
+    assert tune.compile_all(set(), 4, lambda items, **_: items) == {}
+
+
 # A run.
 
 

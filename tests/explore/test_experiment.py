@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import tempfile
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -55,6 +57,16 @@ def versions(found: cupynorm.Experiment) -> tuple:
 def test_a_diff_is_the_same_change():
     assert changed_sources(DIFF) == changed_sources(SAME)
     assert changed_sources(on_cpu(SAME).diff) == changed_sources(SAME)
+
+
+def test_a_folder_that_lost_a_file_is_not_used_again(tmp_path, monkeypatch):
+    """Temporary folders are cleaned file by file; others may write there first."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    texts = {path.name: path.read_text() for path in changed_sources(SAME).iterdir()}
+    for spoil in (Path.unlink, lambda path: path.write_text("other")):
+        spoil(changed_sources(SAME) / "statistics.cuh")
+        again = changed_sources(SAME)
+        assert {path.name: path.read_text() for path in again.iterdir()} == texts
 
 
 def test_a_whole_source_is_a_change():
