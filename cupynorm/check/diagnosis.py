@@ -20,7 +20,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ..dtypes import DTYPES, compute_dtype
-from . import fitted_columns, fitted_rows, fitted_sums, fitted_terms, places
+from . import fitted_gradients, fitted_outputs, places
 from .allowed import half_ulp
 from .cases import Problem
 from .judged import SHARE, Candidate, Judged, best_of, rest_of
@@ -90,13 +90,13 @@ def _cause(problem: Problem, judged: Judged) -> str:
         best_of(judged, _every_candidate(rows, judged), counted)
         or unwritten
         or _nearly_right(judged)
-        or fitted_sums.of_sums(rows, judged)
-        or fitted_rows.of_roundings(rows, judged)
+        or fitted_gradients.of_sums(rows, judged)
+        or fitted_outputs.of_roundings(rows, judged)
         or places.of_places(judged, counted)
-        or fitted_rows.of_rows(rows, judged, counted)
-        or fitted_terms.of_terms(rows, judged, counted)
-        or fitted_columns.of_columns(rows, judged, counted)
-        or fitted_columns.of_groups(rows, judged, counted)
+        or fitted_outputs.of_rows(rows, judged, counted)
+        or fitted_gradients.of_terms(rows, judged, counted)
+        or fitted_outputs.of_columns(rows, judged, counted)
+        or fitted_outputs.of_groups(rows, judged, counted)
         or _narrow(judged)
     )
 
@@ -174,7 +174,7 @@ def _every_candidate(rows: Rows, judged: Judged) -> Iterator[Candidate]:
 
 def _fitted_eps(rows: Rows, judged: Judged) -> float | None:
     """The eps that explains the row with the smallest variance."""
-    fitted = fitted_rows.fit(rows, judged)
+    fitted = fitted_outputs.fit(rows, judged)
     if fitted is None:
         return None
     row = int(np.nanargmin(np.where(rows.spread[:, 0] > 0, rows.spread[:, 0], np.inf)))

@@ -1,8 +1,10 @@
-"""The mean and rstd by which a row is right, and what a wrong one may be.
+"""What y, mean and rstd are right for, and what is wrong with that: of rows, columns, and groups.
 
-y = (factor * x_hat + shift) * weight + bias is fitted to each row. The row is then right for
+Of rows. y = (factor * x_hat + shift) * weight + bias is fitted to each. The row is then right for
 
     rstd' = factor * rstd        mean' = mean - shift / rstd'        var' = 1 / rstd'^2 - eps
+
+Of columns, the weight and bias are fitted; of groups of columns, a factor and a shift for each row.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ..dtypes import DTYPES, compute_dtype
-from .judged import SHARE, Candidate, Judged, best_of, rest_of
+from .judged import SHARE, Candidate, Judged, best_of, explains, rest_of
 from .mistakes import Rows, of_statistics, summed_in
 from .places import moves, nearest
 
@@ -25,6 +27,22 @@ _ONE_PASS = (
 )
 _MOST_COLS = 4096  # of rows whose parts are tried
 _MOST_ROWS = 2048  # between which the statistics of another are sought
+_FEWEST_ROWS, _MOST_FITTED_COLS = 6, 2048  # of columns whose weight and bias are fitted
+_FEWEST_IN_GROUP = 4  # columns
+
+
+def _line(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Factor and shift of the straight line y = factor * x + shift through each row, as columns."""
+    middle = x.mean(axis=1, keepdims=True)
+    lever = x - middle
+    factor = (y * lever).sum(axis=1, keepdims=True) / (lever**2).sum(axis=1, keepdims=True)
+    return factor, y.mean(axis=1, keepdims=True) - factor * middle
+
+
+def _without_affine(rows: Rows, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The x_hat that y would come from, and the columns whose weight is large enough to tell."""
+    use = np.abs(rows.w) > 0.1 * np.median(np.abs(rows.w))
+    return (y - rows.bias) / np.where(use, rows.w, 1), use
 
 
 class Fitted(NamedTuple):
@@ -39,17 +57,16 @@ def fit(rows: Rows, judged: Judged) -> Fitted | None:
     got = judged.got
     if judged.tensor == "rstd":
         return Fitted(got / rows.rstd[:, 0], np.zeros(len(got)))
-    x_hat, none = rows.x_hat, np.zeros(len(got))
+    x_hat, shift = rows.x_hat, np.zeros(len(got))
     if judged.tensor == "y":
-        use = np.abs(rows.w) > 0.1
+        z, use = _without_affine(rows, got)
         if not use.any():
             return None
-        z = ((got - rows.bias) / np.where(use, rows.w, 1))[:, use]
-        base = x_hat[:, use]
-        shift_of = z.mean(axis=1) if rows.centered else none
-        lever = base - base.mean(axis=1, keepdims=True) if rows.centered else base
-        factor = (z * lever).sum(axis=1) / (lever**2).sum(axis=1)
-        shift = shift_of - factor * base.mean(axis=1) if rows.centered else none
+        z, base = z[:, use], x_hat[:, use]
+        if rows.centered:
+            factor, shift = (each[:, 0] for each in _line(base, z))
+        else:
+            factor = (z * base).sum(axis=1) / (base**2).sum(axis=1)
         fitted = (factor[:, None] * x_hat + shift[:, None]) * rows.w + rows.bias
     elif judged.tensor == "dx" and rows.problem.dsum is None:
         first = rows.wdy - rows.centered * rows.wdy.mean(axis=1, keepdims=True)
@@ -58,7 +75,6 @@ def fit(rows: Rows, judged: Judged) -> Fitted | None:
         along = (x_hat**2).sum(axis=1)
         across = first - x_hat * ((first * x_hat).sum(axis=1) / along)[:, None]
         factor = (got * across).sum(axis=1) / (across**2).sum(axis=1) / rows.rstd[:, 0]
-        shift = none
         inner = first - (factor**2 * of_x_hat)[:, None] * x_hat
         fitted = (rows.rstd[:, 0] * factor)[:, None] * inner
     else:
@@ -272,3 +288,73 @@ def _which(rows: Rows, mean: np.ndarray, rstd: np.ndarray) -> str:
     if np.median(np.abs(factor - 1)) <= small:
         return f"the mean is wrong, by {of_mean}; rstd is right"
     return f"mean and rstd are wrong: the mean by {of_mean}, rstd by {of_rstd}"
+
+
+def of_columns(rows: Rows, judged: Judged, counted: np.ndarray) -> str:
+    """Which weight and bias each column was given, or "" if none explains the numbers."""
+    plain = counted.all(axis=1) & np.isfinite(judged.got).all(axis=1) if counted.ndim == 2 else []
+    if judged.tensor != "y" or rows.problem.weight is None or np.sum(plain) < _FEWEST_ROWS:
+        return ""
+    weight, bias = (each[:, 0] for each in _line(rows.x_hat[plain].T, judged.got[plain].T))
+    if not explains(judged, rows.x_hat * weight + bias, counted, 2.0):
+        return ""
+    known = best_of(judged, _moved_columns(rows, judged, weight, bias), counted)
+    if known:
+        return known
+    of_weight, of_bias = rows.x_hat * weight + rows.bias, rows.x_hat * rows.w + bias
+    for values, words in ((of_weight, "weight"), (of_bias, "bias")):
+        if explains(judged, values, counted):
+            return f"each column is right for another {words}: is its index the column?"
+    return "each column is right for another weight and bias: are their indices the column?"
+
+
+def _moved_columns(
+    rows: Rows, judged: Judged, weight: np.ndarray, bias: np.ndarray
+) -> Iterator[Candidate]:
+    if rows.n > _MOST_FITTED_COLS:
+        return
+    parameters = {"weight": (weight, rows.w), "bias": (bias, rows.bias)}
+    has_bias = rows.problem.bias is not None
+    for names in (("weight",), ("bias",), ("weight", "bias"))[: 3 if has_bias else 1]:
+        fitted, right = (np.stack(each) for each in zip(*(parameters[name] for name in names)))
+        for words, source in moves(nearest(fitted, right), "column", " and ".join(names)):
+            w = rows.w[source] if "weight" in names else rows.w
+            b = rows.bias[source] if "bias" in names else rows.bias
+            yield Candidate(words, rows.x_hat * w + b)
+
+
+def of_groups(rows: Rows, judged: Judged, counted: np.ndarray) -> str:
+    """Whether groups of columns have a mean and rstd each, or ""."""
+    if judged.tensor != "y":
+        return ""
+    z, use = _without_affine(rows, judged.got)
+    tried = [(np.zeros(rows.n, int), ""), *_groups(rows.n)]
+    for group, sentence in sorted(tried, key=lambda each: each[0].max()):
+        if np.bincount(group[use], minlength=group.max() + 1).min() < _FEWEST_IN_GROUP:
+            continue
+        fitted = np.zeros_like(z)
+        for at in range(group.max() + 1):
+            own, here = group == at, (group == at) & use
+            factor, shift = _line(rows.x_hat[:, here], z[:, here])
+            fitted[:, own] = factor * rows.x_hat[:, own] + shift
+        values = fitted * rows.w + rows.bias
+        if not sentence and (rest_of(judged, values)[counted] <= 1).mean() > 0.8:
+            return ""  # most rows have one mean and rstd
+        if sentence and explains(judged, values, counted):
+            return sentence
+    return ""
+
+
+def _groups(n: int) -> Iterator[tuple[np.ndarray, str]]:
+    """Groups of columns: the number of each column's group, and the sentence."""
+    at = np.arange(n)
+    for size in 2 ** np.arange(3, 16):
+        if size < n:
+            words = f"each {size} columns have a mean and rstd of their own: "
+            yield at // size, words + "sums of threads or warps are not added up"
+    packs = {1: "columns", 2: "pairs of columns", 4: "packs of 4", 8: "packs of 8"}
+    for pack, what in packs.items():
+        for count in (2, 4, 8, 16, 32):
+            if pack * count < n:
+                words = f"{count} neighbouring {what} differ in mean and rstd: "
+                yield at // pack % count, words + "a step of the sum over lanes is missing"
