@@ -23,9 +23,8 @@ from ..dtypes import DTYPES, compute_dtype
 from . import fitted_gradients, fitted_outputs, places
 from .allowed import half_ulp
 from .cases import Problem
-from .judged import SHARE, Candidate, Judged, best_of, rest_of
+from .judged import SHARE, Candidate, Judged, best_of, of_line, pattern_of, rest_of
 from .mistakes import Rows, candidates, cut_to, of_statistics, rearrangements, round_to
-from .patterns import of_line, pattern_of
 
 _MOST_ELEMENTS = 2**17
 UNKNOWN = "no mistake that is tried explains the numbers"

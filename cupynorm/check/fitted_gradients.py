@@ -15,9 +15,8 @@ from itertools import combinations
 
 import numpy as np
 
-from .judged import Candidate, Judged, best_of, explains, rest_of
+from .judged import Candidate, Judged, best_of, explains, of_line, rest_of
 from .mistakes import Rows
-from .patterns import of_line
 from .places import moves, nearest
 
 Maker = Callable[[str, dict], Candidate]  # of a sentence and changed factors

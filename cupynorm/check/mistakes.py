@@ -154,16 +154,20 @@ def candidates(rows: Rows, tensor: str, expected: np.ndarray) -> Iterator[Candid
 
 
 def _named(rows: Rows, tensor: str, expected: np.ndarray) -> Iterator[Named]:
-    makers = {
-        "y": _of_y,
-        "dx": _of_dx,
-        "dweight": _of_dweight,
-        "dbias": _of_dbias,
-        "mean": _of_mean,
-        "rstd": _of_rstd,
-    }
+    makers = {"y": _of_y, "dx": _of_dx, "dweight": _of_dweight, "dbias": _of_dbias}
     if tensor in makers:
         yield from makers[tensor](rows)
+    if tensor == "mean":
+        yield "it is rstd: mean and rstd are swapped", rows.rstd[:, 0]
+        yield "it is the sum: not divided by num_cols", rows.x.sum(axis=1)
+    if tensor == "rstd" and rows.centered:
+        yield "it is the mean: mean and rstd are swapped", rows.mean[:, 0]
+    if tensor == "rstd":
+        yield "it is the variance", rows.spread[:, 0]
+    if tensor in ("y", "dx", "dweight", "mean", "rstd"):
+        of_other_axes = _wrong_axes(rows) if tensor == "y" else ()
+        for sentence, mean, rstd in (*statistics(rows), *of_other_axes):
+            yield sentence, of_statistics(rows, tensor, mean, rstd)
     for factor, words in ((0.0, "it is 0: not written"), (-1.0, "its sign is wrong")):
         yield words, factor * expected
     for factor in (2.0, 0.5):
@@ -222,8 +226,6 @@ def _of_y(rows: Rows) -> Iterator[Named]:
         if rows.problem.weight is not None and rows.problem.bias is not None:
             both = x_hat * other_w + other_bias
             yield f"weight and bias are those of the column {where}", both
-    for mistake in [*statistics(rows), *_wrong_axes(rows)]:
-        yield mistake.sentence, of_statistics(rows, "y", mistake.mean, mistake.rstd)
     if rows.centered:
         yield (
             "x * rstd - mean stands for (x - mean) * rstd",
@@ -265,8 +267,6 @@ def _gradient(wdy: np.ndarray, x_hat: np.ndarray, rstd: np.ndarray, centered: bo
 def _of_dx(rows: Rows) -> Iterator[Named]:
     for sentence, dx in _of_plain_dx(rows):
         yield sentence, dx + rows.dsum
-    for mistake in statistics(rows):
-        yield mistake.sentence, of_statistics(rows, "dx", mistake.mean, mistake.rstd)
     if rows.problem.dsum is not None:
         yield "dsum is not added", _gradient(rows.wdy, rows.x_hat, rows.rstd, rows.centered)
 
@@ -332,8 +332,6 @@ def _of_dweight(rows: Rows) -> Iterator[Named]:
     yield "y stands for x_hat", (rows.dy * (rows.x_hat * rows.w + rows.bias)).sum(axis=0)
     yield "dy is multiplied by the weight", (terms * rows.w).sum(axis=0)
     yield from _sums(terms)
-    for mistake in statistics(rows):
-        yield mistake.sentence, of_statistics(rows, "dweight", mistake.mean, mistake.rstd)
 
 
 def _of_dbias(rows: Rows) -> Iterator[Named]:
@@ -358,20 +356,3 @@ def _sums(terms: np.ndarray) -> Iterator[Named]:
     for dtype in _NARROW[:2] if len(terms) <= _MOST_STEPS else ():
         for each in (terms, round_to(terms, dtype)):
             yield f"it is accumulated in {dtype}", summed_in(each, dtype, 0)[0]
-
-
-def _of_mean(rows: Rows) -> Iterator[Named]:
-    yield "it is rstd: mean and rstd are swapped", rows.rstd[:, 0]
-    yield "it is the sum: not divided by num_cols", rows.x.sum(axis=1)
-    for mistake in statistics(rows):
-        if mistake.mean is not rows.center:
-            yield mistake.sentence, mistake.mean[:, 0]
-
-
-def _of_rstd(rows: Rows) -> Iterator[Named]:
-    if rows.centered:
-        yield "it is the mean: mean and rstd are swapped", rows.mean[:, 0]
-    yield "it is the variance", rows.spread[:, 0]
-    for mistake in statistics(rows):
-        if mistake.rstd is not rows.rstd:
-            yield mistake.sentence, mistake.rstd[:, 0]

@@ -7,8 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .judged import Candidate, Judged, best_of
-from .patterns import of_line
+from .judged import Candidate, Judged, best_of, of_line
 
 _MOST = 2048  # rows or columns between which places are sought
 _NUM_KEYS = 6

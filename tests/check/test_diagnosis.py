@@ -23,8 +23,8 @@ from wrong_norms import (
 
 import cupynorm
 from cupynorm.check.cases import Case
+from cupynorm.check.judged import pattern_of
 from cupynorm.check.kernels import CpuMachine
-from cupynorm.check.patterns import pattern_of
 from cupynorm.check.run import run_kernels
 from cupynorm.check.trials import Trial, default_problem
 from cupynorm.explore.changes import changed_sources
