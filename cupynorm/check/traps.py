@@ -57,7 +57,7 @@ def allowed_of(own: Callables, norm: str) -> Allowed:
     is_torch = Library(own.library).name == "torch"
     layouts = tuple(each for each in _LAYOUTS if not (is_torch and each == "reversed"))
     has_eps = "eps" in own.operands(norm)
-    return Allowed(layouts, True, has_eps, deep=own.function is not None, fused=False)
+    return Allowed(layouts, True, has_eps, deep="function" in own.given, fused=False)
 
 
 def trap_trials(case: Case, allowed: Allowed, seed: int = 0) -> list[Trial]:
