@@ -130,12 +130,16 @@ def tile_in_words(text: str) -> str:
     return text
 
 
-def linear_shapes(text: str) -> list[tuple[int, int, int]]:
+def linear_shapes(text: str) -> list[tuple[int, ...]]:
     """ROWSxINxOUT, separated by commas."""
-    try:
-        return [linear.shape_of(each) for each in text.split(",")]
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
+    shapes = [each.lower().split("x") for each in text.split(",")]
+    for shape in shapes:
+        if len(shape) != 3 or not all(part.strip().isdigit() and int(part) for part in shape):
+            raise argparse.ArgumentTypeError(
+                f"{'x'.join(shape)!r} is no shape; "
+                "expected rows x in_features x out_features, for example 8192x4096x12288"
+            )
+    return [tuple(map(int, shape)) for shape in shapes]
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -331,14 +331,3 @@ def bench_linear(
         free_memory()
     settings = {"runs": runs, "seed": seed, "command": command}
     return LinearResult(environment(), settings, measurements, absent)
-
-
-def shape_of(text: str) -> tuple[int, int, int]:
-    """ROWSxINxOUT as three numbers. Raises ValueError for anything else."""
-    parts = text.lower().split("x")
-    if len(parts) != 3 or not all(part.strip().isdigit() and int(part) for part in parts):
-        raise ValueError(
-            f"{text!r} is no shape; "
-            "expected rows x in_features x out_features, for example 8192x4096x12288"
-        )
-    return int(parts[0]), int(parts[1]), int(parts[2])

@@ -91,7 +91,7 @@ def _cause(problem: Problem, judged: Judged) -> str:
         or _nearly_right(judged)
         or fitted_gradients.of_sums(rows, judged)
         or fitted_outputs.of_roundings(rows, judged)
-        or places.of_places(judged, counted)
+        or best_of(judged, places.moved(judged), counted)
         or fitted_outputs.of_rows(rows, judged, counted)
         or fitted_gradients.of_terms(rows, judged, counted)
         or fitted_outputs.of_columns(rows, judged, counted)

@@ -300,9 +300,12 @@ def with_kinds(given: Given, role: str) -> BoundFunctor:
         raise TypeError(f"{role} is of type {type(given).__name__}; expected a functor")
     if isinstance(given, Functor):
         if given.numbers:
+            named = [f'{name}="full"' for name in given.arrays] + [
+                f"{n}=0.5" for n in given.numbers
+            ]
             raise ValueError(
-                f"functor {given.name} has numbers {', '.join(given.numbers)}; expected it "
-                f"with them and a kind for each array, as {_example(given)}"
+                f"functor {given.name} has numbers {', '.join(given.numbers)}; expected it with "
+                f"them and a kind for each array, as {given.name}({', '.join(named)})"
             )
         return BoundFunctor(given, ("full",) * len(given.arrays))
     for name, kind in zip(given.functor.arrays, given.arrays):
@@ -313,11 +316,6 @@ def with_kinds(given: Given, role: str) -> BoundFunctor:
                 "num_rows and num_cols"
             )
     return given
-
-
-def _example(functor: Functor) -> str:
-    named = [f'{name}="full"' for name in functor.arrays] + [f"{n}=0.5" for n in functor.numbers]
-    return f"{functor.name}({', '.join(named)})"
 
 
 def random_functor_problem(bound: BoundFunctor, role: str, case: Case, seed: int) -> FunctorProblem:

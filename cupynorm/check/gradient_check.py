@@ -115,7 +115,12 @@ def check(
     if functors:
         others = {"input": input, "weight": weight, "bias": bias, "dy": dy, "traps": traps or None}
         others |= {"function": function, "forward": forward, "backward": backward}
-        _refuse_together([*functors, *(name for name in others if others[name] is not None)])
+        names = [*functors, *(name for name in others if others[name] is not None)]
+        if len(names) > 1:
+            raise ValueError(
+                f"{names[0]} is given together with {names[1]}; expected one of the two: a functor "
+                "is checked by itself, on random values"
+            )
     if shapes is None:
         shapes = [(5, 96) if functors else (64, 768)]
     shapes = _pairs(shapes)
@@ -217,15 +222,6 @@ def _pairs(shapes: object) -> list[tuple[int, int]]:
                 "one column"
             )
     return [tuple(shape) for shape in shapes]
-
-
-def _refuse_together(names: Sequence[str]) -> None:
-    """names: of the functors, then of what does not go with them."""
-    if len(names) > 1:
-        raise ValueError(
-            f"{names[0]} is given together with {names[1]}; expected one of the two: a functor is "
-            "checked by itself, on random values"
-        )
 
 
 def _check_functors(

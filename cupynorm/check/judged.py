@@ -125,12 +125,9 @@ def of_line(off: np.ndarray, name: str) -> str:
             return f"the last {len(at)} {name}s are"
         return f"{name}s {at[0]} to {at[-1]} are"
     if len(at) > 2 and len(set(steps)) == 1:
-        return f"every {_ordinal(steps[0])} {name}, from {name} {at[0]}, is"
+        last = 0 if steps[0] % 100 in (11, 12, 13) else steps[0] % 10
+        ending = {1: "st", 2: "nd", 3: "rd"}.get(last, "th")
+        return f"every {steps[0]}{ending} {name}, from {name} {at[0]}, is"
     if len(at) <= 4:
         return f"{name}s {', '.join(map(str, at[:-1]))} and {at[-1]} are"
     return f"{len(at)} of {len(off)} {name}s are"
-
-
-def _ordinal(number: int) -> str:
-    ending = {1: "st", 2: "nd", 3: "rd"}.get(number % 10, "th")
-    return f"{number}{'th' if number % 100 in (11, 12, 13) else ending}"
