@@ -20,7 +20,23 @@ from ..plan.problem import Problem as PlanProblem
 from .cases import Case
 
 
-class CpuMachine:
+class Machine:
+    """Runs kernels of a folder of sources, and has memory for their arrays.
+
+    on: "cpu" or "gpu". device: for which kernels are planned.
+    """
+
+    on: str
+    device: Device
+
+    def begin(self) -> None:
+        """Is told that a call begins, and that the arrays of earlier calls are not used again."""
+
+    def name_tensors(self, addresses: Mapping[str, int]) -> None:
+        """Is told the addresses of all tensors before the launches of a call."""
+
+
+class CpuMachine(Machine):
     """Runs the kernels on the CPU, planned for `device`. Arrays are NumPy's, in storage dtypes.
 
     seed: of the order in which threads run. sanitize: as for gpu.on_cpu.kernel.
@@ -54,12 +70,6 @@ class CpuMachine:
     def get(self, array: np.ndarray) -> np.ndarray:
         return array
 
-    def begin(self) -> None:
-        """Is told that a call begins, and that the arrays of earlier calls are not used again."""
-
-    def name_tensors(self, addresses: Mapping[str, int]) -> None:
-        """Is told the addresses of all tensors before the launches of a call."""
-
     def launch(self, kernel_launch: Launch, words: tuple) -> None:
         self.run(cpu_kernel(kernel_launch.kernel, self.sanitize, self.folder), kernel_launch, words)
 
@@ -89,7 +99,7 @@ def cpu_kernel(
     )
 
 
-class GpuCheckMachine:
+class GpuCheckMachine(Machine):
     """Runs the kernels on a GPU. Arrays are CuPy's, in storage dtypes; allocated ones hold NaN.
 
     folder: of the sources, None for the installed ones.
@@ -119,20 +129,11 @@ class GpuCheckMachine:
     def get(self, array: Any) -> np.ndarray:
         return array.get()
 
-    def begin(self) -> None:
-        """As CpuMachine's."""
-
-    def name_tensors(self, addresses: Mapping[str, int]) -> None:
-        """As CpuMachine's."""
-
     def launch(self, kernel_launch: Launch, words: tuple) -> None:
         cupy = nvrtc.cupy()
         with cupy.cuda.Device(self.device_index):
             stream = cupy.cuda.get_current_stream().ptr
         launch.run(kernel_launch, self.device_index, stream, words, self.folder)
-
-
-Machine = CpuMachine | GpuCheckMachine
 
 
 def machine(on: str | None = None, seed: int = 0) -> Machine:
