@@ -98,7 +98,7 @@ def test_sites_are_lines_of_the_sources():
     assert site.lines[0].startswith("pack.cuh:")
     line = int(site.of_kernel.removeprefix("forward_warp.cu:"))
     source = (cuda_src() / "forward_warp.cu").read_text().splitlines()
-    assert "values.fetch(problem.load" in source[line - 1]
+    assert "values.fetch(call.load" in source[line - 1]
 
 
 def events(*rows) -> np.ndarray:
