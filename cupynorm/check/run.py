@@ -82,8 +82,7 @@ class Tensors:
     def launch(self, call: Call, operands: Mapping[str, Rows], seed: int = 0) -> None:
         """operands: by the names of the kernels."""
         if call.partials_shape:
-            *extents, num_cols = call.partials_shape
-            self.make("partials", (math.prod(extents), num_cols), call.plan.problem.compute, False)
+            self.make("partials", call.partials_shape, call.plan.problem.compute, False)
         operands = {**operands, **self.some("partials")}
         addresses = {name: each.pointer for name, each in operands.items()}
         self.where.name_tensors(addresses)
@@ -118,6 +117,8 @@ class GuardedTensors(Tensors):
             self._add(name, placed, dtype, is_input=True)
 
     def make(self, name: str, shape: tuple[int, ...], dtype: str, is_result: bool = True) -> None:
+        if len(shape) > 2:  # partial sums
+            shape = (math.prod(shape[:-1]), shape[-1])
         placed = empty(shape, DTYPES[dtype].storage, self._layout(name))
         self._add(name, placed, dtype, is_input=False)
         if is_result:
