@@ -14,9 +14,8 @@ from ..plan.devices import Device
 from ..plan.dispatch import Plan
 from ..plan.strategies import STRATEGIES
 from .activations import Activations
-from .callables import Callables
 from .cases import DIRECTIONS, Case
-from .traps import allowed_of, trap_trials
+from .traps import trap_trials
 from .trials import Trial, default_trials
 
 # Elements of x in one case, by where the kernels run. Most of the time goes into the float64
@@ -85,7 +84,7 @@ def trap_entries(
     entries = []
     for norm, dtype in product(norms, dtypes):
         case = Case(norm, 0, 0, dtype, **options)
-        for trial in trap_trials(case, allowed_of(Callables(), norm), seed):
+        for trial in trap_trials(case, seed=seed):
             case = trial.problem.case
             name = f"{trial.name}, {case.num_rows} x {case.num_cols}"
             entries.append(Entry(name, case, partial(list, [trial])))

@@ -16,7 +16,7 @@ from .callables import Callables
 from .cases import NORMS, Case, given_problem
 from .results import CheckResult
 from .run import run_kernels
-from .traps import allowed_of, trap_trials
+from .traps import trap_trials
 from .trials import Trial, default_trials
 
 
@@ -147,7 +147,7 @@ def check(
             return _check_functors(functors, progress(sized), on, seed)
         trials = [trial for case in sized for trial in default_trials(case, seed)]
         for case in cases if traps else ():
-            trials += trap_trials(case, allowed_of(own, case.norm), seed)
+            trials += trap_trials(case, own, seed)
     if own:
         return check_callables(progress(trials), own, traps)
     where = kernels.machine(on)
