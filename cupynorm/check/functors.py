@@ -32,7 +32,7 @@ from .cases import Case, Problem, random_problem
 from .diagnosis import UNKNOWN, Diagnosis, described
 from .judged import Candidate, Judged, best_of
 from .kernels import Machine, uses_welford
-from .results import Finding, diagnosed, dtype_of, judge
+from .results import Finding, dtype_of, judge
 from .run import Tensors
 
 KINDS = ("full", "cols", "rows", "one")
@@ -381,15 +381,12 @@ def judge_functor(
     """The worst element of each result. A tensor that is off has a diagnosis."""
     case = functor_problem.problem.case
     expected = expect_with_functor(functor_problem, uses_welford(case, where.device))
-    label, findings = f"{case} {functor_problem.role} {functor_problem.functor.name}", []
-    diagnose = partial(_diagnose, functor_problem)
-    for name, got in results.items():
-        dtype = functor_problem.dtype_of(name)
-        finding = judge(label, name, got, *expected[name], dtype)
-        if not finding.ok:
-            finding = diagnosed(finding, got, *expected[name], dtype, diagnose)
-        findings.append(finding)
-    return findings
+    label = f"{case} {functor_problem.role} {functor_problem.functor.name}"
+    explain = partial(_diagnose, functor_problem)
+    return [
+        judge(label, name, got, *expected[name], functor_problem.dtype_of(name), diagnose=explain)
+        for name, got in results.items()
+    ]
 
 
 # Why a tensor is off.

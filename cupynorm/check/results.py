@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 
 import numpy as np
@@ -15,6 +15,8 @@ from .cases import Case, Problem
 from .diagnosis import Diagnosis, diagnose
 from .judged import Judged
 
+Diagnose = Callable[[Judged], Diagnosis]
+
 
 @dataclass(frozen=True)
 class Finding:
@@ -22,7 +24,7 @@ class Finding:
 
     error: |got - expected| / allowed; infinity or NaN where only one of them is finite.
     where: its index. num_off: how many elements of the tensor have an error above 1.
-    diagnosis: which elements are off and why; None where nothing is off, or before diagnosed().
+    diagnosis: which elements are off and why; None where nothing is off, or nobody asked.
     """
 
     case: str
@@ -123,11 +125,13 @@ def judge(
     expected: np.ndarray,
     allowed: np.ndarray,
     dtype: str | None = None,
+    *,
+    diagnose: Diagnose | None = None,
 ) -> Finding:
     """The worst element of one tensor.
 
-    got, expected, allowed: of one shape, float64. dtype: as for errors_of. Raises ValueError for
-    different shapes.
+    got, expected, allowed: of one shape, float64. dtype: as for errors_of. diagnose: says why a
+    tensor is off. Raises ValueError for different shapes.
     """
     if got.shape != expected.shape:
         raise ValueError(f"{tensor} of {case} has shape {got.shape}; expected {expected.shape}")
@@ -139,7 +143,10 @@ def judge(
     at = np.unravel_index(int(np.argmax(order)), order.shape)
     where = tuple(int(index) for index in at)
     numbers = (float(values[at]) for values in (got, expected, allowed))
-    return Finding(str(case), tensor, float(error[at]), where, *numbers, int(off.sum()))
+    why = None
+    if diagnose is not None and off.any():
+        why = diagnose(Judged(tensor, dtype, got, expected, allowed, off))
+    return Finding(str(case), tensor, float(error[at]), where, *numbers, int(off.sum()), why)
 
 
 def errors_of(
@@ -199,21 +206,8 @@ def judge_all(
     rounded_mean: as for `expect`. diagnoses: whether tensors that are off get one.
     """
     expectations = expect(problem, rounded_mean=rounded_mean, added=results.get("sum"))
-    findings = judge_against(problem.case, expectations, results)
-    if not diagnoses:
-        return findings
-    return [
-        each
-        if each.ok
-        else diagnosed(
-            each,
-            results[each.tensor],
-            *expectations[each.tensor],
-            dtype_of(problem.case, each.tensor),
-            partial(diagnose, problem),
-        )
-        for each in findings
-    ]
+    explain = partial(diagnose, problem) if diagnoses else None
+    return judge_against(problem.case, expectations, results, diagnose=explain)
 
 
 def judge_against(
@@ -222,8 +216,9 @@ def judge_against(
     results: dict[str, np.ndarray],
     *,
     skips_right: bool = False,
+    diagnose: Diagnose | None = None,
 ) -> list[Finding]:
-    """A finding for each tensor that is in both.
+    """A finding for each tensor that is in both. diagnose: as for judge.
 
     skips_right: leaves out tensors that are plainly right, which takes less time.
     """
@@ -235,19 +230,6 @@ def judge_against(
                 continue
             if name == "mean":  # of a row with an infinity: NaN, or infinite
                 got = np.where(np.isfinite(expected) | np.isfinite(got), got, expected)
-            findings.append(judge(case, name, got, expected, allowed, dtype_of(case, name)))
+            numbers = (got, expected, allowed, dtype_of(case, name))
+            findings.append(judge(case, name, *numbers, diagnose=diagnose))
     return findings
-
-
-def diagnosed(
-    finding: Finding,
-    got: np.ndarray,
-    expected: np.ndarray,
-    allowed: np.ndarray,
-    dtype: str,
-    diagnose: Callable[[Judged], Diagnosis],
-) -> Finding:
-    """The finding of a tensor that is off, with its diagnosis."""
-    off = errors_of(got, expected, allowed, dtype)[1]
-    judged = Judged(finding.tensor, dtype, got, expected, allowed, off)
-    return replace(finding, diagnosis=diagnose(judged))
