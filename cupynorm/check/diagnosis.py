@@ -13,6 +13,7 @@ Four mistakes have no formula, because their errors are those of roundings:
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import NamedTuple
@@ -149,7 +150,7 @@ def _nearly_right(judged: Judged) -> str:
 
 
 def _every_candidate(rows: Rows, judged: Judged) -> Iterator[Candidate]:
-    yield from candidates(rows, judged.tensor, judged.expected)
+    yield from itertools.starmap(Candidate, candidates(rows, judged.tensor, judged.expected))
     for dtype in ("float16", "bfloat16", "float32"):
         narrow, own = DTYPES[dtype].digits, DTYPES[judged.dtype].digits
         if narrow < own:

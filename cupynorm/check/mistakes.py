@@ -15,7 +15,6 @@ from ..dtypes import DTYPES, decode, encode
 from ..reference.layer_norm import scale
 from .allowed import half_ulp
 from .cases import Problem
-from .judged import Candidate
 
 Named = tuple[str, np.ndarray]
 
@@ -148,12 +147,8 @@ def of_statistics(rows: Rows, tensor: str, mean: np.ndarray, rstd: np.ndarray) -
     return (mean if tensor == "mean" else rstd)[:, 0]
 
 
-def candidates(rows: Rows, tensor: str, expected: np.ndarray) -> Iterator[Candidate]:
+def candidates(rows: Rows, tensor: str, expected: np.ndarray) -> Iterator[Named]:
     """Each mistake that is tried for a tensor. expected: its right values."""
-    yield from (Candidate(*each) for each in _named(rows, tensor, expected))
-
-
-def _named(rows: Rows, tensor: str, expected: np.ndarray) -> Iterator[Named]:
     makers = {"y": _of_y, "dx": _of_dx, "dweight": _of_dweight, "dbias": _of_dbias}
     if tensor in makers:
         yield from makers[tensor](rows)

@@ -9,6 +9,7 @@ import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -16,7 +17,7 @@ from ..bench.timer import Runner, Timer, take_turns
 from ..check import kernels
 from ..check.cases import NORMS, Case, Problem, random_problem
 from ..check.gradient_check import check_seed
-from ..check.kernels import CpuMachine, GpuCheckMachine, uses_welford
+from ..check.kernels import Machine, uses_welford
 from ..check.results import CheckResult
 from ..check.run import run_kernels
 from ..check.trials import Trial, default_problem
@@ -206,7 +207,7 @@ def experiment(
     versions = []
     for source_folder in (None, folder):
         version = Version()
-        machine = _machine(on_gpu, direction, source_folder, seed)
+        machine = _Remembers(kernels.machine(on, seed), direction, source_folder)
         _inspect(version, planned, source_folder)
         _check(version, problem, machine, direction)
         versions.append((version, machine))
@@ -219,40 +220,27 @@ def experiment(
 
 
 class _Remembers:
-    """A machine that remembers the launches of one direction, and changes no other."""
+    """A machine that runs the sources of a folder, and remembers the launches, in one direction."""
 
-    direction: str
-    folder: Path | None
-    launches: list[tuple[Launch, tuple]]
+    def __init__(self, machine: Machine, direction: str, folder: Path | None) -> None:
+        self._machine, self._direction, self._folder = machine, direction, folder
+        self._launches: list[tuple[Launch, tuple]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._machine, name)  # all else is the machine's
 
     def launch(self, kernel_launch: Launch, words: tuple) -> None:
-        own, self.folder = self.folder, None
-        if kernel_launch.kernel.source.startswith(self.direction):
-            self.folder = own
-            self.launches.append((kernel_launch, words))
-        try:
-            super().launch(kernel_launch, words)
-        finally:
-            self.folder = own
+        is_own = kernel_launch.kernel.source.startswith(self._direction)
+        if is_own:
+            self._launches.append((kernel_launch, words))
+        self._machine.folder = self._folder if is_own else None
+        self._machine.launch(kernel_launch, words)
 
     def run_again(self) -> None:
         """Enqueues the launches once more, with the same tensors."""
-        for kernel_launch, words in self.launches:
-            super().launch(kernel_launch, words)
-
-
-class _OnGpu(_Remembers, GpuCheckMachine):
-    pass
-
-
-class _OnCpu(_Remembers, CpuMachine):
-    pass
-
-
-def _machine(on_gpu: bool, direction: str, folder: Path | None, seed: int) -> _Remembers:
-    machine = _OnGpu(folder=folder) if on_gpu else _OnCpu(seed=seed, folder=folder)
-    machine.direction, machine.launches = direction, []
-    return machine
+        self._machine.folder = self._folder
+        for each in self._launches:
+            self._machine.launch(*each)
 
 
 def _check(version: Version, problem: Problem, machine: _Remembers, direction: str) -> None:
