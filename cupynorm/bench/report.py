@@ -24,6 +24,16 @@ def quartiles(samples: Sequence[float]) -> tuple[float, float, float]:
     return low, middle, high
 
 
+def is_faster(samples: Sequence[float], than: Sequence[float], least: float = 0.0) -> bool:
+    """Whether the median is lower by more than half the sum of both spreads.
+
+    A spread is the distance between the quartiles. least: a share by which it is lower, too.
+    """
+    (low, median, high), (other_low, other_median, other_high) = quartiles(samples), quartiles(than)
+    spread = (high - low + other_high - other_low) / 2
+    return other_median - median > max(spread, least * other_median)
+
+
 @dataclass(frozen=True)
 class Measurement:
     """One cell.
@@ -67,13 +77,8 @@ class Measurement:
     @property
     def fastest(self) -> frozenset[str]:
         """The fastest right library, and those slower by less than half the sum of both spreads."""
-
-        def behind(name: str) -> bool:
-            spreads = (self.spread(each) * self.median(each) for each in (name, best))
-            return self.median(name) - self.median(best) > sum(spreads) / 2
-
-        best = next(iter(self.right), None)
-        return frozenset(name for name in self.right if not behind(name))
+        right, samples = self.right, self.samples
+        return frozenset(name for name in right if not is_faster(samples[right[0]], samples[name]))
 
 
 @dataclass(frozen=True, repr=False)

@@ -38,7 +38,7 @@ from ..plan.problem import Problem
 from .cells import COPY, Cell, cells
 from .measure import measure_each, plan_of
 from .peers import first_line
-from .report import quartiles
+from .report import is_faster, quartiles
 from .runners import prepare_ours
 from .tensors import tensors_of
 from .timer import Timer, take_turns
@@ -87,21 +87,11 @@ class TunedCell:
 
     @property
     def wins(self) -> bool:
-        return is_faster(self.samples[self.fastest], self.samples[self.default])
+        return is_faster(self.samples[self.fastest], self.samples[self.default], _LEAST_GAIN)
 
     def share(self, name: str) -> float:
         """Speed as a share of the copy's."""
         return self.median(COPY) / self.median(name)
-
-
-def is_faster(samples: Sequence[float], than: Sequence[float]) -> bool:
-    """Whether the median is lower by more than half the sum of both spreads and by _LEAST_GAIN.
-
-    A spread is the distance between the quartiles.
-    """
-    (low, median, high), (other_low, other_median, other_high) = quartiles(samples), quartiles(than)
-    spread = (high - low + other_high - other_low) / 2
-    return other_median - median > max(spread, _LEAST_GAIN * other_median)
 
 
 @dataclass(frozen=True)

@@ -68,7 +68,7 @@ needs_compiler = pytest.mark.skipif(
     ],
 )
 def test_a_winner_is_ahead_by_more_than_the_spread(samples, than, faster):
-    assert tune.is_faster(samples, than) is faster
+    assert tune.is_faster(samples, than, tune._LEAST_GAIN) is faster
 
 
 def finding(default, best, left_out=(), off=()):
