@@ -27,7 +27,7 @@ from .. import reference
 from ..gpu.environment import environment
 from .cells import COPY
 from .contestants import CONTESTANTS, EPS, FORMATS, GEMM, Contestant, Inputs, LinearCell
-from .measure import check_gpu, free_memory
+from .measure import check_runs, free_memory
 from .peers import fault, not_importable
 from .report import aligned
 from .timer import Runner, Timer, take_turns
@@ -312,15 +312,13 @@ def bench_linear(
     MissingLibraryError without CuPy.
     """
     todo = cells() if todo is None else list(todo)
-    if runs < 1:
-        raise ValueError(f"runs is {runs}; expected 1 or more")
     wanted = names if contestants is None else contestants
     unknown = [name for name in wanted if name not in CONTESTANTS]
     if unknown:
         raise ValueError(
             f"contestants has {unknown[0]!r}; expected some of {', '.join(CONTESTANTS)}"
         )
-    check_gpu()
+    check_runs(runs)
     absent = {name: why for name in wanted if (why := missing(name))}
     able = [name for name in wanted if name not in absent]
     measure = measure or partial(measure_in_turns, Timer.on_gpu())

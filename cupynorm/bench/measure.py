@@ -64,17 +64,14 @@ def bench(
     what cupynorm raises in the first cell.
     """
     todo = cells() if todo is None else list(todo)
-    if runs < 1:
-        raise ValueError(f"runs is {runs}; expected 1 or more")
     unknown = [name for name in peers or () if name not in PEERS]
     if unknown:
         raise ValueError(f"peers has {unknown[0]!r}; expected some of {', '.join(PEERS)}")
     tiles = [f"{each['strategy']}: {each['tile']}" for each in map(options_of, tiles)]
     if tiles and any(cell.direction == "both" for cell in todo):
         raise ValueError("a tile belongs to one direction; expected cells of forward or backward")
-    check_gpu()
-    if seed is None:
-        seed = int(np.random.SeedSequence().generate_state(1)[0])
+    check_runs(runs)
+    seed = fresh_seed() if seed is None else seed
     progress = progress or (lambda items, **_: items)
     wanted = list(dict.fromkeys((OURS, *(PEERS if peers is None else peers))))
     absent = {name: why for name in wanted if (why := missing(name))}
@@ -116,13 +113,19 @@ def measure_each(
     return found, None
 
 
-def check_gpu() -> None:
-    """Raises ValueError without a GPU, MissingLibraryError without CuPy."""
+def check_runs(runs: int) -> None:
+    """Raises ValueError for no runs and without a GPU, MissingLibraryError without CuPy."""
+    if runs < 1:
+        raise ValueError(f"runs is {runs}; expected 1 or more")
     nvrtc.cupy()
     if not has_gpu():
         raise ValueError(
             "the benchmark measures a GPU and none was found; python -m cupynorm check needs none"
         )
+
+
+def fresh_seed() -> int:
+    return int(np.random.SeedSequence().generate_state(1)[0])
 
 
 def free_memory() -> None:

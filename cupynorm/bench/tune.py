@@ -22,8 +22,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
-
 from ..check import kernels as check_kernels
 from ..check.cases import Case, random_problem
 from ..check.cases import Problem as CheckProblem
@@ -36,7 +34,7 @@ from ..plan.devices import Device
 from ..plan.instances import Choice, Kernel
 from ..plan.problem import Problem
 from .cells import COPY, Cell, cells
-from .measure import measure_each, plan_of
+from .measure import check_runs, fresh_seed, measure_each, plan_of
 from .peers import first_line
 from .report import is_faster, quartiles
 from .runners import prepare_ours
@@ -174,22 +172,14 @@ def tune(
     """
     todo = cells() if todo is None else list(todo)
     progress = progress or (lambda items, **_: items)
-    if runs < 1:
-        raise ValueError(f"runs is {runs}; expected 1 or more")
     for cell in todo:
         if cell.direction == "both" or cell.extras:
             raise ValueError(
                 f"todo has {cell}; tune measures forward or backward, without residual, "
                 "out_dtype or zero_centered"
             )
-    nvrtc.cupy()
-    if not environment.has_gpu():
-        raise ValueError(
-            "tune measures a GPU and none was found; "
-            "python -m cupynorm plan shows what is chosen without one"
-        )
-    if seed is None:
-        seed = int(np.random.SeedSequence().generate_state(1)[0])
+    check_runs(runs)
+    seed = fresh_seed() if seed is None else seed
     tiles.use(None)
     device = launch.current_device()
     measured = {**environment.environment(), "runs": runs, "command": command}

@@ -12,13 +12,13 @@ import pytest
 
 import cupynorm
 from cupynorm import __main__ as command
-from cupynorm.bench import tune
+from cupynorm.bench import measure, tune
 from cupynorm.bench.cells import COPY, Cell, cells
 from cupynorm.bench.measure import plan_of
 from cupynorm.check import kernels as check_kernels
 from cupynorm.check.cases import NORMS, random_problem
 from cupynorm.check.kernels import CpuMachine
-from cupynorm.gpu import arrays, environment, launch, nvrtc, on_cpu
+from cupynorm.gpu import arrays, launch, nvrtc, on_cpu
 from cupynorm.norm import tiles
 from cupynorm.norm.plans import plan
 from cupynorm.plan import dispatch
@@ -287,7 +287,7 @@ def test_problems_that_cannot_be_measured_are_refused(on_numpy):
 
 
 def test_without_a_gpu(monkeypatch):
-    monkeypatch.setattr(environment, "has_gpu", lambda: False)
+    monkeypatch.setattr(measure, "has_gpu", lambda: False)
     monkeypatch.setattr(nvrtc, "cupy", lambda: numpy_as_cupy)
     with pytest.raises(ValueError, match="measures a GPU and none was found"):
         tune.tune()
