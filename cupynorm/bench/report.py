@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from ..table import as_html
+from ..table import as_html, as_markdown
 from .cells import COPY, DIRECTIONS, OURS, Cell
 from .pictures import shares
 
@@ -74,11 +74,24 @@ class Measurement:
             key=self.median,
         )
 
+    def best_of(self, names: Sequence[str]) -> str | None:
+        """The fastest of these libraries that was right."""
+        return next((name for name in self.right if name in names), None)
+
     @property
     def fastest(self) -> frozenset[str]:
         """The fastest right library, and those slower by less than half the sum of both spreads."""
         right, samples = self.right, self.samples
         return frozenset(name for name in right if not is_faster(samples[right[0]], samples[name]))
+
+
+def by_shape(measurements: Sequence[Measurement]) -> dict[tuple[int, int], dict[str, Measurement]]:
+    """(num_cols, num_rows) -> direction -> measurement."""
+    shapes: dict[tuple[int, int], dict[str, Measurement]] = {}
+    for each in measurements:
+        found = shapes.setdefault((each.cell.num_cols, each.cell.num_rows), {})
+        found[each.cell.direction] = each
+    return shapes
 
 
 @dataclass(frozen=True, repr=False)
@@ -209,28 +222,24 @@ class BenchResult:
         others = [name for name in self.libraries if name not in shown]
         measured_directions = {each.cell.direction for each in self.measurements}
         directions = [name for name in DIRECTIONS if name in measured_directions]
-        shapes: dict[tuple[int, int], dict[str, Measurement]] = {}
-        for measured in measurements:
-            cell = measured.cell
-            shapes.setdefault((cell.num_cols, cell.num_rows), {})[cell.direction] = measured
+        shapes = by_shape(measurements)
         with_rows = len({num_cols for num_cols, _ in shapes}) < len(shapes)
-        header = ["num_cols", *(["num_rows"] if with_rows else [])]
+        rows = [["num_cols", *["num_rows"] * with_rows]]
         for direction in directions:
-            header += [f"{direction}: strategy", *shown, *(["best other"] if others else [])]
-        rule = ["---:" if name in (*shown, "best other") else "---" for name in header]
-        lines = [_markdown_row(header), _markdown_row(rule)]
+            rows[0] += [f"{direction}: strategy", *shown, *["best other"] * bool(others)]
         for (num_cols, num_rows), found in shapes.items():
-            row = [f"{num_cols:,}", *([f"{num_rows:,}"] if with_rows else [])]
+            row = [f"{num_cols:,}", *[f"{num_rows:,}"] * with_rows]
             for direction in directions:
                 measured = found.get(direction)
                 row.append(measured.strategy if measured else "")
                 row += [_markdown_cell(measured, name) for name in shown]
                 if others:
-                    right = measured.right if measured else []
-                    best = next((name for name in right if name in others), None)
+                    best = measured and measured.best_of(others)
                     row.append(f"{best} {_markdown_cell(measured, best)}" if best else "-")
-            lines.append(_markdown_row(row))
-        return lines
+            rows.append(row)
+        numbers = (*shown, "best other")
+        words = [at for at, heading in enumerate(rows[0]) if heading not in numbers]
+        return as_markdown(rows, words)
 
     def to_json(self) -> str:
         """Everything, with all samples."""
@@ -306,10 +315,6 @@ def _time(measured: Measurement, name: str) -> str:
         return "-"
     mark = "*" if name in measured.fastest else "OFF" if name in measured.faults else ""
     return f"{measured.median(name):.1f}{mark}"
-
-
-def _markdown_row(row: list[str]) -> str:
-    return f"| {' | '.join(row)} |"
 
 
 def _markdown_cell(measured: Measurement | None, name: str) -> str:
