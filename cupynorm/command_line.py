@@ -69,7 +69,7 @@ def several(names: Sequence[str]) -> Callable[[str], list[str]]:
 
 
 def check_folders(*paths: str | Path | None) -> None:
-    """Raises ValueError for an output file whose folder does not exist.
+    """Raises ValueError for an output file that is a folder, or whose folder does not exist.
 
     Commands call it first, so that a long run does not fail at its end.
     """
@@ -77,3 +77,5 @@ def check_folders(*paths: str | Path | None) -> None:
         folder = Path(path).absolute().parent
         if not folder.is_dir():
             raise ValueError(f"{path}: there is no folder {folder}")
+        if Path(path).is_dir():
+            raise ValueError(f"{path}: this is a folder; expected a file")

@@ -162,8 +162,6 @@ def run(arguments: argparse.Namespace) -> int:
         )
     if arguments.readme:
         documents.check_documents()
-    if arguments.plot:
-        plot.require_matplotlib()
     result = measured(arguments, cells_of(arguments), arguments.peers)
     if arguments.readme and not result:
         print("README.md and docs/benchmarks.md are left as they were")
@@ -179,8 +177,6 @@ def guard(arguments: argparse.Namespace) -> int:
             "--readme and --guard are given; expected one of them: --readme writes a new table"
         )
     before = report.read(arguments.guard)
-    if arguments.plot:
-        plot.require_matplotlib()
     after = measured(arguments, [each.cell for each in before.measurements], ())
     compared = comparison.compare(before, after)
     print(f"\n{arguments.guard}, and now:\n{compared}")
@@ -191,6 +187,8 @@ def measured(
     arguments: argparse.Namespace, todo: Sequence[Cell], peers: Sequence[str] | None
 ) -> report.BenchResult:
     """Runs the benchmark, prints the result and writes the files that were requested."""
+    if arguments.plot:
+        plot.check_format(arguments.plot)
     result = measure.bench(
         todo,
         runs=arguments.runs,

@@ -108,6 +108,8 @@ from cupynorm.command_line import number, positives
             "elements is 8, less than one row of 16 columns",
         ),
         (("tune", "--output", "none/tiles.json"), "none/tiles.json: there is no folder"),
+        (("tune", "--output", "."), ".: this is a folder; expected a file"),
+        (("bench", "--json", "."), ".: this is a folder; expected a file"),
         (("bench", "linear", "--json", "none/linear.json"), "none/linear.json: there is no folder"),
         (("--on", "tpu"), "invalid choice: 'tpu'"),
         (("--eps", "nan"), "'nan' is not a finite number"),
