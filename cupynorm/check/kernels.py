@@ -140,13 +140,11 @@ def machine(on: str | None = None, seed: int = 0) -> Machine:
     """Where to run the kernels. on: "gpu", "cpu", or None for a GPU if there is one.
 
     seed: of the order in which threads run on the CPU.
-    Raises ValueError for another word and where there is no GPU, MissingLibraryError without CuPy,
-    NoCompilerError without a C++ compiler where kernels run on the CPU.
+    Raises ValueError for another word and where there is no GPU, MissingLibraryError without CuPy.
     """
     if on not in (None, "gpu", "cpu"):
         raise ValueError(f"on is {on!r}; expected 'gpu', 'cpu' or None for a GPU if there is one")
     if on == "cpu" or (on is None and not environment.has_gpu()):
-        on_cpu.compiler()
         return CpuMachine(seed=seed)
     nvrtc.cupy()  # without CuPy, the error says what to install
     if not environment.has_gpu():

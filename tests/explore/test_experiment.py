@@ -11,8 +11,10 @@ import pytest
 from nvrtc_here import needs_nvrtc
 
 import cupynorm
+from cupynorm.check import kernels
 from cupynorm.explore.changes import changed_sources
 from cupynorm.gpu import environment, nvrtc
+from cupynorm.gpu.on_cpu import NoCompilerError
 from cupynorm.gpu.source_files import source_files
 
 TWO_PASS = "centered_values[at] = values[at] - first;"
@@ -195,3 +197,14 @@ def test_the_text_of_a_fault_is_escaped_in_html():
     found = on_cpu(SAME, 64)
     found.changed.result, found.changed.fault = None, "forward_warp<float, 3> & more"
     assert "forward_warp&lt;float, 3&gt; &amp; more" in found._repr_html_()
+
+
+@needs_nvrtc
+def test_without_a_compiler_registers_are_found_all_the_same(monkeypatch):
+    def compiled(*given):
+        raise NoCompilerError("a C++20 compiler is needed")
+
+    monkeypatch.setattr(kernels, "cpu_kernel", compiled)
+    found = on_cpu(SAME)
+    assert not found and found.shipped.registers and found.changed.registers
+    assert found.changed.fault == "a C++20 compiler is needed"
