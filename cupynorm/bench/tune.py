@@ -154,7 +154,7 @@ def tune(
     jobs: int = 1,
     seed: int | None = None,
     progress: Callable[..., Iterable] | None = None,
-    command: str = "cupynorm.tune.tune()",
+    command: str = "cupynorm.bench.tune.tune()",
 ) -> TuneResult:
     """Measure the candidates of every cell on the current GPU, beside the choice of dispatch.
 
